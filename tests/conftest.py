@@ -1,0 +1,22 @@
+"""Strict JAX for every test: eight virtual CPU devices, no implicit promotion, no reused keys."""
+
+import os
+
+import hypothesis
+import jax
+
+jax.config.update("jax_platforms", "cpu")
+jax.config.update("jax_num_cpu_devices", 8)
+jax.config.update("jax_numpy_rank_promotion", "raise")
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+jax.config.update("jax_debug_key_reuse", True)
+
+# Compiled functions are slow the first time, so no example has a deadline; the same examples are
+# drawn on every run, and TWINKLE_JAX_EXAMPLES=1000 searches further.
+hypothesis.settings.register_profile(
+    "twinkle_jax",
+    deadline=None,
+    derandomize=True,
+    max_examples=int(os.environ.get("TWINKLE_JAX_EXAMPLES", "40")),
+)
+hypothesis.settings.load_profile("twinkle_jax")

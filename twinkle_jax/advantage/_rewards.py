@@ -1,0 +1,197 @@
+"""Turn whatever callers hold rewards in into arrays; refuse what would silently go wrong.
+
+Host data (lists, NumPy, PyTorch tensors) is checked for NaN and infinity here. A JAX array stays
+where it is and is not read back: what is wrong in it shows as NaN advantages.
+"""
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from twinkle_jax.advantage._core import compute_dtype
+from twinkle_jax.advantage._settings import describe
+
+HostOrDevice = jax.Array | np.ndarray[Any, np.dtype[Any]]
+ArrayLike = HostOrDevice | Sequence[Any]
+
+
+def check_rewards(
+    rewards: Any, where: Any, reward_weights: Any, segment_ids: Any = None
+) -> tuple[HostOrDevice, HostOrDevice | None, HostOrDevice | None, HostOrDevice | None]:
+    """Return rewards, mask, weights and segment ids as arrays that fit together."""
+    values = _numbers("rewards", rewards)
+    if values.ndim not in (1, 2):
+        raise ValueError(
+            "rewards must be [N], or [N, C] for C reward components, with the K samples of a "
+            f"prompt next to each other, got shape {values.shape}"
+        )
+    if values.size == 0:
+        raise ValueError(f"rewards must hold at least one reward, got shape {values.shape}")
+    mask = None if where is None else _mask(where, values.shape)
+    weights = None if reward_weights is None else _weights(reward_weights, values.shape)
+    ids = None if segment_ids is None else _ids(segment_ids, values.shape[0])
+    if isinstance(values, np.ndarray) and not np.isfinite(values).all():
+        _refuse_non_finite("rewards", values, mask)
+    return values, mask, weights, ids
+
+
+def split_missing(rewards: Any, where: Any) -> tuple[Any, Any]:
+    """Read None in a (nested) list as "missing": fill it in, and leave it out through the mask."""
+    if not isinstance(rewards, list | tuple) or not _holds_none(rewards):
+        return rewards, where
+    rows = [row for row in rewards if isinstance(row, list | tuple)]
+    width = len(rows[0]) if rows else None
+
+    def fill(row: Any) -> Any:
+        if row is None:
+            return 0.0 if width is None else [0.0] * width
+        return [0.0 if r is None else r for r in row] if isinstance(row, list | tuple) else row
+
+    def present(row: Any) -> Any:
+        if row is None:
+            return False if width is None else [False] * width
+        return [r is not None for r in row] if isinstance(row, list | tuple) else True
+
+    filled, kept = [fill(row) for row in rewards], np.asarray([present(row) for row in rewards])
+    if where is None:
+        return filled, kept
+    mask = _mask(where, kept.shape)
+    if mask.ndim < kept.ndim:
+        mask = mask[:, None]
+    elif mask.ndim > kept.ndim:
+        kept = kept[:, None]
+    return filled, mask & kept
+
+
+def _holds_none(rewards: Sequence[Any]) -> bool:
+    return any(
+        row is None or (isinstance(row, list | tuple) and any(r is None for r in row))
+        for row in rewards
+    )
+
+
+def _array(name: str, value: Any) -> HostOrDevice:
+    """Convert without a transfer: JAX arrays stay on the device, everything else on the host."""
+    if isinstance(value, jax.Array | np.ndarray):
+        if isinstance(value, np.ma.MaskedArray):
+            raise TypeError(
+                f"{name} must not be a NumPy masked array, whose mask would be dropped: pass "
+                f"{name}.filled(0) and where=~numpy.ma.getmaskarray({name})"
+            )
+        return value
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(value, torch.Tensor):
+        value = value.detach().cpu()
+        narrow = value.dtype in (torch.bfloat16, torch.float16)
+        tensor: np.ndarray[Any, np.dtype[Any]] = (value.float() if narrow else value).numpy()
+        return tensor
+    if hasattr(value, "__jax_array__"):
+        return jnp.asarray(value)
+    if isinstance(value, list | tuple):
+        return _sequence(name, value)
+    if isinstance(value, str | bytes | dict | set) or value is None:
+        raise TypeError(f"{name} must be an array or a list of numbers, got {describe(value)}")
+    return np.asarray(value)
+
+
+def _sequence(name: str, value: Sequence[Any]) -> HostOrDevice:
+    """Convert a list, which may hold numbers, rows of numbers, or arrays."""
+    torch = sys.modules.get("torch")
+    if torch is not None and any(isinstance(v, torch.Tensor) for v in value):
+        value = [_array(name, v) for v in value]
+    try:
+        return np.asarray(value)
+    except jax.errors.TracerArrayConversionError:
+        return jnp.asarray(value)
+    except ValueError:
+        lengths = sorted({len(row) if hasattr(row, "__len__") else 0 for row in value})
+        raise ValueError(
+            f"{name} must be a list of numbers or of rows of equal length, got rows of lengths "
+            f"{lengths} (0: a number)"
+        ) from None
+
+
+def _numbers(name: str, value: Any) -> HostOrDevice:
+    """Convert to real numbers; host data also to the type that it is computed in."""
+    array = _array(name, value)
+    dtype = array.dtype
+    if jnp.issubdtype(dtype, jnp.complexfloating):
+        raise TypeError(f"{name} must be real, got complex numbers ({dtype})")
+    if not any(jnp.issubdtype(dtype, kind) for kind in (np.floating, np.integer, np.bool_)):
+        missing = isinstance(array, np.ndarray) and None in array.ravel().tolist()
+        raise TypeError(
+            f"{name} must hold numbers, got {describe(array)}"
+            + (f": leave missing {name} out with where=" if missing else "")
+        )
+    if isinstance(array, np.ndarray):
+        wide = np.float64 if isinstance(value, list | tuple) else compute_dtype(dtype)
+        with np.errstate(over="ignore"):
+            return array.astype(jax.dtypes.canonicalize_dtype(wide), copy=False)
+    return array
+
+
+def _mask(where: Any, shape: tuple[int, ...]) -> HostOrDevice:
+    mask = _array("where", where)
+    if mask.dtype != bool:
+        raise TypeError(
+            f"where must be boolean (True = keep), got {describe(mask)}: write where != 0"
+        )
+    if mask.shape not in (shape, shape[:1]):
+        raise ValueError(
+            f"where must have shape {shape[:1]}"
+            + (f" or {shape}" if len(shape) == 2 else "")
+            + f" for rewards of shape {shape}, got {mask.shape}"
+        )
+    return mask
+
+
+def _weights(reward_weights: Any, shape: tuple[int, ...]) -> HostOrDevice:
+    if len(shape) == 1:
+        raise ValueError(
+            "reward_weights weigh the C components of rewards of shape [N, C], "
+            f"got rewards of shape {shape}"
+        )
+    weights = _numbers("reward_weights", reward_weights)
+    if weights.shape != shape[1:]:
+        raise ValueError(
+            f"reward_weights must have shape {shape[1:]} for rewards of shape {shape}, "
+            f"got {weights.shape}"
+        )
+    if isinstance(weights, np.ndarray) and not np.isfinite(weights).all():
+        _refuse_non_finite("reward_weights", weights, None)
+    return weights
+
+
+def _ids(segment_ids: Any, num_samples: int) -> HostOrDevice:
+    ids = _array("segment_ids", segment_ids)
+    if not jnp.issubdtype(ids.dtype, np.integer):
+        raise TypeError(f"segment_ids must hold integers, got {describe(ids)}")
+    if ids.shape != (num_samples,):
+        raise ValueError(
+            f"segment_ids must have shape {(num_samples,)}, one id for each reward, got {ids.shape}"
+        )
+    return ids
+
+
+def _refuse_non_finite(
+    name: str, values: np.ndarray[Any, np.dtype[Any]], mask: HostOrDevice | None
+) -> None:
+    """Raise for the first value that is not finite and not masked, if the mask can be seen."""
+    if isinstance(mask, jax.core.Tracer):
+        return
+    bad = ~np.isfinite(values)
+    if mask is not None:
+        keep = np.asarray(mask)
+        bad &= keep if keep.ndim == bad.ndim else keep[:, None]
+    if bad.any():
+        where = tuple(int(i) for i in np.argwhere(bad)[0])
+        place = where[0] if len(where) == 1 else where
+        raise ValueError(
+            f"{name} must be finite (and within the range of {values.dtype}), "
+            f"got {values[where]} at index {place}"
+            + ("; leave it out with where=" if name == "rewards" else "")
+        )
