@@ -64,8 +64,8 @@ def estimate_segments(
 
 def as_epsilon(epsilon: Any, rewards: HostOrDevice) -> Any:
     """Check epsilon; beside rewards on a device, a number is put there once, not per call."""
-    if isinstance(epsilon, int | float) and not isinstance(epsilon, bool):
-        if isinstance(rewards, jax.core.Tracer | np.ndarray):
+    if type(epsilon) in (float, int):
+        if isinstance(rewards, np.ndarray | jax.core.Tracer):
             return float(epsilon)
         return _on_device(float(epsilon), compute_dtype(rewards.dtype))
     if not isinstance(epsilon, jax.Array | np.ndarray | np.number):

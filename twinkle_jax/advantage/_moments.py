@@ -2,9 +2,11 @@
 
 Three things that the obvious formulas get wrong are settled here, for every estimator at once:
 
-* The mean is kept as two numbers, `anchor + shift`. The anchor is the rounded mean; subtracting it
-  from a reward near it is exact, and the shift is the mean of what remains. Rewards of 1e6 plus
-  small differences so give the advantages of the differences.
+* The mean is kept as two numbers, `anchor + shift`. The anchor is the largest reward of the group;
+  subtracting it from a reward near it is exact, and the shift is the mean of what remains. Rewards
+  of 1e6 plus small differences so give the advantages of the differences. (A rounded mean would be
+  a better anchor, were it the same number everywhere: the compiler recomputes it in each fused
+  loop, in another order or unrounded in a multiply-add. A maximum has no rounding to differ in.)
 * Squares are taken of deviations divided by the spread, so that nothing overflows up to 1e18.
 * Whether a group holds a signal at all is decided on its rewards (maximum against minimum), not on
   a standard deviation that is itself made of rounding noise.
@@ -71,8 +73,7 @@ def moments(rewards: Array, keep: Array | None, grouping: Grouping) -> Moments:
     magnitude = jnp.maximum(jnp.abs(top), jnp.abs(bottom))
     unit = jnp.nextafter(magnitude, jnp.inf) - magnitude
 
-    anchor = mean(pieces)
-    pieces = centred(pieces, anchor)
+    pieces = centred(pieces, top)
     shift = mean(pieces)
     pieces = centred(pieces, shift)
 
@@ -83,7 +84,7 @@ def moments(rewards: Array, keep: Array | None, grouping: Grouping) -> Moments:
     squares = masked([jnp.square(p * inverse) for p in pieces], 0)
     variance = grouping.total(squares) / jnp.maximum(divisor - 1, 1)
     return Moments(
-        anchor=anchor,
+        anchor=top,
         shift=shift,
         std=jnp.where(has_signal, spread * jnp.sqrt(variance), 0),
         samples=count,

@@ -4,6 +4,7 @@ Host data (lists, NumPy, PyTorch tensors) is checked for NaN and infinity here. 
 where it is and is not read back: what is wrong in it shows as NaN advantages.
 """
 
+import math
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -16,7 +17,8 @@ from twinkle_jax.advantage._core import compute_dtype
 from twinkle_jax.advantage._settings import describe
 
 HostOrDevice = jax.Array | np.ndarray[Any, np.dtype[Any]]
-ArrayLike = HostOrDevice | Sequence[Any]
+
+_PLAIN = {float, int, bool}
 
 
 def check_rewards(
@@ -34,7 +36,7 @@ def check_rewards(
     mask = None if where is None else _mask(where, values.shape)
     weights = None if reward_weights is None else _weights(reward_weights, values.shape)
     ids = None if segment_ids is None else _ids(segment_ids, values.shape[0])
-    if isinstance(values, np.ndarray) and not np.isfinite(values).all():
+    if isinstance(values, np.ndarray) and not math.isfinite(np.vdot(values, values)):
         _refuse_non_finite("rewards", values, mask)
     return values, mask, weights, ids
 
@@ -68,6 +70,8 @@ def split_missing(rewards: Any, where: Any) -> tuple[Any, Any]:
 
 
 def _holds_none(rewards: Sequence[Any]) -> bool:
+    if set(map(type, rewards)) <= _PLAIN:
+        return False
     return any(
         row is None or (isinstance(row, list | tuple) and any(r is None for r in row))
         for row in rewards
@@ -76,7 +80,9 @@ def _holds_none(rewards: Sequence[Any]) -> bool:
 
 def _array(name: str, value: Any) -> HostOrDevice:
     """Convert without a transfer: JAX arrays stay on the device, everything else on the host."""
-    if isinstance(value, jax.Array | np.ndarray):
+    if isinstance(value, list | tuple):  # first: whether something is a jax.Array is slow to tell
+        return _sequence(name, value)
+    if isinstance(value, np.ndarray | jax.Array):
         if isinstance(value, np.ma.MaskedArray):
             raise TypeError(
                 f"{name} must not be a NumPy masked array, whose mask would be dropped: pass "
@@ -91,8 +97,6 @@ def _array(name: str, value: Any) -> HostOrDevice:
         return tensor
     if hasattr(value, "__jax_array__"):
         return jnp.asarray(value)
-    if isinstance(value, list | tuple):
-        return _sequence(name, value)
     if isinstance(value, str | bytes | dict | set) or value is None:
         raise TypeError(f"{name} must be an array or a list of numbers, got {describe(value)}")
     return np.asarray(value)
@@ -101,7 +105,7 @@ def _array(name: str, value: Any) -> HostOrDevice:
 def _sequence(name: str, value: Sequence[Any]) -> HostOrDevice:
     """Convert a list, which may hold numbers, rows of numbers, or arrays."""
     torch = sys.modules.get("torch")
-    if torch is not None and any(isinstance(v, torch.Tensor) for v in value):
+    if torch is not None and any(issubclass(kind, torch.Tensor) for kind in set(map(type, value))):
         value = [_array(name, v) for v in value]
     try:
         return np.asarray(value)
@@ -117,8 +121,17 @@ def _sequence(name: str, value: Sequence[Any]) -> HostOrDevice:
 
 def _numbers(name: str, value: Any) -> HostOrDevice:
     """Convert to real numbers; host data also to the type that it is computed in."""
+    if isinstance(value, list | tuple) and set(map(type, value)) <= _PLAIN:
+        # The case that is called every step: one conversion, no further questions.
+        wide = np.float64 if jax.config.jax_enable_x64 else np.float32
+        try:
+            return np.asarray(value, wide)
+        except OverflowError:
+            raise ValueError(f"{name} must be within the range of {wide.__name__}") from None
     array = _array(name, value)
     dtype = array.dtype
+    if dtype == np.float32:
+        return array
     if jnp.issubdtype(dtype, jnp.complexfloating):
         raise TypeError(f"{name} must be real, got complex numbers ({dtype})")
     if not any(jnp.issubdtype(dtype, kind) for kind in (np.floating, np.integer, np.bool_)):
@@ -129,8 +142,10 @@ def _numbers(name: str, value: Any) -> HostOrDevice:
         )
     if isinstance(array, np.ndarray):
         wide = np.float64 if isinstance(value, list | tuple) else compute_dtype(dtype)
-        with np.errstate(over="ignore"):
-            return array.astype(jax.dtypes.canonicalize_dtype(wide), copy=False)
+        dtype = jax.dtypes.canonicalize_dtype(wide)
+        if array.dtype != dtype:
+            with np.errstate(over="ignore"):  # the infinity that overflow gives is refused later
+                return array.astype(dtype)
     return array
 
 

@@ -1,0 +1,103 @@
+"""No signal means exactly 0, and 4 units in the last place are no signal."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from twinkle_jax import grpo_advantage, rloo_advantage
+from twinkle_jax.advantage import (
+    group_statistics,
+    segment_grpo_advantage,
+    segment_rloo_advantage,
+)
+
+CONSTANTS = [0.1, 0.2, 0.3, 0.35, 0.6, 0.7, 0.9, 1.1, 2.2, -0.1, 1000.1, 1e-3, 1e6 + 0.1, 1e18, 0.0]
+SCALES = ("group", "batch", "none")
+ESTIMATORS = (grpo_advantage, rloo_advantage)
+SEGMENTS = (segment_grpo_advantage, segment_rloo_advantage)
+
+
+@pytest.mark.parametrize("size", [2, 3, 5, 8, 13, 31, 64])
+def test_constant_groups_are_exactly_zero(size):
+    rewards = np.repeat(np.float32(CONSTANTS), size)
+    ids = np.repeat(np.arange(len(CONSTANTS)), size)
+    for scale in SCALES:
+        for estimator in ESTIMATORS:
+            result = np.asarray(estimator(rewards, size, scale))
+            assert not result.any()
+            assert not np.signbit(result).any()
+    for estimator in SEGMENTS:
+        assert not np.asarray(estimator(rewards, ids, len(CONSTANTS))).any()
+    statistics = group_statistics(rewards, size)
+    assert statistics.mean.tolist() == np.float32(CONSTANTS).tolist()
+    assert not np.asarray(statistics.std).any()
+    assert not np.asarray(statistics.has_signal).any()
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("size", [2, 7, 30])
+def test_a_constant_batch_is_exactly_zero(estimator, scale, size):
+    for value in CONSTANTS:
+        assert not np.asarray(estimator([value] * (3 * size), size, scale)).any()
+
+
+def _apart(value, units, dtype):
+    """`value` and the number so many units in the last place (of the larger) below it."""
+    top = np.asarray(value, dtype)
+    return top, (top - units * np.spacing(np.abs(top))).astype(dtype)
+
+
+VALUES = [0.1, 0.35, 0.7, 1.5, 2.2, 1000.1, 1e6 + 0.5, -0.3, 1e18]
+
+
+@pytest.mark.parametrize("units", [1, 4, 5])
+@pytest.mark.parametrize(("size", "dtype"), [(3, np.float32), (70, np.float32), (3, np.float64)])
+def test_four_units_are_noise_and_five_are_signal(units, dtype, size):
+    signal = units > 4
+    with jax.enable_x64(dtype == np.float64):
+        groups = np.repeat(np.asarray(VALUES, dtype)[:, None], size, axis=1)
+        # the other end lies nearer to zero, so the unit is that of the value itself
+        unit = np.spacing(np.abs(groups[:, 1]))
+        groups[:, 1] -= np.sign(groups[:, 1]) * units * unit
+        rewards = groups.ravel()
+        ids = np.repeat(np.arange(len(VALUES)), size)
+        assert group_statistics(rewards, size).has_signal.tolist() == [signal] * len(VALUES)
+        results = [estimator(rewards, size, s) for estimator in ESTIMATORS for s in SCALES]
+        results += [estimator(rewards, ids, len(VALUES)) for estimator in SEGMENTS]
+        for result in results:
+            assert np.asarray(result).reshape(groups.shape).any(axis=1).tolist() == (
+                [signal] * len(VALUES)
+            )
+        for group in groups:  # one generation: the batch is the group
+            assert np.asarray(grpo_advantage(group, 1, "batch")).any() == signal
+            assert np.asarray(grpo_advantage(group, 1, "none")).any() == signal
+
+
+def test_components_added_in_another_order_are_no_signal():
+    parts = np.float32([0.1, 0.7, 0.2, 1.1])
+    orders = np.stack([np.roll(parts, k) for k in range(4)])
+    sums = np.asarray(orders.cumsum(axis=1, dtype=np.float32)[:, -1])
+    assert len(set(sums.tolist())) > 1  # the sums do differ
+    for scale in SCALES:
+        for estimator in ESTIMATORS:
+            assert not np.asarray(estimator(orders, 4, scale)).any()
+            assert not np.asarray(estimator(jnp.asarray(sums), 4, scale)).any()
+
+
+def test_a_constant_group_beside_others_stays_zero():
+    rewards = [0.1, 0.1, 0.1, 0.0, 0.5, 1.0]
+    for scale in SCALES:
+        for estimator in ESTIMATORS:
+            result = estimator(rewards, 3, scale).tolist()
+            assert result[:3] == [0, 0, 0]
+            assert result[3] < 0 < result[5]
+
+
+def test_tiny_signals_are_not_lost():
+    # a spread of 1e-3 on 0.1 is 134,000 units in the last place: a clear signal
+    result = np.asarray(grpo_advantage([0.1, 0.101], 2))
+    np.testing.assert_allclose(np.abs(result), 0.5**0.5, rtol=1e-4)
+    # below epsilon the standard deviation no longer matters: 0.5e-20 / 1e-8
+    np.testing.assert_allclose(grpo_advantage([0.0, 1e-20], 2), [-5e-13, 5e-13], rtol=1e-5)
