@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from twinkle_jax.advantage._core import Setting, advantages, compute_dtype
-from twinkle_jax.advantage._rewards import HostOrDevice, check_rewards
+from twinkle_jax.advantage._rewards import HostOrDevice, check_rewards, check_segment_ids
 from twinkle_jax.advantage._settings import (
     check_axis_name,
     check_groups,
@@ -36,7 +36,7 @@ def estimate(
         least=2 if leave_one_out else 1,
         why=": leave-one-out compares a sample with the others of its group" * leave_one_out,
     )
-    values, mask, weights, _ = check_rewards(rewards, where, reward_weights)
+    values, mask, weights = check_rewards(rewards, where, reward_weights)
     check_groups(values.shape[0], size)
     setting = Setting(scale, leave_one_out, check_axis_name(axis_name), num_generations=size)
     return advantages(values, mask, weights, as_epsilon(epsilon, values), setting=setting)
@@ -57,7 +57,8 @@ def estimate_segments(
     """Advantages over groups that share an id."""
     scale = check_scale(scale)
     size = check_size("num_segments", num_segments)
-    values, mask, weights, ids = check_rewards(rewards, where, reward_weights, segment_ids)
+    values, mask, weights = check_rewards(rewards, where, reward_weights)
+    ids = check_segment_ids(segment_ids, values.shape[0], size)
     setting = Setting(scale, leave_one_out, check_axis_name(axis_name), num_segments=size)
     return advantages(values, mask, weights, as_epsilon(epsilon, values), ids, setting=setting)
 

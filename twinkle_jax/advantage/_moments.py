@@ -75,6 +75,8 @@ def moments(rewards: Array, keep: Array | None, grouping: Grouping) -> Moments:
 
     pieces = centred(pieces, top)
     shift = mean(pieces)
+    if grouping.many:  # a running sum over many samples loses digits, which a second pass finds
+        shift = shift + mean(centred(pieces, shift))
     pieces = centred(pieces, shift)
 
     # A maximum may skip NaN on some backend; a sum never does.

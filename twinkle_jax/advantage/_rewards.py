@@ -22,9 +22,9 @@ _PLAIN = {float, int, bool}
 
 
 def check_rewards(
-    rewards: Any, where: Any, reward_weights: Any, segment_ids: Any = None
-) -> tuple[HostOrDevice, HostOrDevice | None, HostOrDevice | None, HostOrDevice | None]:
-    """Return rewards, mask, weights and segment ids as arrays that fit together."""
+    rewards: Any, where: Any, reward_weights: Any
+) -> tuple[HostOrDevice, HostOrDevice | None, HostOrDevice | None]:
+    """Return rewards, mask and weights as arrays that fit together."""
     values = _numbers("rewards", rewards)
     if values.ndim not in (1, 2):
         raise ValueError(
@@ -35,10 +35,9 @@ def check_rewards(
         raise ValueError(f"rewards must hold at least one reward, got shape {values.shape}")
     mask = None if where is None else _mask(where, values.shape)
     weights = None if reward_weights is None else _weights(reward_weights, values.shape)
-    ids = None if segment_ids is None else _ids(segment_ids, values.shape[0])
     if isinstance(values, np.ndarray) and not math.isfinite(np.vdot(values, values)):
         _refuse_non_finite("rewards", values, mask)
-    return values, mask, weights, ids
+    return values, mask, weights
 
 
 def split_missing(rewards: Any, where: Any) -> tuple[Any, Any]:
@@ -125,7 +124,8 @@ def _numbers(name: str, value: Any) -> HostOrDevice:
         # The case that is called every step: one conversion, no further questions.
         wide = np.float64 if jax.config.jax_enable_x64 else np.float32
         try:
-            return np.asarray(value, wide)
+            with np.errstate(over="ignore"):  # the infinity that overflow gives is refused later
+                return np.asarray(value, wide)
         except OverflowError:
             raise ValueError(f"{name} must be within the range of {wide.__name__}") from None
     array = _array(name, value)
@@ -144,7 +144,7 @@ def _numbers(name: str, value: Any) -> HostOrDevice:
         wide = np.float64 if isinstance(value, list | tuple) else compute_dtype(dtype)
         dtype = jax.dtypes.canonicalize_dtype(wide)
         if array.dtype != dtype:
-            with np.errstate(over="ignore"):  # the infinity that overflow gives is refused later
+            with np.errstate(over="ignore"):
                 return array.astype(dtype)
     return array
 
@@ -181,7 +181,8 @@ def _weights(reward_weights: Any, shape: tuple[int, ...]) -> HostOrDevice:
     return weights
 
 
-def _ids(segment_ids: Any, num_samples: int) -> HostOrDevice:
+def check_segment_ids(segment_ids: Any, num_samples: int, num_segments: int) -> HostOrDevice:
+    """Return ids as signed integers of at least 32 bits, in which -1 is outside."""
     ids = _array("segment_ids", segment_ids)
     if not jnp.issubdtype(ids.dtype, np.integer):
         raise TypeError(f"segment_ids must hold integers, got {describe(ids)}")
@@ -189,7 +190,9 @@ def _ids(segment_ids: Any, num_samples: int) -> HostOrDevice:
         raise ValueError(
             f"segment_ids must have shape {(num_samples,)}, one id for each reward, got {ids.shape}"
         )
-    return ids
+    if isinstance(ids, np.ndarray):  # before 64 bits are cut to 32
+        return np.where((ids >= 0) & (ids < num_segments), ids, -1).astype(np.int32)
+    return ids.astype(jnp.int64 if ids.dtype.itemsize == 8 else jnp.int32)
 
 
 def _refuse_non_finite(

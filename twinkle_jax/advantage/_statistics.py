@@ -65,7 +65,7 @@ def group_statistics(
         ([1.0, 7.0], [True, False])
     """
     size = check_size("num_generations", num_generations)
-    values, mask, weights, _ = check_rewards(rewards, where, reward_weights)
+    values, mask, weights = check_rewards(rewards, where, reward_weights)
     check_groups(values.shape[0], size)
     return _group_statistics(values, mask, weights, num_generations=size)
 
