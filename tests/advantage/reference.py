@@ -1,4 +1,4 @@
-"""The contract of an advantage, written a second time: float64 NumPy, one group and sample at a time.
+"""The contract of an advantage, written a second time: float64, one group and sample at a time.
 
 Nothing here is shared with the package. Whether a group holds a signal is decided in the type that
 the package computes in, everything else in float64.

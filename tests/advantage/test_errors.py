@@ -1,4 +1,4 @@
-"""What bad input gets: an error while tracing that names the argument, what arrived, and a remedy."""
+"""What bad input gets: an error that names the argument, what arrived, and a remedy."""
 
 import functools
 import re

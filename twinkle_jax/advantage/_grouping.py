@@ -109,7 +109,9 @@ def whole_batch(num_samples: int, axis_name: AxisName | None) -> Grouping:
     def share(statistic: Array) -> Array:
         return statistic
 
-    return Grouping(lambda values: [values], share, share, total, largest, num_samples * shards, many=True)
+    return Grouping(
+        lambda values: [values], share, share, total, largest, num_samples * shards, many=True
+    )
 
 
 def _pairwise(combine: Callable[[Array, Array], Array], columns: Sequence[Array]) -> Array:

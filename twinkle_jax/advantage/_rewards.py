@@ -122,12 +122,12 @@ def _numbers(name: str, value: Any) -> HostOrDevice:
     """Convert to real numbers; host data also to the type that it is computed in."""
     if isinstance(value, list | tuple) and set(map(type, value)) <= _PLAIN:
         # The case that is called every step: one conversion, no further questions.
-        wide = np.float64 if jax.config.jax_enable_x64 else np.float32
+        wide = jax.dtypes.canonicalize_dtype(np.float64)
         try:
             with np.errstate(over="ignore"):  # the infinity that overflow gives is refused later
                 return np.asarray(value, wide)
         except OverflowError:
-            raise ValueError(f"{name} must be within the range of {wide.__name__}") from None
+            raise ValueError(f"{name} must be within the range of {wide}") from None
     array = _array(name, value)
     dtype = array.dtype
     if dtype == np.float32:
@@ -141,8 +141,8 @@ def _numbers(name: str, value: Any) -> HostOrDevice:
             + (f": leave missing {name} out with where=" if missing else "")
         )
     if isinstance(array, np.ndarray):
-        wide = np.float64 if isinstance(value, list | tuple) else compute_dtype(dtype)
-        dtype = jax.dtypes.canonicalize_dtype(wide)
+        listed = isinstance(value, list | tuple)
+        dtype = jax.dtypes.canonicalize_dtype(np.float64 if listed else compute_dtype(dtype))
         if array.dtype != dtype:
             with np.errstate(over="ignore"):
                 return array.astype(dtype)

@@ -1,0 +1,106 @@
+"""Documentation is code: every Python block runs, every docstring example holds, every name exists."""
+
+import doctest
+import importlib
+import pathlib
+import pkgutil
+import re
+import tomllib
+
+import jax
+import pytest
+
+import twinkle_jax
+
+ROOT = pathlib.Path(__file__).parents[1]
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
+MODULES = sorted(
+    module.name
+    for module in pkgutil.walk_packages(twinkle_jax.__path__, "twinkle_jax.")
+    if not module.ispkg
+)
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+
+def _blocks(page, language):
+    """Each fenced block of `page` in `language`, with the line that it starts on."""
+    text = page.read_text()
+    for match in re.finditer(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
+        yield text[: match.start()].count("\n") + 1, match.group(1)
+
+
+@pytest.fixture
+def user_settings():
+    """JAX as a user has it: the tests' strict promotion is not part of what is documented."""
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.usefixtures("user_settings")
+def test_python_blocks_run_from_top_to_bottom(page, capsys):
+    names = {"__name__": page.stem}
+    for line, block in _blocks(page, "python"):
+        code = compile("\n" * line + block, str(page), "exec")
+        exec(code, names)  # noqa: S102  (our own documentation)
+
+
+def test_pages_do_have_blocks():
+    with_blocks = {page.name for page in PAGES if any(_blocks(page, "python"))}
+    assert {"README.md", "advantages.md", "differences.md"} <= with_blocks
+
+
+@pytest.mark.parametrize("name", MODULES)
+@pytest.mark.usefixtures("user_settings")
+def test_docstring_examples(name):
+    module = importlib.import_module(name)
+    result = doctest.testmod(module, optionflags=doctest.NORMALIZE_WHITESPACE)
+    assert not result.failed
+
+
+def _public():
+    for package in ("twinkle_jax.advantage",):
+        module = importlib.import_module(package)
+        yield from ((package, name, getattr(module, name)) for name in module.__all__)
+
+
+@pytest.mark.parametrize(("package", "name", "value"), list(_public()))
+def test_public_docstrings_show_an_example(package, name, value):
+    assert value.__doc__, f"{package}.{name} has no docstring"
+    if name != "GroupStatistics":  # its example is that of group_statistics
+        assert ">>>" in value.__doc__
+
+
+def test_links_inside_the_repository_lead_somewhere():
+    for page in PAGES:
+        for target in re.findall(r"\]\(([^)#\s]+)\)", page.read_text()):
+            if "://" not in target:
+                assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def test_readme_tells_the_truth_about_the_project():
+    readme = (ROOT / "README.md").read_text()
+    oldest = PROJECT["requires-python"].removeprefix(">=")
+    assert f"Python {oldest} or newer" in readme
+    for extra in re.findall(r"pip install -e '?\.\[([a-z0-9,]+)\]", readme):
+        assert set(extra.split(",")) <= set(PROJECT["optional-dependencies"])
+    floor = next(d for d in PROJECT["dependencies"] if d.startswith("jax>"))
+    assert f"JAX {floor.removeprefix('jax>=').rsplit('.', 1)[0]}" in readme
+
+
+def test_ci_runs_the_commands_of_the_readme():
+    commands = [block for _, block in _blocks(ROOT / "README.md", "bash")]
+    assert len(commands) == 2
+    example, tests = commands
+    script = (ROOT / ".ci/run").read_text()
+    assert "examples/policy_gradient.py" in example
+    assert tests.split("&& ")[-1].strip().removeprefix(".venv/bin/") in script
+
+
+def test_version_is_in_the_changelog():
+    assert f"## {twinkle_jax.__version__}" in (ROOT / "CHANGELOG.md").read_text()
+
+
+def test_every_example_has_a_test():
+    for example in (ROOT / "examples").glob("*.py"):
+        assert (ROOT / "tests/examples" / f"test_{example.name}").exists()
