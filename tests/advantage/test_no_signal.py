@@ -75,6 +75,15 @@ def test_four_units_are_noise_and_five_are_signal(units, dtype, size):
             assert np.asarray(grpo_advantage(group, 1, "none")).any() == signal
 
 
+@pytest.mark.parametrize("sign", [1, -1])
+def test_the_unit_is_that_of_the_larger_magnitude(sign):
+    # 4 units of 1.0 below it, where a unit is half as large: 8 units of the smaller number
+    rewards = np.float32(sign) * np.float32([1.0, 1.0 - 4 * 2.0**-23])
+    assert not np.asarray(grpo_advantage(rewards, 2)).any()
+    rewards = np.float32(sign) * np.float32([1.0, 1.0 - 5 * 2.0**-23])
+    assert np.asarray(grpo_advantage(rewards, 2)).any()
+
+
 def test_components_added_in_another_order_are_no_signal():
     parts = np.float32([0.1, 0.7, 0.2, 1.1])
     orders = np.stack([np.roll(parts, k) for k in range(4)])
