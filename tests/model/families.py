@@ -1,0 +1,103 @@
+"""Small configurations of each family, and parameters in which no entry is special."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from twinkle_jax.model import (
+    DecoderConfig,
+    decode_step,
+    hidden_states,
+    parameter_shapes,
+    parse_config,
+    prefill,
+)
+
+NAMES = ("qwen2", "qwen3", "qwen3_5_text")
+_BASE = {
+    "vocab_size": 48,
+    "hidden_size": 24,
+    "intermediate_size": 40,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
+    "tie_word_embeddings": False,
+    "max_position_embeddings": 256,
+}
+_LINEAR = {
+    "num_hidden_layers": 4,
+    "layer_types": ["linear_attention", "full_attention"] * 2,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 500.0,
+        "partial_rotary_factor": 0.5,
+        "mrope_section": [1, 1, 0],
+    },
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 6,
+    "linear_value_head_dim": 10,
+    "linear_conv_kernel_dim": 4,
+}
+
+
+def family(model_type: str, **changes: Any) -> dict[str, Any]:
+    """The contents of a `config.json`."""
+    own = _LINEAR if model_type == "qwen3_5_text" else {}
+    return {"model_type": model_type, **_BASE, **own, **changes}
+
+
+@functools.cache
+def config_of(model_type: str) -> DecoderConfig:
+    return parse_config(family(model_type))
+
+
+def random_params(config: DecoderConfig, seed: int = 0) -> dict[str, Any]:
+    """Draw every entry of every parameter, norms and biases included."""
+    rng = np.random.default_rng(seed)
+
+    def draw(path: Any, leaf: jax.ShapeDtypeStruct) -> jax.Array:
+        centre = 0.7 if path[-1].key in ("scale", "dt_bias") else 0.0
+        spread = 0.3 if leaf.ndim > 1 else 0.5
+        return jnp.asarray(centre + spread * rng.standard_normal(leaf.shape), jnp.float32)
+
+    return jax.tree_util.tree_map_with_path(draw, parameter_shapes(config))
+
+
+@functools.cache
+def params_of(model_type: str) -> dict[str, Any]:
+    return random_params(config_of(model_type))
+
+
+# Without optimisation compilers take half as long; small batches need no more.
+QUICK = {"xla_backend_optimization_level": 0}
+
+
+def _compiled(function: Callable[..., Any], *static: str) -> Callable[..., Any]:
+    return jax.jit(function, static_argnames=("config", *static), compiler_options=QUICK)
+
+
+hidden = _compiled(hidden_states, "compute_dtype", "attention", "remat")
+fill = _compiled(prefill, "capacity", "compute_dtype", "attention")
+step = _compiled(decode_step, "compute_dtype")
+
+
+def assert_close(actual: Any, expected: Any, tolerance: float = 2e-5) -> None:
+    """Compare with the largest expected entry as the measure."""
+    scale = np.max(np.abs(expected), initial=0.0)
+    np.testing.assert_allclose(actual, expected, rtol=0, atol=tolerance * scale + 1e-30)
+
+
+def batch(rows: list[list[int]], time: int, side: str, pad: int = 0) -> tuple[jax.Array, jax.Array]:
+    """Pad rows on a side; give tokens and mask."""
+    tokens, mask = np.full((len(rows), time), pad, np.int32), np.zeros((len(rows), time), bool)
+    for i, row in enumerate(rows):
+        where = slice(time - len(row), time) if side == "left" else slice(0, len(row))
+        tokens[i, where], mask[i, where] = row, True
+    return jnp.asarray(tokens), jnp.asarray(mask)

@@ -1,0 +1,126 @@
+"""The decoder again, in float64 NumPy, one row and one token at a time."""
+
+from typing import Any
+
+import numpy as np
+
+from twinkle_jax.model import DecoderConfig
+
+
+def reference_hidden(
+    params: Any, config: DecoderConfig, tokens: list[int], positions: list[int] | None = None
+) -> np.ndarray:
+    """Hidden states of one row without padding, behind the final norm."""
+    x = np.asarray(params["embed_tokens"]["embedding"], np.float64)[np.asarray(tokens)]
+    places = np.arange(len(tokens)) if positions is None else np.asarray(positions)
+    for layer, kind in enumerate(config.layer_kinds):
+        repeat, member = divmod(layer, len(config.block))
+        w = _layer(params["layers"][str(member)], repeat)
+        y = norm(x, w["input_layernorm"]["scale"], config)
+        if kind == "full_attention":
+            x = x + _attention(y, w["self_attn"], config, places)
+        else:
+            x = x + _delta_net(y, w["linear_attn"], config)
+        y = norm(x, w["post_attention_layernorm"]["scale"], config)
+        gate = y @ w["mlp"]["gate_proj"]["kernel"]
+        x = x + (silu(gate) * (y @ w["mlp"]["up_proj"]["kernel"])) @ w["mlp"]["down_proj"]["kernel"]
+    return norm(x, np.asarray(params["norm"]["scale"], np.float64), config)
+
+
+def reference_logits(
+    params: Any, config: DecoderConfig, tokens: list[int], positions: list[int] | None = None
+) -> np.ndarray:
+    hidden = reference_hidden(params, config, tokens, positions)
+    if config.tied:
+        return hidden @ np.asarray(params["embed_tokens"]["embedding"], np.float64).T
+    return hidden @ np.asarray(params["lm_head"]["kernel"], np.float64)
+
+
+def _layer(weights: Any, repeat: int) -> Any:
+    if isinstance(weights, dict):
+        return {key: _layer(value, repeat) for key, value in weights.items()}
+    return np.asarray(weights[repeat], np.float64)
+
+
+def silu(x: np.ndarray) -> np.ndarray:
+    return x / (1 + np.exp(-x))
+
+
+def norm(x: np.ndarray, weight: np.ndarray, config: DecoderConfig) -> np.ndarray:
+    scaled = x / np.sqrt((x**2).mean(-1, keepdims=True) + config.norm_epsilon)
+    return scaled * (1 + weight if config.centred_norms else weight)
+
+
+def rotated(x: np.ndarray, place: int, dim: int, theta: float) -> np.ndarray:
+    """Rotate the first entries of a head, as complex numbers."""
+    half = dim // 2
+    turn = np.exp(1j * place * theta ** (-2 * np.arange(half) / dim))
+    z = (x[:half] + 1j * x[half:dim]) * turn
+    return np.concatenate([z.real, z.imag, x[dim:]])
+
+
+def _attention(y: np.ndarray, w: Any, config: DecoderConfig, places: np.ndarray) -> np.ndarray:
+    a, time = config.attention, len(y)
+
+    def project(name: str) -> np.ndarray:
+        return y @ w[name]["kernel"] + w[name].get("bias", 0)
+
+    queries = project("q_proj").reshape(time, a.query_heads, -1)
+    keys = project("k_proj").reshape(time, a.key_value_heads, -1)
+    values = project("v_proj").reshape(time, a.key_value_heads, -1)
+    out = np.zeros((time, a.query_heads, a.head_dim))
+    for head in range(a.query_heads):
+        group = head // (a.query_heads // a.key_value_heads)
+        for t in range(time):
+            query = queries[t, head, : a.head_dim]
+            near = keys[: t + 1, group]
+            if a.head_norm:
+                query = norm(query, w["q_norm"]["scale"], config)
+                near = norm(near, w["k_norm"]["scale"], config)
+            query = rotated(query, places[t], a.rotary_dim, a.rope_theta)
+            turned = [rotated(k, places[s], a.rotary_dim, a.rope_theta) for s, k in enumerate(near)]
+            scores = np.array(turned) @ query / np.sqrt(a.head_dim)
+            weights = np.exp(scores - scores.max())
+            out[t, head] = weights @ values[: t + 1, group] / weights.sum()
+            if a.output_gate:
+                out[t, head] /= 1 + np.exp(-queries[t, head, a.head_dim :])
+    mixed = out.reshape(time, -1) @ w["o_proj"]["kernel"]
+    return mixed + w["o_proj"].get("bias", 0)
+
+
+def _delta_net(y: np.ndarray, w: Any, config: DecoderConfig) -> np.ndarray:
+    d, time = config.delta_net, len(y)
+    mixed, kernel = y @ w["in_proj_qkv"]["kernel"], w["conv1d"]["kernel"]
+    padded = np.concatenate([np.zeros((d.kernel - 1, d.channels)), mixed])
+    convolved = silu(np.stack([(padded[t : t + d.kernel] * kernel).sum(0) for t in range(time)]))
+    wide = d.key_heads * d.key_dim
+    query = convolved[:, :wide].reshape(time, d.key_heads, -1)
+    key = convolved[:, wide : 2 * wide].reshape(time, d.key_heads, -1)
+    value = convolved[:, 2 * wide :].reshape(time, d.value_heads, -1)
+    strength = 1 / (1 + np.exp(-(y @ w["in_proj_b"]["kernel"])))
+    decay = -np.exp(w["A_log"]) * np.log1p(np.exp(y @ w["in_proj_a"]["kernel"] + w["dt_bias"]))
+    gate = (y @ w["in_proj_z"]["kernel"]).reshape(time, d.value_heads, -1)
+    out = np.zeros((time, d.value_heads, d.value_dim))
+    for head in range(d.value_heads):
+        group = head // (d.value_heads // d.key_heads)
+        q, k = (x[:, group] for x in (query, key))
+        q, k = (x / np.sqrt((x**2).sum(-1, keepdims=True) + 1e-6) for x in (q, k))
+        o = reference_delta_rule(
+            q / np.sqrt(d.key_dim), k, value[:, head], decay[:, head], strength[:, head]
+        )[0]
+        o = o / np.sqrt((o**2).mean(-1, keepdims=True) + config.norm_epsilon) * w["norm"]["scale"]
+        out[:, head] = o * silu(gate[:, head])
+    return out.reshape(time, -1) @ w["out_proj"]["kernel"]
+
+
+def reference_delta_rule(
+    query: np.ndarray, key: np.ndarray, value: np.ndarray, decay: np.ndarray, strength: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """The recurrence of one head, token by token; outputs and the last state."""
+    state = np.zeros((key.shape[1], value.shape[1]))
+    outs = []
+    for q, k, v, g, b in zip(query, key, value, decay, strength, strict=True):
+        state = state * np.exp(g)
+        state = state + np.outer(k, b * (v - state.T @ k))
+        outs.append(state.T @ q)
+    return np.array(outs), state

@@ -1,0 +1,193 @@
+"""Prefill and decoding: the same as the full forward at every position, whatever the batch."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.model.families import (
+    NAMES,
+    assert_close,
+    batch,
+    config_of,
+    family,
+    fill,
+    params_of,
+    random_params,
+    step,
+)
+from tests.model.reference import reference_hidden
+from twinkle_jax.model import decode_step, parse_config, prefill, take_rows
+
+PROMPTS = [[5, 6, 7, 8, 9, 10], [12, 13, 14], [15], [16, 17, 18, 19, 20]]
+GOES_ON = [[21, 22, 23, 24], [25, 26, 27, 28], [29, 30, 31, 32], [33, 34, 35, 36]]
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_every_position_equals_the_full_forward(name, side):
+    config, params = config_of(name), params_of(name)
+    last, cache = fill(params, config, *batch(PROMPTS, 6, side), capacity=11)
+    expected = [
+        reference_hidden(params, config, p + g) for p, g in zip(PROMPTS, GOES_ON, strict=True)
+    ]
+    for i, prompt in enumerate(PROMPTS):
+        assert_close(last[i], expected[i][len(prompt) - 1], 5e-5)
+    for t in range(4):
+        last, cache = step(params, config, jnp.array([row[t] for row in GOES_ON]), cache)
+        for i, prompt in enumerate(PROMPTS):
+            assert_close(last[i], expected[i][len(prompt) + t], 5e-5)
+    np.testing.assert_array_equal(cache.length, [10, 7, 5, 9])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_both_paddings_fill_the_same_cache(name):
+    filled = [
+        fill(params_of(name), config_of(name), *batch(PROMPTS, 6, side), capacity=11)
+        for side in ("left", "right")
+    ]
+    jax.tree.map(np.testing.assert_array_equal, *filled)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_row_in_a_batch_decodes_as_the_row_alone(name):
+    config, params = config_of(name), params_of(name)
+    tokens, mask = batch(PROMPTS, 6, "left")
+    _, together = fill(params, config, tokens, mask, capacity=11)
+    _, alone = fill(params, config, tokens[1:2], mask[1:2], capacity=11)
+    for t in range(3):
+        out, together = step(params, config, jnp.array([row[t] for row in GOES_ON]), together)
+        own, alone = step(params, config, jnp.array([GOES_ON[1][t]]), alone)
+        assert_close(out[1:2], own, 2e-6)
+    row = jax.jit(take_rows)(together, jnp.array([1]))
+    jax.tree.map(lambda a, b: assert_close(a, b, 2e-6), row, alone)
+
+
+@pytest.mark.parametrize("name", ["qwen2", "qwen3_5_text"])
+def test_forked_rows_go_on_by_themselves(name):
+    config, params = config_of(name), params_of(name)
+    _, cache = fill(params, config, *batch(PROMPTS, 6, "left"), capacity=11)
+    forked = jax.jit(take_rows)(cache, jnp.array([2, 0, 0, 2]))
+    out, forked = step(params, config, jnp.array([7, 7, 8, 8]), forked)
+    for i, row in enumerate([[15, 7], PROMPTS[0] + [7], PROMPTS[0] + [8], [15, 8]]):
+        assert_close(out[i], reference_hidden(params, config, row)[-1], 5e-5)
+    np.testing.assert_array_equal(forked.length, [2, 7, 7, 2])
+
+
+@pytest.mark.parametrize("name", ["qwen2", "qwen3_5_text"])
+def test_rows_that_do_not_go_on_stay_as_they_are(name):
+    config, params = config_of(name), params_of(name)
+    _, cache = fill(params, config, *batch(PROMPTS, 6, "left"), capacity=11)
+    going = jnp.array([True, False, True, False])
+    _, paused = step(params, config, jnp.array([7, 99, 8, -1]), cache, going)
+    np.testing.assert_array_equal(paused.length, [7, 3, 2, 5])
+    tokens = jnp.array([21, 25, 29, 33])
+    out, _ = step(params, config, tokens, paused)
+    for i, row in enumerate([[*PROMPTS[0], 7, 21], [*PROMPTS[1], 25], [15, 8, 29]]):
+        assert_close(out[i], reference_hidden(params, config, row)[-1], 5e-5)
+
+
+@pytest.mark.parametrize("name", ["qwen2", "qwen3_5_text"])
+def test_an_empty_row_starts_from_nothing(name):
+    config, params = config_of(name), params_of(name)
+    last, cache = fill(params, config, *batch([[], *PROMPTS[1:]], 6, "left"), capacity=11)
+    assert not np.any(last[0])
+    out, cache = step(params, config, jnp.array([9, 1, 1, 1]), cache)
+    assert_close(out[0], reference_hidden(params, config, [9])[0], 5e-5)
+    np.testing.assert_array_equal(cache.length, [1, 4, 2, 6])
+
+
+def test_a_prompt_shorter_than_the_convolution_and_layers_of_one_kind():
+    """Three linear layers in a row, of which the block has one, and a prompt of two tokens."""
+    changes = {"num_hidden_layers": 3, "layer_types": ["linear_attention"] * 3}
+    config = parse_config(family("qwen3_5_text", **changes))
+    assert config.block == ("linear_attention",) and config.repeats == 3
+    params = random_params(config)
+    last, cache = fill(params, config, jnp.array([[5, 6]]), capacity=2)
+    assert_close(last[0], reference_hidden(params, config, [5, 6])[-1], 5e-5)
+    for t in range(3):
+        last, cache = step(params, config, jnp.array([7 + t]), cache)
+        expected = reference_hidden(params, config, [5, 6, 7, 8, 9][: 3 + t])
+        assert_close(last[0], expected[-1], 5e-5)
+
+
+def test_a_full_row_forgets_what_comes_and_stays_finite():
+    config, params = config_of("qwen3"), params_of("qwen3")
+    _, cache = fill(params, config, jnp.array([[5, 6], [7, 8]]), capacity=2)
+    out, full = step(params, config, jnp.array([1, 2]), cache)
+    assert np.all(np.isfinite(out))
+    jax.tree.map(np.testing.assert_array_equal, full.layers, cache.layers)
+
+
+def test_the_state_is_float32_and_the_rest_what_is_computed_in():
+    config, params = config_of("qwen3_5_text"), params_of("qwen3_5_text")
+
+    def run(params):
+        _, cache = prefill(
+            params, config, jnp.ones((2, 3), jnp.int32), capacity=5, compute_dtype="bfloat16"
+        )
+        return decode_step(params, config, jnp.ones(2, jnp.int32), cache, compute_dtype="bfloat16")
+
+    out, cache = jax.eval_shape(run, params)
+    types = jax.tree.map(lambda x: x.dtype.name, cache)
+    assert types.layers["0"].memory == "float32"
+    assert types.layers["0"].window == types.layers["1"].keys == out.dtype.name == "bfloat16"
+    assert cache.layers["1"].keys.shape == (2, 2, 5, 2, 8)
+    assert cache.layers["0"].memory.shape == (2, 2, 4, 6, 10)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_5_text"])
+def test_steps_compile_once_and_run_in_place(name):
+    config, params = config_of(name), params_of(name)
+    traces = []
+
+    def count(tokens, cache):
+        traces.append(1)
+        return decode_step(params, config, tokens, cache)
+
+    counted = jax.jit(count, donate_argnums=1)
+    _, cache = fill(params, config, *batch(PROMPTS, 6, "left"), capacity=11)
+    for token in range(3):
+        before = cache
+        _, cache = counted(jnp.full(4, token), cache)
+        assert all(x.is_deleted() for x in jax.tree.leaves(before))
+    assert len(traces) == 1
+
+
+TOKENS = jnp.ones((2, 3), jnp.int32)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "capacity", "error", "message"),
+    [
+        ((TOKENS,), 2, ValueError, "capacity of at least the prompts' 3, got 2"),
+        ((TOKENS[0],), 4, ValueError, r"got tokens=\(3,\)"),
+        ((TOKENS, TOKENS), 4, TypeError, "mask to be bool, got int32"),
+    ],
+)
+def test_prefill_errors_while_tracing(arguments, capacity, error, message):
+    def run(params):
+        return prefill(params, config_of("qwen2"), *arguments, capacity=capacity)
+
+    with pytest.raises(error, match=message):
+        jax.eval_shape(run, params_of("qwen2"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ((TOKENS[0],), ValueError, r"one token per row of the cache \(2,\), got \(3,\)"),
+        ((TOKENS[:, 0] > 0,), TypeError, "tokens to be integers, got bool"),
+        ((TOKENS[:, 0], TOKENS[0] > 0), ValueError, r"tokens=\(2,\), mask=\(3,\)"),
+        ((TOKENS[:, 0], TOKENS[:, 0]), TypeError, "mask to be bool, got int32"),
+    ],
+)
+def test_step_errors_while_tracing(arguments, error, message):
+    def run(params):
+        config = config_of("qwen2")
+        _, cache = prefill(params, config, TOKENS, capacity=4)
+        tokens, *mask = arguments
+        return decode_step(params, config, tokens, cache, *mask)
+
+    with pytest.raises(error, match=message):
+        jax.eval_shape(run, params_of("qwen2"))

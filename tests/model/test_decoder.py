@@ -1,0 +1,326 @@
+"""The decoder over whole rows: values, rows that do not see each other, masks, types, errors."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.model.families import (
+    NAMES,
+    QUICK,
+    assert_close,
+    batch,
+    config_of,
+    family,
+    hidden,
+    params_of,
+    random_params,
+)
+from tests.model.reference import reference_hidden, reference_logits
+from twinkle_jax.model import hidden_states, output_logits, output_matrix, parse_config
+
+ROWS = [[5, 6, 7, 8, 9, 10, 11], [12, 13, 14], [15], [16, 17, 18, 19, 20]]
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_equals_the_float64_reference(name, side):
+    tokens, mask = batch(ROWS, 9, side)
+    params = params_of(name)
+    logits = output_logits(params, hidden(params, config_of(name), tokens, mask))
+    for i, row in enumerate(ROWS):
+        expected = reference_logits(params, config_of(name), row)
+        assert_close(logits[i][mask[i]], expected)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"tie_word_embeddings": True, "num_key_value_heads": 4, "attention_bias": True},
+        {
+            "num_key_value_heads": 1,
+            "head_dim": 12,
+            "rope_parameters": {"rope_theta": 1e6, "partial_rotary_factor": 0.5},
+            "rms_norm_eps": 0.1,
+        },
+    ],
+    ids=["tied, ungrouped, biased", "one group, other sizes"],
+)
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_5_text"])
+def test_variants_equal_the_reference(name, changes):
+    config = parse_config(family(name, **changes))
+    params = random_params(config)
+    logits = output_logits(params, hidden(params, config, jnp.array(ROWS[:1])))
+    expected = reference_logits(params, config, ROWS[0])
+    assert_close(logits[0], expected)
+
+
+def test_more_tokens_than_one_chunk_of_the_delta_rule():
+    row = list(np.random.default_rng(0).integers(1, 48, 70))
+    out = hidden(params_of("qwen3_5_text"), config_of("qwen3_5_text"), jnp.array([row]))
+    expected = reference_hidden(params_of("qwen3_5_text"), config_of("qwen3_5_text"), row)
+    assert_close(out[0], expected, 1e-4)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_both_paddings_give_the_same_bits(name):
+    outs = []
+    for side in ("left", "right"):
+        tokens, mask = batch(ROWS, 9, side)
+        outs.append(np.asarray(hidden(params_of(name), config_of(name), tokens, mask))[mask])
+    np.testing.assert_array_equal(*outs)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_hole_in_the_mask_is_as_if_it_were_not_there(name):
+    config, params = config_of(name), params_of(name)
+    row, kept = [3, 5, 99, 6, -7, 7, 8, 9, 10], [0, 1, 0, 1, 0, 1, 1, 1, 1]
+    mask = jnp.array([kept] * 4, bool)
+    out = hidden(params, config, jnp.array([row] * 4), mask)
+    assert_close(out[0][mask[0]], reference_hidden(params, config, [5, 6, 7, 8, 9, 10]))
+
+
+def _weighted_loss(params, config, tokens, mask):
+    out = hidden_states(params, config, tokens, mask)
+    weights = jnp.sin(jnp.arange(out.shape[-1], dtype=out.dtype))[None, None]
+    return jnp.sum(jnp.square(out) * weights, axis=(1, 2))
+
+
+_gradient = jax.jit(
+    jax.grad(lambda p, c, t, m: jnp.sum(_weighted_loss(p, c, t, m))),
+    static_argnums=1,
+    compiler_options=QUICK,
+)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_row_in_a_batch_is_the_row_alone_value_and_gradient(name):
+    config, params = config_of(name), params_of(name)
+    tokens, mask = batch(ROWS, 9, "left")
+    together = hidden(params, config, tokens, mask)
+    alone = [hidden(params, config, tokens[i : i + 1], mask[i : i + 1]) for i in range(4)]
+    assert_close(together, np.concatenate(alone), 1e-6)
+
+    # One row at a time, the others being empty: the sum over rows is the batch's gradient.
+    total = _gradient(params, config, tokens, mask)
+    parts = [
+        _gradient(params, config, tokens, mask & (jnp.arange(4) == i)[:, None]) for i in range(4)
+    ]
+    summed = jax.tree.map(lambda *xs: sum(np.asarray(x, np.float64) for x in xs), *parts)
+    for whole, part in zip(jax.tree.leaves(total), jax.tree.leaves(summed), strict=True):
+        assert_close(whole, part, 1e-5)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_garbage_under_the_mask_changes_no_bit(name):
+    config, params = config_of(name), params_of(name)
+    tokens, mask = batch(ROWS, 9, "right")
+    garbage = jnp.where(mask, tokens, jnp.array([-1, 48, 2**31 - 1, -(2**31)])[:, None])
+    clean = hidden(params, config, tokens, mask)
+    np.testing.assert_array_equal(clean, hidden(params, config, garbage, mask))
+    assert not np.any(np.asarray(clean)[~np.asarray(mask)])
+    for a, b in zip(
+        jax.tree.leaves(_gradient(params, config, tokens, mask)),
+        jax.tree.leaves(_gradient(params, config, garbage, mask)),
+        strict=True,
+    ):
+        np.testing.assert_array_equal(a, b)
+        assert np.all(np.isfinite(a))
+
+
+@pytest.mark.parametrize("bad", [-1, 48])
+def test_a_token_outside_the_vocabulary_makes_its_row_nan(bad):
+    tokens, mask = batch([[5, bad, 7], *ROWS[1:]], 9, "right")
+    out = np.asarray(hidden(params_of("qwen3"), config_of("qwen3"), tokens, mask))
+    assert np.all(np.isnan(out[0, :3])) and np.all(np.isfinite(out[1:]))
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_5_text"])
+def test_packed_segments_are_rows_of_their_own(name):
+    config, params = config_of(name), params_of(name)
+    tokens = jnp.array([[1, 5, 6, 7, 8, 12, 13, 14, 15, 16, 3]])
+    segments = jnp.array([[9, 1, 1, 1, 1, 2, 2, 2, 4, 1, 9]])
+    mask = segments != 9
+    out = hidden(params, config, tokens, mask, segment_ids=segments)[0]
+    pieces = [[5, 6, 7, 8], [12, 13, 14], [15], [16]]
+    expected = np.concatenate([reference_hidden(params, config, piece) for piece in pieces])
+    assert_close(out[1:10], expected)
+
+
+def test_packed_gradients_are_the_sum_over_segments():
+    config, params = config_of("qwen3_5_text"), params_of("qwen3_5_text")
+    tokens = jnp.array([[5, 6, 7, 8, 12, 13, 14]])
+
+    @partial(jax.jit, compiler_options=QUICK)
+    def gradient(segments, mask):
+        def loss(p):
+            out = hidden_states(p, config, tokens, mask, segment_ids=segments)
+            return jnp.sum(jnp.sin(out))
+
+        return jax.grad(loss)(params)
+
+    segments = jnp.array([[0, 0, 0, 0, 1, 1, 1]])
+    packed = gradient(segments, jnp.ones((1, 7), bool))
+    parts = [gradient(segments, segments == i) for i in range(2)]
+    for p, a, b in zip(*map(jax.tree.leaves, (packed, *parts)), strict=True):
+        assert_close(p, a + b, 1e-4)
+
+
+def test_positions_are_where_tokens_stand():
+    config, params = config_of("qwen2"), params_of("qwen2")
+    tokens, mask = batch([ROWS[1]], 4, "left")
+    positions = jnp.array([[77, 3, 10, 11]])
+    out = hidden(params, config, tokens, mask, positions=positions)
+    expected = reference_hidden(params, config, ROWS[1], [3, 10, 11])
+    assert_close(out[0, 1:], expected)
+    assert np.max(np.abs(expected - reference_hidden(params, config, ROWS[1]))) > 1e-2
+
+
+def test_positions_win_over_segments():
+    config, params = config_of("qwen2"), params_of("qwen2")
+    out = hidden(
+        params,
+        config,
+        jnp.array([[5, 6, 7]]),
+        positions=jnp.array([[0, 4, 9]]),
+        segment_ids=jnp.array([[0, 1, 1]]),
+    )
+    expected = reference_hidden(params, config, [6, 7], [4, 9])
+    assert_close(out[0, 1:], expected)
+
+
+def test_remat_changes_no_gradient():
+    config, params = config_of("qwen3"), params_of("qwen3")
+    tokens, mask = batch(ROWS, 9, "left")
+
+    def gradient(remat):
+        def loss(p):
+            return jnp.sum(jnp.sin(hidden_states(p, config, tokens, mask, remat=remat)))
+
+        return jax.jit(jax.grad(loss), compiler_options=QUICK)(params)
+
+    for a, b in zip(*(jax.tree.leaves(gradient(remat)) for remat in (True, False)), strict=True):
+        assert_close(a, b, 1e-5)
+
+
+def test_remat_and_policies_change_what_is_kept():
+    config, params = config_of("qwen3"), params_of("qwen3")
+    tokens = jnp.ones((4, 32), jnp.int32)
+
+    def kept(remat):
+        residuals = jax.eval_shape(
+            lambda p: jax.vjp(lambda p: hidden_states(p, config, tokens, remat=remat), p)[1],
+            params,
+        )
+        return sum(x.size for x in jax.tree.leaves(residuals))
+
+    dots = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
+    assert kept(True) < kept(dots) < kept(False)
+
+
+def test_types_of_parameters_and_computation_mix():
+    config, params = config_of("qwen3_5_text"), params_of("qwen3_5_text")
+    tokens, mask = batch(ROWS, 9, "left")
+    exact = np.asarray(hidden(params, config, tokens, mask))
+    small = jax.jit(lambda p: jax.tree.map(lambda x: x.astype(jnp.bfloat16), p))(params)
+    large = jax.jit(lambda p: jax.tree.map(lambda x: x.astype(jnp.float32), p))(small)
+    # float32 computation with bfloat16 parameters: those parameters, exactly.
+    wide = hidden(small, config, tokens, mask, compute_dtype="float32")
+    np.testing.assert_array_equal(wide, hidden(large, config, tokens, mask))
+    # The default is the type of the parameters, and float32 parameters can be computed with in 16.
+    low = hidden(params, config, tokens, mask, compute_dtype="bfloat16")
+    shape = jax.eval_shape(lambda p: hidden_states(p, config, tokens, mask), small)
+    assert low.dtype == shape.dtype == jnp.bfloat16
+    error = np.sqrt(np.mean((np.asarray(low, np.float32) - exact) ** 2))
+    assert 0 < error < 0.1 * np.sqrt(np.mean(exact**2))
+
+
+def test_logits_are_float32_and_the_matrix_is_width_by_vocabulary():
+    params = params_of("qwen3")
+    assert output_matrix(params).shape == (24, 48)
+    assert output_logits(params, jnp.ones((2, 24), jnp.bfloat16)).dtype == jnp.float32
+    tied = {"embed_tokens": {"embedding": jnp.arange(6.0).reshape(3, 2)}}
+    # hidden (1, 10) times rows (0, 1), (2, 3), (4, 5): 10, 32, 54
+    np.testing.assert_array_equal(output_logits(tied, jnp.array([1.0, 10.0])), [10, 32, 54])
+
+
+def test_jit_and_no_jit_agree_and_nothing_compiles_twice():
+    config, params = config_of("qwen3"), params_of("qwen3")
+    traces = []
+
+    @jax.jit
+    def run(p, tokens, mask):
+        traces.append(1)
+        return hidden_states(p, config, tokens, mask)
+
+    for rows in (ROWS, [[1], [2, 3], [4], [5] * 9]):
+        tokens, mask = batch(rows, 9, "left")
+        out = run(params, tokens, mask)
+    assert len(traces) == 1
+    assert_close(out, hidden_states(params, config, tokens, mask))
+
+
+def test_vmap_is_a_loop():
+    config, params = config_of("qwen3"), params_of("qwen3")
+    tokens, mask = batch(ROWS, 9, "left")
+    mapped = jax.vmap(lambda t, m: hidden_states(params, config, t[None], m[None])[0])(tokens, mask)
+    assert_close(mapped, hidden(params, config, tokens, mask))
+
+
+def test_depth_does_not_change_the_program():
+    """Layers are scanned: the program of 24 layers is that of 4."""
+    sizes = []
+    for layers in (4, 24):
+        config = parse_config(family("qwen3", num_hidden_layers=layers))
+        shapes = jax.eval_shape(lambda c=config: random_params(c))
+        lowered = jax.jit(hidden_states, static_argnums=1).lower(
+            shapes, config, jax.ShapeDtypeStruct((2, 8), jnp.int32)
+        )
+        sizes.append(len(lowered.as_text().splitlines()))
+    assert sizes[0] == sizes[1]
+
+
+@pytest.mark.parametrize("platform", ["tpu", "cuda"])
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_5_text"])
+def test_gradients_export_for_accelerators(name, platform):
+    config = config_of(name)
+
+    def loss(params, tokens, mask):
+        return jnp.sum(hidden_states(params, config, tokens, mask, attention="xla"))
+
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params_of(name))
+    rows = [jax.ShapeDtypeStruct((2, 70), dtype) for dtype in (jnp.int32, jnp.bool_)]
+    exported = jax.export.export(jax.jit(jax.grad(loss)), platforms=[platform])(shapes, *rows)
+    assert exported.platforms == (platform,)
+
+
+INTS, BOOLS = jnp.zeros((2, 3), jnp.int32), jnp.ones((2, 3), bool)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "error", "message"),
+    [
+        ((INTS[0],), {}, ValueError, r"tokens \[batch, time\], got tokens=\(3,\)"),
+        ((INTS.astype("float32"),), {}, TypeError, "tokens to be integers, got float32"),
+        ((INTS, BOOLS[:1]), {}, ValueError, r"tokens=\(2, 3\), mask=\(1, 3\)"),
+        ((INTS, INTS), {}, TypeError, "mask to be bool, got int32"),
+        ((INTS,), {"positions": INTS[:, :2]}, ValueError, r"positions=\(2, 2\)"),
+        ((INTS,), {"positions": BOOLS}, TypeError, "positions to be integers, got bool"),
+        ((INTS,), {"segment_ids": INTS[0]}, ValueError, r"segment_ids=\(3,\)"),
+        ((INTS,), {"segment_ids": BOOLS}, TypeError, "segment_ids to be integers, got bool"),
+        (
+            (INTS,),
+            {"segment_ids": INTS, "attention": "cudnn"},
+            ValueError,
+            "attention='xla' with segment_ids, got 'cudnn'",
+        ),
+    ],
+)
+def test_errors_while_tracing(arguments, options, error, message):
+    with pytest.raises(error, match=message):
+        jax.eval_shape(
+            lambda p: hidden_states(p, config_of("qwen3"), *arguments, **options),
+            params_of("qwen3"),
+        )

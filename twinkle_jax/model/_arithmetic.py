@@ -1,0 +1,62 @@
+"""Small maths that every layer shares: a projection, the root-mean-square norm, the rotation."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+
+def project(x: Float[Array, "rows into"], weights: Mapping[str, Any]) -> Float[Array, "rows out"]:
+    """Multiply rows by `kernel` and add `bias` where there is one, in the type of the rows."""
+    y = x @ weights["kernel"].astype(x.dtype)
+    return y + weights["bias"].astype(x.dtype)[None] if "bias" in weights else y
+
+
+def rms_norm(
+    x: Float[Array, "*rows width"],
+    scale: Float[Array, " width"],
+    *,
+    epsilon: float,
+    centred: bool = False,
+) -> Float[Array, "*rows width"]:
+    r"""Divide by the root of the mean square, in float32, and multiply by a weight.
+
+    $$y = \frac{x}{\sqrt{\overline{x^2} + \epsilon}} \cdot w \quad (\text{centred: } 1 + w)$$
+
+    Args:
+        x: rows to normalise.
+        scale: $w$.
+        epsilon: $\epsilon$.
+        centred: whether the weight is stored as its distance from 1; the product is then taken in
+            float32, else in the type of `x`, as the checkpoints of each family were trained.
+    """
+    scale = scale.reshape((1,) * (x.ndim - 1) + scale.shape)
+    y = x.astype(jnp.float32)
+    y = y * jax.lax.rsqrt(jnp.mean(jnp.square(y), axis=-1, keepdims=True) + epsilon)
+    if centred:
+        return (y * (1 + scale.astype(jnp.float32))).astype(x.dtype)
+    return y.astype(x.dtype) * scale.astype(x.dtype)
+
+
+def rotary_table(
+    positions: Int[Array, "batch time"], *, dim: int, theta: float
+) -> tuple[Float[Array, "batch time 1 half"], Float[Array, "batch time 1 half"]]:
+    r"""Cosines and sines of $p \, \theta^{-2i/d}$ for position p and pair i, in float32."""
+    frequencies = theta ** (-jnp.arange(0, dim, 2, dtype=jnp.float32) / dim)
+    angles = positions.astype(jnp.float32)[:, :, None, None] * frequencies[None, None, None]
+    return jnp.cos(angles), jnp.sin(angles)
+
+
+def rotate(
+    x: Float[Array, "batch time heads width"],
+    table: tuple[Float[Array, "#batch time 1 half"], Float[Array, "#batch time 1 half"]],
+) -> Float[Array, "batch time heads width"]:
+    """Rotate the first entries of each head, entry i with entry i + half, and leave the rest."""
+    cos, sin = table
+    half = cos.shape[-1]
+    first, second, rest = jnp.split(x, (half, 2 * half), axis=-1)
+    a, b = first.astype(jnp.float32), second.astype(jnp.float32)
+    turned = jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
+    return jnp.concatenate([turned, rest], axis=-1) if rest.shape[-1] else turned

@@ -1,0 +1,139 @@
+"""Finding the files of a Hugging Face checkpoint, and refusing what does not belong to one."""
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+    "chat_template.jinja",
+    "chat_template.json",
+    "generation_config.json",
+    "preprocessor_config.json",
+    "processor_config.json",
+    "video_preprocessor_config.json",
+)
+_HUB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*")
+_PICKLED = {".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle"}
+_INSTALL = "pip install 'twinkle-jax[checkpoints]'"
+
+
+class StoredTensor(NamedTuple):
+    """What a checkpoint says about a tensor before any of it is read."""
+
+    file: Path
+    shape: tuple[int, ...]
+    dtype: str
+
+
+def import_safetensors() -> ModuleType:
+    """Import safetensors, or say how to get it."""
+    try:
+        import safetensors
+        import safetensors.numpy
+    except ImportError as error:
+        raise ImportError(f"checkpoints need safetensors: {_INSTALL}") from error
+    module: ModuleType = safetensors
+    return module
+
+
+def locate(path_or_id: str | Path) -> Path:
+    """Find the directory: a local one, or that of a hub id, downloaded if need be."""
+    path = Path(path_or_id).expanduser()
+    if path.is_dir():
+        return path
+    if not isinstance(path_or_id, str) or not _HUB_ID.fullmatch(path_or_id) or path.exists():
+        raise ValueError(f"expected a directory or a hub id 'owner/name', got {str(path_or_id)!r}")
+    try:
+        from huggingface_hub import snapshot_download
+    except ImportError as error:
+        raise ImportError(
+            f"{path_or_id!r} is not a directory, and hub ids need huggingface_hub: {_INSTALL}"
+        ) from error
+    wanted = [CONFIG, "model*.safetensors", INDEX, *TOKENIZER_FILES]
+    return Path(snapshot_download(path_or_id, allow_patterns=wanted))
+
+
+def inside(directory: Path, name: str) -> Path:
+    """Join a file name to a directory; refuse paths, and links that lead out of it."""
+    if not name or name in (".", "..") or Path(name).name != name or "\\" in name:
+        raise ValueError(f"expected a plain file name inside {directory}, got {name!r}")
+    home = directory.resolve()
+    roots = [home]
+    if home.parent.name == "snapshots":  # the hub's cache keeps files in `blobs` and links to them
+        roots.append(home.parent.parent / "blobs")
+    path = directory / name
+    if not any(path.resolve().is_relative_to(root) for root in roots):
+        raise ValueError(f"{name!r} leads out of {directory}, to {path.resolve()}")
+    return path
+
+
+def read_json(directory: Path, name: str) -> dict[str, Any]:
+    """Read a JSON object."""
+    path = inside(directory, name)
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ValueError(f"expected {name} in {directory}") from None
+    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+        raise ValueError(f"{path} is not JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"expected a JSON object in {path}, got {type(content).__name__}")
+    return content
+
+
+def stored_tensors(directory: Path) -> dict[str, StoredTensor]:
+    """List the tensors of a checkpoint from the headers of its files, reading no data.
+
+    Raises:
+        ValueError: if there are no safetensors (pickled weights are never read), a shard is
+            missing, truncated or outside the directory, or the index does not match the shards.
+    """
+    if inside(directory, SINGLE).exists():
+        return _headers(inside(directory, SINGLE))
+    if not inside(directory, INDEX).exists():
+        pickled = sorted(p.name for p in directory.iterdir() if p.suffix in _PICKLED)
+        found = f"; {pickled[0]} is pickled, and pickles are never read" if pickled else ""
+        raise ValueError(f"expected {SINGLE} or {INDEX} in {directory}{found}")
+    shards = _weight_map(directory)
+    tensors: dict[str, StoredTensor] = {}
+    for name in sorted(set(shards.values())):
+        tensors |= _headers(inside(directory, name))
+    for tensor, name in shards.items():
+        if tensor not in tensors or tensors[tensor].file.name != name:
+            raise ValueError(f"{INDEX} promises {tensor!r} in {name}, which does not hold it")
+    return tensors
+
+
+def _weight_map(directory: Path) -> Mapping[str, str]:
+    shards = read_json(directory, INDEX).get("weight_map")
+    if not isinstance(shards, dict) or not all(isinstance(v, str) for v in shards.values()):
+        raise ValueError(f"expected 'weight_map' in {directory / INDEX}, from tensors to files")
+    for name in set(shards.values()):
+        if not inside(directory, name).is_file():
+            raise ValueError(f"{INDEX} names {name!r}, which is not in {directory}")
+    return shards
+
+
+def _headers(path: Path) -> dict[str, StoredTensor]:
+    safetensors = import_safetensors()
+    try:
+        with safetensors.safe_open(path, framework="np") as file:
+            names = file.keys()
+            slices = {name: file.get_slice(name) for name in names}
+            return {
+                name: StoredTensor(path, tuple(x.get_shape()), x.get_dtype())
+                for name, x in slices.items()
+            }
+    except (safetensors.SafetensorError, OSError) as error:
+        raise ValueError(f"{path} is damaged or no safetensors file: {error}") from None

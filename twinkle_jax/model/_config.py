@@ -1,0 +1,113 @@
+"""What a decoder is made of: frozen, hashable, and so usable as a static argument of `jax.jit`."""
+
+from dataclasses import dataclass, field
+
+FULL, LINEAR = "full_attention", "linear_attention"
+
+
+@dataclass(frozen=True)
+class AttentionConfig:
+    """Softmax attention with grouped heads and rotary positions.
+
+    Attributes:
+        query_heads: number of query heads, a multiple of `key_value_heads`.
+        key_value_heads: number of heads of keys and values.
+        head_dim: width of one head; the heads together need not be as wide as the model.
+        rotary_dim: how many of the first entries of a head are rotated.
+        rope_theta: base of the rotary wavelengths.
+        bias: whether queries, keys and values have a bias.
+        output_bias: whether the output projection has one.
+        head_norm: whether queries and keys are normalised per head before the rotation.
+        output_gate: whether a sigmoid gate, the second half of each query head's projection,
+            multiplies the attention output.
+    """
+
+    query_heads: int
+    key_value_heads: int
+    head_dim: int
+    rotary_dim: int
+    rope_theta: float
+    bias: bool = False
+    output_bias: bool = False
+    head_norm: bool = False
+    output_gate: bool = False
+
+
+@dataclass(frozen=True)
+class DeltaNetConfig:
+    """Gated DeltaNet: linear attention with a matrix-valued state per value head.
+
+    Attributes:
+        key_heads: heads of queries and keys; each serves `value_heads // key_heads` value heads.
+        value_heads: heads of values, gates and states.
+        key_dim: width of one key head.
+        value_dim: width of one value head.
+        kernel: length of the causal depthwise convolution, in tokens.
+    """
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    kernel: int
+
+    @property
+    def channels(self) -> int:
+        """Width of queries, keys and values next to each other: what the convolution runs over."""
+        return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
+
+
+@dataclass(frozen=True)
+class DecoderConfig:
+    """A decoder-only language model of the Qwen2, Qwen3 or Qwen3.5 family.
+
+    Build one from the contents of a `config.json` with
+    [`parse_config`][twinkle_jax.model.parse_config], with Hugging Face's names.
+
+    Attributes:
+        model_type: `"qwen2"`, `"qwen3"` or `"qwen3_5_text"`.
+        vocab_size: number of tokens.
+        hidden_size: width of the residual stream.
+        intermediate_size: width of the feed-forward layers.
+        layer_kinds: `"full_attention"` or `"linear_attention"` for each layer.
+        attention: the attention of the full layers.
+        delta_net: the mixer of the linear layers; None where there are none.
+        norm_epsilon: added to the mean square before the root.
+        centred_norms: whether norms multiply by 1 + weight (and weights start at 0).
+        tied: whether the output matrix is the embedding, transposed.
+        original: the `config.json` this was read from, as text; takes no part in comparisons.
+    """
+
+    model_type: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    layer_kinds: tuple[str, ...]
+    attention: AttentionConfig
+    delta_net: DeltaNetConfig | None = None
+    norm_epsilon: float = 1e-6
+    centred_norms: bool = False
+    tied: bool = False
+    original: str = field(default="", repr=False, compare=False)
+
+    @property
+    def layers(self) -> int:
+        """Number of layers."""
+        return len(self.layer_kinds)
+
+    @property
+    def block(self) -> tuple[str, ...]:
+        """The shortest run of layer kinds that the stack repeats; layers are stacked block-wise.
+
+        Layer `i` is member `i % len(block)` of repetition `i // len(block)`.
+        """
+        for size in range(1, self.layers + 1):
+            repeats, rest = divmod(self.layers, size)
+            if not rest and self.layer_kinds[:size] * repeats == self.layer_kinds:
+                return self.layer_kinds[:size]
+        raise ValueError("expected at least one layer, got layer_kinds=()")
+
+    @property
+    def repeats(self) -> int:
+        """How often the block is repeated: the length of the leading axis of stacked parameters."""
+        return self.layers // len(self.block)
