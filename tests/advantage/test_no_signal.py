@@ -91,7 +91,9 @@ def test_components_added_in_another_order_are_no_signal():
     assert len(set(sums.tolist())) > 1  # the sums do differ
     for scale in SCALES:
         for estimator in ESTIMATORS:
-            assert not np.asarray(estimator(orders, 4, scale)).any()
+            result = np.asarray(estimator(orders, 4, scale))
+            assert not result.any()
+            assert not np.signbit(result).any()  # 0, not -0
             assert not np.asarray(estimator(jnp.asarray(sums), 4, scale)).any()
 
 
