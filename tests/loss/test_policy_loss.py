@@ -1,0 +1,299 @@
+"""Laws that hold for every policy loss object."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jax.sharding import NamedSharding, PartitionSpec
+from jax.test_util import check_grads
+
+from tests.loss.cases import (
+    GARBAGE,
+    OBJECTS,
+    call,
+    every_gradient,
+    expected,
+    gradients,
+    random_batch,
+    same_bits,
+)
+from twinkle_jax.loss import (
+    GRPOLoss,
+    PolicyLoss,
+    constant_length,
+    kl_k2,
+    policy_gradient,
+    policy_metrics,
+    token_log_ratio,
+)
+
+every_loss = pytest.mark.parametrize("name", OBJECTS)
+
+
+@every_loss
+@given(seed=st.integers(0, 10**6), per_token=st.booleans())
+def test_matches_reference(name, seed, per_token):
+    batch = random_batch(seed, per_token=per_token, spread=0.6)
+    value, metrics, _ = gradients(name, batch)
+    np.testing.assert_allclose(value, expected(name, batch), rtol=1e-5, atol=1e-6)
+    assert 0 <= metrics.clip_fraction_low <= 1
+    assert 0 <= metrics.clip_fraction_high <= 1
+    assert metrics.approximate_kl >= -1e-6
+    assert metrics.ratio_min <= metrics.ratio_max
+
+
+def test_gradient():
+    batch = random_batch(60, spread=0.5)
+    with jax.enable_x64(True):
+        new, old, ref, entropies, advantages = (x.astype(float) for x in batch[:5])
+
+        @jax.jit
+        def every_loss(new, entropies):
+            # The weights of CISPO carry no gradient: keep them at 1 + epsilon.
+            behaviour = {name: old - 9 if name == "cispo" else old for name in OBJECTS}
+            return {
+                name: call(
+                    OBJECTS[name], new, behaviour[name], ref, entropies, advantages, batch.mask
+                ).loss
+                for name in OBJECTS
+            }
+
+        check_grads(every_loss, (new, entropies), order=1, modes=["rev"])
+
+
+@every_loss
+def test_jit_changes_nothing(name):
+    batch = random_batch(61)
+    value, _, gradient = gradients(name, batch)
+    plain, plain_gradient = jax.value_and_grad(lambda x: call(OBJECTS[name], x, *batch[1:]).loss)(
+        batch.logprobs
+    )
+    np.testing.assert_allclose(value, plain, rtol=1e-6)
+    np.testing.assert_allclose(gradient[0], plain_gradient, rtol=1e-5, atol=1e-8)
+
+
+def test_other_values_compile_nothing():
+    gradients("grpo", random_batch(61))
+    before = every_gradient._cache_size()
+    gradients("grpo", random_batch(62))
+    assert every_gradient._cache_size() == before
+
+
+@every_loss
+def test_micro_batches_add_up(name):
+    batch = random_batch(63, rows=8)
+    value, _, gradient = gradients(name, batch)
+    halves = zip(*(np.split(x, 2) for x in batch), strict=True)
+    pieces = [gradients(name, half, batch.denominators) for half in halves]
+    np.testing.assert_allclose(sum(p[0] for p in pieces), value, rtol=1e-5, atol=1e-7)
+    for index in (0, 3):  # log-probabilities and entropies
+        together = np.concatenate([p[2][index] for p in pieces])
+        np.testing.assert_allclose(together, gradient[index], rtol=1e-5, atol=1e-8)
+
+
+@every_loss
+@pytest.mark.parametrize("garbage", GARBAGE)
+def test_garbage_under_the_mask(name, garbage):
+    batch = random_batch(64, per_token=True)
+    dirty = [np.where(batch.mask, x, garbage) for x in batch[:5]]
+    clean, result = gradients(name, batch), gradients(name, [*dirty, batch.mask])
+    for one, other in zip(jax.tree.leaves(clean), jax.tree.leaves(result), strict=True):
+        assert same_bits(one, other)
+
+
+@pytest.mark.parametrize("name", ["grpo", "gspo", "sapo", "cispo"])
+def test_no_nan_on_the_way(name):
+    # Operation by operation: a NaN that a later mask covers up would trip jax_debug_nans.
+    batch = random_batch(64, per_token=True)
+    dirty = [np.where(batch.mask, x, np.float32(np.inf)) for x in batch[1:5]]
+    with jax.debug_nans(True):
+        gradient = jax.grad(lambda x: call(OBJECTS[name], x, *dirty, batch.mask).loss)(
+            np.where(batch.mask, batch.logprobs, np.float32(np.inf))
+        )
+    assert np.isfinite(gradient).all()
+
+
+@every_loss
+def test_gradients_where_none_belong_are_zero(name):
+    batch = random_batch(65)
+    _, _, (new, old, ref, entropies, advantages) = gradients(name, batch)
+    assert new[batch.mask].any()
+    assert not new[~batch.mask].any()
+    assert not entropies[~batch.mask].any()
+    assert not old.any()
+    assert not ref.any()
+    assert not advantages.any()
+
+
+@every_loss
+def test_nothing_kept_is_zero(name):
+    batch = random_batch(66, per_token=True)
+    nan = [np.full_like(x, np.nan) for x in batch[:5]]
+    value, metrics, gradient = gradients(name, [*nan, np.zeros_like(batch.mask)])
+    assert value == 0
+    assert not any(x.any() for x in gradient)
+    assert np.isfinite(metrics).all()
+
+
+@every_loss
+@pytest.mark.parametrize("distance", [-200, 200])
+@pytest.mark.parametrize("sign", [-1, 1])
+def test_far_apart_is_finite(name, distance, sign):
+    batch = random_batch(67)
+    old, ref = batch.logprobs - distance, batch.logprobs + distance
+    advantages = sign * np.abs(batch.advantages)
+    value, metrics, gradient = gradients(
+        name, [batch.logprobs, old, ref, batch.entropies, advantages, batch.mask]
+    )
+    assert np.isfinite(value)
+    assert np.isfinite(metrics).all()
+    assert all(np.isfinite(x).all() for x in gradient)
+
+
+@every_loss
+def test_order_and_padding(name):
+    batch = random_batch(68)
+    value, _, gradient = gradients(name, batch)
+    order = np.array([2, 0, 3, 1])
+    moved, _, moved_gradient = gradients(name, [x[order] for x in batch])
+    np.testing.assert_allclose(moved, value, rtol=1e-6)
+    np.testing.assert_allclose(moved_gradient[0], gradient[0][order], rtol=1e-6, atol=1e-9)
+    padded = [np.pad(x, ((0, 4), (0, 3))[: x.ndim]) for x in batch]
+    longer, _, longer_gradient = gradients(name, padded, batch.denominators)
+    np.testing.assert_allclose(longer, value, rtol=1e-6)
+    np.testing.assert_allclose(longer_gradient[0][:4, :6], gradient[0], rtol=1e-6, atol=1e-9)
+    assert not longer_gradient[0][4:].any()
+    assert not longer_gradient[0][:, 6:].any()
+
+
+@pytest.mark.parametrize("axis_type", ["Auto", "Explicit"])
+def test_sharded_is_unsharded(axis_type):
+    batch = random_batch(69, rows=8)
+    mesh = jax.make_mesh((8,), ("data",), (getattr(jax.sharding.AxisType, axis_type),))
+    rows = NamedSharding(mesh, PartitionSpec("data"))
+    spread = [jax.device_put(x, rows) for x in batch]
+    for name in OBJECTS:
+        value, _, gradient = gradients(name, batch)
+        sharded, _, sharded_gradient = gradients(name, spread)
+        np.testing.assert_allclose(sharded, value, rtol=1e-6)
+        np.testing.assert_allclose(sharded_gradient[0], gradient[0], rtol=1e-6, atol=1e-9)
+
+
+@every_loss
+def test_half_precision_is_computed_in_single(name):
+    batch = random_batch(70)
+    half = [jnp.asarray(x, jnp.bfloat16) for x in batch[:5]]
+    rounded = [np.asarray(x, np.float32) for x in half]
+    value, _, gradient = gradients(name, [*half, batch.mask])
+    assert value.dtype == jnp.float32
+    assert gradient[0].dtype == jnp.bfloat16
+    np.testing.assert_allclose(value, gradients(name, [*rounded, batch.mask])[0], rtol=1e-6)
+
+
+def test_on_policy():
+    batch = random_batch(71)
+
+    def loss(logprobs, name, old):
+        output = call(OBJECTS[name], logprobs, old, *batch[2:])
+        return output.loss, output.metrics
+
+    @jax.jit
+    def run(logprobs, old):
+        step = jax.value_and_grad(loss, has_aux=True)
+        return {name: (step(logprobs, name, None), step(logprobs, name, old)) for name in OBJECTS}
+
+    for ((value, metrics), gradient), ((same, _), same_gradient) in run(
+        batch.logprobs, batch.logprobs
+    ).values():
+        np.testing.assert_allclose(value, same, rtol=1e-6)
+        np.testing.assert_allclose(gradient, same_gradient, rtol=1e-6)
+        assert metrics.ratio_min == metrics.ratio_max == 1
+        assert metrics.approximate_kl == 0
+
+
+@every_loss
+def test_without_advantages_there_is_no_loss(name):
+    batch = random_batch(72)
+
+    def loss(x):
+        output = call(OBJECTS[name], x, batch.old, batch.ref, batch.entropies, None, batch.mask)
+        return output.loss, output.metrics
+
+    (value, metrics), gradient = jax.value_and_grad(loss, has_aux=True)(batch.logprobs)
+    assert value == 0
+    assert not gradient.any()
+    assert metrics.ratio_max > 1
+
+
+def test_without_a_reference_beta_has_no_effect():
+    batch = random_batch(73)
+    arguments = batch.logprobs, batch.old, None, batch.entropies, batch.advantages, batch.mask
+    assert call(GRPOLoss(beta=0.5), *arguments).loss == call(GRPOLoss(), *arguments).loss
+
+
+def test_metrics_of_a_step():
+    batch = random_batch(74, spread=1.0)
+    metrics = call(GRPOLoss(epsilon=0.1, epsilon_high=0.3), *batch).metrics
+    ratio = token_log_ratio(batch.logprobs, batch.old, batch.mask)
+    np.testing.assert_array_equal(
+        metrics,
+        policy_metrics(
+            ratio,
+            batch.advantages,
+            batch.mask,
+            epsilon=0.1,
+            epsilon_high=0.3,
+            entropies=batch.entropies,
+        ),
+    )
+    assert metrics.clip_fraction_low > 0
+    assert metrics.clip_fraction_high > 0
+
+
+def test_coefficients_may_be_traced():
+    batch, traces = random_batch(75), []
+
+    @jax.jit
+    def loss(epsilon, beta, entropy_coef):
+        traces.append(1)
+        settings = {"epsilon": epsilon, "beta": beta, "entropy_coef": entropy_coef}
+        return call(GRPOLoss(**settings), *batch).loss
+
+    np.testing.assert_allclose(loss(0.2, 0.0, 0.0), call(GRPOLoss(), *batch).loss, rtol=1e-6)
+    settings = {"epsilon": 0.1, "beta": 0.04, "entropy_coef": 0.01}
+    np.testing.assert_allclose(
+        loss(0.1, 0.04, 0.01), call(GRPOLoss(**settings), *batch).loss, rtol=1e-6
+    )
+    assert len(traces) == 1
+
+
+def test_arguments_of_other_losses_are_ignored_and_unknown_ones_refused():
+    batch = random_batch(76)
+    inputs, outputs = {"labels": np.where(batch.mask, 7, -100)}, {"logps": batch.logprobs}
+    for known in ("old_values", "returns", "num_items_in_batch"):
+        assert GRPOLoss()(inputs, outputs, **{known: 3}).loss == 0
+    for wrong, hint in [
+        ("advantage", "did you mean 'advantages'"),
+        ("old_logprobs", "did you mean 'old_logps'"),
+        ("mask", "known are old_logps, ref_logps, advantages, denominator"),
+    ]:
+        with pytest.raises(TypeError, match=f"unexpected argument '{wrong}': {hint}"):
+            GRPOLoss()(inputs, outputs, **{wrong: 3})
+
+
+def test_a_loss_of_ones_own():
+    class ReinforceLoss(PolicyLoss):
+        epsilon, epsilon_high, beta, entropy_coef, ignore_index = 0.2, None, 0.0, 0.0, -100
+
+        def per_token(self, log_ratio, logprobs, advantages, mask):
+            return policy_gradient(logprobs, advantages, mask)
+
+        def reduce(self, losses, mask, denominator):
+            return constant_length(losses, mask, length=8, denominator=denominator)
+
+    batch = random_batch(77)
+    losses = policy_gradient(batch.logprobs, batch.advantages, batch.mask)
+    assert call(ReinforceLoss(), *batch).loss == constant_length(losses, batch.mask, length=8)
+    assert kl_k2(batch.logprobs, batch.ref, batch.mask).shape == batch.mask.shape

@@ -1,0 +1,69 @@
+"""Policy losses: log-probabilities, advantages and a mask in, a number to minimise out.
+
+A loss is a ratio, a surrogate and a reduction, each a function:
+`token_mean(clipped_surrogate(token_log_ratio(...), advantages, mask), mask)`.
+"""
+
+from twinkle_jax.loss._critic import PPOValueLoss
+from twinkle_jax.loss._entropy import entropy_bonus
+from twinkle_jax.loss._kl import kl_k1, kl_k2, kl_k3
+from twinkle_jax.loss._metrics import PolicyMetrics, policy_metrics
+from twinkle_jax.loss._output import Loss, LossOutput
+from twinkle_jax.loss._policy_loss import PolicyLoss
+from twinkle_jax.loss._ratio import (
+    sequence_log_ratio,
+    token_log_ratio,
+    truncated_importance_weights,
+)
+from twinkle_jax.loss._reduction import constant_length, sequence_mean, token_mean
+from twinkle_jax.loss._surrogate import (
+    clipped_importance_surrogate,
+    clipped_surrogate,
+    policy_gradient,
+    soft_gate_surrogate,
+)
+from twinkle_jax.loss._token_logprobs import token_logprobs
+from twinkle_jax.loss._twinkle import (
+    BNPOLoss,
+    CISPOLoss,
+    DAPOLoss,
+    DRGRPOLoss,
+    GRPOLoss,
+    GSPOLoss,
+    PPOLoss,
+    SAPOLoss,
+)
+from twinkle_jax.loss._value import clipped_value_loss
+
+__all__ = [
+    "BNPOLoss",
+    "CISPOLoss",
+    "DAPOLoss",
+    "DRGRPOLoss",
+    "GRPOLoss",
+    "GSPOLoss",
+    "Loss",
+    "LossOutput",
+    "PPOLoss",
+    "PPOValueLoss",
+    "PolicyLoss",
+    "PolicyMetrics",
+    "SAPOLoss",
+    "clipped_importance_surrogate",
+    "clipped_surrogate",
+    "clipped_value_loss",
+    "constant_length",
+    "entropy_bonus",
+    "kl_k1",
+    "kl_k2",
+    "kl_k3",
+    "policy_gradient",
+    "policy_metrics",
+    "sequence_log_ratio",
+    "sequence_mean",
+    "soft_gate_surrogate",
+    "token_log_ratio",
+    "token_logprobs",
+    "token_mean",
+    "truncated_importance_weights",
+]

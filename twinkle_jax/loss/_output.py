@@ -1,0 +1,70 @@
+"""What a loss object is and what it returns."""
+
+import abc
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jaxtyping import Array, Float
+
+from twinkle_jax.loss._metrics import PolicyMetrics
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, eq=False)
+class LossOutput(Mapping[str, Any]):
+    """The loss of a batch and, where the loss has them, its metrics.
+
+    A pytree, so it may leave `jit` and be the value that `jax.grad(..., has_aux=True)` passes on.
+    Fields are read as attributes, or by name as from Twinkle's dictionary.
+
+    Example:
+        >>> output = LossOutput(0.5)
+        >>> output.loss, output["loss"], dict(output)
+        (0.5, 0.5, {'loss': 0.5, 'metrics': None})
+    """
+
+    loss: Float[Array, ""]
+    metrics: PolicyMetrics | None = None
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in self.__dataclass_fields__:
+            raise KeyError(name)
+        return getattr(self, name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.__dataclass_fields__)
+
+    def __len__(self) -> int:
+        return len(self.__dataclass_fields__)
+
+
+class Loss(abc.ABC):
+    """Base of the loss objects: subclass it to write one of your own.
+
+    The flags say what the model's forward pass has to put into `outputs`.
+    """
+
+    require_logps: bool = True
+    require_values: bool = False
+
+    @property
+    def require_entropy(self) -> bool:
+        """Whether `outputs['entropies']` is needed."""
+        return False
+
+    @abc.abstractmethod
+    def __call__(
+        self, inputs: Mapping[str, Any], outputs: Mapping[str, Any], **kwargs: Any
+    ) -> LossOutput:
+        """Compute the loss of a batch.
+
+        Args:
+            inputs: the batch that the model was given, with its `labels`.
+            outputs: what the model returned.
+            **kwargs: what else the loss needs, such as `advantages`.
+
+        Returns:
+            The loss, and its metrics where it has them.
+        """

@@ -1,0 +1,112 @@
+"""How far the policy has moved from the one that drew the tokens: ratios, as logarithms."""
+
+import jax
+import jax.numpy as jnp
+
+from twinkle_jax.loss._arguments import Mask, PerToken, Scalar, kept
+
+MAX_LOG_RATIO = 20.0  # exp(20) is 4.9e8: still finite when multiplied by any sane advantage
+
+
+def bounded(log_ratio: PerToken) -> PerToken:
+    """Clamp a log-ratio to ±20, so that its exponential and the gradient stay finite."""
+    return jnp.clip(log_ratio, -MAX_LOG_RATIO, MAX_LOG_RATIO)
+
+
+def token_log_ratio(logprobs: PerToken, behaviour_logprobs: PerToken, mask: Mask) -> PerToken:
+    r"""Log of the importance ratio of each token.
+
+    $$\rho_t = \log \pi(a_t \mid s_t) - \log \mu(a_t \mid s_t), \quad |\rho_t| \le 20$$
+
+    Pass `logprobs` as `behaviour_logprobs` for an on-policy step: the ratio is 1 and its
+    gradient is that of the log-probability.
+
+    Args:
+        logprobs: $\log \pi$, under the policy being trained, in nats.
+        behaviour_logprobs: $\log \mu$, under the policy that drew the tokens; no gradient.
+        mask: True where the policy chose the token. Padding may hold anything.
+
+    Returns:
+        Log-ratio per token, clamped to ±20, zero where masked out.
+
+    Raises:
+        ValueError: if the shapes differ.
+        TypeError: if a log-probability is not floating point, or the mask not boolean.
+
+    Example:
+        >>> logprobs = jnp.array([-1.0, -2.0, 7.0])
+        >>> behaviour_logprobs = jnp.array([-1.5, -500.0, jnp.nan])
+        >>> token_log_ratio(logprobs, behaviour_logprobs, jnp.array([True, True, False]))
+        Array([ 0.5, 20. ,  0. ], dtype=float32)
+    """
+    logprobs, behaviour_logprobs = kept(
+        mask, logprobs=logprobs, behaviour_logprobs=behaviour_logprobs
+    )
+    return bounded(logprobs - jax.lax.stop_gradient(behaviour_logprobs))
+
+
+def sequence_log_ratio(logprobs: PerToken, behaviour_logprobs: PerToken, mask: Mask) -> PerToken:
+    r"""Log of one importance ratio for the whole sequence, length-normalised (GSPO).
+
+    $$s = \frac{1}{T} \sum_{t=1}^{T} \rho_t$$
+
+    with $\rho_t$ from `token_log_ratio` and $T$ the number of tokens kept. The gradient reaches
+    every token of the sequence. See [GSPO](https://arxiv.org/abs/2507.18071).
+
+    Args:
+        logprobs: $\log \pi$, under the policy being trained, in nats.
+        behaviour_logprobs: $\log \mu$, under the policy that drew the tokens; no gradient.
+        mask: True where the policy chose the token. Padding may hold anything.
+
+    Returns:
+        The sequence's log-ratio at each of its tokens, zero where masked out.
+
+    Raises:
+        ValueError: if the shapes differ.
+        TypeError: if a log-probability is not floating point, or the mask not boolean.
+
+    Example:
+        >>> logprobs, behaviour_logprobs = jnp.array([-1.0, -2.0]), jnp.array([-1.5, -1.0])
+        >>> sequence_log_ratio(logprobs, behaviour_logprobs, jnp.array([True, True]))
+        Array([-0.25, -0.25], dtype=float32)
+    """
+    log_ratio = token_log_ratio(logprobs, behaviour_logprobs, mask)
+    length = jnp.sum(mask, axis=-1, keepdims=True, dtype=log_ratio.dtype)
+    mean = jnp.sum(log_ratio, axis=-1, keepdims=True) / jnp.maximum(length, 1)
+    return jnp.where(mask, mean, 0)
+
+
+def truncated_importance_weights(
+    behaviour_logprobs: PerToken, sampler_logprobs: PerToken, mask: Mask, *, maximum: Scalar = 2.0
+) -> PerToken:
+    r"""Weights that correct for a sampler whose probabilities differ from the trainer's.
+
+    $$w_t = \min\left(\frac{\mu_{trainer}(a_t)}{\mu_{sampler}(a_t)},\ C\right)$$
+
+    Multiply the per-token losses by them. Both log-probabilities are of the same weights: one
+    computed by the trainer, one reported by the sampler (another kernel, another precision).
+    See [truncated importance sampling](https://fengyao.notion.site/off-policy-rl).
+
+    Args:
+        behaviour_logprobs: $\log \mu_{trainer}$, in nats; receives no gradient.
+        sampler_logprobs: $\log \mu_{sampler}$, in nats; receives no gradient.
+        mask: True where the policy chose the token. Padding may hold anything.
+        maximum: $C$, above 0; 2 is the usual choice.
+
+    Returns:
+        Weight per token, zero where masked out. No gradient flows through it.
+
+    Raises:
+        ValueError: if the shapes differ.
+        TypeError: if a log-probability is not floating point, or the mask not boolean.
+
+    Example:
+        >>> trainer, sampler = jnp.array([-1.0, -1.0]), jnp.array([-1.0, -9.0])
+        >>> truncated_importance_weights(trainer, sampler, jnp.array([True, True]))
+        Array([1., 2.], dtype=float32)
+    """
+    trainer, sampler = kept(
+        mask, behaviour_logprobs=behaviour_logprobs, sampler_logprobs=sampler_logprobs
+    )
+    weights = jnp.minimum(jnp.exp(bounded(trainer - sampler)), jnp.asarray(maximum, trainer.dtype))
+    return jnp.where(mask, jax.lax.stop_gradient(weights), 0)

@@ -1,0 +1,119 @@
+"""From losses per token to one number, each reduction named by what it divides by.
+
+With gradient accumulation, pass the `denominator` of the whole batch with each micro-batch and
+add the results up: then the size of the micro-batch changes nothing. (With `denominator=1` a
+reduction is a plain sum, to be divided at the end.)
+"""
+
+import math
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from twinkle_jax.loss._arguments import Mask, PerToken, Scalar, kept
+
+
+def token_mean(
+    losses: PerToken, mask: Mask, *, denominator: Scalar | None = None
+) -> Float[Array, ""]:
+    r"""Average over all tokens of the batch: long sequences weigh more (DAPO, BNPO, PPO).
+
+    $$L = \frac{1}{N} \sum_{i,t} m_{it}\, \ell_{it}$$
+
+    See [DAPO](https://arxiv.org/abs/2503.14476), section 3.3.
+
+    Args:
+        losses: loss per token.
+        mask: True where the token counts. What stands elsewhere has no influence.
+        denominator: $N$, the tokens kept in the whole batch; those in `mask` if None.
+
+    Returns:
+        The loss; 0 if no token is kept.
+
+    Raises:
+        ValueError: if the shapes differ.
+        TypeError: if `losses` is not floating point, or the mask not boolean.
+
+    Example:
+        >>> losses = jnp.array([[1.0, 2.0, 3.0], [4.0, 0.0, 0.0]])
+        >>> token_mean(losses, jnp.array([[True, True, True], [True, False, False]]))
+        Array(2.5, dtype=float32)
+    """
+    (losses,) = kept(mask, losses=losses)
+    if denominator is None:
+        denominator = jnp.sum(mask, dtype=losses.dtype)
+    return _divided(jnp.sum(losses), denominator)
+
+
+def sequence_mean(
+    losses: PerToken, mask: Mask, *, denominator: Scalar | None = None
+) -> Float[Array, ""]:
+    r"""Average inside each sequence, then over sequences: each weighs the same (GRPO, GSPO).
+
+    $$L = \frac{1}{B} \sum_i \frac{\sum_t m_{it}\, \ell_{it}}{\max(1, \sum_t m_{it})}$$
+
+    A sequence without tokens adds 0 and still counts in $B$, as in Twinkle and TRL.
+    See [GRPO](https://arxiv.org/abs/2402.03300), equation 3.
+
+    Args:
+        losses: loss per token.
+        mask: True where the token counts. What stands elsewhere has no influence.
+        denominator: $B$, the sequences in the whole batch; those in `mask` if None.
+
+    Returns:
+        The loss; 0 if no token is kept.
+
+    Raises:
+        ValueError: if the shapes differ.
+        TypeError: if `losses` is not floating point, or the mask not boolean.
+
+    Example:
+        >>> losses = jnp.array([[1.0, 2.0, 3.0], [4.0, 0.0, 0.0]])
+        >>> sequence_mean(losses, jnp.array([[True, True, True], [True, False, False]]))
+        Array(3., dtype=float32)
+    """
+    (losses,) = kept(mask, losses=losses)
+    lengths = jnp.sum(mask, axis=-1, dtype=losses.dtype)
+    means = jnp.sum(losses, axis=-1) / jnp.maximum(lengths, 1)
+    return _divided(jnp.sum(means), means.size if denominator is None else denominator)
+
+
+def constant_length(
+    losses: PerToken, mask: Mask, *, length: Scalar, denominator: Scalar | None = None
+) -> Float[Array, ""]:
+    r"""Divide each sequence's sum by one constant, then average over sequences (Dr. GRPO).
+
+    $$L = \frac{1}{B\,L_{max}} \sum_{i,t} m_{it}\, \ell_{it}$$
+
+    Unlike the means it does not favour short right answers and long wrong ones.
+    See [Dr. GRPO](https://arxiv.org/abs/2503.20783).
+
+    Args:
+        losses: loss per token.
+        mask: True where the token counts. What stands elsewhere has no influence.
+        length: $L_{max}$, the longest completion that may be generated, in tokens.
+        denominator: $B$, the sequences in the whole batch; those in `mask` if None.
+
+    Returns:
+        The loss; 0 if no token is kept.
+
+    Raises:
+        ValueError: if the shapes differ.
+        TypeError: if `losses` is not floating point, or the mask not boolean.
+
+    Example:
+        >>> losses = jnp.array([[1.0, 2.0, 3.0], [4.0, 0.0, 0.0]])
+        >>> mask = jnp.array([[True, True, True], [True, False, False]])
+        >>> constant_length(losses, mask, length=4)
+        Array(1.25, dtype=float32)
+    """
+    (losses,) = kept(mask, losses=losses)
+    per_sequence = jnp.sum(losses) / jnp.asarray(length, losses.dtype)
+    sequences = math.prod(losses.shape[:-1])
+    return _divided(per_sequence, sequences if denominator is None else denominator)
+
+
+def _divided(total: Float[Array, ""], denominator: Scalar) -> Float[Array, ""]:
+    """Divide, and let nothing over nothing be nothing."""
+    divisor = jnp.asarray(denominator, total.dtype)
+    return total / jnp.where(divisor == 0, 1, divisor)

@@ -1,0 +1,185 @@
+"""Per-token losses of the policy: what is minimised so that advantages raise probabilities."""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, DTypeLike, Float
+
+from twinkle_jax.loss._arguments import Advantages, Mask, PerToken, Scalar, kept, kept_advantages
+from twinkle_jax.loss._ratio import bounded
+
+
+def clip_bounds(
+    epsilon: Scalar, epsilon_high: Scalar | None, dtype: DTypeLike
+) -> tuple[Float[Array, ""], Float[Array, ""]]:
+    """Give the lowest and the highest ratio that is not clipped."""
+    high = epsilon if epsilon_high is None else epsilon_high
+    return jnp.asarray(1 - epsilon, dtype), jnp.asarray(1 + high, dtype)
+
+
+def clipped_surrogate(
+    log_ratio: PerToken,
+    advantages: Advantages,
+    mask: Mask,
+    *,
+    epsilon: Scalar = 0.2,
+    epsilon_high: Scalar | None = None,
+    dual_clip: Scalar | None = None,
+) -> PerToken:
+    r"""Loss of PPO and GRPO: no reward for moving further than the clip range.
+
+    $$\ell_t = -\min\left(r_t A_t,\ \mathrm{clip}(r_t, 1-\epsilon, 1+\epsilon_{high}) A_t\right)$$
+
+    With `dual_clip` the loss of a token with a negative advantage is at most $c\,|A_t|$.
+    With `sequence_log_ratio` in place of `token_log_ratio` this is the loss of GSPO.
+    See [PPO](https://arxiv.org/abs/1707.06347), [GRPO](https://arxiv.org/abs/2402.03300),
+    [DAPO](https://arxiv.org/abs/2503.14476) for $\epsilon_{high}$ and
+    [dual clip](https://arxiv.org/abs/1912.09729).
+
+    Args:
+        log_ratio: $\log r_t$ from `token_log_ratio` or `sequence_log_ratio`.
+        advantages: $A$, one a sequence or one a token; receives no gradient.
+        mask: True where the policy chose the token. Padding may hold anything.
+        epsilon: how far the ratio may fall below 1, in [0, 1].
+        epsilon_high: how far it may rise above 1; `epsilon` if None.
+        dual_clip: $c$, above $1 + \epsilon_{high}$; 3 is the usual choice, None leaves it out.
+
+    Returns:
+        Loss per token, zero where masked out.
+
+    Raises:
+        ValueError: if the shapes differ.
+        TypeError: if `log_ratio` is not floating point, or the mask not boolean.
+
+    Example:
+        >>> log_ratio, mask = jnp.log(jnp.array([2.0, 0.5])), jnp.array([True, True])
+        >>> clipped_surrogate(log_ratio, jnp.array(1.0), mask, epsilon=0.25)
+        Array([-1.25, -0.5 ], dtype=float32)
+    """
+    (log_ratio,) = kept(mask, log_ratio=log_ratio)
+    advantages = kept_advantages(advantages, mask, log_ratio.dtype)
+    ratio = jnp.exp(bounded(log_ratio))
+    low, high = clip_bounds(epsilon, epsilon_high, ratio.dtype)
+    ceiling = jnp.asarray(jnp.inf if dual_clip is None else dual_clip, ratio.dtype)
+    # Bounds by selection, not by min and max, whose gradient is halved where both are equal.
+    rising = advantages > 0
+    above, below = ratio > jnp.where(rising, high, ceiling), ~rising & (ratio < low)
+    ratio = jnp.where(above, jnp.where(rising, high, ceiling), jnp.where(below, low, ratio))
+    return jnp.where(mask, -ratio * advantages, 0)
+
+
+def soft_gate_surrogate(
+    log_ratio: PerToken,
+    advantages: Advantages,
+    mask: Mask,
+    *,
+    tau_pos: Scalar = 1.0,
+    tau_neg: Scalar = 1.0,
+) -> PerToken:
+    r"""Loss of SAPO: a sigmoid that fades out where PPO would clip.
+
+    $$\ell_t = -\frac{4}{\tau}\,\sigma\left(\tau (r_t - 1)\right) A_t, \qquad
+    \tau = \tau_{pos} \text{ if } A_t > 0 \text{ else } \tau_{neg}$$
+
+    At $r_t = 1$ the gradient is that of the plain policy gradient. The paper takes
+    $\tau_{neg} > \tau_{pos}$. See [SAPO](https://arxiv.org/abs/2511.20347).
+
+    Args:
+        log_ratio: $\log r_t$ from `token_log_ratio`.
+        advantages: $A$, one a sequence or one a token; receives no gradient.
+        mask: True where the policy chose the token. Padding may hold anything.
+        tau_pos: steepness of the gate for positive advantages, above 0.
+        tau_neg: steepness of the gate for the others, above 0.
+
+    Returns:
+        Loss per token, zero where masked out.
+
+    Raises:
+        ValueError: if the shapes differ.
+        TypeError: if `log_ratio` is not floating point, or the mask not boolean.
+
+    Example:
+        >>> soft_gate_surrogate(jnp.zeros(2), jnp.array([1.0, -0.5]), jnp.array([True, True]))
+        Array([-2.,  1.], dtype=float32)
+    """
+    (log_ratio,) = kept(mask, log_ratio=log_ratio)
+    advantages = kept_advantages(advantages, mask, log_ratio.dtype)
+    tau = jnp.where(
+        advantages > 0, jnp.asarray(tau_pos, log_ratio.dtype), jnp.asarray(tau_neg, log_ratio.dtype)
+    )
+    gate = 4 / tau * jax.nn.sigmoid(tau * (jnp.exp(bounded(log_ratio)) - 1))
+    return jnp.where(mask, -gate * advantages, 0)
+
+
+def clipped_importance_surrogate(
+    log_ratio: PerToken,
+    logprobs: PerToken,
+    advantages: Advantages,
+    mask: Mask,
+    *,
+    epsilon: Scalar | None = None,
+    epsilon_high: Scalar = 0.2,
+) -> PerToken:
+    r"""Loss of CISPO: every token keeps its gradient, only its weight is clipped.
+
+    $$\ell_t = -\mathrm{sg}\left[\mathrm{clip}(r_t, 1-\epsilon, 1+\epsilon_{high})\right]
+    A_t \log \pi(a_t \mid s_t)$$
+
+    with sg a stopped gradient. See [MiniMax-M1](https://arxiv.org/abs/2506.13585).
+
+    Args:
+        log_ratio: $\log r_t$ from `token_log_ratio`; receives no gradient.
+        logprobs: $\log \pi$, under the policy being trained, in nats.
+        advantages: $A$, one a sequence or one a token; receives no gradient.
+        mask: True where the policy chose the token. Padding may hold anything.
+        epsilon: how far the weight may fall below 1; None, the usual choice, for no lower bound.
+        epsilon_high: how far the weight may rise above 1.
+
+    Returns:
+        Loss per token, zero where masked out.
+
+    Raises:
+        ValueError: if the shapes differ.
+        TypeError: if an array is not floating point, or the mask not boolean.
+
+    Example:
+        >>> log_ratio, logprobs = jnp.log(jnp.array([2.0, 0.5])), jnp.array([-1.0, -1.0])
+        >>> clipped_importance_surrogate(
+        ...     log_ratio, logprobs, jnp.array(1.0), jnp.array([True, True]), epsilon_high=0.25
+        ... )
+        Array([1.25, 0.5 ], dtype=float32)
+    """
+    log_ratio, logprobs = kept(mask, log_ratio=log_ratio, logprobs=logprobs)
+    advantages = kept_advantages(advantages, mask, logprobs.dtype)
+    low, high = clip_bounds(1.0 if epsilon is None else epsilon, epsilon_high, logprobs.dtype)
+    weights = jax.lax.stop_gradient(jnp.clip(jnp.exp(bounded(log_ratio)), low, high))
+    return jnp.where(mask, -weights * advantages * logprobs, 0)
+
+
+def policy_gradient(logprobs: PerToken, advantages: Advantages, mask: Mask) -> PerToken:
+    r"""Loss of REINFORCE and A2C: the advantage times the log-probability.
+
+    $$\ell_t = -A_t \log \pi(a_t \mid s_t)$$
+
+    Its gradient is the policy gradient when the tokens were drawn from the policy being trained.
+    See [REINFORCE](https://doi.org/10.1007/BF00992696) and
+    [A2C](https://arxiv.org/abs/1602.01783).
+
+    Args:
+        logprobs: $\log \pi$, under the policy being trained, in nats.
+        advantages: $A$, one a sequence or one a token; receives no gradient.
+        mask: True where the policy chose the token. Padding may hold anything.
+
+    Returns:
+        Loss per token, zero where masked out.
+
+    Raises:
+        ValueError: if the shapes differ.
+        TypeError: if `logprobs` is not floating point, or the mask not boolean.
+
+    Example:
+        >>> logprobs, mask = jnp.array([[-1.0, -2.0]]), jnp.array([[True, True]])
+        >>> policy_gradient(logprobs, jnp.array([0.5]), mask)
+        Array([[0.5, 1. ]], dtype=float32)
+    """
+    (logprobs,) = kept(mask, logprobs=logprobs)
+    return jnp.where(mask, -kept_advantages(advantages, mask, logprobs.dtype) * logprobs, 0)

@@ -1,0 +1,190 @@
+"""The log-softmax of `hidden @ head` at given tokens, one tile of logits at a time.
+
+A tile is a chunk of tokens against a block of the vocabulary. For each block, all chunks are
+visited. Going forward, each token keeps the sums of an online softmax. Going back, these sums turn
+recomputed tiles into gradients, and a block's share of the head's gradient is complete before the
+next block begins, so only that share is ever summed in a wider type.
+
+Two things here are for the compiler. Blocks are an unrolled loop: the operand of a compiled loop
+has a fixed layout, and a head that is a transposed embedding would be copied to get it. And where a
+block begins is an output of the loop over the chunks of the block before: known earlier, all blocks
+would be cut out at once, which is the same copy in pieces.
+"""
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+Head = Float[Array, "feature vocab"]
+PerToken = Float[Array, " time"]
+Tile = Float[Array, "time vocab"]
+Index = Int[Array, ""]
+
+LARGEST_TILE = 2**24  # logits: 64 MiB in float32
+SMALLEST_TILE = 2**20
+
+
+class Tiling(NamedTuple):
+    """How logits are cut: into chunks of `rows` tokens and blocks of `widths` columns."""
+
+    rows: int
+    widths: tuple[int, ...]
+
+
+class Rows(NamedTuple):
+    """What is known of each token; `scale` is one over its temperature."""
+
+    hidden: Float[Array, "time feature"]
+    tokens: Int[Array, " time"]
+    scale: PerToken
+
+
+class _Sums(NamedTuple):
+    """An online softmax over the blocks seen so far."""
+
+    maximum: PerToken
+    total: PerToken  # of exp(logit - maximum)
+    weighted: PerToken  # of exp(logit - maximum) * (logit - maximum)
+    target: PerToken  # the logit of the token itself, NaN before its block
+
+
+class _Slopes(NamedTuple):
+    """The numbers of each token that turn its logits into their gradient."""
+
+    maximum: PerToken
+    log_total: PerToken
+    target: PerToken
+    constant: PerToken
+    linear: PerToken
+
+
+def tiling(time: int, feature: int, vocab: int, chunk_size: int | None) -> Tiling:
+    """Cut so that a tile is a small part of the logits, and a block a small part of the head."""
+    largest = min(time, chunk_size or 1024)
+    chunks = -(-time // largest)
+    rows = min(largest, -(-time // (8 * chunks)) * 8)
+    tile = min(max(time * vocab // 8, SMALLEST_TILE), LARGEST_TILE)
+    blocks = max(2, -(-rows * vocab // tile), -(-feature * vocab // LARGEST_TILE))
+    width = -(-vocab // (128 * min(16, blocks))) * 128  # matrix units want multiples of 128
+    return Tiling(rows, tuple(min(width, vocab - start) for start in range(0, vocab, width)))
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def tile_logprobs(
+    rows: Rows, head: Head, count: Index, tiles: Tiling, with_entropy: bool
+) -> tuple[PerToken, ...]:
+    """Score the first `count` rows: log-probabilities, and entropies if asked for."""
+    return _forward(rows, head, count, tiles, with_entropy)[0]
+
+
+def _forward(
+    rows: Rows, head: Head, count: Index, tiles: Tiling, with_entropy: bool
+) -> tuple[tuple[PerToken, ...], Any]:
+    def visit(index: Index, carry: tuple[_Sums, Index], block: Head, start: Index) -> Any:
+        chunk, sums = _chunk((rows, carry[0]), index, tiles)
+        sums = _absorb(sums, _logits(chunk, block), chunk.tokens - start, with_entropy)
+        return _put(carry[0], sums, index, tiles), start + block.shape[1]
+
+    full = partial(jnp.full_like, rows.scale)
+    sums = _Sums(full(jnp.finfo(rows.scale.dtype).min / 2), full(0), full(0), full(jnp.nan))
+    start = jnp.int32(0)
+    for width in tiles.widths:
+        step = partial(visit, block=_block(rows, head, start, width), start=start)
+        sums, start = lax.fori_loop(0, _chunks(count, tiles), step, (sums, start))
+    log_total = jnp.log(sums.total)
+    entropy = log_total - sums.weighted / sums.total
+    logprobs = sums.target - sums.maximum - log_total
+    residuals = (rows, head, count, sums.maximum, log_total, entropy)
+    return ((logprobs, entropy) if with_entropy else (logprobs,)), residuals
+
+
+def _absorb(sums: _Sums, logits: Tile, column: Int[Array, " time"], with_entropy: bool) -> _Sums:
+    maximum = jnp.maximum(sums.maximum, jnp.max(logits, axis=1))
+    below, fall = logits - maximum[:, None], sums.maximum - maximum
+    exps, weighted = jnp.exp(below), sums.weighted
+    if with_entropy:
+        weighted = jnp.exp(fall) * (weighted + fall * sums.total) + jnp.sum(exps * below, axis=1)
+    total = jnp.exp(fall) * sums.total + jnp.sum(exps, axis=1)
+    here = (column >= 0) & (column < logits.shape[1])
+    picked = jnp.take_along_axis(logits, jnp.where(here, column, 0)[:, None], axis=1)[:, 0]
+    return _Sums(maximum, total, weighted, jnp.where(here, picked, sums.target))
+
+
+def _backward(
+    tiles: Tiling, with_entropy: bool, residuals: Any, cotangents: tuple[PerToken, ...]
+) -> tuple[Rows, Head, None]:
+    rows, head, count, maximum, log_total, entropy = residuals
+    dtype = rows.scale.dtype
+    d_logprob = jnp.where(rows.tokens < 0, jnp.nan, cotangents[0]) * rows.scale
+    d_entropy = cotangents[-1] * rows.scale if with_entropy else jnp.zeros_like(d_logprob)
+    constant = d_logprob + d_entropy * entropy
+    slopes = _Slopes(maximum, log_total, d_logprob, constant, d_entropy)
+
+    def visit(index: Index, carry: Any, block: Head, start: Index) -> Any:
+        d_hidden, d_block, _ = carry
+        chunk, slope, d_chunk = _chunk((rows, slopes, d_hidden), index, tiles)
+        d_logits = _d_logits(chunk, slope, block, start, with_entropy)
+        d_chunk += _product(d_logits, block.T, dtype)
+        # Starting over here, one array serves all blocks; zeros for each would all be made first.
+        d_block = jnp.where(index == 0, 0, d_block) + _product(chunk.hidden.T, d_logits, dtype)
+        return _put(d_hidden, d_chunk, index, tiles), d_block, start + block.shape[1]
+
+    d_hidden, d_head = jnp.zeros_like(rows.hidden, dtype), jnp.zeros_like(head)
+    d_block, start = jnp.zeros_like(head[:, : tiles.widths[0]], dtype), jnp.int32(0)
+    for width in tiles.widths:
+        step = partial(visit, block=_block(rows, head, start, width), start=start)
+        carry = (d_hidden, d_block[:, :width], start)
+        d_hidden, d_block, end = lax.fori_loop(0, _chunks(count, tiles), step, carry)
+        d_head = lax.dynamic_update_slice_in_dim(d_head, d_block.astype(head.dtype), start, axis=1)
+        start = end
+    d_scale = jnp.sum(d_hidden * rows.hidden.astype(dtype), axis=1) / rows.scale
+    no_gradient: Any = None  # of integers
+    return Rows(d_hidden.astype(rows.hidden.dtype), no_gradient, d_scale), d_head, no_gradient
+
+
+tile_logprobs.defvjp(_forward, _backward)
+
+
+def _d_logits(chunk: Rows, slope: _Slopes, block: Head, start: Index, with_entropy: bool) -> Tile:
+    """Give the gradient of the logits before they are divided by the temperature."""
+    logprobs = _logits(chunk, block) - slope.maximum[:, None] - slope.log_total[:, None]
+    factor = slope.constant[:, None]
+    if with_entropy:
+        factor += slope.linear[:, None] * logprobs
+    column = (chunk.tokens - start)[:, None]
+    hit = lax.broadcasted_iota(column.dtype, logprobs.shape, 1) == column
+    d_logits = jnp.where(hit, slope.target[:, None], 0) - jnp.exp(logprobs) * factor
+    return d_logits.astype(chunk.hidden.dtype)
+
+
+def _logits(chunk: Rows, block: Head) -> Tile:
+    return _product(chunk.hidden, block, chunk.scale.dtype) * chunk.scale[:, None]
+
+
+def _product(left: jax.Array, right: jax.Array, dtype: Any) -> jax.Array:
+    return jnp.matmul(left, right, preferred_element_type=dtype)
+
+
+def _block(rows: Rows, head: Head, start: Index, width: int) -> Head:
+    return lax.dynamic_slice_in_dim(head, start, width, axis=1).astype(rows.hidden.dtype)
+
+
+def _chunk(values: Any, index: Index, tiles: Tiling) -> Any:
+    """Slice a chunk out of everything there is for each token."""
+    take = partial(lax.dynamic_slice_in_dim, start_index=index * tiles.rows, slice_size=tiles.rows)
+    return jax.tree.map(take, values)
+
+
+def _put(values: Any, chunk: Any, index: Index, tiles: Tiling) -> Any:
+    put = partial(lax.dynamic_update_slice_in_dim, start_index=index * tiles.rows, axis=0)
+    return jax.tree.map(put, values, chunk)
+
+
+def _chunks(count: Index, tiles: Tiling) -> Index:
+    # The barrier hides a count that is known: the compiler unrolls a loop that runs once, and then
+    # it knows where the next block begins.
+    return lax.optimization_barrier((count + tiles.rows - 1) // tiles.rows)
