@@ -10,19 +10,27 @@ from twinkle_jax.loss import PolicyMetrics, policy_metrics
 
 
 def test_worked_by_hand():
-    # Ratios 2, 2, 1/2, 1/2, 1 with advantages +, -, -, +, +: one token of five each is clipped.
+    # Ratios 2, 2, 1/2, 1/2, 1 with advantages +, +, -, +, +: two rose too far and one fell too far.
     #   KL: mean of r - 1 - log r = (2 * (1 - log 2) + 2 * (log 2 - 1/2) + 0) / 5 = 1/5
     log_ratio = jnp.log(jnp.array([2.0, 2.0, 0.5, 0.5, 1.0, 8.0]))
-    advantages = jnp.array([1.0, -1.0, -1.0, 1.0, 1.0, 1.0])
+    advantages = jnp.array([1.0, 1.0, -1.0, 1.0, 1.0, 1.0])
     entropies = jnp.array([1.0, 2.0, 3.0, 4.0, 5.0, 99.0])
     mask = jnp.array([True] * 5 + [False])
     metrics = policy_metrics(log_ratio, advantages, mask, entropies=entropies)
     assert isinstance(metrics, PolicyMetrics)
-    np.testing.assert_allclose(metrics, [0.2, 0.2, 0.2, 3.0, 0.5, 2.0], rtol=1e-6)
+    np.testing.assert_allclose(metrics, [0.2, 0.4, 0.2, 3.0, 0.5, 2.0], rtol=1e-6)
     # Without advantages, clips are counted whatever their sign.
     either = policy_metrics(log_ratio, None, mask, epsilon=0.25, epsilon_high=1.5)
     np.testing.assert_allclose(either[:2], [0.4, 0.0])
     assert either.entropy is None
+
+
+def test_extremes_are_those_of_the_tokens_kept():
+    log_ratio, mask = jnp.log(jnp.array([2.0, 4.0, 1.0])), jnp.array([True, True, False])
+    for sign in (1, -1):
+        metrics = policy_metrics(sign * log_ratio, None, mask)
+        extremes = [metrics.ratio_min, metrics.ratio_max]
+        np.testing.assert_allclose(extremes, [2, 4] if sign > 0 else [0.25, 0.5], rtol=1e-6)
 
 
 def test_far_apart_is_clamped():

@@ -11,7 +11,9 @@ from typing import Any
 SHARED = ("where", "reward_weights", "epsilon", "axis_name")
 
 # Hyper-parameters that only some estimators of the family know.
-OTHERS = frozenset({"gamma", "gae_lambda", "normalize"})
+OTHERS = frozenset(
+    {"gamma", "gae_lambda", "normalize", "epsilon", "axis_name", "k", "threshold", "baseline"}
+)
 
 _INSTEAD = {
     "mask": "where= (True = keep)",
@@ -19,6 +21,8 @@ _INSTEAD = {
     "completion_mask": "where= (True = keep), one entry a sample",
     "loss_mask": "where= (True = keep), one entry a sample",
     "values": "GAEAdvantage, which takes values",
+    "lengths": "OPOAdvantage or ReinforcePlusPlusBaselineAdvantage, which take lengths",
+    "greedy_rewards": "ReMaxAdvantage, which takes greedy_rewards",
     "segment_ids": "segment_grpo_advantage or segment_rloo_advantage",
     "num_segments": "segment_grpo_advantage or segment_rloo_advantage",
     "group_ids": "segment_grpo_advantage or segment_rloo_advantage",

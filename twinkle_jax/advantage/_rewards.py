@@ -25,7 +25,7 @@ def check_rewards(
     rewards: Any, where: Any, reward_weights: Any
 ) -> tuple[HostOrDevice, HostOrDevice | None, HostOrDevice | None]:
     """Return rewards, mask and weights as arrays that fit together."""
-    values = _numbers("rewards", rewards)
+    values = as_numbers("rewards", rewards)
     if values.ndim not in (1, 2):
         raise ValueError(
             "rewards must be [N], or [N, C] for C reward components, with the K samples of a "
@@ -36,7 +36,7 @@ def check_rewards(
     mask = None if where is None else _mask(where, values.shape)
     weights = None if reward_weights is None else _weights(reward_weights, values.shape)
     if isinstance(values, np.ndarray) and not math.isfinite(np.vdot(values, values)):
-        _refuse_non_finite("rewards", values, mask)
+        refuse_non_finite("rewards", values, mask)
     return values, mask, weights
 
 
@@ -77,7 +77,7 @@ def _holds_none(rewards: Sequence[Any]) -> bool:
     )
 
 
-def _array(name: str, value: Any) -> HostOrDevice:
+def as_array(name: str, value: Any) -> HostOrDevice:
     """Convert without a transfer: JAX arrays stay on the device, everything else on the host."""
     if isinstance(value, list | tuple):  # first: whether something is a jax.Array is slow to tell
         return _sequence(name, value)
@@ -105,7 +105,7 @@ def _sequence(name: str, value: Sequence[Any]) -> HostOrDevice:
     """Convert a list, which may hold numbers, rows of numbers, or arrays."""
     torch = sys.modules.get("torch")
     if torch is not None and any(issubclass(kind, torch.Tensor) for kind in set(map(type, value))):
-        value = [_array(name, v) for v in value]
+        value = [as_array(name, v) for v in value]
     try:
         return np.asarray(value)
     except jax.errors.TracerArrayConversionError:
@@ -118,7 +118,7 @@ def _sequence(name: str, value: Sequence[Any]) -> HostOrDevice:
         ) from None
 
 
-def _numbers(name: str, value: Any) -> HostOrDevice:
+def as_numbers(name: str, value: Any) -> HostOrDevice:
     """Convert to real numbers; host data also to the type that it is computed in."""
     if isinstance(value, list | tuple) and set(map(type, value)) <= _PLAIN:
         # The case that is called every step: one conversion, no further questions.
@@ -128,7 +128,7 @@ def _numbers(name: str, value: Any) -> HostOrDevice:
                 return np.asarray(value, wide)
         except OverflowError:
             raise ValueError(f"{name} must be within the range of {wide}") from None
-    array = _array(name, value)
+    array = as_array(name, value)
     dtype = array.dtype
     if dtype == np.float32:
         return array
@@ -150,7 +150,7 @@ def _numbers(name: str, value: Any) -> HostOrDevice:
 
 
 def _mask(where: Any, shape: tuple[int, ...]) -> HostOrDevice:
-    mask = _array("where", where)
+    mask = as_array("where", where)
     if mask.dtype != bool:
         raise TypeError(
             f"where must be boolean (True = keep), got {describe(mask)}: write where != 0"
@@ -170,20 +170,20 @@ def _weights(reward_weights: Any, shape: tuple[int, ...]) -> HostOrDevice:
             "reward_weights weigh the C components of rewards of shape [N, C], "
             f"got rewards of shape {shape}"
         )
-    weights = _numbers("reward_weights", reward_weights)
+    weights = as_numbers("reward_weights", reward_weights)
     if weights.shape != shape[1:]:
         raise ValueError(
             f"reward_weights must have shape {shape[1:]} for rewards of shape {shape}, "
             f"got {weights.shape}"
         )
     if isinstance(weights, np.ndarray) and not np.isfinite(weights).all():
-        _refuse_non_finite("reward_weights", weights, None)
+        refuse_non_finite("reward_weights", weights, None)
     return weights
 
 
 def check_segment_ids(segment_ids: Any, num_samples: int, num_segments: int) -> HostOrDevice:
     """Return ids as signed integers of at least 32 bits, in which -1 is outside."""
-    ids = _array("segment_ids", segment_ids)
+    ids = as_array("segment_ids", segment_ids)
     if not jnp.issubdtype(ids.dtype, np.integer):
         raise TypeError(f"segment_ids must hold integers, got {describe(ids)}")
     if ids.shape != (num_samples,):
@@ -195,7 +195,7 @@ def check_segment_ids(segment_ids: Any, num_samples: int, num_segments: int) -> 
     return ids.astype(jnp.int64 if ids.dtype.itemsize == 8 else jnp.int32)
 
 
-def _refuse_non_finite(
+def refuse_non_finite(
     name: str, values: np.ndarray[Any, np.dtype[Any]], mask: HostOrDevice | None
 ) -> None:
     """Raise for the first value that is not finite and not masked, if the mask can be seen."""

@@ -30,7 +30,7 @@ def auto_sharded(result_size: Callable[..., int]) -> Callable[[Core[Result]], Co
     def decorate(core: Core[Result]) -> Core[Result]:
         @functools.wraps(core)
         def wrapped(rewards: jax.Array, *arrays: Any, **static: Any) -> Result:
-            mesh, axes = _explicit_axes((rewards, *arrays))
+            mesh, axes = explicit_axes((rewards, *arrays))
             if not axes:
                 return core(rewards, *arrays, **static)
             spec = _spec(rewards, mesh, result_size(rewards, **static))
@@ -46,7 +46,7 @@ def auto_sharded(result_size: Callable[..., int]) -> Callable[[Core[Result]], Co
     return decorate
 
 
-def _explicit_axes(arrays: tuple[Any, ...]) -> tuple[Any, tuple[str, ...]]:
+def explicit_axes(arrays: tuple[Any, ...]) -> tuple[Any, tuple[str, ...]]:
     """Find the mesh with explicit axes that some argument lives on."""
     for array in jax.tree.leaves(arrays):
         mesh = getattr(jax.typeof(array).sharding, "mesh", None)

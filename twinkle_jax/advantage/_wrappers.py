@@ -2,7 +2,6 @@
 
 import abc
 import dataclasses
-from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -105,32 +104,6 @@ class RLOOAdvantage(Advantage):
             ValueError: as `rloo_advantage`.
         """
         return _call(rloo_advantage, self, rewards, num_generations, scale, kwargs)
-
-
-_ESTIMATORS: Mapping[str, type[Advantage]] = {"grpo": GRPOAdvantage, "rloo": RLOOAdvantage}
-
-
-def get_advantage(name: str) -> Advantage:
-    """Return an estimator by its name: `'grpo'` or `'rloo'`.
-
-    Args:
-        name: the name, in lower case.
-
-    Returns:
-        An instance, which is called with rewards.
-
-    Raises:
-        ValueError: an unknown name; the message lists the known ones.
-
-    Example:
-        >>> from twinkle_jax.advantage import get_advantage
-        >>> get_advantage("rloo")
-        RLOOAdvantage()
-    """
-    if not isinstance(name, str) or name not in _ESTIMATORS:
-        names = ", ".join(map(repr, _ESTIMATORS))
-        raise ValueError(f"name must be one of {names}, got {name!r}")
-    return _ESTIMATORS[name]()
 
 
 def _call(

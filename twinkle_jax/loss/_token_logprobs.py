@@ -59,8 +59,8 @@ def token_logprobs(
             value cannot be seen, because it is traced, log-probability and gradients are NaN.
         mask: True where a token counts; all do if None. What is masked may hold anything.
         temperature: $\tau$, above zero, one for all tokens or one for each.
-        chunk_size: the most tokens in a chunk; 1,024 if None. Larger chunks take more memory, and
-            smaller ones more time, to add up the gradient of the head.
+        chunk_size: the most tokens in a chunk; None means half of them, and at most 1,024. Larger
+            chunks take more memory, smaller ones more time to add up the gradient of the head.
         with_entropy: whether to return entropies as well.
 
     Returns:

@@ -9,8 +9,12 @@ from jaxtyping import Array, Float, Int
 
 
 def project(x: Float[Array, "rows into"], weights: Mapping[str, Any]) -> Float[Array, "rows out"]:
-    """Multiply rows by `kernel` and add `bias` where there is one, in the type of the rows."""
+    """Multiply rows by `kernel` in their own type; add adapter and `bias` where there are any."""
     y = x @ weights["kernel"].astype(x.dtype)
+    if "lora_A" in weights:
+        narrow = x @ weights["lora_A"].astype(x.dtype)
+        change = narrow @ weights["lora_B"].astype(x.dtype)
+        y = y + weights["lora_scale"].astype(x.dtype) * change
     return y + weights["bias"].astype(x.dtype)[None] if "bias" in weights else y
 
 

@@ -83,7 +83,7 @@ def save_pretrained(
     with ExitStack() as stack:
         carried = _carried(decoder, stack)
         nested = bool(carried)
-        tensors = _tensors(decoder, NESTED_PREFIX if nested else PREFIX, dtype) + carried
+        tensors = list_tensors(decoder, NESTED_PREFIX if nested else PREFIX, dtype) + carried
         with replace_directory(target) as fresh:
             _write_tensors(fresh, tensors, max_shard_size)
             main = decoder.params["embed_tokens"]["embedding"].dtype if dtype is None else dtype
@@ -93,7 +93,7 @@ def save_pretrained(
             _keep_files(target, fresh, others)
 
 
-def _tensors(decoder: Decoder, prefix: str, dtype: DTypeLike | None) -> list[_Tensor]:
+def list_tensors(decoder: Decoder, prefix: str, dtype: DTypeLike | None) -> list[_Tensor]:
     """List the decoder's tensors under their stored names: outside the layers, then by layer."""
     config = decoder.config
     params: Any = decoder.params

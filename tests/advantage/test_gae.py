@@ -1,0 +1,369 @@
+"""GAE and discounted returns: Twinkle's golden numbers, the loop, masks, and what they refuse."""
+
+import json
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.advantage import family_reference as reference
+from twinkle_jax.advantage import (
+    GAE,
+    GAEAdvantage,
+    ReinforcePlusPlusAdvantage,
+    discounted_returns,
+    gae_advantage,
+    reinforce_plus_plus_advantage,
+)
+
+GOLDEN = json.loads((pathlib.Path(__file__).parents[1] / "golden/advantage_cases.json").read_text())
+NAN, INF = float("nan"), float("inf")
+ROWS, TIME = 5, 12
+RNG = np.random.default_rng(0)
+REWARDS, VALUES = RNG.normal(size=(2, ROWS, TIME)).astype(np.float32)
+LAST = RNG.normal(size=ROWS).astype(np.float32)
+KEEP = RNG.uniform(size=(ROWS, TIME)) < 0.7
+KEEP[1], KEEP[2], KEEP[3, -5:] = False, True, False
+
+
+def _padded(array, fill):
+    """Bring a golden case to the shape of the rest of this file: padding is masked."""
+    out = np.full((ROWS, TIME), fill, np.asarray(array).dtype)
+    out[: len(array), : len(array[0])] = array
+    return out
+
+
+@pytest.mark.parametrize("case", GOLDEN["gae"], ids=lambda c: f"{len(c['rewards'][0])} steps")
+def test_golden_numbers_of_twinkle(case):
+    settings = {name: case[name] for name in ("gamma", "gae_lambda", "normalize")}
+    overridden = settings | {"normalize": not case["normalize"]}
+    arguments = _padded(case["rewards"], NAN), _padded(case["values"], INF)
+    mask = _padded(case["mask"], False)
+    for result in (
+        GAEAdvantage(**settings)(*map(jnp.asarray, arguments), masks=mask),
+        GAEAdvantage(**overridden)(*arguments, masks=mask, normalize=case["normalize"]),
+        gae_advantage(*arguments, where=mask, **settings),
+    ):
+        for part, name in zip(result, ("advantages", "returns"), strict=True):
+            np.testing.assert_allclose(part, _padded(case[name], 0.0), **GOLDEN["tolerance"])
+
+
+def test_golden_numbers_as_lists():
+    case = GOLDEN["gae"][1]
+    estimator = GAEAdvantage(case["gamma"], case["gae_lambda"])
+    advantages, returns = estimator(case["rewards"], case["values"], masks=case["mask"])
+    np.testing.assert_allclose(advantages, case["advantages"], **GOLDEN["tolerance"])
+    np.testing.assert_allclose(returns, case["returns"], **GOLDEN["tolerance"])
+
+
+def test_by_hand():
+    # gamma 1/2, lambda 1/2; errors 1 + 2 - 2 = 1, 0 + 0 - 4 = -4; 1 - 4 / 4 = 0
+    result = gae_advantage([[1.0, 0.0]], [[2.0, 4.0]], gamma=0.5, gae_lambda=0.5, normalize=False)
+    assert isinstance(result, GAE)
+    assert result.advantages.tolist() == [[0, -4]]
+    assert result.returns.tolist() == [[2, 0]]
+    # what follows the last step is worth 8: errors 1, 0 + 4 - 4 = 0
+    result = gae_advantage(
+        [[1.0, 0.0]], [[2.0, 4.0]], gamma=0.5, gae_lambda=0.5, normalize=False, bootstrap_values=[8]
+    )
+    assert result.advantages.tolist() == [[1, 0]]
+    # over one axis; the middle is skipped: errors 1 + 4/2 - 2 = 1, -4
+    result = gae_advantage(
+        [1.0, NAN, 0.0],
+        [2.0, INF, 4.0],
+        where=[True, False, True],
+        gamma=0.5,
+        gae_lambda=0.5,
+        normalize=False,
+    )
+    assert result.advantages.tolist() == [0, 0, -4]
+    assert result.returns.tolist() == [2, 0, 0]
+    # advantages -1, -3 (mean -2, population standard deviation 1)
+    result = gae_advantage([[0.0, 0.0]], [[1.0, 3.0]], gae_lambda=0.0, gamma=0.0)
+    np.testing.assert_allclose(result.advantages, [[1, -1]], rtol=1e-6)
+    assert result.returns.tolist() == [[0, 0]]
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("last", [None, LAST])
+def test_against_the_loop(masked, last):
+    keep = KEEP if masked else np.ones_like(KEEP)
+    where = KEEP if masked else None
+    for gamma, trace_decay in ((1.0, 0.95), (0.9, 0.8), (0.99, 1.0), (1.0, 0.0), (0.0, 0.5)):
+        settings = {"gamma": gamma, "gae_lambda": trace_decay, "bootstrap_values": last}
+        expected, targets = reference.gae(REWARDS, VALUES, keep, gamma, trace_decay, last)
+        for normalize in (False, True):
+            result = gae_advantage(REWARDS, VALUES, where=where, normalize=normalize, **settings)
+            np.testing.assert_allclose(result.returns, targets, rtol=1e-5, atol=2e-5)
+            wanted = reference.whiten(expected, keep, 0) if normalize else expected
+            np.testing.assert_allclose(result.advantages, wanted, rtol=1e-5, atol=2e-5)
+        returns = discounted_returns(REWARDS, where=where, gamma=gamma, bootstrap_values=last)
+        np.testing.assert_allclose(
+            returns, reference.returns(REWARDS, keep, gamma, last), rtol=1e-5, atol=2e-5
+        )
+
+
+def test_reinforce_plus_plus():
+    # returns 3 1 and 1: mean 5/3, squares 16/9 4/9 4/9, over 2: 4/3
+    result = reinforce_plus_plus_advantage(
+        [[2.0, 1.0], [1.0, NAN]], where=[[True, True], [True, False]]
+    )
+    expected = np.array([[4, -2], [-2, 0]]) / 3 / (4 / 3) ** 0.5
+    np.testing.assert_allclose(result, expected, rtol=1e-6)
+    for gamma in (1.0, 0.9):
+        for where, keep in ((None, np.ones_like(KEEP)), (KEEP, KEEP)):
+            returns = reference.returns(REWARDS, keep, gamma)
+            expected = reference.whiten(returns, keep, 1)
+            result = reinforce_plus_plus_advantage(REWARDS, where=where, gamma=gamma)
+            np.testing.assert_allclose(result, expected, rtol=1e-5, atol=1e-5)
+            wrapped = ReinforcePlusPlusAdvantage(gamma)(REWARDS, masks=where)
+            np.testing.assert_array_equal(wrapped, result)
+    halved = reinforce_plus_plus_advantage([[2.0, 1.0]], epsilon=2**0.5)  # returns 3 1
+    np.testing.assert_allclose(halved, [[0.5**0.5 / 2, -(0.5**0.5) / 2]], rtol=1e-6)
+
+
+def test_garbage_under_the_mask_changes_no_bit():
+    clean = [np.where(KEEP, x, 0) for x in (REWARDS, VALUES)]
+    expected = jax.tree.leaves(gae_advantage(*clean, where=KEEP))
+    expected += [discounted_returns(clean[0], where=KEEP, gamma=0.9)]
+    expected += [reinforce_plus_plus_advantage(clean[0], where=KEEP)]
+    for garbage in (NAN, INF, -INF, 1e30):
+        dirty = [np.where(KEEP, x, np.float32(garbage)) for x in (REWARDS, VALUES)]
+        for rewards, values in (dirty, map(jnp.asarray, dirty)):
+            result = jax.tree.leaves(gae_advantage(rewards, values, where=KEEP))
+            result += [discounted_returns(rewards, where=KEEP, gamma=0.9)]
+            result += [reinforce_plus_plus_advantage(rewards, where=KEEP)]
+            for one, other in zip(result, expected, strict=True):
+                np.testing.assert_array_equal(one, other)
+                assert not np.asarray(one)[~KEEP].any()
+
+
+def test_nothing_left_is_zero_never_nan():
+    nothing, garbage = np.zeros_like(KEEP), jnp.full(KEEP.shape, NAN)
+    results = jax.tree.leaves(gae_advantage(garbage, garbage, where=nothing))
+    results += [discounted_returns(garbage, where=nothing, bootstrap_values=LAST)]
+    results += [reinforce_plus_plus_advantage(garbage, where=nothing)]
+    for result in results:
+        assert not np.asarray(result).any()
+
+
+def test_unmasked_garbage_reaches_what_came_before_and_never_becomes_zero():
+    rewards = jnp.asarray(REWARDS).at[0, 6].set(NAN)
+    for result in (
+        discounted_returns(rewards, gamma=0.9),
+        gae_advantage(rewards, VALUES, gamma=0.9, normalize=False).advantages,
+    ):
+        assert np.isnan(result[0, :7]).all()
+        assert np.isfinite(result[0, 7:]).all()
+        assert np.isfinite(result[1:]).all()
+    assert np.isnan(gae_advantage(rewards, VALUES).advantages).all()
+    assert np.isnan(reinforce_plus_plus_advantage(rewards)).all()
+    assert np.isnan(gae_advantage(REWARDS, VALUES, gamma=jnp.float32(NAN)).returns[:, :-1]).all()
+
+
+@pytest.mark.parametrize("value", [0.0, 0.1, 0.7, 1e6 + 0.5])
+def test_equal_advantages_normalise_to_zero(value):
+    rewards = np.full((3, 4), value, np.float32)
+    zeros = np.zeros_like(rewards)
+    result = gae_advantage(rewards, zeros, gamma=0.0)
+    assert result.advantages.tolist() == zeros.tolist()
+    assert result.returns.tolist() == rewards.tolist()
+    assert reinforce_plus_plus_advantage(rewards, gamma=0.0).tolist() == zeros.tolist()
+    # a critic that is right everywhere, up to rounding: nothing is learnt from it
+    ahead = np.cumsum(rewards, axis=1)[:, ::-1]
+    assert not np.asarray(gae_advantage(rewards, ahead, epsilon=0.0).advantages).any()
+    constant = gae_advantage(zeros, rewards, bootstrap_values=rewards[:, 0], epsilon=0.0)
+    assert constant.advantages.tolist() == zeros.tolist()
+    single = gae_advantage([[3.0, 5.0]], [[1.0, 2.0]], where=[[False, True]])
+    assert single.advantages.tolist() == [[0, 0]]
+
+
+def test_a_small_signal_beside_large_values_is_kept():
+    # 8 units in the last place of 1024 are 2**-10; an advantage of 2**-8 is real
+    values = np.full((2, 4), 1024, np.float32)
+    rewards = np.zeros((2, 4), np.float32)
+    rewards[0, 1] = 2**-8
+    result = gae_advantage(rewards, values, bootstrap_values=values[:, 0], gae_lambda=0.0)
+    expected = reference.whiten(rewards, np.ones((2, 4), bool), 0)
+    np.testing.assert_allclose(result.advantages, expected, rtol=1e-4)
+
+
+def test_long_sequences_stay_accurate():
+    rewards = np.random.default_rng(1).normal(size=(2, 4096)).astype(np.float32)
+    keep = np.random.default_rng(2).uniform(size=(2, 4096)) < 0.9
+    for gamma in (1.0, 0.99):
+        expected = reference.returns(rewards, keep, gamma)
+        result = discounted_returns(rewards, gamma=gamma, where=keep)
+        np.testing.assert_allclose(result, expected, atol=2e-6 * np.abs(expected).max())
+
+
+def test_types():
+    as_half = [jnp.asarray(x).astype(jnp.bfloat16) for x in (REWARDS, VALUES)]
+    result = gae_advantage(*as_half, where=KEEP)
+    assert result.advantages.dtype == result.returns.dtype == jnp.float32
+    wide = [x.astype(jnp.float32) for x in as_half]
+    np.testing.assert_array_equal(result.advantages, gae_advantage(*wide, where=KEEP).advantages)
+    integers = discounted_returns([[1, 2], [3, 4]])
+    assert integers.dtype == jnp.float32 and integers.tolist() == [[3, 2], [7, 4]]
+    with jax.enable_x64(True):
+        mixed = gae_advantage(REWARDS, VALUES.astype(np.float64), where=KEEP, gamma=0.9)
+        assert mixed.advantages.dtype == jnp.float64
+        expected, _ = reference.gae(REWARDS, VALUES, KEEP, 0.9, 0.95)
+        whitened = reference.whiten(expected, KEEP, 0, 1e-8)
+        np.testing.assert_allclose(mixed.advantages, whitened, rtol=1e-12, atol=1e-13)
+        assert discounted_returns(REWARDS.astype(np.float64)).dtype == jnp.float64
+
+
+def test_lists_and_tensors():
+    torch = pytest.importorskip("torch", reason="pip install 'twinkle-jax[oracle]'")
+    expected = gae_advantage(REWARDS, VALUES, where=KEEP)
+    lists = gae_advantage(REWARDS.tolist(), VALUES.tolist(), where=KEEP.tolist())
+    rewards, values = torch.tensor(REWARDS, requires_grad=True), torch.tensor(VALUES)
+    tensors = GAEAdvantage()(rewards, values, masks=torch.tensor(KEEP))
+    for result in (lists, tensors):
+        np.testing.assert_array_equal(result.advantages, expected.advantages)
+
+
+def test_no_gradient_flows():
+    def loss(rewards, values, last, gamma, trace_decay):
+        settings = {"where": KEEP, "gamma": gamma, "bootstrap_values": last}
+        result = gae_advantage(rewards, values, gae_lambda=trace_decay, **settings)
+        returns = discounted_returns(rewards, **settings)
+        whitened = reinforce_plus_plus_advantage(rewards, where=KEEP, gamma=gamma)
+        return sum(jnp.sum(jnp.square(x)) for x in (*result, returns, whitened))
+
+    dirty = jnp.where(KEEP, REWARDS, np.float32(NAN))
+    arguments = dirty, jnp.asarray(VALUES), jnp.asarray(LAST), jnp.float32(0.9), jnp.float32(0.8)
+    for gradient in jax.grad(loss, argnums=range(5))(*arguments):
+        assert not np.asarray(gradient).any()
+
+
+def test_other_values_compile_nothing():
+    traces = 0
+
+    @jax.jit
+    def run(rewards, values, keep, gamma, trace_decay):
+        nonlocal traces
+        traces += 1
+        return gae_advantage(rewards, values, where=keep, gamma=gamma, gae_lambda=trace_decay)
+
+    for gamma, trace_decay in ((0.9, 0.95), (1.0, 0.5)):
+        result = run(REWARDS, VALUES, KEEP, gamma, trace_decay)
+        alone = gae_advantage(REWARDS, VALUES, where=KEEP, gamma=gamma, gae_lambda=trace_decay)
+        np.testing.assert_allclose(result.advantages, alone.advantages, rtol=1e-5, atol=1e-5)
+    assert traces == 1
+
+
+def test_more_axes_and_vmap():
+    keep = np.stack([KEEP, ~KEEP])
+    pair = [np.stack([x, -x]) for x in (REWARDS, VALUES)]
+    whole = gae_advantage(*pair, where=keep, normalize=False)
+    mapped = jax.vmap(lambda r, v, k: gae_advantage(r, v, where=k, normalize=False))(*pair, keep)
+    for row in range(2):
+        alone = gae_advantage(pair[0][row], pair[1][row], where=keep[row], normalize=False)
+        for result in (whole, mapped):
+            np.testing.assert_allclose(
+                result.advantages[row], alone.advantages, rtol=1e-5, atol=1e-6
+            )
+            np.testing.assert_allclose(result.returns[row], alone.returns, rtol=1e-5, atol=1e-6)
+    normalised = gae_advantage(*pair, where=keep)
+    named = jax.vmap(
+        lambda r, v, k: gae_advantage(r, v, where=k, axis_name="batch"), axis_name="batch"
+    )(*pair, keep)
+    np.testing.assert_allclose(named.advantages, normalised.advantages, rtol=1e-5, atol=1e-6)
+
+
+@given(st.integers(0, 2**32 - 1), st.sampled_from([1.0, 0.9]), st.sampled_from([0.0, 0.5, 1.0]))
+def test_laws(seed, gamma, trace_decay):
+    rng = np.random.default_rng(seed)
+    rewards, values = rng.normal(size=(2, ROWS, TIME)).astype(np.float32)
+    keep = rng.uniform(size=(ROWS, TIME)) < 0.6
+    settings = {"gamma": gamma, "gae_lambda": trace_decay, "normalize": False}
+    result = gae_advantage(rewards, values, where=keep, **settings)
+    # with lambda 1, the returns are the discounted rewards, whatever the critic says
+    if trace_decay == 1:
+        returns = discounted_returns(rewards, where=keep, gamma=gamma)
+        np.testing.assert_allclose(result.returns, returns, rtol=1e-4, atol=1e-4)
+    # masked steps may as well not be there
+    row = int(rng.integers(ROWS))
+    short = np.zeros((1, TIME), np.float32), np.zeros((1, TIME), np.float32)
+    count = int(keep[row].sum())
+    short[0][0, :count], short[1][0, :count] = rewards[row, keep[row]], values[row, keep[row]]
+    padded = [np.repeat(x, ROWS, axis=0) for x in short]
+    compact = gae_advantage(*padded, where=np.tile(np.arange(TIME) < count, (ROWS, 1)), **settings)
+    np.testing.assert_allclose(
+        compact.advantages[0, :count], result.advantages[row, keep[row]], rtol=1e-5, atol=1e-5
+    )
+    # linear in rewards and values together
+    doubled = gae_advantage(2 * rewards, 2 * values, where=keep, **settings)
+    np.testing.assert_array_equal(doubled.advantages, 2 * np.asarray(result.advantages))
+
+
+def _errors():
+    good = (np.zeros((2, 3), np.float32),) * 2
+    mask = np.ones((2, 3), bool)
+    return {
+        "values must have the shape of rewards, (2, 3), got (2, 4)": lambda: gae_advantage(
+            good[0], np.zeros((2, 4))
+        ),
+        "where must have the shape of rewards, (2, 3), got (2,)": lambda: gae_advantage(
+            *good, where=[True, True]
+        ),
+        "masks must have the shape of rewards, (2, 3), got (2, 1)": lambda: GAEAdvantage()(
+            *good, masks=mask[:, :1]
+        ),
+        "bootstrap_values must have shape (2,), one for each row of rewards": lambda: gae_advantage(
+            *good, bootstrap_values=np.zeros((2, 1))
+        ),
+        "rewards must be [..., time] with at least one step, got shape ()": lambda: gae_advantage(
+            1.0, 1.0
+        ),
+        "rewards must be [..., time] with at least one step, got shape (2, 0)": lambda: (
+            discounted_returns(np.zeros((2, 0)))
+        ),
+        "gamma must be a scalar, got shape (2,)": lambda: discounted_returns(
+            good[0], gamma=np.ones(2)
+        ),
+        "rewards must be finite": lambda: gae_advantage([[1.0, NAN]], [[0.0, 0.0]]),
+        "got nan at index (0, 1)": lambda: gae_advantage([[1.0, 0.0]], [[0.0, NAN]]),
+        "bootstrap_values must be finite": lambda: discounted_returns(
+            [[1.0]], bootstrap_values=[INF]
+        ),
+    }
+
+
+@pytest.mark.parametrize("message", _errors())
+def test_shapes_and_values_that_do_not_fit(message):
+    with pytest.raises(ValueError) as error:  # noqa: PT011  (the message is compared below)
+        _errors()[message]()
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("message", "call"),
+    [
+        ("where must be boolean (True = keep)", lambda r: gae_advantage(r, r, where=r)),
+        ("masks != 0", lambda r: GAEAdvantage()(r, r, masks=r)),
+        ("masks must be boolean", lambda r: ReinforcePlusPlusAdvantage()(r, masks=r)),
+        ("normalize must be True or False", lambda r: gae_advantage(r, r, normalize="no")),
+        ("gae_lambda must be a number", lambda r: gae_advantage(r, r, gae_lambda="0.9")),
+        ("epsilon must be a real number", lambda r: gae_advantage(r, r, epsilon=jnp.int32(1))),
+        ("rewards must be real", lambda r: discounted_returns(jax.lax.complex(r, r))),
+    ],
+)
+def test_wrong_types_raise_while_tracing(message, call):
+    with pytest.raises(TypeError) as error:
+        jax.eval_shape(call, jax.ShapeDtypeStruct((2, 3), jnp.float32))
+    assert message in str(error.value)
+
+
+def test_wrappers_are_values():
+    assert GAEAdvantage(0.9) == GAEAdvantage(gamma=0.9) != GAEAdvantage()
+    assert repr(GAEAdvantage()) == "GAEAdvantage(gamma=1.0, gae_lambda=0.95, normalize=True)"
+    assert hash(ReinforcePlusPlusAdvantage()) == hash(ReinforcePlusPlusAdvantage(1.0))
+    with pytest.raises(TypeError):
+        GAEAdvantage()(REWARDS, VALUES, mask=KEEP)

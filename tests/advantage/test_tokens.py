@@ -1,0 +1,138 @@
+"""Around the estimators: advantages per token, the divergence in the reward, dynamic sampling."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from twinkle_jax.advantage import (
+    broadcast_to_tokens,
+    dynamic_sampling_filter,
+    group_statistics,
+    grpo_advantage,
+    kl_in_reward,
+    kl_in_token_reward,
+)
+
+NAN, INF = float("nan"), float("inf")
+MASK = np.asarray([[1, 1, 0, 1], [0, 0, 0, 0], [0, 1, 1, 0]], bool)
+KL = np.asarray([[0.5, 1.0, 9.0, -2.0], [1.0, 1.0, 1.0, 1.0], [7.0, 0.25, 0.5, 7.0]], np.float32)
+REWARDS = np.asarray([1.0, 2.0, 3.0], np.float32)
+
+
+def test_broadcast_to_tokens():
+    result = broadcast_to_tokens(REWARDS, MASK)
+    assert result.tolist() == [[1, 1, 0, 1], [0, 0, 0, 0], [0, 3, 3, 0]]
+    assert broadcast_to_tokens(2.0, MASK[0]).tolist() == [2, 2, 0, 2]
+    assert broadcast_to_tokens([[1], [2]], MASK[:2, None]).shape == (2, 1, 4)
+    assert broadcast_to_tokens(jnp.ones(3, jnp.bfloat16), MASK).dtype == jnp.float32
+    poisoned = np.asarray(broadcast_to_tokens(jnp.asarray([1.0, NAN, NAN]), MASK))
+    assert np.isnan(poisoned).tolist() == [[False] * 4, [False] * 4, [False, True, True, False]]
+    gradient = jax.grad(lambda a: jnp.sum(broadcast_to_tokens(a, MASK)))(jnp.asarray(REWARDS))
+    assert gradient.tolist() == [0, 0, 0]
+    with pytest.raises(ValueError, match=r"advantages must have shape \(3,\).*mask.*got \(4,\)"):
+        jax.eval_shape(lambda a: broadcast_to_tokens(a, MASK), jnp.zeros(4))
+    with pytest.raises(TypeError, match="mask must be boolean"):
+        broadcast_to_tokens(REWARDS, MASK.astype(int))
+    with pytest.raises(TypeError, match="mask must be an array or a list"):
+        broadcast_to_tokens(REWARDS, None)
+    with pytest.raises(ValueError, match="advantages must be finite"):
+        broadcast_to_tokens([1.0, NAN, 2.0], MASK)
+    with pytest.raises(ValueError, match=r"mask must be \[\.\.\., time\]"):
+        broadcast_to_tokens(1.0, True)
+
+
+def test_kl_per_completion():
+    # 1 - (0.5 + 1 - 2) / 2; no tokens; 3 - (0.25 + 0.5) / 2
+    assert kl_in_reward(REWARDS, KL, MASK, coefficient=0.5).tolist() == [1.25, 2, 2.625]
+    assert kl_in_reward(REWARDS, KL, MASK, coefficient=0.0).tolist() == [1, 2, 3]
+    assert kl_in_reward(1.0, KL[0], MASK[0], coefficient=jnp.float32(0.5)).tolist() == 1.25
+
+
+def test_kl_per_token():
+    result = kl_in_token_reward(REWARDS, KL, MASK, coefficient=0.5)
+    assert result.tolist() == [[-0.25, -0.5, 0, 1 + 1], [0] * 4, [0, -0.125, 3 - 0.25, 0]]
+    alone = kl_in_token_reward(REWARDS, KL, MASK, coefficient=0)
+    assert alone.tolist() == [[0, 0, 0, 1], [0] * 4, [0, 0, 3, 0]]
+    total = kl_in_reward(REWARDS, KL, MASK, coefficient=0.5)
+    np.testing.assert_allclose(result.sum(axis=1)[::2], total[::2], rtol=1e-6)
+
+
+@pytest.mark.parametrize("function", [kl_in_reward, kl_in_token_reward])
+def test_kl_masks_gradients_and_errors(function):
+    expected = function(REWARDS, KL, MASK, coefficient=0.5)
+    for garbage in (NAN, INF, 1e30):
+        dirty = np.where(MASK, KL, np.float32(garbage))
+        for given in (dirty, jnp.asarray(dirty)):
+            result = function(REWARDS, given, MASK, coefficient=0.5)
+            np.testing.assert_array_equal(result, expected)
+
+    def loss(rewards, kl, coefficient):
+        return jnp.sum(jnp.square(function(rewards, kl, MASK, coefficient=coefficient)))
+
+    dirty = jnp.where(MASK, KL, np.float32(NAN))
+    for gradient in jax.grad(loss, argnums=(0, 1, 2))(jnp.asarray(REWARDS), dirty, jnp.float32(1)):
+        assert not np.asarray(gradient).any()
+    narrow = function(jnp.asarray(REWARDS, jnp.bfloat16), KL, MASK, coefficient=0.5)
+    assert narrow.dtype == jnp.float32
+    with jax.enable_x64(True):
+        assert function(REWARDS, KL.astype(np.float64), MASK, coefficient=0.5).dtype == jnp.float64
+    with pytest.raises(ValueError, match=r"mask must have the shape of kl, \(3, 4\), got \(3, 3\)"):
+        function(REWARDS, KL, MASK[:, :3], coefficient=0.5)
+    with pytest.raises(ValueError, match=r"rewards must have shape \(3,\), one for each row of kl"):
+        jax.eval_shape(lambda r: function(r, KL, MASK, coefficient=0.5), jnp.zeros((3, 4)))
+    with pytest.raises(ValueError, match=r"kl must be finite.*got nan at index \(0, 0\)"):
+        function(REWARDS, np.full((3, 4), NAN), MASK, coefficient=0.5)
+    with pytest.raises(ValueError, match="rewards must be finite"):
+        function([1.0, INF, 2.0], KL, MASK, coefficient=0.5)
+    with pytest.raises(TypeError, match="coefficient must be a number"):
+        function(REWARDS, KL, MASK, coefficient="0.1")
+
+
+def test_dynamic_sampling():
+    # mixed, solved, failed, lone success, nothing left, NaN
+    rewards = jnp.asarray([0.0, 1.0, 1.0, 1.0, 0.0, 0.0, 1.0, 0.0, 1.0, 1.0, NAN, 1.0])
+    where = jnp.asarray([True] * 7 + [False] * 3 + [True] * 2)
+    statistics = group_statistics(rewards, 2, where=where)
+    mixed, solved, failed = [0, 5], [1, 3], [2]
+
+    def kept(**options):
+        return np.flatnonzero(dynamic_sampling_filter(statistics, **options)).tolist()
+
+    assert kept() == mixed
+    assert kept(keep_solved=True) == sorted(mixed + solved)
+    assert kept(keep_failed=True) == sorted(mixed + failed)
+    assert kept(keep_solved=True, keep_failed=True) == [0, 1, 2, 3, 5]
+    assert kept(keep_solved=True, threshold=1.0) == mixed
+    assert kept(keep_solved=True, threshold=jnp.float32(-1)) == [0, 1, 2, 3, 5]
+    by_sample = dynamic_sampling_filter(statistics, 2)
+    assert by_sample.tolist() == [True, True] + [False] * 8 + [True, True]
+    assert by_sample.dtype == bool
+
+
+def test_dynamic_sampling_as_a_mask():
+    rewards = jnp.asarray([0.0, 1.0, 1.0, 0.1, 0.1, 0.1])
+
+    @jax.jit
+    def step(rewards):
+        keep = dynamic_sampling_filter(group_statistics(rewards, 3), 3)
+        return grpo_advantage(rewards, 3, "batch", where=keep)
+
+    expected = grpo_advantage(rewards[:3], 3, "batch")
+    np.testing.assert_allclose(step(rewards), [*expected.tolist(), 0, 0, 0], rtol=1e-6)
+    mapped = jax.vmap(lambda r: dynamic_sampling_filter(group_statistics(r, 3)))(rewards[None, :])
+    assert mapped.tolist() == [[True, False]]
+
+
+def test_dynamic_sampling_refuses():
+    statistics = group_statistics([0.0, 1.0], 2)
+    with pytest.raises(TypeError, match="statistics must be what group_statistics returns"):
+        dynamic_sampling_filter([0.0, 1.0])
+    with pytest.raises(TypeError, match="keep_solved must be True or False"):
+        dynamic_sampling_filter(statistics, keep_solved=1)
+    with pytest.raises(TypeError, match="keep_failed must be True or False"):
+        dynamic_sampling_filter(statistics, keep_failed=None)
+    with pytest.raises(ValueError, match="num_generations must be at least 1"):
+        dynamic_sampling_filter(statistics, 0)
+    with pytest.raises(TypeError, match="threshold must be a number"):
+        dynamic_sampling_filter(statistics, threshold=None)

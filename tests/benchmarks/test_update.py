@@ -1,0 +1,169 @@
+"""What an update costs: `pytest tests/benchmarks/test_update.py` (extras benchmark, oracle).
+
+One update, value-and-gradient and AdamW, of a small Qwen3 on 64 rows of 16 prompt and 32 completion
+tokens, against the same update of transformers' model in PyTorch. Rounds are interleaved, because a
+shared machine changes its speed; medians and their ratio are printed. Peak memory is that of a
+process which does nothing but this update, less what it held before the first one.
+"""
+
+import multiprocessing
+import pathlib
+import statistics
+import threading
+import time
+
+import pytest
+
+PROMPT, COMPLETION, ROWS = 16, 32, 64
+CONFIG = {
+    "model_type": "qwen3",
+    "hidden_size": 128,
+    "intermediate_size": 512,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "tie_word_embeddings": True,
+    "max_position_embeddings": 256,
+}
+TARGETS = {512: 0.9, 32_768: 0.7}
+
+
+def make_data(vocab):
+    """Tokens, labels (what follows, where it was sampled), advantages, log-probabilities."""
+    import numpy as np
+
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(0, vocab, (ROWS, PROMPT + COMPLETION))
+    labels = np.full_like(tokens, -100)
+    labels[:, PROMPT - 1 : -1] = tokens[:, PROMPT:]
+    advantages = np.repeat(rng.normal(size=(ROWS, 1)), tokens.shape[1], 1).astype(np.float32)
+    old = np.full(tokens.shape, -np.log(vocab), np.float32)
+    return tokens, labels, advantages, old
+
+
+def jax_update(vocab):
+    """Our update: a function that makes one and waits for it."""
+    import jax
+    import optax
+
+    from twinkle_jax.loss import GRPOLoss
+    from twinkle_jax.model import (
+        Batch,
+        apply_gradients,
+        grad_step,
+        init_params,
+        parse_config,
+        train_state,
+    )
+
+    config = parse_config({**CONFIG, "vocab_size": vocab})
+    optimizer, loss_fn = optax.adamw(1.0, weight_decay=0.01), GRPOLoss()
+    tokens, labels, advantages, old = make_data(vocab)
+    batch = jax.device_put(
+        Batch(tokens.astype("int32"), labels.astype("int32"), advantages=advantages, old_logps=old)
+    )
+    state = [train_state(init_params(jax.random.key(0), config), optimizer)]
+
+    def update():
+        middle, summary = grad_step(state.pop(), batch, config, loss_fn, remat=False)
+        after, _ = apply_gradients(middle, optimizer, learning_rate=1e-4, max_grad_norm=1.0)
+        state.append(jax.block_until_ready(after))
+        return float(summary.loss)
+
+    return update
+
+
+def torch_update(vocab):
+    """The same in eager PyTorch."""
+    import torch
+    import transformers
+
+    torch.set_num_threads(2)
+    config = transformers.AutoConfig.for_model(**{**CONFIG, "vocab_size": vocab})
+    model = transformers.AutoModelForCausalLM.from_config(config).float().train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.01)
+    tokens, labels, advantages, old = (torch.from_numpy(x) for x in make_data(vocab))
+    kept = slice(PROMPT - 1, PROMPT + COMPLETION - 1)
+    labels, advantages, old = labels[:, kept], advantages[:, kept], old[:, kept]
+
+    def update():
+        # Logits at the labelled positions only, as a careful PyTorch program has them.
+        hidden = model.model(input_ids=tokens, use_cache=False).last_hidden_state[:, kept]
+        logprobs = torch.log_softmax(model.lm_head(hidden), -1)
+        logprobs = logprobs.gather(-1, labels[..., None])[..., 0]
+        ratio = torch.exp(logprobs - old)
+        clipped = torch.clamp(ratio, 0.8, 1.2)
+        loss = -torch.minimum(ratio * advantages, clipped * advantages).mean(1).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        return loss.item()
+
+    return update
+
+
+CONTESTANTS = {"twinkle_jax": jax_update, "PyTorch": torch_update}
+
+
+def resident():
+    """Bytes of memory that this process holds."""
+    pages = int(pathlib.Path("/proc/self/statm").read_text().split()[1])
+    return pages * 4096
+
+
+def measure_memory(name, vocab, pipe):
+    """Peak of an update above what the process held without one: sampled while updates run."""
+    update = CONTESTANTS[name](vocab)
+    before, peak, done = resident(), [0], threading.Event()
+
+    def watch():
+        while not done.wait(0.002):
+            peak[0] = max(peak[0], resident())
+
+    update()  # compile, and make the optimizer's state
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    for _ in range(5):
+        update()
+    done.set()
+    watcher.join()
+    pipe.send(peak[0] - before)
+
+
+def peak_memory(name, vocab):
+    spawn = multiprocessing.get_context("spawn")
+    ours, theirs = spawn.Pipe()
+    process = spawn.Process(target=measure_memory, args=(name, vocab, theirs))
+    process.start()
+    peak = ours.recv()
+    process.join()
+    return peak
+
+
+@pytest.mark.parametrize("vocab", TARGETS)
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+def test_update(benchmark, vocab):
+    pytest.importorskip("transformers", reason="pip install 'twinkle-jax[oracle,benchmark]'")
+    updates = {name: make(vocab) for name, make in CONTESTANTS.items()}
+    seconds = {name: [] for name in updates}
+    for update in updates.values():
+        update(), update()
+    for _ in range(15):
+        for name, update in updates.items():
+            start = time.perf_counter()
+            update()
+            seconds[name].append(time.perf_counter() - start)
+    medians = {name: statistics.median(values) for name, values in seconds.items()}
+    ratio = medians["twinkle_jax"] / medians["PyTorch"]
+    memory = {name: peak_memory(name, vocab) for name in updates}
+    print(f"\nvocabulary {vocab}: {ratio:.2f} of PyTorch's time, target {TARGETS[vocab]}")
+    for name, median in medians.items():
+        fastest = min(seconds[name])
+        print(
+            f"  {name:<14}{median * 1e3:>8.0f} ms (fastest {fastest * 1e3:.0f}), "
+            f"peak {memory[name] / 2**20:.0f} MiB"
+        )
+    benchmark.extra_info.update(medians, ratio=ratio, memory=memory)
+    benchmark.pedantic(updates["twinkle_jax"], rounds=3)

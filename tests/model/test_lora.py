@@ -1,0 +1,191 @@
+"""Adapters: nothing at first, only they are trained, PEFT's format, merged on export."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.model.families import config_of, params_of
+from twinkle_jax.model import Decoder, LoraConfig, TransformersModel, save_pretrained
+
+pytest.importorskip("safetensors", reason="pip install 'twinkle-jax[checkpoints]'")
+import safetensors.numpy
+
+pytestmark = pytest.mark.usefixtures("quick_compile")
+ROWS = [[5, 6, 7, 8, 9], [10, 11, 12], [13, 14, 15, 16]]
+INPUTS = [{"input_ids": row, "labels": [*row[1:], -100]} for row in ROWS]
+LORA = LoraConfig(r=3, lora_alpha=6, target_modules=("q_proj", "down_proj"))
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("model") / "qwen3"
+    save_pretrained(Decoder(config_of("qwen3"), params_of("qwen3")), directory)
+    return directory
+
+
+def adapted(checkpoint):
+    model = TransformersModel(checkpoint)
+    model.add_adapter_to_model("default", LORA)
+    model.set_loss("GRPOLoss")
+    model.set_optimizer("AdamW", lr=0.05)
+    return model
+
+
+@pytest.fixture(scope="module")
+def stepped(checkpoint):
+    """A model whose adapter has made two updates, and its scores before and after."""
+    model = adapted(checkpoint)
+    before = model.forward_only(inputs=INPUTS)["logps"]
+    for _ in range(2):
+        model.forward_backward(inputs=INPUTS, advantages=[1.0, -1.0, 0.5])
+        model.clip_grad_and_step()
+    return model, before, model.forward_only(inputs=INPUTS)["logps"]
+
+
+def test_an_adapter_changes_nothing_until_it_is_trained_and_then_it_alone(stepped, checkpoint):
+    model, before, after = stepped
+    base = TransformersModel(checkpoint).forward_only(inputs=INPUTS)["logps"]
+    np.testing.assert_array_equal(before, base)
+    assert np.abs(after - before).max() > 0.01
+    off = model.forward_only(inputs=INPUTS, disable_lora=True)["logps"]
+    np.testing.assert_array_equal(off, base)
+    assert set(model.state.params["layers"]["0"]) == {"self_attn", "mlp"}
+    sizes = [x.size for x in jax.tree.leaves(model.state.params)]
+    assert sum(sizes) == 2 * 3 * (24 + 32 + 40 + 24)  # layers, rank, and both sides of each
+    for path, x in jax.tree_util.tree_leaves_with_path(params_of("qwen3")):
+        found = model._frozen
+        for key in path:
+            found = found[key.key]
+        np.testing.assert_array_equal(found, x)
+
+
+def test_files_are_those_of_peft(stepped, tmp_path):
+    model, _, after = stepped
+    model.save(tmp_path / "adapter")
+    assert {p.name for p in (tmp_path / "adapter").iterdir()} == {
+        "adapter_config.json",
+        "adapter_model.safetensors",
+    }
+    config = json.loads((tmp_path / "adapter/adapter_config.json").read_text())
+    assert config["peft_type"] == "LORA" and config["r"] == 3 and config["lora_alpha"] == 6
+    assert config["target_modules"] == ["down_proj", "q_proj"]
+    tensors = safetensors.numpy.load_file(tmp_path / "adapter/adapter_model.safetensors")
+    shapes = {}
+    for layer in range(2):
+        prefix = f"base_model.model.model.layers.{layer}"
+        shapes[f"{prefix}.self_attn.q_proj.lora_A.weight"] = (3, 24)
+        shapes[f"{prefix}.self_attn.q_proj.lora_B.weight"] = (32, 3)
+        shapes[f"{prefix}.mlp.down_proj.lora_A.weight"] = (3, 40)
+        shapes[f"{prefix}.mlp.down_proj.lora_B.weight"] = (24, 3)
+    assert {name: x.shape for name, x in tensors.items()} == shapes
+    assert model.get_state_dict().keys() == shapes.keys()
+    a = model.state.params["layers"]["0"]["mlp"]["down_proj"]["lora_A"]
+    name = "base_model.model.model.layers.1.mlp.down_proj.lora_A.weight"
+    np.testing.assert_array_equal(tensors[name], a[1].T)
+    again = TransformersModel(model.model_id)
+    again.load(tmp_path / "adapter")
+    np.testing.assert_array_equal(again.forward_only(inputs=INPUTS)["logps"], after)
+    model.save(tmp_path / "adapter")  # over an earlier one
+    fresh = adapted(model.model_id)
+    fresh.load(tmp_path / "adapter")
+    np.testing.assert_array_equal(fresh.forward_only(inputs=INPUTS)["logps"], after)
+
+
+def test_merged_on_export(stepped, tmp_path):
+    model, _, after = stepped
+    model.save(tmp_path / "merged", merge=True)
+    merged = TransformersModel(tmp_path / "merged")
+    np.testing.assert_allclose(merged.forward_only(inputs=INPUTS)["logps"], after, atol=2e-5)
+    name = "model.layers.1.self_attn.q_proj.weight"
+    adapter = model.state.params["layers"]["0"]["self_attn"]["q_proj"]
+    kernel = params_of("qwen3")["layers"]["0"]["self_attn"]["q_proj"]["kernel"][1]
+    expected = kernel + 2 * adapter["lora_A"][1] @ adapter["lora_B"][1]
+    np.testing.assert_allclose(merged.get_state_dict()[name], expected.T, atol=1e-6)
+
+
+def test_every_linear_layer_and_the_bfloat16_base(checkpoint):
+    model = TransformersModel(checkpoint, dtype="bfloat16")
+    model.add_adapter_to_model("default", {"r": 2, "target_modules": "all-linear"})
+    names = {name.split(".")[-3] for name in model.get_state_dict()}
+    layers = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    assert names == set(layers)
+    assert model._frozen["embed_tokens"]["embedding"].dtype == jnp.bfloat16
+    assert {x.dtype for x in jax.tree.leaves(model.state.params)} == {jnp.dtype("float32")}
+    assert LoraConfig(r=4, lora_alpha=8, use_rslora=True).scale == 4
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"lora_dropout": 0.1}, "lora_dropout=0.1 is not supported"),
+        ({"use_dora": True}, "use_dora=True is not supported"),
+        ({"peft_type": "IA3"}, "peft_type 'LORA', got 'IA3'"),
+        ({"r": 0}, "r to be a positive int, got 0"),
+        (
+            {"target_modules": ["q_proj", "qkv"]},
+            r"among \['down_proj', .*'all-linear', got .*'qkv'",
+        ),
+    ],
+)
+def test_adapters_that_are_refused(config, message, checkpoint):
+    model = TransformersModel(checkpoint)
+    with pytest.raises(ValueError, match=message):
+        model.add_adapter_to_model("default", config)
+
+
+def test_one_adapter_and_no_checkpoint_over_it(stepped, checkpoint):
+    model = stepped[0]
+    with pytest.raises(ValueError, match="no adapter yet, got 'default' and 'second'"):
+        model.add_adapter_to_model("second", LORA)
+    with pytest.raises(ValueError, match=r"expected an adapter in .*, got a whole checkpoint"):
+        model.load(checkpoint)
+    with pytest.raises(ValueError, match=r"holds .*; give the adapter its own"):
+        model.save(checkpoint)
+
+
+def test_adapter_files_that_are_refused(stepped, tmp_path):
+    model = stepped[0]
+    model.save(tmp_path / "adapter")
+    file = tmp_path / "adapter/adapter_model.safetensors"
+    good = safetensors.numpy.load_file(file)
+    name = "base_model.model.model.layers.1.mlp.down_proj.lora_A.weight"
+    cases = {
+        f"missing tensor: {name}": {k: v for k, v in good.items() if k != name},
+        "that the adapter does not have: other": good | {"other": good[name]},
+        r"of shape \(3, 40\), got \(40, 3\)": good | {name: np.ascontiguousarray(good[name].T)},
+        "NaN or infinity": good | {name: good[name] * np.float32(np.nan)},
+    }
+    for message, tensors in cases.items():
+        safetensors.numpy.save_file(tensors, file)
+        with pytest.raises(ValueError, match=message):
+            TransformersModel(model.model_id).load(tmp_path / "adapter")
+    file.write_bytes(file.read_bytes()[:100])
+    with pytest.raises(ValueError, match="damaged or missing"):
+        TransformersModel(model.model_id).load(tmp_path / "adapter")
+
+
+@pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning"
+)
+def test_peft_loads_it_and_gives_the_same_scores(stepped, tmp_path):
+    get = "pip install 'twinkle-jax[test,oracle]' peft"
+    peft = pytest.importorskip("peft", reason=get)
+    torch = pytest.importorskip("torch", reason=get)
+    transformers = pytest.importorskip("transformers", reason=get)
+    model, _, after = stepped
+    model.save(tmp_path / "adapter")
+    base = transformers.AutoModelForCausalLM.from_pretrained(model.model_id)
+    theirs = peft.PeftModel.from_pretrained(base, tmp_path / "adapter")
+    for i, row in enumerate(ROWS):
+        with torch.no_grad():
+            logits = theirs(input_ids=torch.tensor([row])).logits[0]
+        logprobs = torch.log_softmax(logits, -1).numpy()
+        expected = [logprobs[t, token] for t, token in enumerate(row[1:])]
+        np.testing.assert_allclose(after[i, : len(row) - 1], expected, atol=1e-4)
+    theirs.save_pretrained(tmp_path / "theirs")
+    again = TransformersModel(model.model_id)
+    again.load(tmp_path / "theirs")
+    np.testing.assert_array_equal(again.forward_only(inputs=INPUTS)["logps"], after)

@@ -1,0 +1,350 @@
+"""Twinkle's verbs: inputs, alignment, accumulation, steps, schedules, saving, refusals."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from tests.model.families import config_of, hidden, params_of
+from twinkle_jax.loss import GRPOLoss, PPOValueLoss
+from twinkle_jax.model import Decoder, TransformersModel, output_logits, save_pretrained
+
+pytest.importorskip("safetensors", reason="pip install 'twinkle-jax[checkpoints]'")
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
+ROWS = [[5, 6, 7, 8, 9], [10, 11, 12], [13, 14, 15, 16]]
+INPUTS = [
+    {"input_ids": row, "labels": [-100, *row[2:], 3]}  # what follows, after a prompt of two
+    for row in ROWS
+]
+OLD = [[-3.0, -2.0, -4.0, -3.5], [-3.0, -3.0], [-2.0, -3.0, -4.0]]
+SIDE = {"advantages": [1.0, -0.5, 0.25], "old_logps": OLD}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("model") / "qwen3"
+    save_pretrained(Decoder(config_of("qwen3"), params_of("qwen3")), directory)
+    return directory
+
+
+@pytest.fixture
+def model(checkpoint):
+    made = TransformersModel(model_id=checkpoint)
+    made.set_loss("GRPOLoss", epsilon=0.2)
+    made.set_optimizer("SGD", lr=0.5)
+    return made
+
+
+def logits_alone(row):
+    params = params_of("qwen3")
+    tokens = jnp.asarray([row + [0] * (16 - len(row))], jnp.int32)
+    logits = output_logits(params, hidden(params, config_of("qwen3"), tokens, remat=False))
+    return np.asarray(logits[0, : len(row)])
+
+
+def test_forward_only_scores_the_token_that_follows(model):
+    outputs = model.forward_only(inputs=INPUTS, return_logits=True, return_entropy=True)
+    assert outputs["logps"].shape == outputs["entropies"].shape == (3, 5)
+    assert outputs["logits"].shape == (3, 5, 48)
+    for i, (row, feature) in enumerate(zip(ROWS, INPUTS, strict=True)):
+        logits = logits_alone(row)
+        np.testing.assert_allclose(outputs["logits"][i, : len(row)], logits, atol=1e-4)
+        logprobs = np.array(jax.nn.log_softmax(logits))
+        for t, label in enumerate(feature["labels"]):
+            expected = 0 if label == -100 else logprobs[t, label]
+            np.testing.assert_allclose(outputs["logps"][i, t], expected, atol=1e-4)
+        assert not outputs["logps"][i, len(row) :].any()
+    without = model.forward_only(inputs=[{"input_ids": ROWS[1]}])
+    assert without.keys() == {"logps"}
+    np.testing.assert_allclose(without["logps"][0, 1], outputs["logps"][1, 1], atol=1e-5)
+    assert without["logps"][0, 2] == 0 and without["logps"][0, 0] != 0
+    cut = model.forward_only(inputs=INPUTS, micro_batch_size=2)["logps"]
+    np.testing.assert_allclose(cut, outputs["logps"], atol=1e-5)
+
+
+def test_rows_padded_on_the_left_keep_their_columns(model):
+    plain = model.forward_only(inputs=INPUTS)["logps"]
+    feature = {
+        "input_ids": [0, 0, *ROWS[1]],
+        "labels": [-100, -100, *INPUTS[1]["labels"]],
+        "attention_mask": [0, 0, 1, 1, 1],
+    }
+    left = model.forward_only(inputs=[INPUTS[0], feature, INPUTS[2]])["logps"]
+    np.testing.assert_allclose(left[1, 2:], plain[1, :3], atol=1e-5)
+    np.testing.assert_allclose(left[[0, 2]], plain[[0, 2]], atol=1e-5)
+
+
+def gradient(model):
+    state = model.state
+    return [np.asarray(g) / float(state.denominator) for g in jax.tree.leaves(state.gradient_sum)]
+
+
+def test_however_the_batch_comes_loss_and_gradient_are_the_same(model):
+    loss = model.forward_backward(inputs=INPUTS, **SIDE)
+    whole = gradient(model)
+    model.zero_grad()
+    assert not any(g.any() for g in jax.tree.leaves(model.state.gradient_sum))
+    np.testing.assert_allclose(
+        model.forward_backward(inputs=INPUTS, micro_batch_size=2, **SIDE), loss, rtol=1e-6
+    )
+    parts = gradient(model)
+    model.zero_grad()
+    model.forward_backward(inputs=INPUTS[:1], advantages=[1.0], old_logps=OLD[:1])
+    model.forward_backward(inputs=INPUTS[1:], advantages=[-0.5, 0.25], old_logps=OLD[1:])
+    calls = gradient(model)
+    model.zero_grad()
+    # Numbers for all positions, as `forward_only` gives them, and arrays for lists.
+    wide = np.zeros((3, 5), np.float32)
+    for i, (feature, row) in enumerate(zip(INPUTS, OLD, strict=True)):
+        wide[i, : len(feature["labels"])][np.array(feature["labels"]) != -100] = row
+    model.forward_backward(
+        inputs=[{k: np.array(v) for k, v in x.items()} for x in INPUTS],
+        advantages=jnp.asarray(SIDE["advantages"]),
+        old_logps=wide,
+    )
+    for other in (parts, calls, gradient(model)):
+        for a, b in zip(other, whole, strict=True):
+            np.testing.assert_allclose(a, b, atol=1e-6 * np.abs(b).max() + 1e-8)
+    metrics = model.calculate_metric()
+    assert metrics["tokens"] == 4 * 9
+    np.testing.assert_allclose(metrics["loss"], loss, rtol=1e-5)
+
+
+def test_a_step_is_clipped_scaled_and_taken_once(model):
+    before = model.get_state_dict()
+    model.forward_backward(inputs=INPUTS, **SIDE)
+    names = [jax.tree_util.keystr(path) for path in paths(model.state.params)]
+    plain = dict(zip(names, gradient(model), strict=True))
+    norm = np.sqrt(sum(np.sum(np.square(g)) for g in plain.values()))
+    limit = float(norm) / 4
+    info = model.clip_grad_and_step(max_grad_norm=limit)
+    np.testing.assert_allclose(info.gradient_norm, norm, rtol=1e-5)
+    assert info.applied and model.state.step == 1
+    after = model.get_state_dict()
+    name = "model.norm.weight"
+    expected = before[name] - 0.5 * plain["['norm']['scale']"] / 4
+    np.testing.assert_allclose(after[name], expected, rtol=1e-5, atol=1e-7)
+    metrics = model.calculate_metric()
+    np.testing.assert_allclose(metrics["grad_norm"], norm, rtol=1e-5)
+    assert metrics["step"] == 1 and metrics["skipped_updates"] == 0
+    # The same with separate verbs, from the same start, gives the same.
+    again = TransformersModel(model.model_id)
+    again.set_loss(GRPOLoss(epsilon=0.2))
+    again.set_optimizer(optax.sgd(0.5))
+    again.forward_backward(inputs=INPUTS, **SIDE)
+    np.testing.assert_allclose(again.clip_grad_norm(limit), norm, rtol=1e-5)
+    again.step()
+    again.zero_grad()
+    again.lr_step()
+    for name, x in again.get_state_dict().items():
+        np.testing.assert_allclose(x, after[name], rtol=1e-5, atol=1e-7)
+
+
+def paths(tree):
+    return [path for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
+
+
+def test_gradients_that_are_not_finite_change_nothing_and_are_reported(model):
+    before = model.get_state_dict()
+    assert not model.step().applied  # nothing has been computed yet
+    model.forward_backward(inputs=INPUTS, advantages=[np.inf, 1.0, 1.0], old_logps=OLD)
+    model.clip_grad_norm(1.0)
+    info = model.step()
+    assert not info.applied
+    assert model.calculate_metric()["skipped_updates"] == 2
+    assert model.calculate_metric()["skipped_updates"] == 0
+    for name, x in model.get_state_dict().items():
+        np.testing.assert_array_equal(x, before[name])
+    assert model.state.step == 0
+    model.forward_backward(inputs=INPUTS, **SIDE)
+    assert model.clip_grad_and_step().applied
+
+
+def test_schedules(model):
+    model.set_lr_scheduler("CosineWarmupScheduler", num_warmup_steps=2, num_training_steps=6)
+    rates = []
+    for _ in range(8):
+        rates.append(model.learning_rate)
+        model.lr_step()
+    np.testing.assert_allclose(rates[:4], [0, 0.25, 0.5, 0.25 * (1 + np.cos(np.pi / 4))])
+    np.testing.assert_allclose(rates[6:], 0, atol=1e-12)
+    model.set_lr_scheduler("LinearWarmupScheduler", num_training_steps=4)
+    assert model.learning_rate == 0.5
+    model.lr_step()
+    assert model.learning_rate == 0.375
+    model.set_lr_scheduler(lambda step: 0.5**step)
+    model.lr_step()
+    assert model.learning_rate == 0.25
+    model.set_lr_scheduler("LambdaLR", lr_lambda=lambda step: 2.0)
+    assert model.learning_rate == 1.0
+
+
+def test_lengths_compile_nothing_beyond_their_buckets(model):
+    """Two buckets of 16 and 24 tokens, warmed up; then twenty steps of any lengths in them."""
+    rng = np.random.default_rng(0)
+    model.set_optimizer("AdamW", lr=0.01)
+    model.set_lr_scheduler("LinearWarmupScheduler", num_training_steps=30)
+
+    def one_step(longest):
+        lengths = [longest, *rng.integers(2, longest + 1, rng.integers(1, 4))]
+        inputs = [{"input_ids": rng.integers(1, 48, n)} for n in lengths]
+        for feature in inputs:
+            feature["labels"] = np.append(feature["input_ids"][1:], -100)
+        old = model.forward_only(inputs=inputs, micro_batch_size=2)["logps"]
+        model.set_loss(GRPOLoss(epsilon=rng.uniform(0.1, 0.3)))
+        model.forward_backward(
+            inputs=inputs,
+            advantages=rng.normal(size=len(lengths)),
+            old_logps=old,
+            micro_batch_size=2,
+            temperature=rng.uniform(0.5, 1.5),
+        )
+        model.clip_grad_and_step(max_grad_norm=rng.uniform(0.5, 1.5))
+        model.calculate_metric()
+
+    for longest in (16, 24):
+        one_step(longest)
+    compiled = []
+
+    def listen(event, seconds, **_):
+        if event.endswith("backend_compile_duration"):
+            compiled.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        for _ in range(20):
+            one_step(int(rng.integers(2, 25)))
+        assert not compiled
+        jax.jit(lambda x: x * 3 + 1)(jnp.ones(7))
+        assert compiled  # the listener does listen
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+
+
+def test_saved_and_loaded(model, tmp_path):
+    model.forward_backward(inputs=INPUTS, **SIDE)
+    model.clip_grad_and_step()
+    model.save(tmp_path / "out")
+    trained = model.get_state_dict()
+    again = TransformersModel(tmp_path / "out")
+    assert again.get_state_dict().keys() == trained.keys()
+    fresh = TransformersModel(model.model_id)
+    fresh.load(tmp_path / "out")
+    for name, x in trained.items():
+        np.testing.assert_array_equal(again.get_state_dict()[name], x)
+        np.testing.assert_array_equal(fresh.get_state_dict()[name], x)
+
+
+def test_trajectories_need_a_template(model):
+    trajectory = {"messages": [{"role": "user", "content": "5 6 7"}]}
+    with pytest.raises(ValueError, match=r"'input_ids' in inputs\[0\].*set_template"):
+        model.forward_only(inputs=[trajectory])
+
+    class Template:
+        def encode(self, trajectory):
+            return {"input_ids": [int(x) for x in trajectory["messages"][0]["content"].split()]}
+
+    expected = model.forward_only(inputs=[{"input_ids": [5, 6, 7]}])["logps"]
+    for template in (Template(), Template().encode):
+        model.set_template(template)
+        np.testing.assert_array_equal(model.forward_only(inputs=[trajectory])["logps"], expected)
+    model.set_template(lambda trajectory: None)
+    with pytest.raises(ValueError, match="the template to give 'input_ids'"):
+        model.forward_only(inputs=[trajectory])
+    with pytest.raises(TypeError, match="a function or an object with 'encode', got 'Qwen'"):
+        model.set_template("Qwen")
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda m: m.set_optimizer("adamw"), ValueError, r"AdamW, Adam, SGD, Lion.*got 'adamw'"),
+        (lambda m: m.set_optimizer("SGD", beta=1), TypeError, "SGD knows lr, momentum, nesterov"),
+        (lambda m: m.set_optimizer(3), TypeError, "a name or an Optax transformation, got 3"),
+        (
+            lambda m: m.set_lr_scheduler("Cosine"),
+            ValueError,
+            r"CosineWarmupScheduler.*got 'Cosine'",
+        ),
+        (lambda m: m.set_lr_scheduler("LambdaLR"), TypeError, "LambdaLR knows lr_lambda"),
+        (lambda m: m.set_loss("grpo"), ValueError, r"expected a loss of .*GRPOLoss.*got 'grpo'"),
+        (lambda m: m.set_loss(3), TypeError, r"loss of twinkle_jax\.loss, got 3"),
+        (lambda m: m.set_loss(PPOValueLoss()), ValueError, "PPOValueLoss needs values"),
+        (lambda m: m.forward_only(inputs=[]), ValueError, "list of input features"),
+        (lambda m: m.forward_only(inputs="text"), ValueError, "list of input features"),
+        (
+            lambda m: m.forward_only(inputs=[{"input_ids": []}]),
+            ValueError,
+            r"\['input_ids'\] is empty",
+        ),
+        (
+            lambda m: m.forward_only(inputs=[{"input_ids": [48]}]),
+            ValueError,
+            r"in \[0, 48\), got 48",
+        ),
+        (
+            lambda m: m.forward_only(inputs=[{"input_ids": [0.5]}]),
+            TypeError,
+            "integers, got float64",
+        ),
+        (
+            lambda m: m.forward_only(inputs=[{"input_ids": [1, 2], "labels": [-100, -1]}]),
+            ValueError,
+            r"inputs\[0\]\['labels'\] in \[0, 48\), got -1",
+        ),
+        (
+            lambda m: m.forward_only(inputs=[{"input_ids": [1, 2], "labels": [1]}]),
+            ValueError,
+            r"\['labels'\] as long as 'input_ids', 2, got 1",
+        ),
+        (
+            lambda m: m.forward_only(inputs=[{"input_ids": [1], "pixel_values": [1]}]),
+            ValueError,
+            "'pixel_values', but the model reads text only",
+        ),
+        (
+            lambda m: m.forward_only(inputs=INPUTS, micro_batch_size=0),
+            ValueError,
+            "micro_batch_size to be a positive int, got 0",
+        ),
+        (
+            lambda m: m.forward_backward(inputs=[{"input_ids": [1]}]),
+            ValueError,
+            "expected 'labels'",
+        ),
+        (
+            lambda m: m.forward_backward(inputs=INPUTS, advantages=[1.0]),
+            ValueError,
+            "advantages with one row for each of 3, got 1",
+        ),
+        (
+            lambda m: m.forward_backward(
+                inputs=INPUTS, old_logps=[[0.0] * 3, [0.0] * 2, [0.0] * 3]
+            ),
+            ValueError,
+            r"old_logps\[0\] with a number for each of 5 positions or of 4 labelled",
+        ),
+        (
+            lambda m: m.forward_backward(inputs=INPUTS, ref_logps=np.ones((3, 7))),
+            ValueError,
+            r"ref_logps\[0\] with 5 numbers, got 7",
+        ),
+    ],
+)
+def test_what_is_refused(model, call, error, message):
+    with pytest.raises(error, match=message):
+        call(model)
+
+
+def test_steps_out_of_order(checkpoint, tmp_path):
+    model = TransformersModel(checkpoint)
+    with pytest.raises(ValueError, match="call set_loss first"):
+        model.forward_backward(inputs=INPUTS)
+    with pytest.raises(ValueError, match="call set_optimizer first"):
+        model.step()
+    other = config_of("qwen2")
+    save_pretrained(Decoder(other, params_of("qwen2")), tmp_path / "other")
+    with pytest.raises(ValueError, match="another configuration"):
+        model.load(tmp_path / "other")

@@ -1,0 +1,114 @@
+"""MaxRL: what a reward exceeds the mean of its group by, in units of that mean."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jaxtyping import Float
+
+from twinkle_jax.advantage._moments import moments
+from twinkle_jax.advantage._rule import Samples, by_rows, by_segments
+
+
+def maxrl_advantage(
+    rewards: Any,
+    num_generations: int,
+    *,
+    where: Any = None,
+    reward_weights: Any = None,
+    epsilon: Any = 1e-8,
+) -> Float[jax.Array, " samples"]:
+    r"""Follow the likelihood of success instead of its probability (maximum-likelihood RL).
+
+    $$A_i = \frac{r_i - \mu}{\mu + \epsilon}$$
+
+    with $\mu$ the mean of the $K$ rewards of the same prompt. For rewards of 0 and 1, a prompt
+    that is solved once in $K$ weighs $K$ times as much as under `scale='none'`.
+
+    A group without signal, or without a positive mean, is exactly 0.
+
+    Args:
+        rewards: `[N]` or `[N, C]`, as in `grpo_advantage`, none below zero.
+        num_generations: K, at least 2; static.
+        where: as in `grpo_advantage`.
+        reward_weights: as in `grpo_advantage`.
+        epsilon: added to the mean; may be traced.
+
+    Returns:
+        Advantages, `[N]`, sharded as the rewards are.
+
+    Raises:
+        ValueError: as `rloo_advantage`.
+        TypeError: as `rloo_advantage`.
+
+    References:
+        https://arxiv.org/abs/2602.02710
+
+    Example:
+        >>> from twinkle_jax.advantage import maxrl_advantage
+        >>> maxrl_advantage([1.0, 0.0, 0.0, 0.0], num_generations=4).tolist()
+        [3.0, -1.0, -1.0, -1.0]
+    """
+    return by_rows(
+        _maxrl,
+        rewards,
+        num_generations,
+        where=where,
+        reward_weights=reward_weights,
+        epsilon=epsilon,
+    )
+
+
+def segment_maxrl_advantage(
+    rewards: Any,
+    segment_ids: Any,
+    num_segments: int,
+    *,
+    where: Any = None,
+    reward_weights: Any = None,
+    epsilon: Any = 1e-8,
+    axis_name: Any = None,
+) -> Float[jax.Array, " samples"]:
+    """Compute MaxRL advantages over the groups that `segment_ids` name.
+
+    Args:
+        rewards: as in `maxrl_advantage`, in any order.
+        segment_ids: as in `segment_grpo_advantage`.
+        num_segments: as in `segment_grpo_advantage`.
+        where: as in `grpo_advantage`.
+        reward_weights: as in `grpo_advantage`.
+        epsilon: as in `maxrl_advantage`.
+        axis_name: as in `segment_grpo_advantage`.
+
+    Returns:
+        Advantages, `[N]`; a segment with a single sample is 0.
+
+    Raises:
+        ValueError: as `segment_grpo_advantage`.
+        TypeError: as `segment_grpo_advantage`.
+
+    Example:
+        >>> from twinkle_jax.advantage import segment_maxrl_advantage
+        >>> segment_maxrl_advantage([1.0, 5.0, 0.0, 0.0, 0.0], [0, 1, 0, 0, 0], 2).tolist()
+        [3.0, 0.0, -1.0, -1.0, -1.0]
+    """
+    return by_segments(
+        _maxrl,
+        rewards,
+        segment_ids,
+        num_segments,
+        where=where,
+        reward_weights=reward_weights,
+        axis_name=axis_name,
+        epsilon=epsilon,
+    )
+
+
+def _maxrl(samples: Samples, epsilon: Array) -> Array:
+    own = moments(samples.values, samples.keep, samples.groups)
+    mean = own.anchor + own.shift
+    # A mean that is only rounding (rewards that cancel) is no success to divide by.
+    positive = mean > 4 * jnp.finfo(mean.dtype).eps * jnp.abs(own.shift)
+    factor = jnp.where(positive, 1 / jnp.where(positive, mean + epsilon.astype(mean.dtype), 1), 0)
+    return samples.settled(own, samples.deviations(own) * samples.groups.back(factor))

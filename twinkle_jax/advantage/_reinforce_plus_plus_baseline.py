@@ -1,0 +1,142 @@
+"""REINFORCE++ with baseline: a reward minus its group's mean, normalised over all tokens."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jaxtyping import Float
+
+from twinkle_jax.advantage._moments import moments
+from twinkle_jax.advantage._rule import Samples, by_rows, by_segments
+
+
+def reinforce_plus_plus_baseline_advantage(
+    rewards: Any,
+    lengths: Any,
+    num_generations: int,
+    *,
+    where: Any = None,
+    reward_weights: Any = None,
+    epsilon: Any = 1e-8,
+    axis_name: Any = None,
+) -> Float[jax.Array, " samples"]:
+    r"""Subtract the group's mean, then normalise over the tokens of the batch.
+
+    $$d_i = r_i - \mu, \qquad A_i = \frac{d_i - \bar d}{\sigma_d + \epsilon}$$
+
+    with $\bar d$ and $\sigma_d$ (Bessel-corrected) taken over all tokens of the batch, each of
+    which has the $d$ of its completion: a completion counts as often as it has tokens. All tokens
+    of a completion share the result, see `broadcast_to_tokens`.
+
+    A group without signal is exactly 0, though its tokens count in $\bar d$ and $\sigma_d$; so is a
+    completion without tokens.
+
+    Args:
+        rewards: `[N]` or `[N, C]`, as in `grpo_advantage`.
+        lengths: tokens per completion, `[N]`, at least zero.
+        num_generations: K, at least 2; static.
+        where: as in `grpo_advantage`.
+        reward_weights: as in `grpo_advantage`.
+        epsilon: added to the standard deviation; may be traced.
+        axis_name: as in `grpo_advantage`: the axis that the batch lies on.
+
+    Returns:
+        Advantages, `[N]`, sharded as the rewards are.
+
+    Raises:
+        ValueError: as `rloo_advantage`; also for lengths of another shape, or below zero.
+        TypeError: as `rloo_advantage`.
+
+    References:
+        https://arxiv.org/abs/2501.03262
+
+    Example:
+        >>> from twinkle_jax.advantage import reinforce_plus_plus_baseline_advantage
+        >>> rewards, lengths = [0.0, 4.0, 7.0, 7.0], [1, 1, 1, 6]
+        >>> reinforce_plus_plus_baseline_advantage(rewards, lengths, num_generations=2).tolist()
+        [-2.0, 2.0, 0.0, 0.0]
+    """
+    return by_rows(
+        _reinforce_plus_plus_baseline,
+        rewards,
+        num_generations,
+        where=where,
+        reward_weights=reward_weights,
+        axis_name=axis_name,
+        lengths=lengths,
+        epsilon=epsilon,
+    )
+
+
+def segment_reinforce_plus_plus_baseline_advantage(
+    rewards: Any,
+    lengths: Any,
+    segment_ids: Any,
+    num_segments: int,
+    *,
+    where: Any = None,
+    reward_weights: Any = None,
+    epsilon: Any = 1e-8,
+    axis_name: Any = None,
+) -> Float[jax.Array, " samples"]:
+    """Compute REINFORCE++ advantages with baseline over the groups that `segment_ids` name.
+
+    Args:
+        rewards: as in `reinforce_plus_plus_baseline_advantage`, in any order.
+        lengths: as in `reinforce_plus_plus_baseline_advantage`.
+        segment_ids: as in `segment_grpo_advantage`.
+        num_segments: as in `segment_grpo_advantage`.
+        where: as in `grpo_advantage`.
+        reward_weights: as in `grpo_advantage`.
+        epsilon: as in `reinforce_plus_plus_baseline_advantage`.
+        axis_name: as in `segment_grpo_advantage`.
+
+    Returns:
+        Advantages, `[N]`; a segment with a single sample is 0.
+
+    Raises:
+        ValueError: as `segment_grpo_advantage`; also for lengths of another shape, or below zero.
+        TypeError: as `segment_grpo_advantage`.
+
+    Example:
+        >>> from twinkle_jax.advantage import segment_reinforce_plus_plus_baseline_advantage
+        >>> segment_reinforce_plus_plus_baseline_advantage(
+        ...     [7.0, 0.0, 7.0, 4.0], [6, 1, 1, 1], [0, 1, 0, 1], 2
+        ... ).tolist()
+        [0.0, -2.0, 0.0, 2.0]
+    """
+    return by_segments(
+        _reinforce_plus_plus_baseline,
+        rewards,
+        segment_ids,
+        num_segments,
+        where=where,
+        reward_weights=reward_weights,
+        axis_name=axis_name,
+        lengths=lengths,
+        epsilon=epsilon,
+    )
+
+
+def _reinforce_plus_plus_baseline(samples: Samples, lengths: Array, epsilon: Array) -> Array:
+    own = moments(samples.values, samples.keep, samples.groups)
+    deviations = samples.settled(own, samples.deviations(own))
+    tokens = samples.masked(lengths.astype(deviations.dtype))
+    batch = samples.batch
+
+    def total(values: Array) -> Array:
+        return batch.total(batch.split(values))
+
+    # Anchored on one of the deviations and divided by their spread, as all moments here.
+    counted = tokens > 0
+    everyone = moments(deviations, counted, batch)
+    scale = jnp.where(everyone.has_signal & (everyone.std > 0), everyone.std, 1)
+    scores = jnp.where(counted, (deviations - everyone.anchor) - everyone.shift, 0) / scale
+    count = total(tokens)
+    mean = total(tokens * scores) / jnp.maximum(count, 1)
+    variance = total(tokens * jnp.square(scores - mean)) / jnp.maximum(count - 1, 1)
+    divisor = jnp.sqrt(variance) + epsilon.astype(scale.dtype) / scale
+    result = jnp.where(counted & everyone.has_signal, (scores - mean) / divisor, 0)
+    result = jnp.where(samples.groups.back(own.has_signal), result, 0)
+    return jnp.where(everyone.finite, result, jnp.nan)

@@ -1,0 +1,63 @@
+"""Losses as arguments of compiled functions, and what their reductions divide by.
+
+The coefficients of a loss are traced, so that a clip range may change from step to step without a
+new compilation. Coefficients that are 0 are not: they decide what has to be computed at all.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float
+
+from twinkle_jax.loss import Loss
+
+Static = tuple[Any, ...]
+
+
+def split_loss(loss_fn: Callable[..., Any]) -> tuple[Static, dict[str, Any]]:
+    """Take a loss apart: a hashable rest, and the coefficients to trace."""
+    if not isinstance(loss_fn, Loss) and not callable(loss_fn):
+        raise TypeError(f"expected a loss of twinkle_jax.loss, got {loss_fn!r}")
+    if not dataclasses.is_dataclass(loss_fn) or isinstance(loss_fn, type):
+        return (loss_fn,), {}
+    fields = {f.name: getattr(loss_fn, f.name) for f in dataclasses.fields(loss_fn) if f.init}
+    traced = {name: value for name, value in fields.items() if _is_coefficient(value)}
+    static = tuple((name, value) for name, value in fields.items() if name not in traced)
+    return (type(loss_fn), static), {
+        name: np.float32(value) if isinstance(value, float) else value
+        for name, value in traced.items()
+    }
+
+
+def join_loss(static: Static, traced: dict[str, Any]) -> Callable[..., Any]:
+    """Put a loss together again."""
+    if len(static) == 1:
+        return static[0]
+    kind, fields = static
+    return kind(**dict(fields), **traced)
+
+
+def _is_coefficient(value: Any) -> bool:
+    return isinstance(value, jax.Array) or (isinstance(value, float | np.floating) and value != 0)
+
+
+def loss_denominator(
+    loss_fn: Callable[..., Any], labelled: Bool[Array, "batch time"], rows: Bool[Array, " batch"]
+) -> Float[Array, ""]:
+    """Count what the loss divides by: labelled tokens, or sequences.
+
+    A policy loss tells by its `reduce`, tried on two sequences of three tokens and one; a loss
+    without that method is taken for a mean over tokens.
+    """
+    tokens = jnp.sum(labelled, dtype=jnp.float32)
+    reduce = getattr(loss_fn, "reduce", None)
+    if reduce is None:
+        return tokens
+    probe = jnp.array([[True, True, True], [True, False, False]])
+    ones = jnp.ones(probe.shape, jnp.float32)
+    divided_by = reduce(ones, probe, 1.0) / reduce(ones, probe, None)
+    return jnp.where(divided_by > 3, tokens, jnp.sum(rows, dtype=jnp.float32))
