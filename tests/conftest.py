@@ -11,7 +11,6 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_debug_key_reuse", True)
 
 
-
 def pytest_configure(config):
     """Eight devices for tests, one for measurements; set before JAX makes any."""
     measuring = any("benchmarks" in str(argument) for argument in config.args)

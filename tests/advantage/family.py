@@ -2,7 +2,6 @@
 
 import functools
 
-import jax.numpy as jnp
 import numpy as np
 
 from tests.advantage import family_reference as reference
@@ -15,14 +14,22 @@ IDS = np.repeat(np.arange(PROMPTS), SIZE)
 LENGTHS = np.random.default_rng(7).integers(1, 30, COUNT)
 GREEDY = np.float32([0.25, 1.0, -0.5, 0.0])
 K = 3
+ALL = np.ones(COUNT, bool)
 
 
 def _fixed(name, **fixed):
-    """The function `name` with fixed data, called as `call(rewards, num_generations, **kw)`."""
+    """The function `name` with fixed data, called as `call(rewards, num_generations, **kw)`.
+
+    Without a `where`, a mask that keeps all is passed, so that one program serves most tests;
+    `where=None` is for those of the program without a mask.
+    """
     function = getattr(advantage, name)
-    return lambda rewards, size=SIZE, **kwargs: function(
-        rewards, num_generations=size, **{**fixed, **kwargs}
-    )
+
+    def call(rewards, size=SIZE, where=ALL, **kwargs):
+        where = None if np.ndim(rewards) == 2 and where is ALL else where
+        return function(rewards, num_generations=size, where=where, **{**fixed, **kwargs})
+
+    return call
 
 
 ROWS = {
@@ -44,8 +51,8 @@ GROUPED = {name: call for name, call in ROWS.items() if name != "remax"}
 
 def _segments(name, **fixed):
     function = getattr(advantage, f"segment_{name}_advantage")
-    return lambda rewards, ids, num_segments, **kwargs: function(
-        rewards, segment_ids=ids, num_segments=num_segments, **{**fixed, **kwargs}
+    return lambda rewards, ids, num_segments, where=ALL, **kwargs: function(
+        rewards, segment_ids=ids, num_segments=num_segments, where=where, **{**fixed, **kwargs}
     )
 
 
@@ -97,6 +104,5 @@ def rewards_of(kind):
     return drawn
 
 
-KEEP = np.asarray([True] * COUNT)
+KEEP = ALL.copy()
 KEEP[[1, 8, 13, 14, 15, 16, 17]] = False  # the third prompt has one sample left
-HALF = jnp.asarray(KEEP)

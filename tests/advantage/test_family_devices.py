@@ -1,4 +1,7 @@
-"""Eight devices: the family on sharded rewards and tokens equals the family on one device."""
+"""Eight devices: the family on sharded rewards and tokens equals the family on one device.
+
+There are three samples a device and six a group, so that groups straddle shards.
+"""
 
 import functools
 
@@ -9,7 +12,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from tests.advantage.family import ROWS, SEGMENTS
+from tests.advantage.family import COUNT, GREEDY, IDS, KEEP, LENGTHS, ROWS, SEGMENTS, SIZE
 from twinkle_jax.advantage import (
     broadcast_to_tokens,
     discounted_returns,
@@ -23,12 +26,10 @@ from twinkle_jax.advantage import (
 )
 
 KINDS = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
-COUNT, SIZE, TIME = 48, 12, 6  # six samples a device: groups straddle shards
+TIME = 6
 RNG = np.random.default_rng(0)
 REWARDS = RNG.uniform(size=COUNT).astype(np.float32)
-KEEP = RNG.uniform(size=COUNT) < 0.8
-IDS = RNG.integers(-1, 6, COUNT)
-LENGTHS = RNG.integers(0, 30, COUNT)
+SHUFFLED = RNG.permutation(IDS)
 TOKENS, VALUES = RNG.normal(size=(2, COUNT, TIME)).astype(np.float32)
 MASK = RNG.uniform(size=(COUNT, TIME)) < 0.7
 # The ones with batch statistics on both kinds of mesh, and one that sorts.
@@ -54,13 +55,12 @@ def test_groups_may_straddle_shards(kind, name):
     assert result.sharding.is_equivalent_to(sharding, 1), result.sharding
 
 
-@pytest.mark.parametrize("kind", ["explicit"])
-@pytest.mark.parametrize("name", ["gdpo", "reinforce++"])
-def test_segments_may_straddle_shards(kind, name):
-    sharding = NamedSharding(_mesh(kind), P("data"))
-    rewards, ids, lengths = (jax.device_put(x, sharding) for x in (REWARDS, IDS, LENGTHS))
-    expected = SEGMENTS[name](REWARDS, IDS, 6, **_with_lengths(name, LENGTHS))
-    result = SEGMENTS[name](rewards, ids, 6, **_with_lengths(name, lengths))
+def test_segments_may_straddle_shards():
+    name = "reinforce++"
+    sharding = NamedSharding(_mesh("explicit"), P("data"))
+    rewards, ids, lengths = (jax.device_put(x, sharding) for x in (REWARDS, SHUFFLED, LENGTHS))
+    expected = SEGMENTS[name](REWARDS, SHUFFLED, 4, where=None, **_with_lengths(name, LENGTHS))
+    result = SEGMENTS[name](rewards, ids, 4, where=None, **_with_lengths(name, lengths))
     np.testing.assert_allclose(result, expected, rtol=1e-5, atol=1e-6)
     assert result.sharding.is_equivalent_to(sharding, 1), result.sharding
 
@@ -69,10 +69,9 @@ def test_segments_may_straddle_shards(kind, name):
 def test_greedy_rewards_and_the_filter(kind):
     sharding = NamedSharding(_mesh(kind), P("data"))
     rewards = jax.device_put(REWARDS, sharding)
-    greedy = RNG.uniform(size=COUNT // 3).astype(np.float32)
-    expected = remax_advantage(REWARDS, greedy, 3)
-    for given in (jnp.asarray(greedy), jax.device_put(greedy, sharding)):
-        np.testing.assert_array_equal(remax_advantage(rewards, given, 3), expected)
+    expected = remax_advantage(REWARDS, GREEDY, SIZE)
+    result = remax_advantage(rewards, jnp.asarray(GREEDY), SIZE)
+    np.testing.assert_array_equal(result, expected)
     constant = np.where(np.arange(COUNT) < SIZE, 1, REWARDS).astype(np.float32)
     statistics = group_statistics(jax.device_put(constant, sharding), SIZE)
     keep = dynamic_sampling_filter(statistics, SIZE)
@@ -119,8 +118,8 @@ def test_shard_map_with_axis_name():
         return (
             ROWS["gdpo"](rewards, 3, **rows),
             ROWS["reinforce++"](rewards, 3, lengths=lengths, **rows),
-            SEGMENTS["opo"](rewards, ids, 6, lengths=lengths, axis_name=("data",)),
-            SEGMENTS["reinforce++"](rewards, ids, 6, lengths=lengths, axis_name="data"),
+            SEGMENTS["opo"](rewards, ids, 4, where=None, lengths=lengths, axis_name=("data",)),
+            SEGMENTS["reinforce++"](rewards, ids, 4, where=None, lengths=lengths, axis_name="data"),
             gae_advantage(tokens, values, where=mask, axis_name="data").advantages,
             reinforce_plus_plus_advantage(tokens, where=mask, axis_name="data"),
         )
@@ -128,12 +127,12 @@ def test_shard_map_with_axis_name():
     expected = (
         ROWS["gdpo"](REWARDS, 3, where=KEEP),
         ROWS["reinforce++"](REWARDS, 3, where=KEEP, lengths=LENGTHS),
-        SEGMENTS["opo"](REWARDS, IDS, 6, lengths=LENGTHS),
-        SEGMENTS["reinforce++"](REWARDS, IDS, 6, lengths=LENGTHS),
+        SEGMENTS["opo"](REWARDS, SHUFFLED, 4, where=None, lengths=LENGTHS),
+        SEGMENTS["reinforce++"](REWARDS, SHUFFLED, 4, where=None, lengths=LENGTHS),
         gae_advantage(TOKENS, VALUES, where=MASK).advantages,
         reinforce_plus_plus_advantage(TOKENS, where=MASK),
     )
-    given = (REWARDS, KEEP, LENGTHS, IDS, TOKENS, VALUES, MASK)
+    given = (REWARDS, KEEP, LENGTHS, SHUFFLED, TOKENS, VALUES, MASK)
     result = run(*(jax.device_put(x, NamedSharding(mesh, P("data"))) for x in given))
     for one, other in zip(result, expected, strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)

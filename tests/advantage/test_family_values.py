@@ -43,7 +43,8 @@ def test_reference(name):
         rewards = rewards_of(kind)
         for keep in (np.ones(COUNT, bool), KEEP):
             _close(ROWS[name](rewards, where=keep), REFERENCES[name](rewards, IDS, keep))
-        _close(ROWS[name](rewards), REFERENCES[name](rewards, IDS, np.ones(COUNT, bool)))
+        unmasked = ROWS[name](rewards, where=None)
+        _close(unmasked, REFERENCES[name](rewards, IDS, np.ones(COUNT, bool)))
 
 
 @pytest.mark.parametrize("name", SEGMENTS)
@@ -56,6 +57,8 @@ def test_segments_in_any_order(name):
         for keep in (inside, inside & KEEP):
             result = SEGMENTS[name](rewards, ids, 5, where=keep | ~inside)
             _close(result, REFERENCES[name](rewards, named, keep))
+        unmasked = SEGMENTS[name](rewards, ids, 5, where=None)
+        _close(unmasked, REFERENCES[name](rewards, named, inside))
 
 
 @pytest.mark.parametrize("name", SEGMENTS)
@@ -116,7 +119,9 @@ def test_maxrl_by_hand():
     assert result.tolist() == [3, -1, -1, -1, 1, -1, -1, 1]
     assert maxrl_advantage([-1.0, 0.0, -1.0, 1.0], 2).tolist() == [0, 0, 0, 0]
     # rewards that cancel up to rounding: their mean is not a success rate
-    assert maxrl_advantage([0.1, 0.2, -0.3], 3).tolist() == [0, 0, 0]
+    cancelling = np.float32(np.random.default_rng(0).normal(size=(200, 3)))
+    cancelling[:, 2] = -(cancelling[:, 0] + cancelling[:, 1])
+    assert np.abs(maxrl_advantage(cancelling.ravel(), 3)).max() == 0
     assert maxrl_advantage([1.0, 0.0], 2, epsilon=0.5).tolist() == [0.5, -0.5]
 
 
@@ -137,7 +142,7 @@ def test_mc_grpo_by_hand():
     assert mc_grpo_advantage([0.0, 1.0, 0.0, 0.0], 4, epsilon=0.0).tolist() == [0, 4, 0, 0]
     assert mc_grpo_advantage([0.0, 1.0, 0.0, 0.0], 4, epsilon=0.25).tolist() == [0, 2, 0, 0]
     # ... also if they equal it only up to rounding
-    almost = np.float32([0.3, 1.3, 0.3, np.nextafter(np.float32(0.3), np.float32(1))])
+    almost = np.float32(0.3) + np.float32([0, 1, 2, 2**25]) * np.spacing(np.float32(0.3))
     assert np.abs(mc_grpo_advantage(almost, 4, epsilon=0.0)).max() < 5
     # one masked: median of 2 4 9 is 4, distances 2 0 5
     masked = mc_grpo_advantage(
@@ -153,9 +158,19 @@ def test_reinforce_plus_plus_baseline_by_hand():
     # deviations -2 on 3 tokens, 2 on 1: mean -1, squares 3 + 9, over 3: standard deviation 2
     result = reinforce_plus_plus_baseline_advantage([0.0, 4.0], [3, 1], 2)
     np.testing.assert_allclose(result, [-0.5, 1.5], rtol=1e-6)
+    result = reinforce_plus_plus_baseline_advantage([0.0, 4.0], [3, 1], 2, epsilon=2.0)
+    np.testing.assert_allclose(result, [-0.25, 0.75], rtol=1e-6)
     # nobody but samples without tokens differs: nothing to normalise, nothing to learn
-    result = reinforce_plus_plus_baseline_advantage([0.0, 4.0, 1.0, 5.0], [3, 0, 2, 0], 2)
+    half_without_tokens = {"lengths": [3, 0, 2, 0], "num_generations": 2, "epsilon": 0.0}
+    result = reinforce_plus_plus_baseline_advantage([0.0, 4.0, 1.0, 5.0], **half_without_tokens)
     assert result.tolist() == [0, 0, 0, 0]
+    rounding = [0.1, 0.8, 0.3, 1.0]  # deviations of 0.35, nearly
+    result = reinforce_plus_plus_baseline_advantage(rewards=rounding, **half_without_tokens)
+    assert result.tolist() == [0, 0, 0, 0]
+    # no tokens, no advantage: deviations -2 2 on 1 and 1 tokens, -3 on 2, 3 on none
+    # mean -1.5, squares .25 12.25 2.25 2.25, over 3: 17 / 3
+    result = reinforce_plus_plus_baseline_advantage([0.0, 4.0, 1.0, 7.0], [1, 1, 2, 0], 2)
+    np.testing.assert_allclose(result, np.array([-0.5, 3.5, -1.5, 0]) / (17 / 3) ** 0.5, rtol=1e-6)
     # a group without signal beside one whose token mean is not 0
     result = reinforce_plus_plus_baseline_advantage([0.0, 4.0, 0.1, 0.1], [3, 1, 5, 5], 2)
     assert result.tolist()[2:] == [0, 0]
@@ -192,6 +207,11 @@ def test_gdpo_components_that_cancel_are_no_signal():
     first = rng.uniform(size=COUNT).astype(np.float32)
     opposite = np.stack([first, 1 - first], axis=1)
     assert not np.asarray(gdpo_advantage(opposite, SIZE)).any()
+    # nearly is not quite
+    nearly = opposite + np.stack([np.zeros(COUNT), 0.01 * rng.normal(size=COUNT)], 1)
+    expected = reference.gdpo(nearly.astype(np.float32), IDS, np.ones((COUNT, 2), bool))
+    result = gdpo_advantage(nearly.astype(np.float32), SIZE)
+    np.testing.assert_allclose(result, expected, rtol=1e-3, atol=1e-3)
     # in one prompt only: the others keep their signal
     opposite[SIZE:, 1] = rng.uniform(size=COUNT - SIZE)
     result = np.asarray(gdpo_advantage(opposite, SIZE)).reshape(PROMPTS, SIZE)
@@ -200,6 +220,6 @@ def test_gdpo_components_that_cancel_are_no_signal():
 
 def test_lengths_may_be_anything_that_counts():
     rewards = rewards_of("real")
-    expected = ROWS["opo"](rewards)
+    expected = ROWS["opo"](rewards, where=None)
     for lengths in (LENGTHS.tolist(), jnp.asarray(LENGTHS), LENGTHS.astype(np.float16)):
         np.testing.assert_array_equal(opo_advantage(rewards, lengths, SIZE), expected)

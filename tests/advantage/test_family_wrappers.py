@@ -36,7 +36,7 @@ def test_calls_the_function(name):
     estimator = get_advantage(name)
     assert type(estimator) is getattr(advantage, kind)
     assert isinstance(estimator, Advantage)
-    expected = ROWS[row](REWARDS)
+    expected = ROWS[row](REWARDS, where=None)
     # scale and the hyper-parameters of others change nothing, so that estimators can be swapped
     others = {"gamma": 0.9, "gae_lambda": 0.5, "normalize": True} | {"k": 3} | needs
     for scale in ("group", "batch", "none"):
@@ -56,11 +56,11 @@ def test_calls_the_function(name):
 def test_own_hyper_parameters_arrive():
     for name in ("maxrl", "dgpo", "mc_grpo", "gdpo"):
         result = get_advantage(name)(REWARDS, SIZE, epsilon=10.0)
-        np.testing.assert_array_equal(result, ROWS[name](REWARDS, epsilon=10.0))
+        np.testing.assert_array_equal(result, ROWS[name](REWARDS, where=None, epsilon=10.0))
     loo = get_advantage("pkpo")(REWARDS, SIZE, k=3, baseline="leave_one_out")
-    np.testing.assert_array_equal(loo, ROWS["pkpo, leave one out"](REWARDS))
+    np.testing.assert_array_equal(loo, ROWS["pkpo, leave one out"](REWARDS, where=None))
     low = get_advantage("pass_at_k")(REWARDS, SIZE, k=3, threshold=0.1)
-    np.testing.assert_array_equal(low, ROWS["pass_at_k"](REWARDS, threshold=0.1))
+    np.testing.assert_array_equal(low, ROWS["pass_at_k"](REWARDS, where=None, threshold=0.1))
     pair = np.stack([REWARDS, REWARDS[::-1]], axis=1)
     weighted = get_advantage("gdpo")(pair, SIZE, reward_weights=[1.0, 2.0])
     np.testing.assert_array_equal(weighted, ROWS["gdpo"](pair, reward_weights=[1.0, 2.0]))

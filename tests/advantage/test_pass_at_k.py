@@ -97,15 +97,17 @@ def _exact_pass_at_k(count, passed, k):
 
 
 def test_hundreds_of_samples():
-    count = 512
-    for passed in (1, 2, 17, 255, 500):
+    count = 500
+    for passed in (1, 2, 17, 255, 490):
         rewards = np.zeros(count, np.float32)
         rewards[:passed] = 1
-        for k in (1, 2, 8, 64, 256, 400, 511):
+        for k in (1, 2, 8, 64, 256, 400, 499):
             result = np.asarray(pass_at_k_advantage(rewards, count, k=jnp.int32(k)))
             expected = _exact_pass_at_k(count, passed, k)
             found = (result[0], result[-1])
-            np.testing.assert_allclose(found, expected, rtol=5e-5, atol=1e-37)
+            # exp(x) loses as many digits as x has before the point
+            rtol = 2e-6 * (1 + abs(math.log(expected[0]))) if expected[0] else 1
+            np.testing.assert_allclose(found, expected, rtol=rtol, atol=1e-37)
             assert np.isfinite(result).all()
 
 

@@ -144,7 +144,7 @@ def test_time(benchmark):
         assert_same_gradients(results[name][1], results["log_softmax"][1])
     table = take_turns(runs)
     for name, (seconds, ratio) in table.items():
-        print(f"| {name} | {1e3 * seconds:.0f} ms | {ratio:.2f} |")  # noqa: T201
+        print(f"| {name} | {1e3 * seconds:.0f} ms | {ratio:.2f} |")
     benchmark.extra_info.update(size=SMALL, rounds=ROUNDS, medians_and_ratios=table)
     benchmark.pedantic(runs["token_logprobs"], rounds=3)
     assert table["token_logprobs"][1] <= 1.1
@@ -175,7 +175,7 @@ def test_temporary_memory(benchmark, dtype):
         "token_logprobs with entropy": compile_for(with_entropy),
     }
     for name, size in sizes.items():
-        print(f"| {name}, {dtype} | {size:.0f} MiB | {size / sizes['log_softmax']:.3f} |")  # noqa: T201
+        print(f"| {name}, {dtype} | {size:.0f} MiB | {size / sizes['log_softmax']:.3f} |")
     benchmark.extra_info.update(size=LARGE, mebibytes=sizes)
     if dtype == "float32":
         assert ours <= sizes["log_softmax"] / 8

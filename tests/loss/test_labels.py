@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from twinkle_jax.loss import GRPOLoss, PPOValueLoss
+from twinkle_jax.loss import BNPOLoss, GRPOLoss, PPOValueLoss
 
 LOGPS = jnp.array([[-0.5, -1.0, -2.0], [-0.25, -4.0, -8.0]])
 LABELS = np.array([[-100, 3, 5], [0, -100, -100]])
@@ -24,7 +24,9 @@ def test_labels_in_every_form():
     assert loss(LABELS[0], {"logps": LOGPS[0]}, advantages=[1.0]) == -1
     assert loss(LABELS, {"logps": LOGPS[..., None]}) == 0
     ours = np.where(LABELS == -100, 255, LABELS).astype(np.uint8)
-    assert loss(ours, loss_fn=GRPOLoss(ignore_index=255)) == 0
+    # Over tokens it is the mean of -1, -1 and 1.
+    assert loss(ours, loss_fn=BNPOLoss(ignore_index=255)) == loss(LABELS, loss_fn=BNPOLoss())
+    assert loss(LABELS, loss_fn=BNPOLoss()) == np.float32(-1 / 3)
 
 
 def test_log_probabilities_come_from_logits():

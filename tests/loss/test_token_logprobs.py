@@ -464,7 +464,7 @@ def test_wrong_chunk_sizes(error, chunk_size, message):
     assert call(chunk_size=np.int64(3)).shape == (4,)
 
 
-@pytest.mark.parametrize("convert", [np.array, jnp.array, list])
+@pytest.mark.parametrize("convert", [np.array, list])
 def test_unknown_tokens_are_refused_where_they_can_be_seen(convert):
     keep = np.array([True, True, False, True])
     with pytest.raises(ValueError, match=r"tokens must lie in \[0, 5\).*got 5 at 1; leave out"):
@@ -475,3 +475,7 @@ def test_unknown_tokens_are_refused_where_they_can_be_seen(convert):
     assert call(tokens=convert([0, 4, -100, 1]), mask=keep).shape == (4,)
     traced = jax.jit(lambda mask: call(tokens=convert([0, 4, 9, 1]), mask=mask))
     assert np.isfinite(traced(keep)).all()
+    on_device = jnp.array([0, 5, 1, -1])  # not read back: it shows as NaN
+    with jax.transfer_guard_device_to_host("disallow"):
+        scores = call(tokens=on_device)
+    assert np.isnan(scores).tolist() == [False, True, False, True]

@@ -156,7 +156,11 @@ def test_cispo_knows_its_bound_and_twinkles_denominator():
     total = 1.25 + 2 / np.e
     output = CISPOLoss(0.25)(batch_inputs, outputs, **kwargs)
     np.testing.assert_allclose(output.loss, total / 2, rtol=1e-6)
-    assert (output.metrics.clip_fraction_low, output.metrics.clip_fraction_high) == (0, 0.5)
+    for advantage in (1.0, -1.0):  # a weight is clipped whatever the sign, and never from below
+        kwargs["advantages"] = [advantage]
+        metrics = CISPOLoss(0.25)(batch_inputs, outputs, **kwargs).metrics
+        assert (metrics.clip_fraction_low, metrics.clip_fraction_high) == (0, 0.5)
+    kwargs["advantages"] = [1.0]
     for known in ({"num_items_in_batch": 8}, {"denominator": 8}):
         value = CISPOLoss(0.25)(batch_inputs, outputs, **kwargs, **known).loss
         np.testing.assert_allclose(value, total / 8, rtol=1e-6)

@@ -154,8 +154,7 @@ def _advantages(
 
     kept = jnp.any(cells, axis=1)
     everyone = moments(sums, kept, whole_batch(num_samples, layout.axis_name))
-    divisor = jnp.where(everyone.finite, everyone.std + epsilon, jnp.nan)
-    return jnp.where(kept & everyone.has_signal, sums / divisor, 0)
+    return jnp.where(kept & everyone.has_signal, sums / (everyone.std + epsilon), 0)
 
 
 def _normalised(values: Array, keep: Array, *, groups: Grouping, epsilon: Array) -> Array:

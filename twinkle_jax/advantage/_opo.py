@@ -110,7 +110,7 @@ def segment_opo_advantage(
 def _opo(samples: Samples, lengths: Array) -> Array:
     own = moments(samples.values, samples.keep, samples.groups)
     deviations = samples.deviations(own)
-    weights = samples.masked(lengths.astype(deviations.dtype))
+    weights = lengths.astype(deviations.dtype)
     tokens = samples.total(weights)
     baseline = samples.total(weights * deviations) / jnp.where(tokens > 0, tokens, 1)
     result = jnp.where(

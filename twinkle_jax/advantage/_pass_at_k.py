@@ -78,7 +78,7 @@ def _pass_at_k(samples: Samples, k: Array, threshold: Array) -> Array:
     log_none = _log_none_of_k(count, passed, k, samples.groups.size)
 
     # No success, or one in every subset: pass@k is the same for all, and nobody earns credit.
-    varies = (passed > 0) & jnp.isfinite(log_none) & (k >= 1) & (k <= count)
+    varies = (passed > 0) & jnp.isfinite(log_none) & (k >= 1)
     log_none = jnp.where(varies, log_none, -1)
     credit = jnp.exp(log_none / 2) / jnp.sqrt(-jnp.expm1(log_none))
     blame = -credit * passed / jnp.maximum(count - passed, 1)

@@ -151,7 +151,7 @@ def _against_others(ranked: _Ranked, k: Array) -> Array:
     others = ranked.kept - k
     share = 1 / jnp.where(others > 0, others, 1)
     lost = jnp.cumsum(ranked.none_better * ranked.rank * share * ranked.drops, axis=1)
-    none_better = ranked.none_better * jnp.maximum(others - ranked.rank, 0) * share
+    none_better = ranked.none_better * (others - ranked.rank) * share
     return jnp.where(others > 0, _gained(none_better, ranked.drops) - lost, 0)
 
 

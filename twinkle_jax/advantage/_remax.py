@@ -80,7 +80,5 @@ def _advantages(
     magnitude = jnp.maximum(jnp.abs(values), jnp.abs(baseline))
     unit = jnp.nextafter(magnitude, jnp.inf) - magnitude
     difference = values - baseline
-    # Infinity on both sides, too, is NaN and not "equal".
-    equal = jnp.abs(difference) <= _NOISE_ULPS * unit
-    difference = jnp.where(equal & jnp.isfinite(difference), 0, difference)
+    difference = jnp.where(jnp.abs(difference) <= _NOISE_ULPS * unit, 0, difference)
     return difference if keep is None else jnp.where(keep, difference, 0)

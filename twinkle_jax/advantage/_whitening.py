@@ -39,7 +39,6 @@ def whiten(
     count = everyone.samples.astype(values.dtype)
     share = jnp.maximum(count - 1, 0) / jnp.maximum(count - correction, 1)
     divisor = everyone.std * jnp.sqrt(share) + epsilon.astype(values.dtype)
-    divisor = jnp.where(everyone.finite, divisor, jnp.nan)
     centred = (tokens - everyone.anchor) - everyone.shift
     signal = everyone.has_signal
     if made_of is not None:

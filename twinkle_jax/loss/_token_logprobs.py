@@ -56,7 +56,7 @@ def token_logprobs(
         hidden: $h$, hidden states from which `tokens` are predicted.
         head: $W$, output matrix.
         tokens: $a$, the tokens to score. Where an unmasked one is outside the vocabulary and its
-            value cannot be seen, because it is traced, log-probability and gradients are NaN.
+            value is in a JAX array, and so not looked at, log-probability and gradients are NaN.
         mask: True where a token counts; all do if None. What is masked may hold anything.
         temperature: $\tau$, above zero, one for all tokens or one for each.
         chunk_size: the most tokens in a chunk; None means half of them, and at most 1,024. Larger
@@ -68,8 +68,8 @@ def token_logprobs(
         out; in float32, or in float64 if `hidden` or `head` is.
 
     Raises:
-        ValueError: if shapes don't fit, `chunk_size` is not positive, or an unmasked token can be
-            seen to be outside the vocabulary.
+        ValueError: if shapes don't fit, `chunk_size` is not positive, or an unmasked token in host
+            data (a list, NumPy) is outside the vocabulary.
         TypeError: if an array has the wrong type, or `chunk_size` is not an integer.
 
     Example:
@@ -183,11 +183,8 @@ def _checked_tokens(tokens: Any, mask: Any, time: int, vocab: int) -> jax.Array:
 
 
 def _visible(values: Any) -> Any:
-    if isinstance(values, jax.core.Tracer):
-        return None
-    if isinstance(values, jax.Array) and not values.is_fully_addressable:
-        return None
-    return np.asarray(values)
+    """Give host data as NumPy; what is on a device is not read back to be checked."""
+    return None if isinstance(values, jax.Array) else np.asarray(values)
 
 
 def _checked_temperature(temperature: Any, time: int) -> jax.Array:

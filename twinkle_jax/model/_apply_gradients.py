@@ -10,6 +10,7 @@ import optax
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float
 
+from twinkle_jax.model._loss_coefficients import traced_scalar
 from twinkle_jax.model._sharding_rules import constrain
 from twinkle_jax.model._train_state import TrainState
 
@@ -59,7 +60,9 @@ def apply_gradients(
     if state.optimizer_state is None:
         raise ValueError("expected a state with an optimizer: make it with train_state(params, …)")
     limit = np.inf if max_grad_norm is None else max_grad_norm
-    return _apply(state, _scalar(learning_rate), _scalar(limit), optimizer=optimizer, mesh=mesh)
+    return _apply(
+        state, traced_scalar(learning_rate), traced_scalar(limit), optimizer=optimizer, mesh=mesh
+    )
 
 
 @partial(jax.jit, static_argnames=("optimizer", "mesh"), donate_argnums=0)
@@ -104,7 +107,7 @@ def clip_gradients(state: TrainState, max_grad_norm: Scalar) -> tuple[TrainState
         The state, and the norm before clipping. Gradients that are not finite stay so, and the
         update that follows is skipped.
     """
-    return _clip(state, _scalar(max_grad_norm))
+    return _clip(state, traced_scalar(max_grad_norm))
 
 
 @partial(jax.jit, donate_argnums=0)
@@ -134,7 +137,3 @@ def gradient_norm(state: TrainState) -> Float[Array, ""]:
 
 def _clip_factor(norm: Float[Array, ""], limit: Float[Array, ""]) -> Float[Array, ""]:
     return jnp.where(norm > limit, limit / norm, 1)
-
-
-def _scalar(value: Scalar) -> Scalar | np.float32:
-    return np.float32(value) if isinstance(value, int | float) else value

@@ -8,10 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from twinkle_jax.model._batch import IGNORE, Batch
-from twinkle_jax.model._buckets import bucket_size
+from twinkle_jax.model._batch import IGNORE
 
-SMALLEST_TIME = 16
 _PER_TOKEN = ("labels", "attention_mask", "position_ids")
 _IMAGES = ("pixel_values", "pixel_values_videos", "images", "videos")
 Row = np.ndarray[Any, Any]
@@ -104,7 +102,7 @@ def align_side(name: str, data: Any, features: list[dict[str, Row]]) -> list[Row
     """Give one number a position, from numbers of a sequence, its labels or its positions."""
     if data is None:
         return None
-    rows = len(data) if np.iterable(data) else None
+    rows = None if getattr(data, "ndim", 1) == 0 or not hasattr(data, "__len__") else len(data)
     if rows != len(features):
         got = "a number" if rows is None else str(rows)
         raise ValueError(f"expected {name} with one row for each of {len(features)}, got {got}")
@@ -141,41 +139,3 @@ def _without_padding(name: str, row: Row, labels: Row) -> Row:
     if np.any(row[labels.size :]):
         raise ValueError(f"expected {name} with {labels.size} numbers, got {row.size}")
     return row[: labels.size]
-
-
-def make_batch(
-    features: list[dict[str, Row]],
-    side: Mapping[str, list[Row] | None],
-    *,
-    rows: int,
-    multiple: int = 1,
-) -> Batch:
-    """Pad features on the right to a bucket of the time axis, and add rows that only fill up."""
-    longest = max(len(feature["input_ids"]) for feature in features)
-    shape = (rows, bucket_size(longest, smallest=SMALLEST_TIME, multiple=multiple))
-
-    def pad(values: list[Row], fill: int, dtype: Any = np.int32) -> Row:
-        out = np.full(shape, fill, dtype)
-        for i, row in enumerate(values):
-            out[i, : len(row)] = row
-        return out
-
-    positions = None
-    if any("position_ids" in feature for feature in features):
-        counted = [np.arange(len(f["input_ids"]), dtype=np.int32) for f in features]
-        own = [f.get("position_ids", c) for f, c in zip(features, counted, strict=True)]
-        positions = pad(own, 0)
-    mask = None
-    if any(np.any(np.diff(feature.get("attention_mask", [])) > 0) for feature in features):
-        mask = pad([f.get("attention_mask", np.ones_like(f["labels"])) for f in features], 0) != 0
-    return Batch(
-        tokens=pad([feature["input_ids"] for feature in features], 0),
-        labels=pad([feature["labels"] for feature in features], IGNORE),
-        mask=mask,
-        rows=np.arange(rows) < len(features),
-        positions=positions,
-        **{
-            name: None if values is None else pad(values, 0, np.float32)
-            for name, values in side.items()
-        },
-    )

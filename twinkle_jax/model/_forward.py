@@ -5,7 +5,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
@@ -16,6 +15,7 @@ from twinkle_jax.model._config import DecoderConfig
 from twinkle_jax.model._decoder import Params, output_logits
 from twinkle_jax.model._grad_step import run_batch
 from twinkle_jax.model._label_scores import label_scores
+from twinkle_jax.model._loss_coefficients import traced_scalar
 from twinkle_jax.model._train_state import merge_params
 
 
@@ -64,13 +64,11 @@ def score_batch(
         The scores, at every position with a label.
     """
     check_batch(batch)
-    if isinstance(temperature, int | float):
-        temperature = np.float32(temperature)
     return _score_batch(
         params,
         frozen,
         batch._replace(advantages=None, old_logps=None, ref_logps=None, rows=None),
-        temperature,
+        traced_scalar(temperature),
         config=config,
         with_entropy=with_entropy,
         with_logits=with_logits,

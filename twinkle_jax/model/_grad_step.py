@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
@@ -17,7 +16,13 @@ from twinkle_jax.model._batch import IGNORE, Batch, check_batch
 from twinkle_jax.model._config import DecoderConfig
 from twinkle_jax.model._decoder import Params, Remat, hidden_states
 from twinkle_jax.model._label_scores import label_scores
-from twinkle_jax.model._loss_coefficients import Static, join_loss, loss_denominator, split_loss
+from twinkle_jax.model._loss_coefficients import (
+    Static,
+    join_loss,
+    loss_denominator,
+    split_loss,
+    traced_scalar,
+)
 from twinkle_jax.model._sharding_rules import constrain
 from twinkle_jax.model._train_state import TrainState, merge_params
 
@@ -93,14 +98,12 @@ def grad_step(
     """
     check_batch(batch)
     static, traced = split_loss(loss_fn)
-    if isinstance(temperature, int | float):
-        temperature = np.float32(temperature)
     return _grad_step(
         state,
         batch,
         frozen,
         traced,
-        temperature,
+        traced_scalar(temperature),
         config=config,
         loss=static,
         compute_dtype=None if compute_dtype is None else jnp.dtype(compute_dtype),
@@ -201,5 +204,6 @@ def add_summaries(a: StepSummary, b: StepSummary) -> StepSummary:
             ratio_min=jnp.minimum(a.metrics.ratio_min, b.metrics.ratio_min),
             ratio_max=jnp.maximum(a.metrics.ratio_max, b.metrics.ratio_max),
         )
-    sums = (x + y for x, y in zip(a[:3], b[:3], strict=True))
-    return StepSummary(*sums, metrics)
+    return StepSummary(
+        a.loss_sum + b.loss_sum, a.denominator + b.denominator, a.tokens + b.tokens, metrics
+    )

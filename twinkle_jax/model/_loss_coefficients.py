@@ -13,24 +13,19 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float
 
-from twinkle_jax.loss import Loss
-
 Static = tuple[Any, ...]
 
 
-def split_loss(loss_fn: Callable[..., Any]) -> tuple[Static, dict[str, Any]]:
+def split_loss(loss_fn: Any) -> tuple[Static, dict[str, Any]]:
     """Take a loss apart: a hashable rest, and the coefficients to trace."""
-    if not isinstance(loss_fn, Loss) and not callable(loss_fn):
+    if not callable(loss_fn):
         raise TypeError(f"expected a loss of twinkle_jax.loss, got {loss_fn!r}")
     if not dataclasses.is_dataclass(loss_fn) or isinstance(loss_fn, type):
         return (loss_fn,), {}
     fields = {f.name: getattr(loss_fn, f.name) for f in dataclasses.fields(loss_fn) if f.init}
     traced = {name: value for name, value in fields.items() if _is_coefficient(value)}
     static = tuple((name, value) for name, value in fields.items() if name not in traced)
-    return (type(loss_fn), static), {
-        name: np.float32(value) if isinstance(value, float) else value
-        for name, value in traced.items()
-    }
+    return (type(loss_fn), static), {name: traced_scalar(value) for name, value in traced.items()}
 
 
 def join_loss(static: Static, traced: dict[str, Any]) -> Callable[..., Any]:
@@ -39,6 +34,11 @@ def join_loss(static: Static, traced: dict[str, Any]) -> Callable[..., Any]:
         return static[0]
     kind, fields = static
     return kind(**dict(fields), **traced)
+
+
+def traced_scalar(value: Any) -> Any:
+    """Give a Python number a type, so that all numbers share what is compiled."""
+    return np.float32(value) if isinstance(value, int | float) else value
 
 
 def _is_coefficient(value: Any) -> bool:

@@ -48,5 +48,6 @@ def named_optimizer(name: str, options: tuple[tuple[str, Any], ...]) -> Any:
     try:
         return OPTIMIZERS[name](**dict(options))
     except TypeError as error:
-        known = ", ".join(OPTIMIZERS[name].__kwdefaults__)
+        defaults = OPTIMIZERS[name].__kwdefaults__ or {}
+        known = ", ".join(defaults)
         raise TypeError(f"{name} knows lr, {known}: {error}") from None

@@ -68,8 +68,8 @@ def partition_rules(mesh: Mesh) -> Callable[[str, tuple[int, ...]], PartitionSpe
 
     Example:
         >>> rule = partition_rules(make_mesh())
-        >>> rule("layers/0/mlp/up_proj/kernel", (2, 32, 48))
-        PartitionSpec(None, 'fsdp', 'tensor')
+        >>> tuple(rule("layers/0/mlp/up_proj/kernel", (2, 32, 48)))
+        (None, 'fsdp', 'tensor')
     """
     check_mesh(mesh)
 

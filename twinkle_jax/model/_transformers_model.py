@@ -1,11 +1,9 @@
 """Twinkle's `TransformersModel`: its verbs around a state and the functions that change it."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.sharding import Mesh
@@ -14,41 +12,25 @@ from jaxtyping import Array, Float
 
 from twinkle_jax import loss as losses
 from twinkle_jax.loss import Loss
-from twinkle_jax.model._adapter_files import CONFIG as ADAPTER_CONFIG
-from twinkle_jax.model._adapter_files import adapter_tensors, load_adapter, save_adapter
 from twinkle_jax.model._apply_gradients import (
     UpdateInfo,
     apply_gradients,
     clip_gradients,
     zero_gradients,
 )
-from twinkle_jax.model._batch import Batch
-from twinkle_jax.model._buckets import bucket_size
-from twinkle_jax.model._checkpoint_files import locate
-from twinkle_jax.model._checkpoint_names import PREFIX
-from twinkle_jax.model._checkpoint_read import load_pretrained
-from twinkle_jax.model._checkpoint_write import list_tensors, save_pretrained
 from twinkle_jax.model._decoder import Remat
-from twinkle_jax.model._features import SIDE, align_side, make_batch, read_features
+from twinkle_jax.model._features import SIDE, align_side, read_features
 from twinkle_jax.model._forward import score_batch
 from twinkle_jax.model._grad_step import StepSummary, add_summaries, grad_step
-from twinkle_jax.model._lora import (
-    LoraConfig,
-    adapter_scales,
-    init_adapter,
-    merge_adapter,
-    read_lora_config,
-)
-from twinkle_jax.model._module import Decoder
+from twinkle_jax.model._held_policy import HeldPolicy
+from twinkle_jax.model._micro_batches import micro_batches
 from twinkle_jax.model._optimizers import named_optimizer
 from twinkle_jax.model._schedules import Schedule, named_schedule
-from twinkle_jax.model._sharding_rules import batch_sharding, partition_rules, shard_like_params
-from twinkle_jax.model._train_state import TrainState, merge_params, train_state
 
 LOSSES = tuple(name for name in losses.__all__ if name.endswith("Loss") and name != "Loss")
 
 
-class TransformersModel:
+class TransformersModel(HeldPolicy):
     """A policy with Twinkle's verbs.
 
     It holds a [`TrainState`][twinkle_jax.model.TrainState] and calls the functions that are public
@@ -76,20 +58,15 @@ class TransformersModel:
         mesh: Mesh | None = None,
         remat: Remat = True,
     ) -> None:
-        self.model_id, self.dtype, self.mesh, self.remat = model_id, jnp.dtype(dtype), mesh, remat
-        decoder = self._read(model_id)
-        self.config, self.source = decoder.config, decoder.source
-        self._optimizer: optax.GradientTransformation | None = None
+        super().__init__(model_id, dtype, mesh)
+        self.remat = remat
         self._lr, self._lr_steps = 1.0, 0
         self._schedule: Schedule = named_schedule("ConstantLR", {})
         self._loss: Any = None
         self._template: Any = None
-        self._adapter: tuple[str, LoraConfig] | None = None
-        self._frozen: dict[str, Any] | None = None
         self._summary: StepSummary | None = None
         self._norm: Float[Array, ""] | None = None
         self._updates: list[UpdateInfo] = []
-        self.state = self._begin(decoder.params)
 
     # Passes over data.
 
@@ -122,7 +99,7 @@ class TransformersModel:
         adapter = {} if disable_lora and self._adapter else self.state.params
         time = max(len(feature["labels"]) for feature in features)
         parts: dict[str, list[np.ndarray]] = {}
-        for batch, count in self._batches(features, {}, micro_batch_size):
+        for batch, count in micro_batches(features, {}, micro_batch_size, self.mesh):
             scores = score_batch(
                 adapter,
                 batch,
@@ -175,7 +152,7 @@ class TransformersModel:
         given = dict(zip(SIDE, (advantages, old_logps, ref_logps), strict=True))
         side = {name: align_side(name, data, features) for name, data in given.items()}
         total: StepSummary | None = None
-        for batch, _ in self._batches(features, side, micro_batch_size):
+        for batch, _ in micro_batches(features, side, micro_batch_size, self.mesh):
             self.state, summary = grad_step(
                 self.state,
                 batch,
@@ -276,20 +253,6 @@ class TransformersModel:
             raise TypeError(f"expected a function or an object with 'encode', got {template!r}")
         self._template = template
 
-    def add_adapter_to_model(self, name: str, config: Any, *, seed: int = 0) -> None:
-        """Freeze the parameters, and train low-rank adapters instead.
-
-        Args:
-            name: of the adapter; there can be one.
-            config: a [`LoraConfig`][twinkle_jax.model.LoraConfig], or PEFT's.
-            seed: of the random A; B starts at 0, so nothing changes yet.
-
-        Raises:
-            ValueError: if there is an adapter, or an option or target is not supported.
-        """
-        lora = read_lora_config(config)
-        self._add_adapter(name, lora, init_adapter(jax.random.key(seed), self.config, lora))
-
     # What it knows.
 
     def calculate_metric(self) -> dict[str, float]:
@@ -306,76 +269,7 @@ class TransformersModel:
         self._summary, self._norm, self._updates = None, None, []
         return metrics
 
-    def get_state_dict(self) -> dict[str, np.ndarray]:
-        """Copy what is trained to the host, named and laid out as in a checkpoint."""
-        if self._adapter is not None:
-            return adapter_tensors(self.config, self.state.params)
-        tensors = list_tensors(Decoder(self.config, self.state.params), PREFIX, None)
-        return {tensor.name: tensor.fetch() for tensor in tensors}
-
-    def save(
-        self, directory: str | Path, *, merge: bool = False, dtype: DTypeLike | None = None
-    ) -> None:
-        """Write a checkpoint, or the adapter in PEFT's format where there is one.
-
-        Args:
-            directory: where to; an interrupted save leaves an older one whole.
-            merge: whether to add the adapter to the parameters and write a checkpoint of them.
-            dtype: type of a checkpoint; by default that of the parameters.
-        """
-        if self._adapter is not None and not merge:
-            base, lora = str(self.model_id), self._adapter[1]
-            save_adapter(directory, self.config, lora, self.state.params, base=base)
-            return
-        params = jax.jit(merge_adapter)(merge_params(self._frozen, self.state.params))
-        save_pretrained(Decoder(self.config, params, source=self.source), directory, dtype=dtype)
-
-    def load(self, directory: str | Path) -> None:
-        """Read parameters or, where there is an `adapter_config.json`, an adapter.
-
-        Optimizer state and gradients begin anew.
-        """
-        if (locate(directory) / ADAPTER_CONFIG).exists():
-            lora, adapter = load_adapter(directory, self.config)
-            if self._adapter is None:
-                return self._add_adapter("default", lora, adapter)
-            self._adapter = self._adapter[0], lora
-            self._frozen = self._base(self._frozen or {}, lora)
-            self.state = self._begin(adapter)
-            return None
-        if self._adapter is not None:
-            raise ValueError(f"expected an adapter in {directory}, got a whole checkpoint")
-        decoder = self._read(directory)
-        if decoder.config != self.config:
-            raise ValueError(f"{directory} holds a model with another configuration")
-        self.state = self._begin(decoder.params)
-        return None
-
     # Inside.
-
-    def _read(self, directory: str | Path) -> Decoder:
-        rules = None if self.mesh is None else partition_rules(self.mesh)
-        return load_pretrained(directory, dtype="float32", mesh=self.mesh, partition=rules)
-
-    def _begin(self, params: Any) -> TrainState:
-        def begin(params: Any) -> TrainState:
-            return train_state(params, self._optimizer)
-
-        if self.mesh is None:
-            return jax.jit(begin)(params)
-        shardings = shard_like_params(jax.eval_shape(begin, params), self.mesh)
-        return jax.jit(begin, out_shardings=shardings)(params)
-
-    def _add_adapter(self, name: str, lora: LoraConfig, adapter: Any) -> None:
-        if self._adapter is not None:
-            raise ValueError(f"expected no adapter yet, got {self._adapter[0]!r} and {name!r}")
-        self._frozen = self._base(self.state.params, lora)
-        self._adapter = name, lora
-        self.state = self._begin(adapter)
-
-    def _base(self, params: Any, lora: LoraConfig) -> dict[str, Any]:
-        frozen = jax.tree.map(lambda x: x.astype(self.dtype), params)
-        return merge_params(frozen, adapter_scales(self.config, lora))
 
     def _features(self, inputs: Any, *, labels_needed: bool) -> list[dict[str, np.ndarray]]:
         return read_features(
@@ -384,28 +278,6 @@ class TransformersModel:
             vocab_size=self.config.vocab_size,
             labels_needed=labels_needed,
         )
-
-    def _batches(
-        self, features: list[Any], side: Mapping[str, Any], size: int | None
-    ) -> Iterator[tuple[Batch, int]]:
-        """Cut rows into micro-batches, each padded to a bucket; also say how many rows are real."""
-        if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
-            raise ValueError(f"expected micro_batch_size to be a positive int, got {size!r}")
-        mesh = {"data": 1, "fsdp": 1, "tensor": 1} if self.mesh is None else self.mesh.shape
-        devices = mesh["data"] * mesh["fsdp"]
-        rows = bucket_size(len(features), multiple=devices) if size is None else size
-        rows = -(-rows // devices) * devices
-        for start in range(0, len(features), rows):
-            part = slice(start, start + rows)
-            batch = make_batch(
-                features[part],
-                {name: x if x is None else x[part] for name, x in side.items()},
-                rows=rows,
-                multiple=mesh["tensor"],
-            )
-            if self.mesh is not None:
-                batch = jax.device_put(batch, batch_sharding(self.mesh))
-            yield batch, len(features[part])
 
     def _apply(self, max_grad_norm: float | None) -> UpdateInfo:
         if self._optimizer is None:
