@@ -5,16 +5,16 @@ import os
 import hypothesis
 import jax
 
-jax.config.update("jax_platforms", "cpu")
-jax.config.update("jax_numpy_rank_promotion", "raise")
-jax.config.update("jax_numpy_dtype_promotion", "strict")
-jax.config.update("jax_debug_key_reuse", True)
-
 
 def pytest_configure(config):
-    """Eight devices for tests, one for measurements; set before JAX makes any."""
-    measuring = any("benchmarks" in str(argument) for argument in config.args)
-    jax.config.update("jax_num_cpu_devices", 1 if measuring else 8)
+    """Set JAX up before it makes devices; measurements get it as a user has it, on one device."""
+    jax.config.update("jax_platforms", "cpu")
+    if any("benchmarks" in str(argument) for argument in config.args):
+        return
+    jax.config.update("jax_num_cpu_devices", 8)
+    jax.config.update("jax_numpy_rank_promotion", "raise")
+    jax.config.update("jax_numpy_dtype_promotion", "strict")
+    jax.config.update("jax_debug_key_reuse", True)
 
 
 # Compiled functions are slow the first time, so no example has a deadline; the same examples are
