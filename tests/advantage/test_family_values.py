@@ -102,6 +102,8 @@ def test_remax_by_hand():
     near = np.float32(0.7) - np.asarray([0, 4, 5, -4, -5], np.float32) * unit
     result = np.asarray(remax_advantage(near, np.float32([0.7]), 5))
     assert (result != 0).tolist() == [False, False, True, False, True]
+    # units of the larger one: those of 1, not of what lies below
+    assert remax_advantage([1 - 2**-21], [1.0]).tolist() == [0]
 
 
 def test_opo_by_hand():
