@@ -63,10 +63,11 @@ def jax_update(vocab):
     batch = jax.device_put(
         Batch(tokens.astype("int32"), labels.astype("int32"), advantages=advantages, old_logps=old)
     )
+    remat = vocab > 512  # where the head takes most of the time, layers are cheap to compute again
     state = [train_state(init_params(jax.random.key(0), config), optimizer)]
 
     def update():
-        middle, summary = grad_step(state.pop(), batch, config, loss_fn, remat=False)
+        middle, summary = grad_step(state.pop(), batch, config, loss_fn, remat=remat)
         after, _ = apply_gradients(middle, optimizer, learning_rate=1e-4, max_grad_norm=1.0)
         state.append(jax.block_until_ready(after))
         return float(summary.loss)

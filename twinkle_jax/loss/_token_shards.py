@@ -16,7 +16,9 @@ def on_token_shards(run: Callable[..., Results], *arrays: Any) -> Results:
     what is not sharded as the rows of `hidden` are, the head above all, is gathered first.
     """
     sharding = jax.typeof(arrays[0]).sharding
-    if AxisType.Explicit not in sharding.mesh.axis_types:
+    kinds = zip(sharding.mesh.axis_names, sharding.mesh.axis_types, strict=True)
+    explicit = {name for name, kind in kinds if kind == AxisType.Explicit}
+    if not explicit:
         return run(*_each_its_own(arrays))
     axes = sharding.spec[0]
 
@@ -26,13 +28,11 @@ def on_token_shards(run: Callable[..., Results], *arrays: Any) -> Results:
         return jax.sharding.reshard(array, NamedSharding(sharding.mesh, spec))
 
     arrays = jax.tree.map(gather, arrays)
-    if axes is None:
-        return run(*arrays)
     return jax.shard_map(
         lambda *shards: run(*_each_its_own(shards)),
         mesh=sharding.mesh,
         out_specs=PartitionSpec(axes),
-        axis_names=set(jax.tree.leaves(axes)),
+        axis_names=explicit,
     )(*arrays)
 
 
