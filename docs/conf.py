@@ -1,5 +1,7 @@
 """How Sphinx builds these pages: `pip install -e '.[docs]' && sphinx-build -W docs docs/_build`."""
 
+import re
+
 import twinkle_jax
 
 project = "twinkle_jax"
@@ -10,4 +12,26 @@ myst_enable_extensions = ["dollarmath"]
 exclude_patterns = ["_build"]
 html_theme = "sphinx_book_theme"
 autodoc_typehints = "none"
-nitpicky = False
+napoleon_use_ivar = True
+napoleon_attr_annotations = False
+
+
+def _markdown_to_rst(app, what, name, obj, options, lines):
+    """Docstrings are written in Markdown: turn its formulas, links and code into reST."""
+    del app, what, name, obj, options
+    text = "\n".join(lines)
+    text = re.sub(r"\[`([^`\n]+)`\]\[[^\]\n]+\]", r"`\1`", text)
+    text = re.sub(r"(?<![`:\w])`([^`\n]+)`(?![`_])", r"``\1``", text)
+
+    def display(match):
+        return "\n\n.. math::\n\n   " + " ".join(match[1].split()) + "\n\n"
+
+    text = re.sub(r"\$\$(.+?)\$\$[.,]?", display, text, flags=re.DOTALL)
+    text = re.sub(r"(?<![`$\\])\$([^$\n]+)\$", r":math:`\1`\\ ", text)
+    text = re.sub(r"\[([^\]\n]+)\]\((https?://[^)\s]+)\)", r"`\1 <\2>`__", text)
+    lines[:] = text.split("\n")
+
+
+def setup(app):
+    """Register the conversion, before napoleon reads the sections."""
+    app.connect("autodoc-process-docstring", _markdown_to_rst, priority=100)
