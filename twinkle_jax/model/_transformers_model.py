@@ -228,7 +228,7 @@ class TransformersModel(HeldPolicy):
         self.state = self._begin(self.state.params)
 
     def set_lr_scheduler(self, scheduler: str | Schedule, **options: Any) -> None:
-        """Choose a schedule: a name, or a function from the count of `lr_step` calls to a factor."""
+        """Choose a schedule: a name, or a function from the count of `lr_step` to a factor."""
         self._schedule = named_schedule(scheduler, options)
         self._lr_steps = 0
 
