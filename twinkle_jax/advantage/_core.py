@@ -93,7 +93,8 @@ def advantages(
     result = jnp.where(factor == 0, 0, centred * factor)
     if scale == "batch":
         everyone = moments(values, keep, batch)
-        result = result / (everyone.std + epsilon)
+        divisor = jnp.where(everyone.finite, everyone.std + epsilon, jnp.nan)
+        result = result / divisor
         # 0 / 0 where epsilon is 0 and nothing in the batch differs is still no signal.
         result = jnp.where(everyone.has_signal, result, 0)
     return result if keep is None else jnp.where(keep, result, 0)

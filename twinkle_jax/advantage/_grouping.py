@@ -34,6 +34,8 @@ class Grouping(NamedTuple):
     """The maximum of each group."""
     size: int | None
     """Samples in each group before any is left out; None where that depends on the data."""
+    many: bool
+    """Whether a group may be so large that its sum loses digits."""
 
 
 def rows(num_groups: int, num_generations: int) -> Grouping:
@@ -57,6 +59,7 @@ def rows(num_groups: int, num_generations: int) -> Grouping:
             total=functools.partial(_pairwise, jnp.add),
             largest=functools.partial(_pairwise, jnp.maximum),
             size=num_generations,
+            many=False,
         )
     return Grouping(
         split=lambda values: [values.reshape(shape)],
@@ -65,6 +68,7 @@ def rows(num_groups: int, num_generations: int) -> Grouping:
         total=lambda pieces: jnp.sum(pieces[0], axis=1),
         largest=lambda pieces: jnp.max(pieces[0], axis=1),
         size=num_generations,
+        many=True,
     )
 
 
@@ -87,7 +91,7 @@ def segments(segment_ids: Array, num_segments: int, axis_name: AxisName | None) 
         tops = jax.ops.segment_max(pieces[0], segment_ids, num_segments)
         return tops if axis_name is None else jax.lax.pmax(tops, axis_name)
 
-    return Grouping(lambda values: [values], share, share, total, largest, None)
+    return Grouping(lambda values: [values], share, share, total, largest, None, many=True)
 
 
 def whole_batch(num_samples: int, axis_name: AxisName | None) -> Grouping:
@@ -105,7 +109,9 @@ def whole_batch(num_samples: int, axis_name: AxisName | None) -> Grouping:
     def share(statistic: Array) -> Array:
         return statistic
 
-    return Grouping(lambda values: [values], share, share, total, largest, num_samples * shards)
+    return Grouping(
+        lambda values: [values], share, share, total, largest, num_samples * shards, many=True
+    )
 
 
 def _pairwise(combine: Callable[[Array, Array], Array], columns: Sequence[Array]) -> Array:

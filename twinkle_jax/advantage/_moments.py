@@ -75,10 +75,13 @@ def moments(rewards: Array, keep: Array | None, grouping: Grouping) -> Moments:
 
     pieces = centred(pieces, top)
     shift = mean(pieces)
+    if grouping.many:  # a running sum over many samples loses digits, which a second pass finds
+        shift = shift + mean(centred(pieces, shift))
     pieces = centred(pieces, shift)
 
-    finite = jnp.isfinite(shift)  # a maximum may skip NaN on some backend; a sum never does
-    has_signal = ~finite | (spread > _NOISE_ULPS * unit)
+    # A maximum may skip NaN on some backend; a sum never does.
+    finite = jnp.isfinite(spread) & jnp.isfinite(shift)
+    has_signal = ~finite | ((count > 1) & (spread > _NOISE_ULPS * unit))
     inverse = grouping.share(1 / jnp.where(has_signal & finite, spread, 1))
     squares = masked([jnp.square(p * inverse) for p in pieces], 0)
     variance = grouping.total(squares) / jnp.maximum(divisor - 1, 1)

@@ -191,7 +191,8 @@ def check_segment_ids(segment_ids: Any, num_samples: int, num_segments: int) -> 
             f"segment_ids must have shape {(num_samples,)}, one id for each reward, got {ids.shape}"
         )
     if isinstance(ids, np.ndarray):  # before 64 bits are cut to 32
-        return np.where((ids >= 0) & (ids < num_segments), ids, -1).astype(np.int32)
+        wide = ids.astype(np.int64)
+        return np.where((wide >= 0) & (wide < num_segments), wide, -1).astype(np.int32)
     return ids.astype(jnp.int64 if ids.dtype.itemsize == 8 else jnp.int32)
 
 
