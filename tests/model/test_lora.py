@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tests.model.families import config_of, params_of
-from twinkle_jax.model import Decoder, LoraConfig, TransformersModel, save_pretrained
+from twinkle_jax.model import Decoder, LoraConfig, TransformersModel, make_mesh, save_pretrained
 
 pytest.importorskip("safetensors", reason="pip install 'twinkle-jax[checkpoints]'")
 import safetensors.numpy
@@ -26,23 +26,26 @@ def checkpoint(tmp_path_factory):
     return directory
 
 
-def adapted(checkpoint):
-    model = TransformersModel(checkpoint)
+def adapted(checkpoint, mesh=None):
+    model = TransformersModel(checkpoint, mesh=mesh)
     model.add_adapter_to_model("default", LORA)
     model.set_loss("GRPOLoss")
     model.set_optimizer("AdamW", lr=0.05)
     return model
 
 
-@pytest.fixture(scope="module")
-def stepped(checkpoint):
-    """A model whose adapter has made two updates, and its scores before and after."""
-    model = adapted(checkpoint)
+def make_updates(model):
+    """Two updates of the adapter, and the scores before and after."""
     before = model.forward_only(inputs=INPUTS)["logps"]
     for _ in range(2):
         model.forward_backward(inputs=INPUTS, advantages=[1.0, -1.0, 0.5])
         model.clip_grad_and_step()
     return model, before, model.forward_only(inputs=INPUTS)["logps"]
+
+
+@pytest.fixture(scope="module")
+def stepped(checkpoint):
+    return make_updates(adapted(checkpoint))
 
 
 def test_an_adapter_changes_nothing_until_it_is_trained_and_then_it_alone(stepped, checkpoint):
@@ -60,6 +63,14 @@ def test_an_adapter_changes_nothing_until_it_is_trained_and_then_it_alone(steppe
         for key in path:
             found = found[key.key]
         np.testing.assert_array_equal(found, x)
+
+
+def test_on_a_mesh_it_learns_what_it_learns_on_one_device(stepped, checkpoint):
+    model, _, after = stepped
+    spread, _, scores = make_updates(adapted(checkpoint, make_mesh(data=2, fsdp=2, tensor=2)))
+    np.testing.assert_allclose(scores, after, atol=2e-5)
+    for name, tensor in model.get_state_dict().items():
+        np.testing.assert_allclose(spread.get_state_dict()[name], tensor, atol=1e-4, err_msg=name)
 
 
 def test_files_are_those_of_peft(stepped, tmp_path):
@@ -171,7 +182,7 @@ def test_adapter_files_that_are_refused(stepped, tmp_path):
     "ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning"
 )
 def test_peft_loads_it_and_gives_the_same_scores(stepped, tmp_path):
-    get = "pip install 'twinkle-jax[test,oracle]' peft"
+    get = "pip install 'twinkle-jax[test,oracle]'"
     peft = pytest.importorskip("peft", reason=get)
     torch = pytest.importorskip("torch", reason=get)
     transformers = pytest.importorskip("transformers", reason=get)

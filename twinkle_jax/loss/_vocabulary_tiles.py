@@ -67,7 +67,7 @@ def tiling(time: int, feature: int, vocab: int, chunk_size: int | None) -> Tilin
     largest = min(time, chunk_size or min(1024, -(-time // 2)))
     chunks = -(-time // largest)
     rows = min(largest, -(-time // (8 * chunks)) * 8)
-    tile = min(max(time * vocab // 16, SMALLEST_TILE), LARGEST_TILE)
+    tile = min(max(time * vocab // 48, SMALLEST_TILE), LARGEST_TILE)
     blocks = max(2, -(-rows * vocab // tile), -(-feature * vocab // LARGEST_TILE))
     width = -(-vocab // (128 * min(16, blocks))) * 128  # matrix units want multiples of 128
     return Tiling(rows, tuple(min(width, vocab - start) for start in range(0, vocab, width)))

@@ -68,7 +68,8 @@ def hidden_states(
         attention: `"xla"` or `"cudnn"`; by default what
             [`default_attention`][twinkle_jax.model.default_attention] chooses.
         remat: True recomputes each layer in the backward pass, a policy of
-            `jax.checkpoint_policies` keeps what it names, False keeps everything.
+            `jax.checkpoint_policies` keeps what it names, False keeps everything. Where there is
+            memory for it, `dots_with_no_batch_dims_saveable` is often the fastest.
 
     Returns:
         Hidden states in `compute_dtype`, 0 at padding. A row has the same ones whatever else is in
