@@ -45,7 +45,5 @@ def test_depth():
         for depth in DEPTHS:
             seconds[depth].append(seconds_to_compile(depth))
     shallow, deep = (statistics.median(seconds[depth]) for depth in DEPTHS)
-    print(
-        f"\n{DEPTHS[0]} layers {shallow:.2f} s, {DEPTHS[1]} layers {deep:.2f} s: {deep / shallow:.2f}"
-    )
+    print(f"\n4 layers {shallow:.2f} s, 24 layers {deep:.2f} s: {deep / shallow:.2f} times")
     assert deep < MOST * shallow
