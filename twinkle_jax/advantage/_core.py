@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from twinkle_jax.advantage._grouping import AxisName, Grouping, rows, segments, whole_batch
-from twinkle_jax.advantage._moments import Moments, moments
+from twinkle_jax.advantage._moments import moments
 from twinkle_jax.advantage._sharding import auto_sharded, one_per_sample
 
 
@@ -85,25 +85,19 @@ def advantages(
         grouping = rows(values.shape[0] // setting.num_generations, setting.num_generations)
 
     own = moments(values, keep, grouping)
-    factor = _factor(own, setting.leave_one_out)
-    if scale == "group":
-        factor = factor / (own.std + epsilon)
-    factor = grouping.back(jnp.where(own.has_signal, factor, 0))
+    factor = jnp.ones_like(own.std)
+    if setting.leave_one_out:
+        samples = own.samples.astype(factor.dtype)
+        factor = factor * (samples / jnp.maximum(samples - 1, 1))
+    if scale == "group":  # dividing by infinity is 0 without signal
+        factor = factor / jnp.where(own.has_signal, own.std + epsilon, jnp.inf)
+    else:
+        factor = jnp.where(own.has_signal, jnp.where(own.finite, factor, jnp.nan), 0)
     centred = (values - grouping.back(own.anchor)) - grouping.back(own.shift)
-    result = jnp.where(factor == 0, 0, centred * factor)
+    result = centred * grouping.back(factor)
     if scale == "batch":
         everyone = moments(values, keep, batch)
-        divisor = jnp.where(everyone.finite, everyone.std + epsilon, jnp.nan)
-        result = result / divisor
+        result = result / (everyone.std + epsilon)
         # 0 / 0 where epsilon is 0 and nothing in the batch differs is still no signal.
         result = jnp.where(everyone.has_signal, result, 0)
     return result if keep is None else jnp.where(keep, result, 0)
-
-
-def _factor(own: Moments, leave_one_out: bool) -> Array:
-    """What a centred reward is multiplied by before scaling: n / (n - 1) for leave-one-out."""
-    factor = jnp.where(own.finite, jnp.ones_like(own.std), jnp.nan)
-    if leave_one_out:
-        samples = own.samples.astype(own.std.dtype)
-        factor = factor * (samples / jnp.maximum(samples - 1, 1))
-    return factor

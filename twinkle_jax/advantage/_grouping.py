@@ -15,8 +15,10 @@ from jax import Array
 AxisName = Hashable | tuple[Hashable, ...]
 
 # Up to this many samples a prompt, a group is reduced as K strided columns, which XLA fuses into
-# one pass over the rewards; from 32 on, a reduction over rows is as fast and compiles sooner.
+# one pass over the rewards; from 32 on, a reduction over rows is as fast and compiles sooner. So it
+# does for few samples in all, with fewer operations.
 _MOST_COLUMNS = 16
+_FEWEST_SAMPLES = 4096
 
 
 class Grouping(NamedTuple):
@@ -34,8 +36,6 @@ class Grouping(NamedTuple):
     """The maximum of each group."""
     size: int | None
     """Samples in each group before any is left out; None where that depends on the data."""
-    many: bool
-    """Whether a group may be so large that its sum loses digits."""
 
 
 def rows(num_groups: int, num_generations: int) -> Grouping:
@@ -46,7 +46,7 @@ def rows(num_groups: int, num_generations: int) -> Grouping:
         # The elementwise pass runs over [N], so the result is sharded as the rewards are.
         return jnp.broadcast_to(statistic[:, None], shape).reshape(-1)
 
-    if num_generations <= _MOST_COLUMNS:
+    if num_generations <= _MOST_COLUMNS and num_groups * num_generations >= _FEWEST_SAMPLES:
 
         def split(values: Array) -> list[Array]:
             grid = values.reshape(shape)
@@ -59,7 +59,6 @@ def rows(num_groups: int, num_generations: int) -> Grouping:
             total=functools.partial(_pairwise, jnp.add),
             largest=functools.partial(_pairwise, jnp.maximum),
             size=num_generations,
-            many=False,
         )
     return Grouping(
         split=lambda values: [values.reshape(shape)],
@@ -68,7 +67,6 @@ def rows(num_groups: int, num_generations: int) -> Grouping:
         total=lambda pieces: jnp.sum(pieces[0], axis=1),
         largest=lambda pieces: jnp.max(pieces[0], axis=1),
         size=num_generations,
-        many=True,
     )
 
 
@@ -91,7 +89,7 @@ def segments(segment_ids: Array, num_segments: int, axis_name: AxisName | None) 
         tops = jax.ops.segment_max(pieces[0], segment_ids, num_segments)
         return tops if axis_name is None else jax.lax.pmax(tops, axis_name)
 
-    return Grouping(lambda values: [values], share, share, total, largest, None, many=True)
+    return Grouping(lambda values: [values], share, share, total, largest, None)
 
 
 def whole_batch(num_samples: int, axis_name: AxisName | None) -> Grouping:
@@ -109,9 +107,7 @@ def whole_batch(num_samples: int, axis_name: AxisName | None) -> Grouping:
     def share(statistic: Array) -> Array:
         return statistic
 
-    return Grouping(
-        lambda values: [values], share, share, total, largest, num_samples * shards, many=True
-    )
+    return Grouping(lambda values: [values], share, share, total, largest, num_samples * shards)
 
 
 def _pairwise(combine: Callable[[Array, Array], Array], columns: Sequence[Array]) -> Array:

@@ -3,23 +3,28 @@
 Three things that the obvious formulas get wrong are settled here, for every estimator at once:
 
 * The mean is kept as two numbers, `anchor + shift`. The anchor is the largest reward of the group;
-  subtracting it from a reward near it is exact, and the shift is the mean of what remains. Rewards
-  of 1e6 plus small differences so give the advantages of the differences. (A rounded mean would be
-  a better anchor, were it the same number everywhere: the compiler recomputes it in each fused
-  loop, in another order or unrounded in a multiply-add. A maximum has no rounding to differ in.)
+  how far a reward is below it is exact where they are near, and the shift is minus the mean of
+  that. Rewards of 1e6 plus small differences so give the advantages of the differences. (A rounded
+  mean would be a better anchor, were it the same number everywhere: the compiler recomputes it in
+  each fused loop, in another order or unrounded in a multiply-add. A maximum has no rounding to
+  differ in.)
 * Squares are taken of deviations divided by the spread, so that nothing overflows up to 1e18.
 * Whether a group holds a signal at all is decided on its rewards (maximum against minimum), not on
   a standard deviation that is itself made of rounding noise.
+
+Operations are counted: XLA's CPU runtime runs a program of less than 1,000 at once, and hands a
+larger one to another thread, which takes longer than all of the work on 64 rewards.
 """
 
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import Array
 
 from twinkle_jax.advantage._grouping import Grouping
 
-_NOISE_ULPS = 4  # a spread of so many units in the last place is rounding, not signal
+_NOISE_UNITS = 4  # a spread of so many units in the last place is rounding, not signal
 
 
 class Moments(NamedTuple):
@@ -59,37 +64,37 @@ def moments(rewards: Array, keep: Array | None, grouping: Grouping) -> Moments:
             return values
         return [jnp.where(k, v, fill) for k, v in zip(kept, values, strict=True)]
 
-    def centred(values: list[Array], statistic: Array) -> list[Array]:
-        return [v - grouping.share(statistic) for v in values]
-
-    def mean(values: list[Array]) -> Array:
-        return grouping.total(masked(values, 0)) / divisor
-
-    top = grouping.largest(masked(pieces, -jnp.inf))
-    top = jnp.where(count > 0, top, 0)
-    bottom = -grouping.largest(masked([-p for p in pieces], -jnp.inf))
-    bottom = jnp.where(count > 0, bottom, 0)
-    spread = top - bottom
-    magnitude = jnp.maximum(jnp.abs(top), jnp.abs(bottom))
-    unit = jnp.nextafter(magnitude, jnp.inf) - magnitude
-
-    pieces = centred(pieces, top)
-    shift = mean(pieces)
-    if grouping.many:  # a running sum over many samples loses digits, which a second pass finds
-        shift = shift + mean(centred(pieces, shift))
-    pieces = centred(pieces, shift)
-
+    top = grouping.largest(masked(pieces, float(jnp.finfo(rewards.dtype).min)))
+    if kept is not None:
+        # 0 for an empty group. A quotient is stored for each group; what a `where` chooses would be
+        # worked out again for each sample, from all of its group (jaxlib 0.12 did so wrongly).
+        top = top / jnp.where(count > 0, jnp.ones_like(top), jnp.inf)
+    below = masked([grouping.share(top) - p for p in pieces], 0)
+    spread = grouping.largest(below)
+    drop = grouping.total(below) / divisor
     # A maximum may skip NaN on some backend; a sum never does.
-    finite = jnp.isfinite(spread) & jnp.isfinite(shift)
-    has_signal = ~finite | ((count > 1) & (spread > _NOISE_ULPS * unit))
-    inverse = grouping.share(1 / jnp.where(has_signal & finite, spread, 1))
-    squares = masked([jnp.square(p * inverse) for p in pieces], 0)
-    variance = grouping.total(squares) / jnp.maximum(divisor - 1, 1)
+    finite = jnp.isfinite(drop)
+    # Of the largest and the smallest reward, the larger magnitude; exact where the spread is small.
+    has_signal = ~finite | (spread > _noise(jnp.maximum(top, spread - top)))
+    inverse = grouping.share(1 / jnp.where(spread > 0, spread, 1))
+    deviations = masked([(p - grouping.share(drop)) * inverse for p in below], 0)
+    variance = grouping.total([jnp.square(d) for d in deviations]) / jnp.maximum(divisor - 1, 1)
     return Moments(
         anchor=top,
-        shift=shift,
+        shift=-drop,
         std=jnp.where(has_signal, spread * jnp.sqrt(variance), 0),
         samples=count,
         has_signal=has_signal,
         finite=finite,
     )
+
+
+def _noise(magnitude: Array) -> Array:
+    """Give the largest spread that is rounding: four units in the last place of a magnitude."""
+    if magnitude.dtype == jnp.float64:
+        integer, exponent = jnp.int64, 0x7FF0000000000000
+    else:
+        integer, exponent = jnp.int32, 0x7F800000
+    bits = jax.lax.bitcast_convert_type(magnitude, integer) & integer(exponent)
+    power = jax.lax.bitcast_convert_type(bits, magnitude.dtype)  # the power of two below
+    return power * (_NOISE_UNITS * jnp.finfo(magnitude.dtype).eps)
