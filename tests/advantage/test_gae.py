@@ -227,11 +227,14 @@ def test_types():
     integers = discounted_returns([[1, 2], [3, 4]])
     assert integers.dtype == jnp.float32 and integers.tolist() == [[3, 2], [7, 4]]
     with jax.enable_x64(True):
-        mixed = gae_advantage(REWARDS, VALUES.astype(np.float64), where=KEEP, gamma=0.9)
-        assert mixed.advantages.dtype == jnp.float64
         expected, _ = reference.gae(REWARDS, VALUES, KEEP, 0.9, 0.95)
         whitened = reference.whiten(expected, KEEP, 0, 1e-8)
-        np.testing.assert_allclose(mixed.advantages, whitened, rtol=1e-12, atol=1e-13)
+        wide_values = VALUES.astype(np.float64)
+        for values in (wide_values, jnp.asarray(wide_values)):
+            rewards = REWARDS if values is wide_values else jnp.asarray(REWARDS)
+            mixed = gae_advantage(rewards, values, where=KEEP, gamma=0.9)
+            assert mixed.advantages.dtype == jnp.float64
+            np.testing.assert_allclose(mixed.advantages, whitened, rtol=1e-12, atol=1e-13)
         assert discounted_returns(REWARDS.astype(np.float64)).dtype == jnp.float64
 
 

@@ -15,6 +15,8 @@ from twinkle_jax.advantage._grouping import AxisName, Grouping, rows, segments, 
 from twinkle_jax.advantage._moments import moments
 from twinkle_jax.advantage._sharding import auto_sharded, one_per_sample
 
+_NARROW, _WIDE = jnp.dtype(jnp.float32), jnp.dtype(jnp.float64)
+
 
 class Setting(NamedTuple):
     """What is fixed at compile time."""
@@ -28,8 +30,7 @@ class Setting(NamedTuple):
 
 def compute_dtype(dtype: jnp.dtype) -> jnp.dtype:
     """Float64 stays; float16, bfloat16, integers and booleans are computed in float32."""
-    wide = dtype == jnp.float64
-    return jnp.dtype(jnp.float64 if wide else jnp.float32)
+    return _WIDE if dtype == _WIDE else _NARROW
 
 
 def combine_components(

@@ -37,7 +37,7 @@ def estimate(
     values, mask, weights = check_rewards(rewards, where, reward_weights)
     check_groups(values.shape[0], size)
     epsilon = check_coefficient("epsilon", epsilon, values)
-    setting = Setting(scale, leave_one_out, check_axis_name(axis_name), num_generations=size)
+    setting = Setting(scale, leave_one_out, check_axis_name(axis_name), size)
     return advantages(values, mask, weights, epsilon, setting=setting)
 
 

@@ -129,14 +129,15 @@ def estimate_gae(
     check_finite("rewards", earned, mask)
     check_finite("values", critic, mask)
     last = optional(check_per_row, "bootstrap_values", bootstrap_values, like)
+    widest = max(earned, critic, key=lambda array: array.dtype.itemsize)
     return _gae(
         earned,
         critic,
         mask,
         last,
-        check_coefficient("gamma", gamma, earned),
-        check_coefficient("gae_lambda", gae_lambda, earned),
-        check_coefficient("epsilon", epsilon, earned),
+        check_coefficient("gamma", gamma, widest),
+        check_coefficient("gae_lambda", gae_lambda, widest),
+        check_coefficient("epsilon", epsilon, widest),
         normalize=check_flag("normalize", normalize),
         axis_name=check_axis_name(axis_name),
     )
