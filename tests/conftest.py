@@ -1,7 +1,7 @@
 """Strict JAX for every test: eight virtual CPU devices, no implicit promotion, no reused keys.
 
-Tests compile thousands of small programs and run each a few times, so the compiler does not optimise
-them, which saves a third of the time. Set XLA_FLAGS, to anything, to test what users run.
+Tests compile thousands of small programs and run each a few times, so the compiler does not
+optimise them, which saves a third of the time. Set XLA_FLAGS, to anything, to test what users run.
 """
 
 import os
