@@ -39,11 +39,13 @@ def seconds_to_compile(depth):
     return time.perf_counter() - start
 
 
-def test_depth():
+def test_depth(benchmark):
     seconds = {depth: [] for depth in DEPTHS}
     for _ in range(5):
         for depth in DEPTHS:
             seconds[depth].append(seconds_to_compile(depth))
     shallow, deep = (statistics.median(seconds[depth]) for depth in DEPTHS)
     print(f"\n4 layers {shallow:.2f} s, 24 layers {deep:.2f} s: {deep / shallow:.2f} times")
+    benchmark.extra_info.update(shallow=shallow, deep=deep)
     assert deep < MOST * shallow
+    benchmark.pedantic(seconds_to_compile, args=DEPTHS[1:], rounds=1)
