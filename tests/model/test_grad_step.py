@@ -11,9 +11,9 @@ import pytest
 from tests.loss.cases import EXTRAS, OBJECTS
 from tests.model.families import NAMES, QUICK, config_of, params_of
 from tests.model.training import accumulate, chosen, fresh, random_batch, relative, take
-from twinkle_jax.loss import GRPOLoss, Loss, LossOutput, PPOValueLoss
+from twinkle_jax.loss import GRPOLoss, Loss, LossOutput, PolicyMetrics, PPOValueLoss
 from twinkle_jax.model import Batch, grad_step, hidden_states, output_logits, train_state
-from twinkle_jax.model._grad_step import _grad_step
+from twinkle_jax.model._grad_step import StepSummary, _grad_step, add_summaries
 from twinkle_jax.model._loss_coefficients import join_loss, split_loss
 
 BATCH = random_batch()
@@ -177,3 +177,23 @@ def test_losses_that_are_refused():
         grad_step(fresh(), BATCH, config_of("qwen3"), "grpo")
     with pytest.raises(TypeError, match="PPOValueLoss needs old_values"):
         grad_step(fresh(), BATCH, config_of("qwen3"), PPOValueLoss())
+
+
+def test_summaries_add_up_and_each_token_weighs_the_same():
+    def summary(loss_sum, denominator, tokens, *metrics):
+        numbers = [jnp.float32(x) for x in (loss_sum, denominator, tokens)]
+        return StepSummary(*numbers, PolicyMetrics(*map(jnp.float32, metrics)))
+
+    a = summary(3, 2, 1, 0.0, 1.0, 0.5, 2.0, 0.8, 1.1)
+    b = summary(1, 2, 3, 1.0, 0.0, 0.1, 4.0, 0.9, 1.5)
+    both = add_summaries(a, b)
+    assert (both.loss_sum, both.denominator, both.tokens, both.loss) == (4, 4, 4, 1)
+    np.testing.assert_allclose(both.metrics, [0.75, 0.25, 0.2, 3.5, 0.8, 1.5], rtol=1e-6)
+    # without tokens there is no ratio, and nothing to divide a loss by
+    nothing = summary(0, 0, 0, 0.0, 0.0, 0.0, 0.0, 1.0, 1.0)
+    close = summary(1, 1, 1, 0.0, 0.0, 0.0, 0.0, 1.2, 1.3)
+    for one, other in ((nothing, close), (close, nothing)):
+        together = add_summaries(one, other).metrics
+        np.testing.assert_allclose(together[-2:], [1.2, 1.3], rtol=1e-6)
+    assert nothing.loss == 0
+    assert add_summaries(nothing, nothing).metrics.ratio_max == 1

@@ -200,9 +200,13 @@ def add_summaries(a: StepSummary, b: StepSummary) -> StepSummary:
         def mean(x: Float[Array, ""], y: Float[Array, ""]) -> Float[Array, ""]:
             return divided(x * a.tokens + y * b.tokens, tokens)
 
+        def extreme(pick: Callable[..., Array], x: Array, y: Array) -> Array:
+            """Leave out the ratio of 1 that stands where there are no tokens."""
+            return jnp.where(a.tokens == 0, y, jnp.where(b.tokens == 0, x, pick(x, y)))
+
         metrics = jax.tree.map(mean, a.metrics, b.metrics)._replace(
-            ratio_min=jnp.minimum(a.metrics.ratio_min, b.metrics.ratio_min),
-            ratio_max=jnp.maximum(a.metrics.ratio_max, b.metrics.ratio_max),
+            ratio_min=extreme(jnp.minimum, a.metrics.ratio_min, b.metrics.ratio_min),
+            ratio_max=extreme(jnp.maximum, a.metrics.ratio_max, b.metrics.ratio_max),
         )
     return StepSummary(
         a.loss_sum + b.loss_sum, a.denominator + b.denominator, a.tokens + b.tokens, metrics
