@@ -76,7 +76,9 @@ def test_bfloat16_parameters_have_a_float32_optimizer():
 
 
 def test_forgotten_gradients_and_donated_states():
-    state = zero_gradients(state_of([6, 8], 2))
+    old = state_of([6, 8], 2)
+    state = zero_gradients(old)
+    assert old.gradient_sum["w"].is_deleted()
     assert not state.gradient_sum["w"].any() and state.denominator == 0
     applied, _ = apply_gradients(state, SGD)
     assert state.params["w"].is_deleted() and not applied.params["w"].is_deleted()

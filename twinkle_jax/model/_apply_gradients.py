@@ -120,7 +120,7 @@ def _clip(
     return state._replace(gradient_sum=clipped), norm
 
 
-@partial(jax.jit, donate_argnums=0)
+@partial(jax.jit, donate_argnums=0, keep_unused=True)  # the old sums are the new zeros' memory
 def zero_gradients(state: TrainState) -> TrainState:
     """Forget the gradients that wait; donates the state."""
     return state._replace(
