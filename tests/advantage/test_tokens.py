@@ -76,7 +76,13 @@ def test_kl_masks_gradients_and_errors(function):
     narrow = function(jnp.asarray(REWARDS, jnp.bfloat16), KL, MASK, coefficient=0.5)
     assert narrow.dtype == jnp.float32
     with jax.enable_x64(True):
-        assert function(REWARDS, KL.astype(np.float64), MASK, coefficient=0.5).dtype == jnp.float64
+        wide_rewards, wide_kl = REWARDS.astype(np.float64), KL.astype(np.float64)
+        exact = function(wide_rewards, wide_kl, MASK, coefficient=0.1)
+        for given in ((wide_rewards, KL), (REWARDS, wide_kl)):
+            for place in (np.asarray, jnp.asarray):
+                result = function(*(place(x) for x in given), MASK, coefficient=0.1)
+                assert result.dtype == jnp.float64
+                np.testing.assert_allclose(result, exact, rtol=1e-14)
     with pytest.raises(ValueError, match=r"mask must have the shape of kl, \(3, 4\), got \(3, 3\)"):
         function(REWARDS, KL, MASK[:, :3], coefficient=0.5)
     with pytest.raises(ValueError, match=r"rewards must have shape \(3,\), one for each row of kl"):

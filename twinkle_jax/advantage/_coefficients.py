@@ -10,21 +10,23 @@ from twinkle_jax.advantage._core import compute_dtype
 from twinkle_jax.advantage._settings import check_size, describe
 
 
-def check_coefficient(name: str, value: Any, beside: Any) -> Any:
-    """Return a real scalar; a number `beside` an array on a device is put there once, not per call.
+def check_coefficient(name: str, value: Any, *beside: Any) -> Any:
+    """Return a real scalar; a number `beside` arrays on a device is put there once, not per call.
 
     Args:
         name: the argument, for the message.
         value: a Python number, or a scalar array, which may be traced.
-        beside: the array that it will be computed with.
+        beside: the arrays that it will be computed with, in the widest of their types; None is
+            none.
 
     Returns:
         A float, a NumPy scalar or an array without axes.
     """
     if type(value) in (float, int):
-        if isinstance(beside, np.ndarray | jax.core.Tracer):
+        arrays = [array for array in beside if array is not None]
+        if any(isinstance(array, np.ndarray | jax.core.Tracer) for array in arrays):
             return float(value)
-        return _on_device(float(value), compute_dtype(beside.dtype))
+        return _on_device(float(value), max(compute_dtype(array.dtype) for array in arrays))
     if not isinstance(value, jax.Array | np.ndarray | np.number):
         raise TypeError(f"{name} must be a number, got {describe(value)}")
     if value.shape != ():

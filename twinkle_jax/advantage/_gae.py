@@ -129,15 +129,15 @@ def estimate_gae(
     check_finite("rewards", earned, mask)
     check_finite("values", critic, mask)
     last = optional(check_per_row, "bootstrap_values", bootstrap_values, like)
-    widest = max(earned, critic, key=lambda array: array.dtype.itemsize)
+    beside = earned, critic, last
     return _gae(
         earned,
         critic,
         mask,
         last,
-        check_coefficient("gamma", gamma, widest),
-        check_coefficient("gae_lambda", gae_lambda, widest),
-        check_coefficient("epsilon", epsilon, widest),
+        check_coefficient("gamma", gamma, *beside),
+        check_coefficient("gae_lambda", gae_lambda, *beside),
+        check_coefficient("epsilon", epsilon, *beside),
         normalize=check_flag("normalize", normalize),
         axis_name=check_axis_name(axis_name),
     )

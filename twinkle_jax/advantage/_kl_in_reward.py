@@ -96,7 +96,7 @@ def _check(rewards: Any, kl: Any, mask: Any, beta: Any) -> tuple[Any, Any, Any, 
     keep = check_token_mask("mask", mask, like)
     check_finite("kl", divergence, keep)
     earned = check_per_row("rewards", rewards, like)
-    return earned, divergence, keep, check_coefficient("coefficient", beta, divergence)
+    return earned, divergence, keep, check_coefficient("coefficient", beta, divergence, earned)
 
 
 def _penalties(kl: Array, mask: Array, beta: Array, dtype: Any) -> Array:

@@ -62,7 +62,7 @@ def discounted_returns(
     mask = optional(check_token_mask, "where", where, like)
     check_finite("rewards", values, mask)
     last = optional(check_per_row, "bootstrap_values", bootstrap_values, like)
-    return _returns(values, mask, check_coefficient("gamma", gamma, values), last)
+    return _returns(values, mask, check_coefficient("gamma", gamma, values, last), last)
 
 
 @jax.jit
