@@ -55,8 +55,8 @@ def test_groups_may_straddle_shards(kind, name):
     assert result.sharding.is_equivalent_to(sharding, 1), result.sharding
 
 
-def test_segments_may_straddle_shards():
-    name = "reinforce++"
+@pytest.mark.parametrize("name", ["gdpo", "reinforce++"])
+def test_segments_may_straddle_shards(name):
     sharding = NamedSharding(_mesh("explicit"), P("data"))
     rewards, ids, lengths = (jax.device_put(x, sharding) for x in (REWARDS, SHUFFLED, LENGTHS))
     expected = SEGMENTS[name](REWARDS, SHUFFLED, 4, where=None, **_with_lengths(name, LENGTHS))

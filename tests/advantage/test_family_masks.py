@@ -113,7 +113,7 @@ def test_garbage_in_other_data_on_a_device():
     assert np.isnan(both[0]) and both[1] == -INF
 
 
-@pytest.mark.parametrize("name", ["remax", "gdpo", "maxrl", "pkpo, mean"])
+@pytest.mark.parametrize("name", ["remax", "gdpo", "maxrl", "pkpo, mean", "mc_grpo"])
 def test_no_gradient_flows_and_nothing_turns_nan(name):
     dirty = jnp.where(KEEP, rewards_of("real"), np.float32(NAN))
 

@@ -21,9 +21,7 @@ BATCHES = np.random.default_rng(0).uniform(size=(3, COUNT)).astype(np.float32)
 KEEP = np.random.default_rng(1).uniform(size=(3, COUNT)) < 0.8
 
 
-@pytest.mark.parametrize(
-    "name", ["remax", "gdpo", "mc_grpo", "pass_at_k", "pkpo, leave one out", "reinforce++"]
-)
+@pytest.mark.parametrize("name", ROWS)
 def test_jit_and_vmap(name):
     @jax.jit
     def run(batches, keep):

@@ -22,12 +22,12 @@ from twinkle_jax.advantage import (
 
 GOLDEN = json.loads((pathlib.Path(__file__).parents[1] / "golden/advantage_cases.json").read_text())
 NAN, INF = float("nan"), float("inf")
-ROWS, TIME = 5, 8
+ROWS, TIME = 5, 12
 RNG = np.random.default_rng(0)
 REWARDS, VALUES = RNG.normal(size=(2, ROWS, TIME)).astype(np.float32)
 LAST = RNG.normal(size=ROWS).astype(np.float32)
 KEEP = RNG.uniform(size=(ROWS, TIME)) < 0.7
-KEEP[1], KEEP[2], KEEP[3, -3:] = False, True, False
+KEEP[1], KEEP[2], KEEP[3, -5:] = False, True, False
 
 
 def _padded(array, fill):
@@ -88,7 +88,8 @@ def test_by_hand():
     assert result.returns.tolist() == [[0, 0]]
 
 
-@pytest.mark.parametrize(("masked", "last"), [(False, None), (True, LAST)])
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("last", [None, LAST])
 def test_against_the_loop(masked, last):
     keep = KEEP if masked else np.ones_like(KEEP)
     where = KEEP if masked else None
@@ -210,8 +211,8 @@ def test_a_small_signal_beside_large_values_is_kept():
 
 
 def test_long_sequences_stay_accurate():
-    rewards = np.random.default_rng(1).normal(size=(2, 1024)).astype(np.float32)
-    keep = np.random.default_rng(2).uniform(size=(2, 1024)) < 0.9
+    rewards = np.random.default_rng(1).normal(size=(2, 4096)).astype(np.float32)
+    keep = np.random.default_rng(2).uniform(size=(2, 4096)) < 0.9
     for gamma in (1.0, 0.99):
         expected = reference.returns(rewards, keep, gamma)
         result = discounted_returns(rewards, gamma=gamma, where=keep)
@@ -226,16 +227,28 @@ def test_types():
     np.testing.assert_array_equal(result.advantages, gae_advantage(*wide, where=KEEP).advantages)
     integers = discounted_returns([[1, 2], [3, 4]])
     assert integers.dtype == jnp.float32 and integers.tolist() == [[3, 2], [7, 4]]
+
+
+@pytest.mark.parametrize("place", [np.asarray, jnp.asarray])
+@pytest.mark.parametrize("wide", range(3))
+def test_one_wide_array_makes_all_wide(wide, place):
+    # Also gamma and lambda: 0.9 and 0.95 of float32 would be wrong in the eighth digit.
+    given = [REWARDS, VALUES, LAST]
+    advantages, returns = reference.gae(*given[:2], KEEP, 0.9, 0.95, LAST)
+    given[wide] = given[wide].astype(np.float64)
     with jax.enable_x64(True):
-        expected, _ = reference.gae(REWARDS, VALUES, KEEP, 0.9, 0.95)
-        whitened = reference.whiten(expected, KEEP, 0, 1e-8)
-        wide_values = VALUES.astype(np.float64)
-        for values in (wide_values, jnp.asarray(wide_values)):
-            rewards = REWARDS if values is wide_values else jnp.asarray(REWARDS)
-            mixed = gae_advantage(rewards, values, where=KEEP, gamma=0.9)
-            assert mixed.advantages.dtype == jnp.float64
-            np.testing.assert_allclose(mixed.advantages, whitened, rtol=1e-12, atol=1e-13)
-        assert discounted_returns(REWARDS.astype(np.float64)).dtype == jnp.float64
+        rewards, values, last = (place(x) for x in given)
+        settings = {"where": KEEP, "gamma": 0.9, "bootstrap_values": last}
+        result = gae_advantage(rewards, values, **settings)
+        assert result.advantages.dtype == result.returns.dtype == jnp.float64
+        whitened = reference.whiten(advantages, KEEP, 0, 1e-8)
+        np.testing.assert_allclose(result.advantages, whitened, rtol=1e-12, atol=1e-13)
+        np.testing.assert_allclose(result.returns, returns, rtol=1e-12, atol=1e-13)
+        if wide != 1:  # the ones without a critic
+            result = discounted_returns(rewards, **settings)
+            assert result.dtype == jnp.float64
+            expected = reference.returns(REWARDS, KEEP, 0.9, LAST)
+            np.testing.assert_allclose(result, expected, rtol=1e-12, atol=1e-13)
 
 
 def test_lists_and_tensors():

@@ -18,8 +18,18 @@ ESTIMATORS = (grpo_advantage, rloo_advantage)
 SEGMENTS = (segment_grpo_advantage, segment_rloo_advantage)
 
 
+def _exactly_zero(advantages):
+    advantages = np.asarray(advantages)
+    assert not advantages.any()
+    assert not np.signbit(advantages).any()  # 0, not -0
+
+
 # Few samples are reduced as rows, many as columns unless their groups are large.
-@pytest.mark.parametrize(("size", "copies"), [(2, 1), (8, 1), (64, 1), (5, 60), (8, 40), (13, 25)])
+FEW = [(size, 1) for size in (2, 3, 5, 8, 13, 31, 64)]
+MANY = [(5, 60), (8, 40), (13, 25)]
+
+
+@pytest.mark.parametrize(("size", "copies"), FEW + MANY)
 def test_constant_groups_are_exactly_zero(size, copies):
     constants = np.tile(np.float32(CONSTANTS), copies)
     rewards = np.repeat(constants, size)
@@ -27,8 +37,8 @@ def test_constant_groups_are_exactly_zero(size, copies):
     masked = np.where(keep, rewards, 7)
     for scale in SCALES:
         for estimator in ESTIMATORS:
-            assert not np.asarray(estimator(rewards, size, scale)).any()
-            assert not np.asarray(estimator(masked, size, scale, where=keep)).any()
+            _exactly_zero(estimator(rewards, size, scale))
+            _exactly_zero(estimator(masked, size, scale, where=keep))
     statistics = group_statistics(rewards, size)
     assert statistics.mean.tolist() == constants.tolist()
     assert not np.asarray(statistics.std).any()
@@ -36,11 +46,11 @@ def test_constant_groups_are_exactly_zero(size, copies):
 
 
 @pytest.mark.parametrize("estimator", SEGMENTS)
-@pytest.mark.parametrize("size", [2, 13])
+@pytest.mark.parametrize("size", [2, 3, 5, 8, 13, 31, 64])
 def test_constant_segments_are_exactly_zero(estimator, size):
     rewards = np.repeat(np.float32(CONSTANTS), size)
     ids = np.repeat(np.arange(len(CONSTANTS)), size)
-    assert not np.asarray(estimator(rewards, ids, len(CONSTANTS))).any()
+    _exactly_zero(estimator(rewards, ids, len(CONSTANTS)))
 
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)
@@ -48,7 +58,7 @@ def test_constant_segments_are_exactly_zero(estimator, size):
 @pytest.mark.parametrize("size", [2, 7, 30])
 def test_a_constant_batch_is_exactly_zero(estimator, scale, size):
     for value in CONSTANTS:
-        assert not np.asarray(estimator([value] * (3 * size), size, scale)).any()
+        _exactly_zero(estimator([value] * (3 * size), size, scale))
 
 
 def _apart(value, units, dtype):
@@ -75,6 +85,8 @@ def test_four_units_are_noise_and_five_are_signal(units, dtype, size):
         results = [estimator(rewards, size, s) for estimator in ESTIMATORS for s in SCALES]
         results += [estimator(rewards, ids, len(VALUES)) for estimator in SEGMENTS]
         for result in results:
+            if not signal:
+                _exactly_zero(result)
             assert np.asarray(result).reshape(groups.shape).any(axis=1).tolist() == (
                 [signal] * len(VALUES)
             )
@@ -87,7 +99,7 @@ def test_four_units_are_noise_and_five_are_signal(units, dtype, size):
 def test_the_unit_is_that_of_the_larger_magnitude(sign):
     # 4 units of 1.0 below it, where a unit is half as large: 8 units of the smaller number
     rewards = np.float32(sign) * np.float32([1.0, 1.0 - 4 * 2.0**-23])
-    assert not np.asarray(grpo_advantage(rewards, 2)).any()
+    _exactly_zero(grpo_advantage(rewards, 2))
     rewards = np.float32(sign) * np.float32([1.0, 1.0 - 5 * 2.0**-23])
     assert np.asarray(grpo_advantage(rewards, 2)).any()
 
@@ -99,9 +111,8 @@ def test_components_added_in_another_order_are_no_signal():
     assert len(set(sums.tolist())) > 1  # the sums do differ
     for scale in SCALES:
         for estimator in ESTIMATORS:
-            result = np.asarray(estimator(orders, 4, scale))
-            assert not result.any()
-            assert not np.asarray(estimator(jnp.asarray(sums), 4, scale)).any()
+            _exactly_zero(estimator(orders, 4, scale))
+            _exactly_zero(estimator(jnp.asarray(sums), 4, scale))
 
 
 def test_a_constant_group_beside_others_stays_zero():
@@ -109,7 +120,7 @@ def test_a_constant_group_beside_others_stays_zero():
     for scale in SCALES:
         for estimator in ESTIMATORS:
             result = estimator(rewards, 3, scale).tolist()
-            assert result[:3] == [0, 0, 0]
+            _exactly_zero(result[:3])
             assert result[3] < 0 < result[5]
 
 

@@ -134,7 +134,7 @@ def test_lowers_for_every_platform(scale):
         assert "callback" not in exported.mlir_module()
 
 
-def test_the_program_is_two_passes_over_the_rewards():
+def test_the_program_holds_no_copy_of_the_rewards():
     # Peak memory: three statistics of a prompt and no copy of the rewards.
     size = 2**16
     compiled = (
@@ -145,3 +145,13 @@ def test_the_program_is_two_passes_over_the_rewards():
     assert compiled.memory_analysis().temp_size_in_bytes <= 4 * (size // 8) * 4
     text = compiled.as_text()
     assert not any(word in text for word in (" transpose(", " copy(", " gather(", " custom-call("))
+
+
+def test_a_small_program_runs_in_the_thread_that_calls_it():
+    # XLA's CPU runtime hands a program of 1,000 operations or more to another thread.
+    from twinkle_jax.advantage._core import Setting, advantages
+
+    for leave_one_out in (False, True):
+        setting = Setting("group", leave_one_out, None, num_generations=8)
+        program = advantages.lower(np.zeros(64, np.float32), None, None, 1e-8, setting=setting)
+        assert 500 < program.compile().cost_analysis()["flops"] < 1000

@@ -94,7 +94,9 @@ def advantages(
         factor = factor / jnp.where(own.has_signal, own.std + epsilon, jnp.inf)
     else:
         factor = jnp.where(own.has_signal, jnp.where(own.finite, factor, jnp.nan), 0)
-    centred = (values - grouping.back(own.anchor)) - grouping.back(own.shift)
+    # Without signal the smallest reward takes the place of the mean: none is below, so 0, never -0.
+    drop = jnp.where(factor == 0, own.spread, own.drop)
+    centred = (values - grouping.back(own.anchor)) + grouping.back(drop)
     result = centred * grouping.back(factor)
     if scale == "batch":
         everyone = moments(values, keep, batch)

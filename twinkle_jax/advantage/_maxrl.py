@@ -107,8 +107,8 @@ def segment_maxrl_advantage(
 
 def _maxrl(samples: Samples, epsilon: Array) -> Array:
     own = moments(samples.values, samples.keep, samples.groups)
-    mean = own.anchor + own.shift
+    mean = own.anchor - own.drop
     # A mean that is only rounding (rewards that cancel) is no success to divide by.
-    positive = mean > 4 * jnp.finfo(mean.dtype).eps * jnp.abs(own.shift)
+    positive = mean > 4 * jnp.finfo(mean.dtype).eps * own.drop
     factor = jnp.where(positive, 1 / jnp.where(positive, mean + epsilon.astype(mean.dtype), 1), 0)
     return samples.settled(own, samples.deviations(own) * samples.groups.back(factor))

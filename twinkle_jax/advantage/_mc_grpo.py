@@ -7,10 +7,8 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float
 
-from twinkle_jax.advantage._moments import moments
+from twinkle_jax.advantage._moments import NOISE_UNITS, last_places, moments
 from twinkle_jax.advantage._rule import Samples, by_rows
-
-_NOISE_ULPS = 4  # as between the rewards of a group
 
 
 def mc_grpo_advantage(
@@ -75,8 +73,8 @@ def _mc_grpo(samples: Samples, epsilon: Array) -> Array:
     typical = _median(samples, distances)
     count = jnp.maximum(own.samples, 1).astype(typical.dtype)
     magnitude = samples.groups.largest(samples.groups.split(jnp.abs(values)))
-    unit = jnp.nextafter(magnitude, jnp.inf) - magnitude
-    typical = jnp.where(typical > _NOISE_ULPS * unit, typical, samples.total(distances) / count)
+    mean = samples.total(distances) / count
+    typical = jnp.where(typical > last_places(NOISE_UNITS, magnitude), typical, mean)
     divisor = jnp.where(own.has_signal, typical + epsilon.astype(typical.dtype), 1)
     return samples.settled(own, deviations / back(divisor))
 

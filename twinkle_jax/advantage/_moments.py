@@ -2,12 +2,12 @@
 
 Three things that the obvious formulas get wrong are settled here, for every estimator at once:
 
-* The mean is kept as two numbers, `anchor + shift`. The anchor is the largest reward of the group;
-  how far a reward is below it is exact where they are near, and the shift is minus the mean of
-  that. Rewards of 1e6 plus small differences so give the advantages of the differences. (A rounded
-  mean would be a better anchor, were it the same number everywhere: the compiler recomputes it in
-  each fused loop, in another order or unrounded in a multiply-add. A maximum has no rounding to
-  differ in.)
+* The mean is kept as two numbers, `anchor - drop`. The anchor is the largest reward of the group;
+  how far a reward is below it is exact where they are near, and the drop is the mean of that.
+  Rewards of 1e6 plus small differences so give the advantages of the differences. (A rounded mean
+  would be a better anchor, were it the same number everywhere: the compiler recomputes it in each
+  fused loop, in another order or unrounded in a multiply-add. A maximum has no rounding to differ
+  in.)
 * Squares are taken of deviations divided by the spread, so that nothing overflows up to 1e18.
 * Whether a group holds a signal at all is decided on its rewards (maximum against minimum), not on
   a standard deviation that is itself made of rounding noise.
@@ -24,14 +24,18 @@ from jax import Array
 
 from twinkle_jax.advantage._grouping import Grouping
 
-_NOISE_UNITS = 4  # a spread of so many units in the last place is rounding, not signal
+NOISE_UNITS = 4  # a spread of so many units in the last place is rounding, not signal
 
 
 class Moments(NamedTuple):
-    """Statistics per group; the mean is `anchor + shift`."""
+    """Statistics per group; the mean is `anchor - drop`."""
 
     anchor: Array
-    shift: Array
+    """The largest sample."""
+    drop: Array
+    """How far below the anchor the samples are, in the mean."""
+    spread: Array
+    """The largest sample less the smallest."""
     std: Array
     """Bessel-corrected; 0 without signal."""
     samples: Array
@@ -75,13 +79,14 @@ def moments(rewards: Array, keep: Array | None, grouping: Grouping) -> Moments:
     # A maximum may skip NaN on some backend; a sum never does.
     finite = jnp.isfinite(drop)
     # Of the largest and the smallest reward, the larger magnitude; exact where the spread is small.
-    has_signal = ~finite | (spread > _noise(jnp.maximum(top, spread - top)))
+    has_signal = ~finite | (spread > last_places(NOISE_UNITS, jnp.maximum(top, spread - top)))
     inverse = grouping.share(1 / jnp.where(spread > 0, spread, 1))
     deviations = masked([(p - grouping.share(drop)) * inverse for p in below], 0)
     variance = grouping.total([jnp.square(d) for d in deviations]) / jnp.maximum(divisor - 1, 1)
     return Moments(
         anchor=top,
-        shift=-drop,
+        drop=drop,
+        spread=spread,
         std=jnp.where(has_signal, spread * jnp.sqrt(variance), 0),
         samples=count,
         has_signal=has_signal,
@@ -89,12 +94,12 @@ def moments(rewards: Array, keep: Array | None, grouping: Grouping) -> Moments:
     )
 
 
-def _noise(magnitude: Array) -> Array:
-    """Give the largest spread that is rounding: four units in the last place of a magnitude."""
+def last_places(units: int, magnitude: Array) -> Array:
+    """Give so many units in the last place of a finite magnitude; infinity for one that is not."""
     if magnitude.dtype == jnp.float64:
         integer, exponent = jnp.int64, 0x7FF0000000000000
     else:
         integer, exponent = jnp.int32, 0x7F800000
     bits = jax.lax.bitcast_convert_type(magnitude, integer) & integer(exponent)
     power = jax.lax.bitcast_convert_type(bits, magnitude.dtype)  # the power of two below
-    return power * (_NOISE_UNITS * jnp.finfo(magnitude.dtype).eps)
+    return power * (units * jnp.finfo(magnitude.dtype).eps)

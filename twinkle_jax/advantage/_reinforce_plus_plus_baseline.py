@@ -132,7 +132,7 @@ def _reinforce_plus_plus_baseline(samples: Samples, lengths: Array, epsilon: Arr
     counted = tokens > 0
     everyone = moments(deviations, counted, batch)
     scale = jnp.where(everyone.has_signal & (everyone.std > 0), everyone.std, 1)
-    scores = jnp.where(counted, (deviations - everyone.anchor) - everyone.shift, 0) / scale
+    scores = jnp.where(counted, (deviations - everyone.anchor) + everyone.drop, 0) / scale
     count = total(tokens)
     mean = total(tokens * scores) / jnp.maximum(count, 1)
     variance = total(tokens * jnp.square(scores - mean)) / jnp.maximum(count - 1, 1)

@@ -10,12 +10,11 @@ from jaxtyping import Float
 
 from twinkle_jax.advantage._core import combine_components
 from twinkle_jax.advantage._grouping import rows
+from twinkle_jax.advantage._moments import NOISE_UNITS, last_places
 from twinkle_jax.advantage._rewards import check_rewards
 from twinkle_jax.advantage._sample_data import check_greedy_rewards
 from twinkle_jax.advantage._settings import check_groups, check_size
 from twinkle_jax.advantage._sharding import auto_sharded, one_per_sample
-
-_NOISE_ULPS = 4  # as between the rewards of a group
 
 
 def remax_advantage(
@@ -78,7 +77,7 @@ def _advantages(
     groups = rows(greedy.shape[0], num_generations)
     baseline = groups.back(greedy.astype(values.dtype))
     magnitude = jnp.maximum(jnp.abs(values), jnp.abs(baseline))
-    unit = jnp.nextafter(magnitude, jnp.inf) - magnitude
     difference = values - baseline
-    difference = jnp.where(jnp.abs(difference) <= _NOISE_ULPS * unit, 0, difference)
+    equal = jnp.isfinite(difference) & (jnp.abs(difference) <= last_places(NOISE_UNITS, magnitude))
+    difference = jnp.where(equal, 0, difference)
     return difference if keep is None else jnp.where(keep, difference, 0)

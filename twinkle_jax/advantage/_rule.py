@@ -51,7 +51,7 @@ class Samples(NamedTuple):
     def deviations(self, own: Moments) -> Array:
         """Subtract the mean of its group from each reward, `[N]`; 0 where left out."""
         back = self.groups.back
-        return self.masked((self.values - back(own.anchor)) - back(own.shift))
+        return self.masked((self.values - back(own.anchor)) + back(own.drop))
 
     def settled(self, own: Moments, result: Array) -> Array:
         """Put exactly 0 where a group has no signal, and NaN where it holds NaN or infinity."""

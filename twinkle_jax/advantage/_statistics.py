@@ -87,7 +87,7 @@ def _group_statistics(
     num_groups = values.shape[0] // num_generations
     own = moments(values, keep, rows(num_groups, num_generations))
     return GroupStatistics(
-        mean=jnp.where(own.finite, own.anchor + own.shift, jnp.nan),
+        mean=jnp.where(own.finite, own.anchor - own.drop, jnp.nan),
         std=jnp.where(own.finite, own.std, jnp.nan),
         count=jnp.broadcast_to(own.samples, (num_groups,)),
         has_signal=own.has_signal,

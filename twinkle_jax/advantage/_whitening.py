@@ -4,9 +4,9 @@ import jax.numpy as jnp
 from jax import Array
 
 from twinkle_jax.advantage._grouping import AxisName, Grouping, whole_batch
-from twinkle_jax.advantage._moments import moments
+from twinkle_jax.advantage._moments import last_places, moments
 
-_NOISE_ULPS = 8  # of the operands: what a few additions and subtractions of them may leave
+_NOISE_UNITS = 8  # of the operands: what a few additions and subtractions of them may leave
 
 
 def whiten(
@@ -39,12 +39,11 @@ def whiten(
     count = everyone.samples.astype(values.dtype)
     share = jnp.maximum(count - 1, 0) / jnp.maximum(count - correction, 1)
     divisor = everyone.std * jnp.sqrt(share) + epsilon.astype(values.dtype)
-    centred = (tokens - everyone.anchor) - everyone.shift
+    centred = (tokens - everyone.anchor) + everyone.drop
     signal = everyone.has_signal
     if made_of is not None:
         size = _largest(made_of, keep, batch)
-        unit = jnp.nextafter(size, jnp.inf) - size
-        rounding = _largest(jnp.abs(centred), keep, batch) <= _NOISE_ULPS * unit
+        rounding = _largest(jnp.abs(centred), keep, batch) <= last_places(_NOISE_UNITS, size)
         signal &= ~(rounding & everyone.finite)
     scores = jnp.where(signal, centred / divisor, 0)
     return scores if keep is None else jnp.where(keep, scores, 0)
