@@ -1,5 +1,6 @@
 """A policy that is held and changed: its parameters, an adapter, where they come from and go to."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -104,13 +105,12 @@ class HeldPolicy:
         return load_pretrained(directory, dtype="float32", mesh=self.mesh, partition=rules)
 
     def _begin(self, params: Any) -> TrainState:
-        def begin(params: Any) -> TrainState:
-            return train_state(params, self._optimizer)
-
-        if self.mesh is None:
-            return jax.jit(begin)(params)
-        shardings = shard_like_params(jax.eval_shape(begin, params), self.mesh)
-        return jax.jit(begin, out_shardings=shardings)(params)
+        shardings = None
+        if self.mesh is not None:
+            begin = partial(train_state, optimizer=self._optimizer)
+            shardings = shard_like_params(jax.eval_shape(begin, params), self.mesh)
+        start = jax.jit(train_state, static_argnums=1, out_shardings=shardings)
+        return start(params, self._optimizer)
 
     def _add_adapter(self, name: str, lora: LoraConfig, adapter: Any) -> None:
         if self._adapter is not None:
