@@ -1,8 +1,5 @@
 """Scores of tokens and their gradients, against float64 NumPy and against the plain computation."""
 
-from functools import partial
-from typing import NamedTuple
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,94 +8,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax.test_util import check_grads
 
+from tests.loss.scores import (
+    SMALL,
+    Case,
+    assert_close,
+    assert_same_bits,
+    compute,
+    make,
+    plain,
+    reference,
+)
 from twinkle_jax.loss._token_logprobs import token_logprobs
-
-SMALL = 20, 5, 300  # time, feature, vocab: with chunks of six, blocks of 256 and 44
-
-
-class Case(NamedTuple):
-    """Hidden states, a head, tokens, a mask, temperatures, and weights that make a loss of it."""
-
-    hidden: np.ndarray
-    head: np.ndarray
-    tokens: np.ndarray
-    mask: np.ndarray
-    temperature: np.ndarray
-    weights: np.ndarray  # of log-probabilities and of entropies, [2, time]
-
-
-def make(time, feature, vocab, seed=0, kept=0.6, dtype=np.float32):
-    draw = np.random.default_rng(seed)
-    return Case(
-        draw.normal(size=(time, feature)).astype(dtype),
-        draw.normal(size=(feature, vocab)).astype(dtype),
-        draw.integers(vocab, size=time).astype(np.int32),
-        draw.random(time) < kept,
-        draw.uniform(0.5, 2, time).astype(dtype),
-        draw.normal(size=(2, time)).astype(dtype),
-    )
-
-
-def reference(case):
-    """Loop over tokens in float64: scores, entropies, and gradients of the weighted sum."""
-    hidden, head = case.hidden.astype(np.float64), case.head.astype(np.float64)
-    time = len(hidden)
-    logprobs, entropies = np.zeros(time), np.zeros(time)
-    d_hidden, d_head, d_temperature = np.zeros_like(hidden), np.zeros_like(head), np.zeros(time)
-    for t in np.flatnonzero(case.mask):
-        tau = float(case.temperature[t])
-        logits = hidden[t] @ head / tau
-        logp = logits - (logits.max() + np.log(np.exp(logits - logits.max()).sum()))
-        p = np.exp(logp)
-        logprobs[t], entropies[t] = logp[case.tokens[t]], -(p * logp).sum()
-        chosen = np.arange(len(p)) == case.tokens[t]
-        on_score, on_entropy = case.weights[:, t]
-        d_logits = on_score * (chosen - p) - on_entropy * p * (logp + entropies[t])
-        d_hidden[t] = head @ d_logits / tau
-        d_head += np.outer(hidden[t], d_logits) / tau
-        d_temperature[t] = -(d_logits @ logits) / tau
-    return (logprobs, entropies), (d_hidden, d_head, d_temperature)
-
-
-def plain(hidden, head, tokens, *, mask, temperature, with_entropy=True):
-    """Hold all logits, and let JAX differentiate."""
-    assert with_entropy
-    logits = jnp.matmul(hidden, head) / jnp.reshape(temperature, (-1, 1))
-    logprobs = jax.nn.log_softmax(logits)
-    chosen = jnp.take_along_axis(logprobs, tokens[:, None], axis=1)[:, 0]
-    entropies = -jnp.sum(jnp.exp(logprobs) * logprobs, axis=1)
-    return jnp.where(mask, chosen, 0), jnp.where(mask, entropies, 0)
-
-
-@partial(jax.jit, static_argnames=("function", "chunk_size"))
-def compute(case, function=token_logprobs, chunk_size=None):
-    """Values, and gradients of the weighted sum in hidden, head and temperature."""
-    chunk = {} if chunk_size is None else {"chunk_size": chunk_size}
-
-    def loss(hidden, head, temperature):
-        given = {"mask": case.mask, "temperature": temperature, "with_entropy": True}
-        results = function(hidden, head, case.tokens, **given, **chunk)
-        on_scores, on_entropies = case.weights
-        scores, entropies = (result.astype(on_scores.dtype) for result in results)
-        return jnp.sum(on_scores * scores) + jnp.sum(on_entropies * entropies), results
-
-    gradient = jax.grad(loss, argnums=(0, 1, 2), has_aux=True)
-    gradients, results = gradient(case.hidden, case.head, case.temperature)
-    return results, gradients
-
-
-def assert_close(actual, expected, tolerance=1e-5):
-    """Each array to within a part of its largest entry."""
-    for one, other in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
-        one, other = np.asarray(one, np.float64), np.asarray(other, np.float64)
-        assert one.shape == other.shape
-        scale = np.abs(other).max(initial=1e-30)
-        np.testing.assert_allclose(one / scale, other / scale, rtol=0, atol=tolerance)
-
-
-def assert_same_bits(one, other):
-    for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
-        assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
 
 
 def test_by_hand():
@@ -276,133 +196,3 @@ def test_second_order_is_forward_over_reverse():
     assert_close(product(token_logprobs), product(plain))
     with pytest.raises(TypeError, match="forward-mode"):
         jax.jvp(lambda h: token_logprobs(h, case.head, case.tokens), (case.hidden,), (case.hidden,))
-
-
-@pytest.mark.parametrize(
-    ("hidden", "head", "result"),
-    [
-        ("bfloat16", "bfloat16", "float32"),
-        ("bfloat16", "float32", "float32"),
-        ("float16", "float16", "float32"),
-        ("float32", "float64", "float64"),
-        ("float64", "bfloat16", "float64"),
-    ],
-)
-def test_types(hidden, head, result):
-    with jax.enable_x64("64" in result):
-        case = make(40, 16, 100)
-        case = case._replace(
-            hidden=jnp.asarray(case.hidden, hidden), head=jnp.asarray(case.head, head)
-        )
-        exact = case._replace(hidden=np.asarray(case.hidden), head=np.asarray(case.head))
-        (values, gradients), expected = compute(case, chunk_size=16), reference(exact)
-        assert {x.dtype.name for x in values} == {result}
-        assert [x.dtype.name for x in gradients] == [hidden, head, "float32"]
-        # Products of bfloat16 are exact in float32, so their sums are as good as any.
-        assert_close(values, expected[0], 1e-5)
-        rough = "16" in hidden or "16" in head
-        assert_close(gradients, expected[1], 2**-7 if rough else 1e-5)
-
-
-def products(jaxpr):
-    """Types that go into and come out of every matrix product of a program."""
-    for equation in jaxpr.eqns:
-        if equation.primitive.name == "dot_general":
-            yield [value.aval.dtype.name for value in (*equation.invars, *equation.outvars)]
-        for value in equation.params.values():
-            inner = getattr(value, "jaxpr", value)
-            yield from products(inner) if hasattr(inner, "eqns") else ()
-
-
-def test_products_of_bfloat16_are_summed_in_float32():
-    # Not to be seen in values: the compiler for CPUs keeps more digits than it is asked to.
-    case = make(40, 16, 100)
-    case = case._replace(hidden=jnp.bfloat16(case.hidden), head=jnp.bfloat16(case.head))
-    program = jax.make_jaxpr(lambda case: compute.__wrapped__(case))(case).jaxpr
-    assert list(products(program)) == 4 * [["bfloat16", "bfloat16", "float32"]]
-
-
-def test_small_gradients_survive_float16():
-    case = make(40, 4, 100)
-    case = case._replace(weights=case.weights * np.float32(1e-6))
-    half = case._replace(hidden=np.float16(case.hidden), head=np.float16(case.head))
-    assert_close(compute(half)[1][2], reference(half)[1][2])
-
-
-@pytest.mark.parametrize("dtype", ["int8", "uint32", "int64"])
-def test_types_of_tokens(dtype):
-    case = make(20, 3, 200)
-    tokens = case.tokens % 100
-    expected = token_logprobs(case.hidden, case.head, tokens.tolist())
-    with jax.enable_x64(dtype == "int64"):
-        actual = jax.jit(token_logprobs)(case.hidden, case.head, tokens.astype(dtype))
-        if dtype == "int64":  # 5 in the lower half, and still no token
-            beyond = np.where(np.arange(20) % 2, 2**32 + 5, 5 - 2**32)
-            assert np.isnan(jax.jit(token_logprobs)(case.hidden, case.head, beyond)).all()
-    np.testing.assert_allclose(actual, expected, rtol=1e-6)
-
-
-@pytest.mark.parametrize("token", [-1, -100, 300, 2**31 - 1])
-def test_an_unknown_token_that_is_traced_is_nan(token):
-    case = make(*SMALL, kept=1.0)
-    unknown = case._replace(tokens=np.where(np.arange(20) == 4, np.int32(token), case.tokens))
-    (values, gradients), (expected, _) = compute(unknown, chunk_size=6), compute(case, chunk_size=6)
-    assert np.isnan(values[0][4]) and np.isnan(gradients[0][4]).all()
-    assert np.isnan(gradients[1]).all() and np.isnan(gradients[2][4])
-    others = np.arange(20) != 4
-    assert_same_bits(values[0][others], expected[0][others])
-    assert_same_bits(values[1], expected[1])
-
-
-def test_vmap_equals_a_loop():
-    cases = [make(*SMALL, seed, kept) for seed, kept in enumerate([0.9, 0.2, 0.0])]
-    batch = jax.tree.map(lambda *x: np.stack(x), *cases)
-    together = jax.jit(jax.vmap(partial(compute, chunk_size=6)))(batch)
-    for i, case in enumerate(cases):
-        alone = compute(case, chunk_size=6)
-        assert_close(jax.tree.map(lambda x, i=i: x[i], together), alone, 1e-6)
-
-
-def test_inside_scan_and_checkpoint():
-    cases = [make(20, 3, 200, seed) for seed in range(3)]
-    batch, head = jax.tree.map(lambda *x: np.stack(x), *cases), cases[0].head
-
-    def total(function, head):
-        @jax.checkpoint
-        def step(carry, case):
-            results = function(
-                jnp.sin(case.hidden), head, case.tokens, mask=case.mask,
-                temperature=case.temperature, with_entropy=True,
-            )  # fmt: skip
-            return carry + jnp.sum(results[0] * results[1]), None
-
-        return jax.lax.scan(step, jnp.float32(0), batch)[0]
-
-    gradient = jax.jit(jax.value_and_grad(total, argnums=1), static_argnums=0)
-    assert_close(gradient(token_logprobs, head), gradient(plain, head))
-
-
-def test_one_compilation_for_all_values():
-    traces = []
-
-    @jax.jit
-    def score(hidden, head, tokens, mask, temperature):
-        traces.append(1)
-        return token_logprobs(hidden, head, tokens, mask=mask, temperature=temperature)
-
-    for seed in range(3):
-        case = make(20, 3, 200, seed, kept=seed / 2)
-        score(case.hidden, case.head, case.tokens, case.mask, 0.5 + seed)
-    assert len(traces) == 1
-
-
-def test_calls_outside_jit_share_a_compilation():
-    from twinkle_jax.loss._token_logprobs import _score
-
-    case = make(21, 3, 201)
-    token_logprobs(case.hidden, case.head, case.tokens, mask=case.mask)
-    compiled = _score._cache_size()
-    for temperature in (2, 0.5, np.float32(3), jnp.float32(1)):
-        mask = case.mask & (np.arange(21) > float(temperature))
-        token_logprobs(case.hidden, case.head, case.tokens, mask=mask, temperature=temperature)
-    assert _score._cache_size() == compiled
