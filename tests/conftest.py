@@ -1,14 +1,15 @@
 """Strict JAX for every test: eight virtual CPU devices, no implicit promotion, no reused keys.
 
 Tests compile thousands of small programs and run each a few times, so the compiler does not
-optimise them, which saves a third of the time; JAX_DISABLE_MOST_OPTIMIZATIONS=0 tests what users
-run.
+optimise them, which saves a third of the time. It does where the values themselves are tested
+(`as_users_compile`), and everywhere under JAX_DISABLE_MOST_OPTIMIZATIONS=0.
 """
 
 import os
 
 import hypothesis
 import jax
+import pytest
 
 
 def pytest_configure(config):
@@ -22,6 +23,17 @@ def pytest_configure(config):
     jax.config.update("jax_numpy_rank_promotion", "raise")
     jax.config.update("jax_numpy_dtype_promotion", "strict")
     jax.config.update("jax_debug_key_reuse", True)
+
+
+@pytest.fixture(scope="module")
+def as_users_compile():
+    """Optimise what the tests of a module compile: optimisers have been wrong before."""
+    before = jax.config.values["jax_disable_most_optimizations"]
+    jax.clear_caches()
+    jax.config.update("jax_disable_most_optimizations", False)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)
+    jax.clear_caches()
 
 
 # Compiled functions are slow the first time, so no example has a deadline; the same examples are

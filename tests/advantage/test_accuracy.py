@@ -11,6 +11,7 @@ from twinkle_jax import grpo_advantage, rloo_advantage
 from twinkle_jax.advantage import group_statistics, segment_grpo_advantage
 
 SCALES = ("group", "batch", "none")
+pytestmark = pytest.mark.usefixtures("as_users_compile")
 
 
 @pytest.mark.parametrize("scale", SCALES)
