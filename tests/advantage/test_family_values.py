@@ -226,4 +226,5 @@ def test_lengths_may_be_anything_that_counts():
     expected = ROWS["opo"](rewards, where=None)
     for lengths in (LENGTHS.tolist(), jnp.asarray(LENGTHS), LENGTHS.astype(np.float16)):
         result = opo_advantage(rewards, lengths, SIZE)
-        np.testing.assert_array_equal(result, expected)
+        # another type is another program, which may round in another order
+        np.testing.assert_allclose(result, expected, rtol=1e-6)
