@@ -3,7 +3,7 @@
 64 sequences of 4,096 tokens, a tenth of them masked. Beside the parallel scan stand the same
 recursion as a Python loop over time in PyTorch, one step per token, as Twinkle computes it, and as
 `jax.lax.scan` over time. The rounds are interleaved, because a shared machine changes its speed
-from minute to minute; what is printed is medians.
+from minute to minute; what is printed is medians, and what the two scans take to compile.
 """
 
 import functools
@@ -81,6 +81,13 @@ def _interleave(contestants):
     return {name: statistics.median(values) for name, values in seconds.items()}
 
 
+def _seconds_to_compile(function, *arguments):
+    jax.clear_caches()
+    start = time.perf_counter()
+    jax.jit(function).lower(*arguments).compile()
+    return time.perf_counter() - start
+
+
 def test_gae(benchmark):
     host = _data()
     tensors = [torch.from_numpy(x) for x in host]
@@ -113,6 +120,15 @@ def test_gae(benchmark):
     for name, median in medians.items():
         ratio = median / medians["gae_advantage"]
         print(f"  {name:<22}{median * 1e3:>10.2f} ms  {ratio:>7.2f} x ours")
+    compiled = {
+        "gae_advantage": _seconds_to_compile(
+            lambda r, v, m: gae_advantage(r, v, where=m), rewards, values, mask
+        ),
+        "... nothing masked": _seconds_to_compile(gae_advantage, rewards, values),
+        "lax.scan over time": _seconds_to_compile(_sequential, rewards, values, mask),
+    }
+    for name, seconds in compiled.items():
+        print(f"  {name:<22}{seconds:>10.2f} s to compile")
     benchmark.extra_info.update(medians)
     assert medians["PyTorch, a loop"] > 10 * medians["gae_advantage"]
     benchmark(ready(ours))

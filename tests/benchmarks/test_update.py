@@ -6,6 +6,7 @@ shared machine changes its speed; medians and their ratio are printed. Peak memo
 process which does nothing but this update, less what it held before the first one.
 """
 
+import functools
 import multiprocessing
 import pathlib
 import statistics
@@ -42,7 +43,7 @@ def make_data(vocab):
     return tokens, labels, advantages, old
 
 
-def jax_update(vocab):
+def jax_update(vocab, micro_batch=ROWS, remat="dots_with_no_batch_dims_saveable"):
     """Our update: a function that makes one and waits for it."""
     import jax
     import optax
@@ -63,13 +64,19 @@ def jax_update(vocab):
     batch = jax.device_put(
         Batch(tokens.astype("int32"), labels.astype("int32"), advantages=advantages, old_logps=old)
     )
-    remat = jax.checkpoint_policies.dots_with_no_batch_dims_saveable  # faster than keeping all
+    pieces = [
+        jax.tree.map(lambda x, start=start: x[start : start + micro_batch], batch)
+        for start in range(0, ROWS, micro_batch)
+    ]
+    remat = remat and getattr(jax.checkpoint_policies, remat)
     state = [train_state(init_params(jax.random.key(0), config), optimizer)]
 
     def update():
-        middle, summary = grad_step(state.pop(), batch, config, loss_fn, remat=remat)
-        after, _ = apply_gradients(middle, optimizer, learning_rate=1e-4, max_grad_norm=1.0)
-        state.append(jax.block_until_ready(after))
+        held = state.pop()
+        for piece in pieces:
+            held, summary = grad_step(held, piece, config, loss_fn, remat=remat)
+        held, _ = apply_gradients(held, optimizer, learning_rate=1e-4, max_grad_norm=1.0)
+        state.append(jax.block_until_ready(held))
         return float(summary.loss)
 
     return update
@@ -105,7 +112,12 @@ def torch_update(vocab):
     return update
 
 
-CONTESTANTS = {"twinkle_jax": jax_update, "PyTorch": torch_update}
+CONTESTANTS = {
+    "twinkle_jax": jax_update,
+    "... 4 times 16 rows": functools.partial(jax_update, micro_batch=16),
+    "... keeping everything": functools.partial(jax_update, remat=False),
+    "PyTorch": torch_update,
+}
 
 
 def resident():
@@ -163,7 +175,7 @@ def test_update(benchmark, vocab):
     for name, median in medians.items():
         fastest = min(seconds[name])
         print(
-            f"  {name:<14}{median * 1e3:>8.0f} ms (fastest {fastest * 1e3:.0f}), "
+            f"  {name:<24}{median * 1e3:>8.0f} ms (fastest {fastest * 1e3:.0f}), "
             f"peak {memory[name] / 2**20:.0f} MiB"
         )
     benchmark.extra_info.update(medians, ratio=ratio, memory=memory)
