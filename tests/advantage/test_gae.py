@@ -251,6 +251,13 @@ def test_one_wide_array_makes_all_wide(wide, place):
             np.testing.assert_allclose(result, expected, rtol=1e-12, atol=1e-13)
 
 
+def test_the_scan_over_time_is_no_loop():
+    tokens = jax.ShapeDtypeStruct((4, 64), jnp.float32)
+    mask = jax.ShapeDtypeStruct((4, 64), jnp.bool_)
+    program = jax.jit(lambda r, v, m: gae_advantage(r, v, where=m)).lower(tokens, tokens, mask)
+    assert "while(" not in program.compile().as_text()
+
+
 def test_lists_and_tensors():
     torch = pytest.importorskip("torch", reason="pip install 'twinkle-jax[oracle]'")
     expected = gae_advantage(REWARDS, VALUES, where=KEEP)

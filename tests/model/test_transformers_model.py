@@ -44,18 +44,26 @@ def logits_alone(row):
     return np.asarray(logits[0, : len(row)])
 
 
-def test_forward_only_scores_the_token_that_follows(model):
-    outputs = model.forward_only(inputs=INPUTS, return_logits=True, return_entropy=True)
+@pytest.mark.parametrize("temperature", [1.0, 0.5])
+def test_forward_only_scores_the_token_that_follows(model, temperature):
+    everything = {"return_logits": True, "return_entropy": True, "temperature": temperature}
+    outputs = model.forward_only(inputs=INPUTS, **everything)
     assert outputs["logps"].shape == outputs["entropies"].shape == (3, 5)
     assert outputs["logits"].shape == (3, 5, 48)
     for i, (row, feature) in enumerate(zip(ROWS, INPUTS, strict=True)):
         logits = logits_alone(row)
         np.testing.assert_allclose(outputs["logits"][i, : len(row)], logits, atol=1e-4)
-        logprobs = np.array(jax.nn.log_softmax(logits))
+        logprobs = np.array(jax.nn.log_softmax(logits / temperature))
         for t, label in enumerate(feature["labels"]):
             expected = 0 if label == -100 else logprobs[t, label]
             np.testing.assert_allclose(outputs["logps"][i, t], expected, atol=1e-4)
+            expected = 0 if label == -100 else -np.sum(np.exp(logprobs[t]) * logprobs[t])
+            np.testing.assert_allclose(outputs["entropies"][i, t], expected, atol=1e-4)
         assert not outputs["logps"][i, len(row) :].any()
+
+
+def test_forward_only_without_labels_and_in_parts(model):
+    outputs = model.forward_only(inputs=INPUTS)
     without = model.forward_only(inputs=[{"input_ids": ROWS[1]}])
     assert without.keys() == {"logps"}
     np.testing.assert_allclose(without["logps"][0, 1], outputs["logps"][1, 1], atol=1e-5)
