@@ -22,8 +22,7 @@ def pytest_configure(config):
     jax.config.update("jax_num_cpu_devices", 8)
     jax.config.update("jax_numpy_rank_promotion", "raise")
     jax.config.update("jax_numpy_dtype_promotion", "strict")
-    if "JAX_DEBUG_KEY_REUSE" not in os.environ:
-        jax.config.update("jax_debug_key_reuse", True)
+    jax.config.update("jax_debug_key_reuse", True)
 
 
 @pytest.fixture(scope="module")
