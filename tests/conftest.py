@@ -36,6 +36,20 @@ def as_users_compile():
     jax.clear_caches()
 
 
+@pytest.fixture
+def compilations():
+    """Counts programs that XLA compiles while a test runs."""
+    seen = []
+
+    def listen(event, duration, **kwargs):
+        if event == "/jax/core/compile/backend_compile_duration":
+            seen.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    yield seen
+    jax.monitoring.unregister_event_duration_listener(listen)
+
+
 # Compiled functions are slow the first time, so no example has a deadline; the same examples are
 # drawn on every run, and TWINKLE_JAX_EXAMPLES=1000 searches further.
 hypothesis.settings.register_profile(

@@ -41,20 +41,6 @@ def test_vmap_over_data():
         np.testing.assert_allclose(mapped[row], alone, rtol=1e-5, atol=1e-6)
 
 
-@pytest.fixture
-def compilations():
-    """Counts programs that XLA compiles while a test runs."""
-    seen = []
-
-    def listen(event, duration, **kwargs):
-        if event == "/jax/core/compile/backend_compile_duration":
-            seen.append(event)
-
-    jax.monitoring.register_event_duration_secs_listener(listen)
-    yield seen
-    jax.monitoring.unregister_event_duration_listener(listen)
-
-
 def test_other_values_compile_and_transfer_nothing(compilations):
     rewards = [jnp.asarray(row) for row in BATCHES]
     tokens = [jnp.asarray(row.reshape(PROMPTS, SIZE)) for row in BATCHES]

@@ -68,20 +68,6 @@ def test_jit_over_the_public_function_and_the_wrapper():
         np.testing.assert_allclose(result, expected, rtol=1e-6, atol=1e-6)
 
 
-@pytest.fixture
-def compilations():
-    """Counts programs that XLA compiles while a test runs."""
-    seen = []
-
-    def listen(event, duration, **kwargs):
-        if event == "/jax/core/compile/backend_compile_duration":
-            seen.append(event)
-
-    jax.monitoring.register_event_duration_secs_listener(listen)
-    yield seen
-    jax.monitoring.unregister_event_duration_listener(listen)
-
-
 def test_other_values_compile_nothing(compilations):
     rewards = [jnp.asarray(REWARDS + k) for k in range(3)]
     keep = jnp.asarray(REWARDS > 0)

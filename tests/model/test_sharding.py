@@ -51,6 +51,13 @@ def trained(checkpoint, mesh):
     return logits, gradient, model.get_state_dict(), model
 
 
+def assert_sharded_by_the_rules(model):
+    """Parameters, gradients that wait and the optimizer's state alike."""
+    expected = shard_like_params(model.state, model.mesh)
+    same = jax.tree.map(lambda x, s: x.sharding.is_equivalent_to(s, x.ndim), model.state, expected)
+    assert all(jax.tree.leaves(same))
+
+
 @pytest.mark.parametrize("name", ["qwen3", "qwen3_5_text"])
 def test_two_by_two_by_two_devices_give_the_numbers_of_one(name, tmp_path):
     save_pretrained(Decoder(config_of(name), params_of(name)), tmp_path / "in")
@@ -62,13 +69,17 @@ def test_two_by_two_by_two_devices_give_the_numbers_of_one(name, tmp_path):
     for path, x in params.items():
         np.testing.assert_allclose(after[path], x, atol=1e-5, rtol=0, err_msg=path)
     # What went in sharded came out sharded the same way, the optimizer's state too.
-    state = model.state
-    kernel = state.params["layers"]["0"]["mlp"]["up_proj"]["kernel"]
+    kernel = model.state.params["layers"]["0"]["mlp"]["up_proj"]["kernel"]
     assert kernel.sharding.spec == PartitionSpec(None, "fsdp", "tensor")
     assert kernel.addressable_shards[0].data.size * 4 == kernel.size
-    expected = shard_like_params(state, model.mesh)
-    same = jax.tree.map(lambda x, s: x.sharding.is_equivalent_to(s, x.ndim), state, expected)
-    assert all(jax.tree.leaves(same))
+    assert_sharded_by_the_rules(model)
+
+
+def test_a_state_is_sharded_from_the_start(tmp_path):
+    save_pretrained(Decoder(config_of("qwen3"), params_of("qwen3")), tmp_path)
+    model = TransformersModel(tmp_path, mesh=make_mesh(data=2, fsdp=2, tensor=2))
+    model.set_optimizer("AdamW", lr=3e-4)
+    assert_sharded_by_the_rules(model)
 
 
 def test_eight_ways_sharded_each_device_holds_an_eighth():
