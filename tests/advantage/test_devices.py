@@ -9,15 +9,17 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from twinkle_jax import grpo_advantage, rloo_advantage
-from twinkle_jax.advantage import (
-    group_statistics,
-    segment_grpo_advantage,
-    segment_rloo_advantage,
+from tests.advantage.estimates import (
+    ROWS,
+    SCALES,
+    SEGMENTS,
+    every_estimate,
+    every_segment_estimate,
 )
+from twinkle_jax import grpo_advantage, rloo_advantage
+from twinkle_jax.advantage import group_statistics, segment_grpo_advantage
 
 KINDS = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
-SCALES = ("group", "batch", "none")
 REWARDS = np.random.default_rng(0).normal(size=48).astype(np.float32)
 KEEP = np.random.default_rng(1).uniform(size=48) < 0.8
 IDS = np.random.default_rng(2).integers(-1, 6, 48)
@@ -27,26 +29,39 @@ def _mesh(kind):
     return jax.make_mesh((8,), ("data",), axis_types=(KINDS[kind],))
 
 
-def _run(estimator, scale, rewards, ids, keep):
-    """GRPO, RLOO or one of the segment functions, in one signature."""
-    if estimator in (segment_grpo_advantage, segment_rloo_advantage):
-        return estimator(rewards, ids, 6, scale, where=keep)
-    return estimator(rewards, 12, scale, where=keep)  # six a device: groups straddle shards
+def _every(rewards, ids, keep):
+    """All estimates, by rows and by segments."""
+    return every_estimate(rewards, 12, keep), every_segment_estimate(rewards, ids, 6, keep)
+
+
+@functools.cache
+def _unsharded():
+    return _every(jnp.asarray(REWARDS), jnp.asarray(IDS), jnp.asarray(KEEP))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_groups_and_segments_may_straddle_shards(kind):
+    sharding = NamedSharding(_mesh(kind), P("data"))
+    estimates = _every(*jax.device_put((REWARDS, IDS, KEEP), sharding))
+    for result, expected in zip(
+        jax.tree.leaves(estimates), jax.tree.leaves(_unsharded()), strict=True
+    ):
+        np.testing.assert_allclose(result, expected, rtol=1e-6, atol=1e-6)
+        assert result.sharding.is_equivalent_to(sharding, 1), result.sharding
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("scale", SCALES)
-@pytest.mark.parametrize(
-    "estimator",
-    [grpo_advantage, rloo_advantage, segment_grpo_advantage, segment_rloo_advantage],
-)
-def test_groups_and_segments_may_straddle_shards(kind, scale, estimator):
+@pytest.mark.parametrize("name", ROWS)
+def test_called_one_by_one(kind, scale, name):
     sharding = NamedSharding(_mesh(kind), P("data"))
-    rewards, ids, keep = (jax.device_put(x, sharding) for x in (REWARDS, IDS, KEEP))
-    expected = _run(estimator, scale, jnp.asarray(REWARDS), jnp.asarray(IDS), jnp.asarray(KEEP))
-    run = functools.partial(_run, estimator, scale)
-    for result in (run(rewards, ids, keep), jax.jit(run)(rewards, ids, keep)):
-        np.testing.assert_allclose(result, expected, rtol=1e-6, atol=1e-6)
+    rewards, ids, keep = jax.device_put((REWARDS, IDS, KEEP), sharding)
+    rows, segments = _unsharded()
+    for result, expected in (
+        (ROWS[name](rewards, 12, scale, where=keep), rows),  # six a device
+        (SEGMENTS[name](rewards, ids, 6, scale, where=keep), segments),
+    ):
+        np.testing.assert_allclose(result, expected[name, scale], rtol=1e-6, atol=1e-6)
         assert result.sharding.is_equivalent_to(sharding, 1), result.sharding
 
 
@@ -93,34 +108,47 @@ def test_statistics_of_sharded_rewards(kind):
             np.testing.assert_allclose(result, expected, rtol=1e-6, atol=1e-6)
 
 
+def _by_rows_segments_and_whole(rewards, ids, keep, axis_name=None):
+    axis = {"where": keep, "axis_name": axis_name}
+    return {
+        scale: (
+            rloo_advantage(rewards, 3, scale, **axis),
+            segment_grpo_advantage(rewards, ids, 6, scale, **axis),
+            grpo_advantage(rewards, 1, scale, **axis),
+        )
+        for scale in SCALES
+    }
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("axis_name", ["data", ("data",)])
+def test_shard_map_with_axis_name(kind, axis_name):
+    mesh = _mesh(kind)
+    mapped = jax.shard_map(
+        functools.partial(_by_rows_segments_and_whole, axis_name=axis_name),
+        mesh=mesh,
+        in_specs=P("data"),
+        out_specs=P("data"),
+    )
+    data = jax.device_put((REWARDS, IDS, KEEP), NamedSharding(mesh, P("data")))
+    expected = jax.jit(_by_rows_segments_and_whole)(REWARDS, IDS, KEEP)
+    for result, alone in zip(
+        jax.tree.leaves(jax.jit(mapped)(*data)), jax.tree.leaves(expected), strict=True
+    ):
+        np.testing.assert_allclose(result, alone, rtol=1e-6, atol=1e-6)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("scale", SCALES)
-def test_shard_map_with_axis_name(kind, scale):
+def test_shard_map_without_jit(kind, scale):
     mesh = _mesh(kind)
-    mapped = functools.partial(jax.shard_map, mesh=mesh, in_specs=P("data"), out_specs=P("data"))
-    rewards, ids, keep = (
-        jax.device_put(x, NamedSharding(mesh, P("data"))) for x in (REWARDS, IDS, KEEP)
-    )
 
-    def rows(rewards, keep):
+    @functools.partial(jax.shard_map, mesh=mesh, in_specs=P("data"), out_specs=P("data"))
+    def mapped(rewards, keep):
         return rloo_advantage(rewards, 3, scale, where=keep, axis_name="data")
 
+    result = mapped(*jax.device_put((REWARDS, KEEP), NamedSharding(mesh, P("data"))))
     expected = rloo_advantage(REWARDS, 3, scale, where=KEEP)
-    for run in (mapped(rows), jax.jit(mapped(rows))):
-        np.testing.assert_allclose(run(rewards, keep), expected, rtol=1e-6, atol=1e-6)
-
-    def by_id(rewards, ids, keep):
-        return segment_grpo_advantage(rewards, ids, 6, scale, where=keep, axis_name=("data",))
-
-    expected = segment_grpo_advantage(REWARDS, IDS, 6, scale, where=KEEP)
-    result = jax.jit(mapped(by_id))(rewards, ids, keep)
-    np.testing.assert_allclose(result, expected, rtol=1e-6, atol=1e-6)
-
-    def whole(rewards, keep):
-        return grpo_advantage(rewards, 1, scale, where=keep, axis_name="data")
-
-    expected = grpo_advantage(REWARDS, 1, scale, where=KEEP)
-    result = jax.jit(mapped(whole))(rewards, keep)
     np.testing.assert_allclose(result, expected, rtol=1e-6, atol=1e-6)
 
 

@@ -7,11 +7,9 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from tests.advantage.estimates import ROWS, SCALES, every_estimate, every_segment_estimate
 from tests.advantage.reference import reference, segment_reference
-from twinkle_jax import grpo_advantage, rloo_advantage
-from twinkle_jax.advantage import segment_grpo_advantage, segment_rloo_advantage
 
-SCALES = ("group", "batch", "none")
 ROUNDING = 2.0**-23
 # A few sizes, so that compiled programs are shared between examples.
 PROMPTS, SIZES = 3, (2, 5, 8)
@@ -46,46 +44,42 @@ def _close(result, expected, roundings=8):
     np.testing.assert_allclose(result, expected, rtol=0, atol=bound)
 
 
-@given(batches(), st.sampled_from(SCALES))
-def test_reference(batch, scale):
+@given(batches())
+def test_reference(batch):
     rewards, size = batch
     assume(_spread_enough(rewards, size))
-    for estimator, leave_one_out in ((grpo_advantage, False), (rloo_advantage, True)):
-        _close(
-            estimator(rewards, size, scale),
-            reference(rewards, size, scale, leave_one_out=leave_one_out),
-            roundings=16,
-        )
+    for (name, scale), advantages in every_estimate(rewards, size).items():
+        expected = reference(rewards, size, scale, leave_one_out=name == "rloo")
+        _close(advantages, expected, roundings=16)
 
 
-@given(batches(), st.sampled_from(SCALES))
-def test_rloo_is_grpo_times_k_over_k_minus_1(batch, scale):
+@given(batches())
+def test_rloo_is_grpo_times_k_over_k_minus_1(batch):
     rewards, size = batch
-    factor = size / (size - 1)
-    np.testing.assert_allclose(
-        rloo_advantage(rewards, size, scale),
-        factor * np.asarray(grpo_advantage(rewards, size, scale), np.float64),
-        rtol=1e-6,
-    )
+    estimates = every_estimate(rewards, size)
+    for scale in SCALES:
+        expected = size / (size - 1) * np.asarray(estimates["grpo", scale], np.float64)
+        np.testing.assert_allclose(estimates["rloo", scale], expected, rtol=1e-6)
 
 
-@given(batches(), st.sampled_from(SCALES))
-def test_every_group_sums_to_zero(batch, scale):
+@given(batches())
+def test_every_group_sums_to_zero(batch):
     rewards, size = batch
-    for estimator in (grpo_advantage, rloo_advantage):
-        result = np.asarray(estimator(rewards, size, scale), np.float64).reshape(-1, size)
+    for advantages in every_estimate(rewards, size).values():
+        result = np.asarray(advantages, np.float64).reshape(-1, size)
         bound = 8 * ROUNDING * np.abs(result).sum(axis=1)
         assert np.all(np.abs(result.sum(axis=1)) <= bound)
 
 
-@given(batches(exact=True), st.sampled_from(SCALES), st.sampled_from([-1000.0, -0.5, 0.25, 4096.0]))
-def test_a_constant_added_changes_nothing(batch, scale, constant):
+@given(batches(exact=True), st.sampled_from([-1000.0, -0.5, 0.25, 4096.0]))
+def test_a_constant_added_changes_nothing(batch, constant):
     rewards, size = batch
     shifted = rewards + np.float32(constant)
     assume(np.array_equal(shifted.astype(np.float64), rewards.astype(np.float64) + constant))
     assume(_spread_enough(rewards, size) and _spread_enough(shifted, size))
-    for estimator in (grpo_advantage, rloo_advantage):
-        _close(estimator(shifted, size, scale), estimator(rewards, size, scale))
+    plain = every_estimate(rewards, size)
+    for which, advantages in every_estimate(shifted, size).items():
+        _close(advantages, plain[which])
 
 
 @given(batches(exact=True), st.sampled_from([0.5, 2.0, 3.0, 1024.0, -4.0]))
@@ -93,20 +87,17 @@ def test_scaling_rewards(batch, factor):
     rewards, size = batch
     scaled = rewards * np.float32(factor)
     assume(_spread_enough(rewards, size) and _spread_enough(scaled, size))
-    for estimator in (grpo_advantage, rloo_advantage):
-        _close(estimator(scaled, size, "none"), factor * estimator(rewards, size, "none"))
-        for scale in ("group", "batch"):
-            # epsilon is 1e-5 of the smallest standard deviation allowed here
-            np.testing.assert_allclose(
-                estimator(scaled, size, scale),
-                np.sign(factor) * np.asarray(estimator(rewards, size, scale)),
-                rtol=2e-5,
-                atol=2e-5,
-            )
+    plain = every_estimate(rewards, size)
+    for (name, scale), advantages in every_estimate(scaled, size).items():
+        before = np.asarray(plain[name, scale])
+        if scale == "none":
+            _close(advantages, factor * before)
+        else:  # epsilon is 1e-5 of the smallest standard deviation allowed here
+            np.testing.assert_allclose(advantages, np.sign(factor) * before, rtol=2e-5, atol=2e-5)
 
 
-@given(batches(), st.sampled_from(SCALES), st.randoms(use_true_random=False))
-def test_permuting_a_group_permutes_its_advantages(batch, scale, random):
+@given(batches(), st.randoms(use_true_random=False))
+def test_permuting_a_group_permutes_its_advantages(batch, random):
     rewards, size = batch
     order = np.concatenate(
         [
@@ -114,33 +105,34 @@ def test_permuting_a_group_permutes_its_advantages(batch, scale, random):
             for start in range(0, rewards.size, size)
         ]
     )
-    for estimator in (grpo_advantage, rloo_advantage):
-        _close(
-            estimator(rewards[order], size, scale),
-            np.asarray(estimator(rewards, size, scale))[order],
-        )
+    plain = every_estimate(rewards, size)
+    for which, advantages in every_estimate(rewards[order], size).items():
+        _close(advantages, np.asarray(plain[which])[order])
 
 
 @given(batches(), st.randoms(use_true_random=False))
 def test_prompts_do_not_see_each_other(batch, random):
     rewards, size = batch
     order = np.asarray(random.sample(range(PROMPTS), PROMPTS))
-    moved = rewards.reshape(-1, size)[order].ravel()
-    for scale in ("group", "none"):
-        result = np.asarray(grpo_advantage(rewards, size, scale)).reshape(-1, size)[order]
-        assert np.array_equal(np.asarray(grpo_advantage(moved, size, scale)), result.ravel())
+    plain = every_estimate(rewards, size)
+    moved = every_estimate(rewards.reshape(-1, size)[order].ravel(), size)
+    for name in ROWS:
+        for scale in ("group", "none"):
+            expected = np.asarray(plain[name, scale]).reshape(-1, size)[order].ravel()
+            assert np.array_equal(moved[name, scale], expected)
 
 
 @given(batches())
 def test_bounds(batch):
     rewards, size = batch
     slack = 1 + 8 * ROUNDING
-    assert np.abs(grpo_advantage(rewards, size)).max() <= (size - 1) / size**0.5 * slack
-    assert np.abs(rloo_advantage(rewards, size)).max() <= size**0.5 * slack
+    estimates = every_estimate(rewards, size)
+    assert np.abs(estimates["grpo", "group"]).max() <= (size - 1) / size**0.5 * slack
+    assert np.abs(estimates["rloo", "group"]).max() <= size**0.5 * slack
 
 
-@given(batches(), st.sampled_from(SCALES), st.data())
-def test_masked_rewards_change_nothing(batch, scale, data):
+@given(batches(), st.data())
+def test_masked_rewards_change_nothing(batch, data):
     rewards, size = batch
     assume(_spread_enough(rewards, size))
     keep = np.asarray(
@@ -148,52 +140,53 @@ def test_masked_rewards_change_nothing(batch, scale, data):
     )
     garbage = data.draw(st.sampled_from([np.nan, np.inf, -np.inf, 1e30, -1e30, 0.0]))
     dirty = np.where(keep, rewards, np.float32(garbage))
-    for estimator, leave_one_out in ((grpo_advantage, False), (rloo_advantage, True)):
-        clean = np.asarray(estimator(rewards, size, scale, where=keep))
-        assert np.array_equal(np.asarray(estimator(dirty, size, scale, where=keep)), clean)
-        on_device = estimator(jnp.asarray(dirty), size, scale, where=jnp.asarray(keep))
-        assert np.array_equal(np.asarray(on_device), clean)
+    soiled = every_estimate(dirty, size, keep)
+    for (name, scale), advantages in every_estimate(rewards, size, keep).items():
+        clean = np.asarray(advantages)
+        assert np.array_equal(soiled[name, scale], clean)
         assert not clean[~keep].any()
         kept = np.where(keep, rewards, 0)
-        expected = reference(kept, size, scale, leave_one_out=leave_one_out, keep=keep)
+        expected = reference(kept, size, scale, leave_one_out=name == "rloo", keep=keep)
         np.testing.assert_allclose(clean, expected, rtol=2e-5, atol=2e-5 * np.abs(expected).max())
 
 
-@given(batches(), st.sampled_from(SCALES), st.randoms(use_true_random=False))
-def test_segments_of_equal_size_are_groups_in_any_order(batch, scale, random):
+@pytest.mark.parametrize("estimator", ROWS.values())
+@pytest.mark.parametrize("scale", SCALES)
+def test_called_on_the_host_and_on_a_device_masked_rewards_change_nothing(estimator, scale):
+    rewards = np.random.default_rng(0).normal(size=15).astype(np.float32)
+    keep = np.arange(15) % 4 > 0
+    dirty = np.where(keep, rewards, np.nan).astype(np.float32)
+    clean = np.asarray(estimator(rewards, 5, scale, where=keep))
+    assert np.array_equal(estimator(dirty, 5, scale, where=keep), clean)
+    on_device = estimator(jnp.asarray(dirty), 5, scale, where=jnp.asarray(keep))
+    assert np.array_equal(on_device, clean)
+
+
+@given(batches(), st.randoms(use_true_random=False))
+def test_segments_of_equal_size_are_groups_in_any_order(batch, random):
     rewards, size = batch
     order = np.asarray(random.sample(range(rewards.size), rewards.size))
     ids = np.repeat(np.asarray([7, 0, 4]), size)
-    for segment, rows in (
-        (segment_grpo_advantage, grpo_advantage),
-        (segment_rloo_advantage, rloo_advantage),
-    ):
-        _close(
-            segment(rewards[order], ids[order], 9, scale),
-            np.asarray(rows(rewards, size, scale))[order],
-            roundings=16,
-        )
+    rows = every_estimate(rewards, size)
+    for which, advantages in every_segment_estimate(rewards[order], ids[order], 9).items():
+        _close(advantages, np.asarray(rows[which])[order], roundings=16)
 
 
-@given(st.data(), st.sampled_from(SCALES))
-def test_ragged_segments(data, scale):
+@given(st.data())
+def test_ragged_segments(data):
     count, most = 12, 5
     values = st.integers(-64, 64).map(lambda v: v / 8)
     rewards = np.float32(data.draw(st.lists(values, min_size=count, max_size=count)))
     ids = np.asarray(data.draw(st.lists(st.integers(-2, most + 1), min_size=count, max_size=count)))
     keep = np.asarray(data.draw(st.lists(st.booleans(), min_size=count, max_size=count)))
     names = [int(i) if 0 <= i < most else None for i in ids]
-    for segment, leave_one_out in (
-        (segment_grpo_advantage, False),
-        (segment_rloo_advantage, True),
-    ):
-        expected = segment_reference(rewards, names, scale, leave_one_out=leave_one_out, keep=keep)
-        result = segment(rewards, ids, most, scale, where=keep)
+    for (name, scale), result in every_segment_estimate(rewards, ids, most, keep).items():
+        expected = segment_reference(rewards, names, scale, leave_one_out=name == "rloo", keep=keep)
         np.testing.assert_allclose(result, expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("scale", SCALES)
-@pytest.mark.parametrize("estimator", [grpo_advantage, rloo_advantage])
+@pytest.mark.parametrize("estimator", ROWS.values())
 def test_vmap_over_batches_equals_a_loop(estimator, scale):
     rewards = jax.random.normal(jax.random.key(0), (4, 12))
     keep = jax.random.bernoulli(jax.random.key(1), 0.7, (4, 12))

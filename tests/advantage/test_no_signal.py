@@ -1,21 +1,15 @@
 """No signal means exactly 0, and 4 units in the last place are no signal."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.advantage.estimates import SCALES, every_estimate, every_segment_estimate
 from twinkle_jax import grpo_advantage, rloo_advantage
-from twinkle_jax.advantage import (
-    group_statistics,
-    segment_grpo_advantage,
-    segment_rloo_advantage,
-)
+from twinkle_jax.advantage import group_statistics
 
 CONSTANTS = [0.1, 0.2, 0.3, 0.35, 0.6, 0.7, 0.9, 1.1, 2.2, -0.1, 1000.1, 1e-3, 1e6 + 0.1, 1e18, 0.0]
-SCALES = ("group", "batch", "none")
 ESTIMATORS = (grpo_advantage, rloo_advantage)
-SEGMENTS = (segment_grpo_advantage, segment_rloo_advantage)
 
 
 def _exactly_zero(advantages):
@@ -33,9 +27,8 @@ MANY = [(5, 60), (8, 40), (13, 25)]
 def test_constant_groups_are_exactly_zero(size, copies):
     constants = np.tile(np.float32(CONSTANTS), copies)
     rewards = np.repeat(constants, size)
-    for scale in SCALES:
-        for estimator in ESTIMATORS:
-            _exactly_zero(estimator(rewards, size, scale))
+    for advantages in every_estimate(rewards, size).values():
+        _exactly_zero(advantages)
     statistics = group_statistics(rewards, size)
     assert statistics.mean.tolist() == constants.tolist()
     assert not np.asarray(statistics.std).any()
@@ -47,25 +40,34 @@ def test_what_is_left_of_constant_groups_is_exactly_zero(size, copies):
     rewards = np.repeat(np.tile(np.float32(CONSTANTS), copies), size)
     keep = np.arange(len(rewards)) % size > 0
     rewards[~keep] = 7
-    for scale in SCALES:
-        for estimator in ESTIMATORS:
-            _exactly_zero(estimator(rewards, size, scale, where=keep))
-
-
-@pytest.mark.parametrize("estimator", SEGMENTS)
-@pytest.mark.parametrize("size", [2, 3, 5, 8, 13, 31, 64])
-def test_constant_segments_are_exactly_zero(estimator, size):
-    rewards = np.repeat(np.float32(CONSTANTS), size)
-    ids = np.repeat(np.arange(len(CONSTANTS)), size)
-    _exactly_zero(estimator(rewards, ids, len(CONSTANTS)))
+    for advantages in every_estimate(rewards, size, keep).values():
+        _exactly_zero(advantages)
 
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 @pytest.mark.parametrize("scale", SCALES)
-@pytest.mark.parametrize("size", [2, 7, 30])
-def test_a_constant_batch_is_exactly_zero(estimator, scale, size):
+def test_called_one_by_one_they_are_exactly_zero(estimator, scale):
+    for copies in (1, 40):
+        rewards = np.repeat(np.tile(np.float32(CONSTANTS), copies), 8)
+        _exactly_zero(estimator(rewards, 8, scale))
+
+
+@pytest.mark.parametrize("size", [2, 3, 5, 8, 13, 31, 64])
+def test_constant_segments_are_exactly_zero(size):
+    rewards = np.repeat(np.float32(CONSTANTS), size)
+    ids = np.repeat(np.arange(len(CONSTANTS)), size)
+    for advantages in every_segment_estimate(rewards, ids, len(CONSTANTS)).values():
+        _exactly_zero(advantages)
+
+
+@pytest.mark.parametrize("size", [1, 2, 7, 30])
+def test_a_constant_batch_is_exactly_zero(size):
     for value in CONSTANTS:
-        _exactly_zero(estimator([value] * (3 * size), size, scale))
+        estimates = every_estimate(np.full(3 * size, value, np.float32), size)
+        if size == 1:  # the whole batch is the group, and the scale 'group' is the reward itself
+            assert estimates.pop(("grpo", "group")).tolist() == [np.float32(value)] * 3
+        for advantages in estimates.values():
+            _exactly_zero(advantages)
 
 
 def _apart(value, units, dtype):
@@ -89,17 +91,18 @@ def test_four_units_are_noise_and_five_are_signal(units, dtype, size):
         rewards = groups.ravel()
         ids = np.repeat(np.arange(len(VALUES)), size)
         assert group_statistics(rewards, size).has_signal.tolist() == [signal] * len(VALUES)
-        results = [estimator(rewards, size, s) for estimator in ESTIMATORS for s in SCALES]
-        results += [estimator(rewards, ids, len(VALUES)) for estimator in SEGMENTS]
-        for result in results:
+        results = every_estimate(rewards, size).values()
+        by_id = every_segment_estimate(rewards, ids, len(VALUES)).values()
+        for result in (*results, *by_id):
             if not signal:
                 _exactly_zero(result)
             assert np.asarray(result).reshape(groups.shape).any(axis=1).tolist() == (
                 [signal] * len(VALUES)
             )
         for group in groups:  # one generation: the batch is the group
-            assert np.asarray(grpo_advantage(group, 1, "batch")).any() == signal
-            assert np.asarray(grpo_advantage(group, 1, "none")).any() == signal
+            one = every_estimate(group, 1)
+            assert np.asarray(one["grpo", "batch"]).any() == signal
+            assert np.asarray(one["grpo", "none"]).any() == signal
 
 
 @pytest.mark.parametrize("sign", [1, -1])
@@ -116,19 +119,16 @@ def test_components_added_in_another_order_are_no_signal():
     orders = np.stack([np.roll(parts, k) for k in range(4)])
     sums = np.asarray(orders.cumsum(axis=1, dtype=np.float32)[:, -1])
     assert len(set(sums.tolist())) > 1  # the sums do differ
-    for scale in SCALES:
-        for estimator in ESTIMATORS:
-            _exactly_zero(estimator(orders, 4, scale))
-            _exactly_zero(estimator(jnp.asarray(sums), 4, scale))
+    for rewards in (orders, sums):
+        for advantages in every_estimate(rewards, 4).values():
+            _exactly_zero(advantages)
 
 
 def test_a_constant_group_beside_others_stays_zero():
-    rewards = [0.1, 0.1, 0.1, 0.0, 0.5, 1.0]
-    for scale in SCALES:
-        for estimator in ESTIMATORS:
-            result = estimator(rewards, 3, scale).tolist()
-            _exactly_zero(result[:3])
-            assert result[3] < 0 < result[5]
+    rewards = np.float32([0.1, 0.1, 0.1, 0.0, 0.5, 1.0])
+    for advantages in every_estimate(rewards, 3).values():
+        _exactly_zero(advantages[:3])
+        assert advantages[3] < 0 < advantages[5]
 
 
 def test_tiny_signals_are_not_lost():

@@ -5,11 +5,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.advantage.estimates import SCALES, every_estimate, every_segment_estimate
 from twinkle_jax import grpo_advantage, rloo_advantage
-from twinkle_jax.advantage import group_statistics, segment_grpo_advantage
+from twinkle_jax.advantage import group_statistics
 
 NAN, INF = float("nan"), float("inf")
-SCALES = ("group", "batch", "none")
 
 
 def test_by_hand():
@@ -43,17 +43,14 @@ def test_a_lone_survivor_is_zero_but_counts_in_the_batch(estimator):
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 48])
-@pytest.mark.parametrize("scale", SCALES)
 @pytest.mark.parametrize("garbage", [NAN, INF])
-def test_nothing_left_is_zero_never_nan(size, scale, garbage):
+def test_nothing_left_is_zero_never_nan(size, garbage):
     rewards = jnp.full(48, garbage)
     where = jnp.zeros(48, bool)
-    estimators = [grpo_advantage] + [rloo_advantage] * (size > 1)
-    for estimator in estimators:
-        assert estimator(rewards, size, scale, where=where).tolist() == [0] * 48
-    ids = jnp.zeros(48, int)
-    segment = segment_grpo_advantage(rewards, ids, 1, scale, where=where)
-    assert segment.tolist() == [0] * 48
+    by_id = every_segment_estimate(rewards, jnp.zeros(48, int), 1, where)
+    for estimates in (every_estimate(rewards, size, where), by_id):
+        for advantages in estimates.values():
+            assert advantages.tolist() == [0] * 48
     statistics = group_statistics(rewards, size, where=where)
     for field in statistics:
         assert field.tolist() == [0] * (48 // size)
@@ -79,35 +76,34 @@ def test_unmasked_garbage_on_a_device_poisons_its_group_and_never_becomes_zero(b
     rewards = np.zeros(3 * size, np.float32)
     rewards[0], rewards[size] = bad, 1
     rewards = jnp.asarray(rewards)
-    for estimator in (grpo_advantage, rloo_advantage):
-        for scale in ("group", "none"):
-            result = np.asarray(estimator(rewards, size, scale)).reshape(3, size)
+    by_id = every_segment_estimate(rewards, np.repeat([2, 0, 1], size), 3)
+    for estimates in (every_estimate(rewards, size), by_id):
+        for (_, scale), advantages in estimates.items():
+            if scale == "batch":
+                assert np.isnan(advantages).all()
+                continue
+            result = np.asarray(advantages).reshape(3, size)
             assert np.isnan(result[0]).all()
             assert np.isfinite(result[1]).all()
             assert result[1].any()
             assert not result[2].any()
-        assert np.isnan(estimator(rewards, size, "batch")).all()
-        ids = np.repeat([2, 0, 1], size)
-        assert np.isnan(segment_grpo_advantage(rewards, ids, 3)[:size]).all()
-        assert np.isfinite(segment_grpo_advantage(rewards, ids, 3)[size:]).all()
-        assert np.isnan(segment_grpo_advantage(rewards, ids, 3, "batch")).all()
     statistics = group_statistics(rewards, size)
     assert statistics.has_signal.tolist() == [True, True, False]
     assert np.isnan(statistics.mean).tolist() == [True, False, False]
     assert np.isnan(statistics.std).tolist() == [True, False, False]
+    whole = every_estimate(rewards, 1)
     for scale in ("batch", "none"):
-        assert np.isnan(grpo_advantage(rewards, 1, scale)).all()
-    single = np.asarray(grpo_advantage(rewards, 1))
+        assert np.isnan(whole["grpo", scale]).all()
+    single = np.asarray(whole["grpo", "group"])
     assert np.isnan(single[0]) if np.isnan(bad) else single[0] == bad
     assert single[1:].tolist() == rewards[1:].tolist()
 
 
 def test_a_group_of_garbage_is_nan_although_its_rewards_are_equal():
     rewards = jnp.asarray([INF, INF, NAN, NAN, -INF, -INF, 1.0, 1.0])
-    for estimator in (grpo_advantage, rloo_advantage):
-        for scale in ("group", "none"):
-            result = np.isnan(estimator(rewards, 2, scale)).tolist()
-            assert result == [True] * 6 + [False] * 2
+    for (_, scale), advantages in every_estimate(rewards, 2).items():
+        sound = scale != "batch"  # which one group of garbage spoils for all
+        assert np.isnan(advantages).tolist() == [True] * 6 + [not sound] * 2
 
 
 def test_an_unmasked_nan_alone_in_its_group_is_not_hidden():
