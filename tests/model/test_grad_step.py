@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.loss.cases import EXTRAS, OBJECTS
+from tests.loss.cases import OBJECTS
 from tests.model.families import NAMES, QUICK, config_of, params_of
 from tests.model.training import accumulate, chosen, fresh, random_batch, relative, take
 from twinkle_jax.loss import GRPOLoss, Loss, LossOutput, PolicyMetrics, PPOValueLoss
@@ -17,6 +17,7 @@ from twinkle_jax.model._grad_step import StepSummary, _grad_step, add_summaries
 from twinkle_jax.model._loss_coefficients import join_loss, split_loss
 
 BATCH = random_batch()
+GRPO = OBJECTS["grpo"]  # most tests are not about the loss, and this one is compiled already
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
 
@@ -49,9 +50,8 @@ def _naive(params, config, static, traced, batch, temperature):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_loss_and_gradient_of_each_family(name):
-    loss_fn = GRPOLoss(epsilon=0.2, **EXTRAS)
-    value, gradient = naive(name, loss_fn, BATCH, 0.75)
-    ours, (summary,) = accumulate(loss_fn, [BATCH], name, temperature=0.75)
+    value, gradient = naive(name, GRPO, BATCH, 0.75)
+    ours, (summary,) = accumulate(GRPO, [BATCH], name, temperature=0.75)
     np.testing.assert_allclose(summary.loss, value, rtol=1e-5)
     assert relative(ours, gradient) < 2e-5
 
@@ -71,7 +71,7 @@ def test_micro_batches_change_nothing(loss):
 
 
 def test_rows_that_fill_up_and_garbage_under_the_mask_change_no_bit():
-    loss_fn = chosen("gspo")
+    loss_fn = OBJECTS["gspo"]  # which averages over sequences
     filled = jax.tree.map(lambda x: jnp.concatenate([x, x[:2]]), BATCH)
     filled = filled._replace(labels=filled.labels.at[4:].set(-100), rows=jnp.arange(6) < 4)
     one, (first,) = accumulate(loss_fn, [filled])
@@ -82,7 +82,7 @@ def test_rows_that_fill_up_and_garbage_under_the_mask_change_no_bit():
     two, (second,) = accumulate(loss_fn, [filled._replace(**dirty)])
     for a, b in zip(jax.tree.leaves((one, first)), jax.tree.leaves((two, second)), strict=True):
         np.testing.assert_array_equal(a, b)
-    whole, (summary,) = accumulate(loss_fn, [BATCH])
+    whole, (summary,) = accumulate(chosen("gspo"), [BATCH])
     assert first.denominator == summary.denominator == 4
     assert relative(one, whole) < 1e-6
 
@@ -94,21 +94,21 @@ def test_left_padding_with_a_mask_is_the_same():
     left = Batch(*(None if x is None else turn(x, mask) for x in batch))._replace(
         mask=turn(mask, mask)
     )
-    one, (a,) = accumulate(chosen("grpo"), [batch])
-    two, (b,) = accumulate(chosen("grpo"), [left])
+    one, (a,) = accumulate(GRPO, [batch])
+    two, (b,) = accumulate(GRPO, [left])
     np.testing.assert_allclose(a.loss, b.loss, rtol=1e-6)
     assert relative(one, two) < 2e-6
 
 
 def test_coefficients_are_traced_and_losses_compile_once():
-    state, _ = grad_step(fresh(), BATCH, config_of("qwen3"), GRPOLoss(0.2))
+    state, _ = grad_step(fresh(), BATCH, config_of("qwen3"), GRPO)
     count = _grad_step._cache_size()
-    for epsilon in (0.1, 0.3):
-        state, _ = grad_step(
-            state, BATCH, config_of("qwen3"), GRPOLoss(epsilon), temperature=epsilon
-        )
+    for number in (0.1, 0.3):
+        other = dataclasses.replace(GRPO, epsilon=number, beta=number, entropy_coef=number)
+        state, _ = grad_step(state, BATCH, config_of("qwen3"), other, temperature=number)
     assert _grad_step._cache_size() == count
-    grad_step(state, BATCH, config_of("qwen3"), GRPOLoss(0.2, beta=0.5))
+    without = dataclasses.replace(GRPO, beta=0.0)
+    grad_step(state, BATCH, config_of("qwen3"), without)
     assert _grad_step._cache_size() == count + 1
 
 
@@ -136,19 +136,18 @@ class Shifted(GRPOLoss):
 
 
 def test_other_labels_for_no_loss_are_the_losses_own_affair():
-    one, _ = accumulate(Shifted(), [BATCH])
-    two, _ = accumulate(GRPOLoss(), [BATCH])
+    settings = dataclasses.asdict(GRPO) | {"ignore_index": -1}
+    one, _ = accumulate(Shifted(**settings), [BATCH])
+    two, _ = accumulate(GRPO, [BATCH])
     assert relative(one, two) == 0
 
 
 def test_parameters_that_are_frozen_get_no_gradient():
     params = jax.tree.map(jnp.copy, params_of("qwen3"))
     trained = {"norm": params.pop("norm")}
-    state, summary = grad_step(
-        train_state(trained), BATCH, config_of("qwen3"), chosen("ppo"), frozen=params
-    )
+    state, summary = grad_step(train_state(trained), BATCH, config_of("qwen3"), GRPO, frozen=params)
     assert state.gradient_sum.keys() == {"norm"}
-    whole, (full,) = accumulate(chosen("ppo"), [BATCH])
+    whole, (full,) = accumulate(GRPO, [BATCH])
     np.testing.assert_allclose(summary.loss, full.loss, rtol=1e-6)
     assert relative(state.gradient_sum["norm"]["scale"] / state.denominator, whole["norm"]) < 1e-5
 

@@ -66,9 +66,19 @@ def take(batch, rows):
     return jax.tree.map(lambda x: x[rows], batch)
 
 
+@jax.jit
+def _copied(params):
+    return jax.tree.map(jnp.copy, params)
+
+
+@jax.jit
+def _divided(gradients, denominator):
+    return jax.tree.map(lambda g: g / denominator, gradients)
+
+
 def fresh(name="qwen3", optimizer=None):
     """A state of its own: what is donated must not be the parameters that tests share."""
-    return train_state(jax.tree.map(jnp.copy, params_of(name)), optimizer)
+    return train_state(_copied(params_of(name)), optimizer)
 
 
 def accumulate(loss_fn, batches, name="qwen3", **options):
@@ -77,7 +87,7 @@ def accumulate(loss_fn, batches, name="qwen3", **options):
     for batch in batches:
         state, summary = grad_step(state, batch, config_of(name), loss_fn, **options)
         summaries.append(summary)
-    return jax.tree.map(lambda g: g / state.denominator, state.gradient_sum), summaries
+    return _divided(state.gradient_sum, state.denominator), summaries
 
 
 def relative(a, b):
