@@ -22,6 +22,7 @@ from twinkle_jax.advantage import (
 )
 
 GOLDEN = json.loads((pathlib.Path(__file__).parents[1] / "golden/advantage_cases.json").read_text())
+pytestmark = pytest.mark.usefixtures("as_users_compile")
 
 
 def _padded(array, fill):
@@ -202,6 +203,31 @@ def test_a_small_signal_beside_large_values_is_kept():
     result = gae_advantage(rewards, values, bootstrap_values=values[:, 0], gae_lambda=0.0)
     expected = reference.whiten(rewards, np.ones((2, 4), bool), 0)
     np.testing.assert_allclose(result.advantages, expected, rtol=1e-4)
+
+
+def test_every_length():
+    # blocks of eight steps, eight of these, and so on: lengths at which one begins or ends
+    lengths = (1, 2, 7, 8, 9, 63, 64, 65, 71, 512, 513)
+    rng = np.random.default_rng(3)
+    rewards = rng.integers(-4, 5, (3, 513)).astype(np.float32)
+    keep = rng.uniform(size=rewards.shape) < 0.8
+    last = np.float32([64, -32, 16])
+
+    @jax.jit
+    def run(gamma):
+        return [
+            discounted_returns(rewards[:, :n], where=keep[:, :n], gamma=gamma, bootstrap_values=end)
+            for n in lengths
+            for end in (last, None)
+        ]
+
+    for gamma in (1.0, 0.5, 0.9):  # sums of whole numbers are exact
+        results = iter(run(gamma))
+        for n in lengths:
+            for end in (last, None):
+                expected = reference.returns(rewards[:, :n], keep[:, :n], gamma, end)
+                tolerance = 0 if gamma == 1 else 1e-6
+                np.testing.assert_allclose(next(results), expected, rtol=0, atol=40 * tolerance)
 
 
 def test_long_sequences_stay_accurate():

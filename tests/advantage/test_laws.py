@@ -11,6 +11,7 @@ from tests.advantage.estimates import ROWS, SCALES, every_estimate, every_segmen
 from tests.advantage.reference import reference, segment_reference
 
 ROUNDING = 2.0**-23
+pytestmark = pytest.mark.usefixtures("as_users_compile")
 # A few sizes, so that compiled programs are shared between examples.
 PROMPTS, SIZES = 3, (2, 5, 8)
 

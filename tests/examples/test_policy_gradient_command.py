@@ -17,6 +17,7 @@ import pytest
 from tests.examples import FOLDER, load
 
 example = load("policy_gradient")
+pytestmark = pytest.mark.usefixtures("as_users_compile")  # it runs for longer than it compiles
 
 
 def call(*options):
@@ -35,7 +36,7 @@ def call(*options):
 
 
 @pytest.fixture(scope="module")
-def learnt(tmp_path_factory):
+def learnt(tmp_path_factory, as_users_compile):
     output = tmp_path_factory.mktemp("run") / "made" / "on the way"
     return output, *call("--advantage", "rloo", "--steps", "30", "--output", str(output))
 
