@@ -195,14 +195,21 @@ def test_the_rounding_of_large_values_is_no_signal(where):
     assert not np.asarray(result.advantages).any()
 
 
-def test_a_small_signal_beside_large_values_is_kept():
+@pytest.mark.parametrize("sign", [1, -1])
+def test_a_small_signal_beside_large_values_is_kept(sign):
     # 8 units in the last place of 1024 are 2**-10; an advantage of 2**-8 is real
-    values = np.full((2, 4), 1024, np.float32)
-    rewards = np.zeros((2, 4), np.float32)
-    rewards[0, 1] = 2**-8
-    result = gae_advantage(rewards, values, bootstrap_values=values[:, 0], gae_lambda=0.0)
-    expected = reference.whiten(rewards, np.ones((2, 4), bool), 0)
+    values = np.full((4, 16), 1024, np.float32)
+    rewards = np.zeros((4, 16), np.float32)
+    rewards[0, 1] = sign * 2**-8
+    settings = {"bootstrap_values": values[:, 0], "gae_lambda": 0.0}
+    result = gae_advantage(rewards, values, **settings)
+    expected = reference.whiten(rewards, np.ones((4, 16), bool), 0)
     np.testing.assert_allclose(result.advantages, expected, rtol=1e-4)
+    # what counts is how far they are from the mean: here 6 units on either side, there 9
+    for units, signal in ((6, False), (9, True)):
+        rewards = np.tile(np.float32([1, -1]) * units * 2.0**-13, (4, 8)).astype(np.float32)
+        result = gae_advantage(rewards, values, **settings)
+        assert np.asarray(result.advantages).any() == signal
 
 
 def test_every_length():

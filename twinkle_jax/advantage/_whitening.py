@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 from jax import Array
 
-from twinkle_jax.advantage._grouping import AxisName, Grouping, whole_batch
+from twinkle_jax.advantage._grouping import AxisName, whole_batch
 from twinkle_jax.advantage._moments import last_places, moments
 
 _NOISE_UNITS = 8  # of the operands: what a few additions and subtractions of them may leave
@@ -26,8 +26,8 @@ def whiten(
         epsilon: added to the standard deviation.
         correction: what is taken off the number of tokens in the divisor of the variance.
         axis_name: the mapped axis over which the batch extends.
-        made_of: as `tokens`, how large the numbers are whose differences they are, if they are:
-            then their own size does not tell what is rounding.
+        made_of: as `tokens`, 0 where masked: how large the numbers are whose differences they are,
+            if they are: then their own size does not tell what is rounding.
 
     Returns:
         As `tokens`: exactly 0 where all are equal up to rounding; all NaN where one is not finite.
@@ -42,14 +42,8 @@ def whiten(
     centred = (tokens - everyone.anchor) + everyone.drop
     signal = everyone.has_signal
     if made_of is not None:
-        size = _largest(made_of, keep, batch)
-        rounding = _largest(jnp.abs(centred), keep, batch) <= last_places(_NOISE_UNITS, size)
-        signal &= ~(rounding & everyone.finite)
+        size = batch.largest(batch.split(made_of.reshape(-1)))
+        farthest = jnp.maximum(everyone.drop, everyone.spread - everyone.drop)  # from the mean
+        signal &= ~((farthest <= last_places(_NOISE_UNITS, size)) & everyone.finite)
     scores = jnp.where(signal, centred / divisor, 0)
     return scores if keep is None else jnp.where(keep, scores, 0)
-
-
-def _largest(sizes: Array, keep: Array | None, batch: Grouping) -> Array:
-    """Return the largest of what is kept; a maximum may skip NaN."""
-    sizes = sizes if keep is None else jnp.where(keep, sizes, 0)
-    return batch.largest(batch.split(sizes.reshape(-1)))
