@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import Array
 
 BLOCK = 8
-"""Steps that one thread walks through; of 4 to 64 the fastest, and half the time to compile."""
+"""Steps that are walked one after the other; of 4 to 64 the fastest on two CPU cores."""
 
 
 def discounted_sum(
