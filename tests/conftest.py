@@ -20,8 +20,7 @@ def pytest_configure(config):
         return
     if "JAX_DISABLE_MOST_OPTIMIZATIONS" not in os.environ:
         jax.config.update("jax_disable_most_optimizations", True)
-    # Tests leave little garbage among many programs that live on; by itself Python looks for it
-    # so often that it takes 4 % of the time.
+    # Tests leave little garbage among many programs that live on: do not look for it so often.
     gc.set_threshold(50_000, 20, 100)
     jax.config.update("jax_num_cpu_devices", 8)
     jax.config.update("jax_numpy_rank_promotion", "raise")

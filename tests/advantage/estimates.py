@@ -1,6 +1,6 @@
 """Every estimate of a batch in one program, as inside a user's own step.
 
-The estimates share their statistics, so together they compile in a third of the time.
+The estimates share their statistics, which so compile once instead of for each.
 """
 
 import functools

@@ -22,7 +22,6 @@ from twinkle_jax.advantage import (
 )
 
 GOLDEN = json.loads((pathlib.Path(__file__).parents[1] / "golden/advantage_cases.json").read_text())
-pytestmark = pytest.mark.usefixtures("as_users_compile")
 
 
 def _padded(array, fill):

@@ -11,7 +11,6 @@ from tests.advantage.estimates import ROWS, SCALES, every_estimate, every_segmen
 from tests.advantage.reference import reference, segment_reference
 
 ROUNDING = 2.0**-23
-pytestmark = pytest.mark.usefixtures("as_users_compile")
 # A few sizes, so that compiled programs are shared between examples.
 PROMPTS, SIZES = 3, (2, 5, 8)
 
@@ -156,11 +155,12 @@ def test_masked_rewards_change_nothing(batch, data):
 def test_called_on_the_host_and_on_a_device_masked_rewards_change_nothing(estimator, scale):
     rewards = np.random.default_rng(0).normal(size=15).astype(np.float32)
     keep = np.arange(15) % 4 > 0
-    dirty = np.where(keep, rewards, np.nan).astype(np.float32)
     clean = np.asarray(estimator(rewards, 5, scale, where=keep))
-    assert np.array_equal(estimator(dirty, 5, scale, where=keep), clean)
-    on_device = estimator(jnp.asarray(dirty), 5, scale, where=jnp.asarray(keep))
-    assert np.array_equal(on_device, clean)
+    for garbage in (np.nan, np.inf, -np.inf, 1e30, -1e30, 0.0):
+        dirty = np.where(keep, rewards, np.float32(garbage))
+        assert np.array_equal(estimator(dirty, 5, scale, where=keep), clean)
+        on_device = estimator(jnp.asarray(dirty), 5, scale, where=jnp.asarray(keep))
+        assert np.array_equal(on_device, clean)
 
 
 @given(batches(), st.randoms(use_true_random=False))

@@ -10,7 +10,6 @@ from twinkle_jax import grpo_advantage, rloo_advantage
 from twinkle_jax.advantage import group_statistics
 
 NAN, INF = float("nan"), float("inf")
-pytestmark = pytest.mark.usefixtures("as_users_compile")
 
 
 def test_by_hand():
