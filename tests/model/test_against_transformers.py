@@ -7,13 +7,26 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.model.families import NAMES, QUICK, batch, family, fill, hidden, step
-from twinkle_jax.model import hidden_states, load_pretrained, output_logits, save_pretrained
+from tests.model.families import NAMES, batch, family
+from twinkle_jax.model import (
+    decode_step,
+    hidden_states,
+    load_pretrained,
+    output_logits,
+    prefill,
+    save_pretrained,
+)
 
 _GET = "pip install 'twinkle-jax[test,oracle]'"
 torch = pytest.importorskip("torch", reason=_GET)
 transformers = pytest.importorskip("transformers", reason=_GET)
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning"),
+    pytest.mark.usefixtures("as_users_compile"),
+]
+hidden = jax.jit(hidden_states, static_argnames="config")
+fill = jax.jit(prefill, static_argnames=("config", "capacity"))
+step = jax.jit(decode_step, static_argnames="config")
 
 ROWS = [[5, 6, 7, 8, 9, 10, 11], [12, 13, 14], [15], [16, 17, 18, 19, 20]]
 CASES = {
@@ -104,7 +117,7 @@ def test_gradients_of_a_loss(name, saved):
         chosen = jnp.take_along_axis(logprobs, targets[:, :, None], axis=-1)[:, :, 0]
         return -jnp.sum(jnp.where(mask, chosen, 0))
 
-    value, gradient = jax.jit(jax.value_and_grad(loss), compiler_options=QUICK)(decoder.params)
+    value, gradient = jax.jit(jax.value_and_grad(loss))(decoder.params)
     model.zero_grad()
     logits = model(
         input_ids=torch.tensor(np.array(tokens)),

@@ -226,15 +226,15 @@ def test_types_of_parameters_and_computation_mix():
     exact = np.asarray(hidden(params, config, tokens, mask))
     small = jax.jit(lambda p: jax.tree.map(lambda x: x.astype(jnp.bfloat16), p))(params)
     large = jax.jit(lambda p: jax.tree.map(lambda x: x.astype(jnp.float32), p))(small)
-    # float32 computation with bfloat16 parameters: those parameters, exactly.
+    # float32 computation with bfloat16 parameters: those parameters, and rounding of float32 alone.
     wide = hidden(small, config, tokens, mask, compute_dtype="float32")
-    np.testing.assert_array_equal(wide, hidden(large, config, tokens, mask))
+    np.testing.assert_allclose(wide, hidden(large, config, tokens, mask), rtol=0, atol=1e-4)
     # The default is the type of the parameters, and float32 parameters can be computed with in 16.
     low = hidden(params, config, tokens, mask, compute_dtype="bfloat16")
     shape = jax.eval_shape(lambda p: hidden_states(p, config, tokens, mask), small)
     assert low.dtype == shape.dtype == jnp.bfloat16
     error = np.sqrt(np.mean((np.asarray(low, np.float32) - exact) ** 2))
-    assert 0 < error < 0.1 * np.sqrt(np.mean(exact**2))
+    assert 1e-3 < error < 0.1 * np.sqrt(np.mean(exact**2))
 
 
 def test_logits_are_float32_and_the_matrix_is_width_by_vocabulary():
