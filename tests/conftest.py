@@ -1,8 +1,8 @@
 """Strict JAX for every test: eight virtual CPU devices, no implicit promotion, no reused keys.
 
 Tests compile thousands of small programs and run each a few times, so the compiler does not
-optimise them, which saves half of the time. It does where the values themselves are tested
-(`as_users_compile`), and everywhere under JAX_DISABLE_MOST_OPTIMIZATIONS=0.
+optimise them, which saves half of the time. It does where values are compared with references or
+must be exact (`as_users_compile`), and everywhere under JAX_DISABLE_MOST_OPTIMIZATIONS=0.
 """
 
 import gc

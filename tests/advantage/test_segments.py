@@ -8,6 +8,8 @@ import pytest
 from twinkle_jax import grpo_advantage
 from twinkle_jax.advantage import segment_grpo_advantage, segment_rloo_advantage
 
+pytestmark = pytest.mark.usefixtures("as_users_compile")
+
 
 def test_by_hand():
     # segment 3: 1, 3 (mean 2); segment 0: 0, 4, 8 (mean 4); segment 7: alone; id 9: outside

@@ -20,6 +20,8 @@ from tests.loss.scores import (
 )
 from twinkle_jax.loss._token_logprobs import token_logprobs
 
+pytestmark = pytest.mark.usefixtures("as_users_compile")
+
 
 def test_by_hand():
     # logits (0, log 3): probabilities 1/4 and 3/4, entropy log 4 - 3/4 log 3
