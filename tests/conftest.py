@@ -2,7 +2,8 @@
 
 Tests compile thousands of small programs and run each a few times, so the compiler does not
 optimise them, which saves half of the time. It does where values are compared with references or
-must be exact (`as_users_compile`), and everywhere under JAX_DISABLE_MOST_OPTIMIZATIONS=0.
+must be exact (`as_users_compile`), and under JAX_DISABLE_MOST_OPTIMIZATIONS=0 everywhere but in
+tests of whole decoders (`quick_compile`, `QUICK`).
 """
 
 import gc
