@@ -52,15 +52,18 @@ def _emit_loops_the_older_way():
     compiler.get_compile_options = quicker
 
 
-@pytest.fixture(scope="module")
-def as_users_compile():
-    """Optimise what the tests of a module compile: optimisers have been wrong before."""
+def _as_users_compile():
+    """Optimise what tests compile: optimisers have been wrong before."""
     before = jax.config.values["jax_disable_most_optimizations"]
     jax.clear_caches()
     jax.config.update("jax_disable_most_optimizations", False)
     yield
     jax.config.update("jax_disable_most_optimizations", before)
     jax.clear_caches()
+
+
+as_users_compile = pytest.fixture(scope="module")(_as_users_compile)
+as_users_compile_this = pytest.fixture(_as_users_compile)  # one test, not its module
 
 
 @pytest.fixture
