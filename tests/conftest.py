@@ -2,8 +2,8 @@
 
 Tests compile thousands of small programs and run each a few times, so the compiler does not
 optimise them, which saves half of the time. It does where values are compared with references or
-must be exact (`as_users_compile`), and under JAX_DISABLE_MOST_OPTIMIZATIONS=0 everywhere but in
-tests of whole decoders (`quick_compile`, `QUICK`).
+must be exact (marked `as_users_compile`), and under JAX_DISABLE_MOST_OPTIMIZATIONS=0 everywhere
+but in tests of whole decoders (marked `quick_compile`, or compiled with `QUICK`).
 """
 
 import gc
@@ -14,14 +14,18 @@ import jax
 import jaxlib
 import pytest
 
+_UNMARKED = pytest.StashKey[bool]()  # whether tests without a marker leave programs unoptimised
+
 
 def pytest_configure(config):
     """Set JAX up before it makes devices; measurements get it as a user has it, on one device."""
     jax.config.update("jax_platforms", "cpu")
+    config.stash[_UNMARKED] = False
     if any("benchmarks" in str(argument) for argument in config.args):
         return
     if "JAX_DISABLE_MOST_OPTIMIZATIONS" not in os.environ:
         jax.config.update("jax_disable_most_optimizations", True)
+    config.stash[_UNMARKED] = jax.config.values["jax_disable_most_optimizations"]
     if jaxlib.__version__.startswith("0.10."):
         _emit_loops_the_older_way()
     # Tests leave little garbage among many programs that live on: do not look for it so often.
@@ -52,18 +56,24 @@ def _emit_loops_the_older_way():
     compiler.get_compile_options = quicker
 
 
-def _as_users_compile():
-    """Optimise what tests compile: optimisers have been wrong before."""
-    before = jax.config.values["jax_disable_most_optimizations"]
-    jax.clear_caches()
-    jax.config.update("jax_disable_most_optimizations", False)
-    yield
-    jax.config.update("jax_disable_most_optimizations", before)
-    jax.clear_caches()
+def _leaves_unoptimised(item):
+    if item.get_closest_marker("as_users_compile"):
+        return False
+    return item.get_closest_marker("quick_compile") is not None or item.config.stash[_UNMARKED]
 
 
-as_users_compile = pytest.fixture(scope="module")(_as_users_compile)
-as_users_compile_this = pytest.fixture(_as_users_compile)  # one test, not its module
+def pytest_collection_modifyitems(items):
+    """Keep tests that compile alike together; the order is otherwise that of the files."""
+    items.sort(key=_leaves_unoptimised, reverse=True)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item):
+    """Optimise what the test and its fixtures compile, or do not, as its marker says."""
+    unoptimised = _leaves_unoptimised(item)
+    if jax.config.values["jax_disable_most_optimizations"] != unoptimised:
+        jax.clear_caches()  # they do not tell one from the other
+        jax.config.update("jax_disable_most_optimizations", unoptimised)
 
 
 @pytest.fixture

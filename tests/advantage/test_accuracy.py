@@ -11,7 +11,7 @@ from tests.advantage.reference import reference, segment_reference
 from twinkle_jax import grpo_advantage, rloo_advantage
 from twinkle_jax.advantage import group_statistics, segment_grpo_advantage
 
-pytestmark = pytest.mark.usefixtures("as_users_compile")
+pytestmark = pytest.mark.as_users_compile
 
 
 @given(

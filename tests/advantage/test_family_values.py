@@ -30,7 +30,7 @@ from twinkle_jax.advantage import (
 )
 
 KINDS = ("binary", "graded", "real")
-pytestmark = pytest.mark.usefixtures("as_users_compile")
+pytestmark = pytest.mark.as_users_compile
 
 
 def _close(result, expected, roundings=32):

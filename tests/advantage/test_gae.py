@@ -21,7 +21,7 @@ from twinkle_jax.advantage import (
     reinforce_plus_plus_advantage,
 )
 
-pytestmark = pytest.mark.usefixtures("as_users_compile")
+pytestmark = pytest.mark.as_users_compile
 GOLDEN = json.loads((pathlib.Path(__file__).parents[1] / "golden/advantage_cases.json").read_text())
 
 

@@ -17,7 +17,7 @@ from twinkle_jax import advantage
 SIZES = [(8, 8), (512, 8), (410, 10), (256, 16)]
 SCALES = ("group", "batch", "none")
 K = 3
-pytestmark = pytest.mark.usefixtures("as_users_compile")
+pytestmark = pytest.mark.as_users_compile
 
 
 def _draw(prompts, size):

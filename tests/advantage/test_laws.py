@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tests.advantage.estimates import ROWS, SCALES, every_estimate, every_segment_estimate
 from tests.advantage.reference import reference, segment_reference
 
-pytestmark = pytest.mark.usefixtures("as_users_compile")
+pytestmark = pytest.mark.as_users_compile
 ROUNDING = 2.0**-23
 # A few sizes, so that compiled programs are shared between examples.
 PROMPTS, SIZES = 3, (2, 5, 8)

@@ -8,7 +8,7 @@ import pytest
 from twinkle_jax import grpo_advantage
 from twinkle_jax.advantage import segment_grpo_advantage, segment_rloo_advantage
 
-pytestmark = pytest.mark.usefixtures("as_users_compile")
+pytestmark = pytest.mark.as_users_compile
 
 
 def test_by_hand():

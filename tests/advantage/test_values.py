@@ -15,7 +15,7 @@ from twinkle_jax.advantage import get_advantage
 GOLDEN = json.loads((pathlib.Path(__file__).parents[1] / "golden/advantage_cases.json").read_text())
 SCALES = ("group", "batch", "none")
 ESTIMATORS = {"grpo": grpo_advantage, "rloo": rloo_advantage}
-pytestmark = pytest.mark.usefixtures("as_users_compile")
+pytestmark = pytest.mark.as_users_compile
 
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)

@@ -17,7 +17,7 @@ import pytest
 from tests.examples import FOLDER, load
 
 example = load("policy_gradient")
-pytestmark = pytest.mark.usefixtures("as_users_compile")  # it runs for longer than it compiles
+pytestmark = pytest.mark.as_users_compile  # it runs for longer than it compiles
 
 
 def call(*options):
@@ -36,7 +36,7 @@ def call(*options):
 
 
 @pytest.fixture(scope="module")
-def learnt(tmp_path_factory, as_users_compile):
+def learnt(tmp_path_factory):
     output = tmp_path_factory.mktemp("run") / "made" / "on the way"
     return output, *call("--advantage", "rloo", "--steps", "30", "--output", str(output))
 

@@ -20,7 +20,7 @@ from tests.loss.scores import (
 )
 from twinkle_jax.loss._token_logprobs import token_logprobs
 
-pytestmark = pytest.mark.usefixtures("as_users_compile")
+pytestmark = pytest.mark.as_users_compile
 
 
 def test_by_hand():

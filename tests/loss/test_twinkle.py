@@ -32,7 +32,7 @@ CASES = {
 }
 FLOATS = ("logps", "entropies", "old_logps", "ref_logps", "advantages")
 CLASSES = [GRPOLoss, GSPOLoss, SAPOLoss, CISPOLoss, BNPOLoss, DRGRPOLoss, PPOLoss, DAPOLoss]
-pytestmark = pytest.mark.usefixtures("as_users_compile")
+pytestmark = pytest.mark.as_users_compile
 
 
 @functools.cache

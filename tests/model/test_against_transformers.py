@@ -22,7 +22,7 @@ torch = pytest.importorskip("torch", reason=_GET)
 transformers = pytest.importorskip("transformers", reason=_GET)
 pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning"),
-    pytest.mark.usefixtures("as_users_compile"),
+    pytest.mark.as_users_compile,
 ]
 hidden = jax.jit(hidden_states, static_argnames="config")
 fill = jax.jit(prefill, static_argnames=("config", "capacity"))

@@ -220,7 +220,7 @@ def test_remat_and_policies_change_what_is_kept():
     assert kept(True) < kept(dots) < kept(False)
 
 
-@pytest.mark.usefixtures("as_users_compile_this")
+@pytest.mark.as_users_compile
 def test_types_of_parameters_and_computation_mix():
     config, params = config_of("qwen3_5_text"), params_of("qwen3_5_text")
     tokens, mask = batch(ROWS, 9, "left")

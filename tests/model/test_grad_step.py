@@ -18,7 +18,7 @@ from twinkle_jax.model._loss_coefficients import join_loss, split_loss
 
 BATCH = random_batch()
 GRPO = OBJECTS["grpo"]  # most tests are not about the loss, and this one is compiled already
-pytestmark = pytest.mark.usefixtures("quick_compile")
+pytestmark = pytest.mark.quick_compile
 
 
 def naive(name, loss_fn, batch, temperature=1.0):
@@ -135,7 +135,7 @@ class Shifted(GRPOLoss):
     ignore_index: int = -1
 
 
-@pytest.mark.usefixtures("as_users_compile_this")
+@pytest.mark.as_users_compile
 def test_other_labels_for_no_loss_are_the_losses_own_affair():
     settings = dataclasses.asdict(GRPO) | {"ignore_index": -1}
     one, _ = accumulate(Shifted(**settings), [BATCH])

@@ -13,7 +13,7 @@ from twinkle_jax.model import Decoder, LoraConfig, TransformersModel, make_mesh,
 pytest.importorskip("safetensors", reason="pip install 'twinkle-jax[checkpoints]'")
 import safetensors.numpy
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
+pytestmark = pytest.mark.quick_compile
 ROWS = [[5, 6, 7, 8, 9], [10, 11, 12], [13, 14, 15, 16]]
 INPUTS = [{"input_ids": row, "labels": [*row[1:], -100]} for row in ROWS]
 LORA = LoraConfig(r=3, lora_alpha=6, target_modules=("q_proj", "down_proj"))

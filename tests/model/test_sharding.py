@@ -24,7 +24,7 @@ from twinkle_jax.model._apply_gradients import _apply
 from twinkle_jax.model._sharding_rules import RULES
 
 pytest.importorskip("safetensors", reason="pip install 'twinkle-jax[checkpoints]'")
-pytestmark = pytest.mark.usefixtures("quick_compile")
+pytestmark = pytest.mark.quick_compile
 
 
 def trained(checkpoint, mesh):

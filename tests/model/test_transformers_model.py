@@ -11,7 +11,7 @@ from twinkle_jax.loss import GRPOLoss, PPOValueLoss
 from twinkle_jax.model import Decoder, TransformersModel, output_logits, save_pretrained
 
 pytest.importorskip("safetensors", reason="pip install 'twinkle-jax[checkpoints]'")
-pytestmark = pytest.mark.usefixtures("quick_compile")
+pytestmark = pytest.mark.quick_compile
 
 ROWS = [[5, 6, 7, 8, 9], [10, 11, 12], [13, 14, 15, 16]]
 INPUTS = [

@@ -11,7 +11,7 @@ torch = pytest.importorskip("torch", reason=_GET)
 transformers = pytest.importorskip("transformers", reason=_GET)
 pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning"),
-    pytest.mark.usefixtures("as_users_compile"),
+    pytest.mark.as_users_compile,
 ]
 
 ROWS = [[5, 6, 7, 8, 9, 10, 11], [12, 13, 14], [16, 17, 18, 19, 20]]
