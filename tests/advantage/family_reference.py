@@ -15,6 +15,15 @@ def _std(values):
     return statistics.stdev(values) if len(values) > 1 else 0.0
 
 
+def _members(ids, keep):
+    """Places of the kept samples of each group."""
+    members = {}
+    for j, name in enumerate(ids):
+        if keep[j]:
+            members.setdefault(name, []).append(j)
+    return members
+
+
 def per_group(rule):
     """Make `reference(rewards, ids, keep, **data)` of a rule for one group without masks.
 
@@ -24,8 +33,7 @@ def per_group(rule):
 
     def reference(rewards, ids, keep, *, coefficients=(), **data):
         out = np.zeros(len(rewards))
-        for name in set(ids):
-            members = [j for j in range(len(rewards)) if keep[j] and ids[j] == name]
+        for members in _members(ids, keep).values():
             group = [float(rewards[j]) for j in members]
             if len(group) < 2 or max(group) == min(group):
                 continue
@@ -112,10 +120,11 @@ def reinforce_plus_plus_baseline(rewards, ids, keep, *, lengths, epsilon=0.0):
         return np.zeros(len(rewards))
     mean, std = statistics.mean(tokens), statistics.stdev(tokens)
     used = [bool(k and n) for k, n in zip(keep, lengths, strict=True)]
-    signal = [
-        len({float(rewards[j]) for j in range(len(rewards)) if keep[j] and ids[j] == i}) > 1
-        for i in ids
-    ]
+    distinct = {
+        name: len({float(rewards[j]) for j in places})
+        for name, places in _members(ids, keep).items()
+    }
+    signal = [distinct.get(i, 0) > 1 for i in ids]
     return np.where(
         np.asarray(used) & np.asarray(signal), (deviations - mean) / (std + epsilon), 0.0
     )

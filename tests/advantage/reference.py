@@ -34,15 +34,18 @@ def segment_reference(
     rewards = [float(r) for r in np.asarray(rewards, dtype)]
     keep = [True] * len(rewards) if keep is None else list(keep)
     keep = [bool(k) and i is not None for k, i in zip(keep, ids, strict=True)]
-    batch = [r for r, k in zip(rewards, keep, strict=True) if k]
+    members = {}
+    for j, name in enumerate(ids):
+        if keep[j]:
+            members.setdefault(name, []).append(j)
+    batch = _std([r for r, k in zip(rewards, keep, strict=True) if k])
     out = np.zeros(len(rewards))
-    for name in {i for i, k in zip(ids, keep, strict=True) if k}:
-        members = [j for j in range(len(rewards)) if keep[j] and ids[j] == name]
-        group = [rewards[j] for j in members]
+    for places in members.values():
+        group = [rewards[j] for j in places]
         if not _signal(group, dtype):
             continue
-        divisor = {"none": 1.0, "group": _std(group) + epsilon, "batch": _std(batch) + epsilon}
-        for place, j in enumerate(members):
+        divisor = {"none": 1.0, "group": _std(group) + epsilon, "batch": batch + epsilon}
+        for place, j in enumerate(places):
             others = group[:place] + group[place + 1 :]
             baseline = _mean(others) if leave_one_out else _mean(group)
             out[j] = (rewards[j] - baseline) / divisor[scale]
