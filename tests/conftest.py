@@ -1,9 +1,10 @@
 """Strict JAX for every test: eight virtual CPU devices, no implicit promotion, no reused keys.
 
 Tests compile thousands of small programs and run each a few times, so the compiler does not
-optimise them, which saves half of the time. It does where values are compared with references or
-must be exact (marked `as_users_compile`), and under JAX_DISABLE_MOST_OPTIMIZATIONS=0 everywhere
-but in tests of whole decoders (marked `quick_compile`, or compiled with `QUICK`).
+optimise them, which saves half of the time. It does for the values of advantages and of tokens'
+log-probabilities, for what must be exact and for comparisons with Twinkle and transformers (marked
+`as_users_compile`), and under JAX_DISABLE_MOST_OPTIMIZATIONS=0 everywhere but in tests of whole
+decoders (marked `quick_compile`, or compiled with `QUICK`).
 """
 
 import gc

@@ -10,18 +10,11 @@ import statistics
 
 import numpy as np
 
+from tests.advantage.reference import members
+
 
 def _std(values):
     return statistics.stdev(values) if len(values) > 1 else 0.0
-
-
-def _members(ids, keep):
-    """Places of the kept samples of each group."""
-    members = {}
-    for j, name in enumerate(ids):
-        if keep[j]:
-            members.setdefault(name, []).append(j)
-    return members
 
 
 def per_group(rule):
@@ -33,12 +26,12 @@ def per_group(rule):
 
     def reference(rewards, ids, keep, *, coefficients=(), **data):
         out = np.zeros(len(rewards))
-        for members in _members(ids, keep).values():
-            group = [float(rewards[j]) for j in members]
+        for places in members(ids, keep).values():
+            group = [float(rewards[j]) for j in places]
             if len(group) < 2 or max(group) == min(group):
                 continue
-            own = {key: [float(value[j]) for j in members] for key, value in data.items()}
-            out[members] = rule(group, **own, **dict(coefficients))
+            own = {key: [float(value[j]) for j in places] for key, value in data.items()}
+            out[places] = rule(group, **own, **dict(coefficients))
         return out
 
     return reference
@@ -122,7 +115,7 @@ def reinforce_plus_plus_baseline(rewards, ids, keep, *, lengths, epsilon=0.0):
     used = [bool(k and n) for k, n in zip(keep, lengths, strict=True)]
     distinct = {
         name: len({float(rewards[j]) for j in places})
-        for name, places in _members(ids, keep).items()
+        for name, places in members(ids, keep).items()
     }
     signal = [distinct.get(i, 0) > 1 for i in ids]
     return np.where(

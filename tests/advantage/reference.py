@@ -27,6 +27,15 @@ def _signal(values, dtype):
     return float(narrow.max() - narrow.min()) > 4 * float(np.spacing(np.abs(narrow).max()))
 
 
+def members(ids, keep):
+    """Places of the kept samples of each group, by its id."""
+    places = {}
+    for j, name in enumerate(ids):
+        if keep[j]:
+            places.setdefault(name, []).append(j)
+    return places
+
+
 def segment_reference(
     rewards, ids, scale, *, leave_one_out, keep=None, epsilon=1e-8, dtype=np.float32
 ):
@@ -34,13 +43,9 @@ def segment_reference(
     rewards = [float(r) for r in np.asarray(rewards, dtype)]
     keep = [True] * len(rewards) if keep is None else list(keep)
     keep = [bool(k) and i is not None for k, i in zip(keep, ids, strict=True)]
-    members = {}
-    for j, name in enumerate(ids):
-        if keep[j]:
-            members.setdefault(name, []).append(j)
     batch = _std([r for r, k in zip(rewards, keep, strict=True) if k])
     out = np.zeros(len(rewards))
-    for places in members.values():
+    for places in members(ids, keep).values():
         group = [rewards[j] for j in places]
         if not _signal(group, dtype):
             continue

@@ -222,6 +222,7 @@ def test_remat_and_policies_change_what_is_kept():
 
 @pytest.mark.as_users_compile
 def test_types_of_parameters_and_computation_mix():
+    hidden = jax.jit(hidden_states, static_argnames=("config", "compute_dtype"))  # not quickly
     config, params = config_of("qwen3_5_text"), params_of("qwen3_5_text")
     tokens, mask = batch(ROWS, 9, "left")
     exact = np.asarray(hidden(params, config, tokens, mask))
