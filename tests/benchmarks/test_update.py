@@ -43,7 +43,7 @@ def make_data(vocab):
     return tokens, labels, advantages, old
 
 
-def jax_update(vocab, micro_batch=ROWS, remat="dots_with_no_batch_dims_saveable"):
+def jax_update(vocab, rows_at_once=None, remat="dots_with_no_batch_dims_saveable"):
     """Our update: a function that makes one and waits for it."""
     import jax
     import optax
@@ -64,17 +64,13 @@ def jax_update(vocab, micro_batch=ROWS, remat="dots_with_no_batch_dims_saveable"
     batch = jax.device_put(
         Batch(tokens.astype("int32"), labels.astype("int32"), advantages=advantages, old_logps=old)
     )
-    pieces = [
-        jax.tree.map(lambda x, start=start: x[start : start + micro_batch], batch)
-        for start in range(0, ROWS, micro_batch)
-    ]
     remat = remat and getattr(jax.checkpoint_policies, remat)
     state = [train_state(init_params(jax.random.key(0), config), optimizer)]
 
     def update():
-        held = state.pop()
-        for piece in pieces:
-            held, summary = grad_step(held, piece, config, loss_fn, remat=remat)
+        held, summary = grad_step(
+            state.pop(), batch, config, loss_fn, remat=remat, rows_at_once=rows_at_once
+        )
         held, _ = apply_gradients(held, optimizer, learning_rate=1e-4, max_grad_norm=1.0)
         state.append(jax.block_until_ready(held))
         return float(summary.loss)
@@ -82,7 +78,7 @@ def jax_update(vocab, micro_batch=ROWS, remat="dots_with_no_batch_dims_saveable"
     return update
 
 
-def torch_update(vocab):
+def torch_update(vocab, micro_batch=ROWS):
     """The same in eager PyTorch."""
     import torch
     import transformers
@@ -95,28 +91,35 @@ def torch_update(vocab):
     kept = slice(PROMPT - 1, PROMPT + COMPLETION - 1)
     labels, advantages, old = labels[:, kept], advantages[:, kept], old[:, kept]
 
-    def update():
+    def loss_sum(part):
         # Logits at the labelled positions only, as a careful PyTorch program has them.
-        hidden = model.model(input_ids=tokens, use_cache=False).last_hidden_state[:, kept]
+        hidden = model.model(input_ids=tokens[part], use_cache=False).last_hidden_state[:, kept]
         logprobs = torch.log_softmax(model.lm_head(hidden), -1)
-        logprobs = logprobs.gather(-1, labels[..., None])[..., 0]
-        ratio = torch.exp(logprobs - old)
+        logprobs = logprobs.gather(-1, labels[part, :, None])[..., 0]
+        ratio = torch.exp(logprobs - old[part])
         clipped = torch.clamp(ratio, 0.8, 1.2)
-        loss = -torch.minimum(ratio * advantages, clipped * advantages).mean(1).mean()
+        return -torch.minimum(ratio * advantages[part], clipped * advantages[part]).mean(1).sum()
+
+    def update():
         optimizer.zero_grad()
-        loss.backward()
+        total = 0.0
+        for start in range(0, ROWS, micro_batch):
+            loss = loss_sum(slice(start, start + micro_batch)) / ROWS
+            loss.backward()
+            total += loss.item()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-        return loss.item()
+        return total
 
     return update
 
 
 CONTESTANTS = {
     "twinkle_jax": jax_update,
-    "... 4 times 16 rows": functools.partial(jax_update, micro_batch=16),
+    "... all rows at once": functools.partial(jax_update, rows_at_once=ROWS),
     "... keeping everything": functools.partial(jax_update, remat=False),
     "PyTorch": torch_update,
+    "... 4 times 16 rows": functools.partial(torch_update, micro_batch=16),
 }
 
 

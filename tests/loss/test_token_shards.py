@@ -78,9 +78,9 @@ def test_only_hidden_states_are_spread(expected):
 def test_each_device_works_on_its_own_tokens():
     case = spread(make_mesh(AxisType.Explicit, AxisType.Explicit), P(None, None), ("data", "model"))
     text = compute.lower(case).compile().as_text()
-    # a tile has half of a device's six tokens, not of all 48
-    assert re.search(r"f32\[3,100\]", text)
-    assert not re.search(r"f32\[(6|12|24|48),100\]", text)
+    # a tile has a third of a device's six tokens, not of all 48
+    assert re.search(r"f32\[2,100\]", text)
+    assert not re.search(r"f32\[(6|12|16|24|48),100\]", text)
     # The gradient of the head is added up once, when it is complete.
     sums = [line for line in text.splitlines() if re.search(r"all-reduce(-start)?\(", line)]
     assert sum("f32[4,100]" in line for line in sums) == 1

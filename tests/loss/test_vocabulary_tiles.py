@@ -123,10 +123,17 @@ def test_tilings():
     assert tiling(100, 8, 1000, 200).rows == 100
     assert tiling(20, 8, 300, 6) == (6, (256, 44))
     # Two chunks at least, and two blocks where there are columns enough.
-    assert tiling(20, 8, 128, None) == (10, (128,))
-    assert tiling(20, 8, 129, None) == (10, (128, 1))
-    assert tiling(1, 8, 129, None) == (1, (128, 1))
+    assert tiling(4000, 8, 300, None) == (1000, (256, 44))
     assert tiling(512, 256, 32_768, None) == (256, (4096,) * 8)
+    assert tiling(20, 8, 129, 20) == (20, (128, 1))
+    # Of few logits, three chunks of one block.
+    assert tiling(20, 8, 129, None) == (7, (129,))
+    assert tiling(30, 8, 129, None) == (16, (129,))  # a third is ten; in multiples of 8
+    assert tiling(6, 8, 129, None) == (2, (129,))
+    assert tiling(1, 8, 129, None) == (1, (129,))
+    assert tiling(768, 128, 512, None) == (256, (512,))
+    assert tiling(1024, 8, 1024, None) == (344, (1024,))
+    assert tiling(1025, 8, 1024, None) == (513, (512, 512))
 
 
 @pytest.mark.parametrize("size", [(1, 1, 1), (4096, 1024, 151_936), (512, 256, 32_768),

@@ -1,7 +1,10 @@
 """Projection, norm and rotation."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
+from jax.test_util import check_grads
 
 from tests.model.reference import rotated
 from twinkle_jax.model._arithmetic import project, rms_norm, rotary_table, rotate
@@ -14,6 +17,36 @@ def test_project_by_hand():
     biased = project(x, {**weights, "bias": jnp.array([0.5, -1.0])})
     np.testing.assert_array_equal(biased, [[31.5, 41]])
     assert project(x.astype(jnp.bfloat16), weights).dtype == jnp.bfloat16
+
+
+@pytest.mark.parametrize("shape", [(3, 5), (5, 3), (4, 4)])
+def test_derivatives_of_a_projection(shape):
+    """Of both factors, forwards, backwards and twice."""
+    rng = np.random.default_rng(0)
+    with jax.enable_x64(True):
+        x, kernel = (jnp.asarray(rng.standard_normal(s)) for s in ((7, shape[0]), shape))
+        run = lambda x, kernel: jnp.sin(project(x, {"kernel": kernel}))  # noqa: E731
+        check_grads(run, (x, kernel), order=2, modes=("fwd", "rev"))
+        out, change = jax.jvp(run, (x, kernel), (x, kernel))
+        np.testing.assert_allclose(change, 2 * (x @ kernel) * np.cos(x @ kernel), rtol=1e-12)
+        np.testing.assert_array_equal(out, run(x, kernel))
+
+
+@pytest.mark.parametrize(("factor", "products"), [(0, 2), (1, 2), ((0, 1), 3)])
+def test_no_product_for_a_factor_that_is_not_trained(factor, products):
+    run = lambda x, kernel: jnp.sum(jnp.sin(project(x, {"kernel": kernel})))  # noqa: E731
+    program = str(jax.make_jaxpr(jax.grad(run, factor))(jnp.ones((7, 5)), jnp.ones((5, 3))))
+    assert program.count("dot_general") == products
+
+
+@pytest.mark.parametrize(("shape", "backend", "turned"),
+                         [((5, 3), "cpu", True), ((3, 5), "cpu", False),
+                          ((4, 4), "cpu", False), ((5, 3), "gpu", False)])  # fmt: skip
+def test_where_the_gradient_of_a_kernel_is_made_transposed(monkeypatch, shape, backend, turned):
+    monkeypatch.setattr(jax, "default_backend", lambda: backend)
+    run = lambda kernel: jnp.sum(project(jnp.ones((7, shape[0])), {"kernel": kernel}))  # noqa: E731
+    program = str(jax.make_jaxpr(jax.grad(run))(jnp.ones(shape)))
+    assert ("optimization_barrier" in program) == turned
 
 
 def test_rms_norm_by_hand():

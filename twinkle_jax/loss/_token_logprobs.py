@@ -59,8 +59,9 @@ def token_logprobs(
             value is in a JAX array, and so not looked at, log-probability and gradients are NaN.
         mask: True where a token counts; all do if None. What is masked may hold anything.
         temperature: $\tau$, above zero, one for all tokens or one for each.
-        chunk_size: the most tokens in a chunk; None means half of them, and at most 1,024. Larger
-            chunks take more memory, smaller ones more time to add up the gradient of the head.
+        chunk_size: the most tokens in a chunk; None means half of them, and at most 1,024 (a third
+            where all logits together have at most 4 MiB). Larger chunks take more memory, smaller
+            ones more time to add up the gradient of the head.
         with_entropy: whether to return entropies as well.
 
     Returns:
