@@ -165,7 +165,10 @@ def _d_logits(chunk: Rows, slope: _Slopes, block: Head, start: Index, with_entro
 
 
 def _logits(chunk: Rows, block: Head) -> Tile:
-    return _product(chunk.hidden, block, chunk.scale.dtype) * chunk.scale[:, None]
+    scale = chunk.scale[:, None]
+    if chunk.hidden.dtype == scale.dtype:  # the smaller array, where that rounds nothing away
+        return _product(chunk.hidden * scale, block, scale.dtype)
+    return _product(chunk.hidden, block, scale.dtype) * scale
 
 
 def _product(left: jax.Array, right: jax.Array, dtype: Any) -> jax.Array:
