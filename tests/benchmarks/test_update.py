@@ -43,7 +43,7 @@ def make_data(vocab):
     return tokens, labels, advantages, old
 
 
-def jax_update(vocab, rows_at_once=None, remat="dots_with_no_batch_dims_saveable"):
+def jax_update(vocab, rows_at_once=None, attention=None, remat="dots_with_no_batch_dims_saveable"):
     """Our update: a function that makes one and waits for it."""
     import jax
     import optax
@@ -69,7 +69,13 @@ def jax_update(vocab, rows_at_once=None, remat="dots_with_no_batch_dims_saveable
 
     def update():
         held, summary = grad_step(
-            state.pop(), batch, config, loss_fn, remat=remat, rows_at_once=rows_at_once
+            state.pop(),
+            batch,
+            config,
+            loss_fn,
+            attention=attention,
+            remat=remat,
+            rows_at_once=rows_at_once,
         )
         held, _ = apply_gradients(held, optimizer, learning_rate=1e-4, max_grad_norm=1.0)
         state.append(jax.block_until_ready(held))
@@ -117,6 +123,7 @@ def torch_update(vocab, micro_batch=ROWS):
 CONTESTANTS = {
     "twinkle_jax": jax_update,
     "... all rows at once": functools.partial(jax_update, rows_at_once=ROWS),
+    "... with JAX's attention": functools.partial(jax_update, attention="xla"),
     "... keeping everything": functools.partial(jax_update, remat=False),
     "PyTorch": torch_update,
     "... 4 times 16 rows": functools.partial(torch_update, micro_batch=16),
@@ -178,7 +185,7 @@ def test_update(benchmark, vocab):
     for name, median in medians.items():
         fastest = min(seconds[name])
         print(
-            f"  {name:<24}{median * 1e3:>8.0f} ms (fastest {fastest * 1e3:.0f}), "
+            f"  {name:<25}{median * 1e3:>8.0f} ms (fastest {fastest * 1e3:.0f}), "
             f"peak {memory[name] / 2**20:.0f} MiB"
         )
     benchmark.extra_info.update(medians, ratio=ratio, memory=memory)

@@ -71,7 +71,7 @@ def tiling(time: int, feature: int, vocab: int, chunk_size: int | None) -> Tilin
     rows = -(-time // (8 * chunks)) * 8
     rows = rows if few and largest >= 8 else min(rows, largest)
     tile = min(max(time * vocab // 48, SMALLEST_TILE), LARGEST_TILE)
-    blocks = max(2 - few, -(-rows * vocab // tile), -(-feature * vocab // LARGEST_TILE))
+    blocks = max(1 if few else 2, -(-rows * vocab // tile), -(-feature * vocab // LARGEST_TILE))
     width = -(-vocab // (128 * min(16, blocks))) * 128  # matrix units want multiples of 128
     return Tiling(rows, tuple(min(width, vocab - start) for start in range(0, vocab, width)))
 

@@ -27,8 +27,8 @@ def _product(x: Float[Array, "rows into"], kernel: Float[Array, "into out"]) -> 
 def _product_jvp(primals: tuple[Any, Any], tangents: tuple[Any, Any]) -> tuple[Array, Array]:
     r"""Differentiate as usual, but for how a CPU gets at the gradient of a kernel.
 
-    $X^\top G$ takes half as long again when $X$ is the wider factor as $(G^\top X)^\top$ does. XLA
-    takes them for the same unless a barrier keeps the transposition out of the product.
+    Where $X$ is the wider factor, $X^\top G$ takes much longer there than $(G^\top X)^\top$. XLA
+    takes one for the other unless a barrier keeps the transposition out of the product.
     """
     (x, kernel), (dx, d_kernel) = primals, tangents
     y = x @ kernel

@@ -35,9 +35,9 @@ def default_attention(
 ) -> AttentionImplementation:
     """Choose the implementation of attention: cuDNN where it applies, else XLA.
 
-    Both are those of `jax.nn.dot_product_attention`. There is a third, `"grouped"`, which gives the
-    same to rounding and has the faster gradient on a CPU, but no `jvp`, and moves data about on a
-    mesh; [`grad_step`][twinkle_jax.model.grad_step] takes it there.
+    Both are those of `jax.nn.dot_product_attention`. A third, `"grouped"`, gives the same to
+    rounding; its gradient is faster on a CPU, where [`grad_step`][twinkle_jax.model.grad_step]
+    takes it. It has no `jvp`, and on a mesh it moves data about.
 
     cuDNN's fused attention runs on NVIDIA GPUs from compute capability 8.0, in 16-bit types, for
     heads whose width is a multiple of 8 of at most 128 (256 from 9.0), without segments. It cannot

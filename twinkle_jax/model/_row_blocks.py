@@ -1,8 +1,8 @@
 """Rows of a batch, computed a few at a time where that is faster: small models on a CPU.
 
 A compiled program takes its working memory in one piece. The C library of Linux keeps pieces of up
-to 32 MiB for the next one; larger ones go back to the system, which hands out empty pages one by
-one when they are touched. For a small model that takes a seventh of the time of a step.
+to 32 MiB for the next one; larger ones go back to the system, which clears pages one by one when
+they are touched again. For a small model that is a good part of a step's time.
 """
 
 from functools import partial
