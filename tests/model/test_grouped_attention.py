@@ -96,19 +96,20 @@ def test_a_decoder_with_it(name, segmented):
 
 
 @pytest.mark.parametrize(
-    ("backend", "mesh", "asked", "expected"),
+    ("backend", "name", "mesh", "asked", "expected"),
     [
-        ("cpu", None, None, "grouped"),
-        ("cpu", None, "xla", "xla"),
-        ("cpu", make_mesh(), None, None),
-        ("gpu", None, None, None),
-        ("tpu", None, None, None),
-        ("tpu", None, "grouped", "grouped"),
+        ("cpu", "qwen3", None, None, "grouped"),
+        ("cpu", "qwen2", None, "xla", "xla"),
+        ("cpu", "qwen3", make_mesh(), None, None),
+        ("cpu", "qwen3_5_text", None, None, None),
+        ("gpu", "qwen3", None, None, None),
+        ("tpu", "qwen3", None, None, None),
+        ("tpu", "qwen3_5_text", None, "grouped", "grouped"),
     ],
 )
-def test_a_step_of_training_takes_it_on_a_cpu(monkeypatch, backend, mesh, asked, expected):
+def test_a_step_of_training_takes_it_on_a_cpu(monkeypatch, backend, name, mesh, asked, expected):
     """None is left to `default_attention`."""
     monkeypatch.setattr(module, "_grad_step", lambda *_, attention, **__: attention)
     monkeypatch.setattr(jax, "default_backend", lambda: backend)
-    config, options = config_of("qwen3"), {"attention": asked, "mesh": mesh}
-    assert grad_step(None, random_batch(), config, GRPOLoss(), **options) == expected
+    options = {"attention": asked, "mesh": mesh}
+    assert grad_step(None, random_batch(), config_of(name), GRPOLoss(), **options) == expected

@@ -87,7 +87,8 @@ def grad_step(
         frozen: parameters that are not trained, over which those of the state are laid.
         temperature: at which log-probabilities are taken, as the sampler did.
         compute_dtype: as for [`hidden_states`][twinkle_jax.model.hidden_states].
-        attention: likewise; but on a CPU without a mesh `"grouped"` by default.
+        attention: likewise; but by default `"grouped"` on a CPU, without a mesh, for decoders that
+            have no other layers.
         remat: likewise.
         rows_at_once: rows to compute together; the gradients of blocks of rows are added up. None:
             all, but for a small model on a CPU as many as a step has memory for that it need not
@@ -103,7 +104,8 @@ def grad_step(
     """
     check_batch(batch)
     static, traced = split_loss(loss_fn)
-    if attention is None and mesh is None and jax.default_backend() == "cpu":
+    pays = mesh is None and config.delta_net is None and jax.default_backend() == "cpu"
+    if attention is None and pays:
         attention = "grouped"
     step = partial(
         _grad_step,
