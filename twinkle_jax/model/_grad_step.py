@@ -121,7 +121,9 @@ def grad_step(
     )
     rows, time = batch.tokens.shape
     if rows_at_once is not None and (type(rows_at_once) is not int or rows_at_once < 1):
-        raise ValueError(f"expected rows_at_once to be a positive int or None, got {rows_at_once}")
+        raise ValueError(
+            f"expected rows_at_once to be a positive int or None, got {rows_at_once!r}"
+        )
     if rows_at_once is None:
         rows_at_once = rows if mesh is not None else rows_together(config, rows, time, remat)
     if rows_at_once >= rows:

@@ -52,7 +52,7 @@ def _products(config: DecoderConfig) -> int:
 def _floats(config: DecoderConfig, time: int, remat: Remat) -> int:
     """Estimate the working memory per token: what is kept of all layers, and one layer at work.
 
-    Fitted to what the compiler says of eight small models; within a seventh for each.
+    Fitted to what the compiler says of small models; `tests/model/test_row_blocks.py` asks it.
     """
     products, scores = _products(config), config.attention.query_heads * time
     kept = 2 if remat is True else config.layers if remat else 4 * config.layers
