@@ -1,30 +1,30 @@
 """Policies: Qwen2, Qwen2.5, Qwen3 and Qwen3.5 (text) as pure functions and as a Flax NNX module."""
 
-from twinkle_jax.model._apply_gradients import (
+from twinkle_jax.data.batch import Batch
+from twinkle_jax.data.buckets import bucket_size
+from twinkle_jax.model.decoder.attention import AttentionImplementation, default_attention
+from twinkle_jax.model.decoder.config import AttentionConfig, DecoderConfig, DeltaNetConfig
+from twinkle_jax.model.decoder.decode import Cache, KeyValues, decode_step, prefill, take_rows
+from twinkle_jax.model.decoder.delta_net import DeltaState
+from twinkle_jax.model.decoder.forward import hidden_states, output_logits, output_matrix
+from twinkle_jax.model.decoder.initialise import init_params
+from twinkle_jax.model.decoder.lora import LoraConfig, merge_adapter
+from twinkle_jax.model.decoder.module import Decoder
+from twinkle_jax.model.decoder.parameters import parameter_shapes
+from twinkle_jax.model.decoder.sharding import make_mesh, partition_rules, shard_like_params
+from twinkle_jax.model.huggingface.checkpoint_read import load_pretrained
+from twinkle_jax.model.huggingface.checkpoint_write import save_pretrained
+from twinkle_jax.model.huggingface.parse_config import parse_config
+from twinkle_jax.model.train_step.apply_gradients import (
     UpdateInfo,
     apply_gradients,
     clip_gradients,
     zero_gradients,
 )
-from twinkle_jax.model._attention import AttentionImplementation, default_attention
-from twinkle_jax.model._batch import Batch
-from twinkle_jax.model._buckets import bucket_size
-from twinkle_jax.model._checkpoint_read import load_pretrained
-from twinkle_jax.model._checkpoint_write import save_pretrained
-from twinkle_jax.model._config import AttentionConfig, DecoderConfig, DeltaNetConfig
-from twinkle_jax.model._decode import Cache, KeyValues, decode_step, prefill, take_rows
-from twinkle_jax.model._decoder import hidden_states, output_logits, output_matrix
-from twinkle_jax.model._delta_net import DeltaState
-from twinkle_jax.model._forward import Scores, score_batch
-from twinkle_jax.model._grad_step import StepSummary, grad_step
-from twinkle_jax.model._initialise import init_params
-from twinkle_jax.model._lora import LoraConfig, merge_adapter
-from twinkle_jax.model._module import Decoder
-from twinkle_jax.model._parameters import parameter_shapes
-from twinkle_jax.model._parse_config import parse_config
-from twinkle_jax.model._sharding_rules import make_mesh, partition_rules, shard_like_params
-from twinkle_jax.model._train_state import TrainState, merge_params, train_state
-from twinkle_jax.model._transformers_model import TransformersModel
+from twinkle_jax.model.train_step.grad_step import StepSummary, grad_step
+from twinkle_jax.model.train_step.score_batch import Scores, score_batch
+from twinkle_jax.model.train_step.train_state import TrainState, merge_params, train_state
+from twinkle_jax.model.twinkle.transformers_model import TransformersModel
 
 __all__ = [
     "AttentionConfig",

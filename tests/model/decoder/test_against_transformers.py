@@ -1,0 +1,249 @@
+"""The oracle: checkpoints of transformers' models give transformers' logits and gradients."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.model.families import NAMES, batch, family
+from twinkle_jax.model import (
+    decode_step,
+    hidden_states,
+    load_pretrained,
+    output_logits,
+    prefill,
+    save_pretrained,
+)
+
+_GET = "pip install 'twinkle-jax[test,oracle]'"
+torch = pytest.importorskip("torch", reason=_GET)
+transformers = pytest.importorskip("transformers", reason=_GET)
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning"),
+    pytest.mark.as_users_compile,
+]
+hidden = jax.jit(hidden_states, static_argnames="config")
+fill = jax.jit(prefill, static_argnames=("config", "capacity"))
+step = jax.jit(decode_step, static_argnames="config")
+
+ROWS = [[5, 6, 7, 8, 9, 10, 11], [12, 13, 14], [15], [16, 17, 18, 19, 20]]
+CASES = {
+    "qwen2": {},
+    "qwen2 tied": {"tie_word_embeddings": True, "num_key_value_heads": 1},
+    "qwen2 ungrouped": {"num_key_value_heads": 4, "rms_norm_eps": 1e-3},
+    "qwen3": {},
+    "qwen3 tied, biased": {"tie_word_embeddings": True, "attention_bias": True},
+    "qwen3 wide heads": {
+        "head_dim": 16,
+        "num_key_value_heads": 1,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 5e6},
+    },
+    "qwen3_5_text": {},
+    "qwen3_5_text tied": {"tie_word_embeddings": True, "num_key_value_heads": 1},
+    "qwen3_5_text by interval": {
+        "layer_types": None,
+        "linear_num_key_heads": 4,
+        "attention_bias": True,
+    },
+}
+
+
+def _logits(decoder, tokens, mask):
+    params = decoder.params
+    return output_logits(params, hidden(params, decoder.config, tokens, mask))
+
+
+def oracle(case):
+    """A random model of transformers', in which no weight is special."""
+    config = family(case.split()[0], **CASES[case])
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model(**config)
+    model = transformers.AutoModelForCausalLM.from_config(config).float().eval()
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            centre = 0.7 if "norm" in name or "dt_bias" in name else 0.0
+            p.copy_(centre + 0.3 * torch.randn_like(p))
+    return model
+
+
+def logits_of(model, tokens, mask):
+    with torch.no_grad():
+        return model(
+            input_ids=torch.tensor(np.array(tokens)),
+            attention_mask=torch.tensor(np.array(mask), dtype=torch.long),
+        ).logits.numpy()
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """Each model and the directory that it saved itself to."""
+    models = {}
+
+    def save(case):
+        if case not in models:
+            directory = tmp_path_factory.mktemp("model")
+            model = oracle(case)
+            model.save_pretrained(directory)
+            models[case] = model, directory
+        return models[case]
+
+    return save
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_logits_on_unequal_lengths_and_both_paddings(case, saved):
+    model, directory = saved(case)
+    decoder = load_pretrained(directory)
+    for side in ("left", "right"):
+        tokens, mask = batch(ROWS, 8, side)
+        expected = logits_of(model, tokens, mask)
+        actual = _logits(decoder, tokens, mask)
+        assert np.std(expected[mask]) > 0.5
+        np.testing.assert_allclose(actual[mask], expected[mask], atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_gradients_of_a_loss(name, saved):
+    model, directory = saved(name)
+    decoder = load_pretrained(directory)
+    tokens, mask = batch(ROWS, 8, "left")
+    targets = jnp.roll(tokens, -1, axis=1)
+
+    def loss(params):
+        logits = output_logits(params, hidden_states(params, decoder.config, tokens, mask))
+        logprobs = jax.nn.log_softmax(logits)
+        chosen = jnp.take_along_axis(logprobs, targets[:, :, None], axis=-1)[:, :, 0]
+        return -jnp.sum(jnp.where(mask, chosen, 0))
+
+    value, gradient = jax.jit(jax.value_and_grad(loss))(decoder.params)
+    model.zero_grad()
+    logits = model(
+        input_ids=torch.tensor(np.array(tokens)),
+        attention_mask=torch.tensor(np.array(mask), dtype=torch.long),
+    ).logits
+    chosen = torch.log_softmax(logits, -1).gather(
+        -1, torch.tensor(np.array(targets), dtype=torch.long)[:, :, None]
+    )[:, :, 0]
+    expected = -(chosen * torch.tensor(np.array(mask))).sum()
+    expected.backward()
+    np.testing.assert_allclose(value, expected.item(), rtol=1e-5)
+
+    # The gradient has the tree of the parameters, so that it can be named like a checkpoint.
+    from twinkle_jax.model.decoder.parameters import parameter_table
+    from twinkle_jax.model.huggingface.checkpoint_names import stored_names
+
+    theirs = {name: p.grad.numpy() for name, p in model.named_parameters()}
+    for path, p in parameter_table(decoder.config).items():
+        ours = gradient
+        for key in path:
+            ours = ours[key]
+        for repeat, stored in enumerate(stored_names(decoder.config, path, p, "model.")):
+            own = np.asarray(ours if path[0] != "layers" else ours[repeat])
+            own = own.T if path[-1] == "kernel" else own
+            scale = np.abs(theirs[stored]).max()
+            own = own.reshape(theirs[stored].shape)
+            np.testing.assert_allclose(own, theirs[stored], atol=2e-4 * scale + 1e-6, rtol=0)
+
+
+@pytest.mark.parametrize(
+    "case", ["qwen2 tied", "qwen3 tied, biased", "qwen3 wide heads", "qwen3_5_text by interval"]
+)
+def test_transformers_reads_what_is_saved_here(case, saved, tmp_path):
+    model, directory = saved(case)
+    tokens, mask = batch(ROWS, 8, "left")
+    decoder = load_pretrained(directory)
+    save_pretrained(decoder, tmp_path / "out", max_shard_size=20_000)
+    again, info = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "out", output_loading_info=True
+    )
+    assert not any(info.values())
+    np.testing.assert_array_equal(
+        logits_of(again, tokens, mask)[mask], logits_of(model, tokens, mask)[mask]
+    )
+    state, original = again.state_dict(), model.state_dict()
+    assert state.keys() == original.keys()
+    for name, x in original.items():
+        assert torch.equal(state[name], x)
+
+
+def test_bfloat16_there_and_back(saved, tmp_path):
+    model, directory = saved("qwen3")
+    save_pretrained(load_pretrained(directory), tmp_path / "out", dtype="bfloat16")
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
+    assert again.dtype == torch.bfloat16
+    for name, x in model.state_dict().items():
+        assert torch.equal(again.state_dict()[name], x.to(torch.bfloat16))
+    assert load_pretrained(tmp_path / "out").params["norm"]["scale"].dtype == jnp.bfloat16
+
+
+def test_old_configurations(saved, tmp_path):
+    """transformers 4 wrote `rope_theta`, flat, and `torch_dtype`."""
+    model, directory = saved("qwen3 wide heads")
+    config = json.loads((directory / "config.json").read_text())
+    rope = config.pop("rope_parameters")
+    config |= {"rope_theta": rope["rope_theta"], "rope_scaling": None}
+    config["torch_dtype"] = config.pop("dtype")
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "model.safetensors").write_bytes((directory / "model.safetensors").read_bytes())
+    tokens, mask = batch(ROWS, 8, "right")
+    decoder = load_pretrained(tmp_path)
+    actual = _logits(decoder, tokens, mask)
+    expected = logits_of(model, tokens, mask)
+    np.testing.assert_allclose(actual[mask], expected[mask], atol=1e-4, rtol=1e-4)
+
+
+def test_vision_language_checkpoints_of_qwen3_5(tmp_path):
+    """Nested names and configuration, with the vision tensors kept for transformers."""
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model(
+        "qwen3_5",
+        text_config=family("qwen3_5_text"),
+        vision_config={
+            "depth": 1,
+            "hidden_size": 16,
+            "intermediate_size": 16,
+            "num_heads": 2,
+            "out_hidden_size": 24,
+            "num_position_embeddings": 16,
+        },
+    )
+    model = transformers.AutoModelForImageTextToText.from_config(config).float().eval()
+    model.save_pretrained(tmp_path / "in")
+    tokens, mask = batch(ROWS, 8, "left")
+    decoder = load_pretrained(tmp_path / "in")
+    expected = logits_of(model, tokens, mask)
+    actual = _logits(decoder, tokens, mask)
+    np.testing.assert_allclose(actual[mask], expected[mask], atol=1e-4, rtol=1e-4)
+    save_pretrained(decoder, tmp_path / "out")
+    again, info = transformers.AutoModelForImageTextToText.from_pretrained(
+        tmp_path / "out", output_loading_info=True
+    )
+    assert not any(info.values())
+    for name, x in model.state_dict().items():
+        assert torch.equal(again.state_dict()[name], x), name
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_greedy_decoding_of_a_mixed_batch(name, saved):
+    """transformers generates each row alone; here they share a batch, padded on the right."""
+    model, directory = saved(name)
+    decoder = load_pretrained(directory)
+    params, config = decoder.params, decoder.config
+    tokens, mask = batch(ROWS[:2], 8, "right")
+    last, cache = fill(params, config, tokens, mask, capacity=16)
+    chosen = []
+    for _ in range(5):
+        chosen.append(jnp.argmax(output_logits(params, last), axis=-1))
+        last, cache = step(params, config, chosen[-1], cache)
+    for i, row in enumerate(ROWS[:2]):
+        out = model.generate(
+            torch.tensor([row]),
+            attention_mask=torch.ones(1, len(row), dtype=torch.long),
+            max_new_tokens=5,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
+        )
+        assert out[0, len(row) :].tolist() == [int(token[i]) for token in chosen]

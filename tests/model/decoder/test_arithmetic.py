@@ -1,0 +1,103 @@
+"""Projection, norm and rotation."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.test_util import check_grads
+
+from tests.model.reference import rotated
+from twinkle_jax.model.decoder.arithmetic import project, rms_norm, rotary_table, rotate
+
+
+def test_project_by_hand():
+    weights = {"kernel": jnp.array([[1.0, 2.0], [3.0, 4.0]])}
+    x = jnp.array([[1.0, 10.0]])
+    np.testing.assert_array_equal(project(x, weights), [[31, 42]])
+    biased = project(x, {**weights, "bias": jnp.array([0.5, -1.0])})
+    np.testing.assert_array_equal(biased, [[31.5, 41]])
+    assert project(x.astype(jnp.bfloat16), weights).dtype == jnp.bfloat16
+
+
+def bent(x, kernel):
+    """A projection whose gradients depend on both factors."""
+    return jnp.sin(project(x, {"kernel": kernel}))
+
+
+@pytest.mark.parametrize("shape", [(3, 5), (5, 3), (4, 4)])
+def test_derivatives_of_a_projection(shape):
+    """Of both factors, forwards, backwards and twice."""
+    rng = np.random.default_rng(0)
+    with jax.enable_x64(True):
+        x, kernel = (jnp.asarray(rng.standard_normal(s)) for s in ((7, shape[0]), shape))
+        check_grads(bent, (x, kernel), order=2, modes=("fwd", "rev"))
+        out, change = jax.jvp(bent, (x, kernel), (x, kernel))
+        np.testing.assert_allclose(change, 2 * (x @ kernel) * np.cos(x @ kernel), rtol=1e-12)
+        np.testing.assert_array_equal(out, bent(x, kernel))
+
+
+@pytest.mark.parametrize(("factor", "products"), [(0, 2), (1, 2), ((0, 1), 3)])
+def test_no_product_for_a_factor_that_is_not_trained(factor, products):
+    total = jax.grad(lambda *factors: jnp.sum(bent(*factors)), factor)
+    program = str(jax.make_jaxpr(total)(jnp.ones((7, 5)), jnp.ones((5, 3))))
+    assert program.count("dot_general") == products
+
+
+@pytest.mark.parametrize(("shape", "backend", "turned"),
+                         [((5, 3), "cpu", True), ((3, 5), "cpu", False),
+                          ((4, 4), "cpu", False), ((5, 3), "gpu", False)])  # fmt: skip
+def test_where_the_gradient_of_a_kernel_is_made_transposed(monkeypatch, shape, backend, turned):
+    monkeypatch.setattr(jax, "default_backend", lambda: backend)
+    total = jax.grad(lambda *factors: jnp.sum(bent(*factors)), 1)
+    program = str(jax.make_jaxpr(total)(jnp.ones((7, shape[0])), jnp.ones(shape)))
+    assert ("optimization_barrier" in program) == turned
+
+
+def test_rms_norm_by_hand():
+    # mean square (1 + 49) / 2 = 25, and 25 + 11 = 36: divided by 6
+    x = jnp.array([[6.0, 42.0]]) / 6
+    out = rms_norm(x, jnp.array([2.0, 3.0]), epsilon=11.0)
+    np.testing.assert_allclose(out, [[1 / 3, 3.5]], rtol=1e-6)
+    centred = rms_norm(x, jnp.array([1.0, 2.0]), epsilon=11.0, centred=True)
+    np.testing.assert_allclose(centred, [[1 / 3, 3.5]], rtol=1e-6)
+
+
+def test_rms_norm_is_float32_inside():
+    """The mean of 300 small squares is neither rounded nor lost in 16 bits."""
+    out = rms_norm(jnp.full((3, 300), 1e-3, jnp.bfloat16), jnp.ones(300), epsilon=0.0)
+    assert out.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(np.asarray(out, np.float32), 1)
+
+
+def to_bfloat16(values):
+    return np.asarray(jnp.asarray(values, jnp.bfloat16), np.float64)
+
+
+def test_rms_norm_rounds_where_each_family_does():
+    """Plain weights multiply what was rounded; centred ones multiply in float32."""
+    x, scale = jnp.array([[1.0, 1.171875]], jnp.bfloat16), jnp.full(2, 1.0078125)
+    unit = np.asarray(x, np.float64) / np.sqrt(np.mean(np.asarray(x, np.float64) ** 2))
+    rounded = np.asarray(jnp.asarray(unit, jnp.bfloat16), np.float64)
+    plain = np.asarray(rms_norm(x, scale, epsilon=0.0), np.float64)
+    centred = np.asarray(rms_norm(x, scale - 1, epsilon=0.0, centred=True), np.float64)
+    np.testing.assert_array_equal(plain, to_bfloat16(rounded * 1.0078125))
+    np.testing.assert_array_equal(centred, to_bfloat16(unit * 1.0078125))
+
+
+def test_rotation_equals_complex_multiplication():
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((2, 3, 2, 10)).astype(np.float32)
+    positions = np.array([[0, 1, 2], [7, 100, 3]])
+    for dim in (10, 6):
+        out = rotate(jnp.asarray(x), rotary_table(jnp.asarray(positions), dim=dim, theta=100.0))
+        for b, t, h in np.ndindex(2, 3, 2):
+            expected = rotated(x[b, t, h].astype(np.float64), positions[b, t], dim, 100.0)
+            np.testing.assert_allclose(out[b, t, h], expected, atol=2e-5)
+
+
+def test_rotation_keeps_lengths_and_the_type():
+    x = jnp.ones((1, 2, 1, 4), jnp.bfloat16)
+    out = rotate(x, rotary_table(jnp.array([[0, 5]]), dim=4, theta=10.0))
+    assert out.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(np.asarray(out[0, 0], np.float32), 1)
+    np.testing.assert_allclose(np.linalg.norm(np.asarray(out[0, 1], np.float32)), 2, rtol=1e-2)

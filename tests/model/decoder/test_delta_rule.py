@@ -1,0 +1,113 @@
+"""The gated delta rule: chunks equal the recurrence, segments are apart, gradients are right."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.test_util import check_grads
+
+from tests.model.families import QUICK, assert_close
+from tests.model.reference import reference_delta_rule
+from twinkle_jax.model.decoder.delta_rule import DeltaInputs, delta_rule, delta_rule_step
+
+_run = jax.jit(delta_rule, static_argnames="chunk", compiler_options=QUICK)
+
+
+def draw(time, *, decay=1.0, batch=2, heads=3, seed=0):
+    rng = np.random.default_rng(seed)
+    query, key = (rng.standard_normal((batch, time, heads, 4)) for _ in range(2))
+    key /= np.linalg.norm(key, axis=-1, keepdims=True)
+    value = rng.standard_normal((batch, time, heads, 5))
+    log_decay = -decay * rng.exponential(size=(batch, time, heads))
+    strength = rng.uniform(size=(batch, time, heads))
+    return DeltaInputs(query, key, value, log_decay, strength)
+
+
+def reference(inputs):
+    batch, _, heads, _ = inputs.key.shape
+    results = [
+        [reference_delta_rule(*(x[b, :, h] for x in inputs)) for h in range(heads)]
+        for b in range(batch)
+    ]
+    out = np.array([[out for out, _ in row] for row in results])
+    return np.moveaxis(out, 1, 2), np.array([[state for _, state in row] for row in results])
+
+
+def as_float32(inputs):
+    return DeltaInputs(*(jnp.asarray(x, jnp.float32) for x in inputs))
+
+
+def test_two_tokens_by_hand():
+    # S1 = k1 (1/2 · 4) = (2, 0); e^0 S1 read with k2 = (0, 1) gives 0, so S2 = S1 + k2 (1 · 3).
+    inputs = DeltaInputs(
+        query=jnp.array([[[[1.0, 0.0]], [[1.0, 1.0]]]]),
+        key=jnp.array([[[[1.0, 0.0]], [[0.0, 1.0]]]]),
+        value=jnp.array([[[[4.0]], [[3.0]]]]),
+        log_decay=jnp.zeros((1, 2, 1)),
+        strength=jnp.array([[[0.5], [1.0]]]),
+    )
+    out, state = delta_rule(inputs)
+    np.testing.assert_array_equal(out[0, :, 0, 0], [2, 5])
+    np.testing.assert_array_equal(state[0, 0, :, 0], [2, 3])
+
+
+@pytest.mark.parametrize(("time", "chunk"), [(1, 64), (7, 4), (8, 4), (9, 64), (13, 1)])
+@pytest.mark.parametrize("decay", [0.01, 1.0, 30.0])
+def test_chunks_equal_the_recurrence(time, chunk, decay):
+    inputs = draw(time, decay=decay)
+    for actual, expected in zip(
+        _run(as_float32(inputs), chunk=chunk), reference(inputs), strict=True
+    ):
+        assert_close(actual, expected, 5e-6)
+
+
+def test_steps_equal_the_recurrence():
+    inputs = draw(6)
+    state = jnp.zeros((2, 3, 4, 5))
+    out, last = reference(inputs)
+    single = jax.jit(delta_rule_step)
+    for t in range(6):
+        now, state = single(state, DeltaInputs(*(x[:, t : t + 1] for x in as_float32(inputs))))
+        assert_close(now[:, 0], out[:, t], 5e-6)
+    assert_close(state, last, 5e-6)
+
+
+@pytest.mark.parametrize("chunk", [3, 4, 64])
+def test_segments_start_from_an_empty_state(chunk):
+    inputs = draw(11, batch=1)
+    segments = np.array([[3, 3, 3, 3, 1, 1, 2, 2, 2, 2, 2]])
+    out, state = _run(as_float32(inputs), jnp.asarray(segments), chunk=chunk)
+    parts = [reference(DeltaInputs(*(x[:, segments[0] == i] for x in inputs))) for i in (3, 1, 2)]
+    assert_close(out, np.concatenate([part for part, _ in parts], axis=1), 5e-6)
+    assert_close(state, parts[-1][1], 5e-6)
+
+
+def test_padding_leaves_the_state_alone():
+    inputs = as_float32(draw(9))
+    keep = jnp.arange(9)[None, :, None] < 6
+    padded = inputs._replace(
+        log_decay=jnp.where(keep, inputs.log_decay, 0),
+        strength=jnp.where(keep, inputs.strength, 0),
+    )
+    _, state = _run(padded, chunk=4)
+    _, expected = _run(DeltaInputs(*(x[:, :6] for x in inputs)), chunk=4)
+    assert_close(state, expected, 1e-6)
+
+
+def test_gradients():
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
+        inputs = DeltaInputs(*(jnp.asarray(x) for x in draw(5, batch=1, heads=1)))
+        segments = jnp.array([[0, 0, 0, 1, 1]])
+
+        def run(*parts):
+            out, state = delta_rule(DeltaInputs(*parts), segments, chunk=2)
+            return jnp.sin(out).sum() + jnp.sin(state).sum()
+
+        check_grads(jax.jit(run), tuple(inputs), order=1, modes=("rev",), rtol=1e-3, atol=1e-3)
+
+
+def test_strong_decay_gives_finite_gradients():
+    """Above the diagonal differences of cumulative decay are large and positive."""
+    inputs = as_float32(draw(8, decay=300.0))
+    gradients = jax.jit(jax.grad(lambda x: jnp.sum(delta_rule(x)[0])))(inputs)
+    assert all(np.all(np.isfinite(x)) for x in gradients)

@@ -1,0 +1,78 @@
+"""Ragged rows as rectangular batches, padded to buckets, a few rows at a time."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from twinkle_jax.data.batch import IGNORE, Batch
+from twinkle_jax.data.buckets import bucket_size
+from twinkle_jax.data.features import Row
+from twinkle_jax.model.decoder.sharding import batch_sharding
+
+SMALLEST_TIME = 16
+
+
+def micro_batches(
+    features: list[dict[str, Row]], side: Mapping[str, Any], size: int | None, mesh: Mesh | None
+) -> Iterator[tuple[Batch, int]]:
+    """Cut rows into micro-batches, each padded to a bucket; also say how many rows are real.
+
+    On a mesh, the rows of each are spread over it.
+    """
+    if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
+        raise ValueError(f"expected micro_batch_size to be a positive int, got {size!r}")
+    axes = {"data": 1, "fsdp": 1, "tensor": 1} if mesh is None else mesh.shape
+    devices = axes["data"] * axes["fsdp"]
+    rows = bucket_size(len(features), multiple=devices) if size is None else size
+    rows = -(-rows // devices) * devices
+    for start in range(0, len(features), rows):
+        part = slice(start, start + rows)
+        batch = make_batch(
+            features[part],
+            {name: x if x is None else x[part] for name, x in side.items()},
+            rows=rows,
+            multiple=axes["tensor"],
+        )
+        if mesh is not None:
+            batch = jax.device_put(batch, batch_sharding(mesh))
+        yield batch, len(features[part])
+
+
+def make_batch(
+    features: list[dict[str, Row]],
+    side: Mapping[str, list[Row] | None],
+    *,
+    rows: int,
+    multiple: int = 1,
+) -> Batch:
+    """Pad features on the right to a bucket of the time axis, and add rows that only fill up."""
+    longest = max(len(feature["input_ids"]) for feature in features)
+    shape = (rows, bucket_size(longest, smallest=SMALLEST_TIME, multiple=multiple))
+
+    def pad(values: list[Row], fill: int, dtype: Any = np.int32) -> Row:
+        out = np.full(shape, fill, dtype)
+        for i, row in enumerate(values):
+            out[i, : len(row)] = row
+        return out
+
+    positions = None
+    if any("position_ids" in feature for feature in features):
+        counted = [np.arange(len(f["input_ids"]), dtype=np.int32) for f in features]
+        own = [f.get("position_ids", c) for f, c in zip(features, counted, strict=True)]
+        positions = pad(own, 0)
+    mask = None
+    if any(np.any(np.diff(feature.get("attention_mask", [])) > 0) for feature in features):
+        mask = pad([f.get("attention_mask", np.ones_like(f["labels"])) for f in features], 0) != 0
+    arrays: dict[str, Any] = {
+        "tokens": pad([feature["input_ids"] for feature in features], 0),
+        "labels": pad([feature["labels"] for feature in features], IGNORE),
+        "mask": mask,
+        "rows": np.arange(rows) < len(features),
+        "positions": positions,
+    }
+    for name, values in side.items():
+        arrays[name] = None if values is None else pad(values, 0, np.float32)
+    return Batch(**arrays)

@@ -1,0 +1,1 @@
+"""The architecture: configuration, parameters, layers, cache; pure functions over arrays."""

@@ -1,0 +1,256 @@
+"""The decoder over whole rows: embedding, a scan over stacked layers, the final norm, the head."""
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Bool, Float, Int
+
+from twinkle_jax.model.decoder.arithmetic import project, rms_norm, rotary_table
+from twinkle_jax.model.decoder.attention import (
+    AttentionImplementation,
+    RotaryTable,
+    attend,
+    default_attention,
+    project_heads,
+    project_out,
+    same_segment,
+)
+from twinkle_jax.model.decoder.config import FULL, DecoderConfig
+from twinkle_jax.model.decoder.delta_net import delta_net
+from twinkle_jax.model.decoder.rows import from_front, number_segments, segment_positions, to_front
+
+Params = Mapping[str, Any]
+Remat = bool | Callable[..., bool]
+
+
+class Rows(NamedTuple):
+    """Tokens at the front of their rows, and what the layers need to know about them."""
+
+    tokens: Int[Array, "batch time"]
+    mask: Bool[Array, "batch time"]
+    rotary: RotaryTable
+    segment_ids: Int[Array, "batch time"] | None
+
+
+def hidden_states(
+    params: Params,
+    config: DecoderConfig,
+    tokens: Int[Array, "batch time"],
+    mask: Bool[Array, "batch time"] | None = None,
+    *,
+    positions: Int[Array, "batch time"] | None = None,
+    segment_ids: Int[Array, "batch time"] | None = None,
+    compute_dtype: DTypeLike | None = None,
+    attention: AttentionImplementation | None = None,
+    remat: Remat = True,
+) -> Float[Array, "batch time width"]:
+    """Run the decoder over whole rows, up to the final norm and without the head.
+
+    Logits are large; take them only where they are needed, with
+    [`output_logits`][twinkle_jax.model.output_logits], or hand the hidden states and
+    [`output_matrix`][twinkle_jax.model.output_matrix] to `twinkle_jax.loss.token_logprobs`.
+
+    Args:
+        params: the tree that `parameter_shapes` describes.
+        config: the decoder; static under `jax.jit`.
+        tokens: token ids. Padding may hold anything; an id outside the vocabulary makes its row
+            NaN.
+        mask: True for tokens, False for padding, on either side of a row or between tokens (which
+            are then neighbours). None: everything is a token.
+        positions: rotary positions; by default they count tokens, from 0 in each segment.
+        segment_ids: rows that hold several sequences, one after the other: a token sees only its
+            own run of equal ids. Neighbouring sequences must have different ids.
+        compute_dtype: type of activations; by default that of the embedding. Norms, softmax and
+            the state of linear layers are float32 in any case.
+        attention: `"xla"`, `"cudnn"` or `"grouped"`; by default what
+            [`default_attention`][twinkle_jax.model.default_attention] chooses.
+        remat: True recomputes each layer in the backward pass, a policy of
+            `jax.checkpoint_policies` keeps what it names, False keeps everything. Where there is
+            memory for it, `dots_with_no_batch_dims_saveable` is often the fastest.
+
+    Returns:
+        Hidden states in `compute_dtype`, 0 at padding. A row has the same ones whatever else is in
+        the batch and on whatever side it is padded.
+
+    Raises:
+        ValueError: if shapes differ, or cuDNN is asked to handle segments.
+        TypeError: if tokens, positions or segment ids are not integers, or the mask not boolean.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> from twinkle_jax.model import hidden_states, init_params, parse_config
+        >>> config = parse_config({
+        ...     "model_type": "qwen2", "vocab_size": 64, "hidden_size": 32,
+        ...     "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+        ... })
+        >>> params = init_params(jax.random.key(0), config)
+        >>> tokens = jnp.array([[5, 6, 7], [0, 0, 8]])
+        >>> hidden = hidden_states(params, config, tokens, tokens > 0)
+        >>> hidden.shape, float(hidden[1, :2].max())
+        ((2, 3, 32), 0.0)
+    """
+    rows = make_rows(config, tokens, mask, positions, segment_ids)
+    hidden, _ = run(params, config, rows, compute_dtype, attention, remat)
+    return hidden if mask is None else from_front(hidden, mask)
+
+
+def output_matrix(params: Params) -> Float[Array, "width vocab"]:
+    """Give the matrix of the head: logits are `hidden @ matrix`; tied embeddings, transposed."""
+    matrix: Array = (
+        params["lm_head"]["kernel"]
+        if "lm_head" in params
+        else params["embed_tokens"]["embedding"].T
+    )
+    return matrix
+
+
+def output_logits(
+    params: Params, hidden: Float[Array, "*batch width"]
+) -> Float[Array, "*batch vocab"]:
+    """Compute float32 logits of the next token from hidden states, all of them at once."""
+    head = output_matrix(params).astype(hidden.dtype)
+    return jnp.matmul(hidden, head, preferred_element_type=jnp.float32)
+
+
+def make_rows(
+    config: DecoderConfig,
+    tokens: Int[Array, "batch time"],
+    mask: Bool[Array, "batch time"] | None,
+    positions: Int[Array, "batch time"] | None = None,
+    segment_ids: Int[Array, "batch time"] | None = None,
+) -> Rows:
+    """Check the inputs, move rows to column 0 and compute their rotary table."""
+    _check(tokens, {"mask": mask, "positions": positions, "segment_ids": segment_ids})
+    if mask is None:
+        kept = jnp.ones(tokens.shape, bool)
+    else:
+        columns = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
+        kept = columns < jnp.sum(mask, axis=1, dtype=jnp.int32)[:, None]
+        tokens = to_front(tokens, mask)
+        segment_ids = None if segment_ids is None else to_front(segment_ids, mask)
+        positions = None if positions is None else to_front(positions, mask)
+    segment_ids = None if segment_ids is None else number_segments(segment_ids)
+    if positions is None and segment_ids is not None:
+        positions = segment_positions(segment_ids)
+    elif positions is None:
+        positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
+    a = config.attention
+    rotary = rotary_table(positions, dim=a.rotary_dim, theta=a.rope_theta)
+    return Rows(tokens, kept, rotary, segment_ids)
+
+
+def run(
+    params: Params,
+    config: DecoderConfig,
+    rows: Rows,
+    compute_dtype: DTypeLike | None,
+    attention: AttentionImplementation | None,
+    remat: Remat,
+    *,
+    keep_state: bool = False,
+) -> tuple[Float[Array, "batch time width"], dict[str, Any] | None]:
+    """Run rows that start at column 0; return what layers remember, stacked, when asked."""
+    embedding = params["embed_tokens"]["embedding"]
+    dtype = jnp.dtype(embedding.dtype if compute_dtype is None else compute_dtype)
+    segmented = rows.segment_ids is not None
+    if attention is None:
+        attention = default_attention(config.attention, dtype, segmented=segmented)
+    if attention == "cudnn" and segmented:
+        raise ValueError("expected attention='xla' with segment_ids, got 'cudnn'")
+
+    def layer(kind: str, x: Array, weights: Params) -> tuple[Array, Any]:
+        return _layer(config, kind, x, weights, rows, attention)
+
+    if remat:
+        policy = None if remat is True else remat
+        layer = jax.checkpoint(layer, policy=policy, prevent_cse=False, static_argnums=(0,))
+
+    def block(x: Array, members: Mapping[str, Params]) -> tuple[Array, Any]:
+        states = {}
+        for member, kind in enumerate(config.block):
+            x, states[str(member)] = layer(kind, x, members[str(member)])
+        return x, states if keep_state else None
+
+    x = embed(embedding, rows.tokens, dtype).reshape(-1, config.hidden_size)
+    x, states = jax.lax.scan(block, x, params["layers"])
+    return final_norm(params, config, x).reshape(*rows.tokens.shape, -1), states
+
+
+def embed(
+    embedding: Float[Array, "vocab width"], tokens: Int[Array, "*batch"], dtype: jnp.dtype
+) -> Float[Array, "*batch width"]:
+    """Look tokens up; an id outside the vocabulary gives NaN, rather than another token."""
+    found = embedding.at[tokens].get(mode="fill", fill_value=jnp.nan, wrap_negative_indices=False)
+    return found.astype(dtype)
+
+
+def final_norm(
+    params: Params, config: DecoderConfig, x: Float[Array, "rows width"]
+) -> Float[Array, "rows width"]:
+    """Apply the norm behind the last layer."""
+    return norm(config, x, params["norm"])
+
+
+def norm(
+    config: DecoderConfig, x: Float[Array, "rows width"], weights: Params
+) -> Float[Array, "rows width"]:
+    """Apply a norm of the residual stream in the family's form."""
+    return rms_norm(x, weights["scale"], epsilon=config.norm_epsilon, centred=config.centred_norms)
+
+
+def feed_forward(
+    config: DecoderConfig, x: Float[Array, "rows width"], weights: Params
+) -> Float[Array, "rows width"]:
+    """Add the second half of a layer to the residual stream: norm, then SwiGLU."""
+    y = norm(config, x, weights["post_attention_layernorm"])
+    mlp = weights["mlp"]
+    y = jax.nn.silu(project(y, mlp["gate_proj"])) * project(y, mlp["up_proj"])
+    return x + project(y, mlp["down_proj"])
+
+
+def _layer(
+    config: DecoderConfig,
+    kind: str,
+    x: Float[Array, "rows width"],
+    weights: Params,
+    rows: Rows,
+    attention: AttentionImplementation,
+) -> tuple[Float[Array, "rows width"], Any]:
+    """Run one layer; also return what it would remember: keys and values, or a state."""
+    y = norm(config, x, weights["input_layernorm"])
+    state: Any
+    if kind == FULL:
+        batch = rows.tokens.shape[0]
+        heads = project_heads(y, weights["self_attn"], config, rows.rotary, batch)
+        mask = None if rows.segment_ids is None else same_segment(rows.segment_ids)
+        attended = attend(*heads[:3], mask=mask, causal=True, implementation=attention)
+        mixed, state = project_out(attended, heads.gate, weights["self_attn"]), heads[1:3]
+    else:
+        assert config.delta_net is not None
+        mixed, state = delta_net(
+            y,
+            weights["linear_attn"],
+            config.delta_net,
+            rows.mask,
+            rows.segment_ids,
+            epsilon=config.norm_epsilon,
+        )
+    return feed_forward(config, x + mixed, weights), state
+
+
+def _check(tokens: Array, others: Mapping[str, Array | None]) -> None:
+    if tokens.ndim != 2:
+        raise ValueError(f"expected tokens [batch, time], got tokens={tokens.shape}")
+    for name, value in {"tokens": tokens, **others}.items():
+        if value is None:
+            continue
+        if value.shape != tokens.shape:
+            raise ValueError(
+                f"expected equal shapes, got tokens={tokens.shape}, {name}={value.shape}"
+            )
+        kind, word = (jnp.bool_, "bool") if name == "mask" else (jnp.integer, "integers")
+        if not jnp.issubdtype(value.dtype, kind):
+            raise TypeError(f"expected {name} to be {word}, got {value.dtype}")

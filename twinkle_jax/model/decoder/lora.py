@@ -1,0 +1,150 @@
+r"""Low-rank adapters: a projection's kernel $W$ acts as $W + s A B$, and only A and B are trained.
+
+Adapters are leaves next to the kernels that they change, `lora_A` [layers, in, rank] and `lora_B`
+[layers, rank, out], stacked like these. `lora_scale` [layers] is not trained.
+See [LoRA](https://arxiv.org/abs/2106.09685).
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Key
+
+from twinkle_jax.model.decoder.config import DecoderConfig
+from twinkle_jax.model.decoder.forward import Params
+from twinkle_jax.model.decoder.parameters import nest, parameter_table
+
+ALL_LINEAR = "all-linear"
+# PEFT's options that change the result, and the values that mean that they are off.
+_OFF: dict[str, tuple[Any, ...]] = {
+    "lora_dropout": (0, 0.0, None),
+    "bias": ("none", None),
+    "use_dora": (False, None),
+    "modules_to_save": (None, []),
+    "layers_to_transform": (None, []),
+    "layers_pattern": (None, []),
+    "rank_pattern": (None, {}),
+    "alpha_pattern": (None, {}),
+    "fan_in_fan_out": (False, None),
+    "exclude_modules": (None, []),
+    "target_parameters": (None, []),
+    "trainable_token_indices": (None, []),
+}
+
+
+@dataclass(frozen=True)
+class LoraConfig:
+    """What adapters look like, in PEFT's words and with PEFT's defaults.
+
+    Attributes:
+        r: rank.
+        lora_alpha: what the product is scaled by, divided by `r`.
+        target_modules: names of projections, or `"all-linear"` for all inside the layers.
+        use_rslora: whether to divide by the root of `r` instead.
+
+    Example:
+        >>> LoraConfig(r=16, lora_alpha=32).scale
+        2.0
+    """
+
+    r: int = 8
+    lora_alpha: float = 8
+    target_modules: str | tuple[str, ...] = ("q_proj", "v_proj")
+    use_rslora: bool = False
+
+    def __post_init__(self) -> None:
+        if isinstance(self.r, bool) or not isinstance(self.r, int) or self.r < 1:
+            raise ValueError(f"expected r to be a positive int, got {self.r!r}")
+
+    @property
+    def scale(self) -> float:
+        """What A B is multiplied by."""
+        return float(self.lora_alpha / (self.r**0.5 if self.use_rslora else self.r))
+
+
+def read_lora_config(config: Any) -> LoraConfig:
+    """Take a LoraConfig of ours or of PEFT, or a mapping, and refuse what is not supported."""
+    if isinstance(config, LoraConfig):
+        return config
+    values: Mapping[str, Any] = config if isinstance(config, Mapping) else vars(config)
+    for name, off in _OFF.items():
+        if name in values and values[name] not in off:
+            raise ValueError(f"{name}={values[name]!r} is not supported, only {off[0]!r}")
+    kind = str(values.get("peft_type", "LORA")).rpartition(".")[2]
+    if kind != "LORA":
+        raise ValueError(f"expected an adapter of peft_type 'LORA', got {kind!r}")
+    known = {f.name: values[f.name] for f in fields(LoraConfig) if values.get(f.name) is not None}
+    targets = known.get("target_modules", LoraConfig.target_modules)
+    if not isinstance(targets, str):
+        targets = tuple(sorted(targets))
+    return LoraConfig(**known | {"target_modules": targets})
+
+
+def adapted_kernels(
+    config: DecoderConfig, lora: LoraConfig
+) -> dict[tuple[str, ...], tuple[int, ...]]:
+    """Find the projections that adapters change: path and shape [in, out] of each kernel.
+
+    Raises:
+        ValueError: if a target is no projection of this decoder; the message lists them.
+    """
+    kernels = {
+        path[:-1]: p.shape
+        for path, p in parameter_table(config).items()
+        if path[0] == "layers" and path[-1] == "kernel" and path[-2] != "conv1d"
+    }
+    if lora.target_modules == ALL_LINEAR:
+        return kernels
+    targets = lora.target_modules
+    wanted = {targets} if isinstance(targets, str) else set(targets)
+    known = {path[-1] for path in kernels}
+    if not wanted or wanted - known:
+        raise ValueError(
+            f"expected target_modules among {sorted(known)} or {ALL_LINEAR!r}, got {targets!r}"
+        )
+    return {path: shape for path, shape in kernels.items() if path[-1] in wanted}
+
+
+def init_adapter(key: Key[Array, ""], config: DecoderConfig, lora: LoraConfig) -> dict[str, Any]:
+    r"""Draw adapters that change nothing yet: A from $U(\pm 1/\sqrt{in})$, B all 0, float32."""
+    flat: dict[tuple[str, ...], Any] = {}
+    for i, (path, (width, out)) in enumerate(adapted_kernels(config, lora).items()):
+        bound = width**-0.5
+        shape = (config.repeats, width, lora.r)
+        own = jax.random.fold_in(key, i)
+        flat[*path, "lora_A"] = jax.random.uniform(own, shape, minval=-bound, maxval=bound)
+        flat[*path, "lora_B"] = jnp.zeros((config.repeats, lora.r, out), jnp.float32)
+    return nest(flat)
+
+
+def adapter_scales(config: DecoderConfig, lora: LoraConfig) -> dict[str, Any]:
+    """Give the constants that go with an adapter, to be laid over the frozen parameters."""
+    scale = jnp.full((config.repeats,), lora.scale, jnp.float32)
+    return nest({(*path, "lora_scale"): scale for path in adapted_kernels(config, lora)})
+
+
+def merge_adapter(params: Params) -> dict[str, Any]:
+    """Add adapters to the kernels that they change, and drop them; kernels keep their type."""
+    merged: dict[str, Any] = {}
+    for key, value in params.items():
+        if isinstance(value, Mapping):
+            merged[key] = merge_adapter(value)
+        elif not key.startswith("lora_"):
+            merged[key] = value
+    if "lora_A" in params:
+        change = params["lora_scale"][:, None, None] * (params["lora_A"] @ params["lora_B"])
+        kernel = params["kernel"]
+        merged["kernel"] = (kernel.astype(jnp.float32) + change).astype(kernel.dtype)
+    return merged
+
+
+def walk(tree: Params, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Visit the leaves of nested dicts with their paths."""
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            yield from walk(value, (*path, key))
+        else:
+            yield (*path, key), value

@@ -1,0 +1,159 @@
+"""Every parameter of a decoder: its place in the tree, its shape, its name in a checkpoint.
+
+The tree is a nested dict. Layers are stacked: `layers/<member>/…` holds one member of the repeated
+block of layers, with the repetitions along the leading axis. Matrices are [in, out], the transpose
+of what PyTorch stores.
+"""
+
+from typing import Any, Literal, NamedTuple
+
+import jax
+from jax.typing import DTypeLike
+
+from twinkle_jax.model.decoder.config import FULL, DecoderConfig
+
+Initial = Literal["normal", "zeros", "ones", "log_uniform"]
+_STORED_LEAF = {"kernel": "weight", "scale": "weight", "embedding": "weight"}
+
+
+class Parameter(NamedTuple):
+    """One tensor of a checkpoint: where it lives in the tree, and how it starts.
+
+    Attributes:
+        path: keys from the root, or from the layer.
+        shape: shape here, without the axis of stacked layers.
+        initial: how random models start.
+    """
+
+    path: tuple[str, ...]
+    shape: tuple[int, ...]
+    initial: Initial = "normal"
+
+    @property
+    def stored_name(self) -> str:
+        """Name in a checkpoint, without the prefix of the model or the layer."""
+        *module, leaf = self.path
+        return ".".join([*module, _STORED_LEAF.get(leaf, leaf)])
+
+    @property
+    def stored_shape(self) -> tuple[int, ...]:
+        """Shape in a checkpoint: matrices are [out, in], convolutions [channels, 1, time]."""
+        if "conv1d" in self.path:
+            return (self.shape[1], 1, self.shape[0])
+        return self.shape[::-1] if self.path[-1] == "kernel" else self.shape
+
+
+def outer_parameters(config: DecoderConfig) -> list[Parameter]:
+    """Everything outside the layers."""
+    scale: Initial = "zeros" if config.centred_norms else "ones"
+    table = [
+        Parameter(("embed_tokens", "embedding"), (config.vocab_size, config.hidden_size)),
+        Parameter(("norm", "scale"), (config.hidden_size,), scale),
+    ]
+    if not config.tied:
+        head = (config.hidden_size, config.vocab_size)
+        table.append(Parameter(("lm_head", "kernel"), head))
+    return table
+
+
+def layer_parameters(config: DecoderConfig, kind: str) -> list[Parameter]:
+    """Everything in one layer of a kind."""
+    width, inner = config.hidden_size, config.intermediate_size
+    scale: Initial = "zeros" if config.centred_norms else "ones"
+    return [
+        Parameter(("input_layernorm", "scale"), (width,), scale),
+        *(_attention(config, scale) if kind == FULL else _delta_net(config)),
+        Parameter(("post_attention_layernorm", "scale"), (width,), scale),
+        Parameter(("mlp", "gate_proj", "kernel"), (width, inner)),
+        Parameter(("mlp", "up_proj", "kernel"), (width, inner)),
+        Parameter(("mlp", "down_proj", "kernel"), (inner, width)),
+    ]
+
+
+def _attention(config: DecoderConfig, scale: Initial) -> list[Parameter]:
+    a, width = config.attention, config.hidden_size
+    queries, keys = a.query_heads * a.head_dim, a.key_value_heads * a.head_dim
+    widths = {"q_proj": queries * (2 if a.output_gate else 1), "k_proj": keys, "v_proj": keys}
+    table = [Parameter(("self_attn", n, "kernel"), (width, out)) for n, out in widths.items()]
+    if a.bias:
+        table += [Parameter(("self_attn", n, "bias"), (o,), "zeros") for n, o in widths.items()]
+    table.append(Parameter(("self_attn", "o_proj", "kernel"), (queries, width)))
+    if a.output_bias:
+        table.append(Parameter(("self_attn", "o_proj", "bias"), (width,), "zeros"))
+    if a.head_norm:
+        names = ("q_norm", "k_norm")
+        table += [Parameter(("self_attn", n, "scale"), (a.head_dim,), scale) for n in names]
+    return table
+
+
+def _delta_net(config: DecoderConfig) -> list[Parameter]:
+    d, width = config.delta_net, config.hidden_size
+    if d is None:
+        raise ValueError("expected delta_net in a config with linear_attention layers, got None")
+    values = d.value_heads * d.value_dim
+    widths = {
+        "in_proj_qkv": d.channels,
+        "in_proj_z": values,
+        "in_proj_b": d.value_heads,
+        "in_proj_a": d.value_heads,
+    }
+    return [
+        *(Parameter(("linear_attn", n, "kernel"), (width, out)) for n, out in widths.items()),
+        Parameter(("linear_attn", "conv1d", "kernel"), (d.kernel, d.channels)),
+        Parameter(("linear_attn", "A_log"), (d.value_heads,), "log_uniform"),
+        Parameter(("linear_attn", "dt_bias"), (d.value_heads,), "ones"),
+        Parameter(("linear_attn", "norm", "scale"), (d.value_dim,), "ones"),
+        Parameter(("linear_attn", "out_proj", "kernel"), (values, width)),
+    ]
+
+
+def parameter_table(config: DecoderConfig) -> dict[tuple[str, ...], Parameter]:
+    """Path in the whole tree to the parameter; below `layers`, shapes lack the stacked axis."""
+    table = {p.path: p for p in outer_parameters(config)}
+    for member, kind in enumerate(config.block):
+        for p in layer_parameters(config, kind):
+            table["layers", str(member), *p.path] = p
+    return table
+
+
+def parameter_shapes(config: DecoderConfig, dtype: DTypeLike = "float32") -> dict[str, Any]:
+    """Describe the parameters of a decoder, without allocating any.
+
+    Args:
+        config: the decoder.
+        dtype: type of the parameters.
+
+    Returns:
+        The tree of parameters, with a `jax.ShapeDtypeStruct` in the place of each array.
+
+    Example:
+        >>> from twinkle_jax.model import parse_config
+        >>> config = parse_config({
+        ...     "model_type": "qwen2", "vocab_size": 64, "hidden_size": 32,
+        ...     "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
+        ... })
+        >>> parameter_shapes(config)["layers"]["0"]["mlp"]["up_proj"]["kernel"].shape
+        (3, 32, 48)
+    """
+    return nest(
+        {
+            path: jax.ShapeDtypeStruct(stacked_shape(config, path, p), dtype)
+            for path, p in parameter_table(config).items()
+        }
+    )
+
+
+def stacked_shape(config: DecoderConfig, path: tuple[str, ...], p: Parameter) -> tuple[int, ...]:
+    """Shape of the leaf at a path, the axis of stacked layers included."""
+    return (config.repeats, *p.shape) if path[0] == "layers" else p.shape
+
+
+def nest(flat: dict[tuple[str, ...], Any]) -> dict[str, Any]:
+    """Turn paths into nested dicts."""
+    tree: dict[str, Any] = {}
+    for path, value in flat.items():
+        node = tree
+        for key in path[:-1]:
+            node = node.setdefault(key, {})
+        node[path[-1]] = value
+    return tree

@@ -1,0 +1,1 @@
+"""Checkpoints and adapters in Hugging Face's formats, in and out."""

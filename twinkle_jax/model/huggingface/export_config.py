@@ -1,0 +1,73 @@
+"""From a DecoderConfig back to the contents of a Hugging Face `config.json`."""
+
+import json
+from typing import Any
+
+from twinkle_jax.model.decoder.config import DecoderConfig
+
+ARCHITECTURES = {
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "qwen3_5_text": "Qwen3_5ForCausalLM",
+}
+
+
+def export_config(config: DecoderConfig, *, nested: bool, dtype: str) -> dict[str, Any]:
+    """Write the contents of `config.json`: what was read, updated with what the decoder has.
+
+    Args:
+        config: the decoder.
+        nested: whether to keep the enclosing vision-language configuration, if there was one.
+        dtype: name of the type of the saved parameters.
+
+    Returns:
+        A JSON object that transformers 4 and 5 read.
+    """
+    original: dict[str, Any] = json.loads(config.original) if config.original else {}
+    text = dict(original.get("text_config", original))
+    rope = text.get("rope_parameters") or {}
+    text.update(_text_entries(config, rope), dtype=dtype, torch_dtype=dtype)
+    if not (nested and "text_config" in original):
+        return text | {"architectures": [ARCHITECTURES[config.model_type]]}
+    return original | {
+        "text_config": text,
+        "tie_word_embeddings": config.tied,
+        "dtype": dtype,
+        "torch_dtype": dtype,
+    }
+
+
+def _text_entries(config: DecoderConfig, rope: dict[str, Any]) -> dict[str, Any]:
+    """Hugging Face's names for everything that the decoder computes with."""
+    attention, delta = config.attention, config.delta_net
+    rope = rope | {"rope_type": "default", "rope_theta": attention.rope_theta}
+    entries: dict[str, Any] = {
+        "model_type": config.model_type,
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": config.layers,
+        "num_attention_heads": attention.query_heads,
+        "num_key_value_heads": attention.key_value_heads,
+        "head_dim": attention.head_dim,
+        "hidden_act": "silu",
+        "rms_norm_eps": config.norm_epsilon,
+        "tie_word_embeddings": config.tied,
+        "layer_types": list(config.layer_kinds),
+        "rope_theta": attention.rope_theta,
+        "rope_parameters": rope,
+    }
+    if config.model_type != "qwen2":
+        entries["attention_bias"] = attention.bias
+    if config.model_type == "qwen3_5_text":
+        partial = attention.rotary_dim / attention.head_dim
+        rope["partial_rotary_factor"] = entries["partial_rotary_factor"] = partial
+    if delta is not None:
+        entries |= {
+            "linear_num_key_heads": delta.key_heads,
+            "linear_num_value_heads": delta.value_heads,
+            "linear_key_head_dim": delta.key_dim,
+            "linear_value_head_dim": delta.value_dim,
+            "linear_conv_kernel_dim": delta.kernel,
+        }
+    return entries

@@ -1,0 +1,1 @@
+"""Train state, gradient, update, and the scoring of given tokens."""

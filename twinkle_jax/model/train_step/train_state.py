@@ -1,0 +1,70 @@
+"""What training changes: parameters, the optimizer's state, and gradients that wait for a step."""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array, Float, Int
+
+from twinkle_jax.model.decoder.forward import Params
+
+
+class TrainState(NamedTuple):
+    """Everything that the next step depends on.
+
+    Attributes:
+        params: what is trained: a whole decoder, or the adapters alone.
+        optimizer_state: of the Optax transformation, in float32; None without one.
+        step: updates applied so far.
+        gradient_sum: gradients, summed over micro-batches and not yet divided; float32.
+        denominator: what the sum is to be divided by: tokens or sequences, as the loss counts.
+    """
+
+    params: Any
+    optimizer_state: Any
+    step: Int[Array, ""]
+    gradient_sum: Any
+    denominator: Float[Array, ""]
+
+
+def train_state(
+    params: Params, optimizer: optax.GradientTransformation | None = None
+) -> TrainState:
+    """Begin training.
+
+    Args:
+        params: what to train. [`grad_step`][twinkle_jax.model.grad_step] donates the state, so
+            these arrays are gone afterwards; copy what is needed elsewhere.
+        optimizer: any Optax transformation. `apply_gradients` multiplies its updates by a learning
+            rate, so give it the learning rate 1 and pass yours there, where it is traced.
+
+    Returns:
+        A state without gradients. On a mesh, call it under `jax.jit`, with the shardings of
+        [`shard_like_params`][twinkle_jax.model.shard_like_params].
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> import optax
+        >>> state = train_state({"scale": jnp.ones(3)}, optax.sgd(1.0))
+        >>> print(state.step, state.gradient_sum["scale"])
+        0 [0. 0. 0.]
+    """
+    wide = jax.tree.map(lambda x: x.astype(jnp.float32), params)
+    with jax.numpy_dtype_promotion("standard"):
+        optimizer_state = None if optimizer is None else optimizer.init(wide)
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), params)
+    return TrainState(params, optimizer_state, jnp.int32(0), zeros, jnp.float32(0))
+
+
+def merge_params(frozen: Params | None, params: Params) -> dict[str, Any]:
+    """Lay one tree of parameters over another; a leaf of the second wins."""
+    if frozen is None:
+        return dict(params)
+    merged = dict(frozen)
+    for key, value in params.items():
+        below = merged.get(key)
+        both = isinstance(value, Mapping) and isinstance(below, Mapping)
+        merged[key] = merge_params(below, value) if both else value
+    return merged

@@ -1,0 +1,1 @@
+"""Twinkle's `TransformersModel`, and optimizers and schedules by the names it gives them."""
