@@ -27,7 +27,7 @@ CONFIG = {
     "tie_word_embeddings": True,
     "max_position_embeddings": 256,
 }
-TARGETS = {512: 0.9, 32_768: 0.7}
+VOCABULARIES = (512, 32_768)
 
 
 def make_data(vocab):
@@ -43,7 +43,7 @@ def make_data(vocab):
     return tokens, labels, advantages, old
 
 
-def jax_update(vocab, rows_at_once=None, attention=None, remat="dots_with_no_batch_dims_saveable"):
+def jax_update(vocab, remat="dots_with_no_batch_dims_saveable"):
     """Our update: a function that makes one and waits for it."""
     import jax
     import optax
@@ -68,15 +68,7 @@ def jax_update(vocab, rows_at_once=None, attention=None, remat="dots_with_no_bat
     state = [train_state(init_params(jax.random.key(0), config), optimizer)]
 
     def update():
-        held, summary = grad_step(
-            state.pop(),
-            batch,
-            config,
-            loss_fn,
-            attention=attention,
-            remat=remat,
-            rows_at_once=rows_at_once,
-        )
+        held, summary = grad_step(state.pop(), batch, config, loss_fn, remat=remat)
         held, _ = apply_gradients(held, optimizer, learning_rate=1e-4, max_grad_norm=1.0)
         state.append(jax.block_until_ready(held))
         return float(summary.loss)
@@ -122,8 +114,6 @@ def torch_update(vocab, micro_batch=ROWS):
 
 CONTESTANTS = {
     "twinkle_jax": jax_update,
-    "... all rows at once": functools.partial(jax_update, rows_at_once=ROWS),
-    "... with JAX's attention": functools.partial(jax_update, attention="xla"),
     "... keeping everything": functools.partial(jax_update, remat=False),
     "PyTorch": torch_update,
     "... 4 times 16 rows": functools.partial(torch_update, micro_batch=16),
@@ -165,7 +155,7 @@ def peak_memory(name, vocab):
     return peak
 
 
-@pytest.mark.parametrize("vocab", TARGETS)
+@pytest.mark.parametrize("vocab", VOCABULARIES)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 def test_update(benchmark, vocab):
     pytest.importorskip("transformers", reason="pip install 'twinkle-jax[oracle,benchmark]'")
@@ -181,7 +171,7 @@ def test_update(benchmark, vocab):
     medians = {name: statistics.median(values) for name, values in seconds.items()}
     ratio = medians["twinkle_jax"] / medians["PyTorch"]
     memory = {name: peak_memory(name, vocab) for name in updates}
-    print(f"\nvocabulary {vocab}: {ratio:.2f} of PyTorch's time, target {TARGETS[vocab]}")
+    print(f"\nvocabulary {vocab}: {ratio:.2f} of PyTorch's time")
     for name, median in medians.items():
         fastest = min(seconds[name])
         print(

@@ -13,7 +13,7 @@ from twinkle_jax.data.batch import IGNORE
 _PER_TOKEN = ("labels", "attention_mask", "position_ids")
 _IMAGES = ("pixel_values", "pixel_values_videos", "images", "videos")
 Row = np.ndarray[Any, Any]
-SIDE = ("advantages", "old_logps", "ref_logps")
+LOSS_INPUTS = ("advantages", "old_logps", "ref_logps")
 
 
 def read_features(
@@ -98,7 +98,7 @@ def _in_vocabulary(name: str, tokens: Row, vocab_size: int) -> None:
         raise ValueError(f"expected {name} in [0, {vocab_size}), got {int(beyond[0])}")
 
 
-def align_side(name: str, data: Any, features: list[dict[str, Row]]) -> list[Row] | None:
+def align_loss_input(name: str, data: Any, features: list[dict[str, Row]]) -> list[Row] | None:
     """Give one number a position, from numbers of a sequence, its labels or its positions."""
     if data is None:
         return None

@@ -3,47 +3,51 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import jax
 import numpy as np
-from jax.sharding import Mesh
 
 from twinkle_jax.data.batch import IGNORE, Batch
 from twinkle_jax.data.buckets import bucket_size
 from twinkle_jax.data.features import Row
-from twinkle_jax.model.decoder.sharding import batch_sharding
 
 SMALLEST_TIME = 16
 
 
 def micro_batches(
-    features: list[dict[str, Row]], side: Mapping[str, Any], size: int | None, mesh: Mesh | None
+    features: list[dict[str, Row]],
+    loss_inputs: Mapping[str, list[Row] | None],
+    size: int | None,
+    *,
+    row_multiple: int = 1,
+    time_multiple: int = 1,
 ) -> Iterator[tuple[Batch, int]]:
     """Cut rows into micro-batches, each padded to a bucket; also say how many rows are real.
 
-    On a mesh, the rows of each are spread over it.
+    Args:
+        features: checked input features.
+        loss_inputs: numbers for each position that the loss needs, by their name in a batch.
+        size: rows of a micro-batch; None for all.
+        row_multiple: what the number of rows is a multiple of: the devices that they are spread
+            over.
+        time_multiple: the same for the padded length.
     """
     if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
-        raise ValueError(f"expected micro_batch_size to be a positive int, got {size!r}")
-    axes = {"data": 1, "fsdp": 1, "tensor": 1} if mesh is None else mesh.shape
-    devices = axes["data"] * axes["fsdp"]
-    rows = bucket_size(len(features), multiple=devices) if size is None else size
-    rows = -(-rows // devices) * devices
+        raise ValueError(f"micro_batch_size must be a positive int or None, got {size!r}")
+    rows = bucket_size(len(features)) if size is None else size
+    rows = -(-rows // row_multiple) * row_multiple
     for start in range(0, len(features), rows):
         part = slice(start, start + rows)
         batch = make_batch(
             features[part],
-            {name: x if x is None else x[part] for name, x in side.items()},
+            {name: x if x is None else x[part] for name, x in loss_inputs.items()},
             rows=rows,
-            multiple=axes["tensor"],
+            multiple=time_multiple,
         )
-        if mesh is not None:
-            batch = jax.device_put(batch, batch_sharding(mesh))
         yield batch, len(features[part])
 
 
 def make_batch(
     features: list[dict[str, Row]],
-    side: Mapping[str, list[Row] | None],
+    loss_inputs: Mapping[str, list[Row] | None],
     *,
     rows: int,
     multiple: int = 1,
@@ -73,6 +77,6 @@ def make_batch(
         "rows": np.arange(rows) < len(features),
         "positions": positions,
     }
-    for name, values in side.items():
+    for name, values in loss_inputs.items():
         arrays[name] = None if values is None else pad(values, 0, np.float32)
     return Batch(**arrays)

@@ -312,7 +312,7 @@ def test_trajectories_need_a_template(model):
         (
             lambda m: m.forward_only(inputs=INPUTS, micro_batch_size=0),
             ValueError,
-            "micro_batch_size to be a positive int, got 0",
+            "micro_batch_size must be a positive int or None, got 0",
         ),
         (
             lambda m: m.forward_backward(inputs=[{"input_ids": [1]}]),

@@ -24,7 +24,6 @@ from twinkle_jax.model.train_step.loss_coefficients import (
     split_loss,
     traced_scalar,
 )
-from twinkle_jax.model.train_step.row_blocks import cut, rows_together
 from twinkle_jax.model.train_step.train_state import TrainState, merge_params
 
 
@@ -66,7 +65,6 @@ def grad_step(
     compute_dtype: DTypeLike | None = None,
     attention: AttentionImplementation | None = None,
     remat: Remat = True,
-    rows_at_once: int | None = None,
     mesh: Mesh | None = None,
 ) -> tuple[TrainState, StepSummary]:
     r"""Add the gradient of a micro-batch to the state; compiled, and the state is donated.
@@ -87,28 +85,22 @@ def grad_step(
         frozen: parameters that are not trained, over which those of the state are laid.
         temperature: at which log-probabilities are taken, as the sampler did.
         compute_dtype: as for [`hidden_states`][twinkle_jax.model.hidden_states].
-        attention: likewise; but by default `"grouped"` on a CPU, without a mesh, for decoders that
-            have no other layers.
+        attention: likewise, and as for `score_batch`: the ratio of a policy to itself is 1.
         remat: likewise.
-        rows_at_once: rows to compute together; the gradients of blocks of rows are added up. None:
-            all, but for a small model on a CPU as many as a step has memory for that it need not
-            ask the system for. A loss must be a sum over rows, as all of ours are.
         mesh: what the state lives on; None for one device.
 
     Returns:
         The state with the gradients, and the sums that the loss is made of.
 
     Raises:
-        ValueError: if shapes differ, or `rows_at_once` is not positive.
+        ValueError: if shapes differ.
         TypeError: if tokens or labels are not integers, or the loss cannot be called.
     """
     check_batch(batch)
     static, traced = split_loss(loss_fn)
-    pays = mesh is None and config.delta_net is None and jax.default_backend() == "cpu"
-    if attention is None and pays:
-        attention = "grouped"
-    step = partial(
-        _grad_step,
+    return _grad_step(
+        state,
+        batch,
         frozen=frozen,
         traced=traced,
         temperature=traced_scalar(temperature),
@@ -119,21 +111,6 @@ def grad_step(
         remat=remat,
         mesh=mesh,
     )
-    rows, time = batch.tokens.shape
-    if rows_at_once is not None and (type(rows_at_once) is not int or rows_at_once < 1):
-        raise ValueError(
-            f"expected rows_at_once to be a positive int or None, got {rows_at_once!r}"
-        )
-    if rows_at_once is None:
-        rows_at_once = rows if mesh is not None else rows_together(config, rows, time, remat)
-    if rows_at_once >= rows:
-        return step(state, batch)
-    first, *others = cut(batch, rows_at_once)
-    state, summary = step(state, first)
-    for block in others:
-        state, more = step(state, block)
-        summary = add_summaries(summary, more)
-    return state, summary
 
 
 @partial(

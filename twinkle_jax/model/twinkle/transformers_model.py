@@ -1,9 +1,10 @@
 """Twinkle's `TransformersModel`: its verbs around a state and the functions that change it."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import optax
 from jax.sharding import Mesh
@@ -11,10 +12,12 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from twinkle_jax import loss as losses
-from twinkle_jax.data.features import SIDE, align_side, read_features
+from twinkle_jax.data.batch import Batch
+from twinkle_jax.data.features import LOSS_INPUTS, align_loss_input, read_features
 from twinkle_jax.data.micro_batches import micro_batches
 from twinkle_jax.loss import Loss
 from twinkle_jax.model.decoder.forward import Remat
+from twinkle_jax.model.decoder.sharding import batch_sharding
 from twinkle_jax.model.train_step.apply_gradients import (
     UpdateInfo,
     apply_gradients,
@@ -99,7 +102,7 @@ class TransformersModel(HeldPolicy):
         adapter = {} if disable_lora and self._adapter else self.state.params
         time = max(len(feature["labels"]) for feature in features)
         parts: dict[str, list[np.ndarray]] = {}
-        for batch, count in micro_batches(features, {}, micro_batch_size, self.mesh):
+        for batch, count in self._micro_batches(features, {}, micro_batch_size):
             scores = score_batch(
                 adapter,
                 batch,
@@ -149,10 +152,10 @@ class TransformersModel(HeldPolicy):
         if self._loss is None:
             raise ValueError("expected a loss: call set_loss first")
         features = self._features(inputs, labels_needed=True)
-        given = dict(zip(SIDE, (advantages, old_logps, ref_logps), strict=True))
-        side = {name: align_side(name, data, features) for name, data in given.items()}
+        given = dict(zip(LOSS_INPUTS, (advantages, old_logps, ref_logps), strict=True))
+        aligned = {name: align_loss_input(name, data, features) for name, data in given.items()}
         total: StepSummary | None = None
-        for batch, _ in micro_batches(features, side, micro_batch_size, self.mesh):
+        for batch, _ in self._micro_batches(features, aligned, micro_batch_size):
             self.state, summary = grad_step(
                 self.state,
                 batch,
@@ -278,6 +281,26 @@ class TransformersModel(HeldPolicy):
             vocab_size=self.config.vocab_size,
             labels_needed=labels_needed,
         )
+
+    def _micro_batches(
+        self,
+        features: list[dict[str, np.ndarray]],
+        loss_inputs: dict[str, list[np.ndarray] | None],
+        size: int | None,
+    ) -> Iterator[tuple[Batch, int]]:
+        """Cut into micro-batches; on a mesh, spread the rows of each over it."""
+        if self.mesh is None:
+            yield from micro_batches(features, loss_inputs, size)
+            return
+        devices = self.mesh.shape["data"] * self.mesh.shape["fsdp"]
+        for batch, count in micro_batches(
+            features,
+            loss_inputs,
+            size,
+            row_multiple=devices,
+            time_multiple=self.mesh.shape["tensor"],
+        ):
+            yield jax.device_put(batch, batch_sharding(self.mesh)), count
 
     def _apply(self, max_grad_norm: float | None) -> UpdateInfo:
         if self._optimizer is None:
