@@ -1,6 +1,39 @@
-"""What goes in: input features, batches, and the sizes that they are padded to."""
+"""What goes in: conversations, data sets, input features, batches, and their sizes."""
 
 from twinkle_jax.data.batch import Batch
 from twinkle_jax.data.buckets import bucket_size
+from twinkle_jax.data.sampling import (
+    SampledSequence,
+    SampleResponse,
+    SampleResponses,
+    SamplingParams,
+    StopReason,
+)
+from twinkle_jax.data.trajectory import (
+    InputFeature,
+    Message,
+    Tool,
+    ToolCall,
+    Trajectory,
+    completion_text,
+    message_text,
+    user_data_get,
+)
 
-__all__ = ["Batch", "bucket_size"]
+__all__ = [
+    "Batch",
+    "InputFeature",
+    "Message",
+    "SampleResponse",
+    "SampleResponses",
+    "SampledSequence",
+    "SamplingParams",
+    "StopReason",
+    "Tool",
+    "ToolCall",
+    "Trajectory",
+    "bucket_size",
+    "completion_text",
+    "message_text",
+    "user_data_get",
+]

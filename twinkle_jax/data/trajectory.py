@@ -1,0 +1,142 @@
+"""Conversations and what a model reads of them, as plain dictionaries with Twinkle's keys."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, TypedDict
+
+import numpy as np
+from jax.typing import ArrayLike
+
+TokenIds = Sequence[int] | np.ndarray[Any, Any] | ArrayLike
+
+
+class ToolCall(TypedDict, total=False):
+    """A call of a tool: its name, and its arguments as JSON."""
+
+    tool_name: str
+    arguments: str
+
+
+class Tool(TypedDict, total=False):
+    """A tool that may be called: its name, what it does, and its parameters as JSON."""
+
+    tool_name: str
+    description: str
+    parameters: str
+
+
+class Message(TypedDict, total=False):
+    """One turn of a conversation: who speaks, and what is said.
+
+    `content` is a string, or a list of parts such as `{'type': 'text', 'text': '…'}`.
+    """
+
+    role: Literal["system", "user", "assistant", "tool"]
+    content: str | list[dict[str, str]]
+    tool_calls: list[ToolCall]
+    reasoning_content: str
+
+
+class Trajectory(TypedDict, total=False):
+    """A conversation, the tools in it, and what the user wants to keep beside it.
+
+    `user_data` is a list of pairs of a name and a value, `[('ground_truth', '42')]` for one.
+    """
+
+    messages: list[Message]
+    tools: list[Tool]
+    user_data: list[tuple[str, Any]]
+
+
+class InputFeature(TypedDict, total=False):
+    """What a model reads of a conversation; a trajectory's keys may stand beside these.
+
+    `labels` holds at each position the token that follows, which the logits there predict, and
+    −100 where there is no loss.
+    """
+
+    input_ids: TokenIds
+    labels: TokenIds
+    attention_mask: TokenIds
+    position_ids: TokenIds
+    length: int
+    messages: list[Message]
+    tools: list[Tool]
+    user_data: list[tuple[str, Any]]
+
+
+def user_data_get(
+    user_data: Mapping[str, Any] | Sequence[Sequence[Any]] | None, key: str, default: Any = None
+) -> Any:
+    """Look a value up in what a trajectory keeps as `user_data`.
+
+    Args:
+        user_data: pairs of a name and a value, or a dictionary, or None.
+        key: the name.
+        default: what is returned where the name is missing.
+
+    Returns:
+        The value of the first pair with this name.
+
+    Raises:
+        ValueError: if there is something else than pairs.
+
+    Example:
+        >>> user_data_get([("ground_truth", "42"), ("level", 3)], "ground_truth")
+        '42'
+    """
+    pairs = user_data.items() if isinstance(user_data, Mapping) else user_data or ()
+    for pair in pairs:
+        if isinstance(pair, str) or not isinstance(pair, Sequence) or len(pair) != 2:
+            raise ValueError(f"user_data must be pairs of a name and a value, got {pair!r}")
+        if pair[0] == key:
+            return pair[1]
+    return default
+
+
+def message_text(message: Mapping[str, Any]) -> str:
+    """Read a message's text, of all its parts.
+
+    Args:
+        message: with `content`, a string, a list of text parts, or None.
+
+    Returns:
+        The text; the parts of a list follow each other without anything between them.
+
+    Raises:
+        ValueError: if a part is not text.
+
+    Example:
+        >>> message_text({"role": "user", "content": [{"type": "text", "text": "Hello"}]})
+        'Hello'
+    """
+    content = message.get("content")
+    if content is None or isinstance(content, str):
+        return content or ""
+    parts = content if isinstance(content, list | tuple) else [content]
+    texts = []
+    for part in parts:
+        text = part.get("text") if isinstance(part, Mapping) else part
+        if not isinstance(text, str):
+            raise ValueError(f"a message's content must be text, got {part!r}")
+        texts.append(text)
+    return "".join(texts)
+
+
+def completion_text(trajectory: Mapping[str, Any]) -> str:
+    """Read what the assistant said last; nothing if it has not spoken.
+
+    Args:
+        trajectory: with `messages`.
+
+    Returns:
+        The text of the last message whose role is assistant.
+
+    Example:
+        >>> turns = [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}]
+        >>> completion_text({"messages": turns})
+        '2'
+    """
+    for message in reversed(trajectory.get("messages") or ()):
+        if message.get("role") == "assistant":
+            return message_text(message)
+    return ""
