@@ -2,28 +2,30 @@
 
 A loss is a ratio, a surrogate and a reduction, each a function:
 `token_mean(clipped_surrogate(token_log_ratio(...), advantages, mask), mask)`.
+
+Public is what this file lists; all else in this folder is private and may change. One file a
+concept; `token_logprobs/` scores tokens without holding logits, `twinkle/` has the same losses as
+objects under Twinkle's names.
 """
 
-from twinkle_jax.loss._critic import PPOValueLoss
-from twinkle_jax.loss._entropy import entropy_bonus
-from twinkle_jax.loss._kl import kl_k1, kl_k2, kl_k3
-from twinkle_jax.loss._metrics import PolicyMetrics, policy_metrics
-from twinkle_jax.loss._output import Loss, LossOutput
-from twinkle_jax.loss._policy_loss import PolicyLoss
-from twinkle_jax.loss._ratio import (
+from twinkle_jax.loss.entropy import entropy_bonus
+from twinkle_jax.loss.kl import kl_k1, kl_k2, kl_k3
+from twinkle_jax.loss.metrics import PolicyMetrics, policy_metrics
+from twinkle_jax.loss.ratio import (
     sequence_log_ratio,
     token_log_ratio,
     truncated_importance_weights,
 )
-from twinkle_jax.loss._reduction import constant_length, sequence_mean, token_mean
-from twinkle_jax.loss._surrogate import (
+from twinkle_jax.loss.reduction import constant_length, sequence_mean, token_mean
+from twinkle_jax.loss.surrogate import (
     clipped_importance_surrogate,
     clipped_surrogate,
     policy_gradient,
     soft_gate_surrogate,
 )
-from twinkle_jax.loss._token_logprobs import token_logprobs
-from twinkle_jax.loss._twinkle import (
+from twinkle_jax.loss.token_logprobs.score import token_logprobs
+from twinkle_jax.loss.twinkle.critic import PPOValueLoss
+from twinkle_jax.loss.twinkle.grpo import (
     BNPOLoss,
     CISPOLoss,
     DAPOLoss,
@@ -33,7 +35,9 @@ from twinkle_jax.loss._twinkle import (
     PPOLoss,
     SAPOLoss,
 )
-from twinkle_jax.loss._value import clipped_value_loss
+from twinkle_jax.loss.twinkle.output import Loss, LossOutput
+from twinkle_jax.loss.twinkle.policy_loss import PolicyLoss
+from twinkle_jax.loss.value import clipped_value_loss
 
 __all__ = [
     "BNPOLoss",

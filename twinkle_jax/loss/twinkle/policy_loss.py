@@ -8,16 +8,16 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from twinkle_jax.loss._alignment import aligned
-from twinkle_jax.loss._arguments import Mask, PerToken, Scalar
-from twinkle_jax.loss._entropy import entropy_bonus
-from twinkle_jax.loss._kl import kl_k3
-from twinkle_jax.loss._labels import entry, label_logprobs, per_position, read_labels
-from twinkle_jax.loss._metrics import PolicyMetrics, policy_metrics
-from twinkle_jax.loss._output import Loss, LossOutput
-from twinkle_jax.loss._ratio import token_log_ratio
-from twinkle_jax.loss._reduction import sequence_mean
-from twinkle_jax.loss._surrogate import clipped_surrogate
+from twinkle_jax.loss.entropy import entropy_bonus
+from twinkle_jax.loss.kl import kl_k3
+from twinkle_jax.loss.masked_inputs import Mask, PerToken, Scalar
+from twinkle_jax.loss.metrics import PolicyMetrics, policy_metrics
+from twinkle_jax.loss.ratio import token_log_ratio
+from twinkle_jax.loss.reduction import sequence_mean
+from twinkle_jax.loss.surrogate import clipped_surrogate
+from twinkle_jax.loss.twinkle.alignment import aligned
+from twinkle_jax.loss.twinkle.labels import entry, label_logprobs, per_position, read_labels
+from twinkle_jax.loss.twinkle.output import Loss, LossOutput
 
 ARGUMENTS = ("old_logps", "ref_logps", "advantages", "denominator", "old_values", "returns")
 

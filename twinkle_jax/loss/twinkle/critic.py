@@ -4,13 +4,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from twinkle_jax.loss._alignment import aligned
-from twinkle_jax.loss._arguments import Scalar
-from twinkle_jax.loss._labels import entry, per_position, read_labels
-from twinkle_jax.loss._output import Loss, LossOutput
-from twinkle_jax.loss._policy_loss import refuse_unknown
-from twinkle_jax.loss._reduction import token_mean
-from twinkle_jax.loss._value import clipped_value_loss
+from twinkle_jax.loss.masked_inputs import Scalar
+from twinkle_jax.loss.reduction import token_mean
+from twinkle_jax.loss.twinkle.alignment import aligned
+from twinkle_jax.loss.twinkle.labels import entry, per_position, read_labels
+from twinkle_jax.loss.twinkle.output import Loss, LossOutput
+from twinkle_jax.loss.twinkle.policy_loss import refuse_unknown
+from twinkle_jax.loss.value import clipped_value_loss
 
 
 @dataclass(frozen=True)

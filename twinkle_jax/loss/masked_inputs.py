@@ -10,7 +10,7 @@ Mask = Bool[Array, "*batch time"]
 Advantages = Float[Array, "*batch"] | Float[Array, "*batch time"]
 
 
-def kept(mask: Mask, /, **arrays: PerToken) -> list[PerToken]:
+def masked_inputs(mask: Mask, /, **arrays: PerToken) -> list[PerToken]:
     """Check per-token arrays against their mask and put zeros where the mask is False.
 
     Zeros go in before any `exp` or `log`: a mask on the result would leave NaN gradients.
@@ -39,7 +39,7 @@ def checked_mask(mask: Mask) -> Mask:
     return mask
 
 
-def kept_advantages(advantages: Advantages, mask: Mask, dtype: jnp.dtype) -> PerToken:
+def masked_advantages(advantages: Advantages, mask: Mask, dtype: jnp.dtype) -> PerToken:
     """Spread advantages over time, without a gradient and with zeros where the mask is False."""
     mask = checked_mask(mask)
     values = jnp.asarray(advantages)

@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from twinkle_jax.loss._arguments import Mask, PerToken, Scalar, kept
+from twinkle_jax.loss.masked_inputs import Mask, PerToken, Scalar, masked_inputs
 
 
 def clipped_value_loss(
@@ -41,7 +41,7 @@ def clipped_value_loss(
         >>> clipped_value_loss(values, jnp.array([1.0, 1.0]), returns, values > 0, epsilon=0.5)
         Array([0.5  , 1.125], dtype=float32)
     """
-    values, behaviour_values, returns = kept(
+    values, behaviour_values, returns = masked_inputs(
         mask, values=values, behaviour_values=behaviour_values, returns=returns
     )
     behaviour_values, returns = jax.lax.stop_gradient((behaviour_values, returns))

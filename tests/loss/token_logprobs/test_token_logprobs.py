@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax.test_util import check_grads
 
-from tests.loss.scores import (
+from tests.loss.token_logprobs.scores import (
     SMALL,
     Case,
     assert_close,
@@ -18,7 +18,7 @@ from tests.loss.scores import (
     plain,
     reference,
 )
-from twinkle_jax.loss._token_logprobs import token_logprobs
+from twinkle_jax.loss.token_logprobs.score import token_logprobs
 
 pytestmark = pytest.mark.as_users_compile
 

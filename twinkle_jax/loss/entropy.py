@@ -2,7 +2,7 @@
 
 import jax.numpy as jnp
 
-from twinkle_jax.loss._arguments import Mask, PerToken, Scalar, kept
+from twinkle_jax.loss.masked_inputs import Mask, PerToken, Scalar, masked_inputs
 
 
 def entropy_bonus(entropies: PerToken, mask: Mask, *, coefficient: Scalar) -> PerToken:
@@ -28,5 +28,5 @@ def entropy_bonus(entropies: PerToken, mask: Mask, *, coefficient: Scalar) -> Pe
         >>> entropy_bonus(jnp.array([2.0, 9.0]), jnp.array([True, False]), coefficient=0.25)
         Array([-0.5,  0. ], dtype=float32)
     """
-    (entropies,) = kept(mask, entropies=entropies)
+    (entropies,) = masked_inputs(mask, entropies=entropies)
     return jnp.where(mask, -jnp.asarray(coefficient, entropies.dtype) * entropies, 0)

@@ -7,8 +7,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.loss.scores import SMALL, assert_close, assert_same_bits, compute, make, plain, reference
-from twinkle_jax.loss._token_logprobs import token_logprobs
+from tests.loss.token_logprobs.scores import (
+    SMALL,
+    assert_close,
+    assert_same_bits,
+    compute,
+    make,
+    plain,
+    reference,
+)
+from twinkle_jax.loss.token_logprobs.score import token_logprobs
 
 
 @pytest.mark.parametrize(
@@ -130,7 +138,7 @@ def test_one_compilation_for_all_values():
 
 
 def test_calls_outside_jit_share_a_compilation():
-    from twinkle_jax.loss._token_logprobs import _score
+    from twinkle_jax.loss.token_logprobs.score import _score
 
     case = make(21, 3, 201)
     token_logprobs(case.hidden, case.head, case.tokens, mask=case.mask)

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 from jaxtyping import Array, Float
 
-from twinkle_jax.loss._metrics import PolicyMetrics
+from twinkle_jax.loss.metrics import PolicyMetrics
 
 
 @jax.tree_util.register_dataclass

@@ -6,18 +6,18 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from twinkle_jax.loss._arguments import (
+from twinkle_jax.loss.masked_inputs import (
     Advantages,
     Mask,
     PerToken,
     Scalar,
     checked_mask,
-    kept,
-    kept_advantages,
+    masked_advantages,
+    masked_inputs,
 )
-from twinkle_jax.loss._ratio import bounded
-from twinkle_jax.loss._reduction import token_mean
-from twinkle_jax.loss._surrogate import clip_bounds
+from twinkle_jax.loss.ratio import bounded
+from twinkle_jax.loss.reduction import token_mean
+from twinkle_jax.loss.surrogate import clip_bounds
 
 
 class PolicyMetrics(NamedTuple):
@@ -79,17 +79,17 @@ def policy_metrics(
         0.0 0.5 2.0
     """
     mask = checked_mask(mask)
-    (log_ratio,) = kept(mask, log_ratio=log_ratio)
+    (log_ratio,) = masked_inputs(mask, log_ratio=log_ratio)
     log_ratio = jax.lax.stop_gradient(bounded(log_ratio))
     ratio = jnp.exp(log_ratio)
     low, high = clip_bounds(epsilon, epsilon_high, ratio.dtype)
     below, above = ratio < low, ratio > high
     if advantages is not None:
-        advantages = kept_advantages(advantages, mask, ratio.dtype)
+        advantages = masked_advantages(advantages, mask, ratio.dtype)
         below, above = below & (advantages < 0), above & (advantages > 0)
 
     if entropies is not None:
-        (entropies,) = kept(mask, entropies=entropies)
+        (entropies,) = masked_inputs(mask, entropies=entropies)
 
     def mean(values: PerToken) -> Float[Array, ""]:
         return token_mean(values.astype(ratio.dtype), mask, denominator=denominator)

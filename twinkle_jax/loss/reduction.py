@@ -10,7 +10,7 @@ import math
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from twinkle_jax.loss._arguments import Mask, PerToken, Scalar, kept
+from twinkle_jax.loss.masked_inputs import Mask, PerToken, Scalar, masked_inputs
 
 
 def token_mean(
@@ -39,7 +39,7 @@ def token_mean(
         >>> token_mean(losses, jnp.array([[True, True, True], [True, False, False]]))
         Array(2.5, dtype=float32)
     """
-    (losses,) = kept(mask, losses=losses)
+    (losses,) = masked_inputs(mask, losses=losses)
     if denominator is None:
         denominator = jnp.sum(mask, dtype=losses.dtype)
     return _divided(jnp.sum(losses), denominator)
@@ -72,7 +72,7 @@ def sequence_mean(
         >>> sequence_mean(losses, jnp.array([[True, True, True], [True, False, False]]))
         Array(3., dtype=float32)
     """
-    (losses,) = kept(mask, losses=losses)
+    (losses,) = masked_inputs(mask, losses=losses)
     lengths = jnp.sum(mask, axis=-1, dtype=losses.dtype)
     means = jnp.sum(losses, axis=-1) / jnp.maximum(lengths, 1)
     return _divided(jnp.sum(means), means.size if denominator is None else denominator)
@@ -107,7 +107,7 @@ def constant_length(
         >>> constant_length(losses, mask, length=4)
         Array(1.25, dtype=float32)
     """
-    (losses,) = kept(mask, losses=losses)
+    (losses,) = masked_inputs(mask, losses=losses)
     per_sequence = jnp.sum(losses) / jnp.asarray(length, losses.dtype)
     sequences = math.prod(losses.shape[:-1])
     return _divided(per_sequence, sequences if denominator is None else denominator)

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, DTypeLike, Float
 
-from twinkle_jax.loss._arguments import Mask, PerToken
-from twinkle_jax.loss._labels import Labels
+from twinkle_jax.loss.masked_inputs import Mask, PerToken
+from twinkle_jax.loss.twinkle.labels import Labels
 
 Lengths = np.ndarray[Any, Any]
 

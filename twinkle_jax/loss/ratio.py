@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from twinkle_jax.loss._arguments import Mask, PerToken, Scalar, kept
+from twinkle_jax.loss.masked_inputs import Mask, PerToken, Scalar, masked_inputs
 
 MAX_LOG_RATIO = 20.0  # exp(20) is 4.9e8: still finite when multiplied by any sane advantage
 
@@ -39,7 +39,7 @@ def token_log_ratio(logprobs: PerToken, behaviour_logprobs: PerToken, mask: Mask
         >>> token_log_ratio(logprobs, behaviour_logprobs, jnp.array([True, True, False]))
         Array([ 0.5, 20. ,  0. ], dtype=float32)
     """
-    logprobs, behaviour_logprobs = kept(
+    logprobs, behaviour_logprobs = masked_inputs(
         mask, logprobs=logprobs, behaviour_logprobs=behaviour_logprobs
     )
     return bounded(logprobs - jax.lax.stop_gradient(behaviour_logprobs))
@@ -105,7 +105,7 @@ def truncated_importance_weights(
         >>> truncated_importance_weights(trainer, sampler, jnp.array([True, True]))
         Array([1., 2.], dtype=float32)
     """
-    trainer, sampler = kept(
+    trainer, sampler = masked_inputs(
         mask, behaviour_logprobs=behaviour_logprobs, sampler_logprobs=sampler_logprobs
     )
     weights = jnp.minimum(jnp.exp(bounded(trainer - sampler)), jnp.asarray(maximum, trainer.dtype))

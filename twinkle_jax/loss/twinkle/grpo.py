@@ -6,13 +6,13 @@ from typing import Any
 
 from jaxtyping import Array, Float
 
-from twinkle_jax.loss._arguments import Mask, PerToken, Scalar
-from twinkle_jax.loss._metrics import PolicyMetrics, policy_metrics
-from twinkle_jax.loss._output import LossOutput
-from twinkle_jax.loss._policy_loss import PolicyLoss
-from twinkle_jax.loss._ratio import sequence_log_ratio
-from twinkle_jax.loss._reduction import constant_length, sequence_mean, token_mean
-from twinkle_jax.loss._surrogate import clipped_importance_surrogate, soft_gate_surrogate
+from twinkle_jax.loss.masked_inputs import Mask, PerToken, Scalar
+from twinkle_jax.loss.metrics import PolicyMetrics, policy_metrics
+from twinkle_jax.loss.ratio import sequence_log_ratio
+from twinkle_jax.loss.reduction import constant_length, sequence_mean, token_mean
+from twinkle_jax.loss.surrogate import clipped_importance_surrogate, soft_gate_surrogate
+from twinkle_jax.loss.twinkle.output import LossOutput
+from twinkle_jax.loss.twinkle.policy_loss import PolicyLoss
 
 PPO_REDUCTIONS = {"token-mean": token_mean, "seq-mean-token-mean": sequence_mean}
 

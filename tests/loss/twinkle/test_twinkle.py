@@ -23,9 +23,7 @@ from twinkle_jax.loss import (
     SAPOLoss,
 )
 
-GOLDEN = json.loads(
-    (pathlib.Path(__file__).parent.parent / "golden" / "loss_cases.json").read_text()
-)
+GOLDEN = json.loads((pathlib.Path(__file__).parents[2] / "golden" / "loss_cases.json").read_text())
 CASES = {
     f"{index}-{case['loss']}-{'-'.join(map(str, case['kwargs'].values()))}": case
     for index, case in enumerate(GOLDEN["cases"])

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from twinkle_jax.loss._token_logprobs import token_logprobs
-from twinkle_jax.loss._vocabulary_tiles import LARGEST_TILE, tiling
+from twinkle_jax.loss.token_logprobs.score import token_logprobs
+from twinkle_jax.loss.token_logprobs.vocabulary_tiles import LARGEST_TILE, tiling
 
 
 def plain(hidden, head, tokens):

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from twinkle_jax.loss._token_shards import on_token_shards
-from twinkle_jax.loss._vocabulary_tiles import Rows, tile_logprobs, tiling
+from twinkle_jax.loss.token_logprobs.token_shards import on_token_shards
+from twinkle_jax.loss.token_logprobs.vocabulary_tiles import Rows, tile_logprobs, tiling
 
 PerToken = Float[Array, " time"]
 Mask = Bool[Array, " time"]

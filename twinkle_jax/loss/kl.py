@@ -8,8 +8,8 @@ different things; <http://joschu.net/blog/kl-approx.html> has the former.
 import jax
 import jax.numpy as jnp
 
-from twinkle_jax.loss._arguments import Mask, PerToken, kept
-from twinkle_jax.loss._ratio import bounded
+from twinkle_jax.loss.masked_inputs import Mask, PerToken, masked_inputs
+from twinkle_jax.loss.ratio import bounded
 
 
 def kl_k1(logprobs: PerToken, reference_logprobs: PerToken, mask: Mask) -> PerToken:
@@ -95,7 +95,7 @@ def kl_k3(logprobs: PerToken, reference_logprobs: PerToken, mask: Mask) -> PerTo
 
 
 def _log_ratio(logprobs: PerToken, reference_logprobs: PerToken, mask: Mask) -> PerToken:
-    logprobs, reference_logprobs = kept(
+    logprobs, reference_logprobs = masked_inputs(
         mask, logprobs=logprobs, reference_logprobs=reference_logprobs
     )
     return logprobs - jax.lax.stop_gradient(reference_logprobs)

@@ -4,8 +4,15 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, DTypeLike, Float
 
-from twinkle_jax.loss._arguments import Advantages, Mask, PerToken, Scalar, kept, kept_advantages
-from twinkle_jax.loss._ratio import bounded
+from twinkle_jax.loss.masked_inputs import (
+    Advantages,
+    Mask,
+    PerToken,
+    Scalar,
+    masked_advantages,
+    masked_inputs,
+)
+from twinkle_jax.loss.ratio import bounded
 
 
 def clip_bounds(
@@ -55,8 +62,8 @@ def clipped_surrogate(
         >>> clipped_surrogate(log_ratio, jnp.array(1.0), mask, epsilon=0.25)
         Array([-1.25, -0.5 ], dtype=float32)
     """
-    (log_ratio,) = kept(mask, log_ratio=log_ratio)
-    advantages = kept_advantages(advantages, mask, log_ratio.dtype)
+    (log_ratio,) = masked_inputs(mask, log_ratio=log_ratio)
+    advantages = masked_advantages(advantages, mask, log_ratio.dtype)
     ratio = jnp.exp(bounded(log_ratio))
     low, high = clip_bounds(epsilon, epsilon_high, ratio.dtype)
     ceiling = jnp.asarray(jnp.inf if dual_clip is None else dual_clip, ratio.dtype)
@@ -101,8 +108,8 @@ def soft_gate_surrogate(
         >>> soft_gate_surrogate(jnp.zeros(2), jnp.array([1.0, -0.5]), jnp.array([True, True]))
         Array([-2.,  1.], dtype=float32)
     """
-    (log_ratio,) = kept(mask, log_ratio=log_ratio)
-    advantages = kept_advantages(advantages, mask, log_ratio.dtype)
+    (log_ratio,) = masked_inputs(mask, log_ratio=log_ratio)
+    advantages = masked_advantages(advantages, mask, log_ratio.dtype)
     tau = jnp.where(
         advantages > 0, jnp.asarray(tau_pos, log_ratio.dtype), jnp.asarray(tau_neg, log_ratio.dtype)
     )
@@ -148,8 +155,8 @@ def clipped_importance_surrogate(
         ... )
         Array([1.25, 0.5 ], dtype=float32)
     """
-    log_ratio, logprobs = kept(mask, log_ratio=log_ratio, logprobs=logprobs)
-    advantages = kept_advantages(advantages, mask, logprobs.dtype)
+    log_ratio, logprobs = masked_inputs(mask, log_ratio=log_ratio, logprobs=logprobs)
+    advantages = masked_advantages(advantages, mask, logprobs.dtype)
     low, high = clip_bounds(1.0 if epsilon is None else epsilon, epsilon_high, logprobs.dtype)
     weights = jax.lax.stop_gradient(jnp.clip(jnp.exp(bounded(log_ratio)), low, high))
     return jnp.where(mask, -weights * advantages * logprobs, 0)
@@ -181,5 +188,5 @@ def policy_gradient(logprobs: PerToken, advantages: Advantages, mask: Mask) -> P
         >>> policy_gradient(logprobs, jnp.array([0.5]), mask)
         Array([[0.5, 1. ]], dtype=float32)
     """
-    (logprobs,) = kept(mask, logprobs=logprobs)
-    return jnp.where(mask, -kept_advantages(advantages, mask, logprobs.dtype) * logprobs, 0)
+    (logprobs,) = masked_inputs(mask, logprobs=logprobs)
+    return jnp.where(mask, -masked_advantages(advantages, mask, logprobs.dtype) * logprobs, 0)

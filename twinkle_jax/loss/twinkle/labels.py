@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from twinkle_jax.loss._arguments import Mask, PerToken
+from twinkle_jax.loss.masked_inputs import Mask, PerToken
 
 
 def entry(name: str, mapping: Mapping[str, Any], *keys: str) -> tuple[str, Any]:
