@@ -36,23 +36,6 @@ def test_derivatives_of_a_projection(shape):
         np.testing.assert_array_equal(out, bent(x, kernel))
 
 
-@pytest.mark.parametrize(("factor", "products"), [(0, 2), (1, 2), ((0, 1), 3)])
-def test_no_product_for_a_factor_that_is_not_trained(factor, products):
-    total = jax.grad(lambda *factors: jnp.sum(bent(*factors)), factor)
-    program = str(jax.make_jaxpr(total)(jnp.ones((7, 5)), jnp.ones((5, 3))))
-    assert program.count("dot_general") == products
-
-
-@pytest.mark.parametrize(("shape", "backend", "turned"),
-                         [((5, 3), "cpu", True), ((3, 5), "cpu", False),
-                          ((4, 4), "cpu", False), ((5, 3), "gpu", False)])  # fmt: skip
-def test_where_the_gradient_of_a_kernel_is_made_transposed(monkeypatch, shape, backend, turned):
-    monkeypatch.setattr(jax, "default_backend", lambda: backend)
-    total = jax.grad(lambda *factors: jnp.sum(bent(*factors)), 1)
-    program = str(jax.make_jaxpr(total)(jnp.ones((7, shape[0])), jnp.ones(shape)))
-    assert ("optimization_barrier" in program) == turned
-
-
 def test_rms_norm_by_hand():
     # mean square (1 + 49) / 2 = 25, and 25 + 11 = 36: divided by 6
     x = jnp.array([[6.0, 42.0]]) / 6

@@ -5,46 +5,17 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array, Float, Int
 
 
 def project(x: Float[Array, "rows into"], weights: Mapping[str, Any]) -> Float[Array, "rows out"]:
     """Multiply rows by `kernel` in their own type; add adapter and `bias` where there are any."""
-    y = _product(x, weights["kernel"].astype(x.dtype))
+    y = x @ weights["kernel"].astype(x.dtype)
     if "lora_A" in weights:
         narrow = x @ weights["lora_A"].astype(x.dtype)
         change = narrow @ weights["lora_B"].astype(x.dtype)
         y = y + weights["lora_scale"].astype(x.dtype) * change
     return y + weights["bias"].astype(x.dtype)[None] if "bias" in weights else y
-
-
-@jax.custom_jvp
-def _product(x: Float[Array, "rows into"], kernel: Float[Array, "into out"]) -> Array:
-    return x @ kernel
-
-
-def _product_jvp(primals: tuple[Any, Any], tangents: tuple[Any, Any]) -> tuple[Array, Array]:
-    r"""Differentiate as usual, but for how a CPU gets at the gradient of a kernel.
-
-    Where $X$ is the wider factor, $X^\top G$ takes much longer there than $(G^\top X)^\top$. XLA
-    takes one for the other unless a barrier keeps the transposition out of the product.
-    """
-    (x, kernel), (dx, d_kernel) = primals, tangents
-    y = x @ kernel
-    changes = []
-    if not isinstance(dx, SymbolicZero):
-        changes.append(dx @ kernel)
-    if not isinstance(d_kernel, SymbolicZero):
-        if jax.default_backend() == "cpu" and kernel.shape[0] > kernel.shape[1]:
-            turned = jax.lax.optimization_barrier(d_kernel.T)
-            changes.append(jax.lax.dot_general(x, turned, (((1,), (1,)), ((), ()))))
-        else:
-            changes.append(x @ d_kernel)
-    return y, sum(changes[1:], start=changes[0]) if changes else jnp.zeros_like(y)
-
-
-_product.defjvp(_product_jvp, symbolic_zeros=True)
 
 
 def rms_norm(

@@ -10,9 +10,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from twinkle_jax.model.decoder.arithmetic import project, rms_norm, rotate
 from twinkle_jax.model.decoder.config import AttentionConfig, DecoderConfig
-from twinkle_jax.model.decoder.grouped_attention import grouped_attention
 
-AttentionImplementation = Literal["xla", "cudnn", "grouped"]
+AttentionImplementation = Literal["xla", "cudnn"]
 RotaryTable = tuple[Float[Array, "#batch time 1 half"], Float[Array, "#batch time 1 half"]]
 
 
@@ -35,9 +34,8 @@ def default_attention(
 ) -> AttentionImplementation:
     """Choose the implementation of attention: cuDNN where it applies, else XLA.
 
-    Both are those of `jax.nn.dot_product_attention`. A third, `"grouped"`, gives the same to
-    rounding; its gradient is faster on a CPU, where [`grad_step`][twinkle_jax.model.grad_step]
-    takes it. It has no `jvp`, and on a mesh it moves data about.
+    Both are those of `jax.nn.dot_product_attention`. Scoring and training take the same one, so
+    that the ratio of a policy to itself is 1.
 
     cuDNN's fused attention runs on NVIDIA GPUs from compute capability 8.0, in 16-bit types, for
     heads whose width is a multiple of 8 of at most 128 (256 from 9.0), without segments. It cannot
@@ -128,12 +126,7 @@ def attend(
     causal: bool,
     implementation: AttentionImplementation,
 ) -> Float[Array, "batch time heads width"]:
-    """Attend with what is asked for: ours, or `jax.nn.dot_product_attention`."""
-    if implementation == "grouped":
-        visible = jnp.ones((query.shape[1], key.shape[1]), bool)
-        visible = (jnp.tril(visible) if causal else visible)[None, None]
-        return grouped_attention(query, key, value, visible if mask is None else visible & mask)
-    # It mixes types inside.
+    """Call `jax.nn.dot_product_attention`, which mixes types inside."""
     with jax.numpy_dtype_promotion("standard"):
         return jax.nn.dot_product_attention(
             query, key, value, mask=mask, is_causal=causal, implementation=implementation

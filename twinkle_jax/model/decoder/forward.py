@@ -65,7 +65,7 @@ def hidden_states(
             own run of equal ids. Neighbouring sequences must have different ids.
         compute_dtype: type of activations; by default that of the embedding. Norms, softmax and
             the state of linear layers are float32 in any case.
-        attention: `"xla"`, `"cudnn"` or `"grouped"`; by default what
+        attention: `"xla"` or `"cudnn"`; by default what
             [`default_attention`][twinkle_jax.model.default_attention] chooses.
         remat: True recomputes each layer in the backward pass, a policy of
             `jax.checkpoint_policies` keeps what it names, False keeps everything. Where there is
