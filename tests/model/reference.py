@@ -31,7 +31,7 @@ def reference_logits(
     params: Any, config: DecoderConfig, tokens: list[int], positions: list[int] | None = None
 ) -> np.ndarray:
     hidden = reference_hidden(params, config, tokens, positions)
-    if config.tied:
+    if config.tie_embeddings:
         return hidden @ np.asarray(params["embed_tokens"]["embedding"], np.float64).T
     return hidden @ np.asarray(params["lm_head"]["kernel"], np.float64)
 
@@ -74,7 +74,7 @@ def _attention(y: np.ndarray, w: Any, config: DecoderConfig, places: np.ndarray)
         for t in range(time):
             query = queries[t, head, : a.head_dim]
             near = keys[: t + 1, group]
-            if a.head_norm:
+            if a.qk_norm:
                 query = norm(query, w["q_norm"]["scale"], config)
                 near = norm(near, w["k_norm"]["scale"], config)
             query = rotated(query, places[t], a.rotary_dim, a.rope_theta)

@@ -6,8 +6,9 @@ from twinkle_jax.model.decoder.attention import AttentionImplementation, default
 from twinkle_jax.model.decoder.config import AttentionConfig, DecoderConfig, DeltaNetConfig
 from twinkle_jax.model.decoder.decode import Cache, KeyValues, decode_step, prefill, take_rows
 from twinkle_jax.model.decoder.delta_net import DeltaState
-from twinkle_jax.model.decoder.forward import hidden_states, output_logits, output_matrix
+from twinkle_jax.model.decoder.forward import hidden_states
 from twinkle_jax.model.decoder.initialise import init_params
+from twinkle_jax.model.decoder.layers import output_logits, output_matrix
 from twinkle_jax.model.decoder.lora import LoraConfig, merge_adapter
 from twinkle_jax.model.decoder.module import Decoder
 from twinkle_jax.model.decoder.parameters import parameter_shapes

@@ -11,8 +11,8 @@ from twinkle_jax.model.huggingface.export_config import export_config
 
 def test_what_each_family_is():
     qwen2, qwen3, qwen3_5 = (parse_config(family(name)) for name in NAMES)
-    assert qwen2.attention.bias and not qwen2.attention.head_norm
-    assert not qwen3.attention.bias and qwen3.attention.head_norm
+    assert qwen2.attention.bias and not qwen2.attention.qk_norm
+    assert not qwen3.attention.bias and qwen3.attention.qk_norm
     assert qwen3_5.attention.output_gate and qwen3_5.centred_norms and qwen3_5.delta_net.channels
     assert not qwen3.attention.output_gate and not qwen3.centred_norms and qwen3.delta_net is None
     assert (qwen2.attention.rotary_dim, qwen3_5.attention.rotary_dim) == (8, 4)
@@ -60,8 +60,10 @@ def test_nested_is_flat_and_the_enclosing_model_decides_on_tying():
     text = family("qwen3_5_text", tie_word_embeddings=False)
     nested = {"model_type": "qwen3_5", "text_config": text, "vision_config": {"depth": 2}}
     assert parse_config(nested) == parse_config(text)
-    assert parse_config({**nested, "tie_word_embeddings": True}).tied
-    assert parse_config({**nested, "text_config": {**text, "tie_word_embeddings": True}}).tied
+    assert parse_config({**nested, "tie_word_embeddings": True}).tie_embeddings
+    assert parse_config(
+        {**nested, "text_config": {**text, "tie_word_embeddings": True}}
+    ).tie_embeddings
 
 
 def test_configs_are_static_arguments():

@@ -8,7 +8,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 
-def project(x: Float[Array, "rows into"], weights: Mapping[str, Any]) -> Float[Array, "rows out"]:
+def project(
+    x: Float[Array, "tokens into"], weights: Mapping[str, Any]
+) -> Float[Array, "tokens out"]:
     """Multiply rows by `kernel` in their own type; add adapter and `bias` where there are any."""
     y = x @ weights["kernel"].astype(x.dtype)
     if "lora_A" in weights:
@@ -19,12 +21,12 @@ def project(x: Float[Array, "rows into"], weights: Mapping[str, Any]) -> Float[A
 
 
 def rms_norm(
-    x: Float[Array, "*rows width"],
+    x: Float[Array, "*batch width"],
     scale: Float[Array, " width"],
     *,
     epsilon: float,
     centred: bool = False,
-) -> Float[Array, "*rows width"]:
+) -> Float[Array, "*batch width"]:
     r"""Divide by the root of the mean square, in float32, and multiply by a weight.
 
     $$y = \frac{x}{\sqrt{\overline{x^2} + \epsilon}} \cdot w \quad (\text{centred: } 1 + w)$$

@@ -21,7 +21,7 @@ class Heads(NamedTuple):
     query: Float[Array, "batch time heads width"]
     key: Float[Array, "batch time groups width"]
     value: Float[Array, "batch time groups width"]
-    gate: Float[Array, "rows out"] | None
+    gate: Float[Array, "tokens out"] | None
 
 
 def default_attention(
@@ -72,7 +72,7 @@ def default_attention(
 
 
 def project_heads(
-    x: Float[Array, "rows width"],
+    x: Float[Array, "tokens width"],
     weights: Mapping[str, Any],
     config: DecoderConfig,
     rotary: RotaryTable,
@@ -81,7 +81,7 @@ def project_heads(
     """Project rows of activations to heads, normalise them and rotate queries and keys."""
     a = config.attention
 
-    def heads(y: Float[Array, "rows out"], count: int) -> Float[Array, "batch time heads width"]:
+    def heads(y: Float[Array, "tokens out"], count: int) -> Float[Array, "batch time heads width"]:
         return y.reshape(batch, -1, count, y.shape[-1] // count)
 
     query = heads(project(x, weights["q_proj"]), a.query_heads)
@@ -91,7 +91,7 @@ def project_heads(
     if a.output_gate:  # each head's projection is [query, gate]
         query, gate = jnp.split(query, 2, axis=-1)
         gate = gate.reshape(x.shape[0], -1)
-    if a.head_norm:
+    if a.qk_norm:
         query, key = (
             rms_norm(
                 y,
@@ -106,9 +106,9 @@ def project_heads(
 
 def project_out(
     attended: Float[Array, "batch time heads width"],
-    gate: Float[Array, "rows out"] | None,
+    gate: Float[Array, "tokens out"] | None,
     weights: Mapping[str, Any],
-) -> Float[Array, "rows width"]:
+) -> Float[Array, "tokens width"]:
     """Gate what the heads attended to, and project it back to the residual stream."""
     batch, time, heads, width = attended.shape
     y = attended.reshape(batch * time, heads * width)

@@ -17,7 +17,7 @@ class AttentionConfig:
         rope_theta: base of the rotary wavelengths.
         bias: whether queries, keys and values have a bias.
         output_bias: whether the output projection has one.
-        head_norm: whether queries and keys are normalised per head before the rotation.
+        qk_norm: whether queries and keys are normalised per head before the rotation.
         output_gate: whether a sigmoid gate, the second half of each query head's projection,
             multiplies the attention output.
     """
@@ -29,7 +29,7 @@ class AttentionConfig:
     rope_theta: float
     bias: bool = False
     output_bias: bool = False
-    head_norm: bool = False
+    qk_norm: bool = False
     output_gate: bool = False
 
 
@@ -74,7 +74,7 @@ class DecoderConfig:
         delta_net: the mixer of the linear layers; None where there are none.
         norm_epsilon: added to the mean square before the root.
         centred_norms: whether norms multiply by 1 + weight (and weights start at 0).
-        tied: whether the output matrix is the embedding, transposed.
+        tie_embeddings: whether the output matrix is the embedding, transposed.
         original: the `config.json` this was read from, as text; takes no part in comparisons.
     """
 
@@ -87,7 +87,7 @@ class DecoderConfig:
     delta_net: DeltaNetConfig | None = None
     norm_epsilon: float = 1e-6
     centred_norms: bool = False
-    tied: bool = False
+    tie_embeddings: bool = False
     original: str = field(default="", repr=False, compare=False)
 
     @property

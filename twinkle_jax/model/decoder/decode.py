@@ -18,15 +18,10 @@ from twinkle_jax.model.decoder.attention import (
 )
 from twinkle_jax.model.decoder.config import FULL, DecoderConfig
 from twinkle_jax.model.decoder.delta_net import DeltaState, delta_net_step
-from twinkle_jax.model.decoder.forward import (
-    Params,
-    embed,
-    feed_forward,
-    final_norm,
-    make_rows,
-    norm,
-    run,
-)
+from twinkle_jax.model.decoder.forward import run
+from twinkle_jax.model.decoder.inputs import decoder_inputs
+from twinkle_jax.model.decoder.layers import embed, feed_forward, final_norm, norm
+from twinkle_jax.model.decoder.parameters import Params
 
 
 class KeyValues(NamedTuple):
@@ -81,11 +76,11 @@ def prefill(
     time = tokens.shape[-1]
     if capacity < time:
         raise ValueError(f"expected capacity of at least the prompts' {time}, got {capacity}")
-    rows = make_rows(config, tokens, mask)
+    inputs = decoder_inputs(config, tokens, mask)
     hidden, states = run(
-        params, config, rows, compute_dtype, attention, remat=False, keep_state=True
+        params, config, inputs, compute_dtype, attention, remat=False, keep_state=True
     )
-    length = jnp.sum(rows.mask, axis=1, dtype=jnp.int32)
+    length = jnp.sum(inputs.mask, axis=1, dtype=jnp.int32)
     at = jnp.maximum(length - 1, 0)[:, None, None]
     last = jnp.take_along_axis(hidden, at, axis=1)[:, 0]
     last = jnp.where((length > 0)[:, None], last, jnp.zeros_like(last))

@@ -25,14 +25,14 @@ class DeltaState(NamedTuple):
 
 
 def delta_net(
-    x: Float[Array, "rows width"],
+    x: Float[Array, "tokens width"],
     weights: Mapping[str, Any],
     config: DeltaNetConfig,
     mask: Bool[Array, "batch time"],
     segment_ids: Int[Array, "batch time"] | None,
     *,
     epsilon: float,
-) -> tuple[Float[Array, "rows width"], DeltaState]:
+) -> tuple[Float[Array, "tokens width"], DeltaState]:
     """Mix whole rows that start at column 0; padding follows them and leaves the state alone."""
     batch, time = mask.shape
     mixed = project(x, weights["in_proj_qkv"]).reshape(batch, time, -1)
@@ -88,7 +88,7 @@ def _convolve(
 
 
 def _inputs(
-    x: Float[Array, "rows width"],
+    x: Float[Array, "tokens width"],
     weights: Mapping[str, Any],
     config: DeltaNetConfig,
     convolved: Float[Array, "batch time channels"],
@@ -118,17 +118,17 @@ def _inputs(
     )
 
 
-def _unit(x: Float[Array, "*rows width"]) -> Float[Array, "*rows width"]:
+def _unit(x: Float[Array, "*batch width"]) -> Float[Array, "*batch width"]:
     """Scale vectors to length 1; finite, with finite gradient, where a vector is 0."""
     return x * jax.lax.rsqrt(jnp.sum(jnp.square(x), axis=-1, keepdims=True) + 1e-6)
 
 
 def _project_out(
     out: Float[Array, "batch time heads value"],
-    x: Float[Array, "rows width"],
+    x: Float[Array, "tokens width"],
     weights: Mapping[str, Any],
     epsilon: float,
-) -> Float[Array, "rows width"]:
+) -> Float[Array, "tokens width"]:
     """Normalise each head, gate it with the row it came from, and project it back."""
     gate = project(x, weights["in_proj_z"]).astype(jnp.float32)
     normed = rms_norm(out.astype(x.dtype), weights["norm"]["scale"], epsilon=epsilon)

@@ -1,17 +1,15 @@
-"""The decoder over whole rows: embedding, a scan over stacked layers, the final norm, the head."""
+"""The decoder over whole rows: embedding, a scan over stacked layers, the final norm."""
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
-from twinkle_jax.model.decoder.arithmetic import project, rms_norm, rotary_table
 from twinkle_jax.model.decoder.attention import (
     AttentionImplementation,
-    RotaryTable,
     attend,
     default_attention,
     project_heads,
@@ -20,19 +18,12 @@ from twinkle_jax.model.decoder.attention import (
 )
 from twinkle_jax.model.decoder.config import FULL, DecoderConfig
 from twinkle_jax.model.decoder.delta_net import delta_net
-from twinkle_jax.model.decoder.rows import from_front, number_segments, segment_positions, to_front
+from twinkle_jax.model.decoder.inputs import DecoderInputs, decoder_inputs
+from twinkle_jax.model.decoder.layers import embed, feed_forward, final_norm, norm
+from twinkle_jax.model.decoder.left_align import from_front
+from twinkle_jax.model.decoder.parameters import Params
 
-Params = Mapping[str, Any]
 Remat = bool | Callable[..., bool]
-
-
-class Rows(NamedTuple):
-    """Tokens at the front of their rows, and what the layers need to know about them."""
-
-    tokens: Int[Array, "batch time"]
-    mask: Bool[Array, "batch time"]
-    rotary: RotaryTable
-    segment_ids: Int[Array, "batch time"] | None
 
 
 def hidden_states(
@@ -92,77 +83,32 @@ def hidden_states(
         >>> hidden.shape, float(hidden[1, :2].max())
         ((2, 3, 32), 0.0)
     """
-    rows = make_rows(config, tokens, mask, positions, segment_ids)
-    hidden, _ = run(params, config, rows, compute_dtype, attention, remat)
+    inputs = decoder_inputs(config, tokens, mask, positions, segment_ids)
+    hidden, _ = run(params, config, inputs, compute_dtype, attention, remat)
     return hidden if mask is None else from_front(hidden, mask)
-
-
-def output_matrix(params: Params) -> Float[Array, "width vocab"]:
-    """Give the matrix of the head: logits are `hidden @ matrix`; tied embeddings, transposed."""
-    matrix: Array = (
-        params["lm_head"]["kernel"]
-        if "lm_head" in params
-        else params["embed_tokens"]["embedding"].T
-    )
-    return matrix
-
-
-def output_logits(
-    params: Params, hidden: Float[Array, "*batch width"]
-) -> Float[Array, "*batch vocab"]:
-    """Compute float32 logits of the next token from hidden states, all of them at once."""
-    head = output_matrix(params).astype(hidden.dtype)
-    return jnp.matmul(hidden, head, preferred_element_type=jnp.float32)
-
-
-def make_rows(
-    config: DecoderConfig,
-    tokens: Int[Array, "batch time"],
-    mask: Bool[Array, "batch time"] | None,
-    positions: Int[Array, "batch time"] | None = None,
-    segment_ids: Int[Array, "batch time"] | None = None,
-) -> Rows:
-    """Check the inputs, move rows to column 0 and compute their rotary table."""
-    _check(tokens, {"mask": mask, "positions": positions, "segment_ids": segment_ids})
-    if mask is None:
-        kept = jnp.ones(tokens.shape, bool)
-    else:
-        columns = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
-        kept = columns < jnp.sum(mask, axis=1, dtype=jnp.int32)[:, None]
-        tokens = to_front(tokens, mask)
-        segment_ids = None if segment_ids is None else to_front(segment_ids, mask)
-        positions = None if positions is None else to_front(positions, mask)
-    segment_ids = None if segment_ids is None else number_segments(segment_ids)
-    if positions is None and segment_ids is not None:
-        positions = segment_positions(segment_ids)
-    elif positions is None:
-        positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
-    a = config.attention
-    rotary = rotary_table(positions, dim=a.rotary_dim, theta=a.rope_theta)
-    return Rows(tokens, kept, rotary, segment_ids)
 
 
 def run(
     params: Params,
     config: DecoderConfig,
-    rows: Rows,
+    inputs: DecoderInputs,
     compute_dtype: DTypeLike | None,
     attention: AttentionImplementation | None,
     remat: Remat,
     *,
     keep_state: bool = False,
 ) -> tuple[Float[Array, "batch time width"], dict[str, Any] | None]:
-    """Run rows that start at column 0; return what layers remember, stacked, when asked."""
+    """Run the layers over prepared rows; return what layers remember, stacked, when asked."""
     embedding = params["embed_tokens"]["embedding"]
     dtype = jnp.dtype(embedding.dtype if compute_dtype is None else compute_dtype)
-    segmented = rows.segment_ids is not None
+    segmented = inputs.segment_ids is not None
     if attention is None:
         attention = default_attention(config.attention, dtype, segmented=segmented)
     if attention == "cudnn" and segmented:
         raise ValueError("expected attention='xla' with segment_ids, got 'cudnn'")
 
     def layer(kind: str, x: Array, weights: Params) -> tuple[Array, Any]:
-        return _layer(config, kind, x, weights, rows, attention)
+        return _layer(config, kind, x, weights, inputs, attention)
 
     if remat:
         policy = None if remat is True else remat
@@ -174,58 +120,26 @@ def run(
             x, states[str(member)] = layer(kind, x, members[str(member)])
         return x, states if keep_state else None
 
-    x = embed(embedding, rows.tokens, dtype).reshape(-1, config.hidden_size)
+    x = embed(embedding, inputs.tokens, dtype).reshape(-1, config.hidden_size)
     x, states = jax.lax.scan(block, x, params["layers"])
-    return final_norm(params, config, x).reshape(*rows.tokens.shape, -1), states
-
-
-def embed(
-    embedding: Float[Array, "vocab width"], tokens: Int[Array, "*batch"], dtype: jnp.dtype
-) -> Float[Array, "*batch width"]:
-    """Look tokens up; an id outside the vocabulary gives NaN, rather than another token."""
-    found = embedding.at[tokens].get(mode="fill", fill_value=jnp.nan, wrap_negative_indices=False)
-    return found.astype(dtype)
-
-
-def final_norm(
-    params: Params, config: DecoderConfig, x: Float[Array, "rows width"]
-) -> Float[Array, "rows width"]:
-    """Apply the norm behind the last layer."""
-    return norm(config, x, params["norm"])
-
-
-def norm(
-    config: DecoderConfig, x: Float[Array, "rows width"], weights: Params
-) -> Float[Array, "rows width"]:
-    """Apply a norm of the residual stream in the family's form."""
-    return rms_norm(x, weights["scale"], epsilon=config.norm_epsilon, centred=config.centred_norms)
-
-
-def feed_forward(
-    config: DecoderConfig, x: Float[Array, "rows width"], weights: Params
-) -> Float[Array, "rows width"]:
-    """Add the second half of a layer to the residual stream: norm, then SwiGLU."""
-    y = norm(config, x, weights["post_attention_layernorm"])
-    mlp = weights["mlp"]
-    y = jax.nn.silu(project(y, mlp["gate_proj"])) * project(y, mlp["up_proj"])
-    return x + project(y, mlp["down_proj"])
+    return final_norm(params, config, x).reshape(*inputs.tokens.shape, -1), states
 
 
 def _layer(
     config: DecoderConfig,
     kind: str,
-    x: Float[Array, "rows width"],
+    x: Float[Array, "tokens width"],
     weights: Params,
-    rows: Rows,
+    inputs: DecoderInputs,
     attention: AttentionImplementation,
-) -> tuple[Float[Array, "rows width"], Any]:
+) -> tuple[Float[Array, "tokens width"], Any]:
     """Run one layer; also return what it would remember: keys and values, or a state."""
     y = norm(config, x, weights["input_layernorm"])
     state: Any
     if kind == FULL:
-        batch = rows.tokens.shape[0]
-        heads = project_heads(y, weights["self_attn"], config, rows.rotary, batch)
-        mask = None if rows.segment_ids is None else same_segment(rows.segment_ids)
+        batch = inputs.tokens.shape[0]
+        heads = project_heads(y, weights["self_attn"], config, inputs.rotary, batch)
+        mask = None if inputs.segment_ids is None else same_segment(inputs.segment_ids)
         attended = attend(*heads[:3], mask=mask, causal=True, implementation=attention)
         mixed, state = project_out(attended, heads.gate, weights["self_attn"]), heads[1:3]
     else:
@@ -234,23 +148,8 @@ def _layer(
             y,
             weights["linear_attn"],
             config.delta_net,
-            rows.mask,
-            rows.segment_ids,
+            inputs.mask,
+            inputs.segment_ids,
             epsilon=config.norm_epsilon,
         )
     return feed_forward(config, x + mixed, weights), state
-
-
-def _check(tokens: Array, others: Mapping[str, Array | None]) -> None:
-    if tokens.ndim != 2:
-        raise ValueError(f"expected tokens [batch, time], got tokens={tokens.shape}")
-    for name, value in {"tokens": tokens, **others}.items():
-        if value is None:
-            continue
-        if value.shape != tokens.shape:
-            raise ValueError(
-                f"expected equal shapes, got tokens={tokens.shape}, {name}={value.shape}"
-            )
-        kind, word = (jnp.bool_, "bool") if name == "mask" else (jnp.integer, "integers")
-        if not jnp.issubdtype(value.dtype, kind):
-            raise TypeError(f"expected {name} to be {word}, got {value.dtype}")

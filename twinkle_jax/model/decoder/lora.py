@@ -14,8 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Key
 
 from twinkle_jax.model.decoder.config import DecoderConfig
-from twinkle_jax.model.decoder.forward import Params
-from twinkle_jax.model.decoder.parameters import nest, parameter_table
+from twinkle_jax.model.decoder.parameters import Params, nest, parameter_table
 
 ALL_LINEAR = "all-linear"
 # PEFT's options that change the result, and the values that mean that they are off.

@@ -8,7 +8,8 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
 from twinkle_jax.model.decoder.config import DecoderConfig
-from twinkle_jax.model.decoder.forward import hidden_states, output_logits
+from twinkle_jax.model.decoder.forward import hidden_states
+from twinkle_jax.model.decoder.layers import output_logits
 
 
 class Decoder(nnx.Module):  # type: ignore[misc]  # mypy does not follow Flax: its Module is Any

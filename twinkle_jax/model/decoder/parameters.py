@@ -5,6 +5,7 @@ block of layers, with the repetitions along the leading axis. Matrices are [in, 
 of what PyTorch stores.
 """
 
+from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -12,6 +13,7 @@ from jax.typing import DTypeLike
 
 from twinkle_jax.model.decoder.config import FULL, DecoderConfig
 
+Params = Mapping[str, Any]
 Initial = Literal["normal", "zeros", "ones", "log_uniform"]
 _STORED_LEAF = {"kernel": "weight", "scale": "weight", "embedding": "weight"}
 
@@ -50,7 +52,7 @@ def outer_parameters(config: DecoderConfig) -> list[Parameter]:
         Parameter(("embed_tokens", "embedding"), (config.vocab_size, config.hidden_size)),
         Parameter(("norm", "scale"), (config.hidden_size,), scale),
     ]
-    if not config.tied:
+    if not config.tie_embeddings:
         head = (config.hidden_size, config.vocab_size)
         table.append(Parameter(("lm_head", "kernel"), head))
     return table
@@ -80,7 +82,7 @@ def _attention(config: DecoderConfig, scale: Initial) -> list[Parameter]:
     table.append(Parameter(("self_attn", "o_proj", "kernel"), (queries, width)))
     if a.output_bias:
         table.append(Parameter(("self_attn", "o_proj", "bias"), (width,), "zeros"))
-    if a.head_norm:
+    if a.qk_norm:
         names = ("q_norm", "k_norm")
         table += [Parameter(("self_attn", n, "scale"), (a.head_dim,), scale) for n in names]
     return table

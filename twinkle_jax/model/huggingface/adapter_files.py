@@ -8,9 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from twinkle_jax.model.decoder.config import DecoderConfig
-from twinkle_jax.model.decoder.forward import Params
 from twinkle_jax.model.decoder.lora import LoraConfig, adapted_kernels, read_lora_config, walk
-from twinkle_jax.model.decoder.parameters import nest
+from twinkle_jax.model.decoder.parameters import Params, nest
 from twinkle_jax.model.huggingface.atomic_directory import replace_directory
 from twinkle_jax.model.huggingface.checkpoint_files import (
     import_safetensors,

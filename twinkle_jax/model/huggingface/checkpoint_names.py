@@ -42,7 +42,7 @@ def match_tensors(
     names = {path: stored_names(config, path, p, prefix) for path, p in table.items()}
     wanted = {name: table[path].stored_shape for path, group in names.items() for name in group}
     ignored = set(carried_tensors(stored)) if config.model_type == "qwen3_5_text" else set()
-    if config.tied:
+    if config.tie_embeddings:
         ignored.add(HEAD)
     _refuse("missing tensors", wanted.keys() - stored.keys())
     _refuse("tensors that the model does not have", stored.keys() - wanted.keys() - ignored)

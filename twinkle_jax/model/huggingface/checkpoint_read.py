@@ -176,7 +176,7 @@ def _check_tied_head(
     config: DecoderConfig, files: Mapping[str, Any], stored: Mapping[str, StoredTensor]
 ) -> None:
     """Accept a stored copy of a tied head, and refuse a head that differs from the embedding."""
-    if not (config.tied and HEAD in stored):
+    if not (config.tie_embeddings and HEAD in stored):
         return
     embedding = next(name for name in stored if name.endswith(EMBEDDING))
     a, b = (files[name].get_slice(name) for name in (HEAD, embedding))

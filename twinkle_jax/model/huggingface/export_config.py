@@ -31,7 +31,7 @@ def export_config(config: DecoderConfig, *, nested: bool, dtype: str) -> dict[st
         return text | {"architectures": [ARCHITECTURES[config.model_type]]}
     return original | {
         "text_config": text,
-        "tie_word_embeddings": config.tied,
+        "tie_word_embeddings": config.tie_embeddings,
         "dtype": dtype,
         "torch_dtype": dtype,
     }
@@ -52,7 +52,7 @@ def _text_entries(config: DecoderConfig, rope: dict[str, Any]) -> dict[str, Any]
         "head_dim": attention.head_dim,
         "hidden_act": "silu",
         "rms_norm_eps": config.norm_epsilon,
-        "tie_word_embeddings": config.tied,
+        "tie_word_embeddings": config.tie_embeddings,
         "layer_types": list(config.layer_kinds),
         "rope_theta": attention.rope_theta,
         "rope_parameters": rope,

@@ -55,7 +55,7 @@ def parse_config(config: Mapping[str, Any]) -> DecoderConfig:
         delta_net=_delta_net(flat) if LINEAR in kinds else None,
         norm_epsilon=float(flat.get("rms_norm_eps", 1e-6)),
         centred_norms=model_type == "qwen3_5_text",
-        tied=bool(flat.get("tie_word_embeddings", False)),
+        tie_embeddings=bool(flat.get("tie_word_embeddings", False)),
         original=json.dumps(dict(config), sort_keys=True),
     )
 
@@ -124,7 +124,7 @@ def _attention(flat: Mapping[str, Any], model_type: str) -> AttentionConfig:
         rope_theta=theta,
         bias=bias or model_type == "qwen2",
         output_bias=bias and model_type != "qwen2",
-        head_norm=model_type != "qwen2",
+        qk_norm=model_type != "qwen2",
         output_gate=model_type == "qwen3_5_text",
     )
 

@@ -14,7 +14,8 @@ from twinkle_jax.data.batch import IGNORE, Batch, check_batch
 from twinkle_jax.loss import LossOutput, PolicyMetrics
 from twinkle_jax.model.decoder.attention import AttentionImplementation
 from twinkle_jax.model.decoder.config import DecoderConfig
-from twinkle_jax.model.decoder.forward import Params, Remat, hidden_states
+from twinkle_jax.model.decoder.forward import Remat, hidden_states
+from twinkle_jax.model.decoder.parameters import Params
 from twinkle_jax.model.decoder.sharding import constrain
 from twinkle_jax.model.train_step.label_scores import label_scores
 from twinkle_jax.model.train_step.loss_coefficients import (

@@ -8,7 +8,8 @@ from jaxtyping import Array, Float, Int
 
 from twinkle_jax.data.batch import IGNORE
 from twinkle_jax.loss import token_logprobs
-from twinkle_jax.model.decoder.forward import Params, output_matrix
+from twinkle_jax.model.decoder.layers import output_matrix
+from twinkle_jax.model.decoder.parameters import Params
 
 PerToken = Float[Array, "batch time"]
 

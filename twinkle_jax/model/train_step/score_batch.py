@@ -12,7 +12,8 @@ from jaxtyping import Array, Float
 from twinkle_jax.data.batch import Batch, check_batch
 from twinkle_jax.model.decoder.attention import AttentionImplementation
 from twinkle_jax.model.decoder.config import DecoderConfig
-from twinkle_jax.model.decoder.forward import Params, output_logits
+from twinkle_jax.model.decoder.layers import output_logits
+from twinkle_jax.model.decoder.parameters import Params
 from twinkle_jax.model.train_step.grad_step import run_batch
 from twinkle_jax.model.train_step.label_scores import label_scores
 from twinkle_jax.model.train_step.loss_coefficients import traced_scalar

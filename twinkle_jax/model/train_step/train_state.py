@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float, Int
 
-from twinkle_jax.model.decoder.forward import Params
+from twinkle_jax.model.decoder.parameters import Params
 
 
 class TrainState(NamedTuple):

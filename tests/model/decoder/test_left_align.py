@@ -6,7 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from twinkle_jax.model.decoder.rows import from_front, number_segments, segment_positions, to_front
+from twinkle_jax.model.decoder.left_align import (
+    from_front,
+    number_segments,
+    segment_positions,
+    to_front,
+)
 
 _front, _back, _positions = jax.jit(to_front), jax.jit(from_front), jax.jit(segment_positions)
 masks = st.lists(st.lists(st.booleans(), min_size=6, max_size=6), min_size=3, max_size=3)

@@ -1,4 +1,4 @@
-"""Rows that start at column 0, whatever side they were padded on.
+"""Rows of a batch with their tokens at the front, whatever side they were padded on.
 
 Inside the decoder the tokens of a row are moved to the front, in order. What follows a token can
 then never change it: causal attention, convolutions and recurrences need no padding mask, a row

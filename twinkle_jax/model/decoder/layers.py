@@ -1,0 +1,59 @@
+"""The parts of a decoder that every family has: embedding, norms, SwiGLU and the output head."""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from twinkle_jax.model.decoder.arithmetic import project, rms_norm
+from twinkle_jax.model.decoder.config import DecoderConfig
+from twinkle_jax.model.decoder.parameters import Params
+
+
+def embed(
+    embedding: Float[Array, "vocab width"], tokens: Int[Array, "*batch"], dtype: jnp.dtype
+) -> Float[Array, "*batch width"]:
+    """Look tokens up; an id outside the vocabulary gives NaN, rather than another token."""
+    found = embedding.at[tokens].get(mode="fill", fill_value=jnp.nan, wrap_negative_indices=False)
+    return found.astype(dtype)
+
+
+def final_norm(
+    params: Params, config: DecoderConfig, x: Float[Array, "tokens width"]
+) -> Float[Array, "tokens width"]:
+    """Apply the norm behind the last layer."""
+    return norm(config, x, params["norm"])
+
+
+def norm(
+    config: DecoderConfig, x: Float[Array, "tokens width"], weights: Params
+) -> Float[Array, "tokens width"]:
+    """Apply a norm of the residual stream in the family's form."""
+    return rms_norm(x, weights["scale"], epsilon=config.norm_epsilon, centred=config.centred_norms)
+
+
+def feed_forward(
+    config: DecoderConfig, x: Float[Array, "tokens width"], weights: Params
+) -> Float[Array, "tokens width"]:
+    """Add the second half of a layer to the residual stream: norm, then SwiGLU."""
+    y = norm(config, x, weights["post_attention_layernorm"])
+    mlp = weights["mlp"]
+    y = jax.nn.silu(project(y, mlp["gate_proj"])) * project(y, mlp["up_proj"])
+    return x + project(y, mlp["down_proj"])
+
+
+def output_matrix(params: Params) -> Float[Array, "width vocab"]:
+    """Give the matrix of the head: logits are `hidden @ matrix`; tied embeddings, transposed."""
+    matrix: Array = (
+        params["lm_head"]["kernel"]
+        if "lm_head" in params
+        else params["embed_tokens"]["embedding"].T
+    )
+    return matrix
+
+
+def output_logits(
+    params: Params, hidden: Float[Array, "*batch width"]
+) -> Float[Array, "*batch vocab"]:
+    """Compute float32 logits of the next token from hidden states, all of them at once."""
+    head = output_matrix(params).astype(hidden.dtype)
+    return jnp.matmul(hidden, head, preferred_element_type=jnp.float32)
