@@ -63,7 +63,7 @@ def sample(
     params: Any, prompts: Int[Array, "prompts time"], key: Array, *, config: DecoderConfig
 ) -> tuple[Int[Array, "rows length"], Float[Array, "rows length"]]:
     """Draw completions, and the log-probability of each of their tokens when it was drawn."""
-    last, cache = prefill(params, config, prompts, capacity=prompts.shape[1] + LENGTH)
+    last, cache = prefill(params, config, prompts, max_length=prompts.shape[1] + LENGTH)
     rows = jnp.repeat(jnp.arange(len(prompts)), SAMPLES)  # each prompt is read only once
 
     def draw(carry: Any, position: Array) -> Any:

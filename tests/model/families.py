@@ -84,7 +84,7 @@ def _compiled(function: Callable[..., Any], *static: str) -> Callable[..., Any]:
 
 
 hidden = _compiled(hidden_states, "compute_dtype", "attention", "remat")
-fill = _compiled(prefill, "capacity", "compute_dtype", "attention")
+fill = _compiled(prefill, "max_length", "compute_dtype", "attention")
 step = _compiled(decode_step, "compute_dtype")
 
 

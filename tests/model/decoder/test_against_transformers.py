@@ -25,7 +25,7 @@ pytestmark = [
     pytest.mark.as_users_compile,
 ]
 hidden = jax.jit(hidden_states, static_argnames="config")
-fill = jax.jit(prefill, static_argnames=("config", "capacity"))
+fill = jax.jit(prefill, static_argnames=("config", "max_length"))
 step = jax.jit(decode_step, static_argnames="config")
 
 ROWS = [[5, 6, 7, 8, 9, 10, 11], [12, 13, 14], [15], [16, 17, 18, 19, 20]]
@@ -232,7 +232,7 @@ def test_greedy_decoding_of_a_mixed_batch(name, saved):
     decoder = load_pretrained(directory)
     params, config = decoder.params, decoder.config
     tokens, mask = batch(ROWS[:2], 8, "right")
-    last, cache = fill(params, config, tokens, mask, capacity=16)
+    last, cache = fill(params, config, tokens, mask, max_length=16)
     chosen = []
     for _ in range(5):
         chosen.append(jnp.argmax(output_logits(params, last), axis=-1))

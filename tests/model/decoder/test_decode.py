@@ -27,7 +27,7 @@ GOES_ON = [[21, 22, 23, 24], [25, 26, 27, 28], [29, 30, 31, 32], [33, 34, 35, 36
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_every_position_equals_the_full_forward(name, side):
     config, params = config_of(name), params_of(name)
-    last, cache = fill(params, config, *batch(PROMPTS, 6, side), capacity=11)
+    last, cache = fill(params, config, *batch(PROMPTS, 6, side), max_length=11)
     expected = [
         reference_hidden(params, config, p + g) for p, g in zip(PROMPTS, GOES_ON, strict=True)
     ]
@@ -43,7 +43,7 @@ def test_every_position_equals_the_full_forward(name, side):
 @pytest.mark.parametrize("name", NAMES)
 def test_both_paddings_fill_the_same_cache(name):
     filled = [
-        fill(params_of(name), config_of(name), *batch(PROMPTS, 6, side), capacity=11)
+        fill(params_of(name), config_of(name), *batch(PROMPTS, 6, side), max_length=11)
         for side in ("left", "right")
     ]
     jax.tree.map(np.testing.assert_array_equal, *filled)
@@ -53,8 +53,8 @@ def test_both_paddings_fill_the_same_cache(name):
 def test_a_row_in_a_batch_decodes_as_the_row_alone(name):
     config, params = config_of(name), params_of(name)
     tokens, mask = batch(PROMPTS, 6, "left")
-    _, together = fill(params, config, tokens, mask, capacity=11)
-    _, alone = fill(params, config, tokens[1:2], mask[1:2], capacity=11)
+    _, together = fill(params, config, tokens, mask, max_length=11)
+    _, alone = fill(params, config, tokens[1:2], mask[1:2], max_length=11)
     for t in range(3):
         out, together = step(params, config, jnp.array([row[t] for row in GOES_ON]), together)
         own, alone = step(params, config, jnp.array([GOES_ON[1][t]]), alone)
@@ -66,7 +66,7 @@ def test_a_row_in_a_batch_decodes_as_the_row_alone(name):
 @pytest.mark.parametrize("name", ["qwen2", "qwen3_5_text"])
 def test_forked_rows_go_on_by_themselves(name):
     config, params = config_of(name), params_of(name)
-    _, cache = fill(params, config, *batch(PROMPTS, 6, "left"), capacity=11)
+    _, cache = fill(params, config, *batch(PROMPTS, 6, "left"), max_length=11)
     forked = jax.jit(take_rows)(cache, jnp.array([2, 0, 0, 2]))
     out, forked = step(params, config, jnp.array([7, 7, 8, 8]), forked)
     for i, row in enumerate([[15, 7], PROMPTS[0] + [7], PROMPTS[0] + [8], [15, 8]]):
@@ -77,7 +77,7 @@ def test_forked_rows_go_on_by_themselves(name):
 @pytest.mark.parametrize("name", ["qwen2", "qwen3_5_text"])
 def test_rows_that_do_not_go_on_stay_as_they_are(name):
     config, params = config_of(name), params_of(name)
-    _, cache = fill(params, config, *batch(PROMPTS, 6, "left"), capacity=11)
+    _, cache = fill(params, config, *batch(PROMPTS, 6, "left"), max_length=11)
     going = jnp.array([True, False, True, False])
     _, paused = step(params, config, jnp.array([7, 99, 8, -1]), cache, going)
     np.testing.assert_array_equal(paused.length, [7, 3, 2, 5])
@@ -90,7 +90,7 @@ def test_rows_that_do_not_go_on_stay_as_they_are(name):
 @pytest.mark.parametrize("name", ["qwen2", "qwen3_5_text"])
 def test_an_empty_row_starts_from_nothing(name):
     config, params = config_of(name), params_of(name)
-    last, cache = fill(params, config, *batch([[], *PROMPTS[1:]], 6, "left"), capacity=11)
+    last, cache = fill(params, config, *batch([[], *PROMPTS[1:]], 6, "left"), max_length=11)
     assert not np.any(last[0])
     out, cache = step(params, config, jnp.array([9, 1, 1, 1]), cache)
     assert_close(out[0], reference_hidden(params, config, [9])[0], 5e-5)
@@ -103,7 +103,7 @@ def test_a_prompt_shorter_than_the_convolution_and_layers_of_one_kind():
     config = parse_config(family("qwen3_5_text", **changes))
     assert config.block == ("linear_attention",) and config.repeats == 3
     params = random_params(config)
-    last, cache = fill(params, config, jnp.array([[5, 6]]), capacity=2)
+    last, cache = fill(params, config, jnp.array([[5, 6]]), max_length=2)
     assert_close(last[0], reference_hidden(params, config, [5, 6])[-1], 5e-5)
     for t in range(3):
         last, cache = step(params, config, jnp.array([7 + t]), cache)
@@ -111,12 +111,15 @@ def test_a_prompt_shorter_than_the_convolution_and_layers_of_one_kind():
         assert_close(last[0], expected[-1], 5e-5)
 
 
-def test_a_full_row_forgets_what_comes_and_stays_finite():
+def test_a_token_that_finds_its_row_full_is_not_forgotten_in_silence():
     config, params = config_of("qwen3"), params_of("qwen3")
-    _, cache = fill(params, config, jnp.array([[5, 6], [7, 8]]), capacity=2)
+    _, cache = fill(params, config, *batch([[5, 6], [7]], 2, "left"), max_length=2)
     out, full = step(params, config, jnp.array([1, 2]), cache)
-    assert np.all(np.isfinite(out))
-    jax.tree.map(np.testing.assert_array_equal, full.layers, cache.layers)
+    assert np.all(np.isnan(out[0])) and np.all(np.isfinite(out[1]))
+    for name, stacks in full.layers.items():
+        before = cache.layers[name]
+        np.testing.assert_array_equal(stacks.keys[:, 0], before.keys[:, 0])
+        np.testing.assert_array_equal(stacks.values[:, 0], before.values[:, 0])
 
 
 def test_the_state_is_float32_and_the_rest_what_is_computed_in():
@@ -124,7 +127,7 @@ def test_the_state_is_float32_and_the_rest_what_is_computed_in():
 
     def run(params):
         _, cache = prefill(
-            params, config, jnp.ones((2, 3), jnp.int32), capacity=5, compute_dtype="bfloat16"
+            params, config, jnp.ones((2, 3), jnp.int32), max_length=5, compute_dtype="bfloat16"
         )
         return decode_step(params, config, jnp.ones(2, jnp.int32), cache, compute_dtype="bfloat16")
 
@@ -132,7 +135,7 @@ def test_the_state_is_float32_and_the_rest_what_is_computed_in():
     types = jax.tree.map(lambda x: x.dtype.name, cache)
     assert types.layers["0"].memory == "float32"
     assert types.layers["0"].window == types.layers["1"].keys == out.dtype.name == "bfloat16"
-    assert cache.layers["1"].keys.shape == (2, 2, 5, 2, 8)
+    assert cache.layers["1"].keys.shape == (2, 2, 2, 8, 5)
     assert cache.layers["0"].memory.shape == (2, 2, 4, 6, 10)
 
 
@@ -146,7 +149,7 @@ def test_steps_compile_once_and_run_in_place(name):
         return decode_step(params, config, tokens, cache)
 
     counted = jax.jit(count, donate_argnums=1)
-    _, cache = fill(params, config, *batch(PROMPTS, 6, "left"), capacity=11)
+    _, cache = fill(params, config, *batch(PROMPTS, 6, "left"), max_length=11)
     for token in range(3):
         before = cache
         _, cache = counted(jnp.full(4, token), cache)
@@ -158,16 +161,16 @@ TOKENS = jnp.ones((2, 3), jnp.int32)
 
 
 @pytest.mark.parametrize(
-    ("arguments", "capacity", "error", "message"),
+    ("arguments", "max_length", "error", "message"),
     [
-        ((TOKENS,), 2, ValueError, "capacity of at least the prompts' 3, got 2"),
+        ((TOKENS,), 2, ValueError, "max_length must be at least the prompts' 3, got 2"),
         ((TOKENS[0],), 4, ValueError, r"got tokens=\(3,\)"),
         ((TOKENS, TOKENS), 4, TypeError, "mask to be bool, got int32"),
     ],
 )
-def test_prefill_errors_while_tracing(arguments, capacity, error, message):
+def test_prefill_errors_while_tracing(arguments, max_length, error, message):
     def run(params):
-        return prefill(params, config_of("qwen2"), *arguments, capacity=capacity)
+        return prefill(params, config_of("qwen2"), *arguments, max_length=max_length)
 
     with pytest.raises(error, match=message):
         jax.eval_shape(run, params_of("qwen2"))
@@ -176,16 +179,24 @@ def test_prefill_errors_while_tracing(arguments, capacity, error, message):
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ((TOKENS[0],), ValueError, r"one token per row of the cache \(2,\), got \(3,\)"),
-        ((TOKENS[:, 0] > 0,), TypeError, "tokens to be integers, got bool"),
-        ((TOKENS[:, 0], TOKENS[0] > 0), ValueError, r"tokens=\(2,\), mask=\(3,\)"),
-        ((TOKENS[:, 0], TOKENS[:, 0]), TypeError, "mask to be bool, got int32"),
+        (
+            (TOKENS[0],),
+            ValueError,
+            r"tokens must have the shape of cache.length, \(2,\), got \(3,\)",
+        ),
+        ((TOKENS[:, 0] > 0,), TypeError, "tokens must be integers, got bool"),
+        (
+            (TOKENS[:, 0], TOKENS[0] > 0),
+            ValueError,
+            r"mask must have the shape of tokens, \(2,\), got \(3,\)",
+        ),
+        ((TOKENS[:, 0], TOKENS[:, 0]), TypeError, "mask must be bool, got int32"),
     ],
 )
 def test_step_errors_while_tracing(arguments, error, message):
     def run(params):
         config = config_of("qwen2")
-        _, cache = prefill(params, config, TOKENS, capacity=4)
+        _, cache = prefill(params, config, TOKENS, max_length=4)
         tokens, *mask = arguments
         return decode_step(params, config, tokens, cache, *mask)
 

@@ -1,7 +1,7 @@
-"""Decoding one token after the other: the cache, prefill, a step, and forking rows."""
+"""Decoding one token after the other: prefill, and a step."""
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,10 +12,10 @@ from twinkle_jax.model.decoder.arithmetic import rotary_table
 from twinkle_jax.model.decoder.attention import (
     AttentionImplementation,
     RotaryTable,
-    attend,
     project_heads,
     project_out,
 )
+from twinkle_jax.model.decoder.cache import Cache, KeyValues, make_cache
 from twinkle_jax.model.decoder.config import FULL, DecoderConfig
 from twinkle_jax.model.decoder.delta_net import DeltaState, delta_net_step
 from twinkle_jax.model.decoder.forward import run
@@ -24,33 +24,13 @@ from twinkle_jax.model.decoder.layers import embed, feed_forward, final_norm, no
 from twinkle_jax.model.decoder.parameters import Params
 
 
-class KeyValues(NamedTuple):
-    """Keys and values of the full layers of one block member; slot p holds position p of a row."""
-
-    keys: Float[Array, "layers batch capacity groups width"]
-    values: Float[Array, "layers batch capacity groups width"]
-
-
-class Cache(NamedTuple):
-    """Everything that decoding the next token depends on, besides parameters.
-
-    Attributes:
-        layers: by member of the repeated block, [`KeyValues`][twinkle_jax.model.KeyValues] or
-            [`DeltaState`][twinkle_jax.model.DeltaState]; rows are on axis 1.
-        length: tokens that each row holds.
-    """
-
-    layers: dict[str, KeyValues | DeltaState]
-    length: Int[Array, " batch"]
-
-
 def prefill(
     params: Params,
     config: DecoderConfig,
     tokens: Int[Array, "batch time"],
     mask: Bool[Array, "batch time"] | None = None,
     *,
-    capacity: int,
+    max_length: int,
     compute_dtype: DTypeLike | None = None,
     attention: AttentionImplementation | None = None,
 ) -> tuple[Float[Array, "batch width"], Cache]:
@@ -61,7 +41,7 @@ def prefill(
         config: the decoder; static under `jax.jit`.
         tokens: prompts, padded on either side.
         mask: True for tokens. None: everything is a token.
-        capacity: tokens that a row can hold in the end, prompt included; static.
+        max_length: tokens that a row can hold in the end, prompt included; static.
         compute_dtype: as for [`hidden_states`][twinkle_jax.model.hidden_states].
         attention: likewise.
 
@@ -74,8 +54,8 @@ def prefill(
         TypeError: if tokens are not integers, or the mask not boolean.
     """
     time = tokens.shape[-1]
-    if capacity < time:
-        raise ValueError(f"expected capacity of at least the prompts' {time}, got {capacity}")
+    if max_length < time:
+        raise ValueError(f"max_length must be at least the prompts' {time}, got {max_length}")
     inputs = decoder_inputs(config, tokens, mask)
     hidden, states = run(
         params, config, inputs, compute_dtype, attention, remat=False, keep_state=True
@@ -84,14 +64,7 @@ def prefill(
     at = jnp.maximum(length - 1, 0)[:, None, None]
     last = jnp.take_along_axis(hidden, at, axis=1)[:, 0]
     last = jnp.where((length > 0)[:, None], last, jnp.zeros_like(last))
-    layers: dict[str, KeyValues | DeltaState] = {}
-    for member, state in (states or {}).items():
-        if isinstance(state, DeltaState):
-            layers[member] = state
-            continue
-        room = ((0, 0), (0, 0), (0, capacity - time), (0, 0), (0, 0))
-        layers[member] = KeyValues(*(jnp.pad(x, room) for x in state))
-    return last, Cache(layers, length)
+    return last, make_cache(states or {}, length, max_length=max_length)
 
 
 def decode_step(
@@ -109,7 +82,7 @@ def decode_step(
         params: the tree that `parameter_shapes` describes.
         config: the decoder; static under `jax.jit`.
         tokens: the token that each row goes on with.
-        cache: what the rows hold. A token that finds its row full is not remembered.
+        cache: what the rows hold. A token that finds its row full gets the hidden state NaN.
         mask: False for rows that stay as they are (their hidden state means nothing).
         compute_dtype: as for [`hidden_states`][twinkle_jax.model.hidden_states].
 
@@ -153,28 +126,6 @@ def decode_step(
     return final_norm(params, config, x), Cache(layers, cache.length + active.astype(jnp.int32))
 
 
-def take_rows(cache: Cache, rows: Int[Array, " rows"]) -> Cache:
-    """Make a cache of chosen rows, in order, repeated as often as they are named.
-
-    So a group of completions needs its prompt read only once.
-
-    Example:
-        >>> import jax, jax.numpy as jnp
-        >>> from twinkle_jax.model import init_params, parse_config, prefill, take_rows
-        >>> config = parse_config({
-        ...     "model_type": "qwen2", "vocab_size": 64, "hidden_size": 32,
-        ...     "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
-        ... })
-        >>> params = init_params(jax.random.key(0), config)
-        >>> prompts = jnp.array([[1, 2, 3], [0, 0, 4]])
-        >>> _, cache = prefill(params, config, prompts, prompts > 0, capacity=8)
-        >>> take_rows(cache, jnp.array([0, 0, 1, 1])).length
-        Array([3, 3, 1, 1], dtype=int32)
-    """
-    layers = jax.tree.map(lambda x: jnp.take(x, rows, axis=1), cache.layers)
-    return Cache(layers, jnp.take(cache.length, rows, axis=0))
-
-
 def _full_step(
     config: DecoderConfig,
     y: Float[Array, "batch width"],
@@ -188,22 +139,39 @@ def _full_step(
     batch = y.shape[0]
     heads = project_heads(y, weights["self_attn"], config, rotary, batch)
     rows = jnp.arange(batch, dtype=jnp.int32)
-    keys, values = (
-        stack.at[repeat, rows, length].set(new[:, 0].astype(stack.dtype), mode="drop")
-        for stack, new in zip(cached, heads[1:3], strict=True)
+    keys, values = cached
+    keys = keys.at[repeat, rows, :, :, length].set(heads.key[:, 0].astype(keys.dtype), mode="drop")
+    values = values.at[repeat, rows, :, length].set(
+        heads.value[:, 0].astype(values.dtype), mode="drop"
     )
-    slots = jnp.arange(keys.shape[2], dtype=jnp.int32)
-    attended = attend(
-        heads.query,
-        *(
-            jax.lax.dynamic_index_in_dim(s, repeat, keepdims=False).astype(y.dtype)
-            for s in (keys, values)
-        ),
-        mask=(slots[None] <= length[:, None])[:, None, None],
-        causal=False,
-        implementation="xla",
+    layer = jax.tree.map(
+        lambda stack: jax.lax.dynamic_index_in_dim(stack, repeat, keepdims=False),
+        KeyValues(keys, values),
     )
+    attended = _attend(heads.query[:, 0], layer.keys, layer.values, length)
     return project_out(attended, heads.gate, weights["self_attn"]), KeyValues(keys, values)
+
+
+def _attend(
+    query: Float[Array, "batch heads width"],
+    keys: Float[Array, "batch groups width max_length"],
+    values: Float[Array, "batch groups max_length width"],
+    length: Int[Array, " batch"],
+) -> Float[Array, "batch 1 heads width"]:
+    """Attend to the slots up to `length`; a row without a slot for its token gets NaN."""
+    batch, heads, width = query.shape
+    groups, max_length = values.shape[1:3]
+    wide = jnp.float64 if query.dtype == jnp.float64 else jnp.float32
+    query = query.reshape(batch, groups, heads // groups, width)
+    logits = jnp.einsum(
+        "bghw,bgwt->bght", query, keys.astype(query.dtype), preferred_element_type=wide
+    )
+    seen = jnp.arange(max_length, dtype=jnp.int32)[None] <= length[:, None]
+    logits = jnp.where(seen[:, None, None], logits * width**-0.5, -jnp.inf)
+    logits = jnp.where((length < max_length)[:, None, None, None], logits, jnp.nan)
+    weights = jax.nn.softmax(logits, axis=-1).astype(query.dtype)
+    attended = jnp.einsum("bght,bgtw->bghw", weights, values.astype(query.dtype))
+    return attended.reshape(batch, 1, heads, width)
 
 
 def _linear_step(
@@ -231,11 +199,11 @@ def _linear_step(
 def _check(tokens: Array, cache: Cache, mask: Array | None) -> None:
     if tokens.shape != cache.length.shape:
         raise ValueError(
-            f"expected one token per row of the cache {cache.length.shape}, got {tokens.shape}"
+            f"tokens must have the shape of cache.length, {cache.length.shape}, got {tokens.shape}"
         )
     if not jnp.issubdtype(tokens.dtype, jnp.integer):
-        raise TypeError(f"expected tokens to be integers, got {tokens.dtype}")
+        raise TypeError(f"tokens must be integers, got {tokens.dtype}")
     if mask is not None and mask.shape != tokens.shape:
-        raise ValueError(f"expected equal shapes, got tokens={tokens.shape}, mask={mask.shape}")
+        raise ValueError(f"mask must have the shape of tokens, {tokens.shape}, got {mask.shape}")
     if mask is not None and mask.dtype != jnp.bool_:
-        raise TypeError(f"expected mask to be bool, got {mask.dtype}")
+        raise TypeError(f"mask must be bool, got {mask.dtype}")
