@@ -184,7 +184,7 @@ def test_denominators_and_lengths_are_traced(name):
 def test_errors(name):
     reduce = REDUCTIONS[name][0]
     with pytest.raises(
-        ValueError, match=r"expected equal shapes, got losses=\(2, 3\), mask=\(2,\)"
+        ValueError, match=r"losses must have the shape of mask, \(2,\), got \(2, 3\)"
     ):
         jax.eval_shape(reduce, jnp.zeros((2, 3)), jnp.ones(2, bool))
     with pytest.raises(TypeError, match="losses must be floating point, got int32"):

@@ -93,7 +93,7 @@ def test_garbage_and_gradients_that_must_not_flow():
 
 def test_errors():
     x, mask = jnp.zeros((2, 3)), jnp.ones((2, 3), bool)
-    message = r"values=\(2, 3\), behaviour_values=\(2, 3\), returns=\(2,\), mask=\(2, 3\)"
+    message = r"returns must have the shape of mask, \(2, 3\), got \(2,\)"
     with pytest.raises(ValueError, match=message):
         jax.eval_shape(clipped_value_loss, x, x, x[:, 0], mask)
     with pytest.raises(TypeError, match="behaviour_values must be floating point, got int32"):

@@ -21,7 +21,12 @@ class Chosen(Loss):
     """One of all losses, by a number that is traced: so they share what is compiled."""
 
     which: jax.Array
+    unit: str
     require_entropy = True
+
+    @property
+    def divides_by(self):
+        return self.unit
 
     def __call__(self, inputs, outputs, **kwargs):
         def call(loss_fn):
@@ -29,15 +34,9 @@ class Chosen(Loss):
 
         return jax.lax.switch(self.which, [call(loss_fn) for loss_fn in OBJECTS.values()])
 
-    def reduce(self, losses, mask, denominator):
-        def call(loss_fn):
-            return lambda: loss_fn.reduce(losses, mask, denominator)
-
-        return jax.lax.switch(self.which, [call(loss_fn) for loss_fn in OBJECTS.values()])
-
 
 def chosen(name):
-    return Chosen(jnp.int32(list(OBJECTS).index(name)))
+    return Chosen(jnp.int32(list(OBJECTS).index(name)), OBJECTS[name].divides_by)
 
 
 def random_batch(rows=4, time=8, vocab=48, seed=0):

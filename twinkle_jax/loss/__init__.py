@@ -8,35 +8,29 @@ concept; `token_logprobs/` scores tokens without holding logits, `twinkle/` has 
 objects under Twinkle's names.
 """
 
+from twinkle_jax.loss.clipped_importance import clipped_importance_surrogate
 from twinkle_jax.loss.entropy import entropy_bonus
 from twinkle_jax.loss.kl import kl_k1, kl_k2, kl_k3
 from twinkle_jax.loss.metrics import PolicyMetrics, policy_metrics
+from twinkle_jax.loss.policy_gradient import policy_gradient
 from twinkle_jax.loss.ratio import (
     sequence_log_ratio,
     token_log_ratio,
     truncated_importance_weights,
 )
 from twinkle_jax.loss.reduction import constant_length, sequence_mean, token_mean
-from twinkle_jax.loss.surrogate import (
-    clipped_importance_surrogate,
-    clipped_surrogate,
-    policy_gradient,
-    soft_gate_surrogate,
-)
+from twinkle_jax.loss.soft_gate import soft_gate_surrogate
+from twinkle_jax.loss.surrogate import clipped_surrogate
 from twinkle_jax.loss.token_logprobs.score import token_logprobs
+from twinkle_jax.loss.twinkle.cispo import CISPOLoss
 from twinkle_jax.loss.twinkle.critic import PPOValueLoss
-from twinkle_jax.loss.twinkle.grpo import (
-    BNPOLoss,
-    CISPOLoss,
-    DAPOLoss,
-    DRGRPOLoss,
-    GRPOLoss,
-    GSPOLoss,
-    PPOLoss,
-    SAPOLoss,
-)
+from twinkle_jax.loss.twinkle.dr_grpo import DRGRPOLoss
+from twinkle_jax.loss.twinkle.grpo import BNPOLoss, DAPOLoss, GRPOLoss, GSPOLoss
+from twinkle_jax.loss.twinkle.named_losses import get_loss
 from twinkle_jax.loss.twinkle.output import Loss, LossOutput
 from twinkle_jax.loss.twinkle.policy_loss import PolicyLoss
+from twinkle_jax.loss.twinkle.ppo import PPOLoss
+from twinkle_jax.loss.twinkle.sapo import SAPOLoss
 from twinkle_jax.loss.value import clipped_value_loss
 
 __all__ = [
@@ -58,6 +52,7 @@ __all__ = [
     "clipped_value_loss",
     "constant_length",
     "entropy_bonus",
+    "get_loss",
     "kl_k1",
     "kl_k2",
     "kl_k3",

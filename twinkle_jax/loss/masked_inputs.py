@@ -1,4 +1,4 @@
-"""What every function here asks of its arrays: equal shapes, right types, a mask."""
+"""What every loss asks of its arrays (equal shapes, right types, a mask), and masking them."""
 
 import jax
 import jax.numpy as jnp
@@ -21,9 +21,8 @@ def masked_inputs(mask: Mask, /, **arrays: PerToken) -> list[PerToken]:
     for name, value in values.items():
         if not jnp.issubdtype(value.dtype, jnp.floating):
             raise TypeError(f"{name} must be floating point, got {value.dtype}")
-    if any(value.shape != mask.shape for value in values.values()):
-        shapes = ", ".join(f"{name}={value.shape}" for name, value in values.items())
-        raise ValueError(f"expected equal shapes, got {shapes}, mask={mask.shape}")
+        if value.shape != mask.shape:
+            raise ValueError(f"{name} must have the shape of mask, {mask.shape}, got {value.shape}")
     double = any(value.dtype == jnp.float64 for value in values.values())
     dtype = jnp.float64 if double else jnp.float32
     return [jnp.where(mask, value.astype(dtype), 0) for value in values.values()]

@@ -20,8 +20,12 @@ def call(**changes):
 
 
 WRONG_ARRAYS = [
-    (ValueError, {"head": np.zeros((5, 3))}, r"tied embedding .* hidden=\(4, 3\), head=\(5, 3\)"),
-    (ValueError, {"head": np.zeros((3, 0))}, r"hidden=\(4, 3\), head=\(3, 0\)"),
+    (
+        ValueError,
+        {"head": np.zeros((5, 3))},
+        r"of hidden, \(4, 3\) \(a tied .*, got \(5, 3\)",
+    ),
+    (ValueError, {"head": np.zeros((3, 0))}, r"of hidden, \(4, 3\) .*, got \(3, 0\)"),
     (
         ValueError,
         {"hidden": np.zeros((2, 2, 3))},

@@ -113,10 +113,10 @@ def test_values_of_a_critic_in_every_form():
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ([-1.0], r"old_logps\[0\] has 1 numbers, but sample 0 has 2 labelled tokens in 4 posit"),
-        ([-1.0] * 3, r"old_logps\[0\] has 3 numbers, but sample 0 has 2 labelled tokens in 4"),
-        ([-1.0] * 5, r"old_logps\[0\] has 5 numbers, but sample 0 has 2 labelled tokens in 4"),
-        ([], r"old_logps\[0\] has 0 numbers, but sample 0 has 2 labelled tokens in 4 positions"),
+        ([-1.0], r"old_logps\[0\] must have 2 numbers .* or 4 numbers .*, got 1"),
+        ([-1.0] * 3, r"old_logps\[0\] must have 2 numbers .* or 4 numbers .*, got 3"),
+        ([-1.0] * 5, r"old_logps\[0\] must have 2 numbers .* or 4 numbers .*, got 5"),
+        ([], r"old_logps\[0\] must have 2 numbers .* or 4 numbers .*, got 0"),
     ],
 )
 def test_rows_of_the_wrong_length(row, message):
@@ -133,7 +133,9 @@ def test_rows_of_the_wrong_length_behind_traced_labels():
     assert not jnp.isnan(run(LABELS, ROWS))
     assert jnp.isnan(run(LABELS, [[-1.0], *ROWS[1:]]))
     assert jnp.isnan(run(LABELS, [[-1.0] * 3, *ROWS[1:]]))
-    with pytest.raises(ValueError, match=r"old_logps\[2\] has 5 numbers, but sample 2 has 4 pos"):
+    with pytest.raises(
+        ValueError, match=r"old_logps\[2\] must have 4 numbers \(one a position\), got 5"
+    ):
         run(LABELS, [*ROWS[:2], [-1.0] * 5])
 
 
@@ -148,9 +150,11 @@ def test_errors():
         loss(OLD[..., None])
     with pytest.raises(ValueError, match=r"old_logps must have a row for each .* \(3,\)"):
         loss(OLD[:, 0])
-    with pytest.raises(ValueError, match=r"old_logps\[2\] has 3 numbers, but sample 2 has 4"):
+    with pytest.raises(ValueError, match=r"old_logps\[2\] must have 4 numbers .*, got 3"):
         loss([OLD[0, :2], OLD[1, :1], OLD[2, :3]])
-    with pytest.raises(ValueError, match=r"old_logps\[0\] has 3 numbers, but sample 0 has 2"):
+    with pytest.raises(
+        ValueError, match=r"old_logps\[0\] must have 2 numbers .* or 4 numbers .*, got 3"
+    ):
         loss(OLD[:, :3])
     with pytest.raises(ValueError, match=r"advantages\[1\] must be a row of numbers"):
         loss(advantages=[[1.0, 2.0], 3.0, [1.0] * 4])

@@ -74,14 +74,14 @@ def test_half_precision_logits_are_normalised_in_single():
 
 def test_labels_outside_the_vocabulary():
     logits = jnp.zeros((2, 3, 6))
-    with pytest.raises(ValueError, match=r"\['labels'\]\[1, 0\] is 6, neither a token below 6"):
+    with pytest.raises(ValueError, match=r"\[1, 0\] must be a token below 6 or .*, got 6"):
         loss(np.where(LABELS == 0, 6, LABELS), {"logits": logits})
-    with pytest.raises(ValueError, match=r"\['labels'\]\[1, 0\] is -1, neither a token \(0 or"):
+    with pytest.raises(ValueError, match=r"\[1, 0\] must be a token \(0 or more\) .*, got -1"):
         loss(np.where(LABELS == 0, -1, LABELS))
-    with pytest.raises(ValueError, match=r"\[0, 0\] is -100, .* nor ignore_index=-1"):
+    with pytest.raises(ValueError, match=r"\[0, 0\] must be .* or ignore_index=-1, got -100"):
         loss(LABELS, loss_fn=GRPOLoss(ignore_index=-1))
     critic = {"old_values": LOGPS, "returns": LOGPS}
-    with pytest.raises(ValueError, match=r"\['labels'\]\[0, 0\] is -7"):
+    with pytest.raises(ValueError, match=r"\['labels'\]\[0, 0\] must be .*, got -7"):
         PPOValueLoss()({"labels": np.where(LABELS < 0, -7, 1)}, {"values": LOGPS}, **critic)
 
 
@@ -104,7 +104,7 @@ def test_errors_about_inputs():
         loss(LABELS > 0)
     with pytest.raises(ValueError, match=r"must be \[batch, time\], got shape \(1, 2, 3\)"):
         loss(LABELS[None])
-    with pytest.raises(ValueError, match=r"inputs\['labels'\] must have rows of equal length"):
+    with pytest.raises(ValueError, match=r"\['labels'\] must have rows .*, got lengths \[3, 1\]"):
         loss([[1, 2, 3], [4]])
 
 

@@ -175,7 +175,7 @@ def test_batches_that_are_refused(changes, error, message):
 def test_losses_that_are_refused():
     with pytest.raises(TypeError, match=r"expected a loss of twinkle_jax.loss, got 'grpo'"):
         grad_step(fresh(), BATCH, config_of("qwen3"), "grpo")
-    with pytest.raises(TypeError, match="PPOValueLoss needs old_values"):
+    with pytest.raises(TypeError, match="old_values must be given to PPOValueLoss"):
         grad_step(fresh(), BATCH, config_of("qwen3"), PPOValueLoss())
 
 

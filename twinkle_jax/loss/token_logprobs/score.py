@@ -84,8 +84,8 @@ def token_logprobs(
     hidden, head = _matrix("hidden", hidden), _matrix("head", head)
     if hidden.shape[1] != head.shape[0] or head.shape[1] == 0:
         raise ValueError(
-            "expected hidden [time, feature] and head [feature, vocab] (a tied embedding is passed "
-            f"transposed), got hidden={hidden.shape}, head={head.shape}"
+            f"head must be [feature, vocab] with the feature of hidden, {hidden.shape} (a tied "
+            f"embedding is passed transposed), got {head.shape}"
         )
     time, vocab = len(hidden), head.shape[1]
     kept = None if mask is None else _checked_mask(mask, time)

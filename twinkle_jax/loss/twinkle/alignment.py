@@ -1,5 +1,6 @@
 """Twinkle's side inputs: ragged lists of response tokens, put where the labels are."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -10,11 +11,15 @@ from jaxtyping import Array, DTypeLike, Float
 from twinkle_jax.loss.masked_inputs import Mask, PerToken
 from twinkle_jax.loss.twinkle.labels import Labels
 
+SampleArray = Array | np.ndarray[Any, Any]
+SampleValues = SampleArray | Sequence[SampleArray | Sequence[float] | float]
+"""Numbers of samples: an array [batch, time], one number each, or a row of numbers each."""
+
 Lengths = np.ndarray[Any, Any]
 
 
 def aligned(
-    name: str, data: Any, labels: Labels, dtype: DTypeLike, *, per_sequence: bool = False
+    name: str, data: SampleValues, labels: Labels, dtype: DTypeLike, *, per_sequence: bool = False
 ) -> PerToken:
     """Give one number a position from an array, or from rows as the sampler returns them.
 
@@ -90,10 +95,9 @@ def _check_lengths(name: str, lengths: Lengths, labels: Labels) -> None:
         if labels.known is not None:
             count = int((labels.known[index] != labels.ignore_index).sum())
         if length > time or (length < time and count not in (None, length)):
-            labelled = "" if count is None else f"{count} labelled tokens in "
+            tokens = "" if count is None else f"{count} numbers (one a labelled token) or "
             raise ValueError(
-                f"{name}[{index}] has {length} numbers, but sample {index} has {labelled}"
-                f"{time} positions"
+                f"{name}[{index}] must have {tokens}{time} numbers (one a position), got {length}"
             )
 
 

@@ -6,10 +6,10 @@ from typing import Any
 
 from twinkle_jax.loss.masked_inputs import Scalar
 from twinkle_jax.loss.reduction import token_mean
-from twinkle_jax.loss.twinkle.alignment import aligned
+from twinkle_jax.loss.twinkle.alignment import SampleValues, aligned
+from twinkle_jax.loss.twinkle.known_arguments import refuse_unknown
 from twinkle_jax.loss.twinkle.labels import entry, per_position, read_labels
 from twinkle_jax.loss.twinkle.output import Loss, LossOutput
-from twinkle_jax.loss.twinkle.policy_loss import refuse_unknown
 from twinkle_jax.loss.value import clipped_value_loss
 
 
@@ -42,8 +42,8 @@ class PPOValueLoss(Loss):
         inputs: Mapping[str, Any],
         outputs: Mapping[str, Any],
         *,
-        old_values: Any = None,
-        returns: Any = None,
+        old_values: SampleValues | None = None,
+        returns: SampleValues | None = None,
         denominator: Scalar | None = None,
         **kwargs: Any,
     ) -> LossOutput:
@@ -67,9 +67,9 @@ class PPOValueLoss(Loss):
             TypeError: if labels are not integers, or an argument is missing or unknown.
         """
         refuse_unknown(kwargs)
-        for name, data in (("old_values", old_values), ("returns", returns)):
-            if data is None:
-                raise TypeError(f"PPOValueLoss needs {name}=, got None")
+        if old_values is None or returns is None:
+            missing = "old_values" if old_values is None else "returns"
+            raise TypeError(f"{missing} must be given to PPOValueLoss, got None")
         labels = read_labels(inputs, self.ignore_index)
         mask = labels.mask
         _, values = entry("outputs", outputs, "values")

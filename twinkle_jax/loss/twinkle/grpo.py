@@ -1,20 +1,13 @@
-"""Twinkle's losses under Twinkle's names: a choice of functions and coefficients each."""
+"""Losses of the clipped surrogate under Twinkle's names: GRPO, GSPO, BNPO, DAPO."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 from jaxtyping import Array, Float
 
 from twinkle_jax.loss.masked_inputs import Mask, PerToken, Scalar
-from twinkle_jax.loss.metrics import PolicyMetrics, policy_metrics
 from twinkle_jax.loss.ratio import sequence_log_ratio
-from twinkle_jax.loss.reduction import constant_length, sequence_mean, token_mean
-from twinkle_jax.loss.surrogate import clipped_importance_surrogate, soft_gate_surrogate
-from twinkle_jax.loss.twinkle.output import LossOutput
+from twinkle_jax.loss.reduction import token_mean
 from twinkle_jax.loss.twinkle.policy_loss import PolicyLoss
-
-PPO_REDUCTIONS = {"token-mean": token_mean, "seq-mean-token-mean": sequence_mean}
 
 
 @dataclass(frozen=True)
@@ -76,6 +69,8 @@ class BNPOLoss(GRPOLoss):
         0.1
     """
 
+    divides_by = "tokens"
+
     def reduce(self, losses: PerToken, mask: Mask, denominator: Scalar | None) -> Float[Array, ""]:
         """Average over tokens."""
         return token_mean(losses, mask, denominator=denominator)
@@ -94,177 +89,3 @@ class DAPOLoss(BNPOLoss):
     """
 
     epsilon_high: Scalar | None = 0.28
-
-
-class CISPOLoss(GRPOLoss):
-    """Importance weight clipped at `1 + epsilon`, `token_mean`: every token keeps its gradient.
-
-    See [MiniMax-M1](https://arxiv.org/abs/2506.13585). Arguments are those of `GRPOLoss`; where
-    `epsilon_high` is given, the weight is clipped at `1 + epsilon_high` instead. A call knows
-    Twinkle's `num_items_in_batch` as another name for `denominator`.
-
-    Example:
-        >>> CISPOLoss() == GRPOLoss()
-        False
-    """
-
-    def per_token(
-        self, log_ratio: PerToken, logprobs: PerToken, advantages: PerToken, mask: Mask
-    ) -> PerToken:
-        """Weigh the log-probabilities."""
-        high = self.epsilon if self.epsilon_high is None else self.epsilon_high
-        return clipped_importance_surrogate(
-            log_ratio, logprobs, advantages, mask, epsilon_high=high
-        )
-
-    def reduce(self, losses: PerToken, mask: Mask, denominator: Scalar | None) -> Float[Array, ""]:
-        """Average over tokens."""
-        return token_mean(losses, mask, denominator=denominator)
-
-    def metrics(
-        self, log_ratio: PerToken, advantages: PerToken, mask: Mask, entropies: PerToken | None
-    ) -> PolicyMetrics:
-        """Count weights above the bound, whatever the sign of the advantage; none is below one."""
-        high = self.epsilon if self.epsilon_high is None else self.epsilon_high
-        return policy_metrics(
-            log_ratio, None, mask, epsilon=1.0, epsilon_high=high, entropies=entropies
-        )
-
-    def __call__(
-        self,
-        inputs: Mapping[str, Any],
-        outputs: Mapping[str, Any],
-        *,
-        denominator: Scalar | None = None,
-        num_items_in_batch: Scalar | None = None,
-        **kwargs: Any,
-    ) -> LossOutput:
-        """Compute the loss of a batch: see `PolicyLoss`."""
-        if denominator is None:
-            denominator = num_items_in_batch
-        return super().__call__(inputs, outputs, denominator=denominator, **kwargs)
-
-
-@dataclass(frozen=True)
-class SAPOLoss(PolicyLoss):
-    """Soft gate in place of a clip, `sequence_mean`.
-
-    See [SAPO](https://arxiv.org/abs/2511.20347).
-
-    Args:
-        epsilon: without effect, as in Twinkle: nothing is clipped.
-        beta: weight of the divergence (`kl_k3`) from the reference policy, per nat.
-        tau_pos: steepness of the gate for positive advantages, above 0.
-        tau_neg: steepness of the gate for the others, above 0; the paper takes 1.05.
-        ignore_index: the label that means "no loss here".
-        epsilon_high: without effect.
-        entropy_coef: weight of the entropy bonus, per nat.
-
-    Example:
-        >>> SAPOLoss(tau_neg=1.05).tau_neg
-        1.05
-    """
-
-    epsilon: Scalar = 0.2
-    beta: Scalar = 0.0
-    tau_pos: Scalar = 1.0
-    tau_neg: Scalar = 1.0
-    ignore_index: int = -100
-    epsilon_high: Scalar | None = field(default=None, kw_only=True)
-    entropy_coef: Scalar = field(default=0.0, kw_only=True)
-
-    def per_token(
-        self, log_ratio: PerToken, logprobs: PerToken, advantages: PerToken, mask: Mask
-    ) -> PerToken:
-        """Weigh the tokens with the soft gate."""
-        return soft_gate_surrogate(
-            log_ratio, advantages, mask, tau_pos=self.tau_pos, tau_neg=self.tau_neg
-        )
-
-    def metrics(
-        self, log_ratio: PerToken, advantages: PerToken, mask: Mask, entropies: PerToken | None
-    ) -> PolicyMetrics:
-        """Summarise the step; clip fractions are 0, for nothing is clipped."""
-        unbounded = float("inf")
-        return policy_metrics(
-            log_ratio,
-            advantages,
-            mask,
-            epsilon=unbounded,
-            epsilon_high=unbounded,
-            entropies=entropies,
-        )
-
-
-@dataclass(frozen=True)
-class DRGRPOLoss(PolicyLoss):
-    """Clipped surrogate, `constant_length`: no favour to short right answers and long wrong ones.
-
-    See [Dr. GRPO](https://arxiv.org/abs/2503.20783).
-
-    Args:
-        epsilon: how far a ratio may fall below 1.
-        beta: weight of the divergence (`kl_k3`) from the reference policy, per nat.
-        max_completion_length: what each sequence's sum is divided by, in tokens.
-        ignore_index: the label that means "no loss here".
-        epsilon_high: how far a ratio may rise above 1; `epsilon` if None.
-        entropy_coef: weight of the entropy bonus, per nat.
-
-    Example:
-        >>> DRGRPOLoss().max_completion_length
-        1024
-    """
-
-    epsilon: Scalar = 0.2
-    beta: Scalar = 0.0
-    max_completion_length: Scalar = 1024
-    ignore_index: int = -100
-    epsilon_high: Scalar | None = field(default=None, kw_only=True)
-    entropy_coef: Scalar = field(default=0.0, kw_only=True)
-
-    def reduce(self, losses: PerToken, mask: Mask, denominator: Scalar | None) -> Float[Array, ""]:
-        """Divide by a constant."""
-        return constant_length(
-            losses, mask, length=self.max_completion_length, denominator=denominator
-        )
-
-
-@dataclass(frozen=True)
-class PPOLoss(PolicyLoss):
-    """Clipped surrogate with a choice of reductions, for advantages from a critic.
-
-    See [PPO](https://arxiv.org/abs/1707.06347).
-
-    Args:
-        loss_agg_mode: `'token-mean'` for `token_mean`, `'seq-mean-token-mean'` for `sequence_mean`.
-        epsilon: how far a ratio may fall below 1.
-        epsilon_high: how far a ratio may rise above 1; `epsilon` if None.
-        beta: weight of the divergence (`kl_k3`) from the reference policy, per nat.
-        entropy_coef: weight of the entropy bonus, per nat.
-        ignore_index: the label that means "no loss here".
-
-    Raises:
-        ValueError: if the reduction is unknown.
-
-    Example:
-        >>> PPOLoss("seq-mean-token-mean", epsilon=0.1).epsilon
-        0.1
-    """
-
-    loss_agg_mode: str = "token-mean"
-    epsilon: Scalar = field(default=0.2, kw_only=True)
-    epsilon_high: Scalar | None = field(default=None, kw_only=True)
-    beta: Scalar = field(default=0.0, kw_only=True)
-    entropy_coef: Scalar = field(default=0.0, kw_only=True)
-    ignore_index: int = field(default=-100, kw_only=True)
-
-    def __post_init__(self) -> None:
-        if self.loss_agg_mode not in PPO_REDUCTIONS:
-            raise ValueError(
-                f"loss_agg_mode must be one of {', '.join(map(repr, PPO_REDUCTIONS))}, "
-                f"got {self.loss_agg_mode!r}"
-            )
-
-    def reduce(self, losses: PerToken, mask: Mask, denominator: Scalar | None) -> Float[Array, ""]:
-        """Average as `loss_agg_mode` says."""
-        return PPO_REDUCTIONS[self.loss_agg_mode](losses, mask, denominator=denominator)

@@ -40,8 +40,8 @@ class Labels(NamedTuple):
             row, column = (int(index) for index in np.argwhere(bad)[0])
             tokens = "a token (0 or more)" if vocabulary is None else f"a token below {vocabulary}"
             raise ValueError(
-                f"inputs['labels'][{row}, {column}] is {self.known[row, column]}, "
-                f"neither {tokens} nor ignore_index={self.ignore_index}"
+                f"inputs['labels'][{row}, {column}] must be {tokens} or "
+                f"ignore_index={self.ignore_index}, got {self.known[row, column]}"
             )
 
 
@@ -52,7 +52,10 @@ def read_labels(inputs: Mapping[str, Any], ignore_index: int) -> Labels:
         try:
             labels = np.asarray(labels)
         except ValueError as error:
-            raise ValueError("inputs['labels'] must have rows of equal length") from error
+            lengths = [len(row) for row in labels]
+            raise ValueError(
+                f"inputs['labels'] must have rows of equal length, got lengths {lengths}"
+            ) from error
     if not jnp.issubdtype(labels.dtype, jnp.integer):
         raise TypeError(f"inputs['labels'] must be integers, got {labels.dtype}")
     if labels.ndim == 1:

@@ -3,12 +3,14 @@
 import abc
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import jax
 from jaxtyping import Array, Float
 
 from twinkle_jax.loss.metrics import PolicyMetrics
+
+Unit = Literal["tokens", "sequences", "pairs", "batches"]
 
 
 @jax.tree_util.register_dataclass
@@ -43,11 +45,22 @@ class LossOutput(Mapping[str, Any]):
 class Loss(abc.ABC):
     """Base of the loss objects: subclass it to write one of your own.
 
-    The flags say what the model's forward pass has to put into `outputs`.
+    The flags say what the model's forward pass has to put into `outputs`, and `divides_by` what
+    the loss divides by, so that a training loop can sum over micro-batches and divide once.
     """
 
     require_logps: bool = True
+    require_logits: bool = False
     require_values: bool = False
+
+    @property
+    def divides_by(self) -> Unit:
+        """What the loss is a mean over, which is what a `denominator` counts.
+
+        `'tokens'` with a label, `'sequences'`, `'pairs'` of sequences, or `'batches'`: of a loss
+        that knows no `denominator`, each micro-batch weighs the same.
+        """
+        return "tokens"
 
     @property
     def require_entropy(self) -> bool:

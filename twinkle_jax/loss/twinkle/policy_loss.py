@@ -1,8 +1,7 @@
 """The call that Twinkle's policy losses share: read the batch, compose the functions, reduce."""
 
-import difflib
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,36 +14,17 @@ from twinkle_jax.loss.metrics import PolicyMetrics, policy_metrics
 from twinkle_jax.loss.ratio import token_log_ratio
 from twinkle_jax.loss.reduction import sequence_mean
 from twinkle_jax.loss.surrogate import clipped_surrogate
-from twinkle_jax.loss.twinkle.alignment import aligned
-from twinkle_jax.loss.twinkle.labels import entry, label_logprobs, per_position, read_labels
-from twinkle_jax.loss.twinkle.output import Loss, LossOutput
-
-ARGUMENTS = ("old_logps", "ref_logps", "advantages", "denominator", "old_values", "returns")
-
-
-def refuse_unknown(kwargs: Mapping[str, Any]) -> None:
-    """Pass over the arguments of other losses, so that losses can be swapped; refuse the rest."""
-    for name in kwargs:
-        if name not in (*ARGUMENTS, "num_items_in_batch"):
-            near = difflib.get_close_matches(name, ARGUMENTS, n=1)
-            hint = f"did you mean {near[0]!r}" if near else f"known are {', '.join(ARGUMENTS)}"
-            raise TypeError(f"unexpected argument {name!r}: {hint}")
-
-
-class _Batch(NamedTuple):
-    logprobs: PerToken
-    behaviour_logprobs: PerToken
-    reference_logprobs: PerToken | None
-    advantages: PerToken
-    entropies: PerToken | None
-    mask: Mask
+from twinkle_jax.loss.twinkle.alignment import SampleValues
+from twinkle_jax.loss.twinkle.known_arguments import refuse_unknown
+from twinkle_jax.loss.twinkle.output import Loss, LossOutput, Unit
+from twinkle_jax.loss.twinkle.policy_batch import PolicyBatch, read_policy_batch
 
 
 class PolicyLoss(Loss):
     """Base of Twinkle's policy losses: three methods say what one of them is made of.
 
     A subclass brings the five coefficients below as fields, and replaces `log_ratio`,
-    `per_token` or `reduce`.
+    `per_token` or `reduce`; with `reduce` it says anew what the loss `divides_by`.
     """
 
     epsilon: Scalar
@@ -52,6 +32,18 @@ class PolicyLoss(Loss):
     beta: Scalar
     entropy_coef: Scalar
     ignore_index: int
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "reduce" in vars(cls) and "divides_by" not in vars(cls):
+            raise TypeError(
+                f"divides_by must be declared beside reduce, got {cls.__name__} without it"
+            )
+
+    @property
+    def divides_by(self) -> Unit:
+        """Sequences, which `reduce` averages over unless a subclass replaces it."""
+        return "sequences"
 
     @property
     def require_entropy(self) -> bool:
@@ -92,9 +84,9 @@ class PolicyLoss(Loss):
         inputs: Mapping[str, Any],
         outputs: Mapping[str, Any],
         *,
-        old_logps: Any = None,
-        ref_logps: Any = None,
-        advantages: Any = None,
+        old_logps: SampleValues | None = None,
+        ref_logps: SampleValues | None = None,
+        advantages: SampleValues | None = None,
         denominator: Scalar | None = None,
         **kwargs: Any,
     ) -> LossOutput:
@@ -123,7 +115,15 @@ class PolicyLoss(Loss):
             TypeError: if labels are not integers, or an argument is unknown.
         """
         refuse_unknown(kwargs)
-        batch = self._read(inputs, outputs, old_logps, ref_logps, advantages)
+        batch = read_policy_batch(
+            inputs,
+            outputs,
+            self.ignore_index,
+            old_logps=old_logps,
+            ref_logps=ref_logps,
+            advantages=advantages,
+            entropies_needed=self.require_entropy,
+        )
         log_ratio = self.log_ratio(batch.logprobs, batch.behaviour_logprobs, batch.mask)
         loss = self.reduce(self._losses(batch, log_ratio), batch.mask, denominator)
         if advantages is None:
@@ -131,34 +131,7 @@ class PolicyLoss(Loss):
         metrics = self.metrics(log_ratio, batch.advantages, batch.mask, batch.entropies)
         return LossOutput(loss, metrics)
 
-    def _read(
-        self,
-        inputs: Mapping[str, Any],
-        outputs: Mapping[str, Any],
-        old_logps: Any,
-        ref_logps: Any,
-        advantages: Any,
-    ) -> _Batch:
-        labels = read_labels(inputs, self.ignore_index)
-        mask = labels.mask
-        logprobs = label_logprobs(outputs, labels)
-        dtype = logprobs.dtype
-        entropies = None
-        if self.require_entropy or outputs.get("entropies") is not None:
-            _, entropies = entry("outputs", outputs, "entropies")
-            entropies = per_position("outputs['entropies']", entropies, mask).astype(dtype)
-        return _Batch(
-            logprobs,
-            logprobs if old_logps is None else aligned("old_logps", old_logps, labels, dtype),
-            None if ref_logps is None else aligned("ref_logps", ref_logps, labels, dtype),
-            jnp.zeros_like(logprobs)
-            if advantages is None
-            else aligned("advantages", advantages, labels, dtype, per_sequence=True),
-            entropies,
-            mask,
-        )
-
-    def _losses(self, batch: _Batch, log_ratio: PerToken) -> PerToken:
+    def _losses(self, batch: PolicyBatch, log_ratio: PerToken) -> PerToken:
         logprobs, mask = batch.logprobs, batch.mask
         losses = self.per_token(log_ratio, logprobs, batch.advantages, mask)
         if batch.reference_logprobs is not None and not _is_zero(self.beta):

@@ -14,6 +14,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float
 
 Static = tuple[Any, ...]
+UNIT_SEQUENCES = {"sequences": 1, "pairs": 2, "batches": None}  # None: whatever their number
 
 
 def split_loss(loss_fn: Any) -> tuple[Static, dict[str, Any]]:
@@ -48,16 +49,12 @@ def _is_coefficient(value: Any) -> bool:
 def loss_denominator(
     loss_fn: Callable[..., Any], labelled: Bool[Array, "batch time"], rows: Bool[Array, " batch"]
 ) -> Float[Array, ""]:
-    """Count what the loss divides by: labelled tokens, or sequences.
-
-    A policy loss tells by its `reduce`, tried on two sequences of three tokens and one; a loss
-    without that method is taken for a mean over tokens.
-    """
-    tokens = jnp.sum(labelled, dtype=jnp.float32)
-    reduce = getattr(loss_fn, "reduce", None)
-    if reduce is None:
-        return tokens
-    probe = jnp.array([[True, True, True], [True, False, False]])
-    ones = jnp.ones(probe.shape, jnp.float32)
-    divided_by = reduce(ones, probe, 1.0) / reduce(ones, probe, None)
-    return jnp.where(divided_by > 3, tokens, jnp.sum(rows, dtype=jnp.float32))
+    """Count what the loss says that it `divides_by`; one that does not say it, labelled tokens."""
+    unit = getattr(loss_fn, "divides_by", "tokens")
+    if unit == "tokens":
+        return jnp.sum(labelled, dtype=jnp.float32)
+    if unit not in UNIT_SEQUENCES:
+        known = ", ".join(map(repr, ("tokens", *UNIT_SEQUENCES)))
+        raise ValueError(f"divides_by must be one of {known}, got {unit!r}")
+    size = UNIT_SEQUENCES[unit]
+    return jnp.float32(1) if size is None else jnp.sum(rows, dtype=jnp.float32) / size
