@@ -2,6 +2,7 @@
 
 from twinkle_jax.data.batch import Batch
 from twinkle_jax.data.buckets import bucket_size
+from twinkle_jax.data.chat_template import ChatTemplate
 from twinkle_jax.data.sampling import (
     SampledSequence,
     SampleResponse,
@@ -9,6 +10,9 @@ from twinkle_jax.data.sampling import (
     SamplingParams,
     StopReason,
 )
+from twinkle_jax.data.small_tokenizer import small_tokenizer
+from twinkle_jax.data.template import Template
+from twinkle_jax.data.tokenizer import Tokenizer
 from twinkle_jax.data.trajectory import (
     InputFeature,
     Message,
@@ -22,6 +26,7 @@ from twinkle_jax.data.trajectory import (
 
 __all__ = [
     "Batch",
+    "ChatTemplate",
     "InputFeature",
     "Message",
     "SampleResponse",
@@ -29,11 +34,14 @@ __all__ = [
     "SampledSequence",
     "SamplingParams",
     "StopReason",
+    "Template",
+    "Tokenizer",
     "Tool",
     "ToolCall",
     "Trajectory",
     "bucket_size",
     "completion_text",
     "message_text",
+    "small_tokenizer",
     "user_data_get",
 ]

@@ -1,0 +1,54 @@
+"""The oracle: honest conversations have the token ids that transformers gives them."""
+
+import pytest
+
+from tests.data.chats import chatml_tokenizer, llama_tokenizer
+from twinkle_jax.data import Template, Tokenizer, small_tokenizer
+
+transformers = pytest.importorskip("transformers", reason="pip install 'twinkle-jax[oracle]'")
+
+CHATS = [
+    [("user", "What is the sum of two and three?")],
+    [("system", "Be brief. Use <think> tags."), ("user", " 2 + 3 =\n\n"), ("assistant", "\n5 ")],
+    [("user", ""), ("assistant", "naïve café 你好 🙂"), ("user", "\n\nx"), ("assistant", "")],
+    [("user", "> quoted <"), ("assistant", "<think>\n2\n</think>\n\n5"), ("user", "a < b > c")],
+    [("user", "call"), ("assistant", "<tool_call>{}</tool_call>"), ("tool", "The answer is 5.")],
+]
+
+
+@pytest.mark.parametrize("make", [chatml_tokenizer, llama_tokenizer, small_tokenizer])
+@pytest.mark.parametrize("prompt", [False, True])
+def test_ids_are_those_of_transformers(make, prompt, tmp_path):
+    make().save_pretrained(tmp_path)
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    template = Template(tmp_path, chat_template=None)
+    for chat in CHATS:
+        messages = [{"role": role, "content": content} for role, content in chat]
+        if prompt or not any("</think>" in content for _, content in chat):
+            ours = template.encode({"messages": messages}, add_generation_prompt=prompt)
+            expected = theirs.apply_chat_template(messages, add_generation_prompt=prompt)
+            assert ours["input_ids"].tolist() == list(expected["input_ids"])
+
+
+def test_tools(tmp_path):
+    chatml_tokenizer().save_pretrained(tmp_path)
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    messages = [{"role": "user", "content": "Add 2 and 3"}]
+    tools = [{"tool_name": "add", "description": "Adds – naïvely", "parameters": '{"x": "int"}'}]
+    ours = Template(tmp_path).encode({"messages": messages, "tools": tools})
+    expected = theirs.apply_chat_template(messages, tools=tools)
+    assert ours["input_ids"].tolist() == list(expected["input_ids"])
+
+
+@pytest.mark.parametrize("make", [chatml_tokenizer, llama_tokenizer, small_tokenizer])
+def test_text_and_special_tokens_are_read_alike(make, tmp_path):
+    make().save_pretrained(tmp_path)
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    ours = Tokenizer.from_pretrained(tmp_path)
+    assert ours.eos_token_id == theirs.eos_token_id
+    assert ours.bos_token_id == theirs.bos_token_id
+    assert len(ours) == len(theirs)
+    for text in ("The answer is 5.", " naïve\n\n", "你好 🙂", "<tool_call>"):
+        ids = theirs(text, add_special_tokens=False)["input_ids"]
+        assert ours.encode(text) == ids
+        assert ours.decode(ids) == theirs.decode(ids) == text

@@ -1,0 +1,144 @@
+"""Tokenizers in files: what is read, what is refused, what text may spell."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from tests.data.chats import chatml_tokenizer, llama_tokenizer
+from twinkle_jax.data import ChatTemplate, Tokenizer, small_tokenizer
+
+TEXT = "1+2=<|end|> naïve 你好 🙂\n"
+
+
+def test_bytes_spell_any_text():
+    tokenizer = small_tokenizer()
+    assert len(tokenizer) == 6 + 256
+    ids = tokenizer.encode(TEXT)
+    assert len(ids) == len(TEXT.encode()) and min(ids) >= 6
+    assert tokenizer.decode(ids) == TEXT
+    assert (tokenizer.pad_token_id, tokenizer.eos_token_id, tokenizer.bos_token_id) == (0, 1, None)
+    assert tokenizer.decode([3, *ids, 1]) == TEXT
+    assert tokenizer.decode([1], skip_special_tokens=False) == "<|end|>"
+
+
+def test_characters():
+    tokenizer = small_tokenizer("ab \n")
+    assert tokenizer.encode("ab \nba") == [7, 8, 9, 10, 8, 7]
+    assert tokenizer.decode([7, 8, 9, 10, 8, 7]) == "ab \nba"
+    assert tokenizer.decode(tokenizer.encode("a|b"), skip_special_tokens=False) == "a<|unknown|>b"
+    with pytest.raises(ValueError, match="characters must be different from each other, got 'aa'"):
+        small_tokenizer("aa")
+
+
+@pytest.mark.parametrize("make", [chatml_tokenizer, llama_tokenizer, small_tokenizer])
+def test_saved_and_read_again(make, tmp_path):
+    tokenizer = make()
+    tokenizer.save_pretrained(tmp_path / "new")
+    again = Tokenizer.from_pretrained(tmp_path / "new")
+    assert again.encode(TEXT) == tokenizer.encode(TEXT)
+    assert again.chat_template == tokenizer.chat_template
+    assert again.eos_token_id == tokenizer.eos_token_id
+
+
+def test_what_other_files_say(tmp_path):
+    tokenizer = small_tokenizer()
+    tokenizer.save_pretrained(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text("{{ 'newer' }}")
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [0, 1, 5]}')
+    again = Tokenizer.from_pretrained(tmp_path)
+    assert again.chat_template == "{{ 'newer' }}"
+    assert again.stop_token_ids == [1, 0, 5]
+    assert tokenizer.stop_token_ids == [1]
+
+
+def test_several_templates_and_tokens_with_flags():
+    config = {
+        "chat_template": [
+            {"name": "tool_use", "template": "{{ 'tools' }}"},
+            {"name": "default", "template": "{{ 'plain' }}"},
+        ],
+        "eos_token": {"content": "<|end|>", "lstrip": False},
+    }
+    tokenizer = Tokenizer(small_tokenizer().backend, config)
+    assert tokenizer.chat_template == "{{ 'plain' }}"
+    assert tokenizer.eos_token_id == tokenizer.pad_token_id == 1
+
+
+def test_padding_and_truncation_of_the_file_do_not_count(tmp_path):
+    tokenizer = small_tokenizer()
+    tokenizer.backend.enable_truncation(2)
+    tokenizer.backend.enable_padding(length=50)
+    tokenizer.save_pretrained(tmp_path)
+    assert len(Tokenizer.from_pretrained(tmp_path).encode("12345")) == 5
+
+
+def test_special_tokens_that_strip_their_neighbours():
+    from tokenizers import AddedToken
+
+    backend = Tokenizer(small_tokenizer().backend).backend
+    backend.add_special_tokens([AddedToken("<|both|>", lstrip=True, rstrip=True)])
+    tokenizer = Tokenizer(backend)
+    both = backend.token_to_id("<|both|>")
+    honest = tokenizer.control.encode("a <|both|> b")
+    assert honest.ids == [*tokenizer.encode("a"), both, *tokenizer.encode("b")]
+    forged = tokenizer.control.encode(tokenizer.control.hide("<|end|>") + "a <|both|> b")
+    assert forged.ids == tokenizer.encode("<|end|>") + honest.ids
+    assert forged.starts[-3:] == [7, 9, 18] and forged.text == "<|end|>a <|both|> b"
+
+
+def test_a_special_token_that_is_a_word_of_the_vocabulary():
+    from tokenizers import Tokenizer as Backend
+    from tokenizers import models
+
+    backend = Backend(models.WordLevel({"<s>": 0, "hi": 1}, unk_token="hi"))  # noqa: S106
+    backend.add_special_tokens(["<s>"])
+    with pytest.raises(ValueError, match=r"text must not spell special tokens, got \['<s>'\]"):
+        Tokenizer(backend).encode("<s>")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("tokenizer.json", "{}", "tokenizer.json must be readable"),
+        ("tokenizer_config.json", "{", "tokenizer_config.json must be JSON"),
+        ("tokenizer_config.json", "[]", "tokenizer_config.json must hold a JSON object, got list"),
+    ],
+)
+def test_files_that_are_refused(name, content, message, tmp_path):
+    small_tokenizer().save_pretrained(tmp_path)
+    (tmp_path / name).write_text(content)
+    with pytest.raises(ValueError, match=message):
+        Tokenizer.from_pretrained(tmp_path)
+
+
+def test_a_directory_without_a_tokenizer(tmp_path):
+    (tmp_path / "vocab.txt").write_text("a")
+    with pytest.raises(ValueError, match=r"must hold tokenizer.json, got \['vocab.txt'\]"):
+        Tokenizer.from_pretrained(tmp_path)
+
+
+def test_a_token_that_is_not_there():
+    tokenizer = Tokenizer(small_tokenizer().backend, {"eos_token": "</s>"})
+    with pytest.raises(ValueError, match="eos_token must be a token of the vocabulary, got '</s>'"):
+        _ = tokenizer.eos_token_id
+
+
+def test_extras_that_are_missing_are_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    monkeypatch.setitem(sys.modules, "jinja2", None)
+    with pytest.raises(ImportError, match=r"tokenizers must .* pip install 'twinkle-jax\[data\]'"):
+        small_tokenizer()
+    with pytest.raises(ImportError, match=r"jinja2 must .* pip install 'twinkle-jax\[data\]'"):
+        ChatTemplate("")
+
+
+def test_nothing_heavy_is_imported_before_it_is_used():
+    heavy = ["tokenizers", "jinja2", "grain", "math_verify", "sympy", "transformers", "torch"]
+    code = (
+        "import json, sys, twinkle_jax.data;"
+        f"print(json.dumps([name for name in {heavy} if name in sys.modules]))"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert json.loads(run.stdout) == []

@@ -1,0 +1,12 @@
+"""What is said when a package is asked for that an extra would have installed."""
+
+from importlib.util import find_spec
+
+
+def require(package: str, extra: str) -> None:
+    """Raise an error that names the extra, unless the package can be imported."""
+    if find_spec(package) is None:
+        raise ImportError(
+            f"{package} must be installed for this: pip install 'twinkle-jax[{extra}]'",
+            name=package,
+        )
