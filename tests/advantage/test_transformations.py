@@ -1,7 +1,5 @@
 """The functions as parts of a program: jit, scan, vmap, export, and how often they compile."""
 
-import functools
-
 import jax
 import jax.export
 import jax.numpy as jnp
@@ -118,26 +116,3 @@ def test_lowers_for_every_platform(scale):
         )
         assert exported.platforms == (platform,)
         assert "callback" not in exported.mlir_module()
-
-
-def test_the_program_holds_no_copy_of_the_rewards():
-    # Peak memory: three statistics of a prompt and no copy of the rewards.
-    size = 2**16
-    compiled = (
-        jax.jit(functools.partial(grpo_advantage, num_generations=8))
-        .lower(jax.ShapeDtypeStruct((size,), jnp.float32))
-        .compile()
-    )
-    assert compiled.memory_analysis().temp_size_in_bytes <= 4 * (size // 8) * 4
-    text = compiled.as_text()
-    assert not any(word in text for word in (" transpose(", " copy(", " gather(", " custom-call("))
-
-
-def test_a_small_program_runs_in_the_thread_that_calls_it():
-    # XLA's CPU runtime hands a program of 1,000 operations or more to another thread.
-    from twinkle_jax.advantage._core import Setting, advantages
-
-    for leave_one_out in (False, True):
-        setting = Setting("group", leave_one_out, None, num_generations=8)
-        program = advantages.lower(np.zeros(64, np.float32), None, None, 1e-8, setting=setting)
-        assert 500 < program.compile().cost_analysis()["flops"] < 1000

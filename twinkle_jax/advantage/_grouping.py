@@ -4,8 +4,7 @@ Statistics need the same five things whatever the layout is, so a layout is the 
 `Grouping`, and the mathematics in `_moments.py` is written once.
 """
 
-import functools
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 from typing import NamedTuple
 
 import jax
@@ -13,12 +12,6 @@ import jax.numpy as jnp
 from jax import Array
 
 AxisName = Hashable | tuple[Hashable, ...]
-
-# Up to this many samples a prompt, a group is reduced as K strided columns, which XLA fuses into
-# one pass over the rewards; from 32 on, a reduction over rows is as fast and compiles sooner. So it
-# does for few samples in all, with fewer operations.
-_MOST_COLUMNS = 16
-_FEWEST_SAMPLES = 4096
 
 
 class Grouping(NamedTuple):
@@ -39,27 +32,17 @@ class Grouping(NamedTuple):
 
 
 def rows(num_groups: int, num_generations: int) -> Grouping:
-    """Groups of K neighbours: statistics are `[P]`."""
+    """Groups of K neighbours: statistics are `[P]`.
+
+    Only a reshape to [P, K] and reductions along its rows. Columns taken one by one were faster on
+    some CPUs, and XLA of jaxlib 0.11.1 to 0.12.0.1 compiles them wrongly.
+    """
     shape = (num_groups, num_generations)
 
     def back(statistic: Array) -> Array:
         # The elementwise pass runs over [N], so the result is sharded as the rewards are.
         return jnp.broadcast_to(statistic[:, None], shape).reshape(-1)
 
-    if num_generations <= _MOST_COLUMNS and num_groups * num_generations >= _FEWEST_SAMPLES:
-
-        def split(values: Array) -> list[Array]:
-            grid = values.reshape(shape)
-            return [grid[:, k] for k in range(num_generations)]
-
-        return Grouping(
-            split=split,
-            share=lambda statistic: statistic,
-            back=back,
-            total=functools.partial(_pairwise, jnp.add),
-            largest=functools.partial(_pairwise, jnp.maximum),
-            size=num_generations,
-        )
     return Grouping(
         split=lambda values: [values.reshape(shape)],
         share=lambda statistic: jnp.broadcast_to(statistic[:, None], shape),
@@ -108,11 +91,3 @@ def whole_batch(num_samples: int, axis_name: AxisName | None) -> Grouping:
         return statistic
 
     return Grouping(lambda values: [values], share, share, total, largest, num_samples * shards)
-
-
-def _pairwise(combine: Callable[[Array, Array], Array], columns: Sequence[Array]) -> Array:
-    """Combine columns as a balanced tree: log2(K) roundings in a row instead of K."""
-    while len(columns) > 1:
-        pairs = [combine(a, b) for a, b in zip(columns[::2], columns[1::2], strict=False)]
-        columns = pairs + ([columns[-1]] if len(columns) % 2 else [])
-    return columns[0]
