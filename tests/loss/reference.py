@@ -78,6 +78,61 @@ def importance_weights(trainer, sampler, mask, maximum=2.0):
     return per_token(mask, lambda i, t: min(math.exp(ratios[i][t]), maximum))
 
 
+def masked_weights(trainer, sampler, mask, minimum=0.5, maximum=5.0):
+    def value(i, t):
+        ratio = math.exp(clamp(float(trainer[i][t]) - float(sampler[i][t]), -20, 20))
+        return ratio if minimum <= ratio <= maximum else 0.0
+
+    return per_token(mask, value)
+
+
+def masked_sequence_weights(trainer, sampler, mask, minimum=0.0, maximum=3.0):
+    ratios = token_log_ratio(trainer, sampler, mask)
+
+    def value(i, t):
+        ratio = math.exp(clamp(math.fsum(ratios[i]), -20, 20))
+        return ratio if minimum <= ratio <= maximum else 0.0
+
+    return per_token(mask, value)
+
+
+def total_variation_mask(new, old, advantages, mask, delta=0.15, delta_high=None):
+    def value(i, t):
+        rise = math.exp(float(new[i][t])) - math.exp(float(old[i][t]))
+        if advantage(advantages, i, t) > 0:
+            return rise <= (delta if delta_high is None else delta_high)
+        return -rise <= delta
+
+    return per_token(mask, value)
+
+
+def binary_kl_mask(new, old, advantages, mask, delta=0.05, delta_high=None):
+    def value(i, t):
+        p, q = math.exp(float(old[i][t])), math.exp(float(new[i][t]))
+        others = max(1 - p, 1e-8), max(1 - q, 1e-8)
+        kl = p * math.log(p / q) + others[0] * math.log(others[0] / others[1])
+        if advantage(advantages, i, t) > 0:
+            return not (q > p and kl > (delta if delta_high is None else delta_high))
+        return not (q < p and kl > delta)
+
+    return per_token(mask, value)
+
+
+def off_policy_sequence_mask(new, sampler, advantages, mask, delta):
+    def value(i, t):
+        tokens = [u for u, keep in enumerate(mask[i]) if keep]
+        moved = math.fsum(float(sampler[i][u]) - float(new[i][u]) for u in tokens) / len(tokens)
+        return advantage(advantages, i, t) >= 0 or moved <= delta
+
+    return per_token(mask, value)
+
+
+def top_entropy_mask(entropies, mask, fraction=0.2):
+    chosen = sorted((float(entropies[i][t]) for i, t in kept(mask)), reverse=True)
+    last = chosen[math.floor(fraction * (len(chosen) - 1) + 1e-6)] if chosen else 0.0
+    return per_token(mask, lambda i, t: float(entropies[i][t]) >= last)
+
+
 def k1(new, ref, mask):
     return per_token(mask, lambda i, t: float(new[i][t]) - float(ref[i][t]))
 

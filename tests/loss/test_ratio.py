@@ -8,17 +8,27 @@ from jax.test_util import check_grads
 
 from tests.loss import reference
 from tests.loss.cases import GARBAGE, random_batch, same_bits
-from twinkle_jax.loss import sequence_log_ratio, token_log_ratio, truncated_importance_weights
+from twinkle_jax.loss import (
+    masked_importance_weights,
+    masked_sequence_importance_weights,
+    sequence_log_ratio,
+    token_log_ratio,
+    truncated_importance_weights,
+)
 
 PAIRS = [
     (token_log_ratio, reference.token_log_ratio),
     (sequence_log_ratio, reference.sequence_log_ratio),
     (truncated_importance_weights, reference.importance_weights),
+    (masked_importance_weights, reference.masked_weights),
+    (masked_sequence_importance_weights, reference.masked_sequence_weights),
 ]
+LOG_RATIOS = (token_log_ratio, sequence_log_ratio)
 NAMES = {
-    token_log_ratio: ("logprobs", "behaviour_logprobs"),
-    sequence_log_ratio: ("logprobs", "behaviour_logprobs"),
-    truncated_importance_weights: ("behaviour_logprobs", "sampler_logprobs"),
+    function: ("logprobs", "behaviour_logprobs")
+    if function in LOG_RATIOS
+    else ("behaviour_logprobs", "sampler_logprobs")
+    for function, _ in PAIRS
 }
 every_function = pytest.mark.parametrize("function", NAMES)
 
@@ -40,6 +50,34 @@ def test_truncated_weights_worked_by_hand():
     np.testing.assert_allclose(weights, [0.5, 1, 2, 2, 0], rtol=1e-6)
     weights = truncated_importance_weights(jnp.log(ratios), jnp.zeros(5), mask, maximum=0.75)
     np.testing.assert_allclose(weights, [0.5, 0.75, 0.75, 0.75, 0], rtol=1e-6)
+
+
+def test_masked_weights_worked_by_hand():
+    # Ratios 1/4, 1/2, 2 and 8: those outside [1/2, 5] are dropped; so is a larger one from [0, 3].
+    ratios, mask = jnp.array([0.25, 0.5, 2.0, 8.0, 1.0]), jnp.array([True] * 4 + [False])
+    weights = masked_importance_weights(jnp.log(ratios), jnp.zeros(5), mask, minimum=0.49)
+    np.testing.assert_allclose(weights, [0, 0.5, 2, 0, 0], rtol=1e-6)
+    weights = masked_importance_weights(
+        jnp.log(ratios), jnp.zeros(5), mask, minimum=0.0, maximum=3.0
+    )
+    np.testing.assert_allclose(weights, [0.25, 0.5, 2, 0, 0], rtol=1e-6)
+    # Over sequences: 1/2 * 4 = 2 is kept, 2 * 2 = 4 and one token of 4 are not, nothing is 1.
+    new = jnp.log(jnp.array([[0.5, 4.0], [2.0, 2.0], [4.0, 9.0], [9.0, 9.0]]))
+    mask = jnp.array([[True, True], [True, True], [True, False], [False, False]])
+    weights = masked_sequence_importance_weights(new, jnp.zeros((4, 2)), mask)
+    np.testing.assert_allclose(weights, [[2, 2], [0, 0], [0, 0], [0, 0]], rtol=1e-6)
+    weights = masked_sequence_importance_weights(
+        new, jnp.zeros((4, 2)), mask, minimum=3.0, maximum=5.0
+    )
+    np.testing.assert_allclose(weights, [[0, 0], [4, 4], [4, 0], [0, 0]], rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "function", [masked_importance_weights, masked_sequence_importance_weights]
+)
+def test_a_weight_that_is_no_number_is_not_silent(function):
+    weights = function(jnp.array([[jnp.nan], [0.0]]), jnp.zeros((2, 1)), jnp.ones((2, 1), bool))
+    np.testing.assert_array_equal(jnp.isnan(weights), [[True], [False]])
 
 
 @pytest.mark.parametrize(("function", "oracle"), PAIRS)
@@ -66,6 +104,12 @@ def test_far_apart_is_clamped(function):
         np.testing.assert_allclose(function(new, old, mask), 20 / 3 * np.ones(3), rtol=1e-6)
     if function is truncated_importance_weights:
         np.testing.assert_allclose(function(new, old, mask), [np.exp(-20), 2, 2], rtol=1e-6)
+    if function is masked_importance_weights:
+        np.testing.assert_array_equal(function(new, old, mask), [0, 0, 0])
+    if function is masked_sequence_importance_weights:
+        wide = function(new, old, mask, maximum=1e9)  # -20 + 20 + 20
+        np.testing.assert_allclose(wide, np.exp(20) * np.ones(3), rtol=1e-6)
+        assert np.isfinite(function(np.zeros(9), 99 * np.ones(9), np.ones(9, bool))).all()
 
 
 @pytest.mark.parametrize("function", [token_log_ratio, sequence_log_ratio])
@@ -85,7 +129,7 @@ def test_gradient_of_the_sequence_reaches_each_token():
 @every_function
 def test_no_gradient_for_the_behaviour_policy(function):
     batch = random_batch(4)
-    for argument in (0, 1) if function is truncated_importance_weights else (1,):
+    for argument in (1,) if function in LOG_RATIOS else (0, 1):
         gradient = jax.grad(lambda *a: function(*a, batch.mask).sum(), argnums=argument)
         assert not jax.jit(gradient)(batch.logprobs, batch.old).any()
 

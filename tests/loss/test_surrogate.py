@@ -98,6 +98,24 @@ def test_asymmetric_and_dual_clip_worked_by_hand():
         np.testing.assert_allclose(actual, losses, rtol=1e-6)
 
 
+def test_dual_clip_leaves_positive_advantages_alone():
+    # A ceiling below the clip range is of negative advantages only: ratio 1.375 under 1.5 and 1.25.
+    log_ratio, mask = jnp.log(jnp.array([1.375, 1.375])), jnp.ones(2, bool)
+    losses = clipped_surrogate(log_ratio, jnp.array([1.0, -1.0]), mask, epsilon=0.5, dual_clip=1.25)
+    np.testing.assert_allclose(losses, [-1.375, 1.25], rtol=1e-6)
+
+
+def test_dual_clip_is_the_two_sided_clip():
+    # INTELLECT-2: -min(min(r, delta) A, clip(r) A), which differs where delta is in the clip range.
+    batch = random_batch(17, 6, 8, per_token=True, spread=2.0)
+    arguments, mask = (batch.logprobs, batch.old, batch.advantages), batch.mask
+    actual = clipped(*arguments, mask, epsilon=0.2, epsilon_high=0.28, dual_clip=2.0)
+    ratio, a = np.exp(batch.logprobs - batch.old), batch.advantages
+    desired = -np.minimum(np.minimum(ratio, 2.0) * a, np.clip(ratio, 0.8, 1.28) * a)
+    np.testing.assert_allclose(actual, np.where(mask, desired, 0), rtol=1e-5)
+    assert (mask & (ratio > 2) & (a < 0)).any()
+
+
 def test_soft_gate_worked_by_hand():
     # At ratio 1 the sigmoid is 1/2 and its slope 1/4: loss -(4/tau)(1/2)A, derivative -A.
     advantages, mask = jnp.array([1.0, -3.0]), jnp.ones(2, bool)

@@ -9,19 +9,22 @@ objects under Twinkle's names.
 """
 
 from twinkle_jax.loss.clipped_importance import clipped_importance_surrogate
-from twinkle_jax.loss.entropy import entropy_bonus
-from twinkle_jax.loss.kl import kl_k1, kl_k2, kl_k3
-from twinkle_jax.loss.metrics import PolicyMetrics, policy_metrics
-from twinkle_jax.loss.policy_gradient import policy_gradient
-from twinkle_jax.loss.ratio import (
-    sequence_log_ratio,
-    token_log_ratio,
+from twinkle_jax.loss.entropy import entropy_bonus, top_entropy_mask
+from twinkle_jax.loss.importance_correction import (
+    masked_importance_weights,
+    masked_sequence_importance_weights,
     truncated_importance_weights,
 )
+from twinkle_jax.loss.kl import kl_k1, kl_k2, kl_k3
+from twinkle_jax.loss.metrics import PolicyMetrics, policy_metrics
+from twinkle_jax.loss.off_policy_mask import off_policy_sequence_mask
+from twinkle_jax.loss.policy_gradient import policy_gradient
+from twinkle_jax.loss.ratio import sequence_log_ratio, token_log_ratio
 from twinkle_jax.loss.reduction import constant_length, sequence_mean, token_mean
 from twinkle_jax.loss.soft_gate import soft_gate_surrogate
 from twinkle_jax.loss.surrogate import clipped_surrogate
 from twinkle_jax.loss.token_logprobs.score import token_logprobs
+from twinkle_jax.loss.trust_region import binary_kl_mask, total_variation_mask
 from twinkle_jax.loss.twinkle.cispo import CISPOLoss
 from twinkle_jax.loss.twinkle.critic import PPOValueLoss
 from twinkle_jax.loss.twinkle.dr_grpo import DRGRPOLoss
@@ -47,6 +50,7 @@ __all__ = [
     "PolicyLoss",
     "PolicyMetrics",
     "SAPOLoss",
+    "binary_kl_mask",
     "clipped_importance_surrogate",
     "clipped_surrogate",
     "clipped_value_loss",
@@ -56,6 +60,9 @@ __all__ = [
     "kl_k1",
     "kl_k2",
     "kl_k3",
+    "masked_importance_weights",
+    "masked_sequence_importance_weights",
+    "off_policy_sequence_mask",
     "policy_gradient",
     "policy_metrics",
     "sequence_log_ratio",
@@ -64,5 +71,7 @@ __all__ = [
     "token_log_ratio",
     "token_logprobs",
     "token_mean",
+    "top_entropy_mask",
+    "total_variation_mask",
     "truncated_importance_weights",
 ]

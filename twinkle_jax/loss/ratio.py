@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from twinkle_jax.loss.masked_inputs import Mask, PerToken, Scalar, masked_inputs
+from twinkle_jax.loss.masked_inputs import Mask, PerToken, masked_inputs
 
 MAX_LOG_RATIO = 20.0  # exp(20) is 4.9e8: still finite when multiplied by any sane advantage
 
@@ -74,39 +74,3 @@ def sequence_log_ratio(logprobs: PerToken, behaviour_logprobs: PerToken, mask: M
     length = jnp.sum(mask, axis=-1, keepdims=True, dtype=log_ratio.dtype)
     mean = jnp.sum(log_ratio, axis=-1, keepdims=True) / jnp.maximum(length, 1)
     return jnp.where(mask, mean, 0)
-
-
-def truncated_importance_weights(
-    behaviour_logprobs: PerToken, sampler_logprobs: PerToken, mask: Mask, *, maximum: Scalar = 2.0
-) -> PerToken:
-    r"""Weights that correct for a sampler whose probabilities differ from the trainer's.
-
-    $$w_t = \min\left(\frac{\mu_{trainer}(a_t)}{\mu_{sampler}(a_t)},\ C\right)$$
-
-    Multiply the per-token losses by them. Both log-probabilities are of the same weights: one
-    computed by the trainer, one reported by the sampler (another kernel, another precision).
-    See [truncated importance sampling](https://fengyao.notion.site/off-policy-rl).
-
-    Args:
-        behaviour_logprobs: $\log \mu_{trainer}$, in nats; receives no gradient.
-        sampler_logprobs: $\log \mu_{sampler}$, in nats; receives no gradient.
-        mask: True where the policy chose the token. Padding may hold anything.
-        maximum: $C$, above 0; 2 is the usual choice.
-
-    Returns:
-        Weight per token, zero where masked out. No gradient flows through it.
-
-    Raises:
-        ValueError: if the shapes differ.
-        TypeError: if a log-probability is not floating point, or the mask not boolean.
-
-    Example:
-        >>> trainer, sampler = jnp.array([-1.0, -1.0]), jnp.array([-1.0, -9.0])
-        >>> truncated_importance_weights(trainer, sampler, jnp.array([True, True]))
-        Array([1., 2.], dtype=float32)
-    """
-    trainer, sampler = masked_inputs(
-        mask, behaviour_logprobs=behaviour_logprobs, sampler_logprobs=sampler_logprobs
-    )
-    weights = jnp.minimum(jnp.exp(bounded(trainer - sampler)), jnp.asarray(maximum, trainer.dtype))
-    return jnp.where(mask, jax.lax.stop_gradient(weights), 0)

@@ -1,0 +1,139 @@
+"""Masks of DPPO: which tokens have not moved too far, by probabilities instead of their ratio."""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool
+
+from twinkle_jax.loss.masked_inputs import (
+    Advantages,
+    Mask,
+    PerToken,
+    Scalar,
+    masked_advantages,
+    masked_inputs,
+)
+
+SMALLEST_COMPLEMENT = 1e-8  # 1 - probability, so that its logarithm is finite
+
+
+def total_variation_mask(
+    logprobs: PerToken,
+    behaviour_logprobs: PerToken,
+    advantages: Advantages,
+    mask: Mask,
+    *,
+    delta: Scalar = 0.15,
+    delta_high: Scalar | None = None,
+) -> Mask:
+    r"""Keep tokens whose probability has not moved too far in the direction of the advantage.
+
+    $$\text{dropped:}\quad \pi_t - \mu_t > \delta_{high} \text{ if } A_t > 0, \qquad
+    \mu_t - \pi_t > \delta \text{ otherwise}$$
+
+    $|\pi_t - \mu_t|$ is the total variation between two policies that tell this token from all
+    others only. Unlike a clipped ratio, it leaves rare tokens alone and holds frequent ones. Use
+    it on the unclipped surrogate, and reduce with the whole `mask`: a dropped token adds 0 and
+    still counts.
+
+    Args:
+        logprobs: $\log \pi$, under the policy being trained, in nats.
+        behaviour_logprobs: $\log \mu$, under the policy that drew the tokens.
+        advantages: $A$, one a sequence or one a token.
+        mask: True where the policy chose the token. Padding may hold anything.
+        delta: how far a probability may fall.
+        delta_high: how far it may rise; `delta` if None.
+
+    Returns:
+        True where the token counts; False where masked out.
+
+    Raises:
+        ValueError: if the shapes differ.
+        TypeError: if a log-probability is not floating point, or the mask not boolean.
+
+    References:
+        [Rethinking the Trust Region in LLM Reinforcement
+        Learning](https://arxiv.org/abs/2602.04879) (Qi et al., 2026), DPPO
+
+    Example:
+        >>> new, old = jnp.log(jnp.array([0.75, 0.75])), jnp.log(jnp.array([0.5, 0.5]))
+        >>> total_variation_mask(new, old, jnp.array([1.0, -1.0]), jnp.array([True, True]))
+        Array([False,  True], dtype=bool)
+    """
+    new, old, rising = _read(logprobs, behaviour_logprobs, advantages, mask)
+    rise = jnp.exp(new) - jnp.exp(old)
+    return _kept(rise, jnp.abs(rise), rising, mask, delta, delta_high)
+
+
+def binary_kl_mask(
+    logprobs: PerToken,
+    behaviour_logprobs: PerToken,
+    advantages: Advantages,
+    mask: Mask,
+    *,
+    delta: Scalar = 0.05,
+    delta_high: Scalar | None = None,
+) -> Mask:
+    r"""Keep tokens whose divergence is small, or that moved against the advantage.
+
+    $$\text{dropped:}\quad D_t > \delta_{high},\ \pi_t > \mu_t \text{ if } A_t > 0, \qquad
+    D_t > \delta,\ \pi_t < \mu_t \text{ otherwise}$$
+    $$D_t = \mu_t \log \frac{\mu_t}{\pi_t} + (1-\mu_t) \log \frac{1-\mu_t}{1-\pi_t}$$
+
+    $D_t$ is the divergence between two policies that tell this token from all others only.
+    Otherwise as [`total_variation_mask`][twinkle_jax.loss.total_variation_mask].
+
+    Args:
+        logprobs: $\log \pi$, under the policy being trained, in nats.
+        behaviour_logprobs: $\log \mu$, under the policy that drew the tokens.
+        advantages: $A$, one a sequence or one a token.
+        mask: True where the policy chose the token. Padding may hold anything.
+        delta: the largest divergence of a token whose probability fell, in nats.
+        delta_high: the largest one of a token whose probability rose; `delta` if None.
+
+    Returns:
+        True where the token counts; False where masked out.
+
+    Raises:
+        ValueError: if the shapes differ.
+        TypeError: if a log-probability is not floating point, or the mask not boolean.
+
+    References:
+        [Rethinking the Trust Region in LLM Reinforcement
+        Learning](https://arxiv.org/abs/2602.04879) (Qi et al., 2026), DPPO
+
+    Example:
+        >>> new, old = jnp.log(jnp.array([0.75, 0.75])), jnp.log(jnp.array([0.5, 0.5]))
+        >>> binary_kl_mask(new, old, jnp.array([1.0, -1.0]), jnp.array([True, True]))
+        Array([False,  True], dtype=bool)
+    """
+    new, old, rising = _read(logprobs, behaviour_logprobs, advantages, mask)
+    others = jnp.log(_complement(old) / _complement(new))
+    divergence = jnp.exp(old) * (old - new) + _complement(old) * others
+    return _kept(new - old, divergence, rising, mask, delta, delta_high)
+
+
+def _read(
+    logprobs: PerToken, behaviour_logprobs: PerToken, advantages: Advantages, mask: Mask
+) -> tuple[PerToken, PerToken, Mask]:
+    new, old = masked_inputs(mask, logprobs=logprobs, behaviour_logprobs=behaviour_logprobs)
+    rising = masked_advantages(advantages, mask, new.dtype) > 0
+    return jax.lax.stop_gradient(new), jax.lax.stop_gradient(old), rising
+
+
+def _complement(logprobs: PerToken) -> PerToken:
+    """Give the probability of all other tokens."""
+    return jnp.maximum(-jnp.expm1(logprobs), SMALLEST_COMPLEMENT)
+
+
+def _kept(
+    rise: PerToken,
+    distance: PerToken,
+    rising: Mask,
+    mask: Mask,
+    delta: Scalar,
+    delta_high: Scalar | None,
+) -> Bool[Array, "*batch time"]:
+    low = jnp.asarray(delta, distance.dtype)
+    high = low if delta_high is None else jnp.asarray(delta_high, distance.dtype)
+    too_far = jnp.where(rising, (rise > 0) & (distance > high), (rise < 0) & (distance > low))
+    return mask & ~too_far
