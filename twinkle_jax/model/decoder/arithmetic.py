@@ -1,11 +1,11 @@
-"""Small maths that every layer shares: a projection, the root-mean-square norm, the rotation."""
+"""Small maths that every layer shares: a projection and the root-mean-square norm."""
 
 from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 
 def project(
@@ -44,25 +44,3 @@ def rms_norm(
     if centred:
         return (y * (1 + scale.astype(jnp.float32))).astype(x.dtype)
     return y.astype(x.dtype) * scale.astype(x.dtype)
-
-
-def rotary_table(
-    positions: Int[Array, "batch time"], *, dim: int, theta: float
-) -> tuple[Float[Array, "batch time 1 half"], Float[Array, "batch time 1 half"]]:
-    r"""Cosines and sines of $p \, \theta^{-2i/d}$ for position p and pair i, in float32."""
-    frequencies = theta ** (-jnp.arange(0, dim, 2, dtype=jnp.float32) / dim)
-    angles = positions.astype(jnp.float32)[:, :, None, None] * frequencies[None, None, None]
-    return jnp.cos(angles), jnp.sin(angles)
-
-
-def rotate(
-    x: Float[Array, "batch time heads width"],
-    table: tuple[Float[Array, "#batch time 1 half"], Float[Array, "#batch time 1 half"]],
-) -> Float[Array, "batch time heads width"]:
-    """Rotate the first entries of each head, entry i with entry i + half, and leave the rest."""
-    cos, sin = table
-    half = cos.shape[-1]
-    first, second, rest = jnp.split(x, (half, 2 * half), axis=-1)
-    a, b = first.astype(jnp.float32), second.astype(jnp.float32)
-    turned = jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
-    return jnp.concatenate([turned, rest], axis=-1) if rest.shape[-1] else turned

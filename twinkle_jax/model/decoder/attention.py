@@ -8,11 +8,11 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
-from twinkle_jax.model.decoder.arithmetic import project, rms_norm, rotate
+from twinkle_jax.model.decoder.arithmetic import project, rms_norm
 from twinkle_jax.model.decoder.config import AttentionConfig, DecoderConfig
+from twinkle_jax.model.decoder.rotary import RotaryTable, rotate
 
 AttentionImplementation = Literal["xla", "cudnn"]
-RotaryTable = tuple[Float[Array, "#batch time 1 half"], Float[Array, "#batch time 1 half"]]
 
 
 class Heads(NamedTuple):

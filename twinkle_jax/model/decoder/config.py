@@ -6,6 +6,23 @@ FULL, LINEAR = "full_attention", "linear_attention"
 
 
 @dataclass(frozen=True)
+class RopeScaling:
+    """Llama 3's rotary scaling: long wavelengths are stretched, short ones stay.
+
+    Attributes:
+        factor: how much slower pairs turn that turn less than `low_frequency` times.
+        low_frequency: turns over the original length, see above.
+        high_frequency: turns over the original length, above which pairs stay as they are.
+        original_length: tokens that the model was first trained on.
+    """
+
+    factor: float
+    low_frequency: float
+    high_frequency: float
+    original_length: int
+
+
+@dataclass(frozen=True)
 class AttentionConfig:
     """Softmax attention with grouped heads and rotary positions.
 
@@ -15,6 +32,7 @@ class AttentionConfig:
         head_dim: width of one head; the heads together need not be as wide as the model.
         rotary_dim: how many of the first entries of a head are rotated.
         rope_theta: base of the rotary wavelengths.
+        rope_scaling: what stretches them; None for nothing.
         bias: whether queries, keys and values have a bias.
         output_bias: whether the output projection has one.
         qk_norm: whether queries and keys are normalised per head before the rotation.
@@ -31,6 +49,7 @@ class AttentionConfig:
     output_bias: bool = False
     qk_norm: bool = False
     output_gate: bool = False
+    rope_scaling: RopeScaling | None = None
 
 
 @dataclass(frozen=True)
@@ -59,13 +78,13 @@ class DeltaNetConfig:
 
 @dataclass(frozen=True)
 class DecoderConfig:
-    """A decoder-only language model of the Qwen2, Qwen3 or Qwen3.5 family.
+    """A decoder-only language model of one of the families of `families.py`.
 
     Build one from the contents of a `config.json` with
     [`parse_config`][twinkle_jax.model.parse_config], with Hugging Face's names.
 
     Attributes:
-        model_type: `"qwen2"`, `"qwen3"` or `"qwen3_5_text"`.
+        model_type: Hugging Face's name of the family, such as `"qwen3"` or `"qwen3_5_text"`.
         vocab_size: number of tokens.
         hidden_size: width of the residual stream.
         intermediate_size: width of the feed-forward layers.
@@ -105,7 +124,7 @@ class DecoderConfig:
             repeats, rest = divmod(self.layers, size)
             if not rest and self.layer_kinds[:size] * repeats == self.layer_kinds:
                 return self.layer_kinds[:size]
-        raise ValueError("expected at least one layer, got layer_kinds=()")
+        raise ValueError("layer_kinds must name at least one layer, got ()")
 
     @property
     def repeats(self) -> int:

@@ -8,10 +8,8 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
-from twinkle_jax.model.decoder.arithmetic import rotary_table
 from twinkle_jax.model.decoder.attention import (
     AttentionImplementation,
-    RotaryTable,
     project_heads,
     project_out,
 )
@@ -22,6 +20,7 @@ from twinkle_jax.model.decoder.forward import run
 from twinkle_jax.model.decoder.inputs import decoder_inputs
 from twinkle_jax.model.decoder.layers import embed, feed_forward, final_norm, norm
 from twinkle_jax.model.decoder.parameters import Params
+from twinkle_jax.model.decoder.rotary import RotaryTable, rotary_table
 
 
 def prefill(
@@ -96,8 +95,7 @@ def decode_step(
     _check(tokens, cache, mask)
     embedding = params["embed_tokens"]["embedding"]
     dtype = jnp.dtype(embedding.dtype if compute_dtype is None else compute_dtype)
-    a = config.attention
-    rotary = rotary_table(cache.length[:, None], dim=a.rotary_dim, theta=a.rope_theta)
+    rotary = rotary_table(cache.length[:, None], config.attention)
     active = jnp.ones(tokens.shape, bool) if mask is None else mask
 
     # The whole cache is carried, so that a step writes its own token and copies nothing else.

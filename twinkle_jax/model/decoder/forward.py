@@ -105,7 +105,7 @@ def run(
     if attention is None:
         attention = default_attention(config.attention, dtype, segmented=segmented)
     if attention == "cudnn" and segmented:
-        raise ValueError("expected attention='xla' with segment_ids, got 'cudnn'")
+        raise ValueError("attention must be 'xla' with segment_ids, got 'cudnn'")
 
     def layer(kind: str, x: Array, weights: Params) -> tuple[Array, Any]:
         return _layer(config, kind, x, weights, inputs, attention)

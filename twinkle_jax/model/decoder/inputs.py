@@ -6,10 +6,9 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
-from twinkle_jax.model.decoder.arithmetic import rotary_table
-from twinkle_jax.model.decoder.attention import RotaryTable
 from twinkle_jax.model.decoder.config import DecoderConfig
 from twinkle_jax.model.decoder.left_align import number_segments, segment_positions, to_front
+from twinkle_jax.model.decoder.rotary import RotaryTable, rotary_table
 
 
 class DecoderInputs(NamedTuple):
@@ -43,21 +42,20 @@ def decoder_inputs(
         positions = segment_positions(segment_ids)
     elif positions is None:
         positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
-    a = config.attention
-    rotary = rotary_table(positions, dim=a.rotary_dim, theta=a.rope_theta)
+    rotary = rotary_table(positions, config.attention)
     return DecoderInputs(tokens, kept, rotary, segment_ids)
 
 
 def _check(tokens: Array, others: Mapping[str, Array | None]) -> None:
     if tokens.ndim != 2:
-        raise ValueError(f"expected tokens [batch, time], got tokens={tokens.shape}")
+        raise ValueError(f"tokens must have the shape [batch, time], got {tokens.shape}")
     for name, value in {"tokens": tokens, **others}.items():
         if value is None:
             continue
         if value.shape != tokens.shape:
             raise ValueError(
-                f"expected equal shapes, got tokens={tokens.shape}, {name}={value.shape}"
+                f"{name} must have the shape of tokens, {tokens.shape}, got {value.shape}"
             )
         kind, word = (jnp.bool_, "bool") if name == "mask" else (jnp.integer, "integers")
         if not jnp.issubdtype(value.dtype, kind):
-            raise TypeError(f"expected {name} to be {word}, got {value.dtype}")
+            raise TypeError(f"{name} must be {word}, got {value.dtype}")

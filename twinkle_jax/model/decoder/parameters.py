@@ -91,7 +91,7 @@ def _attention(config: DecoderConfig, scale: Initial) -> list[Parameter]:
 def _delta_net(config: DecoderConfig) -> list[Parameter]:
     d, width = config.delta_net, config.hidden_size
     if d is None:
-        raise ValueError("expected delta_net in a config with linear_attention layers, got None")
+        raise ValueError("delta_net must be given where there are linear_attention layers, got None")
     values = d.value_heads * d.value_dim
     widths = {
         "in_proj_qkv": d.channels,

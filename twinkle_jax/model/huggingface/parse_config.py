@@ -11,16 +11,26 @@ from twinkle_jax.model.decoder.config import (
     DecoderConfig,
     DeltaNetConfig,
 )
-
-FAMILIES = ("qwen2", "qwen3", "qwen3_5_text")
-NESTED = {"qwen3_5": "qwen3_5_text"}
+from twinkle_jax.model.decoder.families import ENCLOSING, FAMILIES, Family
+from twinkle_jax.model.huggingface.config_keys import check_keys
+from twinkle_jax.model.huggingface.config_values import (
+    LARGEST_SIZE,
+    MOST_LAYERS,
+    flag,
+    number,
+    section,
+    shown,
+    size,
+)
+from twinkle_jax.model.huggingface.rope_config import read_rope
 
 
 def parse_config(config: Mapping[str, Any]) -> DecoderConfig:
     """Read a decoder's configuration from the contents of a `config.json`.
 
-    Both spellings of the rotary parameters are understood (`rope_theta`, or `rope_parameters` as
-    transformers 5 writes it), and the nested `text_config` of Qwen3.5.
+    Both spellings of the rotary parameters are understood (`rope_theta` and `rope_scaling`, or
+    `rope_parameters` as transformers 5 writes it), and the nested `text_config` of Qwen3.5. Where
+    `rope_scaling` stands beside `rope_parameters` it wins, as it does in transformers.
 
     Args:
         config: the parsed JSON object, with Hugging Face's names.
@@ -29,9 +39,10 @@ def parse_config(config: Mapping[str, Any]) -> DecoderConfig:
         The configuration; hashable, so that it can be a static argument of `jax.jit`.
 
     Raises:
-        ValueError: for an unknown `model_type`, a missing or impossible entry, and for features
-            that change the result and that are not built (rope scaling, sliding windows, other
-            activations); the entry and what arrived are named.
+        ValueError: for an unknown `model_type`, a missing or impossible value, a value that asks
+            for what is not built (other activations, sliding windows, quantisation, …), and a key
+            that is not known, which might change the result. The key and what arrived are named.
+        TypeError: if `config` is no mapping.
 
     Example:
         >>> config = parse_config({
@@ -42,136 +53,122 @@ def parse_config(config: Mapping[str, Any]) -> DecoderConfig:
         >>> config.attention.rotary_dim, config.layers, config.block
         (16, 2, ('full_attention',))
     """
+    if not isinstance(config, Mapping):
+        raise TypeError(f"config must be a mapping, got {type(config).__name__}")
     flat, model_type = _flatten(config)
-    kinds = _layer_kinds(flat, model_type)
-    _refuse_unbuilt(flat, kinds)
+    family = FAMILIES[model_type]
+    check_keys(flat, family, model_type)
+    kinds = _layer_kinds(flat, family)
     return DecoderConfig(
         model_type=model_type,
-        vocab_size=_size(flat, "vocab_size"),
-        hidden_size=_size(flat, "hidden_size"),
-        intermediate_size=_size(flat, "intermediate_size"),
+        vocab_size=size(flat, "vocab_size"),
+        hidden_size=size(flat, "hidden_size"),
+        intermediate_size=size(flat, "intermediate_size"),
         layer_kinds=kinds,
-        attention=_attention(flat, model_type),
+        attention=_attention(flat, family),
         delta_net=_delta_net(flat) if LINEAR in kinds else None,
-        norm_epsilon=float(flat.get("rms_norm_eps", 1e-6)),
-        centred_norms=model_type == "qwen3_5_text",
-        tie_embeddings=bool(flat.get("tie_word_embeddings", False)),
+        norm_epsilon=number(flat, "rms_norm_eps", 1e-6, zero=True),
+        centred_norms=family.centred_norms,
+        tie_embeddings=flag(flat, "tie_word_embeddings", False),
         original=json.dumps(dict(config), sort_keys=True),
     )
 
 
 def _flatten(config: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
     """Lift a nested text configuration to the top; say which family it is."""
-    model_type = config.get("model_type")
-    flat = dict(config)
-    if model_type in NESTED:
-        if not isinstance(config.get("text_config"), Mapping):
-            raise ValueError(f"expected 'text_config' in a config of model_type {model_type!r}")
-        flat = dict(config["text_config"])
+    model_type, flat = config.get("model_type"), dict(config)
+    if isinstance(model_type, str) and model_type in ENCLOSING:
+        if not config.get("text_config"):
+            raise ValueError(
+                f"text_config must be there where model_type is {model_type!r}, got none"
+            )
+        flat = section(config, "text_config")
         # The enclosing model owns the head, so its word on tying is the one that holds.
-        flat["tie_word_embeddings"] = config.get(
-            "tie_word_embeddings", flat.get("tie_word_embeddings", False)
-        )
-        model_type = flat.setdefault("model_type", NESTED[model_type])
-    if model_type not in FAMILIES:
-        known = ", ".join(sorted({*FAMILIES, *NESTED}))
-        raise ValueError(f"unknown model_type {model_type!r}; known: {known}")
-    return flat, str(model_type)
+        if "tie_word_embeddings" in config:
+            flat["tie_word_embeddings"] = config["tie_word_embeddings"]
+        if "quantization_config" in config:
+            flat["quantization_config"] = config["quantization_config"]
+        model_type = flat.setdefault("model_type", ENCLOSING[model_type])
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
+        known = ", ".join(sorted({*FAMILIES, *ENCLOSING}))
+        raise ValueError(f"model_type must be one of {known}, got {shown(model_type)}")
+    return flat, model_type
 
 
-def _layer_kinds(flat: Mapping[str, Any], model_type: str) -> tuple[str, ...]:
-    layers = _size(flat, "num_hidden_layers")
+def _layer_kinds(flat: Mapping[str, Any], family: Family) -> tuple[str, ...]:
+    layers = size(flat, "num_hidden_layers", most=MOST_LAYERS)
     kinds = flat.get("layer_types")
     if kinds is None:
-        every = int(flat.get("full_attention_interval", 4)) if model_type == "qwen3_5_text" else 1
+        _refuse_windows(flat, layers)
+        every = size(flat, "full_attention_interval", 4) if family.linear_layers else 1
         kinds = [LINEAR if (i + 1) % every else FULL for i in range(layers)]
-    if len(kinds) != layers:
+    allowed = [FULL, LINEAR] if family.linear_layers else [FULL]
+    known = isinstance(kinds, list | tuple) and all(kind in allowed for kind in kinds)
+    if not known or len(kinds) != layers:
         raise ValueError(
-            f"expected {layers} layer_types (num_hidden_layers), got {len(kinds)}: {kinds}"
+            f"layer_types must be a list of {layers} (num_hidden_layers) out of {allowed}, "
+            f"got {shown(kinds)}"
         )
-    allowed = {FULL, LINEAR} if model_type == "qwen3_5_text" else {FULL}
-    for kind in kinds:
-        if kind not in allowed:
-            raise ValueError(
-                f"layer type {kind!r} is not built for {model_type}: {sorted(allowed)}"
-            )
     return tuple(kinds)
 
 
-def _attention(flat: Mapping[str, Any], model_type: str) -> AttentionConfig:
-    query_heads = _size(flat, "num_attention_heads")
-    key_value_heads = _size(flat, "num_key_value_heads", query_heads)
+def _refuse_windows(flat: Mapping[str, Any], layers: int) -> None:
+    """Refuse sliding windows, unless no layer has one."""
+    if not flag(flat, "use_sliding_window", False) or flat.get("sliding_window", 4096) is None:
+        return
+    first = flat.get("max_window_layers", 28)
+    if type(first) is not int or first < layers:
+        raise ValueError(
+            f"max_window_layers must be at least num_hidden_layers, {layers}, where "
+            f"use_sliding_window is true, got {shown(first)}: windows are not built"
+        )
+
+
+def _attention(flat: Mapping[str, Any], family: Family) -> AttentionConfig:
+    query_heads = size(flat, "num_attention_heads")
+    given = flat.get("num_key_value_heads")
+    key_value_heads = query_heads if given is None else size(flat, "num_key_value_heads")
     if query_heads % key_value_heads:
         raise ValueError(
-            f"expected num_attention_heads to be a multiple of num_key_value_heads, "
+            f"num_attention_heads must be a multiple of num_key_value_heads, "
             f"got {query_heads} and {key_value_heads}"
         )
-    default = {"qwen2": _size(flat, "hidden_size") // query_heads, "qwen3": 128}
-    head_dim = _size(flat, "head_dim", default.get(model_type, 256))
-    theta, partial = _rotary(flat, model_type)
-    rotary_dim = int(head_dim * partial)
+    head_dim = family.head_dim or size(flat, "hidden_size") // query_heads
+    if family.head_dim or flat.get("head_dim") is not None:
+        head_dim = size(flat, "head_dim", head_dim)
+    rope = read_rope(flat, family)
+    rotary_dim = int(head_dim * rope.part)
     if rotary_dim % 2 or not 0 < rotary_dim <= head_dim:
         raise ValueError(
-            f"expected an even number of rotated entries of head_dim {head_dim}, "
-            f"got {rotary_dim} (partial_rotary_factor {partial})"
+            f"partial_rotary_factor must rotate an even number of the entries of a head, of "
+            f"{head_dim}, got {rotary_dim} of them (partial_rotary_factor {rope.part})"
         )
-    bias = bool(flat.get("attention_bias", False))
+    bias = family.fixed_bias or flag(flat, "attention_bias", False)
     return AttentionConfig(
         query_heads=query_heads,
         key_value_heads=key_value_heads,
         head_dim=head_dim,
         rotary_dim=rotary_dim,
-        rope_theta=theta,
-        bias=bias or model_type == "qwen2",
-        output_bias=bias and model_type != "qwen2",
-        qk_norm=model_type != "qwen2",
-        output_gate=model_type == "qwen3_5_text",
+        rope_theta=rope.theta,
+        rope_scaling=rope.scaling,
+        bias=bias,
+        output_bias=bias and not family.fixed_bias,
+        qk_norm=family.qk_norm,
+        output_gate=family.output_gate,
     )
-
-
-def _rotary(flat: Mapping[str, Any], model_type: str) -> tuple[float, float]:
-    """Base of the wavelengths and rotated part of a head, from either spelling."""
-    rope = flat.get("rope_parameters") or flat.get("rope_scaling") or {}
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind not in ("default", "mrope"):
-        raise ValueError(f"rope_type {kind!r} is not built, only 'default'")
-    theta = float(rope.get("rope_theta", flat.get("rope_theta", 10_000.0)))
-    whole = 0.25 if model_type == "qwen3_5_text" else 1.0
-    partial = rope.get("partial_rotary_factor", flat.get("partial_rotary_factor", whole))
-    return theta, float(partial)
 
 
 def _delta_net(flat: Mapping[str, Any]) -> DeltaNetConfig:
     config = DeltaNetConfig(
-        key_heads=_size(flat, "linear_num_key_heads", 16),
-        value_heads=_size(flat, "linear_num_value_heads", 32),
-        key_dim=_size(flat, "linear_key_head_dim", 128),
-        value_dim=_size(flat, "linear_value_head_dim", 128),
-        kernel=_size(flat, "linear_conv_kernel_dim", 4),
+        key_heads=size(flat, "linear_num_key_heads", 16),
+        value_heads=size(flat, "linear_num_value_heads", 32),
+        key_dim=size(flat, "linear_key_head_dim", 128),
+        value_dim=size(flat, "linear_value_head_dim", 128),
+        kernel=size(flat, "linear_conv_kernel_dim", 4, most=LARGEST_SIZE),
     )
     if config.value_heads % config.key_heads:
         raise ValueError(
-            f"expected linear_num_value_heads to be a multiple of linear_num_key_heads, "
+            f"linear_num_value_heads must be a multiple of linear_num_key_heads, "
             f"got {config.value_heads} and {config.key_heads}"
         )
     return config
-
-
-def _refuse_unbuilt(flat: Mapping[str, Any], kinds: tuple[str, ...]) -> None:
-    activation = flat.get("hidden_act", "silu")
-    if activation != "silu":
-        raise ValueError(f"hidden_act {activation!r} is not built, only 'silu'")
-    first = flat.get("max_window_layers", 28)
-    slides = flat.get("use_sliding_window", False) and flat.get("layer_types") is None
-    if slides and first < len(kinds):
-        raise ValueError("use_sliding_window=true is not built")
-    if flat.get("quantization_config"):
-        raise ValueError("quantization_config: quantised checkpoints are not read")
-
-
-def _size(flat: Mapping[str, Any], name: str, default: int | None = None) -> int:
-    value = flat.get(name)
-    value = default if value is None else value
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"expected {name} to be a positive integer, got {value!r}")
-    return value

@@ -1,0 +1,63 @@
+"""Which keys a `config.json` may have: those that are read, and those that change no result.
+
+A key that is in none of these lists may change what the model computes, so it is refused.
+"""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from twinkle_jax.model.decoder.families import Family
+from twinkle_jax.model.huggingface.config_values import only
+
+READ = """model_type vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads
+    num_key_value_heads head_dim rms_norm_eps tie_word_embeddings layer_types rope_theta
+    partial_rotary_factor rope_parameters rope_scaling""".split()
+LINEAR_KEYS = """full_attention_interval linear_num_key_heads linear_num_value_heads
+    linear_key_head_dim linear_value_head_dim linear_conv_kernel_dim""".split()
+WINDOW_KEYS = ("use_sliding_window", "sliding_window", "max_window_layers")
+
+# Keys of every family that may have these values only: with others, the model would be another.
+FIXED: dict[str, tuple[Any, ...]] = {
+    "hidden_act": ("silu",),
+    "is_causal": (True,),
+    "attention_dropout": (0.0, 0, None),
+    "quantization_config": (None,),
+    "per_layer_config": (None, {}),
+    "pruned_heads": (None, {}),
+    "add_cross_attention": (False, None),
+    "is_encoder_decoder": (False, None),
+    "auto_map": (None,),
+}
+
+# What transformers writes or has written beside the model: types, lengths, labels, defaults of
+# generation, names and versions.
+SILENT = frozenset(
+    """architectures attn_implementation begin_suppress_tokens bad_words_ids chunk_size_feed_forward
+    cross_attention_hidden_size decoder_start_token_id diversity_penalty do_sample dtype
+    early_stopping encoder_no_repeat_ngram_size exponential_decay_length_penalty finetuning_task
+    id2label initializer_range is_decoder label2id length_penalty max_length
+    max_position_embeddings min_length name_or_path no_repeat_ngram_size num_beam_groups num_beams
+    num_labels num_return_sequences output_attentions output_hidden_states output_scores prefix
+    problem_type remove_invalid_values repetition_penalty return_dict return_dict_in_generate
+    suppress_tokens task_specific_params temperature tf_legacy_loss tie_encoder_decoder
+    tokenizer_class top_k top_p torch_dtype torchscript typical_p use_bfloat16 use_cache
+    mtp_num_hidden_layers mtp_use_dedicated_embeddings""".split()
+)
+_SILENT = re.compile(r"_.*|.*_token_ids?|.*_version|transformers.*|unsloth_.*")
+
+
+def check_keys(config: Mapping[str, Any], family: Family, model_type: str) -> None:
+    """Refuse keys that this family does not have, and values that would change the result."""
+    read = [*READ, *(LINEAR_KEYS if family.linear_layers else ())]
+    read += WINDOW_KEYS if family.window_keys else ()
+    read += () if family.fixed_bias else ("attention_bias",)
+    fixed = FIXED | dict(family.other_keys)
+    for name in config:
+        if name in fixed:
+            only(config, name, fixed[name])
+        elif name not in read and name not in SILENT and not _SILENT.fullmatch(name):
+            raise ValueError(
+                f"{name!r} must be a key that a configuration of {model_type} has, got an unknown "
+                "one: it may change what the model computes; remove it if it does not"
+            )
