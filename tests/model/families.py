@@ -17,7 +17,8 @@ from twinkle_jax.model import (
     prefill,
 )
 
-NAMES = ("qwen2", "qwen3", "qwen3_5_text")
+NAMES = ("qwen2", "qwen3", "qwen3_5_text")  # which differ in structure, for every law
+ALL = ("llama", *NAMES)  # every row of the table of families, for configurations and checkpoints
 _BASE = {
     "vocab_size": 48,
     "hidden_size": 24,
@@ -29,6 +30,14 @@ _BASE = {
     "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
     "tie_word_embeddings": False,
     "max_position_embeddings": 256,
+}
+_STRETCHED = {  # Llama 3's wavelengths, so that some stay, some are stretched and some between
+    "rope_type": "llama3",
+    "rope_theta": 500.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
 }
 _LINEAR = {
     "num_hidden_layers": 4,
@@ -49,7 +58,7 @@ _LINEAR = {
 
 def family(model_type: str, **changes: Any) -> dict[str, Any]:
     """The contents of a `config.json`."""
-    own = _LINEAR if model_type == "qwen3_5_text" else {}
+    own = {"qwen3_5_text": _LINEAR, "llama": {"rope_parameters": _STRETCHED}}.get(model_type, {})
     return {"model_type": model_type, **_BASE, **own, **changes}
 
 

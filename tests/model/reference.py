@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from twinkle_jax.model import DecoderConfig
+from twinkle_jax.model import AttentionConfig, DecoderConfig
 
 
 def reference_hidden(
@@ -51,10 +51,26 @@ def norm(x: np.ndarray, weight: np.ndarray, config: DecoderConfig) -> np.ndarray
     return scaled * (1 + weight if config.centred_norms else weight)
 
 
-def rotated(x: np.ndarray, place: int, dim: int, theta: float) -> np.ndarray:
+def frequencies(a: AttentionConfig) -> np.ndarray:
+    """Angles per position; Llama 3's stretched ones by wavelength, one after the other."""
+    found = []
+    for i in range(a.rotary_dim // 2):
+        wavelength = 2 * np.pi * a.rope_theta ** (2 * i / a.rotary_dim)
+        s = a.rope_scaling
+        if s is not None and wavelength > s.original_length / s.low_frequency:
+            wavelength *= s.factor
+        elif s is not None and wavelength >= s.original_length / s.high_frequency:
+            part = s.original_length / wavelength - s.low_frequency
+            part /= s.high_frequency - s.low_frequency
+            wavelength /= (1 - part) / s.factor + part
+        found.append(2 * np.pi / wavelength)
+    return np.array(found)
+
+
+def rotated(x: np.ndarray, place: int, a: AttentionConfig) -> np.ndarray:
     """Rotate the first entries of a head, as complex numbers."""
-    half = dim // 2
-    turn = np.exp(1j * place * theta ** (-2 * np.arange(half) / dim))
+    dim, half = a.rotary_dim, a.rotary_dim // 2
+    turn = np.exp(1j * place * frequencies(a))
     z = (x[:half] + 1j * x[half:dim]) * turn
     return np.concatenate([z.real, z.imag, x[dim:]])
 
@@ -77,8 +93,8 @@ def _attention(y: np.ndarray, w: Any, config: DecoderConfig, places: np.ndarray)
             if a.qk_norm:
                 query = norm(query, w["q_norm"]["scale"], config)
                 near = norm(near, w["k_norm"]["scale"], config)
-            query = rotated(query, places[t], a.rotary_dim, a.rope_theta)
-            turned = [rotated(k, places[s], a.rotary_dim, a.rope_theta) for s, k in enumerate(near)]
+            query = rotated(query, places[t], a)
+            turned = [rotated(k, places[s], a) for s, k in enumerate(near)]
             scores = np.array(turned) @ query / np.sqrt(a.head_dim)
             weights = np.exp(scores - scores.max())
             out[t, head] = weights @ values[: t + 1, group] / weights.sum()

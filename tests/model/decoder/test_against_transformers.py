@@ -29,7 +29,16 @@ fill = jax.jit(prefill, static_argnames=("config", "max_length"))
 step = jax.jit(decode_step, static_argnames="config")
 
 ROWS = [[5, 6, 7, 8, 9, 10, 11], [12, 13, 14], [15], [16, 17, 18, 19, 20]]
+RESCALED = {"rope_type": "default", "rope_theta": 9.0}
 CASES = {
+    "llama": {"num_hidden_layers": 1},
+    "llama tied, biased": {
+        "tie_word_embeddings": True,
+        "attention_bias": True,
+        "rope_parameters": None,
+        "rope_theta": 1e5,
+    },
+    "qwen3 rope_scaling": {"rope_scaling": RESCALED, "num_hidden_layers": 1},
     "qwen2": {},
     "qwen2 tied": {"tie_word_embeddings": True, "num_key_value_heads": 1},
     "qwen2 ungrouped": {"num_key_value_heads": 4, "rms_norm_eps": 1e-3},
@@ -133,6 +142,7 @@ def test_gradients_of_a_loss(name, saved):
     # The gradient has the tree of the parameters, so that it can be named like a checkpoint.
     from twinkle_jax.model.decoder.parameters import parameter_table
     from twinkle_jax.model.huggingface.checkpoint_names import stored_names
+    from twinkle_jax.model.huggingface.stored_form import to_stored
 
     theirs = {name: p.grad.numpy() for name, p in model.named_parameters()}
     for path, p in parameter_table(decoder.config).items():
@@ -141,14 +151,13 @@ def test_gradients_of_a_loss(name, saved):
             ours = ours[key]
         for repeat, stored in enumerate(stored_names(decoder.config, path, p, "model.")):
             own = np.asarray(ours if path[0] != "layers" else ours[repeat])
-            own = own.T if path[-1] == "kernel" else own
+            own = to_stored(path, own)
             scale = np.abs(theirs[stored]).max()
-            own = own.reshape(theirs[stored].shape)
             np.testing.assert_allclose(own, theirs[stored], atol=2e-4 * scale + 1e-6, rtol=0)
 
 
 @pytest.mark.parametrize(
-    "case", ["qwen2 tied", "qwen3 tied, biased", "qwen3 wide heads", "qwen3_5_text by interval"]
+    "case", ["llama", "qwen2 tied", "qwen3 tied, biased", "qwen3 wide heads", "qwen3_5_text by interval"]
 )
 def test_transformers_reads_what_is_saved_here(case, saved, tmp_path):
     model, directory = saved(case)

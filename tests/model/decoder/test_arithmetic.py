@@ -1,4 +1,4 @@
-"""Projection, norm and rotation."""
+"""Projection and norm."""
 
 import jax
 import jax.numpy as jnp
@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 from jax.test_util import check_grads
 
-from tests.model.reference import rotated
-from twinkle_jax.model.decoder.arithmetic import project, rms_norm, rotary_table, rotate
+from twinkle_jax.model.decoder.arithmetic import project, rms_norm
 
 
 def test_project_by_hand():
@@ -65,22 +64,3 @@ def test_rms_norm_rounds_where_each_family_does():
     centred = np.asarray(rms_norm(x, scale - 1, epsilon=0.0, centred=True), np.float64)
     np.testing.assert_array_equal(plain, to_bfloat16(rounded * 1.0078125))
     np.testing.assert_array_equal(centred, to_bfloat16(unit * 1.0078125))
-
-
-def test_rotation_equals_complex_multiplication():
-    rng = np.random.default_rng(0)
-    x = rng.standard_normal((2, 3, 2, 10)).astype(np.float32)
-    positions = np.array([[0, 1, 2], [7, 100, 3]])
-    for dim in (10, 6):
-        out = rotate(jnp.asarray(x), rotary_table(jnp.asarray(positions), dim=dim, theta=100.0))
-        for b, t, h in np.ndindex(2, 3, 2):
-            expected = rotated(x[b, t, h].astype(np.float64), positions[b, t], dim, 100.0)
-            np.testing.assert_allclose(out[b, t, h], expected, atol=2e-5)
-
-
-def test_rotation_keeps_lengths_and_the_type():
-    x = jnp.ones((1, 2, 1, 4), jnp.bfloat16)
-    out = rotate(x, rotary_table(jnp.array([[0, 5]]), dim=4, theta=10.0))
-    assert out.dtype == jnp.bfloat16
-    np.testing.assert_array_equal(np.asarray(out[0, 0], np.float32), 1)
-    np.testing.assert_allclose(np.linalg.norm(np.asarray(out[0, 1], np.float32)), 2, rtol=1e-2)

@@ -164,8 +164,8 @@ TOKENS = jnp.ones((2, 3), jnp.int32)
     ("arguments", "max_length", "error", "message"),
     [
         ((TOKENS,), 2, ValueError, "max_length must be at least the prompts' 3, got 2"),
-        ((TOKENS[0],), 4, ValueError, r"got tokens=\(3,\)"),
-        ((TOKENS, TOKENS), 4, TypeError, "mask to be bool, got int32"),
+        ((TOKENS[0],), 4, ValueError, r"tokens must have the shape .* got \(3,\)"),
+        ((TOKENS, TOKENS), 4, TypeError, "mask must be bool, got int32"),
     ],
 )
 def test_prefill_errors_while_tracing(arguments, max_length, error, message):

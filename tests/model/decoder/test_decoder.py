@@ -304,19 +304,19 @@ INTS, BOOLS = jnp.zeros((2, 3), jnp.int32), jnp.ones((2, 3), bool)
 @pytest.mark.parametrize(
     ("arguments", "options", "error", "message"),
     [
-        ((INTS[0],), {}, ValueError, r"tokens \[batch, time\], got tokens=\(3,\)"),
-        ((INTS.astype("float32"),), {}, TypeError, "tokens to be integers, got float32"),
-        ((INTS, BOOLS[:1]), {}, ValueError, r"tokens=\(2, 3\), mask=\(1, 3\)"),
-        ((INTS, INTS), {}, TypeError, "mask to be bool, got int32"),
-        ((INTS,), {"positions": INTS[:, :2]}, ValueError, r"positions=\(2, 2\)"),
-        ((INTS,), {"positions": BOOLS}, TypeError, "positions to be integers, got bool"),
-        ((INTS,), {"segment_ids": INTS[0]}, ValueError, r"segment_ids=\(3,\)"),
-        ((INTS,), {"segment_ids": BOOLS}, TypeError, "segment_ids to be integers, got bool"),
+        ((INTS[0],), {}, ValueError, r"tokens must have the shape \[batch, time\], got \(3,\)"),
+        ((INTS.astype("float32"),), {}, TypeError, "tokens must be integers, got float32"),
+        ((INTS, BOOLS[:1]), {}, ValueError, r"mask must have .*tokens, \(2, 3\), got \(1, 3\)"),
+        ((INTS, INTS), {}, TypeError, "mask must be bool, got int32"),
+        ((INTS,), {"positions": INTS[:, :2]}, ValueError, r"positions must have .* got \(2, 2\)"),
+        ((INTS,), {"positions": BOOLS}, TypeError, "positions must be integers, got bool"),
+        ((INTS,), {"segment_ids": INTS[0]}, ValueError, r"segment_ids must have .* got \(3,\)"),
+        ((INTS,), {"segment_ids": BOOLS}, TypeError, "segment_ids must be integers, got bool"),
         (
             (INTS,),
             {"segment_ids": INTS, "attention": "cudnn"},
             ValueError,
-            "attention='xla' with segment_ids, got 'cudnn'",
+            "attention must be 'xla' with segment_ids, got 'cudnn'",
         ),
     ],
 )

@@ -155,11 +155,12 @@ def test_axes_that_do_not_divide_are_left_out():
 def test_meshes_that_are_refused():
     axes = (AxisType.Auto,) * 2
     with pytest.raises(
-        ValueError, match=r"axes \('data', 'fsdp', 'tensor'\), got \('data', 'model"
+        ValueError,
+        match=r"mesh must have the axes \('data', 'fsdp', 'tensor'\), got \('data', 'model",
     ):
         partition_rules(jax.make_mesh((2, 4), ("data", "model"), axes))
     explicit = (AxisType.Explicit,) * 3
-    with pytest.raises(ValueError, match="automatic axes"):
+    with pytest.raises(ValueError, match="mesh must have automatic axes"):
         partition_rules(jax.make_mesh((2, 2, 2), ("data", "fsdp", "tensor"), explicit))
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
-from tests.model.families import NAMES, config_of, family, params_of, random_params
+from tests.model.families import ALL, config_of, family, params_of, random_params
 from twinkle_jax.model import Decoder, load_pretrained, parse_config, save_pretrained
 
 pytest.importorskip("safetensors", reason="pip install 'twinkle-jax[checkpoints]'")
@@ -26,7 +26,7 @@ def assert_same(a, b):
 
 
 @pytest.mark.parametrize("size", [5_000_000_000, 9_000])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ALL)
 def test_round_trip_is_bit_exact(name, size, tmp_path):
     decoder = Decoder(config_of(name), params_of(name))
     save_pretrained(decoder, tmp_path / "out", max_shard_size=size)
@@ -101,7 +101,10 @@ def test_types_on_the_way_out_and_in(tmp_path):
 def test_layers_of_different_types_need_a_word(tmp_path):
     save_pretrained(Decoder(config_of("qwen3"), params_of("qwen3")), tmp_path / "out")
     change(tmp_path / "out", "model.layers.1.mlp.up_proj.weight", lambda x: x.astype(np.float16))
-    with pytest.raises(ValueError, match=r"stored as \['float16', 'float32'\].*give dtype="):
+    with pytest.raises(
+        ValueError,
+        match=r"dtype must be given where layers differ, .*up_proj.* \['float16', 'float32'\]",
+    ):
         load_pretrained(tmp_path / "out")
     load_pretrained(tmp_path / "out", dtype="float32")
 
@@ -270,11 +273,11 @@ def test_what_is_written_is_read_back(tmp_path, monkeypatch):
 def test_targets_that_are_refused(tmp_path):
     decoder = Decoder(config_of("qwen3"), params_of("qwen3"))
     (tmp_path / "file").write_text("")
-    with pytest.raises(ValueError, match="expected a directory, got the file"):
+    with pytest.raises(ValueError, match="directory must be one, or not there yet, got the file"):
         save_pretrained(decoder, tmp_path / "file")
     (tmp_path / "full/inner").mkdir(parents=True)
-    with pytest.raises(ValueError, match="holds the directory 'inner'"):
+    with pytest.raises(ValueError, match="directory must hold files only, got 'inner'"):
         save_pretrained(decoder, tmp_path / "full")
-    with pytest.raises(ValueError, match="max_shard_size of at least 1 byte, got 0"):
+    with pytest.raises(ValueError, match="max_shard_size must be at least 1 byte, got 0"):
         save_pretrained(decoder, tmp_path / "out", max_shard_size=0)
     assert {p.name for p in tmp_path.iterdir()} == {"file", "full"}

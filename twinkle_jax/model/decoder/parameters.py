@@ -1,8 +1,8 @@
-"""Every parameter of a decoder: its place in the tree, its shape, its name in a checkpoint.
+"""Every parameter of a decoder: its place in the tree, its shape, how it starts.
 
 The tree is a nested dict. Layers are stacked: `layers/<member>/…` holds one member of the repeated
-block of layers, with the repetitions along the leading axis. Matrices are [in, out], the transpose
-of what PyTorch stores.
+block of layers, with the repetitions along the leading axis. Matrices are [in, out]. What a
+checkpoint calls them, and how they stand there, `huggingface/stored_form.py` says.
 """
 
 from collections.abc import Mapping
@@ -15,11 +15,10 @@ from twinkle_jax.model.decoder.config import FULL, DecoderConfig
 
 Params = Mapping[str, Any]
 Initial = Literal["normal", "zeros", "ones", "log_uniform"]
-_STORED_LEAF = {"kernel": "weight", "scale": "weight", "embedding": "weight"}
 
 
 class Parameter(NamedTuple):
-    """One tensor of a checkpoint: where it lives in the tree, and how it starts.
+    """One tensor: where it lives in the tree, and how it starts.
 
     Attributes:
         path: keys from the root, or from the layer.
@@ -30,19 +29,6 @@ class Parameter(NamedTuple):
     path: tuple[str, ...]
     shape: tuple[int, ...]
     initial: Initial = "normal"
-
-    @property
-    def stored_name(self) -> str:
-        """Name in a checkpoint, without the prefix of the model or the layer."""
-        *module, leaf = self.path
-        return ".".join([*module, _STORED_LEAF.get(leaf, leaf)])
-
-    @property
-    def stored_shape(self) -> tuple[int, ...]:
-        """Shape in a checkpoint: matrices are [out, in], convolutions [channels, 1, time]."""
-        if "conv1d" in self.path:
-            return (self.shape[1], 1, self.shape[0])
-        return self.shape[::-1] if self.path[-1] == "kernel" else self.shape
 
 
 def outer_parameters(config: DecoderConfig) -> list[Parameter]:
@@ -91,7 +77,9 @@ def _attention(config: DecoderConfig, scale: Initial) -> list[Parameter]:
 def _delta_net(config: DecoderConfig) -> list[Parameter]:
     d, width = config.delta_net, config.hidden_size
     if d is None:
-        raise ValueError("delta_net must be given where there are linear_attention layers, got None")
+        raise ValueError(
+            "delta_net must be given where there are linear_attention layers, got None"
+        )
     values = d.value_heads * d.value_dim
     widths = {
         "in_proj_qkv": d.channels,

@@ -88,10 +88,10 @@ def partition_rules(mesh: Mesh) -> Callable[[str, tuple[int, ...]], PartitionSpe
 def check_mesh(mesh: Mesh) -> None:
     """Refuse a mesh that the rules do not know."""
     if set(mesh.axis_names) != set(AXES):
-        raise ValueError(f"expected a mesh with the axes {AXES}, got {mesh.axis_names}")
+        raise ValueError(f"mesh must have the axes {AXES}, got {mesh.axis_names}")
     if any(kind != AxisType.Auto for kind in mesh.axis_types):
         raise ValueError(
-            "expected a mesh with automatic axes, as make_mesh of this package makes it, "
+            "mesh must have automatic axes, as make_mesh of this package gives it, "
             f"got {mesh.axis_types}"
         )
 

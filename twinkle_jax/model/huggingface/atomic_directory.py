@@ -2,13 +2,37 @@
 
 import ctypes
 import os
+import re
 import secrets
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import ModuleType
+
+fcntl: ModuleType | None
+try:
+    import fcntl
+except ImportError:  # not on Windows, where remains stay
+    fcntl = None
 
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
+
+
+def check_target(target: Path) -> None:
+    """Refuse what cannot be replaced as a whole."""
+    if target.exists() and not target.is_dir():
+        raise ValueError(f"directory must be one, or not there yet, got the file {target}")
+    if target.is_mount():
+        raise ValueError(
+            f"directory must not be a mount point, which cannot be replaced, got {target}: "
+            "name a directory in it"
+        )
+    if Path.cwd().is_relative_to(target.resolve()):
+        raise ValueError(
+            f"directory must not be the current directory or one above it, got {target}: name a "
+            "directory in it"
+        )
 
 
 @contextmanager
@@ -16,11 +40,13 @@ def replace_directory(target: Path) -> Iterator[Path]:
     """Give an empty directory to fill; when the block ends well, it takes the target's place.
 
     The directory lies beside the target, on the same file system. An exception, or an end of the
-    process at any moment, leaves what was at the target whole.
+    process at any moment, leaves what was at the target whole. What a process that was killed left
+    behind is removed by the next one.
     """
     target = target.resolve()
-    partial = target.with_name(f".{target.name}.{secrets.token_hex(4)}.partial")
-    partial.mkdir(parents=True)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    _remove_remains(target)
+    partial, lock = _new_partial(target)
     try:
         yield partial
         for path in partial.iterdir():
@@ -30,6 +56,51 @@ def replace_directory(target: Path) -> Iterator[Path]:
         _sync(target.parent)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+        os.close(lock)
+
+
+def _new_partial(target: Path) -> tuple[Path, int]:
+    """Make a directory and lock it for as long as this process works on it."""
+    while True:
+        partial = target.with_name(f".{target.name}.{secrets.token_hex(4)}.partial")
+        partial.mkdir()
+        lock = _lock(partial)
+        if lock is not None and partial.exists():
+            return partial, lock
+        if lock is not None:  # another save took it for remains before it was locked
+            os.close(lock)
+
+
+def _lock(path: Path) -> int | None:
+    """Lock a directory, until the descriptor is closed or the process ends; None: it is locked."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY)
+    except FileNotFoundError:
+        return None
+    if fcntl is not None:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(descriptor)
+            return None
+    return descriptor
+
+
+def _remove_remains(target: Path) -> None:
+    """Remove what killed saves to this target have left; nobody holds a lock on it."""
+    if fcntl is None:
+        return
+    remains = re.compile(re.escape(f".{target.name}.") + r"[0-9a-f]{8}\.(partial|old)")
+    for path in sorted(target.parent.iterdir()):
+        if not remains.fullmatch(path.name) or path.is_symlink() or not path.is_dir():
+            continue
+        if path.suffix == ".old" and not target.exists():
+            path.rename(target)  # killed between two renames: this is the good export
+            continue
+        lock = _lock(path)
+        if lock is not None:
+            shutil.rmtree(path, ignore_errors=True)
+            os.close(lock)
 
 
 def _swap(partial: Path, target: Path) -> None:

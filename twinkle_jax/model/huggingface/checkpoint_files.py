@@ -2,6 +2,7 @@
 
 import json
 import re
+import stat
 from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
@@ -23,6 +24,9 @@ TOKENIZER_FILES = (
     "processor_config.json",
     "video_preprocessor_config.json",
 )
+DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+LARGEST_JSON = 64 * 2**20
+_KINDS = {stat.S_IFDIR: "a directory", stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket"}
 _HUB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*")
 _PICKLED = {".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle"}
 _INSTALL = "pip install 'twinkle-jax[checkpoints]'"
@@ -53,7 +57,9 @@ def locate(path_or_id: str | Path) -> Path:
     if path.is_dir():
         return path
     if not isinstance(path_or_id, str) or not _HUB_ID.fullmatch(path_or_id) or path.exists():
-        raise ValueError(f"expected a directory or a hub id 'owner/name', got {str(path_or_id)!r}")
+        raise ValueError(
+            f"path_or_id must be a directory or a hub id 'owner/name', got {str(path_or_id)!r}"
+        )
     try:
         from huggingface_hub import snapshot_download
     except ImportError as error:
@@ -67,28 +73,39 @@ def locate(path_or_id: str | Path) -> Path:
 def inside(directory: Path, name: str) -> Path:
     """Join a file name to a directory; refuse paths, and links that lead out of it."""
     if not name or name in (".", "..") or Path(name).name != name or "\\" in name:
-        raise ValueError(f"expected a plain file name inside {directory}, got {name!r}")
+        raise ValueError(f"file names must be plain, and inside {directory}, got {name!r}")
     home = directory.resolve()
     roots = [home]
     if home.parent.name == "snapshots":  # the hub's cache keeps files in `blobs` and links to them
         roots.append(home.parent.parent / "blobs")
     path = directory / name
     if not any(path.resolve().is_relative_to(root) for root in roots):
-        raise ValueError(f"{name!r} leads out of {directory}, to {path.resolve()}")
+        raise ValueError(f"{name!r} must stay inside {directory}, got a link to {path.resolve()}")
+    return path
+
+
+def regular_file(path: Path) -> Path:
+    """Refuse what is no file before it is opened: a FIFO would be waited for without end."""
+    try:
+        mode = path.stat().st_mode
+    except FileNotFoundError:
+        raise ValueError(f"{path.parent} must hold {path.name}, got nothing of that name") from None
+    if not stat.S_ISREG(mode):
+        raise ValueError(f"{path} must be a file, got {_KINDS.get(stat.S_IFMT(mode), 'a device')}")
     return path
 
 
 def read_json(directory: Path, name: str) -> dict[str, Any]:
     """Read a JSON object."""
-    path = inside(directory, name)
+    path = regular_file(inside(directory, name))
+    if path.stat().st_size > LARGEST_JSON:
+        raise ValueError(f"{path} must have at most {LARGEST_JSON} bytes, got more")
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ValueError(f"expected {name} in {directory}") from None
-    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
-        raise ValueError(f"{path} is not JSON: {error}") from None
+    except (ValueError, RecursionError) as error:  # of bytes, of syntax, of integers' length
+        raise ValueError(f"{path} must be JSON, got {error}") from None
     if not isinstance(content, dict):
-        raise ValueError(f"expected a JSON object in {path}, got {type(content).__name__}")
+        raise ValueError(f"{path} must hold a JSON object, got {type(content).__name__}")
     return content
 
 
@@ -104,29 +121,35 @@ def stored_tensors(directory: Path) -> dict[str, StoredTensor]:
     if not inside(directory, INDEX).exists():
         pickled = sorted(p.name for p in directory.iterdir() if p.suffix in _PICKLED)
         found = f"; {pickled[0]} is pickled, and pickles are never read" if pickled else ""
-        raise ValueError(f"expected {SINGLE} or {INDEX} in {directory}{found}")
+        raise ValueError(f"{directory} must hold {SINGLE} or {INDEX}, got neither{found}")
     shards = _weight_map(directory)
     tensors: dict[str, StoredTensor] = {}
     for name in sorted(set(shards.values())):
         tensors |= _headers(inside(directory, name))
     for tensor, name in shards.items():
         if tensor not in tensors or tensors[tensor].file.name != name:
-            raise ValueError(f"{INDEX} promises {tensor!r} in {name}, which does not hold it")
+            raise ValueError(
+                f"{INDEX} must name the file of each tensor, got {tensor!r} in {name}, "
+                "which does not hold it"
+            )
     return tensors
 
 
 def _weight_map(directory: Path) -> Mapping[str, str]:
     shards = read_json(directory, INDEX).get("weight_map")
     if not isinstance(shards, dict) or not all(isinstance(v, str) for v in shards.values()):
-        raise ValueError(f"expected 'weight_map' in {directory / INDEX}, from tensors to files")
+        raise ValueError(
+            f"weight_map must be an object from tensors to files in {directory / INDEX}, "
+            f"got {type(shards).__name__}"
+        )
     for name in set(shards.values()):
-        if not inside(directory, name).is_file():
-            raise ValueError(f"{INDEX} names {name!r}, which is not in {directory}")
+        regular_file(inside(directory, name))
     return shards
 
 
 def _headers(path: Path) -> dict[str, StoredTensor]:
     safetensors = import_safetensors()
+    regular_file(path)
     try:
         with safetensors.safe_open(path, framework="np") as file:
             names = file.keys()
@@ -136,4 +159,4 @@ def _headers(path: Path) -> dict[str, StoredTensor]:
                 for name, x in slices.items()
             }
     except (safetensors.SafetensorError, OSError) as error:
-        raise ValueError(f"{path} is damaged or no safetensors file: {error}") from None
+        raise ValueError(f"{path} must be a whole safetensors file, got {error}") from None

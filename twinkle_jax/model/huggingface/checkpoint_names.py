@@ -3,13 +3,13 @@
 from collections.abc import Iterable, Mapping
 
 from twinkle_jax.model.decoder.config import DecoderConfig
+from twinkle_jax.model.decoder.families import FAMILIES
 from twinkle_jax.model.decoder.parameters import Parameter, parameter_table
-from twinkle_jax.model.huggingface.checkpoint_files import StoredTensor
+from twinkle_jax.model.huggingface.checkpoint_files import DTYPES, StoredTensor
+from twinkle_jax.model.huggingface.stored_form import stored_name, stored_shape
 
 HEAD, EMBEDDING = "lm_head.weight", "embed_tokens.weight"
 NESTED_PREFIX, PREFIX = "model.language_model.", "model."
-DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-_IGNORED = ("model.visual.", "visual.", "mtp.", "model.mtp.")
 
 
 def layer_number(config: DecoderConfig, path: tuple[str, ...], repeat: int) -> int:
@@ -21,16 +21,17 @@ def stored_names(
     config: DecoderConfig, path: tuple[str, ...], parameter: Parameter, prefix: str
 ) -> list[str]:
     """Give the names of the tensors of one leaf: one, or one per repetition of the block."""
-    name = parameter.stored_name
+    name = stored_name(parameter.path)
     if path[0] == "layers":
         numbers = (layer_number(config, path, r) for r in range(config.repeats))
         return [f"{prefix}layers.{number}.{name}" for number in numbers]
     return [HEAD if path[0] == "lm_head" else prefix + name]
 
 
-def carried_tensors(stored: Iterable[str]) -> list[str]:
-    """List the tensors of a Qwen3.5 checkpoint that the text model does not read."""
-    return sorted(name for name in stored if name.startswith(_IGNORED))
+def carried_tensors(config: DecoderConfig, stored: Iterable[str]) -> list[str]:
+    """List the tensors of an enclosing model's checkpoint that the text model does not read."""
+    carried = FAMILIES[config.model_type].carried
+    return sorted(name for name in stored if name.startswith(carried))
 
 
 def match_tensors(
@@ -40,24 +41,24 @@ def match_tensors(
     prefix = NESTED_PREFIX if NESTED_PREFIX + EMBEDDING in stored else PREFIX
     table = parameter_table(config)
     names = {path: stored_names(config, path, p, prefix) for path, p in table.items()}
-    wanted = {name: table[path].stored_shape for path, group in names.items() for name in group}
-    ignored = set(carried_tensors(stored)) if config.model_type == "qwen3_5_text" else set()
+    wanted = {name: stored_shape(table[path]) for path, group in names.items() for name in group}
+    ignored = set(carried_tensors(config, stored))
     if config.tie_embeddings:
         ignored.add(HEAD)
-    _refuse("missing tensors", wanted.keys() - stored.keys())
-    _refuse("tensors that the model does not have", stored.keys() - wanted.keys() - ignored)
+    _refuse("hold all tensors of the model, got none named", wanted.keys() - stored.keys())
+    _refuse("hold no tensors but the model's, got", stored.keys() - wanted.keys() - ignored)
     for name, shape in wanted.items():
         if stored[name].shape != shape:
-            raise ValueError(f"expected {name} of shape {shape}, got {stored[name].shape}")
+            raise ValueError(f"{name} must have the shape {shape}, got {stored[name].shape}")
         if stored[name].dtype not in DTYPES:
             raise ValueError(
-                f"expected {name} of type {', '.join(DTYPES)}, got {stored[name].dtype}"
+                f"{name} must have a type of {', '.join(DTYPES)}, got {stored[name].dtype}"
             )
     return names
 
 
-def _refuse(what: str, names: Iterable[str]) -> None:
+def _refuse(demand: str, names: Iterable[str]) -> None:
     listed = sorted(names)
     if listed:
         rest = f" and {len(listed) - 3} more" if len(listed) > 3 else ""
-        raise ValueError(f"{what}: {', '.join(listed[:3])}{rest}")
+        raise ValueError(f"the checkpoint must {demand} {', '.join(listed[:3])}{rest}")

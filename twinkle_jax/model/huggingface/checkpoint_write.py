@@ -1,51 +1,37 @@
 """Writing checkpoints that transformers and vLLM load, one shard in memory at a time."""
 
 import json
-import math
 import re
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
-from functools import partial, reduce
-from operator import getitem
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
 from twinkle_jax.model.decoder.module import Decoder
-from twinkle_jax.model.decoder.parameters import Parameter, parameter_table
-from twinkle_jax.model.huggingface.atomic_directory import replace_directory
+from twinkle_jax.model.huggingface.atomic_directory import check_target, replace_directory
 from twinkle_jax.model.huggingface.checkpoint_files import (
     CONFIG,
     INDEX,
     SINGLE,
     TOKENIZER_FILES,
-    StoredTensor,
     import_safetensors,
     inside,
-    stored_tensors,
 )
 from twinkle_jax.model.huggingface.checkpoint_names import (
     NESTED_PREFIX,
     PREFIX,
-    carried_tensors,
-    layer_number,
-    stored_names,
 )
-from twinkle_jax.model.huggingface.checkpoint_read import open_files
 from twinkle_jax.model.huggingface.export_config import export_config
-
-
-class _Tensor(NamedTuple):
-    """A tensor to write: its size, and a function that fetches it."""
-
-    name: str
-    nbytes: int
-    fetch: Callable[[], np.ndarray]
+from twinkle_jax.model.huggingface.export_tensors import (
+    ExportTensor,
+    carried_from_source,
+    list_tensors,
+)
 
 
 def save_pretrained(
@@ -71,17 +57,19 @@ def save_pretrained(
         max_shard_size: bytes of tensors per file; several files get an index.
 
     Raises:
-        ValueError: if the target is a file, or a directory with directories in it, or
-            `max_shard_size` is not positive.
+        ValueError: if a parameter is NaN or infinite, or becomes so in `dtype`; if `dtype` is none
+            that `load_pretrained` reads; if the target is a file, a mount point or the current
+            directory, or holds what is no file; or if `max_shard_size` is not positive. What stood
+            in the target is then as it was.
         ImportError: if safetensors is not installed.
     """
     import_safetensors()
     target = Path(directory).expanduser()
     if max_shard_size < 1:
-        raise ValueError(f"expected max_shard_size of at least 1 byte, got {max_shard_size}")
+        raise ValueError(f"max_shard_size must be at least 1 byte, got {max_shard_size}")
     others = _other_files(target)
     with ExitStack() as stack:
-        carried = _carried(decoder, stack)
+        carried = carried_from_source(decoder, stack)
         nested = bool(carried)
         tensors = list_tensors(decoder, NESTED_PREFIX if nested else PREFIX, dtype) + carried
         with replace_directory(target) as fresh:
@@ -93,52 +81,7 @@ def save_pretrained(
             _keep_files(target, fresh, others)
 
 
-def list_tensors(decoder: Decoder, prefix: str, dtype: DTypeLike | None) -> list[_Tensor]:
-    """List the decoder's tensors under their stored names: outside the layers, then by layer."""
-    config = decoder.config
-    params: Any = decoder.params
-    rows = []
-    for path, p in parameter_table(config).items():
-        leaf: Any = reduce(getitem, path, params)
-        to = jnp.dtype(leaf.dtype if dtype is None else dtype)
-        nbytes = math.prod(p.shape) * to.itemsize
-        for repeat, name in enumerate(stored_names(config, path, p, prefix)):
-            layer = layer_number(config, path, repeat) if path[0] == "layers" else -1
-            fetch = partial(_fetch, leaf, None if layer < 0 else repeat, p, to)
-            rows.append((layer, _Tensor(name, nbytes, fetch)))
-    return [tensor for _, tensor in sorted(rows, key=lambda row: row[0])]
-
-
-def _fetch(leaf: jax.Array, repeat: int | None, p: Parameter, dtype: jnp.dtype) -> np.ndarray:
-    """Bring one tensor to the host in the form that is stored."""
-    values = leaf if repeat is None else jax.lax.dynamic_index_in_dim(leaf, repeat, 0, False)
-    array = np.asarray(values).astype(dtype)
-    if p.path[-1] == "kernel":
-        array = array.T
-    # safetensors 0.8 writes the wrong bytes of arrays that are not contiguous.
-    return np.ascontiguousarray(array).reshape(p.stored_shape)
-
-
-def _carried(decoder: Decoder, stack: ExitStack) -> list[_Tensor]:
-    """List the vision and multi-token-prediction tensors to copy from where the decoder was."""
-    source = decoder.source
-    if source is None or not source.is_dir() or "text_config" not in decoder.config.original:
-        return []
-    stored = stored_tensors(source)
-    wanted = {name: stored[name] for name in carried_tensors(stored)}
-    files = open_files(stack, wanted)
-    return [
-        _Tensor(name, _nbytes(stored[name]), partial(files[name].get_tensor, name))
-        for name in wanted
-    ]
-
-
-def _nbytes(tensor: StoredTensor) -> int:
-    bits = "".join(c for c in tensor.dtype if c.isdigit())[:2]  # F32, BF16, F8_E4M3
-    return math.prod(tensor.shape) * max(int(bits or 8) // 8, 1)
-
-
-def _write_tensors(directory: Path, tensors: list[_Tensor], max_shard_size: int) -> None:
+def _write_tensors(directory: Path, tensors: list[ExportTensor], max_shard_size: int) -> None:
     """Write one file, or as many as the size asks for and their index."""
     shards = _plan(tensors, max_shard_size)
     if len(shards) == 1:
@@ -153,9 +96,9 @@ def _write_tensors(directory: Path, tensors: list[_Tensor], max_shard_size: int)
     return _write_json(directory / INDEX, index)
 
 
-def _plan(tensors: list[_Tensor], max_shard_size: int) -> list[list[_Tensor]]:
+def _plan(tensors: list[ExportTensor], max_shard_size: int) -> list[list[ExportTensor]]:
     """Fill shards in order; a tensor that is larger than a shard gets its own."""
-    shards: list[list[_Tensor]] = [[]]
+    shards: list[list[ExportTensor]] = [[]]
     room = max_shard_size
     for tensor in tensors:
         if tensor.nbytes > room and shards[-1]:
@@ -166,14 +109,14 @@ def _plan(tensors: list[_Tensor], max_shard_size: int) -> list[list[_Tensor]]:
     return shards
 
 
-def _write_shard(path: Path, shard: list[_Tensor]) -> None:
+def _write_shard(path: Path, shard: list[ExportTensor]) -> None:
     """Write a file, and compare what can be read from it with what was meant."""
     safetensors = import_safetensors()
     arrays = {tensor.name: tensor.fetch() for tensor in shard}
     safetensors.numpy.save_file(arrays, path, metadata={"format": "pt"})
     with safetensors.safe_open(path, framework="np") as file:
         for name, array in arrays.items():
-            if file.get_tensor(name).tobytes() != array.tobytes():
+            if not np.array_equal(_bytes_of(file.get_tensor(name)), _bytes_of(array)):
                 raise OSError(f"{name} reads back from {path} with other values")
 
 
@@ -188,14 +131,19 @@ def _keep_files(place: Path | None, directory: Path, names: Iterable[str]) -> No
             shutil.copy2(inside(place, name), directory / name)
 
 
+def _bytes_of(array: np.ndarray) -> np.ndarray:
+    return array.reshape(-1).view(np.uint8)
+
+
 def _other_files(target: Path) -> list[str]:
     """List what stands in the target besides an earlier export; refuse to replace the rest."""
+    check_target(target)
     if not target.exists():
         return []
-    if not target.is_dir():
-        raise ValueError(f"expected a directory, got the file {target}")
     for path in sorted(target.iterdir()):
-        if path.is_dir():
-            raise ValueError(f"{target} holds the directory {path.name!r}; give one of its own")
+        if not path.is_file():
+            raise ValueError(
+                f"directory must hold files only, got {path.name!r} in {target}: it would be lost"
+            )
     weights = re.compile(r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?")
     return sorted(p.name for p in target.iterdir() if not weights.fullmatch(p.name))

@@ -12,9 +12,9 @@ from twinkle_jax.model.huggingface.config_values import only
 
 READ = """model_type vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads
     num_key_value_heads head_dim rms_norm_eps tie_word_embeddings layer_types rope_theta
-    partial_rotary_factor rope_parameters rope_scaling""".split()
+    partial_rotary_factor rope_parameters rope_scaling""".split()  # noqa: SIM905
 LINEAR_KEYS = """full_attention_interval linear_num_key_heads linear_num_value_heads
-    linear_key_head_dim linear_value_head_dim linear_conv_kernel_dim""".split()
+    linear_key_head_dim linear_value_head_dim linear_conv_kernel_dim""".split()  # noqa: SIM905
 WINDOW_KEYS = ("use_sliding_window", "sliding_window", "max_window_layers")
 
 # Keys of every family that may have these values only: with others, the model would be another.
@@ -42,7 +42,7 @@ SILENT = frozenset(
     problem_type remove_invalid_values repetition_penalty return_dict return_dict_in_generate
     suppress_tokens task_specific_params temperature tf_legacy_loss tie_encoder_decoder
     tokenizer_class top_k top_p torch_dtype torchscript typical_p use_bfloat16 use_cache
-    mtp_num_hidden_layers mtp_use_dedicated_embeddings""".split()
+    mtp_num_hidden_layers mtp_use_dedicated_embeddings""".split()  # noqa: SIM905
 )
 _SILENT = re.compile(r"_.*|.*_token_ids?|.*_version|transformers.*|unsloth_.*")
 

@@ -20,15 +20,11 @@ def size(
     """Take a size; a key that is not there has its default, if there is one."""
     value = config.get(name, default)
     if type(value) is not int or not 1 <= value <= most:
-        raise ValueError(
-            f"{name} must be a positive integer of at most {most}, got {shown(value)}"
-        )
+        raise ValueError(f"{name} must be a positive integer of at most {most}, got {shown(value)}")
     return value
 
 
-def number(
-    config: Mapping[str, Any], name: str, default: float, *, zero: bool = False
-) -> float:
+def number(config: Mapping[str, Any], name: str, default: float, *, zero: bool = False) -> float:
     """Take a positive, finite number; 0 too, if it means something."""
     value = config.get(name, default)
     plain = type(value) in (int, float)

@@ -4,12 +4,8 @@ import json
 from typing import Any
 
 from twinkle_jax.model.decoder.config import DecoderConfig
-
-ARCHITECTURES = {
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-    "qwen3_5_text": "Qwen3_5ForCausalLM",
-}
+from twinkle_jax.model.decoder.families import FAMILIES
+from twinkle_jax.model.huggingface.rope_config import SILENT, rope_entries
 
 
 def export_config(config: DecoderConfig, *, nested: bool, dtype: str) -> dict[str, Any]:
@@ -25,10 +21,11 @@ def export_config(config: DecoderConfig, *, nested: bool, dtype: str) -> dict[st
     """
     original: dict[str, Any] = json.loads(config.original) if config.original else {}
     text = dict(original.get("text_config", original))
-    rope = text.get("rope_parameters") or {}
-    text.update(_text_entries(config, rope), dtype=dtype, torch_dtype=dtype)
+    rope = text.get("rope_scaling") or text.get("rope_parameters") or {}
+    silent = {key: rope[key] for key in sorted(SILENT & rope.keys())}
+    text.update(_text_entries(config, silent), dtype=dtype, torch_dtype=dtype)
     if not (nested and "text_config" in original):
-        return text | {"architectures": [ARCHITECTURES[config.model_type]]}
+        return text | {"architectures": [FAMILIES[config.model_type].architecture]}
     return original | {
         "text_config": text,
         "tie_word_embeddings": config.tie_embeddings,
@@ -40,7 +37,8 @@ def export_config(config: DecoderConfig, *, nested: bool, dtype: str) -> dict[st
 def _text_entries(config: DecoderConfig, rope: dict[str, Any]) -> dict[str, Any]:
     """Hugging Face's names for everything that the decoder computes with."""
     attention, delta = config.attention, config.delta_net
-    rope = rope | {"rope_type": "default", "rope_theta": attention.rope_theta}
+    family = FAMILIES[config.model_type]
+    rope = rope | rope_entries(attention)
     entries: dict[str, Any] = {
         "model_type": config.model_type,
         "vocab_size": config.vocab_size,
@@ -56,10 +54,12 @@ def _text_entries(config: DecoderConfig, rope: dict[str, Any]) -> dict[str, Any]
         "layer_types": list(config.layer_kinds),
         "rope_theta": attention.rope_theta,
         "rope_parameters": rope,
+        # transformers 4 reads this one, and 5 too, where there is something in it
+        "rope_scaling": None if attention.rope_scaling is None else rope,
     }
-    if config.model_type != "qwen2":
+    if not family.fixed_bias:
         entries["attention_bias"] = attention.bias
-    if config.model_type == "qwen3_5_text":
+    if family.rotary_part is not None:
         partial = attention.rotary_dim / attention.head_dim
         rope["partial_rotary_factor"] = entries["partial_rotary_factor"] = partial
     if delta is not None:

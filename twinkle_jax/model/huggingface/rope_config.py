@@ -1,14 +1,15 @@
 """The rotary part of a `config.json`: three spellings, and the one that transformers reads."""
 
 from collections.abc import Mapping
+from dataclasses import astuple
 from typing import Any, NamedTuple
 
-from twinkle_jax.model.decoder.config import RopeScaling
+from twinkle_jax.model.decoder.config import AttentionConfig, RopeScaling
 from twinkle_jax.model.decoder.families import Family
 from twinkle_jax.model.huggingface.config_values import number, only, section, shown, size
 
 _EVERY = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
-_SILENT = {"mrope_section", "mrope_interleaved"}  # of images: text has one position a token
+SILENT = {"mrope_section", "mrope_interleaved"}  # of images: text has one position a token
 _LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 
 
@@ -29,10 +30,11 @@ def read_rope(flat: Mapping[str, Any], family: Family) -> Rope:
         rope["rope_type"] = rope["type"]
     kind = only(rope, "rope_type", family.rope_types)
     known = _EVERY | (set(_LLAMA3) if kind == "llama3" else set())
-    known |= _SILENT if family.rotary_part is not None else set()
+    known |= SILENT if family.rotary_part is not None else set()
     for key in rope.keys() - known:
-        raise ValueError(f"{name} must have no key {key!r} where rope_type is {kind!r}, "
-                         f"got {shown(rope[key])}")
+        raise ValueError(
+            f"{name} must have no key {key!r} where rope_type is {kind!r}, got {shown(rope[key])}"
+        )
     if family.rotary_part is None:
         only(rope, "partial_rotary_factor", (1.0, 1, None))
         part = 1.0
@@ -58,3 +60,12 @@ def _llama3(rope: Mapping[str, Any]) -> RopeScaling:
             f"got {scaling.high_frequency}"
         )
     return scaling
+
+
+def rope_entries(attention: AttentionConfig) -> dict[str, Any]:
+    """Write what `read_rope` reads, but for the rotated part."""
+    entries = {"rope_type": "default", "rope_theta": attention.rope_theta}
+    if attention.rope_scaling is None:
+        return entries
+    values = astuple(attention.rope_scaling)
+    return entries | {"rope_type": "llama3"} | dict(zip(_LLAMA3, values, strict=True))
