@@ -64,7 +64,7 @@ def test_docstring_examples(name):
 
 PUBLIC = [
     (package, name)
-    for package in ("advantage", "loss", "model")
+    for package in ("advantage", "data", "loss", "model", "reward")
     for name in importlib.import_module(f"twinkle_jax.{package}").__all__
 ]
 

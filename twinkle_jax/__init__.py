@@ -1,20 +1,20 @@
 """Reinforcement learning of language models in JAX: pure functions, with Twinkle's names.
 
-`import twinkle_jax` loads the advantages and jax. The other sub-packages load when they are first
-asked for: `twinkle_jax.loss.GRPOLoss` works after `import twinkle_jax` alone.
+Everything loads when it is first asked for: `twinkle_jax.loss.GRPOLoss` works after
+`import twinkle_jax` alone, and rewards are computed without jax.
 """
 
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from twinkle_jax import advantage
 from twinkle_jax._version import __version__
-from twinkle_jax.advantage import GRPOAdvantage, RLOOAdvantage, grpo_advantage, rloo_advantage
 
 if TYPE_CHECKING:
-    from twinkle_jax import data, loss, model
+    from twinkle_jax import advantage, data, loss, model, reward
+    from twinkle_jax.advantage import GRPOAdvantage, RLOOAdvantage, grpo_advantage, rloo_advantage
 
-_LAZY = ("data", "loss", "model")
+_LAZY = ("advantage", "data", "loss", "model", "reward")
+_OF_ADVANTAGE = ("GRPOAdvantage", "RLOOAdvantage", "grpo_advantage", "rloo_advantage")
 
 __all__ = [
     "GRPOAdvantage",
@@ -25,6 +25,7 @@ __all__ = [
     "grpo_advantage",
     "loss",
     "model",
+    "reward",
     "rloo_advantage",
 ]
 
@@ -32,6 +33,8 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name in _LAZY:
         return importlib.import_module(f"twinkle_jax.{name}")
+    if name in _OF_ADVANTAGE:
+        return getattr(importlib.import_module("twinkle_jax.advantage"), name)
     raise AttributeError(f"module 'twinkle_jax' has no attribute {name!r}")
 
 

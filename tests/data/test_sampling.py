@@ -122,6 +122,7 @@ def test_inputs_and_trajectories_of_all_responses():
     words = [t["messages"][-1]["content"] for t in responses.trajectories]
     assert words == ["a", "b", "c"]
     assert responses.trajectories[0]["user_data"] == truth
+    assert [t["completion_length"] for t in responses.trajectories] == [1, 1, 1]
     assert "input_ids" not in responses.trajectories[0]
 
 

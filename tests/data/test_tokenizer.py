@@ -137,7 +137,7 @@ def test_extras_that_are_missing_are_named(monkeypatch):
 def test_nothing_heavy_is_imported_before_it_is_used():
     heavy = ["tokenizers", "jinja2", "grain", "math_verify", "sympy", "transformers", "torch"]
     code = (
-        "import json, sys, twinkle_jax.data;"
+        "import json, sys, twinkle_jax.data, twinkle_jax.reward;"
         f"print(json.dumps([name for name in {heavy} if name in sys.modules]))"
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -1,6 +1,7 @@
 """What goes in: conversations, data sets, input features, batches, and their sizes."""
 
-from twinkle_jax.data.batch import Batch
+from typing import TYPE_CHECKING, Any
+
 from twinkle_jax.data.buckets import bucket_size
 from twinkle_jax.data.chat_template import ChatTemplate
 from twinkle_jax.data.sampling import (
@@ -24,6 +25,9 @@ from twinkle_jax.data.trajectory import (
     user_data_get,
 )
 
+if TYPE_CHECKING:
+    from twinkle_jax.data.batch import Batch
+
 __all__ = [
     "Batch",
     "ChatTemplate",
@@ -45,3 +49,11 @@ __all__ = [
     "small_tokenizer",
     "user_data_get",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "Batch":  # arrays of jax, which rewards and data sets do without
+        from twinkle_jax.data.batch import Batch
+
+        return Batch
+    raise AttributeError(f"module 'twinkle_jax.data' has no attribute {name!r}")

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-IGNORE = -100
+from twinkle_jax.data.trajectory import IGNORE as IGNORE
 
 
 class Batch(NamedTuple):

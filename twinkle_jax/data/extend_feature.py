@@ -5,8 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from twinkle_jax.data.batch import IGNORE
-from twinkle_jax.data.trajectory import InputFeature
+from twinkle_jax.data.trajectory import IGNORE, InputFeature
 
 
 def extend_feature(

@@ -187,9 +187,11 @@ class SampleResponses(list[SampleResponse]):
     def trajectories(self) -> list[Trajectory]:
         """The conversation of each sequence, its completion the last message."""
         kept = ("messages", "tools", "user_data")
+        lengths = [len(s.tokens) for response in self for s in response.sequences]
         found: list[Any] = []
         for i, feature in enumerate(self.inputs):
             if "messages" not in feature:
                 raise ValueError(f"sequence {i} must have messages, got {sorted(feature)}")
-            found.append({key: value for key, value in feature.items() if key in kept})
+            trajectory = {key: value for key, value in feature.items() if key in kept}
+            found.append({**trajectory, "completion_length": lengths[i]})
         return found

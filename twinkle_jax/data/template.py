@@ -7,12 +7,11 @@ from typing import Any, Literal
 
 import numpy as np
 
-from twinkle_jax.data.batch import IGNORE
 from twinkle_jax.data.chat_template import ChatTemplate
 from twinkle_jax.data.control_tokens import Encoded, show
 from twinkle_jax.data.extend_feature import extend_feature
 from twinkle_jax.data.tokenizer import Tokenizer
-from twinkle_jax.data.trajectory import InputFeature, Message, message_text
+from twinkle_jax.data.trajectory import IGNORE, InputFeature, Message, message_text
 
 _MARK = "\ue0f8"  # stands for the assistant's last words, to find what follows them
 _TRUSTED = ("assistant", "system")  # may write <think> and the like, but no special token

@@ -4,9 +4,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypedDict
 
 import numpy as np
-from jax.typing import ArrayLike
 
-TokenIds = Sequence[int] | np.ndarray[Any, Any] | ArrayLike
+TokenIds = Sequence[int] | np.ndarray[Any, Any]
+IGNORE = -100  # the label where there is no loss
 
 
 class ToolCall(TypedDict, total=False):
@@ -40,11 +40,13 @@ class Trajectory(TypedDict, total=False):
     """A conversation, the tools in it, and what the user wants to keep beside it.
 
     `user_data` is a list of pairs of a name and a value, `[('ground_truth', '42')]` for one.
+    `completion_length` counts the tokens that were sampled last.
     """
 
     messages: list[Message]
     tools: list[Tool]
     user_data: list[tuple[str, Any]]
+    completion_length: int
 
 
 class InputFeature(TypedDict, total=False):
