@@ -10,24 +10,17 @@ from typing import TYPE_CHECKING, Any
 from twinkle_jax._version import __version__
 
 if TYPE_CHECKING:
-    from twinkle_jax import advantage, data, loss, model, reward
+    from twinkle_jax import advantage as advantage
+    from twinkle_jax import data as data
+    from twinkle_jax import loss as loss
+    from twinkle_jax import model as model
+    from twinkle_jax import reward as reward
     from twinkle_jax.advantage import GRPOAdvantage, RLOOAdvantage, grpo_advantage, rloo_advantage
 
 _LAZY = ("advantage", "data", "loss", "model", "reward")
 _OF_ADVANTAGE = ("GRPOAdvantage", "RLOOAdvantage", "grpo_advantage", "rloo_advantage")
 
-__all__ = [
-    "GRPOAdvantage",
-    "RLOOAdvantage",
-    "__version__",
-    "advantage",
-    "data",
-    "grpo_advantage",
-    "loss",
-    "model",
-    "reward",
-    "rloo_advantage",
-]
+__all__ = ["GRPOAdvantage", "RLOOAdvantage", "__version__", "grpo_advantage", "rloo_advantage"]
 
 
 def __getattr__(name: str) -> Any:
@@ -39,4 +32,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*globals(), *__all__, *_LAZY})

@@ -157,7 +157,8 @@ def test_gradients_of_a_loss(name, saved):
 
 
 @pytest.mark.parametrize(
-    "case", ["llama", "qwen2 tied", "qwen3 tied, biased", "qwen3 wide heads", "qwen3_5_text by interval"]
+    "case",
+    ["llama", "qwen2 tied", "qwen3 tied, biased", "qwen3 wide heads", "qwen3_5_text by interval"],
 )
 def test_transformers_reads_what_is_saved_here(case, saved, tmp_path):
     model, directory = saved(case)
