@@ -84,12 +84,11 @@ def params_of(model_type: str) -> dict[str, Any]:
     return random_params(config_of(model_type))
 
 
-# Without optimisation compilers take half as long; small batches need no more.
 QUICK = {"xla_backend_optimization_level": 0}
 
 
 def _compiled(function: Callable[..., Any], *static: str) -> Callable[..., Any]:
-    return jax.jit(function, static_argnames=("config", *static), compiler_options=QUICK)
+    return jax.jit(function, static_argnames=("config", *static))
 
 
 hidden = _compiled(hidden_states, "compute_dtype", "attention", "remat")

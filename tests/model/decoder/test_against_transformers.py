@@ -20,10 +20,7 @@ from twinkle_jax.model import (
 _GET = "pip install 'twinkle-jax[test,oracle]'"
 torch = pytest.importorskip("torch", reason=_GET)
 transformers = pytest.importorskip("transformers", reason=_GET)
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning"),
-    pytest.mark.as_users_compile,
-]
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 hidden = jax.jit(hidden_states, static_argnames="config")
 fill = jax.jit(prefill, static_argnames=("config", "max_length"))
 step = jax.jit(decode_step, static_argnames="config")

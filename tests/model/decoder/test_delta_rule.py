@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 from jax.test_util import check_grads
 
-from tests.model.families import QUICK, assert_close
+from tests.model.families import assert_close
 from tests.model.reference import reference_delta_rule
 from twinkle_jax.model.decoder.delta_rule import DeltaInputs, delta_rule, delta_rule_step
 
-_run = jax.jit(delta_rule, static_argnames="chunk", compiler_options=QUICK)
+_run = jax.jit(delta_rule, static_argnames="chunk")
 
 
 def draw(time, *, decay=1.0, batch=2, heads=3, seed=0):

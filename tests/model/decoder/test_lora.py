@@ -9,11 +9,11 @@ import pytest
 
 from tests.model.families import config_of, params_of
 from twinkle_jax.model import Decoder, LoraConfig, TransformersModel, make_mesh, save_pretrained
+from twinkle_jax.model.decoder.lora import read_lora_config
 
 pytest.importorskip("safetensors", reason="pip install 'twinkle-jax[checkpoints]'")
 import safetensors.numpy
 
-pytestmark = pytest.mark.quick_compile
 ROWS = [[5, 6, 7, 8, 9], [10, 11, 12], [13, 14, 15, 16]]
 INPUTS = [{"input_ids": row, "labels": [*row[1:], -100]} for row in ROWS]
 LORA = LoraConfig(r=3, lora_alpha=6, target_modules=("q_proj", "down_proj"))
@@ -128,16 +128,87 @@ def test_every_linear_layer_and_the_bfloat16_base(checkpoint):
     assert LoraConfig(r=4, lora_alpha=8, use_rslora=True).scale == 4
 
 
+NOT_PLAIN = [
+    ("init_lora_weights", "pissa"),
+    ("init_lora_weights", "olora"),
+    ("init_lora_weights", "eva"),
+    ("init_lora_weights", "corda"),
+    ("init_lora_weights", "loftq"),
+    ("alora_invocation_tokens", [5, 6]),
+    ("layer_replication", [[0, 2], [0, 2]]),
+    ("use_qalora", True),
+    ("lora_bias", True),
+    ("megatron_config", {"tensor_model_parallel_size": 2}),
+    ("use_dora", True),
+    ("use_dora", "false"),
+    ("bias", "all"),
+    ("fan_in_fan_out", True),
+    ("rank_pattern", {"q_proj": 4}),
+    ("alpha_pattern", {"q_proj": 4}),
+    ("modules_to_save", ["lm_head"]),
+    ("layers_to_transform", [0]),
+    ("exclude_modules", ["v_proj"]),
+    ("target_parameters", ["mlp.weight"]),
+    ("trainable_token_indices", [3]),
+    ("eva_config", {"rho": 2.0}),
+    ("loftq_config", {"loftq_bits": 4}),
+    ("use_rslora", "false"),
+    ("use_rslora", 1),
+    ("lora_alpha", float("nan")),
+    ("lora_alpha", float("inf")),
+    ("lora_alpha", "16"),
+    ("lora_alpha", True),
+    ("r", 2.0),
+    ("r", 10**30),
+    ("target_modules", ["q_proj", 3]),
+    ("target_modules", {"q_proj": 1}),
+    ("task_type", "SEQ_CLS"),
+    ("peft_type", "IA3"),
+    ("use_something_new", None),
+]
+
+
+@pytest.mark.parametrize(("name", "value"), NOT_PLAIN)
+def test_what_is_not_plain_lora_is_refused_by_name(name, value):
+    """Both by `add_adapter_to_model` and by `load`, which ask the same function."""
+    for new in (True, False):
+        with pytest.raises(ValueError, match=rf"^'?{name}'? must be "):
+            read_lora_config({"r": 2, name: value}, new=new)
+
+
+def test_how_a_trained_adapter_began_does_not_matter():
+    for start in (False, "gaussian", "orthogonal"):
+        with pytest.raises(ValueError, match="init_lora_weights must be True or None, got"):
+            read_lora_config({"init_lora_weights": start})
+        assert read_lora_config({"init_lora_weights": start}, new=False) == LoraConfig()
+
+
+def test_what_is_no_configuration():
+    with pytest.raises(TypeError, match="config must be a LoraConfig or a mapping, got int"):
+        read_lora_config(3)
+    with pytest.raises(ValueError, match="use_rslora must be True or False, got 'false'"):
+        LoraConfig(use_rslora="false")
+    assert LoraConfig(target_modules=["v_proj", "k_proj"]).target_modules == ("k_proj", "v_proj")
+
+
+def test_every_default_of_peft_is_taken():
+    get = "pip install 'twinkle-jax[test,oracle]'"
+    peft = pytest.importorskip("peft", reason=get)
+    assert read_lora_config(peft.LoraConfig(r=4, lora_alpha=12)) == LoraConfig(4, 12)
+    written = peft.LoraConfig(target_modules=["o_proj"], task_type="CAUSAL_LM").to_dict()
+    assert read_lora_config(written) == LoraConfig(target_modules=("o_proj",))
+
+
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"lora_dropout": 0.1}, "lora_dropout=0.1 is not supported"),
-        ({"use_dora": True}, "use_dora=True is not supported"),
-        ({"peft_type": "IA3"}, "peft_type 'LORA', got 'IA3'"),
-        ({"r": 0}, "r to be a positive int, got 0"),
+        ({"lora_dropout": 0.1}, "lora_dropout must be .*, got 0.1"),
+        ({"use_dora": True}, "use_dora must be False or None, got True"),
+        ({"peft_type": "IA3"}, "peft_type must be 'LORA' or None, got 'IA3'"),
+        ({"r": 0}, "r must be a positive int .*, got 0"),
         (
             {"target_modules": ["q_proj", "qkv"]},
-            r"among \['down_proj', .*'all-linear', got .*'qkv'",
+            r"target_modules must be among \['down_proj', .*'all-linear', got .*'qkv'",
         ),
     ],
 )
@@ -153,7 +224,7 @@ def test_one_adapter_and_no_checkpoint_over_it(stepped, checkpoint):
         model.add_adapter_to_model("second", LORA)
     with pytest.raises(ValueError, match=r"expected an adapter in .*, got a whole checkpoint"):
         model.load(checkpoint)
-    with pytest.raises(ValueError, match=r"holds .*; give the adapter its own"):
+    with pytest.raises(ValueError, match=r"directory must hold nothing but an adapter, got "):
         model.save(checkpoint)
 
 
@@ -164,17 +235,19 @@ def test_adapter_files_that_are_refused(stepped, tmp_path):
     good = safetensors.numpy.load_file(file)
     name = "base_model.model.model.layers.1.mlp.down_proj.lora_A.weight"
     cases = {
-        f"missing tensor: {name}": {k: v for k, v in good.items() if k != name},
-        "that the adapter does not have: other": good | {"other": good[name]},
-        r"of shape \(3, 40\), got \(40, 3\)": good | {name: np.ascontiguousarray(good[name].T)},
-        "NaN or infinity": good | {name: good[name] * np.float32(np.nan)},
+        f"{name} must be in the adapter": {k: v for k, v in good.items() if k != name},
+        "no tensors but the adapter's, got other": good | {"other": good[name]},
+        r"must have the shape \(3, 40\), got \(40, 3\)": good
+        | {name: np.ascontiguousarray(good[name].T)},
+        "must be finite in float32, got NaN": good | {name: good[name] * np.float32(np.nan)},
+        "NaN, infinity or larger values": good | {name: np.full((3, 40), 1e300)},
     }
     for message, tensors in cases.items():
         safetensors.numpy.save_file(tensors, file)
         with pytest.raises(ValueError, match=message):
             TransformersModel(model.model_id).load(tmp_path / "adapter")
     file.write_bytes(file.read_bytes()[:100])
-    with pytest.raises(ValueError, match="damaged or missing"):
+    with pytest.raises(ValueError, match="must be a whole safetensors file"):
         TransformersModel(model.model_id).load(tmp_path / "adapter")
 
 

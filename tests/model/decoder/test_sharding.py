@@ -24,7 +24,6 @@ from twinkle_jax.model.decoder.sharding import RULES
 from twinkle_jax.model.train_step.apply_gradients import _apply
 
 pytest.importorskip("safetensors", reason="pip install 'twinkle-jax[checkpoints]'")
-pytestmark = pytest.mark.quick_compile
 
 
 def trained(checkpoint, mesh):

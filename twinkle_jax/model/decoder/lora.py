@@ -15,23 +15,10 @@ from jaxtyping import Array, Key
 
 from twinkle_jax.model.decoder.config import DecoderConfig
 from twinkle_jax.model.decoder.parameters import Params, nest, parameter_table
+from twinkle_jax.model.decoder.peft_options import check_peft_options
 
 ALL_LINEAR = "all-linear"
-# PEFT's options that change the result, and the values that mean that they are off.
-_OFF: dict[str, tuple[Any, ...]] = {
-    "lora_dropout": (0, 0.0, None),
-    "bias": ("none", None),
-    "use_dora": (False, None),
-    "modules_to_save": (None, []),
-    "layers_to_transform": (None, []),
-    "layers_pattern": (None, []),
-    "rank_pattern": (None, {}),
-    "alpha_pattern": (None, {}),
-    "fan_in_fan_out": (False, None),
-    "exclude_modules": (None, []),
-    "target_parameters": (None, []),
-    "trainable_token_indices": (None, []),
-}
+LARGEST_RANK = 2**16
 
 
 @dataclass(frozen=True)
@@ -55,8 +42,19 @@ class LoraConfig:
     use_rslora: bool = False
 
     def __post_init__(self) -> None:
-        if isinstance(self.r, bool) or not isinstance(self.r, int) or self.r < 1:
-            raise ValueError(f"expected r to be a positive int, got {self.r!r}")
+        if type(self.r) is not int or not 1 <= self.r <= LARGEST_RANK:
+            raise ValueError(f"r must be a positive int of at most {LARGEST_RANK}, got {self.r!r}")
+        if type(self.lora_alpha) not in (int, float) or not abs(self.lora_alpha) <= 1e30:
+            raise ValueError(f"lora_alpha must be a finite number, got {self.lora_alpha!r}")
+        if type(self.use_rslora) is not bool:
+            raise ValueError(f"use_rslora must be True or False, got {self.use_rslora!r}")
+        targets = self.target_modules
+        if not isinstance(targets, str):
+            if not isinstance(targets, list | tuple | set | frozenset) or not all(
+                isinstance(name, str) for name in targets
+            ):
+                raise ValueError(f"target_modules must be names of projections, got {targets!r}")
+            object.__setattr__(self, "target_modules", tuple(sorted(targets)))
 
     @property
     def scale(self) -> float:
@@ -64,22 +62,21 @@ class LoraConfig:
         return float(self.lora_alpha / (self.r**0.5 if self.use_rslora else self.r))
 
 
-def read_lora_config(config: Any) -> LoraConfig:
-    """Take a LoraConfig of ours or of PEFT, or a mapping, and refuse what is not supported."""
+def read_lora_config(config: Any, *, new: bool = True) -> LoraConfig:
+    """Take a LoraConfig of ours or of PEFT, or a mapping, and refuse what is not plain LoRA.
+
+    Args:
+        config: what PEFT calls a LoraConfig.
+        new: whether the adapter is to be made, so that its initialisation matters too.
+    """
     if isinstance(config, LoraConfig):
         return config
-    values: Mapping[str, Any] = config if isinstance(config, Mapping) else vars(config)
-    for name, off in _OFF.items():
-        if name in values and values[name] not in off:
-            raise ValueError(f"{name}={values[name]!r} is not supported, only {off[0]!r}")
-    kind = str(values.get("peft_type", "LORA")).rpartition(".")[2]
-    if kind != "LORA":
-        raise ValueError(f"expected an adapter of peft_type 'LORA', got {kind!r}")
-    known = {f.name: values[f.name] for f in fields(LoraConfig) if values.get(f.name) is not None}
-    targets = known.get("target_modules", LoraConfig.target_modules)
-    if not isinstance(targets, str):
-        targets = tuple(sorted(targets))
-    return LoraConfig(**known | {"target_modules": targets})
+    values = config if isinstance(config, Mapping) else getattr(config, "__dict__", None)
+    if values is None:
+        raise TypeError(f"config must be a LoraConfig or a mapping, got {type(config).__name__}")
+    check_peft_options(values, new=new)
+    names = [f.name for f in fields(LoraConfig)]
+    return LoraConfig(**{name: values[name] for name in names if values.get(name) is not None})
 
 
 def adapted_kernels(
@@ -102,7 +99,7 @@ def adapted_kernels(
     known = {path[-1] for path in kernels}
     if not wanted or wanted - known:
         raise ValueError(
-            f"expected target_modules among {sorted(known)} or {ALL_LINEAR!r}, got {targets!r}"
+            f"target_modules must be among {sorted(known)}, or {ALL_LINEAR!r}, got {targets!r}"
         )
     return {path: shape for path, shape in kernels.items() if path[-1] in wanted}
 

@@ -10,27 +10,34 @@ import numpy as np
 from twinkle_jax.model.decoder.config import DecoderConfig
 from twinkle_jax.model.decoder.lora import LoraConfig, adapted_kernels, read_lora_config, walk
 from twinkle_jax.model.decoder.parameters import Params, nest
-from twinkle_jax.model.huggingface.atomic_directory import replace_directory
+from twinkle_jax.model.huggingface.atomic_directory import check_target, replace_directory
 from twinkle_jax.model.huggingface.checkpoint_files import (
     import_safetensors,
     inside,
     locate,
     read_json,
+    regular_file,
 )
 from twinkle_jax.model.huggingface.checkpoint_names import layer_number
+from twinkle_jax.model.huggingface.export_tensors import host_tensor
+from twinkle_jax.model.huggingface.place_leaf import all_finite
+from twinkle_jax.model.huggingface.stored_form import to_stored
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model.model.layers"
 
 
 def adapter_tensors(config: DecoderConfig, adapter: Params) -> dict[str, np.ndarray]:
-    """Name the adapters of each layer as PEFT does; A is [rank, in] there, and B [out, rank]."""
+    """Name the adapters of each layer as PEFT does, and turn them as they stand there.
+
+    Raises:
+        ValueError: if one holds NaN or infinity.
+    """
     tensors = {}
     for path, leaf in walk(adapter):
-        stacked = np.asarray(leaf)
-        for repeat, values in enumerate(stacked):
+        for repeat, values in enumerate(np.asarray(leaf)):
             name = _name(config, path, repeat)
-            tensors[name] = np.ascontiguousarray(values.T)
+            tensors[name] = host_tensor(name, path, values, jnp.dtype(values.dtype))
     return tensors
 
 
@@ -50,9 +57,12 @@ def save_adapter(
     """Write an adapter that PEFT loads; an interrupted save leaves an older one whole."""
     safetensors = import_safetensors()
     target = Path(directory).expanduser()
+    check_target(target)
     strangers = {p.name for p in target.iterdir()} - {CONFIG, WEIGHTS} if target.exists() else ()
     if strangers:
-        raise ValueError(f"{target} holds {sorted(strangers)[0]!r}; give the adapter its own")
+        raise ValueError(
+            f"directory must hold nothing but an adapter, got {sorted(strangers)[0]!r} in {target}"
+        )
     targets = sorted({path[-1] for path in adapted_kernels(config, lora)})
     content = {
         "peft_type": "LORA",
@@ -85,29 +95,36 @@ def load_adapter(directory: str | Path, config: DecoderConfig) -> tuple[LoraConf
     """
     safetensors = import_safetensors()
     place = locate(directory)
-    lora = read_lora_config(read_json(place, CONFIG))
+    lora = read_lora_config(read_json(place, CONFIG), new=False)
     try:
-        stored = safetensors.numpy.load_file(inside(place, WEIGHTS))
+        stored = safetensors.numpy.load_file(regular_file(inside(place, WEIGHTS)))
     except (safetensors.SafetensorError, OSError) as error:
-        raise ValueError(f"{place / WEIGHTS} is damaged or missing: {error}") from None
+        raise ValueError(
+            f"{place / WEIGHTS} must be a whole safetensors file, got {error}"
+        ) from None
     flat: dict[tuple[str, ...], Any] = {}
     for path, (width, out) in adapted_kernels(config, lora).items():
         for leaf, shape in (("lora_A", (lora.r, width)), ("lora_B", (out, lora.r))):
             full = (*path, leaf)
             names = [_name(config, full, repeat) for repeat in range(config.repeats)]
-            rows = [_checked(name, stored.pop(name, None), shape).T for name in names]
-            flat[full] = jnp.asarray(np.stack(rows), jnp.float32)
+            rows = [_checked(name, stored.pop(name, None), shape) for name in names]
+            flat[full] = jnp.asarray(np.stack([to_stored(full, row) for row in rows]))
     if stored:
-        raise ValueError(f"tensors that the adapter does not have: {sorted(stored)[0]}")
+        raise ValueError(
+            f"{place / WEIGHTS} must hold no tensors but the adapter's, got {sorted(stored)[0]}"
+        )
     return lora, nest(flat)
 
 
 def _checked(name: str, values: Any, shape: tuple[int, ...]) -> np.ndarray:
     if values is None:
-        raise ValueError(f"missing tensor: {name}")
+        raise ValueError(f"{name} must be in the adapter, got no tensor of that name")
     if values.shape != shape:
-        raise ValueError(f"expected {name} of shape {shape}, got {values.shape}")
-    array = np.asarray(values, np.float32)
-    if not np.isfinite(array).all():
-        raise ValueError(f"{name} holds NaN or infinity")
+        raise ValueError(f"{name} must have the shape {shape}, got {values.shape}")
+    with np.errstate(over="ignore"):
+        array = np.asarray(values, np.float32)
+    if not all_finite(array):
+        raise ValueError(
+            f"{name} must be finite in float32, got NaN, infinity or more than it holds"
+        )
     return array
