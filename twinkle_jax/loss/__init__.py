@@ -9,6 +9,7 @@ objects under Twinkle's names.
 """
 
 from twinkle_jax.loss.clipped_importance import clipped_importance_surrogate
+from twinkle_jax.loss.distillation import generalised_jsd
 from twinkle_jax.loss.entropy import entropy_bonus, top_entropy_mask
 from twinkle_jax.loss.importance_correction import (
     masked_importance_weights,
@@ -19,16 +20,27 @@ from twinkle_jax.loss.kl import kl_k1, kl_k2, kl_k3
 from twinkle_jax.loss.metrics import PolicyMetrics, policy_metrics
 from twinkle_jax.loss.off_policy_mask import off_policy_sequence_mask
 from twinkle_jax.loss.policy_gradient import policy_gradient
+from twinkle_jax.loss.preference import (
+    hinge_preference,
+    ipo_preference,
+    kto_pair_preference,
+    sigmoid_preference,
+)
 from twinkle_jax.loss.ratio import sequence_log_ratio, token_log_ratio
 from twinkle_jax.loss.reduction import constant_length, sequence_mean, token_mean
 from twinkle_jax.loss.soft_gate import soft_gate_surrogate
+from twinkle_jax.loss.supervised import cross_entropy, dynamic_fine_tuning
 from twinkle_jax.loss.surrogate import clipped_surrogate
 from twinkle_jax.loss.token_logprobs.score import token_logprobs
 from twinkle_jax.loss.trust_region import binary_kl_mask, total_variation_mask
 from twinkle_jax.loss.twinkle.cispo import CISPOLoss
 from twinkle_jax.loss.twinkle.critic import PPOValueLoss
+from twinkle_jax.loss.twinkle.cross_entropy import CrossEntropyLoss
+from twinkle_jax.loss.twinkle.dpo import DPOLoss
 from twinkle_jax.loss.twinkle.dr_grpo import DRGRPOLoss
+from twinkle_jax.loss.twinkle.gkd import GKDLoss
 from twinkle_jax.loss.twinkle.grpo import BNPOLoss, DAPOLoss, GRPOLoss, GSPOLoss
+from twinkle_jax.loss.twinkle.mse import MSELoss
 from twinkle_jax.loss.twinkle.named_losses import get_loss
 from twinkle_jax.loss.twinkle.output import Loss, LossOutput
 from twinkle_jax.loss.twinkle.policy_loss import PolicyLoss
@@ -39,12 +51,16 @@ from twinkle_jax.loss.value import clipped_value_loss
 __all__ = [
     "BNPOLoss",
     "CISPOLoss",
+    "CrossEntropyLoss",
     "DAPOLoss",
+    "DPOLoss",
     "DRGRPOLoss",
+    "GKDLoss",
     "GRPOLoss",
     "GSPOLoss",
     "Loss",
     "LossOutput",
+    "MSELoss",
     "PPOLoss",
     "PPOValueLoss",
     "PolicyLoss",
@@ -55,11 +71,17 @@ __all__ = [
     "clipped_surrogate",
     "clipped_value_loss",
     "constant_length",
+    "cross_entropy",
+    "dynamic_fine_tuning",
     "entropy_bonus",
+    "generalised_jsd",
     "get_loss",
+    "hinge_preference",
+    "ipo_preference",
     "kl_k1",
     "kl_k2",
     "kl_k3",
+    "kto_pair_preference",
     "masked_importance_weights",
     "masked_sequence_importance_weights",
     "off_policy_sequence_mask",
@@ -67,6 +89,7 @@ __all__ = [
     "policy_metrics",
     "sequence_log_ratio",
     "sequence_mean",
+    "sigmoid_preference",
     "soft_gate_surrogate",
     "token_log_ratio",
     "token_logprobs",

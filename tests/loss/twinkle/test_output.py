@@ -11,12 +11,12 @@ def test_read_by_attribute_and_by_name():
     output = LossOutput(0.5)
     assert output.loss == output["loss"] == 0.5
     assert output.metrics is None
-    assert dict(output) == {"loss": 0.5, "metrics": None}
+    assert dict(output) == {"loss": 0.5, "metrics": None, "num_tokens": None}
     assert "loss" in output
     assert "logits" not in output
-    assert len(output) == 2
-    with pytest.raises(KeyError, match="num_tokens"):
-        output["num_tokens"]
+    assert len(output) == 3
+    with pytest.raises(KeyError, match="logits"):
+        output["logits"]
     with pytest.raises(KeyError, match="__class__"):
         output["__class__"]
 

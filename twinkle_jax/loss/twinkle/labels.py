@@ -74,6 +74,8 @@ def label_logprobs(outputs: Mapping[str, Any], labels: Labels) -> PerToken:
     if key == "logps":
         return per_position("outputs['logps']", values, labels.mask)
     logits = floating("outputs['logits']", values)
+    if logits.ndim == 2:
+        logits = logits[None]
     if logits.ndim != 3 or logits.shape[:2] != labels.mask.shape:
         raise ValueError(
             f"outputs['logits'] must be [batch, time, vocabulary] with inputs['labels'] of shape "

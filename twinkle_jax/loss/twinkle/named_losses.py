@@ -4,9 +4,13 @@ from typing import Any
 
 from twinkle_jax.loss.twinkle.cispo import CISPOLoss
 from twinkle_jax.loss.twinkle.critic import PPOValueLoss
+from twinkle_jax.loss.twinkle.cross_entropy import CrossEntropyLoss
+from twinkle_jax.loss.twinkle.dpo import DPOLoss
 from twinkle_jax.loss.twinkle.dr_grpo import DRGRPOLoss
 from twinkle_jax.loss.twinkle.function_loss import FunctionLoss, LossFunction
+from twinkle_jax.loss.twinkle.gkd import GKDLoss
 from twinkle_jax.loss.twinkle.grpo import BNPOLoss, DAPOLoss, GRPOLoss, GSPOLoss
+from twinkle_jax.loss.twinkle.mse import MSELoss
 from twinkle_jax.loss.twinkle.output import Loss
 from twinkle_jax.loss.twinkle.ppo import PPOLoss
 from twinkle_jax.loss.twinkle.sapo import SAPOLoss
@@ -14,10 +18,14 @@ from twinkle_jax.loss.twinkle.sapo import SAPOLoss
 NAMED: dict[str, type[Loss]] = {
     "bnpo": BNPOLoss,
     "cispo": CISPOLoss,
+    "cross_entropy": CrossEntropyLoss,
     "dapo": DAPOLoss,
+    "dpo": DPOLoss,
     "dr_grpo": DRGRPOLoss,
+    "gkd": GKDLoss,
     "grpo": GRPOLoss,
     "gspo": GSPOLoss,
+    "mse": MSELoss,
     "ppo": PPOLoss,
     "ppo_value": PPOValueLoss,
     "sapo": SAPOLoss,

@@ -18,17 +18,20 @@ Unit = Literal["tokens", "sequences", "pairs", "batches"]
 class LossOutput(Mapping[str, Any]):
     """The loss of a batch and, where the loss has them, its metrics.
 
+    `num_tokens` is there where the loss is a sum, which the tokens are still to divide.
+
     A pytree, so it may leave `jit` and be the value that `jax.grad(..., has_aux=True)` passes on.
     Fields are read as attributes, or by name as from Twinkle's dictionary.
 
     Example:
         >>> output = LossOutput(0.5)
         >>> output.loss, output["loss"], dict(output)
-        (0.5, 0.5, {'loss': 0.5, 'metrics': None})
+        (0.5, 0.5, {'loss': 0.5, 'metrics': None, 'num_tokens': None})
     """
 
     loss: Float[Array, ""]
     metrics: PolicyMetrics | None = None
+    num_tokens: Float[Array, ""] | None = None
 
     def __getitem__(self, name: str) -> Any:
         if name not in self.__dataclass_fields__:

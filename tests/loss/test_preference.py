@@ -1,0 +1,79 @@
+"""Losses of pairs: values worked by hand, gradients, far margins, errors."""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.test_util import check_grads
+
+from twinkle_jax.loss import (
+    hinge_preference,
+    ipo_preference,
+    kto_pair_preference,
+    sigmoid_preference,
+)
+
+
+def log_sigmoid(x):
+    return -math.log1p(math.exp(-x)) if x > -30 else x
+
+
+ORACLES = {
+    "sigmoid": (sigmoid_preference, lambda w, r, b: -log_sigmoid(b * (w - r))),
+    "smoothed": (
+        functools.partial(sigmoid_preference, label_smoothing=0.25),
+        lambda w, r, b: -0.75 * log_sigmoid(b * (w - r)) - 0.25 * log_sigmoid(b * (r - w)),
+    ),
+    "hinge": (hinge_preference, lambda w, r, b: max(0.0, 1 - b * (w - r))),
+    "ipo": (ipo_preference, lambda w, r, b: (b * (w - r) - 1 / (2 * b)) ** 2),
+    "kto_pair": (
+        kto_pair_preference,
+        lambda w, r, b: 1 - math.exp(log_sigmoid(b * w)) + math.exp(log_sigmoid(b * r)),
+    ),
+}
+every_loss = pytest.mark.parametrize("name", ORACLES)
+RNG = np.random.default_rng(0)
+CHOSEN, REJECTED = RNG.normal(0, 4, (2, 50))
+
+
+@every_loss
+def test_matches_reference_and_gradient(name):
+    function, oracle = ORACLES[name]
+    desired = [oracle(w, r, 0.3) for w, r in zip(CHOSEN, REJECTED, strict=True)]
+    chosen, rejected = CHOSEN.astype(np.float32), REJECTED.astype(np.float32)
+    actual = jax.jit(functools.partial(function, beta=0.3))(chosen, rejected)
+    assert actual.dtype == jnp.float32
+    np.testing.assert_allclose(actual, desired, rtol=1e-5, atol=1e-6)
+    with jax.enable_x64(True):
+        assert function(jnp.asarray(CHOSEN), jnp.asarray(REJECTED)).dtype == jnp.float64
+        check_grads(
+            functools.partial(function, beta=0.3), (CHOSEN, REJECTED), order=1, modes=["rev"]
+        )
+
+
+@every_loss
+@pytest.mark.parametrize("margin", [-1e4, 1e4])
+def test_far_margins_are_finite(name, margin):
+    function, _ = ORACLES[name]
+    run = jax.value_and_grad(lambda w: function(w, jnp.float32(0)))
+    value, gradient = run(jnp.float32(margin))
+    assert np.isfinite(value)
+    assert np.isfinite(gradient)
+
+
+def test_nothing_to_learn_beyond_the_hinge():
+    gradient = jax.grad(lambda w: hinge_preference(w, jnp.float32(0), beta=0.5))
+    assert gradient(jnp.float32(1.0)) == -0.5
+    assert gradient(jnp.float32(3.0)) == 0
+
+
+@every_loss
+def test_errors(name):
+    function, _ = ORACLES[name]
+    with pytest.raises(ValueError, match=r"rejected must .* of chosen, \(2,\), got \(3,\)"):
+        jax.eval_shape(function, jnp.zeros(2), jnp.zeros(3))
+    with pytest.raises(TypeError, match="chosen must be floating point, got int32"):
+        jax.eval_shape(function, jnp.zeros(2, int), jnp.zeros(2))

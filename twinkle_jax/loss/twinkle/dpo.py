@@ -1,0 +1,164 @@
+"""DPO and its kin under their name in Twinkle."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike
+from jaxtyping import Array, Float
+
+from twinkle_jax.loss.masked_inputs import PerToken, Scalar, masked_inputs
+from twinkle_jax.loss.preference import (
+    hinge_preference,
+    ipo_preference,
+    kto_pair_preference,
+    sigmoid_preference,
+)
+from twinkle_jax.loss.reduction import token_mean
+from twinkle_jax.loss.supervised import cross_entropy
+from twinkle_jax.loss.twinkle.alignment import SampleValues, aligned
+from twinkle_jax.loss.twinkle.known_arguments import refuse_unknown
+from twinkle_jax.loss.twinkle.labels import Labels, label_logprobs, read_labels
+from twinkle_jax.loss.twinkle.output import Loss, LossOutput
+
+PerPair = Float[Array, " pairs"]
+KINDS: dict[str, Callable[..., PerPair]] = {
+    "sigmoid": sigmoid_preference,
+    "hinge": hinge_preference,
+    "ipo": ipo_preference,
+    "kto_pair": kto_pair_preference,
+}
+
+
+@dataclass(frozen=True)
+class DPOLoss(Loss):
+    """Loss of pairs of sequences, averaged over pairs: a chosen one, then a rejected one, in turn.
+
+    See `sigmoid_preference` and the others of its kind, which this calls. Immutable, equal when its
+    fields are, hashable.
+
+    Args:
+        beta: how much a nat of difference counts, above 0.
+        label_smoothing: share of pairs taken to be the wrong way around; for `'sigmoid'` only.
+        ignore_index: the label that means "no loss here".
+        loss_type: `'sigmoid'` (DPO), `'hinge'` (SLiC), `'ipo'` or `'kto_pair'`.
+        reference_free: whether to do without a reference policy.
+        sft_weight: weight of the cross entropy of the chosen sequences (a mean over their tokens).
+
+    Raises:
+        ValueError: if the kind is unknown, or smoothed though it cannot be.
+
+    References:
+        [Direct Preference Optimization](https://arxiv.org/abs/2305.18290) (Rafailov et al., 2023)
+
+    Example:
+        >>> outputs, inputs = {"logps": jnp.zeros((2, 3))}, {"labels": jnp.ones((2, 3), int)}
+        >>> print(DPOLoss()(inputs, outputs, ref_logps=jnp.zeros((2, 3))).loss)
+        0.6931472
+    """
+
+    divides_by = "pairs"
+
+    beta: Scalar = 0.1
+    label_smoothing: float = 0.0
+    ignore_index: int = -100
+    loss_type: str = "sigmoid"
+    reference_free: bool = False
+    sft_weight: Scalar = 0.0
+
+    def __post_init__(self) -> None:
+        if self.loss_type not in KINDS:
+            known = ", ".join(map(repr, KINDS))
+            raise ValueError(f"loss_type must be one of {known}, got {self.loss_type!r}")
+        if self.loss_type != "sigmoid" and self.label_smoothing != 0:
+            raise ValueError(
+                f"label_smoothing must be 0 for loss_type={self.loss_type!r}, got "
+                f"{self.label_smoothing}"
+            )
+
+    def __call__(
+        self,
+        inputs: Mapping[str, Any],
+        outputs: Mapping[str, Any],
+        *,
+        ref_outputs: Mapping[str, Any] | None = None,
+        ref_logps: SampleValues | None = None,
+        ref_chosen_logps: ArrayLike | None = None,
+        ref_rejected_logps: ArrayLike | None = None,
+        denominator: Scalar | None = None,
+        **kwargs: Any,
+    ) -> LossOutput:
+        """Compute the loss of a batch.
+
+        Args:
+            inputs: `labels` [batch, time]; rows are chosen, rejected, chosen, rejected, …
+            outputs: `logps` [batch, time], or `logits` [batch, time, vocabulary].
+            ref_outputs: what the reference policy returned, with `logps`; or
+            ref_logps: these, as an array [batch, time] or a row for each sequence; or
+            ref_chosen_logps: their sums over each chosen sequence, [pairs], and
+            ref_rejected_logps: over each rejected one. Without any of them, and unless the loss is
+                `reference_free`, it is 0 and has no gradient.
+            denominator: for gradient accumulation, the pairs in the whole batch. The cross entropy
+                of `sft_weight` is then averaged over tokens in each micro-batch.
+            **kwargs: arguments of other losses are ignored, so that losses can be swapped.
+
+        Returns:
+            The loss, differentiable in `logps` or `logits`. A pair without labels adds 0.
+
+        Raises:
+            ValueError: if a shape or a row does not fit, or rows are not in pairs.
+            TypeError: if labels are not integers, or an argument is unknown.
+        """
+        refuse_unknown(kwargs)
+        labels = read_labels(inputs, self.ignore_index)
+        mask = labels.mask
+        if len(mask) % 2:
+            raise ValueError(
+                "inputs['labels'] must have an even number of rows, chosen and rejected in turn, "
+                f"got {len(mask)}"
+            )
+        (logprobs,) = masked_inputs(mask, logprobs=label_logprobs(outputs, labels))
+        if ref_logps is None and ref_outputs is not None:
+            ref_logps = ref_outputs.get("logps")
+        reference = _reference(labels, logprobs, ref_logps, ref_chosen_logps, ref_rejected_logps)
+        if reference is None and not self.reference_free:
+            return LossOutput(jnp.zeros((), logprobs.dtype))
+        sums = jnp.sum(logprobs, axis=-1)
+        if reference is not None and not self.reference_free:
+            sums -= jax.lax.stop_gradient(reference)
+        losses = self._kind()(sums[0::2], sums[1::2], beta=self.beta)
+        losses = jnp.where(jnp.any(mask.reshape(len(losses), -1), axis=-1), losses, 0)
+        if not (isinstance(self.sft_weight, int | float) and self.sft_weight == 0):
+            chosen = token_mean(cross_entropy(logprobs[0::2], mask[0::2]), mask[0::2])
+            losses += jnp.asarray(self.sft_weight, losses.dtype) * chosen
+        count = max(1, len(losses)) if denominator is None else denominator
+        return LossOutput(jnp.sum(losses) / jnp.asarray(count, losses.dtype))
+
+    def _kind(self) -> Callable[..., PerPair]:
+        if self.loss_type == "sigmoid":
+            return partial(sigmoid_preference, label_smoothing=self.label_smoothing)
+        return KINDS[self.loss_type]
+
+
+def _reference(
+    labels: Labels,
+    logprobs: PerToken,
+    per_token: SampleValues | None,
+    chosen: ArrayLike | None,
+    rejected: ArrayLike | None,
+) -> Float[Array, " batch"] | None:
+    """Sum the reference's log-probabilities over each sequence, or take the sums."""
+    dtype, pairs = logprobs.dtype, len(logprobs) // 2
+    if chosen is not None and rejected is not None:
+        sums = jnp.asarray(chosen, dtype), jnp.asarray(rejected, dtype)
+        for name, value in zip(("ref_chosen_logps", "ref_rejected_logps"), sums, strict=True):
+            if value.shape != (pairs,):
+                raise ValueError(f"{name} must have shape {(pairs,)}, got {value.shape}")
+        return jnp.stack(sums, axis=1).reshape(-1)
+    if per_token is None:
+        return None
+    rows = aligned("ref_logps", per_token, labels, dtype)
+    return jnp.sum(masked_inputs(labels.mask, ref_logps=rows)[0], axis=-1)
