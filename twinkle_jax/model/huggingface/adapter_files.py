@@ -124,7 +124,5 @@ def _checked(name: str, values: Any, shape: tuple[int, ...]) -> np.ndarray:
     with np.errstate(over="ignore"):
         array = np.asarray(values, np.float32)
     if not all_finite(array):
-        raise ValueError(
-            f"{name} must be finite in float32, got NaN, infinity or more than it holds"
-        )
+        raise ValueError(f"{name} must be finite in float32, got NaN, infinity or larger values")
     return array
