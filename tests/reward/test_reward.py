@@ -10,6 +10,7 @@ import pytest
 
 from tests.reward.said import said
 from twinkle_jax.reward import (
+    ExactMatchReward,
     FormatReward,
     FunctionReward,
     GSM8KAccuracyReward,
@@ -239,3 +240,7 @@ def test_rewards_need_no_jax():
     code = "import sys, twinkle_jax.reward as r; print('jax' in sys.modules, 'flax' in sys.modules)"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert run.stdout.split() == ["False", "False"]
+
+
+def test_exact_matches():
+    assert ExactMatchReward()(said("7", " 7\n", "07", "7.", ""), [7]) == [1.0, 1.0, 0.0, 0.0, 0.0]

@@ -2,8 +2,11 @@
 
 from typing import TYPE_CHECKING, Any
 
+from twinkle_jax.data.arithmetic import ArithmeticTask
 from twinkle_jax.data.buckets import bucket_size
 from twinkle_jax.data.chat_template import ChatTemplate
+from twinkle_jax.data.loader import PromptBatch, PromptLoader
+from twinkle_jax.data.prompt_files import read_gsm8k, read_jsonl
 from twinkle_jax.data.sampling import (
     SampledSequence,
     SampleResponse,
@@ -29,10 +32,13 @@ if TYPE_CHECKING:
     from twinkle_jax.data.batch import Batch
 
 __all__ = [
+    "ArithmeticTask",
     "Batch",
     "ChatTemplate",
     "InputFeature",
     "Message",
+    "PromptBatch",
+    "PromptLoader",
     "SampleResponse",
     "SampleResponses",
     "SampledSequence",
@@ -46,6 +52,8 @@ __all__ = [
     "bucket_size",
     "completion_text",
     "message_text",
+    "read_gsm8k",
+    "read_jsonl",
     "small_tokenizer",
     "user_data_get",
 ]

@@ -1,0 +1,135 @@
+"""The loader: every prompt once an epoch, in an order that a checkpoint continues."""
+
+import json
+import sys
+
+import pytest
+
+from twinkle_jax.data import ArithmeticTask, PromptLoader
+
+pytest.importorskip("grain", reason="pip install 'twinkle-jax[data]'")
+
+PROMPTS = [
+    {"messages": [{"role": "user", "content": str(i)}], "user_data": [("ground_truth", i)]}
+    for i in range(10)
+]
+
+
+def _seen(loader, batches=None):
+    batches = list(loader) if batches is None else [next(loader) for _ in range(batches)]
+    return [batch.ground_truths for batch in batches]
+
+
+def test_each_prompt_once_an_epoch():
+    batches = _seen(PromptLoader(PROMPTS, 4, epochs=3))
+    assert [len(batch) for batch in batches] == [4] * 7 + [2]
+    order = [i for batch in batches for i in batch]
+    epochs = [order[:10], order[10:20], order[20:]]
+    assert all(sorted(epoch) == list(range(10)) for epoch in epochs)
+    assert epochs[0] != epochs[1] != epochs[2] != epochs[0]
+
+
+def test_without_shuffling():
+    batches = _seen(PromptLoader(PROMPTS, 4, shuffle=False, epochs=1))
+    assert batches == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
+
+
+def test_the_seed_is_the_order():
+    first = _seen(PromptLoader(PROMPTS, 5, epochs=1))
+    assert first == _seen(PromptLoader(PROMPTS, 5, epochs=1))
+    assert first != _seen(PromptLoader(PROMPTS, 5, epochs=1, seed=1))
+
+
+def test_batches_are_prompts_with_their_truths():
+    (batch,) = PromptLoader(PROMPTS[:2], 2, shuffle=False, epochs=1)
+    assert batch == PROMPTS[:2] and isinstance(batch, list)
+    assert batch.ground_truths == [0, 1]
+
+
+def test_for_ever_by_default():
+    loader = PromptLoader(PROMPTS, 4)
+    assert len(_seen(loader, 100)) == 100 and loader.epoch == 40
+
+
+@pytest.mark.parametrize("done", [0, 1, 2, 3, 5, 6, 7])
+@pytest.mark.parametrize("prompts", [PROMPTS, ArithmeticTask(2, size=10)], ids=["list", "task"])
+def test_it_goes_on_where_it_was(done, prompts):
+    """In the first epoch, at its end, in the batch across it, in a later one, before the last."""
+    options = {"batch_size": 4, "seed": 3, "epochs": 3}
+    whole = _seen(PromptLoader(prompts, **options))
+    loader = PromptLoader(prompts, **options)
+    before = _seen(loader, done)
+    state = json.loads(json.dumps(loader.get_state()))
+    resumed = PromptLoader(prompts, **options)
+    resumed.set_state(state)
+    assert resumed.epoch == loader.epoch == done * 4 // 10
+    assert before + _seen(resumed) == whole
+    assert _seen(loader) == whole[done:]  # taking the state moved nothing
+    state["fingerprint"]["batch_size"] = 5
+    assert loader.get_state()["fingerprint"]["batch_size"] == 4
+
+
+def test_more_epochs_may_follow():
+    loader = PromptLoader(PROMPTS, 5, epochs=1)
+    first = _seen(loader)
+    longer = PromptLoader(PROMPTS, 5, epochs=2)
+    longer.set_state(loader.get_state())
+    assert first + _seen(longer) == _seen(PromptLoader(PROMPTS, 5, epochs=2))
+
+
+OTHERS = [
+    ("batch_size", {"batch_size": 5}),
+    ("seed", {"seed": 1}),
+    ("shuffle", {"shuffle": False}),
+    ("prompts", {"prompts": PROMPTS[:9]}),
+    ("data", {"prompts": [*PROMPTS[:9], PROMPTS[0]]}),
+    ("data", {"prompts": [{**p, "user_data": [("ground_truth", 5)]} for p in PROMPTS]}),
+    ("data", {"prompts": PROMPTS[::-1]}),
+]
+
+
+@pytest.mark.parametrize(("name", "other"), OTHERS, ids=lambda x: x if isinstance(x, str) else "")
+def test_another_loader_refuses_the_state(name, other):
+    loader = PromptLoader(**{"prompts": PROMPTS, "batch_size": 4})
+    next(loader)
+    with pytest.raises(ValueError, match=rf"{name} must be .*, as it was when the state was saved"):
+        PromptLoader(**{"prompts": PROMPTS, "batch_size": 4, **other}).set_state(loader.get_state())
+
+
+def test_another_order_refuses_the_state():
+    """As another version of what shuffles would give."""
+    loader = PromptLoader(PROMPTS, 4)
+    state = loader.get_state()
+    state["fingerprint"]["order"] = "0"
+    with pytest.raises(ValueError, match="order must be '0', as it was when the state was saved"):
+        loader.set_state(state)
+
+
+@pytest.mark.parametrize(
+    "state", [{}, {"position": 1}, {"position": -1, "fingerprint": {}}, {"position": "1"}]
+)
+def test_states_that_are_none(state):
+    with pytest.raises(ValueError, match="state must be what get_state returns, got"):
+        PromptLoader(PROMPTS, 4).set_state(state)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"batch_size": 0}, "batch_size must be a positive int, got 0"),
+        ({"batch_size": True}, "batch_size must be a positive int, got True"),
+        ({"batch_size": 2.0}, "batch_size must be a positive int, got 2.0"),
+        ({"epochs": 0}, "epochs must be a positive int, got 0"),
+        ({"seed": -1}, r"seed must be an int in \[0, 2\*\*32\), got -1"),
+        ({"prompts": []}, "prompts must not be empty, got none"),
+    ],
+)
+def test_what_is_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        PromptLoader(**{"prompts": PROMPTS, "batch_size": 4, **options})
+
+
+def test_the_extra_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "grain", None)
+    with pytest.raises(ImportError, match=r"grain must .* pip install 'twinkle-jax\[data\]'"):
+        PromptLoader(PROMPTS, 4)
