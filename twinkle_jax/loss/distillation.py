@@ -101,12 +101,9 @@ def _divergence(student: Logprobs, teacher: Logprobs, beta: Scalar) -> Float[Arr
         one, other = relative_entropy(teacher, mixture), relative_entropy(student, mixture)
         return weight * one + (1 - weight) * other
 
-    cases = [
-        partial(relative_entropy, teacher, student),
-        partial(relative_entropy, student, teacher),
-    ]
+    forward = partial(relative_entropy, teacher, student)
+    reverse = partial(relative_entropy, student, teacher)
     if isinstance(beta, int | float):
         return forward() if beta == 0 else reverse() if beta == 1 else mixed()
-    return jax.lax.switch(
-        jnp.where(beta == 0, 0, jnp.where(beta == 1, 1, 2)), [forward, reverse, mixed]
-    )
+    which = jnp.where(beta == 0, 0, jnp.where(beta == 1, 1, 2))
+    return jax.lax.switch(which, [forward, reverse, mixed])

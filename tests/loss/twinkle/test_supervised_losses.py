@@ -241,9 +241,7 @@ def test_errors_of_the_calls():
         call(DPOLoss(), LABELS[:3], {"logps": LOGPS[:3]})
     with pytest.raises(ValueError, match=r"ref_chosen_logps must have shape \(2,\), got \(4,\)"):
         call(DPOLoss(), ref_chosen_logps=LOGPS[:, 0], ref_rejected_logps=LOGPS[:2, 0])
-    with pytest.raises(
-        TypeError, match=r"teacher_logits, or .* must be given to GKDLoss, got None"
-    ):
+    with pytest.raises(TypeError, match=r"teacher_logits, or .* must be given to GKDLoss"):
         call(GKDLoss())
     with pytest.raises(ValueError, match=r"teacher_logits must have shape \(4, 5, 7\), got"):
         call(GKDLoss(), teacher_logits=DATA["teacher_logits"][..., :5])
