@@ -1,0 +1,136 @@
+"""Drawing by blocks: every token at its rate, the rarest too."""
+
+from fractions import Fraction
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from twinkle_jax.sampler.draw import block_size, block_weights, draw, random_bits
+
+
+def split(u):
+    """Two words for a number in [0, 1): 30 bits, and the 32 that follow."""
+    scaled = np.asarray(u, object) * 2**62
+    whole = [int(x) for x in np.ravel(scaled)]
+    words = [((x >> 32) << 2, x & 0xFFFFFFFF) for x in whole]
+    return np.array(words, np.uint32)
+
+
+@jax.jit
+def drawn(logits, bits):
+    maximum = jnp.max(logits, axis=1)
+    return draw(bits, logits, maximum, block_weights(logits, maximum))
+
+
+@pytest.mark.parametrize("vocab", [1, 2, 15, 16, 17, 48, 300, 1000])
+def test_every_token_has_the_share_of_u_that_it_should_have(vocab):
+    """For a grid of u that is uniform over both choices, each token comes up as often as p says."""
+    rng = np.random.default_rng(vocab)
+    logits = rng.normal(size=vocab).astype(np.float32) * 2
+    p = np.exp(logits - logits.max()).astype(np.float64)
+    p /= p.sum()
+    points = 256
+    blocks, inside = np.meshgrid(*[(np.arange(points) + 0.5) / points] * 2)
+    bits = np.concatenate([split(blocks), split(inside)], axis=1)
+    tokens = drawn(jnp.asarray(np.tile(logits, (len(bits), 1))), jnp.asarray(bits))
+    rate = np.bincount(tokens, minlength=vocab) / len(bits)
+    np.testing.assert_allclose(rate, p, atol=1.5 / points)
+
+
+@pytest.mark.parametrize("chance", [1e-5, 1e-8, 1e-11, 1e-13])
+@pytest.mark.parametrize("place", ["block", "inside"])
+def test_rare_tokens_are_drawn_at_their_rate(chance, place):
+    """u is moved in small steps over where a rare token should be: it is there, and as wide."""
+    size = block_size(1000)
+    rare = 5 * size if place == "block" else 3 * size + 7
+    logits = np.full(1000, -np.inf)
+    logits[3 * size + np.arange(0, 7)] = np.log([0.1, 0.15, 0.05, 0.1, 0.2, 0.02, 0.03])
+    logits[3 * size + 8] = logits[8 * size] = np.log(0.175)
+    logits[rare] = np.log(chance)
+    logits = logits.astype(np.float32)
+    weights = np.exp((logits - logits.max()).astype(np.float32)).astype(np.float64)
+    if place == "block":
+        others = weights.reshape(-1)[: 4 * size].sum()
+        start, share = others / weights.sum(), weights[rare] / weights.sum()
+    else:
+        block = weights[3 * size : 4 * size]
+        start, share = block[:7].sum() / block.sum(), block[7] / block.sum()
+    steps = 4000
+    moved = (np.arange(steps) / steps * 8 - 3.5) * share
+    # Rounding of the weights themselves shifts the place by far more than it is wide.
+    edge = find_edge(logits, start, place, rare)
+    u = [edge + Fraction(m) for m in moved]
+    other = np.full((steps, 2), 2**31, np.uint32)
+    words = split(u)
+    bits = np.concatenate([words, other] if place == "block" else [block_u(steps), words], axis=1)
+    tokens = np.asarray(drawn(jnp.asarray(np.tile(logits, (steps, 1))), jnp.asarray(bits)))
+    hits = np.mean(tokens == rare) * 8
+    assert hits == pytest.approx(1, rel=0.02)
+
+
+def block_u(steps):
+    return split(np.full(steps, 0.2))
+
+
+def find_edge(logits, guess, place, rare):
+    """Find, by halving, the largest u that still gives a token before the rare one."""
+    low, high = Fraction(guess) - Fraction(1, 10**4), Fraction(guess) + Fraction(1, 10**4)
+    for _ in range(60):
+        middle = (low + high) / 2
+        words = split([middle])
+        other = np.full((1, 2), 2**31, np.uint32)
+        bits = np.concatenate([words, other] if place == "block" else [block_u(1), words], axis=1)
+        token = int(drawn(jnp.asarray(logits[None]), jnp.asarray(bits))[0])
+        low, high = (middle, high) if token < rare else (low, middle)
+    return low
+
+
+def test_what_has_no_weight_is_never_drawn():
+    rng = np.random.default_rng(0)
+    logits = np.full((4096, 200), -np.inf, np.float32)
+    allowed = rng.integers(0, 200, 4096)
+    logits[np.arange(4096), allowed] = rng.normal(size=4096)
+    bits = rng.integers(0, 2**32, (4096, 4), dtype=np.uint32)
+    bits[:4] = [
+        [0] * 4,
+        [2**32 - 1] * 4,
+        [0, 0, 2**32 - 1, 2**32 - 1],
+        [2**32 - 1, 2**32 - 1, 0, 0],
+    ]
+    np.testing.assert_array_equal(drawn(jnp.asarray(logits), jnp.asarray(bits)), allowed)
+
+
+def test_many_draws_have_the_distribution():
+    """Chi-square over two million draws from 48 tokens, some of them of 1e-6."""
+    rng = np.random.default_rng(1)
+    logits = np.concatenate([rng.normal(size=28) * 2, np.full(20, -11.0)]).astype(np.float32)
+    p = np.exp(logits.astype(np.float64))
+    p /= p.sum()
+    rows = 2**16
+
+    @jax.jit
+    def count(seed):
+        keys = jax.random.split(jax.random.key(seed), rows)
+        tokens = drawn(
+            jnp.broadcast_to(jnp.asarray(logits), (rows, 48)),
+            random_bits(keys, jnp.full(rows, 3, jnp.int32)),
+        )
+        return jnp.bincount(tokens, length=48)
+
+    seen = sum(np.asarray(count(seed), np.int64) for seed in range(32))
+    expected = p * seen.sum()
+    chi = np.sum((seen - expected) ** 2 / expected)
+    assert chi < 47 + 4 * np.sqrt(2 * 47)
+
+
+def test_bits_depend_on_the_key_and_the_position_of_the_row_alone():
+    keys = jax.random.split(jax.random.key(0), 4)
+    positions = jnp.array([0, 1, 2, 3], jnp.int32)
+    together = random_bits(keys, positions)
+    assert len(np.unique(np.asarray(together))) == 16
+    for i in range(4):
+        alone = random_bits(keys[i : i + 1], positions[i : i + 1])
+        np.testing.assert_array_equal(alone[0], together[i])
+    assert np.all(np.asarray(random_bits(keys, positions + 1)) != np.asarray(together))

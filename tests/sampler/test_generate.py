@@ -1,0 +1,243 @@
+"""Completions: the trainer's log-probabilities, where rows end, and that each is by itself."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.model.families import NAMES, batch, config_of, params_of
+from tests.sampler.completions import PROMPTS, trainer_logprobs
+from twinkle_jax.model import init_params
+from twinkle_jax.sampler import LENGTH, STOP, Sampling, generate
+
+
+def root():
+    """Keys remember that they were used, so every call gets one of its own."""
+    return jax.random.key(0)
+
+
+def complete(name, rows=PROMPTS, key=None, sampling=None, *, params=None, **options):
+    """Compiled once for a number of rows: four prompts, two samples, six and eight tokens."""
+    return generate(
+        params_of(name) if params is None else params,
+        config_of(name),
+        *batch(rows, 6, options.pop("side", "left")),
+        root() if key is None else key,
+        Sampling() if sampling is None else sampling,
+        **{"max_new_tokens": 8, "num_samples": 2} | options,
+    )
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_log_probabilities_are_the_trainers(name):
+    """To 1e-5, also with parameters for which the trainer itself is 6e-5 from exact numbers."""
+    config = config_of(name)
+    likely = init_params(jax.random.key(7), config)
+    likely = jax.tree.map(lambda x: 4 * x if x.ndim > 2 else x, likely)
+    rows = [p for p in PROMPTS for _ in range(2)]
+    for temperature in (0.7, 1.0, 1.3):
+        for params in (likely, params_of(name)):
+            drawn = complete(name, params=params, sampling=Sampling(temperature))
+            expected = trainer_logprobs(params, config, rows, drawn, temperature)
+            wild = params is not likely and name == "qwen3_5_text"
+            np.testing.assert_allclose(
+                drawn.logprobs, expected, rtol=0, atol=1e-4 if wild else 1e-5
+            )
+            np.testing.assert_array_equal(drawn.sampling_logprobs, drawn.logprobs)
+            assert np.all(drawn.mask) and np.all(drawn.finish_reasons == LENGTH)
+
+
+def test_filters_draw_from_what_is_left_and_say_so():
+    """Beside the trainer's log-probability stands that of the distribution drawn from."""
+    from tests.model.reference import reference_logits
+
+    sampling = Sampling(0.8, top_k=6, top_p=0.9, min_p=0.05, repetition_penalty=1.2)
+    drawn = complete("qwen3", sampling=sampling)
+    rows = [p for p in PROMPTS for _ in range(2)]
+    params, config = params_of("qwen3"), config_of("qwen3")
+    expected = trainer_logprobs(params, config, rows, drawn, 0.8)
+    np.testing.assert_allclose(drawn.logprobs, expected, rtol=0, atol=1e-5)
+    for i, prompt in enumerate(rows[::3]):
+        completion = np.asarray(drawn.tokens[3 * i]).tolist()
+        logits = reference_logits(params, config, prompt + completion)
+        for t, token in enumerate(completion):
+            z = logits[len(prompt) + t - 1] / 0.8
+            for old in {*prompt, *completion[:t]}:
+                z[old] = z[old] / 1.2 if z[old] > 0 else z[old] * 1.2
+            order = np.argsort(-z)[:6]
+            p = np.exp(z[order]) / np.exp(z[order]).sum()
+            order = order[np.concatenate([[0], np.cumsum(p)[:-1]]) < 0.9]
+            order = order[z[order] >= z[order[0]] + np.log(0.05)]
+            assert token in order
+            left = z[token] - np.log(np.exp(z[order]).sum())
+            np.testing.assert_allclose(drawn.sampling_logprobs[3 * i, t], left, atol=5e-5)
+
+
+@pytest.mark.parametrize(
+    "name", [NAMES[0], *(pytest.param(n, marks=pytest.mark.exhaustive) for n in NAMES[1:])]
+)
+def test_a_row_is_completed_as_it_would_be_alone(name):
+    """At another index, in a larger batch, on the other side of its padding: its key decides."""
+    keys = jax.random.split(root(), 8)
+    together = complete(name, key=keys)
+    for i in (1, 6):
+        alone = complete(name, [PROMPTS[i // 2]], keys[i : i + 1], num_samples=1, side="right")
+        np.testing.assert_array_equal(alone.tokens[0], together.tokens[i])
+        np.testing.assert_allclose(alone.logprobs[0], together.logprobs[i], atol=1e-4)
+    order = np.random.default_rng(0).integers(0, 8, 64)
+    many = complete(name, [PROMPTS[i // 2] for i in order], keys[order], num_samples=1)
+    np.testing.assert_array_equal(many.tokens, np.asarray(together.tokens)[order])
+
+
+def test_rows_draw_from_their_own_noise_and_calls_from_their_own_key():
+    prompts = [PROMPTS[0]] * 4
+    rows = complete("qwen2", prompts).tokens
+    assert len({tuple(row) for row in np.asarray(rows).tolist()}) == 8
+    keys = jax.vmap(jax.random.fold_in, (None, 0))(root(), jnp.arange(8))
+    np.testing.assert_array_equal(complete("qwen2", prompts, keys).tokens, rows)
+    other = complete("qwen2", prompts, jax.random.key(1)).tokens
+    assert not np.any(np.all(np.asarray(other) == np.asarray(rows), axis=1))
+
+
+def test_a_stop_token_ends_its_row_and_belongs_to_it():
+    free = complete("qwen3")
+    tokens = np.asarray(free.tokens)
+    stops = [int(tokens[0, 3]), int(tokens[1, 5]), int(tokens[2, 0])]
+    drawn = complete("qwen3", sampling=Sampling(stop_tokens=stops))
+    for row, end in enumerate(tokens):
+        hits = np.flatnonzero(np.isin(end, stops))
+        length = hits[0] + 1 if hits.size else 8
+        assert drawn.lengths[row] == length
+        assert drawn.finish_reasons[row] == (STOP if hits.size else LENGTH)
+        np.testing.assert_array_equal(drawn.mask[row], np.arange(8) < length)
+        np.testing.assert_array_equal(drawn.tokens[row, :length], end[:length])
+        assert not np.any(drawn.tokens[row, length:]) and not np.any(drawn.logprobs[row, length:])
+        assert np.all(np.asarray(drawn.logprobs[row, :length]) < 0)
+
+
+def test_a_stop_token_at_the_limit_is_a_stop():
+    row = np.asarray(complete("qwen2").tokens[0]).tolist()
+    assert row[7] not in row[:7]
+    drawn = complete("qwen2", sampling=Sampling(stop_tokens=[row[7]]))
+    assert drawn.finish_reasons[0] == STOP and drawn.lengths[0] == 8
+
+
+def test_token_0_is_a_token_like_any_other():
+    """What pads completions may be drawn; only the mask says what is padding."""
+    drawn = complete("qwen2", num_samples=50)
+    zeros = np.asarray(drawn.tokens) == 0
+    assert np.any(zeros) and np.all(drawn.mask) and np.all(np.asarray(drawn.logprobs) < 0)
+
+
+def test_every_row_may_have_its_own_limit():
+    free = complete("qwen2")
+    by_prompt = complete("qwen2", max_tokens=[1, 8, 3, 5])
+    np.testing.assert_array_equal(by_prompt.lengths, [1, 1, 8, 8, 3, 3, 5, 5])
+    limits = np.array([2, 3, 4, 5, 6, 7, 8, 1])
+    by_row = complete("qwen2", max_tokens=limits)
+    np.testing.assert_array_equal(by_row.lengths, limits)
+    assert np.all(complete("qwen2", max_tokens=2).lengths == 2)
+    np.testing.assert_array_equal(by_row.tokens, np.where(by_row.mask, free.tokens, 0))
+
+
+def test_greedy_is_certain_and_repeats():
+    drawn = complete("qwen2", sampling=Sampling(0.0, top_k=3))
+    np.testing.assert_array_equal(drawn.tokens[0], drawn.tokens[1])
+    assert not np.any(drawn.sampling_logprobs)
+    likeliest = complete("qwen2", sampling=Sampling(top_k=1))
+    np.testing.assert_array_equal(likeliest.tokens, drawn.tokens)
+    np.testing.assert_allclose(likeliest.logprobs, drawn.logprobs, atol=1e-6)
+
+
+def test_no_value_compiles_anything_anew(compilations):
+    values = [
+        Sampling(),
+        Sampling(0, top_k=3, stop_tokens=[1, 2, 3]),
+        Sampling(jnp.float32(1.3), -1, 0.5, 0.1, 1.5, np.array([7])),
+        Sampling(np.float64(0.7), np.int64(4), jnp.float32(0.9)),
+    ]
+    warm = [complete("qwen2", sampling=s, max_tokens=m) for s in values for m in (3, [1, 2, 3, 4])]
+    jax.block_until_ready(warm)
+    compilations.clear()
+    for sampling in values:
+        changed = sampling._replace(temperature=0.9, top_k=7, min_p=0.01, stop_tokens=[5, 6])
+        jax.block_until_ready(complete("qwen2", sampling=changed, max_tokens=5))
+    assert not compilations
+
+
+def test_what_a_device_holds_is_not_looked_at_but_gives_nan():
+    params, config = params_of("qwen2"), config_of("qwen2")
+    prompts = jnp.array([[5, 6], [5, 99], [0, 0]])
+    mask = jnp.array([[True, True], [True, True], [False, False]])
+    drawn = generate(params, config, prompts, mask, root(), max_new_tokens=3)
+    assert np.all(np.isfinite(drawn.logprobs[0])) and np.all(np.isnan(drawn.logprobs[1:]))
+    filtered = generate(
+        params, config, prompts, mask, root(), Sampling(top_p=0.5), max_new_tokens=3
+    )
+    assert np.all(np.isnan(filtered.sampling_logprobs[1:]))
+
+
+def test_adapters_are_laid_over_the_frozen_parameters():
+    params, config = params_of("qwen2"), config_of("qwen2")
+    top = {"norm": params["norm"]}
+    rest = {name: tree for name, tree in params.items() if name != "norm"}
+    drawn = generate(top, config, *batch(PROMPTS, 6, "left"), root(), frozen=rest, max_new_tokens=8)
+    np.testing.assert_array_equal(drawn.tokens, complete("qwen2", num_samples=1).tokens)
+
+
+@pytest.mark.parametrize(
+    "name", ["qwen3", pytest.param("qwen3_5_text", marks=pytest.mark.exhaustive)]
+)
+def test_in_bfloat16_the_difference_to_the_trainer_is_small(name):
+    drawn = complete(name, compute_dtype="bfloat16")
+    rows = [p for p in PROMPTS for _ in range(2)]
+    expected = trainer_logprobs(
+        params_of(name), config_of(name), rows, drawn, 1.0, compute_dtype="bfloat16"
+    )
+    difference = np.abs(np.asarray(drawn.logprobs) - expected)
+    assert np.median(difference) < 0.05 and drawn.logprobs.dtype == np.float32
+
+
+BAD = [
+    ({"prompts": np.zeros((2, 2))}, TypeError, "prompts must be integers, got float64"),
+    ({"prompts": [1, 2]}, ValueError, r"prompts must be \[prompts, time\], .* got \(2,\)"),
+    ({"prompts": [[1, 2], [3, 48]]}, ValueError, r"\[0, 48\), the vocabulary, got 48 in row 1"),
+    ({"mask": [[True], [True]]}, ValueError, r"shape of prompts, \(2, 2\), got \(2, 1\)"),
+    ({"mask": [[1, 1], [1, 1]]}, TypeError, "prompt_mask must be bool, got int64"),
+    (
+        {"mask": [[True, True], [False, False]]},
+        ValueError,
+        "prompts must have a token in each row, got none in row 1",
+    ),
+    ({"key": 0}, TypeError, r"key must be made with jax.random.key, got 0"),
+    ({"key": jax.random.split(root(), 3)}, ValueError, r"one for each of 2 rows, got \(3,\)"),
+    ({"max_new_tokens": 0}, ValueError, "max_new_tokens must be at least 1, got 0"),
+    ({"num_samples": 0}, ValueError, "num_samples must be at least 1, got 0"),
+    ({"max_tokens": 5}, ValueError, "at most max_new_tokens, 4, got 5"),
+    ({"max_tokens": [1, 0]}, ValueError, "got 0 for row 1"),
+    ({"max_tokens": [1.0, 2.0]}, TypeError, "max_tokens must be integers, got float64"),
+    ({"max_tokens": [1, 2, 3]}, ValueError, r"one of the shapes \(\(\), \(2,\), \(2,\)\)"),
+    ({"temperature": -0.5}, ValueError, "temperature must be finite and at least 0, got -0.5"),
+    ({"temperature": float("nan")}, ValueError, "temperature must be finite .* got nan"),
+    ({"temperature": "hot"}, TypeError, "temperature must be one number, got 'hot'"),
+    ({"top_p": 0.0}, ValueError, r"top_p must be in \(0, 1\], got 0.0"),
+    ({"top_p": 1.5}, ValueError, r"top_p must be in \(0, 1\], got 1.5"),
+    ({"top_k": -2}, ValueError, "top_k must be at least -1, got -2"),
+    ({"top_k": 1.5}, TypeError, "top_k must be one integer, got 1.5"),
+    ({"min_p": 2.0}, ValueError, r"min_p must be in \[0, 1\], got 2.0"),
+    ({"repetition_penalty": 0.0}, ValueError, "repetition_penalty must be finite and above 0"),
+    ({"stop_tokens": [-1]}, ValueError, "stop_tokens must be at least 0, got -1"),
+    ({"stop_tokens": [1.5]}, TypeError, "stop_tokens must be a list of token ids"),
+]
+
+
+@pytest.mark.parametrize(("change", "error", "message"), BAD)
+def test_errors_name_the_parameter_and_the_row(change, error, message):
+    change = dict(change)
+    prompts = change.pop("prompts", [[1, 2], [3, 4]])
+    mask, key = change.pop("mask", None), change.pop("key", root())
+    known = Sampling._fields
+    sampling = Sampling(**{name: change.pop(name) for name in known if name in change})
+    options = {"max_new_tokens": 4, **change}
+    with pytest.raises(error, match=message):
+        generate(params_of("qwen2"), config_of("qwen2"), prompts, mask, key, sampling, **options)

@@ -1,0 +1,83 @@
+"""What XLA makes of it: one cache, and the same completions on eight devices as on one."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.model.families import batch, config_of, family, params_of
+from tests.sampler.completions import PROMPTS
+from twinkle_jax.model import init_params, make_mesh, parse_config, shard_like_params
+from twinkle_jax.sampler import Sampling, generate
+
+OTHERS = ("qwen2", "qwen3_5_text")
+
+
+def test_the_loop_carries_one_cache():
+    """Temporary memory beyond one cache and one layer of it is small."""
+    config = parse_config(family("qwen3", num_hidden_layers=16))
+    params = jax.eval_shape(lambda: init_params(jax.random.key(0), config))
+    prompts, samples, new = 4, 16, 500
+
+    def run(params, tokens, key):
+        return generate(
+            params,
+            config,
+            tokens,
+            None,
+            key,
+            num_samples=samples,
+            max_new_tokens=new,
+        )
+
+    tokens = jax.ShapeDtypeStruct((prompts, 13), jnp.int32)
+    compiled = (
+        jax.jit(run).lower(params, tokens, jax.eval_shape(lambda: jax.random.key(0))).compile()
+    )
+    a = config.attention
+    slots = prompts * samples * (12 + new)
+    cache = slots * 2 * a.key_value_heads * a.head_dim * config.layers * 4
+    temporary = compiled.memory_analysis().temp_size_in_bytes
+    assert temporary < 1.3 * cache
+
+
+MESHES = [{"data": 8}, {"data": 2, "fsdp": 2, "tensor": 2}]
+
+
+@pytest.mark.parametrize("axes", MESHES, ids=str)
+@pytest.mark.parametrize(
+    "name", ["qwen3", *(pytest.param(n, marks=pytest.mark.exhaustive) for n in OTHERS)]
+)
+def test_eight_devices_draw_what_one_draws(name, axes):
+    mesh, config = make_mesh(**axes), config_of(name)
+    params = jax.device_put(params_of(name), shard_like_params(params_of(name), mesh))
+
+    def run(params, mesh):
+        return generate(
+            params,
+            config,
+            *batch(PROMPTS, 6, "left"),
+            jax.random.key(0),
+            Sampling(0.9, top_p=0.95, stop_tokens=[3]),
+            num_samples=4,
+            max_new_tokens=10,
+            mesh=mesh,
+        )
+
+    alone, spread = run(params_of(name), None), run(params, mesh)
+    np.testing.assert_array_equal(spread.tokens, alone.tokens)
+    np.testing.assert_array_equal(spread.mask, alone.mask)
+    np.testing.assert_allclose(spread.logprobs, alone.logprobs, atol=1e-4)
+
+
+def test_a_mesh_must_divide_the_rows():
+    mesh = make_mesh(data=8)
+    with pytest.raises(ValueError, match=r"multiple of the 8 devices .* got 4 times 1"):
+        generate(
+            params_of("qwen2"),
+            config_of("qwen2"),
+            *batch(PROMPTS, 6, "left"),
+            jax.random.key(0),
+            max_new_tokens=4,
+            mesh=mesh,
+        )

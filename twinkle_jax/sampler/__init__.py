@@ -1,0 +1,10 @@
+"""Samplers: a policy and prompts in, completions and their log-probabilities out.
+
+What is listed here is public; all else is private.
+"""
+
+from twinkle_jax.sampler.generate import Completions, generate
+from twinkle_jax.sampler.rows import LENGTH, STOP
+from twinkle_jax.sampler.sampling import Sampling
+
+__all__ = ["LENGTH", "STOP", "Completions", "Sampling", "generate"]
