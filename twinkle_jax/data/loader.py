@@ -75,7 +75,7 @@ class PromptLoader:
         self._order = order.repeat(epochs)
         self._total = None if epochs is None else epochs * len(prompts)
         self._position = 0
-        first = [int(self._order[i]) for i in range(min(len(prompts), 64))]
+        first = [int(self._order[i]) for i in range(min(len(prompts), 8))]
         self._fingerprint = {
             "batch_size": batch_size,
             "seed": seed,
