@@ -24,5 +24,5 @@ def test_smallest_and_multiple():
     "bad", [{"size": -1}, {"size": 1, "smallest": 0}, {"size": 1, "multiple": 0}]
 )
 def test_what_is_refused(bad):
-    with pytest.raises(ValueError, match="expected size of at least 0"):
+    with pytest.raises(ValueError, match="size must be at least 0"):
         bucket_size(**bad)

@@ -26,7 +26,7 @@ def bucket_size(size: int, *, smallest: int = 1, multiple: int = 1) -> int:
     """
     if size < 0 or smallest < 1 or multiple < 1:
         raise ValueError(
-            "expected size of at least 0, smallest and multiple of at least 1, "
+            "size must be at least 0, smallest and multiple at least 1, "
             f"got size={size}, smallest={smallest}, multiple={multiple}"
         )
     size = max(size, smallest)

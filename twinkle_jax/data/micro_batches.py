@@ -7,7 +7,7 @@ import numpy as np
 
 from twinkle_jax.data.batch import IGNORE, Batch
 from twinkle_jax.data.buckets import bucket_size
-from twinkle_jax.data.features import Row
+from twinkle_jax.data.integers import Row
 
 SMALLEST_TIME = 16
 
@@ -64,9 +64,7 @@ def make_batch(
 
     positions = None
     if any("position_ids" in feature for feature in features):
-        counted = [np.arange(len(f["input_ids"]), dtype=np.int32) for f in features]
-        own = [f.get("position_ids", c) for f, c in zip(features, counted, strict=True)]
-        positions = pad(own, 0)
+        positions = pad([f.get("position_ids", _counted(f)) for f in features], 0)
     mask = None
     if any(np.any(np.diff(feature.get("attention_mask", [])) > 0) for feature in features):
         mask = pad([f.get("attention_mask", np.ones_like(f["labels"])) for f in features], 0) != 0
@@ -80,3 +78,9 @@ def make_batch(
     for name, values in loss_inputs.items():
         arrays[name] = None if values is None else pad(values, 0, np.float32)
     return Batch(**arrays)
+
+
+def _counted(feature: dict[str, Row]) -> Row:
+    """Count the tokens of a row from 0, without its padding."""
+    kept = feature.get("attention_mask", np.ones_like(feature["input_ids"]))
+    return np.maximum(np.cumsum(kept) - 1, 0).astype(np.int32)

@@ -23,8 +23,9 @@ from twinkle_jax.model.train_step.apply_gradients import (
     clip_gradients,
     zero_gradients,
 )
-from twinkle_jax.model.train_step.grad_step import StepSummary, grad_step
+from twinkle_jax.model.train_step.grad_step import grad_step
 from twinkle_jax.model.train_step.score_batch import Scores, score_batch
+from twinkle_jax.model.train_step.step_summary import StepSummary
 from twinkle_jax.model.train_step.train_state import TrainState, merge_params, train_state
 from twinkle_jax.model.twinkle.transformers_model import TransformersModel
 

@@ -1,5 +1,6 @@
 """The update by hand: one division, one clip, one guard."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -10,10 +11,26 @@ from twinkle_jax.model import apply_gradients, clip_gradients, train_state, zero
 
 
 def state_of(gradient, denominator, optimizer=SGD, dtype="float32"):
-    state = train_state({"w": jnp.ones(2, dtype)}, optimizer)
+    return filled(train_state({"w": jnp.ones(2, dtype)}, optimizer), gradient, denominator)
+
+
+def filled(state, gradient, denominator=1, tokens=1):
     return state._replace(
-        gradient_sum={"w": jnp.array(gradient, jnp.float32)}, denominator=jnp.float32(denominator)
+        gradient_sum={"w": jnp.array(gradient, jnp.float32)},
+        denominator=jnp.float32(denominator),
+        tokens=jnp.float32(tokens),
     )
+
+
+def same(a, b):
+    """Everything but the gradients, bit by bit."""
+    for x, y in zip(jax.tree.leaves(a[:3]), jax.tree.leaves(b[:3]), strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
+def kept(state):
+    """A copy that outlives donation."""
+    return jax.tree.map(np.array, state)
 
 
 def test_divided_clipped_and_scaled():
@@ -42,18 +59,36 @@ def test_what_is_not_finite_is_skipped(bad, clip):
     """1e30 is finite, but its square, and so the norm, is not."""
     optimizer = optax.adam(1.0)
     first, _ = apply_gradients(state_of([1, 1], 1, optimizer), optimizer, learning_rate=0.25)
-    before = [np.asarray(first.params["w"]), np.asarray(first.optimizer_state[0].mu["w"])]
-    state = first._replace(
-        gradient_sum={"w": jnp.array([bad, 1], jnp.float32)}, denominator=jnp.float32(1)
-    )
+    before = kept(first)
+    state = filled(first, [bad, 1])
     if clip:
         state, _ = clip_gradients(state, 1.0)
     state, info = apply_gradients(state, optimizer, learning_rate=0.25, max_grad_norm=1.0)
     assert not info.applied and state.step == 1 and state.denominator == 0
-    np.testing.assert_array_equal(state.params["w"], before[0])
-    np.testing.assert_array_equal(state.optimizer_state[0].mu["w"], before[1])
-    assert state.optimizer_state[0].count == 1
+    same(state, before)
     assert not np.asarray(state.gradient_sum["w"]).any()
+
+
+@pytest.mark.parametrize("rate", [np.nan, np.inf, -np.inf])
+def test_learning_rates_that_are_not_finite_are_skipped(rate):
+    optimizer = optax.adamw(1.0)
+    state = filled(train_state({"w": jnp.ones(2)}, optimizer), [1, 1])
+    before = kept(state)
+    state, info = apply_gradients(state, optimizer, learning_rate=rate)
+    assert not info.applied and info.gradient_norm > 1
+    same(state, before)
+
+
+def test_updates_that_are_not_finite_are_skipped():
+    """The gradient is finite here; what the optimizer makes of it, or the sum, is not."""
+    broken = optax.stateless(lambda updates, params: jax.tree.map(lambda g: g / 0.0, updates))
+    cases = [(broken, 1.0, "float32"), (SGD, 1e38, "float32"), (SGD, 1e38, "bfloat16")]
+    for optimizer, rate, dtype in cases:
+        state = state_of([6, 8], 1, optimizer, dtype)
+        before = kept(state)
+        state, info = apply_gradients(state, optimizer, learning_rate=rate)
+        assert not info.applied
+        same(state, before)
 
 
 def test_without_gradients_nothing_decays():
@@ -61,9 +96,36 @@ def test_without_gradients_nothing_decays():
     state, info = apply_gradients(state_of([0, 0], 0, optimizer), optimizer)
     np.testing.assert_array_equal(state.params["w"], [1, 1])
     assert not info.applied
+    # Sequences were counted, but none of them has a label.
+    state = filled(train_state({"w": jnp.ones(2)}, optimizer), [0, 0], 4, tokens=0)
+    before = kept(state)
+    state, info = apply_gradients(state, optimizer)
+    assert not info.applied
+    same(state, before)
     state, info = apply_gradients(state_of([0, 0], 1, optimizer), optimizer, learning_rate=0.5)
     np.testing.assert_array_equal(state.params["w"], [0.75, 0.75])
-    assert info.applied
+    assert info.applied and state.tokens == 0
+
+
+@pytest.mark.parametrize("limit", [-1, 0, -0.5, np.nan, np.float32(-1), -np.inf])
+def test_limits_that_are_not_above_zero(limit):
+    """-1 would climb, and 0 keep nothing of the gradients."""
+    with pytest.raises(ValueError, match="max_grad_norm must be above 0, got"):
+        apply_gradients(state_of([6, 8], 2), SGD, max_grad_norm=limit)
+    with pytest.raises(ValueError, match="max_grad_norm must be above 0, got"):
+        clip_gradients(state_of([6, 8], 2), limit)
+    # On a device it is not looked at, and the update is skipped.
+    on_device = jnp.float32(limit)
+    state, info = apply_gradients(state_of([6, 8], 2), SGD, max_grad_norm=on_device)
+    assert not info.applied and state.params["w"].tolist() == [1, 1]
+    state, _ = clip_gradients(state_of([6, 8], 2), on_device)
+    assert not apply_gradients(state, SGD)[1].applied
+
+
+def test_limits_that_are_no_numbers():
+    for limit in (True, "1"):
+        with pytest.raises(TypeError, match="max_grad_norm must be a number, got"):
+            apply_gradients(state_of([6, 8], 2), SGD, max_grad_norm=limit)
 
 
 def test_bfloat16_parameters_have_a_float32_optimizer():
@@ -95,5 +157,16 @@ def test_rates_and_limits_are_traced():
 
 
 def test_a_state_without_optimizer():
-    with pytest.raises(ValueError, match="expected a state with an optimizer"):
+    with pytest.raises(ValueError, match="state must have an optimizer"):
         apply_gradients(state_of([1, 1], 1, None), SGD)
+
+
+def test_an_optimizer_that_does_not_fit():
+    adam = optax.adam(1.0)
+    for made, used in ((SGD, adam), (adam, SGD), (adam, optax.adam(1.0, mu_dtype="bfloat16"))):
+        state = state_of([1, 1], 1, made)
+        with pytest.raises(ValueError, match="optimizer must be the one that the state was made"):
+            apply_gradients(state, used)
+        assert not state.params["w"].is_deleted()
+    with pytest.raises(TypeError, match="optimizer must be an Optax transformation, got 'adam'"):
+        train_state({"w": jnp.ones(2)}, "adam")

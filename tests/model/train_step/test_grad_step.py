@@ -12,13 +12,20 @@ from tests.loss.cases import OBJECTS
 from tests.model.families import NAMES, QUICK, config_of, params_of
 from tests.model.training import accumulate, chosen, fresh, random_batch, relative, take
 from twinkle_jax.loss import GRPOLoss, Loss, LossOutput, PolicyMetrics, PPOValueLoss
-from twinkle_jax.model import Batch, grad_step, hidden_states, output_logits, train_state
-from twinkle_jax.model.train_step.grad_step import StepSummary, _grad_step, add_summaries
+from twinkle_jax.model import (
+    Batch,
+    grad_step,
+    hidden_states,
+    output_logits,
+    score_batch,
+    train_state,
+)
+from twinkle_jax.model.train_step.grad_step import _grad_step
 from twinkle_jax.model.train_step.loss_coefficients import join_loss, split_loss
+from twinkle_jax.model.train_step.step_summary import StepSummary, add_summaries
 
 BATCH = random_batch()
 GRPO = OBJECTS["grpo"]  # most tests are not about the loss, and this one is compiled already
-pytestmark = pytest.mark.quick_compile
 
 
 def naive(name, loss_fn, batch, temperature=1.0):
@@ -135,7 +142,6 @@ class Shifted(GRPOLoss):
     ignore_index: int = -1
 
 
-@pytest.mark.as_users_compile
 def test_other_labels_for_no_loss_are_the_losses_own_affair():
     settings = dataclasses.asdict(GRPO) | {"ignore_index": -1}
     one, _ = accumulate(Shifted(**settings), [BATCH])
@@ -159,12 +165,16 @@ def test_parameters_that_are_frozen_get_no_gradient():
         (
             {"tokens": jnp.zeros(8, jnp.int32)},
             ValueError,
-            r"\[batch, time\], got tokens=\(8,",
+            r"tokens must have the shape \[batch, time\], got \(8,",
         ),
-        ({"labels": jnp.zeros((4, 7), jnp.int32)}, ValueError, r"labels of shape \(4, 8\), got"),
-        ({"rows": jnp.ones(3, bool)}, ValueError, r"rows of shape \(4,\), got \(3,\)"),
-        ({"advantages": jnp.ones(4)}, ValueError, r"advantages of shape \(4, 8\), got \(4,\)"),
-        ({"labels": jnp.zeros((4, 8))}, TypeError, "labels to be integers, got float32"),
+        (
+            {"labels": jnp.zeros((4, 7), jnp.int32)},
+            ValueError,
+            r"labels must have .*\(4, 8\), got",
+        ),
+        ({"rows": jnp.ones(3, bool)}, ValueError, r"rows must have the shape \(4,\), got"),
+        ({"advantages": jnp.ones(4)}, ValueError, r"advantages must have .*\(4, 8\)"),
+        ({"labels": jnp.zeros((4, 8))}, TypeError, "labels must be integers, got float32"),
     ],
 )
 def test_batches_that_are_refused(changes, error, message):
@@ -173,10 +183,28 @@ def test_batches_that_are_refused(changes, error, message):
 
 
 def test_losses_that_are_refused():
-    with pytest.raises(TypeError, match=r"expected a loss of twinkle_jax.loss, got 'grpo'"):
+    with pytest.raises(TypeError, match=r"loss_fn must be a loss of twinkle_jax.loss, got 'grpo'"):
         grad_step(fresh(), BATCH, config_of("qwen3"), "grpo")
+    with pytest.raises(TypeError, match=r"such as GRPOLoss\(\), got the class GRPOLoss"):
+        grad_step(fresh(), BATCH, config_of("qwen3"), GRPOLoss)
     with pytest.raises(TypeError, match="old_values must be given to PPOValueLoss"):
         grad_step(fresh(), BATCH, config_of("qwen3"), PPOValueLoss())
+
+
+@pytest.mark.parametrize("temperature", [0, -1.0, np.nan])
+def test_temperatures_that_are_refused(temperature):
+    for call in (
+        lambda: grad_step(fresh(), BATCH, config_of("qwen3"), GRPO, temperature=temperature),
+        lambda: score_batch(params_of("qwen3"), BATCH, config_of("qwen3"), temperature=temperature),
+    ):
+        with pytest.raises(ValueError, match="temperature must be above 0, got"):
+            call()
+
+
+@pytest.mark.parametrize("key", [0, jax.random.PRNGKey(0)])
+def test_keys_that_are_refused(key):
+    with pytest.raises(TypeError, match="key must be a typed key such as"):
+        grad_step(fresh(), BATCH, config_of("qwen3"), GRPO, key=key)
 
 
 def test_summaries_add_up_and_each_token_weighs_the_same():

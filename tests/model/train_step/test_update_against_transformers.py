@@ -9,10 +9,7 @@ from twinkle_jax.model import TransformersModel
 _GET = "pip install 'twinkle-jax[test,oracle]'"
 torch = pytest.importorskip("torch", reason=_GET)
 transformers = pytest.importorskip("transformers", reason=_GET)
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning"),
-    pytest.mark.as_users_compile,
-]
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 
 ROWS = [[5, 6, 7, 8, 9, 10, 11], [12, 13, 14], [16, 17, 18, 19, 20]]
 PROMPT, EPSILON, BETA, LR, LIMIT = 2, 0.2, 0.05, 0.01, 0.5
@@ -77,7 +74,7 @@ def test_loss_gradient_and_update(name, tmp_path):
 
     from twinkle_jax.model import Decoder
     from twinkle_jax.model.huggingface.checkpoint_names import PREFIX
-    from twinkle_jax.model.huggingface.checkpoint_write import list_tensors
+    from twinkle_jax.model.huggingface.export_tensors import list_tensors
 
     gradient = Decoder(ours.config, ours.state.gradient_sum)
     denominator = float(ours.state.denominator)
@@ -91,7 +88,16 @@ def test_loss_gradient_and_update(name, tmp_path):
             tensor.fetch() / denominator, expected, atol=2e-4 * scale + 1e-6, rtol=0
         )
 
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.1)
+    # As Twinkle groups them: norms and biases do not decay.
+    groups = {True: [], False: []}
+    for key, p in model.named_parameters():
+        groups[not any(word in key for word in ("norm", "bias"))].append(p)
+    assert all(groups.values())
+    optimizer = torch.optim.AdamW(
+        [{"params": groups[True], "weight_decay": 0.1}, {"params": groups[False]}],
+        lr=LR,
+        weight_decay=0.0,
+    )
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), LIMIT)
     optimizer.step()
     info = ours.clip_grad_and_step(max_grad_norm=LIMIT)

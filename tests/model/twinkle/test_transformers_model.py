@@ -11,7 +11,6 @@ from twinkle_jax.loss import GRPOLoss, PPOValueLoss
 from twinkle_jax.model import Decoder, TransformersModel, output_logits, save_pretrained
 
 pytest.importorskip("safetensors", reason="pip install 'twinkle-jax[checkpoints]'")
-pytestmark = pytest.mark.quick_compile
 
 ROWS = [[5, 6, 7, 8, 9], [10, 11, 12], [13, 14, 15, 16]]
 INPUTS = [
@@ -244,7 +243,7 @@ def test_saved_and_loaded(model, tmp_path):
 
 def test_trajectories_need_a_template(model):
     trajectory = {"messages": [{"role": "user", "content": "5 6 7"}]}
-    with pytest.raises(ValueError, match=r"'input_ids' in inputs\[0\].*set_template"):
+    with pytest.raises(ValueError, match=r"inputs\[0\] must have 'input_ids'.*set_template"):
         model.forward_only(inputs=[trajectory])
 
     class Template:
@@ -256,9 +255,9 @@ def test_trajectories_need_a_template(model):
         model.set_template(template)
         np.testing.assert_array_equal(model.forward_only(inputs=[trajectory])["logps"], expected)
     model.set_template(lambda trajectory: None)
-    with pytest.raises(ValueError, match="the template to give 'input_ids'"):
+    with pytest.raises(ValueError, match="the template must give 'input_ids'"):
         model.forward_only(inputs=[trajectory])
-    with pytest.raises(TypeError, match="a function or an object with 'encode', got 'Qwen'"):
+    with pytest.raises(TypeError, match="got 'Qwen'"):
         model.set_template("Qwen")
 
 
@@ -266,48 +265,25 @@ def test_trajectories_need_a_template(model):
     ("call", "error", "message"),
     [
         (lambda m: m.set_optimizer("adamw"), ValueError, r"AdamW, Adam, SGD, Lion.*got 'adamw'"),
-        (lambda m: m.set_optimizer("SGD", beta=1), TypeError, "SGD knows lr, momentum, nesterov"),
+        (lambda m: m.set_optimizer("SGD", beta=1), TypeError, "SGD must be among lr, momentum"),
         (lambda m: m.set_optimizer(3), TypeError, "a name or an Optax transformation, got 3"),
+        (lambda m: m.set_optimizer(optax.sgd(1.0), eps=1), TypeError, "options must be given to"),
+        (lambda m: m.set_optimizer("SGD", lr=-1), ValueError, "lr must be at least 0 and finite"),
+        (lambda m: m.set_optimizer("SGD", lr=np.nan), ValueError, "lr must be .* got nan"),
+        (lambda m: m.set_lr_scheduler("Cosine"), ValueError, r"CosineWarmup.*got 'Cosine'"),
+        (lambda m: m.set_lr_scheduler("LambdaLR"), TypeError, r"LambdaLR must be lr_lambda, got"),
         (
-            lambda m: m.set_lr_scheduler("Cosine"),
+            lambda m: m.set_lr_scheduler("CosineAnnealingLR", T_max=0),
             ValueError,
-            r"CosineWarmupScheduler.*got 'Cosine'",
+            "T_max must be a positive int, got 0",
         ),
-        (lambda m: m.set_lr_scheduler("LambdaLR"), TypeError, "LambdaLR knows lr_lambda"),
-        (lambda m: m.set_loss("grpo"), ValueError, r"expected a loss of .*GRPOLoss.*got 'grpo'"),
-        (lambda m: m.set_loss(3), TypeError, r"loss of twinkle_jax\.loss, got 3"),
-        (lambda m: m.set_loss(PPOValueLoss()), ValueError, "PPOValueLoss needs values"),
-        (lambda m: m.forward_only(inputs=[]), ValueError, "list of input features"),
-        (lambda m: m.forward_only(inputs="text"), ValueError, "list of input features"),
-        (
-            lambda m: m.forward_only(inputs=[{"input_ids": []}]),
-            ValueError,
-            r"\['input_ids'\] is empty",
-        ),
+        (lambda m: m.set_loss("gpro"), ValueError, r"loss must be one of .*'grpo'.*got 'gpro'"),
+        (lambda m: m.set_loss(3), TypeError, r"loss must be a name, .* got 3"),
+        (lambda m: m.set_loss(PPOValueLoss()), ValueError, "PPOValueLoss, which needs values"),
         (
             lambda m: m.forward_only(inputs=[{"input_ids": [48]}]),
             ValueError,
-            r"in \[0, 48\), got 48",
-        ),
-        (
-            lambda m: m.forward_only(inputs=[{"input_ids": [0.5]}]),
-            TypeError,
-            "integers, got float64",
-        ),
-        (
-            lambda m: m.forward_only(inputs=[{"input_ids": [1, 2], "labels": [-100, -1]}]),
-            ValueError,
-            r"inputs\[0\]\['labels'\] in \[0, 48\), got -1",
-        ),
-        (
-            lambda m: m.forward_only(inputs=[{"input_ids": [1, 2], "labels": [1]}]),
-            ValueError,
-            r"\['labels'\] as long as 'input_ids', 2, got 1",
-        ),
-        (
-            lambda m: m.forward_only(inputs=[{"input_ids": [1], "pixel_values": [1]}]),
-            ValueError,
-            "'pixel_values', but the model reads text only",
+            r"in \[0, 47\], got 48",
         ),
         (
             lambda m: m.forward_only(inputs=INPUTS, micro_batch_size=0),
@@ -317,25 +293,21 @@ def test_trajectories_need_a_template(model):
         (
             lambda m: m.forward_backward(inputs=[{"input_ids": [1]}]),
             ValueError,
-            "expected 'labels'",
+            r"inputs\[0\] must have 'labels'",
         ),
         (
             lambda m: m.forward_backward(inputs=INPUTS, advantages=[1.0]),
             ValueError,
-            "advantages with one row for each of 3, got 1",
+            "advantages must have one row for each of 3, got 1",
         ),
+        (lambda m: m.clip_grad_and_step(-1.0), ValueError, "max_grad_norm must be above 0"),
         (
-            lambda m: m.forward_backward(
-                inputs=INPUTS, old_logps=[[0.0] * 3, [0.0] * 2, [0.0] * 3]
-            ),
+            lambda m: m.step(gradient_accumulation_steps=0),
             ValueError,
-            r"old_logps\[0\] with a number for each of 5 positions or of 4 labelled",
+            "gradient_accumulation_steps must be a positive int, got 0",
         ),
-        (
-            lambda m: m.forward_backward(inputs=INPUTS, ref_logps=np.ones((3, 7))),
-            ValueError,
-            r"ref_logps\[0\] with 5 numbers, got 7",
-        ),
+        (lambda m: m.step(adapter_name="other"), ValueError, "must be None or left out"),
+        (lambda m: m.add_metric(3), TypeError, "must have accumulate and calculate, got 3"),
     ],
 )
 def test_what_is_refused(model, call, error, message):
@@ -345,9 +317,9 @@ def test_what_is_refused(model, call, error, message):
 
 def test_steps_out_of_order(checkpoint, tmp_path):
     model = TransformersModel(checkpoint)
-    with pytest.raises(ValueError, match="call set_loss first"):
+    with pytest.raises(ValueError, match="first: call set_loss"):
         model.forward_backward(inputs=INPUTS)
-    with pytest.raises(ValueError, match="call set_optimizer first"):
+    with pytest.raises(ValueError, match="first: call set_optimizer"):
         model.step()
     other = config_of("qwen2")
     save_pretrained(Decoder(other, params_of("qwen2")), tmp_path / "other")

@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from twinkle_jax.model.decoder.lora_dropout import adapter_change
+
 
 def project(
     x: Float[Array, "tokens into"], weights: Mapping[str, Any]
@@ -14,9 +16,7 @@ def project(
     """Multiply rows by `kernel` in their own type; add adapter and `bias` where there are any."""
     y = x @ weights["kernel"].astype(x.dtype)
     if "lora_A" in weights:
-        narrow = x @ weights["lora_A"].astype(x.dtype)
-        change = narrow @ weights["lora_B"].astype(x.dtype)
-        y = y + weights["lora_scale"].astype(x.dtype) * change
+        y = y + adapter_change(x, weights)
     return y + weights["bias"].astype(x.dtype)[None] if "bias" in weights else y
 
 

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Key
 
 from twinkle_jax.model.decoder.config import DecoderConfig
+from twinkle_jax.model.decoder.lora_dropout import RATE
 from twinkle_jax.model.decoder.parameters import Params, nest, parameter_table
 from twinkle_jax.model.decoder.peft_options import check_peft_options
 
@@ -30,6 +31,7 @@ class LoraConfig:
         lora_alpha: what the product is scaled by, divided by `r`.
         target_modules: names of projections, or `"all-linear"` for all inside the layers.
         use_rslora: whether to divide by the root of `r` instead.
+        lora_dropout: how much of an adapter's input is dropped while it is trained, in [0, 1).
 
     Example:
         >>> LoraConfig(r=16, lora_alpha=32).scale
@@ -40,6 +42,7 @@ class LoraConfig:
     lora_alpha: float = 8
     target_modules: str | tuple[str, ...] = ("q_proj", "v_proj")
     use_rslora: bool = False
+    lora_dropout: float = 0.0
 
     def __post_init__(self) -> None:
         if type(self.r) is not int or not 1 <= self.r <= LARGEST_RANK:
@@ -55,6 +58,9 @@ class LoraConfig:
             ):
                 raise ValueError(f"target_modules must be names of projections, got {targets!r}")
             object.__setattr__(self, "target_modules", tuple(sorted(targets)))
+        rate = self.lora_dropout
+        if type(rate) not in (int, float) or not 0 <= rate < 1:
+            raise ValueError(f"lora_dropout must be a number in [0, 1), got {rate!r}")
 
     @property
     def scale(self) -> float:
@@ -118,8 +124,16 @@ def init_adapter(key: Key[Array, ""], config: DecoderConfig, lora: LoraConfig) -
 
 def adapter_scales(config: DecoderConfig, lora: LoraConfig) -> dict[str, Any]:
     """Give the constants that go with an adapter, to be laid over the frozen parameters."""
-    scale = jnp.full((config.repeats,), lora.scale, jnp.float32)
-    return nest({(*path, "lora_scale"): scale for path in adapted_kernels(config, lora)})
+    constants = {"lora_scale": lora.scale} | (
+        {RATE: lora.lora_dropout} if lora.lora_dropout else {}
+    )
+    return nest(
+        {
+            (*path, name): jnp.full((config.repeats,), value, jnp.float32)
+            for path in adapted_kernels(config, lora)
+            for name, value in constants.items()
+        }
+    )
 
 
 def merge_adapter(params: Params) -> dict[str, Any]:

@@ -6,7 +6,6 @@ from typing import Any
 
 # Each option and the values with which it changes nothing, or with which it is built.
 _PLAIN: dict[str, tuple[Any, ...]] = {
-    "lora_dropout": (0.0, 0, None),
     "bias": ("none", None),
     "fan_in_fan_out": (False, None),
     "modules_to_save": (None, []),
@@ -37,7 +36,7 @@ _PLAIN: dict[str, tuple[Any, ...]] = {
     "task_type": (None, "CAUSAL_LM"),
     "peft_type": ("LORA", None),
 }
-_READ = frozenset({"r", "lora_alpha", "target_modules", "use_rslora"})
+_READ = frozenset({"r", "lora_alpha", "target_modules", "use_rslora", "lora_dropout"})
 # Names, versions, and settings of options that are off.
 _SILENT = frozenset(
     {

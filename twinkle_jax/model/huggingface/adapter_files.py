@@ -72,7 +72,7 @@ def save_adapter(
         "lora_alpha": lora.lora_alpha,
         "target_modules": targets,
         "use_rslora": lora.use_rslora,
-        "lora_dropout": 0.0,
+        "lora_dropout": lora.lora_dropout,
         "bias": "none",
         "fan_in_fan_out": False,
         "init_lora_weights": True,

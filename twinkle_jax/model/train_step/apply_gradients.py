@@ -1,7 +1,7 @@
-"""The update: divide the gradients once, clip them, apply them unless they are not finite."""
+"""The update: divide the gradients once, clip them, apply them if the result is finite."""
 
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,10 +11,8 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float
 
 from twinkle_jax.model.decoder.sharding import constrain
-from twinkle_jax.model.train_step.loss_coefficients import traced_scalar
-from twinkle_jax.model.train_step.train_state import TrainState
-
-Scalar = float | Float[Array, ""]
+from twinkle_jax.model.train_step.scalars import Scalar, positive_scalar, traced_scalar
+from twinkle_jax.model.train_step.train_state import TrainState, init_optimizer
 
 
 class UpdateInfo(NamedTuple):
@@ -22,7 +20,8 @@ class UpdateInfo(NamedTuple):
 
     Attributes:
         gradient_norm: their global norm, before clipping.
-        applied: False where they were not finite, or there were none: nothing but them changed.
+        applied: False where there were none, or they, the learning rate or the parameters that they
+            would lead to were not finite: then nothing but them changed.
     """
 
     gradient_norm: Float[Array, ""]
@@ -37,7 +36,7 @@ def apply_gradients(
     max_grad_norm: Scalar | None = None,
     mesh: Mesh | None = None,
 ) -> tuple[TrainState, UpdateInfo]:
-    r"""Update parameters with the gradients that wait; compiled, and the state is donated.
+    r"""Update parameters with the accumulated gradients; compiled, and the state is donated.
 
     $$g = G / N, \qquad g \leftarrow g \min(1, c / \|g\|), \qquad
       \theta \leftarrow \theta + \eta\, u(g)$$
@@ -47,21 +46,29 @@ def apply_gradients(
         optimizer: the Optax transformation $u$ that the state was made with.
         learning_rate: $\eta$, which multiplies the updates; traced. Leave it at 1 for a
             transformation that has its own.
-        max_grad_norm: $c$, traced; None clips nothing.
+        max_grad_norm: $c$, above 0 and traced; None clips nothing.
         mesh: what the state lives on; None for one device.
 
     Returns:
-        The state without gradients, and their norm. Where the norm is NaN or infinite the update
-        is skipped: parameters, optimizer state and step stay as they were.
+        The state without gradients, and their norm. The update is skipped where there was no
+        labelled token, and where the norm, the learning rate or a parameter after the update is NaN
+        or infinite: parameters, optimizer state and step stay as they were.
 
     Raises:
-        ValueError: if the state was made without an optimizer.
+        ValueError: if the state was made without an optimizer or with another one, or
+            `max_grad_norm` is not above 0.
     """
     if state.optimizer_state is None:
-        raise ValueError("expected a state with an optimizer: make it with train_state(params, …)")
+        raise ValueError(
+            "state must have an optimizer, got one without: make it with train_state(params, …)"
+        )
     limit = np.inf if max_grad_norm is None else max_grad_norm
     return _apply(
-        state, traced_scalar(learning_rate), traced_scalar(limit), optimizer=optimizer, mesh=mesh
+        state,
+        traced_scalar(learning_rate),
+        positive_scalar("max_grad_norm", limit),
+        optimizer=optimizer,
+        mesh=mesh,
     )
 
 
@@ -74,40 +81,64 @@ def _apply(
     optimizer: optax.GradientTransformation,
     mesh: Mesh | None,
 ) -> tuple[TrainState, UpdateInfo]:
+    _check_fit(optimizer, state)
     norm = gradient_norm(state)
-    applied = jnp.isfinite(norm) & (state.denominator > 0)
+    usable = jnp.isfinite(norm) & jnp.isfinite(learning_rate) & (max_grad_norm > 0)
+    usable &= (state.denominator > 0) & (state.tokens > 0)
     factor = _clip_factor(norm, max_grad_norm) / jnp.maximum(state.denominator, 1)
-    gradients = jax.tree.map(lambda g: jnp.where(applied, g * factor, 0), state.gradient_sum)
-    params = jax.tree.map(lambda x: x.astype(jnp.float32), state.params)
+    gradients = jax.tree.map(lambda g: jnp.where(usable, g * factor, 0), state.gradient_sum)
+    wide = jax.tree.map(lambda x: x.astype(jnp.float32), state.params)
     with jax.numpy_dtype_promotion("standard"):
-        updates, optimizer_state = optimizer.update(gradients, state.optimizer_state, params)
-        params = jax.tree.map(lambda x, u: x + learning_rate * u, params, updates)
+        updates, optimizer_state = optimizer.update(gradients, state.optimizer_state, wide)
+        wide = jax.tree.map(lambda x, u: x + learning_rate * u, wide, updates)
+    params = jax.tree.map(lambda x, old: x.astype(old.dtype), wide, state.params)
+    applied = usable & _all_finite(params)
 
     def choose(new: Array, old: Array) -> Array:
         return jnp.where(applied, new.astype(old.dtype), old)
 
-    new_state = TrainState(
+    new_state = _without_gradients(state)._replace(
         params=jax.tree.map(choose, params, state.params),
         optimizer_state=jax.tree.map(choose, optimizer_state, state.optimizer_state),
         step=state.step + applied.astype(state.step.dtype),
-        gradient_sum=jax.tree.map(jnp.zeros_like, state.gradient_sum),
-        denominator=jnp.zeros_like(state.denominator),
     )
     return constrain(new_state, mesh), UpdateInfo(norm, applied)
 
 
+def _check_fit(optimizer: optax.GradientTransformation, state: TrainState) -> None:
+    """Refuse an optimizer whose state has another form than the one there is; while tracing."""
+
+    def form(tree: Any) -> Any:
+        leaves, structure = jax.tree.flatten(tree)
+        return structure, [(x.shape, x.dtype) for x in leaves]
+
+    made = jax.eval_shape(partial(init_optimizer, optimizer), state.params)
+    if form(made) != form(state.optimizer_state):
+        raise ValueError(
+            "optimizer must be the one that the state was made with, "
+            f"got one whose state is {jax.tree.structure(made)}"
+        )
+
+
+def _all_finite(params: Any) -> Bool[Array, ""]:
+    return jnp.all(jnp.stack([jnp.all(jnp.isfinite(x)) for x in jax.tree.leaves(params)]))
+
+
 def clip_gradients(state: TrainState, max_grad_norm: Scalar) -> tuple[TrainState, Float[Array, ""]]:
-    """Clip the gradients that wait by their global norm, without applying them; donates the state.
+    """Clip the accumulated gradients by their global norm, without applying them.
 
     Args:
-        state: with gradients.
-        max_grad_norm: the largest norm of the gradients once they are divided; traced.
+        state: with gradients; donated.
+        max_grad_norm: the largest norm of the gradients once they are divided, above 0; traced.
 
     Returns:
         The state, and the norm before clipping. Gradients that are not finite stay so, and the
         update that follows is skipped.
+
+    Raises:
+        ValueError: if `max_grad_norm` is not above 0.
     """
-    return _clip(state, traced_scalar(max_grad_norm))
+    return _clip(state, positive_scalar("max_grad_norm", max_grad_norm))
 
 
 @partial(jax.jit, donate_argnums=0)
@@ -115,17 +146,23 @@ def _clip(
     state: TrainState, max_grad_norm: Float[Array, ""]
 ) -> tuple[TrainState, Float[Array, ""]]:
     norm = gradient_norm(state)
-    factor = jnp.where(jnp.isfinite(norm), _clip_factor(norm, max_grad_norm), jnp.nan)
+    usable = jnp.isfinite(norm) & (max_grad_norm > 0)
+    factor = jnp.where(usable, _clip_factor(norm, max_grad_norm), jnp.nan)
     clipped = jax.tree.map(lambda g: g * factor, state.gradient_sum)
     return state._replace(gradient_sum=clipped), norm
 
 
 @partial(jax.jit, donate_argnums=0, keep_unused=True)  # the old sums are the new zeros' memory
 def zero_gradients(state: TrainState) -> TrainState:
-    """Forget the gradients that wait; donates the state."""
+    """Forget the accumulated gradients; donates the state."""
+    return _without_gradients(state)
+
+
+def _without_gradients(state: TrainState) -> TrainState:
     return state._replace(
         gradient_sum=jax.tree.map(jnp.zeros_like, state.gradient_sum),
         denominator=jnp.zeros_like(state.denominator),
+        tokens=jnp.zeros_like(state.tokens),
     )
 
 

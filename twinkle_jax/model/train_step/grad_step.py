@@ -1,20 +1,22 @@
-"""One micro-batch: the gradient of its loss, added to the gradients that wait for a step."""
+"""One micro-batch: the gradient of its loss, added to the accumulated gradients."""
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+import numpy as np
+from jax.sharding import Mesh
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float, Int, Key
 
 from twinkle_jax.data.batch import IGNORE, Batch, check_batch
 from twinkle_jax.loss import LossOutput, PolicyMetrics
 from twinkle_jax.model.decoder.attention import AttentionImplementation
 from twinkle_jax.model.decoder.config import DecoderConfig
-from twinkle_jax.model.decoder.forward import Remat, hidden_states
+from twinkle_jax.model.decoder.forward import Remat
+from twinkle_jax.model.decoder.lora_dropout import with_dropout
 from twinkle_jax.model.decoder.parameters import Params
 from twinkle_jax.model.decoder.sharding import constrain
 from twinkle_jax.model.train_step.label_scores import label_scores
@@ -23,36 +25,11 @@ from twinkle_jax.model.train_step.loss_coefficients import (
     join_loss,
     loss_denominator,
     split_loss,
-    traced_scalar,
 )
+from twinkle_jax.model.train_step.run_batch import run_batch
+from twinkle_jax.model.train_step.scalars import Scalar, positive_scalar
+from twinkle_jax.model.train_step.step_summary import StepSummary
 from twinkle_jax.model.train_step.train_state import TrainState, merge_params
-
-
-class StepSummary(NamedTuple):
-    """What a micro-batch adds up to.
-
-    Attributes:
-        loss_sum: the loss before it is divided.
-        denominator: what to divide it by.
-        tokens: positions with a label.
-        metrics: means over these tokens; None where the loss has none.
-    """
-
-    loss_sum: Float[Array, ""]
-    denominator: Float[Array, ""]
-    tokens: Float[Array, ""]
-    metrics: PolicyMetrics | None
-
-    @property
-    def loss(self) -> Float[Array, ""]:
-        """The loss; 0 where there is nothing to divide by."""
-        return divided(self.loss_sum, self.denominator)
-
-
-@jax.jit
-def divided(total: Float[Array, ""], count: Float[Array, ""]) -> Float[Array, ""]:
-    """Divide, and let nothing over nothing be nothing."""
-    return total / jnp.where(count == 0, 1, count)
 
 
 def grad_step(
@@ -62,7 +39,8 @@ def grad_step(
     loss_fn: Callable[..., LossOutput],
     *,
     frozen: Params | None = None,
-    temperature: float | Float[Array, ""] = 1.0,
+    temperature: Scalar = 1.0,
+    key: Key[Array, ""] | None = None,
     compute_dtype: DTypeLike | None = None,
     attention: AttentionImplementation | None = None,
     remat: Remat = True,
@@ -84,7 +62,9 @@ def grad_step(
         loss_fn: a loss of `twinkle_jax.loss`, or one that subclasses its `Loss`. Coefficients are
             traced; a change of them compiles nothing, unless from or to 0.
         frozen: parameters that are not trained, over which those of the state are laid.
-        temperature: at which log-probabilities are taken, as the sampler did.
+        temperature: above 0, at which log-probabilities are taken, as the sampler did.
+        key: root key of a training run, for the dropout of adapters that have a rate. Each row has
+            its own noise, by its number in the run, which the state counts. None: no dropout.
         compute_dtype: as for [`hidden_states`][twinkle_jax.model.hidden_states].
         attention: likewise, and as for `score_batch`: the ratio of a policy to itself is 1.
         remat: likewise.
@@ -94,17 +74,22 @@ def grad_step(
         The state with the gradients, and the sums that the loss is made of.
 
     Raises:
-        ValueError: if shapes differ.
-        TypeError: if tokens or labels are not integers, or the loss cannot be called.
+        ValueError: if shapes differ, or a token on the host is outside the vocabulary.
+        TypeError: if tokens or labels are not integers, the loss cannot be called, or `key` is not
+            a typed key.
     """
-    check_batch(batch)
+    batch = check_batch(batch, config.vocab_size)
     static, traced = split_loss(loss_fn)
+    kind = getattr(key, "dtype", np.dtype(object))
+    if key is not None and not jnp.issubdtype(kind, jax.dtypes.prng_key):
+        raise TypeError(f"key must be a typed key such as jax.random.key(0), got {key!r}")
     return _grad_step(
         state,
         batch,
         frozen=frozen,
         traced=traced,
-        temperature=traced_scalar(temperature),
+        temperature=positive_scalar("temperature", temperature),
+        key=key,
         config=config,
         loss=static,
         compute_dtype=None if compute_dtype is None else jnp.dtype(compute_dtype),
@@ -125,6 +110,7 @@ def _grad_step(
     frozen: Params | None,
     traced: dict[str, Any],
     temperature: Float[Array, ""],
+    key: Key[Array, ""] | None,
     *,
     config: DecoderConfig,
     loss: Static,
@@ -133,9 +119,12 @@ def _grad_step(
 ) -> tuple[TrainState, StepSummary]:
     loss_fn = join_loss(loss, traced)
     labelled = batch.labels != IGNORE
+    rows = jnp.ones(len(labelled), bool) if batch.rows is None else batch.rows
 
     def loss_sum(params: Params) -> tuple[Float[Array, ""], PolicyMetrics | None]:
         weights = merge_params(frozen, params)
+        if key is not None:
+            weights = with_dropout(weights, key, state.rows + _count(rows) - 1)
         hidden = run_batch(weights, config, batch, mesh, **options)
         scores = label_scores(
             weights,
@@ -156,59 +145,19 @@ def _grad_step(
         return output.loss.astype(jnp.float32), output.metrics
 
     (total, metrics), gradient = jax.value_and_grad(loss_sum, has_aux=True)(state.params)
-    rows = jnp.ones(len(labelled), bool) if batch.rows is None else batch.rows
     denominator = loss_denominator(loss_fn, labelled, rows)
+    tokens = jnp.sum(labelled, dtype=jnp.float32)
     state = state._replace(
         gradient_sum=jax.tree.map(
             lambda total, g: total + g.astype(total.dtype), state.gradient_sum, gradient
         ),
         denominator=state.denominator + denominator,
+        tokens=state.tokens + tokens,
+        rows=state.rows + _count(rows)[-1],
     )
-    tokens = jnp.sum(labelled, dtype=jnp.float32)
     return constrain(state, mesh), StepSummary(total, denominator, tokens, metrics)
 
 
-def run_batch(
-    params: Params, config: DecoderConfig, batch: Batch, mesh: Mesh | None, **options: Any
-) -> Float[Array, "batch time width"]:
-    """Run the decoder over the rows of a batch.
-
-    On a mesh, the embedding is gathered first: looking up rows of one that is spread over the same
-    devices as the tokens would gather what was looked up, on every device.
-    """
-    if mesh is not None:
-        table = params["embed_tokens"]["embedding"]
-        table = jax.lax.with_sharding_constraint(table, NamedSharding(mesh, PartitionSpec()))
-        params = {**params, "embed_tokens": {"embedding": table}}
-    return hidden_states(
-        params,
-        config,
-        batch.tokens,
-        batch.mask,
-        positions=batch.positions,
-        segment_ids=batch.segment_ids,
-        **options,
-    )
-
-
-@jax.jit
-def add_summaries(a: StepSummary, b: StepSummary) -> StepSummary:
-    """Add up two micro-batches; their means weigh as many tokens as they are of."""
-    metrics = None
-    if a.metrics is not None and b.metrics is not None:
-        tokens = a.tokens + b.tokens
-
-        def mean(x: Float[Array, ""], y: Float[Array, ""]) -> Float[Array, ""]:
-            return divided(x * a.tokens + y * b.tokens, tokens)
-
-        def extreme(pick: Callable[..., Array], x: Array, y: Array) -> Array:
-            """Leave out the ratio of 1 that stands where there are no tokens."""
-            return jnp.where(a.tokens == 0, y, jnp.where(b.tokens == 0, x, pick(x, y)))
-
-        metrics = jax.tree.map(mean, a.metrics, b.metrics)._replace(
-            ratio_min=extreme(jnp.minimum, a.metrics.ratio_min, b.metrics.ratio_min),
-            ratio_max=extreme(jnp.maximum, a.metrics.ratio_max, b.metrics.ratio_max),
-        )
-    return StepSummary(
-        a.loss_sum + b.loss_sum, a.denominator + b.denominator, a.tokens + b.tokens, metrics
-    )
+def _count(rows: Bool[Array, " batch"]) -> Int[Array, " batch"]:
+    """Number the rows from 1; those that only fill up count for nothing."""
+    return jnp.cumsum(rows, dtype=jnp.int32)

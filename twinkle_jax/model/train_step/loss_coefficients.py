@@ -13,15 +13,20 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float
 
+from twinkle_jax.model.train_step.scalars import traced_scalar
+
 Static = tuple[Any, ...]
 UNIT_SEQUENCES = {"sequences": 1, "pairs": 2, "batches": None}  # None: whatever their number
 
 
 def split_loss(loss_fn: Any) -> tuple[Static, dict[str, Any]]:
     """Take a loss apart: a hashable rest, and the coefficients to trace."""
+    if isinstance(loss_fn, type):
+        name = loss_fn.__name__
+        raise TypeError(f"loss_fn must be a loss such as {name}(), got the class {name}")
     if not callable(loss_fn):
-        raise TypeError(f"expected a loss of twinkle_jax.loss, got {loss_fn!r}")
-    if not dataclasses.is_dataclass(loss_fn) or isinstance(loss_fn, type):
+        raise TypeError(f"loss_fn must be a loss of twinkle_jax.loss, got {loss_fn!r}")
+    if not dataclasses.is_dataclass(loss_fn):
         return (loss_fn,), {}
     fields = {f.name: getattr(loss_fn, f.name) for f in dataclasses.fields(loss_fn) if f.init}
     traced = {name: value for name, value in fields.items() if _is_coefficient(value)}
@@ -35,11 +40,6 @@ def join_loss(static: Static, traced: dict[str, Any]) -> Callable[..., Any]:
         return static[0]
     kind, fields = static
     return kind(**dict(fields), **traced)
-
-
-def traced_scalar(value: Any) -> Any:
-    """Give a Python number a type, so that all numbers share what is compiled."""
-    return np.float32(value) if isinstance(value, int | float) else value
 
 
 def _is_coefficient(value: Any) -> bool:

@@ -14,9 +14,9 @@ from twinkle_jax.model.decoder.attention import AttentionImplementation
 from twinkle_jax.model.decoder.config import DecoderConfig
 from twinkle_jax.model.decoder.layers import output_logits
 from twinkle_jax.model.decoder.parameters import Params
-from twinkle_jax.model.train_step.grad_step import run_batch
 from twinkle_jax.model.train_step.label_scores import label_scores
-from twinkle_jax.model.train_step.loss_coefficients import traced_scalar
+from twinkle_jax.model.train_step.run_batch import run_batch
+from twinkle_jax.model.train_step.scalars import Scalar, positive_scalar
 from twinkle_jax.model.train_step.train_state import merge_params
 
 
@@ -40,7 +40,7 @@ def score_batch(
     config: DecoderConfig,
     *,
     frozen: Params | None = None,
-    temperature: float | Float[Array, ""] = 1.0,
+    temperature: Scalar = 1.0,
     with_entropy: bool = False,
     with_logits: bool = False,
     compute_dtype: DTypeLike | None = None,
@@ -64,12 +64,12 @@ def score_batch(
     Returns:
         The scores, at every position with a label.
     """
-    check_batch(batch)
+    batch = check_batch(batch, config.vocab_size)
     return _score_batch(
         params,
         frozen,
         batch._replace(advantages=None, old_logps=None, ref_logps=None, rows=None),
-        traced_scalar(temperature),
+        positive_scalar("temperature", temperature),
         config=config,
         with_entropy=with_entropy,
         with_logits=with_logits,

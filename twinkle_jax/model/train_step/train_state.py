@@ -1,4 +1,4 @@
-"""What training changes: parameters, the optimizer's state, and gradients that wait for a step."""
+"""What training changes: parameters, the optimizer's state, and accumulated gradients."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -20,6 +20,8 @@ class TrainState(NamedTuple):
         step: updates applied so far.
         gradient_sum: gradients, summed over micro-batches and not yet divided; float32.
         denominator: what the sum is to be divided by: tokens or sequences, as the loss counts.
+        tokens: labels that the sum is made of; without any there is nothing to apply.
+        rows: rows that `grad_step` has seen in all; they number the noise of dropout.
     """
 
     params: Any
@@ -27,6 +29,8 @@ class TrainState(NamedTuple):
     step: Int[Array, ""]
     gradient_sum: Any
     denominator: Float[Array, ""]
+    tokens: Float[Array, ""]
+    rows: Int[Array, ""]
 
 
 def train_state(
@@ -51,11 +55,20 @@ def train_state(
         >>> print(state.step, state.gradient_sum["scale"])
         0 [0. 0. 0.]
     """
-    wide = jax.tree.map(lambda x: x.astype(jnp.float32), params)
-    with jax.numpy_dtype_promotion("standard"):
-        optimizer_state = None if optimizer is None else optimizer.init(wide)
+    optimizer_state = None if optimizer is None else init_optimizer(optimizer, params)
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), params)
-    return TrainState(params, optimizer_state, jnp.int32(0), zeros, jnp.float32(0))
+    nothing = jnp.float32(0)
+    return TrainState(
+        params, optimizer_state, jnp.int32(0), zeros, nothing, jnp.float32(0), jnp.int32(0)
+    )
+
+
+def init_optimizer(optimizer: optax.GradientTransformation, params: Params) -> Any:
+    """Begin an optimizer's state, in float32 whatever the type of the parameters."""
+    if not isinstance(optimizer, optax.GradientTransformation):
+        raise TypeError(f"optimizer must be an Optax transformation, got {optimizer!r}")
+    with jax.numpy_dtype_promotion("standard"):
+        return optimizer.init(jax.tree.map(lambda x: x.astype(jnp.float32), params))
 
 
 def merge_params(frozen: Params | None, params: Params) -> dict[str, Any]:

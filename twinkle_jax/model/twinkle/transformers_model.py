@@ -2,38 +2,37 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
 import numpy as np
-import optax
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from twinkle_jax import loss as losses
 from twinkle_jax.data.batch import Batch
-from twinkle_jax.data.features import LOSS_INPUTS, align_loss_input, read_features
+from twinkle_jax.data.features import Feature, Inputs, read_features
+from twinkle_jax.data.integers import Row
+from twinkle_jax.data.loss_inputs import LOSS_INPUTS, PerSequence, align_loss_input
 from twinkle_jax.data.micro_batches import micro_batches
-from twinkle_jax.loss import Loss
+from twinkle_jax.data.packing import Piece, split_packed
+from twinkle_jax.loss import Loss, get_loss
+from twinkle_jax.loss.twinkle.function_loss import LossFunction
 from twinkle_jax.model.decoder.forward import Remat
+from twinkle_jax.model.decoder.module import Decoder
 from twinkle_jax.model.decoder.sharding import batch_sharding
-from twinkle_jax.model.train_step.apply_gradients import (
-    UpdateInfo,
-    apply_gradients,
-    clip_gradients,
-    zero_gradients,
-)
-from twinkle_jax.model.train_step.grad_step import StepSummary, add_summaries, grad_step
+from twinkle_jax.model.train_step.grad_step import grad_step
 from twinkle_jax.model.train_step.score_batch import score_batch
-from twinkle_jax.model.twinkle.held_policy import HeldPolicy
-from twinkle_jax.model.twinkle.optimizers import named_optimizer
-from twinkle_jax.model.twinkle.schedules import Schedule, named_schedule
+from twinkle_jax.model.train_step.step_summary import StepSummary, add_summaries
+from twinkle_jax.model.twinkle.metrics import MetricLog
+from twinkle_jax.model.twinkle.saved_policy import SavedPolicy
 
-LOSSES = tuple(name for name in losses.__all__ if name.endswith("Loss") and name != "Loss")
+Precision = Literal["no", "bf16"]
+_DTYPES = {"no": "float32", "bf16": "bfloat16"}
 
 
-class TransformersModel(HeldPolicy):
+class TransformersModel(SavedPolicy):
     """A policy with Twinkle's verbs.
 
     It holds a [`TrainState`][twinkle_jax.model.TrainState] and calls the functions that are public
@@ -43,11 +42,14 @@ class TransformersModel(HeldPolicy):
     all batches that fit in it.
 
     Args:
-        model_id: a directory with a Hugging Face checkpoint, or a hub id.
-        dtype: type to compute in. Trained parameters are float32 in any case; the frozen ones under
-            adapters are in this type.
+        model_id: a directory with a Hugging Face checkpoint, a hub id, or a
+            [`Decoder`][twinkle_jax.model.Decoder], whose parameters are copied.
+        dtype: type to compute in, float32 by default. Trained parameters are float32 in any case;
+            the frozen ones under adapters are in this type.
+        mixed_precision: the same in Twinkle's words, `"no"` or `"bf16"`.
         mesh: devices to run on, from [`make_mesh`][twinkle_jax.model.make_mesh]; None for one.
         remat: as for [`hidden_states`][twinkle_jax.model.hidden_states].
+        seed: of the noise of dropout.
 
     Raises:
         ValueError: for what `load_pretrained` refuses, and a mesh with other or explicit axes.
@@ -55,54 +57,58 @@ class TransformersModel(HeldPolicy):
 
     def __init__(
         self,
-        model_id: str | Path,
+        model_id: str | Path | Decoder,
         *,
-        dtype: DTypeLike = "float32",
+        dtype: DTypeLike | None = None,
+        mixed_precision: Precision | None = None,
         mesh: Mesh | None = None,
         remat: Remat = True,
+        seed: int = 0,
     ) -> None:
-        super().__init__(model_id, dtype, mesh)
+        super().__init__(model_id, _compute_dtype(dtype, mixed_precision), mesh, seed=seed)
         self.remat = remat
-        self._lr, self._lr_steps = 1.0, 0
-        self._schedule: Schedule = named_schedule("ConstantLR", {})
-        self._loss: Any = None
+        self._loss: Loss | None = None
         self._template: Any = None
-        self._summary: StepSummary | None = None
-        self._norm: Float[Array, ""] | None = None
-        self._updates: list[UpdateInfo] = []
+        self._log = MetricLog()
 
     # Passes over data.
 
     def forward_only(
         self,
         *,
-        inputs: Any,
+        inputs: Inputs,
         return_logits: bool = False,
         return_entropy: bool = False,
         micro_batch_size: int | None = None,
         temperature: float = 1.0,
         disable_lora: bool = False,
+        adapter_name: str | None = None,
     ) -> dict[str, np.ndarray]:
-        """Score the labels of inputs, without gradients.
+        """Score the labels of inputs, without gradients and without dropout.
 
         Args:
             inputs: input features, or trajectories once there is a template. Without `labels`,
-                each token is scored that follows another one.
+                each token is scored that follows another one. A row may hold several sequences,
+                whose `position_ids` start again at 0; each is computed as it is alone.
             return_logits: whether to return logits as well, which are large.
             return_entropy: whether to return entropies as well.
-            micro_batch_size: rows at a time; None for all.
+            micro_batch_size: sequences at a time; None for all.
             temperature: at which log-probabilities and entropies are taken.
             disable_lora: whether to leave adapters out, as for a reference policy.
+            adapter_name: of the adapter, if there is one.
 
         Returns:
             `logps` [rows, time], in input order, padded with zeros on the right, and 0 where the
             label is −100; `entropies` likewise and `logits` [rows, time, vocabulary] when asked.
         """
-        features = self._features(inputs, labels_needed=False)
+        self._check_name(adapter_name)
+        features = self._read_features(inputs, labels_needed=False)
+        pieces = split_packed(features)
         adapter = {} if disable_lora and self._adapter else self.state.params
-        time = max(len(feature["labels"]) for feature in features)
-        parts: dict[str, list[np.ndarray]] = {}
-        for batch, count in self._micro_batches(features, {}, micro_batch_size):
+        shape = (len(features), max(len(feature["labels"]) for feature in features))
+        outputs: dict[str, np.ndarray] = {}
+        done = 0
+        for batch, count in self._micro_batches(pieces, {}, micro_batch_size):
             scores = score_batch(
                 adapter,
                 batch,
@@ -116,46 +122,55 @@ class TransformersModel(HeldPolicy):
             )
             for name, values in scores._asdict().items():
                 if values is not None:
-                    rows = np.asarray(values)[:count, :time]
-                    room = [(0, 0), (0, time - rows.shape[1]), (0, 0)][: rows.ndim]
-                    parts.setdefault(name, []).append(np.pad(rows, room))
-        return {name: np.concatenate(rows) for name, rows in parts.items()}
+                    out = outputs.setdefault(name, np.zeros(shape + values.shape[2:], np.float32))
+                    _place(out, np.asarray(values), pieces[done : done + count])
+            done += count
+        self._log.show(False, features, outputs)
+        return outputs
 
     def forward_backward(
         self,
         *,
-        inputs: Any,
-        advantages: Any = None,
-        old_logps: Any = None,
-        ref_logps: Any = None,
+        inputs: Inputs,
+        advantages: PerSequence | None = None,
+        old_logps: PerSequence | None = None,
+        ref_logps: PerSequence | None = None,
         micro_batch_size: int | None = None,
         temperature: float = 1.0,
+        gradient_accumulation_steps: int | None = None,
+        adapter_name: str | None = None,
     ) -> Float[Array, ""]:
-        """Compute the loss and add its gradient to what waits for `step`.
+        """Compute the loss and add its gradient to the accumulated gradients.
 
         Several calls before a step are one large batch: gradients and what they are divided by
         are summed, and divided once.
 
         Args:
-            inputs: input features with `labels`, or trajectories once there is a template.
-            advantages: one a sequence, or one a labelled token, or one a position. Without them
-                policy losses are 0.
+            inputs: input features with `labels`, or trajectories once there is a template. A row
+                may hold several sequences, as for `forward_only`.
+            advantages: one a row or a sequence, or one a labelled token, or one a position. Without
+                them policy losses are 0.
             old_logps: log-probabilities when the tokens were drawn, one a labelled token or one a
                 position. None: on policy.
             ref_logps: the same under a reference policy.
-            micro_batch_size: rows at a time; None for all. It changes memory and time only.
+            micro_batch_size: sequences at a time; None for all. It changes memory and time only.
             temperature: at which log-probabilities are taken, as the sampler did.
+            gradient_accumulation_steps: how many such calls make an update, from now on.
+            adapter_name: of the adapter, if there is one.
 
         Returns:
             The loss of these inputs.
         """
+        self._check_name(adapter_name)
+        self._set_accumulation(gradient_accumulation_steps)
         if self._loss is None:
-            raise ValueError("expected a loss: call set_loss first")
-        features = self._features(inputs, labels_needed=True)
+            raise ValueError("a loss must be chosen first: call set_loss")
+        features = self._read_features(inputs, labels_needed=True)
+        pieces = split_packed(features)
         given = dict(zip(LOSS_INPUTS, (advantages, old_logps, ref_logps), strict=True))
-        aligned = {name: align_loss_input(name, data, features) for name, data in given.items()}
+        aligned = {name: align_loss_input(name, x, features, pieces) for name, x in given.items()}
         total: StepSummary | None = None
-        for batch, _ in self._micro_batches(features, aligned, micro_batch_size):
+        for batch, _ in self._micro_batches(pieces, aligned, micro_batch_size):
             self.state, summary = grad_step(
                 self.state,
                 batch,
@@ -163,118 +178,136 @@ class TransformersModel(HeldPolicy):
                 self._loss,
                 frozen=self._frozen,
                 temperature=temperature,
+                key=self.key if self._adapter and self._adapter[1].lora_dropout else None,
                 compute_dtype=self.dtype,
                 remat=self.remat,
                 mesh=self.mesh,
             )
             total = summary if total is None else add_summaries(total, summary)
         assert total is not None
-        self._summary = total if self._summary is None else add_summaries(self._summary, total)
+        self.cur_step += 1
+        self._log.add_summary(total)
+        facts = {"lr": self.learning_rate, "step": self.cur_step, "grad_norm": self._norm}
+        self._log.show(True, features, {"loss": total.loss}, **facts)
         return total.loss
-
-    # Updates.
-
-    def clip_grad_norm(self, max_grad_norm: float = 1.0) -> Float[Array, ""]:
-        """Clip the gradients that wait; return their norm before that."""
-        self.state, self._norm = clip_gradients(self.state, max_grad_norm)
-        return self._norm
-
-    def step(self) -> UpdateInfo:
-        """Apply the gradients that wait, unless they are not finite; either way they are gone."""
-        return self._apply(None)
-
-    def zero_grad(self) -> None:
-        """Forget the gradients that wait."""
-        self.state = zero_gradients(self.state)
-
-    def lr_step(self) -> None:
-        """Go one step further in the learning-rate schedule."""
-        self._lr_steps += 1
-
-    def clip_grad_and_step(self, max_grad_norm: float = 1.0) -> UpdateInfo:
-        """Clip, apply and forget the gradients, and go on in the schedule."""
-        info = self._apply(max_grad_norm)
-        self.lr_step()
-        return info
-
-    @property
-    def learning_rate(self) -> float:
-        """What the next step multiplies updates by."""
-        return self._lr * float(self._schedule(self._lr_steps))
 
     # Settings.
 
-    def set_optimizer(
-        self, optimizer: str | optax.GradientTransformation, lr: float | None = None, **options: Any
+    def add_adapter_to_model(
+        self,
+        adapter_name: str,
+        config_or_dir: Any,
+        *,
+        gradient_accumulation_steps: int | None = None,
+        seed: int = 0,
     ) -> None:
-        """Choose an optimizer, and begin its state anew.
+        """Freeze the parameters, and train low-rank adapters instead.
 
         Args:
-            optimizer: `'AdamW'`, `'Adam'`, `'SGD'` or `'Lion'`, with PyTorch's options and
-                defaults; or any Optax transformation.
-            lr: learning rate; 0.001 for a name. It multiplies the updates of a transformation,
-                which brings its own as a rule: 1 there.
-            options: `betas`, `eps`, `weight_decay`, `momentum`, …
+            adapter_name: a name for it; there can be one adapter.
+            config_or_dir: a [`LoraConfig`][twinkle_jax.model.LoraConfig], or PEFT's; or a directory
+                with an adapter. `lora_dropout` is applied while training, and only then.
+            gradient_accumulation_steps: how many calls of `forward_backward` make an update.
+            seed: of the random A; B starts at 0, so nothing changes yet.
 
         Raises:
-            ValueError: for an unknown name.
-            TypeError: for an unknown option.
+            ValueError: if there is an adapter, or an option or target is not supported.
         """
-        if isinstance(optimizer, str):
-            items = {k: tuple(v) if isinstance(v, list) else v for k, v in options.items()}
-            self._optimizer = named_optimizer(optimizer, tuple(sorted(items.items())))
-            self._lr = 1e-3 if lr is None else float(lr)
-        elif hasattr(optimizer, "init") and hasattr(optimizer, "update") and not options:
-            self._optimizer, self._lr = optimizer, 1.0 if lr is None else float(lr)
+        self._set_accumulation(gradient_accumulation_steps)
+        if isinstance(config_or_dir, str | Path):
+            self._load_adapter(adapter_name, config_or_dir)
         else:
-            raise TypeError(f"expected a name or an Optax transformation, got {optimizer!r}")
-        self.state = self._begin(self.state.params)
+            self._add_adapter(adapter_name, config_or_dir, seed)
 
-    def set_lr_scheduler(self, scheduler: str | Schedule, **options: Any) -> None:
-        """Choose a schedule: a name, or a function from the count of `lr_step` to a factor."""
-        self._schedule = named_schedule(scheduler, options)
-        self._lr_steps = 0
+    def set_loss(
+        self,
+        loss: str | type[Loss] | Loss | LossFunction,
+        *,
+        adapter_name: str | None = None,
+        **options: Any,
+    ) -> None:
+        """Choose a loss.
 
-    def set_loss(self, loss: str | type[Loss] | Loss, **options: Any) -> None:
-        """Choose a loss: an object, or a class or name of `twinkle_jax.loss` with its arguments."""
-        if isinstance(loss, str):
-            if loss not in LOSSES:
-                raise ValueError(f"expected a loss of {', '.join(LOSSES)}, got {loss!r}")
-            loss = getattr(losses, loss)
-        made = loss(**options) if isinstance(loss, type) else loss
-        if not isinstance(made, Loss):
-            raise TypeError(f"expected a loss of twinkle_jax.loss, got {loss!r}")
-        if made.require_values:
+        Args:
+            loss: a name, `'grpo'` or `'GRPOLoss'`; a class of `twinkle_jax.loss` or its object; or
+                a function, as [`get_loss`][twinkle_jax.loss.get_loss] takes it.
+            adapter_name: of the adapter, if there is one.
+            options: arguments of the class.
+
+        Raises:
+            ValueError: for an unknown name, and losses that need values or logits.
+            TypeError: for what is no loss, and arguments that it does not have.
+        """
+        self._check_name(adapter_name)
+        made = get_loss(loss, **options)
+        needs = "values" if made.require_values else "logits" if made.require_logits else None
+        if needs:
             raise ValueError(
-                f"{type(made).__name__} needs values, and this model has no value head"
+                f"loss must need log-probabilities only, got {type(made).__name__}, "
+                f"which needs {needs}"
             )
         self._loss = made
 
-    def set_template(self, template: Callable[[Any], Mapping[str, Any]] | Any) -> None:
+    def set_template(
+        self,
+        template: Callable[[Any], Mapping[str, Any]] | Any,
+        *,
+        adapter_name: str | None = None,
+    ) -> None:
         """Choose what makes an input feature of a trajectory: an object's `encode`, or a call."""
+        self._check_name(adapter_name)
         if isinstance(template, str) or not callable(getattr(template, "encode", template)):
-            raise TypeError(f"expected a function or an object with 'encode', got {template!r}")
+            raise TypeError(
+                f"template must be a function or an object with 'encode', got {template!r}"
+            )
         self._template = template
 
-    # What it knows.
+    # Metrics.
 
-    def calculate_metric(self) -> dict[str, float]:
-        """Summarise what happened since the last call, as plain numbers."""
-        metrics = {"learning_rate": self.learning_rate, "step": float(self.state.step)}
-        if self._summary is not None:
-            metrics |= {"loss": float(self._summary.loss), "tokens": float(self._summary.tokens)}
-            details = self._summary.metrics
-            given = {} if details is None else details._asdict()
-            metrics |= {name: float(x) for name, x in given.items() if x is not None}
+    def add_metric(
+        self,
+        metric: Any,
+        is_training: bool | None = None,
+        *,
+        adapter_name: str | None = None,
+        **options: Any,
+    ) -> None:
+        """Add a metric of your own, which `calculate_metric` reports.
+
+        Args:
+            metric: an object with `accumulate(inputs, outputs, **facts)` and `calculate()`, or its
+                class. It sees the input features of each pass and what came out: the `loss` of
+                `forward_backward` with `lr`, `step` and `grad_norm`, or all of `forward_only`.
+            is_training: True for training passes, False for `forward_only`, None for both.
+            adapter_name: of the adapter, if there is one.
+            options: arguments of the class.
+        """
+        self._check_name(adapter_name)
+        self._log.add_metric(metric, is_training, options)
+
+    def calculate_metric(
+        self, is_training: bool = True, *, adapter_name: str | None = None
+    ) -> dict[str, Any]:
+        """Summarise what happened since the last call, as plain numbers.
+
+        Args:
+            is_training: False reports added metrics of `forward_only` alone.
+            adapter_name: of the adapter, if there is one.
+        """
+        self._check_name(adapter_name)
+        numbers = self._log.report(is_training)
+        if not is_training:
+            return numbers
+        metrics = {"learning_rate": self.learning_rate, "step": float(self.state.step), **numbers}
         if self._norm is not None:
             metrics["grad_norm"] = float(self._norm)
         metrics["skipped_updates"] = float(sum(not info.applied for info in self._updates))
-        self._summary, self._norm, self._updates = None, None, []
+        self._norm, self._updates = None, []
         return metrics
 
     # Inside.
 
-    def _features(self, inputs: Any, *, labels_needed: bool) -> list[dict[str, np.ndarray]]:
+    def _read_features(self, inputs: Inputs, *, labels_needed: bool) -> list[Feature]:
         return read_features(
             inputs,
             self._template,
@@ -283,18 +316,16 @@ class TransformersModel(HeldPolicy):
         )
 
     def _micro_batches(
-        self,
-        features: list[dict[str, np.ndarray]],
-        loss_inputs: dict[str, list[np.ndarray] | None],
-        size: int | None,
+        self, pieces: list[Piece], loss_inputs: dict[str, list[Row] | None], size: int | None
     ) -> Iterator[tuple[Batch, int]]:
         """Cut into micro-batches; on a mesh, spread the rows of each over it."""
+        sequences = [piece.feature for piece in pieces]
         if self.mesh is None:
-            yield from micro_batches(features, loss_inputs, size)
+            yield from micro_batches(sequences, loss_inputs, size)
             return
         devices = self.mesh.shape["data"] * self.mesh.shape["fsdp"]
         for batch, count in micro_batches(
-            features,
+            sequences,
             loss_inputs,
             size,
             row_multiple=devices,
@@ -302,16 +333,22 @@ class TransformersModel(HeldPolicy):
         ):
             yield jax.device_put(batch, batch_sharding(self.mesh)), count
 
-    def _apply(self, max_grad_norm: float | None) -> UpdateInfo:
-        if self._optimizer is None:
-            raise ValueError("expected an optimizer: call set_optimizer first")
-        self.state, info = apply_gradients(
-            self.state,
-            self._optimizer,
-            learning_rate=self.learning_rate,
-            max_grad_norm=max_grad_norm,
-            mesh=self.mesh,
+
+def _compute_dtype(dtype: DTypeLike | None, mixed_precision: str | None) -> DTypeLike:
+    if mixed_precision is None:
+        return "float32" if dtype is None else dtype
+    if mixed_precision not in _DTYPES:
+        raise ValueError(f"mixed_precision must be 'no' or 'bf16', got {mixed_precision!r}")
+    named = _DTYPES[mixed_precision]
+    if dtype is not None and jnp.dtype(dtype) != jnp.dtype(named):
+        raise ValueError(
+            f"dtype must be {named} with mixed_precision={mixed_precision!r}, got {dtype}"
         )
-        self._norm = info.gradient_norm if self._norm is None else self._norm
-        self._updates.append(info)
-        return info
+    return named
+
+
+def _place(out: np.ndarray, values: np.ndarray, pieces: list[Piece]) -> None:
+    """Write what was computed for sequences where they came from."""
+    for piece, row in zip(pieces, values, strict=False):
+        columns = piece.columns
+        out[piece.row, columns] = row[: columns.stop - columns.start]

@@ -1,0 +1,177 @@
+"""Input features: what is read, what is refused by name, and packed rows taken apart."""
+
+import numpy as np
+import pytest
+
+from twinkle_jax.data.features import read_features
+from twinkle_jax.data.loss_inputs import align_loss_input
+from twinkle_jax.data.packing import split_packed
+
+
+def read(*features, labels_needed=False, **options):
+    return read_features(list(features), vocab_size=50, labels_needed=labels_needed, **options)
+
+
+@pytest.mark.parametrize(
+    "convert", [list, np.array, lambda x: [x], lambda x: np.array(x, "uint64")]
+)
+def test_lists_and_arrays_of_any_width(convert):
+    (row,) = read({"input_ids": convert([5, 6, 7]), "labels": None})
+    assert row["input_ids"].dtype == row["labels"].dtype == np.int32
+    assert row["labels"].tolist() == [6, 7, -100]
+
+
+@pytest.mark.parametrize(
+    "mask", [[1, 1, 1, 0], np.array([True, True, True, False]), [True, True, True, False]]
+)
+def test_attention_masks_are_integers_or_booleans(mask):
+    (row,) = read({"input_ids": [5, 6, 7, 0], "attention_mask": mask})
+    assert row["labels"].tolist() == [6, 7, -100, -100]  # the padding is not scored
+    (row,) = read({"input_ids": [5, 6, 7, 0], "labels": [6, 7, 8, 9], "attention_mask": mask})
+    assert row["labels"].tolist() == [6, 7, 8, -100]
+
+
+def test_what_follows_across_masked_tokens():
+    (row,) = read({"input_ids": [0, 5, 0, 6, 7], "attention_mask": [0, 1, 0, 1, 1]})
+    assert row["labels"].tolist() == [-100, 6, -100, 7, -100]
+
+
+def test_a_trajectorys_own_keys_may_stay():
+    trajectory = {"messages": [{"role": "user", "content": "5"}], "user_data": [("a", 1)]}
+    (row,) = read({"input_ids": [5, 6], "length": 2, "pixel_values": None, **trajectory})
+    assert set(row) == {"input_ids", "labels"}
+    encoded = read(trajectory, template=lambda x: {"input_ids": [5, 6], **x})
+    assert encoded[0]["input_ids"].tolist() == [5, 6]
+
+
+WRAPS = 2**32 + 5  # becomes 5 in int32
+
+
+@pytest.mark.parametrize(
+    ("feature", "error", "message"),
+    [
+        ({"segment_ids": [0, 1, 1]}, ValueError, "got 'segment_ids': where another sequence"),
+        ({"cu_seqlens": [0, 3]}, ValueError, "got 'cu_seqlens': .*'position_ids' start again"),
+        ({"completion_mask": [0, 1, 1]}, ValueError, "'labels' are -100 where there is no loss"),
+        ({"lables": [6, 7, 8]}, ValueError, r"got 'lables': did you mean 'labels'\?"),
+        ({"attention_masks": [1, 1, 1]}, ValueError, "did you mean 'attention_mask'"),
+        ({"old_logps": [0.0] * 3}, ValueError, "it is an argument of forward_backward"),
+        ({"pixel_values": [1]}, ValueError, "got 'pixel_values': the model reads text only"),
+        ({"anything": 1}, ValueError, r"got 'anything'$"),
+        ({"input_ids": []}, ValueError, "must have at least one token, got none"),
+        ({"input_ids": [48, 49, 50]}, ValueError, r"in \[0, 49\], got 50"),
+        ({"input_ids": [5, WRAPS, 7]}, ValueError, rf"in \[0, 49\], got {WRAPS}"),
+        ({"input_ids": [5, -(2**32) + 5, 7]}, ValueError, r"in \[0, 49\], got -4294967291"),
+        ({"input_ids": np.array([5, 2**63], "uint64")}, ValueError, r"in \[0, 49\], got 9223"),
+        ({"input_ids": [5, 2**70]}, TypeError, "must be integers, got object"),
+        ({"input_ids": [0.5]}, TypeError, "must be integers, got float64"),
+        ({"input_ids": [True, False]}, TypeError, "must be integers, got bool"),
+        ({"input_ids": [[1], [2, 3]]}, ValueError, "must be a rectangular array"),
+        ({"input_ids": [[1], [2]]}, ValueError, r"must be a list of integers, got shape \(2, 1\)"),
+        ({"labels": [6, WRAPS, 8]}, ValueError, rf"\['labels'\] must be in \[0, 49\], got {WRAPS}"),
+        ({"labels": [6, 2**32 - 100, 8]}, ValueError, r"\['labels'\] must be .*got 4294967196"),
+        ({"labels": [6, -1, 8]}, ValueError, r"\['labels'\] must be in \[0, 49\], got -1"),
+        ({"labels": [6, 7]}, ValueError, "must be as long as 'input_ids', 3, got 2"),
+        (
+            {"attention_mask": [1, 2, 1]},
+            ValueError,
+            r"'attention_mask'\] .*\[0, 1\], got 2",
+        ),
+        ({"attention_mask": [1, 2**32, 1]}, ValueError, r"in \[0, 1\], got 4294967296"),
+        ({"position_ids": [0, 1, 2**32 + 2]}, ValueError, "'position_ids'.*got 4294967298"),
+        ({"position_ids": [0, 1, -1]}, ValueError, "'position_ids'.*got -1"),
+        (
+            {"position_ids": [0, 1, 3]},
+            ValueError,
+            "count up by 1, or start again at 0 .*got 3 after 1",
+        ),
+        ({"position_ids": [4, 5, 4]}, ValueError, "got 4 after 5"),
+    ],
+)
+def test_what_is_refused(feature, error, message):
+    with pytest.raises(error, match=message):
+        read({"input_ids": [5, 6, 7], **feature})
+
+
+@pytest.mark.parametrize(
+    ("inputs", "error", "message"),
+    [
+        ([], ValueError, "list of input features"),
+        ("text", ValueError, "list of input features"),
+        ([[5, 6, 7]], TypeError, r"inputs\[0\] must be a dictionary such as .*got list"),
+        ([{"labels": [5]}], ValueError, r"inputs\[0\] must have 'input_ids', got \['labels'\]"),
+    ],
+)
+def test_inputs_that_are_no_features(inputs, error, message):
+    with pytest.raises(error, match=message):
+        read_features(inputs, vocab_size=50, labels_needed=False)
+
+
+def test_labels_when_they_are_needed():
+    with pytest.raises(ValueError, match=r"inputs\[0\] must have 'labels', got \['input_ids'\]"):
+        read({"input_ids": [5]}, labels_needed=True)
+
+
+def test_packed_rows_are_taken_apart():
+    features = read(
+        {"input_ids": [5, 6, 7, 8, 9, 10], "position_ids": [0, 1, 2, 0, 1, 0]},
+        {"input_ids": [11, 12], "position_ids": [3, 4]},
+    )
+    assert features[0]["labels"].tolist() == [6, 7, -100, 9, -100, -100]
+    pieces = split_packed(features)
+    assert [(p.row, p.columns.start, p.columns.stop) for p in pieces] == [
+        (0, 0, 3),
+        (0, 3, 5),
+        (0, 5, 6),
+        (1, 0, 2),
+    ]
+    assert [p.feature["input_ids"].tolist() for p in pieces] == [[5, 6, 7], [8, 9], [10], [11, 12]]
+    # positions that only count are what a decoder takes anyway; others are kept
+    assert ["position_ids" in p.feature for p in pieces] == [False, False, False, True]
+
+
+def test_padding_starts_no_sequence():
+    """transformers gives padding on the left the position 1 or 0."""
+    for padding in ([1, 1], [0, 0]):
+        (feature,) = read(
+            {
+                "input_ids": [0, 0, 5, 6, 7],
+                "attention_mask": [0, 0, 1, 1, 1],
+                "position_ids": [*padding, 0, 1, 0],
+            }
+        )
+        pieces = split_packed([feature])
+        assert [(p.columns.start, p.columns.stop) for p in pieces] == [(0, 4), (4, 5)]
+        assert not any("position_ids" in p.feature for p in pieces)
+
+
+def test_numbers_of_packed_rows():
+    features = read(
+        {
+            "input_ids": [5, 6, 7, 8, 9],
+            "labels": [6, 7, -100, 9, 3],
+            "position_ids": [0, 1, 2, 0, 1],
+        },
+        {"input_ids": [11, 12], "labels": [12, -100]},
+    )
+    pieces = split_packed(features)
+
+    def align(name, data):
+        return [row.tolist() for row in align_loss_input(name, data, features, pieces)]
+
+    assert align("advantages", [1.0, 2.0]) == [[1, 1, 1], [1, 1], [2, 2]]  # of a row
+    assert align("advantages", [1.0, 2.0, 3.0]) == [[1, 1, 1], [2, 2], [3, 3]]  # of a sequence
+    by_row = align("old_logps", [[-1, -2, -3, -4], [-5]])
+    assert by_row == [[-1, -2, 0], [-3, -4], [-5, 0]]
+    assert align("old_logps", [[-1, -2], [-3, -4], [-5]]) == by_row
+    assert align_loss_input("old_logps", None, features, pieces) is None
+    with pytest.raises(ValueError, match="one row for each of 2 or each of 3 sequences, got 4"):
+        align("advantages", [1.0] * 4)
+    with pytest.raises(ValueError, match="of 3 sequences, got a number"):
+        align("advantages", 1.0)
+    with pytest.raises(ValueError, match=r"old_logps\[1\] must have a number for each of 2"):
+        align("old_logps", [[-1, -2, -3, -4], []])
+    with pytest.raises(ValueError, match=r"old_logps\[0\] must be a row of numbers"):
+        align("old_logps", [[[-1]], [-5]])
+    with pytest.raises(ValueError, match=r"old_logps\[1\] must have 2 numbers, got 3"):
+        align("old_logps", [[0] * 5, [1, 2, 3]])
