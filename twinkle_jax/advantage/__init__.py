@@ -1,41 +1,60 @@
-"""Rewards -> advantages: pure functions, and stateless objects with Twinkle's signature."""
+"""Rewards -> advantages: pure functions, and stateless objects with Twinkle's signature.
 
-from twinkle_jax.advantage._dgpo import dgpo_advantage, segment_dgpo_advantage
-from twinkle_jax.advantage._dynamic_sampling import dynamic_sampling_filter
-from twinkle_jax.advantage._family_wrappers import (
+Public is what this file lists; all else in this folder is private and may change. `per_completion/`
+and `per_token/` hold an estimator a file: its function, its `segment_` form, its class. They share
+one runner, in `grouping/`, and what callers may pass is checked in `inputs/`.
+"""
+
+from twinkle_jax.advantage.grouping.dynamic_sampling import dynamic_sampling_filter
+from twinkle_jax.advantage.grouping.statistics import GroupStatistics, group_statistics
+from twinkle_jax.advantage.per_completion.dgpo import (
     DGPOAdvantage,
-    GDPOAdvantage,
-    MaxRLAdvantage,
-    MCGRPOAdvantage,
-    OPOAdvantage,
-    PassAtKAdvantage,
-    PKPOAdvantage,
-    ReinforcePlusPlusBaselineAdvantage,
-    ReMaxAdvantage,
+    dgpo_advantage,
+    segment_dgpo_advantage,
 )
-from twinkle_jax.advantage._gae import GAE, gae_advantage
-from twinkle_jax.advantage._gdpo import gdpo_advantage, segment_gdpo_advantage
-from twinkle_jax.advantage._grpo import grpo_advantage
-from twinkle_jax.advantage._kl_in_reward import kl_in_reward, kl_in_token_reward
-from twinkle_jax.advantage._maxrl import maxrl_advantage, segment_maxrl_advantage
-from twinkle_jax.advantage._mc_grpo import mc_grpo_advantage
-from twinkle_jax.advantage._opo import opo_advantage, segment_opo_advantage
-from twinkle_jax.advantage._pass_at_k import pass_at_k_advantage
-from twinkle_jax.advantage._pkpo import pkpo_advantage
-from twinkle_jax.advantage._registry import get_advantage
-from twinkle_jax.advantage._reinforce_plus_plus import reinforce_plus_plus_advantage
-from twinkle_jax.advantage._reinforce_plus_plus_baseline import (
+from twinkle_jax.advantage.per_completion.estimator import Advantage, get_advantage
+from twinkle_jax.advantage.per_completion.gdpo import (
+    GDPOAdvantage,
+    gdpo_advantage,
+    segment_gdpo_advantage,
+)
+from twinkle_jax.advantage.per_completion.grpo import (
+    GRPOAdvantage,
+    grpo_advantage,
+    segment_grpo_advantage,
+)
+from twinkle_jax.advantage.per_completion.maxrl import (
+    MaxRLAdvantage,
+    maxrl_advantage,
+    segment_maxrl_advantage,
+)
+from twinkle_jax.advantage.per_completion.mc_grpo import MCGRPOAdvantage, mc_grpo_advantage
+from twinkle_jax.advantage.per_completion.opo import (
+    OPOAdvantage,
+    opo_advantage,
+    segment_opo_advantage,
+)
+from twinkle_jax.advantage.per_completion.pass_at_k import PassAtKAdvantage, pass_at_k_advantage
+from twinkle_jax.advantage.per_completion.pkpo import PKPOAdvantage, pkpo_advantage
+from twinkle_jax.advantage.per_completion.reinforce_plus_plus_baseline import (
+    ReinforcePlusPlusBaselineAdvantage,
     reinforce_plus_plus_baseline_advantage,
     segment_reinforce_plus_plus_baseline_advantage,
 )
-from twinkle_jax.advantage._remax import remax_advantage
-from twinkle_jax.advantage._returns import discounted_returns
-from twinkle_jax.advantage._rloo import rloo_advantage
-from twinkle_jax.advantage._segments import segment_grpo_advantage, segment_rloo_advantage
-from twinkle_jax.advantage._statistics import GroupStatistics, group_statistics
-from twinkle_jax.advantage._token_broadcast import broadcast_to_tokens
-from twinkle_jax.advantage._token_wrappers import GAEAdvantage, ReinforcePlusPlusAdvantage
-from twinkle_jax.advantage._wrappers import Advantage, GRPOAdvantage, RLOOAdvantage
+from twinkle_jax.advantage.per_completion.remax import ReMaxAdvantage, remax_advantage
+from twinkle_jax.advantage.per_completion.rloo import (
+    RLOOAdvantage,
+    rloo_advantage,
+    segment_rloo_advantage,
+)
+from twinkle_jax.advantage.per_token.broadcast import broadcast_to_tokens
+from twinkle_jax.advantage.per_token.gae import GAE, GAEAdvantage, gae_advantage
+from twinkle_jax.advantage.per_token.kl_in_reward import kl_in_reward, kl_in_token_reward
+from twinkle_jax.advantage.per_token.reinforce_plus_plus import (
+    ReinforcePlusPlusAdvantage,
+    reinforce_plus_plus_advantage,
+)
+from twinkle_jax.advantage.per_token.returns import discounted_returns
 
 __all__ = [
     "GAE",

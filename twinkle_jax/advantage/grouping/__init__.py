@@ -1,0 +1,1 @@
+"""The machinery: one runner for every estimator, groups, moments, statistics, sharding."""

@@ -1,0 +1,132 @@
+"""MaxRL: what a reward exceeds the mean of its group by, in units of that mean."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jaxtyping import Float
+
+from twinkle_jax.advantage.grouping.runner import estimate, in_rows, in_segments
+from twinkle_jax.advantage.grouping.samples import Samples
+from twinkle_jax.advantage.inputs.arrays import ArrayLike, Scalar
+from twinkle_jax.advantage.inputs.settings import AxisName
+from twinkle_jax.advantage.per_completion.estimator import FunctionAdvantage
+
+
+def maxrl_advantage(
+    rewards: ArrayLike,
+    num_generations: int,
+    *,
+    where: ArrayLike | None = None,
+    reward_weights: ArrayLike | None = None,
+    epsilon: Scalar = 1e-8,
+) -> Float[jax.Array, " samples"]:
+    r"""Follow the likelihood of success instead of its probability (maximum-likelihood RL).
+
+    $$A_i = \frac{r_i - \mu}{\mu + \epsilon}$$
+
+    with $\mu$ the mean of the $K$ rewards of the same prompt. For rewards of 0 and 1, a prompt
+    that is solved once in $K$ weighs $K$ times as much as under `scale='none'`.
+
+    A group without signal, or without a positive mean, is exactly 0.
+
+    Args:
+        rewards: `[N]` or `[N, C]`, as in `grpo_advantage`, none below zero.
+        num_generations: K, at least 2; static.
+        where: as in `grpo_advantage`.
+        reward_weights: as in `grpo_advantage`.
+        epsilon: added to the mean; may be traced.
+
+    Returns:
+        Advantages, `[N]`, sharded as the rewards are.
+
+    Raises:
+        ValueError: as `rloo_advantage`.
+        TypeError: as `rloo_advantage`.
+
+    References:
+        MaxRL, https://arxiv.org/abs/2602.02710
+
+    Example:
+        >>> from twinkle_jax.advantage import maxrl_advantage
+        >>> maxrl_advantage([1.0, 0.0, 0.0, 0.0], num_generations=4).tolist()
+        [3.0, -1.0, -1.0, -1.0]
+    """
+    return estimate(
+        _maxrl,
+        rewards,
+        in_rows(num_generations),
+        where=where,
+        reward_weights=reward_weights,
+        epsilon=epsilon,
+    )
+
+
+def segment_maxrl_advantage(
+    rewards: ArrayLike,
+    segment_ids: ArrayLike,
+    num_segments: int,
+    *,
+    where: ArrayLike | None = None,
+    reward_weights: ArrayLike | None = None,
+    epsilon: Scalar = 1e-8,
+    axis_name: AxisName | None = None,
+) -> Float[jax.Array, " samples"]:
+    """Compute MaxRL advantages over the groups that `segment_ids` name.
+
+    Args:
+        rewards: as in `maxrl_advantage`, in any order.
+        segment_ids: as in `segment_grpo_advantage`.
+        num_segments: as in `segment_grpo_advantage`.
+        where: as in `grpo_advantage`.
+        reward_weights: as in `grpo_advantage`.
+        epsilon: as in `maxrl_advantage`.
+        axis_name: as in `segment_grpo_advantage`.
+
+    Returns:
+        Advantages, `[N]`; a segment with a single sample is 0.
+
+    Raises:
+        ValueError: as `segment_grpo_advantage`.
+        TypeError: as `segment_grpo_advantage`.
+
+    References:
+        MaxRL, https://arxiv.org/abs/2602.02710
+
+    Example:
+        >>> from twinkle_jax.advantage import segment_maxrl_advantage
+        >>> segment_maxrl_advantage([1.0, 5.0, 0.0, 0.0, 0.0], [0, 1, 0, 0, 0], 2).tolist()
+        [3.0, 0.0, -1.0, -1.0, -1.0]
+    """
+    return estimate(
+        _maxrl,
+        rewards,
+        in_segments(segment_ids, num_segments, axis_name=axis_name),
+        where=where,
+        reward_weights=reward_weights,
+        epsilon=epsilon,
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class MaxRLAdvantage(FunctionAdvantage, name="maxrl"):
+    """`maxrl_advantage` with Twinkle's signature; takes `epsilon=`.
+
+    Example:
+        >>> from twinkle_jax.advantage import MaxRLAdvantage
+        >>> MaxRLAdvantage()([1.0, 0.0, 0.0, 0.0], num_generations=4).tolist()
+        [3.0, -1.0, -1.0, -1.0]
+    """
+
+    function = staticmethod(maxrl_advantage)
+
+
+def _maxrl(samples: Samples, epsilon: Array) -> Array:
+    own = samples.moments()
+    mean = own.maximum - own.mean_gap
+    # A mean that is only rounding (rewards that cancel) is no success to divide by.
+    positive = mean > 4 * jnp.finfo(mean.dtype).eps * own.mean_gap
+    factor = jnp.where(positive, 1 / jnp.where(positive, mean + epsilon, 1), 0)
+    result = samples.deviations(own) * samples.groups.to_samples(factor)
+    return samples.zero_without_signal(own, result)

@@ -1,0 +1,107 @@
+"""MC-GRPO: a reward minus the median of its group, over the median absolute deviation."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jaxtyping import Float
+
+from twinkle_jax.advantage.grouping.moments import NOISE_ULPS, ulps
+from twinkle_jax.advantage.grouping.runner import estimate, in_rows
+from twinkle_jax.advantage.grouping.samples import Samples
+from twinkle_jax.advantage.inputs.arrays import ArrayLike, Scalar
+from twinkle_jax.advantage.per_completion.estimator import FunctionAdvantage
+
+
+def mc_grpo_advantage(
+    rewards: ArrayLike,
+    num_generations: int,
+    *,
+    where: ArrayLike | None = None,
+    reward_weights: ArrayLike | None = None,
+    epsilon: Scalar = 1e-3,
+) -> Float[jax.Array, " samples"]:
+    r"""Compare every reward with the median of its group (median-centred GRPO).
+
+    $$A_i = \frac{r_i - m}{s + \epsilon}, \qquad
+      m = \mathrm{median}_j(r_j), \qquad s = \mathrm{median}_j(|r_j - m|)$$
+
+    For few samples a prompt: an outlier moves the mean, and turns the signs of others, but not the
+    median. Draw one sample more than you train on, an odd number: the median is one of them, its
+    advantage is exactly 0, and it can be dropped. Of an even number the lower middle is taken.
+
+    Where more than half of the rewards equal the median, as they always do for rewards of 0 and 1,
+    the median deviation is 0, and division by $\epsilon$ alone would give advantages of 1000;
+    $s$ then is the mean absolute deviation from the median. (The published code divides.)
+
+    Args:
+        rewards: `[N]` or `[N, C]`, as in `grpo_advantage`.
+        num_generations: K, at least 2, better odd; static.
+        where: as in `grpo_advantage`.
+        reward_weights: as in `grpo_advantage`.
+        epsilon: added to the deviation; may be traced.
+
+    Returns:
+        Advantages, `[N]`, sharded as the rewards are; a group without signal is exactly 0.
+
+    Raises:
+        ValueError: as `rloo_advantage`.
+        TypeError: as `rloo_advantage`.
+
+    References:
+        MC-GRPO, https://arxiv.org/abs/2601.22582
+
+    Example:
+        >>> from twinkle_jax.advantage import mc_grpo_advantage
+        >>> rewards = [0.0, 2.0, 3.0, 4.0, 99.0]  # median 3, deviations 3 1 0 1 96, their median 1
+        >>> mc_grpo_advantage(rewards, num_generations=5, epsilon=0.0).tolist()
+        [-3.0, -1.0, 0.0, 1.0, 96.0]
+    """
+    return estimate(
+        _mc_grpo,
+        rewards,
+        in_rows(num_generations),
+        where=where,
+        reward_weights=reward_weights,
+        epsilon=epsilon,
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class MCGRPOAdvantage(FunctionAdvantage, name="mc_grpo"):
+    """`mc_grpo_advantage` with Twinkle's signature; takes `epsilon=`.
+
+    Example:
+        >>> from twinkle_jax.advantage import MCGRPOAdvantage
+        >>> MCGRPOAdvantage()([0.0, 2.0, 6.0], num_generations=3, epsilon=0.0).tolist()
+        [-1.0, 0.0, 2.0]
+    """
+
+    function = staticmethod(mc_grpo_advantage)
+
+
+def _mc_grpo(samples: Samples, epsilon: Array) -> Array:
+    values, to_samples = samples.values, samples.groups.to_samples
+    own = samples.moments()
+    deviations = samples.masked(values - to_samples(_median(samples, values)))
+    distances = jnp.abs(deviations)
+    typical = _median(samples, distances)
+    count = jnp.maximum(own.samples, 1).astype(typical.dtype)
+    magnitude = samples.groups.largest(jnp.abs(values))
+    mean = samples.total(distances) / count
+    typical = jnp.where(typical > ulps(NOISE_ULPS, magnitude), typical, mean)
+    divisor = jnp.where(own.has_signal, typical + epsilon, 1)
+    return samples.zero_without_signal(own, deviations / to_samples(divisor))
+
+
+def _median(samples: Samples, values: Array) -> Array:
+    """Median of what is kept in each group, the lower one of two, `[P]`; 0 for an empty group."""
+    size = samples.groups.size
+    assert size is not None
+    if samples.where is None:
+        return jnp.sort(values.reshape(-1, size), axis=1)[:, (size - 1) // 2]
+    rising = jnp.sort(jnp.where(samples.where, values, jnp.inf).reshape(-1, size), axis=1)
+    count = jnp.sum(samples.where.reshape(-1, size), axis=1)
+    middle = jnp.take_along_axis(rising, jnp.maximum(count - 1, 0)[:, None] // 2, axis=1)[:, 0]
+    return jnp.where(count > 0, middle, 0)

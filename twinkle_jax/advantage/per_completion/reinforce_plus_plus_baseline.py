@@ -1,0 +1,156 @@
+"""REINFORCE++ with baseline: a reward minus its group's mean, normalised over all tokens."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jaxtyping import Float
+
+from twinkle_jax.advantage.grouping.moments import moments
+from twinkle_jax.advantage.grouping.runner import estimate, in_rows, in_segments
+from twinkle_jax.advantage.grouping.samples import Samples
+from twinkle_jax.advantage.inputs.arrays import ArrayLike, Scalar
+from twinkle_jax.advantage.inputs.settings import AxisName
+from twinkle_jax.advantage.per_completion.estimator import FunctionAdvantage
+
+
+def reinforce_plus_plus_baseline_advantage(
+    rewards: ArrayLike,
+    lengths: ArrayLike,
+    num_generations: int,
+    *,
+    where: ArrayLike | None = None,
+    reward_weights: ArrayLike | None = None,
+    epsilon: Scalar = 1e-8,
+    axis_name: AxisName | None = None,
+) -> Float[jax.Array, " samples"]:
+    r"""Subtract the group's mean, then normalise over the tokens of the batch.
+
+    $$d_i = r_i - \mu, \qquad A_i = \frac{d_i - \bar d}{\sigma_d + \epsilon}$$
+
+    with $\bar d$ and $\sigma_d$ (Bessel-corrected) taken over all tokens of the batch, each of
+    which has the $d$ of its completion: a completion counts as often as it has tokens. All tokens
+    of a completion share the result, see `broadcast_to_tokens`.
+
+    A group without signal is exactly 0, though its tokens count in $\bar d$ and $\sigma_d$; so is a
+    completion without tokens.
+
+    Args:
+        rewards: `[N]` or `[N, C]`, as in `grpo_advantage`.
+        lengths: tokens per completion, `[N]`, at least zero.
+        num_generations: K, at least 2; static.
+        where: as in `grpo_advantage`.
+        reward_weights: as in `grpo_advantage`.
+        epsilon: added to the standard deviation; may be traced.
+        axis_name: as in `grpo_advantage`: the axis that the batch lies on.
+
+    Returns:
+        Advantages, `[N]`, sharded as the rewards are.
+
+    Raises:
+        ValueError: as `rloo_advantage`; also for lengths of another shape, or below zero.
+        TypeError: as `rloo_advantage`.
+
+    References:
+        REINFORCE++, https://arxiv.org/abs/2501.03262
+
+    Example:
+        >>> from twinkle_jax.advantage import reinforce_plus_plus_baseline_advantage
+        >>> rewards, lengths = [0.0, 4.0, 7.0, 7.0], [1, 1, 1, 6]
+        >>> reinforce_plus_plus_baseline_advantage(rewards, lengths, num_generations=2).tolist()
+        [-2.0, 2.0, 0.0, 0.0]
+    """
+    return estimate(
+        _reinforce_plus_plus_baseline,
+        rewards,
+        in_rows(num_generations, axis_name=axis_name),
+        where=where,
+        reward_weights=reward_weights,
+        lengths=lengths,
+        epsilon=epsilon,
+    )
+
+
+def segment_reinforce_plus_plus_baseline_advantage(
+    rewards: ArrayLike,
+    lengths: ArrayLike,
+    segment_ids: ArrayLike,
+    num_segments: int,
+    *,
+    where: ArrayLike | None = None,
+    reward_weights: ArrayLike | None = None,
+    epsilon: Scalar = 1e-8,
+    axis_name: AxisName | None = None,
+) -> Float[jax.Array, " samples"]:
+    """Compute REINFORCE++ advantages with baseline over the groups that `segment_ids` name.
+
+    Args:
+        rewards: as in `reinforce_plus_plus_baseline_advantage`, in any order.
+        lengths: as in `reinforce_plus_plus_baseline_advantage`.
+        segment_ids: as in `segment_grpo_advantage`.
+        num_segments: as in `segment_grpo_advantage`.
+        where: as in `grpo_advantage`.
+        reward_weights: as in `grpo_advantage`.
+        epsilon: as in `reinforce_plus_plus_baseline_advantage`.
+        axis_name: as in `segment_grpo_advantage`.
+
+    Returns:
+        Advantages, `[N]`; a segment with a single sample is 0.
+
+    Raises:
+        ValueError: as `segment_grpo_advantage`; also for lengths of another shape, or below zero.
+        TypeError: as `segment_grpo_advantage`.
+
+    References:
+        REINFORCE++, https://arxiv.org/abs/2501.03262
+
+    Example:
+        >>> from twinkle_jax.advantage import segment_reinforce_plus_plus_baseline_advantage
+        >>> segment_reinforce_plus_plus_baseline_advantage(
+        ...     [7.0, 0.0, 7.0, 4.0], [6, 1, 1, 1], [0, 1, 0, 1], 2
+        ... ).tolist()
+        [0.0, -2.0, 0.0, 2.0]
+    """
+    return estimate(
+        _reinforce_plus_plus_baseline,
+        rewards,
+        in_segments(segment_ids, num_segments, axis_name=axis_name),
+        where=where,
+        reward_weights=reward_weights,
+        lengths=lengths,
+        epsilon=epsilon,
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class ReinforcePlusPlusBaselineAdvantage(FunctionAdvantage, name="reinforce_plus_plus_baseline"):
+    """`reinforce_plus_plus_baseline_advantage` with Twinkle's signature; needs `lengths=`.
+
+    Example:
+        >>> from twinkle_jax.advantage import ReinforcePlusPlusBaselineAdvantage
+        >>> estimator = ReinforcePlusPlusBaselineAdvantage()
+        >>> estimator([0.0, 4.0, 7.0, 7.0], num_generations=2, lengths=[1, 1, 1, 6]).tolist()
+        [-2.0, 2.0, 0.0, 0.0]
+    """
+
+    function = staticmethod(reinforce_plus_plus_baseline_advantage)
+
+
+def _reinforce_plus_plus_baseline(samples: Samples, lengths: Array, epsilon: Array) -> Array:
+    own = samples.moments()
+    deviations = samples.zero_without_signal(own, samples.deviations(own))
+    tokens = samples.masked(lengths)
+    counted = tokens > 0
+    # Centred and divided by their standard deviation over samples first, as all moments here.
+    everyone = moments(deviations, counted, samples.batch)
+    scale = jnp.where(everyone.has_signal & (everyone.std > 0), everyone.std, 1)
+    scores = jnp.where(counted, (deviations - everyone.maximum) + everyone.mean_gap, 0) / scale
+    total = samples.batch.total
+    count = total(tokens)
+    mean = total(tokens * scores) / jnp.maximum(count, 1)
+    variance = total(tokens * jnp.square(scores - mean)) / jnp.maximum(count - 1, 1)
+    divisor = jnp.sqrt(variance) + epsilon / scale
+    result = jnp.where(counted & everyone.has_signal, (scores - mean) / divisor, 0)
+    result = jnp.where(samples.groups.to_samples(own.has_signal), result, 0)
+    return jnp.where(everyone.finite, result, jnp.nan)

@@ -1,0 +1,240 @@
+"""GAE: advantages over time from rewards and the values of a critic."""
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jaxtyping import Float
+
+from twinkle_jax.advantage.grouping.sharding import auto_sharded, like_first
+from twinkle_jax.advantage.inputs.arrays import ArrayLike, Scalar, common_dtype, refuse_non_finite
+from twinkle_jax.advantage.inputs.settings import (
+    AxisName,
+    check_axis_name,
+    check_coefficient,
+    check_flag,
+)
+from twinkle_jax.advantage.inputs.tokens import (
+    check_per_row,
+    check_token_mask,
+    check_tokens,
+    optional,
+)
+from twinkle_jax.advantage.per_token.time_scan import discounted_sum
+from twinkle_jax.advantage.per_token.whitening import whiten
+
+
+class GAE(NamedTuple):
+    """Advantages and the returns that a critic is trained on; see `gae_advantage`.
+
+    Example:
+        >>> from twinkle_jax.advantage import gae_advantage
+        >>> gae_advantage([[1.0, 1.0]], [[0.0, 0.0]], gae_lambda=1.0, normalize=False).returns
+        Array([[2., 1.]], dtype=float32)
+    """
+
+    advantages: Float[jax.Array, "*batch time"]
+    returns: Float[jax.Array, "*batch time"]
+
+
+def gae_advantage(
+    rewards: ArrayLike,
+    values: ArrayLike,
+    *,
+    where: ArrayLike | None = None,
+    gamma: Scalar = 1.0,
+    gae_lambda: Scalar = 0.95,
+    normalize: bool = True,
+    bootstrap_values: ArrayLike | None = None,
+    epsilon: Scalar = 1e-8,
+    axis_name: AxisName | None = None,
+) -> GAE:
+    r"""Estimate advantages over time (generalised advantage estimation).
+
+    $$\delta_t = r_t + \gamma V_{t'} - V_t, \qquad A_t = \delta_t + \gamma \lambda A_{t'}, \qquad
+      G_t = A_t + V_t$$
+
+    with $t'$ the next step that is kept: the recursion skips masked steps. Behind the last one
+    stand $V_{end}$ and an advantage of 0. Normalised, $A$ has mean 0 and (population) standard
+    deviation 1 over all steps kept; $G$ is never normalised. No gradient flows through either.
+
+    Computed as one parallel scan, of the returns: $G_t = r_t + \gamma Y_{t'}$ with
+    $Y_t = \lambda G_t + (1 - \lambda) V_t$.
+
+    Args:
+        rewards: one for each step, `[..., time]`: a list, an array, a tracer or a PyTorch tensor.
+            Computed in float32 (float64 stays, with x64 on).
+        values: $V$, as `rewards`: what the critic expects from each step on.
+        where: True = keep, as `rewards`: the steps that the policy took. The rest may hold
+            anything.
+        gamma: the discount per step; may be traced.
+        gae_lambda: $\lambda$, from 0 (low variance) to 1 (low bias); may be traced.
+        normalize: whether to normalise the advantages; static.
+        bootstrap_values: $V_{end}$, `[...]`, for sequences that were cut off; 0 by default.
+        epsilon: added to the standard deviation; may be traced.
+        axis_name: the `shard_map` or `vmap` axis (or a tuple of them) that the batch lies on, for
+            normalising. Under `jit` with sharded arrays that is over all of them anyway.
+
+    Returns:
+        `(advantages, returns)`, both `[..., time]`, 0 where masked, sharded as the rewards are.
+        Advantages that are all equal, up to the rounding of what they are made of, normalise to
+        exactly 0.
+
+    Raises:
+        ValueError: a shape that does not fit; NaN or infinity in host data.
+        TypeError: a type that does not fit.
+
+    References:
+        https://arxiv.org/abs/1506.02438
+
+    Example:
+        >>> from twinkle_jax.advantage import gae_advantage
+        >>> advantages, returns = gae_advantage(
+        ...     [[0.0, 0.0, 1.0]], [[0.5, 0.5, 0.5]], gae_lambda=0.5, normalize=False
+        ... )
+        >>> advantages.tolist(), returns.tolist()
+        ([[0.125, 0.25, 0.5]], [[0.625, 0.75, 1.0]])
+    """
+    return estimate_gae(
+        rewards,
+        values,
+        ("where", where),
+        gamma=gamma,
+        gae_lambda=gae_lambda,
+        normalize=normalize,
+        bootstrap_values=bootstrap_values,
+        epsilon=epsilon,
+        axis_name=axis_name,
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class GAEAdvantage:
+    """`gae_advantage` with Twinkle's signature.
+
+    Args:
+        gamma: the discount per step.
+        gae_lambda: from 0 (low variance) to 1 (low bias).
+        normalize: whether to normalise the advantages over all steps kept.
+
+    Example:
+        >>> from twinkle_jax.advantage import GAEAdvantage
+        >>> estimator = GAEAdvantage(gae_lambda=0.5, normalize=False)
+        >>> advantages, returns = estimator([[0.0, 0.0, 1.0]], [[0.5, 0.5, 0.5]])
+        >>> advantages.tolist(), returns.tolist()
+        ([[0.125, 0.25, 0.5]], [[0.625, 0.75, 1.0]])
+    """
+
+    gamma: Scalar = 1.0
+    gae_lambda: Scalar = 0.95
+    normalize: bool = True
+
+    def __call__(
+        self,
+        rewards: ArrayLike,
+        values: ArrayLike,
+        *,
+        masks: ArrayLike | None = None,
+        normalize: bool | None = None,
+    ) -> GAE:
+        """Call `gae_advantage`.
+
+        Args:
+            rewards: one for each step, `[..., time]`.
+            values: as `rewards`.
+            masks: True = keep, as `rewards`.
+            normalize: overrides that of the object, unless it is None.
+
+        Returns:
+            `(advantages, returns)`, both `[..., time]`, 0 where masked.
+
+        Raises:
+            ValueError: as `gae_advantage`.
+            TypeError: as `gae_advantage`.
+        """
+        return estimate_gae(
+            rewards,
+            values,
+            ("masks", masks),
+            gamma=self.gamma,
+            gae_lambda=self.gae_lambda,
+            normalize=self.normalize if normalize is None else normalize,
+        )
+
+
+def estimate_gae(
+    rewards: ArrayLike,
+    values: ArrayLike,
+    named_mask: tuple[str, Any],
+    *,
+    gamma: Any,
+    gae_lambda: Any,
+    normalize: Any,
+    bootstrap_values: ArrayLike | None = None,
+    epsilon: Scalar = 1e-8,
+    axis_name: AxisName | None = None,
+) -> GAE:
+    """Check, convert, call the compiled core; the mask comes with the name that it was given."""
+    earned = check_tokens("rewards", rewards)
+    like = ("rewards", earned.shape)
+    critic = check_tokens("values", values, like)
+    mask = optional(check_token_mask, *named_mask, like)
+    refuse_non_finite("rewards", earned, mask)
+    refuse_non_finite("values", critic, mask)
+    last = optional(check_per_row, "bootstrap_values", bootstrap_values, like)
+    beside = earned, critic, last
+    return _gae(
+        earned,
+        critic,
+        mask,
+        last,
+        check_coefficient("gamma", gamma, *beside),
+        check_coefficient("gae_lambda", gae_lambda, *beside),
+        check_coefficient("epsilon", epsilon, *beside),
+        normalize=check_flag("normalize", normalize),
+        axis_name=check_axis_name(axis_name),
+    )
+
+
+@functools.partial(jax.jit, static_argnames=("normalize", "axis_name"))
+@auto_sharded(like_first)
+def _gae(
+    rewards: Array,
+    values: Array,
+    where: Array | None,
+    last: Array | None,
+    gamma: Array,
+    gae_lambda: Array,
+    epsilon: Array,
+    *,
+    normalize: bool,
+    axis_name: AxisName | None,
+) -> GAE:
+    dtype = common_dtype(rewards, values, last)
+    rewards, values = (jax.lax.stop_gradient(x).astype(dtype) for x in (rewards, values))
+    gamma, gae_lambda, epsilon = (
+        jax.lax.stop_gradient(jnp.asarray(x)).astype(dtype) for x in (gamma, gae_lambda, epsilon)
+    )
+    if where is not None:
+        rewards, values = jnp.where(where, rewards, 0), jnp.where(where, values, 0)
+    if last is None:
+        last = jnp.zeros_like(values[..., -1])
+    last = jax.lax.stop_gradient(last).astype(dtype)
+
+    # The lambda-return of the next step that is kept; a masked step repeats it.
+    mixed = gae_lambda * rewards + (1 - gae_lambda) * values
+    ahead = discounted_sum(mixed, gamma * gae_lambda, where, last)
+    ahead = jnp.concatenate([ahead[..., 1:], last[..., None]], axis=-1)
+    returns = rewards + gamma * ahead
+    if where is not None:
+        returns = jnp.where(where, returns, 0)
+    advantages = returns - values
+    if normalize:
+        sizes = jnp.maximum(jnp.abs(returns), jnp.maximum(jnp.abs(values), jnp.abs(rewards)))
+        advantages = whiten(
+            advantages, where, epsilon, correction=0, axis_name=axis_name, made_of=sizes
+        )
+    return GAE(advantages, returns)

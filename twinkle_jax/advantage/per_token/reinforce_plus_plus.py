@@ -1,0 +1,145 @@
+"""REINFORCE++: reward-to-go per token, normalised over all tokens of the batch."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jaxtyping import Float
+
+from twinkle_jax.advantage.grouping.sharding import auto_sharded, like_first
+from twinkle_jax.advantage.inputs.arrays import ArrayLike, Scalar, common_dtype, refuse_non_finite
+from twinkle_jax.advantage.inputs.settings import (
+    AxisName,
+    check_axis_name,
+    check_coefficient,
+)
+from twinkle_jax.advantage.inputs.tokens import (
+    check_token_mask,
+    check_tokens,
+    optional,
+)
+from twinkle_jax.advantage.per_token.time_scan import discounted_sum
+from twinkle_jax.advantage.per_token.whitening import whiten
+
+
+def reinforce_plus_plus_advantage(
+    rewards: ArrayLike,
+    *,
+    where: ArrayLike | None = None,
+    gamma: Scalar = 1.0,
+    epsilon: Scalar = 1e-8,
+    axis_name: AxisName | None = None,
+) -> Float[jax.Array, "*batch time"]:
+    r"""Normalise the reward-to-go of every token over the batch (REINFORCE++).
+
+    $$G_t = r_t + \gamma\, G_{t'}, \qquad A_t = \frac{G_t - \bar G}{\sigma_G + \epsilon}$$
+
+    with $t'$ the next token that is kept, and mean and standard deviation (Bessel-corrected) over
+    all tokens kept. The rewards are those of tokens: `kl_in_token_reward` puts the reward of a
+    completion on its last token and takes a penalty off all of them.
+
+    Args:
+        rewards: one for each token, `[..., time]`, as in `discounted_returns`.
+        where: True = keep, as `rewards`: the tokens that the policy chose.
+        gamma: the discount per token; may be traced.
+        epsilon: added to the standard deviation; may be traced.
+        axis_name: as in `gae_advantage`.
+
+    Returns:
+        Advantages, `[..., time]`, 0 where masked, sharded as the rewards are; all exactly 0 where
+        the returns are equal up to rounding.
+
+    Raises:
+        ValueError: a shape that does not fit; NaN or infinity in host data.
+        TypeError: a type that does not fit.
+
+    References:
+        https://arxiv.org/abs/2501.03262
+
+    Example:
+        >>> from twinkle_jax.advantage import reinforce_plus_plus_advantage
+        >>> rewards = [[2.0, 0.0, 0.0], [0.0, 0.0, 1.0]]
+        >>> where = [[True, False, False], [False, False, True]]
+        >>> reinforce_plus_plus_advantage(rewards, where=where, epsilon=0.0)[0, 1:].tolist()
+        [0.0, 0.0]
+    """
+    return estimate_reinforce_plus_plus(
+        rewards, ("where", where), gamma=gamma, epsilon=epsilon, axis_name=axis_name
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class ReinforcePlusPlusAdvantage:
+    """`reinforce_plus_plus_advantage` as an object, called as `GAEAdvantage` is, without values.
+
+    Args:
+        gamma: the discount per token.
+
+    Example:
+        >>> from twinkle_jax.advantage import ReinforcePlusPlusAdvantage
+        >>> ReinforcePlusPlusAdvantage()([[0.0, 0.0, 3.0], [0.0, 0.0, 3.0]]).tolist()
+        [[0.0, 0.0, 0.0], [0.0, 0.0, 0.0]]
+    """
+
+    gamma: Scalar = 1.0
+
+    def __call__(self, rewards: ArrayLike, *, masks: ArrayLike | None = None) -> jax.Array:
+        """Call `reinforce_plus_plus_advantage`.
+
+        Args:
+            rewards: one for each token, `[..., time]`.
+            masks: True = keep, as `rewards`.
+
+        Returns:
+            Advantages, `[..., time]`, 0 where masked.
+
+        Raises:
+            ValueError: as `reinforce_plus_plus_advantage`.
+            TypeError: as `reinforce_plus_plus_advantage`.
+        """
+        return estimate_reinforce_plus_plus(rewards, ("masks", masks), gamma=self.gamma)
+
+
+def estimate_reinforce_plus_plus(
+    rewards: ArrayLike,
+    named_mask: tuple[str, Any],
+    *,
+    gamma: Any,
+    epsilon: Scalar = 1e-8,
+    axis_name: AxisName | None = None,
+) -> Array:
+    """Check, convert, call the compiled core; the mask comes with the name that it was given."""
+    values = check_tokens("rewards", rewards)
+    mask = optional(check_token_mask, *named_mask, ("rewards", values.shape))
+    refuse_non_finite("rewards", values, mask)
+    return _advantages(
+        values,
+        mask,
+        check_coefficient("gamma", gamma, values),
+        check_coefficient("epsilon", epsilon, values),
+        axis_name=check_axis_name(axis_name),
+    )
+
+
+@functools.partial(jax.jit, static_argnames="axis_name")
+@auto_sharded(like_first)
+def _advantages(
+    rewards: Array,
+    where: Array | None,
+    gamma: Array,
+    epsilon: Array,
+    *,
+    axis_name: AxisName | None,
+) -> Array:
+    dtype = common_dtype(rewards)
+    rewards = jax.lax.stop_gradient(rewards).astype(dtype)
+    gamma, epsilon = (jax.lax.stop_gradient(jnp.asarray(x)).astype(dtype) for x in (gamma, epsilon))
+    if where is not None:
+        rewards = jnp.where(where, rewards, 0)
+    returns = discounted_sum(rewards, gamma, where)
+    if where is not None:
+        returns = jnp.where(where, returns, 0)
+    return whiten(returns, where, epsilon, correction=1, axis_name=axis_name)
