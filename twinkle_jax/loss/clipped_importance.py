@@ -29,7 +29,9 @@ def clipped_importance_surrogate(
     $$\ell_t = -\mathrm{sg}\left[\mathrm{clip}(r_t, 1-\epsilon, 1+\epsilon_{high})\right]
     A_t \log \pi(a_t \mid s_t)$$
 
-    with sg a stopped gradient. See [MiniMax-M1](https://arxiv.org/abs/2506.13585).
+    with sg a stopped gradient. The cap of the weight, $1 + \epsilon_{high}$, differs from author to
+    author: Twinkle's default is 1.2, ScaleRL uses 5 (`epsilon_high=4`), and in TRL `epsilon_high`
+    is the cap itself.
 
     Args:
         log_ratio: $\log r_t$ from `token_log_ratio`; receives no gradient.
@@ -45,6 +47,11 @@ def clipped_importance_surrogate(
     Raises:
         ValueError: if the shapes differ.
         TypeError: if an array is not floating point, or the mask not boolean.
+
+    References:
+        [MiniMax-M1](https://arxiv.org/abs/2506.13585) (MiniMax, 2025), CISPO;
+        [The Art of Scaling Reinforcement Learning Compute for LLMs](https://arxiv.org/abs/2510.13786)
+        (Khatri et al., 2025), ScaleRL
 
     Example:
         >>> log_ratio, logprobs = jnp.log(jnp.array([2.0, 0.5])), jnp.array([-1.0, -1.0])

@@ -2,7 +2,7 @@ r"""Estimates of the divergence from a reference policy, from one sampled token 
 
 All three estimate $D_{KL}(\pi \,\|\, \pi_{ref})$ for tokens drawn from $\pi$. Times a coefficient
 they are added to the losses per token. What they estimate and what their gradients estimate are
-different things; <http://joschu.net/blog/kl-approx.html> has the former.
+different things.
 """
 
 import jax
@@ -31,6 +31,9 @@ def kl_k1(logprobs: PerToken, reference_logprobs: PerToken, mask: Mask) -> PerTo
         ValueError: if the shapes differ.
         TypeError: if a log-probability is not floating point, or the mask not boolean.
 
+    References:
+        [Approximating KL Divergence](http://joschu.net/blog/kl-approx.html) (Schulman, 2020)
+
     Example:
         >>> kl_k1(jnp.array([-1.0, -2.0]), jnp.array([-1.5, -1.0]), jnp.array([True, True]))
         Array([ 0.5, -1. ], dtype=float32)
@@ -57,6 +60,9 @@ def kl_k2(logprobs: PerToken, reference_logprobs: PerToken, mask: Mask) -> PerTo
         ValueError: if the shapes differ.
         TypeError: if a log-probability is not floating point, or the mask not boolean.
 
+    References:
+        [Approximating KL Divergence](http://joschu.net/blog/kl-approx.html) (Schulman, 2020)
+
     Example:
         >>> kl_k2(jnp.array([-1.0, -2.0]), jnp.array([-1.5, -1.0]), jnp.array([True, True]))
         Array([0.125, 0.5  ], dtype=float32)
@@ -72,7 +78,6 @@ def kl_k3(logprobs: PerToken, reference_logprobs: PerToken, mask: Mask) -> PerTo
 
     As a loss its gradient is that of the reversed divergence, $D_{KL}(\pi_{ref} \,\|\, \pi)$.
     A token whose $\Delta$ lies beyond ±20 receives no gradient.
-    See [GRPO](https://arxiv.org/abs/2402.03300), equation 4.
 
     Args:
         logprobs: $\log \pi$, under the policy being trained, in nats.
@@ -85,6 +90,10 @@ def kl_k3(logprobs: PerToken, reference_logprobs: PerToken, mask: Mask) -> PerTo
     Raises:
         ValueError: if the shapes differ.
         TypeError: if a log-probability is not floating point, or the mask not boolean.
+
+    References:
+        [Approximating KL Divergence](http://joschu.net/blog/kl-approx.html) (Schulman, 2020);
+        [DeepSeekMath](https://arxiv.org/abs/2402.03300) (Shao et al., 2024), GRPO, equation 4
 
     Example:
         >>> kl_k3(jnp.log(jnp.array([0.5])), jnp.log(jnp.array([0.5])), jnp.array([True]))

@@ -72,6 +72,10 @@ def policy_metrics(
         ValueError: if the shapes differ.
         TypeError: if an array is not floating point, or the mask not boolean.
 
+    References:
+        [Proximal Policy Optimization](https://arxiv.org/abs/1707.06347) (Schulman et al., 2017);
+        [Approximating KL Divergence](http://joschu.net/blog/kl-approx.html) (Schulman, 2020)
+
     Example:
         >>> log_ratio, mask = jnp.log(jnp.array([2.0, 0.5])), jnp.array([True, True])
         >>> metrics = policy_metrics(log_ratio, jnp.array(1.0), mask)

@@ -17,8 +17,6 @@ def policy_gradient(logprobs: PerToken, advantages: Advantages, mask: Mask) -> P
     $$\ell_t = -A_t \log \pi(a_t \mid s_t)$$
 
     Its gradient is the policy gradient when the tokens were drawn from the policy being trained.
-    See [REINFORCE](https://doi.org/10.1007/BF00992696) and
-    [A2C](https://arxiv.org/abs/1602.01783).
 
     Args:
         logprobs: $\log \pi$, under the policy being trained, in nats.
@@ -31,6 +29,10 @@ def policy_gradient(logprobs: PerToken, advantages: Advantages, mask: Mask) -> P
     Raises:
         ValueError: if the shapes differ.
         TypeError: if `logprobs` is not floating point, or the mask not boolean.
+
+    References:
+        [REINFORCE](https://doi.org/10.1007/BF00992696) (Williams, 1992);
+        [A3C](https://arxiv.org/abs/1602.01783) (Mnih et al., 2016)
 
     Example:
         >>> logprobs, mask = jnp.array([[-1.0, -2.0]]), jnp.array([[True, True]])

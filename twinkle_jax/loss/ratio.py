@@ -33,6 +33,9 @@ def token_log_ratio(logprobs: PerToken, behaviour_logprobs: PerToken, mask: Mask
         ValueError: if the shapes differ.
         TypeError: if a log-probability is not floating point, or the mask not boolean.
 
+    References:
+        [Proximal Policy Optimization](https://arxiv.org/abs/1707.06347) (Schulman et al., 2017)
+
     Example:
         >>> logprobs = jnp.array([-1.0, -2.0, 7.0])
         >>> behaviour_logprobs = jnp.array([-1.5, -500.0, jnp.nan])
@@ -51,7 +54,7 @@ def sequence_log_ratio(logprobs: PerToken, behaviour_logprobs: PerToken, mask: M
     $$s = \frac{1}{T} \sum_{t=1}^{T} \rho_t$$
 
     with $\rho_t$ from `token_log_ratio` and $T$ the number of tokens kept. The gradient reaches
-    every token of the sequence. See [GSPO](https://arxiv.org/abs/2507.18071).
+    every token of the sequence.
 
     Args:
         logprobs: $\log \pi$, under the policy being trained, in nats.
@@ -64,6 +67,9 @@ def sequence_log_ratio(logprobs: PerToken, behaviour_logprobs: PerToken, mask: M
     Raises:
         ValueError: if the shapes differ.
         TypeError: if a log-probability is not floating point, or the mask not boolean.
+
+    References:
+        [Group Sequence Policy Optimization](https://arxiv.org/abs/2507.18071) (Zheng et al., 2025)
 
     Example:
         >>> logprobs, behaviour_logprobs = jnp.array([-1.0, -2.0]), jnp.array([-1.5, -1.0])

@@ -20,8 +20,6 @@ def token_mean(
 
     $$L = \frac{1}{N} \sum_{i,t} m_{it}\, \ell_{it}$$
 
-    See [DAPO](https://arxiv.org/abs/2503.14476), section 3.3.
-
     Args:
         losses: loss per token.
         mask: True where the token counts. What stands elsewhere has no influence.
@@ -33,6 +31,9 @@ def token_mean(
     Raises:
         ValueError: if the shapes differ.
         TypeError: if `losses` is not floating point, or the mask not boolean.
+
+    References:
+        [DAPO](https://arxiv.org/abs/2503.14476) (Yu et al., 2025), section 3.3
 
     Example:
         >>> losses = jnp.array([[1.0, 2.0, 3.0], [4.0, 0.0, 0.0]])
@@ -53,7 +54,6 @@ def sequence_mean(
     $$L = \frac{1}{B} \sum_i \frac{\sum_t m_{it}\, \ell_{it}}{\max(1, \sum_t m_{it})}$$
 
     A sequence without tokens adds 0 and still counts in $B$, as in Twinkle and TRL.
-    See [GRPO](https://arxiv.org/abs/2402.03300), equation 3.
 
     Args:
         losses: loss per token.
@@ -66,6 +66,9 @@ def sequence_mean(
     Raises:
         ValueError: if the shapes differ.
         TypeError: if `losses` is not floating point, or the mask not boolean.
+
+    References:
+        [DeepSeekMath](https://arxiv.org/abs/2402.03300) (Shao et al., 2024), GRPO, equation 3
 
     Example:
         >>> losses = jnp.array([[1.0, 2.0, 3.0], [4.0, 0.0, 0.0]])
@@ -86,7 +89,6 @@ def constant_length(
     $$L = \frac{1}{B\,L_{max}} \sum_{i,t} m_{it}\, \ell_{it}$$
 
     Unlike the means it does not favour short right answers and long wrong ones.
-    See [Dr. GRPO](https://arxiv.org/abs/2503.20783).
 
     Args:
         losses: loss per token.
@@ -100,6 +102,10 @@ def constant_length(
     Raises:
         ValueError: if the shapes differ.
         TypeError: if `losses` is not floating point, or the mask not boolean.
+
+    References:
+        [Understanding R1-Zero-Like Training](https://arxiv.org/abs/2503.20783) (Liu et al., 2025),
+        Dr. GRPO
 
     Example:
         >>> losses = jnp.array([[1.0, 2.0, 3.0], [4.0, 0.0, 0.0]])

@@ -28,7 +28,7 @@ def soft_gate_surrogate(
     \tau = \tau_{pos} \text{ if } A_t > 0 \text{ else } \tau_{neg}$$
 
     At $r_t = 1$ the gradient is that of the plain policy gradient. The paper takes
-    $\tau_{neg} > \tau_{pos}$. See [SAPO](https://arxiv.org/abs/2511.20347).
+    $\tau_{neg} > \tau_{pos}$.
 
     Args:
         log_ratio: $\log r_t$ from `token_log_ratio`.
@@ -43,6 +43,9 @@ def soft_gate_surrogate(
     Raises:
         ValueError: if the shapes differ.
         TypeError: if `log_ratio` is not floating point, or the mask not boolean.
+
+    References:
+        [Soft Adaptive Policy Optimization](https://arxiv.org/abs/2511.20347) (Gao et al., 2025)
 
     Example:
         >>> soft_gate_surrogate(jnp.zeros(2), jnp.array([1.0, -0.5]), jnp.array([True, True]))

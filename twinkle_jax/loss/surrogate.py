@@ -37,9 +37,8 @@ def clipped_surrogate(
 
     With `dual_clip` the loss of a token with a negative advantage is at most $c\,|A_t|$.
     With `sequence_log_ratio` in place of `token_log_ratio` this is the loss of GSPO.
-    See [PPO](https://arxiv.org/abs/1707.06347), [GRPO](https://arxiv.org/abs/2402.03300),
-    [DAPO](https://arxiv.org/abs/2503.14476) for $\epsilon_{high}$ and
-    [dual clip](https://arxiv.org/abs/1912.09729).
+    `dual_clip` is also the two-sided clip of INTELLECT-2 ($\delta$; TRL's `delta`): above
+    $1 + \epsilon_{high}$ both say the same.
 
     Args:
         log_ratio: $\log r_t$ from `token_log_ratio` or `sequence_log_ratio`.
@@ -55,6 +54,14 @@ def clipped_surrogate(
     Raises:
         ValueError: if the shapes differ.
         TypeError: if `log_ratio` is not floating point, or the mask not boolean.
+
+    References:
+        [Proximal Policy Optimization](https://arxiv.org/abs/1707.06347) (Schulman et al., 2017);
+        [DeepSeekMath](https://arxiv.org/abs/2402.03300) (Shao et al., 2024), GRPO;
+        [DAPO](https://arxiv.org/abs/2503.14476) (Yu et al., 2025), for $\epsilon_{high}$;
+        [Mastering Complex Control in MOBA Games](https://arxiv.org/abs/1912.09729) (Ye et al.,
+        2019), dual clip;
+        [INTELLECT-2](https://arxiv.org/abs/2505.07291) (Prime Intellect, 2025), two-sided clip
 
     Example:
         >>> log_ratio, mask = jnp.log(jnp.array([2.0, 0.5])), jnp.array([True, True])

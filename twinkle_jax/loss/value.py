@@ -19,8 +19,7 @@ def clipped_value_loss(
     $$\ell_t = \tfrac{1}{2} \max\left((V_t - R_t)^2,\
     (\bar V_t + \mathrm{clip}(V_t - \bar V_t, -\epsilon, \epsilon) - R_t)^2\right)$$
 
-    The clip is not in the [PPO](https://arxiv.org/abs/1707.06347) paper but in its first
-    implementation; see [Engstrom et al.](https://arxiv.org/abs/2005.12729).
+    The clip is not in the paper on PPO but in its first implementation.
 
     Args:
         values: $V$, predicted by the critic being trained, in units of reward.
@@ -35,6 +34,11 @@ def clipped_value_loss(
     Raises:
         ValueError: if the shapes differ.
         TypeError: if an array is not floating point, or the mask not boolean.
+
+    References:
+        [Proximal Policy Optimization](https://arxiv.org/abs/1707.06347) (Schulman et al., 2017);
+        [Implementation Matters in Deep Policy Gradients](https://arxiv.org/abs/2005.12729)
+        (Engstrom et al., 2020)
 
     Example:
         >>> values, returns = jnp.array([1.0, 2.0]), jnp.array([0.0, 3.0])

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from twinkle_jax.loss.token_logprobs.score import token_logprobs
-from twinkle_jax.loss.token_logprobs.vocabulary_tiles import LARGEST_TILE, tiling
+from twinkle_jax.loss.token_logprobs.tiling import LARGEST_TILE, tiling
 
 
 def plain(hidden, head, tokens):
@@ -117,10 +117,10 @@ def test_masked_tokens_cost_nothing(spread):
 
 def test_tilings():
     # Chunks of equal size, no larger than asked for; columns in whole multiples of 128.
-    assert tiling(4096, 1024, 151_936, None).rows == 1024
-    assert tiling(4097, 1024, 151_936, None).rows == 824  # five of 820, in multiples of 8
-    assert tiling(100, 8, 1000, 30).rows == 30  # four of 25 would be 32
-    assert tiling(100, 8, 1000, 200).rows == 100
+    assert tiling(4096, 1024, 151_936, None).chunk == 1024
+    assert tiling(4097, 1024, 151_936, None).chunk == 824  # five of 820, in multiples of 8
+    assert tiling(100, 8, 1000, 30).chunk == 30  # four of 25 would be 32
+    assert tiling(100, 8, 1000, 200).chunk == 100
     assert tiling(20, 8, 300, 6) == (6, (256, 44))
     # Two chunks at least, and two blocks where there are columns enough.
     assert tiling(4000, 8, 300, None) == (1000, (256, 44))

@@ -16,9 +16,14 @@ from twinkle_jax.loss.twinkle.output import LossOutput
 class CISPOLoss(GRPOLoss):
     """Importance weight clipped at `1 + epsilon`, `token_mean`: every token keeps its gradient.
 
-    See [MiniMax-M1](https://arxiv.org/abs/2506.13585). Arguments are those of `GRPOLoss`; where
-    `epsilon_high` is given, the weight is clipped at `1 + epsilon_high` instead. A call knows
-    Twinkle's `num_items_in_batch` as another name for `denominator`.
+    Arguments are those of `GRPOLoss`; where `epsilon_high` is given, the weight is clipped at
+    `1 + epsilon_high` instead. ScaleRL clips it at 5: `CISPOLoss(epsilon_high=4.0)`. A call
+    knows Twinkle's `num_items_in_batch` as another name for `denominator`.
+
+    References:
+        [MiniMax-M1](https://arxiv.org/abs/2506.13585) (MiniMax, 2025), CISPO;
+        [The Art of Scaling Reinforcement Learning Compute for LLMs](https://arxiv.org/abs/2510.13786)
+        (Khatri et al., 2025), ScaleRL
 
     Example:
         >>> CISPOLoss() == GRPOLoss()

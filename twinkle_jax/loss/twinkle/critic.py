@@ -23,6 +23,9 @@ class PPOValueLoss(Loss):
         epsilon: how far a value may move from the old one, in units of reward.
         ignore_index: the label that means "no loss here".
 
+    References:
+        [Proximal Policy Optimization](https://arxiv.org/abs/1707.06347) (Schulman et al., 2017)
+
     Example:
         >>> import jax.numpy as jnp
         >>> outputs = {"values": jnp.array([[0.0, 1.0, 10.0]])}

@@ -13,8 +13,6 @@ from twinkle_jax.loss.twinkle.policy_loss import PolicyLoss
 class DRGRPOLoss(PolicyLoss):
     """Clipped surrogate, `constant_length`: no favour to short right answers and long wrong ones.
 
-    See [Dr. GRPO](https://arxiv.org/abs/2503.20783).
-
     Args:
         epsilon: how far a ratio may fall below 1.
         beta: weight of the divergence (`kl_k3`) from the reference policy, per nat.
@@ -22,6 +20,10 @@ class DRGRPOLoss(PolicyLoss):
         ignore_index: the label that means "no loss here".
         epsilon_high: how far a ratio may rise above 1; `epsilon` if None.
         entropy_coef: weight of the entropy bonus, per nat.
+
+    References:
+        [Understanding R1-Zero-Like Training](https://arxiv.org/abs/2503.20783) (Liu et al., 2025),
+        Dr. GRPO
 
     Example:
         >>> DRGRPOLoss().max_completion_length

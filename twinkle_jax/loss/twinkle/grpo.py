@@ -14,8 +14,8 @@ from twinkle_jax.loss.twinkle.policy_loss import PolicyLoss
 class GRPOLoss(PolicyLoss):
     """Clipped surrogate, `sequence_mean`: each sequence weighs the same.
 
-    See [GRPO](https://arxiv.org/abs/2402.03300), and the page on losses for the formulas. Losses
-    are immutable, equal when their fields are, and hashable.
+    The page on losses has the formulas. Losses are immutable, equal when their fields are, and
+    hashable.
 
     Args:
         epsilon: how far a ratio may fall below 1.
@@ -23,6 +23,9 @@ class GRPOLoss(PolicyLoss):
         beta: weight of the divergence (`kl_k3`) from the reference policy, per nat.
         entropy_coef: weight of the entropy bonus, per nat.
         ignore_index: the label that means "no loss here".
+
+    References:
+        [DeepSeekMath](https://arxiv.org/abs/2402.03300) (Shao et al., 2024), GRPO
 
     Example:
         >>> import jax.numpy as jnp
@@ -46,8 +49,11 @@ class GRPOLoss(PolicyLoss):
 class GSPOLoss(GRPOLoss):
     """Clipped surrogate of one ratio a sequence, `sequence_mean`.
 
-    See [GSPO](https://arxiv.org/abs/2507.18071). Arguments are those of `GRPOLoss`; the paper's
+    Arguments are those of `GRPOLoss`; the paper's
     clip range is much smaller, 0.0003 below and 0.0004 above.
+
+    References:
+        [Group Sequence Policy Optimization](https://arxiv.org/abs/2507.18071) (Zheng et al., 2025)
 
     Example:
         >>> GSPOLoss(epsilon=0.0003, epsilon_high=0.0004) == GSPOLoss(0.0003, 0.0004)
@@ -63,6 +69,10 @@ class BNPOLoss(GRPOLoss):
     """Clipped surrogate, `token_mean` over the tokens at hand.
 
     Arguments are those of `GRPOLoss`.
+
+    References:
+        [BNPO](https://arxiv.org/abs/2506.02864) (Xiao et al., 2025), whose name Twinkle and TRL
+        use for this reduction
 
     Example:
         >>> BNPOLoss(epsilon=0.1).epsilon
@@ -80,8 +90,11 @@ class BNPOLoss(GRPOLoss):
 class DAPOLoss(BNPOLoss):
     """Clipped surrogate with a higher upper bound, `token_mean`.
 
-    See [DAPO](https://arxiv.org/abs/2503.14476). Arguments are those of `GRPOLoss`, but
+    Arguments are those of `GRPOLoss`, but
     `epsilon_high` is 0.28 unless told otherwise. Twinkle has no class of this name.
+
+    References:
+        [DAPO](https://arxiv.org/abs/2503.14476) (Yu et al., 2025)
 
     Example:
         >>> DAPOLoss()

@@ -16,8 +16,6 @@ PPO_REDUCTIONS = {"token-mean": token_mean, "seq-mean-token-mean": sequence_mean
 class PPOLoss(PolicyLoss):
     """Clipped surrogate with a choice of reductions, for advantages from a critic.
 
-    See [PPO](https://arxiv.org/abs/1707.06347).
-
     Args:
         loss_agg_mode: `'token-mean'` for `token_mean`, `'seq-mean-token-mean'` for `sequence_mean`.
         epsilon: how far a ratio may fall below 1.
@@ -28,6 +26,9 @@ class PPOLoss(PolicyLoss):
 
     Raises:
         ValueError: if the reduction is unknown.
+
+    References:
+        [Proximal Policy Optimization](https://arxiv.org/abs/1707.06347) (Schulman et al., 2017)
 
     Example:
         >>> PPOLoss("seq-mean-token-mean", epsilon=0.1).epsilon

@@ -12,8 +12,6 @@ from twinkle_jax.loss.twinkle.policy_loss import PolicyLoss
 class SAPOLoss(PolicyLoss):
     """Soft gate in place of a clip, `sequence_mean`.
 
-    See [SAPO](https://arxiv.org/abs/2511.20347).
-
     Args:
         epsilon: without effect, as in Twinkle: nothing is clipped.
         beta: weight of the divergence (`kl_k3`) from the reference policy, per nat.
@@ -22,6 +20,9 @@ class SAPOLoss(PolicyLoss):
         ignore_index: the label that means "no loss here".
         epsilon_high: without effect.
         entropy_coef: weight of the entropy bonus, per nat.
+
+    References:
+        [Soft Adaptive Policy Optimization](https://arxiv.org/abs/2511.20347) (Gao et al., 2025)
 
     Example:
         >>> SAPOLoss(tau_neg=1.05).tau_neg
