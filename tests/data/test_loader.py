@@ -7,8 +7,6 @@ import pytest
 
 from twinkle_jax.data import ArithmeticTask, PromptLoader
 
-pytest.importorskip("grain", reason="pip install 'twinkle-jax[data]'")
-
 PROMPTS = [
     {"messages": [{"role": "user", "content": str(i)}], "user_data": [("ground_truth", i)]}
     for i in range(10)
@@ -53,7 +51,7 @@ def test_for_ever_by_default():
 
 @pytest.mark.parametrize("prompts", [PROMPTS, ArithmeticTask(2, size=10)], ids=["list", "task"])
 def test_it_goes_on_where_it_was(prompts):
-    """At the start, in an epoch, across its end, at the end of the second, before the last batch."""
+    """At the start, in an epoch, across its end, at the end of another, before the last batch."""
     options = {"batch_size": 4, "seed": 3, "epochs": 3}
     loader = PromptLoader(prompts, **options)
     states = [json.dumps(loader.get_state())]

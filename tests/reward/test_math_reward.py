@@ -10,10 +10,9 @@ import time
 import pytest
 
 from tests.reward.said import said
+from twinkle_jax.data import read_jsonl
 from twinkle_jax.reward import MathReward
 from twinkle_jax.reward.math_reward import WorkerPool
-
-pytest.importorskip("math_verify", reason="pip install 'twinkle-jax[reward]'")
 
 
 @pytest.fixture(scope="module")
@@ -91,6 +90,15 @@ def test_limits_of_length_and_nesting():
 def test_an_answer_that_nobody_can_read(reward):
     with pytest.raises(ValueError, match=r"ground_truths\[1\] must be an answer that math-verify"):
         reward(said(r"\boxed{1}", r"\boxed{2}"), ["1", "@@"])
+
+
+def test_answers_can_be_checked_before(reward, tmp_path):
+    path = tmp_path / "data.jsonl"
+    path.write_text('{"prompt": "a", "answer": "1/2"}\n{"prompt": "b", "answer": "@@"}\n')
+    with pytest.raises(ValueError, match="record 2 must have an 'answer' that can be read, got"):
+        read_jsonl(path, check_answer=reward.can_read)
+    readable = ["1/2", "Tuesday", r"\boxed{4}", "@@", r"\boxed{}", "1" * 2000]
+    assert [reward.can_read(x) for x in readable] == [True, True, True, False, False, False]
 
 
 PAYLOADS = [

@@ -103,6 +103,22 @@ class MathReward(Reward):
                 )
         return [float(bool(known[pair])) for pair in pairs]
 
+    def can_read(self, answer: str) -> bool:
+        """Say whether a ground truth can be compared with, before anything is trained on it.
+
+        Args:
+            answer: a ground truth; `read_jsonl(path, check_answer=reward.can_read)` asks for each.
+
+        Returns:
+            False for what would be an error in a call.
+        """
+        truth = _inner(answer)
+        known = self._at_once(truth, truth)
+        if known is not None:
+            return known
+        (verdict,) = self._pool.map([(truth, truth)], self.batch_timeout)
+        return verdict is not None and verdict["verdict"] is not None
+
     def _answer(self, completion: str) -> str:
         boxed = last_boxed(completion)
         if boxed is None and not self.require_box and "\\boxed" not in completion:

@@ -4,6 +4,7 @@ It is started as a script, knows nothing of the rest, and can be killed at any t
 not do while it reads a model's answer, an audit hook refuses: files, processes, connections.
 """
 
+import contextlib
 import json
 import logging
 import os
@@ -45,13 +46,14 @@ def _limit(gigabytes: int, seconds: float | None) -> None:
         import resource
     except ImportError:  # not on Windows
         return
-    if seconds is None:
-        resource.setrlimit(resource.RLIMIT_AS, (gigabytes << 30, gigabytes << 30))
-    else:
-        used = resource.getrusage(resource.RUSAGE_SELF)
-        soft = int(used.ru_utime + used.ru_stime + seconds) + 2
-        hard = resource.getrlimit(resource.RLIMIT_CPU)[1]
-        resource.setrlimit(resource.RLIMIT_CPU, (soft, hard))
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    with contextlib.suppress(ValueError, OSError):  # a system that has no such limit
+        if seconds is None:
+            resource.setrlimit(resource.RLIMIT_AS, (gigabytes << 30, gigabytes << 30))
+        else:
+            soft = int(used.ru_utime + used.ru_stime + seconds) + 2
+            hard = resource.getrlimit(resource.RLIMIT_CPU)[1]
+            resource.setrlimit(resource.RLIMIT_CPU, (soft, hard))
 
 
 def _refuse(event: str, arguments: tuple[Any, ...]) -> None:
