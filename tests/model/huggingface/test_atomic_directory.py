@@ -60,3 +60,29 @@ def test_the_directory_has_ordinary_permissions(tmp_path):
     with replace_directory(tmp_path / "target"):
         pass
     assert (tmp_path / "target").stat().st_mode == (tmp_path / "plain").stat().st_mode
+
+
+def test_a_save_that_is_under_way_is_left_alone(tmp_path):
+    """Two at a time: neither takes the other's directory for remains, and the later one wins."""
+    target = tmp_path / "target"
+    with replace_directory(target) as first:
+        (first / "a").write_text("a")
+        with replace_directory(target) as second:
+            (second / "b").write_text("b")
+        assert (first / "a").exists() and (target / "b").exists()
+    assert [p.name for p in target.iterdir()] == ["a"]
+    assert [p.name for p in tmp_path.iterdir()] == ["target"]
+
+
+def test_an_export_that_was_only_renamed_comes_back(tmp_path):
+    """Killed between two renames, where the system has no exchange."""
+    old = tmp_path / ".target.0123abcd.old"
+    old.mkdir()
+    (old / "good").write_text("good")
+    with pytest.raises(KeyboardInterrupt):
+        interrupted(tmp_path / "target")
+    assert [p.name for p in (tmp_path / "target").iterdir()] == ["good"]
+    (tmp_path / ".target.89abcdef.old").mkdir()  # and one whose successor is there goes
+    with replace_directory(tmp_path / "target"):
+        pass
+    assert [p.name for p in tmp_path.iterdir()] == ["target"]

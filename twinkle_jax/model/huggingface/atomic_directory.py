@@ -23,7 +23,7 @@ def check_target(target: Path) -> None:
     """Refuse what cannot be replaced as a whole."""
     if target.exists() and not target.is_dir():
         raise ValueError(f"directory must be one, or not there yet, got the file {target}")
-    if target.is_mount():
+    if target.resolve().is_mount():
         raise ValueError(
             f"directory must not be a mount point, which cannot be replaced, got {target}: "
             "name a directory in it"
