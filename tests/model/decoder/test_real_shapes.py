@@ -1,0 +1,119 @@
+"""The oracle at the shapes that people train: random weights, transformers' logits, float32."""
+
+import gc
+import shutil
+
+import jax
+import numpy as np
+import pytest
+
+from tests.model.families import batch
+from twinkle_jax.model import hidden_states, load_pretrained, output_logits
+
+_GET = "pip install 'twinkle-jax[test,oracle]'"
+torch = pytest.importorskip("torch", reason=_GET)
+transformers = pytest.importorskip("transformers", reason=_GET)
+pytest.importorskip("safetensors", reason="pip install 'twinkle-jax[checkpoints]'")
+pytestmark = [
+    pytest.mark.exhaustive,
+    pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning"),
+]
+TIED = {"tie_word_embeddings": True, "rms_norm_eps": 1e-6}
+SHAPES = {
+    "SmolLM2-135M": {
+        "model_type": "llama",
+        "vocab_size": 49152,
+        "hidden_size": 576,
+        "intermediate_size": 1536,
+        "num_hidden_layers": 30,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e5},
+    },
+    "Qwen2.5-0.5B": {
+        "model_type": "qwen2",
+        "vocab_size": 151936,
+        "hidden_size": 896,
+        "intermediate_size": 4864,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 14,
+        "num_key_value_heads": 2,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+    },
+    "Qwen3-0.6B": {
+        "model_type": "qwen3",
+        "vocab_size": 151936,
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+    },
+    "Qwen3.5-0.8B": {
+        "model_type": "qwen3_5_text",
+        "vocab_size": 248320,
+        "hidden_size": 1024,
+        "intermediate_size": 3584,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "head_dim": 256,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 16,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "linear_conv_kernel_dim": 4,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 1e7,
+            "partial_rotary_factor": 0.25,
+            "mrope_section": [11, 11, 10],
+            "mrope_interleaved": True,
+        },
+    },
+}
+# Errors of float32 against the largest logit; 1.7e-6, 2.3e-6, 1.9e-6 and 5.5e-6 were measured.
+TOLERANCE = {"Qwen3.5-0.8B": 4e-5}
+
+
+def write_oracle(name, directory, tokens, mask):
+    """Save a random model of transformers', and give its logits."""
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model(**SHAPES[name], **TIED)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    with torch.no_grad():
+        for p in model.parameters():
+            if p.ndim == 1:  # norms, biases, decay rates: as drawn, but none is special
+                p.add_(0.1 * torch.randn_like(p))
+        logits = model(
+            input_ids=torch.tensor(np.array(tokens)),
+            attention_mask=torch.tensor(np.array(mask), dtype=torch.long),
+        ).logits.numpy()
+    model.save_pretrained(directory)
+    return logits
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_logits_at_real_shapes(name, tmp_path):
+    rng = np.random.default_rng(0)
+    rows = [list(rng.integers(0, SHAPES[name]["vocab_size"], size)) for size in (20, 13)]
+    tokens, mask = batch(rows, 20, "left")
+    try:
+        expected = write_oracle(name, tmp_path / "model", tokens, mask)
+        gc.collect()
+        decoder = load_pretrained(tmp_path / "model")
+    finally:
+        shutil.rmtree(tmp_path / "model", ignore_errors=True)  # gigabytes
+
+    @jax.jit
+    def logits(params):
+        return output_logits(params, hidden_states(params, decoder.config, tokens, mask))
+
+    actual = np.asarray(logits(decoder.params))
+    kept = np.asarray(mask)
+    error = np.abs(actual - expected)[kept].max() / np.abs(expected[kept]).max()
+    assert np.std(expected[kept]) > 0.1
+    assert error < TOLERANCE.get(name, 1e-5), f"{error:.2g}"
+    print(f"{name}: {error:.2g}")  # noqa: T201
