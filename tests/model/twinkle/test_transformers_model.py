@@ -7,33 +7,9 @@ import optax
 import pytest
 
 from tests.model.families import config_of, hidden, params_of
+from tests.model.twinkle.rows import INPUTS, OLD, ROWS, SIDE, gradient
 from twinkle_jax.loss import GRPOLoss, PPOValueLoss
 from twinkle_jax.model import Decoder, TransformersModel, output_logits, save_pretrained
-
-pytest.importorskip("safetensors", reason="pip install 'twinkle-jax[checkpoints]'")
-
-ROWS = [[5, 6, 7, 8, 9], [10, 11, 12], [13, 14, 15, 16]]
-INPUTS = [
-    {"input_ids": row, "labels": [-100, *row[2:], 3]}  # what follows, after a prompt of two
-    for row in ROWS
-]
-OLD = [[-3.0, -2.0, -4.0, -3.5], [-3.0, -3.0], [-2.0, -3.0, -4.0]]
-SIDE = {"advantages": [1.0, -0.5, 0.25], "old_logps": OLD}
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    directory = tmp_path_factory.mktemp("model") / "qwen3"
-    save_pretrained(Decoder(config_of("qwen3"), params_of("qwen3")), directory)
-    return directory
-
-
-@pytest.fixture
-def model(checkpoint):
-    made = TransformersModel(model_id=checkpoint)
-    made.set_loss("GRPOLoss", epsilon=0.2)
-    made.set_optimizer("SGD", lr=0.5)
-    return made
 
 
 def logits_alone(row):
@@ -81,11 +57,6 @@ def test_rows_padded_on_the_left_keep_their_columns(model):
     left = model.forward_only(inputs=[INPUTS[0], feature, INPUTS[2]])["logps"]
     np.testing.assert_allclose(left[1, 2:], plain[1, :3], atol=1e-5)
     np.testing.assert_allclose(left[[0, 2]], plain[[0, 2]], atol=1e-5)
-
-
-def gradient(model):
-    state = model.state
-    return [np.asarray(g) / float(state.denominator) for g in jax.tree.leaves(state.gradient_sum)]
 
 
 def test_however_the_batch_comes_loss_and_gradient_are_the_same(model):
