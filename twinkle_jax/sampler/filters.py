@@ -32,10 +32,13 @@ def kept_weight(logits: Logits, maximum: PerRow, sampling: Sampling) -> PerRow:
 
 def penalise(logits: Logits, tokens: Int[Array, "rows time"], penalty: Scalar) -> Logits:
     """Make tokens that a row already has less likely; ids outside the vocabulary are no tokens."""
-    found = jnp.take_along_axis(logits, tokens, axis=1, mode="fill", fill_value=0)
-    found = jnp.where(found < 0, found * penalty, found / penalty)
-    rows = jnp.arange(len(logits), dtype=jnp.int32)[:, None]
-    return logits.at[rows, tokens].set(found, mode="drop", wrap_negative_indices=False)
+
+    def row(logits: Float[Array, " vocab"], tokens: Int[Array, " time"]) -> Array:
+        found = logits.at[tokens].get(mode="fill", fill_value=0, wrap_negative_indices=False)
+        found = jnp.where(found < 0, found * penalty, found / penalty)
+        return logits.at[tokens].set(found, mode="drop", wrap_negative_indices=False)
+
+    return jax.vmap(row)(logits, tokens)
 
 
 def _top_k(weights: Logits, k: Int[Array, ""]) -> PerRow:
@@ -61,12 +64,12 @@ def _largest(holds: Callable[[PerRow], Array], least: PerRow) -> PerRow:
     def bits(x: PerRow) -> Int[Array, " rows"]:
         return jax.lax.bitcast_convert_type(x, jnp.int32)
 
-    def halve(bounds: tuple[Array, Array]) -> tuple[Array, Array]:
+    def halve(_: int, bounds: tuple[Array, Array]) -> tuple[Array, Array]:
         low, high = bounds
         middle = low + (high - low + 1) // 2
         yes = holds(jax.lax.bitcast_convert_type(middle, jnp.float32))
         return jnp.where(yes, middle, low), jnp.where(yes, high, middle - 1)
 
     bounds = bits(least), bits(jnp.ones_like(least))
-    low, _ = jax.lax.while_loop(lambda b: jnp.any(b[0] < b[1]), halve, bounds)
+    low, _ = jax.lax.fori_loop(0, 30, halve, bounds)  # 1.0 is less than 2^30 bits above 0.0
     return jax.lax.bitcast_convert_type(low, jnp.float32)

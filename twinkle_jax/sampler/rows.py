@@ -96,12 +96,9 @@ def advance(
         rows.lengths,
         (rows.prompts, rows.tokens),
     )
-    number = jnp.arange(len(running), dtype=jnp.int32)
     column = jnp.where(running, rows.lengths, rows.tokens.shape[1])  # beyond the end: not written
 
-    def put(buffer: Array, values: Array) -> Array:
-        return buffer.at[number, column].set(values, mode="drop")
-
+    put = jax.vmap(lambda row, column, value: row.at[column].set(value, mode="drop"))
     lengths = rows.lengths + running.astype(jnp.int32)
     stops = jnp.asarray(sampling.stop_tokens)
     stopped = jnp.any(chosen.token[:, None] == stops[None], axis=1)
@@ -109,9 +106,9 @@ def advance(
     return rows._replace(
         pending=jnp.where(running, chosen.token, rows.pending),
         cache=cache,
-        tokens=put(rows.tokens, chosen.token),
-        logprobs=put(rows.logprobs, chosen.logprob),
-        sampling_logprobs=put(rows.sampling_logprobs, chosen.sampling_logprob),
+        tokens=put(rows.tokens, column, chosen.token),
+        logprobs=put(rows.logprobs, column, chosen.logprob),
+        sampling_logprobs=put(rows.sampling_logprobs, column, chosen.sampling_logprob),
         lengths=lengths,
         reasons=jnp.where(running, reason, rows.reasons),
     )

@@ -136,18 +136,42 @@ def _full_step(
     """Write the token's keys and values into its slot, and attend to the slots up to it."""
     batch = y.shape[0]
     heads = project_heads(y, weights["self_attn"], config, rotary, batch)
-    rows = jnp.arange(batch, dtype=jnp.int32)
-    keys, values = cached
-    keys = keys.at[repeat, rows, :, :, length].set(heads.key[:, 0].astype(keys.dtype), mode="drop")
-    values = values.at[repeat, rows, :, length].set(
-        heads.value[:, 0].astype(values.dtype), mode="drop"
-    )
+    keys = _write(cached.keys, heads.key[:, 0], repeat, length, axis=4)
+    values = _write(cached.values, heads.value[:, 0], repeat, length, axis=3)
     layer = jax.tree.map(
         lambda stack: jax.lax.dynamic_index_in_dim(stack, repeat, keepdims=False),
         KeyValues(keys, values),
     )
     attended = _attend(heads.query[:, 0], layer.keys, layer.values, length)
     return project_out(attended, heads.gate, weights["self_attn"]), KeyValues(keys, values)
+
+
+def _write(
+    stack: Array,
+    new: Float[Array, "batch groups width"],
+    repeat: Array,
+    length: Array,
+    *,
+    axis: int,
+) -> Array:
+    """Write each row's entry into its slot along an axis; what finds no slot is dropped.
+
+    That rows stay rows is said in so many words: on a mesh none of them then leaves its device.
+    """
+    return jax.lax.scatter(
+        stack,
+        jnp.stack([jnp.broadcast_to(repeat, length.shape), length], axis=1),
+        new.astype(stack.dtype),
+        jax.lax.ScatterDimensionNumbers(
+            update_window_dims=(1, 2),
+            inserted_window_dims=(0, axis),
+            scatter_dims_to_operand_dims=(0, axis),
+            operand_batching_dims=(1,),
+            scatter_indices_batching_dims=(0,),
+        ),
+        unique_indices=True,
+        mode="drop",
+    )
 
 
 def _attend(
