@@ -1,5 +1,7 @@
 """What XLA makes of it: one cache, and the same completions on eight devices as on one."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -68,6 +70,29 @@ def test_eight_devices_draw_what_one_draws(name, axes):
     np.testing.assert_array_equal(spread.tokens, alone.tokens)
     np.testing.assert_array_equal(spread.mask, alone.mask)
     np.testing.assert_allclose(spread.logprobs, alone.logprobs, atol=1e-4)
+
+
+def test_parameters_are_gathered_before_the_loop():
+    """On an fsdp mesh the loop over tokens moves nothing between devices."""
+    mesh, config = make_mesh(fsdp=8), config_of("qwen3")
+    params = jax.device_put(params_of("qwen3"), shard_like_params(params_of("qwen3"), mesh))
+
+    def run(params):
+        return generate(
+            params,
+            config,
+            *batch(PROMPTS, 6, "left"),
+            jax.random.key(0),
+            num_samples=2,
+            max_new_tokens=4,
+            mesh=mesh,
+        )
+
+    text = jax.jit(run).lower(params).compile().as_text()
+    moves = re.compile(r" (all-gather|all-to-all|collective-permute|all-reduce)(-start)?\(")
+    moved = [x for x in text.splitlines() if "while/body" in x and moves.search(x)]
+    assert not moved, moved[0]
+    assert "all-gather(" in text
 
 
 def test_a_mesh_must_divide_the_rows():
