@@ -4,7 +4,8 @@ What is listed here is public; all else is private.
 """
 
 from twinkle_jax.sampler.generate import Completions, generate
+from twinkle_jax.sampler.jax_sampler import JaxSampler
 from twinkle_jax.sampler.rows import LENGTH, STOP
 from twinkle_jax.sampler.sampling import Sampling
 
-__all__ = ["LENGTH", "STOP", "Completions", "Sampling", "generate"]
+__all__ = ["LENGTH", "STOP", "Completions", "JaxSampler", "Sampling", "generate"]

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, UInt32
 
 from twinkle_jax.model.decoder.layers import output_matrix
 from twinkle_jax.model.decoder.parameters import Params
@@ -56,16 +56,17 @@ def next_token(
         taken at temperature 1.
     """
     t, k, p = (jnp.asarray(x) for x in (sampling.temperature, sampling.top_k, sampling.top_p))
+    bits = random_bits(keys, positions)
     maximum = jnp.max(logits, axis=1)
     blocks = block_weights(logits, maximum)
     log_total = maximum + jnp.log(jnp.sum(blocks, axis=1))
 
     def from_all() -> tuple[Array, Array]:
-        token = draw(random_bits(keys, positions), logits, maximum, blocks)
+        token = draw(bits, logits, maximum, blocks)
         return token, _at(logits, token) - log_total
 
     def from_some() -> tuple[Array, Array]:
-        return _restricted(logits, sampling, keys, positions, seen)
+        return _restricted(logits, sampling, bits, seen)
 
     every = (
         (t > 0)
@@ -81,8 +82,7 @@ def next_token(
 def _restricted(
     logits: Logits,
     sampling: Sampling,
-    keys: jax.Array,
-    positions: Int[Array, " rows"],
+    bits: UInt32[Array, "rows 4"],
     seen: tuple[Int[Array, "rows time"], ...],
 ) -> tuple[Int[Array, " rows"], PerRow]:
     """Choose among what the penalty and the filters leave."""
@@ -97,7 +97,7 @@ def _restricted(
     def drawn() -> tuple[Array, Array]:
         threshold = kept_weight(logits, maximum, sampling)
         blocks = block_weights(logits, maximum, threshold)
-        token = draw(random_bits(keys, positions), logits, maximum, blocks, threshold)
+        token = draw(bits, logits, maximum, blocks, threshold)
         return token, _at(logits, token) - maximum - jnp.log(jnp.sum(blocks, axis=1))
 
     def likeliest() -> tuple[Array, Array]:

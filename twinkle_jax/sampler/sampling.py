@@ -73,4 +73,6 @@ def _padded_stops(stop_tokens: Any) -> Int[Array, " slots"]:
     if host and np.any(stops < 0):
         raise ValueError(f"stop_tokens must be at least 0, got {int(np.min(stops))}")
     room = -len(stops) % _STOP_SLOTS if len(stops) else _STOP_SLOTS
-    return jnp.pad(jnp.asarray(stops, jnp.int32), (0, room), constant_values=-1)
+    if host:  # padded there, so that no number of them compiles anything
+        return jnp.asarray(np.pad(stops, (0, room), constant_values=-1), jnp.int32)
+    return jnp.pad(stops.astype(jnp.int32), (0, room), constant_values=-1)

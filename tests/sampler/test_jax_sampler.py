@@ -1,0 +1,235 @@
+"""Twinkle's sampler in this program: both examples of its documentation, and what it refuses."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.model.families import family, random_params
+from twinkle_jax.advantage import GRPOAdvantage
+from twinkle_jax.data import SamplingParams, Template, small_tokenizer
+from twinkle_jax.model import Decoder, LoraConfig, TransformersModel, parse_config, save_pretrained
+from twinkle_jax.sampler import JaxSampler
+
+pytest.importorskip("safetensors", reason="pip install 'twinkle-jax[checkpoints]'")
+pytest.importorskip("tokenizers", reason="pip install 'twinkle-jax[data]'")
+
+CHATS = [
+    {"messages": [{"role": "user", "content": "12+3="}], "user_data": [("ground_truth", "15")]},
+    {"messages": [{"role": "user", "content": "4"}]},
+]
+PARAMS = SamplingParams(max_tokens=6, temperature=0.9)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("sampler") / "qwen3"
+    tokenizer = small_tokenizer("0123456789+=")
+    config = parse_config(family("qwen3", vocab_size=len(tokenizer), max_position_embeddings=64))
+    save_pretrained(Decoder(config, random_params(config)), directory)
+    tokenizer.save_pretrained(directory)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def actor(checkpoint):
+    made = TransformersModel(model_id=checkpoint)
+    made.set_loss("GRPOLoss", epsilon=0.2)
+    made.set_optimizer("SGD", lr=0.5)
+    return made
+
+
+def tokens_of(response):
+    return [s.tokens for one in response for s in one.sequences]
+
+
+def test_the_training_loop_of_the_documentation(checkpoint):
+    actor = TransformersModel(model_id=checkpoint)
+    actor.set_loss("GRPOLoss", epsilon=0.2)
+    actor.set_optimizer("SGD", lr=0.5)
+    sampler = JaxSampler(actor)
+    response = sampler.sample(CHATS, PARAMS, num_samples=4)
+    inputs = [seq.new_input_feature for one in response for seq in one.sequences]
+    assert len(response.inputs) == len(inputs) == 8
+    rewards = [
+        float(len(seq.tokens)) + i for one in response for i, seq in enumerate(one.sequences)
+    ]
+    advantages = GRPOAdvantage()(rewards, num_generations=4)
+    old = [[pair[0][1] for pair in seq.logprobs] for one in response for seq in one.sequences]
+    scored = actor.forward_only(inputs=response.inputs, temperature=0.9)["logps"]
+    for feature, row, logprobs in zip(inputs, scored, old, strict=True):
+        labelled = np.flatnonzero(feature["labels"] != -100)
+        np.testing.assert_allclose(row[labelled], logprobs, atol=1e-5)
+    loss = actor.forward_backward(
+        inputs=response.inputs, advantages=advantages, old_logps=old, temperature=0.9
+    )
+    assert np.isfinite(loss)
+    before = sampler.sample(CHATS, SamplingParams(max_tokens=6, seed=3))
+    actor.clip_grad_and_step()
+    after = sampler.sample(CHATS, SamplingParams(max_tokens=6, seed=3))
+    assert before[0].sequences[0].logprobs != after[0].sequences[0].logprobs  # live weights
+
+
+def test_sequences_hold_what_training_needs(actor):
+    sampler = JaxSampler(actor)
+    response = sampler.sample(CHATS, PARAMS, num_samples=3)
+    tokenizer = sampler.template.tokenizer
+    assert [len(one.sequences) for one in response] == [3, 3]
+    for chat, one in zip(CHATS, response, strict=True):
+        prompt = Template(tokenizer).encode(chat, add_generation_prompt=True)["input_ids"].tolist()
+        assert one.prompt_token_ids == prompt
+        for seq in one.sequences:
+            feature = seq.new_input_feature
+            assert feature["input_ids"].tolist() == prompt + seq.tokens
+            labels = [-100] * (len(prompt) - 1) + seq.tokens + [-100]
+            assert feature["labels"].tolist() == labels
+            assert [pair[0][0] for pair in seq.logprobs] == seq.tokens
+            assert feature["messages"][-1]["role"] == "assistant"
+            ended = seq.tokens[-1] == tokenizer.eos_token_id
+            assert seq.stop_reason == ("stop" if ended else "length")
+            assert ended or len(seq.tokens) == 6
+            assert seq.decoded == tokenizer.decode(seq.tokens)
+    trajectory = response.trajectories[0]
+    assert trajectory["user_data"] == [("ground_truth", "15")]
+    assert trajectory["completion_length"] == len(response[0].sequences[0].tokens)
+
+
+def test_calls_draw_anew_and_a_seed_repeats(actor):
+    sampler = JaxSampler(actor, seed=5)
+    first, second = (sampler.sample(CHATS, PARAMS) for _ in range(2))
+    assert tokens_of(first) != tokens_of(second)
+    resumed = JaxSampler(actor, seed=5)
+    resumed.calls = 1
+    assert tokens_of(resumed.sample(CHATS, PARAMS)) == tokens_of(second)
+    seeded = SamplingParams(max_tokens=6, seed=1)
+    assert tokens_of(sampler.sample(CHATS, seeded)) == tokens_of(sampler.sample(CHATS, seeded))
+
+
+def test_a_prompt_is_completed_alike_whatever_stands_behind_it(actor):
+    sampler = JaxSampler(actor)
+    seeded = SamplingParams(max_tokens=6, seed=1)
+    alone, among = sampler.sample(CHATS[0], seeded), sampler.sample(CHATS, seeded)
+    assert alone[0].sequences[0].tokens == among[0].sequences[0].tokens
+
+
+def test_features_and_strings_are_prompts_too(actor):
+    sampler = JaxSampler(actor)
+    params = {"max_new_tokens": 4, "seed": 2, "num_samples": 2}
+    text = sampler.sample("1+1=", params)
+    ids = sampler.template.tokenizer.encode("1+1=")
+    padded = {"input_ids": [0, *ids], "attention_mask": [0, *[1] * len(ids)]}
+    masked = sampler.sample([padded], params)
+    assert text[0].prompt_token_ids == masked[0].prompt_token_ids == ids
+    for one, other in zip(text[0].sequences, masked[0].sequences, strict=True):
+        assert one.tokens == other.tokens
+        assert other.new_input_feature["attention_mask"].tolist()[:2] == [0, 1]
+    assert "messages" not in text[0].sequences[0].new_input_feature
+
+
+def test_room_is_the_limit_where_nothing_else_is(actor):
+    sampler = JaxSampler(actor, max_length=12)
+    for one in sampler.sample(CHATS, num_samples=4):
+        for seq in one.sequences:
+            total = len(one.prompt_token_ids) + len(seq.tokens)
+            assert total == 12 or (seq.stop_reason == "stop" and total < 12)
+    assert JaxSampler(actor).max_length == 64
+
+
+def test_a_completion_is_cut_behind_a_stop_string(actor):
+    sampler = JaxSampler(actor)
+    tokenizer = sampler.template.tokenizer
+    ask = {"max_tokens": 12, "seed": 0}
+    free = [s for one in sampler.sample(CHATS, ask, num_samples=8) for s in one.sequences]
+    long = next(s for s in free if len(s.decoded) > 4)
+    stop = long.decoded[2:4]
+    with_stop = SamplingParams(**ask, stop=stop)
+    cut = [s for one in sampler.sample(CHATS, with_stop, num_samples=8) for s in one.sequences]
+    shown = SamplingParams(**ask, stop=[stop], include_stop_str_in_output=True)
+    kept = [s for one in sampler.sample(CHATS, shown, num_samples=8) for s in one.sequences]
+    for before, after, whole in zip(free, cut, kept, strict=True):
+        place = before.decoded.find(stop)
+        if place < 0:
+            assert after.tokens == before.tokens
+            continue
+        assert after.stop_reason == "stop" and after.decoded == before.decoded[:place]
+        assert whole.decoded == before.decoded[: place + len(stop)]
+        assert before.tokens[: len(after.tokens)] == after.tokens == whole.tokens
+        assert tokenizer.decode(after.tokens).endswith(stop)
+        assert len(after.logprobs) == len(after.tokens)
+        assert after.new_input_feature["input_ids"].size == before.new_input_feature[
+            "input_ids"
+        ].size - len(before.tokens) + len(after.tokens)
+
+
+def test_stop_ids_and_names_of_control_tokens_end_a_row(actor):
+    sampler = JaxSampler(actor)
+    user = sampler.template.tokenizer.backend.token_to_id("<|user|>")
+    ask = {"max_tokens": 30, "seed": 0}
+    by_id = sampler.sample(CHATS, SamplingParams(**ask, stop=[user]), num_samples=8)
+    by_name = sampler.sample(CHATS, SamplingParams(**ask, stop="<|user|>"), num_samples=8)
+    ends = [s.tokens[-1] for one in by_id for s in one.sequences if s.stop_reason == "stop"]
+    assert user in ends
+    for one, other in zip(by_id, by_name, strict=True):
+        assert [s.tokens for s in one.sequences] == [s.tokens for s in other.sequences]
+
+
+def test_a_sampler_of_its_own_is_synchronised(checkpoint):
+    actor = TransformersModel(model_id=checkpoint)
+    own, live = JaxSampler(model_id=checkpoint), JaxSampler(actor)
+    seeded = SamplingParams(max_tokens=6, seed=1)
+    assert tokens_of(own.sample(CHATS, seeded)) == tokens_of(live.sample(CHATS, seeded))
+    actor.add_adapter_to_model("default", LoraConfig(r=2, lora_alpha=4))
+    actor.state = actor.state._replace(
+        params=jax.tree.map(lambda x: x + jnp.float32(0.3), actor.state.params)
+    )
+    changed = tokens_of(live.sample(CHATS, seeded))
+    assert tokens_of(own.sample(CHATS, seeded)) != changed
+    own.sync_weights(actor)
+    live.sync_weights(actor)
+    kept = actor.state.params
+    assert tokens_of(own.sample(CHATS, seeded)) == changed
+    assert kept is actor.state.params
+
+
+BAD = [
+    ({"inputs": []}, ValueError, "inputs must be trajectories, .* at least one"),
+    ({"inputs": [CHATS[0], {"input_ids": []}]}, ValueError, r"inputs\[1\] must have at least one"),
+    ({"inputs": ["1" * 70]}, ValueError, r"inputs\[0\] must have fewer tokens than max_length=64"),
+    ({"inputs": [{"input_ids": [99]}]}, ValueError, r"inputs\[0\] must have tokens in \[0, 19\)"),
+    ({"inputs": [{"input_ids": [1.5]}]}, TypeError, r"inputs\[0\]\['input_ids'\] must be integers"),
+    ({"inputs": [7]}, TypeError, r"inputs\[0\] must be a trajectory, .* got 7"),
+    ({"params": {"temperature": -1}}, ValueError, "temperature must be"),
+    ({"params": {"top_p": 0}}, ValueError, "top_p must be"),
+    ({"params": {"stop": "x"}}, ValueError, "stop must be text .* got 'x'"),
+    ({"params": {"logprobs": 3}}, ValueError, "logprobs must be None here, .* got 3"),
+    ({"params": 3}, TypeError, "sampling_params must be SamplingParams, got 3"),
+]
+
+
+@pytest.mark.parametrize(("change", "error", "message"), BAD)
+def test_what_does_not_fit_is_named(actor, change, error, message):
+    with pytest.raises(error, match=message):
+        JaxSampler(actor).sample(change.get("inputs", CHATS), change.get("params"))
+
+
+def test_it_needs_one_policy(actor, checkpoint):
+    with pytest.raises(ValueError, match="either model or model_id must be given, got neither"):
+        JaxSampler()
+    with pytest.raises(ValueError, match="either model or model_id must be given, got both"):
+        JaxSampler(actor, model_id=checkpoint)
+    with pytest.raises(ValueError, match="max_length must be at least 2, got 1"):
+        JaxSampler(actor, max_length=1)
+
+
+def test_without_a_tokenizer_there_are_ids_only(actor):
+    sampler = JaxSampler(actor)
+    sampler.template = None
+    one = sampler.sample({"input_ids": [8, 9]}, SamplingParams(max_tokens=3))[0].sequences[0]
+    assert one.decoded is None and one.new_input_feature["input_ids"].tolist()[:2] == [8, 9]
+    for wrong in ("12", CHATS[0]):
+        with pytest.raises(
+            ValueError, match=r"inputs\[0\] must have 'input_ids' where there is no"
+        ):
+            sampler.sample(wrong)
+    with pytest.raises(ValueError, match="stop must be token ids"):
+        sampler.sample({"input_ids": [8]}, SamplingParams(stop="1"))

@@ -1,0 +1,214 @@
+"""Twinkle's sampler on the policy that is trained, or on parameters of its own."""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+from jax.typing import DTypeLike
+
+from twinkle_jax.data.buckets import bucket_size
+from twinkle_jax.data.sampling import SampleResponses, SamplingParams
+from twinkle_jax.data.template import Template
+from twinkle_jax.model.decoder.config import DecoderConfig
+from twinkle_jax.model.decoder.sharding import partition_rules, shard_like_params
+from twinkle_jax.model.huggingface.checkpoint_read import load_pretrained
+from twinkle_jax.model.twinkle.transformers_model import TransformersModel
+from twinkle_jax.sampler.generate import generate
+from twinkle_jax.sampler.prompts import Prompt, pad_prompts, read_prompts
+from twinkle_jax.sampler.responses import make_responses
+from twinkle_jax.sampler.sampling import Sampling
+from twinkle_jax.sampler.stops import read_stops
+
+_LONGEST = 4096  # where neither the caller nor the checkpoint asks for less
+
+
+class JaxSampler:
+    """Samples from a policy in this program, with Twinkle's interface.
+
+    With `model`, the policy's own parameters are read at every call, adapters included: there is
+    no second copy, and nothing to keep in step. With `model_id` the sampler has its own.
+
+    No two calls share noise: each draws from the seed and the number of calls before it, `calls`,
+    which a checkpoint should keep. `seed` in the sampling parameters overrides both, so calls that
+    pass the same one draw the same.
+
+    Args:
+        model: the policy that is trained.
+        model_id: a directory with a Hugging Face checkpoint, or a hub id, instead.
+        template: makes tokens of conversations and text of tokens; by default from the tokenizer
+            beside the checkpoint, where there is one.
+        max_length: the most tokens of a row, prompt included; None: `max_position_embeddings` of
+            the checkpoint, and at most 4,096.
+        dtype: type to compute in, with `model_id`; a model brings its own.
+        mesh: devices to run on, with `model_id`; likewise.
+        seed: where randomness begins.
+
+    Raises:
+        ValueError: if not exactly one of `model` and `model_id` is given, or a number is out of
+            range.
+    """
+
+    def __init__(
+        self,
+        model: TransformersModel | None = None,
+        *,
+        model_id: str | Path | None = None,
+        template: Template | None = None,
+        max_length: int | None = None,
+        dtype: DTypeLike = "float32",
+        mesh: Mesh | None = None,
+        seed: int = 0,
+    ) -> None:
+        if (model is None) == (model_id is None):
+            raise ValueError(
+                "either model or model_id must be given, "
+                f"got {'neither' if model is None else 'both'}"
+            )
+        if max_length is not None and max_length < 2:
+            raise ValueError(f"max_length must be at least 2, got {max_length}")
+        self._model, self._params = model, None
+        if model is not None:
+            self.config, source = model.config, model.source
+            self.dtype, self.mesh = model.dtype, model.mesh
+        else:
+            self.dtype, self.mesh = jnp.dtype(dtype), mesh
+            rules = None if mesh is None else partition_rules(mesh)
+            assert model_id is not None
+            decoder = load_pretrained(model_id, dtype=self.dtype, mesh=mesh, partition=rules)
+            self.config, source, self._params = decoder.config, decoder.source, decoder.params
+        self.template = template or _own_template(source)
+        self.max_length = max_length or min(_positions(self.config), _LONGEST)
+        self.seed, self.calls = seed, 0
+
+    def sample(
+        self,
+        inputs: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Mapping[str, Any] | None = None,
+        *,
+        num_samples: int = 1,
+    ) -> SampleResponses:
+        """Draw completions.
+
+        Args:
+            inputs: trajectories, input features or strings, or one of them. The assistant speaks
+                next; strings are encoded as they are.
+            sampling_params: how to draw; None for temperature 1 and no filters.
+            num_samples: completions of each prompt; 1 leaves it to the parameters.
+
+        Returns:
+            A list with a response for each prompt, in order. `logprobs` are those of the whole
+            distribution at the temperature: what training calls the behaviour policy's.
+
+        Raises:
+            ValueError: if a prompt is empty or has no room for a token, or a parameter asks for
+                what there is not; the message names it.
+            TypeError: if something has the wrong type.
+        """
+        asked = _read_params(sampling_params)
+        num_samples = asked.num_samples if num_samples == 1 else num_samples
+        features = read_prompts(
+            inputs, self.template, vocab=self.config.vocab_size, room=self.max_length
+        )
+        stops = read_stops(asked, self.template)
+        multiple = 1 if self.mesh is None else self.mesh.shape["data"] * self.mesh.shape["fsdp"]
+        tokens, mask = pad_prompts(features, multiple=multiple)
+        room = self.max_length - mask.sum(axis=1)
+        limits = room if asked.max_tokens is None else room.clip(max=asked.max_tokens)
+        limits[len(features) :] = 1
+        drawn = generate(
+            self.params,
+            self.config,
+            tokens,
+            mask,
+            self._key(asked.seed),
+            Sampling(
+                asked.temperature,
+                asked.top_k,
+                asked.top_p,
+                asked.min_p,
+                asked.repetition_penalty,
+                stops.tokens,
+            ),
+            num_samples=num_samples,
+            max_new_tokens=bucket_size(int(limits.max()), smallest=16),
+            max_tokens=limits,
+            compute_dtype=self.dtype,
+            mesh=self.mesh,
+        )
+        return make_responses(
+            features,
+            drawn,
+            num_samples,
+            stops,
+            self.template,
+            include_stop=asked.include_stop_str_in_output,
+        )
+
+    @property
+    def params(self) -> Any:
+        """What is sampled from: the parameters of the model as they are now, or the sampler's."""
+        return self._params if self._model is None else self._model.params
+
+    def sync_weights(self, actor: TransformersModel) -> None:
+        """Take over a policy's parameters, with its adapters; of a live model, nothing is to do.
+
+        Raises:
+            ValueError: if the policy has another configuration.
+        """
+        if actor is self._model:
+            return
+        if actor.config != self.config:
+            raise ValueError("actor must have the configuration of the sampler, got another one")
+        if self._model is not None:
+            raise ValueError("actor must be the model that this sampler samples from, got another")
+
+        def copy(params: Any) -> Any:  # training donates its own
+            return jax.tree.map(lambda x: jnp.array(x, self.dtype, copy=True), params)
+
+        params = actor.params
+        shardings = None if self.mesh is None else shard_like_params(params, self.mesh)
+        self._params = jax.device_put(jax.jit(copy)(params), shardings)
+
+    def set_template(self, template: Template) -> None:
+        """Choose what makes tokens of conversations, and text of tokens."""
+        self.template = template
+
+    # Inside.
+
+    def _key(self, seed: int | None) -> jax.Array:
+        call, self.calls = self.calls, self.calls + 1
+        if seed is not None:
+            return jax.random.key(seed)
+        return jax.random.fold_in(jax.random.key(self.seed), call)
+
+
+def _read_params(given: SamplingParams | Mapping[str, Any] | None) -> SamplingParams:
+    params = SamplingParams.from_dict(given) if isinstance(given, Mapping) else given
+    params = SamplingParams() if params is None else params
+    if not isinstance(params, SamplingParams):
+        raise TypeError(f"sampling_params must be SamplingParams, got {params!r}")
+    for name in ("logprobs", "prompt_logprobs"):
+        if getattr(params, name) not in ((None, 0) if name == "logprobs" else (None,)):
+            raise ValueError(
+                f"{name} must be None here, where only drawn tokens have log-probabilities, "
+                f"got {getattr(params, name)}"
+            )
+    return params
+
+
+def _own_template(source: Path | None) -> Template | None:
+    if source is None or not (Path(source) / "tokenizer.json").is_file():
+        return None
+    template = Template(source, use_chat_template=False, max_length=None)
+    chats = template.tokenizer.chat_template is not None
+    return Template(template.tokenizer, max_length=None) if chats else template
+
+
+def _positions(config: DecoderConfig) -> int:
+    original = json.loads(config.original or "{}")
+    text = original.get("text_config", original)
+    return int(text.get("max_position_embeddings", _LONGEST))
