@@ -45,11 +45,11 @@ def replace_directory(target: Path) -> Iterator[Path]:
     """
     target = target.resolve()
     target.parent.mkdir(parents=True, exist_ok=True)
-    _remove_remains(target)
+    remove_remains(target.parent, re.escape(target.name))
     partial, lock = _new_partial(target)
     try:
         yield partial
-        for path in partial.iterdir():
+        for path in partial.rglob("*"):
             _sync(path)
         _sync(partial)
         _swap(partial, target)
@@ -86,16 +86,23 @@ def _lock(path: Path) -> int | None:
     return descriptor
 
 
-def _remove_remains(target: Path) -> None:
-    """Remove what killed saves to this target have left; nobody holds a lock on it."""
+def remove_remains(parent: Path, name: str) -> None:
+    """Remove what killed saves have left in a directory; nobody holds a lock on it.
+
+    Args:
+        parent: the directory.
+        name: a regular expression, which the names of the saves' targets match.
+    """
     if fcntl is None:
         return
-    remains = re.compile(re.escape(f".{target.name}.") + r"[0-9a-f]{8}\.(partial|old)")
-    for path in sorted(target.parent.iterdir()):
-        if not remains.fullmatch(path.name) or path.is_symlink() or not path.is_dir():
+    remains = re.compile(rf"\.({name})\.[0-9a-f]{{8}}\.(?:partial|old)")
+    for path in sorted(parent.iterdir()):
+        match = remains.fullmatch(path.name)
+        if match is None or path.is_symlink() or not path.is_dir():
             continue
+        target = parent / match.group(1)
         if path.suffix == ".old" and not target.exists():
-            path.rename(target)  # killed between two renames: this is the good export
+            path.rename(target)  # killed between two renames: this is the good one
             continue
         lock = _lock(path)
         if lock is not None:
