@@ -1,0 +1,87 @@
+"""Stopping on request: the first SIGTERM or Ctrl-C asks, the second ends the process."""
+
+import os
+import signal
+import socket
+import threading
+from types import FrameType, TracebackType
+from typing import Any, Self
+
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+class Interruption:
+    """Notes that SIGTERM or SIGINT has come, so that a loop can end after the step it is in.
+
+    While the block runs, the first of these signals only makes `requested` true. The second ends
+    the process at once, whatever it is in the middle of, a compilation too; its exit status is 128
+    and the signal's number: 143 for SIGTERM, 130 for Ctrl-C. After the block, the handlers are
+    those from before.
+
+    Python takes signals in its main thread alone. In any other thread the block changes nothing,
+    and `requested` stays false.
+
+    Example:
+        >>> with Interruption() as interruption:
+        ...     for step in range(3):
+        ...         if interruption.requested:
+        ...             break
+        >>> interruption.requested
+        False
+    """
+
+    def __init__(self) -> None:
+        self._signal: signal.Signals | None = None
+        self._restore: list[tuple[signal.Signals, Any]] = []
+
+    @property
+    def requested(self) -> bool:
+        """Whether a signal has come."""
+        return self._signal is not None
+
+    @property
+    def received(self) -> signal.Signals | None:
+        """The first signal that has come; None if none has."""
+        return self._signal
+
+    def __enter__(self) -> Self:
+        self._signal = None
+        if threading.current_thread() is threading.main_thread():
+            # Python's own handlers wait until the main thread is back from compiled code. The bytes
+            # that come here as well do not, so a thread counts those.
+            read, self._write = socket.socketpair()
+            self._write.setblocking(False)
+            self._previous_fd = signal.set_wakeup_fd(self._write.fileno())
+            self._thread = threading.Thread(target=_count, args=(read,), name="interruption")
+            self._thread.daemon = True
+            self._thread.start()
+            self._restore = [(number, signal.signal(number, self._note)) for number in _SIGNALS]
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if self._restore:
+            for number, handler in self._restore:
+                signal.signal(number, handler)
+            self._restore = []
+            signal.set_wakeup_fd(self._previous_fd)
+            self._write.close()  # which ends the thread
+            self._thread.join()
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if self._signal is None:
+            self._signal = signal.Signals(number)
+
+
+def _count(read: socket.socket) -> None:
+    """End the process when the second of the signals arrives."""
+    seen = 0
+    with read:
+        while received := read.recv(1):
+            seen += received[0] in _SIGNALS
+            if seen == 2:
+                os._exit(128 + received[0])
