@@ -7,6 +7,8 @@ import pytest
 from twinkle_jax.data import ChatTemplate
 
 HELLO = [{"role": "user", "content": "hello"}]
+# A SecurityError is ours, before memory is used up; a MemoryError would be the machine's.
+REFUSED = "chat_template must stay within its sandbox and limits, got (Security|Recursion)Error"
 GROW = "{% set ns = namespace(s='aa') %}{% for i in range(60) %}GROW{% endfor %}"
 
 
@@ -33,7 +35,7 @@ GROW = "{% set ns = namespace(s='aa') %}{% for i in range(60) %}GROW{% endfor %}
     ],
 )
 def test_what_is_out_of_its_reach(source):
-    with pytest.raises(ValueError, match="chat_template must stay within its sandbox and limits"):
+    with pytest.raises(ValueError, match=REFUSED):
         ChatTemplate(source).render(HELLO)
     assert HELLO == [{"role": "user", "content": "hello"}]
 
@@ -64,13 +66,13 @@ def test_what_is_out_of_its_reach(source):
     ],
 )
 def test_it_ends_and_stays_small(source):
-    with pytest.raises(ValueError, match="chat_template must stay within its sandbox and limits"):
+    with pytest.raises(ValueError, match=REFUSED):
         ChatTemplate(source).render(HELLO)
 
 
 def test_numbers_do_not_grow_without_end():
     squares = "{% set ns = namespace(x=7) %}{% for i in range(60) %}{% set ns.x = ns.x * ns.x %}"
-    with pytest.raises(ValueError, match="chat_template must stay within its sandbox and limits"):
+    with pytest.raises(ValueError, match=REFUSED):
         ChatTemplate(squares + "{% endfor %}").render(HELLO)
 
 
@@ -136,3 +138,14 @@ def test_on_any_thread_at_once():
     for thread in threads:
         thread.join()
     assert seen == {i: str(i) * 2000 for i in range(4)}
+
+
+def test_time_is_limited_too():
+    from twinkle_jax.data.template_sandbox import Budget, Sandbox, compile_within, render
+
+    template = compile_within(Sandbox(), "{% for i in range(9) %}{% endfor %}", Budget(99, 99, 60))
+    assert render(template, {}, lambda: Budget(99, 99, 60)) == ""
+    with pytest.raises(Exception, match="too much time"):
+        render(template, {}, lambda: Budget(99, 99, -1))
+    with pytest.raises(Exception, match="too many steps"):
+        render(template, {}, lambda: Budget(8, 99, 60))

@@ -88,6 +88,18 @@ def test_special_tokens_that_strip_their_neighbours():
     assert forged.starts[-3:] == [7, 9, 18] and forged.text == "<|end|>a <|both|> b"
 
 
+def test_a_special_token_that_text_becomes_when_it_is_normalised():
+    from tokenizers import AddedToken, normalizers
+
+    backend = small_tokenizer().backend
+    backend.normalizer = normalizers.NFKC()
+    backend.add_special_tokens([AddedToken("<|x|>", normalized=True)])
+    tokenizer = Tokenizer(backend)
+    assert backend.encode("a＜|x|＞").ids[-1] == backend.token_to_id("<|x|>")  # what is at stake
+    assert tokenizer.encode("a＜|x|＞") == tokenizer.encode("a<|x|>")
+    assert backend.token_to_id("<|x|>") not in tokenizer.encode("a＜|x|＞")
+
+
 def test_a_special_token_that_is_a_word_of_the_vocabulary():
     from tokenizers import Tokenizer as Backend
     from tokenizers import models

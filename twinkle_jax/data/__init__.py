@@ -7,6 +7,7 @@ from twinkle_jax.data.buckets import bucket_size
 from twinkle_jax.data.chat_template import ChatTemplate
 from twinkle_jax.data.loader import PromptBatch, PromptLoader
 from twinkle_jax.data.prompt_files import read_gsm8k, read_jsonl
+from twinkle_jax.data.reasoning_gym_task import ReasoningGymTask
 from twinkle_jax.data.sampling import (
     SampledSequence,
     SampleResponse,
@@ -39,6 +40,7 @@ __all__ = [
     "Message",
     "PromptBatch",
     "PromptLoader",
+    "ReasoningGymTask",
     "SampleResponse",
     "SampleResponses",
     "SampledSequence",

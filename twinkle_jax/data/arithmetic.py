@@ -1,13 +1,11 @@
 """The built-in task: arithmetic with integers, without end, without files."""
 
-import hashlib
 import random
 from collections.abc import Callable, Sequence
 from typing import Literal, overload
 
+from twinkle_jax.data.held_out import is_held_out
 from twinkle_jax.data.trajectory import Message, Trajectory
-
-_HELD_OUT = 5  # one problem in so many is for evaluation
 
 
 def _sum_of_digits(draw: random.Random) -> tuple[str, int]:
@@ -107,15 +105,10 @@ class ArithmeticTask(Sequence[Trajectory]):
         draw = random.Random(f"{self.split} {self.level} {self.seed} {index}")  # noqa: S311
         while True:
             problem, answer = _LEVELS[self.level](draw)
-            if _is_held_out(problem) == (self.split == "eval"):
+            if is_held_out(problem) == (self.split == "eval"):
                 return problem, answer
 
     @property
     def fingerprint(self) -> str:
         """What tells this task from others."""
         return f"arithmetic {self.level} {self.split} {self.size} {self.seed} {self.prompt!r}"
-
-
-def _is_held_out(problem: str) -> bool:
-    digest = hashlib.sha256(problem.encode()).digest()
-    return int.from_bytes(digest[:8], "big") % _HELD_OUT == 0

@@ -119,16 +119,9 @@ class _Counting(NodeTransformer):
         self.generic_visit(node)
         return _filtered(nodes.List(node.nodes, lineno=node.lineno), "_joined")
 
-    def visit_AssignBlock(self, node: nodes.AssignBlock) -> nodes.Node:  # noqa: N802
-        """Measure what a block sets."""
-        self.generic_visit(node)
-        node.filter = _filtered(node.filter, "_checked", node.lineno)
-        return node
 
-
-def _filtered(node: Any, name: str, line: int | None = None) -> nodes.Filter:
-    line = node.lineno if line is None else line
-    return nodes.Filter(node, name, [], [], None, None, lineno=line)
+def _filtered(node: nodes.Node, name: str) -> nodes.Filter:
+    return nodes.Filter(node, name, [], [], None, None, lineno=node.lineno)
 
 
 class _Generation(Extension):
@@ -157,7 +150,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
             del self.filters[name]
         self.filters["tojson"] = _tojson
         self.filters = {name: _counted(filter_) for name, filter_ in self.filters.items()}
-        self.filters |= {"_each": _each, "_joined": _joined, "_checked": _after}
+        self.filters |= {"_each": _each, "_joined": _joined}
         del self.globals["lipsum"]
         self.globals |= {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
 
