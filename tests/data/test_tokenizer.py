@@ -131,6 +131,15 @@ def test_a_directory_without_a_tokenizer(tmp_path):
         Tokenizer.from_pretrained(tmp_path)
 
 
+@pytest.mark.parametrize("name", ["ms://Qwen/Qwen3", "../../etc/x", "no/such/directory", ""])
+def test_what_is_neither_a_directory_nor_a_hub_id(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(
+        ValueError, match=r"must be a directory or a hub id|must hold tokenizer.json"
+    ):
+        Tokenizer.from_pretrained(name)
+
+
 def test_a_token_that_is_not_there():
     tokenizer = Tokenizer(small_tokenizer().backend, {"eos_token": "</s>"})
     with pytest.raises(ValueError, match="eos_token must be a token of the vocabulary, got '</s>'"):

@@ -42,3 +42,7 @@ def test_without_an_answer_there_is_no_reward():
 @pytest.mark.parametrize("text", ["#" * 200_000, "#### " + " " * 200_000, "\\boxed{" * 50_000])
 def test_time_grows_with_the_text_and_no_faster(text):
     assert GSM8KFormatReward()(said(text)) == [0.0]
+
+
+def test_nothing_is_not_the_answer_to_nothing():
+    assert GSM8KAccuracyReward()(said("I do not know", "#### ,"), [","]) == [0.0, 0.0]

@@ -83,8 +83,11 @@ def test_nothing_is_nothing(reward):
 
 def test_limits_of_length_and_nesting():
     short = MathReward(workers=1, timeout=60, max_length=5, max_nesting=2)
-    texts = [r"\boxed{00004}", r"\boxed{000004}", r"\boxed{((4))}", r"\boxed{(((4}"]
-    assert short(said(*texts), ["4"]) == [1.0, 0.0, 1.0, 0.0]
+    texts = [r"\boxed{00004}", r"\boxed{000004}", r"\boxed{((4))}"]
+    assert short(said(*texts), ["4"]) == [1.0, 0.0, 1.0]
+    deep = MathReward(workers=1, timeout=60, max_nesting=2)
+    texts = [r"\boxed{((4))}", r"\boxed{(((4)))}", r"\boxed{\frac{\sqrt{16}}{1}}"]
+    assert deep(said(*texts), ["4"]) == [1.0, 0.0, 1.0]
 
 
 def test_an_answer_that_nobody_can_read(reward):
@@ -151,6 +154,24 @@ def test_the_worker_refuses_files_and_processes():
         check=True,
     )
     assert run.stdout.split() == ["refused"] * 4 + ["True"]
+
+
+def test_even_a_parser_that_is_tricked_does_no_harm(tmp_path, monkeypatch):
+    """A math-verify that does what an answer says, and prints: it is refused, and not read."""
+    mark = tmp_path / "mark"
+    (tmp_path / "math_verify.py").write_text(
+        "def LatexExtractionConfig(**options): return options\n"
+        "def parse(text, **options):\n"
+        "    print('{}')\n"
+        f"    if 'open' in text: open({str(mark)!r}, 'w')\n"
+        "    return [text]\n"
+        "def verify(gold, answer, timeout_seconds): return gold == answer\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    tricked = MathReward(workers=1, timeout=60)
+    assert tricked(said(r"\boxed{open}", r"\boxed{4}"), ["4"]) == [0.0, 1.0]
+    assert tricked(said(r"\boxed{open}"), ["open 1"]) == [0.0]
+    assert not mark.exists()
 
 
 def test_answers_that_take_for_ever_are_wrong():

@@ -1,6 +1,7 @@
 """Tokenizers in Hugging Face's files, read with the `tokenizers` library alone."""
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -17,6 +18,7 @@ _FILES = (
     "chat_template.jinja",
     "generation_config.json",
 )
+_HUB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
 class Tokenizer:
@@ -173,8 +175,12 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _directory(path_or_id: str | Path) -> Path:
-    directory = Path(path_or_id)
+    directory = Path(path_or_id).expanduser()
     if not directory.is_dir():
+        if not isinstance(path_or_id, str) or not _HUB_ID.fullmatch(path_or_id):
+            raise ValueError(
+                f"path_or_id must be a directory or a hub id 'owner/name', got {str(path_or_id)!r}"
+            )
         require("huggingface_hub", "checkpoints")
         from huggingface_hub import snapshot_download
 
