@@ -174,6 +174,15 @@ def test_a_config_that_is_no_mapping():
         parse_config([])
 
 
+@pytest.mark.parametrize(("head_dim", "part"), [(8, 0.125), (8, 1.5), (9, 1.0), (8, 0.1)])
+def test_rotated_entries_come_in_pairs(head_dim, part):
+    rope = {"rope_theta": 5.0, "partial_rotary_factor": part}
+    with pytest.raises(ValueError, match=f"must be even, .*, got {head_dim} times {part}"):
+        parse_config(family("qwen3_5_text", head_dim=head_dim, rope_parameters=rope))
+    with pytest.raises(ValueError, match="partial_rotary_factor must be a finite number, positive"):
+        parse_config(family("qwen3_5_text", rope_parameters=rope | {"partial_rotary_factor": -1}))
+
+
 def test_value_heads_must_be_a_multiple_of_key_heads():
     with pytest.raises(ValueError, match="linear_num_key_heads, got 4 and 3"):
         parse_config(family("qwen3_5_text", linear_num_key_heads=3))

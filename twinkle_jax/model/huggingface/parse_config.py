@@ -140,8 +140,8 @@ def _attention(flat: Mapping[str, Any], family: Family) -> AttentionConfig:
     rotary_dim = int(head_dim * rope.part)
     if rotary_dim % 2 or not 0 < rotary_dim <= head_dim:
         raise ValueError(
-            f"partial_rotary_factor must rotate an even number of the entries of a head, of "
-            f"{head_dim}, got {rotary_dim} of them (partial_rotary_factor {rope.part})"
+            "head_dim times partial_rotary_factor must be even, and at most head_dim, "
+            f"got {head_dim} times {rope.part}"
         )
     bias = family.fixed_bias or flag(flat, "attention_bias", False)
     return AttentionConfig(
