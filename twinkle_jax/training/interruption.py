@@ -84,4 +84,6 @@ def _count(read: socket.socket) -> None:
         while received := read.recv(1):
             seen += received[0] in _SIGNALS
             if seen == 2:
+                if os.isatty(1):
+                    os.write(1, b"\x1b[?25h")  # the cursor, which a moving bar hides
                 os._exit(128 + received[0])
