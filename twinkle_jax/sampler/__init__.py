@@ -4,8 +4,9 @@ What is listed here is public; all else is private.
 """
 
 from twinkle_jax.sampler.generate import Completions, generate
+from twinkle_jax.sampler.generate_many import generate_many
 from twinkle_jax.sampler.jax_sampler import JaxSampler
 from twinkle_jax.sampler.rows import LENGTH, STOP
 from twinkle_jax.sampler.sampling import Sampling
 
-__all__ = ["LENGTH", "STOP", "Completions", "JaxSampler", "Sampling", "generate"]
+__all__ = ["LENGTH", "STOP", "Completions", "JaxSampler", "Sampling", "generate", "generate_many"]

@@ -1,0 +1,79 @@
+"""Slots that are filled again: the same completions, row by row, as without them."""
+
+import jax
+import numpy as np
+import pytest
+
+from tests.model.families import NAMES, batch, config_of, params_of
+from tests.sampler.completions import PROMPTS
+from twinkle_jax.model import make_mesh
+from twinkle_jax.sampler import Sampling, generate, generate_many
+
+
+def both(name, *, sampling=None, limits=None, **options):
+    sampling = Sampling() if sampling is None else sampling
+    prompts = [[*prompt, i] for i in range(3) for prompt in PROMPTS]
+    shared = {"num_samples": 2, "max_new_tokens": 12, "max_tokens": limits}
+    params, config = params_of(name), config_of(name)
+    tokens = batch(prompts, 7, "right")
+    whole = generate(params, config, *tokens, jax.random.key(0), sampling, **shared)
+    by_slots = generate_many(
+        params, config, prompts, jax.random.key(0), sampling, **shared, **options
+    )
+    return whole, by_slots
+
+
+def assert_same(whole, by_slots):
+    for name in ("tokens", "mask", "lengths", "finish_reasons"):
+        np.testing.assert_array_equal(getattr(by_slots, name), getattr(whole, name), err_msg=name)
+    for name in ("logprobs", "sampling_logprobs"):
+        np.testing.assert_allclose(getattr(by_slots, name), getattr(whole, name), atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "name", [NAMES[2], *(pytest.param(n, marks=pytest.mark.exhaustive) for n in NAMES[:2])]
+)
+def test_slots_give_what_one_batch_gives(name):
+    limits = np.random.default_rng(0).integers(1, 13, 24)
+    sampling = Sampling(0.9, top_p=0.95, repetition_penalty=1.1, stop_tokens=[3, 9])
+    assert_same(*both(name, sampling=sampling, limits=limits, slots=5, refill=2))
+
+
+@pytest.mark.parametrize("slots", [1, 24, 40])
+def test_any_number_of_slots_will_do(slots):
+    assert_same(*both("qwen2", slots=slots))
+
+
+@pytest.mark.exhaustive
+def test_slots_are_spread_over_eight_devices():
+    mesh = make_mesh(data=2, fsdp=2, tensor=2)
+    assert_same(*both("qwen3", slots=8, limits=np.arange(24) % 12 + 1, mesh=mesh))
+
+
+def test_a_row_of_nan_leaves_nothing_in_its_slot():
+    params, config = params_of("qwen3"), config_of("qwen3")
+    broken = jax.tree.map(lambda x: x, params)
+    embedding = params["embed_tokens"]["embedding"].at[47].set(np.nan)
+    broken["embed_tokens"] = {"embedding": embedding}
+    prompts = [[47, 5], [6, 7]]
+    drawn = generate_many(
+        broken, config, prompts, jax.random.key(0), max_new_tokens=4, max_tokens=[4, 3], slots=1
+    )
+    assert np.all(np.isnan(drawn.logprobs[0])) and np.all(np.isfinite(drawn.logprobs[1]))
+
+
+BAD = [
+    ({"prompts": []}, ValueError, "prompts must not be empty"),
+    ({"prompts": [[1], []]}, ValueError, "prompts must have a token in each row, .* in row 1"),
+    ({"prompts": [[1], [1.5]]}, TypeError, r"prompts\[1\] must be a list of token ids"),
+    ({"slots": 0}, ValueError, "slots must be a positive multiple of 1 devices"),
+    ({"slots": 4, "refill": 5}, ValueError, "got slots=4, refill=5"),
+]
+
+
+@pytest.mark.parametrize(("change", "error", "message"), BAD)
+def test_what_does_not_fit_is_named(change, error, message):
+    options = {"prompts": [[1, 2]], "max_new_tokens": 4} | change
+    prompts = options.pop("prompts")
+    with pytest.raises(error, match=message):
+        generate_many(params_of("qwen2"), config_of("qwen2"), prompts, jax.random.key(0), **options)
