@@ -23,7 +23,7 @@ def plain():
 
 
 def terminal():
-    return Console(file=io.StringIO(), width=100, force_terminal=True, legacy_windows=False)
+    return Console(file=io.StringIO(), width=80, force_terminal=True, legacy_windows=False)
 
 
 def test_plain_lines_elsewhere():
@@ -34,7 +34,8 @@ def test_plain_lines_elsewhere():
     with Display(console=console) as display:
         display.step(5, {})
     assert console.file.getvalue().splitlines() == [
-        "step 3/10  reward 0.250  length 12.3  KL 0.0012  1,234 tokens/s  held-out accuracy 0.500",
+        "step 3/10  reward 0.250  length 12.3  KL 0.0012  1,234 tok/s",
+        "held-out accuracy after step 3: 0.500",
         "step 4/10  reward nan",
         "step 5",
     ]
@@ -42,11 +43,11 @@ def test_plain_lines_elsewhere():
 
 def test_a_bar_on_a_terminal():
     console = terminal()
-    with Display(10, console=console) as display:
-        display.step(3, METRICS)
+    with Display(1000, console=console) as display:
+        display.step(300, METRICS)
         display.note("in between")
     shown = console.file.getvalue()
-    assert "3/10" in shown and "reward 0.250  length 12.3  KL 0.0012  1,234 tokens/s" in shown
+    assert " 300/1000" in shown and "reward 0.250  length 12.3  KL 0.0012  1,234 tok/s" in shown
     assert "in between" in shown
     assert shown.rfind("\x1b[?25h") > shown.rfind("\x1b[?25l")  # the cursor is there again
 

@@ -20,8 +20,7 @@ _SHOWN = {  # name in metrics.jsonl: what is shown of it
     "reward": "reward {:.3f}",
     "completions/mean_length": "length {:.1f}",
     "kl": "KL {:.2g}",
-    "tokens_per_second": "{:,.0f} tokens/s",
-    "eval/accuracy": "held-out accuracy {:.3f}",
+    "tokens_per_second": "{:,.0f} tok/s",
 }
 
 
@@ -51,7 +50,7 @@ class Display:
 
         self._total = total
         self._console = console or Console()
-        self._progress = _make_bar(self._console)
+        self._progress = _make_bar(self._console, total)
         self._task = self._progress and self._progress.add_task("", total=total, shown="")
         self._explained: set[str] = set()
 
@@ -68,6 +67,8 @@ class Display:
             self.note(f"step {step}{of_all}  {shown}".rstrip())
         else:
             self._progress.update(self._task, completed=step, shown=shown)
+        if "eval/accuracy" in metrics:
+            self.note(f"held-out accuracy after step {step}: {metrics['eval/accuracy']:.3f}")
         sentences = explain(metrics)
         for name, sentence in sentences.items():
             if name not in self._explained:
@@ -151,15 +152,18 @@ class Display:
             self._progress.stop()
 
 
-def _make_bar(console: "Console") -> Any:
+def _make_bar(console: "Console", total: int | None) -> Any:
     """Make a bar, unless there is no terminal that could move one."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
     from rich.progress import TimeRemainingColumn as TimeLeft
+    from rich.table import Column
 
     if not console.is_terminal or console.is_dumb_terminal:
         return None
+    count = MofNCompleteColumn(table_column=Column(no_wrap=True, min_width=2 * len(str(total)) + 1))
+    left = TimeLeft(table_column=Column(no_wrap=True, min_width=7))
     shown = TextColumn("{task.fields[shown]}", markup=False)
-    columns = (TextColumn("step"), MofNCompleteColumn(), BarColumn(20), TimeLeft(), shown)
+    columns = (TextColumn("step"), count, BarColumn(10), left, shown)
     return Progress(*columns, console=console, refresh_per_second=4)
 
 
