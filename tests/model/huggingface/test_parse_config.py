@@ -174,6 +174,13 @@ def test_a_config_that_is_no_mapping():
         parse_config([])
 
 
+@pytest.mark.parametrize("name", ["llama", "qwen3_5_text"])
+def test_families_without_windows_have_no_keys_for_them(name):
+    """Transformers' models of these families do not read them."""
+    with pytest.raises(ValueError, match="'use_sliding_window' must be a key that"):
+        parse_config(family(name, use_sliding_window=False))
+
+
 @pytest.mark.parametrize(("head_dim", "part"), [(8, 0.125), (8, 1.5), (9, 1.0), (8, 0.1)])
 def test_rotated_entries_come_in_pairs(head_dim, part):
     rope = {"rope_theta": 5.0, "partial_rotary_factor": part}
