@@ -62,22 +62,31 @@ def make_batch(
             out[i, : len(row)] = row
         return out
 
-    positions = None
-    if any("position_ids" in feature for feature in features):
-        positions = pad([f.get("position_ids", _counted(f)) for f in features], 0)
-    mask = None
-    if any(np.any(np.diff(feature.get("attention_mask", [])) > 0) for feature in features):
-        mask = pad([f.get("attention_mask", np.ones_like(f["labels"])) for f in features], 0) != 0
+    positions, mask = _positions(features), _mask(features)
     arrays: dict[str, Any] = {
         "tokens": pad([feature["input_ids"] for feature in features], 0),
         "labels": pad([feature["labels"] for feature in features], IGNORE),
-        "mask": mask,
+        "mask": None if mask is None else pad(mask, 0) != 0,
         "rows": np.arange(rows) < len(features),
-        "positions": positions,
+        "positions": None if positions is None else pad(positions, 0),
     }
     for name, values in loss_inputs.items():
         arrays[name] = None if values is None else pad(values, 0, np.float32)
     return Batch(**arrays)
+
+
+def _positions(features: list[dict[str, Row]]) -> list[Row] | None:
+    """Give the positions of all rows, if one has its own."""
+    if not any("position_ids" in feature for feature in features):
+        return None
+    return [f.get("position_ids", _counted(f)) for f in features]
+
+
+def _mask(features: list[dict[str, Row]]) -> list[Row] | None:
+    """Give the masks of all rows, if one has padding before a token: behind, it needs none."""
+    if not any(np.any(np.diff(feature.get("attention_mask", [])) > 0) for feature in features):
+        return None
+    return [f.get("attention_mask", np.ones_like(f["labels"])) for f in features]
 
 
 def _counted(feature: dict[str, Row]) -> Row:

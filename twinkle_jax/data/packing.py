@@ -78,6 +78,13 @@ def split_packed(features: list[dict[str, Row]]) -> list[Piece]:
     return pieces
 
 
+def write_pieces(out: Row, values: Row, pieces: list[Piece]) -> None:
+    """Write what was computed for sequences where they came from."""
+    for piece, row in zip(pieces, values, strict=False):
+        columns = piece.columns
+        out[piece.row, columns] = row[: columns.stop - columns.start]
+
+
 def _counts_from_zero(feature: dict[str, Row]) -> bool:
     if "position_ids" not in feature:
         return False

@@ -6,7 +6,14 @@ import numpy as np
 import pytest
 
 from tests.model.families import config_of, params_of
-from twinkle_jax.model import Decoder, LoraConfig, TransformersModel, make_mesh, save_pretrained
+from twinkle_jax.model import (
+    Decoder,
+    LoraConfig,
+    TransformersModel,
+    make_mesh,
+    save_pretrained,
+    shard_like_params,
+)
 from twinkle_jax.model.decoder.lora_dropout import KEYS, drop_out, with_dropout
 
 ROWS = [[5, 6, 7, 8, 9], [10, 11, 12], [13, 14, 15, 16]]
@@ -77,6 +84,14 @@ def gradient(model, order=(0, 1, 2), size=None):
         micro_batch_size=size,
     )
     return jax.tree.map(np.asarray, model.state.gradient_sum)
+
+
+def test_adapters_are_spread_over_a_mesh(checkpoint):
+    mesh = make_mesh(data=2, fsdp=2, tensor=2)
+    model = adapted(checkpoint, mesh=mesh)
+    expected = shard_like_params(model.state, mesh)
+    same = jax.tree.map(lambda x, s: x.sharding.is_equivalent_to(s, x.ndim), model.state, expected)
+    assert all(jax.tree.leaves(same))
 
 
 def distance(a, b):

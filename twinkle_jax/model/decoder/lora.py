@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Key
 
 from twinkle_jax.model.decoder.config import DecoderConfig
-from twinkle_jax.model.decoder.lora_dropout import RATE
+from twinkle_jax.model.decoder.lora_dropout import RATE, check_rate
 from twinkle_jax.model.decoder.parameters import Params, nest, parameter_table
 from twinkle_jax.model.decoder.peft_options import check_peft_options
 
@@ -58,9 +58,7 @@ class LoraConfig:
             ):
                 raise ValueError(f"target_modules must be names of projections, got {targets!r}")
             object.__setattr__(self, "target_modules", tuple(sorted(targets)))
-        rate = self.lora_dropout
-        if type(rate) not in (int, float) or not 0 <= rate < 1:
-            raise ValueError(f"lora_dropout must be a number in [0, 1), got {rate!r}")
+        check_rate(self.lora_dropout)
 
     @property
     def scale(self) -> float:

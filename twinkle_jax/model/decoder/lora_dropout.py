@@ -16,6 +16,12 @@ from jaxtyping import Array, Float, Int, Key
 RATE, KEYS = "lora_dropout", "lora_dropout_keys"
 
 
+def check_rate(rate: float) -> None:
+    """Refuse a rate that is no number, or leaves nothing."""
+    if type(rate) not in (int, float) or not 0 <= rate < 1:
+        raise ValueError(f"lora_dropout must be a number in [0, 1), got {rate!r}")
+
+
 def adapter_change(
     x: Float[Array, "rows into"], weights: Mapping[str, Any]
 ) -> Float[Array, "rows out"]:

@@ -134,14 +134,7 @@ def _grad_step(
             with_entropy=getattr(loss_fn, "require_entropy", False),
             mesh=mesh,
         )
-        output = loss_fn(
-            {"labels": jnp.where(labelled, batch.labels, getattr(loss_fn, "ignore_index", IGNORE))},
-            dict(zip(("logps", "entropies"), scores, strict=False)),
-            advantages=batch.advantages,
-            old_logps=batch.old_logps,
-            ref_logps=batch.ref_logps,
-            denominator=1.0,
-        )
+        output = _call(loss_fn, batch, scores)
         return output.loss.astype(jnp.float32), output.metrics
 
     (total, metrics), gradient = jax.value_and_grad(loss_sum, has_aux=True)(state.params)
@@ -156,6 +149,21 @@ def _grad_step(
         rows=state.rows + _count(rows)[-1],
     )
     return constrain(state, mesh), StepSummary(total, denominator, tokens, metrics)
+
+
+def _call(
+    loss_fn: Callable[..., LossOutput], batch: Batch, scores: tuple[Float[Array, "batch time"], ...]
+) -> LossOutput:
+    """Compute the loss as a sum; "no label" is said as this loss says it."""
+    ignore = getattr(loss_fn, "ignore_index", IGNORE)
+    return loss_fn(
+        {"labels": jnp.where(batch.labels == IGNORE, ignore, batch.labels)},
+        dict(zip(("logps", "entropies"), scores, strict=False)),
+        advantages=batch.advantages,
+        old_logps=batch.old_logps,
+        ref_logps=batch.ref_logps,
+        denominator=1.0,
+    )
 
 
 def _count(rows: Bool[Array, " batch"]) -> Int[Array, " batch"]:

@@ -156,10 +156,11 @@ class Policy:
         self.state = self._begin(params)._replace(rows=rows)
 
     def _begin(self, params: Params) -> TrainState:
-        """Make a train state around parameters, which are not copied."""
+        """Make a train state around parameters, which are not copied where they lie right."""
         begin = partial(_without_params, optimizer=self._optimizer)
         shardings = None
         if self.mesh is not None:
+            params = jax.device_put(params, shard_like_params(params, self.mesh))
             shardings = shard_like_params(jax.eval_shape(begin, params), self.mesh)
         start = jax.jit(_without_params, static_argnums=1, out_shardings=shardings)
         return start(params, self._optimizer)._replace(params=params)

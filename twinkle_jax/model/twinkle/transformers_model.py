@@ -1,14 +1,9 @@
 """Twinkle's `TransformersModel`: its verbs around a state and the functions that change it."""
 
-from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
-from typing import Any, Literal
+from collections.abc import Iterator
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
-from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from twinkle_jax.data.batch import Batch
@@ -16,23 +11,15 @@ from twinkle_jax.data.features import Feature, Inputs, read_features
 from twinkle_jax.data.integers import Row
 from twinkle_jax.data.loss_inputs import LOSS_INPUTS, PerSequence, align_loss_input
 from twinkle_jax.data.micro_batches import micro_batches
-from twinkle_jax.data.packing import Piece, split_packed
-from twinkle_jax.loss import Loss, get_loss
-from twinkle_jax.loss.twinkle.function_loss import LossFunction
-from twinkle_jax.model.decoder.forward import Remat
-from twinkle_jax.model.decoder.module import Decoder
+from twinkle_jax.data.packing import Piece, split_packed, write_pieces
 from twinkle_jax.model.decoder.sharding import batch_sharding
 from twinkle_jax.model.train_step.grad_step import grad_step
 from twinkle_jax.model.train_step.score_batch import score_batch
 from twinkle_jax.model.train_step.step_summary import StepSummary, add_summaries
-from twinkle_jax.model.twinkle.metrics import MetricLog
-from twinkle_jax.model.twinkle.saved_policy import SavedPolicy
-
-Precision = Literal["no", "bf16"]
-_DTYPES = {"no": "float32", "bf16": "bfloat16"}
+from twinkle_jax.model.twinkle.configured_policy import ConfiguredPolicy
 
 
-class TransformersModel(SavedPolicy):
+class TransformersModel(ConfiguredPolicy):
     """A policy with Twinkle's verbs.
 
     It holds a [`TrainState`][twinkle_jax.model.TrainState] and calls the functions that are public
@@ -54,24 +41,6 @@ class TransformersModel(SavedPolicy):
     Raises:
         ValueError: for what `load_pretrained` refuses, and a mesh with other or explicit axes.
     """
-
-    def __init__(
-        self,
-        model_id: str | Path | Decoder,
-        *,
-        dtype: DTypeLike | None = None,
-        mixed_precision: Precision | None = None,
-        mesh: Mesh | None = None,
-        remat: Remat = True,
-        seed: int = 0,
-    ) -> None:
-        super().__init__(model_id, _compute_dtype(dtype, mixed_precision), mesh, seed=seed)
-        self.remat = remat
-        self._loss: Loss | None = None
-        self._template: Any = None
-        self._log = MetricLog()
-
-    # Passes over data.
 
     def forward_only(
         self,
@@ -123,7 +92,7 @@ class TransformersModel(SavedPolicy):
             for name, values in scores._asdict().items():
                 if values is not None:
                     out = outputs.setdefault(name, np.zeros(shape + values.shape[2:], np.float32))
-                    _place(out, np.asarray(values), pieces[done : done + count])
+                    write_pieces(out, np.asarray(values), pieces[done : done + count])
             done += count
         self._log.show(False, features, outputs)
         return outputs
@@ -191,122 +160,6 @@ class TransformersModel(SavedPolicy):
         self._log.show(True, features, {"loss": total.loss}, **facts)
         return total.loss
 
-    # Settings.
-
-    def add_adapter_to_model(
-        self,
-        adapter_name: str,
-        config_or_dir: Any,
-        *,
-        gradient_accumulation_steps: int | None = None,
-        seed: int = 0,
-    ) -> None:
-        """Freeze the parameters, and train low-rank adapters instead.
-
-        Args:
-            adapter_name: a name for it; there can be one adapter.
-            config_or_dir: a [`LoraConfig`][twinkle_jax.model.LoraConfig], or PEFT's; or a directory
-                with an adapter. `lora_dropout` is applied while training, and only then.
-            gradient_accumulation_steps: how many calls of `forward_backward` make an update.
-            seed: of the random A; B starts at 0, so nothing changes yet.
-
-        Raises:
-            ValueError: if there is an adapter, or an option or target is not supported.
-        """
-        self._set_accumulation(gradient_accumulation_steps)
-        if isinstance(config_or_dir, str | Path):
-            self._load_adapter(adapter_name, config_or_dir)
-        else:
-            self._add_adapter(adapter_name, config_or_dir, seed)
-
-    def set_loss(
-        self,
-        loss: str | type[Loss] | Loss | LossFunction,
-        *,
-        adapter_name: str | None = None,
-        **options: Any,
-    ) -> None:
-        """Choose a loss.
-
-        Args:
-            loss: a name, `'grpo'` or `'GRPOLoss'`; a class of `twinkle_jax.loss` or its object; or
-                a function, as [`get_loss`][twinkle_jax.loss.get_loss] takes it.
-            adapter_name: of the adapter, if there is one.
-            options: arguments of the class.
-
-        Raises:
-            ValueError: for an unknown name, and losses that need values or logits.
-            TypeError: for what is no loss, and arguments that it does not have.
-        """
-        self._check_name(adapter_name)
-        made = get_loss(loss, **options)
-        needs = "values" if made.require_values else "logits" if made.require_logits else None
-        if needs:
-            raise ValueError(
-                f"loss must need log-probabilities only, got {type(made).__name__}, "
-                f"which needs {needs}"
-            )
-        self._loss = made
-
-    def set_template(
-        self,
-        template: Callable[[Any], Mapping[str, Any]] | Any,
-        *,
-        adapter_name: str | None = None,
-    ) -> None:
-        """Choose what makes an input feature of a trajectory: an object's `encode`, or a call."""
-        self._check_name(adapter_name)
-        if isinstance(template, str) or not callable(getattr(template, "encode", template)):
-            raise TypeError(
-                f"template must be a function or an object with 'encode', got {template!r}"
-            )
-        self._template = template
-
-    # Metrics.
-
-    def add_metric(
-        self,
-        metric: Any,
-        is_training: bool | None = None,
-        *,
-        adapter_name: str | None = None,
-        **options: Any,
-    ) -> None:
-        """Add a metric of your own, which `calculate_metric` reports.
-
-        Args:
-            metric: an object with `accumulate(inputs, outputs, **facts)` and `calculate()`, or its
-                class. It sees the input features of each pass and what came out: the `loss` of
-                `forward_backward` with `lr`, `step` and `grad_norm`, or all of `forward_only`.
-            is_training: True for training passes, False for `forward_only`, None for both.
-            adapter_name: of the adapter, if there is one.
-            options: arguments of the class.
-        """
-        self._check_name(adapter_name)
-        self._log.add_metric(metric, is_training, options)
-
-    def calculate_metric(
-        self, is_training: bool = True, *, adapter_name: str | None = None
-    ) -> dict[str, Any]:
-        """Summarise what happened since the last call, as plain numbers.
-
-        Args:
-            is_training: False reports added metrics of `forward_only` alone.
-            adapter_name: of the adapter, if there is one.
-        """
-        self._check_name(adapter_name)
-        numbers = self._log.report(is_training)
-        if not is_training:
-            return numbers
-        metrics = {"learning_rate": self.learning_rate, "step": float(self.state.step), **numbers}
-        if self._norm is not None:
-            metrics["grad_norm"] = float(self._norm)
-        metrics["skipped_updates"] = float(sum(not info.applied for info in self._updates))
-        self._norm, self._updates = None, []
-        return metrics
-
-    # Inside.
-
     def _read_features(self, inputs: Inputs, *, labels_needed: bool) -> list[Feature]:
         return read_features(
             inputs,
@@ -332,23 +185,3 @@ class TransformersModel(SavedPolicy):
             time_multiple=self.mesh.shape["tensor"],
         ):
             yield jax.device_put(batch, batch_sharding(self.mesh)), count
-
-
-def _compute_dtype(dtype: DTypeLike | None, mixed_precision: str | None) -> DTypeLike:
-    if mixed_precision is None:
-        return "float32" if dtype is None else dtype
-    if mixed_precision not in _DTYPES:
-        raise ValueError(f"mixed_precision must be 'no' or 'bf16', got {mixed_precision!r}")
-    named = _DTYPES[mixed_precision]
-    if dtype is not None and jnp.dtype(dtype) != jnp.dtype(named):
-        raise ValueError(
-            f"dtype must be {named} with mixed_precision={mixed_precision!r}, got {dtype}"
-        )
-    return named
-
-
-def _place(out: np.ndarray, values: np.ndarray, pieces: list[Piece]) -> None:
-    """Write what was computed for sequences where they came from."""
-    for piece, row in zip(pieces, values, strict=False):
-        columns = piece.columns
-        out[piece.row, columns] = row[: columns.stop - columns.start]
