@@ -83,6 +83,7 @@ def test_updates_that_are_not_finite_are_skipped():
     """The gradient is finite here; what the optimizer makes of it, or the sum, is not."""
     broken = optax.stateless(lambda updates, params: jax.tree.map(lambda g: g / 0.0, updates))
     cases = [(broken, 1.0, "float32"), (SGD, 1e38, "float32"), (SGD, 1e38, "bfloat16")]
+    cases.append((SGD, 4.25e37, "bfloat16"))  # 3.4e38 is finite in float32, but not there
     for optimizer, rate, dtype in cases:
         state = state_of([6, 8], 1, optimizer, dtype)
         before = kept(state)

@@ -9,17 +9,20 @@ import numpy as np
 import pytest
 
 from tests.loss.cases import OBJECTS
-from tests.model.families import NAMES, QUICK, config_of, params_of
+from tests.model.families import QUICK, config_of, params_of
 from tests.model.training import accumulate, chosen, fresh, random_batch, relative, take
 from twinkle_jax.loss import GRPOLoss, Loss, LossOutput, PolicyMetrics, PPOValueLoss
 from twinkle_jax.model import (
     Batch,
+    LoraConfig,
     grad_step,
     hidden_states,
+    merge_params,
     output_logits,
     score_batch,
     train_state,
 )
+from twinkle_jax.model.decoder.lora import adapter_scales, init_adapter
 from twinkle_jax.model.train_step.grad_step import _grad_step
 from twinkle_jax.model.train_step.loss_coefficients import join_loss, split_loss
 from twinkle_jax.model.train_step.step_summary import StepSummary, add_summaries
@@ -55,7 +58,9 @@ def _naive(params, config, static, traced, batch, temperature):
     return jax.value_and_grad(loss)(params)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "name", ["qwen3", "qwen3_5_text", pytest.param("qwen2", marks=pytest.mark.exhaustive)]
+)
 def test_loss_and_gradient_of_each_family(name):
     value, gradient = naive(name, GRPO, BATCH, 0.75)
     ours, (summary,) = accumulate(GRPO, [BATCH], name, temperature=0.75)
@@ -63,8 +68,19 @@ def test_loss_and_gradient_of_each_family(name):
     assert relative(ours, gradient) < 2e-5
 
 
-@pytest.mark.parametrize("loss", OBJECTS)
+@pytest.mark.parametrize("loss", ["grpo", "dapo"])
 def test_micro_batches_change_nothing(loss):
+    """One that divides by sequences, and one that divides by tokens."""
+    whole, (summary,) = accumulate(OBJECTS[loss], [BATCH])
+    halves, summaries = accumulate(OBJECTS[loss], [take(BATCH, slice(i, i + 2)) for i in (0, 2)])
+    assert relative(halves, whole) < 1e-6
+    total = sum(s.loss_sum for s in summaries) / sum(s.denominator for s in summaries)
+    np.testing.assert_allclose(total, summary.loss, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("loss", OBJECTS)
+def test_every_loss_against_all_logits_at_once(loss):
     whole, (summary,) = accumulate(chosen(loss), [BATCH])
     value, gradient = naive("qwen3", chosen(loss), BATCH)
     np.testing.assert_allclose(summary.loss, value, rtol=1e-5)
@@ -89,7 +105,7 @@ def test_rows_that_fill_up_and_garbage_under_the_mask_change_no_bit():
     two, (second,) = accumulate(loss_fn, [filled._replace(**dirty)])
     for a, b in zip(jax.tree.leaves((one, first)), jax.tree.leaves((two, second)), strict=True):
         np.testing.assert_array_equal(a, b)
-    whole, (summary,) = accumulate(chosen("gspo"), [BATCH])
+    whole, (summary,) = accumulate(loss_fn, [BATCH])
     assert first.denominator == summary.denominator == 4
     assert relative(one, whole) < 1e-6
 
@@ -157,6 +173,36 @@ def test_parameters_that_are_frozen_get_no_gradient():
     whole, (full,) = accumulate(GRPO, [BATCH])
     np.testing.assert_allclose(summary.loss, full.loss, rtol=1e-6)
     assert relative(state.gradient_sum["norm"]["scale"] / state.denominator, whole["norm"]) < 1e-5
+
+
+@pytest.mark.exhaustive
+def test_adapters_under_vmap():
+    """Several adapters over one frozen model: each computes what it computes alone."""
+    config, frozen = config_of("qwen3"), params_of("qwen3")
+    lora = LoraConfig(r=2, lora_dropout=0.5)
+    frozen = merge_params(frozen, adapter_scales(config, lora))
+    draw = jax.vmap(lambda key: jax.tree.map(lambda x: x + 0.1, init_adapter(key, config, lora)))
+    adapters = draw(jax.random.split(jax.random.key(0), 3))
+
+    def score(adapter):
+        return score_batch(adapter, BATCH, config, frozen=frozen, with_entropy=True)
+
+    def step(adapter):
+        state, summary = grad_step(
+            train_state(adapter), BATCH, config, GRPO, frozen=frozen, key=jax.random.key(1)
+        )
+        return state, summary
+
+    scores, (state, summary) = jax.jit(lambda x: (jax.vmap(score)(x), jax.vmap(step)(x)))(adapters)
+    for i in range(3):
+        one = jax.tree.map(lambda x, i=i: x[i], adapters)
+        for found, alone in zip(scores, score(one), strict=True):
+            if alone is not None:
+                np.testing.assert_allclose(found[i], alone, atol=1e-5)
+        alone, summary_alone = step(one)
+        np.testing.assert_allclose(summary.loss_sum[i], summary_alone.loss_sum, rtol=1e-5)
+        found = jax.tree.map(lambda x, i=i: x[i], state.gradient_sum)
+        assert relative(found, alone.gradient_sum) < 1e-5
 
 
 @pytest.mark.parametrize(
