@@ -11,8 +11,6 @@ from tests.advantage.reference import reference, segment_reference
 from twinkle_jax import grpo_advantage, rloo_advantage
 from twinkle_jax.advantage import group_statistics, segment_grpo_advantage
 
-pytestmark = pytest.mark.as_users_compile
-
 
 @given(
     offset=st.sampled_from([1e3, 1e6, -1e6, 12345678.0, 1e8]),

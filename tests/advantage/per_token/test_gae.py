@@ -10,8 +10,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.advantage import family_reference as reference
-from tests.advantage.token_rewards import INF, KEEP, LAST, NAN, REWARDS, ROWS, TIME, VALUES
+from tests.advantage.per_token import reference
+from tests.advantage.per_token.token_rewards import (
+    INF,
+    KEEP,
+    LAST,
+    NAN,
+    REWARDS,
+    ROWS,
+    TIME,
+    VALUES,
+)
 from twinkle_jax.advantage import (
     GAE,
     GAEAdvantage,
@@ -21,8 +30,7 @@ from twinkle_jax.advantage import (
     reinforce_plus_plus_advantage,
 )
 
-pytestmark = pytest.mark.as_users_compile
-GOLDEN = json.loads((pathlib.Path(__file__).parents[1] / "golden/advantage_cases.json").read_text())
+GOLDEN = json.loads((pathlib.Path(__file__).parents[2] / "golden/advantage_cases.json").read_text())
 
 
 def _padded(array, fill):
@@ -210,6 +218,16 @@ def test_a_small_signal_beside_large_values_is_kept(sign):
         rewards = np.tile(np.float32([1, -1]) * units * 2.0**-13, (4, 8)).astype(np.float32)
         result = gae_advantage(rewards, values, **settings)
         assert np.asarray(result.advantages).any() == signal
+
+
+def test_rounding_is_told_by_the_values_too():
+    # returns of 6 units in the last place of 1024 about 0, less values of 1024
+    values = np.full((4, 16), 1024, np.float32)
+    settings = {"bootstrap_values": values[:, 0], "gae_lambda": 0.0}
+    rewards = np.tile(np.float32([1, -1]) * 6 * 2.0**-13, (4, 8)).astype(np.float32) - values
+    result = gae_advantage(rewards, values, normalize=False, **settings)
+    assert np.abs(result.returns).max() < 1e-3 and np.ptp(result.advantages) > 0
+    assert not np.asarray(gae_advantage(rewards, values, **settings).advantages).any()
 
 
 def test_every_length():

@@ -8,7 +8,6 @@ from tests.advantage.estimates import SCALES, every_estimate, every_segment_esti
 from twinkle_jax import grpo_advantage, rloo_advantage
 from twinkle_jax.advantage import group_statistics
 
-pytestmark = pytest.mark.as_users_compile
 CONSTANTS = [0.1, 0.2, 0.3, 0.35, 0.6, 0.7, 0.9, 1.1, 2.2, -0.1, 1000.1, 1e-3, 1e6 + 0.1, 1e18, 0.0]
 ESTIMATORS = (grpo_advantage, rloo_advantage)
 

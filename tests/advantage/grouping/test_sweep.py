@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from tests.advantage import sweep_reference as reference
+from tests.advantage.cases import CASES
 from twinkle_jax import advantage
 
 COUNTS = (97, 4096, 8192, 12_000, 40_000, 600_000)
@@ -110,12 +111,11 @@ def test_group_relative(name, scale):
     _sweep(name, range(70 + start, 88, 3), expected, setting={"scale": scale}, segments=True)
 
 
+# GRPO, RLOO, pass@k, PKPO, GDPO and ReMax have tests of their own.
 FAMILY = {
-    "opo": (reference.opo, ("lengths",)),
-    "maxrl": (reference.maxrl, ()),
-    "dgpo": (reference.dgpo, ()),
-    "mc_grpo": (reference.mc_grpo, ()),
-    "reinforce_plus_plus_baseline": (reference.reinforce_plus_plus_baseline, ("lengths",)),
+    case.name: (case.sweep, case.data)
+    for case in CASES.values()
+    if case.sweep is not None and not case.settings
 }
 
 
@@ -124,7 +124,7 @@ FAMILY = {
 def test_family(name):
     formula, data = FAMILY[name]
     _sweep(name, range(5, 68, 5), _summed(formula, data), data=data)
-    if name != "mc_grpo":
+    if f"segment_{name}_advantage" in advantage.__all__:
         _sweep(name, range(80, 85), _summed(formula, data), data=data, segments=True)
 
 

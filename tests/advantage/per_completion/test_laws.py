@@ -1,4 +1,4 @@
-"""The laws that the family obeys, as properties over drawn rewards."""
+"""The laws that estimators obey, as properties over drawn rewards."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -6,12 +6,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.advantage.family import COUNT, GROUPED, KEEP, LENGTHS, PROMPTS, ROWS, SIZE, K
-
-SUM_TO_ZERO = ("gdpo", "maxrl", "dgpo", "pass_at_k", "pkpo, mean")
-SHIFT = ("opo", "gdpo", "dgpo", "mc_grpo", "pkpo, mean", "pkpo, minus one", "reinforce++")
-EQUIVARIANT = ("remax", "opo", "pkpo, mean", "pkpo, leave one out", "pkpo, minus one")
-INVARIANT = ("gdpo", "maxrl", "dgpo", "reinforce++")
+from tests.advantage.cases import (
+    CASES,
+    COUNT,
+    DATA,
+    GROUPED,
+    IDS,
+    KEEP,
+    LENGTHS,
+    PROMPTS,
+    ROWS,
+    SEGMENTS,
+    SIZE,
+    K,
+    expected,
+    obeying,
+)
 
 
 def graded():
@@ -28,7 +38,7 @@ def _close(result, expected, roundings=64):
 
 @given(graded())
 def test_sums(rewards):
-    for name in SUM_TO_ZERO:
+    for name in obeying(sums_to_zero=True):
         result = np.asarray(ROWS[name](rewards), np.float64).reshape(PROMPTS, SIZE)
         bound = 32 * 2.0**-23 * np.abs(result).sum(axis=1)
         assert np.all(np.abs(result.sum(axis=1)) <= bound), name
@@ -44,19 +54,17 @@ def test_sums(rewards):
 @given(graded(), st.integers(-64, 64))
 def test_adding_a_constant_changes_nothing(rewards, constant):
     moved = rewards + np.float32(constant)
-    for name in SHIFT:
+    for name in obeying(shift=True):
         _close(ROWS[name](moved), ROWS[name](rewards))
 
 
 @given(graded(), st.sampled_from([0.5, 2.0, 4.0]))
 def test_scaling(rewards, factor):
     scaled = rewards * np.float32(factor)
-    for name in EQUIVARIANT:
-        more = {}
-        if name == "remax":
-            more = {"greedy_rewards": np.float32([0.25, 1.0, -0.5, 0.0]) * np.float32(factor)}
+    for name in obeying(scale="equivariant"):
+        more = {key: DATA[key] * np.float32(factor) for key in CASES[name].data if key != "lengths"}
         _close(ROWS[name](scaled, **more), factor * np.asarray(ROWS[name](rewards)))
-    for name in INVARIANT:
+    for name in obeying(scale="invariant"):
         _close(ROWS[name](scaled), ROWS[name](rewards), roundings=256)
 
 
@@ -64,21 +72,21 @@ def test_scaling(rewards, factor):
 def test_permuting_a_group_permutes_its_advantages(rewards, order):
     order = np.concatenate([np.asarray(order), np.arange(SIZE, COUNT)])
     for name, estimator in ROWS.items():
-        more = {"lengths": LENGTHS[order]} if name in ("opo", "reinforce++") else {}
+        more = {"lengths": LENGTHS[order]} if "lengths" in CASES[name].data else {}
         _close(estimator(rewards[order], **more), np.asarray(estimator(rewards))[order])
 
 
 @given(graded())
 def test_order_of_rewards_is_order_of_advantages(rewards):
     for name, estimator in GROUPED.items():
-        if name == "pass_at_k":
+        if not CASES[name].ordered:
             continue
         for group, result in zip(
             rewards.reshape(PROMPTS, SIZE),
             np.asarray(estimator(rewards)).reshape(PROMPTS, SIZE),
             strict=True,
         ):
-            if name.startswith(("gdpo", "reinforce")) and not result.any():
+            if CASES[name].batch_wide and not result.any():
                 continue
             order = np.argsort(group, kind="stable")
             slack = 64 * 2.0**-23 * max(np.abs(result).max(), 1e-9)
@@ -107,3 +115,52 @@ def test_one_program_for_lists_and_arrays(name):
     expected = ROWS[name](jnp.asarray(rewards))
     np.testing.assert_array_equal(ROWS[name](rewards.tolist()), expected)
     np.testing.assert_array_equal(ROWS[name](rewards.astype(np.float64)), expected)
+
+
+@given(graded())
+def test_group_relative_bounds_and_ratio(rewards):
+    slack = 1 + 8 * 2.0**-23
+    assert np.abs(ROWS["grpo, group"](rewards)).max() <= (SIZE - 1) / SIZE**0.5 * slack
+    assert np.abs(ROWS["rloo, group"](rewards)).max() <= SIZE**0.5 * slack
+    for scale in ("group", "batch", "none"):
+        grpo = np.asarray(ROWS[f"grpo, {scale}"](rewards), np.float64)
+        rloo = ROWS[f"rloo, {scale}"](rewards)
+        np.testing.assert_allclose(rloo, SIZE / (SIZE - 1) * grpo, rtol=1e-6, atol=1e-30)
+
+
+@given(graded(), st.permutations(range(PROMPTS)))
+def test_prompts_do_not_see_each_other(rewards, order):
+    moved = rewards.reshape(PROMPTS, SIZE)[list(order)].ravel()
+    for name, estimator in ROWS.items():
+        if CASES[name].batch_wide:
+            continue
+        more = {
+            key: DATA[key].reshape(PROMPTS, -1)[list(order)].ravel() for key in CASES[name].data
+        }
+        plain = np.asarray(estimator(rewards)).reshape(PROMPTS, SIZE)
+        np.testing.assert_array_equal(estimator(moved, **more), plain[list(order)].ravel())
+
+
+@given(st.data())
+def test_ragged_segments(data):
+    rewards, most = data.draw(graded()), 5
+    drawn = data.draw(st.lists(st.integers(-2, most + 1), min_size=COUNT, max_size=COUNT))
+    keep = np.asarray(data.draw(st.lists(st.booleans(), min_size=COUNT, max_size=COUNT)))
+    ids = np.asarray(drawn)
+    inside = (ids >= 0) & (ids < most)
+    names = [
+        int(i) if ok else f"outside {j}" for j, (i, ok) in enumerate(zip(ids, inside, strict=True))
+    ]
+    for name, estimator in SEGMENTS.items():
+        wanted = expected(name, rewards, names, keep & inside)
+        _close(estimator(rewards, ids, most, where=keep), wanted, roundings=512)
+
+
+def test_segments_that_are_rows_in_any_order():
+    rng = np.random.default_rng(0)
+    rewards, order = rng.uniform(size=COUNT).astype(np.float32), rng.permutation(COUNT)
+    for name, estimator in SEGMENTS.items():
+        more = {key: DATA[key][order] for key in CASES[name].data}
+        names = np.asarray([7, 0, 4, 2])[IDS]
+        found = estimator(rewards[order], names[order], 9, **more)
+        _close(found, np.asarray(ROWS[name](rewards))[order])

@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from tests.advantage.family import COUNT, GREEDY, IDS, KEEP, LENGTHS, ROWS, SEGMENTS, SIZE
+from tests.advantage.cases import COUNT, GREEDY, IDS, KEEP, LENGTHS, ROWS, SEGMENTS, SIZE
 from twinkle_jax.advantage import (
     broadcast_to_tokens,
     discounted_returns,

@@ -9,7 +9,6 @@ from tests.advantage.estimates import SCALES, every_estimate, every_segment_esti
 from twinkle_jax import grpo_advantage, rloo_advantage
 from twinkle_jax.advantage import group_statistics
 
-pytestmark = pytest.mark.as_users_compile
 NAN, INF = float("nan"), float("inf")
 
 

@@ -1,11 +1,12 @@
-"""The family under a mask, without a signal, and with rewards that nobody can check."""
+"""All estimators under a mask, without a signal, and with rewards that nobody can check."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.advantage.family import (
+from tests.advantage.cases import (
+    CASES,
     COUNT,
     GREEDY,
     GROUPED,
@@ -22,7 +23,6 @@ from twinkle_jax.advantage import gdpo_advantage, opo_advantage, remax_advantage
 
 NAN, INF = float("nan"), float("inf")
 CONSTANTS = [0.1, 0.35, -0.7, 1e18]
-BATCH_WIDE = {"gdpo", "reinforce++"}
 
 
 @pytest.mark.parametrize("name", ROWS)
@@ -91,7 +91,7 @@ def test_equal_rewards_are_exactly_zero(name):
 def test_unmasked_garbage_on_a_device_poisons_its_group_and_never_becomes_zero(name, bad):
     rewards = jnp.asarray(rewards_of("graded")).at[2].set(bad)
     result = np.asarray(ROWS[name](rewards)).reshape(PROMPTS, SIZE)
-    if name in BATCH_WIDE:
+    if CASES[name].batch_wide:
         assert np.isnan(result).all()
     elif name == "remax":  # a group is no more than its greedy completion
         assert not np.isfinite(result[0, 2]) and np.isfinite(np.delete(result.ravel(), 2)).all()
@@ -113,7 +113,7 @@ def test_garbage_in_other_data_on_a_device():
     assert np.isnan(both[0]) and both[1] == -INF
 
 
-@pytest.mark.parametrize("name", ["remax", "gdpo", "maxrl", "pkpo, mean", "mc_grpo"])
+@pytest.mark.parametrize("name", ["grpo, batch", "remax", "gdpo", "maxrl", "pkpo, mean", "mc_grpo"])
 def test_no_gradient_flows_and_nothing_turns_nan(name):
     dirty = jnp.where(KEEP, rewards_of("real"), np.float32(NAN))
 
@@ -127,12 +127,12 @@ def test_no_gradient_flows_through_other_data():
     rewards = jnp.asarray(rewards_of("real"))
 
     def loss(lengths, greedy, weights, epsilon):
-        pair = jnp.stack([rewards, -rewards], axis=1)
+        pair = jnp.stack([rewards, jnp.square(rewards[::-1])], axis=1)
         return (
             jnp.sum(jnp.square(ROWS["opo"](rewards, lengths=lengths)))
             + jnp.sum(jnp.square(ROWS["reinforce++"](rewards, lengths=lengths, epsilon=epsilon)))
             + jnp.sum(jnp.square(ROWS["remax"](rewards, greedy_rewards=greedy)))
-            + jnp.sum(jnp.square(gdpo_advantage(pair, SIZE, reward_weights=weights)))
+            + jnp.sum(gdpo_advantage(pair, SIZE, reward_weights=weights) * rewards)
             + jnp.sum(jnp.square(ROWS["dgpo"](rewards, epsilon=epsilon)))
         )
 

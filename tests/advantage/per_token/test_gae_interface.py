@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.advantage import family_reference as reference
-from tests.advantage.token_rewards import INF, KEEP, LAST, NAN, REWARDS, VALUES
+from tests.advantage.per_token import reference
+from tests.advantage.per_token.token_rewards import INF, KEEP, LAST, NAN, REWARDS, VALUES
 from twinkle_jax.advantage import (
     GAEAdvantage,
     ReinforcePlusPlusAdvantage,

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.advantage import family_reference as reference
+from tests.advantage import reference
 from twinkle_jax.advantage import pass_at_k_advantage, pkpo_advantage, rloo_advantage
 
 BASELINES = ("mean", "leave_one_out", "leave_one_out_minus_one")

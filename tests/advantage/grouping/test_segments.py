@@ -8,8 +8,6 @@ import pytest
 from twinkle_jax import grpo_advantage
 from twinkle_jax.advantage import segment_grpo_advantage, segment_rloo_advantage
 
-pytestmark = pytest.mark.as_users_compile
-
 
 def test_by_hand():
     # segment 3: 1, 3 (mean 2); segment 0: 0, 4, 8 (mean 4); segment 7: alone; id 9: outside
@@ -34,6 +32,13 @@ def test_by_hand():
 def test_negative_ids_do_not_wrap_around():
     result = segment_grpo_advantage([1.0, 2.0, 3.0, 50.0], [1, 1, 1, -1], 2, "none")
     assert result.tolist() == [-1, 0, 1, 0]
+
+
+def test_an_id_of_num_segments_is_outside_on_a_device_too():
+    ids = jnp.asarray([0, 0, 2, 1, 1])
+    result = segment_grpo_advantage([0.0, 2.0, 90.0, 4.0, 6.0], ids, 2, "batch")
+    expected = segment_grpo_advantage([0.0, 2.0, 4.0, 6.0], [0, 0, 1, 1], 2, "batch")
+    np.testing.assert_allclose(result, [*expected[:2], 0, *expected[2:]], rtol=1e-6)
 
 
 @pytest.mark.parametrize("kind", [np.int8, np.uint8, np.int32, np.int64])
