@@ -1,0 +1,143 @@
+"""What sampling costs: `pytest -s tests/benchmarks/test_sampler.py` (extras oracle).
+
+A small random Qwen3 completes 8 prompts of 16 tokens, 8 times each, by 32 tokens, in float32,
+against transformers' `generate`; and many prompts with limits from 8 to 256 tokens, through slots
+against one full batch after the other. Rounds are interleaved, because a shared machine changes its
+speed; medians of tokens a second and their ratio are printed.
+"""
+
+import statistics
+import time
+
+import pytest
+
+PROMPTS, SAMPLES, PROMPT, COMPLETION = 8, 8, 16, 32
+CONFIG = {
+    "model_type": "qwen3",
+    "hidden_size": 128,
+    "intermediate_size": 512,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "tie_word_embeddings": True,
+    "max_position_embeddings": 512,
+}
+
+
+def ours(vocab, sampling):
+    import jax
+
+    from twinkle_jax.model import init_params, parse_config
+    from twinkle_jax.sampler import generate
+
+    config = parse_config({**CONFIG, "vocab_size": vocab})
+    params = init_params(jax.random.key(0), config)
+    prompts = jax.random.randint(jax.random.key(1), (PROMPTS, PROMPT), 0, vocab)
+    options = {"num_samples": SAMPLES, "max_new_tokens": COMPLETION}
+    calls = iter(range(1_000_000))
+
+    def run():
+        key = jax.random.key(next(calls))
+        drawn = generate(params, config, prompts, None, key, sampling, **options)
+        return int(jax.block_until_ready(drawn).lengths.sum())
+
+    return run
+
+
+def theirs(vocab, **filters):
+    import torch
+    import transformers
+
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model(**CONFIG, vocab_size=vocab)
+    model = transformers.AutoModelForCausalLM.from_config(config).float().eval()
+    prompts = torch.randint(0, vocab, (PROMPTS, PROMPT))
+
+    def run():
+        with torch.no_grad():
+            drawn = model.generate(
+                prompts,
+                attention_mask=torch.ones_like(prompts),
+                do_sample=True,
+                temperature=1.0,
+                **{"top_k": 0, "top_p": 1.0, **filters},
+                num_return_sequences=SAMPLES,
+                max_new_tokens=COMPLETION,
+                min_new_tokens=COMPLETION,
+                eos_token_id=None,
+                pad_token_id=0,
+            )
+        return drawn[:, PROMPT:].numel()
+
+    return run
+
+
+def interleaved(contestants, rounds):
+    """Tokens a second, median of rounds in which each contestant runs once."""
+    for run in contestants.values():
+        run()
+        run()
+    speeds = {name: [] for name in contestants}
+    for _ in range(rounds):
+        for name, run in contestants.items():
+            start = time.perf_counter()
+            tokens = run()
+            speeds[name].append(tokens / (time.perf_counter() - start))
+    return {name: statistics.median(values) for name, values in speeds.items()}
+
+
+@pytest.mark.parametrize("vocab", [512, 32_768])
+@pytest.mark.parametrize("filters", [{}, {"top_k": 50, "top_p": 0.9}], ids=["plain", "filtered"])
+def test_tokens_a_second_against_transformers(vocab, filters):
+    pytest.importorskip("transformers", reason="pip install 'twinkle-jax[oracle]'")
+    from twinkle_jax.sampler import Sampling
+
+    speeds = interleaved(
+        {"twinkle_jax": ours(vocab, Sampling(**filters)), "transformers": theirs(vocab, **filters)},
+        rounds=15 if vocab == 512 else 7,
+    )
+    ratio = speeds["twinkle_jax"] / speeds["transformers"]
+    shown = ", ".join(f"{name} {speed:,.0f}" for name, speed in speeds.items())
+    print(f"\nvocabulary {vocab} {filters}: tokens/s {shown}; ratio {ratio:.2f}")
+
+
+def test_slots_against_one_batch_after_the_other():
+    import jax
+    import numpy as np
+
+    from twinkle_jax.model import init_params, parse_config
+    from twinkle_jax.sampler import generate, generate_many
+
+    config = parse_config({**CONFIG, "vocab_size": 512})
+    params = init_params(jax.random.key(0), config)
+    rng = np.random.default_rng(0)
+    rows, slots = 512, 64
+    prompts = rng.integers(0, 512, (rows, PROMPT)).astype(np.int32)
+    limits = rng.integers(8, 257, rows)
+    keys = jax.random.split(jax.random.key(0), rows)
+
+    def one_batch_after_the_other():
+        drawn = [
+            generate(
+                params,
+                config,
+                prompts[i : i + slots],
+                None,
+                keys[i : i + slots],
+                max_new_tokens=256,
+                max_tokens=limits[i : i + slots],
+            )
+            for i in range(0, rows, slots)
+        ]
+        jax.block_until_ready(drawn)
+        return int(limits.sum())
+
+    def through_slots():
+        lists = [list(map(int, prompt)) for prompt in prompts]
+        options = {"max_new_tokens": 256, "max_tokens": limits, "slots": slots}
+        return int(generate_many(params, config, lists, keys, **options).lengths.sum())
+
+    speeds = interleaved({"slots": through_slots, "batches": one_batch_after_the_other}, rounds=3)
+    ratio = speeds["slots"] / speeds["batches"]
+    print(f"\nslots {speeds['slots']:,.0f}, batches {speeds['batches']:,.0f}: ratio {ratio:.2f}")
