@@ -161,6 +161,7 @@ def test_matches_reference(surrogate, settings, per_token, shape):
     np.testing.assert_allclose(actual, desired, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.exhaustive
 def test_rlax_agrees_on_the_clipped_surrogate():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # its dependencies use names that JAX deprecates

@@ -163,6 +163,7 @@ def test_probabilities_sum_to_one():
     np.testing.assert_allclose(entropies, -(np.exp(logprobs) * logprobs).sum(), rtol=1e-5)
 
 
+@pytest.mark.exhaustive
 def test_gradients_by_finite_differences():
     with jax.enable_x64(True):
         case = make(9, 3, 129, dtype=np.float64)
@@ -180,6 +181,7 @@ def test_gradients_by_finite_differences():
         assert {x.dtype.name for x in jax.tree.leaves(actual)} == {"float64"}
 
 
+@pytest.mark.exhaustive
 def test_second_order_is_forward_over_reverse():
     case = make(9, 3, 129)
 

@@ -24,8 +24,8 @@ from twinkle_jax.loss.token_logprobs.score import token_logprobs
     [
         ("bfloat16", "bfloat16", "float32"),
         ("bfloat16", "float32", "float32"),
-        ("float16", "float16", "float32"),
-        ("float32", "float64", "float64"),
+        pytest.param("float16", "float16", "float32", marks=pytest.mark.exhaustive),
+        pytest.param("float32", "float64", "float64", marks=pytest.mark.exhaustive),
         ("float64", "bfloat16", "float64"),
     ],
 )
@@ -104,6 +104,7 @@ def test_vmap_equals_a_loop():
         assert_close(jax.tree.map(lambda x, i=i: x[i], together), alone, 1e-6)
 
 
+@pytest.mark.exhaustive
 def test_inside_scan_and_checkpoint():
     cases = [make(20, 3, 200, seed) for seed in range(3)]
     batch, head = jax.tree.map(lambda *x: np.stack(x), *cases), cases[0].head

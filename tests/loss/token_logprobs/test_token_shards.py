@@ -62,11 +62,13 @@ def test_explicit_axes(expected, tokens, head):
         assert gradient.sharding.is_equivalent_to(argument.sharding, gradient.ndim)
 
 
+@pytest.mark.exhaustive
 def test_explicit_axes_beside_automatic_ones(expected):
     case = spread(make_mesh(AxisType.Explicit, AxisType.Auto), P(None, "model"))
     assert_close(compute(case, chunk_size=5), expected)
 
 
+@pytest.mark.exhaustive
 def test_only_hidden_states_are_spread(expected):
     mesh = make_mesh(AxisType.Explicit, AxisType.Explicit)
     case = CASE._replace(hidden=put(CASE.hidden, mesh, "data", None))
@@ -75,6 +77,7 @@ def test_only_hidden_states_are_spread(expected):
     assert actual[0][0].sharding.spec == P("data")
 
 
+@pytest.mark.exhaustive
 def test_each_device_works_on_its_own_tokens():
     case = spread(make_mesh(AxisType.Explicit, AxisType.Explicit), P(None, None), ("data", "model"))
     text = compute.lower(case).compile().as_text()

@@ -46,6 +46,7 @@ def largest_array(program):
     return max(math.prod(map(int, shape.split(","))) for shape in shapes)
 
 
+@pytest.mark.exhaustive
 def test_memory_of_a_language_model():
     # The sizes of a small model with a large vocabulary; nothing of this is run.
     size = tokens, feature, vocab = 4096, 1024, 151_936
@@ -62,6 +63,7 @@ def test_memory_of_a_language_model():
     assert temporary(tied) <= 1.5 * head
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("chunk_size", [None, 64])
 def test_the_head_is_not_copied(tied, chunk_size):
@@ -72,6 +74,7 @@ def test_the_head_is_not_copied(tied, chunk_size):
     assert temporary(compiled(score, size, tied=tied)) < 0.6 * feature * vocab
 
 
+@pytest.mark.exhaustive
 def test_a_block_after_the_other():
     # Sixteen blocks: with all of them, or zeros for the gradient of all, this would be over 1.
     _, feature, vocab = size = 16, 4096, 65_536
@@ -79,6 +82,7 @@ def test_a_block_after_the_other():
     assert temporary(program) < 0.4 * feature * vocab
 
 
+@pytest.mark.exhaustive
 def test_what_is_not_differentiated_costs_nothing():
     def products(*gradient):
         text = compiled(token_logprobs, (64, 8, 100), gradient=gradient).as_text()
@@ -87,6 +91,7 @@ def test_what_is_not_differentiated_costs_nothing():
     assert products(0) == products(1) == products(0, 1) - 1
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("spread", [False, True])
 def test_masked_tokens_cost_nothing(spread):
     tokens, feature, vocab = 2048, 128, 2048

@@ -35,7 +35,13 @@ FORMS = {
 }
 
 
-@pytest.mark.parametrize("form", FORMS)
+QUICKLY = ("lists", "mixed", "device")
+
+
+@pytest.mark.parametrize(
+    "form",
+    [pytest.param(f, marks=[pytest.mark.exhaustive] * (f not in QUICKLY)) for f in FORMS],
+)
 def test_every_form_is_the_same(form):
     assert loss(FORMS[form]) == loss()
     assert loss(ref_logps=FORMS[form]) == loss(ref_logps=OLD)

@@ -44,6 +44,7 @@ def test_matches_reference(name, seed, per_token):
     assert metrics.ratio_min <= metrics.ratio_max
 
 
+@pytest.mark.exhaustive
 def test_gradient():
     batch = random_batch(60, spread=0.5)
     with jax.enable_x64(True):
@@ -63,6 +64,7 @@ def test_gradient():
         check_grads(every_loss, (new, entropies), order=1, modes=["rev"])
 
 
+@pytest.mark.exhaustive
 @every_loss
 def test_jit_changes_nothing(name):
     batch = random_batch(61)
@@ -103,6 +105,7 @@ def test_garbage_under_the_mask(name, garbage):
         assert same_bits(one, other)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", ["grpo", "gspo", "sapo", "cispo"])
 def test_no_nan_on_the_way(name):
     # Operation by operation: a NaN that a later mask covers up would trip jax_debug_nans.
@@ -168,6 +171,7 @@ def test_order_and_padding(name):
     assert not longer_gradient[0][:, 6:].any()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("axis_type", ["Auto", "Explicit"])
 def test_sharded_is_unsharded(axis_type):
     batch = random_batch(69, rows=8)
@@ -181,6 +185,7 @@ def test_sharded_is_unsharded(axis_type):
         np.testing.assert_allclose(sharded_gradient[0], gradient[0], rtol=1e-6, atol=1e-9)
 
 
+@pytest.mark.exhaustive
 @every_loss
 def test_half_precision_is_computed_in_single(name):
     batch = random_batch(70)

@@ -161,6 +161,7 @@ def test_garbage_under_the_mask_and_nothing_to_learn(name, garbage):
     assert not gradient.any()
 
 
+@pytest.mark.exhaustive
 @every_loss
 def test_jit_and_gradients_where_none_belong(name):
     loss_fn, of, given = EVERY[name]
@@ -203,6 +204,7 @@ def test_preferred_tokens_rise():
     assert (np.asarray(gradient)[1::2][MASK[1::2]] > 0).all()
 
 
+@pytest.mark.exhaustive
 def test_the_student_learns_its_teacher():
     value, gradient = value_and_gradient(GKDLoss(), "logits", teacher_logits=LOGITS)
     np.testing.assert_allclose(value, 0, atol=1e-7)
