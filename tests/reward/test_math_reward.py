@@ -191,6 +191,17 @@ def test_the_budget_of_a_batch():
         assert hurried(said(*texts), ["2"]) == [0.0] * 4
 
 
+def test_when_the_budget_is_used_up_nothing_more_is_tried(tmp_path):
+    script, starts = tmp_path / "worker.py", tmp_path / "starts"
+    script.write_text(
+        f"import json, sys\nopen({str(starts)!r}, 'a').write('x')\n"
+        "print(json.dumps({'ready': True}), flush=True)\n"
+        "for line in sys.stdin: pass\n"
+    )
+    assert WorkerPool(script, 1, 60).map([["a"]] * 5, 0.1) == [None] * 5
+    assert starts.read_text() == "xx"  # one, and what replaced it
+
+
 def test_a_worker_that_dies_is_replaced(tmp_path):
     script = tmp_path / "worker.py"
     script.write_text(
