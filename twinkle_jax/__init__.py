@@ -16,9 +16,10 @@ if TYPE_CHECKING:
     from twinkle_jax import model as model
     from twinkle_jax import reward as reward
     from twinkle_jax import sampler as sampler
+    from twinkle_jax import training as training
     from twinkle_jax.advantage import GRPOAdvantage, RLOOAdvantage, grpo_advantage, rloo_advantage
 
-_LAZY = ("advantage", "data", "loss", "model", "reward", "sampler")
+_LAZY = ("advantage", "data", "loss", "model", "reward", "sampler", "training")
 _OF_ADVANTAGE = ("GRPOAdvantage", "RLOOAdvantage", "grpo_advantage", "rloo_advantage")
 
 __all__ = ["GRPOAdvantage", "RLOOAdvantage", "__version__", "grpo_advantage", "rloo_advantage"]

@@ -13,6 +13,11 @@ def _sum_of_digits(draw: random.Random) -> tuple[str, int]:
     return f"{a}+{b}", a + b
 
 
+def _sum(draw: random.Random) -> tuple[str, int]:
+    a, b = draw.randint(0, 49), draw.randint(0, 49)
+    return f"{a}+{b}", a + b
+
+
 def _sum_or_difference(draw: random.Random) -> tuple[str, int]:
     a, b = draw.randint(10, 99), draw.randint(10, 99)
     return (f"{a}+{b}", a + b) if draw.random() < 0.5 else (f"{a}-{b}", a - b)
@@ -35,10 +40,11 @@ def _brackets(draw: random.Random) -> tuple[str, int]:
 
 _LEVELS: dict[int, Callable[[random.Random], tuple[str, int]]] = {
     1: _sum_of_digits,
-    2: _sum_or_difference,
-    3: _product,
-    4: _three_terms,
-    5: _brackets,
+    2: _sum,
+    3: _sum_or_difference,
+    4: _product,
+    5: _three_terms,
+    6: _brackets,
 }
 
 
@@ -49,8 +55,8 @@ class ArithmeticTask(Sequence[Trajectory]):
     is trained on is evaluated. Problems of a split come from a seed of their own, too.
 
     Args:
-        level: 1 sums of digits, 2 sums and differences of two digits, 3 products, 4 three terms,
-            5 brackets.
+        level: 1 sums of digits, 2 sums of numbers below 50, 3 sums and differences of two digits,
+            4 products, 5 three terms, 6 brackets.
         split: `'train'` or `'eval'`; one problem in five is for evaluation.
         size: how many problems.
         seed: which.
@@ -60,9 +66,9 @@ class ArithmeticTask(Sequence[Trajectory]):
         ValueError: for another level or split, a size below 1, or a prompt without the problem.
 
     Example:
-        >>> task = ArithmeticTask(2, size=100)
+        >>> task = ArithmeticTask(3, size=100)
         >>> task[0]["messages"], task[0]["user_data"]
-        ([{'role': 'user', 'content': '62+64='}], [('ground_truth', '126')])
+        ([{'role': 'user', 'content': '79-69='}], [('ground_truth', '10')])
     """
 
     def __init__(

@@ -1,0 +1,288 @@
+"""What a training run is asked to do: frozen dataclasses, whose fields are the command's flags."""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal
+
+
+@dataclass(frozen=True)
+class RolloutConfig:
+    """What is sampled in each step.
+
+    Attributes:
+        prompts: prompts a step.
+        num_samples: completions of each prompt, at least 2: their rewards are compared.
+        max_new_tokens: the most tokens of a completion; None: 8 for the built-in policy, 512 for a
+            checkpoint.
+        max_prompt_tokens: longer prompts are refused.
+        temperature: what logits are divided by, when sampling and when training.
+        top_k: how many of the most probable tokens may be drawn; 0 for all.
+        top_p: the most probable tokens up to this probability may be drawn.
+        min_p: tokens with this share of the most probable one's probability may be drawn.
+    """
+
+    prompts: int = 128
+    num_samples: int = 8
+    max_new_tokens: int | None = None
+    max_prompt_tokens: int = 1024
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+
+
+@dataclass(frozen=True)
+class UpdateConfig:
+    """How the policy learns from what was sampled.
+
+    Attributes:
+        advantage: the estimator's name: grpo, rloo, maxrl, ...
+        scale: what advantages are divided by, for estimators that have a scale.
+        loss: the loss's name: grpo, dapo, cispo, gspo, ...
+        epsilon: how far a ratio may fall below 1.
+        epsilon_high: how far a ratio may rise above 1; None: as far.
+        kl_beta: weight of the divergence from the policy that training began with, per nat.
+        mask_truncated: leave completions that ran out of length out of statistics and loss.
+        dynamic_sampling: rollouts a step may take until there are enough prompts whose rewards
+            differ; 1 takes what the first gives.
+        epochs: how often each rollout is gone through.
+        mini_batches: updates in each epoch; prompts are dealt out to them at random.
+        micro_batch_rows: completions whose gradients are computed at once; None for all.
+    """
+
+    advantage: str = "grpo"
+    scale: Literal["group", "batch", "none"] = "group"
+    loss: str = "grpo"
+    epsilon: float = 0.2
+    epsilon_high: float | None = None
+    kl_beta: float = 0.0
+    mask_truncated: bool = False
+    dynamic_sampling: int = 1
+    epochs: int = 1
+    mini_batches: int = 4
+    micro_batch_rows: int | None = None
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """AdamW, and how large its steps are.
+
+    Attributes:
+        learning_rate: None: 8e-4 for the built-in policy, 1e-6 for a checkpoint.
+        warmup_steps: steps until the learning rate is reached.
+        decay: whether it then falls to 0 at the last step; None: for the built-in policy alone.
+        weight_decay: of AdamW.
+        betas: decay rates of AdamW's moments.
+        max_grad_norm: gradients with a larger norm are scaled down to it.
+        max_skipped: abort after so many steps in a row whose gradients were not finite.
+    """
+
+    learning_rate: float | None = None
+    warmup_steps: int = 10
+    decay: bool | None = None
+    weight_decay: float = 0.0
+    betas: tuple[float, float] = (0.9, 0.99)
+    max_grad_norm: float = 1.0
+    max_skipped: int = 5
+
+
+@dataclass(frozen=True)
+class EvaluationConfig:
+    """How the policy is judged, on problems that it is never trained on.
+
+    Attributes:
+        every: steps from one evaluation to the next; 0: only before the first and after the last.
+        problems: how many held-out problems.
+        path: a file of them, for tasks from files; without one such tasks are not evaluated.
+        pass_k: k of pass@k; 0 evaluates greedily alone.
+    """
+
+    every: int = 25
+    problems: int = 256
+    path: str | None = None
+    pass_k: int = 0
+
+
+@dataclass(frozen=True)
+class LoggingConfig:
+    """What is saved and shown.
+
+    Attributes:
+        checkpoint_every: steps from one checkpoint to the next; the last step always has one.
+        keep_checkpoints: how many of the newest are kept.
+        samples_every: steps from one table of completions to the next; 0 shows none.
+        tensorboard: write TensorBoard's files too.
+        wandb: log to Weights & Biases too.
+    """
+
+    checkpoint_every: int = 50
+    keep_checkpoints: int = 3
+    samples_every: int = 50
+    tensorboard: bool = False
+    wandb: bool = False
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """A training run.
+
+    Attributes:
+        model: a directory or hub id of a Hugging Face checkpoint; None makes a small policy and
+            teaches it by example until it gets some answers right.
+        task: arithmetic (made up on the spot), gsm8k:FILE, or a JSONL file of prompts and answers.
+        level: of the arithmetic task, 1 to 6.
+        reward: exact, math, gsm8k; None: what fits the task.
+        system: what the system says first in each conversation.
+        warm_start: held-out accuracy to which a small policy learns from examples, before it learns
+            from rewards; 0 for no examples.
+        output_dir: the directory of the run.
+        steps: updates from rollouts; None: 240 for the built-in policy, 500 for a checkpoint.
+        seed: of everything that is random.
+        dtype: what is computed in; parameters that are trained and their moments are float32.
+        resume: auto goes on from the newest checkpoint of output_dir if there is one, never
+            does not, anything else is the directory of another run to go on from.
+        overwrite: delete what output_dir holds.
+        rollout: see RolloutConfig.
+        update: see UpdateConfig.
+        optimizer: see OptimizerConfig.
+        evaluation: see EvaluationConfig.
+        logging: see LoggingConfig.
+    """
+
+    model: str | None = None
+    task: str = "arithmetic"
+    level: int = 2
+    reward: Literal["exact", "math", "gsm8k"] | None = None
+    system: str | None = None
+    warm_start: float = 0.3
+    output_dir: str = "runs/arithmetic"
+    steps: int | None = None
+    seed: int = 0
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    resume: str = "never"
+    overwrite: bool = False
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    update: UpdateConfig = field(default_factory=UpdateConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    logging: LoggingConfig = field(default_factory=LoggingConfig)
+
+
+# What a run may change when it goes on: all else must be as it was.
+_MAY_CHANGE = ("steps", "output_dir", "resume", "overwrite", "logging", "evaluation")
+
+
+def resolve(config: TrainConfig) -> TrainConfig:
+    """Fill in what depends on the policy, and refuse what cannot be."""
+    small = config.model is None
+    rollout, optimizer = config.rollout, config.optimizer
+    if rollout.max_new_tokens is None:
+        rollout = dataclasses.replace(rollout, max_new_tokens=8 if small else 512)
+    if optimizer.learning_rate is None:
+        optimizer = dataclasses.replace(optimizer, learning_rate=8e-4 if small else 1e-6)
+    if optimizer.decay is None:
+        optimizer = dataclasses.replace(optimizer, decay=small)
+    steps = config.steps
+    if steps is None:
+        steps = 240 if small else 500
+    config = dataclasses.replace(config, rollout=rollout, optimizer=optimizer, steps=steps)
+    _check(config)
+    return config
+
+
+def _check(config: TrainConfig) -> None:
+    rollout, update = config.rollout, config.update
+    at_least = {
+        "steps": (config.steps, 0),
+        "seed": (config.seed, 0),
+        "rollout.prompts": (rollout.prompts, 1),
+        "rollout.num_samples": (rollout.num_samples, 2),
+        "rollout.max_new_tokens": (rollout.max_new_tokens, 1),
+        "rollout.max_prompt_tokens": (rollout.max_prompt_tokens, 1),
+        "update.dynamic_sampling": (update.dynamic_sampling, 1),
+        "update.epochs": (update.epochs, 1),
+        "update.mini_batches": (update.mini_batches, 1),
+        "update.micro_batch_rows": (update.micro_batch_rows or 1, 1),
+        "optimizer.warmup_steps": (config.optimizer.warmup_steps, 0),
+        "optimizer.max_skipped": (config.optimizer.max_skipped, 1),
+        "evaluation.every": (config.evaluation.every, 0),
+        "evaluation.problems": (config.evaluation.problems, 1),
+        "evaluation.pass_k": (config.evaluation.pass_k, 0),
+        "logging.checkpoint_every": (config.logging.checkpoint_every, 1),
+        "logging.keep_checkpoints": (config.logging.keep_checkpoints, 1),
+        "logging.samples_every": (config.logging.samples_every, 0),
+    }
+    for name, (value, least) in at_least.items():
+        if value is None or value < least:
+            raise ValueError(f"{name} must be at least {least}, got {value}")
+    above_zero = {
+        "rollout.temperature": rollout.temperature,
+        "optimizer.learning_rate": config.optimizer.learning_rate,
+        "optimizer.max_grad_norm": config.optimizer.max_grad_norm,
+    }
+    for name, number in above_zero.items():
+        if number is None or not 0 < number < math.inf:
+            raise ValueError(f"{name} must be above 0 and finite, got {number}")
+    if not 0 <= config.warm_start <= 1:
+        raise ValueError(f"warm_start must be in [0, 1], got {config.warm_start}")
+    if not 0 <= update.kl_beta < math.inf:
+        raise ValueError(f"update.kl_beta must be at least 0 and finite, got {update.kl_beta}")
+    if config.model is None and config.task != "arithmetic":
+        raise ValueError(f"model must be a checkpoint for the task {config.task}, got none")
+    if rollout.prompts % update.mini_batches:
+        raise ValueError(
+            f"update.mini_batches must divide rollout.prompts, {rollout.prompts}, "
+            f"got {update.mini_batches}"
+        )
+
+
+def learning_rate(config: TrainConfig, step: int) -> float:
+    """Give the learning rate of a step, the first of which is 0."""
+    optimizer = config.optimizer
+    assert optimizer.learning_rate is not None
+    assert config.steps is not None
+    rate = optimizer.learning_rate * min(1.0, (step + 1) / max(optimizer.warmup_steps, 1))
+    return rate * (1 - step / config.steps) if optimizer.decay else rate
+
+
+def check_resumable(saved: dict[str, Any], config: TrainConfig) -> None:
+    """Refuse to go on with other settings than a run was begun with.
+
+    Args:
+        saved: `dataclasses.asdict` of the configuration in the checkpoint.
+        config: the one to go on with.
+
+    Raises:
+        ValueError: with the name of the first setting that differs.
+    """
+    now = _flat(dataclasses.asdict(config))
+    for name, before in _flat(saved).items():
+        top = name.split(".")[0]
+        depends = name == "steps" and config.optimizer.decay  # the learning rate does
+        if (depends or top not in _MAY_CHANGE) and now.get(name) != before:
+            raise ValueError(f"{name} must be {before!r}, as it was, got {now.get(name)!r}")
+
+
+def from_dict(saved: Mapping[str, Any]) -> TrainConfig:
+    """Make a configuration of what `dataclasses.asdict` and JSON have made of one."""
+    values = dict(saved)
+    for part in fields(TrainConfig):
+        if isinstance(values[part.name], Mapping):
+            inner = dict(values[part.name])
+            if "betas" in inner:
+                inner["betas"] = tuple(inner["betas"])
+            assert callable(part.default_factory)
+            values[part.name] = part.default_factory(**inner)
+    return TrainConfig(**values)
+
+
+def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for name, value in tree.items():
+        if isinstance(value, dict):
+            flat |= _flat(value, f"{prefix}{name}.")
+        else:
+            flat[prefix + name] = list(value) if isinstance(value, tuple) else value
+    return flat

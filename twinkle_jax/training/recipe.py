@@ -1,0 +1,70 @@
+"""From a configuration to what each step does."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from twinkle_jax.advantage import get_advantage
+from twinkle_jax.loss import get_loss
+from twinkle_jax.model.twinkle.optimizers import decayed
+from twinkle_jax.sampler import Sampling
+from twinkle_jax.training.config import TrainConfig
+from twinkle_jax.training.policy import Policy
+from twinkle_jax.training.step import Recipe
+from twinkle_jax.training.tasks import Task
+from twinkle_jax.training.update import Learner
+
+_MAX_LOGP_DIFF = {"float32": 1e-3, "bfloat16": 1.0}
+
+
+@functools.cache
+def _adamw(betas: tuple[float, float], weight_decay: float) -> optax.GradientTransformation:
+    """Make it once: compiled updates are told apart by the object."""
+    return optax.adamw(1.0, *betas, weight_decay=weight_decay, mask=decayed)
+
+
+def make_recipe(config: TrainConfig, task: Task, policy: Policy) -> Recipe:
+    """Choose estimator, loss, optimizer and the rest by the names in a configuration."""
+    rollout, update, optimizer = config.rollout, config.update, config.optimizer
+    options: dict[str, Any] = {"epsilon": update.epsilon}
+    if update.epsilon_high is not None:
+        options["epsilon_high"] = update.epsilon_high
+    if update.kl_beta:
+        options["beta"] = update.kl_beta
+    learner = Learner(
+        config=policy.config,
+        loss=get_loss(update.loss, **options),
+        optimizer=_adamw(optimizer.betas, optimizer.weight_decay),
+        temperature=rollout.temperature,
+        max_grad_norm=optimizer.max_grad_norm,
+        epochs=update.epochs,
+        mini_batches=update.mini_batches,
+        micro_batch_rows=update.micro_batch_rows,
+        compute_dtype=config.dtype,
+    )
+    assert rollout.max_new_tokens is not None
+    reference = jax.tree.map(jnp.copy, policy.params) if update.kl_beta else None
+    return Recipe(
+        learner=learner,
+        template=policy.template,
+        reward=task.reward,
+        advantage=get_advantage(update.advantage),
+        scale=update.scale,
+        sampling=Sampling(
+            rollout.temperature,
+            rollout.top_k,
+            rollout.top_p,
+            rollout.min_p,
+            stop_tokens=policy.tokenizer.stop_token_ids,
+        ),
+        num_samples=rollout.num_samples,
+        max_new_tokens=rollout.max_new_tokens,
+        max_prompt_tokens=rollout.max_prompt_tokens,
+        mask_truncated=update.mask_truncated,
+        dynamic_sampling=update.dynamic_sampling,
+        max_logp_diff=_MAX_LOGP_DIFF[config.dtype],
+        reference=reference,
+    )
