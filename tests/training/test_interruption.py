@@ -74,16 +74,20 @@ def test_other_signals_are_not_counted():
 
 def test_in_another_thread_nothing_is_changed():
     seen = []
+    interruption = Interruption()
+    with interruption:
+        pass
     handlers = [signal.getsignal(x) for x in BOTH]
 
     def run():
-        with Interruption() as interruption:
+        with interruption:
             seen.append((interruption.requested, [signal.getsignal(x) for x in BOTH]))
+        seen.append("left")
 
     thread = threading.Thread(target=run)
     thread.start()
     thread.join()
-    assert seen == [(False, handlers)]
+    assert seen == [(False, handlers), "left"]
 
 
 BUSY = """

@@ -1,5 +1,7 @@
 """Checkpoints come back byte for byte, or not at all, whatever happens to the process or disk."""
 
+import logging
+import os
 import re
 import signal
 import subprocess
@@ -148,7 +150,9 @@ def test_what_cannot_come_back_is_not_saved(tmp_path, arrays, error, message):
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("facts", [{"x": float("nan")}, {1: 2}, {"x": (1, 2)}, {"x": {1}}])
+@pytest.mark.parametrize(
+    "facts", [{"x": float("nan")}, {"x": float("inf")}, {1: 2}, {"x": (1, 2)}, {"x": {1}}]
+)
 def test_facts_are_json(tmp_path, facts):
     with pytest.raises(ValueError, match="facts must be"):
         RunCheckpoints(tmp_path).save(1, {}, facts)
@@ -163,6 +167,36 @@ def test_old_steps_go_once_a_new_one_is_there(tmp_path):
     assert checkpoints.restore({}, step=10).facts == {"step": 10}
     names = sorted(path.name for path in tmp_path.iterdir())
     assert names == ["step_00000010", "step_100000000", "step_notes"]
+
+
+def test_remains_of_ended_saves_go_and_what_others_do_stays(tmp_path):
+    fcntl = pytest.importorskip("fcntl", reason="no locks on this system, where remains stay")
+    remains = [tmp_path / f".step_00000040.0123abc{i}.partial" for i in range(2)]
+    for path in remains:
+        (path / "arrays").mkdir(parents=True)
+    other = tmp_path / ".other.01234567.partial"
+    other.mkdir()
+    (tmp_path / "step_00000099").write_text("no directory")
+    locked = os.open(remains[1], os.O_RDONLY)
+    fcntl.flock(locked, fcntl.LOCK_EX)  # someone is saving there
+    checkpoints = RunCheckpoints(tmp_path)
+    checkpoints.save(50, {}, {})
+    os.close(locked)
+    assert [path.exists() for path in (*remains, other)] == [False, True, True]
+    assert checkpoints.steps() == [50]
+
+
+def test_logging_is_left_as_it_was(tmp_path):
+    logger = logging.getLogger("absl")
+    level = logger.level
+    logger.setLevel(logging.INFO)
+    try:
+        checkpoints = RunCheckpoints(tmp_path)
+        checkpoints.save(1, {"x": jnp.ones(1)}, {})
+        checkpoints.restore({"x": jnp.ones(1)})
+        assert logger.level == logging.INFO
+    finally:
+        logger.setLevel(level)
 
 
 def test_a_step_is_never_silently_skipped(tmp_path):

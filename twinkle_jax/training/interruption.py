@@ -73,8 +73,7 @@ class Interruption:
             self._thread.join()
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        if self._signal is None:
-            self._signal = signal.Signals(number)
+        self._signal = signal.Signals(number)
 
 
 def _count(read: socket.socket) -> None:
