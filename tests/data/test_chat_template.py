@@ -8,7 +8,11 @@ from twinkle_jax.data import ChatTemplate
 
 HELLO = [{"role": "user", "content": "hello"}]
 # A SecurityError is ours, before memory is used up; a MemoryError would be the machine's.
-REFUSED = "chat_template must stay within its sandbox and limits, got (Security|Recursion)Error"
+# And it comes before the time is up, by then a text could be of any size.
+REFUSED = (
+    "chat_template must stay within its sandbox and limits, "
+    "got (SecurityError: (?!too much time)|RecursionError)"
+)
 GROW = "{% set ns = namespace(s='aa') %}{% for i in range(60) %}GROW{% endfor %}"
 
 

@@ -202,6 +202,22 @@ def test_when_the_budget_is_used_up_nothing_more_is_tried(tmp_path):
     assert starts.read_text() == "xx"  # one, and what replaced it
 
 
+def test_threads_share_the_workers(tmp_path):
+    script, starts = tmp_path / "worker.py", tmp_path / "starts"
+    script.write_text(
+        f"import json, sys\nopen({str(starts)!r}, 'a').write('x')\n"
+        "print(json.dumps({'ready': True}), flush=True)\n"
+        "for line in sys.stdin: print(json.dumps({'said': line}), flush=True)\n"
+    )
+    pool = WorkerPool(script, 1, 60)
+    threads = [threading.Thread(target=pool.map, args=([["a"]] * 20, 60)) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert starts.read_text() == "x"
+
+
 def test_a_worker_that_dies_is_replaced(tmp_path):
     script = tmp_path / "worker.py"
     script.write_text(

@@ -222,9 +222,9 @@ class Template:
             until = self._render(hidden[: i + 1], trajectory, False)
             if not (until.startswith(before) and text.startswith(until)):
                 raise ValueError(
-                    f"messages[{i}] must be rendered in the same way whatever follows it, and after "
-                    "the generation prompt, which this chat_template does not: encode each turn "
-                    "by itself, or add sampled tokens by concat_input_feature"
+                    f"messages[{i}] must be rendered in the same way whatever follows it, and "
+                    "after the generation prompt, which this chat_template does not: encode each "
+                    "turn by itself, or add sampled tokens by concat_input_feature"
                 )
             trailing = until.rstrip()
             ends = self.tokenizer.control.ends_with_special(trailing)
