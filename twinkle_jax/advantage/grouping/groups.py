@@ -55,6 +55,19 @@ class Rows:
 
 
 @dataclasses.dataclass(frozen=True)
+class Grid(Rows):
+    """Groups of K neighbours, of samples that are laid out as [P, K] already.
+
+    XLA fuses what stays in this shape into few passes; a statistic that is repeated to `[N]` it
+    works out again for each sample.
+    """
+
+    def to_samples(self, statistic: Array) -> Array:
+        """Leave the repetition along its row to broadcasting."""
+        return statistic[:, None]
+
+
+@dataclasses.dataclass(frozen=True)
 class Segments:
     """Groups by id: statistics are `[count]`; ids must lie in range."""
 

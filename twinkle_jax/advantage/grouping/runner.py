@@ -1,18 +1,19 @@
 """The one runner of all estimators over groups: check, form groups, run a formula, mask, shard.
 
-An estimator is a formula, `formula(samples, **settings, **data) -> advantages [N]`. `settings` are
-fixed at compile time; `data` are arrays and coefficients, which may be traced.
+An estimator is a formula, `formula(samples, **settings, **data) -> advantages`, one for each of
+`samples.values`. `settings` are fixed at compile time; `data` are arrays and coefficients, which
+may be traced.
 """
 
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
-from twinkle_jax.advantage.grouping.groups import Groups, Rows, Segments, WholeBatch
+from twinkle_jax.advantage.grouping.groups import Grid, Groups, Rows, Segments, WholeBatch
 from twinkle_jax.advantage.grouping.samples import Samples, keep_components, sum_components
 from twinkle_jax.advantage.grouping.sharding import auto_sharded, one_per_sample
 from twinkle_jax.advantage.inputs.rewards import check_rewards, check_segment_ids
@@ -123,12 +124,20 @@ def _run(
     if inside is not None:
         inside = inside if values.ndim == 1 else jnp.broadcast_to(inside[:, None], values.shape)
         keep = inside if keep is None else keep & inside
+    data = _as_rewards(data, values.dtype, reward_weights)
+    one_each = keep if keep is None or keep.ndim == 1 else jnp.any(keep, axis=1)
+    if isinstance(groups, Rows) and groups.size > 1 and values.ndim == 1:
+        shape, groups = (-1, groups.size), Grid(groups.size)
+        values, keep = jax.tree.map(lambda x: x.reshape(shape), (values, keep))
+        data = {k: x.reshape(shape) if _per_sample(x, count) else x for k, x in data.items()}
     samples = Samples(values, keep, groups, WholeBatch(count, layout.axis_name))
     samples = samples._replace(values=samples.masked(values))
-    result = formula(samples, **dict(settings), **_as_rewards(data, values.dtype, reward_weights))
-    if keep is None:
-        return result
-    return jnp.where(keep if keep.ndim == 1 else jnp.any(keep, axis=1), result, 0)
+    result = formula(samples, **dict(settings), **data).reshape(-1)
+    return result if one_each is None else jnp.where(one_each, result, 0)
+
+
+def _per_sample(value: Array | None, count: int) -> TypeGuard[Array]:
+    return value is not None and value.shape == (count,)
 
 
 def _groups(count: int, segment_ids: Array | None, layout: Layout) -> tuple[Groups, Array | None]:

@@ -15,7 +15,8 @@ class Samples(NamedTuple):
     """Rewards with their groups; the methods are what formulas have in common."""
 
     values: Array
-    """One reward a sample, `[N]` (`[N, C]` where components stay apart); 0 where masked."""
+    """One reward a sample, 0 where masked: `[P, K]` for groups of neighbours, `[N]` for others, or
+    `[N, C]` where components stay apart."""
     where: Array | None
     groups: Groups
     batch: Groups
@@ -33,7 +34,7 @@ class Samples(NamedTuple):
         return self.groups.total(self.masked(values))
 
     def deviations(self, own: Moments) -> Array:
-        """Subtract the mean of its group from each reward, `[N]`; 0 where masked."""
+        """Subtract the mean of its group from each reward; 0 where masked."""
         to_samples = self.groups.to_samples
         return self.masked((self.values - to_samples(own.maximum)) + to_samples(own.mean_gap))
 

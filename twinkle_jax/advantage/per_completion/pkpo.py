@@ -132,7 +132,7 @@ def _pkpo(samples: Samples, k: Array, *, baseline: str) -> Array:
     result = k / jnp.maximum(count, 1) * _BASELINES[baseline](ranked, k)
     result = jnp.where((k >= 1) & (k <= count), result, 0)
     result = jnp.take_along_axis(result, jnp.argsort(order, axis=1), axis=1)
-    return samples.zero_without_signal(own, result.reshape(-1))
+    return samples.zero_without_signal(own, result.reshape(samples.values.shape))
 
 
 def _rank(falling: Array, count: Array, k: Array) -> _Ranked:
