@@ -102,7 +102,8 @@ def test_ci_runs_the_commands_of_the_readme():
     assert len(commands) == 2
     example, tests = commands
     script = (ROOT / ".ci/run").read_text()
-    assert "examples/policy_gradient.py" in example
+    assert example.endswith(".venv/bin/twinkle-jax train\n")
+    assert 'twinkle-jax" train' in script
     assert tests.split("&& ")[-1].strip().removeprefix(".venv/bin/") in script
 
 
