@@ -39,8 +39,8 @@ class JaxSampler:
     Args:
         model: the policy that is trained.
         model_id: a directory with a Hugging Face checkpoint, or a hub id, instead.
-        template: makes tokens of conversations and text of tokens; by default from the tokenizer
-            beside the checkpoint, where there is one.
+        template: makes tokens of conversations and text of tokens; by default the one that the
+            model has been given, or else from the tokenizer beside the checkpoint, if there is one.
         max_length: the most tokens of a row, prompt included; None: `max_position_embeddings` of
             the checkpoint, and at most 4,096.
         dtype: type to compute in, with `model_id`; a model brings its own.
@@ -80,6 +80,8 @@ class JaxSampler:
             assert model_id is not None
             decoder = load_pretrained(model_id, dtype=self.dtype, mesh=mesh, partition=rules)
             self.config, source, self._params = decoder.config, decoder.source, decoder.params
+        given = None if model is None else model.template
+        template = template or (given if isinstance(given, Template) else None)
         self.template = template or _own_template(source)
         self.max_length = max_length or min(_positions(self.config), _LONGEST)
         self.seed, self.calls = seed, 0

@@ -93,6 +93,11 @@ class ConfiguredPolicy(SavedPolicy):
             )
         self._loss = made
 
+    @property
+    def template(self) -> Any:
+        """What `set_template` was given; None before that."""
+        return self._template
+
     def set_template(
         self,
         template: Callable[[Any], Mapping[str, Any]] | Any,
