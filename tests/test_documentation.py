@@ -80,6 +80,17 @@ def test_public_names_are_documented(package, name):
         assert ">>>" in value.__doc__, f"{name} has no example"
 
 
+def test_each_public_name_has_its_place_on_the_reference_pages():
+    listed = re.findall(
+        r"^\.\. auto(?:function|class|data):: (\w+)$",
+        "\n".join(page.read_text() for page in ROOT.glob("docs/api/*.md")),
+        re.MULTILINE,
+    )
+    packages = ("advantage", "loss", "model", "data", "reward", "sampler", "training")
+    public = {n for p in packages for n in importlib.import_module(f"twinkle_jax.{p}").__all__}
+    assert sorted(listed) == sorted(public)
+
+
 def test_links_inside_the_repository_lead_somewhere():
     for page in PAGES:
         for target in re.findall(r"\]\(([^)#\s]+)\)", page.read_text()):

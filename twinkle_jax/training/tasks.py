@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from twinkle_jax.data import ArithmeticTask, Trajectory, read_gsm8k, read_jsonl
-from twinkle_jax.reward import FunctionReward, GSM8KAccuracyReward, MathReward
+from twinkle_jax.reward import ExactMatchReward, GSM8KAccuracyReward, MathReward
 from twinkle_jax.reward.checked import RewardFunction
 from twinkle_jax.training.config import TrainConfig
 
@@ -61,10 +61,5 @@ def make_task(config: TrainConfig) -> Task:
 
 def _reward(name: str) -> RewardFunction:
     if name == "exact":
-        return FunctionReward(exact_answer)
+        return ExactMatchReward()
     return GSM8KAccuracyReward() if name == "gsm8k" else MathReward()
-
-
-def exact_answer(completion: str, ground_truth: str) -> float:
-    """Give 1 for a completion that is the answer and nothing else, spaces around it aside."""
-    return float(completion.strip() == str(ground_truth).strip())
