@@ -17,7 +17,6 @@ import pytest
 from tests.examples import FOLDER, load
 
 example = load("policy_gradient")
-pytestmark = pytest.mark.as_users_compile  # it runs for longer than it compiles
 
 
 def call(*options):

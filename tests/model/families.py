@@ -84,9 +84,6 @@ def params_of(model_type: str) -> dict[str, Any]:
     return random_params(config_of(model_type))
 
 
-QUICK = {"xla_backend_optimization_level": 0}
-
-
 def _compiled(function: Callable[..., Any], *static: str) -> Callable[..., Any]:
     return jax.jit(function, static_argnames=("config", *static))
 

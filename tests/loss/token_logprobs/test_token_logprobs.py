@@ -20,8 +20,6 @@ from tests.loss.token_logprobs.scores import (
 )
 from twinkle_jax.loss.token_logprobs.score import token_logprobs
 
-pytestmark = pytest.mark.as_users_compile
-
 
 def test_by_hand():
     # logits (0, log 3): probabilities 1/4 and 3/4, entropy log 4 - 3/4 log 3

@@ -30,7 +30,6 @@ CASES = {
 }
 FLOATS = ("logps", "entropies", "old_logps", "ref_logps", "advantages")
 CLASSES = [GRPOLoss, GSPOLoss, SAPOLoss, CISPOLoss, BNPOLoss, DRGRPOLoss, PPOLoss, DAPOLoss]
-pytestmark = pytest.mark.as_users_compile
 
 
 @functools.cache

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tests.loss.cases import OBJECTS
-from tests.model.families import QUICK, config_of, params_of
+from tests.model.families import config_of, params_of
 from tests.model.training import accumulate, chosen, fresh, random_batch, relative, take
 from twinkle_jax.loss import GRPOLoss, Loss, LossOutput, PolicyMetrics, PPOValueLoss
 from twinkle_jax.model import (
@@ -37,7 +37,7 @@ def naive(name, loss_fn, batch, temperature=1.0):
     return _naive(params_of(name), config_of(name), static, traced, batch, temperature)
 
 
-@functools.partial(jax.jit, static_argnums=(1, 2), compiler_options=QUICK)
+@functools.partial(jax.jit, static_argnums=(1, 2))
 def _naive(params, config, static, traced, batch, temperature):
     loss_fn = join_loss(static, traced)
 
