@@ -2,7 +2,7 @@
 
 Tests compile thousands of small programs and run each a few times, so by default the compiler is
 asked not to optimise them. `JAX_DISABLE_MOST_OPTIMIZATIONS=0` before the command compiles all of
-them as users do; `.ci/run` does.
+them as users do; `.ci/run` does so for the sweep over the advantages.
 """
 
 import os
