@@ -1,6 +1,7 @@
 """The picture of a run holds what was measured, and the values are where they belong."""
 
 import json
+import subprocess
 import sys
 
 import numpy as np
@@ -96,3 +97,14 @@ def test_without_matplotlib(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(ImportError, match=r"matplotlib must be .* 'twinkle-jax\[training\]'"):
         draw_curves(tmp_path / "metrics.jsonl", tmp_path / "curves.png")
+
+
+def test_drawing_keeps_nothing_of_pyplot(tmp_path):
+    """In a process of its own, where nothing else can have imported it."""
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "reward": 0.5}\n')
+    code = (
+        "import sys; from twinkle_jax.training.curves import draw_curves; "
+        "draw_curves(sys.argv[1], sys.argv[2]); assert 'matplotlib.pyplot' not in sys.modules"
+    )
+    files = [str(tmp_path / name) for name in ("metrics.jsonl", "curves.png")]
+    subprocess.run([sys.executable, "-c", code, *files], check=True, timeout=300)
