@@ -25,6 +25,17 @@ def pytest_configure(config):
     jax.config.update("jax_debug_key_reuse", True)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def forget_compiled_programs():
+    """Drop the programs of a file with its last test.
+
+    Each one holds several of the 65,530 memory maps that Linux grants a process, and the compiler
+    crashes when they are used up; kept together, those of all tests fill five gigabytes besides.
+    """
+    yield
+    jax.clear_caches()
+
+
 @pytest.fixture
 def compilations():
     """Counts programs that XLA compiles while a test runs."""
