@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
-    from twinkle_jax.data.tokenizer import Tokenizer
+    import tokenizers
 
 _SIGN = "\ue0f7"  # a private character; where a text has it, it is hidden too
 _HIDDEN = re.compile(f"{_SIGN}([0-9a-fA-F]+){_SIGN}")
@@ -34,18 +34,19 @@ class ControlTokens:
     have for blank lines or HTML, are text.
 
     Args:
-        tokenizer: whose tokens they are.
+        backend: the tokenizer of the `tokenizers` library whose tokens they are.
+        chat_template: the source of its chat template, or None.
     """
 
-    def __init__(self, tokenizer: "Tokenizer") -> None:
-        self._backend = tokenizer.backend
+    def __init__(self, backend: "tokenizers.Tokenizer", chat_template: str | None) -> None:
+        self._backend = backend
         self._plain: Any = None
-        added = tokenizer.backend.get_added_tokens_decoder()
+        added = backend.get_added_tokens_decoder()
         self._ids = {token.content: id_ for id_, token in added.items()}
         self._strips = {token.content: (token.lstrip, token.rstrip) for token in added.values()}
         self._special = [token.content for token in added.values() if token.special]
         self._unknown = getattr(self._backend.model, "unk_token", None)  # not a forgery
-        template = tokenizer.chat_template or ""
+        template = chat_template or ""
         written = [token for token in self._ids if token.strip() and token in template]
         self._hidden = list({*self._special, *written})
         longest_first = sorted(self._ids, key=len, reverse=True)

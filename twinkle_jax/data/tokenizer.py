@@ -48,7 +48,7 @@ class Tokenizer:
         self.config = dict(config or {})
         self.generation_config = dict(generation_config or {})
         self.chat_template = _default_template(self.config.get("chat_template"))
-        self.control = ControlTokens(self)
+        self.control = ControlTokens(backend, self.chat_template)
 
     @classmethod
     def from_pretrained(cls, path_or_id: str | Path) -> Self:

@@ -6,9 +6,9 @@ from typing import Any
 
 from twinkle_jax.loss.masked_inputs import Scalar
 from twinkle_jax.loss.reduction import token_mean
-from twinkle_jax.loss.twinkle.alignment import SampleValues, aligned
-from twinkle_jax.loss.twinkle.known_arguments import refuse_unknown
-from twinkle_jax.loss.twinkle.labels import entry, per_position, read_labels
+from twinkle_jax.loss.twinkle.inputs.alignment import SampleValues, aligned
+from twinkle_jax.loss.twinkle.inputs.known_arguments import refuse_unknown
+from twinkle_jax.loss.twinkle.inputs.labels import entry, per_position, read_labels
 from twinkle_jax.loss.twinkle.output import Loss, LossOutput
 from twinkle_jax.loss.value import clipped_value_loss
 

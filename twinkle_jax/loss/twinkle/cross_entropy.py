@@ -9,8 +9,8 @@ import jax.numpy as jnp
 from twinkle_jax.loss.masked_inputs import Scalar
 from twinkle_jax.loss.reduction import token_mean
 from twinkle_jax.loss.supervised import cross_entropy, dynamic_fine_tuning
-from twinkle_jax.loss.twinkle.known_arguments import refuse_unknown
-from twinkle_jax.loss.twinkle.labels import label_logprobs, read_labels
+from twinkle_jax.loss.twinkle.inputs.known_arguments import refuse_unknown
+from twinkle_jax.loss.twinkle.inputs.labels import label_logprobs, read_labels
 from twinkle_jax.loss.twinkle.output import Loss, LossOutput
 
 

@@ -19,9 +19,9 @@ from twinkle_jax.loss.preference import (
 )
 from twinkle_jax.loss.reduction import token_mean
 from twinkle_jax.loss.supervised import cross_entropy
-from twinkle_jax.loss.twinkle.alignment import SampleValues, aligned
-from twinkle_jax.loss.twinkle.known_arguments import refuse_unknown
-from twinkle_jax.loss.twinkle.labels import Labels, label_logprobs, read_labels
+from twinkle_jax.loss.twinkle.inputs.alignment import SampleValues, aligned
+from twinkle_jax.loss.twinkle.inputs.known_arguments import refuse_unknown
+from twinkle_jax.loss.twinkle.inputs.labels import Labels, label_logprobs, read_labels
 from twinkle_jax.loss.twinkle.output import Loss, LossOutput
 
 PerPair = Float[Array, " pairs"]

@@ -12,8 +12,8 @@ from jaxtyping import Array, Float
 from twinkle_jax.loss.distillation import generalised_jsd
 from twinkle_jax.loss.masked_inputs import Scalar
 from twinkle_jax.loss.reduction import token_mean
-from twinkle_jax.loss.twinkle.known_arguments import refuse_unknown
-from twinkle_jax.loss.twinkle.labels import entry, floating, read_labels
+from twinkle_jax.loss.twinkle.inputs.known_arguments import refuse_unknown
+from twinkle_jax.loss.twinkle.inputs.labels import entry, floating, read_labels
 from twinkle_jax.loss.twinkle.output import Loss, LossOutput
 
 Logits = Float[Array, "batch time vocab"]

@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 
 from twinkle_jax.loss.masked_inputs import Scalar
-from twinkle_jax.loss.twinkle.known_arguments import refuse_unknown
-from twinkle_jax.loss.twinkle.labels import entry, floating
+from twinkle_jax.loss.twinkle.inputs.known_arguments import refuse_unknown
+from twinkle_jax.loss.twinkle.inputs.labels import entry, floating
 from twinkle_jax.loss.twinkle.output import Loss, LossOutput
 
 

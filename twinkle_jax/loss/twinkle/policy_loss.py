@@ -14,10 +14,10 @@ from twinkle_jax.loss.metrics import PolicyMetrics, policy_metrics
 from twinkle_jax.loss.ratio import token_log_ratio
 from twinkle_jax.loss.reduction import sequence_mean
 from twinkle_jax.loss.surrogate import clipped_surrogate
-from twinkle_jax.loss.twinkle.alignment import SampleValues
-from twinkle_jax.loss.twinkle.known_arguments import refuse_unknown
+from twinkle_jax.loss.twinkle.inputs.alignment import SampleValues
+from twinkle_jax.loss.twinkle.inputs.known_arguments import refuse_unknown
+from twinkle_jax.loss.twinkle.inputs.policy_batch import PolicyBatch, read_policy_batch
 from twinkle_jax.loss.twinkle.output import Loss, LossOutput, Unit
-from twinkle_jax.loss.twinkle.policy_batch import PolicyBatch, read_policy_batch
 
 
 class PolicyLoss(Loss):

@@ -4,6 +4,7 @@ import json
 import re
 import stat
 from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -160,3 +161,13 @@ def _headers(path: Path) -> dict[str, StoredTensor]:
             }
     except (safetensors.SafetensorError, OSError) as error:
         raise ValueError(f"{path} must be a whole safetensors file, got {error}") from None
+
+
+def open_files(stack: ExitStack, stored: Mapping[str, StoredTensor]) -> dict[str, Any]:
+    """Open each file once; give the open file of each tensor."""
+    safetensors = import_safetensors()
+    handles = {
+        file: stack.enter_context(safetensors.safe_open(file, framework="np"))
+        for file in {tensor.file for tensor in stored.values()}
+    }
+    return {name: handles[tensor.file] for name, tensor in stored.items()}

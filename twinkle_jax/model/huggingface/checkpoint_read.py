@@ -16,8 +16,8 @@ from twinkle_jax.model.decoder.parameters import nest, parameter_table, stacked_
 from twinkle_jax.model.huggingface.checkpoint_files import (
     CONFIG,
     StoredTensor,
-    import_safetensors,
     locate,
+    open_files,
     read_json,
     stored_tensors,
 )
@@ -80,16 +80,6 @@ def load_pretrained(
             sharding = _sharding(mesh, partition, "/".join(path), leaf.shape)
             arrays[path] = place(leaf, sharding)
     return Decoder(config, nest(arrays), source=directory)
-
-
-def open_files(stack: ExitStack, stored: Mapping[str, StoredTensor]) -> dict[str, Any]:
-    """Open each file once; give the open file of each tensor."""
-    safetensors = import_safetensors()
-    handles = {
-        file: stack.enter_context(safetensors.safe_open(file, framework="np"))
-        for file in {tensor.file for tensor in stored.values()}
-    }
-    return {name: handles[tensor.file] for name, tensor in stored.items()}
 
 
 def _sharding(

@@ -14,13 +14,17 @@ from jax.typing import DTypeLike
 
 from twinkle_jax.model.decoder.module import Decoder
 from twinkle_jax.model.decoder.parameters import parameter_table
-from twinkle_jax.model.huggingface.checkpoint_files import DTYPES, StoredTensor, stored_tensors
+from twinkle_jax.model.huggingface.checkpoint_files import (
+    DTYPES,
+    StoredTensor,
+    open_files,
+    stored_tensors,
+)
 from twinkle_jax.model.huggingface.checkpoint_names import (
     carried_tensors,
     layer_number,
     stored_names,
 )
-from twinkle_jax.model.huggingface.checkpoint_read import open_files
 from twinkle_jax.model.huggingface.place_leaf import all_finite
 from twinkle_jax.model.huggingface.stored_form import to_stored
 

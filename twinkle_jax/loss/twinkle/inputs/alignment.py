@@ -9,7 +9,7 @@ import numpy as np
 from jaxtyping import Array, DTypeLike, Float
 
 from twinkle_jax.loss.masked_inputs import Mask, PerToken
-from twinkle_jax.loss.twinkle.labels import Labels
+from twinkle_jax.loss.twinkle.inputs.labels import Labels
 
 SampleArray = Array | np.ndarray[Any, Any]
 SampleValues = SampleArray | Sequence[SampleArray | Sequence[float] | float]

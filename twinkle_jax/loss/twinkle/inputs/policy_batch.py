@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 
 from twinkle_jax.loss.masked_inputs import Mask, PerToken
-from twinkle_jax.loss.twinkle.alignment import SampleValues, aligned
-from twinkle_jax.loss.twinkle.labels import entry, label_logprobs, per_position, read_labels
+from twinkle_jax.loss.twinkle.inputs.alignment import SampleValues, aligned
+from twinkle_jax.loss.twinkle.inputs.labels import entry, label_logprobs, per_position, read_labels
 
 
 class PolicyBatch(NamedTuple):
