@@ -37,7 +37,14 @@ def user_settings():
         yield
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+ALL_DAY = ("README.md", "quickstart.md")
+
+
+@pytest.mark.parametrize(
+    "page",
+    [p if p.name in ALL_DAY else pytest.param(p, marks=pytest.mark.exhaustive) for p in PAGES],
+    ids=lambda page: page.name,
+)
 @pytest.mark.usefixtures("user_settings")
 def test_python_blocks_run_from_top_to_bottom(page, capsys):
     names = {"__name__": page.stem}

@@ -18,6 +18,8 @@ from tests.examples import FOLDER, load
 
 example = load("policy_gradient")
 
+pytestmark = pytest.mark.exhaustive
+
 
 def call(*options):
     """Run the example in this process; return its result, what it printed and what it compiled."""

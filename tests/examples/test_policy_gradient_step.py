@@ -19,6 +19,8 @@ COLLECTIVE = re.compile(
     r" (all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(?:-start)?\("
 )
 
+pytestmark = pytest.mark.exhaustive
+
 
 # The update.
 

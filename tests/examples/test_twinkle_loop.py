@@ -8,7 +8,10 @@ from tests.examples import load
 example = load("twinkle_loop")
 
 
-@pytest.mark.parametrize(("form", "advantage"), [("responses", "grpo"), ("whole", "rloo")])
+WHOLE = pytest.param("whole", "rloo", marks=pytest.mark.exhaustive)
+
+
+@pytest.mark.parametrize(("form", "advantage"), [("responses", "grpo"), WHOLE])
 def test_the_reward_rises(form, advantage):
     rewards = example.run(form, advantage, steps=10)
     assert len(rewards) == 10

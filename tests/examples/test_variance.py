@@ -12,6 +12,8 @@ from tests.examples import load
 example = load("variance")
 example.BATCHES, example.SEEDS, example.GROUP_SIZES = 2048, 16, (2, 8)
 
+pytestmark = pytest.mark.exhaustive
+
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from tests.model.families import NAMES, batch, family
+from tests.model.families import NAMES, batch, each, family
 from tests.sampler.completions import PROMPTS
 from twinkle_jax.model import load_pretrained
 from twinkle_jax.sampler import STOP, Sampling, generate
@@ -17,7 +17,7 @@ transformers = pytest.importorskip("transformers", reason=_GET)
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", each(NAMES))
 def test_greedy_completions_are_those_of_transformers(name, tmp_path):
     torch.manual_seed(0)
     config = transformers.AutoConfig.for_model(**family(name))

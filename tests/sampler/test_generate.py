@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.model.families import NAMES, batch, config_of, params_of
+from tests.model.families import NAMES, batch, config_of, each, params_of
 from tests.sampler.completions import PROMPTS, trainer_logprobs
 from twinkle_jax.model import init_params
 from twinkle_jax.sampler import LENGTH, STOP, Sampling, generate
@@ -28,7 +28,7 @@ def complete(name, rows=PROMPTS, key=None, sampling=None, *, params=None, **opti
     )
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", each(NAMES))
 def test_log_probabilities_are_the_trainers(name):
     """To 1e-5, also with parameters for which the trainer itself is 6e-5 from exact numbers."""
     config = config_of(name)
@@ -73,9 +73,7 @@ def test_filters_draw_from_what_is_left_and_say_so():
             np.testing.assert_allclose(drawn.sampling_logprobs[3 * i, t], left, atol=5e-5)
 
 
-@pytest.mark.parametrize(
-    "name", [NAMES[0], *(pytest.param(n, marks=pytest.mark.exhaustive) for n in NAMES[1:])]
-)
+@pytest.mark.parametrize("name", each(NAMES))
 def test_a_row_is_completed_as_it_would_be_alone(name):
     """At another index, in a larger batch, on the other side of its padding: its key decides."""
     keys = jax.random.split(root(), 8)
@@ -185,9 +183,7 @@ def test_adapters_are_laid_over_the_frozen_parameters():
     np.testing.assert_array_equal(drawn.tokens, complete("qwen2", num_samples=1).tokens)
 
 
-@pytest.mark.parametrize(
-    "name", ["qwen3", pytest.param("qwen3_5_text", marks=pytest.mark.exhaustive)]
-)
+@pytest.mark.parametrize("name", each(["qwen3", "qwen3_5_text"]))
 def test_in_bfloat16_the_difference_to_the_trainer_is_small(name):
     drawn = complete(name, compute_dtype="bfloat16")
     rows = [p for p in PROMPTS for _ in range(2)]

@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import pytest
 
-from tests.model.families import NAMES, batch, config_of, params_of
+from tests.model.families import NAMES, batch, config_of, each, params_of
 from tests.sampler.completions import PROMPTS
 from twinkle_jax.model import make_mesh
 from twinkle_jax.sampler import Sampling, generate, generate_many
@@ -30,15 +30,14 @@ def assert_same(whole, by_slots):
         np.testing.assert_allclose(getattr(by_slots, name), getattr(whole, name), atol=1e-4)
 
 
-@pytest.mark.parametrize(
-    "name", [NAMES[2], *(pytest.param(n, marks=pytest.mark.exhaustive) for n in NAMES[:2])]
-)
+@pytest.mark.parametrize("name", each(NAMES))
 def test_slots_give_what_one_batch_gives(name):
     limits = np.random.default_rng(0).integers(1, 13, 24)
     sampling = Sampling(0.9, top_p=0.95, repetition_penalty=1.1, stop_tokens=[3, 9])
     assert_same(*both(name, sampling=sampling, limits=limits, slots=5, refill=2))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("slots", [1, 24, 40])
 def test_any_number_of_slots_will_do(slots):
     assert_same(*both("qwen2", slots=slots))

@@ -43,6 +43,7 @@ def tokens_of(response):
     return [s.tokens for one in response for s in one.sequences]
 
 
+@pytest.mark.exhaustive
 def test_the_training_loop_of_the_documentation(checkpoint):
     actor = TransformersModel(model_id=checkpoint)
     actor.set_loss("GRPOLoss", epsilon=0.2)
@@ -173,6 +174,7 @@ def test_stop_ids_and_names_of_control_tokens_end_a_row(actor):
         assert [s.tokens for s in one.sequences] == [s.tokens for s in other.sequences]
 
 
+@pytest.mark.exhaustive
 def test_a_sampler_of_its_own_is_synchronised(checkpoint):
     actor = TransformersModel(model_id=checkpoint)
     own, live = JaxSampler(model_id=checkpoint), JaxSampler(actor)

@@ -103,7 +103,9 @@ def test_a_run_leaves_all_that_there_is_to_know(whole):
     assert arrays(run, 3) != arrays(run, 4)
 
 
-@pytest.mark.parametrize("after", [0, 1, 3])
+@pytest.mark.parametrize(
+    "after", [1, *(pytest.param(x, marks=pytest.mark.exhaustive) for x in (0, 3))]
+)
 def test_interrupted_and_resumed_it_is_the_same_run(whole, tmp_path, after):
     folder, config, summary = whole
     run = tmp_path / "run"

@@ -77,6 +77,7 @@ def test_nothing_to_write(tmp_path, arrays):
     assert_same(checkpoints.restore(arrays).arrays, arrays)
 
 
+@pytest.mark.exhaustive
 def test_arrays_come_back_to_their_devices(tmp_path):
     mesh = jax.make_mesh((4, 2), ("data", "model"))
 
@@ -312,7 +313,7 @@ def test_a_damaged_newest_step_is_replaced_when_the_run_gets_there_again(tmp_pat
     assert_same(RunCheckpoints(tmp_path).restore(state(0)).arrays, state(2))
 
 
-MOMENTS = [pytest.param(x, marks=() if x < 2 else pytest.mark.exhaustive) for x in range(10)]
+MOMENTS = [pytest.param(x, marks=() if x < 1 else pytest.mark.exhaustive) for x in range(10)]
 
 
 @pytest.mark.parametrize("moment", MOMENTS)
@@ -350,6 +351,7 @@ for arrays, facts in states:
 """
 
 
+@pytest.mark.exhaustive
 def test_no_space(tmp_path):
     done = subprocess.run(
         [sys.executable, "-c", DISK_FULL, str(tmp_path)],

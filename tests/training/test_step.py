@@ -48,6 +48,7 @@ def sampled(of=None, key=0):
     return sample_and_score(POLICY.params, of or recipe(), PROMPTS, jax.random.key(key))
 
 
+@pytest.mark.exhaustive
 def test_a_step_moves_the_policy_towards_what_was_rewarded():
     drawn = sampled()
     state, metrics = train_step(fresh(), recipe(), drawn, learning_rate=0.3, seed=(0, 0))

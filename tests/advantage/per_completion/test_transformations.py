@@ -103,6 +103,7 @@ def test_lowers_for_every_platform():
         assert "callback" not in exported.mlir_module()
 
 
+@pytest.mark.exhaustive
 def test_without_jit():
     for name, estimator in ROWS.items():
         compiled = estimator(BATCHES[0], where=KEEP[0])

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.model.families import NAMES, batch, family
+from tests.model.families import NAMES, batch, each, family
 from twinkle_jax.model import (
     decode_step,
     hidden_states,
@@ -110,7 +110,7 @@ def test_logits_on_unequal_lengths_and_both_paddings(case, saved):
         np.testing.assert_allclose(actual[mask], expected[mask], atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", each(NAMES))
 def test_gradients_of_a_loss(name, saved):
     model, directory = saved(name)
     decoder = load_pretrained(directory)
@@ -232,7 +232,7 @@ def test_vision_language_checkpoints_of_qwen3_5(tmp_path):
         assert torch.equal(again.state_dict()[name], x), name
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", each(NAMES))
 def test_greedy_decoding_of_a_mixed_batch(name, saved):
     """transformers generates each row alone; here they share a batch, padded on the right."""
     model, directory = saved(name)

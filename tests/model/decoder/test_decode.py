@@ -10,6 +10,7 @@ from tests.model.families import (
     assert_close,
     batch,
     config_of,
+    each,
     family,
     fill,
     params_of,
@@ -23,7 +24,7 @@ PROMPTS = [[5, 6, 7, 8, 9, 10], [12, 13, 14], [15], [16, 17, 18, 19, 20]]
 GOES_ON = [[21, 22, 23, 24], [25, 26, 27, 28], [29, 30, 31, 32], [33, 34, 35, 36]]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", each(NAMES))
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_every_position_equals_the_full_forward(name, side):
     config, params = config_of(name), params_of(name)
@@ -40,7 +41,7 @@ def test_every_position_equals_the_full_forward(name, side):
     np.testing.assert_array_equal(cache.length, [10, 7, 5, 9])
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", each(NAMES))
 def test_both_paddings_fill_the_same_cache(name):
     filled = [
         fill(params_of(name), config_of(name), *batch(PROMPTS, 6, side), max_length=11)
@@ -49,7 +50,7 @@ def test_both_paddings_fill_the_same_cache(name):
     jax.tree.map(np.testing.assert_array_equal, *filled)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", each(NAMES))
 def test_a_row_in_a_batch_decodes_as_the_row_alone(name):
     config, params = config_of(name), params_of(name)
     tokens, mask = batch(PROMPTS, 6, "left")
@@ -63,7 +64,7 @@ def test_a_row_in_a_batch_decodes_as_the_row_alone(name):
     jax.tree.map(lambda a, b: assert_close(a, b, 2e-6), row, alone)
 
 
-@pytest.mark.parametrize("name", ["qwen2", "qwen3_5_text"])
+@pytest.mark.parametrize("name", each(["qwen2", "qwen3_5_text"]))
 def test_forked_rows_go_on_by_themselves(name):
     config, params = config_of(name), params_of(name)
     _, cache = fill(params, config, *batch(PROMPTS, 6, "left"), max_length=11)
@@ -74,7 +75,7 @@ def test_forked_rows_go_on_by_themselves(name):
     np.testing.assert_array_equal(forked.length, [2, 7, 7, 2])
 
 
-@pytest.mark.parametrize("name", ["qwen2", "qwen3_5_text"])
+@pytest.mark.parametrize("name", each(["qwen2", "qwen3_5_text"]))
 def test_rows_that_do_not_go_on_stay_as_they_are(name):
     config, params = config_of(name), params_of(name)
     _, cache = fill(params, config, *batch(PROMPTS, 6, "left"), max_length=11)
@@ -87,7 +88,7 @@ def test_rows_that_do_not_go_on_stay_as_they_are(name):
         assert_close(out[i], reference_hidden(params, config, row)[-1], 5e-5)
 
 
-@pytest.mark.parametrize("name", ["qwen2", "qwen3_5_text"])
+@pytest.mark.parametrize("name", each(["qwen2", "qwen3_5_text"]))
 def test_an_empty_row_starts_from_nothing(name):
     config, params = config_of(name), params_of(name)
     last, cache = fill(params, config, *batch([[], *PROMPTS[1:]], 6, "left"), max_length=11)
@@ -139,7 +140,7 @@ def test_the_state_is_float32_and_the_rest_what_is_computed_in():
     assert cache.layers["0"].memory.shape == (2, 2, 4, 6, 10)
 
 
-@pytest.mark.parametrize("name", ["qwen3", "qwen3_5_text"])
+@pytest.mark.parametrize("name", each(["qwen3", "qwen3_5_text"]))
 def test_steps_compile_once_and_run_in_place(name):
     config, params = config_of(name), params_of(name)
     traces = []

@@ -10,6 +10,7 @@ from tests.model.families import (
     assert_close,
     batch,
     config_of,
+    each,
     family,
     hidden,
     params_of,
@@ -45,7 +46,7 @@ def test_equals_the_float64_reference(name, side):
     ],
     ids=["tied, ungrouped, biased", "one group, other sizes"],
 )
-@pytest.mark.parametrize("name", ["llama", "qwen3", "qwen3_5_text"])
+@pytest.mark.parametrize("name", each(["qwen3", "llama", "qwen3_5_text"]))
 def test_variants_equal_the_reference(name, changes):
     partial = {"partial_rotary_factor": 0.5} if name == "qwen3_5_text" else {}
     config = parse_config(family(name, **changes, **partial))
@@ -62,7 +63,7 @@ def test_more_tokens_than_one_chunk_of_the_delta_rule():
     assert_close(out[0], expected, 1e-4)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", each(NAMES))
 def test_both_paddings_give_the_same_bits(name):
     outs = []
     for side in ("left", "right"):
@@ -71,7 +72,7 @@ def test_both_paddings_give_the_same_bits(name):
     np.testing.assert_array_equal(*outs)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", each(NAMES))
 def test_a_hole_in_the_mask_is_as_if_it_were_not_there(name):
     config, params = config_of(name), params_of(name)
     row, kept = [3, 5, 99, 6, -7, 7, 8, 9, 10], [0, 1, 0, 1, 0, 1, 1, 1, 1]
@@ -92,7 +93,7 @@ _gradient = jax.jit(
 )
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", each(NAMES))
 def test_a_row_in_a_batch_is_the_row_alone_value_and_gradient(name):
     config, params = config_of(name), params_of(name)
     tokens, mask = batch(ROWS, 9, "left")
@@ -110,7 +111,7 @@ def test_a_row_in_a_batch_is_the_row_alone_value_and_gradient(name):
         assert_close(whole, part, 1e-5)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", each(NAMES))
 def test_garbage_under_the_mask_changes_no_bit(name):
     config, params = config_of(name), params_of(name)
     tokens, mask = batch(ROWS, 9, "right")
@@ -134,7 +135,7 @@ def test_a_token_outside_the_vocabulary_makes_its_row_nan(bad):
     assert np.all(np.isnan(out[0, :3])) and np.all(np.isfinite(out[1:]))
 
 
-@pytest.mark.parametrize("name", ["qwen3", "qwen3_5_text"])
+@pytest.mark.parametrize("name", each(["qwen3", "qwen3_5_text"]))
 def test_packed_segments_are_rows_of_their_own(name):
     config, params = config_of(name), params_of(name)
     tokens = jnp.array([[1, 5, 6, 7, 8, 12, 13, 14, 15, 16, 3]])
@@ -280,7 +281,7 @@ def test_depth_does_not_change_the_program():
 
 
 @pytest.mark.parametrize("platform", ["tpu", "cuda"])
-@pytest.mark.parametrize("name", ["qwen3", "qwen3_5_text"])
+@pytest.mark.parametrize("name", each(["qwen3", "qwen3_5_text"]))
 def test_gradients_export_for_accelerators(name, platform):
     config = config_of(name)
 

@@ -65,6 +65,7 @@ def test_an_adapter_changes_nothing_until_it_is_trained_and_then_it_alone(steppe
         np.testing.assert_array_equal(found, x)
 
 
+@pytest.mark.exhaustive
 def test_on_a_mesh_it_learns_what_it_learns_on_one_device(stepped, checkpoint):
     model, _, after = stepped
     spread, _, scores = make_updates(adapted(checkpoint, make_mesh(data=2, fsdp=2, tensor=2)))

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, PartitionSpec
 
-from tests.model.families import NAMES, config_of, family, params_of, random_params
+from tests.model.families import NAMES, config_of, each, family, params_of, random_params
 from tests.model.training import ADAMW
 from twinkle_jax.loss import GRPOLoss
 from twinkle_jax.model import (
@@ -57,7 +57,7 @@ def assert_sharded_by_the_rules(model):
     assert all(jax.tree.leaves(same))
 
 
-@pytest.mark.parametrize("name", ["qwen3", "qwen3_5_text"])
+@pytest.mark.parametrize("name", each(["qwen3", "qwen3_5_text"]))
 def test_two_by_two_by_two_devices_give_the_numbers_of_one(name, tmp_path):
     save_pretrained(Decoder(config_of(name), params_of(name)), tmp_path / "in")
     logits, gradient, params, _ = trained(tmp_path / "in", None)
@@ -129,7 +129,7 @@ def test_eight_ways_sharded_each_device_holds_an_eighth():
     assert many.alias_size_in_bytes > 0.99 * many.output_size_in_bytes - 64
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", each(NAMES))
 def test_every_matrix_has_a_rule(name):
     """Only vectors that are small fall through to the last line of the table."""
     rule = partition_rules(make_mesh(data=2, fsdp=2, tensor=2))

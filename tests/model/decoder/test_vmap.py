@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.model.families import assert_close, family, random_params
+from tests.model.families import assert_close, each, family, random_params
 from twinkle_jax.model import decode_step, hidden_states, parse_config, prefill
 
 TINY = {
@@ -82,7 +82,7 @@ SIZES = [(1025, 1), (32_769, 1), (32_771, 3)]
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("what", [forward, gradient, generation])
-@pytest.mark.parametrize("name", ["qwen3", "qwen3_5_text"])
+@pytest.mark.parametrize("name", each(["qwen3", "qwen3_5_text"]))
 @pytest.mark.parametrize(("rows", "time"), SIZES)
 def test_rows_under_vmap_are_rows_in_a_loop(rows, time, name, what):
     config, params = tiny(name)
@@ -93,7 +93,7 @@ def test_rows_under_vmap_are_rows_in_a_loop(rows, time, name, what):
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("what", [forward, generation])
-@pytest.mark.parametrize("name", ["qwen3", "qwen3_5_text"])
+@pytest.mark.parametrize("name", each(["qwen3", "qwen3_5_text"]))
 def test_parameters_under_vmap_are_models_in_a_loop(name, what):
     """Each row has a model of its own: every projection multiplies a matrix and a vector."""
     rows, time = 32_769, 1

@@ -53,6 +53,7 @@ print(json.dumps(found))
 MIB = 2**20
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(not pathlib.Path("/proc/self/status").exists(), reason="reads /proc")
 def test_the_host_holds_one_tensor_beside_the_parameters_and_one_shard(tmp_path):
     def run(what):

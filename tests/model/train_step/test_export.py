@@ -3,13 +3,13 @@
 import jax
 import pytest
 
-from tests.model.families import config_of, params_of
+from tests.model.families import config_of, each, params_of
 from tests.model.training import ADAMW, random_batch
 from twinkle_jax.loss import GRPOLoss
 from twinkle_jax.model import apply_gradients, grad_step, train_state
 
 
-@pytest.mark.parametrize("name", ["qwen3", "qwen3_5_text"])
+@pytest.mark.parametrize("name", each(["qwen3", "qwen3_5_text"]))
 def test_the_update_exports_for_tpu_and_cuda(name):
     def update(params, batch):
         state = train_state(params, ADAMW)

@@ -59,7 +59,8 @@ def _naive(params, config, static, traced, batch, temperature):
 
 
 @pytest.mark.parametrize(
-    "name", ["qwen3", "qwen3_5_text", pytest.param("qwen2", marks=pytest.mark.exhaustive)]
+    "name",
+    ["qwen3", *(pytest.param(n, marks=pytest.mark.exhaustive) for n in ("qwen3_5_text", "qwen2"))],
 )
 def test_loss_and_gradient_of_each_family(name):
     value, gradient = naive(name, GRPO, BATCH, 0.75)

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from tests.model.families import family
+from tests.model.families import each, family
 from twinkle_jax.model import TransformersModel
 
 _GET = "pip install 'twinkle-jax[test,oracle]'"
@@ -38,7 +38,7 @@ def oracle_loss(model, old, ref):
     return total / len(ROWS)
 
 
-@pytest.mark.parametrize("name", ["qwen2", "qwen3", "qwen3_5_text"])
+@pytest.mark.parametrize("name", each(["qwen3", "qwen2", "qwen3_5_text"]))
 def test_loss_gradient_and_update(name, tmp_path):
     torch.manual_seed(0)
     config = transformers.AutoConfig.for_model(**family(name))

@@ -46,6 +46,7 @@ def larger(tmp_path_factory):
     return directory
 
 
+@pytest.mark.exhaustive
 def test_at_the_peak_of_set_optimizer_only_parameters_live(larger):
     before = live()
     model = TransformersModel(larger)
@@ -58,6 +59,7 @@ def test_at_the_peak_of_set_optimizer_only_parameters_live(larger):
         assert live() - before < 4.1 * size
 
 
+@pytest.mark.exhaustive
 def test_load_reads_when_only_the_old_parameters_live(larger):
     """They stay until the new ones are known to be whole."""
     seen = []
@@ -77,6 +79,7 @@ def test_load_reads_when_only_the_old_parameters_live(larger):
     assert live() - before < 4.1 * size
 
 
+@pytest.mark.exhaustive
 def test_a_load_that_fails_leaves_the_model_as_it_was(model, tmp_path):
     config = config_of("qwen2")
     save_pretrained(Decoder(config, params_of("qwen2")), tmp_path / "other")

@@ -159,6 +159,7 @@ def test_schedules(model):
     assert model.learning_rate == 1.0
 
 
+@pytest.mark.exhaustive
 def test_lengths_compile_nothing_beyond_their_buckets(model, compilations):
     """Two buckets of 16 and 24 tokens, warmed up; then twenty steps of any lengths in them."""
     rng = np.random.default_rng(0)

@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 
-from tests.model.families import NAMES, config_of
+from tests.model.families import NAMES, config_of, each
 from tests.model.twinkle.rows import INPUTS, SIDE, assert_equal, assert_same, gradient
 from twinkle_jax.model import parameter_shapes
 from twinkle_jax.model.twinkle.optimizers import choose_optimizer, decayed
@@ -24,7 +24,7 @@ def test_twinkles_defaults(model):
     assert model.learning_rate == 1.0
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", each(NAMES))
 def test_norms_and_biases_do_not_decay(name):
     flat = jax.tree_util.tree_leaves_with_path(decayed(parameter_shapes(config_of(name))))
     without = {".".join(key.key for key in path) for path, applies in flat if not applies}

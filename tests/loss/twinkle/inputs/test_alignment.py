@@ -68,6 +68,7 @@ def test_advantages_in_every_form():
         assert loss(advantages=advantages) == expected
 
 
+@pytest.mark.exhaustive
 def test_types():
     rows = [[-1, -2], jnp.array([-1.5]), OLD[2]]
     with jax.enable_x64(True):
