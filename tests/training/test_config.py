@@ -13,11 +13,11 @@ from twinkle_jax.training.config import (
     RolloutConfig,
     TrainConfig,
     UpdateConfig,
-    check_resumable,
     from_dict,
-    learning_rate,
-    resolve,
 )
+from twinkle_jax.training.learning_rate import learning_rate
+from twinkle_jax.training.resolve import resolve
+from twinkle_jax.training.resumable import check_resumable
 
 
 def test_what_depends_on_the_policy_is_filled_in():

@@ -84,6 +84,8 @@ def _within(timeout: float | None, name: str, function: Any, *arguments: Any) ->
             raise TimeoutError(f"{name} must return within {timeout} s, it did not")
     if "error" in outcome:
         error = outcome["error"]
+        if not isinstance(error, Exception):
+            raise error  # KeyboardInterrupt and the like are not the reward's
         raise RuntimeError(
             f"{name} must return rewards, got {type(error).__name__}: {error}"
         ) from error

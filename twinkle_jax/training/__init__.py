@@ -12,10 +12,10 @@ from twinkle_jax.training.config import (
     UpdateConfig,
 )
 from twinkle_jax.training.evaluation import evaluate
+from twinkle_jax.training.export import export
 from twinkle_jax.training.loop import train
 from twinkle_jax.training.policy import Policy, load_policy, save_policy, small_policy
 from twinkle_jax.training.rollout import Rollout, draw_rollout, encode_prompts, training_batch
-from twinkle_jax.training.run import export
 from twinkle_jax.training.step import Recipe, Sampled, sample_and_score, train_step
 from twinkle_jax.training.update import Learner, learn
 

@@ -52,7 +52,7 @@ def _parser() -> tuple[Any, dict[str, Any]]:
     _add_policy(evaluate)
     evaluate.add_argument("--task", default="arithmetic", help="arithmetic, gsm8k:FILE or a JSONL")
     evaluate.add_argument("--level", type=int, default=2, help="of the arithmetic task")
-    evaluate.add_argument("--reward", default=None, help="exact, math or gsm8k")
+    evaluate.add_argument("--reward", default=None, help="exact, math, gsm8k or FILE.py:NAME")
     evaluate.add_argument("--problems", type=int, default=256)
     evaluate.add_argument("--pass_k", type=int, default=0, help="also measure pass@k")
     evaluate.add_argument("--max_new_tokens", type=int, default=512)
@@ -168,7 +168,7 @@ def _sample(given: Any) -> int:
 
 
 def _export(given: Any) -> int:
-    from twinkle_jax.training.run import export
+    from twinkle_jax.training.export import export
 
     export(given.run, given.directory, step=given.step)
     print(f"wrote {given.directory}")  # noqa: T201

@@ -1,7 +1,5 @@
 """What a training run is asked to do: frozen dataclasses, whose fields are the command's flags."""
 
-import dataclasses
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
@@ -133,7 +131,8 @@ class TrainConfig:
             teaches it by example until it gets some answers right.
         task: arithmetic (made up on the spot), gsm8k:FILE, or a JSONL file of prompts and answers.
         level: of the arithmetic task, 1 to 6.
-        reward: exact, math, gsm8k; None: what fits the task.
+        reward: exact, math, gsm8k, or FILE.py:NAME or MODULE:NAME, a function of trajectories and
+            ground truths; None: what fits the task.
         system: what the system says first in each conversation.
         warm_start: held-out accuracy to which a small policy learns from examples, before it learns
             from rewards; 0 for no examples.
@@ -154,7 +153,8 @@ class TrainConfig:
     model: str | None = None
     task: str = "arithmetic"
     level: int = 2
-    reward: Literal["exact", "math", "gsm8k"] | None = None
+    reward: str | None = None
+    reward_timeout: float = 600.0
     system: str | None = None
     warm_start: float = 0.3
     output_dir: str = "runs/arithmetic"
@@ -170,101 +170,6 @@ class TrainConfig:
     logging: LoggingConfig = field(default_factory=LoggingConfig)
 
 
-# What a run may change when it goes on: all else must be as it was.
-_MAY_CHANGE = ("steps", "output_dir", "resume", "overwrite", "logging", "evaluation")
-
-
-def resolve(config: TrainConfig) -> TrainConfig:
-    """Fill in what depends on the policy, and refuse what cannot be."""
-    small = config.model is None
-    rollout, optimizer = config.rollout, config.optimizer
-    if rollout.max_new_tokens is None:
-        rollout = dataclasses.replace(rollout, max_new_tokens=8 if small else 512)
-    if optimizer.learning_rate is None:
-        optimizer = dataclasses.replace(optimizer, learning_rate=8e-4 if small else 1e-6)
-    if optimizer.decay is None:
-        optimizer = dataclasses.replace(optimizer, decay=small)
-    steps = config.steps
-    if steps is None:
-        steps = 240 if small else 500
-    config = dataclasses.replace(config, rollout=rollout, optimizer=optimizer, steps=steps)
-    _check(config)
-    return config
-
-
-def _check(config: TrainConfig) -> None:
-    rollout, update = config.rollout, config.update
-    at_least = {
-        "steps": (config.steps, 0),
-        "seed": (config.seed, 0),
-        "rollout.prompts": (rollout.prompts, 1),
-        "rollout.num_samples": (rollout.num_samples, 2),
-        "rollout.max_new_tokens": (rollout.max_new_tokens, 1),
-        "rollout.max_prompt_tokens": (rollout.max_prompt_tokens, 1),
-        "update.dynamic_sampling": (update.dynamic_sampling, 1),
-        "update.epochs": (update.epochs, 1),
-        "update.mini_batches": (update.mini_batches, 1),
-        "update.micro_batch_rows": (update.micro_batch_rows or 1, 1),
-        "optimizer.warmup_steps": (config.optimizer.warmup_steps, 0),
-        "optimizer.max_skipped": (config.optimizer.max_skipped, 1),
-        "evaluation.every": (config.evaluation.every, 0),
-        "evaluation.problems": (config.evaluation.problems, 1),
-        "evaluation.pass_k": (config.evaluation.pass_k, 0),
-        "logging.checkpoint_every": (config.logging.checkpoint_every, 1),
-        "logging.keep_checkpoints": (config.logging.keep_checkpoints, 1),
-        "logging.samples_every": (config.logging.samples_every, 0),
-    }
-    for name, (value, least) in at_least.items():
-        if value is None or value < least:
-            raise ValueError(f"{name} must be at least {least}, got {value}")
-    above_zero = {
-        "rollout.temperature": rollout.temperature,
-        "optimizer.learning_rate": config.optimizer.learning_rate,
-        "optimizer.max_grad_norm": config.optimizer.max_grad_norm,
-    }
-    for name, number in above_zero.items():
-        if number is None or not 0 < number < math.inf:
-            raise ValueError(f"{name} must be above 0 and finite, got {number}")
-    if not 0 <= config.warm_start <= 1:
-        raise ValueError(f"warm_start must be in [0, 1], got {config.warm_start}")
-    if not 0 <= update.kl_beta < math.inf:
-        raise ValueError(f"update.kl_beta must be at least 0 and finite, got {update.kl_beta}")
-    if config.model is None and config.task != "arithmetic":
-        raise ValueError(f"model must be a checkpoint for the task {config.task}, got none")
-    if rollout.prompts % update.mini_batches:
-        raise ValueError(
-            f"update.mini_batches must divide rollout.prompts, {rollout.prompts}, "
-            f"got {update.mini_batches}"
-        )
-
-
-def learning_rate(config: TrainConfig, step: int) -> float:
-    """Give the learning rate of a step, the first of which is 0."""
-    optimizer = config.optimizer
-    assert optimizer.learning_rate is not None
-    assert config.steps is not None
-    rate = optimizer.learning_rate * min(1.0, (step + 1) / max(optimizer.warmup_steps, 1))
-    return rate * (1 - step / config.steps) if optimizer.decay else rate
-
-
-def check_resumable(saved: dict[str, Any], config: TrainConfig) -> None:
-    """Refuse to go on with other settings than a run was begun with.
-
-    Args:
-        saved: `dataclasses.asdict` of the configuration in the checkpoint.
-        config: the one to go on with.
-
-    Raises:
-        ValueError: with the name of the first setting that differs.
-    """
-    now = _flat(dataclasses.asdict(config))
-    for name, before in _flat(saved).items():
-        top = name.split(".")[0]
-        depends = name == "steps" and config.optimizer.decay  # the learning rate does
-        if (depends or top not in _MAY_CHANGE) and now.get(name) != before:
-            raise ValueError(f"{name} must be {before!r}, as it was, got {now.get(name)!r}")
-
-
 def from_dict(saved: Mapping[str, Any]) -> TrainConfig:
     """Make a configuration of what `dataclasses.asdict` and JSON have made of one."""
     values = dict(saved)
@@ -276,13 +181,3 @@ def from_dict(saved: Mapping[str, Any]) -> TrainConfig:
             assert callable(part.default_factory)
             values[part.name] = part.default_factory(**inner)
     return TrainConfig(**values)
-
-
-def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for name, value in tree.items():
-        if isinstance(value, dict):
-            flat |= _flat(value, f"{prefix}{name}.")
-        else:
-            flat[prefix + name] = list(value) if isinstance(value, tuple) else value
-    return flat

@@ -29,6 +29,7 @@ def evaluate(
     batch: int = 256,
     seed: int = 0,
     compute_dtype: DTypeLike | None = None,
+    reward_timeout: float = 600.0,
 ) -> dict[str, float]:
     r"""Judge a policy on prompts with known answers.
 
@@ -50,6 +51,7 @@ def evaluate(
         batch: prompts at once.
         seed: of what is drawn for pass@k.
         compute_dtype: type of activations.
+        reward_timeout: seconds that the reward may take for a batch.
 
     Returns:
         `accuracy`, and `pass@k` if asked for.
@@ -82,7 +84,8 @@ def evaluate(
             )
             said = read_texts(rollout, chosen, policy.template).trajectories
             truths = [truth for truth in chosen.ground_truths for _ in range(samples)]
-            rows.append(np.asarray(compute_rewards(reward, said, truths)) >= 1)
+            found = compute_rewards(reward, said, truths, timeout=reward_timeout)
+            rows.append(np.asarray(found) >= 1)
         return np.concatenate(rows).reshape(len(prompts), samples)
 
     results = {"accuracy": float(solved(1, 0.0).mean())}

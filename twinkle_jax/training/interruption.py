@@ -4,6 +4,7 @@ import os
 import signal
 import socket
 import threading
+from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any, Self
 
@@ -18,8 +19,17 @@ class Interruption:
     and the signal's number: 143 for SIGTERM, 130 for Ctrl-C. After the block, the handlers are
     those from before.
 
+    Whoever is asked may be in the middle of something long: a compilation, a rollout, a reward that
+    hangs. When the block has not ended `patience` seconds after the first signal, `last_resort` is
+    called on another thread, each second until it returns True, and the process ends with the exit
+    status 143; with 1, and the error on standard error, if it raises one.
+
     Python takes signals in its main thread alone. In any other thread the block changes nothing,
     and `requested` stays false.
+
+    Args:
+        patience: seconds.
+        last_resort: saves what is to be saved; None: the block has all the time that it needs.
 
     Example:
         >>> with Interruption() as interruption:
@@ -30,7 +40,11 @@ class Interruption:
         False
     """
 
-    def __init__(self) -> None:
+    def __init__(
+        self, *, patience: float = 15.0, last_resort: Callable[[], bool] | None = None
+    ) -> None:
+        self._patience = patience if last_resort is not None else None
+        self._last_resort = last_resort or (lambda: False)
         self._signal: signal.Signals | None = None
         self._restore: list[tuple[signal.Signals, Any]] = []
 
@@ -52,7 +66,9 @@ class Interruption:
             read, self._write = socket.socketpair()
             self._write.setblocking(False)
             self._previous_fd = signal.set_wakeup_fd(self._write.fileno())
-            self._thread = threading.Thread(target=_count, args=(read,), name="interruption")
+            self._thread = threading.Thread(
+                target=_wait, args=(read, self._patience, self._last_resort), name="interruption"
+            )
             self._thread.daemon = True
             self._thread.start()
             self._restore = [(number, signal.signal(number, self._note)) for number in _SIGNALS]
@@ -76,13 +92,36 @@ class Interruption:
         self._signal = signal.Signals(number)
 
 
-def _count(read: socket.socket) -> None:
-    """End the process when the second of the signals arrives."""
+def _wait(read: socket.socket, patience: float | None, last_resort: Callable[[], bool]) -> None:
+    """End the process when the second of the signals arrives, or when time is up."""
     seen = 0
     with read:
-        while received := read.recv(1):
-            seen += received[0] in _SIGNALS
+        while True:
+            try:
+                received = read.recv(1)
+            except TimeoutError:
+                read.settimeout(1.0)
+                _try(last_resort)
+                continue
+            if not received:
+                return
+            if received[0] in _SIGNALS:
+                seen += 1
+                read.settimeout(patience)
             if seen == 2:
-                if os.isatty(1):
-                    os.write(1, b"\x1b[?25h")  # the cursor, which a moving bar hides
-                os._exit(128 + received[0])
+                _end(128 + received[0])
+
+
+def _try(last_resort: Callable[[], bool]) -> None:
+    try:
+        if last_resort():
+            _end(128 + signal.SIGTERM)
+    except Exception as error:
+        os.write(2, f"interrupted, but not saved: {error}\n".encode())
+        _end(1)
+
+
+def _end(status: int) -> None:
+    if os.isatty(1):
+        os.write(1, b"\x1b[?25h")  # the cursor, which a moving bar hides
+    os._exit(status)

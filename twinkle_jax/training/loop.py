@@ -2,20 +2,25 @@
 
 import json
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import jax
 
 from twinkle_jax.reward.checked import RewardFunction
-from twinkle_jax.training.config import TrainConfig, learning_rate, resolve
+from twinkle_jax.training.config import TrainConfig
 from twinkle_jax.training.curves import draw_curves
 from twinkle_jax.training.display import Display
 from twinkle_jax.training.interruption import Interruption
+from twinkle_jax.training.last_step import LastStep
+from twinkle_jax.training.learning_rate import learning_rate
 from twinkle_jax.training.metrics_log import MetricsLog
 from twinkle_jax.training.policy import save_policy
-from twinkle_jax.training.run import Progress, Run, begin, held_out_accuracy, save
-from twinkle_jax.training.run_directory import prepare_directory
+from twinkle_jax.training.progress import Progress, save
+from twinkle_jax.training.resolve import resolve
+from twinkle_jax.training.run import Run, begin, held_out_accuracy
+from twinkle_jax.training.run_directory import prepare_directory, write_whole
 from twinkle_jax.training.step import (
     InterruptedRunError,
     Sampled,
@@ -55,30 +60,42 @@ def train(config: TrainConfig, *, reward: RewardFunction | None = None) -> dict[
     if reward is not None:
         task = task._replace(reward=reward)
     sinks = config.logging
+
+    def write(progress: Progress) -> None:
+        save(run.checkpoints, progress, run.recipe.reference, config, run.log)
+
+    last = LastStep(write)
     with (
-        Interruption() as interruption,
+        Interruption(last_resort=last.save_from_aside) as interruption,
         MetricsLog(directory, tensorboard=sinks.tensorboard, wandb=sinks.wandb) as log,
         Display(total=config.steps) as display,
     ):
         run, progress = begin(config, directory, task, log, display, source)
+        last.finished(progress, saved=source == directory)
+        last.save()
+        if progress.step >= (config.steps or 0) and (directory / "summary.json").exists():
+            display.note(f"nothing is left to do: {progress.step} of {config.steps} steps are done")
+            return json.loads((directory / "summary.json").read_text())
         try:
             while progress.step < (config.steps or 0):
-                progress = _one_step(run, progress, interruption)
+                progress = _one_step(run, progress, last, interruption)
         except InterruptedRunError:
-            pass
+            last.save()
+        except BaseException:
+            with suppress(Exception):  # the first error is the one to tell
+                if last.save_from_aside():
+                    display.note(f"step {progress.step} is saved: --resume auto goes on after it")
+            raise
         return _finish(run, progress, directory, interruption)
 
 
-def _one_step(run: Run, progress: Progress, interruption: Interruption) -> Progress:
+def _one_step(run: Run, progress: Progress, last: LastStep, interruption: Interruption) -> Progress:
     """Do a step and what is due after it, or end the run with `InterruptedRunError`."""
     config, step = run.config, progress.step
-    position = run.loader.get_state()
 
     def check() -> None:
         if interruption.requested:
-            run.loader.set_state(position)  # the step is done anew, with the same prompts
-            save(run, progress)
-            raise InterruptedRunError
+            raise InterruptedRunError  # the step will be done anew, with the same prompts
 
     check()
     began = time.perf_counter()
@@ -103,35 +120,40 @@ def _one_step(run: Run, progress: Progress, interruption: Interruption) -> Progr
     facts["num_tokens"] += tokens
     facts["seconds"] += step_time
     facts["skipped"] = facts["skipped"] + 1 if learnt["skipped_updates"] else 0
-    progress = Progress(state, progress.key, step + 1, facts)
+    progress = Progress(state, progress.key, step + 1, facts, run.loader.get_state())
     metrics |= learnt | {
         "num_tokens": facts["num_tokens"],
         "step_time": step_time,
         "tokens_per_second": tokens / step_time,
     }
-    _after_step(run, progress, sampled, metrics)
+    _after_step(run, progress, last, sampled, metrics)
     return progress
 
 
-def _after_step(run: Run, progress: Progress, sampled: Sampled, metrics: dict[str, float]) -> None:
+def _after_step(
+    run: Run, progress: Progress, last: LastStep, sampled: Sampled, metrics: dict[str, float]
+) -> None:
     config, step = run.config, progress.step
     every = config.evaluation.every
-    if every and step % every == 0 and run.task.held_out:
-        found = held_out_accuracy(config, run.task, run.policy, progress.state.params)
-        metrics |= {f"eval/{name}": value for name, value in found.items()}
-    run.log.write(step, metrics)
+    try:
+        if every and step % every == 0 and run.task.held_out:
+            found = held_out_accuracy(config, run.task, run.policy, progress.state.params)
+            metrics |= {f"eval/{name}": value for name, value in found.items()}
+    finally:  # a reward that raises loses the evaluation, not the step
+        run.log.write(step, metrics)
+        last.finished(progress)
     run.display.step(step, metrics)
     if config.logging.samples_every and step % config.logging.samples_every == 0:
         rewards, advantages = sampled.rewards.tolist(), sampled.advantages.tolist()
         run.display.samples(step, sampled.trajectories, rewards, advantages)
     if progress.facts["skipped"] >= config.optimizer.max_skipped:
-        save(run, progress)
+        last.save()
         raise RuntimeError(
             f"gradients must be finite, got {progress.facts['skipped']} steps in a row in which "
             f"some were not; the parameters of step {step} are in {run.checkpoints.directory}"
         )
     if step % config.logging.checkpoint_every == 0 or step == config.steps:
-        save(run, progress)
+        last.save()
 
 
 def _finish(
@@ -158,6 +180,6 @@ def _finish(
     save_policy(run.policy._replace(params=progress.state.params), str(directory / "policy"))
     if progress.step:
         draw_curves(directory / "metrics.jsonl", directory / "curves.png")
-    (directory / "summary.json").write_text(json.dumps(summary, indent=1))
+    write_whole(directory / "summary.json", json.dumps(summary, indent=1))
     run.display.summary(summary, directory)
     return summary

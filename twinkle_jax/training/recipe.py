@@ -67,4 +67,5 @@ def make_recipe(config: TrainConfig, task: Task, policy: Policy) -> Recipe:
         dynamic_sampling=update.dynamic_sampling,
         max_logp_diff=_MAX_LOGP_DIFF[config.dtype],
         reference=reference,
+        reward_timeout=config.reward_timeout,
     )

@@ -1,25 +1,25 @@
-"""A run: what it is made of, how it begins or goes on, and what a checkpoint of it holds."""
+"""A run: what it is made of, and how it begins or goes on."""
 
 import dataclasses
 import json
-import platform
-from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 
 from twinkle_jax.data import ArithmeticTask, PromptLoader
-from twinkle_jax.model import TrainState, train_state
-from twinkle_jax.training.config import TrainConfig, check_resumable, from_dict
+from twinkle_jax.model import train_state
+from twinkle_jax.training.config import TrainConfig
 from twinkle_jax.training.display import Display
 from twinkle_jax.training.evaluation import evaluate
 from twinkle_jax.training.metrics_log import MetricsLog
-from twinkle_jax.training.policy import Policy, load_policy, save_policy, small_policy
+from twinkle_jax.training.policy import Policy, load_policy, small_policy
+from twinkle_jax.training.progress import Progress, restore
 from twinkle_jax.training.recipe import make_recipe
 from twinkle_jax.training.run_checkpoints import RunCheckpoints
+from twinkle_jax.training.run_directory import write_whole
 from twinkle_jax.training.step import Recipe
-from twinkle_jax.training.tasks import Task, make_task
+from twinkle_jax.training.tasks import Task
 from twinkle_jax.training.warm_start import WarmStart, warm_start
 
 
@@ -36,22 +36,6 @@ class Run(NamedTuple):
     display: Display
 
 
-class Progress(NamedTuple):
-    """Where a run is: what a checkpoint holds besides the reference policy.
-
-    Attributes:
-        state: parameters, moments, number of updates.
-        key: the root of all randomness on the device; step s draws with `fold_in(key, s)`.
-        step: steps done.
-        facts: numbers that go on: tokens so far, accuracies, seconds, skipped steps in a row.
-    """
-
-    state: TrainState
-    key: jax.Array
-    step: int
-    facts: dict[str, Any]
-
-
 def begin(
     config: TrainConfig,
     directory: Path,
@@ -60,29 +44,29 @@ def begin(
     display: Display,
     source: Path | None,
 ) -> tuple[Run, Progress]:
-    """Make the policy, or restore what a checkpoint holds."""
+    """Make the policy, or restore what a checkpoint holds; nothing is saved yet."""
     policy = small_policy(config.seed) if config.model is None else load_policy(config.model)
     facts: dict[str, Any] = {"num_tokens": 0, "skipped": 0, "seconds": 0.0, "accuracy_before": None}
+    settings = json.dumps(dataclasses.asdict(config), indent=1)
     if source is None:
         display.note(f"run in {directory}: {_describe(policy)}")
-        (directory / "config.json").write_text(json.dumps(dataclasses.asdict(config), indent=1))
+        write_whole(directory / "config.json", settings)
         if config.model is None and config.warm_start:
             policy = _warm(config, task, policy, display)
         facts["accuracy_before"] = held_out_accuracy(config, task, policy).get("accuracy")
     recipe = make_recipe(config, task, policy)
     loader = PromptLoader(task.train, config.rollout.prompts, seed=config.seed)
     state = train_state(policy.params, recipe.learner.optimizer)
-    progress = Progress(state, jax.random.key(config.seed), 0, facts)
+    progress = Progress(state, jax.random.key(config.seed), 0, facts, loader.get_state())
     checkpoints = RunCheckpoints(directory / "checkpoints", keep=config.logging.keep_checkpoints)
     if source is not None:
         saved = RunCheckpoints(source / "checkpoints") if source != directory else checkpoints
-        progress, reference = _restore(saved, config, loader, progress, recipe)
+        progress, reference = restore(saved, progress, recipe.reference, config, loader)
         recipe = recipe._replace(reference=reference)
         log.truncate(progress.facts["metrics_offset"])
+        write_whole(directory / "config.json", settings)
         display.note(f"going on after step {progress.step} of {source}")
     run = Run(config, policy, task, recipe, loader, checkpoints, log, display)
-    if source is None:
-        save(run, progress)
     return run, progress
 
 
@@ -117,63 +101,10 @@ def held_out_accuracy(
         temperature=config.rollout.temperature,
         seed=config.seed,
         compute_dtype=config.dtype,
+        reward_timeout=config.reward_timeout,
     )
-
-
-def _arrays(progress: Progress, recipe: Recipe) -> dict[str, Any]:
-    held = {} if recipe.reference is None else {"reference": recipe.reference}
-    return {"state": progress.state, "key": progress.key, **held}
-
-
-def save(run: Run, progress: Progress) -> None:
-    """Save a checkpoint: all that the next step depends on."""
-    facts = progress.facts | {
-        "metrics_offset": run.log.offset,
-        "data": run.loader.get_state(),
-        "config": json.loads(json.dumps(dataclasses.asdict(run.config))),
-        "versions": _versions(),
-    }
-    run.checkpoints.save(progress.step, _arrays(progress, run.recipe), facts)
-
-
-def export(directory: str | Path, target: str | Path, *, step: int | None = None) -> None:
-    """Write the policy of a run's checkpoint as a Hugging Face checkpoint.
-
-    Args:
-        directory: of the run.
-        target: where to write it.
-        step: whose checkpoint; None for the newest whole one.
-
-    Raises:
-        FileNotFoundError: if there is no run, or no whole checkpoint.
-    """
-    config = from_dict(json.loads((Path(directory) / "config.json").read_text()))
-    policy = small_policy(config.seed) if config.model is None else load_policy(config.model)
-    recipe = make_recipe(config, make_task(config), policy)
-    state = train_state(policy.params, recipe.learner.optimizer)
-    like = _arrays(Progress(state, jax.random.key(config.seed), 0, {}), recipe)
-    found = RunCheckpoints(Path(directory) / "checkpoints").restore(like, step=step)
-    save_policy(policy._replace(params=found.arrays["state"].params), str(target))
-
-
-def _restore(
-    checkpoints: RunCheckpoints,
-    config: TrainConfig,
-    loader: PromptLoader,
-    fresh: Progress,
-    recipe: Recipe,
-) -> tuple[Progress, Any]:
-    step, arrays, facts = checkpoints.restore(_arrays(fresh, recipe))
-    check_resumable(facts["config"], config)
-    loader.set_state(facts["data"])
-    return Progress(arrays["state"], arrays["key"], step, facts), arrays.get("reference")
 
 
 def _describe(policy: Policy) -> str:
     count = sum(x.size for x in jax.tree.leaves(policy.params))
     return f"{count:,} parameters on {jax.device_count()} {jax.default_backend()} device(s)"
-
-
-def _versions() -> dict[str, str]:
-    names = ("twinkle-jax", "jax", "jaxlib", "flax", "optax", "numpy", "orbax-checkpoint", "grain")
-    return {"python": platform.python_version()} | {name: metadata.version(name) for name in names}

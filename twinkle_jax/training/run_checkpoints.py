@@ -6,7 +6,7 @@ import re
 import secrets
 import shutil
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -109,7 +109,13 @@ class RunCheckpoints:
         self._remove_others(step)
         return target
 
-    def restore(self, like: PyTree[Any], *, step: int | None = None) -> Restored:
+    def restore(
+        self,
+        like: PyTree[Any],
+        *,
+        step: int | None = None,
+        check: Callable[[dict[str, Any]], None] = lambda facts: None,
+    ) -> Restored:
         """Restore the newest whole checkpoint, or that of one step.
 
         Each file is compared with the manifest first. A checkpoint that does not agree with it is
@@ -119,6 +125,7 @@ class RunCheckpoints:
             like: arrays, or `jax.ShapeDtypeStruct`s, with the tree, shapes and dtypes of those that
                 were saved; they tell the devices too.
             step: None for the newest.
+            check: called with the facts before arrays are read; may raise to refuse them.
 
         Returns:
             The step, the arrays, byte for byte, and the facts.
@@ -135,8 +142,9 @@ class RunCheckpoints:
             directory = self.path(candidate)
             fault = find_fault(directory)
             if fault is None:
-                arrays = read_arrays(directory, like)
                 facts = json.loads((directory / _FACTS).read_text(encoding="utf-8"))
+                check(facts)
+                arrays = read_arrays(directory, like)
                 self._current = candidate
                 return Restored(candidate, arrays, facts)
             if step is not None:

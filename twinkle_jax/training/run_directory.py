@@ -19,8 +19,26 @@ def prepare_directory(config: TrainConfig, directory: Path) -> Path | None:
         return source
     if config.resume == "auto" and RunCheckpoints(directory / "checkpoints").steps():
         return directory
-    _make_empty(config, directory)
+    if not (config.resume == "auto" and _has_not_begun(directory)):
+        _make_empty(config, directory)
     return None
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file so that whoever looks finds the old one or the new one."""
+    beside = path.with_name(f".{path.name}.partial")
+    beside.write_text(text, encoding="utf-8")
+    beside.replace(path)
+
+
+def _has_not_begun(directory: Path) -> bool:
+    """Whether a process that ended before its first checkpoint has left this, and nothing else."""
+    if not (directory / "metrics.jsonl").is_file() or (directory / "metrics.jsonl").stat().st_size:
+        return False
+    known = {"config.json", ".config.json.partial", "metrics.jsonl", "checkpoints", "tensorboard"}
+    known |= {"wandb", "wandb_run.txt"}
+    saves = [path.name for path in directory.glob("checkpoints/*")]
+    return {p.name for p in directory.iterdir()} <= known and all(n[0] == "." for n in saves)
 
 
 def _make_empty(config: TrainConfig, directory: Path) -> None:

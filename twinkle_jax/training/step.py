@@ -43,6 +43,7 @@ class Recipe(NamedTuple):
         dynamic_sampling: the most rollouts for one update.
         max_logp_diff: how far the sampler's log-probabilities may be from the trainer's.
         reference: parameters that the policy is held near; None for no reference.
+        reward_timeout: seconds that a reward may take.
     """
 
     learner: Learner
@@ -58,6 +59,7 @@ class Recipe(NamedTuple):
     dynamic_sampling: int = 1
     max_logp_diff: float = 1e-3
     reference: Params | None = None
+    reward_timeout: float = 600.0
 
 
 class Sampled(NamedTuple):
@@ -109,7 +111,10 @@ def sample_and_score(
     texts: Texts = read_texts(rollout, prompts, recipe.template)
     check()
     truths = [truth for truth in prompts.ground_truths for _ in range(recipe.num_samples)]
-    rewards = np.asarray(compute_rewards(recipe.reward, texts.trajectories, truths), np.float32)
+    scored = compute_rewards(
+        recipe.reward, texts.trajectories, truths, timeout=recipe.reward_timeout
+    )
+    rewards = np.asarray(scored, np.float32)
     check()
     where = ~texts.truncated if recipe.mask_truncated else None
     advantages = recipe.advantage(rewards, recipe.num_samples, recipe.scale, where=where)

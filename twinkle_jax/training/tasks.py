@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from twinkle_jax.data import ArithmeticTask, Trajectory, read_gsm8k, read_jsonl
-from twinkle_jax.reward import ExactMatchReward, GSM8KAccuracyReward, MathReward
 from twinkle_jax.reward.checked import RewardFunction
 from twinkle_jax.training.config import TrainConfig
+from twinkle_jax.training.rewards import find_reward
 
 _PROBLEMS = 100_000  # of the arithmetic task, before they come up again
 
@@ -42,7 +42,7 @@ def make_task(config: TrainConfig) -> Task:
     if config.task == "arithmetic":
         train = ArithmeticTask(config.level, size=_PROBLEMS, seed=config.seed)
         held_out = ArithmeticTask(config.level, split="eval", size=count, seed=config.seed)
-        return Task(train, held_out, _reward(config.reward or "exact"))
+        return Task(train, held_out, find_reward(config.reward or "exact"))
     kind, _, path = config.task.partition(":")
     gsm8k = kind == "gsm8k"
     if gsm8k and not path:
@@ -56,10 +56,4 @@ def make_task(config: TrainConfig) -> Task:
     assert train_file is not None
     prompts = read(train_file, system=config.system)
     judged = read(held_out_file, system=config.system)[:count] if held_out_file else []
-    return Task(prompts, judged, _reward(config.reward or ("gsm8k" if gsm8k else "math")))
-
-
-def _reward(name: str) -> RewardFunction:
-    if name == "exact":
-        return ExactMatchReward()
-    return GSM8KAccuracyReward() if name == "gsm8k" else MathReward()
+    return Task(prompts, judged, find_reward(config.reward or ("gsm8k" if gsm8k else "math")))

@@ -1,0 +1,143 @@
+"""Runs of the command in processes of their own: how to begin them, and what they leave."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+
+from twinkle_jax.data import ArithmeticTask, Template, small_tokenizer
+from twinkle_jax.model import init_params, parse_config
+from twinkle_jax.training import Policy, save_policy
+
+ROOT = Path(__file__).parents[2]
+TIMES = ("time/sample", "step_time", "tokens_per_second")
+WIDTHS = {"hidden_size": 32, "intermediate_size": 64, "head_dim": 16, "num_hidden_layers": 2}
+HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1}
+
+
+def make_files(folder):
+    """A policy of 20,000 parameters, and six problems."""
+    template = Template(small_tokenizer("0123456789+-*()="))
+    size = {"vocab_size": len(template.tokenizer)}
+    config = parse_config({"model_type": "qwen3", **WIDTHS, **HEADS, **size})
+    policy = Policy(init_params(jax.random.key(1), config), config, template)
+    save_policy(policy, str(folder / "model"))
+    problems = [ArithmeticTask(1, size=6).problem(i) for i in range(6)]
+    lines = [json.dumps({"prompt": f"{p}=", "answer": a}) for p, a in problems]
+    (folder / "task.jsonl").write_text("\n".join(lines))
+
+
+def flags(folder, **changes):
+    """Six problems, two a step, so that an epoch has three steps; four updates a step."""
+    settings = {
+        "model": folder / "model",
+        "task": folder / "task.jsonl",
+        "reward": "tests.training.recorded_reward:short_answers",
+        "steps": 6,
+        "rollout.prompts": 2,
+        "rollout.num_samples": 4,
+        "rollout.max_new_tokens": 4,
+        "update.epochs": 2,
+        "update.mini_batches": 2,
+        "update.micro_batch_rows": 2,
+        "optimizer.learning_rate": 1e-2,
+        "optimizer.warmup_steps": 4,
+        "evaluation.every": 0,
+        "logging.checkpoint_every": 1,
+        "logging.keep_checkpoints": 99,
+        "logging.samples_every": 0,
+    }
+    settings |= {name.replace("__", "."): value for name, value in changes.items()}
+    return [f"--{name}={value}" for name, value in settings.items() if value is not None]
+
+
+def environment(folder, **changes):
+    """Compile as the tests do, and once for all runs in a folder."""
+    own = {
+        "JAX_PLATFORMS": "cpu",
+        "JAX_NUM_CPU_DEVICES": "1",
+        "JAX_DISABLE_MOST_OPTIMIZATIONS": os.environ.get("JAX_DISABLE_MOST_OPTIMIZATIONS", "1"),
+        "JAX_COMPILATION_CACHE_DIR": str(folder / "compiled"),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+        "RECORD": str(folder / "record.jsonl"),
+    }
+    return os.environ | own | changes
+
+
+def command(arguments):
+    return [sys.executable, "-m", "tests.training.command_process", "train", *arguments]
+
+
+def run(folder, directory, *, resume="never", env=None, **changes):
+    """Run `twinkle-jax train` in a process of its own, and give its status and output."""
+    record = {"RECORD": str(directory) + ".record"}
+    return subprocess.run(
+        command([*flags(folder, output_dir=directory, resume=resume, **changes)]),
+        cwd=ROOT,
+        env=environment(folder, **record, **(env or {})),
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+
+
+def copy_until(source, target, step):
+    """The directory of a run that was killed after a step, and had written more metrics."""
+    shutil.copytree(source, target)
+    for path in (target / "checkpoints").iterdir():
+        if int(path.name.removeprefix("step_")) > step:
+            shutil.rmtree(path)
+    for name in ("summary.json", "curves.png"):
+        (target / name).unlink()
+    shutil.rmtree(target / "policy")
+
+
+def scored(directory):
+    """The conversations that a run's reward was asked about, one list a call."""
+    return [json.loads(line) for line in Path(f"{directory}.record").read_text().splitlines()]
+
+
+def metrics(directory):
+    """Lines of `metrics.jsonl`, as they are written but for the times."""
+    found = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    return [json.dumps({k: v for k, v in line.items() if k not in TIMES}) for line in found]
+
+
+def steps(directory):
+    return sorted(int(p.name.removeprefix("step_")) for p in (directory / "checkpoints").iterdir())
+
+
+def facts(directory, step):
+    path = directory / "checkpoints" / f"step_{step:08d}" / "facts.json"
+    changing = ("seconds", "metrics_offset", "config")  # times, their digits, and where it is
+    return {k: v for k, v in json.loads(path.read_text()).items() if k not in changing}
+
+
+def arrays(directory, step):
+    """All arrays of a checkpoint by their names: type, shape and bytes."""
+    path = directory / "checkpoints" / f"step_{step:08d}" / "arrays"
+    with ocp.Checkpointer(ocp.StandardCheckpointHandler()) as reader:
+        found = {name: np.asarray(x) for name, x in reader.restore(path.absolute()).items()}
+    return {name: (str(x.dtype), x.shape, x.tobytes()) for name, x in found.items()}
+
+
+def assert_same_run(got, expected):
+    """All that two runs leave is the same, to the byte, but for times."""
+    assert metrics(got) == metrics(expected)
+    last = steps(expected)[-1]
+    assert steps(got)[-1] == last
+    assert facts(got, last) == facts(expected, last)
+    one, other = arrays(got, last), arrays(expected, last)
+    assert [name for name in other if one.get(name) != other[name]] == []
+    assert one.keys() == other.keys()
+    files = sorted(p.relative_to(expected) for p in (expected / "policy").rglob("*") if p.is_file())
+    assert len(files) > 2
+    assert [f for f in files if (got / f).read_bytes() != (expected / f).read_bytes()] == []
