@@ -6,6 +6,7 @@ import inspect
 import pathlib
 import pkgutil
 import re
+import textwrap
 import tomllib
 
 import jax
@@ -96,6 +97,12 @@ def test_each_public_name_has_its_place_on_the_reference_pages():
     packages = ("advantage", "loss", "model", "data", "reward", "sampler", "training")
     public = {n for p in packages for n in importlib.import_module(f"twinkle_jax.{p}").__all__}
     assert sorted(listed) == sorted(public)
+
+
+def test_what_the_readme_quotes_stands_in_the_example():
+    [(_, quoted)] = _blocks(ROOT / "README.md", "py")
+    example = (ROOT / "examples/checkpoint_to_update.py").read_text()
+    assert textwrap.indent(quoted, " " * 8) in example
 
 
 def test_links_inside_the_repository_lead_somewhere():
