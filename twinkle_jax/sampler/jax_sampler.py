@@ -1,6 +1,5 @@
 """Twinkle's sampler on the policy that is trained, or on parameters of its own."""
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,17 +12,15 @@ from jax.typing import DTypeLike
 from twinkle_jax.data.buckets import bucket_size
 from twinkle_jax.data.sampling import SampleResponses, SamplingParams
 from twinkle_jax.data.template import Template
-from twinkle_jax.model.decoder.config import DecoderConfig
 from twinkle_jax.model.decoder.sharding import partition_rules, shard_like_params
 from twinkle_jax.model.huggingface.checkpoint_read import load_pretrained
 from twinkle_jax.model.twinkle.transformers_model import TransformersModel
+from twinkle_jax.sampler.asked import longest_row, own_template, read_params
 from twinkle_jax.sampler.generate import generate
 from twinkle_jax.sampler.prompts import Prompt, pad_prompts, read_prompts
-from twinkle_jax.sampler.responses import make_responses
+from twinkle_jax.sampler.responses import make_responses, read_arrays
 from twinkle_jax.sampler.sampling import Sampling
 from twinkle_jax.sampler.stops import read_stops
-
-_LONGEST = 4096  # where neither the caller nor the checkpoint asks for less
 
 
 class JaxSampler:
@@ -68,8 +65,6 @@ class JaxSampler:
                 "either model or model_id must be given, "
                 f"got {'neither' if model is None else 'both'}"
             )
-        if max_length is not None and max_length < 2:
-            raise ValueError(f"max_length must be at least 2, got {max_length}")
         self._model, self._params = model, None
         if model is not None:
             self.config, source = model.config, model.source
@@ -82,8 +77,8 @@ class JaxSampler:
             self.config, source, self._params = decoder.config, decoder.source, decoder.params
         given = None if model is None else model.template
         template = template or (given if isinstance(given, Template) else None)
-        self.template = template or _own_template(source)
-        self.max_length = max_length or min(_positions(self.config), _LONGEST)
+        self.template = template or own_template(source)
+        self.max_length = longest_row(max_length, self.config)
         self.seed, self.calls = seed, 0
 
     def sample(
@@ -110,7 +105,7 @@ class JaxSampler:
                 what there is not; the message names it.
             TypeError: if something has the wrong type.
         """
-        asked = _read_params(sampling_params)
+        asked = _only_drawn_tokens(read_params(sampling_params))
         num_samples = asked.num_samples if num_samples == 1 else num_samples
         features = read_prompts(
             inputs, self.template, vocab=self.config.vocab_size, room=self.max_length
@@ -143,7 +138,7 @@ class JaxSampler:
         )
         return make_responses(
             features,
-            drawn,
+            read_arrays(drawn, len(features) * num_samples),
             num_samples,
             stops,
             self.template,
@@ -188,11 +183,7 @@ class JaxSampler:
         return jax.random.fold_in(jax.random.key(self.seed), call)
 
 
-def _read_params(given: SamplingParams | Mapping[str, Any] | None) -> SamplingParams:
-    params = SamplingParams.from_dict(given) if isinstance(given, Mapping) else given
-    params = SamplingParams() if params is None else params
-    if not isinstance(params, SamplingParams):
-        raise TypeError(f"sampling_params must be SamplingParams, got {params!r}")
+def _only_drawn_tokens(params: SamplingParams) -> SamplingParams:
     for name in ("logprobs", "prompt_logprobs"):
         if getattr(params, name) not in ((None, 0) if name == "logprobs" else (None,)):
             raise ValueError(
@@ -200,17 +191,3 @@ def _read_params(given: SamplingParams | Mapping[str, Any] | None) -> SamplingPa
                 f"got {getattr(params, name)}"
             )
     return params
-
-
-def _own_template(source: Path | None) -> Template | None:
-    if source is None or not (Path(source) / "tokenizer.json").is_file():
-        return None
-    template = Template(source, use_chat_template=False, max_length=None)
-    chats = template.tokenizer.chat_template is not None
-    return Template(template.tokenizer, max_length=None) if chats else template
-
-
-def _positions(config: DecoderConfig) -> int:
-    original = json.loads(config.original or "{}")
-    text = original.get("text_config", original)
-    return int(text.get("max_position_embeddings", _LONGEST))

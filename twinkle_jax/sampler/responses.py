@@ -1,7 +1,7 @@
-"""From arrays of completions to Twinkle's responses."""
+"""From completions to Twinkle's responses."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -14,31 +14,51 @@ from twinkle_jax.sampler.rows import STOP
 from twinkle_jax.sampler.stops import Stops, cut
 
 
+class Drawn(NamedTuple):
+    """One completion as a sampler drew it.
+
+    Attributes:
+        tokens: its tokens, the one that ended it included.
+        logprobs: for each of them pairs of a token and its log-probability, its own first.
+        end: at a stop token, behind a stop string, or where there was no more room.
+    """
+
+    tokens: list[int]
+    logprobs: list[list[tuple[int, float]]]
+    end: Literal["token", "string", "length"]
+
+
+def read_arrays(completions: Completions, rows: int) -> list[Drawn]:
+    """Take completions out of arrays; rows that only filled up the batch are left out."""
+    lengths, stopped = (
+        np.asarray(completions.lengths),
+        np.asarray(completions.finish_reasons) == STOP,
+    )
+    tokens, logprobs = np.asarray(completions.tokens), np.asarray(completions.logprobs)
+    found = []
+    for row in range(rows):
+        own = tokens[row, : lengths[row]].tolist()
+        scores = logprobs[row, : lengths[row]].tolist()
+        pairs = [[pair] for pair in zip(own, scores, strict=True)]
+        found.append(Drawn(own, pairs, "token" if stopped[row] else "length"))
+    return found
+
+
 def make_responses(
     features: Sequence[Mapping[str, Any]],
-    drawn: Completions,
+    drawn: Sequence[Drawn],
     num_samples: int,
     stops: Stops,
     template: Template | None,
     *,
     include_stop: bool,
 ) -> SampleResponses:
-    """Give each prompt its completions; rows that filled up the batch are left out."""
-    tokens, logprobs = np.asarray(drawn.tokens), np.asarray(drawn.logprobs)
-    lengths, reasons = np.asarray(drawn.lengths), np.asarray(drawn.finish_reasons)
+    """Give each prompt its completions, which are ordered by prompt, then by sample."""
     responses = SampleResponses()
     for i, feature in enumerate(features):
         sequences = [
-            _sequence(
-                feature,
-                tokens[row, : lengths[row]].tolist(),
-                logprobs[row, : lengths[row]].tolist(),
-                stopped=bool(reasons[row] == STOP),
-                stops=stops,
-                template=template,
-                include_stop=include_stop,
-            )
-            for row in range(i * num_samples, (i + 1) * num_samples)
+            _sequence(feature, one, stops, template, include_stop=include_stop)
+            for one in drawn[i * num_samples : (i + 1) * num_samples]
         ]
         responses.append(SampleResponse(sequences, prompt_tokens(feature).tolist()))
     return responses
@@ -46,14 +66,13 @@ def make_responses(
 
 def _sequence(
     feature: Mapping[str, Any],
-    tokens: list[int],
-    logprobs: list[float],
-    *,
-    stopped: bool,
+    drawn: Drawn,
     stops: Stops,
     template: Template | None,
+    *,
     include_stop: bool,
 ) -> SampledSequence:
+    tokens, stopped = drawn.tokens, drawn.end != "length"
     text = None
     if template is not None:
         count, text = cut(tokens, stops.strings, template)
@@ -62,16 +81,16 @@ def _sequence(
         stopped = at_string or stopped
         if include_stop and at_string:
             text = _with_stop(whole, text, stops.strings)
-        elif stopped and not at_string and not include_stop:
+        elif drawn.end == "token" and not at_string and not include_stop:
             text = template.tokenizer.decode(tokens[:-1])
-        tokens, logprobs = tokens[:count], logprobs[:count]
+        tokens = tokens[:count]
         grown = template.concat_input_feature(feature, tokens)
     else:
         grown = extend_feature(feature, tokens, labelled=True)
     return SampledSequence(
         stop_reason="stop" if stopped else "length",
         tokens=tokens,
-        logprobs=[[pair] for pair in zip(tokens, logprobs, strict=True)],
+        logprobs=drawn.logprobs[: len(tokens)],
         decoded=text,
         new_input_feature=grown,
     )
