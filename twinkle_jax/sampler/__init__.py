@@ -8,5 +8,17 @@ from twinkle_jax.sampler.generate_many import generate_many
 from twinkle_jax.sampler.jax_sampler import JaxSampler
 from twinkle_jax.sampler.rows import LENGTH, STOP
 from twinkle_jax.sampler.sampling import Sampling
+from twinkle_jax.sampler.vllm.server import ServerError
+from twinkle_jax.sampler.vllm_sampler import vLLMSampler
 
-__all__ = ["LENGTH", "STOP", "Completions", "JaxSampler", "Sampling", "generate", "generate_many"]
+__all__ = [
+    "LENGTH",
+    "STOP",
+    "Completions",
+    "JaxSampler",
+    "Sampling",
+    "ServerError",
+    "generate",
+    "generate_many",
+    "vLLMSampler",
+]

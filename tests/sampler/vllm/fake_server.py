@@ -1,0 +1,202 @@
+"""A local server with the routes of vLLM, which computes what it answers, or misbehaves as told."""
+
+import json
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from tests.model.families import family, random_params
+from twinkle_jax.data import small_tokenizer
+from twinkle_jax.model import (
+    Decoder,
+    TransformersModel,
+    hidden_states,
+    output_logits,
+    parse_config,
+    save_pretrained,
+)
+
+ROOM = 64
+
+
+def write_checkpoint(directory, *, head_dim=8, tied=False, hidden=24):
+    """Write a small Qwen3 and its tokenizer."""
+    tokenizer = small_tokenizer("0123456789+=")
+    config = parse_config(
+        family(
+            "qwen3",
+            vocab_size=len(tokenizer),
+            max_position_embeddings=ROOM,
+            tie_word_embeddings=tied,
+            head_dim=head_dim,
+            hidden_size=hidden,
+        )
+    )
+    save_pretrained(Decoder(config, random_params(config)), directory)
+    tokenizer.save_pretrained(directory)
+    return directory
+
+
+class FakeServer:
+    """Serves a checkpoint until its context ends.
+
+    Attributes:
+        alter: for a path, a function that changes the JSON of an answer.
+        take_over: for a path, a function of a handler that answers otherwise; True if it has.
+        asked: path and JSON of each request, in order.
+        processed: whether log-probabilities are of what was drawn from.
+        loads: whether weights are loaded when it says so.
+    """
+
+    def __init__(self, directory):
+        self.name = str(directory)
+        self.first = TransformersModel(model_id=directory)
+        self.models = {self.name: self.first}
+        self.alter, self.take_over, self.asked = {}, {}, []
+        self.processed = self.loads = True
+        self.max_model_len = ROOM
+        self._compiled = jax.jit(
+            lambda params, config, tokens: output_logits(
+                params, hidden_states(params, config, tokens)
+            ),
+            static_argnums=1,
+        )
+        self._lock = threading.Lock()
+
+    def __enter__(self):
+        fake = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def log_message(self, *arguments):
+                pass
+
+            def do_GET(self):
+                fake.handle(self)
+
+            do_POST = do_GET
+
+        self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.http.daemon_threads = True
+        self.url = f"http://127.0.0.1:{self.http.server_port}"
+        self._thread = threading.Thread(target=self.http.serve_forever, args=(0.01,))
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exception):
+        self.stop()
+
+    def stop(self):
+        if self._thread.is_alive():
+            self.http.shutdown()
+            self._thread.join()
+            self.http.server_close()
+
+    def paths(self):
+        return [path.partition("?")[0] for path, _ in self.asked]
+
+    def handle(self, handler):
+        size = int(handler.headers.get("Content-Length", 0))
+        body = json.loads(handler.rfile.read(size)) if size else None
+        path = handler.path.partition("?")[0]
+        self.asked.append((handler.path, body))
+        if path in self.take_over and self.take_over[path](handler):
+            return
+        with self._lock:
+            status, answer = self.answer(path, body)
+        if path in self.alter:
+            answer = self.alter[path](answer)
+        send(handler, status, answer if isinstance(answer, bytes) else json.dumps(answer).encode())
+
+    def answer(self, path, body):
+        if path == "/v1/models":
+            base = {"id": self.name, "root": self.name, "max_model_len": self.max_model_len}
+            return 200, {"data": [base, *({"id": name} for name in self.models)]}
+        if path == "/v1/completions":
+            if body["model"] not in self.models:
+                return 404, {"error": {"message": f"The model `{body['model']}` does not exist."}}
+            return 200, self.complete(body)
+        if path == "/collective_rpc":
+            place = body["kwargs"]["weights_path"]
+            if self.loads:
+                self.models[self.name] = TransformersModel(model_id=place)
+            return 200, {"results": [None]}
+        if path == "/v1/load_lora_adapter":
+            model = TransformersModel(model_id=self.name)
+            model.add_adapter_to_model("default", body["lora_path"])
+            self.models[body["lora_name"]] = model
+            return 200, b"Success"
+        if path == "/v1/unload_lora_adapter":
+            del self.models[body["lora_name"]]
+            return 200, b"Success"
+        known = ("/pause", "/resume", "/reset_prefix_cache")
+        return (200, {"success": True}) if path in known else (404, {"detail": "Not Found"})
+
+    def logits(self, model, tokens):
+        padded = np.zeros((1, ROOM), np.int32)
+        padded[0, : len(tokens)] = tokens
+        return np.asarray(self._compiled(model.params, model.config, padded))[0, : len(tokens)]
+
+    def complete(self, body):
+        model = self.models[body["model"]]
+        choices = [self.choice(model, body, index) for index in range(body["n"])]
+        return {"model": body["model"], "choices": choices}
+
+    def choice(self, model, body, index):
+        rng = np.random.default_rng([(body["seed"] or 0) + index])
+        tokens, own, tops, reason = [], [], [], "length"
+        for _ in range(body["max_tokens"]):
+            raw = self.logits(model, body["prompt"] + tokens)[-1].astype(np.float64)
+            scaled = raw / (body["temperature"] or 1)
+            for token in set(range(len(scaled))) - set(body.get("allowed_token_ids", range(99))):
+                scaled[token] = -np.inf
+            drawn_from = log_softmax(scaled)
+            token = int(rng.choice(len(raw), p=np.exp(drawn_from)))
+            if not body["temperature"]:
+                token = int(np.argmax(raw))
+            said = drawn_from if self.processed else log_softmax(raw)
+            best = {int(t) for t in np.argsort(said)[::-1][: body["logprobs"]]} | {token}
+            tokens.append(token)
+            own.append(max(float(said[token]), -9999.0))
+            tops.append({f"token_id:{t}": max(float(said[t]), -9999.0) for t in best})
+            if token in body["stop_token_ids"]:
+                reason = "stop"
+                break
+        return {
+            "index": index,
+            "finish_reason": reason,
+            "stop_reason": None,
+            "token_ids": tokens,
+            "prompt_token_ids": body["prompt"],
+            "logprobs": {"token_logprobs": own, "top_logprobs": tops},
+            "prompt_logprobs": self.prompt_logprobs(model, body),
+        }
+
+    def prompt_logprobs(self, model, body):
+        if body["prompt_logprobs"] is None:
+            return None
+        rows = [None]
+        scores = self.logits(model, body["prompt"]).astype(np.float64)
+        for token, row in zip(body["prompt"][1:], scores, strict=False):
+            said = log_softmax(row)
+            best = {int(t) for t in np.argsort(said)[::-1][: body["prompt_logprobs"]]} | {token}
+            rows.append({str(t): {"logprob": float(said[t]), "rank": 1} for t in best})
+        return rows
+
+
+def log_softmax(logits):
+    shifted = logits - np.max(logits)
+    return shifted - np.log(np.sum(np.exp(shifted)))
+
+
+def send(handler, status, content, *, promised=None):
+    handler.send_response(status)
+    handler.send_header("Content-Length", str(len(content) if promised is None else promised))
+    handler.end_headers()
+    handler.wfile.write(content)
+
+
+def adapters_in(directory):
+    return sorted(path.name for path in Path(directory).glob("adapter-*"))

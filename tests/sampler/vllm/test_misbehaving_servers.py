@@ -1,0 +1,264 @@
+"""Servers that are down, answer nonsense, die in the middle, or never end: an error says so."""
+
+import socket
+import time
+
+import pytest
+
+from tests.sampler.vllm.fake_server import FakeServer, send
+from twinkle_jax.sampler import ServerError, vLLMSampler
+
+pytest.importorskip("safetensors", reason="pip install 'twinkle-jax[checkpoints]'")
+pytest.importorskip("tokenizers", reason="pip install 'twinkle-jax[data]'")
+
+COMPLETIONS, MODELS = "/v1/completions", "/v1/models"
+ASK = {"max_tokens": 2, "logprobs": 1, "prompt_logprobs": 0}
+
+
+def ask(checkpoint, url, *, num_samples=2, timeout=30.0, retries=0):
+    sampler = vLLMSampler(model_id=checkpoint, base_url=url, timeout=timeout, retries=retries)
+    return sampler.sample(["12", "3"], ASK, num_samples=num_samples)
+
+
+def test_a_server_that_is_down(checkpoint):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{free.getsockname()[1]}"
+        with pytest.raises(ServerError, match=f"{url} must answer GET /v1/models, got Connection"):
+            ask(checkpoint, url, retries=1)
+
+
+def test_a_server_that_ends_between_two_calls(checkpoint):
+    with FakeServer(checkpoint) as server:
+        sampler = vLLMSampler(model_id=checkpoint, base_url=server.url, retries=0)
+        sampler.sample("12", {"max_tokens": 1})
+        server.stop()
+        with pytest.raises(ServerError, match="must answer GET /v1/models, got Connection"):
+            sampler.sample("12", {"max_tokens": 1})
+
+
+def test_a_connection_lost_once_is_tried_again(checkpoint, server):
+    lost = []
+
+    def lose(handler):
+        if len(lost) == 3:
+            return False
+        lost.append(handler.path)
+        kind = len(lost)
+        if kind == 1:
+            send(handler, 503, b"busy")
+        elif kind == 2:
+            send(handler, 200, b'{"choi', promised=1000)
+        handler.close_connection = True
+        return True
+
+    calm = ask(checkpoint, server.url)
+    server.take_over[COMPLETIONS] = lose
+    troubled = ask(checkpoint, server.url, retries=3)
+    assert len(lost) == 3
+    tokens = [[s.tokens for one in r for s in one.sequences] for r in (calm, troubled)]
+    assert tokens[0] == tokens[1]  # the same seeds: nothing is drawn twice
+
+
+def test_what_was_heard_in_all_attempts_is_said(checkpoint, server):
+    answers = [(500, b"out of memory"), (503, b"engine dead")]
+
+    def fail(handler):
+        send(handler, *answers[min(len(server.asked) - 1, 1)])
+        return True
+
+    server.take_over[MODELS] = fail
+    message = "got status 500: out of memory, then status 503: engine dead$"
+    with pytest.raises(ServerError, match=message):
+        ask(checkpoint, server.url, retries=2)
+    assert len(server.asked) == 3
+
+
+def test_a_refusal_is_not_repeated(checkpoint, server):
+    server.take_over[COMPLETIONS] = lambda handler: send(handler, 400, b'{"message": "no"}') or True
+    with pytest.raises(ServerError, match=r'for probe 0, got status 400: .*"no"'):
+        ask(checkpoint, server.url, retries=3)
+    assert len(server.asked) == 2
+
+
+def dying(handler):
+    send(handler, 200, b'{"model"', promised=1000)
+    handler.close_connection = True
+    return True
+
+
+def silent(handler):
+    time.sleep(1.0)
+    handler.close_connection = True
+    return True
+
+
+def dripping(handler):
+    handler.send_response(200)
+    handler.end_headers()
+    try:
+        for _ in range(100):
+            handler.wfile.write(b" ")
+            handler.wfile.flush()
+            time.sleep(0.02)
+    except OSError:
+        return True
+    return True
+
+
+def dripping_headers(handler):
+    try:
+        for _ in range(100):
+            handler.wfile.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+            handler.wfile.flush()
+            time.sleep(0.02)
+    except OSError:
+        return True
+    return True
+
+
+def endless(handler):
+    handler.send_response(200)
+    handler.end_headers()
+    try:
+        while True:
+            handler.wfile.write(b"[" * 2**16)
+    except OSError:
+        return True
+
+
+RAW = [
+    (dying, r"for inputs\[\d\], got IncompleteRead"),
+    (endless, r"for inputs\[\d\] in at most \d+ bytes, got more"),
+    (lambda h: send(h, 200, b"<html>") or True, r"for inputs\[\d\] with JSON, got b'<html>'"),
+    (lambda h: send(h, 200, b"") or True, r"with JSON, got b''"),
+    (lambda h: send(h, 200, b"[" * 10**5) or True, "with JSON, got b'"),
+    (lambda h: send(h, 200, b"9" * 10**4) or True, "with JSON, got b'9999"),
+    (lambda h: send(h, 200, b"\xff\xfe{}") or True, "with JSON, got b"),
+    (lambda h: send(h, 302, b"elsewhere") or True, "got status 302: elsewhere"),
+    (lambda h: h.wfile.write(b"SSH-2.0\r\n") and True, "got BadStatusLine"),
+]
+
+
+def after_the_first(handle, server):
+    """Misbehave only once the sampler has asked what it asks before."""
+    return lambda handler: len(server.asked) > 2 and handle(handler)
+
+
+@pytest.mark.parametrize(("handle", "message"), RAW)
+def test_what_is_no_answer(checkpoint, server, handle, message):
+    server.take_over[COMPLETIONS] = after_the_first(handle, server)
+    with pytest.raises(ServerError, match=message):
+        ask(checkpoint, server.url)
+
+
+@pytest.mark.parametrize("handle", [silent, dripping, dripping_headers])
+@pytest.mark.parametrize("path", [MODELS, COMPLETIONS])
+def test_no_call_takes_longer_than_it_may(checkpoint, server, handle, path):
+    server.take_over[path] = handle
+    with pytest.raises(ServerError, match=f"{path}.* within 0.3 seconds, got no answer"):
+        ask(checkpoint, server.url, timeout=0.3, retries=5)
+
+
+def change(*path, value):
+    """Put a value somewhere in the second choice of an answer, or remove what is there."""
+
+    def alter(answer):
+        if len(answer["choices"]) < 2:
+            return answer
+        place = answer if path[0] in answer else answer["choices"][1]
+        for key in path[:-1]:
+            place = place[key]
+        place[path[-1]] = value(place[path[-1]])
+        return answer
+
+    return alter
+
+
+def of(value):
+    return lambda old: value
+
+
+LOGPROBS = ("logprobs", "token_logprobs")
+ALTERED = [
+    (change("model", value=of("another")), "with model '.*', got 'another'"),
+    (change("choices", value=lambda x: x[:1]), r"with 2 choices, numbered from 0, got \[0\]"),
+    (change("choices", value=lambda x: [*x, x[0]]), r"with 2 choices, .* got \[0, 1, 0\]"),
+    (change("choices", value=of(None)), "with a list of choices, got None"),
+    (change("choices", value=of([1, 2])), "with choices that are objects, got 1"),
+    (change("index", value=of("1")), "with an index in each choice, got '1'"),
+    (change("token_ids", value=of([])), "with 1 to 2 token_ids, got 0"),
+    (change("token_ids", value=of([8] * 3)), "with 1 to 2 token_ids, got 3"),
+    (change("token_ids", 0, value=of(19)), r"with token_ids in \[0, 19\), got 19"),
+    (change("token_ids", 0, value=of(-1)), r"with token_ids in \[0, 19\), got -1"),
+    (change("token_ids", 0, value=of(True)), "with token_ids that are integers, got True"),
+    (change("token_ids", 0, value=of(2.0)), "with token_ids that are integers, got 2.0"),
+    (change("prompt_token_ids", value=lambda x: x[1:]), "with the prompt_token_ids that were sent"),
+    (change("logprobs", value=of(None)), "with logprobs that are an object, got None"),
+    (change(*LOGPROBS, value=lambda x: x[1:]), r"with token_logprobs for \d token_ids, got"),
+    (change(*LOGPROBS, 0, value=of(float("nan"))), "with token_logprobs that are finite .* nan"),
+    (change(*LOGPROBS, 0, value=of(float("-inf"))), "with token_logprobs that are finite .* -inf"),
+    (change(*LOGPROBS, 0, value=of(0.5)), "with token_logprobs that are finite and at most 0"),
+    (change(*LOGPROBS, 0, value=of(-(10**400))), "with token_logprobs that are finite"),
+    (change(*LOGPROBS, 0, value=of(None)), "with token_logprobs that are finite .* None"),
+    (change("logprobs", "top_logprobs", 0, value=of({"1": -1.0})), "with tokens as 'token_id:ID'"),
+    (change("logprobs", "top_logprobs", value=lambda x: x[1:]), "with token_logprobs for"),
+    (
+        change("finish_reason", value=of("abort")),
+        "with finish_reason and stop_reason .*'abort'",
+    ),
+    (change("finish_reason", value=of("stop")), "with finish_reason and stop_reason that fit"),
+]
+
+
+@pytest.mark.parametrize(("alter", "message"), ALTERED)
+def test_what_cannot_be_an_answer(checkpoint, server, alter, message):
+    server.alter[COMPLETIONS] = alter
+    # A stop token is not drawn with this seed, so that all completions have two tokens.
+    with pytest.raises(ServerError, match=rf"POST /v1/completions for inputs\[\d\] {message}"):
+        ask(checkpoint, server.url, retries=3)
+
+
+PROMPTS = [
+    (lambda x: x[1:], "with prompt_logprobs for 2 tokens, got 1"),
+    (lambda x: [None, None], "with prompt_logprobs that are objects, got None"),
+    (lambda x: [None, {"3": {"logprob": -1.0}}], "with the prompt_logprobs of token 9, got"),
+    (lambda x: [None, {"9": {"logprob": 1.0}}], "with log-probabilities that are finite"),
+    (lambda x: [None, {"9": -1.0}], "with prompt_logprobs, got -1.0"),
+]
+
+
+@pytest.mark.parametrize(("value", "message"), PROMPTS)
+def test_what_cannot_be_said_of_a_prompt(checkpoint, server, value, message):
+    def alter(answer):
+        choice = answer["choices"][0]
+        if choice["prompt_logprobs"] and len(choice["prompt_logprobs"]) == 2:
+            choice["prompt_logprobs"] = value(choice["prompt_logprobs"])
+        return answer
+
+    server.alter[COMPLETIONS] = alter
+    with pytest.raises(ServerError, match=rf"for inputs\[0\] {message}"):
+        ask(checkpoint, server.url)
+
+
+MODEL_LISTS = [
+    ({"data": [{"id": "other", "max_model_len": 64}]}, r"with model '.*qwen3' .*got \['other'\]"),
+    ({"data": []}, r"with model .* got \[\]"),
+    ({"data": {}}, "with a list of data, got {}"),
+    ({"data": [3]}, "with models that are objects, got 3"),
+    ([], r"with an object, got \[\]"),
+]
+
+
+@pytest.mark.parametrize(("answer", "message"), MODEL_LISTS)
+def test_a_server_with_another_model(checkpoint, server, answer, message):
+    server.alter[MODELS] = lambda _: answer
+    with pytest.raises(ServerError, match=f"must answer GET /v1/models {message}"):
+        ask(checkpoint, server.url)
+    assert COMPLETIONS not in server.paths()
+
+
+def test_a_model_without_a_length(checkpoint, server):
+    server.alter[MODELS] = lambda answer: {"data": [{"id": server.name}]}
+    with pytest.raises(ServerError, match="with an integer as max_model_len, got None"):
+        ask(checkpoint, server.url)

@@ -1,0 +1,188 @@
+"""Handing weights to a server, and proving that it has them."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.sampler.vllm.fake_server import adapters_in, send, write_checkpoint
+from twinkle_jax.model import LoraConfig, TransformersModel, load_pretrained
+from twinkle_jax.sampler import ServerError, vLLMSampler
+
+pytest.importorskip("safetensors", reason="pip install 'twinkle-jax[checkpoints]'")
+pytest.importorskip("tokenizers", reason="pip install 'twinkle-jax[data]'")
+
+RELOADING = ["/pause", "/collective_rpc", "/reset_prefix_cache", "/resume"]
+ASK = {"max_tokens": 4, "seed": 1}
+
+
+@pytest.fixture
+def sampler(server, checkpoint, tmp_path):
+    return vLLMSampler(
+        model_id=checkpoint, base_url=server.url, shared_dir=tmp_path, timeout=60, retries=0
+    )
+
+
+def changed(actor, by=0.1):
+    """Move every trained parameter a little."""
+    params = jax.tree.map(lambda x: x + jnp.float32(by) * jnp.cos(3 * x), actor.state.params)
+    actor.state = actor.state._replace(params=params)
+    return actor
+
+
+def gap(response, actor):
+    """The largest difference between what server and actor say of what was drawn."""
+    scored = actor.forward_only(inputs=response.inputs)["logps"]
+    sequences = [seq for one in response for seq in one.sequences]
+    return max(
+        np.abs(row[np.flatnonzero(f["labels"] != -100)] - [x[0][1] for x in seq.logprobs]).max()
+        for f, row, seq in zip(response.inputs, scored, sequences, strict=True)
+    )
+
+
+def test_the_server_has_the_actors_weights(sampler, server, checkpoint):
+    actor = changed(TransformersModel(model_id=checkpoint))
+    assert gap(sampler.sample("12", ASK), actor) > 0.01
+    server.asked = []
+    sampler.sync_weights(actor)
+    assert [path for path in server.paths() if not path.startswith("/v1/")] == RELOADING
+    assert server.asked[1][0] == "/pause?mode=wait"
+    assert gap(sampler.sample("12", ASK), actor) < 1e-5
+    sampler.sync_weights(changed(actor))
+    assert gap(sampler.sample("12", ASK), actor) < 1e-5
+
+
+def test_weights_that_were_not_loaded_are_found_out(sampler, server, checkpoint):
+    actor = changed(TransformersModel(model_id=checkpoint), 1e-2)
+    sampler.sample("12", ASK)
+    server.loads = False
+    message = (
+        "must have the actor's weights: log-probabilities of 64 probe tokens must differ by at "
+        r"most 0.001 on average, got 0\.\d+, and at most \d.*, where the server says -\d.* and the "
+        r"actor -\d"
+    )
+    with pytest.raises(ServerError, match=message):
+        sampler.sync_weights(actor)
+    assert server.paths().count("/resume") == 1
+    with pytest.raises(ServerError, match="got an error from the last sync_weights: call it again"):
+        sampler.sample("12", ASK)
+    server.loads = True
+    sampler.sync_weights(actor)
+    sampler.sample("12", ASK)
+
+
+def test_how_close_is_close_enough_can_be_said(server, checkpoint, tmp_path):
+    actor = changed(TransformersModel(model_id=checkpoint), 1e-2)
+    server.loads = False
+    place = {"model_id": checkpoint, "base_url": server.url, "shared_dir": tmp_path}
+    vLLMSampler(**place, tolerance=5.0).sync_weights(actor)
+    with pytest.raises(ServerError, match="at most 1e-06 on average"):
+        vLLMSampler(**place, tolerance=1e-6).sync_weights(actor)
+
+
+def test_a_server_that_began_anew_is_found_out(sampler, server, checkpoint):
+    sampler.sync_weights(changed(TransformersModel(model_id=checkpoint)))
+    server.models = {server.name: server.first}
+    with pytest.raises(ServerError, match="must have the weights of the last sync_weights: log"):
+        sampler.sample("12", ASK)
+
+
+@pytest.mark.parametrize("path", RELOADING[:3])
+def test_the_server_goes_on_whatever_fails(sampler, server, checkpoint, path):
+    actor = TransformersModel(model_id=checkpoint)
+    server.take_over[path] = lambda handler: send(handler, 500, b"no") or True
+    with pytest.raises(ServerError, match=f"must answer POST {path}.*, got status 500: no"):
+        sampler.sync_weights(actor)
+    assert server.paths()[-1] == "/resume"
+    with pytest.raises(ServerError, match="last sync_weights"):
+        sampler.sample("12", ASK)
+
+
+def test_a_server_that_stays_paused_is_told_of(sampler, server, checkpoint):
+    actor = TransformersModel(model_id=checkpoint)
+    for path in ("/collective_rpc", "/resume"):
+        server.take_over[path] = lambda handler: send(handler, 500, b"no") or True
+    with pytest.raises(ServerError, match="POST /collective_rpc") as caught:
+        sampler.sync_weights(actor)
+    assert "It may be paused still" in caught.value.__notes__[0]
+    del server.take_over["/collective_rpc"]
+    with pytest.raises(ServerError, match="POST /resume"):
+        sampler.sync_weights(actor)
+
+
+def test_a_cache_that_is_not_emptied_is_an_error(sampler, server, checkpoint):
+    server.alter["/reset_prefix_cache"] = lambda answer: {"success": False}
+    with pytest.raises(ServerError, match="/reset_prefix_cache with success, got False"):
+        sampler.sync_weights(TransformersModel(model_id=checkpoint))
+
+
+def test_a_server_without_the_routes_is_told_how_to_start(sampler, server, checkpoint):
+    actor = TransformersModel(model_id=checkpoint)
+    gone = dict.fromkeys(
+        ("/pause", "/v1/load_lora_adapter"),
+        lambda handler: send(handler, 404, b"Not Found") or True,
+    )
+    server.take_over = gone
+    with pytest.raises(ServerError, match="404: Not Found: start it with VLLM_SERVER_DEV_MODE=1"):
+        sampler.sync_weights(actor)
+    actor.add_adapter_to_model("default", LoraConfig(r=2))
+    with pytest.raises(ServerError, match="404: Not Found: start it with --enable-lora"):
+        sampler.sync_weights(actor)
+
+
+def test_an_adapter_is_loaded_under_a_new_name_each_time(sampler, server, checkpoint, tmp_path):
+    actor = TransformersModel(model_id=checkpoint)
+    actor.add_adapter_to_model("default", LoraConfig(r=2, lora_alpha=4))
+    names = []
+    for _ in range(2):
+        sampler.sync_weights(changed(actor))
+        assert gap(sampler.sample("12", ASK), actor) < 1e-5
+        names.append(server.asked[-1][1]["model"])
+        assert list(server.models) == [server.name, names[-1]]
+        assert adapters_in(tmp_path) == names[-1:]
+    assert names[0] != names[1] and "/pause" not in server.paths()
+    sampler.sync_weights(changed(actor), merge=True)
+    assert gap(sampler.sample("12", ASK), actor) < 1e-5
+    assert server.asked[-1][1]["model"] == server.name
+    assert list(server.models) == [server.name] and adapters_in(tmp_path) == []
+
+
+def test_an_adapter_on_another_base_is_found_out_and_forgotten(
+    sampler, server, checkpoint, tmp_path
+):
+    actor = changed(TransformersModel(model_id=checkpoint))
+    actor.add_adapter_to_model("default", LoraConfig(r=2))
+    with pytest.raises(ServerError, match="must have the actor's weights"):
+        sampler.sync_weights(actor)
+    assert list(server.models) == [server.name] and adapters_in(tmp_path) == []
+
+
+def test_a_tied_head_is_written_apart(sampler, server, tmp_path):
+    tied = write_checkpoint(tmp_path / "tied", tied=True)
+    actor = changed(TransformersModel(model_id=tied))
+    assert actor.config.tie_embeddings
+    sampler.sync_weights(actor)
+    assert gap(sampler.sample("12", ASK), actor) < 1e-5
+    written = tmp_path / "checkpoint"
+    assert not json.loads((written / "config.json").read_text())["tie_word_embeddings"]
+    assert (written / "tokenizer.json").is_file()
+    params = load_pretrained(written).params
+    embedding = np.asarray(actor.params["embed_tokens"]["embedding"])
+    np.testing.assert_array_equal(params["lm_head"]["kernel"], embedding.T)
+
+
+def test_what_cannot_be_written_never_reaches_the_server(sampler, server, checkpoint, tmp_path):
+    actor = TransformersModel(model_id=checkpoint)
+    params = jax.tree.map(lambda x: x * jnp.float32(jnp.nan), actor.state.params)
+    actor.state = actor.state._replace(params=params)
+    with pytest.raises(ValueError, match="must be finite to be saved"):
+        sampler.sync_weights(actor)
+    assert "/pause" not in server.paths()
+    other = TransformersModel(model_id=write_checkpoint(tmp_path / "other", hidden=16))
+    with pytest.raises(ValueError, match="actor must have the configuration of the sampler"):
+        sampler.sync_weights(other)
+    alone = vLLMSampler(model_id=checkpoint, base_url=server.url)
+    with pytest.raises(ValueError, match="shared_dir must be a directory that the server sees"):
+        alone.sync_weights(actor)

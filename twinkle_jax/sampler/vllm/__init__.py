@@ -1,0 +1,1 @@
+"""Sampling from a vLLM server that someone runs."""

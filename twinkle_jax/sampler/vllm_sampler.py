@@ -1,0 +1,203 @@
+"""Twinkle's sampler on a vLLM server that someone runs."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from twinkle_jax.data.sampling import SampleResponses, SamplingParams
+from twinkle_jax.data.template import Template
+from twinkle_jax.model.huggingface.checkpoint_files import CONFIG, locate, read_json
+from twinkle_jax.model.huggingface.parse_config import parse_config
+from twinkle_jax.model.twinkle.transformers_model import TransformersModel
+from twinkle_jax.sampler.asked import longest_row, own_template, read_params
+from twinkle_jax.sampler.prompts import Prompt, prompt_tokens, read_prompts
+from twinkle_jax.sampler.responses import make_responses
+from twinkle_jax.sampler.stops import read_stops
+from twinkle_jax.sampler.vllm.budget import Budget
+from twinkle_jax.sampler.vllm.completions import (
+    Asked,
+    Completions,
+    check_params,
+    completion_request,
+)
+from twinkle_jax.sampler.vllm.served_model import Served, names_of
+from twinkle_jax.sampler.vllm.served_policy import ServedPolicy
+from twinkle_jax.sampler.vllm.server import Server
+
+
+class vLLMSampler:  # noqa: N801  (Twinkle's name)
+    """Samples from a vLLM server that you run, with the interface of `JaxSampler`.
+
+    Token ids go in and come out: nothing is tokenised twice. Log-probabilities are those of the
+    distribution that was drawn from, temperature and filters included, which the server must be
+    told to give: `--logprobs-mode processed_logprobs`. Before each call the server is asked which
+    model it has, whether it does, and, once `sync_weights` has been called, whether its weights
+    are still those.
+
+    Args:
+        model_id: the model that the server has: a directory with a Hugging Face checkpoint, or a
+            hub id, of which the configuration and the tokenizer are read here.
+        base_url: where the server is: `http://HOST:PORT`.
+        template: as for [`JaxSampler`][twinkle_jax.sampler.JaxSampler].
+        max_length: likewise; a server with less room sets the limit.
+        served_name: what the server calls the model, where that is not `model_id`.
+        shared_dir: where `sync_weights` writes; the server must see it under the same path.
+        tolerance: by how much log-probabilities may differ from the actor's, on average over the
+            probe; None: 1e-3 for an actor in float32, 0.1 for others.
+        timeout: seconds that a call may take, with all its requests and their repetitions.
+        retries: how often a request is sent again after a lost connection or a server's fault.
+        api_key: what the server was started with, if with any.
+        seed: where randomness begins; None leaves it to the server, which is faster there.
+
+    Raises:
+        ValueError: for an address that is none, numbers out of range, or an unreadable checkpoint.
+    """
+
+    def __init__(
+        self,
+        *,
+        model_id: str | Path,
+        base_url: str,
+        template: Template | None = None,
+        max_length: int | None = None,
+        served_name: str | None = None,
+        shared_dir: str | Path | None = None,
+        tolerance: float | None = None,
+        timeout: float = 600.0,
+        retries: int = 3,
+        api_key: str | None = None,
+        seed: int | None = 0,
+    ) -> None:
+        for name, value in (("timeout", timeout), ("tolerance", tolerance)):
+            if value is not None and not 0 < value < math.inf:
+                raise ValueError(f"{name} must be a finite number above 0, got {value!r}")
+        self._server = Server(base_url, api_key=api_key, retries=retries)
+        source = locate(model_id)
+        self.config = parse_config(read_json(source, CONFIG))
+        self.template = template or own_template(source)
+        self.max_length = longest_row(max_length, self.config)
+        self.timeout, self.seed, self.calls = timeout, seed, 0
+        self.shared_dir = None if shared_dir is None else Path(shared_dir).expanduser().resolve()
+        self._policy = ServedPolicy(
+            self._server,
+            names_of(model_id, served_name),
+            self.config.vocab_size,
+            self.max_length,
+            tolerance,
+        )
+
+    def sample(
+        self,
+        inputs: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Mapping[str, Any] | None = None,
+        *,
+        num_samples: int = 1,
+    ) -> SampleResponses:
+        """Draw completions.
+
+        Args:
+            inputs: as for [`JaxSampler`][twinkle_jax.sampler.JaxSampler].
+            sampling_params: how to draw; None for temperature 1 and no filters. `logprobs` and
+                `prompt_logprobs` are answered too; those of prompts are at temperature 1.
+            num_samples: completions of each prompt; 1 leaves it to the parameters.
+
+        Returns:
+            A list with a response for each prompt, in order.
+
+        Raises:
+            ValueError: if a prompt is empty or too long, or a parameter is none that vLLM takes;
+                the message names it.
+            TypeError: if something has the wrong type.
+            ServerError: if the server is not there, ends, takes too long, has another model or
+                other weights, or answers what cannot be.
+        """
+        asked = read_params(sampling_params)
+        check_params(asked, self.config.vocab_size)
+        num_samples = asked.num_samples if num_samples == 1 else num_samples
+        if num_samples < 1:
+            raise ValueError(f"num_samples must be at least 1, got {num_samples}")
+        features = read_prompts(
+            inputs, self.template, vocab=self.config.vocab_size, room=self.max_length
+        )
+        prompts = [prompt_tokens(feature).tolist() for feature in features]
+        stops = read_stops(asked, self.template)
+        seeds = self._seeds(asked.seed, len(prompts))
+        with Budget(self.timeout) as budget:
+            served = self._policy.check(budget)
+            requests = []
+            for i, (prompt, seed) in enumerate(zip(prompts, seeds, strict=True)):
+                limit = self._limit(i, prompt, served, asked)
+                vocab = self.config.vocab_size
+                one = Asked(served.name, prompt, num_samples, limit, seed, asked, stops, vocab)
+                requests.append(completion_request(one, f"inputs[{i}]"))
+            answers: list[Completions] = self._server.call_all(budget, requests)
+        responses = make_responses(
+            features,
+            [drawn for answer in answers for drawn in answer.drawn],
+            num_samples,
+            stops,
+            self.template,
+            include_stop=asked.include_stop_str_in_output,
+        )
+        for response, answer in zip(responses, answers, strict=True):
+            if answer.prompt is not None:
+                response.prompt_logprobs = [x[0][1] if x else None for x in answer.prompt]
+                response.topk_prompt_logprobs = answer.prompt if asked.prompt_logprobs else None
+        return responses
+
+    def sync_weights(self, actor: TransformersModel, *, merge: bool = False) -> None:
+        """Have the server load a policy's weights, and prove that it has them.
+
+        A checkpoint, or the adapter where there is one, is written to `shared_dir`, and loaded.
+        Then both sides score the same tokens, some of them drawn by the server with what it
+        loaded.
+
+        Args:
+            actor: the policy.
+            merge: whether to load an adapter as a whole checkpoint, added to the kernels.
+
+        Raises:
+            ValueError: if the policy has another configuration or a parameter is not finite.
+            ServerError: if the server cannot load it, or what it loaded scores tokens otherwise;
+                `sample` then refuses until a later call succeeds.
+        """
+        if replace(actor.config, tie_embeddings=False) != replace(
+            self.config, tie_embeddings=False
+        ):
+            raise ValueError("actor must have the configuration of the sampler, got another one")
+        if self.shared_dir is None:
+            raise ValueError("shared_dir must be a directory that the server sees too, got None")
+        with Budget(self.timeout) as budget:
+            self._policy.load(budget, actor, self.shared_dir, merge=merge)
+
+    def set_template(self, template: Template) -> None:
+        """Choose what makes tokens of conversations, and text of tokens."""
+        self.template = template
+
+    # Inside.
+
+    def _limit(self, i: int, prompt: list[int], served: Served, asked: SamplingParams) -> int:
+        """Say how many tokens a completion may have, here and on the server."""
+        room = min(self.max_length, served.max_length) - len(prompt)
+        if room < 1:
+            raise ValueError(
+                f"inputs[{i}] must have fewer tokens than the server's max_model_len="
+                f"{served.max_length}, got {len(prompt)}"
+            )
+        return room if asked.max_tokens is None else min(room, asked.max_tokens)
+
+    def _seeds(self, seed: int | None, prompts: int) -> list[int | None]:
+        """Give each prompt its own: vLLM draws alike from two that have the same."""
+        call, self.calls = self.calls, self.calls + 1
+        if seed is not None:
+            given = [seed]
+        elif self.seed is not None:
+            given = [self.seed, call]
+        else:
+            return [None] * prompts
+        words = np.random.SeedSequence(given).generate_state(prompts, np.uint64)
+        return [int(word) >> 2 for word in words]
