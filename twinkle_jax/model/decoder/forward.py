@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
@@ -20,6 +21,7 @@ from twinkle_jax.model.decoder.config import FULL, DecoderConfig
 from twinkle_jax.model.decoder.delta_net import delta_net
 from twinkle_jax.model.decoder.inputs import DecoderInputs, decoder_inputs
 from twinkle_jax.model.decoder.layers import embed, feed_forward, final_norm, norm
+from twinkle_jax.model.decoder.layout import check_fit, gather_weights, keep_rows
 from twinkle_jax.model.decoder.left_align import from_front
 from twinkle_jax.model.decoder.parameters import Params
 
@@ -37,6 +39,7 @@ def hidden_states(
     compute_dtype: DTypeLike | None = None,
     attention: AttentionImplementation | None = None,
     remat: Remat = True,
+    mesh: Mesh | None = None,
 ) -> Float[Array, "batch time width"]:
     """Run the decoder over whole rows, up to the final norm and without the head.
 
@@ -61,13 +64,16 @@ def hidden_states(
         remat: True recomputes each layer in the backward pass, a policy of
             `jax.checkpoint_policies` keeps what it names, False keeps everything. Where there is
             memory for it, `dots_with_no_batch_dims_saveable` is often the fastest.
+        mesh: what the parameters live on, laid out by `shard_like_params`; None for one device.
+            Rows are spread over data and fsdp, and each layer's parameters gathered when it runs.
 
     Returns:
         Hidden states in `compute_dtype`, 0 at padding. A row has the same ones whatever else is in
         the batch and on whatever side it is padded.
 
     Raises:
-        ValueError: if shapes differ, or cuDNN is asked to handle segments.
+        ValueError: if shapes differ, cuDNN is asked to handle segments, or the mesh does not
+            divide the rows or the key-value heads.
         TypeError: if tokens, positions or segment ids are not integers, or the mask not boolean.
 
     Example:
@@ -84,7 +90,7 @@ def hidden_states(
         ((2, 3, 32), 0.0)
     """
     inputs = decoder_inputs(config, tokens, mask, positions, segment_ids)
-    hidden, _ = run(params, config, inputs, compute_dtype, attention, remat)
+    hidden, _ = run(params, config, inputs, compute_dtype, attention, remat, mesh=mesh)
     return hidden if mask is None else from_front(hidden, mask)
 
 
@@ -96,9 +102,11 @@ def run(
     attention: AttentionImplementation | None,
     remat: Remat,
     *,
+    mesh: Mesh | None = None,
     keep_state: bool = False,
 ) -> tuple[Float[Array, "batch time width"], dict[str, Any] | None]:
     """Run the layers over prepared rows; return what layers remember, stacked, when asked."""
+    check_fit(mesh, config, len(inputs.tokens))
     embedding = params["embed_tokens"]["embedding"]
     dtype = jnp.dtype(embedding.dtype if compute_dtype is None else compute_dtype)
     segmented = inputs.segment_ids is not None
@@ -108,7 +116,9 @@ def run(
         raise ValueError("attention must be 'xla' with segment_ids, got 'cudnn'")
 
     def layer(kind: str, x: Array, weights: Params) -> tuple[Array, Any]:
-        return _layer(config, kind, x, weights, inputs, attention)
+        weights = gather_weights(weights, dtype, mesh)
+        x, state = _layer(config, kind, keep_rows(x, mesh), weights, inputs, attention)
+        return keep_rows(x, mesh), state
 
     if remat:
         policy = None if remat is True else remat
@@ -120,9 +130,12 @@ def run(
             x, states[str(member)] = layer(kind, x, members[str(member)])
         return x, states if keep_state else None
 
-    x = embed(embedding, inputs.tokens, dtype).reshape(-1, config.hidden_size)
+    x = keep_rows(
+        embed(embedding, inputs.tokens, dtype, mesh).reshape(-1, config.hidden_size), mesh
+    )
     x, states = jax.lax.scan(block, x, params["layers"])
-    return final_norm(params, config, x).reshape(*inputs.tokens.shape, -1), states
+    x = keep_rows(final_norm(params, config, x), mesh)
+    return x.reshape(*inputs.tokens.shape, -1), states
 
 
 def _layer(

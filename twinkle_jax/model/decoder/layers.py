@@ -2,19 +2,32 @@
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from twinkle_jax.model.decoder.arithmetic import project, rms_norm
 from twinkle_jax.model.decoder.config import DecoderConfig
+from twinkle_jax.model.decoder.layout import spread_lookup
 from twinkle_jax.model.decoder.parameters import Params
 
 
 def embed(
-    embedding: Float[Array, "vocab width"], tokens: Int[Array, "*batch"], dtype: jnp.dtype
+    embedding: Float[Array, "vocab width"],
+    tokens: Int[Array, "*batch"],
+    dtype: jnp.dtype,
+    mesh: Mesh | None = None,
 ) -> Float[Array, "*batch width"]:
     """Look tokens up; an id outside the vocabulary gives NaN, rather than another token."""
-    found = embedding.at[tokens].get(mode="fill", fill_value=jnp.nan, wrap_negative_indices=False)
-    return found.astype(dtype)
+
+    def look_up(table: Array, ids: Array) -> Array:
+        found = table.at[ids].get(mode="fill", fill_value=jnp.nan, wrap_negative_indices=False)
+        return found.astype(dtype)
+
+    return (
+        look_up(embedding, tokens)
+        if mesh is None
+        else spread_lookup(embedding, tokens, mesh, look_up)
+    )
 
 
 def final_norm(

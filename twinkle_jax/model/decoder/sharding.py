@@ -96,6 +96,24 @@ def check_mesh(mesh: Mesh) -> None:
         )
 
 
+def find_mesh(mesh: Mesh | None, tree: Any) -> Mesh | None:
+    """Take the mesh that was named, or the one that arrays laid out by the rules live on.
+
+    Arrays that are traced do not tell: inside a compiled function the mesh must be named.
+    """
+    if mesh is not None:
+        check_mesh(mesh)
+        return mesh
+    for leaf in jax.tree.leaves(tree):
+        sharding = None if isinstance(leaf, jax.core.Tracer) else getattr(leaf, "sharding", None)
+        if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh):
+            found = sharding.mesh
+            ours = set(found.axis_names) == set(AXES)
+            if ours and all(kind == AxisType.Auto for kind in found.axis_types):
+                return found
+    return None
+
+
 def shard_like_params(tree: Any, mesh: Mesh) -> Any:
     """Give the sharding of each leaf of a tree that holds parameters, or arrays named like them.
 

@@ -10,7 +10,7 @@ import optax
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float
 
-from twinkle_jax.model.decoder.sharding import constrain
+from twinkle_jax.model.decoder.sharding import constrain, find_mesh
 from twinkle_jax.model.train_step.scalars import Scalar, positive_scalar, traced_scalar
 from twinkle_jax.model.train_step.train_state import TrainState, init_optimizer
 
@@ -47,7 +47,8 @@ def apply_gradients(
         learning_rate: $\eta$, which multiplies the updates; traced. Leave it at 1 for a
             transformation that has its own.
         max_grad_norm: $c$, above 0 and traced; None clips nothing.
-        mesh: what the state lives on; None for one device.
+        mesh: what the state lives on. None: what its arrays say, or one device. Arrays that are
+            traced do not say it: inside a compiled function of yours, give it.
 
     Returns:
         The state without gradients, and their norm. The update is skipped where there was no
@@ -68,7 +69,7 @@ def apply_gradients(
         traced_scalar(learning_rate),
         positive_scalar("max_grad_norm", limit),
         optimizer=optimizer,
-        mesh=mesh,
+        mesh=find_mesh(mesh, state.params),
     )
 
 

@@ -16,9 +16,10 @@ from twinkle_jax.loss import LossOutput, PolicyMetrics
 from twinkle_jax.model.decoder.attention import AttentionImplementation
 from twinkle_jax.model.decoder.config import DecoderConfig
 from twinkle_jax.model.decoder.forward import Remat
+from twinkle_jax.model.decoder.layout import spread_batch
 from twinkle_jax.model.decoder.lora_dropout import with_dropout
 from twinkle_jax.model.decoder.parameters import Params
-from twinkle_jax.model.decoder.sharding import constrain
+from twinkle_jax.model.decoder.sharding import constrain, find_mesh
 from twinkle_jax.model.train_step.label_scores import label_scores
 from twinkle_jax.model.train_step.loss_coefficients import (
     Static,
@@ -68,13 +69,15 @@ def grad_step(
         compute_dtype: as for [`hidden_states`][twinkle_jax.model.hidden_states].
         attention: likewise, and as for `score_batch`: the ratio of a policy to itself is 1.
         remat: likewise.
-        mesh: what the state lives on; None for one device.
+        mesh: what the state lives on. None: what its arrays say, or one device. Arrays that are
+            traced do not say it: inside a compiled function of yours, give it.
 
     Returns:
         The state with the gradients, and the sums that the loss is made of.
 
     Raises:
-        ValueError: if shapes differ, or a token on the host is outside the vocabulary.
+        ValueError: if shapes differ, a token on the host is outside the vocabulary, or the mesh
+            does not divide the rows or the key-value heads.
         TypeError: if tokens or labels are not integers, the loss cannot be called, or `key` is not
             a typed key.
     """
@@ -95,7 +98,7 @@ def grad_step(
         compute_dtype=None if compute_dtype is None else jnp.dtype(compute_dtype),
         attention=attention,
         remat=remat,
-        mesh=mesh,
+        mesh=find_mesh(mesh, state.params),
     )
 
 
@@ -118,6 +121,7 @@ def _grad_step(
     **options: Any,
 ) -> tuple[TrainState, StepSummary]:
     loss_fn = join_loss(loss, traced)
+    batch = spread_batch(batch, config, mesh)
     labelled = batch.labels != IGNORE
     rows = jnp.ones(len(labelled), bool) if batch.rows is None else batch.rows
 

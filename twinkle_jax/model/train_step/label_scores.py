@@ -9,7 +9,9 @@ from jaxtyping import Array, Float, Int
 from twinkle_jax.data.batch import IGNORE
 from twinkle_jax.loss import token_logprobs
 from twinkle_jax.model.decoder.layers import output_matrix
+from twinkle_jax.model.decoder.layout import ROWS
 from twinkle_jax.model.decoder.parameters import Params
+from twinkle_jax.model.decoder.sharding import partition_rules
 
 PerToken = Float[Array, "batch time"]
 
@@ -26,10 +28,14 @@ def label_scores(
     """Score labels, and give the entropies too if asked; 0 where the label is −100.
 
     On a mesh, positions are spread over all devices, and each scores its own against the whole
-    head: the rows over data and fsdp, the time over tensor.
+    head: the rows over data and fsdp, the time over tensor. The head is gathered once, in the type
+    of the hidden states, and its gradient is summed and scattered.
     """
 
     def score(hidden: Array, head: Array, labels: Array, temperature: Any) -> tuple[PerToken, ...]:
+        for dimension, axis in enumerate(spread_head):
+            if axis is not None:
+                head = jax.lax.all_gather(head, axis, axis=dimension, tiled=True)
         flat = labels.reshape(-1)
         scores = token_logprobs(
             hidden.reshape(-1, hidden.shape[-1]),
@@ -42,12 +48,12 @@ def label_scores(
         several: tuple[Any, ...] = scores if isinstance(scores, tuple) else (scores,)
         return tuple(x.reshape(labels.shape) for x in several)
 
-    head = output_matrix(params).astype(hidden.dtype)
+    head, spread_head = output_matrix(params).astype(hidden.dtype), PartitionSpec()
     if mesh is None:
         return score(hidden, head, labels, temperature)
-    spread = PartitionSpec(("data", "fsdp"), "tensor")
-    whole = PartitionSpec()
+    spread_head = partition_rules(mesh)("lm_head/kernel", head.shape)
+    spread, whole = PartitionSpec(ROWS, "tensor"), PartitionSpec()
     scores: tuple[PerToken, ...] = jax.shard_map(
-        score, mesh=mesh, in_specs=(spread, whole, spread, whole), out_specs=spread
+        score, mesh=mesh, in_specs=(spread, spread_head, spread, whole), out_specs=spread
     )(hidden, head, labels, temperature)
     return scores

@@ -2,8 +2,7 @@
 
 from typing import Any
 
-import jax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
 from twinkle_jax.data.batch import Batch
@@ -15,15 +14,7 @@ from twinkle_jax.model.decoder.parameters import Params
 def run_batch(
     params: Params, config: DecoderConfig, batch: Batch, mesh: Mesh | None, **options: Any
 ) -> Float[Array, "batch time width"]:
-    """Run the decoder over the rows of a batch.
-
-    On a mesh, the embedding is gathered first: looking up rows of one that is spread over the same
-    devices as the tokens would gather what was looked up, on every device.
-    """
-    if mesh is not None:
-        table = params["embed_tokens"]["embedding"]
-        table = jax.lax.with_sharding_constraint(table, NamedSharding(mesh, PartitionSpec()))
-        params = {**params, "embed_tokens": {"embedding": table}}
+    """Run the decoder over the rows of a batch."""
     return hidden_states(
         params,
         config,
@@ -31,5 +22,6 @@ def run_batch(
         batch.mask,
         positions=batch.positions,
         segment_ids=batch.segment_ids,
+        mesh=mesh,
         **options,
     )

@@ -13,7 +13,9 @@ from twinkle_jax.data.batch import Batch, check_batch
 from twinkle_jax.model.decoder.attention import AttentionImplementation
 from twinkle_jax.model.decoder.config import DecoderConfig
 from twinkle_jax.model.decoder.layers import output_logits
+from twinkle_jax.model.decoder.layout import spread_batch
 from twinkle_jax.model.decoder.parameters import Params
+from twinkle_jax.model.decoder.sharding import find_mesh
 from twinkle_jax.model.train_step.label_scores import label_scores
 from twinkle_jax.model.train_step.run_batch import run_batch
 from twinkle_jax.model.train_step.scalars import Scalar, positive_scalar
@@ -59,7 +61,8 @@ def score_batch(
         with_logits: whether to compute all logits, [batch, time, vocabulary] in float32.
         compute_dtype: as for [`hidden_states`][twinkle_jax.model.hidden_states].
         attention: likewise.
-        mesh: what the parameters live on; None for one device.
+        mesh: what the parameters live on. None: what their arrays say, or one device. Arrays that
+            are traced do not say it: inside a compiled function of yours, give it.
 
     Returns:
         The scores, at every position with a label.
@@ -75,7 +78,7 @@ def score_batch(
         with_logits=with_logits,
         compute_dtype=None if compute_dtype is None else jnp.dtype(compute_dtype),
         attention=attention,
-        mesh=mesh,
+        mesh=find_mesh(mesh, params),
     )
 
 
@@ -103,6 +106,7 @@ def _score_batch(
     **options: Any,
 ) -> Scores:
     weights = merge_params(frozen, params)
+    batch = spread_batch(batch, config, mesh)
     hidden = run_batch(weights, config, batch, mesh, remat=False, **options)
     scores = label_scores(
         weights,
