@@ -18,7 +18,7 @@ from twinkle_jax.model import (
     prefill,
 )
 
-NAMES = ("qwen3", "qwen2", "qwen3_5_text")  # which differ in structure, for every law
+NAMES = ("qwen3", "qwen2", "qwen3_5_text", "gemma3_text")  # for every law
 ALL = ("llama", *NAMES)  # every row of the table of families, for configurations and checkpoints
 
 
@@ -64,11 +64,23 @@ _LINEAR = {
     "linear_conv_kernel_dim": 4,
 }
 
+_SLIDING = {  # layers that do not repeat evenly; windows that rows of seven tokens are longer than
+    "num_hidden_layers": 3,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    "sliding_window": 3,
+    "query_pre_attn_scalar": 12,
+    "rope_parameters": {
+        "full_attention": {"rope_type": "linear", "rope_theta": 500.0, "factor": 2.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 20.0},
+    },
+    "tie_word_embeddings": True,
+}
+_OWN = {"qwen3_5_text": _LINEAR, "llama": {"rope_parameters": _STRETCHED}, "gemma3_text": _SLIDING}
+
 
 def family(model_type: str, **changes: Any) -> dict[str, Any]:
     """The contents of a `config.json`."""
-    own = {"qwen3_5_text": _LINEAR, "llama": {"rope_parameters": _STRETCHED}}.get(model_type, {})
-    return {"model_type": model_type, **_BASE, **own, **changes}
+    return {"model_type": model_type, **_BASE, **_OWN.get(model_type, {}), **changes}
 
 
 @functools.cache

@@ -1,10 +1,12 @@
 """The decoder again, in float64 NumPy, one row and one token at a time."""
 
+import dataclasses
 from typing import Any
 
 import numpy as np
 
 from twinkle_jax.model import AttentionConfig, DecoderConfig
+from twinkle_jax.model.decoder.config import LinearScaling
 
 
 def reference_hidden(
@@ -12,18 +14,23 @@ def reference_hidden(
 ) -> np.ndarray:
     """Hidden states of one row without padding, behind the final norm."""
     x = np.asarray(params["embed_tokens"]["embedding"], np.float64)[np.asarray(tokens)]
+    x = x * np.sqrt(config.hidden_size) if config.scaled_embedding else x
     places = np.arange(len(tokens)) if positions is None else np.asarray(positions)
     for layer, kind in enumerate(config.layer_kinds):
         repeat, member = divmod(layer, len(config.block))
         w = _layer(params["layers"][str(member)], repeat)
         y = norm(x, w["input_layernorm"]["scale"], config)
-        if kind == "full_attention":
-            x = x + _attention(y, w["self_attn"], config, places)
+        if kind == "linear_attention":
+            y = _delta_net(y, w["linear_attn"], config)
         else:
-            x = x + _delta_net(y, w["linear_attn"], config)
-        y = norm(x, w["post_attention_layernorm"]["scale"], config)
+            y = _attention(y, w["self_attn"], config, places, sliding=kind == "sliding_attention")
+        x = x + _between(y, "post_attention_layernorm", w, config)
+        before = "pre_feedforward" if config.output_norms else "post_attention"
+        y = norm(x, w[f"{before}_layernorm"]["scale"], config)
         gate = y @ w["mlp"]["gate_proj"]["kernel"]
-        x = x + (silu(gate) * (y @ w["mlp"]["up_proj"]["kernel"])) @ w["mlp"]["down_proj"]["kernel"]
+        gate = silu(gate) if config.activation == "silu" else gelu(gate)
+        y = (gate * (y @ w["mlp"]["up_proj"]["kernel"])) @ w["mlp"]["down_proj"]["kernel"]
+        x = x + _between(y, "post_feedforward_layernorm", w, config)
     return norm(x, np.asarray(params["norm"]["scale"], np.float64), config)
 
 
@@ -42,6 +49,15 @@ def _layer(weights: Any, repeat: int) -> Any:
     return np.asarray(weights[repeat], np.float64)
 
 
+def _between(y: np.ndarray, name: str, w: Any, config: DecoderConfig) -> np.ndarray:
+    """What is added to the residual stream: with a norm before that, in some families."""
+    return norm(y, w[name]["scale"], config) if config.output_norms else y
+
+
+def gelu(x: np.ndarray) -> np.ndarray:
+    return x / 2 * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
+
+
 def silu(x: np.ndarray) -> np.ndarray:
     return x / (1 + np.exp(-x))
 
@@ -57,6 +73,9 @@ def frequencies(a: AttentionConfig) -> np.ndarray:
     for i in range(a.rotary_dim // 2):
         wavelength = 2 * np.pi * a.rope_theta ** (2 * i / a.rotary_dim)
         s = a.rope_scaling
+        if isinstance(s, LinearScaling):
+            found.append(2 * np.pi / (wavelength * s.factor))
+            continue
         if s is not None and wavelength > s.original_length / s.low_frequency:
             wavelength *= s.factor
         elif s is not None and wavelength >= s.original_length / s.high_frequency:
@@ -75,8 +94,14 @@ def rotated(x: np.ndarray, place: int, a: AttentionConfig) -> np.ndarray:
     return np.concatenate([z.real, z.imag, x[dim:]])
 
 
-def _attention(y: np.ndarray, w: Any, config: DecoderConfig, places: np.ndarray) -> np.ndarray:
-    a, time = config.attention, len(y)
+def _attention(
+    y: np.ndarray, w: Any, config: DecoderConfig, places: np.ndarray, *, sliding: bool
+) -> np.ndarray:
+    a, time, seen = config.attention, len(y), len(y)
+    divisor = np.sqrt(a.query_width or a.head_dim)
+    if sliding:
+        seen = a.window.size
+        a = dataclasses.replace(a, rope_theta=a.window.rope_theta, rope_scaling=None)
 
     def project(name: str) -> np.ndarray:
         return y @ w[name]["kernel"] + w[name].get("bias", 0)
@@ -89,15 +114,16 @@ def _attention(y: np.ndarray, w: Any, config: DecoderConfig, places: np.ndarray)
         group = head // (a.query_heads // a.key_value_heads)
         for t in range(time):
             query = queries[t, head, : a.head_dim]
-            near = keys[: t + 1, group]
+            start = max(t + 1 - seen, 0)
+            near = keys[start : t + 1, group]
             if a.qk_norm:
                 query = norm(query, w["q_norm"]["scale"], config)
                 near = norm(near, w["k_norm"]["scale"], config)
             query = rotated(query, places[t], a)
-            turned = [rotated(k, places[s], a) for s, k in enumerate(near)]
-            scores = np.array(turned) @ query / np.sqrt(a.head_dim)
+            turned = [rotated(k, places[s], a) for s, k in enumerate(near, start)]
+            scores = np.array(turned) @ query / divisor
             weights = np.exp(scores - scores.max())
-            out[t, head] = weights @ values[: t + 1, group] / weights.sum()
+            out[t, head] = weights @ values[start : t + 1, group] / weights.sum()
             if a.output_gate:
                 out[t, head] /= 1 + np.exp(-queries[t, head, a.head_dim :])
     mixed = out.reshape(time, -1) @ w["o_proj"]["kernel"]

@@ -53,6 +53,18 @@ CASES = {
         "linear_num_key_heads": 4,
         "attention_bias": True,
     },
+    "gemma3_text": {},
+    "gemma3_text by pattern": {
+        "layer_types": None,
+        "sliding_window_pattern": 2,
+        "attention_bias": True,
+        "sliding_window": 2,
+        "rope_parameters": None,
+        "rope_theta": 700.0,
+        "rope_local_base_freq": 30.0,
+        "query_pre_attn_scalar": 8,
+    },
+    "gemma3_text wide window": {"sliding_window": 64, "num_key_value_heads": 1},
 }
 
 
@@ -155,7 +167,15 @@ def test_gradients_of_a_loss(name, saved):
 
 @pytest.mark.parametrize(
     "case",
-    ["llama", "qwen2 tied", "qwen3 tied, biased", "qwen3 wide heads", "qwen3_5_text by interval"],
+    [
+        "llama",
+        "qwen2 tied",
+        "qwen3 tied, biased",
+        "qwen3 wide heads",
+        "qwen3_5_text by interval",
+        "gemma3_text",
+        "gemma3_text by pattern",
+    ],
 )
 def test_transformers_reads_what_is_saved_here(case, saved, tmp_path):
     model, directory = saved(case)
@@ -201,20 +221,34 @@ def test_old_configurations(saved, tmp_path):
     np.testing.assert_allclose(actual[mask], expected[mask], atol=1e-4, rtol=1e-4)
 
 
-def test_vision_language_checkpoints_of_qwen3_5(tmp_path):
+VISION = {
+    "qwen3_5": {
+        "depth": 1,
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_heads": 2,
+        "out_hidden_size": 24,
+        "num_position_embeddings": 16,
+    },
+    "gemma3": {
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "image_size": 16,
+        "patch_size": 4,
+    },
+}
+
+
+@pytest.mark.parametrize("name", VISION)
+def test_vision_language_checkpoints(name, tmp_path):
     """Nested names and configuration, with the vision tensors kept for transformers."""
     torch.manual_seed(0)
     config = transformers.AutoConfig.for_model(
-        "qwen3_5",
-        text_config=family("qwen3_5_text"),
-        vision_config={
-            "depth": 1,
-            "hidden_size": 16,
-            "intermediate_size": 16,
-            "num_heads": 2,
-            "out_hidden_size": 24,
-            "num_position_embeddings": 16,
-        },
+        name,
+        text_config=family(f"{name}_text", tie_word_embeddings=name == "gemma3"),
+        vision_config=VISION[name],
     )
     model = transformers.AutoModelForImageTextToText.from_config(config).float().eval()
     model.save_pretrained(tmp_path / "in")

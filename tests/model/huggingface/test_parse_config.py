@@ -4,13 +4,14 @@ import json
 
 import pytest
 
-from tests.model.families import ALL, NAMES, family
+from tests.model.families import ALL, family
 from twinkle_jax.model import parse_config
 from twinkle_jax.model.huggingface.export_config import export_config
 
 
 def test_what_each_family_is():
-    qwen2, qwen3, qwen3_5 = (parse_config(family(name)) for name in NAMES)
+    names = ("qwen2", "qwen3", "qwen3_5_text")
+    qwen2, qwen3, qwen3_5 = (parse_config(family(name)) for name in names)
     assert qwen2.attention.bias and not qwen2.attention.qk_norm
     assert not qwen3.attention.bias and qwen3.attention.qk_norm
     assert qwen3_5.attention.output_gate and qwen3_5.centred_norms and qwen3_5.delta_net.channels
@@ -82,8 +83,10 @@ def test_written_configs_read_as_what_they_were(name):
     assert written["bos_token_id"] == 7
     assert written["dtype"] == written["torch_dtype"] == "bfloat16"
     names = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3", "qwen3_5_text": "Qwen3_5"}
+    names["gemma3_text"] = "Gemma3"
     assert written["architectures"] == [f"{names[name]}ForCausalLM"]
-    assert written["rope_theta"] == written["rope_parameters"]["rope_theta"] == 500.0
+    rope = written["rope_parameters"]
+    assert written["rope_theta"] == rope.get("full_attention", rope)["rope_theta"] == 500.0
 
 
 def test_nested_configs_are_written_nested_or_flat():
@@ -99,7 +102,7 @@ def test_nested_configs_are_written_nested_or_flat():
 
 
 REFUSED = [
-    ({"model_type": "mamba"}, "model_type must be one of llama, qwen2, qwen3, .*, got 'mamba'"),
+    ({"model_type": "mamba"}, "model_type must be one of gemma3, .*llama, .*, got 'mamba'"),
     ({"model_type": None}, "model_type must be .*, got None"),
     ({"model_type": ["qwen3"]}, r"model_type must be .*, got \['qwen3'\]"),
     ({"model_type": "qwen3_moe"}, "model_type must be .*, got 'qwen3_moe'"),

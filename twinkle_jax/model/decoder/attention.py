@@ -1,6 +1,7 @@
 """Softmax attention with grouped heads, rotary positions, head norms and an output gate."""
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -125,12 +126,50 @@ def attend(
     mask: Bool[Array, "#batch 1 #time source"] | None,
     causal: bool,
     implementation: AttentionImplementation,
+    scale: float,
+    window: int | None = None,
 ) -> Float[Array, "batch time heads width"]:
     """Call `jax.nn.dot_product_attention`, which mixes types inside."""
     with jax.numpy_dtype_promotion("standard"):
         return jax.nn.dot_product_attention(
-            query, key, value, mask=mask, is_causal=causal, implementation=implementation
+            query,
+            key,
+            value,
+            mask=mask,
+            scale=scale,
+            is_causal=causal,
+            local_window_size=None if window is None else (window - 1, 0),
+            implementation=implementation,
         )
+
+
+def attend_causally(
+    heads: Heads,
+    config: AttentionConfig,
+    sliding: Bool[Array, ""],
+    *,
+    mask: Bool[Array, "#batch 1 #time source"] | None,
+    implementation: AttentionImplementation,
+) -> Float[Array, "batch time heads width"]:
+    """Let each token of whole rows see those before it: all of them, or a sliding layer's window.
+
+    Which of the two is data, so that a stack of both kinds stays one loop over one layer.
+    """
+
+    def see(window: int | None, *given: Array) -> Array:
+        return attend(
+            *given,
+            mask=mask,
+            causal=True,
+            implementation=implementation,
+            scale=config.scale,
+            window=window,
+        )
+
+    given = heads[:3]
+    if config.window is None or config.window.size >= heads.key.shape[1]:
+        return see(None, *given)
+    return jax.lax.cond(sliding, partial(see, config.window.size), partial(see, None), *given)
 
 
 def same_segment(segment_ids: Int[Array, "batch time"]) -> Bool[Array, "batch 1 time time"]:

@@ -1,8 +1,13 @@
 """What a decoder is made of: frozen, hashable, and so usable as a static argument of `jax.jit`."""
 
+import math
 from dataclasses import dataclass, field
+from typing import Literal
 
-FULL, LINEAR = "full_attention", "linear_attention"
+import numpy as np
+
+FULL, LINEAR, SLIDING = "full_attention", "linear_attention", "sliding_attention"
+Activation = Literal["silu", "gelu_pytorch_tanh"]
 
 
 @dataclass(frozen=True)
@@ -23,6 +28,30 @@ class RopeScaling:
 
 
 @dataclass(frozen=True)
+class LinearScaling:
+    """Rotary scaling of all wavelengths alike: positions count as if they were closer.
+
+    Attributes:
+        factor: how much slower every pair turns.
+    """
+
+    factor: float
+
+
+@dataclass(frozen=True)
+class Window:
+    """What sliding layers have instead: they see few tokens, in rotary positions of their own.
+
+    Attributes:
+        size: tokens that a token sees, itself included.
+        rope_theta: base of their rotary wavelengths, which nothing stretches.
+    """
+
+    size: int
+    rope_theta: float
+
+
+@dataclass(frozen=True)
 class AttentionConfig:
     """Softmax attention with grouped heads and rotary positions.
 
@@ -33,6 +62,8 @@ class AttentionConfig:
         rotary_dim: how many of the first entries of a head are rotated.
         rope_theta: base of the rotary wavelengths.
         rope_scaling: what stretches them; None for nothing.
+        query_width: by whose root products of queries and keys are divided; None: `head_dim`.
+        window: the window of sliding layers; None where there are none.
         bias: whether queries, keys and values have a bias.
         output_bias: whether the output projection has one.
         qk_norm: whether queries and keys are normalised per head before the rotation.
@@ -49,7 +80,14 @@ class AttentionConfig:
     output_bias: bool = False
     qk_norm: bool = False
     output_gate: bool = False
-    rope_scaling: RopeScaling | None = None
+    rope_scaling: RopeScaling | LinearScaling | None = None
+    query_width: int | None = None
+    window: Window | None = None
+
+    @property
+    def scale(self) -> float:
+        """What products of queries and keys are multiplied by."""
+        return 1 / math.sqrt(self.query_width or self.head_dim)
 
 
 @dataclass(frozen=True)
@@ -88,11 +126,16 @@ class DecoderConfig:
         vocab_size: number of tokens.
         hidden_size: width of the residual stream.
         intermediate_size: width of the feed-forward layers.
-        layer_kinds: `"full_attention"` or `"linear_attention"` for each layer.
-        attention: the attention of the full layers.
+        layer_kinds: `"full_attention"`, `"sliding_attention"` or `"linear_attention"` for each
+            layer.
+        attention: the attention of the full and sliding layers.
         delta_net: the mixer of the linear layers; None where there are none.
         norm_epsilon: added to the mean square before the root.
         centred_norms: whether norms multiply by 1 + weight (and weights start at 0).
+        output_norms: whether attention and feed-forward have a norm behind them too, before they
+            are added to the residual stream.
+        activation: of the gate of feed-forward layers.
+        scaled_embedding: whether embeddings are multiplied by √hidden_size.
         tie_embeddings: whether the output matrix is the embedding, transposed.
         original: the `config.json` this was read from, as text; takes no part in comparisons.
     """
@@ -106,6 +149,9 @@ class DecoderConfig:
     delta_net: DeltaNetConfig | None = None
     norm_epsilon: float = 1e-6
     centred_norms: bool = False
+    output_norms: bool = False
+    activation: Activation = "silu"
+    scaled_embedding: bool = False
     tie_embeddings: bool = False
     original: str = field(default="", repr=False, compare=False)
 
@@ -118,15 +164,27 @@ class DecoderConfig:
     def block(self) -> tuple[str, ...]:
         """The shortest run of layer kinds that the stack repeats; layers are stacked block-wise.
 
-        Layer `i` is member `i % len(block)` of repetition `i // len(block)`.
+        Layer `i` is member `i % len(block)` of repetition `i // len(block)`. Sliding layers count
+        as full ones, as they have the same parameters: which ones slide is data of the loop.
         """
+        kinds = tuple(FULL if kind == SLIDING else kind for kind in self.layer_kinds)
         for size in range(1, self.layers + 1):
             repeats, rest = divmod(self.layers, size)
-            if not rest and self.layer_kinds[:size] * repeats == self.layer_kinds:
-                return self.layer_kinds[:size]
+            if not rest and kinds[:size] * repeats == kinds:
+                return kinds[:size]
         raise ValueError("layer_kinds must name at least one layer, got ()")
 
     @property
     def repeats(self) -> int:
         """How often the block is repeated: the length of the leading axis of stacked parameters."""
         return self.layers // len(self.block)
+
+    @property
+    def sliding(self) -> np.ndarray:
+        """Which layers slide, as booleans of the shape [repeats, members of the block]."""
+        slides = [kind == SLIDING for kind in self.layer_kinds]
+        if any(slides) and self.attention.window is None:
+            raise ValueError(
+                "window must be given where there are sliding_attention layers, got None"
+            )
+        return np.array(slides).reshape(self.repeats, -1)

@@ -18,9 +18,9 @@ from twinkle_jax.model.decoder.config import FULL, DecoderConfig
 from twinkle_jax.model.decoder.delta_net import DeltaState, delta_net_step
 from twinkle_jax.model.decoder.forward import run
 from twinkle_jax.model.decoder.inputs import decoder_inputs
-from twinkle_jax.model.decoder.layers import embed, feed_forward, final_norm, norm
+from twinkle_jax.model.decoder.layers import add_mixed, embed, feed_forward, final_norm, norm
 from twinkle_jax.model.decoder.parameters import Params
-from twinkle_jax.model.decoder.rotary import RotaryTable, rotary_table
+from twinkle_jax.model.decoder.rotary import RotaryTable, rotary_tables, table_of
 
 
 def prefill(
@@ -95,32 +95,42 @@ def decode_step(
     _check(tokens, cache, mask)
     embedding = params["embed_tokens"]["embedding"]
     dtype = jnp.dtype(embedding.dtype if compute_dtype is None else compute_dtype)
-    rotary = rotary_table(cache.length[:, None], config.attention)
+    rotary = rotary_tables(cache.length[:, None], config.attention)
     active = jnp.ones(tokens.shape, bool) if mask is None else mask
 
     # The whole cache is carried, so that a step writes its own token and copies nothing else.
     def block(
-        carry: tuple[Array, dict[str, Any]], xs: tuple[Array, Mapping[str, Params]]
+        carry: tuple[Array, dict[str, Any]], xs: tuple[Array, Mapping[str, Params], Array]
     ) -> tuple[tuple[Array, dict[str, Any]], None]:
-        (x, layers), (repeat, members) = carry, xs
+        (x, layers), (repeat, members, sliding) = carry, xs
         layers = dict(layers)
         for member, kind in enumerate(config.block):
             name = str(member)
             y = norm(config, x, members[name]["input_layernorm"])
             if kind == FULL:
                 mixed, layers[name] = _full_step(
-                    config, y, members[name], layers[name], repeat, cache.length, rotary
+                    config,
+                    y,
+                    members[name],
+                    layers[name],
+                    repeat,
+                    cache.length,
+                    table_of(rotary, sliding[member]),
+                    _first_seen(config, cache.length, sliding[member]),
                 )
             else:
                 mixed, layers[name] = _linear_step(
                     config, y, members[name], layers[name], repeat, active
                 )
-            x = feed_forward(config, x + mixed, members[name])
+            x = add_mixed(config, x, mixed, members[name])
+            x = feed_forward(config, x, members[name])
         return (x, layers), None
 
-    x = embed(embedding, jnp.where(active, tokens, 0), dtype)
+    x = embed(config, embedding, jnp.where(active, tokens, 0), dtype)
     repeats = jnp.arange(config.repeats, dtype=jnp.int32)
-    (x, layers), _ = jax.lax.scan(block, (x, cache.layers), (repeats, params["layers"]))
+    (x, layers), _ = jax.lax.scan(
+        block, (x, cache.layers), (repeats, params["layers"], jnp.asarray(config.sliding))
+    )
     return final_norm(params, config, x), Cache(layers, cache.length + active.astype(jnp.int32))
 
 
@@ -132,6 +142,7 @@ def _full_step(
     repeat: Int[Array, ""],
     length: Int[Array, " batch"],
     rotary: RotaryTable,
+    first: Int[Array, " batch"] | None,
 ) -> tuple[Float[Array, "batch width"], KeyValues]:
     """Write the token's keys and values into its slot, and attend to the slots up to it."""
     batch = y.shape[0]
@@ -142,8 +153,17 @@ def _full_step(
         lambda stack: jax.lax.dynamic_index_in_dim(stack, repeat, keepdims=False),
         KeyValues(keys, values),
     )
-    attended = _attend(heads.query[:, 0], layer.keys, layer.values, length)
+    query = heads.query[:, 0]
+    attended = _attend(query, layer.keys, layer.values, length, first, config.attention.scale)
     return project_out(attended, heads.gate, weights["self_attn"]), KeyValues(keys, values)
+
+
+def _first_seen(
+    config: DecoderConfig, length: Int[Array, " batch"], sliding: Bool[Array, ""]
+) -> Int[Array, " batch"] | None:
+    """Give the first slot that the next token sees; None: all."""
+    window = config.attention.window
+    return None if window is None else jnp.where(sliding, length - window.size + 1, 0)
 
 
 def _write(
@@ -179,8 +199,10 @@ def _attend(
     keys: Float[Array, "batch groups width max_length"],
     values: Float[Array, "batch groups max_length width"],
     length: Int[Array, " batch"],
+    first: Int[Array, " batch"] | None,
+    scale: float,
 ) -> Float[Array, "batch 1 heads width"]:
-    """Attend to the slots up to `length`; a row without a slot for its token gets NaN."""
+    """Attend to slots `first` to `length`; a row without a slot for its token gets NaN."""
     batch, heads, width = query.shape
     groups, max_length = values.shape[1:3]
     wide = jnp.float64 if query.dtype == jnp.float64 else jnp.float32
@@ -188,8 +210,11 @@ def _attend(
     logits = jnp.einsum(
         "bghw,bgwt->bght", query, keys.astype(query.dtype), preferred_element_type=wide
     )
-    seen = jnp.arange(max_length, dtype=jnp.int32)[None] <= length[:, None]
-    logits = jnp.where(seen[:, None, None], logits * width**-0.5, -jnp.inf)
+    slots = jnp.arange(max_length, dtype=jnp.int32)[None]
+    seen = slots <= length[:, None]
+    if first is not None:
+        seen &= slots >= first[:, None]
+    logits = jnp.where(seen[:, None, None], logits * scale, -jnp.inf)
     logits = jnp.where((length < max_length)[:, None, None, None], logits, jnp.nan)
     weights = jax.nn.softmax(logits, axis=-1).astype(query.dtype)
     attended = jnp.einsum("bght,bgtw->bghw", weights, values.astype(query.dtype))

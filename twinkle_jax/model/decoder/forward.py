@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from twinkle_jax.model.decoder.attention import (
     AttentionImplementation,
-    attend,
+    attend_causally,
     default_attention,
     project_heads,
     project_out,
@@ -20,10 +20,11 @@ from twinkle_jax.model.decoder.attention import (
 from twinkle_jax.model.decoder.config import FULL, DecoderConfig
 from twinkle_jax.model.decoder.delta_net import delta_net
 from twinkle_jax.model.decoder.inputs import DecoderInputs, decoder_inputs
-from twinkle_jax.model.decoder.layers import embed, feed_forward, final_norm, norm
+from twinkle_jax.model.decoder.layers import add_mixed, embed, feed_forward, final_norm, norm
 from twinkle_jax.model.decoder.layout import check_fit, gather_weights, keep_rows
 from twinkle_jax.model.decoder.left_align import from_front
 from twinkle_jax.model.decoder.parameters import Params
+from twinkle_jax.model.decoder.rotary import table_of
 
 Remat = bool | Callable[..., bool]
 
@@ -115,25 +116,24 @@ def run(
     if attention == "cudnn" and segmented:
         raise ValueError("attention must be 'xla' with segment_ids, got 'cudnn'")
 
-    def layer(kind: str, x: Array, weights: Params) -> tuple[Array, Any]:
+    def layer(kind: str, x: Array, weights: Params, sliding: Array) -> tuple[Array, Any]:
         weights = gather_weights(weights, dtype, mesh)
-        x, state = _layer(config, kind, keep_rows(x, mesh), weights, inputs, attention)
+        x, state = _layer(config, kind, keep_rows(x, mesh), weights, sliding, inputs, attention)
         return keep_rows(x, mesh), state
 
     if remat:
         policy = None if remat is True else remat
         layer = jax.checkpoint(layer, policy=policy, prevent_cse=False, static_argnums=(0,))
 
-    def block(x: Array, members: Mapping[str, Params]) -> tuple[Array, Any]:
-        states = {}
+    def block(x: Array, xs: tuple[Mapping[str, Params], Array]) -> tuple[Array, Any]:
+        (members, sliding), states = xs, {}
         for member, kind in enumerate(config.block):
-            x, states[str(member)] = layer(kind, x, members[str(member)])
+            x, states[str(member)] = layer(kind, x, members[str(member)], sliding[member])
         return x, states if keep_state else None
 
-    x = keep_rows(
-        embed(embedding, inputs.tokens, dtype, mesh).reshape(-1, config.hidden_size), mesh
-    )
-    x, states = jax.lax.scan(block, x, params["layers"])
+    x = embed(config, embedding, inputs.tokens, dtype, mesh)
+    x = keep_rows(x.reshape(-1, config.hidden_size), mesh)
+    x, states = jax.lax.scan(block, x, (params["layers"], jnp.asarray(config.sliding)))
     x = keep_rows(final_norm(params, config, x), mesh)
     return x.reshape(*inputs.tokens.shape, -1), states
 
@@ -143,6 +143,7 @@ def _layer(
     kind: str,
     x: Float[Array, "tokens width"],
     weights: Params,
+    sliding: Bool[Array, ""],
     inputs: DecoderInputs,
     attention: AttentionImplementation,
 ) -> tuple[Float[Array, "tokens width"], Any]:
@@ -151,9 +152,12 @@ def _layer(
     state: Any
     if kind == FULL:
         batch = inputs.tokens.shape[0]
-        heads = project_heads(y, weights["self_attn"], config, inputs.rotary, batch)
+        rotary = table_of(inputs.rotary, sliding)
+        heads = project_heads(y, weights["self_attn"], config, rotary, batch)
         mask = None if inputs.segment_ids is None else same_segment(inputs.segment_ids)
-        attended = attend(*heads[:3], mask=mask, causal=True, implementation=attention)
+        attended = attend_causally(
+            heads, config.attention, sliding, mask=mask, implementation=attention
+        )
         mixed, state = project_out(attended, heads.gate, weights["self_attn"]), heads[1:3]
     else:
         assert config.delta_net is not None
@@ -165,4 +169,4 @@ def _layer(
             inputs.segment_ids,
             epsilon=config.norm_epsilon,
         )
-    return feed_forward(config, x + mixed, weights), state
+    return feed_forward(config, add_mixed(config, x, mixed, weights), weights), state

@@ -8,7 +8,7 @@ from jaxtyping import Array, Bool, Int
 
 from twinkle_jax.model.decoder.config import DecoderConfig
 from twinkle_jax.model.decoder.left_align import number_segments, segment_positions, to_front
-from twinkle_jax.model.decoder.rotary import RotaryTable, rotary_table
+from twinkle_jax.model.decoder.rotary import RotaryTable, rotary_tables
 
 
 class DecoderInputs(NamedTuple):
@@ -16,7 +16,7 @@ class DecoderInputs(NamedTuple):
 
     tokens: Int[Array, "batch time"]
     mask: Bool[Array, "batch time"]
-    rotary: RotaryTable
+    rotary: tuple[RotaryTable, ...]
     segment_ids: Int[Array, "batch time"] | None
 
 
@@ -42,7 +42,7 @@ def decoder_inputs(
         positions = segment_positions(segment_ids)
     elif positions is None:
         positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
-    rotary = rotary_table(positions, config.attention)
+    rotary = rotary_tables(positions, config.attention)
     return DecoderInputs(tokens, kept, rotary, segment_ids)
 
 

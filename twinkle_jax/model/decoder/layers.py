@@ -1,4 +1,4 @@
-"""The parts of a decoder that every family has: embedding, norms, SwiGLU and the output head."""
+"""The parts of a decoder that every family has: embedding, norms, feed-forward, output head."""
 
 import jax
 import jax.numpy as jnp
@@ -12,22 +12,27 @@ from twinkle_jax.model.decoder.parameters import Params
 
 
 def embed(
+    config: DecoderConfig,
     embedding: Float[Array, "vocab width"],
     tokens: Int[Array, "*batch"],
     dtype: jnp.dtype,
     mesh: Mesh | None = None,
 ) -> Float[Array, "*batch width"]:
-    """Look tokens up; an id outside the vocabulary gives NaN, rather than another token."""
+    """Look tokens up; an id outside the vocabulary gives NaN, rather than another token.
+
+    The scale, where there is one, is rounded to `dtype` first: so the checkpoints were trained.
+    """
 
     def look_up(table: Array, ids: Array) -> Array:
         found = table.at[ids].get(mode="fill", fill_value=jnp.nan, wrap_negative_indices=False)
         return found.astype(dtype)
 
-    return (
+    found = (
         look_up(embedding, tokens)
         if mesh is None
         else spread_lookup(embedding, tokens, mesh, look_up)
     )
+    return found * jnp.asarray(config.hidden_size**0.5, dtype) if config.scaled_embedding else found
 
 
 def final_norm(
@@ -44,14 +49,31 @@ def norm(
     return rms_norm(x, weights["scale"], epsilon=config.norm_epsilon, centred=config.centred_norms)
 
 
+def add_mixed(
+    config: DecoderConfig,
+    x: Float[Array, "tokens width"],
+    mixed: Float[Array, "tokens width"],
+    weights: Params,
+) -> Float[Array, "tokens width"]:
+    """Add the first half of a layer, attention's output, to the residual stream."""
+    if config.output_norms:
+        mixed = norm(config, mixed, weights["post_attention_layernorm"])
+    return x + mixed
+
+
 def feed_forward(
     config: DecoderConfig, x: Float[Array, "tokens width"], weights: Params
 ) -> Float[Array, "tokens width"]:
-    """Add the second half of a layer to the residual stream: norm, then SwiGLU."""
-    y = norm(config, x, weights["post_attention_layernorm"])
+    """Add the second half of a layer to the residual stream: norm, then SwiGLU or GeGLU."""
+    before = "pre_feedforward" if config.output_norms else "post_attention"
+    y = norm(config, x, weights[f"{before}_layernorm"])
     mlp = weights["mlp"]
-    y = jax.nn.silu(project(y, mlp["gate_proj"])) * project(y, mlp["up_proj"])
-    return x + project(y, mlp["down_proj"])
+    gate = project(y, mlp["gate_proj"])
+    gate = jax.nn.silu(gate) if config.activation == "silu" else jax.nn.gelu(gate)
+    y = project(gate * project(y, mlp["up_proj"]), mlp["down_proj"])
+    if config.output_norms:
+        y = norm(config, y, weights["post_feedforward_layernorm"])
+    return x + y
 
 
 def output_matrix(params: Params) -> Float[Array, "width vocab"]:

@@ -48,10 +48,13 @@ def layer_parameters(config: DecoderConfig, kind: str) -> list[Parameter]:
     """Everything in one layer of a kind."""
     width, inner = config.hidden_size, config.intermediate_size
     scale: Initial = "zeros" if config.centred_norms else "ones"
+    norms = ["post_attention_layernorm"]
+    if config.output_norms:
+        norms += ["pre_feedforward_layernorm", "post_feedforward_layernorm"]
     return [
         Parameter(("input_layernorm", "scale"), (width,), scale),
         *(_attention(config, scale) if kind == FULL else _delta_net(config)),
-        Parameter(("post_attention_layernorm", "scale"), (width,), scale),
+        *(Parameter((name, "scale"), (width,), scale) for name in norms),
         Parameter(("mlp", "gate_proj", "kernel"), (width, inner)),
         Parameter(("mlp", "up_proj", "kernel"), (width, inner)),
         Parameter(("mlp", "down_proj", "kernel"), (inner, width)),

@@ -1,12 +1,14 @@
 """Rotary positions: wavelengths, a table of cosines and sines, and the rotation of heads."""
 
+import dataclasses
 import math
 
+import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
-from twinkle_jax.model.decoder.config import AttentionConfig
+from twinkle_jax.model.decoder.config import AttentionConfig, LinearScaling
 
 RotaryTable = tuple[Float[Array, "#batch time 1 half"], Float[Array, "#batch time 1 half"]]
 
@@ -18,7 +20,7 @@ def rotary_frequencies(config: AttentionConfig) -> np.ndarray:
 
     With Llama 3's scaling, pairs that turn less than `low_frequency` times over the original length
     turn `factor` times slower, those that turn more than `high_frequency` times stay, and between
-    the two the factor is interpolated.
+    the two the factor is interpolated. With linear scaling all turn `factor` times slower.
 
     References:
         [RoFormer](https://arxiv.org/abs/2104.09864) (Su et al., 2021);
@@ -29,6 +31,8 @@ def rotary_frequencies(config: AttentionConfig) -> np.ndarray:
     scaling = config.rope_scaling
     if scaling is None:
         return frequencies
+    if isinstance(scaling, LinearScaling):
+        return frequencies / scaling.factor
     turns = scaling.original_length * frequencies / (2 * math.pi)
     kept = (turns - scaling.low_frequency) / (scaling.high_frequency - scaling.low_frequency)
     kept = np.clip(kept, 0, 1)
@@ -40,6 +44,25 @@ def rotary_table(positions: Int[Array, "batch time"], config: AttentionConfig) -
     frequencies = jnp.asarray(rotary_frequencies(config), jnp.float32)
     angles = positions.astype(jnp.float32)[:, :, None, None] * frequencies[None, None, None]
     return jnp.cos(angles), jnp.sin(angles)
+
+
+def rotary_tables(
+    positions: Int[Array, "batch time"], config: AttentionConfig
+) -> tuple[RotaryTable, ...]:
+    """Compute the table of full layers, and that of sliding ones where there are any."""
+    full = rotary_table(positions, config)
+    if config.window is None:
+        return (full,)
+    theta = config.window.rope_theta
+    sliding = dataclasses.replace(config, rope_theta=theta, rope_scaling=None)
+    return full, rotary_table(positions, sliding)
+
+
+def table_of(tables: tuple[RotaryTable, ...], sliding: Bool[Array, ""]) -> RotaryTable:
+    """Choose a layer's table."""
+    if len(tables) == 1:
+        return tables[0]
+    return jax.tree.map(lambda full, own: jnp.where(sliding, own, full), *tables)
 
 
 def rotate(

@@ -1,6 +1,6 @@
 """Which tensor of a checkpoint belongs to which parameter."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 from twinkle_jax.model.decoder.config import DecoderConfig
 from twinkle_jax.model.decoder.families import FAMILIES
@@ -9,7 +9,8 @@ from twinkle_jax.model.huggingface.checkpoint_files import DTYPES, StoredTensor
 from twinkle_jax.model.huggingface.stored_form import stored_name, stored_shape
 
 HEAD, EMBEDDING = "lm_head.weight", "embed_tokens.weight"
-NESTED_PREFIX, PREFIX = "model.language_model.", "model."
+PREFIX = "model."
+NESTED_PREFIXES = ("model.language_model.", "language_model.model.")
 
 
 def layer_number(config: DecoderConfig, path: tuple[str, ...], repeat: int) -> int:
@@ -28,6 +29,12 @@ def stored_names(
     return [HEAD if path[0] == "lm_head" else prefix + name]
 
 
+def stored_prefix(stored: Collection[str]) -> str:
+    """Find what the names of the text model begin with; it may be inside another model."""
+    found = [prefix for prefix in NESTED_PREFIXES if prefix + EMBEDDING in stored]
+    return found[0] if found else PREFIX
+
+
 def carried_tensors(config: DecoderConfig, stored: Iterable[str]) -> list[str]:
     """List the tensors of an enclosing model's checkpoint that the text model does not read."""
     carried = FAMILIES[config.model_type].carried
@@ -38,7 +45,7 @@ def match_tensors(
     config: DecoderConfig, stored: Mapping[str, StoredTensor]
 ) -> dict[tuple[str, ...], list[str]]:
     """Pair every parameter with its tensors; refuse what is missing, extra or misshapen."""
-    prefix = NESTED_PREFIX if NESTED_PREFIX + EMBEDDING in stored else PREFIX
+    prefix = stored_prefix(stored)
     table = parameter_table(config)
     names = {path: stored_names(config, path, p, prefix) for path, p in table.items()}
     wanted = {name: stored_shape(table[path]) for path, group in names.items() for name in group}

@@ -35,7 +35,7 @@ def load_pretrained(
     mesh: Mesh | None = None,
     partition: Partition | None = None,
 ) -> Decoder:
-    """Read a Hugging Face checkpoint of Llama, Qwen2, Qwen2.5, Qwen3 or Qwen3.5 (its text model).
+    """Read a Hugging Face checkpoint of Llama, Qwen2 to Qwen3.6 or Gemma 3 (the text model).
 
     The names, shapes and types of all tensors are checked before anything is allocated. Then one
     tensor after the other is read and written to its place on its devices, so that the host holds

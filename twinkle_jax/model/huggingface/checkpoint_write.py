@@ -21,11 +21,9 @@ from twinkle_jax.model.huggingface.checkpoint_files import (
     TOKENIZER_FILES,
     import_safetensors,
     inside,
+    stored_tensors,
 )
-from twinkle_jax.model.huggingface.checkpoint_names import (
-    NESTED_PREFIX,
-    PREFIX,
-)
+from twinkle_jax.model.huggingface.checkpoint_names import stored_prefix
 from twinkle_jax.model.huggingface.export_config import export_config
 from twinkle_jax.model.huggingface.export_tensors import (
     ExportTensor,
@@ -46,9 +44,9 @@ def save_pretrained(
     Everything is written beside the directory, read back and compared, and only then put in its
     place in one step, so that an interrupted export leaves an older one whole. Files of an older
     export that are not its weights or configuration stay. The tokenizer's files come along from
-    where the decoder was read. A vision-language checkpoint of Qwen3.5 keeps its form, with the
-    vision and multi-token-prediction tensors copied as they were; without the directory it came
-    from, it becomes a checkpoint of the text model.
+    where the decoder was read. A vision-language checkpoint of Qwen3.5 or Gemma 3 keeps its form,
+    with the vision and multi-token-prediction tensors copied as they were; without the directory it
+    came from, it becomes a checkpoint of the text model.
 
     Args:
         decoder: what to write. All of its parameters must be addressable from this process.
@@ -71,7 +69,8 @@ def save_pretrained(
     with ExitStack() as stack:
         carried = carried_from_source(decoder, stack)
         nested = bool(carried)
-        tensors = list_tensors(decoder, NESTED_PREFIX if nested else PREFIX, dtype) + carried
+        stored = stored_tensors(decoder.source) if decoder.source and nested else ()
+        tensors = list_tensors(decoder, stored_prefix(stored), dtype) + carried
         with replace_directory(target) as fresh:
             _write_tensors(fresh, tensors, max_shard_size)
             main = decoder.params["embed_tokens"]["embedding"].dtype if dtype is None else dtype

@@ -15,11 +15,16 @@ READ = """model_type vocab_size hidden_size intermediate_size num_hidden_layers 
     partial_rotary_factor rope_parameters rope_scaling""".split()  # noqa: SIM905
 LINEAR_KEYS = """full_attention_interval linear_num_key_heads linear_num_value_heads
     linear_key_head_dim linear_value_head_dim linear_conv_kernel_dim""".split()  # noqa: SIM905
+SLIDING_KEYS = (
+    "sliding_window",
+    "sliding_window_pattern",
+    "query_pre_attn_scalar",
+    "rope_local_base_freq",
+)
 WINDOW_KEYS = ("use_sliding_window", "sliding_window", "max_window_layers")
 
 # Keys of every family that may have these values only: with others, the model would be another.
 FIXED: dict[str, tuple[Any, ...]] = {
-    "hidden_act": ("silu",),
     "is_causal": (True,),
     "attention_dropout": (0.0, 0, None),
     "quantization_config": (None,),
@@ -51,8 +56,9 @@ def check_keys(config: Mapping[str, Any], family: Family, model_type: str) -> No
     """Refuse keys that this family does not have, and values that would change the result."""
     read = [*READ, *(LINEAR_KEYS if family.linear_layers else ())]
     read += WINDOW_KEYS if family.window_keys else ()
+    read += SLIDING_KEYS if family.window_pattern else ()
     read += () if family.fixed_bias else ("attention_bias",)
-    fixed = FIXED | dict(family.other_keys)
+    fixed = FIXED | {family.activation_key: (family.activation,)} | dict(family.other_keys)
     for name in config:
         if name in fixed:
             only(config, name, fixed[name])

@@ -3,7 +3,7 @@
 import json
 from typing import Any
 
-from twinkle_jax.model.decoder.config import DecoderConfig
+from twinkle_jax.model.decoder.config import FULL, SLIDING, DecoderConfig
 from twinkle_jax.model.decoder.families import FAMILIES
 from twinkle_jax.model.huggingface.rope_config import SILENT, rope_entries
 
@@ -48,7 +48,7 @@ def _text_entries(config: DecoderConfig, rope: dict[str, Any]) -> dict[str, Any]
         "num_attention_heads": attention.query_heads,
         "num_key_value_heads": attention.key_value_heads,
         "head_dim": attention.head_dim,
-        "hidden_act": "silu",
+        family.activation_key: config.activation,
         "rms_norm_eps": config.norm_epsilon,
         "tie_word_embeddings": config.tie_embeddings,
         "layer_types": list(config.layer_kinds),
@@ -62,6 +62,8 @@ def _text_entries(config: DecoderConfig, rope: dict[str, Any]) -> dict[str, Any]
     if family.rotary_part is not None:
         partial = attention.rotary_dim / attention.head_dim
         rope["partial_rotary_factor"] = entries["partial_rotary_factor"] = partial
+    if family.window_pattern:
+        entries |= _sliding_entries(config, rope)
     if delta is not None:
         entries |= {
             "linear_num_key_heads": delta.key_heads,
@@ -71,3 +73,17 @@ def _text_entries(config: DecoderConfig, rope: dict[str, Any]) -> dict[str, Any]
             "linear_conv_kernel_dim": delta.kernel,
         }
     return entries
+
+
+def _sliding_entries(config: DecoderConfig, rope: dict[str, Any]) -> dict[str, Any]:
+    """What a family with sliding layers says differently: its rotary parts, by kind of layer."""
+    a = config.attention
+    entries: dict[str, Any] = {
+        "query_pre_attn_scalar": a.query_width or a.head_dim,
+        "rope_parameters": {FULL: rope},
+    }
+    if a.window is None:
+        return entries
+    theta = a.window.rope_theta
+    entries["rope_parameters"][SLIDING] = {"rope_type": "default", "rope_theta": theta}
+    return entries | {"sliding_window": a.window.size, "rope_local_base_freq": theta}

@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from twinkle_jax.model.decoder.config import (
-    FULL,
     LINEAR,
+    SLIDING,
     AttentionConfig,
     DecoderConfig,
     DeltaNetConfig,
@@ -15,13 +15,13 @@ from twinkle_jax.model.decoder.families import ENCLOSING, FAMILIES, Family
 from twinkle_jax.model.huggingface.config_keys import check_keys
 from twinkle_jax.model.huggingface.config_values import (
     LARGEST_SIZE,
-    MOST_LAYERS,
     flag,
     number,
     section,
     shown,
     size,
 )
+from twinkle_jax.model.huggingface.layer_kinds import full_rope, read_layer_kinds, read_window
 from twinkle_jax.model.huggingface.rope_config import read_rope
 
 
@@ -29,8 +29,8 @@ def parse_config(config: Mapping[str, Any]) -> DecoderConfig:
     """Read a decoder's configuration from the contents of a `config.json`.
 
     Both spellings of the rotary parameters are understood (`rope_theta` and `rope_scaling`, or
-    `rope_parameters` as transformers 5 writes it), and the nested `text_config` of Qwen3.5. Where
-    `rope_scaling` stands beside `rope_parameters` it wins, as it does in transformers.
+    `rope_parameters` as transformers 5 writes it), and the nested `text_config` of Qwen3.5, Qwen3.6
+    and Gemma 3. Where `rope_scaling` stands beside `rope_parameters` it wins, as in transformers.
 
     Args:
         config: the parsed JSON object, with Hugging Face's names.
@@ -40,8 +40,9 @@ def parse_config(config: Mapping[str, Any]) -> DecoderConfig:
 
     Raises:
         ValueError: for an unknown `model_type`, a missing or impossible value, a value that asks
-            for what is not built (other activations, sliding windows, quantisation, …), and a key
-            that is not known, which might change the result. The key and what arrived are named.
+            for what is not built (other activations, windows in families without them,
+            quantisation, …), and a key that is not known, which might change the result. The key
+            and what arrived are named.
         TypeError: if `config` is no mapping.
 
     Example:
@@ -58,17 +59,21 @@ def parse_config(config: Mapping[str, Any]) -> DecoderConfig:
     flat, model_type = _flatten(config)
     family = FAMILIES[model_type]
     check_keys(flat, family, model_type)
-    kinds = _layer_kinds(flat, family)
+    flat = {**family.defaults, **flat}
+    kinds = read_layer_kinds(flat, family)
     return DecoderConfig(
         model_type=model_type,
         vocab_size=size(flat, "vocab_size"),
         hidden_size=size(flat, "hidden_size"),
         intermediate_size=size(flat, "intermediate_size"),
         layer_kinds=kinds,
-        attention=_attention(flat, family),
+        attention=_attention(flat, family, sliding=SLIDING in kinds),
         delta_net=_delta_net(flat) if LINEAR in kinds else None,
         norm_epsilon=number(flat, "rms_norm_eps", 1e-6, zero=True),
         centred_norms=family.centred_norms,
+        output_norms=family.output_norms,
+        activation=family.activation,
+        scaled_embedding=family.scaled_embedding,
         tie_embeddings=flag(flat, "tie_word_embeddings", False),
         original=json.dumps(dict(config), sort_keys=True),
     )
@@ -95,36 +100,7 @@ def _flatten(config: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
     return flat, model_type
 
 
-def _layer_kinds(flat: Mapping[str, Any], family: Family) -> tuple[str, ...]:
-    layers = size(flat, "num_hidden_layers", most=MOST_LAYERS)
-    kinds = flat.get("layer_types")
-    if kinds is None:
-        _refuse_windows(flat, layers)
-        every = size(flat, "full_attention_interval", 4) if family.linear_layers else 1
-        kinds = [LINEAR if (i + 1) % every else FULL for i in range(layers)]
-    allowed = [FULL, LINEAR] if family.linear_layers else [FULL]
-    known = isinstance(kinds, list | tuple) and all(kind in allowed for kind in kinds)
-    if not known or len(kinds) != layers:
-        raise ValueError(
-            f"layer_types must be a list of {layers} (num_hidden_layers) out of {allowed}, "
-            f"got {shown(kinds)}"
-        )
-    return tuple(kinds)
-
-
-def _refuse_windows(flat: Mapping[str, Any], layers: int) -> None:
-    """Refuse sliding windows, unless no layer has one."""
-    if not flag(flat, "use_sliding_window", False) or flat.get("sliding_window", 4096) is None:
-        return
-    first = flat.get("max_window_layers", 28)
-    if type(first) is not int or first < layers:
-        raise ValueError(
-            f"max_window_layers must be at least num_hidden_layers, {layers}, where "
-            f"use_sliding_window is true, got {shown(first)}: windows are not built"
-        )
-
-
-def _attention(flat: Mapping[str, Any], family: Family) -> AttentionConfig:
+def _attention(flat: Mapping[str, Any], family: Family, *, sliding: bool) -> AttentionConfig:
     query_heads = size(flat, "num_attention_heads")
     given = flat.get("num_key_value_heads")
     key_value_heads = query_heads if given is None else size(flat, "num_key_value_heads")
@@ -136,7 +112,7 @@ def _attention(flat: Mapping[str, Any], family: Family) -> AttentionConfig:
     head_dim = family.head_dim or size(flat, "hidden_size") // query_heads
     if family.head_dim or flat.get("head_dim") is not None:
         head_dim = size(flat, "head_dim", head_dim)
-    rope = read_rope(flat, family)
+    rope = read_rope(full_rope(flat) if family.window_pattern else flat, family)
     rotary_dim = int(head_dim * rope.part)
     if rotary_dim % 2 or not 0 < rotary_dim <= head_dim:
         raise ValueError(
@@ -155,6 +131,8 @@ def _attention(flat: Mapping[str, Any], family: Family) -> AttentionConfig:
         output_bias=bias and not family.fixed_bias,
         qk_norm=family.qk_norm,
         output_gate=family.output_gate,
+        query_width=size(flat, "query_pre_attn_scalar", 256) if family.window_pattern else None,
+        window=read_window(flat, family) if sliding else None,
     )
 
 

@@ -1,10 +1,10 @@
 """The rotary part of a `config.json`: three spellings, and the one that transformers reads."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import astuple
 from typing import Any, NamedTuple
 
-from twinkle_jax.model.decoder.config import AttentionConfig, RopeScaling
+from twinkle_jax.model.decoder.config import AttentionConfig, LinearScaling, RopeScaling
 from twinkle_jax.model.decoder.families import Family
 from twinkle_jax.model.huggingface.config_values import number, only, section, shown, size
 
@@ -18,7 +18,7 @@ class Rope(NamedTuple):
 
     theta: float
     part: float
-    scaling: RopeScaling | None
+    scaling: RopeScaling | LinearScaling | None
 
 
 def read_rope(flat: Mapping[str, Any], family: Family) -> Rope:
@@ -30,6 +30,7 @@ def read_rope(flat: Mapping[str, Any], family: Family) -> Rope:
         rope["rope_type"] = rope["type"]
     kind = only(rope, "rope_type", family.rope_types)
     known = _EVERY | (set(_LLAMA3) if kind == "llama3" else set())
+    known |= {"factor"} if kind == "linear" else set()
     known |= SILENT if family.rotary_part is not None else set()
     for key in rope.keys() - known:
         raise ValueError(
@@ -41,7 +42,7 @@ def read_rope(flat: Mapping[str, Any], family: Family) -> Rope:
     else:
         part = number(rope, "partial_rotary_factor", family.rotary_part)
     theta = number(rope, "rope_theta", 10_000.0)
-    return Rope(theta, part, _llama3(rope) if kind == "llama3" else None)
+    return Rope(theta, part, _SCALINGS[kind](rope))
 
 
 def _llama3(rope: Mapping[str, Any]) -> RopeScaling:
@@ -62,10 +63,25 @@ def _llama3(rope: Mapping[str, Any]) -> RopeScaling:
     return scaling
 
 
+def _linear(rope: Mapping[str, Any]) -> LinearScaling:
+    if "factor" not in rope:
+        raise ValueError("factor must be there where rope_type is 'linear', got none")
+    return LinearScaling(number(rope, "factor", 1.0))
+
+
+_SCALINGS: dict[str, Callable[[Mapping[str, Any]], RopeScaling | LinearScaling | None]] = {
+    "default": lambda _: None,
+    "linear": _linear,
+    "llama3": _llama3,
+}
+
+
 def rope_entries(attention: AttentionConfig) -> dict[str, Any]:
     """Write what `read_rope` reads, but for the rotated part."""
     entries = {"rope_type": "default", "rope_theta": attention.rope_theta}
-    if attention.rope_scaling is None:
+    scaling = attention.rope_scaling
+    if scaling is None:
         return entries
-    values = astuple(attention.rope_scaling)
-    return entries | {"rope_type": "llama3"} | dict(zip(_LLAMA3, values, strict=True))
+    if isinstance(scaling, LinearScaling):
+        return entries | {"rope_type": "linear", "factor": scaling.factor}
+    return entries | {"rope_type": "llama3"} | dict(zip(_LLAMA3, astuple(scaling), strict=True))
