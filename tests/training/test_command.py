@@ -44,7 +44,7 @@ def test_train_with_a_file_and_flags_over_it(tmp_path, capsys):
         (["--task", "nowhere.jsonl", "--model", "MODEL"], "task must be arithmetic, gsm8k:FILE or"),
         (["--task", "gsm8k", "--model", "MODEL"], "task must be gsm8k:FILE"),
         (["--task", "x.jsonl"], "model must be a checkpoint for the task x.jsonl, got none"),
-        (["--update.advantage", "grop"], "name must be one of 'dgpo', 'gdpo', 'grpo'"),
+        (["--update.advantage", "grop"], "update.advantage must be one of dgpo, gdpo, grpo"),
         (["--update.loss", "grop"], "loss must be one of"),
         (["--level", "9"], "level must be one of"),
         (["--rollout.num_samples", "1"], "rollout.num_samples must be at least 2, got 1"),

@@ -184,29 +184,6 @@ def test_overwrite_begins_anew_but_deletes_runs_alone(tmp_path):
     assert (tmp_path / "thesis" / "chapter.txt").exists()
 
 
-@pytest.mark.parametrize(
-    ("values", "error", "message"),
-    [
-        ([1.0], ValueError, "must return 16 numbers, got 1"),
-        ([float("nan")] * 16, ValueError, "must return finite numbers, got nan for trajectory 0"),
-        ([None] * 16, TypeError, "must return numbers, got None"),
-    ],
-)
-def test_a_wrong_reward_is_named(tmp_path, values, error, message):
-    config = tiny(tmp_path, output_dir=str(tmp_path / "run"), evaluation=EvaluationConfig())
-    with pytest.raises(error, match=message):
-        train(config, reward=lambda trajectories, truths: values)
-
-
-def test_gradients_that_are_not_finite_end_a_run_with_a_checkpoint(tmp_path):
-    optimizer = OptimizerConfig(learning_rate=1e38, warmup_steps=0, max_skipped=2)
-    config = tiny(tmp_path, output_dir=str(tmp_path / "run"), optimizer=optimizer, steps=8)
-    with pytest.raises(RuntimeError, match="must be finite, got 2 steps in a row"):
-        train(config, reward=short_answers())
-    assert len(lines(tmp_path / "run")) >= 2
-    export(tmp_path / "run", tmp_path / "kept")  # refuses what is not finite
-
-
 def test_what_is_shown_says_who_answered_what(whole, capsys, tmp_path):
     _, config, _ = whole
     config = dataclasses.replace(config, output_dir=str(tmp_path / "run"), steps=2)

@@ -15,7 +15,9 @@ from twinkle_jax.model import init_params, train_state
 from twinkle_jax.reward import FunctionReward
 from twinkle_jax.sampler import Sampling
 from twinkle_jax.training import Learner, Recipe, sample_and_score, small_policy, train_step
-from twinkle_jax.training.step import fill_up, has_signal, sample_metrics
+from twinkle_jax.training.dynamic_sampling import fill_up, has_signal
+from twinkle_jax.training.estimator import Estimator
+from twinkle_jax.training.step_metrics import sample_metrics
 
 POLICY = small_policy(0)
 OPTIMIZER = optax.sgd(1.0)
@@ -30,7 +32,7 @@ def recipe(reward=long_ones, **changes):
         learner=learner,
         template=POLICY.template,
         reward=reward,
-        advantage=GRPOAdvantage(),
+        estimator=Estimator(GRPOAdvantage()),
         scale="group",
         sampling=Sampling(stop_tokens=POLICY.tokenizer.stop_token_ids),
         num_samples=SAMPLES,

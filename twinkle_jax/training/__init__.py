@@ -11,15 +11,19 @@ from twinkle_jax.training.config import (
     TrainConfig,
     UpdateConfig,
 )
+from twinkle_jax.training.estimator import Estimator, make_estimator
 from twinkle_jax.training.evaluation import evaluate
 from twinkle_jax.training.export import export
 from twinkle_jax.training.loop import train
 from twinkle_jax.training.policy import Policy, load_policy, save_policy, small_policy
+from twinkle_jax.training.recipe import Recipe
 from twinkle_jax.training.rollout import Rollout, draw_rollout, encode_prompts, training_batch
-from twinkle_jax.training.step import Recipe, Sampled, sample_and_score, train_step
+from twinkle_jax.training.sample_and_score import Sampled, sample_and_score
+from twinkle_jax.training.step import train_step
 from twinkle_jax.training.update import Learner, learn
 
 __all__ = [
+    "Estimator",
     "EvaluationConfig",
     "Learner",
     "LoggingConfig",
@@ -37,6 +41,7 @@ __all__ = [
     "export",
     "learn",
     "load_policy",
+    "make_estimator",
     "sample_and_score",
     "save_policy",
     "small_policy",

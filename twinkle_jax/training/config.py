@@ -36,7 +36,8 @@ class UpdateConfig:
     """How the policy learns from what was sampled.
 
     Attributes:
-        advantage: the estimator's name: grpo, rloo, maxrl, ...
+        advantage: the estimator's name: grpo, rloo, maxrl, opo, remax, reinforce_plus_plus, ...
+        advantage_options: its hyper-parameters, such as k of pass_at_k and pkpo.
         scale: what advantages are divided by, for estimators that have a scale.
         loss: the loss's name: grpo, dapo, cispo, gspo, ...
         epsilon: how far a ratio may fall below 1.
@@ -51,6 +52,7 @@ class UpdateConfig:
     """
 
     advantage: str = "grpo"
+    advantage_options: dict[str, int | float | str] = field(default_factory=dict)
     scale: Literal["group", "batch", "none"] = "group"
     loss: str = "grpo"
     epsilon: float = 0.2

@@ -12,6 +12,7 @@ from twinkle_jax.reward.checked import RewardFunction
 from twinkle_jax.training.config import TrainConfig
 from twinkle_jax.training.curves import draw_curves
 from twinkle_jax.training.display import Display
+from twinkle_jax.training.dynamic_sampling import fill_up
 from twinkle_jax.training.interruption import Interruption
 from twinkle_jax.training.last_step import LastStep
 from twinkle_jax.training.learning_rate import learning_rate
@@ -21,14 +22,9 @@ from twinkle_jax.training.progress import Progress, save
 from twinkle_jax.training.resolve import resolve
 from twinkle_jax.training.run import Run, begin, held_out_accuracy
 from twinkle_jax.training.run_directory import prepare_directory, write_whole
-from twinkle_jax.training.step import (
-    InterruptedRunError,
-    Sampled,
-    fill_up,
-    sample_and_score,
-    sample_metrics,
-    train_step,
-)
+from twinkle_jax.training.sample_and_score import InterruptedRunError, Sampled, sample_and_score
+from twinkle_jax.training.step import train_step
+from twinkle_jax.training.step_metrics import sample_metrics
 from twinkle_jax.training.tasks import make_task
 
 

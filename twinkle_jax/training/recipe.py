@@ -1,23 +1,62 @@
-"""From a configuration to what each step does."""
+"""What each step does, and how a configuration says it."""
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from twinkle_jax.advantage import get_advantage
+from twinkle_jax.advantage.inputs.settings import Scale
+from twinkle_jax.data import Template
 from twinkle_jax.loss import get_loss
+from twinkle_jax.model.decoder.parameters import Params
 from twinkle_jax.model.twinkle.optimizers import decayed
+from twinkle_jax.reward.checked import RewardFunction
 from twinkle_jax.sampler import Sampling
 from twinkle_jax.training.config import TrainConfig
+from twinkle_jax.training.estimator import Estimator, make_estimator
 from twinkle_jax.training.policy import Policy
-from twinkle_jax.training.step import Recipe
 from twinkle_jax.training.tasks import Task
 from twinkle_jax.training.update import Learner
 
 _MAX_LOGP_DIFF = {"float32": 1e-3, "bfloat16": 1.0}
+
+
+class Recipe(NamedTuple):
+    """What a step does; fixed for a run.
+
+    Attributes:
+        learner: how the policy learns from a batch.
+        template: of the policy.
+        reward: of trajectories and ground truths.
+        estimator: of advantages.
+        scale: of the advantages.
+        sampling: how tokens are drawn.
+        num_samples: completions a prompt.
+        max_new_tokens: the most tokens of a completion.
+        max_prompt_tokens: the most tokens of a prompt.
+        mask_truncated: whether completions that ran out of room are left out.
+        dynamic_sampling: the most rollouts for one update.
+        max_logp_diff: how far the sampler's log-probabilities may be from the trainer's.
+        reference: parameters that the policy is held near; None for no reference.
+        reward_timeout: seconds that a reward may take.
+    """
+
+    learner: Learner
+    template: Template
+    reward: RewardFunction
+    estimator: Estimator
+    scale: Scale
+    sampling: Sampling
+    num_samples: int
+    max_new_tokens: int
+    max_prompt_tokens: int
+    mask_truncated: bool = False
+    dynamic_sampling: int = 1
+    max_logp_diff: float = 1e-3
+    reference: Params | None = None
+    reward_timeout: float = 600.0
 
 
 @functools.cache
@@ -51,7 +90,7 @@ def make_recipe(config: TrainConfig, task: Task, policy: Policy) -> Recipe:
         learner=learner,
         template=policy.template,
         reward=task.reward,
-        advantage=get_advantage(update.advantage),
+        estimator=make_estimator(update.advantage, update.advantage_options),
         scale=update.scale,
         sampling=Sampling(
             rollout.temperature,

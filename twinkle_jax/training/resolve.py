@@ -4,6 +4,7 @@ import dataclasses
 import math
 
 from twinkle_jax.training.config import TrainConfig
+from twinkle_jax.training.estimator import make_estimator
 
 
 def resolve(config: TrainConfig) -> TrainConfig:
@@ -62,6 +63,7 @@ def _check(config: TrainConfig) -> None:
         raise ValueError(f"warm_start must be in [0, 1], got {config.warm_start}")
     if not 0 <= update.kl_beta < math.inf:
         raise ValueError(f"update.kl_beta must be at least 0 and finite, got {update.kl_beta}")
+    make_estimator(update.advantage, update.advantage_options)  # refuses what it does not know
     if config.model is None and config.task != "arithmetic":
         raise ValueError(f"model must be a checkpoint for the task {config.task}, got none")
     if rollout.prompts % update.mini_batches:

@@ -28,11 +28,12 @@ def check_resumable(saved: dict[str, Any], config: TrainConfig) -> None:
             raise ValueError(f"{name} must be {before!r}, as it was, got {now.get(name)!r}")
 
 
-def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+def _flat(tree: dict[str, Any]) -> dict[str, Any]:
+    """Name each setting as the command does."""
     flat: dict[str, Any] = {}
     for name, value in tree.items():
-        if isinstance(value, dict):
-            flat |= _flat(value, f"{prefix}{name}.")
-        else:
-            flat[prefix + name] = list(value) if isinstance(value, tuple) else value
+        parts = value.items() if isinstance(value, dict) else [("", value)]
+        for part, setting in parts:
+            own = list(setting) if isinstance(setting, tuple) else setting
+            flat[f"{name}.{part}".rstrip(".")] = own
     return flat

@@ -123,7 +123,7 @@ def read_texts(rollout: Rollout, prompts: Sequence[Trajectory], template: Templa
 @partial(jax.jit, static_argnames="mask_truncated")
 def training_batch(
     rollout: Rollout,
-    advantages: Float[Array, " rows"],
+    advantages: Float[Array, " rows"] | Float[Array, "rows completion"],
     *,
     mask_truncated: bool = False,
 ) -> Batch:
@@ -131,7 +131,7 @@ def training_batch(
 
     Args:
         rollout: what was sampled.
-        advantages: one for each completion.
+        advantages: one for each completion, or for each of its tokens.
         mask_truncated: True takes completions that ran out of room out of the loss.
 
     Returns:
@@ -148,10 +148,14 @@ def training_batch(
     if mask_truncated:
         learnt = learnt & (drawn.finish_reasons != _LENGTH)[:, None]
     before = ((0, 0), (prompts.shape[1] - 1, 0))
+    if advantages.ndim == 1:
+        per_token = jnp.broadcast_to(advantages[:, None], tokens.shape)
+    else:
+        per_token = jnp.pad(advantages, before)
     return Batch(
         tokens=tokens,
         labels=jnp.pad(jnp.where(learnt, drawn.tokens, IGNORE), before, constant_values=IGNORE),
         mask=mask,
-        advantages=jnp.broadcast_to(advantages.astype(jnp.float32)[:, None], tokens.shape),
+        advantages=per_token.astype(jnp.float32),
         old_logps=jnp.pad(jnp.where(learnt, drawn.logprobs, 0), before),
     )

@@ -15,10 +15,9 @@ from twinkle_jax.training.evaluation import evaluate
 from twinkle_jax.training.metrics_log import MetricsLog
 from twinkle_jax.training.policy import Policy, load_policy, small_policy
 from twinkle_jax.training.progress import Progress, restore
-from twinkle_jax.training.recipe import make_recipe
+from twinkle_jax.training.recipe import Recipe, make_recipe
 from twinkle_jax.training.run_checkpoints import RunCheckpoints
 from twinkle_jax.training.run_directory import write_whole
-from twinkle_jax.training.step import Recipe
 from twinkle_jax.training.tasks import Task
 from twinkle_jax.training.warm_start import WarmStart, warm_start
 
