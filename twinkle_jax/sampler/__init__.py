@@ -3,12 +3,13 @@
 What is listed here is public; all else is private.
 """
 
-from twinkle_jax.sampler.generate import Completions, generate
+from twinkle_jax.sampler.decoding.completions import Completions
+from twinkle_jax.sampler.decoding.rows import LENGTH, STOP
+from twinkle_jax.sampler.drawing.sampling import Sampling
+from twinkle_jax.sampler.generate import generate
 from twinkle_jax.sampler.generate_many import generate_many
 from twinkle_jax.sampler.jax_sampler import JaxSampler
-from twinkle_jax.sampler.rows import LENGTH, STOP
-from twinkle_jax.sampler.sampling import Sampling
-from twinkle_jax.sampler.vllm.server import ServerError
+from twinkle_jax.sampler.vllm.request import ServerError
 from twinkle_jax.sampler.vllm_sampler import vLLMSampler
 
 __all__ = [

@@ -1,14 +1,13 @@
 """Completions of prompts, in one compiled call."""
 
 from functools import partial
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Int
 
 from twinkle_jax.model.decoder.attention import AttentionImplementation
 from twinkle_jax.model.decoder.cache import take_rows, with_room
@@ -16,35 +15,14 @@ from twinkle_jax.model.decoder.config import DecoderConfig
 from twinkle_jax.model.decoder.decode import prefill
 from twinkle_jax.model.decoder.parameters import Params
 from twinkle_jax.model.train_step.train_state import merge_params
-from twinkle_jax.sampler.inputs import checked_limits, checked_prompts, row_keys
-from twinkle_jax.sampler.layout import decoding_layout, spread_rows
-from twinkle_jax.sampler.rows import Rows, advance, begin, split_last
-from twinkle_jax.sampler.sampling import Sampling, traced_sampling
+from twinkle_jax.sampler.decoding.completions import Completions
+from twinkle_jax.sampler.decoding.inputs import checked_limits, checked_prompts, row_keys
+from twinkle_jax.sampler.decoding.layout import decoding_layout, spread_rows
+from twinkle_jax.sampler.decoding.rows import Rows, advance, begin, split_last
+from twinkle_jax.sampler.drawing.sampling import Sampling, traced_sampling
 
 _DEFAULT = Sampling()
 _STEPS_ON_MESH = 8  # asking all devices whether they are done costs as much as part of a step
-
-
-class Completions(NamedTuple):
-    """What was drawn. Rows are ordered by prompt, then by sample.
-
-    Attributes:
-        tokens: the completions, at the front of their rows, 0 behind them.
-        mask: True for the tokens of a completion, the stop token that was drawn included.
-        logprobs: log-probability of each token in the whole distribution at the temperature: what
-            the trainer computes for the same token, and what a ratio of policies is made of.
-        sampling_logprobs: log-probability in the distribution that was drawn from, behind penalty
-            and filters. Without any, the same.
-        finish_reasons: 1 (`STOP`) for a stop token, 2 (`LENGTH`) for the most tokens allowed.
-        lengths: tokens in each completion.
-    """
-
-    tokens: Int[Array, "rows new"]
-    mask: Bool[Array, "rows new"]
-    logprobs: Float[Array, "rows new"]
-    sampling_logprobs: Float[Array, "rows new"]
-    finish_reasons: Int[Array, " rows"]
-    lengths: Int[Array, " rows"]
 
 
 def generate(

@@ -15,12 +15,12 @@ from twinkle_jax.data.template import Template
 from twinkle_jax.model.decoder.sharding import partition_rules, shard_like_params
 from twinkle_jax.model.huggingface.checkpoint_read import load_pretrained
 from twinkle_jax.model.twinkle.transformers_model import TransformersModel
-from twinkle_jax.sampler.asked import longest_row, own_template, read_params
+from twinkle_jax.sampler.drawing.sampling import Sampling
 from twinkle_jax.sampler.generate import generate
-from twinkle_jax.sampler.prompts import Prompt, pad_prompts, read_prompts
-from twinkle_jax.sampler.responses import make_responses, read_arrays
-from twinkle_jax.sampler.sampling import Sampling
-from twinkle_jax.sampler.stops import read_stops
+from twinkle_jax.sampler.requests.asked import longest_row, own_template, read_params
+from twinkle_jax.sampler.requests.prompts import Prompt, pad_prompts, read_prompts
+from twinkle_jax.sampler.requests.responses import make_responses, read_arrays
+from twinkle_jax.sampler.requests.stops import read_stops
 
 
 class JaxSampler:

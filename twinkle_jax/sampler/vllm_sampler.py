@@ -13,10 +13,10 @@ from twinkle_jax.data.template import Template
 from twinkle_jax.model.huggingface.checkpoint_files import CONFIG, locate, read_json
 from twinkle_jax.model.huggingface.parse_config import parse_config
 from twinkle_jax.model.twinkle.transformers_model import TransformersModel
-from twinkle_jax.sampler.asked import longest_row, own_template, read_params
-from twinkle_jax.sampler.prompts import Prompt, prompt_tokens, read_prompts
-from twinkle_jax.sampler.responses import make_responses
-from twinkle_jax.sampler.stops import read_stops
+from twinkle_jax.sampler.requests.asked import longest_row, own_template, read_params
+from twinkle_jax.sampler.requests.prompts import Prompt, prompt_tokens, read_prompts
+from twinkle_jax.sampler.requests.responses import make_responses
+from twinkle_jax.sampler.requests.stops import read_stops
 from twinkle_jax.sampler.vllm.budget import Budget
 from twinkle_jax.sampler.vllm.completions import (
     Asked,

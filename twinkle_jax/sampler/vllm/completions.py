@@ -5,8 +5,8 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from twinkle_jax.data.sampling import SamplingParams
-from twinkle_jax.sampler.responses import Drawn
-from twinkle_jax.sampler.stops import Stops
+from twinkle_jax.sampler.requests.responses import Drawn
+from twinkle_jax.sampler.requests.stops import Stops
 from twinkle_jax.sampler.vllm.json_values import (
     IMPOSSIBLE,
     entries,
@@ -15,7 +15,7 @@ from twinkle_jax.sampler.vllm.json_values import (
     mapping,
     refuse,
 )
-from twinkle_jax.sampler.vllm.server import Request
+from twinkle_jax.sampler.vllm.request import Request
 
 _LARGEST_SEED = 2**62  # vLLM adds the number of the sample, and takes 63 bits
 _TOKEN_BYTES, _ENTRY_BYTES = 4096, 128  # of an answer: a token with its text; one more of them

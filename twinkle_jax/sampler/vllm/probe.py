@@ -6,9 +6,9 @@ from typing import Any
 import numpy as np
 
 from twinkle_jax.data.sampling import SamplingParams
-from twinkle_jax.sampler.stops import Stops
+from twinkle_jax.sampler.requests.stops import Stops
 from twinkle_jax.sampler.vllm.completions import Asked, Completions, completion_request
-from twinkle_jax.sampler.vllm.server import Request, ServerError
+from twinkle_jax.sampler.vllm.request import Request, ServerError
 
 _PROMPTS, _TIME, _NEW, _TOP = 4, 24, 16, 8
 _NO_STOPS = Stops([], [])

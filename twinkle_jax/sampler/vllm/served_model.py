@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from twinkle_jax.sampler.vllm.json_values import entries, integer, mapping, refuse
-from twinkle_jax.sampler.vllm.server import Request
+from twinkle_jax.sampler.vllm.request import Request
 
 
 class Served(NamedTuple):

@@ -17,8 +17,9 @@ from twinkle_jax.sampler.vllm.probe import (
     check_unchanged,
     first_tokens,
 )
+from twinkle_jax.sampler.vllm.request import ServerError
 from twinkle_jax.sampler.vllm.served_model import Served, models_request
-from twinkle_jax.sampler.vllm.server import Server, ServerError
+from twinkle_jax.sampler.vllm.server import Server
 from twinkle_jax.sampler.vllm.weights import (
     load_adapter,
     load_checkpoint,

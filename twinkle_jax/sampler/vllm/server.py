@@ -2,46 +2,17 @@
 
 import json
 import reprlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
-from typing import Any, NamedTuple
+from typing import Any
 
 from twinkle_jax.sampler.vllm.budget import Budget
 from twinkle_jax.sampler.vllm.exchange import FAULTS, TooLongError, exchange, read_address
+from twinkle_jax.sampler.vllm.request import Request, ServerError
 
 _PAUSES = (0.1, 0.5, 2.0, 5.0)  # seconds between attempts; the last one again and again
 _FOR_NOW = (408, 425, 429, 500, 502, 503, 504)  # may be another at the next attempt
-_SMALL = 2**20
 _CONNECTIONS = 64  # at a time
-
-
-class ServerError(RuntimeError):
-    """A server is not there, or did not do what it must; the message says what it said."""
-
-
-class Request(NamedTuple):
-    """What is asked, and how an answer is taken.
-
-    Attributes:
-        method: GET or POST.
-        path: the route.
-        body: what to send as JSON; None for nothing.
-        read: takes the JSON of an answer; raises ValueError, as "what it must be, got what it is".
-            None: there is nothing to know but that it worked.
-        purpose: what it is for, where there are several of a route.
-        most: the longest answer, in bytes.
-        hint: what to do if the server does not know the route.
-        repeat: whether it may be sent again.
-    """
-
-    method: str
-    path: str
-    body: Any = None
-    read: Callable[[Any], Any] | None = None
-    purpose: str = ""
-    most: int = _SMALL
-    hint: str = ""
-    repeat: bool = True
 
 
 class Server:

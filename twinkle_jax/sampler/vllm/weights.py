@@ -12,7 +12,8 @@ from twinkle_jax.model.huggingface.checkpoint_write import save_pretrained
 from twinkle_jax.model.twinkle.transformers_model import TransformersModel
 from twinkle_jax.sampler.vllm.budget import Budget
 from twinkle_jax.sampler.vllm.json_values import mapping, refuse
-from twinkle_jax.sampler.vllm.server import Request, Server, ServerError
+from twinkle_jax.sampler.vllm.request import Request, ServerError
+from twinkle_jax.sampler.vllm.server import Server
 
 _DEV = ": start it with VLLM_SERVER_DEV_MODE=1 in its environment"
 _LORA = ": start it with --enable-lora, and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 in its environment"

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from twinkle_jax.sampler.draw import block_size, block_weights, draw, random_bits
+from twinkle_jax.sampler.drawing.draw import block_size, block_weights, draw, random_bits
 
 
 def split(u):

@@ -11,8 +11,8 @@ from twinkle_jax.model.decoder.cache import Cache
 from twinkle_jax.model.decoder.config import DecoderConfig
 from twinkle_jax.model.decoder.decode import decode_step
 from twinkle_jax.model.decoder.parameters import Params
-from twinkle_jax.sampler.next_token import next_token, scaled_logits
-from twinkle_jax.sampler.sampling import Sampling
+from twinkle_jax.sampler.drawing.next_token import next_token, scaled_logits
+from twinkle_jax.sampler.drawing.sampling import Sampling
 
 RUNNING, STOP, LENGTH = 0, 1, 2
 

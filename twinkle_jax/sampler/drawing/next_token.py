@@ -8,9 +8,9 @@ from jaxtyping import Array, Float, Int, UInt32
 
 from twinkle_jax.model.decoder.layers import output_matrix
 from twinkle_jax.model.decoder.parameters import Params
-from twinkle_jax.sampler.draw import block_weights, draw, random_bits
-from twinkle_jax.sampler.filters import kept_weight, penalise
-from twinkle_jax.sampler.sampling import Sampling
+from twinkle_jax.sampler.drawing.draw import block_weights, draw, random_bits
+from twinkle_jax.sampler.drawing.filters import kept_weight, penalise
+from twinkle_jax.sampler.drawing.sampling import Sampling
 
 PerRow = Float[Array, " rows"]
 Logits = Float[Array, "rows vocab"]

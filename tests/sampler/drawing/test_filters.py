@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from twinkle_jax.sampler import Sampling
-from twinkle_jax.sampler.filters import kept_weight, penalise
-from twinkle_jax.sampler.sampling import traced_sampling
+from twinkle_jax.sampler.drawing.filters import kept_weight, penalise
+from twinkle_jax.sampler.drawing.sampling import traced_sampling
 
 LOGITS = np.random.default_rng(0).normal(size=(20, 67)).astype(np.float32) * 3
 CASES = [

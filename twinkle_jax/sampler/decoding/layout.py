@@ -11,7 +11,7 @@ from twinkle_jax.model.decoder.cache import Cache, KeyValues
 from twinkle_jax.model.decoder.delta_net import DeltaState
 from twinkle_jax.model.decoder.parameters import Params
 from twinkle_jax.model.decoder.sharding import partition_rules
-from twinkle_jax.sampler.rows import Rows
+from twinkle_jax.sampler.decoding.rows import Rows
 
 _CAST = ("kernel", "bias", "embedding", "lora_A", "lora_B", "lora_scale")  # used in no other type
 _ROWS = ("data", "fsdp")

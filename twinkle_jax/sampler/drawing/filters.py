@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from twinkle_jax.sampler.sampling import Sampling
+from twinkle_jax.sampler.drawing.sampling import Sampling
 
 PerRow = Float[Array, " rows"]
 Logits = Float[Array, "rows vocab"]

@@ -1,0 +1,1 @@
+"""What both samplers share: prompts and parameters in, responses out."""
