@@ -103,6 +103,8 @@ def test_dual_clip_leaves_positive_advantages_alone():
     log_ratio, mask = jnp.log(jnp.array([1.375, 1.375])), jnp.ones(2, bool)
     losses = clipped_surrogate(log_ratio, jnp.array([1.0, -1.0]), mask, epsilon=0.5, dual_clip=1.25)
     np.testing.assert_allclose(losses, [-1.375, 1.25], rtol=1e-6)
+    losses = clipped_surrogate(jnp.log(jnp.array([2.0])), jnp.ones(1), mask[:1], dual_clip=1.1)
+    np.testing.assert_allclose(losses, [-1.2], rtol=1e-6)  # the clip range ends above the ceiling
 
 
 def test_dual_clip_is_the_two_sided_clip():
