@@ -18,12 +18,8 @@ from twinkle_jax.sampler.requests.prompts import Prompt, prompt_tokens, read_pro
 from twinkle_jax.sampler.requests.responses import make_responses
 from twinkle_jax.sampler.requests.stops import read_stops
 from twinkle_jax.sampler.vllm.budget import Budget
-from twinkle_jax.sampler.vllm.completions import (
-    Asked,
-    Completions,
-    check_params,
-    completion_request,
-)
+from twinkle_jax.sampler.vllm.completions import check_params, completion_request
+from twinkle_jax.sampler.vllm.read_completions import Asked, Completions
 from twinkle_jax.sampler.vllm.served_model import Served, names_of
 from twinkle_jax.sampler.vllm.served_policy import ServedPolicy
 from twinkle_jax.sampler.vllm.server import Server

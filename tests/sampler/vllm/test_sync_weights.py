@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.sampler.vllm.actors import changed, gap
 from tests.sampler.vllm.fake_server import adapters_in, send, write_checkpoint
 from twinkle_jax.model import LoraConfig, TransformersModel, load_pretrained
 from twinkle_jax.sampler import ServerError, vLLMSampler
@@ -22,23 +23,6 @@ ASK = {"max_tokens": 4, "seed": 1}
 def sampler(server, checkpoint, tmp_path):
     return vLLMSampler(
         model_id=checkpoint, base_url=server.url, shared_dir=tmp_path, timeout=60, retries=0
-    )
-
-
-def changed(actor, by=0.1):
-    """Move every trained parameter a little."""
-    params = jax.tree.map(lambda x: x + jnp.float32(by) * jnp.cos(3 * x), actor.state.params)
-    actor.state = actor.state._replace(params=params)
-    return actor
-
-
-def gap(response, actor):
-    """The largest difference between what server and actor say of what was drawn."""
-    scored = actor.forward_only(inputs=response.inputs)["logps"]
-    sequences = [seq for one in response for seq in one.sequences]
-    return max(
-        np.abs(row[np.flatnonzero(f["labels"] != -100)] - [x[0][1] for x in seq.logprobs]).max()
-        for f, row, seq in zip(response.inputs, scored, sequences, strict=True)
     )
 
 

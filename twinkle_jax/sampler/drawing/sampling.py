@@ -19,8 +19,8 @@ class Sampling(NamedTuple):
     """How the next token is chosen. All values are traced: none of them compiles anything anew.
 
     The penalty comes first, then the temperature, then top-k, top-p and min-p, each on what the
-    ones before have left, as in `transformers` and vLLM. Nothing is sorted; tokens that tie with
-    the last one kept are all kept.
+    ones before have left, as in `transformers`; vLLM drops by min-p before it looks at the other
+    two. Nothing is sorted; tokens that tie with the last one kept are all kept.
 
     Attributes:
         temperature: what logits are divided by; 0 takes the most probable token.

@@ -13,6 +13,8 @@ from twinkle_jax.sampler.decoding.rows import STOP
 from twinkle_jax.sampler.requests.prompts import prompt_tokens
 from twinkle_jax.sampler.requests.stops import Stops, cut
 
+End = Literal["token", "string", "length"]
+
 
 class Drawn(NamedTuple):
     """One completion as a sampler drew it.
@@ -25,15 +27,13 @@ class Drawn(NamedTuple):
 
     tokens: list[int]
     logprobs: list[list[tuple[int, float]]]
-    end: Literal["token", "string", "length"]
+    end: End
 
 
 def read_arrays(completions: Completions, rows: int) -> list[Drawn]:
     """Take completions out of arrays; rows that only filled up the batch are left out."""
-    lengths, stopped = (
-        np.asarray(completions.lengths),
-        np.asarray(completions.finish_reasons) == STOP,
-    )
+    stopped = np.asarray(completions.finish_reasons) == STOP
+    lengths = np.asarray(completions.lengths)
     tokens, logprobs = np.asarray(completions.tokens), np.asarray(completions.logprobs)
     found = []
     for row in range(rows):

@@ -6,9 +6,13 @@ from typing import Any
 import numpy as np
 
 from twinkle_jax.data.sampling import SamplingParams
+from twinkle_jax.model.twinkle.transformers_model import TransformersModel
 from twinkle_jax.sampler.requests.stops import Stops
-from twinkle_jax.sampler.vllm.completions import Asked, Completions, completion_request
+from twinkle_jax.sampler.vllm.budget import Budget
+from twinkle_jax.sampler.vllm.completions import completion_request
+from twinkle_jax.sampler.vllm.read_completions import Asked, Completions
 from twinkle_jax.sampler.vllm.request import Request, ServerError
+from twinkle_jax.sampler.vllm.server import Server
 
 _PROMPTS, _TIME, _NEW, _TOP = 4, 24, 16, 8
 _NO_STOPS = Stops([], [])
@@ -59,6 +63,44 @@ class Probe:
         return completion_request(asked, f"probe {i}", **more)
 
 
+def prove(
+    server: Server,
+    budget: Budget,
+    probe: Probe,
+    name: str,
+    actor: TransformersModel,
+    tolerance: float,
+) -> Scores:
+    """Have a server draw tokens, and compare what it and the actor say of them.
+
+    Args:
+        server: the server.
+        budget: the time there is.
+        probe: the prompts.
+        name: of the model or the adapter on the server.
+        actor: whose weights it must have.
+        tolerance: by how much log-probabilities may differ on average.
+
+    Returns:
+        What the server says, to be compared with what it says later.
+
+    Raises:
+        ServerError: if they differ by more, or are not of the distribution that is drawn from.
+    """
+    check_mode(server.url, server.call(budget, probe.without_choice(name)))
+    answers = server.call_all(budget, probe.drawing(name))
+    rows = probe.rows(answers)
+    scored = actor.forward_only(inputs=[{"input_ids": row} for row in rows])["logps"]
+    ours = [
+        scores[: len(row) - 1][-len(answer.drawn[0].tokens) :]
+        for scores, row, answer in zip(scored, rows, answers, strict=True)
+    ]
+    said = np.asarray([x[0][1] for answer in answers for x in answer.drawn[0].logprobs])
+    whose = "the actor's weights", "the actor"
+    _compare(server.url, said, np.concatenate(ours), tolerance, *whose)
+    return first_tokens(answers)
+
+
 def first_tokens(answers: Sequence[Completions]) -> Scores:
     """Give the log-probabilities of the likely tokens behind each prompt."""
     return [dict(answer.drawn[0].logprobs[0]) for answer in answers]
@@ -77,19 +119,6 @@ def check_mode(url: str, answer: Completions) -> None:
             f"one token only is allowed, got {found:.4f}: start it with "
             "--logprobs-mode processed_logprobs"
         )
-
-
-def check_drawn(
-    url: str, answers: Sequence[Completions], ours: Sequence[np.ndarray], tolerance: float
-) -> None:
-    """Compare what server and actor say of the tokens that the server drew.
-
-    Raises:
-        ServerError: if they differ by more than `tolerance` on average.
-    """
-    said = [x[0][1] for answer in answers for x in answer.drawn[0].logprobs]
-    whose = "the actor's weights", "the actor"
-    _compare(url, np.asarray(said), np.concatenate(ours), tolerance, *whose)
 
 
 def check_unchanged(url: str, now: Scores, then: Scores, tolerance: float) -> None:

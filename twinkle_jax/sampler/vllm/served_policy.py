@@ -12,10 +12,10 @@ from twinkle_jax.sampler.vllm.budget import Budget
 from twinkle_jax.sampler.vllm.probe import (
     Probe,
     Scores,
-    check_drawn,
     check_mode,
     check_unchanged,
     first_tokens,
+    prove,
 )
 from twinkle_jax.sampler.vllm.request import ServerError
 from twinkle_jax.sampler.vllm.served_model import Served, models_request
@@ -124,19 +124,10 @@ class ServedPolicy:
         return place
 
     def _prove(self, budget: Budget, actor: TransformersModel, served: Served) -> None:
-        """Score the same tokens on both sides, some of them drawn by the server."""
-        probe, url = self._probe(served), self._server.url
-        check_mode(url, self._server.call(budget, probe.without_choice(served.name)))
-        answers = self._server.call_all(budget, probe.drawing(served.name))
-        rows = probe.rows(answers)
-        scored = actor.forward_only(inputs=[{"input_ids": row} for row in rows])["logps"]
-        ours = [
-            scores[len(row) - 1 - len(answer.drawn[0].tokens) : len(row) - 1]
-            for scores, row, answer in zip(scored, rows, answers, strict=True)
-        ]
         tolerance = self._tolerance or _TOLERANCES.get(actor.dtype.name, _OTHER_TYPES)
-        check_drawn(url, answers, ours, tolerance)
-        self._proved = probe, first_tokens(answers), tolerance
+        probe = self._probe(served)
+        scores = prove(self._server, budget, probe, served.name, actor, tolerance)
+        self._proved = probe, scores, tolerance
 
     def _forget(self, budget: Budget, adapter: Path) -> None:
         with suppress(ServerError):  # it may not have been loaded, and costs memory only

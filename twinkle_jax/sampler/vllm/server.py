@@ -12,7 +12,7 @@ from twinkle_jax.sampler.vllm.request import Request, ServerError
 
 _PAUSES = (0.1, 0.5, 2.0, 5.0)  # seconds between attempts; the last one again and again
 _FOR_NOW = (408, 425, 429, 500, 502, 503, 504)  # may be another at the next attempt
-_CONNECTIONS = 64  # at a time
+_CONNECTIONS = 256  # at a time
 
 
 class Server:
