@@ -1,0 +1,212 @@
+"""A real vLLM server: what it answers is what the policy says, and it has the weights it should.
+
+`TWINKLE_JAX_VLLM_PYTHON` names the Python of an environment with vLLM. Without it, these fail.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.examples import load
+from tests.sampler.vllm.actors import changed, gap
+from tests.sampler.vllm.fake_server import adapters_in, write_checkpoint
+from tests.sampler.vllm.real_server import vllm_server
+from twinkle_jax.data import SamplingParams
+from twinkle_jax.model import LoraConfig, TransformersModel
+from twinkle_jax.sampler import JaxSampler, ServerError, vLLMSampler
+from twinkle_jax.sampler.vllm.budget import Budget
+from twinkle_jax.sampler.vllm.probe import Probe, prove
+from twinkle_jax.sampler.vllm.server import Server
+from twinkle_jax.sampler.vllm.weights import load_checkpoint
+
+pytestmark = pytest.mark.exhaustive
+
+SIZES = {"head_dim": 32, "hidden": 64, "characters": "0123456789+-*()="}
+PROMPTS = ["12+3=", "4", "(7-1)*2"]
+ROUNDING = 3e-5  # of log-probabilities, float32, in two libraries
+
+
+@pytest.fixture(scope="module")
+def untied(tmp_path_factory):
+    """A checkpoint with a head of its own, and a server that takes adapters."""
+    place = write_checkpoint(tmp_path_factory.mktemp("untied") / "model", **SIZES)
+    log = place.parent / "log"
+    with vllm_server(place, log, "--enable-lora", "--max-lora-rank", "8") as url:
+        yield place, url
+
+
+@pytest.fixture(scope="module")
+def tied(tmp_path_factory):
+    """A checkpoint whose head is the embedding, and a server."""
+    place = write_checkpoint(tmp_path_factory.mktemp("tied") / "model", tied=True, **SIZES)
+    with vllm_server(place, place.parent / "log") as url:
+        yield place, url
+
+
+@pytest.fixture
+def make(tmp_path):
+    """Make an actor, and a sampler that has its weights."""
+
+    def made(served):
+        place, url = served
+        actor = TransformersModel(model_id=place)
+        sampler = vLLMSampler(model_id=place, base_url=url, shared_dir=tmp_path, timeout=240)
+        sampler.sync_weights(actor)
+        return actor, sampler
+
+    return made
+
+
+def all_sequences(response):
+    return [seq for one in response for seq in one.sequences]
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.0, 1.3])
+@pytest.mark.parametrize("kind", ["untied", "tied"])
+def test_log_probabilities_are_those_of_the_policy(request, make, kind, temperature):
+    actor, sampler = make(request.getfixturevalue(kind))
+    params = SamplingParams(max_tokens=40, temperature=temperature)
+    response = sampler.sample(PROMPTS, params, num_samples=16)
+    scored = actor.forward_only(inputs=response.inputs, temperature=temperature)["logps"]
+    for feature, row, seq in zip(response.inputs, scored, all_sequences(response), strict=True):
+        said = [pairs[0][1] for pairs in seq.logprobs]
+        labelled = np.flatnonzero(feature["labels"] != -100)
+        np.testing.assert_allclose(said, row[labelled], atol=ROUNDING)
+    ends = [seq.stop_reason for seq in all_sequences(response)]
+    assert {"stop", "length"} == set(ends)
+    assert all(
+        (seq.tokens[-1] == 1) == (seq.stop_reason == "stop") for seq in all_sequences(response)
+    )
+
+
+def behind_filters(logits, temperature, min_p, top_k, top_p):
+    """Log-probabilities that are left, in the order in which vLLM filters."""
+    scaled = logits.astype(np.float64) / temperature
+    weights = np.exp(scaled - scaled.max())
+    weights[weights < min_p] = 0
+    order = np.argsort(-weights)
+    weights[order[top_k:]] = 0
+    before = np.cumsum(weights[order]) - weights[order]
+    weights[order[before >= top_p * weights.sum()]] = 0
+    with np.errstate(divide="ignore"):
+        return np.log(weights / weights.sum())
+
+
+@pytest.mark.parametrize("filters", [(0.0, 5, 1.0), (0.0, 17, 0.8), (0.1, 17, 1.0), (0.05, 8, 0.9)])
+def test_log_probabilities_are_those_behind_the_filters(make, untied, filters):
+    actor, sampler = make(untied)
+    asked = dict(zip(("min_p", "top_k", "top_p"), filters, strict=True))
+    params = SamplingParams(max_tokens=20, temperature=0.9, **asked)
+    response = sampler.sample(PROMPTS, params, num_samples=8)
+    logits = actor.forward_only(inputs=response.inputs, return_logits=True)["logits"]
+    for feature, rows, seq in zip(response.inputs, logits, all_sequences(response), strict=True):
+        rows = rows[np.flatnonzero(feature["labels"] != -100)]
+        for row, pairs in zip(rows, seq.logprobs, strict=True):
+            token, said = pairs[0]
+            assert said == pytest.approx(behind_filters(row, 0.9, *filters)[token], abs=ROUNDING)
+
+
+def test_both_samplers_agree_on_what_is_certain(make, untied):
+    actor, sampler = make(untied)
+    ours = JaxSampler(actor)
+    for more in (
+        {},
+        {"stop": "3"},
+        {"stop": [10]},
+        {"stop": ["=1", "07"]},
+        {"repetition_penalty": 1.3},
+    ):
+        greedy = {"temperature": 0, "max_tokens": 24, **more}
+        for one, other in zip(
+            ours.sample(PROMPTS, greedy), sampler.sample(PROMPTS, greedy), strict=True
+        ):
+            mine, theirs = one.sequences[0], other.sequences[0]
+            assert (mine.tokens, mine.decoded, mine.stop_reason) == (
+                theirs.tokens,
+                theirs.decoded,
+                theirs.stop_reason,
+            )
+
+
+def test_stop_strings_end_what_is_drawn(make, untied):
+    _, sampler = make(untied)
+    params = {"max_tokens": 40, "stop": ["1+", "23", "5)"]}
+    stopped = all_sequences(sampler.sample(PROMPTS, params, num_samples=32))
+    tokenizer = sampler.template.tokenizer
+    at_string = [s for s in stopped if s.stop_reason == "stop" and s.tokens[-1] != 1]
+    assert at_string
+    for seq in stopped:
+        text = tokenizer.decode(seq.tokens)
+        assert all(string not in text[:-1] for string in params["stop"])
+        assert (seq in at_string) == text.endswith(tuple(params["stop"]))
+
+
+def test_a_seed_repeats_and_prompts_do_not_share_noise(make, untied):
+    _, sampler = make(untied)
+    seeded = SamplingParams(max_tokens=20, seed=7)
+    first, again = (sampler.sample(["12", "12"], seeded, num_samples=4) for _ in range(2))
+    assert [s.tokens for s in all_sequences(first)] == [s.tokens for s in all_sequences(again)]
+    assert len({tuple(s.tokens) for s in all_sequences(first)}) > 4
+
+
+def test_prompts_are_scored_where_asked_for(make, tied):
+    actor, sampler = make(tied)
+    asked = {"max_tokens": 8, "logprobs": 3, "prompt_logprobs": 2}
+    for one in sampler.sample(PROMPTS, asked, num_samples=2):
+        ids = one.prompt_token_ids
+        scored = actor.forward_only(inputs=[{"input_ids": ids}])["logps"][0]
+        np.testing.assert_allclose(one.prompt_logprobs[1:], scored[: len(ids) - 1], atol=ROUNDING)
+        for seq in one.sequences:
+            assert all(2 <= len(dict(pairs)) <= 4 for pairs in seq.logprobs)
+
+
+@pytest.mark.parametrize("kind", ["untied", "tied"])
+def test_new_weights_are_loaded(request, make, kind):
+    actor, sampler = make(request.getfixturevalue(kind))
+    for _ in range(2):
+        old = sampler.sample(PROMPTS, {"max_tokens": 20}, num_samples=4)
+        assert gap(old, actor) < ROUNDING
+        changed(actor)
+        assert gap(old, actor) > 0.1
+        sampler.sync_weights(actor)
+        new = sampler.sample(PROMPTS, {"max_tokens": 20}, num_samples=4)
+        assert gap(new, actor) < ROUNDING
+
+
+def test_adapters_are_loaded_and_merged(make, untied, tmp_path):
+    actor, sampler = make(untied)
+    lora = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear")
+    actor.add_adapter_to_model("default", lora)
+    for step in range(3):
+        before = sampler.sample(PROMPTS, {"max_tokens": 20}, num_samples=4)
+        actor.state = actor.state._replace(
+            params=jax.tree.map(lambda x: x + jnp.float32(0.05), actor.state.params)
+        )
+        assert gap(before, actor) > 0.01
+        sampler.sync_weights(actor, merge=step == 2)
+        assert gap(sampler.sample(PROMPTS, {"max_tokens": 20}, num_samples=4), actor) < ROUNDING
+        assert len(adapters_in(tmp_path)) == (step < 2)
+
+
+def test_a_head_that_stays_behind_is_found_out(make, tied, tmp_path):
+    actor, sampler = make(tied)
+    changed(actor).save(tmp_path / "as-it-stands")  # tied, as no sampler would write it
+    server, name = Server(tied[1]), str(tied[0])
+    with Budget(200) as budget:
+        load_checkpoint(server, budget, tmp_path / "as-it-stands")  # which answers with success
+        probe = Probe(actor.config.vocab_size, 64)
+        with pytest.raises(ServerError, match=r"must have the actor's weights: .* got 0\.\d"):
+            prove(server, budget, probe, name, actor, 1e-3)
+    with pytest.raises(ServerError, match="must have the weights of the last sync_weights"):
+        sampler.sample("12")
+    sampler.sync_weights(actor)
+    assert gap(sampler.sample(PROMPTS, {"max_tokens": 20}), actor) < ROUNDING
+
+
+@pytest.mark.parametrize(("form", "advantage"), [("responses", "grpo"), ("whole", "rloo")])
+def test_the_loops_of_the_documentation_run(untied, form, advantage):
+    place, url = untied
+    example = load("twinkle_loop")
+    rewards = example.run(form, advantage, 2, checkpoint=place, base_url=url)
+    assert len(rewards) == 2 and all(0 <= reward <= 1 for reward in rewards)
