@@ -107,6 +107,24 @@ def test_gradients_leave_a_layer_spread_and_in_the_type_of_the_parameters():
     assert kernel.addressable_shards[0].data.size * 8 == kernel.size
 
 
+def test_parameters_are_gathered_in_the_compute_type_and_gradients_scattered_in_it():
+    mesh, config = make_mesh(fsdp=8), config_of("qwen3")
+    params = spread(random_params(config), mesh)
+
+    def total(params):
+        tokens = jnp.ones((8, 4), jnp.int32)
+        out = hidden_states(params, config, tokens, mesh=mesh, compute_dtype="bfloat16")
+        return jnp.sum(out.astype(jnp.float32))
+
+    with jax.numpy_dtype_promotion("standard"):
+        text = jax.jit(jax.grad(total)).lower(params).as_text()
+    said = re.findall(r"sharding_constraint .*<@mesh, \[(.*?)\]> : tensor<24x40xbf16>", text)
+    whole = [where for where in said if "fsdp" not in where]
+    # gate_proj and up_proj, forwards and backwards, each spread before it is gathered; and their
+    # gradients, which are spread and nothing else
+    assert (len(whole), len(said)) == (4, 10)
+
+
 def assert_as_on_one_device(name, mesh, **changes):
     """The scores and the gradient of a batch."""
     config = parse_config(family(name, **changes))

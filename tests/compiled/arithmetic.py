@@ -1,0 +1,65 @@
+"""What an update must cost at least, from the shapes alone: nothing here is compiled."""
+
+import math
+from typing import NamedTuple
+
+import jax
+
+from tests.compiled.models import WHOLE, Cut, Setting, config_of
+from twinkle_jax.model import parameter_shapes
+
+
+class Chip(NamedTuple):
+    """Published peaks of a chip: operations in bfloat16, memory, and its links to others."""
+
+    flops: float
+    memory: float
+    links: float  # bytes per second that leave a chip, over all links together
+
+
+CHIPS = {
+    "v5e": Chip(197e12, 16 * 2**30, 200e9),
+    "v5p": Chip(459e12, 95 * 2**30, 600e9),
+    "v6e": Chip(918e12, 32 * 2**30, 448e9),
+}
+
+
+class Ideal(NamedTuple):
+    """The least that a device can do in one update with full rematerialisation.
+
+    Attributes:
+        parameters: of the model, on all devices together.
+        memory: bytes on one device: parameters, gradients summed and new, AdamW's two moments, all
+            in float32; the rows between layers, the head and its gradient in bfloat16.
+        wire: bytes sent, where parameters are gathered twice in bfloat16 and gradients summed and
+            scattered once in float32.
+        flops: eight for each token and entry of a matrix, and attention's without the saving of a
+            causal mask.
+    """
+
+    parameters: int
+    memory: float
+    wire: float
+    flops: float
+
+
+def ideal(model: str, setting: Setting, cut: Cut = WHOLE) -> Ideal:
+    """Work out the least an update can cost."""
+    s, config = setting, config_of(model, cut)
+    count = sum(math.prod(x.shape) for x in jax.tree.leaves(parameter_shapes(config)))
+    looked_up = 0 if config.tie_embeddings else config.vocab_size * config.hidden_size
+    heads = config.attention.query_heads * config.attention.head_dim
+    tokens = s.rows * s.time / s.devices
+    wire = (2 + 2 + 4) * count / s.tensor * (s.fsdp - 1) / s.fsdp
+    if s.data > 1:  # the shares of gradients are summed over the copies
+        wire += 2 * 4 * count / s.tensor / s.fsdp * (s.data - 1) / s.data
+    products = 8 * (count - looked_up) + 16 * config.repeats * len(config.block) * heads * s.time
+    between = tokens * config.hidden_size * config.repeats * len(config.block)
+    head = config.vocab_size * config.hidden_size
+    memory = 20 * count / s.fsdp / s.tensor + 2 * between + 2 * 2 * head
+    return Ideal(count, memory, wire, products * tokens)
+
+
+def least_seconds(chip: Chip, flops: float, wire: float) -> tuple[float, float]:
+    """Seconds that the products and the wire take at peak rates; the longer of them bounds."""
+    return flops / chip.flops, wire / chip.links

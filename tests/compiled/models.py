@@ -1,0 +1,122 @@
+"""Real models by their shapes, and their update compiled for TPUs that are described."""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from tests.compiled.costs import Costs, costs
+from tests.compiled.described import described_mesh
+from twinkle_jax.loss import GRPOLoss
+from twinkle_jax.model import (
+    Batch,
+    DecoderConfig,
+    grad_step,
+    parameter_shapes,
+    parse_config,
+    shard_like_params,
+    train_state,
+)
+
+
+def _qwen(
+    kind: str, vocab: int, width: int, inner: int, layers: int, heads: int, **own: Any
+) -> Any:
+    return {
+        "model_type": kind,
+        "vocab_size": vocab,
+        "hidden_size": width,
+        "intermediate_size": inner,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "rope_theta": 1e6,
+        **own,
+    }
+
+
+MODELS = {
+    "Qwen2.5-0.5B": _qwen(
+        "qwen2", 151936, 896, 4864, 24, 14, num_key_value_heads=2, tie_word_embeddings=True
+    ),
+    "Qwen2.5-7B": _qwen(
+        "qwen2", 152064, 3584, 18944, 28, 28, num_key_value_heads=4, tie_word_embeddings=False
+    ),
+    "Qwen3-4B": _qwen(
+        "qwen3", 151936, 2560, 9728, 36, 32,
+        num_key_value_heads=8, head_dim=128, tie_word_embeddings=True,
+    ),
+    "Qwen3-32B": _qwen(
+        "qwen3", 151936, 5120, 25600, 64, 64,
+        num_key_value_heads=8, head_dim=128, tie_word_embeddings=False,
+    ),
+}  # fmt: skip
+
+
+class Cut(NamedTuple):
+    """What is left of a model so that it compiles sooner: all widths, but fewer of some things.
+
+    A layer costs what two depths differ by. Most of the compiler's time goes into the vocabulary.
+    """
+
+    layers: int | None = None
+    vocab: int | None = None
+
+
+WHOLE = Cut()
+
+
+def config_of(model: str, cut: Cut = WHOLE) -> DecoderConfig:
+    """Read the configuration of a model."""
+    changes = {"num_hidden_layers": cut.layers, "vocab_size": cut.vocab}
+    return parse_config({**MODELS[model], **{k: v for k, v in changes.items() if v is not None}})
+
+
+class Setting(NamedTuple):
+    """On what an update runs: a slice, how its devices are used, and the rows of a step."""
+
+    topology: str
+    data: int
+    fsdp: int
+    tensor: int
+    rows: int
+    time: int
+
+    @property
+    def devices(self) -> int:
+        """Devices of the slice."""
+        return self.data * self.fsdp * self.tensor
+
+
+@functools.cache
+def update_costs(model: str, setting: Setting, cut: Cut = WHOLE, *, bare: bool = True) -> Costs:
+    """Compile `grad_step` in bfloat16 on float32 parameters with AdamW's state, and add it up."""
+    s, config = setting, config_of(model, cut)
+    mesh = described_mesh(s.topology, s.data, s.fsdp, s.tensor, bare=bare)
+
+    def laid_out(shapes: Any, shardings: Any) -> Any:
+        return jax.tree.map(
+            lambda x, where: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where),
+            shapes,
+            shardings,
+        )
+
+    shapes = parameter_shapes(config)
+    state = jax.eval_shape(lambda params: train_state(params, optax.adamw(1e-5)), shapes)
+    state = laid_out(state, shard_like_params(state, mesh))
+    rows = NamedSharding(mesh, PartitionSpec(("data", "fsdp")))
+    whole, real = (jax.ShapeDtypeStruct((s.rows, s.time), t) for t in (jnp.int32, jnp.float32))
+    batch = Batch(tokens=whole, labels=whole, advantages=real, old_logps=real)
+    batch = laid_out(batch, jax.tree.map(lambda _: rows, batch))
+
+    def update(state: Any, batch: Batch) -> Any:
+        options = {"compute_dtype": "bfloat16", "attention": "xla", "mesh": mesh}
+        return grad_step(state, batch, config, GRPOLoss(), **options)
+
+    with jax.numpy_dtype_promotion("standard"):
+        lowered = jax.jit(update, donate_argnums=0).lower(state, batch)
+        compiled = lowered.compile()
+    chunks = -(-s.rows * s.time // s.devices // 1024)  # of labels that are scored together
+    return costs(compiled, s.devices, unknown_trips=chunks)

@@ -1,0 +1,67 @@
+"""The tables of docs/scaling.md, printed.
+
+python -m tests.compiled.table arithmetic
+python -m tests.compiled.table compiled Qwen2.5-7B v5p:2x2x2 1,8,1 16 2048
+"""
+
+import os
+import sys
+
+from tests.compiled.arithmetic import CHIPS, ideal, least_seconds
+from tests.compiled.models import MODELS, Setting, update_costs
+
+GIB = 2**30
+SLICES = {  # chips by the extents of a slice
+    "v5e": {4: "2x2", 16: "4x4", 64: "8x8", 256: "16x16"},
+    "v5p": {4: "2x2x1", 8: "2x2x2", 64: "4x4x4", 256: "4x8x8"},
+}
+TIME, ROWS = 2048, 2  # tokens in a row, rows of a device
+
+
+def arithmetic() -> None:
+    """Print what updates must cost at least, for all models and slices."""
+    print("| model | slice | memory, GiB | fits | wire, GiB | products, ms | wire, ms |")
+    print("| --- | --- | --- | --- | --- | --- | --- |")
+    for model in MODELS:
+        for kind, extents in SLICES.items():
+            for chips, extent in extents.items():
+                setting = Setting(f"{kind}:{extent}", 1, chips, 1, ROWS * chips, TIME)
+                least = ideal(model, setting)
+                seconds = least_seconds(CHIPS[kind], least.flops, least.wire)
+                fits = "yes" if least.memory < CHIPS[kind].memory else "no"
+                print(
+                    f"| {model} | {setting.topology} | {least.memory / GIB:.1f} | {fits} "
+                    f"| {least.wire / GIB:.1f} | {1e3 * seconds[0]:.0f} | {1e3 * seconds[1]:.0f} |"
+                )
+
+
+def compiled(model: str, setting: Setting) -> None:
+    """Compile one update, and print what it costs beside the least it could."""
+    found, least = update_costs(model, setting), ideal(model, setting)
+    print("| model | slice | rows × tokens | peak, GiB | wire, GiB | of the least | products |")
+    print("| --- | --- | --- | --- | --- | --- | --- |")
+    print(
+        f"| {model} | {setting.topology} | {setting.rows} × {setting.time} "
+        f"| {found.peak / GIB:.1f} | {found.wire / GIB:.1f} | {found.wire / least.wire:.2f} "
+        f"| {found.flops / least.flops:.2f} |"
+    )
+
+
+def main(arguments: list[str]) -> None:
+    """Print the table that is asked for."""
+    if arguments == ["arithmetic"]:
+        return arithmetic()
+    try:
+        what, model, topology, mesh, rows, time = arguments
+        data, fsdp, tensor = map(int, mesh.split(","))
+        setting = Setting(topology, data, fsdp, tensor, int(rows), int(time))
+    except ValueError:
+        what = model = ""
+    if what != "compiled" or model not in MODELS:
+        raise SystemExit(f"{__doc__}\nmodels: {', '.join(MODELS)}")
+    return compiled(model, setting)
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    main(sys.argv[1:])

@@ -1,0 +1,58 @@
+"""What the TPU compiler says an update costs: no more than fully sharded training has to.
+
+Real widths at two layers and a vocabulary that is cut, because that compiles in a minute.
+"""
+
+import jax
+import pytest
+
+from tests.compiled.arithmetic import ideal
+from tests.compiled.described import INSTALL, described_mesh, installed
+from tests.compiled.models import Cut, Setting, update_costs
+
+pytestmark = [
+    pytest.mark.exhaustive,
+    pytest.mark.skipif(not installed(), reason=INSTALL),
+]
+SMALL = Cut(layers=2, vocab=8192)
+GIB = 2**30
+# The model, where it runs, how much of it, and the most that a device may use of memory.
+BUDGETS = {
+    "v5e": ("Qwen2.5-0.5B", Setting("v5e:2x2", 1, 4, 1, 16, 1024), SMALL, 1.0),
+    "v5p": ("Qwen2.5-7B", Setting("v5p:2x2x2", 1, 8, 1, 16, 2048), SMALL, 4.0),
+    "v5e-16": ("Qwen3-4B", Setting("v5e:4x4", 1, 16, 1, 32, 2048), SMALL, 2.0),
+    "v6e": ("Qwen3-4B", Setting("v6e:2x2", 1, 4, 1, 8, 2048), SMALL, 3.0),
+    "copies": ("Qwen2.5-0.5B", Setting("v5e:2x2", 2, 2, 1, 16, 1024), SMALL, 1.2),
+}
+
+
+@pytest.fixture(autouse=True)
+def as_users_compile():
+    """The tests' own setting asks compilers not to optimise."""
+    before = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", False)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)
+
+
+@pytest.mark.parametrize("case", BUDGETS)
+def test_an_update_costs_what_it_must(case):
+    model, setting, cut, memory = BUDGETS[case]
+    found, least = update_costs(model, setting, cut), ideal(model, setting, cut)
+    assert found.flops < 1.05 * least.flops, found.flops / least.flops
+    assert found.wire < 1.0 * least.wire, (found.wire / least.wire, found.largest)
+    assert found.peak < memory * GIB, found.peak / GIB
+
+
+def test_the_order_of_the_devices_does_not_matter():
+    model, setting, cut, _ = BUDGETS["v5e"]
+    listed, arranged = (update_costs(model, setting, cut, bare=bare) for bare in (True, False))
+    assert arranged.wire == pytest.approx(listed.wire, rel=0.05)
+    assert arranged.flops == listed.flops
+
+
+def test_topologies_that_do_not_fit_are_refused():
+    with pytest.raises(ValueError, match=r"topology must be a kind of TPU .* got 'v5e:3x5'"):
+        described_mesh("v5e:3x5", 1, 15, 1, bare=True)
+    with pytest.raises(ValueError, match=r"must make up 4 devices, got \(1, 8, 1\)"):
+        described_mesh("v5e:2x2", 1, 8, 1, bare=True)
