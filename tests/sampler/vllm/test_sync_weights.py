@@ -57,6 +57,20 @@ def test_weights_that_were_not_loaded_are_found_out(sampler, server, checkpoint)
     sampler.sample("12", ASK)
 
 
+def test_a_server_that_says_other_log_probabilities_is_found_out(sampler, server, checkpoint):
+    server.processed = False
+    with pytest.raises(ServerError, match="start it with --logprobs-mode processed_logprobs"):
+        sampler.sync_weights(TransformersModel(model_id=checkpoint))
+
+
+def test_an_actor_of_another_type_writes_it_and_has_more_room(sampler, checkpoint, tmp_path):
+    actor = changed(TransformersModel(model_id=checkpoint, dtype="bfloat16"))
+    sampler.sync_weights(actor)
+    written = json.loads((tmp_path / "checkpoint/config.json").read_text())
+    assert written["dtype"] == "bfloat16"
+    assert 1e-3 < gap(sampler.sample("12", ASK), actor) < 0.5
+
+
 def test_how_close_is_close_enough_can_be_said(server, checkpoint, tmp_path):
     actor = changed(TransformersModel(model_id=checkpoint), 1e-2)
     server.loads = False

@@ -6,6 +6,7 @@ import pytest
 from twinkle_jax.data import SamplingParams, Template
 from twinkle_jax.model import TransformersModel
 from twinkle_jax.sampler import ServerError, vLLMSampler
+from twinkle_jax.sampler.vllm.exchange import read_address
 
 pytest.importorskip("safetensors", reason="pip install 'twinkle-jax[checkpoints]'")
 pytest.importorskip("tokenizers", reason="pip install 'twinkle-jax[data]'")
@@ -211,5 +212,34 @@ def test_a_model_may_have_another_name(server, checkpoint):
     named = vLLMSampler(model_id=checkpoint, base_url=server.url, served_name="policy")
     assert tokens_of(named.sample("12", {"max_tokens": 2}))
     assert server.asked[-1][1]["model"] == "policy"
+    server.alter["/v1/models"] = lambda answer: {
+        "data": [{"id": "policy", "root": str(checkpoint), "max_model_len": ROOM}]
+    }
+    assert vLLMSampler(model_id=checkpoint, base_url=server.url).sample("12", {"max_tokens": 2})
+    assert server.asked[-1][1]["model"] == "policy"
+    server.alter["/v1/models"] = lambda answer: {"data": [{"id": "policy"}]}
     with pytest.raises(ServerError, match=r"served_name .*got \['policy'\]"):
         vLLMSampler(model_id=checkpoint, base_url=server.url).sample("12")
+
+
+@pytest.mark.parametrize(
+    ("base_url", "url", "port", "prefix"),
+    [
+        ("http://gpu:8000", "http://gpu:8000", 8000, ""),
+        ("http://gpu:8000/v1/", "http://gpu:8000", 8000, ""),
+        ("http://gpu", "http://gpu", 80, ""),
+        ("https://gpu/vllm/v1", "https://gpu/vllm", 443, "/vllm"),
+        ("http://[::1]:8000", "http://[::1]:8000", 8000, ""),
+    ],
+)
+def test_addresses(base_url, url, port, prefix):
+    address = read_address(base_url)
+    assert (address.url, address.port, address.prefix) == (url, port, prefix)
+    assert (address.tls is not None) == base_url.startswith("https")
+
+
+def test_a_server_that_does_not_speak_tls(server, checkpoint):
+    url = server.url.replace("http:", "https:")
+    sampler = vLLMSampler(model_id=checkpoint, base_url=url, retries=0)
+    with pytest.raises(ServerError, match=f"{url} must answer GET /v1/models, got SSLError"):
+        sampler.sample("12")
