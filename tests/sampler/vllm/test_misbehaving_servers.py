@@ -1,7 +1,7 @@
 """Servers that are down, answer nonsense, die in the middle, or never end: an error says so."""
 
 import socket
-import time
+import threading
 
 import pytest
 
@@ -87,36 +87,6 @@ def dying(handler):
     return True
 
 
-def silent(handler):
-    time.sleep(1.0)
-    handler.close_connection = True
-    return True
-
-
-def dripping(handler):
-    handler.send_response(200)
-    handler.end_headers()
-    try:
-        for _ in range(100):
-            handler.wfile.write(b" ")
-            handler.wfile.flush()
-            time.sleep(0.02)
-    except OSError:
-        return True
-    return True
-
-
-def dripping_headers(handler):
-    try:
-        for _ in range(100):
-            handler.wfile.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-            handler.wfile.flush()
-            time.sleep(0.02)
-    except OSError:
-        return True
-    return True
-
-
 def endless(handler):
     handler.send_response(200)
     handler.end_headers()
@@ -152,12 +122,35 @@ def test_what_is_no_answer(checkpoint, server, handle, message):
         ask(checkpoint, server.url)
 
 
-@pytest.mark.parametrize("handle", [silent, dripping, dripping_headers])
+HEADERS = b"HTTP/1.1 200 OK\r\n\r\n"
+DRIPS = [(b"", b""), (HEADERS, b" "), (b"", b"HTTP/1.1 100 Continue\r\n\r\n")]
+
+
+@pytest.mark.parametrize(("first", "then"), DRIPS)
 @pytest.mark.parametrize("path", [MODELS, COMPLETIONS])
-def test_no_call_takes_longer_than_it_may(checkpoint, server, handle, path):
-    server.take_over[path] = handle
+def test_no_call_takes_longer_than_it_may(checkpoint, server, first, then, path):
+    released, waited_to_the_end = threading.Event(), []
+
+    def drip(handler):
+        try:
+            handler.wfile.write(first)
+            for _ in range(1000):  # 20 seconds
+                if released.wait(0.02):
+                    break
+                handler.wfile.write(then)
+                handler.wfile.flush()
+            else:
+                waited_to_the_end.append(path)
+        except OSError:  # the sampler has gone
+            pass
+        handler.close_connection = True
+        return True
+
+    server.take_over[path] = drip
     with pytest.raises(ServerError, match=f"{path}.* within 0.3 seconds, got no answer"):
         ask(checkpoint, server.url, timeout=0.3, retries=5)
+    assert not waited_to_the_end
+    released.set()
 
 
 def change(*path, value):
