@@ -106,7 +106,7 @@ class FakeServer:
     def handle(self, handler):
         size = int(handler.headers.get("Content-Length", 0))
         body = json.loads(handler.rfile.read(size)) if size else None
-        path = handler.path.partition("?")[0]
+        handler.body, path = body, handler.path.partition("?")[0]
         self.asked.append((handler.path, body))
         if path in self.take_over and self.take_over[path](handler):
             return

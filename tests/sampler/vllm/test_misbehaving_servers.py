@@ -153,6 +153,32 @@ def test_no_call_takes_longer_than_it_may(checkpoint, server, first, then, path)
     released.set()
 
 
+def test_the_first_error_ends_the_other_requests(checkpoint, server):
+    released, waited_to_the_end = threading.Event(), []
+
+    def handle(handler):
+        if handler.body["prompt"] == [10]:
+            send(handler, 400, b"no")
+            return True
+        if handler.body["prompt"] != [8, 9]:
+            return False
+        try:
+            for _ in range(1000):
+                if released.wait(0.02):
+                    return True
+                handler.wfile.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+            waited_to_the_end.append(handler.path)
+        except OSError:
+            pass
+        return True
+
+    server.take_over[COMPLETIONS] = handle
+    with pytest.raises(ServerError, match=r"inputs\[1\], got status 400: no"):
+        ask(checkpoint, server.url)
+    assert not waited_to_the_end
+    released.set()
+
+
 def change(*path, value):
     """Put a value somewhere in the second choice of an answer, or remove what is there."""
 
