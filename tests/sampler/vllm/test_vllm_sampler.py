@@ -107,6 +107,26 @@ def test_further_log_probabilities_are_there_when_asked_for(sampler, actor):
     assert sampler.sample("12+", {"max_tokens": 3, "prompt_logprobs": 0})[0].prompt_logprobs
 
 
+def test_choices_may_come_in_any_order(sampler, server):
+    asked = {"max_tokens": 4, "seed": 1}
+    calm = sampler.sample("12", asked, num_samples=4)
+    server.alter[COMPLETIONS] = lambda answer: {**answer, "choices": answer["choices"][::-1]}
+    turned = sampler.sample("12", asked, num_samples=4)
+    assert tokens_of(calm) == tokens_of(turned) and len(set(map(tuple, tokens_of(calm)))) > 1
+
+
+def test_what_filters_have_dropped_is_not_listed(sampler, server):
+    def add(answer):  # vLLM writes -9999 for the logarithm of 0
+        for choice in answer["choices"]:
+            for tops in choice["logprobs"]["top_logprobs"]:
+                tops["token_id:7"] = -9999.0
+        return answer
+
+    server.alter[COMPLETIONS] = add
+    one = sampler.sample("12", {"max_tokens": 3, "logprobs": 1, "seed": 4})[0]
+    assert all(7 not in dict(pairs) for pairs in one.sequences[0].logprobs)
+
+
 def test_a_completion_ends_behind_a_stop_string(sampler, server):
     def stops(answer):  # as vLLM does: tokens up to the string, and what it was
         for choice in answer["choices"]:
