@@ -142,6 +142,19 @@ def test_a_completion_ends_behind_a_stop_string(sampler, server):
     assert sampler.sample("1", shown)[0].sequences[0].decoded == "12+"
 
 
+def test_the_server_may_see_a_stop_string_where_we_see_none(sampler, server):
+    def stops(answer):
+        for choice in answer["choices"]:
+            choice.update(token_ids=[8, 9, 10], finish_reason="stop", stop_reason="2+")
+            choice["logprobs"] = {"token_logprobs": [-1.0] * 3}
+        return answer
+
+    sampler.sample("1", {"max_tokens": 1})
+    server.alter[COMPLETIONS] = stops
+    seq = sampler.sample("1", SamplingParams(max_tokens=9, stop="2+"))[0].sequences[0]
+    assert (seq.decoded, seq.tokens, seq.stop_reason) == ("123", [8, 9, 10], "stop")
+
+
 def test_the_server_may_have_less_room(sampler, server):
     server.max_model_len = 10
     one = sampler.sample({"input_ids": [8] * 6}, {"stop": [2]})[0].sequences[0]
