@@ -30,9 +30,9 @@ class vLLMSampler:  # noqa: N801  (Twinkle's name)
 
     Token ids go in and come out: nothing is tokenised twice. Log-probabilities are those of the
     distribution that was drawn from, temperature and filters included, which the server must be
-    told to give: `--logprobs-mode processed_logprobs`. Before each call the server is asked which
-    model it has, whether it does, and, once `sync_weights` has been called, whether its weights
-    are still those.
+    told to give, `--logprobs-mode processed_logprobs`; the first call sees to it that it does.
+    Before each call the server is asked which model it has and, once `sync_weights` has been
+    called, whether its weights are still those.
 
     Args:
         model_id: the model that the server has: a directory with a Hugging Face checkpoint, or a
