@@ -18,7 +18,7 @@ from twinkle_jax.training import Policy, save_policy
 ROOT = Path(__file__).parents[2]
 TIMES = ("time/sample", "step_time", "tokens_per_second")
 WIDTHS = {"hidden_size": 32, "intermediate_size": 64, "head_dim": 16, "num_hidden_layers": 2}
-HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1}
+HEADS = {"num_attention_heads": 2, "num_key_value_heads": 2}
 
 
 def make_files(folder):

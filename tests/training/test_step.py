@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 
-from twinkle_jax.advantage import GRPOAdvantage
+from twinkle_jax.advantage import GRPOAdvantage, group_statistics
 from twinkle_jax.data import ArithmeticTask, PromptBatch
 from twinkle_jax.loss import GRPOLoss
 from twinkle_jax.model import init_params, train_state
@@ -170,3 +170,26 @@ def test_a_step_can_be_ended_before_and_after_scoring(after):
     with pytest.raises(InterruptedError):
         sample_and_score(POLICY.params, recipe(reward), PROMPTS, jax.random.key(0), Stop(after))
     assert bool(scored) == bool(after)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_a_signal_is_seen_on_the_host_as_the_library_sees_it(masked):
+    third = np.float32(1) / 3
+    groups = [
+        [0, 0, 0, 0],
+        [0, 1, 0, 0],
+        [0.1] * 4,
+        [third, np.nextafter(third, 1, dtype="f4")] * 2,
+    ]
+    groups += [[third, third + 1e-5] * 2, [-2, -2, -2, 5], [1e-30, 2e-30, 0, 0], [3, 3, 3, 3]]
+    truncated = np.zeros((8, 4), bool)
+    truncated[1, 1] = truncated[5, :3] = truncated[7] = True
+    truncated = truncated.reshape(-1)
+    drawn = sampled()._replace(
+        rewards=np.asarray(groups, np.float32).reshape(-1), truncated=truncated
+    )
+    where = ~truncated if masked else None
+    expected = group_statistics(drawn.rewards, SAMPLES, where=where).has_signal
+    got = has_signal(drawn, recipe(mask_truncated=masked))
+    assert got.tolist() == expected.tolist()
+    assert got.any() and not got.all()

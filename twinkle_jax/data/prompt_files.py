@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from twinkle_jax.data.hub_data import parquet_records
 from twinkle_jax.data.trajectory import Message, Trajectory
 
 _NUMBER = re.compile(r"-?\d+(\.\d+)?")
@@ -59,7 +60,8 @@ def read_gsm8k(
     r"""Read GSM8K from a file in its own format.
 
     Args:
-        path: JSON Lines with `"question"` and `"answer"`, whose last line is `#### 1,234`.
+        path: JSON Lines with `"question"` and `"answer"`, whose last line is `#### 1,234`; or, as
+            the hub has it, a `.parquet` file with these columns.
         system: what the system says first in each conversation.
         instruction: what follows each question.
 
@@ -103,6 +105,9 @@ def _trajectory(
 
 def _records(path: str | Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """Read the objects of a file, each with the words that name it."""
+    if Path(path).suffix == ".parquet":
+        yield from parquet_records(path)
+        return
     count = 0
     with Path(path).open(encoding="utf-8-sig") as lines:
         for number, line in enumerate(lines, 1):

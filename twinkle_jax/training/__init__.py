@@ -6,6 +6,7 @@ What is listed here is public; all else in this folder is private.
 from twinkle_jax.training.config import (
     EvaluationConfig,
     LoggingConfig,
+    MeshConfig,
     OptimizerConfig,
     RolloutConfig,
     TrainConfig,
@@ -27,6 +28,7 @@ __all__ = [
     "EvaluationConfig",
     "Learner",
     "LoggingConfig",
+    "MeshConfig",
     "OptimizerConfig",
     "Policy",
     "Recipe",

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -150,6 +151,7 @@ def _plain_errors() -> Iterator[None]:
         code = re.search(r"os_error_code='(\d+)'", str(error))
         if code is None:
             raise
-        raise OSError(int(code.group(1)), str(error)) from error
+        number = int(code.group(1))
+        raise OSError(number, os.strerror(number)) from error
     finally:
         logger.setLevel(level)

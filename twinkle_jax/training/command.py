@@ -50,7 +50,9 @@ def _parser() -> tuple[Any, dict[str, Any]]:
 
     evaluate = ArgumentParser(description="Judge a policy on problems with known answers.")
     _add_policy(evaluate)
-    evaluate.add_argument("--task", default="arithmetic", help="arithmetic, gsm8k:FILE or a JSONL")
+    evaluate.add_argument(
+        "--task", default="arithmetic", help="arithmetic, gsm8k, gsm8k:FILE or a JSONL"
+    )
     evaluate.add_argument("--level", type=int, default=2, help="of the arithmetic task")
     evaluate.add_argument("--reward", default=None, help="exact, math, gsm8k or FILE.py:NAME")
     evaluate.add_argument("--problems", type=int, default=256)
@@ -108,9 +110,10 @@ def _policy(path: str) -> Any:
 def _evaluate(given: Any) -> int:
     from twinkle_jax.training.config import EvaluationConfig, TrainConfig
     from twinkle_jax.training.evaluation import evaluate
-    from twinkle_jax.training.tasks import make_task
+    from twinkle_jax.training.tasks import hub_id, make_task
 
-    file = given.task.removeprefix("gsm8k:") if given.task != "arithmetic" else None
+    without_file = given.task == "arithmetic" or hub_id(given.task) is not None
+    file = None if without_file else given.task.removeprefix("gsm8k:")
     task = make_task(
         TrainConfig(
             task=given.task,

@@ -89,6 +89,21 @@ class OptimizerConfig:
 
 
 @dataclass(frozen=True)
+class MeshConfig:
+    """How many devices share a run: their product is what it uses.
+
+    Attributes:
+        data: each has all parameters, and a share of the rows.
+        fsdp: each has a share of the parameters and of the rows; for models too large for one.
+        tensor: each has a share of every layer; must divide the key-value heads.
+    """
+
+    data: int = 1
+    fsdp: int = 1
+    tensor: int = 1
+
+
+@dataclass(frozen=True)
 class EvaluationConfig:
     """How the policy is judged, on problems that it is never trained on.
 
@@ -131,7 +146,8 @@ class TrainConfig:
     Attributes:
         model: a directory or hub id of a Hugging Face checkpoint; None makes a small policy and
             teaches it by example until it gets some answers right.
-        task: arithmetic (made up on the spot), gsm8k:FILE, or a JSONL file of prompts and answers.
+        task: arithmetic (made up on the spot), gsm8k (from the hub; gsm8k:ID and gsm8k:FILE for one
+            in its format), or a JSONL file of prompts and answers.
         level: of the arithmetic task, 1 to 6.
         reward: exact, math, gsm8k, or FILE.py:NAME or MODULE:NAME, a function of trajectories and
             ground truths; None: what fits the task.
@@ -148,6 +164,7 @@ class TrainConfig:
         rollout: see RolloutConfig.
         update: see UpdateConfig.
         optimizer: see OptimizerConfig.
+        mesh: see MeshConfig.
         evaluation: see EvaluationConfig.
         logging: see LoggingConfig.
     """
@@ -168,6 +185,7 @@ class TrainConfig:
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     update: UpdateConfig = field(default_factory=UpdateConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    mesh: MeshConfig = field(default_factory=MeshConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
 

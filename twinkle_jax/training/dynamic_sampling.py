@@ -6,7 +6,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from twinkle_jax.advantage import group_statistics
+from twinkle_jax.advantage.grouping.moments import NOISE_ULPS
 from twinkle_jax.data import Batch
 from twinkle_jax.training.recipe import Recipe
 from twinkle_jax.training.sample_and_score import Sampled
@@ -14,9 +14,20 @@ from twinkle_jax.training.update import keep_groups
 
 
 def has_signal(sampled: Sampled, recipe: Recipe) -> np.ndarray[Any, Any]:
-    """Say of each prompt whether its rewards differ, so that there is something to learn."""
-    where = ~sampled.truncated if recipe.mask_truncated else None
-    return np.asarray(group_statistics(sampled.rewards, recipe.num_samples, where=where).has_signal)
+    """Say of each prompt whether its rewards differ, so that there is something to learn.
+
+    As `group_statistics` says it, but on the host, where the rewards are: the device need not be
+    waited for.
+    """
+    rewards = sampled.rewards.reshape(-1, recipe.num_samples)
+    kept = np.ones(rewards.shape, bool)
+    if recipe.mask_truncated:
+        kept = ~sampled.truncated.reshape(rewards.shape)
+    most = rewards.max(axis=1, where=kept, initial=-np.inf)
+    least = rewards.min(axis=1, where=kept, initial=np.inf)
+    with np.errstate(invalid="ignore"):  # where none is kept
+        rounding = NOISE_ULPS * np.spacing(np.maximum(np.abs(most), np.abs(least)))
+        return np.asarray(most - least > rounding)
 
 
 def fill_up(

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from twinkle_jax.data import PromptBatch, Trajectory
@@ -12,6 +13,7 @@ from twinkle_jax.model.decoder.parameters import Params
 from twinkle_jax.reward import compute_rewards
 from twinkle_jax.reward.checked import RewardFunction
 from twinkle_jax.sampler import Sampling
+from twinkle_jax.training.devices import fill_rows, row_shards
 from twinkle_jax.training.policy import Policy
 from twinkle_jax.training.rollout import draw_rollout, encode_prompts, read_texts
 
@@ -30,6 +32,7 @@ def evaluate(
     seed: int = 0,
     compute_dtype: DTypeLike | None = None,
     reward_timeout: float = 600.0,
+    mesh: Mesh | None = None,
 ) -> dict[str, float]:
     r"""Judge a policy on prompts with known answers.
 
@@ -52,6 +55,7 @@ def evaluate(
         seed: of what is drawn for pass@k.
         compute_dtype: type of activations.
         reward_timeout: seconds that the reward may take for a batch.
+        mesh: what the parameters live on; None for one device.
 
     Returns:
         `accuracy`, and `pass@k` if asked for.
@@ -70,7 +74,8 @@ def evaluate(
         rows = []
         for number, start in enumerate(range(0, len(prompts), batch)):
             chosen = PromptBatch(prompts[start : start + batch])
-            tokens, mask = encode_prompts(policy.template, chosen, longest=max_prompt_tokens)
+            filled = fill_rows(chosen, row_shards(mesh))
+            tokens, mask = encode_prompts(policy.template, filled, longest=max_prompt_tokens)
             rollout = draw_rollout(
                 policy.params if params is None else params,
                 policy.config,
@@ -81,8 +86,10 @@ def evaluate(
                 num_samples=samples,
                 max_new_tokens=max_new_tokens,
                 compute_dtype=compute_dtype,
+                mesh=mesh,
             )
-            said = read_texts(rollout, chosen, policy.template).trajectories
+            said = read_texts(rollout, filled, policy.template).trajectories
+            said = said[: len(chosen) * samples]
             truths = [truth for truth in chosen.ground_truths for _ in range(samples)]
             found = compute_rewards(reward, said, truths, timeout=reward_timeout)
             rows.append(np.asarray(found) >= 1)

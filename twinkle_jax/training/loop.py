@@ -11,6 +11,7 @@ import jax
 from twinkle_jax.reward.checked import RewardFunction
 from twinkle_jax.training.config import TrainConfig
 from twinkle_jax.training.curves import draw_curves
+from twinkle_jax.training.devices import run_mesh
 from twinkle_jax.training.display import Display
 from twinkle_jax.training.dynamic_sampling import fill_up
 from twinkle_jax.training.interruption import Interruption
@@ -50,6 +51,7 @@ def train(config: TrainConfig, *, reward: RewardFunction | None = None) -> dict[
             were not finite; a checkpoint is there.
     """
     config = resolve(config)
+    run_mesh(config)  # refuses what there are no devices for
     directory = Path(config.output_dir)
     source = prepare_directory(config, directory)
     task = make_task(config)

@@ -3,6 +3,7 @@
 from typing import NamedTuple
 
 import jax
+from jax.sharding import Mesh
 
 from twinkle_jax.data import Template, Tokenizer, small_tokenizer
 from twinkle_jax.model import (
@@ -11,6 +12,7 @@ from twinkle_jax.model import (
     init_params,
     load_pretrained,
     parse_config,
+    partition_rules,
     save_pretrained,
 )
 from twinkle_jax.model.decoder.parameters import Params
@@ -54,11 +56,12 @@ def small_policy(seed: int = 0) -> Policy:
     return Policy(init_params(key, config), config, template)
 
 
-def load_policy(path_or_id: str) -> Policy:
+def load_policy(path_or_id: str, *, mesh: Mesh | None = None) -> Policy:
     """Read a policy and its tokenizer from a Hugging Face checkpoint; parameters in float32.
 
     Args:
         path_or_id: a directory, or a hub id.
+        mesh: devices that the parameters are read to; None for one device.
 
     Returns:
         The policy.
@@ -66,7 +69,8 @@ def load_policy(path_or_id: str) -> Policy:
     Raises:
         ValueError: if the checkpoint or the tokenizer is not what it should be.
     """
-    decoder = load_pretrained(path_or_id, dtype="float32")
+    rules = None if mesh is None else partition_rules(mesh)
+    decoder = load_pretrained(path_or_id, dtype="float32", mesh=mesh, partition=rules)
     template = Template(path_or_id)
     if len(template.tokenizer) > decoder.config.vocab_size:
         raise ValueError(

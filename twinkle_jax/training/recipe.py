@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+from jax.sharding import Mesh
 
 from twinkle_jax.advantage.inputs.settings import Scale
 from twinkle_jax.data import Template
@@ -41,6 +42,7 @@ class Recipe(NamedTuple):
         max_logp_diff: how far the sampler's log-probabilities may be from the trainer's.
         reference: parameters that the policy is held near; None for no reference.
         reward_timeout: seconds that a reward may take.
+        mesh: devices that parameters and rows are spread over; None for one device.
     """
 
     learner: Learner
@@ -57,6 +59,7 @@ class Recipe(NamedTuple):
     max_logp_diff: float = 1e-3
     reference: Params | None = None
     reward_timeout: float = 600.0
+    mesh: Mesh | None = None
 
 
 @functools.cache
@@ -65,7 +68,9 @@ def _adamw(betas: tuple[float, float], weight_decay: float) -> optax.GradientTra
     return optax.adamw(1.0, *betas, weight_decay=weight_decay, mask=decayed)
 
 
-def make_recipe(config: TrainConfig, task: Task, policy: Policy) -> Recipe:
+def make_recipe(
+    config: TrainConfig, task: Task, policy: Policy, mesh: Mesh | None = None
+) -> Recipe:
     """Choose estimator, loss, optimizer and the rest by the names in a configuration."""
     rollout, update, optimizer = config.rollout, config.update, config.optimizer
     options: dict[str, Any] = {"epsilon": update.epsilon}
@@ -107,4 +112,5 @@ def make_recipe(config: TrainConfig, task: Task, policy: Policy) -> Recipe:
         max_logp_diff=_MAX_LOGP_DIFF[config.dtype],
         reference=reference,
         reward_timeout=config.reward_timeout,
+        mesh=mesh,
     )

@@ -40,6 +40,9 @@ def _check(config: TrainConfig) -> None:
         "update.micro_batch_rows": (update.micro_batch_rows or 1, 1),
         "optimizer.warmup_steps": (config.optimizer.warmup_steps, 0),
         "optimizer.max_skipped": (config.optimizer.max_skipped, 1),
+        "mesh.data": (config.mesh.data, 1),
+        "mesh.fsdp": (config.mesh.fsdp, 1),
+        "mesh.tensor": (config.mesh.tensor, 1),
         "evaluation.every": (config.evaluation.every, 0),
         "evaluation.problems": (config.evaluation.problems, 1),
         "evaluation.pass_k": (config.evaluation.pass_k, 0),
@@ -70,4 +73,12 @@ def _check(config: TrainConfig) -> None:
         raise ValueError(
             f"update.mini_batches must divide rollout.prompts, {rollout.prompts}, "
             f"got {update.mini_batches}"
+        )
+    devices = config.mesh.data * config.mesh.fsdp
+    rows = rollout.prompts // update.mini_batches * rollout.num_samples
+    micro = update.micro_batch_rows or rows
+    if rows % devices or micro % devices:
+        raise ValueError(
+            "mesh.data times mesh.fsdp must divide the rows of a mini-batch and of a micro-batch, "
+            f"{rows} and {micro}, got {devices}"
         )

@@ -7,7 +7,7 @@ from twinkle_jax.training.config import TrainConfig
 
 # What a run may change when it goes on: all else must be as it was.
 _MAY_CHANGE = {"steps", "output_dir", "resume", "overwrite", "logging", "evaluation"}
-_MAY_CHANGE |= {"reward_timeout"}
+_MAY_CHANGE |= {"reward_timeout", "mesh"}
 
 
 def check_resumable(saved: dict[str, Any], config: TrainConfig) -> None:

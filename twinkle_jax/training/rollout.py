@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
@@ -90,6 +91,7 @@ def draw_rollout(
     num_samples: int,
     max_new_tokens: int,
     compute_dtype: DTypeLike | None = None,
+    mesh: Mesh | None = None,
 ) -> Rollout:
     """Draw `num_samples` completions of each prompt; nothing comes back to the host."""
     completions = generate(
@@ -102,6 +104,7 @@ def draw_rollout(
         num_samples=num_samples,
         max_new_tokens=max_new_tokens,
         compute_dtype=compute_dtype,
+        mesh=mesh,
     )
     return Rollout(jnp.asarray(prompts), jnp.asarray(mask), completions)
 
@@ -120,12 +123,13 @@ def read_texts(rollout: Rollout, prompts: Sequence[Trajectory], template: Templa
     return Texts(said, lengths, reasons == _LENGTH)
 
 
-@partial(jax.jit, static_argnames="mask_truncated")
+@partial(jax.jit, static_argnames=("mask_truncated", "multiple"))
 def training_batch(
     rollout: Rollout,
     advantages: Float[Array, " rows"] | Float[Array, "rows completion"],
     *,
     mask_truncated: bool = False,
+    multiple: int = 1,
 ) -> Batch:
     """Lay a rollout out for training: at each position the label is the token that follows.
 
@@ -133,16 +137,20 @@ def training_batch(
         rollout: what was sampled.
         advantages: one for each completion, or for each of its tokens.
         mask_truncated: True takes completions that ran out of room out of the loss.
+        multiple: what the length of the rows must be a multiple of; they are padded on the left.
 
     Returns:
-        A batch of [rows, prompt + completion − 1] tokens.
+        A batch of [rows, prompt + completion − 1] tokens, and padding.
     """
     drawn = rollout.completions
     samples = len(drawn.tokens) // len(rollout.prompts)
-    prompts = jnp.repeat(rollout.prompts, samples, axis=0)
+    length = rollout.prompts.shape[1] + drawn.tokens.shape[1] - 1
+    room = ((0, 0), (-length % multiple, 0))
+    prompts = jnp.repeat(jnp.pad(rollout.prompts, room), samples, axis=0)
     tokens = jnp.concatenate([prompts, drawn.tokens[:, :-1]], axis=1)
     mask = jnp.concatenate(
-        [jnp.repeat(rollout.prompt_mask, samples, axis=0), drawn.mask[:, :-1]], axis=1
+        [jnp.repeat(jnp.pad(rollout.prompt_mask, room), samples, axis=0), drawn.mask[:, :-1]],
+        axis=1,
     )
     learnt = drawn.mask
     if mask_truncated:

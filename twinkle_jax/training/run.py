@@ -6,10 +6,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+from jax.sharding import Mesh
 
 from twinkle_jax.data import ArithmeticTask, PromptLoader
-from twinkle_jax.model import train_state
 from twinkle_jax.training.config import TrainConfig
+from twinkle_jax.training.devices import begin_training, place, run_mesh
 from twinkle_jax.training.display import Display
 from twinkle_jax.training.evaluation import evaluate
 from twinkle_jax.training.metrics_log import MetricsLog
@@ -44,7 +45,8 @@ def begin(
     source: Path | None,
 ) -> tuple[Run, Progress]:
     """Make the policy, or restore what a checkpoint holds; nothing is saved yet."""
-    policy = small_policy(config.seed) if config.model is None else load_policy(config.model)
+    mesh = run_mesh(config)
+    policy = start_policy(config, mesh)
     facts: dict[str, Any] = {"num_tokens": 0, "skipped": 0, "seconds": 0.0, "accuracy_before": None}
     settings = json.dumps(dataclasses.asdict(config), indent=1)
     if source is None:
@@ -53,9 +55,9 @@ def begin(
         if config.model is None and config.warm_start:
             policy = _warm(config, task, policy, display)
         facts["accuracy_before"] = held_out_accuracy(config, task, policy).get("accuracy")
-    recipe = make_recipe(config, task, policy)
+    recipe = make_recipe(config, task, policy, mesh)
     loader = PromptLoader(task.train, config.rollout.prompts, seed=config.seed)
-    state = train_state(policy.params, recipe.learner.optimizer)
+    state = begin_training(policy.params, recipe.learner.optimizer, mesh)
     progress = Progress(state, jax.random.key(config.seed), 0, facts, loader.get_state())
     checkpoints = RunCheckpoints(directory / "checkpoints", keep=config.logging.keep_checkpoints)
     if source is not None:
@@ -69,6 +71,14 @@ def begin(
     return run, progress
 
 
+def start_policy(config: TrainConfig, mesh: Mesh | None) -> Policy:
+    """Make or read the policy that training begins with, where it belongs."""
+    if config.model is not None:
+        return load_policy(config.model, mesh=mesh)
+    policy = small_policy(config.seed)
+    return policy._replace(params=place(policy.params, mesh))
+
+
 def _warm(config: TrainConfig, task: Task, policy: Policy, display: Display) -> Policy:
     examples = ArithmeticTask(config.level, size=200_000, seed=config.seed + 1)
     return warm_start(
@@ -79,6 +89,7 @@ def _warm(config: TrainConfig, task: Task, policy: Policy, display: Display) -> 
         lambda step, accuracy: display.note(
             f"warm start, {step} steps on examples: held-out accuracy {accuracy:.2f}"
         ),
+        mesh=run_mesh(config),
     )
 
 
@@ -101,6 +112,7 @@ def held_out_accuracy(
         seed=config.seed,
         compute_dtype=config.dtype,
         reward_timeout=config.reward_timeout,
+        mesh=run_mesh(config),
     )
 
 

@@ -5,11 +5,13 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jaxtyping import Array, Float
 
 from twinkle_jax.data import Batch, PromptBatch, Trajectory
 from twinkle_jax.model.decoder.parameters import Params
 from twinkle_jax.reward import compute_rewards
 from twinkle_jax.sampler import Sampling
+from twinkle_jax.training.devices import fill_rows, row_shards
 from twinkle_jax.training.estimator import estimate
 from twinkle_jax.training.recipe import Recipe
 from twinkle_jax.training.rollout import (
@@ -22,11 +24,11 @@ from twinkle_jax.training.rollout import (
 
 
 class Sampled(NamedTuple):
-    """Prompts of a step with their completions, scored; on the host but for the batch."""
+    """Prompts of a step with their completions, scored; advantages and batch are on the device."""
 
     trajectories: list[Trajectory]
     rewards: np.ndarray[Any, Any]
-    advantages: np.ndarray[Any, Any]
+    advantages: Float[Array, " rows"]
     lengths: np.ndarray[Any, Any]
     truncated: np.ndarray[Any, Any]
     batch: Batch
@@ -67,6 +69,7 @@ def sample_and_score(
         num_samples=recipe.num_samples,
         max_new_tokens=recipe.max_new_tokens,
         compute_dtype=recipe.learner.compute_dtype,
+        mesh=recipe.mesh,
     )
     texts: Texts = read_texts(rollout, prompts, recipe.template)
     check()
@@ -75,7 +78,7 @@ def sample_and_score(
     where = ~texts.truncated if recipe.mask_truncated else None
     greedy = None
     if recipe.estimator.needs_greedy_rewards:
-        greedy = _greedy_rewards(params, recipe, prompts, tokens, mask)
+        greedy = _greedy_rewards(params, recipe, prompts)
         check()
     advantages = estimate(
         recipe.estimator,
@@ -87,8 +90,13 @@ def sample_and_score(
         greedy_rewards=greedy,
         mask=rollout.completions.mask,
     )
-    batch = training_batch(rollout, advantages, mask_truncated=recipe.mask_truncated)
-    shown = np.asarray(advantages).reshape(len(rewards), -1)[:, 0]
+    batch = training_batch(
+        rollout,
+        advantages,
+        mask_truncated=recipe.mask_truncated,
+        multiple=1 if recipe.mesh is None else recipe.mesh.shape["tensor"],
+    )
+    shown = advantages if advantages.ndim == 1 else advantages[:, 0]
     return Sampled(texts.trajectories, rewards, shown, texts.lengths, texts.truncated, batch)
 
 
@@ -103,10 +111,10 @@ def _greedy_rewards(
     params: Params,
     recipe: Recipe,
     prompts: PromptBatch,
-    tokens: np.ndarray[Any, Any],
-    mask: np.ndarray[Any, Any],
 ) -> np.ndarray[Any, Any]:
     """Score the most probable completion of each prompt."""
+    filled = fill_rows(prompts, row_shards(recipe.mesh))
+    tokens, mask = encode_prompts(recipe.template, filled, longest=recipe.max_prompt_tokens)
     rollout = draw_rollout(
         params,
         recipe.learner.config,
@@ -117,6 +125,7 @@ def _greedy_rewards(
         num_samples=1,
         max_new_tokens=recipe.max_new_tokens,
         compute_dtype=recipe.learner.compute_dtype,
+        mesh=recipe.mesh,
     )
-    said = read_texts(rollout, prompts, recipe.template).trajectories
-    return _score(recipe, said, prompts)
+    said = read_texts(rollout, filled, recipe.template).trajectories
+    return _score(recipe, said[: len(prompts)], prompts)

@@ -50,7 +50,7 @@ def train_step(
         learning_rate=learning_rate,
         seed=seed,
     )
-    facts, learnt = jax.device_get((rollout_facts(batch), learnt))
+    facts, learnt, _ = jax.device_get((rollout_facts(batch), learnt, sampled.advantages))
     metrics = {name: float(value) for name, value in facts.items()}
     metrics |= update_metrics(learnt) | {"learning_rate": learning_rate}
     difference = metrics.get("sampling/logp_diff/max", 0.0)

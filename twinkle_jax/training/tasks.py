@@ -1,15 +1,27 @@
 """The tasks that a run can be given by name: prompts to train on, prompts to judge by, a reward."""
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from twinkle_jax.data import ArithmeticTask, Trajectory, read_gsm8k, read_jsonl
+from twinkle_jax.data.hub_data import download_split
 from twinkle_jax.reward.checked import RewardFunction
 from twinkle_jax.training.config import TrainConfig
 from twinkle_jax.training.rewards import find_reward
 
+_GSM8K = "openai/gsm8k"
+_HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 _PROBLEMS = 100_000  # of the arithmetic task, before they come up again
+
+
+def hub_id(task: str) -> str | None:
+    """Give the id of the data set on the hub that a task names; None if it names none."""
+    kind, _, path = task.partition(":")
+    path = path or _GSM8K
+    is_file = Path(path).is_file() or Path(path).suffix in (".jsonl", ".json", ".parquet")
+    return path if kind == "gsm8k" and not is_file and _HUB_ID.fullmatch(path) else None
 
 
 class Task(NamedTuple):
@@ -45,15 +57,21 @@ def make_task(config: TrainConfig) -> Task:
         return Task(train, held_out, find_reward(config.reward or "exact"))
     kind, _, path = config.task.partition(":")
     gsm8k = kind == "gsm8k"
-    if gsm8k and not path:
-        raise ValueError("task must be gsm8k:FILE, the file in GSM8K's own format, got 'gsm8k'")
     read = read_gsm8k if gsm8k else read_jsonl
-    files = {"task": path if gsm8k else config.task, "evaluation.path": config.evaluation.path}
-    for name, file in files.items():
-        if file is not None and not Path(file).is_file():
-            raise ValueError(f"{name} must be arithmetic, gsm8k:FILE or a JSONL file, got {file!r}")
-    train_file, held_out_file = files.values()
-    assert train_file is not None
-    prompts = read(train_file, system=config.system)
-    judged = read(held_out_file, system=config.system)[:count] if held_out_file else []
+    held_out_file = config.evaluation.path
+    files = [path if gsm8k else config.task]
+    judged_files = [held_out_file] if held_out_file else []
+    repository = hub_id(config.task)
+    if repository is not None:
+        files = [str(file) for file in download_split(repository, "train")]
+        if not judged_files:
+            judged_files = [str(file) for file in download_split(repository, "test")]
+    for name, those in (("task", files), ("evaluation.path", judged_files)):
+        for file in those:
+            if not Path(file).is_file():
+                raise ValueError(
+                    f"{name} must be arithmetic, gsm8k, gsm8k:FILE or a JSONL file, got {file!r}"
+                )
+    prompts = [said for file in files for said in read(file, system=config.system)]
+    judged = [said for file in judged_files for said in read(file, system=config.system)][:count]
     return Task(prompts, judged, find_reward(config.reward or ("gsm8k" if gsm8k else "math")))

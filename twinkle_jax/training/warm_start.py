@@ -11,11 +11,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import Mesh
 
 from twinkle_jax.data import Batch, Message, Template, Trajectory, bucket_size
 from twinkle_jax.data.trajectory import IGNORE, user_data_get
 from twinkle_jax.loss import CrossEntropyLoss
-from twinkle_jax.model import apply_gradients, grad_step, train_state
+from twinkle_jax.model import apply_gradients, grad_step
+from twinkle_jax.training.devices import begin_training
 from twinkle_jax.training.policy import Policy
 
 
@@ -44,6 +46,7 @@ def warm_start(
     accuracy: Callable[[Policy], float],
     settings: WarmStart,
     report: Callable[[int, float], None] = lambda step, accuracy: None,
+    mesh: Mesh | None = None,
 ) -> Policy:
     """Teach a policy by example.
 
@@ -53,12 +56,13 @@ def warm_start(
         accuracy: on held-out problems.
         settings: how long.
         report: told each accuracy that was measured, with its step.
+        mesh: what the parameters live on; None for one device.
 
     Returns:
         The policy, as soon as its accuracy reaches what was asked for.
     """
     optimizer = optax.adam(1.0, b2=0.99)
-    state = train_state(policy.params, optimizer)
+    state = begin_training(policy.params, optimizer, mesh)
     for step in range(settings.steps):
         start = step * settings.rows
         batch = example_batch(policy.template, examples[start : start + settings.rows])
