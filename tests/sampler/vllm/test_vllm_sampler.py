@@ -159,6 +159,8 @@ def test_the_server_may_have_less_room(sampler, server):
     server.max_model_len = 10
     one = sampler.sample({"input_ids": [8] * 6}, {"stop": [2]})[0].sequences[0]
     assert len(one.tokens) <= 4 and server.asked[-1][1]["max_tokens"] == 4
+    bodies = [body for path, body in server.asked if path == COMPLETIONS]
+    assert all(len(body["prompt"]) + body["max_tokens"] <= 10 for body in bodies)
     message = r"inputs\[1\] must have fewer tokens than the server's max_model_len=10, got 11"
     with pytest.raises(ValueError, match=message):
         sampler.sample([{"input_ids": [8]}, {"input_ids": [8] * 11}])
