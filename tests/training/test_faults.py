@@ -296,11 +296,13 @@ def test_what_a_process_left_that_never_saved_is_no_run(folder, tmp_path):
     assert train(own, reward=Scorer())["steps"] == 0
     assert json.loads((tmp_path / "run" / "config.json").read_text())["steps"] == 0
 
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "metrics.jsonl").touch()
-    (tmp_path / "mine" / "notes.txt").write_text("of someone")
-    with pytest.raises(FileExistsError, match="output_dir must be empty or new"):
-        train(config(folder, tmp_path / "mine", resume="auto", steps=0), reward=Scorer())
+    for name, content in (("notes.txt", "of someone"), ("metrics.jsonl", '{"step": 1}\n')):
+        mine = tmp_path / name
+        mine.mkdir()
+        (mine / "metrics.jsonl").touch()
+        (mine / name).write_text(content)
+        with pytest.raises(FileExistsError, match="output_dir must be empty or new"):
+            train(config(folder, mine, resume="auto", steps=0), reward=Scorer())
 
 
 def test_settings_are_beside_a_run_that_goes_on_elsewhere(folder, begun, tmp_path):
