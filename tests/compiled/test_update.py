@@ -19,9 +19,9 @@ GIB = 2**30
 # The model, where it runs, how much of it, and the most that a device may use of memory.
 BUDGETS = {
     "v5e": ("Qwen2.5-0.5B", Setting("v5e:2x2", 1, 4, 1, 16, 1024), SMALL, 1.0),
-    "v5p": ("Qwen2.5-7B", Setting("v5p:2x2x2", 1, 8, 1, 16, 2048), SMALL, 4.0),
-    "v5e-16": ("Qwen3-4B", Setting("v5e:4x4", 1, 16, 1, 32, 2048), SMALL, 2.0),
-    "v6e": ("Qwen3-4B", Setting("v6e:2x2", 1, 4, 1, 8, 2048), SMALL, 3.0),
+    "v5p": ("Qwen2.5-7B", Setting("v5p:2x2x2", 1, 8, 1, 16, 2048), SMALL, 4.5),
+    "v5e-16": ("Qwen3-4B", Setting("v5e:4x4", 1, 16, 1, 32, 2048), SMALL, 3.6),
+    "v6e": ("Qwen3-4B", Setting("v6e:2x2", 1, 4, 1, 8, 2048), SMALL, 3.7),
     "copies": ("Qwen2.5-0.5B", Setting("v5e:2x2", 2, 2, 1, 16, 1024), SMALL, 1.2),
 }
 
