@@ -11,6 +11,7 @@ TINY = ["--steps", "1", "--warm_start", "0", "--rollout.prompts", "4"]
 TINY += ["--evaluation.problems", "8", "--level", "1"]
 
 
+@pytest.mark.exhaustive
 def test_train_with_a_file_and_flags_over_it(tmp_path, capsys):
     file = tmp_path / "run.yaml"
     file.write_text(

@@ -122,6 +122,7 @@ def lines(directory):
     return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.exhaustive
 def test_two_devices_compile_nothing_after_warm_up_and_are_waited_for_twice_a_step(
     folder, alone, tmp_path, compilations
 ):

@@ -103,9 +103,8 @@ def test_a_run_leaves_all_that_there_is_to_know(whole):
     assert arrays(run, 3) != arrays(run, 4)
 
 
-@pytest.mark.parametrize(
-    "after", [1, *(pytest.param(x, marks=pytest.mark.exhaustive) for x in (0, 3))]
-)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("after", [0, 1, 3])
 def test_interrupted_and_resumed_it_is_the_same_run(whole, tmp_path, after):
     folder, config, summary = whole
     run = tmp_path / "run"
@@ -171,6 +170,7 @@ def test_another_data_set_is_refused(whole, tmp_path):
         (folder / "task.jsonl").write_text(original)
 
 
+@pytest.mark.exhaustive
 def test_overwrite_begins_anew_but_deletes_runs_alone(tmp_path):
     config = tiny(tmp_path, output_dir=str(tmp_path / "run"), steps=0)
     train(config, reward=short_answers())

@@ -93,6 +93,7 @@ def test_the_same_seed_gives_the_same_step_and_another_one_another():
     assert any(not np.array_equal(a, b) for a, b in leaves)
 
 
+@pytest.mark.exhaustive
 def test_micro_batches_change_nothing_but_rounding():
     drawn, whole = sampled(), recipe()
     small = whole._replace(learner=whole.learner._replace(micro_batch_rows=3))
@@ -102,6 +103,7 @@ def test_micro_batches_change_nothing_but_rounding():
         np.testing.assert_allclose(x, y, atol=1e-6)
 
 
+@pytest.mark.exhaustive
 def test_kl_from_a_reference_is_zero_at_first_and_pulls_back_later():
     loss = GRPOLoss(beta=0.5)
     held = recipe(reference=POLICY.params)

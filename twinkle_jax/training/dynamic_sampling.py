@@ -25,7 +25,7 @@ def has_signal(sampled: Sampled, recipe: Recipe) -> np.ndarray[Any, Any]:
         kept = ~sampled.truncated.reshape(rewards.shape)
     most = rewards.max(axis=1, where=kept, initial=-np.inf)
     least = rewards.min(axis=1, where=kept, initial=np.inf)
-    with np.errstate(invalid="ignore"):  # where none is kept
+    with np.errstate(invalid="ignore", over="ignore"):  # none is kept; the largest floats
         rounding = NOISE_ULPS * np.spacing(np.maximum(np.abs(most), np.abs(least)))
         return np.asarray(most - least > rounding)
 

@@ -43,6 +43,7 @@ def test_vmap_over_data():
         np.testing.assert_allclose(mapped[row], alone, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.exhaustive
 def test_other_values_compile_and_transfer_nothing(compilations):
     rewards = [jnp.asarray(row) for row in BATCHES]
     tokens = [jnp.asarray(row.reshape(PROMPTS, SIZE)) for row in BATCHES]

@@ -189,6 +189,7 @@ def test_positions_win_over_segments():
     assert_close(out[0, 1:], expected)
 
 
+@pytest.mark.exhaustive
 def test_remat_changes_no_gradient():
     config, params = config_of("qwen3"), params_of("qwen3")
     tokens, mask = batch(ROWS, 9, "left")
@@ -218,6 +219,7 @@ def test_remat_and_policies_change_what_is_kept():
     assert kept(True) < kept(dots) < kept(False)
 
 
+@pytest.mark.exhaustive
 def test_types_of_parameters_and_computation_mix():
     config, params = config_of("qwen3_5_text"), params_of("qwen3_5_text")
     tokens, mask = batch(ROWS, 9, "left")

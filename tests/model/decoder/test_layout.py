@@ -142,6 +142,7 @@ def assert_as_on_one_device(name, mesh, **changes):
         np.testing.assert_allclose(there, here, rtol=0, atol=1e-5 * np.abs(here).max())
 
 
+@pytest.mark.exhaustive
 def test_tied_embeddings_on_a_bare_mesh():
     assert_as_on_one_device("qwen2", bare(2, 2, 2), tie_word_embeddings=True)
 

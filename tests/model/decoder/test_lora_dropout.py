@@ -99,6 +99,7 @@ def distance(a, b):
     return max(np.abs(x - y).max() / np.abs(y).max() for x, y in pairs)
 
 
+@pytest.mark.exhaustive
 def test_noise_depends_on_the_row_and_the_run_alone(checkpoint):
     first = gradient(adapted(checkpoint))
     assert distance(gradient(adapted(checkpoint), size=2), first) < 1e-5  # micro-batches
@@ -131,6 +132,7 @@ def test_rates_that_are_refused(rate):
         LoraConfig(lora_dropout=rate)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.filterwarnings(
     "ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning"
 )

@@ -57,6 +57,7 @@ def assert_sharded_by_the_rules(model):
     assert all(jax.tree.leaves(same))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", each(["qwen3", "qwen3_5_text"]))
 def test_two_by_two_by_two_devices_give_the_numbers_of_one(name, tmp_path):
     save_pretrained(Decoder(config_of(name), params_of(name)), tmp_path / "in")

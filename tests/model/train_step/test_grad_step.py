@@ -94,6 +94,7 @@ def test_every_loss_against_all_logits_at_once(loss):
         np.testing.assert_allclose(total, summary.loss, rtol=1e-6, atol=1e-7)
 
 
+@pytest.mark.exhaustive
 def test_rows_that_fill_up_and_garbage_under_the_mask_change_no_bit():
     loss_fn = OBJECTS["gspo"]  # which averages over sequences
     filled = jax.tree.map(lambda x: jnp.concatenate([x, x[:2]]), BATCH)

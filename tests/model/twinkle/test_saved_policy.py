@@ -27,6 +27,7 @@ def train(model, calls):
         model.clip_grad_and_step()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("lora", [False, True])
 def test_a_run_goes_on_as_if_nothing_had_happened(checkpoint, tmp_path, lora):
     """With an adapter, in the middle of an accumulation, and with dropout's noise."""

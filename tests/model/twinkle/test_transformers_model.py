@@ -59,6 +59,7 @@ def test_rows_padded_on_the_left_keep_their_columns(model):
     np.testing.assert_allclose(left[[0, 2]], plain[[0, 2]], atol=1e-5)
 
 
+@pytest.mark.exhaustive
 def test_however_the_batch_comes_loss_and_gradient_are_the_same(model):
     loss = model.forward_backward(inputs=INPUTS, **SIDE)
     whole = gradient(model)

@@ -59,6 +59,7 @@ def test_cosine_annealing_is_pytorchs():
         theirs.step()
 
 
+@pytest.mark.exhaustive
 def test_accumulation_takes_every_second_call(model):
     model.set_lr_scheduler("CosineAnnealingLR", T_max=10)
     first, second = INPUTS[:1], INPUTS[1:]
@@ -81,6 +82,7 @@ def test_accumulation_takes_every_second_call(model):
     assert_same(again.get_state_dict().values(), model.get_state_dict().values())
 
 
+@pytest.mark.exhaustive
 def test_a_batch_without_labels_changes_nothing(model):
     model.set_optimizer("AdamW", lr=0.5, weight_decay=0.5)
     model.forward_backward(inputs=INPUTS, **SIDE)
