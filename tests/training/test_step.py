@@ -62,6 +62,16 @@ def test_a_step_moves_the_policy_towards_what_was_rewarded():
     assert metrics["skipped_updates"] == 0
 
 
+def test_a_step_without_tokens_changes_nothing_and_is_no_fault():
+    """As when all completions were cut off, and those are left out."""
+    drawn = sampled()
+    nothing = jnp.full_like(drawn.batch.labels, -100)
+    drawn = drawn._replace(batch=drawn.batch._replace(labels=nothing))
+    state, metrics = train_step(fresh(), recipe(), drawn, learning_rate=0.3, seed=(0, 0))
+    assert metrics["skipped_updates"] == 0
+    jax.tree.map(np.testing.assert_array_equal, state.params, fresh().params)
+
+
 def test_sampler_and_trainer_agree():
     _, metrics = train_step(fresh(), recipe(), sampled(), learning_rate=1e-3, seed=(0, 0))
     assert metrics["sampling/logp_diff/max"] < 1e-5

@@ -12,7 +12,7 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 class Interruption:
-    """Notes that SIGTERM or SIGINT has come, so that a loop can end after the step it is in.
+    """Notes that SIGTERM or SIGINT has come, so that a loop can end between parts of a step.
 
     While the block runs, the first of these signals only makes `requested` true. The second ends
     the process at once, whatever it is in the middle of, a compilation too; its exit status is 128

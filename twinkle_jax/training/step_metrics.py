@@ -40,11 +40,12 @@ def update_metrics(learnt: Learnt) -> dict[str, float]:
     def mean(values: Sequence[Any]) -> float:
         return float(np.mean(np.asarray(values, np.float64)))
 
-    applied = [bool(info.applied) for info in learnt.infos]
+    updates = zip(learnt.summaries, learnt.infos, strict=True)
+    skipped = [not info.applied and summary.tokens > 0 for summary, info in updates]
     metrics = {
         "loss": mean([s.loss_sum / max(float(s.denominator), 1.0) for s in learnt.summaries]),
         "grad_norm": mean([info.gradient_norm for info in learnt.infos]),
-        "skipped_updates": float(len(applied) - sum(applied)),
+        "skipped_updates": float(sum(skipped)),
     }
     found = [s.metrics for s in learnt.summaries if s.metrics is not None]
     if found:

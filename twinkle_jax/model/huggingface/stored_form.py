@@ -1,7 +1,8 @@
 """How a parameter stands in a checkpoint: the name of its tensor, its shape, its orientation.
 
 Here matrices are [in, out], there [out, in]; here the kernel of a convolution is [time, channels],
-there [channels, 1, time]. This is the only place that knows.
+there [channels, 1, time]. This is the only place that knows; `checkpoint_names.py` has what stands
+before a layer's names and beside the layers.
 """
 
 from typing import Any
