@@ -33,6 +33,7 @@ from twinkle_jax.loss.supervised import cross_entropy, dynamic_fine_tuning
 from twinkle_jax.loss.surrogate import clipped_surrogate
 from twinkle_jax.loss.token_logprobs.score import token_logprobs
 from twinkle_jax.loss.trust_region import binary_kl_mask, total_variation_mask
+from twinkle_jax.loss.twinkle.chunked_cross_entropy import ChunkedCrossEntropyLoss
 from twinkle_jax.loss.twinkle.cispo import CISPOLoss
 from twinkle_jax.loss.twinkle.critic import PPOValueLoss
 from twinkle_jax.loss.twinkle.cross_entropy import CrossEntropyLoss
@@ -51,6 +52,7 @@ from twinkle_jax.loss.value import clipped_value_loss
 __all__ = [
     "BNPOLoss",
     "CISPOLoss",
+    "ChunkedCrossEntropyLoss",
     "CrossEntropyLoss",
     "DAPOLoss",
     "DPOLoss",

@@ -17,7 +17,7 @@ OUTPUTS = {"logps": BATCH.logprobs}
 def test_every_loss_has_a_name():
     classes = {name for name in losses.__all__ if name.endswith("Loss")} - {"Loss", "PolicyLoss"}
     names = ["bnpo", "cispo", "cross_entropy", "dapo", "dpo", "dr_grpo", "gkd", "grpo", "gspo"]
-    names += ["mse", "ppo", "ppo_value", "sapo"]
+    names += ["mse", "ppo", "ppo_value", "sapo", "chunked_cross_entropy"]
     assert {type(get_loss(name)).__name__ for name in names} == classes
     assert all(type(get_loss(name)).__name__ == name for name in classes)
 

@@ -10,7 +10,13 @@ import numpy as np
 import pytest
 
 import twinkle_jax.loss as losses
-from twinkle_jax.loss import CrossEntropyLoss, DPOLoss, GKDLoss, MSELoss
+from twinkle_jax.loss import (
+    ChunkedCrossEntropyLoss,
+    CrossEntropyLoss,
+    DPOLoss,
+    GKDLoss,
+    MSELoss,
+)
 
 GOLDEN = json.loads(
     (pathlib.Path(__file__).parents[2] / "golden" / "supervised_loss_cases.json").read_text()
@@ -27,6 +33,7 @@ REFERENCE = {"ref_logps": DATA["ref_logps"]}
 EVERY = {
     "cross_entropy": (CrossEntropyLoss(), "logps", {}),
     "dft": (CrossEntropyLoss(dft=True), "logps", {}),
+    "chunked": (ChunkedCrossEntropyLoss(3), "logits", {}),
     "dpo": (DPOLoss(), "logps", REFERENCE),
     "dpo_hinge": (DPOLoss(loss_type="hinge"), "logps", REFERENCE),
     "gkd": (GKDLoss(chunk_size=3), "logits", TEACHER),
@@ -104,6 +111,32 @@ def test_flat_labels():
     for outputs in ({"logits": logits}, {"logps": LOGPS.reshape(-1)}):
         value = CrossEntropyLoss()({"labels": flat}, outputs).loss
         np.testing.assert_allclose(value, whole, rtol=1e-6)
+
+
+@pytest.mark.parametrize("settings", [{}, {"dft": True}, {"reduction": "sum"}], ids=str)
+def test_in_chunks_it_is_the_same(settings):
+    whole, chunked = CrossEntropyLoss(**settings), ChunkedCrossEntropyLoss(3, **settings)
+    for of in ("logits", "logps"):
+        expected, wanted = value_and_gradient(whole, of)
+        value, gradient = value_and_gradient(chunked, of)
+        np.testing.assert_allclose(value, expected, rtol=1e-6)
+        np.testing.assert_allclose(gradient, wanted, rtol=1e-5, atol=1e-7)
+    given = {"labels": LABELS}, {"logits": LOGITS}
+    assert chunked(*given).num_tokens == whole(*given).num_tokens
+    nothing = {"labels": np.full_like(LABELS, -100)}, {"logits": LOGITS}
+    assert chunked(*nothing).loss == 0
+
+
+def test_there_is_nothing_for_chunks_to_save():
+    """Beside logits and their gradient, nothing of their size is held."""
+    labels = jnp.ones((1, 1024), jnp.int32)
+
+    def loss(logits):
+        return CrossEntropyLoss()({"labels": labels}, {"logits": logits}).loss
+
+    logits = jax.ShapeDtypeStruct((1, 1024, 256), jnp.float32)
+    compiled = jax.jit(jax.grad(loss)).lower(logits).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < 0.1 * 1024 * 256 * 4
 
 
 def test_mean_squared_error():
@@ -221,6 +254,12 @@ def test_the_student_learns_its_teacher():
 def test_errors_of_the_classes():
     for cls, wrong, message in [
         (CrossEntropyLoss, {"reduction": "max"}, "reduction must be one of 'mean', 'sum', got"),
+        (ChunkedCrossEntropyLoss, {"chunk_size": 0}, "chunk_size must be at least 1, got 0"),
+        (
+            ChunkedCrossEntropyLoss,
+            {"chunk_size": 1, "reduction": "max"},
+            "reduction must be one of 'mean', 'sum', got 'max'",
+        ),
         (DPOLoss, {"loss_type": "best"}, "loss_type must be one of 'sigmoid', .*, got 'best'"),
         (
             DPOLoss,
@@ -261,6 +300,12 @@ def test_errors_of_the_calls():
         )
     with pytest.raises(ValueError, match=r"outputs\['logits'\] must be \[batch, time, vocab"):
         call(GKDLoss(), outputs={"logits": LOGITS[:, :4]}, **TEACHER)
-    for loss_fn in (CrossEntropyLoss(), DPOLoss(), GKDLoss(), MSELoss()):
+    for loss_fn in (
+        CrossEntropyLoss(),
+        ChunkedCrossEntropyLoss(2),
+        DPOLoss(),
+        GKDLoss(),
+        MSELoss(),
+    ):
         with pytest.raises(TypeError, match=r"arguments must be of .*, got 'advantage'"):
             call(loss_fn, advantage=1)

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from twinkle_jax.loss.twinkle.chunked_cross_entropy import ChunkedCrossEntropyLoss
 from twinkle_jax.loss.twinkle.cispo import CISPOLoss
 from twinkle_jax.loss.twinkle.critic import PPOValueLoss
 from twinkle_jax.loss.twinkle.cross_entropy import CrossEntropyLoss
@@ -17,6 +18,7 @@ from twinkle_jax.loss.twinkle.sapo import SAPOLoss
 
 NAMED: dict[str, type[Loss]] = {
     "bnpo": BNPOLoss,
+    "chunked_cross_entropy": ChunkedCrossEntropyLoss,
     "cispo": CISPOLoss,
     "cross_entropy": CrossEntropyLoss,
     "dapo": DAPOLoss,
