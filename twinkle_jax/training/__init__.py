@@ -3,25 +3,25 @@
 What is listed here is public; all else in this folder is private.
 """
 
-from twinkle_jax.training.config import (
+from twinkle_jax.training.configuration.named_estimator import Estimator, make_estimator
+from twinkle_jax.training.configuration.parts import (
     EvaluationConfig,
     LoggingConfig,
     MeshConfig,
     OptimizerConfig,
     RolloutConfig,
-    TrainConfig,
     UpdateConfig,
 )
-from twinkle_jax.training.estimator import Estimator, make_estimator
-from twinkle_jax.training.evaluation import evaluate
-from twinkle_jax.training.export import export
-from twinkle_jax.training.loop import train
-from twinkle_jax.training.policy import Policy, load_policy, save_policy, small_policy
-from twinkle_jax.training.recipe import Recipe
-from twinkle_jax.training.rollout import Rollout, draw_rollout, encode_prompts, training_batch
-from twinkle_jax.training.sample_and_score import Sampled, sample_and_score
-from twinkle_jax.training.step import train_step
-from twinkle_jax.training.update import Learner, learn
+from twinkle_jax.training.configuration.train_config import TrainConfig
+from twinkle_jax.training.policies.text_policy import Policy, load_policy, save_policy, small_policy
+from twinkle_jax.training.run.export import export
+from twinkle_jax.training.run.loop import train
+from twinkle_jax.training.step.evaluation import evaluate
+from twinkle_jax.training.step.learner import Learner, learn
+from twinkle_jax.training.step.recipe import Recipe
+from twinkle_jax.training.step.rollout import Rollout, draw_rollout, encode_prompts, training_batch
+from twinkle_jax.training.step.sample_and_score import Sampled, sample_and_score
+from twinkle_jax.training.step.train_step import train_step
 
 __all__ = [
     "Estimator",

@@ -1,0 +1,151 @@
+"""Tasks by name; GSM8K through huggingface_hub, from a server here that answers as the hub does."""
+
+import hashlib
+import http.server
+import json
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from twinkle_jax.reward import ExactMatchReward, GSM8KAccuracyReward
+from twinkle_jax.training import EvaluationConfig, TrainConfig
+from twinkle_jax.training.configuration.tasks import make_task
+
+ROOT = Path(__file__).parents[3]
+ID, COMMIT = "openai/gsm8k", "0123456789abcdef0123456789abcdef01234567"
+SCRIPT = """
+import json, sys
+from twinkle_jax.training import TrainConfig
+from twinkle_jax.training.configuration.tasks import make_task
+try:
+    task = make_task(TrainConfig(model="m", task=sys.argv[1]))
+    parts = task.train, task.held_out
+    print(json.dumps([[x["user_data"][0][1] for x in part] for part in parts]))
+except ValueError as error:
+    sys.exit(str(error))
+"""
+
+
+def problems(numbers):
+    return [{"question": f"{n}?", "answer": f"{n} is\n#### {n}"} for n in numbers]
+
+
+def write_lines(path, numbers):
+    path.write_text("\n".join(json.dumps(problem) for problem in problems(numbers)))
+
+
+def answers(prompts):
+    return [dict(prompt["user_data"])["ground_truth"] for prompt in prompts]
+
+
+def test_gsm8k_from_files(tmp_path):
+    train, test = tmp_path / "train.jsonl", tmp_path / "test.jsonl"
+    write_lines(train, [1, 2, 3])
+    write_lines(test, [4, 5, 6])
+    evaluation = EvaluationConfig(path=str(test), problems=2)
+    task = make_task(TrainConfig(task=f"gsm8k:{train}", evaluation=evaluation))
+    assert answers(task.train) == ["1", "2", "3"]
+    assert answers(task.held_out) == ["4", "5"]
+    assert isinstance(task.reward, GSM8KAccuracyReward)
+    other = make_task(TrainConfig(task=f"gsm8k:{train}", reward="exact"))
+    assert len(other.held_out) == 0
+    assert isinstance(other.reward, ExactMatchReward)
+
+
+@pytest.mark.parametrize("task", ["gsm8k:no/such/file", "nowhere.jsonl", "gsm8k:data/train.jsonl"])
+def test_a_file_that_is_not_there_is_named(task):
+    name = task.removeprefix("gsm8k:")
+    with pytest.raises(ValueError, match=f"task must be arithmetic, .* got '{name}'"):
+        make_task(TrainConfig(task=task))
+
+
+@pytest.fixture
+def hub(tmp_path):
+    """Serve a directory under the addresses of the hub's data sets."""
+    files = tmp_path / "repository"
+    (files / "main").mkdir(parents=True)
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def log_message(self, *_):
+            pass
+
+        def answer(self, status, body=b"", **headers):
+            self.send_response(status)
+            for name, value in {"Content-Length": len(body), **headers}.items():
+                self.send_header(name.replace("_", "-"), str(value))
+            self.end_headers()
+            if self.command != "HEAD":
+                self.wfile.write(body)
+
+        def do_GET(self):
+            path = self.path.split("?")[0]
+            names = [p.relative_to(files).as_posix() for p in sorted(files.rglob("*.*"))]
+            wanted = files / path.partition(f"/resolve/{COMMIT}/")[2]
+            if path == f"/api/datasets/{ID}/revision/main":
+                siblings = [{"rfilename": name} for name in names]
+                body = json.dumps({"id": ID, "sha": COMMIT, "siblings": siblings}).encode()
+                self.answer(200, body, Content_Type="application/json")
+            elif path == f"/api/datasets/{ID}/tree/{COMMIT}":
+                sizes = {name: (files / name).stat().st_size for name in names}
+                entries = [
+                    {"type": "file", "oid": "", "size": s, "path": n} for n, s in sizes.items()
+                ]
+                self.answer(200, json.dumps(entries).encode(), Content_Type="application/json")
+            elif path.startswith(f"/datasets/{ID}/resolve/") and wanted.is_file():
+                body = wanted.read_bytes()
+                tag = f'"{hashlib.sha256(body).hexdigest()}"'
+                self.answer(200, body, ETag=tag, X_Repo_Commit=COMMIT)
+            else:
+                self.answer(404, X_Error_Code="RepoNotFound")
+
+        do_HEAD = do_GET
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield files, f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+
+
+def load(address, home, task="gsm8k", **environment):
+    """Make the task in a process of its own, because addresses are read at import."""
+    settings = {"JAX_PLATFORMS": "cpu", "NO_PROXY": "127.0.0.1", "HF_HUB_OFFLINE": "0"}
+    settings |= {"HF_ENDPOINT": address, "HF_HOME": str(home)}
+    return subprocess.run(
+        [sys.executable, "-c", SCRIPT, task],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=ROOT,
+        env={**os.environ, **settings, **environment},
+    )
+
+
+def test_gsm8k_from_the_hub_is_judged_on_its_test_split(hub, tmp_path):
+    get = "pip install 'twinkle-jax[hub]'"
+    pyarrow = pytest.importorskip("pyarrow", reason=get)
+    parquet = pytest.importorskip("pyarrow.parquet", reason=get)
+    files, address = hub
+    done = load(address, tmp_path / "none")
+    assert done.returncode == 1
+    assert "must be a data set with files main/train-*.parquet, got 'openai/gsm8k'" in done.stderr
+
+    parts = {
+        "train-00000-of-00002": [1, 2],
+        "train-00001-of-00002": [3],
+        "test-00000-of-00001": [4],
+    }
+    for name, numbers in parts.items():
+        table = pyarrow.Table.from_pylist(problems(numbers))
+        parquet.write_table(table, files / "main" / f"{name}.parquet")
+    expected = [["1", "2", "3"], ["4"]]
+    done = load(address, tmp_path / "home")
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert json.loads(done.stdout.splitlines()[-1]) == expected
+    again = load(address, tmp_path / "home", f"gsm8k:{ID}", HF_HUB_OFFLINE="1")
+    assert again.returncode == 0, again.stderr[-2000:]
+    assert json.loads(again.stdout.splitlines()[-1]) == expected

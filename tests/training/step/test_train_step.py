@@ -1,0 +1,207 @@
+"""One step: what it measures, what it learns from, and a wrong sampler that it notices."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from twinkle_jax.advantage import GRPOAdvantage, group_statistics
+from twinkle_jax.data import ArithmeticTask, PromptBatch
+from twinkle_jax.loss import GRPOLoss
+from twinkle_jax.model import init_params, train_state
+from twinkle_jax.reward import FunctionReward
+from twinkle_jax.sampler import Sampling
+from twinkle_jax.training import Learner, Recipe, sample_and_score, small_policy, train_step
+from twinkle_jax.training.configuration.named_estimator import Estimator
+from twinkle_jax.training.step.dynamic_sampling import fill_up, has_signal
+from twinkle_jax.training.step.sample_metrics import sample_metrics
+
+POLICY = small_policy(0)
+OPTIMIZER = optax.sgd(1.0)
+PROMPTS = PromptBatch(ArithmeticTask(1, size=4)[:])
+SAMPLES = 4
+long_ones = FunctionReward(lambda text, truth: float(len(text) > 2))
+
+
+def recipe(reward=long_ones, **changes):
+    learner = Learner(POLICY.config, GRPOLoss(), OPTIMIZER, mini_batches=2)
+    plain = Recipe(
+        learner=learner,
+        template=POLICY.template,
+        reward=reward,
+        estimator=Estimator(GRPOAdvantage()),
+        scale="group",
+        sampling=Sampling(stop_tokens=POLICY.tokenizer.stop_token_ids),
+        num_samples=SAMPLES,
+        max_new_tokens=6,
+        max_prompt_tokens=32,
+    )
+    return plain._replace(**changes)
+
+
+def fresh():
+    return train_state(jax.tree.map(jnp.copy, POLICY.params), OPTIMIZER)
+
+
+def sampled(of=None, key=0):
+    return sample_and_score(POLICY.params, of or recipe(), PROMPTS, jax.random.key(key))
+
+
+@pytest.mark.exhaustive
+def test_a_step_moves_the_policy_towards_what_was_rewarded():
+    drawn = sampled()
+    state, metrics = train_step(fresh(), recipe(), drawn, learning_rate=0.3, seed=(0, 0))
+    before = sampled(key=1).rewards.mean()
+    after = sample_and_score(state.params, recipe(), PROMPTS, jax.random.key(1)).rewards.mean()
+    assert after > before + 0.1
+    assert state.step == 2  # one update a mini-batch
+    assert metrics["grad_norm"] > 0
+    assert metrics["skipped_updates"] == 0
+
+
+def test_a_step_without_tokens_changes_nothing_and_is_no_fault():
+    """As when all completions were cut off, and those are left out."""
+    drawn = sampled()
+    nothing = jnp.full_like(drawn.batch.labels, -100)
+    drawn = drawn._replace(batch=drawn.batch._replace(labels=nothing))
+    state, metrics = train_step(fresh(), recipe(), drawn, learning_rate=0.3, seed=(0, 0))
+    assert metrics["skipped_updates"] == 0
+    jax.tree.map(np.testing.assert_array_equal, state.params, fresh().params)
+
+
+def test_sampler_and_trainer_agree():
+    _, metrics = train_step(fresh(), recipe(), sampled(), learning_rate=1e-3, seed=(0, 0))
+    assert metrics["sampling/logp_diff/max"] < 1e-5
+
+
+def test_a_sampler_with_other_weights_is_an_error():
+    other = init_params(jax.random.key(99), POLICY.config)
+    drawn = sample_and_score(other, recipe(), PROMPTS, jax.random.key(0))
+    with pytest.raises(RuntimeError, match="sampler's log-probabilities must be the trainer's"):
+        train_step(fresh(), recipe(), drawn, learning_rate=1e-3, seed=(0, 0))
+
+
+def test_a_constant_reward_changes_nothing():
+    constant = recipe(FunctionReward(lambda text, truth: 0.1))
+    drawn = sampled(constant)
+    assert not has_signal(drawn, constant).any()
+    state, _ = train_step(fresh(), constant, drawn, learning_rate=1.0, seed=(0, 0))
+    jax.tree.map(np.testing.assert_array_equal, state.params, POLICY.params)
+
+
+def test_the_same_seed_gives_the_same_step_and_another_one_another():
+    drawn = sampled()
+    first, again, other = (
+        train_step(fresh(), recipe(), drawn, learning_rate=0.1, seed=(0, seed))[0].params
+        for seed in (0, 0, 3)
+    )
+    jax.tree.map(np.testing.assert_array_equal, first, again)
+    leaves = zip(jax.tree.leaves(first), jax.tree.leaves(other), strict=True)
+    assert any(not np.array_equal(a, b) for a, b in leaves)
+
+
+@pytest.mark.exhaustive
+def test_micro_batches_change_nothing_but_rounding():
+    drawn, whole = sampled(), recipe()
+    small = whole._replace(learner=whole.learner._replace(micro_batch_rows=3))
+    a, _ = train_step(fresh(), whole, drawn, learning_rate=0.1, seed=(0, 0))
+    b, _ = train_step(fresh(), small, drawn, learning_rate=0.1, seed=(0, 0))
+    for x, y in zip(jax.tree.leaves(a.params), jax.tree.leaves(b.params), strict=True):
+        np.testing.assert_allclose(x, y, atol=1e-6)
+
+
+@pytest.mark.exhaustive
+def test_kl_from_a_reference_is_zero_at_first_and_pulls_back_later():
+    loss = GRPOLoss(beta=0.5)
+    held = recipe(reference=POLICY.params)
+    held = held._replace(learner=held.learner._replace(loss=loss))
+    _, metrics = train_step(fresh(), held, sampled(), learning_rate=0.1, seed=(0, 0))
+    assert abs(metrics["kl"]) < 1e-6
+    moved = init_params(jax.random.key(5), POLICY.config)
+    drawn = sample_and_score(moved, held, PROMPTS, jax.random.key(0))
+    state = train_state(jax.tree.map(jnp.copy, moved), OPTIMIZER)
+    _, metrics = train_step(state, held, drawn, learning_rate=0.1, seed=(0, 0))
+    assert metrics["kl"] > 0.01
+
+
+def test_dynamic_sampling_takes_prompts_whose_rewards_differ_from_further_rollouts():
+    wants = recipe(dynamic_sampling=3)
+    first, second = sampled(key=0), sampled(key=1)
+    flat = np.repeat(first.rewards[::SAMPLES], SAMPLES)
+    rewards = np.where(np.arange(16) < 8, flat, np.tile([0.0, 1.0], 8)).astype(np.float32)
+    half = first._replace(rewards=rewards)  # two of four prompts have a signal
+    full = second._replace(rewards=np.tile([0.0, 1.0], 8).astype(np.float32))
+    assert has_signal(half, wants).tolist() == [False, False, True, True]
+    chosen, drawn = fill_up(lambda number: [half, full, full][number], wants, 4)
+    assert len(drawn) == 2
+    assert has_signal(chosen, wants).all()
+    np.testing.assert_array_equal(chosen.lengths[:8], first.lengths[8:])
+    np.testing.assert_array_equal(chosen.lengths[8:], second.lengths[:8])
+    np.testing.assert_array_equal(chosen.batch.labels[:8], first.batch.labels[8:])
+    np.testing.assert_array_equal(chosen.batch.labels[8:], second.batch.labels[:8])
+    assert fill_up(lambda number: half, recipe(), 4)[0] is half
+
+
+def test_truncated_completions_neither_vote_nor_learn():
+    masked = recipe(mask_truncated=True)
+    drawn = sampled(masked)
+    assert drawn.truncated.any()
+    assert (drawn.advantages[drawn.truncated] == 0).all()
+    assert (np.asarray(drawn.batch.labels)[drawn.truncated] == -100).all()
+
+
+def test_metrics_describe_all_that_was_sampled():
+    drawn = sampled()
+    metrics = sample_metrics([drawn], recipe(), 0.0)
+    groups = drawn.rewards.reshape(-1, SAMPLES)
+    assert metrics["reward"] == pytest.approx(drawn.rewards.mean())
+    assert metrics["reward_std"] == pytest.approx(groups.std(axis=1, ddof=1).mean(), abs=1e-6)
+    assert metrics["frac_reward_zero_std"] == (groups.max(axis=1) == groups.min(axis=1)).mean()
+    assert metrics["completions/clipped_ratio"] == drawn.truncated.mean()
+    assert metrics["completions/max_length"] == drawn.lengths.max() == 6
+
+
+@dataclasses.dataclass
+class Stop:
+    after: int
+    calls: int = 0
+
+    def __call__(self):
+        self.calls += 1
+        if self.calls > self.after:
+            raise InterruptedError
+
+
+@pytest.mark.parametrize("after", [0, 1])
+def test_a_step_can_be_ended_before_and_after_scoring(after):
+    scored = []
+    reward = FunctionReward(lambda text, truth: float(len(scored.append(text) or "x")))
+    with pytest.raises(InterruptedError):
+        sample_and_score(POLICY.params, recipe(reward), PROMPTS, jax.random.key(0), Stop(after))
+    assert bool(scored) == bool(after)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_a_signal_is_seen_on_the_host_as_the_library_sees_it(masked):
+    third = np.float32(1) / 3
+    groups = [
+        [0, 0, 0, 0],
+        [0, 1, 0, 0],
+        [0.1] * 4,
+        [third, np.nextafter(third, 1, dtype="f4")] * 2,
+    ]
+    groups += [[third, third + 1e-5] * 2, [-2, -2, -2, 5], [1e-30, 2e-30, 0, 0], [3, 3, 3, 3]]
+    truncated = np.zeros((8, 4), bool)
+    truncated[1, 1] = truncated[5, :3] = truncated[7] = True
+    truncated = truncated.reshape(-1)
+    drawn = sampled()._replace(
+        rewards=np.asarray(groups, np.float32).reshape(-1), truncated=truncated
+    )
+    where = ~truncated if masked else None
+    expected = group_statistics(drawn.rewards, SAMPLES, where=where).has_signal
+    got = has_signal(drawn, recipe(mask_truncated=masked))
+    assert got.tolist() == expected.tolist()
+    assert got.any() and not got.all()

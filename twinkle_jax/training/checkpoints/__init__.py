@@ -1,0 +1,1 @@
+"""What a run leaves on the disk, so that another process can go on with it."""

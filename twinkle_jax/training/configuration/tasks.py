@@ -1,0 +1,77 @@
+"""The tasks that a run can be given by name: prompts to train on, prompts to judge by, a reward."""
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from twinkle_jax.data import ArithmeticTask, Trajectory, read_gsm8k, read_jsonl
+from twinkle_jax.data.hub_data import download_split
+from twinkle_jax.reward.checked import RewardFunction
+from twinkle_jax.training.configuration.named_reward import find_reward
+from twinkle_jax.training.configuration.train_config import TrainConfig
+
+_GSM8K = "openai/gsm8k"
+_HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
+_PROBLEMS = 100_000  # of the arithmetic task, before they come up again
+
+
+def hub_id(task: str) -> str | None:
+    """Give the id of the data set on the hub that a task names; None if it names none."""
+    kind, _, path = task.partition(":")
+    path = path or _GSM8K
+    is_file = Path(path).is_file() or Path(path).suffix in (".jsonl", ".json", ".parquet")
+    return path if kind == "gsm8k" and not is_file and _HUB_ID.fullmatch(path) else None
+
+
+class Task(NamedTuple):
+    """What a policy is trained on.
+
+    Attributes:
+        train: prompts with their ground truths.
+        held_out: prompts that are never trained on; empty where there are none.
+        reward: of trajectories and ground truths.
+    """
+
+    train: Sequence[Trajectory]
+    held_out: Sequence[Trajectory]
+    reward: RewardFunction
+
+
+def make_task(config: TrainConfig) -> Task:
+    """Find the task that a configuration names.
+
+    Args:
+        config: of the run; `task`, `level`, `reward`, `system`, `seed` and `evaluation` are read.
+
+    Returns:
+        The task.
+
+    Raises:
+        ValueError: if there is no such task, or a record of its files is not what it should be.
+    """
+    count = config.evaluation.problems
+    if config.task == "arithmetic":
+        train = ArithmeticTask(config.level, size=_PROBLEMS, seed=config.seed)
+        held_out = ArithmeticTask(config.level, split="eval", size=count, seed=config.seed)
+        return Task(train, held_out, find_reward(config.reward or "exact"))
+    kind, _, path = config.task.partition(":")
+    gsm8k = kind == "gsm8k"
+    read = read_gsm8k if gsm8k else read_jsonl
+    held_out_file = config.evaluation.path
+    files = [path if gsm8k else config.task]
+    judged_files = [held_out_file] if held_out_file else []
+    repository = hub_id(config.task)
+    if repository is not None:
+        files = [str(file) for file in download_split(repository, "train")]
+        if not judged_files:
+            judged_files = [str(file) for file in download_split(repository, "test")]
+    for name, those in (("task", files), ("evaluation.path", judged_files)):
+        for file in those:
+            if not Path(file).is_file():
+                raise ValueError(
+                    f"{name} must be arithmetic, gsm8k, gsm8k:FILE or a JSONL file, got {file!r}"
+                )
+    prompts = [said for file in files for said in read(file, system=config.system)]
+    judged = [said for file in judged_files for said in read(file, system=config.system)][:count]
+    return Task(prompts, judged, find_reward(config.reward or ("gsm8k" if gsm8k else "math")))

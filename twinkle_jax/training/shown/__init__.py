@@ -1,0 +1,1 @@
+"""What a person sees of a run, and the metrics that are written down."""

@@ -1,0 +1,1 @@
+"""One step of training, in parts: completions, rewards, advantages, updates, an evaluation."""

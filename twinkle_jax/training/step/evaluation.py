@@ -1,0 +1,106 @@
+"""One evaluation: how a policy does on problems that it was never trained on."""
+
+import math
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+from jax.typing import DTypeLike
+
+from twinkle_jax.data import PromptBatch, Trajectory
+from twinkle_jax.model.decoder.parameters import Params
+from twinkle_jax.reward import compute_rewards
+from twinkle_jax.reward.checked import RewardFunction
+from twinkle_jax.sampler import Sampling
+from twinkle_jax.training.policies.devices import fill_rows, row_shards
+from twinkle_jax.training.policies.text_policy import Policy
+from twinkle_jax.training.step.rollout import draw_rollout, encode_prompts, read_texts
+
+
+def evaluate(
+    policy: Policy,
+    prompts: Sequence[Trajectory],
+    reward: RewardFunction,
+    *,
+    params: Params | None = None,
+    max_new_tokens: int,
+    max_prompt_tokens: int = 1024,
+    pass_k: int = 0,
+    temperature: float = 1.0,
+    batch: int = 256,
+    seed: int = 0,
+    compute_dtype: DTypeLike | None = None,
+    reward_timeout: float = 600.0,
+    mesh: Mesh | None = None,
+) -> dict[str, float]:
+    r"""Judge a policy on prompts with known answers.
+
+    $$\text{accuracy} = \overline{[r \ge 1]}, \qquad
+      \text{pass@}k = \overline{1 - \tbinom{n - c}{k} / \tbinom{n}{k}}$$
+
+    with the rewards $r$ of the most probable completions, and $c$ of $n = 2k$ sampled completions
+    of a prompt that are worth 1 or more.
+
+    Args:
+        policy: what is judged.
+        prompts: with their ground truths.
+        reward: of trajectories and ground truths.
+        params: in place of the policy's own.
+        max_new_tokens: the most tokens of a completion.
+        max_prompt_tokens: the most tokens of a prompt.
+        pass_k: k of pass@k; 0 leaves it out.
+        temperature: at which completions are drawn for pass@k.
+        batch: prompts at once.
+        seed: of what is drawn for pass@k.
+        compute_dtype: type of activations.
+        reward_timeout: seconds that the reward may take for a batch.
+        mesh: what the parameters live on; None for one device.
+
+    Returns:
+        `accuracy`, and `pass@k` if asked for.
+
+    Raises:
+        ValueError: if there are no prompts.
+
+    References:
+        pass@k: Evaluating Large Language Models Trained on Code, https://arxiv.org/abs/2107.03374
+    """
+    if not len(prompts):
+        raise ValueError("prompts must not be empty, got none")
+    stops = policy.tokenizer.stop_token_ids
+
+    def solved(samples: int, temperature: float) -> np.ndarray[tuple[int, int], np.dtype[np.bool_]]:
+        rows = []
+        for number, start in enumerate(range(0, len(prompts), batch)):
+            chosen = PromptBatch(prompts[start : start + batch])
+            filled = fill_rows(chosen, row_shards(mesh))
+            tokens, mask = encode_prompts(policy.template, filled, longest=max_prompt_tokens)
+            rollout = draw_rollout(
+                policy.params if params is None else params,
+                policy.config,
+                tokens,
+                mask,
+                jax.random.fold_in(jax.random.key(seed), number),
+                Sampling(temperature, stop_tokens=stops),
+                num_samples=samples,
+                max_new_tokens=max_new_tokens,
+                compute_dtype=compute_dtype,
+                mesh=mesh,
+            )
+            said = read_texts(rollout, filled, policy.template).trajectories
+            said = said[: len(chosen) * samples]
+            truths = [truth for truth in chosen.ground_truths for _ in range(samples)]
+            found = compute_rewards(reward, said, truths, timeout=reward_timeout)
+            rows.append(np.asarray(found) >= 1)
+        return np.concatenate(rows).reshape(len(prompts), samples)
+
+    results = {"accuracy": float(solved(1, 0.0).mean())}
+    if pass_k:
+        right = solved(2 * pass_k, temperature).sum(axis=1)
+        results[f"pass@{pass_k}"] = float(np.mean([_pass_at(pass_k, int(c)) for c in right]))
+    return results
+
+
+def _pass_at(k: int, right: int) -> float:
+    return 1 - math.comb(2 * k - right, k) / math.comb(2 * k, k)
