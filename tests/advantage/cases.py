@@ -87,6 +87,7 @@ def _remax(rewards, ids, keep, *, greedy_rewards):
 CASES = {
     **_group_relative("grpo"),
     **_group_relative("rloo"),
+    "reinforce": Case("reinforce", reference.reinforce, scale="equivariant"),
     "remax": Case("remax", _remax, data=("greedy_rewards",), scale="equivariant"),
     "opo": Case(
         "opo", reference.opo, sweep_reference.opo, data=("lengths",), shift=True,
@@ -158,8 +159,10 @@ def _segment_call(case):
 
 
 ROWS = {label: _row_call(case) for label, case in CASES.items()}
-# ReMax compares with its greedy completion, so equal rewards are a signal there.
-GROUPED = {label: call for label, call in ROWS.items() if label != "remax"}
+# ReMax compares with its greedy completion and REINFORCE with nothing: equal rewards are a signal
+# there.
+UNGROUPED = ("remax", "reinforce")
+GROUPED = {label: call for label, call in ROWS.items() if label not in UNGROUPED}
 SEGMENTS = {
     label: _segment_call(case)
     for label, case in CASES.items()

@@ -206,3 +206,8 @@ def gdpo(rewards, ids, keep, *, weights=None, epsilon=0.0):
 def remax(rewards, keep, greedy, size):
     baseline = np.repeat(np.asarray(greedy, np.float64), size)
     return np.where(keep, np.asarray(rewards, np.float64) - baseline, 0.0)
+
+
+def reinforce(rewards, ids, keep):
+    del ids
+    return np.where(keep, np.asarray(rewards, np.float64), 0.0)

@@ -1,8 +1,10 @@
 """How surely the README's first command learns: several seeds of each estimator.
 
+REINFORCE has no baseline: what it reaches says what baselines are worth, and nothing is promised.
+
     python -m pytest tests/benchmarks/test_learning.py -s -p no:xdist
 
-One to three minutes a run, ten runs.
+One to three minutes a run, fifteen runs.
 """
 
 import json
@@ -12,7 +14,7 @@ import sys
 import pytest
 
 
-@pytest.mark.parametrize("estimator", ["grpo", "rloo"])
+@pytest.mark.parametrize("estimator", ["grpo", "rloo", "reinforce"])
 @pytest.mark.parametrize("seed", range(5))
 def test_held_out_accuracy(estimator, seed, tmp_path):
     program = "from twinkle_jax.training.command import main; raise SystemExit(main())"
@@ -25,4 +27,5 @@ def test_held_out_accuracy(estimator, seed, tmp_path):
         f"| {told['seconds']:.0f} s | {told['step_time']:.2f} s |"
     )
     assert told["accuracy_before"] <= 0.5
-    assert told["accuracy_after"] >= 0.9
+    if estimator != "reinforce":
+        assert told["accuracy_after"] >= 0.9

@@ -36,6 +36,7 @@ from twinkle_jax.advantage.per_completion.opo import (
 )
 from twinkle_jax.advantage.per_completion.pass_at_k import PassAtKAdvantage, pass_at_k_advantage
 from twinkle_jax.advantage.per_completion.pkpo import PKPOAdvantage, pkpo_advantage
+from twinkle_jax.advantage.per_completion.reinforce import ReinforceAdvantage, reinforce_advantage
 from twinkle_jax.advantage.per_completion.reinforce_plus_plus_baseline import (
     ReinforcePlusPlusBaselineAdvantage,
     reinforce_plus_plus_baseline_advantage,
@@ -71,6 +72,7 @@ __all__ = [
     "PassAtKAdvantage",
     "RLOOAdvantage",
     "ReMaxAdvantage",
+    "ReinforceAdvantage",
     "ReinforcePlusPlusAdvantage",
     "ReinforcePlusPlusBaselineAdvantage",
     "broadcast_to_tokens",
@@ -89,6 +91,7 @@ __all__ = [
     "opo_advantage",
     "pass_at_k_advantage",
     "pkpo_advantage",
+    "reinforce_advantage",
     "reinforce_plus_plus_advantage",
     "reinforce_plus_plus_baseline_advantage",
     "remax_advantage",

@@ -9,6 +9,7 @@ from twinkle_jax.advantage import (
     maxrl_advantage,
     mc_grpo_advantage,
     opo_advantage,
+    reinforce_advantage,
     reinforce_plus_plus_baseline_advantage,
     remax_advantage,
 )
@@ -28,6 +29,14 @@ def test_remax_by_hand():
     assert (result != 0).tolist() == [False, False, True, False, True]
     # units of the larger one: those of 1, not of what lies below
     assert remax_advantage([1 - 2**-21], [1.0]).tolist() == [0]
+
+
+def test_reinforce_by_hand():
+    assert reinforce_advantage([3.0, 3.0, -1.5]).tolist() == [3, 3, -1.5]
+    assert reinforce_advantage([3.0, 3.0], 2, where=[False, True]).tolist() == [0, 3]
+    # components 1 + 2 * 2, 0 + 2 * 1
+    pairs = reinforce_advantage([[1.0, 2.0], [0.0, 1.0]], 2, reward_weights=[1.0, 2.0])
+    assert pairs.tolist() == [5, 2]
 
 
 def test_opo_by_hand():

@@ -67,7 +67,7 @@ def test_one_generation_by_default(name):
     if name == "remax":  # a greedy completion for each
         result = estimator(REWARDS[:PROMPTS], **needs)
         np.testing.assert_array_equal(result, REWARDS[:PROMPTS] - GREEDY)
-    elif name == "grpo":
+    elif name in ("grpo", "reinforce"):
         np.testing.assert_array_equal(estimator(REWARDS), REWARDS)
     else:
         with pytest.raises(ValueError, match="num_generations must be at least 2, got 1"):

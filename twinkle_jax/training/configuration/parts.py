@@ -35,7 +35,8 @@ class UpdateConfig:
     """How the policy learns from what was sampled.
 
     Attributes:
-        advantage: the estimator's name: grpo, rloo, maxrl, opo, remax, reinforce_plus_plus, ...
+        advantage: the estimator's name: grpo, rloo, maxrl, opo, remax, reinforce_plus_plus,
+            reinforce (which has no baseline), ...
         advantage_options: its hyper-parameters, such as k of pass_at_k and pkpo.
         scale: what advantages are divided by, for estimators that have a scale.
         loss: the loss's name: grpo, dapo, cispo, gspo, ...

@@ -1,0 +1,75 @@
+"""REINFORCE: the reward itself, with no baseline; what other estimators are measured against."""
+
+import dataclasses
+
+import jax
+from jaxtyping import Float
+
+from twinkle_jax.advantage.grouping.runner import estimate, in_rows
+from twinkle_jax.advantage.grouping.samples import Samples
+from twinkle_jax.advantage.inputs.arrays import ArrayLike
+from twinkle_jax.advantage.per_completion.estimator import FunctionAdvantage
+
+
+def reinforce_advantage(
+    rewards: ArrayLike,
+    num_generations: int = 1,
+    *,
+    where: ArrayLike | None = None,
+    reward_weights: ArrayLike | None = None,
+) -> Float[jax.Array, " samples"]:
+    r"""Take the reward as the advantage (REINFORCE without a baseline).
+
+    $$A_i = r_i$$
+
+    Its gradient is right on average and of high variance: it depends on what is added to all
+    rewards, and a prompt whose rewards are all equal pushes on all of its completions. It is here
+    to compare with; choose `rloo_advantage` or `grpo_advantage` to train. Groups play no part, so
+    there is no form for segments: leave K at 1.
+
+    Args:
+        rewards: `[N]` or `[N, C]`, as in `grpo_advantage`.
+        num_generations: K, samples per prompt, at least 1; it changes nothing.
+        where: as in `grpo_advantage`.
+        reward_weights: as in `grpo_advantage`.
+
+    Returns:
+        Advantages, `[N]`, sharded as the rewards are.
+
+    Raises:
+        ValueError: as `grpo_advantage`.
+        TypeError: as `grpo_advantage`.
+
+    References:
+        Simple statistical gradient-following algorithms (Williams, 1992),
+        https://doi.org/10.1007/BF00992696
+
+    Example:
+        >>> from twinkle_jax.advantage import reinforce_advantage
+        >>> reinforce_advantage([1.0, 0.0, 0.5, 0.5]).tolist()
+        [1.0, 0.0, 0.5, 0.5]
+    """
+    return estimate(
+        _reinforce,
+        rewards,
+        in_rows(num_generations, least=1),
+        where=where,
+        reward_weights=reward_weights,
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class ReinforceAdvantage(FunctionAdvantage, name="reinforce"):
+    """`reinforce_advantage` with Twinkle's signature; what is missing is 0.
+
+    Example:
+        >>> from twinkle_jax.advantage import ReinforceAdvantage
+        >>> ReinforceAdvantage()([1.0, 0.0, None, 4.0], num_generations=2).tolist()
+        [1.0, 0.0, 0.0, 4.0]
+    """
+
+    function = staticmethod(reinforce_advantage)
+
+
+def _reinforce(samples: Samples) -> jax.Array:
+    return samples.values
