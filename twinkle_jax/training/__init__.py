@@ -19,9 +19,10 @@ from twinkle_jax.training.run.loop import train
 from twinkle_jax.training.step.evaluation import evaluate
 from twinkle_jax.training.step.learner import Learner, learn
 from twinkle_jax.training.step.recipe import Recipe
-from twinkle_jax.training.step.rollout import Rollout, draw_rollout, encode_prompts, training_batch
+from twinkle_jax.training.step.rollout import Rollout, draw_rollout, encode_prompts
 from twinkle_jax.training.step.sample_and_score import Sampled, sample_and_score
 from twinkle_jax.training.step.train_step import train_step
+from twinkle_jax.training.step.training_batch import training_batch
 
 __all__ = [
     "Estimator",

@@ -108,6 +108,18 @@ def test_without_gradients_nothing_decays():
     assert info.applied and state.tokens == 0
 
 
+def test_an_update_that_is_not_wanted_is_skipped():
+    optimizer = optax.adam(1.0)
+    state, _ = apply_gradients(state_of([1, 2], 1, optimizer), optimizer)
+    before = kept(state)
+    state, info = apply_gradients(filled(state, [3, 4]), optimizer, when=jnp.array(False))
+    same(state, before)
+    assert (info.gradient_norm, info.applied) == (5, False)
+    assert not state.gradient_sum["w"].any() and state.denominator == 0
+    state, info = apply_gradients(filled(state, [3, 4]), optimizer, when=jnp.array(True))
+    assert info.applied and state.step == 2
+
+
 @pytest.mark.parametrize("limit", [-1, 0, -0.5, np.nan, np.float32(-1), -np.inf])
 def test_limits_that_are_not_above_zero(limit):
     """-1 would climb, and 0 keep nothing of the gradients."""

@@ -29,6 +29,14 @@ from twinkle_jax.training import (
     UpdateConfig,
     train,
 )
+from twinkle_jax.training.checkpoints.last_step import LastStep
+from twinkle_jax.training.checkpoints.progress import save
+from twinkle_jax.training.configuration.resolve import resolve
+from twinkle_jax.training.configuration.tasks import make_task
+from twinkle_jax.training.run.begin import begin
+from twinkle_jax.training.run.one_step import one_step
+from twinkle_jax.training.shown.display import Display
+from twinkle_jax.training.shown.metrics_log import MetricsLog
 
 STEPS = 4
 EXIT_WITHIN = 30
@@ -250,6 +258,23 @@ def test_a_reward_that_goes_wrong_in_an_evaluation_costs_no_finished_step(folder
         train(config(folder, tmp_path / "run", evaluation=evaluation), reward=Scorer(call3=fail))
     assert steps(tmp_path / "run") == [0, 1]
     assert len(metrics(tmp_path / "run")) == 1
+
+
+def test_a_stale_sampler_costs_no_finished_step(folder, tmp_path):
+    own = resolve(config(folder, tmp_path / "run"))
+    train(config(folder, tmp_path / "whole", steps=1), reward=Scorer())
+    task = make_task(own)._replace(reward=Scorer())
+    (tmp_path / "run").mkdir()
+    with MetricsLog(tmp_path / "run") as log, Display() as display:
+        run, progress = begin(own, tmp_path / "run", task, log, display, None)
+        last = LastStep(lambda p: save(run.checkpoints, p, run.recipe.reference, own, log))
+        progress = one_step(run, progress, last, lambda: None)
+        strict = run._replace(recipe=run.recipe._replace(max_logp_diff=-1.0))
+        with pytest.raises(RuntimeError, match="log-probabilities must be the trainer's"):
+            one_step(strict, progress, last, lambda: None)
+        assert last.save_from_aside()
+    assert steps(tmp_path / "run") == [1]
+    assert arrays(tmp_path / "run", 1) == arrays(tmp_path / "whole", 1)
 
 
 @pytest.fixture(scope="module")

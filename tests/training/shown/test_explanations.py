@@ -20,7 +20,9 @@ USUAL = {
         (USUAL | {"loss": 1e-9}, ["zero loss"]),
         (USUAL | {"loss": -1e-9}, ["zero loss"]),
         (USUAL | {"loss": 0.0, "grad_norm": 0.0}, []),
-        (USUAL | {"loss": 0.0, "frac_reward_zero_std": 1.0}, ["flat"]),
+        (USUAL | {"loss": 0.0, "frac_reward_zero_std": 1.0, "grad_norm": 0.0}, ["flat"]),
+        (USUAL | {"frac_reward_zero_std": 1.0, "kl": 0.1}, ["flat"]),  # whose gradient it is
+        (USUAL | {"frac_reward_zero_std": 1.0}, []),  # as of an estimator without a baseline
         (USUAL | {"completions/clipped_ratio": 0.51}, ["cut"]),
         (USUAL | {"skipped_updates": 1.0, "loss": math.nan, "grad_norm": math.nan}, ["skipped"]),
     ],
@@ -37,3 +39,9 @@ def test_why_nothing_is_learnt(reward, why):
     sentence = explain(metrics)["flat"]
     assert sentence.startswith("Nothing to learn from in this step: every completion of a prompt")
     assert why in sentence
+
+
+def test_whether_the_policy_changed():
+    flat = {"frac_reward_zero_std": 1.0, "updates_without_signal": 2.0, "grad_norm": 0.0}
+    assert "No update was made: parameters" in explain(flat)["flat"]
+    assert "No update" not in explain(flat | {"grad_norm": 0.5, "kl": 0.1})["flat"]

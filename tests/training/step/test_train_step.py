@@ -1,6 +1,7 @@
 """One step: what it measures, what it learns from, and a wrong sampler that it notices."""
 
 import dataclasses
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -11,16 +12,17 @@ import pytest
 from twinkle_jax.advantage import GRPOAdvantage, group_statistics
 from twinkle_jax.data import ArithmeticTask, PromptBatch
 from twinkle_jax.loss import GRPOLoss
-from twinkle_jax.model import init_params, train_state
+from twinkle_jax.model import init_params, score_batch, train_state
 from twinkle_jax.reward import FunctionReward
 from twinkle_jax.sampler import Sampling
 from twinkle_jax.training import Learner, Recipe, sample_and_score, small_policy, train_step
 from twinkle_jax.training.configuration.named_estimator import Estimator
 from twinkle_jax.training.step.dynamic_sampling import fill_up, has_signal
 from twinkle_jax.training.step.sample_metrics import sample_metrics
+from twinkle_jax.training.step.train_step import StaleSamplerError
 
 POLICY = small_policy(0)
-OPTIMIZER = optax.sgd(1.0)
+OPTIMIZER, ADAM = optax.sgd(1.0), optax.adam(1.0)
 PROMPTS = PromptBatch(ArithmeticTask(1, size=4)[:])
 SAMPLES = 4
 long_ones = FunctionReward(lambda text, truth: float(len(text) > 2))
@@ -77,19 +79,78 @@ def test_sampler_and_trainer_agree():
     assert metrics["sampling/logp_diff/max"] < 1e-5
 
 
-def test_a_sampler_with_other_weights_is_an_error():
+def with_momentum(**changes):
+    """A recipe of Adam, and a state whose moments are not zero."""
+    plain = recipe()
+    adam = plain._replace(learner=plain.learner._replace(optimizer=ADAM, **changes))
+    state = train_state(jax.tree.map(jnp.copy, POLICY.params), ADAM)
+    state, _ = train_step(state, adam, sampled(), learning_rate=1e-3, seed=(0, 0))
+    return adam, state, jax.tree.map(np.array, state)
+
+
+def test_a_sampler_with_other_weights_is_an_error_that_changes_nothing():
+    adam, state, before = with_momentum()
     other = init_params(jax.random.key(99), POLICY.config)
-    drawn = sample_and_score(other, recipe(), PROMPTS, jax.random.key(0))
-    with pytest.raises(RuntimeError, match="sampler's log-probabilities must be the trainer's"):
-        train_step(fresh(), recipe(), drawn, learning_rate=1e-3, seed=(0, 0))
+    drawn = sample_and_score(other, adam, PROMPTS, jax.random.key(0))
+    with pytest.raises(
+        StaleSamplerError, match="sampler's log-probabilities must be the trainer's"
+    ) as caught:
+        train_step(state, adam, drawn, learning_rate=1e-3, seed=(0, 0))
+    jax.tree.map(np.testing.assert_array_equal, caught.value.state, before)
 
 
-def test_a_constant_reward_changes_nothing():
-    constant = recipe(FunctionReward(lambda text, truth: 0.1))
-    drawn = sampled(constant)
+@pytest.mark.parametrize("position", range(4))
+def test_all_rows_can_be_compared(position):
+    """Of four updates the first tells of its own prompt; later ones come too late to tell."""
+    plain = recipe()
+    four = plain._replace(learner=plain.learner._replace(mini_batches=4))
+    prompt = np.random.default_rng([0, 0, 0]).permutation(4)[position]
+    drawn = sampled()
+    wrong = drawn.batch.old_logps.at[prompt * SAMPLES + 1].add(-0.5)
+    drawn = drawn._replace(batch=drawn.batch._replace(old_logps=wrong))
+    for compare_all in (False, True):
+        if compare_all or position == 0:
+            with pytest.raises(StaleSamplerError, match=r"difference of 0\.5"):
+                take_step(four, drawn, compare_all)
+        else:
+            assert take_step(four, drawn, compare_all)["sampling/logp_diff/max"] < 1e-4
+
+
+def take_step(of, drawn, compare_all):
+    options = {"learning_rate": 1e-7, "seed": (0, 0), "compare_all": compare_all}
+    return train_step(fresh(), of, drawn, **options)[1]
+
+
+def test_a_constant_reward_changes_nothing_moments_included():
+    adam, state, before = with_momentum()
+    constant = adam._replace(reward=FunctionReward(lambda text, truth: 0.1))
+    drawn = sample_and_score(state.params, constant, PROMPTS, jax.random.key(1))
     assert not has_signal(drawn, constant).any()
-    state, _ = train_step(fresh(), constant, drawn, learning_rate=1.0, seed=(0, 0))
-    jax.tree.map(np.testing.assert_array_equal, state.params, POLICY.params)
+    state, metrics = train_step(state, constant, drawn, learning_rate=1.0, seed=(0, 0))
+    jax.tree.map(np.testing.assert_array_equal, state[:3], before[:3])
+    assert (metrics["updates_without_signal"], metrics["skipped_updates"]) == (2, 0)
+    assert metrics["grad_norm"] == 0
+
+
+def test_only_updates_without_a_signal_are_left_out():
+    adam, state, before = with_momentum(mini_batches=4)
+    drawn = sample_and_score(state.params, adam, PROMPTS, jax.random.key(1))
+    advantages = np.zeros(drawn.batch.tokens.shape, np.float32)
+    advantages[:SAMPLES] = np.array([1, -1, 1, -1])[:, None]
+    drawn = drawn._replace(batch=drawn.batch._replace(advantages=jnp.asarray(advantages)))
+    state, metrics = train_step(state, adam, drawn, learning_rate=1e-3, seed=(0, 0))
+    assert metrics["updates_without_signal"] == 3
+    assert state.step == before.step + 1
+
+
+def test_a_penalty_is_a_reason_to_move():
+    """Rewards are all the same, but the policy is not the one that it is held near."""
+    adam, state, before = with_momentum(loss=GRPOLoss(beta=0.5))
+    away = adam._replace(reward=FunctionReward(lambda text, truth: 0.1), reference=POLICY.params)
+    drawn = sample_and_score(state.params, away, PROMPTS, jax.random.key(1))
+    state, metrics = train_step(state, away, drawn, learning_rate=1e-3, seed=(0, 0))
+    assert metrics["updates_without_signal"] == 0
+    assert state.step == before.step + 2
 
 
 def test_the_same_seed_gives_the_same_step_and_another_one_another():
@@ -205,3 +266,38 @@ def test_a_signal_is_seen_on_the_host_as_the_library_sees_it(masked):
     got = has_signal(drawn, recipe(mask_truncated=masked))
     assert got.tolist() == expected.tolist()
     assert got.any() and not got.all()
+
+
+@pytest.mark.parametrize("rows", [None, 3])
+def test_scores_are_those_of_the_whole_batch_however_it_is_cut(rows):
+    learner, batch = recipe().learner._replace(micro_batch_rows=rows), sampled().batch
+    found = learner.score(POLICY.params, batch)
+    whole = score_batch(POLICY.params, batch, POLICY.config).logps
+    assert whole.any()
+    np.testing.assert_allclose(found, whole, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("rollouts", "expected"),
+    [
+        (1, ["generate", "score_batch", "score_batch", "read_texts", "compute_rewards"]),
+        (2, ["generate", "read_texts", "compute_rewards", "score_batch", "score_batch"]),
+    ],
+)
+def test_the_device_scores_by_the_reference_while_the_host_computes_rewards(rollouts, expected):
+    """Unless rows are still to be chosen: those that are left out would be scored for nothing."""
+    held = recipe(reference=POLICY.params, dynamic_sampling=rollouts)
+    called = []
+
+    def note(frame, event, argument):
+        code = frame.f_code
+        if event == "call" and code.co_name in expected and "twinkle_jax" in code.co_filename:
+            called.append(code.co_name)
+
+    sys.setprofile(note)
+    try:
+        drawn = sampled(held)
+        train_step(fresh(), held, drawn, learning_rate=1e-3, seed=(0, 0))
+    finally:
+        sys.setprofile(None)
+    assert called == expected

@@ -20,8 +20,9 @@ class UpdateInfo(NamedTuple):
 
     Attributes:
         gradient_norm: their global norm, before clipping.
-        applied: False where there were none, or they, the learning rate or the parameters that they
-            would lead to were not finite: then nothing but them changed.
+        applied: False where there were none, where they were not wanted, or they, the learning rate
+            or the parameters that they would lead to were not finite: then nothing but them
+            changed.
     """
 
     gradient_norm: Float[Array, ""]
@@ -34,6 +35,7 @@ def apply_gradients(
     *,
     learning_rate: Scalar = 1.0,
     max_grad_norm: Scalar | None = None,
+    when: Bool[Array, ""] | None = None,
     mesh: Mesh | None = None,
 ) -> tuple[TrainState, UpdateInfo]:
     r"""Update parameters with the accumulated gradients; compiled, and the state is donated.
@@ -47,13 +49,15 @@ def apply_gradients(
         learning_rate: $\eta$, which multiplies the updates; traced. Leave it at 1 for a
             transformation that has its own.
         max_grad_norm: $c$, above 0 and traced; None clips nothing.
+        when: False skips the update; what a computation on the device says need not be waited for.
+            None: always.
         mesh: what the state lives on. None: what its arrays say, or one device. Arrays that are
             traced do not say it: inside a compiled function of yours, give it.
 
     Returns:
         The state without gradients, and their norm. The update is skipped where there was no
-        labelled token, and where the norm, the learning rate or a parameter after the update is NaN
-        or infinite: parameters, optimizer state and step stay as they were.
+        labelled token, where `when` is False, and where the norm, the learning rate or a parameter
+        after the update is NaN or infinite: parameters, optimizer state and step stay as they were.
 
     Raises:
         ValueError: if the state was made without an optimizer or with another one, or
@@ -68,6 +72,7 @@ def apply_gradients(
         state,
         traced_scalar(learning_rate),
         positive_scalar("max_grad_norm", limit),
+        when,
         optimizer=optimizer,
         mesh=find_mesh(mesh, state.params),
     )
@@ -78,6 +83,7 @@ def _apply(
     state: TrainState,
     learning_rate: Float[Array, ""],
     max_grad_norm: Float[Array, ""],
+    when: Bool[Array, ""] | None,
     *,
     optimizer: optax.GradientTransformation,
     mesh: Mesh | None,
@@ -86,6 +92,7 @@ def _apply(
     norm = gradient_norm(state)
     usable = jnp.isfinite(norm) & jnp.isfinite(learning_rate) & (max_grad_norm > 0)
     usable &= (state.denominator > 0) & (state.tokens > 0)
+    usable = usable if when is None else usable & when
     factor = _clip_factor(norm, max_grad_norm) / jnp.maximum(state.denominator, 1)
     gradients = jax.tree.map(lambda g: jnp.where(usable, g * factor, 0), state.gradient_sum)
     wide = jax.tree.map(lambda x: x.astype(jnp.float32), state.params)

@@ -17,7 +17,9 @@ from twinkle_jax.training.step.sample_and_score import (
     sample_and_score,
 )
 from twinkle_jax.training.step.sample_metrics import sample_metrics
-from twinkle_jax.training.step.train_step import train_step
+from twinkle_jax.training.step.train_step import StaleSamplerError, train_step
+
+_COMPARE_ALL_EVERY = 25  # steps, the first among them
 
 
 def one_step(run: Run, progress: Progress, last: LastStep, interruption: Interruption) -> Progress:
@@ -38,13 +40,18 @@ def one_step(run: Run, progress: Progress, last: LastStep, interruption: Interru
 
     sampled, drawn = fill_up(draw, run.recipe, config.rollout.prompts)
     metrics = sample_metrics(drawn, run.recipe, began)
-    state, learnt = train_step(
-        progress.state,
-        run.recipe,
-        sampled,
-        learning_rate=learning_rate(config, step),
-        seed=(config.seed, step),
-    )
+    try:
+        state, learnt = train_step(
+            progress.state,
+            run.recipe,
+            sampled,
+            learning_rate=learning_rate(config, step),
+            seed=(config.seed, step),
+            compare_all=step % _COMPARE_ALL_EVERY == 0,
+        )
+    except StaleSamplerError as error:
+        last.finished(progress._replace(state=error.state))
+        raise
     step_time = time.perf_counter() - began
     facts = dict(progress.facts)
     tokens = int(sum(s.lengths.sum() for s in drawn))

@@ -6,6 +6,7 @@ _FLAT = (
     "Nothing to learn from in this step: every completion of a prompt got the same reward, so none "
     "is better than the others of its group, and all advantages are 0. "
 )
+_LEFT_OUT = "No update was made: parameters and the optimizer's moments are as before. "
 _ALL_WRONG = (
     "All rewards are 0: the task may be too hard for this policy so far, or the reward does not "
     "find the answers; the table of completions shows which."
@@ -40,12 +41,16 @@ def explain(metrics: Mapping[str, float]) -> dict[str, str]:
         ['flat']
     """
     found = {}
-    if metrics.get("frac_reward_zero_std", 0) >= 1:
+    gradient = metrics.get("grad_norm", 0)
+    if metrics.get("frac_reward_zero_std", 0) >= 1 and (gradient == 0 or "kl" in metrics):
         reward = metrics.get("reward")
-        found["flat"] = _FLAT + (
-            _ALL_WRONG if reward == 0 else _ALL_RIGHT if reward == 1 else _ALIKE
+        left_out = _LEFT_OUT if metrics.get("updates_without_signal", 0) and not gradient else ""
+        found["flat"] = (
+            _FLAT
+            + left_out
+            + (_ALL_WRONG if reward == 0 else _ALL_RIGHT if reward == 1 else _ALIKE)
         )
-    elif abs(metrics.get("loss", 1)) < 1e-6 and metrics.get("grad_norm", 0) > 0:
+    elif abs(metrics.get("loss", 1)) < 1e-6 and gradient > 0:
         found["zero loss"] = _ZERO_LOSS
     if metrics.get("completions/clipped_ratio", 0) > 0.5:
         found["cut"] = _CUT

@@ -1,14 +1,16 @@
 """Dynamic sampling (DAPO): rollouts until enough prompts have something to learn from."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Int
 
 from twinkle_jax.advantage.grouping.moments import NOISE_ULPS
 from twinkle_jax.data import Batch
-from twinkle_jax.training.step.learner import keep_groups
 from twinkle_jax.training.step.recipe import Recipe
 from twinkle_jax.training.step.sample_and_score import Sampled
 
@@ -61,7 +63,7 @@ def fill_up(
         name: np.concatenate([getattr(s, name) for s in drawn])[rows]
         for name in ("rewards", "advantages", "lengths", "truncated")
     }
-    batch = keep_groups(batches, jnp.asarray(chosen), group=recipe.num_samples)
+    batch = _keep_groups(batches, jnp.asarray(chosen), group=recipe.num_samples)
     return Sampled([trajectories[i] for i in rows], **together, batch=batch), drawn
 
 
@@ -76,3 +78,10 @@ def _padded(batch: Batch, time: int) -> Batch:
             if array is not None
         }
     )
+
+
+@partial(jax.jit, static_argnames="group")
+def _keep_groups(batches: list[Any], chosen: Int[Array, " groups"], *, group: int) -> Any:
+    """Choose groups of rows out of several trees whose rows stand one after the other."""
+    rows = (chosen[:, None] * group + jnp.arange(group, dtype=chosen.dtype)[None]).reshape(-1)
+    return jax.tree.map(lambda *xs: jnp.take(jnp.concatenate(xs), rows, axis=0), *batches)

@@ -1,7 +1,6 @@
 """One rollout: prompts to completions on the device, and their text on the host."""
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -9,15 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Int
 
-from twinkle_jax.data import Batch, Message, Template, Trajectory, bucket_size
-from twinkle_jax.data.trajectory import IGNORE
+from twinkle_jax.data import Message, Template, Trajectory, bucket_size
 from twinkle_jax.model import DecoderConfig
 from twinkle_jax.model.decoder.parameters import Params
 from twinkle_jax.sampler import Completions, Sampling, generate
 
-_LENGTH = 2  # what `Completions.finish_reasons` says of a completion that ran out of room
+OUT_OF_ROOM = 2  # what `Completions.finish_reasons` says of a completion that ran out of room
 
 
 class Rollout(NamedTuple):
@@ -120,50 +118,4 @@ def read_texts(rollout: Rollout, prompts: Sequence[Trajectory], template: Templa
         text = template.tokenizer.decode(row[:length].tolist())
         answer = Message(role="assistant", content=text)
         said.append(Trajectory({**prompt, "messages": [*prompt["messages"], answer]}))
-    return Texts(said, lengths, reasons == _LENGTH)
-
-
-@partial(jax.jit, static_argnames=("mask_truncated", "multiple"))
-def training_batch(
-    rollout: Rollout,
-    advantages: Float[Array, " rows"] | Float[Array, "rows completion"],
-    *,
-    mask_truncated: bool = False,
-    multiple: int = 1,
-) -> Batch:
-    """Lay a rollout out for training: at each position the label is the token that follows.
-
-    Args:
-        rollout: what was sampled.
-        advantages: one for each completion, or for each of its tokens.
-        mask_truncated: True takes completions that ran out of room out of the loss.
-        multiple: what the length of the rows must be a multiple of; they are padded on the left.
-
-    Returns:
-        A batch of [rows, prompt + completion − 1] tokens, and padding.
-    """
-    drawn = rollout.completions
-    samples = len(drawn.tokens) // len(rollout.prompts)
-    length = rollout.prompts.shape[1] + drawn.tokens.shape[1] - 1
-    room = ((0, 0), (-length % multiple, 0))
-    prompts = jnp.repeat(jnp.pad(rollout.prompts, room), samples, axis=0)
-    tokens = jnp.concatenate([prompts, drawn.tokens[:, :-1]], axis=1)
-    mask = jnp.concatenate(
-        [jnp.repeat(jnp.pad(rollout.prompt_mask, room), samples, axis=0), drawn.mask[:, :-1]],
-        axis=1,
-    )
-    learnt = drawn.mask
-    if mask_truncated:
-        learnt = learnt & (drawn.finish_reasons != _LENGTH)[:, None]
-    before = ((0, 0), (prompts.shape[1] - 1, 0))
-    if advantages.ndim == 1:
-        per_token = jnp.broadcast_to(advantages[:, None], tokens.shape)
-    else:
-        per_token = jnp.pad(advantages, before)
-    return Batch(
-        tokens=tokens,
-        labels=jnp.pad(jnp.where(learnt, drawn.tokens, IGNORE), before, constant_values=IGNORE),
-        mask=mask,
-        advantages=per_token.astype(jnp.float32),
-        old_logps=jnp.pad(jnp.where(learnt, drawn.logprobs, 0), before),
-    )
+    return Texts(said, lengths, reasons == OUT_OF_ROOM)

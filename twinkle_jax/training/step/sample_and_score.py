@@ -15,12 +15,13 @@ from twinkle_jax.training.configuration.named_estimator import estimate
 from twinkle_jax.training.policies.devices import fill_rows, row_shards
 from twinkle_jax.training.step.recipe import Recipe
 from twinkle_jax.training.step.rollout import (
+    Rollout,
     Texts,
     draw_rollout,
     encode_prompts,
     read_texts,
-    training_batch,
 )
+from twinkle_jax.training.step.training_batch import lay_out, with_advantages
 
 
 class Sampled(NamedTuple):
@@ -71,6 +72,7 @@ def sample_and_score(
         compute_dtype=recipe.learner.compute_dtype,
         mesh=recipe.mesh,
     )
+    batch = _prepare(recipe, rollout)  # on the device, while the host decodes and scores
     texts: Texts = read_texts(rollout, prompts, recipe.template)
     check()
     rewards = _score(recipe, texts.trajectories, prompts)
@@ -90,14 +92,18 @@ def sample_and_score(
         greedy_rewards=greedy,
         mask=rollout.completions.mask,
     )
-    batch = training_batch(
-        rollout,
-        advantages,
-        mask_truncated=recipe.mask_truncated,
-        multiple=1 if recipe.mesh is None else recipe.mesh.shape["tensor"],
-    )
+    batch = with_advantages(batch, advantages)
     shown = advantages if advantages.ndim == 1 else advantages[:, 0]
     return Sampled(texts.trajectories, rewards, shown, texts.lengths, texts.truncated, batch)
+
+
+def _prepare(recipe: Recipe, rollout: Rollout) -> Batch:
+    """Lay a rollout out, and score it by the reference policy if all of it will be learnt from."""
+    multiple = 1 if recipe.mesh is None else recipe.mesh.shape["tensor"]
+    batch = lay_out(rollout, mask_truncated=recipe.mask_truncated, multiple=multiple)
+    if recipe.reference is None or recipe.dynamic_sampling > 1:
+        return batch
+    return batch._replace(ref_logps=recipe.learner.score(recipe.reference, batch))
 
 
 def _score(recipe: Recipe, said: list[Trajectory], prompts: PromptBatch) -> np.ndarray[Any, Any]:
