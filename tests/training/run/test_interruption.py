@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from twinkle_jax.training.run.interruption import Interruption
+from twinkle_jax.training.run.interruption import InterruptedRunError, Interruption
 
 ROOT = Path(__file__).parents[3]
 BOTH = [signal.SIGTERM, signal.SIGINT]
@@ -21,8 +21,11 @@ def test_the_first_signal_asks(number):
     before = [signal.getsignal(x) for x in BOTH]
     with Interruption() as interruption:
         assert (interruption.requested, interruption.received) == (False, None)
+        interruption.check()
         os.kill(os.getpid(), number)
         assert (interruption.requested, interruption.received) == (True, number)
+        with pytest.raises(InterruptedRunError):
+            interruption.check()
     assert interruption.requested
     assert [signal.getsignal(x) for x in BOTH] == before
 

@@ -17,17 +17,28 @@ class LastStep:
         self._write = write
         self._lock = threading.Lock()
         self._progress: Progress | None = None
-        self._saved: int | None = None
+        self._saved: Progress | None = None
+
+    @property
+    def progress(self) -> Progress:
+        """The last finished step.
+
+        Raises:
+            ValueError: if there is none.
+        """
+        if self._progress is None:
+            raise ValueError("progress must be told by finished() first, got none")
+        return self._progress
 
     def finished(self, progress: Progress, *, saved: bool = False) -> None:
-        """Take note of a step whose metrics are written.
+        """Take note of a step, or of more that belongs to it.
 
         Args:
             progress: after the step.
             saved: whether a checkpoint of it is there.
         """
         self._progress = progress
-        self._saved = progress.step if saved else self._saved
+        self._saved = progress if saved else self._saved
 
     def save(self) -> None:
         """Save it, unless that is done.
@@ -36,9 +47,10 @@ class LastStep:
             OSError: if it cannot be written.
         """
         with self._lock:
-            if self._progress is not None and self._progress.step != self._saved:
-                self._write(self._progress)
-                self._saved = self._progress.step
+            progress = self._progress
+            if progress is not None and progress is not self._saved:
+                self._write(progress)
+                self._saved = progress
 
     def save_from_aside(self) -> bool:
         """Save it while the loop may be anywhere.
@@ -51,7 +63,7 @@ class LastStep:
             OSError: if it cannot be written.
         """
         progress = self._progress
-        if progress is None or (progress.step != self._saved and not progress.is_whole()):
+        if progress is None or (progress is not self._saved and not progress.is_whole()):
             return progress is None
         try:
             self.save()

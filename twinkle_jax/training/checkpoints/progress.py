@@ -24,7 +24,8 @@ class Progress(NamedTuple):
         state: parameters, moments, number of updates.
         key: the root of all randomness on the device; step s draws with `fold_in(key, s)`.
         step: steps done.
-        facts: numbers that go on: tokens so far, accuracies, seconds, skipped steps in a row.
+        facts: numbers that go on: tokens so far, accuracies, seconds, skipped steps in a row; and
+            `unwritten`, a step's metrics whose line waits for the evaluation that belongs to it.
         data: the loader's state: how many prompts those steps have taken, of which data.
     """
 
@@ -47,8 +48,9 @@ def save(
     log: MetricsLog,
 ) -> None:
     """Save a checkpoint."""
+    unwritten = progress.facts.get("unwritten")
     facts = progress.facts | {
-        "metrics_offset": log.offset,
+        "metrics_offset": unwritten["offset"] if unwritten else log.offset,
         "data": progress.data,
         "config": json.loads(json.dumps(dataclasses.asdict(config))),
         "versions": _versions(),

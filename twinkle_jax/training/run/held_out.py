@@ -1,5 +1,7 @@
 """How a policy does on the problems that its run is judged by."""
 
+from collections.abc import Callable
+
 from twinkle_jax.model.decoder.parameters import Params
 from twinkle_jax.training.configuration.tasks import Task
 from twinkle_jax.training.configuration.train_config import TrainConfig
@@ -9,7 +11,11 @@ from twinkle_jax.training.step.evaluation import evaluate
 
 
 def held_out_accuracy(
-    config: TrainConfig, task: Task, policy: Policy, params: Params | None = None
+    config: TrainConfig,
+    task: Task,
+    policy: Policy,
+    params: Params | None = None,
+    check: Callable[[], None] = lambda: None,
 ) -> dict[str, float]:
     """Evaluate a policy, or its parameters of now, on the task's held-out problems."""
     if not task.held_out:
@@ -28,4 +34,5 @@ def held_out_accuracy(
         compute_dtype=config.dtype,
         reward_timeout=config.reward_timeout,
         mesh=run_mesh(config),
+        check=check,
     )

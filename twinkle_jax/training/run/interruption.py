@@ -11,6 +11,10 @@ from typing import Any, Self
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
+class InterruptedRunError(Exception):
+    """Raised between the parts of a step when the run shall end; the state is as it was."""
+
+
 class Interruption:
     """Notes that SIGTERM or SIGINT has come, so that a loop can end between parts of a step.
 
@@ -52,6 +56,15 @@ class Interruption:
     def requested(self) -> bool:
         """Whether a signal has come."""
         return self._signal is not None
+
+    def check(self) -> None:
+        """End what is under way, if a signal has come.
+
+        Raises:
+            InterruptedRunError: if so.
+        """
+        if self.requested:
+            raise InterruptedRunError
 
     @property
     def received(self) -> signal.Signals | None:

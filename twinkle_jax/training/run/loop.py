@@ -14,12 +14,11 @@ from twinkle_jax.training.configuration.tasks import make_task
 from twinkle_jax.training.configuration.train_config import TrainConfig
 from twinkle_jax.training.policies.devices import run_mesh
 from twinkle_jax.training.run.begin import begin
-from twinkle_jax.training.run.finish import finish
-from twinkle_jax.training.run.interruption import Interruption
-from twinkle_jax.training.run.one_step import one_step
+from twinkle_jax.training.run.finish import finish, summarize
+from twinkle_jax.training.run.interruption import InterruptedRunError, Interruption
+from twinkle_jax.training.run.one_step import one_step, write_waiting_metrics
 from twinkle_jax.training.shown.display import Display
 from twinkle_jax.training.shown.metrics_log import MetricsLog
-from twinkle_jax.training.step.sample_and_score import InterruptedRunError
 
 
 def train(config: TrainConfig, *, reward: RewardFunction | None = None) -> dict[str, Any]:
@@ -68,13 +67,18 @@ def train(config: TrainConfig, *, reward: RewardFunction | None = None) -> dict[
             display.note(f"nothing is left to do: {progress.step} of {config.steps} steps are done")
             return json.loads((directory / "summary.json").read_text())
         try:
+            progress = write_waiting_metrics(run, progress, last, interruption.check)
             while progress.step < (config.steps or 0):
-                progress = one_step(run, progress, last, interruption)
+                progress = one_step(run, progress, last, interruption.check)
+            return finish(run, progress, directory, interruption.check)
         except InterruptedRunError:
             last.save()
+            step = last.progress.step
+            display.note(f"interrupted after step {step}, which is saved: --resume auto goes on")
+            return summarize(last.progress, interrupted=True)
         except BaseException:
             with suppress(Exception):  # the first error is the one to tell
                 if last.save_from_aside():
-                    display.note(f"step {progress.step} is saved: --resume auto goes on after it")
+                    step = last.progress.step
+                    display.note(f"step {step} is saved: --resume auto goes on after it")
             raise
-        return finish(run, progress, directory, interruption)

@@ -1,6 +1,8 @@
 """One step of a run, and what is due after it: an evaluation, a checkpoint, a look."""
 
+import json
 import time
+from collections.abc import Callable
 
 import jax
 
@@ -9,27 +11,28 @@ from twinkle_jax.training.checkpoints.progress import Progress
 from twinkle_jax.training.configuration.learning_rate import learning_rate
 from twinkle_jax.training.run.begin import Run
 from twinkle_jax.training.run.held_out import held_out_accuracy
-from twinkle_jax.training.run.interruption import Interruption
+from twinkle_jax.training.run.interruption import InterruptedRunError
 from twinkle_jax.training.step.dynamic_sampling import fill_up
-from twinkle_jax.training.step.sample_and_score import (
-    InterruptedRunError,
-    Sampled,
-    sample_and_score,
-)
+from twinkle_jax.training.step.sample_and_score import Sampled, sample_and_score
 from twinkle_jax.training.step.sample_metrics import sample_metrics
 from twinkle_jax.training.step.train_step import StaleSamplerError, train_step
 
 _COMPARE_ALL_EVERY = 25  # steps, the first among them
 
 
-def one_step(run: Run, progress: Progress, last: LastStep, interruption: Interruption) -> Progress:
-    """Do a step and what is due after it, or end the run with `InterruptedRunError`."""
+def one_step(run: Run, progress: Progress, last: LastStep, check: Callable[[], None]) -> Progress:
+    """Do a step and what is due after it.
+
+    Args:
+        run: what is trained, and how.
+        progress: where it is.
+        last: told what is finished.
+        check: raises `InterruptedRunError` when the run shall end.
+
+    Returns:
+        Where it is then.
+    """
     config, step = run.config, progress.step
-
-    def check() -> None:
-        if interruption.requested:
-            raise InterruptedRunError  # the step will be done anew, with the same prompts
-
     check()
     began = time.perf_counter()
     key = jax.random.fold_in(progress.key, step)
@@ -53,34 +56,68 @@ def one_step(run: Run, progress: Progress, last: LastStep, interruption: Interru
         last.finished(progress._replace(state=error.state))
         raise
     step_time = time.perf_counter() - began
-    facts = dict(progress.facts)
     tokens = int(sum(s.lengths.sum() for s in drawn))
-    facts["num_tokens"] += tokens
-    facts["seconds"] += step_time
-    facts["skipped"] = facts["skipped"] + 1 if learnt["skipped_updates"] else 0
+    facts = progress.facts | {
+        "num_tokens": progress.facts["num_tokens"] + tokens,
+        "seconds": progress.facts["seconds"] + step_time,
+        "skipped": progress.facts["skipped"] + 1 if learnt["skipped_updates"] else 0,
+    }
     progress = Progress(state, progress.key, step + 1, facts, run.loader.get_state())
     metrics |= learnt | {
         "num_tokens": facts["num_tokens"],
         "step_time": step_time,
         "tokens_per_second": tokens / step_time,
     }
-    _after_step(run, progress, last, sampled, metrics)
+    _write_metrics(run, progress, last, metrics, check)
+    _show_and_save(run, progress, last, sampled)
     return progress
 
 
-def _after_step(
-    run: Run, progress: Progress, last: LastStep, sampled: Sampled, metrics: dict[str, float]
+def write_waiting_metrics(
+    run: Run, progress: Progress, last: LastStep, check: Callable[[], None]
+) -> Progress:
+    """Do the evaluation in which a process was interrupted, and write its step's metrics."""
+    if "unwritten" not in progress.facts:
+        return progress
+    facts = dict(progress.facts)
+    metrics = json.loads(facts.pop("unwritten")["metrics"])
+    progress = progress._replace(facts=facts)
+    _write_metrics(run, progress, last, metrics, check)
+    last.save()
+    return progress
+
+
+def _write_metrics(
+    run: Run,
+    progress: Progress,
+    last: LastStep,
+    metrics: dict[str, float],
+    check: Callable[[], None],
 ) -> None:
-    config, step = run.config, progress.step
-    every = config.evaluation.every
-    try:
-        if every and step % every == 0 and run.task.held_out:
-            found = held_out_accuracy(config, run.task, run.policy, progress.state.params)
-            metrics |= {f"eval/{name}": value for name, value in found.items()}
-    finally:  # a reward that raises loses the evaluation, not the step
-        run.log.write(step, metrics)
+    """Evaluate if that is due, and write a step's metrics; without it if a reward raises."""
+    every, params = run.config.evaluation.every, progress.state.params
+
+    def write() -> None:
+        run.log.write(progress.step, metrics)
         last.finished(progress)
-    run.display.step(step, metrics)
+
+    try:
+        if every and progress.step % every == 0 and run.task.held_out:
+            waiting = {"metrics": json.dumps(metrics), "offset": run.log.offset}
+            last.finished(progress._replace(facts=progress.facts | {"unwritten": waiting}))
+            found = held_out_accuracy(run.config, run.task, run.policy, params, check)
+            metrics |= {f"eval/{name}": value for name, value in found.items()}
+    except InterruptedRunError:
+        raise  # what was finished last says that the evaluation is to be done anew
+    except BaseException:
+        write()
+        raise
+    write()
+    run.display.step(progress.step, metrics)
+
+
+def _show_and_save(run: Run, progress: Progress, last: LastStep, sampled: Sampled) -> None:
+    config, step = run.config, progress.step
     if config.logging.samples_every and step % config.logging.samples_every == 0:
         rewards, advantages = sampled.rewards.tolist(), sampled.advantages.tolist()
         run.display.samples(step, sampled.trajectories, rewards, advantages)

@@ -1,7 +1,7 @@
 """One evaluation: how a policy does on problems that it was never trained on."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import numpy as np
@@ -33,6 +33,7 @@ def evaluate(
     compute_dtype: DTypeLike | None = None,
     reward_timeout: float = 600.0,
     mesh: Mesh | None = None,
+    check: Callable[[], None] = lambda: None,
 ) -> dict[str, float]:
     r"""Judge a policy on prompts with known answers.
 
@@ -56,6 +57,8 @@ def evaluate(
         compute_dtype: type of activations.
         reward_timeout: seconds that the reward may take for a batch.
         mesh: what the parameters live on; None for one device.
+        check: called before a batch is sampled and before it is scored; may raise to end the
+            evaluation.
 
     Returns:
         `accuracy`, and `pass@k` if asked for.
@@ -73,6 +76,7 @@ def evaluate(
     def solved(samples: int, temperature: float) -> np.ndarray[tuple[int, int], np.dtype[np.bool_]]:
         rows = []
         for number, start in enumerate(range(0, len(prompts), batch)):
+            check()
             chosen = PromptBatch(prompts[start : start + batch])
             filled = fill_rows(chosen, row_shards(mesh))
             tokens, mask = encode_prompts(policy.template, filled, longest=max_prompt_tokens)
@@ -90,6 +94,7 @@ def evaluate(
             )
             said = read_texts(rollout, filled, policy.template).trajectories
             said = said[: len(chosen) * samples]
+            check()
             truths = [truth for truth in chosen.ground_truths for _ in range(samples)]
             found = compute_rewards(reward, said, truths, timeout=reward_timeout)
             rows.append(np.asarray(found) >= 1)

@@ -35,10 +35,6 @@ class Sampled(NamedTuple):
     batch: Batch
 
 
-class InterruptedRunError(Exception):
-    """Raised between the parts of a step when the run shall end; the state is as it was."""
-
-
 def sample_and_score(
     params: Params,
     recipe: Recipe,
