@@ -58,6 +58,11 @@ REFUSED = [
         TrainConfig(rollout=RolloutConfig(prompts=6), update=UpdateConfig(mini_batches=4)),
         "update.mini_batches must divide rollout.prompts, 6, got 4",
     ),
+    (TrainConfig(dtype="float16"), "dtype must be one of float32, bfloat16, got 'float16'"),
+    (
+        TrainConfig(update=UpdateConfig(recompute="all")),
+        "update.recompute must be one of layers, elementwise, nothing, got 'all'",
+    ),
     (
         TrainConfig(evaluation=EvaluationConfig(problems=0)),
         "evaluation.problems must be at least 1, got 0",

@@ -18,6 +18,7 @@ from twinkle_jax.sampler import Sampling
 from twinkle_jax.training import Learner, Recipe, sample_and_score, small_policy, train_step
 from twinkle_jax.training.configuration.named_estimator import Estimator
 from twinkle_jax.training.step.dynamic_sampling import fill_up, has_signal
+from twinkle_jax.training.step.recipe import RECOMPUTED
 from twinkle_jax.training.step.sample_metrics import sample_metrics
 from twinkle_jax.training.step.train_step import StaleSamplerError
 
@@ -165,9 +166,14 @@ def test_the_same_seed_gives_the_same_step_and_another_one_another():
 
 
 @pytest.mark.exhaustive
-def test_micro_batches_change_nothing_but_rounding():
+@pytest.mark.parametrize(
+    "how",
+    [{"micro_batch_rows": 3}, {"remat": RECOMPUTED["elementwise"]}, {"remat": False}],
+    ids=["micro-batches", "products kept", "all kept"],
+)
+def test_how_gradients_are_computed_changes_nothing_but_rounding(how):
     drawn, whole = sampled(), recipe()
-    small = whole._replace(learner=whole.learner._replace(micro_batch_rows=3))
+    small = whole._replace(learner=whole.learner._replace(**how))
     a, _ = train_step(fresh(), whole, drawn, learning_rate=0.1, seed=(0, 0))
     b, _ = train_step(fresh(), small, drawn, learning_rate=0.1, seed=(0, 0))
     for x, y in zip(jax.tree.leaves(a.params), jax.tree.leaves(b.params), strict=True):

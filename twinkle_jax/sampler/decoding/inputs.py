@@ -1,5 +1,6 @@
 """What callers pass to the sampler, checked: prompts, limits and keys."""
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -10,8 +11,8 @@ from jaxtyping import Array, Bool, Int
 
 def checked_prompts(
     prompts: Any, mask: Any, vocab: int
-) -> tuple[Int[Array, "prompts time"], Bool[Array, "prompts time"]]:
-    """Check types and shapes, and the values that are on the host."""
+) -> tuple[Int[Array | np.ndarray, "prompts time"], Bool[Array | np.ndarray, "prompts time"]]:
+    """Check types and shapes, and the values that are on the host, where they stay."""
     tokens = _array(prompts)
     if not jnp.issubdtype(tokens.dtype, jnp.integer):
         raise TypeError(f"prompts must be integers, got {tokens.dtype}")
@@ -36,10 +37,12 @@ def checked_prompts(
                     f"prompts must lie in [0, {vocab}), the vocabulary, got "
                     f"{tokens[row, column]} in row {row}"
                 )
-    return jnp.asarray(tokens, jnp.int32), jnp.asarray(kept)
+    return tokens.astype(np.int32), kept
 
 
-def checked_limits(limits: Any, prompts: int, samples: int, most: int) -> Int[Array, " rows"]:
+def checked_limits(
+    limits: Any, prompts: int, samples: int, most: int
+) -> Int[Array | np.ndarray, " rows"]:
     """Give each row the most tokens it may get."""
     array = _array(most if limits is None else limits)
     if not jnp.issubdtype(array.dtype, jnp.integer):
@@ -55,10 +58,10 @@ def checked_limits(limits: Any, prompts: int, samples: int, most: int) -> Int[Ar
                 f"max_tokens must be at least 1 and at most max_new_tokens, {most}, "
                 f"got {array.reshape(-1)[wrong[0]]}{place}"
             )
-    wide = jnp.asarray(array, jnp.int32)
-    if wide.shape == (prompts,):
-        wide = jnp.repeat(wide, samples)
-    return jnp.clip(jnp.broadcast_to(wide, (prompts * samples,)), 1, most)
+    arrays = np if isinstance(array, np.ndarray) else jnp  # what is on the host stays there
+    wide = arrays.repeat(array, samples) if array.shape == (prompts,) else array
+    wide = arrays.clip(arrays.broadcast_to(wide, (prompts * samples,)), 1, most)
+    return wide.astype(np.int32)
 
 
 def row_keys(key: Any, rows: int) -> jax.Array:
@@ -69,6 +72,11 @@ def row_keys(key: Any, rows: int) -> jax.Array:
         raise ValueError(f"key must be one key or one for each of {rows} rows, got {key.shape}")
     if key.shape:
         return key
+    return _split(key, rows)
+
+
+@partial(jax.jit, static_argnums=1)
+def _split(key: jax.Array, rows: int) -> jax.Array:
     return jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(rows, dtype=jnp.int32))
 
 

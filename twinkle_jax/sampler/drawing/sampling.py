@@ -42,7 +42,10 @@ class Sampling(NamedTuple):
 
 
 def traced_sampling(sampling: Sampling) -> Sampling:
-    """Check what the host knows, and turn everything into arrays of one type and shape each."""
+    """Check what the host knows, and turn everything into arrays of one type and shape each.
+
+    What is on the host stays there: the compiled call takes it along.
+    """
     checks = {
         "temperature": ("finite and at least 0", lambda x: 0 <= x < math.inf),
         "top_p": ("in (0, 1]", lambda x: 0 < x <= 1),
@@ -61,11 +64,11 @@ def traced_sampling(sampling: Sampling) -> Sampling:
             raise TypeError(f"{name} must be {word}, got {value!r}")
         if not isinstance(value, jax.Array) and not holds(value):
             raise ValueError(f"{name} must be {what}, got {value!r}")
-        arrays[name] = jnp.asarray(array, jnp.int32 if whole else jnp.float32)
+        arrays[name] = array.astype(np.int32 if whole else np.float32)
     return Sampling(**arrays, stop_tokens=_padded_stops(sampling.stop_tokens))
 
 
-def _padded_stops(stop_tokens: Any) -> Int[Array, " slots"]:
+def _padded_stops(stop_tokens: Any) -> np.ndarray | Int[Array, " slots"]:
     host = not isinstance(stop_tokens, jax.Array)
     stops = np.asarray(stop_tokens, None if len(stop_tokens) else np.int32) if host else stop_tokens
     if stops.ndim != 1 or not jnp.issubdtype(stops.dtype, jnp.integer):
@@ -74,5 +77,5 @@ def _padded_stops(stop_tokens: Any) -> Int[Array, " slots"]:
         raise ValueError(f"stop_tokens must be at least 0, got {int(np.min(stops))}")
     room = -len(stops) % _STOP_SLOTS if len(stops) else _STOP_SLOTS
     if host:  # padded there, so that no number of them compiles anything
-        return jnp.asarray(np.pad(stops, (0, room), constant_values=-1), jnp.int32)
+        return np.pad(stops, (0, room), constant_values=-1).astype(np.int32)
     return jnp.pad(stops.astype(jnp.int32), (0, room), constant_values=-1)

@@ -1,7 +1,9 @@
 """What the settings of a run may be: each by itself, and together."""
 
 import math
+from dataclasses import is_dataclass
 from operator import attrgetter
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from twinkle_jax.training.configuration.named_estimator import make_estimator
 from twinkle_jax.training.configuration.train_config import TrainConfig
@@ -47,12 +49,25 @@ def check(config: TrainConfig) -> None:
     Raises:
         ValueError: with the name of the first such setting.
     """
+    _check_choices(config)
     _check_numbers(config)
     update = config.update
     make_estimator(update.advantage, update.advantage_options)  # refuses what it does not know
     if config.model is None and config.task != "arithmetic":
         raise ValueError(f"model must be a checkpoint for the task {config.task}, got none")
     _check_rows(config)
+
+
+def _check_choices(config: Any, prefix: str = "") -> None:
+    """Each setting whose type lists its values must have one of them."""
+    hints = get_type_hints(type(config))
+    for name, hint in hints.items():
+        value = getattr(config, name)
+        if is_dataclass(value):
+            _check_choices(value, f"{prefix}{name}.")
+        elif get_origin(hint) is Literal and value not in get_args(hint):
+            known = ", ".join(get_args(hint))
+            raise ValueError(f"{prefix}{name} must be one of {known}, got {value!r}")
 
 
 def _check_numbers(config: TrainConfig) -> None:

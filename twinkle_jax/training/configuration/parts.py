@@ -49,6 +49,8 @@ class UpdateConfig:
         epochs: how often each rollout is gone through.
         mini_batches: updates in each epoch; prompts are dealt out to them at random.
         micro_batch_rows: completions whose gradients are computed at once; None for all.
+        recompute: what the backward pass computes again rather than keep: layers, which takes the
+            least memory; elementwise, all but matrix products; or nothing.
     """
 
     advantage: str = "grpo"
@@ -63,6 +65,7 @@ class UpdateConfig:
     epochs: int = 1
     mini_batches: int = 4
     micro_batch_rows: int | None = None
+    recompute: Literal["layers", "elementwise", "nothing"] = "layers"
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from twinkle_jax.model import (
     grad_step,
     score_batch,
 )
+from twinkle_jax.model.decoder.forward import Remat
 from twinkle_jax.model.decoder.parameters import Params
 from twinkle_jax.model.train_step.step_summary import add_summaries
 
@@ -41,6 +42,7 @@ class Learner(NamedTuple):
         mini_batches: updates an epoch.
         micro_batch_rows: rows whose gradient is computed at once; None for all.
         compute_dtype: type of activations.
+        remat: what is computed again in the backward pass, as for `hidden_states`.
     """
 
     config: DecoderConfig
@@ -52,6 +54,7 @@ class Learner(NamedTuple):
     mini_batches: int = 1
     micro_batch_rows: int | None = None
     compute_dtype: DTypeLike | None = None
+    remat: Remat = True
 
     def score(self, params: Params, batch: Batch) -> Float[Array, "rows time"]:
         """Compute the log-probabilities of a batch's labels, as many rows at once as in updates."""
@@ -132,6 +135,7 @@ def learn(
                 learner.loss,
                 temperature=learner.temperature,
                 compute_dtype=learner.compute_dtype,
+                remat=learner.remat,
             )
             whole = summary if whole is None else add_summaries(whole, summary)
         assert whole is not None

@@ -11,6 +11,7 @@ from jax.sharding import Mesh
 from twinkle_jax.advantage.inputs.settings import Scale
 from twinkle_jax.data import Template
 from twinkle_jax.loss import get_loss
+from twinkle_jax.model.decoder.forward import Remat
 from twinkle_jax.model.decoder.parameters import Params
 from twinkle_jax.model.twinkle.optimizers import decayed
 from twinkle_jax.reward.checked import RewardFunction
@@ -22,6 +23,11 @@ from twinkle_jax.training.policies.text_policy import Policy
 from twinkle_jax.training.step.learner import Learner
 
 _MAX_LOGP_DIFF = {"float32": 1e-3, "bfloat16": 1.0}
+RECOMPUTED: dict[str, Remat] = {  # by the names of `update.recompute`
+    "layers": True,
+    "elementwise": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    "nothing": False,
+}
 
 
 class Recipe(NamedTuple):
@@ -115,5 +121,6 @@ def _learner(config: TrainConfig, policy: Policy) -> Learner:
         epochs=update.epochs,
         mini_batches=update.mini_batches,
         micro_batch_rows=update.micro_batch_rows,
+        remat=RECOMPUTED[update.recompute],
         compute_dtype=config.dtype,
     )

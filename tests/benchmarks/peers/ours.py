@@ -1,0 +1,46 @@
+"""One contestant, by `twinkle_jax.training`.
+
+`python -m tests.benchmarks.peers.ours CHECKPOINT [UPDATE]`, where UPDATE are settings as JSON.
+"""
+
+import json
+import sys
+import tempfile
+
+from tests.benchmarks.peers.task import COMPLETION, LEARNING_RATE, PROMPTS, SAMPLES, STEPS
+from tests.benchmarks.peers.turns import Turns
+from twinkle_jax.training import (
+    EvaluationConfig,
+    LoggingConfig,
+    OptimizerConfig,
+    RolloutConfig,
+    TrainConfig,
+    UpdateConfig,
+    train,
+)
+
+
+def main(checkpoint, options="{}"):
+    """Train until nobody gives the go-ahead any more; options are of the update."""
+    turns = Turns()
+
+    def reward(trajectories, ground_truths):
+        return turns([said["messages"][-1]["content"] for said in trajectories])
+
+    config = TrainConfig(
+        model=checkpoint,
+        task=f"{checkpoint}/prompts.jsonl",
+        output_dir=tempfile.mkdtemp(),
+        overwrite=True,
+        steps=STEPS,
+        rollout=RolloutConfig(prompts=PROMPTS, num_samples=SAMPLES, max_new_tokens=COMPLETION),
+        update=UpdateConfig(advantage="grpo", mini_batches=1, **json.loads(options)),
+        optimizer=OptimizerConfig(learning_rate=LEARNING_RATE, warmup_steps=0),
+        evaluation=EvaluationConfig(every=0),
+        logging=LoggingConfig(checkpoint_every=STEPS, samples_every=0),
+    )
+    train(config, reward=reward)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

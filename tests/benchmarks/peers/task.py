@@ -1,0 +1,56 @@
+"""What every contestant trains: a random Qwen3, a tokenizer of words, prompts of 16 of them."""
+
+import json
+import random
+from pathlib import Path
+
+PROMPTS, SAMPLES, PROMPT, COMPLETION = 8, 8, 16, 32
+LEARNING_RATE = 1e-5
+SHAPE = {
+    "hidden_size": 128,
+    "intermediate_size": 512,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "tie_word_embeddings": True,
+    "max_position_embeddings": 512,
+}
+STEPS = 400  # more than anybody waits for
+
+
+def prompts(vocab):
+    """Give as many prompts as there are steps for."""
+    rng = random.Random(0)  # noqa: S311
+    words = [f"w{i}" for i in range(3, vocab)]
+    return [" ".join(rng.choices(words, k=PROMPT)) for _ in range(PROMPTS * STEPS)]
+
+
+def make_tokenizer(vocab):
+    """Make a tokenizer of one token a word."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = {"<pad>": 0, "<eos>": 1, "<unk>": 2, **{f"w{i}": i for i in range(3, vocab)}}
+    made = Tokenizer(models.WordLevel(words, unk_token="<unk>"))  # noqa: S106
+    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    named = {f"{name}_token": f"<{name}>" for name in ("pad", "eos", "unk")}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=made, **named)
+    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    return tokenizer
+
+
+def write_checkpoint(directory, vocab):
+    """Write the policy as transformers does, and the prompts as JSON lines."""
+    import torch
+    import transformers
+
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model(
+        "qwen3", vocab_size=vocab, eos_token_id=1, bos_token_id=None, pad_token_id=0, **SHAPE
+    )
+    model = transformers.AutoModelForCausalLM.from_config(config).float()
+    model.save_pretrained(directory)
+    make_tokenizer(vocab).save_pretrained(directory)
+    lines = [json.dumps({"prompt": prompt, "answer": "w3"}) for prompt in prompts(vocab)]
+    (Path(directory) / "prompts.jsonl").write_text("\n".join(lines) + "\n")
