@@ -32,15 +32,18 @@ class Ideal(NamedTuple):
         memory: bytes on one device: parameters, gradients summed and new, AdamW's two moments, all
             in float32; the rows between layers, the head and its gradient in bfloat16.
         wire: bytes sent, where parameters are gathered twice in bfloat16 and gradients summed and
-            scattered once in float32.
+            scattered once in float32; where layers are split over tensor, each sums its rows in
+            bfloat16 twice forwards, twice again and twice backwards.
         flops: eight for each token and entry of a matrix, and attention's without the saving of a
             causal mask.
+        attention: attention's alone, which costs does not count where it is a kernel.
     """
 
     parameters: int
     memory: float
     wire: float
     flops: float
+    attention: float
 
 
 def ideal(model: str, setting: Setting, cut: Cut = WHOLE) -> Ideal:
@@ -53,11 +56,15 @@ def ideal(model: str, setting: Setting, cut: Cut = WHOLE) -> Ideal:
     wire = (2 + 2 + 4) * count / s.tensor * (s.fsdp - 1) / s.fsdp
     if s.data > 1:  # the shares of gradients are summed over the copies
         wire += 2 * 4 * count / s.tensor / s.fsdp * (s.data - 1) / s.data
-    products = 8 * (count - looked_up) + 16 * config.repeats * len(config.block) * heads * s.time
-    between = tokens * config.hidden_size * config.repeats * len(config.block)
+    layers = config.repeats * len(config.block)
+    sums = 6 * layers * tokens * s.tensor * config.hidden_size
+    wire += 2 * 2 * sums * (s.tensor - 1) / s.tensor
+    attention = 16 * layers * heads * s.time * tokens
+    products = 8 * (count - looked_up) * tokens
+    between = tokens * config.hidden_size * layers
     head = config.vocab_size * config.hidden_size
     memory = 20 * count / s.fsdp / s.tensor + 2 * between + 2 * 2 * head
-    return Ideal(count, memory, wire, products * tokens)
+    return Ideal(count, memory, wire, products + attention, attention)
 
 
 def least_seconds(chip: Chip, flops: float, wire: float) -> tuple[float, float]:

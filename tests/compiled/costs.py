@@ -161,15 +161,16 @@ def arrays(shape: str) -> list[tuple[str, list[int]]]:
     return [(kind, [int(n) for n in extents.split(",") if n]) for kind, extents in found]
 
 
+def element_bytes(kind: str) -> float:
+    """Bytes of an entry."""
+    if kind in _BYTES:
+        return _BYTES[kind]
+    return 1 if kind.startswith("f8") else int(kind[1:]) / 8
+
+
 def size_of(shape: str) -> float:
     """Bytes of a shape."""
-
-    def width(kind: str) -> float:
-        if kind in _BYTES:
-            return _BYTES[kind]
-        return 1 if kind.startswith("f8") else int(kind[1:]) / 8
-
-    return sum(width(kind) * math.prod(extents) for kind, extents in arrays(shape))
+    return sum(element_bytes(kind) * math.prod(extents) for kind, extents in arrays(shape))
 
 
 def product_flops(program: Program, inside: str, one: Instruction) -> float:

@@ -90,9 +90,19 @@ class Setting(NamedTuple):
         return self.data * self.fsdp * self.tensor
 
 
-@functools.cache
 def update_costs(model: str, setting: Setting, cut: Cut = WHOLE, *, bare: bool = True) -> Costs:
-    """Compile `grad_step` in bfloat16 on float32 parameters with AdamW's state, and add it up."""
+    """Compile an update, and add it up."""
+    chunks = -(
+        -setting.rows * setting.time // setting.devices // 1024
+    )  # of labels, scored together
+    return costs(
+        compiled_update(model, setting, cut, bare=bare), setting.devices, unknown_trips=chunks
+    )
+
+
+@functools.cache
+def compiled_update(model: str, setting: Setting, cut: Cut = WHOLE, *, bare: bool = True) -> Any:
+    """Compile `grad_step` in bfloat16 on float32 parameters with AdamW's state."""
     s, config = setting, config_of(model, cut)
     mesh = described_mesh(s.topology, s.data, s.fsdp, s.tensor, bare=bare)
 
@@ -112,11 +122,7 @@ def update_costs(model: str, setting: Setting, cut: Cut = WHOLE, *, bare: bool =
     batch = laid_out(batch, jax.tree.map(lambda _: rows, batch))
 
     def update(state: Any, batch: Batch) -> Any:
-        options = {"compute_dtype": "bfloat16", "attention": "xla", "mesh": mesh}
-        return grad_step(state, batch, config, GRPOLoss(), **options)
+        return grad_step(state, batch, config, GRPOLoss(), compute_dtype="bfloat16", mesh=mesh)
 
     with jax.numpy_dtype_promotion("standard"):
-        lowered = jax.jit(update, donate_argnums=0).lower(state, batch)
-        compiled = lowered.compile()
-    chunks = -(-s.rows * s.time // s.devices // 1024)  # of labels that are scored together
-    return costs(compiled, s.devices, unknown_trips=chunks)
+        return jax.jit(update, donate_argnums=0).lower(state, batch).compile()

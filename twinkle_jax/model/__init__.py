@@ -2,7 +2,7 @@
 
 from twinkle_jax.data.batch import Batch
 from twinkle_jax.data.buckets import bucket_size
-from twinkle_jax.model.decoder.attention import AttentionImplementation, default_attention
+from twinkle_jax.model.decoder.attention_choice import AttentionImplementation, default_attention
 from twinkle_jax.model.decoder.cache import Cache, KeyValues, take_rows
 from twinkle_jax.model.decoder.config import AttentionConfig, DecoderConfig, DeltaNetConfig
 from twinkle_jax.model.decoder.decode import decode_step, prefill

@@ -9,7 +9,7 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Int
 
-from twinkle_jax.model.decoder.attention import AttentionImplementation
+from twinkle_jax.model.decoder.attention_choice import AttentionImplementation
 from twinkle_jax.model.decoder.cache import take_rows, with_room
 from twinkle_jax.model.decoder.config import DecoderConfig
 from twinkle_jax.model.decoder.decode import prefill
@@ -161,6 +161,7 @@ def _generate(
         max_length=prompts.shape[1],
         compute_dtype=compute_dtype,
         attention=attention,
+        mesh=mesh,
     )
     row = jnp.repeat(jnp.arange(len(prompts), dtype=jnp.int32), num_samples)
     cache = with_room(take_rows(cache, row), prompts.shape[1] - 1 + max_new_tokens)

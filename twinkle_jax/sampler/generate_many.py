@@ -11,7 +11,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Int
 
 from twinkle_jax.data.buckets import bucket_size
-from twinkle_jax.model.decoder.attention import AttentionImplementation
+from twinkle_jax.model.decoder.attention_choice import AttentionImplementation
 from twinkle_jax.model.decoder.config import DecoderConfig
 from twinkle_jax.model.decoder.parameters import Params
 from twinkle_jax.model.train_step.train_state import merge_params

@@ -1,4 +1,4 @@
-"""Which implementation of attention is chosen, and that the choice reaches it."""
+"""Which implementation of attention is chosen, and which are refused."""
 
 import dataclasses
 
@@ -6,8 +6,14 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from tests.model.families import config_of, params_of
-from twinkle_jax.model import AttentionConfig, default_attention, hidden_states
+from tests.model.families import family
+from twinkle_jax.model import (
+    AttentionConfig,
+    default_attention,
+    hidden_states,
+    parameter_shapes,
+    parse_config,
+)
 
 HEADS = AttentionConfig(8, 2, head_dim=128, rotary_dim=128, rope_theta=1e6)
 
@@ -25,7 +31,11 @@ HEADS = AttentionConfig(8, 2, head_dim=128, rotary_dim=128, rope_theta=1e6)
         (128, "bfloat16", "gpu", 7.5, False, "xla"),
         (128, "float32", "gpu", 9.0, False, "xla"),
         (128, "bfloat16", "gpu", 9.0, True, "xla"),
-        (128, "bfloat16", "tpu", None, False, "xla"),
+        (128, "bfloat16", "tpu", None, False, "splash"),
+        (64, "float32", "tpu", None, True, "splash"),
+        (256, "bfloat16", "tpu", None, False, "splash"),
+        (264, "bfloat16", "tpu", None, False, "xla"),
+        (128, "float16", "tpu", None, False, "xla"),
         (128, "bfloat16", "cpu", None, False, "xla"),
         (128, "bfloat16", None, None, False, "xla"),
         # No number can be read off the devices here, as off other vendors' GPUs.
@@ -43,12 +53,24 @@ def test_choice(head_dim, dtype, backend, capability, segmented, expected):
     assert chosen == expected
 
 
-def test_cudnn_is_asked_for_when_it_is_named():
-    """It cannot be traced without a GPU, and says so."""
-    with pytest.raises(RuntimeError, match=r"(?i)cudnn|gpu"):
-        jax.eval_shape(
-            lambda p: hidden_states(
-                p, config_of("qwen3"), jnp.ones((1, 2), jnp.int32), attention="cudnn"
-            ),
-            params_of("qwen3"),
+@pytest.mark.parametrize(
+    ("named", "changes", "message"),
+    [
+        ("cudnn", {}, "'splash' or 'xla' for heads of width 8 in float32, without segment_ids, on"),
+        ("flash", {}, "'splash' or 'xla' for .* on a cpu, got 'flash'"),
+        ("splash", {"head_dim": 264}, "'xla' for heads of width 264 in .* got 'splash'"),
+        ("splash", {"dtype": "float16"}, "'xla' for heads of width 8 in float16"),
+    ],
+)
+def test_an_implementation_that_is_not_there_is_refused(named, changes, message):
+    changes = {"head_dim": 8, "dtype": "float32", **changes}
+    config = parse_config(family("qwen3", head_dim=changes["head_dim"]))
+
+    def run(params):
+        tokens = jnp.ones((1, 2), jnp.int32)
+        return hidden_states(
+            params, config, tokens, attention=named, compute_dtype=changes["dtype"]
         )
+
+    with pytest.raises(ValueError, match=f"attention must be {message}"):
+        jax.eval_shape(run, parameter_shapes(config))

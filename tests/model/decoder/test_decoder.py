@@ -314,7 +314,7 @@ INTS, BOOLS = jnp.zeros((2, 3), jnp.int32), jnp.ones((2, 3), bool)
             (INTS,),
             {"segment_ids": INTS, "attention": "cudnn"},
             ValueError,
-            "attention must be 'xla' with segment_ids, got 'cudnn'",
+            "attention must be 'splash' or 'xla' .* with segment_ids, on a cpu, got 'cudnn'",
         ),
     ],
 )

@@ -5,20 +5,19 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
-from twinkle_jax.model.decoder.attention import (
-    AttentionImplementation,
-    project_heads,
-    project_out,
-)
+from twinkle_jax.model.decoder.attention import project_heads, project_out
+from twinkle_jax.model.decoder.attention_choice import AttentionImplementation
 from twinkle_jax.model.decoder.cache import Cache, KeyValues, make_cache
 from twinkle_jax.model.decoder.config import FULL, DecoderConfig
 from twinkle_jax.model.decoder.delta_net import DeltaState, delta_net_step
 from twinkle_jax.model.decoder.forward import run
 from twinkle_jax.model.decoder.inputs import decoder_inputs
 from twinkle_jax.model.decoder.layers import add_mixed, embed, feed_forward, final_norm, norm
+from twinkle_jax.model.decoder.layout import fits
 from twinkle_jax.model.decoder.parameters import Params
 from twinkle_jax.model.decoder.rotary import RotaryTable, rotary_tables, table_of
 
@@ -32,6 +31,7 @@ def prefill(
     max_length: int,
     compute_dtype: DTypeLike | None = None,
     attention: AttentionImplementation | None = None,
+    mesh: Mesh | None = None,
 ) -> tuple[Float[Array, "batch width"], Cache]:
     """Read prompts of different lengths and remember them.
 
@@ -43,6 +43,8 @@ def prefill(
         max_length: tokens that a row can hold in the end, prompt included; static.
         compute_dtype: as for [`hidden_states`][twinkle_jax.model.hidden_states].
         attention: likewise.
+        mesh: on which the parameters are whole along fsdp. Where it does not divide rows or
+            key-value heads, prompts are read with XLA's attention.
 
     Returns:
         The hidden state of each row's last token (its logits predict the first new one), and the
@@ -56,8 +58,17 @@ def prefill(
     if max_length < time:
         raise ValueError(f"max_length must be at least the prompts' {time}, got {max_length}")
     inputs = decoder_inputs(config, tokens, mask)
+    if mesh is not None and not fits(mesh, config, len(tokens)):
+        mesh, attention = None, "xla"
     hidden, states = run(
-        params, config, inputs, compute_dtype, attention, remat=False, keep_state=True
+        params,
+        config,
+        inputs,
+        compute_dtype,
+        attention,
+        remat=False,
+        attention_mesh=mesh,
+        keep_state=True,
     )
     length = jnp.sum(inputs.mask, axis=1, dtype=jnp.int32)
     at = jnp.maximum(length - 1, 0)[:, None, None]

@@ -1,6 +1,7 @@
 """The decoder over whole rows: embedding, a scan over stacked layers, the final norm."""
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import jax
@@ -9,14 +10,8 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
-from twinkle_jax.model.decoder.attention import (
-    AttentionImplementation,
-    attend_causally,
-    default_attention,
-    project_heads,
-    project_out,
-    same_segment,
-)
+from twinkle_jax.model.decoder.attention import attend_causally, project_heads, project_out
+from twinkle_jax.model.decoder.attention_choice import AttentionImplementation, choose_attention
 from twinkle_jax.model.decoder.config import FULL, DecoderConfig
 from twinkle_jax.model.decoder.delta_net import delta_net
 from twinkle_jax.model.decoder.inputs import DecoderInputs, decoder_inputs
@@ -60,7 +55,7 @@ def hidden_states(
             own run of equal ids. Neighbouring sequences must have different ids.
         compute_dtype: type of activations; by default that of the embedding. Norms, softmax and
             the state of linear layers are float32 in any case.
-        attention: `"xla"` or `"cudnn"`; by default what
+        attention: `"xla"`, `"cudnn"` or `"splash"`; by default what
             [`default_attention`][twinkle_jax.model.default_attention] chooses.
         remat: True recomputes each layer in the backward pass, a policy of
             `jax.checkpoint_policies` keeps what it names, False keeps everything. Where there is
@@ -73,7 +68,7 @@ def hidden_states(
         the batch and on whatever side it is padded.
 
     Raises:
-        ValueError: if shapes differ, cuDNN is asked to handle segments, or the mesh does not
+        ValueError: if shapes differ, the devices have no such attention, or the mesh does not
             divide the rows or the key-value heads.
         TypeError: if tokens, positions or segment ids are not integers, or the mask not boolean.
 
@@ -104,21 +99,26 @@ def run(
     remat: Remat,
     *,
     mesh: Mesh | None = None,
+    attention_mesh: Mesh | None = None,
     keep_state: bool = False,
 ) -> tuple[Float[Array, "batch time width"], dict[str, Any] | None]:
-    """Run the layers over prepared rows; return what layers remember, stacked, when asked."""
+    """Run the layers over prepared rows; return what layers remember, stacked, when asked.
+
+    With `attention_mesh` alone nothing is gathered, but attention is told where rows are.
+    """
+    attention_mesh = attention_mesh if mesh is None else mesh
     check_fit(mesh, config, len(inputs.tokens))
     embedding = params["embed_tokens"]["embedding"]
     dtype = jnp.dtype(embedding.dtype if compute_dtype is None else compute_dtype)
     segmented = inputs.segment_ids is not None
-    if attention is None:
-        attention = default_attention(config.attention, dtype, segmented=segmented)
-    if attention == "cudnn" and segmented:
-        raise ValueError("attention must be 'xla' with segment_ids, got 'cudnn'")
+    chosen = choose_attention(
+        attention, config.attention, dtype, segmented=segmented, mesh=attention_mesh
+    )
 
     def layer(kind: str, x: Array, weights: Params, sliding: Array) -> tuple[Array, Any]:
         weights = gather_weights(weights, dtype, mesh)
-        x, state = _layer(config, kind, keep_rows(x, mesh), weights, sliding, inputs, attention)
+        attend = partial(attend_causally, implementation=chosen, mesh=attention_mesh)
+        x, state = _layer(config, kind, keep_rows(x, mesh), weights, sliding, inputs, attend)
         return keep_rows(x, mesh), state
 
     if remat:
@@ -145,7 +145,7 @@ def _layer(
     weights: Params,
     sliding: Bool[Array, ""],
     inputs: DecoderInputs,
-    attention: AttentionImplementation,
+    attend: Callable[..., Array],
 ) -> tuple[Float[Array, "tokens width"], Any]:
     """Run one layer; also return what it would remember: keys and values, or a state."""
     y = norm(config, x, weights["input_layernorm"])
@@ -154,10 +154,7 @@ def _layer(
         batch = inputs.tokens.shape[0]
         rotary = table_of(inputs.rotary, sliding)
         heads = project_heads(y, weights["self_attn"], config, rotary, batch)
-        mask = None if inputs.segment_ids is None else same_segment(inputs.segment_ids)
-        attended = attend_causally(
-            heads, config.attention, sliding, mask=mask, implementation=attention
-        )
+        attended = attend(heads, config.attention, sliding, inputs.segment_ids)
         mixed, state = project_out(attended, heads.gate, weights["self_attn"]), heads[1:3]
     else:
         assert config.delta_net is not None

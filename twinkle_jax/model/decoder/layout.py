@@ -22,6 +22,12 @@ from twinkle_jax.model.decoder.sharding import partition_rules
 ROWS = ("data", "fsdp")
 
 
+def fits(mesh: Mesh, config: DecoderConfig, rows: int) -> bool:
+    """Say whether a mesh divides rows and key-value heads."""
+    devices, tensor = mesh.shape["data"] * mesh.shape["fsdp"], mesh.shape["tensor"]
+    return not rows % devices and not config.attention.key_value_heads % tensor
+
+
 def check_fit(mesh: Mesh | None, config: DecoderConfig, rows: int) -> None:
     """Refuse rows and heads that a mesh does not divide, and say what would fit."""
     if mesh is None:

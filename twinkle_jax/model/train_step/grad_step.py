@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 
 from twinkle_jax.data.batch import IGNORE, Batch, check_batch
 from twinkle_jax.loss import LossOutput, PolicyMetrics
-from twinkle_jax.model.decoder.attention import AttentionImplementation
+from twinkle_jax.model.decoder.attention_choice import AttentionImplementation
 from twinkle_jax.model.decoder.config import DecoderConfig
 from twinkle_jax.model.decoder.forward import Remat
 from twinkle_jax.model.decoder.layout import spread_batch

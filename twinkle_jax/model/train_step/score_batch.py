@@ -10,7 +10,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from twinkle_jax.data.batch import Batch, check_batch
-from twinkle_jax.model.decoder.attention import AttentionImplementation
+from twinkle_jax.model.decoder.attention_choice import AttentionImplementation
 from twinkle_jax.model.decoder.config import DecoderConfig
 from twinkle_jax.model.decoder.layers import output_logits
 from twinkle_jax.model.decoder.layout import spread_batch

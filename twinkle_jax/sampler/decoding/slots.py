@@ -8,7 +8,7 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Int
 
-from twinkle_jax.model.decoder.attention import AttentionImplementation
+from twinkle_jax.model.decoder.attention_choice import AttentionImplementation
 from twinkle_jax.model.decoder.cache import Cache, take_rows, with_room
 from twinkle_jax.model.decoder.config import DecoderConfig
 from twinkle_jax.model.decoder.decode import prefill
@@ -95,6 +95,7 @@ def fill_slots(
         max_length=prompts.shape[1],
         compute_dtype=compute_dtype,
         attention=attention,
+        mesh=mesh,
     )
     fresh = begin(
         with_room(take_rows(cache, source), max_length),

@@ -1,0 +1,127 @@
+"""Splash attention, interpreted: what XLA's attention computes, forwards and backwards."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.model.families import assert_close, config_of, each, family, params_of, random_params
+from tests.model.training import fresh, random_batch, relative
+from twinkle_jax.loss import GRPOLoss
+from twinkle_jax.model import (
+    grad_step,
+    hidden_states,
+    make_mesh,
+    parse_config,
+    prefill,
+    score_batch,
+    shard_like_params,
+)
+
+
+def value_and_gradient(config, params, attention, tokens, mask, segment_ids=None, dtype=None):
+    """Hidden states at tokens, and the gradient of a product with fixed numbers."""
+    weights = jax.random.normal(jax.random.key(5), (*tokens.shape, config.hidden_size))
+
+    def total(params):
+        hidden = hidden_states(
+            params,
+            config,
+            tokens,
+            mask,
+            segment_ids=segment_ids,
+            attention=attention,
+            compute_dtype=dtype,
+        )
+        return jnp.sum(hidden.astype(jnp.float32) * weights), hidden
+
+    with jax.numpy_dtype_promotion("standard" if dtype else "strict"):
+        (_, hidden), gradient = jax.jit(jax.value_and_grad(total, has_aux=True))(params)
+    return hidden, gradient
+
+
+def rows(count, time, seed=0):
+    """Rows of different lengths, some padded in front and some behind."""
+    rng = np.random.default_rng(seed)
+    mask = np.ones((count, time), bool)
+    mask[1, : time // 3] = False
+    mask[-1, time - 2 :] = False
+    return jnp.asarray(rng.integers(0, 48, (count, time)), jnp.int32), jnp.asarray(mask)
+
+
+@pytest.mark.parametrize("segmented", [False, True])
+@pytest.mark.parametrize("name", each(["gemma3_text", "qwen3", "qwen2", "qwen3_5_text"]))
+def test_values_and_gradients_are_those_of_xla(name, segmented):
+    config, params = config_of(name), params_of(name)
+    tokens, mask = rows(3, 10)
+    ids = jnp.asarray(np.repeat([[4, 7, 4]], 3, 0).repeat([3, 5, 2], 1), jnp.int32)
+    given = tokens, mask, ids if segmented else None
+    found = value_and_gradient(config, params, "splash", *given)
+    expected = value_and_gradient(config, params, "xla", *given)
+    assert_close(found[0], expected[0], 1e-5)
+    assert relative(found[1], expected[1]) < 1e-5
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("time", [384, 600])
+def test_rows_of_many_blocks(time):
+    """Some of them outside the window, and so never read; with segments across their edges."""
+    config = parse_config(family("gemma3_text", sliding_window=100))
+    params = random_params(config)
+    tokens, mask = rows(2, time)
+    ids = jnp.asarray(np.arange(time) // 170, jnp.int32)[None].repeat(2, 0)
+    for segments in (None, ids):
+        found, expected = (
+            value_and_gradient(config, params, kind, tokens, mask, segments)
+            for kind in ("splash", "xla")
+        )
+        assert_close(found[0], expected[0], 1e-5)
+        assert relative(found[1], expected[1]) < 3e-5
+
+
+def test_in_sixteen_bits_it_is_as_close_as_xla():
+    config, params, (tokens, mask) = config_of("qwen3"), params_of("qwen3"), rows(3, 10)
+    exact, _ = value_and_gradient(config, params, "xla", tokens, mask)
+
+    def off(kind):
+        hidden, _ = value_and_gradient(config, params, kind, tokens, mask, None, "bfloat16")
+        return np.max(np.abs(hidden.astype(jnp.float32) - exact))
+
+    assert off("splash") < 1.5 * off("xla")
+
+
+@pytest.mark.parametrize("shape", each([(1, 2, 2), (2, 4, 1)]))
+def test_each_device_attends_in_its_rows_and_heads(shape):
+    mesh = make_mesh(**dict(zip(("data", "fsdp", "tensor"), shape, strict=True)))
+    config, batch, loss = config_of("qwen3"), random_batch(rows=8, time=12), GRPOLoss(beta=0.1)
+    results = []
+    for where, kind in ((None, "xla"), (mesh, "splash")):
+        state = fresh("qwen3")
+        if where is not None:
+            state = jax.device_put(state, shard_like_params(state, where))
+        scores = score_batch(state.params, batch, config, attention=kind)
+        state, _ = grad_step(state, batch, config, loss, attention=kind)
+        results.append((scores.logps, state.gradient_sum))
+    (here, gradient), (there, gradient_there) = results
+    np.testing.assert_allclose(there, here, rtol=0, atol=1e-5)
+    assert relative(gradient_there, gradient) < 1e-5
+
+
+@pytest.mark.parametrize("count", [4, 3])
+def test_prompts_are_read_on_a_mesh(count):
+    """With XLA's attention where the mesh does not divide them, which is not refused."""
+    mesh, config, params = make_mesh(data=4), config_of("qwen3"), params_of("qwen3")
+    tokens, mask = rows(count, 10)
+
+    def read(mesh, attention):
+        fill = jax.jit(
+            lambda p: prefill(
+                p, config, tokens, mask, max_length=12, attention=attention, mesh=mesh
+            )
+        )
+        return fill(params)
+
+    last, cache = read(mesh, "splash")
+    expected, cache_of_one = read(None, "xla")
+    assert_close(last, expected, 1e-5)
+    assert relative(cache.layers, cache_of_one.layers) < 1e-5
