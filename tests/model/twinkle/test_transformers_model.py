@@ -19,7 +19,7 @@ def logits_alone(row):
     return np.asarray(logits[0, : len(row)])
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.5])
+@pytest.mark.parametrize("temperature", [0.5, pytest.param(1.0, marks=pytest.mark.exhaustive)])
 def test_forward_only_scores_the_token_that_follows(model, temperature):
     everything = {"return_logits": True, "return_entropy": True, "temperature": temperature}
     outputs = model.forward_only(inputs=INPUTS, **everything)
@@ -47,6 +47,7 @@ def test_forward_only_without_labels_and_in_parts(model):
     np.testing.assert_allclose(cut, outputs["logps"], atol=1e-5)
 
 
+@pytest.mark.exhaustive
 def test_rows_padded_on_the_left_keep_their_columns(model):
     plain = model.forward_only(inputs=INPUTS)["logps"]
     feature = {
@@ -111,7 +112,7 @@ def test_a_step_is_clipped_scaled_and_taken_once(model):
     # The same with separate verbs, from the same start, gives the same.
     again = TransformersModel(model.model_id)
     again.set_loss(GRPOLoss(epsilon=0.2))
-    again.set_optimizer(optax.sgd(0.5))
+    again.set_optimizer("SGD", lr=0.5)
     again.forward_backward(inputs=INPUTS, **SIDE)
     np.testing.assert_allclose(again.clip_grad_norm(limit), norm, rtol=1e-5)
     again.step()
@@ -190,6 +191,18 @@ def test_lengths_compile_nothing_beyond_their_buckets(model, compilations):
     compilations.clear()
     for _ in range(20):
         one_step(int(rng.integers(2, 25)))
+    assert not compilations
+
+
+def test_the_second_step_compiles_nothing(model, compilations):
+    """What is new then, zeros and a state that was begun, lies as an update leaves it."""
+    for step in range(2):
+        model.forward_only(inputs=INPUTS)
+        model.forward_backward(inputs=INPUTS, **SIDE)
+        model.clip_grad_and_step()
+        model.calculate_metric()
+        if not step:
+            compilations.clear()
     assert not compilations
 
 

@@ -63,6 +63,16 @@ def train_state(
     )
 
 
+def commit(state: TrainState) -> TrainState:
+    """Bind all arrays to the devices where they lie, as an update does.
+
+    To the compiler an array that is bound to its device is another argument than one that is not:
+    with a state of both kinds, as loaded parameters and new zeros make one, the second step would
+    be compiled like the first.
+    """
+    return jax.device_put(state, jax.tree.map(lambda x: x.sharding, state))
+
+
 def init_optimizer(optimizer: optax.GradientTransformation, params: Params) -> Any:
     """Begin an optimizer's state, in float32 whatever the type of the parameters."""
     if not isinstance(optimizer, optax.GradientTransformation):

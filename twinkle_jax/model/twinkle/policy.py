@@ -31,6 +31,7 @@ from twinkle_jax.model.huggingface.export_tensors import list_tensors
 from twinkle_jax.model.huggingface.parse_config import parse_config
 from twinkle_jax.model.train_step.train_state import (
     TrainState,
+    commit,
     init_optimizer,
     merge_params,
     train_state,
@@ -163,7 +164,7 @@ class Policy:
             params = jax.device_put(params, shard_like_params(params, self.mesh))
             shardings = shard_like_params(jax.eval_shape(begin, params), self.mesh)
         start = jax.jit(_without_params, static_argnums=1, out_shardings=shardings)
-        return start(params, self._optimizer)._replace(params=params)
+        return commit(start(params, self._optimizer)._replace(params=params))
 
 
 def _without_params(params: Params, optimizer: optax.GradientTransformation | None) -> TrainState:

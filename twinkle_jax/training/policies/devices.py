@@ -9,6 +9,7 @@ from jax.sharding import Mesh
 
 from twinkle_jax.model import TrainState, make_mesh, shard_like_params, train_state
 from twinkle_jax.model.decoder.parameters import Params
+from twinkle_jax.model.train_step.train_state import commit
 from twinkle_jax.training.configuration.train_config import TrainConfig
 
 
@@ -45,7 +46,7 @@ def begin_training(
 ) -> TrainState:
     """Make a train state around parameters that lie where they belong."""
     if mesh is None:
-        return train_state(params, optimizer)
+        return commit(train_state(params, optimizer))
     begin = partial(_without_params, optimizer=optimizer)
     shardings = shard_like_params(jax.eval_shape(begin, params), mesh)
     return jax.jit(begin, out_shardings=shardings)(params)._replace(params=params)
