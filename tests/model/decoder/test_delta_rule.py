@@ -46,12 +46,18 @@ def test_two_tokens_by_hand():
         log_decay=jnp.zeros((1, 2, 1)),
         strength=jnp.array([[[0.5], [1.0]]]),
     )
-    out, state = delta_rule(inputs)
+    out, state = _run(inputs, chunk=64)
     np.testing.assert_array_equal(out[0, :, 0, 0], [2, 5])
     np.testing.assert_array_equal(state[0, 0, :, 0], [2, 3])
 
 
-@pytest.mark.parametrize(("time", "chunk"), [(1, 64), (7, 4), (8, 4), (9, 64), (13, 1)])
+LENGTHS = [(1, 64), (8, 4), (13, 1)]
+
+
+@pytest.mark.parametrize(
+    ("time", "chunk"),
+    [(9, 4), (9, 64), *(pytest.param(*x, marks=pytest.mark.exhaustive) for x in LENGTHS)],
+)
 @pytest.mark.parametrize("decay", [0.01, 1.0, 30.0])
 def test_chunks_equal_the_recurrence(time, chunk, decay):
     inputs = draw(time, decay=decay)
@@ -72,7 +78,9 @@ def test_steps_equal_the_recurrence():
     assert_close(state, last, 5e-6)
 
 
-@pytest.mark.parametrize("chunk", [3, 4, 64])
+@pytest.mark.parametrize(
+    "chunk", [4, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in (3, 64))]
+)
 def test_segments_start_from_an_empty_state(chunk):
     inputs = draw(11, batch=1)
     segments = np.array([[3, 3, 3, 3, 1, 1, 2, 2, 2, 2, 2]])

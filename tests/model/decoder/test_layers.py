@@ -35,6 +35,7 @@ def test_a_window_decides_what_reaches_a_token():
     assert np.abs(last[0] - last[2]).max() > 0.01
 
 
+@pytest.mark.exhaustive
 def test_a_window_as_long_as_the_row_is_none():
     config, params = config_of("gemma3_text"), params_of("gemma3_text")
     tokens = jnp.array([[5, 6, 7, 8, 9]])

@@ -88,6 +88,7 @@ def test_meshes_that_are_not_ours_are_not_found():
     jax.eval_shape(lambda x: np.testing.assert_equal(find_mesh(None, x), None), there)
 
 
+@pytest.mark.exhaustive
 def test_gradients_leave_a_layer_spread_and_in_the_type_of_the_parameters():
     config, tokens = config_of("qwen3"), jnp.ones((8, 4), jnp.int32)
 

@@ -133,4 +133,3 @@ def test_logits_at_real_shapes(name, tmp_path):
     error = np.abs(actual - expected)[kept].max() / np.abs(expected[kept]).max()
     assert np.std(expected[kept]) > 0.1
     assert error < TOLERANCE.get(name, 1e-5), f"{error:.2g}"
-    print(f"{name}: {error:.2g}")  # noqa: T201

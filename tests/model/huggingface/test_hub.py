@@ -1,24 +1,19 @@
 """A hub id, through huggingface_hub itself, from a server here that answers as the hub does."""
 
-import hashlib
-import http.server
 import json
-import os
 import pathlib
-import subprocess
-import sys
-import threading
 
 import jax
 import pytest
 
+from tests import hub_server
 from tests.model.families import config_of, params_of
 from twinkle_jax.model import Decoder, save_pretrained
 
 pytest.importorskip("safetensors", reason="pip install 'twinkle-jax[checkpoints]'")
 pytest.importorskip("huggingface_hub", reason="pip install 'twinkle-jax[checkpoints]'")
 
-ID, COMMIT = "someone/small-qwen3", "0123456789abcdef0123456789abcdef01234567"
+ID = "someone/small-qwen3"
 SCRIPT = """
 import json, sys
 import jax, numpy as np
@@ -31,62 +26,13 @@ print(json.dumps([np.asarray(leaf).tolist() for leaf in leaves]))
 
 @pytest.fixture
 def hub(tmp_path):
-    """Serve a directory under the addresses of the hub; says where, and what was asked for."""
-    files, asked = tmp_path / "repository", []
-
-    class Handler(http.server.BaseHTTPRequestHandler):
-        def log_message(self, *_):
-            pass
-
-        def answer(self, status, body=b"", **headers):
-            self.send_response(status)
-            for name, value in {"Content-Length": len(body), **headers}.items():
-                self.send_header(name.replace("_", "-"), str(value))
-            self.end_headers()
-            if self.command != "HEAD":
-                self.wfile.write(body)
-
-        def do_GET(self):
-            asked.append(self.path)
-            path = self.path.split("?")[0]
-            if path == f"/api/models/{ID}/revision/main":
-                siblings = [{"rfilename": p.name} for p in sorted(files.iterdir())]
-                body = json.dumps({"id": ID, "sha": COMMIT, "siblings": siblings}).encode()
-                self.answer(200, body, Content_Type="application/json")
-            elif path == f"/api/models/{ID}/tree/{COMMIT}":
-                entries = [
-                    {"type": "file", "oid": "", "size": p.stat().st_size, "path": p.name}
-                    for p in sorted(files.iterdir())
-                ]
-                self.answer(200, json.dumps(entries).encode(), Content_Type="application/json")
-            elif path.startswith(f"/{ID}/resolve/") and (files / pathlib.Path(path).name).exists():
-                body = (files / pathlib.Path(path).name).read_bytes()
-                tag = f'"{hashlib.sha256(body).hexdigest()}"'
-                self.answer(200, body, ETag=tag, X_Repo_Commit=COMMIT)
-            else:
-                self.answer(404, X_Error_Code="RepoNotFound")
-
-        do_HEAD = do_GET
-
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield files, f"http://127.0.0.1:{server.server_port}", asked
-    server.shutdown()
-    server.server_close()
+    files = tmp_path / "repository"
+    with hub_server.serve(files, "models", ID) as (address, asked):
+        yield files, address, asked
 
 
 def load(address, home, name=ID, **environment):
-    """Load by id in a process of its own, because addresses are read at import."""
-    settings = {"JAX_PLATFORMS": "cpu", "NO_PROXY": "127.0.0.1", "HF_HUB_OFFLINE": "0"}
-    settings |= {"HF_ENDPOINT": address, "HF_HOME": str(home)}
-    return subprocess.run(
-        [sys.executable, "-c", SCRIPT, name],
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=pathlib.Path(__file__).parents[3],
-        env={**os.environ, **settings, **environment},
-    )
+    return hub_server.run(SCRIPT, name, address, home, **environment)
 
 
 def test_an_id_is_downloaded_once_and_then_found(hub, tmp_path):
