@@ -1,22 +1,15 @@
 """Tasks by name; GSM8K through huggingface_hub, from a server here that answers as the hub does."""
 
-import hashlib
-import http.server
 import json
-import os
-import subprocess
-import sys
-import threading
-from pathlib import Path
 
 import pytest
 
+from tests import hub_server
 from twinkle_jax.reward import ExactMatchReward, GSM8KAccuracyReward
 from twinkle_jax.training import EvaluationConfig, TrainConfig
 from twinkle_jax.training.configuration.tasks import make_task
 
-ROOT = Path(__file__).parents[3]
-ID, COMMIT = "openai/gsm8k", "0123456789abcdef0123456789abcdef01234567"
+ID = "openai/gsm8k"
 SCRIPT = """
 import json, sys
 from twinkle_jax.training import TrainConfig
@@ -65,64 +58,14 @@ def test_a_file_that_is_not_there_is_named(task):
 
 @pytest.fixture
 def hub(tmp_path):
-    """Serve a directory under the addresses of the hub's data sets."""
     files = tmp_path / "repository"
     (files / "main").mkdir(parents=True)
-
-    class Handler(http.server.BaseHTTPRequestHandler):
-        def log_message(self, *_):
-            pass
-
-        def answer(self, status, body=b"", **headers):
-            self.send_response(status)
-            for name, value in {"Content-Length": len(body), **headers}.items():
-                self.send_header(name.replace("_", "-"), str(value))
-            self.end_headers()
-            if self.command != "HEAD":
-                self.wfile.write(body)
-
-        def do_GET(self):
-            path = self.path.split("?")[0]
-            names = [p.relative_to(files).as_posix() for p in sorted(files.rglob("*.*"))]
-            wanted = files / path.partition(f"/resolve/{COMMIT}/")[2]
-            if path == f"/api/datasets/{ID}/revision/main":
-                siblings = [{"rfilename": name} for name in names]
-                body = json.dumps({"id": ID, "sha": COMMIT, "siblings": siblings}).encode()
-                self.answer(200, body, Content_Type="application/json")
-            elif path == f"/api/datasets/{ID}/tree/{COMMIT}":
-                sizes = {name: (files / name).stat().st_size for name in names}
-                entries = [
-                    {"type": "file", "oid": "", "size": s, "path": n} for n, s in sizes.items()
-                ]
-                self.answer(200, json.dumps(entries).encode(), Content_Type="application/json")
-            elif path.startswith(f"/datasets/{ID}/resolve/") and wanted.is_file():
-                body = wanted.read_bytes()
-                tag = f'"{hashlib.sha256(body).hexdigest()}"'
-                self.answer(200, body, ETag=tag, X_Repo_Commit=COMMIT)
-            else:
-                self.answer(404, X_Error_Code="RepoNotFound")
-
-        do_HEAD = do_GET
-
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield files, f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
-    server.server_close()
+    with hub_server.serve(files, "datasets", ID) as (address, _):
+        yield files, address
 
 
 def load(address, home, task="gsm8k", **environment):
-    """Make the task in a process of its own, because addresses are read at import."""
-    settings = {"JAX_PLATFORMS": "cpu", "NO_PROXY": "127.0.0.1", "HF_HUB_OFFLINE": "0"}
-    settings |= {"HF_ENDPOINT": address, "HF_HOME": str(home)}
-    return subprocess.run(
-        [sys.executable, "-c", SCRIPT, task],
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=ROOT,
-        env={**os.environ, **settings, **environment},
-    )
+    return hub_server.run(SCRIPT, task, address, home, **environment)
 
 
 def test_gsm8k_from_the_hub_is_judged_on_its_test_split(hub, tmp_path):
