@@ -18,6 +18,7 @@ from twinkle_jax import advantage
 PROMPTS, SIZE = 4, 6
 COUNT = PROMPTS * SIZE
 IDS = np.repeat(np.arange(PROMPTS), SIZE)
+SEGMENT_COUNT = PROMPTS + 1  # one id that no sample has
 LENGTHS = np.random.default_rng(7).integers(1, 30, COUNT)
 GREEDY = np.float32([0.25, 1.0, -0.5, 0.0])
 DATA = {"lengths": LENGTHS, "greedy_rewards": GREEDY}

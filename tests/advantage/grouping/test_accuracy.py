@@ -1,37 +1,65 @@
-"""Accuracy under an offset, at every magnitude, and in every type."""
+"""All estimators under an offset and at every magnitude, and the types that are computed in."""
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from tests.advantage.estimates import SCALES, every_estimate, every_segment_estimate
-from tests.advantage.reference import reference, segment_reference
+from tests.advantage.cases import (
+    CASES,
+    COUNT,
+    DATA,
+    IDS,
+    PROMPTS,
+    ROWS,
+    SEGMENT_COUNT,
+    SEGMENTS,
+    SIZE,
+    expected,
+    obeying,
+    rewards_of,
+)
 from twinkle_jax import grpo_advantage, rloo_advantage
 from twinkle_jax.advantage import group_statistics, segment_grpo_advantage
 
+EVERYONE = np.ones(COUNT, bool)
 
-@given(
-    offset=st.sampled_from([1e3, 1e6, -1e6, 12345678.0, 1e8]),
-    size=st.sampled_from([3, 4, 7, 70]),
-    seed=st.integers(0, 1000),
-)
-def test_a_large_common_part_does_not_hurt(offset, size, seed):
-    # differences of 100 units in the last place and more
-    unit = float(np.spacing(np.float32(abs(offset))))
-    steps = np.random.default_rng(seed).integers(-400, 400, 2 * size) * unit
-    steps[::size], steps[1::size] = -100 * unit, 100 * unit
-    rewards = np.float32(offset + steps)
-    for (name, scale), advantages in every_estimate(rewards, size).items():
-        expected = reference(rewards, size, scale, leave_one_out=name == "rloo")
-        atol = 1e-5 * np.abs(expected).max()
-        np.testing.assert_allclose(advantages, expected, rtol=1e-5, atol=atol)
-    ids = np.repeat([1, 0], size)
-    for (name, scale), advantages in every_segment_estimate(rewards, ids, 2).items():
-        expected = segment_reference(rewards, ids.tolist(), scale, leave_one_out=name == "rloo")
-        atol = 1e-5 * np.abs(expected).max()
-        np.testing.assert_allclose(advantages, expected, rtol=1e-5, atol=atol)
+
+def _close(result, wanted, atol=1e-5):
+    np.testing.assert_allclose(result, wanted, rtol=1e-5, atol=atol * np.abs(wanted).max())
+
+
+@pytest.mark.parametrize("name", obeying(shift=True))
+def test_a_large_common_part_does_not_hurt(name):
+    for offset in (1e3, -1e6, 12345678.0, 1e8):
+        # differences of 100 units in the last place and more
+        unit = float(np.spacing(np.float32(abs(offset))))
+        steps = np.random.default_rng(3).integers(-400, 400, COUNT) * unit
+        steps[::SIZE], steps[1::SIZE] = -100 * unit, 100 * unit
+        rewards = np.float32(offset + steps)
+        wanted = expected(name, rewards, IDS, EVERYONE)
+        _close(ROWS[name](rewards), wanted)
+        if name in SEGMENTS:
+            _close(SEGMENTS[name](rewards, IDS, SEGMENT_COUNT), wanted)
+
+
+@pytest.mark.parametrize("name", [*obeying(scale="equivariant"), *obeying(scale="invariant")])
+def test_magnitudes(name):
+    """Powers of two, so that nothing but overflow could make a difference; epsilon is 1e-8."""
+    rewards = rewards_of("real")
+    plain = np.asarray(ROWS[name](rewards))
+    for factor in np.float32([2.0**-7, 2.0**33, 2.0**60]):
+        own = {key: DATA[key] * factor for key in CASES[name].data if key != "lengths"}
+        wanted = plain * factor if CASES[name].scale == "equivariant" else plain
+        _close(ROWS[name](rewards * factor, **own), wanted)
+
+
+def test_statistics_at_every_magnitude():
+    for magnitude in (1e-2, 1.0, 1e10, 1e18):
+        rewards = np.float32(np.random.default_rng(1).uniform(-1, 1, COUNT) * magnitude)
+        groups = rewards.reshape(PROMPTS, SIZE).astype(np.float64)
+        statistics = group_statistics(rewards, SIZE)
+        np.testing.assert_allclose(statistics.std, groups.std(1, ddof=1), rtol=1e-5)
+        np.testing.assert_allclose(statistics.mean, groups.mean(1), atol=1e-6 * magnitude)
 
 
 def test_offset_example_by_hand():
@@ -44,23 +72,17 @@ def test_offset_example_by_hand():
     assert result.tolist() == [-4.6875, 1.5625, -4.6875, 7.8125]
 
 
-@pytest.mark.parametrize("scale", SCALES)
-@pytest.mark.parametrize("size", [2, 8, 128])
-@pytest.mark.parametrize("magnitude", [1e-2, 1.0, 1e10, 1e18])
-def test_magnitudes(scale, size, magnitude):
-    rewards = np.float32(np.random.default_rng(size).uniform(-1, 1, 128 * size) * magnitude)
-    rewards[:2] = -magnitude, magnitude
-    expected = reference(rewards, size, scale, leave_one_out=True)
-    result = np.asarray(rloo_advantage(rewards, size, scale))
-    np.testing.assert_allclose(result, expected, rtol=1e-5, atol=1e-5 * np.abs(expected).max())
-    groups = rewards.reshape(-1, size).astype(np.float64)
-    statistics = group_statistics(rewards, size)
-    np.testing.assert_allclose(statistics.std, groups.std(1, ddof=1), rtol=1e-5)
-    np.testing.assert_allclose(statistics.mean, groups.mean(1), atol=1e-6 * magnitude)
+OTHERS = [jnp.float16, np.float32, np.float64, np.int8, np.uint8]
 
 
 @pytest.mark.parametrize(
-    "dtype", [jnp.float16, jnp.bfloat16, np.float32, np.float64, np.int8, np.uint8, np.int64, bool]
+    "dtype",
+    [
+        jnp.bfloat16,
+        np.int64,
+        bool,
+        *(pytest.param(x, marks=pytest.mark.exhaustive) for x in OTHERS),
+    ],
 )
 def test_types_are_computed_and_returned_in_float32(dtype):
     rewards = np.array([0, 1, 0, 1, 1, 0, 0, 0]).astype(dtype)
@@ -69,9 +91,8 @@ def test_types_are_computed_and_returned_in_float32(dtype):
         result = grpo_advantage(given_rewards, 4)
         assert result.dtype == jnp.float32
         assert np.array_equal(result, expected)
-        assert group_statistics(given_rewards, 4).mean.dtype == jnp.float32
-        ids = np.repeat([0, 1], 4)
-        assert segment_grpo_advantage(given_rewards, ids, 2).dtype == jnp.float32
+    assert group_statistics(rewards, 4).mean.dtype == jnp.float32
+    assert segment_grpo_advantage(rewards, np.repeat([0, 1], 4), 2).dtype == jnp.float32
 
 
 def test_bfloat16_is_widened_before_any_arithmetic():

@@ -1,4 +1,4 @@
-"""Eight devices: the family on sharded rewards and tokens equals the family on one device.
+"""Eight devices: estimators on sharded rewards and tokens give what they give on one device.
 
 There are three samples a device and six a group, so that groups straddle shards.
 """
@@ -32,9 +32,16 @@ REWARDS = RNG.uniform(size=COUNT).astype(np.float32)
 SHUFFLED = RNG.permutation(IDS)
 TOKENS, VALUES = RNG.normal(size=(2, COUNT, TIME)).astype(np.float32)
 MASK = RNG.uniform(size=(COUNT, TIME)) < 0.7
-# The ones with batch statistics on both kinds of mesh, and one that sorts.
-MESHES = [(kind, name) for kind in KINDS for name in ("gdpo", "reinforce++")]
-MESHES += [("explicit", "pkpo, mean")]
+# With statistics of the batch, and one that sorts; all the others, on both kinds, where CI looks.
+FIRST = {("auto", "grpo, batch"), ("explicit", "reinforce++"), ("explicit", "pkpo, mean")}
+
+
+def _everywhere(names):
+    return [
+        pytest.param(kind, name, marks=[] if (kind, name) in FIRST else [pytest.mark.exhaustive])
+        for kind in KINDS
+        for name in names
+    ]
 
 
 def _mesh(kind):
@@ -45,7 +52,7 @@ def _with_lengths(name, lengths):
     return {"lengths": lengths} if name in ("opo", "reinforce++") else {}
 
 
-@pytest.mark.parametrize(("kind", "name"), MESHES)
+@pytest.mark.parametrize(("kind", "name"), _everywhere(ROWS))
 def test_groups_may_straddle_shards(kind, name):
     sharding = NamedSharding(_mesh(kind), P("data"))
     rewards, keep, lengths = (jax.device_put(x, sharding) for x in (REWARDS, KEEP, LENGTHS))
@@ -55,9 +62,9 @@ def test_groups_may_straddle_shards(kind, name):
     assert result.sharding.is_equivalent_to(sharding, 1), result.sharding
 
 
-@pytest.mark.parametrize("name", ["gdpo", "reinforce++"])
-def test_segments_may_straddle_shards(name):
-    sharding = NamedSharding(_mesh("explicit"), P("data"))
+@pytest.mark.parametrize(("kind", "name"), _everywhere(SEGMENTS))
+def test_segments_may_straddle_shards(kind, name):
+    sharding = NamedSharding(_mesh(kind), P("data"))
     rewards, ids, lengths = (jax.device_put(x, sharding) for x in (REWARDS, SHUFFLED, LENGTHS))
     expected = SEGMENTS[name](REWARDS, SHUFFLED, 4, where=None, **_with_lengths(name, LENGTHS))
     result = SEGMENTS[name](rewards, ids, 4, where=None, **_with_lengths(name, lengths))
@@ -65,7 +72,7 @@ def test_segments_may_straddle_shards(name):
     assert result.sharding.is_equivalent_to(sharding, 1), result.sharding
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["explicit", pytest.param("auto", marks=pytest.mark.exhaustive)])
 def test_greedy_rewards_and_the_filter(kind):
     sharding = NamedSharding(_mesh(kind), P("data"))
     rewards = jax.device_put(REWARDS, sharding)
@@ -107,8 +114,9 @@ def test_tokens(kind, spec):
         assert result[-1].sharding.is_equivalent_to(per_row.sharding, 1)
 
 
-def test_shard_map_with_axis_name():
-    mesh = _mesh("auto")
+@pytest.mark.parametrize("kind", ["auto", pytest.param("explicit", marks=pytest.mark.exhaustive)])
+def test_shard_map_with_axis_name(kind):
+    mesh = _mesh(kind)
     mapped = functools.partial(jax.shard_map, mesh=mesh, in_specs=P("data"), out_specs=P("data"))
 
     @jax.jit
@@ -117,6 +125,9 @@ def test_shard_map_with_axis_name():
         rows = {"where": keep, "axis_name": "data"}
         return (
             ROWS["gdpo"](rewards, 3, **rows),
+            ROWS["grpo, batch"](rewards, 3, **rows),
+            ROWS["grpo, none"](rewards, 1, **rows),
+            SEGMENTS["rloo, group"](rewards, ids, 4, **rows),
             ROWS["reinforce++"](rewards, 3, lengths=lengths, **rows),
             SEGMENTS["opo"](rewards, ids, 4, where=None, lengths=lengths, axis_name=("data",)),
             SEGMENTS["reinforce++"](rewards, ids, 4, where=None, lengths=lengths, axis_name="data"),
@@ -126,6 +137,9 @@ def test_shard_map_with_axis_name():
 
     expected = (
         ROWS["gdpo"](REWARDS, 3, where=KEEP),
+        ROWS["grpo, batch"](REWARDS, 3, where=KEEP),
+        ROWS["grpo, none"](REWARDS, 1, where=KEEP),
+        SEGMENTS["rloo, group"](REWARDS, SHUFFLED, 4, where=KEEP),
         ROWS["reinforce++"](REWARDS, 3, where=KEEP, lengths=LENGTHS),
         SEGMENTS["opo"](REWARDS, SHUFFLED, 4, where=None, lengths=LENGTHS),
         SEGMENTS["reinforce++"](REWARDS, SHUFFLED, 4, where=None, lengths=LENGTHS),

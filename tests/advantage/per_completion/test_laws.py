@@ -16,6 +16,7 @@ from tests.advantage.cases import (
     LENGTHS,
     PROMPTS,
     ROWS,
+    SEGMENT_COUNT,
     SEGMENTS,
     SIZE,
     K,
@@ -143,7 +144,7 @@ def test_prompts_do_not_see_each_other(rewards, order):
 
 @given(st.data())
 def test_ragged_segments(data):
-    rewards, most = data.draw(graded()), 5
+    rewards, most = data.draw(graded()), SEGMENT_COUNT
     drawn = data.draw(st.lists(st.integers(-2, most + 1), min_size=COUNT, max_size=COUNT))
     keep = np.asarray(data.draw(st.lists(st.booleans(), min_size=COUNT, max_size=COUNT)))
     ids = np.asarray(drawn)
@@ -161,6 +162,6 @@ def test_segments_that_are_rows_in_any_order():
     rewards, order = rng.uniform(size=COUNT).astype(np.float32), rng.permutation(COUNT)
     for name, estimator in SEGMENTS.items():
         more = {key: DATA[key][order] for key in CASES[name].data}
-        names = np.asarray([7, 0, 4, 2])[IDS]
-        found = estimator(rewards[order], names[order], 9, **more)
+        names = np.asarray([3, 0, 4, 2])[IDS]
+        found = estimator(rewards[order], names[order], SEGMENT_COUNT, **more)
         _close(found, np.asarray(ROWS[name](rewards))[order])

@@ -15,6 +15,7 @@ from tests.advantage.cases import (
     LENGTHS,
     PROMPTS,
     ROWS,
+    SEGMENT_COUNT,
     SEGMENTS,
     SIZE,
     UNGROUPED,
@@ -35,8 +36,8 @@ def test_garbage_under_the_mask_changes_no_bit(name):
         dirty = jnp.where(KEEP, rewards, np.float32(garbage))
         np.testing.assert_array_equal(ROWS[name](dirty, where=KEEP), clean)
         if name in SEGMENTS:
-            by_id = SEGMENTS[name](dirty, IDS, PROMPTS, where=KEEP)
-            zeroed = SEGMENTS[name](jnp.where(KEEP, rewards, 0), IDS, PROMPTS, where=KEEP)
+            by_id = SEGMENTS[name](dirty, IDS, SEGMENT_COUNT, where=KEEP)
+            zeroed = SEGMENTS[name](jnp.where(KEEP, rewards, 0), IDS, SEGMENT_COUNT, where=KEEP)
             np.testing.assert_array_equal(by_id, zeroed)
 
 
@@ -63,7 +64,7 @@ def test_nothing_left_is_zero_never_nan(name):
         rewards, where = jnp.full(COUNT, garbage), jnp.zeros(COUNT, bool)
         assert ROWS[name](rewards, where=where).tolist() == [0] * COUNT
         if name in SEGMENTS:
-            by_id = SEGMENTS[name](rewards, IDS, PROMPTS, where=where)
+            by_id = SEGMENTS[name](rewards, IDS, SEGMENT_COUNT, where=where)
             assert by_id.tolist() == [0] * COUNT
 
 
@@ -72,12 +73,19 @@ def test_equal_rewards_are_exactly_zero(name):
     rewards = np.repeat(np.float32(CONSTANTS), SIZE)
     unit = np.spacing(np.abs(rewards))
     wobbly = rewards - np.sign(rewards) * unit * np.tile([0, 4, 1, 0, 3, 4], PROMPTS)
-    for given in (rewards, wobbly.astype(np.float32)):
-        result = np.asarray(GROUPED[name](given))
-        assert not result.any()
-        assert not np.signbit(result).any()
+    constant = np.full(COUNT, 0.1, np.float32)
+    for given in (rewards, wobbly.astype(np.float32), constant):
+        left = GROUPED[name](np.where(KEEP, given, 7), where=KEEP)
+        for result in map(np.asarray, (GROUPED[name](given), left)):
+            assert not result.any()
+            assert not np.signbit(result).any()
         if name in SEGMENTS:
-            assert not np.asarray(SEGMENTS[name](given, IDS, PROMPTS)).any()
+            assert not np.asarray(SEGMENTS[name](given, IDS, SEGMENT_COUNT)).any()
+    # one that is five units above the others is a signal
+    five = rewards - np.sign(rewards) * unit * np.tile([0, 5, 5, 5, 5, 5], PROMPTS)
+    if CASES[name].ordered:  # the others ask for success; and MaxRL for positive rewards
+        result = np.asarray(GROUPED[name](five.astype(np.float32))).reshape(PROMPTS, SIZE)
+        assert result[np.float32(CONSTANTS) > 0].any(axis=1).all()
     # beside prompts with a signal, and for a lone survivor
     mixed = rewards_of("real")
     mixed[:SIZE] = 0.1
@@ -92,6 +100,11 @@ def test_equal_rewards_are_exactly_zero(name):
 def test_unmasked_garbage_on_a_device_poisons_its_group_and_never_becomes_zero(name, bad):
     rewards = jnp.asarray(rewards_of("graded")).at[2].set(bad)
     result = np.asarray(ROWS[name](rewards)).reshape(PROMPTS, SIZE)
+    equal = jnp.asarray(rewards_of("graded")).at[:SIZE].set(bad)
+    assert not np.isfinite(np.asarray(ROWS[name](equal))[:SIZE]).any()
+    if name in SEGMENTS:
+        by_id = np.asarray(SEGMENTS[name](rewards, IDS, SEGMENT_COUNT))
+        np.testing.assert_array_equal(np.isnan(by_id), np.isnan(result.ravel()))
     if CASES[name].batch_wide:
         assert np.isnan(result).all()
     elif name in UNGROUPED:  # no sample has a part in another

@@ -23,7 +23,14 @@ BATCHES = np.random.default_rng(0).uniform(size=(3, COUNT)).astype(np.float32)
 KEEP = np.random.default_rng(1).uniform(size=(3, COUNT)) < 0.8
 
 
-@pytest.mark.parametrize("name", ROWS)
+# One that sorts, one with statistics of the batch, one with components, one with data of its own.
+FIRST = ("mc_grpo", "grpo, batch", "gdpo", "opo")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [*FIRST, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in ROWS if n not in FIRST)],
+)
 def test_jit_and_vmap(name):
     @jax.jit
     def run(batches, keep):
@@ -98,10 +105,10 @@ def test_lowers_for_every_platform():
 
     shapes = (COUNT,), (COUNT, 5)
     arguments = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
-    for platform in ("cpu", "cuda", "rocm", "tpu"):
-        exported = jax.export.export(jax.jit(step), platforms=[platform])(*arguments)
-        assert exported.platforms == (platform,)
-        assert "callback" not in exported.mlir_module()
+    platforms = ("cpu", "cuda", "rocm", "tpu")
+    exported = jax.export.export(jax.jit(step), platforms=platforms)(*arguments)
+    assert exported.platforms == platforms
+    assert "callback" not in exported.mlir_module()
 
 
 @pytest.mark.exhaustive
@@ -113,6 +120,7 @@ def test_without_jit():
         np.testing.assert_allclose(plain, compiled, rtol=1e-5, atol=1e-6, err_msg=name)
 
 
+@pytest.mark.exhaustive
 def test_inside_scan_and_remat():
     batches = jnp.asarray(BATCHES)
 
