@@ -33,12 +33,14 @@ def prompts():
     return jnp.stack([jnp.full_like(digits, example.START), digits], axis=1)
 
 
+@pytest.mark.exhaustive
 def test_the_reward_rises(learnt):
     _, rewards = learnt
     assert rewards[0] < 0.2
     assert np.mean(rewards[-5:]) > 0.5
 
 
+@pytest.mark.exhaustive
 def test_what_is_saved_is_what_was_trained(learnt):
     folder, rewards = learnt
     config = parse_config(example.TINY_QWEN3)

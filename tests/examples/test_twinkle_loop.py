@@ -12,9 +12,8 @@ example = load("twinkle_loop")
 FORMS = [("responses", "grpo"), ("whole", "rloo")]
 
 
-@pytest.mark.parametrize(
-    ("form", "advantage"), [FORMS[0], pytest.param(*FORMS[1], marks=pytest.mark.exhaustive)]
-)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("form", "advantage"), FORMS)
 def test_the_reward_rises(form, advantage):
     rewards = example.run(form, advantage, steps=10)
     assert len(rewards) == 10

@@ -43,7 +43,10 @@ def test_the_loop_carries_one_cache():
     assert temporary < 1.3 * cache
 
 
-MESHES = [{"data": 8}, {"data": 2, "fsdp": 2, "tensor": 2}]
+MESHES = [
+    {"data": 2, "fsdp": 2, "tensor": 2},
+    pytest.param({"data": 8}, marks=pytest.mark.exhaustive),
+]
 
 
 @pytest.mark.parametrize("axes", MESHES, ids=str)

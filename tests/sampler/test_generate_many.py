@@ -10,11 +10,11 @@ from twinkle_jax.model import make_mesh
 from twinkle_jax.sampler import Sampling, generate, generate_many
 
 
-def both(name, *, sampling=None, limits=None, **options):
+def both(name, *, sampling=None, limits=None, params=None, last=range(3), **options):
     sampling = Sampling() if sampling is None else sampling
-    prompts = [[*prompt, i] for i in range(3) for prompt in PROMPTS]
+    prompts = [[*prompt, i] for i in last for prompt in PROMPTS]
     shared = {"num_samples": 2, "max_new_tokens": 12, "max_tokens": limits}
-    params, config = params_of(name), config_of(name)
+    config, params = config_of(name), params_of(name) if params is None else params
     tokens = batch(prompts, 7, "right")
     whole = generate(params, config, *tokens, jax.random.key(0), sampling, **shared)
     by_slots = generate_many(
@@ -50,15 +50,15 @@ def test_slots_are_spread_over_eight_devices():
 
 
 def test_a_row_of_nan_leaves_nothing_in_its_slot():
-    params, config = params_of("qwen3"), config_of("qwen3")
+    params = params_of("qwen3")
     broken = jax.tree.map(lambda x: x, params)
     embedding = params["embed_tokens"]["embedding"].at[47].set(np.nan)
     broken["embed_tokens"] = {"embedding": embedding}
-    prompts = [[47, 5], [6, 7]]
-    drawn = generate_many(
-        broken, config, prompts, jax.random.key(0), max_new_tokens=4, max_tokens=[4, 3], slots=1
-    )
-    assert np.all(np.isnan(drawn.logprobs[0])) and np.all(np.isfinite(drawn.logprobs[1]))
+    sampling = Sampling(stop_tokens=[47])
+    options = {"params": broken, "last": (47, 1, 2), "limits": np.full(24, 3)}
+    _, by_slots = both("qwen3", sampling=sampling, slots=5, refill=2, **options)
+    assert np.all(np.isnan(by_slots.logprobs[:8, 0]))
+    assert np.all(np.isfinite(by_slots.logprobs[8:]))
 
 
 BAD = [

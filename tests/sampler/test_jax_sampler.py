@@ -73,9 +73,9 @@ def test_the_training_loop_of_the_documentation(checkpoint):
 
 def test_sequences_hold_what_training_needs(actor):
     sampler = JaxSampler(actor)
-    response = sampler.sample(CHATS, PARAMS, num_samples=3)
+    response = sampler.sample(CHATS, PARAMS, num_samples=4)
     tokenizer = sampler.template.tokenizer
-    assert [len(one.sequences) for one in response] == [3, 3]
+    assert [len(one.sequences) for one in response] == [4, 4]
     for chat, one in zip(CHATS, response, strict=True):
         prompt = Template(tokenizer).encode(chat, add_generation_prompt=True)["input_ids"].tolist()
         assert one.prompt_token_ids == prompt
@@ -97,25 +97,25 @@ def test_sequences_hold_what_training_needs(actor):
 
 def test_calls_draw_anew_and_a_seed_repeats(actor):
     sampler = JaxSampler(actor, seed=5)
-    first, second = (sampler.sample(CHATS, PARAMS) for _ in range(2))
+    first, second = (sampler.sample(CHATS, PARAMS, num_samples=4) for _ in range(2))
     assert tokens_of(first) != tokens_of(second)
     resumed = JaxSampler(actor, seed=5)
     resumed.calls = 1
-    assert tokens_of(resumed.sample(CHATS, PARAMS)) == tokens_of(second)
-    seeded = SamplingParams(max_tokens=6, seed=1)
+    assert tokens_of(resumed.sample(CHATS, PARAMS, num_samples=4)) == tokens_of(second)
+    seeded = SamplingParams(max_tokens=6, seed=1, num_samples=4)
     assert tokens_of(sampler.sample(CHATS, seeded)) == tokens_of(sampler.sample(CHATS, seeded))
 
 
 def test_a_prompt_is_completed_alike_whatever_stands_behind_it(actor):
     sampler = JaxSampler(actor)
-    seeded = SamplingParams(max_tokens=6, seed=1)
+    seeded = SamplingParams(max_tokens=6, seed=1, num_samples=4)
     alone, among = sampler.sample(CHATS[0], seeded), sampler.sample(CHATS, seeded)
-    assert alone[0].sequences[0].tokens == among[0].sequences[0].tokens
+    assert [s.tokens for s in alone[0].sequences] == [s.tokens for s in among[0].sequences]
 
 
 def test_features_and_strings_are_prompts_too(actor):
     sampler = JaxSampler(actor)
-    params = {"max_new_tokens": 4, "seed": 2, "num_samples": 2}
+    params = {"max_new_tokens": 6, "seed": 2, "num_samples": 4}
     text = sampler.sample("1+1=", params)
     ids = sampler.template.tokenizer.encode("1+1=")
     padded = {"input_ids": [0, *ids], "attention_mask": [0, *[1] * len(ids)]}
@@ -139,14 +139,14 @@ def test_room_is_the_limit_where_nothing_else_is(actor):
 def test_a_completion_is_cut_behind_a_stop_string(actor):
     sampler = JaxSampler(actor)
     tokenizer = sampler.template.tokenizer
-    ask = {"max_tokens": 12, "seed": 0}
-    free = [s for one in sampler.sample(CHATS, ask, num_samples=8) for s in one.sequences]
-    long = next(s for s in free if len(s.decoded) > 4)
+    ask = {"max_tokens": 6, "seed": 0}
+    free = [s for one in sampler.sample(CHATS, ask, num_samples=4) for s in one.sequences]
+    long = next(s for s in free if len(s.decoded) > 3)
     stop = long.decoded[2:4]
     with_stop = SamplingParams(**ask, stop=stop)
-    cut = [s for one in sampler.sample(CHATS, with_stop, num_samples=8) for s in one.sequences]
+    cut = [s for one in sampler.sample(CHATS, with_stop, num_samples=4) for s in one.sequences]
     shown = SamplingParams(**ask, stop=[stop], include_stop_str_in_output=True)
-    kept = [s for one in sampler.sample(CHATS, shown, num_samples=8) for s in one.sequences]
+    kept = [s for one in sampler.sample(CHATS, shown, num_samples=4) for s in one.sequences]
     for before, after, whole in zip(free, cut, kept, strict=True):
         place = before.decoded.find(stop)
         if place < 0:
@@ -165,9 +165,9 @@ def test_a_completion_is_cut_behind_a_stop_string(actor):
 def test_stop_ids_and_names_of_control_tokens_end_a_row(actor):
     sampler = JaxSampler(actor)
     user = sampler.template.tokenizer.backend.token_to_id("<|user|>")
-    ask = {"max_tokens": 30, "seed": 0}
-    by_id = sampler.sample(CHATS, SamplingParams(**ask, stop=[user]), num_samples=8)
-    by_name = sampler.sample(CHATS, SamplingParams(**ask, stop="<|user|>"), num_samples=8)
+    ask = {"max_tokens": 6, "seed": 0}
+    by_id = sampler.sample(CHATS, SamplingParams(**ask, stop=[user]), num_samples=4)
+    by_name = sampler.sample(CHATS, SamplingParams(**ask, stop="<|user|>"), num_samples=4)
     ends = [s.tokens[-1] for one in by_id for s in one.sequences if s.stop_reason == "stop"]
     assert user in ends
     for one, other in zip(by_id, by_name, strict=True):
@@ -226,7 +226,9 @@ def test_it_needs_one_policy(actor, checkpoint):
 def test_without_a_tokenizer_there_are_ids_only(actor):
     sampler = JaxSampler(actor)
     sampler.template = None
-    one = sampler.sample({"input_ids": [8, 9]}, SamplingParams(max_tokens=3))[0].sequences[0]
+    one = sampler.sample({"input_ids": [8, 9]}, SamplingParams(max_tokens=6, num_samples=4))[
+        0
+    ].sequences[0]
     assert one.decoded is None and one.new_input_feature["input_ids"].tolist()[:2] == [8, 9]
     for wrong in ("12", CHATS[0]):
         with pytest.raises(

@@ -63,6 +63,7 @@ def test_a_server_that_says_other_log_probabilities_is_found_out(sampler, server
         sampler.sync_weights(TransformersModel(model_id=checkpoint))
 
 
+@pytest.mark.exhaustive
 def test_an_actor_of_another_type_writes_it_and_has_more_room(sampler, checkpoint, tmp_path):
     actor = changed(TransformersModel(model_id=checkpoint, dtype="bfloat16"))
     sampler.sync_weights(actor)
@@ -157,6 +158,7 @@ def test_an_adapter_on_another_base_is_found_out_and_forgotten(
     assert list(server.models) == [server.name] and adapters_in(tmp_path) == []
 
 
+@pytest.mark.exhaustive
 def test_a_tied_head_is_written_apart(sampler, server, tmp_path):
     tied = write_checkpoint(tmp_path / "tied", tied=True)
     actor = changed(TransformersModel(model_id=tied))
