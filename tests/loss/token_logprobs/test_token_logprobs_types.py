@@ -23,10 +23,10 @@ from twinkle_jax.loss.token_logprobs.score import token_logprobs
     ("hidden", "head", "result"),
     [
         ("bfloat16", "bfloat16", "float32"),
-        ("bfloat16", "float32", "float32"),
+        pytest.param("bfloat16", "float32", "float32", marks=pytest.mark.exhaustive),
         pytest.param("float16", "float16", "float32", marks=pytest.mark.exhaustive),
         pytest.param("float32", "float64", "float64", marks=pytest.mark.exhaustive),
-        ("float64", "bfloat16", "float64"),
+        pytest.param("float64", "bfloat16", "float64", marks=pytest.mark.exhaustive),
     ],
 )
 def test_types(hidden, head, result):
@@ -70,7 +70,9 @@ def test_small_gradients_survive_float16():
     assert_close(compute(half)[1][2], reference(half)[1][2])
 
 
-@pytest.mark.parametrize("dtype", ["int8", "uint32", "int64"])
+@pytest.mark.parametrize(
+    "dtype", ["int64", *(pytest.param(x, marks=pytest.mark.exhaustive) for x in ("int8", "uint32"))]
+)
 def test_types_of_tokens(dtype):
     case = make(20, 3, 200)
     tokens = case.tokens % 100

@@ -48,8 +48,8 @@ def test_automatic_axes(expected):
     ("tokens", "head"),
     [
         ("data", P("model", "data")),
-        (("data", "model"), P(None, "model")),
-        (None, P("model", None)),
+        pytest.param(("data", "model"), P(None, "model"), marks=pytest.mark.exhaustive),
+        pytest.param(None, P("model", None), marks=pytest.mark.exhaustive),
     ],
 )
 def test_explicit_axes(expected, tokens, head):
@@ -90,7 +90,12 @@ def test_each_device_works_on_its_own_tokens():
 
 
 @pytest.mark.parametrize(
-    ("check_vma", "temperature"), [(True, None), (False, None), (True, np.float32(0.75))]
+    ("check_vma", "temperature"),
+    [
+        (True, None),
+        pytest.param(False, None, marks=pytest.mark.exhaustive),
+        pytest.param(True, np.float32(0.75), marks=pytest.mark.exhaustive),
+    ],
 )
 def test_inside_shard_map(expected, check_vma, temperature):
     mesh, shared = make_mesh(AxisType.Auto, AxisType.Auto), temperature is not None

@@ -2,11 +2,9 @@
 
 import math
 import re
-import time
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 from twinkle_jax.loss.token_logprobs.score import token_logprobs
@@ -89,35 +87,6 @@ def test_what_is_not_differentiated_costs_nothing():
         return text.count(" dot(")
 
     assert products(0) == products(1) == products(0, 1) - 1
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("spread", [False, True])
-def test_masked_tokens_cost_nothing(spread):
-    tokens, feature, vocab = 2048, 128, 2048
-    draw = np.random.default_rng(0)
-    hidden = draw.normal(size=(tokens, feature)).astype(np.float32)
-    head = draw.normal(size=(feature, vocab)).astype(np.float32)
-    names = jnp.zeros(tokens, jnp.int32)
-
-    @jax.jit
-    def gradient(hidden, head, mask):
-        score = lambda *x: jnp.sum(token_logprobs(*x, names, mask=mask, chunk_size=64))  # noqa: E731
-        return jax.grad(score, (0, 1))(hidden, head)
-
-    def seconds(mask):
-        jax.block_until_ready(gradient(hidden, head, mask))
-        times = []
-        for _ in range(5):
-            begin = time.perf_counter()
-            jax.block_until_ready(gradient(hidden, head, mask))
-            times.append(time.perf_counter() - begin)
-        return min(times)
-
-    position = np.arange(tokens)
-    few = position % 32 == 5 if spread else position < 64
-    # One chunk of the 32: measured between a tenth and a twentieth of the time.
-    assert seconds(few) < seconds(np.ones(tokens, bool)) / 4
 
 
 def test_tilings():
