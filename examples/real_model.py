@@ -11,10 +11,11 @@ Left out: any instruction or example in the prompt, and any answer that the mode
 """
 
 import json
-import random
 import re
 import sys
 from pathlib import Path
+
+import numpy as np
 
 PROMPTS = ["3 + 4 =", "The capital of France is"]
 # A base model has no roles: its prompt is the beginning of a text.
@@ -55,7 +56,6 @@ def write_checkpoint(directory):
 def compare_logits(directory, rows):
     """Give the largest difference from the logits of transformers, as a part of the largest."""
     import jax
-    import numpy as np
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -76,7 +76,7 @@ def compare_logits(directory, rows):
 def write_sums(directory):
     """Write all sums of two digits from 1 to 9: 16 to judge by, 65 to train on."""
     sums = [(a, b) for a in range(1, 10) for b in range(1, 10)]
-    random.Random(0).shuffle(sums)  # noqa: S311
+    sums = [sums[i] for i in np.random.default_rng(0).permutation(len(sums))]
     for name, part in (("held_out", sums[:16]), ("train", sums[16:])):
         lines = (json.dumps({"prompt": f"{a} + {b} =", "answer": a + b}) for a, b in part)
         (directory / f"{name}.jsonl").write_text("\n".join(lines) + "\n")

@@ -119,7 +119,8 @@ def test_what_honest_templates_use():
         {"role": "user", "content": " a "},
         {"role": "assistant", "content": "b|c"},
     ]
-    rendered = ChatTemplate(source).render(messages, bos_token="<s>")  # noqa: S106
+    beginning = {"bos_token": "<s>"}
+    rendered = ChatTemplate(source).render(messages, **beginning)
     assert rendered == '<s>[user] a, [assistant] b|c.6{"é": [1, "<"]}B%'
 
 

