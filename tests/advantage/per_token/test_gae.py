@@ -230,9 +230,14 @@ def test_rounding_is_told_by_the_values_too():
     assert not np.asarray(gae_advantage(rewards, values, **settings).advantages).any()
 
 
-def test_every_length():
-    # blocks of eight steps, eight of these, and so on: lengths at which one begins or ends
-    lengths = (1, 2, 7, 8, 9, 63, 64, 65, 71, 512, 513)
+# Blocks of eight steps, eight of these, and so on: lengths at which one begins or ends.
+FURTHER = (2, 7, 8, 63, 64, 71, 512)
+
+
+@pytest.mark.parametrize(
+    "lengths", [(1, 9, 65, 513), pytest.param(FURTHER, marks=pytest.mark.exhaustive)]
+)
+def test_every_length(lengths):
     rng = np.random.default_rng(3)
     rewards = rng.integers(-4, 5, (3, 513)).astype(np.float32)
     keep = rng.uniform(size=rewards.shape) < 0.8

@@ -28,7 +28,9 @@ def test_types():
     assert integers.dtype == jnp.float32 and integers.tolist() == [[3, 2], [7, 4]]
 
 
-@pytest.mark.parametrize("place", [np.asarray, jnp.asarray])
+@pytest.mark.parametrize(
+    "place", [np.asarray, pytest.param(jnp.asarray, marks=pytest.mark.exhaustive)]
+)
 @pytest.mark.parametrize("wide", range(3))
 def test_one_wide_array_makes_all_wide(wide, place):
     # Also gamma and lambda: 0.9 and 0.95 of float32 would be wrong in the eighth digit.
