@@ -1,11 +1,13 @@
 """What sampling costs: `pytest -s tests/benchmarks/test_sampler.py` (extras oracle).
 
 A small random Qwen3 completes 8 prompts of 16 tokens, 8 times each, by 32 tokens, in float32,
-against transformers' `generate`; and many prompts with limits from 8 to 256 tokens, through slots
-against one full batch after the other. Rounds are interleaved, because a shared machine changes its
-speed; medians of tokens a second and their ratio are printed.
+against transformers' `generate` and, where it is installed, Tunix 0.1.7's sampler; and many prompts
+with limits from 8 to 256 tokens, through slots against one full batch after the other. Rounds are
+interleaved, because a shared machine changes its speed; medians of tokens a second and our ratio
+are printed.
 """
 
+import importlib.util
 import statistics
 import time
 
@@ -73,6 +75,44 @@ def theirs(vocab, **filters):
     return run
 
 
+def tunix(vocab):
+    """Tunix's own sampler: every one of the 64 rows reads its prompt."""
+    from tunix.generate.sampler import CacheConfig, Sampler
+
+    from tests.benchmarks.peers.task import make_tokenizer, prompts
+    from tests.benchmarks.peers.tunix_grpo import Words, make_model
+
+    sampler = Sampler(
+        make_model(vocab),
+        Words(make_tokenizer(vocab)),
+        CacheConfig(
+            cache_size=PROMPT + COMPLETION,
+            num_layers=CONFIG["num_hidden_layers"],
+            num_kv_heads=CONFIG["num_key_value_heads"],
+            head_dim=CONFIG["head_dim"],
+        ),
+    )
+    rows = [prompt for prompt in prompts(vocab)[:PROMPTS] for _ in range(SAMPLES)]
+    calls = iter(range(1_000_000))
+
+    def run():
+        import jax
+
+        drawn = sampler(
+            rows,
+            max_generation_steps=COMPLETION,
+            max_prompt_length=PROMPT,
+            temperature=1.0,
+            top_p=1.0,
+            seed=jax.random.PRNGKey(next(calls)),
+            return_logprobs=True,
+        )
+        jax.block_until_ready(drawn.tokens)
+        return len(rows) * COMPLETION
+
+    return run
+
+
 def interleaved(contestants, rounds):
     """Tokens a second, median of rounds in which each contestant runs once."""
     for run in contestants.values():
@@ -93,13 +133,16 @@ def test_tokens_a_second_against_transformers(vocab, filters):
     pytest.importorskip("transformers", reason="pip install 'twinkle-jax[oracle]'")
     from twinkle_jax.sampler import Sampling
 
-    speeds = interleaved(
-        {"twinkle_jax": ours(vocab, Sampling(**filters)), "transformers": theirs(vocab, **filters)},
-        rounds=15 if vocab == 512 else 7,
-    )
-    ratio = speeds["twinkle_jax"] / speeds["transformers"]
-    shown = ", ".join(f"{name} {speed:,.0f}" for name, speed in speeds.items())
-    print(f"\nvocabulary {vocab} {filters}: tokens/s {shown}; ratio {ratio:.2f}")
+    contestants = {
+        "twinkle_jax": ours(vocab, Sampling(**filters)),
+        "transformers": theirs(vocab, **filters),
+    }
+    if not filters and importlib.util.find_spec("tunix"):
+        contestants["Tunix"] = tunix(vocab)
+    speeds = interleaved(contestants, rounds=15 if vocab == 512 else 7)
+    print(f"\nvocabulary {vocab} {filters}")
+    for name, speed in speeds.items():
+        print(f"| {name} | {speed:,.0f} tokens/s | {speeds['twinkle_jax'] / speed:.2f} |")
 
 
 def test_slots_against_one_batch_after_the_other():

@@ -54,11 +54,8 @@ class Words:
         return self._tokenizer.pad_token_id
 
 
-def main(checkpoint):
-    """Train until nobody gives the go-ahead any more."""
-    turns = Turns()
-    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
-    vocab = len(tokenizer)
+def make_model(vocab):
+    """Make the policy of `task.SHAPE` as Tunix has it, with random parameters."""
     config = ModelConfig(
         num_layers=SHAPE["num_hidden_layers"],
         vocab_size=vocab,
@@ -71,9 +68,17 @@ def main(checkpoint):
         norm_eps=1e-6,
         use_tied_embedding=True,
     )
+    return Qwen3(config, rngs=nnx.Rngs(0))
+
+
+def main(checkpoint):
+    """Train until nobody gives the go-ahead any more."""
+    turns = Turns()
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+    vocab = len(tokenizer)
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]).reshape(1, 1), ("fsdp", "tp"))
     with mesh:
-        actor = Qwen3(config, rngs=nnx.Rngs(0))
+        actor = make_model(vocab)
         cluster = rl_cluster.RLCluster(
             actor=actor,
             reference=None,
