@@ -12,6 +12,7 @@ from tests.compiled.costs import Costs, costs
 from tests.compiled.described import described_mesh
 from twinkle_jax.loss import GRPOLoss
 from twinkle_jax.model import (
+    AttentionImplementation,
     Batch,
     DecoderConfig,
     grad_step,
@@ -90,19 +91,40 @@ class Setting(NamedTuple):
         return self.data * self.fsdp * self.tensor
 
 
-def update_costs(model: str, setting: Setting, cut: Cut = WHOLE, *, bare: bool = True) -> Costs:
-    """Compile an update, and add it up."""
-    chunks = -(
-        -setting.rows * setting.time // setting.devices // 1024
-    )  # of labels, scored together
-    return costs(
-        compiled_update(model, setting, cut, bare=bare), setting.devices, unknown_trips=chunks
-    )
+def update_costs(
+    model: str,
+    setting: Setting,
+    cut: Cut = WHOLE,
+    *,
+    bare: bool = True,
+    attention: AttentionImplementation | None = None,
+) -> Costs:
+    """Compile an update, and add it up; arguments as for `compiled_update`."""
+    compiled = compiled_update(model, setting, cut, bare=bare, attention=attention)
+    labels = setting.rows * setting.time // setting.devices
+    chunks = -(-labels // 1024)  # that are scored together
+    return costs(compiled, setting.devices, unknown_trips=chunks)
 
 
 @functools.cache
-def compiled_update(model: str, setting: Setting, cut: Cut = WHOLE, *, bare: bool = True) -> Any:
-    """Compile `grad_step` in bfloat16 on float32 parameters with AdamW's state."""
+def compiled_update(
+    model: str,
+    setting: Setting,
+    cut: Cut,
+    *,
+    bare: bool,
+    attention: AttentionImplementation | None,
+) -> Any:
+    """Compile `grad_step` in bfloat16 on float32 parameters with AdamW's state.
+
+    Args:
+        model: one of `MODELS`.
+        setting: on what it runs.
+        cut: what is left of the model.
+        bare: whether devices are taken in the order in which the topology lists them.
+        attention: its implementation; None for the one that users get. The products of a kernel
+            are not counted.
+    """
     s, config = setting, config_of(model, cut)
     mesh = described_mesh(s.topology, s.data, s.fsdp, s.tensor, bare=bare)
 
@@ -122,7 +144,8 @@ def compiled_update(model: str, setting: Setting, cut: Cut = WHOLE, *, bare: boo
     batch = laid_out(batch, jax.tree.map(lambda _: rows, batch))
 
     def update(state: Any, batch: Batch) -> Any:
-        return grad_step(state, batch, config, GRPOLoss(), compute_dtype="bfloat16", mesh=mesh)
+        options = {"compute_dtype": "bfloat16", "attention": attention, "mesh": mesh}
+        return grad_step(state, batch, config, GRPOLoss(), **options)
 
     with jax.numpy_dtype_promotion("standard"):
         return jax.jit(update, donate_argnums=0).lower(state, batch).compile()

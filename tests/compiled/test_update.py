@@ -39,23 +39,26 @@ def as_users_compile():
 @pytest.mark.parametrize("case", BUDGETS)
 def test_an_update_costs_what_it_must(case):
     model, setting, cut, memory = BUDGETS[case]
-    found, least = update_costs(model, setting, cut), ideal(model, setting, cut)
-    products = least.flops - least.attention  # which is a kernel
-    assert 0.8 * products < found.flops < 1.05 * products, found.flops / products
+    found = update_costs(model, setting, cut, attention="xla")  # so that its products are counted
+    least = ideal(model, setting, cut)
+    assert found.flops < 1.05 * least.flops, found.flops / least.flops
     assert found.wire < 1.0 * least.wire, (found.wire / least.wire, found.largest)
     assert found.peak < memory * GIB, found.peak / GIB
 
 
 def test_the_order_of_the_devices_does_not_matter():
     model, setting, cut, _ = BUDGETS["v5e"]
-    listed, arranged = (update_costs(model, setting, cut, bare=bare) for bare in (True, False))
+    listed, arranged = (
+        update_costs(model, setting, cut, bare=bare, attention="xla") for bare in (True, False)
+    )
     assert arranged.wire == pytest.approx(listed.wire, rel=0.05)
     assert arranged.flops == listed.flops
 
 
 def test_a_long_row_holds_no_array_of_time_by_time():
     long = Setting("v5p:2x2x1", 1, 4, 1, 4, 16384)
-    text = compiled_update("Qwen3-4B", long, SMALL).as_text()
+    compiled = compiled_update("Qwen3-4B", long, SMALL, bare=True, attention=None)
+    text = compiled.as_text()
     shapes = {tuple(extents) for _, extents in arrays(text)}
     assert any(16384 in extents for extents in shapes)
     assert not [extents for extents in shapes if extents.count(16384) > 1]
