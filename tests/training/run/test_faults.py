@@ -2,6 +2,7 @@
 
 import json
 import subprocess
+import sys
 import time
 
 import numpy as np
@@ -275,6 +276,23 @@ def test_a_stale_sampler_costs_no_finished_step(folder, tmp_path):
         assert last.save_from_aside()
     assert steps(tmp_path / "run") == [1]
     assert arrays(tmp_path / "run", 1) == arrays(tmp_path / "whole", 1)
+
+
+def test_the_sampler_is_compared_on_all_completions_in_the_first_step(folder, tmp_path):
+    scored = []
+
+    def note(frame, event, argument):
+        code = frame.f_code
+        if event == "call" and code.co_name == "score" and "learner" in code.co_filename:
+            scored.append(len(metrics(tmp_path / "run")))
+
+    update = UpdateConfig(mini_batches=2, advantage="rloo", scale="none")
+    sys.setprofile(note)
+    try:
+        train(config(folder, tmp_path / "run", steps=3, update=update), reward=Scorer())
+    finally:
+        sys.setprofile(None)
+    assert scored == [0]  # steps done before
 
 
 @pytest.fixture(scope="module")
