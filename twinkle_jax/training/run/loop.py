@@ -49,7 +49,6 @@ def train(config: TrainConfig, *, reward: RewardFunction | None = None) -> dict[
     task = make_task(config)
     if reward is not None:
         task = task._replace(reward=reward)
-    sinks = config.logging
 
     def write(progress: Progress) -> None:
         save(run.checkpoints, progress, run.recipe.reference, config, run.log)
@@ -57,7 +56,7 @@ def train(config: TrainConfig, *, reward: RewardFunction | None = None) -> dict[
     last = LastStep(write)
     with (
         Interruption(last_resort=last.save_from_aside) as interruption,
-        MetricsLog(directory, tensorboard=sinks.tensorboard, wandb=sinks.wandb) as log,
+        MetricsLog(directory, config.logging.tensorboard, config.logging.wandb) as log,
         Display(total=config.steps) as display,
     ):
         run, progress = begin(config, directory, task, log, display, source)

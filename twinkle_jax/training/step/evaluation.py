@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import jax
 import numpy as np
@@ -71,27 +72,20 @@ def evaluate(
     """
     if not len(prompts):
         raise ValueError("prompts must not be empty, got none")
+    judged = policy.params if params is None else params
+    draw = partial(draw_rollout, judged, policy.config, max_new_tokens=max_new_tokens,
+                   compute_dtype=compute_dtype, mesh=mesh)  # fmt: skip
     stops = policy.tokenizer.stop_token_ids
 
     def solved(samples: int, temperature: float) -> np.ndarray[tuple[int, int], np.dtype[np.bool_]]:
-        rows = []
+        sampling, rows = Sampling(temperature, stop_tokens=stops), []
         for number, start in enumerate(range(0, len(prompts), batch)):
             check()
             chosen = PromptBatch(prompts[start : start + batch])
             filled = fill_rows(chosen, row_shards(mesh))
             tokens, mask = encode_prompts(policy.template, filled, longest=max_prompt_tokens)
-            rollout = draw_rollout(
-                policy.params if params is None else params,
-                policy.config,
-                tokens,
-                mask,
-                jax.random.fold_in(jax.random.key(seed), number),
-                Sampling(temperature, stop_tokens=stops),
-                num_samples=samples,
-                max_new_tokens=max_new_tokens,
-                compute_dtype=compute_dtype,
-                mesh=mesh,
-            )
+            key = jax.random.fold_in(jax.random.key(seed), number)
+            rollout = draw(tokens, mask, key, sampling, num_samples=samples)
             said = read_texts(rollout, filled, policy.template).trajectories
             said = said[: len(chosen) * samples]
             check()

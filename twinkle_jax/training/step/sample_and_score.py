@@ -1,6 +1,6 @@
 """The first half of a step: prompts are completed, completions are scored, rewards compared."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -55,19 +55,7 @@ def sample_and_score(
         What was sampled. One transfer brings completions to the host; an estimator that compares
         with greedy completions takes another.
     """
-    tokens, mask = encode_prompts(recipe.template, prompts, longest=recipe.max_prompt_tokens)
-    rollout = draw_rollout(
-        params,
-        recipe.learner.config,
-        tokens,
-        mask,
-        key,
-        recipe.sampling,
-        num_samples=recipe.num_samples,
-        max_new_tokens=recipe.max_new_tokens,
-        compute_dtype=recipe.learner.compute_dtype,
-        mesh=recipe.mesh,
-    )
+    rollout = _draw(params, recipe, prompts, key, recipe.sampling, recipe.num_samples)
     batch = _prepare(recipe, rollout)  # on the device, while the host decodes and scores
     texts: Texts = read_texts(rollout, prompts, recipe.template)
     check()
@@ -93,6 +81,29 @@ def sample_and_score(
     return Sampled(texts.trajectories, rewards, shown, texts.lengths, texts.truncated, batch)
 
 
+def _draw(
+    params: Params,
+    recipe: Recipe,
+    prompts: Sequence[Trajectory],
+    key: jax.Array,
+    sampling: Sampling,
+    num_samples: int,
+) -> Rollout:
+    tokens, mask = encode_prompts(recipe.template, prompts, longest=recipe.max_prompt_tokens)
+    return draw_rollout(
+        params,
+        recipe.learner.config,
+        tokens,
+        mask,
+        key,
+        sampling,
+        num_samples=num_samples,
+        max_new_tokens=recipe.max_new_tokens,
+        compute_dtype=recipe.learner.compute_dtype,
+        mesh=recipe.mesh,
+    )
+
+
 def _prepare(recipe: Recipe, rollout: Rollout) -> Batch:
     """Lay a rollout out, and score it by the reference policy if all of it will be learnt from."""
     multiple = 1 if recipe.mesh is None else recipe.mesh.shape["tensor"]
@@ -116,18 +127,7 @@ def _greedy_rewards(
 ) -> np.ndarray[Any, Any]:
     """Score the most probable completion of each prompt."""
     filled = fill_rows(prompts, row_shards(recipe.mesh))
-    tokens, mask = encode_prompts(recipe.template, filled, longest=recipe.max_prompt_tokens)
-    rollout = draw_rollout(
-        params,
-        recipe.learner.config,
-        tokens,
-        mask,
-        jax.random.key(0),  # nothing is drawn
-        Sampling(0.0, stop_tokens=recipe.sampling.stop_tokens),
-        num_samples=1,
-        max_new_tokens=recipe.max_new_tokens,
-        compute_dtype=recipe.learner.compute_dtype,
-        mesh=recipe.mesh,
-    )
+    greedily = Sampling(0.0, stop_tokens=recipe.sampling.stop_tokens)
+    rollout = _draw(params, recipe, filled, jax.random.key(0), greedily, 1)  # nothing is drawn
     said = read_texts(rollout, filled, recipe.template).trajectories
     return _score(recipe, said[: len(prompts)], prompts)
