@@ -35,6 +35,8 @@ class Moments(NamedTuple):
     """Bessel-corrected; 0 without signal."""
     samples: Array
     """How many are not masked, int32."""
+    divisor: Array
+    """As many, but at least 1, in the type of the rewards: what a mean divides by."""
     has_signal: Array
     """At least two samples that differ by more than rounding; True where not finite."""
     finite: Array
@@ -80,6 +82,7 @@ def moments(values: Array, where: Array | None, groups: Groups) -> Moments:
         spread=spread,
         std=jnp.where(has_signal, spread * jnp.sqrt(variance), 0),
         samples=jnp.broadcast_to(count, maximum.shape),
+        divisor=jnp.broadcast_to(divisor, maximum.shape),
         has_signal=has_signal,
         finite=finite,
     )

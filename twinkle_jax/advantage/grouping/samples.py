@@ -25,6 +25,10 @@ class Samples(NamedTuple):
         """Compute the statistics of each group."""
         return moments(self.values, self.where, self.groups)
 
+    def batch_moments(self) -> Moments:
+        """Compute the statistics of the whole batch."""
+        return moments(self.values, self.where, self.batch)
+
     def masked(self, values: Array) -> Array:
         """Put 0 where a sample is masked."""
         return values if self.where is None else jnp.where(self.where, values, 0)

@@ -19,12 +19,6 @@ Core = Callable[..., Result]
 Shape = tuple[int, ...]
 
 
-def one_per_sample(rewards: jax.Array, **static: Any) -> Shape:
-    """Give the shape of a result with an entry for every reward, `[N]`."""
-    del static
-    return rewards.shape[:1]
-
-
 def like_first(first: jax.Array, **static: Any) -> Shape:
     """Give the shape of a result with an entry for every one of `first`."""
     del static
@@ -32,15 +26,18 @@ def like_first(first: jax.Array, **static: Any) -> Shape:
 
 
 def auto_sharded(result_shape: Callable[..., Shape]) -> Callable[[Core[Result]], Core[Result]]:
-    """Decorate `core(first, *arrays, **static)`, whose results all have `result_shape`."""
+    """Decorate `core(first, *arrays, **static)`, whose results all have `result_shape`.
+
+    Where `first` holds several arrays, results are sharded as the first of them is.
+    """
 
     def decorate(core: Core[Result]) -> Core[Result]:
         @functools.wraps(core)
-        def wrapped(first: jax.Array, *arrays: Any, **static: Any) -> Result:
+        def wrapped(first: Any, *arrays: Any, **static: Any) -> Result:
             mesh, axes = _explicit_axes((first, *arrays))
             if not axes:
                 return core(first, *arrays, **static)
-            spec = _spec(first, mesh, result_shape(first, **static))
+            spec = _spec(jax.tree.leaves(first)[0], mesh, result_shape(first, **static))
             run: Core[Result] = jax.sharding.auto_axes(
                 functools.partial(core, **static),
                 axes=axes,

@@ -7,7 +7,8 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float
 
-from twinkle_jax.advantage.grouping.runner import estimate, in_rows, in_segments
+from twinkle_jax.advantage.grouping.grouped import in_rows, in_segments
+from twinkle_jax.advantage.grouping.runner import estimate
 from twinkle_jax.advantage.grouping.samples import Samples
 from twinkle_jax.advantage.inputs.arrays import ArrayLike, Scalar
 from twinkle_jax.advantage.inputs.settings import AxisName
@@ -52,14 +53,14 @@ def dgpo_advantage(
         >>> dgpo_advantage([0.0, 0.0, 0.0, 8.0], num_generations=4).tolist()
         [-0.6666666865348816, -0.6666666865348816, -0.6666666865348816, 2.0]
     """
-    return estimate(
-        _dgpo,
+    grouped = in_rows(
         rewards,
-        in_rows(num_generations),
+        num_generations,
         where=where,
         reward_weights=reward_weights,
         epsilon=epsilon,
     )
+    return estimate(grouped, formula=_dgpo)
 
 
 def segment_dgpo_advantage(
@@ -98,14 +99,16 @@ def segment_dgpo_advantage(
         >>> segment_dgpo_advantage([0.0, 5.0, 3.0], [0, 1, 0], 2).tolist()
         [-1.0, 0.0, 1.0]
     """
-    return estimate(
-        _dgpo,
+    grouped = in_segments(
         rewards,
-        in_segments(segment_ids, num_segments, axis_name=axis_name),
+        segment_ids,
+        num_segments,
         where=where,
         reward_weights=reward_weights,
+        axis_name=axis_name,
         epsilon=epsilon,
     )
+    return estimate(grouped, formula=_dgpo)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,7 +127,6 @@ class DGPOAdvantage(FunctionAdvantage, name="dgpo"):
 def _dgpo(samples: Samples, epsilon: Array) -> Array:
     own = samples.moments()
     deviations = samples.deviations(own)
-    count = jnp.maximum(own.samples, 1).astype(deviations.dtype)
-    spread = samples.total(jnp.abs(deviations)) / count + epsilon
+    spread = samples.total(jnp.abs(deviations)) / own.divisor + epsilon
     divisor = jnp.where(own.has_signal, spread, 1)
     return samples.zero_without_signal(own, deviations / samples.groups.to_samples(divisor))

@@ -8,9 +8,10 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float
 
+from twinkle_jax.advantage.grouping.grouped import in_rows, in_segments
 from twinkle_jax.advantage.grouping.groups import Groups
 from twinkle_jax.advantage.grouping.moments import moments
-from twinkle_jax.advantage.grouping.runner import estimate, in_rows, in_segments
+from twinkle_jax.advantage.grouping.runner import estimate
 from twinkle_jax.advantage.grouping.samples import Samples
 from twinkle_jax.advantage.inputs.arrays import ArrayLike, Scalar
 from twinkle_jax.advantage.inputs.settings import AxisName
@@ -66,15 +67,15 @@ def gdpo_advantage(
         >>> gdpo_advantage(rewards, num_generations=6).shape, gdpo_advantage(rewards, 2).tolist()
         ((6,), [0.0, 0.0, 0.0, 0.0, 0.0, 0.0])
     """
-    return estimate(
-        _gdpo,
+    grouped = in_rows(
         rewards,
-        in_rows(num_generations, axis_name=axis_name),
+        num_generations,
         where=where,
         reward_weights=reward_weights,
-        components_apart=True,
+        axis_name=axis_name,
         epsilon=epsilon,
     )
+    return estimate(grouped, formula=_gdpo, components_apart=True)
 
 
 def segment_gdpo_advantage(
@@ -113,15 +114,16 @@ def segment_gdpo_advantage(
         >>> segment_gdpo_advantage([[3.0, 1.0], [3.0, 1.0], [9.0, 0.0]], [0, 0, 1], 2).tolist()
         [0.0, 0.0, 0.0]
     """
-    return estimate(
-        _gdpo,
+    grouped = in_segments(
         rewards,
-        in_segments(segment_ids, num_segments, axis_name=axis_name),
+        segment_ids,
+        num_segments,
         where=where,
         reward_weights=reward_weights,
-        components_apart=True,
+        axis_name=axis_name,
         epsilon=epsilon,
     )
+    return estimate(grouped, formula=_gdpo, components_apart=True)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,7 +139,7 @@ class GDPOAdvantage(FunctionAdvantage, name="gdpo"):
     function = staticmethod(gdpo_advantage)
 
 
-def _gdpo(samples: Samples, epsilon: Array, reward_weights: Array | None) -> Array:
+def _gdpo(samples: Samples, epsilon: Array, reward_weights: Array | None = None) -> Array:
     groups, cells = samples.groups, samples.where
     assert cells is not None
     standard = functools.partial(_standard_scores, groups=groups, epsilon=epsilon)

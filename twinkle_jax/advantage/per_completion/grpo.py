@@ -3,12 +3,13 @@
 import dataclasses
 
 import jax
+import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float
 
-from twinkle_jax.advantage.grouping.runner import Grouped, Layout, estimate, in_rows, in_segments
+from twinkle_jax.advantage.grouping.grouped import in_rows, in_segments
+from twinkle_jax.advantage.grouping.runner import estimate
 from twinkle_jax.advantage.grouping.samples import Samples
-from twinkle_jax.advantage.grouping.scaling import scaled
 from twinkle_jax.advantage.inputs.arrays import ArrayLike, Scalar
 from twinkle_jax.advantage.inputs.settings import AxisName, Scale, check_scale
 from twinkle_jax.advantage.per_completion.estimator import FunctionAdvantage
@@ -69,19 +70,21 @@ def grpo_advantage(
         >>> grpo_advantage(rewards, num_generations=4)[4:].tolist()
         [1.5, -0.5, -0.5, -0.5]
     """
-    grouped = in_rows(num_generations, axis_name=axis_name, least=1, why="")
-    alone = grouped.layout.num_generations == 1
-    if alone:  # the batch is the group
-        grouped = Grouped(Layout(axis_name=grouped.layout.axis_name))
-    return estimate(
-        _as_they_are if alone and scale == "group" else _grpo,
+    settings = (check_scale(scale),)
+    grouped = in_rows(
         rewards,
-        grouped,
+        num_generations,
         where=where,
         reward_weights=reward_weights,
-        settings={"scale": check_scale(scale)},
+        axis_name=axis_name,
+        least=1,
+        why="",
         epsilon=epsilon,
     )
+    if grouped.layout.num_generations != 1:
+        return estimate(grouped, formula=_grpo, settings=settings)
+    alone = _as_they_are if scale == "group" else _grpo
+    return estimate(grouped.as_one_group(), formula=alone, settings=settings)
 
 
 def segment_grpo_advantage(
@@ -129,15 +132,16 @@ def segment_grpo_advantage(
         >>> segment_grpo_advantage([0.0, 5.0, 1.0, 7.0], [0, 1, 0, 2], 3, scale="none").tolist()
         [-0.5, 0.0, 0.5, 0.0]
     """
-    return estimate(
-        _grpo,
+    grouped = in_segments(
         rewards,
-        in_segments(segment_ids, num_segments, axis_name=axis_name),
+        segment_ids,
+        num_segments,
         where=where,
         reward_weights=reward_weights,
-        settings={"scale": check_scale(scale)},
+        axis_name=axis_name,
         epsilon=epsilon,
     )
+    return estimate(grouped, formula=_grpo, settings=(check_scale(scale),))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,12 +157,23 @@ class GRPOAdvantage(FunctionAdvantage, name="grpo"):
     function = staticmethod(grpo_advantage)
 
 
-def _grpo(samples: Samples, epsilon: Array, *, scale: str) -> Array:
-    own = samples.moments()
-    return scaled(samples, own, samples.deviations(own), epsilon, scale=scale)
+def _grpo(samples: Samples, scale: str, epsilon: Array) -> Array:
+    own, each = samples.moments(), samples.groups.to_samples
+    # A reward less the mean is the mean gap to the group's maximum less its own gap: exact where
+    # rewards are near each other, however large they are.
+    gaps = each(own.maximum) - samples.values
+    advantages = each(samples.total(gaps) / own.divisor) - gaps
+    if scale == "group":
+        # A quotient is stored for each group, unless the compiler can move it to each sample.
+        advantages = advantages * each(1 / jnp.where(own.has_signal, own.std + epsilon, 1))
+    advantages = samples.zero_without_signal(own, advantages)
+    if scale == "batch":
+        batch = samples.batch_moments()
+        advantages = jnp.where(batch.has_signal, advantages / (batch.std + epsilon), 0)
+    return advantages
 
 
-def _as_they_are(samples: Samples, epsilon: Array, *, scale: str) -> Array:
+def _as_they_are(samples: Samples, scale: str, epsilon: Array) -> Array:
     """One sample a prompt has no group to be compared with."""
-    del epsilon, scale
+    del scale, epsilon
     return samples.values

@@ -7,7 +7,8 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float
 
-from twinkle_jax.advantage.grouping.runner import estimate, in_rows, in_segments
+from twinkle_jax.advantage.grouping.grouped import in_rows, in_segments
+from twinkle_jax.advantage.grouping.runner import estimate
 from twinkle_jax.advantage.grouping.samples import Samples
 from twinkle_jax.advantage.inputs.arrays import ArrayLike, Scalar
 from twinkle_jax.advantage.inputs.settings import AxisName
@@ -53,14 +54,14 @@ def maxrl_advantage(
         >>> maxrl_advantage([1.0, 0.0, 0.0, 0.0], num_generations=4).tolist()
         [3.0, -1.0, -1.0, -1.0]
     """
-    return estimate(
-        _maxrl,
+    grouped = in_rows(
         rewards,
-        in_rows(num_generations),
+        num_generations,
         where=where,
         reward_weights=reward_weights,
         epsilon=epsilon,
     )
+    return estimate(grouped, formula=_maxrl)
 
 
 def segment_maxrl_advantage(
@@ -99,14 +100,16 @@ def segment_maxrl_advantage(
         >>> segment_maxrl_advantage([1.0, 5.0, 0.0, 0.0, 0.0], [0, 1, 0, 0, 0], 2).tolist()
         [3.0, 0.0, -1.0, -1.0, -1.0]
     """
-    return estimate(
-        _maxrl,
+    grouped = in_segments(
         rewards,
-        in_segments(segment_ids, num_segments, axis_name=axis_name),
+        segment_ids,
+        num_segments,
         where=where,
         reward_weights=reward_weights,
+        axis_name=axis_name,
         epsilon=epsilon,
     )
+    return estimate(grouped, formula=_maxrl)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,8 +7,9 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float
 
+from twinkle_jax.advantage.grouping.grouped import in_rows
 from twinkle_jax.advantage.grouping.moments import NOISE_ULPS, ulps
-from twinkle_jax.advantage.grouping.runner import estimate, in_rows
+from twinkle_jax.advantage.grouping.runner import estimate
 from twinkle_jax.advantage.grouping.samples import Samples
 from twinkle_jax.advantage.inputs.arrays import ArrayLike, Scalar
 from twinkle_jax.advantage.per_completion.estimator import FunctionAdvantage
@@ -58,14 +59,14 @@ def mc_grpo_advantage(
         >>> mc_grpo_advantage(rewards, num_generations=5, epsilon=0.0).tolist()
         [-3.0, -1.0, 0.0, 1.0, 96.0]
     """
-    return estimate(
-        _mc_grpo,
+    grouped = in_rows(
         rewards,
-        in_rows(num_generations),
+        num_generations,
         where=where,
         reward_weights=reward_weights,
         epsilon=epsilon,
     )
+    return estimate(grouped, formula=_mc_grpo)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,9 +88,8 @@ def _mc_grpo(samples: Samples, epsilon: Array) -> Array:
     deviations = samples.masked(values - to_samples(_median(samples, values)))
     distances = jnp.abs(deviations)
     typical = _median(samples, distances)
-    count = jnp.maximum(own.samples, 1).astype(typical.dtype)
     magnitude = samples.groups.largest(jnp.abs(values))
-    mean = samples.total(distances) / count
+    mean = samples.total(distances) / own.divisor
     typical = jnp.where(typical > ulps(NOISE_ULPS, magnitude), typical, mean)
     divisor = jnp.where(own.has_signal, typical + epsilon, 1)
     return samples.zero_without_signal(own, deviations / to_samples(divisor))

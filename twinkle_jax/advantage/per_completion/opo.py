@@ -7,7 +7,8 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float
 
-from twinkle_jax.advantage.grouping.runner import estimate, in_rows, in_segments
+from twinkle_jax.advantage.grouping.grouped import in_rows, in_segments
+from twinkle_jax.advantage.grouping.runner import estimate
 from twinkle_jax.advantage.grouping.samples import Samples
 from twinkle_jax.advantage.inputs.arrays import ArrayLike
 from twinkle_jax.advantage.inputs.settings import AxisName
@@ -55,14 +56,14 @@ def opo_advantage(
         >>> opo_advantage([0.0, 1.0], lengths=[30, 10], num_generations=2).tolist()
         [-0.25, 0.75]
     """
-    return estimate(
-        _opo,
+    grouped = in_rows(
         rewards,
-        in_rows(num_generations),
+        num_generations,
         where=where,
         reward_weights=reward_weights,
         lengths=lengths,
     )
+    return estimate(grouped, formula=_opo)
 
 
 def segment_opo_advantage(
@@ -101,14 +102,16 @@ def segment_opo_advantage(
         >>> segment_opo_advantage([0.0, 5.0, 1.0], [30, 10, 10], [0, 1, 0], 2).tolist()
         [-0.25, 0.0, 0.75]
     """
-    return estimate(
-        _opo,
+    grouped = in_segments(
         rewards,
-        in_segments(segment_ids, num_segments, axis_name=axis_name),
+        segment_ids,
+        num_segments,
         where=where,
         reward_weights=reward_weights,
+        axis_name=axis_name,
         lengths=lengths,
     )
+    return estimate(grouped, formula=_opo)
 
 
 @dataclasses.dataclass(frozen=True)

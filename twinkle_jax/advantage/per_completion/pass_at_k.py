@@ -7,8 +7,9 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float
 
+from twinkle_jax.advantage.grouping.grouped import in_rows
 from twinkle_jax.advantage.grouping.moments import moments
-from twinkle_jax.advantage.grouping.runner import estimate, in_rows
+from twinkle_jax.advantage.grouping.runner import estimate
 from twinkle_jax.advantage.grouping.samples import Samples
 from twinkle_jax.advantage.inputs.arrays import ArrayLike, Scalar
 from twinkle_jax.advantage.per_completion.estimator import FunctionAdvantage
@@ -59,15 +60,15 @@ def pass_at_k_advantage(
         >>> pass_at_k_advantage(rewards, num_generations=4, k=2)[0].round(4).tolist()
         1.0
     """
-    return estimate(
-        _pass_at_k,
+    grouped = in_rows(
         rewards,
-        in_rows(num_generations),
+        num_generations,
         where=where,
         reward_weights=reward_weights,
         k=k,
         threshold=threshold,
     )
+    return estimate(grouped, formula=_pass_at_k)
 
 
 @dataclasses.dataclass(frozen=True)

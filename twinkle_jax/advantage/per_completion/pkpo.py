@@ -15,7 +15,8 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float
 
-from twinkle_jax.advantage.grouping.runner import estimate, in_rows
+from twinkle_jax.advantage.grouping.grouped import in_rows
+from twinkle_jax.advantage.grouping.runner import estimate
 from twinkle_jax.advantage.grouping.samples import Samples
 from twinkle_jax.advantage.inputs.arrays import ArrayLike
 from twinkle_jax.advantage.inputs.settings import check_choice, check_size
@@ -74,23 +75,16 @@ def pkpo_advantage(
         [0.0, 1.0, -0.5, -0.5]
     """
     check_choice("baseline", baseline, tuple(_BASELINES))
-    grouped = in_rows(num_generations)
     if not isinstance(k, jax.Array):
         k = check_size("k", k, least=_least(baseline), why=f" with baseline={baseline!r}")
-        if baseline == "leave_one_out" and k == (size := grouped.layout.num_generations):
-            raise ValueError(
-                f"k must be below num_generations={size} with baseline='leave_one_out', got {k}: "
-                "the baseline is the best of k others"
-            )
-    return estimate(
-        _pkpo,
-        rewards,
-        grouped,
-        where=where,
-        reward_weights=reward_weights,
-        settings={"baseline": baseline},
-        k=k,
-    )
+    grouped = in_rows(rewards, num_generations, where=where, reward_weights=reward_weights, k=k)
+    size = grouped.layout.num_generations
+    if baseline == "leave_one_out" and isinstance(k, int) and k == size:
+        raise ValueError(
+            f"k must be below num_generations={size} with baseline='leave_one_out', got {k}: "
+            "the baseline is the best of k others"
+        )
+    return estimate(grouped, formula=_pkpo, settings=(baseline,))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,7 +113,7 @@ class _Ranked(NamedTuple):
     """n, `[P, 1]`."""
 
 
-def _pkpo(samples: Samples, k: Array, *, baseline: str) -> Array:
+def _pkpo(samples: Samples, baseline: str, k: Array) -> Array:
     own, size = samples.moments(), samples.groups.size
     assert size is not None
     below = samples.values - samples.groups.to_samples(own.maximum)

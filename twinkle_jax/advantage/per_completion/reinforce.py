@@ -5,7 +5,8 @@ import dataclasses
 import jax
 from jaxtyping import Float
 
-from twinkle_jax.advantage.grouping.runner import estimate, in_rows
+from twinkle_jax.advantage.grouping.grouped import in_rows
+from twinkle_jax.advantage.grouping.runner import estimate
 from twinkle_jax.advantage.grouping.samples import Samples
 from twinkle_jax.advantage.inputs.arrays import ArrayLike
 from twinkle_jax.advantage.per_completion.estimator import FunctionAdvantage
@@ -49,13 +50,14 @@ def reinforce_advantage(
         >>> reinforce_advantage([1.0, 0.0, 0.5, 0.5]).tolist()
         [1.0, 0.0, 0.5, 0.5]
     """
-    return estimate(
-        _reinforce,
+    grouped = in_rows(
         rewards,
-        in_rows(num_generations, least=1),
+        num_generations,
         where=where,
         reward_weights=reward_weights,
+        least=1,
     )
+    return estimate(grouped, formula=_reinforce)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,8 +7,9 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float
 
+from twinkle_jax.advantage.grouping.grouped import in_rows, in_segments
 from twinkle_jax.advantage.grouping.moments import moments
-from twinkle_jax.advantage.grouping.runner import estimate, in_rows, in_segments
+from twinkle_jax.advantage.grouping.runner import estimate
 from twinkle_jax.advantage.grouping.samples import Samples
 from twinkle_jax.advantage.inputs.arrays import ArrayLike, Scalar
 from twinkle_jax.advantage.inputs.settings import AxisName
@@ -61,15 +62,16 @@ def reinforce_plus_plus_baseline_advantage(
         >>> reinforce_plus_plus_baseline_advantage(rewards, lengths, num_generations=2).tolist()
         [-2.0, 2.0, 0.0, 0.0]
     """
-    return estimate(
-        _reinforce_plus_plus_baseline,
+    grouped = in_rows(
         rewards,
-        in_rows(num_generations, axis_name=axis_name),
+        num_generations,
         where=where,
         reward_weights=reward_weights,
+        axis_name=axis_name,
         lengths=lengths,
         epsilon=epsilon,
     )
+    return estimate(grouped, formula=_reinforce_plus_plus_baseline)
 
 
 def segment_reinforce_plus_plus_baseline_advantage(
@@ -112,15 +114,17 @@ def segment_reinforce_plus_plus_baseline_advantage(
         ... ).tolist()
         [0.0, -2.0, 0.0, 2.0]
     """
-    return estimate(
-        _reinforce_plus_plus_baseline,
+    grouped = in_segments(
         rewards,
-        in_segments(segment_ids, num_segments, axis_name=axis_name),
+        segment_ids,
+        num_segments,
         where=where,
         reward_weights=reward_weights,
+        axis_name=axis_name,
         lengths=lengths,
         epsilon=epsilon,
     )
+    return estimate(grouped, formula=_reinforce_plus_plus_baseline)
 
 
 @dataclasses.dataclass(frozen=True)

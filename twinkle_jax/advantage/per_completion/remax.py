@@ -7,8 +7,9 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float
 
+from twinkle_jax.advantage.grouping.grouped import in_rows
 from twinkle_jax.advantage.grouping.moments import NOISE_ULPS, ulps
-from twinkle_jax.advantage.grouping.runner import estimate, in_rows
+from twinkle_jax.advantage.grouping.runner import estimate
 from twinkle_jax.advantage.grouping.samples import Samples
 from twinkle_jax.advantage.inputs.arrays import ArrayLike
 from twinkle_jax.advantage.per_completion.estimator import FunctionAdvantage
@@ -52,14 +53,15 @@ def remax_advantage(
         >>> remax_advantage([1.0, 0.0, 2.0, 4.0], [0.5, 3.0], num_generations=2).tolist()
         [0.5, -0.5, -1.0, 1.0]
     """
-    return estimate(
-        _remax,
+    grouped = in_rows(
         rewards,
-        in_rows(num_generations, least=1),
+        num_generations,
         where=where,
         reward_weights=reward_weights,
+        least=1,
         greedy_rewards=greedy_rewards,
     )
+    return estimate(grouped, formula=_remax)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,9 +7,9 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float
 
-from twinkle_jax.advantage.grouping.runner import estimate, in_rows, in_segments
+from twinkle_jax.advantage.grouping.grouped import in_rows, in_segments
+from twinkle_jax.advantage.grouping.runner import estimate
 from twinkle_jax.advantage.grouping.samples import Samples
-from twinkle_jax.advantage.grouping.scaling import scaled
 from twinkle_jax.advantage.inputs.arrays import ArrayLike, Scalar
 from twinkle_jax.advantage.inputs.settings import AxisName, Scale, check_scale
 from twinkle_jax.advantage.per_completion.estimator import FunctionAdvantage
@@ -58,17 +58,16 @@ def rloo_advantage(
         >>> rloo_advantage([0.0, 3.0, 0.0, 1.0], num_generations=2, scale="none").tolist()
         [-3.0, 3.0, -1.0, 1.0]
     """
-    why = ": leave-one-out compares a sample with the others of its group"
-    grouped = in_rows(num_generations, axis_name=axis_name, why=why)
-    return estimate(
-        _rloo,
+    grouped = in_rows(
         rewards,
-        grouped,
+        num_generations,
         where=where,
         reward_weights=reward_weights,
-        settings={"scale": check_scale(scale)},
+        axis_name=axis_name,
+        why=": leave-one-out compares a sample with the others of its group",
         epsilon=epsilon,
     )
+    return estimate(grouped, formula=_rloo, settings=(check_scale(scale),))
 
 
 def segment_rloo_advantage(
@@ -113,15 +112,16 @@ def segment_rloo_advantage(
         >>> segment_rloo_advantage([0.0, 5.0, 1.0, 7.0], [0, 1, 0, 2], 3, scale="none").tolist()
         [-1.0, 0.0, 1.0, 0.0]
     """
-    return estimate(
-        _rloo,
+    grouped = in_segments(
         rewards,
-        in_segments(segment_ids, num_segments, axis_name=axis_name),
+        segment_ids,
+        num_segments,
         where=where,
         reward_weights=reward_weights,
-        settings={"scale": check_scale(scale)},
+        axis_name=axis_name,
         epsilon=epsilon,
     )
+    return estimate(grouped, formula=_rloo, settings=(check_scale(scale),))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,9 +137,16 @@ class RLOOAdvantage(FunctionAdvantage, name="rloo"):
     function = staticmethod(rloo_advantage)
 
 
-def _rloo(samples: Samples, epsilon: Array, *, scale: str) -> Array:
-    own = samples.moments()
-    count = own.samples.astype(samples.values.dtype)
+def _rloo(samples: Samples, scale: str, epsilon: Array) -> Array:
+    own, each = samples.moments(), samples.groups.to_samples
+    gaps = each(own.maximum) - samples.values  # as in `_grpo`
     # The mean of the others is n / (n - 1) times as far away as the mean of all n.
-    factor = samples.groups.to_samples(count / jnp.maximum(count - 1, 1))
-    return scaled(samples, own, samples.deviations(own) * factor, epsilon, scale=scale)
+    others = own.divisor / jnp.maximum(own.divisor - 1, 1)
+    advantages = (each(samples.total(gaps) / own.divisor) - gaps) * each(others)
+    if scale == "group":
+        advantages = advantages * each(1 / jnp.where(own.has_signal, own.std + epsilon, 1))
+    advantages = samples.zero_without_signal(own, advantages)
+    if scale == "batch":
+        batch = samples.batch_moments()
+        advantages = jnp.where(batch.has_signal, advantages / (batch.std + epsilon), 0)
+    return advantages
