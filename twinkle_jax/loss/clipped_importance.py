@@ -11,8 +11,7 @@ from twinkle_jax.loss.masked_inputs import (
     masked_advantages,
     masked_inputs,
 )
-from twinkle_jax.loss.ratio import bounded
-from twinkle_jax.loss.surrogate import clip_bounds
+from twinkle_jax.loss.ratio import bounded, clip_bounds
 
 
 def clipped_importance_surrogate(

@@ -2,8 +2,9 @@
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, DTypeLike, Float
 
-from twinkle_jax.loss.masked_inputs import Mask, PerToken, masked_inputs
+from twinkle_jax.loss.masked_inputs import Mask, PerToken, Scalar, masked_inputs
 
 MAX_LOG_RATIO = 20.0  # exp(20) is 4.9e8: still finite when multiplied by any sane advantage
 
@@ -11,6 +12,14 @@ MAX_LOG_RATIO = 20.0  # exp(20) is 4.9e8: still finite when multiplied by any sa
 def bounded(log_ratio: PerToken) -> PerToken:
     """Clamp a log-ratio to ±20, so that its exponential and the gradient stay finite."""
     return jnp.clip(log_ratio, -MAX_LOG_RATIO, MAX_LOG_RATIO)
+
+
+def clip_bounds(
+    epsilon: Scalar, epsilon_high: Scalar | None, dtype: DTypeLike
+) -> tuple[Float[Array, ""], Float[Array, ""]]:
+    """Give the lowest and the highest ratio that is not clipped."""
+    high = epsilon if epsilon_high is None else epsilon_high
+    return jnp.asarray(1 - epsilon, dtype), jnp.asarray(1 + high, dtype)
 
 
 def token_log_ratio(logprobs: PerToken, behaviour_logprobs: PerToken, mask: Mask) -> PerToken:

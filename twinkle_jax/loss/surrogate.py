@@ -1,7 +1,6 @@
 """The clipped surrogate of PPO and GRPO, with dual clip and two-sided clip."""
 
 import jax.numpy as jnp
-from jaxtyping import Array, DTypeLike, Float
 
 from twinkle_jax.loss.masked_inputs import (
     Advantages,
@@ -11,15 +10,7 @@ from twinkle_jax.loss.masked_inputs import (
     masked_advantages,
     masked_inputs,
 )
-from twinkle_jax.loss.ratio import bounded
-
-
-def clip_bounds(
-    epsilon: Scalar, epsilon_high: Scalar | None, dtype: DTypeLike
-) -> tuple[Float[Array, ""], Float[Array, ""]]:
-    """Give the lowest and the highest ratio that is not clipped."""
-    high = epsilon if epsilon_high is None else epsilon_high
-    return jnp.asarray(1 - epsilon, dtype), jnp.asarray(1 + high, dtype)
+from twinkle_jax.loss.ratio import bounded, clip_bounds
 
 
 def clipped_surrogate(

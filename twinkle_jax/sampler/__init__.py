@@ -3,8 +3,7 @@
 What is listed here is public; all else is private.
 """
 
-from twinkle_jax.sampler.decoding.completions import Completions
-from twinkle_jax.sampler.decoding.rows import LENGTH, STOP
+from twinkle_jax.sampler.completions import LENGTH, STOP, Completions
 from twinkle_jax.sampler.drawing.sampling import Sampling
 from twinkle_jax.sampler.generate import generate
 from twinkle_jax.sampler.generate_many import generate_many

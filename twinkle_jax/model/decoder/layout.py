@@ -6,7 +6,7 @@ gradient is summed and scattered where it arises. What is split over tensor stay
 these words the compiler may as well leave parameters where they are and move activations.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -16,7 +16,6 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from twinkle_jax.model.decoder.config import DecoderConfig
-from twinkle_jax.model.decoder.parameters import Params
 from twinkle_jax.model.decoder.sharding import partition_rules
 
 ROWS = ("data", "fsdp")
@@ -65,7 +64,9 @@ def keep_rows(x: Array, mesh: Mesh | None) -> Array:
     return x if mesh is None else _put(x, mesh, ROWS)
 
 
-def gather_weights(weights: Params, dtype: DTypeLike, mesh: Mesh | None) -> Params:
+def gather_weights(
+    weights: Mapping[str, Any], dtype: DTypeLike, mesh: Mesh | None
+) -> Mapping[str, Any]:
     """Cast the parameters of a layer that are spread over fsdp, and gather them."""
     if mesh is None:
         return weights
@@ -80,7 +81,7 @@ def gather_weights(weights: Params, dtype: DTypeLike, mesh: Mesh | None) -> Para
         shardings = NamedSharding(mesh, spread), NamedSharding(mesh, whole)
         return _gather(leaf.astype(dtype), *shardings)
 
-    gathered: Params = jax.tree_util.tree_map_with_path(gather, weights)
+    gathered: Mapping[str, Any] = jax.tree_util.tree_map_with_path(gather, weights)
     return gathered
 
 

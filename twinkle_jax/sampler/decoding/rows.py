@@ -11,10 +11,11 @@ from twinkle_jax.model.decoder.cache import Cache
 from twinkle_jax.model.decoder.config import DecoderConfig
 from twinkle_jax.model.decoder.decode import decode_step
 from twinkle_jax.model.decoder.parameters import Params
+from twinkle_jax.sampler.completions import LENGTH, STOP
 from twinkle_jax.sampler.drawing.next_token import next_token, scaled_logits
 from twinkle_jax.sampler.drawing.sampling import Sampling
 
-RUNNING, STOP, LENGTH = 0, 1, 2
+RUNNING = 0  # the reason of a row that has not ended
 
 
 class Rows(NamedTuple):

@@ -8,8 +8,7 @@ import numpy as np
 from twinkle_jax.data.extend_feature import extend_feature
 from twinkle_jax.data.sampling import SampledSequence, SampleResponse, SampleResponses
 from twinkle_jax.data.template import Template
-from twinkle_jax.sampler.decoding.completions import Completions
-from twinkle_jax.sampler.decoding.rows import STOP
+from twinkle_jax.sampler.completions import STOP, Completions
 from twinkle_jax.sampler.requests.prompts import prompt_tokens
 from twinkle_jax.sampler.requests.stops import Stops, cut
 

@@ -4,6 +4,8 @@ from typing import NamedTuple
 
 from jaxtyping import Array, Bool, Float, Int
 
+STOP, LENGTH = 1, 2  # why a completion ended
+
 
 class Completions(NamedTuple):
     """What was drawn. Rows are ordered by prompt, then by sample.

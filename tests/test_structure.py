@@ -1,0 +1,81 @@
+"""Imports: rooms in one order, at most five floors in each folder, and no stairs in a circle.
+
+An entry of a folder is a file in it, `__init__.py` too, or a sub-folder with all that it holds. It
+stands one floor above the highest of the entries beside it that it imports.
+"""
+
+import ast
+import graphlib
+import pathlib
+import sys
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[1]
+PACKAGE = ROOT / "twinkle_jax"
+ROOMS = ("advantage", "loss", "data", "reward", "model", "sampler", "training")
+FLOORS = 5
+
+
+def _file(name):
+    """The file of a module of ours, None for anything else."""
+    path = ROOT.joinpath(*name.split("."))
+    places = path.with_suffix(".py"), path / "__init__.py"
+    return next((place for place in places if place.is_file()), None)
+
+
+def _imported(path):
+    """The names of modules that a file imports, wherever in it: for types and late ones as well."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert not node.level, f"{path}: relative import"
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+            yield from (name if _file(name) else node.module for name in names)
+
+
+NAMES = {path: set(_imported(path)) for path in PACKAGE.rglob("*.py")}
+IMPORTS = {path: {_file(name) for name in names} - {None} for path, names in NAMES.items()}
+FOLDERS = sorted({path.parent for path in IMPORTS})
+
+
+def _entries(folder):
+    """Which entries of a folder each of its entries imports."""
+    entries = {}
+    for path in IMPORTS:
+        if folder in path.parents:
+            own = path.relative_to(folder).parts[0]
+            others = {p.relative_to(folder).parts[0] for p in IMPORTS[path] if folder in p.parents}
+            entries[own] = entries.get(own, set()) | others - {own}
+    return entries
+
+
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: str(folder.relative_to(ROOT)))
+def test_folder_has_few_floors_and_no_circle(folder):
+    entries, floors = _entries(folder), {}
+    for entry in graphlib.TopologicalSorter(entries).static_order():  # raises for a circle
+        floors[entry] = 1 + max((floors[other] for other in entries[entry]), default=0)
+    assert max(floors.values()) <= FLOORS, floors
+
+
+def test_rooms_import_only_those_before_them():
+    entries = _entries(PACKAGE)
+    assert set(ROOMS) == {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
+    for place, room in enumerate(ROOMS):
+        assert entries[room] <= {*ROOMS[:place], "_version.py"}, room
+    assert not entries["advantage"] | entries["loss"]
+
+
+@pytest.mark.parametrize(
+    ("room", "needs"),
+    [
+        ("advantage", {"jax", "jaxtyping", "numpy"}),
+        ("loss", {"jax", "jaxtyping", "numpy"}),
+        ("reward", {"math_verify", "pebble"}),
+    ],
+)
+def test_what_a_room_needs_from_elsewhere(room, needs):
+    inside = [names for path, names in NAMES.items() if PACKAGE / room in path.parents]
+    packages = {name.split(".")[0] for names in inside for name in names}
+    assert packages - sys.stdlib_module_names - {"twinkle_jax"} <= needs
