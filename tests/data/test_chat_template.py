@@ -146,7 +146,8 @@ def test_on_any_thread_at_once():
 
 
 def test_time_is_limited_too():
-    from twinkle_jax.data.template_sandbox import Budget, Sandbox, compile_within, render
+    from twinkle_jax.data.sandbox.budget import Budget
+    from twinkle_jax.data.sandbox.environment import Sandbox, compile_within, render
 
     template = compile_within(Sandbox(), "{% for i in range(9) %}{% endfor %}", Budget(99, 99, 60))
     assert render(template, {}, lambda: Budget(99, 99, 60)) == ""

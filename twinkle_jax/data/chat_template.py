@@ -33,16 +33,14 @@ class ChatTemplate:
         require("jinja2", "data")
         import jinja2
 
-        from twinkle_jax.data import template_sandbox
+        from twinkle_jax.data.sandbox import budget, environment
 
         self.source = source
-        self._sandbox = template_sandbox
+        self._environment, self._budgets = environment, budget
         self._error = jinja2.TemplateError
         self._steps = min(1_000_000, 1_000_000_000 // max(len(source), 1))
         try:
-            compiled = template_sandbox.compile_within(
-                template_sandbox.Sandbox(), source, self._budget()
-            )
+            compiled = environment.compile_within(environment.Sandbox(), source, self._budget())
         except (jinja2.TemplateError, RecursionError) as error:
             raise ValueError(
                 f"chat_template must be a Jinja template, got {_said(error)}"
@@ -50,7 +48,7 @@ class ChatTemplate:
         self._compiled = compiled
 
     def _budget(self) -> Any:
-        return self._sandbox.Budget(self._steps, _TEXT, _SECONDS)
+        return self._budgets.Budget(self._steps, _TEXT, _SECONDS)
 
     def render(
         self,
@@ -85,7 +83,7 @@ class ChatTemplate:
         from jinja2.exceptions import SecurityError
 
         try:
-            return self._sandbox.render(self._compiled, given, self._budget)
+            return self._environment.render(self._compiled, given, self._budget)
         except (SecurityError, MemoryError, RecursionError) as error:
             raise ValueError(
                 f"chat_template must stay within its sandbox and limits, got {_said(error)}"

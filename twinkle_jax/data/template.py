@@ -8,13 +8,11 @@ from typing import Any, Literal
 import numpy as np
 
 from twinkle_jax.data.chat_template import ChatTemplate
-from twinkle_jax.data.control_tokens import Encoded, show
 from twinkle_jax.data.extend_feature import extend_feature
+from twinkle_jax.data.rendering import Rendering
 from twinkle_jax.data.tokenizer import Tokenizer
-from twinkle_jax.data.trajectory import IGNORE, InputFeature, Message, message_text
+from twinkle_jax.data.trajectory import IGNORE, InputFeature, Message
 
-_MARK = "\ue0f8"  # stands for the assistant's last words, to find what follows them
-_TRUSTED = ("assistant", "system")  # may write <think> and the like, but no special token
 _ROLE = re.compile("[A-Za-z_]+")
 _KEPT = ("messages", "tools", "user_data")
 
@@ -95,14 +93,9 @@ class Template:
         """
         kept: Any = {key: trajectory[key] for key in _KEPT if trajectory.get(key) is not None}
         kept["messages"] = messages = self._messages(trajectory)
-        if self.chat_template is None:
-            encoded = self._plain(messages)
-            spans = [] if add_generation_prompt else [(0, len(encoded.text))]
-        else:
-            hidden = [self._hidden(message) for message in messages]
-            text = self._render(hidden, trajectory, add_generation_prompt)
-            encoded = self.tokenizer.control.encode(text)
-            spans = [] if add_generation_prompt else self._spans(hidden, trajectory, text)
+        encoded, spans = self._rendering().encode(
+            messages, trajectory.get("tools"), prompt=add_generation_prompt
+        )
         ids, starts = np.asarray(encoded.ids, np.int32), np.asarray(encoded.starts)
         said = np.zeros(ids.shape, bool)
         for begin, end in spans:
@@ -163,13 +156,9 @@ class Template:
         before = list(feature.get("messages") or ())
         if self.chat_template is None or not before or before[-1].get("role") != "assistant":
             raise ValueError("feature must end with a message of the assistant, to be continued")
-        hidden = [self._hidden(message) for message in [*before, *messages]]
-        hidden[len(before) - 1]["content"] = _MARK
-        text = self._render(hidden, feature, add_generation_prompt)
-        _, mark, after = text.rpartition(_MARK)
-        if not mark:
-            raise ValueError("chat_template must render the assistant's last message, it does not")
-        tokens = self.tokenizer.control.encode(after).ids
+        tokens = self._rendering().encode_after(
+            before, messages, feature.get("tools"), prompt=add_generation_prompt
+        )
         if tokens and tokens[0] == int(np.asarray(feature["input_ids"])[-1]):
             tokens = tokens[1:]  # the assistant ended its turn itself
         grown = extend_feature(feature, tokens, labelled=False)
@@ -190,46 +179,8 @@ class Template:
             return [Message(role="system", content=self.default_system), *messages]
         return list(messages)
 
-    def _hidden(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        read = {**message, "content": message_text(message)}
-        trusted = message["role"] in _TRUSTED
-        return dict(self.tokenizer.control.hide(read, trusted=trusted))
-
-    def _plain(self, messages: list[Message]) -> Encoded:
-        if len(messages) != 1:
-            raise ValueError(f"messages must be one without chat template, got {len(messages)}")
-        text = message_text(messages[0])
-        return self.tokenizer.control.encode(self.tokenizer.control.hide(text))
-
-    def _render(self, messages: Any, trajectory: Mapping[str, Any], prompt: bool) -> str:
-        assert self.chat_template is not None
-        special = {
-            name: token.get("content") if isinstance(token, Mapping) else token
-            for name, token in self.tokenizer.config.items()
-            if name.endswith("_token") and isinstance(token, str | Mapping)
-        }
-        tools = self.tokenizer.control.hide(trajectory.get("tools"))
-        variables = {**special, **self._variables}
-        return self.chat_template.render(messages, tools, add_generation_prompt=prompt, **variables)
-
-    def _spans(self, hidden: Any, trajectory: Any, text: str) -> list[tuple[int, int]]:
-        """Find from where to where the assistant spoke, in what is shown of the text."""
-        spans = []
-        for i, message in enumerate(hidden):
-            if message["role"] != "assistant":
-                continue
-            before = self._render(hidden[:i], trajectory, True)
-            until = self._render(hidden[: i + 1], trajectory, False)
-            if not (until.startswith(before) and text.startswith(until)):
-                raise ValueError(
-                    f"messages[{i}] must be rendered in the same way whatever follows it, and "
-                    "after the generation prompt, which this chat_template does not: encode each "
-                    "turn by itself, or add sampled tokens by concat_input_feature"
-                )
-            trailing = until.rstrip()
-            ends = self.tokenizer.control.ends_with_special(trailing)
-            spans.append((len(show(before)), len(show(trailing if ends else until))))
-        return spans
+    def _rendering(self) -> Rendering:
+        return Rendering(self.tokenizer, self.chat_template, self._variables)
 
     def _cut(self, length: int) -> slice:
         if self.max_length is None or length <= self.max_length:
