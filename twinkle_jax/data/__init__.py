@@ -8,13 +8,13 @@ from twinkle_jax.data.chat_template import ChatTemplate
 from twinkle_jax.data.loader import PromptBatch, PromptLoader
 from twinkle_jax.data.prompt_files import read_gsm8k, read_jsonl
 from twinkle_jax.data.reasoning_gym_task import ReasoningGymTask
-from twinkle_jax.data.sampling import (
+from twinkle_jax.data.sample_responses import (
     SampledSequence,
     SampleResponse,
     SampleResponses,
-    SamplingParams,
     StopReason,
 )
+from twinkle_jax.data.sampling_params import SamplingParams
 from twinkle_jax.data.small_tokenizer import small_tokenizer
 from twinkle_jax.data.template import Template
 from twinkle_jax.data.tokenizer import Tokenizer

@@ -17,9 +17,9 @@ from twinkle_jax.loss.importance_correction import (
     truncated_importance_weights,
 )
 from twinkle_jax.loss.kl import kl_k1, kl_k2, kl_k3
-from twinkle_jax.loss.metrics import PolicyMetrics, policy_metrics
 from twinkle_jax.loss.off_policy_mask import off_policy_sequence_mask
 from twinkle_jax.loss.policy_gradient import policy_gradient
+from twinkle_jax.loss.policy_metrics import PolicyMetrics, policy_metrics
 from twinkle_jax.loss.preference import (
     hinge_preference,
     ipo_preference,

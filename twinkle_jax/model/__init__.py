@@ -3,10 +3,9 @@
 from twinkle_jax.data.batch import Batch
 from twinkle_jax.data.buckets import bucket_size
 from twinkle_jax.model.decoder.attention_choice import AttentionImplementation, default_attention
-from twinkle_jax.model.decoder.cache import Cache, KeyValues, take_rows
+from twinkle_jax.model.decoder.cache import Cache, DeltaState, KeyValues, take_rows
 from twinkle_jax.model.decoder.config import AttentionConfig, DecoderConfig, DeltaNetConfig
 from twinkle_jax.model.decoder.decode import decode_step, prefill
-from twinkle_jax.model.decoder.delta_net import DeltaState
 from twinkle_jax.model.decoder.forward import hidden_states
 from twinkle_jax.model.decoder.initialise import init_params
 from twinkle_jax.model.decoder.layers import output_logits, output_matrix

@@ -16,8 +16,8 @@ from twinkle_jax.model.decoder.decode import prefill
 from twinkle_jax.model.decoder.parameters import Params
 from twinkle_jax.model.train_step.train_state import merge_params
 from twinkle_jax.sampler.completions import Completions
-from twinkle_jax.sampler.decoding.inputs import checked_limits, checked_prompts, row_keys
-from twinkle_jax.sampler.decoding.layout import decoding_layout, spread_rows
+from twinkle_jax.sampler.decoding.checked_prompts import checked_limits, checked_prompts, row_keys
+from twinkle_jax.sampler.decoding.decoding_layout import decoding_layout, spread_rows
 from twinkle_jax.sampler.decoding.rows import Rows, advance, begin, split_last
 from twinkle_jax.sampler.drawing.sampling import Sampling, traced_sampling
 

@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from twinkle_jax.data.sampling import SampleResponses, SamplingParams
+from twinkle_jax.data.sample_responses import SampleResponses
+from twinkle_jax.data.sampling_params import SamplingParams
 from twinkle_jax.data.template import Template
 from twinkle_jax.model.huggingface.checkpoint_files import CONFIG, locate, read_json
 from twinkle_jax.model.huggingface.parse_config import parse_config
@@ -18,7 +19,7 @@ from twinkle_jax.sampler.requests.prompts import Prompt, prompt_tokens, read_pro
 from twinkle_jax.sampler.requests.responses import make_responses
 from twinkle_jax.sampler.requests.stops import read_stops
 from twinkle_jax.sampler.vllm.budget import Budget
-from twinkle_jax.sampler.vllm.completions import check_params, completion_request
+from twinkle_jax.sampler.vllm.completion_request import check_params, completion_request
 from twinkle_jax.sampler.vllm.read_completions import Asked, Completions
 from twinkle_jax.sampler.vllm.served_model import Served, names_of
 from twinkle_jax.sampler.vllm.served_policy import ServedPolicy

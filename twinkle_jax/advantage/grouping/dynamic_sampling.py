@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Bool
 
-from twinkle_jax.advantage.grouping.sharding import auto_sharded
+from twinkle_jax.advantage.grouping.explicit_axes import auto_sharded
 from twinkle_jax.advantage.grouping.statistics import GroupStatistics
 from twinkle_jax.advantage.inputs.arrays import Scalar, describe
 from twinkle_jax.advantage.inputs.settings import check_coefficient, check_flag, check_size

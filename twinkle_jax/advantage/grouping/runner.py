@@ -14,10 +14,10 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from twinkle_jax.advantage.grouping.explicit_axes import auto_sharded
 from twinkle_jax.advantage.grouping.grouped import Grouped, Layout
 from twinkle_jax.advantage.grouping.groups import Grid, Groups, Rows, Segments, WholeBatch
 from twinkle_jax.advantage.grouping.samples import Samples, keep_components, sum_components
-from twinkle_jax.advantage.grouping.sharding import auto_sharded
 
 Formula = Callable[..., Array]
 

@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Bool, Float, Int
 
+from twinkle_jax.advantage.grouping.explicit_axes import auto_sharded
 from twinkle_jax.advantage.grouping.groups import Rows
 from twinkle_jax.advantage.grouping.moments import moments
 from twinkle_jax.advantage.grouping.samples import sum_components
-from twinkle_jax.advantage.grouping.sharding import auto_sharded
 from twinkle_jax.advantage.inputs.arrays import ArrayLike
 from twinkle_jax.advantage.inputs.rewards import check_rewards
 from twinkle_jax.advantage.inputs.settings import check_groups, check_size

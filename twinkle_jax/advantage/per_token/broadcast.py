@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float
 
-from twinkle_jax.advantage.grouping.sharding import auto_sharded, like_first
+from twinkle_jax.advantage.grouping.explicit_axes import auto_sharded, like_first
 from twinkle_jax.advantage.inputs.arrays import ArrayLike, compute_dtype
 from twinkle_jax.advantage.inputs.tokens import (
     check_per_row,

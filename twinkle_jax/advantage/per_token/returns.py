@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float
 
-from twinkle_jax.advantage.grouping.sharding import auto_sharded, like_first
+from twinkle_jax.advantage.grouping.explicit_axes import auto_sharded, like_first
 from twinkle_jax.advantage.inputs.arrays import ArrayLike, Scalar, common_dtype, refuse_non_finite
 from twinkle_jax.advantage.inputs.settings import check_coefficient
 from twinkle_jax.advantage.inputs.tokens import (

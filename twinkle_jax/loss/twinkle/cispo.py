@@ -7,7 +7,7 @@ from jaxtyping import Array, Float
 
 from twinkle_jax.loss.clipped_importance import clipped_importance_surrogate
 from twinkle_jax.loss.masked_inputs import Mask, PerToken, Scalar
-from twinkle_jax.loss.metrics import PolicyMetrics, policy_metrics
+from twinkle_jax.loss.policy_metrics import PolicyMetrics, policy_metrics
 from twinkle_jax.loss.reduction import token_mean
 from twinkle_jax.loss.twinkle.grpo import GRPOLoss
 from twinkle_jax.loss.twinkle.output import LossOutput

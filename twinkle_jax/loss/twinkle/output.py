@@ -8,7 +8,7 @@ from typing import Any, Literal
 import jax
 from jaxtyping import Array, Float
 
-from twinkle_jax.loss.metrics import PolicyMetrics
+from twinkle_jax.loss.policy_metrics import PolicyMetrics
 
 Unit = Literal["tokens", "sequences", "pairs", "batches"]
 

@@ -10,7 +10,7 @@ from jaxtyping import Array, Float
 from twinkle_jax.loss.entropy import entropy_bonus
 from twinkle_jax.loss.kl import kl_k3
 from twinkle_jax.loss.masked_inputs import Mask, PerToken, Scalar
-from twinkle_jax.loss.metrics import PolicyMetrics, policy_metrics
+from twinkle_jax.loss.policy_metrics import PolicyMetrics, policy_metrics
 from twinkle_jax.loss.ratio import token_log_ratio
 from twinkle_jax.loss.reduction import sequence_mean
 from twinkle_jax.loss.surrogate import clipped_surrogate

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from twinkle_jax.loss.masked_inputs import Mask, PerToken, Scalar
-from twinkle_jax.loss.metrics import PolicyMetrics, policy_metrics
+from twinkle_jax.loss.policy_metrics import PolicyMetrics, policy_metrics
 from twinkle_jax.loss.soft_gate import soft_gate_surrogate
 from twinkle_jax.loss.twinkle.policy_loss import PolicyLoss
 

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 
-from twinkle_jax.model.decoder.arithmetic import project, rms_norm
 from twinkle_jax.model.decoder.attention_choice import AttentionImplementation, interpreted
 from twinkle_jax.model.decoder.config import AttentionConfig, DecoderConfig
+from twinkle_jax.model.decoder.project_and_norm import project, rms_norm
 from twinkle_jax.model.decoder.rotary import RotaryTable, rotate
 
 

@@ -6,8 +6,6 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from twinkle_jax.model.decoder.delta_net import DeltaState
-
 
 class KeyValues(NamedTuple):
     """Keys and values of the full layers of one block member; slot p holds position p of a row.
@@ -18,6 +16,18 @@ class KeyValues(NamedTuple):
 
     keys: Float[Array, "layers batch groups width max_length"]
     values: Float[Array, "layers batch groups max_length width"]
+
+
+class DeltaState(NamedTuple):
+    """What a linear layer remembers of a row.
+
+    Attributes:
+        window: the last inputs of the convolution, one fewer than its kernel; 0 before the start.
+        memory: the state of the delta rule, always float32.
+    """
+
+    window: Float[Array, "*layers batch past channels"]
+    memory: Float[Array, "*layers batch heads key value"]
 
 
 class Cache(NamedTuple):

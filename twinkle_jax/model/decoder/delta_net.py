@@ -1,27 +1,16 @@
 """The Gated DeltaNet mixer: projections and a short convolution around the gated delta rule."""
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from twinkle_jax.model.decoder.arithmetic import project, rms_norm
+from twinkle_jax.model.decoder.cache import DeltaState
 from twinkle_jax.model.decoder.config import DeltaNetConfig
 from twinkle_jax.model.decoder.delta_rule import DeltaInputs, delta_rule, delta_rule_step
-
-
-class DeltaState(NamedTuple):
-    """What a linear layer remembers of a row.
-
-    Attributes:
-        window: the last inputs of the convolution, one fewer than its kernel; 0 before the start.
-        memory: the state of the delta rule, always float32.
-    """
-
-    window: Float[Array, "*layers batch past channels"]
-    memory: Float[Array, "*layers batch heads key value"]
+from twinkle_jax.model.decoder.project_and_norm import project, rms_norm
 
 
 def delta_net(

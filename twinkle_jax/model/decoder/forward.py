@@ -13,11 +13,11 @@ from jaxtyping import Array, Bool, Float, Int
 from twinkle_jax.model.decoder.attention import attend_causally, project_heads, project_out
 from twinkle_jax.model.decoder.attention_choice import AttentionImplementation, choose_attention
 from twinkle_jax.model.decoder.config import FULL, DecoderConfig
+from twinkle_jax.model.decoder.decoder_inputs import DecoderInputs, decoder_inputs
 from twinkle_jax.model.decoder.delta_net import delta_net
-from twinkle_jax.model.decoder.inputs import DecoderInputs, decoder_inputs
 from twinkle_jax.model.decoder.layers import add_mixed, embed, feed_forward, final_norm, norm
-from twinkle_jax.model.decoder.layout import check_fit, gather_weights, keep_rows
 from twinkle_jax.model.decoder.left_align import from_front
+from twinkle_jax.model.decoder.mesh_layout import check_fit, gather_weights, keep_rows
 from twinkle_jax.model.decoder.parameters import Params
 from twinkle_jax.model.decoder.rotary import table_of
 

@@ -5,10 +5,10 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
-from twinkle_jax.model.decoder.arithmetic import project, rms_norm
 from twinkle_jax.model.decoder.config import DecoderConfig
-from twinkle_jax.model.decoder.layout import spread_lookup
+from twinkle_jax.model.decoder.mesh_layout import spread_lookup
 from twinkle_jax.model.decoder.parameters import Params
+from twinkle_jax.model.decoder.project_and_norm import project, rms_norm
 
 
 def embed(

@@ -16,8 +16,8 @@ from twinkle_jax.loss import LossOutput, PolicyMetrics
 from twinkle_jax.model.decoder.attention_choice import AttentionImplementation
 from twinkle_jax.model.decoder.config import DecoderConfig
 from twinkle_jax.model.decoder.forward import Remat
-from twinkle_jax.model.decoder.layout import spread_batch
 from twinkle_jax.model.decoder.lora_dropout import with_dropout
+from twinkle_jax.model.decoder.mesh_layout import spread_batch
 from twinkle_jax.model.decoder.parameters import Params
 from twinkle_jax.model.decoder.sharding import constrain, find_mesh
 from twinkle_jax.model.train_step.label_scores import label_scores

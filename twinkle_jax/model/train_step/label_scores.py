@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, Int
 from twinkle_jax.data.batch import IGNORE
 from twinkle_jax.loss import token_logprobs
 from twinkle_jax.model.decoder.layers import output_matrix
-from twinkle_jax.model.decoder.layout import ROWS
+from twinkle_jax.model.decoder.mesh_layout import ROWS
 from twinkle_jax.model.decoder.parameters import Params
 from twinkle_jax.model.decoder.sharding import partition_rules
 

@@ -13,7 +13,7 @@ from twinkle_jax.data.batch import Batch, check_batch
 from twinkle_jax.model.decoder.attention_choice import AttentionImplementation
 from twinkle_jax.model.decoder.config import DecoderConfig
 from twinkle_jax.model.decoder.layers import output_logits
-from twinkle_jax.model.decoder.layout import spread_batch
+from twinkle_jax.model.decoder.mesh_layout import spread_batch
 from twinkle_jax.model.decoder.parameters import Params
 from twinkle_jax.model.decoder.sharding import find_mesh
 from twinkle_jax.model.train_step.label_scores import label_scores

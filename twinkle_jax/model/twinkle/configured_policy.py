@@ -12,7 +12,7 @@ from twinkle_jax.loss import Loss, get_loss
 from twinkle_jax.loss.twinkle.function_loss import LossFunction
 from twinkle_jax.model.decoder.forward import Remat
 from twinkle_jax.model.decoder.module import Decoder
-from twinkle_jax.model.twinkle.metrics import MetricLog
+from twinkle_jax.model.twinkle.metric_log import MetricLog
 from twinkle_jax.model.twinkle.saved_policy import SavedPolicy
 
 Precision = Literal["no", "bf16"]

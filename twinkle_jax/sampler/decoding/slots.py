@@ -14,7 +14,7 @@ from twinkle_jax.model.decoder.config import DecoderConfig
 from twinkle_jax.model.decoder.decode import prefill
 from twinkle_jax.model.decoder.parameters import Params
 from twinkle_jax.sampler.completions import LENGTH
-from twinkle_jax.sampler.decoding.layout import spread_rows
+from twinkle_jax.sampler.decoding.decoding_layout import spread_rows
 from twinkle_jax.sampler.decoding.rows import Rows, advance, begin, split_last
 from twinkle_jax.sampler.drawing.sampling import Sampling
 

@@ -6,7 +6,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from twinkle_jax.data.extend_feature import extend_feature
-from twinkle_jax.data.sampling import SampledSequence, SampleResponse, SampleResponses
+from twinkle_jax.data.sample_responses import SampledSequence, SampleResponse, SampleResponses
 from twinkle_jax.data.template import Template
 from twinkle_jax.sampler.completions import STOP, Completions
 from twinkle_jax.sampler.requests.prompts import prompt_tokens

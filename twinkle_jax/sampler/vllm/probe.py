@@ -5,11 +5,11 @@ from typing import Any
 
 import numpy as np
 
-from twinkle_jax.data.sampling import SamplingParams
+from twinkle_jax.data.sampling_params import SamplingParams
 from twinkle_jax.model.twinkle.transformers_model import TransformersModel
 from twinkle_jax.sampler.requests.stops import Stops
 from twinkle_jax.sampler.vllm.budget import Budget
-from twinkle_jax.sampler.vllm.completions import completion_request
+from twinkle_jax.sampler.vllm.completion_request import completion_request
 from twinkle_jax.sampler.vllm.read_completions import Asked, Completions
 from twinkle_jax.sampler.vllm.request import Request, ServerError
 from twinkle_jax.sampler.vllm.server import Server

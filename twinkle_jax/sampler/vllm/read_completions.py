@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from twinkle_jax.data.sampling import SamplingParams
+from twinkle_jax.data.sampling_params import SamplingParams
 from twinkle_jax.sampler.requests.responses import Drawn, End
 from twinkle_jax.sampler.requests.stops import Stops
 from twinkle_jax.sampler.vllm.json_values import (

@@ -3,7 +3,7 @@
 from functools import partial
 from typing import Any
 
-from twinkle_jax.data.sampling import SamplingParams
+from twinkle_jax.data.sampling_params import SamplingParams
 from twinkle_jax.sampler.vllm.read_completions import Asked, read_completions
 from twinkle_jax.sampler.vllm.request import Request
 

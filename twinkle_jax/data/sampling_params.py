@@ -1,15 +1,12 @@
-"""What a sampler is asked for, and what it answers."""
+"""What a sampler is asked for: how completions are drawn."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from numbers import Integral, Real
-from typing import Any, Literal, Self
-
-from twinkle_jax.data.trajectory import InputFeature, Trajectory
+from typing import Any, Self
 
 _Rule = tuple[Callable[[Any], bool], str, type[Any]]  # what fits, how errors say so, its type
-StopReason = Literal["length", "stop", "abort", "error"]
 
 
 def _integer(least: int, *also: int | None) -> _Rule:
@@ -131,67 +128,3 @@ def _stops(stop: Any) -> str | list[str] | list[int] | None:
     if any(x == "" if strings else x < 0 for x in given):
         raise ValueError(f"{must}, got {stop!r}")
     return stop if isinstance(stop, str) else list(given)
-
-
-@dataclass
-class SampledSequence:
-    """One completion.
-
-    Attributes:
-        stop_reason: `'stop'` at a stop or the end of sequence, `'length'` where room ran out.
-        tokens: the tokens that were drawn, the one that ended the sequence included.
-        logprobs: for each of them a list of pairs of a token and its log-probability, the drawn
-            token first.
-        decoded: its text.
-        new_input_feature: prompt and completion, to train on: `labels` at each position the token
-            that follows, −100 where the policy did not choose it.
-    """
-
-    stop_reason: StopReason
-    tokens: list[int]
-    logprobs: list[list[tuple[int, float]]] | None = None
-    decoded: str | None = None
-    new_input_feature: InputFeature | None = None
-
-
-@dataclass
-class SampleResponse:
-    """The completions of one prompt.
-
-    Attributes:
-        sequences: as many as were asked for.
-        prompt_token_ids: what the model read.
-        prompt_logprobs: log-probability of each token of the prompt; None for the first.
-        topk_prompt_logprobs: likewise, pairs of the most likely tokens.
-    """
-
-    sequences: Sequence[SampledSequence]
-    prompt_token_ids: list[int] | None = None
-    prompt_logprobs: list[float | None] | None = None
-    topk_prompt_logprobs: list[list[tuple[int, float]] | None] | None = None
-
-
-class SampleResponses(list[SampleResponse]):
-    """The responses of one call, in the order of its prompts."""
-
-    @property
-    def inputs(self) -> list[InputFeature]:
-        """One feature to train on for each sequence, those of a prompt next to each other."""
-        features = [s.new_input_feature for response in self for s in response.sequences]
-        missing = [i for i, feature in enumerate(features) if feature is None]
-        if missing:
-            raise ValueError(f"sequences {missing} must have a new_input_feature, got None")
-        return [feature for feature in features if feature is not None]
-
-    @property
-    def trajectories(self) -> list[Trajectory]:
-        """The conversation of each sequence, its completion the last message."""
-        kept = ("messages", "tools", "user_data")
-        lengths = [len(s.tokens) for response in self for s in response.sequences]
-        found: list[Any] = []
-        for i, feature in enumerate(self.inputs):
-            if "messages" not in feature:
-                raise ValueError(f"sequence {i} must have messages, got {sorted(feature)}")
-            trajectory = {key: value for key, value in feature.items() if key in kept}
-            found.append({**trajectory, "completion_length": lengths[i]})
-        return found

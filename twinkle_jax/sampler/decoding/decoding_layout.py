@@ -7,8 +7,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import Array
 
-from twinkle_jax.model.decoder.cache import Cache, KeyValues
-from twinkle_jax.model.decoder.delta_net import DeltaState
+from twinkle_jax.model.decoder.cache import Cache, DeltaState, KeyValues
 from twinkle_jax.model.decoder.parameters import Params
 from twinkle_jax.model.decoder.sharding import partition_rules
 from twinkle_jax.sampler.decoding.rows import Rows

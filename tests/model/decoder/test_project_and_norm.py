@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.test_util import check_grads
 
-from twinkle_jax.model.decoder.arithmetic import project, rms_norm
+from twinkle_jax.model.decoder.project_and_norm import project, rms_norm
 
 
 def test_project_by_hand():
