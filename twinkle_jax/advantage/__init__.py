@@ -49,8 +49,9 @@ from twinkle_jax.advantage.per_completion.rloo import (
     segment_rloo_advantage,
 )
 from twinkle_jax.advantage.per_token.broadcast import broadcast_to_tokens
-from twinkle_jax.advantage.per_token.gae import GAE, GAEAdvantage, gae_advantage
+from twinkle_jax.advantage.per_token.gae import GAEAdvantage, gae_advantage
 from twinkle_jax.advantage.per_token.kl_in_reward import kl_in_reward, kl_in_token_reward
+from twinkle_jax.advantage.per_token.lambda_returns import GAE
 from twinkle_jax.advantage.per_token.reinforce_plus_plus import (
     ReinforcePlusPlusAdvantage,
     reinforce_plus_plus_advantage,
