@@ -10,15 +10,13 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Int
 
 from twinkle_jax.model.decoder.attention_choice import AttentionImplementation
-from twinkle_jax.model.decoder.cache import take_rows, with_room
 from twinkle_jax.model.decoder.config import DecoderConfig
-from twinkle_jax.model.decoder.decode import prefill
 from twinkle_jax.model.decoder.parameters import Params
 from twinkle_jax.model.train_step.train_state import merge_params
 from twinkle_jax.sampler.completions import Completions
 from twinkle_jax.sampler.decoding.checked_prompts import checked_limits, checked_prompts, row_keys
 from twinkle_jax.sampler.decoding.decoding_layout import decoding_layout, spread_rows
-from twinkle_jax.sampler.decoding.rows import Rows, advance, begin, split_last
+from twinkle_jax.sampler.decoding.rows import Rows, advance, read_prompts
 from twinkle_jax.sampler.drawing.sampling import Sampling, traced_sampling
 
 _DEFAULT = Sampling()
@@ -152,22 +150,19 @@ def _generate(
     mesh: Mesh | None,
 ) -> Completions:
     weights = decoding_layout(merge_params(frozen, params), compute_dtype, mesh)
-    read, last = split_last(prompts, mask, config.vocab_size)
-    _, cache = prefill(
+    rows = read_prompts(
         weights,
         config,
         prompts,
-        read,
-        max_length=prompts.shape[1],
+        mask,
+        jnp.repeat(jnp.arange(len(prompts), dtype=jnp.int32), num_samples),
+        keys,
+        limits,
+        max_length=prompts.shape[1] - 1 + max_new_tokens,
+        new=max_new_tokens,
         compute_dtype=compute_dtype,
         attention=attention,
         mesh=mesh,
-    )
-    row = jnp.repeat(jnp.arange(len(prompts), dtype=jnp.int32), num_samples)
-    cache = with_room(take_rows(cache, row), prompts.shape[1] - 1 + max_new_tokens)
-    prompts = jnp.where(mask, prompts, config.vocab_size)
-    rows = begin(
-        cache, last[row], prompts[row], keys, limits, new=max_new_tokens, vocab=config.vocab_size
     )
 
     def step(_: Array | int, rows: Rows) -> Rows:

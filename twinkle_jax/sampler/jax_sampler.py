@@ -18,10 +18,10 @@ from twinkle_jax.model.huggingface.checkpoint_read import load_pretrained
 from twinkle_jax.model.twinkle.transformers_model import TransformersModel
 from twinkle_jax.sampler.drawing.sampling import Sampling
 from twinkle_jax.sampler.generate import generate
-from twinkle_jax.sampler.requests.asked import longest_row, own_template, read_params
-from twinkle_jax.sampler.requests.prompts import Prompt, pad_prompts, read_prompts
+from twinkle_jax.sampler.requests.call import read_call, read_params
+from twinkle_jax.sampler.requests.from_checkpoint import longest_row, own_template
+from twinkle_jax.sampler.requests.prompts import Prompt, pad_prompts
 from twinkle_jax.sampler.requests.responses import make_responses, read_arrays
-from twinkle_jax.sampler.requests.stops import read_stops
 
 
 class JaxSampler:
@@ -107,16 +107,13 @@ class JaxSampler:
             TypeError: if something has the wrong type.
         """
         asked = _only_drawn_tokens(read_params(sampling_params))
-        num_samples = asked.num_samples if num_samples == 1 else num_samples
-        features = read_prompts(
-            inputs, self.template, vocab=self.config.vocab_size, room=self.max_length
-        )
-        stops = read_stops(asked, self.template)
+        vocab, room = self.config.vocab_size, self.max_length
+        call = read_call(inputs, asked, num_samples, self.template, vocab=vocab, room=room)
         multiple = 1 if self.mesh is None else self.mesh.shape["data"] * self.mesh.shape["fsdp"]
-        tokens, mask = pad_prompts(features, multiple=multiple)
-        room = self.max_length - mask.sum(axis=1)
-        limits = room if asked.max_tokens is None else room.clip(max=asked.max_tokens)
-        limits[len(features) :] = 1
+        tokens, mask = pad_prompts(call.features, multiple=multiple)
+        limits = room - mask.sum(axis=1)
+        limits = limits if asked.max_tokens is None else limits.clip(max=asked.max_tokens)
+        limits[len(call.features) :] = 1
         drawn = generate(
             self.params,
             self.config,
@@ -129,22 +126,15 @@ class JaxSampler:
                 asked.top_p,
                 asked.min_p,
                 asked.repetition_penalty,
-                stops.tokens,
+                call.stops.tokens,
             ),
-            num_samples=num_samples,
+            num_samples=call.num_samples,
             max_new_tokens=bucket_size(int(limits.max()), smallest=16),
             max_tokens=limits,
             compute_dtype=self.dtype,
             mesh=self.mesh,
         )
-        return make_responses(
-            features,
-            read_arrays(drawn, len(features) * num_samples),
-            num_samples,
-            stops,
-            self.template,
-            include_stop=asked.include_stop_str_in_output,
-        )
+        return make_responses(call, read_arrays(drawn, len(call.features) * call.num_samples))
 
     @property
     def params(self) -> Any:

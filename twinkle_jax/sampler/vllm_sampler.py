@@ -14,10 +14,10 @@ from twinkle_jax.data.template import Template
 from twinkle_jax.model.huggingface.checkpoint_files import CONFIG, locate, read_json
 from twinkle_jax.model.huggingface.parse_config import parse_config
 from twinkle_jax.model.twinkle.transformers_model import TransformersModel
-from twinkle_jax.sampler.requests.asked import longest_row, own_template, read_params
-from twinkle_jax.sampler.requests.prompts import Prompt, prompt_tokens, read_prompts
+from twinkle_jax.sampler.requests.call import read_call, read_params
+from twinkle_jax.sampler.requests.from_checkpoint import longest_row, own_template
+from twinkle_jax.sampler.requests.prompts import Prompt, prompt_tokens
 from twinkle_jax.sampler.requests.responses import make_responses
-from twinkle_jax.sampler.requests.stops import read_stops
 from twinkle_jax.sampler.vllm.budget import Budget
 from twinkle_jax.sampler.vllm.completion_request import check_params, completion_request
 from twinkle_jax.sampler.vllm.read_completions import Asked, Completions
@@ -113,33 +113,22 @@ class vLLMSampler:  # noqa: N801  (Twinkle's name)
                 other weights, or answers what cannot be.
         """
         asked = read_params(sampling_params)
-        check_params(asked, self.config.vocab_size)
-        num_samples = asked.num_samples if num_samples == 1 else num_samples
-        if num_samples < 1:
-            raise ValueError(f"num_samples must be at least 1, got {num_samples}")
-        features = read_prompts(
-            inputs, self.template, vocab=self.config.vocab_size, room=self.max_length
-        )
-        prompts = [prompt_tokens(feature).tolist() for feature in features]
-        stops = read_stops(asked, self.template)
+        vocab, room = self.config.vocab_size, self.max_length
+        check_params(asked, vocab)
+        call = read_call(inputs, asked, num_samples, self.template, vocab=vocab, room=room)
+        prompts = [prompt_tokens(feature).tolist() for feature in call.features]
         seeds = self._seeds(asked.seed, len(prompts))
         with Budget(self.timeout) as budget:
             served = self._policy.check(budget)
             requests = []
             for i, (prompt, seed) in enumerate(zip(prompts, seeds, strict=True)):
                 limit = self._limit(i, prompt, served, asked)
-                vocab = self.config.vocab_size
-                one = Asked(served.name, prompt, num_samples, limit, seed, asked, stops, vocab)
+                one = Asked(
+                    served.name, prompt, call.num_samples, limit, seed, asked, call.stops, vocab
+                )
                 requests.append(completion_request(one, f"inputs[{i}]"))
             answers: list[Completions] = self._server.call_all(budget, requests)
-        responses = make_responses(
-            features,
-            [drawn for answer in answers for drawn in answer.drawn],
-            num_samples,
-            stops,
-            self.template,
-            include_stop=asked.include_stop_str_in_output,
-        )
+        responses = make_responses(call, [drawn for answer in answers for drawn in answer.drawn])
         for response, answer in zip(responses, answers, strict=True):
             if answer.prompt is not None:
                 response.prompt_logprobs = [x[0][1] if x else None for x in answer.prompt]

@@ -4,12 +4,14 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
-from twinkle_jax.model.decoder.cache import Cache
+from twinkle_jax.model.decoder.attention_choice import AttentionImplementation
+from twinkle_jax.model.decoder.cache import Cache, take_rows, with_room
 from twinkle_jax.model.decoder.config import DecoderConfig
-from twinkle_jax.model.decoder.decode import decode_step
+from twinkle_jax.model.decoder.decode import decode_step, prefill
 from twinkle_jax.model.decoder.parameters import Params
 from twinkle_jax.sampler.completions import LENGTH, STOP
 from twinkle_jax.sampler.drawing.next_token import next_token, scaled_logits
@@ -75,6 +77,44 @@ def begin(
         limits=limits,
         reasons=nothing,
         keys=keys,
+    )
+
+
+def read_prompts(
+    params: Params,
+    config: DecoderConfig,
+    prompts: Int[Array, "prompts time"],
+    mask: Bool[Array, "prompts time"],
+    source: Int[Array, " rows"],
+    keys: jax.Array,
+    limits: Int[Array, " rows"],
+    *,
+    max_length: int,
+    new: int,
+    compute_dtype: DTypeLike | None,
+    attention: AttentionImplementation | None,
+    mesh: Mesh | None,
+) -> Rows:
+    """Read prompts, and start a row behind prompt `source` for each entry of it."""
+    read, last = split_last(prompts, mask, config.vocab_size)
+    _, cache = prefill(
+        params,
+        config,
+        prompts,
+        read,
+        max_length=prompts.shape[1],
+        compute_dtype=compute_dtype,
+        attention=attention,
+        mesh=mesh,
+    )
+    return begin(
+        with_room(take_rows(cache, source), max_length),
+        last[source],
+        jnp.where(mask, prompts, config.vocab_size)[source],
+        keys,
+        limits,
+        new=new,
+        vocab=config.vocab_size,
     )
 
 

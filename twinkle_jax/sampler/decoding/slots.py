@@ -9,13 +9,13 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Int
 
 from twinkle_jax.model.decoder.attention_choice import AttentionImplementation
-from twinkle_jax.model.decoder.cache import Cache, take_rows, with_room
+from twinkle_jax.model.decoder.cache import Cache
 from twinkle_jax.model.decoder.config import DecoderConfig
 from twinkle_jax.model.decoder.decode import prefill
 from twinkle_jax.model.decoder.parameters import Params
 from twinkle_jax.sampler.completions import LENGTH
 from twinkle_jax.sampler.decoding.decoding_layout import spread_rows
-from twinkle_jax.sampler.decoding.rows import Rows, advance, begin, split_last
+from twinkle_jax.sampler.decoding.rows import Rows, advance, begin, read_prompts
 from twinkle_jax.sampler.drawing.sampling import Sampling
 
 _STATIC = ("config", "compute_dtype", "attention", "mesh")
@@ -87,25 +87,19 @@ def fill_slots(
 
     All of a slot is written, so that nothing of the row before remains.
     """
-    read, last = split_last(prompts, mask, config.vocab_size)
-    _, cache = prefill(
+    fresh = read_prompts(
         params,
         config,
         prompts,
-        read,
-        max_length=prompts.shape[1],
+        mask,
+        source,
+        keys,
+        limits,
+        max_length=max_length,
+        new=rows.tokens.shape[1],
         compute_dtype=compute_dtype,
         attention=attention,
         mesh=mesh,
-    )
-    fresh = begin(
-        with_room(take_rows(cache, source), max_length),
-        last[source],
-        jnp.where(mask, prompts, config.vocab_size)[source],
-        keys,
-        limits,
-        new=rows.tokens.shape[1],
-        vocab=config.vocab_size,
     )
     layers = jax.tree.map(
         lambda old, new: old.at[:, slot].set(new.astype(old.dtype), mode="drop"),

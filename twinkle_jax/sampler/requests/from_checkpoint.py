@@ -1,24 +1,12 @@
-"""What both samplers make of what they are given: parameters, and what a checkpoint says."""
+"""What a checkpoint says to a sampler: a template, and how long rows may be."""
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
-from twinkle_jax.data.sampling_params import SamplingParams
 from twinkle_jax.data.template import Template
 from twinkle_jax.model.decoder.config import DecoderConfig
 
 _LONGEST = 4096  # where the checkpoint does not ask for less
-
-
-def read_params(given: SamplingParams | Mapping[str, Any] | None) -> SamplingParams:
-    """Take parameters as an object, a mapping or nothing."""
-    params = SamplingParams.from_dict(given) if isinstance(given, Mapping) else given
-    params = SamplingParams() if params is None else params
-    if not isinstance(params, SamplingParams):
-        raise TypeError(f"sampling_params must be SamplingParams, got {params!r}")
-    return params
 
 
 def own_template(source: Path | None) -> Template | None:

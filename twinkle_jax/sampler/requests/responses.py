@@ -7,10 +7,10 @@ import numpy as np
 
 from twinkle_jax.data.extend_feature import extend_feature
 from twinkle_jax.data.sample_responses import SampledSequence, SampleResponse, SampleResponses
-from twinkle_jax.data.template import Template
 from twinkle_jax.sampler.completions import STOP, Completions
+from twinkle_jax.sampler.requests.call import Call
 from twinkle_jax.sampler.requests.prompts import prompt_tokens
-from twinkle_jax.sampler.requests.stops import Stops, cut
+from twinkle_jax.sampler.requests.stops import cut
 
 End = Literal["token", "string", "length"]
 
@@ -43,43 +43,28 @@ def read_arrays(completions: Completions, rows: int) -> list[Drawn]:
     return found
 
 
-def make_responses(
-    features: Sequence[Mapping[str, Any]],
-    drawn: Sequence[Drawn],
-    num_samples: int,
-    stops: Stops,
-    template: Template | None,
-    *,
-    include_stop: bool,
-) -> SampleResponses:
+def make_responses(call: Call, drawn: Sequence[Drawn]) -> SampleResponses:
     """Give each prompt its completions, which are ordered by prompt, then by sample."""
     responses = SampleResponses()
-    for i, feature in enumerate(features):
-        sequences = [
-            _sequence(feature, one, stops, template, include_stop=include_stop)
-            for one in drawn[i * num_samples : (i + 1) * num_samples]
-        ]
+    for i, feature in enumerate(call.features):
+        own = drawn[i * call.num_samples : (i + 1) * call.num_samples]
+        sequences = [_sequence(feature, one, call) for one in own]
         responses.append(SampleResponse(sequences, prompt_tokens(feature).tolist()))
     return responses
 
 
-def _sequence(
-    feature: Mapping[str, Any],
-    drawn: Drawn,
-    stops: Stops,
-    template: Template | None,
-    *,
-    include_stop: bool,
-) -> SampledSequence:
+def _sequence(feature: Mapping[str, Any], drawn: Drawn, call: Call) -> SampledSequence:
     tokens, stopped = drawn.tokens, drawn.end != "length"
+    template, strings = call.template, call.stops.strings
+    include_stop = call.params.include_stop_str_in_output
     text = None
     if template is not None:
-        count, text = cut(tokens, stops.strings, template)
+        count, text = cut(tokens, strings, template)
         whole = template.tokenizer.decode(tokens[:count])
         at_string = text != whole
         stopped = at_string or stopped
         if include_stop and at_string:
-            text = _with_stop(whole, text, stops.strings)
+            text = _with_stop(whole, text, strings)
         elif drawn.end == "token" and not at_string and not include_stop:
             text = template.tokenizer.decode(tokens[:-1])
         tokens = tokens[:count]

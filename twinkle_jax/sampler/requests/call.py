@@ -1,0 +1,46 @@
+"""What a call of a sampler asks for, read the same way by both."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from twinkle_jax.data.sampling_params import SamplingParams
+from twinkle_jax.data.template import Template
+from twinkle_jax.data.trajectory import InputFeature
+from twinkle_jax.sampler.requests.prompts import Prompt, read_prompts
+from twinkle_jax.sampler.requests.stops import Stops, read_stops
+
+
+class Call(NamedTuple):
+    """Prompts, how often and how to go on from each, and where to end."""
+
+    params: SamplingParams
+    num_samples: int
+    features: list[InputFeature]
+    stops: Stops
+    template: Template | None
+
+
+def read_params(given: SamplingParams | Mapping[str, Any] | None) -> SamplingParams:
+    """Take parameters as an object, a mapping or nothing."""
+    params = SamplingParams.from_dict(given) if isinstance(given, Mapping) else given
+    params = SamplingParams() if params is None else params
+    if not isinstance(params, SamplingParams):
+        raise TypeError(f"sampling_params must be SamplingParams, got {params!r}")
+    return params
+
+
+def read_call(
+    inputs: Prompt | Sequence[Prompt],
+    params: SamplingParams,
+    num_samples: int,
+    template: Template | None,
+    *,
+    vocab: int,
+    room: int,
+) -> Call:
+    """Read prompts and stops; `num_samples=1` leaves it to the parameters."""
+    num_samples = params.num_samples if num_samples == 1 else num_samples
+    if num_samples < 1:
+        raise ValueError(f"num_samples must be at least 1, got {num_samples}")
+    features = read_prompts(inputs, template, vocab=vocab, room=room)
+    return Call(params, num_samples, features, read_stops(params, template), template)
