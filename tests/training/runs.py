@@ -7,30 +7,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
-from twinkle_jax.data import ArithmeticTask, Template, small_tokenizer
-from twinkle_jax.model import init_params, parse_config
-from twinkle_jax.training import Policy, save_policy
-
 ROOT = Path(__file__).parents[2]
 TIMES = ("time/sample", "step_time", "tokens_per_second")
-WIDTHS = {"hidden_size": 32, "intermediate_size": 64, "head_dim": 16, "num_hidden_layers": 2}
-HEADS = {"num_attention_heads": 2, "num_key_value_heads": 2}
-
-
-def make_files(folder):
-    """A policy of 20,000 parameters, and six problems."""
-    template = Template(small_tokenizer("0123456789+-*()="))
-    size = {"vocab_size": len(template.tokenizer)}
-    config = parse_config({"model_type": "qwen3", **WIDTHS, **HEADS, **size})
-    policy = Policy(init_params(jax.random.key(1), config), config, template)
-    save_policy(policy, str(folder / "model"))
-    problems = [ArithmeticTask(1, size=6).problem(i) for i in range(6)]
-    lines = [json.dumps({"prompt": f"{p}=", "answer": a}) for p, a in problems]
-    (folder / "task.jsonl").write_text("\n".join(lines))
 
 
 def flags(folder, **changes):

@@ -9,11 +9,10 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from tests.training.runs import make_files
+from tests.training import small_run
 from twinkle_jax.model import make_mesh
 from twinkle_jax.training import (
     EvaluationConfig,
-    LoggingConfig,
     MeshConfig,
     OptimizerConfig,
     RolloutConfig,
@@ -29,18 +28,12 @@ SEEN = ("reward", "completions/mean_length", "entropy", "grad_norm", "loss", "ev
 
 def config(folder, directory, **changes):
     settings = {
-        "model": str(folder / "model"),
-        "task": str(folder / "task.jsonl"),
-        "reward": "exact",
         "steps": STEPS,
-        "output_dir": str(directory),
-        "rollout": RolloutConfig(prompts=2, num_samples=4, max_new_tokens=4),
         "update": UpdateConfig(mini_batches=1, advantage="reinforce_plus_plus"),
         "optimizer": OptimizerConfig(learning_rate=1e-3, warmup_steps=1),
         "evaluation": EvaluationConfig(every=3, problems=3, path=str(folder / "task.jsonl")),
-        "logging": LoggingConfig(checkpoint_every=99, samples_every=0),
     }
-    return TrainConfig(**(settings | changes))
+    return small_run.config(folder, directory, **(settings | changes))
 
 
 class HostReads:
@@ -92,13 +85,6 @@ class Watch:
     def __call__(self, trajectories, truths):
         self.seen.append((self.reads.count, len(self.compilations)))
         return [float(len(t["messages"][-1]["content"]) < 3) for t in trajectories]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("devices")
-    make_files(folder)
-    return folder
 
 
 @pytest.fixture(scope="module")

@@ -16,20 +16,12 @@ from tests.training.runs import (
     copy_until,
     environment,
     flags,
-    make_files,
     metrics,
     run,
     steps,
 )
-from twinkle_jax.training import (
-    EvaluationConfig,
-    LoggingConfig,
-    OptimizerConfig,
-    RolloutConfig,
-    TrainConfig,
-    UpdateConfig,
-    train,
-)
+from tests.training.small_run import EVERY_STEP, STEPS, Scorer, config, evaluation, update
+from twinkle_jax.training import train
 from twinkle_jax.training.checkpoints.last_step import LastStep
 from twinkle_jax.training.checkpoints.progress import save
 from twinkle_jax.training.configuration.resolve import resolve
@@ -39,15 +31,7 @@ from twinkle_jax.training.run.one_step import one_step
 from twinkle_jax.training.shown.display import Display
 from twinkle_jax.training.shown.metrics_log import MetricsLog
 
-STEPS = 4
 EXIT_WITHIN = 30
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("faults")
-    make_files(folder)
-    return folder
 
 
 @pytest.fixture(scope="module")
@@ -99,11 +83,9 @@ SIGNALS = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("moment", "saved"),
-    [pytest.param(*s, marks=[pytest.mark.exhaustive] if i else []) for i, s in enumerate(SIGNALS)],
-)
-def test_a_signal_saves_the_last_finished_step(folder, request, tmp_path, moment, saved):
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("moment", "saved"), SIGNALS)
+def test_a_signal_saves_the_last_finished_step(folder, whole, tmp_path, moment, saved):
     rarely = {} if "write_manifest" in moment else {"logging.checkpoint_every": STEPS}
     rarely |= {"evaluation.path": folder / "task.jsonl"} if "evaluate" in moment else {}
     process = subprocess.Popen(
@@ -120,8 +102,8 @@ def test_a_signal_saves_the_last_finished_step(folder, request, tmp_path, moment
     if saved is not None:
         assert steps(tmp_path / "run")[-1] == saved
         assert len(metrics(tmp_path / "run")) == saved
-    if "evaluate" not in moment and moment != SIGNALS[0][0]:
-        assert_goes_on(folder, tmp_path / "run", request.getfixturevalue("whole"))
+    if "evaluate" not in moment:
+        assert_goes_on(folder, tmp_path / "run", whole)
 
 
 @pytest.mark.exhaustive
@@ -163,38 +145,6 @@ def test_a_damaged_checkpoint_is_not_used(folder, whole, tmp_path, damage):
     assert "going on after step 2" in resumed.stdout
 
 
-def config(folder, directory, **changes):
-    """The same run in this process."""
-    settings = {
-        "model": str(folder / "model"),
-        "task": str(folder / "task.jsonl"),
-        "reward": "exact",
-        "steps": STEPS,
-        "output_dir": str(directory),
-        "rollout": RolloutConfig(prompts=2, num_samples=4, max_new_tokens=4),
-        "update": UpdateConfig(mini_batches=1, advantage="rloo", scale="none"),
-        "optimizer": OptimizerConfig(learning_rate=1e-2, warmup_steps=1, max_skipped=2),
-        "evaluation": EvaluationConfig(every=0),
-        "logging": LoggingConfig(checkpoint_every=99, samples_every=0, keep_checkpoints=9),
-    }
-    return TrainConfig(**(settings | changes))
-
-
-class Scorer:
-    """Likes short answers; in some calls it does something else."""
-
-    def __init__(self, **otherwise):
-        self.otherwise = {int(name.removeprefix("call")): f for name, f in otherwise.items()}
-        self.calls = 0
-
-    def __call__(self, trajectories, truths):
-        self.calls += 1
-        lengths = [len(t["messages"][-1]["content"]) for t in trajectories]
-        if self.calls in self.otherwise:
-            return self.otherwise[self.calls](lengths)
-        return [float(length < 3) for length in lengths]
-
-
 def huge(lengths):
     return [3e38 * (-1) ** i for i in range(len(lengths))]
 
@@ -206,8 +156,7 @@ def learnt(directory, step):
 
 
 def test_gradients_that_are_not_finite_are_skipped_and_counted(folder, tmp_path):
-    logging = LoggingConfig(checkpoint_every=1, samples_every=0, keep_checkpoints=9)
-    own = config(folder, tmp_path / "run", logging=logging)
+    own = config(folder, tmp_path / "run", logging=EVERY_STEP)
     assert train(own, reward=Scorer(call2=huge))["steps"] == STEPS
     skipped = [json.loads(line)["skipped_updates"] for line in metrics(tmp_path / "run")]
     assert skipped == [0, 1, 0, 0]
@@ -254,9 +203,9 @@ def test_a_reward_that_goes_wrong_costs_no_finished_step(folder, tmp_path, wrong
 
 
 def test_a_reward_that_goes_wrong_in_an_evaluation_costs_no_finished_step(folder, tmp_path):
-    evaluation = EvaluationConfig(every=1, problems=2, path=str(folder / "task.jsonl"))
+    own = config(folder, tmp_path / "run", evaluation=evaluation(folder, every=1))
     with pytest.raises(RuntimeError, match="ZeroDivisionError"):
-        train(config(folder, tmp_path / "run", evaluation=evaluation), reward=Scorer(call3=fail))
+        train(own, reward=Scorer(call3=fail))
     assert steps(tmp_path / "run") == [0, 1]
     assert len(metrics(tmp_path / "run")) == 1
 
@@ -304,10 +253,9 @@ def begun(folder):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"rollout": RolloutConfig(prompts=1, num_samples=4)}, "rollout.prompts must be 2, as it"),
         (
-            {"update": UpdateConfig(mini_batches=1, advantage="rloo", scale="none", kl_beta=0.1)},
-            "update.kl_beta must be 0.0, as it was, got 0.1",
+            {"update": update(kl_beta=0.1)},
+            "update.kl_beta must be 0.01, as it was, got 0.1",
         ),
         ({"model": None, "task": "arithmetic"}, "model must be '.*', as it was, got None"),
         ({"dtype": "bfloat16"}, "dtype must be 'float32', as it was, got 'bfloat16'"),
@@ -348,10 +296,3 @@ def test_what_a_process_left_that_never_saved_is_no_run(folder, tmp_path):
         (mine / name).write_text(content)
         with pytest.raises(FileExistsError, match="output_dir must be empty or new"):
             train(config(folder, mine, resume="auto", steps=0), reward=Scorer())
-
-
-def test_settings_are_beside_a_run_that_goes_on_elsewhere(folder, begun, tmp_path):
-    own = config(folder, tmp_path / "longer", resume=str(begun), steps=2)
-    train(own, reward=Scorer())
-    assert json.loads((tmp_path / "longer" / "config.json").read_text())["steps"] == 2
-    assert steps(tmp_path / "longer") == [1, 2]

@@ -5,39 +5,18 @@ import json
 
 import pytest
 
-from tests.training.runs import arrays, make_files, metrics
-from twinkle_jax.training import (
-    EvaluationConfig,
-    LoggingConfig,
-    OptimizerConfig,
-    RolloutConfig,
-    TrainConfig,
-    UpdateConfig,
-    train,
-)
+from tests.training import small_run
+from tests.training.runs import arrays, metrics
+from tests.training.small_run import EVERY_STEP, update
+from twinkle_jax.training import OptimizerConfig, train
 
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("flat")
-    make_files(folder)
-    return folder
+DECAYING = OptimizerConfig(learning_rate=1e-2, warmup_steps=1, weight_decay=0.1)
 
 
 def config(folder, directory, **changes):
-    settings = {
-        "model": str(folder / "model"),
-        "task": str(folder / "task.jsonl"),
-        "reward": "exact",
-        "steps": 4,
-        "output_dir": str(directory),
-        "rollout": RolloutConfig(prompts=2, num_samples=4, max_new_tokens=4),
-        "update": UpdateConfig(mini_batches=1),
-        "optimizer": OptimizerConfig(learning_rate=1e-2, warmup_steps=1, weight_decay=0.1),
-        "evaluation": EvaluationConfig(every=0),
-        "logging": LoggingConfig(checkpoint_every=1, samples_every=0, keep_checkpoints=9),
-    }
-    return TrainConfig(**(settings | changes))
+    settings = {"update": update(advantage="grpo", scale="group", kl_beta=0.0)}
+    settings |= {"optimizer": DECAYING, "logging": EVERY_STEP}
+    return small_run.config(folder, directory, **(settings | changes))
 
 
 def learnt(directory, step):
@@ -53,8 +32,8 @@ def told(directory, name):
 
 @pytest.mark.parametrize("advantage", ["grpo", "rloo"])
 def test_a_constant_reward_changes_nothing(folder, tmp_path, capsys, advantage):
-    update = UpdateConfig(mini_batches=1, advantage=advantage)
-    own = config(folder, tmp_path / "run", update=update, steps=3)
+    asked = update(advantage=advantage, scale="group", kl_beta=0.0)
+    own = config(folder, tmp_path / "run", update=asked, steps=3)
     train(own, reward=lambda trajectories, truths: [0.7] * len(trajectories))
     before = learnt(tmp_path / "run", 0)
     assert len(before) > 20

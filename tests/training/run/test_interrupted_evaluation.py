@@ -7,6 +7,7 @@ import subprocess
 
 import pytest
 
+from tests.training import small_run
 from tests.training.runs import (
     ROOT,
     arrays,
@@ -14,49 +15,21 @@ from tests.training.runs import (
     command,
     environment,
     flags,
-    make_files,
     metrics,
     run,
     steps,
 )
-from twinkle_jax.training import (
-    EvaluationConfig,
-    LoggingConfig,
-    OptimizerConfig,
-    RolloutConfig,
-    TrainConfig,
-    UpdateConfig,
-    train,
-)
+from twinkle_jax.training import EvaluationConfig, train
 
 EXIT_WITHIN = 30
 EVERY = 2  # steps from one evaluation to the next
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("evaluation")
-    make_files(folder)
-    return folder
-
-
 def config(folder, directory, **changes):
     """Each evaluation calls the reward twice, once for the most probable completions."""
-    settings = {
-        "model": str(folder / "model"),
-        "task": str(folder / "task.jsonl"),
-        "reward": "exact",
-        "steps": 4,
-        "output_dir": str(directory),
-        "rollout": RolloutConfig(prompts=2, num_samples=4, max_new_tokens=4),
-        "update": UpdateConfig(mini_batches=1),
-        "optimizer": OptimizerConfig(learning_rate=1e-2, warmup_steps=1),
-        "evaluation": EvaluationConfig(
-            every=EVERY, problems=2, path=str(folder / "task.jsonl"), pass_k=2
-        ),
-        "logging": LoggingConfig(checkpoint_every=99, samples_every=0, keep_checkpoints=9),
-    }
-    return TrainConfig(**(settings | changes))
+    task = str(folder / "task.jsonl")
+    often = EvaluationConfig(every=EVERY, problems=2, path=task, pass_k=2)
+    return small_run.config(folder, directory, **({"evaluation": often} | changes))
 
 
 class Scorer:

@@ -108,8 +108,10 @@ ASKED = "while not interruption.requested: time.sleep(0.01)"
 COMPILED = 'import hashlib; hashlib.pbkdf2_hmac("sha256", b"x", b"x", 10**9)'
 
 
-@pytest.mark.parametrize("first", BOTH)
-@pytest.mark.parametrize("second", BOTH)
+SAME = [pytest.param(x, x, marks=pytest.mark.exhaustive) for x in BOTH]
+
+
+@pytest.mark.parametrize(("first", "second"), [BOTH, BOTH[::-1], *SAME])
 def test_the_second_signal_ends_the_process(first, second):
     code = BUSY.format(wait=ASKED, wait_more="time.sleep(600)")
     command = [sys.executable, "-c", code]

@@ -5,135 +5,92 @@ import json
 import os
 import signal
 
+import numpy as np
 import pytest
 
-from twinkle_jax.data import ArithmeticTask
-from twinkle_jax.reward import FunctionReward
-from twinkle_jax.training import (
-    EvaluationConfig,
-    LoggingConfig,
-    OptimizerConfig,
-    RolloutConfig,
-    TrainConfig,
-    UpdateConfig,
-    export,
-    load_policy,
-    save_policy,
-    small_policy,
-    train,
-)
+from tests.training.runs import arrays, assert_same_run, metrics
+from tests.training.small_run import EVERY_STEP, Scorer, config, evaluation, update
+from twinkle_jax.training import RolloutConfig, export, load_policy, train
 
-TIMES = ("time/sample", "step_time", "tokens_per_second")
+UPDATES = 4  # a step
+SHOWN = dataclasses.replace(EVERY_STEP, samples_every=2)
 
 
-def tiny(directory, **changes):
-    """Six problems, four a step: an epoch ends within the second step."""
-    model, task = directory / "model", directory / "task.jsonl"
-    if not model.exists():
-        save_policy(small_policy(1), str(model))
-        problems = [ArithmeticTask(1, size=6).problem(i) for i in range(6)]
-        lines = [json.dumps({"prompt": f"{p}=", "answer": a}) for p, a in problems]
-        task.write_text("\n".join(lines))
+def own_config(folder, directory, **changes):
     settings = {
-        "model": str(model),
-        "task": str(task),
-        "reward": "exact",
-        "steps": 4,
-        "rollout": RolloutConfig(prompts=4, num_samples=4, max_new_tokens=4),
-        "update": UpdateConfig(mini_batches=2, epochs=2, micro_batch_rows=4, kl_beta=0.01),
-        "optimizer": OptimizerConfig(learning_rate=1e-2, warmup_steps=3),
-        "evaluation": EvaluationConfig(every=2, problems=4, path=str(task)),
-        "logging": LoggingConfig(checkpoint_every=1, keep_checkpoints=9, samples_every=2),
+        "update": update(mini_batches=2, epochs=2),
+        "evaluation": evaluation(folder, every=2),
+        "logging": SHOWN,
     }
-    return TrainConfig(**(settings | changes))
+    return config(folder, directory, **(settings | changes))
 
 
-def short_answers():
-    return FunctionReward(lambda text, truth: float(len(text) < 3))
-
-
-def interrupt_at(call, number=signal.SIGTERM):
-    """A reward that gets the process a signal while it scores for the given time."""
-    inner, calls = short_answers(), []
-
-    def reward(trajectories, truths):
-        calls.append(1)
-        if len(calls) == call:
-            os.kill(os.getpid(), number)
-        return inner(trajectories, truths)
-
-    return reward
+def interrupt(lengths, number=signal.SIGTERM):
+    """Score as usual, but get the process a signal meanwhile."""
+    os.kill(os.getpid(), number)
+    return Scorer.usual(lengths)
 
 
 def lines(directory):
-    found = [json.loads(x) for x in (directory / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in line.items() if k not in TIMES} for line in found]
-
-
-def arrays(directory, step):
-    """All files of a checkpoint's arrays that are told by their bytes: the exported parameters."""
-    export(directory, directory / f"exported-{step}", step=step)
-    return (directory / f"exported-{step}" / "model.safetensors").read_bytes()
+    return [json.loads(line) for line in metrics(directory)]
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("runs")
-    config = tiny(folder, output_dir=str(folder / "whole"))
-    return folder, config, train(config, reward=short_answers())
+def whole(folder):
+    own = own_config(folder, folder / "whole")
+    return own, train(own, reward=Scorer())
 
 
-def test_a_run_leaves_all_that_there_is_to_know(whole):
-    folder, _, summary = whole
+def test_a_run_leaves_all_that_there_is_to_know(folder, whole):
+    _, summary = whole
     run = folder / "whole"
     assert json.loads((run / "summary.json").read_text()) == summary
     assert summary["steps"] == 4
     assert summary["interrupted"] is False
     assert 0 <= summary["accuracy_after"] <= 1
-    metrics = lines(run)
-    assert [line["step"] for line in metrics] == [1, 2, 3, 4]
+    found = lines(run)
+    assert [line["step"] for line in found] == [1, 2, 3, 4]
     names = {"reward", "reward_std", "frac_reward_zero_std", "kl", "entropy", "grad_norm", "loss"}
     names |= {"completions/mean_length", "sampling/logp_diff/max", "learning_rate", "num_tokens"}
-    assert names <= set(metrics[0])
-    assert "eval/accuracy" in metrics[1]
+    assert names <= set(found[0])
+    assert "eval/accuracy" in found[1]
     assert (run / "curves.png").stat().st_size > 5_000
     assert json.loads((run / "config.json").read_text())["steps"] == 4
-    assert load_policy(str(run / "policy")).config.vocab_size == small_policy(1).config.vocab_size
-    assert arrays(run, 4) == (run / "policy" / "model.safetensors").read_bytes()
-    assert arrays(run, 3) != arrays(run, 4)
+    begun, ended = (load_policy(str(x)) for x in (folder / "model", run / "policy"))
+    assert begun.config == ended.config
+    export(run, folder / "exported", step=3)
+    exported, policy = (x / "model.safetensors" for x in (folder / "exported", run / "policy"))
+    assert exported.read_bytes() != policy.read_bytes()
+    export(run, folder / "exported", step=4)
+    assert exported.read_bytes() == policy.read_bytes()
+    for step in (0, 3):
+        (count,) = np.frombuffer(arrays(run, step)["['state'].step"][2], np.int32)
+        assert count == step * UPDATES - sum(x["updates_without_signal"] for x in found[:step])
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("after", [0, 1, 3])
-def test_interrupted_and_resumed_it_is_the_same_run(whole, tmp_path, after):
-    folder, config, summary = whole
-    run = tmp_path / "run"
-    config = dataclasses.replace(config, output_dir=str(run))
+@pytest.mark.parametrize(
+    "after", [1, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in (0, 3))]
+)
+def test_interrupted_and_resumed_it_is_the_same_run(folder, whole, tmp_path, after):
+    _, summary = whole
+    own = own_config(folder, tmp_path / "run")
     evaluations = 1 + after // 2  # which score too
-    reward = interrupt_at(evaluations + after + 1)
-    assert train(config, reward=reward)["interrupted"]
-    assert not (run / "summary.json").exists()
-    resumed = train(dataclasses.replace(config, resume="auto"), reward=short_answers())
+    reward = Scorer(**{f"call{evaluations + after + 1}": interrupt})
+    assert train(own, reward=reward)["interrupted"]
+    assert len(metrics(tmp_path / "run")) == after
+    assert not (tmp_path / "run" / "summary.json").exists()
+    resumed = train(dataclasses.replace(own, resume="auto"), reward=Scorer())
     assert resumed["steps"] == 4
     assert resumed["accuracy_before"] == summary["accuracy_before"]
-    assert lines(run) == lines(folder / "whole")
-    assert arrays(run, 4) == arrays(folder / "whole", 4)
+    assert_same_run(tmp_path / "run", folder / "whole")
 
 
-def test_a_run_that_is_done_stays_as_it_is(whole, tmp_path):
-    folder, config, _ = whole
-    before = (folder / "whole" / "metrics.jsonl").read_bytes()
-    again = train(dataclasses.replace(config, resume="auto"), reward=short_answers())
-    assert again["steps"] == 4
-    assert (folder / "whole" / "metrics.jsonl").read_bytes() == before
-
-
-def test_another_run_can_be_gone_on_with_elsewhere(whole, tmp_path):
-    folder, config, _ = whole
-    longer = dataclasses.replace(
-        config, output_dir=str(tmp_path / "longer"), resume=str(folder / "whole"), steps=5
-    )
-    assert train(longer, reward=short_answers())["steps"] == 5
+def test_another_run_can_be_gone_on_with_elsewhere(folder, whole, tmp_path):
+    own, _ = whole
+    changes = {"output_dir": str(tmp_path / "longer"), "resume": own.output_dir, "steps": 5}
+    longer = dataclasses.replace(own, **changes)
+    assert train(longer, reward=Scorer())["steps"] == 5
+    assert json.loads((tmp_path / "longer" / "config.json").read_text())["steps"] == 5
     assert lines(tmp_path / "longer")[:4] == lines(folder / "whole")
     assert len(lines(folder / "whole")) == 4
 
@@ -144,50 +101,47 @@ def test_another_run_can_be_gone_on_with_elsewhere(whole, tmp_path):
         ({}, FileExistsError, "output_dir must be empty or new"),
         ({"resume": "auto", "seed": 1}, ValueError, "seed must be 0, as it was, got 1"),
         (
-            {"resume": "auto", "rollout": RolloutConfig(prompts=2, num_samples=4)},
+            {"resume": "auto", "rollout": RolloutConfig(prompts=1, num_samples=4)},
             ValueError,
-            "rollout.prompts must be 4, as it was, got 2",
+            "rollout.prompts must be 2, as it was, got 1",
         ),
         ({"resume": "nowhere"}, ValueError, "resume must be auto, never or the directory"),
     ],
 )
-def test_a_run_is_never_lost_by_accident(whole, changes, error, message):
-    folder, config, _ = whole
+def test_a_run_is_never_lost_by_accident(folder, whole, changes, error, message):
+    own, _ = whole
     before = sorted(p.name for p in (folder / "whole").rglob("*"))
     with pytest.raises(error, match=message):
-        train(dataclasses.replace(config, **changes), reward=short_answers())
+        train(dataclasses.replace(own, **changes), reward=Scorer())
     assert sorted(p.name for p in (folder / "whole").rglob("*")) == before
 
 
-def test_another_data_set_is_refused(whole, tmp_path):
-    folder, config, _ = whole
+def test_another_data_set_is_refused(folder, whole):
+    own, _ = whole
     original = (folder / "task.jsonl").read_text()
     (folder / "task.jsonl").write_text(original.replace("=", " =", 1))
     try:
         with pytest.raises(ValueError, match="data must be"):
-            train(dataclasses.replace(config, resume="auto"), reward=short_answers())
+            train(dataclasses.replace(own, resume="auto"), reward=Scorer())
     finally:
         (folder / "task.jsonl").write_text(original)
 
 
-@pytest.mark.exhaustive
-def test_overwrite_begins_anew_but_deletes_runs_alone(tmp_path):
-    config = tiny(tmp_path, output_dir=str(tmp_path / "run"), steps=0)
-    train(config, reward=short_answers())
-    summary = train(dataclasses.replace(config, overwrite=True), reward=short_answers())
+def test_overwrite_begins_anew_but_deletes_runs_alone(folder, tmp_path):
+    own = config(folder, tmp_path / "run", steps=0)
+    train(own, reward=Scorer())
+    summary = train(dataclasses.replace(own, overwrite=True), reward=Scorer())
     assert summary["steps"] == 0
     (tmp_path / "thesis").mkdir()
     (tmp_path / "thesis" / "chapter.txt").write_text("years of work")
-    other = dataclasses.replace(config, output_dir=str(tmp_path / "thesis"), overwrite=True)
+    other = dataclasses.replace(own, output_dir=str(tmp_path / "thesis"), overwrite=True)
     with pytest.raises(FileExistsError, match="must hold a run to be overwritten"):
-        train(other, reward=short_answers())
+        train(other, reward=Scorer())
     assert (tmp_path / "thesis" / "chapter.txt").exists()
 
 
-def test_what_is_shown_says_who_answered_what(whole, capsys, tmp_path):
-    _, config, _ = whole
-    config = dataclasses.replace(config, output_dir=str(tmp_path / "run"), steps=2)
-    train(config, reward=short_answers())
+def test_what_is_shown_says_who_answered_what(folder, capsys, tmp_path):
+    train(own_config(folder, tmp_path / "run", steps=2), reward=Scorer())
     printed = capsys.readouterr().out
     assert "step 2/2  reward" in printed
     assert "step 2, completions of: " in printed

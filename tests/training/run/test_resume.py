@@ -12,22 +12,16 @@ from tests.training.runs import (
     assert_same_run,
     copy_until,
     facts,
-    make_files,
     metrics,
     run,
     scored,
     steps,
 )
 
+pytestmark = pytest.mark.exhaustive  # in this process, test_loop.py asks for the same
+
 EPOCH = 3  # steps in which all prompts come up once
 UPDATES = 4  # a step
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("resume")
-    make_files(folder)
-    return folder
 
 
 @pytest.fixture(scope="module")
@@ -38,10 +32,7 @@ def whole(folder):
     return folder / "whole"
 
 
-FURTHER = [pytest.param(n, marks=pytest.mark.exhaustive) for n in (0, 1, 2, 4, 5)]
-
-
-@pytest.mark.parametrize("after", [EPOCH, *FURTHER])
+@pytest.mark.parametrize("after", range(6))
 def test_a_new_process_goes_on_as_if_nothing_had_been(folder, whole, tmp_path, after):
     """After 1: the order of prompts; after 3: the end of an epoch; later: the second epoch."""
     copy_until(whole, tmp_path / "run", after)
@@ -66,7 +57,6 @@ def test_every_step_is_named_for_the_updates_it_has_had(whole):
     assert facts(whole, 2)["data"]["position"] == 4
 
 
-@pytest.mark.exhaustive
 def test_n_steps_and_n_more_in_another_process(folder, whole, tmp_path):
     assert run(folder, tmp_path / "run", steps=EPOCH).returncode == 0
     assert steps(tmp_path / "run")[-1] == EPOCH
@@ -101,7 +91,6 @@ ENDS = {
 }
 
 
-@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", ENDS)
 def test_a_run_that_ended_anywhere_goes_on(folder, tmp_path, name):
     moment, changes = ENDS[name]
