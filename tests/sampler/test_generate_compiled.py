@@ -1,5 +1,6 @@
 """What XLA makes of it: one cache, and the same completions on eight devices as on one."""
 
+import functools
 import re
 
 import jax
@@ -7,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.model.families import batch, config_of, family, params_of
+from tests.model.families import batch, config_of, each, family, params_of
 from tests.sampler.completions import PROMPTS
 from twinkle_jax.model import init_params, make_mesh, parse_config, shard_like_params
 from twinkle_jax.sampler import Sampling, generate
@@ -43,33 +44,39 @@ def test_the_loop_carries_one_cache():
     assert temporary < 1.3 * cache
 
 
-MESHES = [
-    {"data": 2, "fsdp": 2, "tensor": 2},
-    pytest.param({"data": 8}, marks=pytest.mark.exhaustive),
-]
+OTHER_MESHES = [{"data": 8}, {"data": 2, "fsdp": 2, "tensor": 2}]
 
 
-@pytest.mark.parametrize("axes", MESHES, ids=str)
-@pytest.mark.parametrize(
-    "name", ["qwen3", *(pytest.param(n, marks=pytest.mark.exhaustive) for n in OTHERS)]
-)
-def test_eight_devices_draw_what_one_draws(name, axes):
-    mesh, config = make_mesh(**axes), config_of(name)
+def run(params, *, name, mesh=None):
+    return generate(
+        params,
+        config_of(name),
+        *batch(PROMPTS, 6, "left"),
+        jax.random.key(0),
+        Sampling(0.9, top_p=0.95, stop_tokens=[3]),
+        num_samples=2,
+        max_new_tokens=8,
+        mesh=mesh,
+    )
+
+
+@functools.cache
+def on_eight(name, *axes):
+    """The program on a mesh, and what it draws."""
+    mesh = make_mesh(**dict(axes))
     params = jax.device_put(params_of(name), shard_like_params(params_of(name), mesh))
+    program = jax.jit(functools.partial(run, name=name, mesh=mesh)).lower(params).compile()
+    return program, program(params)
 
-    def run(params, mesh):
-        return generate(
-            params,
-            config,
-            *batch(PROMPTS, 6, "left"),
-            jax.random.key(0),
-            Sampling(0.9, top_p=0.95, stop_tokens=[3]),
-            num_samples=4,
-            max_new_tokens=10,
-            mesh=mesh,
-        )
 
-    alone, spread = run(params_of(name), None), run(params, mesh)
+@pytest.mark.parametrize(
+    "axes",
+    [{"fsdp": 8}, *(pytest.param(x, marks=pytest.mark.exhaustive) for x in OTHER_MESHES)],
+    ids=str,
+)
+@pytest.mark.parametrize("name", each(("qwen3", *OTHERS)))
+def test_eight_devices_draw_what_one_draws(name, axes):
+    alone, (_, spread) = run(params_of(name), name=name), on_eight(name, *axes.items())
     np.testing.assert_array_equal(spread.tokens, alone.tokens)
     np.testing.assert_array_equal(spread.mask, alone.mask)
     np.testing.assert_allclose(spread.logprobs, alone.logprobs, atol=1e-4)
@@ -77,21 +84,7 @@ def test_eight_devices_draw_what_one_draws(name, axes):
 
 def test_parameters_are_gathered_before_the_loop():
     """On an fsdp mesh the loop over tokens moves nothing between devices."""
-    mesh, config = make_mesh(fsdp=8), config_of("qwen3")
-    params = jax.device_put(params_of("qwen3"), shard_like_params(params_of("qwen3"), mesh))
-
-    def run(params):
-        return generate(
-            params,
-            config,
-            *batch(PROMPTS, 6, "left"),
-            jax.random.key(0),
-            num_samples=2,
-            max_new_tokens=4,
-            mesh=mesh,
-        )
-
-    text = jax.jit(run).lower(params).compile().as_text()
+    text = on_eight("qwen3", ("fsdp", 8))[0].as_text()
     moves = re.compile(r" (all-gather|all-to-all|collective-permute|all-reduce)(-start)?\(")
     moved = [x for x in text.splitlines() if "while/body" in x and moves.search(x)]
     assert not moved, moved[0]

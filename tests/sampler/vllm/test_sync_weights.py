@@ -131,6 +131,7 @@ def test_a_server_without_the_routes_is_told_how_to_start(sampler, server, check
         sampler.sync_weights(actor)
 
 
+@pytest.mark.exhaustive
 def test_an_adapter_is_loaded_under_a_new_name_each_time(sampler, server, checkpoint, tmp_path):
     actor = TransformersModel(model_id=checkpoint)
     actor.add_adapter_to_model("default", LoraConfig(r=2, lora_alpha=4))

@@ -105,7 +105,7 @@ def test_what_is_missing_or_unknown_is_named(name, options, message):
 @pytest.mark.parametrize("name", ["remax", "reinforce_plus_plus"])
 def test_a_rollout_brings_what_its_estimator_needs(name):
     policy = small_policy(0)
-    prompts = PromptBatch(ArithmeticTask(1, size=2)[:])
+    prompts = PromptBatch(ArithmeticTask(6, size=3)[:] + ArithmeticTask(1, size=1)[:])
     recipe = Recipe(
         learner=Learner(policy.config, GRPOLoss(), optax.sgd(1.0)),
         template=policy.template,
@@ -115,13 +115,13 @@ def test_a_rollout_brings_what_its_estimator_needs(name):
         sampling=Sampling(stop_tokens=policy.tokenizer.stop_token_ids),
         num_samples=4,
         max_new_tokens=6,
-        max_prompt_tokens=32,
+        max_prompt_tokens=64,
     )
     drawn = sample_and_score(policy.params, recipe, prompts, jax.random.key(0))
     advantages = np.asarray(drawn.batch.advantages)
     kept = np.asarray(drawn.batch.labels) != -100
     if name == "remax":  # the same greedy answer for all of a prompt
-        baseline = (drawn.rewards - drawn.advantages).reshape(2, 4)
+        baseline = (drawn.rewards - drawn.advantages).reshape(4, 4)
         np.testing.assert_array_equal(baseline, baseline[:, :1].repeat(4, axis=1))
         assert (baseline == np.round(baseline)).all()
     else:

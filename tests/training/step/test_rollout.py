@@ -13,7 +13,7 @@ from twinkle_jax.training.step.rollout import read_texts
 
 POLICY = small_policy(0)
 PROMPTS = PromptBatch(ArithmeticTask(6, size=3)[:] + ArithmeticTask(1, size=1)[:])
-SAMPLES, NEW = 4, 5
+SAMPLES, NEW = 4, 6
 
 
 def rollout(temperature=1.0):

@@ -24,7 +24,7 @@ from twinkle_jax.training.step.train_step import StaleSamplerError
 
 POLICY = small_policy(0)
 OPTIMIZER, ADAM = optax.sgd(1.0), optax.adam(1.0)
-PROMPTS = PromptBatch(ArithmeticTask(1, size=4)[:])
+PROMPTS = PromptBatch(ArithmeticTask(6, size=3)[:] + ArithmeticTask(1, size=1)[:])
 SAMPLES = 4
 long_ones = FunctionReward(lambda text, truth: float(len(text) > 2))
 
@@ -40,7 +40,7 @@ def recipe(reward=long_ones, **changes):
         sampling=Sampling(stop_tokens=POLICY.tokenizer.stop_token_ids),
         num_samples=SAMPLES,
         max_new_tokens=6,
-        max_prompt_tokens=32,
+        max_prompt_tokens=64,
     )
     return plain._replace(**changes)
 
