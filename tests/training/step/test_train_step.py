@@ -30,7 +30,8 @@ long_ones = FunctionReward(lambda text, truth: float(len(text) > 2))
 
 
 def recipe(reward=long_ones, **changes):
-    learner = Learner(POLICY.config, GRPOLoss(), OPTIMIZER, mini_batches=2)
+    # Four rows at a time, however many mini-batches there are: compiled once.
+    learner = Learner(POLICY.config, GRPOLoss(), OPTIMIZER, mini_batches=2, micro_batch_rows=4)
     plain = Recipe(
         learner=learner,
         template=POLICY.template,
@@ -172,7 +173,8 @@ def test_the_same_seed_gives_the_same_step_and_another_one_another():
     ids=["micro-batches", "products kept", "all kept"],
 )
 def test_how_gradients_are_computed_changes_nothing_but_rounding(how):
-    drawn, whole = sampled(), recipe()
+    drawn, plain = sampled(), recipe()
+    whole = plain._replace(learner=plain.learner._replace(micro_batch_rows=None))
     small = whole._replace(learner=whole.learner._replace(**how))
     a, _ = train_step(fresh(), whole, drawn, learning_rate=0.1, seed=(0, 0))
     b, _ = train_step(fresh(), small, drawn, learning_rate=0.1, seed=(0, 0))
@@ -283,11 +285,14 @@ def test_scores_are_those_of_the_whole_batch_however_it_is_cut(rows):
     np.testing.assert_allclose(found, whole, atol=1e-6)
 
 
+SCORED = ["score_batch"] * 4  # four rows at a time
+
+
 @pytest.mark.parametrize(
     ("rollouts", "expected"),
     [
-        (1, ["generate", "score_batch", "score_batch", "read_texts", "compute_rewards"]),
-        (2, ["generate", "read_texts", "compute_rewards", "score_batch", "score_batch"]),
+        (1, ["generate", *SCORED, "read_texts", "compute_rewards"]),
+        (2, ["generate", "read_texts", "compute_rewards", *SCORED]),
     ],
 )
 def test_the_device_scores_by_the_reference_while_the_host_computes_rewards(rollouts, expected):
