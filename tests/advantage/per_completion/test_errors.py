@@ -77,6 +77,14 @@ def test_epsilon(name):
         ROWS[name](REWARDS, epsilon=jnp.int32(1))
 
 
+@pytest.mark.parametrize("name", [label for label in ROWS if "scale" in CASES[label].settings])
+def test_scale(name):
+    with _raises(ValueError, "scale must be one of 'group', 'batch', 'none'", "'std'"):
+        ROWS[name](REWARDS, scale="std")
+    with _raises(TypeError, "scale", "NoneType"):
+        ROWS[name](REWARDS, scale=None)
+
+
 @pytest.mark.parametrize("name", SEGMENTS)
 def test_segments(name):
     call = SEGMENTS[name]
