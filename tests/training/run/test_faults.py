@@ -235,10 +235,10 @@ def test_the_sampler_is_compared_on_all_completions_in_the_first_step(folder, tm
         if event == "call" and code.co_name == "score" and "learner" in code.co_filename:
             scored.append(len(metrics(tmp_path / "run")))
 
-    update = UpdateConfig(mini_batches=2, advantage="rloo", scale="none")
+    own = config(folder, tmp_path / "run", steps=3, update=update(mini_batches=2, kl_beta=0.0))
     sys.setprofile(note)
     try:
-        train(config(folder, tmp_path / "run", steps=3, update=update), reward=Scorer())
+        train(own, reward=Scorer())
     finally:
         sys.setprofile(None)
     assert scored == [0]  # steps done before
