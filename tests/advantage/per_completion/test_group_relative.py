@@ -117,6 +117,8 @@ def test_epsilon_is_added_to_the_standard_deviation():
         assert grpo_advantage([0.0, 2.0, 4.0], 3, "none", epsilon=epsilon)[2] == 2
         on_device = grpo_advantage(jnp.asarray([0.0, 2.0, 4.0]), 3, epsilon=epsilon)
         assert on_device.tolist() == [-0.5, 0, 0.5]
+    for scale in ("group", "batch"):  # the others are 3 away: 3 / (2 + 2) = 0.75
+        assert rloo_advantage([0.0, 2.0, 4.0], 3, scale, epsilon=2.0).tolist() == [-0.75, 0, 0.75]
     assert grpo_advantage([1.0] * 3, 3, "batch", epsilon=0.0).tolist() == [0.0] * 3
     np.testing.assert_allclose(
         grpo_advantage([0.0, 2.0, 4.0], 3, epsilon=0.0), [-1, 0, 1], atol=1e-7
