@@ -49,7 +49,7 @@ def rows(count, time, seed=0):
     return jnp.asarray(rng.integers(0, 48, (count, time)), jnp.int32), jnp.asarray(mask)
 
 
-@pytest.mark.parametrize("segmented", [False, True])
+@pytest.mark.parametrize("segmented", [True, pytest.param(False, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("name", each(["gemma3_text", "qwen3", "qwen2", "qwen3_5_text"]))
 def test_values_and_gradients_are_those_of_xla(name, segmented):
     config, params = config_of(name), params_of(name)
@@ -79,6 +79,7 @@ def test_rows_of_many_blocks(time):
         assert relative(found[1], expected[1]) < 3e-5
 
 
+@pytest.mark.exhaustive
 def test_in_sixteen_bits_it_is_as_close_as_xla():
     config, params, (tokens, mask) = config_of("qwen3"), params_of("qwen3"), rows(3, 10)
     exact, _ = value_and_gradient(config, params, "xla", tokens, mask)
@@ -90,7 +91,8 @@ def test_in_sixteen_bits_it_is_as_close_as_xla():
     assert off("splash") < 1.5 * off("xla")
 
 
-@pytest.mark.parametrize("shape", each([(1, 2, 2), (2, 4, 1)]))
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("shape", [(1, 2, 2), (2, 4, 1)])
 def test_each_device_attends_in_its_rows_and_heads(shape):
     mesh = make_mesh(**dict(zip(("data", "fsdp", "tensor"), shape, strict=True)))
     config, batch, loss = config_of("qwen3"), random_batch(rows=8, time=12), GRPOLoss(beta=0.1)
