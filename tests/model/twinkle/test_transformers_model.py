@@ -195,7 +195,12 @@ def test_lengths_compile_nothing_beyond_their_buckets(model, compilations):
 
 
 def test_the_second_step_compiles_nothing(model, compilations):
-    """What is new then, zeros and a state that was begun, lies as an update leaves it."""
+    """What is new then, zeros and a state that was begun, is bound as an update leaves it."""
+
+    def bound():
+        return [leaf.committed for leaf in jax.tree.leaves(model.state)]
+
+    first = bound()
     for step in range(2):
         model.forward_only(inputs=INPUTS)
         model.forward_backward(inputs=INPUTS, **SIDE)
@@ -204,6 +209,7 @@ def test_the_second_step_compiles_nothing(model, compilations):
         if not step:
             compilations.clear()
     assert not compilations
+    assert bound() == first
 
 
 def test_a_second_model_starts_with_the_programs_of_the_first(model, compilations):
