@@ -1,8 +1,9 @@
 """What every contestant trains: a random Qwen3, a tokenizer of words, prompts of 16 of them."""
 
 import json
-import random
 from pathlib import Path
+
+import numpy as np
 
 PROMPTS, SAMPLES, PROMPT, COMPLETION = 8, 8, 16, 32
 LEARNING_RATE = 1e-5
@@ -21,9 +22,8 @@ STEPS = 400  # more than anybody waits for
 
 def prompts(vocab):
     """Give as many prompts as there are steps for."""
-    rng = random.Random(0)  # noqa: S311
-    words = [f"w{i}" for i in range(3, vocab)]
-    return [" ".join(rng.choices(words, k=PROMPT)) for _ in range(PROMPTS * STEPS)]
+    drawn = np.random.default_rng(0).integers(3, vocab, (PROMPTS * STEPS, PROMPT))
+    return [" ".join(f"w{i}" for i in row) for row in drawn]
 
 
 def make_tokenizer(vocab):
@@ -32,9 +32,9 @@ def make_tokenizer(vocab):
     from transformers import PreTrainedTokenizerFast
 
     words = {"<pad>": 0, "<eos>": 1, "<unk>": 2, **{f"w{i}": i for i in range(3, vocab)}}
-    made = Tokenizer(models.WordLevel(words, unk_token="<unk>"))  # noqa: S106
-    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     named = {f"{name}_token": f"<{name}>" for name in ("pad", "eos", "unk")}
+    made = Tokenizer(models.WordLevel(words, unk_token=named["unk_token"]))
+    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=made, **named)
     tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
     return tokenizer
