@@ -13,18 +13,9 @@ import time
 
 import pytest
 
-PROMPTS, SAMPLES, PROMPT, COMPLETION = 8, 8, 16, 32
-CONFIG = {
-    "model_type": "qwen3",
-    "hidden_size": 128,
-    "intermediate_size": 512,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "tie_word_embeddings": True,
-    "max_position_embeddings": 512,
-}
+from tests.benchmarks.peers.task import COMPLETION, PROMPT, PROMPTS, SAMPLES, SHAPE
+
+CONFIG = {"model_type": "qwen3", **SHAPE}
 
 
 def ours(vocab, sampling):

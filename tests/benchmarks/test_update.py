@@ -15,18 +15,10 @@ import time
 
 import pytest
 
-PROMPT, COMPLETION, ROWS = 16, 32, 64
-CONFIG = {
-    "model_type": "qwen3",
-    "hidden_size": 128,
-    "intermediate_size": 512,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "tie_word_embeddings": True,
-    "max_position_embeddings": 256,
-}
+from tests.benchmarks.peers.task import COMPLETION, PROMPT, PROMPTS, SAMPLES, SHAPE
+
+ROWS = PROMPTS * SAMPLES
+CONFIG = {"model_type": "qwen3", **SHAPE}
 VOCABULARIES = (512, 32_768)
 
 
