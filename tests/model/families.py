@@ -19,7 +19,11 @@ from twinkle_jax.model import (
 )
 
 NAMES = ("qwen3", "qwen2", "qwen3_5_text", "gemma3_text")  # for every law
-ALL = ("llama", *NAMES)  # every row of the table of families, for configurations and checkpoints
+ALL = (
+    "llama",
+    "mistral",
+    *NAMES,
+)  # every row of the table of families, for configurations and checkpoints
 
 
 def each(names):
@@ -75,7 +79,8 @@ _SLIDING = {  # layers that do not repeat evenly; windows that rows of seven tok
     },
     "tie_word_embeddings": True,
 }
-_OWN = {"qwen3_5_text": _LINEAR, "llama": {"rope_parameters": _STRETCHED}, "gemma3_text": _SLIDING}
+_OWN = {"qwen3_5_text": _LINEAR, "gemma3_text": _SLIDING}
+_OWN |= {"llama": {"rope_parameters": _STRETCHED}, "mistral": {"sliding_window": None}}
 
 
 def family(model_type: str, **changes: Any) -> dict[str, Any]:

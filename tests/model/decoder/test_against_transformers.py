@@ -35,6 +35,7 @@ CASES = {
         "rope_parameters": None,
         "rope_theta": 1e5,
     },
+    "mistral": {"num_hidden_layers": 1},
     "qwen3 rope_scaling": {"rope_scaling": RESCALED, "num_hidden_layers": 1},
     "qwen2": {},
     "qwen2 tied": {"tie_word_embeddings": True, "num_key_value_heads": 1},

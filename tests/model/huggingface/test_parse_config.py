@@ -83,7 +83,7 @@ def test_written_configs_read_as_what_they_were(name):
     assert written["bos_token_id"] == 7
     assert written["dtype"] == written["torch_dtype"] == "bfloat16"
     names = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3", "qwen3_5_text": "Qwen3_5"}
-    names["gemma3_text"] = "Gemma3"
+    names |= {"gemma3_text": "Gemma3", "mistral": "Mistral"}
     assert written["architectures"] == [f"{names[name]}ForCausalLM"]
     rope = written["rope_parameters"]
     assert written["rope_theta"] == rope.get("full_attention", rope)["rope_theta"] == 500.0
@@ -216,6 +216,17 @@ def test_rope_scaling_wins_over_rope_parameters():
     text = family("qwen3_5_text", rope_scaling={"type": "default", "rope_theta": 7.0})
     parsed = parse_config({"model_type": "qwen3_5", "text_config": text})
     assert (parsed.attention.rope_theta, parsed.attention.rotary_dim) == (7, 2)
+
+
+def test_mistral_must_say_that_no_layer_slides():
+    config = family("mistral")
+    assert parse_config(config).layer_kinds == ("full_attention",) * 2
+    for window in (16, 4096):
+        with pytest.raises(ValueError, match="sliding_window must be None, got "):
+            parse_config(config | {"sliding_window": window})
+    del config["sliding_window"]
+    with pytest.raises(ValueError, match="sliding_window must be None, got 4096"):
+        parse_config(config)
 
 
 def test_llama_3_and_smollm_2():

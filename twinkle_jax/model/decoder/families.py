@@ -74,6 +74,12 @@ FAMILIES: dict[str, Family] = {
             "rope_interleaved": (False,),
         },
     ),
+    "mistral": Family(
+        "MistralForCausalLM",
+        # Where a configuration is silent, all layers slide: so it has to say that none does.
+        defaults={"sliding_window": 4096, "num_key_value_heads": 8},
+        other_keys={"sliding_window": (None,)},
+    ),
     "qwen2": Family(
         "Qwen2ForCausalLM",
         fixed_bias=True,

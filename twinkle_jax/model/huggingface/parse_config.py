@@ -58,8 +58,8 @@ def parse_config(config: Mapping[str, Any]) -> DecoderConfig:
         raise TypeError(f"config must be a mapping, got {type(config).__name__}")
     flat, model_type = _flatten(config)
     family = FAMILIES[model_type]
-    check_keys(flat, family, model_type)
     flat = {**family.defaults, **flat}
+    check_keys(flat, family, model_type)
     kinds = read_layer_kinds(flat, family)
     return DecoderConfig(
         model_type=model_type,
