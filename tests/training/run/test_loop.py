@@ -3,14 +3,16 @@
 import dataclasses
 import json
 import os
+import shutil
 import signal
 
 import numpy as np
 import pytest
 
-from tests.training.runs import arrays, assert_same_run, metrics
+from tests.training.runs import arrays, assert_same_run, copy_until, metrics
 from tests.training.small_run import EVERY_STEP, Scorer, config, evaluation, update
-from twinkle_jax.training import RolloutConfig, export, load_policy, train
+from twinkle_jax.data import read_jsonl
+from twinkle_jax.training import RolloutConfig, evaluate, export, load_policy, train
 
 UPDATES = 4  # a step
 SHOWN = dataclasses.replace(EVERY_STEP, samples_every=2)
@@ -35,14 +37,26 @@ def lines(directory):
     return [json.loads(line) for line in metrics(directory)]
 
 
+class Listener(Scorer):
+    """Remembers what was said in each call."""
+
+    def __init__(self):
+        super().__init__()
+        self.said = []
+
+    def __call__(self, trajectories, truths):
+        self.said.append([t["messages"] for t in trajectories])
+        return super().__call__(trajectories, truths)
+
+
 @pytest.fixture(scope="module")
 def whole(folder):
-    own = own_config(folder, folder / "whole")
-    return own, train(own, reward=Scorer())
+    own, listener = own_config(folder, folder / "whole"), Listener()
+    return own, train(own, reward=listener), listener.said
 
 
 def test_a_run_leaves_all_that_there_is_to_know(folder, whole):
-    _, summary = whole
+    _, summary, _ = whole
     run = folder / "whole"
     assert json.loads((run / "summary.json").read_text()) == summary
     assert summary["steps"] == 4
@@ -68,11 +82,22 @@ def test_a_run_leaves_all_that_there_is_to_know(folder, whole):
         assert count == step * UPDATES - sum(x["updates_without_signal"] for x in found[:step])
 
 
+def test_what_is_judged_is_the_policy_as_it_is_by_then(folder, whole):
+    """Before the first step, after the fourth and at the end; the sampled ones lie between."""
+    own, _, said = whole
+    prompts = read_jsonl(own.evaluation.path)[: own.evaluation.problems]
+    for call, name in ((0, "model"), (6, "whole/policy"), (7, "whole/policy")):
+        listener = Listener()
+        evaluate(load_policy(str(folder / name)), prompts, listener, max_new_tokens=4)
+        assert said[call] == listener.said[0]
+    assert len(said) == 8 and said[0] not in (said[3], said[6])
+
+
 @pytest.mark.parametrize(
     "after", [1, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in (0, 3))]
 )
 def test_interrupted_and_resumed_it_is_the_same_run(folder, whole, tmp_path, after):
-    _, summary = whole
+    _, summary, _ = whole
     own = own_config(folder, tmp_path / "run")
     evaluations = 1 + after // 2  # which score too
     reward = Scorer(**{f"call{evaluations + after + 1}": interrupt})
@@ -85,8 +110,31 @@ def test_interrupted_and_resumed_it_is_the_same_run(folder, whole, tmp_path, aft
     assert_same_run(tmp_path / "run", folder / "whole")
 
 
+def test_killed_it_goes_on_from_what_was_saved_last(folder, whole, tmp_path):
+    """What the metrics tell of later steps is done again, and stands there once."""
+    own, *_ = whole
+    copy_until(folder / "whole", tmp_path / "run", 2)
+    changes = {"output_dir": str(tmp_path / "run"), "resume": "auto"}
+    assert train(dataclasses.replace(own, **changes), reward=Scorer())["steps"] == 4
+    assert_same_run(tmp_path / "run", folder / "whole")
+
+
+def test_the_reference_is_the_policy_that_the_run_began_with(folder, whole, tmp_path):
+    """Even if by then its directory holds another one, such as the one that was trained."""
+    own, *_ = whole
+    copy_until(folder / "whole", tmp_path / "run", 3)
+    shutil.copytree(folder / "model", tmp_path / "kept")
+    changes = {"output_dir": str(tmp_path / "run"), "resume": "auto"}
+    try:
+        shutil.copytree(folder / "whole" / "policy", folder / "model", dirs_exist_ok=True)
+        train(dataclasses.replace(own, **changes), reward=Scorer())
+    finally:
+        shutil.copytree(tmp_path / "kept", folder / "model", dirs_exist_ok=True)
+    assert_same_run(tmp_path / "run", folder / "whole")
+
+
 def test_another_run_can_be_gone_on_with_elsewhere(folder, whole, tmp_path):
-    own, _ = whole
+    own, *_ = whole
     changes = {"output_dir": str(tmp_path / "longer"), "resume": own.output_dir, "steps": 5}
     longer = dataclasses.replace(own, **changes)
     assert train(longer, reward=Scorer())["steps"] == 5
@@ -109,7 +157,7 @@ def test_another_run_can_be_gone_on_with_elsewhere(folder, whole, tmp_path):
     ],
 )
 def test_a_run_is_never_lost_by_accident(folder, whole, changes, error, message):
-    own, _ = whole
+    own, *_ = whole
     before = sorted(p.name for p in (folder / "whole").rglob("*"))
     with pytest.raises(error, match=message):
         train(dataclasses.replace(own, **changes), reward=Scorer())
@@ -117,7 +165,7 @@ def test_a_run_is_never_lost_by_accident(folder, whole, changes, error, message)
 
 
 def test_another_data_set_is_refused(folder, whole):
-    own, _ = whole
+    own, *_ = whole
     original = (folder / "task.jsonl").read_text()
     (folder / "task.jsonl").write_text(original.replace("=", " =", 1))
     try:

@@ -18,17 +18,13 @@ from twinkle_jax.sampler import Sampling
 from twinkle_jax.training import (
     Learner,
     Recipe,
-    TrainConfig,
-    UpdateConfig,
     sample_and_score,
     small_policy,
     train_step,
 )
 from twinkle_jax.training.configuration.named_estimator import Estimator
-from twinkle_jax.training.configuration.resolve import resolve
-from twinkle_jax.training.configuration.tasks import make_task
 from twinkle_jax.training.step.dynamic_sampling import fill_up, has_signal
-from twinkle_jax.training.step.recipe import RECOMPUTED, make_recipe
+from twinkle_jax.training.step.recipe import RECOMPUTED
 from twinkle_jax.training.step.sample_metrics import sample_metrics
 from twinkle_jax.training.step.train_step import StaleSamplerError
 
@@ -174,19 +170,6 @@ def test_the_same_seed_gives_the_same_step_and_another_one_another():
     jax.tree.map(np.testing.assert_array_equal, first, again)
     leaves = zip(jax.tree.leaves(first), jax.tree.leaves(other), strict=True)
     assert any(not np.array_equal(a, b) for a, b in leaves)
-
-
-@pytest.mark.parametrize(
-    ("name", "remat"),
-    [
-        ("layers", True),
-        ("elementwise", jax.checkpoint_policies.dots_with_no_batch_dims_saveable),
-        ("nothing", False),
-    ],
-)
-def test_what_is_recomputed_has_a_name(name, remat):
-    config = resolve(TrainConfig(update=UpdateConfig(recompute=name)))
-    assert make_recipe(config, make_task(config), POLICY).learner.remat is remat
 
 
 def test_the_update_recomputes_what_the_learner_says():
