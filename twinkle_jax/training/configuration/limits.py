@@ -6,6 +6,7 @@ from operator import attrgetter
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from twinkle_jax.training.configuration.named_estimator import make_estimator
+from twinkle_jax.training.configuration.named_loss import make_loss
 from twinkle_jax.training.configuration.train_config import TrainConfig
 
 _AT_LEAST = {
@@ -52,7 +53,8 @@ def check(config: TrainConfig) -> None:
     _check_choices(config)
     _check_numbers(config)
     update = config.update
-    make_estimator(update.advantage, update.advantage_options)  # refuses what it does not know
+    make_estimator(update.advantage, update.advantage_options)  # refuse what they do not know
+    make_loss(update, config.rollout.max_new_tokens or 1)
     if config.model is None and config.task != "arithmetic":
         raise ValueError(f"model must be a checkpoint for the task {config.task}, got none")
     _check_rows(config)

@@ -41,7 +41,7 @@ class UpdateConfig:
         scale: what advantages are divided by, for estimators that have a scale.
         loss: the loss's name: grpo, dapo, cispo, gspo, ...
         epsilon: how far a ratio may fall below 1.
-        epsilon_high: how far a ratio may rise above 1; None: as far.
+        epsilon_high: how far a ratio may rise above 1; None: as far, or 0.28 where loss is dapo.
         kl_beta: weight of the divergence from the policy that training began with, per nat.
         mask_truncated: leave completions that ran out of length out of statistics and loss.
         dynamic_sampling: rollouts a step may take until there are enough prompts whose rewards

@@ -1,7 +1,7 @@
 """What each step does, and how a configuration says it."""
 
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,13 +10,13 @@ from jax.sharding import Mesh
 
 from twinkle_jax.advantage.inputs.settings import Scale
 from twinkle_jax.data import Template
-from twinkle_jax.loss import get_loss
 from twinkle_jax.model.decoder.forward import Remat
 from twinkle_jax.model.decoder.parameters import Params
 from twinkle_jax.model.twinkle.optimizers import decayed
 from twinkle_jax.reward.checked import RewardFunction
 from twinkle_jax.sampler import Sampling
 from twinkle_jax.training.configuration.named_estimator import Estimator, make_estimator
+from twinkle_jax.training.configuration.named_loss import make_loss
 from twinkle_jax.training.configuration.tasks import Task
 from twinkle_jax.training.configuration.train_config import TrainConfig
 from twinkle_jax.training.policies.text_policy import Policy
@@ -107,14 +107,10 @@ def make_recipe(
 
 def _learner(config: TrainConfig, policy: Policy) -> Learner:
     update, optimizer = config.update, config.optimizer
-    options: dict[str, Any] = {"epsilon": update.epsilon}
-    if update.epsilon_high is not None:
-        options["epsilon_high"] = update.epsilon_high
-    if update.kl_beta:
-        options["beta"] = update.kl_beta
+    assert config.rollout.max_new_tokens is not None
     return Learner(
         config=policy.config,
-        loss=get_loss(update.loss, **options),
+        loss=make_loss(update, config.rollout.max_new_tokens),
         optimizer=_adamw(optimizer.betas, optimizer.weight_decay),
         temperature=config.rollout.temperature,
         max_grad_norm=optimizer.max_grad_norm,

@@ -1,0 +1,34 @@
+"""The loss of a run by its name, with those of the run's settings that it takes."""
+
+from typing import Any
+
+from twinkle_jax.loss import PolicyLoss
+from twinkle_jax.loss.twinkle.named_losses import CLASSES, NAMED
+from twinkle_jax.training.configuration.parts import UpdateConfig
+
+
+def make_loss(update: UpdateConfig, max_new_tokens: int) -> PolicyLoss:
+    """Find a loss.
+
+    Args:
+        update: names it, and has its coefficients.
+        max_new_tokens: the most tokens of a completion, which Dr. GRPO divides by.
+
+    Returns:
+        The loss.
+
+    Raises:
+        ValueError: if there is none of that name that learns from rewards.
+    """
+    kind = NAMED.get(update.loss) or CLASSES.get(update.loss)
+    if kind is None or not issubclass(kind, PolicyLoss):
+        known = ", ".join(name for name, cls in NAMED.items() if issubclass(cls, PolicyLoss))
+        raise ValueError(f"update.loss must be one of {known}, got {update.loss!r}")
+    options: dict[str, Any] = {"epsilon": update.epsilon}
+    if update.epsilon_high is not None:
+        options["epsilon_high"] = update.epsilon_high
+    if update.kl_beta:
+        options["beta"] = update.kl_beta
+    if hasattr(kind, "max_completion_length"):
+        options["max_completion_length"] = max_new_tokens
+    return kind(**options)
