@@ -166,7 +166,7 @@ def _generate(
     )
 
     def step(_: Array | int, rows: Rows) -> Rows:
-        return spread_rows(advance(weights, config, rows, sampling, compute_dtype), mesh)
+        return spread_rows(advance(weights, config, rows, sampling, compute_dtype, mesh), mesh)
 
     steps = 1 if mesh is None else _STEPS_ON_MESH
     rows = jax.lax.while_loop(

@@ -18,7 +18,7 @@ from tests.model.families import (
     step,
 )
 from tests.model.reference import reference_hidden
-from twinkle_jax.model import decode_step, parse_config, prefill, take_rows
+from twinkle_jax.model import decode_step, make_mesh, parse_config, prefill, take_rows
 
 PROMPTS = [[5, 6, 7, 8, 9, 10], [12, 13, 14], [15], [16, 17, 18, 19, 20]]
 GOES_ON = [[21, 22, 23, 24], [25, 26, 27, 28], [29, 30, 31, 32], [33, 34, 35, 36]]
@@ -202,4 +202,15 @@ def test_step_errors_while_tracing(arguments, error, message):
         return decode_step(params, config, tokens, cache, *mask)
 
     with pytest.raises(error, match=message):
+        jax.eval_shape(run, params_of("qwen2"))
+
+
+def test_a_mesh_must_divide_the_rows():
+    def run(params):
+        config = config_of("qwen2")
+        _, cache = prefill(params, config, TOKENS, max_length=4)
+        return decode_step(params, config, TOKENS[:, 0], cache, mesh=make_mesh(data=2, fsdp=2))
+
+    message = "tokens must have a multiple of 4 rows, data times fsdp of the mesh, got 2"
+    with pytest.raises(ValueError, match=message):
         jax.eval_shape(run, params_of("qwen2"))

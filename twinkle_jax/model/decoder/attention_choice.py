@@ -70,7 +70,7 @@ def choose_attention(
 
     On a CPU splash attention is interpreted: slowly, but with the values that it has on a TPU.
     """
-    backend = _backend(mesh)
+    backend = backend_of(mesh)
     default = default_attention(config, dtype, segmented=segmented, backend=backend)
     fits = {default, "xla"}
     if backend == "cpu" and _splash_fits(config, dtype):
@@ -86,10 +86,10 @@ def choose_attention(
 
 def interpreted(mesh: Mesh | None) -> bool:
     """Say whether kernels for TPUs must be interpreted on these devices."""
-    return _backend(mesh) != "tpu"
+    return backend_of(mesh) != "tpu"
 
 
-def _backend(mesh: Mesh | None) -> str:
+def backend_of(mesh: Mesh | None) -> str:
     """Name the backend that the devices belong to, which may be described and not there."""
     platform = jax.default_backend() if mesh is None else mesh.devices.flat[0].platform
     return "gpu" if platform in ("cuda", "rocm") else platform

@@ -2,9 +2,11 @@
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 
 from twinkle_jax.model.decoder.attention import project_heads, project_out
+from twinkle_jax.model.decoder.attention_choice import backend_of
 from twinkle_jax.model.decoder.cache import DeltaState, KeyValues
 from twinkle_jax.model.decoder.config import DecoderConfig
 from twinkle_jax.model.decoder.delta_net import delta_net_step
@@ -21,12 +23,13 @@ def attend_step(
     length: Int[Array, " batch"],
     rotary: RotaryTable,
     first: Int[Array, " batch"] | None,
+    mesh: Mesh | None,
 ) -> tuple[Float[Array, "batch width"], KeyValues]:
     """Write the token's keys and values into its slot, and attend to the slots up to it."""
     batch = y.shape[0]
     heads = project_heads(y, weights["self_attn"], config, rotary, batch)
-    keys = _write(cached.keys, heads.key[:, 0], repeat, length, axis=4)
-    values = _write(cached.values, heads.value[:, 0], repeat, length, axis=3)
+    keys = _write(cached.keys, heads.key[:, 0], repeat, length, axis=4, mesh=mesh)
+    values = _write(cached.values, heads.value[:, 0], repeat, length, axis=3, mesh=mesh)
     layer = jax.tree.map(
         lambda stack: jax.lax.dynamic_index_in_dim(stack, repeat, keepdims=False),
         KeyValues(keys, values),
@@ -51,11 +54,17 @@ def _write(
     length: Array,
     *,
     axis: int,
+    mesh: Mesh | None,
 ) -> Array:
     """Write each row's entry into its slot along an axis; what finds no slot is dropped.
 
     That rows stay rows is said in so many words: on a mesh none of them then leaves its device.
     """
+    if backend_of(mesh) == "tpu":
+        # What is only for TPUs takes a quarter of a second to import.
+        from twinkle_jax.model.decoder.cache_write import write_in_place
+
+        return write_in_place(stack, new, repeat, length, axis=axis, mesh=mesh, interpret=False)
     return jax.lax.scatter(
         stack,
         jnp.stack([jnp.broadcast_to(repeat, length.shape), length], axis=1),

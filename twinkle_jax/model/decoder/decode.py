@@ -84,6 +84,7 @@ def decode_step(
     mask: Bool[Array, " batch"] | None = None,
     *,
     compute_dtype: DTypeLike | None = None,
+    mesh: Mesh | None = None,
 ) -> tuple[Float[Array, "batch width"], Cache]:
     """Read one more token in each row. Donate the cache, and it is updated in place.
 
@@ -94,15 +95,17 @@ def decode_step(
         cache: what the rows hold. A token that finds its row full gets the hidden state NaN.
         mask: False for rows that stay as they are (their hidden state means nothing).
         compute_dtype: as for [`hidden_states`][twinkle_jax.model.hidden_states].
+        mesh: on which rows are spread over data and fsdp, and heads over tensor where it divides
+            them. Several TPUs need it.
 
     Returns:
         The hidden state of each token, and the cache with the token in it.
 
     Raises:
-        ValueError: if the number of rows differs.
+        ValueError: if the number of rows differs, or the mesh does not divide it.
         TypeError: if tokens are not integers, or the mask not boolean.
     """
-    _check(tokens, cache, mask)
+    _check(tokens, cache, mask, mesh)
     embedding = params["embed_tokens"]["embedding"]
     dtype = jnp.dtype(embedding.dtype if compute_dtype is None else compute_dtype)
     rotary = rotary_tables(cache.length[:, None], config.attention)
@@ -127,6 +130,7 @@ def decode_step(
                     cache.length,
                     table_of(rotary, sliding[member]),
                     first_seen(config, cache.length, sliding[member]),
+                    mesh,
                 )
             else:
                 mixed, layers[name] = linear_step(
@@ -144,7 +148,7 @@ def decode_step(
     return final_norm(params, config, x), Cache(layers, cache.length + active.astype(jnp.int32))
 
 
-def _check(tokens: Array, cache: Cache, mask: Array | None) -> None:
+def _check(tokens: Array, cache: Cache, mask: Array | None, mesh: Mesh | None) -> None:
     if tokens.shape != cache.length.shape:
         raise ValueError(
             f"tokens must have the shape of cache.length, {cache.length.shape}, got {tokens.shape}"
@@ -155,3 +159,9 @@ def _check(tokens: Array, cache: Cache, mask: Array | None) -> None:
         raise ValueError(f"mask must have the shape of tokens, {tokens.shape}, got {mask.shape}")
     if mask is not None and mask.dtype != jnp.bool_:
         raise TypeError(f"mask must be bool, got {mask.dtype}")
+    shards = 1 if mesh is None else mesh.shape["data"] * mesh.shape["fsdp"]
+    if len(tokens) % shards:
+        raise ValueError(
+            f"tokens must have a multiple of {shards} rows, data times fsdp of the mesh, "
+            f"got {len(tokens)}"
+        )

@@ -124,11 +124,18 @@ def advance(
     rows: Rows,
     sampling: Sampling,
     compute_dtype: DTypeLike | None,
+    mesh: Mesh | None,
 ) -> Rows:
     """Read the pending token of each row that goes on, and choose the next one."""
     running = rows.running
     hidden, cache = decode_step(
-        params, config, rows.pending, rows.cache, running, compute_dtype=compute_dtype
+        params,
+        config,
+        rows.pending,
+        rows.cache,
+        running,
+        compute_dtype=compute_dtype,
+        mesh=mesh,
     )
     chosen = next_token(
         scaled_logits(params, hidden, jnp.asarray(sampling.temperature)),

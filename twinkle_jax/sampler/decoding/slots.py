@@ -131,7 +131,7 @@ def run_slots(
         return (running > 0) & (len(rows.reasons) - running < enough)
 
     def step(rows: Rows) -> Rows:
-        return spread_rows(advance(params, config, rows, sampling, compute_dtype), mesh)
+        return spread_rows(advance(params, config, rows, sampling, compute_dtype, mesh), mesh)
 
     rows = jax.lax.while_loop(goes_on, step, rows)
     return _reusable(rows)
