@@ -24,10 +24,16 @@ def block_weights(
     logits: Logits, maximum: PerRow, threshold: PerRow | None = None
 ) -> Float[Array, "rows blocks"]:
     """Sum the weights, exp(logit - maximum), of each block: those at the threshold and above."""
-    size = block_size(logits.shape[1])
-    weights = _weights(logits, maximum, threshold)
-    weights = jnp.pad(weights, ((0, 0), (0, -logits.shape[1] % size)))
-    return jnp.sum(weights.reshape(len(logits), -1, size), axis=2)
+    rows, vocab = logits.shape
+    size = block_size(vocab)
+    count, rest = divmod(vocab, size)
+    weights = _weights(logits[:, : vocab - rest], maximum, threshold)
+    blocks = jnp.sum(weights.reshape(rows, count, size), axis=2)
+    if not rest:
+        return blocks
+    # A last block that is not full is summed apart: padding would copy all logits.
+    weights = _weights(logits[:, vocab - rest :], maximum, threshold)
+    return jnp.concatenate([blocks, jnp.sum(weights, axis=1, keepdims=True)], axis=1)
 
 
 def draw(
