@@ -2,6 +2,7 @@
 
 python -m tests.compiled.table arithmetic
 python -m tests.compiled.table compiled Qwen2.5-7B v5p:2x2x2 1,8,1 16 2048
+python -m tests.compiled.table decoding Qwen2.5-0.5B v5e:2x2 256 2048
 """
 
 import os
@@ -9,6 +10,7 @@ import sys
 
 from tests.compiled.arithmetic import CHIPS, ideal, least_seconds
 from tests.compiled.models import MODELS, Setting, update_costs
+from tests.compiled.rollout import rollout
 
 GIB = 2**30
 SLICES = {  # chips by the extents of a slice
@@ -47,19 +49,35 @@ def compiled(model: str, setting: Setting) -> None:
     )
 
 
+def decoding(model: str, topology: str, rows: int, capacity: int) -> None:
+    """Compile a step of decoding on one chip, and print what it moves beside the least it could."""
+    found = rollout(model, topology, rows, capacity)
+    kinds = "weights | cache | moved | by the kernel | of the least | temporary |"
+    print(f"| model | chip of | rows × capacity | {kinds}")
+    print("| --- | --- | --- | --- | --- | --- | --- | --- | --- |")
+    sizes = [
+        f"{size / GIB:.2f}" for size in (found.weights, found.cache, found.moved, found.kernel)
+    ]
+    print(
+        f"| {model} | {topology} | {rows} × {capacity} | {' | '.join(sizes)} "
+        f"| {found.total / found.least:.2f} | {found.temporary / GIB:.2f} |"
+    )
+    print("", *found.largest(), sep="\n")
+
+
 def main(arguments: list[str]) -> None:
     """Print the table that is asked for."""
-    if arguments == ["arithmetic"]:
-        return arithmetic()
-    try:
-        what, model, topology, mesh, rows, time = arguments
-        data, fsdp, tensor = map(int, mesh.split(","))
-        setting = Setting(topology, data, fsdp, tensor, int(rows), int(time))
-    except ValueError:
-        what = model = ""
-    if what != "compiled" or model not in MODELS:
-        raise SystemExit(f"{__doc__}\nmodels: {', '.join(MODELS)}")
-    return compiled(model, setting)
+    match arguments:
+        case ["arithmetic"]:
+            return arithmetic()
+        case ["compiled", model, topology, mesh, rows, time] if model in MODELS:
+            numbers = (*mesh.split(","), rows, time)
+            if len(numbers) == 5 and all(map(str.isdigit, numbers)):
+                return compiled(model, Setting(topology, *map(int, numbers)))
+        case ["decoding", model, topology, rows, capacity] if model in MODELS:
+            if rows.isdigit() and capacity.isdigit():
+                return decoding(model, topology, int(rows), int(capacity))
+    raise SystemExit(f"{__doc__}\nmodels: {', '.join(MODELS)}")
 
 
 if __name__ == "__main__":

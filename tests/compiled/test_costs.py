@@ -195,7 +195,10 @@ def test_what_the_command_is_not_told():
     for arguments in (
         [],
         ["compiled", "Qwen2.5-7B"],
-        ["compiled", "a", "v5e:2x2", "1,4", "8", "9"],
+        ["compiled", "Qwen2.5-7B", "v5e:2x2", "1,4", "8", "9"],
+        ["compiled", "a", "v5e:2x2", "1,4,1", "8", "9"],
+        ["decoding", "Qwen2.5-7B", "v5e:2x2", "8", "many"],
+        ["decoding", "a", "v5e:2x2", "8", "9"],
     ):
         with pytest.raises(SystemExit, match=r"python -m tests\.compiled\.table arithmetic"):
             main(arguments)

@@ -3,7 +3,6 @@
 Real widths at two layers and a vocabulary that is cut, because that compiles in a minute.
 """
 
-import jax
 import pytest
 
 from tests.compiled.arithmetic import ideal
@@ -14,6 +13,7 @@ from tests.compiled.models import Cut, Setting, compiled_update, update_costs
 pytestmark = [
     pytest.mark.exhaustive,
     pytest.mark.skipif(not installed(), reason=INSTALL),
+    pytest.mark.usefixtures("as_users_compile"),
 ]
 SMALL = Cut(layers=2, vocab=8192)
 GIB = 2**30
@@ -25,15 +25,6 @@ BUDGETS = {
     "v6e": ("Qwen3-4B", Setting("v6e:2x2", 1, 4, 1, 8, 2048), SMALL, 3.7),
     "copies": ("Qwen2.5-0.5B", Setting("v5e:2x2", 2, 2, 1, 16, 1024), SMALL, 1.2),
 }
-
-
-@pytest.fixture(autouse=True)
-def as_users_compile():
-    """The tests' own setting asks compilers not to optimise."""
-    before = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", False)
-    yield
-    jax.config.update("jax_disable_most_optimizations", before)
 
 
 @pytest.mark.parametrize("case", BUDGETS)

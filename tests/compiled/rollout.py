@@ -1,0 +1,109 @@
+"""A rollout of a real model by its shapes, compiled for a TPU that is described."""
+
+import functools
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from tests.compiled.described import described_mesh
+from tests.compiled.models import WHOLE, Cut, config_of
+from tests.compiled.program import Program, read_program
+from tests.compiled.traffic import loop_of_steps, traffic
+from twinkle_jax.model import DecoderConfig, parameter_shapes
+from twinkle_jax.model.decoder.sharding import AXES
+from twinkle_jax.sampler import Sampling
+from twinkle_jax.sampler.decoding.slots import empty_slots, run_slots
+from twinkle_jax.sampler.drawing.sampling import traced_sampling
+
+PROMPT = 128  # tokens of a row's capacity that its prompt has
+BLOCK = 128  # slots of a row that are read and written with its token, at most
+
+
+class Rollout(NamedTuple):
+    """What a step of decoding costs one chip, in bytes.
+
+    Attributes:
+        weights: all parameters, in bfloat16.
+        cache: keys and values of all rows, as long as they can get.
+        moved: read and written by a step, as far as the compiler's text says.
+        kernel: read and written by the kernel that writes tokens into the cache, at most; by
+            arithmetic, since the text says nothing about it.
+        temporary: memory beyond arguments and results.
+        program: what was compiled.
+        step: the name of the loop's body in it.
+    """
+
+    weights: int
+    cache: int
+    moved: float
+    kernel: int
+    temporary: int
+    program: Program
+    step: str
+
+    @property
+    def total(self) -> float:
+        """Bytes that a step moves."""
+        return self.moved + self.kernel
+
+    @property
+    def least(self) -> int:
+        """Weights and cache, each once."""
+        return self.weights + self.cache
+
+    def largest(self, count: int = 8) -> list[str]:
+        """The instructions that move most."""
+        found = sorted(traffic(self.program, self.step), key=lambda moved: -moved[0])[:count]
+        return [f"{size / 2**20:.1f} MiB {one.opcode} {one.shape}" for size, one in found]
+
+
+@functools.cache
+def rollout(model: str, topology: str, rows: int, capacity: int, cut: Cut = WHOLE) -> Rollout:
+    """Compile the loop that draws tokens on one chip of four, in bfloat16, unfiltered."""
+    config = config_of(model, cut)
+    compiled, weights, layers = _compile(config, topology, rows, capacity)
+    program = read_program(compiled.as_text())
+    step = loop_of_steps(program)
+    heads = config.attention.key_value_heads * config.attention.head_dim
+    written = 2 * config.repeats * len(config.block) * rows * heads * BLOCK
+    return Rollout(
+        weights=_bytes(weights),
+        cache=_bytes(layers),
+        moved=sum(size for size, _ in traffic(program, step)),
+        kernel=2 * 2 * written,
+        temporary=compiled.memory_analysis().temp_size_in_bytes,
+        program=program,
+        step=step,
+    )
+
+
+def _compile(config: DecoderConfig, topology: str, rows: int, capacity: int) -> Any:
+    """Give the program, and the shapes of its weights and of the caches it goes on with."""
+    devices = described_mesh(topology, 1, 4, 1, bare=True).devices
+    mesh = Mesh(devices.reshape(-1)[:1].reshape(1, 1, 1), AXES)
+    whole = NamedSharding(mesh, PartitionSpec())
+
+    def there(tree: Any) -> Any:
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole), tree)
+
+    weights = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, jnp.bfloat16), parameter_shapes(config)
+    )
+    run = {"config": config, "compute_dtype": jnp.dtype("bfloat16"), "mesh": mesh}
+    slots = {"slots": rows, "time": PROMPT, "new": capacity - PROMPT, "max_length": capacity}
+    with jax.numpy_dtype_promotion("standard"):
+        state = jax.eval_shape(
+            functools.partial(empty_slots, **run, **slots, attention="xla"),
+            weights,
+            jax.random.key(0),
+        )
+        sampling, enough = traced_sampling(Sampling()), jax.ShapeDtypeStruct((), jnp.int32)
+        lowered = run_slots.lower(*map(there, (weights, state, sampling, enough)), **run)
+        return lowered.compile(), weights, state.cache.layers
+
+
+def _bytes(tree: Any) -> int:
+    return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(tree))
