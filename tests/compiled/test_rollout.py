@@ -1,0 +1,41 @@
+"""What the TPU compiler says a step of decoding costs: weights and cache, read about once.
+
+Of whole models: layers are a loop, which the compiler treats otherwise where it runs only twice.
+"""
+
+import pytest
+
+from tests.compiled.costs import arrays
+from tests.compiled.described import INSTALL, installed
+from tests.compiled.rollout import rollout
+from tests.compiled.traffic import traffic
+
+pytestmark = [
+    pytest.mark.exhaustive,
+    pytest.mark.skipif(not installed(), reason=INSTALL),
+    pytest.mark.usefixtures("as_users_compile"),
+]
+CAPACITY = 2048
+CASES = {  # the model, the chip, rows
+    "heads half as wide as a tile": ("Qwen2.5-0.5B", "v5e:2x2", 256, CAPACITY),
+    "heads as wide as a tile": ("Qwen3-4B", "v5p:2x2x1", 64, CAPACITY),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_step_reads_weights_and_cache_once(case):
+    found = rollout(*CASES[case])
+    assert found.total < 1.3 * found.least, (found.total / found.least, found.largest())
+    assert found.moved > 0.95 * found.least  # what is not seen would be cheap
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_loop_holds_one_cache_and_copies_none(case):
+    found = rollout(*CASES[case])
+    moved = [one for _, one in traffic(found.program, found.step)]
+    kernels = [one for one in moved if "tpu_custom_call" in one.attributes]
+    assert [CAPACITY in arrays(one.shape)[0][1] for one in kernels] == [True, True]
+    copies = [one.shape for one in moved if one.opcode.startswith("copy")]
+    shapes = [extents for shape in copies for _, extents in arrays(shape)]
+    assert not [extents for extents in shapes if len(extents) > 3 and CAPACITY in extents]
+    assert found.temporary < 0.2 * found.cache, found.temporary / found.cache
