@@ -3,12 +3,18 @@
 Real widths at two layers and a vocabulary that is cut, because that compiles in a minute.
 """
 
+import functools
+
+import jax
+import jax.numpy as jnp
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 
 from tests.compiled.arithmetic import ideal
-from tests.compiled.costs import arrays
+from tests.compiled.costs import arrays, costs
 from tests.compiled.described import INSTALL, described_mesh, installed
 from tests.compiled.models import Cut, Setting, compiled_update, update_costs
+from twinkle_jax.model.decoder.gather_steps import gather_in_steps, steps_of
 
 pytestmark = [
     pytest.mark.exhaustive,
@@ -37,13 +43,28 @@ def test_an_update_costs_what_it_must(case):
     assert found.peak < memory * GIB, found.peak / GIB
 
 
-def test_the_order_of_the_devices_does_not_matter():
+@pytest.mark.parametrize("attention", ["xla", None])
+def test_the_order_of_the_devices_does_not_matter(attention):
     model, setting, cut, _ = BUDGETS["v5e"]
     listed, arranged = (
-        update_costs(model, setting, cut, bare=bare, attention="xla") for bare in (True, False)
+        update_costs(model, setting, cut, bare=bare, attention=attention) for bare in (True, False)
     )
     assert arranged.wire == pytest.approx(listed.wire, rel=0.05)
     assert arranged.flops == listed.flops
+
+
+@pytest.mark.parametrize("bare", [True, False])
+@pytest.mark.parametrize(("cube", "fsdp"), [("v5p:2x4x4", 32), ("v5p:4x4x4", 64)])
+def test_a_gather_over_a_cube_sends_each_share_once(cube, fsdp, bare):
+    """And is not made a sum of shares that are padded with zeros, which sends them twice."""
+    mesh = described_mesh(cube, 1, fsdp, 1, bare=bare)
+    spread, whole = PartitionSpec(None, "fsdp"), PartitionSpec()
+    gather = functools.partial(gather_in_steps, axis="fsdp", dimension=1, steps=steps_of(fsdp))
+    run = jax.shard_map(gather, mesh=mesh, in_specs=spread, out_specs=whole, check_vma=False)
+    kernel = jax.ShapeDtypeStruct((18944, 3584), jnp.bfloat16, sharding=NamedSharding(mesh, spread))
+    found = costs(jax.jit(run).lower(kernel).compile(), fsdp)
+    assert set(found.sent) == {"all-gather"}
+    assert found.wire == pytest.approx(2 * kernel.size * (fsdp - 1) / fsdp)
 
 
 def test_a_long_row_holds_no_array_of_time_by_time():

@@ -126,10 +126,10 @@ def test_parameters_are_gathered_in_the_compute_type_and_gradients_scattered_in_
     assert (len(whole), len(said)) == (4, 10)
 
 
-def assert_as_on_one_device(name, mesh, **changes):
+def assert_as_on_one_device(name, mesh, rows=8, **changes):
     """The scores and the gradient of a batch."""
     config = parse_config(family(name, **changes))
-    params, batch = random_params(config), random_batch(rows=8, time=12)
+    params, batch = random_params(config), random_batch(rows=rows, time=12)
     results = []
     for where in (None, mesh):
         state = train_state(jax.tree.map(jnp.copy, params), None)

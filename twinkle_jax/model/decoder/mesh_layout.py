@@ -16,6 +16,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from twinkle_jax.model.decoder.config import DecoderConfig
+from twinkle_jax.model.decoder.gather_steps import gather_in_steps, steps_of
 from twinkle_jax.model.decoder.sharding import partition_rules
 
 ROWS = ("data", "fsdp")
@@ -88,8 +89,19 @@ def gather_weights(
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2))
 def _gather(x: Array, spread: NamedSharding, whole: NamedSharding) -> Array:
     """Gather what is spread; its gradient is spread again. A plain constraint would gather both."""
-    constrain = jax.lax.with_sharding_constraint
-    return constrain(constrain(x, spread), whole)
+    x = jax.lax.with_sharding_constraint(x, spread)
+    steps = steps_of(spread.mesh.shape["fsdp"])
+    if steps[1] == 1:
+        return jax.lax.with_sharding_constraint(x, whole)
+    gather = jax.shard_map(
+        partial(gather_in_steps, axis="fsdp", dimension=spread.spec.index("fsdp"), steps=steps),
+        mesh=spread.mesh,
+        in_specs=spread.spec,
+        out_specs=whole.spec,
+        check_vma=False,  # what is gathered counts as different along fsdp
+    )
+    gathered: Array = gather(x)
+    return gathered
 
 
 def _gather_forward(

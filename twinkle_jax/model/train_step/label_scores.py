@@ -8,6 +8,7 @@ from jaxtyping import Array, Float, Int
 
 from twinkle_jax.data.batch import IGNORE
 from twinkle_jax.loss import token_logprobs
+from twinkle_jax.model.decoder.gather_steps import gather_in_steps, steps_of
 from twinkle_jax.model.decoder.layers import output_matrix
 from twinkle_jax.model.decoder.mesh_layout import ROWS
 from twinkle_jax.model.decoder.parameters import Params
@@ -34,8 +35,8 @@ def label_scores(
 
     def score(hidden: Array, head: Array, labels: Array, temperature: Any) -> tuple[PerToken, ...]:
         for dimension, axis in enumerate(spread_head):
-            if axis is not None:
-                head = jax.lax.all_gather(head, axis, axis=dimension, tiled=True)
+            if mesh is not None and axis is not None:
+                head = gather_in_steps(head, axis, dimension, steps_of(mesh.shape[axis]))
         flat = labels.reshape(-1)
         scores = token_logprobs(
             hidden.reshape(-1, hidden.shape[-1]),
