@@ -12,7 +12,14 @@ import pytest
 from tests.training.runs import arrays, assert_same_run, copy_until, metrics
 from tests.training.small_run import EVERY_STEP, Scorer, config, evaluation, update
 from twinkle_jax.data import read_jsonl
-from twinkle_jax.training import RolloutConfig, evaluate, export, load_policy, train
+from twinkle_jax.training import (
+    OptimizerConfig,
+    RolloutConfig,
+    evaluate,
+    export,
+    load_policy,
+    train,
+)
 
 UPDATES = 4  # a step
 SHOWN = dataclasses.replace(EVERY_STEP, samples_every=2)
@@ -22,6 +29,7 @@ def own_config(folder, directory, **changes):
     settings = {
         "update": update(mini_batches=2, epochs=2),
         "evaluation": evaluation(folder, every=2),
+        "optimizer": OptimizerConfig(learning_rate=1e-2, warmup_steps=3),
         "logging": SHOWN,
     }
     return config(folder, directory, **(settings | changes))
@@ -67,6 +75,8 @@ def test_a_run_leaves_all_that_there_is_to_know(folder, whole):
     names = {"reward", "reward_std", "frac_reward_zero_std", "kl", "entropy", "grad_norm", "loss"}
     names |= {"completions/mean_length", "sampling/logp_diff/max", "learning_rate", "num_tokens"}
     assert names <= set(found[0])
+    rates = [line["learning_rate"] for line in found]
+    assert rates == pytest.approx([1e-2 / 3, 2e-2 / 3, 1e-2, 1e-2])
     assert "eval/accuracy" in found[1]
     assert (run / "curves.png").stat().st_size > 5_000
     assert json.loads((run / "config.json").read_text())["steps"] == 4
@@ -162,6 +172,19 @@ def test_a_run_is_never_lost_by_accident(folder, whole, changes, error, message)
     with pytest.raises(error, match=message):
         train(dataclasses.replace(own, **changes), reward=Scorer())
     assert sorted(p.name for p in (folder / "whole").rglob("*")) == before
+
+
+def test_no_two_rollouts_share_noise(folder, tmp_path):
+    """Of the same prompts, by a policy that does not change: two steps of two rollouts each."""
+    lines = (folder / "task.jsonl").read_text().splitlines()[:2]
+    (tmp_path / "two.jsonl").write_text("\n".join(lines))
+    changes = {"task": str(tmp_path / "two.jsonl"), "steps": 2}
+    changes |= {"update": update(dynamic_sampling=2, kl_beta=0.0)}
+    flat = Listener()
+    flat.usual = lambda lengths: [0.0] * len(lengths)
+    train(config(folder, tmp_path / "run", **changes), reward=flat)
+    said = [sorted(str(messages) for messages in call) for call in flat.said]
+    assert len(said) == 4 and len(set(map(tuple, said))) == 4
 
 
 def test_another_data_set_is_refused(folder, whole):

@@ -12,7 +12,7 @@ import pytest
 from twinkle_jax.advantage import GRPOAdvantage, group_statistics
 from twinkle_jax.data import ArithmeticTask, PromptBatch
 from twinkle_jax.loss import GRPOLoss
-from twinkle_jax.model import init_params, score_batch, train_state
+from twinkle_jax.model import StepSummary, UpdateInfo, init_params, score_batch, train_state
 from twinkle_jax.reward import FunctionReward
 from twinkle_jax.sampler import Sampling
 from twinkle_jax.training import (
@@ -24,9 +24,11 @@ from twinkle_jax.training import (
 )
 from twinkle_jax.training.configuration.named_estimator import Estimator
 from twinkle_jax.training.step.dynamic_sampling import fill_up, has_signal
+from twinkle_jax.training.step.learner import Learnt
 from twinkle_jax.training.step.recipe import RECOMPUTED
 from twinkle_jax.training.step.sample_metrics import sample_metrics
 from twinkle_jax.training.step.train_step import StaleSamplerError
+from twinkle_jax.training.step.update_metrics import update_metrics
 
 POLICY = small_policy(0)
 OPTIMIZER, ADAM = optax.sgd(1.0), optax.adam(1.0)
@@ -233,6 +235,21 @@ def test_dynamic_sampling_takes_prompts_whose_rewards_differ_from_further_rollou
     assert fill_up(lambda number: half, recipe(), 4)[0] is half
 
 
+def test_a_reward_is_told_what_is_right_for_each_completion():
+    asked = []
+
+    def reward(trajectories, truths):
+        asked.extend(zip(trajectories, truths, strict=True))
+        return [0.0] * len(truths)
+
+    sampled(recipe(reward))
+    for i, (trajectory, truth) in enumerate(asked):
+        prompt = PROMPTS[i // SAMPLES]
+        assert trajectory["messages"][:-1] == prompt["messages"]
+        assert truth == PROMPTS.ground_truths[i // SAMPLES]
+    assert len(asked) == len(PROMPTS) * SAMPLES
+
+
 def test_truncated_completions_neither_vote_nor_learn():
     masked = recipe(mask_truncated=True)
     drawn = sampled(masked)
@@ -250,6 +267,16 @@ def test_metrics_describe_all_that_was_sampled():
     assert metrics["frac_reward_zero_std"] == (groups.max(axis=1) == groups.min(axis=1)).mean()
     assert metrics["completions/clipped_ratio"] == drawn.truncated.mean()
     assert metrics["completions/max_length"] == drawn.lengths.max() == 6
+
+
+def test_updates_are_averaged_each_over_what_its_loss_divides_by():
+    """Two sequences of five tokens in all, one of seven, and an update that had none."""
+    numbers = [(6.0, 2.0, 5.0), (4.0, 1.0, 7.0), (0.0, 0.0, 0.0)]
+    infos = [UpdateInfo(1.0, True), UpdateInfo(np.nan, False), UpdateInfo(0.0, False)]
+    summaries = [StepSummary(*map(np.float32, x), metrics=None) for x in numbers]
+    found = update_metrics(Learnt(summaries, infos, None))
+    assert found["loss"] == (6 / 2 + 4 / 1 + 0) / 3
+    assert (found["skipped_updates"], found["updates_without_signal"]) == (1, 1)
 
 
 @dataclasses.dataclass
