@@ -20,6 +20,7 @@ from twinkle_jax.training import (
     load_policy,
     train,
 )
+from twinkle_jax.training.configuration.named_reward import find_reward
 
 UPDATES = 4  # a step
 SHOWN = dataclasses.replace(EVERY_STEP, samples_every=2)
@@ -43,6 +44,12 @@ def interrupt(lengths, number=signal.SIGTERM):
 
 def lines(directory):
     return [json.loads(line) for line in metrics(directory)]
+
+
+JUDGE = """
+def says_something(trajectories, truths):
+    return [float(t["messages"][-1]["content"] != "") for t in trajectories]
+"""
 
 
 class Listener(Scorer):
@@ -101,6 +108,21 @@ def test_what_is_judged_is_the_policy_as_it_is_by_then(folder, whole):
         evaluate(load_policy(str(folder / name)), prompts, listener, max_new_tokens=4)
         assert said[call] == listener.said[0]
     assert len(said) == 8 and said[0] not in (said[3], said[6])
+
+
+def test_an_evaluation_may_have_a_reward_of_its_own(folder, tmp_path):
+    """A policy may learn from what is easy to get, and be judged by what is wanted."""
+    (tmp_path / "judge.py").write_text(JUDGE)
+    asked, judge = Listener(), f"{tmp_path / 'judge.py'}:says_something"
+    own = own_config(folder, tmp_path / "run", steps=2)
+    own = dataclasses.replace(own, evaluation=dataclasses.replace(own.evaluation, reward=judge))
+    summary = train(own, reward=asked)
+    assert len(asked.said) == 2  # one call a step
+    prompts = read_jsonl(own.evaluation.path)[: own.evaluation.problems]
+    policy = load_policy(str(tmp_path / "run" / "policy"))
+    found = evaluate(policy, prompts, find_reward(judge), max_new_tokens=4)
+    assert summary["accuracy_after"] == lines(tmp_path / "run")[1]["eval/accuracy"]
+    assert summary["accuracy_after"] == found["accuracy"] != summary["accuracy_before"]
 
 
 @pytest.mark.parametrize(

@@ -115,12 +115,14 @@ class EvaluationConfig:
         problems: how many held-out problems.
         path: a file of them, for tasks from files; without one such tasks are not evaluated.
         pass_k: k of pass@k; 0 evaluates greedily alone.
+        reward: named as that of training, and used in its place: right is what it gives 1 or more.
     """
 
     every: int = 25
     problems: int = 256
     path: str | None = None
     pass_k: int = 0
+    reward: str | None = None
 
 
 @dataclass(frozen=True)

@@ -31,11 +31,13 @@ class Task(NamedTuple):
         train: prompts with their ground truths.
         held_out: prompts that are never trained on; empty where there are none.
         reward: of trajectories and ground truths.
+        judge: the reward that evaluations count with; None: the same.
     """
 
     train: Sequence[Trajectory]
     held_out: Sequence[Trajectory]
     reward: RewardFunction
+    judge: RewardFunction | None = None
 
 
 def make_task(config: TrainConfig) -> Task:
@@ -50,11 +52,18 @@ def make_task(config: TrainConfig) -> Task:
     Raises:
         ValueError: if there is no such task, or a record of its files is not what it should be.
     """
+    train, held_out, fitting = _find_prompts(config)
+    reward, judge = config.reward or fitting, config.evaluation.reward
+    return Task(train, held_out, find_reward(reward), find_reward(judge) if judge else None)
+
+
+def _find_prompts(config: TrainConfig) -> tuple[Sequence[Trajectory], Sequence[Trajectory], str]:
+    """Find prompts to train on, those to judge by, and the name of the reward that fits them."""
     count = config.evaluation.problems
     if config.task == "arithmetic":
         train = ArithmeticTask(config.level, size=_PROBLEMS, seed=config.seed)
         held_out = ArithmeticTask(config.level, split="eval", size=count, seed=config.seed)
-        return Task(train, held_out, find_reward(config.reward or "exact"))
+        return train, held_out, "exact"
     kind, _, path = config.task.partition(":")
     gsm8k = kind == "gsm8k"
     read = read_gsm8k if gsm8k else read_jsonl
@@ -74,4 +83,4 @@ def make_task(config: TrainConfig) -> Task:
                 )
     prompts = [said for file in files for said in read(file, system=config.system)]
     judged = [said for file in judged_files for said in read(file, system=config.system)][:count]
-    return Task(prompts, judged, find_reward(config.reward or ("gsm8k" if gsm8k else "math")))
+    return prompts, judged, "gsm8k" if gsm8k else "math"

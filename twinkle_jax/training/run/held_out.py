@@ -24,7 +24,7 @@ def held_out_accuracy(
     return evaluate(
         policy,
         task.held_out,
-        task.reward,
+        task.judge or task.reward,
         params=params,
         max_new_tokens=config.rollout.max_new_tokens,
         max_prompt_tokens=config.rollout.max_prompt_tokens,
