@@ -102,6 +102,8 @@ def test_calls_draw_anew_and_a_seed_repeats(actor):
     resumed = JaxSampler(actor, seed=5)
     resumed.calls = 1
     assert tokens_of(resumed.sample(CHATS, PARAMS, num_samples=4)) == tokens_of(second)
+    other = JaxSampler(actor, seed=6).sample(CHATS, PARAMS, num_samples=4)
+    assert tokens_of(other) != tokens_of(first)
     seeded = SamplingParams(max_tokens=6, seed=1, num_samples=4)
     assert tokens_of(sampler.sample(CHATS, seeded)) == tokens_of(sampler.sample(CHATS, seeded))
 

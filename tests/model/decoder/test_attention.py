@@ -1,9 +1,10 @@
-"""Which implementation of attention is chosen, and which are refused."""
+"""What attention sees; which implementation is chosen, and which are refused."""
 
 import dataclasses
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from tests.model.families import family
@@ -14,6 +15,8 @@ from twinkle_jax.model import (
     parameter_shapes,
     parse_config,
 )
+from twinkle_jax.model.decoder.attention import Heads, attend_causally
+from twinkle_jax.model.decoder.cached_step import first_seen
 
 HEADS = AttentionConfig(8, 2, head_dim=128, rotary_dim=128, rope_theta=1e6)
 
@@ -74,3 +77,18 @@ def test_an_implementation_that_is_not_there_is_refused(named, changes, message)
 
     with pytest.raises(ValueError, match=f"attention must be {message}"):
         jax.eval_shape(run, parameter_shapes(config))
+
+
+def test_a_sliding_layer_sees_as_many_tokens_as_its_window_has():
+    """Itself included; alike where whole rows are read and where one token is."""
+    config, time = parse_config(family("gemma3_text", sliding_window=3)), 6
+    places = np.arange(time)
+    nothing = jnp.zeros((1, time, 1, time))  # so that all that is seen weighs the same
+    heads = Heads(nothing, nothing, jnp.eye(time)[None, :, None], None)
+    for sliding, number in ((True, 3), (False, time)):
+        options = {"implementation": "xla", "mesh": None}
+        attended = attend_causally(heads, config.attention, jnp.bool_(sliding), None, **options)
+        expected = (places <= places[:, None]) & (places > places[:, None] - number)
+        np.testing.assert_array_equal(attended[0, :, 0] > 0, expected)
+        first = first_seen(config, jnp.asarray(places), jnp.bool_(sliding))
+        np.testing.assert_array_equal(np.maximum(first, 0), expected.argmax(axis=1))

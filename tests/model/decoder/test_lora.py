@@ -9,7 +9,8 @@ import pytest
 
 from tests.model.families import config_of, params_of
 from twinkle_jax.model import Decoder, LoraConfig, TransformersModel, make_mesh, save_pretrained
-from twinkle_jax.model.decoder.lora import read_lora_config
+from twinkle_jax.model.decoder.lora import merge_adapter, read_lora_config
+from twinkle_jax.model.decoder.project_and_norm import project
 
 pytest.importorskip("safetensors", reason="pip install 'twinkle-jax[checkpoints]'")
 import safetensors.numpy
@@ -116,6 +117,17 @@ def test_merged_on_export(stepped, tmp_path):
     kernel = params_of("qwen3")["layers"]["0"]["self_attn"]["q_proj"]["kernel"][1]
     expected = kernel + 2 * adapter["lora_A"][1] @ adapter["lora_B"][1]
     np.testing.assert_allclose(merged.get_state_dict()[name], expected.T, atol=1e-6)
+
+
+def test_a_merged_projection_is_the_adapted_one():
+    """A square one: there a matrix that is turned by mistake would fit as well."""
+    rng = np.random.default_rng(0)
+    shapes = {"kernel": (1, 4, 4), "lora_A": (1, 4, 2), "lora_B": (1, 2, 4), "lora_scale": (1,)}
+    layers = {name: jnp.float32(rng.normal(size=shape)) for name, shape in shapes.items()}
+    x = jnp.float32(rng.normal(size=(3, 4)))
+    adapted, merged = (jax.tree.map(lambda y: y[0], p) for p in (layers, merge_adapter(layers)))
+    assert merged.keys() == {"kernel"}
+    np.testing.assert_allclose(project(x, merged), project(x, adapted), atol=1e-6)
 
 
 def test_every_linear_layer_and_the_bfloat16_base(checkpoint):

@@ -7,8 +7,14 @@ import numpy as np
 
 from tests.model.reference import frequencies, rotated
 from twinkle_jax.model import AttentionConfig
-from twinkle_jax.model.decoder.config import RopeScaling
-from twinkle_jax.model.decoder.rotary import rotary_frequencies, rotary_table, rotate
+from twinkle_jax.model.decoder.config import LinearScaling, RopeScaling, Window
+from twinkle_jax.model.decoder.rotary import (
+    rotary_frequencies,
+    rotary_table,
+    rotary_tables,
+    rotate,
+    table_of,
+)
 
 HEADS = AttentionConfig(2, 2, head_dim=10, rotary_dim=10, rope_theta=100.0)
 LLAMA3 = RopeScaling(factor=8.0, low_frequency=1.0, high_frequency=4.0, original_length=8192)
@@ -53,3 +59,16 @@ def test_llama_3_equals_its_definition_by_wavelength():
     np.testing.assert_allclose(found, frequencies(heads), rtol=1e-12)
     plain = rotary_frequencies(dataclasses.replace(heads, rope_scaling=None))
     assert found[0] == plain[0] and found[-1] == plain[-1] / 8
+
+
+def test_sliding_layers_have_wavelengths_of_their_own_which_nothing_stretches():
+    window = Window(size=3, rope_theta=7.0)
+    positions = jnp.array([[0, 1, 5]])
+    for stretched in (LLAMA3, LinearScaling(4.0)):
+        full = dataclasses.replace(HEADS, rope_scaling=stretched)
+        tables = rotary_tables(positions, dataclasses.replace(full, window=window))
+        plain = dataclasses.replace(HEADS, rope_theta=7.0)
+        for sliding, alone in ((True, plain), (False, full)):
+            found = table_of(tables, jnp.bool_(sliding))
+            for x, y in zip(found, rotary_table(positions, alone), strict=True):
+                np.testing.assert_array_equal(x, y)

@@ -1,4 +1,4 @@
-"""Where a run is: what its checkpoint says of metrics that wait for their evaluation."""
+"""Where a run is: what its checkpoint says of it, and of metrics that wait for an evaluation."""
 
 import json
 
@@ -23,3 +23,5 @@ def test_metrics_that_wait_begin_where_the_log_was_even_if_they_are_written_mean
             save(checkpoints, progress, None, TrainConfig(), log)
             found = json.loads((checkpoints.path(step) / "facts.json").read_text())
             assert found["metrics_offset"] == expected
+            assert found["versions"]["jax"] == jax.__version__
+            assert found["config"]["seed"] == TrainConfig().seed

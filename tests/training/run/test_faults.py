@@ -27,6 +27,7 @@ from twinkle_jax.training.checkpoints.progress import save
 from twinkle_jax.training.configuration.resolve import resolve
 from twinkle_jax.training.configuration.tasks import make_task
 from twinkle_jax.training.run.begin import begin
+from twinkle_jax.training.run.interruption import InterruptedRunError
 from twinkle_jax.training.run.one_step import one_step
 from twinkle_jax.training.shown.display import Display
 from twinkle_jax.training.shown.metrics_log import MetricsLog
@@ -210,6 +211,10 @@ def test_a_reward_that_goes_wrong_in_an_evaluation_costs_no_finished_step(folder
     assert len(metrics(tmp_path / "run")) == 1
 
 
+def stop():
+    raise InterruptedRunError
+
+
 def test_a_stale_sampler_costs_no_finished_step(folder, tmp_path):
     own = resolve(config(folder, tmp_path / "run"))
     train(config(folder, tmp_path / "whole", steps=1), reward=Scorer())
@@ -219,6 +224,10 @@ def test_a_stale_sampler_costs_no_finished_step(folder, tmp_path):
         run, progress = begin(own, tmp_path / "run", task, log, display, None)
         last = LastStep(lambda p: save(run.checkpoints, p, run.recipe.reference, own, log))
         progress = one_step(run, progress, last, lambda: None)
+        begun = run.loader.get_state()
+        with pytest.raises(InterruptedRunError):
+            one_step(run, progress, last, stop)
+        assert run.loader.get_state() == begun  # nothing was drawn for a step that is not to be
         strict = run._replace(recipe=run.recipe._replace(max_logp_diff=-1.0))
         with pytest.raises(RuntimeError, match="log-probabilities must be the trainer's"):
             one_step(strict, progress, last, lambda: None)

@@ -18,13 +18,14 @@ from twinkle_jax.sampler import Sampling
 from twinkle_jax.training import (
     Learner,
     Recipe,
+    learn,
     sample_and_score,
     small_policy,
     train_step,
 )
 from twinkle_jax.training.configuration.named_estimator import Estimator
 from twinkle_jax.training.step.dynamic_sampling import fill_up, has_signal
-from twinkle_jax.training.step.learner import Learnt
+from twinkle_jax.training.step.learner import Learnt, _mini_batches
 from twinkle_jax.training.step.recipe import RECOMPUTED
 from twinkle_jax.training.step.sample_metrics import sample_metrics
 from twinkle_jax.training.step.train_step import StaleSamplerError
@@ -153,14 +154,44 @@ def test_only_updates_without_a_signal_are_left_out():
     assert state.step == before.step + 1
 
 
-def test_a_penalty_is_a_reason_to_move():
+@pytest.mark.parametrize("rollouts", [1, 2])
+def test_a_penalty_is_a_reason_to_move(rollouts):
     """Rewards are all the same, but the policy is not the one that it is held near."""
     adam, state, before = with_momentum(loss=GRPOLoss(beta=0.5))
-    away = adam._replace(reward=FunctionReward(lambda text, truth: 0.1), reference=POLICY.params)
+    flat = FunctionReward(lambda text, truth: 0.1)
+    away = adam._replace(reward=flat, reference=POLICY.params, dynamic_sampling=rollouts)
     drawn = sample_and_score(state.params, away, PROMPTS, jax.random.key(1))
     state, metrics = train_step(state, away, drawn, learning_rate=1e-3, seed=(0, 0))
     assert metrics["updates_without_signal"] == 0
     assert state.step == before.step + 2
+
+
+def test_later_updates_compare_with_the_policy_that_sampled():
+    drawn, plain = sampled(), recipe()
+    learner = plain.learner._replace(mini_batches=1, epochs=2)
+    options = {"group": SAMPLES, "learning_rate": 0.1, "seed": (0, 0)}
+    once, _ = learn(fresh(), drawn.batch, learner._replace(epochs=1), **options)
+    moved = learner.score(once.params, drawn.batch) - drawn.batch.old_logps
+    ratios = np.exp(np.asarray(moved))[np.asarray(drawn.batch.labels) != -100]
+    _, learnt = learn(fresh(), drawn.batch, learner, **options)
+    first, second = (summary.metrics for summary in learnt.summaries)
+    np.testing.assert_allclose([first.ratio_min, first.ratio_max], 1, atol=1e-5)
+    assert ratios.max() > 1.01
+    expected = [ratios.min(), ratios.max()]
+    np.testing.assert_allclose([second.ratio_min, second.ratio_max], expected, rtol=1e-4)
+
+
+def test_prompts_are_dealt_out_whole_and_anew_in_each_epoch():
+    learner = recipe().learner._replace(epochs=2, mini_batches=3)
+    dealt = list(_mini_batches(24, 4, learner, (0, 1)))
+    for rows in dealt:
+        groups = rows.reshape(-1, 4)
+        np.testing.assert_array_equal(groups, groups[:, :1] + np.arange(4))
+        assert not np.any(groups[:, 0] % 4)
+    epochs = [np.concatenate(dealt[:3]), np.concatenate(dealt[3:])]
+    for rows in epochs:
+        assert sorted(rows) == list(range(24))
+    assert np.any(epochs[0] != epochs[1])
 
 
 def test_the_same_seed_gives_the_same_step_and_another_one_another():
