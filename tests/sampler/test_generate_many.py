@@ -9,13 +9,16 @@ from tests.sampler.completions import PROMPTS
 from twinkle_jax.model import make_mesh
 from twinkle_jax.sampler import Sampling, generate, generate_many
 
+ROOM = 16  # that prompts are padded to; the first has as many tokens, so that its row gets full
+
 
 def both(name, *, sampling=None, limits=None, params=None, last=range(3), **options):
     sampling = Sampling() if sampling is None else sampling
     prompts = [[*prompt, i] for i in last for prompt in PROMPTS]
+    prompts[0] = [*range(20, 20 + ROOM - len(prompts[0])), *prompts[0]]
     shared = {"num_samples": 2, "max_new_tokens": 12, "max_tokens": limits}
     config, params = config_of(name), params_of(name) if params is None else params
-    tokens = batch(prompts, 7, "right")
+    tokens = batch(prompts, ROOM, "right")
     whole = generate(params, config, *tokens, jax.random.key(0), sampling, **shared)
     by_slots = generate_many(
         params, config, prompts, jax.random.key(0), sampling, **shared, **options
@@ -33,8 +36,11 @@ def assert_same(whole, by_slots):
 @pytest.mark.parametrize("name", each(NAMES))
 def test_slots_give_what_one_batch_gives(name):
     limits = np.random.default_rng(0).integers(1, 13, 24)
+    limits[:2] = 12
     sampling = Sampling(0.9, top_p=0.95, repetition_penalty=1.1, stop_tokens=[3, 9])
-    assert_same(*both(name, sampling=sampling, limits=limits, slots=5, refill=2))
+    whole, by_slots = both(name, sampling=sampling, limits=limits, slots=5, refill=2)
+    assert_same(whole, by_slots)
+    assert 12 in whole.lengths[:2]
 
 
 @pytest.mark.exhaustive

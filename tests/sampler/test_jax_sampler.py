@@ -193,6 +193,12 @@ def test_a_sampler_of_its_own_is_synchronised(checkpoint):
     kept = actor.state.params
     assert tokens_of(own.sample(CHATS, seeded)) == changed
     assert kept is actor.state.params
+    actor.set_loss("GRPOLoss")
+    actor.set_optimizer("SGD", lr=5.0)
+    rows = [{"input_ids": [5, 6, 7], "labels": [6, 7, -100]}]
+    actor.forward_backward(inputs=rows, advantages=[1.0])
+    actor.clip_grad_and_step()  # which takes the memory of the actor's parameters
+    assert tokens_of(own.sample(CHATS, seeded)) == changed
 
 
 BAD = [

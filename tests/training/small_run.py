@@ -1,4 +1,4 @@
-"""A policy of 20,000 parameters, six problems, and a run with them in this process.
+"""A policy of 20,000 parameters, six problems, four to judge by, and a run in this process.
 
 Tests that train use these sizes, so that sampling, scoring and an update compile once for all.
 """
@@ -32,9 +32,10 @@ def make_files(folder):
     config = parse_config({"model_type": "qwen3", **WIDTHS, **HEADS, **size})
     policy = Policy(init_params(jax.random.key(1), config), config, template)
     save_policy(policy, str(folder / "model"))
-    problems = [ArithmeticTask(1, size=6).problem(i) for i in range(6)]
+    problems = [ArithmeticTask(1, size=10).problem(i) for i in range(10)]
     lines = [json.dumps({"prompt": f"{p}=", "answer": a}) for p, a in problems]
-    (folder / "task.jsonl").write_text("\n".join(lines))
+    (folder / "task.jsonl").write_text("\n".join(lines[:6]))
+    (folder / "held_out.jsonl").write_text("\n".join(lines[6:]))
 
 
 def update(**changes):
@@ -43,7 +44,7 @@ def update(**changes):
 
 
 def evaluation(folder, every):
-    return EvaluationConfig(every=every, problems=4, path=str(folder / "task.jsonl"))
+    return EvaluationConfig(every=every, problems=4, path=str(folder / "held_out.jsonl"))
 
 
 def config(folder, directory, **changes):
