@@ -73,7 +73,7 @@ class OptimizerConfig:
     """AdamW, and how large its steps are.
 
     Attributes:
-        learning_rate: None: 8e-4 for the built-in policy, 1e-6 for a checkpoint.
+        learning_rate: None: 6e-4 for the built-in policy, 1e-6 for a checkpoint.
         warmup_steps: steps until the learning rate is reached.
         decay: whether it then falls to 0 at the last step; None: for the built-in policy alone.
         weight_decay: of AdamW.

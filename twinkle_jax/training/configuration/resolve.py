@@ -13,12 +13,12 @@ def resolve(config: TrainConfig) -> TrainConfig:
     if rollout.max_new_tokens is None:
         rollout = dataclasses.replace(rollout, max_new_tokens=8 if small else 512)
     if optimizer.learning_rate is None:
-        optimizer = dataclasses.replace(optimizer, learning_rate=8e-4 if small else 1e-6)
+        optimizer = dataclasses.replace(optimizer, learning_rate=6e-4 if small else 1e-6)
     if optimizer.decay is None:
         optimizer = dataclasses.replace(optimizer, decay=small)
     steps = config.steps
     if steps is None:
-        steps = 240 if small else 500
+        steps = 260 if small else 500
     config = dataclasses.replace(config, rollout=rollout, optimizer=optimizer, steps=steps)
     check(config)
     return config

@@ -22,7 +22,7 @@ _SMALL = {
     "model_type": "qwen3",
     "hidden_size": 64,
     "intermediate_size": 128,
-    "num_hidden_layers": 2,
+    "num_hidden_layers": 3,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 16,
@@ -49,7 +49,7 @@ class Policy(NamedTuple):
 
 
 def small_policy(seed: int = 0) -> Policy:
-    """Make a Qwen3 of 80,000 random parameters that spells arithmetic, one token a character."""
+    """Make a Qwen3 of 114,000 random parameters that spells arithmetic, one token a character."""
     template = Template(small_tokenizer(_CHARACTERS))
     config = parse_config({**_SMALL, "vocab_size": len(template.tokenizer)})
     key = jax.random.fold_in(jax.random.key(seed), 0x1417)  # apart from the keys of the run
