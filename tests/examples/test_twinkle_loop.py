@@ -20,6 +20,7 @@ def test_the_reward_rises(form, advantage):
     assert np.mean(rewards[-3:]) > np.mean(rewards[:3]) + 0.15
 
 
+@pytest.mark.exhaustive
 def test_the_same_loops_run_on_a_server(tmp_path):
     place = tmp_path / "policy"
     example.write_checkpoint(place)
