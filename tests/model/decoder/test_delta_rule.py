@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 from jax.test_util import check_grads
 
-from tests.model.families import assert_close
+from tests.model.families import assert_close, config_of, params_of
 from tests.model.reference import reference_delta_rule
+from twinkle_jax.model.decoder.delta_net import delta_net
 from twinkle_jax.model.decoder.delta_rule import DeltaInputs, delta_rule, delta_rule_step
 
 _run = jax.jit(delta_rule, static_argnames="chunk")
@@ -119,3 +120,23 @@ def test_strong_decay_gives_finite_gradients():
     inputs = as_float32(draw(8, decay=300.0))
     gradients = jax.jit(jax.grad(lambda x: jnp.sum(delta_rule(x)[0])))(inputs)
     assert all(np.all(np.isfinite(x)) for x in gradients)
+
+
+def test_a_linear_layer_keeps_sequences_of_a_row_apart():
+    """Its convolution too, which reaches three tokens back."""
+    config = config_of("qwen3_5_text")
+    weights = jax.tree.map(lambda x: x[0], params_of("qwen3_5_text")["layers"]["0"]["linear_attn"])
+    x, other = np.random.default_rng(0).standard_normal((2, 7, config.hidden_size))
+    other[4:] = x[4:]  # another first sequence
+
+    @jax.jit
+    def mix(x, segments):
+        mask = jnp.ones((1, 7), bool)
+        return delta_net(x, weights, config.delta_net, mask, segments, epsilon=1e-6)[0]
+
+    for ids, apart in (([[0, 0, 0, 0, 1, 1, 1]], True), ([[0] * 7], False)):
+        one, two = (mix(jnp.float32(y), jnp.array(ids)) for y in (x, other))
+        alike = np.isclose(one, two, rtol=0, atol=1e-4).all(
+            axis=1
+        )  # a running sum of decays rounds
+        np.testing.assert_array_equal(alike, [False] * 4 + [apart] * 3)

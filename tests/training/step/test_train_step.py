@@ -161,6 +161,10 @@ def test_a_penalty_is_a_reason_to_move(rollouts):
     flat = FunctionReward(lambda text, truth: 0.1)
     away = adam._replace(reward=flat, reference=POLICY.params, dynamic_sampling=rollouts)
     drawn = sample_and_score(state.params, away, PROMPTS, jax.random.key(1))
+    if rollouts == 1:  # else it is scored later
+        of_the_reference = away.learner.score(POLICY.params, drawn.batch)
+        np.testing.assert_allclose(drawn.batch.ref_logps, of_the_reference, atol=1e-6)
+        assert np.abs(drawn.batch.ref_logps - drawn.batch.old_logps).max() > 1e-3
     state, metrics = train_step(state, away, drawn, learning_rate=1e-3, seed=(0, 0))
     assert metrics["updates_without_signal"] == 0
     assert state.step == before.step + 2
