@@ -60,6 +60,7 @@ def test_every_setting_arrives():
     assert made.estimator == Estimator(PKPOAdvantage(), {"k": 2})
     assert (made.scale, made.mask_truncated, made.dynamic_sampling) == ("none", True, 3)
     assert made.reward_timeout == 7
+    assert make().max_logp_diff <= 1e-3 < made.max_logp_diff <= 1  # bfloat16 rounds more
     assert learner.loss == DAPOLoss(epsilon=0.1, epsilon_high=0.4, beta=0.3)
     assert (learner.temperature, learner.max_grad_norm) == (0.7, 0.2)
     assert (learner.epochs, learner.mini_batches, learner.micro_batch_rows) == (2, 8, 16)
