@@ -23,7 +23,7 @@ class Costs(NamedTuple):
         flops: of matrix products, loops counted as often as they run.
         sent: bytes over the wire, by kind of collective.
         times: collectives by kind, as often as they run.
-        largest: the collectives that send most, as (bytes, kind, times, shape).
+        largest: the collectives, those that send most first, as (bytes, kind, times, shape).
         unknown_loops: loops whose trips depend on data.
     """
 
@@ -70,7 +70,7 @@ def costs(compiled: Any, devices: int, *, unknown_trips: int = 1) -> Costs:
         flops=flops,
         sent=dict(sent),
         times=dict(count),
-        largest=sorted(seen, reverse=True)[:12],
+        largest=sorted(seen, reverse=True),
         unknown_loops=unknown,
     )
 
