@@ -127,20 +127,32 @@ def test_parameters_are_gathered_in_the_compute_type_and_gradients_scattered_in_
 
 
 def assert_as_on_one_device(name, mesh, rows=8, **changes):
-    """The scores and the gradient of a batch."""
+    """The scores of a batch within 1e-5, and its gradient as far as one device knows it itself.
+
+    Linear layers amplify rounding in the gradient of these rows: all parameters made larger by one
+    rounding change it by 2e-4 on one device, more than a mesh does. Three times such a change is
+    what a difference may come to, where that is more than 1e-5.
+    """
     config = parse_config(family(name, **changes))
     params, batch = random_params(config), random_batch(rows=rows, time=12)
-    results = []
-    for where in (None, mesh):
+
+    def results(params, where):
         state = train_state(jax.tree.map(jnp.copy, params), None)
         state = state if where is None else spread(state, where)
         scores = score_batch(state.params, batch, config, mesh=where)
         state, _ = grad_step(state, batch, config, LOSS, mesh=where)
-        results.append(jax.device_get((scores, state.gradient_sum)))
-    (scores, gradient), (scores_there, gradient_there) = results
-    np.testing.assert_allclose(scores_there.logps, scores.logps, rtol=0, atol=1e-4)
-    for there, here in zip(jax.tree.leaves(gradient_there), jax.tree.leaves(gradient), strict=True):
-        np.testing.assert_allclose(there, here, rtol=0, atol=1e-5 * np.abs(here).max())
+        return jax.device_get((scores.logps, jax.tree.leaves(state.gradient_sum)))
+
+    rounded = jax.tree.map(lambda x: x * jnp.float32(1 + 2**-23), params)
+    (values, there), (expected, here), (_, nearby) = (
+        results(params, mesh),
+        results(params, None),
+        results(rounded, None),
+    )
+    np.testing.assert_allclose(values, expected, rtol=0, atol=1e-5 * np.abs(expected).max())
+    for x, y, z in zip(there, here, nearby, strict=True):
+        known = max(1e-5 * np.abs(y).max(), 3 * np.abs(z - y).max())
+        np.testing.assert_allclose(x, y, rtol=0, atol=known)
 
 
 @pytest.mark.exhaustive
@@ -150,9 +162,8 @@ def test_tied_embeddings_on_a_bare_mesh():
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("shape", [(1, 8, 1), (2, 2, 2)])
-@pytest.mark.parametrize("name", [name for name in ALL if name != "qwen3_5_text"])
+@pytest.mark.parametrize("name", ALL)
 def test_families_on_bare_meshes(name, shape):
-    """Linear layers, which amplify rounding on these rows, test_sharding.py compares on others."""
     assert_as_on_one_device(name, bare(*shape), tie_word_embeddings=True)
 
 
