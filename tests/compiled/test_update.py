@@ -29,6 +29,7 @@ BUDGETS = {
     "v5p": ("Qwen2.5-7B", Setting("v5p:2x2x2", 1, 8, 1, 16, 2048), SMALL, 4.5),
     "v5e-16": ("Qwen3-4B", Setting("v5e:4x4", 1, 16, 1, 32, 2048), SMALL, 3.6),
     "v6e": ("Qwen3-4B", Setting("v6e:2x2", 1, 4, 1, 8, 2048), SMALL, 3.7),
+    "v5p-64": ("Qwen2.5-7B", Setting("v5p:4x4x4", 1, 64, 1, 128, 2048), SMALL, 3.4),
     "copies": ("Qwen2.5-0.5B", Setting("v5e:2x2", 2, 2, 1, 16, 1024), SMALL, 1.2),
 }
 

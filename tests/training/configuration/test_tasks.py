@@ -49,6 +49,13 @@ def test_gsm8k_from_files(tmp_path):
     assert isinstance(other.reward, ExactMatchReward)
 
 
+def test_the_reward_that_is_not_there_is_named_by_its_option():
+    with pytest.raises(ValueError, match="^reward must be one of exact, math, gsm8k"):
+        make_task(TrainConfig(reward="mathematics"))
+    with pytest.raises(ValueError, match=r"^evaluation\.reward must be one of exact, math, gsm8k"):
+        make_task(TrainConfig(evaluation=EvaluationConfig(reward="mathematics")))
+
+
 @pytest.mark.parametrize("task", ["gsm8k:no/such/file", "nowhere.jsonl", "gsm8k:data/train.jsonl"])
 def test_a_file_that_is_not_there_is_named(task):
     name = task.removeprefix("gsm8k:")

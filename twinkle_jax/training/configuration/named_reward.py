@@ -12,12 +12,13 @@ from twinkle_jax.reward.checked import RewardFunction
 _BUILT_IN = {"exact": ExactMatchReward, "math": MathReward, "gsm8k": GSM8KAccuracyReward}
 
 
-def find_reward(name: str) -> RewardFunction:
+def find_reward(name: str, *, argument: str = "reward") -> RewardFunction:
     """Find a reward.
 
     Args:
         name: `exact`, `math` or `gsm8k`; or `FILE.py:NAME` or `MODULE:NAME`, the name of a
             function of trajectories and ground truths, of a `Reward`, or of a class of rewards.
+        argument: what errors call it.
 
     Returns:
         The reward; of a class, one made without arguments.
@@ -30,24 +31,26 @@ def find_reward(name: str) -> RewardFunction:
     place, _, attribute = name.rpartition(":")
     if not place or not attribute:
         raise ValueError(
-            f"reward must be one of {', '.join(_BUILT_IN)}, FILE.py:NAME or MODULE:NAME, "
+            f"{argument} must be one of {', '.join(_BUILT_IN)}, FILE.py:NAME or MODULE:NAME, "
             f"got {name!r}"
         )
-    found = getattr(_load(place), attribute, None)
+    found = getattr(_load(place, argument), attribute, None)
     if not callable(found):
-        raise ValueError(f"reward must name what can be called in {place}, got {attribute!r}")
+        raise ValueError(f"{argument} must name what can be called in {place}, got {attribute!r}")
     return found() if isinstance(found, type) else found
 
 
-def _load(place: str) -> ModuleType:
+def _load(place: str, argument: str) -> ModuleType:
     if not place.endswith(".py"):
         try:
             return importlib.import_module(place)
         except ModuleNotFoundError as error:
-            raise ValueError(f"reward must be in a module that is there, got {place!r}") from error
+            raise ValueError(
+                f"{argument} must be in a module that is there, got {place!r}"
+            ) from error
     path = Path(place)
     if not path.is_file():
-        raise ValueError(f"reward must be in a file that is there, got {place!r}")
+        raise ValueError(f"{argument} must be in a file that is there, got {place!r}")
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None
     assert spec.loader is not None

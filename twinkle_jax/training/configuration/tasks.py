@@ -54,7 +54,8 @@ def make_task(config: TrainConfig) -> Task:
     """
     train, held_out, fitting = _find_prompts(config)
     reward, judge = config.reward or fitting, config.evaluation.reward
-    return Task(train, held_out, find_reward(reward), find_reward(judge) if judge else None)
+    named = find_reward(judge, argument="evaluation.reward") if judge else None
+    return Task(train, held_out, find_reward(reward), named)
 
 
 def _find_prompts(config: TrainConfig) -> tuple[Sequence[Trajectory], Sequence[Trajectory], str]:

@@ -26,6 +26,7 @@ class TrainConfig:
         level: of the arithmetic task, 1 to 6.
         reward: exact, math, gsm8k, or FILE.py:NAME or MODULE:NAME, a function of trajectories and
             ground truths; None: what fits the task.
+        reward_timeout: seconds that it may take for the completions of a step.
         system: what the system says first in each conversation.
         warm_start: held-out accuracy to which a small policy learns from examples, before it learns
             from rewards; 0 for no examples.
