@@ -50,7 +50,7 @@ def test_gsm8k_from_files(tmp_path):
 
 
 def test_the_reward_that_is_not_there_is_named_by_its_option():
-    with pytest.raises(ValueError, match="^reward must be one of exact, math, gsm8k"):
+    with pytest.raises(ValueError, match=r"^reward must be one of exact, math, gsm8k"):
         make_task(TrainConfig(reward="mathematics"))
     with pytest.raises(ValueError, match=r"^evaluation\.reward must be one of exact, math, gsm8k"):
         make_task(TrainConfig(evaluation=EvaluationConfig(reward="mathematics")))
