@@ -5,7 +5,7 @@ Once it gets the same rewards plus 1, which no estimator with a baseline would n
 
     python -m pytest tests/benchmarks/test_learning.py -s -p no:xdist
 
-Two minutes a run, twenty runs.
+Two and a half minutes a run, twenty runs.
 """
 
 import json

@@ -18,7 +18,7 @@ def resolve(config: TrainConfig) -> TrainConfig:
         optimizer = dataclasses.replace(optimizer, decay=small)
     steps = config.steps
     if steps is None:
-        steps = 260 if small else 500
+        steps = 300 if small else 500
     config = dataclasses.replace(config, rollout=rollout, optimizer=optimizer, steps=steps)
     check(config)
     return config

@@ -31,7 +31,7 @@ class TrainConfig:
         warm_start: held-out accuracy to which a small policy learns from examples, before it learns
             from rewards; 0 for no examples.
         output_dir: the directory of the run.
-        steps: updates from rollouts; None: 260 for the built-in policy, 500 for a checkpoint.
+        steps: updates from rollouts; None: 300 for the built-in policy, 500 for a checkpoint.
         seed: of everything that is random.
         dtype: what is computed in; parameters that are trained and their moments are float32.
         resume: auto goes on from the newest checkpoint of output_dir if there is one, never
