@@ -1,0 +1,43 @@
+"""The example's whole step, from sampling to the update, as the TPU compiler makes it."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from tests.compiled.costs import costs
+from tests.compiled.described import INSTALL, described_mesh, installed
+from tests.examples import load
+from twinkle_jax.advantage import grpo_advantage
+
+pytestmark = [
+    pytest.mark.exhaustive,
+    pytest.mark.skipif(not installed(), reason=INSTALL),
+    pytest.mark.usefixtures("as_users_compile"),
+]
+
+
+@pytest.mark.parametrize("topology", ["v5e:2x2", "v5p:2x2x1", "v6e:2x2"])
+def test_devices_send_each_other_gradients_and_nothing_else(topology):
+    example = load("policy_gradient")
+    mesh = Mesh(described_mesh(topology, 4, 1, 1, bare=True).devices.reshape(4), ("data",))
+    policy = nnx.eval_shape(lambda: example.Policy(nnx.Rngs(0)))
+    graph, params = nnx.split(policy)
+    run = example.Run(graph, mesh, grpo_advantage, "group", prompts=64, generations=8)
+    everywhere = NamedSharding(mesh, PartitionSpec())
+    begun = jax.eval_shape(
+        lambda params, key: example.TrainState(
+            params, example.OPTIMIZER.init(params), jnp.int32(0), key
+        ),
+        params,
+        jax.random.key(0),
+    )
+    state = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=everywhere), begun
+    )
+    found = costs(example.train_step.lower(state, run=run).compile(), 4)
+    gradient = sum(4 * x.size for x in jax.tree.leaves(params))
+    assert set(found.sent) == {"all-reduce"}
+    assert found.wire < 1.001 * 2 * 3 / 4 * gradient, (found.wire / gradient, found.largest[:5])
+    assert found.peak < 64 * 2**20, found.peak / 2**20
