@@ -44,17 +44,33 @@ def test_an_update_costs_what_it_must(case):
     assert found.peak < memory * GIB, found.peak / GIB
 
 
+@functools.cache
+def in_both_orders(attention):
+    model, setting, cut, _ = BUDGETS["v5e"]
+    return [
+        update_costs(model, setting, cut, bare=bare, attention=attention) for bare in (True, False)
+    ]
+
+
+@pytest.mark.parametrize("attention", ["xla", None])
+def test_either_order_of_the_devices_is_within_the_budget(attention):
+    model, setting, cut, memory = BUDGETS["v5e"]
+    least = ideal(model, setting, cut)
+    for found in in_both_orders(attention):
+        assert found.wire < 1.0 * least.wire
+        assert found.peak < memory * GIB
+    listed, arranged = in_both_orders(attention)
+    assert arranged.flops == listed.flops
+
+
+@pytest.mark.xfail(
+    strict=True,
+    reason="gradients are scattered in one order and go round in a ring in the other: 8 % more",
+)
 @pytest.mark.parametrize("attention", ["xla", None])
 def test_the_order_of_the_devices_does_not_matter(attention):
-    """Gradients are scattered in one order and go round in a ring in the other: 8 % more bytes."""
-    model, setting, cut, _ = BUDGETS["v5e"]
-    least = ideal(model, setting, cut)
-    listed, arranged = (
-        update_costs(model, setting, cut, bare=bare, attention=attention) for bare in (True, False)
-    )
-    assert listed.wire < 1.0 * least.wire
-    assert arranged.wire == pytest.approx(listed.wire, rel=0.1)
-    assert arranged.flops == listed.flops
+    listed, arranged = in_both_orders(attention)
+    assert arranged.wire == pytest.approx(listed.wire, rel=0.05)
 
 
 @pytest.mark.parametrize("bare", [True, False])

@@ -127,12 +127,13 @@ def test_parameters_are_gathered_in_the_compute_type_and_gradients_scattered_in_
 
 
 def assert_as_on_one_device(name, mesh, rows=8, **changes):
-    """The scores of a batch within 1e-5, and its gradient as far as one device knows it itself.
+    """The scores and the gradient of a batch; with linear layers, as far as one device knows it.
 
-    Linear layers amplify rounding in the gradient of these rows: all parameters made larger by one
-    rounding change it by 2e-4 on one device, more than a mesh does. Three times such a change is
-    what a difference may come to, where that is more than 1e-5.
+    These amplify rounding in the gradient of these rows: all parameters made larger by one rounding
+    change it by 2e-4 on one device, more than a mesh does. Three times such a change is what a
+    difference may come to there, where that is more than 1e-5.
     """
+    linear = name == "qwen3_5_text"
     config = parse_config(family(name, **changes))
     params, batch = random_params(config), random_batch(rows=rows, time=12)
 
@@ -149,9 +150,10 @@ def assert_as_on_one_device(name, mesh, rows=8, **changes):
         results(params, None),
         results(rounded, None),
     )
-    np.testing.assert_allclose(values, expected, rtol=0, atol=1e-5 * np.abs(expected).max())
+    allowed = 1e-5 * np.abs(expected).max() if linear else 1e-4
+    np.testing.assert_allclose(values, expected, rtol=0, atol=allowed)
     for x, y, z in zip(there, here, nearby, strict=True):
-        known = max(1e-5 * np.abs(y).max(), 3 * np.abs(z - y).max())
+        known = max(1e-5 * np.abs(y).max(), linear * 3 * np.abs(z - y).max())
         np.testing.assert_allclose(x, y, rtol=0, atol=known)
 
 

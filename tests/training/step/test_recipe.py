@@ -50,6 +50,10 @@ def make(**changes) -> Recipe:
     return make_recipe(config, make_task(config), POLICY)
 
 
+def test_the_small_policy_is_as_large_as_it_says():
+    assert round(sum(x.size for x in jax.tree.leaves(POLICY.params)), -3) == 114_000
+
+
 def test_every_setting_arrives():
     made = make(
         rollout=ROLLOUT, update=UPDATE, optimizer=OPTIMIZER, dtype="bfloat16", reward_timeout=7.0
