@@ -18,6 +18,7 @@ pytestmark = [
 CAPACITY = 2048
 CASES = {  # the model, the chip, rows
     "heads half as wide as a tile": ("Qwen2.5-0.5B", "v5e:2x2", 256, CAPACITY),
+    "the same on v6e": ("Qwen2.5-0.5B", "v6e:2x2", 256, CAPACITY),
     "heads as wide as a tile": ("Qwen3-4B", "v5p:2x2x1", 64, CAPACITY),
 }
 

@@ -30,6 +30,8 @@ def attend_step(
     heads = project_heads(y, weights["self_attn"], config, rotary, batch)
     keys = _write(cached.keys, heads.key[:, 0], repeat, length, axis=4, mesh=mesh)
     values = _write(cached.values, heads.value[:, 0], repeat, length, axis=3, mesh=mesh)
+    # Both are written before either is read: a kernel in between has the logits leave a TPU's chip.
+    keys, values = jax.lax.optimization_barrier((keys, values))
     layer = jax.tree.map(
         lambda stack: jax.lax.dynamic_index_in_dim(stack, repeat, keepdims=False),
         KeyValues(keys, values),
