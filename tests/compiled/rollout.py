@@ -1,4 +1,4 @@
-"""A rollout of a real model by its shapes, compiled for a TPU that is described."""
+"""A rollout of a real model by its shapes, compiled for a chip that is described."""
 
 import functools
 import math
@@ -29,7 +29,7 @@ class Rollout(NamedTuple):
         weights: all parameters, in bfloat16.
         cache: keys and values of all rows, as long as they can get.
         moved: read and written by a step, as far as the compiler's text says.
-        kernel: read and written by the kernel that writes tokens into the cache, at most; by
+        kernel: read and written by the kernel that writes tokens into a TPU's cache, at most; by
             arithmetic, since the text says nothing about it.
         temporary: memory beyond arguments and results.
         program: what was compiled.
@@ -73,7 +73,7 @@ def rollout(model: str, topology: str, rows: int, capacity: int, cut: Cut = WHOL
         weights=_bytes(weights),
         cache=_bytes(layers),
         moved=sum(size for size, _ in traffic(program, step)),
-        kernel=2 * 2 * written,
+        kernel=2 * 2 * written if topology.startswith("v") else 0,
         temporary=compiled.memory_analysis().temp_size_in_bytes,
         program=program,
         step=step,

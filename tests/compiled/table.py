@@ -5,8 +5,9 @@ python -m tests.compiled.table compiled Qwen2.5-7B v5p:2x2x2 1,8,1 16 2048
 python -m tests.compiled.table decoding Qwen2.5-0.5B v5e:2x2 256 2048
 """
 
-import os
 import sys
+
+import jax
 
 from tests.compiled.arithmetic import CHIPS, ideal, least_seconds
 from tests.compiled.models import MODELS, Setting, update_costs
@@ -81,5 +82,5 @@ def main(arguments: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    jax.config.update("jax_platforms", "cpu")
     main(sys.argv[1:])

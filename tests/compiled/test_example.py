@@ -7,15 +7,11 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from tests.compiled.costs import costs
-from tests.compiled.described import INSTALL, described_mesh, installed
+from tests.compiled.described import compiled_by, described_mesh
 from tests.examples import load
 from twinkle_jax.advantage import grpo_advantage
 
-pytestmark = [
-    pytest.mark.exhaustive,
-    pytest.mark.skipif(not installed(), reason=INSTALL),
-    pytest.mark.usefixtures("as_users_compile"),
-]
+pytestmark = compiled_by("tpu")
 
 
 @pytest.mark.parametrize("topology", ["v5e:2x2", "v5p:2x2x1", "v6e:2x2"])

@@ -6,15 +6,11 @@ Of whole models: layers are a loop, which the compiler treats otherwise where it
 import pytest
 
 from tests.compiled.costs import arrays
-from tests.compiled.described import INSTALL, installed
+from tests.compiled.described import compiled_by
 from tests.compiled.rollout import rollout
 from tests.compiled.traffic import traffic
 
-pytestmark = [
-    pytest.mark.exhaustive,
-    pytest.mark.skipif(not installed(), reason=INSTALL),
-    pytest.mark.usefixtures("as_users_compile"),
-]
+pytestmark = compiled_by("tpu")
 CAPACITY = 2048
 CASES = {  # the model, the chip, rows
     "heads half as wide as a tile": ("Qwen2.5-0.5B", "v5e:2x2", 256, CAPACITY),

@@ -12,15 +12,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from tests.compiled.arithmetic import ideal
 from tests.compiled.costs import arrays, costs
-from tests.compiled.described import INSTALL, described_mesh, installed
+from tests.compiled.described import compiled_by, described_mesh
 from tests.compiled.models import Cut, Setting, compiled_update, update_costs
 from twinkle_jax.model.decoder.gather_steps import gather_in_steps, steps_of
 
-pytestmark = [
-    pytest.mark.exhaustive,
-    pytest.mark.skipif(not installed(), reason=INSTALL),
-    pytest.mark.usefixtures("as_users_compile"),
-]
+pytestmark = compiled_by("tpu")
 SMALL = Cut(layers=2, vocab=8192)
 GIB = 2**30
 # The model, where it runs, how much of it, and the most that a device may use of memory.
@@ -100,7 +96,7 @@ def test_a_long_row_holds_no_array_of_time_by_time():
 
 
 def test_topologies_that_do_not_fit_are_refused():
-    with pytest.raises(ValueError, match=r"topology must be a kind of TPU .* got 'v5e:3x5'"):
+    with pytest.raises(ValueError, match=r"topology must be a kind and an extent .* got 'v5e:3x5'"):
         described_mesh("v5e:3x5", 1, 15, 1, bare=True)
     with pytest.raises(ValueError, match=r"must make up 4 devices, got \(1, 8, 1\)"):
         described_mesh("v5e:2x2", 1, 8, 1, bare=True)

@@ -1,4 +1,4 @@
-"""What a compiled program reads from a TPU's memory and writes to it, as arrays lie there.
+"""What a compiled program reads from a chip's memory and writes to it, as arrays lie there.
 
 A compiler's cost analysis counts the body of a loop once, and all of an array of which a slice is
 read. Here loops count as often as they run; of what is sliced or updated in its place, only that.

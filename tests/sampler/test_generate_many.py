@@ -6,8 +6,9 @@ import pytest
 
 from tests.model.families import NAMES, batch, config_of, each, params_of
 from tests.sampler.completions import PROMPTS
-from twinkle_jax.model import make_mesh
+from twinkle_jax.model import Cache, make_mesh, unstack_layers
 from twinkle_jax.sampler import Sampling, generate, generate_many
+from twinkle_jax.sampler.decoding import rows as decoding_rows
 
 ROOM = 16  # that prompts are padded to; the first has as many tokens, so that its row gets full
 
@@ -61,6 +62,37 @@ def test_a_row_of_linear_layers_fills_its_slot_too():
 def test_slots_are_spread_over_eight_devices():
     mesh = make_mesh(data=2, fsdp=2, tensor=2)
     assert_same(*both("qwen3", slots=8, limits=np.arange(24) % 12 + 1, mesh=mesh))
+
+
+@pytest.fixture
+def as_on_a_gpu(monkeypatch):
+    """Layers lie one by one; what is compiled meanwhile is forgotten. Gives what was so laid."""
+    seen = []
+
+    def unstack(held):
+        seen.append(unstack_layers(held))
+        return seen[-1]
+
+    monkeypatch.setattr(decoding_rows, "backend_of", lambda mesh: "gpu")
+    monkeypatch.setattr(decoding_rows, "unstack_layers", unstack)
+    jax.clear_caches()
+    yield seen
+    jax.clear_caches()
+
+
+@pytest.mark.parametrize("name", each(["qwen3", "qwen3_5_text"]))
+def test_layers_that_lie_one_by_one_give_the_same(name, as_on_a_gpu, monkeypatch):
+    sampling = Sampling(0.9, stop_tokens=[3, 9])
+    given = both(name, sampling=sampling, slots=5, refill=2)
+    assert_same(*given)
+    laid = [x.layers if isinstance(x, Cache) else x["layers"] for x in as_on_a_gpu]
+    assert {type(layers) for layers in laid} == {tuple}
+    assert sum(isinstance(x, Cache) for x in as_on_a_gpu) >= 3  # a batch, empty slots, fillings
+    assert sum(isinstance(x, dict) for x in as_on_a_gpu) >= 2  # a batch, slots
+    monkeypatch.undo()
+    jax.clear_caches()
+    assert_same(both(name, sampling=sampling, slots=5, refill=2)[0], given[1])
+    assert len(as_on_a_gpu) == len(laid)
 
 
 def test_a_row_of_nan_leaves_nothing_in_its_slot():

@@ -3,7 +3,7 @@
 from twinkle_jax.data.batch import Batch
 from twinkle_jax.data.buckets import bucket_size
 from twinkle_jax.model.decoder.attention_choice import AttentionImplementation, default_attention
-from twinkle_jax.model.decoder.cache import Cache, DeltaState, KeyValues, take_rows
+from twinkle_jax.model.decoder.cache import Cache, DeltaState, KeyValues, take_rows, unstack_layers
 from twinkle_jax.model.decoder.config import AttentionConfig, DecoderConfig, DeltaNetConfig
 from twinkle_jax.model.decoder.decode import decode_step, prefill
 from twinkle_jax.model.decoder.forward import hidden_states
@@ -67,5 +67,6 @@ __all__ = [
     "shard_like_params",
     "take_rows",
     "train_state",
+    "unstack_layers",
     "zero_gradients",
 ]

@@ -16,7 +16,7 @@ from twinkle_jax.model.train_step.train_state import merge_params
 from twinkle_jax.sampler.completions import Completions
 from twinkle_jax.sampler.decoding.checked_prompts import checked_limits, checked_prompts, row_keys
 from twinkle_jax.sampler.decoding.decoding_layout import decoding_layout, spread_rows
-from twinkle_jax.sampler.decoding.rows import Rows, advance, read_prompts
+from twinkle_jax.sampler.decoding.rows import Rows, advance, for_many_steps, read_prompts
 from twinkle_jax.sampler.drawing.sampling import Sampling, traced_sampling
 
 _DEFAULT = Sampling()
@@ -164,6 +164,8 @@ def _generate(
         attention=attention,
         mesh=mesh,
     )
+
+    weights = for_many_steps(weights, mesh)
 
     def step(_: Array | int, rows: Rows) -> Rows:
         return spread_rows(advance(weights, config, rows, sampling, compute_dtype, mesh), mesh)

@@ -18,7 +18,14 @@ from tests.model.families import (
     step,
 )
 from tests.model.reference import reference_hidden
-from twinkle_jax.model import decode_step, make_mesh, parse_config, prefill, take_rows
+from twinkle_jax.model import (
+    decode_step,
+    make_mesh,
+    parse_config,
+    prefill,
+    take_rows,
+    unstack_layers,
+)
 
 PROMPTS = [[5, 6, 7, 8, 9, 10], [12, 13, 14], [15], [16, 17, 18, 19, 20]]
 GOES_ON = [[21, 22, 23, 24], [25, 26, 27, 28], [29, 30, 31, 32], [33, 34, 35, 36]]
@@ -62,6 +69,27 @@ def test_a_row_in_a_batch_decodes_as_the_row_alone(name):
         assert_close(out[1:2], own, 2e-6)
     row = jax.jit(take_rows)(together, jnp.array([1]))
     jax.tree.map(lambda a, b: assert_close(a, b, 2e-6), row, alone)
+
+
+@pytest.mark.parametrize("name", each(NAMES))
+def test_layers_one_by_one_are_the_stack(name):
+    config, params = config_of(name), params_of(name)
+    _, stack = fill(params, config, *batch(PROMPTS, 6, "left"), max_length=8)
+    own, weights = unstack_layers(stack), unstack_layers(params)
+    assert unstack_layers(own) is own
+    assert unstack_layers(weights) is weights
+    assert len(own.layers) == len(weights["layers"]) == config.repeats
+    with pytest.raises(ValueError, match="cache must come from unstack_layers, as params do"):
+        step(weights, config, jnp.ones(4, jnp.int32), stack)
+    for t in range(3):  # the last token of the first row finds it full
+        tokens, mask = jnp.array([row[t] for row in GOES_ON]), jnp.array([True, True, t < 1, True])
+        expected, stack = step(params, config, tokens, stack, mask)
+        out, own = step(weights if t else params, config, tokens, own, mask)
+        np.testing.assert_array_equal(np.isnan(out), np.isnan(expected))
+        assert_close(np.nan_to_num(out), np.nan_to_num(expected), 2e-6)
+    joined = jax.tree.map(lambda *parts: jnp.concatenate(parts), *own.layers)
+    jax.tree.map(lambda a, b: assert_close(a, b, 2e-6), joined, stack.layers)
+    np.testing.assert_array_equal(own.length, stack.length)
 
 
 @pytest.mark.parametrize("name", each(["qwen3", "qwen3_5_text"]))

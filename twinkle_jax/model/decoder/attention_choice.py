@@ -71,7 +71,13 @@ def choose_attention(
     On a CPU splash attention is interpreted: slowly, but with the values that it has on a TPU.
     """
     backend = backend_of(mesh)
-    default = default_attention(config, dtype, segmented=segmented, backend=backend)
+    default = default_attention(
+        config,
+        dtype,
+        segmented=segmented,
+        backend=backend,
+        compute_capability=_capability(mesh) if backend == "gpu" else None,
+    )
     fits = {default, "xla"}
     if backend == "cpu" and _splash_fits(config, dtype):
         fits.add("splash")
@@ -104,9 +110,12 @@ def _cudnn_fits(
 ) -> bool:
     if segmented or jnp.dtype(dtype).itemsize != 2 or config.head_dim % 8:
         return False
-    if capability is None:
-        # Other vendors' GPUs report no number here, and have no cuDNN.
-        reported = str(getattr(jax.local_devices()[0], "compute_capability", ""))
-        numeric = reported.replace(".", "", 1).isdigit()
-        capability = float(reported) if numeric else 0.0
+    capability = _capability(None) if capability is None else capability
     return config.head_dim <= (256 if capability >= 9 else 128 if capability >= 8 else 0)
+
+
+def _capability(mesh: Mesh | None) -> float:
+    """Compute capability of a GPU; 0 for other vendors', which report none and have no cuDNN."""
+    device = jax.local_devices()[0] if mesh is None else mesh.devices.flat[0]
+    reported = str(getattr(device, "compute_capability", ""))
+    return float(reported) if reported.replace(".", "", 1).isdigit() else 0.0

@@ -1,6 +1,7 @@
 """What decoding remembers of rows: keys and values, states of linear layers, lengths."""
 
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -30,22 +31,29 @@ class DeltaState(NamedTuple):
     memory: Float[Array, "*layers batch heads key value"]
 
 
+Layers = dict[str, KeyValues | DeltaState]
+
+
 class Cache(NamedTuple):
     """Everything that decoding the next token depends on, besides parameters.
 
     Attributes:
         layers: by member of the repeated block, [`KeyValues`][twinkle_jax.model.KeyValues] or
-            [`DeltaState`][twinkle_jax.model.DeltaState]; rows are on axis 1.
+            [`DeltaState`][twinkle_jax.model.DeltaState]; rows are on axis 1. A tuple holds the
+            repeats one by one; see [`unstack_layers`][twinkle_jax.model.unstack_layers].
         length: tokens that each row holds.
     """
 
-    layers: dict[str, KeyValues | DeltaState]
+    layers: Layers | tuple[Layers, ...]
     length: Int[Array, " batch"]
+
+
+Held = TypeVar("Held", Cache, Mapping[str, Any])
 
 
 def make_cache(layers: dict[str, Any], length: Int[Array, " batch"], *, max_length: int) -> Cache:
     """Lay out what whole rows left behind, keys and values [layers, batch, time, groups, width]."""
-    made: dict[str, KeyValues | DeltaState] = {}
+    made: Layers = {}
     for member, state in layers.items():
         if isinstance(state, DeltaState):
             made[member] = state
@@ -63,11 +71,59 @@ def with_room(cache: Cache, max_length: int) -> Cache:
         more[axis] = (0, max_length - stack.shape[axis])
         return jnp.pad(stack, more)
 
-    layers = {
-        member: KeyValues(grow(s.keys, 4), grow(s.values, 3)) if isinstance(s, KeyValues) else s
-        for member, s in cache.layers.items()
-    }
-    return cache._replace(layers=layers)
+    def state(state: KeyValues | DeltaState) -> KeyValues | DeltaState:
+        if isinstance(state, KeyValues):
+            return KeyValues(grow(state.keys, 4), grow(state.values, 3))
+        return state
+
+    return cache._replace(layers=map_states(state, cache.layers))
+
+
+def map_states(
+    function: Callable[[KeyValues | DeltaState], KeyValues | DeltaState],
+    layers: Layers | tuple[Layers, ...],
+) -> Layers | tuple[Layers, ...]:
+    """Apply a function to the state of each member, in one stack or one by one."""
+    if isinstance(layers, tuple):
+        return tuple({name: function(state) for name, state in own.items()} for own in layers)
+    return {name: function(state) for name, state in layers.items()}
+
+
+def unstack_layers(held: Held) -> Held:
+    """Give each repeat of the block arrays of its own, for many steps on a GPU.
+
+    The compiler for GPUs copies a layer out of a stack before each product, and reads the copy. It
+    reads in place what is an array of its own; the price is a program as long as the model is deep.
+    [`JaxSampler`][twinkle_jax.sampler.JaxSampler] does it on GPUs, and only there.
+
+    Args:
+        held: a cache, or parameters.
+
+    Returns:
+        The same, with a tuple of its layers that `decode_step` takes; parameters only beside such a
+        cache.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> from twinkle_jax.model import init_params, parse_config, prefill, unstack_layers
+        >>> config = parse_config({
+        ...     "model_type": "qwen2", "vocab_size": 64, "hidden_size": 32,
+        ...     "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+        ... })
+        >>> params = init_params(jax.random.key(0), config)
+        >>> _, cache = prefill(params, config, jnp.array([[1, 2, 3]]), max_length=8)
+        >>> [layer["0"].keys.shape for layer in unstack_layers(cache).layers]
+        [(1, 1, 4, 8, 8), (1, 1, 4, 8, 8)]
+    """
+    stack = held.layers if isinstance(held, Cache) else held["layers"]
+    if isinstance(stack, tuple):
+        return held
+
+    def repeat(i: int) -> Any:
+        return jax.tree.map(lambda x: x[i : i + 1], stack)
+
+    own = tuple(map(repeat, range(len(jax.tree.leaves(stack)[0]))))
+    return held._replace(layers=own) if isinstance(held, Cache) else {**held, "layers": own}
 
 
 def take_rows(cache: Cache, rows: Int[Array, " rows"]) -> Cache:

@@ -10,7 +10,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from twinkle_jax.model.decoder.attention_choice import AttentionImplementation
-from twinkle_jax.model.decoder.cache import Cache, make_cache
+from twinkle_jax.model.decoder.cache import Cache, make_cache, unstack_layers
 from twinkle_jax.model.decoder.cached_step import attend_step, first_seen, linear_step
 from twinkle_jax.model.decoder.config import FULL, DecoderConfig
 from twinkle_jax.model.decoder.decoder_inputs import decoder_inputs
@@ -89,7 +89,7 @@ def decode_step(
     """Read one more token in each row. Donate the cache, and it is updated in place.
 
     Args:
-        params: the tree that `parameter_shapes` describes.
+        params: the tree that `parameter_shapes` describes, or what `unstack_layers` made of it.
         config: the decoder; static under `jax.jit`.
         tokens: the token that each row goes on with.
         cache: what the rows hold. A token that finds its row full gets the hidden state NaN.
@@ -102,10 +102,13 @@ def decode_step(
         The hidden state of each token, and the cache with the token in it.
 
     Raises:
-        ValueError: if the number of rows differs, or the mesh does not divide it.
+        ValueError: if the number of rows differs, the mesh does not divide it, or layers of
+            parameters lie one by one and those of the cache do not.
         TypeError: if tokens are not integers, or the mask not boolean.
     """
     _check(tokens, cache, mask, mesh)
+    if isinstance(params["layers"], tuple) and not isinstance(cache.layers, tuple):
+        raise ValueError("cache must come from unstack_layers, as params do, got layers in a stack")
     embedding = params["embed_tokens"]["embedding"]
     dtype = jnp.dtype(embedding.dtype if compute_dtype is None else compute_dtype)
     rotary = rotary_tables(cache.length[:, None], config.attention)
@@ -141,11 +144,17 @@ def decode_step(
         return (x, layers), None
 
     x = embed(config, embedding, jnp.where(active, tokens, 0), dtype)
+    sliding, length = jnp.asarray(config.sliding), cache.length + active.astype(jnp.int32)
+    if isinstance(cache.layers, tuple):
+        weights, layers = unstack_layers(params)["layers"], []
+        for repeat, own in enumerate(cache.layers):
+            members = jax.tree.map(lambda stack: stack[0], weights[repeat])
+            (x, own), _ = block((x, own), (jnp.int32(0), members, sliding[repeat]))
+            layers.append(own)
+        return final_norm(params, config, x), Cache(tuple(layers), length)
     repeats = jnp.arange(config.repeats, dtype=jnp.int32)
-    (x, layers), _ = jax.lax.scan(
-        block, (x, cache.layers), (repeats, params["layers"], jnp.asarray(config.sliding))
-    )
-    return final_norm(params, config, x), Cache(layers, cache.length + active.astype(jnp.int32))
+    (x, stack), _ = jax.lax.scan(block, (x, cache.layers), (repeats, params["layers"], sliding))
+    return final_norm(params, config, x), Cache(stack, length)
 
 
 def _check(tokens: Array, cache: Cache, mask: Array | None, mesh: Mesh | None) -> None:

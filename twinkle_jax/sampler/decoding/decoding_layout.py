@@ -7,7 +7,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import Array
 
-from twinkle_jax.model.decoder.cache import Cache, DeltaState, KeyValues
+from twinkle_jax.model.decoder.cache import Cache, DeltaState, KeyValues, map_states
 from twinkle_jax.model.decoder.parameters import Params
 from twinkle_jax.model.decoder.sharding import partition_rules
 from twinkle_jax.sampler.decoding.rows import Rows
@@ -54,7 +54,7 @@ def spread_rows(rows: Rows, mesh: Mesh | None) -> Rows:
             return KeyValues(*(spread(x, 1, 2) for x in state))
         return DeltaState(spread(state.window, 1), spread(state.memory, 1, 2))
 
-    layers = {member: layer(state) for member, state in rows.cache.layers.items()}
+    layers = map_states(layer, rows.cache.layers)
     others = rows._replace(cache=Cache({}, rows.cache.length))
     others = jax.tree.map(spread, others)
     return others._replace(cache=Cache(layers, others.cache.length))

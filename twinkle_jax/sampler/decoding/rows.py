@@ -8,8 +8,8 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
-from twinkle_jax.model.decoder.attention_choice import AttentionImplementation
-from twinkle_jax.model.decoder.cache import Cache, take_rows, with_room
+from twinkle_jax.model.decoder.attention_choice import AttentionImplementation, backend_of
+from twinkle_jax.model.decoder.cache import Cache, Held, take_rows, unstack_layers, with_room
 from twinkle_jax.model.decoder.config import DecoderConfig
 from twinkle_jax.model.decoder.decode import decode_step, prefill
 from twinkle_jax.model.decoder.parameters import Params
@@ -53,6 +53,11 @@ class Rows(NamedTuple):
         return self.reasons == RUNNING
 
 
+def for_many_steps(held: Held, mesh: Mesh | None) -> Held:
+    """Lay layers of a cache or of parameters as the devices read them: on a GPU one by one."""
+    return unstack_layers(held) if backend_of(mesh) == "gpu" else held
+
+
 def begin(
     cache: Cache,
     pending: Int[Array, " rows"],
@@ -62,13 +67,14 @@ def begin(
     *,
     new: int,
     vocab: int,
+    mesh: Mesh | None,
 ) -> Rows:
     """Start rows whose prompts, but for their last token, a cache holds."""
     zeros = jnp.zeros((len(pending), new), jnp.float32)
     nothing = jnp.zeros_like(pending)
     return Rows(
         pending=pending,
-        cache=cache,
+        cache=for_many_steps(cache, mesh),
         prompts=prompts,
         tokens=jnp.full((len(pending), new), vocab, jnp.int32),
         logprobs=zeros,
@@ -115,6 +121,7 @@ def read_prompts(
         limits,
         new=new,
         vocab=config.vocab_size,
+        mesh=mesh,
     )
 
 

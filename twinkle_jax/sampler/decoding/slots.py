@@ -15,7 +15,7 @@ from twinkle_jax.model.decoder.decode import prefill
 from twinkle_jax.model.decoder.parameters import Params
 from twinkle_jax.sampler.completions import LENGTH
 from twinkle_jax.sampler.decoding.decoding_layout import spread_rows
-from twinkle_jax.sampler.decoding.rows import Rows, advance, begin, read_prompts
+from twinkle_jax.sampler.decoding.rows import Rows, advance, begin, for_many_steps, read_prompts
 from twinkle_jax.sampler.drawing.sampling import Sampling
 
 _STATIC = ("config", "compute_dtype", "attention", "mesh")
@@ -62,6 +62,7 @@ def empty_slots(
         nothing,
         new=new,
         vocab=config.vocab_size,
+        mesh=mesh,
     )
     return _reusable(spread_rows(rows._replace(reasons=nothing + LENGTH), mesh))
 
@@ -125,13 +126,14 @@ def run_slots(
     mesh: Mesh | None,
 ) -> Rows:
     """Go on until so many slots, or all of them, have ended."""
+    weights = for_many_steps(params, mesh)
 
     def goes_on(rows: Rows) -> Array:
         running = jnp.sum(rows.running, dtype=jnp.int32)
         return (running > 0) & (len(rows.reasons) - running < enough)
 
     def step(rows: Rows) -> Rows:
-        return spread_rows(advance(params, config, rows, sampling, compute_dtype, mesh), mesh)
+        return spread_rows(advance(weights, config, rows, sampling, compute_dtype, mesh), mesh)
 
     rows = jax.lax.while_loop(goes_on, step, rows)
     return _reusable(rows)

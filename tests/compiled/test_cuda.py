@@ -1,0 +1,61 @@
+"""What CUDA's compiler says of H100s: updates send what they must, steps of decoding read it once.
+
+Without a GPU it tries no kernels out: which ones run may differ, but not what they read and send.
+"""
+
+import pytest
+
+from tests.compiled.arithmetic import ideal
+from tests.compiled.costs import arrays
+from tests.compiled.described import compiled_by, described_mesh
+from tests.compiled.models import Cut, Setting, compiled_update, update_costs
+from tests.compiled.rollout import rollout
+
+pytestmark = compiled_by("cuda")
+SMALL = Cut(layers=2, vocab=8192)
+GIB = 2**30
+# The model, where it runs, and the most that a device may use of memory.
+BUDGETS = {
+    "4 GPUs": ("Qwen2.5-0.5B", Setting("h100:1x4", 1, 4, 1, 16, 1024), 0.5),
+    "8 GPUs": ("Qwen2.5-7B", Setting("h100:1x8", 1, 8, 1, 16, 2048), 2.6),
+    "2 hosts": ("Qwen3-4B", Setting("h100:2x8", 1, 16, 1, 32, 2048), 1.1),
+    "copies": ("Qwen2.5-0.5B", Setting("h100:1x4", 2, 2, 1, 16, 1024), 0.65),
+    "tensor": ("Qwen2.5-7B", Setting("h100:1x8", 1, 4, 2, 16, 2048), 2.6),
+}
+
+
+@pytest.mark.parametrize("bare", [True, False])
+@pytest.mark.parametrize("case", BUDGETS)
+def test_an_update_costs_what_it_must(case, bare):
+    model, setting, memory = BUDGETS[case]
+    found, least = update_costs(model, setting, SMALL, bare=bare), ideal(model, setting, SMALL)
+    assert found.wire < 1.0 * least.wire, (found.wire / least.wire, found.largest)
+    assert found.flops < 1.05 * (least.flops - least.attention)  # a kernel's are not counted
+    assert found.peak < memory * GIB, found.peak / GIB
+
+
+def test_a_long_row_holds_no_array_of_time_by_time():
+    long = Setting("h100:1x4", 1, 4, 1, 4, 16384)
+    text = compiled_update("Qwen3-4B", long, SMALL, bare=True, attention=None).as_text()
+    assert "__cudnn$fmhaSoftmaxBackward" in text
+    shapes = {tuple(extents) for _, extents in arrays(text)}
+    assert any(16384 in extents for extents in shapes)
+    assert not [extents for extents in shapes if extents.count(16384) > 1]
+
+
+@pytest.mark.parametrize(
+    ("model", "rows", "most"), [("Qwen3-4B", 64, 1.3), ("Qwen2.5-0.5B", 256, 1.6)]
+)
+def test_a_step_of_decoding_copies_neither_weights_nor_cache(model, rows, most):
+    """Narrow heads and many rows: attention's logits are half as large as what it reads."""
+    found = rollout(model, "h100:1x4", rows, 2048)
+    assert found.total < most * found.least, (found.total / found.least, found.largest())
+    assert found.moved > 0.95 * found.least
+    assert found.temporary < found.weights + 0.1 * found.cache, found.temporary / found.cache
+
+
+def test_topologies_that_do_not_fit_are_refused():
+    with pytest.raises(ValueError, match=r"topology must be a kind and an extent .* 'h100:eight'"):
+        described_mesh("h100:eight", 1, 8, 1, bare=True)
+    with pytest.raises(ValueError, match=r"must make up 8 devices, got \(1, 4, 1\)"):
+        described_mesh("h100:1x8", 1, 4, 1, bare=True)
