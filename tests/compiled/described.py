@@ -44,7 +44,6 @@ def compiled_by(platform: str) -> list[pytest.MarkDecorator]:
     return [
         pytest.mark.exhaustive,
         pytest.mark.skipif(not _installed(platform), reason=_install(platform)),
-        pytest.mark.usefixtures("as_users_compile"),
     ]
 
 

@@ -17,6 +17,7 @@ GIB = 2**30
 SLICES = {  # chips by the extents of a slice
     "v5e": {4: "2x2", 16: "4x4", 64: "8x8", 256: "16x16"},
     "v5p": {4: "2x2x1", 8: "2x2x2", 64: "4x4x4", 256: "4x8x8"},
+    "h100": {4: "1x4", 8: "1x8"},
 }
 TIME, ROWS = 2048, 2  # tokens in a row, rows of a device
 

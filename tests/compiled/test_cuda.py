@@ -11,7 +11,7 @@ from tests.compiled.described import compiled_by, described_mesh
 from tests.compiled.models import Cut, Setting, compiled_update, update_costs
 from tests.compiled.rollout import rollout
 
-pytestmark = compiled_by("cuda")
+pytestmark = [*compiled_by("cuda"), pytest.mark.usefixtures("as_users_compile")]
 SMALL = Cut(layers=2, vocab=8192)
 GIB = 2**30
 # The model, where it runs, and the most that a device may use of memory.

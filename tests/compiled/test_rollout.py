@@ -10,7 +10,7 @@ from tests.compiled.described import compiled_by
 from tests.compiled.rollout import rollout
 from tests.compiled.traffic import traffic
 
-pytestmark = compiled_by("tpu")
+pytestmark = [*compiled_by("tpu"), pytest.mark.usefixtures("as_users_compile")]
 CAPACITY = 2048
 CASES = {  # the model, the chip, rows
     "heads half as wide as a tile": ("Qwen2.5-0.5B", "v5e:2x2", 256, CAPACITY),

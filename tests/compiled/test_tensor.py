@@ -1,12 +1,13 @@
 """Layers that are split over tensor sum their rows, and move nothing else of that size."""
 
+import pytest
 
 from tests.compiled.arithmetic import ideal
 from tests.compiled.costs import arrays
 from tests.compiled.described import compiled_by
 from tests.compiled.models import Cut, Setting, update_costs
 
-pytestmark = compiled_by("tpu")
+pytestmark = [*compiled_by("tpu"), pytest.mark.usefixtures("as_users_compile")]
 ROWS, TIME = 4, 2048  # of a device; no parameter is as long as their product
 SETTING = Setting("v5p:2x2x2", 1, 4, 2, 4 * ROWS, TIME)
 LAYERS = 2

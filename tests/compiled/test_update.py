@@ -16,7 +16,7 @@ from tests.compiled.described import compiled_by, described_mesh
 from tests.compiled.models import Cut, Setting, compiled_update, update_costs
 from twinkle_jax.model.decoder.gather_steps import gather_in_steps, steps_of
 
-pytestmark = compiled_by("tpu")
+pytestmark = [*compiled_by("tpu"), pytest.mark.usefixtures("as_users_compile")]
 SMALL = Cut(layers=2, vocab=8192)
 GIB = 2**30
 # The model, where it runs, how much of it, and the most that a device may use of memory.

@@ -80,7 +80,8 @@ def as_on_a_gpu(monkeypatch):
     jax.clear_caches()
 
 
-@pytest.mark.parametrize("name", each(["qwen3", "qwen3_5_text"]))
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_5_text"])
 def test_layers_that_lie_one_by_one_give_the_same(name, as_on_a_gpu, monkeypatch):
     sampling = Sampling(0.9, stop_tokens=[3, 9])
     given = both(name, sampling=sampling, slots=5, refill=2)

@@ -1,6 +1,7 @@
 """What attention sees; which implementation is chosen, and which are refused."""
 
 import dataclasses
+import types
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +17,7 @@ from twinkle_jax.model import (
     parse_config,
 )
 from twinkle_jax.model.decoder.attention import Heads, attend_causally
+from twinkle_jax.model.decoder.attention_choice import choose_attention
 from twinkle_jax.model.decoder.cached_step import first_seen
 
 HEADS = AttentionConfig(8, 2, head_dim=128, rotary_dim=128, rope_theta=1e6)
@@ -54,6 +56,16 @@ def test_choice(head_dim, dtype, backend, capability, segmented, expected):
         compute_capability=capability,
     )
     assert chosen == expected
+
+
+@pytest.mark.parametrize(
+    ("platform", "capability", "expected"),
+    [("gpu", "9.0", "cudnn"), ("cuda", "7.5", "xla"), ("rocm", "gfx942", "xla")],
+)
+def test_the_devices_of_the_mesh_are_asked(platform, capability, expected):
+    device = types.SimpleNamespace(platform=platform, compute_capability=capability)
+    mesh = types.SimpleNamespace(devices=np.array([device, device]))
+    assert choose_attention(None, HEADS, "bfloat16", segmented=False, mesh=mesh) == expected
 
 
 @pytest.mark.parametrize(

@@ -71,6 +71,11 @@ def test_a_row_in_a_batch_decodes_as_the_row_alone(name):
     jax.tree.map(lambda a, b: assert_close(a, b, 2e-6), row, alone)
 
 
+def assert_same(actual, expected):
+    np.testing.assert_array_equal(np.isnan(actual), np.isnan(expected))
+    assert_close(np.nan_to_num(actual), np.nan_to_num(expected), 2e-6)
+
+
 @pytest.mark.parametrize("name", each(NAMES))
 def test_layers_one_by_one_are_the_stack(name):
     config, params = config_of(name), params_of(name)
@@ -85,10 +90,9 @@ def test_layers_one_by_one_are_the_stack(name):
         tokens, mask = jnp.array([row[t] for row in GOES_ON]), jnp.array([True, True, t < 1, True])
         expected, stack = step(params, config, tokens, stack, mask)
         out, own = step(weights if t else params, config, tokens, own, mask)
-        np.testing.assert_array_equal(np.isnan(out), np.isnan(expected))
-        assert_close(np.nan_to_num(out), np.nan_to_num(expected), 2e-6)
+        assert_same(out, expected)
     joined = jax.tree.map(lambda *parts: jnp.concatenate(parts), *own.layers)
-    jax.tree.map(lambda a, b: assert_close(a, b, 2e-6), joined, stack.layers)
+    jax.tree.map(assert_same, joined, stack.layers)
     np.testing.assert_array_equal(own.length, stack.length)
 
 
