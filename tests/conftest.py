@@ -8,6 +8,7 @@ and as users do; `.ci/run` does so for the sweep over the advantages.
 
 import os
 import pathlib
+import platform
 
 import hypothesis
 import jax
@@ -22,7 +23,8 @@ def pytest_configure(config):
     if "JAX_DISABLE_MOST_OPTIMIZATIONS" not in os.environ:
         jax.config.update("jax_disable_most_optimizations", True)
         if hasattr(config, "cache"):  # not with -p no:cacheprovider
-            jax.config.update("jax_compilation_cache_dir", str(config.cache.mkdir("jax")))
+            kept = config.cache.mkdir(f"jax-{platform.node()}")  # programs are for one kind of CPU
+            jax.config.update("jax_compilation_cache_dir", str(kept))
             jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     jax.config.update("jax_num_cpu_devices", 8)
     jax.config.update("jax_numpy_rank_promotion", "raise")

@@ -1,6 +1,6 @@
-"""What CUDA's compiler says of H100s: updates send what they must, steps of decoding read it once.
+"""What CUDA's compiler says of H100s: updates send what they must, and decoding copies no layers.
 
-Without a GPU it tries no kernels out: which ones run may differ, but not what they read and send.
+Without a GPU it tries no kernels out, so that others may run on a real one.
 """
 
 import pytest

@@ -1,6 +1,6 @@
 """What the TPU compiler says an update costs: no more than fully sharded training has to.
 
-Real widths at two layers and a vocabulary that is cut, because that compiles in a minute.
+Real widths at two layers and a vocabulary that is cut, because that compiles in one or two minutes.
 """
 
 import functools
@@ -21,11 +21,11 @@ SMALL = Cut(layers=2, vocab=8192)
 GIB = 2**30
 # The model, where it runs, how much of it, and the most that a device may use of memory.
 BUDGETS = {
-    "v5e": ("Qwen2.5-0.5B", Setting("v5e:2x2", 1, 4, 1, 16, 1024), SMALL, 1.0),
-    "v5p": ("Qwen2.5-7B", Setting("v5p:2x2x2", 1, 8, 1, 16, 2048), SMALL, 4.5),
-    "v5e-16": ("Qwen3-4B", Setting("v5e:4x4", 1, 16, 1, 32, 2048), SMALL, 3.6),
+    "v5e": ("Qwen2.5-0.5B", Setting("v5e:2x2", 1, 4, 1, 16, 1024), SMALL, 0.58),
+    "v5p": ("Qwen2.5-7B", Setting("v5p:2x2x2", 1, 8, 1, 16, 2048), SMALL, 4.1),
+    "v5e-16": ("Qwen3-4B", Setting("v5e:4x4", 1, 16, 1, 32, 2048), SMALL, 2.8),
     "v6e": ("Qwen3-4B", Setting("v6e:2x2", 1, 4, 1, 8, 2048), SMALL, 3.7),
-    "v5p-64": ("Qwen2.5-7B", Setting("v5p:4x4x4", 1, 64, 1, 128, 2048), SMALL, 3.4),
+    "v5p-64": ("Qwen2.5-7B", Setting("v5p:4x4x4", 1, 64, 1, 128, 2048), SMALL, 3.0),
     "copies": ("Qwen2.5-0.5B", Setting("v5e:2x2", 2, 2, 1, 16, 1024), SMALL, 1.2),
 }
 
