@@ -7,7 +7,6 @@ from typing import Any
 
 import jax
 import numpy as np
-import pytest
 from jax.experimental import topologies
 from jax.sharding import Mesh
 
@@ -39,14 +38,6 @@ gpu_device_info {
 """
 
 
-def compiled_by(platform: str) -> list[pytest.MarkDecorator]:
-    """What marks tests of a compiler: they look further, where it is installed."""
-    return [
-        pytest.mark.exhaustive,
-        pytest.mark.skipif(not _installed(platform), reason=_install(platform)),
-    ]
-
-
 def described_mesh(topology: str, data: int, fsdp: int, tensor: int, *, bare: bool) -> Mesh:
     """Make a mesh of described devices.
 
@@ -64,8 +55,8 @@ def described_mesh(topology: str, data: int, fsdp: int, tensor: int, *, bare: bo
         ValueError: if the compiler does not know the topology, or it has another number of devices.
     """
     platform, options = _described(topology)
-    if not _installed(platform):
-        raise ModuleNotFoundError(_install(platform))
+    if not installed(platform):
+        raise ModuleNotFoundError(how_to_install(platform))
     for name, value in _NO_HARDWARE.items():
         os.environ.setdefault(name, value)
     try:
@@ -92,11 +83,13 @@ def _described(topology: str) -> tuple[str, dict[str, Any]]:
     return "cuda", {"topology_name": extent, "topology": f"1x{extent}", "target_config": _H100}
 
 
-def _installed(platform: str) -> bool:
+def installed(platform: str) -> bool:
+    """Say whether the compiler for a platform is there."""
     return any(find_spec(name) is not None for name in _MODULES[platform])
 
 
-def _install(platform: str) -> str:
+def how_to_install(platform: str) -> str:
+    """Say what brings it."""
     return (
         f"{' or '.join(_MODULES[platform])} must be installed to compile for {platform}: "
         f"pip install 'twinkle-jax[{platform}-compiler]'"

@@ -1,20 +1,23 @@
 """A rollout of a real model by its shapes, compiled for a chip that is described."""
 
+import contextlib
 import functools
 import math
 from typing import Any, NamedTuple
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from tests.compiled.described import described_mesh
-from tests.compiled.models import WHOLE, Cut, config_of
+from tests.compiled.models import config_of
 from tests.compiled.program import Program, read_program
 from tests.compiled.traffic import loop_of_steps, traffic
 from twinkle_jax.model import DecoderConfig, parameter_shapes
 from twinkle_jax.model.decoder.sharding import AXES
 from twinkle_jax.sampler import Sampling
+from twinkle_jax.sampler.decoding import rows as decoding_rows
 from twinkle_jax.sampler.decoding.slots import empty_slots, run_slots
 from twinkle_jax.sampler.drawing.sampling import traced_sampling
 
@@ -61,10 +64,25 @@ class Rollout(NamedTuple):
 
 
 @functools.cache
-def rollout(model: str, topology: str, rows: int, capacity: int, cut: Cut = WHOLE) -> Rollout:
-    """Compile the loop that draws tokens on one chip of four, in bfloat16, unfiltered."""
-    config = config_of(model, cut)
-    compiled, weights, layers = _compile(config, topology, rows, capacity)
+def rollout(
+    model: str, topology: str, rows: int, capacity: int, *, stacked: bool = False
+) -> Rollout:
+    """Compile the loop that draws tokens on one chip of four, in bfloat16, unfiltered.
+
+    Args:
+        model: one of `MODELS`.
+        topology: the chip is one of these.
+        rows: that are completed together.
+        capacity: tokens that each can hold.
+        stacked: leave layers in one stack where they would lie one by one, to compare.
+    """
+    config = config_of(model)
+    with contextlib.ExitStack() as patches:
+        if stacked:
+            jax.clear_caches()  # what was traced otherwise
+            patches.callback(jax.clear_caches)
+            patches.enter_context(mock.patch.object(decoding_rows, "unstack_layers", lambda x: x))
+        compiled, weights, layers = _compile(config, topology, rows, capacity)
     program = read_program(compiled.as_text())
     step = loop_of_steps(program)
     heads = config.attention.key_value_heads * config.attention.head_dim

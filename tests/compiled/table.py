@@ -3,6 +3,7 @@
 python -m tests.compiled.table arithmetic
 python -m tests.compiled.table compiled Qwen2.5-7B v5p:2x2x2 1,8,1 16 2048
 python -m tests.compiled.table decoding Qwen2.5-0.5B v5e:2x2 256 2048
+python -m tests.compiled.table decoding Qwen3-4B h100:1x4 64 2048 stacked
 """
 
 import sys
@@ -51,9 +52,9 @@ def compiled(model: str, setting: Setting) -> None:
     )
 
 
-def decoding(model: str, topology: str, rows: int, capacity: int) -> None:
+def decoding(model: str, topology: str, rows: int, capacity: int, stacked: bool) -> None:
     """Compile a step of decoding on one chip, and print what it moves beside the least it could."""
-    found = rollout(model, topology, rows, capacity)
+    found = rollout(model, topology, rows, capacity, stacked=stacked)
     kinds = "weights | cache | moved | by the kernel | of the least | temporary |"
     print(f"| model | chip of | rows × capacity | {kinds}")
     print("| --- | --- | --- | --- | --- | --- | --- | --- | --- |")
@@ -76,9 +77,9 @@ def main(arguments: list[str]) -> None:
             numbers = (*mesh.split(","), rows, time)
             if len(numbers) == 5 and all(map(str.isdigit, numbers)):
                 return compiled(model, Setting(topology, *map(int, numbers)))
-        case ["decoding", model, topology, rows, capacity] if model in MODELS:
-            if rows.isdigit() and capacity.isdigit():
-                return decoding(model, topology, int(rows), int(capacity))
+        case ["decoding", model, topology, rows, capacity, *rest] if model in MODELS:
+            if rows.isdigit() and capacity.isdigit() and rest in ([], ["stacked"]):
+                return decoding(model, topology, int(rows), int(capacity), bool(rest))
     raise SystemExit(f"{__doc__}\nmodels: {', '.join(MODELS)}")
 
 

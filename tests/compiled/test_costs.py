@@ -2,6 +2,8 @@
 
 import functools
 import pathlib
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -191,6 +193,12 @@ def test_the_page_shows_what_the_command_prints(capsys):
     assert printed in page.read_text()
 
 
+def test_the_command_needs_no_pytest():
+    block = "import sys; sys.modules['pytest'] = None; import tests.compiled.table"
+    root = pathlib.Path(__file__).parents[2]
+    subprocess.run([sys.executable, "-c", block], check=True, cwd=root, timeout=120)
+
+
 def test_what_the_command_is_not_told():
     for arguments in (
         [],
@@ -199,6 +207,7 @@ def test_what_the_command_is_not_told():
         ["compiled", "a", "v5e:2x2", "1,4,1", "8", "9"],
         ["decoding", "Qwen2.5-7B", "v5e:2x2", "8", "many"],
         ["decoding", "a", "v5e:2x2", "8", "9"],
+        ["decoding", "Qwen2.5-7B", "v5e:2x2", "8", "9", "unstacked"],
     ):
         with pytest.raises(SystemExit, match=r"python -m tests\.compiled\.table arithmetic"):
             main(arguments)

@@ -7,7 +7,8 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from tests.compiled.costs import costs
-from tests.compiled.described import compiled_by, described_mesh
+from tests.compiled.described import described_mesh
+from tests.compiled.marks import compiled_by
 from tests.examples import load
 from twinkle_jax.advantage import grpo_advantage
 

@@ -6,7 +6,7 @@ Of whole models: layers are a loop, which the compiler treats otherwise where it
 import pytest
 
 from tests.compiled.costs import arrays
-from tests.compiled.described import compiled_by
+from tests.compiled.marks import compiled_by
 from tests.compiled.rollout import rollout
 from tests.compiled.traffic import traffic
 

@@ -4,7 +4,7 @@ import pytest
 
 from tests.compiled.arithmetic import ideal
 from tests.compiled.costs import arrays
-from tests.compiled.described import compiled_by
+from tests.compiled.marks import compiled_by
 from tests.compiled.models import Cut, Setting, update_costs
 
 pytestmark = [*compiled_by("tpu"), pytest.mark.usefixtures("as_users_compile")]

@@ -12,7 +12,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from tests.compiled.arithmetic import ideal
 from tests.compiled.costs import arrays, costs
-from tests.compiled.described import compiled_by, described_mesh
+from tests.compiled.described import described_mesh
+from tests.compiled.marks import compiled_by
 from tests.compiled.models import Cut, Setting, compiled_update, update_costs
 from twinkle_jax.model.decoder.gather_steps import gather_in_steps, steps_of
 
@@ -57,6 +58,7 @@ def test_either_order_of_the_devices_is_within_the_budget(attention):
         assert found.peak < memory * GIB
     listed, arranged = in_both_orders(attention)
     assert arranged.flops == listed.flops
+    assert arranged.wire == pytest.approx(listed.wire, rel=0.1)
 
 
 @pytest.mark.xfail(
