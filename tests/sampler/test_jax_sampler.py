@@ -115,6 +115,56 @@ def test_a_prompt_is_completed_alike_whatever_stands_behind_it(actor):
     assert [s.tokens for s in alone[0].sequences] == [s.tokens for s in among[0].sequences]
 
 
+@pytest.mark.parametrize("logprobs", [0, 1])
+def test_the_log_probabilities_that_twinkles_scripts_ask_for(actor, logprobs):
+    sampler = JaxSampler(actor)
+    plain, asked = (
+        sampler.sample(CHATS, SamplingParams(max_tokens=6, seed=1, logprobs=count))
+        for count in (None, logprobs)
+    )
+    assert asked[0].sequences[0].logprobs == plain[0].sequences[0].logprobs
+    assert [len(pairs) for pairs in asked[0].sequences[0].logprobs] == [1] * len(
+        asked[0].sequences[0].tokens
+    )
+
+
+FILTERS = [{"top_p": 0.6}, {"top_k": 3}, {"min_p": 0.3}, {"repetition_penalty": 2.0}]
+
+
+@pytest.mark.parametrize("filters", FILTERS, ids=str)
+def test_filters_leave_the_policys_log_probabilities(actor, filters):
+    params = {"max_tokens": 6, "seed": 1, "temperature": 0.7, **filters}
+    response = JaxSampler(actor).sample(CHATS, params, num_samples=4)
+    scored = actor.forward_only(inputs=response.inputs, temperature=0.7)["logps"]
+    sequences = [s for one in response for s in one.sequences]
+    for feature, row, seq in zip(response.inputs, scored, sequences, strict=True):
+        assert seq.logprobs_kind == "policy"
+        expected = row[np.flatnonzero(feature["labels"] != -100)]
+        np.testing.assert_allclose([x[0][1] for x in seq.logprobs], expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("temperature", [0.7, 0])
+def test_log_probabilities_of_what_was_drawn_from_when_asked_for(actor, temperature):
+    params = {"max_tokens": 6, "seed": 1, "temperature": temperature, "top_k": 3}
+    response = JaxSampler(actor).sample(CHATS, params, num_samples=4, logprobs_kind="sampling")
+    logits = actor.forward_only(inputs=response.inputs, return_logits=True)["logits"]
+    sequences = [s for one in response for s in one.sequences]
+    for feature, rows, seq in zip(response.inputs, logits, sequences, strict=True):
+        assert seq.logprobs_kind == "sampling"
+        rows = rows[np.flatnonzero(feature["labels"] != -100)].astype(np.float64)
+        for row, pairs in zip(rows, seq.logprobs, strict=True):
+            [(token, logprob)] = pairs
+            kept = np.sort(row)[-3:] / (temperature or 1)  # renormalised over the three likeliest
+            expected = row[token] / temperature - np.logaddexp.reduce(kept) if temperature else 0
+            assert logprob == pytest.approx(expected, abs=1e-5)
+
+
+def test_no_log_probabilities_when_none_are_asked_for(actor):
+    response = JaxSampler(actor).sample(CHATS, PARAMS, logprobs_kind=None)
+    sequence = response[0].sequences[0]
+    assert sequence.logprobs is None and sequence.logprobs_kind is None and sequence.tokens
+
+
 def test_features_and_strings_are_prompts_too(actor):
     sampler = JaxSampler(actor)
     params = {"max_new_tokens": 6, "seed": 2, "num_samples": 4}
@@ -211,7 +261,9 @@ BAD = [
     ({"params": {"temperature": -1}}, ValueError, "temperature must be"),
     ({"params": {"top_p": 0}}, ValueError, "top_p must be"),
     ({"params": {"stop": "x"}}, ValueError, "stop must be text .* got 'x'"),
-    ({"params": {"logprobs": 3}}, ValueError, "logprobs must be None here, .* got 3"),
+    ({"params": {"logprobs": 2}}, ValueError, "logprobs must be None or 0 or 1 .* got 2"),
+    ({"params": {"prompt_logprobs": 0}}, ValueError, "prompt_logprobs must be None .* got 0"),
+    ({"kind": "raw"}, ValueError, "logprobs_kind must be .* got 'raw'"),
     ({"params": 3}, TypeError, "sampling_params must be SamplingParams, got 3"),
 ]
 
@@ -219,7 +271,11 @@ BAD = [
 @pytest.mark.parametrize(("change", "error", "message"), BAD)
 def test_what_does_not_fit_is_named(actor, change, error, message):
     with pytest.raises(error, match=message):
-        JaxSampler(actor).sample(change.get("inputs", CHATS), change.get("params"))
+        JaxSampler(actor).sample(
+            change.get("inputs", CHATS),
+            change.get("params"),
+            logprobs_kind=change.get("kind", "policy"),
+        )
 
 
 def test_it_needs_one_policy(actor, checkpoint):

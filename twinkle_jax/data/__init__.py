@@ -9,6 +9,7 @@ from twinkle_jax.data.loader import PromptBatch, PromptLoader
 from twinkle_jax.data.prompt_files import read_gsm8k, read_jsonl
 from twinkle_jax.data.reasoning_gym_task import ReasoningGymTask
 from twinkle_jax.data.sample_responses import (
+    LogprobsKind,
     SampledSequence,
     SampleResponse,
     SampleResponses,
@@ -37,6 +38,7 @@ __all__ = [
     "Batch",
     "ChatTemplate",
     "InputFeature",
+    "LogprobsKind",
     "Message",
     "PromptBatch",
     "PromptLoader",

@@ -7,6 +7,7 @@ from typing import Any, Literal
 from twinkle_jax.data.trajectory import InputFeature, Trajectory
 
 StopReason = Literal["length", "stop", "abort", "error"]
+LogprobsKind = Literal["policy", "sampling"]
 
 
 @dataclass
@@ -17,10 +18,15 @@ class SampledSequence:
         stop_reason: `'stop'` at a stop or the end of sequence, `'length'` where room ran out.
         tokens: the tokens that were drawn, the one that ended the sequence included.
         logprobs: for each of them a list of pairs of a token and its log-probability, the drawn
-            token first.
+            token first; None where none were asked for.
         decoded: its text.
         new_input_feature: prompt and completion, to train on: `labels` at each position the token
             that follows, −100 where the policy did not choose it.
+        logprobs_kind: which distribution `logprobs` are of. `'policy'`: all tokens at the
+            temperature, before repetition penalty and filters, as training computes them: right as
+            `old_logps`. `'sampling'`: what was drawn from, renormalised after penalty, top-k, top-p
+            and min-p: wrong in a ratio with training's. At temperature 0 `'policy'` is at
+            temperature 1, and `'sampling'` is 0. None: unknown, or there are none.
     """
 
     stop_reason: StopReason
@@ -28,6 +34,7 @@ class SampledSequence:
     logprobs: list[list[tuple[int, float]]] | None = None
     decoded: str | None = None
     new_input_feature: InputFeature | None = None
+    logprobs_kind: LogprobsKind | None = None
 
 
 @dataclass
@@ -37,7 +44,8 @@ class SampleResponse:
     Attributes:
         sequences: as many as were asked for.
         prompt_token_ids: what the model read.
-        prompt_logprobs: log-probability of each token of the prompt; None for the first.
+        prompt_logprobs: log-probability of each token of the prompt at temperature 1, before
+            filters; None for the first.
         topk_prompt_logprobs: likewise, pairs of the most likely tokens.
     """
 

@@ -49,8 +49,11 @@ class SamplingParams:
         top_k: how many of the most likely tokens may be drawn; −1: all.
         top_p: the most likely tokens up to this probability may be drawn.
         repetition_penalty: above 1, tokens that were there already become less likely.
-        logprobs: how many log-probabilities to return beside the drawn token's.
-        prompt_logprobs: the same for each token of the prompt; None: none at all.
+        logprobs: how many log-probabilities to return for each token. None, 0 and 1: the drawn
+            token's alone. More: the drawn token's, then those of so many likely tokens that are
+            others; on a vLLM server only.
+        prompt_logprobs: how many likely tokens' to return for each token of the prompt, beside its
+            own; None: none at all. On a vLLM server only.
         num_samples: completions of each prompt.
         min_p: tokens may be drawn that have this share of the most likely one's probability.
 

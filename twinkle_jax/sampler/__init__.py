@@ -8,7 +8,7 @@ from twinkle_jax.sampler.drawing.sampling import Sampling
 from twinkle_jax.sampler.generate import generate
 from twinkle_jax.sampler.generate_many import generate_many
 from twinkle_jax.sampler.jax_sampler import JaxSampler
-from twinkle_jax.sampler.vllm.request import ServerError
+from twinkle_jax.sampler.vllm.client import ServerError
 from twinkle_jax.sampler.vllm_sampler import vLLMSampler
 
 __all__ = [

@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from twinkle_jax.data.buckets import bucket_size
-from twinkle_jax.data.sample_responses import SampleResponses
+from twinkle_jax.data.sample_responses import LogprobsKind, SampleResponses
 from twinkle_jax.data.sampling_params import SamplingParams
 from twinkle_jax.data.template import Template
 from twinkle_jax.model.decoder.sharding import partition_rules, shard_like_params
@@ -88,6 +88,7 @@ class JaxSampler:
         sampling_params: SamplingParams | Mapping[str, Any] | None = None,
         *,
         num_samples: int = 1,
+        logprobs_kind: LogprobsKind | None = "policy",
     ) -> SampleResponses:
         """Draw completions.
 
@@ -96,22 +97,31 @@ class JaxSampler:
                 next; strings are encoded as they are.
             sampling_params: how to draw; None for temperature 1 and no filters.
             num_samples: completions of each prompt; 1 leaves it to the parameters.
+            logprobs_kind: which log-probabilities the sequences have. `'policy'`: of the whole
+                distribution at the temperature, as training computes them for the same tokens.
+                `'sampling'`: of the distribution that penalty and filters left. None: none.
 
         Returns:
-            A list with a response for each prompt, in order. `logprobs` are those of the whole
-            distribution at the temperature: what training calls the behaviour policy's.
+            A list with a response for each prompt, in order.
 
         Raises:
-            ValueError: if a prompt is empty or has no room for a token, or a parameter asks for
-                what there is not; the message names it.
+            ValueError: if a prompt is empty or has no room for a token, or a parameter is
+                unsupported; the message names it.
             TypeError: if something has the wrong type.
         """
         asked = _only_drawn_tokens(read_params(sampling_params))
-        vocab, room = self.config.vocab_size, self.max_length
-        call = read_call(inputs, asked, num_samples, self.template, vocab=vocab, room=room)
+        call = read_call(
+            inputs,
+            asked,
+            num_samples,
+            self.template,
+            logprobs_kind,
+            vocab=self.config.vocab_size,
+            room=self.max_length,
+        )
         multiple = 1 if self.mesh is None else self.mesh.shape["data"] * self.mesh.shape["fsdp"]
         tokens, mask = pad_prompts(call.features, multiple=multiple)
-        limits = room - mask.sum(axis=1)
+        limits = self.max_length - mask.sum(axis=1)
         limits = limits if asked.max_tokens is None else limits.clip(max=asked.max_tokens)
         limits[len(call.features) :] = 1
         drawn = generate(
@@ -134,7 +144,8 @@ class JaxSampler:
             compute_dtype=self.dtype,
             mesh=self.mesh,
         )
-        return make_responses(call, read_arrays(drawn, len(call.features) * call.num_samples))
+        rows = len(call.features) * call.num_samples
+        return make_responses(call, read_arrays(drawn, rows, logprobs_kind))
 
     @property
     def params(self) -> Any:
@@ -175,10 +186,11 @@ class JaxSampler:
 
 
 def _only_drawn_tokens(params: SamplingParams) -> SamplingParams:
-    for name in ("logprobs", "prompt_logprobs"):
-        if getattr(params, name) not in ((None, 0) if name == "logprobs" else (None,)):
+    supported = {"logprobs": (None, 0, 1), "prompt_logprobs": (None,)}
+    for name, values in supported.items():
+        if getattr(params, name) not in values:
             raise ValueError(
-                f"{name} must be None here, where only drawn tokens have log-probabilities, "
-                f"got {getattr(params, name)}"
+                f"{name} must be {' or '.join(map(str, values))} with JaxSampler, which has "
+                f"log-probabilities of drawn tokens alone, got {getattr(params, name)}"
             )
     return params

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from twinkle_jax.data.sample_responses import SampleResponses
+from twinkle_jax.data.sample_responses import LogprobsKind, SampleResponses
 from twinkle_jax.data.sampling_params import SamplingParams
 from twinkle_jax.data.template import Template
 from twinkle_jax.model.huggingface.checkpoint_files import CONFIG, locate, read_json
@@ -18,22 +18,28 @@ from twinkle_jax.sampler.requests.call import read_call, read_params
 from twinkle_jax.sampler.requests.from_checkpoint import longest_row, own_template
 from twinkle_jax.sampler.requests.prompts import Prompt, prompt_tokens
 from twinkle_jax.sampler.requests.responses import make_responses
-from twinkle_jax.sampler.vllm.budget import Budget
-from twinkle_jax.sampler.vllm.completion_request import check_params, completion_request
-from twinkle_jax.sampler.vllm.read_completions import Asked, Completions
-from twinkle_jax.sampler.vllm.served_model import Served, names_of
-from twinkle_jax.sampler.vllm.served_policy import ServedPolicy
-from twinkle_jax.sampler.vllm.server import Server
+from twinkle_jax.sampler.vllm.client import Client, Deadline
+from twinkle_jax.sampler.vllm.completions import (
+    Completions,
+    CompletionSettings,
+    check_mode,
+    check_params,
+    completion_request,
+    usable_modes,
+)
+from twinkle_jax.sampler.vllm.served_policy import Served, ServedPolicy, names_of
 
 
 class vLLMSampler:  # noqa: N801  (Twinkle's name)
     """Samples from a vLLM server that you run, with the interface of `JaxSampler`.
 
-    Token ids go in and come out: nothing is tokenised twice. Log-probabilities are those of the
-    distribution that was drawn from, temperature and filters included, which the server must be
-    told to give, `--logprobs-mode processed_logprobs`; the first call sees to it that it does.
-    Before each call the server is asked which model it has and, once `sync_weights` has been
-    called, whether its weights are still those.
+    Token ids go in and come out: nothing is tokenised twice. Which log-probabilities a server can
+    give depends on how it was started. `--logprobs-mode processed_logprobs`: of the whole
+    distribution at any temperature, as long as there are no filters and no repetition penalty.
+    `raw_logprobs`: with those too, at temperature 1 alone. The first call finds out which it is,
+    and a call that would get other log-probabilities than it asks for is refused. Before each call
+    the server is asked which model it has and, once `sync_weights` has been called, whether its
+    weights are still those. Needs the extra `server`.
 
     Args:
         model_id: the model that the server has: a directory with a Hugging Face checkpoint, or a
@@ -51,7 +57,8 @@ class vLLMSampler:  # noqa: N801  (Twinkle's name)
         seed: where randomness begins; None leaves it to the server, which is faster there.
 
     Raises:
-        ValueError: for an address that is none, numbers out of range, or an unreadable checkpoint.
+        ValueError: for a malformed address, numbers out of range, or an unreadable checkpoint.
+        ImportError: if httpx is not installed.
     """
 
     def __init__(
@@ -72,7 +79,7 @@ class vLLMSampler:  # noqa: N801  (Twinkle's name)
         for name, value in (("timeout", timeout), ("tolerance", tolerance)):
             if value is not None and not 0 < value < math.inf:
                 raise ValueError(f"{name} must be a finite number above 0, got {value!r}")
-        self._server = Server(base_url, api_key=api_key, retries=retries)
+        self._client = Client(base_url, api_key=api_key, retries=retries)
         source = locate(model_id)
         self.config = parse_config(read_json(source, CONFIG))
         self.template = template or own_template(source)
@@ -80,7 +87,7 @@ class vLLMSampler:  # noqa: N801  (Twinkle's name)
         self.timeout, self.seed, self.calls = timeout, seed, 0
         self.shared_dir = None if shared_dir is None else Path(shared_dir).expanduser().resolve()
         self._policy = ServedPolicy(
-            self._server,
+            self._client,
             names_of(model_id, served_name),
             self.config.vocab_size,
             self.max_length,
@@ -93,46 +100,55 @@ class vLLMSampler:  # noqa: N801  (Twinkle's name)
         sampling_params: SamplingParams | Mapping[str, Any] | None = None,
         *,
         num_samples: int = 1,
+        logprobs_kind: LogprobsKind | None = "policy",
     ) -> SampleResponses:
         """Draw completions.
 
         Args:
             inputs: as for [`JaxSampler`][twinkle_jax.sampler.JaxSampler].
-            sampling_params: how to draw; None for temperature 1 and no filters. `logprobs` and
-                `prompt_logprobs` are answered too; those of prompts are at temperature 1.
+            sampling_params: how to draw; None for temperature 1 and no filters.
             num_samples: completions of each prompt; 1 leaves it to the parameters.
+            logprobs_kind: as for [`JaxSampler.sample`][twinkle_jax.sampler.JaxSampler.sample]; None
+                lets every server draw with every parameter.
 
         Returns:
             A list with a response for each prompt, in order.
 
         Raises:
-            ValueError: if a prompt is empty or too long, or a parameter is none that vLLM takes;
-                the message names it.
+            ValueError: if a prompt is empty or too long, vLLM does not take a parameter, or no
+                server has log-probabilities of that kind for it; the message names it.
             TypeError: if something has the wrong type.
-            ServerError: if the server is not there, ends, takes too long, has another model or
-                other weights, or answers what cannot be.
+            ServerError: if the server cannot be reached, takes too long, has another model, other
+                weights or other log-probabilities, or its answer is not what was asked for.
         """
-        asked = read_params(sampling_params)
+        params = read_params(sampling_params)
         vocab, room = self.config.vocab_size, self.max_length
-        check_params(asked, vocab)
-        call = read_call(inputs, asked, num_samples, self.template, vocab=vocab, room=room)
+        check_params(params, vocab)
+        call = read_call(
+            inputs, params, num_samples, self.template, logprobs_kind, vocab=vocab, room=room
+        )
+        modes = usable_modes(params, logprobs_kind, vocab)
         prompts = [prompt_tokens(feature).tolist() for feature in call.features]
-        seeds = self._seeds(asked.seed, len(prompts))
-        with Budget(self.timeout) as budget:
-            served = self._policy.check(budget)
-            requests = []
-            for i, (prompt, seed) in enumerate(zip(prompts, seeds, strict=True)):
-                limit = self._limit(i, prompt, served, asked)
-                one = Asked(
-                    served.name, prompt, call.num_samples, limit, seed, asked, call.stops, vocab
-                )
-                requests.append(completion_request(one, f"inputs[{i}]"))
-            answers: list[Completions] = self._server.call_all(budget, requests)
-        responses = make_responses(call, [drawn for answer in answers for drawn in answer.drawn])
+        seeds = self._seeds(params.seed, len(prompts))
+        deadline = Deadline(self.timeout)
+        served, mode = self._policy.check(deadline)
+        check_mode(self._client.url, mode, modes, logprobs_kind)
+        requests = []
+        for i, (prompt, seed) in enumerate(zip(prompts, seeds, strict=True)):
+            limit = self._limit(i, prompt, served, params)
+            settings = CompletionSettings(
+                served.name, prompt, call.num_samples, limit, seed, params, call.stops, vocab
+            )
+            requests.append(completion_request(settings, f"inputs[{i}]"))
+        answers: list[Completions] = self._client.send_requests(deadline, requests)
+        drawn = [one for answer in answers for one in answer.drawn]
+        if logprobs_kind == "sampling" and params.temperature == 0:  # vLLM gives temperature 1
+            drawn = [one._replace(logprobs=[[(x, 0.0)] for x in one.tokens]) for one in drawn]
+        responses = make_responses(call, drawn)
         for response, answer in zip(responses, answers, strict=True):
             if answer.prompt is not None:
                 response.prompt_logprobs = [x[0][1] if x else None for x in answer.prompt]
-                response.topk_prompt_logprobs = answer.prompt if asked.prompt_logprobs else None
+                response.topk_prompt_logprobs = answer.prompt if params.prompt_logprobs else None
         return responses
 
     def sync_weights(self, actor: TransformersModel, *, merge: bool = False) -> None:
@@ -157,8 +173,7 @@ class vLLMSampler:  # noqa: N801  (Twinkle's name)
             raise ValueError("actor must have the configuration of the sampler, got another one")
         if self.shared_dir is None:
             raise ValueError("shared_dir must be a directory that the server sees too, got None")
-        with Budget(self.timeout) as budget:
-            self._policy.load(budget, actor, self.shared_dir, merge=merge)
+        self._policy.load(Deadline(self.timeout), actor, self.shared_dir, merge=merge)
 
     def set_template(self, template: Template) -> None:
         """Choose what makes tokens of conversations, and text of tokens."""
@@ -166,7 +181,7 @@ class vLLMSampler:  # noqa: N801  (Twinkle's name)
 
     # Inside.
 
-    def _limit(self, i: int, prompt: list[int], served: Served, asked: SamplingParams) -> int:
+    def _limit(self, i: int, prompt: list[int], served: Served, params: SamplingParams) -> int:
         """Say how many tokens a completion may have, here and on the server."""
         room = min(self.max_length, served.max_length) - len(prompt)
         if room < 1:
@@ -174,7 +189,7 @@ class vLLMSampler:  # noqa: N801  (Twinkle's name)
                 f"inputs[{i}] must have fewer tokens than the server's max_model_len="
                 f"{served.max_length}, got {len(prompt)}"
             )
-        return room if asked.max_tokens is None else min(room, asked.max_tokens)
+        return room if params.max_tokens is None else min(room, params.max_tokens)
 
     def _seeds(self, seed: int | None, prompts: int) -> list[int | None]:
         """Give each prompt its own: vLLM draws alike from two that have the same."""

@@ -20,6 +20,7 @@ def serving(checkpoint):
 def server(serving):
     """The server as it was at first, and well-behaved."""
     serving.alter, serving.take_over, serving.asked = {}, {}, []
-    serving.processed, serving.loads, serving.max_model_len = True, True, ROOM
+    serving.logprobs_mode, serving.shift = "processed_logprobs", 0.0
+    serving.loads, serving.max_model_len = True, ROOM
     serving.models = {serving.name: serving.first}
     return serving

@@ -54,7 +54,8 @@ class FakeServer:
         alter: for a path, a function that changes the JSON of an answer.
         take_over: for a path, a function of a handler that answers otherwise; True if it has.
         asked: path and JSON of each request, in order.
-        processed: whether log-probabilities are of what was drawn from.
+        logprobs_mode: which scores it gives, as vLLM's option of that name.
+        shift: what is added to logits that it gives.
         loads: whether weights are loaded when it says so.
     """
 
@@ -63,8 +64,8 @@ class FakeServer:
         self.first = TransformersModel(model_id=directory)
         self.models = {self.name: self.first}
         self.alter, self.take_over, self.asked = {}, {}, []
-        self.processed = self.loads = True
-        self.max_model_len = ROOM
+        self.logprobs_mode, self.loads = "processed_logprobs", True
+        self.max_model_len, self.shift = ROOM, 0.0
         self._compiled = jax.jit(
             lambda params, config, tokens: output_logits(
                 params, hidden_states(params, config, tokens)
@@ -155,18 +156,19 @@ class FakeServer:
         tokens, own, tops, reason = [], [], [], "length"
         for _ in range(body["max_tokens"]):
             raw = self.logits(model, body["prompt"] + tokens)[-1].astype(np.float64)
-            scaled = raw / (body["temperature"] or 1)
-            for token in set(range(len(scaled))) - set(body.get("allowed_token_ids", range(99))):
-                scaled[token] = -np.inf
-            drawn_from = log_softmax(scaled)
-            token = int(rng.choice(len(raw), p=np.exp(drawn_from)))
+            processed = self.process(raw, body, tokens)
+            token = int(rng.choice(len(raw), p=np.exp(processed)))
             if not body["temperature"]:
-                token = int(np.argmax(raw))
-            said = drawn_from if self.processed else log_softmax(raw)
-            best = {int(t) for t in np.argsort(said)[::-1][: body["logprobs"]]} | {token}
+                token = int(np.argmax(processed))
+            scores = {
+                "processed_logprobs": processed,
+                "raw_logprobs": log_softmax(raw),
+                "raw_logits": raw + self.shift,
+            }[self.logprobs_mode]
+            best = {int(t) for t in np.argsort(scores)[::-1][: body["logprobs"]]} | {token}
             tokens.append(token)
-            own.append(max(float(said[token]), -9999.0))
-            tops.append({f"token_id:{t}": max(float(said[t]), -9999.0) for t in best})
+            own.append(max(float(scores[token]), -9999.0))
+            tops.append({f"token_id:{t}": max(float(scores[t]), -9999.0) for t in best})
             if token in body["stop_token_ids"]:
                 reason = "stop"
                 break
@@ -180,6 +182,20 @@ class FakeServer:
             "prompt_logprobs": self.prompt_logprobs(model, body),
         }
 
+    def process(self, raw, body, tokens):
+        """Log-probabilities of what is drawn from, in the order in which vLLM changes logits."""
+        logits = raw.copy()
+        logits[
+            sorted(set(range(len(raw))) - set(body.get("allowed_token_ids", range(99))))
+        ] = -np.inf
+        seen = sorted({*body["prompt"], *tokens})
+        penalty = body["repetition_penalty"]
+        logits[seen] = np.where(logits[seen] > 0, logits[seen] / penalty, logits[seen] * penalty)
+        if not body["temperature"]:
+            return log_softmax(logits)
+        filters = (body["min_p"], body["top_k"] or len(raw), body["top_p"])
+        return behind_filters(logits, body["temperature"], *filters)
+
     def prompt_logprobs(self, model, body):
         if body["prompt_logprobs"] is None:
             return None
@@ -190,6 +206,19 @@ class FakeServer:
             best = {int(t) for t in np.argsort(said)[::-1][: body["prompt_logprobs"]]} | {token}
             rows.append({str(t): {"logprob": float(said[t]), "rank": 1} for t in best})
         return rows
+
+
+def behind_filters(logits, temperature, min_p, top_k, top_p):
+    """Log-probabilities that are left, in the order in which vLLM filters."""
+    scaled = logits.astype(np.float64) / temperature
+    weights = np.exp(scaled - scaled.max())
+    weights[weights < min_p] = 0
+    order = np.argsort(-weights)
+    weights[order[top_k:]] = 0
+    before = np.cumsum(weights[order]) - weights[order]
+    weights[order[before >= top_p * weights.sum()]] = 0
+    with np.errstate(divide="ignore"):
+        return np.log(weights / weights.sum())
 
 
 def log_softmax(logits):

@@ -10,15 +10,13 @@ import pytest
 
 from tests.examples import load
 from tests.sampler.vllm.actors import changed, gap
-from tests.sampler.vllm.fake_server import adapters_in, write_checkpoint
+from tests.sampler.vllm.fake_server import adapters_in, behind_filters, write_checkpoint
 from tests.sampler.vllm.real_server import vllm_server
 from twinkle_jax.data import SamplingParams
 from twinkle_jax.model import LoraConfig, TransformersModel
 from twinkle_jax.sampler import JaxSampler, ServerError, vLLMSampler
-from twinkle_jax.sampler.vllm.budget import Budget
-from twinkle_jax.sampler.vllm.probe import Probe, prove
-from twinkle_jax.sampler.vllm.server import Server
-from twinkle_jax.sampler.vllm.weights import load_checkpoint
+from twinkle_jax.sampler.vllm.client import Client, Deadline
+from twinkle_jax.sampler.vllm.served_policy import Probe, load_checkpoint, prove
 
 pytestmark = pytest.mark.exhaustive
 
@@ -80,25 +78,12 @@ def test_log_probabilities_are_those_of_the_policy(request, make, kind, temperat
     )
 
 
-def behind_filters(logits, temperature, min_p, top_k, top_p):
-    """Log-probabilities that are left, in the order in which vLLM filters."""
-    scaled = logits.astype(np.float64) / temperature
-    weights = np.exp(scaled - scaled.max())
-    weights[weights < min_p] = 0
-    order = np.argsort(-weights)
-    weights[order[top_k:]] = 0
-    before = np.cumsum(weights[order]) - weights[order]
-    weights[order[before >= top_p * weights.sum()]] = 0
-    with np.errstate(divide="ignore"):
-        return np.log(weights / weights.sum())
-
-
 @pytest.mark.parametrize("filters", [(0.0, 5, 1.0), (0.0, 17, 0.8), (0.1, 17, 1.0), (0.05, 8, 0.9)])
 def test_log_probabilities_are_those_behind_the_filters(make, untied, filters):
     actor, sampler = make(untied)
     asked = dict(zip(("min_p", "top_k", "top_p"), filters, strict=True))
     params = SamplingParams(max_tokens=20, temperature=0.9, **asked)
-    response = sampler.sample(PROMPTS, params, num_samples=8)
+    response = sampler.sample(PROMPTS, params, num_samples=8, logprobs_kind="sampling")
     logits = actor.forward_only(inputs=response.inputs, return_logits=True)["logits"]
     for feature, rows, seq in zip(response.inputs, logits, all_sequences(response), strict=True):
         rows = rows[np.flatnonzero(feature["labels"] != -100)]
@@ -192,12 +177,11 @@ def test_adapters_are_loaded_and_merged(make, untied, tmp_path):
 def test_a_head_that_stays_behind_is_found_out(make, tied, tmp_path):
     actor, sampler = make(tied)
     changed(actor).save(tmp_path / "as-it-stands")  # tied, as no sampler would write it
-    server, name = Server(tied[1]), str(tied[0])
-    with Budget(200) as budget:
-        load_checkpoint(server, budget, tmp_path / "as-it-stands")  # which answers with success
-        probe = Probe(actor.config.vocab_size, 64)
-        with pytest.raises(ServerError, match=r"must have the actor's weights: .* got 0\.\d"):
-            prove(server, budget, probe, name, actor, 1e-3)
+    client, name, deadline = Client(tied[1]), str(tied[0]), Deadline(200)
+    load_checkpoint(client, deadline, tmp_path / "as-it-stands")  # which answers with success
+    probe = Probe(actor.config.vocab_size, 64)
+    with pytest.raises(ServerError, match=r"must have the actor's weights: .* got 0\.\d"):
+        prove(client, deadline, probe, name, actor, 1e-3)
     with pytest.raises(ServerError, match="must have the weights of the last sync_weights"):
         sampler.sample("12")
     sampler.sync_weights(actor)

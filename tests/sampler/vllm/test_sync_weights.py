@@ -57,10 +57,16 @@ def test_weights_that_were_not_loaded_are_found_out(sampler, server, checkpoint)
     sampler.sample("12", ASK)
 
 
-def test_a_server_that_says_other_log_probabilities_is_found_out(sampler, server, checkpoint):
-    server.processed = False
-    with pytest.raises(ServerError, match="start it with --logprobs-mode processed_logprobs"):
-        sampler.sync_weights(TransformersModel(model_id=checkpoint))
+def test_weights_are_proved_whichever_log_probabilities_there_are(sampler, server, checkpoint):
+    actor = TransformersModel(model_id=checkpoint)
+    for mode in ("raw_logprobs", "processed_logprobs"):
+        server.logprobs_mode = mode
+        sampler.sync_weights(changed(actor))
+        assert gap(sampler.sample("12", ASK), actor) < 1e-5
+    sampler.sample("12", {**ASK, "temperature": 0.7})  # the mode is asked for after each sync
+    server.logprobs_mode, server.shift = "raw_logits", -9.0
+    with pytest.raises(ServerError, match="must have the actor's weights"):
+        sampler.sync_weights(actor)
 
 
 @pytest.mark.exhaustive

@@ -1,17 +1,20 @@
 """Twinkle's sampler on a vLLM server: what it sends, and what it makes of answers."""
 
+import asyncio
+import sys
+
 import numpy as np
 import pytest
 
 from twinkle_jax.data import SamplingParams, Template
 from twinkle_jax.model import TransformersModel
 from twinkle_jax.sampler import ServerError, vLLMSampler
-from twinkle_jax.sampler.vllm.exchange import read_address
+from twinkle_jax.sampler.vllm.client import read_server_url
 
 pytest.importorskip("safetensors", reason="pip install 'twinkle-jax[checkpoints]'")
 pytest.importorskip("tokenizers", reason="pip install 'twinkle-jax[data]'")
 
-from tests.sampler.vllm.fake_server import ROOM
+from tests.sampler.vllm.fake_server import ROOM, send
 
 CHATS = [
     {"messages": [{"role": "user", "content": "12+3="}], "user_data": [("ground_truth", "15")]},
@@ -60,7 +63,8 @@ def test_sequences_hold_what_training_needs(sampler, actor, temperature):
 
 def test_nothing_is_left_to_the_server(sampler, server):
     given = {"max_tokens": 4, "temperature": 0.5, "top_k": 3, "top_p": 0.8, "min_p": 0.1}
-    sampler.sample("12", {**given, "repetition_penalty": 1.5, "stop": ["+3", "<|user|>"]})
+    asked = {**given, "repetition_penalty": 1.5, "stop": ["+3", "<|user|>"]}
+    sampler.sample("12", asked, logprobs_kind="sampling")
     body = server.asked[-1][1]
     tokenizer = sampler.template.tokenizer
     assert body.items() >= {**given, "repetition_penalty": 1.5, "n": 1, "logprobs": 0}.items()
@@ -99,6 +103,9 @@ def test_further_log_probabilities_are_there_when_asked_for(sampler, actor):
     one = sampler.sample("12+", asked)[0]
     for own, *others in one.sequences[0].logprobs:
         assert own[0] not in dict(others) and len(others) in (1, 2)
+    for alone in (None, 0, 1):  # 1 is what Twinkle's scripts pass: the drawn token's
+        seq = sampler.sample("12+", {"max_tokens": 3, "logprobs": alone})[0].sequences[0]
+        assert [[pair[0] for pair in pairs] for pairs in seq.logprobs] == [[x] for x in seq.tokens]
     ids = one.prompt_token_ids
     scored = actor.forward_only(inputs=[{"input_ids": ids}])["logps"][0]
     assert one.prompt_logprobs[0] is None
@@ -123,7 +130,7 @@ def test_what_filters_have_dropped_is_not_listed(sampler, server):
         return answer
 
     server.alter[COMPLETIONS] = add
-    one = sampler.sample("12", {"max_tokens": 3, "logprobs": 1, "seed": 4})[0]
+    one = sampler.sample("12", {"max_tokens": 3, "logprobs": 2, "seed": 4})[0]
     assert all(7 not in dict(pairs) for pairs in one.sequences[0].logprobs)
 
 
@@ -177,6 +184,7 @@ BAD = [
     ({"params": {"stop": "x"}}, ValueError, "stop must be text .* got 'x'"),
     ({"params": 3}, TypeError, "sampling_params must be SamplingParams, got 3"),
     ({"num_samples": 0}, ValueError, "num_samples must be at least 1, got 0"),
+    ({"logprobs_kind": "raw"}, ValueError, "logprobs_kind must be .* got 'raw'"),
 ]
 
 
@@ -189,6 +197,7 @@ def test_what_does_not_fit_is_named_before_the_server_is_asked(
             change.get("inputs", CHATS),
             change.get("params"),
             num_samples=change.get("num_samples", 1),
+            logprobs_kind=change.get("logprobs_kind", "policy"),
         )
     assert server.asked == []
 
@@ -198,7 +207,12 @@ def test_what_does_not_fit_is_named_before_the_server_is_asked(
     [
         ({"base_url": "localhost:8000"}, "base_url must be http://HOST:PORT .* got 'localhost:8"),
         ({"base_url": "http://x:y"}, "base_url must be http://HOST:PORT"),
+        ({"base_url": "http://x:99999"}, "base_url must be http://HOST:PORT"),
+        ({"base_url": 8000}, "base_url must be http://HOST:PORT"),
+        ({"base_url": "http://x?y"}, "base_url must be http://HOST:PORT"),
         ({"base_url": "http://me:secret@x"}, "base_url must be without a name and password"),
+        ({"api_key": "secret\n"}, "api_key must be printable"),
+        ({"api_key": "secret€"}, "api_key must be printable"),
         ({"retries": -1}, "retries must be an int of at least 0, got -1"),
         ({"timeout": 0}, "timeout must be a finite number above 0, got 0"),
         ({"tolerance": float("nan")}, "tolerance must be a finite number above 0, got nan"),
@@ -212,13 +226,118 @@ def test_a_sampler_is_not_made_of_what_does_not_fit(checkpoint, change, message)
     assert "secret" not in str(caught.value)
 
 
-def test_log_probabilities_must_be_of_what_is_drawn_from(sampler, server):
-    server.processed = False
+FILTERS = [{"top_p": 0.6}, {"top_k": 3}, {"min_p": 0.3}, {"repetition_penalty": 2.0}]
+RAW, PROCESSED = "raw_logprobs", "processed_logprobs"
+
+
+def logprobs_of(response):
+    return np.concatenate([[x[0][1] for x in s.logprobs] for s in response[0].sequences])
+
+
+def policy_logprobs(actor, response, temperature=1.0):
+    """The trainer's log-probabilities of what was drawn."""
+    scored = actor.forward_only(inputs=response.inputs, temperature=temperature)["logps"]
+    rows = zip(response.inputs, scored, strict=True)
+    return np.concatenate([row[np.flatnonzero(f["labels"] != -100)] for f, row in rows])
+
+
+def kinds_of(response):
+    return {seq.logprobs_kind for seq in response[0].sequences}
+
+
+@pytest.mark.parametrize("filters", FILTERS, ids=str)
+def test_filters_leave_the_policys_log_probabilities_at_temperature_1(
+    sampler, server, actor, filters
+):
+    server.logprobs_mode = RAW
+    asked = {"max_tokens": 6, "seed": 1, **filters}
+    response = sampler.sample("12", asked, num_samples=4)
+    assert kinds_of(response) == {"policy"}
+    np.testing.assert_allclose(logprobs_of(response), policy_logprobs(actor, response), atol=1e-5)
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.0])
+@pytest.mark.parametrize("filters", FILTERS, ids=str)
+def test_renormalised_log_probabilities_are_never_called_the_policys(
+    sampler, server, actor, filters, temperature
+):
+    asked = {"max_tokens": 6, "seed": 1, "temperature": temperature, **filters}
+    error = (ServerError, "--logprobs-mode raw_logprobs$")
+    if temperature != 1:
+        error = (ValueError, f"temperature must be 1 with {next(iter(filters))}")
+    with pytest.raises(error[0], match=error[1]):
+        sampler.sample("12", asked)
+    response = sampler.sample("12", asked, num_samples=4, logprobs_kind="sampling")
+    assert kinds_of(response) == {"sampling"}
+    gaps = logprobs_of(response) - policy_logprobs(actor, response, temperature)
+    assert np.abs(gaps).max() > 0.1
+
+
+@pytest.mark.parametrize(
+    ("mode", "params", "kind", "fits"),
+    [
+        (RAW, {}, "policy", True),
+        (RAW, {"temperature": 0}, "policy", True),
+        (RAW, {"temperature": 0, "top_p": 0.5, "repetition_penalty": 2.0}, "policy", True),
+        (RAW, {"temperature": 0.7}, "policy", False),
+        (RAW, {}, "sampling", True),
+        (RAW, {"top_k": 19}, "sampling", True),
+        (RAW, {"top_k": 18}, "sampling", False),
+        (RAW, {"temperature": 0.7}, "sampling", False),
+        (RAW, {"temperature": 0, "repetition_penalty": 2.0}, "sampling", True),
+        (PROCESSED, {"top_k": 19, "temperature": 0.7}, "policy", True),
+        (PROCESSED, {"temperature": 0, "top_k": 2}, "policy", True),
+        (PROCESSED, {"temperature": 0, "repetition_penalty": 2.0}, "policy", False),
+        (PROCESSED, {"temperature": 0, "repetition_penalty": 2.0}, "sampling", True),
+        (RAW, {"temperature": 0.7, "min_p": 0.3}, None, True),
+        (PROCESSED, {"temperature": 0.7, "min_p": 0.3}, None, True),
+    ],
+)
+def test_a_server_is_used_if_it_has_the_log_probabilities(
+    sampler, server, actor, mode, params, kind, fits
+):
+    server.logprobs_mode = mode
+    asked = {"max_tokens": 6, "seed": 1, **params}
+    if not fits:
+        other = {RAW: PROCESSED, PROCESSED: RAW}[mode]
+        for _ in range(2):
+            with pytest.raises(ServerError, match=f"{mode}: start it with --logprobs-mode {other}"):
+                sampler.sample("12", asked, logprobs_kind=kind)
+        return
+    response = sampler.sample("12", asked, num_samples=2, logprobs_kind=kind)
+    assert kinds_of(response) == {kind}
+    if kind is None:
+        assert all(seq.logprobs is None for seq in response[0].sequences)
+        return
+    expected = policy_logprobs(actor, response, params.get("temperature") or 1.0)
+    if kind == "sampling" and params.get("temperature") == 0:
+        expected = 0 * expected
+    np.testing.assert_allclose(logprobs_of(response), expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("shift", [0.0, 30.0, -2.0])
+def test_a_server_that_gives_logits_is_refused(sampler, server, shift):
+    server.logprobs_mode, server.shift = "raw_logits", shift
+    with pytest.raises(ServerError, match="logprobs-mode"):
+        sampler.sample("12", {"max_tokens": 1})
+
+
+def test_the_mode_is_asked_for_once_and_again_after_an_error(sampler, server):
+    server.take_over[COMPLETIONS] = lambda handler: send(handler, 400, b"no") or True
+    with pytest.raises(ServerError):
+        sampler.sample("12", {"max_tokens": 1})
+    server.take_over.clear()
     for _ in range(2):
-        with pytest.raises(ServerError, match="start it with --logprobs-mode processed_logprobs"):
-            sampler.sample("12", {"max_tokens": 1})
-    server.processed = True
-    sampler.sample("12", {"max_tokens": 1})
+        sampler.sample("12", {"max_tokens": 1})
+    forced = [body for _, body in server.asked if body and "allowed_token_ids" in body]
+    assert len(forced) in (3, 4)  # two of a probe; the first error may have ended the other one
+
+
+def test_a_call_inside_an_event_loop(sampler):
+    async def cell():
+        return sampler.sample("12", {"max_tokens": 2})
+
+    assert tokens_of(asyncio.run(cell()))
 
 
 def test_the_key_is_sent_and_not_shown(server, checkpoint):
@@ -258,23 +377,42 @@ def test_a_model_may_have_another_name(server, checkpoint):
 
 
 @pytest.mark.parametrize(
-    ("base_url", "url", "port", "prefix"),
+    ("base_url", "url"),
     [
-        ("http://gpu:8000", "http://gpu:8000", 8000, ""),
-        ("http://gpu:8000/v1/", "http://gpu:8000", 8000, ""),
-        ("http://gpu", "http://gpu", 80, ""),
-        ("https://gpu/vllm/v1", "https://gpu/vllm", 443, "/vllm"),
-        ("http://[::1]:8000", "http://[::1]:8000", 8000, ""),
+        ("http://gpu:8000", "http://gpu:8000"),
+        ("http://gpu:8000/v1/", "http://gpu:8000"),
+        ("http://gpu", "http://gpu"),
+        ("https://gpu/vllm/v1", "https://gpu/vllm"),
+        ("http://[::1]:8000", "http://[::1]:8000"),
     ],
 )
-def test_addresses(base_url, url, port, prefix):
-    address = read_address(base_url)
-    assert (address.url, address.port, address.prefix) == (url, port, prefix)
-    assert (address.tls is not None) == base_url.startswith("https")
+def test_addresses(base_url, url):
+    assert read_server_url(base_url) == url
+
+
+def test_the_environments_proxies_and_passwords_are_not_used(
+    server, checkpoint, monkeypatch, tmp_path
+):
+    (tmp_path / "netrc").write_text("machine 127.0.0.1 login me password secret")
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:1")
+    headers = []
+    server.take_over["/v1/models"] = lambda handler: headers.append(handler.headers)
+    sampler = vLLMSampler(model_id=checkpoint, base_url=server.url, retries=0)
+    assert tokens_of(sampler.sample("12", {"max_tokens": 1}))
+    assert [one["Authorization"] for one in headers] == [None]
+
+
+def test_a_missing_httpx_is_named_with_its_extra(checkpoint, monkeypatch):
+    monkeypatch.setitem(sys.modules, "httpx", None)
+    with pytest.raises(ImportError, match=r"pip install 'twinkle-jax\[server\]'"):
+        vLLMSampler(model_id=checkpoint, base_url="http://127.0.0.1:1")
 
 
 def test_a_server_that_does_not_speak_tls(server, checkpoint):
     url = server.url.replace("http:", "https:")
     sampler = vLLMSampler(model_id=checkpoint, base_url=url, retries=0)
-    with pytest.raises(ServerError, match=f"{url} must answer GET /v1/models, got SSLError"):
+    with pytest.raises(
+        ServerError, match=f"{url} must answer GET /v1/models, got ConnectError.*SSL"
+    ):
         sampler.sample("12")

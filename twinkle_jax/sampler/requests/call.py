@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from twinkle_jax.data.sample_responses import LogprobsKind
 from twinkle_jax.data.sampling_params import SamplingParams
 from twinkle_jax.data.template import Template
 from twinkle_jax.data.trajectory import InputFeature
@@ -11,13 +12,14 @@ from twinkle_jax.sampler.requests.stops import Stops, read_stops
 
 
 class Call(NamedTuple):
-    """Prompts, how often and how to go on from each, and where to end."""
+    """Prompts, how many completions of each, how they are drawn, and what is returned of them."""
 
     params: SamplingParams
     num_samples: int
     features: list[InputFeature]
     stops: Stops
     template: Template | None
+    logprobs_kind: LogprobsKind | None
 
 
 def read_params(given: SamplingParams | Mapping[str, Any] | None) -> SamplingParams:
@@ -34,13 +36,19 @@ def read_call(
     params: SamplingParams,
     num_samples: int,
     template: Template | None,
+    logprobs_kind: LogprobsKind | None,
     *,
     vocab: int,
     room: int,
 ) -> Call:
     """Read prompts and stops; `num_samples=1` leaves it to the parameters."""
+    if logprobs_kind not in ("policy", "sampling", None):
+        raise ValueError(
+            f"logprobs_kind must be 'policy', 'sampling' or None, got {logprobs_kind!r}"
+        )
     num_samples = params.num_samples if num_samples == 1 else num_samples
     if num_samples < 1:
         raise ValueError(f"num_samples must be at least 1, got {num_samples}")
     features = read_prompts(inputs, template, vocab=vocab, room=room)
-    return Call(params, num_samples, features, read_stops(params, template), template)
+    stops = read_stops(params, template)
+    return Call(params, num_samples, features, stops, template, logprobs_kind)

@@ -6,7 +6,12 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from twinkle_jax.data.extend_feature import extend_feature
-from twinkle_jax.data.sample_responses import SampledSequence, SampleResponse, SampleResponses
+from twinkle_jax.data.sample_responses import (
+    LogprobsKind,
+    SampledSequence,
+    SampleResponse,
+    SampleResponses,
+)
 from twinkle_jax.sampler.completions import STOP, Completions
 from twinkle_jax.sampler.requests.call import Call
 from twinkle_jax.sampler.requests.prompts import prompt_tokens
@@ -29,11 +34,13 @@ class Drawn(NamedTuple):
     end: End
 
 
-def read_arrays(completions: Completions, rows: int) -> list[Drawn]:
+def read_arrays(completions: Completions, rows: int, kind: LogprobsKind | None) -> list[Drawn]:
     """Take completions out of arrays; rows that only filled up the batch are left out."""
     stopped = np.asarray(completions.finish_reasons) == STOP
     lengths = np.asarray(completions.lengths)
-    tokens, logprobs = np.asarray(completions.tokens), np.asarray(completions.logprobs)
+    tokens = np.asarray(completions.tokens)
+    sampling = kind == "sampling"
+    logprobs = np.asarray(completions.sampling_logprobs if sampling else completions.logprobs)
     found = []
     for row in range(rows):
         own = tokens[row, : lengths[row]].tolist()
@@ -74,9 +81,10 @@ def _sequence(feature: Mapping[str, Any], drawn: Drawn, call: Call) -> SampledSe
     return SampledSequence(
         stop_reason="stop" if stopped else "length",
         tokens=tokens,
-        logprobs=drawn.logprobs[: len(tokens)],
+        logprobs=None if call.logprobs_kind is None else drawn.logprobs[: len(tokens)],
         decoded=text,
         new_input_feature=grown,
+        logprobs_kind=call.logprobs_kind,
     )
 
 

@@ -1,42 +1,62 @@
-"""The policy on a server: which model and adapter it is, and that its weights are right."""
+"""The policy on a server: which model it is, that its weights are right, and how they get there."""
 
 import secrets
 import shutil
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any, NamedTuple
 
-from twinkle_jax.model.decoder.lora import walk
+import jax
+import numpy as np
+
+from twinkle_jax.data.sampling_params import SamplingParams
+from twinkle_jax.model.decoder.lora import merge_adapter, walk
+from twinkle_jax.model.decoder.module import Decoder
+from twinkle_jax.model.huggingface.checkpoint_write import save_pretrained
 from twinkle_jax.model.twinkle.transformers_model import TransformersModel
-from twinkle_jax.sampler.vllm.budget import Budget
-from twinkle_jax.sampler.vllm.probe import (
-    Probe,
-    Scores,
-    check_mode,
-    check_unchanged,
-    first_tokens,
-    prove,
+from twinkle_jax.sampler.requests.stops import Stops
+from twinkle_jax.sampler.vllm.client import (
+    Client,
+    Deadline,
+    Request,
+    ServerError,
+    read_integer,
+    read_list,
+    read_object,
+    refuse,
 )
-from twinkle_jax.sampler.vllm.request import ServerError
-from twinkle_jax.sampler.vllm.served_model import Served, models_request
-from twinkle_jax.sampler.vllm.server import Server
-from twinkle_jax.sampler.vllm.weights import (
-    load_adapter,
-    load_checkpoint,
-    save_for_server,
-    unload_adapter,
+from twinkle_jax.sampler.vllm.completions import (
+    Completions,
+    CompletionSettings,
+    LogprobsMode,
+    completion_request,
 )
 
 _TOLERANCES = {"float32": 1e-3}
-_OTHER_TYPES = 0.1  # have fewer digits
+_OTHER_TOLERANCE = 0.1  # of types with fewer digits
+_RESUME_SECONDS = 60.0  # whatever of the call's time has been used before
+_DEV_HINT = ": start it with VLLM_SERVER_DEV_MODE=1 in its environment"
+_LORA_HINT = (
+    ": start it with --enable-lora, and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 in its environment"
+)
+
+
+class Served(NamedTuple):
+    """A model on a server: its name there, and the most tokens of a row."""
+
+    name: str
+    max_length: int
 
 
 class ServedPolicy:
     """What a server is to sample from.
 
     Args:
-        server: the server.
-        names: what it may call the model.
+        client: sends requests to the server.
+        names: what the server may call the model.
         vocab: token ids lie below it.
         max_length: the most tokens of a row.
         tolerance: by how much scores may differ on average; None: by the actor's type.
@@ -44,49 +64,49 @@ class ServedPolicy:
 
     def __init__(
         self,
-        server: Server,
+        client: Client,
         names: Sequence[str],
         vocab: int,
         max_length: int,
         tolerance: float | None,
     ) -> None:
-        self._server, self._names = server, names
+        self._client, self._names = client, names
         self._vocab, self._max_length, self._tolerance = vocab, max_length, tolerance
         self._adapter: Path | None = None
-        self._proved: tuple[Probe, Scores, float] | None = None
-        self._failed = self._asked_for_mode = False
+        self._proof: tuple[Probe, Scores, float] | None = None
+        self._mode: LogprobsMode | None = None
+        self._sync_failed = False
 
-    def check(self, budget: Budget) -> Served:
-        """Ask a server whether it has the model, its weights, and the right log-probabilities.
+    def check(self, deadline: Deadline) -> tuple[Served, LogprobsMode]:
+        """Ask a server whether it has the model, and the weights of the last `load`.
 
         Returns:
-            The name to ask for, and the most tokens of a row.
+            The model's name and room there, and which log-probabilities the server gives.
 
         Raises:
-            ServerError: if not.
+            ServerError: if it has not.
         """
-        url = self._server.url
-        if self._failed:
+        url = self._client.url
+        if self._sync_failed:
             raise ServerError(
                 f"{url} must have the actor's weights, got an error from the last sync_weights: "
                 "call it again"
             )
-        served = self._served(budget)
+        served = self._find_model(deadline)
         if self._adapter is not None:
             served = served._replace(name=self._adapter.name)
-        if self._proved is None:
-            if not self._asked_for_mode:
-                question = self._probe(served).without_choice(served.name)
-                check_mode(url, self._server.call(budget, question))
-                self._asked_for_mode = True
-            return served
-        probe, scores, tolerance = self._proved
-        answers = self._server.call_all(budget, probe.looking(served.name))
-        check_unchanged(url, first_tokens(answers), scores, tolerance)
-        return served
+        if self._proof is not None:
+            probe, scores, tolerance = self._proof
+            answers = self._client.send_requests(deadline, probe.first_token_requests(served.name))
+            _compare_with_last(url, first_tokens(answers), scores, tolerance)
+        if self._mode is None:
+            self._mode = find_logprobs_mode(
+                self._client, deadline, self._probe(served), served.name
+            )
+        return served, self._mode
 
     def load(
-        self, budget: Budget, actor: TransformersModel, shared_dir: Path, *, merge: bool
+        self, deadline: Deadline, actor: TransformersModel, shared_dir: Path, *, merge: bool
     ) -> None:
         """Have the server load an actor's checkpoint or adapter, and prove it.
 
@@ -94,49 +114,291 @@ class ServedPolicy:
             ServerError: if it cannot, or does not; `check` raises one too from then on, until a
                 later call succeeds.
         """
-        self._failed = True
-        served = self._served(budget)
+        self._sync_failed, self._mode = True, None
+        served = self._find_model(deadline)
         old = self._adapter
         if not merge and any(path[-1] == "lora_A" for path, _ in walk(actor.params)):
-            self._adapter = self._load_adapter(budget, actor, shared_dir, served)
+            self._adapter = self._load_adapter(deadline, actor, shared_dir, served)
         else:
-            place = shared_dir / "checkpoint"
-            save_for_server(actor, place)
-            load_checkpoint(self._server, budget, place)
-            self._prove(budget, actor, served)
+            directory = shared_dir / "checkpoint"
+            save_for_server(actor, directory)
+            load_checkpoint(self._client, deadline, directory)
+            self._prove(deadline, actor, served)
             self._adapter = None
-        self._failed = False
+        self._sync_failed = False
         if old is not None:
-            self._forget(budget, old)
+            self._unload_adapter(deadline, old)
 
     def _load_adapter(
-        self, budget: Budget, actor: TransformersModel, shared_dir: Path, served: Served
+        self, deadline: Deadline, actor: TransformersModel, shared_dir: Path, served: Served
     ) -> Path:
-        """Load it under a name of its own: what is cached under another one stays apart."""
-        place = shared_dir / f"adapter-{secrets.token_hex(4)}"
-        actor.save(place)
+        """Load it under a new name: what the server caches for another name stays apart."""
+        directory = shared_dir / f"adapter-{secrets.token_hex(4)}"
+        actor.save(directory)
         try:
-            load_adapter(self._server, budget, place.name, place)
-            self._prove(budget, actor, served._replace(name=place.name))
+            body = {"lora_name": directory.name, "lora_path": str(directory)}
+            path = "/v1/load_lora_adapter"
+            request = Request("POST", path, body, hint=_LORA_HINT, repeat=False)
+            self._client.send_request(deadline, request)
+            self._prove(deadline, actor, served._replace(name=directory.name))
         except BaseException:
-            self._forget(budget, place)
+            self._unload_adapter(deadline, directory)
             raise
-        return place
+        return directory
 
-    def _prove(self, budget: Budget, actor: TransformersModel, served: Served) -> None:
-        tolerance = self._tolerance or _TOLERANCES.get(actor.dtype.name, _OTHER_TYPES)
-        probe = self._probe(served)
-        scores = prove(self._server, budget, probe, served.name, actor, tolerance)
-        self._proved = probe, scores, tolerance
-
-    def _forget(self, budget: Budget, adapter: Path) -> None:
+    def _unload_adapter(self, deadline: Deadline, adapter: Path) -> None:
+        body = {"lora_name": adapter.name}
+        request = Request("POST", "/v1/unload_lora_adapter", body, repeat=False)
         with suppress(ServerError):  # it may not have been loaded, and costs memory only
-            unload_adapter(self._server, budget, adapter.name)
+            self._client.send_request(deadline, request)
         shutil.rmtree(adapter, ignore_errors=True)
 
-    def _served(self, budget: Budget) -> Served:
-        served: Served = self._server.call(budget, models_request(self._names))
+    def _prove(self, deadline: Deadline, actor: TransformersModel, served: Served) -> None:
+        tolerance = self._tolerance or _TOLERANCES.get(actor.dtype.name, _OTHER_TOLERANCE)
+        probe = self._probe(served)
+        scores = prove(self._client, deadline, probe, served.name, actor, tolerance)
+        self._proof = probe, scores, tolerance
+
+    def _find_model(self, deadline: Deadline) -> Served:
+        request = Request("GET", "/v1/models", read=partial(_read_models, self._names))
+        served: Served = self._client.send_request(deadline, request)
         return served
 
-    def _probe(self, served: Served) -> Probe:
+    def _probe(self, served: Served) -> "Probe":
         return Probe(self._vocab, min(self._max_length, served.max_length))
+
+
+# Which model a server has.
+
+
+def names_of(model_id: str | Path, served_name: str | None) -> list[str]:
+    """List what a server may call a model."""
+    if served_name is not None:
+        return [served_name]
+    directory = Path(model_id).expanduser()
+    return [str(model_id), str(directory.resolve())] if directory.is_dir() else [str(model_id)]
+
+
+def _read_models(names: Sequence[str], answer: Any) -> Served:
+    entries = read_list("data", read_object("an object", answer))
+    models = [read_object("models that are objects", x) for x in entries]
+    for model in models:
+        if model.get("id") in names or model.get("root") in names:
+            length = read_integer("an integer as max_model_len", model.get("max_model_len"))
+            return Served(str(model["id"]), length)
+    return refuse(
+        f"model {names[0]!r} among its models (served_name says what it is called there)",
+        [model.get("id") for model in models],
+    )
+
+
+# Handing weights over.
+
+
+def save_for_server(model: TransformersModel, directory: Path) -> None:
+    """Write a policy as a checkpoint that a server loads rightly, adapters added to the kernels.
+
+    A head that is tied to the embedding is written as a tensor of its own: after `reload_weights`
+    of a tied checkpoint, vLLM 0.32 on a CPU keeps the old head.
+
+    Raises:
+        ValueError: as [`save_pretrained`][twinkle_jax.model.save_pretrained].
+    """
+    params: dict[str, Any] = jax.jit(merge_adapter)(model.params)
+    if model.config.tie_embeddings:
+        params["lm_head"] = {"kernel": params["embed_tokens"]["embedding"].T}
+    config = replace(model.config, tie_embeddings=False)
+    decoder = Decoder(config, params, source=model.source)
+    save_pretrained(decoder, directory, dtype=model.dtype)
+
+
+def load_checkpoint(client: Client, deadline: Deadline, directory: Path) -> None:
+    """Have a server load a checkpoint between two requests, and empty its cache.
+
+    Raises:
+        ServerError: if it does not; the server is told to resume in any case.
+    """
+    reload = {"method": "reload_weights", "kwargs": {"weights_path": str(directory)}}
+
+    def post(deadline: Deadline, path: str, body: Any = None, read: Any = None) -> None:
+        client.send_request(deadline, Request("POST", path, body, read, hint=_DEV_HINT))
+
+    try:
+        post(deadline, "/pause?mode=wait")
+        post(deadline, "/collective_rpc", reload)
+        post(deadline, "/reset_prefix_cache", read=_read_success)
+    except BaseException as error:
+        try:
+            post(Deadline(_RESUME_SECONDS), "/resume")
+        except ServerError as resume_error:
+            error.add_note(f"It may be paused still: {resume_error}")
+        raise
+    post(Deadline(_RESUME_SECONDS), "/resume")
+
+
+def _read_success(answer: Any) -> None:
+    success = read_object("an object", answer).get("success", True)
+    if success is not True:
+        refuse("success", success)
+
+
+# Comparing what a server and an actor say of the same tokens.
+
+_PROMPTS, _TIME, _NEW, _TOP = 4, 24, 16, 8
+_ROUNDING = 1e-3
+
+Scores = list[dict[int, float]]
+
+
+class Probe:
+    """A few prompts of random tokens, always the same, and what is asked about them.
+
+    Prompts are not scored themselves: vLLM 0.32 ends on a CPU when it is asked to, with adapters.
+
+    Args:
+        vocab: token ids lie below it.
+        room: the most tokens of a row.
+    """
+
+    def __init__(self, vocab: int, room: int) -> None:
+        rng = np.random.default_rng(0x9806E)
+        self._new = min(_NEW, room - 1)
+        time = min(_TIME, room - self._new)
+        self._prompts: list[list[int]] = rng.integers(vocab, size=(_PROMPTS, time)).tolist()
+        token = int(rng.integers(vocab))
+        self._pair = token, (token + 1) % vocab
+        self._vocab = vocab
+
+    def completion_requests(self, model: str) -> list[Request]:
+        """Ask for tokens after each prompt."""
+        return [self._request(model, i, self._new, f"probe {i}") for i in range(_PROMPTS)]
+
+    def first_token_requests(self, model: str) -> list[Request]:
+        """Ask which tokens are likely after each prompt."""
+        return [self._request(model, i, 1, f"probe {i}") for i in range(_PROMPTS)]
+
+    def forced_requests(self, model: str) -> list[Request]:
+        """Ask for a token where one only is allowed, twice, each time another one."""
+        purpose = "the probe of --logprobs-mode"
+        return [self._request(model, 0, 1, purpose, allowed_token_ids=[x]) for x in self._pair]
+
+    def rows(self, answers: Sequence[Completions]) -> list[list[int]]:
+        """Give the tokens of each prompt and those after it."""
+        return [
+            prompt + answer.drawn[0].tokens
+            for prompt, answer in zip(self._prompts, answers, strict=True)
+        ]
+
+    def _request(self, model: str, i: int, new: int, purpose: str, **more: Any) -> Request:
+        params = SamplingParams(logprobs=min(_TOP, self._vocab))
+        prompt = self._prompts[i]
+        settings = CompletionSettings(
+            model, prompt, 1, new, None, params, Stops([], []), self._vocab
+        )
+        return completion_request(settings, purpose, **more)
+
+
+def find_logprobs_mode(client: Client, deadline: Deadline, probe: Probe, name: str) -> LogprobsMode:
+    """Find out which log-probabilities a server gives.
+
+    A token without alternative has probability 1 in the distribution drawn from. Before filters
+    two different ones cannot both have it.
+
+    Raises:
+        ServerError: if what it gives are no log-probabilities.
+    """
+    answers: list[Completions] = client.send_requests(deadline, probe.forced_requests(name))
+    firsts = [answer.drawn[0].logprobs[0] for answer in answers]
+    if all(first[0][1] >= -_ROUNDING for first in firsts):
+        return "processed_logprobs"
+    # The logits modes give values above 0, which the reader refuses, or too large a sum. Where all
+    # logits are far below 0 it takes `prove` to tell them apart.
+    totals = [sum(np.exp([logprob for _, logprob in first])) for first in firsts]
+    if max(totals) > 1 + _ROUNDING:
+        raise ServerError(
+            f"{client.url} must give log-probabilities, got values whose exponentials add up to "
+            f"{max(totals):.3g}: start it with --logprobs-mode processed_logprobs or raw_logprobs"
+        )
+    return "raw_logprobs"
+
+
+def prove(
+    client: Client,
+    deadline: Deadline,
+    probe: Probe,
+    name: str,
+    actor: TransformersModel,
+    tolerance: float,
+) -> Scores:
+    """Have a server draw tokens, and compare its log-probabilities with the actor's.
+
+    They are compared at temperature 1 without filters, where raw and processed ones are the same.
+
+    Args:
+        client: sends requests to the server.
+        deadline: of the call.
+        probe: the prompts.
+        name: of the model or the adapter on the server.
+        actor: whose weights it must have.
+        tolerance: by how much log-probabilities may differ on average.
+
+    Returns:
+        The server's log-probabilities of likely first tokens, to be compared with later ones.
+
+    Raises:
+        ServerError: if they differ by more.
+    """
+    answers: list[Completions] = client.send_requests(deadline, probe.completion_requests(name))
+    rows = probe.rows(answers)
+    scored = actor.forward_only(inputs=[{"input_ids": row} for row in rows])["logps"]
+    expected = [
+        scores[: len(row) - 1][-len(answer.drawn[0].tokens) :]
+        for scores, row, answer in zip(scored, rows, answers, strict=True)
+    ]
+    received = np.asarray([x[0][1] for answer in answers for x in answer.drawn[0].logprobs])
+    _compare(
+        client.url,
+        received,
+        np.concatenate(expected),
+        tolerance,
+        "the actor's weights",
+        "the actor",
+    )
+    return first_tokens(answers)
+
+
+def first_tokens(answers: Sequence[Completions]) -> Scores:
+    """Give the log-probabilities of the likely tokens after each prompt."""
+    return [dict(answer.drawn[0].logprobs[0]) for answer in answers]
+
+
+def _compare_with_last(url: str, current: Scores, last: Scores, tolerance: float) -> None:
+    pairs = [
+        (new[token], old[token])
+        for new, old in zip(current, last, strict=True)
+        for token in sorted(new.keys() & old.keys())
+    ]
+    table = np.asarray(pairs).reshape(-1, 2)
+    weights = "the weights of the last sync_weights"
+    _compare(url, table[:, 0], table[:, 1], tolerance, weights, "it said then")
+
+
+def _compare(
+    url: str,
+    received: np.ndarray,
+    expected: np.ndarray,
+    tolerance: float,
+    weights: str,
+    source: str,
+) -> None:
+    gaps = np.abs(received - expected)
+    if not gaps.size:
+        raise ServerError(f"{url} must have {weights}, got other likely tokens after every prompt")
+    if not np.mean(gaps) <= tolerance:
+        worst = int(np.argmax(gaps))
+        raise ServerError(
+            f"{url} must have {weights}: log-probabilities of {gaps.size} probe tokens must differ "
+            f"by at most {tolerance:g} on average, got {np.mean(gaps):.3g}, and at most "
+            f"{gaps[worst]:.3g}, where the server says {received[worst]:.6f} and {source} "
+            f"{expected[worst]:.6f}"
+        )
