@@ -36,9 +36,9 @@ def untied(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def tied(tmp_path_factory):
-    """A checkpoint whose head is the embedding, and a server."""
+    """A checkpoint whose head is the embedding, and a server that gives raw log-probabilities."""
     place = write_checkpoint(tmp_path_factory.mktemp("tied") / "model", tied=True, **SIZES)
-    with vllm_server(place, place.parent / "log") as url:
+    with vllm_server(place, place.parent / "log", "--logprobs-mode", "raw_logprobs") as url:
         yield place, url
 
 
@@ -60,22 +60,54 @@ def all_sequences(response):
     return [seq for one in response for seq in one.sequences]
 
 
-@pytest.mark.parametrize("temperature", [0.7, 1.0, 1.3])
-@pytest.mark.parametrize("kind", ["untied", "tied"])
+def assert_the_policys(actor, response, temperature=1.0):
+    """The log-probabilities of a response are the trainer's."""
+    scored = actor.forward_only(inputs=response.inputs, temperature=temperature)["logps"]
+    for feature, row, seq in zip(response.inputs, scored, all_sequences(response), strict=True):
+        labelled = np.flatnonzero(feature["labels"] != -100)
+        logprobs = [pairs[0][1] for pairs in seq.logprobs]
+        assert seq.logprobs_kind == "policy"
+        np.testing.assert_allclose(logprobs, row[labelled], atol=ROUNDING)
+
+
+@pytest.mark.parametrize(
+    ("kind", "temperature"), [("untied", 0.7), ("untied", 1.0), ("untied", 1.3), ("tied", 1.0)]
+)
 def test_log_probabilities_are_those_of_the_policy(request, make, kind, temperature):
     actor, sampler = make(request.getfixturevalue(kind))
     params = SamplingParams(max_tokens=40, temperature=temperature)
     response = sampler.sample(PROMPTS, params, num_samples=16)
-    scored = actor.forward_only(inputs=response.inputs, temperature=temperature)["logps"]
-    for feature, row, seq in zip(response.inputs, scored, all_sequences(response), strict=True):
-        said = [pairs[0][1] for pairs in seq.logprobs]
-        labelled = np.flatnonzero(feature["labels"] != -100)
-        np.testing.assert_allclose(said, row[labelled], atol=ROUNDING)
+    assert_the_policys(actor, response, temperature)
     ends = [seq.stop_reason for seq in all_sequences(response)]
     assert {"stop", "length"} == set(ends)
     assert all(
         (seq.tokens[-1] == 1) == (seq.stop_reason == "stop") for seq in all_sequences(response)
     )
+
+
+FILTERS = [
+    {"top_k": 5},
+    {"top_p": 0.8},
+    {"min_p": 0.1},
+    {"repetition_penalty": 1.5},
+    {"repetition_penalty": 1.5, "temperature": 0},
+]
+
+
+@pytest.mark.parametrize("filters", FILTERS, ids=str)
+def test_raw_log_probabilities_are_the_policys_with_filters_too(make, tied, untied, filters):
+    actor, sampler = make(tied)
+    params = {"max_tokens": 20, **filters}
+    assert_the_policys(actor, sampler.sample(PROMPTS, params, num_samples=8))
+    with pytest.raises(ServerError, match=r"got processed_logprobs: start it with .* raw_logprobs"):
+        make(untied)[1].sample(PROMPTS, params)
+
+
+def test_raw_log_probabilities_are_refused_at_other_temperatures(make, tied):
+    actor, sampler = make(tied)
+    with pytest.raises(ServerError, match=r"got raw_logprobs: start it with .* processed_logprobs"):
+        sampler.sample(PROMPTS, {"max_tokens": 20, "temperature": 0.7})
+    assert_the_policys(actor, sampler.sample(PROMPTS, {"max_tokens": 20, "temperature": 0}))
 
 
 @pytest.mark.parametrize("filters", [(0.0, 5, 1.0), (0.0, 17, 0.8), (0.1, 17, 1.0), (0.05, 8, 0.9)])
@@ -104,7 +136,9 @@ def test_both_samplers_agree_on_what_is_certain(make, untied):
     ):
         greedy = {"temperature": 0, "max_tokens": 24, **more}
         for one, other in zip(
-            ours.sample(PROMPTS, greedy), sampler.sample(PROMPTS, greedy), strict=True
+            ours.sample(PROMPTS, greedy),
+            sampler.sample(PROMPTS, greedy, logprobs_kind=None),
+            strict=True,
         ):
             mine, theirs = one.sequences[0], other.sequences[0]
             assert (mine.tokens, mine.decoded, mine.stop_reason) == (
