@@ -7,9 +7,10 @@ import pytest
 from twinkle_jax.data import SampledSequence, SampleResponse, SampleResponses
 
 
-def test_the_fields_are_twinkles():
+def test_the_fields_are_twinkles_and_the_kind_of_logprobs():
     names = [field.name for field in dataclasses.fields(SampledSequence)]
-    assert names == ["stop_reason", "tokens", "logprobs", "decoded", "new_input_feature"]
+    twinkles = ["stop_reason", "tokens", "logprobs", "decoded", "new_input_feature"]
+    assert names == [*twinkles, "logprobs_kind"]
 
 
 def _sequence(word, **more):
