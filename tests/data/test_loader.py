@@ -44,6 +44,27 @@ def test_batches_are_prompts_with_their_truths():
     assert batch.ground_truths == [0, 1]
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda prompt: prompt["messages"][0].update(content="changed"),
+        lambda prompt: prompt["messages"].append({"role": "assistant", "content": "x"}),
+        lambda prompt: dict(prompt["user_data"])["tests"][0].pop("in"),
+        lambda prompt: prompt["user_data"].clear(),
+        lambda prompt: prompt.pop("user_data"),
+    ],
+)
+def test_what_is_changed_in_a_batch_does_not_change_the_data(change):
+    """A reward may strip texts in place; later epochs see them as they were."""
+    prompts = [
+        {"messages": [{"role": "user", "content": "a"}], "user_data": [("tests", [{"in": [1]}])]}
+    ]
+    loader = PromptLoader(prompts, 1)
+    before = next(loader)
+    change(next(loader)[0])
+    assert next(loader) == before == prompts
+
+
 def test_for_ever_by_default():
     loader = PromptLoader(PROMPTS, 4)
     assert len(_seen(loader, 25)) == 25 and loader.epoch == 10

@@ -52,7 +52,9 @@ GOOD = {"prompt": "a", "answer": "b"}
         ("{", "must be JSON, got '{"),
         ("[" * 100_000, "must be JSON, got"),
         ("[1]", r"must be a JSON object, got '\[1\]"),
-        ({"answer": "b"}, "must have a 'prompt' that is not empty, or 'messages', got answer='b'"),
+        ({"answer": "b"}, "must have a 'prompt' .* or 'messages' or a 'question', got answer='b'"),
+        ({"question": ["a"], "answer": "b"}, "must have a 'prompt'"),
+        ({"messages": "a", "answer": "b"}, "must have a 'prompt'"),
         ({"prompt": "", "answer": "b"}, "must have a 'prompt' that is not empty"),
         ({"prompt": 5, "answer": "b"}, "must have a 'prompt' that is not empty"),
         ({"prompt": "a", "messages": [], "answer": "b"}, "must have a 'prompt'"),
@@ -69,12 +71,86 @@ GOOD = {"prompt": "a", "answer": "b"}
         ({"prompt": "a", "answer": True}, "must have an 'answer', text or a number, got True"),
         ({"prompt": "a", "answer": "  "}, "must have an 'answer' that can be read, got '  '"),
         ({"prompt": "a", "answer": "@"}, "must have an 'answer' that can be read, got '@'"),
+        ({"prompt": "a", "answer": "b", "ground_truth": "c"}, "must have 'answer' or"),
+        ({"prompt": "a", "ground_truth": ["b"]}, "must have an 'ground_truth', text or a number"),
+        ('{"prompt": "a", "answer": NaN}', "must be JSON, got .*NaN"),
+        ('{"prompt": "a", "answer": "b", "more": [-Infinity]}', "must be JSON, got .*Infinity"),
+        ('{"prompt": "a", "answer": 1, "answer": 2}', "must be JSON, .*the key 'answer' is there"),
+        ('{"prompt": "a", "answer": "b", "more": {"x": 1, "x": 1}}', "must be JSON, .*key 'x'"),
+        ('{"prompt": "a", "answer": "b", "more": 1e400}', "must be JSON, .*1e400 is beyond"),
+        ('{"prompt": "a", "answer": 1e400}', "must be JSON, .*1e400 is beyond float64"),
+        ('{"prompt": "a", "answer": 1e-500}', "must have an 'answer' of at most 400 digits"),
+        ('{"prompt": "a", "answer": 1e-99999999999999999999}', "must have an 'answer' of at most"),
+        ('{"prompt": "a", "answer": %s}' % ("1" * 500), "must have an 'answer' of at most"),
+        ('{"prompt": "a", "answer": %s}' % ("1" * 5000), "must be JSON"),
     ],
 )
 def test_a_bad_record_is_named(record, message, tmp_path):
     path = _write(tmp_path / "data.jsonl", GOOD, "", record)
     with pytest.raises(ValueError, match=rf"data.jsonl, line 3: record 2 {message}"):
         read_jsonl(path, check_answer=lambda answer: answer != "@")
+
+
+@pytest.mark.parametrize(
+    ("literal", "text"),
+    [
+        ("0.00001", "0.00001"),
+        ("1e22", "1" + "0" * 22),
+        ("1.50", "1.50"),
+        ("-2.5E-3", "-0.0025"),
+        ("12345678901234567890123", "12345678901234567890123"),
+        ("0.1000000000000000055511151231257827", "0.1000000000000000055511151231257827"),
+        ("-0.0", "-0.0"),
+        ("1E2", "100"),
+        ("5e-324", "0." + "0" * 323 + "5"),
+    ],
+)
+def test_numbers_keep_the_digits_of_the_file(literal, text, tmp_path):
+    path = _write(tmp_path / "data.jsonl", f'{{"prompt": "a", "answer": {literal}, "x": 1e-5}}')
+    assert read_jsonl(path)[0]["user_data"] == [("ground_truth", text), ("x", 0.00001)]
+
+
+def test_forms_that_data_sets_have(tmp_path):
+    turn = [{"role": "user", "content": "a"}]
+    path = _write(
+        tmp_path / "data.jsonl",
+        {"prompt": turn, "level": 3, "tests": [{"in": 1.5}, None], "answer": "b"},
+        {"prompt": "a", "question": "x", "ground_truth": 7},
+        {"messages": turn, "prompt": None, "answer": "####"},
+        {"question": "a", "answer": "2*617\n#### 1,234", "level": 1},
+        {"question": "a", "answer": "yes", "solution": "z"},
+    )
+    prompts = read_jsonl(path)
+    assert all(prompt["messages"] == turn for prompt in prompts)
+    assert [prompt["user_data"] for prompt in prompts] == [
+        [("ground_truth", "b"), ("level", 3), ("tests", [{"in": 1.5}, None])],
+        [("ground_truth", "7"), ("question", "x")],
+        [("ground_truth", "####")],
+        [("ground_truth", "1234"), ("level", 1), ("solution", "2*617")],
+        [("ground_truth", "yes"), ("solution", "z")],
+    ]
+
+
+def test_files_without_answers(tmp_path):
+    """Judged by something else; but a file in which some are missing has a mistake."""
+    path = _write(tmp_path / "data.jsonl", {"prompt": "a", "level": 1}, {"prompt": "b"})
+    assert [prompt["user_data"] for prompt in read_jsonl(path)] == [[("level", 1)], []]
+    with pytest.raises(ValueError, match="record 1 must have an 'answer'"):
+        read_jsonl(path, check_answer=bool)
+    path = _write(tmp_path / "data.jsonl", {"prompt": "a"}, GOOD)
+    with pytest.raises(ValueError, match="record 2 must have no 'answer'"):
+        read_jsonl(path)
+
+
+def test_answers_in_parquet_files(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow", reason="pip install 'twinkle-jax[hub]'")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    table = {"prompt": ["a", "b"], "answer": [1e-05, float("nan")]}
+    parquet.write_table(pyarrow.table(table).slice(0, 1), tmp_path / "one.parquet")
+    assert read_jsonl(tmp_path / "one.parquet")[0]["user_data"] == [("ground_truth", "0.00001")]
+    parquet.write_table(pyarrow.table(table), tmp_path / "two.parquet")
+    with pytest.raises(ValueError, match="record 2 must have an 'answer'"):
+        read_jsonl(tmp_path / "two.parquet")
 
 
 def test_an_empty_file(tmp_path):
@@ -87,7 +163,7 @@ def test_an_empty_file(tmp_path):
 def test_gsm8k(tmp_path):
     path = _write(
         tmp_path / "train.jsonl",
-        {"question": "How many?", "answer": "He has 2*3=<<2*3=6>>6.\n#### 6"},
+        {"question": "How many?", "answer": "He has 2*3=<<2*3=6>>6.\n#### 6", "level": 1},
         {"question": " How much? ", "answer": "#### $ is\n#### -1,234.5"},
     )
     problems = read_gsm8k(path, system="s", instruction=" Answer after ####.")
@@ -96,9 +172,14 @@ def test_gsm8k(tmp_path):
             {"role": "system", "content": "s"},
             {"role": "user", "content": "How many? Answer after ####."},
         ],
-        "user_data": [("ground_truth", "6"), ("solution", "He has 2*3=<<2*3=6>>6.")],
+        "user_data": [
+            ("ground_truth", "6"),
+            ("solution", "He has 2*3=<<2*3=6>>6."),
+            ("level", 1),
+        ],
     }
     assert problems[1]["user_data"][0] == ("ground_truth", "-1234.5")
+    assert [m["role"] for m in read_gsm8k(path)[0]["messages"]] == ["user"]  # nothing is added
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,7 @@ from twinkle_jax.data.trajectory import (
     ToolCall,
     Trajectory,
     completion_text,
+    copy_trajectory,
     message_text,
     user_data_get,
 )
@@ -55,6 +56,7 @@ __all__ = [
     "Trajectory",
     "bucket_size",
     "completion_text",
+    "copy_trajectory",
     "message_text",
     "read_gsm8k",
     "read_jsonl",

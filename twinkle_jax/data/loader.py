@@ -6,14 +6,17 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Self
 
 from twinkle_jax.data.missing_extra import require
-from twinkle_jax.data.trajectory import Trajectory, user_data_get
+from twinkle_jax.data.trajectory import Trajectory, copy_trajectory, user_data_get
 
 
 class PromptBatch(list[Trajectory]):
-    """Some prompts, and what is right for each."""
+    """Copies of some prompts, with the ground truth of each.
+
+    What is changed in a batch, by a reward for one, does not change the data set.
+    """
 
     def __init__(self, trajectories: Iterable[Trajectory] = ()) -> None:
-        super().__init__(trajectories)
+        super().__init__(copy_trajectory(trajectory) for trajectory in trajectories)
 
     @property
     def ground_truths(self) -> list[Any]:
@@ -22,7 +25,9 @@ class PromptBatch(list[Trajectory]):
 
 
 class PromptLoader:
-    """Goes through prompts in batches, epoch after epoch.
+    """Shuffles prompts and never ends, unless told otherwise; hands out copies in batches.
+
+    Pass `shuffle=False, epochs=1` for what Twinkle's `DataLoader` does: in order, once.
 
     The order is shuffled anew for each epoch and depends on the seed alone. Batches are full: one
     may reach from an epoch into the next. Only the last of all may be smaller, so that each prompt
@@ -34,7 +39,7 @@ class PromptLoader:
         batch_size: prompts a batch.
         seed: of the order.
         shuffle: False keeps the order of the prompts.
-        epochs: how often to go through them; None for ever.
+        epochs: how often to go through them; None: for ever.
 
     Raises:
         ValueError: if there are no prompts, or a number is not positive.

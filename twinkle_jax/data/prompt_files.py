@@ -1,8 +1,10 @@
 """Data sets in files: prompts and answers in JSON Lines, and GSM8K as it is published."""
 
 import json
+import math
 import re
 from collections.abc import Callable, Iterator
+from decimal import Decimal, InvalidOperation
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ from twinkle_jax.data.hub_data import parquet_records
 from twinkle_jax.data.trajectory import Message, Trajectory
 
 _NUMBER = re.compile(r"-?\d+(\.\d+)?")
+_DIGITS = 400  # of an answer; every float64's shortest form fits
 _ROLES = ("system", "user", "assistant", "tool")
 
 
@@ -21,48 +24,75 @@ def read_jsonl(
 ) -> list[Trajectory]:
     r"""Read prompts and answers from a file with one JSON object a line.
 
+    A line has one of these forms, and any further columns:
+
+    - `{"prompt": "2+2=", "answer": 4}`
+    - `{"prompt": [{"role": "user", "content": "2+2="}], "answer": 4}`, as TRL has it
+    - `{"messages": [{"role": "user", "content": "2+2="}], "answer": 4}`
+    - `{"question": "2+2=", "answer": "Two and two.\n#### 4"}`, as GSM8K has it; without `####` the
+      text is the answer
+
+    The answer becomes `'ground_truth'` in `user_data`, and may be called so in the file. Numbers
+    are written out as the file has them: `0.00001` becomes `'0.00001'`, `1e3` becomes `'1000'`. A
+    file may do without answers, if none of its records has one. Further columns follow in
+    `user_data` under their names, as the JSON values that they are.
+
     Args:
-        path: a file of lines such as `{"prompt": "2+2=", "answer": "4"}`. `"messages"` may stand
-            in place of `"prompt"`; what else a line holds is kept in `user_data`.
-        system: what the system says first in each conversation.
-        check_answer: returns False for an answer that no reward could read.
+        path: the file; or a `.parquet` file with such columns.
+        system: what the system says first in each conversation; None adds nothing.
+        check_answer: returns False for an answer that no reward could read. With it, every record
+            needs an answer.
 
     Returns:
-        A trajectory for each line, its answer as `'ground_truth'` in `user_data`.
+        A trajectory for each record.
 
     Raises:
         ValueError: for a line that is not such a record, named by its number, or no lines at all.
+            Duplicate keys, NaN, Infinity and numbers beyond float64 are errors too.
 
     Example:
         >>> import tempfile, pathlib
         >>> path = pathlib.Path(tempfile.mkdtemp(), "sums.jsonl")
-        >>> _ = path.write_text('{"prompt": "2+2=", "answer": 4}\n')
+        >>> _ = path.write_text('{"prompt": "2+2=", "answer": 4, "level": 1}\n')
         >>> read_jsonl(path)[0]["user_data"]
-        [('ground_truth', '4')]
+        [('ground_truth', '4'), ('level', 1)]
     """
-    found = []
+    trajectories: list[Trajectory] = []
+    answered = True if check_answer is not None else None
     for where, record in _records(path):
-        messages = _messages(where, record)
-        answer = record.get("answer")
-        if isinstance(answer, bool) or not isinstance(answer, str | int | float):
-            raise ValueError(f"{where} must have an 'answer', text or a number, got {answer!r:.80}")
-        text = str(answer).strip()
-        if not text or (check_answer is not None and not check_answer(text)):
-            raise ValueError(f"{where} must have an 'answer' that can be read, got {answer!r:.80}")
-        kept = [(k, x) for k, x in record.items() if k not in ("prompt", "messages", "answer")]
-        found.append(_trajectory(messages, text, kept, system))
-    return found
+        form, messages = _read_prompt(where, record)
+        name = "ground_truth" if "ground_truth" in record else "answer"
+        if name == "ground_truth" and "answer" in record:
+            raise ValueError(f"{where} must have 'answer' or 'ground_truth', got both")
+        answered = name in record if answered is None else answered
+        columns = [(k, x) for k, x in record.items() if k not in ("prompt", "messages", form, name)]
+        answer = None
+        if answered:
+            answer, solution = _read_answer(where, name, record.get(name), gsm8k=form == "question")
+            if not answer or (check_answer is not None and not check_answer(answer)):
+                raise ValueError(
+                    f"{where} must have an {name!r} that can be read, got {record[name]!r:.80}"
+                )
+            if solution is not None and "solution" not in record:
+                columns.append(("solution", solution))
+        elif name in record:
+            raise ValueError(f"{where} must have no {name!r}, as the records before it have none")
+        trajectories.append(_trajectory(messages, answer, columns, system))
+    return trajectories
 
 
 def read_gsm8k(
     path: str | Path, *, system: str | None = None, instruction: str = ""
 ) -> list[Trajectory]:
-    r"""Read GSM8K from a file in its own format.
+    r"""Read GSM8K from a file in its own format; adds no system prompt and no instruction.
+
+    Twinkle's `GSM8KProcessor` adds a system prompt that asks for steps and `#### answer`: pass
+    `system` or `instruction` for one.
 
     Args:
         path: JSON Lines with `"question"` and `"answer"`, whose last line is `#### 1,234`; or, as
             the hub has it, a `.parquet` file with these columns.
-        system: what the system says first in each conversation.
+        system: what the system says first in each conversation; None adds nothing.
         instruction: what follows each question.
 
     Returns:
@@ -79,32 +109,37 @@ def read_gsm8k(
         >>> read_gsm8k(path)[0]["user_data"]
         [('ground_truth', '24'), ('solution', '2*12')]
     """
-    found = []
+    trajectories = []
     for where, record in _records(path):
         question, answer = record.get("question"), record.get("answer")
         if not isinstance(question, str) or not question.strip() or not isinstance(answer, str):
             raise ValueError(f"{where} must have a 'question' and an 'answer', got {_keys(record)}")
-        solution, hashes, number = answer.rpartition("####")
-        number = number.strip().replace(",", "")
-        if not hashes or not _NUMBER.fullmatch(number):
+        number, solution = _split_gsm8k(answer)
+        if solution is None or not _NUMBER.fullmatch(number):
             raise ValueError(
                 f"{where} must end its 'answer' with '#### number', got {answer[-40:]!r}"
             )
-        said = [Message(role="user", content=question.strip() + instruction)]
-        found.append(_trajectory(said, number, [("solution", solution.strip())], system))
-    return found
+        messages = [Message(role="user", content=question.strip() + instruction)]
+        columns = [(key, x) for key, x in record.items() if key not in ("question", "answer")]
+        columns = [("solution", solution), *columns]
+        trajectories.append(_trajectory(messages, number, columns, system))
+    return trajectories
 
 
 def _trajectory(
-    messages: list[Message], answer: str, kept: list[tuple[str, Any]], system: str | None
+    messages: list[Message], answer: str | None, columns: list[tuple[str, Any]], system: str | None
 ) -> Trajectory:
     if system is not None:
         messages = [Message(role="system", content=system), *messages]
-    return Trajectory(messages=messages, user_data=[("ground_truth", answer), *kept])
+    truth = [] if answer is None else [("ground_truth", answer)]
+    return Trajectory(messages=messages, user_data=[*truth, *columns])
 
 
 def _records(path: str | Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Read the objects of a file, each with the words that name it."""
+    """Read the objects of a file, each with the words that name it in errors.
+
+    An answer that is a number comes as a `Decimal`, which keeps its digits.
+    """
     if Path(path).suffix == ".parquet":
         yield from parquet_records(path)
         return
@@ -116,34 +151,99 @@ def _records(path: str | Path) -> Iterator[tuple[str, dict[str, Any]]]:
             count += 1
             where = f"{path}, line {number}: record {count}"
             try:
-                record = json.loads(line)
+                record = _DECODER.decode(line)
             except (ValueError, RecursionError) as error:
                 raise ValueError(f"{where} must be JSON, got {line[:60]!r}: {error}") from None
             if not isinstance(record, dict):
                 raise ValueError(f"{where} must be a JSON object, got {line[:60]!r}")
+            exact: dict[str, Any] | None = None
+            for name in ("answer", "ground_truth"):
+                if type(record.get(name)) in (int, float):
+                    exact = exact or json.loads(line, parse_int=Decimal, parse_float=_decimal)
+                    record[name] = exact[name]
             yield where, record
     if not count:
         raise ValueError(f"{path} must hold at least one record, got none")
 
 
-def _messages(where: str, record: dict[str, Any]) -> list[Message]:
-    prompt, messages = record.get("prompt"), record.get("messages")
-    if isinstance(prompt, str) and prompt and messages is None:
-        return [Message(role="user", content=prompt)]
-    if prompt is not None or not isinstance(messages, list) or not messages:
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    record = dict(pairs)
+    if len(record) < len(pairs):
+        keys = [key for key, _ in pairs]
+        twice = next(key for key in keys if keys.count(key) > 1)
+        raise ValueError(f"the key {twice!r} is there twice")
+    return record
+
+
+def _finite(literal: str) -> float:
+    value = float(literal)
+    if math.isinf(value):
+        raise ValueError(f"{literal:.40} is beyond float64")
+    return value
+
+
+def _refuse_constant(name: str) -> float:
+    raise ValueError(f"{name} is no JSON")
+
+
+def _decimal(literal: str) -> Decimal:
+    try:
+        return Decimal(literal)
+    except InvalidOperation:  # an exponent that not even Decimal holds
+        return Decimal("NaN")
+
+
+_DECODER = json.JSONDecoder(
+    object_pairs_hook=_unique, parse_float=_finite, parse_constant=_refuse_constant
+)
+
+
+def _read_answer(where: str, name: str, answer: Any, *, gsm8k: bool) -> tuple[str, str | None]:
+    """Read an answer as text, numbers with all their digits; and the solution before it."""
+    if isinstance(answer, str):
+        return _split_gsm8k(answer) if gsm8k else (answer.strip(), None)
+    if isinstance(answer, bool) or not isinstance(answer, int | float | Decimal):
+        raise ValueError(f"{where} must have an {name!r}, text or a number, got {answer!r:.80}")
+    number = answer if isinstance(answer, Decimal) else Decimal(str(answer))
+    # The exponent first: written out, a number of ten characters could fill the memory.
+    if not number.is_finite() or abs(number.adjusted()) + len(number.as_tuple().digits) > _DIGITS:
         raise ValueError(
-            f"{where} must have a 'prompt' that is not empty, or 'messages', got {_keys(record)}"
+            f"{where} must have an {name!r} of at most {_DIGITS} digits, got {answer!s:.80}"
         )
-    for message in messages:
+    return format(number, "f"), None
+
+
+def _split_gsm8k(answer: str) -> tuple[str, str | None]:
+    """Split GSM8K's answers into the number, without commas, and the solution before it."""
+    solution, hashes, number = answer.rpartition("####")
+    plain = number.strip().replace(",", "")
+    if not hashes:
+        return answer.strip(), None
+    return plain if _NUMBER.fullmatch(plain) else number.strip(), solution.strip()
+
+
+def _read_prompt(where: str, record: dict[str, Any]) -> tuple[str, list[Message]]:
+    """Say which column is the prompt, and read its messages."""
+    forms = [form for form in ("prompt", "messages") if record.get(form) is not None]
+    forms = forms or ["question"]
+    prompt = record.get(forms[0]) if len(forms) == 1 else None
+    if isinstance(prompt, str) and prompt and forms != ["messages"]:
+        return forms[0], [Message(role="user", content=prompt)]
+    if not isinstance(prompt, list) or not prompt or forms == ["question"]:
+        raise ValueError(
+            f"{where} must have a 'prompt' that is not empty, or 'messages' or a 'question', "
+            f"got {_keys(record)}"
+        )
+    for message in prompt:
         role = message.get("role") if isinstance(message, dict) else None
         if role not in _ROLES or not isinstance(message.get("content"), str):
             raise ValueError(
                 f"{where} must have messages with a role of {', '.join(_ROLES)} and content, "
                 f"got {message!r:.80}"
             )
-    if messages[-1]["role"] == "assistant":
-        raise ValueError(f"{where} must end before the assistant answers, got {messages[-1]!r:.80}")
-    return messages
+    if prompt[-1]["role"] == "assistant":
+        raise ValueError(f"{where} must end before the assistant answers, got {prompt[-1]!r:.80}")
+    return forms[0], prompt
 
 
 def _keys(record: dict[str, Any]) -> str:

@@ -95,6 +95,36 @@ def user_data_get(
     return default
 
 
+def copy_trajectory(trajectory: Mapping[str, Any]) -> Trajectory:
+    """Copy a trajectory, so that changes of the copy leave the original as it is.
+
+    Args:
+        trajectory: dictionaries and lists are copied at every depth, values in `user_data` too;
+            anything else, arrays for one, is shared.
+
+    Returns:
+        The copy.
+
+    Example:
+        >>> prompt = Trajectory(messages=[{"role": "user", "content": " 1+1= "}])
+        >>> copy = copy_trajectory(prompt)
+        >>> copy["messages"][0]["content"] = "1+1="
+        >>> prompt["messages"][0]["content"]
+        ' 1+1= '
+    """
+    return _copy(dict(trajectory))
+
+
+def _copy(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _copy(x) for key, x in value.items()}
+    if isinstance(value, list):
+        return [_copy(x) for x in value]
+    if isinstance(value, tuple):
+        return tuple(_copy(x) for x in value)
+    return value
+
+
 def message_text(message: Mapping[str, Any]) -> str:
     """Read a message's text, of all its parts.
 

@@ -56,6 +56,19 @@ def test_the_reward_that_is_not_there_is_named_by_its_option():
         make_task(TrainConfig(evaluation=EvaluationConfig(reward="mathematics")))
 
 
+def test_answers_are_needed_by_rewards_that_compare(tmp_path):
+    path, reward = tmp_path / "data.jsonl", tmp_path / "reward.py"
+    path.write_text('{"prompt": "a"}')
+    reward.write_text("def score(trajectories, ground_truths): return [0.0] * len(trajectories)")
+    task = make_task(TrainConfig(task=str(path), reward=f"{reward}:score"))
+    assert task.train[0]["user_data"] == []
+    with pytest.raises(ValueError, match=r"^task must have an 'answer'"):
+        make_task(TrainConfig(task=str(path)))
+    evaluation = EvaluationConfig(path=str(path), reward="exact")
+    with pytest.raises(ValueError, match=r"^evaluation\.path must have an 'answer'"):
+        make_task(TrainConfig(evaluation=evaluation, task=str(path), reward=f"{reward}:score"))
+
+
 @pytest.mark.parametrize("task", ["gsm8k:no/such/file", "nowhere.jsonl", "gsm8k:data/train.jsonl"])
 def test_a_file_that_is_not_there_is_named(task):
     name = task.removeprefix("gsm8k:")

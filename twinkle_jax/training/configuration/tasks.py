@@ -5,14 +5,22 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from twinkle_jax.data import ArithmeticTask, Trajectory, read_gsm8k, read_jsonl
+from twinkle_jax.data import (
+    ArithmeticTask,
+    Trajectory,
+    read_gsm8k,
+    read_jsonl,
+    user_data_get,
+)
 from twinkle_jax.data.hub_data import download_split
+from twinkle_jax.reward import ExactMatchReward, GSM8KAccuracyReward, MathReward
 from twinkle_jax.reward.checked import RewardFunction
 from twinkle_jax.training.configuration.named_reward import find_reward
 from twinkle_jax.training.configuration.train_config import TrainConfig
 
 _GSM8K = "openai/gsm8k"
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
+_NEED_ANSWERS = (ExactMatchReward, GSM8KAccuracyReward, MathReward)
 _PROBLEMS = 100_000  # of the arithmetic task, before they come up again
 
 
@@ -53,9 +61,21 @@ def make_task(config: TrainConfig) -> Task:
         ValueError: if there is no such task, or a record of its files is not what it should be.
     """
     train, held_out, fitting = _find_prompts(config)
-    reward, judge = config.reward or fitting, config.evaluation.reward
-    named = find_reward(judge, argument="evaluation.reward") if judge else None
-    return Task(train, held_out, find_reward(reward), named)
+    reward = find_reward(config.reward or fitting)
+    judge = None
+    if config.evaluation.reward:
+        judge = find_reward(config.evaluation.reward, argument="evaluation.reward")
+    for argument, prompts, scored_by in (
+        ("task", train, reward),
+        ("evaluation.path", held_out, judge or reward),
+    ):
+        # A file has answers in all records or in none.
+        answered = len(prompts) and user_data_get(prompts[0]["user_data"], "ground_truth")
+        if len(prompts) and answered is None and isinstance(scored_by, _NEED_ANSWERS):
+            raise ValueError(
+                f"{argument} must have an 'answer' in each record for this reward, got none"
+            )
+    return Task(train, held_out, reward, judge)
 
 
 def _find_prompts(config: TrainConfig) -> tuple[Sequence[Trajectory], Sequence[Trajectory], str]:
