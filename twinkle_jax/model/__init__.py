@@ -15,7 +15,7 @@ from twinkle_jax.model.decoder.parameters import parameter_shapes
 from twinkle_jax.model.decoder.sharding import make_mesh, partition_rules, shard_like_params
 from twinkle_jax.model.huggingface.checkpoint_read import load_pretrained
 from twinkle_jax.model.huggingface.checkpoint_write import save_pretrained
-from twinkle_jax.model.huggingface.parse_config import parse_config
+from twinkle_jax.model.huggingface.config_json import parse_config
 from twinkle_jax.model.train_step.apply_gradients import (
     UpdateInfo,
     apply_gradients,

@@ -12,7 +12,7 @@ from twinkle_jax.data.sample_responses import LogprobsKind, SampleResponses
 from twinkle_jax.data.sampling_params import SamplingParams
 from twinkle_jax.data.template import Template
 from twinkle_jax.model.huggingface.checkpoint_files import CONFIG, locate, read_json
-from twinkle_jax.model.huggingface.parse_config import parse_config
+from twinkle_jax.model.huggingface.config_json import parse_config
 from twinkle_jax.model.twinkle.transformers_model import TransformersModel
 from twinkle_jax.sampler.requests.call import read_call, read_params
 from twinkle_jax.sampler.requests.from_checkpoint import longest_row, own_template

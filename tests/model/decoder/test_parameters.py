@@ -23,7 +23,7 @@ from twinkle_jax.model import (
     parse_config,
 )
 from twinkle_jax.model.decoder.parameters import parameter_table
-from twinkle_jax.model.huggingface.stored_form import stored_name, stored_shape
+from twinkle_jax.model.huggingface.checkpoint_names import stored_name, stored_shape
 
 
 def test_names_and_shapes_of_a_checkpoint():

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec
 
 from tests.model.families import ALL, config_of, family, params_of, random_params
 from twinkle_jax.model import Decoder, load_pretrained, parse_config, save_pretrained
-from twinkle_jax.model.huggingface import place_leaf
+from twinkle_jax.model.huggingface import checkpoint_read
 
 pytest.importorskip("safetensors", reason="pip install 'twinkle-jax[checkpoints]'")
 import safetensors.numpy
@@ -121,7 +121,7 @@ def change(directory, name, function):
 @pytest.mark.parametrize("leaves", ["small", "large"])
 def test_parameters_go_straight_to_their_shards(name, leaves, tmp_path, monkeypatch):
     if leaves == "large":  # written to the device layer by layer
-        monkeypatch.setattr(place_leaf, "ON_THE_HOST", 0)
+        monkeypatch.setattr(checkpoint_read, "ON_THE_HOST", 0)
     config, params = config_of(name), params_of(name)
     save_pretrained(Decoder(config, params), tmp_path / "out")
     mesh = jax.make_mesh(

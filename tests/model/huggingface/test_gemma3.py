@@ -10,7 +10,7 @@ import pytest
 from tests.model.families import family
 from twinkle_jax.model import hidden_states, parameter_shapes, parse_config
 from twinkle_jax.model.decoder.config import LinearScaling, Window
-from twinkle_jax.model.huggingface.export_config import export_config
+from twinkle_jax.model.huggingface.config_json import export_config
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 

@@ -6,7 +6,7 @@ import pytest
 
 from tests.model.families import ALL, family
 from twinkle_jax.model import parse_config
-from twinkle_jax.model.huggingface.export_config import export_config
+from twinkle_jax.model.huggingface.config_json import export_config
 
 
 def test_what_each_family_is():

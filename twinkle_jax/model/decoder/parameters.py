@@ -2,7 +2,7 @@
 
 The tree is a nested dict. Layers are stacked: `layers/<member>/…` holds one member of the repeated
 block of layers, with the repetitions along the leading axis. Matrices are [in, out]. What a
-checkpoint calls them, and how they stand there, `huggingface/stored_form.py` says.
+checkpoint calls them, and how they stand there, `huggingface/checkpoint_names.py` says.
 """
 
 from collections.abc import Mapping

@@ -18,10 +18,9 @@ from twinkle_jax.model.huggingface.checkpoint_files import (
     read_json,
     regular_file,
 )
-from twinkle_jax.model.huggingface.checkpoint_names import layer_number
-from twinkle_jax.model.huggingface.export_tensors import host_tensor
-from twinkle_jax.model.huggingface.place_leaf import all_finite
-from twinkle_jax.model.huggingface.stored_form import to_stored
+from twinkle_jax.model.huggingface.checkpoint_names import layer_number, to_stored
+from twinkle_jax.model.huggingface.checkpoint_read import all_finite
+from twinkle_jax.model.huggingface.checkpoint_write import host_tensor
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model.model.layers"

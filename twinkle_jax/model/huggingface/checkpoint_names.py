@@ -1,27 +1,41 @@
-"""Which tensor of a checkpoint belongs to which parameter."""
+"""How a checkpoint stores each parameter: the name, shape and orientation of its tensor.
+
+Parameters here are [in, out], and a convolution's kernel is [time, channels]. Checkpoints store
+[out, in] and [channels, 1, time]. Nothing outside this file knows.
+"""
 
 from collections.abc import Collection, Iterable, Mapping
+from typing import Any
+
+import numpy as np
 
 from twinkle_jax.model.decoder.config import DecoderConfig
 from twinkle_jax.model.decoder.families import FAMILIES
 from twinkle_jax.model.decoder.parameters import Parameter, parameter_table
 from twinkle_jax.model.huggingface.checkpoint_files import DTYPES, StoredTensor
-from twinkle_jax.model.huggingface.stored_form import stored_name, stored_shape
 
 HEAD, EMBEDDING = "lm_head.weight", "embed_tokens.weight"
 PREFIX = "model."
 NESTED_PREFIXES = ("model.language_model.", "language_model.model.")
+LEAVES = {"kernel": "weight", "scale": "weight", "embedding": "weight"}  # others keep their name
+_TRANSPOSED = ("kernel", "lora_A", "lora_B")
 
 
 def layer_number(config: DecoderConfig, path: tuple[str, ...], repeat: int) -> int:
-    """Say which layer of the checkpoint a repetition of a block member is."""
+    """Return which layer of the checkpoint a repetition of a member of the block is."""
     return repeat * len(config.block) + int(path[1])
+
+
+def stored_name(path: tuple[str, ...]) -> str:
+    """Return a tensor's name without the prefix of the model or the layer."""
+    *module, leaf = path
+    return ".".join([*module, LEAVES.get(leaf, leaf)])
 
 
 def stored_names(
     config: DecoderConfig, path: tuple[str, ...], parameter: Parameter, prefix: str
 ) -> list[str]:
-    """Give the names of the tensors of one leaf: one, or one per repetition of the block."""
+    """Return the names of one leaf's tensors: one, or one per repetition of the block."""
     name = stored_name(parameter.path)
     if path[0] == "layers":
         numbers = (layer_number(config, path, r) for r in range(config.repeats))
@@ -30,9 +44,8 @@ def stored_names(
 
 
 def stored_prefix(stored: Collection[str]) -> str:
-    """Find what the names of the text model begin with; it may be inside another model."""
-    found = [prefix for prefix in NESTED_PREFIXES if prefix + EMBEDDING in stored]
-    return found[0] if found else PREFIX
+    """Return the prefix of the text model's tensors, which may be part of a larger model."""
+    return next((p for p in NESTED_PREFIXES if p + EMBEDDING in stored), PREFIX)
 
 
 def carried_tensors(config: DecoderConfig, stored: Iterable[str]) -> list[str]:
@@ -44,7 +57,7 @@ def carried_tensors(config: DecoderConfig, stored: Iterable[str]) -> list[str]:
 def match_tensors(
     config: DecoderConfig, stored: Mapping[str, StoredTensor]
 ) -> dict[tuple[str, ...], list[str]]:
-    """Pair every parameter with its tensors; refuse what is missing, extra or misshapen."""
+    """Pair every parameter with its tensors; refuse missing, extra and misshapen ones."""
     prefix = stored_prefix(stored)
     table = parameter_table(config)
     names = {path: stored_names(config, path, p, prefix) for path, p in table.items()}
@@ -64,8 +77,27 @@ def match_tensors(
     return names
 
 
-def _refuse(demand: str, names: Iterable[str]) -> None:
+def _refuse(requirement: str, names: Iterable[str]) -> None:
     listed = sorted(names)
     if listed:
         rest = f" and {len(listed) - 3} more" if len(listed) > 3 else ""
-        raise ValueError(f"the checkpoint must {demand} {', '.join(listed[:3])}{rest}")
+        raise ValueError(f"the checkpoint must {requirement} {', '.join(listed[:3])}{rest}")
+
+
+def stored_shape(parameter: Parameter) -> tuple[int, ...]:
+    """Return the shape of a parameter's tensor (of one layer)."""
+    return to_stored(parameter.path, np.broadcast_to(np.False_, parameter.shape)).shape
+
+
+def to_stored(path: tuple[str, ...], values: np.ndarray) -> np.ndarray:
+    """Turn a parameter of one layer into the orientation of checkpoints; a view if possible."""
+    if "conv1d" in path:
+        return values.T[:, None]
+    return values.T if path[-1] in _TRANSPOSED else values
+
+
+def read_part(path: tuple[str, ...], stored: Any, part: tuple[slice, ...]) -> np.ndarray:
+    """Read a part of a parameter from its tensor, and no more than that part of the file."""
+    if "conv1d" in path:
+        return stored[part[1], :, part[0]][:, 0].T
+    return stored[part[::-1]].T if path[-1] in _TRANSPOSED else stored[part]

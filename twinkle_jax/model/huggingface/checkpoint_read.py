@@ -1,31 +1,42 @@
 """Reading checkpoints: everything is checked first, then placed tensor by tensor."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 from jax.typing import DTypeLike
+from jaxtyping import Array
 
 from twinkle_jax.model.decoder.config import DecoderConfig
 from twinkle_jax.model.decoder.module import Decoder
 from twinkle_jax.model.decoder.parameters import nest, parameter_table, stacked_shape
 from twinkle_jax.model.huggingface.checkpoint_files import (
     CONFIG,
+    DTYPES,
     StoredTensor,
     locate,
     open_files,
     read_json,
     stored_tensors,
 )
-from twinkle_jax.model.huggingface.checkpoint_names import EMBEDDING, HEAD, match_tensors
-from twinkle_jax.model.huggingface.parse_config import parse_config
-from twinkle_jax.model.huggingface.place_leaf import StoredLeaf, place, read_type
+from twinkle_jax.model.huggingface.checkpoint_names import (
+    EMBEDDING,
+    HEAD,
+    match_tensors,
+    read_part,
+)
+from twinkle_jax.model.huggingface.config_json import parse_config
 
 Partition = Callable[[str, tuple[int, ...]], PartitionSpec]
+Index = tuple[slice, ...]
+ON_THE_HOST = 16 * 2**20  # bytes of a leaf up to which its layers are stacked there
 
 
 def load_pretrained(
@@ -54,7 +65,7 @@ def load_pretrained(
 
     Raises:
         ValueError: for an unknown `model_type`, missing, extra or misshapen tensors, files that
-            are truncated, pickled or outside the directory, a `dtype` that is no floating-point
+            are truncated, pickled or outside the directory, a `dtype` that is not a floating-point
             type, and values that are NaN or infinite, or become so in `dtype`.
         ImportError: if safetensors is not installed.
     """
@@ -65,32 +76,18 @@ def load_pretrained(
     with ExitStack() as stack:
         files = open_files(stack, stored)
         _check_tied_head(config, files, stored)
-        leaves = {
-            path: StoredLeaf(
+        leaves = [
+            StoredLeaf(
                 path=path,
                 shape=stacked_shape(config, path, p),
-                dtype=read_type(names[path], stored, dtype),
+                dtype=_leaf_dtype(names[path], stored, dtype),
                 names=names[path],
                 slices=[files[name].get_slice(name) for name in names[path]],
             )
             for path, p in parameter_table(config).items()
-        }
-        arrays = {}
-        for path, leaf in leaves.items():
-            sharding = _sharding(mesh, partition, "/".join(path), leaf.shape)
-            arrays[path] = place(leaf, sharding)
+        ]
+        arrays = {leaf.path: place(leaf, _sharding(mesh, partition, leaf)) for leaf in leaves}
     return Decoder(config, nest(arrays), source=directory)
-
-
-def _sharding(
-    mesh: Mesh | None,
-    partition: Partition | None,
-    name: str,
-    shape: tuple[int, ...],
-) -> Sharding:
-    if mesh is None:
-        return SingleDeviceSharding(jax.local_devices()[0])
-    return NamedSharding(mesh, PartitionSpec() if partition is None else partition(name, shape))
 
 
 def _check_tied_head(
@@ -107,3 +104,113 @@ def _check_tied_head(
     same = same and all(np.array_equal(a[part], b[part]) for part in parts)
     if not same:
         raise ValueError(f"tie_word_embeddings is true, but {HEAD} differs from {embedding}")
+
+
+def _leaf_dtype(
+    names: list[str], stored: Mapping[str, StoredTensor], dtype: DTypeLike | None
+) -> np.dtype[Any]:
+    """Return the requested type, or else the stored one, which all layers must share."""
+    types = sorted({DTYPES[stored[name].dtype] for name in names})
+    if dtype is None and len(types) > 1:
+        raise ValueError(
+            f"dtype must be given where layers differ, as those of {names[0]} do: {types}, got None"
+        )
+    wanted = jnp.dtype(types[0] if dtype is None else dtype)
+    if wanted.name not in DTYPES.values():
+        raise ValueError(f"dtype must be one of {', '.join(DTYPES.values())}, got {wanted}")
+    return np.dtype(jax.dtypes.canonicalize_dtype(wanted))  # float64 only if JAX has it enabled
+
+
+@dataclass(frozen=True)
+class StoredLeaf:
+    """One leaf of the tree of parameters, to be read from its tensors in parts.
+
+    Attributes:
+        path: keys from the root.
+        shape: shape here, the axis of stacked layers included.
+        dtype: type here.
+        names: names of the tensors: one, or one for each stacked layer.
+        slices: the same tensors, open for reading.
+    """
+
+    path: tuple[str, ...]
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    names: list[str]
+    slices: list[Any]
+
+    @property
+    def stacked(self) -> bool:
+        """Whether the first axis counts layers, each of which has a tensor of its own."""
+        return self.path[0] == "layers"
+
+    def read(self, index: Index) -> Iterator[np.ndarray]:
+        """Read the part that one device holds: as one array, or layer by layer."""
+        part = tuple(slice(*s.indices(n)) for s, n in zip(index, self.shape, strict=True))
+        if not self.stacked:
+            yield self._read(0, part)
+            return
+        for layer in range(part[0].start, part[0].stop):
+            yield self._read(layer, part[1:])
+
+    def _read(self, layer: int, part: Index) -> np.ndarray:
+        name = self.names[layer]
+        stored = read_part(self.path, self.slices[layer], part)
+        if not all_finite(stored):
+            raise ValueError(f"{name} must be finite, got NaN or infinity")
+        with np.errstate(over="ignore"):
+            values = np.asarray(stored, self.dtype)
+        if not all_finite(values):
+            raise ValueError(f"{name} must fit {self.dtype}, got larger values of {stored.dtype}")
+        return values
+
+
+def all_finite(values: np.ndarray) -> bool:
+    """Return whether there is no NaN and no infinity."""
+    if values.dtype == jnp.bfloat16:  # its exponent bits: NumPy's isfinite is slow for this type
+        return not bool(np.any((values.view(np.uint16) & 0x7F80) == 0x7F80))
+    return bool(np.isfinite(values).all())
+
+
+def _sharding(mesh: Mesh | None, partition: Partition | None, leaf: StoredLeaf) -> Sharding:
+    if mesh is None:
+        return SingleDeviceSharding(jax.local_devices()[0])
+    if partition is None:
+        return NamedSharding(mesh, PartitionSpec())
+    return NamedSharding(mesh, partition("/".join(leaf.path), leaf.shape))
+
+
+def place(leaf: StoredLeaf, sharding: Sharding) -> jax.Array:
+    """Read each part that this process's devices hold once, one after the other."""
+    placed: dict[str, jax.Array] = {}
+    parts = []
+    for device, index in sharding.addressable_devices_indices_map(leaf.shape).items():
+        key = str(index)
+        if key in placed:  # another device has this part already: copy it from there
+            parts.append(jax.device_put(placed[key], device))
+        else:
+            parts.append(_fill(leaf, index or (), device))
+            placed[key] = parts[-1]
+        # Without waiting, host copies of many parts would be alive at once.
+        parts[-1].block_until_ready()
+    return jax.make_array_from_single_device_arrays(leaf.shape, sharding, parts)
+
+
+def _fill(leaf: StoredLeaf, index: Index, device: jax.Device) -> jax.Array:
+    """Read one device's part; stacks that are large grow on the device, layer by layer."""
+    rows = leaf.read(index)
+    if not leaf.stacked:
+        return jax.device_put(next(rows), device)
+    shape = tuple(len(range(*s.indices(n))) for s, n in zip(index, leaf.shape, strict=True))
+    if np.prod(shape) * leaf.dtype.itemsize <= ON_THE_HOST:
+        return jax.device_put(np.stack(list(rows)), device)
+    stack = jnp.zeros(shape, leaf.dtype, device=device)
+    for layer, row in enumerate(rows):
+        row_on_device = jax.device_put(row, device)
+        stack = _write_layer(stack, row_on_device, np.int32(layer)).block_until_ready()
+    return stack
+
+
+@partial(jax.jit, donate_argnums=0)
+def _write_layer(stack: Array, row: Array, layer: Array) -> Array:
+    return jax.lax.dynamic_update_index_in_dim(stack, row, layer, 0)

@@ -1,14 +1,16 @@
-"""Which keys a `config.json` may have: those that are read, and those that change no result.
+"""The keys that a `config.json` may have, and checks of single values.
 
 A key that is in none of these lists may change what the model computes, so it is refused.
 """
 
 import re
+import reprlib
 from collections.abc import Mapping
 from typing import Any
 
 from twinkle_jax.model.decoder.families import Family
-from twinkle_jax.model.huggingface.config_values import only
+
+LARGEST_SIZE, MOST_LAYERS = 2**31 - 1, 4096
 
 READ = """model_type vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads
     num_key_value_heads head_dim rms_norm_eps tie_word_embeddings layer_types rope_theta
@@ -23,7 +25,7 @@ SLIDING_KEYS = (
 )
 WINDOW_KEYS = ("use_sliding_window", "sliding_window", "max_window_layers")
 
-# Keys of every family that may have these values only: with others, the model would be another.
+# Keys of every family that would change the model with any value but these.
 FIXED: dict[str, tuple[Any, ...]] = {
     "is_causal": (True,),
     "attention_dropout": (0.0, 0, None),
@@ -35,9 +37,8 @@ FIXED: dict[str, tuple[Any, ...]] = {
     "auto_map": (None,),
 }
 
-# What transformers writes or has written beside the model: types, lengths, labels, defaults of
-# generation, names and versions.
-SILENT = frozenset(
+# Keys without effect on the forward pass: dtypes, lengths, labels, generation defaults, versions.
+IGNORED = frozenset(
     """architectures attn_implementation begin_suppress_tokens bad_words_ids chunk_size_feed_forward
     cross_attention_hidden_size decoder_start_token_id diversity_penalty do_sample dtype
     early_stopping encoder_no_repeat_ngram_size exponential_decay_length_penalty finetuning_task
@@ -49,7 +50,7 @@ SILENT = frozenset(
     tokenizer_class top_k top_p torch_dtype torchscript typical_p use_bfloat16 use_cache
     mtp_num_hidden_layers mtp_use_dedicated_embeddings""".split()  # noqa: SIM905
 )
-_SILENT = re.compile(r"_.*|.*_token_ids?|.*_version|transformers.*|unsloth_.*")
+_IGNORED = re.compile(r"_.*|.*_token_ids?|.*_version|transformers.*|unsloth_.*")
 
 
 def check_keys(config: Mapping[str, Any], family: Family, model_type: str) -> None:
@@ -61,9 +62,62 @@ def check_keys(config: Mapping[str, Any], family: Family, model_type: str) -> No
     fixed = FIXED | {family.activation_key: (family.activation,)} | dict(family.other_keys)
     for name in config:
         if name in fixed:
-            only(config, name, fixed[name])
-        elif name not in read and name not in SILENT and not _SILENT.fullmatch(name):
+            one_of(config, name, fixed[name])
+        elif name not in read and name not in IGNORED and not _IGNORED.fullmatch(name):
             raise ValueError(
                 f"{name!r} must be a key that a configuration of {model_type} has, got an unknown "
                 "one: it may change what the model computes; remove it if it does not"
             )
+
+
+def shown(value: Any) -> str:
+    """Show a value in one short line."""
+    if isinstance(value, int) and value.bit_length() > 128:
+        return f"an integer of {value.bit_length()} bits"
+    return reprlib.repr(value)
+
+
+def size(
+    config: Mapping[str, Any], name: str, default: int | None = None, *, most: int = LARGEST_SIZE
+) -> int:
+    """Read a positive integer; without a default the key is required."""
+    value = config.get(name, default)
+    if type(value) is not int or not 1 <= value <= most:
+        raise ValueError(f"{name} must be a positive integer of at most {most}, got {shown(value)}")
+    return value
+
+
+def number(config: Mapping[str, Any], name: str, default: float, *, zero: bool = False) -> float:
+    """Read a positive, finite number; with `zero`, 0 is allowed too."""
+    value = config.get(name, default)
+    is_number = type(value) in (int, float)
+    # Bounds that float32 can hold: the decoder computes with it.
+    if not is_number or not (1e-30 <= value <= 1e30 or (zero and value == 0)):
+        kind = "at least 0" if zero else "positive"
+        raise ValueError(f"{name} must be a finite number, {kind}, got {shown(value)}")
+    return float(value)
+
+
+def flag(config: Mapping[str, Any], name: str, default: bool) -> bool:
+    """Read true or false."""
+    value = config.get(name, default)
+    if type(value) is not bool:
+        raise ValueError(f"{name} must be true or false, got {shown(value)}")
+    return value
+
+
+def section(config: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """Read a JSON object; empty if the key is missing or null."""
+    value = config.get(name)
+    if value is not None and not isinstance(value, Mapping):
+        raise ValueError(f"{name} must be a JSON object, got {shown(value)}")
+    return dict(value or {})
+
+
+def one_of(config: Mapping[str, Any], name: str, values: tuple[Any, ...]) -> Any:
+    """Read one of a few values; the first is the default."""
+    value = config.get(name, values[0])
+    if not any(type(value) is type(known) and value == known for known in values):
+        listed = " or ".join(repr(known) for known in values)
+        raise ValueError(f"{name} must be {listed}, got {shown(value)}: unsupported")
+    return value

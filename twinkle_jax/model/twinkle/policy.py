@@ -26,9 +26,8 @@ from twinkle_jax.model.huggingface.adapter_files import adapter_tensors, load_ad
 from twinkle_jax.model.huggingface.checkpoint_files import CONFIG, locate, read_json
 from twinkle_jax.model.huggingface.checkpoint_names import PREFIX
 from twinkle_jax.model.huggingface.checkpoint_read import load_pretrained
-from twinkle_jax.model.huggingface.checkpoint_write import save_pretrained
-from twinkle_jax.model.huggingface.export_tensors import list_tensors
-from twinkle_jax.model.huggingface.parse_config import parse_config
+from twinkle_jax.model.huggingface.checkpoint_write import list_tensors, save_pretrained
+from twinkle_jax.model.huggingface.config_json import parse_config
 from twinkle_jax.model.train_step.train_state import (
     TrainState,
     commit,

@@ -1,0 +1,372 @@
+"""Reading a Hugging Face `config.json` into a DecoderConfig, and writing it back."""
+
+import dataclasses
+import json
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from twinkle_jax.model.decoder.config import (
+    FULL,
+    LINEAR,
+    SLIDING,
+    AttentionConfig,
+    DecoderConfig,
+    DeltaNetConfig,
+    LinearScaling,
+    RopeScaling,
+    Window,
+)
+from twinkle_jax.model.decoder.families import ENCLOSING, FAMILIES, Family
+from twinkle_jax.model.huggingface.config_keys import (
+    LARGEST_SIZE,
+    MOST_LAYERS,
+    check_keys,
+    flag,
+    number,
+    one_of,
+    section,
+    shown,
+    size,
+)
+
+_LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+# Rotary settings of image positions: a text token has one position only.
+_IMAGE_ROPE = {"mrope_section", "mrope_interleaved"}
+
+
+def parse_config(config: Mapping[str, Any]) -> DecoderConfig:
+    """Read a decoder's configuration from the contents of a `config.json`.
+
+    Both spellings of the rotary parameters are understood (`rope_theta` and `rope_scaling`, or
+    `rope_parameters` as transformers 5 writes it), and the nested `text_config` of Qwen3.5, Qwen3.6
+    and Gemma 3. If both `rope_scaling` and `rope_parameters` are there, `rope_scaling` wins, as in
+    transformers.
+
+    Args:
+        config: the parsed JSON object, with Hugging Face's names.
+
+    Returns:
+        The configuration; hashable, so that it can be a static argument of `jax.jit`.
+
+    Raises:
+        ValueError: for an unknown `model_type`, a missing or impossible value, an unsupported
+            option (other activations, windows in families without them, quantisation, …), and an
+            unknown key, which might change the result. The message names the key and its value.
+        TypeError: if `config` is not a mapping.
+
+    Example:
+        >>> config = parse_config({
+        ...     "model_type": "qwen3", "vocab_size": 64, "hidden_size": 32, "head_dim": 16,
+        ...     "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+        ...     "num_key_value_heads": 2, "rope_theta": 1e6,
+        ... })
+        >>> config.attention.rotary_dim, config.layers, config.block
+        (16, 2, ('full_attention',))
+    """
+    if not isinstance(config, Mapping):
+        raise TypeError(f"config must be a mapping, got {type(config).__name__}")
+    flat, model_type = _flatten(config)
+    family = FAMILIES[model_type]
+    flat = {**family.defaults, **flat}
+    check_keys(flat, family, model_type)
+    kinds = _layer_kinds(flat, family)
+    return DecoderConfig(
+        model_type=model_type,
+        vocab_size=size(flat, "vocab_size"),
+        hidden_size=size(flat, "hidden_size"),
+        intermediate_size=size(flat, "intermediate_size"),
+        layer_kinds=kinds,
+        attention=_attention(flat, family, sliding=SLIDING in kinds),
+        delta_net=_delta_net(flat) if LINEAR in kinds else None,
+        norm_epsilon=number(flat, "rms_norm_eps", 1e-6, zero=True),
+        centred_norms=family.centred_norms,
+        output_norms=family.output_norms,
+        activation=family.activation,
+        scaled_embedding=family.scaled_embedding,
+        tie_embeddings=flag(flat, "tie_word_embeddings", False),
+        original=json.dumps(dict(config), sort_keys=True),
+    )
+
+
+def _flatten(config: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
+    """Return the text model's configuration and its `model_type`."""
+    model_type, flat = config.get("model_type"), dict(config)
+    if isinstance(model_type, str) and model_type in ENCLOSING:
+        if not config.get("text_config"):
+            raise ValueError(
+                f"text_config must be there where model_type is {model_type!r}, got none"
+            )
+        flat = section(config, "text_config")
+        # The enclosing model owns the head and the quantisation, so its settings win.
+        for name in ("tie_word_embeddings", "quantization_config"):
+            if name in config:
+                flat[name] = config[name]
+        model_type = flat.setdefault("model_type", ENCLOSING[model_type])
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
+        known = ", ".join(sorted({*FAMILIES, *ENCLOSING}))
+        raise ValueError(f"model_type must be one of {known}, got {shown(model_type)}")
+    return flat, model_type
+
+
+def _attention(flat: Mapping[str, Any], family: Family, *, sliding: bool) -> AttentionConfig:
+    query_heads = size(flat, "num_attention_heads")
+    key_value_heads = query_heads
+    if flat.get("num_key_value_heads") is not None:
+        key_value_heads = size(flat, "num_key_value_heads")
+    if query_heads % key_value_heads:
+        raise ValueError(
+            f"num_attention_heads must be a multiple of num_key_value_heads, "
+            f"got {query_heads} and {key_value_heads}"
+        )
+    head_dim = family.head_dim or size(flat, "hidden_size") // query_heads
+    if family.head_dim or flat.get("head_dim") is not None:
+        head_dim = size(flat, "head_dim", head_dim)
+    rope = _read_rope(_full_layers_rope(flat) if family.window_pattern else flat, family)
+    rotary_dim = int(head_dim * rope.part)
+    if rotary_dim % 2 or not 0 < rotary_dim <= head_dim:
+        raise ValueError(
+            "head_dim times partial_rotary_factor must be even, and at most head_dim, "
+            f"got {head_dim} times {rope.part}"
+        )
+    bias = family.fixed_bias or flag(flat, "attention_bias", False)
+    return AttentionConfig(
+        query_heads=query_heads,
+        key_value_heads=key_value_heads,
+        head_dim=head_dim,
+        rotary_dim=rotary_dim,
+        rope_theta=rope.theta,
+        rope_scaling=rope.scaling,
+        bias=bias,
+        output_bias=bias and not family.fixed_bias,
+        qk_norm=family.qk_norm,
+        output_gate=family.output_gate,
+        query_width=size(flat, "query_pre_attn_scalar", 256) if family.window_pattern else None,
+        window=_window(flat, family) if sliding else None,
+    )
+
+
+def _delta_net(flat: Mapping[str, Any]) -> DeltaNetConfig:
+    config = DeltaNetConfig(
+        key_heads=size(flat, "linear_num_key_heads", 16),
+        value_heads=size(flat, "linear_num_value_heads", 32),
+        key_dim=size(flat, "linear_key_head_dim", 128),
+        value_dim=size(flat, "linear_value_head_dim", 128),
+        kernel=size(flat, "linear_conv_kernel_dim", 4, most=LARGEST_SIZE),
+    )
+    if config.value_heads % config.key_heads:
+        raise ValueError(
+            f"linear_num_value_heads must be a multiple of linear_num_key_heads, "
+            f"got {config.value_heads} and {config.key_heads}"
+        )
+    return config
+
+
+# Kinds of layers.
+
+
+def _layer_kinds(flat: Mapping[str, Any], family: Family) -> tuple[str, ...]:
+    """Read `layer_types`, or derive it from the interval of full layers."""
+    layers = size(flat, "num_hidden_layers", most=MOST_LAYERS)
+    kinds = flat.get("layer_types")
+    if kinds is None:
+        _refuse_windows(flat, layers)
+        interval = size(flat, "full_attention_interval", 4) if family.linear_layers else 1
+        other_kind = LINEAR
+        if family.window_pattern:
+            interval = size(flat, "sliding_window_pattern", family.window_pattern)
+            other_kind = SLIDING
+        kinds = [other_kind if (i + 1) % interval else FULL for i in range(layers)]
+    allowed = [FULL]
+    allowed += [LINEAR] if family.linear_layers else []
+    allowed += [SLIDING] if family.window_pattern else []
+    valid = isinstance(kinds, list | tuple) and all(kind in allowed for kind in kinds)
+    if not valid or len(kinds) != layers:
+        raise ValueError(
+            f"layer_types must be a list of {layers} (num_hidden_layers) out of {allowed}, "
+            f"got {shown(kinds)}"
+        )
+    return tuple(kinds)
+
+
+def _refuse_windows(flat: Mapping[str, Any], layers: int) -> None:
+    """Refuse `use_sliding_window`, unless `max_window_layers` leaves no layer with a window."""
+    if not flag(flat, "use_sliding_window", False) or flat.get("sliding_window", 4096) is None:
+        return
+    first = flat.get("max_window_layers", 28)
+    if type(first) is not int or first < layers:
+        raise ValueError(
+            f"max_window_layers must be at least num_hidden_layers, {layers}, where "
+            f"use_sliding_window is true, got {shown(first)}: windows are unsupported"
+        )
+
+
+def _window(flat: Mapping[str, Any], family: Family) -> Window:
+    """Read the window and the rotary base of sliding layers, which are never scaled."""
+    rope = {
+        "rope_theta": flat.get("rope_local_base_freq", 10_000.0),
+        "rope_parameters": _rope_by_kind(flat)[SLIDING],
+    }
+    theta = _read_rope(rope, dataclasses.replace(family, rope_types=("default",))).theta
+    return Window(size(flat, "sliding_window", 4096), theta)
+
+
+# Rotary positions: three spellings.
+
+
+class _Rope(NamedTuple):
+    """Base of the wavelengths, rotated part of a head, scaling of the wavelengths."""
+
+    theta: float
+    part: float
+    scaling: RopeScaling | LinearScaling | None
+
+
+def _read_rope(flat: Mapping[str, Any], family: Family) -> _Rope:
+    """Read `rope_scaling`, else `rope_parameters`; keys beside them fill in what is missing."""
+    name = "rope_scaling" if section(flat, "rope_scaling") else "rope_parameters"
+    beside = {key: flat[key] for key in ("rope_theta", "partial_rotary_factor") if key in flat}
+    rope = beside | section(flat, name)
+    if "rope_type" not in rope and "type" in rope:
+        rope["rope_type"] = rope["type"]
+    kind = one_of(rope, "rope_type", family.rope_types)
+    keys, read_scaling = _SCALINGS[kind]
+    known = {"rope_type", "type", "rope_theta", "partial_rotary_factor", *keys}
+    known |= _IMAGE_ROPE if family.rotary_part is not None else set()
+    for key in rope.keys() - known:
+        raise ValueError(
+            f"{name} must have no key {key!r} where rope_type is {kind!r}, got {shown(rope[key])}"
+        )
+    for key in keys:
+        if key not in rope:
+            raise ValueError(f"{key} must be there where rope_type is {kind!r}, got none")
+    if family.rotary_part is None:
+        one_of(rope, "partial_rotary_factor", (1.0, 1, None))
+        part = 1.0
+    else:
+        part = number(rope, "partial_rotary_factor", family.rotary_part)
+    return _Rope(number(rope, "rope_theta", 10_000.0), part, read_scaling(rope))
+
+
+def _llama3(rope: Mapping[str, Any]) -> RopeScaling:
+    scaling = RopeScaling(
+        factor=number(rope, "factor", 1.0),
+        low_frequency=number(rope, "low_freq_factor", 1.0),
+        high_frequency=number(rope, "high_freq_factor", 4.0),
+        original_length=size(rope, "original_max_position_embeddings"),
+    )
+    if scaling.high_frequency <= scaling.low_frequency:
+        raise ValueError(
+            f"high_freq_factor must be above low_freq_factor, {scaling.low_frequency}, "
+            f"got {scaling.high_frequency}"
+        )
+    return scaling
+
+
+_ReadScaling = Callable[[Mapping[str, Any]], RopeScaling | LinearScaling | None]
+_SCALINGS: dict[str, tuple[tuple[str, ...], _ReadScaling]] = {  # the keys of each, all required
+    "default": ((), lambda _: None),
+    "linear": (("factor",), lambda rope: LinearScaling(number(rope, "factor", 1.0))),
+    "llama3": (_LLAMA3, _llama3),
+}
+
+
+def _full_layers_rope(flat: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the configuration with the rotary settings of full layers instead of both kinds'."""
+    full, scaling = _rope_by_kind(flat)[FULL], section(flat, "rope_scaling")
+    return {**flat, "rope_parameters": full, "rope_scaling": {**full, **scaling} if scaling else {}}
+
+
+def _rope_by_kind(flat: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    by_kind = section(flat, "rope_parameters")
+    for key in by_kind.keys() - {FULL, SLIDING}:
+        raise ValueError(
+            f"rope_parameters must have the keys {FULL!r} and {SLIDING!r} only, got {shown(key)}"
+        )
+    return {kind: section(by_kind, kind) for kind in (FULL, SLIDING)}
+
+
+# Writing.
+
+
+def export_config(config: DecoderConfig, *, nested: bool, dtype: str) -> dict[str, Any]:
+    """Return the contents of a `config.json`: the original, updated with the decoder's values.
+
+    Args:
+        config: the decoder.
+        nested: whether to keep the enclosing vision-language configuration, if there was one.
+        dtype: name of the type of the saved parameters.
+
+    Returns:
+        A JSON object that transformers 4 and 5 read.
+    """
+    original: dict[str, Any] = json.loads(config.original) if config.original else {}
+    text = dict(original.get("text_config", original))
+    original_rope = text.get("rope_scaling") or text.get("rope_parameters") or {}
+    image_rope = {key: original_rope[key] for key in sorted(_IMAGE_ROPE & original_rope.keys())}
+    text.update(_text_entries(config, image_rope), dtype=dtype, torch_dtype=dtype)
+    if not (nested and "text_config" in original):
+        return text | {"architectures": [FAMILIES[config.model_type].architecture]}
+    return original | {
+        "text_config": text,
+        "tie_word_embeddings": config.tie_embeddings,
+        "dtype": dtype,
+        "torch_dtype": dtype,
+    }
+
+
+def _text_entries(config: DecoderConfig, image_rope: Mapping[str, Any]) -> dict[str, Any]:
+    """Return everything that the decoder computes with, under Hugging Face's names."""
+    attention, delta = config.attention, config.delta_net
+    family = FAMILIES[config.model_type]
+    rope = {**image_rope, **_rope_entries(attention)}
+    entries: dict[str, Any] = {
+        "model_type": config.model_type,
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": config.layers,
+        "num_attention_heads": attention.query_heads,
+        "num_key_value_heads": attention.key_value_heads,
+        "head_dim": attention.head_dim,
+        family.activation_key: config.activation,
+        "rms_norm_eps": config.norm_epsilon,
+        "tie_word_embeddings": config.tie_embeddings,
+        "layer_types": list(config.layer_kinds),
+        "rope_theta": attention.rope_theta,
+        "rope_parameters": rope,
+        # transformers 4 reads this key; so does 5, unless it is empty.
+        "rope_scaling": None if attention.rope_scaling is None else rope,
+    }
+    if not family.fixed_bias:
+        entries["attention_bias"] = attention.bias
+    if family.rotary_part is not None:
+        part = attention.rotary_dim / attention.head_dim
+        rope["partial_rotary_factor"] = entries["partial_rotary_factor"] = part
+    if family.window_pattern:
+        entries["query_pre_attn_scalar"] = attention.query_width or attention.head_dim
+        entries["rope_parameters"] = {FULL: rope}
+    if attention.window is not None:
+        theta = attention.window.rope_theta
+        entries["rope_parameters"][SLIDING] = {"rope_type": "default", "rope_theta": theta}
+        entries["sliding_window"] = attention.window.size
+        entries["rope_local_base_freq"] = theta
+    if delta is not None:
+        entries |= {
+            "linear_num_key_heads": delta.key_heads,
+            "linear_num_value_heads": delta.value_heads,
+            "linear_key_head_dim": delta.key_dim,
+            "linear_value_head_dim": delta.value_dim,
+            "linear_conv_kernel_dim": delta.kernel,
+        }
+    return entries
+
+
+def _rope_entries(attention: AttentionConfig) -> dict[str, Any]:
+    scaling = attention.rope_scaling
+    entries = {"rope_type": "default", "rope_theta": attention.rope_theta}
+    if isinstance(scaling, LinearScaling):
+        entries |= {"rope_type": "linear", "factor": scaling.factor}
+    elif scaling is not None:
+        values = dataclasses.astuple(scaling)
+        entries |= {"rope_type": "llama3", **dict(zip(_LLAMA3, values, strict=True))}
+    return entries
