@@ -11,7 +11,7 @@ from twinkle_jax.model.decoder.initialise import init_params
 from twinkle_jax.model.decoder.layers import output_logits, output_matrix
 from twinkle_jax.model.decoder.lora import LoraConfig, merge_adapter
 from twinkle_jax.model.decoder.module import Decoder
-from twinkle_jax.model.decoder.parameters import parameter_shapes
+from twinkle_jax.model.decoder.parameters import merge_params, parameter_shapes
 from twinkle_jax.model.decoder.sharding import make_mesh, partition_rules, shard_like_params
 from twinkle_jax.model.huggingface.checkpoint_read import load_pretrained
 from twinkle_jax.model.huggingface.checkpoint_write import save_pretrained
@@ -25,7 +25,7 @@ from twinkle_jax.model.train_step.apply_gradients import (
 from twinkle_jax.model.train_step.grad_step import grad_step
 from twinkle_jax.model.train_step.score_batch import Scores, score_batch
 from twinkle_jax.model.train_step.step_summary import StepSummary
-from twinkle_jax.model.train_step.train_state import TrainState, merge_params, train_state
+from twinkle_jax.model.train_step.train_state import TrainState, train_state
 from twinkle_jax.model.twinkle.transformers_model import TransformersModel
 
 __all__ = [

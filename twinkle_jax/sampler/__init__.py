@@ -3,6 +3,7 @@
 What is listed here is public; all else is private.
 """
 
+from twinkle_jax.sampler.actor import Actor
 from twinkle_jax.sampler.completions import LENGTH, STOP, Completions
 from twinkle_jax.sampler.drawing.sampling import Sampling
 from twinkle_jax.sampler.generate import generate
@@ -14,6 +15,7 @@ from twinkle_jax.sampler.vllm_sampler import vLLMSampler
 __all__ = [
     "LENGTH",
     "STOP",
+    "Actor",
     "Completions",
     "JaxSampler",
     "Sampling",

@@ -13,8 +13,7 @@ from jaxtyping import Array, Int
 from twinkle_jax.data.buckets import bucket_size
 from twinkle_jax.model.decoder.attention_choice import AttentionImplementation
 from twinkle_jax.model.decoder.config import DecoderConfig
-from twinkle_jax.model.decoder.parameters import Params
-from twinkle_jax.model.train_step.train_state import merge_params
+from twinkle_jax.model.decoder.parameters import Params, merge_params
 from twinkle_jax.sampler.completions import Completions
 from twinkle_jax.sampler.decoding.checked_prompts import checked_limits, checked_prompts, row_keys
 from twinkle_jax.sampler.decoding.decoding_layout import decoding_layout

@@ -15,7 +15,7 @@ from twinkle_jax.data.sampling_params import SamplingParams
 from twinkle_jax.data.template import Template
 from twinkle_jax.model.decoder.sharding import partition_rules, shard_like_params
 from twinkle_jax.model.huggingface.checkpoint_read import load_pretrained
-from twinkle_jax.model.twinkle.transformers_model import TransformersModel
+from twinkle_jax.sampler.actor import Actor
 from twinkle_jax.sampler.drawing.sampling import Sampling
 from twinkle_jax.sampler.generate import generate
 from twinkle_jax.sampler.requests.call import read_call, read_params
@@ -52,7 +52,7 @@ class JaxSampler:
 
     def __init__(
         self,
-        model: TransformersModel | None = None,
+        model: Actor | None = None,
         *,
         model_id: str | Path | None = None,
         template: Template | None = None,
@@ -152,7 +152,7 @@ class JaxSampler:
         """What is sampled from: the parameters of the model as they are now, or the sampler's."""
         return self._params if self._model is None else self._model.params
 
-    def sync_weights(self, actor: TransformersModel) -> None:
+    def sync_weights(self, actor: Actor) -> None:
         """Take over a policy's parameters, with its adapters; of a live model, nothing is to do.
 
         Raises:

@@ -13,7 +13,7 @@ from twinkle_jax.data.sampling_params import SamplingParams
 from twinkle_jax.data.template import Template
 from twinkle_jax.model.huggingface.checkpoint_files import CONFIG, locate, read_json
 from twinkle_jax.model.huggingface.config_json import parse_config
-from twinkle_jax.model.twinkle.transformers_model import TransformersModel
+from twinkle_jax.sampler.actor import Actor
 from twinkle_jax.sampler.requests.call import read_call, read_params
 from twinkle_jax.sampler.requests.from_checkpoint import longest_row, own_template
 from twinkle_jax.sampler.requests.prompts import Prompt, prompt_tokens
@@ -151,7 +151,7 @@ class vLLMSampler:  # noqa: N801  (Twinkle's name)
                 response.topk_prompt_logprobs = answer.prompt if params.prompt_logprobs else None
         return responses
 
-    def sync_weights(self, actor: TransformersModel, *, merge: bool = False) -> None:
+    def sync_weights(self, actor: Actor, *, merge: bool = False) -> None:
         """Have the server load a policy's weights, and prove that it has them.
 
         A checkpoint, or the adapter where there is one, is written to `shared_dir`, and loaded.

@@ -150,3 +150,15 @@ def nest(flat: dict[tuple[str, ...], Any]) -> dict[str, Any]:
             node = node.setdefault(key, {})
         node[path[-1]] = value
     return tree
+
+
+def merge_params(frozen: Params | None, params: Params) -> dict[str, Any]:
+    """Lay one tree of parameters over another; a leaf of the second wins."""
+    if frozen is None:
+        return dict(params)
+    merged = dict(frozen)
+    for key, value in params.items():
+        below = merged.get(key)
+        both = isinstance(value, Mapping) and isinstance(below, Mapping)
+        merged[key] = merge_params(below, value) if both else value
+    return merged

@@ -18,7 +18,7 @@ from twinkle_jax.model.decoder.config import DecoderConfig
 from twinkle_jax.model.decoder.forward import Remat
 from twinkle_jax.model.decoder.lora_dropout import with_dropout
 from twinkle_jax.model.decoder.mesh_layout import spread_batch
-from twinkle_jax.model.decoder.parameters import Params
+from twinkle_jax.model.decoder.parameters import Params, merge_params
 from twinkle_jax.model.decoder.sharding import constrain, find_mesh
 from twinkle_jax.model.train_step.label_scores import label_scores
 from twinkle_jax.model.train_step.loss_coefficients import (
@@ -30,7 +30,7 @@ from twinkle_jax.model.train_step.loss_coefficients import (
 from twinkle_jax.model.train_step.run_batch import run_batch
 from twinkle_jax.model.train_step.scalars import Scalar, positive_scalar
 from twinkle_jax.model.train_step.step_summary import StepSummary
-from twinkle_jax.model.train_step.train_state import TrainState, merge_params
+from twinkle_jax.model.train_step.train_state import TrainState
 
 
 def grad_step(

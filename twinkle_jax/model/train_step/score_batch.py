@@ -14,12 +14,11 @@ from twinkle_jax.model.decoder.attention_choice import AttentionImplementation
 from twinkle_jax.model.decoder.config import DecoderConfig
 from twinkle_jax.model.decoder.layers import output_logits
 from twinkle_jax.model.decoder.mesh_layout import spread_batch
-from twinkle_jax.model.decoder.parameters import Params
+from twinkle_jax.model.decoder.parameters import Params, merge_params
 from twinkle_jax.model.decoder.sharding import find_mesh
 from twinkle_jax.model.train_step.label_scores import label_scores
 from twinkle_jax.model.train_step.run_batch import run_batch
 from twinkle_jax.model.train_step.scalars import Scalar, positive_scalar
-from twinkle_jax.model.train_step.train_state import merge_params
 
 
 class Scores(NamedTuple):

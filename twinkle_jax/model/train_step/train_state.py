@@ -1,6 +1,5 @@
 """What training changes: parameters, the optimizer's state, and accumulated gradients."""
 
-from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -79,15 +78,3 @@ def init_optimizer(optimizer: optax.GradientTransformation, params: Params) -> A
         raise TypeError(f"optimizer must be an Optax transformation, got {optimizer!r}")
     with jax.numpy_dtype_promotion("standard"):
         return optimizer.init(jax.tree.map(lambda x: x.astype(jnp.float32), params))
-
-
-def merge_params(frozen: Params | None, params: Params) -> dict[str, Any]:
-    """Lay one tree of parameters over another; a leaf of the second wins."""
-    if frozen is None:
-        return dict(params)
-    merged = dict(frozen)
-    for key, value in params.items():
-        below = merged.get(key)
-        both = isinstance(value, Mapping) and isinstance(below, Mapping)
-        merged[key] = merge_params(below, value) if both else value
-    return merged

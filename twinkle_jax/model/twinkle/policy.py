@@ -19,7 +19,7 @@ from twinkle_jax.model.decoder.lora import (
     read_lora_config,
 )
 from twinkle_jax.model.decoder.module import Decoder
-from twinkle_jax.model.decoder.parameters import Params
+from twinkle_jax.model.decoder.parameters import Params, merge_params
 from twinkle_jax.model.decoder.sharding import partition_rules, shard_like_params
 from twinkle_jax.model.huggingface.adapter_files import CONFIG as ADAPTER_CONFIG
 from twinkle_jax.model.huggingface.adapter_files import adapter_tensors, load_adapter, save_adapter
@@ -32,7 +32,6 @@ from twinkle_jax.model.train_step.train_state import (
     TrainState,
     commit,
     init_optimizer,
-    merge_params,
     train_state,
 )
 

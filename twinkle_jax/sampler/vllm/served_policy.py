@@ -16,7 +16,7 @@ from twinkle_jax.data.sampling_params import SamplingParams
 from twinkle_jax.model.decoder.lora import merge_adapter, walk
 from twinkle_jax.model.decoder.module import Decoder
 from twinkle_jax.model.huggingface.checkpoint_write import save_pretrained
-from twinkle_jax.model.twinkle.transformers_model import TransformersModel
+from twinkle_jax.sampler.actor import Actor
 from twinkle_jax.sampler.requests.stops import Stops
 from twinkle_jax.sampler.vllm.client import (
     Client,
@@ -105,9 +105,7 @@ class ServedPolicy:
             )
         return served, self._mode
 
-    def load(
-        self, deadline: Deadline, actor: TransformersModel, shared_dir: Path, *, merge: bool
-    ) -> None:
+    def load(self, deadline: Deadline, actor: Actor, shared_dir: Path, *, merge: bool) -> None:
         """Have the server load an actor's checkpoint or adapter, and prove it.
 
         Raises:
@@ -130,7 +128,7 @@ class ServedPolicy:
             self._unload_adapter(deadline, old)
 
     def _load_adapter(
-        self, deadline: Deadline, actor: TransformersModel, shared_dir: Path, served: Served
+        self, deadline: Deadline, actor: Actor, shared_dir: Path, served: Served
     ) -> Path:
         """Load it under a new name: what the server caches for another name stays apart."""
         directory = shared_dir / f"adapter-{secrets.token_hex(4)}"
@@ -153,7 +151,7 @@ class ServedPolicy:
             self._client.send_request(deadline, request)
         shutil.rmtree(adapter, ignore_errors=True)
 
-    def _prove(self, deadline: Deadline, actor: TransformersModel, served: Served) -> None:
+    def _prove(self, deadline: Deadline, actor: Actor, served: Served) -> None:
         tolerance = self._tolerance or _TOLERANCES.get(actor.dtype.name, _OTHER_TOLERANCE)
         probe = self._probe(served)
         scores = prove(self._client, deadline, probe, served.name, actor, tolerance)
@@ -195,7 +193,7 @@ def _read_models(names: Sequence[str], answer: Any) -> Served:
 # Handing weights over.
 
 
-def save_for_server(model: TransformersModel, directory: Path) -> None:
+def save_for_server(model: Actor, directory: Path) -> None:
     """Write a policy as a checkpoint that a server loads rightly, adapters added to the kernels.
 
     A head that is tied to the embedding is written as a tensor of its own: after `reload_weights`
@@ -327,7 +325,7 @@ def prove(
     deadline: Deadline,
     probe: Probe,
     name: str,
-    actor: TransformersModel,
+    actor: Actor,
     tolerance: float,
 ) -> Scores:
     """Have a server draw tokens, and compare its log-probabilities with the actor's.
