@@ -21,7 +21,7 @@ def test_the_reward_is_the_first_number():
 
 
 def test_the_command_finds_the_reward():
-    from twinkle_jax.training.configuration.named_reward import find_reward
+    from twinkle_jax.reward import find_reward
 
     reward = find_reward(f"{FOLDER / 'real_model.py'}:first_number")
     assert reward(said(" 12 and"), ["12"]) == [1.0]

@@ -80,7 +80,7 @@ def test_rewards_of_ones_own():
 
 @pytest.mark.parametrize("values", [(1, 0), [True, 0], np.asarray([1.0, 0.0]), np.ones(2, np.int8)])
 def test_numbers_of_any_kind_become_floats(values):
-    rewards = compute_rewards(lambda t, g: values, said("a", "b"))
+    rewards = compute_rewards(returns(values), said("a", "b"))
     assert all(type(x) is float for x in rewards) and len(rewards) == 2
 
 
@@ -160,7 +160,7 @@ def test_sums_that_are_refused(rewards, weights, message):
 
 
 def test_a_part_of_a_sum_that_fails_is_named():
-    with pytest.raises(ValueError, match="my_reward must return finite numbers, got nan"):
+    with pytest.raises(ValueError, match=r"my_reward must return finite numbers.* got nan"):
         WeightedReward([SAME, returns([math.nan])])(said("a"), ["a"])
 
 

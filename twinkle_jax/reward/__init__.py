@@ -1,14 +1,25 @@
 """Text to rewards. Nothing here needs jax, and no model output is ever evaluated."""
 
 from twinkle_jax.reward.boxed import last_boxed
-from twinkle_jax.reward.checked import compute_rewards
+from twinkle_jax.reward.by_name import find_reward, find_rewards
 from twinkle_jax.reward.exact_match import ExactMatchReward
 from twinkle_jax.reward.gsm8k import GSM8KAccuracyReward, GSM8KFormatReward
 from twinkle_jax.reward.math_reward import MathReward
 from twinkle_jax.reward.overlong import OverlongPenalty
-from twinkle_jax.reward.reward import FunctionReward, Reward
+from twinkle_jax.reward.reward import (
+    FunctionReward,
+    GroundTruths,
+    Reward,
+    RewardFunction,
+    as_reward,
+)
+from twinkle_jax.reward.scoring import (
+    TrajectoryScores,
+    WeightedReward,
+    compute_rewards,
+    score_trajectories,
+)
 from twinkle_jax.reward.tags import FormatReward
-from twinkle_jax.reward.weighted import WeightedReward
 
 __all__ = [
     "ExactMatchReward",
@@ -16,10 +27,17 @@ __all__ = [
     "FunctionReward",
     "GSM8KAccuracyReward",
     "GSM8KFormatReward",
+    "GroundTruths",
     "MathReward",
     "OverlongPenalty",
     "Reward",
+    "RewardFunction",
+    "TrajectoryScores",
     "WeightedReward",
+    "as_reward",
     "compute_rewards",
+    "find_reward",
+    "find_rewards",
     "last_boxed",
+    "score_trajectories",
 ]

@@ -4,8 +4,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from twinkle_jax.data.trajectory import Trajectory
-from twinkle_jax.reward.ground_truths import find_ground_truths
-from twinkle_jax.reward.reward import GroundTruths, Reward, completions_of
+from twinkle_jax.reward.reward import (
+    GroundTruths,
+    Reward,
+    completions_of,
+    find_ground_truths,
+)
 
 
 class ExactMatchReward(Reward):

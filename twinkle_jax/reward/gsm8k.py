@@ -6,8 +6,12 @@ from typing import Any
 
 from twinkle_jax.data.trajectory import Trajectory
 from twinkle_jax.reward.boxed import last_boxed
-from twinkle_jax.reward.ground_truths import find_ground_truths
-from twinkle_jax.reward.reward import GroundTruths, Reward, completions_of
+from twinkle_jax.reward.reward import (
+    GroundTruths,
+    Reward,
+    completions_of,
+    find_ground_truths,
+)
 
 _AFTER_HASHES = re.compile(r"####\s*([-\d,.][-\d,.\s]*)")
 _TAIL = 500

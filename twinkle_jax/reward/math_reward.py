@@ -11,8 +11,12 @@ from typing import Any
 from twinkle_jax.data.missing_extra import require
 from twinkle_jax.data.trajectory import Trajectory
 from twinkle_jax.reward.boxed import last_boxed, nesting
-from twinkle_jax.reward.ground_truths import find_ground_truths
-from twinkle_jax.reward.reward import GroundTruths, Reward, completions_of
+from twinkle_jax.reward.reward import (
+    GroundTruths,
+    Reward,
+    completions_of,
+    find_ground_truths,
+)
 from twinkle_jax.reward.worker_pool import WorkerPool
 
 _SCRIPT = Path(__file__).with_name("math_worker.py")

@@ -1,32 +1,54 @@
-"""What a reward is: a call on trajectories and ground truths that returns one float each."""
+"""What a reward is: called on trajectories and ground truths, it returns one number for each.
 
+Functions in TRL's form are adapted here, and ground truths are matched with completions.
+"""
+
+import copy
+import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from twinkle_jax.data.trajectory import Trajectory, completion_text
-from twinkle_jax.reward.ground_truths import align_ground_truths, find_ground_truths
+from twinkle_jax.data.trajectory import (
+    Message,
+    Trajectory,
+    completion_text,
+    message_text,
+    user_data_get,
+)
 
 GroundTruths = Sequence[Any] | None
+"""Right answers, one for each trajectory or each prompt; None: those in `user_data`."""
+
+RewardFunction = Callable[..., Sequence[float | None]]
+"""A `Reward`, or a function with a signature that `as_reward` takes."""
+
+_FORMS = (
+    "(trajectories, ground_truths), or TRL's (prompts, completions, **columns); FunctionReward "
+    "takes a function of one completion's text and its ground truth"
+)
+_POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+_VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 class Reward(ABC):
-    """The base of rewards; what is called on trajectories and ground truths, and returns floats.
+    """The base class of rewards.
 
-    A plain function of the same arguments serves as well wherever a reward is taken.
+    A plain function serves as well wherever a reward is taken, see `as_reward`.
     """
 
     @abstractmethod
     def __call__(
         self, trajectories: Sequence[Trajectory], ground_truths: GroundTruths = None, **kwargs: Any
     ) -> list[float]:
-        """Score what the assistant said last in each trajectory.
+        """Score the last assistant message of each trajectory.
 
         Args:
             trajectories: conversations that end with a completion.
-            ground_truths: what is right: one for each trajectory; or one for each prompt, whose
+            ground_truths: right answers: one for each trajectory; or one for each prompt, whose
                 completions stand next to each other. None: `'ground_truth'` in each trajectory's
-                `user_data`. A trajectory stands for what is said last in it.
+                `user_data`. A trajectory in this list stands for the ground truth in its
+                `user_data`, or else for its last message.
             kwargs: not used here; for rewards of your own.
 
         Returns:
@@ -46,8 +68,7 @@ class FunctionReward(Reward):
 
     Example:
         >>> shorter = FunctionReward(lambda text, truth: float(len(text) < 5))
-        >>> said = [{"messages": [{"role": "assistant", "content": "2"}]}]
-        >>> shorter(said, ["2"])
+        >>> shorter([{"messages": [{"role": "assistant", "content": "2"}]}], ["2"])
         [1.0]
     """
 
@@ -57,6 +78,8 @@ class FunctionReward(Reward):
         if not callable(function):
             raise TypeError(f"function must be callable, got {function!r}")
         self.function, self.needs_ground_truth = function, needs_ground_truth
+        name = getattr(function, "__name__", "<lambda>")
+        self.__name__ = type(self).__name__ if name == "<lambda>" else name
 
     def __call__(
         self, trajectories: Sequence[Trajectory], ground_truths: GroundTruths = None, **kwargs: Any
@@ -73,6 +96,117 @@ class FunctionReward(Reward):
         return f"FunctionReward({getattr(self.function, '__name__', self.function)})"
 
 
+class ColumnsReward(Reward):
+    """A function in TRL's form, called with the arguments that it names; made by `as_reward`."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function = function
+        self.__name__ = reward_name(function)
+        parameters = inspect.signature(function).parameters.values()
+        self._takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
+        named = [p for p in parameters if p.kind not in _VARIADIC]
+        self._names = {p.name for p in named}
+        self._required = [p.name for p in named if p.default is inspect.Parameter.empty]
+
+    def __call__(
+        self, trajectories: Sequence[Trajectory], ground_truths: GroundTruths = None, **kwargs: Any
+    ) -> list[float]:
+        """Call the function with prompts, completions and the columns of the data set."""
+        arguments = _columns(trajectories, align_ground_truths(trajectories, ground_truths))
+        missing = [name for name in self._required if name not in arguments]
+        if missing:
+            raise ValueError(
+                f"{self.__name__} must take columns that the data set has, "
+                f"{', '.join(arguments)}, got {', '.join(missing)}"
+            )
+        if not self._takes_all:
+            arguments = {name: x for name, x in arguments.items() if name in self._names}
+        return self.function(**arguments)
+
+
+def as_reward(function: RewardFunction, *, argument: str = "reward") -> RewardFunction:
+    """Recognise a reward by the names of its parameters, or refuse it.
+
+    Two forms are taken. `(trajectories, ground_truths)`, which every `Reward` has; the second may
+    be missing, and both may have other names where the first one is `trajectories`.
+
+    And TRL's form: a function with a parameter `completions`, called by keyword. It gets
+
+    * `prompts` and `completions`, lists of messages for each trajectory: those before the
+      completion, and the assistant's last message;
+    * each name in the trajectories' `user_data` as a column, a list with None where a trajectory
+      has no value: all fields of a JSON Lines record are there;
+    * the ground truths as columns `ground_truth` and `answer`; a column `answer` of the data's own
+      is left as it is.
+
+    Without `**columns` in its signature it gets only what it names. It may return None for a
+    trajectory that it has nothing to say about.
+
+    Args:
+        function: a `Reward`, or a function.
+        argument: what errors call it.
+
+    Returns:
+        What can be called with trajectories and ground truths.
+
+    Raises:
+        TypeError: if it cannot be called, is `async`, or has another signature.
+
+    Example:
+        >>> def short(completions, limit, **columns):
+        ...     return [float(len(c[0]["content"]) < n) for c, n in zip(completions, limit)]
+        >>> answer = {"role": "assistant", "content": "42"}
+        >>> as_reward(short)([{"messages": [answer], "user_data": [("limit", 3)]}])
+        [1.0]
+    """
+    if isinstance(function, type) or not callable(function):
+        raise TypeError(f"{argument} must be a function or a Reward, got {function!r:.80}")
+    name = reward_name(function)
+    call = function if inspect.isroutine(function) else getattr(function, "__call__", function)  # noqa: B004
+    if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call):
+        raise TypeError(f"{argument} must not be an async function, got {name}")
+    if isinstance(function, Reward):
+        return function
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):
+        raise TypeError(f"{argument} must show its signature, {_FORMS}; got {name}") from None
+    parameters = list(signature.parameters.values())
+    names = [parameter.name for parameter in parameters]
+    form = f"{argument} must have the signature {_FORMS}; got {name}{signature}"
+    if "completions" in names and "trajectories" not in names:
+        if any(p.kind is inspect.Parameter.POSITIONAL_ONLY for p in parameters):
+            raise TypeError(form)
+        return ColumnsReward(function)
+    if not names or names[0] != "trajectories" or parameters[0].kind not in _POSITIONAL:
+        raise TypeError(form)
+    for arguments in ((None, None), (None,)):
+        try:
+            signature.bind(*arguments)
+        except TypeError:
+            continue
+        return function if len(arguments) == 2 else _OfTrajectories(function)
+    raise TypeError(form)
+
+
+class _OfTrajectories(Reward):
+    """A function of trajectories that takes no ground truths."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function, self.__name__ = function, reward_name(function)
+
+    def __call__(
+        self, trajectories: Sequence[Trajectory], ground_truths: GroundTruths = None, **kwargs: Any
+    ) -> list[float]:
+        """Call the function with the trajectories alone."""
+        return self.function(trajectories)
+
+
+def reward_name(reward: Any) -> str:
+    """Find what to call a reward in messages and metrics."""
+    return str(getattr(reward, "__name__", None) or type(reward).__name__)
+
+
 def completions_of(trajectories: Sequence[Mapping[str, Any]]) -> list[str]:
     """Read the text of each completion; refuse what is no list of trajectories."""
     if isinstance(trajectories, Mapping | str) or not isinstance(trajectories, Sequence):
@@ -81,3 +215,73 @@ def completions_of(trajectories: Sequence[Mapping[str, Any]]) -> list[str]:
         if not isinstance(trajectory, Mapping):
             raise TypeError(f"trajectories[{i}] must be a dictionary, got {trajectory!r:.80}")
     return [completion_text(trajectory) for trajectory in trajectories]
+
+
+def align_ground_truths(
+    trajectories: Sequence[Mapping[str, Any]], ground_truths: GroundTruths
+) -> list[Any]:
+    """Give each trajectory its ground truth, None where it has none."""
+    if ground_truths is None:
+        return [user_data_get(t.get("user_data"), "ground_truth") for t in trajectories]
+    if isinstance(ground_truths, str | Mapping) or not hasattr(ground_truths, "__len__"):
+        raise TypeError(f"ground_truths must be a list, got {ground_truths!r:.80}")
+    count, truths = len(trajectories), [_read_truth(truth) for truth in ground_truths]
+    if count and (not truths or count % len(truths)):
+        raise ValueError(
+            f"ground_truths must be one for each of {count} trajectories, or for each prompt with "
+            f"as many completions as the others, got {len(truths)}"
+        )
+    per_prompt = count // len(truths) if truths else 0
+    return [truth for truth in truths for _ in range(per_prompt)]
+
+
+def find_ground_truths(
+    trajectories: Sequence[Mapping[str, Any]], ground_truths: GroundTruths
+) -> list[str]:
+    """Give each trajectory its ground truth as text; an error where it has none."""
+    truths = align_ground_truths(trajectories, ground_truths)
+    texts = ["" if truth is None else str(truth).strip() for truth in truths]
+    for i, text in enumerate(texts):
+        if not text:
+            raise ValueError(
+                f"ground_truths[{i}] must be an answer, got {truths[i]!r}: pass ground_truths, or "
+                "keep a 'ground_truth' in the user_data of each trajectory"
+            )
+    return texts
+
+
+def _read_truth(truth: Any) -> Any:
+    """Take a trajectory's own ground truth, or else the text of its last message."""
+    if not isinstance(truth, Mapping):
+        return truth
+    kept = user_data_get(truth.get("user_data"), "ground_truth")
+    messages = truth.get("messages") or ()
+    return message_text(messages[-1]) if kept is None and messages else kept
+
+
+def _columns(trajectories: Sequence[Trajectory], truths: list[Any]) -> dict[str, list[Any]]:
+    """Lay trajectories out as TRL passes them: one list for each name."""
+    completions_of(trajectories)  # refuses what is no list of trajectories
+    records = []
+    for trajectory in trajectories:
+        pairs = trajectory.get("user_data") or ()
+        pairs = pairs.items() if isinstance(pairs, Mapping) else pairs
+        user_data_get(pairs, "")  # refuses what is no list of pairs
+        records.append(dict(reversed([(str(name), value) for name, value in pairs])))  # first wins
+    names = {name: None for record in records for name in record}
+    columns = {name: [record.get(name) for record in records] for name in names}
+    columns["ground_truth"] = truths
+    columns.setdefault("answer", copy.deepcopy(truths))
+    parts = [_split(trajectory) for trajectory in trajectories]
+    columns["prompts"] = [prompt for prompt, _ in parts]
+    columns["completions"] = [completion for _, completion in parts]
+    return columns
+
+
+def _split(trajectory: Trajectory) -> tuple[list[Message], list[Message]]:
+    """Split a conversation before the assistant's last message."""
+    messages = list(trajectory.get("messages") or ())
+    for i in range(len(messages) - 1, -1, -1):
+        if messages[i].get("role") == "assistant":
+            return messages[:i], messages[i:]
+    return messages, [Message(role="assistant", content="")]

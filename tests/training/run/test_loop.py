@@ -12,6 +12,7 @@ import pytest
 from tests.training.runs import arrays, assert_same_run, copy_until, metrics
 from tests.training.small_run import EVERY_STEP, Scorer, config, evaluation, update
 from twinkle_jax.data import read_jsonl
+from twinkle_jax.reward import find_reward
 from twinkle_jax.training import (
     OptimizerConfig,
     RolloutConfig,
@@ -20,7 +21,6 @@ from twinkle_jax.training import (
     load_policy,
     train,
 )
-from twinkle_jax.training.configuration.named_reward import find_reward
 
 UPDATES = 4  # a step
 SHOWN = dataclasses.replace(EVERY_STEP, samples_every=2)

@@ -13,9 +13,13 @@ from twinkle_jax.data import (
     user_data_get,
 )
 from twinkle_jax.data.hub_data import download_split
-from twinkle_jax.reward import ExactMatchReward, GSM8KAccuracyReward, MathReward
-from twinkle_jax.reward.checked import RewardFunction
-from twinkle_jax.training.configuration.named_reward import find_reward
+from twinkle_jax.reward import (
+    ExactMatchReward,
+    GSM8KAccuracyReward,
+    MathReward,
+    RewardFunction,
+    find_reward,
+)
 from twinkle_jax.training.configuration.train_config import TrainConfig
 
 _GSM8K = "openai/gsm8k"

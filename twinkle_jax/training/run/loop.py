@@ -5,7 +5,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from twinkle_jax.reward.checked import RewardFunction
+from twinkle_jax.reward import RewardFunction
 from twinkle_jax.training.checkpoints.last_step import LastStep
 from twinkle_jax.training.checkpoints.progress import Progress, save
 from twinkle_jax.training.checkpoints.run_directory import prepare_directory

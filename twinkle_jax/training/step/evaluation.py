@@ -11,8 +11,7 @@ from jax.typing import DTypeLike
 
 from twinkle_jax.data import PromptBatch, Trajectory
 from twinkle_jax.model.decoder.parameters import Params
-from twinkle_jax.reward import compute_rewards
-from twinkle_jax.reward.checked import RewardFunction
+from twinkle_jax.reward import RewardFunction, compute_rewards
 from twinkle_jax.sampler import Sampling
 from twinkle_jax.training.policies.devices import fill_rows, row_shards
 from twinkle_jax.training.policies.text_policy import Policy

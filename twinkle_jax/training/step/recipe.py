@@ -13,7 +13,7 @@ from twinkle_jax.data import Template
 from twinkle_jax.model.decoder.forward import Remat
 from twinkle_jax.model.decoder.parameters import Params
 from twinkle_jax.model.twinkle.optimizers import decayed
-from twinkle_jax.reward.checked import RewardFunction
+from twinkle_jax.reward import RewardFunction
 from twinkle_jax.sampler import Sampling
 from twinkle_jax.training.configuration.named_estimator import Estimator, make_estimator
 from twinkle_jax.training.configuration.named_loss import make_loss

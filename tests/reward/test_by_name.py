@@ -1,0 +1,166 @@
+"""Rewards by name: the built-in ones, a user's own from a file or a module, and several at once."""
+
+import sys
+
+import pytest
+
+from twinkle_jax.reward import (
+    ExactMatchReward,
+    GSM8KAccuracyReward,
+    MathReward,
+    compute_rewards,
+    find_reward,
+    find_rewards,
+    score_trajectories,
+)
+
+OWN = """
+from dataclasses import dataclass
+
+from twinkle_jax.reward import Reward
+
+
+def half(trajectories, truths):
+    return [0.5 for _ in trajectories]
+
+
+def long(completions, **columns):
+    return [len(completion[0]["content"]) for completion in completions]
+
+
+def wrong(completion, answer):
+    return 1.0
+
+
+class Quarter(Reward):
+    def __call__(self, trajectories, ground_truths=None):
+        return [0.25 for _ in trajectories]
+
+
+@dataclass
+class Needs:
+    something: int
+
+    def __call__(self, trajectories, ground_truths):
+        return []
+
+
+made = Quarter()
+number = 3
+"""
+ANSWERS = [{"messages": [{"role": "assistant", "content": "4"}]}]
+
+
+@pytest.fixture
+def own(tmp_path):
+    file = tmp_path / "own_rewards.py"
+    file.write_text(OWN)
+    yield str(file)
+    sys.modules.pop("own_rewards", None)
+
+
+def test_built_in_names():
+    assert isinstance(find_reward("exact"), ExactMatchReward)
+    assert isinstance(find_reward("math"), MathReward)
+    assert isinstance(find_reward("gsm8k"), GSM8KAccuracyReward)
+
+
+@pytest.mark.parametrize(
+    ("name", "worth"), [("half", 0.5), ("Quarter", 0.25), ("made", 0.25), ("long", 1)]
+)
+def test_a_function_a_class_or_a_reward_of_a_file(own, name, worth):
+    reward = find_reward(f"{own}:{name}")
+    assert compute_rewards(reward, ANSWERS) == [worth]
+    assert reward(ANSWERS, None) == [worth]  # whatever its own signature
+
+
+def test_a_function_of_a_module():
+    assert find_reward("tests.training.recorded_reward:short_answers").__name__ == "short_answers"
+
+
+@pytest.mark.parametrize(
+    ("name", "error", "message"),
+    [
+        ("mathematics", ValueError, "exact, math, gsm8k, FILE.py:NAME or MODULE:NAME"),
+        (":half", ValueError, ":half"),
+        ("nowhere.py:half", ValueError, "not found.*nowhere.py"),
+        ("no_such_module:half", ValueError, "not found.*no_such_module"),
+        ("no_such.module:half", ValueError, "not found.*no_such.module"),
+        ("FILE:third", ValueError, "own_rewards.py.* half, long.* 'third'"),
+        ("FILE:number", TypeError, "3"),
+        ("FILE:wrong", TypeError, r"wrong\(completion, answer\)"),
+        ("FILE:Needs", ValueError, "without arguments.*'Needs'.*something"),
+    ],
+)
+def test_what_is_not_there_is_named_with_the_option(own, name, error, message):
+    with pytest.raises(error, match=f"^judge.*{message}"):
+        find_reward(name.replace("FILE:", f"{own}:"), argument="judge")
+
+
+@pytest.mark.parametrize(
+    ("code", "message"),
+    [
+        ("x = 1\ny = 1 / 0\n", "ZeroDivisionError.*line 2"),
+        ("x = 1\n\ndef f(:\n", "SyntaxError.*line 3"),
+        ("import no_such_package\n", "ModuleNotFoundError.*no_such_package.*line 1"),
+        ("import json\njson.loads('{')\n", "JSONDecodeError.*line 2"),  # not json's own line
+        ("import sys\n\n\nsys.exit(0)\n", "SystemExit.*line 4"),
+    ],
+)
+def test_a_file_that_raises_is_named_with_the_line(tmp_path, code, message):
+    (tmp_path / "broken_rewards.py").write_text(code)
+    with pytest.raises(ValueError, match=rf"^reward .*{message}") as caught:
+        find_reward(f"{tmp_path}/broken_rewards.py:f")
+    assert "broken_rewards.py, line" in str(caught.value)
+    assert "broken_rewards" not in sys.modules
+
+
+def test_a_module_that_imports_what_is_missing_is_not_itself_missing(tmp_path, monkeypatch):
+    (tmp_path / "module_with_rewards.py").write_text("\nimport no_such_package\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ValueError, match=r"no_such_package.*module_with_rewards.py, line 2"):
+        find_reward("module_with_rewards:f")
+
+
+def test_an_interrupt_while_a_file_is_imported_is_an_interrupt(tmp_path):
+    (tmp_path / "slow_rewards.py").write_text("raise KeyboardInterrupt")
+    with pytest.raises(KeyboardInterrupt):
+        find_reward(f"{tmp_path}/slow_rewards.py:f")
+
+
+def test_several_rewards(own):
+    combined = find_rewards(["exact", f"{own}:half", f"{own}:Quarter"], [2, 1, -1])
+    assert combined.weights == {"exact": 2.0, "half": 1.0, "Quarter": -1.0}
+    scores = score_trajectories(combined, ANSWERS, ["4"])
+    assert scores.rewards == [2 * 1 + 0.5 - 0.25]
+    assert scores.components == {"exact": [1.0], "half": [0.5], "Quarter": [0.25]}
+
+
+def test_one_reward_alone():
+    for names in ("exact", ["exact"]):
+        scores = score_trajectories(find_rewards(names), ANSWERS, ["4"])
+        assert scores == ([1.0], {"exact": [1.0]})
+
+
+def test_functions_of_one_name_in_two_files(own, tmp_path):
+    other = tmp_path / "other.py"
+    other.write_text("def half(trajectories): return [2.0 for _ in trajectories]")
+    both = find_rewards([f"{own}:half", f"{other}:half"], (1, 2))
+    scores = score_trajectories(both, ANSWERS)
+    assert scores.components == {f"{own}:half": [0.5], f"{other}:half": [2.0]}
+    assert scores.rewards == [4.5]
+
+
+@pytest.mark.parametrize(
+    ("names", "weights", "message"),
+    [
+        ([], None, "^judges"),
+        (["exact", "exact"], None, "^judges .*exact"),
+        (["exact", "nothing"], None, "^judges .*nothing"),
+        (["exact", "math"], [1], "^shares must be 2"),
+        ("exact", [float("nan")], "^shares must be 1 finite"),
+    ],
+)
+def test_names_and_weights_that_are_refused(names, weights, message):
+    with pytest.raises(ValueError, match=message):
+        find_rewards(names, weights, argument="judges", weights_argument="shares")

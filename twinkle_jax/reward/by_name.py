@@ -1,0 +1,158 @@
+"""Rewards by name: the built-in ones, and the user's own from a file or a module."""
+
+import importlib
+import importlib.util
+import math
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import ModuleType
+
+from twinkle_jax.reward.exact_match import ExactMatchReward
+from twinkle_jax.reward.gsm8k import GSM8KAccuracyReward
+from twinkle_jax.reward.math_reward import MathReward
+from twinkle_jax.reward.reward import Reward, RewardFunction, as_reward
+from twinkle_jax.reward.scoring import WeightedReward, error_place
+
+BUILT_IN: dict[str, Callable[[], Reward]] = {
+    "exact": ExactMatchReward,
+    "math": MathReward,
+    "gsm8k": GSM8KAccuracyReward,
+}
+
+
+def find_reward(name: str, *, argument: str = "reward") -> RewardFunction:
+    """Find a reward by its name.
+
+    Args:
+        name: `exact`, `math` or `gsm8k`; or `FILE.py:NAME` or `MODULE:NAME`, the name of a
+            function, of a `Reward`, or of a class of rewards in a file or a module.
+        argument: what errors call it, the name of a command's option for one.
+
+    Returns:
+        The reward, in the form that is called with trajectories and ground truths whatever the
+        function's signature, see `as_reward`; of a class, one made without arguments.
+
+    Raises:
+        ValueError: if there is no reward of this name, or its file raises an error when it is
+            imported.
+        TypeError: if what has the name is not a reward, see `as_reward`.
+
+    Example:
+        >>> find_reward("exact")([{"messages": [{"role": "assistant", "content": "4"}]}], ["4"])
+        [1.0]
+    """
+    if name in BUILT_IN:
+        return BUILT_IN[name]()
+    place, _, attribute = name.rpartition(":")
+    if not place or not attribute:
+        raise ValueError(
+            f"{argument} must be one of {', '.join(BUILT_IN)}, FILE.py:NAME or MODULE:NAME, "
+            f"got {name!r}"
+        )
+    module = _load(place, argument)
+    if not hasattr(module, attribute):
+        functions = [n for n, x in vars(module).items() if callable(x) and not n.startswith("_")]
+        raise ValueError(
+            f"{argument} must name something in {place}, which has {', '.join(functions)}; "
+            f"got {attribute!r}"
+        )
+    reward = getattr(module, attribute)
+    if isinstance(reward, type):
+        try:
+            reward = reward()
+        except Exception as error:
+            raise ValueError(
+                f"{argument} must name a class that can be made without arguments, "
+                f"got {attribute!r}: {_described(error)}"
+            ) from error
+    return as_reward(reward, argument=argument)
+
+
+def find_rewards(
+    names: str | Sequence[str],
+    weights: Sequence[float] | None = None,
+    *,
+    argument: str = "reward",
+    weights_argument: str = "reward_weights",
+) -> WeightedReward:
+    """Find several rewards by name, and combine them in a weighted sum.
+
+    Args:
+        names: one name or several, as for `find_reward`.
+        weights: one for each name; ones by default.
+        argument: what errors call the names.
+        weights_argument: what errors call the weights.
+
+    Returns:
+        The sum. `score_trajectories` computes it, and each reward by itself under its name: that
+        of the built-in reward or the function's, or all of `FILE.py:NAME` where two functions have
+        the same name.
+
+    Raises:
+        ValueError: if there are no names, a name is given twice or not found, or the weights are
+            not finite numbers, one for each name.
+        TypeError: if what has the name is not a reward, see `as_reward`.
+
+    Example:
+        >>> from twinkle_jax.reward import score_trajectories
+        >>> reward = find_rewards(["exact", "gsm8k"], [0.5, 1])
+        >>> answers = [{"messages": [{"role": "assistant", "content": "#### 4"}]}]
+        >>> score_trajectories(reward, answers, ["4"])
+        TrajectoryScores(rewards=[1.0], components={'exact': [0.0], 'gsm8k': [1.0]})
+    """
+    names = [names] if isinstance(names, str) else list(names)
+    if not names:
+        raise ValueError(f"{argument} must name at least one reward, got none")
+    for name in names:
+        if names.count(name) > 1:
+            raise ValueError(f"{argument} must name each reward once, got {name!r} twice")
+    weights = [1.0] * len(names) if weights is None else list(weights)
+    if len(weights) != len(names) or not all(map(math.isfinite, weights)):
+        raise ValueError(
+            f"{weights_argument} must be {len(names)} finite numbers, one for each {argument}, "
+            f"got {weights}"
+        )
+    short = [name.rpartition(":")[2] for name in names]
+    labels = [s if short.count(s) == 1 else n for s, n in zip(short, names, strict=True)]
+    rewards = [find_reward(name, argument=argument) for name in names]
+    return WeightedReward(
+        dict(zip(labels, rewards, strict=True)), dict(zip(labels, weights, strict=True))
+    )
+
+
+def _load(place: str, argument: str) -> ModuleType:
+    """Import a file or a module of the user's."""
+    is_file = place.endswith(".py")
+    if is_file and not Path(place).is_file():
+        raise ValueError(f"{argument} not found: there is no file {place!r}")
+    try:
+        return _import_file(Path(place)) if is_file else importlib.import_module(place)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # SystemExit too: a script that ends when it is imported
+        missing = error.name if isinstance(error, ModuleNotFoundError) else None
+        if missing and not is_file and f"{place}.".startswith(f"{missing}."):
+            raise ValueError(f"{argument} not found: there is no module {place!r}") from error
+        raise ValueError(
+            f"{argument} must be in a file that can be imported, got {place!r}, {_described(error)}"
+        ) from error
+
+
+def _import_file(path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules.setdefault(path.stem, module)  # where dataclasses and pickle look for it
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        if sys.modules.get(path.stem) is module:
+            del sys.modules[path.stem]
+        raise
+    return module
+
+
+def _described(error: BaseException) -> str:
+    return f"which raised {type(error).__name__}: {error} ({error_place(error)})"

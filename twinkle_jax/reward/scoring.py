@@ -1,0 +1,347 @@
+"""Calling rewards that anybody may have written: copies, a time limit, checks, weighted sums."""
+
+import copy
+import math
+import sysconfig
+import threading
+import traceback
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from twinkle_jax.data.trajectory import Trajectory, message_text
+from twinkle_jax.reward.reward import (
+    GroundTruths,
+    Reward,
+    RewardFunction,
+    align_ground_truths,
+    as_reward,
+    reward_name,
+)
+
+_LIBRARIES = ("stdlib", "platstdlib", "purelib", "platlib")
+_INSTALLED = {Path(__file__).parents[1], *(Path(sysconfig.get_path(x)) for x in _LIBRARIES)}
+
+
+class TrajectoryScores(NamedTuple):
+    """Rewards of a batch, and what they were summed from.
+
+    Attributes:
+        rewards: one finite number for each trajectory.
+        components: each single reward by its name, before its weight. None where a reward has
+            nothing to say about a trajectory.
+    """
+
+    rewards: list[float]
+    components: dict[str, list[float | None]]
+
+    def means(self) -> dict[str, float]:
+        """Average each component over the trajectories that it says something about.
+
+        Returns:
+            The means by name; a component that says nothing about any trajectory is left out.
+        """
+        present = {n: [x for x in xs if x is not None] for n, xs in self.components.items()}
+        return {name: math.fsum(xs) / len(xs) for name, xs in present.items() if xs}
+
+
+class WeightedReward(Reward):
+    r"""The weighted sum of several rewards, $\sum_c w_c R_c$.
+
+    Args:
+        rewards: by name, which is what metrics call them; or a list, whose names are those of the
+            classes and functions.
+        weights: one for each, in the same form; ones by default.
+        timeout: seconds that each may take; None for no limit.
+
+    Raises:
+        ValueError: if there are no rewards, two of one name, other weights than rewards, or a
+            weight that is not finite.
+        TypeError: if something is not a reward, see `as_reward`.
+
+    Example:
+        >>> from twinkle_jax.reward import FormatReward, GSM8KAccuracyReward
+        >>> both = WeightedReward([GSM8KAccuracyReward(), FormatReward(["think"])], [1, 0.25])
+        >>> text = "<think>3 + 4</think> #### 7"
+        >>> both([{"messages": [{"role": "assistant", "content": text}]}], ["7"])
+        [1.25]
+    """
+
+    def __init__(
+        self,
+        rewards: Mapping[str, RewardFunction] | Sequence[RewardFunction],
+        weights: Mapping[str, float] | Sequence[float] | None = None,
+        *,
+        timeout: float | None = 600.0,
+    ) -> None:
+        if not isinstance(rewards, Mapping):
+            names = [reward_name(reward) for reward in rewards]
+            if len(set(names)) < len(names):
+                raise ValueError(f"rewards must have different names, got {names}: name them")
+            rewards = dict(zip(names, rewards, strict=True))
+        if not rewards:
+            raise ValueError(f"rewards must not be empty, got {rewards!r}")
+        if weights is None:
+            weights = dict.fromkeys(rewards, 1.0)
+        if not isinstance(weights, Mapping):
+            if len(weights) != len(rewards):
+                raise ValueError(
+                    f"weights must be {len(rewards)}, one a reward, got {len(weights)}"
+                )
+            weights = dict(zip(rewards, weights, strict=True))
+        if weights.keys() != rewards.keys():
+            raise ValueError(f"weights must be for {sorted(rewards)}, got {sorted(weights)}")
+        self.weights = {name: float(weights[name]) for name in rewards}
+        if not all(map(math.isfinite, self.weights.values())):
+            raise ValueError(f"weights must be finite numbers, got {self.weights}")
+        self.rewards = {n: as_reward(x, argument=f"rewards[{n!r}]") for n, x in rewards.items()}
+        self.timeout = timeout
+
+    def components(
+        self, trajectories: Sequence[Trajectory], ground_truths: GroundTruths = None
+    ) -> dict[str, list[float | None]]:
+        """Compute each reward by itself, without its weight."""
+        return {
+            name: _call(reward, trajectories, ground_truths, self.timeout)
+            for name, reward in self.rewards.items()
+        }
+
+    def __call__(
+        self, trajectories: Sequence[Trajectory], ground_truths: GroundTruths = None, **kwargs: Any
+    ) -> list[float]:
+        """Compute each reward, and sum them up."""
+        return score_trajectories(self, trajectories, ground_truths).rewards
+
+
+def score_trajectories(
+    reward: RewardFunction,
+    trajectories: Sequence[Trajectory],
+    ground_truths: GroundTruths = None,
+    *,
+    timeout: float | None = 600.0,
+) -> TrajectoryScores:
+    r"""Call a reward on copies of trajectories, check what it returns, and keep its components.
+
+    $$r_i = \sum_{c:\, R_{ci} \text{ is not None}} w_c R_{ci}$$
+
+    Args:
+        reward: a `WeightedReward`, whose rewards $R_c$ are called one after the other; any other
+            `Reward` or function that `as_reward` takes is the only component, with weight 1.
+        trajectories: conversations that end with a completion.
+        ground_truths: as for [`Reward`][twinkle_jax.reward.Reward].
+        timeout: seconds after which a reward is given up, for each component; None waits for ever.
+            A reward that hangs keeps its thread until the process ends.
+
+    Returns:
+        The rewards, and each component by name.
+
+    Raises:
+        RuntimeError: if a reward raises an error, which is its cause, or calls `sys.exit`. It names
+            the reward, the file and line, and the first trajectory for which the reward raises the
+            same when called on it alone.
+        TimeoutError: if a reward does not return in time.
+        ValueError: if a reward returns another number of rewards, one that is NaN, infinite or too
+            large for float32; or if no reward says anything about a trajectory.
+        TypeError: if it returns something else than numbers and None, or is no reward.
+
+    Example:
+        >>> one, none = lambda trajectories: [1.0], lambda trajectories: [None]
+        >>> both = WeightedReward({"short": one, "none": none})
+        >>> score_trajectories(both, [{"messages": [{"role": "assistant", "content": "4"}]}])
+        TrajectoryScores(rewards=[1.0], components={'short': [1.0], 'none': [None]})
+    """
+    if isinstance(reward, WeightedReward):
+        weighted = reward
+        limits = [x for x in (timeout, weighted.timeout) if x is not None]
+        timeout = min(limits, default=None)
+    else:
+        weighted = WeightedReward({reward_name(reward): as_reward(reward)})
+    components = {
+        name: _call(single, trajectories, ground_truths, timeout)
+        for name, single in weighted.rewards.items()
+    }
+    sums = []
+    for i, row in enumerate(zip(*components.values(), strict=True)):
+        terms = [
+            w * x for w, x in zip(weighted.weights.values(), row, strict=True) if x is not None
+        ]
+        if not terms:
+            raise TypeError(
+                f"{' or '.join(components)} must return numbers, got None for trajectory {i}"
+            )
+        sums.append(_finite(math.fsum(terms), "the weighted sum", i))
+    return TrajectoryScores(sums, components)
+
+
+def compute_rewards(
+    reward: RewardFunction,
+    trajectories: Sequence[Trajectory],
+    ground_truths: GroundTruths = None,
+    *,
+    timeout: float | None = 600.0,
+) -> list[float]:
+    """Call a reward on copies of trajectories, and check what it returns.
+
+    Args:
+        reward: as for `score_trajectories`, which returns the components too.
+        trajectories: conversations that end with a completion.
+        ground_truths: as for [`Reward`][twinkle_jax.reward.Reward].
+        timeout: seconds for each component.
+
+    Returns:
+        One finite float for each trajectory.
+
+    Raises:
+        RuntimeError: as `score_trajectories`; so are the other errors.
+        TimeoutError: if it does not return in time.
+        ValueError: if the numbers are not as many as trajectories, or not finite in float32.
+        TypeError: if it returns something else than numbers.
+
+    Example:
+        >>> answers = [{"messages": [{"role": "assistant", "content": "4"}]}]
+        >>> compute_rewards(lambda trajectories, ground_truths: [0.5], answers)
+        [0.5]
+    """
+    return score_trajectories(reward, trajectories, ground_truths, timeout=timeout).rewards
+
+
+def _call(
+    reward: RewardFunction,
+    trajectories: Sequence[Trajectory],
+    ground_truths: GroundTruths,
+    timeout: float | None,
+) -> list[float | None]:
+    """Call one reward, and check that it returns a number or None for each trajectory."""
+    name = reward_name(reward)
+    values = _within(timeout, name, reward, trajectories, ground_truths)
+    if hasattr(values, "tolist"):
+        values = values.tolist()
+    if not isinstance(values, list | tuple):
+        raise TypeError(
+            f"{name} must return a list of {len(trajectories)} numbers, got {_shown(values)}"
+        )
+    if len(values) != len(trajectories):
+        raise ValueError(f"{name} must return {len(trajectories)} numbers, got {len(values)}")
+    return [None if value is None else _finite(value, name, i) for i, value in enumerate(values)]
+
+
+def _finite(value: Any, name: str, row: int) -> float:
+    """Check that a reward is a number that stays finite in float32, as training holds it."""
+    if not isinstance(value, int | float) and not hasattr(value, "__float__"):
+        raise TypeError(f"{name} must return numbers, got {_shown(value)} for trajectory {row}")
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
+    except (TypeError, ValueError):  # an array of several numbers
+        raise TypeError(
+            f"{name} must return numbers, got {_shown(value)} for trajectory {row}"
+        ) from None
+    with np.errstate(over="ignore"):
+        if not np.isfinite(np.float32(number)):
+            raise ValueError(
+                f"{name} must return finite numbers (in float32), got {_shown(value)} for "
+                f"trajectory {row}"
+            )
+    return number
+
+
+def _shown(value: Any) -> str:
+    """Show what was returned, shortened; an int of thousands of digits has no repr."""
+    try:
+        return f"{value!r:.80}"
+    except Exception:
+        return f"a value of type {type(value).__name__}"
+
+
+def _copies(
+    trajectories: Sequence[Trajectory], ground_truths: GroundTruths
+) -> tuple[list[Trajectory], GroundTruths]:
+    """Copy each trajectory by itself, so that rows share nothing that can be changed."""
+    return [copy.deepcopy(trajectory) for trajectory in trajectories], copy.deepcopy(ground_truths)
+
+
+def _within(
+    timeout: float | None,
+    name: str,
+    reward: RewardFunction,
+    trajectories: Sequence[Trajectory],
+    ground_truths: GroundTruths,
+) -> Any:
+    """Call on another thread, which is left behind when time is up."""
+    outcome: dict[str, Any] = {}
+
+    def work() -> None:
+        try:
+            outcome["value"] = reward(*_copies(trajectories, ground_truths))
+        except KeyboardInterrupt as interrupt:  # not an error of the reward's
+            outcome["interrupt"] = interrupt
+        except BaseException as error:  # SystemExit must not end the run
+            outcome["error"] = error
+            outcome["row"] = _failing_row(reward, error, trajectories, ground_truths)
+
+    if timeout is None:
+        work()
+    else:
+        thread = threading.Thread(target=work, name=f"reward {name}", daemon=True)
+        thread.start()
+        thread.join(timeout)
+        if thread.is_alive() and "error" not in outcome:
+            raise TimeoutError(f"{name} must return within {timeout} s, it did not")
+    if "interrupt" in outcome:
+        raise outcome["interrupt"]
+    if "error" not in outcome:
+        return outcome["value"]
+    error, where = outcome["error"], error_place(outcome["error"])
+    raise RuntimeError(
+        f"{name} must return rewards, got {type(error).__name__}: {error}"
+        f"{f' ({where})' if where else ''}, {_named_row(outcome.get('row'), trajectories)}"
+    ) from error
+
+
+def _failing_row(
+    reward: RewardFunction,
+    error: BaseException,
+    trajectories: Sequence[Trajectory],
+    ground_truths: GroundTruths,
+) -> int | None:
+    """Find the first trajectory for which a reward raises the same error, called on it alone."""
+    try:
+        truths = align_ground_truths(trajectories, ground_truths)
+    except (TypeError, ValueError):
+        return None
+    for i, trajectory in enumerate(trajectories):
+        try:
+            reward(*_copies([trajectory], None if ground_truths is None else [truths[i]]))
+        except KeyboardInterrupt:
+            raise
+        except BaseException as again:
+            if type(again) is type(error) and error_place(again) == error_place(error):
+                return i
+    return None
+
+
+def _named_row(row: int | None, trajectories: Sequence[Trajectory]) -> str:
+    if row is not None:
+        return f"for trajectory {row}"
+    messages = trajectories[0].get("messages") if len(trajectories) else None
+    first = f", the first of which begins {message_text(messages[0])!r:.60}" if messages else ""
+    return f"for a batch of {len(trajectories)} trajectories{first}"
+
+
+def error_place(error: BaseException) -> str | None:
+    """Find the file and line that an error comes from, in code that the user can change.
+
+    That is the innermost line outside the standard library, installed packages and this one; the
+    innermost of all where there is none.
+    """
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"{error.filename}, line {error.lineno}"
+    frames = traceback.extract_tb(error.__traceback__)
+    if not frames:
+        return None
+    users = [x for x in frames if not _INSTALLED & {*Path(x.filename).parents, Path(x.filename)}]
+    frame = (users or frames)[-1]
+    return f"{frame.filename}, line {frame.lineno}"
