@@ -1,28 +1,33 @@
 """Whether a mathematical answer is right, however it is written, as math-verify judges it."""
 
+import contextlib
+import json
 import os
 import re
+import signal
+import subprocess
+import sys
+import tempfile
 import threading
 import warnings
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, NamedTuple
 
 from twinkle_jax.data.missing_extra import require
 from twinkle_jax.data.trajectory import Trajectory
-from twinkle_jax.reward.boxed import last_boxed, nesting
-from twinkle_jax.reward.reward import (
-    GroundTruths,
-    Reward,
-    completions_of,
-    find_ground_truths,
-)
-from twinkle_jax.reward.worker_pool import WorkerPool
+from twinkle_jax.reward.reward import GroundTruths, Reward, completions_of, find_ground_truths
+from twinkle_jax.reward.text import last_boxed
 
 _SCRIPT = Path(__file__).with_name("math_worker.py")
 _WRAPPED = re.compile(r"\\(?:text|textbf|textit|mathrm|mbox)\{([^{}]*)\}")
 _DOLLARS = re.compile(r"^(?:\$+|\\\(|\\\[)\s*(.*?)\s*(?:\$+|\\\)|\\\])$", re.DOTALL)
-_WORDS = re.compile(r"[^\W\d_]{3,}(?:[ -][^\W\d_]+)*")
+# Letters alone, two of them or more in a row: a word, and not a product of letters.
+_WORDS = re.compile(r"(?=.*[^\W\d_]{2})[^\W\d_]+(?:[ ,-]+[^\W\d_]+)*")
+# 3e2 and 1e-05, as computers print numbers; 2e-3 stays 2e − 3, with Euler's number.
+_SCIENTIFIC = re.compile(r"([+-]?[0-9]+(?:\.[0-9]+)?)[eE]([0-9]{1,6}|[+-][0-9]{2,6})")
+_BASE = re.compile(r"-?[0-9][0-9A-Fa-f]*_(?:\{([0-9]+)\}|([0-9]+))")
 
 
 class MathReward(Reward):
@@ -30,15 +35,15 @@ class MathReward(Reward):
 
     `\boxed{\frac12}` equals 0.5, and `\boxed{x^2+2x+1}` equals (x+1)². Answers are compared by
     math-verify in processes of their own, which never evaluate them as Python, see no files, and
-    are killed when they take too long: an answer that cannot be compared in time is wrong. Words
-    are compared as words.
+    are killed when they take too long: an answer that cannot be compared in time is wrong. Ground
+    truths of letters alone are compared as words.
 
     Args:
         require_box: False takes the last line of a completion without a box for its answer.
         timeout: seconds for one answer.
         batch_timeout: seconds for all answers of a call. Those that are not reached are wrong, and
             a warning says how many.
-        workers: how many processes; None: one a processor, at most 8.
+        workers: number of processes; None: one for each processor, at most 8.
         max_length: longer answers, in characters, are wrong.
         max_nesting: and so are those with brackets nested deeper.
 
@@ -46,13 +51,13 @@ class MathReward(Reward):
         timeouts: how many answers could not be compared in time so far.
 
     Raises:
-        ImportError: if math-verify is not installed.
+        ImportError: if math-verify or pebble is not installed.
         ValueError: if a number is not positive.
 
     Example:
         >>> reward = MathReward(workers=1)
-        >>> said = r"One half is \boxed{\frac{1}{2}}."
-        >>> reward([{"messages": [{"role": "assistant", "content": said}]}], ["0.5"])
+        >>> completion = r"One half is \boxed{\frac{1}{2}}."
+        >>> reward([{"messages": [{"role": "assistant", "content": completion}]}], ["0.5"])
         [1.0]
     """
 
@@ -67,15 +72,16 @@ class MathReward(Reward):
         max_nesting: int = 10,
     ) -> None:
         require("math_verify", "reward")
+        require("pebble", "reward")
         workers = min(os.cpu_count() or 1, 8) if workers is None else workers
-        given = {
+        numbers = {
             "timeout": timeout,
             "batch_timeout": batch_timeout,
             "workers": workers,
             "max_length": max_length,
             "max_nesting": max_nesting,
         }
-        for name, value in given.items():
+        for name, value in numbers.items():
             if isinstance(value, bool) or not isinstance(value, int | float):
                 raise TypeError(f"{name} must be a number, got {value!r}")
             if not value > 0:
@@ -84,28 +90,28 @@ class MathReward(Reward):
         self.max_length, self.max_nesting = max_length, max_nesting
         self.timeouts = 0
         self._counting = threading.Lock()
-        self._pool = WorkerPool(_SCRIPT, workers, timeout)
+        self._process = _MathProcess(workers, timeout)
 
     def __call__(
         self, trajectories: Sequence[Trajectory], ground_truths: GroundTruths = None, **kwargs: Any
     ) -> list[float]:
         """Compare each completion's answer with its ground truth; equal pairs are compared once."""
         texts = completions_of(trajectories)
-        truths = [_inner(truth) for truth in find_ground_truths(trajectories, ground_truths)]
+        truths = [_unboxed(truth) for truth in find_ground_truths(trajectories, ground_truths)]
         pairs = [(self._answer(text), truth) for text, truth in zip(texts, truths, strict=True)]
-        known = {pair: self._at_once(*pair) for pair in pairs}
-        open_pairs = [pair for pair, verdict in known.items() if verdict is None]
-        answers = self._pool.map(open_pairs, self.batch_timeout) if open_pairs else []
-        for pair, answer in zip(open_pairs, answers, strict=True):
-            known[pair] = False if answer is None else answer["verdict"]
-        self._count(sum(answer is None for answer in answers))
+        verdicts: dict[tuple[str, str], str | None] = {x: self._at_once(*x) for x in pairs}
+        undecided = [pair for pair, verdict in verdicts.items() if verdict is None]
+        verdicts.update(
+            zip(undecided, self._process.compare(undecided, self.batch_timeout), strict=True)
+        )
+        self._count(sum(verdicts[pair] is None for pair in undecided))
         for i, pair in enumerate(pairs):
-            if known[pair] is None:
+            if verdicts[pair] == "unreadable":
                 raise ValueError(
                     f"ground_truths[{i}] must be an answer that math-verify can read, "
                     f"got {pair[1]!r:.80}"
                 )
-        return [float(bool(known[pair])) for pair in pairs]
+        return [float(verdicts[pair] == "equal") for pair in pairs]
 
     def can_read(self, answer: str) -> bool:
         """Say whether a ground truth can be compared with, before anything is trained on it.
@@ -116,26 +122,26 @@ class MathReward(Reward):
         Returns:
             False for what would be an error in a call.
         """
-        truth = _inner(answer)
-        known = self._at_once(truth, truth)
-        if known is not None:
-            return known
-        (verdict,) = self._pool.map([(truth, truth)], self.batch_timeout)
-        return verdict is not None and verdict["verdict"] is not None
+        truth = _unboxed(answer)
+        verdict = self._at_once(truth, truth)
+        if verdict is None:
+            (verdict,) = self._process.compare([(truth, truth)], self.batch_timeout)
+            return verdict is not None and verdict != "unreadable"
+        return verdict == "equal"
 
     def _answer(self, completion: str) -> str:
         boxed = last_boxed(completion)
         if boxed is None and not self.require_box and "\\boxed" not in completion:
-            lines = completion.strip().splitlines() or [""]
-            boxed = lines[-1].strip().rstrip(".")
-        return _undressed(boxed or "")
+            boxed = (completion.strip().splitlines() or [""])[-1].strip().rstrip(".")
+        return _cleaned(boxed or "")
 
-    def _at_once(self, answer: str, truth: str) -> bool | None:
+    def _at_once(self, answer: str, truth: str) -> str | None:
         """Decide what needs no mathematics; None for what does."""
-        if not answer or len(answer) > self.max_length or nesting(answer) > self.max_nesting:
-            return False
-        if _words(truth) is not None or _WRAPPED.fullmatch(truth):
-            return _plain(answer) == _plain(truth)
+        too_long = len(answer) > self.max_length or _nesting(answer) > self.max_nesting
+        if not answer or too_long or _in_other_bases(answer, truth):
+            return "different"
+        if _WORDS.fullmatch(_plain(truth)) or _WRAPPED.fullmatch(truth):
+            return "equal" if _word_list(answer) == _word_list(truth) else "different"
         return None
 
     def _count(self, missing: int) -> None:
@@ -149,22 +155,123 @@ class MathReward(Reward):
             )
 
 
-def _inner(truth: str) -> str:
+class _MathProcess:
+    """The process of `math_worker.py`, started when it is first needed and when it has ended."""
+
+    def __init__(self, workers: int, timeout: float) -> None:
+        self._command = [sys.executable, "-P", str(_SCRIPT), str(workers), str(timeout)]
+        self._lock = threading.Lock()
+        self._running: list[_Running] = []  # one at most; a list for the finalizer to share
+        weakref.finalize(self, _end, self._running)
+
+    def compare(self, pairs: Sequence[tuple[str, str]], budget: float) -> list[str | None]:
+        """Compare pairs of an answer and a truth within a budget of seconds; None: not in time."""
+        if not pairs:
+            return []
+        with self._lock:
+            for _ in range(2):  # again, if an idle worker was killed since the last call
+                reply = self._ask(json.dumps([pairs, budget]))
+                if reply:
+                    return list(json.loads(reply))
+                errors = _end(self._running)
+        raise RuntimeError(f"math-verify must start and answer, its process ended: {errors}")
+
+    def _ask(self, request: str) -> str:
+        """Send a line and wait for the answer; nothing if the process has ended."""
+        if not self._running:
+            self._running.append(_start(self._command))
+        process = self._running[0].process
+        assert process.stdin is not None
+        assert process.stdout is not None
+        try:
+            process.stdin.write(request + "\n")
+            process.stdin.flush()
+            return process.stdout.readline()
+        except OSError:
+            return ""
+        except BaseException:  # interrupted: the next call must not read this one's answer
+            _end(self._running)
+            raise
+
+
+class _Running(NamedTuple):
+    process: subprocess.Popen[str]
+    errors: IO[bytes]
+
+
+def _start(command: Sequence[str]) -> _Running:
+    errors = tempfile.TemporaryFile()  # noqa: SIM115  (open as long as the process)
+    process = subprocess.Popen(  # noqa: S603  (our own script)
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=errors,
+        text=True,
+        encoding="utf-8",
+        start_new_session=True,  # an interrupt from the keyboard is not for it
+    )
+    return _Running(process, errors)
+
+
+def _end(running: list[_Running]) -> str:
+    """End a process with its workers: idle ones end by themselves, busy ones are killed.
+
+    Returns the last lines that it wrote to standard error.
+    """
+    if not running:
+        return ""
+    process, errors = running.pop()
+    assert process.stdin is not None
+    assert process.stdout is not None
+    with contextlib.suppress(OSError):  # what was not sent any more
+        process.stdin.close()
+    try:
+        process.wait(2)
+    except subprocess.TimeoutExpired:
+        if sys.platform != "win32":
+            os.killpg(process.pid, signal.SIGKILL)
+        process.kill()
+        process.wait()
+    process.stdout.close()
+    with errors:
+        errors.seek(0)
+        return errors.read().decode(errors="replace").strip()[-500:]
+
+
+def _unboxed(truth: str) -> str:
     """Take a ground truth out of its box, if it has one."""
     boxed = last_boxed(truth)
-    return _undressed(truth if boxed is None else boxed)
+    return _cleaned(truth if boxed is None else boxed)
 
 
-def _undressed(answer: str) -> str:
-    found = _DOLLARS.match(answer.strip())
-    return found.group(1) if found else answer.strip()
+def _cleaned(answer: str) -> str:
+    """Drop dollar signs around an answer and a full stop after it; write 3e2 as LaTeX."""
+    match = _DOLLARS.match(answer.strip())
+    answer = (match.group(1) if match else answer.strip()).removesuffix(".")
+    number = _SCIENTIFIC.fullmatch(answer)
+    return f"{number.group(1)} \\cdot 10^{{{int(number.group(2))}}}" if number else answer
 
 
 def _plain(text: str) -> str:
     return " ".join(_WRAPPED.sub(r"\1", text).split()).strip(" .").casefold()
 
 
-def _words(text: str) -> str | None:
-    """Read a text that is words, as `Tuesday`, which would be a product of letters otherwise."""
-    plain = _plain(text)
-    return plain if _WORDS.fullmatch(plain) else None
+def _word_list(text: str) -> list[str]:
+    """Read words, in any order where commas stand between them."""
+    return sorted(part.strip() for part in _plain(text).split(","))
+
+
+def _in_other_bases(answer: str, truth: str) -> bool:
+    """Whether two numbers have different subscripts, which math-verify does not read."""
+    bases = [_BASE.fullmatch(x.replace(" ", "")) for x in (answer, truth)]
+    one, other = [base and (base.group(1) or base.group(2)) for base in bases]
+    return bool(one and other and one != other)
+
+
+def _nesting(text: str) -> int:
+    """Count how deep brackets of any kind are nested."""
+    depth = deepest = 0
+    for character in text:
+        depth += (character in "([{") - (character in ")]}")
+        deepest = max(deepest, depth)
+    return deepest

@@ -1,34 +1,37 @@
-"""The process in which math-verify runs: answers come in as lines of JSON, verdicts go out.
+"""The process in which math-verify runs: lines of JSON with answers come in, verdicts go out.
 
-It is started as a script, knows nothing of the rest, and can be killed at any time. What it must
-not do while it reads a model's answer, an audit hook refuses: files, processes, connections.
+It is started as a script, so that no process of pebble's pool ever imports the user's own script
+(`test_in_a_script_as_one_writes_it`), nothing is forked from a process in which JAX runs, and what
+a worker returns is unpickled here and not where the policy is trained.
 """
 
 import contextlib
 import json
 import logging
+import multiprocessing
 import os
+import signal
 import sys
+from concurrent.futures import wait
+from concurrent.futures.process import BrokenProcessPool
+from functools import cache
 from typing import Any
 
+_MEMORY = 2 << 30  # bytes of address space for each worker
+_START = 120.0  # seconds until the first worker must be ready
 _REFUSED = ("os.", "subprocess.", "socket.", "shutil.", "ctypes.", "pty.", "signal.")
 
 
-def _verdict(verify: Any, parse: Any, answer: str, truth: str) -> bool | None:
-    """Whether two answers are the same; None if the truth cannot be read."""
-    gold = parse(truth)
-    if not gold:
-        return None
-    return bool(verify(gold, parse(answer), timeout_seconds=None))
-
-
-def _load() -> tuple[Any, Any]:
+@cache
+def math_verify() -> tuple[Any, Any, Any]:
+    """Load math-verify's parser and comparison, and sympy's equations."""
     logging.disable(logging.CRITICAL)
     from math_verify import LatexExtractionConfig, parse, verify
+    from sympy import Eq
 
     settings = [LatexExtractionConfig(boxed_match_priority=0)]  # no Python expressions
 
-    def read(answer: str) -> Any:
+    def read(answer: str) -> list[Any]:
         return parse(
             "\\boxed{" + answer + "}",
             extraction_config=settings,
@@ -36,54 +39,104 @@ def _load() -> tuple[Any, Any]:
             parsing_timeout=None,
         )
 
-    _verdict(verify, read, "\\frac{1}{2}", "0.5")  # what it imports late, it imports now
-    return verify, read
+    def equal(truth: Any, answer: Any) -> bool:
+        return bool(verify(truth, answer, timeout_seconds=None))
+
+    return read, equal, Eq
 
 
-def _limit(gigabytes: int, seconds: float | None) -> None:
-    """Bound memory and processor time, so that nothing outlives a parent that was killed."""
+def compare(answer: str, truth: str, seconds: float) -> str:
+    """Compare an answer with the truth; runs in a worker."""
+    _limit_processor_time(seconds)
+    read, equal, equation = math_verify()
     try:
+        gold = read(truth)
+        if not gold:
+            return "unreadable"
+        parsed = read(answer)
+        # math-verify takes the right-hand side of an equation, so 6 = 5 would be right for 5
+        sides = [x for item in parsed if hasattr(item, "atoms") for x in item.atoms(equation)]
+        if any(not x.free_symbols and not equal(x.lhs, x.rhs) for x in sides):
+            return "different"
+        return "equal" if equal(gold, parsed) else "different"
+    except (Exception, RecursionError):
+        return "different"
+
+
+def _limit_processor_time(seconds: float) -> None:
+    """Bound the processor time of a task, so that no worker outlives a parent that was killed."""
+    with contextlib.suppress(ImportError, ValueError, OSError):  # not on every system
         import resource
-    except ImportError:  # not on Windows
-        return
-    used = resource.getrusage(resource.RUSAGE_SELF)
-    with contextlib.suppress(ValueError, OSError):  # a system that has no such limit
-        if seconds is None:
-            resource.setrlimit(resource.RLIMIT_AS, (gigabytes << 30, gigabytes << 30))
-        else:
-            soft = int(used.ru_utime + used.ru_stime + seconds) + 2
-            hard = resource.getrlimit(resource.RLIMIT_CPU)[1]
-            resource.setrlimit(resource.RLIMIT_CPU, (soft, hard))
+
+        used = resource.getrusage(resource.RUSAGE_SELF)
+        hard = resource.getrlimit(resource.RLIMIT_CPU)[1]
+        resource.setrlimit(
+            resource.RLIMIT_CPU, (int(used.ru_utime + used.ru_stime + seconds) + 2, hard)
+        )
 
 
-def _refuse(event: str, arguments: tuple[Any, ...]) -> None:
+def prepare_worker() -> None:
+    """Limit what a worker may do, after it has loaded what it needs."""
+    read, equal, _ = math_verify()
+    equal(read("\\frac{1}{2}"), read("0.5"))  # what math-verify imports late, it imports now
+    with contextlib.suppress(ImportError, ValueError, OSError):  # not on every system
+        import resource
+
+        resource.setrlimit(resource.RLIMIT_AS, (_MEMORY, _MEMORY))
+    # pebble's own handler is Python and would wait for arithmetic in C to return
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    sys.dont_write_bytecode = True
+    sys.addaudithook(refuse)
+
+
+def refuse(event: str, arguments: tuple[Any, ...]) -> None:
+    """Refuse files, processes and connections while a model's answer is read."""
     if event.startswith(_REFUSED) and event not in ("os.listdir", "os.scandir"):
         raise PermissionError(f"{event} while an answer is read")
     if event == "open" and arguments[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
         raise PermissionError("a file opened for writing while an answer is read")
 
 
-def _serve(timeout: float) -> None:
+def new_pool(workers: int) -> Any:
+    """Start a pool whose workers are forked from a small process that has loaded math-verify."""
+    from pebble import ProcessPool
+
+    methods = multiprocessing.get_all_start_methods()
+    context: Any = multiprocessing.get_context("forkserver" if "forkserver" in methods else "spawn")
+    if "forkserver" in methods:  # not on Windows
+        context.set_forkserver_preload(["math_verify", "__main__"])
+    pool = ProcessPool(workers, initializer=prepare_worker, context=context)
+    pool.schedule(os.getpid).result(_START)
+    return pool
+
+
+def serve(workers: int, seconds: float) -> None:
+    """Answer each line of standard input, `[tasks, budget]`, with a line of verdicts.
+
+    A verdict is None where a task took too long, its worker died, or the budget was used up. A pool
+    that is broken ends this process: whoever asked starts another.
+    """
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what libraries print goes nowhere
-    sys.dont_write_bytecode = True
-    try:
-        verify, parse = _load()
-        _limit(2, None)
-    except BaseException as error:
-        print(json.dumps({"error": f"{type(error).__name__}: {error}"}), file=answers, flush=True)
-        return
-    print(json.dumps({"ready": True}), file=answers, flush=True)
-    sys.addaudithook(_refuse)
+    pool = new_pool(workers)
     for line in sys.stdin:
-        answer, truth = json.loads(line)
-        _limit(2, timeout)
-        try:
-            verdict = _verdict(verify, parse, answer, truth)
-        except (Exception, RecursionError):
-            verdict = False
-        print(json.dumps({"verdict": verdict}), file=answers, flush=True)
+        tasks, budget = json.loads(line)
+        futures = [pool.schedule(compare, args=(*task, seconds), timeout=seconds) for task in tasks]
+        late = wait(futures, timeout=budget).not_done
+        errors = [None if x in late else x.exception() for x in futures]
+        broken = [error for error in errors if isinstance(error, BrokenProcessPool)]
+        if broken:
+            raise broken[0]
+        verdicts = [
+            None if x in late or error else x.result()
+            for x, error in zip(futures, errors, strict=True)
+        ]
+        print(json.dumps(verdicts), file=answers, flush=True)
+        if late:
+            pool.stop()
+            pool.join()
+            pool = new_pool(workers)
 
 
 if __name__ == "__main__":
-    _serve(float(sys.argv[1]))
+    serve(int(sys.argv[1]), float(sys.argv[2]))

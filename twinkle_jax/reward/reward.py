@@ -270,8 +270,9 @@ def _columns(trajectories: Sequence[Trajectory], truths: list[Any]) -> dict[str,
         records.append(dict(reversed([(str(name), value) for name, value in pairs])))  # first wins
     names = {name: None for record in records for name in record}
     columns = {name: [record.get(name) for record in records] for name in names}
-    columns["ground_truth"] = truths
-    columns.setdefault("answer", copy.deepcopy(truths))
+    if any(truth is not None for truth in truths):
+        columns["ground_truth"] = truths
+        columns.setdefault("answer", copy.deepcopy(truths))
     parts = [_split(trajectory) for trajectory in trajectories]
     columns["prompts"] = [prompt for prompt, _ in parts]
     columns["completions"] = [completion for _, completion in parts]

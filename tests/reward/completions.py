@@ -1,5 +1,5 @@
-"""Trajectories that end with given words."""
+"""Trajectories of one completion each."""
 
 
-def said(*texts, **more):
+def completions(*texts, **more):
     return [{"messages": [{"role": "assistant", "content": text}], **more} for text in texts]

@@ -1,0 +1,154 @@
+"""Rewards that look at text alone: exact matches, parts between tags, length; and boxes."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from twinkle_jax.data.trajectory import Trajectory
+from twinkle_jax.reward.reward import GroundTruths, Reward, completions_of, find_ground_truths
+
+_BOX = "\\boxed{"
+
+
+def last_boxed(text: str) -> str | None:
+    r"""Find what stands in the last box of a text.
+
+    Args:
+        text: any text.
+
+    Returns:
+        The content without spaces around it; None without a box, or where the last one is open.
+
+    Example:
+        >>> last_boxed(r"\boxed{1}, no: \boxed{\frac{1}{2}}.")
+        '\\frac{1}{2}'
+    """
+    start = text.rfind(_BOX)
+    if start < 0:
+        return None
+    start += len(_BOX)
+    depth = 1
+    for i in range(start, len(text)):
+        depth += {"{": 1, "}": -1}.get(text[i], 0)
+        if not depth:
+            return text[start:i].strip()
+    return None
+
+
+class ExactMatchReward(Reward):
+    """1 if a completion is its ground truth, blanks around it aside, otherwise 0.
+
+    Example:
+        >>> said = [{"messages": [{"role": "assistant", "content": "7"}]}]
+        >>> ExactMatchReward()(said, ["7"])
+        [1.0]
+    """
+
+    def __call__(
+        self, trajectories: Sequence[Trajectory], ground_truths: GroundTruths = None, **kwargs: Any
+    ) -> list[float]:
+        """Compare each completion with its ground truth, letter by letter."""
+        texts = completions_of(trajectories)
+        truths = find_ground_truths(trajectories, ground_truths)
+        return [float(text.strip() == truth) for text, truth in zip(texts, truths, strict=True)]
+
+
+class FormatReward(Reward):
+    """1 if a completion has the parts that are asked for, otherwise 0.
+
+    The time it takes grows with the text and no faster, whatever stands in it.
+
+    Args:
+        tags: names of the parts, `<think>…</think>` and `<answer>…</answer>` by default.
+        strict: True asks for each part once, in this order, with nothing but blanks around them;
+            False for each part somewhere.
+
+    Raises:
+        ValueError: if there are no tags, or one is empty.
+
+    Example:
+        >>> text = "<think>2 and 2</think> <answer>4</answer>"
+        >>> FormatReward()([{"messages": [{"role": "assistant", "content": text}]}])
+        [1.0]
+    """
+
+    def __init__(self, tags: Sequence[str] = ("think", "answer"), *, strict: bool = False) -> None:
+        if isinstance(tags, str) or not tags or not all(tags):
+            raise ValueError(f"tags must be a list of names that are not empty, got {tags!r}")
+        self.tags, self.strict = tuple(tags), strict
+
+    def __call__(
+        self, trajectories: Sequence[Trajectory], ground_truths: GroundTruths = None, **kwargs: Any
+    ) -> list[float]:
+        """Look for the parts in each completion; ground truths are not needed."""
+        fits = self._strictly if self.strict else self._somewhere
+        return [float(fits(text)) for text in completions_of(trajectories)]
+
+    def _somewhere(self, text: str) -> bool:
+        for tag in self.tags:
+            start = text.find(f"<{tag}>")
+            if start < 0 or text.find(f"</{tag}>", start) < 0:
+                return False
+        return True
+
+    def _strictly(self, text: str) -> bool:
+        at = 0
+        for tag in self.tags:
+            opening, closing = f"<{tag}>", f"</{tag}>"
+            if text.count(opening) != 1 or text.count(closing) != 1:
+                return False
+            start, end = text.find(opening), text.find(closing)
+            if start < at or end < start or text[at:start].strip():
+                return False
+            at = end + len(closing)
+        return not text[at:].strip()
+
+
+class OverlongPenalty(Reward):
+    r"""DAPO's soft punishment of long completions.
+
+    $$R(y) = 0 \text{ if } |y| \le L - C,\quad \frac{(L - C) - |y|}{C} \text{ if } |y| \le L,
+    \quad -1 \text{ otherwise}$$
+
+    Args:
+        max_length: $L$, tokens.
+        buffer: $C$, over how many tokens before the limit the penalty grows.
+        tokenizer: counts the tokens of trajectories without a `completion_length`, which those of
+            samplers have.
+
+    Raises:
+        ValueError: if `buffer` is not in [1, max_length].
+
+    References:
+        [DAPO](https://arxiv.org/abs/2503.14476), section 3.4
+
+    Example:
+        >>> lengths = [{"completion_length": n, "messages": []} for n in (96, 104, 112, 113)]
+        >>> OverlongPenalty(112, 16)(lengths)
+        [0.0, -0.5, -1.0, -1.0]
+    """
+
+    def __init__(self, max_length: int, buffer: int, *, tokenizer: Any = None) -> None:
+        for name, value in (("max_length", max_length), ("buffer", buffer)):
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise TypeError(f"{name} must be an int, got {value!r}")
+        if not 1 <= buffer <= max_length:
+            raise ValueError(f"buffer must be in [1, max_length={max_length}], got {buffer}")
+        self.max_length, self.buffer, self.tokenizer = max_length, buffer, tokenizer
+
+    def __call__(
+        self, trajectories: Sequence[Trajectory], ground_truths: GroundTruths = None, **kwargs: Any
+    ) -> list[float]:
+        """Penalise each completion by its length; ground truths are not needed."""
+        penalties = []
+        for i, text in enumerate(completions_of(trajectories)):
+            length = trajectories[i].get("completion_length")
+            if length is None:
+                if self.tokenizer is None:
+                    raise ValueError(
+                        f"trajectories[{i}] must have a completion_length, or this reward a "
+                        f"tokenizer, got {sorted(trajectories[i])}"
+                    )
+                length = len(self.tokenizer.encode(text))
+            over = (self.max_length - self.buffer - length) / self.buffer
+            penalties.append(max(min(over, 0.0), -1.0) + 0.0)  # + 0.0: no −0.0
+        return penalties
