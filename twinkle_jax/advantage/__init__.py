@@ -1,18 +1,24 @@
 """Rewards -> advantages: pure functions, and stateless objects with Twinkle's signature.
 
 Public is what this file lists; all else in this folder is private and may change. `per_completion/`
-and `per_token/` hold an estimator a file: its function, its `segment_` form, its class. They share
-one runner, in `grouping/`, and what callers may pass is checked in `inputs/`.
+and `per_token/` hold an estimator a file: its function, its `segment_` form, its class. Beside them
+is what runs them: `inputs.py` and `rewards.py` check what users pass, `estimate.py` runs a formula,
+`groups.py` has the statistics that formulas are written in, `estimators.py` the classes' base.
 """
 
-from twinkle_jax.advantage.grouping.dynamic_sampling import dynamic_sampling_filter
-from twinkle_jax.advantage.grouping.statistics import GroupStatistics, group_statistics
+from twinkle_jax.advantage.estimators import ESTIMATORS, Advantage, get_advantage
+from twinkle_jax.advantage.group_statistics import (
+    GroupStatistics,
+    dynamic_sampling_filter,
+    group_statistics,
+)
+from twinkle_jax.advantage.groups import NOISE_ULPS
+from twinkle_jax.advantage.inputs import ArrayLike, AxisName, Scalar, Scale
 from twinkle_jax.advantage.per_completion.dgpo import (
     DGPOAdvantage,
     dgpo_advantage,
     segment_dgpo_advantage,
 )
-from twinkle_jax.advantage.per_completion.estimator import Advantage, get_advantage
 from twinkle_jax.advantage.per_completion.gdpo import (
     GDPOAdvantage,
     gdpo_advantage,
@@ -35,7 +41,11 @@ from twinkle_jax.advantage.per_completion.opo import (
     segment_opo_advantage,
 )
 from twinkle_jax.advantage.per_completion.pass_at_k import PassAtKAdvantage, pass_at_k_advantage
-from twinkle_jax.advantage.per_completion.pkpo import PKPOAdvantage, pkpo_advantage
+from twinkle_jax.advantage.per_completion.pkpo import (
+    Baseline,
+    PKPOAdvantage,
+    pkpo_advantage,
+)
 from twinkle_jax.advantage.per_completion.reinforce import ReinforceAdvantage, reinforce_advantage
 from twinkle_jax.advantage.per_completion.reinforce_plus_plus_baseline import (
     ReinforcePlusPlusBaselineAdvantage,
@@ -49,9 +59,8 @@ from twinkle_jax.advantage.per_completion.rloo import (
     segment_rloo_advantage,
 )
 from twinkle_jax.advantage.per_token.broadcast import broadcast_to_tokens
-from twinkle_jax.advantage.per_token.gae import GAEAdvantage, gae_advantage
+from twinkle_jax.advantage.per_token.gae import GAE, GAEAdvantage, gae_advantage
 from twinkle_jax.advantage.per_token.kl_in_reward import kl_in_reward, kl_in_token_reward
-from twinkle_jax.advantage.per_token.lambda_returns import GAE
 from twinkle_jax.advantage.per_token.reinforce_plus_plus import (
     ReinforcePlusPlusAdvantage,
     reinforce_plus_plus_advantage,
@@ -59,8 +68,13 @@ from twinkle_jax.advantage.per_token.reinforce_plus_plus import (
 from twinkle_jax.advantage.per_token.returns import discounted_returns
 
 __all__ = [
+    "ESTIMATORS",
     "GAE",
+    "NOISE_ULPS",
     "Advantage",
+    "ArrayLike",
+    "AxisName",
+    "Baseline",
     "DGPOAdvantage",
     "GAEAdvantage",
     "GDPOAdvantage",
@@ -76,6 +90,8 @@ __all__ = [
     "ReinforceAdvantage",
     "ReinforcePlusPlusAdvantage",
     "ReinforcePlusPlusBaselineAdvantage",
+    "Scalar",
+    "Scale",
     "broadcast_to_tokens",
     "dgpo_advantage",
     "discounted_returns",

@@ -7,12 +7,11 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float
 
-from twinkle_jax.advantage.grouping.grouped import in_rows, in_segments
-from twinkle_jax.advantage.grouping.runner import estimate
-from twinkle_jax.advantage.grouping.samples import Samples
-from twinkle_jax.advantage.inputs.arrays import ArrayLike, Scalar
-from twinkle_jax.advantage.inputs.settings import AxisName
-from twinkle_jax.advantage.per_completion.estimator import FunctionAdvantage
+from twinkle_jax.advantage.estimate import estimate
+from twinkle_jax.advantage.estimators import FunctionAdvantage
+from twinkle_jax.advantage.groups import Samples
+from twinkle_jax.advantage.inputs import ArrayLike, AxisName, Scalar
+from twinkle_jax.advantage.rewards import in_rows, in_segments
 
 
 def dgpo_advantage(
@@ -53,13 +52,7 @@ def dgpo_advantage(
         >>> dgpo_advantage([0.0, 0.0, 0.0, 8.0], num_generations=4).tolist()
         [-0.6666666865348816, -0.6666666865348816, -0.6666666865348816, 2.0]
     """
-    grouped = in_rows(
-        rewards,
-        num_generations,
-        where=where,
-        reward_weights=reward_weights,
-        epsilon=epsilon,
-    )
+    grouped = in_rows(rewards, num_generations, where, reward_weights, epsilon=epsilon)
     return estimate(grouped, formula=_dgpo)
 
 
@@ -100,13 +93,7 @@ def segment_dgpo_advantage(
         [-1.0, 0.0, 1.0]
     """
     grouped = in_segments(
-        rewards,
-        segment_ids,
-        num_segments,
-        where=where,
-        reward_weights=reward_weights,
-        axis_name=axis_name,
-        epsilon=epsilon,
+        rewards, segment_ids, num_segments, where, reward_weights, axis_name, epsilon=epsilon
     )
     return estimate(grouped, formula=_dgpo)
 
@@ -125,8 +112,7 @@ class DGPOAdvantage(FunctionAdvantage, name="dgpo"):
 
 
 def _dgpo(samples: Samples, epsilon: Array) -> Array:
-    own = samples.moments()
-    deviations = samples.deviations(own)
-    spread = samples.total(jnp.abs(deviations)) / own.divisor + epsilon
-    divisor = jnp.where(own.has_signal, spread, 1)
-    return samples.zero_without_signal(own, deviations / samples.groups.to_samples(divisor))
+    deviations = samples.deviations()
+    divisor = samples.mean(jnp.abs(deviations)) + epsilon
+    divisor = jnp.where(samples.has_signal, divisor, 1)
+    return samples.zero_without_signal(deviations / samples.each(divisor))

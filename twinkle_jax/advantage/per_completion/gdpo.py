@@ -1,21 +1,17 @@
 """GDPO: every reward component is normalised in its group before they are added up."""
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float
 
-from twinkle_jax.advantage.grouping.grouped import in_rows, in_segments
-from twinkle_jax.advantage.grouping.groups import Groups
-from twinkle_jax.advantage.grouping.moments import moments
-from twinkle_jax.advantage.grouping.runner import estimate
-from twinkle_jax.advantage.grouping.samples import Samples
-from twinkle_jax.advantage.inputs.arrays import ArrayLike, Scalar
-from twinkle_jax.advantage.inputs.settings import AxisName
-from twinkle_jax.advantage.per_completion.estimator import FunctionAdvantage
+from twinkle_jax.advantage.estimate import estimate
+from twinkle_jax.advantage.estimators import FunctionAdvantage
+from twinkle_jax.advantage.groups import Samples
+from twinkle_jax.advantage.inputs import ArrayLike, AxisName, Scalar
+from twinkle_jax.advantage.rewards import in_rows, in_segments
 
 # Normalised rewards carry a few roundings each; a sum below that much of its terms is rounding.
 _NOISE_ROUNDINGS = 16
@@ -67,14 +63,7 @@ def gdpo_advantage(
         >>> gdpo_advantage(rewards, num_generations=6).shape, gdpo_advantage(rewards, 2).tolist()
         ((6,), [0.0, 0.0, 0.0, 0.0, 0.0, 0.0])
     """
-    grouped = in_rows(
-        rewards,
-        num_generations,
-        where=where,
-        reward_weights=reward_weights,
-        axis_name=axis_name,
-        epsilon=epsilon,
-    )
+    grouped = in_rows(rewards, num_generations, where, reward_weights, axis_name, epsilon=epsilon)
     return estimate(grouped, formula=_gdpo, components_apart=True)
 
 
@@ -115,13 +104,7 @@ def segment_gdpo_advantage(
         [0.0, 0.0, 0.0]
     """
     grouped = in_segments(
-        rewards,
-        segment_ids,
-        num_segments,
-        where=where,
-        reward_weights=reward_weights,
-        axis_name=axis_name,
-        epsilon=epsilon,
+        rewards, segment_ids, num_segments, where, reward_weights, axis_name, epsilon=epsilon
     )
     return estimate(grouped, formula=_gdpo, components_apart=True)
 
@@ -142,22 +125,21 @@ class GDPOAdvantage(FunctionAdvantage, name="gdpo"):
 def _gdpo(samples: Samples, epsilon: Array, reward_weights: Array | None = None) -> Array:
     groups, cells = samples.groups, samples.where
     assert cells is not None
-    standard = functools.partial(_standard_scores, groups=groups, epsilon=epsilon)
-    terms = jax.vmap(standard, in_axes=1, out_axes=1)(samples.values, cells)
+
+    def standard_scores(values: Array, where: Array) -> Array:
+        component = Samples(values, where, groups, samples.batch)
+        divisor = jnp.where(component.has_signal, component.std + epsilon, 1)
+        scores = component.deviations() / component.each(divisor)
+        return component.masked(component.zero_without_signal(scores))
+
+    terms = jax.vmap(standard_scores, in_axes=1, out_axes=1)(samples.values, cells)
     if reward_weights is not None:
         terms = terms * reward_weights[None, :]
     sums = jnp.sum(terms, axis=1)
+    # Components that cancel are no signal, though rounding is left of them.
     largest_sum = groups.largest(jnp.abs(sums))
     largest_terms = groups.largest(jnp.sum(jnp.abs(terms), axis=1))
     noise = largest_sum <= _NOISE_ROUNDINGS * jnp.finfo(sums.dtype).eps * largest_terms
-    sums = jnp.where(groups.to_samples(noise), 0, sums)
-    everyone = moments(sums, jnp.any(cells, axis=1), samples.batch)
-    return jnp.where(everyone.has_signal, sums / (everyone.std + epsilon), 0)
-
-
-def _standard_scores(values: Array, where: Array, *, groups: Groups, epsilon: Array) -> Array:
-    """Standard scores of one component in its groups; 0 where masked or without signal."""
-    samples = Samples(values, where, groups, groups)
-    own = samples.moments()
-    divisor = groups.to_samples(jnp.where(own.has_signal, own.std + epsilon, 1))
-    return samples.masked(samples.zero_without_signal(own, samples.deviations(own) / divisor))
+    sums = jnp.where(groups.each(noise), 0, sums)
+    batch = Samples(sums, jnp.any(cells, axis=1), samples.batch, samples.batch)
+    return jnp.where(batch.has_signal, sums / (batch.std + epsilon), 0)

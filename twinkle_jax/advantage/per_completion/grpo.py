@@ -7,12 +7,11 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float
 
-from twinkle_jax.advantage.grouping.grouped import in_rows, in_segments
-from twinkle_jax.advantage.grouping.runner import estimate
-from twinkle_jax.advantage.grouping.samples import Samples
-from twinkle_jax.advantage.inputs.arrays import ArrayLike, Scalar
-from twinkle_jax.advantage.inputs.settings import AxisName, Scale, check_scale
-from twinkle_jax.advantage.per_completion.estimator import FunctionAdvantage
+from twinkle_jax.advantage.estimate import estimate
+from twinkle_jax.advantage.estimators import FunctionAdvantage
+from twinkle_jax.advantage.groups import Samples
+from twinkle_jax.advantage.inputs import ArrayLike, AxisName, Scalar, Scale, check_scale
+from twinkle_jax.advantage.rewards import in_rows, in_segments
 
 
 def grpo_advantage(
@@ -72,19 +71,12 @@ def grpo_advantage(
     """
     settings = (check_scale(scale),)
     grouped = in_rows(
-        rewards,
-        num_generations,
-        where=where,
-        reward_weights=reward_weights,
-        axis_name=axis_name,
-        least=1,
-        why="",
-        epsilon=epsilon,
+        rewards, num_generations, where, reward_weights, axis_name, least=1, why="", epsilon=epsilon
     )
-    if grouped.layout.num_generations != 1:
+    if grouped.num_generations != 1:
         return estimate(grouped, formula=_grpo, settings=settings)
-    alone = _as_they_are if scale == "group" else _grpo
-    return estimate(grouped.as_one_group(), formula=alone, settings=settings)
+    formula = _rewards if scale == "group" else _grpo
+    return estimate(grouped.as_one_group(), formula=formula, settings=settings)
 
 
 def segment_grpo_advantage(
@@ -133,13 +125,7 @@ def segment_grpo_advantage(
         [-0.5, 0.0, 0.5, 0.0]
     """
     grouped = in_segments(
-        rewards,
-        segment_ids,
-        num_segments,
-        where=where,
-        reward_weights=reward_weights,
-        axis_name=axis_name,
-        epsilon=epsilon,
+        rewards, segment_ids, num_segments, where, reward_weights, axis_name, epsilon=epsilon
     )
     return estimate(grouped, formula=_grpo, settings=(check_scale(scale),))
 
@@ -158,22 +144,22 @@ class GRPOAdvantage(FunctionAdvantage, name="grpo"):
 
 
 def _grpo(samples: Samples, scale: str, epsilon: Array) -> Array:
-    own, each = samples.moments(), samples.groups.to_samples
-    # A reward less the mean is the mean gap to the group's maximum less its own gap: exact where
-    # rewards are near each other, however large they are.
-    gaps = each(own.maximum) - samples.values
-    advantages = each(samples.total(gaps) / own.divisor) - gaps
+    each = samples.each
+    # r - mean(r), as the mean gap to the group's maximum less the gap of the reward itself: exact
+    # where rewards are near each other, however large they are.
+    advantages = each(samples.mean(samples.gaps)) - samples.gaps
     if scale == "group":
-        # A quotient is stored for each group, unless the compiler can move it to each sample.
-        advantages = advantages * each(1 / jnp.where(own.has_signal, own.std + epsilon, 1))
-    advantages = samples.zero_without_signal(own, advantages)
+        # One division a group, and a product for each sample. (1: no division by 0 without signal)
+        divisor = jnp.where(samples.has_signal, samples.std + epsilon, 1)
+        advantages = advantages * each(1 / divisor)
+    advantages = samples.zero_without_signal(advantages)
     if scale == "batch":
-        batch = samples.batch_moments()
+        batch = samples.over_batch()
         advantages = jnp.where(batch.has_signal, advantages / (batch.std + epsilon), 0)
     return advantages
 
 
-def _as_they_are(samples: Samples, scale: str, epsilon: Array) -> Array:
+def _rewards(samples: Samples, scale: str, epsilon: Array) -> Array:
     """One sample a prompt has no group to be compared with."""
     del scale, epsilon
     return samples.values

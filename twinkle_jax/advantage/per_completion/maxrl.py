@@ -7,12 +7,11 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float
 
-from twinkle_jax.advantage.grouping.grouped import in_rows, in_segments
-from twinkle_jax.advantage.grouping.runner import estimate
-from twinkle_jax.advantage.grouping.samples import Samples
-from twinkle_jax.advantage.inputs.arrays import ArrayLike, Scalar
-from twinkle_jax.advantage.inputs.settings import AxisName
-from twinkle_jax.advantage.per_completion.estimator import FunctionAdvantage
+from twinkle_jax.advantage.estimate import estimate
+from twinkle_jax.advantage.estimators import FunctionAdvantage
+from twinkle_jax.advantage.groups import Samples
+from twinkle_jax.advantage.inputs import ArrayLike, AxisName, Scalar
+from twinkle_jax.advantage.rewards import in_rows, in_segments
 
 
 def maxrl_advantage(
@@ -54,13 +53,7 @@ def maxrl_advantage(
         >>> maxrl_advantage([1.0, 0.0, 0.0, 0.0], num_generations=4).tolist()
         [3.0, -1.0, -1.0, -1.0]
     """
-    grouped = in_rows(
-        rewards,
-        num_generations,
-        where=where,
-        reward_weights=reward_weights,
-        epsilon=epsilon,
-    )
+    grouped = in_rows(rewards, num_generations, where, reward_weights, epsilon=epsilon)
     return estimate(grouped, formula=_maxrl)
 
 
@@ -101,13 +94,7 @@ def segment_maxrl_advantage(
         [3.0, 0.0, -1.0, -1.0, -1.0]
     """
     grouped = in_segments(
-        rewards,
-        segment_ids,
-        num_segments,
-        where=where,
-        reward_weights=reward_weights,
-        axis_name=axis_name,
-        epsilon=epsilon,
+        rewards, segment_ids, num_segments, where, reward_weights, axis_name, epsilon=epsilon
     )
     return estimate(grouped, formula=_maxrl)
 
@@ -126,10 +113,8 @@ class MaxRLAdvantage(FunctionAdvantage, name="maxrl"):
 
 
 def _maxrl(samples: Samples, epsilon: Array) -> Array:
-    own = samples.moments()
-    mean = own.maximum - own.mean_gap
-    # A mean that is only rounding (rewards that cancel) is no success to divide by.
-    positive = mean > 4 * jnp.finfo(mean.dtype).eps * own.mean_gap
-    factor = jnp.where(positive, 1 / jnp.where(positive, mean + epsilon, 1), 0)
-    result = samples.deviations(own) * samples.groups.to_samples(factor)
-    return samples.zero_without_signal(own, result)
+    mean = samples.maximum - samples.mean_gap
+    # A mean that is only rounding (rewards that cancel) is no success rate to divide by.
+    positive = mean > 4 * jnp.finfo(mean.dtype).eps * samples.mean_gap
+    inverse = jnp.where(positive, 1 / jnp.where(positive, mean + epsilon, 1), 0)
+    return samples.zero_without_signal(samples.deviations() * samples.each(inverse))

@@ -7,12 +7,11 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float
 
-from twinkle_jax.advantage.grouping.grouped import in_rows
-from twinkle_jax.advantage.grouping.moments import NOISE_ULPS, ulps
-from twinkle_jax.advantage.grouping.runner import estimate
-from twinkle_jax.advantage.grouping.samples import Samples
-from twinkle_jax.advantage.inputs.arrays import ArrayLike, Scalar
-from twinkle_jax.advantage.per_completion.estimator import FunctionAdvantage
+from twinkle_jax.advantage.estimate import estimate
+from twinkle_jax.advantage.estimators import FunctionAdvantage
+from twinkle_jax.advantage.groups import NOISE_ULPS, Samples, ulps
+from twinkle_jax.advantage.inputs import ArrayLike, Scalar
+from twinkle_jax.advantage.rewards import in_rows
 
 
 def mc_grpo_advantage(
@@ -59,13 +58,7 @@ def mc_grpo_advantage(
         >>> mc_grpo_advantage(rewards, num_generations=5, epsilon=0.0).tolist()
         [-3.0, -1.0, 0.0, 1.0, 96.0]
     """
-    grouped = in_rows(
-        rewards,
-        num_generations,
-        where=where,
-        reward_weights=reward_weights,
-        epsilon=epsilon,
-    )
+    grouped = in_rows(rewards, num_generations, where, reward_weights, epsilon=epsilon)
     return estimate(grouped, formula=_mc_grpo)
 
 
@@ -83,16 +76,16 @@ class MCGRPOAdvantage(FunctionAdvantage, name="mc_grpo"):
 
 
 def _mc_grpo(samples: Samples, epsilon: Array) -> Array:
-    values, to_samples = samples.values, samples.groups.to_samples
-    own = samples.moments()
-    deviations = samples.masked(values - to_samples(_median(samples, values)))
+    values, each = samples.values, samples.each
+    deviations = samples.masked(values - each(_median(samples, values)))
     distances = jnp.abs(deviations)
     typical = _median(samples, distances)
+    # Where most rewards equal the median, up to rounding: the mean distance instead.
     magnitude = samples.groups.largest(jnp.abs(values))
-    mean = samples.total(distances) / own.divisor
-    typical = jnp.where(typical > ulps(NOISE_ULPS, magnitude), typical, mean)
-    divisor = jnp.where(own.has_signal, typical + epsilon, 1)
-    return samples.zero_without_signal(own, deviations / to_samples(divisor))
+    degenerate = typical <= ulps(NOISE_ULPS, magnitude)
+    typical = jnp.where(degenerate, samples.mean(distances), typical)
+    divisor = jnp.where(samples.has_signal, typical + epsilon, 1)
+    return samples.zero_without_signal(deviations / each(divisor))
 
 
 def _median(samples: Samples, values: Array) -> Array:
@@ -101,7 +94,8 @@ def _median(samples: Samples, values: Array) -> Array:
     assert size is not None
     if samples.where is None:
         return jnp.sort(values.reshape(-1, size), axis=1)[:, (size - 1) // 2]
-    rising = jnp.sort(jnp.where(samples.where, values, jnp.inf).reshape(-1, size), axis=1)
+    # Masked samples sort to the end of their row.
+    rising = jnp.sort(samples.masked(values, jnp.inf).reshape(-1, size), axis=1)
     count = jnp.sum(samples.where.reshape(-1, size), axis=1)
     middle = jnp.take_along_axis(rising, jnp.maximum(count - 1, 0)[:, None] // 2, axis=1)[:, 0]
     return jnp.where(count > 0, middle, 0)

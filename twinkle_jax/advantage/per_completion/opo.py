@@ -7,12 +7,11 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float
 
-from twinkle_jax.advantage.grouping.grouped import in_rows, in_segments
-from twinkle_jax.advantage.grouping.runner import estimate
-from twinkle_jax.advantage.grouping.samples import Samples
-from twinkle_jax.advantage.inputs.arrays import ArrayLike
-from twinkle_jax.advantage.inputs.settings import AxisName
-from twinkle_jax.advantage.per_completion.estimator import FunctionAdvantage
+from twinkle_jax.advantage.estimate import estimate
+from twinkle_jax.advantage.estimators import FunctionAdvantage
+from twinkle_jax.advantage.groups import Samples
+from twinkle_jax.advantage.inputs import ArrayLike, AxisName
+from twinkle_jax.advantage.rewards import check_lengths, in_rows, in_segments
 
 
 def opo_advantage(
@@ -56,14 +55,8 @@ def opo_advantage(
         >>> opo_advantage([0.0, 1.0], lengths=[30, 10], num_generations=2).tolist()
         [-0.25, 0.75]
     """
-    grouped = in_rows(
-        rewards,
-        num_generations,
-        where=where,
-        reward_weights=reward_weights,
-        lengths=lengths,
-    )
-    return estimate(grouped, formula=_opo)
+    grouped = in_rows(rewards, num_generations, where, reward_weights)
+    return estimate(grouped.with_data(lengths=check_lengths(lengths, grouped)), formula=_opo)
 
 
 def segment_opo_advantage(
@@ -102,16 +95,8 @@ def segment_opo_advantage(
         >>> segment_opo_advantage([0.0, 5.0, 1.0], [30, 10, 10], [0, 1, 0], 2).tolist()
         [-0.25, 0.0, 0.75]
     """
-    grouped = in_segments(
-        rewards,
-        segment_ids,
-        num_segments,
-        where=where,
-        reward_weights=reward_weights,
-        axis_name=axis_name,
-        lengths=lengths,
-    )
-    return estimate(grouped, formula=_opo)
+    grouped = in_segments(rewards, segment_ids, num_segments, where, reward_weights, axis_name)
+    return estimate(grouped.with_data(lengths=check_lengths(lengths, grouped)), formula=_opo)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,10 +113,10 @@ class OPOAdvantage(FunctionAdvantage, name="opo"):
 
 
 def _opo(samples: Samples, lengths: Array) -> Array:
-    own = samples.moments()
-    deviations = samples.deviations(own)
+    deviations = samples.deviations()
     tokens = samples.total(lengths)
+    # Deviations have no common part, so that their weighted mean has no rounding of one.
     baseline = samples.total(lengths * deviations) / jnp.where(tokens > 0, tokens, 1)
-    result = deviations - samples.groups.to_samples(baseline)
-    result = jnp.where(samples.groups.to_samples(tokens) == 0, 0, result)
-    return samples.zero_without_signal(own, result)
+    advantages = deviations - samples.each(baseline)
+    advantages = jnp.where(samples.each(tokens) == 0, 0, advantages)
+    return samples.zero_without_signal(advantages)

@@ -7,12 +7,11 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float
 
-from twinkle_jax.advantage.grouping.grouped import in_rows
-from twinkle_jax.advantage.grouping.moments import moments
-from twinkle_jax.advantage.grouping.runner import estimate
-from twinkle_jax.advantage.grouping.samples import Samples
-from twinkle_jax.advantage.inputs.arrays import ArrayLike, Scalar
-from twinkle_jax.advantage.per_completion.estimator import FunctionAdvantage
+from twinkle_jax.advantage.estimate import estimate
+from twinkle_jax.advantage.estimators import FunctionAdvantage
+from twinkle_jax.advantage.groups import Samples
+from twinkle_jax.advantage.inputs import ArrayLike, Scalar
+from twinkle_jax.advantage.rewards import check_subset_size, in_rows
 
 
 def pass_at_k_advantage(
@@ -60,15 +59,8 @@ def pass_at_k_advantage(
         >>> pass_at_k_advantage(rewards, num_generations=4, k=2)[0].round(4).tolist()
         1.0
     """
-    grouped = in_rows(
-        rewards,
-        num_generations,
-        where=where,
-        reward_weights=reward_weights,
-        k=k,
-        threshold=threshold,
-    )
-    return estimate(grouped, formula=_pass_at_k)
+    grouped = in_rows(rewards, num_generations, where, reward_weights, threshold=threshold)
+    return estimate(grouped.with_data(k=check_subset_size(k, grouped)), formula=_pass_at_k)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,22 +77,18 @@ class PassAtKAdvantage(FunctionAdvantage, name="pass_at_k"):
 
 
 def _pass_at_k(samples: Samples, k: Array, threshold: Array) -> Array:
-    values = samples.values
-    own = moments(values, samples.where, samples.groups)
-    dtype = own.std.dtype
-    passes = samples.masked((values > threshold).astype(dtype))
+    each, count = samples.each, samples.count.astype(samples.values.dtype)
+    passes = samples.masked((samples.values > threshold).astype(count.dtype))
     passed = samples.total(passes)
-    count = own.samples.astype(dtype)
     log_none = _log_none_of_k(count, passed, k, samples.groups.size)
 
     # No success, or one in every subset: pass@k is the same for all, and nobody earns credit.
     varies = (passed > 0) & jnp.isfinite(log_none) & (k >= 1)
     log_none = jnp.where(varies, log_none, -1)
-    credit = jnp.exp(log_none / 2) / jnp.sqrt(-jnp.expm1(log_none))
-    blame = -credit * passed / jnp.maximum(count - passed, 1)
-    to_samples = samples.groups.to_samples
-    result = jnp.where(passes > 0, to_samples(credit), to_samples(blame))
-    return samples.zero_without_signal(own, jnp.where(to_samples(varies), result, 0))
+    success = jnp.exp(log_none / 2) / jnp.sqrt(-jnp.expm1(log_none))
+    failure = -success * passed / jnp.maximum(count - passed, 1)
+    advantages = jnp.where(passes > 0, each(success), each(failure))
+    return samples.zero_without_signal(jnp.where(each(varies), advantages, 0))
 
 
 def _log_none_of_k(count: Array, passed: Array, k: Array, most: int | None) -> Array:

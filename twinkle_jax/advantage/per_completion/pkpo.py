@@ -15,12 +15,11 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float
 
-from twinkle_jax.advantage.grouping.grouped import in_rows
-from twinkle_jax.advantage.grouping.runner import estimate
-from twinkle_jax.advantage.grouping.samples import Samples
-from twinkle_jax.advantage.inputs.arrays import ArrayLike
-from twinkle_jax.advantage.inputs.settings import check_choice, check_size
-from twinkle_jax.advantage.per_completion.estimator import FunctionAdvantage
+from twinkle_jax.advantage.estimate import estimate
+from twinkle_jax.advantage.estimators import FunctionAdvantage
+from twinkle_jax.advantage.groups import Samples
+from twinkle_jax.advantage.inputs import ArrayLike, check_choice, check_size
+from twinkle_jax.advantage.rewards import check_subset_size, in_rows
 
 Baseline = Literal["mean", "leave_one_out", "leave_one_out_minus_one"]
 
@@ -77,8 +76,9 @@ def pkpo_advantage(
     check_choice("baseline", baseline, tuple(_BASELINES))
     if not isinstance(k, jax.Array):
         k = check_size("k", k, least=_least(baseline), why=f" with baseline={baseline!r}")
-    grouped = in_rows(rewards, num_generations, where=where, reward_weights=reward_weights, k=k)
-    size = grouped.layout.num_generations
+    grouped = in_rows(rewards, num_generations, where, reward_weights)
+    grouped = grouped.with_data(k=check_subset_size(k, grouped))
+    size = grouped.num_generations
     if baseline == "leave_one_out" and isinstance(k, int) and k == size:
         raise ValueError(
             f"k must be below num_generations={size} with baseline='leave_one_out', got {k}: "
@@ -114,19 +114,18 @@ class _Ranked(NamedTuple):
 
 
 def _pkpo(samples: Samples, baseline: str, k: Array) -> Array:
-    own, size = samples.moments(), samples.groups.size
+    size = samples.groups.size
     assert size is not None
-    below = samples.values - samples.groups.to_samples(own.maximum)
-    if samples.where is not None:
-        below = jnp.where(samples.where, below, -jnp.inf)
+    # Relative to the best of the group; masked samples sort behind all others.
+    below = samples.masked(samples.values - samples.each(samples.maximum), -jnp.inf)
     grid = below.reshape(-1, size)
     order = jnp.argsort(-grid, axis=1)
-    count = own.samples.astype(own.std.dtype)[:, None]
+    count = samples.count.astype(grid.dtype)[:, None]
     ranked = _rank(jnp.take_along_axis(grid, order, axis=1), count, k)
     result = k / jnp.maximum(count, 1) * _BASELINES[baseline](ranked, k)
     result = jnp.where((k >= 1) & (k <= count), result, 0)
     result = jnp.take_along_axis(result, jnp.argsort(order, axis=1), axis=1)
-    return samples.zero_without_signal(own, result.reshape(samples.values.shape))
+    return samples.zero_without_signal(result.reshape(samples.values.shape))
 
 
 def _rank(falling: Array, count: Array, k: Array) -> _Ranked:

@@ -5,11 +5,11 @@ import dataclasses
 import jax
 from jaxtyping import Float
 
-from twinkle_jax.advantage.grouping.grouped import in_rows
-from twinkle_jax.advantage.grouping.runner import estimate
-from twinkle_jax.advantage.grouping.samples import Samples
-from twinkle_jax.advantage.inputs.arrays import ArrayLike
-from twinkle_jax.advantage.per_completion.estimator import FunctionAdvantage
+from twinkle_jax.advantage.estimate import estimate
+from twinkle_jax.advantage.estimators import FunctionAdvantage
+from twinkle_jax.advantage.groups import Samples
+from twinkle_jax.advantage.inputs import ArrayLike
+from twinkle_jax.advantage.rewards import in_rows
 
 
 def reinforce_advantage(
@@ -50,13 +50,7 @@ def reinforce_advantage(
         >>> reinforce_advantage([1.0, 0.0, 0.5, 0.5]).tolist()
         [1.0, 0.0, 0.5, 0.5]
     """
-    grouped = in_rows(
-        rewards,
-        num_generations,
-        where=where,
-        reward_weights=reward_weights,
-        least=1,
-    )
+    grouped = in_rows(rewards, num_generations, where, reward_weights, least=1)
     return estimate(grouped, formula=_reinforce)
 
 

@@ -7,13 +7,11 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float
 
-from twinkle_jax.advantage.grouping.grouped import in_rows, in_segments
-from twinkle_jax.advantage.grouping.moments import moments
-from twinkle_jax.advantage.grouping.runner import estimate
-from twinkle_jax.advantage.grouping.samples import Samples
-from twinkle_jax.advantage.inputs.arrays import ArrayLike, Scalar
-from twinkle_jax.advantage.inputs.settings import AxisName
-from twinkle_jax.advantage.per_completion.estimator import FunctionAdvantage
+from twinkle_jax.advantage.estimate import estimate
+from twinkle_jax.advantage.estimators import FunctionAdvantage
+from twinkle_jax.advantage.groups import Samples
+from twinkle_jax.advantage.inputs import ArrayLike, AxisName, Scalar
+from twinkle_jax.advantage.rewards import check_lengths, in_rows, in_segments
 
 
 def reinforce_plus_plus_baseline_advantage(
@@ -62,15 +60,8 @@ def reinforce_plus_plus_baseline_advantage(
         >>> reinforce_plus_plus_baseline_advantage(rewards, lengths, num_generations=2).tolist()
         [-2.0, 2.0, 0.0, 0.0]
     """
-    grouped = in_rows(
-        rewards,
-        num_generations,
-        where=where,
-        reward_weights=reward_weights,
-        axis_name=axis_name,
-        lengths=lengths,
-        epsilon=epsilon,
-    )
+    grouped = in_rows(rewards, num_generations, where, reward_weights, axis_name, epsilon=epsilon)
+    grouped = grouped.with_data(lengths=check_lengths(lengths, grouped))
     return estimate(grouped, formula=_reinforce_plus_plus_baseline)
 
 
@@ -115,15 +106,9 @@ def segment_reinforce_plus_plus_baseline_advantage(
         [0.0, -2.0, 0.0, 2.0]
     """
     grouped = in_segments(
-        rewards,
-        segment_ids,
-        num_segments,
-        where=where,
-        reward_weights=reward_weights,
-        axis_name=axis_name,
-        lengths=lengths,
-        epsilon=epsilon,
+        rewards, segment_ids, num_segments, where, reward_weights, axis_name, epsilon=epsilon
     )
+    grouped = grouped.with_data(lengths=check_lengths(lengths, grouped))
     return estimate(grouped, formula=_reinforce_plus_plus_baseline)
 
 
@@ -142,19 +127,18 @@ class ReinforcePlusPlusBaselineAdvantage(FunctionAdvantage, name="reinforce_plus
 
 
 def _reinforce_plus_plus_baseline(samples: Samples, lengths: Array, epsilon: Array) -> Array:
-    own = samples.moments()
-    deviations = samples.zero_without_signal(own, samples.deviations(own))
+    deviations = samples.zero_without_signal(samples.deviations())
     tokens = samples.masked(lengths)
     counted = tokens > 0
-    # Centred and divided by their standard deviation over samples first, as all moments here.
-    everyone = moments(deviations, counted, samples.batch)
-    scale = jnp.where(everyone.has_signal & (everyone.std > 0), everyone.std, 1)
-    scores = jnp.where(counted, (deviations - everyone.maximum) + everyone.mean_gap, 0) / scale
-    total = samples.batch.total
-    count = total(tokens)
+    # Deviations over their spread in the batch first, so that squares neither over- nor underflow.
+    batch = Samples(deviations, counted, samples.batch, samples.batch)
+    spread = jnp.where(batch.has_signal & (batch.std > 0), batch.std, 1)
+    scores = batch.deviations() / spread
+    # Then normalised as often as they have tokens.
+    total, count = samples.batch.total, samples.batch.total(tokens)
     mean = total(tokens * scores) / jnp.maximum(count, 1)
     variance = total(tokens * jnp.square(scores - mean)) / jnp.maximum(count - 1, 1)
-    divisor = jnp.sqrt(variance) + epsilon / scale
-    result = jnp.where(counted & everyone.has_signal, (scores - mean) / divisor, 0)
-    result = jnp.where(samples.groups.to_samples(own.has_signal), result, 0)
-    return jnp.where(everyone.finite, result, jnp.nan)
+    advantages = (scores - mean) / (jnp.sqrt(variance) + epsilon / spread)
+    advantages = jnp.where(counted & batch.has_signal, advantages, 0)
+    advantages = jnp.where(samples.each(samples.has_signal), advantages, 0)
+    return jnp.where(batch.finite, advantages, jnp.nan)

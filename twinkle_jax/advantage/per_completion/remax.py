@@ -1,18 +1,19 @@
 """ReMax: a reward minus that of the greedy completion of the same prompt."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 from jaxtyping import Float
 
-from twinkle_jax.advantage.grouping.grouped import in_rows
-from twinkle_jax.advantage.grouping.moments import NOISE_ULPS, ulps
-from twinkle_jax.advantage.grouping.runner import estimate
-from twinkle_jax.advantage.grouping.samples import Samples
-from twinkle_jax.advantage.inputs.arrays import ArrayLike
-from twinkle_jax.advantage.per_completion.estimator import FunctionAdvantage
+from twinkle_jax.advantage.estimate import estimate
+from twinkle_jax.advantage.estimators import FunctionAdvantage
+from twinkle_jax.advantage.groups import NOISE_ULPS, Samples, ulps
+from twinkle_jax.advantage.inputs import ArrayLike, HostOrDevice, as_numbers, check_shape, refuse
+from twinkle_jax.advantage.rewards import Grouped, in_rows
 
 
 def remax_advantage(
@@ -53,15 +54,9 @@ def remax_advantage(
         >>> remax_advantage([1.0, 0.0, 2.0, 4.0], [0.5, 3.0], num_generations=2).tolist()
         [0.5, -0.5, -1.0, 1.0]
     """
-    grouped = in_rows(
-        rewards,
-        num_generations,
-        where=where,
-        reward_weights=reward_weights,
-        least=1,
-        greedy_rewards=greedy_rewards,
-    )
-    return estimate(grouped, formula=_remax)
+    grouped = in_rows(rewards, num_generations, where, reward_weights, least=1)
+    greedy = _check_greedy_rewards(greedy_rewards, grouped)
+    return estimate(grouped.with_data(greedy_rewards=greedy), formula=_remax)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,8 +73,21 @@ class ReMaxAdvantage(FunctionAdvantage, name="remax"):
 
 
 def _remax(samples: Samples, greedy_rewards: Array) -> Array:
-    baseline = samples.groups.to_samples(greedy_rewards)
+    baseline = samples.each(greedy_rewards)
+    advantages = samples.values - baseline
     magnitude = jnp.maximum(jnp.abs(samples.values), jnp.abs(baseline))
-    difference = samples.values - baseline
-    equal = jnp.isfinite(difference) & (jnp.abs(difference) <= ulps(NOISE_ULPS, magnitude))
-    return jnp.where(equal, 0, difference)
+    equal = jnp.isfinite(advantages) & (jnp.abs(advantages) <= ulps(NOISE_ULPS, magnitude))
+    return jnp.where(equal, 0, advantages)
+
+
+def _check_greedy_rewards(greedy_rewards: Any, grouped: Grouped) -> HostOrDevice:
+    """Return the greedy reward of each prompt, `[P]`, or `[P, C]` beside rewards `[N, C]`."""
+    greedy = as_numbers("greedy_rewards", greedy_rewards)
+    shape, size = grouped.rewards.shape, grouped.num_generations
+    expected = (shape[0] // (size or 1), *shape[1:])
+    why = f", one greedy completion for each prompt, for rewards of shape {shape} and "
+    check_shape("greedy_rewards", greedy, expected, f"{why}num_generations={size}")
+    if isinstance(greedy, np.ndarray):
+        bad = ~np.isfinite(greedy).reshape(len(greedy), -1).all(axis=1)
+        refuse("greedy_rewards must be finite", greedy, bad, grouped.where)
+    return greedy

@@ -7,12 +7,11 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float
 
-from twinkle_jax.advantage.grouping.grouped import in_rows, in_segments
-from twinkle_jax.advantage.grouping.runner import estimate
-from twinkle_jax.advantage.grouping.samples import Samples
-from twinkle_jax.advantage.inputs.arrays import ArrayLike, Scalar
-from twinkle_jax.advantage.inputs.settings import AxisName, Scale, check_scale
-from twinkle_jax.advantage.per_completion.estimator import FunctionAdvantage
+from twinkle_jax.advantage.estimate import estimate
+from twinkle_jax.advantage.estimators import FunctionAdvantage
+from twinkle_jax.advantage.groups import Samples
+from twinkle_jax.advantage.inputs import ArrayLike, AxisName, Scalar, Scale, check_scale
+from twinkle_jax.advantage.rewards import in_rows, in_segments
 
 
 def rloo_advantage(
@@ -61,9 +60,9 @@ def rloo_advantage(
     grouped = in_rows(
         rewards,
         num_generations,
-        where=where,
-        reward_weights=reward_weights,
-        axis_name=axis_name,
+        where,
+        reward_weights,
+        axis_name,
         why=": leave-one-out compares a sample with the others of its group",
         epsilon=epsilon,
     )
@@ -113,13 +112,7 @@ def segment_rloo_advantage(
         [-1.0, 0.0, 1.0, 0.0]
     """
     grouped = in_segments(
-        rewards,
-        segment_ids,
-        num_segments,
-        where=where,
-        reward_weights=reward_weights,
-        axis_name=axis_name,
-        epsilon=epsilon,
+        rewards, segment_ids, num_segments, where, reward_weights, axis_name, epsilon=epsilon
     )
     return estimate(grouped, formula=_rloo, settings=(check_scale(scale),))
 
@@ -138,15 +131,15 @@ class RLOOAdvantage(FunctionAdvantage, name="rloo"):
 
 
 def _rloo(samples: Samples, scale: str, epsilon: Array) -> Array:
-    own, each = samples.moments(), samples.groups.to_samples
-    gaps = each(own.maximum) - samples.values  # as in `_grpo`
-    # The mean of the others is n / (n - 1) times as far away as the mean of all n.
-    others = own.divisor / jnp.maximum(own.divisor - 1, 1)
-    advantages = (each(samples.total(gaps) / own.divisor) - gaps) * each(others)
+    each, count = samples.each, samples.divisor
+    # r - mean(r), as in `_grpo`; the mean of the others is n / (n - 1) times as far away.
+    advantages = each(samples.mean(samples.gaps)) - samples.gaps
+    advantages = advantages * each(count / jnp.maximum(count - 1, 1))
     if scale == "group":
-        advantages = advantages * each(1 / jnp.where(own.has_signal, own.std + epsilon, 1))
-    advantages = samples.zero_without_signal(own, advantages)
+        divisor = jnp.where(samples.has_signal, samples.std + epsilon, 1)
+        advantages = advantages * each(1 / divisor)
+    advantages = samples.zero_without_signal(advantages)
     if scale == "batch":
-        batch = samples.batch_moments()
+        batch = samples.over_batch()
         advantages = jnp.where(batch.has_signal, advantages / (batch.std + epsilon), 0)
     return advantages

@@ -5,12 +5,13 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float
 
-from twinkle_jax.advantage.grouping.explicit_axes import auto_sharded, like_first
-from twinkle_jax.advantage.inputs.arrays import ArrayLike, compute_dtype
-from twinkle_jax.advantage.inputs.tokens import (
+from twinkle_jax.advantage.inputs import (
+    ArrayLike,
     check_per_row,
     check_token_mask,
+    compute_dtype,
 )
+from twinkle_jax.advantage.sharding import auto_sharded, like_first
 
 
 def broadcast_to_tokens(advantages: ArrayLike, mask: ArrayLike) -> Float[jax.Array, "*batch time"]:
@@ -35,7 +36,7 @@ def broadcast_to_tokens(advantages: ArrayLike, mask: ArrayLike) -> Float[jax.Arr
         [[-0.5, -0.5, 0.0], [0.5, 0.5, 0.5]]
     """
     keep = check_token_mask("mask", mask)
-    return _broadcast(keep, check_per_row("advantages", advantages, ("mask", keep.shape)))
+    return _broadcast(keep, check_per_row("advantages", advantages, "mask", keep.shape))
 
 
 @jax.jit

@@ -1,10 +1,41 @@
 """GAE: advantages over time from rewards and the values of a critic."""
 
 import dataclasses
+import functools
+from typing import NamedTuple
 
-from twinkle_jax.advantage.inputs.arrays import ArrayLike, Scalar
-from twinkle_jax.advantage.inputs.settings import AxisName
-from twinkle_jax.advantage.per_token.lambda_returns import GAE, estimate_gae
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jaxtyping import Float
+
+from twinkle_jax.advantage.inputs import (
+    ArrayLike,
+    AxisName,
+    Scalar,
+    check_axis_name,
+    check_coefficient,
+    check_flag,
+    check_per_row,
+    check_tokens,
+    common_dtype,
+)
+from twinkle_jax.advantage.per_token.returns import discounted_sum
+from twinkle_jax.advantage.per_token.whitening import whiten
+from twinkle_jax.advantage.sharding import auto_sharded, like_first
+
+
+class GAE(NamedTuple):
+    """Advantages and the returns that a critic is trained on; see `gae_advantage`.
+
+    Example:
+        >>> from twinkle_jax.advantage import gae_advantage
+        >>> gae_advantage([[1.0, 1.0]], [[0.0, 0.0]], gae_lambda=1.0, normalize=False).returns
+        Array([[2., 1.]], dtype=float32)
+    """
+
+    advantages: Float[jax.Array, "*batch time"]
+    returns: Float[jax.Array, "*batch time"]
 
 
 def gae_advantage(
@@ -65,10 +96,11 @@ def gae_advantage(
         >>> advantages.tolist(), returns.tolist()
         ([[0.125, 0.25, 0.5]], [[0.625, 0.75, 1.0]])
     """
-    return estimate_gae(
+    return _checked_gae(
         rewards,
         values,
-        ("where", where),
+        "where",
+        where,
         gamma=gamma,
         gae_lambda=gae_lambda,
         normalize=normalize,
@@ -122,11 +154,86 @@ class GAEAdvantage:
             ValueError: as `gae_advantage`.
             TypeError: as `gae_advantage`.
         """
-        return estimate_gae(
+        return _checked_gae(
             rewards,
             values,
-            ("masks", masks),
+            "masks",
+            masks,
             gamma=self.gamma,
             gae_lambda=self.gae_lambda,
             normalize=self.normalize if normalize is None else normalize,
         )
+
+
+def _checked_gae(
+    rewards: ArrayLike,
+    values: ArrayLike,
+    mask_name: str,
+    mask: ArrayLike | None,
+    *,
+    gamma: Scalar,
+    gae_lambda: Scalar,
+    normalize: bool,
+    bootstrap_values: ArrayLike | None = None,
+    epsilon: Scalar = 1e-8,
+    axis_name: AxisName | None = None,
+) -> GAE:
+    """Check, convert, call the compiled core; errors name the mask as the user did."""
+    tokens = {"rewards": rewards, "values": values}
+    (earned, critic), keep = check_tokens(tokens, mask_name, mask)
+    last = bootstrap_values
+    if last is not None:
+        last = check_per_row("bootstrap_values", last, "rewards", earned.shape)
+    beside = earned, critic, last
+    return _gae(
+        earned,
+        critic,
+        keep,
+        last,
+        check_coefficient("gamma", gamma, *beside),
+        check_coefficient("gae_lambda", gae_lambda, *beside),
+        check_coefficient("epsilon", epsilon, *beside),
+        normalize=check_flag("normalize", normalize),
+        axis_name=check_axis_name(axis_name),
+    )
+
+
+@functools.partial(jax.jit, static_argnames=("normalize", "axis_name"))
+@auto_sharded(like_first)
+def _gae(
+    rewards: Array,
+    values: Array,
+    where: Array | None,
+    last: Array | None,
+    gamma: Array,
+    gae_lambda: Array,
+    epsilon: Array,
+    *,
+    normalize: bool,
+    axis_name: AxisName | None,
+) -> GAE:
+    dtype = common_dtype(rewards, values, last)
+    rewards, values = (jax.lax.stop_gradient(x).astype(dtype) for x in (rewards, values))
+    gamma, gae_lambda, epsilon = (
+        jax.lax.stop_gradient(jnp.asarray(x)).astype(dtype) for x in (gamma, gae_lambda, epsilon)
+    )
+    if where is not None:
+        rewards, values = jnp.where(where, rewards, 0), jnp.where(where, values, 0)
+    if last is None:
+        last = jnp.zeros_like(values[..., -1])
+    last = jax.lax.stop_gradient(last).astype(dtype)
+
+    # The lambda-return of the next step that is kept; a masked step repeats it.
+    mixed = gae_lambda * rewards + (1 - gae_lambda) * values
+    ahead = discounted_sum(mixed, gamma * gae_lambda, where, last)
+    ahead = jnp.concatenate([ahead[..., 1:], last[..., None]], axis=-1)
+    returns = rewards + gamma * ahead
+    if where is not None:
+        returns = jnp.where(where, returns, 0)
+    advantages = returns - values
+    if normalize:
+        sizes = jnp.maximum(jnp.abs(returns), jnp.maximum(jnp.abs(values), jnp.abs(rewards)))
+        advantages = whiten(
+            advantages, where, epsilon, correction=0, axis_name=axis_name, made_of=sizes
+        )
+    return GAE(advantages, returns)

@@ -7,16 +7,15 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float
 
-from twinkle_jax.advantage.grouping.explicit_axes import auto_sharded, like_first
-from twinkle_jax.advantage.inputs.arrays import ArrayLike, Scalar, common_dtype, refuse_non_finite
-from twinkle_jax.advantage.inputs.settings import (
+from twinkle_jax.advantage.inputs import (
+    ArrayLike,
+    Scalar,
     check_coefficient,
-)
-from twinkle_jax.advantage.inputs.tokens import (
     check_per_row,
-    check_token_mask,
     check_tokens,
+    common_dtype,
 )
+from twinkle_jax.advantage.sharding import auto_sharded, like_first
 
 
 def kl_in_reward(
@@ -94,11 +93,8 @@ def kl_in_token_reward(
 def _check(
     rewards: ArrayLike, kl: ArrayLike, mask: ArrayLike, beta: Any
 ) -> tuple[Any, Any, Any, Any]:
-    divergence = check_tokens("kl", kl)
-    like = ("kl", divergence.shape)
-    keep = check_token_mask("mask", mask, like)
-    refuse_non_finite("kl", divergence, keep)
-    earned = check_per_row("rewards", rewards, like)
+    (divergence,), keep = check_tokens({"kl": kl}, "mask", mask, required=True)
+    earned = check_per_row("rewards", rewards, "kl", divergence.shape)
     return earned, divergence, keep, check_coefficient("coefficient", beta, divergence, earned)
 
 

@@ -2,27 +2,24 @@
 
 import dataclasses
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float
 
-from twinkle_jax.advantage.grouping.explicit_axes import auto_sharded, like_first
-from twinkle_jax.advantage.inputs.arrays import ArrayLike, Scalar, common_dtype, refuse_non_finite
-from twinkle_jax.advantage.inputs.settings import (
+from twinkle_jax.advantage.inputs import (
+    ArrayLike,
     AxisName,
+    Scalar,
     check_axis_name,
     check_coefficient,
-)
-from twinkle_jax.advantage.inputs.tokens import (
-    check_token_mask,
     check_tokens,
-    optional,
+    common_dtype,
 )
-from twinkle_jax.advantage.per_token.time_scan import discounted_sum
+from twinkle_jax.advantage.per_token.returns import discounted_sum
 from twinkle_jax.advantage.per_token.whitening import whiten
+from twinkle_jax.advantage.sharding import auto_sharded, like_first
 
 
 def reinforce_plus_plus_advantage(
@@ -66,9 +63,7 @@ def reinforce_plus_plus_advantage(
         >>> reinforce_plus_plus_advantage(rewards, where=where, epsilon=0.0)[0, 1:].tolist()
         [0.0, 0.0]
     """
-    return estimate_reinforce_plus_plus(
-        rewards, ("where", where), gamma=gamma, epsilon=epsilon, axis_name=axis_name
-    )
+    return _checked(rewards, "where", where, gamma=gamma, epsilon=epsilon, axis_name=axis_name)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,24 +95,23 @@ class ReinforcePlusPlusAdvantage:
             ValueError: as `reinforce_plus_plus_advantage`.
             TypeError: as `reinforce_plus_plus_advantage`.
         """
-        return estimate_reinforce_plus_plus(rewards, ("masks", masks), gamma=self.gamma)
+        return _checked(rewards, "masks", masks, gamma=self.gamma)
 
 
-def estimate_reinforce_plus_plus(
+def _checked(
     rewards: ArrayLike,
-    named_mask: tuple[str, Any],
+    mask_name: str,
+    mask: ArrayLike | None,
     *,
-    gamma: Any,
+    gamma: Scalar,
     epsilon: Scalar = 1e-8,
     axis_name: AxisName | None = None,
 ) -> Array:
-    """Check, convert, call the compiled core; the mask comes with the name that it was given."""
-    values = check_tokens("rewards", rewards)
-    mask = optional(check_token_mask, *named_mask, ("rewards", values.shape))
-    refuse_non_finite("rewards", values, mask)
-    return _advantages(
+    """Check, convert, call the compiled core; errors name the mask as the user did."""
+    (values,), keep = check_tokens({"rewards": rewards}, mask_name, mask)
+    return _reinforce_plus_plus(
         values,
-        mask,
+        keep,
         check_coefficient("gamma", gamma, values),
         check_coefficient("epsilon", epsilon, values),
         axis_name=check_axis_name(axis_name),
@@ -126,7 +120,7 @@ def estimate_reinforce_plus_plus(
 
 @functools.partial(jax.jit, static_argnames="axis_name")
 @auto_sharded(like_first)
-def _advantages(
+def _reinforce_plus_plus(
     rewards: Array,
     where: Array | None,
     gamma: Array,

@@ -1,20 +1,24 @@
-"""Discounted reward-to-go."""
+"""Discounted reward-to-go, and the parallel scan over time behind it, GAE and REINFORCE++."""
+
+import functools
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float
 
-from twinkle_jax.advantage.grouping.explicit_axes import auto_sharded, like_first
-from twinkle_jax.advantage.inputs.arrays import ArrayLike, Scalar, common_dtype, refuse_non_finite
-from twinkle_jax.advantage.inputs.settings import check_coefficient
-from twinkle_jax.advantage.inputs.tokens import (
+from twinkle_jax.advantage.inputs import (
+    ArrayLike,
+    Scalar,
+    check_coefficient,
     check_per_row,
-    check_token_mask,
     check_tokens,
-    optional,
+    common_dtype,
 )
-from twinkle_jax.advantage.per_token.time_scan import discounted_sum
+from twinkle_jax.advantage.sharding import auto_sharded, like_first
+
+_BLOCK = 8  # steps that are walked one after the other
 
 
 def discounted_returns(
@@ -54,11 +58,10 @@ def discounted_returns(
         >>> discounted_returns([[1.0, 2.0, 4.0]], gamma=0.5, where=[[True, False, True]]).tolist()
         [[3.0, 0.0, 4.0]]
     """
-    values = check_tokens("rewards", rewards)
-    like = ("rewards", values.shape)
-    mask = optional(check_token_mask, "where", where, like)
-    refuse_non_finite("rewards", values, mask)
-    last = optional(check_per_row, "bootstrap_values", bootstrap_values, like)
+    (values,), mask = check_tokens({"rewards": rewards}, "where", where)
+    last = bootstrap_values
+    if last is not None:
+        last = check_per_row("bootstrap_values", last, "rewards", values.shape)
     return _returns(values, mask, check_coefficient("gamma", gamma, values, last), last)
 
 
@@ -74,3 +77,60 @@ def _returns(rewards: Array, where: Array | None, gamma: Array, last: Array | No
         last = last.astype(dtype)
     result = discounted_sum(rewards, gamma, where, last)
     return result if where is None else jnp.where(where, result, 0)
+
+
+def discounted_sum(
+    inputs: Array, decay: Array, keep: Array | None, last: Array | None = None
+) -> Array:
+    r"""Solve $h_t = x_t + d\, h_{next(t)}$, from the end, over the steps that are kept.
+
+    A step is the map $h \mapsto x_t + d h$, and maps compose associatively: eight steps in a row
+    are one map as well. So time is cut into blocks of eight, the blocks, an eighth as many steps,
+    are solved in the same way, and each block is then walked from what comes after it. Blocks do
+    not wait for each other, so the number of steps in a row grows with the logarithm of the time.
+    A step that is masked is the identity, and so repeats what comes after it.
+
+    Args:
+        inputs: $x$, `[..., time]`; finite where masked.
+        decay: $d$, a scalar.
+        keep: True where a step counts, or None for all.
+        last: what comes after the last step, `[...]`; 0 by default.
+
+    Returns:
+        $h$, `[..., time]`.
+    """
+    slopes = jnp.broadcast_to(decay.astype(inputs.dtype), inputs.shape)
+    if keep is not None:
+        slopes = jnp.where(keep, slopes, 1)
+        inputs = jnp.where(keep, inputs, 0)
+    return _solve(slopes, inputs, last)
+
+
+def _solve(slopes: Array, inputs: Array, last: Array | None) -> Array:
+    *batch, time = inputs.shape
+    if time <= _BLOCK:
+        walked = _walk(jnp.unstack(slopes, axis=-1), jnp.unstack(inputs, axis=-1), last)
+        return jnp.stack(walked, axis=-1) if time else inputs
+
+    def blocks(steps: Array, identity: int) -> tuple[Array, ...]:
+        """The first step of every block, the second, ...; what is missing at the end is added."""
+        padding = [(0, 0)] * len(batch) + [(0, -time % _BLOCK)]
+        steps = jnp.pad(steps, padding, constant_values=identity)
+        return jnp.unstack(steps.reshape(*batch, steps.shape[-1] // _BLOCK, _BLOCK), axis=-1)
+
+    slopes_in, inputs_in = blocks(slopes, 1), blocks(inputs, 0)
+    from_zero = _walk(slopes_in, inputs_in, None)[0]
+    firsts = _solve(functools.reduce(jnp.multiply, slopes_in), from_zero, last)
+    end = jnp.zeros_like(firsts[..., :1]) if last is None else last[..., None]
+    after = jnp.concatenate([firsts[..., 1:], end], axis=-1)
+    steps = jnp.stack(_walk(slopes_in, inputs_in, after), axis=-1)
+    return steps.reshape(*batch, steps.shape[-2] * _BLOCK)[..., :time]
+
+
+def _walk(slopes: Sequence[Array], inputs: Sequence[Array], after: Array | None) -> list[Array]:
+    """Take steps one after the other, from the last: what stands after each, in order of time."""
+    reached = []
+    for slope, step in zip(reversed(slopes), reversed(inputs), strict=True):
+        after = step if after is None else step + slope * after
+        reached.append(after)
+    return reached[::-1]

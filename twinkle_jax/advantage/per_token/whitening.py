@@ -3,9 +3,8 @@
 import jax.numpy as jnp
 from jax import Array
 
-from twinkle_jax.advantage.grouping.groups import WholeBatch
-from twinkle_jax.advantage.grouping.moments import moments, ulps
-from twinkle_jax.advantage.inputs.settings import AxisName
+from twinkle_jax.advantage.groups import Samples, WholeBatch, ulps
+from twinkle_jax.advantage.inputs import AxisName
 
 _NOISE_ULPS = 8  # of the operands: what a few additions and subtractions of them may leave
 
@@ -33,20 +32,16 @@ def whiten(
     Returns:
         As `tokens`: exactly 0 where all are equal up to rounding; all NaN where one is not finite.
     """
-    values = tokens.reshape(-1)
-    kept = None if keep is None else keep.reshape(-1)
-    batch = WholeBatch(values.shape[0], axis_name)
-    everyone = moments(values, kept, batch)
-    count = everyone.samples.astype(values.dtype)
+    whole = WholeBatch(tokens.size, axis_name)
+    batch = Samples(tokens.reshape(-1), None if keep is None else keep.reshape(-1), whole, whole)
+    count = batch.count.astype(tokens.dtype)
     share = jnp.maximum(count - 1, 0) / jnp.maximum(count - correction, 1)
-    divisor = everyone.std * jnp.sqrt(share) + epsilon.astype(values.dtype)
-    centred = (tokens - everyone.maximum) + everyone.mean_gap
-    signal = everyone.has_signal
+    divisor = batch.std * jnp.sqrt(share) + epsilon.astype(tokens.dtype)
+    signal = batch.has_signal
     if made_of is not None:
-        size = batch.largest(made_of.reshape(-1))
-        farthest = jnp.maximum(
-            everyone.mean_gap, everyone.spread - everyone.mean_gap
-        )  # from the mean
-        signal &= ~((farthest <= ulps(_NOISE_ULPS, size)) & everyone.finite)
-    scores = jnp.where(signal, centred / divisor, 0)
+        size = whole.largest(made_of.reshape(-1))
+        farthest = jnp.maximum(batch.mean_gap, batch.spread - batch.mean_gap)  # from the mean
+        signal &= ~((farthest <= ulps(_NOISE_ULPS, size)) & batch.finite)
+    deviations = (tokens - batch.maximum) + batch.mean_gap
+    scores = jnp.where(signal, deviations / divisor, 0)
     return scores if keep is None else jnp.where(keep, scores, 0)

@@ -1,9 +1,9 @@
 """Run a function of arrays on meshes with explicit axes as on meshes with automatic ones.
 
 On a mesh with explicit axes (what `jax.make_mesh` makes by default) every operation must know how
-its result is sharded, and a reshape or a scatter across shards is refused. Groups and segments may
+its result is sharded, and a reshape or a scatter across shards raises. Groups and segments may
 straddle shards, so estimators run under `jax.sharding.auto_axes`, where the compiler decides, and
-hand their result back sharded as the caller's rewards are.
+their result is sharded as the rewards are.
 """
 
 import functools
@@ -20,7 +20,7 @@ Shape = tuple[int, ...]
 
 
 def like_first(first: jax.Array, **static: Any) -> Shape:
-    """Give the shape of a result with an entry for every one of `first`."""
+    """Return the shape of a result that has that of the first argument."""
     del static
     return first.shape
 
@@ -28,7 +28,7 @@ def like_first(first: jax.Array, **static: Any) -> Shape:
 def auto_sharded(result_shape: Callable[..., Shape]) -> Callable[[Core[Result]], Core[Result]]:
     """Decorate `core(first, *arrays, **static)`, whose results all have `result_shape`.
 
-    Where `first` holds several arrays, results are sharded as the first of them is.
+    Results are sharded as `first`, or as the first of the arrays that it holds.
     """
 
     def decorate(core: Core[Result]) -> Core[Result]:

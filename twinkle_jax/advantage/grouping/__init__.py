@@ -1,1 +1,0 @@
-"""The machinery: one runner for every estimator, groups, moments, statistics, sharding."""

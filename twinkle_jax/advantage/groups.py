@@ -1,0 +1,253 @@
+"""Groups of samples and their statistics: what every formula is written in.
+
+A way to form groups (`Rows`, `Segments`, `WholeBatch`) is three operations: sum, maximum, and
+repeating a statistic for each sample. `Samples` has the statistics, written once on these three.
+
+Three things that the obvious formulas get wrong are right here, for every estimator at once:
+
+* The mean is kept as two numbers, `maximum - mean_gap`. How far a reward is below the maximum is
+  exact where they are near, and the gap is the mean of that. Rewards of 1e6 plus small differences
+  so give the advantages of the differences. (A rounded mean would do as well, were it the same
+  number everywhere: the compiler recomputes it in each fused loop, in another order or unrounded in
+  a multiply-add. A maximum has no rounding to differ in.)
+* Squares are taken of deviations divided by the spread, so that nothing overflows up to 1e18.
+* Whether a group has a signal at all is decided on its rewards (maximum against minimum), not on
+  a standard deviation that is itself made of rounding noise.
+"""
+
+import dataclasses
+import functools
+from typing import Protocol
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from twinkle_jax.advantage.inputs import AxisName
+
+NOISE_ULPS = 4
+"""Rewards of a group that differ by at most so many units in the last place count as equal."""
+
+
+class Groups(Protocol):
+    """A way to form groups of `[N]` samples."""
+
+    @property
+    def size(self) -> int | None:
+        """Samples in each group before any is masked; None where that depends on the data."""
+
+    def total(self, values: Array) -> Array:
+        """Sum `[N]` values in each group."""
+
+    def largest(self, values: Array) -> Array:
+        """Find the maximum of `[N]` values in each group."""
+
+    def each(self, statistic: Array) -> Array:
+        """Repeat a statistic of each group for every sample: `[N]`, or what broadcasts to it."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """Groups of K neighbours: statistics are `[P]`.
+
+    Only ever a reshape to [P, K] and reductions along axis 1. Columns taken one by one were faster
+    on some CPUs, and XLA of jaxlib 0.11.1 to 0.12.0.1 compiles them wrongly.
+    """
+
+    size: int
+
+    def total(self, values: Array) -> Array:
+        """Sum each row."""
+        return jnp.sum(values.reshape(-1, self.size), axis=1)
+
+    def largest(self, values: Array) -> Array:
+        """Find the maximum of each row."""
+        return jnp.max(values.reshape(-1, self.size), axis=1)
+
+    def each(self, statistic: Array) -> Array:
+        """Repeat a statistic along its row."""
+        return jnp.broadcast_to(statistic[:, None], (*statistic.shape, self.size)).reshape(-1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Grid(Rows):
+    """Groups of K neighbours, of samples that are laid out as [P, K] already.
+
+    XLA fuses what stays in this shape into few passes; a statistic that is repeated to `[N]` it
+    works out again for each sample.
+    """
+
+    def each(self, statistic: Array) -> Array:
+        """Leave the repetition along its row to broadcasting."""
+        return statistic[:, None]
+
+
+@dataclasses.dataclass(frozen=True)
+class Segments:
+    """Groups by id: statistics are `[count]`; ids must lie in range."""
+
+    ids: Array
+    count: int
+    axis_name: AxisName | None
+    size: None = None
+
+    def total(self, values: Array) -> Array:
+        """Sum each segment."""
+        # Long segments are summed in stripes, or a running float32 sum would lose digits.
+        samples = self.ids.shape[0]
+        stripes = max(1, min(64, samples // (64 * self.count)))
+        striped = self.ids * stripes + jnp.arange(samples, dtype=self.ids.dtype) % stripes
+        partial = jax.ops.segment_sum(values, striped, self.count * stripes)
+        sums = jnp.sum(partial.reshape(self.count, stripes), axis=1)
+        return sums if self.axis_name is None else jax.lax.psum(sums, self.axis_name)
+
+    def largest(self, values: Array) -> Array:
+        """Find the maximum of each segment."""
+        tops = jax.ops.segment_max(values, self.ids, self.count)
+        return tops if self.axis_name is None else jax.lax.pmax(tops, self.axis_name)
+
+    def each(self, statistic: Array) -> Array:
+        """Look a statistic up by id."""
+        return statistic[self.ids]
+
+
+@dataclasses.dataclass(frozen=True)
+class WholeBatch:
+    """One group of everything, over all shards of `axis_name`: statistics are scalars."""
+
+    samples: int
+    axis_name: AxisName | None
+
+    @functools.cached_property
+    def size(self) -> int:
+        """Count the samples of all shards."""
+        return self.samples * (1 if self.axis_name is None else jax.lax.axis_size(self.axis_name))
+
+    def total(self, values: Array) -> Array:
+        """Sum the batch."""
+        value = jnp.sum(values)
+        return value if self.axis_name is None else jax.lax.psum(value, self.axis_name)
+
+    def largest(self, values: Array) -> Array:
+        """Find the maximum of the batch."""
+        value = jnp.max(values)
+        return value if self.axis_name is None else jax.lax.pmax(value, self.axis_name)
+
+    def each(self, statistic: Array) -> Array:
+        """Leave a statistic to broadcasting: it is a scalar."""
+        return statistic
+
+
+@dataclasses.dataclass(frozen=True)
+class Samples:
+    """Numbers in groups, and the statistics of each group; nothing is computed before it is used.
+
+    Attributes:
+        values: one a sample, 0 where masked: `[P, K]` for groups of neighbours, `[N]` for others,
+            or `[N, C]` where components stay apart.
+        where: True = keep, or None.
+        groups: which samples are compared with which.
+        batch: all of them as one group.
+    """
+
+    values: Array
+    where: Array | None
+    groups: Groups
+    batch: WholeBatch
+
+    def over_batch(self) -> "Samples":
+        """Compare every sample with the whole batch."""
+        return dataclasses.replace(self, groups=self.batch)
+
+    def masked(self, values: Array, fill: float = 0) -> Array:
+        """Fill in what is masked."""
+        return values if self.where is None else jnp.where(self.where, values, fill)
+
+    def each(self, statistic: Array) -> Array:
+        """Repeat a statistic of each group for its samples."""
+        return self.groups.each(statistic)
+
+    def total(self, values: Array) -> Array:
+        """Sum what is not masked in each group."""
+        return self.groups.total(self.masked(values))
+
+    def mean(self, values: Array) -> Array:
+        """Average what is not masked in each group; 0 for an empty one."""
+        return self.total(values) / self.divisor
+
+    @functools.cached_property
+    def count(self) -> Array:
+        """How many samples of each group are not masked, int32."""
+        if self.where is not None:
+            return self.groups.total(self.where.astype(jnp.int32))
+        assert self.groups.size is not None
+        return jnp.broadcast_to(jnp.asarray(self.groups.size, jnp.int32), self.maximum.shape)
+
+    @property
+    def divisor(self) -> Array:
+        """As many, but at least 1, in the type of the values."""
+        return jnp.maximum(self.count, 1).astype(self.values.dtype)
+
+    @functools.cached_property
+    def maximum(self) -> Array:
+        """The largest value of each group; 0 for an empty one."""
+        least = float(jnp.finfo(self.values.dtype).min)
+        top = self.groups.largest(self.masked(self.values, least))
+        return top if self.where is None else jnp.where(self.count > 0, top, 0)
+
+    @functools.cached_property
+    def gaps(self) -> Array:
+        """How far each sample lies below the maximum of its group; 0 where masked."""
+        return self.masked(self.each(self.maximum) - self.values)
+
+    @functools.cached_property
+    def mean_gap(self) -> Array:
+        """The mean of each group lies so far below its maximum."""
+        return self.groups.total(self.gaps) / self.divisor
+
+    @functools.cached_property
+    def spread(self) -> Array:
+        """The largest value of each group less the smallest."""
+        return self.groups.largest(self.gaps)
+
+    @property
+    def finite(self) -> Array:
+        """No NaN and no infinity in the group."""
+        # A maximum may skip NaN on some backend; a sum never does.
+        return jnp.isfinite(self.mean_gap)
+
+    @functools.cached_property
+    def has_signal(self) -> Array:
+        """At least two samples that differ by more than rounding; True where not finite."""
+        # Of the largest and the smallest, the larger magnitude; exact where the spread is small.
+        size = jnp.maximum(self.maximum, self.spread - self.maximum)
+        return ~self.finite | (self.spread > ulps(NOISE_ULPS, size))
+
+    @functools.cached_property
+    def std(self) -> Array:
+        """Standard deviation of each group, with Bessel's correction; 0 without signal."""
+        inverse = self.each(1 / jnp.where(self.spread > 0, self.spread, 1))
+        deviations = self.masked((self.gaps - self.each(self.mean_gap)) * inverse)
+        variance = self.groups.total(jnp.square(deviations)) / jnp.maximum(self.divisor - 1, 1)
+        return jnp.where(self.has_signal, self.spread * jnp.sqrt(variance), 0)
+
+    def deviations(self) -> Array:
+        """Subtract the mean of its group from each value; 0 where masked."""
+        return self.masked(self.each(self.mean_gap) - self.gaps)
+
+    def zero_without_signal(self, results: Array) -> Array:
+        """Put exactly 0 where a group has no signal, and NaN where it holds NaN or infinity."""
+        signal, finite = self.each(self.has_signal), self.each(self.finite)
+        return jnp.where(signal, jnp.where(finite, results, jnp.nan), 0)
+
+
+def ulps(number: int, magnitude: Array) -> Array:
+    """Return so many units in the last place of a finite magnitude; infinity for an infinite."""
+    if magnitude.dtype == jnp.float64:
+        integer, exponent = jnp.int64, 0x7FF0000000000000
+    else:
+        integer, exponent = jnp.int32, 0x7F800000
+    # Keep the exponent's bits alone: the power of two below.
+    bits = jax.lax.bitcast_convert_type(magnitude, integer) & integer(exponent)
+    power = jax.lax.bitcast_convert_type(bits, magnitude.dtype)
+    return power * (number * jnp.finfo(magnitude.dtype).eps)
