@@ -170,7 +170,7 @@ def refuse(
     if isinstance(mask, jax.core.Tracer) or not bad.any():
         return
     if mask is not None:
-        keep = np.asarray(mask)
+        keep: Any = np.asarray(mask)
         if bad.ndim == 1:
             keep = keep.reshape(len(bad), -1).any(axis=1)
         bad = bad & (keep if keep.ndim == bad.ndim else keep[:, None])

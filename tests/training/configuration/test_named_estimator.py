@@ -8,8 +8,7 @@ import numpy as np
 import optax
 import pytest
 
-from twinkle_jax.advantage import Advantage, get_advantage, remax_advantage
-from twinkle_jax.advantage.per_completion.estimator import ESTIMATORS
+from twinkle_jax.advantage import ESTIMATORS, Advantage, get_advantage, remax_advantage
 from twinkle_jax.data import ArithmeticTask, PromptBatch
 from twinkle_jax.loss import GRPOLoss
 from twinkle_jax.reward import FunctionReward

@@ -22,6 +22,7 @@ from twinkle_jax.advantage.inputs import ArrayLike, check_choice, check_size
 from twinkle_jax.advantage.rewards import check_subset_size, in_rows
 
 Baseline = Literal["mean", "leave_one_out", "leave_one_out_minus_one"]
+"""What `pkpo_advantage` subtracts."""
 
 
 def pkpo_advantage(

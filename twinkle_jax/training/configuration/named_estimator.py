@@ -1,6 +1,5 @@
-"""Any estimator of advantages by its name, and the data that it needs besides rewards."""
+"""Any estimator of advantages by its name, with the data that it needs besides rewards."""
 
-import inspect
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -10,13 +9,15 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool
 
-from twinkle_jax.advantage import Advantage, ReinforcePlusPlusAdvantage, get_advantage
-from twinkle_jax.advantage.inputs.settings import Scale
-from twinkle_jax.advantage.per_completion.estimator import ESTIMATORS, FunctionAdvantage
+from twinkle_jax.advantage import (
+    ESTIMATORS,
+    Advantage,
+    ReinforcePlusPlusAdvantage,
+    Scale,
+    get_advantage,
+)
 
 _OVER_TIME = "reinforce_plus_plus"
-_DATA = ("lengths", "greedy_rewards")  # what the loop has for those that ask for it
-_CALL = ("self", "rewards", "num_generations", "scale", "where")
 
 
 class Estimator(NamedTuple):
@@ -25,12 +26,15 @@ class Estimator(NamedTuple):
     Attributes:
         function: of rewards; called with Twinkle's signature unless it works per token.
         options: hyper-parameters.
-        needs: names of the data that it takes besides rewards.
     """
 
     function: Advantage | ReinforcePlusPlusAdvantage
     options: Mapping[str, Any] = MappingProxyType({})
-    needs: tuple[str, ...] = ()
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        """Names of the data that it takes besides rewards."""
+        return self.function.needs if isinstance(self.function, Advantage) else ()
 
     @property
     def needs_greedy_rewards(self) -> bool:
@@ -52,37 +56,26 @@ def make_estimator(name: str, options: Mapping[str, Any]) -> Estimator:
         ValueError: if there is none of that name, it has no such option, or one is missing.
     """
     if name == _OVER_TIME:
-        own = {"gamma": 1.0}
-        _check_options(name, options, allowed=own, needed=())
-        return Estimator(ReinforcePlusPlusAdvantage(**(own | dict(options))))
+        _check_options(name, options, {"gamma": False})
+        return Estimator(ReinforcePlusPlusAdvantage(**options))
     if name not in ESTIMATORS:
         known = ", ".join(sorted([*ESTIMATORS, _OVER_TIME]))
         raise ValueError(f"update.advantage must be one of {known}, got {name!r}")
     function = get_advantage(name)
-    parameters = _parameters(function)
-    needed = [x for x, p in parameters.items() if p.default is p.empty and x not in _DATA]
-    allowed = [x for x in parameters if x not in (*_DATA, "reward_weights", "axis_name")]
-    _check_options(name, options, allowed=allowed, needed=needed)
-    return Estimator(function, dict(options), tuple(x for x in _DATA if x in parameters))
+    _check_options(name, options, function.hyper_parameters)
+    return Estimator(function, dict(options))
 
 
-def _parameters(function: Advantage) -> dict[str, inspect.Parameter]:
-    """Give what an estimator takes besides what every one takes."""
-    behind = type(function).function if isinstance(function, FunctionAdvantage) else function
-    found = inspect.signature(behind).parameters
-    named = {x: p for x, p in found.items() if p.kind is not p.VAR_KEYWORD}
-    return {x: p for x, p in named.items() if x not in _CALL}
-
-
-def _check_options(name: str, options: Mapping[str, Any], *, allowed: Any, needed: Any) -> None:
+def _check_options(name: str, options: Mapping[str, Any], known: Mapping[str, bool]) -> None:
+    """Raise for an option that is not known, and for a known one that is needed and missing."""
     for option in options:
-        if option not in allowed:
+        if option not in known:
             raise ValueError(
-                f"update.advantage_options must be some of {', '.join(allowed) or 'none'} "
+                f"update.advantage_options must be some of {', '.join(known) or 'none'} "
                 f"for {name}, got {option!r}"
             )
-    for option in needed:
-        if option not in options:
+    for option, needed in known.items():
+        if needed and option not in options:
             raise ValueError(
                 f"update.advantage_options must have {option!r} for {name}, got {dict(options)}"
             )
@@ -117,10 +110,10 @@ def estimate(
     if isinstance(estimator.function, ReinforcePlusPlusAdvantage):
         kept = mask if where is None else mask & jnp.asarray(where)[:, None]
         last = jnp.arange(mask.shape[1])[None, :] == jnp.asarray(lengths)[:, None] - 1
-        given = jnp.where(last, jnp.asarray(rewards)[:, None], 0)
-        return estimator.function(given, masks=kept)
+        at_last_token = jnp.where(last, jnp.asarray(rewards)[:, None], 0)
+        return estimator.function(at_last_token, masks=kept)
     data = {"lengths": lengths, "greedy_rewards": greedy_rewards}
-    wanted = {name: data[name] for name in estimator.needs}
+    needed = {name: data[name] for name in estimator.needs}
     return estimator.function(
-        rewards, num_samples, scale, where=where, **wanted, **estimator.options
+        rewards, num_samples, scale, where=where, **needed, **estimator.options
     )

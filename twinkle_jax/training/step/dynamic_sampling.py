@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
-from twinkle_jax.advantage.grouping.moments import NOISE_ULPS
+from twinkle_jax.advantage import NOISE_ULPS
 from twinkle_jax.data import Batch
 from twinkle_jax.training.step.recipe import Recipe
 from twinkle_jax.training.step.sample_and_score import Sampled

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
 
-from twinkle_jax.advantage.inputs.settings import Scale
+from twinkle_jax.advantage import Scale
 from twinkle_jax.data import Template
 from twinkle_jax.model.decoder.forward import Remat
 from twinkle_jax.model.decoder.parameters import Params
