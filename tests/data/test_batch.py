@@ -1,12 +1,13 @@
-"""Batches: lists and arrays are taken, and what would wrap or be misread is refused."""
+"""Batches: conversions and checks, buckets of sizes, micro-batches, padding."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from twinkle_jax.data import Batch
-from twinkle_jax.data.batch import check_batch
+from twinkle_jax.data import Batch, bucket_size
+from twinkle_jax.data.batch import check_batch, micro_batches
+from twinkle_jax.data.features import read_features
 
 TOKENS = [[5, 6, 7], [8, 9, 0]]
 LABELS = [[-100, 7, 8], [9, -100, -100]]
@@ -74,6 +75,74 @@ def test_traced_batches():
         ({"mask": jnp.ones((2, 3), "int32")}, TypeError, "mask must be booleans"),
     ],
 )
-def test_what_is_refused(changes, error, message):
+def test_batches_that_are_refused(changes, error, message):
     with pytest.raises(error, match=message):
         check(**changes)
+
+
+def test_every_size_fits_and_little_is_lost():
+    buckets = [bucket_size(n) for n in range(1, 1025)]
+    for n, bucket in enumerate(buckets, 1):
+        assert n <= bucket and (bucket - n) * 3 < bucket
+    assert sorted(set(buckets))[:12] == [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64]
+    assert len(set(buckets)) == 20
+    assert all(bucket_size(b) == b for b in buckets)
+
+
+def test_smallest_and_multiple():
+    assert [bucket_size(n, smallest=16) for n in (0, 16, 17)] == [16, 16, 24]
+    assert [bucket_size(n, multiple=8) for n in (0, 1, 9, 25)] == [8, 8, 16, 32]
+    assert bucket_size(0) == 1
+
+
+@pytest.mark.parametrize(
+    "bad", [{"size": -1}, {"size": 1, "smallest": 0}, {"size": 1, "multiple": 0}]
+)
+def test_sizes_that_are_refused(bad):
+    with pytest.raises(ValueError, match="size must be at least 0"):
+        bucket_size(**bad)
+
+
+FEATURES = read_features(
+    [{"input_ids": list(range(1, n + 1))} for n in (3, 17, 2)], vocab_size=50, labels_needed=False
+)
+
+
+def test_sizes_are_buckets_or_what_is_asked():
+    ((batch, count),) = micro_batches(FEATURES, {}, None)
+    assert batch.tokens.shape == (3, 24) and count == 3
+    shapes = [(b.tokens.shape, n) for b, n in micro_batches(FEATURES, {}, 2)]
+    assert shapes == [((2, 24), 2), ((2, 16), 1)]
+    ((batch, count),) = micro_batches(FEATURES, {}, 3, row_multiple=4, time_multiple=5)
+    assert batch.tokens.shape == (4, 25) and count == 3
+    assert batch.rows.tolist() == [True] * 3 + [False]
+
+
+def test_padding_is_without_loss_and_numbers_go_along():
+    advantages = [np.full(len(f["labels"]), i, np.float32) for i, f in enumerate(FEATURES)]
+    _, (batch, _) = micro_batches(FEATURES, {"advantages": advantages, "old_logps": None}, 2)
+    assert batch.tokens[0].tolist() == [1, 2] + [0] * 14
+    assert batch.labels[0].tolist() == [2] + [-100] * 15
+    assert batch.labels[1].tolist() == [-100] * 16 and batch.rows.tolist() == [True, False]
+    assert batch.advantages[0].tolist() == [2, 2] + [0] * 14
+    assert batch.old_logps is batch.mask is batch.positions is None
+
+
+def test_masks_and_positions_only_where_they_matter():
+    def make(*features):
+        rows = read_features(list(features), vocab_size=50, labels_needed=False)
+        return next(micro_batches(rows, {}, None))[0]
+
+    plain = {"input_ids": [5, 6, 7]}
+    assert make(plain, plain | {"attention_mask": [1, 1, 0]}).mask is None
+    left = plain | {"attention_mask": [0, 1, 1]}
+    batch = make(left, plain)
+    assert batch.mask[:, :4].tolist() == [[False, True, True, False], [True, True, True, False]]
+    batch = make(left, plain | {"position_ids": [7, 8, 9]})
+    assert batch.positions[:, :3].tolist() == [[0, 0, 1], [7, 8, 9]]
+
+
+@pytest.mark.parametrize("size", [0, -1, True, 2.0])
+def test_wrong_sizes(size):
+    with pytest.raises(ValueError, match=f"must be a positive int or None, got {size}"):
+        next(micro_batches(FEATURES, {}, size))

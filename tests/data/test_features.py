@@ -3,9 +3,7 @@
 import numpy as np
 import pytest
 
-from twinkle_jax.data.features import read_features
-from twinkle_jax.data.loss_inputs import align_loss_input
-from twinkle_jax.data.packing import split_packed
+from twinkle_jax.data.features import align_loss_input, read_features, split_packed
 
 
 def read(*features, labels_needed=False, **options):

@@ -1,27 +1,26 @@
 """What goes in: conversations, data sets, input features, batches, and their sizes."""
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from twinkle_jax.data.arithmetic import ArithmeticTask
-from twinkle_jax.data.buckets import bucket_size
 from twinkle_jax.data.chat_template import ChatTemplate
+from twinkle_jax.data.generated_problems import ArithmeticTask, ReasoningGymTask
 from twinkle_jax.data.loader import PromptBatch, PromptLoader
 from twinkle_jax.data.prompt_files import read_gsm8k, read_jsonl
-from twinkle_jax.data.reasoning_gym_task import ReasoningGymTask
-from twinkle_jax.data.sample_responses import (
+from twinkle_jax.data.sampling_types import (
     LogprobsKind,
     SampledSequence,
     SampleResponse,
     SampleResponses,
+    SamplingParams,
     StopReason,
 )
-from twinkle_jax.data.sampling_params import SamplingParams
-from twinkle_jax.data.small_tokenizer import small_tokenizer
 from twinkle_jax.data.template import Template
-from twinkle_jax.data.tokenizer import Tokenizer
+from twinkle_jax.data.tokenizer import Tokenizer, small_tokenizer
 from twinkle_jax.data.trajectory import (
     InputFeature,
     Message,
+    TokenIds,
     Tool,
     ToolCall,
     Trajectory,
@@ -32,15 +31,21 @@ from twinkle_jax.data.trajectory import (
 )
 
 if TYPE_CHECKING:
-    from twinkle_jax.data.batch import Batch
+    from twinkle_jax.data.batch import Batch, bucket_size
+    from twinkle_jax.data.features import Inputs, PerSequence
+
+# Arrays of jax, which rewards and data sets do without.
+_LAZY = {"Batch": "batch", "bucket_size": "batch", "Inputs": "features", "PerSequence": "features"}
 
 __all__ = [
     "ArithmeticTask",
     "Batch",
     "ChatTemplate",
     "InputFeature",
+    "Inputs",
     "LogprobsKind",
     "Message",
+    "PerSequence",
     "PromptBatch",
     "PromptLoader",
     "ReasoningGymTask",
@@ -50,6 +55,7 @@ __all__ = [
     "SamplingParams",
     "StopReason",
     "Template",
+    "TokenIds",
     "Tokenizer",
     "Tool",
     "ToolCall",
@@ -66,8 +72,6 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name == "Batch":  # arrays of jax, which rewards and data sets do without
-        from twinkle_jax.data.batch import Batch
-
-        return Batch
+    if name in _LAZY:
+        return getattr(import_module(f"twinkle_jax.data.{_LAZY[name]}"), name)
     raise AttributeError(f"module 'twinkle_jax.data' has no attribute {name!r}")

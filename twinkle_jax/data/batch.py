@@ -1,5 +1,6 @@
-"""A batch to train on: tokens, next to them what the loss needs to know about each."""
+"""Batches to train on: what is in them, how rows of many lengths are padded, and their checks."""
 
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -7,15 +8,17 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from twinkle_jax.data.integers import cast_integers, read_integers
 from twinkle_jax.data.trajectory import IGNORE as IGNORE
 
+HostArray = np.ndarray[Any, Any]
+LARGEST = 2**31 - 1  # of int32
+_SMALLEST_TIME = 16
 _INTEGERS = ("tokens", "labels", "positions", "segment_ids")
 _BOOLEANS = ("mask", "rows")
 
 
 class Batch(NamedTuple):
-    """Rows of tokens and labels; a pytree, in which what is None is absent.
+    """Rows of tokens and labels; a pytree, in which absent fields are None.
 
     Attributes:
         tokens: token ids. Padding may hold any id of the vocabulary.
@@ -44,22 +47,27 @@ class Batch(NamedTuple):
 
 
 def check_batch(batch: Batch, vocab_size: int) -> Batch:
-    """Take lists and NumPy arrays too; refuse other shapes than the tokens', and wrong types.
+    """Convert lists and NumPy arrays, and check shapes and types against the tokens.
 
     Integers on the host are checked before they are cast to int32. Where they are on a device, an
     id outside the vocabulary makes its row NaN.
+
+    Raises:
+        ValueError: for another shape than the tokens', or ids outside the vocabulary.
+        TypeError: for tokens that are not integers, or masks that are not booleans.
     """
-    batch = Batch(**{n: _taken(n, value, vocab_size) for n, value in batch._asdict().items()})
-    if batch.tokens.ndim != 2:
-        raise ValueError(f"tokens must have the shape [batch, time], got {batch.tokens.shape}")
-    for name, array in batch._asdict().items():
-        expected = batch.tokens.shape[:1] if name == "rows" else batch.tokens.shape
+    converted = {name: _convert(name, x, vocab_size) for name, x in batch._asdict().items()}
+    shape = converted["tokens"].shape
+    if len(shape) != 2:
+        raise ValueError(f"tokens must have the shape [batch, time], got {shape}")
+    for name, array in converted.items():
+        expected = shape[:1] if name == "rows" else shape
         if array is not None and array.shape != expected:
             raise ValueError(f"{name} must have the shape {expected}, got {array.shape}")
-    return batch
+    return Batch(**converted)
 
 
-def _taken(name: str, value: Any, vocab_size: int) -> Any:
+def _convert(name: str, value: Any, vocab_size: int) -> Any:
     if value is None:
         return None
     if isinstance(value, jax.Array):
@@ -69,11 +77,142 @@ def _taken(name: str, value: Any, vocab_size: int) -> Any:
     elif name in _INTEGERS:
         integers = read_integers(name, value)
         if name in ("tokens", "labels"):
-            real = integers if name == "tokens" else integers[integers != IGNORE]
-            cast_integers(name, real, 0, vocab_size - 1)
+            ids = integers if name == "tokens" else integers[integers != IGNORE]
+            cast_integers(name, ids, 0, vocab_size - 1)
         return cast_integers(name, integers)
     else:
-        array = np.asarray(value, np.float32 if name not in _BOOLEANS else None)
+        array = np.asarray(value, None if name in _BOOLEANS else np.float32)
     if name in _BOOLEANS and array.dtype != np.bool_:
         raise TypeError(f"{name} must be booleans, True for what counts, got {array.dtype}")
     return array
+
+
+def read_integers(name: str, values: Any) -> HostArray:
+    """Convert integers of any width to an array; refuse everything else."""
+    try:
+        array = np.asarray(values)
+    except ValueError:
+        raise ValueError(f"{name} must be a rectangular array, got rows of many lengths") from None
+    if array.size and array.dtype.kind not in "iu":
+        raise TypeError(f"{name} must be integers, got {array.dtype}")
+    # An unsigned integer beyond int64 stays beyond every bound.
+    return np.minimum(array, 2**63 - 1).astype(np.int64) if array.dtype == np.uint64 else array
+
+
+def cast_integers(
+    name: str, array: HostArray, low: int = -LARGEST, high: int = LARGEST
+) -> HostArray:
+    """Cast integers in [low, high] to int32; refuse others, which could wrap around."""
+    outside = array[(array < low) | (array > high)]
+    if outside.size:
+        raise ValueError(f"{name} must be in [{low}, {high}], got {int(outside[0])}")
+    return array.astype(np.int32)
+
+
+def bucket_size(size: int, *, smallest: int = 1, multiple: int = 1) -> int:
+    """Round a size up to a bucket: 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48 and so on.
+
+    Arrays of many lengths, padded to buckets, share few compilations. Buckets are powers of two and
+    the numbers half-way between them, so at most a third of a padded array is padding, and there
+    are two buckets for each doubling.
+
+    Args:
+        size: what has to fit, at least 0.
+        smallest: the smallest bucket.
+        multiple: what the result must be a multiple of, the number of devices for one.
+
+    Returns:
+        The bucket, rounded up to the multiple.
+
+    Raises:
+        ValueError: if the size is negative, or `smallest` or `multiple` not positive.
+
+    Example:
+        >>> [bucket_size(n, smallest=16) for n in (1, 17, 25, 33, 49, 100)]
+        [16, 24, 32, 48, 64, 128]
+        >>> bucket_size(5, multiple=4)
+        8
+    """
+    if size < 0 or smallest < 1 or multiple < 1:
+        raise ValueError(
+            "size must be at least 0, smallest and multiple at least 1, "
+            f"got size={size}, smallest={smallest}, multiple={multiple}"
+        )
+    size = max(size, smallest)
+    power = 1 << (size - 1).bit_length()  # the next power of two
+    bucket = max(3 * power // 4, 1)
+    bucket = bucket if bucket >= size else power
+    return -(-bucket // multiple) * multiple
+
+
+def micro_batches(
+    features: list[dict[str, HostArray]],
+    loss_inputs: Mapping[str, list[HostArray] | None],
+    size: int | None,
+    *,
+    row_multiple: int = 1,
+    time_multiple: int = 1,
+) -> Iterator[tuple[Batch, int]]:
+    """Cut rows into micro-batches, each padded to a bucket of lengths.
+
+    Args:
+        features: checked input features.
+        loss_inputs: numbers for each position that the loss needs, by their name in a batch.
+        size: rows of a micro-batch; None for all.
+        row_multiple: what the number of rows is a multiple of: the devices that they are spread
+            over.
+        time_multiple: the same for the padded length.
+
+    Yields:
+        A micro-batch, and how many of its rows are real.
+    """
+    if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
+        raise ValueError(f"micro_batch_size must be a positive int or None, got {size!r}")
+    rows = bucket_size(len(features)) if size is None else size
+    rows = -(-rows // row_multiple) * row_multiple
+    for start in range(0, len(features), rows):
+        part = slice(start, start + rows)
+        inputs = {name: None if x is None else x[part] for name, x in loss_inputs.items()}
+        batch = make_batch(features[part], inputs, rows=rows, multiple=time_multiple)
+        yield batch, len(features[part])
+
+
+def make_batch(
+    features: list[dict[str, HostArray]],
+    loss_inputs: Mapping[str, list[HostArray] | None],
+    *,
+    rows: int,
+    multiple: int = 1,
+) -> Batch:
+    """Pad features on the right to a bucket of lengths, and add rows that only fill up."""
+    longest = max(len(feature["input_ids"]) for feature in features)
+    shape = (rows, bucket_size(longest, smallest=_SMALLEST_TIME, multiple=multiple))
+
+    def pad(ragged: list[HostArray], fill: int, dtype: Any = np.int32) -> HostArray:
+        padded = np.full(shape, fill, dtype)
+        for i, row in enumerate(ragged):
+            padded[i, : len(row)] = row
+        return padded
+
+    arrays: dict[str, Any] = {
+        "tokens": pad([feature["input_ids"] for feature in features], 0),
+        "labels": pad([feature["labels"] for feature in features], IGNORE),
+        "rows": np.arange(rows) < len(features),
+    }
+    # Padding behind the tokens needs no mask: only padding before a token does.
+    if any(np.any(np.diff(feature.get("attention_mask", [])) > 0) for feature in features):
+        masks = [f.get("attention_mask", np.ones_like(f["labels"])) for f in features]
+        arrays["mask"] = pad(masks, 0) != 0
+    if any("position_ids" in feature for feature in features):
+        arrays["positions"] = pad([_positions(feature) for feature in features], 0)
+    for name, ragged in loss_inputs.items():
+        arrays[name] = None if ragged is None else pad(ragged, 0, np.float32)
+    return Batch(**arrays)
+
+
+def _positions(feature: dict[str, HostArray]) -> HostArray:
+    """Give a row's own positions, or count its tokens from 0, without its padding."""
+    if "position_ids" in feature:
+        return feature["position_ids"]
+    kept = feature.get("attention_mask", np.ones_like(feature["input_ids"]))
+    return np.maximum(np.cumsum(kept) - 1, 0).astype(np.int32)

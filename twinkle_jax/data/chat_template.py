@@ -1,22 +1,41 @@
-"""A tokenizer's own chat template, which turns messages into text."""
+"""A tokenizer's chat template, which turns messages into text."""
 
+import atexit
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import threading
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from twinkle_jax.data.missing_extra import require
 
-_TEXT = 10_000_000
-_SECONDS = 10.0
+_WORKER = Path(__file__).with_name("chat_template_worker.py")
+_ERRORS = {
+    "limits": "chat_template must stay within its sandbox and limits",
+    "syntax": "chat_template must be a Jinja template",
+    "messages": "messages must suit the chat template",
+    "template": "chat_template must suit the messages",
+}
 
 
 class ChatTemplate:
     """A chat template, run in a sandbox.
 
-    It cannot reach anything but what it is given, and it ends: loop steps, characters and seconds
-    are limited.
+    It runs in Jinja's immutable sandbox, in a process of its own, which all chat templates share.
+    It cannot reach anything but the messages, and it ends: a template that takes too long, needs
+    more than 1 GiB (on Linux) or writes more than 10 million characters is an error.
+
+    The process is started, not forked, when the first template is made, and does not import the
+    caller's script, which needs no `if __name__ == "__main__"`. Any thread may render, and so may
+    processes forked from this one.
 
     Args:
         source: the template, in Jinja's language, as tokenizers bring it.
+        timeout: seconds for one conversation.
 
     Raises:
         ValueError: if it cannot be parsed.
@@ -29,26 +48,12 @@ class ChatTemplate:
         'user=Hello'
     """
 
-    def __init__(self, source: str) -> None:
+    def __init__(self, source: str, *, timeout: float = 10.0) -> None:
         require("jinja2", "data")
-        import jinja2
-
-        from twinkle_jax.data.sandbox import budget, environment
-
-        self.source = source
-        self._environment, self._budgets = environment, budget
-        self._error = jinja2.TemplateError
-        self._steps = min(1_000_000, 1_000_000_000 // max(len(source), 1))
-        try:
-            compiled = environment.compile_within(environment.Sandbox(), source, self._budget())
-        except (jinja2.TemplateError, RecursionError) as error:
-            raise ValueError(
-                f"chat_template must be a Jinja template, got {_said(error)}"
-            ) from None
-        self._compiled = compiled
-
-    def _budget(self) -> Any:
-        return self._budgets.Budget(self._steps, _TEXT, _SECONDS)
+        if not timeout > 0:
+            raise ValueError(f"timeout must be positive, got {timeout!r}")
+        self.source, self.timeout = source, timeout
+        _process.render(source, [], timeout)  # raises if it is no template
 
     def render(
         self,
@@ -61,10 +66,10 @@ class ChatTemplate:
         """Render a conversation.
 
         Args:
-            messages: dictionaries with `role` and `content`.
+            messages: dictionaries with `role` and `content`, of JSON's types.
             tools: what may be called.
             add_generation_prompt: whether to end where the assistant begins to speak.
-            variables: what else the template asks for, `enable_thinking` for one.
+            variables: further variables of the template, `enable_thinking` for one.
 
         Returns:
             The text, control tokens included.
@@ -72,27 +77,119 @@ class ChatTemplate:
         Raises:
             ValueError: if the template refuses the messages, reaches for what it must not have,
                 or does not end within its limits.
+            TypeError: if something is not of JSON's types.
         """
-        given = {
-            "messages": list(messages),
-            "tools": list(tools) if tools else None,
-            "documents": None,
-            "add_generation_prompt": add_generation_prompt,
-            **variables,
-        }
-        from jinja2.exceptions import SecurityError
+        (text,) = self.render_all(
+            [
+                {
+                    "messages": list(messages),
+                    "tools": list(tools) if tools else None,
+                    "documents": None,
+                    "add_generation_prompt": add_generation_prompt,
+                    **variables,
+                }
+            ]
+        )
+        return text
 
+    def render_all(self, conversations: Sequence[Mapping[str, Any]]) -> list[str]:
+        """Render several conversations, which is faster than one after the other.
+
+        Args:
+            conversations: variables of the template for each, `messages` among them.
+
+        Returns:
+            A text for each.
+
+        Raises:
+            ValueError: as `render`.
+            TypeError: as `render`.
+        """
+        return _process.render(self.source, conversations, self.timeout)
+
+
+class _Process:
+    """The process in which templates run; started at the first request, and again if it ended."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.process: subprocess.Popen[str] | None = None
+        self._templates: dict[str, int] = {}  # those that the process has compiled
+
+    def render(
+        self, source: str, conversations: Sequence[Mapping[str, Any]], timeout: float
+    ) -> list[str]:
+        """Compile a template, unless that is done, and render it for each conversation."""
+        with self._lock:
+            if self.process is None or self.process.poll() is not None:
+                self._start()
+            if source not in self._templates:
+                compiled = self._ask({"source": source, "seconds": timeout})
+                self._templates[source] = compiled["template"]
+            request = {"template": self._templates[source], "seconds": timeout}
+            return list(self._ask({**request, "conversations": conversations})["texts"])
+
+    def _ask(self, request: dict[str, Any]) -> Any:
+        line = json.dumps(request, default=_plain)
+        process = self.process
+        assert process is not None
+        assert process.stdin is not None
+        assert process.stdout is not None
         try:
-            return self._environment.render(self._compiled, given, self._budget)
-        except (SecurityError, MemoryError, RecursionError) as error:
+            with contextlib.suppress(BrokenPipeError):  # it has ended: there is no answer
+                process.stdin.write(line + "\n")
+                process.stdin.flush()
+            answer = process.stdout.readline()
+        except BaseException:
+            self.stop()  # after an interrupt, its answer would be taken for the next one's
+            raise
+        if not answer:
+            self.stop()
             raise ValueError(
-                f"chat_template must stay within its sandbox and limits, got {_said(error)}"
-            ) from None
-        except self._error as error:
-            raise ValueError(f"messages must suit the chat template, got {_said(error)}") from None
-        except (TypeError, ValueError, OverflowError, ArithmeticError, LookupError) as error:
-            raise ValueError(f"chat_template must suit the messages, got {_said(error)}") from None
+                f"{_ERRORS['limits']}, got no end within {request['seconds']} s and 1 GiB "
+                f"(exit status {process.returncode})"
+            )
+        decoded = json.loads(answer)
+        if "error" in decoded:
+            raise ValueError(f"{_ERRORS[decoded['error']]}, got {decoded['cause']}")
+        return decoded
+
+    def _start(self) -> None:
+        self.stop()
+        self.process = subprocess.Popen(  # noqa: S603  (our own script)
+            [sys.executable, "-P", str(_WORKER)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            encoding="utf-8",
+            start_new_session=True,  # an interrupt from the keyboard is not for it
+        )
+
+    def stop(self) -> None:
+        """End the process, if there is one."""
+        process, self.process, self._templates = self.process, None, {}
+        if process is not None:
+            with contextlib.suppress(BrokenPipeError), process:
+                process.kill()
 
 
-def _said(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return dict(value)
+    raise TypeError(f"messages must be of JSON's types, got {type(value).__name__}")
+
+
+_process = _Process()
+
+
+def _after_fork() -> None:
+    """Leave the process to the parent: two at one pipe would take each other's answers."""
+    global _process
+    if _process.process is not None:
+        _process.process.returncode = 0  # not a child of this one, nothing to wait for
+    _process = _Process()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
+atexit.register(lambda: _process.stop())

@@ -1,24 +1,31 @@
-"""Twinkle's input features: dictionaries of ragged lists, checked one by one on the host.
+"""Twinkle's input features on the host: checks, packed rows, numbers beside each token.
 
 Everything here is NumPy, so that lengths that were never seen before compile nothing.
+
+Twinkle and transformers tell packed sequences apart by their positions, which start again at 0. On
+the host they become rows of their own: attention, linear layers, losses that average over sequences
+and the noise of dropout then need not know that they came together.
 """
 
 import difflib
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 import numpy as np
+from jax.typing import ArrayLike
 
-from twinkle_jax.data.batch import IGNORE
-from twinkle_jax.data.integers import LARGEST, Row, cast_integers, read_integers
-from twinkle_jax.data.packing import following_tokens, sequence_starts
+from twinkle_jax.data.batch import IGNORE, LARGEST, HostArray, cast_integers, read_integers
 
-Feature = dict[str, Row]
+Feature = dict[str, HostArray]
 Inputs = Mapping[str, Any] | Sequence[Mapping[str, Any]]
-Template = Callable[[Mapping[str, Any]], Mapping[str, Any]]
+"""Input features, or trajectories for a template to encode: one, or a list."""
+PerSequence = Sequence[Any] | ArrayLike
+"""Numbers for sequences: one each, or one for each of their labels or positions."""
 
-READ = ("input_ids", "labels", "attention_mask", "position_ids")
-BESIDE = ("messages", "tools", "user_data", "length")  # a trajectory's own, which change nothing
+LOSS_INPUTS = ("advantages", "old_logps", "ref_logps")
+_READ = ("input_ids", "labels", "attention_mask", "position_ids")
+_IGNORED = ("messages", "tools", "user_data", "length")  # a trajectory's own
 _TEXT_ONLY = "the model reads text only"
 _PACKED = "where another sequence begins, 'position_ids' start again at 0"
 _ARGUMENT = "it is an argument of forward_backward"
@@ -30,16 +37,28 @@ _HINTS = {
     "pixel_values_videos": _TEXT_ONLY,
     "images": _TEXT_ONLY,
     "videos": _TEXT_ONLY,
-    "advantages": _ARGUMENT,
-    "old_logps": _ARGUMENT,
-    "ref_logps": _ARGUMENT,
+    **dict.fromkeys(LOSS_INPUTS, _ARGUMENT),
 }
+
+
+class Piece(NamedTuple):
+    """One sequence of a packed row, and where it came from.
+
+    Attributes:
+        row: number of the input feature.
+        columns: its columns there.
+        feature: the input feature of the sequence alone.
+    """
+
+    row: int
+    columns: slice
+    feature: Feature
 
 
 def read_features(
     inputs: Inputs, template: Any = None, *, vocab_size: int, labels_needed: bool
 ) -> list[Feature]:
-    """Check input features, and encode trajectories; each becomes a dictionary of rows.
+    """Check input features, and encode trajectories; each becomes a dictionary of arrays.
 
     Args:
         inputs: input features, or trajectories for the template.
@@ -52,27 +71,22 @@ def read_features(
         ValueError: for unknown keys, lengths that differ, token ids outside the vocabulary.
         TypeError: for what is not integers.
     """
+    items: Any = [inputs] if isinstance(inputs, Mapping) else inputs
+    if not isinstance(items, Sequence) or isinstance(items, str | bytes) or not len(items):
+        raise ValueError(
+            "inputs must be a list of input features, dictionaries with 'input_ids', "
+            f"got {inputs!r}"
+        )
     features = []
-    for i, item in enumerate(_listed(inputs)):
+    for i, item in enumerate(items):
         name = f"inputs[{i}]"
-        feature = _encoded(name, item, template)
+        feature = _encode(name, item, template)
         _check_keys(name, feature)
         features.append(_read(name, feature, vocab_size, labels_needed))
     return features
 
 
-def _listed(inputs: Any) -> Sequence[Any]:
-    if isinstance(inputs, Mapping):
-        return [inputs]
-    if not isinstance(inputs, Sequence) or isinstance(inputs, str | bytes) or not len(inputs):
-        raise ValueError(
-            "inputs must be a list of input features, dictionaries with 'input_ids', "
-            f"got {inputs!r}"
-        )
-    return inputs
-
-
-def _encoded(name: str, item: Any, template: Any) -> Mapping[str, Any]:
+def _encode(name: str, item: Any, template: Any) -> Mapping[str, Any]:
     if not isinstance(item, Mapping):
         raise TypeError(
             f"{name} must be a dictionary such as {{'input_ids': [5, 6, 7]}}, "
@@ -92,14 +106,14 @@ def _encoded(name: str, item: Any, template: Any) -> Mapping[str, Any]:
 
 
 def _check_keys(name: str, feature: Mapping[str, Any]) -> None:
-    """Refuse keys that nobody reads: what they mean would be left out without a word."""
+    """Refuse keys that are not read: their meaning would be lost silently."""
     for key, value in feature.items():
-        if value is None or key in READ or key in BESIDE:
+        if value is None or key in _READ or key in _IGNORED:
             continue
-        near = difflib.get_close_matches(str(key), READ, n=1)
+        near = difflib.get_close_matches(str(key), _READ, n=1)
         hint = _HINTS.get(key, f"did you mean {near[0]!r}?" if near else "")
         raise ValueError(
-            f"{name} must have keys among {', '.join(READ)}, got {key!r}" + (hint and f": {hint}")
+            f"{name} must have keys among {', '.join(_READ)}, got {key!r}" + (hint and f": {hint}")
         )
 
 
@@ -108,7 +122,7 @@ def _read(name: str, feature: Mapping[str, Any], vocab_size: int, labels_needed:
     if not tokens.size:
         raise ValueError(f"{name}['input_ids'] must have at least one token, got none")
     row = {"input_ids": cast_integers(f"{name}['input_ids']", tokens, 0, vocab_size - 1)}
-    for key in READ[1:]:
+    for key in _READ[1:]:
         if feature.get(key) is not None:
             row[key] = _row(f"{name}[{key!r}]", feature[key], boolean=key == "attention_mask")
             if row[key].shape != tokens.shape:
@@ -117,28 +131,24 @@ def _read(name: str, feature: Mapping[str, Any], vocab_size: int, labels_needed:
                     f"got {row[key].size}"
                 )
     if "attention_mask" in row:
-        row["attention_mask"] = cast_integers(
-            f"{name}['attention_mask']", row["attention_mask"], 0, 1
-        )
+        place = f"{name}['attention_mask']"
+        row["attention_mask"] = cast_integers(place, row["attention_mask"], 0, 1)
     kept = row.get("attention_mask", np.ones_like(row["input_ids"])) != 0
-    starts = None
     if "position_ids" in row:
         place = f"{name}['position_ids']"
         row["position_ids"] = cast_integers(place, row["position_ids"], 0, LARGEST)
-        starts = sequence_starts(place, row["position_ids"], kept)
-        row["starts"] = starts
+        row["starts"] = _sequence_starts(place, row["position_ids"], kept)
     if "labels" not in row:
         if labels_needed:
             raise ValueError(f"{name} must have 'labels', got {sorted(feature)}")
-        row["labels"] = following_tokens(row["input_ids"], kept, starts)
+        row["labels"] = _following_tokens(row["input_ids"], kept, row.get("starts"))
     labels = np.where(kept, row["labels"], IGNORE)
-    scored = labels != IGNORE
-    cast_integers(f"{name}['labels']", labels[scored], 0, vocab_size - 1)
+    cast_integers(f"{name}['labels']", labels[labels != IGNORE], 0, vocab_size - 1)
     row["labels"] = labels.astype(np.int32)
     return row
 
 
-def _row(name: str, values: Any, *, boolean: bool = False) -> Row:
+def _row(name: str, values: Any, *, boolean: bool = False) -> HostArray:
     if boolean and getattr(np.asarray(values), "dtype", None) == np.bool_:
         values = np.asarray(values).astype(np.int32)
     array = read_integers(name, values)
@@ -147,3 +157,120 @@ def _row(name: str, values: Any, *, boolean: bool = False) -> Row:
     if array.ndim != 1:
         raise ValueError(f"{name} must be a list of integers, got shape {array.shape}")
     return array
+
+
+def _sequence_starts(name: str, positions: HostArray, kept: HostArray) -> HostArray:
+    """Find the tokens where another sequence begins: their position is 0."""
+    starts = np.zeros(positions.shape, bool)
+    columns = np.flatnonzero(kept)
+    before, here = positions[columns[:-1]], positions[columns[1:]]
+    jumps = (here != before + 1) & (here != 0)
+    if jumps.any():
+        at = np.flatnonzero(jumps)[0]
+        raise ValueError(
+            f"{name} must count up by 1, or start again at 0 where another sequence begins, "
+            f"got {here[at]} after {before[at]}"
+        )
+    starts[columns[1:][here == 0]] = True
+    return starts
+
+
+def _following_tokens(tokens: HostArray, kept: HostArray, starts: HostArray | None) -> HostArray:
+    """Label each token with the one that follows it in its sequence; −100 where none does."""
+    columns = np.flatnonzero(kept)
+    labels = np.full(tokens.shape, IGNORE, np.int32)
+    labels[columns[:-1]] = tokens[columns[1:]]
+    if starts is not None:
+        labels[columns[:-1][starts[columns[1:]]]] = IGNORE
+    return labels
+
+
+def split_packed(features: list[Feature]) -> list[Piece]:
+    """Split rows where another sequence starts; every column of a row goes to one of its pieces.
+
+    Positions that only count from 0 are dropped: a decoder counts like that without them.
+    """
+    pieces = []
+    for row, feature in enumerate(features):
+        arrays = {key: values for key, values in feature.items() if key != "starts"}
+        size = len(arrays["input_ids"])
+        starts = feature.get("starts", np.zeros(size, bool))
+        bounds = [0, *(int(start) for start in np.flatnonzero(starts)), size]
+        for begin, end in pairwise(bounds):
+            columns = slice(begin, end)
+            piece = {key: values[columns] for key, values in arrays.items()}
+            if _counts_from_zero(piece):
+                del piece["position_ids"]
+            pieces.append(Piece(row, columns, piece))
+    return pieces
+
+
+def _counts_from_zero(feature: Feature) -> bool:
+    if "position_ids" not in feature:
+        return False
+    positions = feature["position_ids"]
+    if "attention_mask" in feature:
+        positions = positions[feature["attention_mask"] != 0]
+    return bool(np.array_equal(positions, np.arange(len(positions))))
+
+
+def write_pieces(out: HostArray, values: HostArray, pieces: list[Piece]) -> None:
+    """Write results of sequences to the rows and columns that they came from."""
+    for piece, row in zip(pieces, values, strict=False):
+        columns = piece.columns
+        out[piece.row, columns] = row[: columns.stop - columns.start]
+
+
+def align_loss_input(
+    name: str, data: PerSequence | None, features: list[Feature], pieces: list[Piece]
+) -> list[HostArray] | None:
+    """Spread numbers of sequences over positions.
+
+    Args:
+        name: `"advantages"`, which may be one number a sequence, or log-probabilities.
+        data: one entry for each input feature, or for each sequence where rows are packed: a number
+            for each label, for each position, or for each position and the padding that
+            `forward_only` adds.
+        features: the input features.
+        pieces: their sequences.
+
+    Returns:
+        A row for each sequence, with a number for each position; None if `data` is None.
+    """
+    if data is None:
+        return None
+    entries: Any = data
+    unsized = getattr(entries, "ndim", 1) == 0 or not hasattr(entries, "__len__")
+    count = None if unsized else len(entries)
+    if count == len(features):
+        rows = [_align(name, i, x, features[i]) for i, x in enumerate(entries)]
+        return [rows[piece.row][piece.columns] for piece in pieces]
+    if count == len(pieces):
+        return [_align(name, i, x, pieces[i].feature) for i, x in enumerate(entries)]
+    got = "a number" if count is None else str(count)
+    packed = f" or each of {len(pieces)} sequences" if len(pieces) != len(features) else ""
+    raise ValueError(f"{name} must have one row for each of {len(features)}{packed}, got {got}")
+
+
+def _align(name: str, index: int, values: Any, feature: Feature) -> HostArray:
+    row, labels = np.asarray(values, np.float32), feature["labels"]
+    place, labelled = f"{name}[{index}]", labels != IGNORE
+    if row.ndim > 1:
+        raise ValueError(f"{place} must be a row of numbers, got shape {row.shape}")
+    if name == "advantages" and row.size == 1:
+        return np.full(labels.shape, row.reshape(()), np.float32)
+    if row.shape == labels.shape:
+        return row
+    if row.ndim == 1 and row.size > labels.size:
+        # A row of `forward_only`, which is padded on the right with zeros.
+        if np.any(row[labels.size :]):
+            raise ValueError(f"{place} must have {labels.size} numbers, got {row.size}")
+        return row[: labels.size]
+    if row.shape != (labelled.sum(),):
+        raise ValueError(
+            f"{place} must have a number for each of {labels.size} positions or of "
+            f"{labelled.sum()} labelled ones, got shape {row.shape}"
+        )
+    spread = np.zeros(labels.shape, np.float32)
+    spread[labelled] = row
+    return spread

@@ -1,4 +1,4 @@
-"""Data sets in files: prompts and answers in JSON Lines, and GSM8K as it is published."""
+"""Data sets in files: JSON Lines, GSM8K as it is published, Parquet files of the hub."""
 
 import json
 import math
@@ -8,7 +8,7 @@ from decimal import Decimal, InvalidOperation
 from pathlib import Path
 from typing import Any
 
-from twinkle_jax.data.hub_data import parquet_records
+from twinkle_jax.data.missing_extra import require
 from twinkle_jax.data.trajectory import Message, Trajectory
 
 _NUMBER = re.compile(r"-?\d+(\.\d+)?")
@@ -101,6 +101,7 @@ def read_gsm8k(
 
     Raises:
         ValueError: for a line that is not such a record, named by its number, or no lines at all.
+        ImportError: for a `.parquet` file, if pyarrow is not installed.
 
     Example:
         >>> import tempfile, pathlib
@@ -126,6 +127,33 @@ def read_gsm8k(
     return trajectories
 
 
+def download_split(repository: str, split: str, *, subset: str = "main") -> list[Path]:
+    """Download a split of a data set, unless it is in huggingface_hub's cache.
+
+    Args:
+        repository: its id, such as `openai/gsm8k`.
+        split: `train` or `test`.
+        subset: the folder of the files.
+
+    Returns:
+        Its Parquet files, in order.
+
+    Raises:
+        ValueError: if the data set has no such files.
+        ImportError: if huggingface_hub or pyarrow is not installed.
+    """
+    require("huggingface_hub", "hub")
+    require("pyarrow", "hub")
+    from huggingface_hub import snapshot_download
+
+    pattern = f"{subset}/{split}-*.parquet"
+    folder = snapshot_download(repository, repo_type="dataset", allow_patterns=[pattern])
+    files = sorted(Path(folder).glob(pattern))
+    if not files:
+        raise ValueError(f"task must be a data set with files {pattern}, got {repository!r}")
+    return files
+
+
 def _trajectory(
     messages: list[Message], answer: str | None, columns: list[tuple[str, Any]], system: str | None
 ) -> Trajectory:
@@ -141,7 +169,11 @@ def _records(path: str | Path) -> Iterator[tuple[str, dict[str, Any]]]:
     An answer that is a number comes as a `Decimal`, which keeps its digits.
     """
     if Path(path).suffix == ".parquet":
-        yield from parquet_records(path)
+        require("pyarrow", "hub")
+        from pyarrow import parquet
+
+        for number, record in enumerate(parquet.read_table(path).to_pylist(), 1):
+            yield f"{path}: record {number}", record
         return
     count = 0
     with Path(path).open(encoding="utf-8-sig") as lines:

@@ -1,4 +1,4 @@
-"""Twinkle's `Template`: conversations become tokens and labels, and go on after sampling."""
+"""Twinkle's `Template`: conversations as tokens and labels, and as sampled tokens continue them."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -8,13 +8,22 @@ from typing import Any, Literal
 import numpy as np
 
 from twinkle_jax.data.chat_template import ChatTemplate
-from twinkle_jax.data.extend_feature import extend_feature
-from twinkle_jax.data.rendering import Rendering
-from twinkle_jax.data.tokenizer import Tokenizer
-from twinkle_jax.data.trajectory import IGNORE, InputFeature, Message
+from twinkle_jax.data.tokenizer import Encoded, Tokenizer, show
+from twinkle_jax.data.trajectory import (
+    IGNORE,
+    InputFeature,
+    Message,
+    extend_feature,
+    message_text,
+)
 
 _ROLE = re.compile("[A-Za-z_]+")
+_CHUNK = 64  # conversations that are rendered at once
 _KEPT = ("messages", "tools", "user_data")
+_MARK = "\ue0f8"  # stands for the assistant's last message, to find the text that follows it
+_TRUSTED = ("assistant", "system")  # may write <think> and the like, but no special token
+
+_Spans = list[tuple[int, int]]
 
 
 class Template:
@@ -72,7 +81,7 @@ class Template:
         self.chat_template = ChatTemplate(source) if use_chat_template and source else None
         self.max_length, self.truncation_strategy = max_length, truncation_strategy
         self.default_system = default_system
-        self._variables = dict(template_variables or {})
+        self._template_variables = dict(template_variables or {})
 
     def encode(
         self, trajectory: Mapping[str, Any], add_generation_prompt: bool = False
@@ -91,47 +100,48 @@ class Template:
             ValueError: if a message has no role or text, the template refuses the conversation,
                 or it is too long.
         """
-        kept: Any = {key: trajectory[key] for key in _KEPT if trajectory.get(key) is not None}
-        kept["messages"] = messages = self._messages(trajectory)
-        encoded, spans = self._rendering().encode(
-            messages, trajectory.get("tools"), prompt=add_generation_prompt
-        )
-        ids, starts = np.asarray(encoded.ids, np.int32), np.asarray(encoded.starts)
-        said = np.zeros(ids.shape, bool)
-        for begin, end in spans:
-            said |= (begin <= starts) & (starts < end)
-        if not ids.size:
-            raise ValueError("a trajectory must give at least one token, got none")
-        cut = self._cut(ids.size)
-        own = np.where(said, ids, IGNORE)[cut]  # each token, where the assistant said it
-        labels = np.append(own[1:], IGNORE).astype(np.int32)
-        feature: InputFeature = {"input_ids": ids[cut], "labels": labels}
-        feature.update(kept)
-        return feature
+        return self.batch_encode([trajectory], add_generation_prompt)[0]
 
     def batch_encode(
         self, trajectories: Sequence[Mapping[str, Any]], add_generation_prompt: bool = False
     ) -> list[InputFeature]:
-        """Encode several conversations."""
-        return [self.encode(x, add_generation_prompt=add_generation_prompt) for x in trajectories]
+        """Encode several conversations, which is faster than one after the other.
+
+        Args:
+            trajectories: as for `encode`.
+            add_generation_prompt: as for `encode`.
+
+        Returns:
+            A feature for each.
+
+        Raises:
+            ValueError: as `encode`.
+        """
+        features = []
+        for start in range(0, len(trajectories), _CHUNK):
+            chunk = [self._prepare(x) for x in trajectories[start : start + _CHUNK]]
+            rendered = self._render_chunk(chunk, add_generation_prompt)
+            for trajectory, (encoded, spans) in zip(chunk, rendered, strict=True):
+                features.append(self._feature(trajectory, encoded, spans))
+        return features
 
     def concat_input_feature(
         self, prompt_input_feature: Mapping[str, Any], new_tokens: Sequence[int]
     ) -> InputFeature:
-        """Add sampled tokens, which are labelled and said by the assistant.
+        """Add sampled tokens to a prompt, with labels, as a message of the assistant.
 
         Args:
-            prompt_input_feature: what was sampled from.
-            new_tokens: what was sampled, the token that ended it included.
+            prompt_input_feature: the prompt.
+            new_tokens: the sampled tokens, with the one that ended the completion.
 
         Returns:
-            A new feature: the ids as they are, labels kept and added, a message more.
+            A new feature: ids and labels so far as they are, then the new ones.
         """
         tokens = [int(token) for token in new_tokens]
         feature = extend_feature(prompt_input_feature, tokens, labelled=True)
         if "messages" in feature:
-            said = Message(role="assistant", content=self.tokenizer.decode(tokens))
-            feature["messages"] = [*feature["messages"], said]
+            message = Message(role="assistant", content=self.tokenizer.decode(tokens))
+            feature["messages"] = [*feature["messages"], message]
         return feature
 
     def extend_input_feature(
@@ -143,31 +153,35 @@ class Template:
         """Add a turn of others after sampled tokens, so that the assistant can speak again.
 
         Args:
-            feature: ending with what the assistant said, as `concat_input_feature` returns it.
-            messages: what the user or a tool says next.
-            add_generation_prompt: whether the assistant shall speak after that.
+            feature: ends with a message of the assistant, as `concat_input_feature` returns it.
+            messages: of the user or a tool.
+            add_generation_prompt: whether the assistant speaks next.
 
         Returns:
             A new feature: all ids so far as they are, the new turn's without labels.
 
         Raises:
-            ValueError: if the assistant has not spoken last, or the template hides what it said.
+            ValueError: if the last message is not the assistant's, or the template leaves it out.
         """
         before = list(feature.get("messages") or ())
         if self.chat_template is None or not before or before[-1].get("role") != "assistant":
             raise ValueError("feature must end with a message of the assistant, to be continued")
-        tokens = self._rendering().encode_after(
-            before, messages, feature.get("tools"), prompt=add_generation_prompt
-        )
+        hidden = [self._hide(message) for message in [*before, *messages]]
+        hidden[len(before) - 1]["content"] = _MARK
+        variables = self._variables(hidden, feature.get("tools"), add_generation_prompt)
+        (text,) = self.chat_template.render_all([variables])
+        _, mark, after = text.rpartition(_MARK)
+        if not mark:
+            raise ValueError("chat_template must render the assistant's last message, it does not")
+        tokens = self.tokenizer.control.encode(after).ids
         if tokens and tokens[0] == int(np.asarray(feature["input_ids"])[-1]):
             tokens = tokens[1:]  # the assistant ended its turn itself
-        grown = extend_feature(feature, tokens, labelled=False)
-        grown["messages"] = [*before, *messages]  # type: ignore[list-item]
-        return grown
+        longer = extend_feature(feature, tokens, labelled=False)
+        longer["messages"] = [*before, *messages]  # type: ignore[list-item]
+        return longer
 
-    # Inside.
-
-    def _messages(self, trajectory: Mapping[str, Any]) -> list[Message]:
+    def _prepare(self, trajectory: Mapping[str, Any]) -> dict[str, Any]:
+        """Check the messages of a trajectory, and copy the keys that its feature keeps."""
         messages = trajectory.get("messages")
         if not isinstance(messages, list | tuple) or not messages:
             raise ValueError(f"messages must be a list that is not empty, got {messages!r}")
@@ -175,12 +189,88 @@ class Template:
             role = message.get("role") if isinstance(message, Mapping) else None
             if not isinstance(role, str) or not _ROLE.fullmatch(role):
                 raise ValueError(f"messages[{i}] must have a role, a word, got {message!r}")
+        prepared = {key: trajectory[key] for key in _KEPT if trajectory.get(key) is not None}
+        prepared["messages"] = list(messages)
         if self.default_system and messages[0]["role"] != "system":
-            return [Message(role="system", content=self.default_system), *messages]
-        return list(messages)
+            system = Message(role="system", content=self.default_system)
+            prepared["messages"] = [system, *messages]
+        return prepared
 
-    def _rendering(self) -> Rendering:
-        return Rendering(self.tokenizer, self.chat_template, self._variables)
+    def _render_chunk(
+        self, trajectories: Sequence[Mapping[str, Any]], prompt: bool
+    ) -> list[tuple[Encoded, _Spans]]:
+        """Encode the text of each trajectory, and say where in it the assistant's words are."""
+        control = self.tokenizer.control
+        if self.chat_template is None:
+            encoded = [control.encode(control.hide(_only_text(x))) for x in trajectories]
+            return [(x, [] if prompt else [(0, len(x.text))]) for x in encoded]
+        hidden = [[self._hide(message) for message in x["messages"]] for x in trajectories]
+        conversations = []
+        for trajectory, messages in zip(trajectories, hidden, strict=True):
+            tools = trajectory.get("tools")
+            conversations.append(self._variables(messages, tools, prompt))
+            for i, message in enumerate(messages):
+                if message["role"] == "assistant" and not prompt:
+                    # The text before its words, and the text up to their end.
+                    conversations.append(self._variables(messages[:i], tools, True))
+                    conversations.append(self._variables(messages[: i + 1], tools, False))
+        texts = iter(self.chat_template.render_all(conversations))
+        rendered = []
+        for messages in hidden:
+            text, spans = next(texts), []
+            for i, message in enumerate(messages):
+                if message["role"] == "assistant" and not prompt:
+                    spans.append(self._span(i, text, next(texts), next(texts)))
+            rendered.append((control.encode(text), spans))
+        return rendered
+
+    def _span(self, index: int, text: str, before: str, until: str) -> tuple[int, int]:
+        """Find the assistant's words in a text, with the special token that ends its turn."""
+        if not (until.startswith(before) and text.startswith(until)):
+            raise ValueError(
+                f"messages[{index}] must be rendered in the same way whatever follows it, and "
+                "after the generation prompt, which this chat_template does not: encode each "
+                "turn by itself, or add sampled tokens by concat_input_feature"
+            )
+        trimmed = until.rstrip()  # white space after a special token is the template's
+        ends = self.tokenizer.control.ends_with_special(trimmed)
+        return len(show(before)), len(show(trimmed if ends else until))
+
+    def _hide(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        plain = {**message, "content": message_text(message)}
+        return dict(self.tokenizer.control.hide(plain, trusted=message["role"] in _TRUSTED))
+
+    def _variables(self, messages: Any, tools: Any, prompt: bool) -> dict[str, Any]:
+        """Give the chat template's variables for a conversation."""
+        special = {
+            name: token.get("content") if isinstance(token, Mapping) else token
+            for name, token in self.tokenizer.config.items()
+            if name.endswith("_token") and isinstance(token, str | Mapping)
+        }
+        return {
+            "messages": messages,
+            "tools": self.tokenizer.control.hide(tools) or None,
+            "documents": None,
+            "add_generation_prompt": prompt,
+            **special,
+            **self._template_variables,
+        }
+
+    def _feature(
+        self, trajectory: Mapping[str, Any], encoded: Encoded, spans: _Spans
+    ) -> InputFeature:
+        ids, starts = np.asarray(encoded.ids, np.int32), np.asarray(encoded.starts)
+        if not ids.size:
+            raise ValueError("a trajectory must give at least one token, got none")
+        by_assistant = np.zeros(ids.shape, bool)
+        for begin, end in spans:
+            by_assistant |= (begin <= starts) & (starts < end)
+        columns = self._cut(ids.size)
+        learned = np.where(by_assistant, ids, IGNORE)[columns]
+        # The label of a position is the token that follows it.
+        labels = np.append(learned[1:], IGNORE).astype(np.int32)
+        feature: Any = {"input_ids": ids[columns], "labels": labels, **trajectory}
+        return feature
 
     def _cut(self, length: int) -> slice:
         if self.max_length is None or length <= self.max_length:
@@ -191,3 +281,10 @@ class Template:
             )
         left = self.truncation_strategy == "left"
         return slice(length - self.max_length, None) if left else slice(self.max_length)
+
+
+def _only_text(trajectory: Mapping[str, Any]) -> str:
+    messages = trajectory["messages"]
+    if len(messages) != 1:
+        raise ValueError(f"messages must be one without chat template, got {len(messages)}")
+    return message_text(messages[0])

@@ -1,12 +1,14 @@
-"""Tokenizers in Hugging Face's files, read with the `tokenizers` library alone."""
+"""Tokenizers in Hugging Face's files, read with the `tokenizers` library alone.
+
+In what they encode, no text can pass for a control token: see `ControlTokens`.
+"""
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
-from twinkle_jax.data.control_tokens import ControlTokens
 from twinkle_jax.data.missing_extra import require
 
 if TYPE_CHECKING:
@@ -19,21 +21,31 @@ _FILES = (
     "generation_config.json",
 )
 _HUB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*")
+_SIGN = "\ue0f7"  # around the code of a hidden character; in a text it is hidden itself
+_HIDDEN = re.compile(f"{_SIGN}([0-9a-fA-F]+){_SIGN}")
+
+# Of the small tokenizer.
+CONTROL_TOKENS = ("<|pad|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>", "<|tool|>")
+CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "{{ '<|' + message['role'] + '|>' }}{{ message['content'] }}{{ '<|end|>' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
 
 
 class Tokenizer:
-    """A tokenizer and what its files say beside it: special tokens and a chat template.
+    """A tokenizer, its special tokens and its chat template.
 
     Args:
         backend: of the `tokenizers` library.
-        config: what `tokenizer_config.json` holds: `eos_token`, `chat_template` and the like.
-        generation_config: what `generation_config.json` holds, of which `eos_token_id` is read.
+        config: the contents of `tokenizer_config.json`: `eos_token`, `chat_template` and the like.
+        generation_config: the contents of `generation_config.json`; `eos_token_id` is read.
 
     Attributes:
         backend: the tokenizer of the `tokenizers` library.
-        config: as given.
+        config: the contents of `tokenizer_config.json`.
         chat_template: the source of the chat template, or None.
-        control: tells control tokens from text that spells them.
     """
 
     def __init__(
@@ -62,7 +74,7 @@ class Tokenizer:
             The tokenizer.
 
         Raises:
-            ValueError: if a file is missing, or is not what it should be.
+            ValueError: if a file is missing or cannot be read.
             ImportError: if tokenizers is not installed.
         """
         require("tokenizers", "data")
@@ -103,29 +115,28 @@ class Tokenizer:
 
     @property
     def pad_token_id(self) -> int | None:
-        """The token that fills up rows; the one that ends a sequence if there is no other."""
-        own = self._id_of("pad_token")
-        return self.eos_token_id if own is None else own
+        """The token that fills up rows; without one, the token that ends a sequence."""
+        pad_token_id = self._id_of("pad_token")
+        return self.eos_token_id if pad_token_id is None else pad_token_id
 
     @property
     def stop_token_ids(self) -> list[int]:
         """All tokens at which a completion ends, the tokenizer's own first."""
-        given = self.generation_config.get("eos_token_id")
-        given = given if isinstance(given, list) else [given]
-        ids = [self.eos_token_id, *given]
+        more = self.generation_config.get("eos_token_id")
+        ids = [self.eos_token_id, *(more if isinstance(more, list) else [more])]
         return list(dict.fromkeys(id_ for id_ in ids if id_ is not None))
 
     def encode(self, text: str) -> list[int]:
-        """Encode text that is only text: what spells a special token in it is spelled out.
+        """Encode text without control tokens: text that spells one is encoded as characters.
 
         Args:
             text: any text.
 
         Returns:
-            Token ids, nothing added to them.
+            Token ids, with none added at the beginning or end.
 
         Raises:
-            ValueError: if the tokenizer can write a part of the text as a special token only.
+            ValueError: if the tokenizer can encode a part of the text as a special token only.
         """
         return self.control.encode(self.control.hide(text)).ids
 
@@ -153,25 +164,23 @@ class Tokenizer:
         return int(id_)
 
 
-def _default_template(given: Any) -> str | None:
-    """Choose among several templates, which some tokenizers have, the one called default."""
-    if isinstance(given, list):
-        given = {entry["name"]: entry["template"] for entry in given}
-    if isinstance(given, Mapping):
-        given = given.get("default")
-    return given
+def _default_template(source: Any) -> str | None:
+    """Choose the template called default, where a tokenizer has several."""
+    if isinstance(source, list):
+        source = {entry["name"]: entry["template"] for entry in source}
+    return source.get("default") if isinstance(source, Mapping) else source
 
 
 def _read_json(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        read = json.loads(path.read_text(encoding="utf-8"))
+        contents = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"{path} must be JSON: {error}") from None
-    if not isinstance(read, dict):
-        raise ValueError(f"{path} must hold a JSON object, got {type(read).__name__}")
-    return read
+    if not isinstance(contents, dict):
+        raise ValueError(f"{path} must hold a JSON object, got {type(contents).__name__}")
+    return contents
 
 
 def _directory(path_or_id: str | Path) -> Path:
@@ -184,8 +193,201 @@ def _directory(path_or_id: str | Path) -> Path:
         require("huggingface_hub", "checkpoints")
         from huggingface_hub import snapshot_download
 
-        directory = Path(snapshot_download(str(path_or_id), allow_patterns=list(_FILES)))
+        directory = Path(snapshot_download(path_or_id, allow_patterns=list(_FILES)))
     if not (directory / "tokenizer.json").is_file():
-        found = sorted(path.name for path in directory.iterdir())[:10]
-        raise ValueError(f"{directory} must hold tokenizer.json, got {found}")
+        files = sorted(path.name for path in directory.iterdir())[:10]
+        raise ValueError(f"{directory} must hold tokenizer.json, got {files}")
     return directory
+
+
+class Encoded(NamedTuple):
+    """Token ids, and where in the text each begins."""
+
+    ids: list[int]
+    starts: list[int]
+    text: str
+
+
+class ControlTokens:
+    """Hides control tokens in the text of messages, so that no text can pass for one.
+
+    Where a message spells a control token, the first character of it is hidden before the chat
+    template is rendered, and restored afterwards. So a control token in the rendered text is the
+    template's own, and everything else is encoded as plain text. Where nothing had to be hidden,
+    which is nearly always, the text is encoded at once, as transformers does it.
+
+    Control tokens are the special ones, and the added ones that the chat template writes, `<think>`
+    for one, which only the assistant and the system may write too. Others, which some tokenizers
+    have for blank lines or HTML, are text.
+
+    Args:
+        backend: the tokenizer of the `tokenizers` library with these tokens.
+        chat_template: the source of its chat template, or None.
+    """
+
+    def __init__(self, backend: "tokenizers.Tokenizer", chat_template: str | None) -> None:
+        self._backend = backend
+        self._plain: Any = None
+        added = backend.get_added_tokens_decoder()
+        self._ids = {token.content: id_ for id_, token in added.items()}
+        self._strips = {token.content: (token.lstrip, token.rstrip) for token in added.values()}
+        self._special = [token.content for token in added.values() if token.special]
+        self._unknown = getattr(self._backend.model, "unk_token", None)  # text encodes to it
+        self._control_ids = {id_ for token, id_ in self._ids.items() if token != self._unknown}
+        template = chat_template or ""
+        written = [token for token in self._ids if token.strip() and token in template]
+        self._hidden = list({*self._special, *written})
+        longest_first = sorted(self._ids, key=len, reverse=True)
+        self._pattern = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+
+    def hide(self, value: Any, *, trusted: bool = False) -> Any:
+        """Hide control tokens in all strings of a message, or of another JSON value.
+
+        Args:
+            value: strings, dictionaries and lists of them, other values of JSON.
+            trusted: whether tokens that are not special may be written, `<think>` for one.
+
+        Returns:
+            A copy in which no string spells a control token.
+        """
+        if isinstance(value, Mapping):
+            return {key: self.hide(x, trusted=trusted) for key, x in value.items()}
+        if isinstance(value, list | tuple):
+            return [self.hide(x, trusted=trusted) for x in value]
+        if isinstance(value, str):
+            return self._hide(value, self._special if trusted else self._hidden)
+        return value
+
+    def _hide(self, text: str, tokens: list[str]) -> str:
+        at = {match.start() for match in re.finditer(_SIGN, text)}
+        for token in tokens:
+            at.update(match.start() for match in re.finditer(f"(?={re.escape(token)})", text))
+        at.update(_at_edges(text, tokens))
+        return "".join(_hidden(c) if i in at else c for i, c in enumerate(text)) if at else text
+
+    def ends_with_special(self, rendered: str) -> bool:
+        """Whether rendered text ends with a special token."""
+        return rendered.endswith(tuple(self._special))
+
+    def encode(self, rendered: str) -> Encoded:
+        """Encode text that was rendered from messages in which control tokens are hidden."""
+        text = show(rendered)
+        if text == rendered:
+            encoding = self._backend.encode(text, add_special_tokens=False)
+            # As many control tokens as the text spells: none was made by normalisation.
+            ids = encoding.ids
+            if sum(id_ in self._control_ids for id_ in ids) == len(self._pattern.findall(text)):
+                return Encoded(ids, [start for start, _ in encoding.offsets], text)
+        return self._encode_pieces(rendered, text)
+
+    def _encode_pieces(self, rendered: str, text: str) -> Encoded:
+        encoded = Encoded([], [], text)
+        at, begin, strip = 0, 0, False
+        for match in [*self._pattern.finditer(rendered), None]:
+            piece = show(rendered[begin : match.start() if match else None])
+            strip_end = match is not None and self._strips[match.group()][0]
+            kept = piece.rstrip() if strip_end else piece
+            kept = kept.lstrip() if strip else kept
+            ids, starts = self._encode_text(kept)
+            offset = at + (len(piece) - len(piece.lstrip()) if strip else 0)
+            encoded.ids.extend(ids)
+            encoded.starts.extend(offset + start for start in starts)
+            at += len(piece)
+            if match is not None:
+                encoded.ids.append(self._ids[match.group()])
+                encoded.starts.append(at)
+                strip = self._strips[match.group()][1]
+                at, begin = at + len(match.group()), match.end()
+        return encoded
+
+    def _encode_text(self, text: str) -> tuple[list[int], list[int]]:
+        """Encode without the added tokens, which the library would find in any text."""
+        if self._plain is None:
+            import tokenizers
+
+            parts = json.loads(self._backend.to_str())
+            without = parts | {"added_tokens": [], "post_processor": None}
+            self._plain = tokenizers.Tokenizer.from_str(json.dumps(without))
+        encoding = self._plain.encode(text, add_special_tokens=False)
+        ids = encoding.ids
+        forged = [token for token in self._special if self._ids[token] in ids]
+        if forged and forged != [self._unknown]:
+            raise ValueError(f"text must not spell special tokens, got {forged} in {text[:80]!r}")
+        return ids, [start for start, _ in encoding.offsets]
+
+
+def show(rendered: str) -> str:
+    """Restore hidden characters."""
+    return _HIDDEN.sub(lambda match: chr(int(match.group(1), 16)), rendered)
+
+
+def _hidden(character: str) -> str:
+    return f"{_SIGN}{ord(character):x}{_SIGN}"
+
+
+def _at_edges(text: str, tokens: Iterable[str]) -> set[int]:
+    """Find first and last characters that a neighbouring text could complete to a control token."""
+    stripped = text.strip()
+    if not stripped:
+        return set()
+    first = len(text) - len(text.lstrip())
+    at = set()
+    for token in tokens:
+        parts = range(1, len(token))
+        if any(stripped.startswith(token[-n:]) for n in parts):
+            at.add(first)
+        if any(stripped.endswith(token[:n]) for n in parts):
+            at.add(first + len(stripped) - 1)
+    return at
+
+
+def small_tokenizer(
+    characters: str | None = None, *, chat_template: str = CHAT_TEMPLATE
+) -> Tokenizer:
+    """Make a tokenizer of single bytes, or of a few characters, with tokens for a chat.
+
+    It is small enough for tests and for a policy that learns in a minute. Control tokens come
+    first: padding is 0, the end of a turn 1. A turn is a token for its role, its text, and the end.
+
+    Args:
+        characters: its characters; None: all 256 bytes, which can spell any text.
+        chat_template: another template, of the same control tokens.
+
+    Returns:
+        The tokenizer, which `save_pretrained` writes in Hugging Face's format.
+
+    Raises:
+        ValueError: if a character is there twice.
+        ImportError: if tokenizers is not installed.
+
+    Example:
+        >>> tokenizer = small_tokenizer("0123456789+=")
+        >>> len(tokenizer), tokenizer.encode("12+3=")
+        (19, [8, 9, 17, 10, 18])
+    """
+    require("tokenizers", "data")
+    from tokenizers import Tokenizer as Backend
+    from tokenizers import decoders, models, pre_tokenizers
+
+    symbols = list(characters or ())
+    if len(set(symbols)) < len(symbols):
+        raise ValueError(f"characters must be different from each other, got {characters!r}")
+    control = [*CONTROL_TOKENS, *(["<|unknown|>"] if characters is not None else [])]
+    if characters is None:
+        symbols = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {token: i for i, token in enumerate([*control, *symbols])}
+    unknown = None if characters is None else "<|unknown|>"
+    backend = Backend(models.BPE(vocab=vocabulary, merges=[], unk_token=unknown))
+    if characters is None:
+        backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        backend.decoder = decoders.ByteLevel()
+    else:
+        backend.decoder = decoders.Fuse()
+    backend.add_special_tokens(control)
+    config = {
+        "eos_token": "<|end|>",
+        "pad_token": "<|pad|>",
+        "chat_template": chat_template,
+        "clean_up_tokenization_spaces": False,
+    }
+    return Tokenizer(backend, config if unknown is None else {**config, "unk_token": unknown})

@@ -1,4 +1,4 @@
-"""Conversations and what a model reads of them, as plain dictionaries with Twinkle's keys."""
+"""Conversations, and the tokens that a model reads of them: dictionaries with Twinkle's keys."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypedDict
@@ -6,6 +6,7 @@ from typing import Any, Literal, TypedDict
 import numpy as np
 
 TokenIds = Sequence[int] | np.ndarray[Any, Any]
+"""Token ids or labels of one sequence."""
 IGNORE = -100  # the label where there is no loss
 
 
@@ -25,7 +26,7 @@ class Tool(TypedDict, total=False):
 
 
 class Message(TypedDict, total=False):
-    """One turn of a conversation: who speaks, and what is said.
+    """One turn of a conversation.
 
     `content` is a string, or a list of parts such as `{'type': 'text', 'text': '…'}`.
     """
@@ -37,7 +38,7 @@ class Message(TypedDict, total=False):
 
 
 class Trajectory(TypedDict, total=False):
-    """A conversation, the tools in it, and what the user wants to keep beside it.
+    """A conversation, the tools that it may call, and the user's data about it.
 
     `user_data` is a list of pairs of a name and a value, `[('ground_truth', '42')]` for one.
     `completion_length` counts the tokens that were sampled last.
@@ -50,7 +51,7 @@ class Trajectory(TypedDict, total=False):
 
 
 class InputFeature(TypedDict, total=False):
-    """What a model reads of a conversation; a trajectory's keys may stand beside these.
+    """The tokens and labels of a conversation; a trajectory's keys may stand beside these.
 
     `labels` holds at each position the token that follows, which the logits there predict, and
     −100 where there is no loss.
@@ -69,7 +70,7 @@ class InputFeature(TypedDict, total=False):
 def user_data_get(
     user_data: Mapping[str, Any] | Sequence[Sequence[Any]] | None, key: str, default: Any = None
 ) -> Any:
-    """Look a value up in what a trajectory keeps as `user_data`.
+    """Look up a value in a trajectory's `user_data`.
 
     Args:
         user_data: pairs of a name and a value, or a dictionary, or None.
@@ -80,7 +81,7 @@ def user_data_get(
         The value of the first pair with this name.
 
     Raises:
-        ValueError: if there is something else than pairs.
+        ValueError: if an entry is not a pair.
 
     Example:
         >>> user_data_get([("ground_truth", "42"), ("level", 3)], "ground_truth")
@@ -126,13 +127,13 @@ def _copy(value: Any) -> Any:
 
 
 def message_text(message: Mapping[str, Any]) -> str:
-    """Read a message's text, of all its parts.
+    """Join the text of all parts of a message.
 
     Args:
         message: with `content`, a string, a list of text parts, or None.
 
     Returns:
-        The text; the parts of a list follow each other without anything between them.
+        The text, with nothing between the parts.
 
     Raises:
         ValueError: if a part is not text.
@@ -155,7 +156,7 @@ def message_text(message: Mapping[str, Any]) -> str:
 
 
 def completion_text(trajectory: Mapping[str, Any]) -> str:
-    """Read what the assistant said last; nothing if it has not spoken.
+    """Give the text of the assistant's last message; empty if there is none.
 
     Args:
         trajectory: with `messages`.
@@ -172,3 +173,38 @@ def completion_text(trajectory: Mapping[str, Any]) -> str:
         if message.get("role") == "assistant":
             return message_text(message)
     return ""
+
+
+def extend_feature(
+    feature: Mapping[str, Any], tokens: list[int], *, labelled: bool
+) -> InputFeature:
+    """Copy a feature with tokens added.
+
+    Args:
+        feature: an input feature; its labels hold at each position the token that follows.
+        tokens: what is added.
+        labelled: whether the added tokens are learned, as sampled ones are.
+
+    Returns:
+        The longer feature. The last position before the new tokens predicts the first of them.
+    """
+    ids = np.asarray(feature["input_ids"], np.int32).reshape(-1)
+    labels = feature.get("labels")
+    labels = np.full(ids.shape, IGNORE) if labels is None else np.asarray(labels).reshape(-1)
+    new = np.asarray(tokens, np.int32)
+    if new.size:
+        following = new if labelled else np.full(new.shape, IGNORE)
+        labels = np.concatenate([labels[:-1], following, [IGNORE]])
+    longer: Any = dict(feature)
+    longer["input_ids"] = np.concatenate([ids, new])
+    longer["labels"] = labels.astype(np.int32)
+    if feature.get("attention_mask") is not None:
+        mask = np.asarray(feature["attention_mask"]).reshape(-1)
+        longer["attention_mask"] = np.concatenate([mask, np.ones(new.shape, mask.dtype)])
+    if feature.get("position_ids") is not None:
+        positions = np.asarray(feature["position_ids"]).reshape(-1)
+        added = positions[-1:] + 1 + np.arange(new.size)
+        longer["position_ids"] = np.concatenate([positions, added])
+    if "length" in longer:
+        longer["length"] = int(longer["input_ids"].size)
+    return longer

@@ -1,7 +1,6 @@
 """Policies: Qwen2, Qwen2.5, Qwen3 and Qwen3.5 (text) as pure functions and as a Flax NNX module."""
 
-from twinkle_jax.data.batch import Batch
-from twinkle_jax.data.buckets import bucket_size
+from twinkle_jax.data.batch import Batch, bucket_size
 from twinkle_jax.model.decoder.attention_choice import AttentionImplementation, default_attention
 from twinkle_jax.model.decoder.cache import Cache, DeltaState, KeyValues, take_rows, unstack_layers
 from twinkle_jax.model.decoder.config import AttentionConfig, DecoderConfig, DeltaNetConfig

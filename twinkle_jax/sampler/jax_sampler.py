@@ -9,9 +9,8 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
-from twinkle_jax.data.buckets import bucket_size
-from twinkle_jax.data.sample_responses import LogprobsKind, SampleResponses
-from twinkle_jax.data.sampling_params import SamplingParams
+from twinkle_jax.data.batch import bucket_size
+from twinkle_jax.data.sampling_types import LogprobsKind, SampleResponses, SamplingParams
 from twinkle_jax.data.template import Template
 from twinkle_jax.model.decoder.sharding import partition_rules, shard_like_params
 from twinkle_jax.model.huggingface.checkpoint_read import load_pretrained

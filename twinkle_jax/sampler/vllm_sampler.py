@@ -8,8 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from twinkle_jax.data.sample_responses import LogprobsKind, SampleResponses
-from twinkle_jax.data.sampling_params import SamplingParams
+from twinkle_jax.data.sampling_types import LogprobsKind, SampleResponses, SamplingParams
 from twinkle_jax.data.template import Template
 from twinkle_jax.model.huggingface.checkpoint_files import CONFIG, locate, read_json
 from twinkle_jax.model.huggingface.config_json import parse_config

@@ -6,12 +6,18 @@ import jax
 import numpy as np
 from jaxtyping import Array, Float
 
-from twinkle_jax.data.batch import Batch
-from twinkle_jax.data.features import Feature, Inputs, read_features
-from twinkle_jax.data.integers import Row
-from twinkle_jax.data.loss_inputs import LOSS_INPUTS, PerSequence, align_loss_input
-from twinkle_jax.data.micro_batches import micro_batches
-from twinkle_jax.data.packing import Piece, split_packed, write_pieces
+from twinkle_jax.data.batch import Batch, HostArray, micro_batches
+from twinkle_jax.data.features import (
+    LOSS_INPUTS,
+    Feature,
+    Inputs,
+    PerSequence,
+    Piece,
+    align_loss_input,
+    read_features,
+    split_packed,
+    write_pieces,
+)
 from twinkle_jax.model.decoder.sharding import batch_sharding
 from twinkle_jax.model.train_step.grad_step import grad_step
 from twinkle_jax.model.train_step.score_batch import score_batch
@@ -169,7 +175,7 @@ class TransformersModel(ConfiguredPolicy):
         )
 
     def _micro_batches(
-        self, pieces: list[Piece], loss_inputs: dict[str, list[Row] | None], size: int | None
+        self, pieces: list[Piece], loss_inputs: dict[str, list[HostArray] | None], size: int | None
     ) -> Iterator[tuple[Batch, int]]:
         """Cut into micro-batches; on a mesh, spread the rows of each over it."""
         sequences = [piece.feature for piece in pieces]

@@ -3,8 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from twinkle_jax.data.sample_responses import LogprobsKind
-from twinkle_jax.data.sampling_params import SamplingParams
+from twinkle_jax.data.sampling_types import LogprobsKind, SamplingParams
 from twinkle_jax.data.template import Template
 from twinkle_jax.data.trajectory import InputFeature
 from twinkle_jax.sampler.requests.prompts import Prompt, read_prompts

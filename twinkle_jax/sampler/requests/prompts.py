@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from twinkle_jax.data.buckets import bucket_size
+from twinkle_jax.data.batch import bucket_size
 from twinkle_jax.data.template import Template
 from twinkle_jax.data.trajectory import IGNORE, InputFeature
 

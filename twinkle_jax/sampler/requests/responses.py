@@ -5,13 +5,13 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from twinkle_jax.data.extend_feature import extend_feature
-from twinkle_jax.data.sample_responses import (
+from twinkle_jax.data.sampling_types import (
     LogprobsKind,
     SampledSequence,
     SampleResponse,
     SampleResponses,
 )
+from twinkle_jax.data.trajectory import extend_feature
 from twinkle_jax.sampler.completions import STOP, Completions
 from twinkle_jax.sampler.requests.call import Call
 from twinkle_jax.sampler.requests.prompts import prompt_tokens

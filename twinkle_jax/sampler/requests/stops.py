@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from twinkle_jax.data.sampling_params import SamplingParams
+from twinkle_jax.data.sampling_types import SamplingParams
 from twinkle_jax.data.template import Template
 
 

@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
-from twinkle_jax.data.sample_responses import LogprobsKind
-from twinkle_jax.data.sampling_params import SamplingParams
+from twinkle_jax.data.sampling_types import LogprobsKind, SamplingParams
 from twinkle_jax.sampler.requests.responses import Drawn, End
 from twinkle_jax.sampler.requests.stops import Stops
 from twinkle_jax.sampler.vllm.client import (

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from twinkle_jax.data.sampling_params import SamplingParams
+from twinkle_jax.data.sampling_types import SamplingParams
 from twinkle_jax.model.decoder.lora import merge_adapter, walk
 from twinkle_jax.model.decoder.module import Decoder
 from twinkle_jax.model.huggingface.checkpoint_write import save_pretrained

@@ -12,7 +12,7 @@ from twinkle_jax.data import (
     read_jsonl,
     user_data_get,
 )
-from twinkle_jax.data.hub_data import download_split
+from twinkle_jax.data.prompt_files import download_split
 from twinkle_jax.reward import (
     ExactMatchReward,
     GSM8KAccuracyReward,

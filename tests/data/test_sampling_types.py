@@ -1,14 +1,14 @@
-"""Sampling parameters: Twinkle's fields, and what is refused."""
+"""What samplers are asked and return: Twinkle's fields, checks, features to train on."""
 
 import dataclasses
 
 import numpy as np
 import pytest
 
-from twinkle_jax.data import SamplingParams
+from twinkle_jax.data import SampledSequence, SampleResponse, SampleResponses, SamplingParams
 
 
-def test_the_fields_are_twinkles():
+def test_the_parameters_are_twinkles():
     assert [field.name for field in dataclasses.fields(SamplingParams)] == [
         "max_tokens",
         "seed",
@@ -99,3 +99,41 @@ def test_from_a_dictionary():
     assert given == {"max_new_tokens": 8, "top_p": 0.5}
     with pytest.raises(TypeError, match=r"must be of max_tokens, .* got 'num_beams'"):
         SamplingParams.from_dict({"num_beams": 2})
+
+
+def test_the_results_are_twinkles_with_the_kind_of_logprobs():
+    names = [field.name for field in dataclasses.fields(SampledSequence)]
+    twinkles = ["stop_reason", "tokens", "logprobs", "decoded", "new_input_feature"]
+    assert names == [*twinkles, "logprobs_kind"]
+
+
+def _sequence(word, **more):
+    feature = {"input_ids": [1, 2], "labels": [2, -100], **more}
+    if word is not None:
+        feature["messages"] = [{"role": "assistant", "content": word}]
+    return SampledSequence("stop", [2], new_input_feature=feature)
+
+
+def test_inputs_and_trajectories_of_all_responses():
+    truth = [("ground_truth", "7")]
+    responses = SampleResponses(
+        [
+            SampleResponse([_sequence("a", user_data=truth), _sequence("b")]),
+            SampleResponse([_sequence("c")]),
+        ]
+    )
+    assert len(responses.inputs) == 3 and responses.inputs[0]["input_ids"] == [1, 2]
+    words = [t["messages"][-1]["content"] for t in responses.trajectories]
+    assert words == ["a", "b", "c"]
+    assert responses.trajectories[0]["user_data"] == truth
+    assert [t["completion_length"] for t in responses.trajectories] == [1, 1, 1]
+    assert "input_ids" not in responses.trajectories[0]
+
+
+def test_responses_that_cannot_be_trained_on():
+    nothing = SampleResponses([SampleResponse([_sequence("a"), SampledSequence("stop", [2])])])
+    with pytest.raises(ValueError, match=r"sequences \[1\] must have a new_input_feature"):
+        _ = nothing.inputs
+    silent = SampleResponses([SampleResponse([_sequence(None)])])
+    with pytest.raises(ValueError, match="sequence 0 must have messages, got"):
+        _ = silent.trajectories

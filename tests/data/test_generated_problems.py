@@ -1,11 +1,13 @@
-"""The built-in task: right answers, the same ones every time, and none in both splits."""
+"""Problems made up: right answers, the same ones every time, and none in both splits."""
 
 import ast
 import operator
+import sys
 
 import pytest
 
-from twinkle_jax.data import ArithmeticTask
+from twinkle_jax.data import ArithmeticTask, ReasoningGymTask
+from twinkle_jax.reward import ExactMatchReward
 
 OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul}
 LEVELS = [1, 2, 3, 4, 5, 6]
@@ -80,14 +82,46 @@ def test_fingerprints_differ():
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("options", "argument"),
+    [({"level": 7}, "level"), ({"prompt": "hello"}, "prompt"), ({"split": "test"}, "split")],
+)
+def test_arguments_of_arithmetic_that_are_refused(options, argument):
+    with pytest.raises(ValueError, match=f"{argument} must"):
+        ArithmeticTask(**options)
+
+
+@pytest.mark.parametrize(
+    ("options", "argument"),
     [
-        ({"level": 7}, r"level must be one of \[1, 2, 3, 4, 5, 6\], got 7"),
-        ({"split": "test"}, "split must be 'train' or 'eval', got 'test'"),
-        ({"size": 0}, "size must be a positive int, got 0"),
-        ({"prompt": "hello"}, "prompt must hold {problem}, got 'hello'"),
+        ({"name": "countdown"}, "name"),  # not one written answer
+        ({"name": "made_up"}, "name"),
+        ({"split": "test"}, "split"),
+        ({"size": 0}, "size"),
+        ({"size": True}, "size"),
     ],
 )
-def test_what_is_refused(options, message):
-    with pytest.raises(ValueError, match=message):
-        ArithmeticTask(**options)
+def test_arguments_of_reasoning_gym_that_are_refused(options, argument):
+    with pytest.raises(ValueError, match=f"{argument} must"):
+        ReasoningGymTask(**{"name": "chain_sum", **options})
+
+
+def test_the_extra_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "reasoning_gym", None)
+    with pytest.raises(ImportError, match=r"reasoning_gym must .*'twinkle-jax\[reasoning-gym\]'"):
+        ReasoningGymTask("chain_sum")
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", ReasoningGymTask.allowed)
+def test_questions_and_answers(name):
+    pytest.importorskip("reasoning_gym", reason="pip install 'twinkle-jax[reasoning-gym]'")
+    train = ReasoningGymTask(name, size=40, instruction=" Be brief.")
+    held_out = ReasoningGymTask(name, split="eval", size=10, instruction=" Be brief.")
+    questions = [{p["messages"][0]["content"] for p in task} for task in (train, held_out)]
+    assert questions[0].isdisjoint(questions[1])
+    assert all(question.endswith(" Be brief.") for question in questions[0])
+    assert train[0] == train[-40] == ReasoningGymTask(name, size=40, instruction=" Be brief.")[0]
+    answer = dict(train[0]["user_data"])["ground_truth"]
+    completion = {"messages": [{"role": "assistant", "content": answer}]}
+    assert ExactMatchReward()([completion], train[:1]) == [1.0]
+    assert train.fingerprint != held_out.fingerprint
