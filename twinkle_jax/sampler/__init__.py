@@ -6,8 +6,7 @@ What is listed here is public; all else is private.
 from twinkle_jax.sampler.actor import Actor
 from twinkle_jax.sampler.completions import LENGTH, STOP, Completions
 from twinkle_jax.sampler.drawing.sampling import Sampling
-from twinkle_jax.sampler.generate import generate
-from twinkle_jax.sampler.generate_many import generate_many
+from twinkle_jax.sampler.generate import generate, generate_many
 from twinkle_jax.sampler.jax_sampler import JaxSampler
 from twinkle_jax.sampler.vllm.client import ServerError
 from twinkle_jax.sampler.vllm_sampler import vLLMSampler

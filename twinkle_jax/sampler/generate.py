@@ -1,6 +1,8 @@
-"""Completions of prompts, in one compiled call."""
+"""Completions of prompts: a few compiled programs, called until every row has ended."""
 
+from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -9,17 +11,15 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Int
 
+from twinkle_jax.data.buckets import bucket_size
 from twinkle_jax.model.decoder.attention_choice import AttentionImplementation
 from twinkle_jax.model.decoder.config import DecoderConfig
 from twinkle_jax.model.decoder.parameters import Params, merge_params
+from twinkle_jax.sampler import slots as device
 from twinkle_jax.sampler.completions import Completions
-from twinkle_jax.sampler.decoding.checked_prompts import checked_limits, checked_prompts, row_keys
-from twinkle_jax.sampler.decoding.decoding_layout import decoding_layout, spread_rows
-from twinkle_jax.sampler.decoding.rows import Rows, advance, for_many_steps, read_prompts
 from twinkle_jax.sampler.drawing.sampling import Sampling, traced_sampling
 
 _DEFAULT = Sampling()
-_STEPS_ON_MESH = 8  # asking all devices whether they are done costs as much as part of a step
 
 
 def generate(
@@ -33,6 +33,8 @@ def generate(
     num_samples: int = 1,
     max_new_tokens: int,
     max_tokens: int | Int[Array | np.ndarray, "*rows"] | None = None,
+    slots: int | None = None,
+    refill: int | None = None,
     frozen: Params | None = None,
     compute_dtype: DTypeLike | None = None,
     attention: AttentionImplementation | None = None,
@@ -43,7 +45,13 @@ def generate(
     $$a_t \sim f\!\left(\pi_\theta(\cdot \mid x, a_{<t})\right)$$
 
     where $f$ applies what `sampling` says. Each prompt is read once, and its cache is copied to
-    `num_samples` rows. All of it is one compiled call, which ends as soon as every row has ended.
+    `num_samples` rows.
+
+    Time and memory follow the tokens that are drawn, not the room for them. The caches of rows
+    begin small, and their size is doubled when the longest running row has filled its own; each
+    time that half of the rows have ended, the other half goes on alone. Sizes come from a small
+    set, and each combination is compiled when it is first needed. With fewer `slots` than rows, a
+    row that ends gives its slot to the next one.
 
     What a row gets depends on its prompt, its key and `sampling`, not on the rest of the batch:
     its token at position t is drawn with one uniform number, from its key and t.
@@ -60,20 +68,26 @@ def generate(
         max_new_tokens: room for the tokens of a completion; static, so take few different values.
         max_tokens: the most tokens of a completion, at most the room; one for all, one for each
             prompt or one for each row; traced. None: as many as there is room for.
+        slots: rows at a time, which bounds memory. None: all at once.
+        refill: how many slots must be free before waiting rows get them: more leave slots idle,
+            fewer cost calls. None: a sixteenth of them.
         frozen: parameters over which `params` are laid.
         compute_dtype: as for [`hidden_states`][twinkle_jax.model.hidden_states].
         attention: how prompts are read; likewise.
         mesh: what the parameters live on. They are then laid out for decoding once: in the compute
-            type, whole along fsdp and split along tensor; rows are spread over data and fsdp.
+            type, whole along fsdp and split along tensor; rows are spread over data and fsdp, each
+            of which reads the prompts of its own.
 
     Returns:
         The completions, on the device. A prompt without tokens or with ids outside the vocabulary
         gets log-probabilities of NaN, where its values were not known before the call.
 
+        Inside `jax.jit` or `jax.vmap` all rows go on until the last has ended, in one program.
+
     Raises:
         ValueError: if shapes do not fit, a prompt known on the host has no tokens or ids outside
-            the vocabulary, a number known on the host is out of its range, or a mesh does not
-            divide the rows.
+            the vocabulary, a number known on the host is out of its range, or `slots` is not a
+            multiple of the devices that rows are spread over, or given inside `jax.jit`.
         TypeError: if something has the wrong type.
 
     Example:
@@ -93,100 +107,260 @@ def generate(
         >>> drawn.tokens.shape, drawn.lengths.tolist()
         ((4, 4), [4, 4, 4, 4])
     """
-    prompts, mask = checked_prompts(prompts, prompt_mask, config.vocab_size)
+    prompts, mask = _checked_prompts(prompts, prompt_mask, config.vocab_size)
     counts = {"num_samples": num_samples, "max_new_tokens": max_new_tokens}
     for name, count in counts.items():
         if count < 1:
             raise ValueError(f"{name} must be at least 1, got {count}")
-    limits = checked_limits(max_tokens, len(prompts), num_samples, max_new_tokens)
-    if mesh is not None and len(limits) % (shards := mesh.shape["data"] * mesh.shape["fsdp"]):
-        raise ValueError(
-            f"prompts times num_samples must be a multiple of the {shards} devices that rows are "
-            f"spread over, got {len(prompts)} times {num_samples}"
-        )
-    return _generate(
-        params,
-        frozen,
-        prompts,
-        mask,
-        row_keys(key, len(limits)),
-        limits,
-        traced_sampling(sampling),
+    limits = _checked_limits(max_tokens, len(prompts), num_samples, max_new_tokens)
+    keys = _row_keys(key, len(limits))
+    shards = 1 if mesh is None else mesh.shape["data"] * mesh.shape["fsdp"]
+    at_once, refill = _checked_slots(slots, refill, len(limits), shards)
+    setup = device.Setup(
         config=config,
         num_samples=num_samples,
-        max_new_tokens=max_new_tokens,
+        new=max_new_tokens,
+        refill=refill,
         compute_dtype=None if compute_dtype is None else jnp.dtype(compute_dtype),
         attention=attention,
         mesh=mesh,
     )
+    arrays = traced_sampling(sampling)
+    inputs = (merge_params(frozen, params), prompts, mask, keys, limits, arrays)
+    if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(inputs)):
+        if slots is not None:
+            raise ValueError(f"slots must be None inside jax.jit, got {slots}")
+        return _generate_in_one_program(*inputs, setup=setup)
+    return _generate(*inputs, setup=setup, slots=at_once)
 
 
-@partial(
-    jax.jit,
-    static_argnames=(
-        "config",
-        "num_samples",
-        "max_new_tokens",
-        "compute_dtype",
-        "attention",
-        "mesh",
-    ),
-)
+def generate_many(
+    params: Params,
+    config: DecoderConfig,
+    prompts: Sequence[Sequence[int]],
+    key: jax.Array,
+    sampling: Sampling = _DEFAULT,
+    *,
+    slots: int = 64,
+    **options: Any,
+) -> Completions:
+    """Draw completions of any number of prompts, as long as they are, in a fixed number of slots.
+
+    It pads the prompts to a bucket of lengths, and calls [`generate`][twinkle_jax.sampler.generate]
+    with `slots`.
+
+    Args:
+        params: a decoder's parameters, or adapters.
+        config: the decoder.
+        prompts: token ids of each prompt.
+        key: one key, or one for each row, as `generate` takes them.
+        sampling: temperature, filters and stop tokens.
+        slots: rows at a time.
+        options: as for `generate`.
+
+    Returns:
+        The completions, rows ordered by prompt, then by sample.
+
+    Raises:
+        ValueError: for what `generate` refuses.
+        TypeError: if something has the wrong type.
+
+    Example:
+        >>> import jax
+        >>> from twinkle_jax.model import init_params, parse_config
+        >>> from twinkle_jax.sampler import generate_many
+        >>> config = parse_config({
+        ...     "model_type": "qwen2", "vocab_size": 64, "hidden_size": 32,
+        ...     "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+        ... })
+        >>> params = init_params(jax.random.key(0), config)
+        >>> drawn = generate_many(
+        ...     params, config, [[1, 2, 3], [4], [5, 6]], jax.random.key(1),
+        ...     max_new_tokens=4, max_tokens=[4, 1, 2], slots=2,
+        ... )
+        >>> drawn.lengths.tolist()
+        [4, 1, 2]
+    """
+    rows = [np.asarray(prompt) for prompt in prompts]
+    for i, row in enumerate(rows):
+        if row.ndim != 1 or (row.size and not np.issubdtype(row.dtype, np.integer)):
+            raise TypeError(f"prompts[{i}] must be a list of token ids, got {row!r:.80}")
+    if not rows:
+        raise ValueError("prompts must not be empty, got none")
+    time = bucket_size(max(map(len, rows)), smallest=16)
+    tokens, mask = np.zeros((len(rows), time), np.int32), np.zeros((len(rows), time), bool)
+    for i, row in enumerate(rows):
+        tokens[i, : len(row)], mask[i, : len(row)] = row, True
+    return generate(params, config, tokens, mask, key, sampling, slots=slots, **options)
+
+
+_lay_out = jax.jit(device.lay_out_weights, static_argnums=(1, 2))
+_begin = jax.jit(device.begin, static_argnames=("setup", "slots", "capacity"))
+_fill = jax.jit(device.fill, static_argnames=("setup", "capacity"), donate_argnames="state")
+_resize = jax.jit(device.resize, static_argnames=("setup", "slots", "capacity"))
+_run = jax.jit(device.run, static_argnames=("setup", "capacity", "full"), donate_argnames="state")
+_collect = jax.jit(device.collect, static_argnames="setup", donate_argnames="state")
+
+
 def _generate(
     params: Params,
-    frozen: Params | None,
-    prompts: Int[Array, "prompts time"],
-    mask: Bool[Array, "prompts time"],
+    prompts: Array | np.ndarray,
+    mask: Array | np.ndarray,
     keys: jax.Array,
-    limits: Int[Array, " rows"],
+    limits: Array | np.ndarray,
     sampling: Sampling,
     *,
-    config: DecoderConfig,
-    num_samples: int,
-    max_new_tokens: int,
-    compute_dtype: DTypeLike | None,
-    attention: AttentionImplementation | None,
-    mesh: Mesh | None,
+    setup: device.Setup,
+    slots: int,
 ) -> Completions:
-    weights = decoding_layout(merge_params(frozen, params), compute_dtype, mesh)
-    rows = read_prompts(
-        weights,
-        config,
-        prompts,
-        mask,
-        jnp.repeat(jnp.arange(len(prompts), dtype=jnp.int32), num_samples),
-        keys,
-        limits,
-        max_length=prompts.shape[1] - 1 + max_new_tokens,
-        new=max_new_tokens,
-        compute_dtype=compute_dtype,
-        attention=attention,
-        mesh=mesh,
+    """Run the programs in turn; `slots` are those of a device."""
+    rows = len(limits)
+    weights = _lay_out(params, setup.compute_dtype, setup.mesh)
+    keys, limits = _fill_up(keys, limits, setup.shards)
+    full = prompts.shape[1] - 1 + setup.new
+    capacity = device.capacity_for(prompts.shape[1] - 1, full)
+    state = _begin(
+        weights, prompts, mask, keys, limits, setup=setup, slots=slots, capacity=capacity
     )
+    while True:
+        state, status = _run(weights, state, sampling, setup=setup, capacity=capacity, full=full)
+        running, waiting, filled = map(int, jax.device_get(status))
+        if not running and not waiting:
+            return _first(_collect(state, setup=setup).results, rows)
+        kept = slots if waiting else device.slots_for(running, slots)
+        needed = device.capacity_for(filled, full)
+        if kept < slots or needed > capacity or 2 * needed < capacity:
+            slots, capacity = kept, needed
+            state = _resize(state, setup=setup, slots=slots, capacity=capacity)
+        if waiting:
+            state = _fill(weights, state, prompts, mask, setup=setup, capacity=capacity)
 
-    weights = for_many_steps(weights, mesh)
 
-    def step(_: Array | int, rows: Rows) -> Rows:
-        return spread_rows(advance(weights, config, rows, sampling, compute_dtype, mesh), mesh)
-
-    steps = 1 if mesh is None else _STEPS_ON_MESH
-    rows = jax.lax.while_loop(
-        lambda rows: jnp.any(rows.running),
-        lambda rows: jax.lax.fori_loop(0, steps, step, rows),
-        spread_rows(rows, mesh),
+def _generate_in_one_program(
+    params: Params,
+    prompts: Array | np.ndarray,
+    mask: Array | np.ndarray,
+    keys: jax.Array,
+    limits: Array | np.ndarray,
+    sampling: Sampling,
+    *,
+    setup: device.Setup,
+) -> Completions:
+    """Do the same with one loop for each capacity, since nothing can be looked at in between."""
+    rows = len(limits)
+    weights = device.lay_out_weights(params, setup.compute_dtype, setup.mesh)
+    keys, limits = _fill_up(keys, limits, setup.shards)
+    prompts, mask, limits = (jnp.asarray(x) for x in (prompts, mask, limits))
+    slots, full = len(limits) // setup.shards, prompts.shape[1] - 1 + setup.new
+    capacity = device.capacity_for(prompts.shape[1] - 1, full)
+    state = device.begin(
+        weights, prompts, mask, keys, limits, setup=setup, slots=slots, capacity=capacity
     )
-    return completions(rows)
+    while True:
+        state, _ = device.run(
+            weights, state, sampling, setup=setup, capacity=capacity, full=full, shrink=False
+        )
+        if capacity == full:
+            return _first(device.collect(state, setup).results, rows)
+        capacity = device.capacity_for(capacity, full)
+        state = device.resize(state, setup=setup, slots=slots, capacity=capacity)
 
 
-def completions(rows: Rows) -> Completions:
-    """Hand over what rows have drawn."""
-    columns = jnp.arange(rows.tokens.shape[1], dtype=jnp.int32)[None]
-    mask = columns < rows.lengths[:, None]
-    return Completions(
-        tokens=jnp.where(mask, rows.tokens, 0),
-        mask=mask,
-        logprobs=rows.logprobs,
-        sampling_logprobs=rows.sampling_logprobs,
-        finish_reasons=rows.reasons,
-        lengths=rows.lengths,
-    )
+def _first(results: Completions, rows: int) -> Completions:
+    return results if len(results.tokens) == rows else jax.tree.map(lambda x: x[:rows], results)
+
+
+def _fill_up(keys: jax.Array, limits: Any, shards: int) -> tuple[jax.Array, Any]:
+    """Add rows that draw nothing, so that every device has the same number."""
+    more = -len(limits) % shards
+    if not more:
+        return keys, limits
+    arrays = np if isinstance(limits, np.ndarray) else jnp
+    keys = jnp.concatenate([keys, jnp.broadcast_to(jax.random.clone(keys[0]), (more,))])
+    return keys, arrays.concatenate([limits, arrays.zeros(more, np.int32)])
+
+
+def _checked_slots(slots: Any, refill: Any, rows: int, shards: int) -> tuple[int, int]:
+    """Give the slots of each device, and how many of them are refilled together."""
+    most = -(-rows // shards)
+    if slots is not None and (slots < 1 or slots % shards):
+        raise ValueError(f"slots must be a positive multiple of {shards} devices, got {slots}")
+    count = most if slots is None else min(slots // shards, most)
+    if refill is not None and not 1 <= refill <= (rows if slots is None else slots):
+        raise ValueError(f"refill must be at least 1 and at most slots={slots}, got {refill}")
+    return count, max(1, count // 16 if refill is None else min(refill // shards, count))
+
+
+def _checked_prompts(
+    prompts: Any, mask: Any, vocab: int
+) -> tuple[Int[Array | np.ndarray, "prompts time"], Bool[Array | np.ndarray, "prompts time"]]:
+    """Check types and shapes, and the values that are on the host, where they stay."""
+    tokens = _array(prompts)
+    if not jnp.issubdtype(tokens.dtype, jnp.integer):
+        raise TypeError(f"prompts must be integers, got {tokens.dtype}")
+    if tokens.ndim != 2 or 0 in tokens.shape:
+        raise ValueError(f"prompts must be [prompts, time], neither 0, got {tokens.shape}")
+    kept = np.ones(tokens.shape, bool) if mask is None else _array(mask)
+    if kept.dtype != jnp.bool_:
+        raise TypeError(f"prompt_mask must be bool, got {kept.dtype}")
+    if kept.shape != tokens.shape:
+        raise ValueError(
+            f"prompt_mask must have the shape of prompts, {tokens.shape}, got {kept.shape}"
+        )
+    if not isinstance(kept, jax.Array):
+        empty = np.flatnonzero(~kept.any(axis=1))
+        if empty.size:
+            raise ValueError(f"prompts must have a token in each row, got none in row {empty[0]}")
+        if not isinstance(tokens, jax.Array):
+            beyond = np.argwhere(kept & ((tokens < 0) | (tokens >= vocab)))
+            if beyond.size:
+                row, column = beyond[0]
+                raise ValueError(
+                    f"prompts must lie in [0, {vocab}), the vocabulary, got "
+                    f"{tokens[row, column]} in row {row}"
+                )
+    return tokens.astype(np.int32), kept
+
+
+def _checked_limits(
+    limits: Any, prompts: int, samples: int, most: int
+) -> Int[Array | np.ndarray, " rows"]:
+    """Give each row the most tokens it may get."""
+    array = _array(most if limits is None else limits)
+    if not jnp.issubdtype(array.dtype, jnp.integer):
+        raise TypeError(f"max_tokens must be integers, got {array.dtype}")
+    shapes = ((), (prompts,), (prompts * samples,))
+    if array.shape not in shapes:
+        raise ValueError(f"max_tokens must have one of the shapes {shapes}, got {array.shape}")
+    if isinstance(array, np.ndarray):
+        wrong = np.flatnonzero((array < 1) | (array > most))
+        if wrong.size:
+            place = f" for row {wrong[0]}" if array.ndim else ""
+            raise ValueError(
+                f"max_tokens must be at least 1 and at most max_new_tokens, {most}, "
+                f"got {array.reshape(-1)[wrong[0]]}{place}"
+            )
+    arrays = np if isinstance(array, np.ndarray) else jnp  # what is on the host stays there
+    wide = arrays.repeat(array, samples) if array.shape == (prompts,) else array
+    wide = arrays.clip(arrays.broadcast_to(wide, (prompts * samples,)), 1, most)
+    return wide.astype(np.int32)
+
+
+def _row_keys(key: Any, rows: int) -> jax.Array:
+    """Give each row its key."""
+    if not (isinstance(key, jax.Array) and jnp.issubdtype(key.dtype, jax.dtypes.prng_key)):
+        raise TypeError(f"key must be made with jax.random.key, got {key!r}")
+    if key.shape not in ((), (rows,)):
+        raise ValueError(f"key must be one key or one for each of {rows} rows, got {key.shape}")
+    if key.shape:
+        return key
+    return _split(key, rows)
+
+
+@partial(jax.jit, static_argnums=1)
+def _split(key: jax.Array, rows: int) -> jax.Array:
+    return jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(rows, dtype=jnp.int32))
+
+
+def _array(values: Any) -> jax.Array | np.ndarray:
+    return values if isinstance(values, jax.Array) else np.asarray(values)

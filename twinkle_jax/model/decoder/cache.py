@@ -64,9 +64,11 @@ def make_cache(layers: dict[str, Any], length: Int[Array, " batch"], *, max_leng
 
 
 def with_room(cache: Cache, max_length: int) -> Cache:
-    """Make rows of a cache longer: `max_length` tokens then fit."""
+    """Make rows of a cache longer or shorter: `max_length` tokens then fit."""
 
     def grow(stack: Array, axis: int) -> Array:
+        if max_length <= stack.shape[axis]:
+            return jax.lax.slice_in_dim(stack, 0, max_length, axis=axis)
         more = [(0, 0)] * stack.ndim
         more[axis] = (0, max_length - stack.shape[axis])
         return jnp.pad(stack, more)

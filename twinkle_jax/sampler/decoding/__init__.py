@@ -1,1 +1,0 @@
-"""Rows that are completed: checked, laid out, advanced by a token, ended, replaced."""

@@ -1,0 +1,519 @@
+"""Rows that are completed in a fixed number of slots: begun, advanced, ended, exchanged.
+
+A queue of rows is split evenly over the devices of a mesh. Each device fills its slots from its own
+part, so that rows and their caches never move between devices. Every function here is meant to be
+compiled; `generate` calls them in turn.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.typing import DTypeLike
+from jaxtyping import Array, Bool, Float, Int
+
+from twinkle_jax.model.decoder.attention_choice import AttentionImplementation, backend_of
+from twinkle_jax.model.decoder.cache import Cache, Held, take_rows, unstack_layers, with_room
+from twinkle_jax.model.decoder.config import DecoderConfig
+from twinkle_jax.model.decoder.decode import decode_step, prefill
+from twinkle_jax.model.decoder.parameters import Params
+from twinkle_jax.model.decoder.sharding import partition_rules
+from twinkle_jax.sampler.completions import LENGTH, STOP, Completions
+from twinkle_jax.sampler.drawing.next_token import next_token, scaled_logits
+from twinkle_jax.sampler.drawing.sampling import Sampling
+
+RUNNING = 0  # the finish reason of a row that has not ended
+
+_CAST = ("kernel", "bias", "embedding", "lora_A", "lora_B", "lora_scale")  # used in no other type
+_ROWS = ("data", "fsdp")
+_STEPS_ON_MESH = 8  # asking all devices whether they are done costs as much as part of a step
+_STEPS_OF_ROOM = 32  # that a cache has at least when it is laid out
+_SMALLEST_CACHE = 64
+_FEWEST_SLOTS = 8  # of a device: a step of fewer rows takes as long
+
+
+class Setup(NamedTuple):
+    """What is static: each value is compiled once for each number of slots and capacity.
+
+    Attributes:
+        config: the decoder.
+        num_samples: rows of each prompt.
+        new: the most tokens of a completion.
+        refill: slots of a device that have to be free before they are filled.
+        compute_dtype: type of activations.
+        attention: how prompts are read.
+        mesh: on which rows are spread.
+    """
+
+    config: DecoderConfig
+    num_samples: int
+    new: int
+    refill: int
+    compute_dtype: DTypeLike | None
+    attention: AttentionImplementation | None
+    mesh: Mesh | None
+
+    @property
+    def shards(self) -> int:
+        """Devices that rows are spread over."""
+        return 1 if self.mesh is None else self.mesh.shape["data"] * self.mesh.shape["fsdp"]
+
+    @property
+    def steps(self) -> int:
+        """Steps between two looks at which rows have ended."""
+        return 1 if self.mesh is None else _STEPS_ON_MESH
+
+
+class Slots(NamedTuple):
+    """Rows in the middle of their completions.
+
+    Attributes:
+        row: which of its device's rows a slot holds; a number beyond them for none.
+        pending: the last token of each row, which the cache does not hold yet.
+        cache: all tokens before it.
+        prompts: tokens of the prompt, elsewhere the size of the vocabulary.
+        tokens: the completion so far, elsewhere the size of the vocabulary.
+        logprobs: of these tokens, in the whole distribution.
+        sampling_logprobs: of these tokens, in what the filters left.
+        lengths: tokens drawn so far.
+        limits: the most tokens that a row may get.
+        reasons: why a row has ended; 0 while it goes on.
+        keys: where the randomness of a row comes from.
+    """
+
+    row: Int[Array, " slots"]
+    pending: Int[Array, " slots"]
+    cache: Cache
+    prompts: Int[Array, "slots time"]
+    tokens: Int[Array, "slots new"]
+    logprobs: Float[Array, "slots new"]
+    sampling_logprobs: Float[Array, "slots new"]
+    lengths: Int[Array, " slots"]
+    limits: Int[Array, " slots"]
+    reasons: Int[Array, " slots"]
+    keys: jax.Array
+
+    @property
+    def running(self) -> Bool[Array, " slots"]:
+        """Slots whose row has not ended."""
+        return self.reasons == RUNNING
+
+
+class Queue(NamedTuple):
+    """Rows to be completed, the same number for each device.
+
+    Attributes:
+        prompt: of each row, its index.
+        keys: where the randomness of each row comes from.
+        limits: the most tokens of each row; 0 for a row that only fills up.
+        order: in which a device's rows get slots: those that may become longest first, and samples
+            of a prompt together, so that it is read once for them.
+        taken: rows of each device that have had a slot.
+    """
+
+    prompt: Int[Array, " rows"]
+    keys: jax.Array
+    limits: Int[Array, " rows"]
+    order: Int[Array, " rows"]
+    taken: Int[Array, " devices"]
+
+
+class State(NamedTuple):
+    """Between two runs: rows in slots, all rows, and what those that have ended have drawn."""
+
+    slots: Slots
+    queue: Queue
+    results: Completions
+
+
+class Status(NamedTuple):
+    """What decides how to go on.
+
+    Attributes:
+        running: slots whose row has not ended, of the device that has most.
+        waiting: rows without a slot, likewise.
+        filled: tokens in the cache of the longest running row.
+    """
+
+    running: Int[Array, ""]
+    waiting: Int[Array, ""]
+    filled: Int[Array, ""]
+
+
+def capacity_for(filled: int, full: int) -> int:
+    """Choose for how many tokens a cache is laid out: at most twice as many as it needs to hold."""
+    capacity = _SMALLEST_CACHE
+    while capacity < filled + _STEPS_OF_ROOM:
+        capacity *= 2
+    return full if 5 * capacity >= 4 * full else capacity
+
+
+def slots_for(running: int, slots: int) -> int:
+    """Choose how many slots of a device are kept: half of them as often as that is enough."""
+    while slots % 2 == 0 and slots >= 2 * _FEWEST_SLOTS and running <= slots // 2:
+        slots //= 2
+    return slots
+
+
+def lay_out_weights(params: Params, compute_dtype: DTypeLike | None, mesh: Mesh | None) -> Params:
+    """Lay parameters out for many steps: in the compute type, whole along fsdp.
+
+    A training step gathers each parameter when it needs it. Decoding needs all of them for every
+    token, so they are gathered once.
+    """
+    rule = None if mesh is None else partition_rules(mesh)
+
+    def lay_out(path: Any, leaf: Array) -> Array:
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        if compute_dtype is not None and name.rpartition("/")[2] in _CAST:
+            leaf = leaf.astype(compute_dtype)
+        if mesh is None or rule is None:
+            return leaf
+        spec = PartitionSpec(*(None if axis == "fsdp" else axis for axis in rule(name, leaf.shape)))
+        return jax.lax.with_sharding_constraint(leaf, NamedSharding(mesh, spec))
+
+    return jax.tree_util.tree_map_with_path(lay_out, params)
+
+
+def begin(
+    weights: Params,
+    prompts: Int[Array, "prompts time"],
+    mask: Bool[Array, "prompts time"],
+    keys: jax.Array,
+    limits: Int[Array, " rows"],
+    *,
+    setup: Setup,
+    slots: int,
+    capacity: int,
+) -> State:
+    """Make the queue, and give its first rows the slots, so many on each device."""
+    rows = len(limits)
+    prompt = jnp.arange(rows, dtype=jnp.int32) // setup.num_samples
+    prompt = jnp.minimum(prompt, len(prompts) - 1)  # of rows that only fill up
+    order = _on_devices(_order, setup.mesh)(prompt, limits)
+    taken = jnp.zeros(setup.shards, jnp.int32)
+    queue = Queue(prompt, keys, limits, order, taken)
+    free = jnp.zeros(slots * setup.shards, bool)
+    first, _, queue = _next_rows(weights, prompts, mask, queue, free, setup, slots, capacity)
+    zeros = jnp.zeros((rows, setup.new), jnp.float32)
+    results = Completions(
+        tokens=zeros.astype(jnp.int32),
+        mask=zeros.astype(bool),
+        logprobs=zeros,
+        sampling_logprobs=zeros,
+        finish_reasons=jnp.zeros_like(limits),
+        lengths=jnp.zeros_like(limits),
+    )
+    return _reusable(_spread(State(first, queue, results), setup.mesh))
+
+
+def fill(
+    weights: Params,
+    state: State,
+    prompts: Int[Array, "prompts time"],
+    mask: Bool[Array, "prompts time"],
+    *,
+    setup: Setup,
+    capacity: int,
+) -> State:
+    """Give slots whose rows have ended to rows that wait, some on each device.
+
+    All of a slot is written, so that nothing of the row before remains.
+    """
+    state = collect(state, setup)
+    running, size = state.slots.running, setup.refill
+    new, slot, queue = _next_rows(
+        weights, prompts, mask, state.queue, running, setup, size, capacity
+    )
+
+    def put(slots: Slots, new: Slots, slot: Array) -> Slots:
+        return _map_rows(
+            lambda axis, x, y: x.at[(slice(None),) * axis + (slot,)].set(
+                y.astype(x.dtype), mode="drop"
+            ),
+            slots,
+            new,
+        )
+
+    slots = _on_devices(put, setup.mesh)(state.slots, new, slot)
+    return _reusable(_spread(state._replace(slots=slots, queue=queue), setup.mesh))
+
+
+def resize(state: State, *, setup: Setup, slots: int, capacity: int) -> State:
+    """Keep so many slots of each device, those of running rows first, with caches for so much."""
+    state = collect(state, setup)
+
+    def keep(rows: Slots) -> Slots:
+        chosen = jnp.argsort(~rows.running, stable=True)[:slots]
+        return _map_rows(lambda axis, x: jnp.take(x, chosen, axis=axis), rows)
+
+    kept = state.slots
+    if slots * setup.shards < len(kept.row):
+        kept = _on_devices(keep, setup.mesh)(kept)
+    kept = kept._replace(cache=with_room(kept.cache, capacity))
+    return _reusable(_spread(state._replace(slots=kept), setup.mesh))
+
+
+def run(
+    weights: Params,
+    state: State,
+    sampling: Sampling,
+    *,
+    setup: Setup,
+    capacity: int,
+    full: int,
+    shrink: bool = True,
+) -> tuple[State, Status]:
+    """Draw tokens until a slot can be given away, half the slots would do, or caches are full.
+
+    Args:
+        weights: as `lay_out_weights` lays them out.
+        state: donate it.
+        sampling: as arrays.
+        setup: what is static.
+        capacity: tokens that the caches hold.
+        full: tokens that a row has at most; caches of this size never get full.
+        shrink: whether to stop when half the slots would do.
+    """
+    slots = len(state.slots.row) // setup.shards
+    half = slots // 2 if shrink and slots_for(0, slots) < slots else 0
+    limits = state.queue.limits.reshape(setup.shards, -1)
+    waiting = jnp.sum(limits > 0, axis=1, dtype=jnp.int32) - state.queue.taken
+
+    def count(rows: Slots) -> tuple[Array, Array]:
+        running = jnp.sum(rows.running.reshape(setup.shards, -1), axis=1, dtype=jnp.int32)
+        return running, jnp.max(jnp.where(rows.running, rows.cache.length, 0))
+
+    def goes_on(rows: Slots) -> Array:
+        running, filled = count(rows)
+        useful = jnp.any(running > half) | jnp.any(waiting > 0)
+        fillable = jnp.any((waiting > 0) & (slots - running >= setup.refill))
+        fits = (capacity >= full) | (filled + setup.steps <= capacity)
+        return jnp.any(running > 0) & useful & ~fillable & fits
+
+    def step(_: Array | int, rows: Slots) -> Slots:
+        return _spread(advance(weights, rows, sampling, setup), setup.mesh)
+
+    def steps(rows: Slots) -> Slots:
+        return jax.lax.fori_loop(0, setup.steps, step, rows)
+
+    rows = jax.lax.while_loop(goes_on, steps, state.slots)
+    running, filled = count(rows)
+    state = _reusable(_spread(state._replace(slots=rows), setup.mesh))
+    return state, Status(jnp.max(running), jnp.max(waiting), filled)
+
+
+def collect(state: State, setup: Setup) -> State:
+    """Copy what the rows in slots have drawn to the results."""
+
+    def put(results: Completions, rows: Slots) -> Completions:
+        columns = jnp.arange(rows.tokens.shape[1], dtype=jnp.int32)[None]
+        mask = columns < rows.lengths[:, None]
+        drawn = Completions(
+            tokens=jnp.where(mask, rows.tokens, 0),
+            mask=mask,
+            logprobs=rows.logprobs,
+            sampling_logprobs=rows.sampling_logprobs,
+            finish_reasons=rows.reasons,
+            lengths=rows.lengths,
+        )
+        return jax.tree.map(lambda x, new: x.at[rows.row].set(new, mode="drop"), results, drawn)
+
+    return state._replace(results=_on_devices(put, setup.mesh)(state.results, state.slots))
+
+
+def advance(params: Params, rows: Slots, sampling: Sampling, setup: Setup) -> Slots:
+    """Read the pending token of each row that goes on, and choose the next one."""
+    running = rows.running
+    hidden, cache = decode_step(
+        params,
+        setup.config,
+        rows.pending,
+        rows.cache,
+        running,
+        compute_dtype=setup.compute_dtype,
+        mesh=setup.mesh,
+    )
+    chosen = next_token(
+        scaled_logits(params, hidden, jnp.asarray(sampling.temperature)),
+        sampling,
+        rows.keys,
+        rows.lengths,
+        (rows.prompts, rows.tokens),
+    )
+    column = jnp.where(running, rows.lengths, rows.tokens.shape[1])  # beyond the end: not written
+
+    put = jax.vmap(lambda row, column, value: row.at[column].set(value, mode="drop"))
+    lengths = rows.lengths + running.astype(jnp.int32)
+    stops = jnp.asarray(sampling.stop_tokens)
+    stopped = jnp.any(chosen.token[:, None] == stops[None], axis=1)
+    reason = jnp.where(stopped, STOP, jnp.where(lengths >= rows.limits, LENGTH, RUNNING))
+    return rows._replace(
+        pending=jnp.where(running, chosen.token, rows.pending),
+        cache=cache,
+        tokens=put(rows.tokens, column, chosen.token),
+        logprobs=put(rows.logprobs, column, chosen.logprob),
+        sampling_logprobs=put(rows.sampling_logprobs, column, chosen.sampling_logprob),
+        lengths=lengths,
+        reasons=jnp.where(running, reason, rows.reasons),
+    )
+
+
+def _order(prompt: Int[Array, " rows"], limits: Int[Array, " rows"]) -> Int[Array, " rows"]:
+    """Order one device's rows by the largest limit among a prompt's, samples of it together."""
+    local = prompt - prompt[0]
+    longest = jax.ops.segment_max(limits, local, num_segments=len(limits))
+    return jnp.argsort(-longest[local], stable=True).astype(jnp.int32)
+
+
+def _next_rows(
+    weights: Params,
+    prompts: Int[Array, "prompts time"],
+    mask: Bool[Array, "prompts time"],
+    queue: Queue,
+    running: Bool[Array, " slots"],
+    setup: Setup,
+    size: int,
+    capacity: int,
+) -> tuple[Slots, Int[Array, " new"], Queue]:
+    """Read the prompts of the next rows, so many on each device.
+
+    Returns:
+        The rows, the slot that each gets, and the queue without them. A row too many, for which
+        there is no slot or nothing waits, has ended before it began.
+    """
+    vocab, samples = setup.config.vocab_size, setup.num_samples
+    rows = len(queue.limits) // setup.shards
+    # The most prompts that a device's rows can have, and that so many neighbours can have.
+    count = rows // samples if rows % samples == 0 else (rows + samples - 2) // samples + 1
+    count = min(count, (size + samples - 2) // samples + 1)
+
+    def choose(queue: Queue, running: Array) -> tuple[Any, ...]:
+        slot = jnp.nonzero(~running, size=size, fill_value=len(running))[0].astype(jnp.int32)
+        rank = queue.taken[0] + jnp.arange(size, dtype=jnp.int32)
+        row = queue.order[jnp.minimum(rank, rows - 1)]
+        real = (slot < len(running)) & (rank < rows) & (queue.limits[row] > 0)
+        prompt = queue.prompt[row]
+        source = jnp.cumsum(jnp.diff(prompt, prepend=prompt[:1]) != 0, dtype=jnp.int32)
+        read = jnp.zeros(count, jnp.int32).at[source].set(prompt, mode="drop")
+        return (
+            read,
+            source,
+            jnp.where(real, row, rows),
+            jnp.where(real, slot, len(running)),
+            queue.keys[row],
+            queue.limits[row],
+            queue.taken + jnp.sum(real, dtype=jnp.int32),
+        )
+
+    read, source, row, slot, keys, limits, taken = _on_devices(choose, setup.mesh)(queue, running)
+    tokens, mask = prompts[read], mask[read]
+    before, last = _split_last(tokens, mask, vocab)
+    _, cache = prefill(
+        weights,
+        setup.config,
+        tokens,
+        before,
+        max_length=tokens.shape[1],
+        compute_dtype=setup.compute_dtype,
+        attention=setup.attention,
+        mesh=setup.mesh,
+    )
+
+    def repeat(cache: Cache, others: Any, source: Array) -> Any:
+        return take_rows(cache, source), jax.tree.map(lambda x: x[source], others)
+
+    seen = jnp.where(mask, tokens, vocab)
+    cache, (pending, seen) = _on_devices(repeat, setup.mesh)(cache, (last, seen), source)
+    zeros = jnp.zeros((len(row), setup.new), jnp.float32)
+    slots = Slots(
+        row=row,
+        pending=pending,
+        cache=for_many_steps(with_room(cache, capacity), setup.mesh),
+        prompts=seen,
+        tokens=jnp.full(zeros.shape, vocab, jnp.int32),
+        logprobs=zeros,
+        sampling_logprobs=zeros,
+        lengths=jnp.zeros_like(row),
+        limits=limits,
+        reasons=jnp.where(row < rows, RUNNING, LENGTH),
+        keys=keys,
+    )
+    return slots, slot, queue._replace(taken=taken)
+
+
+def _split_last(
+    prompts: Int[Array, "prompts time"], mask: Bool[Array, "prompts time"], vocab: int
+) -> tuple[Bool[Array, "prompts time"], Int[Array, " prompts"]]:
+    """Take the last token off each prompt: the mask without it, and the token.
+
+    A prompt without tokens gets one outside the vocabulary, and so only NaN.
+    """
+    columns = jnp.arange(prompts.shape[1], dtype=jnp.int32)[None]
+    last = jnp.max(jnp.where(mask, columns, -1), axis=1)
+    token = jnp.take_along_axis(prompts, jnp.maximum(last, 0)[:, None], axis=1)[:, 0]
+    return mask & (columns != last[:, None]), jnp.where(last >= 0, token, vocab)
+
+
+def for_many_steps(held: Held, mesh: Mesh | None) -> Held:
+    """Lay layers of a cache or of parameters as the devices read them: on a GPU one by one."""
+    return unstack_layers(held) if backend_of(mesh) == "gpu" else held
+
+
+def _map_rows(function: Callable[..., Any], tree: Any, *others: Any) -> Any:
+    """Apply a function to the axis of rows, 1 in the layers of a cache, and each array."""
+
+    def apply(path: Any, *arrays: Any) -> Any:
+        layered = any(getattr(key, "name", None) == "layers" for key in path)
+        return function(1 if layered else 0, *arrays)
+
+    return jax.tree_util.tree_map_with_path(apply, tree, *others)
+
+
+def _specs(tree: Any, mesh: Mesh) -> Any:
+    """Spread rows over data and fsdp, and the heads of their caches over tensor."""
+
+    def spec(path: Any, x: Any) -> PartitionSpec:
+        names = [getattr(key, "name", None) for key in path]
+        if "layers" not in names:
+            return PartitionSpec(_ROWS)
+        heads = names[-1] != "window" and x.shape[2] % mesh.shape["tensor"] == 0
+        return PartitionSpec(None, _ROWS, "tensor" if heads else None)
+
+    return jax.tree_util.tree_map_with_path(spec, tree)
+
+
+def _on_devices(function: Callable[..., Any], mesh: Mesh | None) -> Callable[..., Any]:
+    """Run a function on each device's share of the rows, so that none of them leaves it."""
+    if mesh is None:
+        return function
+
+    def on_mesh(*args: Any) -> Any:
+        out = jax.eval_shape(function, *args)
+        return jax.shard_map(
+            function,
+            mesh=mesh,
+            in_specs=_specs(args, mesh),
+            out_specs=_specs(out, mesh),
+            check_vma=False,
+        )(*args)
+
+    return on_mesh
+
+
+def _spread(tree: Any, mesh: Mesh | None) -> Any:
+    """Keep rows on their devices."""
+
+    def keep(x: Array, spec: PartitionSpec) -> Array:
+        return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
+
+    return tree if mesh is None else jax.tree.map(keep, tree, _specs(tree, mesh))
+
+
+def _reusable(state: State) -> State:
+    """Say to JAX's check of keys that each is used again on purpose, for other positions."""
+    keys = jax.random.clone(state.queue.keys), jax.random.clone(state.slots.keys)
+    queue, slots = state.queue._replace(keys=keys[0]), state.slots._replace(keys=keys[1])
+    return state._replace(queue=queue, slots=slots)
