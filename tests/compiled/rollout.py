@@ -17,8 +17,7 @@ from tests.compiled.traffic import loop_of_steps, traffic
 from twinkle_jax.model import DecoderConfig, parameter_shapes
 from twinkle_jax.model.decoder.sharding import AXES
 from twinkle_jax.sampler import Sampling
-from twinkle_jax.sampler.decoding import rows as decoding_rows
-from twinkle_jax.sampler.decoding.slots import empty_slots, run_slots
+from twinkle_jax.sampler import slots as sampler_slots
 from twinkle_jax.sampler.drawing.sampling import traced_sampling
 
 PROMPT = 128  # tokens of a row's capacity that its prompt has
@@ -81,7 +80,7 @@ def rollout(
         if stacked:
             jax.clear_caches()  # what was traced otherwise
             patches.callback(jax.clear_caches)
-            patches.enter_context(mock.patch.object(decoding_rows, "unstack_layers", lambda x: x))
+            patches.enter_context(mock.patch.object(sampler_slots, "unstack_layers", lambda x: x))
         compiled, weights, layers = _compile(config, topology, rows, capacity)
     program = read_program(compiled.as_text())
     step = loop_of_steps(program)
@@ -110,17 +109,29 @@ def _compile(config: DecoderConfig, topology: str, rows: int, capacity: int) -> 
     weights = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, jnp.bfloat16), parameter_shapes(config)
     )
-    run = {"config": config, "compute_dtype": jnp.dtype("bfloat16"), "mesh": mesh}
-    slots = {"slots": rows, "time": PROMPT, "new": capacity - PROMPT, "max_length": capacity}
+    setup = sampler_slots.Setup(
+        config=config,
+        num_samples=1,
+        new=capacity - PROMPT,
+        refill=1,
+        compute_dtype=jnp.dtype("bfloat16"),
+        attention="xla",
+        mesh=mesh,
+    )
+    prompts = jax.ShapeDtypeStruct((rows, PROMPT), jnp.int32)
+    begin = functools.partial(sampler_slots.begin, setup=setup, slots=rows, capacity=capacity)
+    lay_out = functools.partial(
+        sampler_slots.lay_out_weights, compute_dtype=setup.compute_dtype, mesh=mesh
+    )
+    run = functools.partial(sampler_slots.run, setup=setup, capacity=capacity, full=2 * capacity)
     with jax.numpy_dtype_promotion("standard"):
-        state = jax.eval_shape(
-            functools.partial(empty_slots, **run, **slots, attention="xla"),
-            weights,
-            jax.random.key(0),
-        )
-        sampling, enough = traced_sampling(Sampling()), jax.ShapeDtypeStruct((), jnp.int32)
-        lowered = run_slots.lower(*map(there, (weights, state, sampling, enough)), **run)
-        return lowered.compile(), weights, state.cache.layers
+        laid_out = jax.eval_shape(lay_out, weights)
+        keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), rows))
+        mask, limits = prompts.update(dtype=bool), prompts.update(shape=(rows,))
+        state = jax.eval_shape(begin, laid_out, prompts, mask, keys, limits)
+        arguments = map(there, (laid_out, state, traced_sampling(Sampling())))
+        compiled = jax.jit(run, donate_argnums=1).lower(*arguments).compile()
+        return compiled, weights, state.slots.cache.layers
 
 
 def _bytes(tree: Any) -> int:

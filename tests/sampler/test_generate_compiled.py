@@ -47,7 +47,7 @@ def test_the_loop_carries_one_cache():
 OTHER_MESHES = [{"data": 8}, {"data": 2, "fsdp": 2, "tensor": 2}]
 
 
-def run(params, *, name, mesh=None):
+def run(params, *, name, mesh=None, slots=None):
     return generate(
         params,
         config_of(name),
@@ -57,6 +57,7 @@ def run(params, *, name, mesh=None):
         num_samples=2,
         max_new_tokens=8,
         mesh=mesh,
+        slots=slots,
     )
 
 
@@ -91,14 +92,20 @@ def test_parameters_are_gathered_before_the_loop():
     assert "all-gather(" in text
 
 
-def test_a_mesh_must_divide_the_rows():
+def test_rows_that_devices_do_not_divide_are_drawn_too():
     mesh = make_mesh(data=8)
-    with pytest.raises(ValueError, match=r"multiple of the 8 devices .* got 4 times 1"):
+    alone, spread = (
         generate(
             params_of("qwen2"),
             config_of("qwen2"),
             *batch(PROMPTS, 6, "left"),
             jax.random.key(0),
+            num_samples=3,
             max_new_tokens=4,
-            mesh=mesh,
+            mesh=where,
         )
+        for where in (None, mesh)
+    )
+    np.testing.assert_array_equal(spread.tokens, alone.tokens)
+    with pytest.raises(ValueError, match="slots must be a positive multiple of 8"):
+        run(params_of("qwen2"), name="qwen2", mesh=mesh, slots=4)

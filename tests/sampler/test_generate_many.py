@@ -1,5 +1,7 @@
 """Slots that are filled again: the same completions, row by row, as without them."""
 
+import sys
+
 import jax
 import numpy as np
 import pytest
@@ -8,8 +10,9 @@ from tests.model.families import NAMES, batch, config_of, each, params_of
 from tests.sampler.completions import PROMPTS
 from twinkle_jax.model import Cache, make_mesh, unstack_layers
 from twinkle_jax.sampler import Sampling, generate, generate_many
-from twinkle_jax.sampler.decoding import rows as decoding_rows
+from twinkle_jax.sampler import slots as sampler_slots
 
+generate_module = sys.modules["twinkle_jax.sampler.generate"]  # the function hides it
 ROOM = 16  # that prompts are padded to; the first has as many tokens, so that its row gets full
 
 
@@ -45,6 +48,71 @@ def test_slots_give_what_one_batch_gives(name):
         assert 12 in whole.lengths[:2]
 
 
+def lengthy(how, **options):
+    """32 rows of 1 to 100 tokens."""
+    prompts = [[*prompt, i] for i in range(4) for prompt in PROMPTS]
+    return how(
+        params_of("qwen3"),
+        config_of("qwen3"),
+        *batch(prompts, 16, "right"),
+        jax.random.key(0),
+        Sampling(0.9, stop_tokens=[3, 9]),
+        num_samples=2,
+        max_new_tokens=100,
+        **options,
+    )
+
+
+def in_one_program(params, *args, **options):
+    return jax.jit(lambda params: generate(params, *args, **options))(params)
+
+
+@pytest.fixture
+def sizes(monkeypatch):
+    """Records slots and capacity of each run of the loop."""
+    seen, run = [], generate_module._run
+
+    def recorded(weights, state, *args, capacity, **options):
+        seen.append((len(state.slots.row), capacity))
+        assert {x.keys.shape[-1] for x in state.slots.cache.layers.values()} == {capacity}
+        return run(weights, state, *args, capacity=capacity, **options)
+
+    monkeypatch.setattr(generate_module, "_run", recorded)
+    return seen
+
+
+def test_rows_that_go_on_leave_the_others_behind_and_caches_grow(sizes, compilations):
+    alone = lengthy(generate)
+    lengths = np.sort(alone.lengths)
+    assert lengths[-1] == 100 and lengths[0] < 5
+    rows, capacities = zip(*sizes, strict=True)
+    assert sizes[0] == (32, 64) and capacities[-1] == 115  # all of prompt and room
+    assert set(rows) == {32, 16, 8} and set(capacities) == {64, 115}
+    assert list(rows) == sorted(rows, reverse=True) and list(capacities) == sorted(capacities)
+    assert_same(lengthy(in_one_program), alone)
+    sizes.clear()
+    assert_same(alone, lengthy(generate, slots=16, refill=4))
+    assert set(sizes) <= {(n, c) for n in (16, 8) for c in (64, 115)} and len(sizes) > 5
+    compilations.clear()
+    lengthy(generate, slots=16, refill=4, max_tokens=90)
+    assert not compilations  # for other lengths within the same sizes
+
+
+@pytest.mark.parametrize(
+    "axes",
+    [
+        {"fsdp": 8},
+        pytest.param({"data": 2, "fsdp": 2, "tensor": 2}, marks=pytest.mark.exhaustive),
+    ],
+    ids=str,
+)
+def test_eight_devices_exchange_rows_by_themselves(axes, sizes):
+    alone, mesh = lengthy(generate), make_mesh(**axes)
+    sizes.clear()
+    assert_same(alone, lengthy(generate, mesh=mesh, slots=16, refill=8))
+    assert set(sizes) == {(16, 64), (16, 115)} and len(sizes) > 5
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("slots", [1, 24, 40])
 def test_any_number_of_slots_will_do(slots):
@@ -73,8 +141,8 @@ def as_on_a_gpu(monkeypatch):
         seen.append(unstack_layers(held))
         return seen[-1]
 
-    monkeypatch.setattr(decoding_rows, "backend_of", lambda mesh: "gpu")
-    monkeypatch.setattr(decoding_rows, "unstack_layers", unstack)
+    monkeypatch.setattr(sampler_slots, "backend_of", lambda mesh: "gpu")
+    monkeypatch.setattr(sampler_slots, "unstack_layers", unstack)
     jax.clear_caches()
     yield seen
     jax.clear_caches()
@@ -113,7 +181,7 @@ BAD = [
     ({"prompts": [[1], []]}, ValueError, "prompts must have a token in each row, .* in row 1"),
     ({"prompts": [[1], [1.5]]}, TypeError, r"prompts\[1\] must be a list of token ids"),
     ({"slots": 0}, ValueError, "slots must be a positive multiple of 1 devices"),
-    ({"slots": 4, "refill": 5}, ValueError, "got slots=4, refill=5"),
+    ({"slots": 4, "refill": 5}, ValueError, "refill must be in .* got 5"),
 ]
 
 

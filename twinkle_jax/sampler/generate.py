@@ -276,18 +276,19 @@ def _fill_up(keys: jax.Array, limits: Any, shards: int) -> tuple[jax.Array, Any]
     if not more:
         return keys, limits
     arrays = np if isinstance(limits, np.ndarray) else jnp
-    keys = jnp.concatenate([keys, jnp.broadcast_to(jax.random.clone(keys[0]), (more,))])
-    return keys, arrays.concatenate([limits, arrays.zeros(more, np.int32)])
+    keys = keys[np.minimum(np.arange(len(limits) + more), len(limits) - 1)]
+    return jax.random.clone(keys), arrays.concatenate([limits, arrays.zeros(more, np.int32)])
 
 
 def _checked_slots(slots: Any, refill: Any, rows: int, shards: int) -> tuple[int, int]:
     """Give the slots of each device, and how many of them are refilled together."""
-    most = -(-rows // shards)
+    share = -(-rows // shards)
     if slots is not None and (slots < 1 or slots % shards):
         raise ValueError(f"slots must be a positive multiple of {shards} devices, got {slots}")
-    count = most if slots is None else min(slots // shards, most)
-    if refill is not None and not 1 <= refill <= (rows if slots is None else slots):
-        raise ValueError(f"refill must be at least 1 and at most slots={slots}, got {refill}")
+    count = share if slots is None else min(slots // shards, share)
+    most = rows if slots is None else slots
+    if refill is not None and not 1 <= refill <= most:
+        raise ValueError(f"refill must be in [1, {most}], the slots, got {refill}")
     return count, max(1, count // 16 if refill is None else min(refill // shards, count))
 
 

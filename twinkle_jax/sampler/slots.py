@@ -174,7 +174,8 @@ def lay_out_weights(params: Params, compute_dtype: DTypeLike | None, mesh: Mesh 
         spec = PartitionSpec(*(None if axis == "fsdp" else axis for axis in rule(name, leaf.shape)))
         return jax.lax.with_sharding_constraint(leaf, NamedSharding(mesh, spec))
 
-    return jax.tree_util.tree_map_with_path(lay_out, params)
+    laid_out: Params = jax.tree_util.tree_map_with_path(lay_out, params)
+    return laid_out
 
 
 def begin(
@@ -277,6 +278,7 @@ def run(
         full: tokens that a row has at most; caches of this size never get full.
         shrink: whether to stop when half the slots would do.
     """
+    weights = _for_many_steps(weights, setup.mesh)
     slots = len(state.slots.row) // setup.shards
     half = slots // 2 if shrink and slots_for(0, slots) < slots else 0
     limits = state.queue.limits.reshape(setup.shards, -1)
@@ -431,7 +433,7 @@ def _next_rows(
     slots = Slots(
         row=row,
         pending=pending,
-        cache=for_many_steps(with_room(cache, capacity), setup.mesh),
+        cache=_for_many_steps(with_room(cache, capacity), setup.mesh),
         prompts=seen,
         tokens=jnp.full(zeros.shape, vocab, jnp.int32),
         logprobs=zeros,
@@ -457,7 +459,7 @@ def _split_last(
     return mask & (columns != last[:, None]), jnp.where(last >= 0, token, vocab)
 
 
-def for_many_steps(held: Held, mesh: Mesh | None) -> Held:
+def _for_many_steps(held: Held, mesh: Mesh | None) -> Held:
     """Lay layers of a cache or of parameters as the devices read them: on a GPU one by one."""
     return unstack_layers(held) if backend_of(mesh) == "gpu" else held
 
@@ -506,10 +508,10 @@ def _on_devices(function: Callable[..., Any], mesh: Mesh | None) -> Callable[...
 def _spread(tree: Any, mesh: Mesh | None) -> Any:
     """Keep rows on their devices."""
 
-    def keep(x: Array, spec: PartitionSpec) -> Array:
-        return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
-
-    return tree if mesh is None else jax.tree.map(keep, tree, _specs(tree, mesh))
+    if mesh is None:
+        return tree
+    where = jax.tree.map(lambda spec: NamedSharding(mesh, spec), _specs(tree, mesh))
+    return jax.lax.with_sharding_constraint(tree, where)
 
 
 def _reusable(state: State) -> State:
