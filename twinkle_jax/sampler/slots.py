@@ -507,7 +507,6 @@ def _on_devices(function: Callable[..., Any], mesh: Mesh | None) -> Callable[...
 
 def _spread(tree: Any, mesh: Mesh | None) -> Any:
     """Keep rows on their devices."""
-
     if mesh is None:
         return tree
     where = jax.tree.map(lambda spec: NamedSharding(mesh, spec), _specs(tree, mesh))
