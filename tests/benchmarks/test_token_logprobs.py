@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from twinkle_jax.loss.token_logprobs.score import token_logprobs
+from twinkle_jax.loss import token_logprobs
 
 ON_CPU = jax.default_backend() == "cpu"
 SMALL = (512, 256, 32_768, "float32") if ON_CPU else (4096, 1024, 151_936, "bfloat16")

@@ -65,7 +65,7 @@ def random_batch(seed, rows=4, time=6, *, per_token=False, spread=0.4):
     return Batch(*(array.astype(np.float32) for array in arrays), mask)
 
 
-def call(loss_fn, logprobs, old, ref, entropies, advantages, mask, denominator=None):
+def call(loss_fn, logprobs, old, ref, entropies, advantages, mask, denominator=None, **kwargs):
     labels = jnp.where(mask, 7, loss_fn.ignore_index)
     return loss_fn(
         {"labels": labels},
@@ -74,6 +74,7 @@ def call(loss_fn, logprobs, old, ref, entropies, advantages, mask, denominator=N
         ref_logps=ref,
         advantages=advantages,
         denominator=denominator,
+        **kwargs,
     )
 
 

@@ -78,6 +78,13 @@ def importance_weights(trainer, sampler, mask, maximum=2.0):
     return per_token(mask, lambda i, t: min(math.exp(ratios[i][t]), maximum))
 
 
+def sequence_weights(trainer, sampler, mask, maximum=2.0):
+    ratios = token_log_ratio(trainer, sampler, mask)
+    return per_token(
+        mask, lambda i, t: min(math.exp(clamp(math.fsum(ratios[i]), -20, 20)), maximum)
+    )
+
+
 def masked_weights(trainer, sampler, mask, minimum=0.5, maximum=5.0):
     def value(i, t):
         ratio = math.exp(clamp(float(trainer[i][t]) - float(sampler[i][t]), -20, 20))

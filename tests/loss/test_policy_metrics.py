@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tests.loss.cases import GARBAGE, random_batch, same_bits
-from twinkle_jax.loss import PolicyMetrics, policy_metrics
+from twinkle_jax.loss import PolicyMetrics, policy_metrics, sampler_mismatch
 
 
 def test_worked_by_hand():
@@ -90,3 +90,79 @@ def test_errors():
         jax.eval_shape(lambda e: policy_metrics(x, None, mask, entropies=e), x[0])
     with pytest.raises(ValueError, match=r"advantages must have shape \(2,\)"):
         jax.eval_shape(policy_metrics, x, jnp.zeros(3), mask)
+
+
+def test_mismatch_worked_by_hand():
+    # Ratios 1, 2 and 1/2 in the first row, 1 in the second; the third has no token.
+    #   mean |log r| = 2 log 2 / 4; outside [0.9, 1.1]: 2 of 4
+    #   KL: (2 - 1 - log 2 + 1/2 - 1 + log 2) / 4 = 1/8
+    #   tokens: (1 + 2 + 1/2 + 1)^2 / (4 (1 + 4 + 1/4 + 1)) = 20.25 / 25; products are all 1
+    trainer = jnp.log(jnp.array([[1.0, 2.0, 0.5], [1.0, 9.0, 9.0], [9.0, 9.0, 9.0]]))
+    mask = jnp.array([[True, True, True], [True, False, False], [False] * 3])
+    mismatch = sampler_mismatch(trainer, jnp.zeros((3, 3)), mask)
+    assert (mismatch.tokens, mismatch.sequences) == (4, 2)
+    expected = {
+        "logp_diff/mean": np.log(2) / 2,
+        "logp_diff/max": np.log(2),
+        "ratio_outside": 0.5,
+        "mismatch_kl": 0.125,
+        "token_sample_size": 0.81,
+        "sequence_sample_size": 1.0,
+    }
+    metrics = mismatch.metrics()
+    assert list(metrics) == list(expected)
+    np.testing.assert_allclose([*metrics.values()], [*expected.values()], rtol=1e-6)
+    # Products 8 and 1: (8 + 1)^2 / (2 (64 + 1)).
+    mismatch = sampler_mismatch(trainer * jnp.array([[1, 1, -2.0]]), jnp.zeros((3, 3)), mask)
+    np.testing.assert_allclose(mismatch.metrics()["sequence_sample_size"], 81 / 130, rtol=1e-6)
+
+
+def test_the_band_of_a_mismatch():
+    trainer, mask = jnp.log(jnp.array([0.5, 0.95, 1.05, 2.0])), jnp.ones(4, bool)
+    for band, outside in [({}, 2), ({"minimum": 0.97}, 3), ({"minimum": 0.4, "maximum": 3.0}, 0)]:
+        assert sampler_mismatch(trainer, jnp.zeros(4), mask, **band).outside == outside
+
+
+@pytest.mark.parametrize("parts", [2, 4])
+def test_mismatches_add_up(parts):
+    batch = random_batch(52, rows=8)
+    arrays = batch.logprobs, batch.old, batch.mask
+    whole = jax.jit(sampler_mismatch)(*arrays).metrics()
+    first, *others = (
+        sampler_mismatch(*part) for part in zip(*(np.split(x, parts) for x in arrays), strict=True)
+    )
+    added = jax.jit(lambda first, others: sum(others, first))(first, others).metrics()
+    for name, value in whole.items():
+        np.testing.assert_allclose(added[name], value, rtol=1e-5)
+
+
+def test_mismatch_at_the_edges():
+    nothing = sampler_mismatch(
+        jnp.full((2, 3), jnp.nan), jnp.zeros((2, 3)), jnp.zeros((2, 3), bool)
+    )
+    np.testing.assert_array_equal([*nothing.metrics().values()], [0, 0, 0, 0, 1, 1])
+    far = sampler_mismatch(
+        jnp.array([[0.0, 0.0]]), jnp.array([[-200.0, 0.0]]), jnp.ones((1, 2), bool)
+    )
+    assert far.metrics()["logp_diff/max"] == 200
+    assert all(np.isfinite(value) for value in far.metrics().values())
+    broken = sampler_mismatch(jnp.array([jnp.nan, 0.0]), jnp.zeros(2), jnp.ones(2, bool))
+    assert np.isnan(broken.metrics()["logp_diff/mean"])
+    assert np.isnan((broken + far).metrics()["logp_diff/max"])
+
+
+def test_mismatch_has_no_gradient_and_ignores_padding():
+    batch = random_batch(53)
+
+    def total(*arrays):
+        mismatch = sampler_mismatch(*arrays, batch.mask)
+        return sum(mismatch.metrics().values()), mismatch
+
+    run = jax.jit(jax.grad(total, argnums=(0, 1), has_aux=True))
+    gradients, clean = run(batch.logprobs, batch.old)
+    assert not any(gradient.any() for gradient in gradients)
+    for garbage in GARBAGE:
+        dirty = run(*(np.where(batch.mask, x, garbage) for x in (batch.logprobs, batch.old)))[1]
+        assert all(map(same_bits, jax.tree.leaves(clean), jax.tree.leaves(dirty)))
+    with pytest.raises(ValueError, match="sampler_logprobs"):
+        sampler_mismatch(batch.logprobs, batch.old[0], batch.mask)

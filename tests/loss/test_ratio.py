@@ -14,12 +14,14 @@ from twinkle_jax.loss import (
     sequence_log_ratio,
     token_log_ratio,
     truncated_importance_weights,
+    truncated_sequence_importance_weights,
 )
 
 PAIRS = [
     (token_log_ratio, reference.token_log_ratio),
     (sequence_log_ratio, reference.sequence_log_ratio),
     (truncated_importance_weights, reference.importance_weights),
+    (truncated_sequence_importance_weights, reference.sequence_weights),
     (masked_importance_weights, reference.masked_weights),
     (masked_sequence_importance_weights, reference.masked_sequence_weights),
 ]
@@ -40,44 +42,6 @@ def test_worked_by_hand():
     mask = jnp.array([[True, True], [True, False]])
     np.testing.assert_array_equal(token_log_ratio(new, old, mask), [[0.5, -1.5], [1.0, 0.0]])
     np.testing.assert_array_equal(sequence_log_ratio(new, old, mask), [[-0.5, -0.5], [1.0, 0.0]])
-
-
-def test_truncated_weights_worked_by_hand():
-    # Ratios 1/2, 1, 2 and 4 under a ceiling of 2; the last token is masked.
-    ratios = jnp.array([0.5, 1.0, 2.0, 4.0, 1.0])
-    mask = jnp.array([True, True, True, True, False])
-    weights = truncated_importance_weights(jnp.log(ratios), jnp.zeros(5), mask)
-    np.testing.assert_allclose(weights, [0.5, 1, 2, 2, 0], rtol=1e-6)
-    weights = truncated_importance_weights(jnp.log(ratios), jnp.zeros(5), mask, maximum=0.75)
-    np.testing.assert_allclose(weights, [0.5, 0.75, 0.75, 0.75, 0], rtol=1e-6)
-
-
-def test_masked_weights_worked_by_hand():
-    # Ratios 1/4, 1/2, 2 and 8: those outside [1/2, 5] are dropped; so is a larger one from [0, 3].
-    ratios, mask = jnp.array([0.25, 0.5, 2.0, 8.0, 1.0]), jnp.array([True] * 4 + [False])
-    weights = masked_importance_weights(jnp.log(ratios), jnp.zeros(5), mask, minimum=0.49)
-    np.testing.assert_allclose(weights, [0, 0.5, 2, 0, 0], rtol=1e-6)
-    weights = masked_importance_weights(
-        jnp.log(ratios), jnp.zeros(5), mask, minimum=0.0, maximum=3.0
-    )
-    np.testing.assert_allclose(weights, [0.25, 0.5, 2, 0, 0], rtol=1e-6)
-    # Over sequences: 1/2 * 4 = 2 is kept, 2 * 2 = 4 and one token of 4 are not, nothing is 1.
-    new = jnp.log(jnp.array([[0.5, 4.0], [2.0, 2.0], [4.0, 9.0], [9.0, 9.0]]))
-    mask = jnp.array([[True, True], [True, True], [True, False], [False, False]])
-    weights = masked_sequence_importance_weights(new, jnp.zeros((4, 2)), mask)
-    np.testing.assert_allclose(weights, [[2, 2], [0, 0], [0, 0], [0, 0]], rtol=1e-6)
-    weights = masked_sequence_importance_weights(
-        new, jnp.zeros((4, 2)), mask, minimum=3.0, maximum=5.0
-    )
-    np.testing.assert_allclose(weights, [[0, 0], [4, 4], [4, 0], [0, 0]], rtol=1e-6)
-
-
-@pytest.mark.parametrize(
-    "function", [masked_importance_weights, masked_sequence_importance_weights]
-)
-def test_a_weight_that_is_no_number_is_not_silent(function):
-    weights = function(jnp.array([[jnp.nan], [0.0]]), jnp.zeros((2, 1)), jnp.ones((2, 1), bool))
-    np.testing.assert_array_equal(jnp.isnan(weights), [[True], [False]])
 
 
 @pytest.mark.parametrize(("function", "oracle"), PAIRS)

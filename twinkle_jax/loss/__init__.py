@@ -4,55 +4,82 @@ A loss is a ratio, a surrogate and a reduction, each a function:
 `token_mean(clipped_surrogate(token_log_ratio(...), advantages, mask), mask)`.
 
 Public is what this file lists; all else in this folder is private and may change. One file a
-concept; `token_logprobs/` scores tokens without holding logits, `twinkle/` has the same losses as
-objects under Twinkle's names.
+concept; the files that end in `_losses` have the objects that a train step takes, under Twinkle's
+names.
 """
 
-from twinkle_jax.loss.clipped_importance import clipped_importance_surrogate
 from twinkle_jax.loss.distillation import generalised_jsd
 from twinkle_jax.loss.entropy import entropy_bonus, top_entropy_mask
 from twinkle_jax.loss.importance_correction import (
+    Correction,
+    CorrectionMode,
+    ImportanceCorrection,
     masked_importance_weights,
     masked_sequence_importance_weights,
     truncated_importance_weights,
+    truncated_sequence_importance_weights,
 )
 from twinkle_jax.loss.kl import kl_k1, kl_k2, kl_k3
-from twinkle_jax.loss.off_policy_mask import off_policy_sequence_mask
-from twinkle_jax.loss.policy_gradient import policy_gradient
-from twinkle_jax.loss.policy_metrics import PolicyMetrics, policy_metrics
+from twinkle_jax.loss.loss_inputs import SampleValues
+from twinkle_jax.loss.loss_object import Loss, LossOutput, LossUnit
+from twinkle_jax.loss.masked_inputs import Advantages, Mask, PerToken, Scalar
+from twinkle_jax.loss.named_losses import LOSSES, LossFunction, get_loss
+from twinkle_jax.loss.policy_losses import (
+    BNPOLoss,
+    CISPOLoss,
+    DAPOLoss,
+    DRGRPOLoss,
+    GRPOLoss,
+    GSPOLoss,
+    PolicyLoss,
+    PPOLoss,
+    SAPOLoss,
+)
+from twinkle_jax.loss.policy_metrics import (
+    PolicyMetrics,
+    SamplerMismatch,
+    policy_metrics,
+    sampler_mismatch,
+)
 from twinkle_jax.loss.preference import (
     hinge_preference,
     ipo_preference,
     kto_pair_preference,
     sigmoid_preference,
 )
+from twinkle_jax.loss.preference_losses import DPOLoss
 from twinkle_jax.loss.ratio import sequence_log_ratio, token_log_ratio
 from twinkle_jax.loss.reduction import constant_length, sequence_mean, token_mean
-from twinkle_jax.loss.soft_gate import soft_gate_surrogate
 from twinkle_jax.loss.supervised import cross_entropy, dynamic_fine_tuning
-from twinkle_jax.loss.surrogate import clipped_surrogate
-from twinkle_jax.loss.token_logprobs.score import token_logprobs
-from twinkle_jax.loss.trust_region import binary_kl_mask, total_variation_mask
-from twinkle_jax.loss.twinkle.chunked_cross_entropy import ChunkedCrossEntropyLoss
-from twinkle_jax.loss.twinkle.cispo import CISPOLoss
-from twinkle_jax.loss.twinkle.critic import PPOValueLoss
-from twinkle_jax.loss.twinkle.cross_entropy import CrossEntropyLoss
-from twinkle_jax.loss.twinkle.dpo import DPOLoss
-from twinkle_jax.loss.twinkle.dr_grpo import DRGRPOLoss
-from twinkle_jax.loss.twinkle.gkd import GKDLoss
-from twinkle_jax.loss.twinkle.grpo import BNPOLoss, DAPOLoss, GRPOLoss, GSPOLoss
-from twinkle_jax.loss.twinkle.mse import MSELoss
-from twinkle_jax.loss.twinkle.named_losses import get_loss
-from twinkle_jax.loss.twinkle.output import Loss, LossOutput
-from twinkle_jax.loss.twinkle.policy_loss import PolicyLoss
-from twinkle_jax.loss.twinkle.ppo import PPOLoss
-from twinkle_jax.loss.twinkle.sapo import SAPOLoss
+from twinkle_jax.loss.supervised_losses import (
+    ChunkedCrossEntropyLoss,
+    CrossEntropyLoss,
+    GKDLoss,
+    MSELoss,
+    PPOValueLoss,
+)
+from twinkle_jax.loss.surrogate import (
+    clipped_importance_surrogate,
+    clipped_surrogate,
+    policy_gradient,
+    soft_gate_surrogate,
+)
+from twinkle_jax.loss.token_logprobs import token_logprobs
+from twinkle_jax.loss.trust_region import (
+    binary_kl_mask,
+    off_policy_sequence_mask,
+    total_variation_mask,
+)
 from twinkle_jax.loss.value import clipped_value_loss
 
 __all__ = [
+    "LOSSES",
+    "Advantages",
     "BNPOLoss",
     "CISPOLoss",
     "ChunkedCrossEntropyLoss",
+    "Correction",
+    "CorrectionMode",
     "CrossEntropyLoss",
     "DAPOLoss",
     "DPOLoss",
@@ -60,14 +87,22 @@ __all__ = [
     "GKDLoss",
     "GRPOLoss",
     "GSPOLoss",
+    "ImportanceCorrection",
     "Loss",
+    "LossFunction",
     "LossOutput",
+    "LossUnit",
     "MSELoss",
+    "Mask",
     "PPOLoss",
     "PPOValueLoss",
+    "PerToken",
     "PolicyLoss",
     "PolicyMetrics",
     "SAPOLoss",
+    "SampleValues",
+    "SamplerMismatch",
+    "Scalar",
     "binary_kl_mask",
     "clipped_importance_surrogate",
     "clipped_surrogate",
@@ -89,6 +124,7 @@ __all__ = [
     "off_policy_sequence_mask",
     "policy_gradient",
     "policy_metrics",
+    "sampler_mismatch",
     "sequence_log_ratio",
     "sequence_mean",
     "sigmoid_preference",
@@ -99,4 +135,5 @@ __all__ = [
     "top_entropy_mask",
     "total_variation_mask",
     "truncated_importance_weights",
+    "truncated_sequence_importance_weights",
 ]

@@ -1,4 +1,14 @@
-"""Weights that correct for a sampler whose probabilities are not quite the trainer's."""
+"""Importance weights for a sampler whose log-probabilities differ from the trainer's.
+
+The sampler and the trainer have the same weights, but other kernels, shapes and precisions. Each
+function has a level (one weight per token, or one per sequence) and a way to bound it (truncate, or
+mask, which drops what is out of range). `ImportanceCorrection` is any of them, for a loss object.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -6,16 +16,21 @@ import jax.numpy as jnp
 from twinkle_jax.loss.masked_inputs import Mask, PerToken, Scalar, masked_inputs
 from twinkle_jax.loss.ratio import bounded
 
+CorrectionMode = Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
+"""What an `ImportanceCorrection` weighs, and what it does with weights above its cap."""
+
+Correction = Callable[[PerToken, PerToken, Mask], PerToken]
+"""Weights per token from the trainer's log-probabilities, the sampler's, and the mask."""
+
 
 def truncated_importance_weights(
     behaviour_logprobs: PerToken, sampler_logprobs: PerToken, mask: Mask, *, maximum: Scalar = 2.0
 ) -> PerToken:
-    r"""Weights that correct for a sampler whose probabilities differ from the trainer's.
+    r"""Correct for the sampler, token by token, with weights of at most $C$.
 
     $$w_t = \min\left(\frac{\mu_{trainer}(a_t)}{\mu_{sampler}(a_t)},\ C\right)$$
 
-    Multiply the losses per token by them. Both log-probabilities are of the same weights: one
-    computed by the trainer, one reported by the sampler (another kernel, another precision).
+    Multiply the losses per token by the weights.
 
     Args:
         behaviour_logprobs: $\log \mu_{trainer}$, in nats; receives no gradient.
@@ -52,13 +67,13 @@ def masked_importance_weights(
     minimum: Scalar = 0.5,
     maximum: Scalar = 5.0,
 ) -> PerToken:
-    r"""Weights that correct for the sampler, token by token, and drop tokens that are far off.
+    r"""Correct for the sampler, token by token, and drop tokens whose ratio is out of range.
 
     $$w_t = \rho_t\,[\alpha \le \rho_t \le \beta], \qquad
     \rho_t = \frac{\mu_{trainer}(a_t)}{\mu_{sampler}(a_t)}$$
 
-    Multiply the losses per token by them, and reduce with the whole `mask`: a dropped token adds 0
-    and still counts. TRL's `token_mask` is this with $\alpha = 0$ and $\beta = 3$.
+    Multiply the losses per token by the weights, and reduce with the original `mask`: a dropped
+    token adds 0 and still counts. TRL's `token_mask` is this with $\alpha = 0$ and $\beta = 3$.
 
     Args:
         behaviour_logprobs: $\log \mu_{trainer}$, in nats; receives no gradient.
@@ -86,6 +101,43 @@ def masked_importance_weights(
     return jnp.where(mask, _within(jnp.exp(log_ratio), minimum, maximum), 0)
 
 
+def truncated_sequence_importance_weights(
+    behaviour_logprobs: PerToken, sampler_logprobs: PerToken, mask: Mask, *, maximum: Scalar = 2.0
+) -> PerToken:
+    r"""Correct for the sampler, sequence by sequence, with weights of at most $C$.
+
+    $$w = \min\left(\prod_t \frac{\mu_{trainer}(a_t)}{\mu_{sampler}(a_t)},\ C\right)$$
+
+    Multiply the losses per token by the weights. The product is unbiased where single ratios are
+    not, since later tokens depend on earlier ones, and its variance grows with the length.
+
+    Args:
+        behaviour_logprobs: $\log \mu_{trainer}$, in nats; receives no gradient.
+        sampler_logprobs: $\log \mu_{sampler}$, in nats; receives no gradient.
+        mask: True where the policy chose the token. Padding may hold anything.
+        maximum: $C$, above 0; 2 to 5 are usual.
+
+    Returns:
+        The sequence's weight at each of its tokens, zero where masked out. No gradient flows
+        through it.
+
+    Raises:
+        ValueError: if the shapes differ.
+        TypeError: if a log-probability is not floating point, or the mask not boolean.
+
+    References:
+        [When Speed Kills Stability](https://richardli.xyz/rl-collapse) (Liu et al., 2025),
+        truncated importance sampling over sequences
+
+    Example:
+        >>> trainer, sampler = jnp.log(jnp.array([0.5, 0.75])), jnp.log(jnp.array([0.5, 0.5]))
+        >>> truncated_sequence_importance_weights(trainer, sampler, jnp.array([True, True]))
+        Array([1.5, 1.5], dtype=float32)
+    """
+    ratio = _sequence_ratio(behaviour_logprobs, sampler_logprobs, mask)
+    return jnp.where(mask, jnp.minimum(ratio, jnp.asarray(maximum, ratio.dtype)), 0)
+
+
 def masked_sequence_importance_weights(
     behaviour_logprobs: PerToken,
     sampler_logprobs: PerToken,
@@ -94,14 +146,14 @@ def masked_sequence_importance_weights(
     minimum: Scalar = 0.0,
     maximum: Scalar = 3.0,
 ) -> PerToken:
-    r"""Weights that correct for the sampler, one a sequence, and drop sequences that are far off.
+    r"""Correct for the sampler, sequence by sequence, and drop those whose ratio is out of range.
 
     $$w = \rho\,[\alpha \le \rho \le \beta], \qquad
     \rho = \prod_t \frac{\mu_{trainer}(a_t)}{\mu_{sampler}(a_t)}$$
 
-    Multiply the losses per token by them, and reduce with the whole `mask`. The defaults are those
-    of TRL, whose `sequence_mask` this is. The product of many ratios leaves every range as
-    sequences grow: watch the share of weights that are 0.
+    Multiply the losses per token by the weights, and reduce with the original `mask`. The defaults
+    are those of TRL, whose `sequence_mask` this is. The longer the sequences, the more products
+    leave the range: watch `sequence_sample_size` of `sampler_mismatch`.
 
     Args:
         behaviour_logprobs: $\log \mu_{trainer}$, in nats; receives no gradient.
@@ -127,9 +179,61 @@ def masked_sequence_importance_weights(
         >>> masked_sequence_importance_weights(trainer, sampler, jnp.array([True, True]))
         Array([2., 2.], dtype=float32)
     """
-    log_ratio = _sampler_log_ratio(behaviour_logprobs, sampler_logprobs, mask)
-    ratio = jnp.exp(bounded(jnp.sum(log_ratio, axis=-1, keepdims=True)))
+    ratio = _sequence_ratio(behaviour_logprobs, sampler_logprobs, mask)
     return jnp.where(mask, _within(ratio, minimum, maximum), 0)
+
+
+@dataclass(frozen=True)
+class ImportanceCorrection:
+    """One of the corrections for the sampler, as `PolicyLoss` objects take it.
+
+    Immutable, equal when its fields are, and hashable.
+
+    Args:
+        mode: `'token_truncate'` and `'sequence_truncate'` lower weights to the cap; `'token_mask'`
+            and `'sequence_mask'` drop tokens or sequences whose ratio is not in [floor, cap].
+        cap: the largest weight, above 0. Usual are 2 for tokens, 2 to 5 for sequences, and 3 to 5
+            for masks.
+        floor: for masks, the smallest ratio that is kept.
+
+    Raises:
+        ValueError: if the mode is unknown, or a truncation has a floor.
+
+    References:
+        see `truncated_importance_weights`, `masked_importance_weights` and the forms of both for
+        sequences, which this calls
+
+    Example:
+        >>> correction = ImportanceCorrection("token_mask", cap=3.0)
+        >>> trainer, sampler = jnp.array([-1.0, -1.0]), jnp.array([-1.0, -9.0])
+        >>> correction(trainer, sampler, jnp.array([True, True]))
+        Array([1., 0.], dtype=float32)
+    """
+
+    mode: CorrectionMode = "token_truncate"
+    cap: Scalar = 2.0
+    floor: Scalar = 0.0
+
+    def __post_init__(self) -> None:
+        if self.mode not in get_args(CorrectionMode):
+            known = ", ".join(map(repr, get_args(CorrectionMode)))
+            raise ValueError(f"mode must be one of {known}, got {self.mode!r}")
+        # A traced floor has no value yet.
+        has_floor = isinstance(self.floor, int | float) and self.floor != 0
+        if self.mode.endswith("truncate") and has_floor:
+            raise ValueError(f"floor must be 0 for mode={self.mode!r}, got {self.floor}")
+
+    def __call__(
+        self, behaviour_logprobs: PerToken, sampler_logprobs: PerToken, mask: Mask
+    ) -> PerToken:
+        """Compute the weights: see `truncated_importance_weights` and the other functions."""
+        weights: dict[CorrectionMode, Callable[..., PerToken]] = {
+            "token_truncate": truncated_importance_weights,
+            "token_mask": partial(masked_importance_weights, minimum=self.floor),
+            "sequence_truncate": truncated_sequence_importance_weights,
+            "sequence_mask": partial(masked_sequence_importance_weights, minimum=self.floor),
+        }
+        return weights[self.mode](behaviour_logprobs, sampler_logprobs, mask, maximum=self.cap)
 
 
 def _sampler_log_ratio(
@@ -141,7 +245,15 @@ def _sampler_log_ratio(
     return bounded(jax.lax.stop_gradient(trainer - sampler))
 
 
+def _sequence_ratio(
+    behaviour_logprobs: PerToken, sampler_logprobs: PerToken, mask: Mask
+) -> PerToken:
+    """Multiply the ratios of each sequence; the time axis of the result has length 1."""
+    log_ratio = _sampler_log_ratio(behaviour_logprobs, sampler_logprobs, mask)
+    return jnp.exp(bounded(jnp.sum(log_ratio, axis=-1, keepdims=True)))
+
+
 def _within(ratio: PerToken, minimum: Scalar, maximum: Scalar) -> PerToken:
     low, high = jnp.asarray(minimum, ratio.dtype), jnp.asarray(maximum, ratio.dtype)
-    outside = (ratio < low) | (ratio > high)  # a ratio that is not a number is neither, and stays
+    outside = (ratio < low) | (ratio > high)  # False for NaN, which stays visible
     return jnp.where(outside, 0, ratio)

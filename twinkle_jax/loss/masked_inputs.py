@@ -1,13 +1,20 @@
-"""What every loss asks of its arrays (equal shapes, right types, a mask), and masking them."""
+"""Check the arrays of a loss (shapes, types, the mask), and clean what is under the mask."""
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 Scalar = float | Float[Array, ""]
+"""A coefficient; it may be traced."""
+
 PerToken = Float[Array, "*batch time"]
+"""One number per token."""
+
 Mask = Bool[Array, "*batch time"]
+"""True where a token counts."""
+
 Advantages = Float[Array, "*batch"] | Float[Array, "*batch time"]
+"""One advantage per sequence, or one per token."""
 
 
 def masked_inputs(mask: Mask, /, **arrays: PerToken) -> list[PerToken]:
@@ -29,7 +36,7 @@ def masked_inputs(mask: Mask, /, **arrays: PerToken) -> list[PerToken]:
 
 
 def checked_mask(mask: Mask) -> Mask:
-    """Return the mask as an array, or say what is wrong with it."""
+    """Check that the mask is boolean and has a time axis."""
     mask = jnp.asarray(mask)
     if mask.dtype != jnp.bool_:
         raise TypeError(f"mask must be boolean (True = keep), got {mask.dtype}; try mask != 0")

@@ -1,5 +1,6 @@
-"""The clipped surrogate of PPO and GRPO, with dual clip and two-sided clip."""
+"""Loss of each token of a policy: clipped, softly gated, importance-weighted, plain."""
 
+import jax
 import jax.numpy as jnp
 
 from twinkle_jax.loss.masked_inputs import (
@@ -69,3 +70,133 @@ def clipped_surrogate(
     above, below = ratio > jnp.where(rising, high, ceiling), ~rising & (ratio < low)
     ratio = jnp.where(above, jnp.where(rising, high, ceiling), jnp.where(below, low, ratio))
     return jnp.where(mask, -ratio * advantages, 0)
+
+
+def clipped_importance_surrogate(
+    log_ratio: PerToken,
+    logprobs: PerToken,
+    advantages: Advantages,
+    mask: Mask,
+    *,
+    epsilon: Scalar | None = None,
+    epsilon_high: Scalar = 0.2,
+) -> PerToken:
+    r"""Loss of CISPO: every token keeps its gradient, only its weight is clipped.
+
+    $$\ell_t = -\mathrm{sg}\left[\mathrm{clip}(r_t, 1-\epsilon, 1+\epsilon_{high})\right]
+    A_t \log \pi(a_t \mid s_t)$$
+
+    with sg a stopped gradient. The cap of the weight, $1 + \epsilon_{high}$, differs from author to
+    author: Twinkle's default is 1.2, ScaleRL uses 5 (`epsilon_high=4`), and in TRL `epsilon_high`
+    is the cap itself.
+
+    Args:
+        log_ratio: $\log r_t$ from `token_log_ratio`; receives no gradient.
+        logprobs: $\log \pi$, under the policy being trained, in nats.
+        advantages: $A$, one a sequence or one a token; receives no gradient.
+        mask: True where the policy chose the token. Padding may hold anything.
+        epsilon: how far the weight may fall below 1; None, the usual choice, for no lower bound.
+        epsilon_high: how far the weight may rise above 1.
+
+    Returns:
+        Loss per token, zero where masked out.
+
+    Raises:
+        ValueError: if the shapes differ.
+        TypeError: if an array is not floating point, or the mask not boolean.
+
+    References:
+        [MiniMax-M1](https://arxiv.org/abs/2506.13585) (MiniMax, 2025), CISPO;
+        [The Art of Scaling Reinforcement Learning Compute for LLMs](https://arxiv.org/abs/2510.13786)
+        (Khatri et al., 2025), ScaleRL
+
+    Example:
+        >>> log_ratio, logprobs = jnp.log(jnp.array([2.0, 0.5])), jnp.array([-1.0, -1.0])
+        >>> clipped_importance_surrogate(
+        ...     log_ratio, logprobs, jnp.array(1.0), jnp.array([True, True]), epsilon_high=0.25
+        ... )
+        Array([1.25, 0.5 ], dtype=float32)
+    """
+    log_ratio, logprobs = masked_inputs(mask, log_ratio=log_ratio, logprobs=logprobs)
+    advantages = masked_advantages(advantages, mask, logprobs.dtype)
+    low, high = clip_bounds(1.0 if epsilon is None else epsilon, epsilon_high, logprobs.dtype)
+    weights = jax.lax.stop_gradient(jnp.clip(jnp.exp(bounded(log_ratio)), low, high))
+    return jnp.where(mask, -weights * advantages * logprobs, 0)
+
+
+def soft_gate_surrogate(
+    log_ratio: PerToken,
+    advantages: Advantages,
+    mask: Mask,
+    *,
+    tau_pos: Scalar = 1.0,
+    tau_neg: Scalar = 1.0,
+) -> PerToken:
+    r"""Loss of SAPO: a sigmoid that fades out where PPO would clip.
+
+    $$\ell_t = -\frac{4}{\tau}\,\sigma\left(\tau (r_t - 1)\right) A_t, \qquad
+    \tau = \tau_{pos} \text{ if } A_t > 0 \text{ else } \tau_{neg}$$
+
+    At $r_t = 1$ the gradient is that of the plain policy gradient. The paper takes
+    $\tau_{neg} > \tau_{pos}$.
+
+    Args:
+        log_ratio: $\log r_t$ from `token_log_ratio`.
+        advantages: $A$, one a sequence or one a token; receives no gradient.
+        mask: True where the policy chose the token. Padding may hold anything.
+        tau_pos: steepness of the gate for positive advantages, above 0.
+        tau_neg: steepness of the gate for the others, above 0.
+
+    Returns:
+        Loss per token, zero where masked out.
+
+    Raises:
+        ValueError: if the shapes differ.
+        TypeError: if `log_ratio` is not floating point, or the mask not boolean.
+
+    References:
+        [Soft Adaptive Policy Optimization](https://arxiv.org/abs/2511.20347) (Gao et al., 2025)
+
+    Example:
+        >>> soft_gate_surrogate(jnp.zeros(2), jnp.array([1.0, -0.5]), jnp.array([True, True]))
+        Array([-2.,  1.], dtype=float32)
+    """
+    (log_ratio,) = masked_inputs(mask, log_ratio=log_ratio)
+    advantages = masked_advantages(advantages, mask, log_ratio.dtype)
+    tau = jnp.where(
+        advantages > 0, jnp.asarray(tau_pos, log_ratio.dtype), jnp.asarray(tau_neg, log_ratio.dtype)
+    )
+    gate = 4 / tau * jax.nn.sigmoid(tau * (jnp.exp(bounded(log_ratio)) - 1))
+    return jnp.where(mask, -gate * advantages, 0)
+
+
+def policy_gradient(logprobs: PerToken, advantages: Advantages, mask: Mask) -> PerToken:
+    r"""Loss of REINFORCE and A2C: the advantage times the log-probability.
+
+    $$\ell_t = -A_t \log \pi(a_t \mid s_t)$$
+
+    Its gradient is the policy gradient when the tokens were drawn from the policy being trained.
+
+    Args:
+        logprobs: $\log \pi$, under the policy being trained, in nats.
+        advantages: $A$, one a sequence or one a token; receives no gradient.
+        mask: True where the policy chose the token. Padding may hold anything.
+
+    Returns:
+        Loss per token, zero where masked out.
+
+    Raises:
+        ValueError: if the shapes differ.
+        TypeError: if `logprobs` is not floating point, or the mask not boolean.
+
+    References:
+        [REINFORCE](https://doi.org/10.1007/BF00992696) (Williams, 1992);
+        [A3C](https://arxiv.org/abs/1602.01783) (Mnih et al., 2016)
+
+    Example:
+        >>> logprobs, mask = jnp.array([[-1.0, -2.0]]), jnp.array([[True, True]])
+        >>> policy_gradient(logprobs, jnp.array([0.5]), mask)
+        Array([[0.5, 1. ]], dtype=float32)
+    """
+    (logprobs,) = masked_inputs(mask, logprobs=logprobs)
+    return jnp.where(mask, -masked_advantages(advantages, mask, logprobs.dtype) * logprobs, 0)

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from twinkle_jax.loss.token_logprobs.score import token_logprobs
+from twinkle_jax.loss import token_logprobs
 
 SMALL = 20, 5, 300  # time, feature, vocab: with chunks of six, blocks of 256 and 44
 

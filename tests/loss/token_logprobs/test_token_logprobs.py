@@ -18,7 +18,7 @@ from tests.loss.token_logprobs.scores import (
     plain,
     reference,
 )
-from twinkle_jax.loss.token_logprobs.score import token_logprobs
+from twinkle_jax.loss import token_logprobs
 
 
 def test_by_hand():

@@ -16,7 +16,7 @@ from tests.loss.token_logprobs.scores import (
     plain,
     reference,
 )
-from twinkle_jax.loss.token_logprobs.score import token_logprobs
+from twinkle_jax.loss import token_logprobs
 
 
 @pytest.mark.parametrize(
@@ -141,7 +141,7 @@ def test_one_compilation_for_all_values():
 
 
 def test_calls_outside_jit_share_a_compilation():
-    from twinkle_jax.loss.token_logprobs.score import _score
+    from twinkle_jax.loss.token_logprobs import _score
 
     case = make(21, 3, 201)
     token_logprobs(case.hidden, case.head, case.tokens, mask=case.mask)

@@ -11,7 +11,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from tests.loss.token_logprobs.scores import Case, assert_close, compute, make
-from twinkle_jax.loss.token_logprobs.score import token_logprobs
+from twinkle_jax.loss import token_logprobs
 
 CASE = make(48, 4, 100, kept=0.5)
 

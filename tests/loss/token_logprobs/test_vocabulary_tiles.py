@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from twinkle_jax.loss.token_logprobs.score import token_logprobs
-from twinkle_jax.loss.token_logprobs.tiling import LARGEST_TILE, tiling
+from twinkle_jax.loss import token_logprobs
+from twinkle_jax.loss.vocabulary_tiles import LARGEST_TILE, tiling
 
 
 def plain(hidden, head, tokens):

@@ -8,8 +8,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
-from twinkle_jax.loss import Loss, get_loss
-from twinkle_jax.loss.twinkle.function_loss import LossFunction
+from twinkle_jax.loss import Loss, LossFunction, get_loss
 from twinkle_jax.model.decoder.forward import Remat
 from twinkle_jax.model.decoder.module import Decoder
 from twinkle_jax.model.twinkle.metric_log import MetricLog

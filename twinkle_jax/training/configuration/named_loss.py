@@ -2,8 +2,7 @@
 
 from typing import Any
 
-from twinkle_jax.loss import PolicyLoss
-from twinkle_jax.loss.twinkle.named_losses import CLASSES, NAMED
+from twinkle_jax.loss import LOSSES, PolicyLoss
 from twinkle_jax.training.configuration.parts import UpdateConfig
 
 
@@ -20,9 +19,11 @@ def make_loss(update: UpdateConfig, max_new_tokens: int) -> PolicyLoss:
     Raises:
         ValueError: if there is none of that name that learns from rewards.
     """
-    kind = NAMED.get(update.loss) or CLASSES.get(update.loss)
-    if kind is None or not issubclass(kind, PolicyLoss):
-        known = ", ".join(name for name, cls in NAMED.items() if issubclass(cls, PolicyLoss))
+    policy_losses = {name: cls for name, cls in LOSSES.items() if issubclass(cls, PolicyLoss)}
+    by_class_name = {cls.__name__: cls for cls in policy_losses.values()}
+    kind = (policy_losses | by_class_name).get(update.loss)
+    if kind is None:
+        known = ", ".join(policy_losses)
         raise ValueError(f"update.loss must be one of {known}, got {update.loss!r}")
     options: dict[str, Any] = {"epsilon": update.epsilon}
     if update.epsilon_high is not None:

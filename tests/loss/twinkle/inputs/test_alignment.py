@@ -141,7 +141,7 @@ def test_rows_of_the_wrong_length_behind_traced_labels():
     assert jnp.isnan(run(LABELS, [[-1.0], *ROWS[1:]]))
     assert jnp.isnan(run(LABELS, [[-1.0] * 3, *ROWS[1:]]))
     with pytest.raises(
-        ValueError, match=r"old_logps\[2\] must have 4 numbers \(one a position\), got 5"
+        ValueError, match=r"old_logps\[2\] must have 4 numbers \(one per position\), got 5"
     ):
         run(LABELS, [*ROWS[:2], [-1.0] * 5])
 

@@ -1,14 +1,14 @@
 """The log-softmax of `hidden @ head` at given tokens, one tile of logits at a time.
 
-A tile is a chunk of tokens against a block of the vocabulary. For each block, all chunks are
-visited. Going forward, each token keeps the sums of an online softmax. Going back, these sums turn
-recomputed tiles into gradients, and a block's share of the head's gradient is complete before the
-next block begins, so only that share is ever summed in a wider type.
+A tile is a chunk of tokens times a block of the vocabulary. For each block, all chunks are visited.
+The forward pass keeps the sums of an online softmax for each token. The backward pass recomputes
+the tiles and turns them into gradients by these sums. It finishes one block of the head's gradient
+before the next, so that only one block is summed in a wider type.
 
-Two things here are for the compiler. Blocks are an unrolled loop: the operand of a compiled loop
-has a fixed layout, and a head that is a transposed embedding would be copied to get it. And where a
-block begins is an output of the loop over the chunks of the block before: known earlier, all blocks
-would be cut out at once, which is the same copy in pieces.
+Two things are for the compiler. The loop over blocks is unrolled: an operand of a compiled loop has
+a fixed layout, and a head that is a transposed embedding would be copied into it. And the start of
+a block is an output of the loop over the chunks of the block before: were it known earlier, the
+compiler would slice all blocks at once, which is the same copy in pieces.
 """
 
 from functools import partial
@@ -19,7 +19,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from twinkle_jax.loss.token_logprobs.tiling import Tiling
+LARGEST_TILE = 2**24  # logits: 64 MiB in float32
+SMALLEST_TILE = 2**20
 
 Head = Float[Array, "feature vocab"]
 PerToken = Float[Array, " time"]
@@ -27,8 +28,29 @@ Tile = Float[Array, "time vocab"]
 Index = Int[Array, ""]
 
 
+class Tiling(NamedTuple):
+    """Sizes of tiles: `chunk` tokens, times each of `widths` columns."""
+
+    chunk: int
+    widths: tuple[int, ...]
+
+
+def tiling(time: int, feature: int, vocab: int, chunk_size: int | None) -> Tiling:
+    """Choose sizes so that a tile is a small part of the logits, and a block of the head."""
+    # With few logits, masked ones in the last chunk cost more than one chunk more.
+    few = chunk_size is None and time * vocab <= SMALLEST_TILE
+    largest = min(time, chunk_size or min(1024, -(-time // (3 if few else 2))))
+    chunks = -(-time // largest)
+    rows = -(-time // (8 * chunks)) * 8
+    rows = rows if few and largest >= 8 else min(rows, largest)
+    tile = min(max(time * vocab // 48, SMALLEST_TILE), LARGEST_TILE)
+    blocks = max(1 if few else 2, -(-rows * vocab // tile), -(-feature * vocab // LARGEST_TILE))
+    width = -(-vocab // (128 * min(16, blocks))) * 128  # matrix units want multiples of 128
+    return Tiling(rows, tuple(min(width, vocab - start) for start in range(0, vocab, width)))
+
+
 class Tokens(NamedTuple):
-    """What is known of each token; `scale` is one over its temperature."""
+    """Inputs of each token; `scale` is one over its temperature."""
 
     hidden: Float[Array, "time feature"]
     ids: Int[Array, " time"]
@@ -45,7 +67,7 @@ class _Sums(NamedTuple):
 
 
 class _Slopes(NamedTuple):
-    """The numbers of each token that turn its logits into their gradient."""
+    """Coefficients of each token that turn its logits into their gradient."""
 
     maximum: PerToken
     log_total: PerToken
@@ -110,7 +132,7 @@ def _backward(
         chunk, slope, d_chunk = _chunk((tokens, slopes, d_hidden), index, tiles)
         d_logits = _d_logits(chunk, slope, block, start, with_entropy)
         d_chunk += _product(d_logits, block.T, dtype)
-        # Starting over here, one array serves all blocks; zeros for each would all be made first.
+        # Reset here, so that one array serves all blocks: zeros per block would all be made first.
         d_block = jnp.where(index == 0, 0, d_block) + _product(chunk.hidden.T, d_logits, dtype)
         return _put(d_hidden, d_chunk, index, tiles), d_block, start + block.shape[1]
 
@@ -131,7 +153,7 @@ tile_logprobs.defvjp(_forward, _backward)
 
 
 def _d_logits(chunk: Tokens, slope: _Slopes, block: Head, start: Index, with_entropy: bool) -> Tile:
-    """Give the gradient of the logits before they are divided by the temperature."""
+    """Compute the gradient of the logits before they are divided by the temperature."""
     logprobs = _logits(chunk, block) - slope.maximum[:, None] - slope.log_total[:, None]
     factor = slope.constant[:, None]
     if with_entropy:
@@ -144,7 +166,7 @@ def _d_logits(chunk: Tokens, slope: _Slopes, block: Head, start: Index, with_ent
 
 def _logits(chunk: Tokens, block: Head) -> Tile:
     scale = chunk.scale[:, None]
-    if chunk.hidden.dtype == scale.dtype:  # the smaller array, where that rounds nothing away
+    if chunk.hidden.dtype == scale.dtype:  # scale the smaller array where it is not rounded
         return _product(chunk.hidden * scale, block, scale.dtype)
     return _product(chunk.hidden, block, scale.dtype) * scale
 
@@ -158,7 +180,7 @@ def _block(tokens: Tokens, head: Head, start: Index, width: int) -> Head:
 
 
 def _chunk(values: Any, index: Index, tiles: Tiling) -> Any:
-    """Slice a chunk out of everything there is for each token."""
+    """Slice a chunk out of all arrays with one entry per token."""
     take = partial(
         lax.dynamic_slice_in_dim, start_index=index * tiles.chunk, slice_size=tiles.chunk
     )
@@ -171,6 +193,6 @@ def _put(values: Any, chunk: Any, index: Index, tiles: Tiling) -> Any:
 
 
 def _chunks(count: Index, tiles: Tiling) -> Index:
-    # The barrier hides a count that is known: the compiler unrolls a loop that runs once, and then
-    # it knows where the next block begins.
+    # The barrier hides a known count: the compiler unrolls a loop that runs once, and would then
+    # know where the next block begins.
     return lax.optimization_barrier((count + tiles.chunk - 1) // tiles.chunk)

@@ -1,4 +1,4 @@
-"""What a loss object is and what it returns."""
+"""Base class of the loss objects that a train step takes, and what they return."""
 
 import abc
 from collections.abc import Iterator, Mapping
@@ -10,18 +10,21 @@ from jaxtyping import Array, Float
 
 from twinkle_jax.loss.policy_metrics import PolicyMetrics
 
-Unit = Literal["tokens", "sequences", "pairs", "batches"]
+LossUnit = Literal["tokens", "sequences", "pairs", "batches"]
+"""What a loss is a mean over: see `Loss.divides_by`."""
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, eq=False)
 class LossOutput(Mapping[str, Any]):
-    """The loss of a batch and, where the loss has them, its metrics.
+    """The loss of a batch and its metrics, as attributes or by name, as in Twinkle's dictionary.
 
-    `num_tokens` is there where the loss is a sum, which the tokens are still to divide.
+    A pytree, so `jit` and `jax.grad(..., has_aux=True)` may return it.
 
-    A pytree, so it may leave `jit` and be the value that `jax.grad(..., has_aux=True)` passes on.
-    Fields are read as attributes, or by name as from Twinkle's dictionary.
+    Attributes:
+        loss: the loss.
+        metrics: metrics of the step; None where the loss has none.
+        num_tokens: tokens to divide a loss by that is a sum; None for a mean.
 
     Example:
         >>> output = LossOutput(0.5)
@@ -46,10 +49,10 @@ class LossOutput(Mapping[str, Any]):
 
 
 class Loss(abc.ABC):
-    """Base of the loss objects: subclass it to write one of your own.
+    """Base class of loss objects; subclass it to write a loss of your own.
 
-    The flags say what the model's forward pass has to put into `outputs`, and `divides_by` what
-    the loss divides by, so that a training loop can sum over micro-batches and divide once.
+    The flags say what the forward pass must put into `outputs`. `divides_by` says what the loss
+    divides by, so that a training loop can sum over micro-batches and divide once.
     """
 
     require_logps: bool = True
@@ -57,11 +60,11 @@ class Loss(abc.ABC):
     require_values: bool = False
 
     @property
-    def divides_by(self) -> Unit:
-        """What the loss is a mean over, which is what a `denominator` counts.
+    def divides_by(self) -> LossUnit:
+        """What the loss is a mean over, and what `denominator` counts.
 
-        `'tokens'` with a label, `'sequences'`, `'pairs'` of sequences, or `'batches'`: of a loss
-        that knows no `denominator`, each micro-batch weighs the same.
+        `'tokens'` with a label, `'sequences'`, or `'pairs'` of sequences. `'batches'`: the loss
+        ignores `denominator`, and each micro-batch weighs the same.
         """
         return "tokens"
 
@@ -77,10 +80,10 @@ class Loss(abc.ABC):
         """Compute the loss of a batch.
 
         Args:
-            inputs: the batch that the model was given, with its `labels`.
-            outputs: what the model returned.
-            **kwargs: what else the loss needs, such as `advantages`.
+            inputs: the batch that the model was called with, and its `labels`.
+            outputs: outputs of the model, such as `logps`.
+            **kwargs: further inputs, such as `advantages`.
 
         Returns:
-            The loss, and its metrics where it has them.
+            The loss and, if it has any, its metrics.
         """

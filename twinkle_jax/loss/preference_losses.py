@@ -1,4 +1,4 @@
-"""DPO and its kin under their name in Twinkle."""
+"""Losses of pairs of sequences under Twinkle's names."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -10,6 +10,15 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 from jaxtyping import Array, Float
 
+from twinkle_jax.loss.loss_inputs import (
+    Labels,
+    SampleValues,
+    aligned,
+    label_logprobs,
+    read_labels,
+    refuse_unknown,
+)
+from twinkle_jax.loss.loss_object import Loss, LossOutput
 from twinkle_jax.loss.masked_inputs import PerToken, Scalar, masked_inputs
 from twinkle_jax.loss.preference import (
     hinge_preference,
@@ -19,10 +28,6 @@ from twinkle_jax.loss.preference import (
 )
 from twinkle_jax.loss.reduction import token_mean
 from twinkle_jax.loss.supervised import cross_entropy
-from twinkle_jax.loss.twinkle.inputs.alignment import SampleValues, aligned
-from twinkle_jax.loss.twinkle.inputs.known_arguments import refuse_unknown
-from twinkle_jax.loss.twinkle.inputs.labels import Labels, label_logprobs, read_labels
-from twinkle_jax.loss.twinkle.output import Loss, LossOutput
 
 PerPair = Float[Array, " pairs"]
 KINDS: dict[str, Callable[..., PerPair]] = {
@@ -35,21 +40,21 @@ KINDS: dict[str, Callable[..., PerPair]] = {
 
 @dataclass(frozen=True)
 class DPOLoss(Loss):
-    """Loss of pairs of sequences, averaged over pairs: a chosen one, then a rejected one, in turn.
+    """Loss of DPO and its variants, averaged over pairs; rows are chosen and rejected in turn.
 
-    See `sigmoid_preference` and the others of its kind, which this calls. Immutable, equal when its
-    fields are, hashable.
+    Calls `sigmoid_preference`, `hinge_preference`, `ipo_preference` or `kto_pair_preference`.
+    Immutable, equal when its fields are, hashable.
 
     Args:
         beta: how much a nat of difference counts, above 0.
-        label_smoothing: share of pairs taken to be the wrong way around; for `'sigmoid'` only.
+        label_smoothing: share of pairs assumed to be mislabelled; for `'sigmoid'` only.
         ignore_index: the label that means "no loss here".
         loss_type: `'sigmoid'` (DPO), `'hinge'` (SLiC), `'ipo'` or `'kto_pair'`.
-        reference_free: whether to do without a reference policy.
-        sft_weight: weight of the cross entropy of the chosen sequences (a mean over their tokens).
+        reference_free: ignore the reference policy.
+        sft_weight: weight of the cross entropy of the chosen sequences, averaged over their tokens.
 
     Raises:
-        ValueError: if the kind is unknown, or smoothed though it cannot be.
+        ValueError: if `loss_type` is unknown, or has no label smoothing.
 
     References:
         [Direct Preference Optimization](https://arxiv.org/abs/2305.18290) (Rafailov et al., 2023)
@@ -96,17 +101,17 @@ class DPOLoss(Loss):
         Args:
             inputs: `labels` [batch, time]; rows are chosen, rejected, chosen, rejected, …
             outputs: `logps` [batch, time], or `logits` [batch, time, vocabulary].
-            ref_outputs: what the reference policy returned, with `logps`; or
-            ref_logps: these, as an array [batch, time] or a row for each sequence; or
+            ref_outputs: outputs of the reference policy, with `logps`; or
+            ref_logps: its log-probabilities, [batch, time] or a row for each sequence; or
             ref_chosen_logps: their sums over each chosen sequence, [pairs], and
-            ref_rejected_logps: over each rejected one. Without any of them, and unless the loss is
-                `reference_free`, it is 0 and has no gradient.
+            ref_rejected_logps: over each rejected one. Without any of them, the loss is 0 without
+                gradient, unless it is `reference_free`.
             denominator: for gradient accumulation, the pairs in the whole batch. The cross entropy
-                of `sft_weight` is then averaged over tokens in each micro-batch.
+                of `sft_weight` is still averaged over the tokens of each micro-batch.
             **kwargs: arguments of other losses are ignored, so that losses can be swapped.
 
         Returns:
-            The loss, differentiable in `logps` or `logits`. A pair without labels adds 0.
+            The loss, differentiable in `logps` or `logits`. A pair without labels has a loss of 0.
 
         Raises:
             ValueError: if a shape or a row does not fit, or rows are not in pairs.
@@ -150,7 +155,7 @@ def _reference(
     chosen: ArrayLike | None,
     rejected: ArrayLike | None,
 ) -> Float[Array, " batch"] | None:
-    """Sum the reference's log-probabilities over each sequence, or take the sums."""
+    """Sum the reference's log-probabilities over each sequence, unless the sums are passed."""
     dtype, pairs = logprobs.dtype, len(logprobs) // 2
     if chosen is not None and rejected is not None:
         sums = jnp.asarray(chosen, dtype), jnp.asarray(rejected, dtype)

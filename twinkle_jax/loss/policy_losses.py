@@ -1,0 +1,458 @@
+"""Policy losses under Twinkle's names: each is a ratio, a loss per token and a reduction."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from twinkle_jax.loss.entropy import entropy_bonus
+from twinkle_jax.loss.importance_correction import Correction
+from twinkle_jax.loss.kl import kl_k3
+from twinkle_jax.loss.loss_inputs import (
+    SampleValues,
+    aligned,
+    entry,
+    label_logprobs,
+    per_position,
+    read_labels,
+    refuse_unknown,
+)
+from twinkle_jax.loss.loss_object import Loss, LossOutput, LossUnit
+from twinkle_jax.loss.masked_inputs import Mask, PerToken, Scalar
+from twinkle_jax.loss.policy_metrics import PolicyMetrics, policy_metrics
+from twinkle_jax.loss.ratio import sequence_log_ratio, token_log_ratio
+from twinkle_jax.loss.reduction import constant_length, sequence_mean, token_mean
+from twinkle_jax.loss.surrogate import (
+    clipped_importance_surrogate,
+    clipped_surrogate,
+    soft_gate_surrogate,
+)
+
+
+class PolicyLoss(Loss):
+    """Base class of policy losses: `log_ratio`, then `per_token`, then `reduce`.
+
+    A subclass has the coefficients below as fields and overrides some of the three methods. If it
+    overrides `reduce`, it must also say what the loss `divides_by`.
+
+    Attributes:
+        epsilon: how far a ratio may fall below 1.
+        epsilon_high: how far a ratio may rise above 1; `epsilon` if None.
+        beta: weight of the divergence (`kl_k3`) from the reference policy, per nat.
+        entropy_coef: weight of the entropy bonus, per nat.
+        ignore_index: the label that means "no loss here".
+        correction: weights the loss per token, as an `ImportanceCorrection` does, for a sampler
+            whose log-probabilities differ from the trainer's; None for none. Divergence and
+            entropy bonus are not weighted.
+    """
+
+    epsilon: Scalar
+    epsilon_high: Scalar | None
+    beta: Scalar
+    entropy_coef: Scalar
+    ignore_index: int
+    correction: Correction | None = None
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "reduce" in vars(cls) and "divides_by" not in vars(cls):
+            raise TypeError(
+                f"divides_by must be declared beside reduce, got {cls.__name__} without it"
+            )
+
+    @property
+    def divides_by(self) -> LossUnit:
+        """Sequences, which the default `reduce` averages over."""
+        return "sequences"
+
+    @property
+    def require_entropy(self) -> bool:
+        """Whether `outputs['entropies']` is needed, for the entropy bonus."""
+        return not _is_zero(self.entropy_coef)
+
+    def log_ratio(self, logprobs: PerToken, behaviour_logprobs: PerToken, mask: Mask) -> PerToken:
+        """Compare the policy with the one that drew the tokens; default: `token_log_ratio`."""
+        return token_log_ratio(logprobs, behaviour_logprobs, mask)
+
+    def per_token(
+        self, log_ratio: PerToken, logprobs: PerToken, advantages: PerToken, mask: Mask
+    ) -> PerToken:
+        """Compute the loss of each token; default: `clipped_surrogate`."""
+        return clipped_surrogate(
+            log_ratio, advantages, mask, epsilon=self.epsilon, epsilon_high=self.epsilon_high
+        )
+
+    def reduce(self, losses: PerToken, mask: Mask, denominator: Scalar | None) -> Float[Array, ""]:
+        """Reduce the losses to one number; default: `sequence_mean`."""
+        return sequence_mean(losses, mask, denominator=denominator)
+
+    def metrics(
+        self, log_ratio: PerToken, advantages: PerToken, mask: Mask, entropies: PerToken | None
+    ) -> PolicyMetrics:
+        """Compute the metrics of the step; default: with the clip range of the surrogate."""
+        return policy_metrics(
+            log_ratio,
+            advantages,
+            mask,
+            epsilon=self.epsilon,
+            epsilon_high=self.epsilon_high,
+            entropies=entropies,
+        )
+
+    def __call__(
+        self,
+        inputs: Mapping[str, Any],
+        outputs: Mapping[str, Any],
+        *,
+        old_logps: SampleValues | None = None,
+        ref_logps: SampleValues | None = None,
+        sampler_logps: SampleValues | None = None,
+        advantages: SampleValues | None = None,
+        denominator: Scalar | None = None,
+        **kwargs: Any,
+    ) -> LossOutput:
+        """Compute the loss of a batch, and the metrics of the step.
+
+        Args:
+            inputs: `labels` [batch, time]: at each position the token that `outputs` is about
+                (not the next one: nothing is shifted here), or `ignore_index` for no loss.
+            outputs: `logps` [batch, time], or `logits` [batch, time, vocabulary]; and `entropies`
+                [batch, time] for an entropy bonus.
+            old_logps: log-probabilities under the policy that drew the tokens: an array
+                [batch, time], or for each sequence a list, of its labelled tokens or of all
+                positions. None means on policy: every ratio is 1.
+            ref_logps: the same under a reference policy. Without them `beta` has no effect.
+            sampler_logps: the same as the sampler reported them, where `old_logps` are the
+                trainer's (or None). The `correction` needs them; without one they have no effect.
+            advantages: one per sequence, or one per token in the forms of `old_logps`. None gives
+                a loss of 0 without gradient.
+            denominator: for gradient accumulation, what the reduction divides by in the whole
+                batch: sequences, or tokens for a mean over tokens.
+            **kwargs: arguments of other losses are ignored, so that losses can be swapped.
+
+        Returns:
+            The loss, differentiable in `logps` or `logits` (and `entropies`), and its metrics.
+
+        Raises:
+            ValueError: if a shape or a row does not fit, or a label that is not traced is no token.
+            TypeError: if labels are not integers, an argument is unknown, or `sampler_logps` are
+                missing.
+        """
+        refuse_unknown(kwargs)
+        labels = read_labels(inputs, self.ignore_index)
+        mask = labels.mask
+        logprobs = label_logprobs(outputs, labels)
+
+        def read(name: str, values: SampleValues, *, per_sequence: bool = False) -> PerToken:
+            return aligned(name, values, labels, logprobs.dtype, per_sequence=per_sequence)
+
+        behaviour = logprobs if old_logps is None else read("old_logps", old_logps)
+        reference = None if ref_logps is None else read("ref_logps", ref_logps)
+        token_advantages = jnp.zeros_like(logprobs)
+        if advantages is not None:
+            token_advantages = read("advantages", advantages, per_sequence=True)
+        entropies = None
+        if self.require_entropy or outputs.get("entropies") is not None:
+            _, entropies = entry("outputs", outputs, "entropies")
+            entropies = per_position("outputs['entropies']", entropies, mask).astype(logprobs.dtype)
+
+        log_ratio = self.log_ratio(logprobs, behaviour, mask)
+        losses = self.per_token(log_ratio, logprobs, token_advantages, mask)
+        if self.correction is not None and advantages is not None:
+            if sampler_logps is None:
+                raise TypeError("sampler_logps must be given to a loss with a correction, got None")
+            sampler = read("sampler_logps", sampler_logps)
+            losses *= jax.lax.stop_gradient(self.correction(behaviour, sampler, mask))
+        if reference is not None and not _is_zero(self.beta):
+            losses += jnp.asarray(self.beta, losses.dtype) * kl_k3(logprobs, reference, mask)
+        if entropies is not None and not _is_zero(self.entropy_coef):
+            losses += entropy_bonus(entropies, mask, coefficient=self.entropy_coef)
+        loss = self.reduce(losses, mask, denominator)
+        if advantages is None:
+            loss = jnp.zeros_like(loss)
+        return LossOutput(loss, self.metrics(log_ratio, token_advantages, mask, entropies))
+
+
+def _is_zero(coefficient: Scalar) -> bool:
+    """Whether a coefficient is known to be zero; a traced one is not."""
+    return not isinstance(coefficient, jax.core.Tracer) and bool(coefficient == 0)
+
+
+@dataclass(frozen=True)
+class GRPOLoss(PolicyLoss):
+    """Clipped surrogate, `sequence_mean`: each sequence weighs the same.
+
+    See `PolicyLoss` for the arguments. Losses are immutable, equal when their fields are, and
+    hashable.
+
+    References:
+        [DeepSeekMath](https://arxiv.org/abs/2402.03300) (Shao et al., 2024), GRPO
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> loss_fn = GRPOLoss(epsilon=0.25)
+        >>> outputs = {"logps": jnp.array([[-1.0, -2.0, -3.0]])}
+        >>> inputs = {"labels": jnp.array([[-100, 7, 9]])}
+        >>> output = loss_fn(inputs, outputs, old_logps=[[-9.0, -3.0]], advantages=[2.0])
+        >>> output.loss, output["loss"]
+        (Array(-2.25, dtype=float32), Array(-2.25, dtype=float32))
+        >>> print(output.metrics.clip_fraction_high)
+        0.5
+    """
+
+    epsilon: Scalar = 0.2
+    epsilon_high: Scalar | None = None
+    beta: Scalar = 0.0
+    entropy_coef: Scalar = 0.0
+    ignore_index: int = -100
+    correction: Correction | None = field(default=None, kw_only=True)
+
+
+class GSPOLoss(GRPOLoss):
+    """Clipped surrogate of one ratio per sequence, `sequence_mean`.
+
+    See `PolicyLoss` for the arguments. The clip range of the paper is much smaller than the
+    default, 0.0003 below and 0.0004 above.
+
+    References:
+        [Group Sequence Policy Optimization](https://arxiv.org/abs/2507.18071) (Zheng et al., 2025)
+
+    Example:
+        >>> GSPOLoss(epsilon=0.0003, epsilon_high=0.0004) == GSPOLoss(0.0003, 0.0004)
+        True
+    """
+
+    def log_ratio(self, logprobs: PerToken, behaviour_logprobs: PerToken, mask: Mask) -> PerToken:
+        """Compare the policies over the whole sequence: `sequence_log_ratio`."""
+        return sequence_log_ratio(logprobs, behaviour_logprobs, mask)
+
+
+class BNPOLoss(GRPOLoss):
+    """Clipped surrogate, `token_mean` over the tokens of the batch.
+
+    See `PolicyLoss` for the arguments.
+
+    References:
+        [BNPO](https://arxiv.org/abs/2506.02864) (Xiao et al., 2025), whose name Twinkle and TRL
+        use for this reduction
+
+    Example:
+        >>> BNPOLoss(epsilon=0.1).epsilon
+        0.1
+    """
+
+    divides_by = "tokens"
+
+    def reduce(self, losses: PerToken, mask: Mask, denominator: Scalar | None) -> Float[Array, ""]:
+        """Average over tokens: `token_mean`."""
+        return token_mean(losses, mask, denominator=denominator)
+
+
+@dataclass(frozen=True)
+class DAPOLoss(BNPOLoss):
+    """Clipped surrogate with a higher upper bound, `token_mean`. Twinkle has no such class.
+
+    See `PolicyLoss` for the arguments; `epsilon_high` defaults to 0.28.
+
+    References:
+        [DAPO](https://arxiv.org/abs/2503.14476) (Yu et al., 2025)
+
+    Example:
+        >>> DAPOLoss() == BNPOLoss(epsilon_high=0.28), DAPOLoss().epsilon_high
+        (False, 0.28)
+    """
+
+    epsilon_high: Scalar | None = 0.28
+
+
+class CISPOLoss(BNPOLoss):
+    """Importance weight clipped at `1 + epsilon`, `token_mean`: every token keeps its gradient.
+
+    See `PolicyLoss` for the arguments. If `epsilon_high` is given, the weight is clipped at
+    `1 + epsilon_high` instead. ScaleRL clips it at 5: `CISPOLoss(epsilon_high=4.0)`. A call also
+    takes Twinkle's `num_items_in_batch` for `denominator`.
+
+    References:
+        [MiniMax-M1](https://arxiv.org/abs/2506.13585) (MiniMax, 2025), CISPO;
+        [The Art of Scaling Reinforcement Learning Compute for LLMs](https://arxiv.org/abs/2510.13786)
+        (Khatri et al., 2025), ScaleRL
+
+    Example:
+        >>> CISPOLoss() == GRPOLoss()
+        False
+    """
+
+    def per_token(
+        self, log_ratio: PerToken, logprobs: PerToken, advantages: PerToken, mask: Mask
+    ) -> PerToken:
+        """Weigh the log-probabilities: `clipped_importance_surrogate`."""
+        return clipped_importance_surrogate(
+            log_ratio, logprobs, advantages, mask, epsilon_high=self._epsilon_high()
+        )
+
+    def metrics(
+        self, log_ratio: PerToken, advantages: PerToken, mask: Mask, entropies: PerToken | None
+    ) -> PolicyMetrics:
+        """Count weights above the bound, for advantages of either sign; there is no lower bound."""
+        return policy_metrics(
+            log_ratio,
+            None,
+            mask,
+            epsilon=1.0,
+            epsilon_high=self._epsilon_high(),
+            entropies=entropies,
+        )
+
+    def _epsilon_high(self) -> Scalar:
+        return self.epsilon if self.epsilon_high is None else self.epsilon_high
+
+    def __call__(
+        self,
+        inputs: Mapping[str, Any],
+        outputs: Mapping[str, Any],
+        *,
+        denominator: Scalar | None = None,
+        num_items_in_batch: Scalar | None = None,
+        **kwargs: Any,
+    ) -> LossOutput:
+        """Compute the loss of a batch: see `PolicyLoss`."""
+        if denominator is None:
+            denominator = num_items_in_batch
+        return super().__call__(inputs, outputs, denominator=denominator, **kwargs)
+
+
+@dataclass(frozen=True)
+class DRGRPOLoss(PolicyLoss):
+    """Clipped surrogate, `constant_length`: no bias to short right answers and long wrong ones.
+
+    See `PolicyLoss` for the other arguments.
+
+    Args:
+        max_completion_length: what the sum of each sequence is divided by, in tokens.
+
+    References:
+        [Understanding R1-Zero-Like Training](https://arxiv.org/abs/2503.20783) (Liu et al., 2025),
+        Dr. GRPO
+
+    Example:
+        >>> DRGRPOLoss().max_completion_length
+        1024
+    """
+
+    divides_by = "sequences"
+
+    epsilon: Scalar = 0.2
+    beta: Scalar = 0.0
+    max_completion_length: Scalar = 1024
+    ignore_index: int = -100
+    epsilon_high: Scalar | None = field(default=None, kw_only=True)
+    entropy_coef: Scalar = field(default=0.0, kw_only=True)
+    correction: Correction | None = field(default=None, kw_only=True)
+
+    def reduce(self, losses: PerToken, mask: Mask, denominator: Scalar | None) -> Float[Array, ""]:
+        """Divide by a constant: `constant_length`."""
+        return constant_length(
+            losses, mask, length=self.max_completion_length, denominator=denominator
+        )
+
+
+@dataclass(frozen=True)
+class SAPOLoss(PolicyLoss):
+    """Soft gate in place of a clip, `sequence_mean`.
+
+    See `PolicyLoss` for the other arguments; `epsilon` and `epsilon_high` have no effect, as in
+    Twinkle.
+
+    Args:
+        tau_pos: steepness of the gate for positive advantages, above 0.
+        tau_neg: steepness of the gate for the others, above 0; the paper takes 1.05.
+
+    References:
+        [Soft Adaptive Policy Optimization](https://arxiv.org/abs/2511.20347) (Gao et al., 2025)
+
+    Example:
+        >>> SAPOLoss(tau_neg=1.05).tau_neg
+        1.05
+    """
+
+    epsilon: Scalar = 0.2
+    beta: Scalar = 0.0
+    tau_pos: Scalar = 1.0
+    tau_neg: Scalar = 1.0
+    ignore_index: int = -100
+    epsilon_high: Scalar | None = field(default=None, kw_only=True)
+    entropy_coef: Scalar = field(default=0.0, kw_only=True)
+    correction: Correction | None = field(default=None, kw_only=True)
+
+    def per_token(
+        self, log_ratio: PerToken, logprobs: PerToken, advantages: PerToken, mask: Mask
+    ) -> PerToken:
+        """Weigh the tokens with the soft gate: `soft_gate_surrogate`."""
+        return soft_gate_surrogate(
+            log_ratio, advantages, mask, tau_pos=self.tau_pos, tau_neg=self.tau_neg
+        )
+
+    def metrics(
+        self, log_ratio: PerToken, advantages: PerToken, mask: Mask, entropies: PerToken | None
+    ) -> PolicyMetrics:
+        """Compute the metrics of the step; clip fractions are 0, since nothing is clipped."""
+        unbounded = float("inf")
+        return policy_metrics(
+            log_ratio,
+            advantages,
+            mask,
+            epsilon=unbounded,
+            epsilon_high=unbounded,
+            entropies=entropies,
+        )
+
+
+PPO_REDUCTIONS = {"token-mean": token_mean, "seq-mean-token-mean": sequence_mean}
+
+
+@dataclass(frozen=True)
+class PPOLoss(PolicyLoss):
+    """Clipped surrogate with a choice of reductions, for advantages from a critic.
+
+    See `PolicyLoss` for the other arguments, which are keyword-only.
+
+    Args:
+        loss_agg_mode: `'token-mean'` for `token_mean`, `'seq-mean-token-mean'` for `sequence_mean`.
+
+    Raises:
+        ValueError: if the reduction is unknown.
+
+    References:
+        [Proximal Policy Optimization](https://arxiv.org/abs/1707.06347) (Schulman et al., 2017)
+
+    Example:
+        >>> PPOLoss("seq-mean-token-mean", epsilon=0.1).epsilon
+        0.1
+    """
+
+    loss_agg_mode: str = "token-mean"
+    epsilon: Scalar = field(default=0.2, kw_only=True)
+    epsilon_high: Scalar | None = field(default=None, kw_only=True)
+    beta: Scalar = field(default=0.0, kw_only=True)
+    entropy_coef: Scalar = field(default=0.0, kw_only=True)
+    ignore_index: int = field(default=-100, kw_only=True)
+    correction: Correction | None = field(default=None, kw_only=True)
+
+    def __post_init__(self) -> None:
+        if self.loss_agg_mode not in PPO_REDUCTIONS:
+            raise ValueError(
+                f"loss_agg_mode must be one of {', '.join(map(repr, PPO_REDUCTIONS))}, "
+                f"got {self.loss_agg_mode!r}"
+            )
+
+    @property
+    def divides_by(self) -> LossUnit:
+        """Tokens or sequences, as `loss_agg_mode` says."""
+        return "tokens" if self.loss_agg_mode == "token-mean" else "sequences"
+
+    def reduce(self, losses: PerToken, mask: Mask, denominator: Scalar | None) -> Float[Array, ""]:
+        """Average over tokens or sequences, as `loss_agg_mode` says."""
+        return PPO_REDUCTIONS[self.loss_agg_mode](losses, mask, denominator=denominator)

@@ -1,0 +1,270 @@
+"""Log-probabilities of given tokens from hidden states, without logits of [tokens, vocabulary].
+
+Inputs are checked here, tokens that are sharded over devices are scored where they are, and
+`vocabulary_tiles` has the arithmetic.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jaxtyping import Array, Bool, Float, Int
+
+from twinkle_jax.loss.masked_inputs import Scalar
+from twinkle_jax.loss.vocabulary_tiles import Tokens, tile_logprobs, tiling
+
+PerToken = Float[Array, " time"]
+Mask = Bool[Array, " time"]
+
+
+def token_logprobs(
+    hidden: Float[Array, "time feature"],
+    head: Float[Array, "feature vocab"],
+    tokens: Int[Array, " time"],
+    *,
+    mask: Mask | None = None,
+    temperature: Scalar | PerToken = 1.0,
+    chunk_size: int | None = None,
+    with_entropy: bool = False,
+) -> PerToken | tuple[PerToken, PerToken]:
+    r"""Score tokens under the head of a language model, without holding all logits.
+
+    $$\log \pi_t = z_{t, a_t} - \log \sum_v e^{z_{t, v}}, \qquad
+      H_t = -\sum_v \pi_{t, v} \log \pi_{t, v}, \qquad z_t = h_t W / \tau_t$$
+
+    Logits exist one tile at a time, a chunk of tokens times a block of the vocabulary; the
+    gradient computes each tile again. Masked tokens are dropped before chunks are formed, so they
+    cost next to nothing, wherever they are.
+
+    Gradients flow to `hidden`, `head` and `temperature`, from log-probabilities and entropies. An
+    argument that is not differentiated, such as a frozen head, costs nothing. There is no `jvp`,
+    and no second `grad`; a Hessian-vector product is the `jvp` of the gradient.
+
+    Flatten `[batch, time, feature]` rather than `vmap` over it: under `vmap` each row takes as long
+    as the fullest one, and has a gradient of the head of its own. Pass a tied embedding as
+    `embedding.T`; under `jit` it is not copied. With tokens spread over devices, call this inside
+    `shard_map`, or on a mesh with explicit axes: each device then scores its own tokens. On a mesh
+    with automatic axes the result is the same, but every device may compute all of it.
+
+    Where `hidden` and `head` are bfloat16, so are the factors of each product, summed in float32.
+    Otherwise all is float32 (or float64), multiplied as `jax.default_matmul_precision` says; on
+    accelerators, only `"highest"` is accurate to float32.
+
+    Args:
+        hidden: $h$, hidden states from which `tokens` are predicted.
+        head: $W$, output matrix.
+        tokens: $a$, the tokens to score. If an unmasked one in a JAX array, whose values are not
+            checked, is outside the vocabulary, its log-probability and the gradients are NaN.
+        mask: True where a token counts; all do if None. Padding may hold anything.
+        temperature: $\tau$, above 0, one for all tokens or one for each.
+        chunk_size: the most tokens in a chunk; None: half of them, and at most 1,024 (a third if
+            all logits together have at most 4 MiB). Larger chunks take more memory, smaller ones
+            more time, since each adds to the gradient of the head.
+        with_entropy: whether to return entropies as well.
+
+    Returns:
+        Log-probabilities, or a pair of log-probabilities and entropies in nats; zero where masked
+        out; in float32, or in float64 if `hidden` or `head` is.
+
+    Raises:
+        ValueError: if shapes don't fit, `chunk_size` is not positive, or an unmasked token in host
+            data (a list, NumPy) is outside the vocabulary.
+        TypeError: if an array has the wrong type, or `chunk_size` is not an integer.
+
+    References:
+        [Cut Your Losses in Large-Vocabulary Language Models](https://arxiv.org/abs/2411.09009)
+        (Wijmans et al., 2024);
+        [Online normalizer calculation for softmax](https://arxiv.org/abs/1805.02867) (Milakov and
+        Gimelshein, 2018)
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> hidden = jnp.array([[0.0, 0.0], [5.0, 2.0]])
+        >>> head = jnp.array([[3.0, 1.0], [2.0, 2.0]])
+        >>> tokens, mask = jnp.array([0, 1]), jnp.array([True, False])
+        >>> jnp.exp(token_logprobs(hidden, head, tokens, mask=mask))
+        Array([0.5, 1. ], dtype=float32)
+    """
+    hidden, head = _matrix("hidden", hidden), _matrix("head", head)
+    if hidden.shape[1] != head.shape[0] or head.shape[1] == 0:
+        raise ValueError(
+            f"head must be [feature, vocab] with the feature of hidden, {hidden.shape} (a tied "
+            f"embedding is passed transposed), got {head.shape}"
+        )
+    time, vocab = len(hidden), head.shape[1]
+    counted = None if mask is None else _checked_mask(mask, time)
+    results = _score(
+        hidden,
+        head,
+        _checked_tokens(tokens, mask, time, vocab),
+        counted,
+        _checked_temperature(temperature, time),
+        chunk_size=_checked_chunk_size(chunk_size),
+        with_entropy=bool(with_entropy),
+    )
+    return results if with_entropy else results[0]
+
+
+@partial(jax.jit, static_argnames=("chunk_size", "with_entropy"))
+def _score(
+    hidden: jax.Array, head: jax.Array, *per_token: Any, chunk_size: int | None, with_entropy: bool
+) -> tuple[PerToken, ...]:
+    run = partial(_score_masked, chunk_size=chunk_size, with_entropy=with_entropy)
+    return _on_token_shards(run, hidden, head, *per_token)
+
+
+def _score_masked(
+    hidden: Float[Array, "time feature"],
+    head: Float[Array, "feature vocab"],
+    tokens: Int[Array, " time"],
+    mask: Mask | None,
+    temperature: Float[Array, ""] | PerToken,
+    *,
+    chunk_size: int | None,
+    with_entropy: bool,
+) -> tuple[PerToken, ...]:
+    """Move the unmasked tokens to the front, fill up the last chunk, and put the results back."""
+    (time, feature), vocab = hidden.shape, head.shape[1]
+    types = {hidden.dtype, head.dtype}
+    dtype = jnp.float64 if jnp.dtype("float64") in types else jnp.float32
+    zeros = jnp.zeros_like(tokens, dtype)
+    if time == 0:
+        return (zeros, zeros)
+    tiles = tiling(time, feature, vocab, chunk_size)
+    padded = -(-time // tiles.chunk) * tiles.chunk
+    order, count = jnp.arange(padded), jnp.full((), time)
+    if mask is not None:
+        (order,) = jnp.nonzero(mask, size=padded, fill_value=time)
+        count = jnp.sum(mask)
+        temperature = jnp.where(mask, temperature, 1)
+    in_vocabulary = (tokens >= 0) & (tokens < vocab)
+
+    def take(values: jax.Array, fill: int) -> jax.Array:
+        return values.at[order].get(mode="fill", fill_value=fill, indices_are_sorted=True)
+
+    scored = Tokens(
+        hidden=take(hidden, 0).astype(jnp.bfloat16 if types == {jnp.dtype("bfloat16")} else dtype),
+        ids=take(jnp.where(in_vocabulary, tokens.astype(jnp.int32), -1), 0),
+        scale=take(1 / jnp.broadcast_to(temperature.astype(dtype), (time,)), 1),
+    )
+    results = tile_logprobs(scored, head, count, tiles, with_entropy)
+    put = partial(zeros.at[order].set, mode="drop", indices_are_sorted=True)
+    return tuple(put(result) for result in results)
+
+
+def _matrix(name: str, values: Any) -> jax.Array:
+    """Check hidden states or the head: a floating-point matrix."""
+    array = jnp.asarray(values)
+    if not jnp.issubdtype(array.dtype, jnp.floating):
+        raise TypeError(f"{name} must be floating point, got {array.dtype}")
+    if array.ndim != 2:
+        raise ValueError(f"{name} must be a matrix (flatten batch and time), got {array.shape}")
+    return array
+
+
+def _checked_mask(mask: Any, time: int) -> jax.Array:
+    """Check the mask: one boolean per token."""
+    mask = jnp.asarray(mask)
+    if mask.dtype != jnp.bool_:
+        raise TypeError(f"mask must be boolean (True = keep), got {mask.dtype}; try mask != 0")
+    if mask.shape != (time,):
+        raise ValueError(f"mask must have shape {(time,)}, one per hidden state, got {mask.shape}")
+    return mask
+
+
+def _checked_tokens(tokens: Any, mask: Any, time: int, vocab: int) -> jax.Array:
+    """Check types and shapes of tokens, and the values of host data against the vocabulary."""
+    array = jnp.asarray(tokens)
+    if not jnp.issubdtype(array.dtype, jnp.integer):
+        raise TypeError(f"tokens must be integers, got {array.dtype}")
+    if array.shape != (time,):
+        raise ValueError(
+            f"tokens must have shape {(time,)}, one per hidden state, got {array.shape}"
+        )
+    values, counted = _host_values(tokens), True if mask is None else _host_values(mask)
+    if values is not None and counted is not None:
+        beyond = np.flatnonzero(counted & ((values < 0) | (values >= vocab)))
+        if beyond.size:
+            raise ValueError(
+                f"tokens must lie in [0, {vocab}), the columns of head, got "
+                f"{values[beyond[0]]} at {beyond[0]}; leave out with mask what is not to be scored"
+            )
+    return array if array.dtype.itemsize >= 4 else array.astype(jnp.int32)
+
+
+def _host_values(values: Any) -> Any:
+    """Return host data as NumPy, and None for JAX arrays: reading them back would block."""
+    return None if isinstance(values, jax.Array) else np.asarray(values)
+
+
+def _checked_temperature(temperature: Any, time: int) -> jax.Array:
+    """Check the temperature: one number, or one per token."""
+    # A Python number becomes a float32 like any other, so as not to be compiled for separately.
+    number = isinstance(temperature, int | float) and not isinstance(temperature, bool)
+    array = jnp.asarray(temperature, float if number else None)
+    if not jnp.issubdtype(array.dtype, jnp.floating):
+        raise TypeError(f"temperature must be floating point, got {array.dtype}")
+    if array.shape not in ((), (time,)):
+        raise ValueError(f"temperature must have shape () or {(time,)}, got {array.shape}")
+    return array
+
+
+def _checked_chunk_size(chunk_size: Any) -> int | None:
+    """Check the chunk size: a positive int, or None."""
+    if chunk_size is None:
+        return None
+    if isinstance(chunk_size, bool) or not isinstance(chunk_size, int | np.integer):
+        raise TypeError(f"chunk_size must be an int or None, got {chunk_size!r}")
+    if chunk_size < 1:
+        raise ValueError(f"chunk_size must be at least 1, got {chunk_size}")
+    return int(chunk_size)
+
+
+def _on_token_shards(
+    run: Callable[..., tuple[jax.Array, ...]], *arrays: Any
+) -> tuple[jax.Array, ...]:
+    """Call `run(hidden, head, *per_token)` on each device's tokens, where array types say which.
+
+    They say so inside `shard_map`, and on a mesh with explicit axes. There `shard_map` is entered
+    here, and arrays that are not sharded like the rows of `hidden`, such as the head, are gathered.
+    """
+    sharding = jax.typeof(arrays[0]).sharding
+    kinds = zip(sharding.mesh.axis_names, sharding.mesh.axis_types, strict=True)
+    explicit = {name for name, kind in kinds if kind == AxisType.Explicit}
+    if not explicit:
+        return run(*_unreplicated(arrays))
+    axes = sharding.spec[0]
+
+    def gather(array: jax.Array) -> jax.Array:
+        first = axes if array is arrays[0] or array.ndim == 1 else None
+        spec = PartitionSpec(*[first, None][: array.ndim])
+        return jax.sharding.reshard(array, NamedSharding(sharding.mesh, spec))
+
+    arrays = jax.tree.map(gather, arrays)
+    return jax.shard_map(
+        lambda *shards: run(*_unreplicated(shards)),
+        mesh=sharding.mesh,
+        out_specs=PartitionSpec(axes),
+        axis_names=explicit,
+    )(*arrays)
+
+
+def _unreplicated(arrays: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Mark replicated arrays as varying over devices, so that their gradients are summed once."""
+
+    def varying(array: jax.Array) -> frozenset[str]:
+        axes: frozenset[str] = jax.typeof(array).manual_axis_type.varying
+        return axes
+
+    all_axes = frozenset[str]().union(*map(varying, jax.tree.leaves(arrays)))
+
+    def split(array: jax.Array) -> jax.Array:
+        missing = tuple(sorted(all_axes - varying(array)))
+        return jax.lax.pcast(array, missing, to="varying") if missing else array
+
+    unreplicated: tuple[Any, ...] = jax.tree.map(split, arrays)
+    return unreplicated
