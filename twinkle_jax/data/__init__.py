@@ -17,7 +17,18 @@ from twinkle_jax.data.sampling_types import (
 )
 from twinkle_jax.data.template import Template
 from twinkle_jax.data.tokenizer import Tokenizer, small_tokenizer
+from twinkle_jax.data.tool_calls import (
+    TOOL_CALL_FORMATS,
+    ParsedToolCalls,
+    ToolCallError,
+    parse_cline_calls,
+    parse_hermes_calls,
+    parse_react_calls,
+    parse_tool_calls,
+)
 from twinkle_jax.data.trajectory import (
+    FunctionCall,
+    FunctionSpec,
     InputFeature,
     Message,
     TokenIds,
@@ -38,13 +49,17 @@ if TYPE_CHECKING:
 _LAZY = {"Batch": "batch", "bucket_size": "batch", "Inputs": "features", "PerSequence": "features"}
 
 __all__ = [
+    "TOOL_CALL_FORMATS",
     "ArithmeticTask",
     "Batch",
     "ChatTemplate",
+    "FunctionCall",
+    "FunctionSpec",
     "InputFeature",
     "Inputs",
     "LogprobsKind",
     "Message",
+    "ParsedToolCalls",
     "PerSequence",
     "PromptBatch",
     "PromptLoader",
@@ -59,11 +74,16 @@ __all__ = [
     "Tokenizer",
     "Tool",
     "ToolCall",
+    "ToolCallError",
     "Trajectory",
     "bucket_size",
     "completion_text",
     "copy_trajectory",
     "message_text",
+    "parse_cline_calls",
+    "parse_hermes_calls",
+    "parse_react_calls",
+    "parse_tool_calls",
     "read_gsm8k",
     "read_jsonl",
     "small_tokenizer",

@@ -1,7 +1,6 @@
 """Data sets in files: JSON Lines, GSM8K as it is published, Parquet files of the hub."""
 
 import json
-import math
 import re
 from collections.abc import Callable, Iterator
 from decimal import Decimal, InvalidOperation
@@ -9,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from twinkle_jax.data.missing_extra import require
+from twinkle_jax.data.strict_json import parse_json
 from twinkle_jax.data.trajectory import Message, Trajectory
 
 _NUMBER = re.compile(r"-?\d+(\.\d+)?")
@@ -183,8 +183,8 @@ def _records(path: str | Path) -> Iterator[tuple[str, dict[str, Any]]]:
             count += 1
             where = f"{path}, line {number}: record {count}"
             try:
-                record = _DECODER.decode(line)
-            except (ValueError, RecursionError) as error:
+                record = parse_json(line)
+            except ValueError as error:
                 raise ValueError(f"{where} must be JSON, got {line[:60]!r}: {error}") from None
             if not isinstance(record, dict):
                 raise ValueError(f"{where} must be a JSON object, got {line[:60]!r}")
@@ -198,36 +198,11 @@ def _records(path: str | Path) -> Iterator[tuple[str, dict[str, Any]]]:
         raise ValueError(f"{path} must hold at least one record, got none")
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    record = dict(pairs)
-    if len(record) < len(pairs):
-        keys = [key for key, _ in pairs]
-        twice = next(key for key in keys if keys.count(key) > 1)
-        raise ValueError(f"the key {twice!r} is there twice")
-    return record
-
-
-def _finite(literal: str) -> float:
-    value = float(literal)
-    if math.isinf(value):
-        raise ValueError(f"{literal:.40} is beyond float64")
-    return value
-
-
-def _refuse_constant(name: str) -> float:
-    raise ValueError(f"{name} is no JSON")
-
-
 def _decimal(literal: str) -> Decimal:
     try:
         return Decimal(literal)
     except InvalidOperation:  # an exponent that not even Decimal holds
         return Decimal("NaN")
-
-
-_DECODER = json.JSONDecoder(
-    object_pairs_hook=_unique, parse_float=_finite, parse_constant=_refuse_constant
-)
 
 
 def _read_answer(where: str, name: str, answer: Any, *, gsm8k: bool) -> tuple[str, str | None]:

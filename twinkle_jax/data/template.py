@@ -9,10 +9,12 @@ import numpy as np
 
 from twinkle_jax.data.chat_template import ChatTemplate
 from twinkle_jax.data.tokenizer import Encoded, Tokenizer, show
+from twinkle_jax.data.tool_calls import parse_tool_calls
 from twinkle_jax.data.trajectory import (
     IGNORE,
     InputFeature,
     Message,
+    ToolCall,
     extend_feature,
     message_text,
 )
@@ -179,6 +181,27 @@ class Template:
         longer = extend_feature(feature, tokens, labelled=False)
         longer["messages"] = [*before, *messages]  # type: ignore[list-item]
         return longer
+
+    def parse_tool_call(self, decoded: str | None) -> list[ToolCall]:
+        """Find the tool calls in what the assistant wrote.
+
+        Args:
+            decoded: its text, hostile or not.
+
+        Returns:
+            Calls in OpenAI's shape, with dictionaries of arguments; broken ones are left out, see
+            `parse_tool_calls` for them.
+
+        Example:
+            >>> from twinkle_jax.data import small_tokenizer
+            >>> Template(small_tokenizer()).parse_tool_call("Action: search[JAX]")
+            [{'type': 'function', 'function': {'name': 'search', 'arguments': {'input': 'JAX'}}}]
+        """
+        return parse_tool_calls(decoded or "").calls
+
+    def clean_tool_call(self, decoded: str | None) -> str:
+        """Give what the assistant wrote without its tool calls, and white space at its end."""
+        return parse_tool_calls(decoded or "").content
 
     def _prepare(self, trajectory: Mapping[str, Any]) -> dict[str, Any]:
         """Check the messages of a trajectory, and copy the keys that its feature keeps."""

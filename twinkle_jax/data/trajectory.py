@@ -10,19 +10,34 @@ TokenIds = Sequence[int] | np.ndarray[Any, Any]
 IGNORE = -100  # the label where there is no loss
 
 
-class ToolCall(TypedDict, total=False):
-    """A call of a tool: its name, and its arguments as JSON."""
+class FunctionCall(TypedDict, total=False):
+    """The name of a function and its arguments: a dictionary, or JSON where a template wants it."""
 
-    tool_name: str
-    arguments: str
+    name: str
+    arguments: str | dict[str, Any]
+
+
+class ToolCall(TypedDict, total=False):
+    """A call of a tool, in OpenAI's shape: `{'type': 'function', 'function': …}`."""
+
+    id: str
+    type: Literal["function"]
+    function: FunctionCall
+
+
+class FunctionSpec(TypedDict, total=False):
+    """The name of a function, what it does, and the JSON schema of its parameters."""
+
+    name: str
+    description: str
+    parameters: str | dict[str, Any]
 
 
 class Tool(TypedDict, total=False):
-    """A tool that may be called: its name, what it does, and its parameters as JSON."""
+    """A tool that may be called, in OpenAI's shape: `{'type': 'function', 'function': …}`."""
 
-    tool_name: str
-    description: str
-    parameters: str
+    type: Literal["function"]
+    function: FunctionSpec
 
 
 class Message(TypedDict, total=False):

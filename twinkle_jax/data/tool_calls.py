@@ -1,0 +1,327 @@
+"""Tool calls in the text of a model: Hermes and Qwen, Cline, ReAct.
+
+The text is hostile. Whatever it is, parsing takes time linear in its length and raises nothing:
+what is no call is an error beside the calls, or stays text.
+"""
+
+import re
+from bisect import bisect_left
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from twinkle_jax.data.strict_json import parse_json
+from twinkle_jax.data.trajectory import FunctionCall, ToolCall
+
+_DEPTH = 64  # of lists and dictionaries in arguments, which others will walk through recursively
+_EXCERPT = 200  # characters of a broken call in its error
+
+# Tags that Cline's calls do not have, as thinking, other formats and HTML use them.
+_NOT_TOOLS = re.compile(
+    "think|answer|reasoning_content|content|response|output|role|messages?|system|user|assistant|"
+    "tools?|tool_call|tool_response|function|parameters?|"
+    "p|a|b|i|em|strong|div|span|pre|code|br|hr|ul|ol|li|h[1-6]|table|thead|tbody|tr|td|th|"
+    "img|video|audio"
+)
+_TAG = re.compile(r"<(/?)([a-z][a-z0-9_]*)>")
+_ACTION = re.compile(r"\s*Action\s*:\s*([\w\-./]+)\s*(?:\[(.*)\]\s*)?")
+_ACTION_INPUT = re.compile(r"\s*Action Input\s*:(.*)", re.DOTALL)
+_REACT_LINE = re.compile(r"\s*(?:Thought|Action|Observation|Final Answer)\s*:")
+
+
+class ToolCallError(NamedTuple):
+    """Text that is marked as a tool call and cannot be read as one.
+
+    Attributes:
+        reason: what is wrong, for the model or a log.
+        text: the beginning of the call.
+    """
+
+    reason: str
+    text: str
+
+
+class ParsedToolCalls(NamedTuple):
+    """What a text holds in one format.
+
+    Attributes:
+        calls: in order; `arguments` of each is a dictionary.
+        errors: calls that are broken, in order.
+        content: the text around calls and errors, without white space at its end.
+    """
+
+    calls: list[ToolCall]
+    errors: list[ToolCallError]
+    content: str
+
+
+class _Block(NamedTuple):
+    """A part of a text between two markers."""
+
+    start: int  # of the opening marker
+    body: str
+    end: int  # behind the closing marker
+    closed: bool
+
+
+def parse_tool_calls(text: str) -> ParsedToolCalls:
+    """Parse tool calls in the first of the formats that a text has.
+
+    Args:
+        text: what the assistant wrote.
+
+    Returns:
+        Calls, errors and the text around them. Formats are tried in the order of
+        `TOOL_CALL_FORMATS`; the first with a call or an error takes the whole text, so that no call
+        is found inside another one's arguments.
+
+    Example:
+        >>> text = 'Let me see. <tool_call>{"name": "add", "arguments": {"x": 1}}</tool_call>'
+        >>> parse_tool_calls(text).calls
+        [{'type': 'function', 'function': {'name': 'add', 'arguments': {'x': 1}}}]
+    """
+    for parse in TOOL_CALL_FORMATS.values():
+        parsed = parse(text)
+        if parsed.calls or parsed.errors:
+            return parsed
+    return ParsedToolCalls([], [], text.rstrip())
+
+
+def parse_hermes_calls(text: str) -> ParsedToolCalls:
+    r"""Parse `<tool_call>` blocks, as models of the Hermes and Qwen families write them.
+
+    A block holds JSON, `{"name": …, "arguments": {…}}`, or the form of Qwen3-Coder,
+    `<function=name><parameter=key>value</parameter></function>`, which is also read where there is
+    no `<tool_call>` around it. A value of that form is JSON if it can be, otherwise text, without
+    one line break at its beginning and one at its end. The last block may lack its end if it is a
+    whole call.
+
+    Args:
+        text: what the assistant wrote.
+
+    Returns:
+        Calls, errors and the text around them. Duplicate keys, unknown forms, broken JSON and
+        arguments nested more than 64 levels deep are errors.
+
+    Example:
+        >>> text = "<tool_call><function=add><parameter=x>1</parameter></function></tool_call>"
+        >>> parse_hermes_calls(text).calls
+        [{'type': 'function', 'function': {'name': 'add', 'arguments': {'x': 1}}}]
+        >>> parse_hermes_calls('<tool_call>{"name": "add"').errors[0].text
+        '<tool_call>{"name": "add"'
+    """
+    calls: list[ToolCall] = []
+    errors: list[ToolCallError] = []
+    blocks = _blocks(text, "<tool_call>", "</tool_call>")
+    bare = not blocks
+    if bare:
+        blocks = _blocks(text, "<function=", "</function>")
+    for block in blocks:
+        as_json = not bare and (
+            block.body.lstrip().startswith("{") or "<function=" not in block.body
+        )
+        nested = not bare and not as_json
+        parts = _blocks(block.body, "<function=", "</function>") if nested else [block]
+        for part in parts:
+            try:
+                body = part.body
+                calls.append(_json_call(body) if as_json else _function(body, part.closed))
+            except ValueError as error:
+                errors.append(_error(error, text, block))
+    return ParsedToolCalls(calls, errors, _without(text, blocks))
+
+
+def parse_cline_calls(text: str) -> ParsedToolCalls:
+    """Parse calls of Cline: a tag for the tool, and in it a tag for each argument.
+
+    `<read_file><path>a.py</path></read_file>` is one. Any tag in lower case may be a tool, if there
+    is a closed tag in it; except those of HTML, of thinking and of other formats. Values are text
+    without white space around it.
+
+    Args:
+        text: what the assistant wrote.
+
+    Returns:
+        Calls, errors and the text around them. An argument that is there twice is an error; what is
+        not closed is text.
+
+    Example:
+        >>> parse_cline_calls("<read_file><path>a.py</path></read_file>").calls
+        [{'type': 'function', 'function': {'name': 'read_file', 'arguments': {'path': 'a.py'}}}]
+    """
+    tags = list(_TAG.finditer(text))
+    closing: dict[str, list[int]] = {}  # numbers of the closing tags, by name
+    for number, tag in enumerate(tags):
+        if tag[1]:
+            closing.setdefault(tag[2], []).append(number)
+
+    def closed_by(number: int) -> int:
+        numbers = closing.get(tags[number][2], [])
+        place = bisect_left(numbers, number)
+        return numbers[place] if place < len(numbers) else len(tags)
+
+    calls: list[ToolCall] = []
+    errors: list[ToolCallError] = []
+    blocks: list[_Block] = []
+    number = 0
+    while number < len(tags):
+        end = len(tags) if tags[number][1] else closed_by(number)
+        if end == len(tags):
+            number += 1  # a closing tag, or one that is never closed
+            continue
+        name, body = tags[number][2], text[tags[number].end() : tags[end].start()]
+        arguments: list[tuple[str, str]] = []
+        inner = number + 1
+        while inner < end and not _NOT_TOOLS.fullmatch(name):
+            inner_end = end if tags[inner][1] else closed_by(inner)
+            if inner_end < end:
+                value = text[tags[inner].end() : tags[inner_end].start()].strip()
+                arguments.append((tags[inner][2], value))
+                inner = inner_end
+            inner += 1
+        if arguments:
+            blocks.append(_Block(tags[number].start(), body, tags[end].end(), True))
+            try:
+                calls.append(_call(name, _unique(arguments)))
+            except ValueError as error:
+                errors.append(_error(error, text, blocks[-1]))
+        number = end + 1
+    return ParsedToolCalls(calls, errors, _without(text, blocks))
+
+
+def parse_react_calls(text: str) -> ParsedToolCalls:
+    r"""Parse lines `Action: name[input]`, or `Action: name` and `Action Input:` after it.
+
+    Args:
+        text: what the assistant wrote.
+
+    Returns:
+        Calls, no errors, and the text around the calls. The input in brackets is the argument
+        `input`. `Action Input:` may have several lines; a JSON object there is the arguments,
+        anything else the argument `input`.
+
+    Example:
+        >>> parse_react_calls("Thought: I need to look it up.\nAction: search[JAX]").calls
+        [{'type': 'function', 'function': {'name': 'search', 'arguments': {'input': 'JAX'}}}]
+    """
+    calls: list[ToolCall] = []
+    rest: list[str] = []
+    lines = text.split("\n")
+    number = 0
+    while number < len(lines):
+        action = _ACTION.fullmatch(lines[number])
+        following = lines[number + 1] if number + 1 < len(lines) else ""
+        action_input = _ACTION_INPUT.fullmatch(following)
+        if action is None or (action[2] is None and action_input is None):
+            rest.append(lines[number])
+            number += 1
+        elif action[2] is not None:
+            calls.append(_call(action[1], {"input": action[2]}))
+            number += 1
+        else:
+            assert action_input is not None
+            end = number + 2
+            while end < len(lines) and not _REACT_LINE.match(lines[end]):
+                end += 1
+            value = "\n".join([action_input[1], *lines[number + 2 : end]]).strip()
+            parsed = _value(value)
+            arguments = parsed if isinstance(parsed, dict) else {"input": value}
+            calls.append(_call(action[1], arguments))
+            number = end
+    return ParsedToolCalls(calls, [], "\n".join(rest).rstrip())
+
+
+TOOL_CALL_FORMATS: Mapping[str, Callable[[str], ParsedToolCalls]] = {
+    "hermes_qwen": parse_hermes_calls,
+    "cline": parse_cline_calls,
+    "react": parse_react_calls,
+}
+"""The formats by Twinkle's names, in the order in which they are tried."""
+
+
+def _blocks(text: str, opening: str, closing: str) -> list[_Block]:
+    """Find parts between markers; the last one may lack its end, if no other closes after it."""
+    blocks = []
+    start = text.find(opening)
+    while start >= 0:
+        body = start + len(opening)
+        end = text.find(closing, body)
+        if end < 0:
+            blocks.append(_Block(start, text[body:], len(text), False))
+            break
+        blocks.append(_Block(start, text[body:end], end + len(closing), True))
+        start = text.find(opening, end + len(closing))
+    return blocks
+
+
+def _without(text: str, blocks: list[_Block]) -> str:
+    ends = [0, *(block.end for block in blocks)]
+    starts = [*(block.start for block in blocks), len(text)]
+    return "".join(text[a:b] for a, b in zip(ends, starts, strict=True)).rstrip()
+
+
+def _error(error: ValueError, text: str, block: _Block) -> ToolCallError:
+    excerpt = text[block.start : min(block.end, block.start + _EXCERPT)]
+    return ToolCallError(f"{error!s:.{_EXCERPT}}", excerpt)
+
+
+def _json_call(body: str) -> ToolCall:
+    call = parse_json(body.strip())
+    if not isinstance(call, dict):
+        raise ValueError(f"a call must be a JSON object, got {type(call).__name__}")
+    arguments = call.get("arguments")
+    if isinstance(arguments, str):
+        arguments = parse_json(arguments) if arguments.strip() else {}
+    if arguments is None:
+        arguments = {}
+    if not isinstance(arguments, dict):
+        raise ValueError(f"arguments must be a JSON object, got {type(arguments).__name__}")
+    return _call(call.get("name") or call.get("tool_name"), arguments)
+
+
+def _function(body: str, closed: bool) -> ToolCall:
+    """Read what stands between `<function=` and `</function>`."""
+    name, bracket, rest = body.partition(">")
+    if not closed or not bracket:
+        raise ValueError("a function must end with </function>")
+    arguments = []
+    for parameter in _blocks(rest, "<parameter=", "</parameter>"):
+        key, bracket, value = parameter.body.partition(">")
+        if not parameter.closed or not bracket or "<parameter=" in value:
+            raise ValueError(f"the parameter {key.strip()!r:.80} must end with </parameter>")
+        arguments.append((key.strip(), _value(value.removeprefix("\n").removesuffix("\n"))))
+    return _call(name.strip(), _unique(arguments))
+
+
+def _value(text: str) -> Any:
+    try:
+        value = parse_json(text.strip())
+    except ValueError:
+        return text
+    return text if _too_deep(value) else value
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    arguments = dict(pairs)
+    if len(arguments) < len(pairs):
+        raise ValueError(f"an argument must be there once, got {[key for key, _ in pairs]}")
+    return arguments
+
+
+def _call(name: Any, arguments: dict[str, Any]) -> ToolCall:
+    if not isinstance(name, str) or not name:
+        raise ValueError(f"a call must have a name, got {name!r:.80}")
+    if _too_deep(arguments):
+        raise ValueError(f"arguments must be nested at most {_DEPTH} levels deep")
+    return ToolCall(type="function", function=FunctionCall(name=name, arguments=arguments))
+
+
+def _too_deep(value: Any) -> bool:
+    if not isinstance(value, dict | list):
+        return False
+    level = [value]  # not recursive: the depth is the model's choice
+    for _ in range(_DEPTH + 1):
+        containers = [x.values() if isinstance(x, dict) else x for x in level]
+        level = [x for values in containers for x in values if isinstance(x, dict | list)]
+        if not level:
+            return False
+    return True
