@@ -12,6 +12,7 @@ from twinkle_jax.model.decoder.lora import LoraConfig, merge_adapter
 from twinkle_jax.model.decoder.module import Decoder
 from twinkle_jax.model.decoder.parameters import merge_params, parameter_shapes
 from twinkle_jax.model.decoder.sharding import make_mesh, partition_rules, shard_like_params
+from twinkle_jax.model.huggingface.adapter_files import load_adapter, save_adapter
 from twinkle_jax.model.huggingface.checkpoint_read import load_pretrained
 from twinkle_jax.model.huggingface.checkpoint_write import save_pretrained
 from twinkle_jax.model.huggingface.config_json import parse_config
@@ -51,6 +52,7 @@ __all__ = [
     "grad_step",
     "hidden_states",
     "init_params",
+    "load_adapter",
     "load_pretrained",
     "make_mesh",
     "merge_adapter",
@@ -61,6 +63,7 @@ __all__ = [
     "parse_config",
     "partition_rules",
     "prefill",
+    "save_adapter",
     "save_pretrained",
     "score_batch",
     "shard_like_params",

@@ -1,17 +1,22 @@
-"""Adapters in PEFT's format: `adapter_config.json` and `adapter_model.safetensors`."""
+"""Adapters in PEFT's format: `adapter_config.json`, `adapter_model.safetensors`, tokenizer."""
 
 import json
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import jax.numpy as jnp
 import numpy as np
 
+from twinkle_jax.data import Template
 from twinkle_jax.model.decoder.config import DecoderConfig
 from twinkle_jax.model.decoder.lora import LoraConfig, adapted_kernels, read_lora_config, walk
 from twinkle_jax.model.decoder.parameters import Params, nest
 from twinkle_jax.model.huggingface.atomic_directory import check_target, replace_directory
 from twinkle_jax.model.huggingface.checkpoint_files import (
+    ADAPTER_CONFIG,
+    ADAPTER_WEIGHTS,
+    TOKENIZER_FILES,
     import_safetensors,
     inside,
     locate,
@@ -20,29 +25,18 @@ from twinkle_jax.model.huggingface.checkpoint_files import (
 )
 from twinkle_jax.model.huggingface.checkpoint_names import layer_number, to_stored
 from twinkle_jax.model.huggingface.checkpoint_read import all_finite
-from twinkle_jax.model.huggingface.checkpoint_write import host_tensor
+from twinkle_jax.model.huggingface.checkpoint_write import host_tensor, keep_files
+from twinkle_jax.model.huggingface.processes import gather, write_once
 
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model.model.layers"
+_README = "README.md"  # PEFT's model card
 
 
-def adapter_tensors(config: DecoderConfig, adapter: Params) -> dict[str, np.ndarray]:
-    """Name the adapters of each layer as PEFT does, and turn them as they stand there.
+class SavesTokenizer(Protocol):
+    """A tokenizer of `twinkle_jax.data` or of transformers."""
 
-    Raises:
-        ValueError: if one holds NaN or infinity.
-    """
-    tensors = {}
-    for path, leaf in walk(adapter):
-        for repeat, values in enumerate(np.asarray(leaf)):
-            name = _name(config, path, repeat)
-            tensors[name] = host_tensor(name, path, values, jnp.dtype(values.dtype))
-    return tensors
-
-
-def _name(config: DecoderConfig, path: tuple[str, ...], repeat: int) -> str:
-    number = layer_number(config, path, repeat)
-    return f"{_PREFIX}.{number}.{'.'.join(path[2:])}.weight"
+    def save_pretrained(self, directory: str | Path) -> Any:
+        """Write the tokenizer's files."""
 
 
 def save_adapter(
@@ -52,65 +46,165 @@ def save_adapter(
     adapter: Params,
     *,
     base: str | None = None,
+    tokenizer: SavesTokenizer | Template | None = None,
 ) -> None:
-    """Write an adapter that PEFT loads; an interrupted save leaves an older one whole."""
-    safetensors = import_safetensors()
+    """Write an adapter that PEFT, vLLM and `load_adapter` read.
+
+    The directory is replaced in one step: an interrupted save leaves an older adapter whole.
+    Tokenizer files and a README of an older adapter stay. If the adapter is spread over several
+    processes, all of them must call this; process 0 writes.
+
+    Args:
+        directory: where to; replaced if it holds an earlier adapter.
+        config: the decoder that the adapter belongs to.
+        lora: rank, scale and adapted projections; `all-linear` is written as their names.
+        adapter: the tree of `lora_A` [layers, in, rank] and `lora_B` [layers, rank, out].
+        base: directory or hub id of the checkpoint that the adapter belongs to, which PEFT loads.
+        tokenizer: written beside the adapter if given; of a template, its tokenizer with the
+            template's own chat template.
+
+    Raises:
+        ValueError: if the adapter holds NaN or infinity, or the directory is a file, a mount point
+            or the current directory, or holds anything but an adapter and a tokenizer.
+        RuntimeError: on other processes, for an error of process 0.
+        ImportError: if safetensors is not installed.
+
+    Example:
+        >>> import jax, tempfile
+        >>> from twinkle_jax.model import LoraConfig, load_adapter, parse_config, save_adapter
+        >>> config = parse_config({
+        ...     "model_type": "qwen2", "vocab_size": 64, "hidden_size": 32,
+        ...     "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+        ... })
+        >>> lora = LoraConfig(r=4, lora_alpha=8, target_modules=("q_proj",))
+        >>> pair = {"lora_A": jax.numpy.ones((2, 32, 4)), "lora_B": jax.numpy.ones((2, 4, 32))}
+        >>> adapter = {"layers": {"0": {"self_attn": {"q_proj": pair}}}}
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     save_adapter(folder + "/adapter", config, lora, adapter, base="Qwen/Qwen2-0.5B")
+        ...     load_adapter(folder + "/adapter", config)[0] == lora
+        True
+    """
+    import_safetensors()
     target = Path(directory).expanduser()
-    check_target(target)
-    strangers = {p.name for p in target.iterdir()} - {CONFIG, WEIGHTS} if target.exists() else ()
-    if strangers:
-        raise ValueError(
-            f"directory must hold nothing but an adapter, got {sorted(strangers)[0]!r} in {target}"
-        )
-    targets = sorted({path[-1] for path in adapted_kernels(config, lora)})
-    content = {
+    leaves = list(walk(adapter))
+    gathers = [partial(gather, leaf) for _, leaf in leaves]
+
+    def write(gathers: Any) -> None:
+        check_target(target)
+        others = sorted(p.name for p in target.iterdir()) if target.exists() else []
+        allowed = {ADAPTER_CONFIG, ADAPTER_WEIGHTS, _README, *TOKENIZER_FILES}
+        if unknown := [name for name in others if name not in allowed]:
+            raise ValueError(
+                f"directory must hold nothing but an adapter, got {unknown[0]!r} in {target}"
+            )
+        values = [(path, fetch()) for (path, _), fetch in zip(leaves, gathers, strict=True)]
+        tensors = _named_tensors(config, values)
+        with replace_directory(target) as fresh:
+            import_safetensors().numpy.save_file(
+                tensors, fresh / ADAPTER_WEIGHTS, metadata={"format": "pt"}
+            )
+            text = json.dumps(_peft_config(config, lora, base), indent=2, sort_keys=True) + "\n"
+            (fresh / ADAPTER_CONFIG).write_text(text, encoding="utf-8")
+            _save_tokenizer(tokenizer, fresh)
+            if tokenizer is None:
+                keep_files(target, fresh, TOKENIZER_FILES)
+            keep_files(target, fresh, [_README])
+
+    write_once(f"save_adapter to {directory}", adapter, gathers, write)
+
+
+def adapter_tensors(config: DecoderConfig, adapter: Params) -> dict[str, np.ndarray]:
+    """Return an adapter on the host, named and oriented as PEFT does.
+
+    Raises:
+        ValueError: if it holds NaN or infinity.
+    """
+    return _named_tensors(config, [(path, gather(leaf)) for path, leaf in walk(adapter)])
+
+
+def _named_tensors(
+    config: DecoderConfig, leaves: list[tuple[tuple[str, ...], np.ndarray]]
+) -> dict[str, np.ndarray]:
+    tensors = {}
+    for path, stacked in leaves:
+        for repeat, values in enumerate(stacked):
+            name = _tensor_name(config, path, repeat)
+            tensors[name] = host_tensor(name, path, values, dtype=values.dtype)
+    return tensors
+
+
+def _tensor_name(config: DecoderConfig, path: tuple[str, ...], repeat: int) -> str:
+    number = layer_number(config, path, repeat)
+    return f"{_PREFIX}.{number}.{'.'.join(path[2:])}.weight"
+
+
+def _peft_config(config: DecoderConfig, lora: LoraConfig, base: str | None) -> dict[str, Any]:
+    """Return the contents of `adapter_config.json`, PEFT's defaults included."""
+    return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base,
         "r": lora.r,
         "lora_alpha": lora.lora_alpha,
-        "target_modules": targets,
+        "target_modules": sorted({path[-1] for path in adapted_kernels(config, lora)}),
         "use_rslora": lora.use_rslora,
         "lora_dropout": lora.lora_dropout,
         "bias": "none",
         "fan_in_fan_out": False,
         "init_lora_weights": True,
         "inference_mode": True,
+        "modules_to_save": None,
+        "use_dora": False,
     }
-    with replace_directory(target) as fresh:
-        safetensors.numpy.save_file(
-            adapter_tensors(config, adapter), fresh / WEIGHTS, metadata={"format": "pt"}
-        )
-        text = json.dumps(content, indent=2, sort_keys=True) + "\n"
-        (fresh / CONFIG).write_text(text, encoding="utf-8")
+
+
+def _save_tokenizer(tokenizer: SavesTokenizer | Template | None, directory: Path) -> None:
+    if isinstance(tokenizer, Template):
+        template, tokenizer = tokenizer.chat_template, tokenizer.tokenizer
+        if template is not None and template.source != tokenizer.chat_template:
+            # transformers and vLLM prefer this file to the tokenizer's own template.
+            (directory / "chat_template.jinja").write_text(template.source, encoding="utf-8")
+    if tokenizer is not None:
+        tokenizer.save_pretrained(directory)
 
 
 def load_adapter(directory: str | Path, config: DecoderConfig) -> tuple[LoraConfig, dict[str, Any]]:
-    """Read an adapter in PEFT's format; every tensor must be there, and no other.
+    """Read an adapter in PEFT's format.
+
+    Args:
+        directory: of the adapter, or a hub id, which needs huggingface_hub.
+        config: the decoder that the adapter belongs to.
+
+    Returns:
+        Its configuration, and the tree of `lora_A` [layers, in, rank] and `lora_B` [layers, rank,
+        out] in float32, on the default device.
 
     Raises:
-        ValueError: for tensors that are missing, extra, misshapen or not finite, and options of
-            PEFT that are not supported.
+        ValueError: for missing, extra or misshapen tensors, values that are not finite, and
+            unsupported options of PEFT.
+        ImportError: if safetensors is not installed.
     """
     safetensors = import_safetensors()
-    place = locate(directory)
-    lora = read_lora_config(read_json(place, CONFIG), new=False)
+    place = locate(directory, argument="directory")
+    lora = read_lora_config(read_json(place, ADAPTER_CONFIG), new=False)
     try:
-        stored = safetensors.numpy.load_file(regular_file(inside(place, WEIGHTS)))
+        stored = safetensors.numpy.load_file(regular_file(inside(place, ADAPTER_WEIGHTS)))
     except (safetensors.SafetensorError, OSError) as error:
         raise ValueError(
-            f"{place / WEIGHTS} must be a whole safetensors file, got {error}"
+            f"{place / ADAPTER_WEIGHTS} must be a whole safetensors file, got {error}"
         ) from None
     flat: dict[tuple[str, ...], Any] = {}
     for path, (width, out) in adapted_kernels(config, lora).items():
         for leaf, shape in (("lora_A", (lora.r, width)), ("lora_B", (out, lora.r))):
-            full = (*path, leaf)
-            names = [_name(config, full, repeat) for repeat in range(config.repeats)]
-            rows = [_checked(name, stored.pop(name, None), shape) for name in names]
-            flat[full] = jnp.asarray(np.stack([to_stored(full, row) for row in rows]))
+            full_path = (*path, leaf)
+            names = [_tensor_name(config, full_path, repeat) for repeat in range(config.repeats)]
+            layers = [_checked(name, stored.pop(name, None), shape) for name in names]
+            # Transposing is its own inverse, so this turns them back as well.
+            flat[full_path] = jnp.asarray(np.stack([to_stored(full_path, x) for x in layers]))
     if stored:
         raise ValueError(
-            f"{place / WEIGHTS} must hold no tensors but the adapter's, got {sorted(stored)[0]}"
+            f"{place / ADAPTER_WEIGHTS} must hold no tensors but the adapter's, "
+            f"got {sorted(stored)[0]}"
         )
     return lora, nest(flat)
 

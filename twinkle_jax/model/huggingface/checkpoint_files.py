@@ -1,4 +1,4 @@
-"""Finding the files of a Hugging Face checkpoint, and refusing what does not belong to one."""
+"""The files of a Hugging Face checkpoint: where they are, and which are refused."""
 
 import json
 import re
@@ -10,6 +10,7 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -34,7 +35,7 @@ _INSTALL = "pip install 'twinkle-jax[checkpoints]'"
 
 
 class StoredTensor(NamedTuple):
-    """What a checkpoint says about a tensor before any of it is read."""
+    """A tensor's file, shape and type, from the header of the file."""
 
     file: Path
     shape: tuple[int, ...]
@@ -52,33 +53,39 @@ def import_safetensors() -> ModuleType:
     return module
 
 
-def locate(path_or_id: str | Path) -> Path:
-    """Find the directory: a local one, or that of a hub id, downloaded if need be."""
+def locate(path_or_id: str | Path, *, argument: str = "path_or_id") -> Path:
+    """Return a local directory as it is; download a hub id, unless it is in the cache.
+
+    Args:
+        path_or_id: a directory or a hub id.
+        argument: what the caller's user calls this, for errors: `"model_id"`, `"--model"`.
+    """
     path = Path(path_or_id).expanduser()
     if path.is_dir():
         return path
     if not isinstance(path_or_id, str) or not _HUB_ID.fullmatch(path_or_id) or path.exists():
         raise ValueError(
-            f"path_or_id must be a directory or a hub id 'owner/name', got {str(path_or_id)!r}"
+            f"{argument} must be a directory or a hub id 'owner/name', got {str(path_or_id)!r}"
         )
     try:
         from huggingface_hub import snapshot_download
     except ImportError as error:
         raise ImportError(
-            f"{path_or_id!r} is not a directory, and hub ids need huggingface_hub: {_INSTALL}"
+            f"{argument} is a hub id, {path_or_id!r}, which needs huggingface_hub: {_INSTALL}"
         ) from error
-    wanted = [CONFIG, "model*.safetensors", INDEX, *TOKENIZER_FILES]
-    return Path(snapshot_download(path_or_id, allow_patterns=wanted))
+    weights = ["model*.safetensors", INDEX, ADAPTER_WEIGHTS]
+    patterns = [CONFIG, ADAPTER_CONFIG, *weights, *TOKENIZER_FILES]
+    return Path(snapshot_download(path_or_id, allow_patterns=patterns))
 
 
 def inside(directory: Path, name: str) -> Path:
     """Join a file name to a directory; refuse paths, and links that lead out of it."""
     if not name or name in (".", "..") or Path(name).name != name or "\\" in name:
         raise ValueError(f"file names must be plain, and inside {directory}, got {name!r}")
-    home = directory.resolve()
-    roots = [home]
-    if home.parent.name == "snapshots":  # the hub's cache keeps files in `blobs` and links to them
-        roots.append(home.parent.parent / "blobs")
+    resolved = directory.resolve()
+    roots = [resolved]
+    if resolved.parent.name == "snapshots":  # the hub's cache links to files in `blobs`
+        roots.append(resolved.parent.parent / "blobs")
     path = directory / name
     if not any(path.resolve().is_relative_to(root) for root in roots):
         raise ValueError(f"{name!r} must stay inside {directory}, got a link to {path.resolve()}")
@@ -86,7 +93,7 @@ def inside(directory: Path, name: str) -> Path:
 
 
 def regular_file(path: Path) -> Path:
-    """Refuse what is no file before it is opened: a FIFO would be waited for without end."""
+    """Refuse anything but a regular file before it is opened: a FIFO would block for ever."""
     try:
         mode = path.stat().st_mode
     except FileNotFoundError:
@@ -121,8 +128,8 @@ def stored_tensors(directory: Path) -> dict[str, StoredTensor]:
         return _headers(inside(directory, SINGLE))
     if not inside(directory, INDEX).exists():
         pickled = sorted(p.name for p in directory.iterdir() if p.suffix in _PICKLED)
-        found = f"; {pickled[0]} is pickled, and pickles are never read" if pickled else ""
-        raise ValueError(f"{directory} must hold {SINGLE} or {INDEX}, got neither{found}")
+        hint = f"; {pickled[0]} is pickled, and pickles are never read" if pickled else ""
+        raise ValueError(f"{directory} must hold {SINGLE} or {INDEX}, got neither{hint}")
     shards = _weight_map(directory)
     tensors: dict[str, StoredTensor] = {}
     for name in sorted(set(shards.values())):
@@ -164,7 +171,7 @@ def _headers(path: Path) -> dict[str, StoredTensor]:
 
 
 def open_files(stack: ExitStack, stored: Mapping[str, StoredTensor]) -> dict[str, Any]:
-    """Open each file once; give the open file of each tensor."""
+    """Open each file once, and return the open file of each tensor."""
     safetensors = import_safetensors()
     handles = {
         file: stack.enter_context(safetensors.safe_open(file, framework="np"))

@@ -33,6 +33,7 @@ from twinkle_jax.model.huggingface.checkpoint_names import (
     read_part,
 )
 from twinkle_jax.model.huggingface.config_json import parse_config
+from twinkle_jax.model.huggingface.processes import one_outcome
 
 Partition = Callable[[str, tuple[int, ...]], PartitionSpec]
 Index = tuple[slice, ...]
@@ -52,6 +53,9 @@ def load_pretrained(
     tensor after the other is read and written to its place on its devices, so that the host holds
     one tensor at a time besides. Only safetensors are read; no code of a checkpoint ever runs.
 
+    If the mesh spans several processes, all of them must call this. Each reads only the parts of
+    tensors that its own devices hold.
+
     Args:
         path_or_id: a directory with `config.json` and `model.safetensors`, in one file or with an
             index; or a hub id, which needs huggingface_hub.
@@ -67,31 +71,46 @@ def load_pretrained(
         ValueError: for an unknown `model_type`, missing, extra or misshapen tensors, files that
             are truncated, pickled or outside the directory, a `dtype` that is not a floating-point
             type, and values that are NaN or infinite, or become so in `dtype`.
+        RuntimeError: if the mesh spans several processes, and another one raised an error.
         ImportError: if safetensors is not installed.
     """
-    directory = locate(path_or_id)
-    config = parse_config(read_json(directory, CONFIG))
-    stored = stored_tensors(directory)
-    names = match_tensors(config, stored)
-    with ExitStack() as stack:
-        files = open_files(stack, stored)
-        _check_tied_head(config, files, stored)
-        leaves = [
-            StoredLeaf(
-                path=path,
-                shape=stacked_shape(config, path, p),
-                dtype=_leaf_dtype(names[path], stored, dtype),
-                names=names[path],
-                slices=[files[name].get_slice(name) for name in names[path]],
-            )
-            for path, p in parameter_table(config).items()
-        ]
-        arrays = {leaf.path: place(leaf, _sharding(mesh, partition, leaf)) for leaf in leaves}
+    together = mesh is not None and mesh.is_multi_process
+    with one_outcome(f"load_pretrained({str(path_or_id)!r})", together=together):
+        directory = locate(path_or_id)
+        config = read_config(directory)
+        stored = stored_tensors(directory)
+        names = match_tensors(config, stored)
+        with ExitStack() as stack:
+            files = open_files(stack, stored)
+            _check_tied_head(config, files, stored, together)
+            leaves = [
+                StoredLeaf(
+                    path=path,
+                    shape=stacked_shape(config, path, p),
+                    dtype=_leaf_dtype(names[path], stored, dtype),
+                    names=names[path],
+                    slices=[files[name].get_slice(name) for name in names[path]],
+                )
+                for path, p in parameter_table(config).items()
+            ]
+            arrays = {leaf.path: place(leaf, _sharding(mesh, partition, leaf)) for leaf in leaves}
     return Decoder(config, nest(arrays), source=directory)
 
 
+def read_config(directory: Path) -> DecoderConfig:
+    """Read the `config.json` of a checkpoint; errors name the file."""
+    content = read_json(directory, CONFIG)
+    try:
+        return parse_config(content)
+    except ValueError as error:
+        raise ValueError(f"{directory / CONFIG}: {error}") from None
+
+
 def _check_tied_head(
-    config: DecoderConfig, files: Mapping[str, Any], stored: Mapping[str, StoredTensor]
+    config: DecoderConfig,
+    files: Mapping[str, Any],
+    stored: Mapping[str, StoredTensor],
+    together: bool,
 ) -> None:
     """Accept a stored copy of a tied head, and refuse a head that differs from the embedding."""
     if not (config.tie_embeddings and HEAD in stored):
@@ -100,6 +119,8 @@ def _check_tied_head(
     a, b = (files[name].get_slice(name) for name in (HEAD, embedding))
     size = config.vocab_size
     parts = [slice(i, min(i + 4096, size)) for i in range(0, size, 4096)]
+    if together:  # each process compares its share of the rows
+        parts = parts[jax.process_index() :: jax.process_count()]
     same = stored[HEAD][1:] == stored[embedding][1:]  # shape and type
     same = same and all(np.array_equal(a[part], b[part]) for part in parts)
     if not same:

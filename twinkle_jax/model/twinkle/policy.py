@@ -21,9 +21,13 @@ from twinkle_jax.model.decoder.lora import (
 from twinkle_jax.model.decoder.module import Decoder
 from twinkle_jax.model.decoder.parameters import Params, merge_params
 from twinkle_jax.model.decoder.sharding import partition_rules, shard_like_params
-from twinkle_jax.model.huggingface.adapter_files import CONFIG as ADAPTER_CONFIG
 from twinkle_jax.model.huggingface.adapter_files import adapter_tensors, load_adapter, save_adapter
-from twinkle_jax.model.huggingface.checkpoint_files import CONFIG, locate, read_json
+from twinkle_jax.model.huggingface.checkpoint_files import (
+    ADAPTER_CONFIG,
+    CONFIG,
+    locate,
+    read_json,
+)
 from twinkle_jax.model.huggingface.checkpoint_names import PREFIX
 from twinkle_jax.model.huggingface.checkpoint_read import load_pretrained
 from twinkle_jax.model.huggingface.checkpoint_write import list_tensors, save_pretrained

@@ -1,0 +1,158 @@
+"""Adapters in PEFT's format: to the bit, with a tokenizer, as PEFT and transformers open them."""
+
+import json
+import os
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.model.families import config_of
+from tests.model.huggingface.tensors import assert_same, contents  # skips without safetensors
+from twinkle_jax.data import Template, Tokenizer, small_tokenizer
+from twinkle_jax.model import (
+    Decoder,
+    LoraConfig,
+    hidden_states,
+    init_params,
+    load_adapter,
+    merge_params,
+    output_logits,
+    parse_config,
+    save_adapter,
+    save_pretrained,
+)
+from twinkle_jax.model.decoder.lora import adapter_scales, init_adapter
+
+CONFIG = config_of("qwen3")
+LORAS = [
+    LoraConfig(r=2),
+    LoraConfig(r=3, lora_alpha=5.5, target_modules="all-linear", lora_dropout=0.1),
+    LoraConfig(r=4, lora_alpha=6, use_rslora=True, target_modules=("q_proj", "down_proj")),
+]
+
+
+def drawn(config, lora, seed=0):
+    """An adapter whose B is not zero."""
+    adapter = init_adapter(jax.random.key(seed), config, lora)
+    rng = np.random.default_rng(seed)
+    return jax.tree.map(
+        lambda x: x + jnp.asarray(rng.normal(size=x.shape) / 4, jnp.float32), adapter
+    )
+
+
+@pytest.fixture
+def saved(tmp_path):
+    save_adapter(tmp_path / "adapter", CONFIG, LORAS[0], drawn(CONFIG, LORAS[0]))
+    return tmp_path / "adapter"
+
+
+@pytest.mark.parametrize("lora", LORAS)
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_5_text"])
+def test_round_trip_is_bit_exact(name, lora, tmp_path):
+    config = config_of(name)
+    lora = lora if name == "qwen3" else LoraConfig(r=3, target_modules="all-linear")
+    adapter = drawn(config, lora)
+    save_adapter(tmp_path / "adapter", config, lora, adapter, base="owner/name")
+    read, again = load_adapter(tmp_path / "adapter", config)
+    assert_same(again, adapter)
+    assert (read.scale, read.r, read.lora_dropout) == (lora.scale, lora.r, lora.lora_dropout)
+    content = json.loads((tmp_path / "adapter/adapter_config.json").read_text())
+    assert content["base_model_name_or_path"] == "owner/name"
+    assert content["modules_to_save"] is None and content["use_rslora"] == lora.use_rslora
+    save_adapter(tmp_path / "again", config, read, again, base="owner/name")
+    assert contents(tmp_path / "again") == contents(tmp_path / "adapter")
+
+
+def test_the_tokenizer_is_written_beside_it_and_stays(tmp_path):
+    lora, adapter = LORAS[0], drawn(CONFIG, LORAS[0])
+    target = tmp_path / "adapter"
+    save_adapter(target, CONFIG, lora, adapter, tokenizer=small_tokenizer())
+    assert Tokenizer.from_pretrained(target).chat_template == small_tokenizer().chat_template
+    template = Template(small_tokenizer(), chat_template="{{ messages[0].content }}")
+    save_adapter(target, CONFIG, lora, adapter, tokenizer=template)
+    assert Template(target).chat_template.source == "{{ messages[0].content }}"
+    (target / "README.md").write_text("PEFT's model card")
+    before = contents(target)
+    save_adapter(target, CONFIG, lora, adapter)
+    assert contents(target) == before
+    save_adapter(target, CONFIG, lora, adapter, tokenizer=Template(small_tokenizer()))
+    assert Tokenizer.from_pretrained(target).chat_template == small_tokenizer().chat_template
+
+
+@pytest.mark.parametrize("values", [jnp.nan, jnp.inf])
+def test_what_is_not_finite_is_not_written(values, saved):
+    before = contents(saved)
+    broken = jax.tree.map(lambda x: x.at[0, 0, 0].set(values), drawn(CONFIG, LORAS[0]))
+    with pytest.raises(ValueError, match=r"lora_A.weight must be finite"):
+        save_adapter(saved, CONFIG, LORAS[0], broken)
+    assert contents(saved) == before
+
+
+def test_places_that_are_refused(saved, export):
+    for place in ("/", saved.parent / "out", saved / "adapter_config.json"):
+        with pytest.raises(ValueError, match=r"^directory must"):
+            save_adapter(place, CONFIG, LORAS[0], drawn(CONFIG, LORAS[0]))
+    with pytest.raises(ValueError, match=r"^directory must"):
+        load_adapter("nowhere", CONFIG)
+
+
+@pytest.mark.parametrize("kind", ["FIFO", "directory"])
+@pytest.mark.parametrize("name", ["adapter_config.json", "adapter_model.safetensors"])
+def test_a_fifo_or_a_directory_instead_of_a_file_is_not_waited_for(name, kind, saved):
+    (saved / name).unlink()
+    os.mkfifo(saved / name) if kind == "FIFO" else (saved / name).mkdir()
+    with pytest.raises(ValueError, match=f"{name} must be a file, got a {kind}$"):
+        load_adapter(saved, CONFIG)
+
+
+@pytest.mark.parametrize("lora", LORAS)
+@pytest.mark.filterwarnings("ignore")
+def test_peft_and_transformers_open_it(lora, tmp_path):
+    """From the directory alone: base model, adapter, tokenizer; and back from what PEFT saves."""
+    get = "pip install 'twinkle-jax[test,oracle]'"
+    peft = pytest.importorskip("peft", reason=get)
+    torch = pytest.importorskip("torch", reason=get)
+    transformers = pytest.importorskip("transformers", reason=get)
+    template = Template(small_tokenizer())
+    config = parse_config(
+        json.loads(CONFIG.original) | {"vocab_size": max(48, len(template.tokenizer))}
+    )
+    params = init_params(jax.random.key(1), config)
+    save_pretrained(Decoder(config, params), tmp_path / "base")
+    adapter, target = drawn(config, lora), tmp_path / "adapter"
+    save_adapter(target, config, lora, adapter, base=str(tmp_path / "base"), tokenizer=template)
+
+    theirs = peft.AutoPeftModelForCausalLM.from_pretrained(target).eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(target)
+    messages = [{"role": "user", "content": "2+2="}]
+    ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    assert ids == list(template.encode({"messages": messages}, True)["input_ids"])
+    with torch.no_grad():
+        expected = theirs(input_ids=torch.tensor([ids])).logits.numpy()
+    whole = merge_params(merge_params(params, adapter_scales(config, lora)), adapter)
+    logits = output_logits(whole, hidden_states(whole, config, jnp.asarray([ids])))
+    np.testing.assert_allclose(logits, expected, atol=2e-5)
+    without = output_logits(params, hidden_states(params, config, jnp.asarray([ids])))
+    assert np.abs(without - expected).max() > 1e-2
+
+    read = peft.LoraConfig.from_pretrained(target)
+    plain = peft.LoraConfig(
+        r=lora.r,
+        lora_alpha=lora.lora_alpha,
+        lora_dropout=lora.lora_dropout,
+        use_rslora=lora.use_rslora,
+        target_modules=read.target_modules,
+        task_type="CAUSAL_LM",
+        inference_mode=True,
+        base_model_name_or_path=str(tmp_path / "base"),
+    )
+    ignored = {"peft_version"}  # ours has none
+    assert {k: v for k, v in read.to_dict().items() if k not in ignored} == {
+        k: v for k, v in plain.to_dict().items() if k not in ignored
+    }
+    theirs.save_pretrained(tmp_path / "theirs")
+    again_lora, again = load_adapter(tmp_path / "theirs", config)
+    assert_same(again, adapter)
+    assert again_lora.scale == lora.scale

@@ -1,0 +1,236 @@
+"""Files that are damaged, missing, hostile or elsewhere; hub ids."""
+
+import builtins
+import json
+import os
+import pathlib
+
+import jax
+import numpy as np
+import pytest
+
+from tests import hub_server
+from tests.model.families import config_of, params_of
+from twinkle_jax.model import Decoder, load_pretrained, save_pretrained
+from twinkle_jax.model.huggingface.checkpoint_files import inside, locate
+
+pytest.importorskip("safetensors", reason="pip install 'twinkle-jax[checkpoints]'")
+import safetensors.numpy
+
+CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+
+
+def refused(directory, message):
+    """Loading fails, and no array reaches a device before that."""
+
+    def place(*arguments, **options):
+        raise AssertionError("placed before it was checked")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jax, "device_put", place)
+        with pytest.raises(ValueError, match=message):
+            load_pretrained(directory)
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"a": ' + "[" * 100_000, "\ud800"])
+def test_configurations_that_are_not_json_objects(export, text):
+    (export / CONFIG).write_bytes(text.encode("utf-8", "surrogatepass"))
+    refused(export, CONFIG)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("num_hidden_layers", "1" + 30 * "0"),
+        ("vocab_size", "null"),
+        ("rms_norm_eps", "NaN"),
+        ("hidden_size", "[24]"),
+    ],
+)
+def test_errors_name_the_file_and_the_key(name, value, export):
+    text = (export / CONFIG).read_text().rstrip().removesuffix("}")
+    (export / CONFIG).write_text(f'{text}, "{name}": {value}}}')  # the last of equal keys holds
+    refused(export, f"^{export}/{CONFIG}: {name} must be")
+
+
+def test_an_integer_that_python_does_not_read(export):
+    (export / CONFIG).write_text(f'{{"num_hidden_layers": 1{5000 * "0"}}}')
+    refused(export, f"{CONFIG} must be JSON")
+
+
+def test_a_huge_configuration_is_not_read(export):
+    with (export / CONFIG).open("r+b") as file:
+        file.truncate(2**40)  # a hole: it takes no room
+    refused(export, f"{CONFIG} must have at most")
+
+
+@pytest.mark.parametrize("name", [CONFIG, WEIGHTS])
+def test_missing_files(name, export):
+    (export / name).unlink()
+    refused(export, f"must hold {name}")
+
+
+@pytest.mark.parametrize("keep", [0, 4, 100, -1])
+def test_truncated_files(export, keep):
+    file = export / WEIGHTS
+    file.write_bytes(file.read_bytes()[:keep])
+    refused(export, f"{WEIGHTS} must be a whole safetensors file")
+
+
+def test_headers_that_lie_about_their_length(export):
+    (export / WEIGHTS).write_bytes((2**62).to_bytes(8, "little") + b"{}")
+    refused(export, f"{WEIGHTS} must be a whole safetensors file")
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "weights.pth", "state.pkl"])
+def test_pickles_are_never_read(export, name):
+    (export / WEIGHTS).rename(export / name)
+    refused(export, f"{name} is pickled")
+
+
+def swap_for(path, kind):
+    path.unlink()
+    os.mkfifo(path) if kind == "FIFO" else path.mkdir()
+
+
+@pytest.mark.parametrize("kind", ["FIFO", "directory"])
+@pytest.mark.parametrize("name", [CONFIG, WEIGHTS, INDEX, "model-00002"])
+def test_a_fifo_or_a_directory_instead_of_a_file_is_not_waited_for(name, kind, export, sharded):
+    directory = export if name in (CONFIG, WEIGHTS) else sharded
+    path = next(p for p in sorted(directory.iterdir()) if p.name.startswith(name))
+    swap_for(path, kind)
+    refused(directory, f"{path.name} must be a file, got a {kind}$")
+
+
+def reindex(directory, **names):
+    """Change the map of an index; None removes a tensor."""
+    file = directory / INDEX
+    index = json.loads(file.read_text())
+    index["weight_map"] |= {name.replace("__", "."): shard for name, shard in names.items()}
+    index["weight_map"] = {k: v for k, v in index["weight_map"].items() if v is not None}
+    file.write_text(json.dumps(index))
+
+
+@pytest.mark.parametrize(
+    "name", ["../x.safetensors", "/etc/passwd", "a/b.safetensors", "..", "", ".", "..\\x"]
+)
+def test_an_index_that_points_elsewhere(sharded, name):
+    outside = sharded.parent / "x.safetensors"
+    safetensors.numpy.save_file({"model.norm.weight": np.zeros(24, np.float32)}, outside)
+    reindex(sharded, model__norm__weight=name)
+    refused(sharded, "file names must be plain")
+
+
+def test_an_index_that_promises_what_a_shard_does_not_hold(sharded):
+    last = sorted(sharded.glob("*.safetensors"))[-1].name  # the norm is in the first
+    reindex(sharded, model__norm__weight=last)
+    refused(sharded, f"'model.norm.weight' in {last}")
+    reindex(sharded, model__norm__weight=None, other=last)
+    refused(sharded, "'other'")
+
+
+@pytest.mark.parametrize("content", ["{}", '{"weight_map": []}', '{"weight_map": {"a": 1}}'])
+def test_an_index_without_a_map(sharded, content):
+    (sharded / INDEX).write_text(content)
+    refused(sharded, "weight_map")
+
+
+def test_a_missing_shard(sharded):
+    shard = sorted(sharded.glob("*.safetensors"))[-1]
+    shard.unlink()
+    refused(sharded, f"must hold {shard.name}")
+
+
+@pytest.mark.parametrize("name", [WEIGHTS, CONFIG, "model-00001"])
+def test_links_that_lead_out(name, export, sharded):
+    directory = sharded if name == "model-00001" else export
+    path = next(p for p in directory.iterdir() if p.name.startswith(name))
+    path.rename(directory.parent / "elsewhere")
+    path.symlink_to("../elsewhere")
+    refused(directory, f"'{path.name}' must stay inside")
+
+
+def test_the_hubs_cache_may_link_to_its_own_blobs(tmp_path):
+    blobs, snapshot = tmp_path / "blobs", tmp_path / "snapshots/1234"
+    blobs.mkdir()
+    snapshot.mkdir(parents=True)
+    (blobs / "abc").write_text("{}")
+    os.symlink("../../blobs/abc", snapshot / CONFIG)
+    os.symlink("../../../elsewhere", snapshot / WEIGHTS)
+    assert inside(snapshot, CONFIG).read_text() == "{}"
+    with pytest.raises(ValueError, match="must stay inside"):
+        inside(snapshot, WEIGHTS)
+
+
+@pytest.mark.parametrize(
+    "name", ["nowhere", "../../etc/nowhere", "a/b/c", "owner/..", "~/nowhere/x", "out/config.json"]
+)
+def test_neither_a_directory_nor_a_hub_id(name, export, monkeypatch):
+    monkeypatch.chdir(export.parent)
+    with pytest.raises(ValueError, match=r"^path_or_id must be"):
+        load_pretrained(name)
+    with pytest.raises(ValueError, match=r"^--model must be"):
+        locate(name, argument="--model")
+
+
+@pytest.mark.parametrize("missing", ["safetensors", "huggingface_hub"])
+def test_extras_are_named(export, missing, monkeypatch):
+    real = builtins.__import__
+
+    def without(name, *arguments, **options):
+        if name.split(".")[0] == missing:
+            raise ImportError(name)
+        return real(name, *arguments, **options)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    with pytest.raises(ImportError, match=r"pip install 'twinkle-jax\[checkpoints\]'"):
+        load_pretrained(export if missing == "safetensors" else "owner/name")
+
+
+ID = "someone/small-qwen3"
+SCRIPT = """
+import json, sys
+import jax, numpy as np
+from twinkle_jax.model import load_pretrained
+
+leaves = jax.tree.leaves(load_pretrained(sys.argv[1]).params)
+print(json.dumps([np.asarray(leaf).tolist() for leaf in leaves]))
+"""
+
+
+@pytest.fixture
+def hub(tmp_path):
+    """A server here that answers huggingface_hub as the hub does."""
+    pytest.importorskip("huggingface_hub", reason="pip install 'twinkle-jax[checkpoints]'")
+    files = tmp_path / "repository"
+    with hub_server.serve(files, "models", ID) as (address, asked):
+        yield files, address, asked
+
+
+def test_an_id_is_downloaded_once_and_then_found(hub, tmp_path):
+    files, address, asked = hub
+    params = params_of("qwen3")
+    save_pretrained(Decoder(config_of("qwen3"), params), files, max_shard_size=20_000)
+    (files / "pytorch_model.bin").write_bytes(b"pickled")
+    (files / "modeling_custom.py").write_text("raise SystemExit('never run')")
+
+    def load(**environment):
+        done = hub_server.run(SCRIPT, ID, address, tmp_path / "home", **environment)
+        assert done.returncode == 0, done.stderr[-2000:]
+        expected = [leaf.tolist() for leaf in jax.tree.leaves(params)]
+        assert json.loads(done.stdout.splitlines()[-1]) == expected
+
+    load()
+    fetched = {pathlib.Path(path).name for path in asked if "/resolve/" in path}
+    shards = {path.name for path in files.glob("model-*.safetensors")}
+    assert len(shards) > 1
+    assert fetched == {CONFIG, INDEX, *shards}
+    asked.clear()
+    load(HF_HUB_OFFLINE="1")
+    assert not asked
+
+
+def test_an_id_that_the_hub_does_not_know(hub, tmp_path):
+    done = hub_server.run(SCRIPT, "someone/else", hub[1], tmp_path / "home")
+    assert done.returncode == 1
+    assert "RepositoryNotFoundError" in done.stderr and "someone/else" in done.stderr

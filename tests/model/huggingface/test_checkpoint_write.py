@@ -1,0 +1,238 @@
+"""Exports: round trips, shards, what comes along, saves that fail and places that are refused."""
+
+import json
+import os
+import pathlib
+import shutil
+import signal
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+
+import twinkle_jax.model.huggingface.atomic_directory as atomic
+import twinkle_jax.model.huggingface.checkpoint_write as write
+from tests.model.families import ALL, config_of, family, params_of, random_params
+from tests.model.huggingface.tensors import assert_same, contents
+from twinkle_jax.model import Decoder, load_pretrained, parse_config, save_pretrained
+
+pytest.importorskip("safetensors", reason="pip install 'twinkle-jax[checkpoints]'")
+import safetensors.numpy
+
+NORM = "model.layers.1.post_attention_layernorm.weight"
+
+
+@pytest.mark.parametrize("size", [5_000_000_000, 9_000])
+@pytest.mark.parametrize("name", ALL)
+def test_round_trip_is_bit_exact(name, size, tmp_path):
+    decoder = Decoder(config_of(name), params_of(name))
+    save_pretrained(decoder, tmp_path / "out", max_shard_size=size)
+    loaded = load_pretrained(tmp_path / "out")
+    assert loaded.config == decoder.config
+    assert_same(loaded.params, decoder.params)
+    assert (tmp_path / "out" / "model.safetensors").exists() == (size > 10**6)
+    assert [p.name for p in tmp_path.iterdir()] == ["out"]
+
+
+def test_shards_are_as_large_as_asked_and_listed(decoder, tmp_path):
+    save_pretrained(decoder, tmp_path / "out", max_shard_size=9_000)
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    files = sorted(p.name for p in (tmp_path / "out").glob("*.safetensors"))
+    assert files == sorted(set(index["weight_map"].values()))
+    assert files[0] == f"model-00001-of-{len(files):05d}.safetensors"
+    total = 0
+    for file in files:
+        tensors = safetensors.numpy.load_file(tmp_path / "out" / file)
+        size = sum(x.nbytes for x in tensors.values())
+        assert size <= 9_000 or len(tensors) == 1
+        assert {index["weight_map"][name] for name in tensors} == {file}
+        total += size
+    assert index["metadata"]["total_size"] == total
+
+
+def test_the_type_on_the_way_out(decoder, tmp_path):
+    save_pretrained(decoder, tmp_path / "out", dtype="bfloat16")
+    assert json.loads((tmp_path / "out/config.json").read_text())["dtype"] == "bfloat16"
+    rounded = jax.tree.map(lambda x: x.astype("bfloat16"), decoder.params)
+    assert_same(load_pretrained(tmp_path / "out").params, rounded)
+
+
+def vision_checkpoint(directory):
+    """A checkpoint as the hub has them for Qwen3.5: nested, with tensors that are not text."""
+    config = {
+        "model_type": "qwen3_5",
+        "architectures": ["Qwen3_5ForConditionalGeneration"],
+        "text_config": family("qwen3_5_text"),
+        "vision_config": {"depth": 1},
+    }
+    params = params_of("qwen3_5_text")
+    save_pretrained(Decoder(parse_config(config), params), directory)
+    tensors = safetensors.numpy.load_file(directory / "model.safetensors")
+    tensors = {name.replace("model.", "model.language_model.", 1): x for name, x in tensors.items()}
+    tensors["model.visual.blocks.0.weight"] = np.arange(6, dtype=np.float16).reshape(2, 3)
+    tensors["model.visual.counts"] = np.arange(5, dtype=np.int64)
+    tensors["mtp.layers.0.weight"] = np.arange(3, dtype=np.int8)
+    safetensors.numpy.save_file(tensors, directory / "model.safetensors")
+    (directory / "config.json").write_text(json.dumps(config))
+    return tensors
+
+
+@pytest.mark.parametrize("size", [5_000_000_000, 9_000])
+def test_vision_checkpoints_keep_what_is_not_text(size, tmp_path):
+    tensors = vision_checkpoint(tmp_path / "in")
+    decoder = load_pretrained(tmp_path / "in")
+    assert_same(decoder.params, params_of("qwen3_5_text"))
+    save_pretrained(decoder, tmp_path / "out", max_shard_size=size)
+    written = {}
+    for file in (tmp_path / "out").glob("*.safetensors"):
+        written |= safetensors.numpy.load_file(file)
+        header = json.loads(
+            file.read_bytes()[8 : 8 + int.from_bytes(file.read_bytes()[:8], "little")]
+        )
+        for name, entry in header.items():  # PyTorch refuses tensors that are not aligned
+            if name != "__metadata__":
+                assert entry["data_offsets"][0] % written[name].itemsize == 0
+    assert written.keys() == tensors.keys()
+    for name, x in tensors.items():
+        np.testing.assert_array_equal(written[name], x, strict=True)
+    config = json.loads((tmp_path / "out/config.json").read_text())
+    assert config["architectures"] == ["Qwen3_5ForConditionalGeneration"]
+    assert_same(load_pretrained(tmp_path / "out").params, decoder.params)
+    shutil.rmtree(tmp_path / "in")  # without its source, it is the text model
+    save_pretrained(decoder, tmp_path / "text")
+    config = json.loads((tmp_path / "text/config.json").read_text())
+    assert config["model_type"] == "qwen3_5_text"
+    assert_same(load_pretrained(tmp_path / "text").params, decoder.params)
+
+
+def test_the_tokenizer_comes_along_and_other_files_stay(decoder, export, tmp_path):
+    (export / "tokenizer.json").write_text("new")
+    (export / "chat_template.jinja").write_text("template")
+    (export / "secret.txt").write_text("not part of an export")
+    loaded = load_pretrained(export)
+    assert loaded.source == export
+    target = tmp_path / "target"
+    save_pretrained(decoder, target, max_shard_size=9_000)
+    (target / "tokenizer.json").write_text("old")
+    (target / "README.md").write_text("mine")
+    save_pretrained(loaded, target)
+    assert {p.name: p.read_text() for p in target.iterdir() if p.suffix != ".safetensors"} == {
+        "config.json": (target / "config.json").read_text(),
+        "tokenizer.json": "new",
+        "chat_template.jinja": "template",
+        "README.md": "mine",
+    }
+    assert [p.name for p in target.glob("model*")] == ["model.safetensors"]
+    save_pretrained(loaded, export)  # onto its own source
+    assert (export / "secret.txt").exists()
+    assert_same(load_pretrained(export).params, loaded.params)
+
+
+@pytest.mark.parametrize("moment", ["first shard", "later shard", "config", "swap"])
+def test_an_interrupted_save_leaves_the_old_export_whole(moment, export, monkeypatch):
+    before = contents(export)
+
+    def fail(*arguments, **options):
+        raise OSError("no space left on device")
+
+    real, calls = write.write_safetensors, []
+
+    def fail_later(*arguments):
+        calls.append(1)
+        return real(*arguments) if len(calls) < 3 else fail()
+
+    module, function, replacement = {
+        "first shard": (write, "write_safetensors", fail),
+        "later shard": (write, "write_safetensors", fail_later),
+        "config": (write, "export_config", fail),
+        "swap": (atomic, "_swap", fail),
+    }[moment]
+    monkeypatch.setattr(module, function, replacement)
+    changed = Decoder(config_of("qwen3"), random_params(config_of("qwen3"), seed=1))
+    with pytest.raises(OSError, match="no space left"):
+        save_pretrained(changed, export, max_shard_size=9_000)
+    assert contents(export) == before
+    assert [p.name for p in export.parent.iterdir()] == ["out"]
+
+
+def test_what_is_written_is_read_back(decoder, tmp_path, monkeypatch):
+    """A disk that stores another bit is noticed."""
+    real = write.import_safetensors
+
+    def flip_a_bit_and_import():
+        for file in tmp_path.rglob("*.safetensors"):
+            data = bytearray(file.read_bytes())
+            data[-1] ^= 1
+            file.write_bytes(data)
+        return real()
+
+    monkeypatch.setattr(write, "import_safetensors", flip_a_bit_and_import)
+    with pytest.raises(OSError, match="reads back from"):
+        save_pretrained(decoder, tmp_path / "out")
+    assert not list(tmp_path.iterdir())
+
+
+def with_norm(value):
+    """The decoder with one entry of one layer's norm replaced."""
+    params = jax.tree.map(lambda x: x, params_of("qwen3"))
+    layer = params["layers"]["0"]["post_attention_layernorm"]
+    layer["scale"] = layer["scale"].at[1, 3].set(value)
+    return Decoder(config_of("qwen3"), params)
+
+
+@pytest.mark.parametrize(
+    ("value", "options", "name"),
+    [
+        (np.nan, {}, NORM),
+        (-np.inf, {"max_shard_size": 9_000}, NORM),
+        (np.nan, {"dtype": "bfloat16"}, NORM),
+        (1e6, {"dtype": "float16"}, NORM),
+        (3.4e38, {"dtype": "bfloat16"}, NORM),
+        (1.0, {"dtype": "float8_e4m3fn"}, "dtype"),
+        (1.0, {"dtype": "int8"}, "dtype"),
+        (1.0, {"max_shard_size": 0}, "max_shard_size"),
+    ],
+)
+def test_what_no_loader_should_read_is_not_written(value, options, name, export):
+    before = contents(export)
+    with pytest.raises(ValueError, match=f"^{name} must"):
+        save_pretrained(with_norm(value), export, **options)
+    assert contents(export) == before
+    assert [p.name for p in export.parent.iterdir()] == ["out"]
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from twinkle_jax.model.huggingface.atomic_directory import replace_directory
+with replace_directory(Path(sys.argv[1])) as fresh:
+    (fresh / "model.safetensors").write_bytes(b"half")
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_what_a_killed_save_left_is_removed_by_the_next(decoder, export):
+    root = pathlib.Path(__file__).parents[3]
+    done = subprocess.run([sys.executable, "-c", KILLED, str(export)], cwd=root, check=False)
+    assert done.returncode == -signal.SIGKILL
+    assert len(list(export.parent.iterdir())) == 2
+    (export.parent / ".out.notes.partial").mkdir()  # somebody else's
+    save_pretrained(decoder, export)
+    assert {p.name for p in export.parent.iterdir()} == {"out", ".out.notes.partial"}
+
+
+@pytest.mark.parametrize("target", ["/", "/proc", "file", "full", "fifo", ".", "../here", "here"])
+def test_targets_that_cannot_be_replaced(target, decoder, tmp_path, monkeypatch):
+    """A mount point, a file, what holds more than files, and the current directory."""
+    for name in ("full/inner", "fifo", "here"):
+        (tmp_path / name).mkdir(parents=True)
+    (tmp_path / "file").write_text("")
+    os.mkfifo(tmp_path / "fifo/README.md")
+    monkeypatch.chdir(tmp_path / "here")
+    before = sorted(tmp_path.rglob("*"))
+    target = tmp_path / target if target in ("file", "full", "fifo", "here") else target
+    with pytest.raises(ValueError, match=r"^directory must"):
+        save_pretrained(decoder, target)
+    assert sorted(tmp_path.rglob("*")) == before
