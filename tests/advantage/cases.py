@@ -1,18 +1,19 @@
 """One table of all estimators over groups: how each is called, what it must return, what it obeys.
 
 Tests of what estimators have in common run over `ROWS` and `SEGMENTS`, which are made of `CASES`. A
-new estimator gets a line there, and so all of these tests.
+new estimator gets a line there and a function in `reference.py`, and so all of these tests.
 """
 
 import dataclasses
-import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 
-from tests.advantage import reference, sweep_reference
+from tests.advantage import reference
 from twinkle_jax import advantage
+
+NAN, INF = float("nan"), float("inf")
 
 # Four prompts of six samples; tests that need no other shapes use these, to compile once.
 PROMPTS, SIZE = 4, 6
@@ -34,10 +35,6 @@ class Case:
 
     name: str
     """As `get_advantage` takes it; the function is `{name}_advantage`."""
-    reference: Callable[..., np.ndarray]
-    """`(rewards, ids, keep, **data) -> advantages`, slow, float64."""
-    sweep: Callable[..., np.ndarray] | None = None
-    """The same for half a million samples."""
     settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     data: tuple[str, ...] = ()
     sums_to_zero: bool = False
@@ -49,73 +46,52 @@ class Case:
     """Takes statistics of the batch too, so that NaN spoils all of it."""
     ordered: bool = True
     """Higher rewards get higher advantages."""
+    grouped: bool = True
+    """Compares a sample with its group: equal rewards are no signal."""
+
+    @property
+    def function(self) -> Callable[..., Any]:
+        return getattr(advantage, f"{self.name}_advantage")
+
+    @property
+    def segment_function(self) -> Callable[..., Any] | None:
+        return getattr(advantage, f"segment_{self.name}_advantage", None)
+
+    def expected(self, rewards, ids, keep, **data):
+        """What the reference says, in float64."""
+        data = {**self.settings, **{name: DATA[name] for name in self.data}, **data}
+        rewards, keep = np.asarray(rewards, np.float64), np.asarray(keep)
+        return getattr(reference, self.name)(rewards, np.asarray(ids), keep, **data)
 
 
-def _group_relative(name):
-    """GRPO and RLOO at each scale."""
-    leave_one_out = name == "rloo"
-    return {
-        f"{name}, {scale}": Case(
-            name,
-            reference.group_relative(scale, leave_one_out=leave_one_out),
-            sweep_reference.group_relative(scale, leave_one_out),
-            {"scale": scale},
-            sums_to_zero=True,
-            shift=True,
-            scale="equivariant" if scale == "none" else "invariant",
-            batch_wide=scale == "batch",
-        )
-        for scale in ("group", "batch", "none")
-    }
-
-
-def _pkpo(baseline, **facts):
-    settings = {"k": K, "baseline": baseline}
-    slow = functools.partial(reference.pkpo, coefficients=settings)
-    fast = functools.partial(sweep_reference.pkpo, baseline=baseline)
-    return Case("pkpo", slow, fast, settings, scale="equivariant", **facts)
-
-
-def _gdpo(rewards, ids, keep):
-    return reference.gdpo(np.asarray(rewards)[:, None], ids, np.asarray(keep)[:, None])
-
-
-def _remax(rewards, ids, keep, *, greedy_rewards):
-    del ids
-    return reference.remax(rewards, keep, greedy_rewards, len(rewards) // len(greedy_rewards))
-
-
+_RELATIVE = {"sums_to_zero": True, "shift": True, "scale": "invariant"}
+_PKPO = {"scale": "equivariant"}
 CASES = {
-    **_group_relative("grpo"),
-    **_group_relative("rloo"),
-    "reinforce": Case("reinforce", reference.reinforce, scale="equivariant"),
-    "remax": Case("remax", _remax, data=("greedy_rewards",), scale="equivariant"),
-    "opo": Case(
-        "opo", reference.opo, sweep_reference.opo, data=("lengths",), shift=True,
-        scale="equivariant",
+    **{
+        f"{name}, {scale}": Case(name, {"scale": scale}, **_RELATIVE | facts)
+        for name in ("grpo", "rloo")
+        for scale, facts in {
+            "group": {}, "batch": {"batch_wide": True}, "none": {"scale": "equivariant"},
+        }.items()
+    },
+    "reinforce": Case("reinforce", scale="equivariant", grouped=False),
+    "remax": Case("remax", data=("greedy_rewards",), scale="equivariant", grouped=False),
+    "opo": Case("opo", data=("lengths",), shift=True, scale="equivariant"),
+    "gdpo": Case("gdpo", batch_wide=True, **_RELATIVE),
+    "maxrl": Case("maxrl", sums_to_zero=True, scale="invariant"),
+    "dgpo": Case("dgpo", **_RELATIVE),
+    "mc_grpo": Case("mc_grpo", shift=True),
+    "pass_at_k": Case("pass_at_k", {"k": K}, sums_to_zero=True, ordered=False),
+    "pkpo, mean": Case(
+        "pkpo", {"k": K, "baseline": "mean"}, sums_to_zero=True, shift=True, **_PKPO
     ),
-    "gdpo": Case(
-        "gdpo", _gdpo, sums_to_zero=True, shift=True, scale="invariant", batch_wide=True,
+    "pkpo, leave one out": Case("pkpo", {"k": K, "baseline": "leave_one_out"}, **_PKPO),
+    "pkpo, minus one": Case(
+        "pkpo", {"k": K, "baseline": "leave_one_out_minus_one"}, shift=True, **_PKPO
     ),
-    "maxrl": Case(
-        "maxrl", reference.maxrl, sweep_reference.maxrl, sums_to_zero=True, scale="invariant",
-    ),
-    "dgpo": Case(
-        "dgpo", reference.dgpo, sweep_reference.dgpo, sums_to_zero=True, shift=True,
-        scale="invariant",
-    ),
-    "mc_grpo": Case("mc_grpo", reference.mc_grpo, sweep_reference.mc_grpo, shift=True),
-    "pass_at_k": Case(
-        "pass_at_k", functools.partial(reference.pass_at_k, coefficients={"k": K}),
-        sweep_reference.pass_at_k, {"k": K}, sums_to_zero=True, ordered=False,
-    ),
-    "pkpo, mean": _pkpo("mean", sums_to_zero=True, shift=True),
-    "pkpo, leave one out": _pkpo("leave_one_out"),
-    "pkpo, minus one": _pkpo("leave_one_out_minus_one", shift=True),
     "reinforce++": Case(
-        "reinforce_plus_plus_baseline", reference.reinforce_plus_plus_baseline,
-        sweep_reference.reinforce_plus_plus_baseline, data=("lengths",), shift=True,
-        scale="invariant", batch_wide=True,
+        "reinforce_plus_plus_baseline", data=("lengths",), shift=True, scale="invariant",
+        batch_wide=True,
     ),
 }  # fmt: skip
 
@@ -129,47 +105,35 @@ def obeying(**facts):
     ]
 
 
-def expected(label, rewards, ids, keep):
-    """What the slow reference says."""
-    case = CASES[label]
-    return case.reference(rewards, ids, keep, **{name: DATA[name] for name in case.data})
+def _call(function, case):
+    """Call with the case's settings and data, and by default with a mask that keeps all.
 
-
-def _row_call(case):
-    """Call as `call(rewards, num_generations, **kw)`.
-
-    Without a `where`, a mask that keeps all is passed, so that one program serves most tests;
-    `where=None` is for those of the program without a mask.
+    So that one program serves most tests; `where=None` is for those of the program without a mask.
     """
-    function = getattr(advantage, f"{case.name}_advantage")
     fixed = {**case.settings, **{name: DATA[name] for name in case.data}}
 
-    def call(rewards, size=SIZE, where=ALL, **kwargs):
-        where = None if np.ndim(rewards) == 2 and where is ALL else where
-        return function(rewards, num_generations=size, where=where, **{**fixed, **kwargs})
+    def call(rewards, where=ALL, **kwargs):
+        where = None if where is ALL and getattr(rewards, "ndim", 1) == 2 else where
+        return function(rewards, where=where, **{**fixed, **kwargs})
 
     return call
 
 
+def _row_call(case):
+    call = _call(case.function, case)
+    return lambda rewards, size=SIZE, **kwargs: call(rewards, num_generations=size, **kwargs)
+
+
 def _segment_call(case):
-    function = getattr(advantage, f"segment_{case.name}_advantage")
-    fixed = {**case.settings, **{name: DATA[name] for name in case.data}}
-    return lambda rewards, ids, num_segments, where=ALL, **kwargs: function(
-        rewards, segment_ids=ids, num_segments=num_segments, where=where, **{**fixed, **kwargs}
+    call = _call(case.segment_function, case)
+    return lambda rewards, ids=IDS, num_segments=SEGMENT_COUNT, **kwargs: call(
+        rewards, segment_ids=ids, num_segments=num_segments, **kwargs
     )
 
 
 ROWS = {label: _row_call(case) for label, case in CASES.items()}
-# ReMax compares with its greedy completion and REINFORCE with nothing: equal rewards are a signal
-# there.
-UNGROUPED = ("remax", "reinforce")
-GROUPED = {label: call for label, call in ROWS.items() if label not in UNGROUPED}
-SEGMENTS = {
-    label: _segment_call(case)
-    for label, case in CASES.items()
-    if f"segment_{case.name}_advantage" in advantage.__all__
-}
-ESTIMATORS = {case.name: case for case in CASES.values()}
+SEGMENTS = {label: _segment_call(case) for label, case in CASES.items() if case.segment_function}
+BY_NAME = {case.name: case for case in CASES.values()}
 """One case for each name: the last of its settings."""
 
 
@@ -183,3 +147,10 @@ def rewards_of(kind):
     }[kind].astype(np.float32)
     drawn[SIZE : 2 * SIZE] = 0.1
     return drawn
+
+
+def close(result, expected, roundings=32):
+    """Within so many roundings of float32 of the largest number (of 1, if that is larger)."""
+    expected = np.asarray(expected, np.float64)
+    bound = roundings * 2.0**-23 * max(1.0, np.abs(expected).max())
+    np.testing.assert_allclose(np.asarray(result, np.float64), expected, rtol=0, atol=bound)

@@ -1,213 +1,233 @@
-"""Every estimator written a second time from the papers: float64, one group and sample at a time.
+"""Every estimator a second time, from the papers, over whole arrays in float64 NumPy.
 
-Where a formula averages over subsets, all of them are enumerated. Nothing is shared with the
-package. Rewards are lists of floats; `keep` tells which of them count. Whether a group of GRPO and
-RLOO holds a signal is decided in the type that the package computes in, all else in float64.
+Nothing is shared with the package. `ids` are the groups of samples, from 0; `keep` tells which
+samples count. Rewards are meant to be exact in float32. `tests/advantage/per_completion` checks the
+estimators over subsets against an enumeration of all subsets besides.
 """
 
-import itertools
 import math
-import statistics
 
 import numpy as np
 
 
-def _mean(values):
-    return math.fsum(values) / len(values)
-
-
-def _std(values):
-    if len(values) < 2:
-        return 0.0
-    mean = _mean(values)
-    return math.sqrt(math.fsum((v - mean) ** 2 for v in values) / (len(values) - 1))
-
-
-def _signal(values, dtype):
-    if len(values) < 2:
-        return False
-    narrow = np.asarray(values, dtype)
-    return float(narrow.max() - narrow.min()) > 4 * float(np.spacing(np.abs(narrow).max()))
-
-
-def members(ids, keep):
-    """Places of the kept samples of each group, by its id."""
-    places = {}
-    for j, name in enumerate(ids):
-        if keep[j]:
-            places.setdefault(name, []).append(j)
-    return places
-
-
-def segment_reference(
-    rewards, ids, scale, *, leave_one_out, keep=None, epsilon=1e-8, dtype=np.float32
-):
-    """Advantages of groups that share an id; `None` is no group."""
-    rewards = [float(r) for r in np.asarray(rewards, dtype)]
-    keep = [True] * len(rewards) if keep is None else list(keep)
-    keep = [bool(k) and i is not None for k, i in zip(keep, ids, strict=True)]
-    batch = _std([r for r, k in zip(rewards, keep, strict=True) if k])
-    out = np.zeros(len(rewards))
-    for places in members(ids, keep).values():
-        group = [rewards[j] for j in places]
-        if not _signal(group, dtype):
-            continue
-        divisor = {"none": 1.0, "group": _std(group) + epsilon, "batch": batch + epsilon}
-        for place, j in enumerate(places):
-            others = group[:place] + group[place + 1 :]
-            baseline = _mean(others) if leave_one_out else _mean(group)
-            out[j] = (rewards[j] - baseline) / divisor[scale]
-    return out
-
-
-def reference(
-    rewards, num_generations, scale, *, leave_one_out, keep=None, epsilon=1e-8, dtype=np.float32
-):
-    """Advantages of groups of `num_generations` neighbours."""
-    count = len(rewards)
-    kept = np.ones(count, bool) if keep is None else np.asarray(keep)
-    if num_generations == 1 and scale == "group":
-        return np.where(kept, np.asarray(rewards, np.float64), 0)
-    if num_generations == 1:
-        ids, scale = [0] * count, "group" if scale == "batch" else "none"
-    else:
-        ids = [i // num_generations for i in range(count)]
-    return segment_reference(
-        rewards, ids, scale, leave_one_out=leave_one_out, keep=keep, epsilon=epsilon, dtype=dtype
-    )
-
-
-def group_relative(scale, *, leave_one_out):
-    """GRPO or RLOO as `reference(rewards, ids, keep)`."""
-    return lambda rewards, ids, keep: segment_reference(
-        rewards, ids, scale, leave_one_out=leave_one_out, keep=keep
-    )
-
-
-def per_group(rule):
-    """Make `reference(rewards, ids, keep, **data)` of a rule for one group without masks.
-
-    The rule gets the kept rewards of a group, and of each array in `data` their entries; groups
-    that are all equal, or of one, are 0.
-    """
-
-    def reference(rewards, ids, keep, *, coefficients=(), **data):
-        out = np.zeros(len(rewards))
-        for places in members(ids, keep).values():
-            group = [float(rewards[j]) for j in places]
-            if len(group) < 2 or max(group) == min(group):
-                continue
-            own = {key: [float(value[j]) for j in places] for key, value in data.items()}
-            out[places] = rule(group, **own, **dict(coefficients))
-        return out
-
-    return reference
-
-
-@per_group
-def maxrl(group, epsilon=0.0):
-    mean = math.fsum(group) / len(group)
-    return [(r - mean) / (mean + epsilon) if mean > 0 else 0.0 for r in group]
-
-
-@per_group
-def opo(group, lengths):
-    if not sum(lengths):
-        return [0.0] * len(group)
-    baseline = math.fsum(n * r for n, r in zip(lengths, group, strict=True)) / math.fsum(lengths)
-    return [r - baseline for r in group]
-
-
-@per_group
-def dgpo(group, epsilon=0.0):
-    mean = math.fsum(group) / len(group)
-    total = math.fsum(abs(r - mean) for r in group)
-    return [len(group) * (r - mean) / (total + len(group) * epsilon) for r in group]
-
-
-@per_group
-def mc_grpo(group, epsilon=1e-3):
-    median = statistics.median_low(group)
-    distances = [abs(r - median) for r in group]
-    scale = statistics.median_low(distances) or math.fsum(distances) / len(group)
-    return [(r - median) / (scale + epsilon) for r in group]
-
-
-@per_group
-def pass_at_k(group, k, threshold=0.5):
-    """Standard scores of all subsets of k, averaged over those that hold a sample."""
-    subsets = list(itertools.combinations(range(len(group)), k))
-    passed = [float(any(group[i] > threshold for i in subset)) for subset in subsets]
-    if not subsets or len(set(passed)) == 1:
-        return [0.0] * len(group)
-    mean, std = statistics.mean(passed), statistics.pstdev(passed)
-    scores = [(p - mean) / std for p in passed]
-    return [
-        statistics.mean(s for s, subset in zip(scores, subsets, strict=True) if i in subset)
-        for i in range(len(group))
-    ]
-
-
-def _best(values, k):
-    """Mean of the largest over all subsets of k."""
-    return statistics.mean(max(subset) for subset in itertools.combinations(values, k))
-
-
-@per_group
-def pkpo(group, k, baseline="mean"):
-    count = len(group)
-    too_few = {"mean": count < k, "leave_one_out": count <= k, "leave_one_out_minus_one": count < k}
-    if too_few[baseline]:
-        return [0.0] * count
-    subsets = list(itertools.combinations(range(count), k))
-    credit = [
-        math.fsum(max(group[j] for j in subset) for subset in subsets if i in subset) / len(subsets)
-        for i in range(count)
-    ]
-    if baseline == "mean":
-        return [c - statistics.mean(credit) for c in credit]
-    size = k if baseline == "leave_one_out" else k - 1
-    return [c - k / count * _best(group[:i] + group[i + 1 :], size) for i, c in enumerate(credit)]
-
-
-def reinforce_plus_plus_baseline(rewards, ids, keep, *, lengths, epsilon=0.0):
-    """Write the deviation of a sample once for each of its tokens, and whiten the tokens."""
-    deviations = per_group(lambda g: [r - math.fsum(g) / len(g) for r in g])(rewards, ids, keep)
-    tokens = [
-        d for d, n, k in zip(deviations, lengths, keep, strict=True) if k for _ in range(int(n))
-    ]
-    if not tokens or max(tokens) == min(tokens):
-        return np.zeros(len(rewards))
-    mean, std = statistics.mean(tokens), statistics.stdev(tokens)
-    used = [bool(k and n) for k, n in zip(keep, lengths, strict=True)]
-    distinct = {
-        name: len({float(rewards[j]) for j in places})
-        for name, places in members(ids, keep).items()
-    }
-    signal = [distinct.get(i, 0) > 1 for i in ids]
-    return np.where(
-        np.asarray(used) & np.asarray(signal), (deviations - mean) / (std + epsilon), 0.0
-    )
-
-
-def gdpo(rewards, ids, keep, *, weights=None, epsilon=0.0):
-    """Rewards and keep are `[N, C]`."""
-    rewards, keep = np.asarray(rewards, np.float64), np.asarray(keep)
+def combine(rewards, weights, where):
+    """Turn `[N]` or `[N, C]` rewards into one a sample, and say which samples count."""
+    rewards = np.asarray(rewards, np.float64)
+    if rewards.ndim == 1:
+        return rewards, np.ones(len(rewards), bool) if where is None else where
+    cells = np.ones(rewards.shape, bool)
+    if where is not None:
+        cells = np.broadcast_to(where.reshape(len(where), -1), rewards.shape)
     weights = np.ones(rewards.shape[1]) if weights is None else weights
-    standard = per_group(lambda g: [(r - statistics.mean(g)) / (_std(g) + epsilon) for r in g])
-    sums = np.zeros(len(rewards))
-    for column, weight in enumerate(weights):
-        sums += weight * standard(rewards[:, column], ids, keep[:, column])
-    kept = keep.any(axis=1)
-    std = _std(list(sums[kept]))
-    return np.where(kept, sums / (std + epsilon), 0.0) if std else np.zeros(len(rewards))
+    return np.where(cells, rewards, 0) @ np.asarray(weights, np.float64), cells.any(axis=1)
 
 
-def remax(rewards, keep, greedy, size):
-    baseline = np.repeat(np.asarray(greedy, np.float64), size)
-    return np.where(keep, np.asarray(rewards, np.float64) - baseline, 0.0)
+class Groups:
+    """Sums and extremes of each group, repeated for each of its samples."""
+
+    def __init__(self, ids, keep):
+        self.ids, self.keep, self.groups = np.asarray(ids), np.asarray(keep), int(np.max(ids)) + 1
+        self.count = self.total(np.ones(len(ids)))
+
+    def total(self, values):
+        weights = np.where(self.keep, values, 0.0)
+        return np.bincount(self.ids, weights, self.groups)[self.ids]
+
+    def mean(self, values):
+        return self.total(values) / np.maximum(self.count, 1)
+
+    def std(self, values):
+        squares = self.total((values - self.mean(values)) ** 2)
+        return np.sqrt(squares / np.maximum(self.count - 1, 1))
+
+    def ranks(self, values):
+        """Place of each sample in its group, 0 the largest; masked samples come last."""
+        falling = np.lexsort((-np.where(self.keep, values, -np.inf), self.ids))
+        places = np.empty(len(values), int)
+        places[falling] = np.arange(len(values))
+        starts = np.full(self.groups, len(values))
+        np.minimum.at(starts, self.ids, places)
+        return places - starts[self.ids]
+
+    def signal(self, values):
+        top, bottom = np.full(self.groups, -np.inf), np.full(self.groups, np.inf)
+        np.maximum.at(top, self.ids[self.keep], values[self.keep])
+        np.minimum.at(bottom, self.ids[self.keep], values[self.keep])
+        return (top > bottom)[self.ids] & self.keep
+
+
+def _batch(keep):
+    return Groups(np.zeros(len(keep), int), keep)
+
+
+def _divided(values, divisor):
+    """The quotient; 0 where the divisor is 0."""
+    return np.divide(values, divisor, out=np.zeros(len(values)), where=divisor != 0)
+
+
+def grpo(rewards, ids, keep, *, scale):
+    groups = Groups(ids, keep)
+    std = {"group": groups.std, "batch": _batch(keep).std}.get(scale, np.ones_like)(rewards)
+    centred = rewards - groups.mean(rewards)
+    return np.where(groups.signal(rewards), _divided(centred, std), 0)
+
+
+def rloo(rewards, ids, keep, *, scale):
+    groups = Groups(ids, keep)
+    std = {"group": groups.std, "batch": _batch(keep).std}.get(scale, np.ones_like)(rewards)
+    others = (groups.total(rewards) - rewards) / np.maximum(groups.count - 1, 1)
+    return np.where(groups.signal(rewards), _divided(rewards - others, std), 0)
 
 
 def reinforce(rewards, ids, keep):
     del ids
-    return np.where(keep, np.asarray(rewards, np.float64), 0.0)
+    return np.where(keep, rewards, 0)
+
+
+def remax(rewards, ids, keep, *, greedy_rewards):
+    return np.where(keep, rewards - greedy_rewards[ids], 0)
+
+
+def opo(rewards, ids, keep, *, lengths):
+    groups = Groups(ids, keep)
+    baseline = _divided(groups.total(lengths * rewards), groups.total(lengths))
+    tokens = groups.total(lengths) > 0
+    return np.where(groups.signal(rewards) & tokens, rewards - baseline, 0)
+
+
+def maxrl(rewards, ids, keep):
+    groups = Groups(ids, keep)
+    mean = groups.mean(rewards)
+    return np.where(groups.signal(rewards), _divided(rewards - mean, np.maximum(mean, 0)), 0)
+
+
+def dgpo(rewards, ids, keep):
+    groups = Groups(ids, keep)
+    centred = rewards - groups.mean(rewards)
+    return np.where(groups.signal(rewards), _divided(centred, groups.mean(np.abs(centred))), 0)
+
+
+def _median(values, groups):
+    """The lower middle of each group."""
+    middle = groups.keep & (groups.ranks(values) == groups.count // 2)
+    return np.bincount(groups.ids[middle], values[middle], groups.groups)[groups.ids]
+
+
+def mc_grpo(rewards, ids, keep, *, epsilon=1e-3):
+    groups = Groups(ids, keep)
+    centred = rewards - _median(rewards, groups)
+    typical = _median(np.abs(centred), groups)
+    typical = np.where(typical > 0, typical, groups.mean(np.abs(centred)))
+    return np.where(groups.signal(rewards), centred / (typical + epsilon), 0)
+
+
+def reinforce_plus_plus_baseline(rewards, ids, keep, *, lengths):
+    groups, tokens = Groups(ids, keep), np.where(keep, lengths, 0.0)
+    signal = groups.signal(rewards)
+    deviations = np.where(signal, rewards - groups.mean(rewards), 0)
+    mean = np.sum(tokens * deviations) / np.sum(tokens)
+    std = np.sqrt(np.sum(tokens * (deviations - mean) ** 2) / (np.sum(tokens) - 1))
+    scores = _divided(deviations - mean, np.full(len(rewards), std))
+    return np.where(signal & (tokens > 0), scores, 0)
+
+
+def gdpo(rewards, ids, cells, *, weights=None):
+    """Rewards and cells are `[N, C]`, or `[N]` for one component."""
+    rewards = np.asarray(rewards, np.float64).reshape(len(rewards), -1)
+    cells = np.broadcast_to(np.asarray(cells).reshape(len(cells), -1), rewards.shape)
+    weights = np.ones(rewards.shape[1]) if weights is None else weights
+    sums = sum(
+        weight * grpo(rewards[:, c], ids, cells[:, c], scale="group")
+        for c, weight in enumerate(weights)
+    )
+    kept = cells.any(axis=1)
+    return np.where(kept, _divided(sums, _batch(kept).std(sums)), 0)
+
+
+_FACTORIALS = np.cumsum(np.log(np.maximum(np.arange(200), 1)))
+
+
+def _choose(n, k):
+    """Binomial coefficients, element by element; 0 outside of the triangle."""
+    n, k = np.broadcast_arrays(np.asarray(n, int), np.asarray(k, int))
+    inside = (k >= 0) & (k <= n)
+    n, k = np.where(inside, n, 0), np.where(inside, k, 0)
+    return np.where(inside, np.exp(_FACTORIALS[n] - _FACTORIALS[k] - _FACTORIALS[n - k]), 0)
+
+
+def pass_at_k(rewards, ids, keep, *, k, threshold=0.5):
+    groups = Groups(ids, keep)
+    passes = keep & (rewards > threshold)
+    count, passed = groups.count, groups.total(passes)
+    none = _divided(_choose(count - passed, k), _choose(count, k))
+    success = np.sqrt(_divided(none, 1 - none))
+    failure = -success * _divided(passed, count - passed)
+    varies = keep & (none > 0) & (passed > 0)
+    return np.where(varies, np.where(passes, success, failure), 0)
+
+
+def pkpo(rewards, ids, keep, *, k, baseline):
+    """Weigh each reward by the number of subsets in which it is the best."""
+    groups = Groups(ids, keep)
+    count, rank = groups.count.astype(int), groups.ranks(rewards)
+    order = np.lexsort((rank, ids))
+
+    def ahead(values):
+        """Sum over the better samples of the group."""
+        running = np.empty(len(values))
+        running[order] = np.cumsum(np.where(keep, values, 0)[order])
+        first = np.full(groups.groups, np.inf)
+        running -= np.where(keep, values, 0)
+        np.minimum.at(first, ids[rank == 0], running[rank == 0])
+        return running - first[ids]
+
+    def best_of(size, among):
+        """Sum of the best of all `size`-subsets of the others of each sample."""
+        better = rewards * _choose(among - 1 - rank, size - 1)
+        worse = rewards * _choose(among - rank, size - 1)
+        return ahead(better) + groups.total(worse) - ahead(worse) - np.where(keep, worse, 0)
+
+    credit = ahead(rewards * _choose(count - 2 - rank, k - 2))
+    credit = credit + rewards * _choose(count - 1 - rank, k - 1)
+    credit = _divided(credit, _choose(count, k))
+    if baseline == "mean":
+        subtracted = groups.mean(credit)
+    else:
+        size = k if baseline == "leave_one_out" else k - 1
+        best = _divided(best_of(size, count - 1), _choose(count - 1, size))
+        subtracted = k / np.maximum(count, 1) * best
+    enough = count >= k + (baseline == "leave_one_out")
+    return np.where(groups.signal(rewards) & enough, credit - subtracted, 0)
+
+
+def _start(rows, last):
+    return np.zeros(len(rows)) if last is None else np.asarray(last, np.float64)
+
+
+def returns(rewards, keep, gamma, last=None):
+    """Reward-to-go over `[batch, time]`; masked steps are skipped."""
+    out, after = np.zeros(rewards.shape), _start(rewards, last)
+    for t in reversed(range(rewards.shape[1])):
+        after = np.where(keep[:, t], rewards[:, t] + gamma * after, after)
+        out[:, t] = np.where(keep[:, t], after, 0)
+    return out
+
+
+def gae(rewards, values, keep, gamma, trace_decay, last=None):
+    """Advantages, not normalised, and returns."""
+    rewards, values = np.asarray(rewards, np.float64), np.asarray(values, np.float64)
+    advantages, advantage = np.zeros(keep.shape), np.zeros(len(keep))
+    value = _start(keep, last)
+    for t in reversed(range(keep.shape[1])):
+        error = rewards[:, t] + gamma * value - values[:, t]
+        advantage = np.where(keep[:, t], error + gamma * trace_decay * advantage, advantage)
+        value = np.where(keep[:, t], values[:, t], value)
+        advantages[:, t] = np.where(keep[:, t], advantage, 0)
+    return advantages, np.where(keep, advantages + values, 0)
+
+
+def whiten(tokens, keep, correction, epsilon=0.0):
+    kept = np.asarray(tokens, np.float64)[keep]
+    mean = math.fsum(kept) / kept.size
+    std = math.sqrt(math.fsum((kept - mean) ** 2) / (kept.size - correction))
+    return np.where(keep, (tokens - mean) / (std + epsilon), 0)

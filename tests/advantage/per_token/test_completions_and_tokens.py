@@ -1,20 +1,13 @@
-"""Around the estimators: advantages per token, the divergence in the reward, dynamic sampling."""
+"""Between completions and tokens: advantages per token, and the divergence in the reward."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from twinkle_jax.advantage import (
-    broadcast_to_tokens,
-    dynamic_sampling_filter,
-    group_statistics,
-    grpo_advantage,
-    kl_in_reward,
-    kl_in_token_reward,
-)
+from tests.advantage.cases import INF, NAN
+from twinkle_jax.advantage import broadcast_to_tokens, kl_in_reward, kl_in_token_reward
 
-NAN, INF = float("nan"), float("inf")
 MASK = np.asarray([[1, 1, 0, 1], [0, 0, 0, 0], [0, 1, 1, 0]], bool)
 KL = np.asarray([[0.5, 1.0, 9.0, -2.0], [1.0, 1.0, 1.0, 1.0], [7.0, 0.25, 0.5, 7.0]], np.float32)
 REWARDS = np.asarray([1.0, 2.0, 3.0], np.float32)
@@ -30,15 +23,15 @@ def test_broadcast_to_tokens():
     assert np.isnan(poisoned).tolist() == [[False] * 4, [False] * 4, [False, True, True, False]]
     gradient = jax.grad(lambda a: jnp.sum(broadcast_to_tokens(a, MASK)))(jnp.asarray(REWARDS))
     assert gradient.tolist() == [0, 0, 0]
-    with pytest.raises(ValueError, match=r"advantages must have shape \(3,\).*mask.*got \(4,\)"):
+    with pytest.raises(ValueError, match=r"^advantages"):
         jax.eval_shape(lambda a: broadcast_to_tokens(a, MASK), jnp.zeros(4))
-    with pytest.raises(TypeError, match="mask must be boolean"):
+    with pytest.raises(TypeError, match=r"^mask"):
         broadcast_to_tokens(REWARDS, MASK.astype(int))
-    with pytest.raises(TypeError, match="mask must be an array or a list"):
+    with pytest.raises(TypeError, match=r"^mask"):
         broadcast_to_tokens(REWARDS, None)
-    with pytest.raises(ValueError, match="advantages must be finite"):
+    with pytest.raises(ValueError, match=r"^advantages"):
         broadcast_to_tokens([1.0, NAN, 2.0], MASK)
-    with pytest.raises(ValueError, match=r"mask must be \[\.\.\., time\]"):
+    with pytest.raises(ValueError, match=r"^mask"):
         broadcast_to_tokens(1.0, True)
 
 
@@ -83,62 +76,13 @@ def test_kl_masks_gradients_and_errors(function):
                 result = function(*(place(x) for x in given), MASK, coefficient=0.1)
                 assert result.dtype == jnp.float64
                 np.testing.assert_allclose(result, exact, rtol=1e-14)
-    with pytest.raises(ValueError, match=r"mask must have the shape of kl, \(3, 4\), got \(3, 3\)"):
+    with pytest.raises(ValueError, match=r"^mask"):
         function(REWARDS, KL, MASK[:, :3], coefficient=0.5)
-    with pytest.raises(ValueError, match=r"rewards must have shape \(3,\), one for each row of kl"):
+    with pytest.raises(ValueError, match=r"^rewards"):
         jax.eval_shape(lambda r: function(r, KL, MASK, coefficient=0.5), jnp.zeros((3, 4)))
-    with pytest.raises(ValueError, match=r"kl must be finite.*got nan at index \(0, 0\)"):
+    with pytest.raises(ValueError, match=r"^kl"):
         function(REWARDS, np.full((3, 4), NAN), MASK, coefficient=0.5)
-    with pytest.raises(ValueError, match="rewards must be finite"):
+    with pytest.raises(ValueError, match=r"^rewards"):
         function([1.0, INF, 2.0], KL, MASK, coefficient=0.5)
-    with pytest.raises(TypeError, match="coefficient must be a number"):
+    with pytest.raises(TypeError, match=r"^coefficient"):
         function(REWARDS, KL, MASK, coefficient="0.1")
-
-
-def test_dynamic_sampling():
-    # mixed, solved, failed, lone success, nothing left, NaN
-    rewards = jnp.asarray([0.0, 1.0, 1.0, 1.0, 0.0, 0.0, 1.0, 0.0, 1.0, 1.0, NAN, 1.0])
-    where = jnp.asarray([True] * 7 + [False] * 3 + [True] * 2)
-    statistics = group_statistics(rewards, 2, where=where)
-    mixed, solved, failed = [0, 5], [1, 3], [2]
-
-    def kept(**options):
-        return np.flatnonzero(dynamic_sampling_filter(statistics, **options)).tolist()
-
-    assert kept() == mixed
-    assert kept(keep_solved=True) == sorted(mixed + solved)
-    assert kept(keep_failed=True) == sorted(mixed + failed)
-    assert kept(keep_solved=True, keep_failed=True) == [0, 1, 2, 3, 5]
-    assert kept(keep_solved=True, threshold=1.0) == mixed
-    assert kept(keep_solved=True, threshold=jnp.float32(-1)) == [0, 1, 2, 3, 5]
-    by_sample = dynamic_sampling_filter(statistics, 2)
-    assert by_sample.tolist() == [True, True] + [False] * 8 + [True, True]
-    assert by_sample.dtype == bool
-
-
-def test_dynamic_sampling_as_a_mask():
-    rewards = jnp.asarray([0.0, 1.0, 1.0, 0.1, 0.1, 0.1])
-
-    @jax.jit
-    def step(rewards):
-        keep = dynamic_sampling_filter(group_statistics(rewards, 3), 3)
-        return grpo_advantage(rewards, 3, "batch", where=keep)
-
-    expected = grpo_advantage(rewards[:3], 3, "batch")
-    np.testing.assert_allclose(step(rewards), [*expected.tolist(), 0, 0, 0], rtol=1e-6)
-    mapped = jax.vmap(lambda r: dynamic_sampling_filter(group_statistics(r, 3)))(rewards[None, :])
-    assert mapped.tolist() == [[True, False]]
-
-
-def test_dynamic_sampling_refuses():
-    statistics = group_statistics([0.0, 1.0], 2)
-    with pytest.raises(TypeError, match="statistics must be what group_statistics returns"):
-        dynamic_sampling_filter([0.0, 1.0])
-    with pytest.raises(TypeError, match="keep_solved must be True or False"):
-        dynamic_sampling_filter(statistics, keep_solved=1)
-    with pytest.raises(TypeError, match="keep_failed must be True or False"):
-        dynamic_sampling_filter(statistics, keep_failed=None)
-    with pytest.raises(ValueError, match="num_generations must be at least 1"):
-        dynamic_sampling_filter(statistics, 0)
-    with pytest.raises(TypeError, match="threshold must be a number"):
-        dynamic_sampling_filter(statistics, threshold=None)

@@ -1,4 +1,4 @@
-"""GAE and discounted returns: Twinkle's golden numbers, the loop, masks, no signal, and laws."""
+"""Estimators over time: Twinkle's numbers, the loop, masks, no signal, laws, types and errors."""
 
 import json
 import pathlib
@@ -10,17 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.advantage.per_token import reference
-from tests.advantage.per_token.token_rewards import (
-    INF,
-    KEEP,
-    LAST,
-    NAN,
-    REWARDS,
-    ROWS,
-    TIME,
-    VALUES,
-)
+from tests.advantage import reference
+from tests.advantage.cases import INF, NAN
 from twinkle_jax.advantage import (
     GAE,
     GAEAdvantage,
@@ -31,6 +22,13 @@ from twinkle_jax.advantage import (
 )
 
 GOLDEN = json.loads((pathlib.Path(__file__).parents[2] / "golden/advantage_cases.json").read_text())
+ROWS, TIME = 5, 12
+RNG = np.random.default_rng(0)
+REWARDS, VALUES = RNG.normal(size=(2, ROWS, TIME)).astype(np.float32)
+LAST = RNG.normal(size=ROWS).astype(np.float32)
+KEEP = RNG.uniform(size=(ROWS, TIME)) < 0.7
+KEEP[1], KEEP[2], KEEP[3, -5:] = False, True, False
+EVERY = np.ones_like(KEEP)
 
 
 def _padded(array, fill):
@@ -94,7 +92,7 @@ def test_by_hand():
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("last", [None, LAST])
 def test_against_the_loop(masked, last):
-    keep = KEEP if masked else np.ones_like(KEEP)
+    keep = KEEP if masked else EVERY
     where = KEEP if masked else None
     for gamma, trace_decay in ((1.0, 0.95), (0.9, 0.8), (0.99, 1.0), (1.0, 0.0), (0.0, 0.5)):
         settings = {"gamma": gamma, "gae_lambda": trace_decay, "bootstrap_values": last}
@@ -118,7 +116,7 @@ def test_reinforce_plus_plus():
     expected = np.array([[4, -2], [-2, 0]]) / 3 / (4 / 3) ** 0.5
     np.testing.assert_allclose(result, expected, rtol=1e-6)
     for gamma in (1.0, 0.9):
-        for where, keep in ((None, np.ones_like(KEEP)), (KEEP, KEEP)):
+        for where, keep in ((None, EVERY), (KEEP, KEEP)):
             returns = reference.returns(REWARDS, keep, gamma)
             expected = reference.whiten(returns, keep, 1)
             result = reinforce_plus_plus_advantage(REWARDS, where=where, gamma=gamma)
@@ -293,3 +291,154 @@ def test_laws(seed, gamma, trace_decay):
     # linear in rewards and values together
     doubled = gae_advantage(2 * rewards, 2 * values, where=keep, **settings)
     np.testing.assert_array_equal(doubled.advantages, 2 * np.asarray(result.advantages))
+
+
+def test_types():
+    as_half = [jnp.asarray(x).astype(jnp.bfloat16) for x in (REWARDS, VALUES)]
+    result = gae_advantage(*as_half, where=KEEP)
+    assert result.advantages.dtype == result.returns.dtype == jnp.float32
+    wide = [x.astype(jnp.float32) for x in as_half]
+    np.testing.assert_array_equal(result.advantages, gae_advantage(*wide, where=KEEP).advantages)
+    integers = discounted_returns([[1, 2], [3, 4]])
+    assert integers.dtype == jnp.float32 and integers.tolist() == [[3, 2], [7, 4]]
+
+
+@pytest.mark.parametrize(
+    "place", [np.asarray, pytest.param(jnp.asarray, marks=pytest.mark.exhaustive)]
+)
+@pytest.mark.parametrize("wide", range(3))
+def test_one_wide_array_makes_all_wide(wide, place):
+    # Also gamma and lambda: 0.9 and 0.95 of float32 would be wrong in the eighth digit.
+    arrays = [REWARDS, VALUES, LAST]
+    advantages, returns = reference.gae(*arrays[:2], KEEP, 0.9, 0.95, LAST)
+    arrays[wide] = arrays[wide].astype(np.float64)
+    with jax.enable_x64(True):
+        rewards, values, last = (place(x) for x in arrays)
+        settings = {"where": KEEP, "gamma": 0.9, "bootstrap_values": last}
+        result = gae_advantage(rewards, values, **settings)
+        assert result.advantages.dtype == result.returns.dtype == jnp.float64
+        whitened = reference.whiten(advantages, KEEP, 0, 1e-8)
+        np.testing.assert_allclose(result.advantages, whitened, rtol=1e-12, atol=1e-13)
+        np.testing.assert_allclose(result.returns, returns, rtol=1e-12, atol=1e-13)
+        if wide != 1:  # the ones without a critic
+            result = discounted_returns(rewards, **settings)
+            assert result.dtype == jnp.float64
+            expected = reference.returns(REWARDS, KEEP, 0.9, LAST)
+            np.testing.assert_allclose(result, expected, rtol=1e-12, atol=1e-13)
+
+
+def test_the_scan_over_time_is_no_loop():
+    tokens = jax.ShapeDtypeStruct((4, 64), jnp.float32)
+    mask = jax.ShapeDtypeStruct((4, 64), jnp.bool_)
+    program = jax.jit(lambda r, v, m: gae_advantage(r, v, where=m)).lower(tokens, tokens, mask)
+    assert "while(" not in program.compile().as_text()
+
+
+def test_lists():
+    lists = gae_advantage(REWARDS.tolist(), VALUES.tolist(), where=KEEP.tolist())
+    for one, other in zip(lists, gae_advantage(REWARDS, VALUES, where=KEEP), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_tensors():
+    torch = pytest.importorskip("torch", reason="pip install 'twinkle-jax[test,oracle]'")
+    rewards, values = torch.tensor(REWARDS, requires_grad=True), torch.tensor(VALUES)
+    tensors = GAEAdvantage()(rewards, values, masks=torch.tensor(KEEP))
+    for one, other in zip(tensors, gae_advantage(REWARDS, VALUES, where=KEEP), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_no_gradient_flows():
+    def loss(rewards, values, last, gamma, trace_decay):
+        settings = {"where": KEEP, "gamma": gamma, "bootstrap_values": last}
+        result = gae_advantage(rewards, values, gae_lambda=trace_decay, **settings)
+        returns = discounted_returns(rewards, **settings)
+        whitened = reinforce_plus_plus_advantage(rewards, where=KEEP, gamma=gamma)
+        return sum(jnp.sum(jnp.square(x)) for x in (*result, returns, whitened))
+
+    dirty = jnp.where(KEEP, REWARDS, np.float32(NAN))
+    arguments = dirty, jnp.asarray(VALUES), jnp.asarray(LAST), jnp.float32(0.9), jnp.float32(0.8)
+    for gradient in jax.grad(loss, argnums=range(5))(*arguments):
+        assert not np.asarray(gradient).any()
+
+
+def test_other_values_compile_nothing():
+    traces = 0
+
+    @jax.jit
+    def run(rewards, values, keep, gamma, trace_decay):
+        nonlocal traces
+        traces += 1
+        return gae_advantage(rewards, values, where=keep, gamma=gamma, gae_lambda=trace_decay)
+
+    for gamma, trace_decay in ((0.9, 0.95), (1.0, 0.5)):
+        result = run(REWARDS, VALUES, KEEP, gamma, trace_decay)
+        alone = gae_advantage(REWARDS, VALUES, where=KEEP, gamma=gamma, gae_lambda=trace_decay)
+        np.testing.assert_allclose(result.advantages, alone.advantages, rtol=1e-5, atol=1e-5)
+    assert traces == 1
+
+
+def test_more_axes_and_vmap():
+    keep = np.stack([KEEP, ~KEEP])
+    pair = [np.stack([x, -x]) for x in (REWARDS, VALUES)]
+    whole = gae_advantage(*pair, where=keep, normalize=False)
+    mapped = jax.vmap(lambda r, v, k: gae_advantage(r, v, where=k, normalize=False))(*pair, keep)
+    for row in range(2):
+        alone = gae_advantage(pair[0][row], pair[1][row], where=keep[row], normalize=False)
+        for result in (whole, mapped):
+            np.testing.assert_allclose(
+                result.advantages[row], alone.advantages, rtol=1e-5, atol=1e-6
+            )
+            np.testing.assert_allclose(result.returns[row], alone.returns, rtol=1e-5, atol=1e-6)
+    normalised = gae_advantage(*pair, where=keep)
+    named = jax.vmap(
+        lambda r, v, k: gae_advantage(r, v, where=k, axis_name="batch"), axis_name="batch"
+    )(*pair, keep)
+    np.testing.assert_allclose(named.advantages, normalised.advantages, rtol=1e-5, atol=1e-6)
+
+
+def _bad_calls():
+    good = (np.zeros((2, 3), np.float32),) * 2
+    return [
+        ("values", lambda: gae_advantage(good[0], np.zeros((2, 4)))),
+        ("where", lambda: gae_advantage(*good, where=[True, True])),
+        ("masks", lambda: GAEAdvantage()(*good, masks=np.ones((2, 1), bool))),
+        ("bootstrap_values", lambda: gae_advantage(*good, bootstrap_values=np.zeros((2, 1)))),
+        ("bootstrap_values", lambda: discounted_returns([[1.0]], bootstrap_values=[INF])),
+        ("rewards", lambda: gae_advantage(1.0, 1.0)),
+        ("rewards", lambda: discounted_returns(np.zeros((2, 0)))),
+        ("rewards", lambda: gae_advantage([[1.0, NAN]], [[0.0, 0.0]])),
+        ("values", lambda: gae_advantage([[1.0, 0.0]], [[0.0, NAN]])),
+        ("gamma", lambda: discounted_returns(good[0], gamma=np.ones(2))),
+    ]
+
+
+@pytest.mark.parametrize(("argument", "call"), _bad_calls())
+def test_shapes_and_values_that_do_not_fit(argument, call):
+    with pytest.raises(ValueError, match=rf"^{argument}\b"):
+        call()
+
+
+@pytest.mark.parametrize(
+    ("argument", "call"),
+    [
+        ("where", lambda r: gae_advantage(r, r, where=r)),
+        ("masks", lambda r: GAEAdvantage()(r, r, masks=r)),
+        ("masks", lambda r: ReinforcePlusPlusAdvantage()(r, masks=r)),
+        ("normalize", lambda r: gae_advantage(r, r, normalize="no")),
+        ("gae_lambda", lambda r: gae_advantage(r, r, gae_lambda="0.9")),
+        ("epsilon", lambda r: gae_advantage(r, r, epsilon=jnp.int32(1))),
+        ("rewards", lambda r: discounted_returns(jax.lax.complex(r, r))),
+    ],
+)
+def test_wrong_types_raise_while_tracing(argument, call):
+    with pytest.raises(TypeError, match=rf"^{argument}\b"):
+        jax.eval_shape(call, jax.ShapeDtypeStruct((2, 3), jnp.float32))
+
+
+def test_objects_are_values():
+    assert GAEAdvantage(0.9) == GAEAdvantage(gamma=0.9) != GAEAdvantage()
+    assert repr(GAEAdvantage()) == "GAEAdvantage(gamma=1.0, gae_lambda=0.95, normalize=True)"
+    assert hash(ReinforcePlusPlusAdvantage()) == hash(ReinforcePlusPlusAdvantage(1.0))
+    with pytest.raises(TypeError):
+        GAEAdvantage()(REWARDS, VALUES, mask=KEEP)
