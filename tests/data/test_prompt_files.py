@@ -66,22 +66,22 @@ GOOD = {"prompt": "a", "answer": "b"}
             {"messages": [{"role": "assistant", "content": "a"}], "answer": "b"},
             "must end before the assistant answers",
         ),
-        ({"prompt": "a"}, "must have an 'answer', text or a number, got None"),
-        ({"prompt": "a", "answer": ["b"]}, r"must have an 'answer', text or a number, got \['b'\]"),
-        ({"prompt": "a", "answer": True}, "must have an 'answer', text or a number, got True"),
-        ({"prompt": "a", "answer": "  "}, "must have an 'answer' that can be read, got '  '"),
-        ({"prompt": "a", "answer": "@"}, "must have an 'answer' that can be read, got '@'"),
+        ({"prompt": "a"}, "must have 'answer', text or a number, got None"),
+        ({"prompt": "a", "answer": ["b"]}, r"must have 'answer', text or a number, got \['b'\]"),
+        ({"prompt": "a", "answer": True}, "must have 'answer', text or a number, got True"),
+        ({"prompt": "a", "answer": "  "}, "must have 'answer' that can be read, got '  '"),
+        ({"prompt": "a", "answer": "@"}, "must have 'answer' that can be read, got '@'"),
         ({"prompt": "a", "answer": "b", "ground_truth": "c"}, "must have 'answer' or"),
-        ({"prompt": "a", "ground_truth": ["b"]}, "must have an 'ground_truth', text or a number"),
+        ({"prompt": "a", "ground_truth": ["b"]}, "must have 'ground_truth', text or a number"),
         ('{"prompt": "a", "answer": NaN}', "must be JSON, got .*NaN"),
         ('{"prompt": "a", "answer": "b", "more": [-Infinity]}', "must be JSON, got .*Infinity"),
         ('{"prompt": "a", "answer": 1, "answer": 2}', "must be JSON, .*the key 'answer' is there"),
         ('{"prompt": "a", "answer": "b", "more": {"x": 1, "x": 1}}', "must be JSON, .*key 'x'"),
         ('{"prompt": "a", "answer": "b", "more": 1e400}', "must be JSON, .*1e400 is beyond"),
         ('{"prompt": "a", "answer": 1e400}', "must be JSON, .*1e400 is beyond float64"),
-        ('{"prompt": "a", "answer": 1e-500}', "must have an 'answer' of at most 400 digits"),
-        ('{"prompt": "a", "answer": 1e-99999999999999999999}', "must have an 'answer' of at most"),
-        ('{"prompt": "a", "answer": %s}' % ("1" * 500), "must have an 'answer' of at most"),
+        ('{"prompt": "a", "answer": 1e-500}', "must have 'answer' of at most 400 digits"),
+        ('{"prompt": "a", "answer": 1e-99999999999999999999}', "must have 'answer' of at most"),
+        ('{"prompt": "a", "answer": %s}' % ("1" * 500), "must have 'answer' of at most"),
         ('{"prompt": "a", "answer": %s}' % ("1" * 5000), "must be JSON"),
     ],
 )
@@ -135,7 +135,7 @@ def test_files_without_answers(tmp_path):
     """Judged by something else; but a file in which some are missing has a mistake."""
     path = _write(tmp_path / "data.jsonl", {"prompt": "a", "level": 1}, {"prompt": "b"})
     assert [prompt["user_data"] for prompt in read_jsonl(path)] == [[("level", 1)], []]
-    with pytest.raises(ValueError, match="record 1 must have an 'answer'"):
+    with pytest.raises(ValueError, match="record 1 must have 'answer'"):
         read_jsonl(path, check_answer=bool)
     path = _write(tmp_path / "data.jsonl", {"prompt": "a"}, GOOD)
     with pytest.raises(ValueError, match="record 2 must have no 'answer'"):
@@ -149,7 +149,7 @@ def test_answers_in_parquet_files(tmp_path):
     parquet.write_table(pyarrow.table(table).slice(0, 1), tmp_path / "one.parquet")
     assert read_jsonl(tmp_path / "one.parquet")[0]["user_data"] == [("ground_truth", "0.00001")]
     parquet.write_table(pyarrow.table(table), tmp_path / "two.parquet")
-    with pytest.raises(ValueError, match="record 2 must have an 'answer'"):
+    with pytest.raises(ValueError, match="record 2 must have 'answer'"):
         read_jsonl(tmp_path / "two.parquet")
 
 

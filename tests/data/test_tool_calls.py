@@ -6,7 +6,6 @@ import time
 import pytest
 
 from twinkle_jax.data import (
-    TOOL_CALL_FORMATS,
     Template,
     parse_cline_calls,
     parse_hermes_calls,
@@ -14,6 +13,7 @@ from twinkle_jax.data import (
     parse_tool_calls,
     small_tokenizer,
 )
+from twinkle_jax.data.tool_calls import TOOL_CALL_FORMATS
 
 
 def call(name, **arguments):

@@ -18,7 +18,6 @@ from twinkle_jax.data.sampling_types import (
 from twinkle_jax.data.template import Template
 from twinkle_jax.data.tokenizer import Tokenizer, small_tokenizer
 from twinkle_jax.data.tool_calls import (
-    TOOL_CALL_FORMATS,
     ParsedToolCalls,
     ToolCallError,
     parse_cline_calls,
@@ -49,7 +48,6 @@ if TYPE_CHECKING:
 _LAZY = {"Batch": "batch", "bucket_size": "batch", "Inputs": "features", "PerSequence": "features"}
 
 __all__ = [
-    "TOOL_CALL_FORMATS",
     "ArithmeticTask",
     "Batch",
     "ChatTemplate",

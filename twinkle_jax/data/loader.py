@@ -31,11 +31,11 @@ class PromptLoader:
 
     The order is shuffled anew for each epoch and depends on the seed alone. Batches are full: one
     may reach from an epoch into the next. Only the last of all may be smaller, so that each prompt
-    comes up once an epoch. `get_state` is what a checkpoint keeps, `set_state` goes on from there.
+    comes up once an epoch. A checkpoint keeps `get_state`, and `set_state` continues from it.
 
     Args:
-        prompts: trajectories, in a list or in what computes them when asked, as
-            [`ArithmeticTask`][twinkle_jax.data.ArithmeticTask] does.
+        prompts: trajectories: a list, or a sequence that computes them, such as
+            [`ArithmeticTask`][twinkle_jax.data.ArithmeticTask].
         batch_size: prompts a batch.
         seed: of the order.
         shuffle: False keeps the order of the prompts.
@@ -108,11 +108,11 @@ class PromptLoader:
         return PromptBatch(batch)
 
     def get_state(self) -> dict[str, Any]:
-        """Say where it is, and in what: numbers and strings that JSON can hold."""
+        """Give its position, and what identifies its prompts and order, as JSON can hold it."""
         return {"position": self._position, "fingerprint": dict(self._fingerprint)}
 
     def set_state(self, state: Mapping[str, Any]) -> None:
-        """Go on where a loader of the same prompts, batch size and seed was.
+        """Continue where a loader of the same prompts, batch size and seed was.
 
         Args:
             state: what `get_state` returned.
@@ -123,18 +123,18 @@ class PromptLoader:
         position, fingerprint = state.get("position"), state.get("fingerprint")
         if not isinstance(position, int) or position < 0 or not isinstance(fingerprint, Mapping):
             raise ValueError(f"state must be what get_state returns, got {dict(state)!r:.80}")
-        for name, own in self._fingerprint.items():
-            if fingerprint.get(name) != own:
+        for name, value in self._fingerprint.items():
+            if fingerprint.get(name) != value:
                 raise ValueError(
                     f"{name} must be {fingerprint.get(name)!r}, as it was when the state was "
-                    f"saved, got {own!r}"
+                    f"saved, got {value!r}"
                 )
         self._position = position
 
 
 def _fingerprint(prompts: Sequence[Trajectory]) -> str:
-    own = getattr(prompts, "fingerprint", None)
-    return own if isinstance(own, str) else _digest(prompts)
+    fingerprint = getattr(prompts, "fingerprint", None)
+    return fingerprint if isinstance(fingerprint, str) else _digest(prompts)
 
 
 def _digest(records: Iterable[Any]) -> str:

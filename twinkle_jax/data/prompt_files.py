@@ -39,7 +39,7 @@ def read_jsonl(
 
     Args:
         path: the file; or a `.parquet` file with such columns.
-        system: what the system says first in each conversation; None adds nothing.
+        system: a system message at the beginning of each conversation; None adds none.
         check_answer: returns False for an answer that no reward could read. With it, every record
             needs an answer.
 
@@ -71,7 +71,7 @@ def read_jsonl(
             answer, solution = _read_answer(where, name, record.get(name), gsm8k=form == "question")
             if not answer or (check_answer is not None and not check_answer(answer)):
                 raise ValueError(
-                    f"{where} must have an {name!r} that can be read, got {record[name]!r:.80}"
+                    f"{where} must have {name!r} that can be read, got {record[name]!r:.80}"
                 )
             if solution is not None and "solution" not in record:
                 columns.append(("solution", solution))
@@ -92,8 +92,8 @@ def read_gsm8k(
     Args:
         path: JSON Lines with `"question"` and `"answer"`, whose last line is `#### 1,234`; or, as
             the hub has it, a `.parquet` file with these columns.
-        system: what the system says first in each conversation; None adds nothing.
-        instruction: what follows each question.
+        system: a system message at the beginning of each conversation; None adds none.
+        instruction: text after each question.
 
     Returns:
         A trajectory for each problem. `'ground_truth'` is the number without commas, `'solution'`
@@ -164,7 +164,7 @@ def _trajectory(
 
 
 def _records(path: str | Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Read the objects of a file, each with the words that name it in errors.
+    """Read the objects of a file, each with the place that errors name.
 
     An answer that is a number comes as a `Decimal`, which keeps its digits.
     """
@@ -210,12 +210,12 @@ def _read_answer(where: str, name: str, answer: Any, *, gsm8k: bool) -> tuple[st
     if isinstance(answer, str):
         return _split_gsm8k(answer) if gsm8k else (answer.strip(), None)
     if isinstance(answer, bool) or not isinstance(answer, int | float | Decimal):
-        raise ValueError(f"{where} must have an {name!r}, text or a number, got {answer!r:.80}")
+        raise ValueError(f"{where} must have {name!r}, text or a number, got {answer!r:.80}")
     number = answer if isinstance(answer, Decimal) else Decimal(str(answer))
     # The exponent first: written out, a number of ten characters could fill the memory.
     if not number.is_finite() or abs(number.adjusted()) + len(number.as_tuple().digits) > _DIGITS:
         raise ValueError(
-            f"{where} must have an {name!r} of at most {_DIGITS} digits, got {answer!s:.80}"
+            f"{where} must have {name!r} of at most {_DIGITS} digits, got {answer!s:.80}"
         )
     return format(number, "f"), None
 

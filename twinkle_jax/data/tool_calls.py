@@ -70,9 +70,9 @@ def parse_tool_calls(text: str) -> ParsedToolCalls:
         text: what the assistant wrote.
 
     Returns:
-        Calls, errors and the text around them. Formats are tried in the order of
-        `TOOL_CALL_FORMATS`; the first with a call or an error takes the whole text, so that no call
-        is found inside another one's arguments.
+        Calls, errors and the text around them. Formats are tried in the order Hermes and Qwen,
+        Cline, ReAct; the first with a call or an error takes the whole text, so that no call is
+        found inside another one's arguments.
 
     Example:
         >>> text = 'Let me see. <tool_call>{"name": "add", "arguments": {"x": 1}}</tool_call>'

@@ -72,8 +72,16 @@ def test_answers_are_needed_by_rewards_that_compare(tmp_path):
 @pytest.mark.parametrize("task", ["gsm8k:no/such/file", "nowhere.jsonl", "gsm8k:data/train.jsonl"])
 def test_a_file_that_is_not_there_is_named(task):
     name = task.removeprefix("gsm8k:")
-    with pytest.raises(ValueError, match=f"task must be arithmetic, .* got '{name}'"):
+    with pytest.raises(ValueError, match=f"^task must .* got '{name}', which was not found"):
         make_task(TrainConfig(task=task))
+
+
+def test_a_file_to_evaluate_on_that_is_not_there_is_named(tmp_path):
+    path = tmp_path / "train.jsonl"
+    write_lines(path, [1])
+    evaluation = EvaluationConfig(path="none.jsonl")
+    with pytest.raises(ValueError, match=r"^evaluation\.path must .* got 'none.jsonl', which was"):
+        make_task(TrainConfig(task=f"gsm8k:{path}", evaluation=evaluation))
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""The tasks that a run can be given by name: prompts to train on, prompts to judge by, a reward."""
+"""Tasks by name: prompts to train on, prompts to evaluate on, and a reward."""
 
 import re
 from collections.abc import Sequence
@@ -29,7 +29,7 @@ _PROBLEMS = 100_000  # of the arithmetic task, before they come up again
 
 
 def hub_id(task: str) -> str | None:
-    """Give the id of the data set on the hub that a task names; None if it names none."""
+    """Give the id of the hub's data set that a task names; None if it names none."""
     kind, _, path = task.partition(":")
     path = path or _GSM8K
     is_file = Path(path).is_file() or Path(path).suffix in (".jsonl", ".json", ".parquet")
@@ -43,7 +43,7 @@ class Task(NamedTuple):
         train: prompts with their ground truths.
         held_out: prompts that are never trained on; empty where there are none.
         reward: of trajectories and ground truths.
-        judge: the reward that evaluations count with; None: the same.
+        judge: the reward of evaluations; None: the same.
     """
 
     train: Sequence[Trajectory]
@@ -62,7 +62,7 @@ def make_task(config: TrainConfig) -> Task:
         The task.
 
     Raises:
-        ValueError: if there is no such task, or a record of its files is not what it should be.
+        ValueError: if there is no such task, a file is not found, or a record cannot be read.
     """
     train, held_out, fitting = _find_prompts(config)
     reward = find_reward(config.reward or fitting)
@@ -83,7 +83,7 @@ def make_task(config: TrainConfig) -> Task:
 
 
 def _find_prompts(config: TrainConfig) -> tuple[Sequence[Trajectory], Sequence[Trajectory], str]:
-    """Find prompts to train on, those to judge by, and the name of the reward that fits them."""
+    """Find prompts to train on, prompts to evaluate on, and the name of the reward that fits."""
     count = config.evaluation.problems
     if config.task == "arithmetic":
         train = ArithmeticTask(config.level, size=_PROBLEMS, seed=config.seed)
@@ -100,12 +100,13 @@ def _find_prompts(config: TrainConfig) -> tuple[Sequence[Trajectory], Sequence[T
         files = [str(file) for file in download_split(repository, "train")]
         if not judged_files:
             judged_files = [str(file) for file in download_split(repository, "test")]
-    for name, those in (("task", files), ("evaluation.path", judged_files)):
-        for file in those:
+    for name, choices, paths in (
+        ("task", "arithmetic, gsm8k, gsm8k:FILE or a JSONL file", files),
+        ("evaluation.path", "a file", judged_files),
+    ):
+        for file in paths:
             if not Path(file).is_file():
-                raise ValueError(
-                    f"{name} must be arithmetic, gsm8k, gsm8k:FILE or a JSONL file, got {file!r}"
-                )
-    prompts = [said for file in files for said in read(file, system=config.system)]
-    judged = [said for file in judged_files for said in read(file, system=config.system)][:count]
-    return prompts, judged, "gsm8k" if gsm8k else "math"
+                raise ValueError(f"{name} must be {choices}, got {file!r}, which was not found")
+    prompts = [prompt for file in files for prompt in read(file, system=config.system)]
+    judged = [prompt for file in judged_files for prompt in read(file, system=config.system)]
+    return prompts, judged[:count], "gsm8k" if gsm8k else "math"
