@@ -32,52 +32,31 @@ def test_traced_batches():
     assert shapes.tokens.shape == (2, 3)
 
 
+WRAPS = 2**32 + 5  # becomes 5 in int32
+
+
 @pytest.mark.parametrize(
-    ("changes", "error", "message"),
+    ("error", "name", "value"),
     [
-        (
-            {"tokens": np.full((2, 3), 2**32 + 5)},
-            ValueError,
-            r"tokens .*\[0, 9\], got 4294967301",
-        ),
-        ({"tokens": [[5, 6, 10], [8, 9, 0]]}, ValueError, r"tokens must be in \[0, 9\], got 10"),
-        (
-            {"labels": np.full((2, 3), 2**32 + 5)},
-            ValueError,
-            r"labels .*\[0, 9\], got 4294967301",
-        ),
-        ({"labels": np.full((2, 3), 2**32 - 100)}, ValueError, "labels must be .*got 4294967196"),
-        ({"labels": [[-1] * 3] * 2}, ValueError, r"labels must be in \[0, 9\], got -1"),
-        (
-            {"positions": np.full((2, 3), 2**32)},
-            ValueError,
-            "positions must .*got 4294967296",
-        ),
-        ({"segment_ids": np.full((2, 3), 2**32)}, ValueError, "segment_ids must be in"),
-        (
-            {"tokens": [5, 6, 7]},
-            ValueError,
-            r"tokens must have the shape \[batch, time\]",
-        ),
-        ({"tokens": [[5], [6, 7]]}, ValueError, "tokens must be a rectangular array"),
-        (
-            {"labels": jnp.zeros((2, 2), "int32")},
-            ValueError,
-            r"labels must have .*\(2, 3\)",
-        ),
-        ({"rows": [True] * 3}, ValueError, r"rows must have the shape \(2,\), got \(3,\)"),
-        ({"labels": jnp.zeros((2, 3))}, TypeError, "labels must be integers, got float32"),
-        (
-            {"mask": [[1, 1, 1]] * 2},
-            TypeError,
-            "booleans, True for what counts, got int",
-        ),
-        ({"mask": jnp.ones((2, 3), "int32")}, TypeError, "mask must be booleans"),
+        (ValueError, "tokens", np.full((2, 3), WRAPS)),
+        (ValueError, "tokens", [[5, 6, 10], [8, 9, 0]]),
+        (ValueError, "tokens", [5, 6, 7]),
+        (ValueError, "tokens", [[5], [6, 7]]),
+        (ValueError, "labels", np.full((2, 3), WRAPS)),
+        (ValueError, "labels", np.full((2, 3), 2**32 - 100)),
+        (ValueError, "labels", [[-1] * 3] * 2),
+        (ValueError, "labels", jnp.zeros((2, 2), "int32")),
+        (TypeError, "labels", jnp.zeros((2, 3))),
+        (ValueError, "positions", np.full((2, 3), 2**32)),
+        (ValueError, "segment_ids", np.full((2, 3), 2**32)),
+        (ValueError, "rows", [True] * 3),
+        (TypeError, "mask", [[1, 1, 1]] * 2),
+        (TypeError, "mask", jnp.ones((2, 3), "int32")),
     ],
 )
-def test_batches_that_are_refused(changes, error, message):
-    with pytest.raises(error, match=message):
-        check(**changes)
+def test_batches_that_are_refused(error, name, value):
+    with pytest.raises(error, match=f"^{name} must"):
+        check(**{name: value})
 
 
 def test_every_size_fits_and_little_is_lost():
@@ -99,7 +78,7 @@ def test_smallest_and_multiple():
     "bad", [{"size": -1}, {"size": 1, "smallest": 0}, {"size": 1, "multiple": 0}]
 )
 def test_sizes_that_are_refused(bad):
-    with pytest.raises(ValueError, match="size must be at least 0"):
+    with pytest.raises(ValueError, match="size must"):
         bucket_size(**bad)
 
 
@@ -144,5 +123,5 @@ def test_masks_and_positions_only_where_they_matter():
 
 @pytest.mark.parametrize("size", [0, -1, True, 2.0])
 def test_wrong_sizes(size):
-    with pytest.raises(ValueError, match=f"must be a positive int or None, got {size}"):
+    with pytest.raises(ValueError, match="micro_batch_size must"):
         next(micro_batches(FEATURES, {}, size))

@@ -46,67 +46,69 @@ WRAPS = 2**32 + 5  # becomes 5 in int32
 
 
 @pytest.mark.parametrize(
-    ("feature", "error", "message"),
+    ("error", "key", "value"),
     [
-        ({"segment_ids": [0, 1, 1]}, ValueError, "got 'segment_ids': where another sequence"),
-        ({"cu_seqlens": [0, 3]}, ValueError, "got 'cu_seqlens': .*'position_ids' start again"),
-        ({"completion_mask": [0, 1, 1]}, ValueError, "'labels' are -100 where there is no loss"),
-        ({"lables": [6, 7, 8]}, ValueError, r"got 'lables': did you mean 'labels'\?"),
-        ({"attention_masks": [1, 1, 1]}, ValueError, "did you mean 'attention_mask'"),
-        ({"old_logps": [0.0] * 3}, ValueError, "it is an argument of forward_backward"),
-        ({"pixel_values": [1]}, ValueError, "got 'pixel_values': the model reads text only"),
-        ({"anything": 1}, ValueError, r"got 'anything'$"),
-        ({"input_ids": []}, ValueError, "must have at least one token, got none"),
-        ({"input_ids": [48, 49, 50]}, ValueError, r"in \[0, 49\], got 50"),
-        ({"input_ids": [5, WRAPS, 7]}, ValueError, rf"in \[0, 49\], got {WRAPS}"),
-        ({"input_ids": [5, -(2**32) + 5, 7]}, ValueError, r"in \[0, 49\], got -4294967291"),
-        ({"input_ids": np.array([5, 2**63], "uint64")}, ValueError, r"in \[0, 49\], got 9223"),
-        ({"input_ids": [5, 2**70]}, TypeError, "must be integers, got object"),
-        ({"input_ids": [0.5]}, TypeError, "must be integers, got float64"),
-        ({"input_ids": [True, False]}, TypeError, "must be integers, got bool"),
-        ({"input_ids": [[1], [2, 3]]}, ValueError, "must be a rectangular array"),
-        ({"input_ids": [[1], [2]]}, ValueError, r"must be a list of integers, got shape \(2, 1\)"),
-        ({"labels": [6, WRAPS, 8]}, ValueError, rf"\['labels'\] must be in \[0, 49\], got {WRAPS}"),
-        ({"labels": [6, 2**32 - 100, 8]}, ValueError, r"\['labels'\] must be .*got 4294967196"),
-        ({"labels": [6, -1, 8]}, ValueError, r"\['labels'\] must be in \[0, 49\], got -1"),
-        ({"labels": [6, 7]}, ValueError, "must be as long as 'input_ids', 3, got 2"),
-        (
-            {"attention_mask": [1, 2, 1]},
-            ValueError,
-            r"'attention_mask'\] .*\[0, 1\], got 2",
-        ),
-        ({"attention_mask": [1, 2**32, 1]}, ValueError, r"in \[0, 1\], got 4294967296"),
-        ({"position_ids": [0, 1, 2**32 + 2]}, ValueError, "'position_ids'.*got 4294967298"),
-        ({"position_ids": [0, 1, -1]}, ValueError, "'position_ids'.*got -1"),
-        (
-            {"position_ids": [0, 1, 3]},
-            ValueError,
-            "count up by 1, or start again at 0 .*got 3 after 1",
-        ),
-        ({"position_ids": [4, 5, 4]}, ValueError, "got 4 after 5"),
+        (ValueError, "input_ids", []),
+        (ValueError, "input_ids", [48, 49, 50]),
+        (ValueError, "input_ids", [5, WRAPS, 7]),
+        (ValueError, "input_ids", [5, -(2**32) + 5, 7]),
+        (ValueError, "input_ids", np.array([5, 2**63], "uint64")),
+        (TypeError, "input_ids", [5, 2**70]),
+        (TypeError, "input_ids", [0.5]),
+        (TypeError, "input_ids", [True, False]),
+        (ValueError, "input_ids", [[1], [2, 3]]),
+        (ValueError, "input_ids", [[1], [2]]),
+        (ValueError, "labels", [6, WRAPS, 8]),
+        (ValueError, "labels", [6, 2**32 - 100, 8]),
+        (ValueError, "labels", [6, -1, 8]),
+        (ValueError, "labels", [6, 7]),
+        (ValueError, "attention_mask", [1, 2, 1]),
+        (ValueError, "attention_mask", [1, 2**32, 1]),
+        (ValueError, "position_ids", [0, 1, 2**32 + 2]),
+        (ValueError, "position_ids", [0, 1, -1]),
+        (ValueError, "position_ids", [0, 1, 3]),
+        (ValueError, "position_ids", [4, 5, 4]),
     ],
 )
-def test_what_is_refused(feature, error, message):
-    with pytest.raises(error, match=message):
-        read({"input_ids": [5, 6, 7], **feature})
+def test_values_that_are_refused(error, key, value):
+    with pytest.raises(error, match=rf"^inputs\[0\]\['{key}'\] must"):
+        read({"input_ids": [5, 6, 7], key: value})
 
 
 @pytest.mark.parametrize(
-    ("inputs", "error", "message"),
+    ("key", "hint"),
     [
-        ([], ValueError, "list of input features"),
-        ("text", ValueError, "list of input features"),
-        ([[5, 6, 7]], TypeError, r"inputs\[0\] must be a dictionary such as .*got list"),
-        ([{"labels": [5]}], ValueError, r"inputs\[0\] must have 'input_ids', got \['labels'\]"),
+        ("segment_ids", "'position_ids' start again"),
+        ("cu_seqlens", "'position_ids' start again"),
+        ("completion_mask", "'labels' are -100"),
+        ("lables", "did you mean 'labels'"),
+        ("attention_masks", "did you mean 'attention_mask'"),
+        ("old_logps", "an argument of forward_backward"),
+        ("pixel_values", "text only"),
+        ("anything", ""),
     ],
 )
-def test_inputs_that_are_no_features(inputs, error, message):
-    with pytest.raises(error, match=message):
+def test_unknown_keys_are_refused_with_a_hint(key, hint):
+    with pytest.raises(ValueError, match=f"got '{key}'.*{hint}"):
+        read({"input_ids": [5, 6, 7], key: [0, 1, 1]})
+
+
+@pytest.mark.parametrize(
+    ("inputs", "error", "name"),
+    [
+        ([], ValueError, "inputs"),
+        ("text", ValueError, "inputs"),
+        ([[5, 6, 7]], TypeError, r"inputs\[0\]"),
+        ([{"labels": [5]}], ValueError, r"inputs\[0\]"),
+    ],
+)
+def test_inputs_that_are_no_features(inputs, error, name):
+    with pytest.raises(error, match=f"^{name} must"):
         read_features(inputs, vocab_size=50, labels_needed=False)
 
 
 def test_labels_when_they_are_needed():
-    with pytest.raises(ValueError, match=r"inputs\[0\] must have 'labels', got \['input_ids'\]"):
+    with pytest.raises(ValueError, match=r"inputs\[0\] must have 'labels'"):
         read({"input_ids": [5]}, labels_needed=True)
 
 
@@ -163,13 +165,13 @@ def test_numbers_of_packed_rows():
     assert by_row == [[-1, -2, 0], [-3, -4], [-5, 0]]
     assert align("old_logps", [[-1, -2], [-3, -4], [-5]]) == by_row
     assert align_loss_input("old_logps", None, features, pieces) is None
-    with pytest.raises(ValueError, match="one row for each of 2 or each of 3 sequences, got 4"):
+    with pytest.raises(ValueError, match=r"^advantages must .* 2 or each of 3 .*, got 4"):
         align("advantages", [1.0] * 4)
-    with pytest.raises(ValueError, match="of 3 sequences, got a number"):
+    with pytest.raises(ValueError, match=r"^advantages must .*got a number"):
         align("advantages", 1.0)
-    with pytest.raises(ValueError, match=r"old_logps\[1\] must have a number for each of 2"):
+    with pytest.raises(ValueError, match=r"^old_logps\[1\] must"):
         align("old_logps", [[-1, -2, -3, -4], []])
-    with pytest.raises(ValueError, match=r"old_logps\[0\] must be a row of numbers"):
+    with pytest.raises(ValueError, match=r"^old_logps\[0\] must"):
         align("old_logps", [[[-1]], [-5]])
-    with pytest.raises(ValueError, match=r"old_logps\[1\] must have 2 numbers, got 3"):
+    with pytest.raises(ValueError, match=r"^old_logps\[1\] must .*got 3"):
         align("old_logps", [[0] * 5, [1, 2, 3]])

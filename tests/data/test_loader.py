@@ -117,7 +117,7 @@ OTHERS = [
 def test_another_loader_refuses_the_state(name, other):
     loader = PromptLoader(**{"prompts": PROMPTS, "batch_size": 4})
     next(loader)
-    with pytest.raises(ValueError, match=rf"{name} must be .*, as it was when the state was saved"):
+    with pytest.raises(ValueError, match=f"^{name} must"):
         PromptLoader(**{"prompts": PROMPTS, "batch_size": 4, **other}).set_state(loader.get_state())
 
 
@@ -126,7 +126,7 @@ def test_another_order_refuses_the_state():
     loader = PromptLoader(PROMPTS, 4)
     state = loader.get_state()
     state["fingerprint"]["order"] = "0"
-    with pytest.raises(ValueError, match="order must be '0', as it was when the state was saved"):
+    with pytest.raises(ValueError, match=r"^order must"):
         loader.set_state(state)
 
 
@@ -134,27 +134,27 @@ def test_another_order_refuses_the_state():
     "state", [{}, {"position": 1}, {"position": -1, "fingerprint": {}}, {"position": "1"}]
 )
 def test_states_that_are_none(state):
-    with pytest.raises(ValueError, match="state must be what get_state returns, got"):
+    with pytest.raises(ValueError, match=r"^state must"):
         PromptLoader(PROMPTS, 4).set_state(state)
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("name", "value"),
     [
-        ({"batch_size": 0}, "batch_size must be a positive int, got 0"),
-        ({"batch_size": True}, "batch_size must be a positive int, got True"),
-        ({"batch_size": 2.0}, "batch_size must be a positive int, got 2.0"),
-        ({"epochs": 0}, "epochs must be a positive int, got 0"),
-        ({"seed": -1}, r"seed must be an int in \[0, 2\*\*32\), got -1"),
-        ({"prompts": []}, "prompts must not be empty, got none"),
+        ("batch_size", 0),
+        ("batch_size", True),
+        ("batch_size", 2.0),
+        ("epochs", 0),
+        ("seed", -1),
+        ("prompts", []),
     ],
 )
-def test_what_is_refused(options, message):
-    with pytest.raises(ValueError, match=message):
-        PromptLoader(**{"prompts": PROMPTS, "batch_size": 4, **options})
+def test_arguments_that_are_refused(name, value):
+    with pytest.raises(ValueError, match=f"^{name} must"):
+        PromptLoader(**{"prompts": PROMPTS, "batch_size": 4, name: value})
 
 
 def test_the_extra_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "grain", None)
-    with pytest.raises(ImportError, match=r"grain must .* pip install 'twinkle-jax\[data\]'"):
+    with pytest.raises(ImportError, match=r"twinkle-jax\[data\]"):
         PromptLoader(PROMPTS, 4)

@@ -29,33 +29,28 @@ def test_the_parameters_are_twinkles():
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "message"),
+    ("name", "values"),
     [
-        ("temperature", -0.1, "a finite number of at least 0, got -0.1"),
-        ("temperature", float("nan"), "a finite number of at least 0, got nan"),
-        ("temperature", float("inf"), "a finite number of at least 0, got inf"),
-        ("top_p", 0, r"a number in \(0, 1\], got 0"),
-        ("top_p", 1.5, r"a number in \(0, 1\], got 1.5"),
-        ("min_p", 1.1, r"a number in \[0, 1\], got 1.1"),
-        ("top_k", 0, "-1 or an int of at least 1, got 0"),
-        ("top_k", -2, "-1 or an int of at least 1, got -2"),
-        ("max_tokens", 0, "None or an int of at least 1, got 0"),
-        ("seed", -1, "None or an int of at least 0, got -1"),
-        ("logprobs", -1, "None or an int of at least 0, got -1"),
-        ("prompt_logprobs", -1, "None or an int of at least 0, got -1"),
-        ("num_samples", 0, "an int of at least 1, got 0"),
-        ("repetition_penalty", 0, "a finite number above 0, got 0"),
-        ("stop", "", "a string that is not empty"),
-        ("stop", ["a", ""], "a string that is not empty"),
-        ("stop", [5, -1], "token ids"),
+        ("temperature", [-0.1, float("nan"), float("inf")]),
+        ("top_p", [0, 1.5]),
+        ("min_p", [-0.1, 1.1]),
+        ("top_k", [0, -2]),
+        ("max_tokens", [0]),
+        ("seed", [-1]),
+        ("logprobs", [-1]),
+        ("prompt_logprobs", [-1]),
+        ("num_samples", [0]),
+        ("repetition_penalty", [0, float("inf")]),
+        ("stop", ["", ["a", ""], [5, -1]]),
     ],
 )
-def test_values_out_of_range(name, value, message):
-    with pytest.raises(ValueError, match=f"{name} must be .*{message}"):
-        SamplingParams(**{name: value})
+def test_values_out_of_range(name, values):
     params = SamplingParams()
-    with pytest.raises(ValueError, match=f"{name} must be "):
-        setattr(params, name, value)
+    for value in values:
+        with pytest.raises(ValueError, match=f"^{name} must"):
+            SamplingParams(**{name: value})
+        with pytest.raises(ValueError, match=f"^{name} must"):
+            setattr(params, name, value)
 
 
 @pytest.mark.parametrize(
@@ -78,7 +73,7 @@ def test_values_out_of_range(name, value, message):
     ],
 )
 def test_values_of_another_type(name, value):
-    with pytest.raises(TypeError, match=f"{name} must be "):
+    with pytest.raises(TypeError, match=f"^{name} must"):
         SamplingParams(**{name: value})
 
 
@@ -97,7 +92,7 @@ def test_from_a_dictionary():
     given = {"max_new_tokens": 8, "top_p": 0.5}
     assert SamplingParams.from_dict(given) == SamplingParams(max_tokens=8, top_p=0.5)
     assert given == {"max_new_tokens": 8, "top_p": 0.5}
-    with pytest.raises(TypeError, match=r"must be of max_tokens, .* got 'num_beams'"):
+    with pytest.raises(TypeError, match="num_beams"):
         SamplingParams.from_dict({"num_beams": 2})
 
 
@@ -132,8 +127,8 @@ def test_inputs_and_trajectories_of_all_responses():
 
 def test_responses_that_cannot_be_trained_on():
     nothing = SampleResponses([SampleResponse([_sequence("a"), SampledSequence("stop", [2])])])
-    with pytest.raises(ValueError, match=r"sequences \[1\] must have a new_input_feature"):
+    with pytest.raises(ValueError, match=r"sequences \[1\] must"):
         _ = nothing.inputs
     silent = SampleResponses([SampleResponse([_sequence(None)])])
-    with pytest.raises(ValueError, match="sequence 0 must have messages, got"):
+    with pytest.raises(ValueError, match="sequence 0 must"):
         _ = silent.trajectories

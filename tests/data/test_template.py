@@ -116,7 +116,7 @@ def test_only_the_assistant_and_the_system_write_thinking_tokens():
 
 def test_labels_are_refused_where_the_template_rewrites_earlier_turns():
     template = Template(chatml_tokenizer())
-    with pytest.raises(ValueError, match=r"messages\[1\] must be rendered in the same way"):
+    with pytest.raises(ValueError, match=r"^messages\[1\] must"):
         template.encode(_turns("Why?", "<think>5</think>5", "And?", "6"))
     template.encode(_turns("Why?", "<think>5</think>5", "And?"), add_generation_prompt=True)
 
@@ -170,18 +170,18 @@ def test_other_keys_of_a_feature_grow_with_it():
 def test_nobody_speaks_after_nothing():
     template = Template(small_tokenizer())
     prompt = template.encode(_turns("1"), add_generation_prompt=True)
-    with pytest.raises(ValueError, match="must end with a message of the assistant"):
+    with pytest.raises(ValueError, match=r"^feature must"):
         template.extend_input_feature(prompt, [{"role": "user", "content": "2"}])
     silent = Template(small_tokenizer(), chat_template="{{ messages[0].content }}")
     said = silent.concat_input_feature(prompt, [9])
-    with pytest.raises(ValueError, match="chat_template must render the assistant's last message"):
+    with pytest.raises(ValueError, match=r"^chat_template must"):
         silent.extend_input_feature(said, [{"role": "user", "content": "2"}])
 
 
 def test_long_conversations():
     tokenizer, given = small_tokenizer(), _turns("abc", "def")
     whole = Template(tokenizer).encode(given)  # 10 tokens
-    with pytest.raises(ValueError, match="at most max_length=9 tokens, got 10"):
+    with pytest.raises(ValueError, match="max_length=9 tokens, got 10"):
         Template(tokenizer, max_length=9).encode(given)
     left = Template(tokenizer, max_length=9, truncation_strategy="left").encode(given)
     assert left["input_ids"].tolist() == whole["input_ids"].tolist()[1:]
@@ -205,7 +205,7 @@ def test_plain_text():
     feature = template.encode(_turns("abc"))
     assert _shown(template, feature) == "abc" and len(_labelled(feature)) == 2
     assert _labelled(template.encode(_turns("abc"), add_generation_prompt=True)) == []
-    with pytest.raises(ValueError, match="messages must be one without chat template, got 2"):
+    with pytest.raises(ValueError, match=r"^messages must"):
         template.encode(_turns("abc", "def"))
 
 
@@ -216,31 +216,31 @@ def test_several_at_once():
 
 
 @pytest.mark.parametrize(
-    ("trajectory", "message"),
+    ("messages", "name"),
     [
-        ({}, "messages must be a list that is not empty, got None"),
-        ({"messages": []}, r"messages must be a list that is not empty, got \[\]"),
-        ({"messages": ["hi"]}, r"messages\[0\] must have a role, a word, got 'hi'"),
-        ({"messages": [{"content": "hi"}]}, r"messages\[0\] must have a role"),
-        ({"messages": [{"role": "<|end|>", "content": "hi"}]}, r"messages\[0\] must have a role"),
-        ({"messages": [{"role": "user", "content": 5}]}, "content must be text, got 5"),
+        (None, "messages"),
+        ([], "messages"),
+        (["hi"], r"messages\[0\]"),
+        ([{"content": "hi"}], r"messages\[0\]"),
+        ([{"role": "<|end|>", "content": "hi"}], r"messages\[0\]"),
+        ([{"role": "user", "content": 5}], "content"),
     ],
 )
-def test_messages_that_are_refused(trajectory, message):
-    with pytest.raises(ValueError, match=message):
-        Template(small_tokenizer()).encode(trajectory)
+def test_messages_that_are_refused(messages, name):
+    with pytest.raises(ValueError, match=f"{name} must"):
+        Template(small_tokenizer()).encode({"messages": messages})
 
 
 def test_arguments_that_are_refused():
-    with pytest.raises(ValueError, match="truncation_strategy must be 'raise', 'left' or 'right'"):
+    with pytest.raises(ValueError, match=r"^truncation_strategy must"):
         Template(small_tokenizer(), truncation_strategy="split")
-    with pytest.raises(ValueError, match="max_length must be None or a positive int, got 0"):
+    with pytest.raises(ValueError, match=r"^max_length must"):
         Template(small_tokenizer(), max_length=0)
     bare = Tokenizer(small_tokenizer().backend)
-    with pytest.raises(ValueError, match="the tokenizer must have a chat_template, got none"):
+    with pytest.raises(ValueError, match="chat_template"):
         Template(bare)
     empty = Template(small_tokenizer(), chat_template="")
-    with pytest.raises(ValueError, match="must give at least one token"):
+    with pytest.raises(ValueError, match="trajectory must"):
         Template(small_tokenizer(), chat_template="{{ '' }}").encode(_turns("1"))
     assert empty.chat_template.source  # an empty one is none: the tokenizer's own
 

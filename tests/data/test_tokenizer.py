@@ -28,7 +28,7 @@ def test_characters():
     assert tokenizer.encode("ab \nba") == [7, 8, 9, 10, 8, 7]
     assert tokenizer.decode([7, 8, 9, 10, 8, 7]) == "ab \nba"
     assert tokenizer.decode(tokenizer.encode("a|b"), skip_special_tokens=False) == "a<|unknown|>b"
-    with pytest.raises(ValueError, match="characters must be different from each other, got 'aa'"):
+    with pytest.raises(ValueError, match=r"^characters must"):
         small_tokenizer("aa")
 
 
@@ -107,28 +107,24 @@ def test_a_special_token_that_is_a_word_of_the_vocabulary():
     word = "hi"
     backend = Backend(models.WordLevel({"<s>": 0, word: 1}, unk_token=word))
     backend.add_special_tokens(["<s>"])
-    with pytest.raises(ValueError, match=r"text must not spell special tokens, got \['<s>'\]"):
+    with pytest.raises(ValueError, match=r"^text must .*<s>"):
         Tokenizer(backend).encode("<s>")
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "message"),
-    [
-        ("tokenizer.json", "{}", "tokenizer.json must be readable"),
-        ("tokenizer_config.json", "{", "tokenizer_config.json must be JSON"),
-        ("tokenizer_config.json", "[]", "tokenizer_config.json must hold a JSON object, got list"),
-    ],
+    ("name", "content"),
+    [("tokenizer.json", "{}"), ("tokenizer_config.json", "{"), ("tokenizer_config.json", "[]")],
 )
-def test_files_that_are_refused(name, content, message, tmp_path):
+def test_files_that_are_refused(name, content, tmp_path):
     small_tokenizer().save_pretrained(tmp_path)
     (tmp_path / name).write_text(content)
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=f"{name} must"):
         Tokenizer.from_pretrained(tmp_path)
 
 
 def test_a_directory_without_a_tokenizer(tmp_path):
     (tmp_path / "vocab.txt").write_text("a")
-    with pytest.raises(ValueError, match=r"must hold tokenizer.json, got \['vocab.txt'\]"):
+    with pytest.raises(ValueError, match=r"tokenizer.json, got .*vocab.txt"):
         Tokenizer.from_pretrained(tmp_path)
 
 
@@ -143,16 +139,16 @@ def test_what_is_neither_a_directory_nor_a_hub_id(name, tmp_path, monkeypatch):
 
 def test_a_token_that_is_not_there():
     tokenizer = Tokenizer(small_tokenizer().backend, {"eos_token": "</s>"})
-    with pytest.raises(ValueError, match="eos_token must be a token of the vocabulary, got '</s>'"):
+    with pytest.raises(ValueError, match=r"^eos_token must"):
         _ = tokenizer.eos_token_id
 
 
 def test_extras_that_are_missing_are_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     monkeypatch.setitem(sys.modules, "jinja2", None)
-    with pytest.raises(ImportError, match=r"tokenizers must .* pip install 'twinkle-jax\[data\]'"):
+    with pytest.raises(ImportError, match=r"^tokenizers must .*twinkle-jax\[data\]"):
         small_tokenizer()
-    with pytest.raises(ImportError, match=r"jinja2 must .* pip install 'twinkle-jax\[data\]'"):
+    with pytest.raises(ImportError, match=r"^jinja2 must .*twinkle-jax\[data\]"):
         ChatTemplate("")
 
 
