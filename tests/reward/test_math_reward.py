@@ -45,6 +45,13 @@ SAME = [
     (r"-\frac{7}{3}", "-7/3"),
     ("10^{-3}", "0.001"),
     (r"12\text{ cm}", "12"),
+    ("-007", "-7"),
+    ("-0", "0"),
+    ("1" * 999, "1" * 999),
+    ("Tuesday, Friday", r"\text{friday, tuesday}"),
+    (r"\text{no}", "no"),
+    ("101_{2}", "101_2"),
+    ("x = 2 + 3 = 5", "5"),
 ]
 OTHER = [
     (r"\frac{1}{23}", r"\frac{12}{3}"),  # Twinkle strips all braces
@@ -58,6 +65,13 @@ OTHER = [
     ("nan", "0"),
     ("", "0"),
     ("5; import os", "5 + 1"),
+    ("7", "-7"),
+    ("1" * 999, "1" * 998 + "2"),
+    ("101_{3}", "101_2"),
+    ("2 + 2 = 5", "5"),
+    ("2 + 2 = 5 = 5", "5"),
+    ("3e2", "3"),
+    ("1e999999", "1"),
 ]
 
 
@@ -166,7 +180,7 @@ def test_answers_are_never_evaluated(reward, tmp_path):
     texts = [f"\\boxed{{{payload.replace('MARK', str(mark))}}}" for payload in PAYLOADS]
     assert reward(completions(*texts), ["1"]) == [0.0] * len(PAYLOADS)
     assert not mark.exists() and not pathlib.Path("MARK").exists()
-    assert reward(completions(r"\boxed{1}"), ["1"]) == [1.0]  # nothing broke either
+    assert reward(boxed("1.5"), ["1.5"]) == [1.0]  # nothing broke either
 
 
 def test_the_worker_refuses_files_and_processes():
@@ -238,7 +252,7 @@ def gone(group):
 
 def test_even_a_parser_that_is_tricked_does_no_harm(fake_math_verify):
     tricked = MathReward(workers=1, timeout=60)
-    assert tricked(boxed("open", "4"), ["4"]) == [0.0, 1.0]  # and what it prints is not read
+    assert tricked(boxed("open", "4.5"), ["4.5"]) == [0.0, 1.0]  # and what it prints is not read
     assert tricked(boxed("open"), ["open 1"]) == [0.0]
     assert not fake_math_verify.exists()
 
@@ -246,14 +260,14 @@ def test_even_a_parser_that_is_tricked_does_no_harm(fake_math_verify):
 def test_a_worker_that_dies_costs_its_answer_alone(fake_math_verify):
     reward = MathReward(workers=1, timeout=60)
     with pytest.warns(RuntimeWarning, match="1 answers"):
-        assert reward(boxed("1", "die 1", "1 ", "2", "3"), ["1"]) == [1.0, 0.0, 1.0, 0.0, 0.0]
+        assert reward(boxed("1.5", "die 1", "1.5 ", "2", "3"), ["1.5"]) == [1.0, 0.0, 1.0, 0.0, 0.0]
     assert reward.timeouts == 1
-    assert reward(boxed("1"), ["1"]) == [1.0]
+    assert reward(boxed("1.5"), ["1.5"]) == [1.0]
 
 
 def test_memory_is_limited(fake_math_verify):
     reward = MathReward(workers=1, timeout=60)
-    assert reward(boxed("1", "memory"), ["1"]) == [1.0, 0.0]
+    assert reward(boxed("1.5", "memory"), ["1.5"]) == [1.0, 0.0]
     _, before = processes_of(reward)
     assert reward(boxed("memory 2"), ["memory 2"]) == [0.0]  # an error of the answer alone
     assert processes_of(reward)[1] == before
@@ -263,25 +277,25 @@ def test_memory_is_limited(fake_math_verify):
 @pytest.mark.parametrize("victim", ["server", "worker"])
 def test_idle_processes_that_are_killed_are_replaced(fake_math_verify, victim):
     reward = MathReward(workers=1, timeout=60)
-    assert reward(boxed("1"), ["1"]) == [1.0]
+    assert reward(boxed("1.5"), ["1.5"]) == [1.0]
     server, workers = processes_of(reward)
     os.kill(server if victim == "server" else workers[0], signal.SIGKILL)
-    assert reward(boxed("1"), ["1"]) == [1.0]
+    assert reward(boxed("1.5"), ["1.5"]) == [1.0]
     time.sleep(1)  # the pool has noticed by now, if it had not yet
-    assert reward(boxed("1", "2"), ["1"]) == [1.0, 0.0]
+    assert reward(boxed("1.5", "2"), ["1.5"]) == [1.0, 0.0]
     assert reward.timeouts == 0
 
 
 def test_after_a_budget_is_used_up(fake_math_verify):
     reward = MathReward(workers=1, timeout=60, batch_timeout=0.5)
     with pytest.warns(RuntimeWarning, match="5 answers"):
-        assert reward(boxed(*(f"wait {i}" for i in range(5))), ["1"]) == [0.0] * 5
-    assert reward(boxed("1"), ["1"]) == [1.0]
+        assert reward(boxed(*(f"wait {i}" for i in range(5))), ["1.5"]) == [0.0] * 5
+    assert reward(boxed("1.5"), ["1.5"]) == [1.0]
 
 
 def test_an_interrupted_call_is_not_answered_later(fake_math_verify):
     reward = MathReward(workers=1, timeout=60)
-    assert reward(boxed("1"), ["1"]) == [1.0]
+    assert reward(boxed("1.5"), ["1.5"]) == [1.0]
     before = signal.signal(signal.SIGALRM, signal.default_int_handler)
     signal.setitimer(signal.ITIMER_REAL, 0.5)
     try:
@@ -290,12 +304,12 @@ def test_an_interrupted_call_is_not_answered_later(fake_math_verify):
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
-    assert reward(boxed("1", "2"), ["1"]) == [1.0, 0.0]
+    assert reward(boxed("1.5", "2"), ["1.5"]) == [1.0, 0.0]
 
 
 def test_a_reward_that_is_dropped_leaves_no_process(fake_math_verify):
     reward = MathReward(workers=2, timeout=60)
-    assert reward(boxed("1"), ["1"]) == [1.0]
+    assert reward(boxed("1.5"), ["1.5"]) == [1.0]
     group, _ = processes_of(reward)
     del reward
     assert gone(group)
@@ -305,17 +319,17 @@ def test_a_worker_that_cannot_start(tmp_path, monkeypatch):
     (tmp_path / "math_verify.py").write_text("raise ImportError('half installed')")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     with pytest.raises(RuntimeError, match="math-verify"):
-        MathReward(workers=1)(boxed("1"), ["1"])
+        MathReward(workers=1)(boxed("1.5"), ["1.5"])
 
 
 def test_answers_that_take_for_ever_are_wrong():
     quick = MathReward(workers=2, timeout=1, batch_timeout=100)
-    texts = [r"\boxed{100000000!}", r"\boxed{7^{10^{8}}}", r"\boxed{100000000!}", r"\boxed{2}"]
+    texts = [r"\boxed{100000000!}", r"\boxed{7^{10^{8}}}", r"\boxed{100000000!}", r"\boxed{2.5}"]
     with pytest.warns(RuntimeWarning, match="2 answers could not be compared in time"):
-        assert quick(completions(*texts), ["2"])[:3] == [0.0] * 3
+        assert quick(completions(*texts), ["2.5"])[:3] == [0.0] * 3
     assert quick.timeouts == 2  # equal pairs are compared once
     patient = MathReward(workers=1, timeout=60)
-    assert patient(completions(r"\boxed{2}"), ["2"]) == [1.0]
+    assert patient(boxed("2.5"), ["2.5"]) == [1.0]
 
 
 def test_the_budget_of_a_batch():
@@ -329,7 +343,7 @@ def test_from_several_threads_at_once(reward):
     rewards = {}
 
     def work(i):
-        rewards[i] = reward(completions(rf"\boxed{{{i}}}", r"\boxed{1}"), ["1"])
+        rewards[i] = reward(boxed(f"{i}.5", "1.5"), ["1.5"])
 
     threads = [threading.Thread(target=work, args=(i,)) for i in range(3)]
     for thread in threads:

@@ -23,6 +23,7 @@ from twinkle_jax.reward.text import last_boxed
 _SCRIPT = Path(__file__).with_name("math_worker.py")
 _WRAPPED = re.compile(r"\\(?:text|textbf|textit|mathrm|mbox)\{([^{}]*)\}")
 _DOLLARS = re.compile(r"^(?:\$+|\\\(|\\\[)\s*(.*?)\s*(?:\$+|\\\)|\\\])$", re.DOTALL)
+_INTEGER = re.compile(r"-?[0-9]{1,1000}")
 # Letters alone, two of them or more in a row: a word, and not a product of letters.
 _WORDS = re.compile(r"(?=.*[^\W\d_]{2})[^\W\d_]+(?:[ ,-]+[^\W\d_]+)*")
 # 3e2 and 1e-05, as computers print numbers; 2e-3 stays 2e − 3, with Euler's number.
@@ -140,6 +141,8 @@ class MathReward(Reward):
         too_long = len(answer) > self.max_length or _nesting(answer) > self.max_nesting
         if not answer or too_long or _in_other_bases(answer, truth):
             return "different"
+        if _INTEGER.fullmatch(answer) and _INTEGER.fullmatch(truth):
+            return "equal" if int(answer) == int(truth) else "different"
         if _WORDS.fullmatch(_plain(truth)) or _WRAPPED.fullmatch(truth):
             return "equal" if _word_list(answer) == _word_list(truth) else "different"
         return None
