@@ -15,6 +15,8 @@ from twinkle_jax.reward import (
 )
 
 OWN = """
+from __future__ import annotations  # dataclasses look their module up
+
 from dataclasses import dataclass
 
 from twinkle_jax.reward import Reward

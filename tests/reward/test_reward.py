@@ -182,6 +182,11 @@ async def later(completions):
     return [0.0]
 
 
+class Later(Reward):
+    async def __call__(self, trajectories, ground_truths=None):
+        return [0.0]
+
+
 @pytest.mark.parametrize(
     "function",
     [
@@ -192,9 +197,11 @@ async def later(completions):
         lambda t, g: [1.0],
         lambda trajectories, ground_truths, third: [1.0],
         lambda *, trajectories: [1.0],
+        lambda *trajectories: [1.0],
         lambda completions, /: [1.0],
         lambda ground_truths, trajectories: [1.0],
         later,
+        Later(),
         dict.fromkeys,
         FormatReward,
         5,

@@ -124,13 +124,17 @@ def test_an_error_of_the_batch_alone_names_the_batch():
 
 
 def test_another_error_for_one_alone_is_not_its_error():
-    def my_reward(trajectories, ground_truths):
-        if len(trajectories) == 1:
-            raise ValueError
+    def other_type(trajectories, ground_truths):
+        raise KeyError if len(trajectories) > 1 else ValueError
+
+    def other_line(trajectories, ground_truths):
+        if len(trajectories) > 1:
+            raise KeyError
         raise KeyError
 
-    with pytest.raises(RuntimeError, match=r"KeyError.* for a batch of 2"):
-        compute_rewards(my_reward, completions("a", "b"))
+    for my_reward in (other_type, other_line):
+        with pytest.raises(RuntimeError, match=r"KeyError.* for a batch of 2"):
+            compute_rewards(my_reward, completions("a", "b"))
 
 
 def test_the_users_own_line_is_named_and_not_a_librarys():

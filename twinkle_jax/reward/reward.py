@@ -3,7 +3,6 @@
 Functions in TRL's form are adapted here, and ground truths are matched with completions.
 """
 
-import copy
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -163,7 +162,7 @@ def as_reward(function: RewardFunction, *, argument: str = "reward") -> RewardFu
         raise TypeError(f"{argument} must be a function or a Reward, got {function!r:.80}")
     name = reward_name(function)
     call = function if inspect.isroutine(function) else getattr(function, "__call__", function)  # noqa: B004
-    if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call):
+    if inspect.iscoroutinefunction(call):
         raise TypeError(f"{argument} must not be an async function, got {name}")
     if isinstance(function, Reward):
         return function
@@ -272,7 +271,7 @@ def _columns(trajectories: Sequence[Trajectory], truths: list[Any]) -> dict[str,
     columns = {name: [record.get(name) for record in records] for name in names}
     if any(truth is not None for truth in truths):
         columns["ground_truth"] = truths
-        columns.setdefault("answer", copy.deepcopy(truths))
+        columns.setdefault("answer", list(truths))
     parts = [_split(trajectory) for trajectory in trajectories]
     columns["prompts"] = [prompt for prompt, _ in parts]
     columns["completions"] = [completion for _, completion in parts]
