@@ -45,6 +45,7 @@ SAME = [
     (r"-\frac{7}{3}", "-7/3"),
     ("10^{-3}", "0.001"),
     (r"12\text{ cm}", "12"),
+    (r"\frac{2x}{2}", "x"),  # one letter is no word
     ("-007", "-7"),
     ("-0", "0"),
     ("1" * 999, "1" * 999),
@@ -110,6 +111,12 @@ def test_the_table_in_the_documentation(reward, reader):
         values = (reward if reader == "MathReward" else GSM8KAccuracyReward())(texts, truths)
     rows = [(answer, truth, int(x)) for (answer, truth, *_), x in zip(ROWS, values, strict=True)]
     assert rows == [(row[0], row[1], int(row[column])) for row in ROWS]
+
+
+def test_integers_and_words_need_no_process():
+    reward = MathReward(workers=1)
+    assert reward(boxed("7", "-7", "yes"), ["7", "7", "yes"]) == [1.0, 0.0, 1.0]
+    assert not reward._process._running
 
 
 def test_the_last_box_counts_and_there_must_be_one(reward):

@@ -155,4 +155,5 @@ def _import_file(path: Path) -> ModuleType:
 
 
 def _described(error: BaseException) -> str:
-    return f"which raised {type(error).__name__}: {error} ({error_place(error)})"
+    place = error_place(error)
+    return f"which raised {type(error).__name__}: {error}{f' ({place})' if place else ''}"

@@ -115,8 +115,8 @@ class ColumnsReward(Reward):
         missing = [name for name in self._required if name not in arguments]
         if missing:
             raise ValueError(
-                f"{self.__name__} must take columns that the data set has, "
-                f"{', '.join(arguments)}, got {', '.join(missing)}"
+                f"{self.__name__} must take columns that the data set has "
+                f"({', '.join(arguments)}), got {', '.join(missing)}"
             )
         if not self._takes_all:
             arguments = {name: x for name, x in arguments.items() if name in self._names}

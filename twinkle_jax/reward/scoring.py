@@ -21,8 +21,8 @@ from twinkle_jax.reward.reward import (
     reward_name,
 )
 
-_LIBRARIES = ("stdlib", "platstdlib", "purelib", "platlib")
-_INSTALLED = {Path(__file__).parents[1], *(Path(sysconfig.get_path(x)) for x in _LIBRARIES)}
+_OURS = Path(__file__).parents[1]
+_LIBRARIES = {Path(sysconfig.get_path(x)) for x in ("stdlib", "platstdlib", "purelib", "platlib")}
 
 
 class TrajectoryScores(NamedTuple):
@@ -103,8 +103,16 @@ class WeightedReward(Reward):
         self, trajectories: Sequence[Trajectory], ground_truths: GroundTruths = None
     ) -> dict[str, list[float | None]]:
         """Compute each reward by itself, without its weight."""
+        return self._components(trajectories, ground_truths, self.timeout)
+
+    def _components(
+        self,
+        trajectories: Sequence[Trajectory],
+        ground_truths: GroundTruths,
+        timeout: float | None,
+    ) -> dict[str, list[float | None]]:
         return {
-            name: _call(reward, trajectories, ground_truths, self.timeout)
+            name: _call(reward, trajectories, ground_truths, timeout)
             for name, reward in self.rewards.items()
         }
 
@@ -158,20 +166,15 @@ def score_trajectories(
         timeout = min(limits, default=None)
     else:
         weighted = WeightedReward({reward_name(reward): as_reward(reward)})
-    components = {
-        name: _call(single, trajectories, ground_truths, timeout)
-        for name, single in weighted.rewards.items()
-    }
-    sums = []
+    components = weighted._components(trajectories, ground_truths, timeout)
+    sums, weights = [], weighted.weights.values()
     for i, row in enumerate(zip(*components.values(), strict=True)):
-        terms = [
-            w * x for w, x in zip(weighted.weights.values(), row, strict=True) if x is not None
-        ]
+        terms = [w * x for w, x in zip(weights, row, strict=True) if x is not None]
         if not terms:
             raise TypeError(
                 f"{' or '.join(components)} must return numbers, got None for trajectory {i}"
             )
-        sums.append(_finite(math.fsum(terms), "the weighted sum", i))
+        sums.append(_finite(sum(terms), "the weighted sum", i))
     return TrajectoryScores(sums, components)
 
 
@@ -334,14 +337,14 @@ def _named_row(row: int | None, trajectories: Sequence[Trajectory]) -> str:
 def error_place(error: BaseException) -> str | None:
     """Find the file and line that an error comes from, in code that the user can change.
 
-    That is the innermost line outside the standard library, installed packages and this one; the
-    innermost of all where there is none.
+    That is the innermost line outside the standard library, installed packages and this one; or
+    else the innermost one outside this package; None if there is no such line.
     """
     if isinstance(error, SyntaxError) and error.filename:
         return f"{error.filename}, line {error.lineno}"
-    frames = traceback.extract_tb(error.__traceback__)
-    if not frames:
-        return None
-    users = [x for x in frames if not _INSTALLED & {*Path(x.filename).parents, Path(x.filename)}]
-    frame = (users or frames)[-1]
-    return f"{frame.filename}, line {frame.lineno}"
+    places: dict[bool, str] = {}  # by whether it is a library's; later ones are further inside
+    for frame in traceback.extract_tb(error.__traceback__):
+        folders = set(Path(frame.filename).parents)
+        if _OURS not in folders and not frame.filename.startswith("<frozen"):
+            places[bool(_LIBRARIES & folders)] = f"{frame.filename}, line {frame.lineno}"
+    return places.get(False) or places.get(True)

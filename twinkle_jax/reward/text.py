@@ -10,13 +10,13 @@ _BOX = "\\boxed{"
 
 
 def last_boxed(text: str) -> str | None:
-    r"""Find what stands in the last box of a text.
+    r"""Find the content of the last `\boxed{…}` in a text.
 
     Args:
         text: any text.
 
     Returns:
-        The content without spaces around it; None without a box, or where the last one is open.
+        The content without white space around it; None without a box, or if the last is not closed.
 
     Example:
         >>> last_boxed(r"\boxed{1}, no: \boxed{\frac{1}{2}}.")
@@ -35,11 +35,11 @@ def last_boxed(text: str) -> str | None:
 
 
 class ExactMatchReward(Reward):
-    """1 if a completion is its ground truth, blanks around it aside, otherwise 0.
+    """1 if a completion is its ground truth, apart from white space around it, otherwise 0.
 
     Example:
-        >>> said = [{"messages": [{"role": "assistant", "content": "7"}]}]
-        >>> ExactMatchReward()(said, ["7"])
+        >>> completion = {"role": "assistant", "content": "7"}
+        >>> ExactMatchReward()([{"messages": [completion]}], ["7"])
         [1.0]
     """
 
@@ -53,14 +53,14 @@ class ExactMatchReward(Reward):
 
 
 class FormatReward(Reward):
-    """1 if a completion has the parts that are asked for, otherwise 0.
+    """1 if a completion has a part between each pair of tags, otherwise 0.
 
-    The time it takes grows with the text and no faster, whatever stands in it.
+    Takes time linear in the length of the text.
 
     Args:
         tags: names of the parts, `<think>…</think>` and `<answer>…</answer>` by default.
-        strict: True asks for each part once, in this order, with nothing but blanks around them;
-            False for each part somewhere.
+        strict: True requires each part once, in this order, with nothing but white space around
+            them; False requires each part somewhere.
 
     Raises:
         ValueError: if there are no tags, or one is empty.
@@ -104,7 +104,7 @@ class FormatReward(Reward):
 
 
 class OverlongPenalty(Reward):
-    r"""DAPO's soft punishment of long completions.
+    r"""DAPO's soft penalty of completions that come near the limit of their length.
 
     $$R(y) = 0 \text{ if } |y| \le L - C,\quad \frac{(L - C) - |y|}{C} \text{ if } |y| \le L,
     \quad -1 \text{ otherwise}$$
