@@ -1,4 +1,4 @@
-"""Replacing a directory as a whole: whoever looks finds the old one or the new one."""
+"""Replacing a directory in one step: readers see the old one or the new one."""
 
 import ctypes
 import os
@@ -13,14 +13,14 @@ from types import ModuleType
 fcntl: ModuleType | None
 try:
     import fcntl
-except ImportError:  # not on Windows, where remains stay
+except ImportError:  # on Windows, where leftovers of killed saves stay
     fcntl = None
 
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
 
 def check_target(target: Path) -> None:
-    """Refuse what cannot be replaced as a whole."""
+    """Refuse a target that cannot be replaced in one step."""
     if target.exists() and not target.is_dir():
         raise ValueError(f"directory must be one, or not there yet, got the file {target}")
     if target.resolve().is_mount():
@@ -37,11 +37,11 @@ def check_target(target: Path) -> None:
 
 @contextmanager
 def replace_directory(target: Path) -> Iterator[Path]:
-    """Give an empty directory to fill; when the block ends well, it takes the target's place.
+    """Yield an empty directory; when the block ends without an exception, it replaces the target.
 
-    The directory lies beside the target, on the same file system. An exception, or an end of the
-    process at any moment, leaves what was at the target whole. What a process that was killed left
-    behind is removed by the next one.
+    The directory lies beside the target, on the same file system. After an exception, or if the
+    process is killed at any moment, the target is unchanged. The next save removes what a killed
+    one left behind.
     """
     target = target.resolve()
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -60,19 +60,19 @@ def replace_directory(target: Path) -> Iterator[Path]:
 
 
 def _new_partial(target: Path) -> tuple[Path, int]:
-    """Make a directory and lock it for as long as this process works on it."""
+    """Make a directory, and lock it so that no other save takes it for leftovers."""
     while True:
         partial = target.with_name(f".{target.name}.{secrets.token_hex(4)}.partial")
         partial.mkdir()
         lock = _lock(partial)
         if lock is not None and partial.exists():
             return partial, lock
-        if lock is not None:  # another save took it for remains before it was locked
+        if lock is not None:  # another save removed it before it was locked
             os.close(lock)
 
 
 def _lock(path: Path) -> int | None:
-    """Lock a directory, until the descriptor is closed or the process ends; None: it is locked."""
+    """Lock a directory until the descriptor is closed; None if another process has locked it."""
     try:
         descriptor = os.open(path, os.O_RDONLY)
     except FileNotFoundError:
@@ -87,22 +87,22 @@ def _lock(path: Path) -> int | None:
 
 
 def remove_remains(parent: Path, name: str) -> None:
-    """Remove what killed saves have left in a directory; nobody holds a lock on it.
+    """Remove what killed saves left in a directory, which nobody has locked.
 
     Args:
         parent: the directory.
-        name: a regular expression, which the names of the saves' targets match.
+        name: a regular expression that the names of the targets match.
     """
     if fcntl is None:
         return
-    remains = re.compile(rf"\.({name})\.[0-9a-f]{{8}}\.(?:partial|old)")
+    leftover = re.compile(rf"\.({name})\.[0-9a-f]{{8}}\.(?:partial|old)")
     for path in sorted(parent.iterdir()):
-        match = remains.fullmatch(path.name)
+        match = leftover.fullmatch(path.name)
         if match is None or path.is_symlink() or not path.is_dir():
             continue
         target = parent / match.group(1)
         if path.suffix == ".old" and not target.exists():
-            path.rename(target)  # killed between two renames: this is the good one
+            path.rename(target)  # killed between two renames, see `_swap`: put it back
             continue
         lock = _lock(path)
         if lock is not None:
@@ -114,8 +114,7 @@ def _swap(partial: Path, target: Path) -> None:
     if not target.exists():
         partial.rename(target)
     elif not _exchange(partial, target):
-        # Without an atomic exchange there is a moment between the two renames in which the old
-        # directory stands under another name.
+        # Without an atomic exchange, the old directory has another name between the two renames.
         old = partial.with_suffix(".old")
         target.rename(old)
         try:
@@ -127,7 +126,7 @@ def _swap(partial: Path, target: Path) -> None:
 
 
 def _exchange(a: Path, b: Path) -> bool:
-    """Exchange two directories in one step, where the system can."""
+    """Exchange two directories in one step; False if the system cannot."""
     rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if rename is None:
         return False
