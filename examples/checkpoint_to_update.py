@@ -31,9 +31,7 @@ from twinkle_jax.loss import GRPOLoss
 from twinkle_jax.model import (
     Decoder,
     DecoderConfig,
-    apply_gradients,
     decode_step,
-    grad_step,
     init_params,
     load_pretrained,
     output_logits,
@@ -41,8 +39,8 @@ from twinkle_jax.model import (
     prefill,
     save_pretrained,
     take_rows,
-    train_state,
 )
+from twinkle_jax.training import apply_gradients, grad_step, train_state
 
 START = 10  # the token that begins every prompt
 PROMPTS, SAMPLES, LENGTH = 10, 16, 3

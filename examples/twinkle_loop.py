@@ -35,9 +35,10 @@ from twinkle_jax.data import (
     Template,
     small_tokenizer,
 )
-from twinkle_jax.model import Decoder, TransformersModel, init_params, parse_config, save_pretrained
+from twinkle_jax.model import Decoder, init_params, parse_config, save_pretrained
 from twinkle_jax.reward import FunctionReward
 from twinkle_jax.sampler import JaxSampler, vLLMSampler
+from twinkle_jax.twinkle.model import TransformersModel
 
 Sampler = JaxSampler | vLLMSampler
 

@@ -9,7 +9,18 @@ import pytest
 
 ROOT = pathlib.Path(__file__).parents[1]
 PACKAGE = ROOT / "twinkle_jax"
-ROOMS = ("advantage", "loss", "data", "reward", "model", "sampler", "training")
+ROOMS = (
+    "advantage",
+    "loss",
+    "data",
+    "reward",
+    "model",
+    "sampler",
+    "rollout",
+    "training",
+    "command",
+    "twinkle",
+)
 
 
 def _file(name):

@@ -15,11 +15,24 @@ if TYPE_CHECKING:
     from twinkle_jax import loss as loss
     from twinkle_jax import model as model
     from twinkle_jax import reward as reward
+    from twinkle_jax import rollout as rollout
     from twinkle_jax import sampler as sampler
     from twinkle_jax import training as training
+    from twinkle_jax import twinkle as twinkle
     from twinkle_jax.advantage import GRPOAdvantage, RLOOAdvantage, grpo_advantage, rloo_advantage
 
-_LAZY = ("advantage", "data", "loss", "model", "reward", "sampler", "training")
+_LAZY = (
+    "advantage",
+    "command",
+    "data",
+    "loss",
+    "model",
+    "reward",
+    "rollout",
+    "sampler",
+    "training",
+    "twinkle",
+)
 _OF_ADVANTAGE = ("GRPOAdvantage", "RLOOAdvantage", "grpo_advantage", "rloo_advantage")
 
 __all__ = ["GRPOAdvantage", "RLOOAdvantage", "__version__", "grpo_advantage", "rloo_advantage"]

@@ -11,8 +11,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from twinkle_jax.data import Batch
 from twinkle_jax.loss import GRPOLoss
-from twinkle_jax.model import Batch, grad_step, init_params, parse_config, train_state
+from twinkle_jax.model import init_params, parse_config
+from twinkle_jax.training import grad_step, train_state
 
 DEPTHS, MOST = (4, 24), 1.2
 CONFIG = {

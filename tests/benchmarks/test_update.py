@@ -40,15 +40,10 @@ def jax_update(vocab, remat="dots_with_no_batch_dims_saveable"):
     import jax
     import optax
 
+    from twinkle_jax.data import Batch
     from twinkle_jax.loss import GRPOLoss
-    from twinkle_jax.model import (
-        Batch,
-        apply_gradients,
-        grad_step,
-        init_params,
-        parse_config,
-        train_state,
-    )
+    from twinkle_jax.model import init_params, parse_config
+    from twinkle_jax.training import apply_gradients, grad_step, train_state
 
     config = parse_config({**CONFIG, "vocab_size": vocab})
     optimizer, loss_fn = optax.adamw(1.0, weight_decay=0.01), GRPOLoss()

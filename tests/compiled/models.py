@@ -10,17 +10,16 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from tests.compiled.costs import Costs, costs
 from tests.compiled.described import described_mesh
+from twinkle_jax.data import Batch
 from twinkle_jax.loss import GRPOLoss
 from twinkle_jax.model import (
     AttentionImplementation,
-    Batch,
     DecoderConfig,
-    grad_step,
     parameter_shapes,
     parse_config,
     shard_like_params,
-    train_state,
 )
+from twinkle_jax.training import grad_step, train_state
 
 
 def _qwen(

@@ -6,14 +6,8 @@ import numpy as np
 import pytest
 
 from tests.examples import load
-from twinkle_jax.model import (
-    Decoder,
-    init_params,
-    load_pretrained,
-    parse_config,
-    save_pretrained,
-    score_batch,
-)
+from twinkle_jax.model import Decoder, init_params, load_pretrained, parse_config, save_pretrained
+from twinkle_jax.training import score_batch
 
 example = load("checkpoint_to_update")
 

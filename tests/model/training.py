@@ -9,8 +9,9 @@ import optax
 
 from tests.loss.cases import OBJECTS
 from tests.model.families import config_of, params_of
+from twinkle_jax.data import Batch
 from twinkle_jax.loss import Loss
-from twinkle_jax.model import Batch, grad_step, train_state
+from twinkle_jax.training import grad_step, train_state
 
 SGD = optax.sgd(1.0)
 ADAMW = optax.adamw(1.0)

@@ -3,7 +3,8 @@
 import jax.numpy as jnp
 import numpy as np
 
-from twinkle_jax.model import Batch, score_batch
+from twinkle_jax.data import Batch
+from twinkle_jax.training import score_batch
 
 PROMPTS = [[5, 6, 7, 8, 9, 10], [12, 13, 14], [15], [16, 17, 18, 19, 20]]
 

@@ -8,8 +8,9 @@ import pytest
 from tests.model.families import family, random_params
 from twinkle_jax.advantage import GRPOAdvantage
 from twinkle_jax.data import SamplingParams, Template, small_tokenizer
-from twinkle_jax.model import Decoder, LoraConfig, TransformersModel, parse_config, save_pretrained
+from twinkle_jax.model import Decoder, LoraConfig, parse_config, save_pretrained
 from twinkle_jax.sampler import JaxSampler
+from twinkle_jax.twinkle.model import TransformersModel
 
 pytest.importorskip("safetensors", reason="pip install 'twinkle-jax[checkpoints]'")
 pytest.importorskip("tokenizers", reason="pip install 'twinkle-jax[data]'")

@@ -53,7 +53,7 @@ def environment(folder, **changes):
 
 
 def command(arguments):
-    return [sys.executable, "-m", "tests.training.command_process", "train", *arguments]
+    return [sys.executable, "-m", "tests.command.command_process", "train", *arguments]
 
 
 def run(folder, directory, *, resume="never", env=None, **changes):
@@ -98,8 +98,10 @@ def steps(directory):
 
 def facts(directory, step):
     path = directory / "checkpoints" / f"step_{step:08d}" / "facts.json"
-    changing = ("seconds", "metrics_offset", "config")  # times, their digits, and where it is
-    return {k: v for k, v in json.loads(path.read_text()).items() if k not in changing}
+    found = json.loads(path.read_text())
+    for name in ("seconds", "metrics_offset"):  # times, and their digits
+        del found["totals"][name]
+    return {name: value for name, value in found.items() if name != "config"}
 
 
 def arrays(directory, step):

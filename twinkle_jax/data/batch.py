@@ -33,6 +33,8 @@ class Batch(NamedTuple):
         advantages: one for each position.
         old_logps: log-probabilities under the policy that drew the tokens. None: on policy.
         ref_logps: the same under a reference policy.
+        sampler_logps: the same as the sampler reported them, where `old_logps` are the trainer's
+            and a loss corrects for the difference.
     """
 
     tokens: Int[Array, "batch time"]
@@ -44,6 +46,7 @@ class Batch(NamedTuple):
     advantages: Float[Array, "batch time"] | None = None
     old_logps: Float[Array, "batch time"] | None = None
     ref_logps: Float[Array, "batch time"] | None = None
+    sampler_logps: Float[Array, "batch time"] | None = None
 
 
 def check_batch(batch: Batch, vocab_size: int) -> Batch:

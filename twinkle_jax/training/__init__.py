@@ -1,54 +1,88 @@
-"""Training: rollouts, updates and evaluations as functions, a loop of them, and the command.
+"""Training: the functions that train, and runs made of them.
 
-What is listed here is public; all else in this folder is private.
+The functional core: a train state, the gradient of a micro-batch, the update, scoring. Around it a
+run: its settings, steps, evaluations, checkpoints. What is listed here is public; all else in this
+folder is private.
 """
 
-from twinkle_jax.training.configuration.named_estimator import Estimator, make_estimator
-from twinkle_jax.training.configuration.parts import (
+from twinkle_jax.rollout.settings import RolloutConfig
+from twinkle_jax.training.config import (
     EvaluationConfig,
     LoggingConfig,
+    LoraSettings,
     MeshConfig,
     OptimizerConfig,
-    RolloutConfig,
+    TrainConfig,
     UpdateConfig,
 )
-from twinkle_jax.training.configuration.train_config import TrainConfig
-from twinkle_jax.training.policies.text_policy import Policy, load_policy, save_policy, small_policy
-from twinkle_jax.training.run.export import export
-from twinkle_jax.training.run.loop import train
-from twinkle_jax.training.step.evaluation import evaluate
-from twinkle_jax.training.step.learner import Learner, learn
-from twinkle_jax.training.step.recipe import Recipe
-from twinkle_jax.training.step.rollout import Rollout, draw_rollout, encode_prompts
-from twinkle_jax.training.step.sample_and_score import Sampled, sample_and_score
-from twinkle_jax.training.step.train_step import train_step
-from twinkle_jax.training.step.training_batch import training_batch
+from twinkle_jax.training.estimator import Estimator, make_estimator
+from twinkle_jax.training.evaluation import evaluate
+from twinkle_jax.training.gradient import StepSummary, add_summaries, grad_step
+from twinkle_jax.training.optimizer import make_optimizer, make_schedule
+from twinkle_jax.training.policy import (
+    Policy,
+    add_adapter,
+    load_policy,
+    save_policy,
+    small_policy,
+)
+from twinkle_jax.training.run import export, train
+from twinkle_jax.training.score import Scores, score_batch
+from twinkle_jax.training.state import TrainState, begin_training, train_state
+from twinkle_jax.training.step import (
+    Learnt,
+    Recipe,
+    SamplerMismatchError,
+    collect,
+    learn,
+    make_recipe,
+    train_step,
+)
+from twinkle_jax.training.update import (
+    UpdateInfo,
+    apply_gradients,
+    clip_gradients,
+    zero_gradients,
+)
 
 __all__ = [
     "Estimator",
     "EvaluationConfig",
-    "Learner",
+    "Learnt",
     "LoggingConfig",
+    "LoraSettings",
     "MeshConfig",
     "OptimizerConfig",
     "Policy",
     "Recipe",
-    "Rollout",
     "RolloutConfig",
-    "Sampled",
+    "SamplerMismatchError",
+    "Scores",
+    "StepSummary",
     "TrainConfig",
+    "TrainState",
     "UpdateConfig",
-    "draw_rollout",
-    "encode_prompts",
+    "UpdateInfo",
+    "add_adapter",
+    "add_summaries",
+    "apply_gradients",
+    "begin_training",
+    "clip_gradients",
+    "collect",
     "evaluate",
     "export",
+    "grad_step",
     "learn",
     "load_policy",
     "make_estimator",
-    "sample_and_score",
+    "make_optimizer",
+    "make_recipe",
+    "make_schedule",
     "save_policy",
+    "score_batch",
     "small_policy",
     "train",
+    "train_state",
     "train_step",
-    "training_batch",
+    "zero_gradients",
 ]

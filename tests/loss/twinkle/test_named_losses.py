@@ -7,7 +7,7 @@ import pytest
 from tests.loss.cases import OBJECTS, call, random_batch
 from twinkle_jax import loss as losses
 from twinkle_jax.loss import GRPOLoss, LossOutput, PPOLoss, get_loss
-from twinkle_jax.model.train_step.loss_coefficients import loss_denominator
+from twinkle_jax.training.gradient import loss_denominator
 
 BATCH = random_batch(81)
 INPUTS = {"labels": jnp.where(BATCH.mask, 7, -100)}

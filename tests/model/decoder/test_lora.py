@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 from tests.model.families import config_of, params_of
-from twinkle_jax.model import Decoder, LoraConfig, TransformersModel, make_mesh, save_pretrained
+from twinkle_jax.model import Decoder, LoraConfig, make_mesh, save_pretrained
 from twinkle_jax.model.decoder.lora import merge_adapter, read_lora_config
 from twinkle_jax.model.decoder.project_and_norm import project
+from twinkle_jax.twinkle.model import TransformersModel
 
 pytest.importorskip("safetensors", reason="pip install 'twinkle-jax[checkpoints]'")
 import safetensors.numpy

@@ -6,15 +6,9 @@ import numpy as np
 import pytest
 
 from tests.model.families import config_of, params_of
-from twinkle_jax.model import (
-    Decoder,
-    LoraConfig,
-    TransformersModel,
-    make_mesh,
-    save_pretrained,
-    shard_like_params,
-)
+from twinkle_jax.model import Decoder, LoraConfig, make_mesh, save_pretrained, shard_like_params
 from twinkle_jax.model.decoder.lora_dropout import KEYS, drop_out, with_dropout
+from twinkle_jax.twinkle.model import TransformersModel
 
 ROWS = [[5, 6, 7, 8, 9], [10, 11, 12], [13, 14, 15, 16]]
 INPUTS = [{"input_ids": row, "labels": [*row[1:], -100]} for row in ROWS]

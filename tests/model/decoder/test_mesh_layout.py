@@ -11,16 +11,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from tests.model.families import ALL, config_of, family, random_params
 from tests.model.training import fresh, random_batch, relative
 from twinkle_jax.loss import GRPOLoss
-from twinkle_jax.model import (
-    grad_step,
-    hidden_states,
-    make_mesh,
-    parse_config,
-    score_batch,
-    shard_like_params,
-    train_state,
-)
+from twinkle_jax.model import hidden_states, make_mesh, parse_config, shard_like_params
 from twinkle_jax.model.decoder.sharding import AXES, find_mesh
+from twinkle_jax.training import grad_step, score_batch, train_state
 
 LOSS = GRPOLoss(beta=0.1, entropy_coef=0.01)
 

@@ -11,17 +11,17 @@ from tests.model.training import ADAMW
 from twinkle_jax.loss import GRPOLoss
 from twinkle_jax.model import (
     Decoder,
-    TransformersModel,
     make_mesh,
     parameter_shapes,
     parse_config,
     partition_rules,
     save_pretrained,
     shard_like_params,
-    train_state,
 )
 from twinkle_jax.model.decoder.sharding import RULES
-from twinkle_jax.model.train_step.apply_gradients import _apply
+from twinkle_jax.training import train_state
+from twinkle_jax.training.update import _apply
+from twinkle_jax.twinkle.model import TransformersModel
 
 pytest.importorskip("safetensors", reason="pip install 'twinkle-jax[checkpoints]'")
 

@@ -8,15 +8,8 @@ import pytest
 from tests.model.families import assert_close, config_of, each, family, params_of, random_params
 from tests.model.training import fresh, random_batch, relative
 from twinkle_jax.loss import GRPOLoss
-from twinkle_jax.model import (
-    grad_step,
-    hidden_states,
-    make_mesh,
-    parse_config,
-    prefill,
-    score_batch,
-    shard_like_params,
-)
+from twinkle_jax.model import hidden_states, make_mesh, parse_config, prefill, shard_like_params
+from twinkle_jax.training import grad_step, score_batch
 
 
 def value_and_gradient(config, params, attention, tokens, mask, segment_ids=None, dtype=None):

@@ -10,14 +10,8 @@ import numpy as np
 
 from tests.model.families import family, random_params
 from twinkle_jax.data import small_tokenizer
-from twinkle_jax.model import (
-    Decoder,
-    TransformersModel,
-    hidden_states,
-    output_logits,
-    parse_config,
-    save_pretrained,
-)
+from twinkle_jax.model import Decoder, hidden_states, output_logits, parse_config, save_pretrained
+from twinkle_jax.twinkle.model import TransformersModel
 
 ROOM = 64
 

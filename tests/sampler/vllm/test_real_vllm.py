@@ -13,10 +13,11 @@ from tests.sampler.vllm.actors import changed, gap
 from tests.sampler.vllm.fake_server import adapters_in, behind_filters, write_checkpoint
 from tests.sampler.vllm.real_server import vllm_server
 from twinkle_jax.data import SamplingParams
-from twinkle_jax.model import LoraConfig, TransformersModel
+from twinkle_jax.model import LoraConfig
 from twinkle_jax.sampler import JaxSampler, ServerError, vLLMSampler
 from twinkle_jax.sampler.vllm.client import Client, Deadline
 from twinkle_jax.sampler.vllm.served_policy import Probe, load_checkpoint, prove
+from twinkle_jax.twinkle.model import TransformersModel
 
 pytestmark = pytest.mark.exhaustive
 

@@ -9,8 +9,9 @@ import pytest
 
 from tests.sampler.vllm.actors import changed, gap
 from tests.sampler.vllm.fake_server import adapters_in, send, write_checkpoint
-from twinkle_jax.model import LoraConfig, TransformersModel, load_pretrained
+from twinkle_jax.model import LoraConfig, load_pretrained
 from twinkle_jax.sampler import ServerError, vLLMSampler
+from twinkle_jax.twinkle.model import TransformersModel
 
 pytest.importorskip("safetensors", reason="pip install 'twinkle-jax[checkpoints]'")
 pytest.importorskip("tokenizers", reason="pip install 'twinkle-jax[data]'")

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from twinkle_jax.data import SamplingParams, Template
-from twinkle_jax.model import TransformersModel
 from twinkle_jax.sampler import ServerError, vLLMSampler
 from twinkle_jax.sampler.vllm.client import read_server_url
+from twinkle_jax.twinkle.model import TransformersModel
 
 pytest.importorskip("safetensors", reason="pip install 'twinkle-jax[checkpoints]'")
 pytest.importorskip("tokenizers", reason="pip install 'twinkle-jax[data]'")

@@ -1,0 +1,161 @@
+"""The command: its flags and files, and one line for what is wrong."""
+
+import dataclasses
+import json
+import re
+
+import numpy as np
+import pytest
+
+from twinkle_jax.command import main
+from twinkle_jax.data import Batch
+from twinkle_jax.training import (
+    TrainConfig,
+    load_policy,
+    save_policy,
+    score_batch,
+    small_policy,
+)
+from twinkle_jax.training.config import flat
+
+TINY = ["--steps", "1", "--warm_start", "0", "--rollout.prompts", "4"]
+TINY += ["--evaluation.problems", "8", "--level", "1"]
+
+
+@pytest.mark.exhaustive
+def test_train_with_a_file_and_flags_over_it(tmp_path, capsys):
+    file = tmp_path / "run.yaml"
+    file.write_text(
+        "steps: 7\nseed: 3\nrollout:\n  num_samples: 2\noptimizer:\n  options: {b1: 0.8}\n"
+    )
+    run = tmp_path / "run"
+    assert main(["train", "--config", str(file), *TINY, "--output_dir", str(run)]) == 0
+    config = json.loads((run / "config.json").read_text())
+    assert (config["steps"], config["seed"], config["rollout"]["num_samples"]) == (1, 3, 2)
+    assert config["optimizer"]["options"] == {"b1": 0.8}
+    assert json.loads((run / "summary.json").read_text())["steps"] == 1
+    capsys.readouterr()
+
+    assert main(["sample", "--model", str(run), "1+2=", "--num_samples", "3"]) == 0
+    shown = capsys.readouterr().out
+    assert [n for n in range(9) if f"--- {n} of 3: " in shown] == [1, 2, 3]
+    assert main(["evaluate", "--model", str(run), "--level", "1", "--problems", "8"]) == 0
+    assert capsys.readouterr().out.startswith("accuracy 0.")
+    assert main(["export", str(run), str(tmp_path / "exported")]) == 0
+    exported = (tmp_path / "exported" / "model.safetensors").read_bytes()
+    assert exported == (run / "policy" / "model.safetensors").read_bytes()
+
+    assert main(["train", *TINY, "--output_dir", str(run)]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("twinkle-jax: output_dir must be empty or new")
+    assert len(error.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ["--task", "nowhere.jsonl", "--model", "MODEL"],
+            "which was not found",
+        ),
+        (["--task", "x.jsonl"], "model must be a checkpoint for the task x.jsonl, got none"),
+        (["--update.advantage", "grop"], "update.advantage must be one of dgpo, gdpo, grpo"),
+        (["--update.loss", "grop"], "loss must be one of"),
+        (["--level", "9"], "level must be one of"),
+        (["--rollout.num_samples", "1"], "rollout.num_samples must be at least 2, got 1"),
+    ],
+)
+def test_one_line_names_what_is_wrong(arguments, message, tmp_path, capsys):
+    save_policy(small_policy(), str(tmp_path / "model"))
+    arguments = [a.replace("MODEL", str(tmp_path / "model")) for a in arguments]
+    run = tmp_path / "run"
+    assert main(["train", *TINY, "--output_dir", str(run), *arguments]) == 1
+    error = capsys.readouterr().err
+    assert message in error
+    assert len(error.splitlines()) == 1
+
+
+def test_a_bad_record_is_refused_before_anything_is_trained(tmp_path, capsys):
+    save_policy(small_policy(), str(tmp_path / "model"))
+    task = tmp_path / "task.jsonl"
+    task.write_text('{"prompt": "1+1=", "answer": "2"}\n{"prompt": "1+2="}\n')
+    arguments = ["--model", str(tmp_path / "model"), "--task", str(task)]
+    assert main(["train", *TINY, *arguments, "--output_dir", str(tmp_path / "run")]) == 1
+    assert "line 2" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--stepz", "3"], ["--steps", "many"], ["--dtype", "float8"]]
+)
+def test_an_unknown_flag_or_value_is_refused(arguments, capsys):
+    assert main(["train", *arguments]) == 2
+    assert arguments[0].removeprefix("--") in capsys.readouterr().err
+
+
+def test_every_option_says_what_it_is(capsys):
+    """Each has a text of its own; what the run chooses is `auto`."""
+    with pytest.raises(SystemExit) as ended:
+        main(["train", "--help"])
+    assert ended.value.code == 0
+    text = capsys.readouterr().out
+    for name in flat(dataclasses.asdict(TrainConfig())):
+        option = re.search(rf"^  --{re.escape(name)}\b.*?(?=^  --|\Z)", text, re.M | re.S)
+        assert option is not None, name
+        words = re.sub(r"\(type: .*", "", option.group(0), flags=re.S)
+        assert len(re.sub(r"--[\w.+]+ \S+", "", words).split()) >= 2, name
+    assert re.search(r"--steps STEPS .*?default:\s+auto\)", text, re.S)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "hint"),
+    [
+        (["--rollout.promptz", "3"], "did you mean --rollout.prompts"),
+        (["--num_samples", "3"], "--rollout.num_samples"),
+        (["--mod", "x"], "did you mean --model"),  # abbreviations are refused
+    ],
+)
+def test_a_mistyped_option_gets_a_suggestion(arguments, hint, capsys):
+    assert main(["train", *arguments]) == 2
+    assert hint in capsys.readouterr().err
+
+
+def test_a_run_goes_on_without_its_options_being_repeated(tmp_path, capsys):
+    run = str(tmp_path / "run")
+    tiny = [*TINY, "--evaluation.every", "0", "--optimizer.schedule", "constant"]
+    assert main(["train", *tiny, "--output_dir", run, "--seed", "3"]) == 0
+    assert main(["train", "--resume", "auto", "--output_dir", run, "--steps", "2"]) == 0
+    config = json.loads((tmp_path / "run" / "config.json").read_text())
+    assert (config["seed"], config["steps"], config["rollout"]["prompts"]) == (3, 2, 4)
+    assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 2
+    capsys.readouterr()
+    assert main(["train", "--resume", "auto", "--output_dir", run, "--seed", "4"]) == 1
+    assert "seed must be 3, as it was, got 4" in capsys.readouterr().err
+
+
+def test_adapters_rewards_and_optimizers_from_the_command(tmp_path, capsys):
+    """Three steps of the whole path: LoRA, two rewards, another optimizer, a penalty, a merge."""
+    reward, run = tmp_path / "own.py", tmp_path / "run"
+    reward.write_text("def short(completions, **columns):\n    return [0.5] * len(completions)\n")
+    options = ["--lora.rank", "2", "--lora.dropout", "0.1", "--update.kl_beta", "0.01"]
+    options += ["--optimizer.name", "lion", "--optimizer.schedule", "cosine", "--steps", "3"]
+    options += ["--reward", "exact", "--reward", f"{reward}:short", "--reward_weights", "[1, 2]"]
+    options += ["--rollout.repetition_penalty", "1.1", "--update.correction", "sequence_mask"]
+    assert main(["train", *TINY, *options, "--output_dir", str(run)]) == 0
+    line = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
+    assert line["rewards/short/mean"] == 0.5
+    assert line["reward"] == pytest.approx(line["rewards/exact/mean"] + 1.0)
+    assert line["sampling/logp_diff/mean"] < 1e-5
+    names = {path.name for path in (run / "policy").iterdir()}
+    assert {"adapter_config.json", "adapter_model.safetensors", "tokenizer.json"} <= names
+    capsys.readouterr()
+    assert main(["sample", "--model", str(run), "1+2=", "--num_samples", "1"]) == 0
+    merged = tmp_path / "merged"
+    assert main(["export", str(run), str(merged), "--merge"]) == 0
+    assert (merged / "model.safetensors").is_file()
+    assert main(["export", str(run), str(merged)]) == 1
+    assert "--overwrite" in capsys.readouterr().err
+    one, other = load_policy(str(run / "policy")), load_policy(str(merged))
+    prompt = np.asarray([[5, 6, 7, 8]])
+    batch = Batch(prompt, np.roll(prompt, -1))
+    scores = [score_batch(p.weights, batch, p.config).logps for p in (one, other)]
+    np.testing.assert_allclose(scores[0], scores[1], atol=1e-5)

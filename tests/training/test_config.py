@@ -1,0 +1,154 @@
+"""Configurations: what is filled in, what is refused, what a resumed run may change."""
+
+import dataclasses
+import json
+import re
+
+import pytest
+
+from twinkle_jax.loss import DRGRPOLoss, GRPOLoss, GSPOLoss
+from twinkle_jax.rollout import RolloutConfig
+from twinkle_jax.training import (
+    EvaluationConfig,
+    LoggingConfig,
+    LoraSettings,
+    OptimizerConfig,
+    TrainConfig,
+    UpdateConfig,
+)
+from twinkle_jax.training.config import check_resumable, flat, from_dict, make_loss
+
+
+def as_saved(config):
+    return json.loads(json.dumps(dataclasses.asdict(config)))
+
+
+def test_what_depends_on_the_policy_is_filled_in():
+    small, large = TrainConfig(), TrainConfig(model="somewhere", task="x.jsonl", dtype="bfloat16")
+    assert (small.rollout.max_new_tokens, large.rollout.max_new_tokens) == (8, 512)
+    assert small.optimizer.learning_rate > large.optimizer.learning_rate == 1e-6
+    assert (small.optimizer.schedule, large.optimizer.schedule) == ("linear", "constant")
+    assert (small.update.max_logp_diff, large.update.max_logp_diff) == (1e-3, 0.2)
+    assert large.steps == 500
+    assert TrainConfig(steps=7).steps == 7
+    assert TrainConfig(steps=0).steps == 0  # not taken for "none given"
+    assert not [name for name, x in flat(dataclasses.asdict(small)).items() if x == "auto"]
+
+
+REFUSED = [
+    (lambda: TrainConfig(steps=-1), "steps"),
+    (lambda: TrainConfig(warm_start=1.5), "warm_start"),
+    (lambda: TrainConfig(task="x.jsonl"), "model"),
+    (lambda: TrainConfig(rollout=RolloutConfig(num_samples=1)), "rollout.num_samples"),
+    (lambda: TrainConfig(rollout=RolloutConfig(temperature=0.0)), "rollout.temperature"),
+    (
+        lambda: TrainConfig(optimizer=OptimizerConfig(learning_rate=float("nan"))),
+        "optimizer.learning_rate",
+    ),
+    (
+        lambda: TrainConfig(optimizer=OptimizerConfig(max_grad_norm=-1.0)),
+        "optimizer.max_grad_norm",
+    ),
+    (lambda: TrainConfig(optimizer=OptimizerConfig(name="adanw")), "optimizer.options"),
+    (lambda: TrainConfig(optimizer=OptimizerConfig(options={"b3": 1})), "optimizer.options"),
+    (
+        lambda: TrainConfig(optimizer=OptimizerConfig(schedule="falling")),
+        "optimizer.schedule_options",
+    ),
+    (lambda: TrainConfig(update=UpdateConfig(kl_beta=-0.1)), "update.kl_beta"),
+    (lambda: TrainConfig(update=UpdateConfig(max_logp_diff=float("nan"))), "update.max_logp_diff"),
+    (lambda: TrainConfig(update=UpdateConfig(max_outside_band=2)), "update.max_outside_band"),
+    (lambda: TrainConfig(update=UpdateConfig(correction="tis")), "update.correction"),
+    (lambda: TrainConfig(update=UpdateConfig(correction_cap=0)), "update.correction_cap"),
+    (
+        lambda: TrainConfig(rollout=RolloutConfig(prompts=6), update=UpdateConfig(mini_batches=4)),
+        "update.mini_batches",
+    ),
+    (lambda: TrainConfig(dtype="float16"), "dtype"),
+    (lambda: TrainConfig(update=UpdateConfig(recompute="all")), "update.recompute"),
+    (lambda: TrainConfig(evaluation=EvaluationConfig(problems=0)), "evaluation.problems"),
+    (lambda: TrainConfig(logging=LoggingConfig(checkpoint_every=0)), "logging.checkpoint_every"),
+    (lambda: TrainConfig(lora=LoraSettings(rank=-1)), "lora.rank"),
+    (lambda: TrainConfig(lora=LoraSettings(rank=4, dropout=1.0)), "lora.dropout"),
+    (lambda: TrainConfig(reward=["exact", "math"], reward_weights=[1.0]), "reward_weights"),
+]
+
+
+@pytest.mark.parametrize(("make", "name"), REFUSED)
+def test_what_cannot_be_is_refused_by_name(make, name):
+    with pytest.raises(ValueError, match=rf"^{re.escape(name)}\b"):
+        make()
+
+
+def test_json_gives_a_configuration_back():
+    options = OptimizerConfig(options={"b1": 0.8, "b2": 0.95})
+    config = TrainConfig(seed=3, optimizer=options, reward=["exact", "math"])
+    assert from_dict(as_saved(config)) == config
+    assert TrainConfig(reward=["exact"]) == TrainConfig(reward="exact")
+
+
+def test_the_learning_rate_rises_and_falls():
+    optimizer = OptimizerConfig(learning_rate=1.0, warmup_steps=4, schedule="linear")
+    config = TrainConfig(steps=8, optimizer=optimizer)
+    rates = [config.learning_rate(step) for step in range(8)]
+    assert rates[:2] == [0.25, 0.5 * 7 / 8]
+    assert rates[4:] == [0.5, 0.375, 0.25, 0.125]
+    constant = dataclasses.replace(optimizer, schedule="constant")
+    assert TrainConfig(optimizer=constant).learning_rate(100) == 1.0
+
+
+def test_a_schedule_of_optax():
+    optimizer = OptimizerConfig(
+        learning_rate=1.0,
+        warmup_steps=0,
+        schedule="exponential_decay",
+        schedule_options={"transition_steps": 1, "decay_rate": 0.5},
+    )
+    config = TrainConfig(optimizer=optimizer)
+    assert [config.learning_rate(step) for step in range(3)] == [1.0, 0.5, 0.25]
+
+
+@pytest.mark.parametrize(
+    ("changed", "name"),
+    [
+        (TrainConfig(seed=1), "seed"),
+        (TrainConfig(level=3), "level"),
+        (TrainConfig(rollout=RolloutConfig(prompts=64)), "rollout.prompts"),
+        (TrainConfig(optimizer=OptimizerConfig(options={"b2": 0.95})), "optimizer.options"),
+        (TrainConfig(lora=LoraSettings(rank=4)), "lora.rank"),
+    ],
+)
+def test_a_resumed_run_must_be_the_same_run(changed, name):
+    with pytest.raises(ValueError, match=f"^{re.escape(name)} must be .*, as it was, got"):
+        check_resumable(as_saved(TrainConfig()), changed)
+
+
+def test_a_resumed_run_may_log_otherwise_and_be_longer_unless_its_learning_rate_depends_on_it():
+    saved = as_saved(TrainConfig())
+    check_resumable(saved, TrainConfig(output_dir="elsewhere", resume="auto"))
+    check_resumable(saved, TrainConfig(logging=LoggingConfig(samples_every=1)))
+    with pytest.raises(ValueError, match="steps must be"):
+        check_resumable(saved, TrainConfig(steps=1000))
+    constant = OptimizerConfig(schedule="constant")
+    check_resumable(
+        as_saved(TrainConfig(optimizer=constant)), TrainConfig(steps=1000, optimizer=constant)
+    )
+
+
+def loss_of(**changes):
+    return make_loss(
+        TrainConfig(update=UpdateConfig(**changes), rollout=RolloutConfig(max_new_tokens=9))
+    )
+
+
+def test_a_loss_gets_the_settings_that_it_takes():
+    assert loss_of(loss="GRPOLoss", epsilon=0.1) == GRPOLoss(0.1)
+    settings = {"epsilon": 3e-4, "epsilon_high": 4e-4, "kl_beta": 0.5}
+    assert loss_of(loss="gspo", **settings) == GSPOLoss(3e-4, 4e-4, 0.5)
+    assert loss_of(loss="dr_grpo") == DRGRPOLoss(max_completion_length=9)
+
+
+@pytest.mark.parametrize("name", ["grop", "cross_entropy", "DPOLoss", "ppo_value", "mse", ""])
+def test_losses_that_do_not_learn_from_rewards_are_refused_at_once(name):
+    with pytest.raises(ValueError, match=r"^update.loss must be one of bnpo, cispo, dapo"):
+        TrainConfig(update=UpdateConfig(loss=name))

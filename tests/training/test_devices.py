@@ -1,0 +1,196 @@
+"""Runs on several devices are runs on one; after warm-up nothing compiles, little is waited for."""
+
+import json
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from tests.training import small_run
+from twinkle_jax.model import make_mesh
+from twinkle_jax.training import (
+    EvaluationConfig,
+    MeshConfig,
+    OptimizerConfig,
+    RolloutConfig,
+    TrainConfig,
+    UpdateConfig,
+    train,
+)
+
+STEPS = 6
+SEEN = ("reward", "completions/mean_length", "entropy", "grad_norm", "loss", "eval/accuracy")
+
+
+def config(folder, directory, **changes):
+    settings = {
+        "steps": STEPS,
+        "update": UpdateConfig(mini_batches=1, advantage="reinforce_plus_plus"),
+        "optimizer": OptimizerConfig(learning_rate=1e-3, warmup_steps=1),
+        "evaluation": EvaluationConfig(every=3, problems=3, path=str(folder / "task.jsonl")),
+    }
+    return small_run.config(folder, directory, **(settings | changes))
+
+
+class HostReads:
+    """Counts how often Python waits for the devices: `device_get`, or a read of one array.
+
+    A read of an array on one CPU device by NumPy leaves no trace, one of an array on two does: so
+    the run that is watched has two devices, and an estimator that works there.
+    """
+
+    def __init__(self):
+        self.count = 0
+        self.getting = 0
+
+    def __enter__(self):
+        sys.setprofile(self.look)
+        return self
+
+    def __exit__(self, *error):
+        sys.setprofile(None)
+
+    def look(self, frame, event, argument):
+        name = frame.f_code.co_name
+        if name == "device_get" and event in ("call", "return"):
+            self.count += event == "call"
+            self.getting += 1 if event == "call" else -1
+        elif name == "_value" and event == "call" and not self.getting:
+            self.count += frame.f_locals["self"]._npy_value is None
+
+
+def test_reads_are_counted_in_whatever_way_they_are_made():
+    mesh = make_mesh(data=2)
+    everywhere = jax.NamedSharding(mesh, jax.P())
+    ways = [np.asarray, np.array, jax.device_get, lambda x: x.tolist(), lambda x: float(x.sum())]
+    ways += [lambda x: bool((x > 1).any()), lambda x: jax.device_get((x, x + 1))]
+    for way in ways:
+        x = jax.device_put(jnp.arange(4.0), everywhere)
+        with HostReads() as reads:
+            way(x)
+        assert reads.count == 1, way
+
+
+class Watch:
+    """A reward that writes down how often it was called, and what had happened by then."""
+
+    def __init__(self, reads, compilations):
+        self.reads, self.compilations = reads, compilations
+        self.seen = []
+
+    def __call__(self, trajectories, truths):
+        self.seen.append((self.reads.count, len(self.compilations)))
+        return [float(len(t["messages"][-1]["content"]) < 3) for t in trajectories]
+
+
+@pytest.fixture(scope="module")
+def alone(folder):
+    train(config(folder, folder / "alone"), reward=Watch(HostReads(), []))
+    return folder / "alone"
+
+
+def assert_same_but_for_rounding(got, expected):
+    pairs = zip(lines(got), lines(expected), strict=True)
+    for one, other in pairs:
+        assert [x for x in SEEN if x in one] == [x for x in SEEN if x in other]
+        for name in SEEN:
+            assert one.get(name, 0) == pytest.approx(other.get(name, 0), rel=1e-3, abs=1e-5), name
+    a, b = (load_file(run / "policy" / "model.safetensors") for run in (got, expected))
+    for name, value in b.items():
+        np.testing.assert_allclose(a[name], value, atol=2e-4, err_msg=name)
+
+
+def lines(directory):
+    return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.exhaustive
+def test_two_devices_compile_nothing_after_warm_up_and_are_waited_for_twice_a_step(
+    folder, alone, tmp_path, compilations
+):
+    own = config(folder, tmp_path / "run", mesh=MeshConfig(data=2))
+    with HostReads() as reads:
+        watch = Watch(reads, compilations)
+        train(own, reward=watch)
+    steps = [1, 2, 3, 5, 6, 7]  # calls of the reward; the others are evaluations
+    assert len(watch.seen) == STEPS + 4
+    before, after = watch.seen[steps[-2]], watch.seen[steps[-1]]
+    assert after[0] - before[0] <= 2
+    assert after[1] - before[1] == 0
+    before = watch.seen[steps[-3]]
+    assert watch.seen[steps[-2]][1] - before[1] == 0
+    assert_same_but_for_rounding(tmp_path / "run", alone)
+
+
+MESHES = [MeshConfig(data=8), MeshConfig(fsdp=4), MeshConfig(data=2, fsdp=2, tensor=2)]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+def test_any_mesh_gives_the_same_run(folder, alone, tmp_path, mesh):
+    train(config(folder, tmp_path / "run", mesh=mesh), reward=Watch(HostReads(), []))
+    assert_same_but_for_rounding(tmp_path / "run", alone)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    "update",
+    [
+        UpdateConfig(mini_batches=1, advantage="remax", kl_beta=0.1),
+        UpdateConfig(mini_batches=2, micro_batch_rows=2, dynamic_sampling=2, mask_truncated=True),
+    ],
+)
+def test_whatever_a_step_does_it_does_on_a_mesh(folder, tmp_path, update):
+    for name, mesh in (("one", MeshConfig()), ("two", MeshConfig(fsdp=2, tensor=2))):
+        own = config(folder, tmp_path / name, update=update, steps=3, mesh=mesh)
+        train(own, reward=Watch(HostReads(), []))
+    assert_same_but_for_rounding(tmp_path / "two", tmp_path / "one")
+
+
+@pytest.mark.exhaustive
+def test_a_run_goes_on_with_other_devices(folder, alone, tmp_path):
+    own = config(folder, tmp_path / "run", mesh=MeshConfig(fsdp=2), steps=3)
+    train(own, reward=Watch(HostReads(), []))
+    train(
+        config(folder, tmp_path / "run", mesh=MeshConfig(data=4), resume="auto"),
+        reward=Watch(HostReads(), []),
+    )
+    assert_same_but_for_rounding(tmp_path / "run", alone)
+
+
+@pytest.mark.exhaustive
+def test_the_policy_that_is_built_in_can_be_spread(tmp_path):
+    own = TrainConfig(
+        output_dir=str(tmp_path / "run"),
+        steps=1,
+        warm_start=0.0,
+        level=1,
+        rollout=RolloutConfig(prompts=4, num_samples=2),
+        evaluation=EvaluationConfig(every=0, problems=3),
+        mesh=MeshConfig(data=2, tensor=2),
+    )
+    assert train(own)["steps"] == 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"mesh": MeshConfig(data=0)}, "mesh.data must be at least 1, got 0"),
+        (
+            {"mesh": MeshConfig(data=3)},
+            "mesh.data times mesh.fsdp must divide the rows of a mini-batch and of a micro-batch, "
+            "8 and 8, got 3",
+        ),
+        (
+            {"mesh": MeshConfig(data=4, tensor=4)},
+            "mesh must take at most the 8 devices that there are, got data=4, fsdp=1, tensor=4",
+        ),
+    ],
+)
+def test_a_mesh_that_cannot_be_is_refused(folder, tmp_path, changes, message):
+    with pytest.raises(ValueError, match=message):
+        train(config(folder, tmp_path / "run", **changes))
+    assert not (tmp_path / "run").exists()

@@ -1,0 +1,134 @@
+"""Every estimator by its name, with the data that it needs."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from twinkle_jax.advantage import ESTIMATORS, Advantage, get_advantage, remax_advantage
+from twinkle_jax.data import ArithmeticTask, PromptBatch
+from twinkle_jax.reward import FunctionReward
+from twinkle_jax.training import (
+    Estimator,
+    RolloutConfig,
+    TrainConfig,
+    UpdateConfig,
+    collect,
+    make_recipe,
+    small_policy,
+)
+from twinkle_jax.training.estimator import estimate, make_estimator
+
+OPTIONS = {"pass_at_k": {"k": 2}, "pkpo": {"k": 2}}
+NAMES = sorted([*ESTIMATORS, "reinforce_plus_plus"])
+REWARDS = np.array([1.0, 0.0, 0.0, 1.0, 2.0, 0.0, 1.0, 1.0], np.float32)
+LENGTHS = np.array([1, 2, 3, 4, 4, 3, 2, 1])
+MASK = jnp.arange(4)[None, :] < jnp.asarray(LENGTHS)[:, None]
+
+
+def estimated(name, *, where=None, **options):
+    estimator = make_estimator(name, OPTIONS.get(name, {}) | options)
+    greedy = np.array([0.5, 1.0], np.float32) if estimator.needs_greedy_rewards else None
+    found = estimate(
+        estimator,
+        REWARDS,
+        4,
+        "none",
+        where=where,
+        lengths=LENGTHS,
+        greedy_rewards=greedy,
+        mask=MASK,
+    )
+    return np.asarray(found)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_any_estimator_by_its_name(name):
+    found = estimated(name)
+    assert found.shape in ((8,), (8, 4))
+    assert np.isfinite(found).all() and (found != 0).any()
+    where = np.arange(8) != 3
+    assert not estimated(name, where=where)[3].any()
+
+
+def test_lengths_and_greedy_rewards_are_those_of_the_completions():
+    opo = get_advantage("opo")(REWARDS, 4, "none", lengths=LENGTHS)
+    np.testing.assert_array_equal(estimated("opo"), opo)
+    remax = remax_advantage(REWARDS, greedy_rewards=np.array([0.5, 1.0]), num_generations=4)
+    np.testing.assert_array_equal(estimated("remax"), remax)
+
+
+def test_over_time_the_reward_stands_at_the_last_token():
+    found = estimated("reinforce_plus_plus", gamma=0.5)
+    kept = np.asarray(MASK)
+    assert (found[~kept] == 0).all()
+    exponent = LENGTHS[:, None] - 1 - np.arange(4)[None, :]
+    returns = np.where(kept, REWARDS[:, None] * 0.5 ** np.maximum(exponent, 0), 0)
+    mean, std = returns[kept].mean(), returns[kept].std(ddof=1)
+    np.testing.assert_allclose(found[kept], ((returns - mean) / std)[kept], rtol=1e-5)
+
+
+def test_options_are_passed_on():
+    assert (estimated("grpo") == estimated("grpo", epsilon=5.0)).all()  # not divided by anything
+    assert (estimated("pass_at_k", k=1) != estimated("pass_at_k", k=2)).any()
+
+
+class Halved(Advantage):
+    """One of a user's own."""
+
+    def __call__(self, rewards, num_generations=1, scale="group", *, where=None, lengths, **other):
+        return jnp.asarray(rewards) / jnp.asarray(lengths, jnp.float32)
+
+
+def test_one_of_ones_own_gets_what_it_names():
+    ESTIMATORS["halved"] = Halved
+    try:
+        np.testing.assert_allclose(estimated("halved"), REWARDS / LENGTHS)
+    finally:
+        del ESTIMATORS["halved"]
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("grop", {}, "update.advantage must be one of dgpo, gdpo, grpo"),
+        ("gae", {}, "got 'gae'"),
+        ("pass_at_k", {}, "update.advantage_options must have 'k' for pass_at_k, got {}"),
+        ("rloo", {"k": 3}, "for rloo, got 'k'"),
+        ("opo", {"lengths": 3}, "update.advantage_options must be some of none for opo"),
+        ("reinforce_plus_plus", {"k": 3}, "must be some of gamma for reinforce_plus_plus, got 'k'"),
+    ],
+)
+def test_what_is_missing_or_unknown_is_named(name, options, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        make_estimator(name, options)
+
+
+@pytest.mark.parametrize("name", ["remax", "reinforce_plus_plus"])
+def test_a_rollout_brings_what_its_estimator_needs(name):
+    policy = small_policy(0)
+    prompts = PromptBatch(ArithmeticTask(6, size=3)[:] + ArithmeticTask(1, size=1)[:])
+    config = TrainConfig(
+        rollout=RolloutConfig(prompts=4, num_samples=4, max_new_tokens=6, max_prompt_tokens=64),
+        update=UpdateConfig(advantage=name, scale="none"),
+    )
+    recipe = make_recipe(config, policy, FunctionReward(lambda text, truth: float(len(text))))
+    drawn, _ = collect(recipe, policy.params, lambda: prompts, jax.random.key(0))
+    advantages = np.asarray(drawn.batch.advantages)
+    kept = np.asarray(drawn.batch.labels) != -100
+    if name == "remax":  # the same greedy answer for all of a prompt
+        baseline = (drawn.rewards - drawn.advantages).reshape(4, 4)
+        np.testing.assert_array_equal(baseline, baseline[:, :1].repeat(4, axis=1))
+        assert (baseline == np.round(baseline)).all()
+    else:
+        assert abs(advantages[kept].mean()) < 1e-5
+        assert advantages[kept].std(ddof=1) == pytest.approx(1, rel=1e-3)
+        assert (advantages[~kept] == 0).all()
+
+
+def test_estimators_without_options_share_none_that_can_be_changed():
+    with pytest.raises(TypeError, match="does not support item assignment"):
+        Estimator(get_advantage("grpo")).options["k"] = 2
+    assert Estimator(get_advantage("grpo")).options == {}

@@ -1,0 +1,272 @@
+"""What befalls runs: signals, kills, full disks, damaged files, wrong gradients and rewards."""
+
+import dataclasses
+import json
+import subprocess
+import time
+
+import numpy as np
+import pytest
+
+from tests.training.runs import (
+    ROOT,
+    arrays,
+    assert_same_run,
+    command,
+    copy_until,
+    environment,
+    flags,
+    metrics,
+    run,
+    steps,
+)
+from tests.training.small_run import EVERY_STEP, STEPS, Scorer, config, evaluation, update
+from twinkle_jax.training import train
+from twinkle_jax.training.display import Display
+from twinkle_jax.training.interruption import InterruptedRunError
+from twinkle_jax.training.metrics_log import MetricsLog
+from twinkle_jax.training.progress import LastStep, save
+from twinkle_jax.training.run import begin, one_step
+from twinkle_jax.training.task import make_task
+
+EXIT_WITHIN = 30
+
+
+@pytest.fixture(scope="module")
+def whole(folder):
+    done = run(folder, folder / "whole", steps=STEPS)
+    assert done.returncode == 0, done.stderr
+    return folder / "whole"
+
+
+def assert_goes_on(folder, directory, whole, **changes):
+    resumed = run(folder, directory, resume="auto", steps=STEPS, **changes)
+    assert resumed.returncode == 0, resumed.stderr
+    assert_same_run(directory, whole)
+    return resumed
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("moment", range(10))
+def test_killed_at_any_moment(folder, whole, tmp_path, moment):
+    """Before the first checkpoint too, and while one is written."""
+    process = subprocess.Popen(
+        command(flags(folder, output_dir=tmp_path / "run", steps=STEPS)),
+        cwd=ROOT,
+        env=environment(folder, RECORD=str(tmp_path / "run.record")),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    with process:
+        while process.poll() is None and not (tmp_path / "run" / "config.json").exists():
+            time.sleep(0.01)
+        whole_run = json.loads((whole / "summary.json").read_text())["seconds"]
+        time.sleep(np.random.default_rng(moment).random() * 2 * whole_run)
+        process.kill()
+    assert_goes_on(folder, tmp_path / "run", whole)
+
+
+# A stage that takes minutes is one that the run has to be ended in from aside.
+SIGNALS = [
+    ("score_trajectories:3:SIGTERM:600", 2),
+    ("generate:2:SIGTERM:0", 1),
+    ("collect:3:SIGINT:600", 2),
+    ("score_trajectories:2:SIGINT:0", 1),
+    ("compile:19:SIGTERM:600", 0),
+    ("compile:30:SIGINT:0", 1),
+    ("write_checkpoint:2:SIGTERM:0", 1),
+    ("write_checkpoint:3:SIGINT:10", 2),
+    ("apply_gradients:6:SIGTERM:2", 2),
+    ("evaluate:1:SIGTERM:600", None),
+]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("moment", "saved"), SIGNALS)
+def test_a_signal_saves_the_last_finished_step(folder, whole, tmp_path, moment, saved):
+    rarely = {} if "write_checkpoint" in moment else {"logging.checkpoint_every": STEPS}
+    rarely |= {"evaluation.path": folder / "task.jsonl"} if "evaluate" in moment else {}
+    process = subprocess.Popen(
+        command(flags(folder, output_dir=tmp_path / "run", steps=STEPS, **rarely)),
+        cwd=ROOT,
+        env=environment(folder, RECORD=str(tmp_path / "run.record"), SIGNAL_AT=moment),
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    with process:
+        assert process.stdout is not None
+        next(line for line in process.stdout if line.startswith("signal at"))
+        assert process.wait(timeout=EXIT_WITHIN) == 143
+    if saved is not None:
+        assert steps(tmp_path / "run")[-1] == saved
+        assert len(metrics(tmp_path / "run")) == saved
+    if "evaluate" not in moment:
+        assert_goes_on(folder, tmp_path / "run", whole)
+
+
+@pytest.mark.exhaustive
+def test_a_full_disk_names_the_step_and_spoils_nothing(folder, whole, tmp_path):
+    copy_until(whole, tmp_path / "run", 2)
+    arguments = flags(folder, output_dir=tmp_path / "run", resume="auto", steps=STEPS)
+    less_than_a_checkpoint_needs = ["bash", "-c", 'ulimit -f 60; exec "$@"', "bash"]
+    ended = subprocess.run(
+        [*less_than_a_checkpoint_needs, *command(arguments)],
+        cwd=ROOT,
+        env=environment(folder, RECORD=str(tmp_path / "run.record")),
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert ended.returncode == 1
+    own = [line for line in ended.stderr.splitlines() if line.startswith("twinkle-jax: ")]
+    assert len(own) == 1  # orbax's threads may have a word of their own
+    assert "step 3 was not saved: File too large" in own[0]
+    assert steps(tmp_path / "run") == [0, 1, 2]
+    assert_goes_on(folder, tmp_path / "run", whole)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("damage", ["bit", "missing"])
+def test_a_damaged_checkpoint_is_not_used(folder, whole, tmp_path, damage):
+    copy_until(whole, tmp_path / "run", 3)
+    newest = tmp_path / "run" / "checkpoints" / "step_00000003"
+    files = [p for p in newest.rglob("*") if p.is_file()]
+    path = max(files, key=lambda p: p.stat().st_size)
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 8
+    path.write_bytes(content)
+    if damage == "missing":
+        path.unlink()
+    resumed = assert_goes_on(folder, tmp_path / "run", whole)
+    assert f"step 3 is not used, for {path}" in resumed.stderr
+    assert "going on after step 2" in resumed.stdout
+
+
+def huge(lengths):
+    return [3e38 * (-1) ** i for i in range(len(lengths))]
+
+
+def learnt(directory, step):
+    """What updates change, by its name."""
+    found = arrays(directory, step)
+    return {name: x for name, x in found.items() if "params" in name or "optimizer" in name}
+
+
+def test_gradients_that_are_not_finite_are_skipped_and_counted(folder, tmp_path):
+    own = config(folder, tmp_path / "run", logging=EVERY_STEP)
+    assert train(own, reward=Scorer(call2=huge, call4=huge))["steps"] == STEPS  # not in a row
+    skipped = [json.loads(line)["skipped_updates"] for line in metrics(tmp_path / "run")]
+    assert skipped == [0, 1, 0, 1]
+    assert learnt(tmp_path / "run", 2) == learnt(tmp_path / "run", 1)
+    assert learnt(tmp_path / "run", 3) != learnt(tmp_path / "run", 2)
+
+    own = config(folder, tmp_path / "other")
+    with pytest.raises(RuntimeError, match="must be finite, got 2 steps in a row"):
+        train(own, reward=Scorer(call2=huge, call3=huge))
+    assert steps(tmp_path / "other") == [0, 3]
+    assert learnt(tmp_path / "other", 3) == learnt(tmp_path / "run", 1)
+
+
+def hang(lengths):
+    time.sleep(600)
+
+
+def fail(lengths):
+    raise ZeroDivisionError("of the reward")
+
+
+def interrupt(lengths):
+    raise KeyboardInterrupt("of the user")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "error", "message"),
+    [
+        (fail, RuntimeError, "Scorer must return rewards, got ZeroDivisionError: of the reward"),
+        (hang, TimeoutError, "Scorer must return within 1.0 s, it did not"),
+        (interrupt, KeyboardInterrupt, "of the user"),
+        (lambda x: [1.0], ValueError, "Scorer must return 8 numbers, got 1"),
+        (lambda x: [None] * 8, TypeError, "must return numbers, got None for trajectory 0"),
+        (lambda x: None, TypeError, "must return a list of 8 numbers, got None"),
+        (lambda x: [0.0, np.nan] * 4, ValueError, "finite numbers.* got nan for trajectory 1"),
+    ],
+)
+def test_a_reward_that_goes_wrong_costs_no_finished_step(folder, tmp_path, wrong, error, message):
+    own = config(folder, tmp_path / "run", reward_timeout=1.0)
+    with pytest.raises(error, match=message):
+        train(own, reward=Scorer(call3=wrong))
+    assert steps(tmp_path / "run") == [0, 2]
+    assert len(metrics(tmp_path / "run")) == 2
+
+
+def test_a_reward_that_goes_wrong_in_an_evaluation_costs_no_finished_step(folder, tmp_path):
+    own = config(folder, tmp_path / "run", evaluation=evaluation(folder, every=1))
+    with pytest.raises(RuntimeError, match="ZeroDivisionError"):
+        train(own, reward=Scorer(call3=fail))
+    assert steps(tmp_path / "run") == [0, 1]
+    assert len(metrics(tmp_path / "run")) == 1
+
+
+def stop():
+    raise InterruptedRunError
+
+
+def test_a_stale_sampler_costs_no_finished_step(folder, tmp_path):
+    own = config(folder, tmp_path / "run")
+    train(config(folder, tmp_path / "whole", steps=1), reward=Scorer())
+    task = make_task(own)._replace(reward=Scorer())
+    (tmp_path / "run").mkdir()
+    with MetricsLog(tmp_path / "run") as log, Display() as display:
+        run, progress = begin(own, tmp_path / "run", task, log, display, None)
+        last = LastStep(lambda p: save(run.checkpoints, p, run.recipe.reference, own))
+        progress = one_step(run, progress, last, lambda: None)
+        begun = run.loader.get_state()
+        with pytest.raises(InterruptedRunError):
+            one_step(run, progress, last, stop)
+        assert run.loader.get_state() == begun  # nothing was drawn for a step that is not to be
+        impossible = dataclasses.replace(own.update, max_logp_diff=0.0)
+        strict = run._replace(
+            recipe=run.recipe._replace(config=dataclasses.replace(own, update=impossible))
+        )
+        with pytest.raises(RuntimeError, match="log-probabilities must be the trainer's"):
+            one_step(strict, progress, last, lambda: None)
+        assert last.save_from_signal()
+    assert steps(tmp_path / "run") == [1]
+    assert arrays(tmp_path / "run", 1) == arrays(tmp_path / "whole", 1)
+
+
+@pytest.fixture(scope="module")
+def begun(folder):
+    train(config(folder, folder / "begun", steps=1), reward=Scorer())
+    return folder / "begun"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"update": update(kl_beta=0.1)},
+            "update.kl_beta must be 0.01, as it was, got 0.1",
+        ),
+        ({"model": None, "task": "arithmetic"}, "must be '.*', as it was, got"),
+        ({"dtype": "bfloat16"}, "dtype must be 'float32', as it was, got 'bfloat16'"),
+        ({"reward": "math"}, "reward must be 'exact', as it was, got 'math'"),
+    ],
+)
+def test_what_differs_is_named_before_anything_else(folder, begun, changes, message):
+    own = config(folder, begun, resume="auto", **changes)
+    with pytest.raises(ValueError, match=message):
+        train(own, reward=Scorer())
+    assert steps(begun) == [0, 1]
+
+
+def test_a_run_that_is_done_says_so_at_once(folder, begun, capsys):
+    asked = Scorer()
+    own = config(folder, begun, resume="auto", steps=1)
+    before = (begun / "summary.json").read_text()
+    assert train(own, reward=asked) == json.loads(before)
+    assert asked.calls == 0
+    assert "nothing is left to do: 1 of 1 steps are done" in capsys.readouterr().out
+    fewer = config(folder, begun, resume="auto", steps=0)
+    assert train(fewer, reward=asked)["steps"] == 1

@@ -1,0 +1,103 @@
+"""What a configuration says is what a step does: every setting arrives."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from twinkle_jax.advantage import PKPOAdvantage
+from twinkle_jax.loss import DAPOLoss
+from twinkle_jax.sampler import Sampling
+from twinkle_jax.training import (
+    Estimator,
+    OptimizerConfig,
+    RolloutConfig,
+    TrainConfig,
+    UpdateConfig,
+    apply_gradients,
+    make_recipe,
+    small_policy,
+    train_state,
+)
+from twinkle_jax.training.step import RECOMPUTED
+
+POLICY = small_policy(0)
+BETAS, WEIGHT_DECAY, RATE = (0.6, 0.8), 0.3, 0.01
+ROLLOUT = RolloutConfig(128, 4, 5, 77, 0.7, 6, 0.9, 0.01, 1.3)
+OPTIMIZER = OptimizerConfig(
+    options={"b1": BETAS[0], "b2": BETAS[1], "weight_decay": WEIGHT_DECAY}, max_grad_norm=0.2
+)
+
+
+def reward(trajectories, truths):
+    return [0.0] * len(trajectories)
+
+
+def make(**changes):
+    return make_recipe(TrainConfig(**changes), POLICY, reward)
+
+
+def test_the_small_policy_is_as_large_as_it_says():
+    assert round(sum(x.size for x in jax.tree.leaves(POLICY.params)), -3) == 114_000
+
+
+def test_what_is_made_of_settings_gets_them():
+    update = UpdateConfig(
+        advantage="pkpo",
+        advantage_options={"k": 2},
+        loss="dapo",
+        epsilon=0.1,
+        epsilon_high=0.4,
+        kl_beta=0.3,
+        mask_truncated=True,
+    )
+    made = make(rollout=ROLLOUT, update=update, dtype="bfloat16", reward_timeout=7.0)
+    source, engine = made.source, made.source.engine
+    stops = POLICY.tokenizer.stop_token_ids
+    assert source.sampling == Sampling(0.7, 6, 0.9, 0.01, 1.3, stop_tokens=stops)
+    assert (source.num_samples, source.mask_truncated, source.reward_timeout) == (4, True, 7.0)
+    assert (engine.max_new_tokens, engine.max_prompt_tokens) == (5, 77)
+    assert engine.compute_dtype == "bfloat16"
+    assert made.estimator == Estimator(PKPOAdvantage(), {"k": 2})
+    assert made.loss == DAPOLoss(epsilon=0.1, epsilon_high=0.4, beta=0.3)
+    jax.tree.map(np.testing.assert_array_equal, made.reference, POLICY.params)
+    assert make().reference is None
+
+
+def test_the_optimizer_is_adamw_which_leaves_norms_alone():
+    """Against the paper's equations in float64, for two updates."""
+    optimizer = make(optimizer=OPTIMIZER).optimizer
+    rng = np.random.default_rng(0)
+    params = {"kernel": rng.normal(size=(3, 2)), "norm": {"scale": rng.normal(size=2)}}
+    gradients = [jax.tree.map(lambda x: rng.normal(size=x.shape), params) for _ in range(2)]
+    state = train_state(jax.tree.map(jnp.float32, params), optimizer)
+    first = second = jax.tree.map(np.zeros_like, params)
+    (b1, b2), decay = BETAS, {"kernel": WEIGHT_DECAY, "norm": {"scale": 0.0}}
+    for t, gradient in enumerate(gradients, 1):
+        given = {"denominator": jnp.float32(1), "tokens": jnp.float32(1)}
+        state = state._replace(gradient_sum=jax.tree.map(jnp.float32, gradient), **given)
+        state, _ = apply_gradients(state, optimizer, learning_rate=RATE)
+        first = jax.tree.map(lambda m, g: b1 * m + (1 - b1) * g, first, gradient)
+        second = jax.tree.map(lambda v, g: b2 * v + (1 - b2) * g**2, second, gradient)
+        params = jax.tree.map(
+            lambda x, m, v, d, t=t: (
+                x - RATE * (m / (1 - b1**t) / (np.sqrt(v / (1 - b2**t)) + 1e-8) + d * x)
+            ),
+            params,
+            first,
+            second,
+            decay,
+        )
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5), state.params, params)
+
+
+@pytest.mark.parametrize(
+    ("name", "remat"),
+    [
+        ("layers", True),
+        ("elementwise", jax.checkpoint_policies.dots_with_no_batch_dims_saveable),
+        ("nothing", False),
+    ],
+)
+def test_what_is_recomputed_has_a_name(name, remat):
+    assert RECOMPUTED[make(update=UpdateConfig(recompute=name)).config.update.recompute] is remat

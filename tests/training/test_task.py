@@ -1,0 +1,124 @@
+"""Tasks by name; GSM8K through huggingface_hub, from a server here that answers as the hub does."""
+
+import json
+
+import pytest
+
+from tests import hub_server
+from twinkle_jax.reward import ExactMatchReward, GSM8KAccuracyReward
+from twinkle_jax.training import EvaluationConfig, TrainConfig
+from twinkle_jax.training.task import make_task
+
+ID = "openai/gsm8k"
+SCRIPT = """
+import json, sys
+from twinkle_jax.training import TrainConfig
+from twinkle_jax.training.task import make_task
+try:
+    task = make_task(TrainConfig(model="m", task=sys.argv[1]))
+    parts = task.train, task.held_out
+    print(json.dumps([[x["user_data"][0][1] for x in part] for part in parts]))
+except ValueError as error:
+    sys.exit(str(error))
+"""
+
+
+def problems(numbers):
+    return [{"question": f"{n}?", "answer": f"{n} is\n#### {n}"} for n in numbers]
+
+
+def write_lines(path, numbers):
+    path.write_text("\n".join(json.dumps(problem) for problem in problems(numbers)))
+
+
+def answers(prompts):
+    return [dict(prompt["user_data"])["ground_truth"] for prompt in prompts]
+
+
+def test_gsm8k_from_files(tmp_path):
+    train, test = tmp_path / "train.jsonl", tmp_path / "test.jsonl"
+    write_lines(train, [1, 2, 3])
+    write_lines(test, [4, 5, 6])
+    evaluation = EvaluationConfig(path=str(test), problems=2)
+    task = make_task(TrainConfig(model="m", task=f"gsm8k:{train}", evaluation=evaluation))
+    assert answers(task.train) == ["1", "2", "3"]
+    assert answers(task.held_out) == ["4", "5"]
+    assert isinstance(task.reward, GSM8KAccuracyReward)
+    other = make_task(TrainConfig(model="m", task=f"gsm8k:{train}", reward="exact"))
+    assert len(other.held_out) == 0
+    assert isinstance(other.reward, ExactMatchReward)
+
+
+def test_the_reward_that_is_not_there_is_named_by_its_option():
+    with pytest.raises(ValueError, match=r"^reward must be one of exact, math, gsm8k"):
+        make_task(TrainConfig(reward="mathematics"))
+    with pytest.raises(ValueError, match=r"^evaluation\.reward must be one of exact, math, gsm8k"):
+        make_task(TrainConfig(evaluation=EvaluationConfig(reward="mathematics")))
+
+
+def test_answers_are_needed_by_rewards_that_compare(tmp_path):
+    path, reward = tmp_path / "data.jsonl", tmp_path / "reward.py"
+    path.write_text('{"prompt": "a"}')
+    reward.write_text("def score(trajectories, ground_truths): return [0.0] * len(trajectories)")
+    task = make_task(TrainConfig(model="m", task=str(path), reward=f"{reward}:score"))
+    assert task.train[0]["user_data"] == []
+    with pytest.raises(ValueError, match=r"^task must have an 'answer'"):
+        make_task(TrainConfig(model="m", task=str(path)))
+    evaluation = EvaluationConfig(path=str(path), reward="exact")
+    with pytest.raises(ValueError, match=r"^evaluation\.path must have an 'answer'"):
+        make_task(
+            TrainConfig(model="m", evaluation=evaluation, task=str(path), reward=f"{reward}:score")
+        )
+
+
+@pytest.mark.parametrize("task", ["gsm8k:no/such/file", "nowhere.jsonl", "gsm8k:data/train.jsonl"])
+def test_a_file_that_is_not_there_is_named(task):
+    name = task.removeprefix("gsm8k:")
+    with pytest.raises(ValueError, match=f"^task must .* got '{name}', which was not found"):
+        make_task(TrainConfig(model="m", task=task))
+
+
+def test_a_file_to_evaluate_on_that_is_not_there_is_named(tmp_path):
+    path = tmp_path / "train.jsonl"
+    write_lines(path, [1])
+    evaluation = EvaluationConfig(path="none.jsonl")
+    with pytest.raises(ValueError, match=r"^evaluation\.path must .* got 'none.jsonl', which was"):
+        make_task(TrainConfig(model="m", task=f"gsm8k:{path}", evaluation=evaluation))
+
+
+@pytest.fixture
+def hub(tmp_path):
+    files = tmp_path / "repository"
+    (files / "main").mkdir(parents=True)
+    with hub_server.serve(files, "datasets", ID) as (address, _):
+        yield files, address
+
+
+def load(address, home, task="gsm8k", **environment):
+    return hub_server.run(SCRIPT, task, address, home, **environment)
+
+
+def test_gsm8k_from_the_hub_is_judged_on_its_test_split(hub, tmp_path):
+    get = "pip install 'twinkle-jax[hub]'"
+    pyarrow = pytest.importorskip("pyarrow", reason=get)
+    parquet = pytest.importorskip("pyarrow.parquet", reason=get)
+    files, address = hub
+    done = load(address, tmp_path / "none")
+    assert done.returncode == 1
+    assert "must be a data set with files main/train-*.parquet, got 'openai/gsm8k'" in done.stderr
+
+    parts = {
+        "train-00000-of-00002": [1, 2],
+        "train-00001-of-00002": [3],
+        "test-00000-of-00001": [4],
+    }
+    for name, numbers in parts.items():
+        table = pyarrow.Table.from_pylist(problems(numbers))
+        parquet.write_table(table, files / "main" / f"{name}.parquet")
+    expected = [["1", "2", "3"], ["4"]]
+    done = load(address, tmp_path / "home")
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert json.loads(done.stdout.splitlines()[-1]) == expected
+    again = load(address, tmp_path / "home", f"gsm8k:{ID}", HF_HUB_OFFLINE="1")
+    assert again.returncode == 0, again.stderr[-2000:]
+    assert json.loads(again.stdout.splitlines()[-1]) == expected

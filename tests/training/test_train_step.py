@@ -1,0 +1,466 @@
+"""One step: what it measures, what it learns from, and a wrong sampler that it notices."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from twinkle_jax.advantage import group_statistics
+from twinkle_jax.data import ArithmeticTask, PromptBatch
+from twinkle_jax.loss import GRPOLoss
+from twinkle_jax.model import init_params
+from twinkle_jax.reward import FunctionReward, WeightedReward
+from twinkle_jax.rollout import draw_until_signal, has_signal
+from twinkle_jax.training import (
+    Learnt,
+    OptimizerConfig,
+    RolloutConfig,
+    SamplerMismatchError,
+    StepSummary,
+    TrainConfig,
+    UpdateConfig,
+    UpdateInfo,
+    collect,
+    learn,
+    make_recipe,
+    score_batch,
+    small_policy,
+    train_state,
+    train_step,
+)
+from twinkle_jax.training.step import (
+    RECOMPUTED,
+    deal_rows,
+    describe_mismatch,
+    rollout_metrics,
+    score,
+    update_metrics,
+)
+
+POLICY = small_policy(0)
+PROMPTS = PromptBatch(ArithmeticTask(6, size=3)[:] + ArithmeticTask(1, size=1)[:])
+SAMPLES = 4
+ROLLOUT = RolloutConfig(prompts=4, num_samples=SAMPLES, max_new_tokens=6, max_prompt_tokens=64)
+long_ones = FunctionReward(lambda text, truth: float(len(text) > 2))
+
+
+def recipe(reward=long_ones, optimizer="sgd", rollout=ROLLOUT, reference=None, **update):
+    # Four rows at a time, however many mini-batches there are: compiled once.
+    settings = {"mini_batches": 2, "micro_batch_rows": 4} | update
+    config = TrainConfig(
+        rollout=rollout,
+        update=UpdateConfig(**settings),
+        optimizer=OptimizerConfig(name=optimizer),
+    )
+    made = make_recipe(config, POLICY, reward)
+    return made if reference is None else made._replace(reference=reference)
+
+
+OPTIMIZER, ADAM = recipe().optimizer, recipe(optimizer="adam").optimizer
+
+
+def fresh():
+    return train_state(jax.tree.map(jnp.copy, POLICY.params), OPTIMIZER)
+
+
+def sampled(of=None, key=0, params=None, **options):
+    weights = POLICY.params if params is None else params
+    return collect(of or recipe(), weights, lambda: PROMPTS, jax.random.key(key), **options)[0]
+
+
+def signal(drawn, **options):
+    return has_signal(drawn, SAMPLES, **options)
+
+
+@pytest.mark.exhaustive
+def test_a_step_moves_the_policy_towards_what_was_rewarded():
+    drawn = sampled()
+    state, metrics = train_step(fresh(), recipe(), drawn, learning_rate=0.3, seed=(0, 0))
+    before = sampled(key=1).rewards.mean()
+    after = sampled(key=1, params=state.params).rewards.mean()
+    assert after > before + 0.1
+    assert state.step == 2  # one update a mini-batch
+    assert metrics["grad_norm"] > 0
+    assert metrics["skipped_updates"] == 0
+
+
+def test_a_step_without_tokens_changes_nothing_and_is_no_fault():
+    """As when all completions were cut off, and those are left out."""
+    drawn = sampled()
+    nothing = jnp.full_like(drawn.batch.labels, -100)
+    drawn = drawn._replace(batch=drawn.batch._replace(labels=nothing))
+    state, metrics = train_step(fresh(), recipe(), drawn, learning_rate=0.3, seed=(0, 0))
+    assert metrics["skipped_updates"] == 0
+    jax.tree.map(np.testing.assert_array_equal, state.params, fresh().params)
+
+
+def test_sampler_and_trainer_agree():
+    _, metrics = train_step(fresh(), recipe(), sampled(), learning_rate=1e-3, seed=(0, 0))
+    assert metrics["sampling/logp_diff/max"] < 1e-5
+
+
+def with_momentum(**changes):
+    """A recipe of Adam, and a state whose moments are not zero."""
+    adam = recipe(optimizer="adam", **changes)
+    state = train_state(jax.tree.map(jnp.copy, POLICY.params), ADAM)
+    state, _ = train_step(state, adam, sampled(), learning_rate=1e-3, seed=(0, 0))
+    return adam, state, jax.tree.map(np.array, state)
+
+
+def test_a_sampler_with_other_weights_is_an_error_that_changes_nothing():
+    adam, state, before = with_momentum()
+    other = init_params(jax.random.key(99), POLICY.config)
+    drawn = sampled(adam, params=other)
+    with pytest.raises(
+        SamplerMismatchError, match="sampler's log-probabilities must be the trainer's"
+    ) as caught:
+        train_step(state, adam, drawn, learning_rate=1e-3, seed=(0, 0))
+    jax.tree.map(np.testing.assert_array_equal, caught.value.state, before)
+
+
+@pytest.mark.parametrize("position", range(4))
+def test_all_rows_can_be_compared(position):
+    """Of four updates the first tells of its own prompt; later ones come too late to tell."""
+    four = recipe(mini_batches=4)
+    prompt = np.random.default_rng([0, 0, 0]).permutation(4)[position]
+    drawn = sampled()
+    wrong = drawn.batch.old_logps.at[prompt * SAMPLES + 1].add(-0.5)
+    drawn = drawn._replace(batch=drawn.batch._replace(old_logps=wrong))
+    for compare_all in (False, True):
+        if compare_all or position == 0:
+            with pytest.raises(SamplerMismatchError, match="on average"):
+                take_step(four, drawn, compare_all)
+        else:
+            assert take_step(four, drawn, compare_all)["sampling/logp_diff/max"] < 1e-4
+
+
+def take_step(of, drawn, compare_all):
+    options = {"learning_rate": 1e-7, "seed": (0, 0), "compare_all": compare_all}
+    return train_step(fresh(), of, drawn, **options)[1]
+
+
+def test_a_constant_reward_changes_nothing_moments_included():
+    _, state, before = with_momentum()
+    constant = recipe(FunctionReward(lambda text, truth: 0.1), optimizer="adam")
+    drawn = sampled(constant, 1, state.params)
+    assert not signal(drawn).any()
+    state, metrics = train_step(state, constant, drawn, learning_rate=1.0, seed=(0, 0))
+    jax.tree.map(np.testing.assert_array_equal, state[:3], before[:3])
+    assert (metrics["updates_without_signal"], metrics["skipped_updates"]) == (2, 0)
+    assert metrics["grad_norm"] == 0
+
+
+def test_only_updates_without_a_signal_are_left_out():
+    adam, state, before = with_momentum(mini_batches=4)
+    drawn = sampled(adam, 1, state.params)
+    advantages = np.zeros(drawn.batch.tokens.shape, np.float32)
+    advantages[:SAMPLES] = np.array([1, -1, 1, -1])[:, None]
+    drawn = drawn._replace(batch=drawn.batch._replace(advantages=jnp.asarray(advantages)))
+    state, metrics = train_step(state, adam, drawn, learning_rate=1e-3, seed=(0, 0))
+    assert metrics["updates_without_signal"] == 3
+    assert state.step == before.step + 1
+
+
+@pytest.mark.parametrize("rollouts", [1, 2])
+def test_a_penalty_is_a_reason_to_move(rollouts):
+    """Rewards are all the same, but the policy is not the one that it is held near."""
+    _, state, before = with_momentum(kl_beta=0.5)
+    flat = FunctionReward(lambda text, truth: 0.1)
+    away = recipe(flat, optimizer="adam", kl_beta=0.5, dynamic_sampling=rollouts)
+    drawn = sampled(away, 1, state.params)
+    if rollouts == 1:  # else it is scored later
+        of_the_reference = score(away, POLICY.params, drawn.batch)
+        np.testing.assert_allclose(drawn.batch.ref_logps, of_the_reference, atol=1e-6)
+        assert np.abs(drawn.batch.ref_logps - drawn.batch.old_logps).max() > 1e-3
+    state, metrics = train_step(state, away, drawn, learning_rate=1e-3, seed=(0, 0))
+    assert metrics["updates_without_signal"] == 0
+    assert state.step == before.step + 2
+
+
+def test_later_updates_compare_with_the_policy_that_sampled():
+    drawn, twice = sampled(), recipe(mini_batches=1, epochs=2)
+    options = {"learning_rate": 0.1, "seed": (0, 0)}
+    once, _ = learn(fresh(), drawn.batch, recipe(mini_batches=1), **options)
+    moved = score(twice, once.params, drawn.batch) - drawn.batch.old_logps
+    ratios = np.exp(np.asarray(moved))[np.asarray(drawn.batch.labels) != -100]
+    _, learnt = learn(fresh(), drawn.batch, twice, **options)
+    first, second = (summary.metrics for summary in learnt.summaries)
+    np.testing.assert_allclose([first.ratio_min, first.ratio_max], 1, atol=1e-5)
+    assert ratios.max() > 1.01
+    expected = [ratios.min(), ratios.max()]
+    np.testing.assert_allclose([second.ratio_min, second.ratio_max], expected, rtol=1e-4)
+
+
+def test_prompts_are_dealt_out_whole_and_anew_in_each_epoch():
+    config = recipe(
+        epochs=2, mini_batches=3, rollout=dataclasses.replace(ROLLOUT, prompts=6)
+    ).config
+    dealt = list(deal_rows(24, config, (0, 1)))
+    for rows in dealt:
+        groups = rows.reshape(-1, 4)
+        np.testing.assert_array_equal(groups, groups[:, :1] + np.arange(4))
+        assert not np.any(groups[:, 0] % 4)
+    epochs = [np.concatenate(dealt[:3]), np.concatenate(dealt[3:])]
+    for rows in epochs:
+        assert sorted(rows) == list(range(24))
+    assert np.any(epochs[0] != epochs[1])
+
+
+def test_the_same_seed_gives_the_same_step_and_another_one_another():
+    drawn = sampled()
+    first, again, other = (
+        train_step(fresh(), recipe(), drawn, learning_rate=0.1, seed=(0, seed))[0].params
+        for seed in (0, 0, 3)
+    )
+    jax.tree.map(np.testing.assert_array_equal, first, again)
+    leaves = zip(jax.tree.leaves(first), jax.tree.leaves(other), strict=True)
+    assert any(not np.array_equal(a, b) for a, b in leaves)
+
+
+def test_the_update_recomputes_what_the_configuration_says(monkeypatch):
+    asked = []
+
+    def keep_nothing(primitive, *_, **__):
+        asked.append(str(primitive))
+        return False
+
+    monkeypatch.setitem(RECOMPUTED, "elementwise", keep_nothing)
+    train_step(fresh(), recipe(recompute="elementwise"), sampled(), learning_rate=0.1, seed=(0, 0))
+    assert "dot_general" in asked
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    "how",
+    [{"micro_batch_rows": 3}, {"recompute": "elementwise"}, {"recompute": "nothing"}],
+    ids=["micro-batches", "products kept", "all kept"],
+)
+def test_how_gradients_are_computed_changes_nothing_but_rounding(how):
+    drawn, whole = sampled(), recipe(micro_batch_rows=None)
+    small = recipe(**{"micro_batch_rows": None, **how})
+    a, _ = train_step(fresh(), whole, drawn, learning_rate=0.1, seed=(0, 0))
+    b, _ = train_step(fresh(), small, drawn, learning_rate=0.1, seed=(0, 0))
+    for x, y in zip(jax.tree.leaves(a.params), jax.tree.leaves(b.params), strict=True):
+        np.testing.assert_allclose(x, y, atol=1e-6)
+
+
+@pytest.mark.exhaustive
+def test_kl_from_a_reference_is_zero_at_first_and_pulls_back_later():
+    held = recipe(kl_beta=0.5)
+    assert held.loss == GRPOLoss(beta=0.5)
+    _, metrics = train_step(fresh(), held, sampled(), learning_rate=0.1, seed=(0, 0))
+    assert abs(metrics["kl"]) < 1e-6
+    moved = init_params(jax.random.key(5), POLICY.config)
+    drawn = sampled(held, params=moved)
+    state = train_state(jax.tree.map(jnp.copy, moved), OPTIMIZER)
+    _, metrics = train_step(state, held, drawn, learning_rate=0.1, seed=(0, 0))
+    assert metrics["kl"] > 0.01
+
+
+def test_dynamic_sampling_takes_prompts_whose_rewards_differ_from_further_rollouts():
+    first, second = sampled(key=0), sampled(key=1)
+    flat = np.repeat(first.rewards[::SAMPLES], SAMPLES)
+    rewards = np.where(np.arange(16) < 8, flat, np.tile([0.0, 1.0], 8)).astype(np.float32)
+    half = first._replace(rewards=rewards)  # two of four prompts have a signal
+    full = second._replace(rewards=np.tile([0.0, 1.0], 8).astype(np.float32))
+    assert signal(half).tolist() == [False, False, True, True]
+    options = {"prompts": 4, "num_samples": SAMPLES}
+    chosen, drawn = draw_until_signal(
+        lambda number: [half, full, full][number], rollouts=3, **options
+    )
+    assert len(drawn) == 2
+    assert signal(chosen).all()
+    np.testing.assert_array_equal(chosen.lengths[:8], first.lengths[8:])
+    np.testing.assert_array_equal(chosen.lengths[8:], second.lengths[:8])
+    assert chosen.trajectories == first.trajectories[8:] + second.trajectories[:8]
+    for rows, batch in ((chosen.batch.labels[:8], first.batch.labels[8:]),
+                        (chosen.batch.labels[8:], second.batch.labels[:8])):  # fmt: skip
+        np.testing.assert_array_equal(rows[:, : batch.shape[1]], batch)
+        assert (rows[:, batch.shape[1] :] == -100).all()
+    assert draw_until_signal(lambda number: half, rollouts=1, **options)[0] is half
+
+
+def test_a_reward_is_told_what_is_right_for_each_completion():
+    asked = []
+
+    def reward(trajectories, truths):
+        asked.extend(zip(trajectories, truths, strict=True))
+        return [0.0] * len(truths)
+
+    sampled(recipe(reward))
+    for i, (trajectory, truth) in enumerate(asked):
+        prompt = PROMPTS[i // SAMPLES]
+        assert trajectory["messages"][:-1] == prompt["messages"]
+        assert truth == PROMPTS.ground_truths[i // SAMPLES]
+    assert len(asked) == len(PROMPTS) * SAMPLES
+
+
+def test_truncated_completions_neither_vote_nor_learn():
+    masked = recipe(mask_truncated=True)
+    drawn = sampled(masked)
+    assert drawn.truncated.any()
+    assert (drawn.advantages[drawn.truncated] == 0).all()
+    assert (np.asarray(drawn.batch.labels)[drawn.truncated] == -100).all()
+
+
+def test_metrics_describe_all_that_was_sampled():
+    drawn = sampled()
+    metrics = rollout_metrics([drawn], recipe().config, 0.0)
+    groups = drawn.rewards.reshape(-1, SAMPLES)
+    assert metrics["reward"] == pytest.approx(drawn.rewards.mean())
+    assert metrics["reward_std"] == pytest.approx(groups.std(axis=1, ddof=1).mean(), abs=1e-6)
+    assert metrics["frac_reward_zero_std"] == (groups.max(axis=1) == groups.min(axis=1)).mean()
+    assert metrics["completions/clipped_ratio"] == drawn.truncated.mean()
+    assert metrics["completions/max_length"] == drawn.lengths.max() == 6
+
+
+def test_updates_are_averaged_each_over_what_its_loss_divides_by():
+    """Two sequences of five tokens in all, one of seven, and an update that had none."""
+    numbers = [(6.0, 2.0, 5.0), (4.0, 1.0, 7.0), (0.0, 0.0, 0.0)]
+    infos = [UpdateInfo(1.0, True), UpdateInfo(np.nan, False), UpdateInfo(0.0, False)]
+    summaries = [StepSummary(*map(np.float32, x), metrics=None) for x in numbers]
+    found = update_metrics(Learnt(summaries, infos, None))
+    assert found["loss"] == (6 / 2 + 4 / 1 + 0) / 3
+    assert (found["skipped_updates"], found["updates_without_signal"]) == (1, 1)
+
+
+@dataclasses.dataclass
+class Stop:
+    after: int
+    calls: int = 0
+
+    def __call__(self):
+        self.calls += 1
+        if self.calls > self.after:
+            raise InterruptedError
+
+
+@pytest.mark.parametrize("after", [0, 1])
+def test_a_step_can_be_ended_before_and_after_scoring(after):
+    scored = []
+    reward = FunctionReward(lambda text, truth: float(len(scored.append(text) or "x")))
+    with pytest.raises(InterruptedError):
+        sampled(recipe(reward), check=Stop(after))
+    assert bool(scored) == bool(after)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_a_signal_is_seen_on_the_host_as_the_library_sees_it(masked):
+    third = np.float32(1) / 3
+    groups = [
+        [0, 0, 0, 0],
+        [0, 1, 0, 0],
+        [0.1] * 4,
+        [third, np.nextafter(third, 1, dtype="f4")] * 2,
+    ]
+    groups += [[third, third + 1e-5] * 2, [-2, -2, -2, 5], [1e-30, 2e-30, 0, 0], [3, 3, 3, 3]]
+    truncated = np.zeros((8, 4), bool)
+    truncated[1, 1] = truncated[5, :3] = truncated[7] = True
+    truncated = truncated.reshape(-1)
+    drawn = sampled()._replace(
+        rewards=np.asarray(groups, np.float32).reshape(-1), truncated=truncated
+    )
+    where = ~truncated if masked else None
+    expected = group_statistics(drawn.rewards, SAMPLES, where=where).has_signal
+    got = signal(drawn, mask_truncated=masked)
+    assert got.tolist() == expected.tolist()
+    assert got.any() and not got.all()
+
+
+@pytest.mark.parametrize("rows", [None, 3])
+def test_scores_are_those_of_the_whole_batch_however_it_is_cut(rows):
+    drawn = sampled()
+    batch = drawn.batch
+    found = score(recipe(micro_batch_rows=rows), POLICY.params, batch, drawn.row_lengths)
+    whole = score_batch(POLICY.params, batch, POLICY.config).logps
+    assert whole.any()
+    np.testing.assert_allclose(found, whole, atol=1e-6)
+
+
+@pytest.mark.parametrize("rollouts", [1, 2])
+def test_the_device_scores_by_the_reference_while_the_host_computes_rewards(rollouts):
+    """Unless rows are still to be chosen: those that are left out would be scored for nothing."""
+    made = recipe(kl_beta=0.5, dynamic_sampling=rollouts)
+    seen = []
+
+    class Source:
+        def __getattr__(self, name):
+            return getattr(made.source, name)
+
+        def score(self, rollout):
+            seen.append(rollout.batch.ref_logps is not None)
+            return made.source.score(rollout)
+
+    sampled(made._replace(source=Source()))
+    assert seen[0] == (rollouts == 1)
+
+
+def test_rewards_are_logged_one_by_one():
+    both = WeightedReward(
+        {"long": long_ones, "half": FunctionReward(lambda text, truth: 0.5)},
+        {"long": 1.0, "half": 2.0},
+    )
+    made = recipe(both)
+    drawn = sampled(made)
+    np.testing.assert_allclose(drawn.rewards, drawn.reward_parts["long"] + 1.0)
+    metrics = rollout_metrics([drawn], made.config, 0.0)
+    assert metrics["rewards/half/mean"] == 0.5
+    assert metrics["rewards/half/std"] == 0.0
+    assert metrics["rewards/long/mean"] == pytest.approx(metrics["reward"] - 1.0)
+
+
+def test_a_rollout_costs_its_longest_row_not_the_longest_possible():
+    roomy = recipe(rollout=dataclasses.replace(ROLLOUT, max_new_tokens=200, num_samples=2))
+    drawn = sampled(roomy)
+    longest = drawn.row_lengths.max()
+    assert drawn.batch.tokens.shape[1] < longest * 4 / 3 + 16 < 200
+    kept = np.asarray(drawn.batch.labels) != -100
+    np.testing.assert_array_equal(kept.sum(axis=1), drawn.lengths)
+
+
+def test_a_corrected_step_learns_from_the_trainers_ratios():
+    """The sampler's log-probabilities are off by 0.1; a correction takes the trainer's."""
+    drawn = sampled()
+    off = jnp.where(drawn.batch.labels != -100, drawn.batch.old_logps - 0.1, 0)
+    drawn = drawn._replace(batch=drawn.batch._replace(old_logps=off))
+    options = {"learning_rate": 1e-7, "seed": (0, 0)}
+    made = recipe(correction="token_truncate", on_mismatch="warn", mini_batches=1)
+    _, metrics = train_step(fresh(), made, drawn, **options)
+    assert metrics["sampling/logp_diff/mean"] == pytest.approx(0.1, abs=1e-4)
+    assert metrics["approx_kl"] == pytest.approx(0.0, abs=1e-6)
+
+
+def test_a_correction_weighs_what_is_learnt():
+    """All tokens are half as likely under the trainer: gradients are half as large."""
+    drawn = sampled()
+    twice = jnp.where(drawn.batch.labels != -100, drawn.batch.old_logps + jnp.log(2.0), 0)
+    other = drawn._replace(batch=drawn.batch._replace(old_logps=twice))
+    norms = []
+    for rollout in (drawn, other):
+        made = recipe(correction="token_truncate", on_mismatch="warn", mini_batches=1)
+        _, metrics = train_step(fresh(), made, rollout, learning_rate=0.0, seed=(0, 0))
+        norms.append(metrics["grad_norm"])
+    assert norms[1] == pytest.approx(norms[0] / 2, rel=1e-4)
+
+
+def test_a_mismatch_may_only_warn():
+    other = init_params(jax.random.key(99), POLICY.config)
+    warned = recipe(on_mismatch="warn")
+    state, metrics = train_step(
+        fresh(), warned, sampled(params=other), learning_rate=1e-3, seed=(0, 0)
+    )
+    assert metrics["sampling/logp_diff/mean"] > 0.01
+    assert state.step == 2
+    assert describe_mismatch(metrics, warned.config).startswith("the sampler's log-probabilities")
+
+
+def test_one_token_far_off_does_not_end_a_run():
+    """As in bfloat16, where single tokens may differ by a nat and the mean by hundredths."""
+    drawn = sampled()
+    made = recipe(mini_batches=1, max_logp_diff=0.2)
+    one = drawn.batch.old_logps.at[1, int(drawn.row_lengths[1]) - 1].add(-1.0)
+    drawn = drawn._replace(batch=drawn.batch._replace(old_logps=one))
+    _, metrics = train_step(fresh(), made, drawn, learning_rate=1e-7, seed=(0, 0))
+    assert metrics["sampling/logp_diff/max"] == pytest.approx(1.0, abs=1e-3)

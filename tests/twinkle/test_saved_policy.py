@@ -1,0 +1,137 @@
+"""Checkpoints that a run goes on from: exactly, at once, and without pickles."""
+
+import json
+
+import pytest
+
+from tests.twinkle.rows import INPUTS, SIDE, assert_equal
+from twinkle_jax.model import LoraConfig
+from twinkle_jax.twinkle.model import TransformersModel
+
+LORA = LoraConfig(r=2, target_modules=("q_proj", "down_proj"), lora_dropout=0.5)
+
+
+def start(checkpoint, lora=False, seed=3, optimizer="AdamW"):
+    model = TransformersModel(checkpoint, seed=seed)
+    if lora:
+        model.add_adapter_to_model("default", LORA, gradient_accumulation_steps=2)
+    model.set_loss("grpo", epsilon=0.2)
+    model.set_optimizer(optimizer, lr=0.05)
+    model.set_lr_scheduler("CosineAnnealingLR", T_max=9)
+    return model
+
+
+def train(model, calls):
+    for _ in range(calls):
+        model.forward_backward(inputs=INPUTS, **SIDE)
+        model.clip_grad_and_step()
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("lora", [False, True])
+def test_a_run_goes_on_as_if_nothing_had_happened(checkpoint, tmp_path, lora):
+    """With an adapter, in the middle of an accumulation, and with dropout's noise."""
+    model = start(checkpoint, lora)
+    train(model, 3)
+    place = model.save(
+        name="third", output_dir=tmp_path, save_optimizer=True, consumed_train_samples=9
+    )
+    assert place == tmp_path / "third"
+    train(model, 2)
+    again = start(checkpoint, lora, seed=0)
+    assert again.resume_from_checkpoint(place) == {
+        "cur_step": 3,
+        "consumed_train_samples": 9,
+        "gradient_accumulation_steps": 2 if lora else 1,
+    }
+    train(again, 2)
+    assert_equal(again.state, model.state)
+    assert again.learning_rate == model.learning_rate and again.cur_step == 5
+
+
+def test_weights_alone(checkpoint, tmp_path):
+    model = start(checkpoint)
+    train(model, 1)
+    model.save("one", tmp_path, save_optimizer=True)
+    for read in (
+        lambda m: m.resume_from_checkpoint(tmp_path / "one", resume_only_model=True),
+        lambda m: m.load("one", tmp_path),
+    ):
+        other = TransformersModel(checkpoint)
+        read(other)
+        assert_equal(other.state.params, model.state.params)
+        assert other.cur_step == 0 and other.state.step == 0
+    other = start(checkpoint)
+    other.load("one", output_dir=tmp_path, load_optimizer=True)
+    assert_equal(other.state, model.state)
+
+
+def test_files(checkpoint, tmp_path, monkeypatch):
+    model = start(checkpoint)
+    train(model, 1)
+    monkeypatch.chdir(tmp_path)
+    assert str(model.save()) == "output/checkpoint-step-1"
+    assert model.save("two", interval=2) is None and not (tmp_path / "two").exists()
+    place = model.save("one", save_optimizer=True)
+    names = {path.name for path in place.iterdir()}
+    assert names == {
+        "config.json",
+        "model.safetensors",
+        "training_state",
+    }
+    counters = json.loads((place / "training_state" / "facts.json").read_text())
+    assert counters["cur_step"] == counters["lr_steps"] == 1 and counters["lr"] == 0.05
+    # A note of the user's stays; what belonged to older weights goes with them.
+    (place / "note.txt").write_text("mine")
+    model.save("one", save_optimizer=True)
+    assert {path.name for path in place.iterdir()} == names | {"note.txt"}
+    model.save("one")
+    assert {path.name for path in place.iterdir()} == {
+        "config.json",
+        "model.safetensors",
+        "note.txt",
+    }
+
+
+def test_a_save_that_fails_leaves_the_old_one(checkpoint, tmp_path, monkeypatch):
+    model = start(checkpoint)
+    train(model, 1)
+    place = model.save("one", tmp_path, save_optimizer=True)
+    before = {path: path.read_bytes() for path in place.rglob("*") if path.is_file()}
+    train(model, 1)
+
+    def full_disk(directory, arrays, facts):
+        (directory / "leaves.json").write_bytes(b"half")
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr("twinkle_jax.twinkle.model.write_checkpoint", full_disk)
+    with pytest.raises(OSError, match="no space"):
+        model.save("one", tmp_path, save_optimizer=True)
+    assert {path: path.read_bytes() for path in place.rglob("*") if path.is_file()} == before
+    assert [path.name for path in tmp_path.iterdir()] == ["one"]
+
+
+def test_what_is_refused(checkpoint, tmp_path):
+    model = start(checkpoint)
+    train(model, 1)
+    place = model.save("one", tmp_path, save_optimizer=True)
+    for options in ({"merge": True}, {"dtype": "bfloat16"}):
+        with pytest.raises(ValueError, match="save_optimizer must go without merge and dtype"):
+            model.save("two", tmp_path, save_optimizer=True, **options)
+    plain = TransformersModel(checkpoint)
+    for call in (
+        lambda: plain.save("x", tmp_path, save_optimizer=True),
+        lambda: plain.resume_from_checkpoint(place),
+    ):
+        with pytest.raises(ValueError, match="an optimizer must be chosen first"):
+            call()
+    other = start(checkpoint, optimizer="SGD")
+    with pytest.raises(ValueError, match="must be of a run with this optimizer"):
+        other.resume_from_checkpoint(place)
+    other.forward_backward(inputs=INPUTS, **SIDE)  # it can be used all the same
+    with pytest.raises(ValueError, match=r"must hold training_state.*save_optimizer=True"):
+        model.resume_from_checkpoint(model.save("bare", tmp_path))
+    file = place / "training_state" / "facts.json"
+    file.write_bytes(file.read_bytes()[:-10])
+    with pytest.raises(ValueError, match=r"must be whole"):
+        model.resume_from_checkpoint(place)

@@ -1,1 +1,0 @@
-"""Train state, gradient, update, and the scoring of given tokens."""

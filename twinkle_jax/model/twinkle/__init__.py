@@ -1,1 +1,0 @@
-"""Twinkle's `TransformersModel`, and optimizers and schedules by the names it gives them."""

@@ -1,0 +1,155 @@
+"""Who draws completions: an interface, and the engine in this process."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+from jax.typing import DTypeLike
+from jaxtyping import Array, Bool, Int
+
+from twinkle_jax.data import Message, Template, Trajectory
+from twinkle_jax.model import DecoderConfig
+from twinkle_jax.model.decoder.parameters import Params
+from twinkle_jax.rollout.rollout import encode_prompts
+from twinkle_jax.sampler import LENGTH, Completions, Sampling, generate
+
+
+class Drawn(NamedTuple):
+    """Completions of some prompts, on the device.
+
+    Attributes:
+        prompts: their tokens, one row a prompt.
+        prompt_mask: True for tokens.
+        completions: those of a prompt stand next to each other.
+    """
+
+    prompts: Int[Array | np.ndarray, "prompts time"]
+    prompt_mask: Bool[Array | np.ndarray, "prompts time"]
+    completions: Completions
+
+
+class Engine(Protocol):
+    """Draws completions of prompts from a policy.
+
+    Attributes:
+        template: turns conversations into tokens and tokens into text.
+        stop_tokens: tokens that end a completion.
+        row_shards: the rows of a call must be a multiple of this.
+    """
+
+    @property
+    def template(self) -> Template:
+        """What turns conversations into tokens, and tokens into text."""
+
+    @property
+    def row_shards(self) -> int:
+        """Over how many devices rows are spread: their number must be a multiple of it."""
+
+    def draw(
+        self,
+        params: Params,
+        prompts: Sequence[Trajectory],
+        key: jax.Array,
+        sampling: Sampling,
+        *,
+        num_samples: int,
+    ) -> Drawn:
+        """Draw `num_samples` completions of each prompt."""
+
+
+@dataclass(frozen=True)
+class LocalEngine:
+    """Draws with the policy's own parameters, in this process, on the devices where they lie.
+
+    Attributes:
+        config: the decoder.
+        template: of the policy.
+        max_new_tokens: the most tokens of a completion.
+        max_prompt_tokens: the most tokens of a prompt.
+        frozen: parameters over which those of a call are laid: the base of an adapter.
+        compute_dtype: type of activations; None for that of the parameters.
+        mesh: devices; None for one.
+    """
+
+    config: DecoderConfig
+    template: Template
+    max_new_tokens: int
+    max_prompt_tokens: int = 1024
+    frozen: Params | None = None
+    compute_dtype: DTypeLike | None = None
+    mesh: Mesh | None = None
+
+    @property
+    def row_shards(self) -> int:
+        """Over how many devices rows are spread: their number must be a multiple of it."""
+        return 1 if self.mesh is None else int(self.mesh.shape["data"] * self.mesh.shape["fsdp"])
+
+    def draw(
+        self,
+        params: Params,
+        prompts: Sequence[Trajectory],
+        key: jax.Array,
+        sampling: Sampling,
+        *,
+        num_samples: int,
+    ) -> Drawn:
+        """Draw completions; nothing comes back to the host.
+
+        Args:
+            params: what is trained, as it is now.
+            prompts: conversations that end before the assistant speaks.
+            key: of this call; each row draws with a key of its own.
+            sampling: temperature, filters and stop tokens.
+            num_samples: completions of each prompt.
+
+        Raises:
+            ValueError: if a prompt is too long, or the devices do not divide the rows.
+        """
+        tokens, mask = encode_prompts(self.template, prompts, longest=self.max_prompt_tokens)
+        completions = generate(
+            params,
+            self.config,
+            tokens,
+            mask,
+            key,
+            sampling,
+            num_samples=num_samples,
+            max_new_tokens=self.max_new_tokens,
+            frozen=self.frozen,
+            compute_dtype=self.compute_dtype,
+            mesh=self.mesh,
+        )
+        return Drawn(tokens, mask, completions)
+
+
+class Texts(NamedTuple):
+    """Completions on the host.
+
+    Attributes:
+        trajectories: the prompts' conversations, each with a completion as its last message.
+        lengths: tokens of each completion.
+        truncated: True for completions that ran out of room.
+    """
+
+    trajectories: list[Trajectory]
+    lengths: np.ndarray[Any, Any]
+    truncated: np.ndarray[Any, Any]
+
+
+def read_texts(drawn: Drawn, prompts: Sequence[Trajectory], template: Template) -> Texts:
+    """Bring completions to the host, all in one transfer, and decode them."""
+    completions = drawn.completions
+    tokens, lengths, reasons = jax.device_get(
+        (completions.tokens, completions.lengths, completions.finish_reasons)
+    )
+    num_samples = len(tokens) // len(prompts)
+    trajectories = []
+    for i, (row, length) in enumerate(zip(tokens, lengths, strict=True)):
+        prompt = prompts[i // num_samples]
+        text = template.tokenizer.decode(row[:length].tolist())
+        answer = Message(role="assistant", content=text)
+        trajectories.append(Trajectory({**prompt, "messages": [*prompt["messages"], answer]}))
+    return Texts(trajectories, lengths, reasons == LENGTH)

@@ -1,0 +1,176 @@
+"""A rollout: what a policy drew, as rows to train on (on the device) and as text (on the host)."""
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+
+from twinkle_jax.data import Batch, Template, Trajectory, bucket_size
+from twinkle_jax.data.trajectory import IGNORE
+from twinkle_jax.sampler import LENGTH, Completions
+
+_SMALLEST_WIDTH = 16  # columns: shorter rows are not worth a compilation of their own
+
+
+class Rollout(NamedTuple):
+    """Trajectories that a policy drew; the completions of a prompt stand next to each other.
+
+    Attributes:
+        batch: [rows, time] on the device: tokens; labels, which are the tokens that the policy
+            chose; and their log-probabilities under it (`old_logps`). Advantages and those of a
+            reference policy are added later.
+        trajectories: the conversations; the last message is the completion.
+        ground_truths: what the reward compares with, one a row.
+        lengths: tokens that the policy chose, one number a row.
+        row_lengths: columns that a row takes in `batch`, padding left out.
+        truncated: True for rows that ran out of room.
+        rewards: one a row, in float32; None before they are scored.
+        reward_parts: the single rewards, by name, where several are added up.
+        greedy_rewards: rewards of the most probable completions, one a prompt, for estimators that
+            compare with them.
+        advantages: one a row, to look at; those of single tokens are in `batch`.
+    """
+
+    batch: Batch
+    trajectories: list[Trajectory]
+    ground_truths: list[Any]
+    lengths: np.ndarray[Any, Any]
+    row_lengths: np.ndarray[Any, Any]
+    truncated: np.ndarray[Any, Any]
+    rewards: np.ndarray[Any, Any] | None = None
+    reward_parts: Mapping[str, np.ndarray[Any, Any]] = MappingProxyType({})
+    greedy_rewards: np.ndarray[Any, Any] | None = None
+    advantages: Float[Array, " rows"] | None = None
+
+    @property
+    def scores(self) -> np.ndarray[Any, Any]:
+        """The rewards of a rollout that has been scored."""
+        if self.rewards is None:
+            raise ValueError("rollout must be scored first, got one without rewards")
+        return self.rewards
+
+
+def encode_prompts(
+    template: Template, prompts: Sequence[Trajectory], *, longest: int
+) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    """Make token ids of prompts, padded on the left to a bucket of lengths, and their mask.
+
+    Args:
+        template: of the policy.
+        prompts: conversations that end before the assistant speaks.
+        longest: the most tokens of a prompt.
+
+    Returns:
+        Tokens and mask, [prompts, time].
+
+    Raises:
+        ValueError: if a prompt is longer; the message says which.
+    """
+    rows = [template.encode(p, add_generation_prompt=True)["input_ids"] for p in prompts]
+    lengths = [len(row) for row in rows]
+    if max(lengths) > longest:
+        worst = int(np.argmax(lengths))
+        raise ValueError(
+            f"prompts must have at most max_prompt_tokens={longest} tokens, got {lengths[worst]} "
+            f"in prompt {worst}"
+        )
+    time = bucket_size(max(lengths), smallest=8)
+    tokens, mask = np.zeros((len(rows), time), np.int32), np.zeros((len(rows), time), bool)
+    for i, row in enumerate(rows):
+        tokens[i, time - len(row) :] = row
+        mask[i, time - len(row) :] = True
+    return tokens, mask
+
+
+def training_batch(
+    prompts: Int[Array | np.ndarray, "prompts time"],
+    prompt_mask: Bool[Array | np.ndarray, "prompts time"],
+    completions: Completions,
+    *,
+    advantages: Float[Array, " rows"] | None = None,
+    width: int | None = None,
+    mask_truncated: bool = False,
+    multiple: int = 1,
+) -> Batch:
+    """Lay prompts and their completions out to train on: labels are the next tokens.
+
+    Each row begins with its prompt in column 0 and is padded behind its completion, so that it
+    needs no mask. A batch is as wide as its longest row, not as the longest that could be drawn.
+
+    Args:
+        prompts: token ids, one row a prompt.
+        prompt_mask: True for tokens.
+        completions: of [`generate`][twinkle_jax.sampler.generate]; those of a prompt next to each
+            other.
+        advantages: one for each completion.
+        width: columns; None: a bucket that holds the longest row, which waits for the lengths.
+        mask_truncated: True takes completions that ran out of room out of the loss.
+        multiple: what the width must be a multiple of.
+
+    Returns:
+        A batch of [rows, width] tokens.
+    """
+    if width is None:
+        lengths = np.asarray(completions.lengths)
+        prompt_lengths = np.asarray(prompt_mask).sum(axis=1)
+        rows = np.repeat(prompt_lengths, len(lengths) // len(prompts)) + lengths - 1
+        width = batch_width(int(rows.max()), multiple=multiple)
+    batch: Batch = _lay_out(
+        prompts, prompt_mask, completions, width=width, mask_truncated=mask_truncated
+    )
+    return batch if advantages is None else with_advantages(batch, advantages)
+
+
+def batch_width(longest: int, *, multiple: int = 1) -> int:
+    """Give the columns of a batch whose longest row has so many tokens: few different numbers."""
+    return bucket_size(longest, smallest=_SMALLEST_WIDTH, multiple=multiple)
+
+
+@partial(jax.jit, static_argnames=("width", "mask_truncated"))
+def _lay_out(
+    prompts: Int[Array, "prompts time"],
+    prompt_mask: Bool[Array, "prompts time"],
+    completions: Completions,
+    *,
+    width: int,
+    mask_truncated: bool,
+) -> Batch:
+    samples = len(completions.tokens) // len(prompts)
+    # Prompts to the left: stable, so that their tokens stay in order.
+    order = jnp.argsort(~prompt_mask, axis=1, stable=True)
+    prompts = jnp.repeat(jnp.take_along_axis(prompts, order, axis=1), samples, axis=0)
+    starts = jnp.repeat(jnp.sum(prompt_mask, axis=1, dtype=jnp.int32), samples)[:, None]
+    lengths = completions.lengths[:, None].astype(jnp.int32)
+    columns = jnp.arange(width, dtype=jnp.int32)[None]
+
+    def pick(values: Array, index: Array) -> Array:
+        return jnp.take_along_axis(values, jnp.clip(index, 0, values.shape[1] - 1), axis=1)
+
+    of_prompt = columns < starts
+    of_completion = ~of_prompt & (columns < starts + lengths - 1)  # the last one is a label alone
+    tokens = jnp.where(of_prompt, pick(prompts, jnp.broadcast_to(columns, of_prompt.shape)), 0)
+    tokens = jnp.where(of_completion, pick(completions.tokens, columns - starts), tokens)
+    following = columns + 1 - starts  # which token of the completion comes next
+    chosen = (following >= 0) & (following < lengths)
+    if mask_truncated:
+        chosen &= (completions.finish_reasons != LENGTH)[:, None]
+    return Batch(
+        tokens=tokens.astype(jnp.int32),
+        labels=jnp.where(chosen, pick(completions.tokens, following), IGNORE).astype(jnp.int32),
+        old_logps=jnp.where(chosen, pick(completions.logprobs, following), 0),
+    )
+
+
+@jax.jit
+def with_advantages(
+    batch: Batch, advantages: Float[Array, " rows"] | Float[Array, "rows time"]
+) -> Batch:
+    """Give each token its advantage: one number a row, or one a position."""
+    if advantages.ndim == 1:
+        advantages = jnp.broadcast_to(advantages[:, None], batch.tokens.shape)
+    return batch._replace(advantages=advantages.astype(jnp.float32))

@@ -1,0 +1,35 @@
+"""Settings of rollouts."""
+
+from dataclasses import dataclass
+from typing import Any
+
+AUTO: Any = None  # chosen by the run, which knows the policy
+
+
+@dataclass(frozen=True)
+class RolloutConfig:
+    """What is sampled in each step.
+
+    Attributes:
+        prompts: prompts a step.
+        num_samples: completions of each prompt, at least 2: their rewards are compared.
+        max_new_tokens: the most tokens of a completion; auto: 8 for the built-in policy, 512 for a
+            checkpoint.
+        max_prompt_tokens: the most tokens of a prompt; longer ones are refused.
+        temperature: what logits are divided by, in sampling and in training.
+        top_k: how many of the most probable tokens may be drawn; 0 for all.
+        top_p: the fewest of the most probable tokens with this total probability may be drawn.
+        min_p: tokens with at least this share of the most probable one's probability may be drawn.
+        repetition_penalty: what logits of tokens that occurred before are divided by (multiplied,
+            if negative); 1 for none.
+    """
+
+    prompts: int = 128
+    num_samples: int = 8
+    max_new_tokens: int = AUTO
+    max_prompt_tokens: int = 1024
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0

@@ -1,0 +1,419 @@
+"""Checkpoints: arrays and facts of a run in files, whole or not at all, checked when read."""
+
+import hashlib
+import json
+import logging
+import os
+import re
+import secrets
+import shutil
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import PyTree
+
+from twinkle_jax.data.missing_extra import require
+from twinkle_jax.model.huggingface.atomic_directory import remove_remains, replace_directory
+
+MANIFEST = "manifest.json"
+
+
+def write_manifest(directory: Path) -> None:
+    """List all files of a directory, those of its subdirectories too, in its `manifest.json`."""
+    names = [p.relative_to(directory).as_posix() for p in directory.rglob("*") if p.is_file()]
+    with ThreadPoolExecutor() as pool:
+        described = pool.map(lambda name: _file_facts(directory / name), names)
+        listed = dict(zip(names, described, strict=True))
+    (directory / MANIFEST).write_text(_text(listed), encoding="utf-8")
+
+
+def find_fault(directory: Path) -> str | None:
+    """Compare a directory with its manifest, and the manifest with itself.
+
+    Returns:
+        What is wrong with the first file that is missing, cut short, or not what was written, by
+        the file's path; None if all are whole. A file that the manifest does not list is no fault.
+    """
+    path = directory / MANIFEST
+    try:
+        content = path.read_bytes().decode()
+        listed = json.loads(content)["files"]
+        if content != _text(listed):
+            raise ValueError("another list")
+    except OSError as error:
+        return f"{path} cannot be read: {error.strerror}"
+    except (ValueError, LookupError, TypeError):
+        return f"{path} is not what was written"
+    with ThreadPoolExecutor() as pool:
+        faults = pool.map(lambda name: _fault(directory / name, listed[name]), sorted(listed))
+        return next((fault for fault in faults if fault is not None), None)
+
+
+def _fault(path: Path, listed: object) -> str | None:
+    try:
+        found = _file_facts(path)
+    except (OSError, ValueError) as error:
+        return f"{path} cannot be read: {getattr(error, 'strerror', None) or error}"
+    if found == listed:
+        return None
+    return f"{path} is not what was written: now it has {found}, then {listed}"
+
+
+def _file_facts(path: Path) -> dict[str, object]:
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+        return {"bytes": file.tell(), "sha256": digest}
+
+
+def _text(listed: dict[str, dict[str, object]]) -> str:
+    """Write a list with its own SHA-256, in the one way in which that list is ever written."""
+    files = json.dumps(listed, indent=1, sort_keys=True)
+    own = hashlib.sha256(files.encode()).hexdigest()
+    return json.dumps({"files": listed, "sha256": own}, indent=1, sort_keys=True) + "\n"
+
+
+LEAVES = "leaves.json"
+_ARRAYS = "arrays"
+
+
+def write_arrays(directory: Path, arrays: PyTree[jax.Array]) -> None:
+    """Write the leaves of a tree, and a list of their names, shapes and dtypes.
+
+    Args:
+        directory: where `leaves.json` and the directory `arrays` (orbax) are to be.
+        arrays: JAX arrays, typed keys among them, in any tree, on any mesh of this process.
+
+    Raises:
+        TypeError: if a leaf is no JAX array, or is weakly typed, which could not be restored.
+        ValueError: if two leaves have the same name.
+        OSError: if the files cannot be written.
+    """
+    leaves = _name(arrays)
+    for name, leaf in leaves.items():
+        if not isinstance(leaf, jax.Array):
+            raise TypeError(f"arrays must have JAX arrays as leaves, got {type(leaf)} at {name}")
+        if getattr(leaf, "weak_type", False):  # keys have no such thing
+            raise TypeError(
+                f"arrays must have leaves with a dtype of their own, got one at {name} "
+                "that is weakly typed: make it with jnp.asarray(value, dtype)"
+            )
+    described = {name: _describe(leaf) for name, leaf in leaves.items()}
+    (directory / LEAVES).write_text(json.dumps(described, indent=1), encoding="utf-8")
+    stored = {name: _bits(leaf) for name, leaf in leaves.items() if leaf.size}
+    if stored:
+        import orbax.checkpoint as ocp
+
+        with _plain_errors(), ocp.Checkpointer(ocp.StandardCheckpointHandler()) as writer:
+            writer.save(directory.resolve() / _ARRAYS, args=ocp.args.StandardSave(stored))
+
+
+def read_arrays(directory: Path, like: PyTree[Any]) -> PyTree[jax.Array]:
+    """Read what `write_arrays` has written.
+
+    Args:
+        directory: the same.
+        like: arrays, or `jax.ShapeDtypeStruct`s, with the same tree, shapes and dtypes.
+
+    Returns:
+        The arrays, each on the devices on which `like` has it; uncommitted where it is uncommitted.
+
+    Raises:
+        ValueError: if names or shapes differ from those written.
+        TypeError: if a dtype differs; nothing is cast.
+    """
+    saved = json.loads((directory / LEAVES).read_text(encoding="utf-8"))
+    leaves = _name(like)
+    _check(saved, leaves, directory)
+    targets = {name: _target(leaf) for name, leaf in leaves.items() if np.prod(leaf.shape)}
+    stored: dict[str, Any] = {}
+    if targets:
+        import orbax.checkpoint as ocp
+
+        with _plain_errors(), ocp.Checkpointer(ocp.StandardCheckpointHandler()) as reader:
+            restore = ocp.args.StandardRestore(targets)
+            stored = reader.restore(directory.resolve() / _ARRAYS, args=restore)
+    placed = [_place(stored.get(name), leaf) for name, leaf in leaves.items()]
+    return jax.tree.unflatten(jax.tree.structure(like), placed)
+
+
+def _name(tree: PyTree[Any]) -> dict[str, Any]:
+    named = [(jax.tree_util.keystr(path), x) for path, x in jax.tree.leaves_with_path(tree)]
+    leaves = dict(named)
+    if len(leaves) < len(named):
+        twice = [name for name, _ in named if sum(name == other for other, _ in named) > 1]
+        raise ValueError(f"arrays must have one name for each leaf, got {twice[0]} twice")
+    return leaves
+
+
+def _describe(leaf: Any) -> dict[str, Any]:
+    return {"shape": list(leaf.shape), "dtype": str(leaf.dtype)}
+
+
+def _is_key(leaf: Any) -> bool:
+    return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+def _bits(leaf: jax.Array) -> jax.Array:
+    return jax.random.key_data(leaf) if _is_key(leaf) else leaf
+
+
+def _check(saved: dict[str, Any], leaves: dict[str, Any], directory: Path) -> None:
+    for name in saved.keys() ^ leaves.keys():
+        have = "no" if name in saved else "also"
+        raise ValueError(f"like must have the leaves saved in {directory}, got {have} {name}")
+    for name, leaf in leaves.items():
+        for what, error in (("shape", ValueError), ("dtype", TypeError)):
+            here, there = _describe(leaf)[what], saved[name][what]
+            if here != there:
+                raise error(f"like must have {name} with the {what} that {directory} has, {there}, "
+                            f"got {here}")  # fmt: skip
+
+
+def _sharding(leaf: Any) -> jax.sharding.Sharding | None:
+    """Give where a leaf must be; None if it may be anywhere."""
+    return leaf.sharding if getattr(leaf, "committed", True) else None
+
+
+def _target(leaf: Any) -> Any:
+    """Describe for orbax: on the host where the devices are not told, or keys are to be made."""
+    if _is_key(leaf):
+        leaf = jax.eval_shape(jax.random.key_data, leaf)
+    elif _sharding(leaf) is not None:
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
+    return np.empty(leaf.shape, leaf.dtype)
+
+
+def _place(stored: Any, leaf: Any) -> jax.Array:
+    if stored is None:  # orbax does not write arrays without elements
+        stored = np.empty(
+            jax.eval_shape(_bits, leaf).shape, np.uint32 if _is_key(leaf) else leaf.dtype
+        )
+    if isinstance(stored, jax.Array):
+        return stored
+    array = jnp.asarray(stored)
+    if _is_key(leaf):
+        array = jax.random.wrap_key_data(array, impl=jax.random.key_impl(jnp.empty((), leaf.dtype)))
+    sharding = _sharding(leaf)
+    return array if sharding is None else jax.device_put(array, sharding)
+
+
+@contextmanager
+def _plain_errors() -> Iterator[None]:
+    """Turn what tensorstore says of the system into an OSError, without pages of tracebacks."""
+    logger = logging.getLogger("absl")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    except ValueError as error:
+        code = re.search(r"os_error_code='(\d+)'", str(error))
+        if code is None:
+            raise
+        number = int(code.group(1))
+        raise OSError(number, os.strerror(number)) from error
+    finally:
+        logger.setLevel(level)
+
+
+_STEP = re.compile(r"step_(\d{8,})")
+_FACTS = "facts.json"
+
+
+def write_checkpoint(directory: Path, arrays: PyTree[jax.Array], facts: Mapping[str, Any]) -> None:
+    """Write arrays, facts, and the manifest of both to an empty directory.
+
+    Raises:
+        ValueError: if `facts` are not JSON.
+        TypeError: if a leaf is not a JAX array, or is weakly typed.
+        OSError: if the files cannot be written.
+    """
+    (directory / _FACTS).write_text(_to_json(facts), encoding="utf-8")
+    write_arrays(directory, arrays)
+    write_manifest(directory)
+
+
+def read_checkpoint(
+    directory: Path,
+    like: PyTree[Any],
+    *,
+    check: Callable[[dict[str, Any]], None] = lambda facts: None,
+) -> tuple[PyTree[jax.Array], dict[str, Any]]:
+    """Read what `write_checkpoint` has written, whose files agree with the manifest.
+
+    Args:
+        directory: the same.
+        like: as for `read_arrays`.
+        check: called with the facts before arrays are read; may raise to refuse them.
+
+    Raises:
+        ValueError: if names or shapes differ.
+        TypeError: if a dtype differs.
+    """
+    facts = json.loads((directory / _FACTS).read_text(encoding="utf-8"))
+    check(facts)
+    return read_arrays(directory, like), facts
+
+
+class Restored(NamedTuple):
+    """What a checkpoint holds."""
+
+    step: int
+    arrays: PyTree[jax.Array]
+    facts: dict[str, Any]
+
+
+class RunCheckpoints:
+    """The checkpoints of one run, the newest few of which are kept.
+
+    Each is a directory, `step_00000040`, with the arrays (orbax), `leaves.json` (their names,
+    shapes and dtypes), `facts.json`, and `manifest.json` (size and SHA-256 of every other file). It
+    is written beside its place, brought to the disk, and renamed: a process that is killed at any
+    moment leaves whole checkpoints, and remains that the next save removes. One process at a time
+    may save to a directory.
+
+    Args:
+        directory: of the checkpoints; made by the first save.
+        keep: how many to keep, at least 1. Older ones go after a newer one is in place.
+
+    Raises:
+        ImportError: if orbax-checkpoint is not installed.
+        ValueError: if `keep` is less than 1.
+        RuntimeError: if JAX runs in several processes, whose arrays are in no one's reach.
+    """
+
+    def __init__(self, directory: str | os.PathLike[str], *, keep: int = 3) -> None:
+        require("orbax", "training")
+        if keep < 1:
+            raise ValueError(f"keep must be at least 1, got {keep}")
+        if jax.process_count() > 1:
+            raise RuntimeError(
+                f"jax.process_count() must be 1 to save checkpoints, got {jax.process_count()}"
+            )
+        self.directory = Path(directory).absolute()
+        self.keep = keep
+        self._current: int | None = None  # the step that this run was last known to be at
+
+    def path(self, step: int) -> Path:
+        """The directory of a step, whether it is there or not."""
+        return self.directory / f"step_{step:08d}"
+
+    def steps(self) -> list[int]:
+        """The steps that are there, oldest first; whether they are whole, `restore` finds out."""
+        if not self.directory.is_dir():
+            return []
+        matches = ((_STEP.fullmatch(path.name), path) for path in self.directory.iterdir())
+        return sorted(int(match.group(1)) for match, path in matches if match and path.is_dir())
+
+    def save(self, step: int, arrays: PyTree[jax.Array], facts: Mapping[str, Any]) -> Path:
+        """Save a step.
+
+        The same step again replaces what was saved. Where this object has restored an earlier step
+        than the newest, saving goes on from there: later steps, which the run has left, are removed
+        once the new one is in place. Without that, a step before one that is there is an error.
+
+        Args:
+            step: how many updates the arrays have had.
+            arrays: JAX arrays, typed keys among them, in any tree.
+            facts: anything that JSON gives back as it was.
+
+        Returns:
+            The checkpoint's directory.
+
+        Raises:
+            ValueError: if `step` is negative or before the run's last one, or `facts` are not JSON.
+            TypeError: if a leaf is not a JAX array, or is weakly typed.
+            OSError: if it cannot be written, for want of space for one; earlier steps are whole.
+        """
+        self._check_step(step)
+        _to_json(facts)  # fail before anything is written
+        target = self.path(step)
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            remove_remains(self.directory, _STEP.pattern)
+            with replace_directory(target) as partial:
+                write_checkpoint(partial, arrays, facts)
+        except OSError as error:
+            reason = f"step {step} was not saved: {error.strerror}"
+            raise OSError(error.errno, reason, str(target)) from error
+        self._current = step
+        self._remove_others(step)
+        return target
+
+    def restore(
+        self,
+        like: PyTree[Any],
+        *,
+        step: int | None = None,
+        check: Callable[[dict[str, Any]], None] = lambda facts: None,
+    ) -> Restored:
+        """Restore the newest whole checkpoint, or that of one step.
+
+        Each file is compared with the manifest first. A checkpoint that does not agree with it is
+        left where it is, and the one before it is taken; a `UserWarning` names the file.
+
+        Args:
+            like: arrays, or `jax.ShapeDtypeStruct`s, with the tree, shapes and dtypes of those that
+                were saved; they tell the devices too.
+            step: None for the newest.
+            check: called with the facts before arrays are read; may raise to refuse them.
+
+        Returns:
+            The step, the arrays, byte for byte, and the facts.
+
+        Raises:
+            FileNotFoundError: if there is no whole checkpoint.
+            ValueError: if `step` is not there or not whole, or a name or shape differs.
+            TypeError: if a dtype differs.
+        """
+        there = self.steps()
+        if step is not None and step not in there:
+            raise ValueError(f"step must be one of those in {self.directory}, {there}, got {step}")
+        for candidate in [step] if step is not None else reversed(there):
+            directory = self.path(candidate)
+            fault = find_fault(directory)
+            if fault is None:
+                arrays, facts = read_checkpoint(directory, like, check=check)
+                self._current = candidate
+                return Restored(candidate, arrays, facts)
+            if step is not None:
+                raise ValueError(f"step must be one whose files are whole, got {step}: {fault}")
+            message = f"the checkpoint of step {candidate} is not used, for {fault}"
+            warnings.warn(message, UserWarning, stacklevel=2)
+        raise FileNotFoundError(f"directory must hold a whole checkpoint, got {self.directory}")
+
+    def _check_step(self, step: int) -> None:
+        newest = max(self.steps(), default=0)
+        if self._current is None and self.steps() and step <= newest:
+            raise ValueError(
+                f"step must be after {newest}, which is in {self.directory}, got {step}: restore "
+                "the step to go on from, or name another directory"
+            )
+        if step < (self._current or 0):
+            raise ValueError(f"step must be at least {self._current or 0}, got {step}")
+
+    def _remove_others(self, step: int) -> None:
+        """Remove steps that the run has left, and old ones; a rename first, so never in part."""
+        others = self.steps()
+        kept = [other for other in others if other <= step][-self.keep :]
+        for other in set(others) - set(kept):
+            path = self.path(other)
+            gone = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
+            shutil.rmtree(path.rename(gone), ignore_errors=True)
+
+
+def _to_json(facts: Mapping[str, Any]) -> str:
+    try:
+        text = json.dumps(facts, indent=1, allow_nan=False)
+        same = json.loads(text) == facts
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"facts must be JSON, got {facts!r}: {error}") from error
+    if not same:
+        raise ValueError(f"facts must be what JSON gives back as it was, got {facts!r}")
+    return text

@@ -1,0 +1,473 @@
+"""Settings of a training run: a frozen dataclass whose fields are the command's options.
+
+A `TrainConfig` that exists is complete and valid: what depends on the policy is filled in, and what
+cannot be is refused, when it is made. A new setting is one field here, and its use.
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, is_dataclass
+from operator import attrgetter
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+from twinkle_jax.loss import LOSSES, ImportanceCorrection, PolicyLoss
+from twinkle_jax.rollout.settings import AUTO, RolloutConfig
+from twinkle_jax.training.estimator import make_estimator
+from twinkle_jax.training.optimizer import make_optimizer, make_schedule
+
+Options = dict[str, int | float | bool | str]
+
+
+@dataclass(frozen=True)
+class UpdateConfig:
+    """How the policy learns from what was sampled.
+
+    Attributes:
+        advantage: name of the estimator: grpo, rloo, maxrl, opo, remax, reinforce_plus_plus,
+            reinforce (no baseline), ...
+        advantage_options: its hyper-parameters, such as k of pass_at_k and pkpo.
+        scale: what advantages are divided by, for estimators that have a scale.
+        loss: name of the loss: grpo, dapo, cispo, gspo, ...
+        epsilon: how far a ratio may fall below 1.
+        epsilon_high: how far a ratio may rise above 1; none: as far, or 0.28 for dapo.
+        kl_beta: weight of the divergence from the initial policy, per nat.
+        mask_truncated: leave completions that ran out of room out of statistics and loss.
+        dynamic_sampling: rollouts that a step may take until enough prompts have rewards that
+            differ (DAPO); 1 takes what the first gives.
+        epochs: passes over each rollout.
+        mini_batches: updates in each pass; prompts are dealt out to them at random.
+        micro_batch_rows: completions whose gradients are computed at once; none: all.
+        recompute: what the backward pass computes again rather than keep: layers (least memory),
+            elementwise (all but matrix products), or nothing.
+        correction: weights that correct for the difference between the sampler's and the trainer's
+            probabilities: none, or per token or per sequence, truncated at the cap or masked above
+            it. Takes a scoring pass more.
+        correction_cap: the largest weight.
+        on_mismatch: what happens if the sampler's log-probabilities are not the trainer's: stop
+            the run, or warn and go on.
+        max_logp_diff: the largest mean difference between sampler and trainer, in nats a token;
+            auto: 0.001 in float32, 0.2 in bfloat16.
+        max_outside_band: the largest share of tokens whose probability under the trainer is more
+            than twice, or less than half, that under the sampler.
+    """
+
+    advantage: str = "grpo"
+    advantage_options: Options = field(default_factory=dict)
+    scale: Literal["group", "batch", "none"] = "group"
+    loss: str = "grpo"
+    epsilon: float = 0.2
+    epsilon_high: float | None = None
+    kl_beta: float = 0.0
+    mask_truncated: bool = False
+    dynamic_sampling: int = 1
+    epochs: int = 1
+    mini_batches: int = 4
+    micro_batch_rows: int | None = None
+    recompute: Literal["layers", "elementwise", "nothing"] = "layers"
+    correction: Literal[
+        "none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"
+    ] = "none"
+    correction_cap: float = 2.0
+    on_mismatch: Literal["stop", "warn"] = "stop"
+    max_logp_diff: float = AUTO
+    max_outside_band: float = 0.05
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """The optimizer, and how large its steps are.
+
+    Attributes:
+        name: of an Optax optimizer: adamw, adam, sgd, lion, adafactor, muon, ...
+        options: its arguments in Optax, such as b1, b2 and weight_decay; adamw has b2 0.99 and no
+            weight decay unless they say otherwise.
+        learning_rate: the highest; auto: 6e-4 for the built-in policy, 1e-6 for a checkpoint.
+        warmup_steps: steps over which the learning rate rises to it.
+        schedule: of the learning rate: constant, linear or cosine (to 0 after the last step), or
+            the name of an Optax schedule; auto: linear for the built-in policy, else constant.
+        schedule_options: arguments of an Optax schedule.
+        max_grad_norm: gradients with a larger global norm are scaled down to it.
+        max_skipped: end the run after so many steps in a row whose gradients were not finite.
+    """
+
+    name: str = "adamw"
+    options: Options = field(default_factory=dict)
+    learning_rate: float = AUTO
+    warmup_steps: int = 10
+    schedule: str = AUTO
+    schedule_options: dict[str, Any] = field(default_factory=dict)
+    max_grad_norm: float = 1.0
+    max_skipped: int = 5
+
+
+@dataclass(frozen=True)
+class LoraSettings:
+    """Low-rank adapters, which are trained instead of the policy's own parameters.
+
+    Attributes:
+        rank: of the adapters; 0 trains all parameters.
+        alpha: what their product is scaled by, divided by the rank.
+        dropout: share of an adapter's input that is dropped in training.
+        target_modules: projections that get adapters, such as q_proj; all-linear for all inside
+            the layers.
+    """
+
+    rank: int = 0
+    alpha: float = 16.0
+    dropout: float = 0.0
+    target_modules: list[str] | str = "all-linear"
+
+
+@dataclass(frozen=True)
+class MeshConfig:
+    """How many devices share a run: their product is what it uses.
+
+    Attributes:
+        data: each has all parameters, and a share of the rows.
+        fsdp: each has a share of the parameters and of the rows; for models too large for one.
+        tensor: each has a share of every layer; must divide the key-value heads.
+    """
+
+    data: int = 1
+    fsdp: int = 1
+    tensor: int = 1
+
+
+@dataclass(frozen=True)
+class EvaluationConfig:
+    """How the policy is judged, on problems that it is never trained on.
+
+    Attributes:
+        every: steps from one evaluation to the next; 0: only before the first and after the last.
+        problems: how many held-out problems.
+        path: a file of them, for tasks from files; without one such tasks are not evaluated.
+        pass_k: k of pass@k; 0 evaluates greedily alone.
+        reward: used in place of the training reward, and named like it; rewards of 1 or more count
+            as right.
+    """
+
+    every: int = 25
+    problems: int = 256
+    path: str | None = None
+    pass_k: int = 0
+    reward: str | None = None
+
+
+@dataclass(frozen=True)
+class LoggingConfig:
+    """What is saved and shown.
+
+    Attributes:
+        checkpoint_every: steps from one checkpoint to the next; the last step always has one.
+        keep_checkpoints: how many of the newest are kept.
+        samples_every: steps from one table of completions to the next; 0 shows none.
+        tensorboard: write TensorBoard's files too.
+        wandb: log to Weights & Biases too.
+    """
+
+    checkpoint_every: int = 50
+    keep_checkpoints: int = 3
+    samples_every: int = 50
+    tensorboard: bool = False
+    wandb: bool = False
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """A training run.
+
+    Attributes:
+        model: a directory or hub id of a Hugging Face checkpoint; none: a small built-in policy,
+            which learns from examples until it gets some answers right.
+        task: arithmetic (problems made on the spot), gsm8k (from the hub; gsm8k:ID and gsm8k:FILE
+            for one in its format), or a JSON Lines file of prompts and answers.
+        level: of the arithmetic task, 1 to 6.
+        reward: exact, math, gsm8k, FILE.py:NAME or MODULE:NAME; may be given several times, then
+            the rewards are added up; none: what fits the task.
+        reward_weights: of several rewards, in their order; none: 1 each.
+        reward_timeout: seconds that a reward may take for the completions of a step.
+        system: system message of each conversation.
+        warm_start: held-out accuracy to which the built-in policy learns from examples, before it
+            learns from rewards; 0 for no examples.
+        output_dir: the directory of the run.
+        steps: rollouts with their updates; auto: 300 for the built-in policy, 500 for a checkpoint.
+        seed: of everything that is random.
+        dtype: type of activations; trained parameters and moments are float32.
+        resume: never: start fresh. auto: go on from the newest checkpoint in output_dir, if there
+            is one. Anything else: the directory of another run to go on from.
+        overwrite: delete the run that output_dir holds.
+        rollout: what is sampled in each step.
+        update: how the policy learns from it.
+        optimizer: the optimizer and its learning rate.
+        lora: low-rank adapters.
+        mesh: devices.
+        evaluation: how the policy is judged.
+        logging: what is saved and shown.
+    """
+
+    model: str | None = None
+    task: str = "arithmetic"
+    level: int = 2
+    reward: list[str] | str | None = None
+    reward_weights: list[float] | None = None
+    reward_timeout: float = 600.0
+    system: str | None = None
+    warm_start: float = 0.3
+    output_dir: str = "runs/arithmetic"
+    steps: int = AUTO
+    seed: int = 0
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    resume: str = "never"
+    overwrite: bool = False
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    update: UpdateConfig = field(default_factory=UpdateConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    lora: LoraSettings = field(default_factory=LoraSettings)
+    mesh: MeshConfig = field(default_factory=MeshConfig)
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    logging: LoggingConfig = field(default_factory=LoggingConfig)
+
+    def __post_init__(self) -> None:
+        for name, value in _automatic(self).items():
+            part, _, setting = name.rpartition(".")
+            holder = getattr(self, part) if part else self
+            if getattr(holder, setting) is not AUTO:
+                continue
+            if part:
+                object.__setattr__(self, part, dataclasses.replace(holder, **{setting: value}))
+            else:
+                object.__setattr__(self, setting, value)
+        if isinstance(self.reward, list | tuple):
+            object.__setattr__(
+                self, "reward", self.reward[0] if len(self.reward) == 1 else list(self.reward)
+            )
+        _check(self)
+
+    @property
+    def rewards(self) -> list[str]:
+        """The names of the rewards; none if the task's own is taken."""
+        if self.reward is None:
+            return []
+        return [self.reward] if isinstance(self.reward, str) else self.reward
+
+    def learning_rate(self, step: int) -> float:
+        """Give the learning rate of a step, the first of which is 0."""
+        optimizer = self.optimizer
+        schedule = make_schedule(
+            optimizer.schedule,
+            steps=self.steps,
+            peak=optimizer.learning_rate,
+            **optimizer.schedule_options,
+        )
+        return schedule(step) * min(1.0, (step + 1) / max(optimizer.warmup_steps, 1))
+
+
+def _automatic(config: TrainConfig) -> dict[str, Any]:
+    """Values of settings that depend on others, for those that were left to the run."""
+    small = config.model is None
+    return {
+        "steps": 300 if small else 500,
+        "rollout.max_new_tokens": 8 if small else 512,
+        "optimizer.learning_rate": 6e-4 if small else 1e-6,
+        "optimizer.schedule": "linear" if small else "constant",
+        "update.max_logp_diff": 1e-3 if config.dtype == "float32" else 0.2,
+    }
+
+
+def from_dict(saved: Mapping[str, Any]) -> TrainConfig:
+    """Make a configuration of what `dataclasses.asdict` and JSON have made of one."""
+    values = dict(saved)
+    for part in fields(TrainConfig):
+        if isinstance(values.get(part.name), Mapping) and callable(part.default_factory):
+            values[part.name] = part.default_factory(**values[part.name])
+    return TrainConfig(**values)
+
+
+def make_loss(config: TrainConfig) -> PolicyLoss:
+    """Make the loss of a run from its name and coefficients.
+
+    Raises:
+        ValueError: if there is none of that name that learns from rewards.
+    """
+    update = config.update
+    policy_losses = {name: cls for name, cls in LOSSES.items() if issubclass(cls, PolicyLoss)}
+    by_class_name = {cls.__name__: cls for cls in policy_losses.values()}
+    kind = (policy_losses | by_class_name).get(update.loss)
+    if kind is None:
+        known = ", ".join(policy_losses)
+        raise ValueError(f"update.loss must be one of {known}, got {update.loss!r}")
+    options: dict[str, Any] = {"epsilon": update.epsilon}
+    if update.epsilon_high is not None:
+        options["epsilon_high"] = update.epsilon_high
+    if update.kl_beta:
+        options["beta"] = update.kl_beta
+    if update.correction != "none":
+        options["correction"] = ImportanceCorrection(update.correction, update.correction_cap)
+    if hasattr(kind, "max_completion_length"):  # what Dr. GRPO divides by
+        options["max_completion_length"] = config.rollout.max_new_tokens
+    return kind(**options)
+
+
+def run_optimizer(config: TrainConfig) -> Any:
+    """Make the optimizer of a run."""
+    optimizer = config.optimizer
+    defaults = {"b2": 0.99, "weight_decay": 0.0} if optimizer.name == "adamw" else {}
+    return make_optimizer(optimizer.name, **(defaults | optimizer.options))
+
+
+# What settings may be: each by itself, and together.
+
+_AT_LEAST = {
+    "steps": 0,
+    "seed": 0,
+    "rollout.prompts": 1,
+    "rollout.num_samples": 2,
+    "rollout.max_new_tokens": 1,
+    "rollout.max_prompt_tokens": 1,
+    "update.dynamic_sampling": 1,
+    "update.epochs": 1,
+    "update.mini_batches": 1,
+    "update.micro_batch_rows": 1,
+    "optimizer.warmup_steps": 0,
+    "optimizer.max_skipped": 1,
+    "lora.rank": 0,
+    "mesh.data": 1,
+    "mesh.fsdp": 1,
+    "mesh.tensor": 1,
+    "evaluation.every": 0,
+    "evaluation.problems": 1,
+    "evaluation.pass_k": 0,
+    "logging.checkpoint_every": 1,
+    "logging.keep_checkpoints": 1,
+    "logging.samples_every": 0,
+    "update.kl_beta": 0,
+    "update.max_logp_diff": 0,
+}
+_MAY_BE_NONE = {"update.micro_batch_rows"}
+_ABOVE_ZERO = (
+    "reward_timeout",
+    "rollout.temperature",
+    "rollout.repetition_penalty",
+    "optimizer.learning_rate",
+    "optimizer.max_grad_norm",
+    "update.correction_cap",
+)
+_SHARES = ("warm_start", "update.max_outside_band")
+
+
+def _check(config: TrainConfig) -> None:
+    """Refuse settings that cannot be, by the name of the first."""
+    _check_choices(config)
+    _check_numbers(config)
+    update, optimizer = config.update, config.optimizer
+    make_estimator(update.advantage, update.advantage_options)
+    make_loss(config)
+    _prefix_errors("optimizer.options", lambda: run_optimizer(config))
+    _prefix_errors("optimizer.schedule_options", lambda: config.learning_rate(0))
+    if config.model is None and config.task != "arithmetic":
+        raise ValueError(f"model must be a checkpoint for the task {config.task}, got none")
+    weights = config.reward_weights
+    if weights is not None and len(weights) != len(config.rewards):
+        raise ValueError(
+            f"reward_weights must have a number for each of {len(config.rewards)} rewards, "
+            f"got {len(weights)}"
+        )
+    if optimizer.schedule_options and optimizer.schedule in ("constant", "linear", "cosine"):
+        raise ValueError(
+            "optimizer.schedule_options must go with a schedule of Optax, "
+            f"got optimizer.schedule={optimizer.schedule!r}"
+        )
+    if not 0 <= config.lora.dropout < 1:
+        raise ValueError(f"lora.dropout must be in [0, 1), got {config.lora.dropout}")
+    _check_rows(config)
+
+
+def _prefix_errors(name: str, make: Any) -> None:
+    try:
+        make()
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{name}: {error}") from error
+
+
+def _check_choices(config: Any, prefix: str = "") -> None:
+    """Each setting whose type lists its values must have one of them."""
+    for name, hint in get_type_hints(type(config)).items():
+        value = getattr(config, name)
+        if is_dataclass(value):
+            _check_choices(value, f"{prefix}{name}.")
+        elif get_origin(hint) is Literal and value not in get_args(hint):
+            known = ", ".join(get_args(hint))
+            raise ValueError(f"{prefix}{name} must be one of {known}, got {value!r}")
+
+
+def _check_numbers(config: TrainConfig) -> None:
+    for name, least in _AT_LEAST.items():
+        count = attrgetter(name)(config)
+        if count is None and name in _MAY_BE_NONE:
+            continue
+        if count is None or not least <= count < math.inf:
+            raise ValueError(f"{name} must be at least {least}, got {count}")
+    for name in _ABOVE_ZERO:
+        number = attrgetter(name)(config)
+        if not 0 < number < math.inf:
+            raise ValueError(f"{name} must be above 0 and finite, got {number}")
+    for name in _SHARES:
+        number = attrgetter(name)(config)
+        if not 0 <= number <= 1:
+            raise ValueError(f"{name} must be in [0, 1], got {number}")
+
+
+def _check_rows(config: TrainConfig) -> None:
+    """Prompts must be dealt out evenly to mini-batches, and rows to devices."""
+    rollout, update = config.rollout, config.update
+    if rollout.prompts % update.mini_batches:
+        raise ValueError(
+            f"update.mini_batches must divide rollout.prompts, {rollout.prompts}, "
+            f"got {update.mini_batches}"
+        )
+    devices = config.mesh.data * config.mesh.fsdp
+    rows = rollout.prompts // update.mini_batches * rollout.num_samples
+    micro = update.micro_batch_rows or rows
+    if rows % devices or micro % devices:
+        raise ValueError(
+            "mesh.data times mesh.fsdp must divide the rows of a mini-batch and of a micro-batch, "
+            f"{rows} and {micro}, got {devices}"
+        )
+
+
+# Going on with a run.
+
+_MAY_CHANGE = {"steps", "output_dir", "resume", "overwrite", "logging", "evaluation"}
+_MAY_CHANGE |= {"reward_timeout", "mesh"}
+_UPDATE_MAY_CHANGE = {"update.on_mismatch", "update.max_logp_diff", "update.max_outside_band"}
+
+
+def check_resumable(saved: Mapping[str, Any], config: TrainConfig) -> None:
+    """Refuse to go on with other settings than a run was begun with.
+
+    Args:
+        saved: `dataclasses.asdict` of the configuration in the checkpoint.
+        config: the one to go on with.
+
+    Raises:
+        ValueError: with the name of the first setting that differs.
+    """
+    current = flat(dataclasses.asdict(config))
+    for name, before in flat(saved).items():
+        # The learning rate of a step depends on their number, unless it is constant.
+        fixed = name == "steps" and config.optimizer.schedule != "constant"
+        may_change = name.split(".")[0] in _MAY_CHANGE or name in _UPDATE_MAY_CHANGE
+        if (fixed or not may_change) and current.get(name) != before:
+            raise ValueError(f"{name} must be {before!r}, as it was, got {current.get(name)!r}")
+
+
+def flat(tree: Mapping[str, Any], depth: int = 1) -> dict[str, Any]:
+    """Name each setting as the command does: `rollout.prompts`."""
+    settings: dict[str, Any] = {}
+    for name, value in tree.items():
+        if isinstance(value, Mapping) and depth:
+            settings |= {f"{name}.{key}": x for key, x in flat(value, depth - 1).items()}
+        else:
+            settings[name] = value
+    return settings

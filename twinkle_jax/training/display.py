@@ -1,0 +1,284 @@
+"""What a run shows on the terminal: progress, completions, explanations of puzzling numbers."""
+
+import os
+import unicodedata
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+from twinkle_jax.data.missing_extra import require
+from twinkle_jax.data.trajectory import Trajectory, message_text
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+# Controls, such as ESC, which terminals obey; format characters, which turn the reading direction
+# or hide text; halves of characters, which cannot be written; and two kinds of line break.
+_ACTIVE = ("Cc", "Cf", "Cs", "Zl", "Zp")
+
+
+def harmless(text: str, *, encoding: str = "utf-8") -> str:
+    r"""Write control and format characters as their code points, but for line breaks and tabs.
+
+    Args:
+        text: of anyone.
+        encoding: of the terminal; characters that it has not are escaped.
+
+    Returns:
+        The text that can be shown.
+
+    Example:
+        >>> harmless("red: \x1b[31m")
+        'red: <U+001B>[31m'
+    """
+    shown = "".join(_show(character) for character in text.replace("\r\n", "\n"))
+    return shown.encode(encoding, "backslashreplace").decode(encoding)
+
+
+def one_line(text: str, *, limit: int = 400, encoding: str = "utf-8") -> str:
+    r"""Make text harmless, shorten it, and show its line breaks as arrows.
+
+    Args:
+        text: of anyone.
+        limit: the most characters of it that are shown; of longer text the middle is left out.
+        encoding: of the terminal; characters that it has not are escaped.
+
+    Returns:
+        One line.
+
+    Example:
+        >>> one_line("one\ntwo three four", limit=9)
+        'one↵tw … our'
+    """
+    if len(text) > limit:
+        tail = limit // 3
+        text = f"{text[: limit - tail]} … {text[len(text) - tail :]}"
+    text = text.replace("\r\n", "\n").replace("\n", "↵").replace("\t", " ")
+    return harmless(text, encoding=encoding)
+
+
+def _show(character: str) -> str:
+    if character in "\n\t" or unicodedata.category(character) not in _ACTIVE:
+        return character
+    return f"<U+{ord(character):04X}>"
+
+
+_FLAT = (
+    "Nothing to learn from in this step: every completion of a prompt got the same reward, so none "
+    "is better than the others of its group, and all advantages are 0. "
+)
+_LEFT_OUT = "No update was made: parameters and the optimizer's moments are as before. "
+_ALL_WRONG = (
+    "All rewards are 0: the task may be too hard for this policy so far, or the reward does not "
+    "find the answers; the table of completions shows which."
+)
+_ALL_RIGHT = "All rewards are 1: the policy solves these prompts, and harder ones would teach more."
+_ALIKE = (
+    "More samples for each prompt, a higher temperature, or prompts that are neither too easy nor "
+    "too hard make rewards differ."
+)
+_ZERO_LOSS = (
+    "The loss is 0, and that is right: the policy is still the one that sampled, and the "
+    "advantages of a group add up to 0. The gradient is not 0; watch the reward."
+)
+_CUT = (
+    "More than half of the completions were cut off at the limit of new tokens, before their end: "
+    "a higher limit, or a penalty for length, may help."
+)
+_SKIPPED = "A gradient was not finite: that update was left out, and the parameters are as before."
+
+
+def explain(metrics: Mapping[str, float]) -> dict[str, str]:
+    """Say what puzzling numbers of a step mean.
+
+    Args:
+        metrics: of one step, by their names in `metrics.jsonl`.
+
+    Returns:
+        Sentences, each by a short name; none if there is nothing to explain.
+
+    Example:
+        >>> list(explain({"frac_reward_zero_std": 1.0, "reward": 0.0}))
+        ['flat']
+    """
+    found = {}
+    gradient = metrics.get("grad_norm", 0)
+    if metrics.get("frac_reward_zero_std", 0) >= 1 and (gradient == 0 or "kl" in metrics):
+        reward = metrics.get("reward")
+        left_out = _LEFT_OUT if metrics.get("updates_without_signal", 0) and not gradient else ""
+        found["flat"] = (
+            _FLAT
+            + left_out
+            + (_ALL_WRONG if reward == 0 else _ALL_RIGHT if reward == 1 else _ALIKE)
+        )
+    elif abs(metrics.get("loss", 1)) < 1e-6 and gradient > 0:
+        found["zero loss"] = _ZERO_LOSS
+    if metrics.get("completions/clipped_ratio", 0) > 0.5:
+        found["cut"] = _CUT
+    if metrics.get("skipped_updates", 0) > 0:
+        found["skipped"] = _SKIPPED
+    return found
+
+
+_SHOWN = {  # name in metrics.jsonl: what is shown of it
+    "reward": "reward {:.3f}",
+    "completions/mean_length": "length {:.1f}",
+    "kl": "KL {:.2g}",
+    "tokens_per_second": "{:,.0f} tok/s",
+}
+
+
+class Display:
+    """Shows a run while it goes on: on a terminal as a bar that moves, elsewhere as plain lines.
+
+    A sentence says what a number means that would puzzle, each time that it begins to.
+
+    Args:
+        total: steps of the run, those before a resumption too; None if nobody knows.
+        console: where to show; None for the standard output.
+
+    Raises:
+        ImportError: if rich is not installed; it names the extra.
+
+    Example:
+        >>> import sys
+        >>> from rich.console import Console
+        >>> with Display(10, console=Console(file=sys.stdout)) as display:
+        ...     display.step(1, {"reward": 0.25, "completions/mean_length": 12.0, "loss": 0.5})
+        step 1/10  reward 0.250  length 12.0
+    """
+
+    def __init__(self, total: int | None = None, *, console: "Console | None" = None) -> None:
+        require("rich", "training")
+        from rich.console import Console
+
+        self._total = total
+        self._console = console or Console()
+        self._progress = _make_bar(self._console, total)
+        self._task = self._progress and self._progress.add_task("", total=total, shown="")
+        self._explained: set[str] = set()
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Show a step's reward, length, KL and speed, as far as they are among the metrics.
+
+        Args:
+            step: how many updates are done.
+            metrics: by their names in `metrics.jsonl`.
+        """
+        shown = "  ".join(text.format(metrics[x]) for x, text in _SHOWN.items() if x in metrics)
+        if self._progress is None:
+            of_all = "" if self._total is None else f"/{self._total}"
+            self.note(f"step {step}{of_all}  {shown}".rstrip())
+        else:
+            self._progress.update(self._task, completed=step, shown=shown)
+        if "eval/accuracy" in metrics:
+            self.note(f"held-out accuracy after step {step}: {metrics['eval/accuracy']:.3f}")
+        sentences = explain(metrics)
+        for name, sentence in sentences.items():
+            if name not in self._explained:
+                self.note(sentence)
+        self._explained = set(sentences)
+
+    def samples(
+        self,
+        step: int,
+        trajectories: Sequence[Trajectory],
+        rewards: Sequence[float],
+        advantages: Sequence[float],
+        *,
+        rows: int = 4,
+    ) -> None:
+        """Show some completions of one prompt with their rewards and advantages.
+
+        The prompt is the first whose rewards differ. Control characters, escape sequences and what
+        turns the reading direction are shown as code points, and square brackets as they are.
+
+        Args:
+            step: to which they belong.
+            trajectories: whose last message is the completion; those of a prompt side by side.
+            rewards: of each.
+            advantages: of each.
+            rows: the most completions to show.
+        """
+        from rich.table import Table
+        from rich.text import Text
+
+        prompts = [" ".join(map(message_text, x["messages"][:-1])) for x in trajectories]
+        chosen = _one_prompt(prompts, rewards)[:rows]
+        if not chosen:
+            return
+        encoding = self._console.encoding
+        title = f"step {step}, completions of: {one_line(prompts[chosen[0]], encoding=encoding)}"
+        table = Table(title=Text(title), title_justify="left", show_lines=True, expand=True)
+        table.add_column("completion", ratio=1, overflow="fold")
+        for name in ("reward", "advantage"):
+            table.add_column(name, justify="right", no_wrap=True)
+        for i in chosen:
+            completion = one_line(message_text(trajectories[i]["messages"][-1]), encoding=encoding)
+            cells = (completion, f"{rewards[i]:.3f}", f"{advantages[i]:+.3f}")
+            table.add_row(*map(Text, cells))
+        self._console.print(table)
+
+    def summary(self, summary: Mapping[str, Any], directory: str | os.PathLike[str]) -> None:
+        """Say how a run went, and where all is.
+
+        Args:
+            summary: what `summary.json` holds.
+            directory: of the run.
+        """
+        time = f"{summary['steps']} steps in {summary['seconds']:.0f} s"
+        before, after = summary.get("accuracy_before"), summary.get("accuracy_after")
+        if before is not None and after is not None:
+            self.note(f"held-out accuracy {before:.3f} before, {after:.3f} after {time}")
+        else:
+            self.note(time)
+        self.note(f"the policy, metrics.jsonl and curves.png are in {Path(directory)}")
+
+    def note(self, sentence: str) -> None:
+        """Show a sentence as it is, without taking brackets in it for markup."""
+        from rich.text import Text
+
+        text = harmless(sentence, encoding=self._console.encoding)
+        self._console.print(Text(text), soft_wrap=not self._console.is_terminal)
+
+    def __enter__(self) -> Self:
+        if self._progress is not None:
+            self._progress.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if self._progress is not None:
+            self._progress.stop()
+
+
+def _make_bar(console: "Console", total: int | None) -> Any:
+    """Make a bar, unless there is no terminal that could move one."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+    from rich.progress import TimeRemainingColumn as TimeLeft
+    from rich.table import Column
+
+    if not console.is_terminal or console.is_dumb_terminal:
+        return None
+    count = MofNCompleteColumn(table_column=Column(no_wrap=True, min_width=2 * len(str(total)) + 1))
+    left = TimeLeft(table_column=Column(no_wrap=True, min_width=7))
+    shown = TextColumn("{task.fields[shown]}", markup=False)
+    columns = (TextColumn("step"), count, BarColumn(10), left, shown)
+    return Progress(*columns, console=console, refresh_per_second=4)
+
+
+def _one_prompt(prompts: Sequence[str], rewards: Sequence[float]) -> list[int]:
+    """Find the rows of the first prompt whose rewards differ; of the first one, if none do."""
+    groups: dict[str, list[int]] = {}
+    for i, prompt in enumerate(prompts):
+        groups.setdefault(prompt, []).append(i)
+    for rows in groups.values():
+        if len({float(rewards[i]) for i in rows}) > 1:
+            return rows
+    return next(iter(groups.values()), [])

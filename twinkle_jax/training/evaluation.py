@@ -1,0 +1,103 @@
+"""One evaluation: how a policy does on problems that it was never trained on."""
+
+import math
+from collections.abc import Callable, Sequence
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+from jax.typing import DTypeLike
+
+from twinkle_jax.data import PromptBatch, Trajectory
+from twinkle_jax.model.decoder.parameters import Params
+from twinkle_jax.reward import RewardFunction, compute_rewards
+from twinkle_jax.rollout.engine import LocalEngine
+from twinkle_jax.rollout.single_turn import SingleTurn
+from twinkle_jax.sampler import Sampling
+from twinkle_jax.training.policy import Policy
+
+
+def evaluate(
+    policy: Policy,
+    prompts: Sequence[Trajectory],
+    reward: RewardFunction,
+    *,
+    params: Params | None = None,
+    max_new_tokens: int,
+    max_prompt_tokens: int = 1024,
+    pass_k: int = 0,
+    temperature: float = 1.0,
+    batch: int = 256,
+    seed: int = 0,
+    compute_dtype: DTypeLike | None = None,
+    reward_timeout: float = 600.0,
+    mesh: Mesh | None = None,
+    check: Callable[[], None] = lambda: None,
+) -> dict[str, float]:
+    r"""Judge a policy on prompts with known answers.
+
+    $$\text{accuracy} = \overline{[r \ge 1]}, \qquad
+      \text{pass@}k = \overline{1 - \tbinom{n - c}{k} / \tbinom{n}{k}}$$
+
+    with the rewards $r$ of the most probable completions, and $c$ of $n = 2k$ sampled completions
+    of a prompt that are worth 1 or more.
+
+    Args:
+        policy: what is judged.
+        prompts: with their ground truths.
+        reward: of trajectories and ground truths.
+        params: in place of the policy's own: what is trained of it.
+        max_new_tokens: the most tokens of a completion.
+        max_prompt_tokens: the most tokens of a prompt.
+        pass_k: k of pass@k; 0 leaves it out.
+        temperature: at which completions are drawn for pass@k.
+        batch: prompts at once.
+        seed: of what is drawn for pass@k.
+        compute_dtype: type of activations.
+        reward_timeout: seconds that the reward may take for a batch.
+        mesh: what the parameters live on; None for one device.
+        check: called before a batch is sampled and before it is scored; may raise to end the
+            evaluation.
+
+    Returns:
+        `accuracy`; `reward`, the mean reward of the most probable completions; and `pass@k` if
+        asked for.
+
+    Raises:
+        ValueError: if there are no prompts.
+
+    References:
+        pass@k: Evaluating Large Language Models Trained on Code, https://arxiv.org/abs/2107.03374
+    """
+    if not len(prompts):
+        raise ValueError("prompts must not be empty, got none")
+    engine = LocalEngine(
+        policy.config, policy.template, max_new_tokens, max_prompt_tokens,
+        policy.frozen, compute_dtype, mesh,
+    )  # fmt: skip
+    stops = policy.tokenizer.stop_token_ids
+    source = SingleTurn(engine, reward, Sampling(stop_tokens=stops), 1, reward_timeout)
+    judged = policy.params if params is None else params
+
+    def rewards(samples: int, temperature: float) -> np.ndarray[tuple[int, int], np.dtype]:
+        sampling, rows = Sampling(temperature, stop_tokens=stops), []
+        for number, start in enumerate(range(0, len(prompts), batch)):
+            check()
+            chosen = PromptBatch(prompts[start : start + batch])
+            key = jax.random.fold_in(jax.random.key(seed), number)
+            trajectories = source.complete(judged, chosen, key, sampling, samples)
+            check()
+            truths = [truth for truth in chosen.ground_truths for _ in range(samples)]
+            rows.append(compute_rewards(reward, trajectories, truths, timeout=reward_timeout))
+        return np.concatenate(rows).reshape(len(prompts), samples)
+
+    greedy = rewards(1, 0.0)
+    results = {"accuracy": float((greedy >= 1).mean()), "reward": float(greedy.mean())}
+    if pass_k:
+        right = (rewards(2 * pass_k, temperature) >= 1).sum(axis=1)
+        results[f"pass@{pass_k}"] = float(np.mean([_pass_at(pass_k, int(c)) for c in right]))
+    return results
+
+
+def _pass_at(k: int, right: int) -> float:
+    return 1 - math.comb(2 * k - right, k) / math.comb(2 * k, k)

@@ -1,0 +1,274 @@
+"""One micro-batch: the gradient of its loss, added to the accumulated gradients."""
+
+import dataclasses
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+from jax.typing import DTypeLike
+from jaxtyping import Array, Bool, Float, Int, Key
+
+from twinkle_jax.data.batch import IGNORE, Batch, check_batch
+from twinkle_jax.loss import LossOutput, PolicyMetrics
+from twinkle_jax.model.decoder.attention_choice import AttentionImplementation
+from twinkle_jax.model.decoder.config import DecoderConfig
+from twinkle_jax.model.decoder.forward import Remat
+from twinkle_jax.model.decoder.lora_dropout import with_dropout
+from twinkle_jax.model.decoder.mesh_layout import spread_batch
+from twinkle_jax.model.decoder.parameters import Params, merge_params
+from twinkle_jax.model.decoder.sharding import constrain, find_mesh
+from twinkle_jax.training.score import (
+    Scalar,
+    label_scores,
+    positive_scalar,
+    run_batch,
+    traced_scalar,
+)
+from twinkle_jax.training.state import TrainState
+
+
+class StepSummary(NamedTuple):
+    """What a micro-batch adds up to.
+
+    Attributes:
+        loss_sum: the loss before it is divided.
+        denominator: what to divide it by.
+        tokens: positions with a label.
+        metrics: means over these tokens; None where the loss has none.
+        logps: log-probabilities of the labels, [batch, time], as the loss saw them; None for the
+            sum of several micro-batches.
+    """
+
+    loss_sum: Float[Array, ""]
+    denominator: Float[Array, ""]
+    tokens: Float[Array, ""]
+    metrics: PolicyMetrics | None
+    logps: Float[Array, "batch time"] | None = None
+
+    @property
+    def loss(self) -> Float[Array, ""]:
+        """The loss; 0 where there is nothing to divide by."""
+        return divided(self.loss_sum, self.denominator)
+
+
+@jax.jit
+def divided(total: Float[Array, ""], count: Float[Array, ""]) -> Float[Array, ""]:
+    """Divide; 0 / 0 is 0."""
+    return total / jnp.where(count == 0, 1, count)
+
+
+@jax.jit
+def add_summaries(a: StepSummary, b: StepSummary) -> StepSummary:
+    """Add up two micro-batches; means are weighted by their tokens."""
+    metrics = None
+    if a.metrics is not None and b.metrics is not None:
+        tokens = a.tokens + b.tokens
+
+        def mean(x: Float[Array, ""], y: Float[Array, ""]) -> Float[Array, ""]:
+            return divided(x * a.tokens + y * b.tokens, tokens)
+
+        def extreme(pick: Callable[..., Array], x: Array, y: Array) -> Array:
+            """The extreme over both, without the placeholder 1 of a batch that has no tokens."""
+            return jnp.where(a.tokens == 0, y, jnp.where(b.tokens == 0, x, pick(x, y)))
+
+        metrics = jax.tree.map(mean, a.metrics, b.metrics)._replace(
+            ratio_min=extreme(jnp.minimum, a.metrics.ratio_min, b.metrics.ratio_min),
+            ratio_max=extreme(jnp.maximum, a.metrics.ratio_max, b.metrics.ratio_max),
+        )
+    return StepSummary(
+        a.loss_sum + b.loss_sum, a.denominator + b.denominator, a.tokens + b.tokens, metrics
+    )
+
+
+Static = tuple[Any, ...]
+UNIT_SEQUENCES = {"sequences": 1, "pairs": 2, "batches": None}  # None: whatever their number
+
+
+def split_loss(loss_fn: Any) -> tuple[Static, dict[str, Any]]:
+    """Split a loss into its hashable fields and the coefficients to trace."""
+    if isinstance(loss_fn, type):
+        name = loss_fn.__name__
+        raise TypeError(f"loss_fn must be a loss such as {name}(), got the class {name}")
+    if not callable(loss_fn):
+        raise TypeError(f"loss_fn must be a loss of twinkle_jax.loss, got {loss_fn!r}")
+    if not dataclasses.is_dataclass(loss_fn):
+        return (loss_fn,), {}
+    fields = {f.name: getattr(loss_fn, f.name) for f in dataclasses.fields(loss_fn) if f.init}
+    traced = {name: value for name, value in fields.items() if _is_coefficient(value)}
+    static = tuple((name, value) for name, value in fields.items() if name not in traced)
+    return (type(loss_fn), static), {name: traced_scalar(value) for name, value in traced.items()}
+
+
+def join_loss(static: Static, traced: dict[str, Any]) -> Callable[..., Any]:
+    """Make the loss again from what `split_loss` gave."""
+    if len(static) == 1:
+        return static[0]
+    kind, fields = static
+    return kind(**dict(fields), **traced)
+
+
+def _is_coefficient(value: Any) -> bool:
+    return isinstance(value, jax.Array) or (isinstance(value, float | np.floating) and value != 0)
+
+
+def loss_denominator(
+    loss_fn: Callable[..., Any], labelled: Bool[Array, "batch time"], rows: Bool[Array, " batch"]
+) -> Float[Array, ""]:
+    """Count what the loss `divides_by`: tokens (the default), sequences, pairs, or batches."""
+    unit = getattr(loss_fn, "divides_by", "tokens")
+    if unit == "tokens":
+        return jnp.sum(labelled, dtype=jnp.float32)
+    if unit not in UNIT_SEQUENCES:
+        known = ", ".join(map(repr, ("tokens", *UNIT_SEQUENCES)))
+        raise ValueError(f"divides_by must be one of {known}, got {unit!r}")
+    size = UNIT_SEQUENCES[unit]
+    return jnp.float32(1) if size is None else jnp.sum(rows, dtype=jnp.float32) / size
+
+
+def grad_step(
+    state: TrainState,
+    batch: Batch,
+    config: DecoderConfig,
+    loss_fn: Callable[..., LossOutput],
+    *,
+    frozen: Params | None = None,
+    temperature: Scalar = 1.0,
+    key: Key[Array, ""] | None = None,
+    compute_dtype: DTypeLike | None = None,
+    attention: AttentionImplementation | None = None,
+    remat: Remat = True,
+    mesh: Mesh | None = None,
+) -> tuple[TrainState, StepSummary]:
+    r"""Add the gradient of a micro-batch to the state; compiled, and the state is donated.
+
+    $$G \leftarrow G + \nabla_\theta \sum \ell, \qquad N \leftarrow N + n$$
+
+    with the losses' sum before any division, and $n$ the tokens or the sequences that this loss
+    divides by. [`apply_gradients`][twinkle_jax.training.apply_gradients] divides once, so how a
+    batch is cut into micro-batches changes nothing. Logits are never held: log-probabilities are
+    computed in chunks, at labelled positions.
+
+    Args:
+        state: what is trained; donated: do not use it after the call.
+        batch: a micro-batch.
+        config: the decoder.
+        loss_fn: a loss of `twinkle_jax.loss`, or one that subclasses its `Loss`. Coefficients are
+            traced; a change of them compiles nothing, unless from or to 0.
+        frozen: parameters that are not trained, over which those of the state are laid.
+        temperature: above 0, at which log-probabilities are taken, as the sampler did.
+        key: root key of a training run, for the dropout of adapters that have a rate. Each row has
+            its own noise, by its number in the run, which the state counts. None: no dropout.
+        compute_dtype: as for [`hidden_states`][twinkle_jax.model.hidden_states].
+        attention: likewise, and as for `score_batch`: the ratio of a policy to itself is 1.
+        remat: likewise.
+        mesh: what the state lives on. None: what its arrays say, or one device. Arrays that are
+            traced do not say it: inside a compiled function of yours, give it.
+
+    Returns:
+        The state with the gradients, and the sums that the loss is made of.
+
+    Raises:
+        ValueError: if shapes differ, a token on the host is outside the vocabulary, or the mesh
+            does not divide the rows or the key-value heads.
+        TypeError: if tokens or labels are not integers, the loss cannot be called, or `key` is not
+            a typed key.
+    """
+    batch = check_batch(batch, config.vocab_size)
+    static, traced = split_loss(loss_fn)
+    kind = getattr(key, "dtype", np.dtype(object))
+    if key is not None and not jnp.issubdtype(kind, jax.dtypes.prng_key):
+        raise TypeError(f"key must be a typed key such as jax.random.key(0), got {key!r}")
+    return _grad_step(
+        state,
+        batch,
+        frozen=frozen,
+        traced=traced,
+        temperature=positive_scalar("temperature", temperature),
+        key=key,
+        config=config,
+        loss=static,
+        compute_dtype=None if compute_dtype is None else jnp.dtype(compute_dtype),
+        attention=attention,
+        remat=remat,
+        mesh=find_mesh(mesh, state.params),
+    )
+
+
+@partial(
+    jax.jit,
+    static_argnames=("config", "loss", "compute_dtype", "attention", "remat", "mesh"),
+    donate_argnums=0,
+)
+def _grad_step(
+    state: TrainState,
+    batch: Batch,
+    frozen: Params | None,
+    traced: dict[str, Any],
+    temperature: Float[Array, ""],
+    key: Key[Array, ""] | None,
+    *,
+    config: DecoderConfig,
+    loss: Static,
+    mesh: Mesh | None,
+    **options: Any,
+) -> tuple[TrainState, StepSummary]:
+    loss_fn = join_loss(loss, traced)
+    batch = spread_batch(batch, config, mesh)
+    labelled = batch.labels != IGNORE
+    rows = jnp.ones(len(labelled), bool) if batch.rows is None else batch.rows
+
+    def loss_sum(params: Params) -> tuple[Float[Array, ""], tuple[PolicyMetrics | None, Array]]:
+        weights = merge_params(frozen, params)
+        if key is not None:
+            weights = with_dropout(weights, key, state.rows + _count(rows) - 1)
+        hidden = run_batch(weights, config, batch, mesh, **options)
+        scores = label_scores(
+            weights,
+            hidden,
+            batch.labels,
+            temperature=temperature,
+            with_entropy=getattr(loss_fn, "require_entropy", False),
+            mesh=mesh,
+        )
+        output = _call(loss_fn, batch, scores)
+        return output.loss.astype(jnp.float32), (output.metrics, scores[0])
+
+    (total, (metrics, logps)), gradient = jax.value_and_grad(loss_sum, has_aux=True)(state.params)
+    denominator = loss_denominator(loss_fn, labelled, rows)
+    tokens = jnp.sum(labelled, dtype=jnp.float32)
+    state = state._replace(
+        gradient_sum=jax.tree.map(
+            lambda total, g: total + g.astype(total.dtype), state.gradient_sum, gradient
+        ),
+        denominator=state.denominator + denominator,
+        tokens=state.tokens + tokens,
+        rows=state.rows + _count(rows)[-1],
+    )
+    return constrain(state, mesh), StepSummary(
+        total, denominator, tokens, metrics, jax.lax.stop_gradient(logps)
+    )
+
+
+def _call(
+    loss_fn: Callable[..., LossOutput], batch: Batch, scores: tuple[Float[Array, "batch time"], ...]
+) -> LossOutput:
+    """Compute the loss as a sum, with the ignore index of this loss."""
+    ignore = getattr(loss_fn, "ignore_index", IGNORE)
+    return loss_fn(
+        {"labels": jnp.where(batch.labels == IGNORE, ignore, batch.labels)},
+        dict(zip(("logps", "entropies"), scores, strict=False)),
+        advantages=batch.advantages,
+        old_logps=batch.old_logps,
+        ref_logps=batch.ref_logps,
+        **({} if batch.sampler_logps is None else {"sampler_logps": batch.sampler_logps}),
+        denominator=1.0,
+    )
+
+
+def _count(rows: Bool[Array, " batch"]) -> Int[Array, " batch"]:
+    """Number the rows from 1; rows that only fill up the batch are not counted."""
+    return jnp.cumsum(rows, dtype=jnp.int32)

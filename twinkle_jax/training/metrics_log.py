@@ -1,0 +1,260 @@
+"""Metrics of a run in metrics.jsonl; in TensorBoard and Weights & Biases on request."""
+
+import errno
+import json
+import math
+import os
+import secrets
+from collections.abc import Mapping
+from contextlib import suppress
+from io import FileIO
+from pathlib import Path
+from types import TracebackType
+from typing import Any, BinaryIO, Protocol, Self, SupportsFloat
+
+from twinkle_jax.data.missing_extra import require
+
+
+class Sink(Protocol):
+    """A further place for metrics."""
+
+    def write(self, step: int, numbers: Mapping[str, float]) -> None:
+        """Write the numbers of one step."""
+
+    def close(self) -> None:
+        """Write what is not written yet."""
+
+
+class TensorBoard:
+    """Event files in `directory/tensorboard`.
+
+    Args:
+        directory: of the run.
+
+    Raises:
+        ImportError: if tensorboardX is not installed.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        require("tensorboardX", "tensorboard")
+        self._directory = directory / "tensorboard"
+        self._writer: Any = None
+
+    def write(self, step: int, numbers: Mapping[str, float]) -> None:
+        """Write the numbers; what an earlier process wrote of this step and later ones is void."""
+        if self._writer is None:
+            from tensorboardX import SummaryWriter
+
+            self._writer = SummaryWriter(str(self._directory), purge_step=step)
+        for name, number in numbers.items():
+            self._writer.add_scalar(name, number, step)
+
+    def close(self) -> None:
+        """Write what is not written yet."""
+        if self._writer is not None:
+            self._writer.close()
+
+
+class WeightsAndBiases:
+    """A run of Weights & Biases, which goes on when this run is resumed.
+
+    Weights & Biases keeps the first values that it is given for a step. Its project is
+    `twinkle-jax`, unless `WANDB_PROJECT` names another.
+
+    Args:
+        directory: of the run; the identity of the run there is kept in `wandb_run.txt`.
+
+    Raises:
+        ImportError: if wandb is not installed.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        require("wandb", "wandb")
+        self._directory = directory
+        self._run: Any = None
+
+    def write(self, step: int, numbers: Mapping[str, float]) -> None:
+        """Send the numbers."""
+        if self._run is None:
+            self._run = self._start()
+        self._run.log(dict(numbers), step=step)
+
+    def close(self) -> None:
+        """Wait until all is sent."""
+        if self._run is not None:
+            self._run.finish()
+
+    def _start(self) -> Any:
+        import wandb
+
+        identity = self._directory / "wandb_run.txt"
+        if not identity.exists():
+            identity.write_text(secrets.token_hex(8))
+        project = os.environ.get("WANDB_PROJECT", "twinkle-jax")
+        return wandb.init(
+            project=project,
+            name=self._directory.name,
+            dir=str(self._directory),
+            id=identity.read_text(),
+            resume="allow",
+        )
+
+
+FILE = "metrics.jsonl"
+
+
+class MetricsLog:
+    """Appends one JSON object a step to `metrics.jsonl`, which can be cut back when a run resumes.
+
+    A line is `{"step": 3, "reward": 0.5}`. JSON has no NaN and no infinity: such a value is `null`,
+    and the line's `not_finite` tells which it was: `{"kl": "nan"}`. A line that a killed process
+    has left unfinished is removed when the file is opened.
+
+    Args:
+        directory: of `metrics.jsonl`; made if it is not there.
+        tensorboard: whether to write event files for TensorBoard to `directory/tensorboard` too.
+        wandb: whether to send to Weights & Biases too; its own environment variables say how,
+            `WANDB_MODE=offline` for one.
+
+    Raises:
+        ImportError: if tensorboardX or wandb is not installed; it names the extra.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as directory, MetricsLog(directory) as log:
+        ...     log.write(1, {"reward": 0.5, "kl": float("nan")})
+        ...     print((Path(directory) / "metrics.jsonl").read_text(), end="")
+        {"step": 1, "reward": 0.5, "kl": null, "not_finite": {"kl": "nan"}}
+    """
+
+    def __init__(
+        self, directory: str | os.PathLike[str], tensorboard: bool = False, wandb: bool = False
+    ) -> None:
+        directory = Path(directory).absolute()
+        self._sinks: list[Sink] = []
+        if tensorboard:
+            self._sinks.append(TensorBoard(directory))
+        if wandb:
+            self._sinks.append(WeightsAndBiases(directory))
+        directory.mkdir(parents=True, exist_ok=True)
+        self.path = directory / FILE
+        content = self.path.read_bytes() if self.path.exists() else b""
+        kept = content[: content.rfind(b"\n") + 1]
+        self._last = self._last_step(kept)
+        self._file = self.path.open("ab", buffering=0)
+        lock_file(self._file)
+        self._file.truncate(len(kept))
+
+    @property
+    def offset(self) -> int:
+        """The file's length in bytes, for a checkpoint to keep; that much is on the disk."""
+        os.fsync(self._file.fileno())
+        return self.path.stat().st_size
+
+    def truncate(self, offset: int) -> None:
+        """Remove all lines after an offset, those of steps that a resumed run does again.
+
+        Raises:
+            ValueError: if no line ends there.
+        """
+        content = self.path.read_bytes()
+        kept = content[: max(offset, 0)]
+        if len(kept) != offset or not (kept.endswith(b"\n") or not kept):
+            raise ValueError(
+                f"offset must be one at which a line of {self.path} ends, got {offset} of "
+                f"{len(content)} bytes"
+            )
+        self._last = self._last_step(kept)
+        self._file.truncate(offset)
+
+    def write(self, step: int, metrics: Mapping[str, SupportsFloat]) -> None:
+        """Write one line.
+
+        Args:
+            step: the one axis of everything; after the step of the last line.
+            metrics: a number for each name; best from the host, for each array costs a wait.
+
+        Raises:
+            ValueError: if `step` is not after the last one, or a name is `step` or `not_finite`.
+            TypeError: if a value is no single number.
+            OSError: if the line cannot be written; no part of it stays.
+        """
+        numbers = {name: _number(name, value) for name, value in metrics.items()}
+        if self._last is not None and step <= self._last:
+            raise ValueError(f"step must be after {self._last}, as {self.path} ends, got {step}")
+        line = _line(step, numbers)
+        begin = self.path.stat().st_size
+        try:
+            if self._file.write(line) < len(line):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError as error:
+            self._file.truncate(begin)
+            reason = f"the metrics of step {step} were not written: {error.strerror}"
+            raise OSError(error.errno, reason, str(self.path)) from error
+        self._last = step
+        for sink in self._sinks:
+            sink.write(step, numbers)
+
+    def close(self) -> None:
+        """Close the file, and write what the other places have not written yet."""
+        self._file.close()
+        for sink in self._sinks:
+            sink.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _last_step(self, lines: bytes) -> int | None:
+        last = lines[lines.rfind(b"\n", 0, -1) + 1 :]
+        try:
+            return json.loads(last)["step"] if last else None
+        except (ValueError, LookupError, TypeError) as error:
+            raise ValueError(f"{self.path} must end with a step's JSON, got {last!r}") from error
+
+
+def _number(name: str, value: SupportsFloat) -> float:
+    if name in ("step", "not_finite"):
+        raise ValueError(f"metrics must not have the name {name!r}, which every line may have")
+    if isinstance(value, int):
+        return int(value)
+    if isinstance(value, str) or getattr(value, "ndim", False):
+        raise TypeError(f"metrics must be single numbers, got {value!r} for {name!r}")
+    try:
+        return float(value)
+    except TypeError as error:
+        raise TypeError(f"metrics must be single numbers, got {value!r} for {name!r}") from error
+
+
+def _line(step: int, numbers: Mapping[str, float]) -> bytes:
+    other = {name: str(x) for name, x in numbers.items() if not math.isfinite(x)}
+    finite = {name: None if name in other else x for name, x in numbers.items()}
+    note = {"not_finite": other} if other else {}
+    return json.dumps({"step": int(step)} | finite | note, allow_nan=False).encode() + b"\n"
+
+
+def lock_file(file: BinaryIO | FileIO) -> None:
+    """Keep a file for this process until it is closed, where the system can do that."""
+    with suppress(ImportError):
+        import fcntl  # not on Windows
+
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def file_is_locked(path: Path) -> bool:
+    """Whether another process, or another run of this one, keeps a file for itself."""
+    if not path.is_file():
+        return False
+    with path.open("rb") as file:
+        try:
+            lock_file(file)
+        except BlockingIOError:
+            return True
+    return False

@@ -1,0 +1,272 @@
+"""The policy of a run: a checkpoint or a small built-in decoder, with adapters or without."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+from jax.typing import DTypeLike
+
+from twinkle_jax.data import (
+    Batch,
+    Message,
+    Template,
+    Tokenizer,
+    Trajectory,
+    bucket_size,
+    small_tokenizer,
+)
+from twinkle_jax.data.trajectory import IGNORE, user_data_get
+from twinkle_jax.loss import CrossEntropyLoss
+from twinkle_jax.model import (
+    Decoder,
+    DecoderConfig,
+    LoraConfig,
+    init_params,
+    load_pretrained,
+    merge_adapter,
+    merge_params,
+    parse_config,
+    partition_rules,
+    save_pretrained,
+    shard_like_params,
+)
+from twinkle_jax.model.decoder.lora import adapter_scales, init_adapter
+from twinkle_jax.model.decoder.parameters import Params
+from twinkle_jax.model.huggingface.adapter_files import load_adapter, save_adapter
+from twinkle_jax.model.huggingface.checkpoint_files import ADAPTER_CONFIG, locate, read_json
+from twinkle_jax.training.gradient import grad_step
+from twinkle_jax.training.optimizer import make_optimizer
+from twinkle_jax.training.state import begin_training
+from twinkle_jax.training.update import apply_gradients
+
+_CHARACTERS = "0123456789+-*()="
+_SMALL = {
+    "model_type": "qwen3",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+}
+
+
+class Policy(NamedTuple):
+    """A decoder, and how it reads and writes text.
+
+    Attributes:
+        params: what is trained: all parameters, or the adapters alone.
+        config: the architecture; static.
+        template: turns conversations into tokens; holds the tokenizer.
+        frozen: parameters over which those of `params` are laid; None if all are trained.
+        lora: what the adapters look like; None if there are none.
+        base: the checkpoint that adapters belong to; None if there are none.
+    """
+
+    params: Params
+    config: DecoderConfig
+    template: Template
+    frozen: Params | None = None
+    lora: LoraConfig | None = None
+    base: str | None = None
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """What turns tokens into text."""
+        return self.template.tokenizer
+
+    @property
+    def weights(self) -> dict[str, Any]:
+        """All parameters, adapters beside the kernels that they change; nothing is copied."""
+        return merge_params(self.frozen, self.params)
+
+
+def small_policy(seed: int = 0) -> Policy:
+    """Make a Qwen3 of 114,000 random parameters that spells arithmetic, one token a character."""
+    template = Template(small_tokenizer(_CHARACTERS))
+    config = parse_config({**_SMALL, "vocab_size": len(template.tokenizer)})
+    key = jax.random.fold_in(jax.random.key(seed), 0x1417)  # apart from the keys of the run
+    return Policy(init_params(key, config), config, template)
+
+
+def load_policy(path_or_id: str, *, mesh: Mesh | None = None) -> Policy:
+    """Read a policy and its tokenizer; parameters in float32.
+
+    Args:
+        path_or_id: a Hugging Face checkpoint, or an adapter in PEFT's format, which names its base:
+            a directory, or a hub id.
+        mesh: devices that the parameters are read to; None for one device.
+
+    Returns:
+        The policy.
+
+    Raises:
+        ValueError: if the checkpoint or the tokenizer is not what it should be.
+    """
+    rules = None if mesh is None else partition_rules(mesh)
+    place = locate(path_or_id)
+    if (place / ADAPTER_CONFIG).exists():
+        base = read_json(place, ADAPTER_CONFIG).get("base_model_name_or_path")
+        if not isinstance(base, str):
+            raise ValueError(f"{place / ADAPTER_CONFIG} must name its base model, got {base!r}")
+        whole = load_policy(base, mesh=mesh)
+        lora, adapter = load_adapter(place, whole.config)
+        return lay_adapter(whole, lora, adapter, base=base, mesh=mesh)
+    decoder = load_pretrained(path_or_id, dtype="float32", mesh=mesh, partition=rules)
+    template = Template(path_or_id)
+    if len(template.tokenizer) > decoder.config.vocab_size:
+        raise ValueError(
+            f"the tokenizer of {path_or_id} must have at most the model's "
+            f"{decoder.config.vocab_size} tokens, got {len(template.tokenizer)}"
+        )
+    return Policy(decoder.params, decoder.config, template)
+
+
+def add_adapter(
+    policy: Policy,
+    lora: LoraConfig,
+    *,
+    base: str,
+    seed: int = 0,
+    dtype: DTypeLike = "float32",
+    mesh: Mesh | None = None,
+) -> Policy:
+    """Freeze a policy's parameters, and give it adapters that change nothing yet.
+
+    Args:
+        policy: a policy that is trained as a whole.
+        lora: what adapters look like.
+        base: where the policy's checkpoint is; adapters that are saved name it.
+        seed: of the random A; B starts at 0.
+        dtype: type in which the frozen parameters are held.
+        mesh: devices; None for one.
+
+    Raises:
+        ValueError: if a target is no projection of this decoder.
+    """
+    adapter = init_adapter(jax.random.key(seed), policy.config, lora)
+    return lay_adapter(policy, lora, adapter, base=base, dtype=dtype, mesh=mesh)
+
+
+def lay_adapter(
+    policy: Policy,
+    lora: LoraConfig,
+    adapter: Params,
+    *,
+    base: str,
+    dtype: DTypeLike = "float32",
+    mesh: Mesh | None = None,
+) -> Policy:
+    """Freeze a policy's parameters, and lay adapters over them."""
+    frozen = jax.tree.map(lambda x: x.astype(dtype), policy.params)
+    frozen = merge_params(frozen, adapter_scales(policy.config, lora))
+    if mesh is not None:
+        frozen = jax.device_put(frozen, shard_like_params(frozen, mesh))
+        adapter = jax.device_put(adapter, shard_like_params(adapter, mesh))
+    return policy._replace(params=adapter, frozen=frozen, lora=lora, base=base)
+
+
+def save_policy(policy: Policy, directory: str | Path, *, merge: bool = False) -> None:
+    """Write a policy with its tokenizer.
+
+    Args:
+        policy: whole, or with adapters.
+        directory: where to write a checkpoint that transformers, vLLM and `load_policy` read; the
+            adapters alone, in PEFT's format, if there are any.
+        merge: True adds adapters to the kernels, and writes a whole checkpoint.
+    """
+    if policy.lora is not None and not merge:
+        save_adapter(
+            directory,
+            policy.config,
+            policy.lora,
+            policy.params,
+            base=policy.base,
+            tokenizer=policy.tokenizer,
+        )
+        return
+    params = policy.weights
+    if policy.lora is not None:
+        params = jax.jit(merge_adapter)(params)
+    save_pretrained(Decoder(policy.config, params), directory)
+    policy.tokenizer.save_pretrained(directory)
+
+
+# A policy that never gets an answer right has nothing to learn from rewards.
+
+
+@dataclasses.dataclass(frozen=True)
+class WarmStart:
+    """How long a small policy learns from examples before it learns from rewards.
+
+    Attributes:
+        accuracy: held-out accuracy at which it ends.
+        steps: the most steps.
+        check_every: steps from one evaluation to the next.
+        rows: examples a step.
+        learning_rate: of Adam.
+    """
+
+    accuracy: float = 0.3
+    steps: int = 400
+    check_every: int = 10
+    rows: int = 128
+    learning_rate: float = 3e-3
+
+
+def warm_start(
+    policy: Policy,
+    examples: Sequence[Trajectory],
+    accuracy: Callable[[Policy], float],
+    settings: WarmStart,
+    report: Callable[[int, float], None] = lambda step, accuracy: None,
+    mesh: Mesh | None = None,
+) -> Policy:
+    """Teach a policy by example.
+
+    Args:
+        policy: a small one, as it began.
+        examples: prompts with their ground truths, which are taken as the answers.
+        accuracy: on held-out problems.
+        settings: how long.
+        report: called with the step and the accuracy of each evaluation.
+        mesh: what the parameters live on; None for one device.
+
+    Returns:
+        The policy, as soon as its accuracy reaches what was asked for.
+    """
+    optimizer = make_optimizer("adam", b2=0.99)
+    state = begin_training(policy.params, optimizer, mesh)
+    for step in range(settings.steps):
+        start = step * settings.rows
+        batch = example_batch(policy.template, examples[start : start + settings.rows])
+        state, _ = grad_step(state, batch, policy.config, CrossEntropyLoss())
+        rate = settings.learning_rate * min(1.0, (step + 1) / 20)
+        state, _ = apply_gradients(state, optimizer, learning_rate=rate, max_grad_norm=1.0)
+        if (step + 1) % settings.check_every == 0:
+            reached = accuracy(policy._replace(params=state.params))
+            report(step + 1, reached)
+            if reached >= settings.accuracy:
+                break
+    return policy._replace(params=jax.tree.map(jnp.copy, state.params))
+
+
+def example_batch(template: Template, examples: Sequence[Trajectory]) -> Batch:
+    """Make a batch of prompts with their answers, labelled where the assistant speaks."""
+    rows: list[Any] = []
+    for example in examples:
+        truth = str(user_data_get(example.get("user_data"), "ground_truth"))
+        answer = Message(role="assistant", content=truth)
+        rows.append(template.encode({"messages": [*example["messages"], answer]}))
+    time = bucket_size(max(len(row["input_ids"]) for row in rows), smallest=16)
+    tokens = np.zeros((len(rows), time), np.int32)
+    labels = np.full((len(rows), time), IGNORE, np.int32)
+    for i, row in enumerate(rows):
+        tokens[i, : len(row["input_ids"])] = row["input_ids"]
+        labels[i, : len(row["labels"])] = row["labels"]
+    return Batch(jnp.asarray(tokens), jnp.asarray(labels))

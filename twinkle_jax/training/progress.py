@@ -1,0 +1,281 @@
+"""Where a run is: what the next step depends on, and how it is saved, restored and found again."""
+
+import dataclasses
+import json
+import platform
+import shutil
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+
+from twinkle_jax.data import PromptLoader
+from twinkle_jax.model.decoder.parameters import Params
+from twinkle_jax.training.checkpoint import RunCheckpoints
+from twinkle_jax.training.config import TrainConfig, check_resumable
+from twinkle_jax.training.metrics_log import FILE, file_is_locked
+from twinkle_jax.training.state import TrainState
+
+
+@dataclass(frozen=True)
+class Totals:
+    """Numbers that go on from step to step.
+
+    Attributes:
+        num_tokens: sampled so far.
+        skipped: steps in a row, up to now, in which a gradient was not finite.
+        seconds: spent in steps.
+        accuracy_before: held-out accuracy before the first step; None if it was not measured.
+        metrics_offset: length of metrics.jsonl, in bytes, up to and with the last line that belongs
+            to these steps.
+        unwritten: metrics of the last step as JSON, while their line waits for an evaluation.
+    """
+
+    num_tokens: int = 0
+    skipped: int = 0
+    seconds: float = 0.0
+    accuracy_before: float | None = None
+    metrics_offset: int = 0
+    unwritten: str | None = None
+
+
+class Progress(NamedTuple):
+    """Where a run is after a step: with the reference policy, all that the next step depends on.
+
+    Attributes:
+        state: parameters, moments, number of updates.
+        key: the root of all randomness on the device; step s draws with `fold_in(key, s)`.
+        step: steps done.
+        totals: numbers that go on.
+        data: the loader's state: how many prompts those steps have taken, of which data.
+    """
+
+    state: TrainState
+    key: jax.Array
+    step: int
+    totals: Totals
+    data: dict[str, Any]
+
+    def is_whole(self) -> bool:
+        """Whether the arrays are there: an update under way has taken their memory."""
+        return not any(leaf.is_deleted() for leaf in jax.tree.leaves(self.state))
+
+
+def save(
+    checkpoints: RunCheckpoints,
+    progress: Progress,
+    reference: Params | None,
+    config: TrainConfig,
+) -> None:
+    """Save a checkpoint."""
+    facts = {
+        "totals": dataclasses.asdict(progress.totals),
+        "data": progress.data,
+        "config": json.loads(json.dumps(dataclasses.asdict(config))),
+        "versions": _versions(),
+    }
+    checkpoints.save(progress.step, arrays_of(progress, reference), facts)
+
+
+def restore(
+    checkpoints: RunCheckpoints,
+    fresh: Progress,
+    reference: Params | None,
+    config: TrainConfig,
+    loader: PromptLoader,
+) -> tuple[Progress, Params | None]:
+    """Restore the newest whole checkpoint; the loader goes on where it was.
+
+    Args:
+        checkpoints: of the run to go on with.
+        fresh: arrays like those that were saved.
+        reference: the same, if there is a reference policy.
+        config: to go on with.
+        loader: of the prompts.
+
+    Returns:
+        Where the run is, and its reference policy.
+
+    Raises:
+        ValueError: if a setting or the data are not those of the run; the message names which.
+    """
+
+    def check(facts: dict[str, Any]) -> None:
+        check_resumable(facts["config"], config)
+        loader.set_state(facts["data"])
+
+    step, arrays, facts = checkpoints.restore(arrays_of(fresh, reference), check=check)
+    totals = Totals(**facts["totals"])
+    progress = Progress(arrays["state"], arrays["key"], step, totals, facts["data"])
+    return progress, arrays.get("reference", reference)
+
+
+def arrays_of(progress: Progress, reference: Params | None) -> dict[str, Any]:
+    """Give the arrays of a checkpoint."""
+    return {"state": progress.state, "key": progress.key} | (
+        {"reference": reference} if reference else {}
+    )
+
+
+def _versions() -> dict[str, str]:
+    names = ("twinkle-jax", "jax", "jaxlib", "flax", "optax", "numpy", "orbax-checkpoint", "grain")
+    return {"python": platform.python_version()} | {name: metadata.version(name) for name in names}
+
+
+class LastStep:
+    """Saves the last finished step once, from the training loop or from a signal handler.
+
+    Args:
+        write: writes a checkpoint; called by one thread at a time.
+    """
+
+    def __init__(self, write: Callable[[Progress], None]) -> None:
+        self._write = write
+        self._lock = threading.Lock()
+        self._progress: Progress | None = None
+        self._saved: Progress | None = None
+
+    @property
+    def progress(self) -> Progress:
+        """The last finished step.
+
+        Raises:
+            ValueError: if there is none.
+        """
+        if self._progress is None:
+            raise ValueError("progress must be told by finished() first, got none")
+        return self._progress
+
+    def finished(self, progress: Progress, *, saved: bool = False) -> None:
+        """Note that a step is finished.
+
+        Args:
+            progress: after the step.
+            saved: whether it has a checkpoint already.
+        """
+        self._progress = progress
+        self._saved = progress if saved else self._saved
+
+    def save(self) -> None:
+        """Save the last finished step, unless that is done.
+
+        Raises:
+            OSError: if it cannot be written.
+        """
+        with self._lock:
+            progress = self._progress
+            if progress is not None and progress is not self._saved:
+                self._write(progress)
+                self._saved = progress
+
+    def save_from_signal(self) -> bool:
+        """Save the last finished step from another thread, wherever the training loop is.
+
+        Returns:
+            True if nothing is left to save. False while an update is under way, which has taken the
+            memory of the arrays: it will finish a step soon.
+
+        Raises:
+            OSError: if it cannot be written.
+        """
+        progress = self._progress
+        if progress is None or (progress is not self._saved and not progress.is_whole()):
+            return progress is None
+        try:
+            self.save()
+        except (RuntimeError, ValueError):
+            if progress.is_whole():
+                raise
+            return False
+        return True
+
+
+# The directory of a run.
+
+
+def prepare_directory(config: TrainConfig, directory: Path) -> Path | None:
+    """Find the run to go on with, or make room for a new one; nothing is lost by accident.
+
+    Returns:
+        The directory of the run to go on with; None for a new run.
+
+    Raises:
+        ValueError: if `resume` names a directory without a run.
+        FileExistsError: if a run goes on in the directory, or it holds something and neither
+            `resume` nor `overwrite` says what to do with it.
+    """
+    if file_is_locked(directory / FILE):
+        raise FileExistsError(f"output_dir must not be in use by a run, got {directory}")
+    source = run_to_resume(config.resume, directory)
+    if source is None:
+        _make_empty(config.overwrite, directory)
+        return None
+    check_resumable(saved_settings(source), config)
+    if source.resolve() != directory.resolve():
+        _make_empty(config.overwrite, directory)
+        (directory / FILE).write_bytes((source / FILE).read_bytes())
+    return source
+
+
+def run_to_resume(resume: str, directory: Path) -> Path | None:
+    """Find the run that `--resume` means; None for a new run.
+
+    Raises:
+        ValueError: if it names a directory without a run.
+    """
+    if resume == "never":
+        return None
+    source = directory if resume == "auto" else Path(resume)
+    if RunCheckpoints(source / "checkpoints").steps():
+        return source
+    if resume == "auto":
+        return None
+    raise ValueError(f"resume must be auto, never or the directory of a run, got {source}")
+
+
+def saved_settings(source: Path) -> Mapping[str, Any]:
+    """Read the settings that a run was begun with."""
+    settings = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    if not isinstance(settings, dict):
+        raise ValueError(f"{source / 'config.json'} must hold a run's settings, got {settings!r}")
+    return settings
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file so that readers find the old one or the new one, never a part."""
+    partial = path.with_name(f".{path.name}.partial")
+    partial.write_text(text, encoding="utf-8")
+    partial.replace(path)
+
+
+def _has_not_begun(directory: Path) -> bool:
+    """Whether a process that ended before its first checkpoint has left this, and nothing else."""
+    names = {path.name for path in directory.iterdir()}
+    metrics = directory / FILE
+    if FILE in names and (not metrics.is_file() or metrics.stat().st_size):
+        return False
+    known = {"config.json", ".config.json.partial", FILE, "checkpoints", "tensorboard"}
+    known |= {"wandb", "wandb_run.txt", "base"}
+    saves = [path.name for path in directory.glob("checkpoints/*")]
+    return bool(names) and names <= known and all(name[0] == "." for name in saves)
+
+
+def _make_empty(overwrite: bool, directory: Path) -> None:
+    if directory.is_dir() and any(directory.iterdir()):
+        known = ("config.json", "checkpoints", FILE, "summary.json")
+        if not _has_not_begun(directory):
+            if not overwrite:
+                raise FileExistsError(
+                    f"output_dir must be empty or new, got {directory}: --resume auto goes on with "
+                    "the run in it, --overwrite deletes it"
+                )
+            if not any((directory / name).exists() for name in known):
+                raise FileExistsError(
+                    f"output_dir must hold a run to be overwritten, got {directory}"
+                )
+        shutil.rmtree(directory)
+    directory.mkdir(parents=True, exist_ok=True)

@@ -1,0 +1,459 @@
+"""A training run: begin or go on, step by step, interrupted or finished; and its export."""
+
+import dataclasses
+import json
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+
+from twinkle_jax.data import ArithmeticTask, PromptLoader
+from twinkle_jax.model import LoraConfig, shard_like_params
+from twinkle_jax.model.decoder.parameters import Params
+from twinkle_jax.reward import RewardFunction
+from twinkle_jax.rollout.rollout import Rollout
+from twinkle_jax.training.checkpoint import RunCheckpoints
+from twinkle_jax.training.config import TrainConfig, from_dict
+from twinkle_jax.training.curves import draw_curves
+from twinkle_jax.training.display import Display
+from twinkle_jax.training.evaluation import evaluate
+from twinkle_jax.training.interruption import InterruptedRunError, Interruption
+from twinkle_jax.training.metrics_log import MetricsLog
+from twinkle_jax.training.policy import (
+    Policy,
+    WarmStart,
+    add_adapter,
+    load_policy,
+    save_policy,
+    small_policy,
+    warm_start,
+)
+from twinkle_jax.training.progress import (
+    LastStep,
+    Progress,
+    Totals,
+    arrays_of,
+    prepare_directory,
+    restore,
+    save,
+    saved_settings,
+    write_whole,
+)
+from twinkle_jax.training.state import begin_training, find_devices
+from twinkle_jax.training.step import (
+    Recipe,
+    SamplerMismatchError,
+    collect,
+    describe_mismatch,
+    make_recipe,
+    rollout_metrics,
+    train_step,
+)
+from twinkle_jax.training.task import Task, make_task
+
+_COMPARE_ALL_EVERY = 25  # steps, the first among them
+
+
+class Run(NamedTuple):
+    """What a run is made of, fixed but for the loader's position."""
+
+    config: TrainConfig
+    task: Task
+    recipe: Recipe
+    loader: PromptLoader
+    checkpoints: RunCheckpoints
+    log: MetricsLog
+    display: Display
+
+    @property
+    def policy(self) -> Policy:
+        """The policy as training began."""
+        return self.recipe.policy
+
+
+def train(config: TrainConfig, *, reward: RewardFunction | None = None) -> dict[str, Any]:
+    """Train a policy, and write everything about the run to `output_dir`.
+
+    The directory holds `config.json` (as resolved), `metrics.jsonl`, `curves.png`, `checkpoints/`,
+    `policy/` (the trained policy as a Hugging Face checkpoint, or as adapters in PEFT's format) and
+    `summary.json`.
+
+    Args:
+        config: of the run.
+        reward: in place of the one that the configuration names: a `Reward`, or any function of
+            trajectories and ground truths.
+
+    Returns:
+        What `summary.json` holds: `accuracy_before`, `accuracy_after`, `steps`, `seconds`,
+        `step_time`, and `interrupted` where a signal ended the run early.
+
+    Raises:
+        ValueError: if the configuration does not fit the run to go on with, or the task.
+        FileExistsError: if `output_dir` holds something, with neither `resume` nor `overwrite`.
+        RuntimeError: if the sampler is not the trained policy, or too many gradients in a row
+            were not finite; the last finished step is saved.
+    """
+    mesh = config.mesh
+    find_devices(mesh.data, mesh.fsdp, mesh.tensor)  # fail before anything is written
+    directory = Path(config.output_dir)
+    task = make_task(config)
+    source = prepare_directory(config, directory)
+    if reward is not None:
+        task = task._replace(reward=reward)
+
+    def write(progress: Progress) -> None:
+        save(run.checkpoints, progress, run.recipe.reference, config)
+
+    last = LastStep(write)
+    with (
+        Interruption(last_resort=last.save_from_signal) as interruption,
+        MetricsLog(directory, config.logging.tensorboard, config.logging.wandb) as log,
+        Display(total=config.steps) as display,
+    ):
+        run, progress = begin(config, directory, task, log, display, source)
+        last.finished(progress, saved=source == directory)
+        last.save()
+        if progress.step >= config.steps and (directory / "summary.json").exists():
+            display.note(f"nothing is left to do: {progress.step} of {config.steps} steps are done")
+            return json.loads((directory / "summary.json").read_text())
+        try:
+            progress = write_waiting_metrics(run, progress, last, interruption.check)
+            while progress.step < config.steps:
+                progress = one_step(run, progress, last, interruption.check)
+            return finish(run, progress, directory, interruption.check)
+        except InterruptedRunError:
+            last.save()
+            step = last.progress.step
+            display.note(f"interrupted after step {step}, which is saved: --resume auto goes on")
+            return summarize(last.progress, interrupted=True)
+        except BaseException:
+            with suppress(Exception):  # the first error is the one to report
+                if last.save_from_signal():
+                    step = last.progress.step
+                    display.note(f"step {step} is saved: --resume auto goes on after it")
+            raise
+
+
+# The beginning.
+
+
+def begin(
+    config: TrainConfig,
+    directory: Path,
+    task: Task,
+    log: MetricsLog,
+    display: Display,
+    source: Path | None,
+) -> tuple[Run, Progress]:
+    """Make the policy, or restore what a checkpoint holds; nothing is saved yet."""
+    mesh = find_devices(config.mesh.data, config.mesh.fsdp, config.mesh.tensor)
+    policy = load_policy(config.model, mesh=mesh) if config.model else small_policy(config.seed)
+    if config.model is None and mesh is not None:
+        placed = jax.device_put(policy.params, shard_like_params(policy.params, mesh))
+        policy = policy._replace(params=placed)
+    totals = Totals()
+    settings = json.dumps(dataclasses.asdict(config), indent=1)
+    if source is None:
+        display.note(f"run in {directory}: {_describe(policy)}")
+        write_whole(directory / "config.json", settings)
+        if config.model is None and config.warm_start:
+            policy = _warm(config, task, policy, display, mesh)
+    policy = _with_adapter(config, policy, directory, source, mesh)
+    if source is None:
+        before = held_out(config, task, policy, mesh=mesh).get("accuracy")
+        totals = dataclasses.replace(totals, accuracy_before=before)
+    recipe = make_recipe(config, policy, task.reward, mesh=mesh)
+    loader = PromptLoader(task.train, config.rollout.prompts, seed=config.seed)
+    state = begin_training(policy.params, recipe.optimizer, mesh)
+    progress = Progress(state, jax.random.key(config.seed), 0, totals, loader.get_state())
+    checkpoints = RunCheckpoints(directory / "checkpoints", keep=config.logging.keep_checkpoints)
+    if source is not None:
+        saved = RunCheckpoints(source / "checkpoints") if source != directory else checkpoints
+        progress, reference = restore(saved, progress, recipe.reference, config, loader)
+        recipe = recipe._replace(reference=reference)
+        log.truncate(progress.totals.metrics_offset)
+        write_whole(directory / "config.json", settings)
+        display.note(f"going on after step {progress.step} of {source}")
+    return Run(config, task, recipe, loader, checkpoints, log, display), progress
+
+
+def _with_adapter(
+    config: TrainConfig, policy: Policy, directory: Path, source: Path | None, mesh: Any
+) -> Policy:
+    """Give the policy adapters if `lora.rank` says so; the built-in one is saved as their base."""
+    lora = config.lora
+    if not lora.rank:
+        return policy
+    base = config.model
+    if base is None:
+        base = str((directory / "base").resolve())
+        if source is None:
+            save_policy(policy, base)
+        elif source.resolve() != directory.resolve():
+            save_policy(load_policy(str(source / "base")), base)
+        policy = load_policy(base, mesh=mesh)
+    settings = LoraConfig(
+        r=lora.rank,
+        lora_alpha=lora.alpha,
+        lora_dropout=lora.dropout,
+        target_modules=lora.target_modules
+        if isinstance(lora.target_modules, str)
+        else tuple(lora.target_modules),
+    )
+    return add_adapter(policy, settings, base=base, seed=config.seed, dtype=config.dtype, mesh=mesh)
+
+
+def _warm(config: TrainConfig, task: Task, policy: Policy, display: Display, mesh: Any) -> Policy:
+    examples = ArithmeticTask(config.level, size=200_000, seed=config.seed + 1)
+    return warm_start(
+        policy,
+        examples,
+        lambda policy: held_out(config, task, policy, mesh=mesh)["accuracy"],
+        WarmStart(accuracy=config.warm_start),
+        lambda step, accuracy: display.note(
+            f"warm start, {step} steps on examples: held-out accuracy {accuracy:.2f}"
+        ),
+        mesh=mesh,
+    )
+
+
+def _describe(policy: Policy) -> str:
+    count = sum(x.size for x in jax.tree.leaves(policy.params))
+    return f"{count:,} parameters on {jax.device_count()} {jax.default_backend()} device(s)"
+
+
+# Steps.
+
+
+def one_step(run: Run, progress: Progress, last: LastStep, check: Callable[[], None]) -> Progress:
+    """Do a step and what is due after it.
+
+    Args:
+        run: what is trained, and how.
+        progress: where it is.
+        last: is told what is finished.
+        check: raises `InterruptedRunError` when the run shall end.
+
+    Returns:
+        Where it is then.
+    """
+    config, step = run.config, progress.step
+    check()
+    started = time.perf_counter()
+    rollout, drawn = collect(
+        run.recipe,
+        progress.state.params,
+        lambda: next(run.loader),
+        jax.random.fold_in(progress.key, step),
+        check=check,
+    )
+    metrics = rollout_metrics(drawn, config, started)
+    try:
+        state, learnt = train_step(
+            progress.state,
+            run.recipe,
+            rollout,
+            learning_rate=config.learning_rate(step),
+            seed=(config.seed, step),
+            compare_all=step % _COMPARE_ALL_EVERY == 0,
+        )
+    except SamplerMismatchError as error:
+        last.finished(progress._replace(state=error.state))
+        raise
+    problem = describe_mismatch(learnt, config)
+    if problem is not None:
+        run.display.note(f"warning: {problem}")
+    step_time = time.perf_counter() - started
+    tokens = int(sum(r.lengths.sum() for r in drawn))
+    totals = dataclasses.replace(
+        progress.totals,
+        num_tokens=progress.totals.num_tokens + tokens,
+        seconds=progress.totals.seconds + step_time,
+        skipped=progress.totals.skipped + 1 if learnt["skipped_updates"] else 0,
+    )
+    progress = Progress(state, progress.key, step + 1, totals, run.loader.get_state())
+    metrics |= learnt | {
+        "num_tokens": totals.num_tokens,
+        "step_time": step_time,
+        "tokens_per_second": tokens / step_time,
+    }
+    progress = _write_metrics(run, progress, last, metrics, check)
+    _show_and_save(run, progress, last, rollout)
+    return progress
+
+
+def write_waiting_metrics(
+    run: Run, progress: Progress, last: LastStep, check: Callable[[], None]
+) -> Progress:
+    """Do the evaluation in which a process was interrupted, and write its step's metrics."""
+    if progress.totals.unwritten is None:
+        return progress
+    metrics = json.loads(progress.totals.unwritten)
+    totals = dataclasses.replace(progress.totals, unwritten=None)
+    progress = _write_metrics(run, progress._replace(totals=totals), last, metrics, check)
+    last.save()
+    return progress
+
+
+def _write_metrics(
+    run: Run,
+    progress: Progress,
+    last: LastStep,
+    metrics: dict[str, float],
+    check: Callable[[], None],
+) -> Progress:
+    """Evaluate if that is due, and write a step's metrics; without it if a reward raises."""
+    every, totals = run.config.evaluation.every, progress.totals
+
+    def write() -> Progress:
+        run.log.write(progress.step, metrics)
+        written = dataclasses.replace(totals, metrics_offset=run.log.offset)
+        finished = progress._replace(totals=written)
+        last.finished(finished)
+        return finished
+
+    try:
+        if every and progress.step % every == 0 and run.task.held_out:
+            # A signal in the evaluation saves this step: its evaluation is done anew on resumption.
+            waiting = dataclasses.replace(
+                totals, unwritten=json.dumps(metrics), metrics_offset=run.log.offset
+            )
+            last.finished(progress._replace(totals=waiting))
+            results = held_out(
+                run.config, run.task, run.policy,
+                params=progress.state.params, mesh=run.recipe.mesh, check=check,
+            )  # fmt: skip
+            metrics |= {f"eval/{name}": value for name, value in results.items()}
+    except InterruptedRunError:
+        raise
+    except BaseException:
+        write()
+        raise
+    progress = write()
+    run.display.step(progress.step, metrics)
+    return progress
+
+
+def _show_and_save(run: Run, progress: Progress, last: LastStep, rollout: Rollout) -> None:
+    config, step = run.config, progress.step
+    if config.logging.samples_every and step % config.logging.samples_every == 0:
+        assert rollout.advantages is not None
+        rewards, advantages = rollout.scores.tolist(), rollout.advantages.tolist()
+        run.display.samples(step, rollout.trajectories, rewards, advantages)
+    if progress.totals.skipped >= config.optimizer.max_skipped:
+        last.save()
+        raise RuntimeError(
+            f"gradients must be finite, got {progress.totals.skipped} steps in a row in which "
+            f"some were not; the parameters of step {step} are in {run.checkpoints.directory}"
+        )
+    if step % config.logging.checkpoint_every == 0 or step == config.steps:
+        last.save()
+
+
+def held_out(
+    config: TrainConfig,
+    task: Task,
+    policy: Policy,
+    *,
+    params: Params | None = None,
+    mesh: Any = None,
+    check: Callable[[], None] = lambda: None,
+) -> dict[str, float]:
+    """Evaluate a policy, or its current parameters, on the task's held-out problems."""
+    if not task.held_out:
+        return {}
+    return evaluate(
+        policy,
+        task.held_out,
+        task.judge or task.reward,
+        params=params,
+        max_new_tokens=config.rollout.max_new_tokens,
+        max_prompt_tokens=config.rollout.max_prompt_tokens,
+        pass_k=config.evaluation.pass_k,
+        temperature=config.rollout.temperature,
+        seed=config.seed,
+        compute_dtype=config.dtype,
+        reward_timeout=config.reward_timeout,
+        mesh=mesh,
+        check=check,
+    )
+
+
+# The end.
+
+
+def summarize(progress: Progress, *, interrupted: bool) -> dict[str, Any]:
+    """Give the summary of a run, as far as it is known without an evaluation."""
+    totals = progress.totals
+    return {
+        "accuracy_before": totals.accuracy_before,
+        "accuracy_after": None,
+        "steps": progress.step,
+        "seconds": round(totals.seconds, 3),
+        "step_time": round(totals.seconds / max(progress.step, 1), 4),
+        "interrupted": interrupted,
+    }
+
+
+def finish(
+    run: Run, progress: Progress, directory: Path, check: Callable[[], None]
+) -> dict[str, Any]:
+    """Evaluate once more, save the policy, and write curves and summary."""
+    check()
+    params = progress.state.params
+    results = held_out(
+        run.config, run.task, run.policy, params=params, mesh=run.recipe.mesh, check=check
+    )
+    summary = summarize(progress, interrupted=False) | {"accuracy_after": results.get("accuracy")}
+    save_policy(run.policy._replace(params=params), directory / "policy")
+    if progress.step:
+        before = progress.totals.accuracy_before
+        draw_curves(directory / "metrics.jsonl", directory / "curves.png", accuracy_before=before)
+    write_whole(directory / "summary.json", json.dumps(summary, indent=1))
+    run.display.summary(summary, directory)
+    return summary
+
+
+def export(
+    directory: str | Path,
+    target: str | Path,
+    *,
+    step: int | None = None,
+    merge: bool = False,
+    overwrite: bool = False,
+) -> None:
+    """Write the policy of a run's checkpoint in Hugging Face's format.
+
+    Args:
+        directory: of the run.
+        target: where to write it.
+        step: whose checkpoint; None for the newest whole one.
+        merge: True adds adapters to the kernels and writes a whole checkpoint.
+        overwrite: whether `target` may hold something, which is replaced.
+
+    Raises:
+        FileNotFoundError: if there is no run, or no whole checkpoint.
+        FileExistsError: if `target` holds something, without `overwrite`.
+    """
+    path, run = Path(target), Path(directory)
+    if path.exists() and (not path.is_dir() or any(path.iterdir())) and not overwrite:
+        names = sorted(p.name for p in path.iterdir())[:3] if path.is_dir() else ["a file"]
+        raise FileExistsError(
+            f"directory must be empty or new, got {path} with {', '.join(names)}: --overwrite "
+            "replaces the policy in it"
+        )
+    if not (run / "config.json").is_file():
+        raise FileNotFoundError(f"run must be the directory of a run, got {run}")
+    config = from_dict(saved_settings(run))
+    policy = load_policy(config.model) if config.model else small_policy(config.seed)
+    policy = _with_adapter(config, policy, run, run, None)
+    recipe = make_recipe(config, policy, lambda trajectories, truths: [])
+    state = begin_training(policy.params, recipe.optimizer, None)
+    like = arrays_of(
+        Progress(state, jax.random.key(config.seed), 0, Totals(), {}), recipe.reference
+    )
+    restored = RunCheckpoints(run / "checkpoints").restore(like, step=step)
+    save_policy(policy._replace(params=restored.arrays["state"].params), path, merge=merge)

@@ -1,1 +1,0 @@
-"""A whole run: how it begins, goes from step to step, is interrupted, and ends."""

@@ -1,0 +1,206 @@
+"""Log-probabilities of given tokens, in a pass without gradients and inside a train step."""
+
+import math
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, PartitionSpec
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int
+
+from twinkle_jax.data.batch import IGNORE, Batch, check_batch
+from twinkle_jax.loss import token_logprobs
+from twinkle_jax.model.decoder.attention_choice import AttentionImplementation
+from twinkle_jax.model.decoder.config import DecoderConfig
+from twinkle_jax.model.decoder.forward import hidden_states
+from twinkle_jax.model.decoder.gather_steps import gather_in_steps, steps_of
+from twinkle_jax.model.decoder.layers import output_logits, output_matrix
+from twinkle_jax.model.decoder.mesh_layout import ROWS, spread_batch
+from twinkle_jax.model.decoder.parameters import Params, merge_params
+from twinkle_jax.model.decoder.sharding import find_mesh, partition_rules
+
+Scalar = float | Float[Array, ""]
+
+
+def traced_scalar(value: Any) -> Any:
+    """Make a Python number a float32 scalar, so that all values share one compilation."""
+    return np.float32(value) if isinstance(value, int | float) else value
+
+
+def positive_scalar(name: str, value: Any) -> Any:
+    """The same for a number above 0; the value of an array on a device is not checked."""
+    if isinstance(value, jax.Array):
+        return value
+    if isinstance(value, bool) or not isinstance(value, int | float | np.number | np.ndarray):
+        raise TypeError(f"{name} must be a number, got {value!r}")
+    if math.isnan(float(value)) or float(value) <= 0:
+        raise ValueError(f"{name} must be above 0, got {value}")
+    return np.float32(value)
+
+
+def run_batch(
+    params: Params, config: DecoderConfig, batch: Batch, mesh: Mesh | None, **options: Any
+) -> Float[Array, "batch time width"]:
+    """Run the decoder over the rows of a batch."""
+    return hidden_states(
+        params,
+        config,
+        batch.tokens,
+        batch.mask,
+        positions=batch.positions,
+        segment_ids=batch.segment_ids,
+        mesh=mesh,
+        **options,
+    )
+
+
+PerToken = Float[Array, "batch time"]
+
+
+def label_scores(
+    params: Params,
+    hidden: Float[Array, "batch time width"],
+    labels: Int[Array, "batch time"],
+    *,
+    temperature: float | Float[Array, ""] = 1.0,
+    with_entropy: bool = False,
+    mesh: Mesh | None = None,
+) -> tuple[PerToken, ...]:
+    """Score labels, and give the entropies too if asked; 0 where the label is −100.
+
+    On a mesh, positions are spread over all devices, and each scores its own against the whole
+    head: the rows over data and fsdp, the time over tensor. The head is gathered once, in the type
+    of the hidden states, and its gradient is summed and scattered.
+    """
+
+    def score(hidden: Array, head: Array, labels: Array, temperature: Any) -> tuple[PerToken, ...]:
+        for dimension, axis in enumerate(spread_head):
+            if mesh is not None and axis is not None:
+                head = gather_in_steps(head, axis, dimension, steps_of(mesh.shape[axis]))
+        flat = labels.reshape(-1)
+        scores = token_logprobs(
+            hidden.reshape(-1, hidden.shape[-1]),
+            head,
+            flat,
+            mask=flat != IGNORE,
+            temperature=temperature,
+            with_entropy=with_entropy,
+        )
+        several: tuple[Any, ...] = scores if isinstance(scores, tuple) else (scores,)
+        return tuple(x.reshape(labels.shape) for x in several)
+
+    head, spread_head = output_matrix(params).astype(hidden.dtype), PartitionSpec()
+    if mesh is None:
+        return score(hidden, head, labels, temperature)
+    spread_head = partition_rules(mesh)("lm_head/kernel", head.shape)
+    spread, whole = PartitionSpec(ROWS, "tensor"), PartitionSpec()
+    scores: tuple[PerToken, ...] = jax.shard_map(
+        score, mesh=mesh, in_specs=(spread, spread_head, spread, whole), out_specs=spread
+    )(hidden, head, labels, temperature)
+    return scores
+
+
+class Scores(NamedTuple):
+    """Scores of labels under the policy; 0 where the label is −100.
+
+    Attributes:
+        logps: log-probability of each label.
+        entropies: entropy of the policy at each label, in nats; None unless asked for.
+        logits: over the whole vocabulary, at every position; None unless asked for.
+    """
+
+    logps: Float[Array, "batch time"]
+    entropies: Float[Array, "batch time"] | None = None
+    logits: Float[Array, "batch time vocab"] | None = None
+
+
+def score_batch(
+    params: Params,
+    batch: Batch,
+    config: DecoderConfig,
+    *,
+    frozen: Params | None = None,
+    temperature: Scalar = 1.0,
+    with_entropy: bool = False,
+    with_logits: bool = False,
+    compute_dtype: DTypeLike | None = None,
+    attention: AttentionImplementation | None = None,
+    mesh: Mesh | None = None,
+) -> Scores:
+    """Score the labels of a batch; compiled, nothing is donated.
+
+    Args:
+        params: a decoder's, or adapters'.
+        batch: tokens and labels; what a loss needs besides is not read.
+        config: the decoder.
+        frozen: parameters over which `params` are laid.
+        temperature: at which log-probabilities and entropies are taken; logits are as they are.
+        with_entropy: whether to compute entropies.
+        with_logits: whether to compute all logits, [batch, time, vocabulary] in float32.
+        compute_dtype: as for [`hidden_states`][twinkle_jax.model.hidden_states].
+        attention: likewise.
+        mesh: what the parameters live on. None: what their arrays say, or one device. Arrays that
+            are traced do not say it: inside a compiled function of yours, give it.
+
+    Returns:
+        The scores, at every position with a label.
+    """
+    batch = check_batch(batch, config.vocab_size)
+    return _score_batch(
+        params,
+        frozen,
+        batch._replace(
+            advantages=None, old_logps=None, ref_logps=None, sampler_logps=None, rows=None
+        ),
+        positive_scalar("temperature", temperature),
+        config=config,
+        with_entropy=with_entropy,
+        with_logits=with_logits,
+        compute_dtype=None if compute_dtype is None else jnp.dtype(compute_dtype),
+        attention=attention,
+        mesh=find_mesh(mesh, params),
+    )
+
+
+@partial(
+    jax.jit,
+    static_argnames=(
+        "config",
+        "with_entropy",
+        "with_logits",
+        "compute_dtype",
+        "attention",
+        "mesh",
+    ),
+)
+def _score_batch(
+    params: Params,
+    frozen: Params | None,
+    batch: Batch,
+    temperature: Float[Array, ""],
+    *,
+    config: DecoderConfig,
+    with_entropy: bool,
+    with_logits: bool,
+    mesh: Mesh | None,
+    **options: Any,
+) -> Scores:
+    weights = merge_params(frozen, params)
+    batch = spread_batch(batch, config, mesh)
+    hidden = run_batch(weights, config, batch, mesh, remat=False, **options)
+    scores = label_scores(
+        weights,
+        hidden,
+        batch.labels,
+        temperature=temperature,
+        with_entropy=with_entropy,
+        mesh=mesh,
+    )
+    return Scores(
+        scores[0],
+        scores[1] if with_entropy else None,
+        output_logits(weights, hidden) if with_logits else None,
+    )

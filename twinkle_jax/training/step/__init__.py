@@ -1,1 +1,0 @@
-"""One step of training, in parts: completions, rewards, advantages, updates, an evaluation."""

@@ -1,0 +1,123 @@
+"""Tasks by name: prompts to train on, prompts to evaluate on, and a reward."""
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from twinkle_jax.data import (
+    ArithmeticTask,
+    Trajectory,
+    read_gsm8k,
+    read_jsonl,
+    user_data_get,
+)
+from twinkle_jax.data.prompt_files import download_split
+from twinkle_jax.reward import (
+    ExactMatchReward,
+    GSM8KAccuracyReward,
+    MathReward,
+    RewardFunction,
+    WeightedReward,
+    find_reward,
+    find_rewards,
+)
+from twinkle_jax.training.config import TrainConfig
+
+_GSM8K = "openai/gsm8k"
+_HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
+_NEED_ANSWERS = (ExactMatchReward, GSM8KAccuracyReward, MathReward)
+_PROBLEMS = 100_000  # of the arithmetic task, before they come up again
+
+
+def hub_id(task: str) -> str | None:
+    """Give the id of the hub's data set that a task names; None if it names none."""
+    kind, _, path = task.partition(":")
+    path = path or _GSM8K
+    is_file = Path(path).is_file() or Path(path).suffix in (".jsonl", ".json", ".parquet")
+    return path if kind == "gsm8k" and not is_file and _HUB_ID.fullmatch(path) else None
+
+
+class Task(NamedTuple):
+    """What a policy is trained on.
+
+    Attributes:
+        train: prompts with their ground truths.
+        held_out: prompts that are never trained on; empty where there are none.
+        reward: of trajectories and ground truths.
+        judge: the reward of evaluations; None: the same.
+    """
+
+    train: Sequence[Trajectory]
+    held_out: Sequence[Trajectory]
+    reward: RewardFunction
+    judge: RewardFunction | None = None
+
+
+def make_task(config: TrainConfig) -> Task:
+    """Find the task that a configuration names.
+
+    Args:
+        config: of the run; `task`, `level`, `reward`, `system`, `seed` and `evaluation` are read.
+
+    Returns:
+        The task.
+
+    Raises:
+        ValueError: if there is no such task, a file is not found, or a record cannot be read.
+    """
+    train, held_out, fitting = _find_prompts(config)
+    names = config.rewards or [fitting]
+    # One reward without a weight is called as it is: there is nothing to add up.
+    reward: RewardFunction = find_reward(names[0])
+    if len(names) > 1 or config.reward_weights:
+        reward = find_rewards(names, config.reward_weights)
+    judge = None
+    if config.evaluation.reward:
+        judge = find_reward(config.evaluation.reward, argument="evaluation.reward")
+    for argument, prompts, scored_by in (
+        ("task", train, reward),
+        ("evaluation.path", held_out, judge or reward),
+    ):
+        # A file has answers in all records or in none.
+        answered = len(prompts) and user_data_get(prompts[0]["user_data"], "ground_truth")
+        if len(prompts) and answered is None and _needs_answers(scored_by):
+            raise ValueError(
+                f"{argument} must have an 'answer' in each record for this reward, got none"
+            )
+    return Task(train, held_out, reward, judge)
+
+
+def _needs_answers(reward: RewardFunction) -> bool:
+    parts = reward.rewards.values() if isinstance(reward, WeightedReward) else [reward]
+    return any(isinstance(part, _NEED_ANSWERS) for part in parts)
+
+
+def _find_prompts(config: TrainConfig) -> tuple[Sequence[Trajectory], Sequence[Trajectory], str]:
+    """Find prompts to train on, prompts to evaluate on, and the name of the reward that fits."""
+    count = config.evaluation.problems
+    if config.task == "arithmetic":
+        train = ArithmeticTask(config.level, size=_PROBLEMS, seed=config.seed)
+        held_out = ArithmeticTask(config.level, split="eval", size=count, seed=config.seed)
+        return train, held_out, "exact"
+    kind, _, path = config.task.partition(":")
+    gsm8k = kind == "gsm8k"
+    read = read_gsm8k if gsm8k else read_jsonl
+    held_out_file = config.evaluation.path
+    files = [path if gsm8k else config.task]
+    judged_files = [held_out_file] if held_out_file else []
+    repository = hub_id(config.task)
+    if repository is not None:
+        files = [str(file) for file in download_split(repository, "train")]
+        if not judged_files:
+            judged_files = [str(file) for file in download_split(repository, "test")]
+    for name, choices, paths in (
+        ("task", "arithmetic, gsm8k, gsm8k:FILE or a JSONL file", files),
+        ("evaluation.path", "a file", judged_files),
+    ):
+        for file in paths:
+            if not Path(file).is_file():
+                raise ValueError(f"{name} must be {choices}, got {file!r}, which was not found")
+    prompts = [prompt for file in files for prompt in read(file, system=config.system)]
+    judged = [prompt for file in judged_files for prompt in read(file, system=config.system)]
+    return prompts, judged[:count], "gsm8k" if gsm8k else "math"

@@ -1,0 +1,119 @@
+"""Optimizers and schedules by the names that PyTorch and Twinkle give them, made by Optax."""
+
+import inspect
+import math
+from collections.abc import Callable
+from typing import Any
+
+import optax
+
+from twinkle_jax.training.optimizer import make_optimizer
+
+DEFAULT_LEARNING_RATE = 1e-5
+
+Factor = Callable[[int], float]
+Schedule = Callable[[int, float], float]  # number of steps and base rate -> learning rate
+
+# PyTorch's options with its defaults, and what Optax calls the optimizer.
+_TORCH: dict[str, tuple[str, dict[str, Any]]] = {
+    "AdamW": ("adamw", {"betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}),
+    "Adam": ("adam", {"betas": (0.9, 0.999), "eps": 1e-8}),
+    "SGD": ("sgd", {"momentum": 0.0, "nesterov": False}),
+    "Lion": ("lion", {"betas": (0.9, 0.99), "weight_decay": 0.0}),
+    "Muon": (
+        "muon",
+        {"weight_decay": 0.1, "momentum": 0.95, "nesterov": True, "eps": 1e-7, "ns_steps": 5},
+    ),
+}
+_RENAMED = {"muon": {"momentum": "beta"}}
+
+
+def choose_optimizer(
+    optimizer: str | optax.GradientTransformation, options: dict[str, Any]
+) -> optax.GradientTransformation:
+    """Make an optimizer by PyTorch's or Optax's name; or take an Optax transformation."""
+    if isinstance(optimizer, str):
+        if optimizer not in _TORCH:
+            return make_optimizer(optimizer, **options)
+        name, defaults = _TORCH[optimizer]
+        unknown = sorted(options.keys() - defaults.keys())
+        if unknown:
+            raise TypeError(
+                f"options of {optimizer} must be among lr, {', '.join(defaults)}, "
+                f"got {unknown[0]!r}"
+            )
+        return make_optimizer(name, **_optax_options(name, defaults | options))
+    if not isinstance(optimizer, optax.GradientTransformation):
+        raise TypeError(f"optimizer must be a name or an Optax transformation, got {optimizer!r}")
+    if options:
+        raise TypeError(f"options must be given to the Optax transformation itself, got {options}")
+    return optimizer
+
+
+def _optax_options(name: str, options: dict[str, Any]) -> dict[str, Any]:
+    betas = options.pop("betas", None)
+    if betas is not None:
+        options |= {"b1": betas[0], "b2": betas[1]}
+    if name == "sgd":
+        options["momentum"] = options["momentum"] or None
+    return {_RENAMED.get(name, {}).get(key, key): value for key, value in options.items()}
+
+
+def _cosine_annealing(*, T_max: int, eta_min: float = 0.0) -> Schedule:  # noqa: N803  PyTorch's
+    """Swing between the base rate and `eta_min`, which it reaches after `T_max` steps."""
+    if isinstance(T_max, bool) or not isinstance(T_max, int) or T_max < 1:
+        raise ValueError(f"T_max must be a positive int, got {T_max!r}")
+
+    def rate(step: int, base: float) -> float:
+        return eta_min + (base - eta_min) * 0.5 * (1 + math.cos(math.pi * step / T_max))
+
+    return rate
+
+
+def _warmed_up(decay: Callable[[float], float], warmup: int, steps: int) -> Schedule:
+    def rate(step: int, base: float) -> float:
+        if step < warmup:
+            return base * step / warmup
+        return base * decay(min((step - warmup) / max(steps - warmup, 1), 1.0))
+
+    return rate
+
+
+def _cosine_warmup(*, num_training_steps: int, num_warmup_steps: int = 0) -> Schedule:
+    def decay(part: float) -> float:
+        return 0.5 * (1 + math.cos(math.pi * part))
+
+    return _warmed_up(decay, num_warmup_steps, num_training_steps)
+
+
+def _linear_warmup(*, num_training_steps: int, num_warmup_steps: int = 0) -> Schedule:
+    return _warmed_up(lambda part: 1 - part, num_warmup_steps, num_training_steps)
+
+
+_SCHEDULES: dict[str, Callable[..., Schedule]] = {
+    "ConstantLR": lambda: lambda step, base: base,
+    "CosineAnnealingLR": _cosine_annealing,
+    "CosineWarmupScheduler": _cosine_warmup,
+    "LinearWarmupScheduler": _linear_warmup,
+    "LambdaLR": lambda *, lr_lambda: lambda step, base: base * lr_lambda(step),
+}
+
+
+def choose_schedule(name: str | Factor, options: dict[str, Any]) -> Schedule:
+    """Make a schedule by name, or from a function from the number of steps to a factor."""
+    if callable(name):
+        if options:
+            raise TypeError(f"options must go with a name, not with a function, got {options}")
+        return lambda step, base: base * name(step)
+    if name not in _SCHEDULES:
+        raise ValueError(
+            f"scheduler must be one of {', '.join(_SCHEDULES)} or a function from the number of "
+            f"steps to a factor, got {name!r}"
+        )
+    known = inspect.signature(_SCHEDULES[name]).parameters
+    needed = {key for key, p in known.items() if p.default is p.empty}
+    if set(options) - set(known) or needed - set(options):
+        raise TypeError(
+            f"options of {name} must be {', '.join(known) or 'none'}, got {sorted(options)}"
+        )
+    return _SCHEDULES[name](**options)
