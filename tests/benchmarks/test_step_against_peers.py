@@ -22,7 +22,7 @@ from tests.benchmarks.peers.turns import environment
 
 WARM_UP, TURN = 1, 3
 # Settings of an update that are faster here than those it comes with; values do not depend on them.
-TUNED = {512: '{"micro_batch_rows": 16, "recompute": "elementwise"}'}
+TUNED = {512: '{"recompute": "elementwise"}'}
 PEERS = {"trl_grpo": "trl", "tunix_grpo": "tunix"}
 
 

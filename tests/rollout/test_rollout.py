@@ -93,3 +93,15 @@ def test_texts_are_the_completions_of_their_prompts():
         own = POLICY.tokenizer.decode(tokens[i, : texts.lengths[i]])
         assert message_text(said["messages"][-1]) == own
     assert "".join(message_text(t["messages"][-1]) for t in texts.trajectories)
+
+
+def test_fewer_slots_draw_the_same_tokens():
+    sampling = Sampling(stop_tokens=POLICY.tokenizer.stop_token_ids)
+    drawn = []
+    for slots in (None, 4):
+        engine = LocalEngine(POLICY.config, POLICY.template, NEW, 64, slots=slots)
+        key = jax.random.key(3)
+        drawn.append(engine.draw(POLICY.params, PROMPTS, key, sampling, num_samples=SAMPLES))
+    one, other = (x.completions for x in drawn)
+    np.testing.assert_array_equal(one.tokens, other.tokens)
+    np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-5)

@@ -39,7 +39,7 @@ def make_files(folder):
 
 
 def update(**changes):
-    settings = {"mini_batches": 1, "micro_batch_rows": 4, "kl_beta": 0.01}
+    settings = {"mini_batches": 1, "micro_batch_tokens": 64, "kl_beta": 0.01}
     return UpdateConfig(**(settings | {"advantage": "rloo", "scale": "none"} | changes))
 
 
@@ -55,7 +55,7 @@ def config(folder, directory, **changes):
         "reward": "exact",
         "steps": STEPS,
         "output_dir": str(directory),
-        "rollout": RolloutConfig(prompts=2, num_samples=4, max_new_tokens=4),
+        "rollout": RolloutConfig(prompts=2, num_samples=4, max_new_tokens=4, max_prompt_tokens=32),
         "update": update(),
         "optimizer": OptimizerConfig(learning_rate=1e-2, warmup_steps=1, max_skipped=2),
         "evaluation": EvaluationConfig(every=0),

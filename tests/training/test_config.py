@@ -68,6 +68,7 @@ REFUSED = [
     (lambda: TrainConfig(update=UpdateConfig(recompute="all")), "update.recompute"),
     (lambda: TrainConfig(evaluation=EvaluationConfig(problems=0)), "evaluation.problems"),
     (lambda: TrainConfig(logging=LoggingConfig(checkpoint_every=0)), "logging.checkpoint_every"),
+    (lambda: TrainConfig(rollout=RolloutConfig(slots=0)), "rollout.slots"),
     (lambda: TrainConfig(lora=LoraSettings(rank=-1)), "lora.rank"),
     (lambda: TrainConfig(lora=LoraSettings(rank=4, dropout=1.0)), "lora.dropout"),
     (lambda: TrainConfig(reward=["exact", "math"], reward_weights=[1.0]), "reward_weights"),

@@ -140,7 +140,9 @@ def test_any_mesh_gives_the_same_run(folder, alone, tmp_path, mesh):
     "update",
     [
         UpdateConfig(mini_batches=1, advantage="remax", kl_beta=0.1),
-        UpdateConfig(mini_batches=2, micro_batch_rows=2, dynamic_sampling=2, mask_truncated=True),
+        UpdateConfig(
+            mini_batches=2, micro_batch_tokens=64, dynamic_sampling=2, mask_truncated=True
+        ),
     ],
 )
 def test_whatever_a_step_does_it_does_on_a_mesh(folder, tmp_path, update):
@@ -181,8 +183,8 @@ def test_the_policy_that_is_built_in_can_be_spread(tmp_path):
         ({"mesh": MeshConfig(data=0)}, "mesh.data must be at least 1, got 0"),
         (
             {"mesh": MeshConfig(data=3)},
-            "mesh.data times mesh.fsdp must divide the rows of a mini-batch and of a micro-batch, "
-            "8 and 8, got 3",
+            "mesh.data times mesh.fsdp must divide rollout.prompts times rollout.num_samples, 8, "
+            "got 3",
         ),
         (
             {"mesh": MeshConfig(data=4, tensor=4)},

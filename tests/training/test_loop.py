@@ -183,7 +183,10 @@ def test_another_run_can_be_gone_on_with_elsewhere(folder, whole, tmp_path):
         ({}, FileExistsError, "output_dir must be empty or new"),
         ({"resume": "auto", "seed": 1}, ValueError, "seed must be 0, as it was, got 1"),
         (
-            {"resume": "auto", "rollout": RolloutConfig(prompts=4, num_samples=4)},
+            {
+                "resume": "auto",
+                "rollout": RolloutConfig(prompts=4, max_new_tokens=4, max_prompt_tokens=32),
+            },
             ValueError,
             "rollout.prompts must be 2, as it was, got 4",
         ),

@@ -47,8 +47,8 @@ long_ones = FunctionReward(lambda text, truth: float(len(text) > 2))
 
 
 def recipe(reward=long_ones, optimizer="sgd", rollout=ROLLOUT, reference=None, **update):
-    # Four rows at a time, however many mini-batches there are: compiled once.
-    settings = {"mini_batches": 2, "micro_batch_rows": 4} | update
+    # One line at a time, however many mini-batches there are: compiled once.
+    settings = {"mini_batches": 2, "micro_batch_tokens": 70} | update
     config = TrainConfig(
         rollout=rollout,
         update=UpdateConfig(**settings),
@@ -234,12 +234,12 @@ def test_the_update_recomputes_what_the_configuration_says(monkeypatch):
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "how",
-    [{"micro_batch_rows": 3}, {"recompute": "elementwise"}, {"recompute": "nothing"}],
+    [{"micro_batch_tokens": 70}, {"recompute": "elementwise"}, {"recompute": "nothing"}],
     ids=["micro-batches", "products kept", "all kept"],
 )
 def test_how_gradients_are_computed_changes_nothing_but_rounding(how):
-    drawn, whole = sampled(), recipe(micro_batch_rows=None)
-    small = recipe(**{"micro_batch_rows": None, **how})
+    drawn, whole = sampled(), recipe(micro_batch_tokens=9999)
+    small = recipe(**{"micro_batch_tokens": 9999, **how})
     a, _ = train_step(fresh(), whole, drawn, learning_rate=0.1, seed=(0, 0))
     b, _ = train_step(fresh(), small, drawn, learning_rate=0.1, seed=(0, 0))
     for x, y in zip(jax.tree.leaves(a.params), jax.tree.leaves(b.params), strict=True):
@@ -369,11 +369,11 @@ def test_a_signal_is_seen_on_the_host_as_the_library_sees_it(masked):
     assert got.any() and not got.all()
 
 
-@pytest.mark.parametrize("rows", [None, 3])
-def test_scores_are_those_of_the_whole_batch_however_it_is_cut(rows):
+@pytest.mark.parametrize("tokens", [9999, 70])
+def test_scores_are_those_of_the_whole_batch_however_it_is_cut(tokens):
     drawn = sampled()
     batch = drawn.batch
-    found = score(recipe(micro_batch_rows=rows), POLICY.params, batch, drawn.row_lengths)
+    found = score(recipe(micro_batch_tokens=tokens), POLICY.params, batch, drawn.row_lengths)
     whole = score_batch(POLICY.params, batch, POLICY.config).logps
     assert whole.any()
     np.testing.assert_allclose(found, whole, atol=1e-6)
@@ -412,7 +412,10 @@ def test_rewards_are_logged_one_by_one():
 
 
 def test_a_rollout_costs_its_longest_row_not_the_longest_possible():
-    roomy = recipe(rollout=dataclasses.replace(ROLLOUT, max_new_tokens=200, num_samples=2))
+    roomy = recipe(
+        rollout=dataclasses.replace(ROLLOUT, max_new_tokens=200, num_samples=2),
+        micro_batch_tokens=300,
+    )
     drawn = sampled(roomy)
     longest = drawn.row_lengths.max()
     assert drawn.batch.tokens.shape[1] < longest * 4 / 3 + 16 < 200

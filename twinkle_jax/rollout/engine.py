@@ -72,6 +72,7 @@ class LocalEngine:
         frozen: parameters over which those of a call are laid: the base of an adapter.
         compute_dtype: type of activations; None for that of the parameters.
         mesh: devices; None for one.
+        slots: rows that are drawn at a time; None for all.
     """
 
     config: DecoderConfig
@@ -81,6 +82,7 @@ class LocalEngine:
     frozen: Params | None = None
     compute_dtype: DTypeLike | None = None
     mesh: Mesh | None = None
+    slots: int | None = None
 
     @property
     def row_shards(self) -> int:
@@ -121,6 +123,7 @@ class LocalEngine:
             frozen=self.frozen,
             compute_dtype=self.compute_dtype,
             mesh=self.mesh,
+            slots=None if self.slots is None else min(self.slots, len(tokens) * num_samples),
         )
         return Drawn(tokens, mask, completions)
 

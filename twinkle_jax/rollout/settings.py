@@ -20,6 +20,8 @@ class RolloutConfig:
         top_k: how many of the most probable tokens may be drawn; 0 for all.
         top_p: the fewest of the most probable tokens with this total probability may be drawn.
         min_p: tokens with at least this share of the most probable one's probability may be drawn.
+        slots: completions that are drawn at a time; those that end give their slots to the next
+            ones. Fewer take less memory; none: all of a step.
         repetition_penalty: what logits of tokens that occurred before are divided by (multiplied,
             if negative); 1 for none.
     """
@@ -33,3 +35,4 @@ class RolloutConfig:
     top_p: float = 1.0
     min_p: float = 0.0
     repetition_penalty: float = 1.0
+    slots: int | None = None

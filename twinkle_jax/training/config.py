@@ -37,7 +37,8 @@ class UpdateConfig:
             differ (DAPO); 1 takes what the first gives.
         epochs: passes over each rollout.
         mini_batches: updates in each pass; prompts are dealt out to them at random.
-        micro_batch_rows: completions whose gradients are computed at once; none: all.
+        micro_batch_tokens: tokens, padding included, whose gradients are computed at once on each
+            device; at least as many as the longest row may have.
         recompute: what the backward pass computes again rather than keep: layers (least memory),
             elementwise (all but matrix products), or nothing.
         correction: weights that correct for the difference between the sampler's and the trainer's
@@ -63,7 +64,7 @@ class UpdateConfig:
     dynamic_sampling: int = 1
     epochs: int = 1
     mini_batches: int = 4
-    micro_batch_rows: int | None = None
+    micro_batch_tokens: int = 16384
     recompute: Literal["layers", "elementwise", "nothing"] = "layers"
     correction: Literal[
         "none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"
@@ -328,7 +329,7 @@ _AT_LEAST = {
     "update.dynamic_sampling": 1,
     "update.epochs": 1,
     "update.mini_batches": 1,
-    "update.micro_batch_rows": 1,
+    "update.micro_batch_tokens": 1,
     "optimizer.warmup_steps": 0,
     "optimizer.max_skipped": 1,
     "lora.rank": 0,
@@ -344,7 +345,6 @@ _AT_LEAST = {
     "update.kl_beta": 0,
     "update.max_logp_diff": 0,
 }
-_MAY_BE_NONE = {"update.micro_batch_rows"}
 _ABOVE_ZERO = (
     "reward_timeout",
     "rollout.temperature",
@@ -404,8 +404,6 @@ def _check_choices(config: Any, prefix: str = "") -> None:
 def _check_numbers(config: TrainConfig) -> None:
     for name, least in _AT_LEAST.items():
         count = attrgetter(name)(config)
-        if count is None and name in _MAY_BE_NONE:
-            continue
         if count is None or not least <= count < math.inf:
             raise ValueError(f"{name} must be at least {least}, got {count}")
     for name in _ABOVE_ZERO:
@@ -419,7 +417,7 @@ def _check_numbers(config: TrainConfig) -> None:
 
 
 def _check_rows(config: TrainConfig) -> None:
-    """Prompts must be dealt out evenly to mini-batches, and rows to devices."""
+    """Prompts must be dealt out evenly to mini-batches, rows to devices, and a row must fit."""
     rollout, update = config.rollout, config.update
     if rollout.prompts % update.mini_batches:
         raise ValueError(
@@ -427,12 +425,22 @@ def _check_rows(config: TrainConfig) -> None:
             f"got {update.mini_batches}"
         )
     devices = config.mesh.data * config.mesh.fsdp
-    rows = rollout.prompts // update.mini_batches * rollout.num_samples
-    micro = update.micro_batch_rows or rows
-    if rows % devices or micro % devices:
+    if rollout.slots is not None and (rollout.slots < 1 or rollout.slots % devices):
         raise ValueError(
-            "mesh.data times mesh.fsdp must divide the rows of a mini-batch and of a micro-batch, "
-            f"{rows} and {micro}, got {devices}"
+            "rollout.slots must be a positive multiple of mesh.data times mesh.fsdp, "
+            f"{devices}, got {rollout.slots}"
+        )
+    rows = rollout.prompts * rollout.num_samples
+    if rows % devices:
+        raise ValueError(
+            "mesh.data times mesh.fsdp must divide rollout.prompts times rollout.num_samples, "
+            f"{rows}, got {devices}"
+        )
+    longest = rollout.max_prompt_tokens + rollout.max_new_tokens
+    if update.micro_batch_tokens < longest:
+        raise ValueError(
+            "update.micro_batch_tokens must hold the longest row, rollout.max_prompt_tokens + "
+            f"rollout.max_new_tokens = {longest}, got {update.micro_batch_tokens}"
         )
 
 
@@ -440,7 +448,12 @@ def _check_rows(config: TrainConfig) -> None:
 
 _MAY_CHANGE = {"steps", "output_dir", "resume", "overwrite", "logging", "evaluation"}
 _MAY_CHANGE |= {"reward_timeout", "mesh"}
-_UPDATE_MAY_CHANGE = {"update.on_mismatch", "update.max_logp_diff", "update.max_outside_band"}
+_MAY_CHANGE_TOO = {
+    "rollout.slots",
+    "update.on_mismatch",
+    "update.max_logp_diff",
+    "update.max_outside_band",
+}
 
 
 def check_resumable(saved: Mapping[str, Any], config: TrainConfig) -> None:
@@ -457,7 +470,7 @@ def check_resumable(saved: Mapping[str, Any], config: TrainConfig) -> None:
     for name, before in flat(saved).items():
         # The learning rate of a step depends on their number, unless it is constant.
         fixed = name == "steps" and config.optimizer.schedule != "constant"
-        may_change = name.split(".")[0] in _MAY_CHANGE or name in _UPDATE_MAY_CHANGE
+        may_change = name.split(".")[0] in _MAY_CHANGE or name in _MAY_CHANGE_TOO
         if (fixed or not may_change) and current.get(name) != before:
             raise ValueError(f"{name} must be {before!r}, as it was, got {current.get(name)!r}")
 

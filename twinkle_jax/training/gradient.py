@@ -21,6 +21,7 @@ from twinkle_jax.model.decoder.lora_dropout import with_dropout
 from twinkle_jax.model.decoder.mesh_layout import spread_batch
 from twinkle_jax.model.decoder.parameters import Params, merge_params
 from twinkle_jax.model.decoder.sharding import constrain, find_mesh
+from twinkle_jax.training.packing import Packing, pack, unpack
 from twinkle_jax.training.score import (
     Scalar,
     label_scores,
@@ -142,6 +143,7 @@ def grad_step(
     attention: AttentionImplementation | None = None,
     remat: Remat = True,
     mesh: Mesh | None = None,
+    packing: Packing | None = None,
 ) -> tuple[TrainState, StepSummary]:
     r"""Add the gradient of a micro-batch to the state; compiled, and the state is donated.
 
@@ -167,6 +169,8 @@ def grad_step(
         remat: likewise.
         mesh: what the state lives on. None: what its arrays say, or one device. Arrays that are
             traced do not say it: inside a compiled function of yours, give it.
+        packing: where the tokens of the batch stand in lines that the decoder runs over; the loss
+            sees the rows of the batch. None: rows are lines.
 
     Returns:
         The state with the gradients, and the sums that the loss is made of.
@@ -195,6 +199,7 @@ def grad_step(
         attention=attention,
         remat=remat,
         mesh=find_mesh(mesh, state.params),
+        packing=packing,
     )
 
 
@@ -210,6 +215,7 @@ def _grad_step(
     traced: dict[str, Any],
     temperature: Float[Array, ""],
     key: Key[Array, ""] | None,
+    packing: Packing | None,
     *,
     config: DecoderConfig,
     loss: Static,
@@ -217,23 +223,30 @@ def _grad_step(
     **options: Any,
 ) -> tuple[TrainState, StepSummary]:
     loss_fn = join_loss(loss, traced)
-    batch = spread_batch(batch, config, mesh)
+    if packing is None:
+        lines = batch = spread_batch(batch, config, mesh)
+    else:
+        lines = spread_batch(pack(batch, packing), config, mesh)
     labelled = batch.labels != IGNORE
     rows = jnp.ones(len(labelled), bool) if batch.rows is None else batch.rows
 
     def loss_sum(params: Params) -> tuple[Float[Array, ""], tuple[PolicyMetrics | None, Array]]:
         weights = merge_params(frozen, params)
         if key is not None:
-            weights = with_dropout(weights, key, state.rows + _count(rows) - 1)
-        hidden = run_batch(weights, config, batch, mesh, **options)
+            # Each line of a packing has its own noise: there are no more lines than rows.
+            numbers = _count(rows if packing is None else jnp.ones(len(lines.tokens), bool))
+            weights = with_dropout(weights, key, state.rows + numbers - 1)
+        hidden = run_batch(weights, config, lines, mesh, **options)
         scores = label_scores(
             weights,
             hidden,
-            batch.labels,
+            lines.labels,
             temperature=temperature,
             with_entropy=getattr(loss_fn, "require_entropy", False),
             mesh=mesh,
         )
+        if packing is not None:
+            scores = tuple(unpack(values, packing) for values in scores)
         output = _call(loss_fn, batch, scores)
         return output.loss.astype(jnp.float32), (output.metrics, scores[0])
 

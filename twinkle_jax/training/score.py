@@ -21,6 +21,7 @@ from twinkle_jax.model.decoder.layers import output_logits, output_matrix
 from twinkle_jax.model.decoder.mesh_layout import ROWS, spread_batch
 from twinkle_jax.model.decoder.parameters import Params, merge_params
 from twinkle_jax.model.decoder.sharding import find_mesh, partition_rules
+from twinkle_jax.training.packing import Packing, pack, unpack
 
 Scalar = float | Float[Array, ""]
 
@@ -129,6 +130,7 @@ def score_batch(
     compute_dtype: DTypeLike | None = None,
     attention: AttentionImplementation | None = None,
     mesh: Mesh | None = None,
+    packing: Packing | None = None,
 ) -> Scores:
     """Score the labels of a batch; compiled, nothing is donated.
 
@@ -144,11 +146,14 @@ def score_batch(
         attention: likewise.
         mesh: what the parameters live on. None: what their arrays say, or one device. Arrays that
             are traced do not say it: inside a compiled function of yours, give it.
+        packing: as for [`grad_step`][twinkle_jax.training.grad_step]; logits cannot be had then.
 
     Returns:
         The scores, at every position with a label.
     """
     batch = check_batch(batch, config.vocab_size)
+    if packing is not None and with_logits:
+        raise ValueError("with_logits must be False with a packing, got True")
     return _score_batch(
         params,
         frozen,
@@ -162,6 +167,7 @@ def score_batch(
         compute_dtype=None if compute_dtype is None else jnp.dtype(compute_dtype),
         attention=attention,
         mesh=find_mesh(mesh, params),
+        packing=packing,
     )
 
 
@@ -181,6 +187,7 @@ def _score_batch(
     frozen: Params | None,
     batch: Batch,
     temperature: Float[Array, ""],
+    packing: Packing | None,
     *,
     config: DecoderConfig,
     with_entropy: bool,
@@ -189,16 +196,18 @@ def _score_batch(
     **options: Any,
 ) -> Scores:
     weights = merge_params(frozen, params)
-    batch = spread_batch(batch, config, mesh)
-    hidden = run_batch(weights, config, batch, mesh, remat=False, **options)
+    lines = spread_batch(batch if packing is None else pack(batch, packing), config, mesh)
+    hidden = run_batch(weights, config, lines, mesh, remat=False, **options)
     scores = label_scores(
         weights,
         hidden,
-        batch.labels,
+        lines.labels,
         temperature=temperature,
         with_entropy=with_entropy,
         mesh=mesh,
     )
+    if packing is not None:
+        scores = tuple(unpack(values, packing) for values in scores)
     return Scores(
         scores[0],
         scores[1] if with_entropy else None,

@@ -15,6 +15,7 @@ from jaxtyping import Array, Bool, Float, Int
 from twinkle_jax.data import Batch, PromptBatch
 from twinkle_jax.data.trajectory import IGNORE
 from twinkle_jax.loss import PolicyLoss, SamplerMismatch, kl_k3, sampler_mismatch
+from twinkle_jax.model import default_attention
 from twinkle_jax.model.decoder.forward import Remat
 from twinkle_jax.model.decoder.parameters import Params
 from twinkle_jax.reward import RewardFunction
@@ -26,6 +27,7 @@ from twinkle_jax.sampler import Sampling
 from twinkle_jax.training.config import TrainConfig, make_loss, run_optimizer
 from twinkle_jax.training.estimator import Estimator, estimate, make_estimator
 from twinkle_jax.training.gradient import StepSummary, add_summaries, grad_step
+from twinkle_jax.training.packing import Packing, plan
 from twinkle_jax.training.policy import Policy
 from twinkle_jax.training.score import score_batch
 from twinkle_jax.training.state import TrainState
@@ -92,6 +94,7 @@ def make_recipe(
         policy.frozen,
         config.dtype,
         mesh,
+        rollout.slots,
     )
     source = SingleTurn(
         engine,
@@ -238,10 +241,11 @@ def learn(
         The state after `epochs * mini_batches` updates, and what they did.
     """
     config, learnt = recipe.config, Learnt([], [], mismatch)
+    row_lengths = _lengths(batch, row_lengths)
     for rows in deal_rows(len(batch.tokens), config, seed):
         total: StepSummary | None = None
         observed: SamplerMismatch | None = None
-        for part in micro_batches(recipe, batch, rows, row_lengths):
+        for part, packing in micro_batches(recipe, batch, rows, row_lengths):
             state, summary = grad_step(
                 state,
                 part,
@@ -253,6 +257,7 @@ def learn(
                 compute_dtype=config.dtype,
                 remat=RECOMPUTED[config.update.recompute],
                 mesh=recipe.mesh,
+                packing=packing,
             )
             if learnt.mismatch is None and part.old_logps is not None and summary.logps is not None:
                 difference = compare(summary.logps, part)
@@ -281,12 +286,14 @@ def learn(
 def score(
     recipe: Recipe, params: Params, batch: Batch, row_lengths: Rows | None = None
 ) -> Float[Array, "rows time"]:
-    """Compute the log-probabilities of a batch's labels, as many rows at once as in updates."""
+    """Compute the log-probabilities of a batch's labels, packed as updates are."""
     width = batch.tokens.shape[1]
     every = np.arange(len(batch.tokens), dtype=np.int32)
+    lengths = _lengths(batch, row_lengths)
     scores = []
     for rows in np.split(every, recipe.config.update.mini_batches):
-        for part in micro_batches(recipe, batch, rows, row_lengths):
+        total: Float[Array, "rows time"] | None = None
+        for part, packing in micro_batches(recipe, batch, rows, lengths):
             logps = score_batch(
                 params,
                 part,
@@ -295,9 +302,18 @@ def score(
                 temperature=recipe.config.rollout.temperature,
                 compute_dtype=recipe.config.dtype,
                 mesh=recipe.mesh,
+                packing=packing,
             ).logps
-            scores.append(jnp.pad(logps, ((0, 0), (0, width - logps.shape[1]))))
+            total = logps if total is None else total + logps  # 0 for rows of other parts
+        assert total is not None
+        scores.append(jnp.pad(total, ((0, 0), (0, width - total.shape[1]))))
     return jnp.concatenate(scores)
+
+
+def _lengths(batch: Batch, row_lengths: Rows | None) -> Rows:
+    if row_lengths is not None:
+        return row_lengths
+    return np.full(len(batch.tokens), batch.tokens.shape[1], np.int32)
 
 
 def deal_rows(rows: int, config: TrainConfig, seed: tuple[int, ...]) -> Iterator[Rows]:
@@ -311,23 +327,47 @@ def deal_rows(rows: int, config: TrainConfig, seed: tuple[int, ...]) -> Iterator
 
 
 def micro_batches(
-    recipe: Recipe, batch: Batch, rows: Rows, row_lengths: Rows | None
-) -> Iterator[Batch]:
-    """Cut a mini-batch into parts, each as wide as its longest row needs."""
-    size = recipe.config.update.micro_batch_rows or len(rows)
-    multiple = 1 if recipe.mesh is None else recipe.mesh.shape["tensor"]
-    for start in range(0, len(rows), size):
-        part = rows[start : start + size]
-        width = batch.tokens.shape[1]
-        if row_lengths is not None:
-            width = min(width, batch_width(int(row_lengths[part].max()), multiple=multiple))
-        yield _take_rows(batch, part, width=width)
+    recipe: Recipe, batch: Batch, rows: Rows, row_lengths: Rows
+) -> Iterator[tuple[Batch, Packing]]:
+    """Pack a mini-batch into micro-batches.
+
+    Each has all rows of the mini-batch, with the labels of its own alone, so that the shapes that
+    the loss sees are few.
+    """
+    lengths = row_lengths[rows]
+    mesh = recipe.mesh
+    multiple = 1 if mesh is None else mesh.shape["tensor"]
+    width = min(batch_width(int(lengths.max()), multiple=multiple), batch.tokens.shape[1])
+    mini_batch = _take_rows(batch, rows, width=width)
+    parts = plan(
+        lengths,
+        width,
+        tokens=recipe.config.update.micro_batch_tokens,
+        shards=1 if mesh is None else mesh.shape["data"] * mesh.shape["fsdp"],
+        several=takes_segments(recipe),
+        multiple=multiple,
+    )
+    for members, packing in parts:
+        yield _label_rows(mini_batch, members), packing
+
+
+def takes_segments(recipe: Recipe) -> bool:
+    """Whether a line may hold several rows: cuDNN's attention cannot keep them apart."""
+    config, dtype = recipe.policy.config.attention, jnp.dtype(recipe.config.dtype)
+    return default_attention(config, dtype) != "cudnn"
 
 
 @partial(jax.jit, static_argnames="width")
 def _take_rows(batch: Batch, rows: Int[Array, " chosen"], *, width: int) -> Batch:
     """Make a batch of chosen rows, and of the first columns."""
     return jax.tree.map(lambda x: jnp.take(x[:, :width], rows, axis=0), batch)
+
+
+@jax.jit
+def _label_rows(batch: Batch, members: Bool[Array, " rows"]) -> Batch:
+    """Keep the labels of some rows; the others only fill up the batch."""
+    labels = jnp.where(members[:, None], batch.labels, IGNORE)
+    return batch._replace(labels=labels, rows=members)
 
 
 @jax.jit

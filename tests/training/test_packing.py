@@ -1,0 +1,169 @@
+"""Packing: each token has one place, lines are full, and updates are what they are unpacked."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.model.families import NAMES, config_of, each, params_of
+from twinkle_jax.data import Batch
+from twinkle_jax.loss import CISPOLoss, DRGRPOLoss, GRPOLoss, GSPOLoss
+from twinkle_jax.model import make_mesh
+from twinkle_jax.training import begin_training, grad_step, score_batch, train_state
+from twinkle_jax.training.packing import assign_lines, pack, plan, unpack
+
+LENGTHS = np.array([5, 17, 3, 9, 1, 20, 12, 6], np.int32)
+TIME = 24
+BUDGETS = {"all at once": 4096, "a line at a time": 64}
+
+
+def random_batch(config, seed=0):
+    """Rows that begin in column 0, the first tokens of which are a prompt."""
+    rng = np.random.default_rng(seed)
+    shape = (len(LENGTHS), TIME)
+    columns = np.arange(TIME)[None]
+    inside = columns < LENGTHS[:, None]
+    labelled = inside & (columns >= LENGTHS[:, None] // 3)
+    tokens = rng.integers(1, config.vocab_size, shape)
+    return Batch(
+        tokens=jnp.asarray(np.where(inside, tokens, 0), jnp.int32),
+        labels=jnp.asarray(
+            np.where(labelled, rng.integers(1, config.vocab_size, shape), -100), jnp.int32
+        ),
+        advantages=jnp.asarray(rng.normal(size=shape), jnp.float32),
+        old_logps=jnp.asarray(rng.normal(size=shape) - 4, jnp.float32),
+        ref_logps=jnp.asarray(rng.normal(size=shape) - 4, jnp.float32),
+    )
+
+
+def parts(batch, tokens, **options):
+    for members, packing in plan(LENGTHS, TIME, tokens=tokens, **options):
+        labels = jnp.where(members[:, None], batch.labels, -100)
+        yield batch._replace(labels=labels, rows=jnp.asarray(members)), packing
+
+
+@given(
+    st.lists(st.integers(1, 90), min_size=1, max_size=40), st.integers(1, 4), st.integers(1, 400)
+)
+def test_each_token_has_one_place_of_its_own(lengths, shards, tokens):
+    lengths = np.asarray(lengths, np.int32)
+    time = int(lengths.max())
+    seen = np.zeros(len(lengths), int)
+    for members, packing in plan(lengths, time, tokens=tokens, shards=shards):
+        seen += members
+        assert len(packing.sources) % shards == 0
+        assert packing.sources.size <= max(tokens, packing.sources.shape[1]) * shards
+        for row in np.flatnonzero(members):
+            places = packing.places[row, : lengths[row]]
+            expected = row * time + np.arange(lengths[row])
+            np.testing.assert_array_equal(packing.sources.reshape(-1)[places], expected)
+            line = np.unique(places // packing.sources.shape[1])
+            assert len(line) == 1
+            segment = np.unique(packing.segment_ids.reshape(-1)[places])
+            assert len(segment) == 1 and segment[0] > 0
+            positions = packing.positions.reshape(-1)[places]
+            np.testing.assert_array_equal(positions, np.arange(lengths[row]))
+        assert (packing.places[~members] == -1).all()
+        assert (packing.sources >= 0).sum() == lengths[members].sum()
+    assert (seen == 1).all()
+
+
+@given(st.lists(st.integers(1, 64), min_size=1, max_size=60))
+def test_lines_are_nearly_full(lengths):
+    """First fit of the longest first takes at most 11/9 of the best, and one line more."""
+    lengths = np.asarray(lengths, np.int32)
+    lines = assign_lines(lengths, 64)
+    assert sorted(row for line in lines for row in line) == list(range(len(lengths)))
+    assert all(lengths[line].sum() <= 64 for line in lines)
+    # No two lines could be one: so all but one are more than half full.
+    fill = sorted(int(lengths[line].sum()) for line in lines)
+    assert len(fill) < 2 or fill[0] + fill[1] > 64
+
+
+def test_without_packing_rows_of_similar_lengths_share_a_micro_batch():
+    widths = [packing.sources.shape[1] for _, packing in plan(LENGTHS, TIME, tokens=48,
+                                                              several=False)]  # fmt: skip
+    assert widths == sorted(widths, reverse=True)
+    assert widths[-1] == 16 < widths[0] == 24
+    assert all(packing.segment_ids is None for _, packing in plan(LENGTHS, TIME, tokens=48,
+                                                                  several=False))  # fmt: skip
+
+
+def test_what_is_packed_comes_back():
+    batch = random_batch(config_of("qwen3"))
+    ((_, packing),) = plan(LENGTHS, TIME, tokens=4096)
+    lines = pack(batch, packing)
+    inside = np.arange(TIME) < LENGTHS[:, None]
+    back = unpack(lines.tokens.astype(jnp.float32), packing)
+    np.testing.assert_array_equal(back, np.where(inside, batch.tokens, 0))
+    assert lines.tokens.size < batch.tokens.size * 3 / 4
+
+
+def tolerance(name):
+    """Linear layers compute in chunks, which begin elsewhere in a line: they amplify rounding."""
+    return 2e-4 if name.startswith("qwen3_5") else 1e-5
+
+
+@pytest.mark.parametrize("name", each(NAMES))
+@pytest.mark.parametrize("budget", BUDGETS)
+def test_scores_are_what_they_are_unpacked(name, budget):
+    config, params = config_of(name), params_of(name)
+    batch = random_batch(config)
+    expected = score_batch(params, batch, config, with_entropy=True)
+    logps, entropies = jnp.zeros((8, TIME)), jnp.zeros((8, TIME))
+    for part, packing in parts(batch, BUDGETS[budget]):
+        scores = score_batch(params, part, config, with_entropy=True, packing=packing)
+        logps, entropies = logps + scores.logps, entropies + scores.entropies
+    np.testing.assert_allclose(logps, expected.logps, rtol=2e-6, atol=tolerance(name))
+    np.testing.assert_allclose(entropies, expected.entropies, rtol=2e-6, atol=tolerance(name))
+
+
+LOSSES = {
+    "tokens": GRPOLoss(beta=0.1),
+    "sequences": GSPOLoss(),
+    "constant": DRGRPOLoss(max_completion_length=9),
+    "detached": CISPOLoss(),
+}
+
+
+@pytest.mark.parametrize("name", each(NAMES))
+@pytest.mark.parametrize(
+    "loss",
+    [x if x == "sequences" else pytest.param(x, marks=pytest.mark.exhaustive) for x in LOSSES],
+)
+def test_gradients_sums_and_metrics_are_what_they_are_unpacked(name, loss):
+    config, params = config_of(name), params_of(name)
+    batch = random_batch(config)._replace(rows=jnp.ones(8, bool))
+    fresh = jax.tree.map(jnp.copy, params)
+    expected, summary = grad_step(train_state(fresh), batch, config, LOSSES[loss])
+    state = train_state(jax.tree.map(jnp.copy, params))
+    total = 0.0
+    for part, packing in parts(batch, BUDGETS["a line at a time"]):
+        state, found = grad_step(state, part, config, LOSSES[loss], packing=packing)
+        total += float(found.loss_sum)
+    assert total == pytest.approx(float(summary.loss_sum), rel=10 * tolerance(name))
+    assert (state.denominator, state.tokens) == (expected.denominator, expected.tokens)
+    largest = max(float(jnp.abs(g).max()) for g in jax.tree.leaves(expected.gradient_sum))
+    for got, wanted in zip(
+        jax.tree.leaves(state.gradient_sum), jax.tree.leaves(expected.gradient_sum), strict=True
+    ):
+        np.testing.assert_allclose(got, wanted, atol=tolerance(name) * max(largest, 1.0))
+
+
+@pytest.mark.exhaustive
+def test_a_mesh_changes_nothing():
+    config, params = config_of("qwen3"), params_of("qwen3")
+    batch = random_batch(config)
+    mesh = make_mesh(data=2, fsdp=2, tensor=2)
+    states = []
+    for devices, shards in ((None, 1), (mesh, 4)):
+        state = begin_training(jax.tree.map(jnp.copy, params), optax.sgd(1.0), devices)
+        for part, packing in parts(batch, 64, shards=shards, multiple=2):
+            state, _ = grad_step(
+                state, part, config, LOSSES["tokens"], packing=packing, mesh=devices
+            )
+        states.append(jax.device_get(state.gradient_sum))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=5e-5), *states)

@@ -1,0 +1,153 @@
+"""Packing: rows of many lengths in few lines of one width, so that an update costs its tokens.
+
+The decoder runs over lines, each of which holds several rows one after the other; what it computes
+for each token goes back to the token's row before the loss sees it. So a loss, a reduction or a
+metric is what it is without packing.
+"""
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from twinkle_jax.data import Batch, bucket_size
+from twinkle_jax.data.trajectory import IGNORE
+
+SMALLEST_WIDTH = 64  # tokens: a line holds some rows even where all are short
+
+Rows = np.ndarray[Any, np.dtype[np.int32]]
+
+
+class Packing(NamedTuple):
+    """Where the tokens of a batch stand in lines.
+
+    Attributes:
+        sources: for each place of a line, which token of the batch it holds, counted through all
+            rows; -1 where there is none.
+        segment_ids: for each place, which row of its line it belongs to, from 1; None where a line
+            holds one row at most.
+        positions: for each place, which token of its row it holds.
+        places: for each token of the batch, its place, counted through all lines; -1 for padding.
+    """
+
+    sources: Int[Array | np.ndarray, "lines width"]
+    segment_ids: Int[Array | np.ndarray, "lines width"] | None
+    positions: Int[Array | np.ndarray, "lines width"]
+    places: Int[Array | np.ndarray, "rows time"]
+
+
+def assign_lines(lengths: Rows, width: int, *, several: bool = True) -> list[list[int]]:
+    """Deal rows to lines of a width: the longest first, each to the first line with room for it.
+
+    Args:
+        lengths: tokens of each row, none more than `width`.
+        width: places of a line.
+        several: False gives each row a line of its own.
+
+    Returns:
+        The rows of each line; lines with the longest rows come first.
+    """
+    order = np.argsort(-lengths, kind="stable")
+    if not several:
+        return [[int(row)] for row in order]
+    lines: list[list[int]] = []
+    room: list[int] = []
+    # Lines that are full to within the shortest row are not looked at again.
+    shortest, first = int(lengths.min(initial=width)), 0
+    for row in order:
+        length = int(lengths[row])
+        line = next((i for i in range(first, len(lines)) if room[i] >= length), None)
+        if line is None:
+            lines.append([])
+            room.append(width)
+            line = len(lines) - 1
+        lines[line].append(int(row))
+        room[line] -= length
+        while first < len(lines) and room[first] < shortest:
+            first += 1
+    return lines
+
+
+def plan(
+    lengths: Rows,
+    time: int,
+    *,
+    tokens: int,
+    shards: int = 1,
+    several: bool = True,
+    multiple: int = 1,
+) -> Iterator[tuple[np.ndarray[Any, np.dtype[np.bool_]], Packing]]:
+    """Pack the rows of a batch into micro-batches of a token budget.
+
+    Args:
+        lengths: tokens of each row.
+        time: columns of the batch.
+        tokens: places of a micro-batch on each device; a line that is longer is one by itself.
+        shards: devices that lines are spread over: their number is a multiple of it.
+        several: whether a line may hold several rows.
+        multiple: what the width of lines must be a multiple of.
+
+    Yields:
+        For each micro-batch, which rows it holds, and where their tokens stand.
+    """
+    longest = int(lengths.max())
+    widest = bucket_size(longest, smallest=SMALLEST_WIDTH if several else 16, multiple=multiple)
+    lines = assign_lines(lengths, widest, several=several)
+    start = 0
+    while start < len(lines):
+        width = widest
+        if not several:  # each micro-batch is as wide as its longest row, which comes first
+            longest = int(lengths[lines[start][0]])
+            width = bucket_size(longest, smallest=16, multiple=multiple)
+        budget = max(tokens // width, 1) * shards
+        part = lines[start : start + budget]
+        start += len(part)
+        count = budget if len(lines) > budget else bucket_size(len(part), multiple=shards)
+        members = np.zeros(len(lengths), bool)
+        members[[row for line in part for row in line]] = True
+        yield members, _place(part, lengths, time, count, width, several)
+
+
+def _place(
+    lines: list[list[int]], lengths: Rows, time: int, count: int, width: int, several: bool
+) -> Packing:
+    """Write down where each token of some lines stands; lines beyond them are empty."""
+    sources = np.full((count, width), -1, np.int32)
+    segments, positions = np.zeros_like(sources), np.zeros_like(sources)
+    places = np.full((len(lengths), time), -1, np.int32)
+    for number, line in enumerate(lines):
+        column = 0
+        for segment, row in enumerate(line, 1):
+            length = int(lengths[row])
+            steps = np.arange(length, dtype=np.int32)
+            columns = slice(column, column + length)
+            sources[number, columns] = row * time + steps
+            segments[number, columns] = segment
+            positions[number, columns] = steps
+            places[row, :length] = number * width + column + steps
+            column += length
+    return Packing(sources, segments if several else None, positions, places)
+
+
+def pack(batch: Batch, packing: Packing) -> Batch:
+    """Put the tokens and labels of a batch into lines."""
+    there = packing.sources >= 0
+    index = jnp.maximum(packing.sources, 0)
+
+    def lines(values: Array, fill: int) -> Array:
+        return jnp.where(there, jnp.take(values.reshape(-1), index), fill)
+
+    return Batch(
+        tokens=lines(batch.tokens, 0),
+        labels=lines(batch.labels, IGNORE),
+        positions=jnp.asarray(packing.positions),
+        segment_ids=None if packing.segment_ids is None else jnp.asarray(packing.segment_ids),
+    )
+
+
+def unpack(values: Float[Array, "lines width"], packing: Packing) -> Float[Array, "rows time"]:
+    """Take what was computed for each place back to the token's row; 0 for padding."""
+    index = jnp.maximum(packing.places, 0)
+    return jnp.where(packing.places >= 0, jnp.take(values.reshape(-1), index), 0)
