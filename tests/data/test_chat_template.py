@@ -182,6 +182,15 @@ def test_an_interrupt_leaves_no_answer_behind():
     assert template.render(HELLO, n=3) == "3"
 
 
+def test_a_process_that_cannot_start_is_an_error(monkeypatch):
+    from twinkle_jax.data import chat_template
+
+    monkeypatch.setattr(chat_template, "_process", chat_template._Process())
+    monkeypatch.setattr(chat_template, "_WORKER", "no/such/file.py")
+    with pytest.raises(RuntimeError, match="must start, got exit status 2"):
+        ChatTemplate("")
+
+
 # Forks, and has no `if __name__ == "__main__"`.
 SCRIPT = """
 import json, multiprocessing, os
@@ -241,7 +250,7 @@ def test_behind_the_sandbox_is_a_second_wall(tmp_path):
         text=True,
         check=True,
     )
-    answers = [json.loads(line) for line in run.stdout.splitlines()][1::2]
+    answers = [json.loads(line) for line in run.stdout.splitlines()[1:]][1::2]
     assert [answer.get("cause", "").partition(":")[0] for answer in answers[:2]] == [
         "PermissionError",
         "PermissionError",

@@ -164,6 +164,11 @@ class _Process:
             encoding="utf-8",
             start_new_session=True,  # an interrupt from the keyboard is not for it
         )
+        assert self.process.stdout is not None
+        if not self.process.stdout.readline():
+            status = self.process.wait()
+            self.stop()
+            raise RuntimeError(f"{_WORKER} must start, got exit status {status}")
 
     def stop(self) -> None:
         """End the process, if there is one."""

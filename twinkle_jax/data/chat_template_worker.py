@@ -142,6 +142,7 @@ def _serve() -> None:
     _limit_memory()
     sys.addaudithook(_refuse)
     templates: list[jinja2.Template] = []
+    print("ready", flush=True)  # noqa: T201
     for line in sys.stdin:
         request = json.loads(line)
         _end_after(request["seconds"])
