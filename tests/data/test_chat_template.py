@@ -1,6 +1,7 @@
 """Chat templates are programs of strangers: what they may do, and where they are stopped."""
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from twinkle_jax.data import ChatTemplate
+from twinkle_jax.data import ChatTemplate, chat_template
 
 HELLO = [{"role": "user", "content": "hello"}]
 LIMITS = "chat_template must stay within its sandbox and limits"
@@ -52,6 +53,8 @@ def test_what_is_out_of_its_reach(source):
         "{{ [0] * 10000000000 }}",
         "{{ 'a'|center(10000000000) }}",
         "{{ 2 ** 10000000000 }}",
+        "{{ 3 ** 300000000 % 7 }}",  # computed while it is compiled
+        "{{ 'a' * 10000001 }}",
         "{{ '%999999999d' % 1 }}",
         "{{ '{:999999999}'.format(1) }}",
         GROW.replace("NEXT", "ns.s ~ ns.s"),
@@ -71,6 +74,16 @@ def test_it_ends_and_stays_small(source):
     with pytest.raises(ValueError, match=LIMITS):
         ChatTemplate(source, timeout=0.5).render(HELLO)
     assert ChatTemplate("{{ messages[0].content }}").render(HELLO) == "hello"  # others go on
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="memory is limited on Linux")
+def test_memory_is_limited():
+    with pytest.raises(ValueError, match=f"{LIMITS}, got MemoryError"):
+        ChatTemplate("{{ ('a' * 1500000000)|length }}").render(HELLO)
+
+
+def test_the_longest_text():
+    assert len(ChatTemplate("{{ 'a' * 10000000 }}").render(HELLO)) == 10_000_000
 
 
 @pytest.mark.parametrize("source", ["{% for %}", "{{ 1 +", "{{ 1|absent }}"])
@@ -183,8 +196,6 @@ def test_an_interrupt_leaves_no_answer_behind():
 
 
 def test_a_process_that_cannot_start_is_an_error(monkeypatch):
-    from twinkle_jax.data import chat_template
-
     monkeypatch.setattr(chat_template, "_process", chat_template._Process())
     monkeypatch.setattr(chat_template, "_WORKER", "no/such/file.py")
     with pytest.raises(RuntimeError, match="must start, got exit status 2"):
@@ -215,12 +226,45 @@ def test_scripts_that_fork_and_their_end(ending):
     assert run.returncode == (-9 if ending else 0), run.stderr
     results, pid = json.loads(run.stdout)
     assert results == [True] * 4 and run.stderr == ""
+    _wait_for_end(pid)
+
+
+def _wait_for_end(pid):
     status = Path(f"/proc/{pid}/status")
     for _ in range(300):
         if not status.exists() or "State:\tZ" in status.read_text():
             return
         time.sleep(0.1)
     raise AssertionError(f"process {pid} is left")
+
+
+def test_a_process_that_somebody_ended_is_started_again():
+    template = ChatTemplate("{{ n }}")
+    process = chat_template._process.process
+    process.kill()
+    process.wait()
+    assert template.render([], n=1) == "1"
+
+
+# Forks while another thread waits for an answer, whose lock nobody in the fork would release.
+BUSY = """
+import os, threading, time
+from twinkle_jax.data import ChatTemplate
+slow = ChatTemplate("{% for i in range(9999) %}{% for j in range(99) %}{% endfor %}{% endfor %}")
+thread = threading.Thread(target=slow.render, args=([],))
+thread.start()
+time.sleep(0.02)
+pid = os.fork()
+if pid == 0:
+    os._exit(0 if ChatTemplate("{{ 1 }}").render([]) == "1" else 1)
+thread.join()
+raise SystemExit(os.waitpid(pid, 0)[1])
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no forks on this system")
+def test_a_fork_while_another_thread_renders():
+    subprocess.run([sys.executable, "-c", BUSY], check=True, timeout=120)
 
 
 ESCAPED = """

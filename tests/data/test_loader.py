@@ -1,5 +1,6 @@
 """The loader: every prompt once an epoch, in an order that a checkpoint continues."""
 
+import copy
 import json
 import sys
 
@@ -59,8 +60,8 @@ def test_what_is_changed_in_a_batch_does_not_change_the_data(change):
     prompts = [
         {"messages": [{"role": "user", "content": "a"}], "user_data": [("tests", [{"in": [1]}])]}
     ]
+    before = copy.deepcopy(prompts)
     loader = PromptLoader(prompts, 1)
-    before = next(loader)
     change(next(loader)[0])
     assert next(loader) == before == prompts
 

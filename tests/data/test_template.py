@@ -213,6 +213,10 @@ def test_several_at_once():
     template = Template(small_tokenizer())
     features = template.batch_encode([_turns("1"), _turns("22")], add_generation_prompt=True)
     assert [len(f["input_ids"]) for f in features] == [4, 5]
+    many = template.batch_encode([_turns("1", str(i)) for i in range(150)])
+    assert [f["messages"][1]["content"] for f in many] == [str(i) for i in range(150)]
+    alone = template.encode(_turns("1", "149"))
+    assert many[149]["labels"].tolist() == alone["labels"].tolist()
 
 
 @pytest.mark.parametrize(

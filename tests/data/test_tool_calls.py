@@ -133,6 +133,7 @@ def test_cline():
     assert parsed.content.endswith(" then \n<note>no tag in it</note> <open><x>1</x>")
     html = "<div><span>x</span></div> <Upper><path>x</path></Upper> <a_b>x</a_b>"
     assert parse_cline_calls(html) == ([], [], html)
+    assert parse_cline_calls("<f><f>x</f></f>").calls == []
     (error,) = parse_cline_calls("<f><x>1</x><x>2</x></f>").errors
     assert "an argument must be there once" in error.reason
 
