@@ -1,0 +1,13 @@
+"""Twinkle's `advantage`."""
+
+from twinkle_jax.advantage import (
+    Advantage,
+    GRPOAdvantage,
+    RLOOAdvantage,
+)
+
+__all__ = [
+    "Advantage",
+    "GRPOAdvantage",
+    "RLOOAdvantage",
+]

@@ -1,0 +1,9 @@
+"""Twinkle's `template`."""
+
+from twinkle_jax.data import (
+    Template,
+)
+
+__all__ = [
+    "Template",
+]
