@@ -527,8 +527,10 @@ def rollout_metrics(
         metrics["completions/mean_terminated_length"] = float(lengths[~truncated].mean())
     for name in drawn[0].reward_parts:
         scores = np.concatenate([r.reward_parts[name] for r in drawn]).astype(np.float64)
-        metrics[f"rewards/{name}/mean"] = float(np.nanmean(scores))
-        metrics[f"rewards/{name}/std"] = float(np.nanstd(scores))
+        scores = scores[~np.isnan(scores)]  # rows about which this reward says nothing
+        if scores.size:
+            metrics[f"rewards/{name}/mean"] = float(scores.mean())
+            metrics[f"rewards/{name}/std"] = float(scores.std())
     return metrics
 
 
