@@ -7,9 +7,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
+from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from twinkle_jax.model.decoder.attention_choice import AttentionImplementation, interpreted
+from twinkle_jax.model.decoder.bfloat16 import multiply, rounded
 from twinkle_jax.model.decoder.config import AttentionConfig, DecoderConfig
 from twinkle_jax.model.decoder.project_and_norm import project, rms_norm
 from twinkle_jax.model.decoder.rotary import RotaryTable, rotate
@@ -66,7 +68,7 @@ def project_out(
     batch, time, heads, width = attended.shape
     y = attended.reshape(batch * time, heads * width)
     if gate is not None:
-        y = y * jax.nn.sigmoid(gate)
+        y = rounded(y * rounded(jax.nn.sigmoid(gate)))
     return project(y, weights["o_proj"])
 
 
@@ -85,6 +87,9 @@ def attend_causally(
     """
 
     def see(window: int | None, query: Array, key: Array, value: Array) -> Array:
+        if implementation == "xla":
+            seen = _seen(key.shape[1], window, segment_ids)
+            return _attend(query, key, value, seen, config.scale)
         with jax.numpy_dtype_promotion("standard"):  # both mix types inside
             if implementation == "splash":
                 # What is only for TPUs takes a quarter of a second to import.
@@ -104,11 +109,10 @@ def attend_causally(
                 query,
                 key,
                 value,
-                mask=None if segment_ids is None else _same_segment(segment_ids),
                 scale=config.scale,
                 is_causal=True,
                 local_window_size=None if window is None else (window - 1, 0),
-                implementation=implementation,
+                implementation="cudnn",
             )
 
     given = heads[:3]
@@ -117,6 +121,48 @@ def attend_causally(
     return jax.lax.cond(sliding, partial(see, config.window.size), partial(see, None), *given)
 
 
-def _same_segment(segment_ids: Int[Array, "batch time"]) -> Bool[Array, "batch 1 time time"]:
-    """Say which pairs of positions of a row are in the same segment."""
-    return (segment_ids[:, :, None] == segment_ids[:, None, :])[:, None]
+def _seen(
+    time: int, window: int | None, segment_ids: Int[Array, "batch time"] | None
+) -> Bool[Array, "#batch time time"]:
+    """Say which positions, on the last axis, each position sees."""
+    places = jnp.arange(time, dtype=jnp.int32)
+    back = places[:, None] - places[None]
+    seen = (back >= 0 if window is None else (back >= 0) & (back < window))[None]
+    if segment_ids is not None:
+        seen = seen & (segment_ids[:, :, None] == segment_ids[:, None])
+    return seen
+
+
+def _attend(
+    query: Float[Array, "batch time heads width"],
+    key: Float[Array, "batch slots groups width"],
+    value: Float[Array, "batch slots groups width"],
+    seen: Bool[Array, "#batch #time slots"],
+    scale: float,
+) -> Float[Array, "batch time heads width"]:
+    """Attend as `jax.nn.dot_product_attention` does, except that the weights are `rounded`."""
+    batch, time, heads, width = query.shape
+    wide = jnp.float64 if query.dtype == jnp.float64 else jnp.float32
+    query = query.reshape(batch, time, key.shape[2], -1, width)
+    # Else the gradients are products of float32 with 16 bits, which compilers compute in float32.
+    algorithm = {"bfloat16": "BF16_BF16_F32", "float16": "F16_F16_F32"}.get(query.dtype.name)
+    logits = jnp.einsum(
+        "btghw,bsgw->bghts",
+        query,
+        key,
+        precision=algorithm,
+        preferred_element_type=wide,
+    )
+    weights = attention_weights(logits, seen[:, None, None], scale, query.dtype)
+    attended = multiply(partial(jnp.einsum, "bghts,bsgw->btghw"), weights, value)
+    return attended.reshape(batch, time, heads, width)
+
+
+def attention_weights(
+    logits: Float[Array, "*batch slots"],
+    seen: Bool[Array, "*#batch slots"],
+    scale: float,
+    dtype: DTypeLike,
+) -> Float[Array, "*batch slots"]:
+    """Take the softmax over slots that are seen: of whole rows and of decoding steps alike."""
+    return rounded(jax.nn.softmax(jnp.where(seen, logits * scale, -jnp.inf), axis=-1), dtype)

@@ -1,12 +1,15 @@
 """A token through the mixing half of a layer: it enters the cache and reads what is there."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 
-from twinkle_jax.model.decoder.attention import project_heads, project_out
+from twinkle_jax.model.decoder.attention import attention_weights, project_heads, project_out
 from twinkle_jax.model.decoder.attention_choice import backend_of
+from twinkle_jax.model.decoder.bfloat16 import multiply
 from twinkle_jax.model.decoder.cache import DeltaState, KeyValues
 from twinkle_jax.model.decoder.config import DecoderConfig
 from twinkle_jax.model.decoder.delta_net import delta_net_step
@@ -103,10 +106,9 @@ def _attend(
     seen = slots <= length[:, None]
     if first is not None:
         seen &= slots >= first[:, None]
-    logits = jnp.where(seen[:, None, None], logits * scale, -jnp.inf)
     logits = jnp.where((length < max_length)[:, None, None, None], logits, jnp.nan)
-    weights = jax.nn.softmax(logits, axis=-1).astype(query.dtype)
-    attended = jnp.einsum("bght,bgtw->bghw", weights, values.astype(query.dtype))
+    weights = attention_weights(logits, seen[:, None, None], scale, query.dtype)
+    attended = multiply(partial(jnp.einsum, "bght,bgtw->bghw"), weights, values.astype(query.dtype))
     return attended.reshape(batch, 1, heads, width)
 
 

@@ -9,7 +9,8 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
-from twinkle_jax.model.decoder.attention_choice import AttentionImplementation
+from twinkle_jax.model.decoder.attention_choice import AttentionImplementation, backend_of
+from twinkle_jax.model.decoder.bfloat16 import tracing_for
 from twinkle_jax.model.decoder.cache import Cache, make_cache, unstack_layers
 from twinkle_jax.model.decoder.cached_step import attend_step, first_seen, linear_step
 from twinkle_jax.model.decoder.config import FULL, DecoderConfig
@@ -57,6 +58,7 @@ def prefill(
     if max_length < time:
         raise ValueError(f"max_length must be at least the prompts' {time}, got {max_length}")
     inputs = decoder_inputs(config, tokens, mask)
+    backend = backend_of(mesh)
     if mesh is not None and not fits(mesh, config, len(tokens)):
         mesh, attention = None, "xla"
     hidden, states = run(
@@ -67,6 +69,7 @@ def prefill(
         attention,
         remat=False,
         attention_mesh=mesh,
+        backend=backend,
         keep_state=True,
     )
     length = jnp.sum(inputs.mask, axis=1, dtype=jnp.int32)
@@ -143,18 +146,19 @@ def decode_step(
             x = feed_forward(config, x, members[name])
         return (x, layers), None
 
-    x = embed(config, embedding, jnp.where(active, tokens, 0), dtype)
-    sliding, length = jnp.asarray(config.sliding), cache.length + active.astype(jnp.int32)
-    if isinstance(cache.layers, tuple):
-        weights, layers = unstack_layers(params)["layers"], []
-        for repeat, own in enumerate(cache.layers):
-            members = jax.tree.map(lambda stack: stack[0], weights[repeat])
-            (x, own), _ = block((x, own), (jnp.int32(0), members, sliding[repeat]))
-            layers.append(own)
-        return final_norm(params, config, x), Cache(tuple(layers), length)
-    repeats = jnp.arange(config.repeats, dtype=jnp.int32)
-    (x, stack), _ = jax.lax.scan(block, (x, cache.layers), (repeats, params["layers"], sliding))
-    return final_norm(params, config, x), Cache(stack, length)
+    with tracing_for(backend_of(mesh)):
+        x = embed(config, embedding, jnp.where(active, tokens, 0), dtype)
+        sliding, length = jnp.asarray(config.sliding), cache.length + active.astype(jnp.int32)
+        if isinstance(cache.layers, tuple):
+            weights, layers = unstack_layers(params)["layers"], []
+            for repeat, own in enumerate(cache.layers):
+                members = jax.tree.map(lambda stack: stack[0], weights[repeat])
+                (x, own), _ = block((x, own), (jnp.int32(0), members, sliding[repeat]))
+                layers.append(own)
+            return final_norm(params, config, x), Cache(tuple(layers), length)
+        repeats = jnp.arange(config.repeats, dtype=jnp.int32)
+        (x, stack), _ = jax.lax.scan(block, (x, cache.layers), (repeats, params["layers"], sliding))
+        return final_norm(params, config, x), Cache(stack, length)
 
 
 def _check(tokens: Array, cache: Cache, mask: Array | None, mesh: Mesh | None) -> None:

@@ -1,12 +1,13 @@
 """The Gated DeltaNet mixer: projections and a short convolution around the gated delta rule."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from twinkle_jax.model.decoder.bfloat16 import rounded
 from twinkle_jax.model.decoder.cache import DeltaState
 from twinkle_jax.model.decoder.config import DeltaNetConfig
 from twinkle_jax.model.decoder.delta_rule import DeltaInputs, delta_rule, delta_rule_step
@@ -25,8 +26,8 @@ def delta_net(
     """Mix whole rows that start at column 0; padding follows them and leaves the state alone."""
     batch, time = mask.shape
     mixed = project(x, weights["in_proj_qkv"]).reshape(batch, time, -1)
-    kernel = weights["conv1d"]["kernel"].astype(x.dtype)
-    convolved = _convolve(mixed, kernel, segment_ids)
+    kernel = rounded(weights["conv1d"]["kernel"], x.dtype)
+    convolved = _convolve(_taps(mixed, len(kernel), segment_ids), kernel)
     inputs = _inputs(x, weights, config, convolved)
     inputs = inputs._replace(
         log_decay=jnp.where(mask[:, :, None], inputs.log_decay, 0),
@@ -52,28 +53,42 @@ def delta_net_step(
     """Mix one more token per row."""
     mixed = project(x, weights["in_proj_qkv"])[:, None]
     window = jnp.concatenate([state.window.astype(x.dtype), mixed], axis=1)
-    kernel = weights["conv1d"]["kernel"].astype(x.dtype)
-    convolved = jnp.sum(window * kernel[None], axis=1, keepdims=True)
-    inputs = _inputs(x, weights, config, jax.nn.silu(convolved))
+    kernel = rounded(weights["conv1d"]["kernel"], x.dtype)
+    convolved = _convolve(jnp.split(window, len(kernel), axis=1), kernel)
+    inputs = _inputs(x, weights, config, convolved)
     out, memory = delta_rule_step(state.memory, inputs)
     return _project_out(out, x, weights, epsilon), DeltaState(window[:, 1:], memory)
 
 
-def _convolve(
+def _taps(
     x: Float[Array, "batch time channels"],
-    kernel: Float[Array, "past channels"],
+    number: int,
     segment_ids: Int[Array, "batch time"] | None,
-) -> Float[Array, "batch time channels"]:
-    """Convolve each channel with the tokens before it in its segment, then SiLU."""
-    last, time = kernel.shape[0] - 1, x.shape[1]
-    y = x * kernel[None, None, last]
-    for back in range(1, min(last + 1, time)):
+) -> list[Float[Array, "batch time channels"]]:
+    """Give each token and those before it in its segment, oldest first; 0 where there is none."""
+    taps, time = [x], x.shape[1]
+    for back in range(1, number):
         shifted = jnp.pad(x, ((0, 0), (back, 0), (0, 0)))[:, :time]
         if segment_ids is not None:
             same = jnp.pad(segment_ids[:, back:] == segment_ids[:, :-back], ((0, 0), (back, 0)))
-            shifted = jnp.where(same[:, :, None], shifted, 0)
-        y = y + shifted * kernel[None, None, last - back]
-    return jax.nn.silu(y)
+            shifted = jnp.where(same[:, :time, None], shifted, 0)
+        taps.insert(0, shifted)
+    return taps
+
+
+def _convolve(
+    taps: Sequence[Float[Array, "batch time channels"]], kernel: Float[Array, "taps channels"]
+) -> Float[Array, "batch time channels"]:
+    """Weight each channel's taps, sum and apply SiLU: in float32, and in one order everywhere.
+
+    A running sum in bfloat16, or another order in training than in decoding, makes the sampler's
+    log-probabilities differ from the trainer's.
+    """
+    weights = kernel.astype(jnp.float32)[:, None, None]
+    oldest, *others = [
+        tap.astype(jnp.float32) * weight for tap, weight in zip(taps, weights, strict=True)
+    ]
+    return jax.nn.silu(sum(others, oldest))
 
 
 def _inputs(
@@ -86,7 +101,7 @@ def _inputs(
     batch, time, _ = convolved.shape
     keys, groups = config.key_heads * config.key_dim, config.value_heads // config.key_heads
     query, key, value = (
-        part.reshape(batch, time, heads, -1).astype(jnp.float32)
+        part.reshape(batch, time, heads, -1)
         for part, heads in zip(
             jnp.split(convolved, (keys, 2 * keys), axis=-1),
             (config.key_heads, config.key_heads, config.value_heads),
@@ -120,6 +135,6 @@ def _project_out(
 ) -> Float[Array, "tokens width"]:
     """Normalise each head, gate it with the row it came from, and project it back."""
     gate = project(x, weights["in_proj_z"]).astype(jnp.float32)
-    normed = rms_norm(out.astype(x.dtype), weights["norm"]["scale"], epsilon=epsilon)
+    normed = rms_norm(rounded(out, x.dtype), weights["norm"]["scale"], epsilon=epsilon)
     gated = normed.reshape(gate.shape).astype(jnp.float32) * jax.nn.silu(gate)
-    return project(gated.astype(x.dtype), weights["out_proj"])
+    return project(rounded(gated, x.dtype), weights["out_proj"])

@@ -11,7 +11,12 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from twinkle_jax.model.decoder.attention import attend_causally, project_heads, project_out
-from twinkle_jax.model.decoder.attention_choice import AttentionImplementation, choose_attention
+from twinkle_jax.model.decoder.attention_choice import (
+    AttentionImplementation,
+    backend_of,
+    choose_attention,
+)
+from twinkle_jax.model.decoder.bfloat16 import tracing_for
 from twinkle_jax.model.decoder.config import FULL, DecoderConfig
 from twinkle_jax.model.decoder.decoder_inputs import DecoderInputs, decoder_inputs
 from twinkle_jax.model.decoder.delta_net import delta_net
@@ -100,14 +105,17 @@ def run(
     *,
     mesh: Mesh | None = None,
     attention_mesh: Mesh | None = None,
+    backend: str | None = None,
     keep_state: bool = False,
 ) -> tuple[Float[Array, "batch time width"], dict[str, Any] | None]:
     """Run the layers over prepared rows; return what layers remember, stacked, when asked.
 
     With `attention_mesh` alone nothing is gathered, but attention is told where rows are.
+    `backend` is by default that of the mesh.
     """
     attention_mesh = attention_mesh if mesh is None else mesh
     check_fit(mesh, config, len(inputs.tokens))
+    backend = backend_of(attention_mesh) if backend is None else backend
     embedding = params["embed_tokens"]["embedding"]
     dtype = jnp.dtype(embedding.dtype if compute_dtype is None else compute_dtype)
     segmented = inputs.segment_ids is not None
@@ -131,10 +139,11 @@ def run(
             x, states[str(member)] = layer(kind, x, members[str(member)], sliding[member])
         return x, states if keep_state else None
 
-    x = embed(config, embedding, inputs.tokens, dtype, mesh)
-    x = keep_rows(x.reshape(-1, config.hidden_size), mesh)
-    x, states = jax.lax.scan(block, x, (params["layers"], jnp.asarray(config.sliding)))
-    x = keep_rows(final_norm(params, config, x), mesh)
+    with tracing_for(backend):
+        x = embed(config, embedding, inputs.tokens, dtype, mesh)
+        x = keep_rows(x.reshape(-1, config.hidden_size), mesh)
+        x, states = jax.lax.scan(block, x, (params["layers"], jnp.asarray(config.sliding)))
+        x = keep_rows(final_norm(params, config, x), mesh)
     return x.reshape(*inputs.tokens.shape, -1), states
 
 

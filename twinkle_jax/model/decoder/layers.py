@@ -5,6 +5,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
+from twinkle_jax.model.decoder.bfloat16 import rounded
 from twinkle_jax.model.decoder.config import DecoderConfig
 from twinkle_jax.model.decoder.mesh_layout import spread_lookup
 from twinkle_jax.model.decoder.parameters import Params
@@ -32,7 +33,9 @@ def embed(
         if mesh is None
         else spread_lookup(embedding, tokens, mesh, look_up)
     )
-    return found * jnp.asarray(config.hidden_size**0.5, dtype) if config.scaled_embedding else found
+    if config.scaled_embedding:
+        found = found * jnp.asarray(config.hidden_size**0.5, dtype)
+    return rounded(found)
 
 
 def final_norm(
@@ -58,7 +61,7 @@ def add_mixed(
     """Add the first half of a layer, attention's output, to the residual stream."""
     if config.output_norms:
         mixed = norm(config, mixed, weights["post_attention_layernorm"])
-    return x + mixed
+    return rounded(x + mixed)
 
 
 def feed_forward(
@@ -69,11 +72,11 @@ def feed_forward(
     y = norm(config, x, weights[f"{before}_layernorm"])
     mlp = weights["mlp"]
     gate = project(y, mlp["gate_proj"])
-    gate = jax.nn.silu(gate) if config.activation == "silu" else jax.nn.gelu(gate)
-    y = project(gate * project(y, mlp["up_proj"]), mlp["down_proj"])
+    gate = rounded(jax.nn.silu(gate) if config.activation == "silu" else jax.nn.gelu(gate))
+    y = project(rounded(gate * project(y, mlp["up_proj"])), mlp["down_proj"])
     if config.output_norms:
         y = norm(config, y, weights["post_feedforward_layernorm"])
-    return x + y
+    return rounded(x + y)
 
 
 def output_matrix(params: Params) -> Float[Array, "width vocab"]:

@@ -22,17 +22,6 @@ def check_rate(rate: float) -> None:
         raise ValueError(f"lora_dropout must be a number in [0, 1), got {rate!r}")
 
 
-def adapter_change(
-    x: Float[Array, "rows into"], weights: Mapping[str, Any]
-) -> Float[Array, "rows out"]:
-    """Compute what an adapter adds to its projection; dropout where there are keys for it."""
-    scale = weights["lora_scale"].astype(x.dtype)
-    if KEYS in weights:
-        x = drop_out(x, weights[RATE], weights[KEYS])
-    narrow = x @ weights["lora_A"].astype(x.dtype)
-    return scale * (narrow @ weights["lora_B"].astype(x.dtype))
-
-
 def drop_out(
     x: Float[Array, "rows into"], rate: Float[Array, ""], keys: Key[Array, " batch"]
 ) -> Float[Array, "rows into"]:

@@ -7,17 +7,34 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from twinkle_jax.model.decoder.lora_dropout import adapter_change
+from twinkle_jax.model.decoder.bfloat16 import multiply, rounded
+from twinkle_jax.model.decoder.lora_dropout import KEYS, RATE, drop_out
 
 
 def project(
     x: Float[Array, "tokens into"], weights: Mapping[str, Any]
 ) -> Float[Array, "tokens out"]:
     """Multiply rows by `kernel` in their own type; add adapter and `bias` where there are any."""
-    y = x @ weights["kernel"].astype(x.dtype)
+    y = _times(x, weights["kernel"])
     if "lora_A" in weights:
-        y = y + adapter_change(x, weights)
-    return y + weights["bias"].astype(x.dtype)[None] if "bias" in weights else y
+        y = rounded(y + _adapter_change(x, weights))
+    return rounded(y + rounded(weights["bias"], x.dtype)[None]) if "bias" in weights else y
+
+
+def _times(
+    x: Float[Array, "tokens into"], matrix: Float[Array, "into out"]
+) -> Float[Array, "tokens out"]:
+    return multiply(jnp.matmul, x, rounded(matrix, x.dtype))
+
+
+def _adapter_change(
+    x: Float[Array, "tokens into"], weights: Mapping[str, Any]
+) -> Float[Array, "tokens out"]:
+    """Compute what an adapter adds to its projection; dropout where there are keys for it."""
+    scale = rounded(weights["lora_scale"], x.dtype)
+    if KEYS in weights:
+        x = drop_out(x, weights[RATE], weights[KEYS])
+    return rounded(scale * _times(_times(x, weights["lora_A"]), weights["lora_B"]))
 
 
 def rms_norm(
@@ -42,5 +59,5 @@ def rms_norm(
     y = x.astype(jnp.float32)
     y = y * jax.lax.rsqrt(jnp.mean(jnp.square(y), axis=-1, keepdims=True) + epsilon)
     if centred:
-        return (y * (1 + scale.astype(jnp.float32))).astype(x.dtype)
-    return y.astype(x.dtype) * scale.astype(x.dtype)
+        return rounded(y * (1 + scale.astype(jnp.float32)), x.dtype)
+    return rounded(rounded(y, x.dtype) * rounded(scale, x.dtype))

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
+from twinkle_jax.model.decoder.bfloat16 import rounded
 from twinkle_jax.model.decoder.config import AttentionConfig, LinearScaling
 
 RotaryTable = tuple[Float[Array, "#batch time 1 half"], Float[Array, "#batch time 1 half"]]
@@ -74,5 +75,6 @@ def rotate(
     half = cos.shape[-1]
     first, second, rest = jnp.split(x, (half, 2 * half), axis=-1)
     a, b = first.astype(jnp.float32), second.astype(jnp.float32)
-    turned = jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
+    turned = jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
+    turned = rounded(turned, x.dtype)
     return jnp.concatenate([turned, rest], axis=-1) if rest.shape[-1] else turned

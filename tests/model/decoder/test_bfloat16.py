@@ -1,0 +1,168 @@
+"""bfloat16 on a CPU: one token has the same log-probability in every path, compiled as users do."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.model.families import ALL, each, family
+from tests.sampler.completions import trainer_logprobs
+from twinkle_jax.model import (
+    Decoder,
+    hidden_states,
+    init_params,
+    output_logits,
+    parse_config,
+    save_pretrained,
+)
+from twinkle_jax.model.decoder.bfloat16 import multiply, rounded, tracing_for
+from twinkle_jax.sampler import Sampling, generate
+
+WIDE = {"hidden_size": 128, "intermediate_size": 512, "vocab_size": 512, "head_dim": 32}
+DEEP = {
+    "qwen3_5_text": {
+        "layer_types": ["linear_attention"] * 3 + ["full_attention"],
+        "linear_key_head_dim": 32,
+        "linear_value_head_dim": 32,
+    },
+    "gemma3_text": {
+        "layer_types": ["sliding_attention"] * 3 + ["full_attention"],
+        "sliding_window": 16,
+    },
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def optimised():
+    """Compile as users do: what is tested here are the compiler's fusions."""
+    before = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", False)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)
+
+
+def sharp(name):
+    """Give a decoder of 4 layers whose matrices are ten times as large as random ones usually are.
+
+    Its distributions are sharp, so that a rounding in one path and not in the other shows.
+    """
+    config = parse_config(family(name, num_hidden_layers=4, **WIDE, **DEEP.get(name, {})))
+
+    def grow(path, leaf):
+        return 10 * leaf if path[-1].key in ("kernel", "embedding") else leaf
+
+    return config, jax.tree_util.tree_map_with_path(grow, init_params(jax.random.key(0), config))
+
+
+def transformers_difference(config, params, tokens, folder):
+    """Mean difference of log-probabilities in transformers: whole rows, and token by token."""
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    save_pretrained(Decoder(config, params), folder, dtype="bfloat16")
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="auto").eval()
+    tokens = torch.tensor(np.array(tokens), dtype=torch.long)
+    cache, steps = None, []
+    with torch.no_grad():
+        whole = model(input_ids=tokens).logits.float()
+        for column in tokens.split(1, dim=1):
+            out = model(input_ids=column, past_key_values=cache, use_cache=True)
+            cache = out.past_key_values
+            steps.append(out.logits.float())
+        chosen = [
+            torch.log_softmax(logits[:, 3:-1], -1).gather(-1, tokens[:, 4:, None])
+            for logits in (whole, torch.cat(steps, dim=1))
+        ]
+    return float((chosen[0] - chosen[1]).abs().mean())
+
+
+@pytest.mark.parametrize("name", each(["qwen3", *(x for x in ALL if x != "qwen3")]))
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+def test_the_trainer_scores_what_the_sampler_drew(name, tmp_path):
+    """Linear attention computes in chunks what it decodes token by token; all else is the same."""
+    config, params = sharp(name)
+    prompts = np.random.default_rng(0).integers(3, 512, (32, 4)).astype(np.int32)
+    key, options = jax.random.key(1), {"compute_dtype": "bfloat16"}
+    drawn = generate(params, config, prompts, None, key, Sampling(), max_new_tokens=60, **options)
+    scored = trainer_logprobs(params, config, prompts.tolist(), drawn, 1.0, **options)
+    allowed = 0.001
+    if name == "qwen3_5_text":
+        tokens = np.concatenate([prompts, drawn.tokens], axis=1)
+        allowed += transformers_difference(config, params, tokens, tmp_path)
+        assert allowed < 0.01
+    assert np.mean(np.abs(scored - drawn.logprobs)) <= allowed
+    assert np.min(scored) < -5 and np.max(scored) > -0.5
+
+
+@pytest.mark.parametrize("name", each(["qwen3", *(x for x in ALL if x != "qwen3")]))
+def test_scores_do_not_depend_on_the_batch_nor_on_gradients(name):
+    config, params = sharp(name)
+    tokens = jax.random.randint(jax.random.key(2), (16, 40), 3, 512)
+
+    @jax.jit
+    def scores(params, tokens, segment_ids=None):
+        hidden = hidden_states(
+            params, config, tokens[:, :-1], segment_ids=segment_ids, compute_dtype="bfloat16"
+        )
+        logprobs = jax.nn.log_softmax(output_logits(params, hidden))
+        return jnp.take_along_axis(logprobs, tokens[:, 1:, None], axis=-1)[:, :, 0]
+
+    def loss(params):
+        values = scores(params, tokens)
+        return jnp.sum(values), values
+
+    every = scores(params, tokens)
+    few = scores(params, tokens[:2, :16])
+    assert np.mean(np.abs(every[:2, :15] - few)) <= 0.001
+    packed = jnp.pad(tokens.reshape(8, 80), ((0, 0), (0, 1)))
+    packed = scores(params, packed, jnp.repeat(jnp.array([[0, 1]]), 40, axis=1).repeat(8, axis=0))
+    # The chunks of linear attention begin elsewhere in a packed row, and sum in another order.
+    allowed = 0.006 if name == "qwen3_5_text" else 0.001
+    assert np.mean(np.abs(every - packed.reshape(16, 40)[:, :39])) <= allowed
+    with jax.numpy_dtype_promotion("standard"):
+        (_, trained), _ = jax.jit(jax.value_and_grad(loss, has_aux=True))(params)
+    assert np.mean(np.abs(every - trained)) <= 0.001
+
+
+def test_a_rounding_is_kept_between_float32_and_float32():
+    x = jax.random.normal(jax.random.key(0), (64, 32))
+    expected = np.asarray(x.astype(jnp.bfloat16), np.float32)
+
+    def around(x):
+        return jnp.sum(jnp.square(rounded(x, jnp.bfloat16).astype(jnp.float32)), axis=-1)
+
+    np.testing.assert_allclose(jax.jit(around)(x), np.sum(expected**2, axis=-1), rtol=1e-6)
+    gradient = jax.grad(lambda x: jnp.sum(rounded(x, jnp.bfloat16).astype(jnp.float32)))(x)
+    np.testing.assert_array_equal(gradient, 1)
+
+
+def test_products_and_their_derivatives_are_those_of_bfloat16():
+    x, y = (jax.random.normal(jax.random.key(i), (8, 8), jnp.bfloat16) for i in (1, 2))
+
+    def sines(product):
+        return lambda x, y: jnp.sum(jnp.sin(product(x, y).astype(jnp.float32)))
+
+    ours = sines(lambda x, y: multiply(jnp.matmul, x, y))
+    for function in (
+        jax.value_and_grad,
+        lambda f, argnums: jax.jit(jax.value_and_grad(f, argnums)),
+    ):
+        (value, grads), (expected, expected_grads) = (
+            function(f, argnums=(0, 1))(x, y) for f in (ours, sines(jnp.matmul))
+        )
+        np.testing.assert_allclose(value, expected, rtol=0.02)
+        for grad, wanted in zip(grads, expected_grads, strict=True):
+            assert grad.dtype == jnp.bfloat16
+            np.testing.assert_allclose(
+                np.asarray(grad, np.float32), np.asarray(wanted, np.float32), atol=0.1
+            )
+
+
+@pytest.mark.parametrize(
+    ("backend", "dtype", "same"),
+    [("cpu", "bfloat16", False), ("cpu", "float32", True), ("tpu", "bfloat16", True)],
+)
+def test_other_backends_and_types_get_no_instruction(backend, dtype, same):
+    x = jax.ShapeDtypeStruct((4, 4), dtype)
+    with tracing_for(backend):
+        ours = jax.make_jaxpr(lambda x: multiply(jnp.matmul, x, rounded(x)))(x)
+    assert (str(ours) == str(jax.make_jaxpr(lambda x: jnp.matmul(x, x))(x))) is same
