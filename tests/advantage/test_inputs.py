@@ -102,8 +102,8 @@ def test_pytorch_tensors():
 def test_types_are_computed_and_returned_in_float32(dtype):
     rewards = np.array(REWARDS).astype(dtype)
     expected = grpo_advantage(rewards.astype(np.float32), 4)
-    for given in (rewards, jnp.asarray(rewards)):
-        result = grpo_advantage(given, 4)
+    for array in (rewards, jnp.asarray(rewards)):
+        result = grpo_advantage(array, 4)
         assert result.dtype == jnp.float32
         np.testing.assert_array_equal(result, expected)
     assert group_statistics(rewards, 4).mean.dtype == jnp.float32
@@ -147,8 +147,8 @@ def test_float64_stays_float64(name):
 def test_lengths_may_be_anything_that_counts():
     rewards, lengths = np.random.default_rng(0).uniform(size=COUNT), DATA["lengths"]
     expected = ROWS["opo"](rewards, where=None)
-    for given in (lengths.tolist(), jnp.asarray(lengths), lengths.astype(np.float16)):
-        result = ROWS["opo"](rewards, where=None, lengths=given)
+    for counts in (lengths.tolist(), jnp.asarray(lengths), lengths.astype(np.float16)):
+        result = ROWS["opo"](rewards, where=None, lengths=counts)
         # another type is another program, which may round in another order
         np.testing.assert_allclose(result, expected, rtol=1e-6)
 
@@ -156,8 +156,8 @@ def test_lengths_may_be_anything_that_counts():
 @pytest.mark.parametrize("kind", [np.int8, np.uint8, np.int32, np.int64])
 def test_kinds_of_segment_ids(kind):
     ids = np.asarray([0, 1, 0, 1], kind)
-    for given in (ids, jnp.asarray(ids), ids.tolist()):
-        result = segment_grpo_advantage([0.0, 1.0, 2.0, 3.0], given, 2, "none")
+    for segment_ids in (ids, jnp.asarray(ids), ids.tolist()):
+        result = segment_grpo_advantage([0.0, 1.0, 2.0, 3.0], segment_ids, 2, "none")
         assert result.tolist() == [-1, -1, 1, 1]
 
 

@@ -149,10 +149,10 @@ def test_hundreds_of_samples():
         for k in (1, 2, 8, 64, 256, 400, 499):
             result = np.asarray(pass_at_k_advantage(rewards, count, k=jnp.int32(k)))
             expected = _exact_pass_at_k(count, passed, k)
-            found = (result[0], result[-1])
+            first_and_last = (result[0], result[-1])
             # exp(x) loses as many digits as x has before the point
             rtol = 2e-6 * (1 + max(0.0, -math.log(expected[0]))) if expected[0] else 1
-            np.testing.assert_allclose(found, expected, rtol=rtol, atol=1e-37)
+            np.testing.assert_allclose(first_and_last, expected, rtol=rtol, atol=1e-37)
             assert np.isfinite(result).all()
 
 

@@ -56,8 +56,8 @@ def test_kl_masks_gradients_and_errors(function):
     expected = function(REWARDS, KL, MASK, coefficient=0.5)
     for garbage in (NAN, INF, 1e30):
         dirty = np.where(MASK, KL, np.float32(garbage))
-        for given in (dirty, jnp.asarray(dirty)):
-            result = function(REWARDS, given, MASK, coefficient=0.5)
+        for kl in (dirty, jnp.asarray(dirty)):
+            result = function(REWARDS, kl, MASK, coefficient=0.5)
             np.testing.assert_array_equal(result, expected)
 
     def loss(rewards, kl, coefficient):
@@ -71,9 +71,9 @@ def test_kl_masks_gradients_and_errors(function):
     with jax.enable_x64(True):
         wide_rewards, wide_kl = REWARDS.astype(np.float64), KL.astype(np.float64)
         exact = function(wide_rewards, wide_kl, MASK, coefficient=0.1)
-        for given in ((wide_rewards, KL), (REWARDS, wide_kl)):
+        for pair in ((wide_rewards, KL), (REWARDS, wide_kl)):
             for place in (np.asarray, jnp.asarray):
-                result = function(*(place(x) for x in given), MASK, coefficient=0.1)
+                result = function(*(place(x) for x in pair), MASK, coefficient=0.1)
                 assert result.dtype == jnp.float64
                 np.testing.assert_allclose(result, exact, rtol=1e-14)
     with pytest.raises(ValueError, match=r"^mask"):

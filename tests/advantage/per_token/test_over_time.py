@@ -381,11 +381,11 @@ def test_other_values_compile_nothing():
 def test_more_axes_and_vmap():
     keep = np.stack([KEEP, ~KEEP])
     pair = [np.stack([x, -x]) for x in (REWARDS, VALUES)]
-    whole = gae_advantage(*pair, where=keep, normalize=False)
+    stacked = gae_advantage(*pair, where=keep, normalize=False)
     mapped = jax.vmap(lambda r, v, k: gae_advantage(r, v, where=k, normalize=False))(*pair, keep)
     for row in range(2):
         alone = gae_advantage(pair[0][row], pair[1][row], where=keep[row], normalize=False)
-        for result in (whole, mapped):
+        for result in (stacked, mapped):
             np.testing.assert_allclose(
                 result.advantages[row], alone.advantages, rtol=1e-5, atol=1e-6
             )

@@ -234,6 +234,6 @@ def _gae(
     if normalize:
         sizes = jnp.maximum(jnp.abs(returns), jnp.maximum(jnp.abs(values), jnp.abs(rewards)))
         advantages = whiten(
-            advantages, where, epsilon, correction=0, axis_name=axis_name, made_of=sizes
+            advantages, where, epsilon, correction=0, axis_name=axis_name, operands=sizes
         )
     return GAE(advantages, returns)

@@ -16,7 +16,7 @@ def whiten(
     *,
     correction: int,
     axis_name: AxisName | None,
-    made_of: Array | None = None,
+    operands: Array | None = None,
 ) -> Array:
     """Subtract the mean and divide by the standard deviation of what is kept; 0 elsewhere.
 
@@ -26,20 +26,20 @@ def whiten(
         epsilon: added to the standard deviation.
         correction: what is taken off the number of tokens in the divisor of the variance.
         axis_name: the mapped axis over which the batch extends.
-        made_of: as `tokens`, 0 where masked: how large the numbers are whose differences they are,
-            if they are: then their own size does not tell what is rounding.
+        operands: if `tokens` are differences, the size of the numbers that were subtracted, as
+            `tokens`, 0 where masked: the rounding of a difference is relative to that.
 
     Returns:
         As `tokens`: exactly 0 where all are equal up to rounding; all NaN where one is not finite.
     """
-    whole = WholeBatch(tokens.size, axis_name)
-    batch = Samples(tokens.reshape(-1), None if keep is None else keep.reshape(-1), whole, whole)
+    groups = WholeBatch(tokens.size, axis_name)
+    batch = Samples(tokens.reshape(-1), None if keep is None else keep.reshape(-1), groups, groups)
     count = batch.count.astype(tokens.dtype)
     share = jnp.maximum(count - 1, 0) / jnp.maximum(count - correction, 1)
     divisor = batch.std * jnp.sqrt(share) + epsilon.astype(tokens.dtype)
     signal = batch.has_signal
-    if made_of is not None:
-        size = whole.largest(made_of.reshape(-1))
+    if operands is not None:
+        size = groups.largest(operands.reshape(-1))
         farthest = jnp.maximum(batch.mean_gap, batch.spread - batch.mean_gap)  # from the mean
         signal &= ~((farthest <= ulps(_NOISE_ULPS, size)) & batch.finite)
     deviations = (tokens - batch.maximum) + batch.mean_gap
