@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.loss import reference
-from tests.loss.cases import OBJECTS, call, random_batch
+from tests.loss import cases as reference
+from tests.loss.cases import POLICY_LOSSES, call, random_batch
 from twinkle_jax.loss import (
     GRPOLoss,
     ImportanceCorrection,
@@ -135,11 +135,11 @@ def test_a_corrected_loss_worked_by_its_parts(on_policy):
     assert not gradients[1].any() and not gradients[2].any()
 
 
-@pytest.mark.parametrize("name", OBJECTS)
+@pytest.mark.parametrize("name", POLICY_LOSSES)
 def test_every_policy_loss_takes_a_correction(name):
     batch = random_batch(2, spread=0.1)
-    fields = vars(OBJECTS[name]) | {"beta": 0.0, "entropy_coef": 0.0}
-    kind = type(OBJECTS[name])
+    fields = vars(POLICY_LOSSES[name]) | {"beta": 0.0, "entropy_coef": 0.0}
+    kind = type(POLICY_LOSSES[name])
 
     def run(correction, sampler, advantages):
         return call(

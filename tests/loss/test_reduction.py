@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax.test_util import check_grads
 
-from tests.loss import reference
+from tests.loss import cases as reference
 from tests.loss.cases import GARBAGE, random_batch, same_bits
 from twinkle_jax.loss import constant_length, sequence_mean, token_mean
 

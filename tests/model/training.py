@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from tests.loss.cases import OBJECTS
+from tests.loss.cases import POLICY_LOSSES as OBJECTS
 from tests.model.families import config_of, params_of
 from twinkle_jax.data import Batch
 from twinkle_jax.loss import Loss

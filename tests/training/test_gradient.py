@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.loss.cases import OBJECTS
+from tests.loss.cases import POLICY_LOSSES as OBJECTS
 from tests.model.families import config_of, params_of
 from tests.model.training import accumulate, chosen, fresh, random_batch, relative, take
 from twinkle_jax.data import Batch

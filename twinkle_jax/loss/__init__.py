@@ -42,12 +42,16 @@ from twinkle_jax.loss.policy_metrics import (
     sampler_mismatch,
 )
 from twinkle_jax.loss.preference import (
+    PerPair,
+    cpo_preference,
     hinge_preference,
     ipo_preference,
     kto_pair_preference,
+    orpo_preference,
     sigmoid_preference,
+    simpo_preference,
 )
-from twinkle_jax.loss.preference_losses import DPOLoss
+from twinkle_jax.loss.preference_losses import CPOLoss, DPOLoss, ORPOLoss, SimPOLoss
 from twinkle_jax.loss.ratio import sequence_log_ratio, token_log_ratio
 from twinkle_jax.loss.reduction import constant_length, sequence_mean, token_mean
 from twinkle_jax.loss.supervised import cross_entropy, dynamic_fine_tuning
@@ -77,6 +81,7 @@ __all__ = [
     "Advantages",
     "BNPOLoss",
     "CISPOLoss",
+    "CPOLoss",
     "ChunkedCrossEntropyLoss",
     "Correction",
     "CorrectionMode",
@@ -94,8 +99,10 @@ __all__ = [
     "LossUnit",
     "MSELoss",
     "Mask",
+    "ORPOLoss",
     "PPOLoss",
     "PPOValueLoss",
+    "PerPair",
     "PerToken",
     "PolicyLoss",
     "PolicyMetrics",
@@ -103,11 +110,13 @@ __all__ = [
     "SampleValues",
     "SamplerMismatch",
     "Scalar",
+    "SimPOLoss",
     "binary_kl_mask",
     "clipped_importance_surrogate",
     "clipped_surrogate",
     "clipped_value_loss",
     "constant_length",
+    "cpo_preference",
     "cross_entropy",
     "dynamic_fine_tuning",
     "entropy_bonus",
@@ -122,12 +131,14 @@ __all__ = [
     "masked_importance_weights",
     "masked_sequence_importance_weights",
     "off_policy_sequence_mask",
+    "orpo_preference",
     "policy_gradient",
     "policy_metrics",
     "sampler_mismatch",
     "sequence_log_ratio",
     "sequence_mean",
     "sigmoid_preference",
+    "simpo_preference",
     "soft_gate_surrogate",
     "token_log_ratio",
     "token_logprobs",

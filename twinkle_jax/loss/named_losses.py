@@ -21,7 +21,7 @@ from twinkle_jax.loss.policy_losses import (
     PPOLoss,
     SAPOLoss,
 )
-from twinkle_jax.loss.preference_losses import DPOLoss
+from twinkle_jax.loss.preference_losses import CPOLoss, DPOLoss, ORPOLoss, SimPOLoss
 from twinkle_jax.loss.supervised_losses import (
     ChunkedCrossEntropyLoss,
     CrossEntropyLoss,
@@ -74,6 +74,7 @@ LOSSES: Mapping[str, type[Loss]] = MappingProxyType(
         "bnpo": BNPOLoss,
         "chunked_cross_entropy": ChunkedCrossEntropyLoss,
         "cispo": CISPOLoss,
+        "cpo": CPOLoss,
         "cross_entropy": CrossEntropyLoss,
         "dapo": DAPOLoss,
         "dpo": DPOLoss,
@@ -82,9 +83,11 @@ LOSSES: Mapping[str, type[Loss]] = MappingProxyType(
         "grpo": GRPOLoss,
         "gspo": GSPOLoss,
         "mse": MSELoss,
+        "orpo": ORPOLoss,
         "ppo": PPOLoss,
         "ppo_value": PPOValueLoss,
         "sapo": SAPOLoss,
+        "simpo": SimPOLoss,
     }
 )
 """Class of each loss by its short name. `get_loss` also knows them by the name of the class."""

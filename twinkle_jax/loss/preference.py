@@ -1,4 +1,8 @@
-"""Losses of pairs of sequences, one chosen and one rejected (DPO and its kin)."""
+"""Losses of pairs of sequences, one chosen and one rejected.
+
+The first four compare log-ratios to a reference policy, summed over tokens; SimPO, CPO and ORPO do
+without a reference.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -7,6 +11,9 @@ from jaxtyping import Array, Float
 from twinkle_jax.loss.masked_inputs import Scalar
 
 PerPair = Float[Array, "*pairs"]
+"""One number per pair of sequences."""
+
+LARGEST_LOGPROB = -1e-7  # nats; at 0 the odds are infinite
 
 
 def sigmoid_preference(
@@ -22,8 +29,7 @@ def sigmoid_preference(
         chosen: $\Delta_w$, log-ratio of the chosen sequence to the reference policy, in nats.
         rejected: $\Delta_l$, that of the rejected one.
         beta: how much a nat of difference counts, above 0.
-        label_smoothing: $\varepsilon$, the share of pairs taken to be the wrong way around, below
-            one half.
+        label_smoothing: $\varepsilon$, the share of pairs assumed to be mislabelled, below 0.5.
 
     Returns:
         Loss per pair.
@@ -46,7 +52,7 @@ def sigmoid_preference(
 
 
 def hinge_preference(chosen: PerPair, rejected: PerPair, *, beta: Scalar = 0.1) -> PerPair:
-    r"""Loss of SLiC on the margin of DPO: nothing more to learn beyond a margin of 1.
+    r"""Loss of SLiC on the margin of DPO: 0, and without gradient, above a margin of 1.
 
     $$\ell = \max(0,\ 1 - \beta (\Delta_w - \Delta_l))$$
 
@@ -73,12 +79,11 @@ def hinge_preference(chosen: PerPair, rejected: PerPair, *, beta: Scalar = 0.1) 
 
 
 def ipo_preference(chosen: PerPair, rejected: PerPair, *, beta: Scalar = 0.1) -> PerPair:
-    r"""Loss of IPO as Twinkle has it: the margin is to be $1 / (2\beta)$, and no more.
+    r"""Loss of IPO as in Twinkle: the squared distance of the margin from $1 / (2\beta)$.
 
     $$\ell = \left(\beta (\Delta_w - \Delta_l) - \frac{1}{2\beta}\right)^2$$
 
-    The paper has $\Delta_w - \Delta_l$ without $\beta$ before it, which is this loss at another
-    $\beta$ and another scale.
+    The paper has no $\beta$ before the difference: the same loss at another $\beta$ and scale.
 
     Args:
         chosen: $\Delta_w$, log-ratio of the chosen sequence to the reference policy, in nats.
@@ -105,7 +110,7 @@ def ipo_preference(chosen: PerPair, rejected: PerPair, *, beta: Scalar = 0.1) ->
 
 
 def kto_pair_preference(chosen: PerPair, rejected: PerPair, *, beta: Scalar = 0.1) -> PerPair:
-    r"""Loss of KTO for pairs, without its estimate of the divergence: each sequence by itself.
+    r"""Loss of KTO for pairs, without its baseline: chosen and rejected sequences count apart.
 
     $$\ell = 1 - \sigma(\beta \Delta_w) + \sigma(\beta \Delta_l)$$
 
@@ -131,6 +136,103 @@ def kto_pair_preference(chosen: PerPair, rejected: PerPair, *, beta: Scalar = 0.
     chosen, rejected = _checked(chosen, rejected)
     slope = jnp.asarray(beta, chosen.dtype)
     return 1 - jax.nn.sigmoid(slope * chosen) + jax.nn.sigmoid(slope * rejected)
+
+
+def simpo_preference(
+    chosen: PerPair, rejected: PerPair, *, beta: Scalar = 2.5, gamma: Scalar = 0.5
+) -> PerPair:
+    r"""Loss of SimPO: mean log-probabilities are compared, without a reference policy.
+
+    $$\ell = -\log \sigma\left(\beta (\bar s_w - \bar s_l) - \gamma\right), \qquad
+    \bar s = \frac{1}{T} \sum_{t=1}^{T} \log \pi(a_t)$$
+
+    Args:
+        chosen: $\bar s_w$, mean log-probability of the tokens of the chosen sequence, in nats.
+        rejected: $\bar s_l$, that of the rejected one.
+        beta: how much a nat per token counts, above 0; 2 to 10 in the paper.
+        gamma: $\gamma$, the margin to reach, at least 0; 0.3 to 1.6 in the paper.
+
+    Returns:
+        Loss per pair.
+
+    Raises:
+        ValueError: if the shapes differ.
+        TypeError: if a log-probability is not floating point.
+
+    References:
+        [SimPO](https://arxiv.org/abs/2405.14734) (Meng et al., 2024)
+
+    Example:
+        >>> print(simpo_preference(jnp.array([-1.0]), jnp.array([-1.25]), beta=2.0)[0])
+        0.6931472
+    """
+    margin = _margin(chosen, rejected, beta)
+    return -jax.nn.log_sigmoid(margin - jnp.asarray(gamma, margin.dtype))
+
+
+def cpo_preference(chosen: PerPair, rejected: PerPair, *, beta: Scalar = 0.1) -> PerPair:
+    r"""Loss of CPO: that of DPO for a uniform reference policy, whose terms cancel.
+
+    $$\ell = -\log \sigma(\beta (s_w - s_l)), \qquad s = \sum_t \log \pi(a_t)$$
+
+    The paper adds the cross entropy of the chosen sequence, which keeps its probability from
+    falling.
+
+    Args:
+        chosen: $s_w$, log-probability of the chosen sequence, in nats.
+        rejected: $s_l$, that of the rejected one.
+        beta: how much a nat of difference counts, above 0.
+
+    Returns:
+        Loss per pair.
+
+    Raises:
+        ValueError: if the shapes differ.
+        TypeError: if a log-probability is not floating point.
+
+    References:
+        [Contrastive Preference Optimization](https://arxiv.org/abs/2401.08417) (Xu et al., 2024)
+
+    Example:
+        >>> print(cpo_preference(jnp.array([-2.0]), jnp.array([-2.0]))[0])
+        0.6931472
+    """
+    return -jax.nn.log_sigmoid(_margin(chosen, rejected, beta))
+
+
+def orpo_preference(chosen: PerPair, rejected: PerPair) -> PerPair:
+    r"""Loss of ORPO: the odds of the chosen sequence against those of the rejected one.
+
+    $$\ell = -\log \sigma\left(\log \frac{p_w}{1 - p_w} - \log \frac{p_l}{1 - p_l}\right), \qquad
+    \log p = \frac{1}{T} \sum_{t=1}^{T} \log \pi(a_t)$$
+
+    The paper adds a tenth of it to the cross entropy of the chosen sequence.
+
+    Args:
+        chosen: $\log p_w$, mean log-probability of the tokens of the chosen sequence, in nats.
+        rejected: $\log p_l$, that of the rejected one.
+
+    Returns:
+        Loss per pair. $\log p$ counts as at most $-10^{-7}$ where odds would be infinite.
+
+    Raises:
+        ValueError: if the shapes differ.
+        TypeError: if a log-probability is not floating point.
+
+    References:
+        [ORPO](https://arxiv.org/abs/2403.07691) (Hong et al., 2024)
+
+    Example:
+        >>> chosen, rejected = jnp.log(jnp.array([0.75])), jnp.log(jnp.array([0.5]))
+        >>> print(jnp.exp(-orpo_preference(chosen, rejected))[0])  # odds of 3 and of 1
+        0.75
+    """
+    chosen, rejected = _checked(chosen, rejected)
+    return -jax.nn.log_sigmoid(_log_odds(chosen) - _log_odds(rejected))
+
+
+def _log_odds(logprobs: PerPair) -> PerPair:
+    return logprobs - jax.nn.log1mexp(-jnp.minimum(logprobs, LARGEST_LOGPROB))
 
 
 def _margin(chosen: PerPair, rejected: PerPair, beta: Scalar) -> PerPair:

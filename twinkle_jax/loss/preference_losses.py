@@ -19,18 +19,21 @@ from twinkle_jax.loss.loss_inputs import (
     refuse_unknown,
 )
 from twinkle_jax.loss.loss_object import Loss, LossOutput
-from twinkle_jax.loss.masked_inputs import PerToken, Scalar, masked_inputs
+from twinkle_jax.loss.masked_inputs import Mask, PerToken, Scalar, masked_inputs
 from twinkle_jax.loss.preference import (
+    PerPair,
+    cpo_preference,
     hinge_preference,
     ipo_preference,
     kto_pair_preference,
+    orpo_preference,
     sigmoid_preference,
+    simpo_preference,
 )
 from twinkle_jax.loss.reduction import token_mean
 from twinkle_jax.loss.supervised import cross_entropy
 
-PerPair = Float[Array, " pairs"]
-KINDS: dict[str, Callable[..., PerPair]] = {
+LOSS_TYPES: dict[str, Callable[..., PerPair]] = {
     "sigmoid": sigmoid_preference,
     "hinge": hinge_preference,
     "ipo": ipo_preference,
@@ -75,8 +78,8 @@ class DPOLoss(Loss):
     sft_weight: Scalar = 0.0
 
     def __post_init__(self) -> None:
-        if self.loss_type not in KINDS:
-            known = ", ".join(map(repr, KINDS))
+        if self.loss_type not in LOSS_TYPES:
+            known = ", ".join(map(repr, LOSS_TYPES))
             raise ValueError(f"loss_type must be one of {known}, got {self.loss_type!r}")
         if self.loss_type != "sigmoid" and self.label_smoothing != 0:
             raise ValueError(
@@ -118,14 +121,7 @@ class DPOLoss(Loss):
             TypeError: if labels are not integers, or an argument is unknown.
         """
         refuse_unknown(kwargs)
-        labels = read_labels(inputs, self.ignore_index)
-        mask = labels.mask
-        if len(mask) % 2:
-            raise ValueError(
-                "inputs['labels'] must have an even number of rows, chosen and rejected in turn, "
-                f"got {len(mask)}"
-            )
-        (logprobs,) = masked_inputs(mask, logprobs=label_logprobs(outputs, labels))
+        labels, logprobs = _read_pairs(inputs, outputs, self.ignore_index)
         if ref_logps is None and ref_outputs is not None:
             ref_logps = ref_outputs.get("logps")
         reference = _reference(labels, logprobs, ref_logps, ref_chosen_logps, ref_rejected_logps)
@@ -134,18 +130,173 @@ class DPOLoss(Loss):
         sums = jnp.sum(logprobs, axis=-1)
         if reference is not None and not self.reference_free:
             sums -= jax.lax.stop_gradient(reference)
-        losses = self._kind()(sums[0::2], sums[1::2], beta=self.beta)
-        losses = jnp.where(jnp.any(mask.reshape(len(losses), -1), axis=-1), losses, 0)
-        if not (isinstance(self.sft_weight, int | float) and self.sft_weight == 0):
-            chosen = token_mean(cross_entropy(logprobs[0::2], mask[0::2]), mask[0::2])
-            losses += jnp.asarray(self.sft_weight, losses.dtype) * chosen
-        count = max(1, len(losses)) if denominator is None else denominator
-        return LossOutput(jnp.sum(losses) / jnp.asarray(count, losses.dtype))
-
-    def _kind(self) -> Callable[..., PerPair]:
+        preference = LOSS_TYPES[self.loss_type]
         if self.loss_type == "sigmoid":
-            return partial(sigmoid_preference, label_smoothing=self.label_smoothing)
-        return KINDS[self.loss_type]
+            preference = partial(sigmoid_preference, label_smoothing=self.label_smoothing)
+        losses = preference(sums[0::2], sums[1::2], beta=self.beta)
+        return _pair_mean(losses, logprobs, labels.mask, self.sft_weight, denominator)
+
+
+@dataclass(frozen=True)
+class SimPOLoss(Loss):
+    """Loss of SimPO, averaged over pairs; rows are chosen and rejected in turn.
+
+    Calls `simpo_preference`. Immutable, equal when its fields are, hashable.
+
+    Args:
+        beta: how much a nat per token counts, above 0.
+        gamma: the margin to reach, at least 0.
+        ignore_index: the label that means "no loss here".
+
+    References:
+        [SimPO](https://arxiv.org/abs/2405.14734) (Meng et al., 2024)
+
+    Example:
+        >>> outputs, inputs = {"logps": jnp.zeros((2, 3))}, {"labels": jnp.ones((2, 3), int)}
+        >>> print(SimPOLoss(gamma=0.0)(inputs, outputs).loss)
+        0.6931472
+    """
+
+    divides_by = "pairs"
+
+    beta: Scalar = 2.5
+    gamma: Scalar = 0.5
+    ignore_index: int = -100
+
+    def __call__(
+        self,
+        inputs: Mapping[str, Any],
+        outputs: Mapping[str, Any],
+        *,
+        denominator: Scalar | None = None,
+        **kwargs: Any,
+    ) -> LossOutput:
+        """Compute the loss of a batch: see `DPOLoss`; it needs no reference policy."""
+        refuse_unknown(kwargs)
+        labels, logprobs = _read_pairs(inputs, outputs, self.ignore_index)
+        means = _means(logprobs, labels.mask)
+        losses = simpo_preference(means[0::2], means[1::2], beta=self.beta, gamma=self.gamma)
+        return _pair_mean(losses, logprobs, labels.mask, 0.0, denominator)
+
+
+@dataclass(frozen=True)
+class CPOLoss(Loss):
+    """Loss of CPO, averaged over pairs, plus the cross entropy of the chosen sequences.
+
+    Calls `cpo_preference` and `cross_entropy`, which is averaged over tokens, as in Twinkle. Rows
+    are chosen and rejected in turn. Immutable, equal when its fields are, hashable.
+
+    Args:
+        beta: how much a nat of difference counts, above 0.
+        bc_coef: weight of the cross entropy.
+        ignore_index: the label that means "no loss here".
+
+    References:
+        [Contrastive Preference Optimization](https://arxiv.org/abs/2401.08417) (Xu et al., 2024)
+
+    Example:
+        >>> outputs, inputs = {"logps": jnp.zeros((2, 3))}, {"labels": jnp.ones((2, 3), int)}
+        >>> print(CPOLoss()(inputs, outputs).loss)
+        0.6931472
+    """
+
+    divides_by = "pairs"
+
+    beta: Scalar = 0.1
+    bc_coef: Scalar = 1.0
+    ignore_index: int = -100
+
+    def __call__(
+        self,
+        inputs: Mapping[str, Any],
+        outputs: Mapping[str, Any],
+        *,
+        denominator: Scalar | None = None,
+        **kwargs: Any,
+    ) -> LossOutput:
+        """Compute the loss of a batch: see `DPOLoss`; it needs no reference policy."""
+        refuse_unknown(kwargs)
+        labels, logprobs = _read_pairs(inputs, outputs, self.ignore_index)
+        sums = jnp.sum(logprobs, axis=-1)
+        losses = cpo_preference(sums[0::2], sums[1::2], beta=self.beta)
+        return _pair_mean(losses, logprobs, labels.mask, self.bc_coef, denominator)
+
+
+@dataclass(frozen=True)
+class ORPOLoss(Loss):
+    """Cross entropy of the chosen sequences, plus the odds ratio of ORPO averaged over pairs.
+
+    Calls `cross_entropy`, which is averaged over tokens, and `orpo_preference`. Rows are chosen and
+    rejected in turn. Immutable, equal when its fields are, hashable.
+
+    Args:
+        lambda_orpo: weight of the odds ratio.
+        ignore_index: the label that means "no loss here".
+
+    References:
+        [ORPO](https://arxiv.org/abs/2403.07691) (Hong et al., 2024)
+
+    Example:
+        >>> outputs = {"logps": jnp.full((2, 3), -1.0)}
+        >>> print(ORPOLoss()({"labels": jnp.ones((2, 3), int)}, outputs).loss)  # 1 + log(2) / 10
+        1.0693147
+    """
+
+    divides_by = "pairs"
+
+    lambda_orpo: Scalar = 0.1
+    ignore_index: int = -100
+
+    def __call__(
+        self,
+        inputs: Mapping[str, Any],
+        outputs: Mapping[str, Any],
+        *,
+        denominator: Scalar | None = None,
+        **kwargs: Any,
+    ) -> LossOutput:
+        """Compute the loss of a batch: see `DPOLoss`; it needs no reference policy."""
+        refuse_unknown(kwargs)
+        labels, logprobs = _read_pairs(inputs, outputs, self.ignore_index)
+        means = _means(logprobs, labels.mask)
+        losses = orpo_preference(means[0::2], means[1::2])
+        losses *= jnp.asarray(self.lambda_orpo, losses.dtype)
+        return _pair_mean(losses, logprobs, labels.mask, 1.0, denominator)
+
+
+def _read_pairs(
+    inputs: Mapping[str, Any], outputs: Mapping[str, Any], ignore_index: int
+) -> tuple[Labels, PerToken]:
+    """Read labels in pairs of rows, and their log-probabilities, 0 where there is no label."""
+    labels = read_labels(inputs, ignore_index)
+    if len(labels.mask) % 2:
+        raise ValueError(
+            "inputs['labels'] must have an even number of rows, chosen and rejected in turn, "
+            f"got {len(labels.mask)}"
+        )
+    (logprobs,) = masked_inputs(labels.mask, logprobs=label_logprobs(outputs, labels))
+    return labels, logprobs
+
+
+def _means(logprobs: PerToken, mask: Mask) -> Float[Array, " batch"]:
+    lengths = jnp.sum(mask, axis=-1, dtype=logprobs.dtype)
+    return jnp.sum(logprobs, axis=-1) / jnp.maximum(lengths, 1)
+
+
+def _pair_mean(
+    losses: PerPair,
+    logprobs: PerToken,
+    mask: Mask,
+    sft_weight: Scalar,
+    denominator: Scalar | None,
+) -> LossOutput:
+    """Average over pairs, and add the weighted cross entropy of the chosen sequences."""
+    losses = jnp.where(jnp.any(mask.reshape(len(losses), -1), axis=-1), losses, 0)
+    if not (isinstance(sft_weight, int | float) and sft_weight == 0):
+        chosen = token_mean(cross_entropy(logprobs[0::2], mask[0::2]), mask[0::2])
+        losses += jnp.asarray(sft_weight, losses.dtype) * chosen
+    count = max(1, len(losses)) if denominator is None else denominator
+    return LossOutput(jnp.sum(losses) / jnp.asarray(count, losses.dtype))
 
 
 def _reference(

@@ -54,5 +54,6 @@ def clipped_value_loss(
     error = jnp.square(values - returns)
     held_back = jnp.square(behaviour_values + jnp.clip(step, -reach, reach) - returns)
     # Inside the range both errors are the same up to rounding, which must not stop the gradient.
-    clipped = (jnp.abs(step) > reach) & (held_back > error)
+    # Negated, so that NaN counts as clipped and stays visible.
+    clipped = ~(jnp.abs(step) <= reach) & ~(held_back <= error)
     return jnp.where(clipped, held_back, error) / 2

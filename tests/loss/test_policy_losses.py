@@ -1,4 +1,9 @@
-"""Laws that hold for every policy loss object."""
+"""Policy losses under Twinkle's names: recorded numbers of the real ones, and laws of all."""
+
+import functools
+import inspect
+import json
+import pathlib
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +16,7 @@ from jax.test_util import check_grads
 
 from tests.loss.cases import (
     GARBAGE,
-    OBJECTS,
+    POLICY_LOSSES,
     call,
     every_gradient,
     expected,
@@ -19,17 +24,93 @@ from tests.loss.cases import (
     random_batch,
     same_bits,
 )
+from twinkle_jax import loss as losses
 from twinkle_jax.loss import (
+    LOSSES,
+    BNPOLoss,
+    CISPOLoss,
+    DAPOLoss,
+    DRGRPOLoss,
     GRPOLoss,
+    GSPOLoss,
     PolicyLoss,
+    PPOLoss,
+    SAPOLoss,
     constant_length,
-    kl_k2,
     policy_gradient,
     policy_metrics,
     token_log_ratio,
 )
 
-every_loss = pytest.mark.parametrize("name", OBJECTS)
+every_loss = pytest.mark.parametrize("name", POLICY_LOSSES)
+CLASSES = [cls for cls in LOSSES.values() if issubclass(cls, PolicyLoss)]
+GOLDEN = json.loads((pathlib.Path(__file__).parents[1] / "golden" / "loss_cases.json").read_text())
+CASES = {
+    f"{index}-{case['loss']}-{'-'.join(map(str, case['kwargs'].values()))}": case
+    for index, case in enumerate(GOLDEN["cases"])
+}
+FLOATS = ("logps", "entropies", "old_logps", "ref_logps", "advantages")
+
+
+@functools.cache
+def golden_results(first):
+    """Value and gradient of all eleven settings on one batch, compiled together."""
+    settings = GOLDEN["cases"][first : first + 11]
+    case = settings[0]
+    arrays = {name: np.asarray(case[name], np.float32) for name in FLOATS}
+    assert all(other[name] == case[name] for other in settings for name in (*FLOATS, "labels"))
+
+    def one(case, logps, labels, entropies, **kwargs):
+        loss_fn = getattr(losses, case["loss"])(**case["kwargs"])
+
+        def loss(logps):
+            outputs = {"logps": logps, "entropies": entropies}
+            return loss_fn({"labels": labels}, outputs, **kwargs)["loss"]
+
+        return jax.value_and_grad(loss)(logps)
+
+    run = jax.jit(lambda **kwargs: [one(case, **kwargs) for case in settings])
+    return run(labels=np.asarray(case["labels"]), **arrays)
+
+
+def test_the_golden_file_is_whole():
+    assert len(CASES) == 66
+    assert {case["loss"] for case in CASES.values()} == {
+        c.__name__ for c in CLASSES if c is not DAPOLoss
+    }
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if index < 22 else pytest.param(name, marks=pytest.mark.exhaustive)
+        for index, name in enumerate(CASES)
+    ],
+)
+def test_golden(name):
+    """All settings on two batches all day, on all six where CI looks."""
+    case, index = CASES[name], int(name.split("-")[0])
+    value, gradient = golden_results(index - index % 11)[index % 11]
+    np.testing.assert_allclose(value, case["value"], **GOLDEN["tolerance"])
+    np.testing.assert_allclose(gradient, case["grad_logps"], **GOLDEN["tolerance"])
+
+
+@pytest.mark.parametrize("name", [n for n in CASES if int(n.split("-")[0]) < 11])
+def test_golden_from_lists_of_response_tokens(name):
+    case = CASES[name]
+
+    def chosen(key):
+        rows = zip(case[key], case["labels"], strict=True)
+        return [[x for x, k in zip(*row, strict=True) if k != -100] for row in rows]
+
+    output = getattr(losses, case["loss"])(**case["kwargs"])(
+        {"labels": case["labels"]},
+        {"logps": jnp.array(case["logps"]), "entropies": jnp.array(case["entropies"])},
+        old_logps=chosen("old_logps"),
+        ref_logps=chosen("ref_logps"),
+        advantages=case["advantages"],
+    )
+    np.testing.assert_allclose(output.loss, case["value"], **GOLDEN["tolerance"])
 
 
 @every_loss
@@ -53,12 +134,18 @@ def test_gradient():
         @jax.jit
         def every_loss(new, entropies):
             # The weights of CISPO carry no gradient: keep them at 1 + epsilon.
-            behaviour = {name: old - 9 if name == "cispo" else old for name in OBJECTS}
+            behaviour = {name: old - 9 if name == "cispo" else old for name in POLICY_LOSSES}
             return {
                 name: call(
-                    OBJECTS[name], new, behaviour[name], ref, entropies, advantages, batch.mask
+                    POLICY_LOSSES[name],
+                    new,
+                    behaviour[name],
+                    ref,
+                    entropies,
+                    advantages,
+                    batch.mask,
                 ).loss
-                for name in OBJECTS
+                for name in POLICY_LOSSES
             }
 
         check_grads(every_loss, (new, entropies), order=1, modes=["rev"])
@@ -69,9 +156,9 @@ def test_gradient():
 def test_jit_changes_nothing(name):
     batch = random_batch(61)
     value, _, gradient = gradients(name, batch)
-    plain, plain_gradient = jax.value_and_grad(lambda x: call(OBJECTS[name], x, *batch[1:]).loss)(
-        batch.logprobs
-    )
+    plain, plain_gradient = jax.value_and_grad(
+        lambda x: call(POLICY_LOSSES[name], x, *batch[1:]).loss
+    )(batch.logprobs)
     np.testing.assert_allclose(value, plain, rtol=1e-6)
     np.testing.assert_allclose(gradient[0], plain_gradient, rtol=1e-5, atol=1e-8)
 
@@ -114,7 +201,7 @@ def test_no_nan_on_the_way(name):
     batch = random_batch(64, per_token=True)
     dirty = [np.where(batch.mask, x, np.float32(np.inf)) for x in batch[1:5]]
     with jax.debug_nans(True):
-        gradient = jax.grad(lambda x: call(OBJECTS[name], x, *dirty, batch.mask).loss)(
+        gradient = jax.grad(lambda x: call(POLICY_LOSSES[name], x, *dirty, batch.mask).loss)(
             np.where(batch.mask, batch.logprobs, np.float32(np.inf))
         )
     assert np.isfinite(gradient).all()
@@ -187,7 +274,7 @@ def test_sharded_is_unsharded(axis_type):
     mesh = jax.make_mesh((8,), ("data",), (getattr(jax.sharding.AxisType, axis_type),))
     rows = NamedSharding(mesh, PartitionSpec("data"))
     spread = [jax.device_put(x, rows) for x in batch]
-    for name in OBJECTS:
+    for name in POLICY_LOSSES:
         value, _, gradient = gradients(name, batch)
         sharded, _, sharded_gradient = gradients(name, spread)
         np.testing.assert_allclose(sharded, value, rtol=1e-6)
@@ -210,13 +297,13 @@ def test_on_policy():
     batch = random_batch(71)
 
     def loss(logprobs, name, old):
-        output = call(OBJECTS[name], logprobs, old, *batch[2:])
+        output = call(POLICY_LOSSES[name], logprobs, old, *batch[2:])
         return output.loss, output.metrics
 
     @jax.jit
     def run(logprobs):
         step = jax.value_and_grad(loss, has_aux=True)
-        return {name: step(logprobs, name, None) for name in OBJECTS}
+        return {name: step(logprobs, name, None) for name in POLICY_LOSSES}
 
     for name, ((value, metrics), gradient) in run(batch.logprobs).items():
         same, _, (same_gradient, *_) = gradients(name, batch._replace(old=batch.logprobs))
@@ -228,13 +315,18 @@ def test_on_policy():
 
 @pytest.mark.parametrize(
     "name",
-    ["grpo", *(pytest.param(n, marks=pytest.mark.exhaustive) for n in OBJECTS if n != "grpo")],
+    [
+        "grpo",
+        *(pytest.param(n, marks=pytest.mark.exhaustive) for n in POLICY_LOSSES if n != "grpo"),
+    ],
 )
 def test_without_advantages_there_is_no_loss(name):
     batch = random_batch(72)
 
     def loss(x):
-        output = call(OBJECTS[name], x, batch.old, batch.ref, batch.entropies, None, batch.mask)
+        output = call(
+            POLICY_LOSSES[name], x, batch.old, batch.ref, batch.entropies, None, batch.mask
+        )
         return output.loss, output.metrics
 
     (value, metrics), gradient = jax.value_and_grad(loss, has_aux=True)(batch.logprobs)
@@ -285,20 +377,6 @@ def test_coefficients_may_be_traced():
     assert len(traces) == 1
 
 
-def test_arguments_of_other_losses_are_ignored_and_unknown_ones_refused():
-    batch = random_batch(76)
-    inputs, outputs = {"labels": np.where(batch.mask, 7, -100)}, {"logps": batch.logprobs}
-    for known in ("old_values", "returns", "num_items_in_batch"):
-        assert GRPOLoss()(inputs, outputs, **{known: 3}).loss == 0
-    for wrong, hint in [
-        ("advantage", r" \(did you mean 'advantages'\?\)"),
-        ("old_logprobs", r" \(did you mean 'old_logps'\?\)"),
-        ("mask", "$"),
-    ]:
-        with pytest.raises(TypeError, match=f"must be of old_logps, .*, got '{wrong}'{hint}"):
-            GRPOLoss()(inputs, outputs, **{wrong: 3})
-
-
 def test_a_loss_of_ones_own():
     class ReinforceLoss(PolicyLoss):
         epsilon, epsilon_high, beta, entropy_coef, ignore_index = 0.2, None, 0.0, 0.0, -100
@@ -314,12 +392,100 @@ def test_a_loss_of_ones_own():
     batch = random_batch(77)
     losses = policy_gradient(batch.logprobs, batch.advantages, batch.mask)
     assert call(ReinforceLoss(), *batch).loss == constant_length(losses, batch.mask, length=8)
-    assert kl_k2(batch.logprobs, batch.ref, batch.mask).shape == batch.mask.shape
 
-
-def test_a_reduction_of_ones_own_says_what_it_divides_by():
-    with pytest.raises(TypeError, match="divides_by must be declared beside reduce, got Summed"):
+    with pytest.raises(TypeError, match="divides_by"):
 
         class Summed(PolicyLoss):
             def reduce(self, losses, mask, denominator):
                 return losses.sum()
+
+
+def test_defaults_are_twinkles():
+    for cls in CLASSES:
+        loss_fn = cls()
+        high = 0.28 if cls is DAPOLoss else None
+        assert (loss_fn.epsilon, loss_fn.epsilon_high) == (0.2, high)
+        assert (loss_fn.beta, loss_fn.entropy_coef, loss_fn.ignore_index) == (0, 0, -100)
+    assert (SAPOLoss().tau_pos, SAPOLoss().tau_neg) == (1, 1)
+    assert DRGRPOLoss().max_completion_length == 1024
+    assert PPOLoss().loss_agg_mode == "token-mean"
+
+
+@pytest.mark.parametrize(
+    ("cls", "order"),
+    [
+        (GRPOLoss, ["epsilon", "epsilon_high", "beta", "entropy_coef", "ignore_index"]),
+        (GSPOLoss, ["epsilon", "epsilon_high", "beta", "entropy_coef", "ignore_index"]),
+        (CISPOLoss, ["epsilon", "epsilon_high", "beta", "entropy_coef", "ignore_index"]),
+        (BNPOLoss, ["epsilon", "epsilon_high", "beta", "entropy_coef", "ignore_index"]),
+        (DAPOLoss, ["epsilon", "epsilon_high", "beta", "entropy_coef", "ignore_index"]),
+        (SAPOLoss, ["epsilon", "beta", "tau_pos", "tau_neg", "ignore_index"]),
+        (DRGRPOLoss, ["epsilon", "beta", "max_completion_length", "ignore_index"]),
+        (PPOLoss, ["loss_agg_mode"]),
+    ],
+)
+def test_positional_arguments_are_in_twinkles_order(cls, order):
+    parameters = inspect.signature(cls).parameters.values()
+    assert [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD] == order
+    assert {"epsilon", "epsilon_high", "beta", "entropy_coef", "ignore_index"} <= {
+        p.name for p in parameters
+    }
+
+
+@pytest.mark.parametrize("cls", CLASSES)
+def test_equal_hashable_and_immutable(cls):
+    assert cls() == cls()
+    assert hash(cls()) == hash(cls())
+    assert cls() != cls(epsilon=0.1)
+    assert len({c() for c in CLASSES}) == len(CLASSES)
+    with pytest.raises(AttributeError):
+        cls().epsilon = 0.3
+    with pytest.raises(TypeError, match="clip_range"):
+        cls(clip_range=0.2)
+    assert repr(cls()).startswith(f"{cls.__name__}(")
+
+
+def test_unknown_reduction():
+    message = "loss_agg_mode must be one of 'token-mean', 'seq-mean-token-mean', got 'mean'"
+    with pytest.raises(ValueError, match=message):
+        PPOLoss("mean")
+
+
+def test_dapo_is_bnpo_with_a_higher_ceiling():
+    batch = random_batch(80, spread=1.0)
+    batch_inputs = {"labels": np.where(batch.mask, 7, -100)}
+    outputs = {"logps": batch.logprobs}
+    kwargs = {"old_logps": batch.old, "advantages": batch.advantages}
+    dapo = DAPOLoss()(batch_inputs, outputs, **kwargs).loss
+    assert dapo == BNPOLoss(epsilon_high=0.28)(batch_inputs, outputs, **kwargs).loss
+    assert dapo != BNPOLoss()(batch_inputs, outputs, **kwargs).loss
+
+
+def test_cispo_knows_its_bound_and_twinkles_denominator():
+    batch_inputs, outputs = {"labels": [[1, 2]]}, {"logps": jnp.array([[-1.0, -2.0]])}
+    kwargs = {"old_logps": [[-9.0, -1.0]], "advantages": [1.0]}
+    # Weights min(e^8, 1.25) and e^-1; losses 1.25 and 2/e; the first weight is clipped.
+    total = 1.25 + 2 / np.e
+    output = CISPOLoss(0.25)(batch_inputs, outputs, **kwargs)
+    np.testing.assert_allclose(output.loss, total / 2, rtol=1e-6)
+    for advantage in (1.0, -1.0):  # a weight is clipped whatever the sign, and never from below
+        kwargs["advantages"] = [advantage]
+        metrics = CISPOLoss(0.25)(batch_inputs, outputs, **kwargs).metrics
+        assert (metrics.clip_fraction_low, metrics.clip_fraction_high) == (0, 0.5)
+    kwargs["advantages"] = [1.0]
+    for known in ({"num_items_in_batch": 8}, {"denominator": 8}):
+        value = CISPOLoss(0.25)(batch_inputs, outputs, **kwargs, **known).loss
+        np.testing.assert_allclose(value, total / 8, rtol=1e-6)
+    higher = CISPOLoss(0.25, epsilon_high=0.5)(batch_inputs, outputs, **kwargs)
+    np.testing.assert_allclose(higher.loss, (1.5 + 2 / np.e) / 2, rtol=1e-6)
+
+
+def test_sapo_reports_no_clips():
+    output = SAPOLoss()(
+        {"labels": [[1, 2]]},
+        {"logps": jnp.array([[-1.0, -9.0]])},
+        old_logps=[[-9.0, -1.0]],
+        advantages=[[1.0, -1.0]],
+    )
+    assert output.metrics.clip_fraction_low == output.metrics.clip_fraction_high == 0
+    assert output.metrics.ratio_max > 1000
