@@ -22,7 +22,7 @@ from twinkle_jax.loss.importance_correction import (
 from twinkle_jax.loss.kl import kl_k1, kl_k2, kl_k3
 from twinkle_jax.loss.loss_inputs import SampleValues
 from twinkle_jax.loss.loss_object import Loss, LossOutput, LossUnit
-from twinkle_jax.loss.masked_inputs import Advantages, Mask, PerToken, Scalar
+from twinkle_jax.loss.masked_inputs import Advantages, Coefficient, Mask, PerToken
 from twinkle_jax.loss.named_losses import LOSSES, LossFunction, get_loss
 from twinkle_jax.loss.policy_losses import (
     BNPOLoss,
@@ -83,6 +83,7 @@ __all__ = [
     "CISPOLoss",
     "CPOLoss",
     "ChunkedCrossEntropyLoss",
+    "Coefficient",
     "Correction",
     "CorrectionMode",
     "CrossEntropyLoss",
@@ -109,7 +110,6 @@ __all__ = [
     "SAPOLoss",
     "SampleValues",
     "SamplerMismatch",
-    "Scalar",
     "SimPOLoss",
     "binary_kl_mask",
     "clipped_importance_surrogate",

@@ -1,4 +1,4 @@
-"""The divergence of a student from a teacher, at each token over the whole vocabulary."""
+"""Divergence of a student from a teacher at each token, over the vocabulary."""
 
 from functools import partial
 
@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from twinkle_jax.loss.masked_inputs import Mask, PerToken, Scalar, checked_mask
+from twinkle_jax.loss.masked_inputs import Coefficient, Mask, PerToken, checked_mask
 
 Logits = Float[Array, "*batch time vocab"]
 Logprobs = Float[Array, "chunk vocab"]
@@ -18,26 +18,26 @@ def generalised_jsd(
     teacher_logits: Logits,
     mask: Mask,
     *,
-    beta: Scalar = 0.5,
-    temperature: Scalar = 1.0,
+    beta: Coefficient = 0.5,
+    temperature: Coefficient = 1.0,
     chunk_size: int = 512,
 ) -> PerToken:
-    r"""Loss of on-policy distillation (GKD): a Jensen-Shannon divergence with a weight.
+    r"""Loss of on-policy distillation (GKD): the generalised Jensen-Shannon divergence.
 
     $$\ell_t = \beta D_{KL}(T \,\|\, M) + (1-\beta) D_{KL}(S \,\|\, M), \qquad
     M = \beta T + (1-\beta) S$$
 
-    of the teacher's and the student's distribution at one token, both at `temperature`. At
-    $\beta = 0$ it is $D_{KL}(T \,\|\, S)$, at $\beta = 1$ it is $D_{KL}(S \,\|\, T)$. Chunks of
-    tokens are computed one after the other, and again for the gradient.
+    with the distributions $T$ of the teacher and $S$ of the student at `temperature`. At
+    $\beta = 0$ it is $D_{KL}(T \,\|\, S)$, at $\beta = 1$ it is $D_{KL}(S \,\|\, T)$. Tokens are
+    computed in chunks, and once more for the gradient, to save memory.
 
     Args:
         student_logits: logits under the policy being trained.
         teacher_logits: logits of the teacher, over the same vocabulary; receive no gradient.
         mask: True where a token counts. Padding may hold anything.
         beta: $\beta$, weight of the teacher, in [0, 1].
-        temperature: what both logits are divided by, above 0.
-        chunk_size: tokens at a time.
+        temperature: divides both logits, above 0.
+        chunk_size: tokens per chunk.
 
     Returns:
         Divergence per token in nats, zero where masked out.
@@ -69,7 +69,7 @@ def generalised_jsd(
 
     @jax.checkpoint
     def divergence(pair: tuple[Logprobs, Logprobs]) -> Float[Array, " chunk"]:
-        # A token that cannot be drawn gets a finite logarithm, which its probability of 0 mutes.
+        # A token of probability 0 gets a finite logarithm, since 0 * inf is NaN.
         student, teacher = (jnp.maximum(jax.nn.log_softmax(x), LEAST_LOGPROB) for x in pair)
         return _divergence(student, teacher, beta)
 
@@ -87,23 +87,24 @@ def _cleaned(student: Logits, teacher: Logits, mask: Mask) -> tuple[Logits, Logi
             raise ValueError(f"{name} must have shape {(*mask.shape, *vocab)}, got {logits.shape}")
     double = any(logits.dtype == jnp.float64 for logits in arrays.values())
     dtype = jnp.float64 if double else jnp.float32
-    one, other = (jnp.where(mask[..., None], x, 0).astype(dtype) for x in arrays.values())
-    return one, jax.lax.stop_gradient(other)
+    cleaned = (jnp.where(mask[..., None], x, 0).astype(dtype) for x in arrays.values())
+    student, teacher = cleaned
+    return student, jax.lax.stop_gradient(teacher)
 
 
-def _divergence(student: Logprobs, teacher: Logprobs, beta: Scalar) -> Float[Array, " chunk"]:
+def _divergence(student: Logprobs, teacher: Logprobs, beta: Coefficient) -> Float[Array, " chunk"]:
     def relative_entropy(of: Logprobs, to: Logprobs) -> Float[Array, " chunk"]:
         return jnp.sum(jnp.exp(of) * (of - to), axis=-1)
 
     def mixed() -> Float[Array, " chunk"]:
         weight = jnp.asarray(beta, student.dtype)
         mixture = jnp.logaddexp(student + jnp.log1p(-weight), teacher + jnp.log(weight))
-        one, other = relative_entropy(teacher, mixture), relative_entropy(student, mixture)
-        return weight * one + (1 - weight) * other
+        of_teacher = relative_entropy(teacher, mixture)
+        return weight * of_teacher + (1 - weight) * relative_entropy(student, mixture)
 
     forward = partial(relative_entropy, teacher, student)
     reverse = partial(relative_entropy, student, teacher)
     if isinstance(beta, int | float):
         return forward() if beta == 0 else reverse() if beta == 1 else mixed()
-    which = jnp.where(beta == 0, 0, jnp.where(beta == 1, 1, 2))
-    return jax.lax.switch(which, [forward, reverse, mixed])
+    branch = jnp.where(beta == 0, 0, jnp.where(beta == 1, 1, 2))
+    return jax.lax.switch(branch, [forward, reverse, mixed])

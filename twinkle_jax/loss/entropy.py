@@ -1,19 +1,19 @@
-"""What entropy is used for: a bonus for staying undecided, a mask of the undecided tokens."""
+"""The entropy bonus, and the mask of tokens with high entropy."""
 
 import jax.numpy as jnp
 
-from twinkle_jax.loss.masked_inputs import Mask, PerToken, Scalar, masked_inputs
+from twinkle_jax.loss.masked_inputs import Coefficient, Mask, PerToken, masked_inputs
 
 
-def entropy_bonus(entropies: PerToken, mask: Mask, *, coefficient: Scalar) -> PerToken:
-    r"""Loss that pays for entropy, to be added to the losses per token.
+def entropy_bonus(entropies: PerToken, mask: Mask, *, coefficient: Coefficient) -> PerToken:
+    r"""Reward entropy: a loss to be added to the losses per token.
 
     $$\ell_t = -c\, H(\pi(\cdot \mid s_t))$$
 
     Args:
         entropies: $H$, entropy of the policy at each token, in nats; gradients flow through it.
         mask: True where the policy chose the token. Padding may hold anything.
-        coefficient: $c$; 0.01 and less are usual.
+        coefficient: $c$; 0.01 or less is usual.
 
     Returns:
         Loss per token, zero where masked out.
@@ -33,16 +33,16 @@ def entropy_bonus(entropies: PerToken, mask: Mask, *, coefficient: Scalar) -> Pe
     return jnp.where(mask, -jnp.asarray(coefficient, entropies.dtype) * entropies, 0)
 
 
-def top_entropy_mask(entropies: PerToken, mask: Mask, *, fraction: Scalar = 0.2) -> Mask:
-    r"""Keep the tokens at which the policy is least decided.
+def top_entropy_mask(entropies: PerToken, mask: Mask, *, fraction: Coefficient = 0.2) -> Mask:
+    r"""Keep the tokens at which the policy has the highest entropy.
 
     $$\text{kept:}\quad H_t \ge \tau, \qquad
     \tau \text{ the } (1 - \rho)\text{-quantile of the entropies in the mask}$$
 
     Of $n$ tokens these are the $1 + \lfloor \rho (n - 1) \rfloor$ with the highest entropy, and
-    those that equal the last of them. The quantile is over everything in `mask`, so call it on the
-    batch, not on a micro-batch. Apply it to the losses per token, and reduce with the whole `mask`:
-    a dropped token adds 0 and still counts.
+    ties with the last of them. The quantile is over all of `mask`, so call it on the batch, not on
+    a micro-batch. Apply the result to the losses per token, and reduce with the original `mask`: a
+    dropped token adds 0 and still counts.
 
     Args:
         entropies: $H$, entropy of the policy at each token, in nats.
@@ -69,6 +69,7 @@ def top_entropy_mask(entropies: PerToken, mask: Mask, *, fraction: Scalar = 0.2)
         return mask
     ascending = jnp.sort(jnp.where(mask, entropies, jnp.inf), axis=None)
     count = jnp.sum(mask)
+    # Tokens besides the highest one; the first entry of `ascending` to keep follows from it.
     others = jnp.floor(jnp.asarray(fraction, entropies.dtype) * (count - 1).astype(entropies.dtype))
     threshold = ascending[jnp.clip(count - 1 - others.astype(count.dtype), 0, entropies.size - 1)]
     return mask & (entropies >= threshold)

@@ -13,7 +13,7 @@ from typing import Literal, get_args
 import jax
 import jax.numpy as jnp
 
-from twinkle_jax.loss.masked_inputs import Mask, PerToken, Scalar, masked_inputs
+from twinkle_jax.loss.masked_inputs import Coefficient, Mask, PerToken, masked_inputs
 from twinkle_jax.loss.ratio import bounded
 
 CorrectionMode = Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
@@ -24,7 +24,11 @@ Correction = Callable[[PerToken, PerToken, Mask], PerToken]
 
 
 def truncated_importance_weights(
-    behaviour_logprobs: PerToken, sampler_logprobs: PerToken, mask: Mask, *, maximum: Scalar = 2.0
+    behaviour_logprobs: PerToken,
+    sampler_logprobs: PerToken,
+    mask: Mask,
+    *,
+    maximum: Coefficient = 2.0,
 ) -> PerToken:
     r"""Correct for the sampler, token by token, with weights of at most $C$.
 
@@ -64,8 +68,8 @@ def masked_importance_weights(
     sampler_logprobs: PerToken,
     mask: Mask,
     *,
-    minimum: Scalar = 0.5,
-    maximum: Scalar = 5.0,
+    minimum: Coefficient = 0.5,
+    maximum: Coefficient = 5.0,
 ) -> PerToken:
     r"""Correct for the sampler, token by token, and drop tokens whose ratio is out of range.
 
@@ -102,7 +106,11 @@ def masked_importance_weights(
 
 
 def truncated_sequence_importance_weights(
-    behaviour_logprobs: PerToken, sampler_logprobs: PerToken, mask: Mask, *, maximum: Scalar = 2.0
+    behaviour_logprobs: PerToken,
+    sampler_logprobs: PerToken,
+    mask: Mask,
+    *,
+    maximum: Coefficient = 2.0,
 ) -> PerToken:
     r"""Correct for the sampler, sequence by sequence, with weights of at most $C$.
 
@@ -143,8 +151,8 @@ def masked_sequence_importance_weights(
     sampler_logprobs: PerToken,
     mask: Mask,
     *,
-    minimum: Scalar = 0.0,
-    maximum: Scalar = 3.0,
+    minimum: Coefficient = 0.0,
+    maximum: Coefficient = 3.0,
 ) -> PerToken:
     r"""Correct for the sampler, sequence by sequence, and drop those whose ratio is out of range.
 
@@ -211,8 +219,8 @@ class ImportanceCorrection:
     """
 
     mode: CorrectionMode = "token_truncate"
-    cap: Scalar = 2.0
-    floor: Scalar = 0.0
+    cap: Coefficient = 2.0
+    floor: Coefficient = 0.0
 
     def __post_init__(self) -> None:
         if self.mode not in get_args(CorrectionMode):
@@ -253,7 +261,7 @@ def _sequence_ratio(
     return jnp.exp(bounded(jnp.sum(log_ratio, axis=-1, keepdims=True)))
 
 
-def _within(ratio: PerToken, minimum: Scalar, maximum: Scalar) -> PerToken:
+def _within(ratio: PerToken, minimum: Coefficient, maximum: Coefficient) -> PerToken:
     low, high = jnp.asarray(minimum, ratio.dtype), jnp.asarray(maximum, ratio.dtype)
     outside = (ratio < low) | (ratio > high)  # False for NaN, which stays visible
     return jnp.where(outside, 0, ratio)

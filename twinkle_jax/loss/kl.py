@@ -1,8 +1,7 @@
-r"""Estimates of the divergence from a reference policy, from one sampled token each.
+r"""Estimates of the divergence from a reference policy, from sampled tokens.
 
-All three estimate $D_{KL}(\pi \,\|\, \pi_{ref})$ for tokens drawn from $\pi$. Times a coefficient
-they are added to the losses per token. What they estimate and what their gradients estimate are
-different things.
+All three estimate $D_{KL}(\pi \,\|\, \pi_{ref})$ for tokens drawn from $\pi$, and are added to the
+losses per token with a coefficient. Their gradients estimate different things.
 """
 
 import jax
@@ -13,11 +12,11 @@ from twinkle_jax.loss.ratio import bounded
 
 
 def kl_k1(logprobs: PerToken, reference_logprobs: PerToken, mask: Mask) -> PerToken:
-    r"""Estimate by the log-ratio itself: unbiased, of either sign.
+    r"""Estimate by the log-ratio itself: unbiased, may be negative.
 
     $$k_1 = \Delta, \qquad \Delta = \log \pi - \log \pi_{ref}$$
 
-    As a loss it is of no use on policy, for its gradient has mean zero; it belongs in the reward.
+    On policy its gradient has mean zero, so it is useless as a loss; use it in the reward.
 
     Args:
         logprobs: $\log \pi$, under the policy being trained, in nats.
@@ -46,7 +45,7 @@ def kl_k2(logprobs: PerToken, reference_logprobs: PerToken, mask: Mask) -> PerTo
 
     $$k_2 = \tfrac{1}{2} \Delta^2, \qquad \Delta = \log \pi - \log \pi_{ref}$$
 
-    As a loss its gradient is, on policy, an unbiased estimate of the divergence's gradient.
+    On policy its gradient is an unbiased estimate of the divergence's gradient.
 
     Args:
         logprobs: $\log \pi$, under the policy being trained, in nats.
@@ -76,7 +75,7 @@ def kl_k3(logprobs: PerToken, reference_logprobs: PerToken, mask: Mask) -> PerTo
     $$k_3 = e^{-\Delta} + \Delta - 1, \qquad \Delta = \log \pi - \log \pi_{ref},
     \quad |\Delta| \le 20$$
 
-    As a loss its gradient is that of the reversed divergence, $D_{KL}(\pi_{ref} \,\|\, \pi)$.
+    On policy its gradient is that of the reversed divergence, $D_{KL}(\pi_{ref} \,\|\, \pi)$.
     A token whose $\Delta$ lies beyond ±20 receives no gradient.
 
     Args:

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-Scalar = float | Float[Array, ""]
+Coefficient = float | Float[Array, ""]
 """A coefficient; it may be traced."""
 
 PerToken = Float[Array, "*batch time"]

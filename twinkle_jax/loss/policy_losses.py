@@ -21,7 +21,7 @@ from twinkle_jax.loss.loss_inputs import (
     refuse_unknown,
 )
 from twinkle_jax.loss.loss_object import Loss, LossOutput, LossUnit
-from twinkle_jax.loss.masked_inputs import Mask, PerToken, Scalar
+from twinkle_jax.loss.masked_inputs import Coefficient, Mask, PerToken
 from twinkle_jax.loss.policy_metrics import PolicyMetrics, policy_metrics
 from twinkle_jax.loss.ratio import sequence_log_ratio, token_log_ratio
 from twinkle_jax.loss.reduction import constant_length, sequence_mean, token_mean
@@ -49,10 +49,10 @@ class PolicyLoss(Loss):
             entropy bonus are not weighted.
     """
 
-    epsilon: Scalar
-    epsilon_high: Scalar | None
-    beta: Scalar
-    entropy_coef: Scalar
+    epsilon: Coefficient
+    epsilon_high: Coefficient | None
+    beta: Coefficient
+    entropy_coef: Coefficient
     ignore_index: int
     correction: Correction | None = None
 
@@ -85,7 +85,9 @@ class PolicyLoss(Loss):
             log_ratio, advantages, mask, epsilon=self.epsilon, epsilon_high=self.epsilon_high
         )
 
-    def reduce(self, losses: PerToken, mask: Mask, denominator: Scalar | None) -> Float[Array, ""]:
+    def reduce(
+        self, losses: PerToken, mask: Mask, denominator: Coefficient | None
+    ) -> Float[Array, ""]:
         """Reduce the losses to one number; default: `sequence_mean`."""
         return sequence_mean(losses, mask, denominator=denominator)
 
@@ -111,7 +113,7 @@ class PolicyLoss(Loss):
         ref_logps: SampleValues | None = None,
         sampler_logps: SampleValues | None = None,
         advantages: SampleValues | None = None,
-        denominator: Scalar | None = None,
+        denominator: Coefficient | None = None,
         **kwargs: Any,
     ) -> LossOutput:
         """Compute the loss of a batch, and the metrics of the step.
@@ -176,7 +178,7 @@ class PolicyLoss(Loss):
         return LossOutput(loss, self.metrics(log_ratio, token_advantages, mask, entropies))
 
 
-def _is_zero(coefficient: Scalar) -> bool:
+def _is_zero(coefficient: Coefficient) -> bool:
     """Whether a coefficient is known to be zero; a traced one is not."""
     return not isinstance(coefficient, jax.core.Tracer) and bool(coefficient == 0)
 
@@ -203,10 +205,10 @@ class GRPOLoss(PolicyLoss):
         0.5
     """
 
-    epsilon: Scalar = 0.2
-    epsilon_high: Scalar | None = None
-    beta: Scalar = 0.0
-    entropy_coef: Scalar = 0.0
+    epsilon: Coefficient = 0.2
+    epsilon_high: Coefficient | None = None
+    beta: Coefficient = 0.0
+    entropy_coef: Coefficient = 0.0
     ignore_index: int = -100
     correction: Correction | None = field(default=None, kw_only=True)
 
@@ -246,7 +248,9 @@ class BNPOLoss(GRPOLoss):
 
     divides_by = "tokens"
 
-    def reduce(self, losses: PerToken, mask: Mask, denominator: Scalar | None) -> Float[Array, ""]:
+    def reduce(
+        self, losses: PerToken, mask: Mask, denominator: Coefficient | None
+    ) -> Float[Array, ""]:
         """Average over tokens: `token_mean`."""
         return token_mean(losses, mask, denominator=denominator)
 
@@ -265,7 +269,7 @@ class DAPOLoss(BNPOLoss):
         (False, 0.28)
     """
 
-    epsilon_high: Scalar | None = 0.28
+    epsilon_high: Coefficient | None = 0.28
 
 
 class CISPOLoss(BNPOLoss):
@@ -306,7 +310,7 @@ class CISPOLoss(BNPOLoss):
             entropies=entropies,
         )
 
-    def _epsilon_high(self) -> Scalar:
+    def _epsilon_high(self) -> Coefficient:
         return self.epsilon if self.epsilon_high is None else self.epsilon_high
 
     def __call__(
@@ -314,8 +318,8 @@ class CISPOLoss(BNPOLoss):
         inputs: Mapping[str, Any],
         outputs: Mapping[str, Any],
         *,
-        denominator: Scalar | None = None,
-        num_items_in_batch: Scalar | None = None,
+        denominator: Coefficient | None = None,
+        num_items_in_batch: Coefficient | None = None,
         **kwargs: Any,
     ) -> LossOutput:
         """Compute the loss of a batch: see `PolicyLoss`."""
@@ -344,15 +348,17 @@ class DRGRPOLoss(PolicyLoss):
 
     divides_by = "sequences"
 
-    epsilon: Scalar = 0.2
-    beta: Scalar = 0.0
-    max_completion_length: Scalar = 1024
+    epsilon: Coefficient = 0.2
+    beta: Coefficient = 0.0
+    max_completion_length: Coefficient = 1024
     ignore_index: int = -100
-    epsilon_high: Scalar | None = field(default=None, kw_only=True)
-    entropy_coef: Scalar = field(default=0.0, kw_only=True)
+    epsilon_high: Coefficient | None = field(default=None, kw_only=True)
+    entropy_coef: Coefficient = field(default=0.0, kw_only=True)
     correction: Correction | None = field(default=None, kw_only=True)
 
-    def reduce(self, losses: PerToken, mask: Mask, denominator: Scalar | None) -> Float[Array, ""]:
+    def reduce(
+        self, losses: PerToken, mask: Mask, denominator: Coefficient | None
+    ) -> Float[Array, ""]:
         """Divide by a constant: `constant_length`."""
         return constant_length(
             losses, mask, length=self.max_completion_length, denominator=denominator
@@ -378,13 +384,13 @@ class SAPOLoss(PolicyLoss):
         1.05
     """
 
-    epsilon: Scalar = 0.2
-    beta: Scalar = 0.0
-    tau_pos: Scalar = 1.0
-    tau_neg: Scalar = 1.0
+    epsilon: Coefficient = 0.2
+    beta: Coefficient = 0.0
+    tau_pos: Coefficient = 1.0
+    tau_neg: Coefficient = 1.0
     ignore_index: int = -100
-    epsilon_high: Scalar | None = field(default=None, kw_only=True)
-    entropy_coef: Scalar = field(default=0.0, kw_only=True)
+    epsilon_high: Coefficient | None = field(default=None, kw_only=True)
+    entropy_coef: Coefficient = field(default=0.0, kw_only=True)
     correction: Correction | None = field(default=None, kw_only=True)
 
     def per_token(
@@ -434,10 +440,10 @@ class PPOLoss(PolicyLoss):
     """
 
     loss_agg_mode: str = "token-mean"
-    epsilon: Scalar = field(default=0.2, kw_only=True)
-    epsilon_high: Scalar | None = field(default=None, kw_only=True)
-    beta: Scalar = field(default=0.0, kw_only=True)
-    entropy_coef: Scalar = field(default=0.0, kw_only=True)
+    epsilon: Coefficient = field(default=0.2, kw_only=True)
+    epsilon_high: Coefficient | None = field(default=None, kw_only=True)
+    beta: Coefficient = field(default=0.0, kw_only=True)
+    entropy_coef: Coefficient = field(default=0.0, kw_only=True)
     ignore_index: int = field(default=-100, kw_only=True)
     correction: Correction | None = field(default=None, kw_only=True)
 
@@ -453,6 +459,8 @@ class PPOLoss(PolicyLoss):
         """Tokens or sequences, as `loss_agg_mode` says."""
         return "tokens" if self.loss_agg_mode == "token-mean" else "sequences"
 
-    def reduce(self, losses: PerToken, mask: Mask, denominator: Scalar | None) -> Float[Array, ""]:
+    def reduce(
+        self, losses: PerToken, mask: Mask, denominator: Coefficient | None
+    ) -> Float[Array, ""]:
         """Average over tokens or sequences, as `loss_agg_mode` says."""
         return PPO_REDUCTIONS[self.loss_agg_mode](losses, mask, denominator=denominator)

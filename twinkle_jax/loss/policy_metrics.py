@@ -9,9 +9,9 @@ from jaxtyping import Array, Float
 
 from twinkle_jax.loss.masked_inputs import (
     Advantages,
+    Coefficient,
     Mask,
     PerToken,
-    Scalar,
     checked_mask,
     masked_advantages,
     masked_inputs,
@@ -42,10 +42,10 @@ def policy_metrics(
     advantages: Advantages | None,
     mask: Mask,
     *,
-    epsilon: Scalar = 0.2,
-    epsilon_high: Scalar | None = None,
+    epsilon: Coefficient = 0.2,
+    epsilon_high: Coefficient | None = None,
     entropies: PerToken | None = None,
-    denominator: Scalar | None = None,
+    denominator: Coefficient | None = None,
 ) -> PolicyMetrics:
     r"""Compute the metrics of a policy step.
 
@@ -183,8 +183,8 @@ def sampler_mismatch(
     sampler_logprobs: PerToken,
     mask: Mask,
     *,
-    minimum: Scalar = 0.9,
-    maximum: Scalar = 1.1,
+    minimum: Coefficient = 0.9,
+    maximum: Coefficient = 1.1,
 ) -> SamplerMismatch:
     r"""Compare the trainer's log-probabilities with the sampler's, both of the same weights.
 

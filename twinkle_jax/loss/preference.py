@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from twinkle_jax.loss.masked_inputs import Scalar
+from twinkle_jax.loss.masked_inputs import Coefficient
 
 PerPair = Float[Array, "*pairs"]
 """One number per pair of sequences."""
@@ -17,7 +17,11 @@ LARGEST_LOGPROB = -1e-7  # nats; at 0 the odds are infinite
 
 
 def sigmoid_preference(
-    chosen: PerPair, rejected: PerPair, *, beta: Scalar = 0.1, label_smoothing: Scalar = 0.0
+    chosen: PerPair,
+    rejected: PerPair,
+    *,
+    beta: Coefficient = 0.1,
+    label_smoothing: Coefficient = 0.0,
 ) -> PerPair:
     r"""Loss of DPO: the chosen sequence wins in a model of pairwise comparisons.
 
@@ -51,7 +55,7 @@ def sigmoid_preference(
     return -(1 - smoothing) * jax.nn.log_sigmoid(margin) - smoothing * jax.nn.log_sigmoid(-margin)
 
 
-def hinge_preference(chosen: PerPair, rejected: PerPair, *, beta: Scalar = 0.1) -> PerPair:
+def hinge_preference(chosen: PerPair, rejected: PerPair, *, beta: Coefficient = 0.1) -> PerPair:
     r"""Loss of SLiC on the margin of DPO: 0, and without gradient, above a margin of 1.
 
     $$\ell = \max(0,\ 1 - \beta (\Delta_w - \Delta_l))$$
@@ -78,7 +82,7 @@ def hinge_preference(chosen: PerPair, rejected: PerPair, *, beta: Scalar = 0.1) 
     return jax.nn.relu(1 - _margin(chosen, rejected, beta))
 
 
-def ipo_preference(chosen: PerPair, rejected: PerPair, *, beta: Scalar = 0.1) -> PerPair:
+def ipo_preference(chosen: PerPair, rejected: PerPair, *, beta: Coefficient = 0.1) -> PerPair:
     r"""Loss of IPO as in Twinkle: the squared distance of the margin from $1 / (2\beta)$.
 
     $$\ell = \left(\beta (\Delta_w - \Delta_l) - \frac{1}{2\beta}\right)^2$$
@@ -109,7 +113,7 @@ def ipo_preference(chosen: PerPair, rejected: PerPair, *, beta: Scalar = 0.1) ->
     return jnp.square(margin - 0.5 / jnp.asarray(beta, margin.dtype))
 
 
-def kto_pair_preference(chosen: PerPair, rejected: PerPair, *, beta: Scalar = 0.1) -> PerPair:
+def kto_pair_preference(chosen: PerPair, rejected: PerPair, *, beta: Coefficient = 0.1) -> PerPair:
     r"""Loss of KTO for pairs, without its baseline: chosen and rejected sequences count apart.
 
     $$\ell = 1 - \sigma(\beta \Delta_w) + \sigma(\beta \Delta_l)$$
@@ -139,7 +143,7 @@ def kto_pair_preference(chosen: PerPair, rejected: PerPair, *, beta: Scalar = 0.
 
 
 def simpo_preference(
-    chosen: PerPair, rejected: PerPair, *, beta: Scalar = 2.5, gamma: Scalar = 0.5
+    chosen: PerPair, rejected: PerPair, *, beta: Coefficient = 2.5, gamma: Coefficient = 0.5
 ) -> PerPair:
     r"""Loss of SimPO: mean log-probabilities are compared, without a reference policy.
 
@@ -170,7 +174,7 @@ def simpo_preference(
     return -jax.nn.log_sigmoid(margin - jnp.asarray(gamma, margin.dtype))
 
 
-def cpo_preference(chosen: PerPair, rejected: PerPair, *, beta: Scalar = 0.1) -> PerPair:
+def cpo_preference(chosen: PerPair, rejected: PerPair, *, beta: Coefficient = 0.1) -> PerPair:
     r"""Loss of CPO: that of DPO for a uniform reference policy, whose terms cancel.
 
     $$\ell = -\log \sigma(\beta (s_w - s_l)), \qquad s = \sum_t \log \pi(a_t)$$
@@ -235,7 +239,7 @@ def _log_odds(logprobs: PerPair) -> PerPair:
     return logprobs - jax.nn.log1mexp(-jnp.minimum(logprobs, LARGEST_LOGPROB))
 
 
-def _margin(chosen: PerPair, rejected: PerPair, beta: Scalar) -> PerPair:
+def _margin(chosen: PerPair, rejected: PerPair, beta: Coefficient) -> PerPair:
     chosen, rejected = _checked(chosen, rejected)
     return jnp.asarray(beta, chosen.dtype) * (chosen - rejected)
 

@@ -19,7 +19,7 @@ from twinkle_jax.loss.loss_inputs import (
     refuse_unknown,
 )
 from twinkle_jax.loss.loss_object import Loss, LossOutput
-from twinkle_jax.loss.masked_inputs import Mask, PerToken, Scalar, masked_inputs
+from twinkle_jax.loss.masked_inputs import Coefficient, Mask, PerToken, masked_inputs
 from twinkle_jax.loss.preference import (
     PerPair,
     cpo_preference,
@@ -70,12 +70,12 @@ class DPOLoss(Loss):
 
     divides_by = "pairs"
 
-    beta: Scalar = 0.1
+    beta: Coefficient = 0.1
     label_smoothing: float = 0.0
     ignore_index: int = -100
     loss_type: str = "sigmoid"
     reference_free: bool = False
-    sft_weight: Scalar = 0.0
+    sft_weight: Coefficient = 0.0
 
     def __post_init__(self) -> None:
         if self.loss_type not in LOSS_TYPES:
@@ -96,7 +96,7 @@ class DPOLoss(Loss):
         ref_logps: SampleValues | None = None,
         ref_chosen_logps: ArrayLike | None = None,
         ref_rejected_logps: ArrayLike | None = None,
-        denominator: Scalar | None = None,
+        denominator: Coefficient | None = None,
         **kwargs: Any,
     ) -> LossOutput:
         """Compute the loss of a batch.
@@ -159,8 +159,8 @@ class SimPOLoss(Loss):
 
     divides_by = "pairs"
 
-    beta: Scalar = 2.5
-    gamma: Scalar = 0.5
+    beta: Coefficient = 2.5
+    gamma: Coefficient = 0.5
     ignore_index: int = -100
 
     def __call__(
@@ -168,7 +168,7 @@ class SimPOLoss(Loss):
         inputs: Mapping[str, Any],
         outputs: Mapping[str, Any],
         *,
-        denominator: Scalar | None = None,
+        denominator: Coefficient | None = None,
         **kwargs: Any,
     ) -> LossOutput:
         """Compute the loss of a batch: see `DPOLoss`; it needs no reference policy."""
@@ -202,8 +202,8 @@ class CPOLoss(Loss):
 
     divides_by = "pairs"
 
-    beta: Scalar = 0.1
-    bc_coef: Scalar = 1.0
+    beta: Coefficient = 0.1
+    bc_coef: Coefficient = 1.0
     ignore_index: int = -100
 
     def __call__(
@@ -211,7 +211,7 @@ class CPOLoss(Loss):
         inputs: Mapping[str, Any],
         outputs: Mapping[str, Any],
         *,
-        denominator: Scalar | None = None,
+        denominator: Coefficient | None = None,
         **kwargs: Any,
     ) -> LossOutput:
         """Compute the loss of a batch: see `DPOLoss`; it needs no reference policy."""
@@ -244,7 +244,7 @@ class ORPOLoss(Loss):
 
     divides_by = "pairs"
 
-    lambda_orpo: Scalar = 0.1
+    lambda_orpo: Coefficient = 0.1
     ignore_index: int = -100
 
     def __call__(
@@ -252,7 +252,7 @@ class ORPOLoss(Loss):
         inputs: Mapping[str, Any],
         outputs: Mapping[str, Any],
         *,
-        denominator: Scalar | None = None,
+        denominator: Coefficient | None = None,
         **kwargs: Any,
     ) -> LossOutput:
         """Compute the loss of a batch: see `DPOLoss`; it needs no reference policy."""
@@ -287,8 +287,8 @@ def _pair_mean(
     losses: PerPair,
     logprobs: PerToken,
     mask: Mask,
-    sft_weight: Scalar,
-    denominator: Scalar | None,
+    sft_weight: Coefficient,
+    denominator: Coefficient | None,
 ) -> LossOutput:
     """Average over pairs, and add the weighted cross entropy of the chosen sequences."""
     losses = jnp.where(jnp.any(mask.reshape(len(losses), -1), axis=-1), losses, 0)

@@ -1,12 +1,12 @@
-"""How far the policy has moved from the one that drew the tokens: ratios, as logarithms."""
+"""Importance ratios of the policy to the one that drew the tokens, as logarithms."""
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, DTypeLike, Float
 
-from twinkle_jax.loss.masked_inputs import Mask, PerToken, Scalar, masked_inputs
+from twinkle_jax.loss.masked_inputs import Coefficient, Mask, PerToken, masked_inputs
 
-MAX_LOG_RATIO = 20.0  # exp(20) is 4.9e8: still finite when multiplied by any sane advantage
+MAX_LOG_RATIO = 20.0  # exp(20) is 4.9e8, finite in float32 after any realistic advantage
 
 
 def bounded(log_ratio: PerToken) -> PerToken:
@@ -15,9 +15,9 @@ def bounded(log_ratio: PerToken) -> PerToken:
 
 
 def clip_bounds(
-    epsilon: Scalar, epsilon_high: Scalar | None, dtype: DTypeLike
+    epsilon: Coefficient, epsilon_high: Coefficient | None, dtype: DTypeLike
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
-    """Give the lowest and the highest ratio that is not clipped."""
+    """Return the lowest and the highest ratio that is not clipped."""
     high = epsilon if epsilon_high is None else epsilon_high
     return jnp.asarray(1 - epsilon, dtype), jnp.asarray(1 + high, dtype)
 

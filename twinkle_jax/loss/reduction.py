@@ -1,8 +1,8 @@
-"""From losses per token to one number, each reduction named by what it divides by.
+"""Reduce losses per token to one number; each function is named by what it divides by.
 
 With gradient accumulation, pass the `denominator` of the whole batch with each micro-batch and
-add the results up: then the size of the micro-batch changes nothing. (With `denominator=1` a
-reduction is a plain sum, to be divided at the end.)
+add up the results, so that the size of the micro-batch changes nothing. With `denominator=1` a
+reduction is a plain sum, to be divided at the end.
 """
 
 import math
@@ -10,11 +10,11 @@ import math
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from twinkle_jax.loss.masked_inputs import Mask, PerToken, Scalar, masked_inputs
+from twinkle_jax.loss.masked_inputs import Coefficient, Mask, PerToken, masked_inputs
 
 
 def token_mean(
-    losses: PerToken, mask: Mask, *, denominator: Scalar | None = None
+    losses: PerToken, mask: Mask, *, denominator: Coefficient | None = None
 ) -> Float[Array, ""]:
     r"""Average over all tokens of the batch: long sequences weigh more (DAPO, BNPO, PPO).
 
@@ -22,11 +22,11 @@ def token_mean(
 
     Args:
         losses: loss per token.
-        mask: True where the token counts. What stands elsewhere has no influence.
-        denominator: $N$, the tokens kept in the whole batch; those in `mask` if None.
+        mask: True where the token counts. Padding may hold anything.
+        denominator: $N$, unmasked tokens of the whole batch; those in `mask` if None.
 
     Returns:
-        The loss; 0 if no token is kept.
+        The loss; 0 if all tokens are masked.
 
     Raises:
         ValueError: if the shapes differ.
@@ -47,7 +47,7 @@ def token_mean(
 
 
 def sequence_mean(
-    losses: PerToken, mask: Mask, *, denominator: Scalar | None = None
+    losses: PerToken, mask: Mask, *, denominator: Coefficient | None = None
 ) -> Float[Array, ""]:
     r"""Average inside each sequence, then over sequences: each weighs the same (GRPO, GSPO).
 
@@ -57,11 +57,11 @@ def sequence_mean(
 
     Args:
         losses: loss per token.
-        mask: True where the token counts. What stands elsewhere has no influence.
+        mask: True where the token counts. Padding may hold anything.
         denominator: $B$, the sequences in the whole batch; those in `mask` if None.
 
     Returns:
-        The loss; 0 if no token is kept.
+        The loss; 0 if all tokens are masked.
 
     Raises:
         ValueError: if the shapes differ.
@@ -82,22 +82,22 @@ def sequence_mean(
 
 
 def constant_length(
-    losses: PerToken, mask: Mask, *, length: Scalar, denominator: Scalar | None = None
+    losses: PerToken, mask: Mask, *, length: Coefficient, denominator: Coefficient | None = None
 ) -> Float[Array, ""]:
     r"""Divide each sequence's sum by one constant, then average over sequences (Dr. GRPO).
 
     $$L = \frac{1}{B\,L_{max}} \sum_{i,t} m_{it}\, \ell_{it}$$
 
-    Unlike the means it does not favour short right answers and long wrong ones.
+    Unlike the means it has no bias to short right answers and long wrong ones.
 
     Args:
         losses: loss per token.
-        mask: True where the token counts. What stands elsewhere has no influence.
+        mask: True where the token counts. Padding may hold anything.
         length: $L_{max}$, the longest completion that may be generated, in tokens.
         denominator: $B$, the sequences in the whole batch; those in `mask` if None.
 
     Returns:
-        The loss; 0 if no token is kept.
+        The loss; 0 if all tokens are masked.
 
     Raises:
         ValueError: if the shapes differ.
@@ -119,7 +119,7 @@ def constant_length(
     return _divided(per_sequence, sequences if denominator is None else denominator)
 
 
-def _divided(total: Float[Array, ""], denominator: Scalar) -> Float[Array, ""]:
-    """Divide, and let nothing over nothing be nothing."""
+def _divided(total: Float[Array, ""], denominator: Coefficient) -> Float[Array, ""]:
+    """Divide; 0 / 0 is 0."""
     divisor = jnp.asarray(denominator, total.dtype)
     return total / jnp.where(divisor == 0, 1, divisor)

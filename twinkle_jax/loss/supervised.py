@@ -1,4 +1,4 @@
-"""Losses of given tokens: plain fine-tuning, and dynamic fine-tuning."""
+"""Losses of supervised fine-tuning: cross entropy, and dynamic fine-tuning."""
 
 import jax
 import jax.numpy as jnp
@@ -35,7 +35,7 @@ def cross_entropy(logprobs: PerToken, mask: Mask) -> PerToken:
 
 
 def dynamic_fine_tuning(logprobs: PerToken, mask: Mask) -> PerToken:
-    r"""Loss of dynamic fine-tuning: an unlikely token does not pull harder than a likely one.
+    r"""Loss of dynamic fine-tuning: cross entropy weighted by the probability of the token.
 
     $$\ell_t = -\mathrm{sg}[\pi(a_t \mid s_t)]\, \log \pi(a_t \mid s_t)$$
 

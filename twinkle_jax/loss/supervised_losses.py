@@ -21,7 +21,7 @@ from twinkle_jax.loss.loss_inputs import (
     refuse_unknown,
 )
 from twinkle_jax.loss.loss_object import Loss, LossOutput
-from twinkle_jax.loss.masked_inputs import Scalar
+from twinkle_jax.loss.masked_inputs import Coefficient
 from twinkle_jax.loss.reduction import token_mean
 from twinkle_jax.loss.supervised import cross_entropy, dynamic_fine_tuning
 from twinkle_jax.loss.value import clipped_value_loss
@@ -64,7 +64,7 @@ class CrossEntropyLoss(Loss):
         inputs: Mapping[str, Any],
         outputs: Mapping[str, Any],
         *,
-        denominator: Scalar | None = None,
+        denominator: Coefficient | None = None,
         **kwargs: Any,
     ) -> LossOutput:
         """Compute the loss of a batch.
@@ -135,7 +135,7 @@ class ChunkedCrossEntropyLoss(Loss):
         inputs: Mapping[str, Any],
         outputs: Mapping[str, Any],
         *,
-        denominator: Scalar | None = None,
+        denominator: Coefficient | None = None,
         **kwargs: Any,
     ) -> LossOutput:
         """Compute the loss of a batch: see `CrossEntropyLoss`."""
@@ -179,8 +179,8 @@ class GKDLoss(Loss):
     require_logps = False
     require_logits = True
 
-    beta: Scalar = 0.5
-    temperature: Scalar = 1.0
+    beta: Coefficient = 0.5
+    temperature: Coefficient = 1.0
     ignore_index: int = -100
     chunk_size: int = 512
     topk: int | None = None
@@ -202,7 +202,7 @@ class GKDLoss(Loss):
         teacher_topk_logprobs: ArrayLike | None = None,
         teacher_topk_indices: ArrayLike | None = None,
         topk: int | None = None,
-        denominator: Scalar | None = None,
+        denominator: Coefficient | None = None,
         **kwargs: Any,
     ) -> LossOutput:
         """Compute the loss of a batch.
@@ -297,7 +297,7 @@ class MSELoss(Loss):
         inputs: Mapping[str, Any],
         outputs: Mapping[str, Any],
         *,
-        denominator: Scalar | None = None,
+        denominator: Coefficient | None = None,
         **kwargs: Any,
     ) -> LossOutput:
         """Compute the loss of a batch.
@@ -352,7 +352,7 @@ class PPOValueLoss(Loss):
     require_logps = False
     require_values = True
 
-    epsilon: Scalar = 0.2
+    epsilon: Coefficient = 0.2
     ignore_index: int = -100
 
     def __call__(
@@ -362,7 +362,7 @@ class PPOValueLoss(Loss):
         *,
         old_values: SampleValues | None = None,
         returns: SampleValues | None = None,
-        denominator: Scalar | None = None,
+        denominator: Coefficient | None = None,
         **kwargs: Any,
     ) -> LossOutput:
         """Compute the loss of a batch.

@@ -5,9 +5,9 @@ import jax.numpy as jnp
 
 from twinkle_jax.loss.masked_inputs import (
     Advantages,
+    Coefficient,
     Mask,
     PerToken,
-    Scalar,
     masked_advantages,
     masked_inputs,
 )
@@ -19,18 +19,18 @@ def clipped_surrogate(
     advantages: Advantages,
     mask: Mask,
     *,
-    epsilon: Scalar = 0.2,
-    epsilon_high: Scalar | None = None,
-    dual_clip: Scalar | None = None,
+    epsilon: Coefficient = 0.2,
+    epsilon_high: Coefficient | None = None,
+    dual_clip: Coefficient | None = None,
 ) -> PerToken:
-    r"""Loss of PPO and GRPO: no reward for moving further than the clip range.
+    r"""Loss of PPO and GRPO: no gain from moving beyond the clip range.
 
     $$\ell_t = -\min\left(r_t A_t,\ \mathrm{clip}(r_t, 1-\epsilon, 1+\epsilon_{high}) A_t\right)$$
 
     With `dual_clip` the loss of a token with a negative advantage is at most $c\,|A_t|$.
     With `sequence_log_ratio` in place of `token_log_ratio` this is the loss of GSPO.
-    `dual_clip` is also the two-sided clip of INTELLECT-2 ($\delta$; TRL's `delta`): above
-    $1 + \epsilon_{high}$ both say the same.
+    Above $1 + \epsilon_{high}$, `dual_clip` is the two-sided clip of INTELLECT-2 ($\delta$; TRL's
+    `delta`).
 
     Args:
         log_ratio: $\log r_t$ from `token_log_ratio` or `sequence_log_ratio`.
@@ -65,7 +65,7 @@ def clipped_surrogate(
     ratio = jnp.exp(bounded(log_ratio))
     low, high = clip_bounds(epsilon, epsilon_high, ratio.dtype)
     ceiling = jnp.asarray(jnp.inf if dual_clip is None else dual_clip, ratio.dtype)
-    # Bounds by selection, not by min and max, whose gradient is halved where both are equal.
+    # Selection instead of min and max, whose gradients are halved at ties.
     rising = advantages > 0
     above, below = ratio > jnp.where(rising, high, ceiling), ~rising & (ratio < low)
     ratio = jnp.where(above, jnp.where(rising, high, ceiling), jnp.where(below, low, ratio))
@@ -78,8 +78,8 @@ def clipped_importance_surrogate(
     advantages: Advantages,
     mask: Mask,
     *,
-    epsilon: Scalar | None = None,
-    epsilon_high: Scalar = 0.2,
+    epsilon: Coefficient | None = None,
+    epsilon_high: Coefficient = 0.2,
 ) -> PerToken:
     r"""Loss of CISPO: every token keeps its gradient, only its weight is clipped.
 
@@ -129,8 +129,8 @@ def soft_gate_surrogate(
     advantages: Advantages,
     mask: Mask,
     *,
-    tau_pos: Scalar = 1.0,
-    tau_neg: Scalar = 1.0,
+    tau_pos: Coefficient = 1.0,
+    tau_neg: Coefficient = 1.0,
 ) -> PerToken:
     r"""Loss of SAPO: a sigmoid that fades out where PPO would clip.
 

@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
-from twinkle_jax.loss.masked_inputs import Scalar
+from twinkle_jax.loss.masked_inputs import Coefficient
 from twinkle_jax.loss.vocabulary_tiles import Tokens, tile_logprobs, tiling
 
 PerToken = Float[Array, " time"]
@@ -27,7 +27,7 @@ def token_logprobs(
     tokens: Int[Array, " time"],
     *,
     mask: Mask | None = None,
-    temperature: Scalar | PerToken = 1.0,
+    temperature: Coefficient | PerToken = 1.0,
     chunk_size: int | None = None,
     with_entropy: bool = False,
 ) -> PerToken | tuple[PerToken, PerToken]:

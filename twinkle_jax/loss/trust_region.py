@@ -5,9 +5,9 @@ import jax.numpy as jnp
 
 from twinkle_jax.loss.masked_inputs import (
     Advantages,
+    Coefficient,
     Mask,
     PerToken,
-    Scalar,
     masked_advantages,
     masked_inputs,
 )
@@ -21,18 +21,18 @@ def total_variation_mask(
     advantages: Advantages,
     mask: Mask,
     *,
-    delta: Scalar = 0.15,
-    delta_high: Scalar | None = None,
+    delta: Coefficient = 0.15,
+    delta_high: Coefficient | None = None,
 ) -> Mask:
     r"""Keep tokens whose probability has not moved too far in the direction of the advantage.
 
     $$\text{dropped:}\quad \pi_t - \mu_t > \delta_{high} \text{ if } A_t > 0, \qquad
     \mu_t - \pi_t > \delta \text{ otherwise}$$
 
-    $|\pi_t - \mu_t|$ is the total variation between two policies that tell this token from all
-    others only. Unlike a clipped ratio, it leaves rare tokens alone and holds frequent ones. Use
-    it on the unclipped surrogate, and reduce with the whole `mask`: a dropped token adds 0 and
-    still counts.
+    $|\pi_t - \mu_t|$ is the total variation of the two policies if all other tokens are taken as
+    one. Unlike a clipped ratio, it lets rare tokens move and restrains frequent ones. Apply the
+    result to the unclipped surrogate, and reduce with the original `mask`: a dropped token adds 0
+    and still counts.
 
     Args:
         logprobs: $\log \pi$, under the policy being trained, in nats.
@@ -58,7 +58,7 @@ def total_variation_mask(
         >>> total_variation_mask(new, old, jnp.array([1.0, -1.0]), jnp.array([True, True]))
         Array([False,  True], dtype=bool)
     """
-    new, old, rising = _read(logprobs, behaviour_logprobs, advantages, mask)
+    new, old, rising = _inputs(logprobs, behaviour_logprobs, advantages, mask)
     rise = jnp.exp(new) - jnp.exp(old)
     return _kept(rise, jnp.abs(rise), rising, mask, delta, delta_high)
 
@@ -69,8 +69,8 @@ def binary_kl_mask(
     advantages: Advantages,
     mask: Mask,
     *,
-    delta: Scalar = 0.05,
-    delta_high: Scalar | None = None,
+    delta: Coefficient = 0.05,
+    delta_high: Coefficient | None = None,
 ) -> Mask:
     r"""Keep tokens whose divergence is small, or that moved against the advantage.
 
@@ -78,8 +78,8 @@ def binary_kl_mask(
     D_t > \delta,\ \pi_t < \mu_t \text{ otherwise}$$
     $$D_t = \mu_t \log \frac{\mu_t}{\pi_t} + (1-\mu_t) \log \frac{1-\mu_t}{1-\pi_t}$$
 
-    $D_t$ is the divergence between two policies that tell this token from all others only.
-    Otherwise as [`total_variation_mask`][twinkle_jax.loss.total_variation_mask].
+    $D_t$ is the divergence of the two policies if all other tokens are taken as one. Use it like
+    `total_variation_mask`.
 
     Args:
         logprobs: $\log \pi$, under the policy being trained, in nats.
@@ -105,13 +105,13 @@ def binary_kl_mask(
         >>> binary_kl_mask(new, old, jnp.array([1.0, -1.0]), jnp.array([True, True]))
         Array([False,  True], dtype=bool)
     """
-    new, old, rising = _read(logprobs, behaviour_logprobs, advantages, mask)
+    new, old, rising = _inputs(logprobs, behaviour_logprobs, advantages, mask)
     others = jnp.log(_complement(old) / _complement(new))
     divergence = jnp.exp(old) * (old - new) + _complement(old) * others
     return _kept(new - old, divergence, rising, mask, delta, delta_high)
 
 
-def _read(
+def _inputs(
     logprobs: PerToken, behaviour_logprobs: PerToken, advantages: Advantages, mask: Mask
 ) -> tuple[PerToken, PerToken, Mask]:
     new, old = masked_inputs(mask, logprobs=logprobs, behaviour_logprobs=behaviour_logprobs)
@@ -120,7 +120,7 @@ def _read(
 
 
 def _complement(logprobs: PerToken) -> PerToken:
-    """Give the probability of all other tokens."""
+    """Return the probability of all other tokens."""
     return jnp.maximum(-jnp.expm1(logprobs), SMALLEST_COMPLEMENT)
 
 
@@ -129,8 +129,8 @@ def _kept(
     distance: PerToken,
     rising: Mask,
     mask: Mask,
-    delta: Scalar,
-    delta_high: Scalar | None,
+    delta: Coefficient,
+    delta_high: Coefficient | None,
 ) -> Mask:
     low = jnp.asarray(delta, distance.dtype)
     high = low if delta_high is None else jnp.asarray(delta_high, distance.dtype)
@@ -144,16 +144,16 @@ def off_policy_sequence_mask(
     advantages: Advantages,
     mask: Mask,
     *,
-    delta: Scalar,
+    delta: Coefficient,
 ) -> Mask:
-    r"""Drop sequences with a negative advantage that have become unlikely.
+    r"""Drop off-policy sequences with a negative advantage (DeepSeek-V3.2).
 
     $$\text{dropped:}\quad A < 0 \ \text{ and }\
     \frac{1}{T} \sum_{t=1}^{T} \log \frac{\mu_t}{\pi_t} > \delta$$
 
-    The divergence holds both what updates since the rollout have changed and how the sampler's
-    probabilities differ from the trainer's. Apply it to the losses per token, and reduce with the
-    whole `mask`: a dropped token adds 0 and still counts.
+    The divergence covers the updates since the rollout as well as the mismatch of sampler and
+    trainer. Apply the result to the losses per token, and reduce with the original `mask`: a
+    dropped token adds 0 and still counts.
 
     Args:
         logprobs: $\log \pi$, under the policy being trained, in nats.

@@ -1,9 +1,9 @@
-"""Loss of a critic."""
+"""Loss of a critic (value function)."""
 
 import jax
 import jax.numpy as jnp
 
-from twinkle_jax.loss.masked_inputs import Mask, PerToken, Scalar, masked_inputs
+from twinkle_jax.loss.masked_inputs import Coefficient, Mask, PerToken, masked_inputs
 
 
 def clipped_value_loss(
@@ -12,14 +12,14 @@ def clipped_value_loss(
     returns: PerToken,
     mask: Mask,
     *,
-    epsilon: Scalar = 0.2,
+    epsilon: Coefficient = 0.2,
 ) -> PerToken:
     r"""Squared error of a critic that may not move far in one step (PPO).
 
     $$\ell_t = \tfrac{1}{2} \max\left((V_t - R_t)^2,\
     (\bar V_t + \mathrm{clip}(V_t - \bar V_t, -\epsilon, \epsilon) - R_t)^2\right)$$
 
-    The clip is not in the paper on PPO but in its first implementation.
+    The clip is not in the paper, but in the first implementation of PPO.
 
     Args:
         values: $V$, predicted by the critic being trained, in units of reward.
