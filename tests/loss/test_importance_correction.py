@@ -91,6 +91,14 @@ def test_modes_match_reference(mode):
         assert (with_floor != unfloored).any()
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_far_apart_is_clamped(mode):
+    weights = ImportanceCorrection(mode, cap=1e30)(
+        jnp.zeros(9), jnp.full(9, -99.0), jnp.ones(9, bool)
+    )
+    np.testing.assert_allclose(weights, np.exp(20) * np.ones(9), rtol=1e-6)
+
+
 def test_refused():
     with pytest.raises(ValueError, match="mode"):
         ImportanceCorrection("none")

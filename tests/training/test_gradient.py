@@ -21,6 +21,7 @@ from twinkle_jax.training.gradient import (
     _grad_step,
     add_summaries,
     join_loss,
+    loss_denominator,
     split_loss,
 )
 
@@ -272,3 +273,18 @@ def test_summaries_add_up_and_each_token_weighs_the_same():
         np.testing.assert_allclose(together[-2:], [1.2, 1.3], rtol=1e-6)
     assert nothing.loss == 0
     assert add_summaries(nothing, nothing).metrics.ratio_max == 1
+
+
+def test_denominators():
+    labelled = np.array([[True, True], [True, False], [False, False]])
+    rows = np.array([True, True, False])
+
+    class Counted:
+        def __init__(self, unit):
+            self.divides_by = unit
+
+    for unit, count in {"tokens": 3, "sequences": 2, "pairs": 1, "batches": 1}.items():
+        assert loss_denominator(Counted(unit), labelled, rows) == count
+    assert loss_denominator(object(), labelled, rows) == 3
+    with pytest.raises(ValueError, match="divides_by must"):
+        loss_denominator(Counted("words"), labelled, rows)
