@@ -14,7 +14,7 @@ RNG = np.random.default_rng(1)
 STUDENT, TEACHER = 2 * RNG.normal(size=(2, 3, 4, 6))
 MASK = RNG.random((3, 4)) < 0.7
 BETAS = pytest.mark.parametrize(
-    "beta", [0.0, 0.5, 1.0, *(pytest.param(b, marks=pytest.mark.exhaustive) for b in (0.1, 0.9))]
+    "beta", [0.0, 0.3, 1.0, *(pytest.param(b, marks=pytest.mark.exhaustive) for b in (0.5, 0.9))]
 )
 
 ENDS = pytest.mark.parametrize(
