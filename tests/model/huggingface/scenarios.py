@@ -115,6 +115,10 @@ def load_nan(directory):
     load(directory, "nan")
 
 
+def load_untied(directory):
+    load(directory, "untied")
+
+
 def load_missing(directory):
     load(directory, ["model", "nowhere"][jax.process_index()])
 

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from tests import processes
-from tests.model.families import config_of, params_of
+from tests.model.families import config_of, family, params_of, random_params
 from tests.model.huggingface.tensors import assert_same, contents, rewrite
-from twinkle_jax.model import Decoder, load_pretrained, save_pretrained
+from twinkle_jax.model import Decoder, load_pretrained, parse_config, save_pretrained
 
 pytestmark = pytest.mark.exhaustive
 SCENARIOS = "tests.model.huggingface.scenarios"
@@ -19,11 +19,21 @@ MIB = 2**20
 
 @pytest.fixture
 def directory(tmp_path):
-    """A checkpoint `model`, a file `file`, and an older export `again`."""
+    """A checkpoint `model`, an older export `again`, a file, and two that are damaged."""
     decoder = Decoder(config_of("qwen3"), params_of("qwen3"))
     save_pretrained(decoder, tmp_path / "model")
     save_pretrained(decoder, tmp_path / "again", dtype="bfloat16")
     (tmp_path / "file").write_text("")
+    save_pretrained(decoder, tmp_path / "nan")
+    embedding = np.array(decoder.params["embed_tokens"]["embedding"])
+    embedding[0, -1] = np.nan  # in the last columns, which the second process holds
+    rewrite(tmp_path / "nan", {"model.embed_tokens.weight": embedding})
+    config = parse_config(family("qwen3", vocab_size=5_000, tie_word_embeddings=True))
+    params = random_params(config)
+    save_pretrained(Decoder(config, params), tmp_path / "untied")
+    head = np.array(params["embed_tokens"]["embedding"])
+    head[-1] += 1  # in the second part of the rows, which the second process compares
+    rewrite(tmp_path / "untied", {"lm_head.weight": head})
     return tmp_path
 
 
@@ -46,6 +56,7 @@ def test_what_several_processes_save_is_what_they_loaded(count, devices, directo
     ("scenario", "process", "name"),
     [
         ("load_nan", 1, "model.embed_tokens.weight must be finite"),
+        ("load_untied", 1, "tie_word_embeddings"),
         ("load_missing", 1, "path_or_id must be"),
         ("save_full_disk", 0, "no space left on device"),
         ("save_nan", 0, "model.norm.weight must be finite"),
@@ -53,11 +64,6 @@ def test_what_several_processes_save_is_what_they_loaded(count, devices, directo
     ],
 )
 def test_an_error_of_one_process_reaches_both(scenario, process, name, directory):
-    if scenario == "load_nan":  # in the last columns, which the second process holds
-        embedding = np.array(params_of("qwen3")["embed_tokens"]["embedding"])
-        embedding[0, -1] = np.nan
-        save_pretrained(load_pretrained(directory / "model"), directory / "nan")
-        rewrite(directory / "nan", {"model.embed_tokens.weight": embedding})
     before = contents(directory / "again")
     results = run(scenario, directory)
     call = "load_pretrained" if "load" in scenario else "save_pretrained"
