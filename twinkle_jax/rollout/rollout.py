@@ -71,7 +71,8 @@ def encode_prompts(
     Raises:
         ValueError: if a prompt is longer; the message says which.
     """
-    rows = [template.encode(p, add_generation_prompt=True)["input_ids"] for p in prompts]
+    features = template.batch_encode(prompts, add_generation_prompt=True)
+    rows = [feature["input_ids"] for feature in features]
     lengths = [len(row) for row in rows]
     if max(lengths) > longest:
         worst = int(np.argmax(lengths))

@@ -258,11 +258,12 @@ def warm_start(
 
 def example_batch(template: Template, examples: Sequence[Trajectory]) -> Batch:
     """Make a batch of prompts with their answers, labelled where the assistant speaks."""
-    rows: list[Any] = []
+    conversations = []
     for example in examples:
         truth = str(user_data_get(example.get("user_data"), "ground_truth"))
         answer = Message(role="assistant", content=truth)
-        rows.append(template.encode({"messages": [*example["messages"], answer]}))
+        conversations.append({"messages": [*example["messages"], answer]})
+    rows: list[Any] = template.batch_encode(conversations)
     time = bucket_size(max(len(row["input_ids"]) for row in rows), smallest=16)
     tokens = np.zeros((len(rows), time), np.int32)
     labels = np.full((len(rows), time), IGNORE, np.int32)
