@@ -162,7 +162,7 @@ def test_accuracy_is_measured_on_held_out_prompts():
 
     watched.exact_match = count
     run = run_of(watched)
-    assert watched.held_out(watched.initial_params(jax.random.key(0)), run=run) == 1
+    assert watched.held_out_accuracy(watched.initial_params(jax.random.key(0)), run=run) == 1
 
 
 def test_the_batch_is_spread_over_the_devices_and_the_state_is_on_all(compiled):

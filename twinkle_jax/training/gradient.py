@@ -62,9 +62,14 @@ def divided(total: Float[Array, ""], count: Float[Array, ""]) -> Float[Array, ""
     return total / jnp.where(count == 0, 1, count)
 
 
-@jax.jit
 def add_summaries(a: StepSummary, b: StepSummary) -> StepSummary:
     """Add up two micro-batches; means are weighted by their tokens."""
+    # Without log-probabilities, whose shapes would each be compiled for.
+    return _add_summaries(a._replace(logps=None), b._replace(logps=None))
+
+
+@jax.jit
+def _add_summaries(a: StepSummary, b: StepSummary) -> StepSummary:
     metrics = None
     if a.metrics is not None and b.metrics is not None:
         tokens = a.tokens + b.tokens
