@@ -67,7 +67,7 @@ def test_n_steps_and_n_more_in_another_process(folder, whole, tmp_path):
 
 ENDS = {
     "in the middle of mini-batches": ("apply_gradients:14:SIGKILL:0", {}),
-    "in the middle of accumulation": ("grad_step:26:SIGKILL:0", {}),
+    "in the middle of accumulation": ("grad_step:26:SIGKILL:0", {"rollout.num_samples": 8}),
     "in the middle of dynamic sampling": (
         "score_trajectories:6:SIGTERM:0",
         {"update.dynamic_sampling": 3, "update.mask_truncated": True},
