@@ -89,7 +89,8 @@ def rollout(
     return Rollout(
         weights=_bytes(weights),
         cache=_bytes(layers),
-        moved=sum(size for size, _ in traffic(program, step)),
+        # A trip of the loop is several steps on a mesh.
+        moved=sum(size for size, _ in traffic(program, step)) / sampler_slots._STEPS_ON_MESH,
         kernel=2 * 2 * written if topology.startswith("v") else 0,
         temporary=compiled.memory_analysis().temp_size_in_bytes,
         program=program,
