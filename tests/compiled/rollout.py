@@ -18,7 +18,7 @@ from twinkle_jax.model import DecoderConfig, parameter_shapes
 from twinkle_jax.model.decoder.sharding import AXES
 from twinkle_jax.sampler import Sampling
 from twinkle_jax.sampler import slots as sampler_slots
-from twinkle_jax.sampler.drawing.sampling import traced_sampling
+from twinkle_jax.sampler.sampling import traced_sampling
 
 PROMPT = 128  # tokens of a row's capacity that its prompt has
 BLOCK = 128  # slots of a row that are read and written with its token, at most

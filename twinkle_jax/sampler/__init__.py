@@ -3,13 +3,13 @@
 What is listed here is public; all else is private.
 """
 
-from twinkle_jax.sampler.actor import Actor
-from twinkle_jax.sampler.completions import LENGTH, STOP, Completions
-from twinkle_jax.sampler.drawing.sampling import Sampling
 from twinkle_jax.sampler.generate import generate, generate_many
 from twinkle_jax.sampler.jax_sampler import JaxSampler
+from twinkle_jax.sampler.requests import Actor, Prompt
+from twinkle_jax.sampler.sampling import Sampling
+from twinkle_jax.sampler.slots import LENGTH, STOP, Completions
 from twinkle_jax.sampler.vllm.client import ServerError
-from twinkle_jax.sampler.vllm_sampler import vLLMSampler
+from twinkle_jax.sampler.vllm.vllm_sampler import vLLMSampler
 
 __all__ = [
     "LENGTH",
@@ -17,6 +17,7 @@ __all__ = [
     "Actor",
     "Completions",
     "JaxSampler",
+    "Prompt",
     "Sampling",
     "ServerError",
     "generate",

@@ -16,8 +16,8 @@ from twinkle_jax.model.decoder.attention_choice import AttentionImplementation
 from twinkle_jax.model.decoder.config import DecoderConfig
 from twinkle_jax.model.decoder.parameters import Params, merge_params
 from twinkle_jax.sampler import slots as device
-from twinkle_jax.sampler.completions import Completions
-from twinkle_jax.sampler.drawing.sampling import Sampling, traced_sampling
+from twinkle_jax.sampler.sampling import Sampling, traced_sampling
+from twinkle_jax.sampler.slots import Completions
 
 _DEFAULT = Sampling()
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
@@ -14,13 +15,20 @@ from twinkle_jax.data.sampling_types import LogprobsKind, SampleResponses, Sampl
 from twinkle_jax.data.template import Template
 from twinkle_jax.model.decoder.sharding import partition_rules, shard_like_params
 from twinkle_jax.model.huggingface.checkpoint_read import load_pretrained
-from twinkle_jax.sampler.actor import Actor
-from twinkle_jax.sampler.drawing.sampling import Sampling
 from twinkle_jax.sampler.generate import generate
-from twinkle_jax.sampler.requests.call import read_call, read_params
-from twinkle_jax.sampler.requests.from_checkpoint import longest_row, own_template
-from twinkle_jax.sampler.requests.prompts import Prompt, pad_prompts
-from twinkle_jax.sampler.requests.responses import make_responses, read_arrays
+from twinkle_jax.sampler.requests import (
+    Actor,
+    Drawn,
+    Prompt,
+    longest_row,
+    make_responses,
+    prompt_tokens,
+    read_call,
+    read_params,
+    template_of,
+)
+from twinkle_jax.sampler.sampling import Sampling
+from twinkle_jax.sampler.slots import STOP, Completions
 
 
 class JaxSampler:
@@ -75,9 +83,10 @@ class JaxSampler:
             assert model_id is not None
             decoder = load_pretrained(model_id, dtype=self.dtype, mesh=mesh, partition=rules)
             self.config, source, self._params = decoder.config, decoder.source, decoder.params
-        given = None if model is None else model.template
-        template = template or (given if isinstance(given, Template) else None)
-        self.template = template or own_template(source)
+        model_template = None if model is None else model.template
+        if template is None and isinstance(model_template, Template):
+            template = model_template
+        self.template = template or template_of(source)
         self.max_length = longest_row(max_length, self.config)
         self.seed, self.calls = seed, 0
 
@@ -108,33 +117,33 @@ class JaxSampler:
                 unsupported; the message names it.
             TypeError: if something has the wrong type.
         """
-        asked = _only_drawn_tokens(read_params(sampling_params))
+        params = _only_drawn_tokens(read_params(sampling_params))
         call = read_call(
             inputs,
-            asked,
+            params,
             num_samples,
             self.template,
             logprobs_kind,
             vocab=self.config.vocab_size,
-            room=self.max_length,
+            max_length=self.max_length,
         )
         multiple = 1 if self.mesh is None else self.mesh.shape["data"] * self.mesh.shape["fsdp"]
-        tokens, mask = pad_prompts(call.features, multiple=multiple)
+        tokens, mask = _pad_prompts(call.features, multiple=multiple)
         limits = self.max_length - mask.sum(axis=1)
-        limits = limits if asked.max_tokens is None else limits.clip(max=asked.max_tokens)
+        limits = limits if params.max_tokens is None else limits.clip(max=params.max_tokens)
         limits[len(call.features) :] = 1
         drawn = generate(
             self.params,
             self.config,
             tokens,
             mask,
-            self._key(asked.seed),
+            self._key(params.seed),
             Sampling(
-                asked.temperature,
-                asked.top_k,
-                asked.top_p,
-                asked.min_p,
-                asked.repetition_penalty,
+                params.temperature,
+                params.top_k,
+                params.top_p,
+                params.min_p,
+                params.repetition_penalty,
                 call.stops.tokens,
             ),
             num_samples=call.num_samples,
@@ -144,7 +153,7 @@ class JaxSampler:
             mesh=self.mesh,
         )
         rows = len(call.features) * call.num_samples
-        return make_responses(call, read_arrays(drawn, rows, logprobs_kind))
+        return make_responses(call, _read_arrays(drawn, rows, logprobs_kind))
 
     @property
     def params(self) -> Any:
@@ -175,8 +184,6 @@ class JaxSampler:
         """Choose what makes tokens of conversations, and text of tokens."""
         self.template = template
 
-    # Inside.
-
     def _key(self, seed: int | None) -> jax.Array:
         call, self.calls = self.calls, self.calls + 1
         if seed is not None:
@@ -193,3 +200,34 @@ def _only_drawn_tokens(params: SamplingParams) -> SamplingParams:
                 f"log-probabilities of drawn tokens alone, got {getattr(params, name)}"
             )
     return params
+
+
+def _pad_prompts(
+    features: Sequence[Mapping[str, Any]], *, multiple: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Lay prompts out at the front of rows, in buckets; filler rows are prompts of one token."""
+    rows = [prompt_tokens(feature) for feature in features]
+    count = bucket_size(len(rows), multiple=multiple)
+    time = bucket_size(max(len(row) for row in rows), smallest=16)
+    tokens, mask = np.zeros((count, time), np.int32), np.zeros((count, time), bool)
+    mask[len(rows) :, 0] = True
+    for i, row in enumerate(rows):
+        tokens[i, : len(row)], mask[i, : len(row)] = row, True
+    return tokens, mask
+
+
+def _read_arrays(completions: Completions, rows: int, kind: LogprobsKind | None) -> list[Drawn]:
+    """Take completions out of arrays; filler rows are left out."""
+    stopped = np.asarray(completions.finish_reasons) == STOP
+    lengths = np.asarray(completions.lengths)
+    tokens = np.asarray(completions.tokens)
+    logprobs = np.asarray(
+        completions.sampling_logprobs if kind == "sampling" else completions.logprobs
+    )
+    drawn = []
+    for row in range(rows):
+        row_tokens = tokens[row, : lengths[row]].tolist()
+        scores = logprobs[row, : lengths[row]].tolist()
+        pairs = [[pair] for pair in zip(row_tokens, scores, strict=True)]
+        drawn.append(Drawn(row_tokens, pairs, "token" if stopped[row] else "length"))
+    return drawn

@@ -1,4 +1,4 @@
-"""Rows that are completed in a fixed number of slots: begun, advanced, ended, exchanged.
+"""Rows that are completed in a fixed number of slots: begun, advanced, ended, replaced.
 
 A queue of rows is split evenly over the devices of a mesh. Each device fills its slots from its own
 part, so that rows and their caches never move between devices. Every function here is meant to be
@@ -20,11 +20,9 @@ from twinkle_jax.model.decoder.config import DecoderConfig
 from twinkle_jax.model.decoder.decode import decode_step, prefill
 from twinkle_jax.model.decoder.parameters import Params
 from twinkle_jax.model.decoder.sharding import partition_rules
-from twinkle_jax.sampler.completions import LENGTH, STOP, Completions
-from twinkle_jax.sampler.drawing.next_token import next_token, scaled_logits
-from twinkle_jax.sampler.drawing.sampling import Sampling
+from twinkle_jax.sampler.sampling import Sampling, next_token, scaled_logits
 
-RUNNING = 0  # the finish reason of a row that has not ended
+RUNNING, STOP, LENGTH = 0, 1, 2  # whether and why a row has ended
 
 _CAST = ("kernel", "bias", "embedding", "lora_A", "lora_B", "lora_scale")  # used in no other type
 _ROWS = ("data", "fsdp")
@@ -32,6 +30,28 @@ _STEPS_ON_MESH = 8  # asking all devices whether they are done costs as much as 
 _STEPS_OF_ROOM = 32  # that a cache has at least when it is laid out
 _SMALLEST_CACHE = 64
 _FEWEST_SLOTS = 8  # of a device: a step of fewer rows takes as long
+
+
+class Completions(NamedTuple):
+    """What was drawn. Rows are ordered by prompt, then by sample.
+
+    Attributes:
+        tokens: the completions, at the front of their rows, 0 behind them.
+        mask: True for the tokens of a completion, the stop token that was drawn included.
+        logprobs: log-probability of each token in the whole distribution at the temperature: what
+            the trainer computes for the same token, and what a ratio of policies is made of.
+        sampling_logprobs: log-probability in the distribution that was drawn from, behind penalty
+            and filters. Without any, the same.
+        finish_reasons: 1 (`STOP`) for a stop token, 2 (`LENGTH`) for the most tokens allowed.
+        lengths: tokens in each completion.
+    """
+
+    tokens: Int[Array, "rows new"]
+    mask: Bool[Array, "rows new"]
+    logprobs: Float[Array, "rows new"]
+    sampling_logprobs: Float[Array, "rows new"]
+    finish_reasons: Int[Array, " rows"]
+    lengths: Int[Array, " rows"]
 
 
 class Setup(NamedTuple):

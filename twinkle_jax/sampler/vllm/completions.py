@@ -8,8 +8,7 @@ from functools import partial
 from typing import Any, Literal, NamedTuple
 
 from twinkle_jax.data.sampling_types import LogprobsKind, SamplingParams
-from twinkle_jax.sampler.requests.responses import Drawn, End
-from twinkle_jax.sampler.requests.stops import Stops
+from twinkle_jax.sampler.requests import Drawn, End, Stops
 from twinkle_jax.sampler.vllm.client import (
     Request,
     ServerError,
@@ -52,7 +51,7 @@ class CompletionSettings(NamedTuple):
     vocab: int
 
 
-class Completions(NamedTuple):
+class ServerCompletions(NamedTuple):
     """What was drawn for a prompt, and the log-probabilities of the prompt where asked for."""
 
     drawn: list[Drawn]
@@ -184,7 +183,7 @@ def _tops(params: SamplingParams) -> int:
     return 0 if params.logprobs == 1 else params.logprobs or 0
 
 
-def _read_completions(settings: CompletionSettings, answer: Any) -> Completions:
+def _read_completions(settings: CompletionSettings, answer: Any) -> ServerCompletions:
     """Read completions.
 
     Raises:
@@ -203,7 +202,7 @@ def _read_completions(settings: CompletionSettings, answer: Any) -> Completions:
     prompt = None
     if settings.params.prompt_logprobs is not None:
         prompt = _read_prompt_logprobs(settings, choices[0])
-    return Completions(drawn * (settings.num_samples // count), prompt)
+    return ServerCompletions(drawn * (settings.num_samples // count), prompt)
 
 
 def _read_choice(settings: CompletionSettings, choice: Mapping[str, Any]) -> Drawn:

@@ -16,8 +16,7 @@ from twinkle_jax.data.sampling_types import SamplingParams
 from twinkle_jax.model.decoder.lora import merge_adapter, walk
 from twinkle_jax.model.decoder.module import Decoder
 from twinkle_jax.model.huggingface.checkpoint_write import save_pretrained
-from twinkle_jax.sampler.actor import Actor
-from twinkle_jax.sampler.requests.stops import Stops
+from twinkle_jax.sampler.requests import Actor, Stops
 from twinkle_jax.sampler.vllm.client import (
     Client,
     Deadline,
@@ -29,9 +28,9 @@ from twinkle_jax.sampler.vllm.client import (
     refuse,
 )
 from twinkle_jax.sampler.vllm.completions import (
-    Completions,
     CompletionSettings,
     LogprobsMode,
+    ServerCompletions,
     completion_request,
 )
 
@@ -280,7 +279,7 @@ class Probe:
         purpose = "the probe of --logprobs-mode"
         return [self._request(model, 0, 1, purpose, allowed_token_ids=[x]) for x in self._pair]
 
-    def rows(self, answers: Sequence[Completions]) -> list[list[int]]:
+    def rows(self, answers: Sequence[ServerCompletions]) -> list[list[int]]:
         """Give the tokens of each prompt and those after it."""
         return [
             prompt + answer.drawn[0].tokens
@@ -305,7 +304,7 @@ def find_logprobs_mode(client: Client, deadline: Deadline, probe: Probe, name: s
     Raises:
         ServerError: if what it gives are no log-probabilities.
     """
-    answers: list[Completions] = client.send_requests(deadline, probe.forced_requests(name))
+    answers: list[ServerCompletions] = client.send_requests(deadline, probe.forced_requests(name))
     firsts = [answer.drawn[0].logprobs[0] for answer in answers]
     if all(first[0][1] >= -_ROUNDING for first in firsts):
         return "processed_logprobs"
@@ -346,7 +345,9 @@ def prove(
     Raises:
         ServerError: if they differ by more.
     """
-    answers: list[Completions] = client.send_requests(deadline, probe.completion_requests(name))
+    answers: list[ServerCompletions] = client.send_requests(
+        deadline, probe.completion_requests(name)
+    )
     rows = probe.rows(answers)
     scored = actor.forward_only(inputs=[{"input_ids": row} for row in rows])["logps"]
     expected = [
@@ -365,7 +366,7 @@ def prove(
     return first_tokens(answers)
 
 
-def first_tokens(answers: Sequence[Completions]) -> Scores:
+def first_tokens(answers: Sequence[ServerCompletions]) -> Scores:
     """Give the log-probabilities of the likely tokens after each prompt."""
     return [dict(answer.drawn[0].logprobs[0]) for answer in answers]
 

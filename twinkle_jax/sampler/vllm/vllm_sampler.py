@@ -12,15 +12,20 @@ from twinkle_jax.data.sampling_types import LogprobsKind, SampleResponses, Sampl
 from twinkle_jax.data.template import Template
 from twinkle_jax.model.huggingface.checkpoint_files import CONFIG, locate, read_json
 from twinkle_jax.model.huggingface.config_json import parse_config
-from twinkle_jax.sampler.actor import Actor
-from twinkle_jax.sampler.requests.call import read_call, read_params
-from twinkle_jax.sampler.requests.from_checkpoint import longest_row, own_template
-from twinkle_jax.sampler.requests.prompts import Prompt, prompt_tokens
-from twinkle_jax.sampler.requests.responses import make_responses
+from twinkle_jax.sampler.requests import (
+    Actor,
+    Prompt,
+    longest_row,
+    make_responses,
+    prompt_tokens,
+    read_call,
+    read_params,
+    template_of,
+)
 from twinkle_jax.sampler.vllm.client import Client, Deadline
 from twinkle_jax.sampler.vllm.completions import (
-    Completions,
     CompletionSettings,
+    ServerCompletions,
     check_mode,
     check_params,
     completion_request,
@@ -81,7 +86,7 @@ class vLLMSampler:  # noqa: N801  (Twinkle's name)
         self._client = Client(base_url, api_key=api_key, retries=retries)
         source = locate(model_id)
         self.config = parse_config(read_json(source, CONFIG))
-        self.template = template or own_template(source)
+        self.template = template or template_of(source)
         self.max_length = longest_row(max_length, self.config)
         self.timeout, self.seed, self.calls = timeout, seed, 0
         self.shared_dir = None if shared_dir is None else Path(shared_dir).expanduser().resolve()
@@ -121,10 +126,16 @@ class vLLMSampler:  # noqa: N801  (Twinkle's name)
                 weights or other log-probabilities, or its answer is not what was asked for.
         """
         params = read_params(sampling_params)
-        vocab, room = self.config.vocab_size, self.max_length
+        vocab = self.config.vocab_size
         check_params(params, vocab)
         call = read_call(
-            inputs, params, num_samples, self.template, logprobs_kind, vocab=vocab, room=room
+            inputs,
+            params,
+            num_samples,
+            self.template,
+            logprobs_kind,
+            vocab=vocab,
+            max_length=self.max_length,
         )
         modes = usable_modes(params, logprobs_kind, vocab)
         prompts = [prompt_tokens(feature).tolist() for feature in call.features]
@@ -139,7 +150,7 @@ class vLLMSampler:  # noqa: N801  (Twinkle's name)
                 served.name, prompt, call.num_samples, limit, seed, params, call.stops, vocab
             )
             requests.append(completion_request(settings, f"inputs[{i}]"))
-        answers: list[Completions] = self._client.send_requests(deadline, requests)
+        answers: list[ServerCompletions] = self._client.send_requests(deadline, requests)
         drawn = [one for answer in answers for one in answer.drawn]
         if logprobs_kind == "sampling" and params.temperature == 0:  # vLLM gives temperature 1
             drawn = [one._replace(logprobs=[[(x, 0.0)] for x in one.tokens]) for one in drawn]
@@ -178,8 +189,6 @@ class vLLMSampler:  # noqa: N801  (Twinkle's name)
         """Choose what makes tokens of conversations, and text of tokens."""
         self.template = template
 
-    # Inside.
-
     def _limit(self, i: int, prompt: list[int], served: Served, params: SamplingParams) -> int:
         """Say how many tokens a completion may have, here and on the server."""
         room = min(self.max_length, served.max_length) - len(prompt)
@@ -194,10 +203,10 @@ class vLLMSampler:  # noqa: N801  (Twinkle's name)
         """Give each prompt its own: vLLM draws alike from two that have the same."""
         call, self.calls = self.calls, self.calls + 1
         if seed is not None:
-            given = [seed]
+            entropy = [seed]
         elif self.seed is not None:
-            given = [self.seed, call]
+            entropy = [self.seed, call]
         else:
             return [None] * prompts
-        words = np.random.SeedSequence(given).generate_state(prompts, np.uint64)
+        words = np.random.SeedSequence(entropy).generate_state(prompts, np.uint64)
         return [int(word) >> 2 for word in words]

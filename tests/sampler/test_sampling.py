@@ -1,4 +1,4 @@
-"""Drawing by blocks: every token at its rate, the rarest too."""
+"""Filters keep what sorting keeps and what transformers keeps; every token is drawn at its rate."""
 
 from fractions import Fraction
 
@@ -7,7 +7,106 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from twinkle_jax.sampler.drawing.draw import block_size, block_weights, draw, random_bits
+from tests.model.families import each
+from twinkle_jax.sampler import Sampling
+from twinkle_jax.sampler.sampling import (
+    block_size,
+    block_weights,
+    draw,
+    kept_weight,
+    penalise,
+    random_bits,
+    traced_sampling,
+)
+
+LOGITS = np.random.default_rng(0).normal(size=(20, 67)).astype(np.float32) * 3
+CASES = [
+    {"top_k": 1},
+    {"top_k": 5},
+    {"top_k": 66},
+    {"top_k": 100},
+    {"top_p": 0.9},
+    {"top_p": 0.3},
+    {"top_p": 1e-6},
+    {"min_p": 0.05},
+    {"min_p": 1.0},
+    {"top_k": 10, "top_p": 0.8},
+    {"top_k": 7, "top_p": 0.95, "min_p": 0.1},
+    {"top_k": 7, "top_p": 0.95, "min_p": 0.02},
+    {"top_k": -1, "top_p": 1.0, "min_p": 0.0},
+]
+
+
+@jax.jit
+def kept(logits, sampling):
+    maximum = jnp.max(logits, axis=1)
+    least = kept_weight(logits, maximum, sampling)
+    return jnp.exp(logits - maximum[:, None]) >= least[:, None]
+
+
+def by_sorting(logits, top_k=0, top_p=1.0, min_p=0.0):
+    keep = np.zeros(logits.shape, bool)
+    for row, out in zip(logits.astype(np.float64), keep, strict=True):
+        order = np.argsort(-row)
+        order = order[:top_k] if top_k > 0 else order
+        p = np.exp(row[order] - row[order[0]])
+        p /= p.sum()
+        order = order[np.concatenate([[0], np.cumsum(p)[:-1]]) < top_p]
+        order = order[np.exp(row[order] - row[order[0]]) >= min_p]
+        out[order] = True
+    return keep
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_a_threshold_keeps_what_sorting_keeps(case):
+    actual = kept(jnp.asarray(LOGITS), traced_sampling(Sampling(**case)))
+    np.testing.assert_array_equal(actual, by_sorting(LOGITS, **case))
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_filters_equal_those_of_transformers(case):
+    torch = pytest.importorskip("torch", reason="pip install 'twinkle-jax[test,oracle]'")
+    from transformers import (
+        LogitsProcessorList,
+        MinPLogitsWarper,
+        RepetitionPenaltyLogitsProcessor,
+        TemperatureLogitsWarper,
+        TopKLogitsWarper,
+        TopPLogitsWarper,
+    )
+
+    seen = np.random.default_rng(1).integers(0, 67, (20, 9))
+    steps = [RepetitionPenaltyLogitsProcessor(1.3), TemperatureLogitsWarper(0.7)]
+    if case.get("top_k", 0) > 0:
+        steps.append(TopKLogitsWarper(case["top_k"]))
+    steps += [TopPLogitsWarper(case.get("top_p", 1.0)), MinPLogitsWarper(case.get("min_p", 0.0))]
+    expected = LogitsProcessorList(steps)(torch.tensor(seen), torch.tensor(LOGITS)).numpy()
+    padded = np.concatenate([np.full((20, 2), 67), seen], axis=1)
+    logits = penalise(jnp.asarray(LOGITS / np.float32(0.7)), jnp.asarray(padded), jnp.float32(1.3))
+    keep = np.asarray(kept(logits, traced_sampling(Sampling(**case))))
+    np.testing.assert_array_equal(keep, np.isfinite(expected))
+    np.testing.assert_allclose(np.asarray(logits)[keep], expected[keep], rtol=1e-6)
+
+
+def test_ties_at_the_threshold_are_all_kept():
+    logits = jnp.array([[3.0, 1.0, 1.0, 1.0, 0.0]])
+    actual = kept(logits, traced_sampling(Sampling(top_k=2)))
+    np.testing.assert_array_equal(actual, [[True, True, True, True, False]])
+
+
+def test_rows_are_filtered_by_themselves():
+    together = kept(jnp.asarray(LOGITS), traced_sampling(Sampling(top_p=0.7, top_k=9)))
+    alone = kept(jnp.asarray(LOGITS[4:5]), traced_sampling(Sampling(top_p=0.7, top_k=9)))
+    np.testing.assert_array_equal(together[4], alone[0])
+
+
+def test_a_penalty_takes_from_both_signs_and_leaves_the_rest():
+    logits = jnp.array([[2.0, -2.0, 0.5, 4.0]])
+    actual = penalise(logits, jnp.array([[0, 1, 0, 4, 9]]), jnp.float32(2))
+    np.testing.assert_array_equal(actual, [[1.0, -4.0, 0.5, 4.0]])
+
+
+# The draw.
 
 
 def split(u):
@@ -24,13 +123,7 @@ def drawn(logits, bits):
     return draw(bits, logits, maximum, block_weights(logits, maximum))
 
 
-def _first(number, *values):
-    """All day the first so many."""
-    later = (pytest.param(value, marks=pytest.mark.exhaustive) for value in values[number:])
-    return [*values[:number], *later]
-
-
-@pytest.mark.parametrize("vocab", _first(3, 1, 17, 48, 2, 15, 16, 300, 1000))
+@pytest.mark.parametrize("vocab", each([1, 17, 48, 2, 15, 16, 300, 1000], default=3))
 def test_every_token_has_the_share_of_u_that_it_should_have(vocab):
     """For a grid of u that is uniform over both choices, each token comes up as often as p says."""
     rng = np.random.default_rng(vocab)
@@ -45,7 +138,7 @@ def test_every_token_has_the_share_of_u_that_it_should_have(vocab):
     np.testing.assert_allclose(rate, p, atol=1.5 / points)
 
 
-@pytest.mark.parametrize("chance", _first(1, 1e-11, 1e-5, 1e-8, 1e-13))
+@pytest.mark.parametrize("chance", each([1e-11, 1e-5, 1e-8, 1e-13]))
 @pytest.mark.parametrize("place", ["block", "inside"])
 def test_rare_tokens_are_drawn_at_their_rate(chance, place):
     """u is moved in small steps over where a rare token should be: it is there, and as wide."""
@@ -108,7 +201,7 @@ def test_what_has_no_weight_is_never_drawn():
     np.testing.assert_array_equal(drawn(jnp.asarray(logits), jnp.asarray(bits)), allowed)
 
 
-@pytest.mark.parametrize("calls", _first(1, 2, 32))
+@pytest.mark.parametrize("calls", each([2, 32]))
 def test_many_draws_have_the_distribution(calls):
     """Chi-square over up to two million draws from 48 tokens, some of them of 1e-6."""
     rng = np.random.default_rng(1)

@@ -1,0 +1,295 @@
+"""What Twinkle's samplers share: the policy they take, prompts and parameters in, responses out."""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, Protocol
+
+import numpy as np
+from jax.sharding import Mesh
+
+from twinkle_jax.data.sampling_types import (
+    LogprobsKind,
+    SampledSequence,
+    SampleResponse,
+    SampleResponses,
+    SamplingParams,
+)
+from twinkle_jax.data.template import Template
+from twinkle_jax.data.trajectory import IGNORE, InputFeature, extend_feature
+from twinkle_jax.model.decoder.config import DecoderConfig
+from twinkle_jax.model.decoder.parameters import Params
+
+Prompt = str | Mapping[str, Any]  # a string, a trajectory or an input feature
+End = Literal["token", "string", "length"]
+
+_LONGEST = 4096  # tokens of a row, where the checkpoint does not ask for fewer
+
+
+class Actor(Protocol):
+    """A policy that is trained: what samplers need of Twinkle's `TransformersModel`.
+
+    Attributes:
+        config: the decoder.
+        source: directory of the checkpoint that it was read from; None if there is none.
+        dtype: type to compute in.
+        mesh: devices that its parameters are on; None for one.
+    """
+
+    config: DecoderConfig
+    source: Path | None
+    dtype: np.dtype[Any]
+    mesh: Mesh | None
+
+    @property
+    def template(self) -> Any:
+        """What turns conversations into tokens; None before it is set."""
+
+    @property
+    def params(self) -> Params:
+        """All parameters, adapters included, as they are now."""
+
+    def save(self, name: Path, /) -> Any:
+        """Write the adapter in PEFT's format, or a checkpoint where there is no adapter."""
+
+    def forward_only(self, *, inputs: Any) -> dict[str, np.ndarray]:
+        """Score the tokens of input features; `logps` [rows, time]."""
+
+
+class Stops(NamedTuple):
+    """Token ids at which a row ends while it is drawn, and strings at which its text is cut."""
+
+    tokens: list[int]
+    strings: list[str]
+
+
+class Call(NamedTuple):
+    """Prompts, how many completions of each, how they are drawn, and what is returned of them."""
+
+    params: SamplingParams
+    num_samples: int
+    features: list[InputFeature]
+    stops: Stops
+    template: Template | None
+    logprobs_kind: LogprobsKind | None
+
+
+class Drawn(NamedTuple):
+    """One completion as a sampler drew it.
+
+    Attributes:
+        tokens: its tokens, the one that ended it included.
+        logprobs: for each of them pairs of a token and its log-probability, its own first.
+        end: at a stop token, behind a stop string, or where there was no more room.
+    """
+
+    tokens: list[int]
+    logprobs: list[list[tuple[int, float]]]
+    end: End
+
+
+# From the checkpoint.
+
+
+def template_of(source: Path | None) -> Template | None:
+    """Make a template of the tokenizer beside a checkpoint, if there is one."""
+    if source is None or not (Path(source) / "tokenizer.json").is_file():
+        return None
+    template = Template(source, use_chat_template=False, max_length=None)
+    has_chat_template = template.tokenizer.chat_template is not None
+    return Template(template.tokenizer, max_length=None) if has_chat_template else template
+
+
+def longest_row(max_length: int | None, config: DecoderConfig) -> int:
+    """Resolve how many tokens a row may have, prompt included.
+
+    Raises:
+        ValueError: if there is no room for a prompt and a completion.
+    """
+    if max_length is not None and max_length < 2:
+        raise ValueError(f"max_length must be at least 2, got {max_length}")
+    original = json.loads(config.original or "{}")
+    text = original.get("text_config", original)
+    return max_length or min(int(text.get("max_position_embeddings", _LONGEST)), _LONGEST)
+
+
+# The call.
+
+
+def read_params(params: SamplingParams | Mapping[str, Any] | None) -> SamplingParams:
+    """Take parameters as an object, a mapping or nothing."""
+    if params is None:
+        return SamplingParams()
+    if isinstance(params, Mapping):
+        return SamplingParams.from_dict(params)
+    if not isinstance(params, SamplingParams):
+        raise TypeError(f"sampling_params must be SamplingParams, got {params!r}")
+    return params
+
+
+def read_call(
+    inputs: Prompt | Sequence[Prompt],
+    params: SamplingParams,
+    num_samples: int,
+    template: Template | None,
+    logprobs_kind: LogprobsKind | None,
+    *,
+    vocab: int,
+    max_length: int,
+) -> Call:
+    """Read prompts and stops; `num_samples=1` leaves it to the parameters."""
+    if logprobs_kind not in ("policy", "sampling", None):
+        raise ValueError(
+            f"logprobs_kind must be 'policy', 'sampling' or None, got {logprobs_kind!r}"
+        )
+    num_samples = params.num_samples if num_samples == 1 else num_samples
+    if num_samples < 1:
+        raise ValueError(f"num_samples must be at least 1, got {num_samples}")
+    features = _read_prompts(inputs, template, vocab=vocab, max_length=max_length)
+    return Call(
+        params, num_samples, features, read_stops(params, template), template, logprobs_kind
+    )
+
+
+def _read_prompts(
+    inputs: Prompt | Sequence[Prompt], template: Template | None, *, vocab: int, max_length: int
+) -> list[InputFeature]:
+    """Encode what is not encoded yet, and check what the policy is to read."""
+    prompts = [inputs] if isinstance(inputs, str | Mapping) else inputs
+    if not isinstance(prompts, Sequence) or not len(prompts):
+        raise ValueError(
+            "inputs must be trajectories, input features or strings, at least one of them, "
+            f"got {inputs!r}"
+        )
+    features = [_read_prompt(f"inputs[{i}]", prompt, template) for i, prompt in enumerate(prompts)]
+    for i, feature in enumerate(features):
+        tokens = prompt_tokens(feature)
+        if not tokens.size:
+            raise ValueError(f"inputs[{i}] must have at least one token, got none")
+        if tokens.size >= max_length:
+            raise ValueError(
+                f"inputs[{i}] must have fewer tokens than max_length={max_length}, "
+                f"got {tokens.size}"
+            )
+        invalid = tokens[(tokens < 0) | (tokens >= vocab)]
+        if invalid.size:
+            raise ValueError(
+                f"inputs[{i}] must have tokens in [0, {vocab}), the policy's vocabulary, "
+                f"got {invalid[0]}"
+            )
+    return features
+
+
+def _read_prompt(name: str, prompt: Prompt, template: Template | None) -> InputFeature:
+    if isinstance(prompt, Mapping) and prompt.get("input_ids") is not None:
+        feature: Any = dict(prompt)
+        ids = np.asarray(feature["input_ids"])
+        if ids.size and not np.issubdtype(ids.dtype, np.integer):
+            raise TypeError(f"{name}['input_ids'] must be integers, got {ids.dtype}")
+        return feature
+    if template is None:
+        raise ValueError(
+            f"{name} must have 'input_ids' where there is no template (set_template takes one), "
+            f"got {prompt!r:.80}"
+        )
+    if isinstance(prompt, str):
+        ids = np.asarray(template.tokenizer.encode(prompt), np.int32)
+        return InputFeature(input_ids=ids, labels=np.full(ids.shape, IGNORE, np.int32))
+    if not isinstance(prompt, Mapping):
+        raise TypeError(
+            f"{name} must be a trajectory, an input feature or a string, got {prompt!r}"
+        )
+    return template.encode(prompt, add_generation_prompt=True)
+
+
+def prompt_tokens(feature: Mapping[str, Any]) -> np.ndarray:
+    """Give the ids of a feature, without what its attention mask leaves out."""
+    tokens = np.asarray(feature["input_ids"]).reshape(-1)
+    mask = feature.get("attention_mask")
+    return tokens if mask is None else tokens[np.asarray(mask).reshape(-1) != 0]
+
+
+def read_stops(params: SamplingParams, template: Template | None) -> Stops:
+    """Join the tokenizer's end-of-sequence tokens and the stops of the parameters."""
+    tokens = [] if template is None else list(template.tokenizer.stop_token_ids)
+    stops: list[str | int] = (
+        [params.stop] if isinstance(params.stop, str) else list(params.stop or ())
+    )
+    strings = []
+    for stop in stops:
+        if not isinstance(stop, str):
+            tokens.append(stop)
+            continue
+        if template is None:
+            raise ValueError(f"stop must be token ids where there is no tokenizer, got {stop!r}")
+        special = template.tokenizer.backend.token_to_id(stop)
+        if special is not None:
+            tokens.append(int(special))
+        else:
+            ids = template.tokenizer.encode(stop)
+            if stop not in template.tokenizer.decode(ids):
+                raise ValueError(f"stop must be text that the tokenizer can write, got {stop!r}")
+        strings.append(stop)
+    return Stops(list(dict.fromkeys(tokens)), strings)
+
+
+# The responses.
+
+
+def make_responses(call: Call, drawn: Sequence[Drawn]) -> SampleResponses:
+    """Give each prompt its completions, which are ordered by prompt, then by sample."""
+    responses = SampleResponses()
+    for i, feature in enumerate(call.features):
+        of_prompt = drawn[i * call.num_samples : (i + 1) * call.num_samples]
+        sequences = [_sequence(feature, one, call) for one in of_prompt]
+        responses.append(SampleResponse(sequences, prompt_tokens(feature).tolist()))
+    return responses
+
+
+def _sequence(feature: Mapping[str, Any], drawn: Drawn, call: Call) -> SampledSequence:
+    tokens, stopped = drawn.tokens, drawn.end != "length"
+    template, strings = call.template, call.stops.strings
+    include_stop = call.params.include_stop_str_in_output
+    text = None
+    if template is not None:
+        count, text = _cut(tokens, strings, template)
+        uncut_text = template.tokenizer.decode(tokens[:count])
+        at_string = text != uncut_text
+        stopped = at_string or stopped
+        if include_stop and at_string:
+            text += next(s for s in strings if uncut_text.startswith(s, len(text)))
+        elif drawn.end == "token" and not at_string and not include_stop:
+            text = template.tokenizer.decode(tokens[:-1])
+        tokens = tokens[:count]
+        extended = template.concat_input_feature(feature, tokens)
+    else:
+        extended = extend_feature(feature, tokens, labelled=True)
+    return SampledSequence(
+        stop_reason="stop" if stopped else "length",
+        tokens=tokens,
+        logprobs=None if call.logprobs_kind is None else drawn.logprobs[: len(tokens)],
+        decoded=text,
+        new_input_feature=extended,
+        logprobs_kind=call.logprobs_kind,
+    )
+
+
+def _cut(tokens: list[int], strings: list[str], template: Template) -> tuple[int, str]:
+    """Find how many tokens it takes to write a stop string, and the text before it.
+
+    Returns all tokens and all text where no string occurs.
+    """
+    tokenizer = template.tokenizer
+
+    def place(count: int) -> int | None:
+        text = tokenizer.decode(tokens[:count])
+        places = [text.find(string) for string in strings]
+        return min((place for place in places if place >= 0), default=None)
+
+    if place(len(tokens)) is None:
+        return len(tokens), tokenizer.decode(tokens)
+    low, high = 0, len(tokens)  # low tokens do not hold a string, high ones do
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if place(middle) is None else (low, middle)
+    return high, tokenizer.decode(tokens[:high])[: place(high)]

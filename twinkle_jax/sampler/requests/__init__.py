@@ -1,1 +1,0 @@
-"""What both samplers share: prompts and parameters in, responses out."""

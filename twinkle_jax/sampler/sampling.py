@@ -1,0 +1,341 @@
+r"""The next token of each row: temperature, penalty, filters, and the draw.
+
+Nothing is sorted. Every filter keeps the tokens whose weight, $w = e^{z - \max z}$, is at least
+some threshold; what ties with the last token kept is kept too. The draw takes one uniform number
+for a row: it picks a block of the vocabulary, then a token inside it.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int, UInt32
+
+from twinkle_jax.model.decoder.layers import output_matrix
+from twinkle_jax.model.decoder.parameters import Params
+
+RealScalar = float | np.floating[Any] | Float[Array, ""]
+IntScalar = int | np.integer[Any] | Int[Array, ""]
+PerRow = Float[Array, " rows"]
+Logits = Float[Array, "rows vocab"]
+
+_STOP_SLOTS = 8  # stop tokens are padded to a multiple of this, so that their number is traced
+_ONE = 2**30  # probability 1 as an integer
+
+
+class Sampling(NamedTuple):
+    """How the next token is chosen. All values are traced: none of them compiles anything anew.
+
+    The penalty comes first, then the temperature, then top-k, top-p and min-p, each on what the
+    ones before have left, as in `transformers`; vLLM drops by min-p before it looks at the other
+    two. Nothing is sorted; tokens that tie with the last one kept are all kept.
+
+    Attributes:
+        temperature: what logits are divided by; 0 takes the most probable token.
+        top_k: how many of the most probable tokens to keep; 0 or -1 keeps all.
+        top_p: the fewest of the most probable tokens that together have this probability are
+            kept; in (0, 1].
+        min_p: tokens less probable than this times the most probable one are dropped; in [0, 1].
+        repetition_penalty: positive logits of tokens that the prompt or the completion already
+            has are divided by it, negative ones multiplied.
+        stop_tokens: a row ends with the first of these that it draws; the token belongs to it.
+    """
+
+    temperature: RealScalar = 1.0
+    top_k: IntScalar = 0
+    top_p: RealScalar = 1.0
+    min_p: RealScalar = 0.0
+    repetition_penalty: RealScalar = 1.0
+    stop_tokens: Sequence[int] | np.ndarray | Int[Array, " stops"] = ()
+
+
+class NextToken(NamedTuple):
+    """One token per row; its log-probability in the whole distribution and in what filters left."""
+
+    token: Int[Array, " rows"]
+    logprob: PerRow
+    sampling_logprob: PerRow
+
+
+def traced_sampling(sampling: Sampling) -> Sampling:
+    """Check the values that the host knows, and make all of them arrays of one type and shape each.
+
+    Values on the host stay there as NumPy arrays: the compiled call takes them along.
+    """
+    checks = {
+        "temperature": ("finite and at least 0", lambda x: 0 <= x < math.inf),
+        "top_p": ("in (0, 1]", lambda x: 0 < x <= 1),
+        "min_p": ("in [0, 1]", lambda x: 0 <= x <= 1),
+        "repetition_penalty": ("finite and above 0", lambda x: 0 < x < math.inf),
+        "top_k": ("at least -1", lambda x: x >= -1),
+    }
+    arrays: dict[str, Any] = {}
+    for name, (allowed, is_allowed) in checks.items():
+        value = getattr(sampling, name)
+        integer = name == "top_k"
+        array = np.asarray(value) if not isinstance(value, jax.Array) else value
+        if array.shape != () or not jnp.issubdtype(
+            array.dtype, jnp.integer if integer else jnp.number
+        ):
+            kind = "one integer" if integer else "one number"
+            raise TypeError(f"{name} must be {kind}, got {value!r}")
+        if not isinstance(value, jax.Array) and not is_allowed(value):
+            raise ValueError(f"{name} must be {allowed}, got {value!r}")
+        arrays[name] = array.astype(np.int32 if integer else np.float32)
+    return Sampling(**arrays, stop_tokens=_padded_stops(sampling.stop_tokens))
+
+
+def _padded_stops(stop_tokens: Any) -> np.ndarray | Int[Array, " slots"]:
+    host = not isinstance(stop_tokens, jax.Array)
+    stops = np.asarray(stop_tokens, None if len(stop_tokens) else np.int32) if host else stop_tokens
+    if stops.ndim != 1 or not jnp.issubdtype(stops.dtype, jnp.integer):
+        raise TypeError(f"stop_tokens must be a list of token ids, got {stop_tokens!r}")
+    if host and np.any(stops < 0):
+        raise ValueError(f"stop_tokens must be at least 0, got {int(np.min(stops))}")
+    room = -len(stops) % _STOP_SLOTS if len(stops) else _STOP_SLOTS
+    if host:  # padded there, so that no number of them compiles anything
+        return np.pad(stops, (0, room), constant_values=-1).astype(np.int32)
+    return jnp.pad(stops.astype(jnp.int32), (0, room), constant_values=-1)
+
+
+def scaled_logits(
+    params: Params, hidden: Float[Array, "rows width"], temperature: Float[Array, ""]
+) -> Logits:
+    """Compute logits over the temperature, with the rounding of the trainer's log-probabilities."""
+    scale = 1 / jnp.where(temperature > 0, temperature, 1)
+    head = output_matrix(params).astype(hidden.dtype)
+    if hidden.dtype == jnp.float32:
+        return jnp.matmul(hidden * scale, head, preferred_element_type=jnp.float32)
+    return jnp.matmul(hidden, head, preferred_element_type=jnp.float32) * scale
+
+
+def next_token(
+    logits: Logits,
+    sampling: Sampling,
+    keys: jax.Array,
+    positions: Int[Array, " rows"],
+    seen: tuple[Int[Array, "rows time"], ...],
+) -> NextToken:
+    """Choose a token in each row.
+
+    Args:
+        logits: already divided by the temperature.
+        sampling: as arrays.
+        keys: one per row.
+        positions: how many tokens the completion of each row has.
+        seen: tokens that rows already have; ids outside the vocabulary are none.
+
+    Returns:
+        The tokens. At temperature 0 they are certain, so `sampling_logprob` is 0, and `logprob` is
+        taken at temperature 1.
+    """
+    t, k, p = (jnp.asarray(x) for x in (sampling.temperature, sampling.top_k, sampling.top_p))
+    bits = random_bits(keys, positions)
+    maximum = jnp.max(logits, axis=1)
+    blocks = block_weights(logits, maximum)
+    log_total = maximum + jnp.log(jnp.sum(blocks, axis=1))
+
+    def from_all() -> tuple[Array, Array]:
+        token = draw(bits, logits, maximum, blocks)
+        return token, _at(logits, token) - log_total
+
+    def from_some() -> tuple[Array, Array]:
+        return _restricted(logits, sampling, bits, seen)
+
+    unrestricted = (
+        (t > 0)
+        & ((k <= 0) | (k >= logits.shape[1]))
+        & (p >= 1)
+        & (sampling.min_p <= 0)
+        & (sampling.repetition_penalty == 1)
+    )
+    token, sampling_logprob = jax.lax.cond(unrestricted, from_all, from_some)
+    return NextToken(token, _at(logits, token) - log_total, sampling_logprob)
+
+
+def _restricted(
+    logits: Logits,
+    sampling: Sampling,
+    bits: UInt32[Array, "rows 4"],
+    seen: tuple[Int[Array, "rows time"], ...],
+) -> tuple[Int[Array, " rows"], PerRow]:
+    """Choose among what the penalty and the filters leave."""
+    penalty = jnp.asarray(sampling.repetition_penalty)
+    logits = jax.lax.cond(
+        penalty == 1,
+        lambda: logits,
+        lambda: penalise(logits, jnp.concatenate(seen, axis=1), penalty),
+    )
+    maximum = jnp.max(logits, axis=1)
+
+    def drawn() -> tuple[Array, Array]:
+        threshold = kept_weight(logits, maximum, sampling)
+        blocks = block_weights(logits, maximum, threshold)
+        token = draw(bits, logits, maximum, blocks, threshold)
+        return token, _at(logits, token) - maximum - jnp.log(jnp.sum(blocks, axis=1))
+
+    def likeliest() -> tuple[Array, Array]:
+        token = jnp.argmax(logits, axis=1).astype(jnp.int32)
+        return token, _at(logits, token) * 0  # NaN stays NaN
+
+    return jax.lax.cond(jnp.asarray(sampling.temperature) > 0, drawn, likeliest)
+
+
+def _at(logits: Logits, token: Int[Array, " rows"]) -> PerRow:
+    return jnp.take_along_axis(logits, token[:, None], axis=1)[:, 0]
+
+
+# The penalty, and the filters.
+
+
+def penalise(logits: Logits, tokens: Int[Array, "rows time"], penalty: Float[Array, ""]) -> Logits:
+    """Make tokens that a row already has less likely; ids outside the vocabulary are no tokens."""
+
+    def row(logits: Float[Array, " vocab"], tokens: Int[Array, " time"]) -> Array:
+        seen = logits.at[tokens].get(mode="fill", fill_value=0, wrap_negative_indices=False)
+        seen = jnp.where(seen < 0, seen * penalty, seen / penalty)
+        # A token that occurs twice is written twice with the same value: penalised once.
+        return logits.at[tokens].set(seen, mode="drop", wrap_negative_indices=False)
+
+    return jax.vmap(row)(logits, tokens)
+
+
+def kept_weight(logits: Logits, maximum: PerRow, sampling: Sampling) -> PerRow:
+    """Find the least weight that top-k, top-p and min-p, in this order, leave in each row."""
+    weights = jnp.exp(logits - maximum[:, None])
+    threshold = jnp.zeros_like(maximum)
+    k, p = jnp.asarray(sampling.top_k), jnp.asarray(sampling.top_p)
+    threshold = jax.lax.cond(
+        (k > 0) & (k < logits.shape[1]), lambda: _top_k(weights, k), lambda: threshold
+    )
+    threshold = jax.lax.cond(p < 1, lambda: _top_p(weights, threshold, p), lambda: threshold)
+    return jnp.maximum(threshold, sampling.min_p)
+
+
+def _top_k(weights: Logits, k: Int[Array, ""]) -> PerRow:
+    def enough(threshold: PerRow) -> Array:
+        return jnp.sum(weights >= threshold[:, None], axis=1, dtype=jnp.int32) >= k
+
+    return _largest_threshold(enough, jnp.zeros_like(weights[:, 0]))
+
+
+def _top_p(weights: Logits, least: PerRow, p: Float[Array, ""]) -> PerRow:
+    """Keep the fewest of the largest weights whose share of those at `least` and above is p."""
+
+    def mass(threshold: PerRow) -> PerRow:
+        return jnp.sum(jnp.where(weights >= threshold[:, None], weights, 0), axis=1)
+
+    target = p * mass(least)
+    return _largest_threshold(lambda threshold: mass(threshold) >= target, least)
+
+
+def _largest_threshold(holds: Callable[[PerRow], Array], least: PerRow) -> PerRow:
+    """Find the largest threshold in [least, 1] at which a condition holds that holds at `least`.
+
+    Floats that are not negative are ordered as their bits are, so thirty halvings of an interval of
+    integers find it exactly.
+    """
+
+    def bits(x: PerRow) -> Int[Array, " rows"]:
+        return jax.lax.bitcast_convert_type(x, jnp.int32)
+
+    def halve(_: int, bounds: tuple[Array, Array]) -> tuple[Array, Array]:
+        low, high = bounds
+        middle = low + (high - low + 1) // 2
+        yes = holds(jax.lax.bitcast_convert_type(middle, jnp.float32))
+        return jnp.where(yes, middle, low), jnp.where(yes, high, middle - 1)
+
+    bounds = bits(least), bits(jnp.ones_like(least))
+    low, _ = jax.lax.fori_loop(0, 30, halve, bounds)  # 1.0 is less than 2^30 bits above 0.0
+    return jax.lax.bitcast_convert_type(low, jnp.float32)
+
+
+# The draw. The inverse of a running sum in float32 is wrong for rare tokens: beside 0.5, an
+# increment of 1e-9 is lost, and of 1e-7 mangled. Here a running sum is kept in two parts, whole
+# multiples of 2^-30 as integers and the rest in float32, and the uniform number has 62 bits for
+# each of the two choices, so that rare tokens are drawn as often as they should be.
+
+
+def random_bits(keys: jax.Array, positions: Int[Array, " rows"]) -> UInt32[Array, "rows 4"]:
+    """Give a row's uniform number for a position: its key and the position decide, nothing else."""
+
+    def one(key: jax.Array, position: Array) -> Array:
+        return jax.random.bits(jax.random.fold_in(key, position), (4,), jnp.uint32)
+
+    return jax.vmap(one)(keys, positions)
+
+
+def block_size(vocab: int) -> int:
+    """Make about as many blocks as tokens in a block; a power of two."""
+    return max(16, 1 << ((vocab - 1).bit_length() + 1) // 2)
+
+
+def block_weights(
+    logits: Logits, maximum: PerRow, threshold: PerRow | None = None
+) -> Float[Array, "rows blocks"]:
+    """Sum the weights, exp(logit - maximum), of each block: those at the threshold and above."""
+    rows, vocab = logits.shape
+    size = block_size(vocab)
+    count, rest = divmod(vocab, size)
+    weights = _weights(logits[:, : vocab - rest], maximum, threshold)
+    blocks = jnp.sum(weights.reshape(rows, count, size), axis=2)
+    if not rest:
+        return blocks
+    # A last block that is not full is summed apart: padding would copy all logits.
+    weights = _weights(logits[:, vocab - rest :], maximum, threshold)
+    return jnp.concatenate([blocks, jnp.sum(weights, axis=1, keepdims=True)], axis=1)
+
+
+def draw(
+    bits: UInt32[Array, "rows 4"],
+    logits: Logits,
+    maximum: PerRow,
+    blocks: Float[Array, "rows blocks"],
+    threshold: PerRow | None = None,
+) -> Int[Array, " rows"]:
+    """Draw a token in proportion to its weight.
+
+    Args:
+        bits: a uniform number of 124 bits in each row.
+        logits: of the tokens.
+        maximum: the largest logit of each row.
+        blocks: what [`block_weights`] gives for the same logits and threshold.
+        threshold: the least weight that may be drawn; None for all.
+
+    Returns:
+        The tokens. Every one of them has a weight above zero, where any has.
+    """
+    size = block_size(logits.shape[1])
+    start = _pick(blocks, bits[:, :2]) * size
+    columns = start[:, None] + jnp.arange(size, dtype=jnp.int32)[None]
+    inside = jnp.take_along_axis(logits, columns, axis=1, mode="fill", fill_value=-jnp.inf)
+    chosen = start + _pick(_weights(inside, maximum, threshold), bits[:, 2:])
+    return jnp.minimum(chosen, logits.shape[1] - 1)  # a row of NaN may point anywhere
+
+
+def _weights(logits: Logits, maximum: PerRow, threshold: PerRow | None) -> Logits:
+    weights = jnp.exp(logits - maximum[:, None])
+    return weights if threshold is None else jnp.where(weights >= threshold[:, None], weights, 0)
+
+
+def _pick(
+    weights: Float[Array, "rows items"], bits: UInt32[Array, "rows 2"]
+) -> Int[Array, " rows"]:
+    r"""Find the first item at which the running sum passes $u$ times the total."""
+    shares = weights / jnp.sum(weights, axis=1, keepdims=True) * _ONE
+    floors = jnp.floor(shares)
+    units = jnp.cumsum(floors.astype(jnp.int32), axis=1)
+    rest = jnp.cumsum(shares - floors, axis=1)
+    u_units = (bits[:, :1] >> 2).astype(jnp.int32)
+    u_rest = bits[:, 1:].astype(jnp.float32) * 2.0**-32
+    # Rounding makes the total a little more or less than one, and u is stretched to it.
+    excess = (units[:, -1:] - _ONE).astype(jnp.float32) + rest[:, -1:]
+    u_rest = u_rest + excess * (u_units.astype(jnp.float32) / _ONE)
+    passed: Bool[Array, "rows items"] = (units - u_units).astype(jnp.float32) + (rest - u_rest) > 0
+    passed = passed & (weights > 0)
+    fallback = jnp.argmax(weights, axis=1)  # where rounding leaves nothing beyond u
+    index = jnp.where(jnp.any(passed, axis=1), jnp.argmax(passed, axis=1), fallback)
+    return index.astype(jnp.int32)
