@@ -15,7 +15,7 @@ from tests.compiled.costs import arrays, costs
 from tests.compiled.described import described_mesh
 from tests.compiled.marks import compiled_by
 from tests.compiled.models import Cut, Setting, compiled_update, update_costs
-from twinkle_jax.model.decoder.gather_steps import gather_in_steps, steps_of
+from twinkle_jax.model.decoder.sharding import gather_in_steps, steps_of
 
 pytestmark = [*compiled_by("tpu"), pytest.mark.usefixtures("as_users_compile")]
 SMALL = Cut(layers=2, vocab=8192)

@@ -1,15 +1,28 @@
-"""Policies: Qwen2, Qwen2.5, Qwen3 and Qwen3.5 (text) as pure functions and as a Flax NNX module."""
+"""Policies: decoder-only language models as pure functions and as a Flax NNX module.
 
-from twinkle_jax.model.decoder.attention_choice import AttentionImplementation, default_attention
+What is listed here is public; all else is private.
+"""
+
+from twinkle_jax.model.decoder.attention import AttentionImplementation, default_attention
 from twinkle_jax.model.decoder.cache import Cache, DeltaState, KeyValues, take_rows, unstack_layers
-from twinkle_jax.model.decoder.config import AttentionConfig, DecoderConfig, DeltaNetConfig
+from twinkle_jax.model.decoder.config import (
+    AttentionConfig,
+    DecoderConfig,
+    DeltaNetConfig,
+    LinearScaling,
+    RopeScaling,
+    Window,
+)
 from twinkle_jax.model.decoder.decode import decode_step, prefill
-from twinkle_jax.model.decoder.forward import hidden_states
-from twinkle_jax.model.decoder.initialise import init_params
+from twinkle_jax.model.decoder.forward import Decoder, Remat, hidden_states
 from twinkle_jax.model.decoder.layers import output_logits, output_matrix
 from twinkle_jax.model.decoder.lora import LoraConfig, merge_adapter
-from twinkle_jax.model.decoder.module import Decoder
-from twinkle_jax.model.decoder.parameters import merge_params, parameter_shapes
+from twinkle_jax.model.decoder.parameters import (
+    Params,
+    init_params,
+    merge_params,
+    parameter_shapes,
+)
 from twinkle_jax.model.decoder.sharding import make_mesh, partition_rules, shard_like_params
 from twinkle_jax.model.huggingface.adapter_files import load_adapter, save_adapter
 from twinkle_jax.model.huggingface.checkpoint_read import load_pretrained
@@ -25,7 +38,12 @@ __all__ = [
     "DeltaNetConfig",
     "DeltaState",
     "KeyValues",
+    "LinearScaling",
     "LoraConfig",
+    "Params",
+    "Remat",
+    "RopeScaling",
+    "Window",
     "decode_step",
     "default_attention",
     "hidden_states",

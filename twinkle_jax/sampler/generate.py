@@ -11,10 +11,9 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Int
 
-from twinkle_jax.data.batch import bucket_size
-from twinkle_jax.model.decoder.attention_choice import AttentionImplementation
-from twinkle_jax.model.decoder.config import DecoderConfig
-from twinkle_jax.model.decoder.parameters import Params, merge_params
+from twinkle_jax.data import bucket_size
+from twinkle_jax.model import AttentionImplementation, DecoderConfig, Params, merge_params
+from twinkle_jax.model.decoder.sharding import row_shards
 from twinkle_jax.sampler import slots as device
 from twinkle_jax.sampler.sampling import Sampling, traced_sampling
 from twinkle_jax.sampler.slots import Completions
@@ -114,8 +113,7 @@ def generate(
             raise ValueError(f"{name} must be at least 1, got {count}")
     limits = _checked_limits(max_tokens, len(prompts), num_samples, max_new_tokens)
     keys = _row_keys(key, len(limits))
-    shards = 1 if mesh is None else mesh.shape["data"] * mesh.shape["fsdp"]
-    at_once, refill = _checked_slots(slots, refill, len(limits), shards)
+    at_once, refill = _checked_slots(slots, refill, len(limits), row_shards(mesh))
     setup = device.Setup(
         config=config,
         num_samples=num_samples,

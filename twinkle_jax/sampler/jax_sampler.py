@@ -10,11 +10,9 @@ import numpy as np
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
-from twinkle_jax.data.batch import bucket_size
-from twinkle_jax.data.sampling_types import LogprobsKind, SampleResponses, SamplingParams
-from twinkle_jax.data.template import Template
-from twinkle_jax.model.decoder.sharding import partition_rules, shard_like_params
-from twinkle_jax.model.huggingface.checkpoint_read import load_pretrained
+from twinkle_jax.data import LogprobsKind, SampleResponses, SamplingParams, Template, bucket_size
+from twinkle_jax.model import load_pretrained, partition_rules, shard_like_params
+from twinkle_jax.model.decoder.sharding import row_shards
 from twinkle_jax.sampler.generate import generate
 from twinkle_jax.sampler.requests import (
     Actor,
@@ -127,8 +125,7 @@ class JaxSampler:
             vocab=self.config.vocab_size,
             max_length=self.max_length,
         )
-        multiple = 1 if self.mesh is None else self.mesh.shape["data"] * self.mesh.shape["fsdp"]
-        tokens, mask = _pad_prompts(call.features, multiple=multiple)
+        tokens, mask = _pad_prompts(call.features, multiple=row_shards(self.mesh))
         limits = self.max_length - mask.sum(axis=1)
         limits = limits if params.max_tokens is None else limits.clip(max=params.max_tokens)
         limits[len(call.features) :] = 1

@@ -8,17 +8,17 @@ from typing import Any, Literal, NamedTuple, Protocol
 import numpy as np
 from jax.sharding import Mesh
 
-from twinkle_jax.data.sampling_types import (
+from twinkle_jax.data import (
+    InputFeature,
     LogprobsKind,
     SampledSequence,
     SampleResponse,
     SampleResponses,
     SamplingParams,
+    Template,
 )
-from twinkle_jax.data.template import Template
-from twinkle_jax.data.trajectory import IGNORE, InputFeature, extend_feature
-from twinkle_jax.model.decoder.config import DecoderConfig
-from twinkle_jax.model.decoder.parameters import Params
+from twinkle_jax.data.trajectory import IGNORE, extend_feature
+from twinkle_jax.model import DecoderConfig, Params
 
 Prompt = str | Mapping[str, Any]  # a string, a trajectory or an input feature
 End = Literal["token", "string", "length"]

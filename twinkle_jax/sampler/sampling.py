@@ -14,8 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
-from twinkle_jax.model.decoder.layers import output_matrix
-from twinkle_jax.model.decoder.parameters import Params
+from twinkle_jax.model import Params, output_matrix
 
 RealScalar = float | np.floating[Any] | Float[Array, ""]
 IntScalar = int | np.integer[Any] | Int[Array, ""]

@@ -14,18 +14,24 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
-from twinkle_jax.model.decoder.attention_choice import AttentionImplementation, backend_of
-from twinkle_jax.model.decoder.cache import Cache, Held, take_rows, unstack_layers, with_room
-from twinkle_jax.model.decoder.config import DecoderConfig
-from twinkle_jax.model.decoder.decode import decode_step, prefill
-from twinkle_jax.model.decoder.parameters import Params
-from twinkle_jax.model.decoder.sharding import partition_rules
+from twinkle_jax.model import (
+    AttentionImplementation,
+    Cache,
+    DecoderConfig,
+    Params,
+    decode_step,
+    partition_rules,
+    prefill,
+    take_rows,
+    unstack_layers,
+)
+from twinkle_jax.model.decoder.cache import CacheOrParams, with_room
+from twinkle_jax.model.decoder.sharding import ROWS, backend_of, row_shards
 from twinkle_jax.sampler.sampling import Sampling, next_token, scaled_logits
 
 RUNNING, STOP, LENGTH = 0, 1, 2  # whether and why a row has ended
 
 _CAST = ("kernel", "bias", "embedding", "lora_A", "lora_B", "lora_scale")  # used in no other type
-_ROWS = ("data", "fsdp")
 _STEPS_ON_MESH = 8  # asking all devices whether they are done costs as much as part of a step
 _STEPS_OF_ROOM = 32  # that a cache has at least when it is laid out
 _SMALLEST_CACHE = 64
@@ -78,7 +84,7 @@ class Setup(NamedTuple):
     @property
     def shards(self) -> int:
         """Devices that rows are spread over."""
-        return 1 if self.mesh is None else self.mesh.shape["data"] * self.mesh.shape["fsdp"]
+        return row_shards(self.mesh)
 
     @property
     def steps(self) -> int:
@@ -479,9 +485,9 @@ def _split_last(
     return mask & (columns != last[:, None]), jnp.where(last >= 0, token, vocab)
 
 
-def _for_many_steps(held: Held, mesh: Mesh | None) -> Held:
+def _for_many_steps(stacked: CacheOrParams, mesh: Mesh | None) -> CacheOrParams:
     """Lay layers of a cache or of parameters as the devices read them: on a GPU one by one."""
-    return unstack_layers(held) if backend_of(mesh) == "gpu" else held
+    return unstack_layers(stacked) if backend_of(mesh) == "gpu" else stacked
 
 
 def _map_rows(function: Callable[..., Any], tree: Any, *others: Any) -> Any:
@@ -500,9 +506,9 @@ def _specs(tree: Any, mesh: Mesh) -> Any:
     def spec(path: Any, x: Any) -> PartitionSpec:
         names = [getattr(key, "name", None) for key in path]
         if "layers" not in names:
-            return PartitionSpec(_ROWS)
+            return PartitionSpec(ROWS)
         heads = names[-1] != "window" and x.shape[2] % mesh.shape["tensor"] == 0
-        return PartitionSpec(None, _ROWS, "tensor" if heads else None)
+        return PartitionSpec(None, ROWS, "tensor" if heads else None)
 
     return jax.tree_util.tree_map_with_path(spec, tree)
 

@@ -5,7 +5,7 @@ run: its settings, steps, evaluations, checkpoints. What is listed here is publi
 folder is private.
 """
 
-from twinkle_jax.rollout.settings import RolloutConfig
+from twinkle_jax.rollout import RolloutConfig
 from twinkle_jax.training.config import (
     EvaluationConfig,
     LoggingConfig,

@@ -12,7 +12,8 @@ from operator import attrgetter
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from twinkle_jax.loss import LOSSES, ImportanceCorrection, PolicyLoss
-from twinkle_jax.rollout.settings import AUTO, RolloutConfig
+from twinkle_jax.rollout import RolloutConfig
+from twinkle_jax.rollout.settings import AUTO
 from twinkle_jax.training.estimator import make_estimator
 from twinkle_jax.training.optimizer import make_optimizer, make_schedule
 

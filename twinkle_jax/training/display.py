@@ -7,8 +7,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
+from twinkle_jax.data import Trajectory, message_text
 from twinkle_jax.data.missing_extra import require
-from twinkle_jax.data.trajectory import Trajectory, message_text
 
 if TYPE_CHECKING:
     from rich.console import Console

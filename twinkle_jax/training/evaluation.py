@@ -9,10 +9,9 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from twinkle_jax.data import PromptBatch, Trajectory
-from twinkle_jax.model.decoder.parameters import Params
+from twinkle_jax.model import Params
 from twinkle_jax.reward import RewardFunction, compute_rewards
-from twinkle_jax.rollout.engine import LocalEngine
-from twinkle_jax.rollout.single_turn import SingleTurn
+from twinkle_jax.rollout import LocalEngine, SingleTurn
 from twinkle_jax.sampler import Sampling
 from twinkle_jax.training.policy import Policy
 

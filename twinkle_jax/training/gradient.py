@@ -12,15 +12,12 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from twinkle_jax.data.batch import IGNORE, Batch, check_batch
+from twinkle_jax.data import Batch
+from twinkle_jax.data.batch import IGNORE, check_batch
 from twinkle_jax.loss import LossOutput, PolicyMetrics
-from twinkle_jax.model.decoder.attention_choice import AttentionImplementation
-from twinkle_jax.model.decoder.config import DecoderConfig
-from twinkle_jax.model.decoder.forward import Remat
-from twinkle_jax.model.decoder.lora_dropout import with_dropout
-from twinkle_jax.model.decoder.mesh_layout import spread_batch
-from twinkle_jax.model.decoder.parameters import Params, merge_params
-from twinkle_jax.model.decoder.sharding import constrain, find_mesh
+from twinkle_jax.model import AttentionImplementation, DecoderConfig, Params, Remat, merge_params
+from twinkle_jax.model.decoder.lora import with_dropout
+from twinkle_jax.model.decoder.sharding import constrain, find_mesh, spread_batch
 from twinkle_jax.training.packing import Packing, pack, unpack
 from twinkle_jax.training.score import (
     Scalar,

@@ -19,25 +19,27 @@ from twinkle_jax.data import (
     Trajectory,
     bucket_size,
     small_tokenizer,
+    user_data_get,
 )
-from twinkle_jax.data.trajectory import IGNORE, user_data_get
+from twinkle_jax.data.trajectory import IGNORE
 from twinkle_jax.loss import CrossEntropyLoss
 from twinkle_jax.model import (
     Decoder,
     DecoderConfig,
     LoraConfig,
+    Params,
     init_params,
+    load_adapter,
     load_pretrained,
     merge_adapter,
     merge_params,
     parse_config,
     partition_rules,
+    save_adapter,
     save_pretrained,
     shard_like_params,
 )
 from twinkle_jax.model.decoder.lora import adapter_scales, init_adapter
-from twinkle_jax.model.decoder.parameters import Params
-from twinkle_jax.model.huggingface.adapter_files import load_adapter, save_adapter
 from twinkle_jax.model.huggingface.checkpoint_files import ADAPTER_CONFIG, locate, read_json
 from twinkle_jax.training.gradient import grad_step
 from twinkle_jax.training.optimizer import make_optimizer

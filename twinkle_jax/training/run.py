@@ -11,10 +11,9 @@ from typing import Any, NamedTuple
 import jax
 
 from twinkle_jax.data import ArithmeticTask, PromptLoader
-from twinkle_jax.model import LoraConfig, shard_like_params
-from twinkle_jax.model.decoder.parameters import Params
+from twinkle_jax.model import LoraConfig, Params, shard_like_params
 from twinkle_jax.reward import RewardFunction
-from twinkle_jax.rollout.rollout import Rollout
+from twinkle_jax.rollout import Rollout
 from twinkle_jax.training.checkpoint import RunCheckpoints
 from twinkle_jax.training.config import TrainConfig, from_dict
 from twinkle_jax.training.curves import draw_curves

@@ -11,16 +11,26 @@ from jax.sharding import Mesh, PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from twinkle_jax.data.batch import IGNORE, Batch, check_batch
+from twinkle_jax.data import Batch
+from twinkle_jax.data.batch import IGNORE, check_batch
 from twinkle_jax.loss import token_logprobs
-from twinkle_jax.model.decoder.attention_choice import AttentionImplementation
-from twinkle_jax.model.decoder.config import DecoderConfig
-from twinkle_jax.model.decoder.forward import hidden_states
-from twinkle_jax.model.decoder.gather_steps import gather_in_steps, steps_of
-from twinkle_jax.model.decoder.layers import output_logits, output_matrix
-from twinkle_jax.model.decoder.mesh_layout import ROWS, spread_batch
-from twinkle_jax.model.decoder.parameters import Params, merge_params
-from twinkle_jax.model.decoder.sharding import find_mesh, partition_rules
+from twinkle_jax.model import (
+    AttentionImplementation,
+    DecoderConfig,
+    Params,
+    hidden_states,
+    merge_params,
+    output_logits,
+    output_matrix,
+    partition_rules,
+)
+from twinkle_jax.model.decoder.sharding import (
+    ROWS,
+    find_mesh,
+    gather_in_steps,
+    spread_batch,
+    steps_of,
+)
 from twinkle_jax.training.packing import Packing, pack, unpack
 
 Scalar = float | Float[Array, ""]

@@ -9,8 +9,7 @@ import optax
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
-from twinkle_jax.model import make_mesh, shard_like_params
-from twinkle_jax.model.decoder.parameters import Params
+from twinkle_jax.model import Params, make_mesh, shard_like_params
 
 
 class TrainState(NamedTuple):

@@ -15,14 +15,18 @@ from jaxtyping import Array, Bool, Float, Int
 from twinkle_jax.data import Batch, PromptBatch
 from twinkle_jax.data.trajectory import IGNORE
 from twinkle_jax.loss import PolicyLoss, SamplerMismatch, kl_k3, sampler_mismatch
-from twinkle_jax.model import default_attention
-from twinkle_jax.model.decoder.forward import Remat
-from twinkle_jax.model.decoder.parameters import Params
+from twinkle_jax.model import Params, Remat, default_attention
 from twinkle_jax.reward import RewardFunction
-from twinkle_jax.rollout.dynamic_sampling import draw_until_signal, has_signal
-from twinkle_jax.rollout.engine import LocalEngine
-from twinkle_jax.rollout.rollout import Rollout, batch_width, with_advantages
-from twinkle_jax.rollout.single_turn import RolloutSource, SingleTurn
+from twinkle_jax.rollout import (
+    LocalEngine,
+    Rollout,
+    RolloutSource,
+    SingleTurn,
+    draw_until_signal,
+    has_signal,
+    with_advantages,
+)
+from twinkle_jax.rollout.rollout import batch_width
 from twinkle_jax.sampler import Sampling
 from twinkle_jax.training.config import TrainConfig, make_loss, run_optimizer
 from twinkle_jax.training.estimator import Estimator, estimate, make_estimator

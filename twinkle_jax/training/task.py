@@ -5,13 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from twinkle_jax.data import (
-    ArithmeticTask,
-    Trajectory,
-    read_gsm8k,
-    read_jsonl,
-    user_data_get,
-)
+from twinkle_jax.data import ArithmeticTask, Trajectory, read_gsm8k, read_jsonl, user_data_get
 from twinkle_jax.data.prompt_files import download_split
 from twinkle_jax.reward import (
     ExactMatchReward,

@@ -16,9 +16,12 @@ from twinkle_jax.model import (
     parameter_shapes,
     parse_config,
 )
-from twinkle_jax.model.decoder.attention import Heads, attend_causally
-from twinkle_jax.model.decoder.attention_choice import choose_attention
-from twinkle_jax.model.decoder.cached_step import first_seen
+from twinkle_jax.model.decoder.attention import (
+    Heads,
+    attend_causally,
+    choose_attention,
+    first_seen,
+)
 
 HEADS = AttentionConfig(8, 2, head_dim=128, rotary_dim=128, rope_theta=1e6)
 

@@ -1,60 +1,75 @@
-"""Embeddings that are scaled, and which layers of a loop slide."""
-
-import dataclasses
-from functools import partial
+"""Projection, norm, and embeddings that are scaled."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
+from jax.test_util import check_grads
 
-from tests.model.families import assert_close, config_of, family, hidden, params_of
-from twinkle_jax.model import hidden_states, parameter_shapes, parse_config
-from twinkle_jax.model.decoder.layers import embed
+from tests.model.families import config_of
+from twinkle_jax.model.decoder.layers import embed, project, rms_norm
+
+
+def test_project_by_hand():
+    weights = {"kernel": jnp.array([[1.0, 2.0], [3.0, 4.0]])}
+    x = jnp.array([[1.0, 10.0]])
+    np.testing.assert_array_equal(project(x, weights), [[31, 42]])
+    biased = project(x, {**weights, "bias": jnp.array([0.5, -1.0])})
+    np.testing.assert_array_equal(biased, [[31.5, 41]])
+    assert project(x.astype(jnp.bfloat16), weights).dtype == jnp.bfloat16
+
+
+def sine_of_projection(x, kernel):
+    """Its gradients depend on both factors."""
+    return jnp.sin(project(x, {"kernel": kernel}))
+
+
+def test_derivatives_of_a_projection():
+    """Of both factors, forwards and backwards."""
+    rng = np.random.default_rng(0)
+    with jax.enable_x64(True):
+        x, kernel = (jnp.asarray(rng.standard_normal(s)) for s in ((7, 3), (3, 5)))
+        check_grads(jax.jit(sine_of_projection), (x, kernel), order=1, modes=("fwd", "rev"))
+        out, change = jax.jvp(sine_of_projection, (x, kernel), (x, kernel))
+        np.testing.assert_allclose(change, 2 * (x @ kernel) * np.cos(x @ kernel), rtol=1e-12)
+        np.testing.assert_array_equal(out, sine_of_projection(x, kernel))
+
+
+def test_rms_norm_by_hand():
+    # mean square (1 + 49) / 2 = 25, and 25 + 11 = 36: divided by 6
+    x = jnp.array([[6.0, 42.0]]) / 6
+    out = rms_norm(x, jnp.array([2.0, 3.0]), epsilon=11.0)
+    np.testing.assert_allclose(out, [[1 / 3, 3.5]], rtol=1e-6)
+    centred = rms_norm(x, jnp.array([1.0, 2.0]), epsilon=11.0, centred=True)
+    np.testing.assert_allclose(centred, [[1 / 3, 3.5]], rtol=1e-6)
+
+
+def test_rms_norm_is_float32_inside():
+    """The mean of 300 small squares is neither rounded nor lost in 16 bits."""
+    out = rms_norm(jnp.full((3, 300), 1e-3, jnp.bfloat16), jnp.ones(300), epsilon=0.0)
+    assert out.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(np.asarray(out, np.float32), 1)
+
+
+def to_bfloat16(values):
+    return np.asarray(jnp.asarray(values, jnp.bfloat16), np.float64)
+
+
+def test_rms_norm_rounds_where_each_family_does():
+    """Plain weights multiply what was rounded; centred ones multiply in float32."""
+    x, scale = jnp.array([[1.0, 1.171875]], jnp.bfloat16), jnp.full(2, 1.0078125)
+    unit = np.asarray(x, np.float64) / np.sqrt(np.mean(np.asarray(x, np.float64) ** 2))
+    rounded = np.asarray(jnp.asarray(unit, jnp.bfloat16), np.float64)
+    plain = np.asarray(rms_norm(x, scale, epsilon=0.0), np.float64)
+    centred = np.asarray(rms_norm(x, scale - 1, epsilon=0.0, centred=True), np.float64)
+    np.testing.assert_array_equal(plain, to_bfloat16(rounded * 1.0078125))
+    np.testing.assert_array_equal(centred, to_bfloat16(unit * 1.0078125))
 
 
 def test_the_scale_of_embeddings_is_rounded_to_the_type_that_is_computed_in():
     """√24 = 4.898979; the nearest bfloat16, with 8 bits, is 4.90625."""
     config, table = config_of("gemma3_text"), jnp.ones((48, 24))
-    found = embed(config, table, jnp.array([3]), jnp.dtype("bfloat16"))
-    assert found.dtype == jnp.bfloat16 and float(found[0, 0]) == 4.90625
-    found = embed(config, table, jnp.array([3]), jnp.dtype("float32"))
-    assert float(found[0, 0]) == np.float32(24**0.5)
+    embedded = embed(config, table, jnp.array([3]), jnp.dtype("bfloat16"))
+    assert embedded.dtype == jnp.bfloat16 and float(embedded[0, 0]) == 4.90625
+    embedded = embed(config, table, jnp.array([3]), jnp.dtype("float32"))
+    assert float(embedded[0, 0]) == np.float32(24**0.5)
     assert float(embed(config_of("qwen3"), table, jnp.array([3]), jnp.dtype("float32"))[0, 0]) == 1
-
-
-def test_a_window_decides_what_reaches_a_token():
-    """One sliding layer that sees 3 tokens: a fourth does not reach it, the third does."""
-    changes = {"num_hidden_layers": 1, "layer_types": ["sliding_attention"]}
-    config = parse_config(family("gemma3_text", **changes))
-    params = params_of("gemma3_text")
-    params = {**params, "layers": jax.tree.map(lambda x: x[:1], params["layers"])}
-    tokens = jnp.array([[5, 6, 7, 8], [9, 6, 7, 8], [5, 9, 7, 8]])
-    last = hidden(params, config, tokens)[:, -1]
-    np.testing.assert_array_equal(last[0], last[1])
-    assert np.abs(last[0] - last[2]).max() > 0.01
-
-
-@pytest.mark.exhaustive
-def test_a_window_as_long_as_the_row_is_none():
-    config, params = config_of("gemma3_text"), params_of("gemma3_text")
-    tokens = jnp.array([[5, 6, 7, 8, 9]])
-    seen = []
-    for size in (4, 5, 6):
-        window = dataclasses.replace(config.attention.window, size=size)
-        heads = dataclasses.replace(config.attention, window=window)
-        seen.append(hidden(params, dataclasses.replace(config, attention=heads), tokens))
-    assert_close(seen[1], seen[2])
-    assert np.abs(seen[0][0, :4] - seen[1][0, :4]).max() < 1e-4
-    assert np.abs(seen[0][0, 4] - seen[1][0, 4]).max() > 0.01
-
-
-@pytest.mark.parametrize("layers", [6, 7])
-def test_layers_of_both_kinds_are_one_loop_over_one_layer(layers):
-    config = parse_config(family("gemma3_text", num_hidden_layers=layers, layer_types=None))
-    tokens = jax.ShapeDtypeStruct((1, 4), jnp.int32)
-    traced = jax.make_jaxpr(partial(hidden_states, config=config))
-    program = traced(parameter_shapes(config), tokens=tokens)
-    (loop,) = (e for e in program.eqns if e.primitive.name == "scan")
-    assert loop.params["length"] == layers
-    assert str(loop.params["jaxpr"]).count(" cond[") == 1  # of an attention with a window

@@ -1,27 +1,13 @@
 """The table of parameters, and random ones."""
 
+import dataclasses
+
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 
-from tests.model.families import (
-    NAMES,
-    config_of,
-    each,
-    family,
-    hidden,
-    params_of,
-    random_params,
-)
-from twinkle_jax.model import (
-    Decoder,
-    init_params,
-    output_logits,
-    parameter_shapes,
-    parse_config,
-)
+from tests.model.families import NAMES, config_of, each
+from twinkle_jax.model import init_params, parameter_shapes
 from twinkle_jax.model.decoder.parameters import parameter_table
 from twinkle_jax.model.huggingface.checkpoint_names import stored_name, stored_shape
 
@@ -70,45 +56,6 @@ def test_decay_rates_of_random_linear_layers():
 
 
 def test_linear_layers_need_their_sizes():
-    import dataclasses
-
     config = dataclasses.replace(config_of("qwen3_5_text"), delta_net=None)
-    with pytest.raises(
-        ValueError, match="delta_net must be given where there are linear_attention"
-    ):
+    with pytest.raises(ValueError, match="delta_net must"):
         parameter_shapes(config)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_the_module_is_the_functions(name):
-    config, params = config_of(name), params_of(name)
-    decoder = Decoder(config, params)
-    jax.tree.map(np.testing.assert_array_equal, decoder.params, params)
-    graph, state = nnx.split(decoder)
-    merged = nnx.merge(graph, jax.tree.map(lambda x: 2 * x, state))
-    np.testing.assert_array_equal(merged.norm["scale"][...], 2 * params["norm"]["scale"])
-    assert hash(graph) == hash(nnx.split(Decoder(config, params))[0])
-
-
-def test_the_module_computes_logits_and_takes_the_functions_options():
-    config, params = config_of("qwen2"), params_of("qwen2")
-    tokens = jnp.array([[1, 2, 3, 4]])
-    mask, segments = tokens > 1, jnp.array([[0, 0, 1, 1]])
-    out = nnx.jit(lambda d: d(tokens, mask, segment_ids=segments))(Decoder(config, params))
-    expected = hidden(params, config, tokens, mask, segment_ids=segments)
-    np.testing.assert_allclose(out, output_logits(params, expected), atol=2e-5)
-    assert out.shape == (1, 4, 48)
-
-
-def test_gradients_of_the_module():
-    graph, state = nnx.split(Decoder(config_of("qwen2"), params_of("qwen2")))
-    tokens = jnp.array([[1, 2, 3]])
-    gradient = jax.eval_shape(jax.grad(lambda s: jnp.sum(nnx.merge(graph, s)(tokens))), state)
-    shapes = jax.tree.map(lambda x: x.shape, nnx.to_pure_dict(gradient))
-    assert shapes == jax.tree.map(lambda x: x.shape, params_of("qwen2"))
-
-
-def test_the_module_has_no_head_when_tied():
-    config = parse_config(family("qwen3", tie_word_embeddings=True))
-    decoder = Decoder(config, random_params(config))
-    assert not hasattr(decoder, "lm_head") and "lm_head" not in decoder.params

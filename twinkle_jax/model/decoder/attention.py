@@ -1,8 +1,11 @@
-"""Softmax attention with grouped heads, rotary positions, head norms and an output gate."""
+"""Softmax attention with grouped heads, rotary positions, head norms and an output gate.
+
+Which implementation runs: the fused one of the backend where it applies, or XLA's.
+"""
 
 from collections.abc import Mapping
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,11 +13,116 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
-from twinkle_jax.model.decoder.attention_choice import AttentionImplementation, interpreted
 from twinkle_jax.model.decoder.bfloat16 import multiply, rounded
+from twinkle_jax.model.decoder.cache import KeyValues, write_token
 from twinkle_jax.model.decoder.config import AttentionConfig, DecoderConfig
-from twinkle_jax.model.decoder.project_and_norm import project, rms_norm
+from twinkle_jax.model.decoder.layers import project, rms_norm
+from twinkle_jax.model.decoder.parameters import Params
 from twinkle_jax.model.decoder.rotary import RotaryTable, rotate
+from twinkle_jax.model.decoder.sharding import backend_of
+
+AttentionImplementation = Literal["xla", "cudnn", "splash"]
+
+_WIDEST_SPLASH = 256  # of a head, as far as it was compiled
+
+
+def default_attention(
+    config: AttentionConfig,
+    dtype: DTypeLike,
+    *,
+    segmented: bool = False,
+    backend: str | None = None,
+    compute_capability: float | None = None,
+) -> AttentionImplementation:
+    """Choose the implementation of attention: the fused one of the backend, where it applies.
+
+    Scoring and training take the same one, so that the ratio of a policy to itself is 1.
+
+    cuDNN's attention runs on NVIDIA GPUs from compute capability 8.0, in 16-bit types, for heads
+    whose width is a multiple of 8 of at most 128 (256 from 9.0), without segments. Splash attention
+    runs on TPUs, in bfloat16 and float32, for heads of at most 256. Neither holds an array of
+    [time, time]. XLA's attention, that of `jax.nn.dot_product_attention`, runs everywhere.
+
+    Args:
+        config: the attention.
+        dtype: type that the decoder computes in.
+        segmented: whether rows hold several segments.
+        backend: `"cpu"`, `"gpu"` or `"tpu"`; by default, JAX's.
+        compute_capability: of the GPU; by default, of the first one.
+
+    Returns:
+        `"cudnn"`, `"splash"` or `"xla"`.
+
+    Example:
+        >>> from twinkle_jax.model import AttentionConfig, default_attention
+        >>> heads = AttentionConfig(8, 2, head_dim=128, rotary_dim=128, rope_theta=1e6)
+        >>> default_attention(heads, "bfloat16", backend="gpu", compute_capability=9.0)
+        'cudnn'
+        >>> default_attention(heads, "float32", backend="gpu", compute_capability=9.0)
+        'xla'
+        >>> default_attention(heads, "bfloat16", backend="tpu")
+        'splash'
+    """
+    backend = jax.default_backend() if backend is None else backend
+    if backend == "gpu":
+        fits = _cudnn_fits(config, dtype, segmented, compute_capability)
+        return "cudnn" if fits else "xla"
+    return "splash" if backend == "tpu" and _splash_fits(config, dtype) else "xla"
+
+
+def choose_attention(
+    named: AttentionImplementation | None,
+    config: AttentionConfig,
+    dtype: DTypeLike,
+    *,
+    segmented: bool,
+    mesh: Mesh | None,
+) -> AttentionImplementation:
+    """Take what was named, if it runs on the devices that are there; by default, the best.
+
+    On a CPU splash attention is interpreted: slowly, but with the values that it has on a TPU.
+    """
+    backend = backend_of(mesh)
+    default = default_attention(
+        config,
+        dtype,
+        segmented=segmented,
+        backend=backend,
+        compute_capability=_capability(mesh) if backend == "gpu" else None,
+    )
+    fits = {default, "xla"}
+    if backend == "cpu" and _splash_fits(config, dtype):
+        fits.add("splash")
+    if named is not None and named not in fits:
+        raise ValueError(
+            f"attention must be {' or '.join(map(repr, sorted(fits)))} for heads of width "
+            f"{config.head_dim} in {jnp.dtype(dtype)}, {'with' if segmented else 'without'} "
+            f"segment_ids, on a {backend}, got {named!r}"
+        )
+    return default if named is None else named
+
+
+def _splash_fits(config: AttentionConfig, dtype: DTypeLike) -> bool:
+    return jnp.dtype(dtype) in (jnp.bfloat16, jnp.float32) and config.head_dim <= _WIDEST_SPLASH
+
+
+def _cudnn_fits(
+    config: AttentionConfig, dtype: DTypeLike, segmented: bool, capability: float | None
+) -> bool:
+    if segmented or jnp.dtype(dtype).itemsize != 2 or config.head_dim % 8:
+        return False
+    capability = _capability(None) if capability is None else capability
+    return config.head_dim <= (256 if capability >= 9 else 128 if capability >= 8 else 0)
+
+
+def _capability(mesh: Mesh | None) -> float:
+    """Compute capability of a GPU; 0 for other vendors', which report none and have no cuDNN."""
+    device = jax.local_devices()[0] if mesh is None else mesh.devices.flat[0]
+    reported = str(getattr(device, "compute_capability", ""))
+    return float(reported) if reported.replace(".", "", 1).isdigit() else 0.0
+
+
+# Heads.
 
 
 class Heads(NamedTuple):
@@ -72,6 +180,9 @@ def project_out(
     return project(y, weights["o_proj"])
 
 
+# Whole rows.
+
+
 def attend_causally(
     heads: Heads,
     config: AttentionConfig,
@@ -89,11 +200,10 @@ def attend_causally(
     def see(window: int | None, query: Array, key: Array, value: Array) -> Array:
         if implementation == "xla":
             seen = _seen(key.shape[1], window, segment_ids)
-            return _attend(query, key, value, seen, config.scale)
+            return _attend_rows(query, key, value, seen, config.scale)
         with jax.numpy_dtype_promotion("standard"):  # both mix types inside
             if implementation == "splash":
-                # What is only for TPUs takes a quarter of a second to import.
-                from twinkle_jax.model.decoder.splash import splash_attention
+                from twinkle_jax.model.decoder.tpu_kernels import splash_attention  # slow to import
 
                 return splash_attention(
                     query,
@@ -103,7 +213,7 @@ def attend_causally(
                     scale=config.scale,
                     window=window,
                     mesh=mesh,
-                    interpret=interpreted(mesh),
+                    interpret=backend_of(mesh) != "tpu",
                 )
             return jax.nn.dot_product_attention(
                 query,
@@ -115,10 +225,10 @@ def attend_causally(
                 implementation="cudnn",
             )
 
-    given = heads[:3]
+    arrays = heads[:3]
     if config.window is None or config.window.size >= heads.key.shape[1]:
-        return see(None, *given)
-    return jax.lax.cond(sliding, partial(see, config.window.size), partial(see, None), *given)
+        return see(None, *arrays)
+    return jax.lax.cond(sliding, partial(see, config.window.size), partial(see, None), *arrays)
 
 
 def _seen(
@@ -133,7 +243,7 @@ def _seen(
     return seen
 
 
-def _attend(
+def _attend_rows(
     query: Float[Array, "batch time heads width"],
     key: Float[Array, "batch slots groups width"],
     value: Float[Array, "batch slots groups width"],
@@ -166,3 +276,67 @@ def attention_weights(
 ) -> Float[Array, "*batch slots"]:
     """Take the softmax over slots that are seen: of whole rows and of decoding steps alike."""
     return rounded(jax.nn.softmax(jnp.where(seen, logits * scale, -jnp.inf), axis=-1), dtype)
+
+
+# One more token of each row.
+
+
+def attend_step(
+    config: DecoderConfig,
+    y: Float[Array, "batch width"],
+    weights: Params,
+    cached: KeyValues,
+    repeat: Int[Array, ""],
+    length: Int[Array, " batch"],
+    rotary: RotaryTable,
+    first: Int[Array, " batch"] | None,
+    mesh: Mesh | None,
+) -> tuple[Float[Array, "batch width"], KeyValues]:
+    """Write the token's keys and values into its slot, and attend to the slots up to it."""
+    batch = y.shape[0]
+    heads = project_heads(y, weights["self_attn"], config, rotary, batch)
+    keys = write_token(cached.keys, heads.key[:, 0], repeat, length, axis=4, mesh=mesh)
+    values = write_token(cached.values, heads.value[:, 0], repeat, length, axis=3, mesh=mesh)
+    # Both are written before either is read: a kernel in between has the logits leave a TPU's chip.
+    keys, values = jax.lax.optimization_barrier((keys, values))
+    layer = jax.tree.map(
+        lambda stack: jax.lax.dynamic_index_in_dim(stack, repeat, keepdims=False),
+        KeyValues(keys, values),
+    )
+    query = heads.query[:, 0]
+    attended = _attend_cache(query, layer.keys, layer.values, length, first, config.attention.scale)
+    return project_out(attended, heads.gate, weights["self_attn"]), KeyValues(keys, values)
+
+
+def first_seen(
+    config: DecoderConfig, length: Int[Array, " batch"], sliding: Bool[Array, ""]
+) -> Int[Array, " batch"] | None:
+    """Give the first slot that the next token sees; None: all."""
+    window = config.attention.window
+    return None if window is None else jnp.where(sliding, length - window.size + 1, 0)
+
+
+def _attend_cache(
+    query: Float[Array, "batch heads width"],
+    keys: Float[Array, "batch groups width max_length"],
+    values: Float[Array, "batch groups max_length width"],
+    length: Int[Array, " batch"],
+    first: Int[Array, " batch"] | None,
+    scale: float,
+) -> Float[Array, "batch 1 heads width"]:
+    """Attend to slots `first` to `length`; a row without a slot for its token gets NaN."""
+    batch, heads, width = query.shape
+    groups, max_length = values.shape[1:3]
+    wide = jnp.float64 if query.dtype == jnp.float64 else jnp.float32
+    query = query.reshape(batch, groups, heads // groups, width)
+    logits = jnp.einsum(
+        "bghw,bgwt->bght", query, keys.astype(query.dtype), preferred_element_type=wide
+    )
+    slots = jnp.arange(max_length, dtype=jnp.int32)[None]
+    seen = slots <= length[:, None]
+    if first is not None:
+        seen &= slots >= first[:, None]
+    logits = jnp.where((length < max_length)[:, None, None, None], logits, jnp.nan)
+    weights = attention_weights(logits, seen[:, None, None], scale, query.dtype)
+    attended = multiply(partial(jnp.einsum, "bght,bgtw->bghw"), weights, values.astype(query.dtype))
+    return attended.reshape(batch, 1, heads, width)

@@ -3,7 +3,7 @@
 XLA has no bfloat16 arithmetic on a CPU: it computes in float32, and rounds in between. Its fusions
 (YNNPACK's) drop some of these roundings, and which ones depends on shapes. A token then gets other
 log-probabilities in whole rows, as the trainer reads them, than in a decoding step, as the sampler
-does. The two functions here have the compiler round where the program says so. On other backends,
+does. The functions here have the compiler round where the program says so. On other backends,
 and in other types, they add no instruction.
 
 Whether a program is for a CPU is known where it is traced: from the mesh, or from JAX's default
@@ -49,6 +49,13 @@ def multiply(product: Callable[..., Array], x: Array, y: Array) -> Array:
     if _rounds_in_software(x):
         return rounded(_summed_in_float32(product, x, y))
     return product(x, y)
+
+
+def matmul(
+    x: Float[Array, "rows into"], matrix: Float[Array, "into out"]
+) -> Float[Array, "rows out"]:
+    """Multiply rows by a matrix, which is rounded to their type first."""
+    return multiply(jnp.matmul, x, rounded(matrix, x.dtype))
 
 
 def _rounds_in_software(x: Array) -> bool:

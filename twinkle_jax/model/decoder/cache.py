@@ -5,7 +5,10 @@ from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
+
+from twinkle_jax.model.decoder.sharding import backend_of
 
 
 class KeyValues(NamedTuple):
@@ -48,19 +51,19 @@ class Cache(NamedTuple):
     length: Int[Array, " batch"]
 
 
-Held = TypeVar("Held", Cache, Mapping[str, Any])
+CacheOrParams = TypeVar("CacheOrParams", Cache, Mapping[str, Any])
 
 
 def make_cache(layers: dict[str, Any], length: Int[Array, " batch"], *, max_length: int) -> Cache:
     """Lay out what whole rows left behind, keys and values [layers, batch, time, groups, width]."""
-    made: Layers = {}
+    laid_out: Layers = {}
     for member, state in layers.items():
         if isinstance(state, DeltaState):
-            made[member] = state
+            laid_out[member] = state
             continue
         keys, values = state
-        made[member] = KeyValues(keys.transpose(0, 1, 3, 4, 2), values.swapaxes(2, 3))
-    return with_room(Cache(made, length), max_length)
+        laid_out[member] = KeyValues(keys.transpose(0, 1, 3, 4, 2), values.swapaxes(2, 3))
+    return with_room(Cache(laid_out, length), max_length)
 
 
 def with_room(cache: Cache, max_length: int) -> Cache:
@@ -69,9 +72,9 @@ def with_room(cache: Cache, max_length: int) -> Cache:
     def grow(stack: Array, axis: int) -> Array:
         if max_length <= stack.shape[axis]:
             return jax.lax.slice_in_dim(stack, 0, max_length, axis=axis)
-        more = [(0, 0)] * stack.ndim
-        more[axis] = (0, max_length - stack.shape[axis])
-        return jnp.pad(stack, more)
+        padding = [(0, 0)] * stack.ndim
+        padding[axis] = (0, max_length - stack.shape[axis])
+        return jnp.pad(stack, padding)
 
     def state(state: KeyValues | DeltaState) -> KeyValues | DeltaState:
         if isinstance(state, KeyValues):
@@ -87,11 +90,11 @@ def map_states(
 ) -> Layers | tuple[Layers, ...]:
     """Apply a function to the state of each member, in one stack or one by one."""
     if isinstance(layers, tuple):
-        return tuple({name: function(state) for name, state in own.items()} for own in layers)
+        return tuple({name: function(state) for name, state in x.items()} for x in layers)
     return {name: function(state) for name, state in layers.items()}
 
 
-def unstack_layers(held: Held) -> Held:
+def unstack_layers(stacked: CacheOrParams) -> CacheOrParams:
     """Give each repeat of the block arrays of its own, for many steps on a GPU.
 
     The compiler for GPUs copies a layer out of a stack before each product, and reads the copy. It
@@ -99,7 +102,7 @@ def unstack_layers(held: Held) -> Held:
     [`JaxSampler`][twinkle_jax.sampler.JaxSampler] does it on GPUs, and only there.
 
     Args:
-        held: a cache, or parameters.
+        stacked: a cache, or parameters.
 
     Returns:
         The same, with a tuple of its layers that `decode_step` takes; parameters only beside such a
@@ -117,15 +120,17 @@ def unstack_layers(held: Held) -> Held:
         >>> [layer["0"].keys.shape for layer in unstack_layers(cache).layers]
         [(1, 1, 4, 8, 8), (1, 1, 4, 8, 8)]
     """
-    stack = held.layers if isinstance(held, Cache) else held["layers"]
+    stack = stacked.layers if isinstance(stacked, Cache) else stacked["layers"]
     if isinstance(stack, tuple):
-        return held
+        return stacked
 
     def repeat(i: int) -> Any:
         return jax.tree.map(lambda x: x[i : i + 1], stack)
 
-    own = tuple(map(repeat, range(len(jax.tree.leaves(stack)[0]))))
-    return held._replace(layers=own) if isinstance(held, Cache) else {**held, "layers": own}
+    layers = tuple(map(repeat, range(len(jax.tree.leaves(stack)[0]))))
+    if isinstance(stacked, Cache):
+        return stacked._replace(layers=layers)
+    return {**stacked, "layers": layers}
 
 
 def take_rows(cache: Cache, rows: Int[Array, " rows"]) -> Cache:
@@ -148,3 +153,36 @@ def take_rows(cache: Cache, rows: Int[Array, " rows"]) -> Cache:
     """
     layers = jax.tree.map(lambda x: jnp.take(x, rows, axis=1), cache.layers)
     return Cache(layers, jnp.take(cache.length, rows, axis=0))
+
+
+def write_token(
+    stack: Float[Array, "layers batch groups a b"],
+    new: Float[Array, "batch groups width"],
+    repeat: Int[Array, ""],
+    length: Int[Array, " batch"],
+    *,
+    axis: int,
+    mesh: Mesh | None,
+) -> Float[Array, "layers batch groups a b"]:
+    """Write each row's entry into its slot along an axis; what finds no slot is dropped.
+
+    Rows are a batching dimension of the scatter, so that on a mesh none of them leaves its device.
+    """
+    if backend_of(mesh) == "tpu":
+        from twinkle_jax.model.decoder.tpu_kernels import write_in_place  # slow to import
+
+        return write_in_place(stack, new, repeat, length, axis=axis, mesh=mesh, interpret=False)
+    return jax.lax.scatter(
+        stack,
+        jnp.stack([jnp.broadcast_to(repeat, length.shape), length], axis=1),
+        new.astype(stack.dtype),
+        jax.lax.ScatterDimensionNumbers(
+            update_window_dims=(1, 2),
+            inserted_window_dims=(0, axis),
+            scatter_dims_to_operand_dims=(0, axis),
+            operand_batching_dims=(1,),
+            scatter_indices_batching_dims=(0,),
+        ),
+        unique_indices=True,
+        mode="drop",
+    )

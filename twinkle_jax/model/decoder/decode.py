@@ -9,17 +9,20 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
-from twinkle_jax.model.decoder.attention_choice import AttentionImplementation, backend_of
+from twinkle_jax.model.decoder.attention import (
+    AttentionImplementation,
+    attend_step,
+    first_seen,
+)
 from twinkle_jax.model.decoder.bfloat16 import tracing_for
 from twinkle_jax.model.decoder.cache import Cache, make_cache, unstack_layers
-from twinkle_jax.model.decoder.cached_step import attend_step, first_seen, linear_step
 from twinkle_jax.model.decoder.config import FULL, DecoderConfig
-from twinkle_jax.model.decoder.decoder_inputs import decoder_inputs
-from twinkle_jax.model.decoder.forward import run
+from twinkle_jax.model.decoder.delta_net import linear_step
+from twinkle_jax.model.decoder.forward import decoder_inputs, run
 from twinkle_jax.model.decoder.layers import add_mixed, embed, feed_forward, final_norm, norm
-from twinkle_jax.model.decoder.mesh_layout import fits
 from twinkle_jax.model.decoder.parameters import Params
 from twinkle_jax.model.decoder.rotary import rotary_tables, table_of
+from twinkle_jax.model.decoder.sharding import backend_of, fits, row_shards
 
 
 def prefill(
@@ -151,10 +154,10 @@ def decode_step(
         sliding, length = jnp.asarray(config.sliding), cache.length + active.astype(jnp.int32)
         if isinstance(cache.layers, tuple):
             weights, layers = unstack_layers(params)["layers"], []
-            for repeat, own in enumerate(cache.layers):
+            for repeat, states in enumerate(cache.layers):
                 members = jax.tree.map(lambda stack: stack[0], weights[repeat])
-                (x, own), _ = block((x, own), (jnp.int32(0), members, sliding[repeat]))
-                layers.append(own)
+                (x, states), _ = block((x, states), (jnp.int32(0), members, sliding[repeat]))
+                layers.append(states)
             return final_norm(params, config, x), Cache(tuple(layers), length)
         repeats = jnp.arange(config.repeats, dtype=jnp.int32)
         (x, stack), _ = jax.lax.scan(block, (x, cache.layers), (repeats, params["layers"], sliding))
@@ -172,7 +175,7 @@ def _check(tokens: Array, cache: Cache, mask: Array | None, mesh: Mesh | None) -
         raise ValueError(f"mask must have the shape of tokens, {tokens.shape}, got {mask.shape}")
     if mask is not None and mask.dtype != jnp.bool_:
         raise TypeError(f"mask must be bool, got {mask.dtype}")
-    shards = 1 if mesh is None else mesh.shape["data"] * mesh.shape["fsdp"]
+    shards = row_shards(mesh)
     if len(tokens) % shards:
         raise ValueError(
             f"tokens must have a multiple of {shards} rows, data times fsdp of the mesh, "

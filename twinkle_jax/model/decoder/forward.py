@@ -1,32 +1,121 @@
-"""The decoder over whole rows: embedding, a scan over stacked layers, the final norm."""
+"""The decoder over whole rows: embedding, a scan over stacked layers, the final norm.
+
+Inside the decoder the tokens of a row are moved to the front, in order. What follows a token can
+then never change it: causal attention, convolutions and recurrences need no padding mask, a row
+computes what it computes alone, and both paddings give the same numbers.
+"""
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
-from twinkle_jax.model.decoder.attention import attend_causally, project_heads, project_out
-from twinkle_jax.model.decoder.attention_choice import (
+from twinkle_jax.model.decoder.attention import (
     AttentionImplementation,
-    backend_of,
+    attend_causally,
     choose_attention,
+    project_heads,
+    project_out,
 )
 from twinkle_jax.model.decoder.bfloat16 import tracing_for
 from twinkle_jax.model.decoder.config import FULL, DecoderConfig
-from twinkle_jax.model.decoder.decoder_inputs import DecoderInputs, decoder_inputs
 from twinkle_jax.model.decoder.delta_net import delta_net
-from twinkle_jax.model.decoder.layers import add_mixed, embed, feed_forward, final_norm, norm
-from twinkle_jax.model.decoder.left_align import from_front
-from twinkle_jax.model.decoder.mesh_layout import check_fit, gather_weights, keep_rows
+from twinkle_jax.model.decoder.layers import (
+    add_mixed,
+    embed,
+    feed_forward,
+    final_norm,
+    norm,
+    output_logits,
+)
 from twinkle_jax.model.decoder.parameters import Params
-from twinkle_jax.model.decoder.rotary import table_of
+from twinkle_jax.model.decoder.rotary import RotaryTable, rotary_tables, table_of
+from twinkle_jax.model.decoder.sharding import backend_of, check_fit, gather_weights, keep_rows
 
-Remat = bool | Callable[..., bool]
+Remat = bool | Callable[..., bool]  # a policy of `jax.checkpoint_policies`
+
+
+class DecoderInputs(NamedTuple):
+    """Tokens at the front of their rows, and what the layers need to know about them."""
+
+    tokens: Int[Array, "batch time"]
+    mask: Bool[Array, "batch time"]
+    rotary: tuple[RotaryTable, ...]
+    segment_ids: Int[Array, "batch time"] | None
+
+
+class Decoder(nnx.Module):  # type: ignore[misc]  # mypy does not follow Flax: its Module is Any
+    """A policy: a configuration and its parameters.
+
+    `nnx.split(decoder)` gives a graph definition and a state whose pure dict is
+    [`params`][twinkle_jax.model.Decoder.params]: what `hidden_states`, `prefill` and
+    `decode_step` take, and what optimizers, sharding rules and adapters work on.
+
+    Args:
+        config: the decoder.
+        params: the tree that `parameter_shapes` describes.
+        source: the directory that it was read from, where a later export finds the tokenizer.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> from flax import nnx
+        >>> from twinkle_jax.model import Decoder, init_params, parse_config
+        >>> config = parse_config({
+        ...     "model_type": "qwen2", "vocab_size": 64, "hidden_size": 32,
+        ...     "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+        ... })
+        >>> decoder = Decoder(config, init_params(jax.random.key(0), config))
+        >>> decoder(jnp.array([[5, 6, 7]])).shape
+        (1, 3, 64)
+        >>> graph, state = nnx.split(decoder)
+        >>> state["layers"]["0"]["mlp"]["up_proj"]["kernel"].shape
+        (2, 32, 48)
+    """
+
+    def __init__(
+        self, config: DecoderConfig, params: Mapping[str, Any], *, source: Path | None = None
+    ) -> None:
+        self.config = config
+        self.source = source
+        for name, value in params.items():
+            setattr(self, name, _variables(value))
+
+    @property
+    def params(self) -> dict[str, Any]:
+        """The parameters as nested dicts of arrays."""
+        params: dict[str, Any] = nnx.to_pure_dict(nnx.state(self, nnx.Param))
+        return params
+
+    def __call__(
+        self,
+        tokens: Int[Array, "batch time"],
+        mask: Bool[Array, "batch time"] | None = None,
+        **options: Any,
+    ) -> Float[Array, "batch time vocab"]:
+        """Compute float32 logits at every position.
+
+        Args:
+            tokens: token ids.
+            mask: True for tokens, False for padding.
+            options: keyword arguments of [`hidden_states`][twinkle_jax.model.hidden_states].
+        """
+        params = self.params
+        hidden = hidden_states(params, self.config, tokens, mask, **options)
+        return output_logits(params, hidden)
+
+
+def _variables(value: Any) -> Any:
+    """Wrap the arrays of a nested dict."""
+    if isinstance(value, Mapping):
+        return nnx.Dict({key: _variables(child) for key, child in value.items()})
+    return nnx.Param(value)
 
 
 def hidden_states(
@@ -176,3 +265,80 @@ def _layer(
             epsilon=config.norm_epsilon,
         )
     return feed_forward(config, add_mixed(config, x, mixed, weights), weights), state
+
+
+# What the layers take of a batch: tokens at the front of their rows, positions, segments.
+
+
+def decoder_inputs(
+    config: DecoderConfig,
+    tokens: Int[Array, "batch time"],
+    mask: Bool[Array, "batch time"] | None,
+    positions: Int[Array, "batch time"] | None = None,
+    segment_ids: Int[Array, "batch time"] | None = None,
+) -> DecoderInputs:
+    """Check the arrays, move each row to column 0 and compute the rotary table."""
+    _check(tokens, {"mask": mask, "positions": positions, "segment_ids": segment_ids})
+    if mask is None:
+        kept = jnp.ones(tokens.shape, bool)
+    else:
+        columns = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
+        kept = columns < jnp.sum(mask, axis=1, dtype=jnp.int32)[:, None]
+        tokens = to_front(tokens, mask)
+        segment_ids = None if segment_ids is None else to_front(segment_ids, mask)
+        positions = None if positions is None else to_front(positions, mask)
+    segment_ids = None if segment_ids is None else number_segments(segment_ids)
+    if positions is None and segment_ids is not None:
+        positions = segment_positions(segment_ids)
+    elif positions is None:
+        positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
+    rotary = rotary_tables(positions, config.attention)
+    return DecoderInputs(tokens, kept, rotary, segment_ids)
+
+
+def _check(tokens: Array, others: Mapping[str, Array | None]) -> None:
+    if tokens.ndim != 2:
+        raise ValueError(f"tokens must have the shape [batch, time], got {tokens.shape}")
+    for name, value in {"tokens": tokens, **others}.items():
+        if value is None:
+            continue
+        if value.shape != tokens.shape:
+            raise ValueError(
+                f"{name} must have the shape of tokens, {tokens.shape}, got {value.shape}"
+            )
+        kind, word = (jnp.bool_, "bool") if name == "mask" else (jnp.integer, "integers")
+        if not jnp.issubdtype(value.dtype, kind):
+            raise TypeError(f"{name} must be {word}, got {value.dtype}")
+
+
+def to_front(
+    values: Shaped[Array, "batch time"], mask: Bool[Array, "batch time"]
+) -> Shaped[Array, "batch time"]:
+    """Move what the mask keeps to the front of each row, in order, and write 0 behind it."""
+    order = jnp.argsort(~mask, axis=1, stable=True)
+    kept = jnp.take_along_axis(mask, order, axis=1)
+    moved = jnp.take_along_axis(values, order, axis=1)
+    return jnp.where(kept, moved, jnp.zeros_like(moved))
+
+
+def from_front(
+    values: Float[Array, "batch time width"], mask: Bool[Array, "batch time"]
+) -> Float[Array, "batch time width"]:
+    """Undo `to_front` for rows of vectors: each goes back to its column, 0 where masked out."""
+    column = jnp.maximum(jnp.cumsum(mask, axis=1, dtype=jnp.int32) - 1, 0)
+    placed = jnp.take_along_axis(values, column[:, :, None], axis=1)
+    return jnp.where(mask[:, :, None], placed, jnp.zeros_like(placed))
+
+
+def number_segments(segment_ids: Int[Array, "batch time"]) -> Int[Array, "batch time"]:
+    """Number the runs of equal ids from 0, so that an id that comes back is another segment."""
+    changes = jnp.pad(segment_ids[:, 1:] != segment_ids[:, :-1], ((0, 0), (1, 0)))
+    return jnp.cumsum(changes, axis=1, dtype=jnp.int32)
+
+
+def segment_positions(numbers: Int[Array, "batch time"]) -> Int[Array, "batch time"]:
+    """Count from 0 at the start of each segment."""
+    columns = jnp.arange(numbers.shape[1], dtype=jnp.int32)[None]
+    starts = jnp.pad(numbers[:, 1:] != numbers[:, :-1], ((0, 0), (1, 0)))
+    latest = jax.lax.cummax(jnp.where(starts, columns, 0), axis=1)
+    return columns - latest

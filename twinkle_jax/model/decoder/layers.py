@@ -1,15 +1,54 @@
-"""The parts of a decoder that every family has: embedding, norms, feed-forward, output head."""
+"""The parts of a decoder that every family has: projection, norm, embedding, feed-forward, head."""
+
+from collections.abc import Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
-from twinkle_jax.model.decoder.bfloat16 import rounded
+from twinkle_jax.model.decoder.bfloat16 import matmul, rounded
 from twinkle_jax.model.decoder.config import DecoderConfig
-from twinkle_jax.model.decoder.mesh_layout import spread_lookup
+from twinkle_jax.model.decoder.lora import adapter_change
 from twinkle_jax.model.decoder.parameters import Params
-from twinkle_jax.model.decoder.project_and_norm import project, rms_norm
+from twinkle_jax.model.decoder.sharding import spread_lookup
+
+
+def project(
+    x: Float[Array, "tokens into"], weights: Mapping[str, Any]
+) -> Float[Array, "tokens out"]:
+    """Multiply rows by `kernel` in their own type; add adapter and `bias` where there are any."""
+    y = matmul(x, weights["kernel"])
+    if "lora_A" in weights:
+        y = rounded(y + adapter_change(x, weights))
+    return rounded(y + rounded(weights["bias"], x.dtype)[None]) if "bias" in weights else y
+
+
+def rms_norm(
+    x: Float[Array, "*batch width"],
+    scale: Float[Array, " width"],
+    *,
+    epsilon: float,
+    centred: bool = False,
+) -> Float[Array, "*batch width"]:
+    r"""Divide by the root of the mean square, in float32, and multiply by a weight.
+
+    $$y = \frac{x}{\sqrt{\overline{x^2} + \epsilon}} \cdot w \quad (\text{centred: } 1 + w)$$
+
+    Args:
+        x: rows to normalise.
+        scale: $w$.
+        epsilon: $\epsilon$.
+        centred: whether the weight is stored as its distance from 1; the product is then taken in
+            float32, else in the type of `x`, as the checkpoints of each family were trained.
+    """
+    scale = scale.reshape((1,) * (x.ndim - 1) + scale.shape)
+    y = x.astype(jnp.float32)
+    y = y * jax.lax.rsqrt(jnp.mean(jnp.square(y), axis=-1, keepdims=True) + epsilon)
+    if centred:
+        return rounded(y * (1 + scale.astype(jnp.float32)), x.dtype)
+    return rounded(rounded(y, x.dtype) * rounded(scale, x.dtype))
 
 
 def embed(
@@ -25,17 +64,17 @@ def embed(
     """
 
     def look_up(table: Array, ids: Array) -> Array:
-        found = table.at[ids].get(mode="fill", fill_value=jnp.nan, wrap_negative_indices=False)
-        return found.astype(dtype)
+        rows = table.at[ids].get(mode="fill", fill_value=jnp.nan, wrap_negative_indices=False)
+        return rows.astype(dtype)
 
-    found = (
+    embedded = (
         look_up(embedding, tokens)
         if mesh is None
         else spread_lookup(embedding, tokens, mesh, look_up)
     )
     if config.scaled_embedding:
-        found = found * jnp.asarray(config.hidden_size**0.5, dtype)
-    return rounded(found)
+        embedded = embedded * jnp.asarray(config.hidden_size**0.5, dtype)
+    return rounded(embedded)
 
 
 def final_norm(

@@ -1,25 +1,30 @@
 r"""Low-rank adapters: a projection's kernel $W$ acts as $W + s A B$, and only A and B are trained.
 
+$$y = x W + s \, d(x) A B, \qquad d(x) = x \cdot m / (1 - p), \quad m \sim \text{Bernoulli}(1 - p)$$
+
 Adapters are leaves next to the kernels that they change, `lora_A` [layers, in, rank] and `lora_B`
-[layers, rank, out], stacked like these. `lora_scale` [layers] is not trained.
+[layers, rank, out], stacked like these. `lora_scale` [layers], $s$, is not trained. Each projection
+draws a dropout mask of its own, as in PEFT. The noise of a row depends on the root key and the
+row's number alone, not on the other rows, the padding or the devices.
 See [LoRA](https://arxiv.org/abs/2106.09685).
 """
 
+import reprlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Key
+from jaxtyping import Array, Float, Int, Key
 
+from twinkle_jax.model.decoder.bfloat16 import matmul, rounded
 from twinkle_jax.model.decoder.config import DecoderConfig
-from twinkle_jax.model.decoder.lora_dropout import RATE, check_rate
 from twinkle_jax.model.decoder.parameters import Params, nest, parameter_table
-from twinkle_jax.model.decoder.peft_options import check_peft_options
 
 ALL_LINEAR = "all-linear"
 LARGEST_RANK = 2**16
+RATE, KEYS = "lora_dropout", "lora_dropout_keys"  # leaves beside an adapter that has dropout
 
 
 @dataclass(frozen=True)
@@ -58,7 +63,9 @@ class LoraConfig:
             ):
                 raise ValueError(f"target_modules must be names of projections, got {targets!r}")
             object.__setattr__(self, "target_modules", tuple(sorted(targets)))
-        check_rate(self.lora_dropout)
+        rate = self.lora_dropout
+        if type(rate) not in (int, float) or not 0 <= rate < 1:
+            raise ValueError(f"lora_dropout must be a number in [0, 1), got {rate!r}")
 
     @property
     def scale(self) -> float:
@@ -78,7 +85,7 @@ def read_lora_config(config: Any, *, new: bool = True) -> LoraConfig:
     values = config if isinstance(config, Mapping) else getattr(config, "__dict__", None)
     if values is None:
         raise TypeError(f"config must be a LoraConfig or a mapping, got {type(config).__name__}")
-    check_peft_options(values, new=new)
+    _check_peft_options(values, new=new)
     names = [f.name for f in fields(LoraConfig)]
     return LoraConfig(**{name: values[name] for name in names if values.get(name) is not None})
 
@@ -114,8 +121,9 @@ def init_adapter(key: Key[Array, ""], config: DecoderConfig, lora: LoraConfig) -
     for i, (path, (width, out)) in enumerate(adapted_kernels(config, lora).items()):
         bound = width**-0.5
         shape = (config.repeats, width, lora.r)
-        own = jax.random.fold_in(key, i)
-        flat[*path, "lora_A"] = jax.random.uniform(own, shape, minval=-bound, maxval=bound)
+        flat[*path, "lora_A"] = jax.random.uniform(
+            jax.random.fold_in(key, i), shape, minval=-bound, maxval=bound
+        )
         flat[*path, "lora_B"] = jnp.zeros((config.repeats, lora.r, out), jnp.float32)
     return nest(flat)
 
@@ -158,3 +166,131 @@ def walk(tree: Params, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, 
             yield from walk(value, (*path, key))
         else:
             yield (*path, key), value
+
+
+# What an adapter adds to its projection.
+
+
+def adapter_change(
+    x: Float[Array, "tokens into"], weights: Mapping[str, Any]
+) -> Float[Array, "tokens out"]:
+    r"""Compute $s \, d(x) A B$; dropout where there are keys for it."""
+    scale = rounded(weights["lora_scale"], x.dtype)
+    if KEYS in weights:
+        x = drop_out(x, weights[RATE], weights[KEYS])
+    return rounded(scale * matmul(matmul(x, weights["lora_A"]), weights["lora_B"]))
+
+
+def drop_out(
+    x: Float[Array, "rows into"], rate: Float[Array, ""], keys: Key[Array, " batch"]
+) -> Float[Array, "rows into"]:
+    """Drop entries with the probability `rate`, and divide the rest by what is kept of 1."""
+    batch, width = len(keys), x.shape[1]
+    shape = (len(x) // batch, width)  # time first: a longer row begins with the same noise
+    kept = jax.vmap(lambda key: jax.random.bernoulli(key, 1 - rate, shape))(keys)
+    return jnp.where(kept.reshape(x.shape), x / (1 - rate).astype(x.dtype), jnp.zeros_like(x))
+
+
+def with_dropout(
+    params: Mapping[str, Any], key: Key[Array, ""], rows: Int[Array, " batch"]
+) -> dict[str, Any]:
+    """Lay keys beside the adapters that have a rate: for each layer, one for each row.
+
+    Args:
+        params: frozen parameters and adapters, merged.
+        key: the root key of a training run.
+        rows: numbers of the rows, different ones throughout the run.
+    """
+    row_keys = jax.vmap(jax.random.fold_in, (None, 0))(key, rows)
+    number = 0
+
+    def visit(tree: Mapping[str, Any]) -> dict[str, Any]:
+        nonlocal number
+        out = {name: visit(x) if isinstance(x, Mapping) else x for name, x in sorted(tree.items())}
+        if RATE in tree:
+            layers = jnp.arange(len(tree[RATE]), dtype=jnp.int32)
+            # Each projection has its number, so that no two of them share noise.
+            keys = jax.vmap(jax.random.fold_in, (0, None))(row_keys, number)
+            out[KEYS] = jax.vmap(jax.vmap(jax.random.fold_in, (0, None)), (None, 0))(keys, layers)
+            number += 1
+        return out
+
+    return visit(params)
+
+
+# PEFT's options: those that mean plain LoRA, and no others.
+
+
+# Each option and the values with which it changes nothing, or with which it is built.
+_PLAIN: dict[str, tuple[Any, ...]] = {
+    "bias": ("none", None),
+    "fan_in_fan_out": (False, None),
+    "modules_to_save": (None, []),
+    "exclude_modules": (None, []),
+    "layers_to_transform": (None, []),
+    "layers_pattern": (None, [], ""),
+    "rank_pattern": ({}, None),
+    "alpha_pattern": ({}, None),
+    "megatron_config": (None,),
+    "trainable_token_indices": (None, []),
+    "loftq_config": ({}, None),
+    "eva_config": (None,),
+    "corda_config": (None,),
+    "lora_ga_config": (None,),
+    "velora_config": (None,),
+    "monteclora_config": (None,),
+    "arrow_config": (None,),
+    "kasa_config": (None,),
+    "use_bdlora": (None, False),
+    "use_dora": (False, None),
+    "use_qalora": (False, None),
+    "alora_invocation_tokens": (None,),
+    "layer_replication": (None,),
+    "lora_bias": (False, None),
+    "target_parameters": (None, []),
+    "ensure_weight_tying": (False, None),
+    "_custom_modules": (None,),
+    "task_type": (None, "CAUSAL_LM"),
+    "peft_type": ("LORA", None),
+}
+_READ = frozenset({"r", "lora_alpha", "target_modules", "use_rslora", "lora_dropout"})
+# Names, versions, and settings of options that are off.
+_SILENT = frozenset(
+    {
+        "auto_mapping",
+        "base_model_name_or_path",
+        "inference_mode",
+        "megatron_core",
+        "peft_version",
+        "qalora_group_size",
+        "revision",
+        "runtime_config",
+    }
+)
+_INITIAL = {
+    True: (True, None),
+    # What has been trained is read, so how it began matters only where the frozen part changed.
+    False: (True, None, False, "gaussian", "orthogonal"),
+}
+
+
+def _check_peft_options(options: Mapping[str, Any], *, new: bool) -> None:
+    """Refuse options that are not known, and values that ask for something else than LoRA.
+
+    Args:
+        options: PEFT's names and values.
+        new: whether the adapter is to be made, and not read.
+    """
+    plain = _PLAIN | {"init_lora_weights": _INITIAL[new]}
+    for name, value in options.items():
+        if name in plain:
+            # PEFT's own objects hold enumerations, which are strings.
+            value = getattr(value, "value", value)
+            if not any(type(value) is type(v) and value == v for v in plain[name]):
+                known = " or ".join(repr(v) for v in plain[name])
+                raise ValueError(f"{name} must be {known}, got {reprlib.repr(value)}: unsupported")
+        elif name not in _READ | _SILENT:
+            raise ValueError(
+                f"{name!r} must be an option of LoRA that is known here, got an unknown one with "
+                f"the value {reprlib.repr(value)}"
+            )

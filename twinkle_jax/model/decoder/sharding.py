@@ -1,19 +1,30 @@
-"""Where parameters live on a mesh with the axes data, fsdp and tensor: one table of names.
+"""Where parameters and rows live on a mesh with the axes data, fsdp and tensor.
 
-Rows of a batch are spread over data and fsdp. Parameters, their gradients and the optimizer's
-state are spread over fsdp and tensor as the first matching rule says. Inside a layer the leading
-axis counts stacked layers, which is never split.
+Rows of a batch are spread over data and fsdp, from the embedding to the loss. Parameters, their
+gradients and the optimizer's state are spread over fsdp and tensor, as the first matching rule of
+one table says. What is spread over fsdp is cast to the compute type and gathered right before it is
+used, layer by layer, and its gradient is summed and scattered where it arises. What is split over
+tensor stays split. Without these constraints the compiler may as well leave parameters where they
+are and move activations.
 """
 
+import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import jax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int
+
+from twinkle_jax.model.decoder.config import DecoderConfig
 
 AXES = ("data", "fsdp", "tensor")
+ROWS = ("data", "fsdp")  # axes that rows of a batch are spread over
 RULES: tuple[tuple[str, PartitionSpec], ...] = (
+    # The leading axis of a layer's leaf counts stacked layers, and is never split.
     # Projections that split their outputs into heads or feed-forward columns.
     (
         r"/(q_proj|k_proj|v_proj|gate_proj|up_proj|in_proj_\w+)/kernel$",
@@ -96,6 +107,17 @@ def check_mesh(mesh: Mesh) -> None:
         )
 
 
+def backend_of(mesh: Mesh | None) -> str:
+    """Name the backend that the devices belong to, which may be described and not there."""
+    platform = jax.default_backend() if mesh is None else mesh.devices.flat[0].platform
+    return "gpu" if platform in ("cuda", "rocm") else platform
+
+
+def row_shards(mesh: Mesh | None) -> int:
+    """Count the devices that rows are spread over."""
+    return 1 if mesh is None else mesh.shape["data"] * mesh.shape["fsdp"]
+
+
 def find_mesh(mesh: Mesh | None, tree: Any) -> Mesh | None:
     """Take the mesh that was named, or the one that arrays laid out by the rules live on.
 
@@ -107,10 +129,10 @@ def find_mesh(mesh: Mesh | None, tree: Any) -> Mesh | None:
     for leaf in jax.tree.leaves(tree):
         sharding = None if isinstance(leaf, jax.core.Tracer) else getattr(leaf, "sharding", None)
         if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh):
-            found = sharding.mesh
-            ours = set(found.axis_names) == set(AXES)
-            if ours and all(kind == AxisType.Auto for kind in found.axis_types):
-                return found
+            mesh = sharding.mesh
+            has_axes = set(mesh.axis_names) == set(AXES)
+            if has_axes and all(kind == AxisType.Auto for kind in mesh.axis_types):
+                return mesh
     return None
 
 
@@ -143,4 +165,172 @@ def constrain(tree: Any, mesh: Mesh | None) -> Any:
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
     """Spread rows over data and fsdp."""
-    return NamedSharding(mesh, PartitionSpec(("data", "fsdp")))
+    return NamedSharding(mesh, PartitionSpec(ROWS))
+
+
+# Inside the decoder: rows stay, parameters come to them.
+
+
+def fits(mesh: Mesh, config: DecoderConfig, rows: int) -> bool:
+    """Say whether a mesh divides rows and key-value heads."""
+    heads = config.attention.key_value_heads
+    return not rows % row_shards(mesh) and not heads % mesh.shape["tensor"]
+
+
+def check_fit(mesh: Mesh | None, config: DecoderConfig, rows: int) -> None:
+    """Refuse rows and heads that a mesh does not divide, and say what would fit."""
+    if mesh is None:
+        return
+    devices, tensor = row_shards(mesh), mesh.shape["tensor"]
+    if rows % devices:
+        raise ValueError(
+            f"batch must have a multiple of {devices} rows, data times fsdp of the mesh, got {rows}"
+        )
+    heads = config.attention.key_value_heads
+    if heads % tensor:
+        fit = [n for n in range(1, heads + 1) if heads % n == 0]
+        raise ValueError(
+            f"mesh must have a tensor axis that divides the {heads} key-value heads, one of {fit}, "
+            f"got {tensor}"
+        )
+
+
+def spread_batch(batch: Any, config: DecoderConfig, mesh: Mesh | None) -> Any:
+    """Spread the rows of all arrays of a batch over data and fsdp."""
+    if mesh is None:
+        return batch
+    rows, time = batch.tokens.shape
+    check_fit(mesh, config, rows)
+    if time % mesh.shape["tensor"]:
+        raise ValueError(
+            f"batch must have rows whose length is a multiple of {mesh.shape['tensor']}, the "
+            f"tensor axis of the mesh, got {time}"
+        )
+    return jax.tree.map(lambda x: keep_rows(x, mesh), batch)
+
+
+def keep_rows(x: Array, mesh: Mesh | None) -> Array:
+    """Keep rows, or the tokens of rows, spread over data and fsdp, and whole along tensor."""
+    return x if mesh is None else _put(x, mesh, ROWS)
+
+
+def gather_weights(
+    weights: Mapping[str, Any], dtype: DTypeLike, mesh: Mesh | None
+) -> Mapping[str, Any]:
+    """Cast the parameters of a layer that are spread over fsdp, and gather them."""
+    if mesh is None:
+        return weights
+    rule = partition_rules(mesh)
+
+    def gather(path: Any, leaf: Array) -> Array:
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        spread = PartitionSpec(*rule(name, (1, *leaf.shape))[1:])
+        if "fsdp" not in spread:
+            return leaf
+        whole = PartitionSpec(*(None if axis == "fsdp" else axis for axis in spread))
+        shardings = NamedSharding(mesh, spread), NamedSharding(mesh, whole)
+        return _gather(leaf.astype(dtype), *shardings)
+
+    gathered: Mapping[str, Any] = jax.tree_util.tree_map_with_path(gather, weights)
+    return gathered
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def _gather(x: Array, spread: NamedSharding, whole: NamedSharding) -> Array:
+    """Gather what is spread; its gradient is spread again. A plain constraint would gather both."""
+    x = jax.lax.with_sharding_constraint(x, spread)
+    steps = steps_of(spread.mesh.shape["fsdp"])
+    if steps[1] == 1:
+        return jax.lax.with_sharding_constraint(x, whole)
+    gather = jax.shard_map(
+        partial(gather_in_steps, axis="fsdp", dimension=spread.spec.index("fsdp"), steps=steps),
+        mesh=spread.mesh,
+        in_specs=spread.spec,
+        out_specs=whole.spec,
+        check_vma=False,  # what is gathered counts as different along fsdp
+    )
+    gathered: Array = gather(x)
+    return gathered
+
+
+def _gather_forward(
+    x: Array, spread: NamedSharding, whole: NamedSharding
+) -> tuple[Array, tuple[()]]:
+    return _gather(x, spread, whole), ()
+
+
+def _gather_backward(
+    spread: NamedSharding, whole: NamedSharding, residuals: tuple[()], gradient: Array
+) -> tuple[Array]:
+    return (jax.lax.with_sharding_constraint(gradient, spread),)
+
+
+_gather.defvjp(_gather_forward, _gather_backward)
+
+
+def spread_lookup(
+    embedding: Float[Array, "vocab width"],
+    tokens: Int[Array, "batch time"],
+    mesh: Mesh,
+    look_up: Callable[[Array, Array], Array],
+) -> Float[Array, "batch time width"]:
+    """Look tokens up in an embedding whose columns are spread over fsdp, without gathering it.
+
+    Each device looks up the tokens of all rows of its fsdp group in the columns that it has, and
+    sends each row's to where the row is: activations of one layer, instead of the whole table.
+    """
+    columns = partition_rules(mesh)("embed_tokens/embedding", embedding.shape)[1]
+    embedded = look_up(embedding, _put(tokens, mesh, "data"))
+    return keep_rows(_put(embedded, mesh, "data", None, columns), mesh)
+
+
+def _put(x: Array, mesh: Mesh, *axes: Any) -> Array:
+    return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec(*axes)))
+
+
+# Gathers over many devices, in two steps: each in its neighbourhood, then from one to the next.
+
+
+_AT_ONCE = 32  # devices; the TPU compiler makes a gather over a larger cube a sum of padded shares
+
+
+def steps_of(size: int) -> tuple[int, int]:
+    """Devices of a neighbourhood, and neighbourhoods, among so many devices on an axis.
+
+    As equal as they can be beyond 32 devices; one neighbourhood up to there.
+    """
+    if size <= _AT_ONCE:
+        return size, 1
+    near = next(n for n in range(math.isqrt(size), 0, -1) if size % n == 0)
+    return near, size // near
+
+
+def gather_in_steps(x: Array, axis: str, dimension: int, steps: tuple[int, int]) -> Array:
+    """Concatenate the shares of all devices on an axis of a mesh, inside `shard_map`.
+
+    Every device sends what one gather would have sent: its share to its neighbourhood, and then
+    the neighbourhood's part to the others. The gradient is summed and scattered in the same steps.
+
+    Args:
+        x: the share of a device.
+        axis: the axis of the mesh.
+        dimension: that is concatenated.
+        steps: devices of a neighbourhood, and neighbourhoods; their product is all devices.
+
+    Returns:
+        The whole array, with shares in the order of their devices.
+    """
+    near, far = steps
+    inside = [[start * near + n for n in range(near)] for start in range(far)]
+    across = [[start * near + n for start in range(far)] for n in range(near)]
+    for size, groups in ((near, inside), (far, across)):
+        if size > 1:
+            all_devices = size == near * far
+            x = jax.lax.all_gather(
+                x,
+                axis,
+                axis=dimension,
+                tiled=True,
+                axis_index_groups=None if all_devices else groups,
+            )
+    return x

@@ -15,7 +15,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array
 
 from twinkle_jax.model.decoder.config import DecoderConfig
-from twinkle_jax.model.decoder.module import Decoder
+from twinkle_jax.model.decoder.forward import Decoder
 from twinkle_jax.model.decoder.parameters import nest, parameter_table, stacked_shape
 from twinkle_jax.model.huggingface.checkpoint_files import (
     CONFIG,

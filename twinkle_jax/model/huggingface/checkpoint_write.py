@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from twinkle_jax.model.decoder.module import Decoder
+from twinkle_jax.model.decoder.forward import Decoder
 from twinkle_jax.model.decoder.parameters import parameter_table
 from twinkle_jax.model.huggingface.atomic_directory import check_target, replace_directory
 from twinkle_jax.model.huggingface.checkpoint_files import (

@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import re
+import reprlib
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -17,17 +19,49 @@ from twinkle_jax.model.decoder.config import (
     Window,
 )
 from twinkle_jax.model.decoder.families import ENCLOSING, FAMILIES, Family
-from twinkle_jax.model.huggingface.config_keys import (
-    LARGEST_SIZE,
-    MOST_LAYERS,
-    check_keys,
-    flag,
-    number,
-    one_of,
-    section,
-    shown,
-    size,
+
+_LARGEST_SIZE, _MOST_LAYERS = 2**31 - 1, 4096
+
+# Keys that are read. A key in none of the lists below is refused: it may change what is computed.
+_READ = """model_type vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads
+    num_key_value_heads head_dim rms_norm_eps tie_word_embeddings layer_types rope_theta
+    partial_rotary_factor rope_parameters rope_scaling""".split()  # noqa: SIM905
+_LINEAR_KEYS = """full_attention_interval linear_num_key_heads linear_num_value_heads
+    linear_key_head_dim linear_value_head_dim linear_conv_kernel_dim""".split()  # noqa: SIM905
+_SLIDING_KEYS = (
+    "sliding_window",
+    "sliding_window_pattern",
+    "query_pre_attn_scalar",
+    "rope_local_base_freq",
 )
+_WINDOW_KEYS = ("use_sliding_window", "sliding_window", "max_window_layers")
+
+# Keys of every family that would change the model with any value but these.
+_FIXED: dict[str, tuple[Any, ...]] = {
+    "is_causal": (True,),
+    "attention_dropout": (0.0, 0, None),
+    "quantization_config": (None,),
+    "per_layer_config": (None, {}),
+    "pruned_heads": (None, {}),
+    "add_cross_attention": (False, None),
+    "is_encoder_decoder": (False, None),
+    "auto_map": (None,),
+}
+
+# Keys without effect on the forward pass: dtypes, lengths, labels, generation defaults, versions.
+_IGNORED = frozenset(
+    """architectures attn_implementation begin_suppress_tokens bad_words_ids chunk_size_feed_forward
+    cross_attention_hidden_size decoder_start_token_id diversity_penalty do_sample dtype
+    early_stopping encoder_no_repeat_ngram_size exponential_decay_length_penalty finetuning_task
+    id2label initializer_range is_decoder label2id length_penalty max_length
+    max_position_embeddings min_length name_or_path no_repeat_ngram_size num_beam_groups num_beams
+    num_labels num_return_sequences output_attentions output_hidden_states output_scores prefix
+    problem_type remove_invalid_values repetition_penalty return_dict return_dict_in_generate
+    suppress_tokens task_specific_params temperature tf_legacy_loss tie_encoder_decoder
+    tokenizer_class top_k top_p torch_dtype torchscript typical_p use_bfloat16 use_cache
+    mtp_num_hidden_layers mtp_use_dedicated_embeddings""".split()  # noqa: SIM905
+)
+_IGNORED_PATTERNS = re.compile(r"_.*|.*_token_ids?|.*_version|transformers.*|unsloth_.*")
 
 _LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 # Rotary settings of image positions: a text token has one position only.
@@ -68,22 +102,22 @@ def parse_config(config: Mapping[str, Any]) -> DecoderConfig:
     flat, model_type = _flatten(config)
     family = FAMILIES[model_type]
     flat = {**family.defaults, **flat}
-    check_keys(flat, family, model_type)
+    _check_keys(flat, family, model_type)
     kinds = _layer_kinds(flat, family)
     return DecoderConfig(
         model_type=model_type,
-        vocab_size=size(flat, "vocab_size"),
-        hidden_size=size(flat, "hidden_size"),
-        intermediate_size=size(flat, "intermediate_size"),
+        vocab_size=_size(flat, "vocab_size"),
+        hidden_size=_size(flat, "hidden_size"),
+        intermediate_size=_size(flat, "intermediate_size"),
         layer_kinds=kinds,
         attention=_attention(flat, family, sliding=SLIDING in kinds),
         delta_net=_delta_net(flat) if LINEAR in kinds else None,
-        norm_epsilon=number(flat, "rms_norm_eps", 1e-6, zero=True),
+        norm_epsilon=_number(flat, "rms_norm_eps", 1e-6, zero=True),
         centred_norms=family.centred_norms,
         output_norms=family.output_norms,
         activation=family.activation,
         scaled_embedding=family.scaled_embedding,
-        tie_embeddings=flag(flat, "tie_word_embeddings", False),
+        tie_embeddings=_flag(flat, "tie_word_embeddings", False),
         original=json.dumps(dict(config), sort_keys=True),
     )
 
@@ -96,7 +130,7 @@ def _flatten(config: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
             raise ValueError(
                 f"text_config must be there where model_type is {model_type!r}, got none"
             )
-        flat = section(config, "text_config")
+        flat = _section(config, "text_config")
         # The enclosing model owns the head and the quantisation, so its settings win.
         for name in ("tie_word_embeddings", "quantization_config"):
             if name in config:
@@ -104,23 +138,23 @@ def _flatten(config: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
         model_type = flat.setdefault("model_type", ENCLOSING[model_type])
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         known = ", ".join(sorted({*FAMILIES, *ENCLOSING}))
-        raise ValueError(f"model_type must be one of {known}, got {shown(model_type)}")
+        raise ValueError(f"model_type must be one of {known}, got {_shown(model_type)}")
     return flat, model_type
 
 
 def _attention(flat: Mapping[str, Any], family: Family, *, sliding: bool) -> AttentionConfig:
-    query_heads = size(flat, "num_attention_heads")
+    query_heads = _size(flat, "num_attention_heads")
     key_value_heads = query_heads
     if flat.get("num_key_value_heads") is not None:
-        key_value_heads = size(flat, "num_key_value_heads")
+        key_value_heads = _size(flat, "num_key_value_heads")
     if query_heads % key_value_heads:
         raise ValueError(
             f"num_attention_heads must be a multiple of num_key_value_heads, "
             f"got {query_heads} and {key_value_heads}"
         )
-    head_dim = family.head_dim or size(flat, "hidden_size") // query_heads
+    head_dim = family.head_dim or _size(flat, "hidden_size") // query_heads
     if family.head_dim or flat.get("head_dim") is not None:
-        head_dim = size(flat, "head_dim", head_dim)
+        head_dim = _size(flat, "head_dim", head_dim)
     rope = _read_rope(_full_layers_rope(flat) if family.window_pattern else flat, family)
     rotary_dim = int(head_dim * rope.part)
     if rotary_dim % 2 or not 0 < rotary_dim <= head_dim:
@@ -128,7 +162,7 @@ def _attention(flat: Mapping[str, Any], family: Family, *, sliding: bool) -> Att
             "head_dim times partial_rotary_factor must be even, and at most head_dim, "
             f"got {head_dim} times {rope.part}"
         )
-    bias = family.fixed_bias or flag(flat, "attention_bias", False)
+    bias = family.fixed_bias or _flag(flat, "attention_bias", False)
     return AttentionConfig(
         query_heads=query_heads,
         key_value_heads=key_value_heads,
@@ -140,18 +174,18 @@ def _attention(flat: Mapping[str, Any], family: Family, *, sliding: bool) -> Att
         output_bias=bias and not family.fixed_bias,
         qk_norm=family.qk_norm,
         output_gate=family.output_gate,
-        query_width=size(flat, "query_pre_attn_scalar", 256) if family.window_pattern else None,
+        query_width=_size(flat, "query_pre_attn_scalar", 256) if family.window_pattern else None,
         window=_window(flat, family) if sliding else None,
     )
 
 
 def _delta_net(flat: Mapping[str, Any]) -> DeltaNetConfig:
     config = DeltaNetConfig(
-        key_heads=size(flat, "linear_num_key_heads", 16),
-        value_heads=size(flat, "linear_num_value_heads", 32),
-        key_dim=size(flat, "linear_key_head_dim", 128),
-        value_dim=size(flat, "linear_value_head_dim", 128),
-        kernel=size(flat, "linear_conv_kernel_dim", 4, most=LARGEST_SIZE),
+        key_heads=_size(flat, "linear_num_key_heads", 16),
+        value_heads=_size(flat, "linear_num_value_heads", 32),
+        key_dim=_size(flat, "linear_key_head_dim", 128),
+        value_dim=_size(flat, "linear_value_head_dim", 128),
+        kernel=_size(flat, "linear_conv_kernel_dim", 4, most=_LARGEST_SIZE),
     )
     if config.value_heads % config.key_heads:
         raise ValueError(
@@ -166,14 +200,14 @@ def _delta_net(flat: Mapping[str, Any]) -> DeltaNetConfig:
 
 def _layer_kinds(flat: Mapping[str, Any], family: Family) -> tuple[str, ...]:
     """Read `layer_types`, or derive it from the interval of full layers."""
-    layers = size(flat, "num_hidden_layers", most=MOST_LAYERS)
+    layers = _size(flat, "num_hidden_layers", most=_MOST_LAYERS)
     kinds = flat.get("layer_types")
     if kinds is None:
         _refuse_windows(flat, layers)
-        interval = size(flat, "full_attention_interval", 4) if family.linear_layers else 1
+        interval = _size(flat, "full_attention_interval", 4) if family.linear_layers else 1
         other_kind = LINEAR
         if family.window_pattern:
-            interval = size(flat, "sliding_window_pattern", family.window_pattern)
+            interval = _size(flat, "sliding_window_pattern", family.window_pattern)
             other_kind = SLIDING
         kinds = [other_kind if (i + 1) % interval else FULL for i in range(layers)]
     allowed = [FULL]
@@ -183,20 +217,20 @@ def _layer_kinds(flat: Mapping[str, Any], family: Family) -> tuple[str, ...]:
     if not valid or len(kinds) != layers:
         raise ValueError(
             f"layer_types must be a list of {layers} (num_hidden_layers) out of {allowed}, "
-            f"got {shown(kinds)}"
+            f"got {_shown(kinds)}"
         )
     return tuple(kinds)
 
 
 def _refuse_windows(flat: Mapping[str, Any], layers: int) -> None:
     """Refuse `use_sliding_window`, unless `max_window_layers` leaves no layer with a window."""
-    if not flag(flat, "use_sliding_window", False) or flat.get("sliding_window", 4096) is None:
+    if not _flag(flat, "use_sliding_window", False) or flat.get("sliding_window", 4096) is None:
         return
     first = flat.get("max_window_layers", 28)
     if type(first) is not int or first < layers:
         raise ValueError(
             f"max_window_layers must be at least num_hidden_layers, {layers}, where "
-            f"use_sliding_window is true, got {shown(first)}: windows are unsupported"
+            f"use_sliding_window is true, got {_shown(first)}: windows are unsupported"
         )
 
 
@@ -207,7 +241,7 @@ def _window(flat: Mapping[str, Any], family: Family) -> Window:
         "rope_parameters": _rope_by_kind(flat)[SLIDING],
     }
     theta = _read_rope(rope, dataclasses.replace(family, rope_types=("default",))).theta
-    return Window(size(flat, "sliding_window", 4096), theta)
+    return Window(_size(flat, "sliding_window", 4096), theta)
 
 
 # Rotary positions: three spellings.
@@ -223,36 +257,36 @@ class _Rope(NamedTuple):
 
 def _read_rope(flat: Mapping[str, Any], family: Family) -> _Rope:
     """Read `rope_scaling`, else `rope_parameters`; keys beside them fill in what is missing."""
-    name = "rope_scaling" if section(flat, "rope_scaling") else "rope_parameters"
+    name = "rope_scaling" if _section(flat, "rope_scaling") else "rope_parameters"
     beside = {key: flat[key] for key in ("rope_theta", "partial_rotary_factor") if key in flat}
-    rope = beside | section(flat, name)
+    rope = beside | _section(flat, name)
     if "rope_type" not in rope and "type" in rope:
         rope["rope_type"] = rope["type"]
-    kind = one_of(rope, "rope_type", family.rope_types)
+    kind = _one_of(rope, "rope_type", family.rope_types)
     keys, read_scaling = _SCALINGS[kind]
     known = {"rope_type", "type", "rope_theta", "partial_rotary_factor", *keys}
     known |= _IMAGE_ROPE if family.rotary_part is not None else set()
     for key in rope.keys() - known:
         raise ValueError(
-            f"{name} must have no key {key!r} where rope_type is {kind!r}, got {shown(rope[key])}"
+            f"{name} must have no key {key!r} where rope_type is {kind!r}, got {_shown(rope[key])}"
         )
     for key in keys:
         if key not in rope:
             raise ValueError(f"{key} must be there where rope_type is {kind!r}, got none")
     if family.rotary_part is None:
-        one_of(rope, "partial_rotary_factor", (1.0, 1, None))
+        _one_of(rope, "partial_rotary_factor", (1.0, 1, None))
         part = 1.0
     else:
-        part = number(rope, "partial_rotary_factor", family.rotary_part)
-    return _Rope(number(rope, "rope_theta", 10_000.0), part, read_scaling(rope))
+        part = _number(rope, "partial_rotary_factor", family.rotary_part)
+    return _Rope(_number(rope, "rope_theta", 10_000.0), part, read_scaling(rope))
 
 
 def _llama3(rope: Mapping[str, Any]) -> RopeScaling:
     scaling = RopeScaling(
-        factor=number(rope, "factor", 1.0),
-        low_frequency=number(rope, "low_freq_factor", 1.0),
-        high_frequency=number(rope, "high_freq_factor", 4.0),
-        original_length=size(rope, "original_max_position_embeddings"),
+        factor=_number(rope, "factor", 1.0),
+        low_frequency=_number(rope, "low_freq_factor", 1.0),
+        high_frequency=_number(rope, "high_freq_factor", 4.0),
+        original_length=_size(rope, "original_max_position_embeddings"),
     )
     if scaling.high_frequency <= scaling.low_frequency:
         raise ValueError(
@@ -265,27 +299,102 @@ def _llama3(rope: Mapping[str, Any]) -> RopeScaling:
 _ReadScaling = Callable[[Mapping[str, Any]], RopeScaling | LinearScaling | None]
 _SCALINGS: dict[str, tuple[tuple[str, ...], _ReadScaling]] = {  # the keys of each, all required
     "default": ((), lambda _: None),
-    "linear": (("factor",), lambda rope: LinearScaling(number(rope, "factor", 1.0))),
+    "linear": (("factor",), lambda rope: LinearScaling(_number(rope, "factor", 1.0))),
     "llama3": (_LLAMA3, _llama3),
 }
 
 
 def _full_layers_rope(flat: Mapping[str, Any]) -> dict[str, Any]:
     """Return the configuration with the rotary settings of full layers instead of both kinds'."""
-    full, scaling = _rope_by_kind(flat)[FULL], section(flat, "rope_scaling")
+    full, scaling = _rope_by_kind(flat)[FULL], _section(flat, "rope_scaling")
     return {**flat, "rope_parameters": full, "rope_scaling": {**full, **scaling} if scaling else {}}
 
 
 def _rope_by_kind(flat: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    by_kind = section(flat, "rope_parameters")
+    by_kind = _section(flat, "rope_parameters")
     for key in by_kind.keys() - {FULL, SLIDING}:
         raise ValueError(
-            f"rope_parameters must have the keys {FULL!r} and {SLIDING!r} only, got {shown(key)}"
+            f"rope_parameters must have the keys {FULL!r} and {SLIDING!r} only, got {_shown(key)}"
         )
-    return {kind: section(by_kind, kind) for kind in (FULL, SLIDING)}
+    return {kind: _section(by_kind, kind) for kind in (FULL, SLIDING)}
 
 
 # Writing.
+
+
+# Values of single keys.
+
+
+def _check_keys(config: Mapping[str, Any], family: Family, model_type: str) -> None:
+    """Refuse keys that this family does not have, and values that would change the result."""
+    read = [*_READ, *(_LINEAR_KEYS if family.linear_layers else ())]
+    read += _WINDOW_KEYS if family.window_keys else ()
+    read += _SLIDING_KEYS if family.window_pattern else ()
+    read += () if family.fixed_bias else ("attention_bias",)
+    fixed = _FIXED | {family.activation_key: (family.activation,)} | dict(family.other_keys)
+    for name in config:
+        if name in fixed:
+            _one_of(config, name, fixed[name])
+        elif name not in read and name not in _IGNORED and not _IGNORED_PATTERNS.fullmatch(name):
+            raise ValueError(
+                f"{name!r} must be a key that a configuration of {model_type} has, got an unknown "
+                "one: it may change what the model computes; remove it if it does not"
+            )
+
+
+def _shown(value: Any) -> str:
+    """Show a value in one short line."""
+    if isinstance(value, int) and value.bit_length() > 128:
+        return f"an integer of {value.bit_length()} bits"
+    return reprlib.repr(value)
+
+
+def _size(
+    config: Mapping[str, Any], name: str, default: int | None = None, *, most: int = _LARGEST_SIZE
+) -> int:
+    """Read a positive integer; without a default the key is required."""
+    value = config.get(name, default)
+    if type(value) is not int or not 1 <= value <= most:
+        raise ValueError(
+            f"{name} must be a positive integer of at most {most}, got {_shown(value)}"
+        )
+    return value
+
+
+def _number(config: Mapping[str, Any], name: str, default: float, *, zero: bool = False) -> float:
+    """Read a positive, finite number; with `zero`, 0 is allowed too."""
+    value = config.get(name, default)
+    is_number = type(value) in (int, float)
+    # Bounds that float32 can hold: the decoder computes with it.
+    if not is_number or not (1e-30 <= value <= 1e30 or (zero and value == 0)):
+        kind = "at least 0" if zero else "positive"
+        raise ValueError(f"{name} must be a finite number, {kind}, got {_shown(value)}")
+    return float(value)
+
+
+def _flag(config: Mapping[str, Any], name: str, default: bool) -> bool:
+    """Read true or false."""
+    value = config.get(name, default)
+    if type(value) is not bool:
+        raise ValueError(f"{name} must be true or false, got {_shown(value)}")
+    return value
+
+
+def _section(config: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """Read a JSON object; empty if the key is missing or null."""
+    value = config.get(name)
+    if value is not None and not isinstance(value, Mapping):
+        raise ValueError(f"{name} must be a JSON object, got {_shown(value)}")
+    return dict(value or {})
+
+
+def _one_of(config: Mapping[str, Any], name: str, values: tuple[Any, ...]) -> Any:
+    """Read one of a few values; the first is the default."""
+    value = config.get(name, values[0])
+    if not any(type(value) is type(known) and value == known for known in values):
+        listed = " or ".join(repr(known) for known in values)
+        raise ValueError(f"{name} must be {listed}, got {_shown(value)}: unsupported")
+    return value
 
 
 def export_config(config: DecoderConfig, *, nested: bool, dtype: str) -> dict[str, Any]:

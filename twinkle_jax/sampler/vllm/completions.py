@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
-from twinkle_jax.data.sampling_types import LogprobsKind, SamplingParams
+from twinkle_jax.data import LogprobsKind, SamplingParams
 from twinkle_jax.sampler.requests import Drawn, End, Stops
 from twinkle_jax.sampler.vllm.client import (
     Request,

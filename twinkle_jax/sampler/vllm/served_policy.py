@@ -12,10 +12,9 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from twinkle_jax.data.sampling_types import SamplingParams
-from twinkle_jax.model.decoder.lora import merge_adapter, walk
-from twinkle_jax.model.decoder.module import Decoder
-from twinkle_jax.model.huggingface.checkpoint_write import save_pretrained
+from twinkle_jax.data import SamplingParams
+from twinkle_jax.model import Decoder, merge_adapter, save_pretrained
+from twinkle_jax.model.decoder.lora import walk
 from twinkle_jax.sampler.requests import Actor, Stops
 from twinkle_jax.sampler.vllm.client import (
     Client,

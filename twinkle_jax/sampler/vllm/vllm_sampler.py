@@ -8,10 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from twinkle_jax.data.sampling_types import LogprobsKind, SampleResponses, SamplingParams
-from twinkle_jax.data.template import Template
+from twinkle_jax.data import LogprobsKind, SampleResponses, SamplingParams, Template
+from twinkle_jax.model import parse_config
 from twinkle_jax.model.huggingface.checkpoint_files import CONFIG, locate, read_json
-from twinkle_jax.model.huggingface.config_json import parse_config
 from twinkle_jax.sampler.requests import (
     Actor,
     Prompt,

@@ -8,8 +8,7 @@ from jax.test_util import check_grads
 
 from tests.model.families import assert_close, config_of, params_of
 from tests.model.reference import reference_delta_rule
-from twinkle_jax.model.decoder.delta_net import delta_net
-from twinkle_jax.model.decoder.delta_rule import DeltaInputs, delta_rule, delta_rule_step
+from twinkle_jax.model.decoder.delta_net import DeltaInputs, delta_net, delta_rule, delta_rule_step
 
 _run = jax.jit(delta_rule, static_argnames="chunk")
 

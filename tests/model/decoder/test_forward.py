@@ -1,9 +1,15 @@
 """The decoder over whole rows: values, rows that do not see each other, masks, types, errors."""
 
+import dataclasses
+from functools import partial
+
+import hypothesis
+import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 from tests.model.families import (
     NAMES,
@@ -17,7 +23,20 @@ from tests.model.families import (
     random_params,
 )
 from tests.model.reference import reference_hidden, reference_logits
-from twinkle_jax.model import hidden_states, output_logits, output_matrix, parse_config
+from twinkle_jax.model import (
+    Decoder,
+    hidden_states,
+    output_logits,
+    output_matrix,
+    parameter_shapes,
+    parse_config,
+)
+from twinkle_jax.model.decoder.forward import (
+    from_front,
+    number_segments,
+    segment_positions,
+    to_front,
+)
 
 ROWS = [[5, 6, 7, 8, 9, 10, 11], [12, 13, 14], [15], [16, 17, 18, 19, 20]]
 
@@ -303,3 +322,119 @@ def test_errors_while_tracing(arguments, options, error, message):
             lambda p: hidden_states(p, config_of("qwen3"), *arguments, **options),
             params_of("qwen3"),
         )
+
+
+def test_a_window_decides_what_reaches_a_token():
+    """One sliding layer that sees 3 tokens: a fourth does not reach it, the third does."""
+    changes = {"num_hidden_layers": 1, "layer_types": ["sliding_attention"]}
+    config = parse_config(family("gemma3_text", **changes))
+    params = params_of("gemma3_text")
+    params = {**params, "layers": jax.tree.map(lambda x: x[:1], params["layers"])}
+    tokens = jnp.array([[5, 6, 7, 8], [9, 6, 7, 8], [5, 9, 7, 8]])
+    last = hidden(params, config, tokens)[:, -1]
+    np.testing.assert_array_equal(last[0], last[1])
+    assert np.abs(last[0] - last[2]).max() > 0.01
+
+
+@pytest.mark.exhaustive
+def test_a_window_as_long_as_the_row_is_none():
+    config, params = config_of("gemma3_text"), params_of("gemma3_text")
+    tokens = jnp.array([[5, 6, 7, 8, 9]])
+    seen = []
+    for size in (4, 5, 6):
+        window = dataclasses.replace(config.attention.window, size=size)
+        heads = dataclasses.replace(config.attention, window=window)
+        seen.append(hidden(params, dataclasses.replace(config, attention=heads), tokens))
+    assert_close(seen[1], seen[2])
+    assert np.abs(seen[0][0, :4] - seen[1][0, :4]).max() < 1e-4
+    assert np.abs(seen[0][0, 4] - seen[1][0, 4]).max() > 0.01
+
+
+@pytest.mark.parametrize("layers", [6, 7])
+def test_layers_of_both_kinds_are_one_loop_over_one_layer(layers):
+    config = parse_config(family("gemma3_text", num_hidden_layers=layers, layer_types=None))
+    tokens = jax.ShapeDtypeStruct((1, 4), jnp.int32)
+    traced = jax.make_jaxpr(partial(hidden_states, config=config))
+    program = traced(parameter_shapes(config), tokens=tokens)
+    (loop,) = (e for e in program.eqns if e.primitive.name == "scan")
+    assert loop.params["length"] == layers
+    assert str(loop.params["jaxpr"]).count(" cond[") == 1  # of an attention with a window
+
+
+# The module.
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_module_is_the_functions(name):
+    config, params = config_of(name), params_of(name)
+    decoder = Decoder(config, params)
+    jax.tree.map(np.testing.assert_array_equal, decoder.params, params)
+    graph, state = nnx.split(decoder)
+    merged = nnx.merge(graph, jax.tree.map(lambda x: 2 * x, state))
+    np.testing.assert_array_equal(merged.norm["scale"][...], 2 * params["norm"]["scale"])
+    assert hash(graph) == hash(nnx.split(Decoder(config, params))[0])
+
+
+def test_the_module_computes_logits_and_takes_the_functions_options():
+    config, params = config_of("qwen2"), params_of("qwen2")
+    tokens = jnp.array([[1, 2, 3, 4]])
+    mask, segments = tokens > 1, jnp.array([[0, 0, 1, 1]])
+    out = nnx.jit(lambda d: d(tokens, mask, segment_ids=segments))(Decoder(config, params))
+    expected = hidden(params, config, tokens, mask, segment_ids=segments)
+    np.testing.assert_allclose(out, output_logits(params, expected), atol=2e-5)
+    assert out.shape == (1, 4, 48)
+
+
+def test_gradients_of_the_module():
+    graph, state = nnx.split(Decoder(config_of("qwen2"), params_of("qwen2")))
+    tokens = jnp.array([[1, 2, 3]])
+    gradient = jax.eval_shape(jax.grad(lambda s: jnp.sum(nnx.merge(graph, s)(tokens))), state)
+    shapes = jax.tree.map(lambda x: x.shape, nnx.to_pure_dict(gradient))
+    assert shapes == jax.tree.map(lambda x: x.shape, params_of("qwen2"))
+
+
+def test_the_module_has_no_head_when_tied():
+    config = parse_config(family("qwen3", tie_word_embeddings=True))
+    decoder = Decoder(config, random_params(config))
+    assert not hasattr(decoder, "lm_head") and "lm_head" not in decoder.params
+
+
+# Rows with their tokens at the front.
+
+_front, _back, _positions = jax.jit(to_front), jax.jit(from_front), jax.jit(segment_positions)
+masks = st.lists(st.lists(st.booleans(), min_size=6, max_size=6), min_size=3, max_size=3)
+
+
+@hypothesis.given(masks)
+def test_front_holds_what_was_kept_in_order_and_zeros(mask):
+    mask, values = np.array(mask), np.arange(1, 19, dtype=np.int32).reshape(3, 6)
+    out = np.asarray(_front(jnp.asarray(values), jnp.asarray(mask)))
+    for row, kept, moved in zip(values, mask, out, strict=True):
+        expected = list(row[kept]) + [0] * int((~kept).sum())
+        np.testing.assert_array_equal(moved, expected)
+
+
+@hypothesis.given(masks)
+def test_there_and_back(mask):
+    mask, values = np.array(mask), np.arange(1.0, 19, dtype=np.float32).reshape(3, 6)
+    moved = _front(jnp.asarray(values), jnp.asarray(mask))
+    back = _back(moved[:, :, None], jnp.asarray(mask))[:, :, 0]
+    np.testing.assert_array_equal(back, np.where(mask, values, 0))
+
+
+def test_garbage_that_is_not_kept_does_not_come_back():
+    values = jnp.array([[[1.0], [jnp.nan]]])
+    mask = jnp.array([[False, True]])
+    np.testing.assert_array_equal(_back(values, mask)[0, :, 0], [0, 1])
+    gradient = jax.grad(lambda v: jnp.sum(_back(v, mask)))(values)
+    np.testing.assert_array_equal(gradient[0, :, 0], [1, 0])
+
+
+def test_positions_start_anew_in_each_segment():
+    ids = jnp.array([[4, 4, 4, 2, 2, 4], [1, 2, 3, 3, 3, 3]])
+    np.testing.assert_array_equal(_positions(ids), [[0, 1, 2, 0, 1, 0], [0, 0, 0, 1, 2, 3]])
+
+
+def test_an_id_that_comes_back_is_another_segment():
+    ids = jnp.array([[4, 4, 2, 4, 4, 9]])
+    np.testing.assert_array_equal(number_segments(ids), [[0, 0, 1, 2, 2, 3]])

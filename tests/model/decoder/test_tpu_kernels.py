@@ -1,4 +1,4 @@
-"""Splash attention, interpreted: what XLA's attention computes, forwards and backwards."""
+"""Kernels for TPUs, interpreted: attention as XLA computes it, entries as a scatter puts them."""
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +9,8 @@ from tests.model.families import assert_close, config_of, each, family, params_o
 from tests.model.training import fresh, random_batch, relative
 from twinkle_jax.loss import GRPOLoss
 from twinkle_jax.model import hidden_states, make_mesh, parse_config, prefill, shard_like_params
+from twinkle_jax.model.decoder.cache import write_token
+from twinkle_jax.model.decoder.tpu_kernels import write_in_place
 from twinkle_jax.training import grad_step, score_batch
 
 
@@ -48,11 +50,11 @@ def test_values_and_gradients_are_those_of_xla(name, segmented):
     config, params = config_of(name), params_of(name)
     tokens, mask = rows(3, 10)
     ids = jnp.asarray(np.repeat([[4, 7, 4]], 3, 0).repeat([3, 5, 2], 1), jnp.int32)
-    given = tokens, mask, ids if segmented else None
-    found = value_and_gradient(config, params, "splash", *given)
-    expected = value_and_gradient(config, params, "xla", *given)
-    assert_close(found[0], expected[0], 1e-5)
-    assert relative(found[1], expected[1]) < 1e-5
+    arrays = tokens, mask, ids if segmented else None
+    actual = value_and_gradient(config, params, "splash", *arrays)
+    expected = value_and_gradient(config, params, "xla", *arrays)
+    assert_close(actual[0], expected[0], 1e-5)
+    assert relative(actual[1], expected[1]) < 1e-5
 
 
 @pytest.mark.exhaustive
@@ -64,12 +66,12 @@ def test_rows_of_many_blocks(time):
     tokens, mask = rows(2, time)
     ids = jnp.asarray(np.arange(time) // 170, jnp.int32)[None].repeat(2, 0)
     for segments in (None, ids):
-        found, expected = (
+        actual, expected = (
             value_and_gradient(config, params, kind, tokens, mask, segments)
             for kind in ("splash", "xla")
         )
-        assert_close(found[0], expected[0], 1e-5)
-        assert relative(found[1], expected[1]) < 3e-5
+        assert_close(actual[0], expected[0], 1e-5)
+        assert relative(actual[1], expected[1]) < 3e-5
 
 
 @pytest.mark.exhaustive
@@ -120,3 +122,56 @@ def test_prompts_are_read_on_a_mesh(count):
     expected, cache_of_one = read(None, "xla")
     assert_close(last, expected, 1e-5)
     assert relative(cache.layers, cache_of_one.layers) < 1e-5
+
+
+# The cache.
+
+CACHED_ROWS, GROUPS, LAYERS = 4, 2, 3
+
+
+def stack_and_entries(width, slots, axis, dtype):
+    extents = (slots, width) if axis == 3 else (width, slots)
+    keys = jax.random.split(jax.random.key(0))
+    stack = jax.random.normal(keys[0], (LAYERS, CACHED_ROWS, GROUPS, *extents)).astype(dtype)
+    return stack, jax.random.normal(keys[1], (CACHED_ROWS, GROUPS, width))
+
+
+def written_by_hand(stack, new, repeat, length, axis):
+    stack, new = np.array(stack), np.asarray(new.astype(stack.dtype))
+    for row, slot in enumerate(length):
+        if slot < stack.shape[axis]:
+            np.moveaxis(stack, axis, 2)[repeat, row, slot] = new[row]
+    return stack
+
+
+CASES = {  # width of a head, slots, their axis, type, where each row writes
+    "time along lanes": (64, 256, 4, "bfloat16", [0, 127, 128, 255]),
+    "a last block that is not full": (8, 300, 4, "float32", [299, 300, 256, 5]),
+    "values of narrow heads": (8, 160, 3, "bfloat16", [159, 0, 130, 160]),
+    "values of wide heads": (128, 40, 3, "bfloat16", [15, 16, 39, 40]),
+    "less than a block": (8, 12, 4, "float32", [11, 3, 2**30, 0]),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("how", ["kernel", "mesh", "scatter"])
+def test_an_entry_is_written_and_nothing_else(case, how):
+    width, slots, axis, dtype, length = CASES[case]
+    stack, new = stack_and_entries(width, slots, axis, dtype)
+    at, repeat = jnp.array(length, jnp.int32), jnp.int32(1)
+    if how == "scatter":
+        written = write_token(stack, new, repeat, at, axis=axis, mesh=None)
+    else:
+        mesh = make_mesh(data=2, fsdp=2, tensor=2) if how == "mesh" else None
+        options = {"axis": axis, "mesh": mesh, "interpret": True}
+        written = jax.jit(lambda *xs: write_in_place(*xs, **options))(stack, new, repeat, at)
+    assert written.dtype == stack.dtype
+    np.testing.assert_array_equal(written, written_by_hand(stack, new, 1, length, axis))
+
+
+def test_heads_that_a_mesh_does_not_divide_stay_whole():
+    stack, new = stack_and_entries(8, 16, 4, "float32")
+    length = [3, 4, 5, 6]
+    options = {"axis": 4, "mesh": make_mesh(data=1, fsdp=2, tensor=4), "interpret": True}
+    written = write_in_place(stack, new, jnp.int32(0), jnp.array(length, jnp.int32), **options)
+    np.testing.assert_array_equal(written, written_by_hand(stack, new, 0, length, 4))

@@ -1,0 +1,190 @@
+"""Kernels for TPUs: attention over long rows, and a token's entry written into the cache.
+
+Attention is JAX's splash attention, which holds no array of [time, time].
+
+The cache is written in place, one block of each row. A scatter would do, but a TPU carries it out
+with the width of a head along its 128 lanes, where the products of attention want time: it copies
+the cache on the way, twice as large where a head is 64 wide. A kernel takes the cache as it lies.
+
+Importing Pallas takes a quarter of a second, so this file is imported where a kernel is traced.
+"""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jax.experimental.pallas.ops.tpu.splash_attention import (
+    BlockSizes,
+    CausalMask,
+    LocalMask,
+    MultiHeadMask,
+    SegmentIds,
+    make_splash_mha,
+)
+from jax.sharding import Mesh, PartitionSpec
+from jaxtyping import Array, Float, Int
+
+from twinkle_jax.model.decoder.sharding import ROWS
+
+_LANES, _SUBLANES = 128, 16  # of a tile in 16 bits
+_BLOCKS = (512, 384, 256, 128)  # of splash attention: lengths are multiples of the smallest
+
+
+def splash_attention(
+    query: Float[Array, "batch time heads width"],
+    key: Float[Array, "batch time groups width"],
+    value: Float[Array, "batch time groups width"],
+    *,
+    segment_ids: Int[Array, "batch time"] | None,
+    scale: float,
+    window: int | None,
+    mesh: Mesh | None,
+    interpret: bool,
+) -> Float[Array, "batch time heads width"]:
+    """Let each token see those before it in its segment, in its window where there is one.
+
+    Each device attends in its own rows and heads. Rows are padded at their end to a multiple of 128
+    tokens, which no token before them sees.
+
+    Args:
+        query: rotated queries.
+        key: rotated keys; each serves `heads // groups` queries.
+        value: values.
+        segment_ids: equal for tokens that may see each other; None: all of a row.
+        scale: what products of queries and keys are multiplied by.
+        window: tokens that a token sees, itself included; None: all before it.
+        mesh: on which rows are spread over data and fsdp, and heads over tensor.
+        interpret: whether to interpret the kernel, which only a TPU runs.
+
+    Returns:
+        What each head attended to.
+    """
+    time = query.shape[1]
+    wide = jnp.promote_types(query.dtype, jnp.float32)
+    query = (query.astype(wide) * scale).astype(query.dtype)
+    arrays = [_heads_first(x) for x in (query, key, value)]
+    if segment_ids is not None:
+        arrays.append(jnp.pad(segment_ids, ((0, 0), (0, -time % _LANES)), constant_values=-1))
+    attend = partial(_splash_kernel, window=window, interpret=interpret)
+    if mesh is not None:
+        heads = PartitionSpec(ROWS, "tensor")
+        attend = jax.shard_map(
+            attend,
+            mesh=mesh,
+            in_specs=(heads, heads, heads, PartitionSpec(ROWS))[: len(arrays)],
+            out_specs=heads,
+            check_vma=False,  # kernels do not say along which axes their results vary
+        )
+    return jnp.swapaxes(attend(*arrays), 1, 2)[:, :time]
+
+
+def _heads_first(
+    x: Float[Array, "batch time heads width"],
+) -> Float[Array, "batch heads time width"]:
+    return jnp.pad(jnp.swapaxes(x, 1, 2), ((0, 0), (0, 0), (0, -x.shape[1] % _LANES), (0, 0)))
+
+
+def _splash_kernel(
+    query: Array, key: Array, value: Array, *segment_ids: Array, window: int | None, interpret: bool
+) -> Array:
+    """Run the kernel for the rows and heads of one device."""
+    heads, time = query.shape[1:3]
+    size = next(size for size in _BLOCKS if time % size == 0)
+    # The mask is never held: blocks in it are known while tracing, entries computed from places.
+    mask = (
+        CausalMask((time, time))
+        if window is None
+        else LocalMask((time, time), window_size=(window - 1, 0), offset=0)
+    )
+    kernel = make_splash_mha(
+        MultiHeadMask([mask] * heads),
+        block_sizes=BlockSizes(*(size,) * 8),
+        head_shards=1,
+        q_seq_shards=1,
+        interpret=interpret,
+    )
+
+    def row(query: Array, key: Array, value: Array, *ids: Array) -> Array:
+        attended: Array = kernel(query, key, value, *(SegmentIds(x, x) for x in ids))
+        return attended
+
+    return jax.vmap(row)(query, key, value, *segment_ids)
+
+
+def write_in_place(
+    stack: Float[Array, "layers batch groups a b"],
+    new: Float[Array, "batch groups width"],
+    repeat: Int[Array, ""],
+    length: Int[Array, " batch"],
+    *,
+    axis: int,
+    mesh: Mesh | None,
+    interpret: bool,
+) -> Float[Array, "layers batch groups a b"]:
+    """Write each row's entry into its slot along an axis; what finds no slot is dropped.
+
+    Args:
+        stack: keys or values of all layers; donate it.
+        new: what is written.
+        repeat: the layer.
+        length: the slot of each row.
+        axis: along which the slots are, 3 or 4.
+        mesh: on which rows are spread over data and fsdp, and heads over tensor.
+        interpret: whether to interpret the kernel, which only a TPU runs.
+    """
+    if axis == 3 and stack.shape[4] % _LANES:  # then slots lie along the lanes, where they fit
+        swapped = stack.swapaxes(3, 4)
+        options: Any = {"axis": 4, "mesh": mesh, "interpret": interpret}
+        return write_in_place(swapped, new, repeat, length, **options).swapaxes(3, 4)
+    write = partial(_write_kernel, axis=axis, interpret=interpret)
+    if mesh is not None:
+        heads = None if stack.shape[2] % mesh.shape["tensor"] else "tensor"
+        stacks, news = PartitionSpec(None, ROWS, heads), PartitionSpec(ROWS, heads)
+        write = jax.shard_map(
+            write,
+            mesh=mesh,
+            in_specs=(stacks, news, PartitionSpec(), PartitionSpec(ROWS)),
+            out_specs=stacks,
+            check_vma=False,  # kernels do not say along which axes their results vary
+        )
+    return write(stack, new.astype(stack.dtype), repeat, length)
+
+
+def _write_kernel(
+    stack: Array, new: Array, repeat: Array, length: Array, *, axis: int, interpret: bool
+) -> Any:
+    """Run the kernel for the rows and heads of one device, a row at a time."""
+    slots = stack.shape[axis]
+    size = min(slots, _LANES if axis == 4 else _SUBLANES)
+
+    def block(row: Array, at: Any) -> Array:
+        return jax.lax.div(jnp.minimum(at[row], slots - 1), jnp.int32(size))
+
+    def place(row: Array, repeat: Any, at: Any) -> tuple[Any, ...]:
+        along = (0, block(row, at)) if axis == 4 else (block(row, at), 0)
+        return repeat[0], row, 0, *along
+
+    def kernel(repeat: Any, at: Any, new: Any, old: Any, out: Any) -> None:
+        row = pl.program_id(0)
+        first = block(row, at) * size
+        slot = first + jax.lax.broadcasted_iota(jnp.int32, out.shape[2:], axis - 2)
+        entry = jnp.expand_dims(new[0].astype(jnp.float32), axis - 2)
+        kept = jnp.where(slot == at[row], entry, old[0, 0].astype(jnp.float32))
+        out[0, 0] = kept.astype(out.dtype)
+
+    extents = list(stack.shape)
+    extents[:2], extents[axis] = (1, 1), size
+    part = pl.BlockSpec(tuple(extents), place)
+    entry = pl.BlockSpec((1, *new.shape[1:]), lambda row, repeat, at: (row, 0, 0))
+    return pl.pallas_call(
+        kernel,
+        out_shape=jax.ShapeDtypeStruct(stack.shape, stack.dtype),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=2, grid=(len(new),), in_specs=[entry, part], out_specs=part
+        ),
+        input_output_aliases={3: 0},
+        interpret=interpret,
+    )(repeat[None], length, new, stack)
