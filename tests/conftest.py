@@ -10,6 +10,7 @@ import os
 import pathlib
 import platform
 
+import chex
 import hypothesis
 import jax
 import pytest
@@ -45,6 +46,12 @@ def forget_compiled_programs():
     yield
     if not MAPS.exists() or MAPS.read_text().count("\n") > 25_000:
         jax.clear_caches()
+
+
+@pytest.fixture(autouse=True)
+def forget_traces():
+    """Have `chex.assert_max_traces` count each test by itself."""
+    chex.clear_trace_counter()
 
 
 @pytest.fixture

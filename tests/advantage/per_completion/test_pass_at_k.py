@@ -5,6 +5,7 @@ import itertools
 import math
 import statistics
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -191,12 +192,9 @@ def test_pkpo_of_hundreds_of_samples(baseline):
 
 
 def test_a_traced_k_compiles_once_and_equals_a_number():
-    traces = 0
-
     @jax.jit
+    @chex.assert_max_traces(n=1)
     def run(rewards, k):
-        nonlocal traces
-        traces += 1
         return (
             pass_at_k_advantage(rewards, 7, k=k),
             pkpo_advantage(rewards, 7, k=k),
@@ -210,7 +208,6 @@ def test_a_traced_k_compiles_once_and_equals_a_number():
         np.testing.assert_allclose(second, pkpo_advantage(rewards, 7, k=k), rtol=1e-6, atol=1e-8)
         one_less = pkpo_advantage(rewards, 7, k=k, baseline="leave_one_out_minus_one")
         np.testing.assert_allclose(third, one_less, rtol=1e-6, atol=1e-8)
-    assert traces == 1
     for k in (0, -1, 8):  # what nobody could check is nothing, not garbage
         assert not any(np.asarray(x).any() for x in run(rewards, k))
     loo = jax.jit(lambda k: pkpo_advantage(rewards, 7, k=k, baseline="leave_one_out"))

@@ -1,5 +1,8 @@
 """Prefill and decoding: the same as the full forward at every position, whatever the batch."""
 
+import functools
+
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -175,19 +178,17 @@ def test_the_state_is_float32_and_the_rest_what_is_computed_in():
 @pytest.mark.parametrize("name", each(["qwen3", "qwen3_5_text"]))
 def test_steps_compile_once_and_run_in_place(name):
     config, params = config_of(name), params_of(name)
-    traces = []
 
-    def count(tokens, cache):
-        traces.append(1)
+    @functools.partial(jax.jit, donate_argnums=1)
+    @chex.assert_max_traces(n=1)
+    def next_step(tokens, cache):
         return decode_step(params, config, tokens, cache)
 
-    counted = jax.jit(count, donate_argnums=1)
     _, cache = fill(params, config, *batch(PROMPTS, 6, "left"), max_length=11)
     for token in range(3):
         before = cache
-        _, cache = counted(jnp.full(4, token), cache)
+        _, cache = next_step(jnp.full(4, token), cache)
         assert all(x.is_deleted() for x in jax.tree.leaves(before))
-    assert len(traces) == 1
 
 
 TOKENS = jnp.ones((2, 3), jnp.int32)
