@@ -202,45 +202,38 @@ def test_in_bfloat16_the_difference_to_the_trainer_is_small(name):
 
 
 BAD = [
-    ({"prompts": np.zeros((2, 2))}, TypeError, "prompts must be integers, got float64"),
-    ({"prompts": [1, 2]}, ValueError, r"prompts must be \[prompts, time\], .* got \(2,\)"),
-    ({"prompts": [[1, 2], [3, 48]]}, ValueError, r"\[0, 48\), the vocabulary, got 48 in row 1"),
-    ({"mask": [[True], [True]]}, ValueError, r"shape of prompts, \(2, 2\), got \(2, 1\)"),
-    ({"mask": [[1, 1], [1, 1]]}, TypeError, "prompt_mask must be bool, got int64"),
-    (
-        {"mask": [[True, True], [False, False]]},
-        ValueError,
-        "prompts must have a token in each row, got none in row 1",
-    ),
-    ({"key": 0}, TypeError, r"key must be made with jax.random.key, got 0"),
-    ({"key": jax.random.split(root(), 3)}, ValueError, r"one for each of 2 rows, got \(3,\)"),
-    ({"max_new_tokens": 0}, ValueError, "max_new_tokens must be at least 1, got 0"),
-    ({"num_samples": 0}, ValueError, "num_samples must be at least 1, got 0"),
-    ({"max_tokens": 5}, ValueError, "at most max_new_tokens, 4, got 5"),
-    ({"max_tokens": [1, 0]}, ValueError, "got 0 for row 1"),
-    ({"max_tokens": [1.0, 2.0]}, TypeError, "max_tokens must be integers, got float64"),
-    ({"max_tokens": [1, 2, 3]}, ValueError, r"one of the shapes \(\(\), \(2,\), \(2,\)\)"),
-    ({"temperature": -0.5}, ValueError, "temperature must be finite and at least 0, got -0.5"),
-    ({"temperature": float("nan")}, ValueError, "temperature must be finite .* got nan"),
-    ({"temperature": "hot"}, TypeError, "temperature must be one number, got 'hot'"),
-    ({"top_p": 0.0}, ValueError, r"top_p must be in \(0, 1\], got 0.0"),
-    ({"top_p": 1.5}, ValueError, r"top_p must be in \(0, 1\], got 1.5"),
-    ({"top_k": -2}, ValueError, "top_k must be at least -1, got -2"),
-    ({"top_k": 1.5}, TypeError, "top_k must be one integer, got 1.5"),
-    ({"min_p": 2.0}, ValueError, r"min_p must be in \[0, 1\], got 2.0"),
-    ({"repetition_penalty": 0.0}, ValueError, "repetition_penalty must be finite and above 0"),
-    ({"stop_tokens": [-1]}, ValueError, "stop_tokens must be at least 0, got -1"),
-    ({"stop_tokens": [1.5]}, TypeError, "stop_tokens must be a list of token ids"),
+    ({"prompts": np.zeros((2, 2))}, TypeError),
+    ({"prompts": [1, 2]}, ValueError),
+    ({"prompts": [[1, 2], [3, 48]]}, ValueError),
+    ({"prompts": [[1, 2], [3, 4]], "prompt_mask": [[True] * 2, [False] * 2]}, ValueError),
+    ({"prompt_mask": [[True], [True]]}, ValueError),
+    ({"prompt_mask": [[1, 1], [1, 1]]}, TypeError),
+    ({"key": 0}, TypeError),
+    ({"key": jax.random.split(root(), 3)}, ValueError),
+    ({"max_new_tokens": 0}, ValueError),
+    ({"num_samples": 0}, ValueError),
+    ({"max_tokens": 5}, ValueError),
+    ({"max_tokens": [1, 0]}, ValueError),
+    ({"max_tokens": [1.0, 2.0]}, TypeError),
+    ({"max_tokens": [1, 2, 3]}, ValueError),
+    ({"temperature": -0.5}, ValueError),
+    ({"temperature": float("nan")}, ValueError),
+    ({"temperature": "hot"}, TypeError),
+    ({"top_p": 0.0}, ValueError),
+    ({"top_p": 1.5}, ValueError),
+    ({"top_k": -2}, ValueError),
+    ({"top_k": 1.5}, TypeError),
+    ({"min_p": 2.0}, ValueError),
+    ({"repetition_penalty": 0.0}, ValueError),
+    ({"stop_tokens": [-1]}, ValueError),
+    ({"stop_tokens": [1.5]}, TypeError),
 ]
 
 
-@pytest.mark.parametrize(("change", "error", "message"), BAD)
-def test_errors_name_the_parameter_and_the_row(change, error, message):
-    change = dict(change)
-    prompts = change.pop("prompts", [[1, 2], [3, 4]])
-    mask, key = change.pop("mask", None), change.pop("key", root())
-    known = Sampling._fields
-    sampling = Sampling(**{name: change.pop(name) for name in known if name in change})
-    options = {"max_new_tokens": 4, **change}
-    with pytest.raises(error, match=message):
-        generate(params_of("qwen3"), config_of("qwen3"), prompts, mask, key, sampling, **options)
+@pytest.mark.parametrize(("change", "error"), BAD, ids=str)
+def test_errors_name_the_argument(change, error):
+    arguments = {"prompts": [[1, 2], [3, 4]], "prompt_mask": None, "key": root(), **change}
+    settings = {name: arguments.pop(name) for name in Sampling._fields if name in arguments}
+    arguments = {"max_new_tokens": 4, **arguments, "sampling": Sampling(**settings)}
+    with pytest.raises(error, match=f"{next(iter(change))} must"):
+        generate(params_of("qwen3"), config_of("qwen3"), **arguments)

@@ -107,5 +107,5 @@ def test_rows_that_devices_do_not_divide_are_drawn_too():
         for where in (None, mesh)
     )
     np.testing.assert_array_equal(spread.tokens, alone.tokens)
-    with pytest.raises(ValueError, match="slots must be a positive multiple of 8"):
+    with pytest.raises(ValueError, match="slots must"):
         run(params_of("qwen2"), name="qwen2", mesh=mesh, slots=4)

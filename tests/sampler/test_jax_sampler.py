@@ -253,38 +253,34 @@ def test_a_sampler_of_its_own_is_synchronised(checkpoint):
 
 
 BAD = [
-    ({"inputs": []}, ValueError, "inputs must be trajectories, .* at least one"),
-    ({"inputs": [CHATS[0], {"input_ids": []}]}, ValueError, r"inputs\[1\] must have at least one"),
-    ({"inputs": ["1" * 70]}, ValueError, r"inputs\[0\] must have fewer tokens than max_length=64"),
-    ({"inputs": [{"input_ids": [99]}]}, ValueError, r"inputs\[0\] must have tokens in \[0, 19\)"),
-    ({"inputs": [{"input_ids": [1.5]}]}, TypeError, r"inputs\[0\]\['input_ids'\] must be integers"),
-    ({"inputs": [7]}, TypeError, r"inputs\[0\] must be a trajectory, .* got 7"),
-    ({"params": {"temperature": -1}}, ValueError, "temperature must be"),
-    ({"params": {"top_p": 0}}, ValueError, "top_p must be"),
-    ({"params": {"stop": "x"}}, ValueError, "stop must be text .* got 'x'"),
-    ({"params": {"logprobs": 2}}, ValueError, "logprobs must be None or 0 or 1 .* got 2"),
-    ({"params": {"prompt_logprobs": 0}}, ValueError, "prompt_logprobs must be None .* got 0"),
-    ({"kind": "raw"}, ValueError, "logprobs_kind must be .* got 'raw'"),
-    ({"params": 3}, TypeError, "sampling_params must be SamplingParams, got 3"),
+    ("inputs", {"inputs": []}, ValueError),
+    (r"inputs\[1\]", {"inputs": [CHATS[0], {"input_ids": []}]}, ValueError),
+    (r"inputs\[0\]", {"inputs": ["1" * 70]}, ValueError),
+    (r"inputs\[0\]", {"inputs": [{"input_ids": [99]}]}, ValueError),
+    (r"inputs\[0\]\['input_ids'\]", {"inputs": [{"input_ids": [1.5]}]}, TypeError),
+    (r"inputs\[0\]", {"inputs": [7]}, TypeError),
+    ("temperature", {"sampling_params": {"temperature": -1}}, ValueError),
+    ("top_p", {"sampling_params": {"top_p": 0}}, ValueError),
+    ("stop", {"sampling_params": {"stop": "x"}}, ValueError),
+    ("logprobs", {"sampling_params": {"logprobs": 2}}, ValueError),
+    ("prompt_logprobs", {"sampling_params": {"prompt_logprobs": 0}}, ValueError),
+    ("logprobs_kind", {"logprobs_kind": "raw"}, ValueError),
+    ("sampling_params", {"sampling_params": 3}, TypeError),
 ]
 
 
-@pytest.mark.parametrize(("change", "error", "message"), BAD)
-def test_what_does_not_fit_is_named(actor, change, error, message):
-    with pytest.raises(error, match=message):
-        JaxSampler(actor).sample(
-            change.get("inputs", CHATS),
-            change.get("params"),
-            logprobs_kind=change.get("kind", "policy"),
-        )
+@pytest.mark.parametrize(("name", "change", "error"), BAD)
+def test_errors_name_the_argument(actor, name, change, error):
+    with pytest.raises(error, match=f"{name} must"):
+        JaxSampler(actor).sample(**{"inputs": CHATS, **change})
 
 
 def test_it_needs_one_policy(actor, checkpoint):
-    with pytest.raises(ValueError, match="either model or model_id must be given, got neither"):
+    with pytest.raises(ValueError, match="model_id"):
         JaxSampler()
-    with pytest.raises(ValueError, match="either model or model_id must be given, got both"):
+    with pytest.raises(ValueError, match="model_id"):
         JaxSampler(actor, model_id=checkpoint)
-    with pytest.raises(ValueError, match="max_length must be at least 2, got 1"):
+    with pytest.raises(ValueError, match="max_length must"):
         JaxSampler(actor, max_length=1)
 
 
@@ -296,9 +292,7 @@ def test_without_a_tokenizer_there_are_ids_only(actor):
     ].sequences[0]
     assert one.decoded is None and one.new_input_feature["input_ids"].tolist()[:2] == [8, 9]
     for wrong in ("12", CHATS[0]):
-        with pytest.raises(
-            ValueError, match=r"inputs\[0\] must have 'input_ids' where there is no"
-        ):
+        with pytest.raises(ValueError, match=r"inputs\[0\] must"):
             sampler.sample(wrong)
-    with pytest.raises(ValueError, match="stop must be token ids"):
+    with pytest.raises(ValueError, match="stop must"):
         sampler.sample({"input_ids": [8]}, SamplingParams(stop="1"))

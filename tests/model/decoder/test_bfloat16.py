@@ -18,6 +18,7 @@ from twinkle_jax.model import (
 from twinkle_jax.model.decoder.bfloat16 import multiply, rounded, tracing_for
 from twinkle_jax.sampler import Sampling, generate
 
+_GET = "pip install 'twinkle-jax[test,oracle]'"
 WIDE = {"hidden_size": 128, "intermediate_size": 512, "vocab_size": 512, "head_dim": 32}
 DEEP = {
     "qwen3_5_text": {
@@ -56,8 +57,8 @@ def sharp(name):
 
 def transformers_difference(config, params, tokens, folder):
     """Mean difference of log-probabilities in transformers: whole rows, and token by token."""
-    torch = pytest.importorskip("torch")
-    transformers = pytest.importorskip("transformers")
+    torch = pytest.importorskip("torch", reason=_GET)
+    transformers = pytest.importorskip("transformers", reason=_GET)
     save_pretrained(Decoder(config, params), folder, dtype="bfloat16")
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="auto").eval()
     tokens = torch.tensor(np.array(tokens), dtype=torch.long)

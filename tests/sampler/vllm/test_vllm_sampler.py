@@ -168,61 +168,52 @@ def test_the_server_may_have_less_room(sampler, server):
     assert len(one.tokens) <= 4 and server.asked[-1][1]["max_tokens"] == 4
     bodies = [body for path, body in server.asked if path == COMPLETIONS]
     assert all(len(body["prompt"]) + body["max_tokens"] <= 10 for body in bodies)
-    message = r"inputs\[1\] must have fewer tokens than the server's max_model_len=10, got 11"
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=r"inputs\[1\] must"):
         sampler.sample([{"input_ids": [8]}, {"input_ids": [8] * 11}])
 
 
 BAD = [
-    ({"inputs": []}, ValueError, "inputs must be trajectories, .* at least one"),
-    ({"inputs": ["1" * 70]}, ValueError, r"inputs\[0\] must have fewer tokens than max_length=64"),
-    ({"params": {"temperature": 2.5}}, ValueError, r"temperature must be 0 or in \[0.01, 2\]"),
-    ({"params": {"temperature": 0.005}}, ValueError, "temperature must be 0 or in .* got 0.005"),
-    ({"params": {"seed": 2**63}}, ValueError, "seed must be at most"),
-    ({"params": {"logprobs": 20}}, ValueError, "logprobs must be at most 19"),
-    ({"params": {"prompt_logprobs": 20}}, ValueError, "prompt_logprobs must be at most 19"),
-    ({"params": {"stop": "x"}}, ValueError, "stop must be text .* got 'x'"),
-    ({"params": 3}, TypeError, "sampling_params must be SamplingParams, got 3"),
-    ({"num_samples": 0}, ValueError, "num_samples must be at least 1, got 0"),
-    ({"logprobs_kind": "raw"}, ValueError, "logprobs_kind must be .* got 'raw'"),
+    ("inputs", {"inputs": []}, ValueError),
+    (r"inputs\[0\]", {"inputs": ["1" * 70]}, ValueError),
+    ("temperature", {"sampling_params": {"temperature": 2.5}}, ValueError),
+    ("temperature", {"sampling_params": {"temperature": 0.005}}, ValueError),
+    ("seed", {"sampling_params": {"seed": 2**63}}, ValueError),
+    ("logprobs", {"sampling_params": {"logprobs": 20}}, ValueError),
+    ("prompt_logprobs", {"sampling_params": {"prompt_logprobs": 20}}, ValueError),
+    ("stop", {"sampling_params": {"stop": "x"}}, ValueError),
+    ("sampling_params", {"sampling_params": 3}, TypeError),
+    ("num_samples", {"num_samples": 0}, ValueError),
+    ("logprobs_kind", {"logprobs_kind": "raw"}, ValueError),
 ]
 
 
-@pytest.mark.parametrize(("change", "error", "message"), BAD)
-def test_what_does_not_fit_is_named_before_the_server_is_asked(
-    sampler, server, change, error, message
-):
-    with pytest.raises(error, match=message):
-        sampler.sample(
-            change.get("inputs", CHATS),
-            change.get("params"),
-            num_samples=change.get("num_samples", 1),
-            logprobs_kind=change.get("logprobs_kind", "policy"),
-        )
+@pytest.mark.parametrize(("name", "change", "error"), BAD)
+def test_errors_name_the_argument_before_the_server_is_asked(sampler, server, name, change, error):
+    with pytest.raises(error, match=f"{name} must"):
+        sampler.sample(**{"inputs": CHATS, **change})
     assert server.asked == []
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("name", "value"),
     [
-        ({"base_url": "localhost:8000"}, "base_url must be http://HOST:PORT .* got 'localhost:8"),
-        ({"base_url": "http://x:y"}, "base_url must be http://HOST:PORT"),
-        ({"base_url": "http://x:99999"}, "base_url must be http://HOST:PORT"),
-        ({"base_url": 8000}, "base_url must be http://HOST:PORT"),
-        ({"base_url": "http://x?y"}, "base_url must be http://HOST:PORT"),
-        ({"base_url": "http://me:secret@x"}, "base_url must be without a name and password"),
-        ({"api_key": "secret\n"}, "api_key must be printable"),
-        ({"api_key": "secret€"}, "api_key must be printable"),
-        ({"retries": -1}, "retries must be an int of at least 0, got -1"),
-        ({"timeout": 0}, "timeout must be a finite number above 0, got 0"),
-        ({"tolerance": float("nan")}, "tolerance must be a finite number above 0, got nan"),
-        ({"max_length": 1}, "max_length must be at least 2, got 1"),
-        ({"model_id": "/nowhere"}, "path_or_id must be a directory or a hub id"),
+        ("base_url", "localhost:8000"),
+        ("base_url", "http://x:y"),
+        ("base_url", "http://x:99999"),
+        ("base_url", 8000),
+        ("base_url", "http://x?y"),
+        ("base_url", "http://me:secret@x"),
+        ("api_key", "secret\n"),
+        ("api_key", "secret€"),
+        ("retries", -1),
+        ("timeout", 0),
+        ("tolerance", float("nan")),
+        ("max_length", 1),
     ],
 )
-def test_a_sampler_is_not_made_of_what_does_not_fit(checkpoint, change, message):
-    with pytest.raises(ValueError, match=message) as caught:
-        vLLMSampler(**{"model_id": checkpoint, "base_url": "http://127.0.0.1:1", **change})
+def test_a_sampler_names_the_argument_that_it_refuses(checkpoint, name, value):
+    with pytest.raises(ValueError, match=f"{name} must") as caught:
+        vLLMSampler(**{"model_id": checkpoint, "base_url": "http://127.0.0.1:1", name: value})
     assert "secret" not in str(caught.value)
 
 
@@ -264,7 +255,7 @@ def test_renormalised_log_probabilities_are_never_called_the_policys(
     asked = {"max_tokens": 6, "seed": 1, "temperature": temperature, **filters}
     error = (ServerError, "--logprobs-mode raw_logprobs$")
     if temperature != 1:
-        error = (ValueError, f"temperature must be 1 with {next(iter(filters))}")
+        error = (ValueError, "temperature must")
     with pytest.raises(error[0], match=error[1]):
         sampler.sample("12", asked)
     response = sampler.sample("12", asked, num_samples=4, logprobs_kind="sampling")
