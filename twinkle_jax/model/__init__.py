@@ -6,6 +6,7 @@ What is listed here is public; all else is private.
 from twinkle_jax.model.decoder.attention import AttentionImplementation, default_attention
 from twinkle_jax.model.decoder.cache import Cache, DeltaState, KeyValues, take_rows, unstack_layers
 from twinkle_jax.model.decoder.config import (
+    Activation,
     AttentionConfig,
     DecoderConfig,
     DeltaNetConfig,
@@ -24,12 +25,17 @@ from twinkle_jax.model.decoder.parameters import (
     parameter_shapes,
 )
 from twinkle_jax.model.decoder.sharding import make_mesh, partition_rules, shard_like_params
-from twinkle_jax.model.huggingface.adapter_files import load_adapter, save_adapter
-from twinkle_jax.model.huggingface.checkpoint_read import load_pretrained
+from twinkle_jax.model.huggingface.adapter_files import (
+    SavesTokenizer,
+    load_adapter,
+    save_adapter,
+)
+from twinkle_jax.model.huggingface.checkpoint_read import Partition, load_pretrained
 from twinkle_jax.model.huggingface.checkpoint_write import save_pretrained
 from twinkle_jax.model.huggingface.config_json import parse_config
 
 __all__ = [
+    "Activation",
     "AttentionConfig",
     "AttentionImplementation",
     "Cache",
@@ -41,8 +47,10 @@ __all__ = [
     "LinearScaling",
     "LoraConfig",
     "Params",
+    "Partition",
     "Remat",
     "RopeScaling",
+    "SavesTokenizer",
     "Window",
     "decode_step",
     "default_attention",

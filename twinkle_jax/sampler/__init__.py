@@ -6,7 +6,7 @@ What is listed here is public; all else is private.
 from twinkle_jax.sampler.generate import generate, generate_many
 from twinkle_jax.sampler.jax_sampler import JaxSampler
 from twinkle_jax.sampler.requests import Actor, Prompt
-from twinkle_jax.sampler.sampling import Sampling
+from twinkle_jax.sampler.sampling import IntScalar, RealScalar, Sampling
 from twinkle_jax.sampler.slots import LENGTH, STOP, Completions
 from twinkle_jax.sampler.vllm.client import ServerError
 from twinkle_jax.sampler.vllm.vllm_sampler import vLLMSampler
@@ -16,8 +16,10 @@ __all__ = [
     "STOP",
     "Actor",
     "Completions",
+    "IntScalar",
     "JaxSampler",
     "Prompt",
+    "RealScalar",
     "Sampling",
     "ServerError",
     "generate",

@@ -18,7 +18,8 @@ from twinkle_jax.training.config import (
 from twinkle_jax.training.estimator import Estimator, make_estimator
 from twinkle_jax.training.evaluation import evaluate
 from twinkle_jax.training.gradient import StepSummary, add_summaries, grad_step
-from twinkle_jax.training.optimizer import make_optimizer, make_schedule
+from twinkle_jax.training.optimizer import Schedule, make_optimizer, make_schedule
+from twinkle_jax.training.packing import Packing
 from twinkle_jax.training.policy import (
     Policy,
     add_adapter,
@@ -53,10 +54,12 @@ __all__ = [
     "LoraSettings",
     "MeshConfig",
     "OptimizerConfig",
+    "Packing",
     "Policy",
     "Recipe",
     "RolloutConfig",
     "SamplerMismatchError",
+    "Schedule",
     "Scores",
     "StepSummary",
     "TrainConfig",
