@@ -22,7 +22,7 @@ from twinkle_jax.data.trajectory import (
 _ROLE = re.compile("[A-Za-z_]+")
 _CHUNK = 64  # conversations that are rendered at once
 _KEPT = ("messages", "tools", "user_data")
-_MARK = "\ue0f8"  # stands for the assistant's last message, to find the text that follows it
+_MARK = "\ue0f8"  # around what stands for the assistant's last message, to find what follows it
 _TRUSTED = ("assistant", "system")  # may write <think> and the like, but no special token
 
 _Spans = list[tuple[int, int]]
@@ -166,21 +166,55 @@ class Template:
             ValueError: if the last message is not the assistant's, or the template leaves it out.
         """
         before = list(feature.get("messages") or ())
-        if self.chat_template is None or not before or before[-1].get("role") != "assistant":
-            raise ValueError("feature must end with a message of the assistant, to be continued")
-        hidden = [self._hide(message) for message in [*before, *messages]]
-        hidden[len(before) - 1]["content"] = _MARK
-        variables = self._variables(hidden, feature.get("tools"), add_generation_prompt)
-        (text,) = self.chat_template.render_all([variables])
-        _, mark, after = text.rpartition(_MARK)
-        if not mark:
-            raise ValueError("chat_template must render the assistant's last message, it does not")
-        tokens = self.tokenizer.control.encode(after).ids
+        turn = {**feature, "messages": before, "new": list(messages)}
+        (tokens,) = self.continuations([turn], add_generation_prompt=add_generation_prompt)
         if tokens and tokens[0] == int(np.asarray(feature["input_ids"])[-1]):
             tokens = tokens[1:]  # the assistant ended its turn itself
         longer = extend_feature(feature, tokens, labelled=False)
         longer["messages"] = [*before, *messages]  # type: ignore[list-item]
         return longer
+
+    def continuations(
+        self, turns: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True
+    ) -> list[list[int]]:
+        """Encode what follows the assistant's last words, for several conversations at once.
+
+        The tokens go behind those that were sampled, whatever the chat template would make of
+        these now: earlier thoughts that it strips stay. They begin with the token that ends the
+        assistant's turn, which it may have sampled itself.
+
+        Args:
+            turns: for each, `messages` that end with the assistant's, `new` messages of the user
+                or a tool, and maybe `tools`.
+            add_generation_prompt: whether the assistant speaks next.
+
+        Returns:
+            Tokens for each.
+
+        Raises:
+            ValueError: if the last message is not the assistant's, or the template leaves it out.
+        """
+        conversations, marks = [], []
+        for turn in turns:
+            before = turn["messages"]
+            if self.chat_template is None or not before or before[-1].get("role") != "assistant":
+                raise ValueError("feature must end with a message of the assistant, to continue")
+            hidden = [self._hide(message) for message in [*before, *turn["new"]]]
+            number, text = 0, repr(hidden)
+            while f"\\ue0f8{number}\\ue0f8" in text:  # no message can pass for the mark
+                number += 1
+            marks.append(f"{_MARK}{number}{_MARK}")
+            hidden[len(before) - 1]["content"] = marks[-1]
+            conversations.append(self._variables(hidden, turn.get("tools"), add_generation_prompt))
+        tokens = []
+        template = self.chat_template
+        texts = template.render_all(conversations) if template and conversations else []
+        for text, mark in zip(texts, marks, strict=True):
+            _, found, after = text.rpartition(mark)
+            if not found:
+                raise ValueError("chat_template must render the assistant's last message")
+            tokens.append(self.tokenizer.control.encode(after).ids)
+        return tokens
 
     def parse_tool_call(self, decoded: str | None) -> list[ToolCall]:
         """Find the tool calls in what the assistant wrote.

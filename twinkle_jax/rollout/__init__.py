@@ -4,7 +4,17 @@ What is listed here is public; all else in this folder is private.
 """
 
 from twinkle_jax.rollout.dynamic_sampling import draw_until_signal, has_signal
-from twinkle_jax.rollout.engine import Drawn, Engine, LocalEngine
+from twinkle_jax.rollout.engine import Continuations, Drawn, Engine, LocalEngine
+from twinkle_jax.rollout.environment import Action, Environment, EnvironmentFactory, Observation
+from twinkle_jax.rollout.episode import (
+    Episode,
+    EpisodeBatch,
+    TokenRow,
+    Turn,
+    episode_metrics,
+    lay_out_episodes,
+)
+from twinkle_jax.rollout.multi_turn import EnvironmentFailureError, MultiTurn
 from twinkle_jax.rollout.rollout import (
     Rollout,
     encode_prompts,
@@ -15,16 +25,29 @@ from twinkle_jax.rollout.settings import RolloutConfig
 from twinkle_jax.rollout.single_turn import RolloutSource, SingleTurn
 
 __all__ = [
+    "Action",
+    "Continuations",
     "Drawn",
     "Engine",
+    "Environment",
+    "EnvironmentFactory",
+    "EnvironmentFailureError",
+    "Episode",
+    "EpisodeBatch",
     "LocalEngine",
+    "MultiTurn",
+    "Observation",
     "Rollout",
     "RolloutConfig",
     "RolloutSource",
     "SingleTurn",
+    "TokenRow",
+    "Turn",
     "draw_until_signal",
     "encode_prompts",
+    "episode_metrics",
     "has_signal",
+    "lay_out_episodes",
     "training_batch",
     "with_advantages",
 ]

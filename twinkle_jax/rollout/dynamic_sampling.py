@@ -30,8 +30,9 @@ def has_signal(
     """
     rewards = rollout.scores.reshape(-1, num_samples)
     kept = np.ones(rewards.shape, bool)
-    if mask_truncated:
-        kept = ~rollout.truncated.reshape(rewards.shape)
+    counted = rollout.counted(mask_truncated=mask_truncated)
+    if counted is not None:
+        kept = counted.reshape(rewards.shape)
     highest = rewards.max(axis=1, where=kept, initial=-np.inf)
     lowest = rewards.min(axis=1, where=kept, initial=np.inf)
     with np.errstate(invalid="ignore", over="ignore"):  # nothing is kept; the largest floats
@@ -79,6 +80,8 @@ def _choose(
 ) -> Rollout:
     """Take groups out of several rollouts, numbered one after the other."""
     rows = (groups[:, None] * num_samples + np.arange(num_samples)).reshape(-1)
+    each = drawn[0].rows_each
+    of_batch = (rows[:, None] * each + np.arange(each, dtype=np.int32)).reshape(-1)
     width = max(rollout.batch.tokens.shape[1] for rollout in drawn)
     batches = [_pad(rollout.batch, width) for rollout in drawn]
 
@@ -88,12 +91,18 @@ def _choose(
 
     trajectories = [t for rollout in drawn for t in rollout.trajectories]
     truths = [truth for rollout in drawn for truth in rollout.ground_truths]
+    episodes = [e for rollout in drawn for e in rollout.episodes or ()]
+    turns = None
+    if drawn[0].turns is not None:
+        padded = [np.pad(r.turns, ((0, 0), (0, width - r.turns.shape[1])), constant_values=-1)
+                  for r in drawn if r.turns is not None]  # fmt: skip
+        turns = np.concatenate(padded)[of_batch]
     return Rollout(
-        _take_rows(batches, jnp.asarray(rows, jnp.int32)),
+        _take_rows(batches, jnp.asarray(of_batch, jnp.int32)),
         [trajectories[i] for i in rows],
         [truths[i] for i in rows],
         lengths=pick("lengths", rows),
-        row_lengths=pick("row_lengths", rows),
+        row_lengths=pick("row_lengths", of_batch),
         truncated=pick("truncated", rows),
         rewards=pick("rewards", rows),
         greedy_rewards=pick("greedy_rewards", groups),
@@ -101,6 +110,9 @@ def _choose(
             name: np.concatenate([rollout.reward_parts[name] for rollout in drawn])[rows]
             for name in drawn[0].reward_parts
         },
+        failed=pick("failed", rows),
+        episodes=[episodes[i] for i in rows] if episodes else None,
+        turns=turns,
     )
 
 
@@ -108,7 +120,7 @@ def _pad(batch: Batch, width: int) -> Batch:
     room = ((0, 0), (0, width - batch.tokens.shape[1]))
     fill = {"labels": IGNORE}
     padded = {
-        name: jnp.pad(array, room, constant_values=fill.get(name, 0))
+        name: array if name == "rows" else jnp.pad(array, room, constant_values=fill.get(name, 0))
         for name, array in batch._asdict().items()
         if array is not None
     }

@@ -10,11 +10,13 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Int
 
-from twinkle_jax.data import Message, Template, Trajectory
+from twinkle_jax.data import Message, Template, Trajectory, bucket_size
 from twinkle_jax.model import DecoderConfig
 from twinkle_jax.model.decoder.parameters import Params
 from twinkle_jax.rollout.rollout import encode_prompts
 from twinkle_jax.sampler import LENGTH, Completions, Sampling, generate
+
+_FEWEST_ROWS = 8  # of a call: fewer take as long
 
 
 class Drawn(NamedTuple):
@@ -29,6 +31,20 @@ class Drawn(NamedTuple):
     prompts: Int[Array | np.ndarray, "prompts time"]
     prompt_mask: Bool[Array | np.ndarray, "prompts time"]
     completions: Completions
+
+
+class Continuations(NamedTuple):
+    """What follows some rows of tokens, on the host.
+
+    Attributes:
+        tokens: of each row, the token that ended it included.
+        logprobs: of each token, as [`Completions`][twinkle_jax.sampler.Completions] has them.
+        truncated: True for rows that came to their limit.
+    """
+
+    tokens: list[list[int]]
+    logprobs: list[list[float]]
+    truncated: list[bool]
 
 
 class Engine(Protocol):
@@ -58,6 +74,16 @@ class Engine(Protocol):
         num_samples: int,
     ) -> Drawn:
         """Draw `num_samples` completions of each prompt."""
+
+    def continue_rows(
+        self,
+        params: Params,
+        rows: Sequence[Sequence[int]],
+        keys: jax.Array,
+        limits: Sequence[int],
+        sampling: Sampling,
+    ) -> Continuations:
+        """Draw what follows the tokens of each row."""
 
 
 @dataclass(frozen=True)
@@ -126,6 +152,68 @@ class LocalEngine:
             slots=None if self.slots is None else min(self.slots, len(tokens) * num_samples),
         )
         return Drawn(tokens, mask, completions)
+
+    def continue_rows(
+        self,
+        params: Params,
+        rows: Sequence[Sequence[int]],
+        keys: jax.Array,
+        limits: Sequence[int],
+        sampling: Sampling,
+    ) -> Continuations:
+        """Draw what follows the tokens of each row; one transfer brings it to the host.
+
+        Rows and columns are padded to few different sizes, so that soon nothing is compiled.
+
+        Args:
+            params: what is trained, as it is now.
+            rows: token ids of each.
+            keys: one for each row.
+            limits: the most new tokens of each row, from 1 to `max_new_tokens`.
+            sampling: temperature, filters and stop tokens.
+        """
+        count = max(1 << (len(rows) - 1).bit_length(), _FEWEST_ROWS)
+        count += -count % self.row_shards
+        time = bucket_size(max(map(len, rows)), smallest=32)
+        tokens, mask = np.zeros((count, time), np.int32), np.zeros((count, time), bool)
+        for i, row in enumerate(rows):
+            tokens[i, time - len(row) :] = row
+            mask[i, time - len(row) :] = True
+        mask[len(rows) :, -1] = True  # rows that fill up draw one token
+        most = np.ones(count, np.int32)
+        most[: len(rows)] = limits
+        completions = generate(
+            params,
+            self.config,
+            tokens,
+            mask,
+            _fill_keys(keys, np.minimum(np.arange(count, dtype=np.int32), len(rows) - 1)),
+            sampling,
+            max_new_tokens=self.max_new_tokens,
+            max_tokens=most,
+            frozen=self.frozen,
+            compute_dtype=self.compute_dtype,
+            mesh=self.mesh,
+            slots=None if self.slots is None else min(self.slots, count),
+        )
+        drawn, logprobs, lengths, reasons = jax.device_get(
+            (
+                completions.tokens,
+                completions.logprobs,
+                completions.lengths,
+                completions.finish_reasons,
+            )
+        )
+        return Continuations(
+            [drawn[i, : lengths[i]].tolist() for i in range(len(rows))],
+            [logprobs[i, : lengths[i]].tolist() for i in range(len(rows))],
+            [bool(reasons[i] == LENGTH) for i in range(len(rows))],
+        )
+
+
+@jax.jit
+def _fill_keys(keys: jax.Array, index: Int[Array, " count"]) -> jax.Array:
+    return jax.random.clone(keys)[index]  # rows that fill up may draw what others do
 
 
 class Texts(NamedTuple):

@@ -12,6 +12,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from twinkle_jax.data import Batch, Template, Trajectory, bucket_size
 from twinkle_jax.data.trajectory import IGNORE
+from twinkle_jax.rollout.episode import Episode
 from twinkle_jax.sampler import LENGTH, Completions
 
 _SMALLEST_WIDTH = 16  # columns: shorter rows are not worth a compilation of their own
@@ -34,6 +35,12 @@ class Rollout(NamedTuple):
         greedy_rewards: rewards of the most probable completions, one a prompt, for estimators that
             compare with them.
         advantages: one a row, to look at; those of single tokens are in `batch`.
+        failed: True for trajectories whose environment failed; None without environments. They
+            have no labels, and no part in statistics.
+        episodes: the conversations with environments; None without. The batch has the same number
+            of rows for each, one unless a chat template takes several; all else is one a
+            trajectory, but for `row_lengths` and `turns`.
+        turns: for each position of the batch, the turn that its label belongs to; -1 for others.
     """
 
     batch: Batch
@@ -46,6 +53,20 @@ class Rollout(NamedTuple):
     reward_parts: Mapping[str, np.ndarray[Any, Any]] = MappingProxyType({})
     greedy_rewards: np.ndarray[Any, Any] | None = None
     advantages: Float[Array, " rows"] | None = None
+    failed: np.ndarray[Any, Any] | None = None
+    episodes: list[Episode] | None = None
+    turns: np.ndarray[Any, Any] | None = None
+
+    @property
+    def rows_each(self) -> int:
+        """Rows of the batch for each trajectory."""
+        return len(self.batch.tokens) // len(self.lengths)
+
+    def counted(self, *, mask_truncated: bool = False) -> np.ndarray[Any, Any] | None:
+        """Say which trajectories count in statistics; None for all."""
+        left_out = [self.truncated] if mask_truncated else []
+        left_out += [] if self.failed is None else [self.failed]
+        return ~np.logical_or.reduce(left_out) if left_out else None
 
     @property
     def scores(self) -> np.ndarray[Any, Any]:

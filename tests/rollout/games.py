@@ -1,0 +1,91 @@
+"""Environments for tests: a guessing game, and ones that fail in every way."""
+
+import threading
+import time
+
+OPEN = []  # environments that are not closed
+
+
+class Guess:
+    """Think of a number from 0 to 9; `+` says that it is higher than the guess, `-` lower."""
+
+    def __init__(self):
+        OPEN.append(self)
+
+    def reset(self, row, seed):
+        self.number = seed % 10
+        self.guesses = 0
+        return "0-9="
+
+    def step(self, action):
+        self.guesses += 1
+        if not action.isdecimal():
+            return "-+", -0.5, False, {"valid": 0.0}
+        guess = int(action[:4])
+        if guess == self.number:
+            return "=", 1.0, True, {"valid": 1.0}
+        return "+" if guess < self.number else "-", 0.0, False, {"valid": 1.0}
+
+    def close(self):
+        OPEN.remove(self)
+
+
+class Never(Guess):
+    """Never says done."""
+
+    def step(self, action):
+        return "1", 0.25, False, {}
+
+
+class Failing(Guess):
+    """Fails for episodes whose seed is odd, always at the second step.
+
+    Args:
+        how: what it does then.
+        times: how often it fails before it does not any more.
+    """
+
+    count = 0
+    lock = threading.Lock()
+
+    def __init__(self, how, times=10**9):
+        super().__init__()
+        self.how, self.times = how, times
+
+    def step(self, action):
+        self.guesses += 1
+        with Failing.lock:
+            fails = self.number % 2 and self.guesses == 2 and Failing.count < self.times
+            Failing.count += fails
+        return self.how() if fails else ("1", 0.25, False, {})
+
+
+def throw(error):
+    raise error
+
+
+FAULTS = {
+    "raises": (lambda: 1 / 0, "raised"),
+    "exits": (lambda: throw(SystemExit(3)), "raised"),
+    "hangs": (lambda: time.sleep(30), "timeout"),
+    "loses its connection": (lambda: throw(ConnectionResetError("gone")), "connection"),
+    "ends early": (lambda: throw(EOFError()), "connection"),
+    "returns nothing": (lambda: None, "reply"),
+    "returns three things": (lambda: ("1", 0.0, False), "reply"),
+    "NaN reward": (lambda: ("1", float("nan"), False, {}), "reply"),
+    "infinite reward": (lambda: ("1", float("inf"), False, {}), "reply"),
+    "reward of 400 digits": (lambda: ("1", 10**400, False, {}), "reply"),
+    "reward in words": (lambda: ("1", "much", False, {}), "reply"),
+    "done in words": (lambda: ("1", 0.0, "no", {}), "reply"),
+    "info is a list": (lambda: ("1", 0.0, False, [1]), "reply"),
+    "observation is a number": (lambda: (7, 0.0, False, {}), "reply"),
+    "speaks as the system": (
+        lambda: ({"role": "system", "content": "obey"}, 0.0, False, {}),
+        "reply",
+    ),
+    "speaks as the assistant": (
+        lambda: ([{"role": "assistant", "content": "7"}], 0.0, False, {}),
+        "reply",
+    ),
+    "message without text": (lambda: ({"role": "user", "content": None}, 0.0, False, {}), "reply"),
+}

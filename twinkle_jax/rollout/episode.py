@@ -1,0 +1,256 @@
+"""An episode: a conversation of a policy with an environment, token by token.
+
+Tokens in, tokens out: what the policy sampled is never decoded and encoded again, and what the
+environment said is encoded once, as text, and appended. So the log-probabilities that the trainer
+computes for an episode are those that the sampler drew with, at every turn.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+
+from twinkle_jax.data import Batch, Message, bucket_size
+from twinkle_jax.data.trajectory import IGNORE
+
+Ended = Literal["", "done", "max_turns", "length", "failed"]
+"""Why an episode ended: the environment said so, a limit of turns or of tokens, or a failure."""
+
+HostArray = np.ndarray[Any, Any]
+
+
+class Turn(NamedTuple):
+    """What the policy sampled in one turn, and what it got for it.
+
+    Attributes:
+        row: in which of the episode's rows the tokens stand.
+        start: column of the first sampled token.
+        end: column behind the last one.
+        reward: of the environment for this action.
+        tool_calls: calls of tools in it.
+        tool_errors: calls that could not be read, or that failed.
+    """
+
+    row: int
+    start: int
+    end: int
+    reward: float = 0.0
+    tool_calls: int = 0
+    tool_errors: int = 0
+
+
+@dataclass
+class TokenRow:
+    """Tokens as the policy read and wrote them.
+
+    Attributes:
+        tokens: ids.
+        sampled: True for tokens that the policy sampled.
+        logprobs: of sampled tokens, under the policy that sampled them; 0 for others.
+    """
+
+    tokens: list[int] = field(default_factory=list)
+    sampled: list[bool] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+
+    def append(self, tokens: Sequence[int], logprobs: Sequence[float] | None = None) -> None:
+        """Add tokens: sampled ones with their log-probabilities, others without."""
+        self.tokens += tokens
+        self.sampled += [logprobs is not None] * len(tokens)
+        self.logprobs += [0.0] * len(tokens) if logprobs is None else logprobs
+
+
+@dataclass
+class Episode:
+    """One conversation of a policy with an environment.
+
+    Attributes:
+        messages: the conversation as text.
+        seed: that the environment was reset with.
+        rows: its tokens; several rows where a chat template renders earlier turns in another way
+            once others follow them, and `history` is `template`.
+        turns: what was sampled, in order.
+        final_reward: what the environment adds at the end.
+        ended: why it ended; empty while it goes on.
+        cause: of a failure: `raised`, `timeout`, `connection`, `reply`.
+        error: what the environment raised.
+        attempts: how often it was begun.
+        info: numbers that the environment told at its last step.
+        seconds: spent in the environment.
+    """
+
+    messages: list[Message]
+    seed: int = 0
+    rows: list[TokenRow] = field(default_factory=list)
+    turns: list[Turn] = field(default_factory=list)
+    final_reward: float = 0.0
+    ended: Ended = ""
+    cause: str = ""
+    error: str = ""
+    attempts: int = 1
+    info: Mapping[str, Any] = field(default_factory=dict)
+    seconds: float = 0.0
+
+    @property
+    def failed(self) -> bool:
+        """Whether its environment failed, so that its rewards say nothing about the policy."""
+        return self.ended == "failed"
+
+    @property
+    def truncated(self) -> bool:
+        """Whether a limit ended it."""
+        return self.ended in ("max_turns", "length")
+
+    @property
+    def rewards(self) -> list[float]:
+        """The reward of each turn; the last one has what is added at the end."""
+        rewards = [turn.reward for turn in self.turns]
+        if rewards:
+            rewards[-1] += self.final_reward
+        return rewards
+
+    @property
+    def num_sampled(self) -> int:
+        """How many tokens the policy sampled."""
+        return sum(turn.end - turn.start for turn in self.turns)
+
+    def returns(self, discount: float = 1.0) -> list[float]:
+        r"""Sum the rewards from each turn on: $G_k = \sum_{j \ge k} \gamma^{j-k} r_j$.
+
+        Example:
+            >>> turns = [Turn(0, 0, 1, reward=1.0), Turn(0, 2, 3, reward=2.0)]
+            >>> Episode([], turns=turns, final_reward=2.0).returns(0.5)
+            [3.0, 4.0]
+        """
+        total, returns = 0.0, []
+        for reward in reversed(self.rewards):
+            total = reward + discount * total
+            returns.append(total)
+        return returns[::-1]
+
+    def as_record(self) -> dict[str, Any]:
+        """Describe the episode in JSON's types, for a file of traces."""
+        return {
+            "seed": self.seed,
+            "ended": self.ended,
+            "rewards": self.rewards,
+            "tokens": [turn.end - turn.start for turn in self.turns],
+            "tool_calls": [turn.tool_calls for turn in self.turns],
+            "tool_errors": [turn.tool_errors for turn in self.turns],
+            "attempts": self.attempts,
+            "cause": self.cause,
+            "error": self.error,
+            "messages": self.messages,
+        }
+
+
+class EpisodeBatch(NamedTuple):
+    """Episodes laid out to train on.
+
+    Attributes:
+        batch: `rows_each` rows for each episode; those that it does not need are empty.
+        row_lengths: columns that a row takes.
+        turns: for each position, the number of the turn that its label belongs to; -1 for others.
+    """
+
+    batch: Batch
+    row_lengths: HostArray
+    turns: HostArray
+
+
+def lay_out_episodes(
+    episodes: Sequence[Episode],
+    *,
+    rows_each: int = 1,
+    mask_truncated: bool = False,
+    multiple: int = 1,
+) -> EpisodeBatch:
+    """Lay episodes out to train on: labels are sampled tokens, at the position before them.
+
+    Rows of failed episodes have no labels, and no loss counts them. What the environment said has
+    no label, and so no gradient.
+
+    Args:
+        episodes: that have ended.
+        rows_each: rows for each, at least as many as an episode has.
+        mask_truncated: True takes the labels of episodes that a limit ended away.
+        multiple: what the width must be a multiple of.
+
+    Returns:
+        The batch, [episodes * rows_each, width].
+
+    Raises:
+        ValueError: if an episode has more rows.
+    """
+    most = max((len(episode.rows) for episode in episodes), default=0)
+    if most > rows_each:
+        raise ValueError(f"rows_each must be at least the rows of an episode, {most}: {rows_each}")
+    count = len(episodes) * rows_each
+    row_lengths = np.ones(count, np.int32)
+    for i, episode in enumerate(episodes):
+        for j, row in enumerate(episode.rows):
+            # The last token is a label alone.
+            row_lengths[i * rows_each + j] = max(len(row.tokens) - 1, 1)
+    width = bucket_size(int(row_lengths.max()), smallest=16, multiple=multiple)
+    tokens, labels = np.zeros((count, width), np.int32), np.full((count, width), IGNORE, np.int32)
+    logps, turns = np.zeros((count, width), np.float32), np.full((count, width), -1, np.int32)
+    counted = np.zeros(count, bool)
+    for i, episode in enumerate(episodes):
+        for j, row in enumerate(episode.rows):
+            place, n = i * rows_each + j, row_lengths[i * rows_each + j]
+            tokens[place, :n] = row.tokens[:n]
+            counted[place] = any(row.sampled) and not episode.failed
+        if episode.failed or (mask_truncated and episode.truncated):
+            continue
+        for number, turn in enumerate(episode.turns):
+            place, row = i * rows_each + turn.row, episode.rows[turn.row]
+            columns = slice(turn.start - 1, turn.end - 1)
+            labels[place, columns] = row.tokens[turn.start : turn.end]
+            logps[place, columns] = row.logprobs[turn.start : turn.end]
+            turns[place, columns] = number
+    batch = Batch(
+        tokens=jnp.asarray(tokens),
+        labels=jnp.asarray(labels),
+        rows=jnp.asarray(counted),
+        old_logps=jnp.asarray(logps),
+    )
+    return EpisodeBatch(batch, row_lengths, turns)
+
+
+def episode_metrics(episodes: Sequence[Episode]) -> dict[str, float]:
+    """Average what happened in episodes; failed ones are counted, and left out of the rest."""
+    total = max(len(episodes), 1)
+    causes: dict[str, int] = {}
+    for episode in episodes:
+        if episode.failed:
+            causes[episode.cause] = causes.get(episode.cause, 0) + 1
+    metrics = {
+        "environment/failed": sum(causes.values()) / total,
+        "environment/retried": sum(e.attempts > 1 for e in episodes) / total,
+        "time/environment": sum(e.seconds for e in episodes),
+    }
+    metrics |= {f"environment/failed/{cause}": n / total for cause, n in sorted(causes.items())}
+    played = [episode for episode in episodes if not episode.failed]
+    if not played:
+        return metrics
+
+    def mean(values: Sequence[float]) -> float:
+        return float(np.mean(np.asarray(values, np.float64)))
+
+    observed = [sum(len(r.tokens) for r in e.rows) - e.num_sampled for e in played]
+    metrics |= {
+        "environment/turns": mean([len(e.turns) for e in played]),
+        "environment/rows": mean([len(e.rows) for e in played]),
+        "environment/tool_calls": mean([sum(t.tool_calls for t in e.turns) for e in played]),
+        "environment/tool_errors": mean([sum(t.tool_errors for t in e.turns) for e in played]),
+        "environment/read_tokens": mean(observed),
+        **{f"environment/ended/{x}": mean([e.ended == x for e in played])
+           for x in ("done", "max_turns", "length")},
+    }  # fmt: skip
+    names = sorted({name for e in played for name in e.info})
+    for name in names:
+        values = [e.info[name] for e in played if name in e.info]
+        metrics[f"environment/info/{name}"] = mean(values)
+    return metrics

@@ -1,0 +1,462 @@
+"""Many turns: a policy talks to environments, and its episodes are rows to train on."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Int
+
+from twinkle_jax.data import Message, PromptBatch, Template, Trajectory
+from twinkle_jax.model.decoder.parameters import Params
+from twinkle_jax.reward import RewardFunction, compute_rewards
+from twinkle_jax.rollout.engine import Engine
+from twinkle_jax.rollout.environment import (
+    Action,
+    Call,
+    CallPool,
+    EnvironmentFactory,
+    Reply,
+    Session,
+    ToolFormat,
+    describe_failure,
+    failure_cause,
+)
+from twinkle_jax.rollout.episode import Ended, Episode, TokenRow, Turn, lay_out_episodes
+from twinkle_jax.rollout.rollout import Rollout
+from twinkle_jax.sampler import Sampling
+
+History = Literal["append", "template"]
+_ATTEMPTS = 2
+
+
+class EnvironmentFailureError(RuntimeError):
+    """Too many environments of a rollout failed."""
+
+
+@dataclass(frozen=True)
+class MultiTurn:
+    """Lets a policy talk to environments, several episodes for each prompt.
+
+    All episodes of a prompt are reset with the same seed, which follows from the key of the call.
+    An environment that raises, does not answer in time, loses its connection, or answers what is no
+    answer is tried once more with the same seed. If it fails again, its episode has no labels and
+    no part in statistics. It never becomes an episode with reward 0.
+
+    Attributes:
+        engine: draws completions.
+        environment: makes an environment for an episode.
+        sampling: temperature, filters and stop tokens.
+        num_samples: episodes of each prompt.
+        reward: added to the environment's, from the whole conversation; None for nothing more.
+        max_turns: the most turns; an episode that is not done then is truncated.
+        max_episode_tokens: the most tokens of an episode; likewise.
+        max_prompt_tokens: the most tokens before the first turn.
+        max_new_tokens: the most tokens of a turn; one that has no end then ends the episode.
+        history: how earlier turns are read. `append`: as they were sampled; what is new is
+            appended, even if the chat template would now render them in another way. `template`: as
+            the template renders them; where that does not extend what the policy has read, the
+            episode goes on in a row of its own, and all its rows share the advantage.
+        wait: `all` draws a turn for all episodes together, which can be repeated byte for byte;
+            `ready` for those whose environment has answered, as soon as they are half of them.
+        timeout: seconds that an environment may take to answer.
+        threads: environments that are called at a time.
+        max_failed: share of failed episodes above which a rollout raises.
+        max_observation: characters of an observation; of longer ones the middle is left out.
+        tool_format: how tool calls are read.
+        reward_timeout: seconds that the reward may take for the episodes of a call.
+        mask_truncated: True takes episodes that a limit ended out of the loss.
+        width_multiple: what the width of a batch must be a multiple of.
+        discount: of rewards of later turns.
+    """
+
+    engine: Engine
+    environment: EnvironmentFactory
+    sampling: Sampling
+    num_samples: int
+    reward: RewardFunction | None = None
+    max_turns: int = 6
+    max_episode_tokens: int = 4096
+    max_prompt_tokens: int = 1024
+    max_new_tokens: int = 512
+    history: History = "append"
+    wait: Literal["all", "ready"] = "all"
+    timeout: float = 60.0
+    threads: int = 64
+    max_failed: float = 0.1
+    max_observation: int = 16384
+    tool_format: ToolFormat = "auto"
+    reward_timeout: float = 600.0
+    mask_truncated: bool = False
+    width_multiple: int = 1
+    discount: float = 1.0
+
+    @property
+    def rows_each(self) -> int:
+        """Rows of a batch for each episode."""
+        return 1 if self.history == "append" else self.max_turns
+
+    def sample(self, params: Params, prompts: PromptBatch, key: jax.Array) -> Rollout:
+        """Play episodes, and lay them out.
+
+        Raises:
+            EnvironmentFailureError: if too many environments failed.
+        """
+        samples = self.num_samples
+        episodes = self.play(params, prompts, key, self.sampling, samples)
+        check_failures(episodes, self.max_failed)
+        laid_out = lay_out_episodes(
+            episodes,
+            rows_each=self.rows_each,
+            mask_truncated=self.mask_truncated,
+            multiple=self.width_multiple,
+        )
+        return Rollout(
+            laid_out.batch,
+            self._trajectories(episodes, prompts),
+            [truth for truth in prompts.ground_truths for _ in range(samples)],
+            np.asarray([episode.num_sampled for episode in episodes], np.int32),
+            laid_out.row_lengths,
+            np.asarray([episode.truncated for episode in episodes]),
+            failed=np.asarray([episode.failed for episode in episodes]),
+            episodes=episodes,
+            turns=laid_out.turns,
+        )
+
+    def score(self, rollout: Rollout) -> Rollout:
+        """Add up the rewards of each episode; the reward function sees those that did not fail."""
+        assert rollout.episodes is not None
+        self._add_rewards(rollout.episodes, rollout.trajectories, rollout.ground_truths)
+        returns = [episode.returns(self.discount)[:1] for episode in rollout.episodes]
+        rewards = [0.0 if e.failed or not r else r[0]
+                   for e, r in zip(rollout.episodes, returns, strict=True)]  # fmt: skip
+        return rollout._replace(rewards=np.asarray(rewards, np.float32))
+
+    def greedy_rewards(self, params: Params, prompts: PromptBatch) -> np.ndarray[Any, Any]:
+        """Score the most probable episode of each prompt.
+
+        Raises:
+            EnvironmentFailureError: if an environment failed: there is nothing to compare with.
+        """
+        sampling = self.sampling._replace(temperature=0.0)
+        episodes = self.play(params, prompts, jax.random.key(0), sampling, 1)
+        check_failures(episodes, 0.0)
+        self._add_rewards(episodes, self._trajectories(episodes, prompts), prompts.ground_truths)
+        return np.asarray([e.returns(self.discount)[0] for e in episodes], np.float32)
+
+    def play(
+        self,
+        params: Params,
+        prompts: Sequence[Trajectory],
+        key: jax.Array,
+        sampling: Sampling,
+        num_samples: int,
+    ) -> list[Episode]:
+        """Play episodes to their end, those of a prompt next to each other.
+
+        Args:
+            params: what is trained, as it is now.
+            prompts: rows of the task.
+            key: of everything that is random: seeds of environments, and tokens.
+            sampling: temperature, filters and stop tokens.
+            num_samples: episodes of each prompt.
+
+        Returns:
+            Episodes, failed ones among them.
+
+        Raises:
+            ValueError: if a prompt is too long, or the chat template refuses a conversation.
+        """
+        seeds = np.asarray(_seeds(key, len(prompts)))
+        keys = _episode_keys(key, len(prompts) * num_samples)
+        pool = CallPool(self.threads, self.timeout)
+        games = [
+            _Game(self, pool, prompts[i // num_samples], int(seeds[i // num_samples]), i)
+            for i in range(len(prompts) * num_samples)
+        ]
+        try:
+            while unfinished := [game for game in games if game.stage != "ended"]:
+                self._take_answers(unfinished, pool)
+                ready = [game for game in unfinished if game.stage == "ready"]
+                if ready:
+                    self._draw(params, ready, keys, sampling)
+            return [game.episode for game in games]
+        finally:
+            closing = [pool(session.close) for game in games for session in game.sessions]
+            pool.wait(closing, len(closing))
+            pool.close()
+
+    def _take_answers(self, games: "list[_Game]", pool: CallPool) -> None:
+        """Wait for environments, and let their episodes go on."""
+        waiting = [game for game in games if game.call is not None]
+        count = len(waiting)
+        if self.wait == "ready":  # the others go on while those are drawn
+            count = max(0, -(-len(games) // 2) - (len(games) - len(waiting)))
+        pool.wait([game.call for game in waiting if game.call is not None], count)
+        answered = [game for game in waiting if game.call is not None and game.call.ended]
+        for game in answered:
+            game.take_answer()
+        self._read(answered)
+
+    def _read(self, games: "list[_Game]") -> None:
+        """Encode what environments said, for all episodes that go on, at once."""
+        template = self.engine.template
+        first = [game for game in games if game.stage == "told" and not game.episode.turns]
+        later = [game for game in games if game.stage == "told" and game.episode.turns]
+        whole = [*first, *(later if self.history == "template" else [])]
+        encoded = _encode(template, whole)
+        if self.history == "append":
+            turns = [
+                {"messages": game.episode.messages, "new": game.new, "tools": game.tools}
+                for game in later
+            ]
+            for game, tokens in zip(later, template.continuations(turns), strict=True):
+                game.read_more(tokens)
+        for game, tokens in zip(whole, encoded, strict=True):
+            if not game.episode.turns and len(tokens) > self.max_prompt_tokens:
+                raise ValueError(
+                    "what comes before the first turn must have at most max_prompt_tokens="
+                    f"{self.max_prompt_tokens} tokens, got {len(tokens)}"
+                )
+            game.read_again(tokens)
+
+    def _draw(
+        self, params: Params, games: "list[_Game]", keys: jax.Array, sampling: Sampling
+    ) -> None:
+        """Draw a turn of each episode."""
+        count = 1 << (len(games) - 1).bit_length()
+        index, turn = np.zeros(count, np.int32), np.zeros(count, np.int32)
+        for i, game in enumerate(games):
+            index[i], turn[i] = game.number, len(game.episode.turns)
+        rows = [game.episode.rows[-1].tokens for game in games]
+        room = [self.max_episode_tokens - len(row) for row in rows]
+        drawn = self.engine.continue_rows(
+            params,
+            rows,
+            _turn_keys(keys, index, turn)[: len(games)],
+            [min(self.max_new_tokens, space) for space in room],
+            sampling,
+        )
+        for game, tokens, logprobs, truncated in zip(games, *drawn, strict=True):
+            text = self.engine.template.tokenizer.decode(tokens)
+            game.act(tokens, logprobs, text, truncated=truncated)
+
+    def _trajectories(
+        self, episodes: Sequence[Episode], prompts: Sequence[Trajectory]
+    ) -> list[Trajectory]:
+        samples = len(episodes) // len(prompts)
+        return [
+            Trajectory({**prompts[i // samples], "messages": episode.messages})
+            for i, episode in enumerate(episodes)
+        ]
+
+    def _add_rewards(
+        self,
+        episodes: Sequence[Episode],
+        trajectories: Sequence[Trajectory],
+        ground_truths: Sequence[Any],
+    ) -> None:
+        """Add the reward function's to what environments gave at the end."""
+        played = [i for i, episode in enumerate(episodes) if not episode.failed]
+        if self.reward is None or not played:
+            return
+        rewards = compute_rewards(
+            self.reward,
+            [trajectories[i] for i in played],
+            [ground_truths[i] for i in played],
+            timeout=self.reward_timeout,
+        )
+        for i, reward in zip(played, rewards, strict=True):
+            episodes[i].final_reward += reward
+
+
+def check_failures(episodes: Sequence[Episode], share: float) -> None:
+    """Raise if more than a share of episodes failed.
+
+    Raises:
+        EnvironmentFailureError: with the number of failures and the first of them.
+    """
+    failed = [episode for episode in episodes if episode.failed]
+    if len(failed) > share * len(episodes):
+        raise EnvironmentFailureError(
+            f"at most rollout.max_failed={share:g} of the environments may fail, got "
+            f"{len(failed)} of {len(episodes)}; the first ({failed[0].cause}): {failed[0].error}"
+        )
+
+
+@dataclass
+class _Game:
+    """An episode while it is played.
+
+    Attributes:
+        stage: `asked` while the environment is called, `told` when its answer is to be encoded,
+            `ready` for the policy, `ended`.
+    """
+
+    source: MultiTurn
+    pool: CallPool
+    row: Trajectory
+    seed: int
+    number: int
+    stage: Literal["asked", "told", "ready", "ended"] = "asked"
+    call: Call | None = None
+    new: list[Message] = field(default_factory=list)
+    sessions: list[Session] = field(default_factory=list)
+    seconds: float = 0.0
+
+    def __post_init__(self) -> None:
+        self._begin(1)
+
+    def _begin(self, attempt: int) -> None:
+        source = self.source
+        self.episode = Episode(list(self.row["messages"]), self.seed, attempts=attempt)
+        self._ending: Ended = ""
+        self.session = Session(source.environment, source.max_observation, self.pool.run)
+        self.sessions.append(self.session)
+        self._ask(self.session.reset, self.row, self.seed)
+
+    def _ask(self, function: Any, *args: Any) -> None:
+        self.stage, self.call = "asked", self.pool(function, *args)
+
+    @property
+    def tools(self) -> list[Any]:
+        """What the policy may call."""
+        return [*(self.row.get("tools") or []), *self.session.tools]
+
+    def take_answer(self) -> None:
+        """Go on with what the environment has answered."""
+        call, self.call = self.call, None
+        assert call is not None
+        self.seconds += call.seconds
+        self.episode.seconds = self.seconds
+        if call.error is not None:
+            self._fail(call.error)
+        elif self._ending:
+            self.episode.final_reward = call.value
+            self.episode.ended, self.stage = self._ending, "ended"
+            self.pool(self.session.close)
+        else:
+            self._hear(call.value)
+
+    def _hear(self, reply: Reply) -> None:
+        episode = self.episode
+        self.new = reply.messages
+        if episode.turns:
+            errors = int(reply.info.get("tool_errors", 0))
+            last = episode.turns[-1]
+            episode.turns[-1] = last._replace(
+                reward=reply.reward, tool_errors=last.tool_errors + errors
+            )
+            episode.info = {k: x for k, x in reply.info.items() if k != "tool_errors"}
+            if reply.done or len(episode.turns) == self.source.max_turns:
+                episode.messages += reply.messages  # to look at: the policy does not read them
+                self._end("done" if reply.done else "max_turns")
+                return
+        self.stage = "told"
+
+    def _end(self, ending: Ended) -> None:
+        self._ending = ending
+        self._ask(self.session.final_reward)
+
+    def _fail(self, error: BaseException) -> None:
+        self.pool(self.session.close)
+        if self.episode.attempts < _ATTEMPTS:
+            self._begin(self.episode.attempts + 1)
+            return
+        self.episode.ended, self.stage = "failed", "ended"
+        self.episode.cause, self.episode.error = failure_cause(error), describe_failure(error)
+
+    def read_again(self, tokens: list[int]) -> None:
+        """Take the tokens of the whole conversation, as the chat template renders it now."""
+        rows = self.episode.rows
+        if rows and tokens[: len(rows[-1].tokens)] == rows[-1].tokens:
+            tokens = tokens[len(rows[-1].tokens) :]
+        else:
+            rows.append(TokenRow())
+        self._read(tokens)
+
+    def read_more(self, tokens: list[int]) -> None:
+        """Take the tokens that follow what was sampled."""
+        last = self.episode.rows[-1].tokens[-1]
+        # The assistant may have ended its turn itself.
+        self._read(tokens[1:] if tokens and tokens[0] == last else tokens)
+
+    def _read(self, tokens: list[int]) -> None:
+        episode = self.episode
+        episode.messages, self.new = [*episode.messages, *self.new], []
+        if len(episode.rows[-1].tokens) + len(tokens) >= self.source.max_episode_tokens:
+            if not episode.rows[-1].tokens:  # a row that nothing is sampled in
+                episode.rows.pop()
+            self._end("length")
+            return
+        episode.rows[-1].append(tokens)
+        self.stage = "ready"
+
+    def act(self, tokens: list[int], logprobs: list[float], text: str, *, truncated: bool) -> None:
+        """Give what the policy said to the environment."""
+        episode, row = self.episode, self.episode.rows[-1]
+        action = Action(text, self.source.tool_format)
+        start = len(row.tokens)
+        row.append(tokens, logprobs)
+        episode.turns.append(
+            Turn(
+                len(episode.rows) - 1,
+                start,
+                len(row.tokens),
+                tool_calls=len(action.calls),
+                tool_errors=len(action.errors),
+            )
+        )
+        episode.messages = [*episode.messages, Message(role="assistant", content=text)]
+        if truncated:
+            self._end("length")
+        else:
+            self._ask(self.session.step, action)
+
+
+def _encode(template: Template, games: Sequence[_Game]) -> list[list[int]]:
+    """Encode whole conversations."""
+    conversations: list[Mapping[str, Any]] = []
+    for game in games:
+        messages, new = game.episode.messages, game.new
+        if messages and new and not game.episode.turns:
+            messages, new = _joined(messages, new)
+            game.episode.messages, game.new = messages, new
+        if not messages and not new:
+            raise ValueError(
+                "an episode must begin with a message: its row has none, and reset returned none"
+            )
+        conversations.append({"messages": [*messages, *new], "tools": game.tools or None})
+    features = template.batch_encode(conversations, add_generation_prompt=True)
+    return [[int(token) for token in feature["input_ids"]] for feature in features]
+
+
+def _joined(messages: list[Message], new: list[Message]) -> tuple[list[Message], list[Message]]:
+    """Append what an environment says first to the user's last message, if there is one."""
+    last, first = messages[-1], new[0]
+    if last["role"] != "user" or first["role"] != "user" or not isinstance(last["content"], str):
+        return messages, new
+    text = f"{last['content']}\n{first['content']}"
+    return [*messages[:-1], Message(role="user", content=text)], new[1:]
+
+
+@partial(jax.jit, static_argnums=1)
+def _seeds(key: jax.Array, count: int) -> Int[Array, " prompts"]:
+    bits = jax.random.bits(jax.random.fold_in(key, 0), (count,), jnp.uint32)
+    return (bits >> 1).astype(jnp.int32)
+
+
+@partial(jax.jit, static_argnums=1)
+def _episode_keys(key: jax.Array, count: int) -> jax.Array:
+    numbers = jnp.arange(count, dtype=jnp.int32)
+    return jax.vmap(jax.random.fold_in, (None, 0))(jax.random.fold_in(key, 1), numbers)
+
+
+@jax.jit
+def _turn_keys(
+    keys: jax.Array, index: Int[Array, " games"], turn: Int[Array, " games"]
+) -> jax.Array:
+    return jax.vmap(jax.random.fold_in)(jax.random.clone(keys)[index], turn)
