@@ -7,6 +7,7 @@ from twinkle_jax.data.chat_template import ChatTemplate
 from twinkle_jax.data.generated_problems import ArithmeticTask, ReasoningGymTask
 from twinkle_jax.data.loader import PromptBatch, PromptLoader
 from twinkle_jax.data.prompt_files import read_gsm8k, read_jsonl
+from twinkle_jax.data.rows import Rows, RowStream, mix, read_rows, write_rows
 from twinkle_jax.data.sampling_types import (
     LogprobsKind,
     SampledSequence,
@@ -62,6 +63,8 @@ __all__ = [
     "PromptBatch",
     "PromptLoader",
     "ReasoningGymTask",
+    "RowStream",
+    "Rows",
     "SampleResponse",
     "SampleResponses",
     "SampledSequence",
@@ -78,14 +81,17 @@ __all__ = [
     "completion_text",
     "copy_trajectory",
     "message_text",
+    "mix",
     "parse_cline_calls",
     "parse_hermes_calls",
     "parse_react_calls",
     "parse_tool_calls",
     "read_gsm8k",
     "read_jsonl",
+    "read_rows",
     "small_tokenizer",
     "user_data_get",
+    "write_rows",
 ]
 
 

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 
@@ -25,6 +25,7 @@ _KEPT = ("messages", "tools", "user_data")
 _MARK = "\ue0f8"  # around what stands for the assistant's last message, to find what follows it
 _TRUSTED = ("assistant", "system")  # may write <think> and the like, but no special token
 
+TruncationStrategy = Literal["raise", "left", "right", "delete", "split"]
 _Spans = list[tuple[int, int]]
 
 
@@ -38,8 +39,8 @@ class Template:
         model_id: a tokenizer, or what `Tokenizer.from_pretrained` takes: a directory or a hub id.
         use_chat_template: False encodes the one message there is as plain text.
         max_length: the most tokens of a conversation; None for no limit.
-        truncation_strategy: what is done with longer ones: `'raise'` an error, or cut `'left'` or
-            `'right'`.
+        truncation_strategy: what is done with longer ones: `'raise'` an error, cut `'left'` or
+            `'right'`, `'delete'` them, or `'split'` them into several.
         default_system: a system message for conversations without one.
         chat_template: another chat template than the tokenizer's.
         template_variables: what else the chat template asks for, `enable_thinking` for one.
@@ -61,16 +62,16 @@ class Template:
         model_id: str | Path | Tokenizer,
         use_chat_template: bool = True,
         max_length: int | None = 8192,
-        truncation_strategy: Literal["raise", "left", "right"] = "raise",
+        truncation_strategy: TruncationStrategy = "raise",
         default_system: str | None = None,
         *,
         chat_template: str | None = None,
         template_variables: Mapping[str, Any] | None = None,
     ) -> None:
-        if truncation_strategy not in ("raise", "left", "right"):
+        if truncation_strategy not in get_args(TruncationStrategy):
+            names = ", ".join(map(repr, get_args(TruncationStrategy)))
             raise ValueError(
-                "truncation_strategy must be 'raise', 'left' or 'right', "
-                f"got {truncation_strategy!r}"
+                f"truncation_strategy must be one of {names}, got {truncation_strategy!r}"
             )
         if max_length is not None and (not isinstance(max_length, int) or max_length < 1):
             raise ValueError(f"max_length must be None or a positive int, got {max_length!r}")
@@ -100,9 +101,16 @@ class Template:
 
         Raises:
             ValueError: if a message has no role or text, the template refuses the conversation,
-                or it is too long.
+                or it is too long, for `'delete'` and `'split'` too.
         """
-        return self.batch_encode([trajectory], add_generation_prompt)[0]
+        features = self.batch_encode([trajectory], add_generation_prompt)
+        if len(features) != 1:
+            raise ValueError(
+                f"a trajectory must have at most max_length={self.max_length} tokens, got more: "
+                f"truncation_strategy={self.truncation_strategy!r} gives {len(features)} features, "
+                "which batch_encode returns"
+            )
+        return features[0]
 
     def batch_encode(
         self, trajectories: Sequence[Mapping[str, Any]], add_generation_prompt: bool = False
@@ -114,18 +122,28 @@ class Template:
             add_generation_prompt: as for `encode`.
 
         Returns:
-            A feature for each.
+            A feature for each; none or several for one that is too long, if the truncation
+            strategy is `'delete'` or `'split'`.
 
         Raises:
             ValueError: as `encode`.
         """
-        features = []
+        return self.encode_all(trajectories, add_generation_prompt)[1]
+
+    def encode_all(
+        self, trajectories: Sequence[Mapping[str, Any]], add_generation_prompt: bool = False
+    ) -> tuple[list[int], list[InputFeature]]:
+        """Encode several conversations, and say which trajectory each feature is of."""
+        sources: list[int] = []
+        features: list[InputFeature] = []
         for start in range(0, len(trajectories), _CHUNK):
             chunk = [self._prepare(x) for x in trajectories[start : start + _CHUNK]]
             rendered = self._render_chunk(chunk, add_generation_prompt)
-            for trajectory, (encoded, spans) in zip(chunk, rendered, strict=True):
-                features.append(self._feature(trajectory, encoded, spans))
-        return features
+            for i, (encoded, spans) in enumerate(rendered):
+                made = self._features(chunk[i], encoded, spans)
+                sources += [start + i] * len(made)
+                features += made
+        return sources, features
 
     def concat_input_feature(
         self, prompt_input_feature: Mapping[str, Any], new_tokens: Sequence[int]
@@ -313,31 +331,37 @@ class Template:
             **self._template_variables,
         }
 
-    def _feature(
+    def _features(
         self, trajectory: Mapping[str, Any], encoded: Encoded, spans: _Spans
-    ) -> InputFeature:
+    ) -> list[InputFeature]:
         ids, starts = np.asarray(encoded.ids, np.int32), np.asarray(encoded.starts)
         if not ids.size:
             raise ValueError("a trajectory must give at least one token, got none")
         by_assistant = np.zeros(ids.shape, bool)
         for begin, end in spans:
             by_assistant |= (begin <= starts) & (starts < end)
-        columns = self._cut(ids.size)
-        learned = np.where(by_assistant, ids, IGNORE)[columns]
-        # The label of a position is the token that follows it.
-        labels = np.append(learned[1:], IGNORE).astype(np.int32)
-        feature: Any = {"input_ids": ids[columns], "labels": labels, **trajectory}
-        return feature
+        features: list[Any] = []
+        for columns in self._cuts(ids.size):
+            learned = np.where(by_assistant, ids, IGNORE)[columns]
+            # The label of a position is the token that follows it.
+            labels = np.append(learned[1:], IGNORE).astype(np.int32)
+            features.append({"input_ids": ids[columns], "labels": labels, **trajectory})
+        return features
 
-    def _cut(self, length: int) -> slice:
-        if self.max_length is None or length <= self.max_length:
-            return slice(None)
-        if self.truncation_strategy == "raise":
+    def _cuts(self, length: int) -> list[slice]:
+        """Give the tokens to keep: none for a deleted conversation, several parts for a split."""
+        limit, strategy = self.max_length, self.truncation_strategy
+        if limit is None or length <= limit:
+            return [slice(None)]
+        if strategy == "raise":
             raise ValueError(
-                f"a trajectory must have at most max_length={self.max_length} tokens, got {length}"
+                f"a trajectory must have at most max_length={limit} tokens, got {length}"
             )
-        left = self.truncation_strategy == "left"
-        return slice(length - self.max_length, None) if left else slice(self.max_length)
+        if strategy == "delete":
+            return []
+        if strategy == "split":
+            return [slice(start, start + limit) for start in range(0, length, limit)]
+        return [slice(length - limit, None) if strategy == "left" else slice(limit)]
 
 
 def _only_text(trajectory: Mapping[str, Any]) -> str:

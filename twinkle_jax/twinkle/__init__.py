@@ -1,6 +1,36 @@
 """Twinkle's names: in a script, `twinkle.X` becomes `twinkle_jax.twinkle.X` in the imports.
 
-Nothing here has logic of its own; it calls the functions of the other rooms, and they import
-nothing from here. Of Twinkle's modules there are `advantage`, `loss`, `reward`, `model`, `sampler`,
-`data_format`, `template` and `metric`; data sets, loaders and processors are not there yet.
+Each module here has the names of Twinkle's module of the same name, and calls the functions of the
+other rooms, which import nothing from here. `docs/from_twinkle.md` says what differs.
 """
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from twinkle_jax.twinkle.infra import (
+        DeviceGroup,
+        DeviceMesh,
+        get_device_placement,
+        get_logger,
+        initialize,
+        is_master,
+    )
+
+__all__ = [
+    "DeviceGroup",
+    "DeviceMesh",
+    "get_device_placement",
+    "get_logger",
+    "initialize",
+    "is_master",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in __all__:
+        return getattr(import_module("twinkle_jax.twinkle.infra"), name)
+    raise AttributeError(
+        f"module 'twinkle_jax.twinkle' has no attribute {name!r}: docs/from_twinkle.md lists the "
+        "names that there are"
+    )

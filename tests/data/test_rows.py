@@ -1,0 +1,130 @@
+"""Rows of data sets: reading, mapping, filtering, mixing and writing."""
+
+import json
+
+import numpy as np
+import pytest
+
+from twinkle_jax.data import Rows, RowStream, mix, read_rows, write_rows
+
+NUMBERS = [{"n": n} for n in range(5)]
+TABLES = [Rows, lambda rows: RowStream(lambda: rows)]
+
+
+@pytest.fixture(params=TABLES, ids=["rows", "stream"])
+def table(request):
+    return request.param(NUMBERS)
+
+
+def test_map_adds_replaces_and_removes_columns(table):
+    def squares(columns):
+        assert len(columns["n"]) <= 2
+        return {"square": [n * n for n in columns["n"]]}
+
+    assert list(table.map(squares, batch_size=2))[4] == {"n": 4, "square": 16}
+    assert list(table.map(squares, batch_size=2, remove_columns=["n"]))[4] == {"square": 16}
+    assert next(iter(table.map(lambda columns: {"n": [7] * len(columns["n"])}))) == {"n": 7}
+
+
+def test_map_may_change_the_number_of_rows_where_no_column_stays(table):
+    twice = table.map(lambda columns: {"n": columns["n"] * 2}, batch_size=2)
+    assert [row["n"] for row in twice] == [0, 1, 0, 1, 2, 3, 2, 3, 4, 4]
+    with pytest.raises(ValueError, match="columns"):
+        list(table.map(lambda columns: {"m": [1]}))
+
+
+def test_filter(table):
+    assert list(table.filter(lambda row: row["n"] > 2)) == [{"n": 3}, {"n": 4}]
+
+
+def test_rows_are_copies(table):
+    next(iter(table))["n"] = 9
+    assert next(iter(table)) == {"n": 0}
+    rows = Rows(NUMBERS)
+    rows[1]["n"] = 9
+    assert rows[1] == {"n": 1} and len(rows[1:3]) == 2
+
+
+def test_mixing_takes_turns_until_the_first_ends_or_goes_one_by_one():
+    a, b = Rows(NUMBERS), Rows([{"m": 10}, {"m": 11}])
+    turns = mix([a, b], interleave=True)
+    assert list(turns) == [
+        {"n": 0, "m": None},
+        {"n": None, "m": 10},
+        {"n": 1, "m": None},
+        {"n": None, "m": 11},
+    ]
+    assert [row["n"] for row in mix([a, b], interleave=False)] == [0, 1, 2, 3, 4, None, None]
+
+
+def test_mixed_streams_are_streams():
+    streams = [RowStream(lambda: NUMBERS), RowStream(lambda: [{"n": 10}])]
+    for _ in range(2):  # each time anew
+        assert [row["n"] for row in mix(streams, interleave=True)] == [0, 10]
+    with pytest.raises(ValueError, match="tables"):
+        mix([*streams, Rows(NUMBERS)], interleave=True)
+
+
+FILES = {
+    "a.jsonl": '{"n": 1, "t": "x"}\n\n{"n": 2, "t": "y"}\n',
+    "b.json": '[{"n": 1, "t": "x"}, {"n": 2, "t": "y"}]',
+    "c.json": '{"n": 1, "t": "x"}\n{"n": 2, "t": "y"}\n',
+    "d.csv": 'n,t\n1,x\n2,"y"\n',
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("stream", [False, True])
+def test_files(tmp_path, name, stream):
+    (tmp_path / name).write_text(FILES[name])
+    expected = [{"n": 1, "t": "x"}, {"n": 2, "t": "y"}]
+    table = read_rows(tmp_path / name, stream=stream)
+    assert list(table) == list(table) == expected
+    assert isinstance(table, RowStream if stream else Rows)
+    assert list(read_rows(tmp_path)) == expected  # a directory
+
+
+def test_cells_of_csv_have_the_type_that_all_of_a_column_have(tmp_path):
+    path = tmp_path / "a.csv"
+    path.write_text("i,f,b,s,m\n-1,1e3,True,1_0,1\n2,.5,false,x,\n")
+    first, second = read_rows(path)
+    assert first == {"i": -1, "f": 1000.0, "b": True, "s": "1_0", "m": "1"}
+    assert second == {"i": 2, "f": 0.5, "b": False, "s": "x", "m": ""}
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("a.jsonl", "{"),
+        ("a.jsonl", "[1]"),
+        ("a.jsonl", '{"a": 1, "a": 2}'),
+        ("a.json", "[1]"),
+        ("a.csv", "a\n1,2\n"),
+        ("a.bin", ""),
+    ],
+)
+def test_malformed_files_are_named(tmp_path, name, text):
+    (tmp_path / name).write_text(text)
+    with pytest.raises(ValueError, match=name):
+        read_rows(tmp_path / name)
+
+
+def test_an_empty_directory_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="at least one file"):
+        read_rows(tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "csv", "parquet"])
+def test_what_is_written_is_read_back(tmp_path, kind):
+    if kind == "parquet":
+        pytest.importorskip("pyarrow", reason="pip install 'twinkle-jax[hub]'")
+    path = tmp_path / "new" / f"a.{kind}"
+    write_rows(Rows([{"n": 1, "t": "ü,\n"}, {"n": 2, "t": ""}]), path, kind)
+    assert list(read_rows(path)) == [{"n": 1, "t": "ü,\n"}, {"n": 2, "t": ""}]
+
+
+def test_arrays_are_written_as_lists(tmp_path):
+    write_rows([{"ids": np.arange(2), "x": [np.float32(0.5)]}], tmp_path / "a.jsonl")
+    assert json.loads((tmp_path / "a.jsonl").read_text()) == {"ids": [0, 1], "x": [0.5]}
+    with pytest.raises(ValueError, match="kind"):
+        write_rows([], tmp_path / "a", "pickle")

@@ -1,0 +1,60 @@
+"""Twinkle's settings of scripts."""
+
+import pytest
+
+from twinkle_jax.twinkle.cli import CLI
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_defaults():
+    args = CLI.from_args([])
+    assert (args.model.model_id, args.training.batch_size, args.loss.beta) == (None, 8, 0.1)
+    assert args.get_lora_args() == {
+        "target_modules": "all-linear",
+        "r": 8,
+        "lora_alpha": 32,
+        "lora_dropout": 0.05,
+    }
+    assert args.get_dataset_args()["split"] == "train" and "revision" not in args.to_dict()
+    assert args.get_optimizer_args()["lr"] == 1e-5
+
+
+def test_flags_of_every_form():
+    flags = (
+        "--Model-ID x --lr=1e-4 --padding_free --no-trust-remote-code --max_new_tokens 16 "
+        "--lora_target_modules q_proj,v_proj --batch_size 1e1 --template_model_id t --rank 3 "
+        "--use_megatron true word --eta_min 1"
+    )
+    args = CLI.from_args(flags.split())
+    assert args.model.model_id == "x" and args.template.model_id == "t"
+    assert args.optimizer.learning_rate == 1e-4 and type(args.scheduler.eta_min) is float
+    assert args.training.padding_free is True and args.model.trust_remote_code is False
+    assert args.sampling.max_tokens == 16 and args.training.batch_size == 10
+    assert args.lora.lora_target_modules == ["q_proj", "v_proj"]
+    assert args.model.strategy == "native_fsdp" and args.extra == {"rank": 3}
+    assert args.get("lr") == args["learning_rate"] == 1e-4 and args.get("rank") == args["rank"] == 3
+    assert args.get("none", 5) == 5
+    with pytest.raises(KeyError):
+        args["none"]
+    with pytest.raises(AttributeError):
+        args.get_none_args()
+
+
+def test_later_sources_win(elsewhere, monkeypatch):
+    (elsewhere / ".env").write_text('# note\nMAX_STEPS="1"\nBATCH_SIZE=1\nLORA_R=1\nMODE=ray\n')
+    monkeypatch.setenv("TWINKLE_BATCH_SIZE", "2")
+    monkeypatch.setenv("LORA_R", "2")
+    monkeypatch.setenv("TWINKLE_OTHER", "none")
+    pytest.importorskip("yaml", reason="pip install 'twinkle-jax[training]'")
+    (elsewhere / "c.yaml").write_text("lora:\n  r: 3\nlora_r: 3\nrl:\n  gkd_beta: 1\n")
+    args = CLI.from_args(["--config", "c.yaml", "--mode", "local"])
+    assert args.training.max_steps == 1 and args.training.batch_size == 2 and args.lora.lora_r == 3
+    assert args.rl.gkd_beta == 1.0 and args.infra.mode == "local"
+    assert "other" in args.extra and args.extra["other"] is None
+    with pytest.raises(FileNotFoundError, match="config"):
+        CLI.from_args(["--config", "d.yaml"])

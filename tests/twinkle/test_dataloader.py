@@ -1,0 +1,106 @@
+"""Twinkle's loader: in order, once, and where it was."""
+
+import pytest
+
+from twinkle_jax.data import RowStream
+from twinkle_jax.twinkle.dataloader import DataLoader
+from twinkle_jax.twinkle.dataset import Dataset, DatasetMeta
+from twinkle_jax.twinkle.infra import DeviceMesh, initialize
+from twinkle_jax.twinkle.processor import InputProcessor
+
+ROWS = [{"n": n} for n in range(7)]
+
+
+def numbers(loader):
+    return [[row["n"] for row in batch] for batch in loader]
+
+
+def test_in_order_once_for_each_time_one_goes_over_it():
+    loader = DataLoader(lambda: Dataset(DatasetMeta(data=ROWS)), batch_size=3, num_workers=2)
+    assert len(loader) == 3
+    assert numbers(loader) == numbers(loader) == [[0, 1, 2], [3, 4, 5], [6]]
+
+
+def test_small_last_batches():
+    assert numbers(DataLoader(ROWS, batch_size=3, min_batch_size=2)) == [[0, 1, 2], [3, 4, 5]]
+    assert numbers(DataLoader(ROWS, batch_size=3, min_batch_size=1))[-1] == [6]
+    assert numbers(DataLoader(ROWS, batch_size=4, min_batch_size=3))[-1] == [4, 5, 6]
+    assert len(numbers(DataLoader(ROWS, batch_size=4, drop_last=True))) == 1
+
+
+def test_samplers_and_shuffling():
+    assert numbers(DataLoader(ROWS, batch_size=2, sampler=[4, 0, 2])) == [[4, 0], [2]]
+    initialize(seed=1)
+    loader = DataLoader(ROWS, batch_size=7, shuffle=True)
+    (first,), (second,) = numbers(loader), numbers(loader)
+    assert first != second and sorted(first) == sorted(second) == list(range(7))
+    again = DataLoader(ROWS, batch_size=7, shuffle=True)
+    assert numbers(again) == [first]
+    initialize(seed=2)
+    assert numbers(DataLoader(ROWS, batch_size=7, shuffle=True)) != [first]
+    initialize()
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+@pytest.mark.parametrize("batches", [1, 3, 4])
+def test_it_goes_on_where_it_was(shuffle, batches):
+    options = {"batch_size": 3, "shuffle": shuffle}
+    loader, resumed = DataLoader(ROWS, **options), DataLoader(ROWS, **options)
+    order = [row for _ in range(3) for row in numbers(loader)]
+    state = DataLoader(ROWS, **options)
+    for _, _ in zip(range(batches), (b for _ in range(3) for b in state), strict=False):
+        pass
+    resumed.resume_from_checkpoint(state.get_state()["consumed_train_samples"])
+    assert [row for _ in range(2) for row in numbers(resumed)] == order[batches:][
+        : len(order[batches:]) - 3 * (batches < 3)
+    ]
+
+
+def test_rows_that_fail_are_replaced():
+    class Bad(list):
+        def __getitem__(self, index):
+            if index == 1:
+                raise ValueError("broken")
+            return None if index == 3 else super().__getitem__(index)
+
+    with pytest.warns(UserWarning, match="row 1 is left out"):
+        got = [n for batch in numbers(DataLoader(Bad(ROWS), batch_size=7)) for n in batch]
+    assert got[:5] == [0, 2, 4, 5, 6] and len(got) == 7 and not {1, 3} & set(got)
+    loader = DataLoader([{}, {}], batch_size=1)
+    with pytest.raises(RuntimeError, match="2 that failed"):
+        list(loader)
+
+
+def test_streams_start_anew():
+    loader = DataLoader(RowStream(lambda: [*ROWS[:3]]), batch_size=2)
+    with pytest.warns(UserWarning, match="consumed-data skipping"):
+        loader.resume_from_checkpoint(2)
+    assert numbers(loader) == [[0, 1], [2]]
+
+
+def test_a_processor_lays_batches_out():
+    rows = [{"input_ids": [1, 2], "labels": [2, -100]}, {"input_ids": [3], "labels": [-100]}]
+    loader = DataLoader(rows, batch_size=2)
+    loader.set_processor(InputProcessor, padding_side="left")
+    (batch,) = loader
+    assert batch["input_ids"].tolist() == [[1, 2], [0, 3]]
+    assert batch["labels"].tolist() == [[2, -100], [-100, -100]]
+    loader.set_processor("InputProcessor", padding_free=True)
+    (batch,) = loader
+    assert batch["input_ids"].tolist() == [[1, 2, 3]]
+    assert batch["position_ids"].tolist() == [[0, 1, 0]]
+    fixed = InputProcessor().collate_fn(rows, micro_batch_size=1)
+    assert [x["input_ids"].shape for x in fixed] == [(1, 2), (1, 2)]
+    loose = InputProcessor().collate_fn(rows, micro_batch_size=1, variable_seq_lengths=True)
+    assert [x["input_ids"].shape for x in loose] == [(1, 2), (1, 1)]
+    with pytest.raises(ValueError, match="padding_side"):
+        InputProcessor(padding_side="top")
+
+
+def test_batches_fit_the_mesh_and_options_are_known():
+    mesh = DeviceMesh.from_sizes(dp_size=2)
+    with pytest.raises(ValueError, match="batch_size"):
+        DataLoader(ROWS, batch_size=3, device_mesh=mesh)
+    assert numbers(DataLoader(ROWS, batch_size=2, device_mesh=mesh))[-1] == [4, 5]
+    with pytest.raises(TypeError, match="batch_sampler"):
+        DataLoader(ROWS, batch_size=2, batch_sampler=[[0]])

@@ -1,0 +1,233 @@
+"""Twinkle's data sets and preprocessors."""
+
+import pytest
+
+from twinkle_jax.data import small_tokenizer
+from twinkle_jax.twinkle.dataset import Dataset, DatasetMeta, IterableDataset, LazyDataset
+from twinkle_jax.twinkle.preprocessor import (
+    AlpacaProcessor,
+    CompetitionMathGRPOProcessor,
+    CountdownProcessor,
+    DataFilter,
+    EmojiDPOProcessor,
+    GSM8KProcessor,
+    OlympiadBenchProcessor,
+    Preprocessor,
+    SelfCognitionProcessor,
+)
+from twinkle_jax.twinkle.template import Template
+
+SUMS = [{"question": f"{n}+{n}=", "answer": f"#### {2 * n}"} for n in range(4)]
+
+
+class First(Preprocessor):
+    """Columns in, columns out, as scripts write them."""
+
+    def __call__(self, rows):
+        return {"messages": [[{"role": "user", "content": q[:1]}] for q in rows["question"]]}
+
+
+class Small(DataFilter):
+    def __call__(self, row):
+        return row["question"] < "2"
+
+
+def meta(rows=SUMS, **options):
+    return DatasetMeta(data=rows, **options)
+
+
+def template(**options):
+    return Template(small_tokenizer("0123456789+="), **options)
+
+
+def test_sources_by_id(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"n": 1}\n{"n": 2}\n{"n": 3}\n')
+    assert DatasetMeta("owner/name.x", "sub", "test").get_id() == "owner_name_x:sub:test"
+    dataset = Dataset(DatasetMeta(str(path), data_slice=[2, 0, 4]))
+    assert [row["n"] for row in dataset] == [3, 1, 2]  # 4 is 1 after the end
+    for data in ({"n": [1, 2]}, lambda: iter([{"n": 1}, {"n": 2}]), ({"n": 1}, {"n": 2})):
+        assert [row["n"] for row in Dataset(meta(data))] == [1, 2]
+    with pytest.raises(ValueError, match="dataset_id"):
+        DatasetMeta()
+    with pytest.raises(ValueError, match="data_slice"):
+        meta(data_slice=3)
+    with pytest.raises(ValueError, match="dataset_id"):
+        Dataset(DatasetMeta("ms://owner/name"))
+
+
+def test_hub_ids_name_their_files(monkeypatch, tmp_path):
+    calls = []
+    (tmp_path / "a.jsonl").write_text('{"n": 1}\n')
+
+    def download(place, split, *, subset):
+        calls.append((place, split, subset))
+        return [tmp_path / "a.jsonl"]
+
+    monkeypatch.setattr("twinkle_jax.twinkle.dataset.download_split", download)
+    assert len(Dataset(DatasetMeta("hf://openai/gsm8k", "main", "test"))) == 1
+    assert [row["n"] for row in IterableDataset(DatasetMeta("openai/gsm8k"))] == [1]
+    assert calls == [("openai/gsm8k", "test", "main"), ("openai/gsm8k", "train", "data")]
+
+
+def test_map_takes_names_classes_objects_and_functions():
+    dataset = Dataset(meta())
+    dataset.map("GSM8KProcessor", init_args={"system": "s"}, num_proc=4, remove_columns=["answer"])
+    assert dataset[1] == {
+        "question": "1+1=",
+        "messages": [{"role": "system", "content": "s"}, {"role": "user", "content": "1+1="}],
+        "user_data": [("ground_truth", "2")],
+    }
+    dataset.map(First())
+    assert dataset[1]["messages"] == [{"role": "user", "content": "1"}]
+    dataset.map(lambda columns: {"x": columns["question"]})
+    assert dataset[1]["x"] == "1+1="
+    dataset.filter(Small)
+    assert len(dataset) == 2
+    with pytest.raises(ValueError, match="GSM9K"):
+        dataset.map("GSM9K")
+    with pytest.raises(TypeError, match="with_indices"):
+        dataset.map(First(), with_indices=True)
+
+
+def test_several_sources_are_mapped_one_by_one_then_together():
+    first, second = meta(), meta(SUMS[:2])
+    dataset = Dataset(first)
+    dataset.add_dataset(second)
+    with pytest.raises(ValueError, match="dataset_meta"):
+        dataset.map(First())
+    dataset.map(First(), dataset_meta=second)
+    dataset.mix_dataset(interleave=False)
+    assert [row["messages"] is None for row in dataset] == [True] * 4 + [False] * 2
+    dataset.filter(lambda row: row["messages"])
+    assert len(dataset) == 2
+
+
+def test_encoding_keeps_columns_and_gives_lists():
+    dataset = Dataset(meta())
+    with pytest.raises(AssertionError, match="set_template"):
+        dataset.encode()
+    dataset.map(First())
+    dataset.set_template(template())
+    dataset.encode(add_generation_prompt=True)
+    row = dataset[3]
+    assert row["question"] == "3+3=" and row["messages"][0]["content"] == "3"
+    assert type(row["input_ids"]) is list and row["labels"] == [-100] * row["length"]
+    assert row["position_ids"] == list(range(row["length"])) == [0, 1, 2, 3]
+    assert row["attention_mask"] == [1] * 4
+
+
+def test_pairs_are_encoded_in_their_columns():
+    rows = [{"prompt": "1+1=", "answer_zh": "2", "answer_en": n * "3"} for n in (1, 9)]
+    dataset = Dataset(meta(rows))
+    dataset.map(EmojiDPOProcessor)
+    dataset.set_template(template(max_length=12, truncation_strategy="delete"))
+    dataset.encode()
+    assert len(dataset) == 1  # a pair goes with either of its answers
+    positive, negative = dataset[0]["positive"], dataset[0]["negative"]
+    assert positive["input_ids"][:6] == negative["input_ids"][:6]
+    assert positive["input_ids"] != negative["input_ids"] and "labels" in negative
+
+
+def test_conversations_that_are_too_long_are_deleted_or_split():
+    for strategy, lengths in (("delete", [4]), ("split", [4, 4, 4, 1])):
+        rows = [{"messages": [{"role": "user", "content": c}]} for c in ("1", "12345" + "6")]
+        dataset = Dataset(meta(rows))
+        dataset.set_template(template(max_length=4, truncation_strategy=strategy))
+        dataset.encode(add_generation_prompt=True)
+        assert [row["length"] for row in dataset] == lengths
+
+
+def test_a_lazy_data_set_works_on_the_row_that_is_asked_for():
+    seen = []
+
+    def note(columns):
+        seen.extend(columns["question"])
+        return {"messages": [[{"role": "user", "content": "1"}]]}
+
+    first, second = meta(), meta(SUMS[:2])
+    dataset = LazyDataset(first)
+    dataset.map(GSM8KProcessor(system="1"), dataset_meta=first)
+    dataset.add_dataset(second)
+    dataset.map(note, dataset_meta=second)
+    assert len(dataset) == 4
+    dataset.mix_dataset()
+    assert len(dataset) == 8 and not seen
+    assert dataset[0]["user_data"] == [("ground_truth", "0")]
+    assert set(dataset[7]) == {"question", "answer", "messages"} and seen == ["1+1="]
+    with pytest.raises(AssertionError):
+        dataset.encode()
+    dataset.set_template(template())
+    dataset.encode(add_generation_prompt=True)
+    assert "input_ids" in dataset[-2] and [len(row["input_ids"]) for row in dataset][1] == 4
+    with pytest.raises(IndexError):
+        dataset[8]
+
+
+def test_a_lazy_data_set_one_after_the_other_and_what_it_refuses():
+    dataset = LazyDataset(meta())
+    dataset.add_dataset(meta(SUMS[:1]))
+    dataset.mix_dataset(interleave=False)
+    assert [row["question"] for row in dataset] == ["0+0=", "1+1=", "2+2=", "3+3=", "0+0="]
+    dataset.set_template(template(truncation_strategy="split"))
+    with pytest.raises(AssertionError, match="split"):
+        dataset.encode()
+    dataset.check()
+    assert dataset[0] is None  # no messages
+
+
+def test_check_drops_what_cannot_be_encoded():
+    dataset = Dataset(meta([{"messages": [{"role": "user", "content": "1"}]}, {"messages": []}]))
+    dataset.set_template(template())
+    dataset.check()
+    assert len(dataset) == 1
+
+
+def test_streams_have_no_length():
+    dataset = IterableDataset(meta(lambda: iter(SUMS)))
+    dataset.map(GSM8KProcessor())
+    dataset.set_template("Template", model_id=small_tokenizer("0123456789+="))
+    assert [row["question"] for row in dataset] == [row["question"] for row in SUMS]
+    with pytest.raises(NotImplementedError):
+        len(dataset)
+    with pytest.raises(NotImplementedError):
+        dataset[0]
+
+
+def test_saving(tmp_path):
+    dataset = Dataset(meta())
+    dataset.save_as(tmp_path / "a.csv")
+    assert (tmp_path / "a.csv").read_text().startswith("question,answer")
+    assert list(Dataset(DatasetMeta(str(tmp_path / "a.csv")))) == SUMS
+    with pytest.raises(TypeError, match="mode"):
+        dataset.save_as(tmp_path / "a", mode="training")
+    dataset.add_dataset(meta())
+    with pytest.raises(ValueError, match="mix_dataset"):
+        dataset.save_as(tmp_path / "a")
+
+
+def test_what_preprocessors_make_of_a_row():
+    def turns(processor, row):
+        return [(m["role"], m["content"]) for m in processor.preprocess(row)["messages"]]
+
+    alpaca = {"instruction": "Add", "input": "1 1", "output": None}
+    assert turns(AlpacaProcessor(), alpaca) == [("user", "Add\n1 1"), ("assistant", "")]
+    assert turns(AlpacaProcessor(), {"instruction": "Add"})[0] == ("user", "Add")
+    me = {"query": "Who is {{NAME}}?", "response": "By {{AUTHOR}}"}
+    assert turns(SelfCognitionProcessor("N", "A"), me)[1:] == [
+        ("user", "Who is N?"),
+        ("assistant", "By A"),
+    ]
+    assert turns(GSM8KProcessor(add_assistant=True), SUMS[1])[2] == ("assistant", "#### 2")
+    assert "boxed" in turns(GSM8KProcessor(), SUMS[1])[0][1]
+    assert GSM8KProcessor().extract_ground_truth("so\n#### -1,234.5") == "-1234.5"
+    assert GSM8KProcessor().extract_ground_truth("none") == ""
+    assert turns(CompetitionMathGRPOProcessor(), {"problem": "p", "solution": "s"})[-1][1] == ""
+    countdown = CountdownProcessor().preprocess({"nums": [1, 2], "target": 3})
+    assert countdown["user_data"] == [("target", 3), ("nums", [1, 2])]
+    problem = {"question": "q", "context": "c", "final_answer": ["1", "2"], "image_1": None}
+    bench = OlympiadBenchProcessor(language="en").preprocess(problem)
+    assert bench["user_data"] == [("ground_truth", "1, 2")]
+    assert bench["messages"][1]["content"] == "背景信息：c\n\nq"
+    with pytest.raises(ValueError, match="images"):
+        OlympiadBenchProcessor().preprocess({"question": "q", "image_1": b"x"})

@@ -1,0 +1,97 @@
+"""Meshes over JAX's devices, and what `initialize` says."""
+
+import warnings
+
+import jax
+import pytest
+
+import twinkle_jax.twinkle as twinkle
+from twinkle_jax.twinkle import DeviceGroup, DeviceMesh, get_device_placement, get_logger, infra
+from twinkle_jax.twinkle.names import construct, local_id
+
+
+@pytest.fixture(autouse=True)
+def restore():
+    yield
+    twinkle.initialize()
+
+
+def test_sizes_lay_a_mesh_over_the_devices():
+    mesh = DeviceMesh.from_sizes(world_size=8, dp_size=2, fsdp_size=4)
+    assert mesh.world_size == 8 and mesh.data_world_size == 8
+    assert mesh.jax_mesh().shape == {"data": 2, "fsdp": 4, "tensor": 1}
+    mesh = DeviceMesh.from_sizes(fsdp_size=2, tp_size=2)
+    assert mesh.world_size == 4 and mesh.data_world_size == 2
+    assert mesh.jax_mesh().shape == {"data": 1, "fsdp": 2, "tensor": 2}
+    assert DeviceMesh.from_sizes().jax_mesh() is None
+    assert DeviceMesh([0, 1], ("dp",), device_type="cuda").jax_mesh().size == 2
+    assert infra.mesh_of(mesh).shape["tensor"] == 2 and infra.mesh_of(mesh.jax_mesh()).size == 4
+
+
+@pytest.mark.parametrize(
+    ("sizes", "named"),
+    [
+        ({"pp_size": 2}, "pp_size"),
+        ({"cp_size": 2}, "cp_size"),
+        ({"ep_size": 2}, "ep_size"),
+        ({"ulysses_size": 2}, "ulysses_size"),
+        ({"world_size": 4, "dp_size": 2}, "world_size"),
+        ({"dp_size": 2 * jax.device_count()}, "world_size"),
+    ],
+)
+def test_sizes_that_there_are_not(sizes, named):
+    with pytest.raises(ValueError, match=named):
+        DeviceMesh.from_sizes(**sizes)
+
+
+def test_meshes_by_ranks():
+    with pytest.raises(ValueError, match="mesh_dim_names"):
+        DeviceMesh([0, 1], ("dp", "tp"))
+    with pytest.raises(ValueError, match="mesh must hold the ranks"):
+        DeviceMesh([2, 3], ("dp",))
+    with pytest.raises(TypeError, match="xp_size"):
+        DeviceMesh.from_sizes(xp_size=1)
+    assert DeviceMesh.from_sizes(etp_size=1, vpp_size=None, sequence_parallel=True).world_size == 1
+
+
+def test_initialize_says_once_what_ray_means_here():
+    groups = [DeviceGroup("model", [0, 1], "GPU"), DeviceGroup("sampler", 2, "GPU")]
+    mesh = DeviceMesh.from_sizes(dp_size=2)
+    infra.warn_once.__globals__["_WARNED"].clear()
+    with pytest.warns(UserWarning, match="mode='ray'"):
+        twinkle.initialize("ray", nproc_per_node=4, groups=groups, global_device_mesh=mesh)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        twinkle.initialize("ray", groups=groups, global_device_mesh=mesh)
+    text = get_device_placement()
+    assert f"devices: {jax.device_count()}" in text and "dp 2" in text and "model, sampler" in text
+    assert infra.mesh_of(None).size == 2
+    with pytest.warns(UserWarning, match="remote_group"):
+        infra.note_group("model")
+    with pytest.raises(ValueError, match="mode"):
+        twinkle.initialize("slurm")
+    with pytest.raises(TypeError, match="notifier"):
+        twinkle.initialize(notifier=print)
+
+
+def test_loggers_have_one_handler(capsys):
+    logger = get_logger()
+    assert logger is get_logger() and len(logger.handlers) == 1
+    assert twinkle.is_master()
+
+
+def test_ids_of_hubs(tmp_path):
+    assert local_id("hf://owner/name") == "owner/name"
+    assert local_id(str(tmp_path)) == str(tmp_path) and local_id(tmp_path) is tmp_path
+    with pytest.raises(ValueError, match="model_id"):
+        local_id("ms://owner/name")
+
+
+def test_objects_by_name_take_no_options():
+    with pytest.raises(TypeError, match="options"):
+        construct(print, "twinkle_jax.twinkle.template", sep="")
+
+
+def test_names_that_there_are_not():
+    with pytest.raises(AttributeError, match="from_twinkle"):
+        twinkle.remote_class  # noqa: B018

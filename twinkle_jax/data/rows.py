@@ -1,0 +1,309 @@
+"""Rows of a data set, in memory or as a stream: read from files, mapped, filtered and mixed."""
+
+import csv
+import itertools
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from twinkle_jax.data.missing_extra import require
+from twinkle_jax.data.strict_json import parse_json
+
+Row = dict[str, Any]
+Columns = dict[str, list[Any]]
+_CELLS: tuple[tuple[re.Pattern[str], Callable[[str], Any]], ...] = (
+    (re.compile(r"[+-]?[0-9]{1,18}"), int),
+    (re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?"), float),
+    (re.compile("true|false", re.IGNORECASE), lambda cell: cell.lower() == "true"),
+)
+_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet", ".txt")
+
+
+class Rows(Sequence[Row]):
+    """Rows of a data set in memory; `map` and the like return others.
+
+    Args:
+        rows: dictionaries.
+
+    Example:
+        >>> rows = Rows([{"n": 1}, {"n": 2}, {"n": 3}])
+        >>> odd = rows.filter(lambda row: row["n"] % 2)
+        >>> odd.map(lambda columns: {"square": [n * n for n in columns["n"]]})[1]
+        {'n': 3, 'square': 9}
+    """
+
+    def __init__(self, rows: Iterable[Mapping[str, Any]]) -> None:
+        self._rows = [dict(row) for row in rows]
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return Rows(self._rows[index])
+        return dict(self._rows[index])
+
+    def map_rows(
+        self, function: Callable[[list[Row]], list[Row]], batch_size: int = 1000
+    ) -> "Rows":
+        """Replace batches of rows by others, as many or not."""
+        return Rows(_mapped(self, function, batch_size))
+
+    def map(
+        self,
+        function: Callable[[Columns], Mapping[str, Sequence[Any]]],
+        *,
+        batch_size: int = 1000,
+        remove_columns: str | Sequence[str] = (),
+    ) -> "Rows":
+        """Add columns, or replace those there are.
+
+        Args:
+            function: from columns, of at most `batch_size` rows, to the columns to set.
+            batch_size: rows a call.
+            remove_columns: columns to leave out, unless the function returns them.
+
+        Raises:
+            ValueError: if the function returns columns of another length than those that stay.
+        """
+        return self.map_rows(column_function(function, remove_columns), batch_size)
+
+    def filter(self, function: Callable[[Row], Any]) -> "Rows":
+        """Keep the rows for which a function returns something true."""
+        return Rows(row for row in self if function(row))
+
+
+class RowStream(Iterable[Row]):
+    """Rows that are read anew whenever one goes over them; `map` and the like are put off too.
+
+    Args:
+        source: makes an iterator over dictionaries.
+    """
+
+    def __init__(self, source: Callable[[], Iterable[Mapping[str, Any]]]) -> None:
+        self._source = source
+
+    def __iter__(self) -> Iterator[Row]:
+        return (dict(row) for row in self._source())
+
+    def map_rows(
+        self, function: Callable[[list[Row]], list[Row]], batch_size: int = 1000
+    ) -> "RowStream":
+        """As `Rows.map_rows`."""
+        return RowStream(lambda: _mapped(self, function, batch_size))
+
+    def map(
+        self,
+        function: Callable[[Columns], Mapping[str, Sequence[Any]]],
+        *,
+        batch_size: int = 1000,
+        remove_columns: str | Sequence[str] = (),
+    ) -> "RowStream":
+        """As `Rows.map`."""
+        return self.map_rows(column_function(function, remove_columns), batch_size)
+
+    def filter(self, function: Callable[[Row], Any]) -> "RowStream":
+        """As `Rows.filter`."""
+        return RowStream(lambda: (row for row in self if function(row)))
+
+
+Table = Rows | RowStream
+
+
+def mix(tables: Sequence[Table], *, interleave: bool) -> Table:
+    """Mix data sets, all in memory or all streams.
+
+    Args:
+        tables: the data sets. A row has the columns of all, None where its data set has none.
+        interleave: whether to take one row of each in turn, until the first has no more; otherwise
+            one data set follows the other.
+
+    Raises:
+        ValueError: if some are streams and some are not, or there are none.
+
+    Example:
+        >>> mixed = mix([Rows([{"a": 1}, {"a": 2}]), Rows([{"a": 3}])], interleave=True)
+        >>> [row["a"] for row in mixed]
+        [1, 3]
+    """
+    streamed = {isinstance(table, RowStream) for table in tables}
+    if len(streamed) != 1:
+        raise ValueError("tables must be all streams or all in memory, got some of both")
+    if streamed == {True}:  # the columns of a stream are not known before its end
+        return RowStream(lambda: _in_turn(tables) if interleave else itertools.chain(*tables))
+    names: dict[str, None] = dict.fromkeys(
+        name for table in tables for row in table for name in row
+    )
+    rows = _in_turn(tables) if interleave else itertools.chain(*tables)
+    return Rows({name: row.get(name) for name in names} for row in rows)
+
+
+def _in_turn(tables: Sequence[Table]) -> Iterator[Row]:
+    for rows in zip(*tables, strict=False):
+        yield from rows
+
+
+def read_rows(path: str | Path, *, stream: bool = False) -> Table:
+    """Read a data set from a file, or all files of a directory in the order of their names.
+
+    Args:
+        path: `.jsonl`, `.json` (a list of objects, or an object a line), `.csv` (a column is of
+            integers, numbers or booleans if all its cells are), `.parquet`, or `.txt` (a line is a
+            row with `text`).
+        stream: whether to read when rows are asked for, `.jsonl` and `.txt` line by line.
+
+    Raises:
+        ValueError: for another kind of file, no files, or a malformed one.
+        ImportError: for a `.parquet` file, if pyarrow is not installed.
+    """
+    place = Path(path)
+    files = sorted(x for x in place.iterdir() if x.is_file()) if place.is_dir() else [place]
+    if not files:
+        raise ValueError(f"{place} must hold at least one file, got none")
+    for file in files:
+        if file.suffix not in _SUFFIXES:
+            raise ValueError(f"{file} must end in one of {', '.join(_SUFFIXES)}")
+
+    def rows() -> Iterator[Row]:
+        return itertools.chain.from_iterable(_read(file) for file in files)
+
+    return RowStream(rows) if stream else Rows(rows())
+
+
+def write_rows(rows: Iterable[Mapping[str, Any]], path: str | Path, kind: str = "jsonl") -> None:
+    """Write rows to a file.
+
+    Args:
+        rows: dictionaries; for `csv` the first has the columns of all.
+        path: the file; its directory is made.
+        kind: `jsonl`, `csv` or `parquet`.
+
+    Raises:
+        ValueError: for another kind.
+        ImportError: for `parquet`, if pyarrow is not installed.
+    """
+    place = Path(path)
+    place.parent.mkdir(parents=True, exist_ok=True)
+    if kind == "parquet":
+        require("pyarrow", "hub")
+        from pyarrow import Table as ArrowTable
+        from pyarrow import parquet
+
+        parquet.write_table(ArrowTable.from_pylist([_plain(row) for row in rows]), place)
+        return
+    if kind not in ("jsonl", "csv"):
+        raise ValueError(f"kind must be jsonl, csv or parquet, got {kind!r}")
+    with place.open("w", encoding="utf-8", newline="") as file:
+        if kind == "jsonl":
+            file.writelines(json.dumps(_plain(row), ensure_ascii=False) + "\n" for row in rows)
+            return
+        writer = None
+        for row in rows:
+            if writer is None:
+                writer = csv.DictWriter(file, list(row))
+                writer.writeheader()
+            writer.writerow(row)
+
+
+def column_function(
+    function: Callable[[Columns], Mapping[str, Sequence[Any]]],
+    remove_columns: str | Sequence[str] = (),
+) -> Callable[[list[Row]], list[Row]]:
+    """Make a function of rows from one of columns, whose columns are laid over those there are."""
+    removed = {remove_columns} if isinstance(remove_columns, str) else set(remove_columns or ())
+
+    def apply(rows: list[Row]) -> list[Row]:
+        columns = to_columns(rows)
+        new = dict(function(columns) or {})
+        kept = {k: v for k, v in columns.items() if k not in removed and k not in new}
+        merged = kept | new
+        lengths = {name: len(values) for name, values in merged.items()}
+        if len(set(lengths.values())) > 1:
+            raise ValueError(
+                f"columns must have one length, got {lengths}: name those that are to go in "
+                "remove_columns"
+            )
+        return to_rows(merged)
+
+    return apply
+
+
+def to_columns(rows: Sequence[Mapping[str, Any]]) -> Columns:
+    """Turn rows into columns; None where a row has no such value."""
+    names = dict.fromkeys(name for row in rows for name in row)
+    return {name: [row.get(name) for row in rows] for name in names}
+
+
+def to_rows(columns: Mapping[str, Sequence[Any]]) -> list[Row]:
+    """Turn columns into rows."""
+    names = list(columns)
+    return [dict(zip(names, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+
+
+def _mapped(
+    rows: Iterable[Row], function: Callable[[list[Row]], list[Row]], batch_size: int
+) -> Iterator[Row]:
+    remaining = iter(rows)
+    while batch := list(itertools.islice(remaining, batch_size)):
+        yield from function(batch)
+
+
+def _read(path: Path) -> Iterator[Row]:
+    if path.suffix == ".parquet":
+        require("pyarrow", "hub")
+        from pyarrow import parquet
+
+        yield from parquet.read_table(path).to_pylist()
+        return
+    with path.open(encoding="utf-8-sig", newline="") as file:
+        if path.suffix == ".csv":
+            yield from _csv(path, csv.DictReader(file, restval=""))
+        elif path.suffix == ".txt":
+            yield from ({"text": line.rstrip("\r\n")} for line in file)
+        elif path.suffix == ".json" and file.read(1024).lstrip().startswith("["):
+            file.seek(0)
+            yield from (_object(path, i, x) for i, x in enumerate(_json(path, 1, file.read()), 1))
+        else:
+            file.seek(0)
+            for number, line in enumerate(file, 1):
+                if line.strip():
+                    yield _object(path, number, _json(path, number, line))
+
+
+def _json(path: Path, number: int, text: str) -> Any:
+    try:
+        return parse_json(text.strip().removeprefix("\ufeff"))
+    except ValueError as error:
+        raise ValueError(f"{path}, line {number} must be JSON: {error}") from None
+
+
+def _object(path: Path, number: int, value: Any) -> Row:
+    if not isinstance(value, dict):
+        raise ValueError(f"{path}, record {number} must be a JSON object, got {value!r:.60}")
+    return value
+
+
+def _csv(path: Path, reader: Iterable[dict[Any, Any]]) -> list[Row]:
+    """Read a CSV file; a column becomes numbers or booleans where every cell is one."""
+    rows = list(reader)
+    for number, row in enumerate(rows, 1):
+        if None in row:
+            raise ValueError(f"{path}, record {number} must have at most a cell for each column")
+    columns = to_columns(rows)
+    for name, cells in columns.items():
+        for pattern, convert in _CELLS:
+            if cells and all(pattern.fullmatch(cell) for cell in cells):
+                columns[name] = [convert(cell) for cell in cells]
+                break
+    return to_rows(columns)
+
+
+def _plain(value: Any) -> Any:
+    """Turn NumPy's arrays and numbers into lists and numbers of Python."""
+    if isinstance(value, Mapping):
+        return {key: _plain(x) for key, x in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(x) for x in value]
+    return value.tolist() if hasattr(value, "tolist") else value

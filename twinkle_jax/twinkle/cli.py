@@ -1,0 +1,307 @@
+"""Twinkle's `cli`: the settings of a script from `.env`, the environment, a file and the flags."""
+
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from twinkle_jax.data.missing_extra import require
+
+_GROUPS: dict[str, dict[str, Any]] = {
+    "model": {
+        "model_id": None, "model_cls": None, "tokenizer_id": None, "mixed_precision": "bf16",
+        "strategy": "accelerate", "memory_efficient_init": False, "gradient_checkpointing": True,
+        "trust_remote_code": True, "load_weights": True, "recompute_granularity": "full",
+        "recompute_method": "uniform", "recompute_num_layers": 1, "recompute_modules": None,
+        "use_distributed_optimizer": True, "variable_seq_lengths": True, "ddp_config": None,
+        "fsdp_config": None, "grad_scaler_config": None, "enable_liger": False,
+        "enable_fused_ce": True,
+    },
+    "lora": {
+        "use_lora": False, "lora_r": 8, "lora_alpha": 32, "lora_dropout": 0.05,
+        "lora_target_modules": None, "adapter_name": "default", "lora_path": None,
+    },
+    "dataset": {
+        "dataset_id": "", "subset_name": "default", "split": "train", "streaming": False,
+        "num_proc": None, "data_slice": None, "revision": None,
+    },
+    "template": {
+        "template_cls": None, "model_id": None, "max_length": 8192, "truncation_strategy": "raise",
+        "use_chat_template": True, "enable_thinking": True, "default_system": None,
+    },
+    "training": {
+        "max_steps": 200, "num_train_epochs": None, "batch_size": 8, "mini_batch_size": None,
+        "micro_batch_size": 2, "gradient_accumulation_steps": 1, "output_dir": "./output",
+        "save_steps": 50, "save_total_limit": None, "log_interval": 10, "eval_interval": None,
+        "eval_samples": None, "train_samples": None, "resume_from_checkpoint": None,
+        "resume_only_model": False, "ignore_data_skip": False, "seed": 42,
+        "full_determinism": False, "padding_free": False,
+    },
+    "optimizer": {
+        "optimizer_cls": "AdamW", "learning_rate": 1e-5, "weight_decay": 0.0, "adam_beta1": 0.9,
+        "adam_beta2": 0.999, "adam_epsilon": 1e-8, "max_grad_norm": 1.0,
+    },
+    "scheduler": {
+        "scheduler_cls": "CosineAnnealingLR", "num_warmup_steps": 0, "num_training_steps": None,
+        "t_max": None, "eta_min": 0.0, "lr_decay_steps": None, "max_lr": None,
+    },
+    "loss": {
+        "loss_cls": "CrossEntropyLoss", "loss_type": "sigmoid", "epsilon": 0.2,
+        "epsilon_high": None, "beta": 0.1, "sft_weight": 1.0, "entropy_coef": 0.0,
+        "ignore_index": -100,
+    },
+    "sampler": {
+        "sampler_type": "vLLMSampler", "gpu_memory_utilization": 0.8, "max_model_len": None,
+        "tensor_parallel_size": None, "enable_lora": False, "max_lora_rank": 32,
+        "enforce_eager": False,
+    },
+    "sampling": {
+        "max_tokens": None, "temperature": 1.0, "top_k": -1, "top_p": 1.0,
+        "repetition_penalty": 1.0, "num_samples": 1, "logprobs": None, "seed": None, "stop": None,
+    },
+    "infra": {
+        "mode": "local", "nproc_per_node": 8, "ncpu_proc_per_node": 8, "model_gpus": None,
+        "sampler_gpus": None, "ref_model_gpus": None, "world_size": None, "dp_size": None,
+        "fsdp_size": None, "tp_size": None, "pp_size": None, "cp_size": None, "ep_size": None,
+        "etp_size": None, "ep_fsdp_size": None, "vpp_size": None, "ulysses_size": None,
+        "sequence_parallel": False, "lazy_collect": True,
+    },
+    "server": {
+        "config": None, "ray_namespace": "twinkle_cluster", "host": "0.0.0.0", "port": 8000,  # noqa: S104
+        "log_level": "INFO",
+    },
+    "rl": {
+        "num_generations": 8, "advantage_type": "GRPOAdvantage", "advantage_scale": "group",
+        "reward_fns": None, "student_model_id": None, "teacher_model_id": None, "gkd_beta": 0.5,
+        "gkd_temperature": 1.0, "gkd_topk": 64, "router_replay_mode": "disabled",
+    },
+    "checkpoint": {
+        "save_optimizer": True, "merge_and_sync": True, "platform": "GPU", "lora_sync_dir": None,
+    },
+}  # fmt: skip
+_ALIASES = {
+    "lr": "learning_rate",
+    "max_new_tokens": "max_tokens",
+    "num_gpus": "nproc_per_node",
+}
+_OWNERS = {"model_id": "model", "seed": "training"}  # of names that several groups have
+
+
+class Args:
+    """The settings of a script, in groups: `args.model.model_id`; `extra` has what none knows.
+
+    `get_model_args()` and the like give the settings of a group that are not None.
+    """
+
+    model: Any
+    lora: Any
+    dataset: Any
+    template: Any
+    training: Any
+    optimizer: Any
+    scheduler: Any
+    loss: Any
+    sampler: Any
+    sampling: Any
+    infra: Any
+    server: Any
+    rl: Any
+    checkpoint: Any
+
+    def __init__(self) -> None:
+        for group, defaults in _GROUPS.items():
+            setattr(self, group, SimpleNamespace(**defaults))
+        self.extra: dict[str, Any] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        group = name.removeprefix("get_").removesuffix("_args")
+        if name != f"get_{group}_args" or group not in _GROUPS:
+            raise AttributeError(f"{name!r} must be one of {', '.join(_GROUPS)} or extra")
+        return lambda: {k: x for k, x in vars(getattr(self, group)).items() if x is not None}
+
+    def get_lora_args(self) -> dict[str, Any]:
+        """Give the arguments of PEFT's `LoraConfig`."""
+        return {
+            "target_modules": self.lora.lora_target_modules or "all-linear",
+            "r": self.lora.lora_r,
+            "lora_alpha": self.lora.lora_alpha,
+            "lora_dropout": self.lora.lora_dropout,
+        }
+
+    def get_optimizer_args(self) -> dict[str, Any]:
+        """Give the optimizer's settings, the learning rate as `lr`."""
+        known = vars(self.optimizer)
+        return {"lr" if name == "learning_rate" else name: x for name, x in known.items()}
+
+    def to_dict(self) -> dict[str, Any]:
+        """Give all settings that are not None in one dictionary."""
+        merged: dict[str, Any] = {}
+        for group in _GROUPS:
+            merged |= {k: x for k, x in vars(getattr(self, group)).items() if x is not None}
+        return merged | self.extra
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """Give a setting by its name alone."""
+        place = _find(key)
+        return (
+            self.extra.get(key, default)
+            if place is None
+            else getattr(self, place[0]).__dict__[place[1]]
+        )
+
+    def __getitem__(self, key: str) -> Any:
+        if _find(key) is None and key not in self.extra:
+            raise KeyError(key)
+        return self.get(key)
+
+    def apply(self, source: Mapping[str, Any], *, cast: bool) -> None:
+        """Set what a source says; strings become numbers, booleans and lists if `cast`."""
+        for name, value in _flatten(source):
+            value = _cast(value) if cast else value
+            if name == "use_megatron":  # as in Twinkle's scripts, where it means the strategy
+                if _cast(value) is True:
+                    self.model.strategy = "native_fsdp"
+                continue
+            place = _find(name)
+            if place is None:
+                self.extra[name] = value
+                continue
+            group, name = place
+            default = _GROUPS[group][name]
+            if isinstance(default, float) and isinstance(value, int | str):
+                value = float(value)
+            elif (
+                isinstance(default, int)
+                and not isinstance(default, bool)
+                and isinstance(value, str)
+            ):
+                value = int(float(value))
+            setattr(getattr(self, group), name, value)
+
+
+class CLI:
+    """Reads the settings of a script; later sources win: `.env`, environment, `--config`, flags."""
+
+    @staticmethod
+    def from_args(
+        argv: Sequence[str] | None = None,
+        env_file: str | Path | None = None,
+        config_file: str | Path | None = None,
+    ) -> Args:
+        """Read the settings.
+
+        Args:
+            argv: flags: `--name value`, `--name=value`, `--name` for true, `--no_name` for false;
+                dashes and capitals do not matter. None for those of the program.
+            env_file: a file of lines `NAME=value`; None for `.env` or `.env.local`.
+            config_file: YAML, as `--config`.
+
+        Raises:
+            FileNotFoundError: if there is no such YAML file.
+            ImportError: if PyYAML is not installed.
+
+        Example:
+            >>> args = CLI.from_args(["--model-id", "policy", "--lr=1e-4", "--rank", "4"])
+            >>> args.model.model_id, args.optimizer.learning_rate, args.extra
+            ('policy', 0.0001, {'rank': 4})
+        """
+        args = Args()
+        args.apply(_read_env(env_file), cast=True)
+        known = {k: x for k, x in os.environ.items() if _find(k) is not None}
+        prefix = "TWINKLE_"
+        ours = {k.removeprefix(prefix): x for k, x in os.environ.items() if k.startswith(prefix)}
+        args.apply(known | ours, cast=True)
+        flags = _read_flags(sys.argv[1:] if argv is None else argv)
+        config = config_file or flags.pop("config", None)
+        if config:
+            args.apply(_read_yaml(Path(config)), cast=False)
+        args.apply(flags, cast=True)
+        return args
+
+
+def _find(key: str) -> tuple[str, str] | None:
+    name = _normal(key)
+    name = _ALIASES.get(name, name)
+    groups = [group for group, defaults in _GROUPS.items() if name in defaults]
+    if groups:
+        return _OWNERS.get(name, groups[0]), name
+    for group, defaults in _GROUPS.items():
+        rest = name.removeprefix(group + "_")
+        if rest != name and rest in defaults:
+            return group, rest
+    return None
+
+
+def _normal(key: str) -> str:
+    return key.lower().replace("-", "_")
+
+
+def _flatten(source: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in source.items():
+        name = prefix + _normal(key)
+        if isinstance(value, Mapping) and name not in ("ddp_config", "fsdp_config"):
+            yield from _flatten(value, name + "_")
+        else:
+            yield name, value
+
+
+def _cast(value: Any) -> Any:
+    if not isinstance(value, str):
+        return value
+    words: dict[str, bool | None] = {
+        "true": True,
+        "yes": True,
+        "on": True,
+        "false": False,
+        "no": False,
+        "off": False,
+    }
+    words |= {"none": None, "null": None, "~": None}
+    if value.lower() in words:
+        return words[value.lower()]
+    for kind in (int, float):
+        try:
+            return kind(value)
+        except ValueError:
+            continue
+    return [_cast(part.strip()) for part in value.split(",")] if "," in value else value
+
+
+def _read_flags(argv: Sequence[str]) -> dict[str, Any]:
+    flags: dict[str, Any] = {}
+    waiting = list(argv)
+    while waiting:
+        flag = waiting.pop(0)
+        if not flag.startswith("--"):
+            continue
+        name, equals, value = flag[2:].partition("=")
+        if equals:
+            flags[name] = value
+        elif _normal(name).startswith("no_"):
+            flags[name[3:]] = False
+        elif waiting and not waiting[0].startswith("--"):
+            flags[name] = waiting.pop(0)
+        else:
+            flags[name] = True
+    return flags
+
+
+def _read_env(path: str | Path | None) -> dict[str, str]:
+    places = (".env", ".env.local") if path is None else (path,)
+    file = next((Path(place) for place in places if Path(place).is_file()), None)
+    if file is None:
+        return {}
+    lines = [line.strip() for line in file.read_text(encoding="utf-8").splitlines()]
+    pairs = [line.partition("=") for line in lines if "=" in line and not line.startswith("#")]
+    return {name.strip(): value.strip().strip("\"'") for name, _, value in pairs}
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        raise FileNotFoundError(f"config must be a YAML file, got {path}")
+    require("yaml", "training")
+    import yaml  # type: ignore[import-untyped]
+
+    return yaml.safe_load(path.read_text(encoding="utf-8")) or {}

@@ -1,0 +1,221 @@
+"""Twinkle's `initialize`, meshes and groups: one program over all of JAX's devices."""
+
+import logging
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from twinkle_jax.model import make_mesh
+from twinkle_jax.twinkle.names import refuse, warn_once
+
+_AXES = {"dp": "data", "fsdp": "fsdp", "tp": "tensor"}
+_ABSENT = ("pp", "cp", "ep", "ep_fsdp")
+
+
+class DeviceMesh:
+    """Twinkle's mesh: `dp`, `fsdp` and `tp` lay the policy over JAX's devices.
+
+    Args:
+        mesh: an array of ranks; its shape gives the sizes, and its ranks must be 0, 1, 2, …
+        mesh_dim_names: a name for each of its axes: `dp`, `fsdp`, `tp`, or another of size 1.
+        device_type: JAX has one kind of devices in a program; kept for what prints it.
+
+    Raises:
+        ValueError: for an axis that there is not, or more ranks than there are devices.
+
+    Example:
+        >>> DeviceMesh.from_sizes(dp_size=1, fsdp_size=1).world_size
+        1
+    """
+
+    def __init__(
+        self,
+        mesh: Any,
+        mesh_dim_names: Sequence[str],
+        device_type: str | None = None,
+        **sizes: Any,
+    ) -> None:
+        self.mesh = np.asarray(mesh)
+        self.mesh_dim_names = tuple(mesh_dim_names)
+        self.device_type = device_type or jax.default_backend()
+        if self.mesh.ndim != len(self.mesh_dim_names):
+            raise ValueError(
+                f"mesh_dim_names must name {self.mesh.ndim} axes, got {self.mesh_dim_names}"
+            )
+        self._sizes = dict(zip(self.mesh_dim_names, self.mesh.shape, strict=True))
+        for name, size in {**self._sizes, **sizes}.items():
+            axis = name.removesuffix("_size")
+            if axis not in (*_AXES, *_ABSENT, "etp", "vpp", "ulysses", "sequence_parallel"):
+                refuse("DeviceMesh", {name: size})
+            if axis not in (*_AXES, "sequence_parallel") and (size or 1) > 1:
+                raise ValueError(
+                    f"{axis}_size must be 1: policies are laid over dp, fsdp and tp, got {size}; "
+                    "see docs/from_twinkle.md"
+                )
+        if self.world_size > jax.device_count():
+            raise ValueError(
+                f"world_size must be at most {jax.device_count()}, the devices that JAX has, "
+                f"got {self.world_size}"
+            )
+        if self.mesh.ravel().tolist() != list(range(self.world_size)):
+            raise ValueError(f"mesh must hold the ranks 0, 1, 2, …, got {self.mesh.tolist()}")
+
+    @classmethod
+    def from_sizes(
+        cls,
+        *,
+        world_size: int = 1,
+        dp_size: int | None = 1,
+        fsdp_size: int | None = None,
+        tp_size: int | None = None,
+        device_type: str | None = None,
+        **sizes: Any,
+    ) -> "DeviceMesh":
+        """Make a mesh of the given sizes.
+
+        Args:
+            world_size: how many devices; 1 for as many as the sizes make.
+            dp_size: over how many copies of the parameters rows are spread.
+            fsdp_size: over how many devices the parameters of a copy are spread.
+            tp_size: over how many devices heads and feed-forward columns are split.
+            device_type: as for the class.
+            sizes: Twinkle's other axes, which must be of size 1.
+        """
+        axes = {"fsdp": fsdp_size, "dp": dp_size, "tp": tp_size}
+        known = {name: size for name, size in axes.items() if size is not None}
+        product = int(np.prod(list(known.values())))
+        if world_size not in (1, product):
+            raise ValueError(
+                f"world_size must be {product}, the product of {known}, got {world_size}"
+            )
+        shape = tuple(known.values())
+        return cls(np.arange(product).reshape(shape), tuple(known), device_type, **sizes)
+
+    @property
+    def world_size(self) -> int:
+        """How many devices it has."""
+        return self.mesh.size
+
+    @property
+    def data_world_size(self) -> int:
+        """Over how many devices the rows of a batch are spread."""
+        return self._sizes.get("dp", 1) * self._sizes.get("fsdp", 1)
+
+    def jax_mesh(self) -> Mesh | None:
+        """The mesh that models run on; None for one device."""
+        if self.world_size == 1:
+            return None
+        return make_mesh(**{ours: self._sizes.get(name, 1) for name, ours in _AXES.items()})
+
+
+@dataclass
+class DeviceGroup:
+    """Twinkle's group of ranks; there are no such groups here, and it is only shown."""
+
+    name: str
+    ranks: list[int] | int
+    device_type: str
+    gpus_per_worker: int = 1
+    visible_devices: Any = None
+
+
+@dataclass
+class Settings:
+    """What `initialize` was told."""
+
+    seed: int = 42
+    device_mesh: DeviceMesh | None = None
+    groups: list[DeviceGroup] = field(default_factory=list)
+
+
+settings = Settings()
+
+
+def initialize(
+    mode: Literal["local", "ray"] = "local",
+    nproc_per_node: int = 8,
+    ncpu_proc_per_node: int = 8,
+    seed: int | None = 42,
+    full_determinism: bool = False,
+    groups: list[DeviceGroup] | None = None,
+    global_device_mesh: DeviceMesh | None = None,
+    lazy_collect: bool = True,
+    name: str | None = None,
+    **options: Any,
+) -> None:
+    """Set what models, samplers and loaders start from.
+
+    Args:
+        mode: `ray` starts nothing: there is one program over all devices, and it says so once.
+        nproc_per_node: unused: JAX starts one process a host.
+        ncpu_proc_per_node: unused, likewise.
+        seed: of loaders that shuffle, and of models' noise.
+        full_determinism: unused: results do not depend on kernels' order but on XLA's flags.
+        groups: shown by `get_device_placement`; nothing is placed by them.
+        global_device_mesh: of models without one of their own.
+        lazy_collect: unused: arrays are always computed when they are needed.
+        name: unused.
+        options: none others.
+
+    Raises:
+        ValueError: for another mode.
+    """
+    refuse("initialize", options)
+    if mode not in ("local", "ray"):
+        raise ValueError(f"mode must be 'local' or 'ray', got {mode!r}")
+    if mode == "ray":
+        warn_once(
+            "mode='ray' starts no workers: one program runs over all devices of JAX, which the "
+            "model and its sampler share; ranks and groups place nothing"
+        )
+    settings.seed = 42 if seed is None else seed
+    settings.device_mesh, settings.groups = global_device_mesh, list(groups or ())
+
+
+def get_device_placement(device_group: Any = None) -> str:
+    """Say which devices there are, and how the global mesh lies over them."""
+    lines = [f"devices: {jax.device_count()} {jax.devices()[0].device_kind}"]
+    if settings.device_mesh is not None:
+        sizes = zip(
+            settings.device_mesh.mesh_dim_names, settings.device_mesh.mesh.shape, strict=True
+        )
+        lines.append("mesh: " + ", ".join(f"{name} {size}" for name, size in sizes))
+    names = [group.name for group in device_group or settings.groups]
+    if names:
+        lines.append(f"groups, which share all devices: {', '.join(names)}")
+    return "\n".join(lines)
+
+
+def mesh_of(device_mesh: DeviceMesh | Mesh | None) -> Mesh | None:
+    """Give the mesh of JAX's for a `device_mesh` argument; the global one for None."""
+    device_mesh = settings.device_mesh if device_mesh is None else device_mesh
+    return device_mesh.jax_mesh() if isinstance(device_mesh, DeviceMesh) else device_mesh
+
+
+def note_group(remote_group: str | None) -> None:
+    """Say once that groups place nothing."""
+    if remote_group is not None:
+        warn_once("remote_group places nothing: the model and its sampler share all devices")
+
+
+def get_logger(name: str = "twinkle", **options: Any) -> logging.Logger:
+    """Give a logger that writes to the standard error stream, on the first host alone."""
+    refuse("get_logger", options)
+    logger = logging.getLogger(name)
+    if not logger.handlers:
+        handler = logging.StreamHandler(sys.stderr)
+        handler.setFormatter(logging.Formatter("[%(asctime)s][%(levelname)s:%(name)s] %(message)s"))
+        logger.addHandler(handler)
+        logger.setLevel(logging.INFO if is_master() else logging.ERROR)
+        logger.propagate = False
+    return logger
+
+
+def is_master() -> bool:
+    """Whether this process is the first."""
+    return jax.process_index() == 0

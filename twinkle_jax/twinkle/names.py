@@ -1,0 +1,70 @@
+"""What the names in Twinkle's scripts stand for: ids of hubs, classes by name, options."""
+
+import inspect
+import warnings
+from collections.abc import Mapping
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+PAGE = "docs/from_twinkle.md"
+_WARNED: set[str] = set()
+
+
+def local_id(place: Any, what: str = "model_id") -> Any:
+    """Give the path or the id on the Hugging Face hub that an id of Twinkle's means.
+
+    Args:
+        place: a path, `hf://owner/name`, or anything that is no string, which stays as it is.
+        what: the argument's name, for errors.
+
+    Raises:
+        ValueError: for `ms://` ids, unless such a directory exists.
+    """
+    if not isinstance(place, str) or Path(place).exists():
+        return place
+    if place.startswith("ms://"):
+        raise ValueError(
+            f"{what} must be a directory or an id of the Hugging Face hub, got {place!r}: download "
+            f"it with ModelScope's own client, or name it hf://…; see {PAGE}"
+        )
+    return place.removeprefix("hf://")
+
+
+def construct(kind: Any, module: str, **options: Any) -> Any:
+    """Make what `kind` names: a class of a module of ours by name, a class, or an object as it is.
+
+    Args:
+        kind: a name, a class or an object.
+        module: where names are looked up, `twinkle_jax.twinkle.template` for one.
+        options: arguments of the class.
+
+    Raises:
+        ValueError: for a name that the module does not have.
+        TypeError: for options beside an object that is made already.
+    """
+    if isinstance(kind, str):
+        known = import_module(module)
+        if not isinstance(getattr(known, kind, None), type):
+            names = [x for x in known.__all__ if isinstance(getattr(known, x), type)]
+            raise ValueError(f"{kind!r} must be one of {', '.join(names)}; see {PAGE}")
+        kind = getattr(known, kind)
+    if inspect.isclass(kind):
+        return kind(**options)
+    if options:
+        raise TypeError(f"options must go with a class or a name, got {options} beside {kind!r}")
+    return kind
+
+
+def refuse(owner: str, options: Mapping[str, Any]) -> None:
+    """Refuse options that nothing here would follow."""
+    if options:
+        name, value = next(iter(options.items()))
+        raise TypeError(f"{owner} has no option {name!r}, got {value!r}; see {PAGE}")
+
+
+def warn_once(message: str) -> None:
+    """Say what a part of a script means here, the first time that it is met."""
+    if message not in _WARNED:
+        _WARNED.add(message)
+        warnings.warn(f"{message}; see {PAGE}", UserWarning, stacklevel=3)

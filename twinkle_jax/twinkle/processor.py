@@ -1,0 +1,89 @@
+"""Twinkle's `processor`: input features as arrays of one shape."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import numpy as np
+
+from twinkle_jax.twinkle.infra import DeviceMesh
+from twinkle_jax.twinkle.names import refuse
+
+_PADDING = {"input_ids": 0, "attention_mask": 0, "labels": -100, "position_ids": -1}
+_PADDING |= {"completion_mask": 0, "length": -1}
+
+
+class InputProcessor:
+    """Pads the features of a batch to one length, or joins them into one row.
+
+    A model does without one: it lays batches out by itself, and no result depends on it. Its
+    `set_processor` takes this class so that scripts run.
+
+    Args:
+        device_mesh: unused: batches here are those of all devices.
+        padding_free: whether to join the rows into one, where `position_ids` start again at 0.
+        padding_side: `right` or `left`.
+        options: none others.
+
+    Example:
+        >>> batch = InputProcessor()([{"input_ids": [1, 2]}, {"input_ids": [3]}])
+        >>> batch["input_ids"].tolist()
+        [[1, 2], [3, 0]]
+    """
+
+    def __init__(
+        self,
+        device_mesh: DeviceMesh | None = None,
+        padding_free: bool = False,
+        padding_side: Literal["right", "left"] = "right",
+        framework: str = "transformers",
+        **options: Any,
+    ) -> None:
+        refuse("InputProcessor", options)
+        if padding_side not in ("right", "left"):
+            raise ValueError(f"padding_side must be 'right' or 'left', got {padding_side!r}")
+        self.padding_free, self.padding_side = padding_free, padding_side
+
+    def __call__(self, inputs: Any) -> dict[str, Any]:
+        """Lay a batch out."""
+        (batch,) = self.collate_fn([inputs] if isinstance(inputs, Mapping) else inputs)
+        return batch
+
+    def collate_fn(
+        self,
+        inputs: Sequence[Mapping[str, Any]],
+        micro_batch_size: int | None = None,
+        variable_seq_lengths: bool = False,
+    ) -> list[dict[str, Any]]:
+        """Lay out micro-batches of so many features, of one length unless that may vary."""
+        size = micro_batch_size or len(inputs)
+        longest = 0 if variable_seq_lengths else max(len(x["input_ids"]) for x in inputs)
+        return [self._lay_out(inputs[i : i + size], longest) for i in range(0, len(inputs), size)]
+
+    def _lay_out(self, features: Sequence[Mapping[str, Any]], longest: int) -> dict[str, Any]:
+        batch: dict[str, Any] = {}
+        for key in features[0]:
+            values = [feature[key] for feature in features]
+            if key not in _PADDING or np.ndim(values[0]) == 0:
+                batch[key] = values
+            elif not self.padding_free:
+                batch[key] = pad_rows(
+                    values, _PADDING[key], left=self.padding_side == "left", longest=longest
+                )
+            elif key != "attention_mask":
+                batch[key] = np.concatenate([np.asarray(row) for row in values])[None]
+        if self.padding_free and "position_ids" not in batch:
+            counts = [np.arange(len(feature["input_ids"])) for feature in features]
+            batch["position_ids"] = np.concatenate(counts)[None]
+        return batch
+
+
+def pad_rows(rows: Sequence[Any], value: float, *, left: bool = False, longest: int = 0) -> Any:
+    """Stack rows of different lengths, padded with a value to the longest of them, or longer."""
+    arrays = [np.asarray(row) for row in rows]
+    arrays = [array[0] if array.ndim > 1 and len(array) == 1 else array for array in arrays]
+    longest = max(longest, *(array.shape[-1] for array in arrays))
+    width = [longest - array.shape[-1] for array in arrays]
+    sides = [((n, 0) if left else (0, n)) for n in width]
+    return np.stack(
+        [np.pad(x, side, constant_values=value) for x, side in zip(arrays, sides, strict=True)]
+    )

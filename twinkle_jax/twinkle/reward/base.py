@@ -1,0 +1,5 @@
+"""The interface of rewards."""
+
+from twinkle_jax.reward import Reward
+
+__all__ = ["Reward"]
