@@ -119,6 +119,23 @@ def test_a_mistyped_option_gets_a_suggestion(arguments, hint, capsys):
     assert hint in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("options", "overwrite", "masked"),
+    [
+        ([], False, False),
+        (["--overwrite"], True, False),
+        (["--overwrite", "--update.mask_truncated", "--steps", "0"], True, True),
+        (["--overwrite", "false", "--update.mask_truncated=true"], False, True),
+    ],
+)
+def test_a_switch_needs_no_value(options, overwrite, masked, tmp_path):
+    run = tmp_path / "run"
+    small = ["--warm_start", "0", "--evaluation.problems", "4", "--steps", "0"]
+    assert main(["train", "--output_dir", str(run), *small, *options]) == 0
+    config = json.loads((run / "config.json").read_text())
+    assert (config["overwrite"], config["update"]["mask_truncated"]) == (overwrite, masked)
+
+
 def test_a_run_goes_on_without_its_options_being_repeated(tmp_path, capsys):
     run = str(tmp_path / "run")
     tiny = [*TINY, "--evaluation.every", "0", "--optimizer.schedule", "constant"]

@@ -30,6 +30,9 @@ def test_what_depends_on_the_policy_is_filled_in():
     assert (small.optimizer.schedule, large.optimizer.schedule) == ("linear", "constant")
     assert (small.update.max_logp_diff, large.update.max_logp_diff) == (1e-3, 0.2)
     assert large.steps == 500
+    assert (small.update.advantage, large.update.advantage) == ("maxrl", "grpo")
+    scaled = TrainConfig(update=UpdateConfig(scale="batch"))  # which maxrl would not heed
+    assert (scaled.update.advantage, scaled.update.scale) == ("grpo", "batch")
     assert TrainConfig(steps=7).steps == 7
     assert TrainConfig(steps=0).steps == 0  # not taken for "none given"
     assert not [name for name, x in flat(dataclasses.asdict(small)).items() if x == "auto"]

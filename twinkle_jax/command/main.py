@@ -1,5 +1,6 @@
 """The command `twinkle-jax`: its options, and one line for what is wrong."""
 
+import dataclasses
 import difflib
 import os
 import platform
@@ -11,6 +12,7 @@ from typing import Any
 
 from twinkle_jax.command.subcommands import SUBCOMMANDS, resumed_settings
 from twinkle_jax.data.missing_extra import require
+from twinkle_jax.training.config import TrainConfig, flat
 
 _ERRORS = (ValueError, TypeError, OSError, ImportError, RuntimeError)
 
@@ -48,7 +50,7 @@ def _complain(message: str) -> None:
 
 
 def _parse(arguments: list[str]) -> Any:
-    arguments = _join_repeated(arguments, "reward")
+    arguments = _complete_switches(_join_repeated(arguments, "reward"))
     options = _parser().parse_args(arguments)
     if options.subcommand == "train":
         # A run that goes on has its settings already; the options given are compared with them.
@@ -99,6 +101,19 @@ def _join_repeated(arguments: list[str], name: str) -> list[str]:
     if len(values) < 2:
         return arguments
     return [*rest, f"{flag}=[{', '.join(values)}]"]
+
+
+def _complete_switches(arguments: list[str]) -> list[str]:
+    """Let `--overwrite` alone mean `--overwrite=true`, for each of `train`'s switches."""
+    if "train" not in arguments[:1]:
+        return arguments
+    settings = flat(dataclasses.asdict(TrainConfig()))
+    switches = {f"--{name}" for name, value in settings.items() if isinstance(value, bool)}
+    following = [*arguments[1:], "--"]
+    return [
+        f"{argument}=true" if argument in switches and value.startswith("--") else argument
+        for argument, value in zip(arguments, following, strict=True)
+    ]
 
 
 def _with_suggestion(message: str, arguments: Sequence[str]) -> str:

@@ -26,9 +26,10 @@ class UpdateConfig:
 
     Attributes:
         advantage: name of the estimator: grpo, rloo, maxrl, opo, remax, reinforce_plus_plus,
-            reinforce (no baseline), ...
+            reinforce (no baseline), ...; auto: maxrl for the built-in policy, whose rare right
+            answers it weighs most; grpo for a checkpoint, or with a scale or options.
         advantage_options: its hyper-parameters, such as k of pass_at_k and pkpo.
-        scale: what advantages are divided by, for estimators that have a scale.
+        scale: what advantages are divided by, for estimators that have a scale; auto: group.
         loss: name of the loss: grpo, dapo, cispo, gspo, ...
         epsilon: how far a ratio may fall below 1.
         epsilon_high: how far a ratio may rise above 1; none: as far, or 0.28 for dapo.
@@ -54,9 +55,9 @@ class UpdateConfig:
             than twice, or less than half, that under the sampler.
     """
 
-    advantage: str = "grpo"
+    advantage: str = AUTO
     advantage_options: Options = field(default_factory=dict)
-    scale: Literal["group", "batch", "none"] = "group"
+    scale: Literal["group", "batch", "none"] = AUTO
     loss: str = "grpo"
     epsilon: float = 0.2
     epsilon_high: float | None = None
@@ -193,7 +194,7 @@ class TrainConfig:
         warm_start: held-out accuracy to which the built-in policy learns from examples, before it
             learns from rewards; 0 for no examples.
         output_dir: the directory of the run.
-        steps: rollouts with their updates; auto: 300 for the built-in policy, 500 for a checkpoint.
+        steps: rollouts with their updates; auto: 200 for the built-in policy, 500 for a checkpoint.
         seed: of everything that is random.
         dtype: type of activations; trained parameters and moments are float32.
         resume: never: start fresh. auto: go on from the newest checkpoint in output_dir, if there
@@ -268,8 +269,12 @@ class TrainConfig:
 def _automatic(config: TrainConfig) -> dict[str, Any]:
     """Values of settings that depend on others, for those that were left to the run."""
     small = config.model is None
+    update = config.update
+    neither = not update.advantage_options and update.scale is AUTO
     return {
-        "steps": 300 if small else 500,
+        "update.advantage": "maxrl" if small and neither else "grpo",
+        "update.scale": "group",
+        "steps": 200 if small else 500,
         "rollout.max_new_tokens": 8 if small else 512,
         "optimizer.learning_rate": 6e-4 if small else 1e-6,
         "optimizer.schedule": "linear" if small else "constant",
