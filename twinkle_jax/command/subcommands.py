@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from twinkle_jax.data import Message, Trajectory, message_text
-from twinkle_jax.training.config import EvaluationConfig, TrainConfig, flat, from_dict
+from twinkle_jax.rollout import RolloutConfig
+from twinkle_jax.training.config import EvaluationConfig, TrainConfig, UpdateConfig, flat, from_dict
 
 _ACCEPTED_ANEW = ("resume", "overwrite", "output_dir")  # not taken over from the run to resume
 
@@ -63,6 +64,23 @@ def _add_policy(parser: Any) -> None:
     parser.add_argument("--seed", type=int, default=0, help="of everything that is random")
 
 
+def _add_environment(parser: Any) -> None:
+    """Add the options of episodes of several turns."""
+    parser.add_argument(
+        "--environment",
+        type=str | None,
+        default=None,
+        help="what the policy talks to: FILE.py:NAME, MODULE:NAME or openenv:URL",
+    )
+    parser.add_argument(
+        "--tools",
+        type=str | None,
+        default=None,
+        help="FILE.py with functions that the policy may call, or FILE.py:NAME",
+    )
+    parser.add_argument("--max_turns", type=int, default=6, help="the most turns of an episode")
+
+
 def _read_policy(path: str) -> Any:
     from twinkle_jax.training.policy import load_policy
 
@@ -74,9 +92,12 @@ def _evaluate_options(parser: Any) -> None:
     _add_policy(parser)
     parser.add_argument(
         "--task",
-        default="arithmetic",
-        help="arithmetic, gsm8k, gsm8k:FILE, or a JSON Lines file of prompts and answers",
+        type=str | None,
+        default=None,
+        help="arithmetic, gsm8k, gsm8k:FILE, or a JSON Lines file of prompts and answers; none: "
+        "what the environment says, or arithmetic",
     )
+    _add_environment(parser)
     parser.add_argument("--level", type=int, default=2, help="of the arithmetic task, 1 to 6")
     parser.add_argument(
         "--reward",
@@ -95,29 +116,38 @@ def _evaluate_options(parser: Any) -> None:
 def _evaluate(options: Any) -> int:
     """Print one line for each number."""
     from twinkle_jax.training.evaluation import evaluate
+    from twinkle_jax.training.run import held_out
     from twinkle_jax.training.task import hub_id, make_task
 
-    without_file = options.task == "arithmetic" or hub_id(options.task) is not None
+    without_file = options.task in (None, "arithmetic", "environment")
+    without_file = without_file or hub_id(options.task) is not None
     file = None if without_file else options.task.removeprefix("gsm8k:")
-    task = make_task(
-        TrainConfig(
-            model=options.model,
-            task=options.task,
-            level=options.level,
-            reward=options.reward,
-            system=options.system,
-            seed=options.seed,
-            evaluation=EvaluationConfig(problems=options.problems, path=file),
-        )
-    )
-    results = evaluate(
-        _read_policy(options.model),
-        task.held_out,
-        task.reward,
-        max_new_tokens=options.max_new_tokens,
-        pass_k=options.pass_k,
+    config = TrainConfig(
+        model=options.model,
+        environment=options.environment,
+        tools=options.tools,
+        task=options.task,
+        level=options.level,
+        reward=options.reward,
+        system=options.system,
         seed=options.seed,
+        evaluation=EvaluationConfig(problems=options.problems, path=file, pass_k=options.pass_k),
+        rollout=RolloutConfig(max_new_tokens=options.max_new_tokens, max_turns=options.max_turns),
+        update=UpdateConfig(micro_batch_tokens=1 << 30),  # nothing is updated
     )
+    task, policy = make_task(config), _read_policy(options.model)
+    if task.environment is not None:
+        results = held_out(config, task, policy)
+    else:
+        assert task.reward is not None
+        results = evaluate(
+            policy,
+            task.held_out,
+            task.reward,
+            max_new_tokens=options.max_new_tokens,
+            pass_k=options.pass_k,
+            seed=options.seed,
+        )
     for name, value in results.items():
         print(f"{name} {value:.4f}")  # noqa: T201
     return 0

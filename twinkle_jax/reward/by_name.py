@@ -50,7 +50,7 @@ def find_reward(name: str, *, argument: str = "reward") -> RewardFunction:
             f"{argument} must be one of {', '.join(BUILT_IN)}, FILE.py:NAME or MODULE:NAME, "
             f"got {name!r}"
         )
-    module = _load(place, argument)
+    module = load_module(place, argument)
     if not hasattr(module, attribute):
         functions = [n for n, x in vars(module).items() if callable(x) and not n.startswith("_")]
         raise ValueError(
@@ -121,7 +121,7 @@ def find_rewards(
     )
 
 
-def _load(place: str, argument: str) -> ModuleType:
+def load_module(place: str, argument: str) -> ModuleType:
     """Import a file or a module of the user's."""
     is_file = place.endswith(".py")
     if is_file and not Path(place).is_file():

@@ -14,7 +14,7 @@ from twinkle_jax.rollout.episode import (
     episode_metrics,
     lay_out_episodes,
 )
-from twinkle_jax.rollout.multi_turn import EnvironmentFailureError, MultiTurn
+from twinkle_jax.rollout.multi_turn import EnvironmentFailureError, MultiTurn, check_failures
 from twinkle_jax.rollout.rollout import (
     Rollout,
     encode_prompts,
@@ -23,6 +23,12 @@ from twinkle_jax.rollout.rollout import (
 )
 from twinkle_jax.rollout.settings import RolloutConfig
 from twinkle_jax.rollout.single_turn import RolloutSource, SingleTurn
+from twinkle_jax.rollout.tools import (
+    ToolEnvironment,
+    find_environment,
+    find_tools,
+    tool_schema,
+)
 
 __all__ = [
     "Action",
@@ -42,12 +48,17 @@ __all__ = [
     "RolloutSource",
     "SingleTurn",
     "TokenRow",
+    "ToolEnvironment",
     "Turn",
+    "check_failures",
     "draw_until_signal",
     "encode_prompts",
     "episode_metrics",
+    "find_environment",
+    "find_tools",
     "has_signal",
     "lay_out_episodes",
+    "tool_schema",
     "training_batch",
     "with_advantages",
 ]

@@ -26,7 +26,7 @@ from twinkle_jax.reward.scoring import error_place
 Observation = str | bytes | Message | Sequence[Message] | None
 """What an environment says: text of the user, a message of the user or a tool, several, nothing."""
 
-ToolFormat = Literal["auto", "hermes_qwen", "cline", "react"]
+ToolFormat = Literal["any", "hermes_qwen", "cline", "react"]
 
 _SPEAKERS = ("user", "tool")  # an environment has no voice of the system or the assistant
 
@@ -46,16 +46,16 @@ class Action(str):
         7
     """
 
-    def __new__(cls, text: str, tool_format: ToolFormat = "auto") -> "Action":
+    def __new__(cls, text: str, tool_format: ToolFormat = "any") -> "Action":
         """Make a string."""
         return super().__new__(cls, text)
 
-    def __init__(self, text: str, tool_format: ToolFormat = "auto") -> None:
+    def __init__(self, text: str, tool_format: ToolFormat = "any") -> None:
         self._format = tool_format
 
     @functools.cached_property
     def _parsed(self) -> ParsedToolCalls:
-        parse = parse_tool_calls if self._format == "auto" else TOOL_CALL_FORMATS[self._format]
+        parse = parse_tool_calls if self._format == "any" else TOOL_CALL_FORMATS[self._format]
         return parse(str(self))
 
     @property

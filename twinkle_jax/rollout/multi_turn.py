@@ -88,7 +88,7 @@ class MultiTurn:
     threads: int = 64
     max_failed: float = 0.1
     max_observation: int = 16384
-    tool_format: ToolFormat = "auto"
+    tool_format: ToolFormat = "any"
     reward_timeout: float = 600.0
     mask_truncated: bool = False
     width_multiple: int = 1
@@ -129,11 +129,8 @@ class MultiTurn:
     def score(self, rollout: Rollout) -> Rollout:
         """Add up the rewards of each episode; the reward function sees those that did not fail."""
         assert rollout.episodes is not None
-        self._add_rewards(rollout.episodes, rollout.trajectories, rollout.ground_truths)
-        returns = [episode.returns(self.discount)[:1] for episode in rollout.episodes]
-        rewards = [0.0 if e.failed or not r else r[0]
-                   for e, r in zip(rollout.episodes, returns, strict=True)]  # fmt: skip
-        return rollout._replace(rewards=np.asarray(rewards, np.float32))
+        returns = self._returns(rollout.episodes, rollout.trajectories, rollout.ground_truths)
+        return rollout._replace(rewards=np.nan_to_num(returns, nan=0.0))
 
     def greedy_rewards(self, params: Params, prompts: PromptBatch) -> np.ndarray[Any, Any]:
         """Score the most probable episode of each prompt.
@@ -142,10 +139,22 @@ class MultiTurn:
             EnvironmentFailureError: if an environment failed: there is nothing to compare with.
         """
         sampling = self.sampling._replace(temperature=0.0)
-        episodes = self.play(params, prompts, jax.random.key(0), sampling, 1)
+        returns, episodes = self.judge(params, prompts, jax.random.key(0), sampling, 1)
         check_failures(episodes, 0.0)
-        self._add_rewards(episodes, self._trajectories(episodes, prompts), prompts.ground_truths)
-        return np.asarray([e.returns(self.discount)[0] for e in episodes], np.float32)
+        return returns
+
+    def judge(
+        self,
+        params: Params,
+        prompts: PromptBatch,
+        key: jax.Array,
+        sampling: Sampling,
+        num_samples: int,
+    ) -> tuple[np.ndarray[Any, Any], list[Episode]]:
+        """Play episodes and add up the rewards of each; NaN for failed ones."""
+        episodes = self.play(params, prompts, key, sampling, num_samples)
+        truths = [truth for truth in prompts.ground_truths for _ in range(num_samples)]
+        return self._returns(episodes, self._trajectories(episodes, prompts), truths), episodes
 
     def play(
         self,
@@ -253,24 +262,27 @@ class MultiTurn:
             for i, episode in enumerate(episodes)
         ]
 
-    def _add_rewards(
+    def _returns(
         self,
         episodes: Sequence[Episode],
         trajectories: Sequence[Trajectory],
         ground_truths: Sequence[Any],
-    ) -> None:
-        """Add the reward function's to what environments gave at the end."""
+    ) -> np.ndarray[Any, Any]:
+        """Add the reward function's to what environments gave, and add up; NaN for failed ones."""
         played = [i for i, episode in enumerate(episodes) if not episode.failed]
-        if self.reward is None or not played:
-            return
-        rewards = compute_rewards(
-            self.reward,
-            [trajectories[i] for i in played],
-            [ground_truths[i] for i in played],
-            timeout=self.reward_timeout,
-        )
-        for i, reward in zip(played, rewards, strict=True):
-            episodes[i].final_reward += reward
+        if self.reward is not None and played:
+            rewards = compute_rewards(
+                self.reward,
+                [trajectories[i] for i in played],
+                [ground_truths[i] for i in played],
+                timeout=self.reward_timeout,
+            )
+            for i, reward in zip(played, rewards, strict=True):
+                episodes[i].final_reward += reward
+        returns = np.full(len(episodes), np.nan, np.float32)
+        for i in played:
+            returns[i] = episodes[i].returns(self.discount)[0]
+        return returns
 
 
 def check_failures(episodes: Sequence[Episode], share: float) -> None:

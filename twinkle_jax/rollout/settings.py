@@ -1,7 +1,7 @@
 """Settings of rollouts."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 AUTO: Any = None  # chosen by the run, which knows the policy
 
@@ -24,6 +24,18 @@ class RolloutConfig:
             ones. Fewer take less memory; none: all of a step.
         repetition_penalty: what logits of tokens that occurred before are divided by (multiplied,
             if negative); 1 for none.
+        max_turns: the most turns of an episode, with an environment or tools.
+        max_episode_tokens: the most tokens of an episode, all turns and observations together;
+            auto: max_prompt_tokens and max_turns times max_new_tokens.
+        history: how earlier turns are read, see `MultiTurn`: append keeps them as they were
+            sampled; template renders them anew, and an episode may take several rows.
+        wait: all: episodes take their turns together, so that a run can be repeated byte for byte;
+            ready: those whose environment has answered go on.
+        environment_timeout: seconds that an environment may take to answer.
+        environment_threads: environments that are called at a time.
+        max_failed: share of episodes whose environment may fail; more end the run.
+        max_observation: characters of an observation; of longer ones the middle is left out.
+        tool_format: of tool calls; any tries all.
     """
 
     prompts: int = 128
@@ -36,3 +48,12 @@ class RolloutConfig:
     min_p: float = 0.0
     repetition_penalty: float = 1.0
     slots: int | None = None
+    max_turns: int = 6
+    max_episode_tokens: int = AUTO
+    history: Literal["append", "template"] = "append"
+    wait: Literal["all", "ready"] = "all"
+    environment_timeout: float = 60.0
+    environment_threads: int = 64
+    max_failed: float = 0.1
+    max_observation: int = 16384
+    tool_format: Literal["any", "hermes_qwen", "cline", "react"] = "any"

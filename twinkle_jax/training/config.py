@@ -34,6 +34,10 @@ class UpdateConfig:
         epsilon: how far a ratio may fall below 1.
         epsilon_high: how far a ratio may rise above 1; none: as far, or 0.28 for dapo.
         kl_beta: weight of the divergence from the initial policy, per nat.
+        credit: of episodes of several turns: episode gives all turns the advantage of the episode's
+            return; turn gives each that of the rewards from it on, among the same turns of the
+            group; mixed the mean of both.
+        discount: of the rewards of later turns.
         mask_truncated: leave completions that ran out of room out of statistics and loss.
         dynamic_sampling: rollouts that a step may take until enough prompts have rewards that
             differ (DAPO); 1 takes what the first gives.
@@ -62,6 +66,8 @@ class UpdateConfig:
     epsilon: float = 0.2
     epsilon_high: float | None = None
     kl_beta: float = 0.0
+    credit: Literal["episode", "turn", "mixed"] = "episode"
+    discount: float = 1.0
     mask_truncated: bool = False
     dynamic_sampling: int = 1
     epochs: int = 1
@@ -164,7 +170,9 @@ class LoggingConfig:
     Attributes:
         checkpoint_every: steps from one checkpoint to the next; the last step always has one.
         keep_checkpoints: how many of the newest are kept.
-        samples_every: steps from one table of completions to the next; 0 shows none.
+        samples_every: steps from one table of completions, or show of episodes, to the next; 0
+            shows none.
+        traces_every: steps from one file of episodes, traces/STEP.jsonl, to the next; 0 for none.
         tensorboard: write TensorBoard's files too.
         wandb: log to Weights & Biases too.
     """
@@ -172,6 +180,7 @@ class LoggingConfig:
     checkpoint_every: int = 50
     keep_checkpoints: int = 3
     samples_every: int = 50
+    traces_every: int = 0
     tensorboard: bool = False
     wandb: bool = False
 
@@ -183,11 +192,15 @@ class TrainConfig:
     Attributes:
         model: a directory or hub id of a Hugging Face checkpoint; none: a small built-in policy,
             which learns from examples until it gets some answers right.
+        environment: what the policy talks to in several turns: FILE.py:NAME or MODULE:NAME of a
+            class or function that makes one, or openenv:URL of a server.
+        tools: FILE.py with functions that the policy may call, or FILE.py:NAME of one or a list.
         task: arithmetic (problems made on the spot), gsm8k (from the hub; gsm8k:ID and gsm8k:FILE
-            for one in its format), or a JSON Lines file of prompts and answers.
+            for one in its format), a JSON Lines file of prompts and answers, or environment, whose
+            prompts are what the environment says; auto: that with an environment, or arithmetic.
         level: of the arithmetic task, 1 to 6.
         reward: exact, math, gsm8k, FILE.py:NAME or MODULE:NAME; may be given several times, then
-            the rewards are added up; none: what fits the task.
+            the rewards are added up; none: what fits the task, or the environment's alone.
         reward_weights: of several rewards, in their order; none: 1 each.
         reward_timeout: seconds that a reward may take for the completions of a step.
         system: system message of each conversation.
@@ -210,7 +223,9 @@ class TrainConfig:
     """
 
     model: str | None = None
-    task: str = "arithmetic"
+    environment: str | None = None
+    tools: str | None = None
+    task: str = AUTO
     level: int = 2
     reward: list[str] | str | None = None
     reward_weights: list[float] | None = None
@@ -254,6 +269,25 @@ class TrainConfig:
             return []
         return [self.reward] if isinstance(self.reward, str) else self.reward
 
+    @property
+    def many_turns(self) -> bool:
+        """Whether episodes may have several turns."""
+        return self.environment is not None or self.tools is not None
+
+    @property
+    def rows_each(self) -> int:
+        """Rows of a batch for each episode or completion."""
+        several = self.many_turns and self.rollout.history == "template"
+        return self.rollout.max_turns if several else 1
+
+    @property
+    def longest_row(self) -> int:
+        """The most tokens of a row."""
+        rollout = self.rollout
+        if self.many_turns:
+            return rollout.max_episode_tokens
+        return rollout.max_prompt_tokens + rollout.max_new_tokens
+
     def learning_rate(self, step: int) -> float:
         """Give the learning rate of a step, the first of which is 0."""
         optimizer = self.optimizer
@@ -269,10 +303,15 @@ class TrainConfig:
 def _automatic(config: TrainConfig) -> dict[str, Any]:
     """Values of settings that depend on others, for those that were left to the run."""
     small = config.model is None
-    update = config.update
+    update, rollout = config.update, config.rollout
     neither = not update.advantage_options and update.scale is AUTO
+    # MaxRL divides by the mean reward, which an environment may have below 0.
+    maxrl = small and neither and config.environment is None
+    new = rollout.max_new_tokens or (8 if small else 512)
     return {
-        "update.advantage": "maxrl" if small and neither else "grpo",
+        "task": "arithmetic" if config.environment is None else "environment",
+        "rollout.max_episode_tokens": rollout.max_prompt_tokens + rollout.max_turns * new,
+        "update.advantage": "maxrl" if maxrl else "grpo",
         "update.scale": "group",
         "steps": 200 if small else 500,
         "rollout.max_new_tokens": 8 if small else 512,
@@ -312,7 +351,8 @@ def make_loss(config: TrainConfig) -> PolicyLoss:
     if update.correction != "none":
         options["correction"] = ImportanceCorrection(update.correction, update.correction_cap)
     if hasattr(kind, "max_completion_length"):  # what Dr. GRPO divides by
-        options["max_completion_length"] = config.rollout.max_new_tokens
+        turns = config.rollout.max_turns if config.many_turns else 1
+        options["max_completion_length"] = config.rollout.max_new_tokens * turns
     return kind(**options)
 
 
@@ -332,6 +372,10 @@ _AT_LEAST = {
     "rollout.num_samples": 2,
     "rollout.max_new_tokens": 1,
     "rollout.max_prompt_tokens": 1,
+    "rollout.max_turns": 1,
+    "rollout.max_episode_tokens": 1,
+    "rollout.environment_threads": 1,
+    "rollout.max_observation": 1,
     "update.dynamic_sampling": 1,
     "update.epochs": 1,
     "update.mini_batches": 1,
@@ -348,6 +392,7 @@ _AT_LEAST = {
     "logging.checkpoint_every": 1,
     "logging.keep_checkpoints": 1,
     "logging.samples_every": 0,
+    "logging.traces_every": 0,
     "update.kl_beta": 0,
     "update.max_logp_diff": 0,
 }
@@ -355,11 +400,12 @@ _ABOVE_ZERO = (
     "reward_timeout",
     "rollout.temperature",
     "rollout.repetition_penalty",
+    "rollout.environment_timeout",
     "optimizer.learning_rate",
     "optimizer.max_grad_norm",
     "update.correction_cap",
 )
-_SHARES = ("warm_start", "update.max_outside_band")
+_SHARES = ("warm_start", "rollout.max_failed", "update.discount", "update.max_outside_band")
 
 
 def _check(config: TrainConfig) -> None:
@@ -371,7 +417,9 @@ def _check(config: TrainConfig) -> None:
     make_loss(config)
     _prefix_errors("optimizer.options", lambda: run_optimizer(config))
     _prefix_errors("optimizer.schedule_options", lambda: config.learning_rate(0))
-    if config.model is None and config.task != "arithmetic":
+    if config.task == "environment" and config.environment is None:
+        raise ValueError("environment must be given for the task environment, got none")
+    if config.model is None and config.task not in ("arithmetic", "environment"):
         raise ValueError(f"model must be a checkpoint for the task {config.task}, got none")
     weights = config.reward_weights
     if weights is not None and len(weights) != len(config.rewards):
@@ -442,11 +490,30 @@ def _check_rows(config: TrainConfig) -> None:
             "mesh.data times mesh.fsdp must divide rollout.prompts times rollout.num_samples, "
             f"{rows}, got {devices}"
         )
-    longest = rollout.max_prompt_tokens + rollout.max_new_tokens
+    longest = config.longest_row
     if update.micro_batch_tokens < longest:
+        parts = "max_episode_tokens" if config.many_turns else "max_prompt_tokens + max_new_tokens"
         raise ValueError(
-            "update.micro_batch_tokens must hold the longest row, rollout.max_prompt_tokens + "
-            f"rollout.max_new_tokens = {longest}, got {update.micro_batch_tokens}"
+            f"update.micro_batch_tokens must hold the longest row, rollout.{parts} = {longest}, "
+            f"got {update.micro_batch_tokens}"
+        )
+    if config.many_turns:
+        _check_episodes(config)
+
+
+def _check_episodes(config: TrainConfig) -> None:
+    """Refuse what episodes of several turns cannot have."""
+    rollout, update = config.rollout, config.update
+    if rollout.max_episode_tokens <= rollout.max_prompt_tokens:
+        raise ValueError(
+            "rollout.max_episode_tokens must be more than rollout.max_prompt_tokens, "
+            f"{rollout.max_prompt_tokens}, got {rollout.max_episode_tokens}"
+        )
+    one_an_episode = update.credit == "episode" and config.rows_each == 1
+    if update.advantage == "reinforce_plus_plus" and not one_an_episode:
+        raise ValueError(
+            "update.advantage must not be reinforce_plus_plus, which is one a token, with "
+            "update.credit other than episode or rollout.history=template"
         )
 
 
@@ -456,6 +523,9 @@ _MAY_CHANGE = {"steps", "output_dir", "resume", "overwrite", "logging", "evaluat
 _MAY_CHANGE |= {"reward_timeout", "mesh"}
 _MAY_CHANGE_TOO = {
     "rollout.slots",
+    "rollout.environment_timeout",
+    "rollout.environment_threads",
+    "rollout.max_failed",
     "update.on_mismatch",
     "update.max_logp_diff",
     "update.max_outside_band",

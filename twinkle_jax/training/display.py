@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from twinkle_jax.data import Trajectory, message_text
 from twinkle_jax.data.missing_extra import require
+from twinkle_jax.rollout import Episode
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -125,6 +126,7 @@ def explain(metrics: Mapping[str, float]) -> dict[str, str]:
 _SHOWN = {  # name in metrics.jsonl: what is shown of it
     "reward": "reward {:.3f}",
     "completions/mean_length": "length {:.1f}",
+    "environment/turns": "turns {:.1f}",
     "kl": "KL {:.2g}",
     "tokens_per_second": "{:,.0f} tok/s",
 }
@@ -220,6 +222,52 @@ class Display:
             cells = (completion, f"{rewards[i]:.3f}", f"{advantages[i]:+.3f}")
             table.add_row(*map(Text, cells))
         self._console.print(table)
+
+    def episodes(
+        self,
+        step: int,
+        episodes: Sequence[Episode],
+        rewards: Sequence[float],
+        advantages: Sequence[float],
+        *,
+        rows: int = 2,
+    ) -> None:
+        """Show some episodes as conversations, with the reward of each turn.
+
+        They are of one group, the first whose rewards differ. Texts are shown as completions are.
+
+        Args:
+            step: to which they belong.
+            episodes: those of a prompt side by side.
+            rewards: of each.
+            advantages: of each.
+            rows: the most episodes to show.
+        """
+        from rich.table import Table
+        from rich.text import Text
+
+        seeds = [f"{episode.seed}" for episode in episodes]
+        encoding = self._console.encoding
+        for i in _one_prompt(seeds, rewards)[:rows]:
+            episode = episodes[i]
+            title = (
+                f"step {step}, episode {i}: {episode.ended} {episode.cause}".rstrip()
+                + f", reward {rewards[i]:.3f}, advantage {advantages[i]:+.3f}"
+            )
+            table = Table(title=Text(title), title_justify="left", expand=True)
+            table.add_column("who", no_wrap=True)
+            table.add_column("says", ratio=1, overflow="fold")
+            table.add_column("reward", justify="right", no_wrap=True)
+            gained = iter(episode.rewards)
+            for message in episode.messages:
+                acts = message["role"] == "assistant"
+                cells = (
+                    message["role"],
+                    one_line(message_text(message), encoding=encoding),
+                    f"{next(gained, 0.0):+.3f}" if acts else "",
+                )
+                table.add_row(*map(Text, cells))
+            self._console.print(table)
 
     def summary(self, summary: Mapping[str, Any], directory: str | os.PathLike[str]) -> None:
         """Say how a run went, and where all is.

@@ -11,7 +11,7 @@ from jax.typing import DTypeLike
 from twinkle_jax.data import PromptBatch, Trajectory
 from twinkle_jax.model import Params
 from twinkle_jax.reward import RewardFunction, compute_rewards
-from twinkle_jax.rollout import LocalEngine, SingleTurn
+from twinkle_jax.rollout import Episode, LocalEngine, MultiTurn, SingleTurn, check_failures
 from twinkle_jax.sampler import Sampling
 from twinkle_jax.training.policy import Policy
 
@@ -95,6 +95,68 @@ def evaluate(
     if pass_k:
         right = (rewards(2 * pass_k, temperature) >= 1).sum(axis=1)
         results[f"pass@{pass_k}"] = float(np.mean([_pass_at(pass_k, int(c)) for c in right]))
+    return results
+
+
+def evaluate_episodes(
+    source: MultiTurn,
+    params: Params,
+    prompts: Sequence[Trajectory],
+    *,
+    pass_k: int = 0,
+    batch: int = 256,
+    seed: int = 0,
+    check: Callable[[], None] = lambda: None,
+) -> dict[str, float]:
+    """Judge a policy by episodes with environments; as `evaluate`, with the return for the reward.
+
+    Args:
+        source: plays and scores episodes.
+        params: of the policy.
+        prompts: rows of the task.
+        pass_k: k of pass@k; 0 leaves it out.
+        batch: prompts at once.
+        seed: of environments and of what is drawn.
+        check: called before each batch; may raise to end the evaluation.
+
+    Returns:
+        `accuracy`, the share of most probable episodes with a return of 1 or more; `reward`, their
+        mean return; `turns` of them; `failed`, the share whose environment failed, which are left
+        out of the rest; and `pass@k` if asked for.
+
+    Raises:
+        ValueError: if there are no prompts.
+        EnvironmentFailureError: if too many environments failed.
+    """
+    if not len(prompts):
+        raise ValueError("prompts must not be empty, got none")
+
+    def play(samples: int, sampling: Sampling) -> tuple[np.ndarray, list[Episode]]:
+        returns, episodes = [], []
+        for number, start in enumerate(range(0, len(prompts), batch)):
+            check()
+            key = jax.random.fold_in(jax.random.key(seed), number)
+            chosen = PromptBatch(prompts[start : start + batch])
+            scores, played = source.judge(params, chosen, key, sampling, samples)
+            returns.append(scores)
+            episodes += played
+        check_failures(episodes, source.max_failed)
+        return np.concatenate(returns).reshape(len(prompts), samples), episodes
+
+    greedy, episodes = play(1, source.sampling._replace(temperature=0.0))
+    failed = np.isnan(greedy)
+    kept = greedy[~failed]
+    results = {
+        "accuracy": float((kept >= 1).mean()),
+        "reward": float(kept.mean()),
+        "turns": float(np.mean([len(e.turns) for e in episodes if not e.failed])),
+        "failed": float(failed.mean()),
+    }
+    if pass_k:
+        right, _ = play(2 * pass_k, source.sampling)
+        whole = right[~np.isnan(right).any(axis=1)]
+        counts = (whole >= 1).sum(axis=1)
+        results[f"pass@{pass_k}"] = float(np.mean([_pass_at(pass_k, int(c)) for c in counts]))
     return results
 
 

@@ -233,7 +233,8 @@ def warm_start(
 
     Args:
         policy: a small one, as it began.
-        examples: prompts with their ground truths, which are taken as the answers.
+        examples: prompts with their ground truths, which are taken as the answers; or whole
+            conversations, in which the assistant has spoken.
         accuracy: on held-out problems.
         settings: how long.
         report: called with the step and the accuracy of each evaluation.
@@ -262,9 +263,11 @@ def example_batch(template: Template, examples: Sequence[Trajectory]) -> Batch:
     """Make a batch of prompts with their answers, labelled where the assistant speaks."""
     conversations = []
     for example in examples:
-        truth = str(user_data_get(example.get("user_data"), "ground_truth"))
-        answer = Message(role="assistant", content=truth)
-        conversations.append({"messages": [*example["messages"], answer]})
+        messages = list(example["messages"])
+        if not any(message["role"] == "assistant" for message in messages):
+            truth = str(user_data_get(example.get("user_data"), "ground_truth"))
+            messages.append(Message(role="assistant", content=truth))
+        conversations.append({"messages": messages})
     rows: list[Any] = template.batch_encode(conversations)
     time = bucket_size(max(len(row["input_ids"]) for row in rows), smallest=16)
     tokens = np.zeros((len(rows), time), np.int32)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -13,12 +14,12 @@ import jax
 from twinkle_jax.data import ArithmeticTask, PromptLoader
 from twinkle_jax.model import LoraConfig, Params, shard_like_params
 from twinkle_jax.reward import RewardFunction
-from twinkle_jax.rollout import Rollout
+from twinkle_jax.rollout import MultiTurn, Rollout
 from twinkle_jax.training.checkpoint import RunCheckpoints
 from twinkle_jax.training.config import TrainConfig, from_dict
 from twinkle_jax.training.curves import draw_curves
 from twinkle_jax.training.display import Display
-from twinkle_jax.training.evaluation import evaluate
+from twinkle_jax.training.evaluation import evaluate, evaluate_episodes
 from twinkle_jax.training.interruption import InterruptedRunError, Interruption
 from twinkle_jax.training.metrics_log import MetricsLog
 from twinkle_jax.training.policy import (
@@ -47,12 +48,15 @@ from twinkle_jax.training.step import (
     SamplerMismatchError,
     collect,
     describe_mismatch,
+    make_engine,
     make_recipe,
+    make_source,
     rollout_metrics,
     train_step,
 )
 from twinkle_jax.training.task import Task, make_task
 
+_IMITATION_STEPS = 100  # in which the built-in policy learns to speak as an environment expects
 _COMPARE_ALL_EVERY = 25  # steps, the first among them
 
 
@@ -164,7 +168,7 @@ def begin(
     if source is None:
         before = held_out(config, task, policy, mesh=mesh).get("accuracy")
         totals = dataclasses.replace(totals, accuracy_before=before)
-    recipe = make_recipe(config, policy, task.reward, mesh=mesh)
+    recipe = make_recipe(config, policy, task.reward, environment=task.environment, mesh=mesh)
     loader = PromptLoader(task.train, config.rollout.prompts, seed=config.seed)
     state = begin_training(policy.params, recipe.optimizer, mesh)
     progress = Progress(state, jax.random.key(config.seed), 0, totals, loader.get_state())
@@ -206,10 +210,19 @@ def _with_adapter(
 
 
 def _warm(config: TrainConfig, task: Task, policy: Policy, display: Display, mesh: Any) -> Policy:
-    examples = ArithmeticTask(config.level, size=200_000, seed=config.seed + 1)
+    """Teach the built-in policy by answers, or by the environment's own demonstrations."""
+    if task.environment is not None:
+        demonstrate = getattr(task.environment, "demonstrations", None)
+        if demonstrate is None:
+            return policy
+        settings = WarmStart(accuracy=math.inf, steps=_IMITATION_STEPS)
+        examples = demonstrate(settings.steps * settings.rows, config.seed)
+        policy = warm_start(policy, examples, lambda policy: 0.0, settings, mesh=mesh)
+        display.note(f"warm start, {settings.steps} steps on the environment's demonstrations")
+        return policy
     return warm_start(
         policy,
-        examples,
+        ArithmeticTask(config.level, size=200_000, seed=config.seed + 1),
         lambda policy: held_out(config, task, policy, mesh=mesh)["accuracy"],
         WarmStart(accuracy=config.warm_start),
         lambda step, accuracy: display.note(
@@ -341,7 +354,12 @@ def _show_and_save(run: Run, progress: Progress, last: LastStep, rollout: Rollou
     if config.logging.samples_every and step % config.logging.samples_every == 0:
         assert rollout.advantages is not None
         rewards, advantages = rollout.scores.tolist(), rollout.advantages.tolist()
-        run.display.samples(step, rollout.trajectories, rewards, advantages)
+        if rollout.episodes is not None:
+            run.display.episodes(step, rollout.episodes, rewards, advantages)
+        else:
+            run.display.samples(step, rollout.trajectories, rewards, advantages)
+    if config.logging.traces_every and step % config.logging.traces_every == 0:
+        _write_traces(Path(config.output_dir) / "traces" / f"{step:06d}.jsonl", rollout)
     if progress.totals.skipped >= config.optimizer.max_skipped:
         last.save()
         raise RuntimeError(
@@ -350,6 +368,16 @@ def _show_and_save(run: Run, progress: Progress, last: LastStep, rollout: Rollou
         )
     if step % config.logging.checkpoint_every == 0 or step == config.steps:
         last.save()
+
+
+def _write_traces(path: Path, rollout: Rollout) -> None:
+    """Write the episodes of a step, one a line; a resumed run writes the same again."""
+    lines = []
+    for i, episode in enumerate(rollout.episodes or ()):
+        record = episode.as_record() | {"reward": float(rollout.scores[i])}
+        lines.append(json.dumps(record, ensure_ascii=False) + "\n")
+    path.parent.mkdir(exist_ok=True)
+    write_whole(path, "".join(lines))
 
 
 def held_out(
@@ -364,10 +392,23 @@ def held_out(
     """Evaluate a policy, or its current parameters, on the task's held-out problems."""
     if not task.held_out:
         return {}
+    reward = task.judge or task.reward
+    if task.environment is not None:
+        source = make_source(config, make_engine(config, policy, mesh), reward, task.environment)
+        assert isinstance(source, MultiTurn)
+        return evaluate_episodes(
+            source,
+            policy.params if params is None else params,
+            task.held_out,
+            pass_k=config.evaluation.pass_k,
+            seed=config.seed,
+            check=check,
+        )
+    assert reward is not None
     return evaluate(
         policy,
         task.held_out,
-        task.judge or task.reward,
+        reward,
         params=params,
         max_new_tokens=config.rollout.max_new_tokens,
         max_prompt_tokens=config.rollout.max_prompt_tokens,

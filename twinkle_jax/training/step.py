@@ -18,11 +18,15 @@ from twinkle_jax.loss import PolicyLoss, SamplerMismatch, kl_k3, sampler_mismatc
 from twinkle_jax.model import Params, Remat, default_attention
 from twinkle_jax.reward import RewardFunction
 from twinkle_jax.rollout import (
+    Engine,
+    EnvironmentFactory,
     LocalEngine,
+    MultiTurn,
     Rollout,
     RolloutSource,
     SingleTurn,
     draw_until_signal,
+    episode_metrics,
     has_signal,
     with_advantages,
 )
@@ -75,46 +79,33 @@ class Recipe(NamedTuple):
 
 
 def make_recipe(
-    config: TrainConfig, policy: Policy, reward: RewardFunction, *, mesh: Mesh | None = None
+    config: TrainConfig,
+    policy: Policy,
+    reward: RewardFunction | None,
+    *,
+    environment: EnvironmentFactory | None = None,
+    mesh: Mesh | None = None,
 ) -> Recipe:
     """Make what a configuration names.
 
     Args:
         config: of the run.
         policy: as training begins; its parameters are copied where a reference policy is needed.
-        reward: of trajectories and ground truths.
+        reward: of trajectories and ground truths; may be None with an environment.
+        environment: makes what the policy talks to; None: it completes prompts.
         mesh: devices; None for one.
     """
-    rollout, update = config.rollout, config.update
+    update = config.update
     reference = None
     if update.kl_beta:
         # Under adapters the frozen parameters alone are the reference.
         reference = {} if policy.lora else jax.tree.map(jnp.copy, policy.params)
-    engine = LocalEngine(
-        policy.config,
-        policy.template,
-        rollout.max_new_tokens,
-        rollout.max_prompt_tokens,
-        policy.frozen,
-        config.dtype,
-        mesh,
-        rollout.slots,
-    )
-    source = SingleTurn(
-        engine,
+    source = make_source(
+        config,
+        make_engine(config, policy, mesh),
         reward,
-        Sampling(
-            rollout.temperature,
-            rollout.top_k,
-            rollout.top_p,
-            rollout.min_p,
-            rollout.repetition_penalty,
-            policy.tokenizer.stop_token_ids,
-        ),
-        rollout.num_samples,
-        config.reward_timeout,
-        update.mask_truncated,
-        1 if mesh is None else mesh.shape["tensor"],
+        environment,
+        width_multiple=1 if mesh is None else mesh.shape["tensor"],
     )
     return Recipe(
         config,
@@ -125,6 +116,78 @@ def make_recipe(
         make_estimator(update.advantage, update.advantage_options),
         reference,
         mesh,
+    )
+
+
+def make_engine(config: TrainConfig, policy: Policy, mesh: Mesh | None = None) -> LocalEngine:
+    """Make what draws completions for a run."""
+    rollout = config.rollout
+    return LocalEngine(
+        policy.config,
+        policy.template,
+        rollout.max_new_tokens,
+        rollout.max_prompt_tokens,
+        policy.frozen,
+        config.dtype,
+        mesh,
+        rollout.slots,
+    )
+
+
+def make_source(
+    config: TrainConfig,
+    engine: Engine,
+    reward: RewardFunction | None,
+    environment: EnvironmentFactory | None = None,
+    *,
+    width_multiple: int = 1,
+) -> RolloutSource:
+    """Make what a configuration draws through: completions of prompts, or episodes."""
+    rollout, update = config.rollout, config.update
+    sampling = Sampling(
+        rollout.temperature,
+        rollout.top_k,
+        rollout.top_p,
+        rollout.min_p,
+        rollout.repetition_penalty,
+        engine.template.tokenizer.stop_token_ids,
+    )
+    if environment is None:
+        assert reward is not None
+        return SingleTurn(
+            engine,
+            reward,
+            sampling,
+            rollout.num_samples,
+            config.reward_timeout,
+            update.mask_truncated,
+            width_multiple,
+        )
+    if jax.process_count() > 1:
+        raise ValueError(
+            f"environment must be used by one process, got {jax.process_count()} processes"
+        )
+    return MultiTurn(
+        engine,
+        environment,
+        sampling,
+        rollout.num_samples,
+        reward,
+        max_turns=rollout.max_turns,
+        max_episode_tokens=rollout.max_episode_tokens,
+        max_prompt_tokens=rollout.max_prompt_tokens,
+        max_new_tokens=rollout.max_new_tokens,
+        history=rollout.history,
+        wait=rollout.wait,
+        timeout=rollout.environment_timeout,
+        threads=rollout.environment_threads,
+        max_failed=rollout.max_failed,
+        max_observation=rollout.max_observation,
+        tool_format=rollout.tool_format,
+        reward_timeout=config.reward_timeout,
+        mask_truncated=update.mask_truncated,
+        width_multiple=width_multiple,
+        discount=update.discount,
     )
 
 
@@ -174,22 +237,56 @@ def collect(
         rollouts=update.dynamic_sampling,
         mask_truncated=update.mask_truncated,
     )
-    advantages = estimate(
-        recipe.estimator,
-        chosen.scores,
-        rollout.num_samples,
-        update.scale,
-        where=~chosen.truncated if update.mask_truncated else None,
-        lengths=chosen.lengths,
-        greedy_rewards=chosen.greedy_rewards,
-        mask=chosen.batch.labels != IGNORE,
-    )
+    advantages = credit(recipe, chosen)
     shown = advantages
     if advantages.ndim == 2:  # one a token: that of the first
         first = jnp.argmax(chosen.batch.labels != IGNORE, axis=1, keepdims=True)
         shown = jnp.take_along_axis(advantages, first, axis=1)[:, 0]
     batch = with_advantages(chosen.batch, advantages)
-    return chosen._replace(batch=batch, advantages=shown), drawn
+    return chosen._replace(batch=batch, advantages=shown[:: chosen.rows_each]), drawn
+
+
+def credit(recipe: Recipe, rollout: Rollout) -> Float[Array, " rows"] | Float[Array, "rows time"]:
+    r"""Compare the rewards of each group: advantages of rows, or of positions.
+
+    With `update.credit` `turn`, turn $k$ of an episode is compared with turn $k$ of the others of
+    its group that have one, by the rewards from it on, $G_k = \sum_{j \ge k} \gamma^{j-k} r_j$;
+    `mixed` is the mean of that and of what the whole episode's $G_0$ gives.
+    """
+    config, each = recipe.config, rollout.rows_each
+    counted = rollout.counted(mask_truncated=config.update.mask_truncated)
+
+    def compare(rewards: Any, where: Any) -> jax.Array:
+        return estimate(
+            recipe.estimator,
+            rewards,
+            config.rollout.num_samples,
+            config.update.scale,
+            where=where,
+            lengths=rollout.lengths,
+            greedy_rewards=rollout.greedy_rewards,
+            mask=rollout.batch.labels != IGNORE,
+        )
+
+    of_episodes = compare(rollout.scores, counted)
+    if of_episodes.ndim == 1:
+        of_episodes = jnp.repeat(of_episodes, each)
+    if rollout.episodes is None or config.update.credit == "episode":
+        return of_episodes
+    returns = [episode.returns(config.update.discount) for episode in rollout.episodes]
+    of_turns = []
+    for turn in range(config.rollout.max_turns):
+        has_turn = np.asarray([len(row) > turn for row in returns])
+        rewards = [row[turn] if len(row) > turn else 0.0 for row in returns]
+        where = has_turn if counted is None else has_turn & counted
+        of_turns.append(compare(np.asarray(rewards, np.float32), where))
+    by_turn = jnp.repeat(jnp.stack(of_turns, axis=1), each, axis=0)
+    assert rollout.turns is not None
+    index = jnp.asarray(np.maximum(rollout.turns, 0), jnp.int32)
+    advantages = jnp.take_along_axis(by_turn, index, axis=1)
+    if config.update.credit == "turn":
+        return advantages
+    return (advantages + of_episodes[:, None]) / 2
 
 
 def _with_reference(recipe: Recipe, batch: Batch, row_lengths: Rows) -> Batch:
@@ -322,7 +419,7 @@ def _lengths(batch: Batch, row_lengths: Rows | None) -> Rows:
 
 def deal_rows(rows: int, config: TrainConfig, seed: tuple[int, ...]) -> Iterator[Rows]:
     """Deal prompts out to mini-batches at random, the same way whenever the seed is the same."""
-    group = config.rollout.num_samples
+    group = config.rollout.num_samples * config.rows_each
     for epoch in range(config.update.epochs):
         order = np.random.default_rng([*seed, epoch]).permutation(rows // group)
         for chosen in np.split(order, config.update.mini_batches):
@@ -364,14 +461,15 @@ def takes_segments(recipe: Recipe) -> bool:
 @partial(jax.jit, static_argnames="width")
 def _take_rows(batch: Batch, rows: Int[Array, " chosen"], *, width: int) -> Batch:
     """Make a batch of chosen rows, and of the first columns."""
-    return jax.tree.map(lambda x: jnp.take(x[:, :width], rows, axis=0), batch)
+    return jax.tree.map(lambda x: jnp.take(x if x.ndim == 1 else x[:, :width], rows, axis=0), batch)
 
 
 @jax.jit
 def _label_rows(batch: Batch, members: Bool[Array, " rows"]) -> Batch:
     """Keep the labels of some rows; the others only fill up the batch."""
     labels = jnp.where(members[:, None], batch.labels, IGNORE)
-    return batch._replace(labels=labels, rows=members)
+    counted = members if batch.rows is None else members & batch.rows
+    return batch._replace(labels=labels, rows=counted)
 
 
 @jax.jit
@@ -472,7 +570,8 @@ def train_step(
     metrics |= update_metrics(learnt) | {"learning_rate": learning_rate}
     problem = describe_mismatch(metrics, recipe.config)
     if problem is not None and update.on_mismatch == "stop":
-        seen = update.epochs * len(batch.tokens)
+        rows = len(batch.tokens) if batch.rows is None else int(np.sum(batch.rows))
+        seen = update.epochs * rows
         raise SamplerMismatchError(problem, state._replace(rows=state.rows - seen))
     return state, metrics
 
@@ -517,9 +616,22 @@ def rollout_metrics(
     truncated = np.concatenate([r.truncated for r in drawn])
     masked = config.update.mask_truncated
     signal = np.concatenate([has_signal(r, samples, mask_truncated=masked) for r in drawn])
+    deviations = rewards.reshape(-1, samples).std(axis=1, ddof=1)
+    episodes = [episode for r in drawn for episode in r.episodes or ()]
+    if any(episode.failed for episode in episodes):  # they say nothing about the policy
+        kept = ~np.asarray([episode.failed for episode in episodes])
+        groups = kept.reshape(-1, samples)
+        several = groups.sum(axis=1) > 1
+        deviations = rewards.reshape(-1, samples)[several].std(
+            axis=1, ddof=1, where=groups[several]
+        )
+        rewards, lengths, truncated = rewards[kept], lengths[kept], truncated[kept]
+        deviations = deviations if len(deviations) else np.zeros(1)
+    if not len(rewards):
+        return episode_metrics(episodes)
     metrics = {
         "reward": float(rewards.mean()),
-        "reward_std": float(rewards.reshape(-1, samples).std(axis=1, ddof=1).mean()),
+        "reward_std": float(deviations.mean()),
         "frac_reward_zero_std": float(1 - signal.mean()),
         "completions/mean_length": float(lengths.mean()),
         "completions/min_length": float(lengths.min()),
@@ -535,7 +647,7 @@ def rollout_metrics(
         if scores.size:
             metrics[f"rewards/{name}/mean"] = float(scores.mean())
             metrics[f"rewards/{name}/std"] = float(scores.std())
-    return metrics
+    return metrics | (episode_metrics(episodes) if episodes else {})
 
 
 def update_metrics(learnt: Learnt) -> dict[str, float]:

@@ -3,9 +3,16 @@
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, overload
 
-from twinkle_jax.data import ArithmeticTask, Trajectory, read_gsm8k, read_jsonl, user_data_get
+from twinkle_jax.data import (
+    ArithmeticTask,
+    Message,
+    Trajectory,
+    read_gsm8k,
+    read_jsonl,
+    user_data_get,
+)
 from twinkle_jax.data.prompt_files import download_split
 from twinkle_jax.reward import (
     ExactMatchReward,
@@ -16,6 +23,7 @@ from twinkle_jax.reward import (
     find_reward,
     find_rewards,
 )
+from twinkle_jax.rollout import EnvironmentFactory, find_environment
 from twinkle_jax.training.config import TrainConfig
 
 _GSM8K = "openai/gsm8k"
@@ -38,21 +46,54 @@ class Task(NamedTuple):
     Attributes:
         train: prompts with their ground truths.
         held_out: prompts that are never trained on; empty where there are none.
-        reward: of trajectories and ground truths.
+        reward: of trajectories and ground truths; None: the environment's alone.
         judge: the reward of evaluations; None: the same.
+        environment: makes what the policy talks to; None: it completes prompts.
     """
 
     train: Sequence[Trajectory]
     held_out: Sequence[Trajectory]
-    reward: RewardFunction
+    reward: RewardFunction | None
     judge: RewardFunction | None = None
+    environment: EnvironmentFactory | None = None
+
+
+class EnvironmentRows(Sequence[Trajectory]):
+    """Rows without prompts: each begins with what an environment says at its reset.
+
+    Args:
+        size: how many; which one it is, is its `index`.
+        system: system message of each; None for none.
+        first: index of the first.
+    """
+
+    def __init__(self, size: int, *, system: str | None = None, first: int = 0) -> None:
+        self._indices = range(first, first + size)
+        self._system = system
+
+    def __len__(self) -> int:
+        return len(self._indices)
+
+    @overload
+    def __getitem__(self, index: int) -> Trajectory: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[Trajectory]: ...
+
+    def __getitem__(self, index: int | slice) -> Trajectory | list[Trajectory]:
+        """Give one row, or several."""
+        if isinstance(index, slice):
+            return [self[i] for i in range(len(self))[index]]
+        messages = [Message(role="system", content=self._system)] if self._system else []
+        return Trajectory(messages=messages, user_data=[("index", self._indices[index])])
 
 
 def make_task(config: TrainConfig) -> Task:
     """Find the task that a configuration names.
 
     Args:
-        config: of the run; `task`, `level`, `reward`, `system`, `seed` and `evaluation` are read.
+        config: of the run; `task`, `environment`, `tools`, `level`, `reward`, `system`, `seed` and
+            `evaluation` are read.
 
     Returns:
         The task.
@@ -60,10 +101,14 @@ def make_task(config: TrainConfig) -> Task:
     Raises:
         ValueError: if there is no such task, a file is not found, or a record cannot be read.
     """
+    environment = None
+    if config.many_turns:
+        environment = find_environment(config.environment, config.tools)
     train, held_out, fitting = _find_prompts(config)
-    names = config.rewards or [fitting]
+    # An environment has rewards of its own: others are added where they are asked for.
+    names = config.rewards or ([] if config.environment is not None else [fitting])
     # One reward without a weight is called as it is: there is nothing to add up.
-    reward: RewardFunction = find_reward(names[0])
+    reward: RewardFunction | None = find_reward(names[0]) if names else None
     if len(names) > 1 or config.reward_weights:
         reward = find_rewards(names, config.reward_weights)
     judge = None
@@ -79,10 +124,10 @@ def make_task(config: TrainConfig) -> Task:
             raise ValueError(
                 f"{argument} must have an 'answer' in each record for this reward, got none"
             )
-    return Task(train, held_out, reward, judge)
+    return Task(train, held_out, reward, judge, environment)
 
 
-def _needs_answers(reward: RewardFunction) -> bool:
+def _needs_answers(reward: RewardFunction | None) -> bool:
     parts = reward.rewards.values() if isinstance(reward, WeightedReward) else [reward]
     return any(isinstance(part, _NEED_ANSWERS) for part in parts)
 
@@ -90,6 +135,9 @@ def _needs_answers(reward: RewardFunction) -> bool:
 def _find_prompts(config: TrainConfig) -> tuple[Sequence[Trajectory], Sequence[Trajectory], str]:
     """Find prompts to train on, prompts to evaluate on, and the name of the reward that fits."""
     count = config.evaluation.problems
+    if config.task == "environment":
+        rows = EnvironmentRows(_PROBLEMS, system=config.system)
+        return rows, EnvironmentRows(count, system=config.system, first=_PROBLEMS), "exact"
     if config.task == "arithmetic":
         train = ArithmeticTask(config.level, size=_PROBLEMS, seed=config.seed)
         held_out = ArithmeticTask(config.level, split="eval", size=count, seed=config.seed)

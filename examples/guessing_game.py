@@ -1,0 +1,112 @@
+"""A game of many turns: guess a number from 1 to 15 in four guesses, by the answers to the others.
+
+Each turn the policy writes two digits, and the environment answers `+` (the number is higher) or
+`-` (it is lower), until the guess is right, which gives reward 1, or four guesses are made. Who
+halves what is left always finds it: the best score is 1. Who guesses at random, whatever the
+answers are, scores 1 - (14/15)^4 = 0.24; never the same number twice, 4/15 = 0.27. So a score
+above that needs the answers.
+
+The small built-in policy of 114,000 parameters first imitates `demonstrations`, which are random
+guesses: it learns to write numbers, and begins with the score of a random player. All else it
+learns from the reward:
+
+    python examples/guessing_game.py
+
+or, the same by the command:
+
+    twinkle-jax train --environment examples/guessing_game.py:GuessingGame --rollout.max_turns 4
+"""
+
+import argparse
+import json
+import random
+from pathlib import Path
+
+from twinkle_jax.data import Message, Trajectory
+from twinkle_jax.training import (
+    EvaluationConfig,
+    LoggingConfig,
+    RolloutConfig,
+    TrainConfig,
+    UpdateConfig,
+    train,
+)
+
+LARGEST, GUESSES = 15, 4
+RANDOM_SCORE, BEST_SCORE = 1 - (1 - 1 / LARGEST) ** GUESSES, 1.0
+
+
+class GuessingGame:
+    """Think of a number, and say whether it is higher or lower than a guess."""
+
+    def reset(self, row, seed):
+        """Think of a number: the same seed gives the same one."""
+        self.number = random.Random(seed).randint(1, LARGEST)  # noqa: S311
+        return f"(1-{LARGEST})="
+
+    def step(self, action):
+        """Answer a guess."""
+        if not (action.isascii() and action.isdecimal()):
+            return "*", 0.0, False, {"readable": 0.0}
+        guess = int(action[:4])
+        if guess == self.number:
+            return "=", 1.0, True, {"readable": 1.0}
+        return "+" if self.number > guess else "-", 0.0, False, {"readable": 1.0}
+
+    def close(self):
+        """Nothing is held."""
+
+    @staticmethod
+    def demonstrations(size, seed):
+        """Make conversations of a player who guesses at random, to learn from how to speak."""
+        generator = random.Random(seed)  # noqa: S311
+        conversations = []
+        for _ in range(size):
+            game = GuessingGame()
+            messages = [Message(role="user", content=game.reset({}, generator.getrandbits(31)))]
+            done = False
+            while not done and len(messages) < 2 * GUESSES:
+                guess = f"{generator.randint(1, LARGEST):02d}"
+                answer, _, done, _ = game.step(guess)
+                messages.append(Message(role="assistant", content=guess))
+                messages.append(Message(role="user", content=answer))
+            last = -1 if messages[-1]["role"] == "user" else None
+            conversations.append(Trajectory(messages=messages[:last]))
+        return conversations
+
+
+def main(arguments=None):
+    """Train; return the score of each step."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--steps", type=int, default=150)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--credit", default="episode", choices=["episode", "turn", "mixed"])
+    parser.add_argument("--output", default="runs/guessing_game")
+    options = parser.parse_args(arguments)
+    train(
+        TrainConfig(
+            environment=f"{__file__}:GuessingGame",
+            steps=options.steps,
+            seed=options.seed,
+            output_dir=options.output,
+            overwrite=True,
+            rollout=RolloutConfig(
+                prompts=64,
+                num_samples=8,
+                max_turns=GUESSES,
+                max_new_tokens=4,
+                max_prompt_tokens=16,
+                max_episode_tokens=48,
+            ),
+            update=UpdateConfig(credit=options.credit),
+            evaluation=EvaluationConfig(every=25),
+            logging=LoggingConfig(samples_every=50, traces_every=50),
+        )
+    )
+    lines = (Path(options.output) / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line)["reward"] for line in lines]
+
+
+if __name__ == "__main__":
+    scores = main()
+    print(f"random {RANDOM_SCORE:.2f}, best {BEST_SCORE:.2f}, last steps {scores[-1]:.3f}")

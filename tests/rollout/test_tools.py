@@ -1,0 +1,173 @@
+"""Functions as tools: their description, how they are called, and environments by name."""
+
+import asyncio
+import inspect
+import json
+from typing import Literal
+
+import pytest
+
+from twinkle_jax.rollout import (
+    Action,
+    ToolEnvironment,
+    find_environment,
+    find_tools,
+    tool_schema,
+)
+
+
+def search(query: str, limit: int | None = None, kind: Literal["web", "news"] = "web") -> list:
+    """Look something up.
+
+    It takes a while.
+
+    Args:
+        query: what to look for,
+            in a few words.
+        limit (int): how many results.
+
+    Returns:
+        Results.
+    """
+    return [query] * (limit or 1)
+
+
+def divide(x: float, y: float) -> float:
+    """Divide."""
+    return x / y
+
+
+async def later(items: list[int]) -> str:
+    """Add up."""
+    await asyncio.sleep(0)
+    return str(sum(items))
+
+
+def call(name, **arguments):
+    return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
+
+
+def step(environment, text):
+    reply = environment.step(Action(text))
+    return asyncio.run(reply) if inspect.isawaitable(reply) else reply
+
+
+def test_a_schema_is_the_signature_and_the_docstring():
+    function = tool_schema(search)["function"]
+    assert function["name"] == "search"
+    assert function["description"] == "Look something up.\n\nIt takes a while."
+    assert function["parameters"] == {
+        "type": "object",
+        "properties": {
+            "query": {"type": "string", "description": "what to look for, in a few words."},
+            "limit": {"type": "integer", "description": "how many results."},
+            "kind": {"enum": ["web", "news"]},
+        },
+        "required": ["query"],
+    }
+    items = tool_schema(later)["function"]["parameters"]["properties"]["items"]
+    assert items == {"type": "array", "items": {"type": "integer"}}
+    with pytest.raises(TypeError, match="args"):
+        tool_schema(lambda *args: args)
+
+
+@pytest.mark.parametrize(
+    ("text", "answers", "errors"),
+    [
+        (call("search", query="a", limit=2), ['["a", "a"]'], 0),
+        (call("divide", x=1, y=2), ["0.5"], 0),
+        (call("later", items=[1, 2]) + call("divide", x=4, y=2), ["3", "2.0"], 0),
+        (call("divide", x=1, y=0), ["Error: ZeroDivisionError: division by zero"], 1),
+        (call("divide", x=1), ["Error: divide: missing a required argument: 'y'"], 1),
+        (
+            call("nothing"),
+            ["Error: there is no tool 'nothing'; there are search, divide, later"],
+            1,
+        ),
+        (call("later", items=["x"]), ["Error: TypeError: "], 1),
+        ('<tool_call>{"name": 1}</tool_call>', ["Error: a call must have a name"], 1),
+    ],
+)
+def test_calls_are_answered_in_order_and_errors_are_told(text, answers, errors):
+    messages, reward, done, info = step(ToolEnvironment([search, divide, later]), text)
+    assert [m["role"] for m in messages] == ["tool"] * len(answers)
+    for message, answer in zip(messages, answers, strict=True):
+        assert message["content"].startswith(answer)
+    assert (reward, done, info["tool_errors"]) == (0.0, False, errors)
+
+
+def test_text_without_calls_goes_to_the_environment_or_ends():
+    class Inner:
+        tools = ("a schema",)
+        closed = False
+
+        def reset(self, row, seed):
+            return f"{seed}"
+
+        def step(self, action):
+            return action.content, 1.0, True, {}
+
+        def final_reward(self):
+            return 0.5
+
+        def close(self):
+            self.closed = True
+
+    inner = Inner()
+    environment = ToolEnvironment([divide], inner)
+    assert environment.reset({}, 3) == "3"
+    assert step(environment, "4") == ("4", 1.0, True, {})
+    assert environment.final_reward() == 0.5
+    assert len(environment.tools) == 2
+    environment.close()
+    assert inner.closed
+    assert step(ToolEnvironment([divide]), "so") == (None, 0.0, True, {})
+    with pytest.raises(ValueError, match="divide"):
+        ToolEnvironment([divide, divide])
+
+
+def test_a_lost_connection_is_not_the_policys_fault():
+    def fetch() -> str:
+        raise ConnectionResetError("gone")
+
+    with pytest.raises(ConnectionResetError):
+        step(ToolEnvironment([fetch]), call("fetch"))
+
+
+def test_environments_and_tools_by_name(tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text(
+        "from math import floor\n"
+        "class Game:\n"
+        "    demonstrations = 7\n"
+        "    def reset(self, row, seed): return 'x'\n"
+        "    def step(self, action): return None, 0.0, True, {}\n"
+        "    def close(self): pass\n"
+        "class Half:\n"
+        "    def reset(self, row, seed): return 'x'\n"
+        "def double(x: int) -> int: return 2 * x\n"
+        "def _hidden(): pass\n"
+        "TOOLS = [double]\n"
+    )
+    assert type(find_environment(f"{path}:Game")()).__name__ == "Game"
+    both = find_environment(f"{path}:Game", str(path))
+    assert both.demonstrations == 7
+    assert [t["function"]["name"] for t in both().tools] == ["double"]
+    assert [f.__name__ for f in find_tools(f"{path}:TOOLS")] == ["double"]
+    assert find_environment(None, f"{path}:double")().step(Action(call("double", x=2)))[0]
+    for name, tools, argument in (
+        (f"{path}:Gone", None, "environment"),
+        ("Gone", None, "environment"),
+        (f"{tmp_path}/other.py:Game", None, "environment"),
+        (None, None, "environment"),
+        (f"{path}:Game", f"{path}:gone", "tools"),
+    ):
+        with pytest.raises(ValueError, match=argument):
+            find_environment(name, tools)
+    for name, tools, argument in (
+        (f"{path}:Half", None, "method step"),
+        (f"{path}:TOOLS", None, "environment"),
+        (None, f"{path}:__name__", "tools"),
+    ):
+        with pytest.raises(TypeError, match=argument):
+            find_environment(name, tools)

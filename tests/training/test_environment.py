@@ -1,0 +1,217 @@
+"""Runs with environments: credit by turn, metrics, resumption, failures that end a run."""
+
+import dataclasses
+import json
+
+import jax
+import numpy as np
+import pytest
+
+from tests.training import small_run
+from twinkle_jax.data import Batch
+from twinkle_jax.rollout import Episode, Rollout, Turn
+from twinkle_jax.training import (
+    EvaluationConfig,
+    LoggingConfig,
+    OptimizerConfig,
+    RolloutConfig,
+    TrainConfig,
+    UpdateConfig,
+    make_recipe,
+    small_policy,
+    train,
+)
+from twinkle_jax.training.step import credit, rollout_metrics
+
+GAMES = "tests.rollout.games"
+EPISODES = {"prompts": 2, "num_samples": 4, "max_turns": 3, "max_new_tokens": 4}
+EPISODES |= {"max_prompt_tokens": 16, "max_episode_tokens": 32}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("files")
+    small_run.make_files(folder)
+    return folder
+
+
+def config(folder, directory, environment="Guess", *, rollout=None, **changes):
+    settings = {
+        "environment": f"{GAMES}:{environment}",
+        "task": "environment",
+        "reward": None,
+        "rollout": RolloutConfig(**(EPISODES | (rollout or {}))),
+        "update": small_run.update(kl_beta=0.0),
+        "logging": LoggingConfig(checkpoint_every=1, samples_every=1, traces_every=1),
+    }
+    return small_run.config(folder, directory, **(settings | changes))
+
+
+def untimed(path):
+    """Metrics without times, which no run repeats."""
+    lines = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+    times = ("time/sample", "time/environment", "step_time", "tokens_per_second")
+    return [{k: x for k, x in line.items() if k not in times} for line in lines]
+
+
+def parameters(path):
+    return (path / "policy/model.safetensors").read_bytes()
+
+
+def test_a_run_that_goes_on_is_the_run_that_was_not_interrupted(folder, tmp_path, capsys):
+    """Byte for byte: metrics, traces and parameters after 4 steps, at once or as 2 and 2."""
+    changes = {"optimizer": OptimizerConfig(learning_rate=1e-2, schedule="constant")}
+    changes["evaluation"] = EvaluationConfig(every=2, problems=4)
+    train(config(folder, tmp_path / "whole", **changes))
+    train(config(folder, tmp_path / "parts", steps=2, **changes))
+    train(config(folder, tmp_path / "parts", resume="auto", **changes))
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    assert untimed(whole) == untimed(parts)
+    assert parameters(whole) == parameters(parts)
+    traces = sorted((whole / "traces").iterdir())
+    assert [path.name for path in traces] == [f"{n:06d}.jsonl" for n in (1, 2, 3, 4)]
+    for path in traces:
+        assert path.read_bytes() == (parts / "traces" / path.name).read_bytes()
+    record = json.loads(traces[0].read_text().splitlines()[0])
+    assert record["messages"][0] == {"role": "user", "content": "0-9="}
+    assert len(record["rewards"]) == len(record["tokens"])
+    assert record["reward"] == pytest.approx(sum(record["rewards"]))
+    line = untimed(whole)[1]
+    assert 1 <= line["environment/turns"] <= 3
+    assert line["environment/failed"] == 0
+    assert line["eval/failed"] == 0
+    endings = [line[f"environment/ended/{x}"] for x in ("done", "max_turns", "length")]
+    assert sum(endings) == pytest.approx(1)
+    assert line["sampling/logp_diff/mean"] < 1e-5
+    assert "0-9=" in capsys.readouterr().out  # episodes are shown as conversations
+
+
+def test_too_many_failures_end_a_run_with_the_last_step_saved(folder, tmp_path):
+    """8 episodes a step; the third step's environments fail, and the second is saved."""
+    from tests.rollout import games
+
+    count = 0
+
+    class Breaks(games.Guess):
+        def reset(self, row, seed):
+            nonlocal count
+            count += 1
+            if count > 16:
+                raise OSError("no more")
+            return super().reset(row, seed)
+
+    games.Breaks = Breaks
+    evaluation = EvaluationConfig(every=0, problems=4, path=None)
+    settings = config(folder, tmp_path / "run", "Breaks", evaluation=evaluation)
+    settings = dataclasses.replace(settings, evaluation=evaluation)
+    count = -4  # the evaluation before the first step
+    with pytest.raises(RuntimeError, match=r"max_failed=0.1 .* 8 of 8; the first \(raised\)"):
+        train(settings)
+    assert len(untimed(tmp_path / "run")) == 2
+    assert (tmp_path / "run/checkpoints/2").is_dir() or any(
+        "2" in path.name for path in (tmp_path / "run/checkpoints").iterdir()
+    )
+    games.OPEN.clear()
+
+
+def rollout_of(rewards, failed=()):
+    """Episodes with these rewards by turn; each turn has one token, two apart."""
+    width = 8
+    turns = np.full((len(rewards), width), -1, np.int32)
+    episodes = []
+    for i, row in enumerate(rewards):
+        turns[i, : 2 * len(row) : 2] = np.arange(len(row))
+        episode = Episode([], turns=[Turn(0, 1, 2, reward=r) for r in row], ended="done")
+        if i in failed:
+            episode.ended, episode.cause = "failed", "raised"
+            turns[i] = -1
+        episodes.append(episode)
+    labels = np.where(turns >= 0, 3, -100)
+    batch = Batch(tokens=np.zeros_like(turns), labels=labels, old_logps=np.zeros(turns.shape))
+    flags = np.asarray([e.failed for e in episodes])
+    return Rollout(
+        jax.tree.map(jax.numpy.asarray, batch),
+        [{"messages": []}] * len(rewards),
+        [None] * len(rewards),
+        np.asarray([len(r) for r in rewards]),
+        np.full(len(rewards), width),
+        np.zeros(len(rewards), bool),
+        rewards=np.asarray([0.0 if e.failed else e.returns()[0] for e in episodes], np.float32),
+        failed=flags,
+        episodes=episodes,
+        turns=turns,
+    )
+
+
+def credited(rollout, **update):
+    settings = TrainConfig(
+        environment=f"{GAMES}:Guess",
+        rollout=RolloutConfig(prompts=1, num_samples=len(rollout.lengths), max_turns=3),
+        update=UpdateConfig(advantage="rloo", scale="none", mini_batches=1, **update),
+    )
+    recipe = make_recipe(settings, small_policy(0), None, environment=object)
+    return np.asarray(credit(recipe, rollout))
+
+
+def test_credit_of_episodes_and_of_turns_by_hand():
+    """Two episodes: returns 3 and 1; from turn 1 on 2 and 1 (with discount 1), from turn 2 on 2.
+
+    RLOO subtracts the mean of the others: 3 - 1 = 2 for episodes and first turns, 2 - 1 = 1 for
+    second ones, and 0 for a third turn that is compared with none.
+    """
+    rollout = rollout_of([[1.0, 0.0, 2.0], [0.0, 1.0]])
+    np.testing.assert_array_equal(credited(rollout), [2.0, -2.0])
+    by_turn = credited(rollout, credit="turn")
+    np.testing.assert_array_equal(by_turn[0, 0:6:2], [2.0, 1.0, 0.0])
+    np.testing.assert_array_equal(by_turn[1, 0:4:2], [-2.0, -1.0])
+    mixed = credited(rollout, credit="mixed")
+    np.testing.assert_array_equal(mixed[0, 0:6:2], [2.0, 1.5, 1.0])
+    # Half of what comes a turn later: 1 + 0 + 2/4 against 0 + 1/2, then 0 + 2/2 against 1.
+    halved = credited(rollout, credit="turn", discount=0.5)
+    np.testing.assert_array_equal(halved[0, 0:6:2], [1.0, 0.0, 0.0])
+
+
+def test_failed_episodes_have_no_part_in_statistics():
+    rollout = rollout_of([[1.0], [3.0], [9.0], [5.0]], failed=[2])
+    advantages = credited(rollout)
+    np.testing.assert_array_equal(advantages, [-3.0, 0.0, 0.0, 3.0])  # 1 - 4, 3 - 3, -, 5 - 2
+    assert credited(rollout, credit="turn")[2].max() == 0
+    settings = TrainConfig(
+        environment=f"{GAMES}:Guess",
+        rollout=RolloutConfig(prompts=4, num_samples=4, max_turns=3),
+    )
+    metrics = rollout_metrics([rollout], settings, 0.0)
+    assert metrics["reward"] == 3.0
+    assert metrics["reward_std"] == 2.0
+    assert metrics["environment/failed"] == metrics["environment/failed/raised"] == 0.25
+
+
+@pytest.mark.parametrize(
+    ("changes", "argument"),
+    [
+        ({"rollout": RolloutConfig(max_turns=0)}, "rollout.max_turns"),
+        ({"rollout": RolloutConfig(max_episode_tokens=1024)}, "rollout.max_episode_tokens"),
+        ({"rollout": RolloutConfig(max_failed=2.0)}, "rollout.max_failed"),
+        ({"rollout": RolloutConfig(environment_timeout=0.0)}, "rollout.environment_timeout"),
+        ({"rollout": RolloutConfig(history="forget")}, "rollout.history"),
+        ({"update": UpdateConfig(credit="token")}, "update.credit"),
+        (
+            {"update": UpdateConfig(advantage="reinforce_plus_plus", credit="turn")},
+            "update.advantage",
+        ),
+        ({"update": UpdateConfig(micro_batch_tokens=100)}, "update.micro_batch_tokens"),
+    ],
+)
+def test_settings_that_cannot_be(changes, argument):
+    with pytest.raises(ValueError, match=argument):
+        TrainConfig(environment="x.py:Y", **changes)
+
+
+def test_settings_that_follow_from_others():
+    made = TrainConfig(environment="x.py:Y")
+    assert made.task == "environment"
+    assert made.rollout.max_episode_tokens == 1024 + 6 * 8
+    assert TrainConfig().task == "arithmetic"
+    assert TrainConfig(tools="x.py").task == "arithmetic"
+    with pytest.raises(ValueError, match="environment"):
+        TrainConfig(task="environment")

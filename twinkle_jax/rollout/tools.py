@@ -1,0 +1,315 @@
+"""Tools: functions that a policy may call, and environments by name."""
+
+import functools
+import inspect
+import json
+import re
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from twinkle_jax.data import Message, Tool
+from twinkle_jax.reward.by_name import load_module
+from twinkle_jax.rollout.environment import Action, EnvironmentFactory, Observation
+
+_JSON_TYPES = {str: "string", int: "integer", float: "number", bool: "boolean"}
+_ARGUMENT = re.compile(r"\s*(\*{0,2}\w+)\s*(?:\([^)]*\))?\s*:\s*(.*)")
+_PASSED_ON = (TimeoutError, ConnectionError, EOFError, MemoryError)  # not the policy's fault
+
+
+def tool_schema(function: Callable[..., Any]) -> Tool:
+    """Describe a function as a tool, in OpenAI's shape, from its signature and docstring.
+
+    Args:
+        function: with type hints; the `Args:` of its docstring, in Google's style, describe its
+            parameters. A parameter without a default is required.
+
+    Returns:
+        The description that chat templates show to a policy.
+
+    Raises:
+        TypeError: if a parameter takes any number of positional arguments.
+
+    Example:
+        >>> def add(x: int, y: int = 1) -> int:
+        ...     '''Add two numbers.
+        ...
+        ...     Args:
+        ...         x: the first.
+        ...     '''
+        ...     return x + y
+        >>> tool_schema(add)["function"]["parameters"]["properties"]
+        {'x': {'type': 'integer', 'description': 'the first.'}, 'y': {'type': 'integer'}}
+        >>> tool_schema(add)["function"]["parameters"]["required"]
+        ['x']
+    """
+    summary, described = _read_docstring(inspect.getdoc(function) or "")
+    try:
+        hints = get_type_hints(function)
+    except (NameError, TypeError):  # types that are there for type checkers alone
+        hints = {}
+    properties, required = {}, []
+    for name, parameter in inspect.signature(function).parameters.items():
+        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.POSITIONAL_ONLY):
+            raise TypeError(f"tools must take arguments by name, got {name} of {function!r}")
+        if parameter.kind == parameter.VAR_KEYWORD:
+            continue
+        properties[name] = _json_schema(hints.get(name, Any))
+        if name in described:
+            properties[name]["description"] = described[name]
+        if parameter.default is parameter.empty:
+            required.append(name)
+    parameters = {"type": "object", "properties": properties, "required": required}
+    name = getattr(function, "__name__", type(function).__name__)
+    return Tool(
+        type="function", function={"name": name, "description": summary, "parameters": parameters}
+    )
+
+
+def _json_schema(hint: Any) -> dict[str, Any]:
+    origin, arguments = get_origin(hint), get_args(hint)
+    if hint in _JSON_TYPES:
+        return {"type": _JSON_TYPES[hint]}
+    if origin is Literal:
+        return {"enum": list(arguments)}
+    if arguments and (origin is Union or type(None) in arguments):
+        return _json_schema(next(x for x in arguments if x is not type(None)))
+    if origin in (list, Sequence) or hint is list:
+        return {"type": "array"} | ({"items": _json_schema(arguments[0])} if arguments else {})
+    if origin in (dict, Mapping) or hint is dict:
+        return {"type": "object"}
+    return {}
+
+
+def _read_docstring(text: str) -> tuple[str, dict[str, str]]:
+    """Split a docstring in Google's style into its beginning and what it says of parameters."""
+    head, _, rest = text.partition("\nArgs:")
+    described: dict[str, str] = {}
+    name, indent = "", None
+    for line in rest.split("\n"):
+        if not line.strip():
+            continue
+        depth = len(line) - len(line.lstrip())
+        indent = depth if indent is None else indent
+        if depth == 0:
+            break
+        match = _ARGUMENT.fullmatch(line) if depth <= indent else None
+        if match:
+            name = match[1].lstrip("*")
+            described[name] = match[2].strip()
+        elif name:
+            described[name] = f"{described[name]} {line.strip()}".strip()
+    return re.split(r"\n(?:Returns|Raises|Example):", head)[0].strip(), described
+
+
+class ToolEnvironment:
+    """Answers calls of tools, and passes everything else on to another environment.
+
+    What a function returns is a message of the role `tool`: text as it is, anything else as JSON.
+    What it raises is told to the policy as `Error: …`, since wrong arguments are the policy's
+    doing. A lost connection, a time that is up or missing memory are not: the episode fails.
+
+    Args:
+        functions: tools; methods of an object are as good; may be `async`.
+        environment: what answers text without calls; None: such text ends the episode.
+
+    Raises:
+        ValueError: if two tools have the same name.
+
+    Example:
+        >>> def double(x: int) -> int:
+        ...     return 2 * x
+        >>> call = '<tool_call>{"name": "double", "arguments": {"x": 21}}</tool_call>'
+        >>> ToolEnvironment([double]).step(Action(call))[0]
+        [{'role': 'tool', 'content': '42', 'name': 'double'}]
+    """
+
+    def __init__(self, functions: Sequence[Callable[..., Any]], environment: Any = None) -> None:
+        schemas = [tool_schema(function) for function in functions]
+        names = [schema["function"]["name"] for schema in schemas]
+        for name in names:
+            if names.count(name) > 1:
+                raise ValueError(f"tools must have different names, got {name!r} twice")
+        self._functions = dict(zip(names, functions, strict=True))
+        self._environment = environment
+        self.tools: list[Any] = [*schemas, *(getattr(environment, "tools", None) or [])]
+        if hasattr(environment, "final_reward"):
+            self.final_reward = environment.final_reward
+
+    def reset(self, row: Mapping[str, Any], seed: int) -> Any:
+        """Begin an episode."""
+        return None if self._environment is None else self._environment.reset(row, seed)
+
+    def step(self, action: Action) -> Any:
+        """Call what the policy called, or ask the environment."""
+        if not action.calls and not action.errors:
+            if self._environment is None:
+                return None, 0.0, True, {}
+            return self._environment.step(action)
+        results: list[tuple[str, Any]] = []
+        for call in action.calls:
+            name, arguments = call["function"]["name"], call["function"]["arguments"]
+            assert isinstance(arguments, dict)
+            results.append((name, self._start(name, arguments)))
+        results += [("", _ToolError(error.reason)) for error in action.errors]
+        if any(inspect.isawaitable(result) for _, result in results):
+            return _wait_for(results)
+        return _tool_reply(results)
+
+    def close(self) -> Any:
+        """Close the environment."""
+        return None if self._environment is None else self._environment.close()
+
+    def _start(self, name: str, arguments: Mapping[str, Any]) -> Any:
+        """Call a tool; give its result, what is to be awaited for it, or an error."""
+        function = self._functions.get(name)
+        if function is None:
+            known = ", ".join(self._functions)
+            return _ToolError(f"there is no tool {name!r:.80}; there are {known}")
+        try:
+            inspect.signature(function).bind(**arguments)
+        except TypeError as error:
+            return _ToolError(f"{name}: {error}")
+        try:
+            return function(**arguments)
+        except _PASSED_ON:
+            raise
+        except Exception as error:
+            return _ToolError(f"{type(error).__name__}: {error}")
+
+
+class _ToolError:
+    """What a policy is told of a call that did not succeed."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+
+async def _wait_for(results: Sequence[tuple[str, Any]]) -> Any:
+    waited = []
+    for name, result in results:
+        waited.append((name, await _value(result) if inspect.isawaitable(result) else result))
+    return _tool_reply(waited)
+
+
+async def _value(result: Awaitable[Any]) -> Any:
+    try:
+        return await result
+    except _PASSED_ON:
+        raise
+    except Exception as error:
+        return _ToolError(f"{type(error).__name__}: {error}")
+
+
+def _tool_reply(results: Sequence[tuple[str, Any]]) -> tuple[Observation, float, bool, Any]:
+    messages = []
+    for name, result in results:
+        if isinstance(result, _ToolError):
+            text = f"Error: {result.text}"
+        elif isinstance(result, str | bytes):
+            text = result if isinstance(result, str) else result.decode("utf-8", "replace")
+        else:
+            try:
+                text = json.dumps(result, ensure_ascii=False)
+            except (TypeError, ValueError):
+                text = str(result)
+        message: Any = Message(role="tool", content=text)
+        messages.append(message | ({"name": name} if name else {}))
+    errors = sum(isinstance(result, _ToolError) for _, result in results)
+    return messages, 0.0, False, {"tool_errors": float(errors)}
+
+
+# By name.
+
+
+def find_environment(name: str | None, tools: str | None = None) -> EnvironmentFactory:
+    """Find what makes environments, by name.
+
+    Args:
+        name: `FILE.py:NAME` or `MODULE:NAME`, of a class or a function without arguments that makes
+            an environment; or `openenv:URL` of a server. None: tools alone.
+        tools: `FILE.py` or `MODULE`, whose public functions are tools, or `FILE.py:NAME` of one of
+            them or of a list; None for none.
+
+    Returns:
+        What makes an environment for an episode.
+
+    Raises:
+        ValueError: if there is no such thing, or its file cannot be imported.
+        TypeError: if it makes no environment.
+    """
+    factory = None if name is None else _find_factory(name)
+    if tools is None:
+        if factory is None:
+            raise ValueError("environment or tools must be given, got neither")
+        return factory
+    functions = find_tools(tools)
+    ToolEnvironment(functions)  # fail before a run begins
+    wrapped = functools.partial(_with_tools, functions, factory)
+    if hasattr(factory, "demonstrations"):
+        wrapped.demonstrations = factory.demonstrations  # type: ignore[attr-defined, union-attr]
+    return wrapped
+
+
+def _with_tools(
+    functions: Sequence[Callable[..., Any]], factory: EnvironmentFactory | None
+) -> ToolEnvironment:
+    return ToolEnvironment(functions, None if factory is None else factory())
+
+
+def _find_factory(name: str) -> EnvironmentFactory:
+    place, _, attribute = name.rpartition(":")
+    if not place or not attribute:
+        raise ValueError(
+            f"environment must be FILE.py:NAME, MODULE:NAME or openenv:URL, got {name!r}"
+        )
+    factory = _find(place, attribute, "environment")
+    if not callable(factory):
+        raise TypeError(f"environment must name a class or a function, got {factory!r:.80}")
+    if isinstance(factory, type):
+        for method in ("reset", "step", "close"):
+            if not callable(getattr(factory, method, None)):
+                raise TypeError(f"environment must have a method {method}, got {name!r} without it")
+    return factory
+
+
+def find_tools(name: str) -> list[Callable[..., Any]]:
+    """Find functions that a policy may call.
+
+    Args:
+        name: `FILE.py` or `MODULE`, whose public functions are taken, those that it imports left
+            out; or `FILE.py:NAME` or `MODULE:NAME` of a function or a list of them.
+
+    Raises:
+        ValueError: if there are none.
+        TypeError: if something is not a function.
+    """
+    place, _, attribute = name.rpartition(":")
+    if place and not attribute.endswith(".py"):
+        tools = _find(place, attribute, "tools")
+        tools = list(tools) if isinstance(tools, list | tuple) else [tools]
+    else:
+        module = load_module(name, "tools")
+        tools = [
+            value
+            for key, value in vars(module).items()
+            if inspect.isfunction(value)
+            and value.__module__ == module.__name__
+            and not key.startswith("_")
+        ]
+    if not tools:
+        raise ValueError(f"tools must name functions, got none in {name!r}")
+    for tool in tools:
+        if not callable(tool):
+            raise TypeError(f"tools must be functions, got {tool!r:.80}")
+    return tools
+
+
+def _find(place: str, attribute: str, argument: str) -> Any:
+    module = load_module(place, argument)
+    if not hasattr(module, attribute):
+        names = [n for n, x in vars(module).items() if callable(x) and not n.startswith("_")]
+        raise ValueError(
+            f"{argument} must name something in {place}, which has {', '.join(names)}; "
+            f"got {attribute!r}"
+        )
+    return getattr(module, attribute)
