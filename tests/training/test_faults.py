@@ -21,9 +21,9 @@ from tests.training.runs import (
     steps,
 )
 from tests.training.small_run import EVERY_STEP, STEPS, Scorer, config, evaluation, update
+from twinkle_jax.rollout.hosts import InterruptedRunError
 from twinkle_jax.training import train
 from twinkle_jax.training.display import Display
-from twinkle_jax.training.interruption import InterruptedRunError
 from twinkle_jax.training.metrics_log import MetricsLog
 from twinkle_jax.training.progress import LastStep, save
 from twinkle_jax.training.run import begin, one_step

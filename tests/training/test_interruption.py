@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from twinkle_jax.training.interruption import InterruptedRunError, Interruption
+from twinkle_jax.rollout.hosts import InterruptedRunError
+from twinkle_jax.training.interruption import Interruption
 
 ROOT = Path(__file__).parents[3]
 BOTH = [signal.SIGTERM, signal.SIGINT]

@@ -41,7 +41,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         name = options.subcommand
         return SUBCOMMANDS[name].run(options[name])
     except _ERRORS as error:
-        _complain(str(error) or type(error).__name__)
+        from twinkle_jax.training.hosts import end_without_others, is_reported_by_another
+
+        if not is_reported_by_another(error):
+            _complain(str(error) or type(error).__name__)
+        end_without_others(error)
         return 1
 
 

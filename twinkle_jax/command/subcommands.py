@@ -7,9 +7,16 @@ from typing import Any, NamedTuple
 
 from twinkle_jax.data import Message, Trajectory, message_text
 from twinkle_jax.rollout import RolloutConfig
-from twinkle_jax.training.config import EvaluationConfig, TrainConfig, UpdateConfig, flat, from_dict
+from twinkle_jax.training.config import (
+    DistributedConfig,
+    EvaluationConfig,
+    TrainConfig,
+    UpdateConfig,
+    flat,
+    from_dict,
+)
 
-_ACCEPTED_ANEW = ("resume", "overwrite", "output_dir")  # not taken over from the run to resume
+_ACCEPTED_ANEW = ("resume", "overwrite", "output_dir", "distributed")  # not those of the old run
 
 
 class Subcommand(NamedTuple):
@@ -35,9 +42,11 @@ def _train_options(parser: Any) -> None:
 
 
 def _train(options: Any) -> int:
+    from twinkle_jax.training.hosts import connect
     from twinkle_jax.training.run import train
 
     values = options.as_dict()  # whose types jsonargparse has checked
+    connect(DistributedConfig(**values["distributed"]))  # before anything touches a device
     names = [field.name for field in dataclasses.fields(TrainConfig)]
     config = from_dict({name: values[name] for name in names})
     return 143 if train(config)["interrupted"] else 0
@@ -51,7 +60,7 @@ def resumed_settings(options: Any) -> dict[str, Any]:
     if source is None:
         return {}
     settings = flat(saved_settings(source))
-    return {name: value for name, value in settings.items() if name not in _ACCEPTED_ANEW}
+    return {n: value for n, value in settings.items() if n.split(".")[0] not in _ACCEPTED_ANEW}
 
 
 def _add_policy(parser: Any) -> None:

@@ -86,7 +86,7 @@ class PromptLoader:
             "seed": seed,
             "shuffle": shuffle,
             "prompts": len(prompts),
-            "data": _fingerprint(prompts),
+            "data": prompts_fingerprint(prompts),
             "order": _digest([first]),
         }
 
@@ -132,7 +132,8 @@ class PromptLoader:
         self._position = position
 
 
-def _fingerprint(prompts: Sequence[Trajectory]) -> str:
+def prompts_fingerprint(prompts: Sequence[Trajectory]) -> str:
+    """Hash prompts, in their order."""
     fingerprint = getattr(prompts, "fingerprint", None)
     return fingerprint if isinstance(fingerprint, str) else _digest(prompts)
 

@@ -113,6 +113,7 @@ def _choose(
         failed=pick("failed", rows),
         episodes=[episodes[i] for i in rows] if episodes else None,
         turns=turns,
+        held=pick("held", rows),
     )
 
 

@@ -13,7 +13,8 @@ from jaxtyping import Array, Bool, Int
 from twinkle_jax.data import Message, Template, Trajectory, bucket_size
 from twinkle_jax.model import DecoderConfig
 from twinkle_jax.model.decoder.parameters import Params
-from twinkle_jax.rollout.rollout import encode_prompts
+from twinkle_jax.rollout import hosts
+from twinkle_jax.rollout.rollout import pad_prompts, prompt_ids
 from twinkle_jax.sampler import LENGTH, Completions, Sampling, generate
 
 _FEWEST_ROWS = 8  # of a call: fewer take as long
@@ -126,6 +127,8 @@ class LocalEngine:
     ) -> Drawn:
         """Draw completions; nothing comes back to the host.
 
+        With several processes, each encodes its share of the prompts.
+
         Args:
             params: what is trained, as it is now.
             prompts: conversations that end before the assistant speaks.
@@ -136,7 +139,14 @@ class LocalEngine:
         Raises:
             ValueError: if a prompt is too long, or the devices do not divide the rows.
         """
-        tokens, mask = encode_prompts(self.template, prompts, longest=self.max_prompt_tokens)
+        part = hosts.deal(len(prompts))
+        parts = hosts.share(
+            "encoding prompts",
+            lambda: prompt_ids(
+                self.template, prompts[part], longest=self.max_prompt_tokens, first=part.start
+            ),
+        )
+        tokens, mask = pad_prompts([row for part in parts for row in part])
         completions = generate(
             params,
             self.config,
@@ -223,24 +233,40 @@ class Texts(NamedTuple):
         trajectories: the prompts' conversations, each with a completion as its last message.
         lengths: tokens of each completion.
         truncated: True for completions that ran out of room.
+        held: rows that this process has decoded; the others' completions are left out.
     """
 
     trajectories: list[Trajectory]
     lengths: np.ndarray[Any, Any]
     truncated: np.ndarray[Any, Any]
+    held: hosts.Rows
 
 
 def read_texts(drawn: Drawn, prompts: Sequence[Trajectory], template: Template) -> Texts:
-    """Bring completions to the host, all in one transfer, and decode them."""
-    completions = drawn.completions
-    tokens, lengths, reasons = jax.device_get(
-        (completions.tokens, completions.lengths, completions.finish_reasons)
-    )
+    """Bring completions to the host that holds them, all in one transfer, and decode them."""
+    tokens, lengths, reasons, held = _read_completions(drawn.completions)
     num_samples = len(tokens) // len(prompts)
     trajectories = []
     for i, (row, length) in enumerate(zip(tokens, lengths, strict=True)):
         prompt = prompts[i // num_samples]
+        if not held[i]:
+            trajectories.append(prompt)
+            continue
         text = template.tokenizer.decode(row[:length].tolist())
         answer = Message(role="assistant", content=text)
         trajectories.append(Trajectory({**prompt, "messages": [*prompt["messages"], answer]}))
-    return Texts(trajectories, lengths, reasons == LENGTH)
+    return Texts(trajectories, lengths, reasons == LENGTH, held)
+
+
+def _read_completions(completions: Completions) -> tuple[np.ndarray[Any, Any], ...]:
+    """Read tokens, lengths, finish reasons, and whose tokens this process has."""
+    if not hosts.several():
+        tokens, lengths, reasons = jax.device_get(
+            (completions.tokens, completions.lengths, completions.finish_reasons)
+        )
+        return tokens, lengths, reasons, np.ones(len(lengths), bool)
+    # Lengths are needed everywhere: every process plans the same micro-batches.
+    numbers = hosts.stack(completions.lengths, completions.finish_reasons)
+    lengths, reasons = hosts.read_all(numbers)
+    tokens = completions.tokens
+    return hosts.read_held(tokens), lengths, reasons, hosts.held_rows(tokens)

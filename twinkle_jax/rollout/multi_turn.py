@@ -13,6 +13,7 @@ from jaxtyping import Array, Int
 from twinkle_jax.data import Message, PromptBatch, Template, Trajectory
 from twinkle_jax.model.decoder.parameters import Params
 from twinkle_jax.reward import RewardFunction, compute_rewards
+from twinkle_jax.rollout import hosts
 from twinkle_jax.rollout.engine import Engine
 from twinkle_jax.rollout.environment import (
     Action,
@@ -179,6 +180,8 @@ class MultiTurn:
         Raises:
             ValueError: if a prompt is too long, or the chat template refuses a conversation.
         """
+        if hosts.several():
+            raise hosts.SharedError("environments must be played by one process, got several")
         seeds = np.asarray(_seeds(key, len(prompts)))
         keys = _episode_keys(key, len(prompts) * num_samples)
         pool = CallPool(self.threads, self.timeout)

@@ -12,6 +12,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from twinkle_jax.data import Batch, Template, Trajectory, bucket_size
 from twinkle_jax.data.trajectory import IGNORE
+from twinkle_jax.rollout import hosts
 from twinkle_jax.rollout.episode import Episode
 from twinkle_jax.sampler import LENGTH, Completions
 
@@ -41,6 +42,8 @@ class Rollout(NamedTuple):
             of rows for each, one unless a chat template takes several; all else is one a
             trajectory, but for `row_lengths` and `turns`.
         turns: for each position of the batch, the turn that its label belongs to; -1 for others.
+        held: rows whose text this process has, where a run has several processes; the others'
+            conversations are here without their completion. None: all.
     """
 
     batch: Batch
@@ -56,6 +59,7 @@ class Rollout(NamedTuple):
     failed: np.ndarray[Any, Any] | None = None
     episodes: list[Episode] | None = None
     turns: np.ndarray[Any, Any] | None = None
+    held: hosts.Rows | None = None
 
     @property
     def rows_each(self) -> int:
@@ -67,6 +71,11 @@ class Rollout(NamedTuple):
         left_out = [self.truncated] if mask_truncated else []
         left_out += [] if self.failed is None else [self.failed]
         return ~np.logical_or.reduce(left_out) if left_out else None
+
+    @property
+    def held_rows(self) -> hosts.Rows:
+        """Rows whose text this process has."""
+        return np.ones(len(self.lengths), bool) if self.held is None else self.held
 
     @property
     def scores(self) -> np.ndarray[Any, Any]:
@@ -92,16 +101,32 @@ def encode_prompts(
     Raises:
         ValueError: if a prompt is longer; the message says which.
     """
+    return pad_prompts(prompt_ids(template, prompts, longest=longest))
+
+
+def prompt_ids(
+    template: Template, prompts: Sequence[Trajectory], *, longest: int, first: int = 0
+) -> list[list[int]]:
+    """Make token ids of prompts, the first of which has this number in messages of errors."""
+    if not prompts:
+        return []
     features = template.batch_encode(prompts, add_generation_prompt=True)
-    rows = [feature["input_ids"] for feature in features]
+    rows = [[int(token) for token in feature["input_ids"]] for feature in features]
     lengths = [len(row) for row in rows]
     if max(lengths) > longest:
         worst = int(np.argmax(lengths))
         raise ValueError(
             f"prompts must have at most max_prompt_tokens={longest} tokens, got {lengths[worst]} "
-            f"in prompt {worst}"
+            f"in prompt {first + worst}"
         )
-    time = bucket_size(max(lengths), smallest=8)
+    return rows
+
+
+def pad_prompts(
+    rows: Sequence[Sequence[int]],
+) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    """Pad token ids on the left to a bucket of lengths: tokens and mask, [prompts, time]."""
+    time = bucket_size(max(map(len, rows)), smallest=8)
     tokens, mask = np.zeros((len(rows), time), np.int32), np.zeros((len(rows), time), bool)
     for i, row in enumerate(rows):
         tokens[i, time - len(row) :] = row

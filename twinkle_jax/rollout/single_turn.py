@@ -1,6 +1,6 @@
 """One turn: each prompt is completed several times, and a reward scores the completions."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -10,7 +10,8 @@ import numpy as np
 from twinkle_jax.data import PromptBatch, Trajectory
 from twinkle_jax.model.decoder.parameters import Params
 from twinkle_jax.reward import RewardFunction, TrajectoryScores, score_trajectories
-from twinkle_jax.rollout.engine import Engine, read_texts
+from twinkle_jax.rollout import hosts
+from twinkle_jax.rollout.engine import Engine, Texts, read_texts
 from twinkle_jax.rollout.rollout import Rollout, batch_width, training_batch
 from twinkle_jax.sampler import Sampling
 
@@ -19,7 +20,8 @@ class RolloutSource(Protocol):
     """Turns prompts into scored trajectories: what a run draws through.
 
     Sampling and scoring are two calls, so that the device can go on with the batch while the host
-    computes rewards.
+    computes rewards. With several processes, each scores the rows that it holds, and the run brings
+    the rewards of all together.
     """
 
     def sample(self, params: Params, prompts: PromptBatch, key: jax.Array) -> Rollout:
@@ -73,22 +75,36 @@ class SingleTurn:
             texts.lengths,
             row_lengths.astype(np.int32),
             texts.truncated,
+            held=texts.held,
         )
 
     def score(self, rollout: Rollout) -> Rollout:
-        """Call the reward once, for all completions."""
-        scores = self._score(rollout.trajectories, rollout.ground_truths)
+        """Call the reward once, for all completions that this process has; NaN for the others."""
+        held = np.flatnonzero(rollout.held_rows)
+        scores = self._score(
+            [rollout.trajectories[i] for i in held], [rollout.ground_truths[i] for i in held]
+        )
+
+        def of_all_rows(values: Sequence[float | None]) -> np.ndarray[Any, Any]:
+            array = np.full(len(rollout.lengths), np.nan, np.float32)
+            array[held] = np.asarray(values, np.float32)
+            return array
+
         parts = {}
         if len(scores.components) > 1:  # NaN where a reward says nothing about a trajectory
-            parts = {n: np.asarray(x, np.float32) for n, x in scores.components.items()}
-        return rollout._replace(rewards=np.asarray(scores.rewards, np.float32), reward_parts=parts)
+            parts = {name: of_all_rows(values) for name, values in scores.components.items()}
+        return rollout._replace(rewards=of_all_rows(scores.rewards), reward_parts=parts)
 
     def greedy_rewards(self, params: Params, prompts: PromptBatch) -> np.ndarray[Any, Any]:
         """Score the most probable completion of each prompt."""
-        trajectories = self.complete(
+        texts = self.complete(
             params, prompts, jax.random.key(0), self.sampling._replace(temperature=0.0), 1
         )  # nothing is random
-        return np.asarray(self._score(trajectories, prompts.ground_truths).rewards, np.float32)
+        return score_texts(
+            texts,
+            prompts.ground_truths,
+            lambda trajectories, truths: self._score(trajectories, truths).rewards,
+        ).astype(np.float32)
 
     def complete(
         self,
@@ -97,13 +113,38 @@ class SingleTurn:
         key: jax.Array,
         sampling: Sampling,
         num_samples: int,
-    ) -> list[Trajectory]:
+    ) -> Texts:
         """Draw completions of any number of prompts, as text alone."""
         # Devices must divide the rows: the last prompt is repeated, and dropped afterwards.
         filled = [*prompts, *[prompts[-1]] * (-len(prompts) % self.engine.row_shards)]
         drawn = self.engine.draw(params, filled, key, sampling, num_samples=num_samples)
         texts = read_texts(drawn, filled, self.engine.template)
-        return texts.trajectories[: len(prompts) * num_samples]
+        rows = len(prompts) * num_samples
+        return Texts(texts.trajectories[:rows], *(values[:rows] for values in texts[1:]))
 
     def _score(self, trajectories: Sequence[Trajectory], truths: Sequence[Any]) -> TrajectoryScores:
         return score_trajectories(self.reward, trajectories, truths, timeout=self.reward_timeout)
+
+
+def score_texts(
+    texts: Texts,
+    ground_truths: Sequence[Any],
+    score: Callable[[list[Trajectory], list[Any]], Sequence[float]],
+) -> np.ndarray[Any, Any]:
+    """Score completions, each in the process that has its text; one number a row, in float64.
+
+    Args:
+        texts: the completions.
+        ground_truths: one a row.
+        score: called with the trajectories and ground truths of this process.
+    """
+    held = np.flatnonzero(texts.held).tolist()
+    trajectories = [texts.trajectories[i] for i in held]
+    truths = [ground_truths[i] for i in held]
+
+    def numbers() -> dict[str, np.ndarray[Any, Any]]:
+        rewards = np.full(len(texts.held), np.nan)
+        rewards[held] = score(trajectories, truths)
+        return {"rewards": rewards}
+
+    return hosts.merge_rows("computing rewards", texts.held, numbers)["rewards"]

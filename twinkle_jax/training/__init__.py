@@ -7,6 +7,7 @@ folder is private.
 
 from twinkle_jax.rollout import RolloutConfig
 from twinkle_jax.training.config import (
+    DistributedConfig,
     EvaluationConfig,
     LoggingConfig,
     LoraSettings,
@@ -47,6 +48,7 @@ from twinkle_jax.training.update import (
 )
 
 __all__ = [
+    "DistributedConfig",
     "Estimator",
     "EvaluationConfig",
     "Learnt",

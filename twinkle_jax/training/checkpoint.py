@@ -10,7 +10,8 @@ import shutil
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,6 +22,7 @@ from jaxtyping import PyTree
 
 from twinkle_jax.data.missing_extra import require
 from twinkle_jax.model.huggingface.atomic_directory import remove_remains, replace_directory
+from twinkle_jax.rollout import hosts
 
 MANIFEST = "manifest.json"
 
@@ -95,23 +97,58 @@ def write_arrays(directory: Path, arrays: PyTree[jax.Array]) -> None:
         ValueError: if two leaves have the same name.
         OSError: if the files cannot be written.
     """
-    leaves = _name(arrays)
-    for name, leaf in leaves.items():
-        if not isinstance(leaf, jax.Array):
-            raise TypeError(f"arrays must have JAX arrays as leaves, got {type(leaf)} at {name}")
-        if getattr(leaf, "weak_type", False):  # keys have no such thing
-            raise TypeError(
-                f"arrays must have leaves with a dtype of their own, got one at {name} "
-                "that is weakly typed: make it with jnp.asarray(value, dtype)"
-            )
-    described = {name: _describe(leaf) for name, leaf in leaves.items()}
-    (directory / LEAVES).write_text(json.dumps(described, indent=1), encoding="utf-8")
+    leaves = _checked_leaves(arrays)
+    _write_leaves(directory, leaves)
     stored = {name: _bits(leaf) for name, leaf in leaves.items() if leaf.size}
     if stored:
         import orbax.checkpoint as ocp
 
         with _plain_errors(), ocp.Checkpointer(ocp.StandardCheckpointHandler()) as writer:
             writer.save(directory.resolve() / _ARRAYS, args=ocp.args.StandardSave(stored))
+
+
+def write_arrays_together(directory: Path, arrays: PyTree[jax.Array], *, call: str) -> None:
+    """Do the same with several processes at once, each of which writes what its devices hold.
+
+    Orbax's `Checkpointer` waits for all processes in between; one that fails would keep the others
+    waiting. Its handler does not wait, so all of them meet here, where an error reaches everyone.
+
+    Raises:
+        SharedError: in all processes, if one of them fails.
+    """
+    import orbax.checkpoint as ocp
+    from etils import epath  # comes with orbax
+
+    leaves = _checked_leaves(arrays)
+    stored = {name: _everywhere(_bits(leaf)) for name, leaf in leaves.items() if leaf.size}
+    place, handler = epath.Path(directory.resolve() / _ARRAYS), ocp.StandardCheckpointHandler()
+
+    def write_leaves() -> None:
+        _write_leaves(directory, leaves)
+        place.mkdir()
+
+    def write_shards() -> None:
+        with _plain_errors():
+            handler.save(place, args=ocp.args.StandardSave(stored))
+
+    def finish() -> None:
+        with _plain_errors():
+            handler.finalize(place)
+
+    hosts.first_decides(call, write_leaves)
+    if stored:
+        hosts.together(call, write_shards)
+        hosts.first_decides(call, finish)
+
+
+def _everywhere(leaf: jax.Array) -> jax.Array:
+    """Make an array that each process has by itself one that they have together."""
+    if not leaf.is_fully_addressable:
+        return leaf
+    mesh = jax.make_mesh((jax.device_count(),), ("devices",))
+    values = np.asarray(leaf)
+    sharding = jax.NamedSharding(mesh, jax.P())
+    return jax.make_array_from_process_local_data(sharding, values, values.shape)
 
 
 def read_arrays(directory: Path, like: PyTree[Any]) -> PyTree[jax.Array]:
@@ -135,12 +172,38 @@ def read_arrays(directory: Path, like: PyTree[Any]) -> PyTree[jax.Array]:
     stored: dict[str, Any] = {}
     if targets:
         import orbax.checkpoint as ocp
+        from etils import epath  # comes with orbax
 
-        with _plain_errors(), ocp.Checkpointer(ocp.StandardCheckpointHandler()) as reader:
-            restore = ocp.args.StandardRestore(targets)
-            stored = reader.restore(directory.resolve() / _ARRAYS, args=restore)
+        restore = ocp.args.StandardRestore(targets)
+        place = epath.Path(directory.resolve() / _ARRAYS)
+        handler = ocp.StandardCheckpointHandler()
+        with _plain_errors():
+            if hosts.several():  # waits for no other process, see `write_arrays_together`
+                stored = handler.restore(place, args=restore)
+            else:
+                with ocp.Checkpointer(handler) as reader:
+                    stored = reader.restore(place, args=restore)
     placed = [_place(stored.get(name), leaf) for name, leaf in leaves.items()]
     return jax.tree.unflatten(jax.tree.structure(like), placed)
+
+
+def _checked_leaves(arrays: PyTree[jax.Array]) -> dict[str, jax.Array]:
+    """Name the leaves, and refuse those that could not be restored."""
+    leaves = _name(arrays)
+    for name, leaf in leaves.items():
+        if not isinstance(leaf, jax.Array):
+            raise TypeError(f"arrays must have JAX arrays as leaves, got {type(leaf)} at {name}")
+        if getattr(leaf, "weak_type", False):  # keys have no such thing
+            raise TypeError(
+                f"arrays must have leaves with a dtype of their own, got one at {name} "
+                "that is weakly typed: make it with jnp.asarray(value, dtype)"
+            )
+    return leaves
+
+
+def _write_leaves(directory: Path, leaves: Mapping[str, jax.Array]) -> None:
+    described = {name: _describe(leaf) for name, leaf in leaves.items()}
+    (directory / LEAVES).write_text(json.dumps(described, indent=1), encoding="utf-8")
 
 
 def _name(tree: PyTree[Any]) -> dict[str, Any]:
@@ -234,9 +297,23 @@ def write_checkpoint(directory: Path, arrays: PyTree[jax.Array], facts: Mapping[
         TypeError: if a leaf is not a JAX array, or is weakly typed.
         OSError: if the files cannot be written.
     """
-    (directory / _FACTS).write_text(_to_json(facts), encoding="utf-8")
+    _write_facts(directory, facts)
     write_arrays(directory, arrays)
     write_manifest(directory)
+
+
+def _write_facts(directory: Path, facts: Mapping[str, Any]) -> None:
+    (directory / _FACTS).write_text(_to_json(facts), encoding="utf-8")
+
+
+@contextmanager
+def _names_step(step: int, target: Path) -> Iterator[None]:
+    """Say in errors of the system which step was not saved."""
+    try:
+        yield
+    except OSError as error:
+        reason = f"step {step} was not saved: {error.strerror}"
+        raise OSError(error.errno, reason, str(target)) from error
 
 
 def read_checkpoint(
@@ -275,8 +352,9 @@ class RunCheckpoints:
     Each is a directory, `step_00000040`, with the arrays (orbax), `leaves.json` (their names,
     shapes and dtypes), `facts.json`, and `manifest.json` (size and SHA-256 of every other file). It
     is written beside its place, brought to the disk, and renamed: a process that is killed at any
-    moment leaves whole checkpoints, and remains that the next save removes. One process at a time
-    may save to a directory.
+    moment leaves whole checkpoints, and remains that the next save removes. One run at a time may
+    save to a directory. If it has several processes, all of them call `save` and `restore`: each
+    writes and reads what its devices hold, and process 0 does the rest.
 
     Args:
         directory: of the checkpoints; made by the first save.
@@ -285,17 +363,12 @@ class RunCheckpoints:
     Raises:
         ImportError: if orbax-checkpoint is not installed.
         ValueError: if `keep` is less than 1.
-        RuntimeError: if JAX runs in several processes, whose arrays are in no one's reach.
     """
 
     def __init__(self, directory: str | os.PathLike[str], *, keep: int = 3) -> None:
         require("orbax", "training")
         if keep < 1:
             raise ValueError(f"keep must be at least 1, got {keep}")
-        if jax.process_count() > 1:
-            raise RuntimeError(
-                f"jax.process_count() must be 1 to save checkpoints, got {jax.process_count()}"
-            )
         self.directory = Path(directory).absolute()
         self.keep = keep
         self._current: int | None = None  # the step that this run was last known to be at
@@ -331,20 +404,45 @@ class RunCheckpoints:
             TypeError: if a leaf is not a JAX array, or is weakly typed.
             OSError: if it cannot be written, for want of space for one; earlier steps are whole.
         """
-        self._check_step(step)
-        _to_json(facts)  # fail before anything is written
+        hosts.together(f"saving step {step}", lambda: self._check_save(step, facts))
         target = self.path(step)
-        try:
-            self.directory.mkdir(parents=True, exist_ok=True)
-            remove_remains(self.directory, _STEP.pattern)
-            with replace_directory(target) as partial:
-                write_checkpoint(partial, arrays, facts)
-        except OSError as error:
-            reason = f"step {step} was not saved: {error.strerror}"
-            raise OSError(error.errno, reason, str(target)) from error
+        if hosts.several():
+            self._save_together(step, target, arrays, facts)
+        else:
+            with _names_step(step, target):
+                self._make_room()
+                with replace_directory(target) as partial:
+                    write_checkpoint(partial, arrays, facts)
         self._current = step
-        self._remove_others(step)
+        if hosts.is_first():
+            self._remove_others(step)
         return target
+
+    def _save_together(
+        self, step: int, target: Path, arrays: PyTree[jax.Array], facts: Mapping[str, Any]
+    ) -> None:
+        """Save with several processes: process 0 makes the directory and puts it in its place."""
+        call = f"saving step {step}"
+        with ExitStack() as stack:
+
+            def begin() -> str:
+                with _names_step(step, target):
+                    self._make_room()
+                    return str(stack.enter_context(replace_directory(target)))
+
+            def finish() -> None:
+                with _names_step(step, target):
+                    _write_facts(fresh, facts)
+                    write_manifest(fresh)
+                    stack.close()  # which puts the directory in its place
+
+            fresh = Path(hosts.first_decides(call, begin))
+            write_arrays_together(fresh, arrays, call=call)
+            hosts.first_decides(call, finish)
+
+    def _make_room(self) -> None:
+        self.directory.mkdir(parents=True, exist_ok=True)
+        remove_remains(self.directory, _STEP.pattern)
 
     def restore(
         self,
@@ -372,21 +470,31 @@ class RunCheckpoints:
             ValueError: if `step` is not there or not whole, or a name or shape differs.
             TypeError: if a dtype differs.
         """
-        there = self.steps()
+        there = hosts.first_decides("looking for checkpoints", self.steps)
         if step is not None and step not in there:
             raise ValueError(f"step must be one of those in {self.directory}, {there}, got {step}")
         for candidate in [step] if step is not None else reversed(there):
             directory = self.path(candidate)
-            fault = find_fault(directory)
+            fault = hosts.first_decides("reading a checkpoint", partial(find_fault, directory))
             if fault is None:
-                arrays, facts = read_checkpoint(directory, like, check=check)
+                arrays, facts = hosts.agreed(
+                    "reading a checkpoint",
+                    partial(read_checkpoint, directory, like, check=check),
+                )
                 self._current = candidate
                 return Restored(candidate, arrays, facts)
             if step is not None:
                 raise ValueError(f"step must be one whose files are whole, got {step}: {fault}")
             message = f"the checkpoint of step {candidate} is not used, for {fault}"
-            warnings.warn(message, UserWarning, stacklevel=2)
+            if hosts.is_first():
+                warnings.warn(message, UserWarning, stacklevel=2)
         raise FileNotFoundError(f"directory must hold a whole checkpoint, got {self.directory}")
+
+    def _check_save(self, step: int, facts: Mapping[str, Any]) -> None:
+        """Fail before anything is written."""
+        if hosts.is_first():
+            self._check_step(step)
+        _to_json(facts)
 
     def _check_step(self, step: int) -> None:
         newest = max(self.steps(), default=0)

@@ -144,6 +144,25 @@ class MeshConfig:
 
 
 @dataclass(frozen=True)
+class DistributedConfig:
+    """How the processes of a run find each other; one process needs nothing of it.
+
+    Attributes:
+        coordinator_address: HOST:PORT of process 0, the same in all; auto: JAX asks the cluster;
+            none: likewise where a scheduler has started several processes (SLURM, Open MPI,
+            Kubernetes, TPU slices), otherwise there is one process.
+        num_processes: how many there are; none: what the cluster says.
+        process_id: which of them this is, from 0; none: what the cluster says.
+        connect_timeout: seconds to wait until all processes are there.
+    """
+
+    coordinator_address: str | None = None
+    num_processes: int | None = None
+    process_id: int | None = None
+    connect_timeout: int = 50
+
+
+@dataclass(frozen=True)
 class EvaluationConfig:
     """How the policy is judged, on problems that it is never trained on.
 
@@ -218,6 +237,7 @@ class TrainConfig:
         optimizer: the optimizer and its learning rate.
         lora: low-rank adapters.
         mesh: devices.
+        distributed: how several processes find each other.
         evaluation: how the policy is judged.
         logging: what is saved and shown.
     """
@@ -243,6 +263,7 @@ class TrainConfig:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     lora: LoraSettings = field(default_factory=LoraSettings)
     mesh: MeshConfig = field(default_factory=MeshConfig)
+    distributed: DistributedConfig = field(default_factory=DistributedConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
 
@@ -386,6 +407,7 @@ _AT_LEAST = {
     "mesh.data": 1,
     "mesh.fsdp": 1,
     "mesh.tensor": 1,
+    "distributed.connect_timeout": 1,
     "evaluation.every": 0,
     "evaluation.problems": 1,
     "evaluation.pass_k": 0,
@@ -520,7 +542,7 @@ def _check_episodes(config: TrainConfig) -> None:
 # Going on with a run.
 
 _MAY_CHANGE = {"steps", "output_dir", "resume", "overwrite", "logging", "evaluation"}
-_MAY_CHANGE |= {"reward_timeout", "mesh"}
+_MAY_CHANGE |= {"reward_timeout", "mesh", "distributed"}
 _MAY_CHANGE_TOO = {
     "rollout.slots",
     "rollout.environment_timeout",

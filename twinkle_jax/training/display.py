@@ -140,6 +140,7 @@ class Display:
     Args:
         total: steps of the run, those before a resumption too; None if nobody knows.
         console: where to show; None for the standard output.
+        quiet: True shows nothing: another process does.
 
     Raises:
         ImportError: if rich is not installed; it names the extra.
@@ -152,13 +153,15 @@ class Display:
         step 1/10  reward 0.250  length 12.0
     """
 
-    def __init__(self, total: int | None = None, *, console: "Console | None" = None) -> None:
+    def __init__(
+        self, total: int | None = None, *, console: "Console | None" = None, quiet: bool = False
+    ) -> None:
         require("rich", "training")
         from rich.console import Console
 
         self._total = total
-        self._console = console or Console()
-        self._progress = _make_bar(self._console, total)
+        self._console = console or Console(quiet=quiet)
+        self._progress = None if quiet else _make_bar(self._console, total)
         self._task = self._progress and self._progress.add_task("", total=total, shown="")
         self._explained: set[str] = set()
 

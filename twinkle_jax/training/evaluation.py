@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -11,7 +12,8 @@ from jax.typing import DTypeLike
 from twinkle_jax.data import PromptBatch, Trajectory
 from twinkle_jax.model import Params
 from twinkle_jax.reward import RewardFunction, compute_rewards
-from twinkle_jax.rollout import Episode, LocalEngine, MultiTurn, SingleTurn, check_failures
+from twinkle_jax.rollout import Episode, LocalEngine, MultiTurn, SingleTurn, check_failures, hosts
+from twinkle_jax.rollout.single_turn import score_texts
 from twinkle_jax.sampler import Sampling
 from twinkle_jax.training.policy import Policy
 
@@ -78,16 +80,19 @@ def evaluate(
     source = SingleTurn(engine, reward, Sampling(stop_tokens=stops), 1, reward_timeout)
     judged = policy.params if params is None else params
 
+    def checked_rewards(trajectories: Sequence[Trajectory], truths: Sequence[Any]) -> list[float]:
+        check()
+        return compute_rewards(reward, trajectories, truths, timeout=reward_timeout)
+
     def rewards(samples: int, temperature: float) -> np.ndarray[tuple[int, int], np.dtype]:
         sampling, rows = Sampling(temperature, stop_tokens=stops), []
         for number, start in enumerate(range(0, len(prompts), batch)):
-            check()
+            hosts.together("evaluating", check)
             chosen = PromptBatch(prompts[start : start + batch])
             key = jax.random.fold_in(jax.random.key(seed), number)
-            trajectories = source.complete(judged, chosen, key, sampling, samples)
-            check()
+            texts = source.complete(judged, chosen, key, sampling, samples)
             truths = [truth for truth in chosen.ground_truths for _ in range(samples)]
-            rows.append(compute_rewards(reward, trajectories, truths, timeout=reward_timeout))
+            rows.append(score_texts(texts, truths, checked_rewards))
         return np.concatenate(rows).reshape(len(prompts), samples)
 
     greedy = rewards(1, 0.0)

@@ -8,11 +8,9 @@ from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any, Self
 
+from twinkle_jax.rollout.hosts import InterruptedRunError
+
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
-
-
-class InterruptedRunError(Exception):
-    """Raised between the parts of a step when the run shall end; the state is as it was."""
 
 
 class Interruption:
@@ -95,7 +93,8 @@ class Interruption:
     ) -> None:
         if self._restore:
             for number, handler in self._restore:
-                signal.signal(number, handler)
+                # None: a handler that Python knows nothing of, as JAX installs one.
+                signal.signal(number, signal.SIG_DFL if handler is None else handler)
             self._restore = []
             signal.set_wakeup_fd(self._previous_fd)
             self._write.close()  # which ends the thread

@@ -220,6 +220,24 @@ class MetricsLog:
             raise ValueError(f"{self.path} must end with a step's JSON, got {last!r}") from error
 
 
+class NoLog:
+    """In place of a `MetricsLog`, where another process of the run writes the metrics."""
+
+    offset = 0
+
+    def write(self, step: int, metrics: Mapping[str, SupportsFloat]) -> None:
+        """Write nothing."""
+
+    def truncate(self, offset: int) -> None:
+        """Remove nothing."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Close nothing."""
+
+
 def _number(name: str, value: SupportsFloat) -> float:
     if name in ("step", "not_finite"):
         raise ValueError(f"metrics must not have the name {name!r}, which every line may have")

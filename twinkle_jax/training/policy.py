@@ -41,6 +41,7 @@ from twinkle_jax.model import (
 )
 from twinkle_jax.model.decoder.lora import adapter_scales, init_adapter
 from twinkle_jax.model.huggingface.checkpoint_files import ADAPTER_CONFIG, locate, read_json
+from twinkle_jax.rollout import hosts
 from twinkle_jax.training.gradient import grad_step
 from twinkle_jax.training.optimizer import make_optimizer
 from twinkle_jax.training.state import begin_training
@@ -196,7 +197,8 @@ def save_policy(policy: Policy, directory: str | Path, *, merge: bool = False) -
     if policy.lora is not None:
         params = jax.jit(merge_adapter)(params)
     save_pretrained(Decoder(policy.config, params), directory)
-    policy.tokenizer.save_pretrained(directory)
+    if hosts.is_first():
+        policy.tokenizer.save_pretrained(directory)
 
 
 # A policy that never gets an answer right has nothing to learn from rewards.

@@ -76,7 +76,7 @@ def save(
         "totals": dataclasses.asdict(progress.totals),
         "data": progress.data,
         "config": json.loads(json.dumps(dataclasses.asdict(config))),
-        "versions": _versions(),
+        "versions": package_versions(),
     }
     checkpoints.save(progress.step, arrays_of(progress, reference), facts)
 
@@ -121,7 +121,8 @@ def arrays_of(progress: Progress, reference: Params | None) -> dict[str, Any]:
     )
 
 
-def _versions() -> dict[str, str]:
+def package_versions() -> dict[str, str]:
+    """Give the versions of Python and of the packages that a run depends on."""
     names = ("twinkle-jax", "jax", "jaxlib", "flax", "optax", "numpy", "orbax-checkpoint", "grain")
     return {"python": platform.python_version()} | {name: metadata.version(name) for name in names}
 
@@ -259,7 +260,7 @@ def _has_not_begun(directory: Path) -> bool:
     if FILE in names and (not metrics.is_file() or metrics.stat().st_size):
         return False
     known = {"config.json", ".config.json.partial", FILE, "checkpoints", "tensorboard"}
-    known |= {"wandb", "wandb_run.txt", "base"}
+    known |= {"wandb", "wandb_run.txt", "base", ".shared"}
     saves = [path.name for path in directory.glob("checkpoints/*")]
     return bool(names) and names <= known and all(name[0] == "." for name in saves)
 

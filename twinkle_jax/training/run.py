@@ -10,18 +10,21 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 
 from twinkle_jax.data import ArithmeticTask, PromptLoader
 from twinkle_jax.model import LoraConfig, Params, shard_like_params
 from twinkle_jax.reward import RewardFunction
-from twinkle_jax.rollout import MultiTurn, Rollout
+from twinkle_jax.rollout import MultiTurn, Rollout, hosts
+from twinkle_jax.rollout.hosts import InterruptedRunError
 from twinkle_jax.training.checkpoint import RunCheckpoints
 from twinkle_jax.training.config import TrainConfig, from_dict
 from twinkle_jax.training.curves import draw_curves
 from twinkle_jax.training.display import Display
 from twinkle_jax.training.evaluation import evaluate, evaluate_episodes
-from twinkle_jax.training.interruption import InterruptedRunError, Interruption
-from twinkle_jax.training.metrics_log import MetricsLog
+from twinkle_jax.training.hosts import check_same, check_shared, connect, describe_loss
+from twinkle_jax.training.interruption import Interruption
+from twinkle_jax.training.metrics_log import MetricsLog, NoLog
 from twinkle_jax.training.policy import (
     Policy,
     WarmStart,
@@ -68,7 +71,7 @@ class Run(NamedTuple):
     recipe: Recipe
     loader: PromptLoader
     checkpoints: RunCheckpoints
-    log: MetricsLog
+    log: MetricsLog | NoLog
     display: Display
 
     @property
@@ -84,6 +87,9 @@ def train(config: TrainConfig, *, reward: RewardFunction | None = None) -> dict[
     `policy/` (the trained policy as a Hugging Face checkpoint, or as adapters in PEFT's format) and
     `summary.json`.
 
+    With several processes (`config.distributed`, or a scheduler that JAX knows), all of them call
+    this with the same configuration, and share the directory. Process 0 shows and logs.
+
     Args:
         config: of the run.
         reward: in place of the one that the configuration names: a `Reward`, or any function of
@@ -97,13 +103,18 @@ def train(config: TrainConfig, *, reward: RewardFunction | None = None) -> dict[
         ValueError: if the configuration does not fit the run to go on with, or the task.
         FileExistsError: if `output_dir` holds something, with neither `resume` nor `overwrite`.
         RuntimeError: if the sampler is not the trained policy, or too many gradients in a row
-            were not finite; the last finished step is saved.
+            were not finite; the last finished step is saved. With several processes, for any error
+            of one of them, which it names: all end at the same step, and save the last finished
+            one.
+        ConnectionError: if the processes do not find each other.
     """
+    connect(config.distributed)
     mesh = config.mesh
     find_devices(mesh.data, mesh.fsdp, mesh.tensor)  # fail before anything is written
     directory = Path(config.output_dir)
-    task = make_task(config)
-    source = prepare_directory(config, directory)
+    task = hosts.agreed("reading the task", lambda: make_task(config))
+    check_same(config, task.train, task.held_out)
+    source = _prepare(config, directory)
     if reward is not None:
         task = task._replace(reward=reward)
 
@@ -111,10 +122,12 @@ def train(config: TrainConfig, *, reward: RewardFunction | None = None) -> dict[
         save(run.checkpoints, progress, run.recipe.reference, config)
 
     last = LastStep(write)
+    # Several processes save together, which a signal handler of one of them cannot begin.
+    last_resort = None if hosts.several() else last.save_from_signal
     with (
-        Interruption(last_resort=last.save_from_signal) as interruption,
-        MetricsLog(directory, config.logging.tensorboard, config.logging.wandb) as log,
-        Display(total=config.steps) as display,
+        Interruption(last_resort=last_resort) as interruption,
+        hosts.agreed("opening the log", lambda: _open_log(config, directory)) as log,
+        Display(total=config.steps, quiet=not hosts.is_first()) as display,
     ):
         run, progress = begin(config, directory, task, log, display, source)
         last.finished(progress, saved=source == directory)
@@ -132,12 +145,34 @@ def train(config: TrainConfig, *, reward: RewardFunction | None = None) -> dict[
             step = last.progress.step
             display.note(f"interrupted after step {step}, which is saved: --resume auto goes on")
             return summarize(last.progress, interrupted=True)
-        except BaseException:
+        except BaseException as error:
+            if hosts.several() and not isinstance(error, hosts.SharedError):
+                if isinstance(error, jax.errors.JaxRuntimeError):  # others are gone
+                    raise RuntimeError(describe_loss(error, last.progress.step)) from error
+                raise  # the others know nothing of it, so nothing can be saved together
             with suppress(Exception):  # the first error is the one to report
                 if last.save_from_signal():
                     step = last.progress.step
                     display.note(f"step {step} is saved: --resume auto goes on after it")
             raise
+
+
+def _open_log(config: TrainConfig, directory: Path) -> MetricsLog | NoLog:
+    if not hosts.is_first():
+        return NoLog()
+    return MetricsLog(directory, config.logging.tensorboard, config.logging.wandb)
+
+
+def _prepare(config: TrainConfig, directory: Path) -> Path | None:
+    """Find the run to go on with or make room, once for all processes."""
+
+    def prepare() -> str | None:
+        source = prepare_directory(config, directory)
+        return None if source is None else str(source)
+
+    source = hosts.first_decides("preparing output_dir", prepare)
+    check_shared(directory)
+    return None if source is None else Path(source)
 
 
 # The beginning.
@@ -147,13 +182,13 @@ def begin(
     config: TrainConfig,
     directory: Path,
     task: Task,
-    log: MetricsLog,
+    log: MetricsLog | NoLog,
     display: Display,
     source: Path | None,
 ) -> tuple[Run, Progress]:
     """Make the policy, or restore what a checkpoint holds; nothing is saved yet."""
     mesh = find_devices(config.mesh.data, config.mesh.fsdp, config.mesh.tensor)
-    policy = load_policy(config.model, mesh=mesh) if config.model else small_policy(config.seed)
+    policy = hosts.agreed("reading the policy", lambda: _read_policy(config, mesh))
     if config.model is None and mesh is not None:
         placed = jax.device_put(policy.params, shard_like_params(policy.params, mesh))
         policy = policy._replace(params=placed)
@@ -161,7 +196,7 @@ def begin(
     settings = json.dumps(dataclasses.asdict(config), indent=1)
     if source is None:
         display.note(f"run in {directory}: {_describe(policy)}")
-        write_whole(directory / "config.json", settings)
+        _write_first(directory / "config.json", settings)
         if config.model is None and config.warm_start:
             policy = _warm(config, task, policy, display, mesh)
     policy = _with_adapter(config, policy, directory, source, mesh)
@@ -177,10 +212,20 @@ def begin(
         saved = RunCheckpoints(source / "checkpoints") if source != directory else checkpoints
         progress, reference = restore(saved, progress, recipe.reference, config, loader)
         recipe = recipe._replace(reference=reference)
-        log.truncate(progress.totals.metrics_offset)
-        write_whole(directory / "config.json", settings)
+        offset = progress.totals.metrics_offset
+        hosts.together("reading metrics.jsonl", lambda: log.truncate(offset))
+        _write_first(directory / "config.json", settings)
         display.note(f"going on after step {progress.step} of {source}")
     return Run(config, task, recipe, loader, checkpoints, log, display), progress
+
+
+def _read_policy(config: TrainConfig, mesh: Any) -> Policy:
+    return load_policy(config.model, mesh=mesh) if config.model else small_policy(config.seed)
+
+
+def _write_first(path: Path, text: str) -> None:
+    """Write a file once for all processes."""
+    hosts.first_decides(f"writing {path.name}", lambda: write_whole(path, text))
 
 
 def _with_adapter(
@@ -196,7 +241,7 @@ def _with_adapter(
         if source is None:
             save_policy(policy, base)
         elif source.resolve() != directory.resolve():
-            save_policy(load_policy(str(source / "base")), base)
+            save_policy(load_policy(str(source / "base"), mesh=mesh), base)
         policy = load_policy(base, mesh=mesh)
     settings = LoraConfig(
         r=lora.rank,
@@ -253,7 +298,7 @@ def one_step(run: Run, progress: Progress, last: LastStep, check: Callable[[], N
         Where it is then.
     """
     config, step = run.config, progress.step
-    check()
+    hosts.together("beginning a step", check)
     started = time.perf_counter()
     rollout, drawn = collect(
         run.recipe,
@@ -321,7 +366,7 @@ def _write_metrics(
     every, totals = run.config.evaluation.every, progress.totals
 
     def write() -> Progress:
-        run.log.write(progress.step, metrics)
+        hosts.together("writing metrics", lambda: run.log.write(progress.step, metrics))
         written = dataclasses.replace(totals, metrics_offset=run.log.offset)
         finished = progress._replace(totals=written)
         last.finished(finished)
@@ -357,12 +402,19 @@ def _show_and_save(run: Run, progress: Progress, last: LastStep, rollout: Rollou
         if rollout.episodes is not None:
             run.display.episodes(step, rollout.episodes, rewards, advantages)
         else:
-            run.display.samples(step, rollout.trajectories, rewards, advantages)
+            shown = np.flatnonzero(rollout.held_rows)
+            run.display.samples(
+                step,
+                [rollout.trajectories[i] for i in shown],
+                [rewards[i] for i in shown],
+                [advantages[i] for i in shown],
+            )
     if config.logging.traces_every and step % config.logging.traces_every == 0:
-        _write_traces(Path(config.output_dir) / "traces" / f"{step:06d}.jsonl", rollout)
+        path = Path(config.output_dir) / "traces" / f"{step:06d}.jsonl"
+        hosts.first_decides("writing traces", lambda: _write_traces(path, rollout))
     if progress.totals.skipped >= config.optimizer.max_skipped:
         last.save()
-        raise RuntimeError(
+        raise hosts.SharedError(
             f"gradients must be finite, got {progress.totals.skipped} steps in a row in which "
             f"some were not; the parameters of step {step} are in {run.checkpoints.directory}"
         )
@@ -442,17 +494,22 @@ def finish(
     run: Run, progress: Progress, directory: Path, check: Callable[[], None]
 ) -> dict[str, Any]:
     """Evaluate once more, save the policy, and write curves and summary."""
-    check()
+    hosts.together("ending", check)
     params = progress.state.params
     results = held_out(
         run.config, run.task, run.policy, params=params, mesh=run.recipe.mesh, check=check
     )
     summary = summarize(progress, interrupted=False) | {"accuracy_after": results.get("accuracy")}
     save_policy(run.policy._replace(params=params), directory / "policy")
-    if progress.step:
-        before = progress.totals.accuracy_before
-        draw_curves(directory / "metrics.jsonl", directory / "curves.png", accuracy_before=before)
-    write_whole(directory / "summary.json", json.dumps(summary, indent=1))
+
+    def write() -> None:
+        if progress.step:
+            before = progress.totals.accuracy_before
+            metrics = directory / "metrics.jsonl"
+            draw_curves(metrics, directory / "curves.png", accuracy_before=before)
+        write_whole(directory / "summary.json", json.dumps(summary, indent=1))
+
+    hosts.first_decides("writing the summary", write)
     run.display.summary(summary, directory)
     return summary
 

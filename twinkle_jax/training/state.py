@@ -105,12 +105,14 @@ def find_devices(data: int, fsdp: int, tensor: int) -> Mesh | None:
     """Make the mesh of a run; None where one device does it all.
 
     Raises:
-        ValueError: if there are fewer devices.
+        ValueError: if there are fewer devices; with several processes, if there are more too.
     """
-    wanted = data * fsdp * tensor
-    if wanted > jax.device_count():
+    wanted, there, processes = data * fsdp * tensor, jax.device_count(), jax.process_count()
+    if wanted > there or (wanted < there and processes > 1):
+        which = "at most the" if processes == 1 else "all"
+        of_all = "that there are" if processes == 1 else f"of the {processes} processes"
         raise ValueError(
-            f"mesh must take at most the {jax.device_count()} devices that there are, "
+            f"mesh must take {which} {there} devices {of_all}, "
             f"got data={data}, fsdp={fsdp}, tensor={tensor}"
         )
     return None if wanted == 1 else make_mesh(data=data, fsdp=fsdp, tensor=tensor)

@@ -28,6 +28,7 @@ from twinkle_jax.rollout import (
     draw_until_signal,
     episode_metrics,
     has_signal,
+    hosts,
     with_advantages,
 )
 from twinkle_jax.rollout.rollout import batch_width
@@ -222,12 +223,10 @@ def collect(
         if recipe.reference is not None and update.dynamic_sampling == 1:
             # The device scores by the reference policy while the host computes rewards.
             drawn = drawn._replace(batch=_with_reference(recipe, drawn.batch, drawn.row_lengths))
-        check()
-        drawn = recipe.source.score(drawn)
-        check()
+        drawn = score_rollout(recipe.source, drawn, check)
         if recipe.estimator.needs_greedy_rewards:
             drawn = drawn._replace(greedy_rewards=recipe.source.greedy_rewards(params, prompts))
-            check()
+            hosts.together("sampling", check)
         return drawn
 
     chosen, drawn = draw_until_signal(
@@ -241,7 +240,7 @@ def collect(
     shown = advantages
     if advantages.ndim == 2:  # one a token: that of the first
         first = jnp.argmax(chosen.batch.labels != IGNORE, axis=1, keepdims=True)
-        shown = jnp.take_along_axis(advantages, first, axis=1)[:, 0]
+        shown = hosts.read_if_spread(jnp.take_along_axis(advantages, first, axis=1)[:, 0])
     batch = with_advantages(chosen.batch, advantages)
     return chosen._replace(batch=batch, advantages=shown[:: chosen.rows_each]), drawn
 
@@ -287,6 +286,21 @@ def credit(recipe: Recipe, rollout: Rollout) -> Float[Array, " rows"] | Float[Ar
     if config.update.credit == "turn":
         return advantages
     return (advantages + of_episodes[:, None]) / 2
+
+
+def score_rollout(source: RolloutSource, drawn: Rollout, check: Callable[[], None]) -> Rollout:
+    """Score the rows of each process there, and bring the rewards of all rows together."""
+    scored = drawn
+
+    def numbers() -> dict[str, np.ndarray[Any, Any]]:
+        nonlocal scored
+        check()
+        scored = source.score(drawn)
+        check()
+        return {"": scored.scores, **scored.reward_parts}
+
+    merged = hosts.merge_rows("computing rewards", drawn.held_rows, numbers)
+    return scored._replace(rewards=merged.pop(""), reward_parts=merged)
 
 
 def _with_reference(recipe: Recipe, batch: Batch, row_lengths: Rows) -> Batch:
@@ -505,7 +519,7 @@ def _dropout_key(config: TrainConfig) -> jax.Array | None:
     return jax.random.fold_in(jax.random.key(config.seed), 0xD0)
 
 
-class SamplerMismatchError(RuntimeError):
+class SamplerMismatchError(hosts.SharedError):
     """The sampler's log-probabilities are not the trainer's.
 
     Attributes:

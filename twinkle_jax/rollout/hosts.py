@@ -1,0 +1,217 @@
+"""One run in several processes: which rows each of them holds, and what they tell each other.
+
+Every process runs the same program. Device arrays are global; prompts are encoded, completions
+decoded and rewards computed by the process that holds the rows. What the others need of that (token
+ids, rewards, an error) goes through `share`, in which all processes meet. With one process, `share`
+calls its function and nothing else.
+"""
+
+import json
+import socket
+from collections.abc import Callable
+from typing import Any, NoReturn, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import multihost_utils
+from jaxtyping import Array
+
+Made = TypeVar("Made")
+Rows = np.ndarray[Any, np.dtype[np.bool_]]
+
+_ROOM = 2048  # bytes that every message has; longer ones take a second transfer
+_HEADER = 3  # numbers of 4 bytes: process, outcome, bytes of the message
+_DONE, _FAILED, _INTERRUPTED = 0, 1, 2
+
+
+class InterruptedRunError(Exception):
+    """Raised between the parts of a step when the run shall end; the state is as it was."""
+
+
+class SharedError(RuntimeError):
+    """An error that every process raises at the same point, so that all of them can still save."""
+
+
+def several() -> bool:
+    """Whether the run has several processes."""
+    return jax.process_count() > 1
+
+
+def is_first() -> bool:
+    """Whether this process is the one that shows, logs and writes single files."""
+    return jax.process_index() == 0
+
+
+def share(call: str, compute: Callable[[], Any]) -> list[Any]:
+    """Compute something in each process, and give every process the results of all.
+
+    All processes must call this at the same point. `compute` may use collectives only before
+    anything that can fail in one process alone.
+
+    Args:
+        call: what is being done, for the message of an error.
+        compute: returns what JSON can hold, NaN included.
+
+    Returns:
+        What it returned in each process, in their order.
+
+    Raises:
+        SharedError: in all processes, if `compute` raises in one of them; it names that process and
+            its error. With one process, the error itself.
+        InterruptedRunError: in all processes, if it is raised in one of them.
+    """
+    if not several():
+        return [compute()]
+    outcome, text, cause = _DONE, "", None
+    try:
+        text = json.dumps(compute())
+    except SharedError:
+        raise  # the others raise it at this point, too
+    except InterruptedRunError:
+        outcome = _INTERRUPTED
+    except BaseException as error:
+        outcome, cause = _FAILED, error
+        text = f"{_name_process()}, {call}: {type(error).__name__}: {error}"
+    outcomes, texts = _exchange(outcome, text.encode(errors="replace"))
+    if _FAILED in outcomes:
+        raise SharedError(texts[outcomes.index(_FAILED)].decode(errors="replace")) from cause
+    if _INTERRUPTED in outcomes:
+        raise InterruptedRunError
+    return [json.loads(text) for text in texts]
+
+
+def together(call: str, compute: Callable[[], None]) -> None:
+    """Do something in each process; an error in one of them is raised in all, as by `share`."""
+
+    def without_result() -> None:
+        compute()
+
+    share(call, without_result)
+
+
+def agreed(call: str, make: Callable[[], Made]) -> Made:
+    """Make something in each process; an error in one of them is raised in all, as by `share`."""
+    made: list[Made] = []
+    together(call, lambda: made.append(make()))
+    return made[0]
+
+
+def first_decides(call: str, compute: Callable[[], Any]) -> Any:
+    """Compute something in process 0, and give every process the result, as `share` does."""
+    return share(call, lambda: compute() if is_first() else None)[0]
+
+
+def _name_process() -> str:
+    index, count = jax.process_index(), jax.process_count()
+    return f"process {index} of {count} ({socket.gethostname()})"
+
+
+def _exchange(outcome: int, text: bytes) -> tuple[list[int], list[bytes]]:
+    """Give every process the outcomes and texts of all, by the numbers of the processes."""
+    header = np.asarray([jax.process_index(), outcome, len(text)], np.int32)
+    begin = np.frombuffer(text[:_ROOM].ljust(_ROOM, b"\0"), np.uint8)
+    received = multihost_utils.process_allgather(np.concatenate([header.view(np.uint8), begin]))
+    headers = np.ascontiguousarray(received[:, : 4 * _HEADER]).view(np.int32)
+    texts = received[:, 4 * _HEADER :]
+    lengths = headers[:, 2]
+    if lengths.max() > _ROOM:
+        # A power of two, so that few lengths are compiled for.
+        room = 1 << int(lengths.max() - 1).bit_length()
+        texts = multihost_utils.process_allgather(np.frombuffer(text.ljust(room, b"\0"), np.uint8))
+    # Which process a line comes from is in its header: devices need not be ordered by process.
+    order = np.argsort(headers[:, 0])
+    return (
+        [int(headers[i, 1]) for i in order],
+        [texts[i].tobytes()[: lengths[i]] for i in order],
+    )
+
+
+# Rows of global arrays.
+
+
+def held_rows(array: Array) -> Rows:
+    """Say which rows of an array this process reads: each is read by one of those that hold it."""
+    rows = np.ones(len(array), bool)
+    if array.is_fully_addressable:
+        return rows
+    owners = np.full(len(array), jax.process_count())
+    held: dict[Any, Any] = dict(array.sharding.devices_indices_map(array.shape))
+    for device, index in held.items():
+        owners[index[0]] = np.minimum(owners[index[0]], device.process_index)
+    return np.asarray(owners == jax.process_index())
+
+
+def read_held(array: Array) -> np.ndarray[Any, Any]:
+    """Copy the rows that this process holds to the host; the others are 0."""
+    if array.is_fully_addressable:
+        return np.asarray(array)
+    values = np.zeros(array.shape, array.dtype)
+    shards = array.addressable_shards
+    for shard, data in zip(shards, jax.device_get([s.data for s in shards]), strict=True):
+        values[shard.index] = data
+    return values
+
+
+def read_if_spread(array: Any) -> Any:
+    """Copy an array to every host if a process lacks parts of it; all processes must call this."""
+    return array if array.is_fully_addressable else read_all(array)
+
+
+def read_all(array: Any) -> np.ndarray[Any, Any]:
+    """Copy an array to every host; all processes must call this."""
+    if isinstance(array, jax.Array) and not array.is_fully_addressable:
+        array = multihost_utils.process_allgather(array, tiled=True)
+    return np.asarray(array)
+
+
+@jax.jit
+def stack(*arrays: Array) -> Array:
+    """Stack arrays, so that one transfer reads them."""
+    return jnp.stack(arrays)
+
+
+def merge_rows(
+    call: str, held: Rows, compute: Callable[[], dict[str, np.ndarray[Any, Any]]]
+) -> dict[str, np.ndarray[Any, Any]]:
+    """Compute numbers for the rows of each process, and bring those of all rows together.
+
+    Args:
+        call: for `share`.
+        held: the rows that this process computes.
+        compute: gives arrays by name, with one number a row; those of other rows are not read.
+
+    Returns:
+        The arrays, with the numbers of all rows; NaN where no process has computed one.
+    """
+    if not several():
+        return compute()
+
+    def held_numbers() -> dict[str, Any]:
+        arrays = compute() if held.any() else {}
+        return {
+            "rows": np.flatnonzero(held).tolist(),
+            "dtypes": {name: array.dtype.name for name, array in arrays.items()},
+            "numbers": {name: array[held].tolist() for name, array in arrays.items()},
+        }
+
+    merged: dict[str, np.ndarray[Any, Any]] = {}
+    for part in share(call, held_numbers):
+        for name, numbers in part["numbers"].items():
+            empty = np.full(len(held), np.nan, part["dtypes"][name])
+            merged.setdefault(name, empty)[part["rows"]] = numbers
+    return merged
+
+
+def deal(count: int) -> slice:
+    """Give the part of a list that this process works on: equal parts, in order."""
+    share_size = -(-count // jax.process_count())
+    start = min(jax.process_index() * share_size, count)
+    return slice(start, min(start + share_size, count))
+
+
+def fail(error: Exception) -> NoReturn:
+    """Raise an error that all processes have found by themselves from what they share."""
+    if not several():
+        raise error
+    raise SharedError(str(error)) from error

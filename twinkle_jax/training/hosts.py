@@ -1,0 +1,253 @@
+"""A run in several processes: how they find each other, and what must be the same in all of them.
+
+What they tell each other in the middle of a step is in `twinkle_jax.rollout.hosts`.
+"""
+
+import dataclasses
+import hashlib
+import importlib.util
+import os
+import secrets
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from twinkle_jax.data import Trajectory
+from twinkle_jax.data.loader import prompts_fingerprint
+from twinkle_jax.model.huggingface.checkpoint_files import locate
+from twinkle_jax.rollout import hosts
+from twinkle_jax.training.config import DistributedConfig, TrainConfig, flat
+
+_PROBE = ".shared"
+_LOST_AFTER = 25  # seconds without a heartbeat, after which a process counts as dead
+_END_WITHIN = 30  # seconds that processes wait for each other at their end
+_VISIBLE_WITHIN = 10.0  # seconds in which a new file must be seen: network file systems cache
+_SAMPLES, _SAMPLE_BYTES = 16, 1 << 16  # of a file of weights, which is too large to be read twice
+_JAX_SETTINGS = (
+    "jax_enable_x64",
+    "jax_default_matmul_precision",
+    "jax_default_prng_impl",
+    "jax_threefry_partitionable",
+)
+
+
+# How processes find each other.
+
+
+def connect(settings: DistributedConfig) -> None:
+    """Join the other processes of a run, before anything touches a device.
+
+    Args:
+        settings: of the run. Without a coordinator, a scheduler is looked for; without one of
+            those, and where `jax.distributed.initialize` was called before, nothing happens.
+
+    Raises:
+        ConnectionError: if the coordinator cannot be reached, the other processes do not come in
+            time, or the port is taken.
+        ValueError: if JAX finds no cluster, or only some settings are given.
+    """
+    if jax.distributed.is_initialized():
+        return
+    address = settings.coordinator_address
+    if address is None:
+        for name in ("num_processes", "process_id"):
+            value = getattr(settings, name)
+            if value is not None:
+                raise ValueError(
+                    "distributed.coordinator_address must be HOST:PORT where "
+                    f"distributed.{name} is set, got none"
+                )
+        if not started_as_one_of_several(os.environ):
+            return
+    try:
+        jax.distributed.initialize(
+            None if address == "auto" else address,
+            settings.num_processes,
+            settings.process_id,
+            initialization_timeout=settings.connect_timeout,
+            heartbeat_timeout_seconds=_LOST_AFTER,
+            shutdown_timeout_seconds=_END_WITHIN,
+        )
+    except ValueError as error:
+        raise ValueError(
+            "distributed.coordinator_address, num_processes and process_id must be set where JAX "
+            f"finds no cluster: {error}"
+        ) from error
+    except RuntimeError as error:
+        raise ConnectionError(
+            f"distributed.coordinator_address, {address or 'as found by JAX'}, must be reached by "
+            f"all processes within distributed.connect_timeout={settings.connect_timeout} s, got: "
+            f"{_first_line(error)}"
+        ) from error
+
+
+def started_as_one_of_several(environment: Mapping[str, str]) -> bool:
+    """Say whether a scheduler that JAX knows has started this process as one of several.
+
+    Args:
+        environment: variables of the process.
+
+    Returns:
+        True for SLURM and Open MPI with more than one task, Google's TPU slices with more than one
+        host, indexed jobs of Kubernetes where JAX can ask it (`pip install jax[k8s]`), and where
+        `JAX_COORDINATOR_ADDRESS` is set.
+    """
+    tasks = ("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE")
+    if any(int(environment.get(name) or 1) > 1 for name in tasks):
+        # A batch script has SLURM's variables too: only srun starts tasks, with a number each.
+        return "SLURM_PROCID" in environment or "OMPI_COMM_WORLD_RANK" in environment
+    for name in ("TPU_PROCESS_ADDRESSES", "TPU_WORKER_HOSTNAMES"):
+        if "," in environment.get(name, ""):
+            return True
+    if "JAX_COORDINATOR_ADDRESS" in environment or "MEGASCALE_COORDINATOR_ADDRESS" in environment:
+        return True
+    in_kubernetes = {"KUBERNETES_SERVICE_HOST", "JOB_COMPLETION_INDEX"} <= environment.keys()
+    return in_kubernetes and importlib.util.find_spec("kubernetes") is not None
+
+
+# What must be the same everywhere.
+
+
+def check_same(
+    config: TrainConfig, train: Sequence[Trajectory], held_out: Sequence[Trajectory]
+) -> None:
+    """Refuse a run whose processes were started with different settings, versions or files.
+
+    Args:
+        config: of this process.
+        train: prompts to train on.
+        held_out: prompts to evaluate on.
+
+    Raises:
+        SharedError: in all processes, with the name of the first thing that differs.
+    """
+    if not hosts.several():
+        return
+    everywhere = hosts.share("comparing hosts", lambda: _facts(config, train, held_out))
+    first = everywhere[0]
+    for process, facts in enumerate(everywhere):
+        for name in {**first, **facts}:
+            if facts.get(name) != first.get(name):
+                message = (
+                    f"{name} must be the same in all processes, got {first.get(name)!r} in "
+                    f"process 0 and {facts.get(name)!r} in process {process}"
+                )
+                hosts.fail(ValueError(message))
+
+
+def check_shared(directory: Path) -> None:
+    """Refuse a directory that is another one on some host: a file is written here and read there.
+
+    Raises:
+        SharedError: in all processes; it names the first that does not see the file.
+    """
+    if not hosts.several():
+        return
+    path = directory / _PROBE
+
+    def write() -> str:
+        token = secrets.token_hex(16)
+        path.write_text(token)
+        return token
+
+    token = hosts.first_decides("writing to output_dir", write)
+    seen = hosts.share("looking for output_dir", lambda: _appears(path, token))
+    hosts.first_decides("writing to output_dir", lambda: path.unlink(missing_ok=True))
+    if not all(seen):
+        hosts.fail(
+            ValueError(
+                f"output_dir must be one directory that all hosts share, got {directory}, in which "
+                f"process {seen.index(False)} does not see what process 0 writes"
+            )
+        )
+
+
+def _appears(path: Path, token: str) -> bool:
+    end = time.monotonic() + _VISIBLE_WITHIN
+    while True:
+        try:
+            if path.read_text() == token:
+                return True
+        except OSError:
+            pass
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.1)
+
+
+def _facts(
+    config: TrainConfig, train: Sequence[Trajectory], held_out: Sequence[Trajectory]
+) -> dict[str, Any]:
+    """Describe what a run is made of, each thing by the name under which it is refused."""
+    from twinkle_jax.training.progress import package_versions
+
+    settings = flat(dataclasses.asdict(config))
+    facts = {n: x for n, x in settings.items() if not n.startswith("distributed.")}
+    facts |= {f"the version of {name}": x for name, x in package_versions().items()}
+    facts |= {name: repr(getattr(jax.config, name, None)) for name in _JAX_SETTINGS}
+    facts["the data of task"] = prompts_fingerprint(train)
+    facts["the data of evaluation.path"] = prompts_fingerprint(held_out)
+    for name in [*config.rewards, *filter(None, [config.evaluation.reward])]:
+        facts[f"the file of reward {name}"] = _file_of_reward(name)
+    if config.model is not None:
+        directory = locate(config.model, argument="model")
+        for path in sorted(p for p in directory.iterdir() if p.is_file()):
+            facts[f"{path.name} of model"] = _fingerprint(path)
+    return facts
+
+
+def _file_of_reward(name: str) -> str | None:
+    place = name.rpartition(":")[0]
+    if place.endswith(".py"):
+        return hashlib.sha256(Path(place).read_bytes()).hexdigest()
+    file = getattr(sys.modules.get(place), "__file__", None) if place else None
+    return hashlib.sha256(Path(file).read_bytes()).hexdigest() if file else None
+
+
+def _fingerprint(path: Path) -> str:
+    """Hash a file's size, and all of it or samples over its whole length."""
+    size = path.stat().st_size
+    digest = hashlib.sha256(str(size).encode())
+    with path.open("rb") as file:
+        if size <= _SAMPLES * _SAMPLE_BYTES:
+            digest.update(file.read())
+        else:
+            for i in range(_SAMPLES):
+                file.seek(i * (size - _SAMPLE_BYTES) // (_SAMPLES - 1))
+                digest.update(file.read(_SAMPLE_BYTES))
+    return digest.hexdigest()[:32]
+
+
+# How a run ends.
+
+
+def describe_loss(error: BaseException, step: int) -> str:
+    """Say that other processes cannot be reached any more, and what is left of the run."""
+    return (
+        f"process {jax.process_index()} of {jax.process_count()} can no longer reach the others, "
+        f"after step {step}: {_first_line(error)}; --resume auto goes on from the last checkpoint"
+    )
+
+
+def is_reported_by_another(error: BaseException) -> bool:
+    """Whether an error is one that process 0 shows for all."""
+    return isinstance(error, hosts.SharedError) and not hosts.is_first()
+
+
+def end_without_others(error: BaseException) -> None:
+    """End this process at once, after an error of which the others know nothing.
+
+    They wait for it in a transfer. As soon as it is gone, JAX ends that wait with an error.
+    """
+    if jax.distributed.is_initialized() and not isinstance(error, hosts.SharedError):
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
