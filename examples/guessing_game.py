@@ -1,10 +1,10 @@
-"""A game of many turns: guess a number from 1 to 15 in four guesses, by the answers to the others.
+"""A game of many turns: guess a number from 1 to 7 in three guesses, by the answers to them.
 
-Each turn the policy writes two digits, and the environment answers `+` (the number is higher) or
-`-` (it is lower), until the guess is right, which gives reward 1, or four guesses are made. Who
-halves what is left always finds it: the best score is 1. Who guesses at random, whatever the
-answers are, scores 1 - (14/15)^4 = 0.24; never the same number twice, 4/15 = 0.27. So a score
-above that needs the answers.
+Each turn the policy writes a digit, and the environment answers `+` (the number is higher) or `-`
+(it is lower), until the guess is right, which gives reward 1, or three guesses are made. Who halves
+what is left always finds it: the best score is 1. Who guesses at random, whatever the answers are,
+scores 1 - (6/7)^3 = 0.37; never the same number twice, 3/7 = 0.43. So a score above that needs the
+answers.
 
 The small built-in policy of 114,000 parameters first imitates `demonstrations`, which are random
 guesses: it learns to write numbers, and begins with the score of a random player. All else it
@@ -14,7 +14,7 @@ learns from the reward:
 
 or, the same by the command:
 
-    twinkle-jax train --environment examples/guessing_game.py:GuessingGame --rollout.max_turns 4
+    twinkle-jax train --environment examples/guessing_game.py:GuessingGame --rollout.max_turns 3
 """
 
 import argparse
@@ -32,7 +32,7 @@ from twinkle_jax.training import (
     train,
 )
 
-LARGEST, GUESSES = 15, 4
+LARGEST, GUESSES = 7, 3
 RANDOM_SCORE, BEST_SCORE = 1 - (1 - 1 / LARGEST) ** GUESSES, 1.0
 
 
@@ -66,7 +66,7 @@ class GuessingGame:
             messages = [Message(role="user", content=game.reset({}, generator.getrandbits(31)))]
             done = False
             while not done and len(messages) < 2 * GUESSES:
-                guess = f"{generator.randint(1, LARGEST):02d}"
+                guess = str(generator.randint(1, LARGEST))
                 answer, _, done, _ = game.step(guess)
                 messages.append(Message(role="assistant", content=guess))
                 messages.append(Message(role="user", content=answer))
@@ -94,9 +94,9 @@ def main(arguments=None):
                 prompts=64,
                 num_samples=8,
                 max_turns=GUESSES,
-                max_new_tokens=4,
+                max_new_tokens=3,
                 max_prompt_tokens=16,
-                max_episode_tokens=48,
+                max_episode_tokens=32,
             ),
             update=UpdateConfig(credit=options.credit),
             evaluation=EvaluationConfig(every=25),

@@ -3,6 +3,8 @@
 What is listed here is public; all else in this folder is private.
 """
 
+from twinkle_jax.rollout.adapters import GymEnvironment, TRLEnvironment
+from twinkle_jax.rollout.by_name import find_environment, find_tools
 from twinkle_jax.rollout.dynamic_sampling import draw_until_signal, has_signal
 from twinkle_jax.rollout.engine import Continuations, Drawn, Engine, LocalEngine
 from twinkle_jax.rollout.environment import Action, Environment, EnvironmentFactory, Observation
@@ -21,14 +23,10 @@ from twinkle_jax.rollout.rollout import (
     training_batch,
     with_advantages,
 )
+from twinkle_jax.rollout.sandbox import SandboxUnavailableError, python_tool
 from twinkle_jax.rollout.settings import RolloutConfig
 from twinkle_jax.rollout.single_turn import RolloutSource, SingleTurn
-from twinkle_jax.rollout.tools import (
-    ToolEnvironment,
-    find_environment,
-    find_tools,
-    tool_schema,
-)
+from twinkle_jax.rollout.tools import ToolEnvironment, tool_schema
 
 __all__ = [
     "Action",
@@ -40,13 +38,16 @@ __all__ = [
     "EnvironmentFailureError",
     "Episode",
     "EpisodeBatch",
+    "GymEnvironment",
     "LocalEngine",
     "MultiTurn",
     "Observation",
     "Rollout",
     "RolloutConfig",
     "RolloutSource",
+    "SandboxUnavailableError",
     "SingleTurn",
+    "TRLEnvironment",
     "TokenRow",
     "ToolEnvironment",
     "Turn",
@@ -58,6 +59,7 @@ __all__ = [
     "find_tools",
     "has_signal",
     "lay_out_episodes",
+    "python_tool",
     "tool_schema",
     "training_batch",
     "with_advantages",

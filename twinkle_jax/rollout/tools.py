@@ -1,6 +1,5 @@
-"""Tools: functions that a policy may call, and environments by name."""
+"""Tools: functions that a policy may call, and the environment that calls them."""
 
-import functools
 import inspect
 import json
 import re
@@ -8,8 +7,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from twinkle_jax.data import Message, Tool
-from twinkle_jax.reward.by_name import load_module
-from twinkle_jax.rollout.environment import Action, EnvironmentFactory, Observation
+from twinkle_jax.rollout.environment import Action, Observation
 
 _JSON_TYPES = {str: "string", int: "integer", float: "number", bool: "boolean"}
 _ARGUMENT = re.compile(r"\s*(\*{0,2}\w+)\s*(?:\([^)]*\))?\s*:\s*(.*)")
@@ -216,100 +214,3 @@ def _tool_reply(results: Sequence[tuple[str, Any]]) -> tuple[Observation, float,
         messages.append(message | ({"name": name} if name else {}))
     errors = sum(isinstance(result, _ToolError) for _, result in results)
     return messages, 0.0, False, {"tool_errors": float(errors)}
-
-
-# By name.
-
-
-def find_environment(name: str | None, tools: str | None = None) -> EnvironmentFactory:
-    """Find what makes environments, by name.
-
-    Args:
-        name: `FILE.py:NAME` or `MODULE:NAME`, of a class or a function without arguments that makes
-            an environment; or `openenv:URL` of a server. None: tools alone.
-        tools: `FILE.py` or `MODULE`, whose public functions are tools, or `FILE.py:NAME` of one of
-            them or of a list; None for none.
-
-    Returns:
-        What makes an environment for an episode.
-
-    Raises:
-        ValueError: if there is no such thing, or its file cannot be imported.
-        TypeError: if it makes no environment.
-    """
-    factory = None if name is None else _find_factory(name)
-    if tools is None:
-        if factory is None:
-            raise ValueError("environment or tools must be given, got neither")
-        return factory
-    functions = find_tools(tools)
-    ToolEnvironment(functions)  # fail before a run begins
-    wrapped = functools.partial(_with_tools, functions, factory)
-    if hasattr(factory, "demonstrations"):
-        wrapped.demonstrations = factory.demonstrations  # type: ignore[attr-defined, union-attr]
-    return wrapped
-
-
-def _with_tools(
-    functions: Sequence[Callable[..., Any]], factory: EnvironmentFactory | None
-) -> ToolEnvironment:
-    return ToolEnvironment(functions, None if factory is None else factory())
-
-
-def _find_factory(name: str) -> EnvironmentFactory:
-    place, _, attribute = name.rpartition(":")
-    if not place or not attribute:
-        raise ValueError(
-            f"environment must be FILE.py:NAME, MODULE:NAME or openenv:URL, got {name!r}"
-        )
-    factory = _find(place, attribute, "environment")
-    if not callable(factory):
-        raise TypeError(f"environment must name a class or a function, got {factory!r:.80}")
-    if isinstance(factory, type):
-        for method in ("reset", "step", "close"):
-            if not callable(getattr(factory, method, None)):
-                raise TypeError(f"environment must have a method {method}, got {name!r} without it")
-    return factory
-
-
-def find_tools(name: str) -> list[Callable[..., Any]]:
-    """Find functions that a policy may call.
-
-    Args:
-        name: `FILE.py` or `MODULE`, whose public functions are taken, those that it imports left
-            out; or `FILE.py:NAME` or `MODULE:NAME` of a function or a list of them.
-
-    Raises:
-        ValueError: if there are none.
-        TypeError: if something is not a function.
-    """
-    place, _, attribute = name.rpartition(":")
-    if place and not attribute.endswith(".py"):
-        tools = _find(place, attribute, "tools")
-        tools = list(tools) if isinstance(tools, list | tuple) else [tools]
-    else:
-        module = load_module(name, "tools")
-        tools = [
-            value
-            for key, value in vars(module).items()
-            if inspect.isfunction(value)
-            and value.__module__ == module.__name__
-            and not key.startswith("_")
-        ]
-    if not tools:
-        raise ValueError(f"tools must name functions, got none in {name!r}")
-    for tool in tools:
-        if not callable(tool):
-            raise TypeError(f"tools must be functions, got {tool!r:.80}")
-    return tools
-
-
-def _find(place: str, attribute: str, argument: str) -> Any:
-    module = load_module(place, argument)
-    if not hasattr(module, attribute):
-        names = [n for n, x in vars(module).items() if callable(x) and not n.startswith("_")]
-        raise ValueError(
-            f"{argument} must name something in {place}, which has {', '.join(names)}; "
-            f"got {attribute!r}"
-        )
-    return getattr(module, attribute)

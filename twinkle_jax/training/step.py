@@ -632,6 +632,8 @@ def rollout_metrics(
     signal = np.concatenate([has_signal(r, samples, mask_truncated=masked) for r in drawn])
     deviations = rewards.reshape(-1, samples).std(axis=1, ddof=1)
     episodes = [episode for r in drawn for episode in r.episodes or ()]
+    if episodes:  # a limit of turns cuts nothing off
+        truncated = np.asarray([episode.ended == "length" for episode in episodes])
     if any(episode.failed for episode in episodes):  # they say nothing about the policy
         kept = ~np.asarray([episode.failed for episode in episodes])
         groups = kept.reshape(-1, samples)

@@ -1,0 +1,95 @@
+"""The sandbox: programs that compute, and each thing that it says it stops."""
+
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+
+import pytest
+
+from twinkle_jax.rollout import python_tool
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="namespaces are Linux's")
+RUN = python_tool(seconds=1, megabytes=200, characters=200)
+
+
+def test_a_program_computes_and_its_errors_are_told():
+    assert RUN("import math\nprint(math.comb(6, 3))") == "20"
+    assert RUN("1/0") == "ZeroDivisionError: division by zero"
+    assert RUN("print(1") == "SyntaxError: '(' was never closed (<program>, line 1)"
+    assert RUN("import sys; print(1); sys.exit(3)") == "1"
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        "print(open('/etc/passwd').read())",
+        "print(open('/proc/self/environ').read())",
+        "open('/x', 'w').write('y')",
+        "import os; os.mkdir('/y')",
+        "import os; os.chroot('..')",
+        "import os; print(os.fork())",
+        "import os; os.execv('/bin/sh', ['sh'])",
+        "import os; os.kill({pid}, 9)",
+        "import os; os.kill({parent}, 9)",
+        "import os; os.setuid(0)",
+        "x = bytearray(1 << 30)",
+        "import posix; posix.open('/', posix.O_WRONLY)",
+    ],
+)
+def test_a_program_cannot(program):
+    output = RUN(program.format(pid=os.getpid(), parent=os.getppid()) + "\nprint('did')")
+    assert "did" not in output
+    assert "Error" in output
+
+
+def test_a_program_reaches_no_network():
+    """Not even this machine: a server that listens here is not there. `_socket` has no file."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        program = (
+            "import ctypes"
+            if "_ctypes" in sys.builtin_module_names
+            else "import _socket\n"
+            f"s = _socket.socket()\ns.connect(('127.0.0.1', {port}))\nprint('did')"
+        )
+        assert "did" not in RUN(program)
+
+
+@pytest.mark.parametrize(
+    "program",
+    ["while True: pass", "import time\ntime.sleep(99)", "while True: print('x' * 99)"],
+)
+def test_a_program_that_does_not_end_is_ended(program):
+    began = time.monotonic()
+    output = RUN(program)
+    assert time.monotonic() - began < 9
+    assert "Error: it" in output
+    assert len(output) < 300
+
+
+def test_nothing_is_left_behind():
+    before = threading.active_count()
+    RUN("import time\ntime.sleep(0.1)")
+    assert threading.active_count() == before
+    children = [p for p in os.listdir("/proc") if p.isdigit() and _parent(p) == os.getpid()]
+    assert not any("sandbox_worker" in _command(p) for p in children)
+    assert signal.getsignal(signal.SIGALRM) in (signal.SIG_DFL, signal.getsignal(signal.SIGALRM))
+
+
+def _parent(pid):
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return int(file.read().rpartition(")")[2].split()[1])
+    except OSError:
+        return None
+
+
+def _command(pid):
+    try:
+        with open(f"/proc/{pid}/cmdline") as file:
+            return file.read()
+    except OSError:
+        return ""

@@ -1,0 +1,115 @@
+"""Environments and tools by name: the user's own from a file or a module."""
+
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from twinkle_jax.reward.by_name import load_module
+from twinkle_jax.rollout.adapters import ADAPTERS
+from twinkle_jax.rollout.environment import EnvironmentFactory
+from twinkle_jax.rollout.tools import ToolEnvironment
+
+
+def find_environment(name: str | None, tools: str | None = None) -> EnvironmentFactory:
+    """Find what makes environments, by name.
+
+    Args:
+        name: `FILE.py:NAME` or `MODULE:NAME`, of a class or a function without arguments that makes
+            an environment; with `trl:` or `gym:` before it, of one that TRL's `environment_factory`
+            or gymnasium's interface has. None: tools alone.
+        tools: `FILE.py` or `MODULE`, whose public functions are tools, or `FILE.py:NAME` of one of
+            them or of a list; None for none.
+
+    Returns:
+        What makes an environment for an episode.
+
+    Raises:
+        ValueError: if there is no such thing, or its file cannot be imported.
+        TypeError: if it makes no environment.
+    """
+    factory = None if name is None else _find_factory(name)
+    if tools is None:
+        if factory is None:
+            raise ValueError("environment or tools must be given, got neither")
+        return factory
+    functions = find_tools(tools)
+    ToolEnvironment(functions)  # fail before a run begins
+    wrapped = functools.partial(_with_tools, functions, factory)
+    if hasattr(factory, "demonstrations"):
+        wrapped.demonstrations = factory.demonstrations  # type: ignore[attr-defined, union-attr]
+    return wrapped
+
+
+def _with_tools(
+    functions: Sequence[Callable[..., Any]], factory: EnvironmentFactory | None
+) -> ToolEnvironment:
+    return ToolEnvironment(functions, None if factory is None else factory())
+
+
+def _find_factory(name: str) -> EnvironmentFactory:
+    kind, colon, rest = name.partition(":")
+    adapter = ADAPTERS.get(kind) if colon else None
+    place, _, attribute = (rest if adapter else name).rpartition(":")
+    if not place or not attribute:
+        raise ValueError(
+            "environment must be FILE.py:NAME or MODULE:NAME, with trl: or gym: before it for "
+            f"their interfaces, got {name!r}"
+        )
+    factory = _find(place, attribute, "environment")
+    if not callable(factory):
+        raise TypeError(f"environment must name a class or a function, got {factory!r:.80}")
+    if adapter is not None:
+        return functools.partial(_adapted, adapter, factory)
+    if isinstance(factory, type):
+        for method in ("reset", "step", "close"):
+            if not callable(getattr(factory, method, None)):
+                raise TypeError(f"environment must have a method {method}, got {name!r} without it")
+    return factory
+
+
+def _adapted(adapter: Callable[[Any], Any], factory: EnvironmentFactory) -> Any:
+    return adapter(factory())
+
+
+def find_tools(name: str) -> list[Callable[..., Any]]:
+    """Find functions that a policy may call.
+
+    Args:
+        name: `FILE.py` or `MODULE`, whose public functions are taken, those that it imports left
+            out; or `FILE.py:NAME` or `MODULE:NAME` of a function or a list of them.
+
+    Raises:
+        ValueError: if there are none.
+        TypeError: if something is not a function.
+    """
+    place, _, attribute = name.rpartition(":")
+    if place and not attribute.endswith(".py"):
+        tools = _find(place, attribute, "tools")
+        tools = list(tools) if isinstance(tools, list | tuple) else [tools]
+    else:
+        module = load_module(name, "tools")
+        tools = [
+            value
+            for key, value in vars(module).items()
+            if inspect.isfunction(value)
+            and value.__module__ == module.__name__
+            and not key.startswith("_")
+        ]
+    if not tools:
+        raise ValueError(f"tools must name functions, got none in {name!r}")
+    for tool in tools:
+        if not callable(tool):
+            raise TypeError(f"tools must be functions, got {tool!r:.80}")
+    return tools
+
+
+def _find(place: str, attribute: str, argument: str) -> Any:
+    module = load_module(place, argument)
+    if not hasattr(module, attribute):
+        names = [n for n, x in vars(module).items() if callable(x) and not n.startswith("_")]
+        raise ValueError(
+            f"{argument} must name something in {place}, which has {', '.join(names)}; "
+            f"got {attribute!r}"
+        )
+    return getattr(module, attribute)

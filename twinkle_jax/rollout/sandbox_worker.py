@@ -1,0 +1,79 @@
+"""Runs Python that nobody trusts, in a process with nothing around it: started by `sandbox`.
+
+Order matters: what has to be imported is imported first, then the process gives up its user, its
+view of the machine, its files, its rights, and last its time and memory.
+"""
+
+import ctypes
+import os
+import resource
+import signal
+import sys
+
+_NEW_NAMESPACES = (
+    0x00020000 | 0x08000000 | 0x10000000 | 0x20000000 | 0x40000000
+)  # ns ipc user pid net
+_SET_DEATH_SIGNAL, _NO_NEW_PRIVILEGES, _CAPABILITIES = 1, 38, 0x20080522
+_NOBODY = 65534
+_MODULES = (
+    "cmath", "collections", "datetime", "decimal", "fractions", "functools", "heapq", "itertools",
+    "json", "math", "operator", "random", "re", "statistics", "string", "traceback",
+)  # fmt: skip
+
+
+def enclose(root, seconds, megabytes):
+    """Take away all but computing; raises OSError where the system cannot do it."""
+    libc = ctypes.CDLL(None, use_errno=True)
+
+    def must(result, what):
+        if result:
+            raise OSError(ctypes.get_errno(), what)
+
+    for name in _MODULES:
+        __import__(name)
+    sys.path.clear()  # there will be no files to import from
+    if os.getuid() == 0:  # the limit of processes is not for root
+        os.setgroups([])
+        os.setgid(_NOBODY)
+        os.setuid(_NOBODY)
+    must(libc.unshare(_NEW_NAMESPACES), "unshare")
+    child = os.fork()  # which is the first process of its own table: it sees no other
+    if child:
+        _, status = os.waitpid(child, 0)
+        os._exit(min(os.waitstatus_to_exitcode(status) % 256, 255))
+    must(libc.prctl(_SET_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0), "prctl")
+    os.chroot(root)
+    os.chdir("/")
+    os.closerange(3, 4096)
+    must(libc.prctl(_NO_NEW_PRIVILEGES, 1, 0, 0, 0), "prctl")
+    header, none = (ctypes.c_uint32 * 2)(_CAPABILITIES, 0), (ctypes.c_uint32 * 6)()
+    must(libc.capset(header, none), "capset")
+    memory = megabytes << 20
+    for limit, value in (
+        (resource.RLIMIT_CORE, 0),
+        (resource.RLIMIT_FSIZE, 0),
+        (resource.RLIMIT_NPROC, 0),
+        (resource.RLIMIT_NOFILE, 16),
+        (resource.RLIMIT_CPU, seconds),
+        (resource.RLIMIT_AS, memory),
+    ):
+        resource.setrlimit(limit, (value, value))
+
+
+def main():
+    """Read a program from the standard input, and run it."""
+    code = sys.stdin.buffer.read().decode("utf-8", "replace")
+    enclose(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))
+    sys.stdout.write("\0")  # from here on it is the program that speaks
+    sys.stdout.flush()
+    try:
+        exec(compile(code, "<program>", "exec"), {"__name__": "__main__"})  # noqa: S102  (what it is for)
+    except SystemExit:
+        pass
+    except BaseException as error:  # told as one line
+        print(f"{type(error).__name__}: {error}")  # noqa: T201
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()
