@@ -1,0 +1,94 @@
+"""`twinkle_agentic.tools.tool_manager`."""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from twinkle_jax.data import Tool as ToolInfo
+
+
+class ToolManager:
+    """Tools by name; what goes wrong in a call is told to the policy as `Error: …`.
+
+    Args:
+        tools: by name; or a list of tools, each of which tells its own.
+
+    Raises:
+        TypeError: for anything else.
+        ValueError: if a tool has no name.
+    """
+
+    def __init__(self, tools: Any = None) -> None:
+        if tools is not None and not isinstance(tools, dict | list | tuple):
+            raise TypeError(
+                f"ToolManager expects dict | Iterable[Tool] | None, got {type(tools).__name__}"
+            )
+        self._tools: dict[str, Any] = dict(tools) if isinstance(tools, dict) else {}
+        for tool in [] if tools is None or isinstance(tools, dict) else tools:
+            self.register(tool)
+
+    def register(self, tool: Any) -> None:
+        """Add a tool under its own name."""
+        name = _extract_name(tool.tool_info() if hasattr(tool, "tool_info") else None)
+        if name is None:
+            raise ValueError(
+                "a tool must have a tool_info with a non-empty function.name, got "
+                f"{type(tool).__name__}"
+            )
+        self._tools[name] = tool
+
+    def unregister(self, name: str) -> Any:
+        """Take a tool out, and return it; None if there is none of this name."""
+        return self._tools.pop(name, None)
+
+    def names(self) -> list[str]:
+        """Name the tools."""
+        return list(self._tools)
+
+    def copy(self) -> "ToolManager":
+        """Make a manager of the same tools."""
+        return ToolManager(self._tools)
+
+    def tool_infos(self) -> list[ToolInfo]:
+        """Describe the tools."""
+        return [tool.tool_info() for tool in self._tools.values()]
+
+    def __call__(self, tool_call: Mapping[str, Any]) -> str:
+        """Do what a call says.
+
+        Args:
+            tool_call: in OpenAI's shape; arguments may be JSON.
+
+        Returns:
+            What the tool returned, as text, or an error that begins with `Error:`.
+        """
+        if not isinstance(tool_call, Mapping):
+            return f"Error: tool_call must be an object, got {type(tool_call).__name__}"
+        function = tool_call.get("function")
+        if not isinstance(function, Mapping):
+            return 'Error: tool_call is missing "function"'
+        name, arguments = function.get("name"), function.get("arguments")
+        if not name:
+            return 'Error: tool_call is missing "function.name"'
+        if name not in self._tools:
+            known = ", ".join(sorted(self._tools)) or "none"
+            return f"Error: unknown tool {name!r}. Available: {known}"
+        if isinstance(arguments, str):
+            try:
+                arguments = json.loads(arguments) if arguments.strip() else None
+            except ValueError as error:
+                return f"Error: invalid JSON in arguments: {error}"
+        if not isinstance(arguments, dict | None):
+            kind = type(arguments).__name__
+            return f'Error: "arguments" must be a JSON string or object, got {kind}'
+        try:
+            return str(self._tools[name](name, arguments or {}))
+        except Exception as error:
+            return f"Error: tool {name!r} raised {type(error).__name__}: {error}"
+
+
+def _extract_name(info: Any) -> str | None:
+    """Read the name in a tool's description or in a call."""
+    function = info.get("function") if isinstance(info, Mapping) else None
+    name = function.get("name") if isinstance(function, Mapping) else None
+    return name if isinstance(name, str) and name else None
