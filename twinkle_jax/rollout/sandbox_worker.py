@@ -21,11 +21,11 @@ _MODULES = (
 )  # fmt: skip
 
 
-def enclose(root, seconds, megabytes):
+def enclose(root: str, seconds: int, megabytes: int) -> None:
     """Take away all but computing; raises OSError where the system cannot do it."""
     libc = ctypes.CDLL(None, use_errno=True)
 
-    def must(result, what):
+    def must(result: int, what: str) -> None:
         if result:
             raise OSError(ctypes.get_errno(), what)
 
@@ -60,7 +60,7 @@ def enclose(root, seconds, megabytes):
         resource.setrlimit(limit, (value, value))
 
 
-def main():
+def main() -> None:
     """Read a program from the standard input, and run it."""
     code = sys.stdin.buffer.read().decode("utf-8", "replace")
     enclose(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))

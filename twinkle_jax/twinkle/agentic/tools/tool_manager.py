@@ -53,7 +53,7 @@ class ToolManager:
         """Describe the tools."""
         return [tool.tool_info() for tool in self._tools.values()]
 
-    def __call__(self, tool_call: Mapping[str, Any]) -> str:
+    def __call__(self, tool_call: Any) -> str:
         """Do what a call says.
 
         Args:
