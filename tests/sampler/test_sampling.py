@@ -40,7 +40,8 @@ CASES = [
 @jax.jit
 def kept(logits, sampling):
     maximum = jnp.max(logits, axis=1)
-    least = kept_weight(logits, maximum, sampling)
+    total = jnp.sum(jnp.exp(logits - maximum[:, None]), axis=1)
+    least = kept_weight(logits, maximum, total, sampling)
     return jnp.exp(logits - maximum[:, None]) >= least[:, None]
 
 
@@ -98,6 +99,45 @@ def test_rows_are_filtered_by_themselves():
     together = kept(jnp.asarray(LOGITS), traced_sampling(Sampling(top_p=0.7, top_k=9)))
     alone = kept(jnp.asarray(LOGITS[4:5]), traced_sampling(Sampling(top_p=0.7, top_k=9)))
     np.testing.assert_array_equal(together[4], alone[0])
+
+
+def wide(rows, vocab=5003):
+    """Rows of a vocabulary that is searched in part, from all but flat to peaked."""
+    rng = np.random.default_rng(3)
+    spread = np.linspace(0.01, 6, rows)[:, None]
+    logits = (rng.normal(size=(rows, vocab)) * spread).astype(np.float32)
+    logits[1, 100:] -= 30  # less than k that are worth anything
+    logits[2] = np.round(logits[2])  # ties
+    return logits
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        {"top_k": 1},
+        {"top_k": 50},
+        {"top_k": 200},
+        {"top_k": 3000},
+        {"top_p": 0.9},
+        {"top_p": 0.1},
+        {"top_k": 50, "top_p": 0.9},
+        {"top_k": 2000, "top_p": 0.5, "min_p": 0.01},
+    ],
+    ids=str,
+)
+def test_a_large_vocabulary_keeps_what_sorting_keeps(case):
+    """Also in rows whose threshold is not among the heaviest columns, beside rows where it is."""
+    logits = wide(19)
+    actual = np.asarray(kept(jnp.asarray(logits), traced_sampling(Sampling(**case))))
+    expected = by_sorting(logits, **case)
+    # What ties with the last token is kept too, and sums differ by rounding.
+    last = np.where(expected, logits, np.inf).min(axis=1, keepdims=True)
+    tied = np.exp(logits - last) > 1 - 1e-4 if "top_p" in case else logits >= last
+    assert np.all(actual[expected & ~(np.exp(logits - last) < 1 + 1e-4)])
+    assert not np.any(actual & ~tied)
+    for row in (0, 2, 9, 18):
+        alone = kept(jnp.asarray(logits[row : row + 1]), traced_sampling(Sampling(**case)))
+        np.testing.assert_array_equal(alone[0], actual[row])
 
 
 def test_a_penalty_takes_from_both_signs_and_leaves_the_rest():
