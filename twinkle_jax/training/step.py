@@ -691,6 +691,6 @@ def update_metrics(learnt: Learnt) -> dict[str, float]:
             "approx_kl": mean([m.approximate_kl for m in losses]),
         }
     if learnt.mismatch is not None:
-        differences = learnt.mismatch.metrics()
+        differences = jax.device_get(learnt.mismatch.metrics())  # all in one read
         metrics |= {f"sampling/{name}": float(value) for name, value in differences.items()}
     return metrics
