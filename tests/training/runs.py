@@ -11,6 +11,9 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 ROOT = Path(__file__).parents[2]
+COMMAND = (
+    "import sys, tests.training.signal_at; from twinkle_jax.command import main; sys.exit(main())"
+)
 TIMES = ("time/sample", "step_time", "tokens_per_second")
 
 
@@ -54,7 +57,7 @@ def environment(folder, **changes):
 
 
 def command(arguments):
-    return [sys.executable, "-m", "tests.command.command_process", "train", *arguments]
+    return [sys.executable, "-c", COMMAND, "train", *arguments]
 
 
 def run(folder, directory, *, resume="never", env=None, **changes):

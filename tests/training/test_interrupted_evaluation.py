@@ -93,7 +93,7 @@ def test_one_that_was_not_finished_may_be_left_out_when_going_on(folder, whole, 
 
 
 @pytest.mark.exhaustive
-def test_a_batch_that_takes_long_is_ended_from_aside(folder, tmp_path):
+def test_a_batch_that_takes_long_is_ended_by_the_signal_handler(folder, tmp_path):
     evaluated = {"evaluation.every": EVERY, "evaluation.path": folder / "task.jsonl"}
     rarely = evaluated | {"logging.checkpoint_every": 4, "steps": 4}
     done = run(folder, tmp_path / "whole", **rarely)
@@ -102,7 +102,7 @@ def test_a_batch_that_takes_long_is_ended_from_aside(folder, tmp_path):
         command(flags(folder, output_dir=tmp_path / "run", **rarely)),
         cwd=ROOT,
         env=environment(
-            folder, RECORD=str(tmp_path / "run.record"), SIGNAL_AT="evaluate:2:SIGTERM:600"
+            folder, RECORD=str(tmp_path / "run.record"), SIGNAL_AT="reward:4:SIGTERM:600"
         ),
         stdout=subprocess.PIPE,
         text=True,

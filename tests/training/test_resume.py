@@ -66,26 +66,26 @@ def test_n_steps_and_n_more_in_another_process(folder, whole, tmp_path):
 
 
 ENDS = {
-    "in the middle of mini-batches": ("apply_gradients:14:SIGKILL:0", {}),
-    "in the middle of accumulation": ("grad_step:26:SIGKILL:0", {"rollout.num_samples": 8}),
+    "in the middle of mini-batches": ("update:4:SIGKILL:0.05", {}),
+    "in the middle of accumulation": ("update:3:SIGKILL:0.05", {"rollout.num_samples": 8}),
     "in the middle of dynamic sampling": (
-        "score_trajectories:6:SIGTERM:0",
+        "reward:6:SIGTERM:0",
         {"update.dynamic_sampling": 3, "update.mask_truncated": True},
     ),
     "while the learning rate falls, with a reference": (
-        "grad_step:14:SIGTERM:0",
+        "update:2:SIGTERM:0.05",
         {"update.kl_beta": 0.1, "optimizer.schedule": "linear"},
     ),
     "in bfloat16, with batch statistics": (
-        "learn:5:SIGKILL:0",
+        "reward:5:SIGKILL:0",
         {"dtype": "bfloat16", "update.scale": "batch"},
     ),
     "with checkpoints of every second step": (
-        "learn:6:SIGKILL:0",
+        "reward:6:SIGKILL:0",
         {"logging.checkpoint_every": 2, "evaluation.every": 3},
     ),
     "with the policy and the task that are built in": (
-        "learn:4:SIGKILL:0",
+        "reward:4:SIGKILL:0",
         {"model": None, "task": "arithmetic", "warm_start": 0.01, "evaluation.problems": 8},
     ),
 }

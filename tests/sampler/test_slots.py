@@ -1,0 +1,194 @@
+"""Slots that are filled again: the same completions, row by row, as without them."""
+
+import sys
+
+import jax
+import numpy as np
+import pytest
+
+from tests.model.families import NAMES, batch, config_of, each, params_of
+from tests.sampler.completions import PROMPTS
+from twinkle_jax.model import Cache, make_mesh, unstack_layers
+from twinkle_jax.sampler import Sampling, generate, generate_many
+from twinkle_jax.sampler import slots as sampler_slots
+
+generate_module = sys.modules["twinkle_jax.sampler.generate"]  # the function hides it
+ROOM = 16  # that prompts are padded to; the first has as many tokens, so that its row gets full
+
+
+def both(name, *, sampling=None, limits=None, params=None, last=range(3), **options):
+    sampling = Sampling() if sampling is None else sampling
+    prompts = [[*prompt, i] for i in last for prompt in PROMPTS]
+    prompts[0] = [*range(20, 20 + ROOM - len(prompts[0])), *prompts[0]]
+    shared = {"num_samples": 2, "max_new_tokens": 12, "max_tokens": limits}
+    config, params = config_of(name), params_of(name) if params is None else params
+    tokens = batch(prompts, ROOM, "right")
+    one_batch = generate(params, config, *tokens, jax.random.key(0), sampling, **shared)
+    by_slots = generate_many(
+        params, config, prompts, jax.random.key(0), sampling, **shared, **options
+    )
+    return one_batch, by_slots
+
+
+def assert_same(one_batch, by_slots):
+    for name in ("tokens", "mask", "lengths", "finish_reasons"):
+        np.testing.assert_array_equal(
+            getattr(by_slots, name), getattr(one_batch, name), err_msg=name
+        )
+    for name in ("logprobs", "sampling_logprobs"):
+        np.testing.assert_allclose(getattr(by_slots, name), getattr(one_batch, name), atol=1e-4)
+
+
+@pytest.mark.parametrize("name", each(NAMES))
+def test_slots_give_what_one_batch_gives(name):
+    limits = np.random.default_rng(0).integers(1, 13, 24)
+    limits[:2] = 12
+    sampling = Sampling(0.9, top_p=0.95, repetition_penalty=1.1, stop_tokens=[3, 9])
+    one_batch, by_slots = both(name, sampling=sampling, limits=limits, slots=5, refill=2)
+    assert_same(one_batch, by_slots)
+    if name != "qwen3_5_text":  # whose first rows meet a stop token before they are full
+        assert 12 in one_batch.lengths[:2]
+
+
+def lengthy(how, **options):
+    """32 rows of 1 to 100 tokens."""
+    prompts = [[*prompt, i] for i in range(4) for prompt in PROMPTS]
+    return how(
+        params_of("qwen3"),
+        config_of("qwen3"),
+        *batch(prompts, 16, "right"),
+        jax.random.key(0),
+        Sampling(0.9, stop_tokens=[3, 9]),
+        num_samples=2,
+        max_new_tokens=100,
+        **options,
+    )
+
+
+def in_one_program(params, *args, **options):
+    return jax.jit(lambda params: generate(params, *args, **options))(params)
+
+
+@pytest.fixture
+def sizes(monkeypatch):
+    """Records slots and capacity of each run of the loop."""
+    seen, run = [], generate_module._run
+
+    def recorded(weights, state, *args, capacity, **options):
+        seen.append((len(state.slots.row), capacity))
+        assert {x.keys.shape[-1] for x in state.slots.cache.layers.values()} == {capacity}
+        return run(weights, state, *args, capacity=capacity, **options)
+
+    monkeypatch.setattr(generate_module, "_run", recorded)
+    return seen
+
+
+def test_rows_that_go_on_leave_the_others_behind_and_caches_grow(sizes, compilations):
+    alone = lengthy(generate)
+    lengths = np.sort(alone.lengths)
+    assert lengths[-1] == 100 and lengths[0] < 5
+    rows, capacities = zip(*sizes, strict=True)
+    assert sizes[0] == (32, 64) and capacities[-1] == 115  # all of prompt and room
+    assert set(rows) == {32, 16, 8} and set(capacities) == {64, 115}
+    assert list(rows) == sorted(rows, reverse=True) and list(capacities) == sorted(capacities)
+    assert_same(lengthy(in_one_program), alone)
+    sizes.clear()
+    assert_same(alone, lengthy(generate, slots=16, refill=4))
+    assert set(sizes) <= {(n, c) for n in (16, 8) for c in (64, 115)} and len(sizes) > 5
+    compilations.clear()
+    lengthy(generate, slots=16, refill=4, max_tokens=90)
+    assert not compilations  # for other lengths within the same sizes
+
+
+@pytest.mark.parametrize(
+    "axes",
+    [
+        {"fsdp": 8},
+        pytest.param({"data": 2, "fsdp": 2, "tensor": 2}, marks=pytest.mark.exhaustive),
+    ],
+    ids=str,
+)
+def test_eight_devices_exchange_rows_by_themselves(axes, sizes):
+    alone, mesh = lengthy(generate), make_mesh(**axes)
+    sizes.clear()
+    assert_same(alone, lengthy(generate, mesh=mesh, slots=16, refill=8))
+    assert set(sizes) == {(16, 64), (16, 115)} and len(sizes) > 5
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("slots", [1, 24, 40])
+def test_any_number_of_slots_will_do(slots):
+    assert_same(*both("qwen2", slots=slots))
+
+
+@pytest.mark.exhaustive
+def test_a_row_of_linear_layers_fills_its_slot_too():
+    one_batch, by_slots = both("qwen3_5_text", slots=5)  # without stop tokens
+    assert_same(one_batch, by_slots)
+    assert 12 in one_batch.lengths[:2]
+
+
+@pytest.mark.exhaustive
+def test_slots_are_spread_over_eight_devices():
+    mesh = make_mesh(data=2, fsdp=2, tensor=2)
+    assert_same(*both("qwen3", slots=8, limits=np.arange(24) % 12 + 1, mesh=mesh))
+
+
+@pytest.fixture
+def as_on_a_gpu(monkeypatch):
+    """Layers lie one by one; what is compiled meanwhile is forgotten. Gives what was so laid."""
+    seen = []
+
+    def unstack(held):
+        seen.append(unstack_layers(held))
+        return seen[-1]
+
+    monkeypatch.setattr(sampler_slots, "backend_of", lambda mesh: "gpu")
+    monkeypatch.setattr(sampler_slots, "unstack_layers", unstack)
+    jax.clear_caches()
+    yield seen
+    jax.clear_caches()
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_5_text"])
+def test_layers_that_lie_one_by_one_give_the_same(name, as_on_a_gpu, monkeypatch):
+    sampling = Sampling(0.9, stop_tokens=[3, 9])
+    given = both(name, sampling=sampling, slots=5, refill=2)
+    assert_same(*given)
+    laid = [x.layers if isinstance(x, Cache) else x["layers"] for x in as_on_a_gpu]
+    assert {type(layers) for layers in laid} == {tuple}
+    assert sum(isinstance(x, Cache) for x in as_on_a_gpu) >= 3  # a batch, empty slots, fillings
+    assert sum(isinstance(x, dict) for x in as_on_a_gpu) >= 2  # a batch, slots
+    monkeypatch.undo()
+    jax.clear_caches()
+    assert_same(both(name, sampling=sampling, slots=5, refill=2)[0], given[1])
+    assert len(as_on_a_gpu) == len(laid)
+
+
+def test_a_row_of_nan_leaves_nothing_in_its_slot():
+    params = params_of("qwen3")
+    broken = jax.tree.map(lambda x: x, params)
+    embedding = params["embed_tokens"]["embedding"].at[47].set(np.nan)
+    broken["embed_tokens"] = {"embedding": embedding}
+    sampling = Sampling(stop_tokens=[47])
+    options = {"params": broken, "last": (47, 1, 2), "limits": np.full(24, 3)}
+    _, by_slots = both("qwen3", sampling=sampling, slots=5, refill=2, **options)
+    assert np.all(np.isnan(by_slots.logprobs[:8, 0]))
+    assert np.all(np.isfinite(by_slots.logprobs[8:]))
+
+
+BAD = [
+    ("prompts", {"prompts": []}, ValueError),
+    ("prompts", {"prompts": [[1], []]}, ValueError),
+    (r"prompts\[1\]", {"prompts": [[1], [1.5]]}, TypeError),
+    ("slots", {"slots": 0}, ValueError),
+    ("refill", {"slots": 4, "refill": 5}, ValueError),
+]
+
+
+@pytest.mark.parametrize(("name", "change", "error"), BAD)
+def test_errors_name_the_argument(name, change, error):
+    options = {"prompts": [[1, 2]], "max_new_tokens": 4, "key": jax.random.key(0)} | change
+    with pytest.raises(error, match=f"{name} must"):
+        generate_many(params_of("qwen2"), config_of("qwen2"), **options)
