@@ -95,6 +95,13 @@ def test_ties_at_the_threshold_are_all_kept():
     np.testing.assert_array_equal(actual, [[True, True, True, True, False]])
 
 
+def test_a_threshold_is_exact_to_the_last_bit():
+    logits = jnp.array([[1.0, np.nextafter(np.float32(1), np.float32(0)), 0.0]], jnp.float32)
+    for case in ({"top_k": 1}, {"top_p": 0.1}):
+        actual = kept(logits, traced_sampling(Sampling(**case)))
+        np.testing.assert_array_equal(actual, [[True, False, False]])
+
+
 def test_rows_are_filtered_by_themselves():
     together = kept(jnp.asarray(LOGITS), traced_sampling(Sampling(top_p=0.7, top_k=9)))
     alone = kept(jnp.asarray(LOGITS[4:5]), traced_sampling(Sampling(top_p=0.7, top_k=9)))

@@ -1,4 +1,4 @@
-"""Rows that are completed in a fixed number of slots: begun, advanced, ended, replaced.
+"""Continuous batching: rows that end give their slots to rows that wait.
 
 A queue of rows is split evenly over the devices of a mesh. Each device fills its slots from its own
 part, so that rows and their caches never move between devices. Every function here is meant to be

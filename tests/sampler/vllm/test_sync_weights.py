@@ -43,12 +43,7 @@ def test_weights_that_were_not_loaded_are_found_out(sampler, server, checkpoint)
     actor = changed(TransformersModel(model_id=checkpoint), 1e-2)
     sampler.sample("12", ASK)
     server.loads = False
-    message = (
-        "must have the actor's weights: log-probabilities of 64 probe tokens must differ by at "
-        r"most 0.001 on average, got 0\.\d+, and at most \d.*, where the server says -\d.* and the "
-        r"actor -\d"
-    )
-    with pytest.raises(ServerError, match=message):
+    with pytest.raises(ServerError, match="must have the actor's weights"):
         sampler.sync_weights(actor)
     assert server.paths().count("/resume") == 1
     with pytest.raises(ServerError, match="got an error from the last sync_weights: call it again"):

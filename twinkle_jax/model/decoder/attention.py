@@ -192,9 +192,9 @@ def attend_causally(
     implementation: AttentionImplementation,
     mesh: Mesh | None,
 ) -> Float[Array, "batch time heads width"]:
-    """Let each token of whole rows see those before it: all of them, or a sliding layer's window.
+    """Causal attention over whole rows, in a window where the layer slides.
 
-    Which of the two is data, so that a stack of both kinds stays one loop over one layer.
+    Whether it slides is traced, so that a stack of both kinds stays one loop over one layer.
     """
 
     def see(window: int | None, query: Array, key: Array, value: Array) -> Array:
@@ -274,7 +274,7 @@ def attention_weights(
     scale: float,
     dtype: DTypeLike,
 ) -> Float[Array, "*batch slots"]:
-    """Take the softmax over slots that are seen: of whole rows and of decoding steps alike."""
+    """Softmax over slots that are seen; the same for whole rows and for decoding steps."""
     return rounded(jax.nn.softmax(jnp.where(seen, logits * scale, -jnp.inf), axis=-1), dtype)
 
 

@@ -55,7 +55,7 @@ CacheOrParams = TypeVar("CacheOrParams", Cache, Mapping[str, Any])
 
 
 def make_cache(layers: dict[str, Any], length: Int[Array, " batch"], *, max_length: int) -> Cache:
-    """Lay out what whole rows left behind, keys and values [layers, batch, time, groups, width]."""
+    """Lay out states of whole rows; keys and values are [layers, batch, time, groups, width]."""
     laid_out: Layers = {}
     for member, state in layers.items():
         if isinstance(state, DeltaState):
@@ -95,7 +95,7 @@ def map_states(
 
 
 def unstack_layers(stacked: CacheOrParams) -> CacheOrParams:
-    """Give each repeat of the block arrays of its own, for many steps on a GPU.
+    """Split the stack of layers into an array a layer, for many steps on a GPU.
 
     The compiler for GPUs copies a layer out of a stack before each product, and reads the copy. It
     reads in place what is an array of its own; the price is a program as long as the model is deep.

@@ -15,9 +15,10 @@ class RopeScaling:
     """Llama 3's rotary scaling: long wavelengths are stretched, short ones stay.
 
     Attributes:
-        factor: how much slower pairs turn that turn less than `low_frequency` times.
-        low_frequency: turns over the original length, see above.
-        high_frequency: turns over the original length, above which pairs stay as they are.
+        factor: by how much wavelengths are stretched of pairs that turn fewer than `low_frequency`
+            times over the original length.
+        low_frequency: see `factor`.
+        high_frequency: pairs that turn more often than this are not stretched.
         original_length: tokens that the model was first trained on.
     """
 
@@ -40,7 +41,7 @@ class LinearScaling:
 
 @dataclass(frozen=True)
 class Window:
-    """What sliding layers have instead: they see few tokens, in rotary positions of their own.
+    """The window of sliding layers, and the rotary base that they have instead of the full layers'.
 
     Attributes:
         size: tokens that a token sees, itself included.

@@ -1,4 +1,4 @@
-"""The table of model families: what each has that a plain decoder has not.
+"""The table of model families: differences from Llama.
 
 A plain decoder is Llama's: RMS norms, rotary positions over whole heads, grouped heads without
 biases unless the configuration asks for them, SwiGLU. Nothing else compares a `model_type`: a new

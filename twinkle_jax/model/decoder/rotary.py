@@ -63,7 +63,7 @@ def table_of(tables: tuple[RotaryTable, ...], sliding: Bool[Array, ""]) -> Rotar
     """Choose a layer's table."""
     if len(tables) == 1:
         return tables[0]
-    return jax.tree.map(lambda full, own: jnp.where(sliding, own, full), *tables)
+    return jax.tree.map(lambda full, near: jnp.where(sliding, near, full), *tables)
 
 
 def rotate(

@@ -227,8 +227,8 @@ def gather_weights(
         spread = PartitionSpec(*rule(name, (1, *leaf.shape))[1:])
         if "fsdp" not in spread:
             return leaf
-        whole = PartitionSpec(*(None if axis == "fsdp" else axis for axis in spread))
-        shardings = NamedSharding(mesh, spread), NamedSharding(mesh, whole)
+        full = PartitionSpec(*(None if axis == "fsdp" else axis for axis in spread))
+        shardings = NamedSharding(mesh, spread), NamedSharding(mesh, full)
         return _gather(leaf.astype(dtype), *shardings)
 
     gathered: Mapping[str, Any] = jax.tree_util.tree_map_with_path(gather, weights)
@@ -236,17 +236,17 @@ def gather_weights(
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2))
-def _gather(x: Array, spread: NamedSharding, whole: NamedSharding) -> Array:
+def _gather(x: Array, spread: NamedSharding, full: NamedSharding) -> Array:
     """Gather what is spread; its gradient is spread again. A plain constraint would gather both."""
     x = jax.lax.with_sharding_constraint(x, spread)
     steps = steps_of(spread.mesh.shape["fsdp"])
     if steps[1] == 1:
-        return jax.lax.with_sharding_constraint(x, whole)
+        return jax.lax.with_sharding_constraint(x, full)
     gather = jax.shard_map(
         partial(gather_in_steps, axis="fsdp", dimension=spread.spec.index("fsdp"), steps=steps),
         mesh=spread.mesh,
         in_specs=spread.spec,
-        out_specs=whole.spec,
+        out_specs=full.spec,
         check_vma=False,  # what is gathered counts as different along fsdp
     )
     gathered: Array = gather(x)
@@ -254,13 +254,13 @@ def _gather(x: Array, spread: NamedSharding, whole: NamedSharding) -> Array:
 
 
 def _gather_forward(
-    x: Array, spread: NamedSharding, whole: NamedSharding
+    x: Array, spread: NamedSharding, full: NamedSharding
 ) -> tuple[Array, tuple[()]]:
-    return _gather(x, spread, whole), ()
+    return _gather(x, spread, full), ()
 
 
 def _gather_backward(
-    spread: NamedSharding, whole: NamedSharding, residuals: tuple[()], gradient: Array
+    spread: NamedSharding, full: NamedSharding, residuals: tuple[()], gradient: Array
 ) -> tuple[Array]:
     return (jax.lax.with_sharding_constraint(gradient, spread),)
 

@@ -1,7 +1,4 @@
-"""Completions from a vLLM server: what is asked for, which log-probabilities come, what is read.
-
-Answers are checked before they are used: they must be what was asked for.
-"""
+"""Completions of a vLLM server: requests, the kinds of log-probabilities, and checked answers."""
 
 from collections.abc import Mapping
 from functools import partial

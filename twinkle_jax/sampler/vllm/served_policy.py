@@ -1,4 +1,4 @@
-"""The policy on a server: which model it is, that its weights are right, and how they get there."""
+"""The policy on a vLLM server: find it, load weights into it, and prove that it has them."""
 
 import secrets
 import shutil
