@@ -6,8 +6,8 @@ what is left always finds it: the best score is 1. Who guesses at random, whatev
 scores 1 - (6/7)^3 = 0.37; never the same number twice, 3/7 = 0.43. So a score above that needs the
 answers.
 
-The small built-in policy of 114,000 parameters first imitates `demonstrations`, which are random
-guesses: it learns to write numbers, and begins with the score of a random player. All else it
+The small built-in policy of 114,000 parameters first imitates players of whom some heed the answers
+and more do the opposite: it begins with the score of a random player. Which of them are right it
 learns from the reward:
 
     python examples/guessing_game.py
@@ -58,21 +58,26 @@ class GuessingGame:
 
     @staticmethod
     def demonstrations(size, seed):
-        """Make conversations of a player who guesses at random, to learn from how to speak."""
+        """Make conversations of players: two in five heed the answers, the others do the opposite.
+
+        So whoever imitates them scores like a random player, and has seen what answers mean.
+        """
         generator = random.Random(seed)  # noqa: S311
-        conversations = []
-        for _ in range(size):
-            game = GuessingGame()
-            messages = [Message(role="user", content=game.reset({}, generator.getrandbits(31)))]
-            done = False
-            while not done and len(messages) < 2 * GUESSES:
-                guess = str(generator.randint(1, LARGEST))
-                answer, _, done, _ = game.step(guess)
-                messages.append(Message(role="assistant", content=guess))
-                messages.append(Message(role="user", content=answer))
-            last = -1 if messages[-1]["role"] == "user" else None
-            conversations.append(Trajectory(messages=messages[:last]))
-        return conversations
+        return [_demonstration(generator) for _ in range(size)]
+
+
+def _demonstration(generator):
+    game, heeds = GuessingGame(), generator.random() < 0.4
+    messages = [Message(role="user", content=game.reset({}, generator.getrandbits(31)))]
+    possible, done = set(range(1, LARGEST + 1)), False
+    while not done and len(messages) < 2 * GUESSES:
+        excluded = set(range(1, LARGEST + 1)) - possible
+        guess = generator.choice(sorted(possible if heeds or not excluded else excluded))
+        answer, _, done, _ = game.step(str(guess))
+        messages.append(Message(role="assistant", content=str(guess)))
+        messages.append(Message(role="user", content=answer))
+        possible &= set(range(guess + 1, LARGEST + 1) if answer == "+" else range(1, guess))
+    return Trajectory(messages=messages[:-1])
 
 
 def main(arguments=None):

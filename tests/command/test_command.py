@@ -176,3 +176,20 @@ def test_adapters_rewards_and_optimizers_from_the_command(tmp_path, capsys):
     batch = Batch(prompt, np.roll(prompt, -1))
     scores = [score_batch(p.weights, batch, p.config).logps for p in (one, other)]
     np.testing.assert_allclose(scores[0], scores[1], atol=1e-5)
+
+
+def test_episodes_by_the_command(tmp_path, capsys):
+    """`evaluate` and `sample` play a game; without a prompt, the game says what comes first."""
+    save_policy(small_policy(0), tmp_path / "model")
+    game = ["--model", str(tmp_path / "model"), "--environment", "tests.rollout.games:Guess"]
+    game += ["--max_turns", "2", "--max_new_tokens", "5"]
+    assert main(["evaluate", *game, "--problems", "8"]) == 0
+    results = dict(line.split() for line in capsys.readouterr().out.splitlines())
+    assert set(results) == {"accuracy", "reward", "turns", "failed"}
+    assert float(results["failed"]) == 0
+    assert main(["sample", *game, "--num_samples", "2"]) == 0
+    shown = capsys.readouterr().out
+    assert [n for n in range(9) if f"--- {n} of 2: " in shown] == [1, 2]
+    assert "user: 0-9=" in shown
+    assert main(["sample", "--model", str(tmp_path / "model")]) == 1
+    assert "prompt must be given" in capsys.readouterr().err

@@ -164,7 +164,11 @@ def _evaluate(options: Any) -> int:
 
 def _sample_options(parser: Any) -> None:
     _add_policy(parser)
-    parser.add_argument("prompt", help="message of the user")
+    parser.add_argument(
+        "prompt", nargs="?", type=str | None, default=None,
+        help="message of the user; may be left out with an environment",
+    )  # fmt: skip
+    _add_environment(parser)
     parser.add_argument("--system", type=str | None, default=None, help="system message")
     parser.add_argument("--num_samples", type=int, default=4, help="completions to draw")
     parser.add_argument(
@@ -185,8 +189,12 @@ def _sample(options: Any) -> int:
     from twinkle_jax.training.display import harmless
 
     policy = _read_policy(options.model)
+    many_turns = options.environment is not None or options.tools is not None
+    if options.prompt is None and options.environment is None:
+        raise ValueError("prompt must be given without an environment, got none")
     system = [Message(role="system", content=options.system)] if options.system else []
-    prompt = Trajectory(messages=[*system, Message(role="user", content=options.prompt)])
+    user = [] if options.prompt is None else [Message(role="user", content=options.prompt)]
+    prompt = Trajectory(messages=[*system, *user])
     engine = LocalEngine(
         policy.config, policy.template, options.max_new_tokens, 1 << 20, policy.frozen
     )
@@ -197,6 +205,8 @@ def _sample(options: Any) -> int:
         options.min_p,
         stop_tokens=policy.tokenizer.stop_token_ids,
     )
+    if many_turns:
+        return _play(options, engine, policy.params, prompt, sampling)
     drawn = engine.draw(
         policy.params,
         [prompt],
@@ -210,6 +220,34 @@ def _sample(options: Any) -> int:
         end = "cut off" if truncated else "ended"
         print(f"--- {number} of {options.num_samples}: {length} tokens, {end}")  # noqa: T201
         print(harmless(message_text(trajectory["messages"][-1])))  # noqa: T201
+    return 0
+
+
+def _play(options: Any, engine: Any, params: Any, prompt: Trajectory, sampling: Any) -> int:
+    """Print episodes as conversations."""
+    import jax
+
+    from twinkle_jax.rollout import MultiTurn, find_environment
+    from twinkle_jax.training.display import harmless
+
+    source = MultiTurn(
+        engine,
+        find_environment(options.environment, options.tools),
+        sampling,
+        options.num_samples,
+        max_turns=options.max_turns,
+        max_new_tokens=options.max_new_tokens,
+        max_prompt_tokens=1 << 20,
+        max_episode_tokens=1 << 20,
+    )
+    key = jax.random.key(options.seed)
+    episodes = source.play(params, [prompt], key, sampling, options.num_samples)
+    for number, episode in enumerate(episodes, 1):
+        rewards = ", ".join(f"{reward:g}" for reward in episode.rewards)
+        end = f"{episode.ended} {harmless(episode.error)}".rstrip()
+        print(f"--- {number} of {len(episodes)}: {end}, rewards {rewards or 'none'}")  # noqa: T201
+        for message in episode.messages:
+            print(f"{message['role']}: {harmless(message_text(message))}")  # noqa: T201
     return 0
 
 
