@@ -26,6 +26,7 @@ from twinkle_jax.data import Message, Trajectory
 from twinkle_jax.training import (
     EvaluationConfig,
     LoggingConfig,
+    OptimizerConfig,
     RolloutConfig,
     TrainConfig,
     UpdateConfig,
@@ -83,7 +84,7 @@ def _demonstration(generator):
 def main(arguments=None):
     """Train; return the score of each step."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--steps", type=int, default=150)
+    parser.add_argument("--steps", type=int, default=80)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--credit", default="episode", choices=["episode", "turn", "mixed"])
     parser.add_argument("--output", default="runs/guessing_game")
@@ -104,7 +105,8 @@ def main(arguments=None):
                 max_episode_tokens=32,
             ),
             update=UpdateConfig(credit=options.credit),
-            evaluation=EvaluationConfig(every=25),
+            optimizer=OptimizerConfig(learning_rate=1e-3),
+            evaluation=EvaluationConfig(every=20),
             logging=LoggingConfig(samples_every=50, traces_every=50),
         )
     )

@@ -59,7 +59,7 @@ from twinkle_jax.training.step import (
 )
 from twinkle_jax.training.task import Task, make_task
 
-_IMITATION_STEPS = 100  # in which the built-in policy learns to speak as an environment expects
+_IMITATION_STEPS = 200  # in which the built-in policy learns to speak as an environment expects
 _COMPARE_ALL_EVERY = 25  # steps, the first among them
 
 
