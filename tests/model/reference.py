@@ -69,12 +69,12 @@ def norm(x: np.ndarray, weight: np.ndarray, config: DecoderConfig) -> np.ndarray
 
 def frequencies(a: AttentionConfig) -> np.ndarray:
     """Angles per position; Llama 3's stretched ones by wavelength, one after the other."""
-    found = []
+    angles = []
     for i in range(a.rotary_dim // 2):
         wavelength = 2 * np.pi * a.rope_theta ** (2 * i / a.rotary_dim)
         s = a.rope_scaling
         if isinstance(s, LinearScaling):
-            found.append(2 * np.pi / (wavelength * s.factor))
+            angles.append(2 * np.pi / (wavelength * s.factor))
             continue
         if s is not None and wavelength > s.original_length / s.low_frequency:
             wavelength *= s.factor
@@ -82,8 +82,8 @@ def frequencies(a: AttentionConfig) -> np.ndarray:
             part = s.original_length / wavelength - s.low_frequency
             part /= s.high_frequency - s.low_frequency
             wavelength /= (1 - part) / s.factor + part
-        found.append(2 * np.pi / wavelength)
-    return np.array(found)
+        angles.append(2 * np.pi / wavelength)
+    return np.array(angles)
 
 
 def rotated(x: np.ndarray, place: int, a: AttentionConfig) -> np.ndarray:

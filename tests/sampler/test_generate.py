@@ -129,12 +129,12 @@ def test_a_stop_token_at_the_limit_is_a_stop():
 
 def test_token_0_is_a_token_like_any_other():
     """What pads completions may be drawn; only the mask says what is padding."""
-    found = 0
+    zeros = 0
     for seed in range(4):
         drawn = complete("qwen3", key=jax.random.key(seed))
-        found += np.count_nonzero(np.asarray(drawn.tokens) == 0)
+        zeros += np.count_nonzero(np.asarray(drawn.tokens) == 0)
         assert np.all(drawn.mask) and np.all(np.asarray(drawn.logprobs) < 0)
-    assert found
+    assert zeros
 
 
 def test_every_row_may_have_its_own_limit():

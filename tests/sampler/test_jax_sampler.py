@@ -200,14 +200,14 @@ def test_a_completion_is_cut_behind_a_stop_string(actor):
     cut = [s for one in sampler.sample(CHATS, with_stop, num_samples=4) for s in one.sequences]
     shown = SamplingParams(**ask, stop=[stop], include_stop_str_in_output=True)
     kept = [s for one in sampler.sample(CHATS, shown, num_samples=4) for s in one.sequences]
-    for before, after, whole in zip(free, cut, kept, strict=True):
+    for before, after, shown_stop in zip(free, cut, kept, strict=True):
         place = before.decoded.find(stop)
         if place < 0:
             assert after.tokens == before.tokens
             continue
         assert after.stop_reason == "stop" and after.decoded == before.decoded[:place]
-        assert whole.decoded == before.decoded[: place + len(stop)]
-        assert before.tokens[: len(after.tokens)] == after.tokens == whole.tokens
+        assert shown_stop.decoded == before.decoded[: place + len(stop)]
+        assert before.tokens[: len(after.tokens)] == after.tokens == shown_stop.tokens
         assert tokenizer.decode(after.tokens).endswith(stop)
         assert len(after.logprobs) == len(after.tokens)
         assert after.new_input_feature["input_ids"].size == before.new_input_feature[
@@ -230,26 +230,26 @@ def test_stop_ids_and_names_of_control_tokens_end_a_row(actor):
 @pytest.mark.exhaustive
 def test_a_sampler_of_its_own_is_synchronised(checkpoint):
     actor = TransformersModel(model_id=checkpoint)
-    own, live = JaxSampler(model_id=checkpoint), JaxSampler(actor)
+    separate, live = JaxSampler(model_id=checkpoint), JaxSampler(actor)
     seeded = SamplingParams(max_tokens=6, seed=1)
-    assert tokens_of(own.sample(CHATS, seeded)) == tokens_of(live.sample(CHATS, seeded))
+    assert tokens_of(separate.sample(CHATS, seeded)) == tokens_of(live.sample(CHATS, seeded))
     actor.add_adapter_to_model("default", LoraConfig(r=2, lora_alpha=4))
     actor.state = actor.state._replace(
         params=jax.tree.map(lambda x: x + jnp.float32(0.3), actor.state.params)
     )
     changed = tokens_of(live.sample(CHATS, seeded))
-    assert tokens_of(own.sample(CHATS, seeded)) != changed
-    own.sync_weights(actor)
+    assert tokens_of(separate.sample(CHATS, seeded)) != changed
+    separate.sync_weights(actor)
     live.sync_weights(actor)
     kept = actor.state.params
-    assert tokens_of(own.sample(CHATS, seeded)) == changed
+    assert tokens_of(separate.sample(CHATS, seeded)) == changed
     assert kept is actor.state.params
     actor.set_loss("GRPOLoss")
     actor.set_optimizer("SGD", lr=5.0)
     rows = [{"input_ids": [5, 6, 7], "labels": [6, 7, -100]}]
     actor.forward_backward(inputs=rows, advantages=[1.0])
     actor.clip_grad_and_step()  # which takes the memory of the actor's parameters
-    assert tokens_of(own.sample(CHATS, seeded)) == changed
+    assert tokens_of(separate.sample(CHATS, seeded)) == changed
 
 
 BAD = [

@@ -159,8 +159,8 @@ def test_a_penalty_takes_from_both_signs_and_leaves_the_rest():
 def split(u):
     """Two words for a number in [0, 1): 30 bits, and the 32 that follow."""
     scaled = np.asarray(u, object) * 2**62
-    whole = [int(x) for x in np.ravel(scaled)]
-    words = [((x >> 32) << 2, x & 0xFFFFFFFF) for x in whole]
+    integers = [int(x) for x in np.ravel(scaled)]
+    words = [((x >> 32) << 2, x & 0xFFFFFFFF) for x in integers]
     return np.array(words, np.uint32)
 
 

@@ -154,15 +154,15 @@ def as_on_a_gpu(monkeypatch):
 @pytest.mark.parametrize("name", ["qwen3", "qwen3_5_text"])
 def test_layers_that_lie_one_by_one_give_the_same(name, as_on_a_gpu, monkeypatch):
     sampling = Sampling(0.9, stop_tokens=[3, 9])
-    given = both(name, sampling=sampling, slots=5, refill=2)
-    assert_same(*given)
+    results = both(name, sampling=sampling, slots=5, refill=2)
+    assert_same(*results)
     laid = [x.layers if isinstance(x, Cache) else x["layers"] for x in as_on_a_gpu]
     assert {type(layers) for layers in laid} == {tuple}
     assert sum(isinstance(x, Cache) for x in as_on_a_gpu) >= 3  # a batch, empty slots, fillings
     assert sum(isinstance(x, dict) for x in as_on_a_gpu) >= 2  # a batch, slots
     monkeypatch.undo()
     jax.clear_caches()
-    assert_same(both(name, sampling=sampling, slots=5, refill=2)[0], given[1])
+    assert_same(both(name, sampling=sampling, slots=5, refill=2)[0], results[1])
     assert len(as_on_a_gpu) == len(laid)
 
 

@@ -159,10 +159,12 @@ def test_gradients_of_a_loss(name, saved):
         for key in path:
             ours = ours[key]
         for repeat, stored in enumerate(stored_names(decoder.config, path, p, "model.")):
-            own = np.asarray(ours if path[0] != "layers" else ours[repeat])
-            own = to_stored(path, own)
+            ours_stored = np.asarray(ours if path[0] != "layers" else ours[repeat])
+            ours_stored = to_stored(path, ours_stored)
             scale = np.abs(theirs[stored]).max()
-            np.testing.assert_allclose(own, theirs[stored], atol=2e-4 * scale + 1e-6, rtol=0)
+            np.testing.assert_allclose(
+                ours_stored, theirs[stored], atol=2e-4 * scale + 1e-6, rtol=0
+            )
 
 
 @pytest.mark.parametrize(

@@ -64,14 +64,14 @@ def transformers_difference(config, params, tokens, folder):
     tokens = torch.tensor(np.array(tokens), dtype=torch.long)
     cache, steps = None, []
     with torch.no_grad():
-        whole = model(input_ids=tokens).logits.float()
+        at_once = model(input_ids=tokens).logits.float()
         for column in tokens.split(1, dim=1):
             out = model(input_ids=column, past_key_values=cache, use_cache=True)
             cache = out.past_key_values
             steps.append(out.logits.float())
         chosen = [
             torch.log_softmax(logits[:, 3:-1], -1).gather(-1, tokens[:, 4:, None])
-            for logits in (whole, torch.cat(steps, dim=1))
+            for logits in (at_once, torch.cat(steps, dim=1))
         ]
     return float((chosen[0] - chosen[1]).abs().mean())
 

@@ -68,8 +68,8 @@ def test_a_row_in_a_batch_decodes_as_the_row_alone(name):
     _, alone = fill(params, config, tokens[1:2], mask[1:2], max_length=11)
     for t in range(3):
         out, together = step(params, config, jnp.array([row[t] for row in GOES_ON]), together)
-        own, alone = step(params, config, jnp.array([GOES_ON[1][t]]), alone)
-        assert_close(out[1:2], own, 2e-6)
+        by_itself, alone = step(params, config, jnp.array([GOES_ON[1][t]]), alone)
+        assert_close(out[1:2], by_itself, 2e-6)
     row = jax.jit(take_rows)(together, jnp.array([1]))
     jax.tree.map(lambda a, b: assert_close(a, b, 2e-6), row, alone)
 
@@ -83,20 +83,20 @@ def assert_same(actual, expected):
 def test_layers_one_by_one_are_the_stack(name):
     config, params = config_of(name), params_of(name)
     _, stack = fill(params, config, *batch(PROMPTS, 6, "left"), max_length=8)
-    own, weights = unstack_layers(stack), unstack_layers(params)
-    assert unstack_layers(own) is own
+    unstacked, weights = unstack_layers(stack), unstack_layers(params)
+    assert unstack_layers(unstacked) is unstacked
     assert unstack_layers(weights) is weights
-    assert len(own.layers) == len(weights["layers"]) == config.repeats
+    assert len(unstacked.layers) == len(weights["layers"]) == config.repeats
     with pytest.raises(ValueError, match="cache must"):
         step(weights, config, jnp.ones(4, jnp.int32), stack)
     for t in range(3):  # the last token of the first row finds it full
         tokens, mask = jnp.array([row[t] for row in GOES_ON]), jnp.array([True, True, t < 1, True])
         expected, stack = step(params, config, tokens, stack, mask)
-        out, own = step(weights if t else params, config, tokens, own, mask)
+        out, unstacked = step(weights if t else params, config, tokens, unstacked, mask)
         assert_same(out, expected)
-    joined = jax.tree.map(lambda *parts: jnp.concatenate(parts), *own.layers)
+    joined = jax.tree.map(lambda *parts: jnp.concatenate(parts), *unstacked.layers)
     jax.tree.map(assert_same, joined, stack.layers)
-    np.testing.assert_array_equal(own.length, stack.length)
+    np.testing.assert_array_equal(unstacked.length, stack.length)
 
 
 @pytest.mark.parametrize("name", each(["qwen3", "qwen3_5_text"]))

@@ -126,8 +126,8 @@ def test_a_row_in_a_batch_is_the_row_alone_value_and_gradient(name):
         _gradient(params, config, tokens, mask & (jnp.arange(4) == i)[:, None]) for i in range(4)
     ]
     summed = jax.tree.map(lambda *xs: sum(np.asarray(x, np.float64) for x in xs), *parts)
-    for whole, part in zip(jax.tree.leaves(total), jax.tree.leaves(summed), strict=True):
-        assert_close(whole, part, 1e-5)
+    for of_batch, of_rows in zip(jax.tree.leaves(total), jax.tree.leaves(summed), strict=True):
+        assert_close(of_batch, of_rows, 1e-5)
 
 
 @pytest.mark.parametrize("name", each(NAMES))

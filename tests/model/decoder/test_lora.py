@@ -68,10 +68,10 @@ def test_an_adapter_changes_nothing_until_it_is_trained_and_then_it_alone(steppe
     sizes = [x.size for x in jax.tree.leaves(model.state.params)]
     assert sum(sizes) == 2 * 3 * (24 + 32 + 40 + 24)  # layers, rank, and both sides of each
     for path, x in jax.tree_util.tree_leaves_with_path(params_of("qwen3")):
-        found = model._frozen
+        frozen = model._frozen
         for key in path:
-            found = found[key.key]
-        np.testing.assert_array_equal(found, x)
+            frozen = frozen[key.key]
+        np.testing.assert_array_equal(frozen, x)
 
 
 @pytest.mark.exhaustive
@@ -306,10 +306,10 @@ def dropped(x, rate, seeds):
 @pytest.mark.parametrize("rate", [0.25, 0.5])
 def test_entries_are_dropped_at_the_rate_and_the_rest_is_scaled(rate):
     x = np.full((8 * 64, 32), 3.0, np.float32)
-    found = dropped(x, rate, range(8))
-    np.testing.assert_allclose(np.unique(found), [0, 3 / (1 - rate)], rtol=1e-6)
-    assert abs(np.mean(found == 0) - rate) < 0.01  # of 16,384 draws, 3 deviations
-    assert abs(found.mean() - 3) < 0.1
+    actual = dropped(x, rate, range(8))
+    np.testing.assert_allclose(np.unique(actual), [0, 3 / (1 - rate)], rtol=1e-6)
+    assert abs(np.mean(actual == 0) - rate) < 0.01  # of 16,384 draws, 3 deviations
+    assert abs(actual.mean() - 3) < 0.1
 
 
 def test_a_rows_noise_is_its_own():
@@ -447,5 +447,5 @@ def test_peft_gives_the_same_gradient_with_the_same_noise(checkpoint, tmp_path):
     for name, p in theirs.named_parameters():
         if p.grad is not None:
             *_, layer, block, projection, leaf, _, _ = name.split(".")
-            found = ours[block][projection][leaf][int(layer)].T
-            np.testing.assert_allclose(found, p.grad.numpy(), atol=1e-4 * np.abs(found).max())
+            actual = ours[block][projection][leaf][int(layer)].T
+            np.testing.assert_allclose(actual, p.grad.numpy(), atol=1e-4 * np.abs(actual).max())

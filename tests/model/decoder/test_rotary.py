@@ -46,19 +46,19 @@ def test_llama_3_by_hand():
     # so 1/4 times (1/3 + 2/3 / 8) = 5/48.
     scaling = RopeScaling(8.0, 1.0, 4.0, 16)
     heads = dataclasses.replace(HEADS, rotary_dim=6, rope_theta=64.0, rope_scaling=scaling)
-    found = rotary_frequencies(dataclasses.replace(heads, rope_scaling=None))
-    np.testing.assert_allclose(found, [1, 1 / 4, 1 / 16], rtol=1e-15)
+    actual = rotary_frequencies(dataclasses.replace(heads, rope_scaling=None))
+    np.testing.assert_allclose(actual, [1, 1 / 4, 1 / 16], rtol=1e-15)
     turning = dataclasses.replace(scaling, original_length=16 * np.pi)
-    found = rotary_frequencies(dataclasses.replace(heads, rope_scaling=turning))
-    np.testing.assert_allclose(found, [1, 5 / 48, 1 / 128], rtol=1e-14)
+    actual = rotary_frequencies(dataclasses.replace(heads, rope_scaling=turning))
+    np.testing.assert_allclose(actual, [1, 5 / 48, 1 / 128], rtol=1e-14)
 
 
 def test_llama_3_equals_its_definition_by_wavelength():
     heads = AttentionConfig(8, 8, 128, 128, rope_theta=5e5, rope_scaling=LLAMA3)
-    found = rotary_frequencies(heads)
-    np.testing.assert_allclose(found, frequencies(heads), rtol=1e-12)
+    actual = rotary_frequencies(heads)
+    np.testing.assert_allclose(actual, frequencies(heads), rtol=1e-12)
     plain = rotary_frequencies(dataclasses.replace(heads, rope_scaling=None))
-    assert found[0] == plain[0] and found[-1] == plain[-1] / 8
+    assert actual[0] == plain[0] and actual[-1] == plain[-1] / 8
 
 
 def test_sliding_layers_have_wavelengths_of_their_own_which_nothing_stretches():
@@ -69,6 +69,6 @@ def test_sliding_layers_have_wavelengths_of_their_own_which_nothing_stretches():
         tables = rotary_tables(positions, dataclasses.replace(full, window=window))
         plain = dataclasses.replace(HEADS, rope_theta=7.0)
         for sliding, alone in ((True, plain), (False, full)):
-            found = table_of(tables, jnp.bool_(sliding))
-            for x, y in zip(found, rotary_table(positions, alone), strict=True):
+            actual = table_of(tables, jnp.bool_(sliding))
+            for x, y in zip(actual, rotary_table(positions, alone), strict=True):
                 np.testing.assert_array_equal(x, y)

@@ -225,9 +225,9 @@ def test_the_mesh_is_found_from_the_arrays(compilations):
     before = len(compilations)
     state = spread(fresh("qwen3"), mesh)
     compiled = len(compilations) - before  # by making the state
-    found, _ = grad_step(state, batch, config_of("qwen3"), LOSS)
+    inferred, _ = grad_step(state, batch, config_of("qwen3"), LOSS)
     assert len(compilations) == before + compiled
-    assert relative(found.gradient_sum, named.gradient_sum) == 0
+    assert relative(inferred.gradient_sum, named.gradient_sum) == 0
 
 
 def test_meshes_that_are_not_ours_are_not_found():
@@ -276,10 +276,10 @@ def test_parameters_are_gathered_in_the_compute_type_and_gradients_scattered_in_
     with jax.numpy_dtype_promotion("standard"):
         text = jax.jit(jax.grad(total)).lower(params).as_text()
     constraints = re.findall(r"sharding_constraint .*<@mesh, \[(.*?)\]> : tensor<24x40xbf16>", text)
-    whole = [where for where in constraints if "fsdp" not in where]
+    gathered = [where for where in constraints if "fsdp" not in where]
     # gate_proj and up_proj, forwards and backwards, each spread before it is gathered; and their
     # gradients, which are spread and nothing else
-    assert (len(whole), len(constraints)) == (4, 10)
+    assert (len(gathered), len(constraints)) == (4, 10)
 
 
 def assert_as_on_one_device(name, mesh, rows=8, **changes):

@@ -28,10 +28,10 @@ CHUNK = 1024
 
 @functools.cache
 def tiny(name):
-    own = TINY_LINEAR | {"linear_value_head_dim": 4} if name == "qwen3_5_text" else {}
-    layers = {"num_hidden_layers": 2 if own else 1, "layer_types": None}
-    layers |= {"full_attention_interval": 2} if own else {}
-    config = parse_config(family(name, **TINY, **own, **layers))
+    linear = TINY_LINEAR | {"linear_value_head_dim": 4} if name == "qwen3_5_text" else {}
+    layers = {"num_hidden_layers": 2 if linear else 1, "layer_types": None}
+    layers |= {"full_attention_interval": 2} if linear else {}
+    config = parse_config(family(name, **TINY, **linear, **layers))
     return config, random_params(config)
 
 
