@@ -42,10 +42,25 @@ class JoinedRun:
         devices: of each.
         extra: options of some processes, by their number.
         variables: of the environment of some processes, by their number.
+        places: working directories of some processes, by their number.
+        before: a command that starts some processes, by their number.
+        files: where their outputs are written, beside it; None: beside the run.
     """
 
-    def __init__(self, folder, config, *, processes=2, devices=4, extra=None, variables=None):
-        self.directory, port = Path(config.output_dir), free_port()
+    def __init__(
+        self,
+        folder,
+        config,
+        *,
+        processes=2,
+        devices=4,
+        extra=None,
+        variables=None,
+        places=None,
+        before=None,
+        files=None,
+    ):
+        self.directory, port = Path(files or config.output_dir), free_port()
         self.processes = []
         for number in range(processes):
             joined = [
@@ -60,10 +75,19 @@ class JoinedRun:
                 self._file(number, "out").open("w") as out,
                 self._file(number, "err").open("w") as err,
             ):
-                command = [sys.executable, "-m", "tests.command.command_process", "train", *options]
-                env = environment(folder, **own)
+                command = (before or {}).get(number, [])
+                command = [
+                    *command,
+                    sys.executable,
+                    "-m",
+                    "tests.command.command_process",
+                    "train",
+                    *options,
+                ]
+                env = environment(folder, PYTHONPATH=str(ROOT), **own)
+                cwd = (places or {}).get(number, ROOT)
                 self.processes.append(
-                    subprocess.Popen(command, cwd=ROOT, env=env, stdout=out, stderr=err)
+                    subprocess.Popen(command, cwd=cwd, env=env, stdout=out, stderr=err)
                 )
 
     def __enter__(self):

@@ -2,6 +2,7 @@
 
 import json
 import os
+import time
 from pathlib import Path
 
 from tests.training.signal_at import SIGNAL
@@ -15,3 +16,17 @@ def short_answers(trajectories, truths):
     if SIGNAL is not None:
         SIGNAL.on_reward()
     return [float(len(contents[-1]) < 3) for contents in texts]
+
+
+def faulty_short_answers(trajectories, truths):
+    """The same, but for one call, which `FAULT=raise:3` in the environment names."""
+    rewards = short_answers(trajectories, truths)
+    kind, _, number = os.environ.get("FAULT", ":").partition(":")
+    calls = len(Path(os.environ["RECORD"]).read_text().splitlines())
+    if not number or calls != int(number):
+        return rewards
+    if kind == "raise":
+        raise ZeroDivisionError("of the reward")
+    if kind == "hang":
+        time.sleep(600)
+    return [float("nan")] * len(rewards)

@@ -112,7 +112,11 @@ def arrays(directory, step):
     """All arrays of a checkpoint by their names: type, shape and bytes."""
     path = directory / "checkpoints" / f"step_{step:08d}" / "arrays"
     with ocp.Checkpointer(ocp.StandardCheckpointHandler()) as reader:
-        found = {name: np.asarray(x) for name, x in reader.restore(path.absolute()).items()}
+        # On the host, whatever devices had the arrays: some were another process's.
+        described = reader.metadata(path.absolute()).item_metadata
+        like = {name: np.empty(x.shape, x.dtype) for name, x in described.items()}
+        restore = ocp.args.StandardRestore(like)
+        found = reader.restore(path.absolute(), args=restore)
     return {name: (str(x.dtype), x.shape, x.tobytes()) for name, x in found.items()}
 
 

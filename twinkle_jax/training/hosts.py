@@ -9,6 +9,7 @@ import importlib.util
 import os
 import secrets
 import sys
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -46,8 +47,8 @@ def connect(settings: DistributedConfig) -> None:
             those, and where `jax.distributed.initialize` was called before, nothing happens.
 
     Raises:
-        ConnectionError: if the coordinator cannot be reached, the other processes do not come in
-            time, or the port is taken.
+        ConnectionError: if the port is taken. Where the processes do not meet in time, this one
+            ends with exit status 1.
         ValueError: if JAX finds no cluster, or only some settings are given.
     """
     if jax.distributed.is_initialized():
@@ -63,12 +64,17 @@ def connect(settings: DistributedConfig) -> None:
                 )
         if not started_as_one_of_several(os.environ):
             return
+    limit = settings.connect_timeout
+    # JAX ends a process that waits too long by itself, with a stack trace and nothing else.
+    watch = threading.Timer(limit, _end_waiting, (address or "the coordinator", limit))
+    watch.daemon = True
+    watch.start()
     try:
         jax.distributed.initialize(
             None if address == "auto" else address,
             settings.num_processes,
             settings.process_id,
-            initialization_timeout=settings.connect_timeout,
+            initialization_timeout=limit + _END_WITHIN,
             heartbeat_timeout_seconds=_LOST_AFTER,
             shutdown_timeout_seconds=_END_WITHIN,
         )
@@ -79,10 +85,21 @@ def connect(settings: DistributedConfig) -> None:
         ) from error
     except RuntimeError as error:
         raise ConnectionError(
-            f"distributed.coordinator_address, {address or 'as found by JAX'}, must be reached by "
-            f"all processes within distributed.connect_timeout={settings.connect_timeout} s, got: "
-            f"{_first_line(error)}"
+            "distributed.coordinator_address must be a free port of process 0, got "
+            f"{address or 'what JAX has found'}: {_first_line(error)}"
         ) from error
+    finally:
+        watch.cancel()
+
+
+def _end_waiting(address: str, seconds: float) -> None:
+    os.write(
+        2,
+        "twinkle-jax: all processes must meet at distributed.coordinator_address within "
+        f"distributed.connect_timeout={seconds} s, got too few at {address}: start "
+        "the same command on every host\n".encode(),
+    )
+    os._exit(1)
 
 
 def started_as_one_of_several(environment: Mapping[str, str]) -> bool:

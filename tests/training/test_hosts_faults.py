@@ -1,0 +1,261 @@
+"""What befalls one of two processes ends both at the same step, and nothing finished is lost."""
+
+import dataclasses
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.training import small_run
+from tests.training.joined_runs import JoinedRun, flags_of, free_port
+from tests.training.runs import ROOT, assert_same_run, copy_until, environment, steps
+from twinkle_jax.training import LoggingConfig, MeshConfig
+
+pytestmark = pytest.mark.exhaustive
+
+FAULTY = "tests.training.recorded_reward:faulty_short_answers"
+STEPS = 4
+ENDS_WITHIN = 60
+
+
+def config(folder, directory, **changes):
+    settings = {
+        "reward": FAULTY,
+        "mesh": MeshConfig(fsdp=8),
+        "steps": STEPS,
+        "logging": LoggingConfig(checkpoint_every=99, samples_every=0, keep_checkpoints=9),
+    }
+    return small_run.config(folder, directory, **(settings | changes))
+
+
+def every_step():
+    return LoggingConfig(checkpoint_every=1, samples_every=0, keep_checkpoints=9)
+
+
+@pytest.fixture(scope="module")
+def whole(folder):
+    with JoinedRun(folder, config(folder, folder / "whole", logging=every_step())) as run:
+        assert run.wait() == [0, 0], run.errors(0) + run.errors(1)
+    return folder / "whole"
+
+
+def assert_goes_on(folder, directory, whole, **changes):
+    again = config(folder, directory, resume="auto", **changes)
+    with JoinedRun(folder, again) as run:
+        assert run.wait() == [0, 0], run.errors(0) + run.errors(1)
+    assert_same_run(directory, whole)
+    return run
+
+
+def assert_one_message(run, *parts):
+    """Process 0 says what happened where; the other is silent."""
+    first, second = run.complaints()
+    assert len(first) == 1, run.errors(0)
+    assert second == []
+    for part in parts:
+        assert part in first[0]
+
+
+@pytest.mark.parametrize("after", [1, 3])
+def test_resumed_byte_for_byte(folder, whole, tmp_path, after):
+    copy_until(whole, tmp_path / "run", after)
+    run = assert_goes_on(folder, tmp_path / "run", whole, logging=every_step())
+    assert f"going on after step {after} of" in run.printed(0)
+
+
+@pytest.mark.parametrize("process", [0, 1])
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        ("raise:3", "ZeroDivisionError: of the reward"),
+        ("hang:3", "must return within 3"),
+        ("nan:3", "must return finite numbers"),
+    ],
+)
+def test_a_reward_that_goes_wrong_on_one_host(folder, whole, tmp_path, fault, message, process):
+    faulty = config(folder, tmp_path / "run", reward_timeout=3.0)
+    with JoinedRun(folder, faulty, variables={process: {"FAULT": fault}}) as run:
+        assert run.wait() == [1, 1]
+    assert_one_message(run, f"process {process} of 2", message)
+    assert steps(tmp_path / "run") == [0, 2]
+    assert_goes_on(folder, tmp_path / "run", whole)
+
+
+SIGNALS = [  # part of a step, the call of it, and the step that is saved
+    ("prompt_ids:3:SIGTERM:0", 2),
+    ("generate:2:SIGTERM:0", 1),
+    ("score_trajectories:3:SIGINT:1", 2),
+    ("grad_step:2:SIGTERM:0", 2),
+    ("apply_gradients:3:SIGTERM:0", 3),
+    ("rollout_facts:1:SIGTERM:0", 1),
+    ("write_arrays_together:1:SIGTERM:1", 0),
+]
+
+
+@pytest.mark.parametrize("process", [0, 1])
+@pytest.mark.parametrize(("moment", "saved"), SIGNALS)
+def test_a_signal_to_one_host_ends_both(folder, whole, tmp_path, moment, saved, process):
+    with JoinedRun(
+        folder, config(folder, tmp_path / "run"), variables={process: {"SIGNAL_AT": moment}}
+    ) as run:
+        assert run.wait() == [143, 143], run.errors(0) + run.errors(1)
+    assert steps(tmp_path / "run")[-1] == saved
+    assert f"interrupted after step {saved}" in run.printed(0)
+    assert_goes_on(folder, tmp_path / "run", whole)
+
+
+@pytest.mark.parametrize("moment", range(10))
+def test_one_process_is_killed_at_any_moment(folder, whole, tmp_path, moment):
+    random = np.random.default_rng(moment)
+    number = int(random.integers(2))
+    with JoinedRun(folder, config(folder, tmp_path / "run", logging=every_step())) as run:
+        while not (tmp_path / "run" / "config.json").exists():
+            time.sleep(0.01)
+        seconds = json.loads((whole / "summary.json").read_text())["seconds"]
+        time.sleep(random.random() * 2 * seconds)
+        run.processes[number].kill()
+        killed = time.monotonic()
+        status = run.processes[1 - number].wait(ENDS_WITHIN)
+        assert time.monotonic() - killed < ENDS_WITHIN
+        finished = (tmp_path / "run" / "summary.json").exists()
+        assert status != 0 or finished
+    assert_goes_on(folder, tmp_path / "run", whole, logging=every_step())
+
+
+@pytest.mark.parametrize("process", [0, 1])
+def test_a_full_disk_on_one_host(folder, whole, tmp_path, process):
+    copy_until(whole, tmp_path / "run", 2)
+    limit = ["bash", "-c", 'ulimit -f 30; exec "$@"', "bash"]
+    full = config(folder, tmp_path / "run", resume="auto", logging=every_step())
+    with JoinedRun(folder, full, before={process: limit}) as run:
+        assert run.wait() == [1, 1]
+    assert_one_message(run, f"process {process} of 2", "step 3", "File too large")
+    assert steps(tmp_path / "run") == [0, 1, 2]
+    assert_goes_on(folder, tmp_path / "run", whole, logging=every_step())
+
+
+@pytest.mark.parametrize("damage", ["bit", "missing"])
+def test_a_damaged_checkpoint_is_not_used(folder, whole, tmp_path, damage):
+    copy_until(whole, tmp_path / "run", 3)
+    newest = tmp_path / "run" / "checkpoints" / "step_00000003"
+    path = max((p for p in newest.rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 8
+    path.write_bytes(content)
+    if damage == "missing":
+        path.unlink()
+    run = assert_goes_on(folder, tmp_path / "run", whole, logging=every_step())
+    assert f"step 3 is not used, for {path}" in run.errors(0)
+    assert "going on after step 2" in run.printed(0)
+
+
+def test_a_second_run_with_the_same_directory(folder, tmp_path):
+    slow = config(folder, tmp_path / "run", steps=1000)
+    with JoinedRun(folder, slow) as first:
+        while not (tmp_path / "run" / "metrics.jsonl").exists():
+            time.sleep(0.1)
+            assert first.processes[0].poll() is None, first.errors(0)
+        again = config(folder, tmp_path / "run", resume="auto")
+        with JoinedRun(folder, again, files=tmp_path / "second") as second:
+            assert second.wait() == [1, 1]
+        assert_one_message(second, "output_dir must not be in use")
+        for process in first.processes:
+            process.send_signal(signal.SIGTERM)
+        assert first.wait() == [143, 143]
+
+
+@pytest.mark.parametrize("process", [0, 1])
+def test_a_process_that_the_others_do_not_come_to(folder, tmp_path, process):
+    options = [
+        *flags_of(config(folder, tmp_path / "run")),
+        f"--distributed.coordinator_address=localhost:{free_port()}",
+        "--distributed.num_processes=2",
+        f"--distributed.process_id={process}",
+        "--distributed.connect_timeout=5",
+    ]
+    command = [sys.executable, "-m", "tests.command.command_process", "train", *options]
+    ended = subprocess.run(
+        command,
+        cwd=ROOT,
+        env=environment(folder),
+        capture_output=True,
+        text=True,
+        timeout=ENDS_WITHIN,
+        check=False,
+    )
+    assert ended.returncode == 1
+    assert "distributed.connect_timeout=5" in ended.stderr.splitlines()[-1]
+    assert not (tmp_path / "run").exists()
+
+
+def refused(folder, directory, **settings):
+    with JoinedRun(folder, config(folder, directory), **settings) as run:
+        assert run.wait() == [1, 1], run.errors(0) + run.errors(1)
+    assert not (Path(directory) / "checkpoints").exists()
+    return run
+
+
+def test_hosts_that_are_started_differently_are_refused_by_name(folder, tmp_path):
+    run = refused(folder, tmp_path / "run", extra={1: ["--optimizer.learning_rate=0.02"]})
+    assert_one_message(run, "optimizer.learning_rate must be the same", "0.01", "0.02", "process 1")
+
+
+@pytest.mark.parametrize(
+    ("file", "name"),
+    [
+        ("task.jsonl", "the data of task"),
+        ("model/config.json", "config.json of model"),
+        ("reward.py", "the file of reward reward.py:short_answers"),
+    ],
+)
+def test_files_that_differ_between_hosts_are_refused_by_name(folder, tmp_path, file, name):
+    """Each process has its own copy of what it reads, under the same relative path."""
+    for place in ("a", "b"):
+        small_run.make_files(make_folder(tmp_path / place))
+        (tmp_path / place / "reward.py").write_text(
+            Path(ROOT / "tests/training/recorded_reward.py").read_text()
+        )
+    path = tmp_path / "b" / file
+    text = path.read_text()
+    path.write_text(text.rpartition("\n")[0] if file == "task.jsonl" else text + "\n")
+    relative = config(
+        folder, tmp_path / "run", model="model", task="task.jsonl", reward="reward.py:short_answers"
+    )
+    with JoinedRun(folder, relative, places={0: tmp_path / "a", 1: tmp_path / "b"}) as run:
+        assert run.wait() == [1, 1], run.errors(0) + run.errors(1)
+    assert_one_message(run, f"{name} must be the same in all processes")
+    assert not (tmp_path / "run").exists()
+
+
+def make_folder(path):
+    path.mkdir()
+    return path
+
+
+def test_a_directory_that_hosts_do_not_share_is_refused(folder, tmp_path):
+    for place in ("a", "b"):
+        (tmp_path / place).mkdir()
+    relative = dataclasses.replace(config(folder, tmp_path / "run"), output_dir="here")
+    run = JoinedRun(
+        folder,
+        relative,
+        places={0: tmp_path / "a", 1: tmp_path / "b"},
+        files=tmp_path / "run",
+    )
+    with run:
+        assert run.wait() == [1, 1], run.errors(0) + run.errors(1)
+    assert_one_message(run, "output_dir must be one directory that all hosts share", "process 1")
+
+
+@pytest.mark.parametrize("mesh", [MeshConfig(fsdp=4), MeshConfig(fsdp=16)])
+def test_a_mesh_that_does_not_fit_the_processes(folder, tmp_path, mesh):
+    rollout = dataclasses.replace(config(folder, tmp_path / "run").rollout, prompts=4)
+    with JoinedRun(folder, config(folder, tmp_path / "run", mesh=mesh, rollout=rollout)) as run:
+        assert run.wait() == [1, 1], run.errors(0) + run.errors(1)
+    assert "mesh must take all 8 devices of the 2 processes" in run.errors(0)
+    assert not (tmp_path / "run").exists()
