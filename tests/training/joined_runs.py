@@ -6,11 +6,10 @@ import json
 import signal
 import socket
 import subprocess
-import sys
 import time
 from pathlib import Path
 
-from tests.training.runs import ROOT, environment
+from tests.training.runs import ROOT, command, environment
 from twinkle_jax.training.config import flat
 
 SHORT_ANSWERS = "tests.training.recorded_reward:short_answers"
@@ -75,19 +74,11 @@ class JoinedRun:
                 self._file(number, "out").open("w") as out,
                 self._file(number, "err").open("w") as err,
             ):
-                command = (before or {}).get(number, [])
-                command = [
-                    *command,
-                    sys.executable,
-                    "-m",
-                    "tests.command.command_process",
-                    "train",
-                    *options,
-                ]
+                starts = [*(before or {}).get(number, []), *command(options)]
                 env = environment(folder, PYTHONPATH=str(ROOT), **own)
                 cwd = (places or {}).get(number, ROOT)
                 self.processes.append(
-                    subprocess.Popen(command, cwd=cwd, env=env, stdout=out, stderr=err)
+                    subprocess.Popen(starts, cwd=cwd, env=env, stdout=out, stderr=err)
                 )
 
     def __enter__(self):

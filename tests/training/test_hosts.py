@@ -74,3 +74,14 @@ def test_a_process_number_without_a_coordinator_is_refused(folder, tmp_path):
     alone = DistributedConfig(process_id=1)
     with pytest.raises(ValueError, match="coordinator_address"):
         train(config(folder, tmp_path / "run", distributed=alone))
+
+
+def test_hosts_that_are_started_differently_are_refused_by_name(folder, tmp_path):
+    other = {1: ["--optimizer.learning_rate=0.02"]}
+    with JoinedRun(folder, config(folder, tmp_path / "run"), extra=other) as run:
+        assert run.wait() == [1, 1], run.errors(0) + run.errors(1)
+    [first], second = run.complaints()
+    assert "optimizer.learning_rate must be the same" in first
+    assert "0.02 in process 1" in first
+    assert second == []
+    assert not (tmp_path / "run").exists()

@@ -4,7 +4,6 @@ import dataclasses
 import json
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -13,7 +12,15 @@ import pytest
 
 from tests.training import small_run
 from tests.training.joined_runs import JoinedRun, flags_of, free_port
-from tests.training.runs import ROOT, assert_same_run, copy_until, environment, steps
+from tests.training.runs import (
+    ROOT,
+    assert_same_run,
+    command,
+    copy_until,
+    environment,
+    metrics,
+    steps,
+)
 from twinkle_jax.training import LoggingConfig, MeshConfig
 
 pytestmark = pytest.mark.exhaustive
@@ -86,14 +93,12 @@ def test_a_reward_that_goes_wrong_on_one_host(folder, whole, tmp_path, fault, me
     assert_goes_on(folder, tmp_path / "run", whole)
 
 
-SIGNALS = [  # part of a step, the call of it, and the step that is saved
-    ("prompt_ids:3:SIGTERM:0", 2),
-    ("generate:2:SIGTERM:0", 1),
-    ("score_trajectories:3:SIGINT:1", 2),
-    ("grad_step:2:SIGTERM:0", 2),
-    ("apply_gradients:3:SIGTERM:0", 3),
-    ("rollout_facts:1:SIGTERM:0", 1),
-    ("write_arrays_together:1:SIGTERM:1", 0),
+SIGNALS = [  # a moment of a step, and the step that is saved where it is known
+    ("reward:3:SIGTERM:0", 2),
+    ("reward:2:SIGINT:1", 1),
+    ("update:2:SIGTERM:0.02", None),
+    ("update:3:SIGTERM:0.2", None),
+    ("compile:40:SIGTERM:0", None),
 ]
 
 
@@ -104,8 +109,10 @@ def test_a_signal_to_one_host_ends_both(folder, whole, tmp_path, moment, saved, 
         folder, config(folder, tmp_path / "run"), variables={process: {"SIGNAL_AT": moment}}
     ) as run:
         assert run.wait() == [143, 143], run.errors(0) + run.errors(1)
-    assert steps(tmp_path / "run")[-1] == saved
-    assert f"interrupted after step {saved}" in run.printed(0)
+    last = steps(tmp_path / "run")[-1]
+    assert saved in (last, None)
+    assert len(metrics(tmp_path / "run")) == last
+    assert f"interrupted after step {last}" in run.printed(0)
     assert_goes_on(folder, tmp_path / "run", whole)
 
 
@@ -178,9 +185,8 @@ def test_a_process_that_the_others_do_not_come_to(folder, tmp_path, process):
         f"--distributed.process_id={process}",
         "--distributed.connect_timeout=5",
     ]
-    command = [sys.executable, "-m", "tests.command.command_process", "train", *options]
     ended = subprocess.run(
-        command,
+        command(options),
         cwd=ROOT,
         env=environment(folder),
         capture_output=True,
@@ -191,18 +197,6 @@ def test_a_process_that_the_others_do_not_come_to(folder, tmp_path, process):
     assert ended.returncode == 1
     assert "distributed.connect_timeout=5" in ended.stderr.splitlines()[-1]
     assert not (tmp_path / "run").exists()
-
-
-def refused(folder, directory, **settings):
-    with JoinedRun(folder, config(folder, directory), **settings) as run:
-        assert run.wait() == [1, 1], run.errors(0) + run.errors(1)
-    assert not (Path(directory) / "checkpoints").exists()
-    return run
-
-
-def test_hosts_that_are_started_differently_are_refused_by_name(folder, tmp_path):
-    run = refused(folder, tmp_path / "run", extra={1: ["--optimizer.learning_rate=0.02"]})
-    assert_one_message(run, "optimizer.learning_rate must be the same", "0.01", "0.02", "process 1")
 
 
 @pytest.mark.parametrize(
