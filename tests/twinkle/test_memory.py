@@ -64,9 +64,9 @@ def test_load_reads_when_only_the_old_parameters_live(larger):
     seen = []
 
     class Watched(TransformersModel):
-        def _read(self, directory):
+        def read(self, directory):
             seen.append(live())
-            return super()._read(directory)
+            return super().read(directory)
 
     before = live()
     model = Watched(larger)

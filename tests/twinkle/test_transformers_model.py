@@ -250,8 +250,10 @@ def test_trajectories_need_a_template(model):
     model.set_template(lambda trajectory: None)
     with pytest.raises(ValueError, match="the template must give 'input_ids'"):
         model.forward_only(inputs=[trajectory])
-    with pytest.raises(TypeError, match="got 'Qwen'"):
+    with pytest.raises(ValueError, match="'Qwen' must be one of"):
         model.set_template("Qwen")
+    with pytest.raises(TypeError, match="got 3"):
+        model.set_template(3)
 
 
 @pytest.mark.parametrize(
@@ -310,8 +312,8 @@ def test_what_is_refused(model, call, error, message):
 
 def test_steps_out_of_order(checkpoint, tmp_path):
     model = TransformersModel(checkpoint)
-    with pytest.raises(ValueError, match="first: call set_loss"):
-        model.forward_backward(inputs=INPUTS)
+    with pytest.raises(ValueError, match="first: call forward_only"):
+        model.calculate_loss()
     with pytest.raises(ValueError, match="first: call set_optimizer"):
         model.step()
     other = config_of("qwen2")

@@ -12,7 +12,7 @@ from tests.model.families import NAMES, config_of, each
 from tests.twinkle.rows import INPUTS, SIDE, assert_equal, assert_same, gradient
 from twinkle_jax.model import parameter_shapes
 from twinkle_jax.training.optimizer import decayed
-from twinkle_jax.twinkle.optimizer import choose_optimizer, choose_schedule
+from twinkle_jax.twinkle.model.optimizer import choose_optimizer, choose_schedule
 
 
 def test_twinkles_defaults(model):
@@ -126,7 +126,8 @@ def test_metrics_of_ones_own(model):
     model.add_metric(Count, is_training=False, name="evaluated")
     model.forward_only(inputs=INPUTS)
     model.forward_backward(inputs=INPUTS, **SIDE)
-    scored, trained = (3, ["logps"], []), (3, ["loss"], ["grad_norm", "lr", "step"])
+    facts = ["advantages", "grad_norm", "gradient_accumulation_steps", "lr", "old_logps", "step"]
+    scored, trained = (3, ["logps"], []), (3, ["logps", "loss"], facts)
     assert model.calculate_metric(is_training=False) == {
         "seen": [scored, trained],
         "evaluated": [scored],

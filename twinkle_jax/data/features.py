@@ -56,7 +56,12 @@ class Piece(NamedTuple):
 
 
 def read_features(
-    inputs: Inputs, template: Any = None, *, vocab_size: int, labels_needed: bool
+    inputs: Inputs,
+    template: Any = None,
+    *,
+    vocab_size: int,
+    labels_needed: bool,
+    other_columns: bool = False,
 ) -> list[Feature]:
     """Check input features, and encode trajectories; each becomes a dictionary of arrays.
 
@@ -66,6 +71,8 @@ def read_features(
         vocab_size: token ids and labels are below it.
         labels_needed: whether to refuse features without labels. Otherwise every token is scored
             that follows another one of its sequence.
+        other_columns: whether features may have further keys, such as the columns of a data set;
+            keys that have a meaning elsewhere are refused all the same.
 
     Raises:
         ValueError: for unknown keys, lengths that differ, token ids outside the vocabulary.
@@ -81,7 +88,7 @@ def read_features(
     for i, item in enumerate(items):
         name = f"inputs[{i}]"
         feature = _encode(name, item, template)
-        _check_keys(name, feature)
+        _check_keys(name, feature, other_columns)
         features.append(_read(name, feature, vocab_size, labels_needed))
     return features
 
@@ -105,10 +112,12 @@ def _encode(name: str, item: Any, template: Any) -> Mapping[str, Any]:
     return encoded
 
 
-def _check_keys(name: str, feature: Mapping[str, Any]) -> None:
+def _check_keys(name: str, feature: Mapping[str, Any], other_columns: bool) -> None:
     """Refuse keys that are not read: their meaning would be lost silently."""
     for key, value in feature.items():
         if value is None or key in _READ or key in _IGNORED:
+            continue
+        if other_columns and key not in _HINTS:
             continue
         near = difflib.get_close_matches(str(key), _READ, n=1)
         hint = _HINTS.get(key, f"did you mean {near[0]!r}?" if near else "")

@@ -146,7 +146,7 @@ def _in_turn(tables: Sequence[Table]) -> Iterator[Row]:
 
 
 def read_rows(path: str | Path, *, stream: bool = False) -> Table:
-    """Read a data set from a file, or all files of a directory in the order of their names.
+    r"""Read a data set from a file, or all files of a directory in the order of their names.
 
     Args:
         path: `.jsonl`, `.json` (a list of objects, or an object a line), `.csv` (a column is of
@@ -157,6 +157,13 @@ def read_rows(path: str | Path, *, stream: bool = False) -> Table:
     Raises:
         ValueError: for another kind of file, no files, or a malformed one.
         ImportError: for a `.parquet` file, if pyarrow is not installed.
+
+    Example:
+        >>> import tempfile, pathlib
+        >>> path = pathlib.Path(tempfile.mkdtemp(), "sums.csv")
+        >>> _ = path.write_text("question,level\n1+1=,1\n")
+        >>> read_rows(path)[0]
+        {'question': '1+1=', 'level': 1}
     """
     place = Path(path)
     files = sorted(x for x in place.iterdir() if x.is_file()) if place.is_dir() else [place]
@@ -183,6 +190,13 @@ def write_rows(rows: Iterable[Mapping[str, Any]], path: str | Path, kind: str = 
     Raises:
         ValueError: for another kind.
         ImportError: for `parquet`, if pyarrow is not installed.
+
+    Example:
+        >>> import tempfile, pathlib
+        >>> path = pathlib.Path(tempfile.mkdtemp(), "sums.jsonl")
+        >>> write_rows([{"question": "1+1=", "level": 1}], path)
+        >>> list(read_rows(path))
+        [{'question': '1+1=', 'level': 1}]
     """
     place = Path(path)
     place.parent.mkdir(parents=True, exist_ok=True)

@@ -4,6 +4,7 @@ from twinkle_jax.loss import (
     BNPOLoss,
     ChunkedCrossEntropyLoss,
     CISPOLoss,
+    CPOLoss,
     CrossEntropyLoss,
     DPOLoss,
     DRGRPOLoss,
@@ -12,12 +13,15 @@ from twinkle_jax.loss import (
     GSPOLoss,
     Loss,
     MSELoss,
+    ORPOLoss,
     SAPOLoss,
+    SimPOLoss,
 )
 
 __all__ = [
     "BNPOLoss",
     "CISPOLoss",
+    "CPOLoss",
     "ChunkedCrossEntropyLoss",
     "CrossEntropyLoss",
     "DPOLoss",
@@ -27,5 +31,7 @@ __all__ = [
     "GSPOLoss",
     "Loss",
     "MSELoss",
+    "ORPOLoss",
     "SAPOLoss",
+    "SimPOLoss",
 ]

@@ -31,6 +31,20 @@ def local_id(place: Any, what: str = "model_id") -> Any:
     return place.removeprefix("hf://")
 
 
+def class_of(name: str, module: str) -> type:
+    """Give the class of a module of ours that has a name.
+
+    Raises:
+        ValueError: for a name that the module does not have.
+    """
+    known = vars(import_module(module))
+    public = {x: y for x, y in known.items() if isinstance(y, type) and not x.startswith("_")}
+    if name not in public:
+        raise ValueError(f"{name!r} must be one of {', '.join(sorted(public))}; see {PAGE}")
+    found: type = public[name]
+    return found
+
+
 def construct(kind: Any, module: str, **options: Any) -> Any:
     """Make what `kind` names: a class of a module of ours by name, a class, or an object as it is.
 
@@ -44,11 +58,7 @@ def construct(kind: Any, module: str, **options: Any) -> Any:
         TypeError: for options beside an object that is made already.
     """
     if isinstance(kind, str):
-        known = import_module(module)
-        if not isinstance(getattr(known, kind, None), type):
-            names = [x for x in known.__all__ if isinstance(getattr(known, x), type)]
-            raise ValueError(f"{kind!r} must be one of {', '.join(names)}; see {PAGE}")
-        kind = getattr(known, kind)
+        kind = class_of(kind, module)
     if inspect.isclass(kind):
         return kind(**options)
     if options:

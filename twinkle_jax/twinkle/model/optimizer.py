@@ -5,6 +5,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import optax
 
 from twinkle_jax.training.optimizer import make_optimizer
@@ -22,16 +23,29 @@ _TORCH: dict[str, tuple[str, dict[str, Any]]] = {
     "Lion": ("lion", {"betas": (0.9, 0.99), "weight_decay": 0.0}),
     "Muon": (
         "muon",
-        {"weight_decay": 0.1, "momentum": 0.95, "nesterov": True, "eps": 1e-7, "ns_steps": 5},
+        {
+            "weight_decay": 0.1,
+            "momentum": 0.95,
+            "nesterov": True,
+            "eps": 1e-7,
+            "ns_steps": 5,
+            "adjust_lr_fn": None,
+        },
     ),
 }
 _RENAMED = {"muon": {"momentum": "beta"}}
+_MUON_SCALES = {None: None, "original": None, "match_rms_adamw": 0.2}  # PyTorch's `adjust_lr_fn`
 
 
 def choose_optimizer(
     optimizer: str | optax.GradientTransformation, options: dict[str, Any]
 ) -> optax.GradientTransformation:
-    """Make an optimizer by PyTorch's or Optax's name; or take an Optax transformation."""
+    """Make an optimizer by PyTorch's or Optax's name; or take an Optax transformation.
+
+    A class of PyTorch's stands for its name.
+    """
+    if isinstance(optimizer, type) and optimizer.__name__ in _TORCH:
+        optimizer = optimizer.__name__
     if isinstance(optimizer, str):
         if optimizer not in _TORCH:
             return make_optimizer(optimizer, **options)
@@ -54,9 +68,27 @@ def _optax_options(name: str, options: dict[str, Any]) -> dict[str, Any]:
     betas = options.pop("betas", None)
     if betas is not None:
         options |= {"b1": betas[0], "b2": betas[1]}
+    if name == "muon":
+        scale = options.pop("adjust_lr_fn")
+        if scale not in _MUON_SCALES:
+            raise ValueError(f"adjust_lr_fn must be one of {list(_MUON_SCALES)}, got {scale!r}")
+        options["consistent_rms"] = _MUON_SCALES[scale]
+        options["muon_weight_dimension_numbers"] = _matrices
     if name == "sgd":
         options["momentum"] = options["momentum"] or None
     return {_RENAMED.get(name, {}).get(key, key): value for key, value in options.items()}
+
+
+def _matrices(params: Any) -> Any:
+    """Say which axes Muon orthogonalizes: the last two of stacked layers, each layer by itself.
+
+    Embeddings, the output matrix and what is no matrix are left to Adam.
+    """
+
+    def axes(leaf: Any) -> optax.contrib.MuonDimensionNumbers | None:
+        return optax.contrib.MuonDimensionNumbers(1, 2) if leaf.ndim == 3 else None
+
+    return jax.tree.map(axes, params)
 
 
 def _cosine_annealing(*, T_max: int, eta_min: float = 0.0) -> Schedule:  # noqa: N803  PyTorch's
@@ -79,11 +111,20 @@ def _warmed_up(decay: Callable[[float], float], warmup: int, steps: int) -> Sche
     return rate
 
 
-def _cosine_warmup(*, num_training_steps: int, num_warmup_steps: int = 0) -> Schedule:
+def _cosine_warmup(
+    *, num_training_steps: int, num_warmup_steps: int = 0, eta_min: float = 0.0
+) -> Schedule:
     def decay(part: float) -> float:
         return 0.5 * (1 + math.cos(math.pi * part))
 
-    return _warmed_up(decay, num_warmup_steps, num_training_steps)
+    falling = _warmed_up(decay, num_warmup_steps, num_training_steps)
+    if not eta_min:
+        return falling
+    return lambda step, base: (
+        falling(step, base)
+        if step < num_warmup_steps
+        else eta_min + falling(step, base) * (base - eta_min) / base
+    )
 
 
 def _linear_warmup(*, num_training_steps: int, num_warmup_steps: int = 0) -> Schedule:

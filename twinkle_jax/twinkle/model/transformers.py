@@ -2,7 +2,7 @@
 
 import math
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -15,67 +15,74 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
+from twinkle_jax.data import Inputs, PerSequence
 from twinkle_jax.data.batch import Batch, HostArray, micro_batches
 from twinkle_jax.data.features import (
     LOSS_INPUTS,
     Feature,
-    Inputs,
-    PerSequence,
     Piece,
     align_loss_input,
     read_features,
     split_packed,
     write_pieces,
 )
-from twinkle_jax.loss import Loss, LossFunction, get_loss
+from twinkle_jax.loss import GKDLoss, Loss, LossFunction, get_loss
 from twinkle_jax.model import (
     Decoder,
     LoraConfig,
+    Params,
+    Remat,
+    load_adapter,
     load_pretrained,
-    merge_adapter,
     merge_params,
-    parse_config,
     partition_rules,
-    save_pretrained,
     shard_like_params,
 )
-from twinkle_jax.model.decoder.forward import Remat
 from twinkle_jax.model.decoder.lora import adapter_scales, init_adapter, read_lora_config
-from twinkle_jax.model.decoder.parameters import Params
 from twinkle_jax.model.decoder.sharding import batch_sharding
-from twinkle_jax.model.huggingface.adapter_files import adapter_tensors, load_adapter, save_adapter
-from twinkle_jax.model.huggingface.atomic_directory import check_target, replace_directory
-from twinkle_jax.model.huggingface.checkpoint_files import (
-    ADAPTER_CONFIG,
-    CONFIG,
-    locate,
-    read_json,
-)
+from twinkle_jax.model.huggingface.adapter_files import adapter_tensors
 from twinkle_jax.model.huggingface.checkpoint_names import PREFIX
 from twinkle_jax.model.huggingface.checkpoint_write import list_tensors
-from twinkle_jax.training.checkpoint import find_fault, read_checkpoint, write_checkpoint
 from twinkle_jax.training.gradient import StepSummary, add_summaries, grad_step
 from twinkle_jax.training.score import score_batch
-from twinkle_jax.training.state import begin_training, init_optimizer
+from twinkle_jax.training.state import TrainState, begin_training, init_optimizer
 from twinkle_jax.training.update import (
     UpdateInfo,
     apply_gradients,
     clip_gradients,
     zero_gradients,
 )
-from twinkle_jax.twinkle.metric import MetricLog
-from twinkle_jax.twinkle.optimizer import (
+from twinkle_jax.twinkle.infra import DeviceMesh, mesh_of, note_group
+from twinkle_jax.twinkle.model.files import (
+    TRAINING_STATE,
+    read_weights,
+    resume,
+    save_run,
+    write_weights,
+)
+from twinkle_jax.twinkle.model.group import OptimizerGroup
+from twinkle_jax.twinkle.model.optimizer import (
     DEFAULT_LEARNING_RATE,
     Factor,
     choose_optimizer,
     choose_schedule,
 )
+from twinkle_jax.twinkle.names import class_of, construct, local_id, refuse, warn_once
+from twinkle_jax.twinkle.processor import InputProcessor
 
 Precision = Literal["no", "bf16"]
 _DTYPES = {"no": "float32", "bf16": "bfloat16"}
-_TRAINING_STATE = "training_state"  # the directory of what a run goes on with besides weights
-_OWN_FILES = ("*.safetensors", "*.safetensors.index.json", _TRAINING_STATE)  # replaced by a save
-_COUNTERS = ("cur_step", "consumed_train_samples", "gradient_accumulation_steps")
+_SPEED = (  # Twinkle's options that change neither what is computed nor in which type
+    "attn_implementation",
+    "ddp_config",
+    "fsdp_config",
+    "gradient_checkpointing",
+    "low_cpu_mem_usage",
+    "memory_efficient_init",
+    "strategy",
+    "tokenizer_id",
+    "trust_remote_code",
+)
 
 
 class TransformersModel:
@@ -88,80 +95,143 @@ class TransformersModel:
     serves all batches that fit in it.
 
     `cur_step` counts calls of `forward_backward`. With `gradient_accumulation_steps` of n, the
-    verbs that change the policy do nothing unless it is a multiple of n. `adapter_name` in any verb
-    must be the name of the adapter, if there is one.
+    verbs that change the policy do nothing unless it is a multiple of n. `optimizer_group` has, by
+    the name of an adapter, what it is trained with; `adapter_name` in a verb chooses one, and
+    without it the last adapter added is meant.
 
     Args:
         model_id: a directory with a Hugging Face checkpoint, a hub id, or a
             [`Decoder`][twinkle_jax.model.Decoder], whose parameters are copied.
+        device_mesh: Twinkle's mesh; None for that of `initialize`.
         dtype: type to compute in, float32 by default. Trained parameters are float32 in any case;
             the frozen ones under adapters are in this type.
         mixed_precision: the same in Twinkle's words, `"no"` or `"bf16"`.
-        mesh: devices to run on, from [`make_mesh`][twinkle_jax.model.make_mesh]; None for one.
+        mesh: devices to run on, from [`make_mesh`][twinkle_jax.model.make_mesh], instead of
+            `device_mesh`; None for one.
         remat: as for [`hidden_states`][twinkle_jax.model.hidden_states].
         seed: of the noise of dropout.
+        model_cls: unused, and said once: the checkpoint's configuration names the architecture.
+        remote_group: unused, and said once: there are no groups of workers.
+        options: Twinkle's others about kernels, memory and workers have no effect on results, and
+            none here.
 
     Raises:
         ValueError: for what `load_pretrained` refuses, and a mesh with other or explicit axes.
+        TypeError: for an unknown option.
     """
 
     def __init__(
         self,
         model_id: str | Path | Decoder,
         *,
+        device_mesh: DeviceMesh | None = None,
         dtype: DTypeLike | None = None,
         mixed_precision: Precision | None = None,
         mesh: Mesh | None = None,
         remat: Remat = True,
         seed: int = 0,
+        model_cls: Any = None,
+        remote_group: str | None = None,
+        **options: Any,
     ) -> None:
-        self.model_id, self.mesh, self.remat = model_id, mesh, remat
+        refuse("TransformersModel", {k: x for k, x in options.items() if k not in _SPEED})
+        note_group(remote_group)
+        if model_cls is not None:
+            warn_once(
+                "model_cls is not read: the checkpoint's configuration names the architecture"
+            )
+        model_id = local_id(model_id)
+        self.model_id, self.remat = model_id, remat
+        self.mesh = mesh_of(device_mesh) if mesh is None else mesh
         self.dtype = jnp.dtype(_compute_dtype(dtype, mixed_precision))
-        decoder = self._copy(model_id) if isinstance(model_id, Decoder) else self._read(model_id)
+        decoder = self._copy(model_id) if isinstance(model_id, Decoder) else self.read(model_id)
         self.config, self.source = decoder.config, decoder.source
         self.key = jax.random.key(seed)
-        self.cur_step, self.gradient_accumulation_steps = 0, 1
-        self._optimizer: optax.GradientTransformation | None = None
-        self._lr, self._lr_steps = 1.0, 0
-        self._schedule = choose_schedule("ConstantLR", {})
-        self._adapter: tuple[str, LoraConfig] | None = None
-        self._frozen: dict[str, Any] | None = None
-        self._loss: Loss | None = None
-        self._template: Any = None
-        self._log = MetricLog()
-        self._norm: Float[Array, ""] | None = None
-        self._updates: list[UpdateInfo] = []
-        self.state = begin_training(decoder.params, None, mesh)
+        self._base: Params | None = None  # the frozen parameters under adapters
+        state = begin_training(decoder.params, None, self.mesh)
+        self.optimizer_group = {"": OptimizerGroup("", state)}
+        self.active_group = ""
 
     # What it holds.
 
     @property
     def params(self) -> dict[str, Any]:
-        """The whole tree of parameters, adapters included: what the decoder's functions take.
+        """All parameters, the active adapter included: what the decoder's functions take.
 
         `prefill` and `decode_step` sample from it, under LoRA too;
         [`merge_adapter`][twinkle_jax.model.merge_adapter] gives one without adapters. Nothing is
         copied, and the next `forward_backward` or `step` donates what is trained: ask again then.
         """
-        return merge_params(self._frozen, self.state.params)
+        return self.merged(self.group())
+
+    @property
+    def state(self) -> TrainState:
+        """What the active adapter trains, or the parameters themselves."""
+        return self.group().state
+
+    @state.setter
+    def state(self, state: TrainState) -> None:
+        self.group().state = state
 
     @property
     def template(self) -> Any:
         """What `set_template` was given; None before that."""
-        return self._template
+        return self.group().template
 
     @property
     def learning_rate(self) -> float:
         """What the next step multiplies updates by."""
-        return float(self._schedule(self._lr_steps, self._lr))
+        return self.group().learning_rate
+
+    @property
+    def cur_step(self) -> int:
+        """How often `forward_backward` was called."""
+        return self.group().cur_step
+
+    @property
+    def has_adapters(self) -> bool:
+        """Whether adapters are trained instead of the parameters."""
+        return "" not in self.optimizer_group
+
+    def group(self, adapter_name: str | None = None) -> OptimizerGroup:
+        """Give what an adapter is trained with; by default the last one that was added.
+
+        Raises:
+            ValueError: if there is no such adapter.
+        """
+        name = adapter_name or self.active_group
+        if name not in self.optimizer_group:
+            names = sorted(filter(None, self.optimizer_group))
+            known = " or ".join(map(repr, names)) if names else None
+            raise ValueError(f"adapter_name must be {known} or left out, got {adapter_name!r}")
+        return self.optimizer_group[name]
+
+    def merged(self, group: OptimizerGroup) -> dict[str, Any]:
+        """Lay what a group trains over the frozen parameters."""
+        return merge_params(group.frozen, group.state.params)
 
     def get_state_dict(self, *, adapter_name: str | None = None) -> dict[str, np.ndarray]:
         """Copy what is trained to the host, named and laid out as in a checkpoint."""
-        self._check_name(adapter_name)
-        if self._adapter is not None:
-            return adapter_tensors(self.config, self.state.params)
-        tensors = list_tensors(Decoder(self.config, self.state.params), PREFIX, None)
+        group = self.group(adapter_name)
+        if group.lora is not None:
+            return adapter_tensors(self.config, group.state.params)
+        tensors = list_tensors(Decoder(self.config, group.state.params), PREFIX, None)
         return {tensor.name: tensor.fetch() for tensor in tensors}
+
+    def get_train_configs(self, *, adapter_name: str | None = None) -> str:
+        """Describe what is trained, and how."""
+        group = self.group(adapter_name)
+        trained = sum(leaf.size for leaf in jax.tree.leaves(group.state.params))
+        total = sum(leaf.size for leaf in jax.tree.leaves(self.merged(group)))
+        lines = [
+            f"Adapter config: {group.lora}",
+            f"Trainable params: {trained:,d} || all params: {total:,d} || "
+            f"trainable%: {100 * trained / total:.4f}",
+            f"Loss: {type(group.loss).__name__}",
+            f"Learning rate: {group.learning_rate}",
+            f"Gradient accumulation steps: {group.gradient_accumulation_steps}",
+        ]
+        return "\n".join(lines)
 
     # Setting it up.
 
@@ -176,69 +246,96 @@ class TransformersModel:
         """Freeze the parameters, and train low-rank adapters instead.
 
         Args:
-            adapter_name: a name for it; there can be one adapter.
+            adapter_name: a name for it; several adapters share the frozen parameters, and each is
+                trained by itself.
             config_or_dir: a [`LoraConfig`][twinkle_jax.model.LoraConfig], or PEFT's; or a directory
                 with an adapter. `lora_dropout` is applied while training, and only then.
             gradient_accumulation_steps: how many calls of `forward_backward` make an update.
             seed: of the random A; B starts at 0, so nothing changes yet.
 
         Raises:
-            ValueError: if there is an adapter, or an option or target is not supported.
+            ValueError: if the name is taken, or an option or target is not supported.
         """
-        self._set_accumulation(gradient_accumulation_steps)
         if isinstance(config_or_dir, str | Path):
-            self._set_adapter(adapter_name, *load_adapter(config_or_dir, self.config))
-            return
-        lora = read_lora_config(config_or_dir)
-        adapter = init_adapter(jax.random.key(seed), self.config, lora)
-        self._set_adapter(adapter_name, lora, adapter)
+            lora, adapter = load_adapter(local_id(config_or_dir), self.config)
+        else:
+            lora = read_lora_config(config_or_dir)
+            adapter = init_adapter(jax.random.key(seed), self.config, lora)
+        self.add_group(adapter_name, lora, adapter)
+        self.group(adapter_name).set_accumulation(gradient_accumulation_steps)
 
     def set_loss(
         self,
-        loss: str | type[Loss] | Loss | LossFunction,
+        loss_cls: str | type[Loss] | Loss | LossFunction,
         *,
         adapter_name: str | None = None,
         **options: Any,
     ) -> None:
-        """Choose a loss.
+        """Choose a loss; it is `CrossEntropyLoss` before that.
 
         Args:
-            loss: a name, `'grpo'` or `'GRPOLoss'`; a class of `twinkle_jax.loss` or its object; or
-                a function, as [`get_loss`][twinkle_jax.loss.get_loss] takes it.
+            loss_cls: a name, `'grpo'` or `'GRPOLoss'`; a class of `twinkle_jax.loss` or its object;
+                or a function, as [`get_loss`][twinkle_jax.loss.get_loss] takes it.
             adapter_name: of the adapter, if there is one.
             options: arguments of the class.
 
         Raises:
-            ValueError: for an unknown name, and losses that need values or logits.
+            ValueError: for an unknown name, and losses that need values or, except for `GKDLoss`,
+                logits.
             TypeError: for what is no loss, and arguments that it does not have.
         """
-        self._check_name(adapter_name)
-        made = get_loss(loss, **options)
+        group = self.group(adapter_name)
+        made = get_loss(loss_cls, **options)
         needs = "values" if made.require_values else "logits" if made.require_logits else None
-        if needs:
+        if needs and not isinstance(made, GKDLoss):
             raise ValueError(
                 f"loss must need log-probabilities only, got {type(made).__name__}, "
                 f"which needs {needs}"
             )
-        self._loss = made
+        group.loss = made
 
     def set_template(
-        self,
-        template: Callable[[Any], Mapping[str, Any]] | Any,
-        *,
-        adapter_name: str | None = None,
+        self, template_cls: Any, *, adapter_name: str | None = None, **options: Any
     ) -> None:
-        """Choose what makes an input feature of a trajectory: an object's `encode`, or a call."""
-        self._check_name(adapter_name)
-        if isinstance(template, str) or not callable(getattr(template, "encode", template)):
+        """Choose what makes an input feature of a trajectory.
+
+        Args:
+            template_cls: a name, `"Qwen3_5Template"` or `"Template"`, or a class; an object with
+                `encode`; or a function.
+            adapter_name: of the adapter, if there is one.
+            options: arguments of the class, `model_id` and `enable_thinking` for two.
+
+        Raises:
+            ValueError: for an unknown name.
+            TypeError: for what does not encode.
+        """
+        group = self.group(adapter_name)
+        template = construct(template_cls, "twinkle_jax.twinkle.template", **options)
+        if not callable(getattr(template, "encode", template)):
             raise TypeError(
                 f"template must be a function or an object with 'encode', got {template!r}"
             )
-        self._template = template
+        group.template = template
+
+    def set_processor(
+        self, processor_cls: Any, *, adapter_name: str | None = None, **options: Any
+    ) -> None:
+        """Take Twinkle's `InputProcessor`, which changes nothing here: no result depends on layout.
+
+        Raises:
+            TypeError: for another processor, which might change what is computed.
+        """
+        self.group(adapter_name)
+        made = construct(processor_cls, "twinkle_jax.twinkle.processor", **options)
+        if type(made) is not InputProcessor:
+            raise TypeError(
+                f"processor_cls must be InputProcessor, got {made!r}: change the features before "
+                "they come here; see docs/from_twinkle.md"
+            )
 
     def set_optimizer(
         self,
-        optimizer: str | optax.GradientTransformation,
+        optimizer_cls: str | type | optax.GradientTransformation = "AdamW",
         lr: float | None = None,
         *,
         adapter_name: str | None = None,
@@ -247,9 +344,10 @@ class TransformersModel:
         """Choose an optimizer, and begin its state anew.
 
         Args:
-            optimizer: PyTorch's name with its options and defaults, `'AdamW'`, `'Adam'`, `'SGD'`,
-                `'Lion'` or `'Muon'`; the name of an optimizer of Optax, with its; or any Optax
-                transformation. Weight decay leaves norms and biases out, as in Twinkle.
+            optimizer_cls: PyTorch's name or class with its options and defaults, `'AdamW'`,
+                `'Adam'`, `'SGD'`, `'Lion'` or `'Muon'`; the name of an optimizer of Optax, with
+                its options; or any Optax transformation. Weight decay leaves norms and biases out,
+                as in Twinkle.
             lr: learning rate; Twinkle's 0.00001 for a name. It multiplies the updates of a
                 transformation, which brings its own as a rule: 1 there.
             adapter_name: of the adapter, if there is one.
@@ -259,23 +357,25 @@ class TransformersModel:
             ValueError: for an unknown name, or a learning rate that is negative or not finite.
             TypeError: for an unknown option.
         """
-        self._check_name(adapter_name)
-        chosen = choose_optimizer(optimizer, options)
+        group = self.group(adapter_name)
+        chosen = choose_optimizer(optimizer_cls, options)
         if lr is None:
-            lr = DEFAULT_LEARNING_RATE if isinstance(optimizer, str) else 1.0
+            lr = 1.0 if chosen is optimizer_cls else DEFAULT_LEARNING_RATE
         if not 0 <= float(lr) < math.inf:
             raise ValueError(f"lr must be at least 0 and finite, got {lr}")
-        jax.eval_shape(partial(init_optimizer, chosen), self.state.params)  # fail before it changes
-        self._optimizer, self._lr = chosen, float(lr)
-        self._restart(self.state.params)
+        jax.eval_shape(
+            partial(init_optimizer, chosen), group.state.params
+        )  # fail before it changes
+        group.optimizer, group.lr = chosen, float(lr)
+        self.restart(group, group.state.params)
 
     def set_lr_scheduler(
-        self, scheduler: str | Factor, *, adapter_name: str | None = None, **options: Any
+        self, scheduler_cls: str | Factor, *, adapter_name: str | None = None, **options: Any
     ) -> None:
         """Choose a schedule: a name, or a function from the count of `lr_step` to a factor."""
-        self._check_name(adapter_name)
-        self._schedule = choose_schedule(scheduler, options)
-        self._lr_steps = 0
+        group = self.group(adapter_name)
+        group.schedule = choose_schedule(scheduler_cls, options)
+        group.lr_steps = 0
 
     # Forward and backward.
 
@@ -289,6 +389,7 @@ class TransformersModel:
         temperature: float = 1.0,
         disable_lora: bool = False,
         adapter_name: str | None = None,
+        task: str = "causal_lm",
     ) -> dict[str, np.ndarray]:
         """Score the labels of inputs, without gradients and without dropout.
 
@@ -302,15 +403,17 @@ class TransformersModel:
             temperature: at which log-probabilities and entropies are taken.
             disable_lora: whether to leave adapters out, as for a reference policy.
             adapter_name: of the adapter, if there is one.
+            task: `"causal_lm"` is the only one.
 
         Returns:
             `logps` [rows, time], in input order, padded with zeros on the right, and 0 where the
             label is −100; `entropies` likewise and `logits` [rows, time, vocabulary] when asked.
         """
-        self._check_name(adapter_name)
-        features = self._read_features(inputs, labels_needed=False)
+        group = self.group(adapter_name)
+        _check_task(task)
+        features = self._read_features(group, inputs, labels_needed=False)
         pieces = split_packed(features)
-        adapter = {} if disable_lora and self._adapter else self.state.params
+        adapter = {} if disable_lora and group.lora is not None else group.state.params
         shape = (len(features), max(len(feature["labels"]) for feature in features))
         outputs: dict[str, np.ndarray] = {}
         done = 0
@@ -319,7 +422,7 @@ class TransformersModel:
                 adapter,
                 batch,
                 self.config,
-                frozen=self._frozen,
+                frozen=group.frozen,
                 temperature=temperature,
                 with_entropy=return_entropy,
                 with_logits=return_logits,
@@ -331,8 +434,62 @@ class TransformersModel:
                     out = outputs.setdefault(name, np.zeros(shape + values.shape[2:], np.float32))
                     write_pieces(out, np.asarray(values), pieces[done : done + count])
             done += count
-        self._log.show(False, features, outputs)
+        group.last_pass = features, pieces, outputs
+        group.log.show(False, features, outputs)
         return outputs
+
+    def calculate_loss(
+        self,
+        *,
+        advantages: PerSequence | None = None,
+        old_logps: PerSequence | None = None,
+        ref_logps: PerSequence | None = None,
+        ref_outputs: Mapping[str, Any] | None = None,
+        adapter_name: str | None = None,
+    ) -> float:
+        """Compute the loss of the last `forward_only`, which `calculate_metric(False)` averages.
+
+        Args:
+            advantages: as for `forward_backward`.
+            old_logps: likewise.
+            ref_logps: likewise.
+            ref_outputs: likewise.
+            adapter_name: of the adapter, if there is one.
+
+        Raises:
+            ValueError: if there was no pass, or the loss needs more than log-probabilities.
+        """
+        group = self.group(adapter_name)
+        if group.last_pass is None:
+            raise ValueError("inputs must have been scored first: call forward_only")
+        features, pieces, outputs = group.last_pass
+        if isinstance(group.loss, GKDLoss) or (
+            group.loss.require_entropy and "entropies" not in outputs
+        ):
+            raise ValueError(
+                f"{type(group.loss).__name__} must be computed by forward_backward: "
+                "it needs more than log-probabilities"
+            )
+        beside = _loss_inputs(advantages, old_logps, ref_logps, ref_outputs)
+        aligned = {name: align_loss_input(name, x, features, pieces) for name, x in beside.items()}
+        ((batch, count),) = micro_batches([p.feature for p in pieces], aligned, None)
+        scores = {}
+        for name in ("logps", "entropies"):
+            if name in outputs:
+                scores[name] = np.zeros(batch.tokens.shape, np.float32)
+                for row, piece in zip(scores[name], pieces, strict=False):
+                    values = outputs[name][piece.row, piece.columns]
+                    row[: len(values)] = values
+        arrays = {k: x[:count] for k, x in batch._asdict().items() if k in beside and x is not None}
+        with jax.numpy_dtype_promotion("standard"):
+            output = group.loss(
+                {"labels": batch.labels[:count]},
+                {name: x[:count] for name, x in scores.items()},
+                **arrays,
+            )
+        loss = float(output.loss / (output.num_tokens or 1))
+        group.log.add_loss(loss)
+        return loss
 
     def forward_backward(
         self,
@@ -341,10 +498,12 @@ class TransformersModel:
         advantages: PerSequence | None = None,
         old_logps: PerSequence | None = None,
         ref_logps: PerSequence | None = None,
+        ref_outputs: Mapping[str, Any] | None = None,
         micro_batch_size: int | None = None,
         temperature: float = 1.0,
         gradient_accumulation_steps: int | None = None,
         adapter_name: str | None = None,
+        task: str = "causal_lm",
     ) -> Float[Array, ""]:
         """Compute the loss and add its gradient to the accumulated gradients.
 
@@ -359,42 +518,56 @@ class TransformersModel:
             old_logps: log-probabilities when the tokens were drawn, one a labelled token or one a
                 position. None: on policy.
             ref_logps: the same under a reference policy.
+            ref_outputs: what `forward_only` of a reference policy returned, instead.
             micro_batch_size: sequences at a time; None for all. It changes memory and time only.
             temperature: at which log-probabilities are taken, as the sampler did.
             gradient_accumulation_steps: how many such calls make an update, from now on.
             adapter_name: of the adapter, if there is one.
+            task: `"causal_lm"` is the only one.
 
         Returns:
             The loss of these inputs.
         """
-        self._check_name(adapter_name)
-        self._set_accumulation(gradient_accumulation_steps)
-        if self._loss is None:
-            raise ValueError("a loss must be chosen first: call set_loss")
-        features = self._read_features(inputs, labels_needed=True)
+        group = self.group(adapter_name)
+        _check_task(task)
+        group.set_accumulation(gradient_accumulation_steps)
+        features = self._read_features(group, inputs, labels_needed=True)
         pieces = split_packed(features)
-        beside = dict(zip(LOSS_INPUTS, (advantages, old_logps, ref_logps), strict=True))
+        beside = _loss_inputs(advantages, old_logps, ref_logps, ref_outputs)
         aligned = {name: align_loss_input(name, x, features, pieces) for name, x in beside.items()}
         total: StepSummary | None = None
-        for batch, _ in self._micro_batches(pieces, aligned, micro_batch_size):
-            self.state, summary = grad_step(
-                self.state,
+        shape = (len(features), max(len(feature["labels"]) for feature in features))
+        logps = np.zeros(shape, np.float32) if group.log.sees_logps(True) else None
+        done = 0
+        for batch, count in self._micro_batches(pieces, aligned, micro_batch_size):
+            group.state, summary = grad_step(
+                group.state,
                 batch,
                 self.config,
-                self._loss,
-                frozen=self._frozen,
+                group.loss,
+                frozen=group.frozen,
                 temperature=temperature,
-                key=self.key if self._adapter and self._adapter[1].lora_dropout else None,
+                key=self.key if group.lora is not None and group.lora.lora_dropout else None,
                 compute_dtype=self.dtype,
                 remat=self.remat,
                 mesh=self.mesh,
             )
+            if logps is not None and summary.logps is not None:
+                write_pieces(logps, np.asarray(summary.logps), pieces[done : done + count])
+            done += count
             total = summary if total is None else add_summaries(total, summary)
         assert total is not None
-        self.cur_step += 1
-        self._log.add_summary(total)
-        facts = {"lr": self.learning_rate, "step": self.cur_step, "grad_norm": self._norm}
-        self._log.show(True, features, {"loss": total.loss}, **facts)
+        group.cur_step += 1
+        group.log.add_summary(total)
+        outputs = {"loss": total.loss} | ({} if logps is None else {"logps": logps})
+        facts: dict[str, Any] = {
+            "lr": group.learning_rate,
+            "step": group.cur_step,
+            "grad_norm": group.gradient_norm,
+            "gradient_accumulation_steps": group.gradient_accumulation_steps,
+            **{name: values for name, values in beside.items() if values is not None},
+        }
+        group.log.show(True, features, outputs, **facts)
         return total.loss
 
     # Updates.
@@ -407,31 +580,34 @@ class TransformersModel:
         adapter_name: str | None = None,
     ) -> Float[Array, ""] | None:
         """Clip the accumulated gradients; return their norm before that."""
-        if not self._due(gradient_accumulation_steps, adapter_name):
+        group = self.group(adapter_name)
+        if not group.due(gradient_accumulation_steps):
             return None
-        self.state, self._norm = clip_gradients(self.state, max_grad_norm)
-        return self._norm
+        group.state, group.gradient_norm = clip_gradients(group.state, max_grad_norm)
+        return group.gradient_norm
 
     def step(
         self, *, gradient_accumulation_steps: int | None = None, adapter_name: str | None = None
     ) -> UpdateInfo | None:
         """Apply the accumulated gradients if they are finite, and clear them in any case."""
-        due = self._due(gradient_accumulation_steps, adapter_name)
-        return self._apply(None) if due else None
+        group = self.group(adapter_name)
+        return self._apply(group, None) if group.due(gradient_accumulation_steps) else None
 
     def zero_grad(
         self, *, gradient_accumulation_steps: int | None = None, adapter_name: str | None = None
     ) -> None:
         """Clear the accumulated gradients."""
-        if self._due(gradient_accumulation_steps, adapter_name):
-            self.state = zero_gradients(self.state)
+        group = self.group(adapter_name)
+        if group.due(gradient_accumulation_steps):
+            group.state = zero_gradients(group.state)
 
     def lr_step(
         self, *, gradient_accumulation_steps: int | None = None, adapter_name: str | None = None
     ) -> None:
         """Go one step further in the learning-rate schedule."""
-        if self._due(gradient_accumulation_steps, adapter_name):
-            self._lr_steps += 1
+        group = self.group(adapter_name)
+        if group.due(gradient_accumulation_steps):
+            group.lr_steps += 1
 
     def clip_grad_and_step(
         self,
@@ -451,34 +627,38 @@ class TransformersModel:
         Returns:
             Gradient norm, and whether the update was applied; None where more calls are to come.
         """
-        if not self._due(gradient_accumulation_steps, adapter_name):
+        group = self.group(adapter_name)
+        if not group.due(gradient_accumulation_steps):
             return None
-        info = self._apply(max_grad_norm)
-        self._lr_steps += 1
+        info = self._apply(group, max_grad_norm)
+        group.lr_steps += 1
         return info
 
     # Metrics.
 
     def add_metric(
         self,
-        metric: Any,
+        metric_cls: Any,
         is_training: bool | None = None,
         *,
         adapter_name: str | None = None,
         **options: Any,
     ) -> None:
-        """Add a metric of your own, which `calculate_metric` reports.
+        """Add a metric, which `calculate_metric` reports.
 
         Args:
-            metric: an object with `accumulate(inputs, outputs, **facts)` and `calculate()`, or its
-                class. It sees the input features of each pass and its outputs: the `loss` of
-                `forward_backward` with `lr`, `step` and `grad_norm`, or all of `forward_only`.
+            metric_cls: an object with `accumulate(inputs, outputs, **facts)` and `calculate()`, its
+                class, or the name of one of `twinkle_jax.twinkle.metric`. It sees the input
+                features of each pass and its outputs: `loss` and `logps` of `forward_backward` with
+                `lr`, `step`, `grad_norm` and what its loss was given, or all of `forward_only`.
             is_training: True for training passes, False for `forward_only`, None for both.
             adapter_name: of the adapter, if there is one.
             options: arguments of the class.
         """
-        self._check_name(adapter_name)
-        self._log.add_metric(metric, is_training, options)
+        group = self.group(adapter_name)
+        if isinstance(metric_cls, str):
+            metric_cls = class_of(metric_cls, "twinkle_jax.twinkle.metric")
+        group.log.add_metric(metric_cls, is_training, options)
 
     def calculate_metric(
         self, is_training: bool = True, *, adapter_name: str | None = None
@@ -486,19 +666,12 @@ class TransformersModel:
         """Summarise what happened since the last call, as plain numbers.
 
         Args:
-            is_training: False reports added metrics of `forward_only` alone.
+            is_training: False reports the losses of `calculate_loss` and added metrics of
+                `forward_only` alone.
             adapter_name: of the adapter, if there is one.
         """
-        self._check_name(adapter_name)
-        numbers = self._log.report(is_training)
-        if not is_training:
-            return numbers
-        metrics = {"learning_rate": self.learning_rate, "step": float(self.state.step), **numbers}
-        if self._norm is not None:
-            metrics["grad_norm"] = float(self._norm)
-        metrics["skipped_updates"] = float(sum(not info.applied for info in self._updates))
-        self._norm, self._updates = None, []
-        return metrics
+        group = self.group(adapter_name)
+        return group.metrics() if is_training else group.log.report(False)
 
     # Files.
 
@@ -539,38 +712,23 @@ class TransformersModel:
             ValueError: if a checkpoint to go on from would be merged or rounded, or there is no
                 optimizer to save.
         """
-        self._check_name(adapter_name)
-        if self.cur_step % interval:
+        group = self.group(adapter_name)
+        if group.cur_step % interval:
             return None
         folder = Path("output") if name is None and output_dir is None else Path(output_dir or "")
-        target = folder / (f"checkpoint-step-{self.cur_step}" if name is None else name)
+        target = folder / (f"checkpoint-step-{group.cur_step}" if name is None else name)
         target = target.expanduser()
         if not save_optimizer:
-            _remove(target / _TRAINING_STATE)  # it belongs to older weights
-            self._write(target, merge=merge, dtype=dtype)
-            return target
-        if merge or dtype is not None:
+            if (target / TRAINING_STATE).is_dir():  # it belongs to older weights
+                shutil.rmtree(target / TRAINING_STATE)
+            write_weights(self, group, target, merge=merge, dtype=dtype)
+        elif merge or dtype is not None:
             raise ValueError(
                 "save_optimizer must go without merge and dtype, so that a run goes on exactly, "
                 f"got merge={merge}, dtype={dtype}"
             )
-        self._check_optimizer()
-        check_target(target)
-        counters = {
-            "cur_step": self.cur_step,
-            "gradient_accumulation_steps": self.gradient_accumulation_steps,
-            "consumed_train_samples": consumed_train_samples,
-            "lr": self._lr,
-            "lr_steps": self._lr_steps,
-        }
-        with replace_directory(target) as fresh:
-            if target.exists():  # other files of the user's stay
-                shutil.copytree(
-                    target, fresh, dirs_exist_ok=True, ignore=shutil.ignore_patterns(*_OWN_FILES)
-                )
-            self._write_into(fresh)
-            (fresh / _TRAINING_STATE).mkdir()
-            write_checkpoint(fresh / _TRAINING_STATE, self._training_state(), counters)
+        else:
+            save_run(self, group, target, consumed_train_samples)
         return target
 
     def load(
@@ -594,12 +752,11 @@ class TransformersModel:
             ValueError: for what `load_pretrained` refuses, and a model of another configuration,
                 before anything that is held is given up.
         """
-        self._check_name(adapter_name)
-        place = name if output_dir is None else Path(output_dir) / name
+        place = local_id(name) if output_dir is None else Path(output_dir) / name
         if load_optimizer:
-            self.resume_from_checkpoint(place)
+            resume(self, adapter_name, place, False)
         else:
-            self._load(place)
+            read_weights(self, adapter_name, place)
 
     def resume_from_checkpoint(
         self,
@@ -625,115 +782,37 @@ class TransformersModel:
         Raises:
             ValueError: if there is no such state, or it is one of another optimizer.
         """
-        self._check_name(adapter_name)
-        place = locate(checkpoint_dir)
-        saved = place / _TRAINING_STATE
-        if not saved.is_dir():
-            raise ValueError(
-                f"{place} must hold {_TRAINING_STATE}, got none: save(…, save_optimizer=True) "
-                "writes it"
-            )
-        fault = find_fault(saved)
-        if fault is not None:
-            raise ValueError(f"{saved} must be whole: {fault}")
-        if not resume_only_model:
-            self._check_optimizer()
-        self._load(place)
-        counters = read_json(saved, "facts.json")
-        if not resume_only_model:
-            self._resume(saved, counters)
-        return {name: counters[name] for name in _COUNTERS}
+        return resume(self, adapter_name, checkpoint_dir, resume_only_model)
 
-    # Inside.
+    # For the files beside this one.
 
-    def _write(self, directory: Path, *, merge: bool, dtype: DTypeLike | None) -> None:
-        """Write a checkpoint, or the adapter in PEFT's format where there is one."""
-        if self._adapter is not None and not merge:
-            place = self.source if isinstance(self.model_id, Decoder) else self.model_id
-            base, lora = None if place is None else str(place), self._adapter[1]
-            save_adapter(directory, self.config, lora, self.state.params, base=base)
-            return
-        params = jax.jit(merge_adapter)(self.params)
-        save_pretrained(Decoder(self.config, params, source=self.source), directory, dtype=dtype)
+    def add_group(self, name: str, lora: LoraConfig, adapter: Params) -> None:
+        """Add an adapter; the first one freezes the parameters."""
+        if not name or name in self.optimizer_group:
+            raise ValueError(f"adapter_name must be new and not empty, got {name!r}")
+        before = self.group()
+        if not self.has_adapters:
+            before.drop_training_state()
+            self._base = jax.tree.map(lambda x: x.astype(self.dtype), before.state.params)
+            del self.optimizer_group[""]
+        state = begin_training(adapter, None, self.mesh)
+        group = OptimizerGroup(name, state, lora, self.frozen_base(lora))
+        group.template, group.loss = before.template, before.loss
+        group.set_accumulation(before.gradient_accumulation_steps)
+        self.optimizer_group[name], self.active_group = group, name
 
-    def _write_into(self, directory: Path) -> None:
-        """Write weights to a directory that holds other files too."""
-        weights = directory / ".weights"
-        self._write(weights, merge=False, dtype=None)
-        for path in weights.iterdir():
-            path.rename(directory / path.name)
-        weights.rmdir()
+    def frozen_base(self, lora: LoraConfig) -> dict[str, Any]:
+        """Give the frozen parameters with the scales of an adapter."""
+        return merge_params(self._base, adapter_scales(self.config, lora))
 
-    def _load(self, directory: Path | str) -> None:
-        """Read parameters or an adapter; optimizer state and gradients begin anew."""
-        place = locate(directory)
-        if (place / ADAPTER_CONFIG).exists():
-            lora, adapter = load_adapter(place, self.config)
-            if self._adapter is None:
-                return self._set_adapter("default", lora, adapter)
-            self._adapter = self._adapter[0], lora
-            self._frozen = self._base(self._frozen or {}, lora)
-            return self._restart(adapter)
-        if self._adapter is not None:
-            raise ValueError(f"{directory} must hold an adapter, got a whole checkpoint")
-        if parse_config(read_json(place, CONFIG)) != self.config:
-            raise ValueError(
-                f"{directory} must hold a model of this configuration, got another configuration"
-            )
-        self._drop_training_state()  # its memory is free before the new parameters come
-        try:
-            return self._restart(self._read(place).params)
-        except BaseException:
-            self._restart(self.state.params)
-            raise
+    def restart(self, group: OptimizerGroup, params: Params) -> None:
+        """Begin optimizer state and gradients anew; rows go on, so that noise does not repeat."""
+        rows = group.state.rows
+        group.drop_training_state()
+        group.state = begin_training(params, group.optimizer, self.mesh)._replace(rows=rows)
 
-    def _resume(self, saved: Path, counters: dict[str, Any]) -> None:
-        like = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding),
-            self._training_state(),
-        )
-        params = self.state.params
-        self._drop_training_state()
-        try:
-            arrays, _ = read_checkpoint(saved, like)
-        except (ValueError, TypeError) as error:
-            self._restart(params)
-            raise ValueError(f"{saved} must be of a run with this optimizer: {error}") from error
-        except BaseException:
-            self._restart(params)
-            raise
-        self.key = arrays.pop("key")
-        self.state = self.state._replace(**arrays)
-        self.cur_step = counters["cur_step"]
-        self.gradient_accumulation_steps = counters["gradient_accumulation_steps"]
-        self._lr, self._lr_steps = counters["lr"], counters["lr_steps"]
-
-    def _training_state(self) -> dict[str, Any]:
-        state = self.state._asdict() | {"key": self.key}
-        del state["params"]
-        return state
-
-    def _set_adapter(self, name: str, lora: LoraConfig, adapter: Params) -> None:
-        if self._adapter is not None:
-            raise ValueError(
-                f"a model must have one adapter, got {name!r} beside {self._adapter[0]!r}"
-            )
-        self._drop_training_state()
-        self._frozen = self._base(self.state.params, lora)
-        self._adapter = name, lora
-        self._restart(adapter)
-
-    def _base(self, params: Params, lora: LoraConfig) -> dict[str, Any]:
-        frozen = jax.tree.map(lambda x: x.astype(self.dtype), params)
-        return merge_params(frozen, adapter_scales(self.config, lora))
-
-    def _check_name(self, adapter_name: str | None) -> None:
-        """Take the name of the one adapter, which Twinkle's scripts give everywhere."""
-        own = self._adapter[0] if self._adapter else None
-        if adapter_name and adapter_name != own:
-            raise ValueError(f"adapter_name must be {own!r} or left out, got {adapter_name!r}")
-
-    def _read(self, directory: str | Path) -> Decoder:
+    def read(self, directory: str | Path) -> Decoder:
+        """Read a checkpoint onto the devices."""
         rules = None if self.mesh is None else partition_rules(self.mesh)
         return load_pretrained(directory, dtype="float32", mesh=self.mesh, partition=rules)
 
@@ -747,52 +826,29 @@ class TransformersModel:
         params = jax.jit(copied, out_shardings=shardings)(decoder.params)
         return Decoder(decoder.config, params, source=decoder.source)
 
-    def _drop_training_state(self) -> None:
-        self.state = self.state._replace(optimizer_state=None, gradient_sum=None)
-
-    def _restart(self, params: Params) -> None:
-        """Begin optimizer state and gradients anew; rows go on, so that noise does not repeat."""
-        rows = self.state.rows
-        self._drop_training_state()
-        self.state = begin_training(params, self._optimizer, self.mesh)._replace(rows=rows)
-
-    def _set_accumulation(self, steps: int | None) -> None:
-        if steps is None:
-            return
-        if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
-            raise ValueError(f"gradient_accumulation_steps must be a positive int, got {steps!r}")
-        self.gradient_accumulation_steps = steps
-
-    def _due(self, steps: int | None, adapter_name: str | None) -> bool:
-        self._check_name(adapter_name)
-        self._set_accumulation(steps)
-        n = self.gradient_accumulation_steps
-        return n == 1 or (self.cur_step > 0 and self.cur_step % n == 0)
-
-    def _check_optimizer(self) -> optax.GradientTransformation:
-        if self._optimizer is None:
-            raise ValueError("an optimizer must be chosen first: call set_optimizer")
-        return self._optimizer
-
-    def _apply(self, max_grad_norm: float | None) -> UpdateInfo:
-        optimizer = self._check_optimizer()
-        self.state, info = apply_gradients(
-            self.state,
+    def _apply(self, group: OptimizerGroup, max_grad_norm: float | None) -> UpdateInfo:
+        optimizer = group.needed_optimizer()
+        group.state, info = apply_gradients(
+            group.state,
             optimizer,
-            learning_rate=self.learning_rate,
+            learning_rate=group.learning_rate,
             max_grad_norm=max_grad_norm,
             mesh=self.mesh,
         )
-        self._norm = info.gradient_norm if self._norm is None else self._norm
-        self._updates.append(info)
+        if group.gradient_norm is None:
+            group.gradient_norm = info.gradient_norm
+        group.updates.append(info)
         return info
 
-    def _read_features(self, inputs: Inputs, *, labels_needed: bool) -> list[Feature]:
+    def _read_features(
+        self, group: OptimizerGroup, inputs: Inputs, *, labels_needed: bool
+    ) -> list[Feature]:
         return read_features(
             inputs,
-            self._template,
+            group.template,
             vocab_size=self.config.vocab_size,
             labels_needed=labels_needed,
+            other_columns=True,
         )
 
     def _micro_batches(
@@ -827,6 +883,19 @@ def _compute_dtype(dtype: DTypeLike | None, mixed_precision: str | None) -> DTyp
     return named
 
 
-def _remove(directory: Path) -> None:
-    if directory.is_dir():
-        shutil.rmtree(directory)
+def _check_task(task: str) -> None:
+    if task != "causal_lm":
+        raise ValueError(f"task must be 'causal_lm', got {task!r}; see docs/from_twinkle.md")
+
+
+def _loss_inputs(
+    advantages: PerSequence | None,
+    old_logps: PerSequence | None,
+    ref_logps: PerSequence | None,
+    ref_outputs: Mapping[str, Any] | None,
+) -> dict[str, Any]:
+    if ref_outputs is not None:
+        if ref_logps is not None:
+            raise ValueError("ref_logps must be left out with ref_outputs, got both")
+        ref_logps = ref_outputs["logps"]
+    return dict(zip(LOSS_INPUTS, (advantages, old_logps, ref_logps), strict=True))

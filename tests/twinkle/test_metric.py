@@ -1,0 +1,181 @@
+"""Twinkle's metrics, by hand."""
+
+import math
+
+import numpy as np
+import pytest
+
+from twinkle_jax.twinkle.metric import (
+    Accuracy,
+    CISPOMetric,
+    CompletionRewardMetric,
+    DPOMetric,
+    EmbeddingMetric,
+    GRPOMetric,
+    GSPOMetric,
+    LossMetric,
+    TrainMetric,
+)
+
+LABELS = [[1, 2, -100], [3, -100, -100]]
+NEW = np.array([[-1.0, -2.0, np.nan], [-0.5, np.nan, np.nan]])
+
+
+def test_accuracy():
+    metric = Accuracy()
+    logits = np.eye(5)[[1, 0, 3]]
+    metric.accumulate({"labels": np.array([1, 2, -100])}, {"logits": logits})
+    metric.accumulate({"labels": [9, 1, 0, 3], "completion_mask": [1, 1, 0, 1]}, {"logits": logits})
+    assert metric.calculate() == {"accuracy": "0.75", "correct_tokens": 3, "total_tokens": 4}
+    metric.accumulate({"labels": [1]}, {})
+    assert metric.calculate() == {}
+    with pytest.raises(AssertionError):
+        metric.accumulate([{"labels": [1]}], {"logits": logits})
+
+
+def test_loss():
+    metric = LossMetric()
+    for loss, norm in ((1.0, None), (2.0, 0.25)):
+        metric.accumulate([], {"loss": loss}, grad_norm=norm)
+    assert metric.calculate() == {"loss": "1.5000", "grad_norm": "0.250000"}
+    metric.accumulate([{"labels": [1, -100, 2]}], {"loss": 3.0}, loss_reduction="sum")
+    metric.accumulate([], {"loss": 3.0, "num_tokens": 4}, loss_reduction="sum")
+    assert metric.calculate() == {"loss": "1.0000"}
+    assert metric.calculate() == {"loss": "0.0000"}
+
+
+def test_training():
+    metric = TrainMetric()
+    metric.accumulate([], {}, lr=1e-3, step=6, gradient_accumulation_steps=2)
+    numbers = metric.calculate()
+    assert numbers["learning rate"] == "1.000000e-03" and numbers["iters"] == 3
+    assert numbers["total time elapse"] == "0 seconds" and numbers["speed"].endswith(" iters/s")
+    metric.accumulate([], {}, lr=[1e-3, 2e-3], step=8)
+    assert metric.last_step == 6
+    metric.time -= 120
+    numbers = metric.calculate()
+    assert numbers["learning rate(param group 2)"] == "2.000000e-03"
+    assert numbers["total time elapse"] == "0.0 minutes" and numbers["speed"] == "0.01 iters/s"
+
+
+def test_rewards():
+    metric = CompletionRewardMetric()
+    assert metric.calculate() == {}
+    metric.accumulate(rewards={"a": [1.0, 0.0]}, completion_lengths=[2, 4], generate_time=0.5)
+    metric.accumulate(rewards={"a": [0.5], "b": [1.0]}, weight_sync_time=0.25)
+    expected = {
+        "profiling/Time taken: move_model_to_sampler": 0.25,
+        "profiling/Time taken: generate": 0.5,
+        "train/a_reward": 0.5,
+        "train/a_reward_std": 0.5,
+        "train/b_reward": 1.0,
+        "train/b_reward_std": 0.0,
+        "train/completion_length": 3.0,
+    }
+    assert metric.calculate() == metric.calculate() == expected
+    metric.reset()
+    assert metric.calculate() == {}
+
+
+def test_pairs():
+    metric = DPOMetric(beta=0.5)
+    inputs = [{"labels": row} for row in LABELS]
+    reference = {"logps": [[-2.0, -2.0], [-1.5, 7.0]]}
+    metric.accumulate(inputs, {"logps": NEW}, ref_outputs=reference)
+    # Sums: −3 and −0.5; references −4 and −1.5; both rewards 0.5.
+    assert metric.calculate() == {
+        "logps/chosen": "-3.00",
+        "logps/rejected": "-0.50",
+        "logps/ref_chosen": "-4.00",
+        "logps/ref_rejected": "-1.50",
+        "rewards/chosen": "0.5000",
+        "rewards/rejected": "0.5000",
+        "rewards/margins": "0.0000",
+        "rewards/accuracies": "0.0%",
+    }
+    metric.accumulate({"labels": LABELS}, {"logps": NEW}, ref_logps=np.array([[-4, -2], [-1, 0]]))
+    numbers = metric.calculate()
+    assert numbers["rewards/margins"] == "1.2500" and numbers["rewards/accuracies"] == "100.0%"
+    metric.accumulate({"labels": LABELS}, {"logps": NEW})
+    assert metric.calculate().keys() == {"logps/chosen", "logps/rejected"}
+    metric.accumulate(inputs, {})
+    assert metric.calculate() == {}
+    with pytest.raises(AssertionError, match="even"):
+        metric.accumulate({"labels": LABELS[:1]}, {"logps": NEW[:1]})
+
+
+OLD = [[-1.0, -2.0 + math.log(2)], [-0.5 - math.log(2)]]  # ratios 1, 1/2 and 2
+
+
+@pytest.mark.parametrize(
+    ("cls", "advantages", "low", "high"),
+    [
+        (GRPOMetric, [-1.0, 1.0], 1 / 3, 1 / 3),
+        (GRPOMetric, [1.0, -1.0], 0, 0),
+        (CISPOMetric, [1.0, -1.0], 1 / 3, 1 / 3),
+        (GSPOMetric, [-1.0, 1.0], 1 / 2, 1 / 2),  # ratios 0.71 and 2
+        (GSPOMetric, [1.0, -1.0], 0, 0),
+    ],
+)
+def test_how_far_the_policy_went(cls, advantages, low, high):
+    metric = cls(epsilon=0.2)
+    entropies = np.array([[1.0, 2.0, np.nan], [3.0, 0, 0]])
+    metric.accumulate(
+        [{"labels": row} for row in LABELS],
+        {"logps": NEW, "entropies": entropies},
+        old_logps=OLD,
+        advantages=advantages,
+    )
+    numbers = metric.calculate()
+    mean = -3.5 / 3
+    kls = [0, 0.5 + math.log(2) - 1, 2 - math.log(2) - 1]
+    expected = {
+        "train/policy_confidence": math.exp(mean),
+        "train/mean_new_logp": mean,
+        "train/mean_old_logp": mean,
+        "train/logp_diff_mean": 0,
+        "train/approx_kl": sum(kls) / 3,
+        "train/token_kl_max": max(kls),
+        "train/token_ratio_max": 2,
+        "train/entropy": 2,
+        "train/clip_ratio_low": low,
+        "train/clip_ratio_high": high,
+        "train/clip_ratio": low + high,
+    }
+    assert numbers.keys() == expected.keys()
+    for name, value in expected.items():
+        np.testing.assert_allclose(numbers[name], value, atol=1e-9, err_msg=name)
+    assert metric.calculate() == {}
+
+
+def test_the_temperature_of_log_probabilities_and_a_clip_of_its_own():
+    metric = GRPOMetric(temperature=0.5, epsilon=0.9, epsilon_high=0.2)
+    metric.accumulate({"labels": LABELS}, {"logps": NEW}, old_logps=OLD, advantages=[-1.0, 1.0])
+    numbers = metric.calculate()
+    np.testing.assert_allclose(numbers["train/mean_new_logp"], -1.75 / 3)
+    np.testing.assert_allclose(numbers["train/token_ratio_max"], 2**0.5)
+    assert numbers["train/clip_ratio_low"] == 0 < numbers["train/clip_ratio_high"]
+    metric.accumulate({"labels": LABELS}, None)
+    metric.accumulate({"labels": [[-100]]}, {"logps": [[0.0]]})
+    assert metric.calculate() == {}
+    with pytest.raises(TypeError, match="top_k_kl"):
+        GRPOMetric(top_k_kl=3)
+
+
+def test_embeddings():
+    metric = EmbeddingMetric()
+    rows = np.array([[1.0, 0.0], [1.0, 0.0], [0.0, 2.0], [2.0, 2.0]])
+    metric.accumulate({"labels": [1, 0, 1, 0]}, {"embeddings": rows, "loss": 0.5}, grad_norm=2.0)
+    assert metric.calculate() == {
+        "pos_sim": "0.8536",  # (1 + 1/√2) / 2
+        "pos_sim_min": "0.7071",
+        "pos_sim_max": "1.0000",
+        "neg_sim": "1.0000",  # (2 + 0) / 2
+        "loss": "0.5000",
+        "grad_norm": "2.000000",
+    }
+    metric.accumulate([{"labels": [1, 0]}], {"logits": np.stack([rows[:2]] * 2, 1)})
+    assert metric.calculate()["pos_sim"] == "1.0000"
+    metric.accumulate({"labels": [0, 0]}, {"embeddings": rows[:2]})
+    metric.accumulate({"labels": [1, 0]}, {})
+    assert metric.calculate() == {}

@@ -1,0 +1,191 @@
+"""What Twinkle's scripts ask of a model besides training: several adapters, losses, references."""
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+from tests.twinkle.rows import INPUTS, SIDE, assert_equal, gradient
+from twinkle_jax.data import small_tokenizer
+from twinkle_jax.loss import CrossEntropyLoss, DPOLoss, GRPOLoss
+from twinkle_jax.model import LoraConfig, make_mesh
+from twinkle_jax.twinkle import DeviceMesh
+from twinkle_jax.twinkle.checkpoint_engine import CheckpointEngineManager
+from twinkle_jax.twinkle.metric import DPOMetric
+from twinkle_jax.twinkle.model import MegatronModel, TransformersModel
+from twinkle_jax.twinkle.model.optimizer import choose_optimizer
+from twinkle_jax.twinkle.processor import InputProcessor
+
+PAIRS = [INPUTS[0], INPUTS[1], INPUTS[2], INPUTS[1]]
+LORA = LoraConfig(r=2, lora_alpha=4, target_modules=("q_proj", "down_proj"))
+
+
+@pytest.fixture
+def two(checkpoint):
+    model = TransformersModel(model_id=checkpoint)
+    for seed, name in enumerate(("first", "second")):
+        model.add_adapter_to_model(name, LORA, seed=seed, gradient_accumulation_steps=1)
+        model.set_optimizer("SGD", lr=0.5, adapter_name=name)
+    return model
+
+
+def test_adapters_are_trained_by_themselves(two, checkpoint):
+    base = TransformersModel(checkpoint).forward_only(inputs=INPUTS)["logps"]
+    before = two.get_state_dict(adapter_name="second")
+    two.set_loss("GRPOLoss", adapter_name="first")
+    for _ in range(2):  # B starts at 0, so A moves from the second step on
+        two.forward_backward(inputs=INPUTS, adapter_name="first", **SIDE)
+        two.clip_grad_and_step(adapter_name="first")
+    assert_equal(two.get_state_dict(adapter_name="second"), before)
+    assert two.optimizer_group["first"].cur_step == 2 and two.cur_step == 0
+    np.testing.assert_array_equal(two.forward_only(inputs=INPUTS)["logps"], base)
+    learnt = two.forward_only(inputs=INPUTS, adapter_name="first")["logps"]
+    assert np.abs(learnt - base).max() > 1e-3
+    off = two.forward_only(inputs=INPUTS, adapter_name="first", disable_lora=True)["logps"]
+    np.testing.assert_array_equal(off, base)
+    # The frozen parameters are there once.
+    kernels = [g.frozen["lm_head"]["kernel"] for g in two.optimizer_group.values()]
+    assert kernels[0] is kernels[1]
+    assert type(two.group("first").loss) is GRPOLoss
+    assert type(two.group("second").loss) is CrossEntropyLoss
+    with pytest.raises(ValueError, match="'first' or 'second'"):
+        two.step(adapter_name="third")
+
+
+def test_saved_adapters_have_their_tokenizer(two, tmp_path):
+    two.set_template("Qwen3_5Template", model_id=small_tokenizer("123"), adapter_name="first")
+    place = two.save("a", tmp_path, adapter_name="first", save_optimizer=True)
+    assert (place / "tokenizer.json").exists() and (place / "adapter_config.json").exists()
+    two.resume_from_checkpoint(place, adapter_name="second")
+    states = (two.get_state_dict(adapter_name=name) for name in ("first", "second"))
+    assert_equal(*states)
+    assert not (two.save("b", tmp_path, adapter_name="second") / "tokenizer.json").exists()
+
+
+def test_a_reference_pass_and_dpo(checkpoint):
+    model = TransformersModel(model_id=checkpoint)
+    model.add_adapter_to_model("default", LORA)
+    model.set_loss(DPOLoss(beta=0.5))
+    model.set_optimizer("SGD", lr=0.5)
+    model.add_metric(DPOMetric, beta=0.5)
+    model.add_metric("GRPOMetric", is_training=False)
+    reference = model.forward_only(inputs=PAIRS, disable_lora=True)
+    losses = []
+    for _ in range(4):
+        losses.append(float(model.forward_backward(inputs=PAIRS, ref_outputs=reference)))
+        by_hand = gradient(model)
+        model.zero_grad()
+        model.forward_backward(inputs=PAIRS, ref_logps=reference["logps"])
+        assert_equal(gradient(model), by_hand)
+        model.clip_grad_and_step()
+    np.testing.assert_allclose(losses[0], np.log(2), rtol=1e-5)
+    assert losses == sorted(losses, reverse=True)
+    numbers = model.calculate_metric(is_training=True)
+    assert float(numbers["rewards/margins"]) > 0 and numbers["iters"] == 8
+    assert float(numbers["learning rate"]) == numbers["learning_rate"] == 0.5
+    chosen = float(numbers["logps/ref_chosen"])
+    np.testing.assert_allclose(chosen, reference["logps"][[0, 2]].sum(1).mean(), atol=0.01)
+    assert "train/policy_confidence" in model.calculate_metric(is_training=False)
+    with pytest.raises(ValueError, match="ref_logps"):
+        model.forward_backward(inputs=PAIRS, ref_outputs=reference, ref_logps=OLD_REFERENCE)
+
+
+OLD_REFERENCE = np.zeros((4, 5))
+
+
+def test_losses_of_evaluation(model):
+    logps = model.forward_only(inputs=INPUTS)["logps"]
+    mean = -logps.sum() / np.count_nonzero(logps)
+    model.set_loss("CrossEntropyLoss")
+    np.testing.assert_allclose(model.calculate_loss(), mean, rtol=1e-5)
+    model.forward_only(inputs=INPUTS[:1])
+    first = model.calculate_loss()
+    assert model.calculate_metric(is_training=False)["loss"] == pytest.approx((mean + first) / 2)
+    assert model.calculate_metric(is_training=False) == {}
+    model.set_loss("GRPOLoss")
+    model.forward_only(inputs=INPUTS)
+    expected = model.forward_backward(inputs=INPUTS, **SIDE)
+    np.testing.assert_allclose(model.calculate_loss(**SIDE), expected, rtol=1e-4)
+    model.set_loss("GKDLoss")
+    with pytest.raises(ValueError, match="GKDLoss"):
+        model.calculate_loss()
+
+
+def test_columns_of_a_data_set_may_stay_in_features(model):
+    rows = [{**x, "question": "?", "answer": 4, "length": 5} for x in INPUTS]
+    plain = model.forward_only(inputs=INPUTS)["logps"]
+    np.testing.assert_array_equal(model.forward_only(inputs=rows)["logps"], plain)
+    for key in ("pixel_values", "advantages", "completion_mask"):
+        with pytest.raises(ValueError, match=key):
+            model.forward_only(inputs=[{**INPUTS[0], key: [1]}])
+
+
+def test_what_changes_nothing_and_what_would(checkpoint, model):
+    model.set_processor(InputProcessor, padding_free=True)
+    model.set_processor("InputProcessor")
+    with pytest.raises(TypeError, match="processor_cls"):
+        model.set_processor(type("Mine", (InputProcessor,), {}))
+    with pytest.warns(UserWarning, match="model_cls"):
+        TransformersModel(model_id=checkpoint, model_cls=dict, attn_implementation="sdpa")
+    with pytest.raises(TypeError, match="enable_router_replay"):
+        TransformersModel(model_id=checkpoint, enable_router_replay=True)
+    with pytest.raises(ValueError, match="task"):
+        model.forward_backward(inputs=INPUTS, task="embedding")
+    text = model.get_train_configs()
+    assert "Trainable params" in text and "trainable%: 100.0000" in text and "GRPOLoss" in text
+
+
+def test_meshes_of_twinkle(checkpoint):
+    mesh = DeviceMesh.from_sizes(dp_size=2)
+    model = TransformersModel(model_id=checkpoint, device_mesh=mesh)
+    assert model.mesh.shape == make_mesh(data=2).shape
+
+
+def test_megatrons_words(checkpoint):
+    model = MegatronModel(model_id=checkpoint, variable_seq_lengths=True, mixed_precision="no")
+    model.set_optimizer("default", lr=0.5)
+    assert model.learning_rate == 0.5
+    options = {"lr_decay_steps": 4, "max_lr": 0.25, "lr_warmup_steps": 1, "min_lr": 0.05}
+    model.set_lr_scheduler("default", **options)
+    rates = []
+    for _ in range(5):
+        rates.append(model.learning_rate)
+        model.lr_step()
+    np.testing.assert_allclose(rates, [0, 0.25, 0.2, 0.1, 0.05], atol=1e-12)
+    model.set_optimizer("SGD")
+    model.set_lr_scheduler("ConstantLR")
+
+
+def test_muon_orthogonalizes_each_layer():
+    rng = np.random.default_rng(0)
+    params = {"layers": {"kernel": rng.normal(size=(2, 4, 8)).astype(np.float32)}}
+    gradients = jax.tree.map(lambda x: x * 3, params)
+
+    class Muon:  # as PyTorch's class, whose name it is
+        pass
+
+    for scale, size in ((None, 2**0.5), ("match_rms_adamw", 0.2 * 8**0.5)):
+        optimizer = choose_optimizer(Muon, {"weight_decay": 0.0, "adjust_lr_fn": scale})
+        with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+            updates, _ = optimizer.update(gradients, optimizer.init(params), params)
+        values = np.linalg.svd(updates["layers"]["kernel"], compute_uv=False)
+        np.testing.assert_allclose(values, size, rtol=0.35)
+    with pytest.raises(ValueError, match="adjust_lr_fn"):
+        choose_optimizer("Muon", {"adjust_lr_fn": "other"})
+    assert choose_optimizer(optax.sgd(1.0), {}).init
+
+
+def test_weights_are_taken_to_the_sampler(model):
+    calls = []
+
+    class Plain:
+        def sync_weights(self, actor):
+            calls.append((actor, None))
+
+    class Server:
+        def sync_weights(self, actor, *, merge=False):
+            calls.append((actor, merge))
+
+    CheckpointEngineManager(model=model, sampler=Plain()).sync_weights(merge_and_sync=False)
+    CheckpointEngineManager(model=model, sampler=Server()).sync_weights()
+    assert calls == [(model, None), (model, True)]

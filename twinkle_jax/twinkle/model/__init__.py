@@ -1,0 +1,14 @@
+"""Twinkle's `model`: `TransformersModel` with its verbs, and Megatron's names for it."""
+
+from twinkle_jax.twinkle.model.megatron import MegatronModel
+from twinkle_jax.twinkle.model.transformers import TransformersModel
+
+MultiLoraTransformersModel = TransformersModel
+MultiLoraMegatronModel = MegatronModel
+
+__all__ = [
+    "MegatronModel",
+    "MultiLoraMegatronModel",
+    "MultiLoraTransformersModel",
+    "TransformersModel",
+]
