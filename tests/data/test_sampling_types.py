@@ -35,7 +35,7 @@ def test_the_parameters_are_twinkles():
         ("top_p", [0, 1.5]),
         ("min_p", [-0.1, 1.1]),
         ("top_k", [0, -2]),
-        ("max_tokens", [0]),
+        ("max_tokens", [-1]),
         ("seed", [-1]),
         ("logprobs", [-1]),
         ("prompt_logprobs", [-1]),

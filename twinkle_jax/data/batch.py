@@ -13,7 +13,7 @@ from twinkle_jax.data.trajectory import IGNORE as IGNORE
 HostArray = np.ndarray[Any, Any]
 LARGEST = 2**31 - 1  # of int32
 _SMALLEST_TIME = 16
-_INTEGERS = ("tokens", "labels", "positions", "segment_ids")
+_INTEGERS = ("tokens", "labels", "positions", "segment_ids", "teacher_tokens")
 _BOOLEANS = ("mask", "rows")
 
 
@@ -35,6 +35,9 @@ class Batch(NamedTuple):
         ref_logps: the same under a reference policy.
         sampler_logps: the same as the sampler reported them, where `old_logps` are the trainer's
             and a loss corrects for the difference.
+        teacher_logprobs: log-probabilities under a teacher of some tokens at each position, its
+            most likely ones for example.
+        teacher_tokens: ids of these tokens.
     """
 
     tokens: Int[Array, "batch time"]
@@ -47,6 +50,8 @@ class Batch(NamedTuple):
     old_logps: Float[Array, "batch time"] | None = None
     ref_logps: Float[Array, "batch time"] | None = None
     sampler_logps: Float[Array, "batch time"] | None = None
+    teacher_logprobs: Float[Array, "batch time top"] | None = None
+    teacher_tokens: Int[Array, "batch time top"] | None = None
 
 
 def check_batch(batch: Batch, vocab_size: int) -> Batch:
@@ -63,8 +68,11 @@ def check_batch(batch: Batch, vocab_size: int) -> Batch:
     shape = converted["tokens"].shape
     if len(shape) != 2:
         raise ValueError(f"tokens must have the shape [batch, time], got {shape}")
+    teacher = converted["teacher_tokens"]
     for name, array in converted.items():
         expected = shape[:1] if name == "rows" else shape
+        if name.startswith("teacher_"):
+            expected = None if teacher is None else (*shape, teacher.shape[-1])
         if array is not None and array.shape != expected:
             raise ValueError(f"{name} must have the shape {expected}, got {array.shape}")
     return Batch(**converted)
@@ -79,8 +87,8 @@ def _convert(name: str, value: Any, vocab_size: int) -> Any:
         array: Any = value
     elif name in _INTEGERS:
         integers = read_integers(name, value)
-        if name in ("tokens", "labels"):
-            ids = integers if name == "tokens" else integers[integers != IGNORE]
+        if name in ("tokens", "labels", "teacher_tokens"):
+            ids = integers[integers != IGNORE] if name == "labels" else integers
             cast_integers(name, ids, 0, vocab_size - 1)
         return cast_integers(name, integers)
     else:
@@ -192,7 +200,7 @@ def make_batch(
     shape = (rows, bucket_size(longest, smallest=_SMALLEST_TIME, multiple=multiple))
 
     def pad(ragged: list[HostArray], fill: int, dtype: Any = np.int32) -> HostArray:
-        padded = np.full(shape, fill, dtype)
+        padded = np.full(shape + ragged[0].shape[1:], fill, dtype)
         for i, row in enumerate(ragged):
             padded[i, : len(row)] = row
         return padded
@@ -209,7 +217,8 @@ def make_batch(
     if any("position_ids" in feature for feature in features):
         arrays["positions"] = pad([_positions(feature) for feature in features], 0)
     for name, ragged in loss_inputs.items():
-        arrays[name] = None if ragged is None else pad(ragged, 0, np.float32)
+        kind = np.int32 if name == "teacher_tokens" else np.float32
+        arrays[name] = None if ragged is None else pad(ragged, 0, kind)
     return Batch(**arrays)
 
 

@@ -261,6 +261,42 @@ def align_loss_input(
     raise ValueError(f"{name} must have one row for each of {len(features)}{packed}, got {got}")
 
 
+def align_teacher(
+    logprobs: Any, tokens: Any, features: list[Feature], pieces: list[Piece]
+) -> dict[str, list[HostArray]]:
+    """Cut a teacher's likely tokens to the sequences of a batch.
+
+    Args:
+        logprobs: for each input feature a row of at least its positions, with k log-probabilities
+            at each; an array or a list.
+        tokens: ids, likewise.
+        features: the input features.
+        pieces: their sequences.
+
+    Returns:
+        `teacher_logprobs` and `teacher_tokens`, each with an array [time, k] for each sequence.
+
+    Raises:
+        ValueError: if a row is too short, or the two differ in shape.
+    """
+    aligned: dict[str, list[HostArray]] = {"teacher_logprobs": [], "teacher_tokens": []}
+    for name, values in (("teacher_logprobs", logprobs), ("teacher_tokens", tokens)):
+        if len(values) != len(features):
+            raise ValueError(f"{name} must have a row for each of {len(features)}")
+        for piece in pieces:
+            row = np.asarray(values[piece.row])
+            size = len(features[piece.row]["labels"])
+            if row.ndim != 2 or len(row) < size:
+                raise ValueError(
+                    f"{name}[{piece.row}] must have the shape ({size}, k), got {row.shape}"
+                )
+            aligned[name].append(row[:size][piece.columns])
+    shapes = [{row.shape[1] for row in rows} for rows in aligned.values()]
+    if shapes[0] != shapes[1] or len(shapes[0]) != 1:
+        raise ValueError(f"teacher_tokens must have the shape of teacher_logprobs, got {shapes}")
+    return aligned
+
+
 def _align(name: str, index: int, values: Any, feature: Feature) -> HostArray:
     row, labels = np.asarray(values, np.float32), feature["labels"]
     place, labelled = f"{name}[{index}]", labels != IGNORE

@@ -28,7 +28,7 @@ def _number(fits: Callable[[float], bool], must: str) -> _Rule:
 
 
 _ALLOWED = {
-    "max_tokens": _integer(1, None),
+    "max_tokens": _integer(0, None),
     "seed": _integer(0, None),
     "top_k": _integer(1, -1),
     "logprobs": _integer(0, None),
@@ -46,7 +46,8 @@ class SamplingParams:
     """How completions are drawn. Values are checked here and whenever they are changed.
 
     Attributes:
-        max_tokens: the most tokens of a completion; None: as many as the model has room for.
+        max_tokens: the most tokens of a completion; None: as many as the model has room for. 0 with
+            `prompt_logprobs`: prompts are scored, and there are no completions.
         seed: of the random numbers; None: the sampler's own.
         stop: a string, strings, or token ids, at which a completion ends.
         include_stop_str_in_output: whether what it stopped at is part of the completion.
@@ -58,7 +59,7 @@ class SamplingParams:
             token's alone. More: the drawn token's, then those of so many likely tokens that are
             others; on a vLLM server only.
         prompt_logprobs: how many likely tokens' to return for each token of the prompt, beside its
-            own; None: none at all. On a vLLM server only.
+            own; None: none at all.
         num_samples: completions of each prompt.
         min_p: tokens may be drawn that have this share of the most likely one's probability.
 
@@ -174,7 +175,7 @@ class SampleResponse:
         prompt_token_ids: what the model read.
         prompt_logprobs: log-probability of each token of the prompt at temperature 1, before
             filters; None for the first.
-        topk_prompt_logprobs: likewise, pairs of the most likely tokens.
+        topk_prompt_logprobs: likewise, pairs of the most likely tokens and their log-probabilities.
     """
 
     sequences: Sequence[SampledSequence]

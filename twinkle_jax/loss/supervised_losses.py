@@ -209,7 +209,8 @@ class GKDLoss(Loss):
 
         Args:
             inputs: `labels` [batch, time], with `ignore_index` where there is no loss.
-            outputs: `logits` [batch, time, vocabulary] of the student.
+            outputs: `logits` [batch, time, vocabulary] of the student; or `teacher_token_logits`
+                [batch, time, k], those of the teacher's tokens alone.
             teacher_logits: logits of the teacher, of that shape; or
             teacher_topk_logprobs: log-probabilities [batch, time, k] of the teacher's most
                 likely tokens, as servers return them, and
@@ -228,15 +229,17 @@ class GKDLoss(Loss):
         """
         refuse_unknown(kwargs)
         labels = read_labels(inputs, self.ignore_index)
-        student = floating("outputs['logits']", entry("outputs", outputs, "logits")[1])
+        key, values = entry("outputs", outputs, "teacher_token_logits", "logits")
+        student = floating(f"outputs[{key!r}]", values)
         if student.ndim != 3 or student.shape[:2] != labels.mask.shape:
             raise ValueError(
-                "outputs['logits'] must be [batch, time, vocabulary] with inputs['labels'] of "
+                f"outputs[{key!r}] must be [batch, time, vocabulary] with inputs['labels'] of "
                 f"shape {labels.mask.shape}, got {student.shape}"
             )
         if teacher_topk_logprobs is not None and teacher_topk_indices is not None:
             teacher = floating("teacher_topk_logprobs", teacher_topk_logprobs)
-            student = _gathered(student, jnp.asarray(teacher_topk_indices), teacher)
+            if key == "logits":
+                student = _gathered(student, jnp.asarray(teacher_topk_indices), teacher)
         elif teacher_logits is not None:
             teacher = floating("teacher_logits", teacher_logits)
             count = self.topk if topk is None else topk

@@ -1,8 +1,9 @@
 """Twinkle's sampler on the policy that is trained, or on parameters of its own."""
 
 from collections.abc import Mapping, Sequence
+from copy import copy
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -14,10 +15,12 @@ from twinkle_jax.data import LogprobsKind, SampleResponses, SamplingParams, Temp
 from twinkle_jax.model import load_pretrained, partition_rules, shard_like_params
 from twinkle_jax.model.decoder.sharding import row_shards
 from twinkle_jax.sampler.generate import generate
+from twinkle_jax.sampler.prompt_logprobs import score_prompts
 from twinkle_jax.sampler.requests import (
     Actor,
     Drawn,
     Prompt,
+    empty_responses,
     longest_row,
     make_responses,
     prompt_tokens,
@@ -126,6 +129,10 @@ class JaxSampler:
             max_length=self.max_length,
         )
         tokens, mask = _pad_prompts(call.features, multiple=row_shards(self.mesh))
+        if params.max_tokens == 0:
+            responses = empty_responses(call)
+            self._score_prompts(responses, tokens, mask, params.prompt_logprobs)
+            return responses
         limits = self.max_length - mask.sum(axis=1)
         limits = limits if params.max_tokens is None else limits.clip(max=params.max_tokens)
         limits[len(call.features) :] = 1
@@ -150,12 +157,20 @@ class JaxSampler:
             mesh=self.mesh,
         )
         rows = len(call.features) * call.num_samples
-        return make_responses(call, _read_arrays(drawn, rows, logprobs_kind))
+        responses = make_responses(call, _read_arrays(drawn, rows, logprobs_kind))
+        self._score_prompts(responses, tokens, mask, params.prompt_logprobs)
+        return responses
 
     @property
     def params(self) -> Any:
         """What is sampled from: the parameters of the model as they are now, or the sampler's."""
         return self._params if self._model is None else self._model.params
+
+    def with_params(self, params: Any) -> Self:
+        """Give a sampler that draws from other parameters, and shares everything else."""
+        other = copy(self)
+        other._model, other._params = None, params
+        return other
 
     def sync_weights(self, actor: Actor) -> None:
         """Take over a policy's parameters, with its adapters; of a live model, nothing is to do.
@@ -170,16 +185,42 @@ class JaxSampler:
         if self._model is not None:
             raise ValueError("actor must be the model that this sampler samples from, got another")
 
-        def copy(params: Any) -> Any:  # training donates its own
+        def copied(params: Any) -> Any:  # training donates its own
             return jax.tree.map(lambda x: jnp.array(x, self.dtype, copy=True), params)
 
         params = actor.params
         shardings = None if self.mesh is None else shard_like_params(params, self.mesh)
-        self._params = jax.device_put(jax.jit(copy)(params), shardings)
+        self._params = jax.device_put(jax.jit(copied)(params), shardings)
 
     def set_template(self, template: Template) -> None:
         """Choose what makes tokens of conversations, and text of tokens."""
         self.template = template
+
+    def _score_prompts(
+        self, responses: SampleResponses, tokens: np.ndarray, mask: np.ndarray, top: int | None
+    ) -> None:
+        """Give each response the log-probabilities of its prompt, if they are asked for."""
+        if top is None:
+            return
+        scores = score_prompts(
+            self.params,
+            self.config,
+            tokens,
+            mask,
+            top=top,
+            compute_dtype=self.dtype,
+            mesh=self.mesh,
+        )
+        own, likely, names = (np.asarray(x) for x in scores)
+        for row, response in enumerate(responses):
+            length = len(response.prompt_token_ids or ())
+            response.prompt_logprobs = [None, *own[row, : length - 1].tolist()]
+            if top:
+                pairs = zip(names[row, : length - 1], likely[row, : length - 1], strict=True)
+                response.topk_prompt_logprobs = [
+                    None,
+                    *(list(zip(a.tolist(), b.tolist(), strict=True)) for a, b in pairs),
+                ]
 
     def _key(self, seed: int | None) -> jax.Array:
         call, self.calls = self.calls, self.calls + 1
@@ -189,13 +230,11 @@ class JaxSampler:
 
 
 def _only_drawn_tokens(params: SamplingParams) -> SamplingParams:
-    supported = {"logprobs": (None, 0, 1), "prompt_logprobs": (None,)}
-    for name, values in supported.items():
-        if getattr(params, name) not in values:
-            raise ValueError(
-                f"{name} must be {' or '.join(map(str, values))} with JaxSampler, which has "
-                f"log-probabilities of drawn tokens alone, got {getattr(params, name)}"
-            )
+    if params.logprobs not in (None, 0, 1):
+        raise ValueError(
+            "logprobs must be None or 0 or 1 with JaxSampler, which has log-probabilities of drawn "
+            f"tokens alone, got {params.logprobs}"
+        )
     return params
 
 

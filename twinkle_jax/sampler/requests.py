@@ -142,6 +142,8 @@ def read_call(
         raise ValueError(
             f"logprobs_kind must be 'policy', 'sampling' or None, got {logprobs_kind!r}"
         )
+    if params.max_tokens == 0 and params.prompt_logprobs is None:
+        raise ValueError("max_tokens must be at least 1 without prompt_logprobs, got 0")
     num_samples = params.num_samples if num_samples == 1 else num_samples
     if num_samples < 1:
         raise ValueError(f"num_samples must be at least 1, got {num_samples}")
@@ -234,6 +236,13 @@ def read_stops(params: SamplingParams, template: Template | None) -> Stops:
 
 
 # The responses.
+
+
+def empty_responses(call: Call) -> SampleResponses:
+    """Give each prompt a response without completions."""
+    return SampleResponses(
+        SampleResponse([], prompt_tokens(feature).tolist()) for feature in call.features
+    )
 
 
 def make_responses(call: Call, drawn: Sequence[Drawn]) -> SampleResponses:

@@ -21,6 +21,7 @@ from twinkle_jax.model.decoder.sharding import constrain, find_mesh, spread_batc
 from twinkle_jax.training.packing import Packing, pack, unpack
 from twinkle_jax.training.score import (
     Scalar,
+    gathered_logits,
     label_scores,
     positive_scalar,
     run_batch,
@@ -184,6 +185,8 @@ def grad_step(
             a typed key.
     """
     batch = check_batch(batch, config.vocab_size)
+    if packing is not None and batch.teacher_tokens is not None:
+        raise ValueError("packing must be None with teacher_tokens, got a packing")
     static, traced = split_loss(loss_fn)
     kind = getattr(key, "dtype", np.dtype(object))
     if key is not None and not jnp.issubdtype(kind, jax.dtypes.prng_key):
@@ -249,7 +252,10 @@ def _grad_step(
         )
         if packing is not None:
             scores = tuple(unpack(values, packing) for values in scores)
-        output = _call(loss_fn, batch, scores)
+        outputs = dict(zip(("logps", "entropies"), scores, strict=False))
+        if batch.teacher_tokens is not None:
+            outputs["teacher_token_logits"] = gathered_logits(weights, hidden, batch.teacher_tokens)
+        output = _call(loss_fn, batch, outputs)
         return output.loss.astype(jnp.float32), (output.metrics, scores[0])
 
     (total, (metrics, logps)), gradient = jax.value_and_grad(loss_sum, has_aux=True)(state.params)
@@ -269,17 +275,24 @@ def _grad_step(
 
 
 def _call(
-    loss_fn: Callable[..., LossOutput], batch: Batch, scores: tuple[Float[Array, "batch time"], ...]
+    loss_fn: Callable[..., LossOutput], batch: Batch, outputs: dict[str, Array]
 ) -> LossOutput:
     """Compute the loss as a sum, with the ignore index of this loss."""
     ignore = getattr(loss_fn, "ignore_index", IGNORE)
+    teacher = {}
+    if batch.teacher_tokens is not None:
+        teacher = {
+            "teacher_topk_logprobs": batch.teacher_logprobs,
+            "teacher_topk_indices": batch.teacher_tokens,
+        }
     return loss_fn(
         {"labels": jnp.where(batch.labels == IGNORE, ignore, batch.labels)},
-        dict(zip(("logps", "entropies"), scores, strict=False)),
+        outputs,
         advantages=batch.advantages,
         old_logps=batch.old_logps,
         ref_logps=batch.ref_logps,
         **({} if batch.sampler_logps is None else {"sampler_logps": batch.sampler_logps}),
+        **teacher,
         denominator=1.0,
     )
 

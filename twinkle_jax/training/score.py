@@ -114,6 +114,32 @@ def label_scores(
     return scores
 
 
+_TEACHER_CHUNK = 16  # columns at a time, so that logits of all tokens are never held
+
+
+def gathered_logits(
+    params: Params,
+    hidden: Float[Array, "batch time width"],
+    tokens: Int[Array, "batch time top"],
+) -> Float[Array, "batch time top"]:
+    """Give the logits of some tokens at each position; the others are computed and dropped."""
+    head = output_matrix(params).astype(hidden.dtype)
+    time = tokens.shape[1]
+    chunk = _TEACHER_CHUNK if time % _TEACHER_CHUNK == 0 else time
+
+    @jax.checkpoint  # the backward pass computes a chunk's logits again
+    def gather(columns: tuple[Array, Array]) -> Array:
+        features, names = columns
+        logits = jnp.einsum("btd,dv->btv", features, head, preferred_element_type=jnp.float32)
+        return jnp.take_along_axis(logits, names, axis=-1)
+
+    def split(x: Array) -> Array:
+        return jnp.moveaxis(x.reshape(x.shape[0], -1, chunk, x.shape[-1]), 1, 0)
+
+    logits = jax.lax.map(gather, (split(hidden), split(tokens)))
+    return jnp.moveaxis(logits, 0, 1).reshape(tokens.shape)
+
+
 class Scores(NamedTuple):
     """Scores of labels under the policy; 0 where the label is −100.
 
@@ -168,7 +194,13 @@ def score_batch(
         params,
         frozen,
         batch._replace(
-            advantages=None, old_logps=None, ref_logps=None, sampler_logps=None, rows=None
+            advantages=None,
+            old_logps=None,
+            ref_logps=None,
+            sampler_logps=None,
+            rows=None,
+            teacher_logprobs=None,
+            teacher_tokens=None,
         ),
         positive_scalar("temperature", temperature),
         config=config,

@@ -14,6 +14,7 @@ from twinkle_jax.model.huggingface.checkpoint_files import CONFIG, locate, read_
 from twinkle_jax.sampler.requests import (
     Actor,
     Prompt,
+    empty_responses,
     longest_row,
     make_responses,
     prompt_tokens,
@@ -153,7 +154,7 @@ class vLLMSampler:  # noqa: N801  (Twinkle's name)
         drawn = [one for answer in answers for one in answer.drawn]
         if logprobs_kind == "sampling" and params.temperature == 0:  # vLLM gives temperature 1
             drawn = [one._replace(logprobs=[[(x, 0.0)] for x in one.tokens]) for one in drawn]
-        responses = make_responses(call, drawn)
+        responses = make_responses(call, drawn) if params.max_tokens != 0 else empty_responses(call)
         for response, answer in zip(responses, answers, strict=True):
             if answer.prompt is not None:
                 response.prompt_logprobs = [x[0][1] if x else None for x in answer.prompt]
@@ -196,7 +197,8 @@ class vLLMSampler:  # noqa: N801  (Twinkle's name)
                 f"inputs[{i}] must have fewer tokens than the server's max_model_len="
                 f"{served.max_length}, got {len(prompt)}"
             )
-        return room if params.max_tokens is None else min(room, params.max_tokens)
+        # A server draws at least one token, which is left out where none is asked for.
+        return room if params.max_tokens is None else min(room, max(params.max_tokens, 1))
 
     def _seeds(self, seed: int | None, prompts: int) -> list[int | None]:
         """Give each prompt its own: vLLM draws alike from two that have the same."""

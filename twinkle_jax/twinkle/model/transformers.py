@@ -22,6 +22,7 @@ from twinkle_jax.data.features import (
     Feature,
     Piece,
     align_loss_input,
+    align_teacher,
     read_features,
     split_packed,
     write_pieces,
@@ -499,6 +500,11 @@ class TransformersModel:
         old_logps: PerSequence | None = None,
         ref_logps: PerSequence | None = None,
         ref_outputs: Mapping[str, Any] | None = None,
+        teacher_output: Mapping[str, Any] | None = None,
+        teacher_logits: Any = None,
+        teacher_topk_logprobs: Any = None,
+        teacher_topk_indices: Any = None,
+        topk: int | None = None,
         micro_batch_size: int | None = None,
         temperature: float = 1.0,
         gradient_accumulation_steps: int | None = None,
@@ -519,6 +525,12 @@ class TransformersModel:
                 position. None: on policy.
             ref_logps: the same under a reference policy.
             ref_outputs: what `forward_only` of a reference policy returned, instead.
+            teacher_output: the four arguments that follow, or some of them, in a dictionary; what
+                `forward_only(return_logits=True)` of a teacher returned is such a one.
+            teacher_logits: a teacher's logits [rows, time, vocabulary], for `GKDLoss`; or
+            teacher_topk_logprobs: log-probabilities [rows, time, k] of its likely tokens, and
+            teacher_topk_indices: ids of these.
+            topk: how many of the logits to compare, the teacher's largest; None for all.
             micro_batch_size: sequences at a time; None for all. It changes memory and time only.
             temperature: at which log-probabilities are taken, as the sampler did.
             gradient_accumulation_steps: how many such calls make an update, from now on.
@@ -534,7 +546,19 @@ class TransformersModel:
         features = self._read_features(group, inputs, labels_needed=True)
         pieces = split_packed(features)
         beside = _loss_inputs(advantages, old_logps, ref_logps, ref_outputs)
-        aligned = {name: align_loss_input(name, x, features, pieces) for name, x in beside.items()}
+        aligned: dict[str, Any] = {
+            name: align_loss_input(name, x, features, pieces) for name, x in beside.items()
+        }
+        teacher = _teacher(
+            teacher_output, teacher_logits, teacher_topk_logprobs, teacher_topk_indices, topk
+        )
+        if (teacher is None) == isinstance(group.loss, GKDLoss):
+            raise ValueError(
+                "teacher_logits or teacher_topk_logprobs must be given with GKDLoss and with no "
+                f"other loss, got {type(group.loss).__name__}"
+            )
+        if teacher is not None:
+            aligned |= align_teacher(*teacher, features, pieces)
         total: StepSummary | None = None
         shape = (len(features), max(len(feature["labels"]) for feature in features))
         logps = np.zeros(shape, np.float32) if group.log.sees_logps(True) else None
@@ -881,6 +905,28 @@ def _compute_dtype(dtype: DTypeLike | None, mixed_precision: str | None) -> DTyp
             f"dtype must be {named} with mixed_precision={mixed_precision!r}, got {dtype}"
         )
     return named
+
+
+def _teacher(
+    output: Mapping[str, Any] | None, logits: Any, logprobs: Any, indices: Any, topk: int | None
+) -> tuple[Any, Any] | None:
+    """Give a teacher's log-probabilities and their tokens, of logits the largest ones."""
+    if output is not None:
+        named = {"logits": logits, "topk_logprobs": logprobs, "topk_indices": indices}
+        found = {name.removeprefix("teacher_"): x for name, x in output.items()}
+        found = {"logits": None, **{k: x for k, x in found.items() if k in named}}
+        if any(x is not None for x in (logits, logprobs, indices)):
+            raise ValueError("teacher_output must be the only teacher, got another one too")
+        logits, logprobs = found["logits"], found.get("topk_logprobs")
+        indices, topk = found.get("topk_indices"), output.get("topk", topk)
+    if logprobs is not None and indices is not None:
+        return logprobs, indices
+    if logits is None:
+        return None
+    values = np.asarray(logits, np.float32)
+    # A constant added to a position's logits changes no distribution over them.
+    order = np.argsort(-values, axis=-1, kind="stable")[..., :topk].astype(np.int32)
+    return np.take_along_axis(values, order, axis=-1), order
 
 
 def _check_task(task: str) -> None:

@@ -1,0 +1,135 @@
+"""Twinkle's sampler: its engine's options, adapters by path, scored prompts; and distillation."""
+
+import jax
+import numpy as np
+import pytest
+
+from tests.model.families import config_of, hidden, params_of
+from tests.twinkle.rows import INPUTS, OLD, ROWS, gradient
+from twinkle_jax.data import SamplingParams
+from twinkle_jax.loss import GKDLoss
+from twinkle_jax.model import Decoder, LoraConfig, output_logits, save_pretrained
+from twinkle_jax.sampler import JaxSampler
+from twinkle_jax.twinkle.checkpoint_engine import CheckpointEngineManager
+from twinkle_jax.twinkle.model import TransformersModel
+from twinkle_jax.twinkle.sampler import vLLMSampler
+
+PROMPTS = [{"input_ids": row} for row in ROWS]
+GREEDY = SamplingParams(max_tokens=4, temperature=0)
+LORA = LoraConfig(r=2, lora_alpha=4, target_modules=("q_proj", "down_proj"))
+PARTS = {"teacher_topk_logprobs": 0, "teacher_topk_indices": 1}
+
+
+@pytest.fixture
+def sampler(checkpoint):
+    return vLLMSampler(model_id=checkpoint, engine_args={"gpu_memory_utilization": 0.5})
+
+
+def tokens(responses):
+    return [sequence.tokens for response in responses for sequence in response.sequences]
+
+
+def test_without_a_server_it_samples_here(checkpoint, sampler):
+    expected = JaxSampler(model_id=checkpoint).sample(PROMPTS, GREEDY)
+    assert tokens(sampler.sample(PROMPTS, GREEDY)) == tokens(expected)
+    short = vLLMSampler(model_id=checkpoint, engine_args={"max_model_len": 6})
+    assert len(tokens(short.sample(PROMPTS, SamplingParams()))[0]) == 1
+    sampler.reset_prefix_cache()
+    with pytest.raises(TypeError, match="logprobs_mode"):
+        vLLMSampler(model_id=checkpoint, engine_args={"logprobs_mode": "raw_logits"})
+
+
+def test_adapters_by_path(checkpoint, sampler, tmp_path):
+    model = TransformersModel(model_id=checkpoint)
+    model.add_adapter_to_model("default", LORA)
+    model.state = model.state._replace(params=jax.tree.map(lambda x: x + 0.3, model.state.params))
+    place = model.save("adapter", tmp_path)
+    plain = tokens(sampler.sample(PROMPTS, GREEDY))
+    adapted = tokens(sampler.sample(PROMPTS, GREEDY, adapter_path=place))
+    assert adapted == tokens(JaxSampler(model=model).sample(PROMPTS, GREEDY)) != plain
+    assert tokens(sampler.sample(PROMPTS, GREEDY)) == plain
+    params = SamplingParams(max_tokens=4)
+    draws = [tokens(sampler.sample(PROMPTS, params, adapter_path=place)) for _ in range(2)]
+    assert draws[0] != draws[1]
+    CheckpointEngineManager(model=model, sampler=sampler).sync_weights(merge_and_sync=False)
+    assert tokens(sampler.sample(PROMPTS, GREEDY)) == adapted
+    with pytest.raises(ValueError, match="adapter_path"):
+        sampler.sample(PROMPTS, GREEDY, adapter_path=place)
+
+
+def test_prompts_are_scored(sampler):
+    scored = sampler.sample(PROMPTS, SamplingParams(max_tokens=0, prompt_logprobs=3))
+    both = sampler.sample(PROMPTS, SamplingParams(max_tokens=2, prompt_logprobs=3))
+    alone = sampler.sample(PROMPTS, SamplingParams(max_tokens=0, prompt_logprobs=0))
+    for row, response, drawn, own in zip(ROWS, scored, both, alone, strict=True):
+        padded = np.asarray([row + [0] * (16 - len(row))], np.int32)
+        params = params_of("qwen3")
+        states = hidden(params, config_of("qwen3"), padded, remat=False)
+        logprobs = np.asarray(jax.nn.log_softmax(output_logits(params, states)))[0]
+        assert response.sequences == [] and len(drawn.sequences[0].tokens) == 2
+        assert response.prompt_logprobs[0] is None is response.topk_prompt_logprobs[0]
+        expected = [logprobs[t, token] for t, token in enumerate(row[1:])]
+        np.testing.assert_allclose(response.prompt_logprobs[1:], expected, atol=1e-4)
+        assert own.prompt_logprobs == response.prompt_logprobs == drawn.prompt_logprobs
+        assert own.topk_prompt_logprobs is None
+        for t, pairs in enumerate(response.topk_prompt_logprobs[1:]):
+            best = np.argsort(-logprobs[t])[:3]
+            assert [token for token, _ in pairs] == best.tolist()
+            np.testing.assert_allclose([x for _, x in pairs], logprobs[t, best], atol=1e-4)
+    with pytest.raises(ValueError, match="max_tokens"):
+        sampler.sample(PROMPTS, SamplingParams(max_tokens=0))
+
+
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory):
+    place = tmp_path_factory.mktemp("teacher") / "qwen3"
+    params = jax.tree.map(lambda x: x * 1.25, params_of("qwen3"))
+    save_pretrained(Decoder(config_of("qwen3"), params), place)
+    return TransformersModel(model_id=place).forward_only(inputs=INPUTS, return_logits=True)
+
+
+@pytest.mark.parametrize("topk", [None, 4])
+@pytest.mark.parametrize("micro", [None, 2])
+def test_distillation(model, teacher, topk, micro):
+    loss = GKDLoss(beta=0.25, temperature=2.0)
+    model.set_loss(loss)
+    student = model.forward_only(inputs=INPUTS, return_logits=True)["logits"]
+    labels = np.full((3, 5), -100)
+    for i, feature in enumerate(INPUTS):
+        labels[i, : len(feature["labels"])] = feature["labels"]
+    expected = loss(
+        {"labels": labels}, {"logits": student}, teacher_logits=teacher["logits"], topk=topk
+    ).loss
+    given = {"teacher_output": teacher, "topk": topk, "micro_batch_size": micro}
+    np.testing.assert_allclose(model.forward_backward(inputs=INPUTS, **given), expected, rtol=1e-4)
+    by_logits = gradient(model)
+    model.zero_grad()
+    logprobs = np.asarray(jax.nn.log_softmax(teacher["logits"]))
+    order = np.argsort(-logprobs)[..., :topk]
+    parts = np.take_along_axis(logprobs, order, -1), order
+    named = {name: parts[i].tolist() for name, i in PARTS.items()}
+    model.forward_backward(inputs=INPUTS, **named)
+    for a, b in zip(gradient(model), by_logits, strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5 * np.abs(b).max() + 1e-8)
+    losses = [float(expected)]
+    for _ in range(3):
+        model.clip_grad_and_step()
+        losses.append(float(model.forward_backward(inputs=INPUTS, **given)))
+    assert losses[-1] < losses[0]
+
+
+def test_teachers_that_are_refused(model, teacher):
+    with pytest.raises(ValueError, match="teacher_logits"):
+        model.forward_backward(inputs=INPUTS, teacher_output=teacher, old_logps=OLD)
+    model.set_loss("GKDLoss")
+    with pytest.raises(ValueError, match="teacher_logits"):
+        model.forward_backward(inputs=INPUTS)
+    with pytest.raises(ValueError, match="teacher_output"):
+        model.forward_backward(inputs=INPUTS, teacher_output=teacher, teacher_logits=[1])
+    cut = {name: np.zeros((3, 4, 2), int) for name in PARTS}
+    with pytest.raises(ValueError, match="teacher_logprobs"):
+        model.forward_backward(inputs=INPUTS, **cut)
+    cut["teacher_topk_logprobs"] = np.zeros((3, 5, 3))
+    cut["teacher_topk_indices"] = np.zeros((3, 5, 2), int)
+    with pytest.raises(ValueError, match="teacher_tokens"):
+        model.forward_backward(inputs=INPUTS, **cut)
