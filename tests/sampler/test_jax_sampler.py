@@ -263,7 +263,6 @@ BAD = [
     ("top_p", {"sampling_params": {"top_p": 0}}, ValueError),
     ("stop", {"sampling_params": {"stop": "x"}}, ValueError),
     ("logprobs", {"sampling_params": {"logprobs": 2}}, ValueError),
-    ("prompt_logprobs", {"sampling_params": {"prompt_logprobs": 0}}, ValueError),
     ("logprobs_kind", {"logprobs_kind": "raw"}, ValueError),
     ("sampling_params", {"sampling_params": 3}, TypeError),
 ]

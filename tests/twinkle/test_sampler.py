@@ -14,6 +14,7 @@ from twinkle_jax.twinkle.checkpoint_engine import CheckpointEngineManager
 from twinkle_jax.twinkle.model import TransformersModel
 from twinkle_jax.twinkle.sampler import vLLMSampler
 
+pytestmark = pytest.mark.filterwarnings("ignore:vLLMSampler without base_url")
 PROMPTS = [{"input_ids": row} for row in ROWS]
 GREEDY = SamplingParams(max_tokens=4, temperature=0)
 LORA = LoraConfig(r=2, lora_alpha=4, target_modules=("q_proj", "down_proj"))

@@ -59,7 +59,7 @@ def score_prompts(
         return jnp.moveaxis(x.reshape(x.shape[0], -1, chunk, *x.shape[2:]), 1, 0)
 
     def join(x: Array) -> Array:
-        return jnp.moveaxis(x, 0, 1).reshape(x.shape[1], -1, *x.shape[3:])
+        return jnp.moveaxis(x, 0, 1).reshape(*tokens.shape, *x.shape[3:])
 
     own, likely, names = jax.lax.map(score, (split(hidden), split(following)))
     return join(own), join(likely), join(names)
