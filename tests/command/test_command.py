@@ -193,3 +193,15 @@ def test_episodes_by_the_command(tmp_path, capsys):
     assert "user: 0-9=" in shown
     assert main(["sample", "--model", str(tmp_path / "model")]) == 1
     assert "prompt must be given" in capsys.readouterr().err
+
+
+@pytest.mark.exhaustive
+def test_memory_is_counted_before_the_first_step(tmp_path, capsys):
+    run = tmp_path / "run"
+    options = [*TINY, "--rollout.max_prompt_tokens", "32", "--output_dir", str(run)]
+    assert main(["train", *options, "--mesh.memory", "0.000001"]) == 1
+    assert "the smallest takes" in capsys.readouterr().err
+    assert main(["train", *options, "--mesh.memory", "0.1"]) == 0
+    chosen = json.loads((run / "config.json").read_text())["update"]["micro_batch_tokens"]
+    assert 40 <= chosen < 16384
+    assert f"update.micro_batch_tokens {chosen}: takes" in capsys.readouterr().out

@@ -3,7 +3,7 @@
 What is listed here is public; all else is private.
 """
 
-from twinkle_jax.sampler.generate import generate, generate_many
+from twinkle_jax.sampler.generate import generate, generate_many, generate_memory
 from twinkle_jax.sampler.jax_sampler import JaxSampler
 from twinkle_jax.sampler.requests import Actor, Prompt
 from twinkle_jax.sampler.sampling import IntScalar, RealScalar, Sampling
@@ -24,5 +24,6 @@ __all__ = [
     "ServerError",
     "generate",
     "generate_many",
+    "generate_memory",
     "vLLMSampler",
 ]

@@ -1,5 +1,6 @@
 """Completions of prompts: a few compiled programs, called until every row has ended."""
 
+import math
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -232,6 +233,87 @@ def _generate(
             state = _resize(state, setup=setup, slots=slots, capacity=capacity)
         if waiting:
             state = _fill(weights, state, prompts, mask, setup=setup, capacity=capacity)
+
+
+def generate_memory(
+    params: Any,
+    config: DecoderConfig,
+    *,
+    prompts: int,
+    prompt_tokens: int,
+    num_samples: int,
+    max_new_tokens: int,
+    slots: int | None = None,
+    frozen: Any = None,
+    compute_dtype: DTypeLike | None = None,
+    attention: AttentionImplementation | None = None,
+    mesh: Mesh | None = None,
+) -> int:
+    """Count the bytes of a device that `generate` takes at most; it compiles, and draws nothing.
+
+    Args:
+        params: as for `generate`, or their shapes and shardings (`jax.ShapeDtypeStruct`).
+        config: the decoder.
+        prompts: how many prompts.
+        prompt_tokens: to how many tokens they are padded.
+        num_samples: completions of each prompt.
+        max_new_tokens: room for the tokens of a completion.
+        slots: rows at a time.
+        frozen: parameters over which `params` are laid, or their shapes.
+        compute_dtype: type of activations.
+        attention: how prompts are read.
+        mesh: what the parameters live on.
+
+    Returns:
+        Bytes beside `params` and `frozen` themselves: the parameters as they are laid out for
+        decoding, the cache at its full size, and what the programs need for a while.
+    """
+    rows, shards = prompts * num_samples, row_shards(mesh)
+    at_once, refill = _checked_slots(slots, None, rows, shards)
+    setup = device.Setup(
+        config=config,
+        num_samples=num_samples,
+        new=max_new_tokens,
+        refill=refill,
+        compute_dtype=None if compute_dtype is None else jnp.dtype(compute_dtype),
+        attention=attention,
+        mesh=mesh,
+    )
+    full, padded = prompt_tokens - 1 + max_new_tokens, rows + -rows % shards
+    tokens = jax.ShapeDtypeStruct((prompts, prompt_tokens), jnp.int32)
+    keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), padded))
+    limits = jax.ShapeDtypeStruct((padded,), jnp.int32)
+    weights, _ = _compiled(_lay_out.lower(merge_params(frozen, params), setup.compute_dtype, mesh))
+    state, begin = _compiled(
+        _begin.lower(
+            weights, tokens, tokens.update(dtype=bool), keys, limits,
+            setup=setup, slots=at_once, capacity=full,
+        )
+    )  # fmt: skip
+    sampling = traced_sampling(Sampling())
+    _, run = _compiled(_run.lower(weights, state, sampling, setup=setup, capacity=full, full=full))
+    # While a cache grows, the one of half the size is still there.
+    growing = _device_bytes(weights) + _device_bytes(state) + _device_bytes(state.slots.cache) // 2
+    return max(begin, run, growing)
+
+
+def _compiled(lowered: Any) -> tuple[Any, int]:
+    """Compile; give the shapes and shardings of results, and the bytes of a device in use."""
+    compiled = lowered.compile()
+    results = jax.tree.map(
+        lambda x, where: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where),
+        lowered.out_info,
+        compiled.output_shardings,
+    )
+    memory = compiled.memory_analysis()
+    held = memory.argument_size_in_bytes + memory.output_size_in_bytes + memory.temp_size_in_bytes
+    return results, int(held - memory.alias_size_in_bytes)
+
+
+def _device_bytes(tree: Any) -> int:
+    return sum(
+        math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree)
+    )
 
 
 def _generate_in_one_program(

@@ -44,7 +44,8 @@ class UpdateConfig:
         epochs: passes over each rollout.
         mini_batches: updates in each pass; prompts are dealt out to them at random.
         micro_batch_tokens: tokens, padding included, whose gradients are computed at once on each
-            device; at least as many as the longest row may have.
+            device; at least as many as the longest row may have; auto: 16,384, or fewer where a
+            device has no room for them.
         recompute: what the backward pass computes again rather than keep: layers (least memory),
             elementwise (all but matrix products), or nothing.
         correction: weights that correct for the difference between the sampler's and the trainer's
@@ -72,7 +73,7 @@ class UpdateConfig:
     dynamic_sampling: int = 1
     epochs: int = 1
     mini_batches: int = 4
-    micro_batch_tokens: int = 16384
+    micro_batch_tokens: int = AUTO
     recompute: Literal["layers", "elementwise", "nothing"] = "layers"
     correction: Literal[
         "none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"
@@ -136,11 +137,15 @@ class MeshConfig:
         data: each has all parameters, and a share of the rows.
         fsdp: each has a share of the parameters and of the rows; for models too large for one.
         tensor: each has a share of every layer; must divide the key-value heads.
+        memory: GiB of each device that the run may use; none: what GPUs and TPUs say that they
+            have. What a step needs is counted before the first one, and settings that choose
+            themselves are made to fit; on CPUs only if this is given.
     """
 
     data: int = 1
     fsdp: int = 1
     tensor: int = 1
+    memory: float | None = None
 
 
 @dataclass(frozen=True)
@@ -274,6 +279,7 @@ class TrainConfig:
             holder = getattr(self, part) if part else self
             if getattr(holder, setting) is not AUTO:
                 continue
+            value = value() if callable(value) else value
             if part:
                 object.__setattr__(self, part, dataclasses.replace(holder, **{setting: value}))
             else:
@@ -340,7 +346,14 @@ def _automatic(config: TrainConfig) -> dict[str, Any]:
         "optimizer.learning_rate": 6e-4 if small else 1e-6,
         "optimizer.schedule": "linear" if small else "constant",
         "update.max_logp_diff": 1e-3 if config.dtype == "float32" else 0.2,
+        # Whose rows are longest is known once the settings above are filled in.
+        "update.micro_batch_tokens": lambda: automatic_budget(config),
     }
+
+
+def automatic_budget(config: TrainConfig) -> int:
+    """Give the tokens of a micro-batch where memory asks for no fewer."""
+    return max(16384, config.longest_row)
 
 
 def from_dict(saved: Mapping[str, Any]) -> TrainConfig:
@@ -428,6 +441,7 @@ _ABOVE_ZERO = (
     "optimizer.max_grad_norm",
     "update.correction_cap",
 )
+_ABOVE_ZERO_IF_GIVEN = ("mesh.memory",)
 _SHARES = ("warm_start", "rollout.max_failed", "update.discount", "update.max_outside_band")
 
 
@@ -486,6 +500,10 @@ def _check_numbers(config: TrainConfig) -> None:
     for name in _ABOVE_ZERO:
         number = attrgetter(name)(config)
         if not 0 < number < math.inf:
+            raise ValueError(f"{name} must be above 0 and finite, got {number}")
+    for name in _ABOVE_ZERO_IF_GIVEN:
+        number = attrgetter(name)(config)
+        if number is not None and not 0 < number < math.inf:
             raise ValueError(f"{name} must be above 0 and finite, got {number}")
     for name in _SHARES:
         number = attrgetter(name)(config)

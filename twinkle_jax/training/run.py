@@ -24,6 +24,7 @@ from twinkle_jax.training.display import Display
 from twinkle_jax.training.evaluation import evaluate, evaluate_episodes
 from twinkle_jax.training.hosts import check_same, check_shared, connect, describe_loss
 from twinkle_jax.training.interruption import Interruption
+from twinkle_jax.training.memory import device_memory, fit
 from twinkle_jax.training.metrics_log import MetricsLog, NoLog
 from twinkle_jax.training.policy import (
     Policy,
@@ -56,6 +57,7 @@ from twinkle_jax.training.step import (
     make_source,
     rollout_metrics,
     train_step,
+    with_config,
 )
 from twinkle_jax.training.task import Task, make_task
 
@@ -119,7 +121,7 @@ def train(config: TrainConfig, *, reward: RewardFunction | None = None) -> dict[
         task = task._replace(reward=reward)
 
     def write(progress: Progress) -> None:
-        save(run.checkpoints, progress, run.recipe.reference, config)
+        save(run.checkpoints, progress, run.recipe.reference, run.config)
 
     last = LastStep(write)
     # Several processes save together, which a signal handler of one of them cannot begin.
@@ -137,6 +139,8 @@ def train(config: TrainConfig, *, reward: RewardFunction | None = None) -> dict[
             return json.loads((directory / "summary.json").read_text())
         try:
             progress = write_waiting_metrics(run, progress, last, interruption.check)
+            if progress.step < config.steps:
+                display.note("compiling: the first step takes longer than the others")
             while progress.step < config.steps:
                 progress = one_step(run, progress, last, interruption.check)
             return finish(run, progress, directory, interruption.check)
@@ -206,6 +210,8 @@ def begin(
     recipe = make_recipe(config, policy, task.reward, environment=task.environment, mesh=mesh)
     loader = PromptLoader(task.train, config.rollout.prompts, seed=config.seed)
     state = begin_training(policy.params, recipe.optimizer, mesh)
+    recipe = _fit_devices(recipe, state, directory, display)
+    config = recipe.config
     progress = Progress(state, jax.random.key(config.seed), 0, totals, loader.get_state())
     checkpoints = RunCheckpoints(directory / "checkpoints", keep=config.logging.keep_checkpoints)
     if source is not None:
@@ -214,6 +220,7 @@ def begin(
         recipe = recipe._replace(reference=reference)
         offset = progress.totals.metrics_offset
         hosts.together("reading metrics.jsonl", lambda: log.truncate(offset))
+        settings = json.dumps(dataclasses.asdict(config), indent=1)
         _write_first(directory / "config.json", settings)
         display.note(f"going on after step {progress.step} of {source}")
     return Run(config, task, recipe, loader, checkpoints, log, display), progress
@@ -226,6 +233,19 @@ def _read_policy(config: TrainConfig, mesh: Any) -> Policy:
 def _write_first(path: Path, text: str) -> None:
     """Write a file once for all processes."""
     hosts.first_decides(f"writing {path.name}", lambda: write_whole(path, text))
+
+
+def _fit_devices(recipe: Recipe, state: Any, directory: Path, display: Display) -> Recipe:
+    """Make settings that choose themselves fit into the devices' memory, where that is known."""
+    limit = device_memory(recipe.config.mesh.memory)
+    if limit is None:
+        return recipe
+    display.note("compiling the largest step, to see what it takes")
+    config = fit(recipe, state, limit, display.note)
+    if config == recipe.config:
+        return recipe
+    _write_first(directory / "config.json", json.dumps(dataclasses.asdict(config), indent=1))
+    return with_config(recipe, config)
 
 
 def _with_adapter(

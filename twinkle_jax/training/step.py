@@ -1,5 +1,6 @@
 """One step of a run: a rollout with advantages, and the updates that learn from it."""
 
+import dataclasses
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -118,6 +119,13 @@ def make_recipe(
         reference,
         mesh,
     )
+
+
+def with_config(recipe: Recipe, config: TrainConfig) -> Recipe:
+    """Change the slots and the budget of micro-batches."""
+    source: Any = recipe.source  # all that a recipe is made with have an engine
+    engine = dataclasses.replace(source.engine, slots=config.rollout.slots)
+    return recipe._replace(config=config, source=dataclasses.replace(source, engine=engine))
 
 
 def make_engine(config: TrainConfig, policy: Policy, mesh: Mesh | None = None) -> LocalEngine:

@@ -1,0 +1,93 @@
+"""What a run takes of a device is counted before its first step, and settings are made to fit."""
+
+import jax
+import pytest
+
+from twinkle_jax.model import shard_like_params
+from twinkle_jax.rollout import RolloutConfig
+from twinkle_jax.training import MeshConfig, TrainConfig, UpdateConfig, small_policy
+from twinkle_jax.training.config import automatic_budget
+from twinkle_jax.training.memory import device_memory, fit, rollout_memory, update_memory
+from twinkle_jax.training.state import begin_training, find_devices
+from twinkle_jax.training.step import make_recipe
+
+POLICY = small_policy(0)
+GIB = 2**30
+
+
+def begun(slots=None, data=1, fsdp=1, **update):
+    config = TrainConfig(
+        rollout=RolloutConfig(
+            prompts=8, num_samples=2, max_new_tokens=64, max_prompt_tokens=64, slots=slots
+        ),
+        update=UpdateConfig(mini_batches=1, **update),
+        mesh=MeshConfig(data=data, fsdp=fsdp),
+    )
+    mesh = find_devices(data, fsdp, 1)
+    policy = POLICY
+    if mesh is not None:
+        placed = jax.device_put(policy.params, shard_like_params(policy.params, mesh))
+        policy = policy._replace(params=placed)
+    recipe = make_recipe(config, policy, lambda trajectories, truths: [], mesh=mesh)
+    return recipe, begin_training(policy.params, recipe.optimizer, mesh)
+
+
+def bytes_of(tree):
+    return sum(x.nbytes for x in jax.tree.leaves(tree))
+
+
+def test_an_update_takes_its_state_and_more_with_more_tokens():
+    needs = [update_memory(*begun(micro_batch_tokens=tokens)) for tokens in (256, 1024, 4096)]
+    assert bytes_of(begun()[1]) < needs[0] < needs[1] < needs[2]
+    # Four times the tokens take four times what follows tokens: the rest stays.
+    assert needs[2] - needs[1] == pytest.approx(4 * (needs[1] - needs[0]), rel=0.1)
+    kept = update_memory(*begun(micro_batch_tokens=4096, recompute="nothing"))
+    assert kept > needs[2]
+    with_reference = update_memory(*begun(micro_batch_tokens=256, kl_beta=0.1))
+    assert with_reference - needs[0] >= bytes_of(POLICY.params)
+
+
+def test_a_rollout_takes_its_caches():
+    shape = POLICY.config.attention
+    few, all_rows = (rollout_memory(*begun(slots)) for slots in (4, None))
+    layers = POLICY.config.repeats * len(POLICY.config.block)
+    token = 2 * layers * shape.key_value_heads * shape.head_dim * 4
+    assert all_rows - few >= 12 * 127 * token  # 16 rows of 64 + 64 - 1 tokens, or 4
+    assert few > bytes_of(begun()[1])
+
+
+def test_devices_share_what_a_run_takes():
+    one = begun(micro_batch_tokens=1024)
+    shared = begun(micro_batch_tokens=1024, fsdp=8)
+    assert update_memory(*shared) < 0.9 * update_memory(*one)  # tokens are of each device
+    assert rollout_memory(*shared) < 0.5 * rollout_memory(*one)
+
+
+def test_settings_that_choose_themselves_are_made_to_fit():
+    notes = []
+    recipe, state = begun()
+    budget = automatic_budget(recipe.config)
+    assert recipe.config.update.micro_batch_tokens == budget
+    limit = update_memory(*begun(micro_batch_tokens=budget // 4))
+    chosen = fit(recipe, state, limit, notes.append)
+    assert chosen.update.micro_batch_tokens == budget // 4
+    assert f"micro_batch_tokens {budget // 4}" in notes[-2]
+    assert chosen.rollout.slots is None
+
+
+def test_numbers_that_were_given_are_refused_where_they_do_not_fit():
+    recipe, state = begun(micro_batch_tokens=4096)
+    limit = update_memory(*begun(micro_batch_tokens=2048))
+    with pytest.raises(ValueError, match="micro_batch_tokens must be at most 2048"):
+        fit(recipe, state, limit, lambda note: None)
+    with pytest.raises(ValueError, match="micro_batch_tokens: the smallest takes"):
+        fit(recipe, state, 1000, lambda note: None)
+    recipe, state = begun(slots=16, micro_batch_tokens=128)
+    limit = max(update_memory(recipe, state), rollout_memory(*begun(8)))
+    with pytest.raises(ValueError, match=r"rollout\.slots must be at most 8"):
+        fit(recipe, state, limit, lambda note: None)
+
+
+def test_a_cpu_says_nothing_of_its_memory():
+    assert device_memory(None) is None
+    assert device_memory(1.5) == int(1.5 * GIB)

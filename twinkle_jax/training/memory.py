@@ -1,0 +1,217 @@
+"""Does a run fit its devices: what its compiled programs take, before the first step."""
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from twinkle_jax.data import Batch, bucket_size
+from twinkle_jax.rollout.rollout import batch_width
+from twinkle_jax.sampler import generate_memory
+from twinkle_jax.training.config import TrainConfig, automatic_budget
+from twinkle_jax.training.gradient import grad_step
+from twinkle_jax.training.packing import SMALLEST_WIDTH, Packing
+from twinkle_jax.training.state import TrainState
+from twinkle_jax.training.step import RECOMPUTED, Recipe, takes_segments
+from twinkle_jax.training.update import apply_gradients
+
+_GIB = 2**30
+_USABLE = 0.92  # of what a device says it has: the rest is fragments, and programs themselves
+
+
+def device_memory(mesh_gib: float | None) -> int | None:
+    """Give the bytes of a device that a run may use; None if nothing is known.
+
+    Args:
+        mesh_gib: what the settings say; None for what the device says, which CPUs do not.
+    """
+    if mesh_gib is not None:
+        return int(mesh_gib * _GIB)
+    limits = [(device.memory_stats() or {}).get("bytes_limit") for device in jax.local_devices()]
+    known = [limit for limit in limits if limit]
+    return int(_USABLE * min(known)) if known else None
+
+
+def update_memory(recipe: Recipe, state: TrainState) -> int:
+    """Count the bytes of a device that an update takes at most, with everything that stays there.
+
+    Args:
+        recipe: of the run; its budget of tokens and its mesh are read.
+        state: what is trained; arrays, or their shapes and shardings.
+
+    Returns:
+        The larger of two programs' arguments, results and temporary arrays: the gradient of a
+        micro-batch of rows as long as they may be, and its application.
+    """
+    config, mesh = recipe.config, recipe.mesh
+    state, frozen = _shapes(state), _shapes(recipe.policy.frozen)
+    batch, packing = _longest_micro_batch(recipe)
+
+    def gradient(state: TrainState, frozen: Any, batch: Batch, packing: Packing) -> Any:
+        return grad_step(
+            state,
+            batch,
+            recipe.policy.config,
+            recipe.loss,
+            frozen=frozen,
+            temperature=config.rollout.temperature,
+            compute_dtype=config.dtype,
+            remat=RECOMPUTED[config.update.recompute],
+            mesh=mesh,
+            packing=packing,
+        )
+
+    apply = partial(apply_gradients, optimizer=recipe.optimizer, max_grad_norm=1.0, mesh=mesh)
+    computing = jax.jit(gradient, donate_argnums=0).lower(state, frozen, batch, packing).compile()
+    applying = jax.jit(apply, donate_argnums=0).lower(state).compile()
+    needed = max(_need(computing), _need(applying) + _bytes(frozen))
+    return needed + _bytes(_shapes(recipe.reference))
+
+
+def rollout_memory(recipe: Recipe, state: TrainState) -> int:
+    """Count the bytes of a device that sampling takes at most, with everything that stays there.
+
+    Args:
+        recipe: of the run; its slots, the longest prompts and completions are read.
+        state: what is trained; arrays, or their shapes and shardings.
+    """
+    rollout = recipe.config.rollout
+    state, frozen = _shapes(state), _shapes(recipe.policy.frozen)
+    drawing = generate_memory(
+        state.params,
+        recipe.policy.config,
+        prompts=rollout.prompts,
+        prompt_tokens=bucket_size(rollout.max_prompt_tokens, smallest=8),
+        num_samples=rollout.num_samples,
+        max_new_tokens=rollout.max_new_tokens,
+        slots=rollout.slots,
+        frozen=frozen,
+        compute_dtype=recipe.config.dtype,
+        mesh=recipe.mesh,
+    )
+    return drawing + sum(map(_bytes, (state, frozen, _shapes(recipe.reference))))
+
+
+def fit(recipe: Recipe, state: TrainState, limit: int, note: Callable[[str], None]) -> TrainConfig:
+    """Choose a budget of tokens and a number of slots that fit into a device.
+
+    Args:
+        recipe: of the run.
+        state: what is trained.
+        limit: bytes of a device.
+        note: is told what was chosen.
+
+    Returns:
+        The configuration, with a smaller `update.micro_batch_tokens` and `rollout.slots` where
+        those that were left to the run do not fit.
+
+    Raises:
+        ValueError: if a number that was given does not fit; the message says which would. If none
+            does, it says what the smallest takes.
+    """
+    config = recipe.config
+
+    def choose(
+        name: str, choices: Iterator[TrainConfig], count: Callable[..., int], given: bool
+    ) -> TrainConfig:
+        first = needed = None
+        for chosen in choices:
+            needed = count(recipe._replace(config=chosen), state)
+            first = needed if first is None else first
+            part, setting = name.split(".")
+            value = getattr(getattr(chosen, part), setting)
+            takes = f"{needed / _GIB:.2f} GiB of the {limit / _GIB:.2f} of a device"
+            if needed > limit:
+                continue
+            if needed != first and given:
+                raise ValueError(f"{name} must be at most {value}, which takes {takes}")
+            note(f"{name} {'all' if value is None else value}: takes {takes}")
+            return chosen
+        raise ValueError(
+            f"{name}: the smallest takes {takes}; more devices (mesh.fsdp), adapters (lora.rank), "
+            "a smaller rollout.max_new_tokens or rollout.max_prompt_tokens take less"
+        )
+
+    given = config.update.micro_batch_tokens != automatic_budget(config)
+    updates = _smaller_updates(config)
+    config = choose("update.micro_batch_tokens", updates, update_memory, given)
+    given = config.rollout.slots is not None
+    return choose("rollout.slots", _fewer_slots(config), rollout_memory, given)
+
+
+def _smaller_updates(config: TrainConfig) -> Iterator[TrainConfig]:
+    """Halve the tokens of a micro-batch down to the longest row."""
+    longest, tokens = config.longest_row, config.update.micro_batch_tokens
+    while True:
+        update = dataclasses.replace(config.update, micro_batch_tokens=tokens)
+        yield dataclasses.replace(config, update=update)
+        if tokens <= longest:
+            return
+        tokens = max(tokens // 2, longest)
+
+
+def _fewer_slots(config: TrainConfig) -> Iterator[TrainConfig]:
+    """Halve the slots down to one for each device that rows are spread over."""
+    yield config
+    shards = config.mesh.data * config.mesh.fsdp
+    slots = config.rollout.slots or config.rollout.prompts * config.rollout.num_samples
+    while slots > shards:
+        slots = max(-(-slots // (2 * shards)), 1) * shards
+        rollout = dataclasses.replace(config.rollout, slots=slots)
+        yield dataclasses.replace(config, rollout=rollout)
+
+
+def _longest_micro_batch(recipe: Recipe) -> tuple[Batch, Packing]:
+    """Give the shapes of a micro-batch whose rows are as long as they may be."""
+    config, mesh = recipe.config, recipe.mesh
+    shards = 1 if mesh is None else mesh.shape["data"] * mesh.shape["fsdp"]
+    multiple = 1 if mesh is None else mesh.shape["tensor"]
+    several = takes_segments(recipe)
+    longest = config.longest_row
+    time = batch_width(longest, multiple=multiple)
+    width = bucket_size(longest, smallest=SMALLEST_WIDTH if several else 16, multiple=multiple)
+    lines = max(config.update.micro_batch_tokens // width, 1) * shards
+    rows = config.rollout.prompts * config.rollout.num_samples // config.update.mini_batches
+
+    def of(shape: tuple[int, ...], dtype: Any) -> Any:
+        return jax.ShapeDtypeStruct(shape, dtype)
+
+    whole, floats = of((rows, time), jnp.int32), of((rows, time), jnp.float32)
+    batch = Batch(
+        tokens=whole,
+        labels=whole,
+        advantages=floats,
+        old_logps=floats,
+        ref_logps=None if recipe.reference is None else floats,
+    )
+    places = of((lines, width), jnp.int32)
+    return batch, Packing(places, places if several else None, places, whole)
+
+
+def _need(compiled: Any) -> int:
+    """Bytes of a device that a compiled program holds while it runs."""
+    memory = compiled.memory_analysis()
+    results = memory.output_size_in_bytes - memory.alias_size_in_bytes
+    return int(memory.argument_size_in_bytes + results + memory.temp_size_in_bytes)
+
+
+def _shapes(tree: Any) -> Any:
+    """Shapes and shardings of arrays, for programs that are compiled and not run."""
+    return jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=getattr(x, "sharding", None)),
+        tree,
+    )
+
+
+def _bytes(tree: Any) -> int:
+    """Bytes of a device that arrays of these shapes and shardings take."""
+
+    def size(x: jax.ShapeDtypeStruct) -> int:
+        shape = x.shape if x.sharding is None else x.sharding.shard_shape(x.shape)
+        return int(np.prod(shape, dtype=np.int64)) * x.dtype.itemsize
+
+    return sum(map(size, jax.tree.leaves(tree)))
