@@ -79,7 +79,7 @@ def _add_environment(parser: Any) -> None:
         "--environment",
         type=str | None,
         default=None,
-        help="what the policy talks to: FILE.py:NAME or MODULE:NAME, trl: or gym: before it",
+        help="what the policy talks to, as for train",
     )
     parser.add_argument(
         "--tools",

@@ -17,6 +17,7 @@ from twinkle_jax.rollout.episode import (
     lay_out_episodes,
 )
 from twinkle_jax.rollout.multi_turn import EnvironmentFailureError, MultiTurn, check_failures
+from twinkle_jax.rollout.openenv import OpenEnvEnvironment
 from twinkle_jax.rollout.rollout import (
     Rollout,
     encode_prompts,
@@ -42,6 +43,7 @@ __all__ = [
     "LocalEngine",
     "MultiTurn",
     "Observation",
+    "OpenEnvEnvironment",
     "Rollout",
     "RolloutConfig",
     "RolloutSource",

@@ -8,6 +8,7 @@ from typing import Any
 from twinkle_jax.reward.by_name import load_module
 from twinkle_jax.rollout.adapters import ADAPTERS
 from twinkle_jax.rollout.environment import EnvironmentFactory
+from twinkle_jax.rollout.openenv import OpenEnvEnvironment
 from twinkle_jax.rollout.tools import ToolEnvironment
 
 
@@ -17,7 +18,7 @@ def find_environment(name: str | None, tools: str | None = None) -> EnvironmentF
     Args:
         name: `FILE.py:NAME` or `MODULE:NAME`, of a class or a function without arguments that makes
             an environment; with `trl:` or `gym:` before it, of one that TRL's `environment_factory`
-            or gymnasium's interface has. None: tools alone.
+            or gymnasium's interface has; or `openenv:URL` of a server. None: tools alone.
         tools: `FILE.py` or `MODULE`, whose public functions are tools, or `FILE.py:NAME` of one of
             them or of a list; None for none.
 
@@ -49,12 +50,14 @@ def _with_tools(
 
 def _find_factory(name: str) -> EnvironmentFactory:
     kind, colon, rest = name.partition(":")
+    if kind == "openenv":
+        return functools.partial(OpenEnvEnvironment, rest)
     adapter = ADAPTERS.get(kind) if colon else None
     place, _, attribute = (rest if adapter else name).rpartition(":")
     if not place or not attribute:
         raise ValueError(
             "environment must be FILE.py:NAME or MODULE:NAME, with trl: or gym: before it for "
-            f"their interfaces, got {name!r}"
+            f"their interfaces, or openenv:URL, got {name!r}"
         )
     factory = _find(place, attribute, "environment")
     if not callable(factory):

@@ -218,7 +218,7 @@ class TrainConfig:
             which learns from examples until it gets some answers right.
         environment: what the policy talks to in several turns: FILE.py:NAME or MODULE:NAME of a
             class or function that makes one; trl: or gym: before it for TRL's environment_factory
-            or gymnasium's interface.
+            or gymnasium's interface; or openenv:URL of a server.
         tools: FILE.py with functions that the policy may call, or FILE.py:NAME of one or a list.
         task: arithmetic (problems made on the spot), gsm8k (from the hub; gsm8k:ID and gsm8k:FILE
             for one in its format), a JSON Lines file of prompts and answers, or environment, whose
