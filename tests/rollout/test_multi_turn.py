@@ -1,6 +1,7 @@
 """Many turns: tokens that the trainer scores as the sampler did, and environments that fail."""
 
 import asyncio
+import dataclasses
 import functools
 import threading
 import time
@@ -11,7 +12,14 @@ import pytest
 
 from tests.rollout import games
 from twinkle_jax.data import PromptBatch, Template, message_text, small_tokenizer
-from twinkle_jax.rollout import EnvironmentFailureError, LocalEngine, MultiTurn, episode_metrics
+from twinkle_jax.rollout import (
+    EnvironmentFailureError,
+    LocalEngine,
+    MultiTurn,
+    draw_until_signal,
+    episode_metrics,
+    lay_out_episodes,
+)
 from twinkle_jax.sampler import Sampling
 from twinkle_jax.training import score_batch, small_policy
 
@@ -162,10 +170,10 @@ def test_the_same_key_gives_the_same_episodes_and_no_program_is_compiled_again(c
 
 
 def test_an_episode_is_what_it_is_alone():
-    """A row draws with a key of its own: as one of four, or waiting for nobody."""
+    """A row draws with a key of its own: as one of eight, of three or of one."""
     many = sample(games.Guess)
-    ready = sample(games.Guess, wait="ready")
-    for one, other in zip(many.episodes, ready.episodes, strict=True):
+    episodes = [e for cohorts in (3, 8) for e in sample(games.Guess, cohorts=cohorts).episodes]
+    for one, other in zip([*many.episodes, *many.episodes], episodes, strict=True):
         assert one.rows[0].tokens == other.rows[0].tokens
         np.testing.assert_allclose(one.rows[0].logprobs, other.rows[0].logprobs, atol=1e-5)
 
@@ -305,3 +313,69 @@ def test_an_interrupt_closes_all_sessions():
         MultiTurn(engine, games.Guess, made.sampling, 4).sample(
             POLICY.params, ROWS, jax.random.clone(KEY)
         )
+
+
+def test_every_turn_of_every_episode_draws_with_a_key_of_its_own():
+    seen = []
+
+    class Recording(LocalEngine):
+        def continue_rows(self, params, rows, keys, *args):
+            seen.extend(map(bytes, np.asarray(jax.random.key_data(keys))))
+            return super().continue_rows(params, rows, keys, *args)
+
+    made = source(games.Never)
+    engine = Recording(POLICY.config, POLICY.template, 5, 64)
+    many = dataclasses.replace(made, engine=engine)
+    rollout = many.sample(POLICY.params, ROWS, jax.random.clone(KEY))
+    assert len(seen) == len(set(seen)) == sum(len(e.turns) for e in rollout.episodes)
+
+
+@pytest.mark.parametrize("history", ["append", "template"])
+def test_groups_of_several_rollouts_are_chosen_with_all_their_rows(history):
+    """Dynamic sampling: the groups with a signal, of two rollouts, with their rows and turns."""
+    made = source(games.Guess, history=history)
+    drawn = [made.sample(POLICY.params, ROWS, jax.random.key(n)) for n in (8, 9)]
+    rewards = np.asarray([[0, 0, 0, 0, 1, 0, 0, 0], [1, 1, 1, 1, 0, 0, 1, 0]], np.float32)
+    drawn = [r._replace(rewards=x) for r, x in zip(drawn, rewards, strict=True)]
+    chosen, _ = draw_until_signal(lambda n: drawn[n], prompts=2, num_samples=4, rollouts=2)
+    assert chosen.rows_each == made.rows_each
+    assert chosen.episodes == [*drawn[0].episodes[4:], *drawn[1].episodes[4:]]
+    again = lay_out_episodes(chosen.episodes, rows_each=made.rows_each)
+    width = again.turns.shape[1]
+    np.testing.assert_array_equal(np.asarray(chosen.batch.labels)[:, :width], again.batch.labels)
+    np.testing.assert_array_equal(np.asarray(chosen.batch.rows), again.batch.rows)
+    np.testing.assert_array_equal(chosen.turns[:, :width], again.turns)
+    np.testing.assert_array_equal(chosen.row_lengths, again.row_lengths)
+    with pytest.raises(ValueError, match="rows_each"):
+        lay_out_episodes(chosen.episodes, rows_each=0)
+
+
+def test_a_prompt_that_is_too_long_or_missing_is_named():
+    with pytest.raises(ValueError, match="max_prompt_tokens=3"):
+        sample(games.Guess, max_prompt_tokens=3)
+    silent = type("Silent", (games.Guess,), {"reset": lambda self, row, seed: None})
+    with pytest.raises(ValueError, match="must begin with a message"):
+        sample(silent)
+
+
+def test_what_an_environment_says_first_joins_the_users_message():
+    made, prompt = (
+        source(games.Guess),
+        PromptBatch(
+            [
+                {
+                    "messages": [
+                        {"role": "system", "content": "1"},
+                        {"role": "user", "content": "2"},
+                    ],
+                    "user_data": [],
+                }
+            ]
+        ),
+    )
+    episodes = made.play(POLICY.params, prompt, jax.random.key(8), made.sampling, 1)  # fmt: skip
+    assert episodes[0].messages[:2] == [
+        {"role": "system", "content": "1"},
+        {"role": "user", "content": "2\n0-9="},
+    ]
+    assert prompt[0]["messages"][1]["content"] == "2"

@@ -17,6 +17,8 @@ from twinkle_jax.training import (
     RolloutConfig,
     TrainConfig,
     UpdateConfig,
+    begin_training,
+    learn,
     make_recipe,
     small_policy,
     train,
@@ -184,6 +186,26 @@ def test_failed_episodes_have_no_part_in_statistics():
     assert metrics["reward"] == 3.0
     assert metrics["reward_std"] == 2.0
     assert metrics["environment/failed"] == metrics["environment/failed/raised"] == 0.25
+
+
+def test_rows_of_failed_episodes_count_in_no_mean():
+    """GRPO averages over sequences: of four episodes one failed, so it divides by three."""
+    rollout = rollout_of([[1.0], [3.0], [9.0], [5.0]], failed=[2])
+    counted = np.asarray([True, True, False, True])
+    batch = rollout.batch._replace(
+        rows=jax.numpy.asarray(counted), advantages=jax.numpy.ones(rollout.turns.shape)
+    )
+    settings = TrainConfig(
+        environment=f"{GAMES}:Guess",
+        rollout=RolloutConfig(prompts=1, num_samples=4, max_turns=3),
+        update=UpdateConfig(mini_batches=1, on_mismatch="warn"),
+    )
+    policy = small_policy(0)
+    recipe = make_recipe(settings, policy, None, environment=object)
+    state = begin_training(policy.params, recipe.optimizer, None)
+    state, learnt = learn(state, batch, recipe, learning_rate=1e-3, seed=(0,))
+    assert float(learnt.summaries[0].denominator) == 3
+    assert int(state.rows) == 3
 
 
 @pytest.mark.parametrize(

@@ -61,8 +61,9 @@ class MultiTurn:
             appended, even if the chat template would now render them in another way. `template`: as
             the template renders them; where that does not extend what the policy has read, the
             episode goes on in a row of its own, and all its rows share the advantage.
-        wait: `all` draws a turn for all episodes together, which can be repeated byte for byte;
-            `ready` for those whose environment has answered, as soon as they are half of them.
+        cohorts: parts in which the episodes of a call are played: while the environments of one are
+            at work, a turn of the next is drawn. Which episodes are drawn together depends on
+            nothing else, so that a run can be repeated byte for byte.
         timeout: seconds that an environment may take to answer.
         threads: environments that are called at a time.
         max_failed: share of failed episodes above which a rollout raises.
@@ -84,7 +85,7 @@ class MultiTurn:
     max_prompt_tokens: int = 1024
     max_new_tokens: int = 512
     history: History = "append"
-    wait: Literal["all", "ready"] = "all"
+    cohorts: int = 1
     timeout: float = 60.0
     threads: int = 64
     max_failed: float = 0.1
@@ -190,11 +191,14 @@ class MultiTurn:
             for i in range(len(prompts) * num_samples)
         ]
         try:
-            while unfinished := [game for game in games if game.stage != "ended"]:
-                self._take_answers(unfinished, pool)
-                ready = [game for game in unfinished if game.stage == "ready"]
-                if ready:
-                    self._draw(params, ready, keys, sampling)
+            size = -(-len(games) // self.cohorts)
+            cohorts = [games[i : i + size] for i in range(0, len(games), size)]
+            while any(game.stage != "ended" for game in games):
+                for cohort in cohorts:
+                    self._take_answers([game for game in cohort if game.call is not None], pool)
+                    ready = [game for game in cohort if game.stage == "ready"]
+                    if ready:
+                        self._draw(params, ready, keys, sampling)
             return [game.episode for game in games]
         finally:
             closing = [pool(session.close) for game in games for session in game.sessions]
@@ -203,15 +207,10 @@ class MultiTurn:
 
     def _take_answers(self, games: "list[_Game]", pool: CallPool) -> None:
         """Wait for environments, and let their episodes go on."""
-        waiting = [game for game in games if game.call is not None]
-        count = len(waiting)
-        if self.wait == "ready":  # the others go on while those are drawn
-            count = max(0, -(-len(games) // 2) - (len(games) - len(waiting)))
-        pool.wait([game.call for game in waiting if game.call is not None], count)
-        answered = [game for game in waiting if game.call is not None and game.call.ended]
-        for game in answered:
+        pool.wait([game.call for game in games if game.call is not None], len(games))
+        for game in games:
             game.take_answer()
-        self._read(answered)
+        self._read(games)
 
     def _read(self, games: "list[_Game]") -> None:
         """Encode what environments said, for all episodes that go on, at once."""

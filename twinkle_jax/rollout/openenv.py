@@ -1,5 +1,6 @@
 """Environments behind a server of OpenEnv, over its WebSocket: one session for an episode."""
 
+import contextlib
 import json
 from collections.abc import Mapping
 from typing import Any
@@ -52,7 +53,10 @@ class OpenEnvEnvironment:
         parameters = {"type": "object", "properties": fields, "required": required}
         described = {"name": "act", "description": "Act in the environment."}
         self.tools = [{"type": "function", "function": {**described, "parameters": parameters}}]
-        self._socket = connect(f"ws{secure}://{base}/ws", open_timeout=timeout, max_size=_MOST)
+        self._closing = contextlib.ExitStack()
+        self._socket = self._closing.enter_context(
+            connect(f"ws{secure}://{base}/ws", open_timeout=timeout, max_size=_MOST)
+        )
 
     def reset(self, row: Mapping[str, Any], seed: int) -> Observation:
         """Begin an episode with a seed."""
@@ -79,7 +83,7 @@ class OpenEnvEnvironment:
         try:
             self._socket.send(json.dumps({"type": "close"}))
         finally:
-            self._socket.close()
+            self._closing.close()
 
     def _ask(self, kind: str, data: Any) -> Mapping[str, Any]:
         self._socket.send(json.dumps({"type": kind, "data": data}))

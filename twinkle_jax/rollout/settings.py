@@ -29,8 +29,8 @@ class RolloutConfig:
             auto: max_prompt_tokens and max_turns times max_new_tokens.
         history: how earlier turns are read, see `MultiTurn`: append keeps them as they were
             sampled; template renders them anew, and an episode may take several rows.
-        wait: all: episodes take their turns together, so that a run can be repeated byte for byte;
-            ready: those whose environment has answered go on.
+        cohorts: parts in which episodes are played: while the environments of one are at work, a
+            turn of the next is drawn.
         environment_timeout: seconds that an environment may take to answer.
         environment_threads: environments that are called at a time.
         max_failed: share of episodes whose environment may fail; more end the run.
@@ -51,7 +51,7 @@ class RolloutConfig:
     max_turns: int = 6
     max_episode_tokens: int = AUTO
     history: Literal["append", "template"] = "append"
-    wait: Literal["all", "ready"] = "all"
+    cohorts: int = 1
     environment_timeout: float = 60.0
     environment_threads: int = 64
     max_failed: float = 0.1

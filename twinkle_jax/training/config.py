@@ -408,6 +408,7 @@ _AT_LEAST = {
     "rollout.max_new_tokens": 1,
     "rollout.max_prompt_tokens": 1,
     "rollout.max_turns": 1,
+    "rollout.cohorts": 1,
     "rollout.max_episode_tokens": 1,
     "rollout.environment_threads": 1,
     "rollout.max_observation": 1,

@@ -187,7 +187,7 @@ def make_source(
         max_prompt_tokens=rollout.max_prompt_tokens,
         max_new_tokens=rollout.max_new_tokens,
         history=rollout.history,
-        wait=rollout.wait,
+        cohorts=rollout.cohorts,
         timeout=rollout.environment_timeout,
         threads=rollout.environment_threads,
         max_failed=rollout.max_failed,
