@@ -379,3 +379,18 @@ def test_what_an_environment_says_first_joins_the_users_message():
         {"role": "user", "content": "2\n0-9="},
     ]
     assert prompt[0]["messages"][1]["content"] == "2"
+
+
+def test_numbers_of_numpy_are_numbers_and_what_is_none_is_left_out_of_metrics():
+    class Numpy(games.Never):
+        def step(self, action):
+            info = {"a": np.float32(2), "b": np.True_, "c": "text", "d": float("nan"), 5: 1, "e": 3}
+            info["f"] = 10**400
+            return "1", np.float32(0.25), np.False_, info
+
+    rollout = sample(Numpy)
+    assert not rollout.failed.any()
+    metrics = episode_metrics(rollout.episodes)
+    names = sorted(name for name in metrics if "info" in name)
+    assert names == [f"environment/info/{x}" for x in "abe"]
+    assert [metrics[name] for name in names] == [2.0, 1.0, 3.0]

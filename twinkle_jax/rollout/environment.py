@@ -7,12 +7,13 @@ limit of time; whatever it raises or returns ends its own episode at most.
 import asyncio
 import functools
 import inspect
-import math
 import queue
 import threading
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, Protocol
+
+import numpy as np
 
 from twinkle_jax.data import Message, ToolCall
 from twinkle_jax.data.tool_calls import (
@@ -191,7 +192,7 @@ class Session:
                 f"step must return observation, reward, done and info, got {_shown(reply)}"
             )
         observation, reward, done, info = reply
-        if not isinstance(done, bool | int) and type(done).__name__ != "bool_":
+        if not isinstance(done, bool | int | np.bool_):
             raise BadReplyError(f"done must be True or False, got {_shown(done)}")
         if info is not None and not isinstance(info, Mapping):
             raise BadReplyError(f"info must be a dictionary, got {_shown(info)}")
@@ -264,8 +265,10 @@ def _finite(reward: Any) -> float:
 
 
 def _numbers(info: Mapping[Any, Any]) -> dict[str, float]:
-    numbers = {k: x for k, x in info.items() if isinstance(k, str) and isinstance(x, int | float)}
-    return {k: float(x) for k, x in numbers.items() if abs(x) < 1e300 and not math.isnan(x)}
+    kinds = (int, float, np.number, np.bool_)
+    numbers = {k: x for k, x in info.items() if isinstance(k, str) and isinstance(x, kinds)}
+    small = {k: float(x) for k, x in numbers.items() if not isinstance(x, int) or abs(x) < 10**300}
+    return {k: x for k, x in small.items() if abs(x) < 1e300}  # NaN is not
 
 
 def _shown(value: Any) -> str:
