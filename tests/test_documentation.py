@@ -59,7 +59,7 @@ def test_python_blocks_run_from_top_to_bottom(page, capsys):
 
 def test_pages_do_have_blocks():
     with_blocks = {page.name for page in PAGES if any(_blocks(page, "python"))}
-    assert {"README.md", "advantages.md", "differences.md"} <= with_blocks
+    assert {"README.md", "advantages.md", "from_twinkle.md"} <= with_blocks
 
 
 @pytest.mark.parametrize("name", MODULES)

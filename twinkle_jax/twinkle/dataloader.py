@@ -1,6 +1,5 @@
 """Twinkle's `DataLoader`: batches in order, once, with a position that a checkpoint keeps."""
 
-import inspect
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -64,7 +63,7 @@ class DataLoader:
     ) -> None:
         refuse("DataLoader", {k: x for k, x in options.items() if k not in _WORK})
         note_group(remote_group)
-        self.dataset = dataset() if inspect.isroutine(dataset) else dataset
+        self.dataset = dataset() if callable(dataset) else dataset
         devices = 1 if device_mesh is None else device_mesh.data_world_size
         if batch_size < 1 or batch_size % devices:
             raise ValueError(

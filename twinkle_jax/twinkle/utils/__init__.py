@@ -1,0 +1,1 @@
+"""Twinkle's `utils`: what scripts ask about PyTorch."""
