@@ -36,8 +36,13 @@ def test_without_a_server_it_samples_here(checkpoint, sampler):
     short = vLLMSampler(model_id=checkpoint, engine_args={"max_model_len": 6})
     assert len(tokens(short.sample(PROMPTS, SamplingParams()))[0]) == 1
     sampler.reset_prefix_cache()
-    with pytest.raises(TypeError, match="logprobs_mode"):
-        vLLMSampler(model_id=checkpoint, engine_args={"logprobs_mode": "raw_logits"})
+    for engine, error in (({"logprobs_mode": "raw_logits"}, ValueError), ({"seed": 1}, TypeError)):
+        with pytest.raises(error, match=next(iter(engine))):
+            vLLMSampler(model_id=checkpoint, engine_args=engine)
+    raw = vLLMSampler(model_id=checkpoint, engine_args={"logprobs_mode": "raw_logprobs"})
+    assert tokens(raw.sample(PROMPTS, GREEDY)) == tokens(expected)
+    with pytest.raises(ValueError, match="temperature"):
+        raw.sample(PROMPTS, SamplingParams(temperature=0.5))
 
 
 def test_adapters_by_path(checkpoint, sampler, tmp_path):

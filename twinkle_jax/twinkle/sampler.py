@@ -17,6 +17,7 @@ from twinkle_jax.model import load_adapter, merge_params
 from twinkle_jax.model.decoder.lora import adapter_scales
 from twinkle_jax.sampler import JaxSampler
 from twinkle_jax.sampler import vLLMSampler as ServedSampler
+from twinkle_jax.sampler.requests import read_params
 from twinkle_jax.twinkle.infra import DeviceMesh, mesh_of, note_group
 from twinkle_jax.twinkle.names import construct, local_id, refuse, warn_once
 
@@ -47,7 +48,8 @@ class vLLMSampler:  # noqa: N801  (Twinkle's name)
 
     Args:
         model_id: a directory with a Hugging Face checkpoint, or a hub id.
-        engine_args: of vLLM's options `max_model_len` and, in this program, `dtype` are followed.
+        engine_args: of vLLM's options `max_model_len` and, in this program, `dtype` and
+            `logprobs_mode="raw_logprobs"`, which is right at temperature 1 alone, are followed.
             Those about memory, caches and adapters change no result; a server has its own. Others
             are refused.
         device_mesh: over which parameters lie, in this program; None for that of `initialize`.
@@ -76,12 +78,16 @@ class vLLMSampler:  # noqa: N801  (Twinkle's name)
         note_group(remote_group)
         place = local_id(model_id)
         self._sampler: JaxSampler | ServedSampler
+        self._raw: str | None = None  # whether log-probabilities are those at temperature 1
         if base_url is not None:
             if engine:
                 warn_once("engine_args are the server's, which is started with its own")
             self._sampler = ServedSampler(model_id=place, base_url=base_url, **options)
         else:
             options |= {"dtype": engine.pop("dtype")} if "dtype" in engine else {}
+            self._raw = engine.pop("logprobs_mode", None)
+            if self._raw not in (None, "raw_logprobs"):
+                raise ValueError(f"logprobs_mode must be 'raw_logprobs', got {self._raw!r}")
             refuse("vLLMSampler", {k: x for k, x in engine.items() if k not in _ENGINE})
             warn_once("vLLMSampler without base_url samples in this program, without vLLM")
             self._sampler = JaxSampler(model_id=place, mesh=mesh_of(device_mesh), **options)
@@ -122,6 +128,11 @@ class vLLMSampler:  # noqa: N801  (Twinkle's name)
         Raises:
             ValueError: as the samplers, and for an adapter on a server or upon another one.
         """
+        temperature = read_params(sampling_params).temperature
+        if self._raw and temperature not in (0, 1):
+            raise ValueError(
+                f"temperature must be 1 or 0 with logprobs_mode='raw_logprobs', got {temperature}"
+            )
         sampler = self._sampler if adapter_path is None else self._with_adapter(adapter_path)
         responses = sampler.sample(
             inputs, sampling_params, num_samples=num_samples, logprobs_kind=logprobs_kind
