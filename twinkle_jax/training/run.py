@@ -237,11 +237,12 @@ def _write_first(path: Path, text: str) -> None:
 
 def _fit_devices(recipe: Recipe, state: Any, directory: Path, display: Display) -> Recipe:
     """Make settings that choose themselves fit into the devices' memory, where that is known."""
-    limit = device_memory(recipe.config.mesh.memory)
-    if limit is None:
+    memory = recipe.config.mesh.memory
+    limits = hosts.share("reading the devices' memory", lambda: device_memory(memory))
+    if None in limits:
         return recipe
     display.note("compiling the largest step, to see what it takes")
-    config = fit(recipe, state, limit, display.note)
+    config = fit(recipe, state, min(limits), display.note)
     if config == recipe.config:
         return recipe
     _write_first(directory / "config.json", json.dumps(dataclasses.asdict(config), indent=1))
