@@ -86,8 +86,8 @@ def read_gsm8k(
 ) -> list[Trajectory]:
     r"""Read GSM8K from a file in its own format; adds no system prompt and no instruction.
 
-    Twinkle's `GSM8KProcessor` adds a system prompt that asks for steps and `\boxed{}`: pass `system`
-    or `instruction` for one.
+    Twinkle's `GSM8KProcessor` adds a system prompt that asks for steps and `\boxed{}`: pass
+    `system` or `instruction` for one.
 
     Args:
         path: JSON Lines with `"question"` and `"answer"`, whose last line is `#### 1,234`; or, as

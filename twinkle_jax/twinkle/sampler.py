@@ -31,6 +31,7 @@ _ENGINE = (  # of vLLM's options those that change no result
     "gpu_memory_utilization",
     "limit_mm_per_prompt",
     "max_lora_rank",
+    "max_logprobs",
     "max_loras",
     "max_num_batched_tokens",
     "max_num_seqs",
