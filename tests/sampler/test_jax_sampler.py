@@ -112,7 +112,8 @@ def test_calls_draw_anew_and_a_seed_repeats(actor):
 def test_a_prompt_is_completed_alike_whatever_stands_behind_it(actor):
     sampler = JaxSampler(actor)
     seeded = SamplingParams(max_tokens=6, seed=1, num_samples=4)
-    alone, among = sampler.sample(CHATS[0], seeded), sampler.sample(CHATS, seeded)
+    alone, among = sampler.sample(CHATS[0], seeded), sampler.sample([*CHATS, *CHATS, "1"], seeded)
+    assert len(among) == 5  # in a batch of six
     assert [s.tokens for s in alone[0].sequences] == [s.tokens for s in among[0].sequences]
 
 
