@@ -207,10 +207,29 @@ def test_a_failed_environment_is_no_episode(fault):
         sample(environment, timeout=0.5 if cause == "timeout" else 20.0)
 
 
+def test_done_ends_an_episode_at_once():
+    class Once(games.Never):
+        def step(self, action):
+            return "1", 0.5, True, {}
+
+    for episode in sample(Once).episodes:
+        assert len(episode.turns) == 1
+        assert episode.ended in ("done", "length")
+        assert episode.rewards == ([0.5] if episode.ended == "done" else [0.0])
+    assert {e.ended for e in sample(Once).episodes} >= {"done"}
+
+
 def test_what_fails_once_is_tried_again_with_the_same_seed():
     steady = sample(games.Never)
-    once = functools.partial(games.Failing, games.FAULTS["raises"][0], times=1)
-    rollout = sample(once)
+    seeds = []
+
+    class Recording(games.Failing):
+        def reset(self, row, seed):
+            seeds.append(seed)
+            return super().reset(row, seed)
+
+    rollout = sample(functools.partial(Recording, games.FAULTS["raises"][0], times=1))
+    assert sorted(seeds) == sorted(e.seed for e in rollout.episodes for _ in range(e.attempts))
     assert not rollout.failed.any()
     assert sorted(e.attempts for e in rollout.episodes) == [1] * 7 + [2]
     for one, other in zip(steady.episodes, rollout.episodes, strict=True):

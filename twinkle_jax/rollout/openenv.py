@@ -75,8 +75,8 @@ class OpenEnvEnvironment:
         except _WrongActionError as error:
             return f"Error: {error}", 0.0, False, {"tool_errors": 1}
         text = _as_text(result["observation"])
-        role = "tool" if action.calls else "user"
-        return Message(role=role, content=text), result["reward"], bool(result["done"]), {}
+        message = Message(role="tool" if action.calls else "user", content=text)
+        return message, result["reward"], bool(result["done"]), {}
 
     def close(self) -> None:
         """End the session."""
