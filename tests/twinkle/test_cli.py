@@ -50,10 +50,13 @@ def test_later_sources_win(elsewhere, monkeypatch):
     monkeypatch.setenv("TWINKLE_BATCH_SIZE", "2")
     monkeypatch.setenv("LORA_R", "2")
     monkeypatch.setenv("TWINKLE_OTHER", "none")
+    monkeypatch.setenv("SAVE_STEPS", "8")
+    monkeypatch.setenv("TWINKLE_SAVE_STEPS", "7")
     pytest.importorskip("yaml", reason="pip install 'twinkle-jax[training]'")
     (elsewhere / "c.yaml").write_text("lora:\n  r: 3\nlora_r: 3\nrl:\n  gkd_beta: 1\n")
     args = CLI.from_args(["--config", "c.yaml", "--mode", "local"])
     assert args.training.max_steps == 1 and args.training.batch_size == 2 and args.lora.lora_r == 3
+    assert args.training.save_steps == 7  # a name with the prefix is meant
     assert args.rl.gkd_beta == 1.0 and args.infra.mode == "local"
     assert "other" in args.extra and args.extra["other"] is None
     with pytest.raises(FileNotFoundError, match="config"):

@@ -155,6 +155,7 @@ def test_a_lazy_data_set_works_on_the_row_that_is_asked_for():
     assert len(dataset) == 8 and not seen
     assert dataset[0]["user_data"] == [("ground_truth", "0")]
     assert set(dataset[7]) == {"question", "answer", "messages"} and seen == ["1+1="]
+    assert dataset[5]["question"] == "0+0="  # the shorter source starts again
     with pytest.raises(AssertionError):
         dataset.encode()
     dataset.set_template(template())

@@ -104,7 +104,7 @@ def test_pairs():
         metric.accumulate({"labels": LABELS[:1]}, {"logps": NEW[:1]})
 
 
-OLD = [[-1.0, -2.0 + math.log(2)], [-0.5 - math.log(2)]]  # ratios 1, 1/2 and 2
+OLD = [[-1.0, -2.0 + math.log(2)], [-0.5 - math.log(4)]]  # ratios 1, 1/2 and 4
 
 
 @pytest.mark.parametrize(
@@ -113,7 +113,7 @@ OLD = [[-1.0, -2.0 + math.log(2)], [-0.5 - math.log(2)]]  # ratios 1, 1/2 and 2
         (GRPOMetric, [-1.0, 1.0], 1 / 3, 1 / 3),
         (GRPOMetric, [1.0, -1.0], 0, 0),
         (CISPOMetric, [1.0, -1.0], 1 / 3, 1 / 3),
-        (GSPOMetric, [-1.0, 1.0], 1 / 2, 1 / 2),  # ratios 0.71 and 2
+        (GSPOMetric, [-1.0, 1.0], 1 / 2, 1 / 2),  # ratios 0.71 and 4
         (GSPOMetric, [1.0, -1.0], 0, 0),
     ],
 )
@@ -128,15 +128,15 @@ def test_how_far_the_policy_went(cls, advantages, low, high):
     )
     numbers = metric.calculate()
     mean = -3.5 / 3
-    kls = [0, 0.5 + math.log(2) - 1, 2 - math.log(2) - 1]
+    kls = [0, 0.5 + math.log(2) - 1, 4 - math.log(4) - 1]
     expected = {
         "train/policy_confidence": math.exp(mean),
         "train/mean_new_logp": mean,
-        "train/mean_old_logp": mean,
-        "train/logp_diff_mean": 0,
+        "train/mean_old_logp": mean - math.log(2) / 3,
+        "train/logp_diff_mean": math.log(2) / 3,
         "train/approx_kl": sum(kls) / 3,
         "train/token_kl_max": max(kls),
-        "train/token_ratio_max": 2,
+        "train/token_ratio_max": 4,
         "train/entropy": 2,
         "train/clip_ratio_low": low,
         "train/clip_ratio_high": high,
@@ -153,7 +153,7 @@ def test_the_temperature_of_log_probabilities_and_a_clip_of_its_own():
     metric.accumulate({"labels": LABELS}, {"logps": NEW}, old_logps=OLD, advantages=[-1.0, 1.0])
     numbers = metric.calculate()
     np.testing.assert_allclose(numbers["train/mean_new_logp"], -1.75 / 3)
-    np.testing.assert_allclose(numbers["train/token_ratio_max"], 2**0.5)
+    np.testing.assert_allclose(numbers["train/token_ratio_max"], 2)
     assert numbers["train/clip_ratio_low"] == 0 < numbers["train/clip_ratio_high"]
     metric.accumulate({"labels": LABELS}, None)
     metric.accumulate({"labels": [[-100]]}, {"logps": [[0.0]]})
