@@ -9,7 +9,16 @@ from safetensors.numpy import load_file
 
 from tests.training import small_run
 from tests.training.joined_runs import SHORT_ANSWERS, JoinedRun
-from twinkle_jax.training import DistributedConfig, MeshConfig, train
+from twinkle_jax.training import (
+    DistributedConfig,
+    EvaluationConfig,
+    LoraSettings,
+    MeshConfig,
+    OptimizerConfig,
+    RolloutConfig,
+    TrainConfig,
+    train,
+)
 from twinkle_jax.training.hosts import started_as_one_of_several
 
 TIMES = ("time/sample", "step_time", "tokens_per_second")
@@ -85,3 +94,78 @@ def test_hosts_that_are_started_differently_are_refused_by_name(folder, tmp_path
     assert "0.02 in process 1" in first
     assert second == []
     assert not (tmp_path / "run").exists()
+
+
+LONG = [  # an update, and how many processes have how many devices
+    (small_run.update(), 2, 4),
+    (small_run.update(advantage="grpo", scale="batch", kl_beta=0.0, mini_batches=2), 2, 4),
+    (small_run.update(advantage="grpo", dynamic_sampling=2, epochs=2, mini_batches=2), 4, 2),
+    (small_run.update(advantage="reinforce_plus_plus", mask_truncated=True), 2, 4),
+    (small_run.update(advantage="remax", correction="token"), 2, 4),
+]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("update", "processes", "devices"), LONG)
+def test_twenty_steps_are_the_same(folder, tmp_path, monkeypatch, update, processes, devices):
+    """With statistics over the batch, accumulation, mini-batches, a reference and resampling."""
+    monkeypatch.setenv("RECORD", str(tmp_path / "record"))
+    mesh = (
+        MeshConfig(data=2, fsdp=2, tensor=2) if update.advantage == "rloo" else MeshConfig(fsdp=8)
+    )
+    # Sums over devices round in another order, which a high learning rate amplifies.
+    optimizer = OptimizerConfig(learning_rate=1e-3, warmup_steps=1)
+    changes = {"steps": 20, "update": update, "mesh": mesh, "optimizer": optimizer}
+    train(config(folder, tmp_path / "one", **changes))
+    several = config(folder, tmp_path / "several", **changes)
+    with JoinedRun(folder, several, processes=processes, devices=devices) as run:
+        assert run.wait(500) == [0] * processes, run.errors(0) + run.errors(1)
+    assert_same_metrics(tmp_path / "several", tmp_path / "one")
+    calls = [json.loads(line) for line in (tmp_path / "record").read_text().splitlines()]
+    alone = [*chain(*calls)]
+    together = [*chain(*(chain(*calls) for calls in run.scored()))]
+    assert sorted(together) == sorted(alone)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("first", ["one", "two"])
+def test_a_run_goes_on_with_another_number_of_processes(folder, tmp_path, monkeypatch, first):
+    monkeypatch.setenv("RECORD", str(tmp_path / "record"))
+    every = {"logging": small_run.EVERY_STEP, "steps": 4}
+    whole, cut = config(folder, tmp_path / "whole", **every), tmp_path / "cut"
+    train(whole)
+    begin = config(folder, cut, **(every | {"steps": 2}))
+    go_on = config(folder, cut, resume="auto", mesh=MeshConfig(data=2, fsdp=4), **every)
+    for part, together in ((begin, first == "two"), (go_on, first == "one")):
+        if together:
+            with JoinedRun(folder, part, files=tmp_path / "files") as run:
+                assert run.wait() == [0, 0], run.errors(0) + run.errors(1)
+        else:
+            train(part)
+    assert_same_metrics(cut, tmp_path / "whole")
+
+
+@pytest.mark.exhaustive
+def test_adapters_on_the_policy_that_is_built_in(folder, tmp_path):
+    """Its base is written once, each host reads it, and the adapters are exported."""
+    settings = {
+        "steps": 2,
+        "warm_start": 0.0,
+        "level": 1,
+        "lora": LoraSettings(rank=2),
+        "rollout": RolloutConfig(prompts=4, num_samples=2),
+        "evaluation": EvaluationConfig(every=0, problems=3),
+        "mesh": MeshConfig(data=4, tensor=2),
+    }
+    train(TrainConfig(output_dir=str(tmp_path / "one"), **settings))
+    two = TrainConfig(output_dir=str(tmp_path / "two"), **settings)
+    with JoinedRun(folder, two) as run:
+        assert run.wait() == [0, 0], run.errors(0) + run.errors(1)
+    assert metrics(tmp_path / "two") == [
+        pytest.approx(line, abs=1e-5) for line in metrics(tmp_path / "one")
+    ]
+    a, b = (
+        load_file(tmp_path / x / "policy" / "adapter_model.safetensors") for x in ("one", "two")
+    )
+    for name, value in a.items():
+        np.testing.assert_allclose(b[name], value, atol=1e-5, err_msg=name)
