@@ -1,4 +1,4 @@
-"""The examples' environments: rules, best and random scores, and that they are learnt."""
+"""The guessing game: its rules, its best and its random score, and that it is learnt."""
 
 import random
 
@@ -6,7 +6,7 @@ import pytest
 
 from tests.examples import load
 
-calculator, guessing_game = load("calculator"), load("guessing_game")
+guessing_game = load("guessing_game")
 
 
 def play(number, choose):
@@ -41,36 +41,17 @@ def test_the_guessing_game_has_the_best_and_the_random_score_that_it_names():
     assert game.step("*") == ("*", 0.0, False, {"readable": 0.0})
 
 
-@pytest.mark.parametrize(
-    "environment", [guessing_game.GuessingGame, calculator.Calculator], ids=lambda e: e.__name__
-)
-def test_demonstrations_are_conversations_that_score_like_chance(environment):
-    shown = environment.demonstrations(400, 3)
-    assert shown == environment.demonstrations(400, 3)
+def test_demonstrations_are_conversations():
+    shown = guessing_game.GuessingGame.demonstrations(400, 3)
+    assert shown == guessing_game.GuessingGame.demonstrations(400, 3)
     for conversation in shown:
         roles = [m["role"] for m in conversation["messages"]]
         assert roles == ["user", "assistant"] * (len(roles) // 2)
-    lengths = [len(c["messages"]) for c in shown]
-    if environment is calculator.Calculator:
-        assert abs(lengths.count(4) / 400 - calculator.ASKING) < 0.07
-
-
-def test_the_calculator_multiplies_and_takes_an_answer():
-    game = calculator.Calculator()
-    assert game.reset({}, 5) == f"{game.x}*{game.y}="
-    assert game.step("(12*34)") == ("=408", 0.0, False, {"asked": 1.0})
-    assert game.step("(12*34")[1:3] == (0.0, True)
-    assert game.step(str(game.x * game.y))[1:3] == (1.0, True)
-    assert game.step("__import__('os')")[1:3] == (0.0, True)
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize(
-    ("example", "steps", "reached"), [(guessing_game, 30, 0.6), (calculator, 20, 0.6)]
-)
-def test_it_is_learnt(example, steps, reached, tmp_path, capsys):
-    scores = example.main(["--steps", str(steps), "--output", str(tmp_path / "run")])
+def test_it_is_learnt(tmp_path, capsys):
+    scores = guessing_game.main(["--steps", "30", "--output", str(tmp_path / "run")])
     assert scores[0] < 0.5
-    assert sum(scores[-5:]) / 5 > reached
-    shown = capsys.readouterr().out
-    assert "episode" in shown
+    assert sum(scores[-5:]) / 5 > 0.6
+    assert "episode" in capsys.readouterr().out
