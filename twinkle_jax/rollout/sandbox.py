@@ -35,11 +35,14 @@ def python_tool(
     Returns:
         The tool, `python(code)`.
 
+    Raises:
+        SandboxUnavailableError: when the tool is called, where the system encloses no process; some
+            distributions let only root do it. Nothing is run then.
+
     Example:
-        >>> import sys
-        >>> python = python_tool()
-        >>> python("print(6 * 7)") if sys.platform == "linux" else "42"
-        '42'
+        >>> tool = python_tool(seconds=2)  # tool("print(6 * 7)") gives "42"
+        >>> tool.__name__
+        'python'
     """
 
     def python(code: str) -> str:
