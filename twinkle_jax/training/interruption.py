@@ -127,6 +127,7 @@ def _wait(read: socket.socket, patience: float | None, last_resort: Callable[[],
 def _try(last_resort: Callable[[], bool]) -> None:
     try:
         if last_resort():
+            os.write(2, b"interrupted; the last finished step is saved: --resume auto goes on\n")
             _end(128 + signal.SIGTERM)
     except Exception as error:
         os.write(2, f"interrupted, but not saved: {error}\n".encode())
