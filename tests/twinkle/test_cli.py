@@ -50,6 +50,7 @@ def test_later_sources_win(elsewhere, monkeypatch):
     monkeypatch.setenv("TWINKLE_BATCH_SIZE", "2")
     monkeypatch.setenv("LORA_R", "2")
     monkeypatch.setenv("TWINKLE_OTHER", "none")
+    monkeypatch.setenv("TWINKLE_JAX_EXAMPLES", "3")  # of this package's tests
     monkeypatch.setenv("SAVE_STEPS", "8")
     monkeypatch.setenv("TWINKLE_SAVE_STEPS", "7")
     pytest.importorskip("yaml", reason="pip install 'twinkle-jax[training]'")
@@ -59,5 +60,6 @@ def test_later_sources_win(elsewhere, monkeypatch):
     assert args.training.save_steps == 7  # a name with the prefix is meant
     assert args.rl.gkd_beta == 1.0 and args.infra.mode == "local"
     assert "other" in args.extra and args.extra["other"] is None
+    assert "jax_examples" not in args.extra
     with pytest.raises(FileNotFoundError, match="config"):
         CLI.from_args(["--config", "d.yaml"])

@@ -210,9 +210,13 @@ class CLI:
         args = Args()
         args.apply(_read_env(env_file), cast=True)
         known = {k: x for k, x in os.environ.items() if _find(k) is not None}
-        prefix = "TWINKLE_"
-        ours = {k.removeprefix(prefix): x for k, x in os.environ.items() if k.startswith(prefix)}
-        args.apply(known | ours, cast=True)
+        prefix, not_settings = "TWINKLE_", "TWINKLE_JAX_"  # of this package, not of a script
+        named = {
+            k.removeprefix(prefix): x
+            for k, x in os.environ.items()
+            if k.startswith(prefix) and not k.startswith(not_settings)
+        }
+        args.apply(known | named, cast=True)
         flags = _read_flags(sys.argv[1:] if argv is None else argv)
         config = config_file or flags.pop("config", None)
         if config:
