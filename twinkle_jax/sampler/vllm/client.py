@@ -18,6 +18,7 @@ import reprlib
 import ssl
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import wait
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from twinkle_jax.data.missing_extra import require
@@ -124,7 +125,11 @@ class Client:
 
         # A thread of its own: the caller may be inside an event loop, as notebooks are.
         with start_blocking_portal() as portal:
-            return portal.call(self._send_all, deadline, requests)
+            answers = portal.start_task_soon(self._send_all, deadline, requests)
+            # A signal may come to another thread: this one wakes up now and then to see it.
+            while not answers.done():
+                wait([answers], timeout=0.2)
+            return answers.result()
 
     async def _send_all(self, deadline: Deadline, requests: Sequence[Request]) -> list[Any]:
         import anyio
