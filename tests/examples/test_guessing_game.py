@@ -54,4 +54,4 @@ def test_it_is_learnt(tmp_path, capsys):
     scores = guessing_game.main(["--steps", "30", "--output", str(tmp_path / "run")])
     assert scores[0] < 0.5
     assert sum(scores[-5:]) / 5 > 0.6
-    assert "episode" in capsys.readouterr().out
+    assert "step 30/30" in capsys.readouterr().out
