@@ -125,8 +125,8 @@ def test_two_devices_compile_nothing_after_warm_up_and_are_seldom_waited_for(
     steps = [1, 2, 3, 5, 6, 7]  # calls of the reward; the others are evaluations
     assert len(watch.seen) == STEPS + 4
     before, after = watch.seen[steps[-2]], watch.seen[steps[-1]]
-    # The state of the sampler, its completions, the metrics of the step and those of the sampler.
-    assert after[0] - before[0] <= 4
+    # The state of the sampler, its completions, and the metrics of the step.
+    assert after[0] - before[0] <= 3
     assert after[1] - before[1] == 0
     before = watch.seen[steps[-3]]
     assert watch.seen[steps[-2]][1] - before[1] == 0

@@ -587,6 +587,10 @@ def train_step(
         row_lengths=lengths,
         mismatch=mismatch,
     )
+    if learnt.mismatch is not None:
+        described = _describe_on_device(learnt.mismatch)
+        facts |= {f"sampling/{name}": value for name, value in described.items()}
+    learnt = learnt._replace(mismatch=None)
     facts, learnt, _ = jax.device_get((facts, learnt, rollout.advantages))
     metrics = {name: float(value) for name, value in facts.items()}
     metrics |= update_metrics(learnt) | {"learning_rate": learning_rate}
@@ -626,6 +630,12 @@ def rollout_facts(batch: Batch) -> dict[str, Float[Array, ""]]:
         divergence = kl_k3(batch.old_logps, batch.ref_logps, kept)
         facts["kl"] = jnp.sum(jnp.where(kept, divergence, 0)) / tokens
     return facts
+
+
+@jax.jit
+def _describe_on_device(mismatch: SamplerMismatch) -> dict[str, Float[Array, ""]]:
+    """Compute metrics of a mismatch where it is, so that they are read with the others."""
+    return mismatch.metrics()
 
 
 def rollout_metrics(
@@ -698,7 +708,4 @@ def update_metrics(learnt: Learnt) -> dict[str, float]:
             "clip_ratio/region_mean": low + high,
             "approx_kl": mean([m.approximate_kl for m in losses]),
         }
-    if learnt.mismatch is not None:
-        differences = jax.device_get(learnt.mismatch.metrics())  # all in one read
-        metrics |= {f"sampling/{name}": float(value) for name, value in differences.items()}
     return metrics
