@@ -33,7 +33,7 @@ class Calculator:
 
     def reset(self, row, seed):
         """Choose two numbers of two digits."""
-        generator = random.Random(seed)  # noqa: S311
+        generator = random.Random(seed)
         self.x, self.y = generator.randint(10, 99), generator.randint(10, 99)
         return f"{self.x}*{self.y}="
 
@@ -50,7 +50,7 @@ class Calculator:
     @staticmethod
     def demonstrations(size, seed):
         """Make conversations of players of whom some ask the calculator, and most guess."""
-        generator = random.Random(seed)  # noqa: S311
+        generator = random.Random(seed)
         conversations = []
         for _ in range(size):
             game = Calculator()

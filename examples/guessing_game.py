@@ -42,7 +42,7 @@ class GuessingGame:
 
     def reset(self, row, seed):
         """Think of a number: the same seed gives the same one."""
-        self.number = random.Random(seed).randint(1, LARGEST)  # noqa: S311
+        self.number = random.Random(seed).randint(1, LARGEST)
         return f"(1-{LARGEST})="
 
     def step(self, action):
@@ -63,7 +63,7 @@ class GuessingGame:
 
         So whoever imitates them scores like a random player, and has seen what answers mean.
         """
-        generator = random.Random(seed)  # noqa: S311
+        generator = random.Random(seed)
         return [_demonstration(generator) for _ in range(size)]
 
 

@@ -225,7 +225,7 @@ PARTS = [
 
 @pytest.mark.parametrize("seed", range(3))
 def test_no_text_raises(seed):
-    draw = random.Random(seed)  # noqa: S311
+    draw = random.Random(seed)
     for _ in range(1500):
         text = "".join(draw.choices(PARTS, k=draw.randint(0, 25)))
         for parse in (*TOOL_CALL_FORMATS.values(), parse_tool_calls):

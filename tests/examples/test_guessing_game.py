@@ -33,7 +33,7 @@ def halving(answers):
 def test_the_guessing_game_has_the_best_and_the_random_score_that_it_names():
     numbers = range(1, guessing_game.LARGEST + 1)
     assert {play(n, halving) for n in numbers} == {guessing_game.BEST_SCORE}
-    generator = random.Random(0)  # noqa: S311
+    generator = random.Random(0)
     rewards = [play(n % 7 + 1, lambda answers: generator.randint(1, 7)) for n in range(7000)]
     assert abs(sum(rewards) / 7000 - guessing_game.RANDOM_SCORE) < 0.02
     game = guessing_game.GuessingGame()

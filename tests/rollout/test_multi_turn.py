@@ -149,7 +149,10 @@ def test_a_limit_of_tokens_ends_an_episode():
 
 
 def test_one_reward_more_and_truncated_episodes():
-    reward = lambda trajectories, truths: [float(len(t["messages"])) for t in trajectories]  # noqa: E731
+
+    def reward(trajectories, truths):
+        return [float(len(t["messages"])) for t in trajectories]
+
     made = source(games.Never, reward=reward, mask_truncated=True, discount=0.5)
     rollout = made.score(made.sample(POLICY.params, ROWS, jax.random.clone(KEY)))
     for episode, score in zip(rollout.episodes, rollout.rewards, strict=True):
