@@ -344,7 +344,9 @@ import jax.numpy as jnp
 from twinkle_jax.training.checkpoint import RunCheckpoints
 checkpoints = RunCheckpoints(sys.argv[1])
 checkpoints.save(1, {"x": jnp.arange(9.0)}, {})
-states = [({"x": jnp.arange(500_000)}, {}), ({"x": jnp.arange(5)}, {"x": "y" * 300_000})]
+many = {f"x{i}": jnp.arange(100_000) + i for i in range(40)}
+big, small = {"x": jnp.arange(500_000)}, {"x": jnp.arange(5)}
+states = [(big, {}), (small, {"x": "y" * 300_000}), (many, {})]
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, 200_000))
 for arrays, facts in states:
@@ -364,7 +366,7 @@ def test_no_space(tmp_path):
     for line in done.stdout.splitlines():
         assert "step 2 was not saved: " in line and "File too large" in line
         assert str(tmp_path / "step_00000002") in line
-    assert len(done.stdout.splitlines()) == 2 and "Traceback" not in done.stderr
+    assert len(done.stdout.splitlines()) == 3 and "Traceback" not in done.stderr
     assert [p.name for p in tmp_path.iterdir()] == ["step_00000001"]
     like = {"x": jnp.zeros(9)}
     assert_same(RunCheckpoints(tmp_path).restore(like).arrays, {"x": jnp.arange(9.0)})

@@ -7,6 +7,7 @@ import os
 import re
 import secrets
 import shutil
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -269,12 +270,23 @@ def _place(stored: Any, leaf: Any) -> jax.Array:
 
 @contextmanager
 def _plain_errors() -> Iterator[None]:
-    """Turn what tensorstore says of the system into an OSError, without pages of tracebacks."""
-    logger = logging.getLogger("absl")
+    """Turn what tensorstore says of the system into an OSError, without pages of tracebacks.
+
+    Orbax ends its event loop at the first array that cannot be written; each of the others says
+    then, perhaps later, that the loop is closed. So what ignores them stays after an error.
+    """
+    logger, hook = logging.getLogger("absl"), sys.unraisablehook
     level = logger.level
+
+    def ignore_closed_loop(unraisable: Any) -> None:
+        if str(unraisable.exc_value) != "Event loop is closed":
+            hook(unraisable)
+
     logger.setLevel(logging.CRITICAL)
+    sys.unraisablehook = ignore_closed_loop
     try:
         yield
+        sys.unraisablehook = hook
     except ValueError as error:
         code = re.search(r"os_error_code='(\d+)'", str(error))
         if code is None:
