@@ -7,8 +7,9 @@ import jax
 import numpy as np
 import pytest
 
+from tests.rollout import games
 from tests.training import small_run
-from twinkle_jax.data import Batch
+from twinkle_jax.data import Batch, PromptBatch
 from twinkle_jax.rollout import Episode, Rollout, Turn
 from twinkle_jax.training import (
     EvaluationConfig,
@@ -90,8 +91,6 @@ def test_a_run_that_goes_on_is_the_run_that_was_not_interrupted(folder, tmp_path
 
 def test_too_many_failures_end_a_run_with_the_last_step_saved(folder, tmp_path):
     """8 episodes a step; the third step's environments fail, and the second is saved."""
-    from tests.rollout import games
-
     count = 0
 
     class Breaks(games.Guess):
@@ -173,6 +172,58 @@ def test_credit_of_episodes_and_of_turns_by_hand():
     np.testing.assert_array_equal(halved[0, 0:6:2], [1.0, 0.0, 0.0])
 
 
+def test_gae_over_turns_by_hand():
+    """Returns 3, 2, 2 and 1, 1; values 2, 1.5 and 2, for the third turn is compared with none.
+
+    With lambda 1/2: R = 2 for the third turn, 0 + (2 + 2) / 2 = 2 for the second and
+    1 + (2 + 1.5) / 2 = 2.75 for the first; 1 and 0 + (1 + 1.5) / 2 = 1.25 of the other episode.
+    """
+    rollout = rollout_of([[1.0, 0.0, 2.0], [0.0, 1.0]])
+    by_turn = credited(rollout, credit="turn", gae_lambda=0.5)
+    np.testing.assert_array_equal(by_turn[0, 0:6:2], [1.5, 1.0, 0.0])
+    np.testing.assert_array_equal(by_turn[1, 0:4:2], [-1.5, -1.0])
+    mixed = credited(rollout, credit="mixed", gae_lambda=0.5)
+    np.testing.assert_array_equal(mixed[0, 0:6:2], [1.75, 1.5, 1.0])
+    failed = credited(rollout_of([[1.0], [9.0, 9.0], [3.0]], failed=[1]), credit="turn",
+                      gae_lambda=0.5)  # fmt: skip
+    np.testing.assert_array_equal(failed[:, 0], [-2.0, 0.0, 2.0])
+
+
+def test_observations_get_no_gradient():
+    """Advantages of what the environment said move nothing; those of what was sampled do."""
+    settings = TrainConfig(
+        environment=f"{GAMES}:Guess",
+        rollout=RolloutConfig(**(EPISODES | {"prompts": 1})),
+        update=UpdateConfig(advantage="rloo", mini_batches=1, on_mismatch="warn"),
+        optimizer=OptimizerConfig(warmup_steps=0),
+    )
+    policy = small_policy(0)
+    recipe = make_recipe(settings, policy, None, environment=games.Guess)
+    prompts = PromptBatch([{"messages": [], "user_data": []}])
+    rollout = recipe.source.sample(policy.params, prompts, jax.random.key(3))
+    observed = rollout.turns < 0
+    spoken = np.asarray(rollout.batch.tokens) > 0
+    assert (observed & spoken).sum() > 20  # what the environment said, and marks of roles
+
+    def trained_with(advantages, logprobs):
+        batch = rollout.batch._replace(
+            advantages=jax.numpy.asarray(advantages, jax.numpy.float32),
+            old_logps=jax.numpy.asarray(logprobs, jax.numpy.float32),
+        )
+        params = jax.tree.map(jax.numpy.copy, policy.params)
+        state = begin_training(params, recipe.optimizer, None)
+        state, _ = learn(state, batch, recipe, learning_rate=1e-2, seed=(0,))
+        return state.params
+
+    logprobs = np.asarray(rollout.batch.old_logps)
+    before = jax.tree.leaves(policy.params)
+    still = trained_with(np.where(observed, 100.0, 0.0), np.where(observed, -50.0, logprobs))
+    for x, y in zip(before, jax.tree.leaves(still), strict=True):
+        np.testing.assert_array_equal(x, y)
+    moved = trained_with(np.where(observed, 0.0, 1.0), logprobs)
+    assert any((x != y).any() for x, y in zip(before, jax.tree.leaves(moved), strict=True))
+
+
 def test_failed_episodes_have_no_part_in_statistics():
     rollout = rollout_of([[1.0], [3.0], [9.0], [5.0]], failed=[2])
     advantages = credited(rollout)
@@ -217,6 +268,8 @@ def test_rows_of_failed_episodes_count_in_no_mean():
         ({"rollout": RolloutConfig(environment_timeout=0.0)}, "rollout.environment_timeout"),
         ({"rollout": RolloutConfig(history="forget")}, "rollout.history"),
         ({"update": UpdateConfig(credit="token")}, "update.credit"),
+        ({"update": UpdateConfig(gae_lambda=0.9)}, "update.gae_lambda"),
+        ({"update": UpdateConfig(credit="turn", gae_lambda=1.5)}, "update.gae_lambda"),
         (
             {"update": UpdateConfig(advantage="reinforce_plus_plus", credit="turn")},
             "update.advantage",

@@ -66,6 +66,7 @@ from twinkle_jax.advantage.per_token.reinforce_plus_plus import (
     reinforce_plus_plus_advantage,
 )
 from twinkle_jax.advantage.per_token.returns import discounted_returns
+from twinkle_jax.advantage.per_token.turns import turn_gae_advantage, turn_returns
 
 __all__ = [
     "ESTIMATORS",
@@ -120,4 +121,6 @@ __all__ = [
     "segment_opo_advantage",
     "segment_reinforce_plus_plus_baseline_advantage",
     "segment_rloo_advantage",
+    "turn_gae_advantage",
+    "turn_returns",
 ]

@@ -38,6 +38,8 @@ class UpdateConfig:
             return; turn gives each that of the rewards from it on, among the same turns of the
             group; mixed the mean of both.
         discount: of the rewards of later turns.
+        gae_lambda: for credit by turn: 1 credits a turn with all rewards from it on; less, with the
+            group's mean return in the place of some of what comes later (GAE over turns).
         mask_truncated: leave completions that ran out of room out of statistics and loss.
         dynamic_sampling: rollouts that a step may take until enough prompts have rewards that
             differ (DAPO); 1 takes what the first gives.
@@ -69,6 +71,7 @@ class UpdateConfig:
     kl_beta: float = 0.0
     credit: Literal["episode", "turn", "mixed"] = "episode"
     discount: float = 1.0
+    gae_lambda: float = 1.0
     mask_truncated: bool = False
     dynamic_sampling: int = 1
     epochs: int = 1
@@ -443,7 +446,13 @@ _ABOVE_ZERO = (
     "update.correction_cap",
 )
 _ABOVE_ZERO_IF_GIVEN = ("mesh.memory",)
-_SHARES = ("warm_start", "rollout.max_failed", "update.discount", "update.max_outside_band")
+_SHARES = (
+    "warm_start",
+    "rollout.max_failed",
+    "update.discount",
+    "update.gae_lambda",
+    "update.max_outside_band",
+)
 
 
 def _check(config: TrainConfig) -> None:
@@ -550,6 +559,11 @@ def _check_episodes(config: TrainConfig) -> None:
         raise ValueError(
             "rollout.max_episode_tokens must be more than rollout.max_prompt_tokens, "
             f"{rollout.max_prompt_tokens}, got {rollout.max_episode_tokens}"
+        )
+    if update.credit == "episode" and update.gae_lambda != 1:
+        raise ValueError(
+            "update.gae_lambda must go with update.credit turn or mixed, "
+            f"got update.credit='episode' and {update.gae_lambda}"
         )
     one_an_episode = update.credit == "episode" and config.rows_each == 1
     if update.advantage == "reinforce_plus_plus" and not one_an_episode:

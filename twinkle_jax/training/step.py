@@ -13,6 +13,7 @@ import optax
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 
+from twinkle_jax.advantage import turn_returns
 from twinkle_jax.data import Batch, PromptBatch
 from twinkle_jax.data.trajectory import IGNORE
 from twinkle_jax.loss import PolicyLoss, SamplerMismatch, kl_k3, sampler_mismatch
@@ -257,8 +258,10 @@ def credit(recipe: Recipe, rollout: Rollout) -> Float[Array, " rows"] | Float[Ar
     r"""Compare the rewards of each group: advantages of rows, or of positions.
 
     With `update.credit` `turn`, turn $k$ of an episode is compared with turn $k$ of the others of
-    its group that have one, by the rewards from it on, $G_k = \sum_{j \ge k} \gamma^{j-k} r_j$;
-    `mixed` is the mean of that and of what the whole episode's $G_0$ gives.
+    its group that have one, by its $\lambda$-return, see
+    [`turn_returns`][twinkle_jax.advantage.turn_returns]: the rewards from it on, or GAE over turns
+    with `update.gae_lambda` below 1. `mixed` is the mean of that and of what the episode's return
+    gives.
     """
     config, each = recipe.config, rollout.rows_each
     counted = rollout.counted(mask_truncated=config.update.mask_truncated)
@@ -280,13 +283,20 @@ def credit(recipe: Recipe, rollout: Rollout) -> Float[Array, " rows"] | Float[Ar
         of_episodes = jnp.repeat(of_episodes, each)
     if rollout.episodes is None or config.update.credit == "episode":
         return of_episodes
-    returns = [episode.returns(config.update.discount) for episode in rollout.episodes]
-    of_turns = []
-    for turn in range(config.rollout.max_turns):
-        has_turn = np.asarray([len(row) > turn for row in returns])
-        rewards = [row[turn] if len(row) > turn else 0.0 for row in returns]
-        where = has_turn if counted is None else has_turn & counted
-        of_turns.append(compare(np.asarray(rewards, np.float32), where))
+    shape = len(rollout.episodes), config.rollout.max_turns
+    rewards, has_turn = np.zeros(shape, np.float32), np.zeros(shape, bool)
+    for i, episode in enumerate(rollout.episodes):
+        rewards[i, : len(episode.turns)] = episode.rewards
+        has_turn[i, : len(episode.turns)] = counted is None or counted[i]
+    returns = turn_returns(
+        rewards,
+        config.rollout.num_samples,
+        where=has_turn,
+        gamma=config.update.discount,
+        gae_lambda=config.update.gae_lambda,
+    )
+    columns = zip(np.asarray(returns).T, has_turn.T, strict=True)
+    of_turns = [compare(worth, where) for worth, where in columns]
     by_turn = jnp.repeat(jnp.stack(of_turns, axis=1), each, axis=0)
     assert rollout.turns is not None
     index = jnp.asarray(np.maximum(rollout.turns, 0), jnp.int32)
