@@ -19,7 +19,7 @@ from twinkle_jax.training import (
     small_policy,
     train_state,
 )
-from twinkle_jax.training.step import RECOMPUTED
+from twinkle_jax.training.recipe import RECOMPUTED
 
 POLICY = small_policy(0)
 BETAS, WEIGHT_DECAY, RATE = (0.6, 0.8), 0.3, 0.01

@@ -233,7 +233,10 @@ class Samples:
         return jnp.where(self.has_signal, self.spread * jnp.sqrt(variance), 0)
 
     def deviations(self) -> Array:
-        """Subtract the mean of its group from each value; 0 where masked."""
+        """Subtract the mean of its group from each value; 0 where masked.
+
+        As value - maximum + mean gap: exact where values are near each other, however large.
+        """
         return self.masked((self.values - self.each(self.maximum)) + self.each(self.mean_gap))
 
     def zero_without_signal(self, results: Array) -> Array:

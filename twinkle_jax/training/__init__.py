@@ -19,6 +19,7 @@ from twinkle_jax.training.config import (
 from twinkle_jax.training.estimator import Estimator, make_estimator
 from twinkle_jax.training.evaluation import evaluate
 from twinkle_jax.training.gradient import StepSummary, add_summaries, grad_step
+from twinkle_jax.training.learning import Learnt, learn
 from twinkle_jax.training.optimizer import Schedule, make_optimizer, make_schedule
 from twinkle_jax.training.packing import Packing
 from twinkle_jax.training.policy import (
@@ -28,18 +29,11 @@ from twinkle_jax.training.policy import (
     save_policy,
     small_policy,
 )
+from twinkle_jax.training.recipe import Recipe, make_recipe
 from twinkle_jax.training.run import export, train
 from twinkle_jax.training.score import Scores, score_batch
 from twinkle_jax.training.state import TrainState, begin_training, train_state
-from twinkle_jax.training.step import (
-    Learnt,
-    Recipe,
-    SamplerMismatchError,
-    collect,
-    learn,
-    make_recipe,
-    train_step,
-)
+from twinkle_jax.training.step import SamplerMismatchError, collect, train_step
 from twinkle_jax.training.update import (
     UpdateInfo,
     apply_gradients,

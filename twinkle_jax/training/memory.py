@@ -14,9 +14,10 @@ from twinkle_jax.rollout.rollout import batch_width
 from twinkle_jax.sampler import generate_memory
 from twinkle_jax.training.config import TrainConfig, automatic_budget
 from twinkle_jax.training.gradient import grad_step
+from twinkle_jax.training.learning import takes_segments
 from twinkle_jax.training.packing import SMALLEST_WIDTH, Packing
+from twinkle_jax.training.recipe import RECOMPUTED, Recipe
 from twinkle_jax.training.state import TrainState
-from twinkle_jax.training.step import RECOMPUTED, Recipe, takes_segments
 from twinkle_jax.training.update import apply_gradients
 
 _GIB = 2**30

@@ -46,19 +46,15 @@ from twinkle_jax.training.progress import (
     saved_settings,
     write_whole,
 )
+from twinkle_jax.training.recipe import Recipe, make_engine, make_recipe, make_source, with_config
 from twinkle_jax.training.state import begin_training, find_devices
 from twinkle_jax.training.step import (
-    Recipe,
     SamplerMismatchError,
     collect,
     describe_mismatch,
-    make_engine,
-    make_recipe,
-    make_source,
-    rollout_metrics,
     train_step,
-    with_config,
 )
+from twinkle_jax.training.step_metrics import rollout_metrics
 from twinkle_jax.training.task import Task, make_task
 
 _IMITATION_STEPS = 200  # in which the built-in policy learns to speak as an environment expects

@@ -145,14 +145,10 @@ class GRPOAdvantage(FunctionAdvantage, name="grpo"):
 
 
 def _grpo(samples: Samples, scale: str, epsilon: Array) -> Array:
-    each = samples.each
-    # r - mean(r), as the mean gap to the group's maximum less the gap of the reward itself: exact
-    # where rewards are near each other, however large they are.
-    advantages = each(samples.mean(samples.gaps)) - samples.gaps
+    advantages = samples.deviations()  # r - mean(r)
     if scale == "group":
-        # One division a group, and a product for each sample. (1: no division by 0 without signal)
         divisor = jnp.where(samples.has_signal, samples.std + epsilon, 1)
-        advantages = advantages * each(1 / divisor)
+        advantages = advantages * samples.each(1 / divisor)  # one division a group
     advantages = samples.zero_without_signal(advantages)
     if scale == "batch":
         batch = samples.over_batch()

@@ -131,13 +131,12 @@ class RLOOAdvantage(FunctionAdvantage, name="rloo"):
 
 
 def _rloo(samples: Samples, scale: str, epsilon: Array) -> Array:
-    each, count = samples.each, samples.divisor
-    # r - mean(r), as in `_grpo`; the mean of the others is n / (n - 1) times as far away.
-    advantages = each(samples.mean(samples.gaps)) - samples.gaps
-    advantages = advantages * each(count / jnp.maximum(count - 1, 1))
+    count = samples.divisor
+    # A reward is n / (n - 1) times as far from the mean of the others as from the mean of all n.
+    advantages = samples.deviations() * samples.each(count / jnp.maximum(count - 1, 1))
     if scale == "group":
         divisor = jnp.where(samples.has_signal, samples.std + epsilon, 1)
-        advantages = advantages * each(1 / divisor)
+        advantages = advantages * samples.each(1 / divisor)  # one division a group
     advantages = samples.zero_without_signal(advantages)
     if scale == "batch":
         batch = samples.over_batch()

@@ -1,0 +1,235 @@
+"""The updates of a step: deal rows to mini-batches, pack them, and descend on each."""
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+
+from twinkle_jax.data import Batch
+from twinkle_jax.data.trajectory import IGNORE
+from twinkle_jax.loss import SamplerMismatch, sampler_mismatch
+from twinkle_jax.model import Params, default_attention
+from twinkle_jax.rollout.rollout import batch_width
+from twinkle_jax.training.config import TrainConfig
+from twinkle_jax.training.gradient import StepSummary, add_summaries, grad_step
+from twinkle_jax.training.packing import Packing, plan
+from twinkle_jax.training.recipe import RECOMPUTED, Recipe
+from twinkle_jax.training.score import score_batch
+from twinkle_jax.training.state import TrainState
+from twinkle_jax.training.update import UpdateInfo, apply_gradients
+
+IntRows = np.ndarray[Any, np.dtype[np.int32]]  # one number a row
+
+_BAND = 2.0  # tokens whose ratio of trainer to sampler is outside [1 / _BAND, _BAND] are counted
+
+
+class Learnt(NamedTuple):
+    """What the updates of a step did; arrays on the device.
+
+    Attributes:
+        summaries: of each update's loss.
+        infos: of each update: gradient norm, and whether it was applied.
+        mismatch: differences between the sampler's log-probabilities and those of the policy before
+            the first update; None if the batch has none.
+    """
+
+    summaries: list[StepSummary]
+    infos: list[UpdateInfo]
+    mismatch: SamplerMismatch | None
+
+
+def learn(
+    state: TrainState,
+    batch: Batch,
+    recipe: Recipe,
+    *,
+    learning_rate: float,
+    seed: tuple[int, ...],
+    row_lengths: IntRows | None = None,
+    mismatch: SamplerMismatch | None = None,
+) -> tuple[TrainState, Learnt]:
+    """Update a policy from a batch; the state is donated, and nothing comes back to the host.
+
+    An update whose gradient is exactly 0, since no prompt in it has a signal and the loss has no
+    other term, is skipped: Adam's moments would move the parameters on without a reason. All are
+    skipped where the sampler's log-probabilities are too far from the trainer's and
+    `update.on_mismatch` is `stop`.
+
+    Args:
+        state: what is trained; donated: do not use it after the call.
+        batch: rows of a prompt next to each other.
+        recipe: of the run.
+        learning_rate: of these updates.
+        seed: of the order in which prompts are dealt out to mini-batches.
+        row_lengths: tokens of each row, so that shorter ones cost less; None: the batch's width.
+        mismatch: of the whole batch, if it is known; None compares the rows of the first update.
+
+    Returns:
+        The state after `epochs * mini_batches` updates, and what they did.
+    """
+    config, learnt = recipe.config, Learnt([], [], mismatch)
+    row_lengths = _lengths(batch, row_lengths)
+    for rows in deal_rows(len(batch.tokens), config, seed):
+        total: StepSummary | None = None
+        observed: SamplerMismatch | None = None
+        for part, packing in micro_batches(recipe, batch, rows, row_lengths):
+            state, summary = grad_step(
+                state,
+                part,
+                recipe.policy.config,
+                recipe.loss,
+                frozen=recipe.policy.frozen,
+                temperature=config.rollout.temperature,
+                key=_dropout_key(config),
+                compute_dtype=config.dtype,
+                remat=RECOMPUTED[config.update.recompute],
+                mesh=recipe.mesh,
+                packing=packing,
+            )
+            if learnt.mismatch is None and part.old_logps is not None and summary.logps is not None:
+                difference = compare(summary.logps, part)
+                observed = difference if observed is None else _add(observed, difference)
+            total = summary if total is None else add_summaries(total, summary)
+        assert total is not None
+        if not learnt.infos and observed is not None:  # later ones compare another policy
+            learnt = learnt._replace(mismatch=observed)
+        update = config.update
+        limits = np.asarray([update.max_logp_diff, update.max_outside_band], np.float32)
+        if update.on_mismatch == "warn":
+            limits = np.full_like(limits, np.inf)
+        state, info = apply_gradients(
+            state,
+            recipe.optimizer,
+            learning_rate=learning_rate,
+            max_grad_norm=config.optimizer.max_grad_norm,
+            when=_is_wanted(state.gradient_sum, learnt.mismatch, limits),
+            mesh=recipe.mesh,
+        )
+        learnt.summaries.append(total._replace(logps=None))
+        learnt.infos.append(info)
+    return state, learnt
+
+
+def score(
+    recipe: Recipe, params: Params, batch: Batch, row_lengths: IntRows | None = None
+) -> Float[Array, "rows time"]:
+    """Compute the log-probabilities of a batch's labels, packed as updates are."""
+    width = batch.tokens.shape[1]
+    every = np.arange(len(batch.tokens), dtype=np.int32)
+    lengths = _lengths(batch, row_lengths)
+    scores = []
+    for rows in np.split(every, recipe.config.update.mini_batches):
+        total: Float[Array, "rows time"] | None = None
+        for part, packing in micro_batches(recipe, batch, rows, lengths):
+            logps = score_batch(
+                params,
+                part,
+                recipe.policy.config,
+                frozen=recipe.policy.frozen,
+                temperature=recipe.config.rollout.temperature,
+                compute_dtype=recipe.config.dtype,
+                mesh=recipe.mesh,
+                packing=packing,
+            ).logps
+            total = logps if total is None else total + logps  # 0 for rows of other parts
+        assert total is not None
+        scores.append(jnp.pad(total, ((0, 0), (0, width - total.shape[1]))))
+    return jnp.concatenate(scores)
+
+
+def _lengths(batch: Batch, row_lengths: IntRows | None) -> IntRows:
+    if row_lengths is not None:
+        return row_lengths
+    return np.full(len(batch.tokens), batch.tokens.shape[1], np.int32)
+
+
+def deal_rows(rows: int, config: TrainConfig, seed: tuple[int, ...]) -> Iterator[IntRows]:
+    """Deal prompts out to mini-batches at random, the same way whenever the seed is the same."""
+    group = config.rollout.num_samples * config.rows_each
+    for epoch in range(config.update.epochs):
+        order = np.random.default_rng([*seed, epoch]).permutation(rows // group)
+        for chosen in np.split(order, config.update.mini_batches):
+            members = chosen[:, None] * group + np.arange(group)[None]
+            yield members.reshape(-1).astype(np.int32)
+
+
+def micro_batches(
+    recipe: Recipe, batch: Batch, rows: IntRows, row_lengths: IntRows
+) -> Iterator[tuple[Batch, Packing]]:
+    """Pack a mini-batch into micro-batches.
+
+    Each has all rows of the mini-batch, with the labels of its own alone, so that the shapes that
+    the loss sees are few.
+    """
+    lengths = row_lengths[rows]
+    mesh = recipe.mesh
+    multiple = 1 if mesh is None else mesh.shape["tensor"]
+    width = min(batch_width(int(lengths.max()), multiple=multiple), batch.tokens.shape[1])
+    mini_batch = _take_rows(batch, rows, width=width)
+    parts = plan(
+        lengths,
+        width,
+        tokens=recipe.config.update.micro_batch_tokens,
+        shards=1 if mesh is None else mesh.shape["data"] * mesh.shape["fsdp"],
+        several=takes_segments(recipe),
+        multiple=multiple,
+    )
+    for members, packing in parts:
+        yield _label_rows(mini_batch, members), packing
+
+
+def takes_segments(recipe: Recipe) -> bool:
+    """Whether a line may hold several rows: cuDNN's attention cannot keep them apart."""
+    config, dtype = recipe.policy.config.attention, jnp.dtype(recipe.config.dtype)
+    return default_attention(config, dtype) != "cudnn"
+
+
+@partial(jax.jit, static_argnames="width")
+def _take_rows(batch: Batch, rows: Int[Array, " chosen"], *, width: int) -> Batch:
+    """Make a batch of chosen rows, and of the first columns."""
+    return jax.tree.map(lambda x: jnp.take(x if x.ndim == 1 else x[:, :width], rows, axis=0), batch)
+
+
+@jax.jit
+def _label_rows(batch: Batch, members: Bool[Array, " rows"]) -> Batch:
+    """Keep the labels of some rows; the others only fill up the batch."""
+    labels = jnp.where(members[:, None], batch.labels, IGNORE)
+    counted = members if batch.rows is None else members & batch.rows
+    return batch._replace(labels=labels, rows=counted)
+
+
+@jax.jit
+def _is_wanted(
+    gradients: Any, mismatch: SamplerMismatch | None, limits: Float[Array, "2"]
+) -> Bool[Array, ""]:
+    """Say whether there is a gradient (NaN counts), from a sampler that is the trained policy."""
+    anything = jnp.any(jnp.stack([jnp.any(g != 0) for g in jax.tree.leaves(gradients)]))
+    if mismatch is None:
+        return anything
+    differences = mismatch.metrics()
+    too_far = differences["logp_diff/mean"] > limits[0]
+    return anything & ~(too_far | (differences["ratio_outside"] > limits[1]))
+
+
+@jax.jit
+def compare(logps: Float[Array, "rows time"], batch: Batch) -> SamplerMismatch:
+    """Compare the trainer's log-probabilities of a batch's labels with the sampler's."""
+    assert batch.old_logps is not None
+    kept = batch.labels != IGNORE
+    return sampler_mismatch(logps, batch.old_logps, kept, minimum=1 / _BAND, maximum=_BAND)
+
+
+@jax.jit
+def _add(a: SamplerMismatch, b: SamplerMismatch) -> SamplerMismatch:
+    return a + b
+
+
+def _dropout_key(config: TrainConfig) -> jax.Array | None:
+    """Give the root key of adapters' dropout; each row of a run has its own noise below it."""
+    if not (config.lora.rank and config.lora.dropout):
+        return None
+    return jax.random.fold_in(jax.random.key(config.seed), 0xD0)

@@ -1,0 +1,177 @@
+"""What the steps of a run are made of: settings, policy, source of rollouts, loss, optimizer."""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh
+
+from twinkle_jax.loss import PolicyLoss
+from twinkle_jax.model import Params, Remat
+from twinkle_jax.reward import RewardFunction
+from twinkle_jax.rollout import (
+    Engine,
+    EnvironmentFactory,
+    LocalEngine,
+    MultiTurn,
+    RolloutSource,
+    SingleTurn,
+)
+from twinkle_jax.sampler import Sampling
+from twinkle_jax.training.config import TrainConfig, make_loss, run_optimizer
+from twinkle_jax.training.estimator import Estimator, make_estimator
+from twinkle_jax.training.policy import Policy
+
+RECOMPUTED: dict[str, Remat] = {  # by the names of `update.recompute`
+    "layers": True,
+    "elementwise": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    "nothing": False,
+}
+
+
+class Recipe(NamedTuple):
+    """What a step needs besides the state that it changes; fixed for a run.
+
+    Attributes:
+        config: all settings.
+        policy: the decoder, its template, and frozen parameters under adapters. Its `params` are
+            not read.
+        source: draws and scores trajectories.
+        loss: of tokens, with the coefficients of the run.
+        optimizer: with learning rate 1.
+        estimator: of advantages.
+        reference: parameters of the policy that the divergence is taken from, laid over the frozen
+            ones; None without one.
+        mesh: devices that parameters and rows are spread over; None for one device.
+    """
+
+    config: TrainConfig
+    policy: Policy
+    source: RolloutSource
+    loss: PolicyLoss
+    optimizer: optax.GradientTransformation
+    estimator: Estimator
+    reference: Params | None = None
+    mesh: Mesh | None = None
+
+
+def make_recipe(
+    config: TrainConfig,
+    policy: Policy,
+    reward: RewardFunction | None,
+    *,
+    environment: EnvironmentFactory | None = None,
+    mesh: Mesh | None = None,
+) -> Recipe:
+    """Make what a configuration names.
+
+    Args:
+        config: of the run.
+        policy: as training begins; its parameters are copied where a reference policy is needed.
+        reward: of trajectories and ground truths; may be None with an environment.
+        environment: makes what the policy talks to; None: it completes prompts.
+        mesh: devices; None for one.
+    """
+    update = config.update
+    reference = None
+    if update.kl_beta:
+        # Under adapters the frozen parameters alone are the reference.
+        reference = {} if policy.lora else jax.tree.map(jnp.copy, policy.params)
+    source = make_source(
+        config,
+        make_engine(config, policy, mesh),
+        reward,
+        environment,
+        width_multiple=1 if mesh is None else mesh.shape["tensor"],
+    )
+    return Recipe(
+        config,
+        policy,
+        source,
+        make_loss(config),
+        run_optimizer(config),
+        make_estimator(update.advantage, update.advantage_options),
+        reference,
+        mesh,
+    )
+
+
+def with_config(recipe: Recipe, config: TrainConfig) -> Recipe:
+    """Change the slots and the budget of micro-batches."""
+    source: Any = recipe.source  # all that a recipe is made with have an engine
+    engine = dataclasses.replace(source.engine, slots=config.rollout.slots)
+    return recipe._replace(config=config, source=dataclasses.replace(source, engine=engine))
+
+
+def make_engine(config: TrainConfig, policy: Policy, mesh: Mesh | None = None) -> LocalEngine:
+    """Make what draws completions for a run."""
+    rollout = config.rollout
+    return LocalEngine(
+        policy.config,
+        policy.template,
+        rollout.max_new_tokens,
+        rollout.max_prompt_tokens,
+        policy.frozen,
+        config.dtype,
+        mesh,
+        rollout.slots,
+    )
+
+
+def make_source(
+    config: TrainConfig,
+    engine: Engine,
+    reward: RewardFunction | None,
+    environment: EnvironmentFactory | None = None,
+    *,
+    width_multiple: int = 1,
+) -> RolloutSource:
+    """Make what a configuration draws through: completions of prompts, or episodes."""
+    rollout, update = config.rollout, config.update
+    sampling = Sampling(
+        rollout.temperature,
+        rollout.top_k,
+        rollout.top_p,
+        rollout.min_p,
+        rollout.repetition_penalty,
+        engine.template.tokenizer.stop_token_ids,
+    )
+    if environment is None:
+        assert reward is not None
+        return SingleTurn(
+            engine,
+            reward,
+            sampling,
+            rollout.num_samples,
+            config.reward_timeout,
+            update.mask_truncated,
+            width_multiple,
+        )
+    if jax.process_count() > 1:
+        raise ValueError(
+            f"environment must be used by one process, got {jax.process_count()} processes"
+        )
+    return MultiTurn(
+        engine,
+        environment,
+        sampling,
+        rollout.num_samples,
+        reward,
+        max_turns=rollout.max_turns,
+        max_episode_tokens=rollout.max_episode_tokens,
+        max_prompt_tokens=rollout.max_prompt_tokens,
+        max_new_tokens=rollout.max_new_tokens,
+        history=rollout.history,
+        cohorts=rollout.cohorts,
+        timeout=rollout.environment_timeout,
+        threads=rollout.environment_threads,
+        max_failed=rollout.max_failed,
+        max_observation=rollout.max_observation,
+        tool_format=rollout.tool_format,
+        reward_timeout=config.reward_timeout,
+        mask_truncated=update.mask_truncated,
+        width_multiple=width_multiple,
+        discount=update.discount,
+    )
