@@ -326,7 +326,7 @@ def test_threads_answer_at_the_same_time():
 
 def test_an_interrupt_closes_all_sessions():
     class Interrupted(LocalEngine):
-        def continue_rows(self, *args):
+        def converse(self, *args, **options):
             raise KeyboardInterrupt
 
     made = source(games.Guess)
@@ -341,9 +341,17 @@ def test_every_turn_of_every_episode_draws_with_a_key_of_its_own():
     seen = []
 
     class Recording(LocalEngine):
-        def continue_rows(self, params, rows, keys, *args):
-            seen.extend(map(bytes, np.asarray(jax.random.key_data(keys))))
-            return super().continue_rows(params, rows, keys, *args)
+        def converse(self, *args, **options):
+            rows = super().converse(*args, **options)
+            go_on = rows.go_on
+
+            def record(called, keys, limits):
+                data = np.asarray(jax.random.key_data(keys))
+                seen.extend(bytes(data[i]) for i in called)
+                return go_on(called, keys, limits)
+
+            rows.go_on = record
+            return rows
 
     made = source(games.Never)
     engine = Recording(POLICY.config, POLICY.template, 5, 64)

@@ -14,7 +14,7 @@ from twinkle_jax.model.decoder.config import (
     RopeScaling,
     Window,
 )
-from twinkle_jax.model.decoder.decode import decode_step, prefill
+from twinkle_jax.model.decoder.decode import decode_step, extend, prefill
 from twinkle_jax.model.decoder.forward import Decoder, Remat, hidden_states
 from twinkle_jax.model.decoder.layers import output_logits, output_matrix
 from twinkle_jax.model.decoder.lora import LoraConfig, merge_adapter
@@ -54,6 +54,7 @@ __all__ = [
     "Window",
     "decode_step",
     "default_attention",
+    "extend",
     "hidden_states",
     "init_params",
     "load_adapter",

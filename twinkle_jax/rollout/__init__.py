@@ -6,7 +6,7 @@ What is listed here is public; all else in this folder is private.
 from twinkle_jax.rollout.adapters import GymEnvironment, TRLEnvironment
 from twinkle_jax.rollout.by_name import find_environment, find_tools
 from twinkle_jax.rollout.dynamic_sampling import draw_until_signal, has_signal
-from twinkle_jax.rollout.engine import Continuations, Drawn, Engine, LocalEngine
+from twinkle_jax.rollout.engine import Drawn, Engine, LocalEngine, TurnEngine
 from twinkle_jax.rollout.environment import Action, Environment, EnvironmentFactory, Observation
 from twinkle_jax.rollout.episode import (
     Episode,
@@ -31,7 +31,6 @@ from twinkle_jax.rollout.tools import ToolEnvironment, tool_schema
 
 __all__ = [
     "Action",
-    "Continuations",
     "Drawn",
     "Engine",
     "Environment",
@@ -53,6 +52,7 @@ __all__ = [
     "TokenRow",
     "ToolEnvironment",
     "Turn",
+    "TurnEngine",
     "check_failures",
     "draw_until_signal",
     "encode_prompts",

@@ -1,6 +1,6 @@
 """Who draws completions: an interface, and the engine in this process."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -15,7 +15,7 @@ from twinkle_jax.model import DecoderConfig
 from twinkle_jax.model.decoder.parameters import Params
 from twinkle_jax.rollout import hosts
 from twinkle_jax.rollout.rollout import pad_prompts, prompt_ids
-from twinkle_jax.sampler import LENGTH, Completions, Sampling, generate
+from twinkle_jax.sampler import LENGTH, Completions, Conversations, Sampling, generate
 
 _FEWEST_ROWS = 8  # of a call: fewer take as long
 
@@ -34,18 +34,22 @@ class Drawn(NamedTuple):
     completions: Completions
 
 
-class Continuations(NamedTuple):
-    """What follows some rows of tokens, on the host.
+class TurnEngine(Protocol):
+    """Draws turns of a fixed number of rows, which grow in between."""
 
-    Attributes:
-        tokens: of each row, the token that ended it included.
-        logprobs: of each token, as [`Completions`][twinkle_jax.sampler.Completions] has them.
-        truncated: True for rows that came to their limit.
-    """
+    def go_on(
+        self, rows: Mapping[int, Sequence[int]], keys: jax.Array, limits: Mapping[int, int]
+    ) -> Completions:
+        """Draw what follows some of the rows.
 
-    tokens: list[list[int]]
-    logprobs: list[list[float]]
-    truncated: list[bool]
+        Args:
+            rows: by the number of a row, all its tokens so far.
+            keys: one for each row, used for those that are named.
+            limits: by the number of a row, the most tokens that it may get.
+
+        Returns:
+            The completions of all rows, on the host; of those that are not named, no tokens.
+        """
 
 
 class Engine(Protocol):
@@ -76,15 +80,10 @@ class Engine(Protocol):
     ) -> Drawn:
         """Draw `num_samples` completions of each prompt."""
 
-    def continue_rows(
-        self,
-        params: Params,
-        rows: Sequence[Sequence[int]],
-        keys: jax.Array,
-        limits: Sequence[int],
-        sampling: Sampling,
-    ) -> Continuations:
-        """Draw what follows the tokens of each row."""
+    def converse(
+        self, params: Params, count: int, sampling: Sampling, *, max_length: int
+    ) -> TurnEngine:
+        """Draw turns of `count` rows, each of at most `max_length` tokens."""
 
 
 @dataclass(frozen=True)
@@ -163,66 +162,83 @@ class LocalEngine:
         )
         return Drawn(tokens, mask, completions)
 
-    def continue_rows(
-        self,
-        params: Params,
-        rows: Sequence[Sequence[int]],
-        keys: jax.Array,
-        limits: Sequence[int],
-        sampling: Sampling,
-    ) -> Continuations:
-        """Draw what follows the tokens of each row; one transfer brings it to the host.
+    def converse(
+        self, params: Params, count: int, sampling: Sampling, *, max_length: int
+    ) -> TurnEngine:
+        """Draw turns of rows whose keys and values stay on the device in between.
 
-        Rows and columns are padded to few different sizes, so that soon nothing is compiled.
+        Where they are more than `slots`, nothing is kept, and each turn reads its row again.
 
         Args:
             params: what is trained, as it is now.
-            rows: token ids of each.
-            keys: one for each row.
-            limits: the most new tokens of each row, from 1 to `max_new_tokens`.
+            count: how many rows.
             sampling: temperature, filters and stop tokens.
+            max_length: the most tokens of a row.
         """
-        count = max(1 << (len(rows) - 1).bit_length(), _FEWEST_ROWS)
-        count += -count % self.row_shards
-        time = bucket_size(max(map(len, rows)), smallest=32)
-        tokens, mask = np.zeros((count, time), np.int32), np.zeros((count, time), bool)
-        for i, row in enumerate(rows):
-            tokens[i, time - len(row) :] = row
-            mask[i, time - len(row) :] = True
-        mask[len(rows) :, -1] = True  # rows that fill up draw one token
-        most = np.ones(count, np.int32)
-        most[: len(rows)] = limits
-        completions = generate(
+        if self.slots is not None and count > self.slots:
+            return _ReadAgain(self, params, count, sampling)
+        return Conversations(
             params,
             self.config,
-            tokens,
-            mask,
-            _fill_keys(keys, np.minimum(np.arange(count, dtype=np.int32), len(rows) - 1)),
+            count,
             sampling,
+            max_length=max_length,
             max_new_tokens=self.max_new_tokens,
-            max_tokens=most,
             frozen=self.frozen,
             compute_dtype=self.compute_dtype,
             mesh=self.mesh,
-            slots=None if self.slots is None else min(self.slots, count),
         )
-        drawn, logprobs, lengths, reasons = jax.device_get(
-            (
-                completions.tokens,
-                completions.logprobs,
-                completions.lengths,
-                completions.finish_reasons,
-            )
+
+
+@dataclass(frozen=True)
+class _ReadAgain:
+    """Draws turns of more rows than there are slots: each turn reads its row from the start."""
+
+    engine: LocalEngine
+    params: Params
+    count: int
+    sampling: Sampling
+
+    def go_on(
+        self, rows: Mapping[int, Sequence[int]], keys: jax.Array, limits: Mapping[int, int]
+    ) -> Completions:
+        """Draw what follows some of the rows, padded to few different sizes."""
+        engine, numbers = self.engine, list(rows)
+        count = max(1 << (len(rows) - 1).bit_length(), _FEWEST_ROWS)
+        count += -count % engine.row_shards
+        time = bucket_size(max(map(len, rows.values())), smallest=32)
+        tokens, mask = np.zeros((count, time), np.int32), np.zeros((count, time), bool)
+        for i, row in enumerate(rows.values()):
+            tokens[i, time - len(row) :], mask[i, time - len(row) :] = row, True
+        mask[len(rows) :, -1] = True  # rows that fill up draw one token
+        most = np.ones(count, np.int32)
+        most[: len(rows)] = [limits[number] for number in numbers]
+        completions = generate(
+            self.params,
+            engine.config,
+            tokens,
+            mask,
+            _keys_of(keys, np.asarray(numbers + numbers[:1] * (count - len(rows)))),
+            self.sampling,
+            max_new_tokens=engine.max_new_tokens,
+            max_tokens=most,
+            frozen=engine.frozen,
+            compute_dtype=engine.compute_dtype,
+            mesh=engine.mesh,
+            slots=None if engine.slots is None else min(engine.slots, count),
         )
-        return Continuations(
-            [drawn[i, : lengths[i]].tolist() for i in range(len(rows))],
-            [logprobs[i, : lengths[i]].tolist() for i in range(len(rows))],
-            [bool(reasons[i] == LENGTH) for i in range(len(rows))],
-        )
+
+        def in_place(values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+            placed = np.zeros((self.count, *values.shape[1:]), values.dtype)
+            placed[numbers] = values[: len(rows)]
+            return placed
+
+        placed: Completions = jax.tree.map(in_place, jax.device_get(completions))
+        return placed
 
 
 @jax.jit
-def _fill_keys(keys: jax.Array, index: Int[Array, " count"]) -> jax.Array:
+def _keys_of(keys: jax.Array, index: Int[Array, " count"]) -> jax.Array:
     return jax.random.clone(keys)[index]  # rows that fill up may draw what others do
 
 

@@ -14,7 +14,7 @@ from twinkle_jax.data import Message, PromptBatch, Template, Trajectory
 from twinkle_jax.model.decoder.parameters import Params
 from twinkle_jax.reward import RewardFunction, compute_rewards
 from twinkle_jax.rollout import hosts
-from twinkle_jax.rollout.engine import Engine
+from twinkle_jax.rollout.engine import Engine, TurnEngine
 from twinkle_jax.rollout.environment import (
     Action,
     Call,
@@ -28,7 +28,7 @@ from twinkle_jax.rollout.environment import (
 )
 from twinkle_jax.rollout.episode import Ended, Episode, TokenRow, Turn, lay_out_episodes
 from twinkle_jax.rollout.rollout import Rollout
-from twinkle_jax.sampler import Sampling
+from twinkle_jax.sampler import LENGTH, Sampling
 
 History = Literal["append", "template"]
 _ATTEMPTS = 2
@@ -193,12 +193,17 @@ class MultiTurn:
         try:
             size = -(-len(games) // self.cohorts)
             cohorts = [games[i : i + size] for i in range(0, len(games), size)]
+            engines = [
+                self.engine.converse(
+                    params, len(cohort), sampling, max_length=self.max_episode_tokens
+                )
+                for cohort in cohorts
+            ]
             while any(game.stage != "ended" for game in games):
-                for cohort in cohorts:
+                for cohort, engine in zip(cohorts, engines, strict=True):
                     self._take_answers([game for game in cohort if game.call is not None], pool)
-                    ready = [game for game in cohort if game.stage == "ready"]
-                    if ready:
-                        self._draw(params, ready, keys, sampling)
+                    if any(game.stage == "ready" for game in cohort):
+                        self._draw(engine, cohort, keys)
             return [game.episode for game in games]
         finally:
             closing = [pool(session.close) for game in games for session in game.sessions]
@@ -234,26 +239,23 @@ class MultiTurn:
                 )
             game.read_again(tokens)
 
-    def _draw(
-        self, params: Params, games: "list[_Game]", keys: jax.Array, sampling: Sampling
-    ) -> None:
-        """Draw a turn of each episode."""
-        count = 1 << (len(games) - 1).bit_length()
-        index, turn = np.zeros(count, np.int32), np.zeros(count, np.int32)
-        for i, game in enumerate(games):
-            index[i], turn[i] = game.number, len(game.episode.turns)
-        rows = [game.episode.rows[-1].tokens for game in games]
-        room = [self.max_episode_tokens - len(row) for row in rows]
-        drawn = self.engine.continue_rows(
-            params,
-            rows,
-            _turn_keys(keys, index, turn)[: len(games)],
-            [min(self.max_new_tokens, space) for space in room],
-            sampling,
-        )
-        for game, tokens, logprobs, truncated in zip(games, *drawn, strict=True):
+    def _draw(self, engine: TurnEngine, cohort: "list[_Game]", keys: jax.Array) -> None:
+        """Draw a turn of each episode of a cohort that is ready for one."""
+        ready = {i: game for i, game in enumerate(cohort) if game.stage == "ready"}
+        rows = {i: game.episode.rows[-1].tokens for i, game in ready.items()}
+        limits = {
+            i: min(self.max_new_tokens, self.max_episode_tokens - len(row))
+            for i, row in rows.items()
+        }
+        numbers = np.asarray([game.number for game in cohort], np.int32)
+        turns = np.asarray([len(game.episode.turns) for game in cohort], np.int32)
+        drawn = engine.go_on(rows, _turn_keys(keys, numbers, turns), limits)
+        for i, game in ready.items():
+            length = drawn.lengths[i]
+            tokens = drawn.tokens[i, :length].tolist()
             text = self.engine.template.tokenizer.decode(tokens)
-            game.act(tokens, logprobs, text, truncated=truncated)
+            truncated = bool(drawn.finish_reasons[i] == LENGTH)
+            game.act(tokens, drawn.logprobs[i, :length].tolist(), text, truncated=truncated)
 
     def _trajectories(
         self, episodes: Sequence[Episode], prompts: Sequence[Trajectory]

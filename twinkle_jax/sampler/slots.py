@@ -219,7 +219,7 @@ def begin(
     rows = len(limits)
     prompt = jnp.arange(rows, dtype=jnp.int32) // setup.num_samples
     prompt = jnp.minimum(prompt, len(prompts) - 1)  # of rows that only fill up
-    order = _on_devices(_order, setup.mesh)(prompt, limits)
+    order = on_devices(_order, setup.mesh)(prompt, limits)
     taken = jnp.zeros(setup.shards, jnp.int32)
     queue = Queue(prompt, keys, limits, order, taken)
     free = jnp.zeros(slots * setup.shards, bool)
@@ -233,7 +233,7 @@ def begin(
         finish_reasons=jnp.zeros_like(limits),
         lengths=jnp.zeros_like(limits),
     )
-    return _reusable(_spread(State(first, queue, results), setup.mesh))
+    return reusable(spread(State(first, queue, results), setup.mesh))
 
 
 def fill(
@@ -256,7 +256,7 @@ def fill(
     )
 
     def put(slots: Slots, new: Slots, slot: Array) -> Slots:
-        return _map_rows(
+        return map_rows(
             lambda axis, x, y: x.at[(slice(None),) * axis + (slot,)].set(
                 y.astype(x.dtype), mode="drop"
             ),
@@ -264,8 +264,8 @@ def fill(
             new,
         )
 
-    slots = _on_devices(put, setup.mesh)(state.slots, new, slot)
-    return _reusable(_spread(state._replace(slots=slots, queue=queue), setup.mesh))
+    slots = on_devices(put, setup.mesh)(state.slots, new, slot)
+    return reusable(spread(state._replace(slots=slots, queue=queue), setup.mesh))
 
 
 def resize(state: State, *, setup: Setup, slots: int, capacity: int) -> State:
@@ -274,13 +274,13 @@ def resize(state: State, *, setup: Setup, slots: int, capacity: int) -> State:
 
     def keep(rows: Slots) -> Slots:
         chosen = jnp.argsort(~rows.running, stable=True)[:slots]
-        return _map_rows(lambda axis, x: jnp.take(x, chosen, axis=axis), rows)
+        return map_rows(lambda axis, x: jnp.take(x, chosen, axis=axis), rows)
 
     kept = state.slots
     if slots * setup.shards < len(kept.row):
-        kept = _on_devices(keep, setup.mesh)(kept)
+        kept = on_devices(keep, setup.mesh)(kept)
     kept = kept._replace(cache=with_room(kept.cache, capacity))
-    return _reusable(_spread(state._replace(slots=kept), setup.mesh))
+    return reusable(spread(state._replace(slots=kept), setup.mesh))
 
 
 def run(
@@ -304,7 +304,7 @@ def run(
         full: tokens that a row has at most; caches of this size never get full.
         shrink: whether to stop when half the slots would do.
     """
-    weights = _for_many_steps(weights, setup.mesh)
+    weights = for_many_steps(weights, setup.mesh)
     slots = len(state.slots.row) // setup.shards
     half = slots // 2 if shrink and slots_for(0, slots) < slots else 0
     limits = state.queue.limits.reshape(setup.shards, -1)
@@ -322,14 +322,14 @@ def run(
         return jnp.any(running > 0) & useful & ~fillable & fits
 
     def step(_: Array | int, rows: Slots) -> Slots:
-        return _spread(advance(weights, rows, sampling, setup), setup.mesh)
+        return spread(advance(weights, rows, sampling, setup), setup.mesh)
 
     def steps(rows: Slots) -> Slots:
         return jax.lax.fori_loop(0, setup.steps, step, rows)
 
     rows = jax.lax.while_loop(goes_on, steps, state.slots)
     running, filled = count(rows)
-    state = _reusable(_spread(state._replace(slots=rows), setup.mesh))
+    state = reusable(spread(state._replace(slots=rows), setup.mesh))
     return state, Status(jnp.max(running), jnp.max(waiting), filled)
 
 
@@ -349,7 +349,7 @@ def collect(state: State, setup: Setup) -> State:
         )
         return jax.tree.map(lambda x, new: x.at[rows.row].set(new, mode="drop"), results, drawn)
 
-    return state._replace(results=_on_devices(put, setup.mesh)(state.results, state.slots))
+    return state._replace(results=on_devices(put, setup.mesh)(state.results, state.slots))
 
 
 def advance(params: Params, rows: Slots, sampling: Sampling, setup: Setup) -> Slots:
@@ -436,7 +436,7 @@ def _next_rows(
             queue.taken + jnp.sum(real, dtype=jnp.int32),
         )
 
-    read, source, row, slot, keys, limits, taken = _on_devices(choose, setup.mesh)(queue, running)
+    read, source, row, slot, keys, limits, taken = on_devices(choose, setup.mesh)(queue, running)
     tokens, mask = prompts[read], mask[read]
     before, last = _split_last(tokens, mask, vocab)
     _, cache = prefill(
@@ -454,12 +454,12 @@ def _next_rows(
         return take_rows(cache, source), jax.tree.map(lambda x: x[source], others)
 
     seen = jnp.where(mask, tokens, vocab)
-    cache, (pending, seen) = _on_devices(repeat, setup.mesh)(cache, (last, seen), source)
+    cache, (pending, seen) = on_devices(repeat, setup.mesh)(cache, (last, seen), source)
     zeros = jnp.zeros((len(row), setup.new), jnp.float32)
     slots = Slots(
         row=row,
         pending=pending,
-        cache=_for_many_steps(with_room(cache, capacity), setup.mesh),
+        cache=for_many_steps(with_room(cache, capacity), setup.mesh),
         prompts=seen,
         tokens=jnp.full(zeros.shape, vocab, jnp.int32),
         logprobs=zeros,
@@ -485,12 +485,12 @@ def _split_last(
     return mask & (columns != last[:, None]), jnp.where(last >= 0, token, vocab)
 
 
-def _for_many_steps(stacked: CacheOrParams, mesh: Mesh | None) -> CacheOrParams:
+def for_many_steps(stacked: CacheOrParams, mesh: Mesh | None) -> CacheOrParams:
     """Lay layers of a cache or of parameters as the devices read them: on a GPU one by one."""
     return unstack_layers(stacked) if backend_of(mesh) == "gpu" else stacked
 
 
-def _map_rows(function: Callable[..., Any], tree: Any, *others: Any) -> Any:
+def map_rows(function: Callable[..., Any], tree: Any, *others: Any) -> Any:
     """Apply a function to the axis of rows, 1 in the layers of a cache, and each array."""
 
     def apply(path: Any, *arrays: Any) -> Any:
@@ -513,7 +513,7 @@ def _specs(tree: Any, mesh: Mesh) -> Any:
     return jax.tree_util.tree_map_with_path(spec, tree)
 
 
-def _on_devices(function: Callable[..., Any], mesh: Mesh | None) -> Callable[..., Any]:
+def on_devices(function: Callable[..., Any], mesh: Mesh | None) -> Callable[..., Any]:
     """Run a function on each device's share of the rows, so that none of them leaves it."""
     if mesh is None:
         return function
@@ -531,7 +531,7 @@ def _on_devices(function: Callable[..., Any], mesh: Mesh | None) -> Callable[...
     return on_mesh
 
 
-def _spread(tree: Any, mesh: Mesh | None) -> Any:
+def spread(tree: Any, mesh: Mesh | None) -> Any:
     """Keep rows on their devices."""
     if mesh is None:
         return tree
@@ -539,7 +539,7 @@ def _spread(tree: Any, mesh: Mesh | None) -> Any:
     return jax.lax.with_sharding_constraint(tree, where)
 
 
-def _reusable(state: State) -> State:
+def reusable(state: State) -> State:
     """Say to JAX's check of keys that each is used again on purpose, for other positions."""
     keys = jax.random.clone(state.queue.keys), jax.random.clone(state.slots.keys)
     queue, slots = state.queue._replace(keys=keys[0]), state.slots._replace(keys=keys[1])

@@ -23,6 +23,7 @@ from tests.model.families import (
 from tests.model.reference import reference_hidden
 from twinkle_jax.model import (
     decode_step,
+    extend,
     make_mesh,
     parse_config,
     prefill,
@@ -122,6 +123,56 @@ def test_rows_that_do_not_go_on_stay_as_they_are(name):
     out, _ = step(params, config, tokens, paused)
     for i, row in enumerate([[*PROMPTS[0], 7, 21], [*PROMPTS[1], 25], [15, 8, 29]]):
         assert_close(out[i], reference_hidden(params, config, row)[-1], 5e-5)
+
+
+MORE = [[21, 22, 23, 24], [], [29, 30], [33]]
+
+
+def read_more(name, cache, rows=MORE, side="right"):
+    read = jax.jit(extend, static_argnums=1)
+    return read(params_of(name), config_of(name), *_swap(batch(rows, 4, side), cache))
+
+
+def _swap(arrays, cache):
+    return arrays[0], cache, arrays[1]
+
+
+@pytest.mark.parametrize("name", each(NAMES))
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_more_tokens_are_read_as_if_they_had_stood_there(name, side):
+    config, params = config_of(name), params_of(name)
+    _, cache = fill(params, config, *batch(PROMPTS, 6, "left"), max_length=12)
+    last, cache = read_more(name, cache, side=side)
+    rows = [p + m for p, m in zip(PROMPTS, MORE, strict=True)]
+    np.testing.assert_array_equal(cache.length, [len(row) for row in rows])
+    for i, row in enumerate(rows):
+        if MORE[i]:
+            assert_close(last[i], reference_hidden(params, config, row)[-1], 5e-5)
+    assert not np.any(last[1])
+    last, _ = step(params, config, jnp.array([41, 42, 43, 44]), cache)
+    for i, row in enumerate(rows):
+        assert_close(last[i], reference_hidden(params, config, [*row, 41 + i])[-1], 5e-5)
+
+
+@pytest.mark.parametrize("name", each(["qwen3", "qwen3_5_text"]))
+def test_more_tokens_are_read_by_layers_that_lie_one_by_one(name):
+    config, params = config_of(name), params_of(name)
+    _, cache = fill(params, config, *batch(PROMPTS, 6, "left"), max_length=12)
+    expected, stacked = read_more(name, cache)
+    last, unstacked = read_more(name, unstack_layers(cache))
+    np.testing.assert_array_equal(last, expected)
+    jax.tree.map(np.testing.assert_array_equal, unstacked, unstack_layers(stacked))
+
+
+@pytest.mark.parametrize("name", each(["qwen3"]))
+def test_more_tokens_than_a_row_has_room_for(name):
+    config, params = config_of(name), params_of(name)
+    _, cache = fill(params, config, *batch(PROMPTS, 6, "left"), max_length=9)
+    last, _ = read_more(name, cache)
+    assert np.all(np.isnan(last[0]))  # its fourth token has none
+    assert np.all(np.isfinite(last[1:]))
+    with pytest.raises(ValueError, match="tokens"):
+        extend(params, config, jnp.ones((3, 2), jnp.int32), cache)
 
 
 @pytest.mark.parametrize("name", each(["qwen3", "qwen3_5_text"]))

@@ -278,7 +278,46 @@ def attention_weights(
     return rounded(jax.nn.softmax(jnp.where(seen, logits * scale, -jnp.inf), axis=-1), dtype)
 
 
-# One more token of each row.
+# More tokens of rows that a cache holds.
+
+
+def attend_more(
+    config: DecoderConfig,
+    heads: Heads,
+    cached: KeyValues,
+    length: Int[Array, " batch"],
+    mask: Bool[Array, "batch time"],
+    sliding: Bool[Array, ""],
+) -> tuple[Float[Array, "batch time heads width"], KeyValues]:
+    """Write the keys and values of tokens behind those of a row, and attend to all up to each.
+
+    A token that finds its row full is not written, and gets NaN.
+    """
+    max_length = cached.values.shape[2]
+    places = length[:, None] + jnp.arange(mask.shape[1], dtype=jnp.int32)[None]
+    slots = jnp.where(mask, places, max_length)  # beyond the end: not written
+
+    def put(stack: Array, new: Array, slots: Array) -> Array:
+        return stack.at[:, slots].set(new.swapaxes(0, 1).astype(stack.dtype), mode="drop")
+
+    # Both with time on the axis that is written to.
+    keys = jax.vmap(put)(cached.keys.swapaxes(2, 3), heads.key, slots).swapaxes(2, 3)
+    values = jax.vmap(put)(cached.values, heads.value, slots)
+    batch, time, _, width = heads.query.shape
+    groups = values.shape[1]
+    query = heads.query.reshape(batch, time, groups, -1, width).swapaxes(1, 2)
+    each = query.shape[3]  # query heads of a group
+    attended = _attend_cache(
+        query.reshape(batch, groups, -1, width),
+        keys,
+        values,
+        jnp.repeat(places, each, axis=1),
+        first_seen(config, jnp.repeat(places, each, axis=1), sliding),
+        config.attention.scale,
+    )
+    attended = attended.reshape(batch, groups, time, each, width).swapaxes(1, 2)
+    attended = attended.reshape(heads.query.shape)
+    return attended, KeyValues(keys, values)
 
 
 def attend_step(
@@ -303,40 +342,45 @@ def attend_step(
         lambda stack: jax.lax.dynamic_index_in_dim(stack, repeat, keepdims=False),
         KeyValues(keys, values),
     )
-    query = heads.query[:, 0]
-    attended = _attend_cache(query, layer.keys, layer.values, length, first, config.attention.scale)
+    groups, width = layer.values.shape[1], layer.values.shape[3]
+    attended = _attend_cache(
+        heads.query.reshape(batch, groups, -1, width),
+        layer.keys,
+        layer.values,
+        length[:, None],
+        None if first is None else first[:, None],
+        config.attention.scale,
+    )
+    attended = attended.reshape(batch, 1, -1, width)
     return project_out(attended, heads.gate, weights["self_attn"]), KeyValues(keys, values)
 
 
 def first_seen(
-    config: DecoderConfig, length: Int[Array, " batch"], sliding: Bool[Array, ""]
-) -> Int[Array, " batch"] | None:
-    """Give the first slot that the next token sees; None: all."""
+    config: DecoderConfig, places: Int[Array, "*batch"], sliding: Bool[Array, ""]
+) -> Int[Array, "*batch"] | None:
+    """Give the first slot that the token at each place sees; None: all."""
     window = config.attention.window
-    return None if window is None else jnp.where(sliding, length - window.size + 1, 0)
+    return None if window is None else jnp.where(sliding, places - window.size + 1, 0)
 
 
 def _attend_cache(
-    query: Float[Array, "batch heads width"],
+    query: Float[Array, "batch groups queries width"],
     keys: Float[Array, "batch groups width max_length"],
     values: Float[Array, "batch groups max_length width"],
-    length: Int[Array, " batch"],
-    first: Int[Array, " batch"] | None,
+    places: Int[Array, "batch places"],
+    first: Int[Array, "batch places"] | None,
     scale: float,
-) -> Float[Array, "batch 1 heads width"]:
-    """Attend to slots `first` to `length`; a row without a slot for its token gets NaN."""
-    batch, heads, width = query.shape
-    groups, max_length = values.shape[1:3]
+) -> Float[Array, "batch groups queries width"]:
+    """Attend to slots `first` to `places`, of each query or of all; without a slot it gets NaN."""
+    max_length = values.shape[2]
     wide = jnp.float64 if query.dtype == jnp.float64 else jnp.float32
-    query = query.reshape(batch, groups, heads // groups, width)
     logits = jnp.einsum(
         "bghw,bgwt->bght", query, keys.astype(query.dtype), preferred_element_type=wide
     )
-    slots = jnp.arange(max_length, dtype=jnp.int32)[None]
-    seen = slots <= length[:, None]
+    slots = jnp.arange(max_length, dtype=jnp.int32)[None, None]
+    seen = slots <= places[:, :, None]
     if first is not None:
-        seen &= slots >= first[:, None]
-    logits = jnp.where((length < max_length)[:, None, None, None], logits, jnp.nan)
-    weights = attention_weights(logits, seen[:, None, None], scale, query.dtype)
-    attended = multiply(partial(jnp.einsum, "bght,bgtw->bghw"), weights, values.astype(query.dtype))
-    return attended.reshape(batch, 1, heads, width)
+        seen &= slots >= first[:, :, None]
+    logits = jnp.where((places < max_length)[:, None, :, None], logits, jnp.nan)
+    weights = attention_weights(logits, seen[:, None], scale, query.dtype)
+    return multiply(partial(jnp.einsum, "bght,bgtw->bghw"), weights, values.astype(query.dtype))

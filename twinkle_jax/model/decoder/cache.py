@@ -133,6 +133,14 @@ def unstack_layers(stacked: CacheOrParams) -> CacheOrParams:
     return {**stacked, "layers": layers}
 
 
+def stack_layers(cache: Cache) -> Cache:
+    """Undo `unstack_layers`."""
+    if not isinstance(cache.layers, tuple):
+        return cache
+    layers = jax.tree.map(lambda *repeats: jnp.concatenate(repeats), *cache.layers)
+    return cache._replace(layers=layers)
+
+
 def take_rows(cache: Cache, rows: Int[Array, " rows"]) -> Cache:
     """Make a cache of chosen rows, in order, repeated as often as they are named.
 

@@ -15,7 +15,7 @@ from twinkle_jax.model.decoder.attention import (
     first_seen,
 )
 from twinkle_jax.model.decoder.bfloat16 import tracing_for
-from twinkle_jax.model.decoder.cache import Cache, make_cache, unstack_layers
+from twinkle_jax.model.decoder.cache import Cache, make_cache, stack_layers, unstack_layers
 from twinkle_jax.model.decoder.config import FULL, DecoderConfig
 from twinkle_jax.model.decoder.delta_net import linear_step
 from twinkle_jax.model.decoder.forward import decoder_inputs, run
@@ -76,10 +76,79 @@ def prefill(
         keep_state=True,
     )
     length = jnp.sum(inputs.mask, axis=1, dtype=jnp.int32)
-    at = jnp.maximum(length - 1, 0)[:, None, None]
-    last = jnp.take_along_axis(hidden, at, axis=1)[:, 0]
-    last = jnp.where((length > 0)[:, None], last, jnp.zeros_like(last))
-    return last, make_cache(states or {}, length, max_length=max_length)
+    cache = make_cache(states or {}, length, max_length=max_length)
+    return _last_hidden(hidden, length), cache
+
+
+def extend(
+    params: Params,
+    config: DecoderConfig,
+    tokens: Int[Array, "batch time"],
+    cache: Cache,
+    mask: Bool[Array, "batch time"] | None = None,
+    *,
+    compute_dtype: DTypeLike | None = None,
+    backend: str | None = None,
+) -> tuple[Float[Array, "batch width"], Cache]:
+    """Read more tokens in each row, all at once: what the next turn of a conversation adds.
+
+    The tokens attend to everything that a row holds and to each other, causally, and linear layers
+    go on from their states. Attention takes an array of the new tokens by the size of the cache for
+    each head, so read many tokens in several calls.
+
+    Args:
+        params: the tree that `parameter_shapes` describes.
+        config: the decoder; static under `jax.jit`.
+        tokens: of each row, padded on either side.
+        cache: what the rows hold. A token that finds its row full gets the hidden state NaN.
+        mask: True for tokens; a row may have none. None: everything is a token.
+        compute_dtype: as for [`hidden_states`][twinkle_jax.model.hidden_states].
+        backend: of the devices that rows are on; None for JAX's.
+
+    Returns:
+        The hidden state of each row's last new token, 0 for a row without any, and the cache with
+        the tokens in it.
+
+    Raises:
+        ValueError: if shapes differ.
+        TypeError: if tokens are not integers, or the mask not boolean.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> from twinkle_jax.model import extend, init_params, parse_config, prefill
+        >>> config = parse_config({
+        ...     "model_type": "qwen2", "vocab_size": 64, "hidden_size": 32,
+        ...     "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+        ... })
+        >>> params = init_params(jax.random.key(0), config)
+        >>> tokens = jnp.array([[1, 2, 3, 4, 5]])
+        >>> _, cache = prefill(params, config, tokens[:, :2], max_length=8)
+        >>> last, cache = extend(params, config, tokens[:, 2:], cache)
+        >>> at_once, _ = prefill(params, config, tokens, max_length=8)
+        >>> cache.length.tolist(), bool(jnp.allclose(last, at_once, atol=1e-5))
+        ([5], True)
+    """
+    if len(tokens) != len(cache.length):
+        raise ValueError(f"tokens must have {len(cache.length)} rows, got {tokens.shape}")
+    kept = jnp.ones(tokens.shape, bool) if mask is None else mask
+    positions = cache.length[:, None] + jnp.cumsum(kept, axis=1, dtype=jnp.int32) - 1
+    inputs = decoder_inputs(config, tokens, mask, positions)
+    hidden, states = run(
+        params,
+        config,
+        inputs,
+        compute_dtype,
+        "xla",
+        remat=False,
+        backend=backend,
+        keep_state=True,
+        cache=stack_layers(cache),
+    )
+    new = jnp.sum(inputs.mask, axis=1, dtype=jnp.int32)
+    longer = Cache(states or {}, cache.length + new)
+    return _last_hidden(hidden, new), (
+        unstack_layers(longer) if isinstance(cache.layers, tuple) else longer
+    )
 
 
 def decode_step(
@@ -162,6 +231,15 @@ def decode_step(
         repeats = jnp.arange(config.repeats, dtype=jnp.int32)
         (x, stack), _ = jax.lax.scan(block, (x, cache.layers), (repeats, params["layers"], sliding))
         return final_norm(params, config, x), Cache(stack, length)
+
+
+def _last_hidden(
+    hidden: Float[Array, "batch time width"], length: Int[Array, " batch"]
+) -> Float[Array, "batch width"]:
+    """Give the hidden state of each row's last token; 0 where a row has none."""
+    at = jnp.maximum(length - 1, 0)[:, None, None]
+    last = jnp.take_along_axis(hidden, at, axis=1)[:, 0]
+    return jnp.where((length > 0)[:, None], last, jnp.zeros_like(last))
 
 
 def _check(tokens: Array, cache: Cache, mask: Array | None, mesh: Mesh | None) -> None:

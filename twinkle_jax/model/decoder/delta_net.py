@@ -50,24 +50,34 @@ def delta_net(
     config: DeltaNetConfig,
     mask: Bool[Array, "batch time"],
     segment_ids: Int[Array, "batch time"] | None,
+    state: DeltaState | None = None,
     *,
     epsilon: float,
 ) -> tuple[Float[Array, "tokens width"], DeltaState]:
-    """Mix whole rows that start at column 0; padding follows them and leaves the state alone."""
+    """Mix rows that start at column 0; padding follows them and leaves the state alone.
+
+    With the state of what the rows hold already, they are the tokens that follow; then they are one
+    segment.
+    """
     batch, time = mask.shape
     mixed = project(x, weights["in_proj_qkv"]).reshape(batch, time, -1)
     kernel = rounded(weights["conv1d"]["kernel"], x.dtype)
-    convolved = _convolve(_taps(mixed, len(kernel), segment_ids), kernel)
+    past = kernel.shape[0] - 1
+    if state is None:
+        padded = jnp.pad(mixed, ((0, 0), (past, 0), (0, 0)))
+        taps = _taps(mixed, len(kernel), segment_ids)
+    else:
+        padded = jnp.concatenate([state.window.astype(x.dtype), mixed], axis=1)
+        taps = [padded[:, i : i + time] for i in range(len(kernel))]
+    convolved = _convolve(taps, kernel)
     inputs = _inputs(x, weights, config, convolved)
     inputs = inputs._replace(
         log_decay=jnp.where(mask[:, :, None], inputs.log_decay, 0),
         strength=jnp.where(mask[:, :, None], inputs.strength, 0),
     )
-    out, memory = delta_rule(inputs, segment_ids)
-    past = kernel.shape[0] - 1
+    out, memory = delta_rule(inputs, segment_ids, None if state is None else state.memory)
     length = jnp.sum(mask, axis=1, dtype=jnp.int32)
     columns = length[:, None] + jnp.arange(past, dtype=jnp.int32)[None]
-    padded = jnp.pad(mixed, ((0, 0), (past, 0), (0, 0)))
     window = jnp.take_along_axis(padded, columns[:, :, None], axis=1)
     return _project_out(out, x, weights, epsilon), DeltaState(window, memory)
 
@@ -211,15 +221,17 @@ def delta_rule_step(
 def delta_rule(
     inputs: DeltaInputs,
     segment_ids: Int[Array, "batch time"] | None = None,
+    state: Float[Array, "batch heads key value"] | None = None,
     *,
     chunk: int = 64,
 ) -> tuple[Float[Array, "batch time heads value"], Float[Array, "batch heads key value"]]:
-    """Run the rule over whole rows from an empty state.
+    """Run the rule over whole rows.
 
     Args:
         inputs: one entry per token.
         segment_ids: a number for each segment, never used twice in a row; the state is reset
             where it changes.
+        state: that the first segment begins with; None for an empty one.
         chunk: tokens that are solved for together; the result does not depend on it.
 
     Returns:
@@ -237,10 +249,11 @@ def delta_rule(
     previous = jnp.concatenate([ids[:, 0, :1], last[:, :-1]], axis=1)
     ids, previous, last = (jnp.moveaxis(x, 1, 0) for x in (ids, previous, last))
     widths = (inputs.key.shape[-1], inputs.value.shape[-1])
-    start = jnp.zeros((batch, heads, *widths), inputs.value.dtype)
-    state, out = jax.lax.scan(_pass_on, start, _solve(chunks, ids, previous, last))
+    empty = jnp.zeros((batch, heads, *widths), inputs.value.dtype)
+    start = empty if state is None else state
+    end, out = jax.lax.scan(_pass_on, start, _solve(chunks, ids, previous, last))
     out = jnp.moveaxis(out, 0, 1)  # [batch, chunks, heads, chunk, value]
-    return jnp.moveaxis(out, 2, 3).reshape(batch, time + pad, heads, -1)[:, :time], state
+    return jnp.moveaxis(out, 2, 3).reshape(batch, time + pad, heads, -1)[:, :time], end
 
 
 def _in_chunks(

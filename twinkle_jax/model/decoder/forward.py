@@ -6,7 +6,6 @@ computes what it computes alone, and both paddings give the same numbers.
 """
 
 from collections.abc import Callable, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,12 +18,15 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from twinkle_jax.model.decoder.attention import (
     AttentionImplementation,
+    Heads,
     attend_causally,
+    attend_more,
     choose_attention,
     project_heads,
     project_out,
 )
 from twinkle_jax.model.decoder.bfloat16 import tracing_for
+from twinkle_jax.model.decoder.cache import Cache
 from twinkle_jax.model.decoder.config import FULL, DecoderConfig
 from twinkle_jax.model.decoder.delta_net import delta_net
 from twinkle_jax.model.decoder.layers import (
@@ -196,11 +198,13 @@ def run(
     attention_mesh: Mesh | None = None,
     backend: str | None = None,
     keep_state: bool = False,
+    cache: Cache | None = None,
 ) -> tuple[Float[Array, "batch time width"], dict[str, Any] | None]:
     """Run the layers over prepared rows; return what layers remember, stacked, when asked.
 
-    With `attention_mesh` alone nothing is gathered, but attention is told where rows are.
-    `backend` is by default that of the mesh.
+    With a `cache`, whose layers are in one stack, the rows follow what it holds, and what layers
+    remember are its states with the rows in them. With `attention_mesh` alone nothing is gathered,
+    but attention is told where rows are. `backend` is by default that of the mesh.
     """
     attention_mesh = attention_mesh if mesh is None else mesh
     check_fit(mesh, config, len(inputs.tokens))
@@ -212,26 +216,43 @@ def run(
         attention, config.attention, dtype, segmented=segmented, mesh=attention_mesh
     )
 
-    def layer(kind: str, x: Array, weights: Params, sliding: Array) -> tuple[Array, Any]:
+    def layer(
+        kind: str, x: Array, weights: Params, sliding: Array, state: Any
+    ) -> tuple[Array, Any]:
         weights = gather_weights(weights, dtype, mesh)
-        attend = partial(attend_causally, implementation=chosen, mesh=attention_mesh)
-        x, state = _layer(config, kind, keep_rows(x, mesh), weights, sliding, inputs, attend)
+
+        def attend(heads: Heads) -> tuple[Array, Any]:
+            if cache is not None:
+                return attend_more(config, heads, state, cache.length, inputs.mask, sliding)
+            attended = attend_causally(
+                heads,
+                config.attention,
+                sliding,
+                inputs.segment_ids,
+                implementation=chosen,
+                mesh=attention_mesh,
+            )
+            return attended, heads[1:3]
+
+        x, state = _layer(config, kind, keep_rows(x, mesh), weights, sliding, inputs, attend, state)
         return keep_rows(x, mesh), state
 
     if remat:
         policy = None if remat is True else remat
         layer = jax.checkpoint(layer, policy=policy, prevent_cse=False, static_argnums=(0,))
 
-    def block(x: Array, xs: tuple[Mapping[str, Params], Array]) -> tuple[Array, Any]:
-        (members, sliding), states = xs, {}
+    def block(x: Array, xs: tuple[Mapping[str, Params], Array, Any]) -> tuple[Array, Any]:
+        (members, sliding, before), states = xs, {}
         for member, kind in enumerate(config.block):
-            x, states[str(member)] = layer(kind, x, members[str(member)], sliding[member])
+            name = str(member)
+            x, states[name] = layer(kind, x, members[name], sliding[member], before.get(name))
         return x, states if keep_state else None
 
     with tracing_for(backend):
         x = embed(config, embedding, inputs.tokens, dtype, mesh)
         x = keep_rows(x.reshape(-1, config.hidden_size), mesh)
-        x, states = jax.lax.scan(block, x, (params["layers"], jnp.asarray(config.sliding)))
+        before = {} if cache is None else cache.layers
+        x, states = jax.lax.scan(block, x, (params["layers"], jnp.asarray(config.sliding), before))
         x = keep_rows(final_norm(params, config, x), mesh)
     return x.reshape(*inputs.tokens.shape, -1), states
 
@@ -243,17 +264,17 @@ def _layer(
     weights: Params,
     sliding: Bool[Array, ""],
     inputs: DecoderInputs,
-    attend: Callable[..., Array],
+    attend: Callable[[Heads], tuple[Array, Any]],
+    state: Any,
 ) -> tuple[Float[Array, "tokens width"], Any]:
-    """Run one layer; also return what it would remember: keys and values, or a state."""
+    """Run one layer; also return what it remembers: keys and values, or a state."""
     y = norm(config, x, weights["input_layernorm"])
-    state: Any
     if kind == FULL:
         batch = inputs.tokens.shape[0]
         rotary = table_of(inputs.rotary, sliding)
         heads = project_heads(y, weights["self_attn"], config, rotary, batch)
-        attended = attend(heads, config.attention, sliding, inputs.segment_ids)
-        mixed, state = project_out(attended, heads.gate, weights["self_attn"]), heads[1:3]
+        attended, state = attend(heads)
+        mixed = project_out(attended, heads.gate, weights["self_attn"])
     else:
         assert config.delta_net is not None
         mixed, state = delta_net(
@@ -262,6 +283,7 @@ def _layer(
             config.delta_net,
             inputs.mask,
             inputs.segment_ids,
+            state,
             epsilon=config.norm_epsilon,
         )
     return feed_forward(config, add_mixed(config, x, mixed, weights), weights), state

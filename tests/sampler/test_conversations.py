@@ -1,0 +1,166 @@
+"""Rows that are gone on with: what is drawn is what reading them anew draws."""
+
+import jax
+import numpy as np
+import pytest
+
+from tests.model.families import config_of, each, params_of
+from twinkle_jax.model import make_mesh, shard_like_params
+from twinkle_jax.rollout import LocalEngine
+from twinkle_jax.sampler import Conversations, Sampling, conversations
+
+VOCAB, ROOM, NEW = 48, 200, 6
+FAMILIES = each(["qwen3_5_text", "qwen3", "gemma3_text"])
+FILTERED = Sampling(0.7, top_k=9, repetition_penalty=1.3, stop_tokens=[3, 9])
+
+
+def make(name, rows, sampling=FILTERED, *, mesh=None, length=ROOM, new=NEW):
+    config, params = config_of(name), params_of(name)
+    if mesh is not None:
+        params = jax.device_put(params, shard_like_params(params, mesh))
+    return Conversations(
+        params, config, rows, sampling, max_length=length, max_new_tokens=new, mesh=mesh
+    )
+
+
+def read_anew(name, rows, sampling=FILTERED, new=NEW):
+    """The same interface, with nothing kept: rows are more than slots."""
+    engine = LocalEngine(config_of(name), None, new, slots=1)
+    return engine.converse(params_of(name), rows, sampling, max_length=ROOM)
+
+
+def play(engine, turns, rows, *, called=lambda row, turn: True, new=NEW, longest=9):
+    """Go on with rows turn by turn, with made-up observations in between.
+
+    Returns:
+        What was drawn, the tokens of each row, and how many of them were shown to the policy.
+    """
+    rng = np.random.default_rng(0)
+    tokens = [rng.integers(0, VOCAB, rng.integers(1, longest)).tolist() for _ in range(rows)]
+    drawn, shown, before = [], 0, [0] * rows
+    for turn in range(turns):
+        limits = {i: int(rng.integers(1, new + 1)) for i in range(rows) if called(i, turn)}
+        keys = jax.random.split(jax.random.key(turn), rows)
+        result = engine.go_on({i: tokens[i] for i in limits}, keys, limits)
+        for i in range(rows):
+            length, observation = (
+                result.lengths[i],
+                rng.integers(0, VOCAB, rng.integers(1, longest)),
+            )
+            assert (0 < length <= limits[i]) if i in limits else length == 0
+            new_tokens = result.tokens[i, :length].tolist()
+            drawn.append((turn, i, new_tokens, result.finish_reasons[i] if length else 0))
+            drawn[-1] += (result.logprobs[i, :length], result.sampling_logprobs[i, :length])
+            if i in limits:
+                shown += len(tokens[i]) - before[i]
+                before[i] = len(tokens[i]) + length
+                tokens[i] = [*tokens[i], *new_tokens, *observation.tolist()]
+    return drawn, tokens, shown
+
+
+def assert_same(actual, expected):
+    for one, other in zip(actual, expected, strict=True):
+        assert one[:4] == other[:4]
+        for logprobs in zip(one[4:], other[4:], strict=True):
+            np.testing.assert_allclose(*logprobs, atol=1e-4)
+
+
+def two_of_three(row, turn):
+    return bool((row + turn) % 3)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_turns_are_those_of_rows_that_are_read_anew(name):
+    actual, tokens, _ = play(make(name, 11), 5, 11, called=two_of_three, longest=24)
+    expected, *_ = play(read_anew(name, 11), 5, 11, called=two_of_three, longest=24)
+    assert_same(actual, expected)
+    assert max(map(len, tokens)) > 64  # the caches have grown
+
+
+@pytest.mark.parametrize("shape", each([{"data": 2, "fsdp": 2, "tensor": 2}, {"data": 8}]))
+def test_a_mesh_draws_the_same(shape):
+    mesh = make_mesh(**shape)
+    alone, *_ = play(make("qwen3_5_text", 21), 3, 21, called=two_of_three)
+    spread, *_ = play(make("qwen3_5_text", 21, mesh=mesh), 3, 21, called=two_of_three)
+    assert_same(spread, alone)
+
+
+def test_each_token_is_read_once():
+    kept = make("qwen3", 5)
+    _, _, shown = play(kept, 6, 5)
+    # The last token before a turn is not read ahead, but to draw the first one; the last token
+    # that a turn drew is read with what follows it.
+    assert kept.tokens_read == shown - 5
+
+
+def test_rows_that_are_rewritten_are_read_from_there():
+    """A chat template may render earlier turns in another way."""
+    for name, count in (("qwen3", 4), ("qwen3_5_text", 8)):
+        kept, again = make(name, 2), read_anew(name, 2)
+        rows = {0: [1, 2, 3, 4, 5, 6, 7], 1: [8, 9]}
+        keys, limits = jax.random.split(jax.random.key(0), 2), {0: 4, 1: 4}
+        kept.go_on(rows, keys, limits)
+        before = kept.tokens_read
+        rewritten = {0: [1, 2, 3, 4, 11, 12, 13, 14, 15]}
+        actual = kept.go_on(rewritten, keys, {0: 6})
+        expected = again.go_on(rewritten, keys, {0: 6})
+        assert kept.tokens_read - before == count  # all but the last, behind the common ones
+        np.testing.assert_array_equal(actual.tokens[0], expected.tokens[0])
+        np.testing.assert_allclose(actual.logprobs[0], expected.logprobs[0], atol=1e-4)
+        # The other row holds what it held.
+        assert kept.go_on({1: [8, 9, 10]}, keys, {1: 1}).lengths.tolist() == [0, 1]
+
+
+def test_rows_that_end_early_keep_what_they_hold():
+    """Slots are given up as rows end, and caches cut to what the others need."""
+    limits = {i: 60 if i == 0 else 1 + i % 3 for i in range(32)}
+    rows = {i: [i + 1] * (40 if i == 1 else 2) for i in range(32)}
+    keys = jax.random.split(jax.random.key(0), 32)
+    kept = make("qwen3_5_text", 32, Sampling(), new=60)
+    again = read_anew("qwen3_5_text", 32, Sampling(), new=60)
+    for _ in range(2):
+        actual, expected = (engine.go_on(rows, keys, limits) for engine in (kept, again))
+        np.testing.assert_array_equal(actual.tokens, expected.tokens)
+        np.testing.assert_allclose(actual.logprobs, expected.logprobs, atol=1e-4)
+        for i, row in rows.items():
+            rows[i] = [*row, *actual.tokens[i, : actual.lengths[i]].tolist(), 7, 8]
+
+
+def test_a_row_may_fill_its_room():
+    kept = make("qwen3", 1, Sampling(), length=12)
+    drawn = kept.go_on({0: [1, 2, 3, 4, 5, 6, 7]}, jax.random.split(jax.random.key(0), 1))
+    assert drawn.lengths.tolist() == [5]
+    assert np.isfinite(drawn.logprobs).all()
+
+
+def test_after_warm_up_nothing_compiles():
+    play(make("qwen3", 8), 5, 8, called=two_of_three)
+    programs = ("_start", "_read", "_run", "_resize", "_keep", "_collect", "_empty", "_lay_out")
+    counts = [getattr(conversations, name)._cache_size() for name in programs]
+    play(make("qwen3", 8), 5, 8, called=lambda row, turn: not two_of_three(row, turn))
+    assert [getattr(conversations, name)._cache_size() for name in programs] == counts
+
+
+@pytest.mark.parametrize(
+    ("match", "arguments"),
+    [
+        ("rows", ({},)),
+        ("rows", ({2: [1]},)),
+        ("rows", ({0: []},)),
+        ("rows", ({0: [VOCAB]},)),
+        ("rows", ({0: [1] * 20},)),
+        ("limits", ({0: [1]}, {0: 0})),
+        ("limits", ({0: [1] * 18}, {0: 3})),
+    ],
+)
+def test_bad_rows(match, arguments):
+    rows, *limits = arguments
+    with pytest.raises(ValueError, match=match):
+        make("qwen3", 2, length=20).go_on(rows, jax.random.split(jax.random.key(0), 2), *limits)
+
+
+def test_bad_numbers():
+    with pytest.raises(ValueError, match="keys"):
+        make("qwen3", 2).go_on({0: [1]}, jax.random.split(jax.random.key(0), 3))
+    with pytest.raises(ValueError, match="max_length"):
+        make("qwen3", 2, length=1)

@@ -1,0 +1,377 @@
+"""Rows that a policy goes on with turn by turn, without reading again what they hold."""
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+from jax.typing import DTypeLike
+from jaxtyping import Array, Bool, Int
+
+from twinkle_jax.model import Cache, DecoderConfig, Params, extend, merge_params, prefill
+from twinkle_jax.model.decoder.cache import with_room
+from twinkle_jax.model.decoder.sharding import backend_of, row_shards
+from twinkle_jax.sampler import slots as device
+from twinkle_jax.sampler.sampling import Sampling, traced_sampling
+from twinkle_jax.sampler.slots import Completions, Setup, Slots, State, on_devices, reusable, spread
+
+_READ = (16, 64, 256)  # tokens of a row that are read at once
+_MOST_READ = 8192  # of all rows at once: attention's logits bound it
+
+
+class Conversations:
+    r"""A fixed number of rows, some of which are gone on with at a time.
+
+    What a row holds stays on the device, as keys, values and states of linear layers. A call reads
+    only the tokens that it adds, so that a conversation of $n$ tokens costs $n$ tokens however many
+    turns it has. Where the tokens of a row do not begin with those that it held, attention reads
+    them from the first one that differs, and linear layers from the start.
+
+    A row's tokens depend on what it holds, its key and `sampling`, as with
+    [`generate`][twinkle_jax.sampler.generate].
+
+    Args:
+        params: a decoder's parameters, or adapters. They must not be donated while this is in use.
+        config: the decoder.
+        rows: how many; on a mesh they are filled up to a multiple of its devices.
+        sampling: temperature, filters and stop tokens.
+        max_length: the most tokens of a row.
+        max_new_tokens: room for the tokens of a turn.
+        frozen: parameters over which `params` are laid.
+        compute_dtype: as for [`hidden_states`][twinkle_jax.model.hidden_states].
+        mesh: what the parameters live on.
+
+    Raises:
+        ValueError: if a number is too small.
+
+    Example:
+        >>> import jax
+        >>> from twinkle_jax.model import init_params, parse_config
+        >>> from twinkle_jax.sampler import Conversations
+        >>> config = parse_config({
+        ...     "model_type": "qwen2", "vocab_size": 64, "hidden_size": 32,
+        ...     "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+        ... })
+        >>> params = init_params(jax.random.key(0), config)
+        >>> rows = Conversations(params, config, 2, max_length=32, max_new_tokens=4)
+        >>> keys = jax.random.split(jax.random.key(1), 2)
+        >>> drawn = rows.go_on({0: [1, 2, 3], 1: [4]}, keys)
+        >>> drawn.lengths.tolist()
+        [4, 4]
+        >>> turn = drawn.tokens[1].tolist()
+        >>> drawn = rows.go_on({1: [4, *turn, 5, 6]}, keys, limits={1: 2})
+        >>> drawn.lengths.tolist(), rows.tokens_read  # two before the first turn, and two since
+        ([0, 2], 4)
+    """
+
+    def __init__(
+        self,
+        params: Params,
+        config: DecoderConfig,
+        rows: int,
+        sampling: Sampling = Sampling(),  # noqa: B008  # immutable
+        *,
+        max_length: int,
+        max_new_tokens: int,
+        frozen: Params | None = None,
+        compute_dtype: DTypeLike | None = None,
+        mesh: Mesh | None = None,
+    ) -> None:
+        numbers = {"rows": (rows, 1), "max_length": (max_length, 2)}
+        for name, (number, least) in {**numbers, "max_new_tokens": (max_new_tokens, 1)}.items():
+            if number < least:
+                raise ValueError(f"{name} must be at least {least}, got {number}")
+        shards = row_shards(mesh)
+        self._slots = 1 << (-(-rows // shards) - 1).bit_length()  # halves are halves of it
+        self._setup = Setup(
+            config=config,
+            num_samples=1,
+            new=max_new_tokens,
+            refill=1,
+            compute_dtype=None if compute_dtype is None else jnp.dtype(compute_dtype),
+            attention=None,
+            mesh=mesh,
+        )
+        self._full = max_length - 1  # the last token of a row is drawn, and not read
+        self._sampling = traced_sampling(sampling)
+        self._weights = _lay_out(merge_params(frozen, params), self._setup.compute_dtype, mesh)
+        self._capacity = device.capacity_for(0, self._full)
+        self._cache = _empty(self._weights, self._setup, self._slots * shards, self._capacity)
+        self._held: list[list[int]] = [[] for _ in range(rows)]
+        self.tokens_read = 0
+        """Tokens that calls have read, other than those that they drew."""
+
+    def go_on(
+        self,
+        rows: Mapping[int, Sequence[int]],
+        keys: jax.Array,
+        limits: Mapping[int, int] | None = None,
+    ) -> Completions:
+        """Draw what follows some of the rows.
+
+        Args:
+            rows: by the number of a row, all its tokens: those that it held and new ones.
+            keys: one for each row, used for those that are named.
+            limits: by the number of a row, the most tokens that it may get; None for as many as
+                there is room for.
+
+        Returns:
+            The completions of all rows, on the host; of those that are not named, no tokens.
+
+        Raises:
+            ValueError: if a row has no tokens, or no room for another one; if a limit is less than
+                1 or more than the room.
+        """
+        limits = {i: self._room(len(row)) for i, row in rows.items()} if limits is None else limits
+        self._check(rows, keys, limits)
+        starts = {i: self._start(i, row) for i, row in rows.items()}
+        new = {i: row[starts[i] : -1] for i, row in rows.items()}
+        self.tokens_read += sum(map(len, new.values()))
+        longest = max(len(row) for row in rows.values()) - 1
+        capacity = device.capacity_for(longest, self._full)
+        slots = device.slots_for(self._most_on_a_device(rows), self._slots)
+        state = self._begin(rows, starts, limits, keys, slots, capacity)
+        for tokens, mask in self._chunks(new, slots):
+            state = _read(self._weights, state, tokens, mask, setup=self._setup)
+        results: Completions = jax.device_get(self._draw(state, slots, capacity))
+        for i, row in rows.items():
+            self._held[i] = [*row, *results.tokens[i, : results.lengths[i] - 1].tolist()]
+        return jax.tree.map(lambda x: x[: len(self._held)], results)
+
+    def _draw(self, state: State, slots: int, capacity: int) -> Completions:
+        """Draw until all rows have ended; keep what rows hold before slots are given up."""
+        setup, full = self._setup, self._full
+        while True:
+            state, status = _run(
+                self._weights, state, self._sampling, setup=setup, capacity=capacity, full=full
+            )
+            running, _, filled = map(int, jax.device_get(status))
+            fewer = device.slots_for(running, slots)
+            needed = device.capacity_for(filled, full)
+            if not running or fewer < slots or 2 * needed < capacity:
+                if self._capacity < capacity:
+                    self._cache, self._capacity = _grow(self._cache, capacity, setup), capacity
+                self._cache = _keep(self._cache, state.slots, setup=setup)
+            if not running:
+                return _collect(state, setup=setup).results
+            if fewer < slots or needed > capacity or 2 * needed < capacity:
+                slots, capacity = fewer, needed
+                state = _resize(state, setup=setup, slots=slots, capacity=capacity)
+
+    def _begin(
+        self,
+        rows: Mapping[int, Sequence[int]],
+        starts: Mapping[int, int],
+        limits: Mapping[int, int],
+        keys: jax.Array,
+        slots: int,
+        capacity: int,
+    ) -> State:
+        count = len(self._cache.length)
+        called, start, pending, most = (np.zeros(count, np.int32) for _ in range(4))
+        seen = np.full((count, self._full + 1), self._setup.config.vocab_size, np.int32)
+        for i, row in rows.items():
+            called[i], start[i], pending[i], most[i] = 1, starts[i], row[-1], limits[i]
+            seen[i, : len(row)] = row
+        return _start(
+            self._cache,
+            called.astype(bool),
+            start,
+            pending,
+            most,
+            seen,
+            keys,
+            setup=self._setup,
+            slots=slots,
+            capacity=capacity,
+        )
+
+    def _chunks(
+        self, new: Mapping[int, Sequence[int]], slots: int
+    ) -> list[tuple[Int[np.ndarray, "rows time"], Bool[np.ndarray, "rows time"]]]:
+        """Cut what is to be read into arrays of few different sizes."""
+        longest = max(map(len, new.values()))
+        most = [size for size in _READ if size * slots <= _MOST_READ] or [_READ[0]]
+        size = next((size for size in most if size >= longest), most[-1])
+        chunks = []
+        for begin in range(0, longest, size):
+            tokens = np.zeros((len(self._cache.length), size), np.int32)
+            mask = np.zeros(tokens.shape, bool)
+            for i, row in new.items():
+                part = row[begin : begin + size]
+                tokens[i, : len(part)], mask[i, : len(part)] = part, True
+            chunks.append((tokens, mask))
+        return chunks
+
+    def _start(self, place: int, row: Sequence[int]) -> int:
+        """Count the tokens at the front of a row that need not be read again."""
+        held = self._held[place]
+        if len(held) < len(row) and list(row[: len(held)]) == held:
+            return len(held)
+        if self._setup.config.delta_net is not None:  # a state can't be taken back
+            return 0
+        pairs = enumerate(zip(held, row[:-1], strict=False))
+        return next((i for i, (old, new) in pairs if old != new), min(len(held), len(row) - 1))
+
+    def _room(self, length: int) -> int:
+        return min(self._setup.new, self._full + 1 - length)
+
+    def _most_on_a_device(self, rows: Mapping[int, Any]) -> int:
+        return int(np.bincount([i // self._slots for i in rows]).max())
+
+    def _check(self, rows: Mapping[int, Any], keys: jax.Array, limits: Mapping[int, int]) -> None:
+        count = len(self._held)
+        if not rows or not all(0 <= i < count for i in rows):
+            raise ValueError(f"rows must be named by numbers below {count}, got {sorted(rows)}")
+        if keys.shape != (count,):
+            raise ValueError(f"keys must be one for each of {count} rows, got {keys.shape}")
+        vocab = self._setup.config.vocab_size
+        for i, row in rows.items():
+            room = self._room(len(row))
+            if not len(row) or room < 1:
+                raise ValueError(
+                    f"rows must have from 1 to {self._full} tokens, got {len(row)} in row {i}"
+                )
+            if min(row) < 0 or max(row) >= vocab:
+                raise ValueError(
+                    f"rows must have tokens in [0, {vocab}), the vocabulary, got "
+                    f"{min(row)} to {max(row)} in row {i}"
+                )
+            if not 1 <= limits[i] <= room:
+                raise ValueError(f"limits must be in [1, {room}] for row {i}, got {limits[i]}")
+
+
+# The programs.
+
+
+def start(
+    cache: Cache,
+    called: Bool[Array, " rows"],
+    starts: Int[Array, " rows"],
+    pending: Int[Array, " rows"],
+    limits: Int[Array, " rows"],
+    seen: Int[Array, "rows time"],
+    keys: jax.Array,
+    *,
+    setup: Setup,
+    slots: int,
+    capacity: int,
+) -> State:
+    """Give slots to the rows that are called, with what they hold of their first tokens."""
+    count = len(called)
+    index = jnp.minimum(jnp.arange(count, dtype=jnp.int32), len(keys) - 1)
+    keys = jax.random.clone(keys)[index]  # those that fill up draw nothing
+    zeros = jnp.zeros((count, setup.new), jnp.float32)
+
+    def begin_again(path: Any, x: Array) -> Array:
+        """Empty the states of rows that are read from the start; keys and values are not seen."""
+        if getattr(path[-1], "name", None) in ("keys", "values"):
+            return x
+        return jnp.where((starts > 0).reshape(1, -1, *(1,) * (x.ndim - 2)), x, jnp.zeros_like(x))
+
+    layers = jax.tree_util.tree_map_with_path(begin_again, cache.layers)
+    share = count // setup.shards
+    rows = Slots(
+        row=jnp.where(called, jnp.arange(count, dtype=jnp.int32) % share, share),
+        pending=pending,
+        cache=Cache(layers, starts),
+        prompts=seen,
+        tokens=jnp.full(zeros.shape, setup.config.vocab_size, jnp.int32),
+        logprobs=zeros,
+        sampling_logprobs=zeros,
+        lengths=jnp.zeros_like(limits),
+        limits=limits,
+        reasons=jnp.where(called, device.RUNNING, device.LENGTH),
+        keys=keys,
+    )
+    nothing = jnp.zeros_like(limits)
+    queue = device.Queue(
+        nothing, keys, nothing, nothing, taken=jnp.zeros(setup.shards, jnp.int32)
+    )  # nobody waits
+    results = Completions(
+        zeros.astype(jnp.int32), zeros.astype(bool), zeros, zeros, nothing, nothing
+    )
+    state = spread(State(rows, queue, results), setup.mesh)
+    return device.resize(state, setup=setup, slots=slots, capacity=capacity)
+
+
+def read(
+    weights: Params,
+    state: State,
+    tokens: Int[Array, "rows time"],
+    mask: Bool[Array, "rows time"],
+    *,
+    setup: Setup,
+) -> State:
+    """Read tokens of the rows that have slots."""
+
+    def choose(rows: Slots, tokens: Array, mask: Array) -> tuple[Array, Array]:
+        chosen = tokens.at[rows.row].get(mode="fill", fill_value=0)
+        return chosen, mask.at[rows.row].get(mode="fill", fill_value=False)
+
+    rows = state.slots
+    tokens, mask = on_devices(choose, setup.mesh)(rows, tokens, mask)
+    _, cache = extend(
+        weights,
+        setup.config,
+        tokens,
+        rows.cache,
+        mask,
+        compute_dtype=setup.compute_dtype,
+        backend=backend_of(setup.mesh),
+    )
+    return reusable(spread(state._replace(slots=rows._replace(cache=cache)), setup.mesh))
+
+
+def keep(cache: Cache, slots: Slots, *, setup: Setup) -> Cache:
+    """Write what rows in slots hold back to the cache of all rows.
+
+    Columns beyond those of the slots stay: a row that has ended may have been cut to fewer.
+    """
+
+    def put(cache: Cache, slots: Slots) -> Cache:
+        def write(path: Any, old: Array, new: Array) -> Array:
+            if not any(getattr(key, "name", None) == "layers" for key in path):
+                return old.at[slots.row].set(new, mode="drop")
+            columns = (slice(size) for size in new.shape[2:])
+            return old.at[(slice(None), slots.row, *columns)].set(new, mode="drop")
+
+        return jax.tree_util.tree_map_with_path(write, cache, slots.cache)
+
+    kept: Cache = spread(on_devices(put, setup.mesh)(cache, slots), setup.mesh)
+    return kept
+
+
+@partial(jax.jit, static_argnums=(1, 2, 3))
+def _empty(weights: Params, setup: Setup, rows: int, capacity: int) -> Cache:
+    def shapes() -> Cache:
+        return prefill(
+            weights,
+            setup.config,
+            jnp.zeros((rows, 1), jnp.int32),
+            max_length=capacity,
+            compute_dtype=setup.compute_dtype,
+            attention="xla",
+        )[1]
+
+    cache = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(shapes))
+    empty: Cache = spread(device.for_many_steps(cache, setup.mesh), setup.mesh)
+    return empty
+
+
+@partial(jax.jit, static_argnums=(1, 2))
+def _grow(cache: Cache, capacity: int, setup: Setup) -> Cache:
+    longer: Cache = spread(with_room(cache, capacity), setup.mesh)
+    return longer
+
+
+_lay_out = jax.jit(device.lay_out_weights, static_argnums=(1, 2))
+_start = jax.jit(start, static_argnames=("setup", "slots", "capacity"))
+_read = jax.jit(read, static_argnames="setup", donate_argnames="state")
+_run = jax.jit(device.run, static_argnames=("setup", "capacity", "full"), donate_argnames="state")
+_resize = jax.jit(device.resize, static_argnames=("setup", "slots", "capacity"))
+_collect = jax.jit(device.collect, static_argnames="setup", donate_argnames="state")
+_keep = jax.jit(keep, static_argnames="setup", donate_argnames="cache")
