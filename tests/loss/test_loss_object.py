@@ -57,7 +57,7 @@ def test_base_must_be_subclassed():
 
 
 def test_what_a_model_must_provide():
-    needs = {"require_logits": {"gkd", "mse"}, "require_values": {"ppo_value"}}
+    needs = {"require_logits": {"gkd", "infonce", "mse"}, "require_values": {"ppo_value"}}
     for name in LOSSES:
         loss_fn = get_loss(name)
         required = {flag for flag in ("require_logits", "require_values") if getattr(loss_fn, flag)}

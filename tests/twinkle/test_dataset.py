@@ -3,7 +3,14 @@
 import pytest
 
 from twinkle_jax.data import small_tokenizer
-from twinkle_jax.twinkle.dataset import Dataset, DatasetMeta, IterableDataset, LazyDataset
+from twinkle_jax.twinkle.dataset import (
+    Dataset,
+    DatasetMeta,
+    IterableDataset,
+    IterablePackingDataset,
+    LazyDataset,
+    PackingDataset,
+)
 from twinkle_jax.twinkle.preprocessor import (
     AlpacaProcessor,
     CompetitionMathGRPOProcessor,
@@ -232,3 +239,52 @@ def test_what_preprocessors_make_of_a_row():
     assert bench["messages"][1]["content"] == "背景信息：c\n\nq"
     with pytest.raises(ValueError, match="images"):
         OlympiadBenchProcessor().preprocess({"question": "q", "image_1": b"x"})
+
+
+def test_packed_rows_hold_every_row_once():
+    dataset = PackingDataset(meta())
+    with pytest.raises(AssertionError, match="pack_dataset"):
+        len(dataset)
+    dataset.map(lambda columns: {"messages": [talk(q) for q in columns["question"]]})
+    dataset.set_template(template(max_length=18))
+    with pytest.raises(AssertionError, match="encode"):
+        dataset.pack_dataset()
+    dataset.encode()
+    alone = [row["input_ids"] for row in dataset.dataset]
+    dataset.pack_dataset()
+    assert [len(row["input_ids"]) for row in dataset] == [18, 18]
+    for row in dataset:
+        starts = [i for i, position in enumerate(row["position_ids"]) if position == 0]
+        assert starts == [0, 9] and row["length"] == [9, 9] and len(row["question"]) == 2
+        assert len(row["labels"]) == len(row["attention_mask"]) == 18
+    parts = [row["input_ids"][i : i + 9] for row in dataset for i in (0, 9)]
+    assert sorted(parts) == sorted(alone)
+
+
+def talk(question):
+    return [{"role": "user", "content": question}, {"role": "assistant", "content": "2"}]
+
+
+@pytest.mark.parametrize("encoded", [False, True])
+def test_a_packed_stream_carries_its_last_row_over(encoded):
+    rows = [{"messages": talk(f"{n}+{n}=")} for n in range(5)]
+    dataset = IterablePackingDataset(meta(lambda: iter(rows)), packing_interval=3)
+    dataset.set_template(template(max_length=18))
+    with pytest.raises(AssertionError, match="pack_dataset"):
+        next(iter(dataset))
+    if encoded:
+        dataset.encode()
+    dataset.pack_dataset()
+    assert [len(row["input_ids"]) for row in dataset] == [18, 18, 9]
+    assert [len(row["messages"]) for row in dataset] == [2, 2, 1]
+    dataset.cyclic = True
+    cycled = [row for row, _ in zip(dataset, range(7), strict=False)]
+    assert all(len(row["input_ids"]) == 18 for row in cycled)
+    assert cycled[0]["input_ids"][:9] == cycled[5]["input_ids"][:9]
+    empty = IterablePackingDataset(meta(lambda: iter([])), cyclic=True)
+    empty.set_template(template())
+    empty.pack_dataset()
+    assert next(iter(empty), None) is None
+    empty.set_template(template(truncation_strategy="split"))
+    with pytest.raises(AssertionError, match="split"):
+        empty.pack_dataset()

@@ -1,12 +1,21 @@
 """Meshes over JAX's devices, and what `initialize` says."""
 
+import sys
+import types
 import warnings
 
 import jax
 import pytest
 
 import twinkle_jax.twinkle as twinkle
-from twinkle_jax.twinkle import DeviceGroup, DeviceMesh, get_device_placement, get_logger, infra
+from twinkle_jax.twinkle import (
+    DeviceGroup,
+    DeviceMesh,
+    get_device_placement,
+    get_logger,
+    infra,
+    kernel,
+)
 from twinkle_jax.twinkle.names import construct, local_id
 
 
@@ -31,10 +40,13 @@ def test_sizes_lay_a_mesh_over_the_devices():
 @pytest.mark.parametrize(
     ("sizes", "named"),
     [
-        ({"pp_size": 2}, "pp_size"),
-        ({"cp_size": 2}, "cp_size"),
-        ({"ep_size": 2}, "ep_size"),
-        ({"ulysses_size": 2}, "ulysses_size"),
+        ({"pp_size": 2}, "pp_size .*use fsdp_size or tp_size"),
+        ({"vpp_size": 2}, "vpp_size .*use fsdp_size or tp_size"),
+        ({"cp_size": 2}, "cp_size .*use tp_size"),
+        ({"ulysses_size": 2}, "ulysses_size .*use tp_size"),
+        ({"ep_size": 2}, "ep_size .*experts"),
+        ({"ep_fsdp_size": 2}, "ep_fsdp_size .*experts"),
+        ({"etp_size": 2}, "etp_size .*experts"),
         ({"world_size": 4, "dp_size": 2}, "world_size"),
         ({"dp_size": 2 * jax.device_count()}, "world_size"),
     ],
@@ -83,8 +95,37 @@ def test_loggers_have_one_handler(capsys):
 def test_ids_of_hubs(tmp_path):
     assert local_id("hf://owner/name") == "owner/name"
     assert local_id(str(tmp_path)) == str(tmp_path) and local_id(tmp_path) is tmp_path
-    with pytest.raises(ValueError, match="model_id"):
-        local_id("ms://owner/name")
+
+
+def test_ids_of_modelscope_are_found_in_its_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("MODELSCOPE_CACHE", str(tmp_path))
+    monkeypatch.setitem(sys.modules, "modelscope", None)  # not installed
+    for place in ("models/owner/name___5", "owner/other", "datasets/owner/sums"):
+        (tmp_path / place).mkdir(parents=True)
+    with pytest.raises(ValueError, match=r"model_id .*modelscope download --model owner/name"):
+        local_id("ms://owner/name.5")  # nothing in it: a download that broke off
+    for place in ("models/owner/name___5", "owner/other", "datasets/owner/sums"):
+        (tmp_path / place / "config.json").write_text("{}")
+    assert local_id("ms://owner/name.5") == str(tmp_path / "models/owner/name___5")
+    assert local_id("ms://owner/other") == str(tmp_path / "owner/other")
+    assert local_id("ms://owner/sums", "dataset_id") == str(tmp_path / "datasets/owner/sums")
+    with pytest.raises(ValueError, match=r"dataset_id .*--dataset owner/name\.5"):
+        local_id("ms://owner/name.5", "dataset_id")
+    modelscope = types.SimpleNamespace(snapshot_download=lambda name: f"/downloaded/{name}")
+    monkeypatch.setitem(sys.modules, "modelscope", modelscope)
+    assert local_id("ms://owner/new") == "/downloaded/owner/new"
+    with pytest.raises(ValueError, match="dataset_id"):
+        local_id("ms://owner/new", "dataset_id")
+
+
+def test_kernels_are_none():
+    with pytest.warns(UserWarning, match="liger_builtin"):
+        assert kernel.liger_builtin(None) == {}
+    with pytest.warns(UserWarning, match="npu_builtin"):
+        assert kernel.npu_builtin(None) == {}
+    assert kernel.kernelize("model", {}) == "model"
+    with pytest.raises(NotImplementedError, match="mapping"):
+        kernel.kernelize("model", {"norm": object()})
 
 
 def test_objects_by_name_take_no_options():

@@ -5,7 +5,7 @@ import numpy as np
 import optax
 import pytest
 
-from tests.twinkle.rows import INPUTS, SIDE, assert_equal, gradient
+from tests.twinkle.rows import INPUTS, SIDE, assert_equal, assert_same, gradient
 from twinkle_jax.data import small_tokenizer
 from twinkle_jax.loss import CrossEntropyLoss, DPOLoss, GRPOLoss
 from twinkle_jax.model import LoraConfig, make_mesh
@@ -91,6 +91,23 @@ def test_a_reference_pass_and_dpo(checkpoint):
 
 
 OLD_REFERENCE = np.zeros((4, 5))
+
+
+def test_liger_changes_no_number(model):
+    model.set_loss("CrossEntropyLoss")
+    plain = model.forward_backward(inputs=INPUTS)
+    expected = gradient(model)
+    model.zero_grad()
+    model.set_loss("LigerFusedLinearCrossEntropyLoss", reduction="sum")
+    fused = model.forward_backward(inputs=INPUTS, task="fused_lm_ce", micro_batch_size=2)
+    np.testing.assert_allclose(fused, plain, rtol=1e-6)
+    assert_same(gradient(model), expected)
+    scores = model.forward_only(inputs=INPUTS, task="fused_lm_ce")["logps"]
+    np.testing.assert_array_equal(scores, model.forward_only(inputs=INPUTS)["logps"])
+    with pytest.raises(ValueError, match="task"):
+        model.forward_only(inputs=INPUTS, task="embedding")
+    with pytest.raises(ValueError, match="InfonceLoss"):
+        model.set_loss("InfonceLoss")
 
 
 def test_losses_of_evaluation(model):

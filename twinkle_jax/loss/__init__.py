@@ -8,6 +8,7 @@ concept; the files that end in `_losses` have the objects that a train step take
 names.
 """
 
+from twinkle_jax.loss.contrastive import InfonceLoss, info_nce
 from twinkle_jax.loss.distillation import generalised_jsd
 from twinkle_jax.loss.entropy import entropy_bonus, top_entropy_mask
 from twinkle_jax.loss.importance_correction import (
@@ -59,6 +60,7 @@ from twinkle_jax.loss.supervised_losses import (
     ChunkedCrossEntropyLoss,
     CrossEntropyLoss,
     GKDLoss,
+    LigerFusedLinearCrossEntropyLoss,
     MSELoss,
     PPOValueLoss,
 )
@@ -94,6 +96,8 @@ __all__ = [
     "GRPOLoss",
     "GSPOLoss",
     "ImportanceCorrection",
+    "InfonceLoss",
+    "LigerFusedLinearCrossEntropyLoss",
     "Loss",
     "LossFunction",
     "LossOutput",
@@ -123,6 +127,7 @@ __all__ = [
     "generalised_jsd",
     "get_loss",
     "hinge_preference",
+    "info_nce",
     "ipo_preference",
     "kl_k1",
     "kl_k2",

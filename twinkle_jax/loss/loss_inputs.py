@@ -30,6 +30,13 @@ ARGUMENTS = (
 )
 
 
+class InvalidLossInputError(ValueError, AssertionError):
+    """An option or input of a loss object does not fit.
+
+    Twinkle asserts the same conditions, so scripts that catch its `AssertionError` go on to work.
+    """
+
+
 def refuse_unknown(kwargs: Mapping[str, object]) -> None:
     """Refuse arguments that no loss has; those of other losses are ignored, for easy swapping."""
     for name in kwargs:
@@ -46,7 +53,8 @@ def entry(name: str, mapping: Mapping[str, Any], *keys: str) -> tuple[str, Any]:
     for key in keys:
         if mapping.get(key) is not None:
             return key, mapping[key]
-    raise ValueError(f"{name} must hold {' or '.join(map(repr, keys))}, got {sorted(mapping)}")
+    keys_wanted = " or ".join(map(repr, keys))
+    raise InvalidLossInputError(f"{name} must hold {keys_wanted}, got {sorted(mapping)}")
 
 
 class Labels(NamedTuple):
@@ -185,7 +193,9 @@ def aligned(
     if not isinstance(data, list | tuple) and getattr(data, "shape", ()) == ():
         raise TypeError(f"{name} must be an array or a list of rows, got {type(data).__name__}")
     if len(data) != batch:
-        raise ValueError(f"{name} must have one row for each of {batch} sequences, got {len(data)}")
+        raise InvalidLossInputError(
+            f"{name} must have one row for each of {batch} sequences, got {len(data)}"
+        )
     rows, lengths = _rectangle(name, data, dtype, per_sequence)
     if rows.shape == (batch, time) and (lengths == time).all():
         return rows
@@ -241,7 +251,7 @@ def _check_lengths(name: str, lengths: Lengths, labels: Labels) -> None:
             count = int((labels.concrete[index] != labels.ignore_index).sum())
         if length > time or (length < time and count not in (None, length)):
             tokens = "" if count is None else f"{count} numbers (one per labelled token) or "
-            raise ValueError(
+            raise InvalidLossInputError(
                 f"{name}[{index}] must have {tokens}{time} numbers (one per position), got {length}"
             )
 

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from twinkle_jax.loss.contrastive import InfonceLoss
 from twinkle_jax.loss.loss_object import Loss, LossOutput, LossUnit
 from twinkle_jax.loss.policy_losses import (
     BNPOLoss,
@@ -26,6 +27,7 @@ from twinkle_jax.loss.supervised_losses import (
     ChunkedCrossEntropyLoss,
     CrossEntropyLoss,
     GKDLoss,
+    LigerFusedLinearCrossEntropyLoss,
     MSELoss,
     PPOValueLoss,
 )
@@ -82,6 +84,8 @@ LOSSES: Mapping[str, type[Loss]] = MappingProxyType(
         "gkd": GKDLoss,
         "grpo": GRPOLoss,
         "gspo": GSPOLoss,
+        "infonce": InfonceLoss,
+        "liger_fused_linear_cross_entropy": LigerFusedLinearCrossEntropyLoss,
         "mse": MSELoss,
         "orpo": ORPOLoss,
         "ppo": PPOLoss,

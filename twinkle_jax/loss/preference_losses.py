@@ -11,6 +11,7 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Float
 
 from twinkle_jax.loss.loss_inputs import (
+    InvalidLossInputError,
     Labels,
     SampleValues,
     aligned,
@@ -80,7 +81,9 @@ class DPOLoss(Loss):
     def __post_init__(self) -> None:
         if self.loss_type not in LOSS_TYPES:
             known = ", ".join(map(repr, LOSS_TYPES))
-            raise ValueError(f"loss_type must be one of {known}, got {self.loss_type!r}")
+            raise ValueError(
+                f"Unknown loss_type: it must be one of {known}, got {self.loss_type!r}"
+            )
         if self.loss_type != "sigmoid" and self.label_smoothing != 0:
             raise ValueError(
                 f"label_smoothing must be 0 for loss_type={self.loss_type!r}, got "
@@ -270,7 +273,7 @@ def _read_pairs(
     """Read labels in pairs of rows, and their log-probabilities, 0 where there is no label."""
     labels = read_labels(inputs, ignore_index)
     if len(labels.mask) % 2:
-        raise ValueError(
+        raise InvalidLossInputError(
             "inputs['labels'] must have an even number of rows, chosen and rejected in turn, "
             f"got {len(labels.mask)}"
         )

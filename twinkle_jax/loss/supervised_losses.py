@@ -11,6 +11,7 @@ from jaxtyping import Array, Float
 
 from twinkle_jax.loss.distillation import generalised_jsd
 from twinkle_jax.loss.loss_inputs import (
+    InvalidLossInputError,
     SampleValues,
     aligned,
     entry,
@@ -57,7 +58,9 @@ class CrossEntropyLoss(Loss):
 
     def __post_init__(self) -> None:
         if self.reduction not in ("mean", "sum"):
-            raise ValueError(f"reduction must be one of 'mean', 'sum', got {self.reduction!r}")
+            raise InvalidLossInputError(
+                f"reduction must be one of 'mean', 'sum', got {self.reduction!r}"
+            )
 
     def __call__(
         self,
@@ -127,7 +130,7 @@ class ChunkedCrossEntropyLoss(Loss):
 
     def __post_init__(self) -> None:
         if self.chunk_size < 1:
-            raise ValueError(f"chunk_size must be at least 1, got {self.chunk_size}")
+            raise InvalidLossInputError(f"chunk_size must be at least 1, got {self.chunk_size}")
         self._unchunked()  # raises for an unknown reduction
 
     def __call__(
@@ -143,6 +146,48 @@ class ChunkedCrossEntropyLoss(Loss):
 
     def _unchunked(self) -> CrossEntropyLoss:
         return CrossEntropyLoss(self.ignore_index, self.reduction, self.dft)
+
+
+@dataclass(frozen=True)
+class LigerFusedLinearCrossEntropyLoss(CrossEntropyLoss):
+    """`CrossEntropyLoss` under another name: its log-probabilities come from fused kernels anyway.
+
+    Twinkle calls Liger's kernel, so that the logits are never held. Here `token_logprobs`, which
+    the train step calls, holds none for any loss.
+
+    Args:
+        ignore_index: the label that means "no loss here".
+        reduction: `'sum'` with `num_tokens` in the output, to divide by later, or `'mean'`.
+        dft: whether to weigh tokens by their probability.
+        label_smoothing: must be 0.
+        softcap: must be None: the model's configuration says whether logits are capped.
+
+    Raises:
+        ValueError: if the reduction is unknown, or one of the last two is set.
+
+    References:
+        [Liger Kernel](https://arxiv.org/abs/2410.10989) (Hsu et al., 2024)
+
+    Example:
+        >>> outputs = {"logps": jnp.array([[-1.0, -2.0, 0.0]])}
+        >>> inputs = {"labels": jnp.array([[5, 6, -100]])}
+        >>> output = LigerFusedLinearCrossEntropyLoss()(inputs, outputs)
+        >>> print(output.loss, output.num_tokens)
+        3.0 2.0
+    """
+
+    reduction: str = "sum"
+    label_smoothing: float = 0.0
+    softcap: float | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.label_smoothing != 0:
+            raise ValueError(f"label_smoothing must be 0, got {self.label_smoothing}")
+        if self.softcap is not None:
+            raise ValueError(
+                f"softcap must be None, for the model's configuration has it, got {self.softcap}"
+            )
 
 
 Logits = Float[Array, "batch time vocab"]
@@ -224,8 +269,8 @@ class GKDLoss(Loss):
             The loss, differentiable in `logits`.
 
         Raises:
-            ValueError: if a shape does not fit.
-            TypeError: if there is no teacher, an argument is unknown, or labels are not integers.
+            ValueError: if a shape does not fit, or there is no teacher.
+            TypeError: if an argument is unknown, or labels are not integers.
         """
         refuse_unknown(kwargs)
         labels = read_labels(inputs, self.ignore_index)
@@ -247,7 +292,7 @@ class GKDLoss(Loss):
                 teacher, indices = jax.lax.top_k(teacher, count)
                 student = _gathered(student, indices, teacher)
         else:
-            raise TypeError(
+            raise InvalidLossInputError(
                 "teacher_logits, or teacher_topk_logprobs and teacher_topk_indices, must be given "
                 "to GKDLoss, got None"
             )

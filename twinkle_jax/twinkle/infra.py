@@ -14,7 +14,15 @@ from twinkle_jax.model import make_mesh
 from twinkle_jax.twinkle.names import refuse, warn_once
 
 _AXES = {"dp": "data", "fsdp": "fsdp", "tp": "tensor"}
-_ABSENT = ("pp", "cp", "ep", "ep_fsdp")
+_INSTEAD = {  # axes that there are not, and what to use
+    "pp": "use fsdp_size or tp_size",
+    "vpp": "use fsdp_size or tp_size",
+    "cp": "no row is split over devices; use tp_size, or a smaller micro_batch_size",
+    "ulysses": "no row is split over devices; use tp_size, or a smaller micro_batch_size",
+    "ep": "mixtures of experts are not supported",
+    "ep_fsdp": "mixtures of experts are not supported",
+    "etp": "mixtures of experts are not supported",
+}
 
 
 class DeviceMesh:
@@ -50,12 +58,12 @@ class DeviceMesh:
         self._sizes = dict(zip(self.mesh_dim_names, self.mesh.shape, strict=True))
         for name, size in {**self._sizes, **sizes}.items():
             axis = name.removesuffix("_size")
-            if axis not in (*_AXES, *_ABSENT, "etp", "vpp", "ulysses", "sequence_parallel"):
+            if axis not in (*_AXES, *_INSTEAD, "sequence_parallel"):
                 refuse("DeviceMesh", {name: size})
-            if axis not in (*_AXES, "sequence_parallel") and (size or 1) > 1:
+            if axis in _INSTEAD and (size or 1) > 1:
                 raise ValueError(
-                    f"{axis}_size must be 1: policies are laid over dp, fsdp and tp, got {size}; "
-                    "see docs/from_twinkle.md"
+                    f"{axis}_size must be 1, for policies are laid over dp, fsdp and tp, got "
+                    f"{size}: {_INSTEAD[axis]}; see docs/from_twinkle.md"
                 )
         if self.world_size > jax.device_count():
             raise ValueError(

@@ -1,18 +1,29 @@
-"""Twinkle's `kernel`: XLA makes the kernels here, so there are none to put in their place."""
+"""Twinkle's `kernel`: XLA makes the kernels here, so `--enable_liger` changes nothing."""
 
+from collections.abc import Mapping
 from typing import Any
 
-from twinkle_jax.twinkle.names import PAGE
+from twinkle_jax.twinkle.names import PAGE, warn_once
 
 
-def _absent(name: str) -> Any:
-    def refuse(*values: Any, **options: Any) -> Any:
-        """Refuse: there are no other kernels."""
-        raise NotImplementedError(f"{name} must be left out: XLA makes the kernels; see {PAGE}")
-
-    return refuse
+def liger_builtin(model: Any) -> dict[str, Any]:
+    """Give Liger's kernels for a model: none, and a warning says so once."""
+    warn_once("liger_builtin has no kernels: XLA makes them")
+    return {}
 
 
-kernelize = _absent("kernelize")
-liger_builtin = _absent("liger_builtin")
-npu_builtin = _absent("npu_builtin")
+def npu_builtin(model: Any) -> dict[str, Any]:
+    """Give an NPU's kernels for a model: none, and a warning says so once."""
+    warn_once("npu_builtin has no kernels: XLA makes them")
+    return {}
+
+
+def kernelize(model: Any, mapping: Mapping[str, Any]) -> Any:
+    """Give the model back.
+
+    Raises:
+        NotImplementedError: for kernels of your own.
+    """
+    if mapping:
+        raise NotImplementedError(f"mapping must be empty: XLA makes the kernels; see {PAGE}")
+    return model

@@ -1,6 +1,7 @@
 """What the names in Twinkle's scripts stand for: ids of hubs, classes by name, options."""
 
 import inspect
+import os
 import warnings
 from collections.abc import Mapping
 from importlib import import_module
@@ -14,21 +15,46 @@ _WARNED: set[str] = set()
 def local_id(place: Any, what: str = "model_id") -> Any:
     """Give the path or the id on the Hugging Face hub that an id of Twinkle's means.
 
+    An `ms://` id is the directory of ModelScope's cache that holds it, in `MODELSCOPE_CACHE` or
+    `~/.cache/modelscope/hub`. If there is none, ModelScope's client downloads a model, where it is
+    installed.
+
     Args:
-        place: a path, `hf://owner/name`, or anything that is no string, which stays as it is.
-        what: the argument's name, for errors.
+        place: a path, `hf://owner/name`, `ms://owner/name`, or anything that is no string, which
+            stays as it is.
+        what: the argument's name, for errors; `dataset_id` for a data set.
 
     Raises:
-        ValueError: for `ms://` ids, unless such a directory exists.
+        ValueError: for an `ms://` id that is not in the cache and cannot be downloaded.
     """
     if not isinstance(place, str) or Path(place).exists():
         return place
     if place.startswith("ms://"):
-        raise ValueError(
-            f"{what} must be a directory or an id of the Hugging Face hub, got {place!r}: download "
-            f"it with ModelScope's own client, or name it hf://…; see {PAGE}"
-        )
+        return _modelscope_directory(place.removeprefix("ms://"), what)
     return place.removeprefix("hf://")
+
+
+def _modelscope_directory(name: str, what: str) -> str:
+    kind = "datasets" if what == "dataset_id" else "models"
+    root = Path(os.environ.get("MODELSCOPE_CACHE") or "~/.cache/modelscope/hub").expanduser()
+    # Its client writes dots in names as three underscores; older ones had no directory of a kind.
+    folders = [part / x for part in (root / kind, root) for x in (name.replace(".", "___"), name)]
+    for folder in folders:
+        if folder.is_dir() and any(folder.iterdir()):
+            return str(folder)
+    if kind == "models":
+        try:
+            client = import_module("modelscope")
+        except ImportError:
+            pass
+        else:
+            return str(client.snapshot_download(name))
+    flag = "--dataset" if kind == "datasets" else "--model"
+    raise ValueError(
+        f"{what} must be a directory or an id of the Hugging Face hub, hf://owner/name, or be in "
+        f"ModelScope's cache, {folders[0]}, got 'ms://{name}': download it by `modelscope download "
+        f"{flag} {name} --local_dir DIRECTORY` and name that directory; see {PAGE}"
+    )
 
 
 def class_of(name: str, module: str) -> type:

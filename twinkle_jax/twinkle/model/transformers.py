@@ -404,7 +404,7 @@ class TransformersModel:
             temperature: at which log-probabilities and entropies are taken.
             disable_lora: whether to leave adapters out, as for a reference policy.
             adapter_name: of the adapter, if there is one.
-            task: `"causal_lm"` is the only one.
+            task: `"causal_lm"`; or `"fused_lm_ce"`, which is the same: no logits are held anyway.
 
         Returns:
             `logps` [rows, time], in input order, padded with zeros on the right, and 0 where the
@@ -535,7 +535,7 @@ class TransformersModel:
             temperature: at which log-probabilities are taken, as the sampler did.
             gradient_accumulation_steps: how many such calls make an update, from now on.
             adapter_name: of the adapter, if there is one.
-            task: `"causal_lm"` is the only one.
+            task: `"causal_lm"`; or `"fused_lm_ce"`, which is the same: no logits are held anyway.
 
         Returns:
             The loss of these inputs.
@@ -930,7 +930,7 @@ def _teacher(
 
 
 def _check_task(task: str) -> None:
-    if task != "causal_lm":
+    if task not in ("causal_lm", "fused_lm_ce"):
         raise ValueError(f"task must be 'causal_lm', got {task!r}; see docs/from_twinkle.md")
 
 
