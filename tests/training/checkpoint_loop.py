@@ -1,4 +1,7 @@
-"""Saves checkpoints of one step after another until it is killed; what each holds is known."""
+"""Saves checkpoints of one step after another until it is killed; what each holds is known.
+
+Prints each step that is saved. With `background` the next step does not wait for that.
+"""
 
 import sys
 
@@ -15,8 +18,8 @@ def state(step):
 if __name__ == "__main__":
     from twinkle_jax.training.checkpoint import RunCheckpoints
 
-    checkpoints = RunCheckpoints(sys.argv[1], keep=2)
+    checkpoints, wait = RunCheckpoints(sys.argv[1], keep=2), sys.argv[2] != "background"
     for step in range(1, 10_000):
-        checkpoints.save(step, state(step), {"step": step})
-        sys.stdout.write(f"{step}\n")
+        checkpoints.save(step, state(step), {"step": step}, wait=wait)
+        sys.stdout.write(f"{step if wait else step - 1}\n")
         sys.stdout.flush()

@@ -6,7 +6,7 @@ third time, and has the call take 0 seconds longer. The moments:
 * `reward`: the reward is called.
 * `update`: so many seconds after the reward has been called, while the policy learns from it.
 * `compile`: a program is about to be compiled.
-* `write`: the arrays of a checkpoint are about to be written, in a run that reads none.
+* `write`: the arrays of a checkpoint are on the host, and are being written.
 """
 
 import os
@@ -19,7 +19,7 @@ import jax
 
 EVENTS = {
     "/jax/core/compile/jaxpr_to_mlir_module_duration": "compile",
-    "/jax/orbax/checkpointer/init": "write",
+    "/jax/orbax/write/blocking_d2h_duration_secs": "write",
 }
 
 

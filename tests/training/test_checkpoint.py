@@ -69,6 +69,33 @@ def test_everything_comes_back_as_it_was(tmp_path):
     assert_same(checkpoints.restore(described).arrays, arrays)
 
 
+def test_what_is_written_in_the_background_is_what_was_there(tmp_path):
+    checkpoints, arrays = RunCheckpoints(tmp_path, keep=2), peculiar()
+    change = jax.jit(lambda x: jax.tree.map(jnp.add, x, x), donate_argnums=0)
+    for step in (1, 2, 3):
+        large = jnp.full((1 << 20,), step, jnp.float32)
+        target = checkpoints.save(step, arrays | {"large": large}, {"step": step}, wait=False)
+        assert step - 1 in {0, *checkpoints.steps()}  # the one before is there
+        jax.block_until_ready(change(large))  # its memory may be another array's now
+    checkpoints.finish()
+    assert target in tmp_path.iterdir()
+    for step in (2, 3):
+        expected = arrays | {"large": jnp.full((1 << 20,), step, jnp.float32)}
+        restored = checkpoints.restore(jax.tree.map(jnp.zeros_like, expected), step=step)
+        assert_same(restored.arrays, expected)
+        assert restored.facts == {"step": step}
+
+
+def test_looking_after_a_save_in_the_background_is_enough(tmp_path):
+    checkpoints = RunCheckpoints(tmp_path)
+    checkpoints.poll()
+    checkpoints.save(1, {"x": jnp.ones(3)}, {}, wait=False)
+    while checkpoints.steps() != [1]:
+        checkpoints.poll()
+    checkpoints.finish()
+    assert [path.name for path in tmp_path.iterdir()] == ["step_00000001"]
+
+
 @pytest.mark.parametrize("arrays", [{}, {"none": jnp.zeros((2, 0))}])
 def test_nothing_to_write(tmp_path, arrays):
     checkpoints = RunCheckpoints(tmp_path)
@@ -317,21 +344,24 @@ MOMENTS = [pytest.param(x, marks=() if x < 1 else pytest.mark.exhaustive) for x 
 
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_killed_while_saving(tmp_path, moment):
+    how = "background" if moment % 2 == 0 else "at once"
     command = [
         sys.executable,
         "-m",
         "tests.training.checkpoint_loop",
         str(tmp_path / "run"),
+        how,
     ]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         process.stdout.readline()
+        process.stdout.readline()  # a step is there
         time.sleep(np.random.default_rng(moment).random())
         process.send_signal(signal.SIGKILL)
         told = [1, *map(int, process.stdout.read().split(b"\n")[:-1])]
     checkpoints = RunCheckpoints(tmp_path / "run", keep=2)
     step, arrays, facts = checkpoints.restore(state(0))  # with a warning the test would fail
-    assert told[-1] <= step <= told[-1] + 1 and facts == {"step": step}
+    assert told[-1] <= step <= told[-1] + 2 and facts == {"step": step}
     assert_same(arrays, state(step))
     checkpoints.save(step + 1, state(step + 1), {"step": step + 1})
     names = sorted(path.name for path in (tmp_path / "run").iterdir())
@@ -354,6 +384,18 @@ for arrays, facts in states:
         checkpoints.save(2, arrays, facts)
     except OSError as error:
         print(error)
+for later in (checkpoints.finish, lambda: checkpoints.save(3, small, {})):
+    checkpoints.save(2, big, {}, wait=False)
+    try:
+        later()
+    except OSError as error:
+        print(error)
+checkpoints.save(2, big, {}, wait=False)
+try:
+    while True:
+        checkpoints.poll()
+except OSError as error:
+    print(error)
 """
 
 
@@ -366,7 +408,7 @@ def test_no_space(tmp_path):
     for line in done.stdout.splitlines():
         assert "step 2 was not saved: " in line and "File too large" in line
         assert str(tmp_path / "step_00000002") in line
-    assert len(done.stdout.splitlines()) == 3 and "Traceback" not in done.stderr
+    assert len(done.stdout.splitlines()) == 6 and "Traceback" not in done.stderr
     assert [p.name for p in tmp_path.iterdir()] == ["step_00000001"]
     like = {"x": jnp.zeros(9)}
     assert_same(RunCheckpoints(tmp_path).restore(like).arrays, {"x": jnp.arange(9.0)})

@@ -215,7 +215,7 @@ def test_a_stale_sampler_costs_no_finished_step(folder, tmp_path):
     (tmp_path / "run").mkdir()
     with MetricsLog(tmp_path / "run") as log, Display() as display:
         run, progress = begin(own, tmp_path / "run", task, log, display, None)
-        last = LastStep(lambda p: save(run.checkpoints, p, run.recipe.reference, own))
+        last = LastStep(lambda p, wait: save(run.checkpoints, p, run.recipe.reference, own))
         progress = one_step(run, progress, last, lambda: None)
         begun = run.loader.get_state()
         with pytest.raises(InterruptedRunError):

@@ -1,5 +1,6 @@
 """Checkpoints: arrays and facts of a run in files, whole or not at all, checked when read."""
 
+import asyncio
 import hashlib
 import json
 import logging
@@ -10,7 +11,7 @@ import shutil
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -100,51 +101,52 @@ def write_arrays(directory: Path, arrays: PyTree[jax.Array]) -> None:
     """
     leaves = _checked_leaves(arrays)
     _write_leaves(directory, leaves)
-    stored = {name: _bits(leaf) for name, leaf in leaves.items() if leaf.size}
-    if stored:
-        import orbax.checkpoint as ocp
-
-        with _plain_errors(), ocp.Checkpointer(ocp.StandardCheckpointHandler()) as writer:
-            writer.save(directory.resolve() / _ARRAYS, args=ocp.args.StandardSave(stored))
+    with _plain_errors():
+        write = _begin_arrays(directory, leaves)
+        write()
+        _finalize_arrays(directory)
 
 
-def write_arrays_together(directory: Path, arrays: PyTree[jax.Array], *, call: str) -> None:
-    """Do the same with several processes at once, each of which writes what its devices hold.
+def _begin_arrays(directory: Path, leaves: Mapping[str, jax.Array]) -> Callable[[], None]:
+    """Copy arrays to the host and begin to write them; each process what its devices hold.
 
-    Orbax's `Checkpointer` waits for all processes in between; one that fails would keep the others
-    waiting. Its handler does not wait, so all of them meet here, where an error reaches everyone.
+    Orbax's checkpointers wait for all processes in between; one that fails would keep the others
+    waiting. The handler below them does not, so processes meet where an error reaches everyone.
 
-    Raises:
-        SharedError: in all processes, if one of them fails.
+    Returns:
+        Waits until all that this process writes is written; may be called by another thread.
     """
+    stored = {name: _everywhere(_bits(leaf)) for name, leaf in leaves.items() if leaf.size}
+    if not stored:
+        return lambda: None
     import orbax.checkpoint as ocp
     from etils import epath  # comes with orbax
 
-    leaves = _checked_leaves(arrays)
-    stored = {name: _everywhere(_bits(leaf)) for name, leaf in leaves.items() if leaf.size}
-    place, handler = epath.Path(directory.resolve() / _ARRAYS), ocp.StandardCheckpointHandler()
+    save = ocp.StandardCheckpointHandler().async_save(
+        epath.Path(directory.resolve() / _ARRAYS), args=ocp.args.StandardSave(stored)
+    )
+    with ThreadPoolExecutor(1) as thread:  # where no event loop runs, as one does in notebooks
+        parts = thread.submit(asyncio.run, save).result() or []
 
-    def write_leaves() -> None:
-        _write_leaves(directory, leaves)
-        place.mkdir()
+    def write() -> None:
+        for part in parts:
+            part.result()
 
-    def write_shards() -> None:
-        with _plain_errors():
-            handler.save(place, args=ocp.args.StandardSave(stored))
+    return write
 
-    def finish() -> None:
-        with _plain_errors():
-            handler.finalize(place)
 
-    hosts.first_decides(call, write_leaves)
-    if stored:
-        hosts.together(call, write_shards)
-        hosts.first_decides(call, finish)
+def _finalize_arrays(directory: Path) -> None:
+    """Put together what processes have written, once, when all of it is there."""
+    import orbax.checkpoint as ocp
+    from etils import epath
+
+    if (directory / _ARRAYS).exists():
+        ocp.StandardCheckpointHandler().finalize(epath.Path(directory.resolve() / _ARRAYS))
 
 
 def _everywhere(leaf: jax.Array) -> jax.Array:
-    """Make an array that each process has by itself one that they have together."""
-    if not leaf.is_fully_addressable:
+    """Make an array that each of several processes has by itself one that they have together."""
+    if not hosts.several() or not leaf.is_fully_addressable:
         return leaf
     mesh = jax.make_mesh((jax.device_count(),), ("devices",))
     values = np.asarray(leaf)
@@ -175,15 +177,10 @@ def read_arrays(directory: Path, like: PyTree[Any]) -> PyTree[jax.Array]:
         import orbax.checkpoint as ocp
         from etils import epath  # comes with orbax
 
-        restore = ocp.args.StandardRestore(targets)
-        place = epath.Path(directory.resolve() / _ARRAYS)
-        handler = ocp.StandardCheckpointHandler()
         with _plain_errors():
-            if hosts.several():  # waits for no other process, see `write_arrays_together`
-                stored = handler.restore(place, args=restore)
-            else:
-                with ocp.Checkpointer(handler) as reader:
-                    stored = reader.restore(place, args=restore)
+            stored = ocp.StandardCheckpointHandler().restore(
+                epath.Path(directory.resolve() / _ARRAYS), args=ocp.args.StandardRestore(targets)
+            )
     placed = [_place(stored.get(name), leaf) for name, leaf in leaves.items()]
     return jax.tree.unflatten(jax.tree.structure(like), placed)
 
@@ -205,6 +202,8 @@ def _checked_leaves(arrays: PyTree[jax.Array]) -> dict[str, jax.Array]:
 def _write_leaves(directory: Path, leaves: Mapping[str, jax.Array]) -> None:
     described = {name: _describe(leaf) for name, leaf in leaves.items()}
     (directory / LEAVES).write_text(json.dumps(described, indent=1), encoding="utf-8")
+    if any(leaf.size for leaf in leaves.values()):
+        (directory / _ARRAYS).mkdir()
 
 
 def _name(tree: PyTree[Any]) -> dict[str, Any]:
@@ -358,6 +357,59 @@ class Restored(NamedTuple):
     facts: dict[str, Any]
 
 
+class _Pending:
+    """A step that another thread writes and puts in its place.
+
+    Several processes first write what each of them holds; process 0 does the rest when all have.
+    """
+
+    def __init__(
+        self, step: int, target: Path, fresh: Path, write: Callable[[], None], replace: ExitStack
+    ) -> None:
+        self.call, self.step = f"saving step {step}", step
+        self._target, self._fresh, self._write, self._replace = target, fresh, write, replace
+        self._next: Callable[[], None] | None = self._put_in_place if hosts.several() else None
+        self._running = self._start(self._write_shards)
+
+    def is_done(self) -> bool:
+        """Whether `advance` would not wait for this process."""
+        return self._running.done()
+
+    def advance(self) -> bool:
+        """Wait for what all processes are doing, and begin what follows; False at the end."""
+        try:
+            hosts.together(self.call, self._running.result)
+        except BaseException:
+            with self._replace:  # removes what was written
+                raise
+        if self._next is None:
+            return False
+        self._running, self._next = self._start(self._next), None
+        return True
+
+    def _start(self, work: Callable[[], None]) -> "Future[None]":
+        def named() -> None:
+            with _names_step(self.step, self._target), _plain_errors():
+                work()
+
+        thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        try:
+            return thread.submit(named)
+        finally:
+            thread.shutdown(wait=False)
+
+    def _write_shards(self) -> None:
+        self._write()
+        if not hosts.several():
+            self._put_in_place()
+
+    def _put_in_place(self) -> None:
+        if hosts.is_first():
+            _finalize_arrays(self._fresh)
+            write_manifest(self._fresh)
+            self._replace.close()
+
+
 class RunCheckpoints:
     """The checkpoints of one run, the newest few of which are kept.
 
@@ -384,6 +436,7 @@ class RunCheckpoints:
         self.directory = Path(directory).absolute()
         self.keep = keep
         self._current: int | None = None  # the step that this run was last known to be at
+        self._pending: _Pending | None = None  # the save in the background
 
     def path(self, step: int) -> Path:
         """The directory of a step, whether it is there or not."""
@@ -396,7 +449,14 @@ class RunCheckpoints:
         matches = ((_STEP.fullmatch(path.name), path) for path in self.directory.iterdir())
         return sorted(int(match.group(1)) for match, path in matches if match and path.is_dir())
 
-    def save(self, step: int, arrays: PyTree[jax.Array], facts: Mapping[str, Any]) -> Path:
+    def save(
+        self,
+        step: int,
+        arrays: PyTree[jax.Array],
+        facts: Mapping[str, Any],
+        *,
+        wait: bool = True,
+    ) -> Path:
         """Save a step.
 
         The same step again replaces what was saved. Where this object has restored an earlier step
@@ -407,6 +467,10 @@ class RunCheckpoints:
             step: how many updates the arrays have had.
             arrays: JAX arrays, typed keys among them, in any tree.
             facts: anything that JSON gives back as it was.
+            wait: False returns as soon as the arrays are copied to the host; they may be donated
+                then. The step is saved, and listed by `steps`, when it is written. Call `poll` now
+                and then, and `finish` at the end: they raise an error of that, as the next save
+                does. With several processes nothing is put in its place without these calls.
 
         Returns:
             The checkpoint's directory.
@@ -416,41 +480,54 @@ class RunCheckpoints:
             TypeError: if a leaf is not a JAX array, or is weakly typed.
             OSError: if it cannot be written, for want of space for one; earlier steps are whole.
         """
-        hosts.together(f"saving step {step}", lambda: self._check_save(step, facts))
-        target = self.path(step)
-        if hosts.several():
-            self._save_together(step, target, arrays, facts)
-        else:
-            with _names_step(step, target):
-                self._make_room()
-                with replace_directory(target) as partial:
-                    write_checkpoint(partial, arrays, facts)
-        self._current = step
-        if hosts.is_first():
-            self._remove_others(step)
-        return target
-
-    def _save_together(
-        self, step: int, target: Path, arrays: PyTree[jax.Array], facts: Mapping[str, Any]
-    ) -> None:
-        """Save with several processes: process 0 makes the directory and puts it in its place."""
-        call = f"saving step {step}"
+        self.finish()
+        call, target = f"saving step {step}", self.path(step)
+        hosts.together(call, lambda: self._check_save(step, facts))
         with ExitStack() as stack:
 
             def begin() -> str:
                 with _names_step(step, target):
                     self._make_room()
-                    return str(stack.enter_context(replace_directory(target)))
-
-            def finish() -> None:
-                with _names_step(step, target):
+                    fresh = stack.enter_context(replace_directory(target))
                     _write_facts(fresh, facts)
-                    write_manifest(fresh)
-                    stack.close()  # which puts the directory in its place
+                    _write_leaves(fresh, leaves)
+                    return str(fresh)
 
+            leaves = _checked_leaves(arrays)
             fresh = Path(hosts.first_decides(call, begin))
-            write_arrays_together(fresh, arrays, call=call)
-            hosts.first_decides(call, finish)
+            with _names_step(step, target), _plain_errors():
+                write = hosts.agreed(call, partial(_begin_arrays, fresh, leaves))
+            self._pending = _Pending(step, target, fresh, write, stack.pop_all())
+        if wait:
+            self.finish()
+        return target
+
+    def poll(self) -> None:
+        """Go on with a save in the background as far as nothing is waited for; raise its error.
+
+        All processes must call this at the same point.
+        """
+        while self._pending and all(hosts.share(self._pending.call, self._pending.is_done)):
+            self._advance()
+
+    def finish(self) -> None:
+        """Wait until what was last saved is in its place; all processes call it at the same point.
+
+        Raises:
+            OSError: if it could not be written; earlier steps are whole.
+        """
+        while self._pending:
+            self._advance()
+
+    def _advance(self) -> None:
+        pending, self._pending = self._pending, None
+        assert pending is not None
+        if pending.advance():
+            self._pending = pending
+            return
+        self._current = pending.step
+        if hosts.is_first():
+            self._remove_others(pending.step)
 
     def _make_room(self) -> None:
         self.directory.mkdir(parents=True, exist_ok=True)

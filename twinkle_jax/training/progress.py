@@ -70,15 +70,17 @@ def save(
     progress: Progress,
     reference: Params | None,
     config: TrainConfig,
+    *,
+    wait: bool = True,
 ) -> None:
-    """Save a checkpoint."""
+    """Save a checkpoint; `wait` is that of `RunCheckpoints.save`."""
     facts = {
         "totals": dataclasses.asdict(progress.totals),
         "data": progress.data,
         "config": json.loads(json.dumps(dataclasses.asdict(config))),
         "versions": package_versions(),
     }
-    checkpoints.save(progress.step, arrays_of(progress, reference), facts)
+    checkpoints.save(progress.step, arrays_of(progress, reference), facts, wait=wait)
 
 
 def restore(
@@ -131,11 +133,19 @@ class LastStep:
     """Saves the last finished step once, from the training loop or from a signal handler.
 
     Args:
-        write: writes a checkpoint; called by one thread at a time.
+        write: writes a checkpoint, of the progress, and by `wait` in the background; called by one
+            thread at a time.
+        settle: waits for what is written in the background, or with `wait=False` only looks
+            whether that went wrong; raises its error.
     """
 
-    def __init__(self, write: Callable[[Progress], None]) -> None:
+    def __init__(
+        self,
+        write: Callable[..., None],
+        settle: Callable[..., None] = lambda *, wait: None,
+    ) -> None:
         self._write = write
+        self._settle = settle
         self._lock = threading.Lock()
         self._progress: Progress | None = None
         self._saved: Progress | None = None
@@ -161,17 +171,34 @@ class LastStep:
         self._progress = progress
         self._saved = progress if saved else self._saved
 
-    def save(self) -> None:
+    def save(self, *, wait: bool = True) -> None:
         """Save the last finished step, unless that is done.
 
+        Args:
+            wait: False returns once its arrays are on the host; it is written in the background.
+
         Raises:
-            OSError: if it cannot be written.
+            OSError: if it, or what was written in the background, cannot be written.
         """
         with self._lock:
             progress = self._progress
             if progress is not None and progress is not self._saved:
-                self._write(progress)
+                self._write(progress, wait=wait)
                 self._saved = progress
+            elif wait:
+                self._settle_saved(wait=True)
+
+    def poll(self) -> None:
+        """Raise the error of what is written in the background; nothing is waited for."""
+        with self._lock:
+            self._settle_saved(wait=False)
+
+    def _settle_saved(self, *, wait: bool) -> None:
+        try:
+            self._settle(wait=wait)
+        except BaseException:
+            self._saved = None
+            raise
 
     def save_from_signal(self) -> bool:
         """Save the last finished step from another thread, wherever the training loop is.

@@ -116,10 +116,13 @@ def train(config: TrainConfig, *, reward: RewardFunction | None = None) -> dict[
     if reward is not None:
         task = task._replace(reward=reward)
 
-    def write(progress: Progress) -> None:
-        save(run.checkpoints, progress, run.recipe.reference, run.config)
+    def write(progress: Progress, *, wait: bool) -> None:
+        save(run.checkpoints, progress, run.recipe.reference, run.config, wait=wait)
 
-    last = LastStep(write)
+    def settle(*, wait: bool) -> None:
+        (run.checkpoints.finish if wait else run.checkpoints.poll)()
+
+    last = LastStep(write, settle)
     # Several processes save together, which a signal handler of one of them cannot begin.
     last_resort = None if hosts.several() else last.save_from_signal
     with (
@@ -316,6 +319,7 @@ def one_step(run: Run, progress: Progress, last: LastStep, check: Callable[[], N
     """
     config, step = run.config, progress.step
     hosts.together("beginning a step", check)
+    last.poll()
     started = time.perf_counter()
     rollout, drawn = collect(
         run.recipe,
@@ -436,7 +440,7 @@ def _show_and_save(run: Run, progress: Progress, last: LastStep, rollout: Rollou
             f"some were not; the parameters of step {step} are in {run.checkpoints.directory}"
         )
     if step % config.logging.checkpoint_every == 0 or step == config.steps:
-        last.save()
+        last.save(wait=step == config.steps)
 
 
 def _write_traces(path: Path, rollout: Rollout) -> None:
