@@ -1,5 +1,8 @@
 """Environments for tests: a guessing game, and ones that fail in every way."""
 
+import os
+import signal
+import sys
 import threading
 import time
 
@@ -89,3 +92,49 @@ FAULTS = {
     ),
     "message without text": (lambda: ({"role": "user", "content": None}, 0.0, False, {}), "reply"),
 }
+
+
+class Wild(Guess):
+    """Does what a row asks for at the second guess, where the seed is odd; in its own process."""
+
+    def reset(self, row, seed):
+        self.fault = dict(row["user_data"])["fault"]
+        return super().reset(row, seed)
+
+    def step(self, action):
+        self.guesses += 1
+        fails = self.fault and self.number % 2 and self.guesses == 2
+        return WILD[self.fault][0]() if fails else ("1", 0.25, False, {"valid": 1})
+
+    def final_reward(self):
+        return 0.25
+
+
+def _fork():
+    if os.fork() == 0:
+        os.setsid()
+        time.sleep(60)
+    return "1", 0.25, False, {}
+
+
+def _grow():
+    return bytearray(1 << 33)
+
+
+WILD = {
+    "hangs": (lambda: time.sleep(60), "timeout"),
+    "is killed": (lambda: os.kill(os.getpid(), signal.SIGKILL), "died"),
+    "leaves": (lambda: os._exit(0), "died"),
+    "closes its files": (lambda: os.closerange(0, 256), "died"),
+    "exits": (lambda: sys.exit(3), "raised"),
+    "takes memory": (_grow, "raised"),
+    "raises": (lambda: 1 / 0, "raised"),
+    "forks": (_fork, ""),
+    "loses its connection": (lambda: throw(BrokenPipeError("gone")), "connection"),
+    "NaN reward": (lambda: ("1", float("nan"), False, {}), "reply"),
+    "returns an object": (lambda: ("1", 0.0, False, object()), "reply"),
+    "100 MB": (lambda: ("12" * (50 << 20), 0.25, False, {}), ""),
+    "no UTF-8": (lambda: (b"\xff\xfe1", 0.25, False, {}), ""),
+}
+"""What an environment does in a process of its own, and the cause that is counted; none if it goes
+on."""

@@ -1,24 +1,21 @@
 """Whether a mathematical answer is right, however it is written, as math-verify judges it."""
 
-import contextlib
 import json
 import os
 import re
-import signal
-import subprocess
 import sys
-import tempfile
 import threading
 import warnings
 import weakref
 from collections.abc import Sequence
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import Any
 
 from twinkle_jax.data.missing_extra import require
 from twinkle_jax.data.trajectory import Trajectory
 from twinkle_jax.reward.reward import GroundTruths, Reward, completions_of, find_ground_truths
 from twinkle_jax.reward.text import last_boxed
+from twinkle_jax.reward.worker_process import WorkerProcess, end, start
 
 _SCRIPT = Path(__file__).with_name("math_worker.py")
 _WRAPPED = re.compile(r"\\(?:text|textbf|textit|mathrm|mbox)\{([^{}]*)\}")
@@ -164,8 +161,8 @@ class _MathProcess:
     def __init__(self, workers: int, timeout: float) -> None:
         self._command = [sys.executable, "-P", str(_SCRIPT), str(workers), str(timeout)]
         self._lock = threading.Lock()
-        self._running: list[_Running] = []  # one at most; a list for the finalizer to share
-        weakref.finalize(self, _end, self._running)
+        self._running: list[WorkerProcess] = []  # one at most; a list for the finalizer to share
+        weakref.finalize(self, end, self._running)
 
     def compare(self, pairs: Sequence[tuple[str, str]], budget: float) -> list[str | None]:
         """Compare pairs of an answer and a truth within a budget of seconds; None: not in time."""
@@ -176,13 +173,13 @@ class _MathProcess:
                 reply = self._ask(json.dumps([pairs, budget]))
                 if reply:
                     return list(json.loads(reply))
-                errors = _end(self._running)
+                errors = end(self._running)
         raise RuntimeError(f"math-verify must start and answer, its process ended: {errors}")
 
     def _ask(self, request: str) -> str:
         """Send a line and wait for the answer; nothing if the process has ended."""
         if not self._running:
-            self._running.append(_start(self._command))
+            self._running.append(start(self._command))
         process = self._running[0].process
         assert process.stdin is not None
         assert process.stdout is not None
@@ -193,52 +190,8 @@ class _MathProcess:
         except OSError:
             return ""
         except BaseException:  # interrupted: the next call must not read this one's answer
-            _end(self._running)
+            end(self._running)
             raise
-
-
-class _Running(NamedTuple):
-    process: subprocess.Popen[str]
-    errors: IO[bytes]
-
-
-def _start(command: Sequence[str]) -> _Running:
-    errors = tempfile.TemporaryFile()  # noqa: SIM115  (open as long as the process)
-    process = subprocess.Popen(  # noqa: S603  (our own script)
-        command,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=errors,
-        text=True,
-        encoding="utf-8",
-        start_new_session=True,  # an interrupt from the keyboard is not for it
-    )
-    return _Running(process, errors)
-
-
-def _end(running: list[_Running]) -> str:
-    """End a process with its workers: idle ones end by themselves, busy ones are killed.
-
-    Returns the last lines that it wrote to standard error.
-    """
-    if not running:
-        return ""
-    process, errors = running.pop()
-    assert process.stdin is not None
-    assert process.stdout is not None
-    with contextlib.suppress(OSError):  # what was not sent any more
-        process.stdin.close()
-    try:
-        process.wait(2)
-    except subprocess.TimeoutExpired:
-        if sys.platform != "win32":
-            os.killpg(process.pid, signal.SIGKILL)
-        process.kill()
-        process.wait()
-    process.stdout.close()
-    with errors:
-        errors.seek(0)
-        return errors.read().decode(errors="replace").strip()[-500:]
 
 
 def _unboxed(truth: str) -> str:

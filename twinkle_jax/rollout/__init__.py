@@ -18,6 +18,7 @@ from twinkle_jax.rollout.episode import (
 )
 from twinkle_jax.rollout.multi_turn import EnvironmentFailureError, MultiTurn, check_failures
 from twinkle_jax.rollout.openenv import OpenEnvEnvironment
+from twinkle_jax.rollout.processes import ProcessLimits
 from twinkle_jax.rollout.rollout import (
     Rollout,
     encode_prompts,
@@ -43,6 +44,7 @@ __all__ = [
     "MultiTurn",
     "Observation",
     "OpenEnvEnvironment",
+    "ProcessLimits",
     "Rollout",
     "RolloutConfig",
     "RolloutSource",

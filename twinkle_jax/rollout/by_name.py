@@ -3,16 +3,30 @@
 import functools
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from twinkle_jax.reward.by_name import load_module
 from twinkle_jax.rollout.adapters import ADAPTERS
 from twinkle_jax.rollout.environment import EnvironmentFactory
 from twinkle_jax.rollout.openenv import OpenEnvEnvironment
-from twinkle_jax.rollout.tools import ToolEnvironment
+from twinkle_jax.rollout.processes import (
+    ProcessLimits,
+    environments_in_processes,
+    tools_in_processes,
+)
+from twinkle_jax.rollout.tools import ToolEnvironment, tool_schema
+
+_LIMITS = ProcessLimits()
 
 
-def find_environment(name: str | None, tools: str | None = None) -> EnvironmentFactory:
+def find_environment(
+    name: str | None,
+    tools: str | None = None,
+    *,
+    tools_in: Literal["process", "thread"] = "process",
+    environment_in: Literal["process", "thread"] = "thread",
+    limits: ProcessLimits = _LIMITS,
+) -> EnvironmentFactory:
     """Find what makes environments, by name.
 
     Args:
@@ -21,6 +35,11 @@ def find_environment(name: str | None, tools: str | None = None) -> EnvironmentF
             or gymnasium's interface has; or `openenv:URL` of a server. None: tools alone.
         tools: `FILE.py` or `MODULE`, whose public functions are tools, or `FILE.py:NAME` of one of
             them or of a list; None for none.
+        tools_in: `process` runs each call in a process of its own, which begins as the file was
+            when it was imported; what a call changes is gone with it. `thread` runs calls here.
+        environment_in: `process` runs each episode's environment in a process of its own; one that
+            hangs is killed. OpenEnv's servers are processes already.
+        limits: of what runs in processes.
 
     Returns:
         What makes an environment for an episode.
@@ -30,16 +49,21 @@ def find_environment(name: str | None, tools: str | None = None) -> EnvironmentF
         TypeError: if it makes no environment.
     """
     factory = None if name is None else _find_factory(name)
-    if tools is None:
-        if factory is None:
-            raise ValueError("environment or tools must be given, got neither")
-        return factory
-    functions = find_tools(tools)
-    ToolEnvironment(functions)  # fail before a run begins
-    wrapped = functools.partial(_with_tools, functions, factory)
-    if hasattr(factory, "demonstrations"):
-        wrapped.demonstrations = factory.demonstrations  # type: ignore[attr-defined, union-attr]
-    return wrapped
+    demonstrations = getattr(factory, "demonstrations", None)
+    if name is not None and environment_in == "process" and not name.startswith("openenv:"):
+        factory = environments_in_processes(name, limits)
+    if tools is None and factory is None:
+        raise ValueError("environment or tools must be given, got neither")
+    if tools is not None:
+        place, by_name = _named_tools(tools)
+        functions = [function for function, _ in by_name.values()]
+        if tools_in == "process":
+            functions = tools_in_processes(by_name, place, limits)
+        factory = functools.partial(_with_tools, functions, factory)
+    assert factory is not None
+    if demonstrations is not None and not hasattr(factory, "demonstrations"):
+        factory.demonstrations = demonstrations  # type: ignore[attr-defined]
+    return factory
 
 
 def _with_tools(
@@ -86,14 +110,23 @@ def find_tools(name: str) -> list[Callable[..., Any]]:
         ValueError: if there are none.
         TypeError: if something is not a function.
     """
+    return [function for function, _ in _named_tools(name)[1].values()]
+
+
+def _named_tools(name: str) -> tuple[str, dict[str, tuple[Callable[..., Any], Sequence[Any]]]]:
+    """Find tools: where their file is, and by name each function and its place in the file."""
+    tools: list[tuple[Callable[..., Any], Sequence[Any]]]
     place, _, attribute = name.rpartition(":")
     if place and not attribute.endswith(".py"):
-        tools = _find(place, attribute, "tools")
-        tools = list(tools) if isinstance(tools, list | tuple) else [tools]
+        value = _find(place, attribute, "tools")
+        if isinstance(value, list | tuple):
+            tools = [(tool, (attribute, i)) for i, tool in enumerate(value)]
+        else:
+            tools = [(value, (attribute,))]
     else:
-        module = load_module(name, "tools")
+        place, module = name, load_module(name, "tools")
         tools = [
-            value
+            (value, (key,))
             for key, value in vars(module).items()
             if inspect.isfunction(value)
             and value.__module__ == module.__name__
@@ -101,10 +134,11 @@ def find_tools(name: str) -> list[Callable[..., Any]]:
         ]
     if not tools:
         raise ValueError(f"tools must name functions, got none in {name!r}")
-    for tool in tools:
+    for tool, _ in tools:
         if not callable(tool):
             raise TypeError(f"tools must be functions, got {tool!r:.80}")
-    return tools
+    ToolEnvironment([tool for tool, _ in tools])  # fail before a run begins
+    return place, {tool_schema(tool)["function"]["name"]: (tool, key) for tool, key in tools}
 
 
 def _find(place: str, attribute: str, argument: str) -> Any:

@@ -52,11 +52,13 @@ class Action(str):
         return super().__new__(cls, text)
 
     def __init__(self, text: str, tool_format: ToolFormat = "any") -> None:
-        self._format = tool_format
+        self.tool_format = tool_format
 
     @functools.cached_property
     def _parsed(self) -> ParsedToolCalls:
-        parse = parse_tool_calls if self._format == "any" else TOOL_CALL_FORMATS[self._format]
+        parse = (
+            parse_tool_calls if self.tool_format == "any" else TOOL_CALL_FORMATS[self.tool_format]
+        )
         return parse(str(self))
 
     @property
@@ -134,8 +136,26 @@ class BadReplyError(TypeError):
     """An environment answered something that is no answer."""
 
 
+class ProcessFailedError(RuntimeError):
+    """A tool or an environment in a process of its own failed, or the process died.
+
+    Attributes:
+        cause: as `failure_cause` names it.
+    """
+
+    def __init__(self, cause: str, text: str) -> None:
+        super().__init__(text)
+        self.cause = cause
+
+
+class ToolRaisedError(Exception):
+    """A tool in a process of its own raised what the policy is told."""
+
+
 def failure_cause(error: BaseException) -> str:
-    """Name the cause of a failure: `timeout`, `connection`, `reply` or `raised`."""
+    """Name the cause of a failure: `timeout`, `connection`, `reply`, `died` or `raised`."""
+    if isinstance(error, ProcessFailedError):
+        return error.cause
     if isinstance(error, TimeoutError):
         return "timeout"
     if isinstance(error, ConnectionError | EOFError) or "onnection" in type(error).__name__:
@@ -145,6 +165,8 @@ def failure_cause(error: BaseException) -> str:
 
 def describe_failure(error: BaseException) -> str:
     """Say what an environment raised, and where, in at most 500 characters."""
+    if isinstance(error, ProcessFailedError):  # which was described where it happened
+        return str(error)[:500]
     place = error_place(error)
     return f"{type(error).__name__}: {error}{f' ({place})' if place else ''}"[:500]
 

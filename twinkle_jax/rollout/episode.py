@@ -74,7 +74,7 @@ class Episode:
         turns: what was sampled, in order.
         final_reward: what the environment adds at the end.
         ended: why it ended; empty while it goes on.
-        cause: of a failure: `raised`, `timeout`, `connection`, `reply`.
+        cause: of a failure: `raised`, `timeout`, `connection`, `reply`, `died`.
         error: what the environment raised.
         attempts: how often it was begun.
         info: numbers that the environment told at its last step.

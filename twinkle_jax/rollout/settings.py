@@ -36,6 +36,11 @@ class RolloutConfig:
         max_failed: share of episodes whose environment may fail; more end the run.
         max_observation: characters of an observation; of longer ones the middle is left out.
         tool_format: of tool calls; any tries all.
+        tools_in: process runs each call of a function of `--tools` in a process of its own, which
+            is killed if it does not answer in time; thread runs them in the trainer's process.
+        environment_in: process runs each episode's environment in a process of its own; thread in
+            the trainer's process.
+        process_megabytes: memory that such a process may take, above what importing its file takes.
     """
 
     prompts: int = 128
@@ -57,3 +62,6 @@ class RolloutConfig:
     max_failed: float = 0.1
     max_observation: int = 16384
     tool_format: Literal["any", "hermes_qwen", "cline", "react"] = "any"
+    tools_in: Literal["process", "thread"] = "process"
+    environment_in: Literal["process", "thread"] = "thread"
+    process_megabytes: int = 1024

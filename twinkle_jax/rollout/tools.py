@@ -7,11 +7,22 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from twinkle_jax.data import Message, Tool
-from twinkle_jax.rollout.environment import Action, Observation
+from twinkle_jax.rollout.environment import (
+    Action,
+    Observation,
+    ProcessFailedError,
+    ToolRaisedError,
+)
 
 _JSON_TYPES = {str: "string", int: "integer", float: "number", bool: "boolean"}
 _ARGUMENT = re.compile(r"\s*(\*{0,2}\w+)\s*(?:\([^)]*\))?\s*:\s*(.*)")
-_PASSED_ON = (TimeoutError, ConnectionError, EOFError, MemoryError)  # not the policy's fault
+_PASSED_ON = (  # not the policy's fault
+    TimeoutError,
+    ConnectionError,
+    EOFError,
+    MemoryError,
+    ProcessFailedError,
+)
 
 
 def tool_schema(function: Callable[..., Any]) -> Tool:
@@ -129,9 +140,14 @@ class ToolEnvironment:
                 raise ValueError(f"tools must have different names, got {name!r} twice")
         self._functions = dict(zip(names, functions, strict=True))
         self._environment = environment
-        self.tools: list[Any] = [*schemas, *(getattr(environment, "tools", None) or [])]
+        self._schemas = schemas
         if hasattr(environment, "final_reward"):
             self.final_reward = environment.final_reward
+
+    @property
+    def tools(self) -> list[Any]:
+        """What the policy may call: functions, and what the environment has."""
+        return [*self._schemas, *(getattr(self._environment, "tools", None) or [])]
 
     def reset(self, row: Mapping[str, Any], seed: int) -> Any:
         """Begin an episode."""
@@ -171,6 +187,8 @@ class ToolEnvironment:
             return function(**arguments)
         except _PASSED_ON:
             raise
+        except ToolRaisedError as error:
+            return _ToolError(str(error))
         except Exception as error:
             return _ToolError(f"{type(error).__name__}: {error}")
 

@@ -23,7 +23,7 @@ from twinkle_jax.reward import (
     find_reward,
     find_rewards,
 )
-from twinkle_jax.rollout import EnvironmentFactory, find_environment
+from twinkle_jax.rollout import EnvironmentFactory, ProcessLimits, find_environment
 from twinkle_jax.training.config import TrainConfig
 
 _GSM8K = "openai/gsm8k"
@@ -103,7 +103,15 @@ def make_task(config: TrainConfig) -> Task:
     """
     environment = None
     if config.many_turns:
-        environment = find_environment(config.environment, config.tools)
+        environment = find_environment(
+            config.environment,
+            config.tools,
+            tools_in=config.rollout.tools_in,
+            environment_in=config.rollout.environment_in,
+            limits=ProcessLimits(
+                config.rollout.environment_timeout, config.rollout.process_megabytes
+            ),
+        )
     train, held_out, fitting = _find_prompts(config)
     # An environment has rewards of its own: others are added where they are asked for.
     names = config.rewards or ([] if config.environment is not None else [fitting])

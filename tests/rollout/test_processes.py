@@ -1,0 +1,205 @@
+"""Tools and environments in processes of their own: what they may take, and what ends them."""
+
+import json
+import os
+import subprocess
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import jax
+import numpy as np
+import pytest
+
+from tests.rollout import games
+from tests.rollout.test_multi_turn import KEY, POLICY, ROWS, check_scores, source
+from twinkle_jax.data import PromptBatch
+from twinkle_jax.rollout import Action, ProcessLimits, episode_metrics, find_environment
+from twinkle_jax.rollout.environment import ProcessFailedError, failure_cause
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="processes are forked")
+TOOLS = f"{os.path.dirname(__file__)}/wild_tools.py"
+
+
+@pytest.fixture(scope="module")
+def tools():
+    return find_environment(None, TOOLS, limits=ProcessLimits(1.0, 256))
+
+
+def call(environment, name, **arguments):
+    text = json.dumps({"name": name, "arguments": arguments})
+    messages, _, _, info = environment.step(Action(f"<tool_call>{text}</tool_call>"))
+    return messages[0]["content"], info["tool_errors"]
+
+
+def alive(path):
+    lines = path.read_text().split()
+    return [pid for pid in lines if os.path.exists(f"/proc/{pid}") and _state(pid) != "Z"], lines
+
+
+def _state(pid):
+    with open(f"/proc/{pid}/stat") as file:
+        return file.read().rpartition(")")[2].split()[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "answer", "errors"),
+    [
+        ("add", {"x": 2}, "3", 0),
+        ("later", {"text": "é"}, "é", 0),
+        ("count", {}, "1", 0),
+        ("show", {}, "{1, 2}", 0),
+        ("garbage", {}, "\ufffd\ufffd1", 0),
+        ("half_character", {}, "\ud800", 0),
+        ("divide", {}, "Error: ZeroDivisionError: division by zero", 1),
+        ("recurse", {}, "Error: RecursionError", 1),
+        ("add", {"z": 2}, "Error: add: missing", 1),
+        ("gone", {}, "Error: there is no tool", 1),
+    ],
+)
+def test_answers_and_errors_that_are_the_policys(tools, name, arguments, answer, errors):
+    for _ in range(2):  # no call sees what another has changed
+        text, count = call(tools(), name, **arguments)
+        assert text.startswith(answer)
+        assert count == errors
+
+
+def test_a_result_of_100_megabytes_is_shortened(tools):
+    assert 1000 < len(call(tools(), "flood")[0]) <= 1 << 20
+
+
+@pytest.mark.parametrize(
+    ("name", "cause"),
+    [
+        ("hang", "timeout"),
+        ("spin", "timeout"),
+        ("die", "died"),
+        ("crash", "died"),
+        ("leave", "died"),
+        ("close_all", "died"),
+        ("quit_python", "raised"),
+        ("eat", "raised"),
+        ("lose_connection", "connection"),
+        ("forge", "reply"),
+        ("kill_all", "died"),
+    ],
+)
+def test_failures_are_no_answers(tools, name, cause):
+    began = time.monotonic()
+    with pytest.raises(ProcessFailedError) as caught:
+        call(tools(), name)
+    assert failure_cause(caught.value) == cause
+    assert time.monotonic() - began < 9
+    assert call(tools(), "add", x=1) == ("2", 0)  # the next call finds a process
+
+
+@pytest.mark.parametrize("name", ["fork_and_hang", "fork_and_return"])
+def test_what_a_tool_starts_ends_with_it(tools, name, tmp_path):
+    path = tmp_path / "pids"
+    path.touch()
+    if name == "fork_and_hang":
+        with pytest.raises(ProcessFailedError, match="in time"):
+            call(tools(), name, path=str(path))
+    else:
+        assert call(tools(), name, path=str(path)) == ("parent", 0)
+    time.sleep(0.2)
+    living, begun = alive(path)
+    assert len(begun) == (3 if name == "fork_and_hang" else 1)
+    assert not living
+
+
+def test_calls_run_at_the_same_time_and_get_their_own_answers(tools):
+    call(tools(), "add", x=0)
+    began = time.monotonic()
+    with ThreadPoolExecutor(24) as threads:
+        hanging = [threads.submit(call, tools(), "hang") for _ in range(8)]
+        answers = list(threads.map(lambda x: call(tools(), "add", x=x)[0], range(64)))
+        assert all(isinstance(x.exception(), ProcessFailedError) for x in hanging)
+    assert answers == [str(x + 1) for x in range(64)]
+    assert time.monotonic() - began < 7  # eight times a second, one after the other
+
+
+def test_a_file_that_cannot_be_imported_there_is_said_so(tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text("def f(): return 1\n")
+    environment = find_environment(None, str(path))()
+    path.write_text("raise OSError('not here')")
+    with pytest.raises(RuntimeError, match="not here"):
+        environment._functions["f"]()
+
+
+def test_tools_by_attribute_and_index(tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text("def make(n):\n    def f(): return n\n    f.__name__ = f'f{n}'\n    return f\n"
+                    "TOOLS = [make(1), make(2)]\nONE = make(3)\n")  # fmt: skip
+    several = find_environment(None, f"{path}:TOOLS")
+    assert [call(several(), name)[0] for name in ("f1", "f2")] == ["1", "2"]
+    assert call(find_environment(None, f"{path}:ONE")(), "f3") == ("3", 0)
+    assert call(find_environment(None, f"{path}:ONE", tools_in="thread")(), "f3") == ("3", 0)
+
+
+def test_nothing_is_left_when_what_asked_is_gone(tmp_path):
+    """The process ends with the environment's factory, and so does a runner that is at work."""
+    path = tmp_path / "pids"
+    path.touch()
+    code = (
+        "import json, threading, time\n"
+        "from twinkle_jax.rollout import Action, find_environment\n"
+        f"factory = find_environment(None, {TOOLS!r})\n"
+        "text = json.dumps({'name': 'fork_and_hang', 'arguments': {'path': %r}})\n"
+        "step = factory().step\n"
+        "action = Action(f'<tool_call>{text}</tool_call>')\n"
+        "threading.Thread(target=step, args=(action,), daemon=True).start()\n"
+        "while open(%r).read().count('\\n') < 3: time.sleep(0.05)\n"
+    ) % (str(path), str(path))
+    subprocess.run([os.sys.executable, "-c", code], check=True, timeout=60)
+    time.sleep(0.2)
+    living, begun = alive(path)
+    assert len(begun) == 3
+    assert not living
+
+
+# Environments.
+
+
+@pytest.fixture(scope="module")
+def wild():
+    return find_environment(
+        f"{games.__name__}:Wild", environment_in="process", limits=ProcessLimits(1.5, 512)
+    )
+
+
+def play(factory, fault):
+    rows = PromptBatch({**row, "user_data": [("fault", fault)]} for row in ROWS)
+    made = source(factory, max_failed=1.0)
+    return made.sample(POLICY.params, rows, jax.random.clone(KEY))
+
+
+def test_episodes_are_those_of_a_thread(wild):
+    here, there = play(games.Wild, ""), play(wild, "")
+    assert [e.as_record() for e in here.episodes] == [e.as_record() for e in there.episodes]
+    assert [e.info for e in here.episodes] == [e.info for e in there.episodes]
+    assert max(len(e.turns) for e in there.episodes) > 2
+    assert wild().tools == []
+    assert [e.final_reward for e in there.episodes] == [0.25] * 8
+    games.OPEN.clear()
+
+
+@pytest.mark.parametrize("fault", games.WILD)
+def test_a_fault_is_no_episode_and_no_thread_is_left(wild, fault):
+    play(wild, "")
+    before = threading.active_count()
+    rollout = play(wild, fault)
+    cause = games.WILD[fault][1]
+    if cause:
+        assert rollout.failed.any()
+        assert {e.cause for e in rollout.episodes if e.failed} == {cause}
+        assert not rollout.failed.all()
+        assert episode_metrics(rollout.episodes)[f"environment/failed/{cause}"] > 0
+        failed = np.asarray(rollout.failed)
+        assert (np.asarray(rollout.batch.labels)[failed] == -100).all()
+    else:
+        assert not rollout.failed.any()
+    check_scores(rollout)
+    time.sleep(0.3)
+    assert threading.active_count() <= before
