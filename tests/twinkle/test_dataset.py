@@ -71,7 +71,7 @@ def test_hub_ids_name_their_files(monkeypatch, tmp_path):
         calls.append((place, split, subset))
         return [tmp_path / "a.jsonl"]
 
-    monkeypatch.setattr("twinkle_jax.twinkle.dataset.download_split", download)
+    monkeypatch.setattr("twinkle_jax.twinkle.dataset.base.download_split", download)
     assert len(Dataset(DatasetMeta("hf://openai/gsm8k", "main", "test"))) == 1
     assert [row["n"] for row in IterableDataset(DatasetMeta("openai/gsm8k"))] == [1]
     assert calls == [("openai/gsm8k", "test", "main"), ("openai/gsm8k", "train", "data")]
@@ -259,6 +259,14 @@ def test_packed_rows_hold_every_row_once():
         assert len(row["labels"]) == len(row["attention_mask"]) == 18
     parts = [row["input_ids"][i : i + 9] for row in dataset for i in (0, 9)]
     assert sorted(parts) == sorted(alone)
+
+
+def test_a_row_that_is_longer_than_a_packed_one_is_one_by_itself():
+    rows = [{"input_ids": list(range(n))} for n in (3, 12, 4)]
+    dataset = PackingDataset(meta(rows))
+    dataset.set_template(template(max_length=8))
+    dataset.pack_dataset()
+    assert [len(row["input_ids"]) for row in dataset] == [12, 7]
 
 
 def talk(question):

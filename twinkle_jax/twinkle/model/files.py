@@ -24,15 +24,15 @@ from twinkle_jax.model.huggingface.checkpoint_files import (
 )
 from twinkle_jax.training.checkpoint import find_fault, read_checkpoint, write_checkpoint
 from twinkle_jax.twinkle.model.group import OptimizerGroup
+from twinkle_jax.twinkle.model.policy import AdapterPolicy
 
-Model = Any  # a TransformersModel, whose file imports this one
 TRAINING_STATE = "training_state"  # the directory of what a run goes on with besides weights
 OWN_FILES = ("*.safetensors", "*.safetensors.index.json", TRAINING_STATE)  # replaced by a save
 COUNTERS = ("cur_step", "consumed_train_samples", "gradient_accumulation_steps")
 
 
 def write_weights(
-    model: Model,
+    model: AdapterPolicy,
     group: OptimizerGroup,
     directory: Path,
     *,
@@ -53,7 +53,7 @@ def write_weights(
 
 
 def save_run(
-    model: Model, group: OptimizerGroup, target: Path, consumed_train_samples: int
+    model: AdapterPolicy, group: OptimizerGroup, target: Path, consumed_train_samples: int
 ) -> None:
     """Write weights and everything else that the next step depends on, in one step."""
     group.needed_optimizer()
@@ -79,7 +79,7 @@ def save_run(
         write_checkpoint(fresh / TRAINING_STATE, _training_state(model, group), counters)
 
 
-def read_weights(model: Model, name: str | None, directory: Path | str) -> None:
+def read_weights(model: AdapterPolicy, name: str | None, directory: Path | str) -> None:
     """Read parameters or an adapter; optimizer state and gradients begin anew."""
     place = locate(directory)
     if (place / ADAPTER_CONFIG).exists():
@@ -105,7 +105,7 @@ def read_weights(model: Model, name: str | None, directory: Path | str) -> None:
 
 
 def resume(
-    model: Model, name: str | None, checkpoint_dir: Path | str, only_model: bool
+    model: AdapterPolicy, name: str | None, checkpoint_dir: Path | str, only_model: bool
 ) -> dict[str, Any]:
     """Read weights and, unless told otherwise, what the run goes on with."""
     place = locate(checkpoint_dir)
@@ -127,7 +127,7 @@ def resume(
 
 
 def _read_training_state(
-    model: Model, group: OptimizerGroup, saved: Path, counters: dict[str, Any]
+    model: AdapterPolicy, group: OptimizerGroup, saved: Path, counters: dict[str, Any]
 ) -> None:
     like = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding),
@@ -150,7 +150,7 @@ def _read_training_state(
     group.lr, group.lr_steps = counters["lr"], counters["lr_steps"]
 
 
-def _training_state(model: Model, group: OptimizerGroup) -> dict[str, Any]:
+def _training_state(model: AdapterPolicy, group: OptimizerGroup) -> dict[str, Any]:
     state = group.state._asdict() | {"key": model.key}
     del state["params"]
     return state

@@ -2,58 +2,26 @@
 
 import math
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from twinkle_jax.data import Inputs, PerSequence
-from twinkle_jax.data.batch import Batch, HostArray, micro_batches
-from twinkle_jax.data.features import (
-    LOSS_INPUTS,
-    Feature,
-    Piece,
-    align_loss_input,
-    align_teacher,
-    read_features,
-    split_packed,
-    write_pieces,
-)
 from twinkle_jax.loss import GKDLoss, Loss, LossFunction, get_loss
-from twinkle_jax.model import (
-    Decoder,
-    LoraConfig,
-    Params,
-    Remat,
-    load_adapter,
-    load_pretrained,
-    merge_params,
-    partition_rules,
-    shard_like_params,
-)
-from twinkle_jax.model.decoder.lora import adapter_scales, init_adapter, read_lora_config
-from twinkle_jax.model.decoder.sharding import batch_sharding
-from twinkle_jax.model.huggingface.adapter_files import adapter_tensors
-from twinkle_jax.model.huggingface.checkpoint_names import PREFIX
-from twinkle_jax.model.huggingface.checkpoint_write import list_tensors
-from twinkle_jax.training.gradient import StepSummary, add_summaries, grad_step
-from twinkle_jax.training.score import score_batch
-from twinkle_jax.training.state import TrainState, begin_training, init_optimizer
+from twinkle_jax.training.state import init_optimizer
 from twinkle_jax.training.update import (
     UpdateInfo,
     apply_gradients,
     clip_gradients,
     zero_gradients,
 )
-from twinkle_jax.twinkle.infra import DeviceMesh, mesh_of, note_group
 from twinkle_jax.twinkle.model.files import (
     TRAINING_STATE,
     read_weights,
@@ -68,25 +36,20 @@ from twinkle_jax.twinkle.model.optimizer import (
     choose_optimizer,
     choose_schedule,
 )
-from twinkle_jax.twinkle.names import class_of, construct, local_id, refuse, warn_once
+from twinkle_jax.twinkle.model.passes import (
+    accumulate,
+    check_task,
+    loss_of_last_pass,
+    read_loss_inputs,
+    read_teacher,
+    score,
+)
+from twinkle_jax.twinkle.model.policy import AdapterPolicy
+from twinkle_jax.twinkle.names import class_of, construct, local_id
 from twinkle_jax.twinkle.processor import InputProcessor
 
-Precision = Literal["no", "bf16"]
-_DTYPES = {"no": "float32", "bf16": "bfloat16"}
-_SPEED = (  # Twinkle's options that change neither what is computed nor in which type
-    "attn_implementation",
-    "ddp_config",
-    "fsdp_config",
-    "gradient_checkpointing",
-    "low_cpu_mem_usage",
-    "memory_efficient_init",
-    "strategy",
-    "tokenizer_id",
-    "trust_remote_code",
-)
 
-
-class TransformersModel:
+class TransformersModel(AdapterPolicy):
     """A policy with Twinkle's verbs.
 
     It holds a [`TrainState`][twinkle_jax.training.TrainState] and calls the functions of
@@ -121,149 +84,7 @@ class TransformersModel:
         TypeError: for an unknown option.
     """
 
-    def __init__(
-        self,
-        model_id: str | Path | Decoder,
-        *,
-        device_mesh: DeviceMesh | None = None,
-        dtype: DTypeLike | None = None,
-        mixed_precision: Precision | None = None,
-        mesh: Mesh | None = None,
-        remat: Remat = True,
-        seed: int = 0,
-        model_cls: Any = None,
-        remote_group: str | None = None,
-        **options: Any,
-    ) -> None:
-        refuse("TransformersModel", {k: x for k, x in options.items() if k not in _SPEED})
-        note_group(remote_group)
-        if model_cls is not None:
-            warn_once(
-                "model_cls is not read: the checkpoint's configuration names the architecture"
-            )
-        model_id = local_id(model_id)
-        self.model_id, self.remat = model_id, remat
-        self.mesh = mesh_of(device_mesh) if mesh is None else mesh
-        self.dtype = jnp.dtype(_compute_dtype(dtype, mixed_precision))
-        decoder = self._copy(model_id) if isinstance(model_id, Decoder) else self.read(model_id)
-        self.config, self.source = decoder.config, decoder.source
-        self.key = jax.random.key(seed)
-        self._base: Params | None = None  # the frozen parameters under adapters
-        state = begin_training(decoder.params, None, self.mesh)
-        self.optimizer_group = {"": OptimizerGroup("", state)}
-        self.active_group = ""
-
-    # What it holds.
-
-    @property
-    def params(self) -> dict[str, Any]:
-        """All parameters, the active adapter included: what the decoder's functions take.
-
-        `prefill` and `decode_step` sample from it, under LoRA too;
-        [`merge_adapter`][twinkle_jax.model.merge_adapter] gives one without adapters. Nothing is
-        copied, and the next `forward_backward` or `step` donates what is trained: ask again then.
-        """
-        return self.merged(self.group())
-
-    @property
-    def state(self) -> TrainState:
-        """What the active adapter trains, or the parameters themselves."""
-        return self.group().state
-
-    @state.setter
-    def state(self, state: TrainState) -> None:
-        self.group().state = state
-
-    @property
-    def template(self) -> Any:
-        """What `set_template` was given; None before that."""
-        return self.group().template
-
-    @property
-    def learning_rate(self) -> float:
-        """What the next step multiplies updates by."""
-        return self.group().learning_rate
-
-    @property
-    def cur_step(self) -> int:
-        """How often `forward_backward` was called."""
-        return self.group().cur_step
-
-    @property
-    def has_adapters(self) -> bool:
-        """Whether adapters are trained instead of the parameters."""
-        return "" not in self.optimizer_group
-
-    def group(self, adapter_name: str | None = None) -> OptimizerGroup:
-        """Give what an adapter is trained with; by default the last one that was added.
-
-        Raises:
-            ValueError: if there is no such adapter.
-        """
-        name = adapter_name or self.active_group
-        if name not in self.optimizer_group:
-            names = sorted(filter(None, self.optimizer_group))
-            known = " or ".join(map(repr, names)) if names else None
-            raise ValueError(f"adapter_name must be {known} or left out, got {adapter_name!r}")
-        return self.optimizer_group[name]
-
-    def merged(self, group: OptimizerGroup) -> dict[str, Any]:
-        """Lay what a group trains over the frozen parameters."""
-        return merge_params(group.frozen, group.state.params)
-
-    def get_state_dict(self, *, adapter_name: str | None = None) -> dict[str, np.ndarray]:
-        """Copy what is trained to the host, named and laid out as in a checkpoint."""
-        group = self.group(adapter_name)
-        if group.lora is not None:
-            return adapter_tensors(self.config, group.state.params)
-        tensors = list_tensors(Decoder(self.config, group.state.params), PREFIX, None)
-        return {tensor.name: tensor.fetch() for tensor in tensors}
-
-    def get_train_configs(self, *, adapter_name: str | None = None) -> str:
-        """Describe what is trained, and how."""
-        group = self.group(adapter_name)
-        trained = sum(leaf.size for leaf in jax.tree.leaves(group.state.params))
-        total = sum(leaf.size for leaf in jax.tree.leaves(self.merged(group)))
-        lines = [
-            f"Adapter config: {group.lora}",
-            f"Trainable params: {trained:,d} || all params: {total:,d} || "
-            f"trainable%: {100 * trained / total:.4f}",
-            f"Loss: {type(group.loss).__name__}",
-            f"Learning rate: {group.learning_rate}",
-            f"Gradient accumulation steps: {group.gradient_accumulation_steps}",
-        ]
-        return "\n".join(lines)
-
     # Setting it up.
-
-    def add_adapter_to_model(
-        self,
-        adapter_name: str,
-        config_or_dir: Any,
-        *,
-        gradient_accumulation_steps: int | None = None,
-        seed: int = 0,
-    ) -> None:
-        """Freeze the parameters, and train low-rank adapters instead.
-
-        Args:
-            adapter_name: a name for it; several adapters share the frozen parameters, and each is
-                trained by itself.
-            config_or_dir: a [`LoraConfig`][twinkle_jax.model.LoraConfig], or PEFT's; or a directory
-                with an adapter. `lora_dropout` is applied while training, and only then.
-            gradient_accumulation_steps: how many calls of `forward_backward` make an update.
-            seed: of the random A; B starts at 0, so nothing changes yet.
-
-        Raises:
-            ValueError: if the name is taken, or an option or target is not supported.
-        """
-        if isinstance(config_or_dir, str | Path):
-            lora, adapter = load_adapter(local_id(config_or_dir), self.config)
-        else:
-            lora = read_lora_config(config_or_dir)
-            adapter = init_adapter(jax.random.key(seed), self.config, lora)
-        self.add_group(adapter_name, lora, adapter)
-        self.group(adapter_name).set_accumulation(gradient_accumulation_steps)
 
     def set_loss(
         self,
@@ -411,33 +232,17 @@ class TransformersModel:
             label is −100; `entropies` likewise and `logits` [rows, time, vocabulary] when asked.
         """
         group = self.group(adapter_name)
-        _check_task(task)
-        features = self._read_features(group, inputs, labels_needed=False)
-        pieces = split_packed(features)
-        adapter = {} if disable_lora and group.lora is not None else group.state.params
-        shape = (len(features), max(len(feature["labels"]) for feature in features))
-        outputs: dict[str, np.ndarray] = {}
-        done = 0
-        for batch, count in self._micro_batches(pieces, {}, micro_batch_size):
-            scores = score_batch(
-                adapter,
-                batch,
-                self.config,
-                frozen=group.frozen,
-                temperature=temperature,
-                with_entropy=return_entropy,
-                with_logits=return_logits,
-                compute_dtype=self.dtype,
-                mesh=self.mesh,
-            )
-            for name, values in scores._asdict().items():
-                if values is not None:
-                    out = outputs.setdefault(name, np.zeros(shape + values.shape[2:], np.float32))
-                    write_pieces(out, np.asarray(values), pieces[done : done + count])
-            done += count
-        group.last_pass = features, pieces, outputs
-        group.log.show(False, features, outputs)
-        return outputs
+        check_task(task)
+        return score(
+            self,
+            group,
+            inputs,
+            use_adapter=not (disable_lora and group.lora is not None),
+            micro_batch_size=micro_batch_size,
+            temperature=temperature,
+            with_entropy=return_entropy,
+            with_logits=return_logits,
+        )
 
     def calculate_loss(
         self,
@@ -460,37 +265,8 @@ class TransformersModel:
         Raises:
             ValueError: if there was no pass, or the loss needs more than log-probabilities.
         """
-        group = self.group(adapter_name)
-        if group.last_pass is None:
-            raise ValueError("inputs must have been scored first: call forward_only")
-        features, pieces, outputs = group.last_pass
-        if isinstance(group.loss, GKDLoss) or (
-            group.loss.require_entropy and "entropies" not in outputs
-        ):
-            raise ValueError(
-                f"{type(group.loss).__name__} must be computed by forward_backward: "
-                "it needs more than log-probabilities"
-            )
-        beside = _loss_inputs(advantages, old_logps, ref_logps, ref_outputs)
-        aligned = {name: align_loss_input(name, x, features, pieces) for name, x in beside.items()}
-        ((batch, count),) = micro_batches([p.feature for p in pieces], aligned, None)
-        scores = {}
-        for name in ("logps", "entropies"):
-            if name in outputs:
-                scores[name] = np.zeros(batch.tokens.shape, np.float32)
-                for row, piece in zip(scores[name], pieces, strict=False):
-                    values = outputs[name][piece.row, piece.columns]
-                    row[: len(values)] = values
-        arrays = {k: x[:count] for k, x in batch._asdict().items() if k in beside and x is not None}
-        with jax.numpy_dtype_promotion("standard"):
-            output = group.loss(
-                {"labels": batch.labels[:count]},
-                {name: x[:count] for name, x in scores.items()},
-                **arrays,
-            )
-        loss = float(output.loss / (output.num_tokens or 1))
-        group.log.add_loss(loss)
-        return loss
+        loss_inputs = read_loss_inputs(advantages, old_logps, ref_logps, ref_outputs)
+        return loss_of_last_pass(self.group(adapter_name), loss_inputs)
 
     def forward_backward(
         self,
@@ -541,58 +317,19 @@ class TransformersModel:
             The loss of these inputs.
         """
         group = self.group(adapter_name)
-        _check_task(task)
+        check_task(task)
         group.set_accumulation(gradient_accumulation_steps)
-        features = self._read_features(group, inputs, labels_needed=True)
-        pieces = split_packed(features)
-        beside = _loss_inputs(advantages, old_logps, ref_logps, ref_outputs)
-        aligned: dict[str, Any] = {
-            name: align_loss_input(name, x, features, pieces) for name, x in beside.items()
-        }
-        teacher = _teacher(
-            teacher_output, teacher_logits, teacher_topk_logprobs, teacher_topk_indices, topk
+        return accumulate(
+            self,
+            group,
+            inputs,
+            read_loss_inputs(advantages, old_logps, ref_logps, ref_outputs),
+            read_teacher(
+                teacher_output, teacher_logits, teacher_topk_logprobs, teacher_topk_indices, topk
+            ),
+            micro_batch_size=micro_batch_size,
+            temperature=temperature,
         )
-        if (teacher is None) == isinstance(group.loss, GKDLoss):
-            raise ValueError(
-                "teacher_logits or teacher_topk_logprobs must be given with GKDLoss and with no "
-                f"other loss, got {type(group.loss).__name__}"
-            )
-        if teacher is not None:
-            aligned |= align_teacher(*teacher, features, pieces)
-        total: StepSummary | None = None
-        shape = (len(features), max(len(feature["labels"]) for feature in features))
-        logps = np.zeros(shape, np.float32) if group.log.sees_logps(True) else None
-        done = 0
-        for batch, count in self._micro_batches(pieces, aligned, micro_batch_size):
-            group.state, summary = grad_step(
-                group.state,
-                batch,
-                self.config,
-                group.loss,
-                frozen=group.frozen,
-                temperature=temperature,
-                key=self.key if group.lora is not None and group.lora.lora_dropout else None,
-                compute_dtype=self.dtype,
-                remat=self.remat,
-                mesh=self.mesh,
-            )
-            if logps is not None and summary.logps is not None:
-                write_pieces(logps, np.asarray(summary.logps), pieces[done : done + count])
-            done += count
-            total = summary if total is None else add_summaries(total, summary)
-        assert total is not None
-        group.cur_step += 1
-        group.log.add_summary(total)
-        outputs = {"loss": total.loss} | ({} if logps is None else {"logps": logps})
-        facts: dict[str, Any] = {
-            "lr": group.learning_rate,
-            "step": group.cur_step,
-            "grad_norm": group.gradient_norm,
-            "gradient_accumulation_steps": group.gradient_accumulation_steps,
-            **{name: values for name, values in beside.items() if values is not None},
-        }
-        group.log.show(True, features, outputs, **facts)
-        return total.loss
 
     # Updates.
 
@@ -808,48 +545,6 @@ class TransformersModel:
         """
         return resume(self, adapter_name, checkpoint_dir, resume_only_model)
 
-    # For the files beside this one.
-
-    def add_group(self, name: str, lora: LoraConfig, adapter: Params) -> None:
-        """Add an adapter; the first one freezes the parameters."""
-        if not name or name in self.optimizer_group:
-            raise ValueError(f"adapter_name must be new and not empty, got {name!r}")
-        before = self.group()
-        if not self.has_adapters:
-            before.drop_training_state()
-            self._base = jax.tree.map(lambda x: x.astype(self.dtype), before.state.params)
-            del self.optimizer_group[""]
-        state = begin_training(adapter, None, self.mesh)
-        group = OptimizerGroup(name, state, lora, self.frozen_base(lora))
-        group.template, group.loss = before.template, before.loss
-        group.set_accumulation(before.gradient_accumulation_steps)
-        self.optimizer_group[name], self.active_group = group, name
-
-    def frozen_base(self, lora: LoraConfig) -> dict[str, Any]:
-        """Give the frozen parameters with the scales of an adapter."""
-        return merge_params(self._base, adapter_scales(self.config, lora))
-
-    def restart(self, group: OptimizerGroup, params: Params) -> None:
-        """Begin optimizer state and gradients anew; rows go on, so that noise does not repeat."""
-        rows = group.state.rows
-        group.drop_training_state()
-        group.state = begin_training(params, group.optimizer, self.mesh)._replace(rows=rows)
-
-    def read(self, directory: str | Path) -> Decoder:
-        """Read a checkpoint onto the devices."""
-        rules = None if self.mesh is None else partition_rules(self.mesh)
-        return load_pretrained(directory, dtype="float32", mesh=self.mesh, partition=rules)
-
-    def _copy(self, decoder: Decoder) -> Decoder:
-        """Training donates its parameters, so a decoder of the caller's is copied."""
-        shardings = None if self.mesh is None else shard_like_params(decoder.params, self.mesh)
-
-        def copied(params: Params) -> Params:
-            return jax.tree.map(lambda x: jnp.copy(x.astype(jnp.float32)), params)
-
-        params = jax.jit(copied, out_shardings=shardings)(decoder.params)
-        return Decoder(decoder.config, params, source=decoder.source)
-
     def _apply(self, group: OptimizerGroup, max_grad_norm: float | None) -> UpdateInfo:
         optimizer = group.needed_optimizer()
         group.state, info = apply_gradients(
@@ -863,85 +558,3 @@ class TransformersModel:
             group.gradient_norm = info.gradient_norm
         group.updates.append(info)
         return info
-
-    def _read_features(
-        self, group: OptimizerGroup, inputs: Inputs, *, labels_needed: bool
-    ) -> list[Feature]:
-        return read_features(
-            inputs,
-            group.template,
-            vocab_size=self.config.vocab_size,
-            labels_needed=labels_needed,
-            other_columns=True,
-        )
-
-    def _micro_batches(
-        self, pieces: list[Piece], loss_inputs: dict[str, list[HostArray] | None], size: int | None
-    ) -> Iterator[tuple[Batch, int]]:
-        """Cut into micro-batches; on a mesh, spread the rows of each over it."""
-        sequences = [piece.feature for piece in pieces]
-        if self.mesh is None:
-            yield from micro_batches(sequences, loss_inputs, size)
-            return
-        devices = self.mesh.shape["data"] * self.mesh.shape["fsdp"]
-        for batch, count in micro_batches(
-            sequences,
-            loss_inputs,
-            size,
-            row_multiple=devices,
-            time_multiple=self.mesh.shape["tensor"],
-        ):
-            yield jax.device_put(batch, batch_sharding(self.mesh)), count
-
-
-def _compute_dtype(dtype: DTypeLike | None, mixed_precision: str | None) -> DTypeLike:
-    if mixed_precision is None:
-        return "float32" if dtype is None else dtype
-    if mixed_precision not in _DTYPES:
-        raise ValueError(f"mixed_precision must be 'no' or 'bf16', got {mixed_precision!r}")
-    named = _DTYPES[mixed_precision]
-    if dtype is not None and jnp.dtype(dtype) != jnp.dtype(named):
-        raise ValueError(
-            f"dtype must be {named} with mixed_precision={mixed_precision!r}, got {dtype}"
-        )
-    return named
-
-
-def _teacher(
-    output: Mapping[str, Any] | None, logits: Any, logprobs: Any, indices: Any, topk: int | None
-) -> tuple[Any, Any] | None:
-    """Give a teacher's log-probabilities and their tokens, of logits the largest ones."""
-    if output is not None:
-        named = {"logits": logits, "topk_logprobs": logprobs, "topk_indices": indices}
-        found = {name.removeprefix("teacher_"): x for name, x in output.items()}
-        found = {"logits": None, **{k: x for k, x in found.items() if k in named}}
-        if any(x is not None for x in (logits, logprobs, indices)):
-            raise ValueError("teacher_output must be the only teacher, got another one too")
-        logits, logprobs = found["logits"], found.get("topk_logprobs")
-        indices, topk = found.get("topk_indices"), output.get("topk", topk)
-    if logprobs is not None and indices is not None:
-        return logprobs, indices
-    if logits is None:
-        return None
-    values = np.asarray(logits, np.float32)
-    # A constant added to a position's logits changes no distribution over them.
-    order = np.argsort(-values, axis=-1, kind="stable")[..., :topk].astype(np.int32)
-    return np.take_along_axis(values, order, axis=-1), order
-
-
-def _check_task(task: str) -> None:
-    if task not in ("causal_lm", "fused_lm_ce"):
-        raise ValueError(f"task must be 'causal_lm', got {task!r}; see docs/from_twinkle.md")
-
-
-def _loss_inputs(
-    advantages: PerSequence | None,
-    old_logps: PerSequence | None,
-    ref_logps: PerSequence | None,
-    ref_outputs: Mapping[str, Any] | None,
-) -> dict[str, Any]:
-    if ref_outputs is not None:
-        if ref_logps is not None:
-            raise ValueError("ref_logps must be left out with ref_outputs, got both")
-        ref_logps = ref_outputs["logps"]
-    return dict(zip(LOSS_INPUTS, (advantages, old_logps, ref_logps), strict=True))

@@ -1,6 +1,5 @@
-"""Twinkle's data sets, in memory, lazy and as streams, over [`Rows`][twinkle_jax.data.Rows]."""
+"""Data sets in memory and as streams, over [`Rows`][twinkle_jax.data.Rows]."""
 
-import itertools
 import os
 import uuid
 from collections.abc import Callable, Iterable, Iterator
@@ -8,14 +7,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from twinkle_jax.data import Rows, RowStream, Template, mix, read_rows, write_rows
 from twinkle_jax.data.prompt_files import download_split
-from twinkle_jax.data.rows import Row, Table, column_function, to_rows
-from twinkle_jax.training.packing import assign_lines
+from twinkle_jax.data.rows import Row, Table, to_rows
 from twinkle_jax.twinkle.names import construct, local_id, refuse
-from twinkle_jax.twinkle.preprocessor import Preprocessor
 
 _TEMPLATES, _PREPROCESSORS = "twinkle_jax.twinkle.template", "twinkle_jax.twinkle.preprocessor"
 _WORK = (
@@ -121,7 +116,7 @@ class Dataset:
     def add_dataset(self, dataset_meta: DatasetMeta, **options: Any) -> None:
         """Add a source."""
         stream = bool(options.pop("streaming", self.streams))
-        refuse("add_dataset", _result_options(options))
+        refuse("add_dataset", result_options(options))
         self.datasets[dataset_meta.get_id()] = dataset_meta.load(stream=stream)
         self._show_single()
 
@@ -147,11 +142,11 @@ class Dataset:
                 how it is computed have no effect.
         """
         function = construct(preprocess_func, _PREPROCESSORS, **(init_args or {}))
-        chosen = {
+        chosen: dict[str, Any] = {
             key: options.pop(key) for key in ("remove_columns", "batch_size") if key in options
         }
-        refuse("map", _result_options(options))
-        self._change(dataset_meta, lambda rows: rows.map(function, **chosen))
+        refuse("map", result_options(options))
+        self._map(function, dataset_meta, chosen)
 
     def filter(
         self,
@@ -162,7 +157,7 @@ class Dataset:
     ) -> None:
         """Keep the rows for which a function, or a `DataFilter`, returns something true."""
         function = construct(filter_func, _PREPROCESSORS, **(init_args or {}))
-        refuse("filter", _result_options(options))
+        refuse("filter", result_options(options))
         self._change(dataset_meta, lambda rows: rows.filter(function))
 
     def mix_dataset(self, interleave: bool = True) -> None:
@@ -183,8 +178,8 @@ class Dataset:
         """
         removed = options.pop("remove_columns", None) or ()
         size = options.pop("batch_size", 1000)
-        refuse("encode", _result_options(options))
-        template = self._needed_template()
+        refuse("encode", result_options(options))
+        template = self.needed_template()
 
         def encode(rows: list[Row]) -> list[Row]:
             kept = [{key: x for key, x in row.items() if key not in removed} for row in rows]
@@ -194,9 +189,9 @@ class Dataset:
 
     def check(self, **options: Any) -> None:
         """Drop the rows that the template cannot encode."""
-        refuse("check", _result_options(options))
-        template = self._needed_template()
-        self.dataset = self.dataset.filter(lambda row: _encodes(template, row))
+        refuse("check", result_options(options))
+        template = self.needed_template()
+        self.dataset = self.dataset.filter(lambda row: encodes(template, row))
 
     def save_as(self, output_path: str | Path, format: str | None = None, **options: Any) -> None:
         """Write the rows to a file, as its suffix or `format` says: jsonl, csv or parquet."""
@@ -217,6 +212,9 @@ class Dataset:
 
     def __iter__(self) -> Iterator[Row]:
         return iter(self.dataset)
+
+    def _map(self, function: Any, meta: DatasetMeta | None, options: dict[str, Any]) -> None:
+        self._change(meta, lambda rows: rows.map(function, **options))
 
     def _change(self, meta: DatasetMeta | None, change: Callable[[Any], Table]) -> None:
         if self._mixed:
@@ -240,7 +238,8 @@ class Dataset:
         if len(self.datasets) == 1:
             (self.dataset,) = self.datasets.values()
 
-    def _needed_template(self) -> Template:
+    def needed_template(self) -> Template:
+        """Give the template, which must have been set."""
         assert self.template is not None, "set_template must be called first"
         template: Template = self.template
         return template
@@ -256,207 +255,6 @@ class IterableDataset(Dataset):
 
     def __getitem__(self, index: int) -> Row:
         raise NotImplementedError("the rows of a stream have no numbers")
-
-
-class PackingDataset(Dataset):
-    """A data set whose encoded rows are packed: several, one after the other, make one of its rows.
-
-    `position_ids` start again at 0 with each of them, so the model computes each as it is alone.
-    Rows of a policy's update are packed without this, too.
-
-    Args:
-        dataset_meta: as for `Dataset`.
-        packing_num_proc: unused: no packing takes long enough for it.
-        options: as for `Dataset`.
-
-    Example:
-        >>> dataset = PackingDataset(DatasetMeta(data=[{"input_ids": [5, 6]}, {"input_ids": [7]}]))
-        >>> dataset.set_template(lambda trajectory: trajectory)
-        >>> dataset.pack_dataset()
-        >>> len(dataset), dataset[0]["input_ids"], dataset[0]["position_ids"]
-        (1, [5, 6, 7], [0, 1, 0])
-    """
-
-    def __init__(
-        self, dataset_meta: DatasetMeta | None = None, packing_num_proc: int = 1, **options: Any
-    ) -> None:
-        self._lines: list[list[int]] | None = None
-        super().__init__(dataset_meta, **options)
-
-    def pack_dataset(self) -> None:
-        """Pack what was encoded: into rows of the template's `max_length`, or of 2048 tokens.
-
-        A row that is longer is one by itself.
-        """
-        assert "input_ids" in self.dataset[0], "encode must be called first"
-        self._lines = lines_of(self.dataset, self._needed_template())
-
-    def __len__(self) -> int:
-        return len(self._packed())
-
-    def __getitem__(self, index: int) -> Row:
-        return joined([self.dataset[i] for i in self._packed()[index]])
-
-    def __iter__(self) -> Iterator[Row]:
-        return (self[index] for index in range(len(self)))
-
-    def _packed(self) -> list[list[int]]:
-        assert self._lines is not None, "pack_dataset must be called first"
-        return self._lines
-
-
-class IterablePackingDataset(IterableDataset):
-    """A stream whose rows are encoded, so many at a time, and packed.
-
-    Args:
-        dataset_meta: as for `IterableDataset`.
-        packing_interval: how many rows are packed together.
-        packing_num_proc: unused.
-        cyclic: whether the stream starts again when it ends.
-        options: as for `IterableDataset`.
-    """
-
-    def __init__(
-        self,
-        dataset_meta: DatasetMeta | None = None,
-        packing_interval: int = 128,
-        packing_num_proc: int = 1,
-        cyclic: bool = False,
-        **options: Any,
-    ) -> None:
-        self.packing_interval, self.cyclic, self._started = packing_interval, cyclic, False
-        super().__init__(dataset_meta, **options)
-
-    def pack_dataset(self) -> None:
-        """Pack from now on."""
-        strategy = self._needed_template().truncation_strategy
-        assert strategy != "split", (
-            "truncation_strategy must not be 'split', for a stream is packed"
-        )
-        self._started = True
-
-    def __iter__(self) -> Iterator[Row]:
-        assert self._started, "pack_dataset must be called first"
-        template = self._needed_template()
-        remaining: list[Row] = []  # of the last line, which may have room for more
-        rows = self._rows()
-        while batch := list(itertools.islice(rows, self.packing_interval)):
-            encoded = [row for row in batch if "input_ids" in row]
-            encoded += encode_rows(template, [x for x in batch if "input_ids" not in x], False)
-            remaining += encoded
-            lines = lines_of(remaining, template)
-            yield from (joined([remaining[i] for i in line]) for line in lines[:-1])
-            remaining = [remaining[i] for i in lines[-1]] if lines else []
-        if remaining:
-            yield joined(remaining)
-
-    def _rows(self) -> Iterator[Row]:
-        while True:
-            row = None
-            for row in self.dataset:
-                yield row
-            if row is None or not self.cyclic:
-                return
-
-
-class LazyDataset(Dataset):
-    """A data set that maps and encodes a row when it is asked for.
-
-    As with Twinkle's, a mixed one takes its sources in turn until the longest ends, the others
-    starting again, and a mapped row has only the columns that the last function gave.
-    """
-
-    def __init__(self, dataset_meta: DatasetMeta | None = None, **options: Any) -> None:
-        self.do_encode, self.do_check, self.add_generation_prompt = False, False, False
-        self._functions: list[tuple[str | None, Callable[[list[Row]], list[Row]]]] = []
-        self._interleave: bool | None = None
-        super().__init__(dataset_meta, **options)
-
-    def map(
-        self,
-        preprocess_func: Any,
-        dataset_meta: DatasetMeta | None = None,
-        init_args: dict[str, Any] | None = None,
-        **options: Any,
-    ) -> None:
-        """Map rows when they are asked for, of one source or of all."""
-        function = construct(preprocess_func, _PREPROCESSORS, **(init_args or {}))
-        removed = options.pop("remove_columns", ())
-        refuse("map", _result_options(options))
-        key = None if dataset_meta is None else dataset_meta.get_id()
-        if key is None and len(self.datasets) == 1 and not self._interleave:
-            key = self._key(None)
-        self._functions.append((key, _replacing(function, removed)))
-
-    def mix_dataset(self, interleave: bool = True) -> None:
-        """Mix the sources, without copying them."""
-        if len(self.datasets) > 1:
-            self._interleave = interleave
-
-    def encode(self, add_generation_prompt: bool = False, **options: Any) -> None:
-        """Encode rows when they are asked for."""
-        refuse("encode", _result_options(options))
-        strategy = self._needed_template().truncation_strategy
-        assert strategy != "split", (
-            "Lazy tokenize does not support truncation_strategy==`split`, which makes several rows"
-        )
-        self.do_encode, self.add_generation_prompt = True, add_generation_prompt
-
-    def check(self, **options: Any) -> None:
-        """Give None for a row that the template cannot encode."""
-        refuse("check", _result_options(options))
-        self._needed_template()
-        self.do_check = True
-
-    def __len__(self) -> int:
-        lengths = [len(rows) for rows in self.datasets.values()]  # type: ignore[arg-type]
-        if self._interleave is None:
-            return lengths[0]
-        return len(lengths) * max(lengths) if self._interleave else sum(lengths)
-
-    def __getitem__(self, index: int) -> Any:
-        key, row = self._locate(range(len(self))[index])
-        for source, function in self._functions:
-            if source in (None, key):
-                (row,) = function([row])
-        if self.do_encode:
-            rows = encode_rows(self._needed_template(), [row], self.add_generation_prompt)
-            return rows[0] if rows else None
-        if self.do_check and not _encodes(self._needed_template(), row):
-            return None
-        return row
-
-    def __iter__(self) -> Iterator[Row]:
-        return (self[index] for index in range(len(self)))
-
-    def _locate(self, index: int) -> tuple[str, Row]:
-        sources: list[tuple[str, Any]] = list(self.datasets.items())
-        if self._interleave:
-            key, rows = sources[index % len(sources)]
-            return key, rows[index // len(sources) % len(rows)]
-        for key, rows in sources:
-            if index < len(rows):
-                return key, rows[index]
-            index -= len(rows)
-        raise IndexError(index)
-
-
-def lines_of(rows: Any, template: Any) -> list[list[int]]:
-    """Say which rows, by their numbers, stand in each packed row."""
-    lengths = np.asarray([len(row["input_ids"]) for row in rows], np.int32)
-    width = getattr(template, "max_length", None) or 2048
-    return assign_lines(lengths, max(width, int(lengths.max(initial=1))))
-
-
-def joined(rows: list[Row]) -> Row:
-    """Join rows: lists of numbers one after the other; other columns become lists of values."""
-    line: Row = {}
-    for key, first in rows[0].items():
-        values = [row[key] for row in rows]
-        numbers = isinstance(first, list) and first and isinstance(first[0], int | float)
-        line[key] = list(itertools.chain.from_iterable(values)) if numbers else values
-    steps = (range(len(row["input_ids"])) for row in rows)
-    return line | {"position_ids": list(itertools.chain.from_iterable(steps))}
 
 
 def encode_rows(template: Template, rows: list[Row], prompt: bool) -> list[Row]:
@@ -479,19 +277,14 @@ def _lists(feature: Any) -> Row:
     return {k: x.tolist() if hasattr(x, "tolist") else x for k, x in feature.items()}
 
 
-def _replacing(function: Any, removed: Any) -> Callable[[list[Row]], list[Row]]:
-    if isinstance(function, Preprocessor) and type(function).__call__ is Preprocessor.__call__:
-        return lambda rows: [dict(function.preprocess(row)) for row in rows]
-    return column_function(lambda columns: function(columns), removed)
-
-
-def _encodes(template: Template, row: Row) -> bool:
+def encodes(template: Template, row: Row) -> bool:
+    """Whether the template can encode a row."""
     try:
         return bool(encode_rows(template, [row], False))
     except ValueError:
         return False
 
 
-def _result_options(options: dict[str, Any]) -> dict[str, Any]:
+def result_options(options: dict[str, Any]) -> dict[str, Any]:
     """Give the options that would change the result, without those about how it is computed."""
     return {key: value for key, value in options.items() if key not in _WORK}

@@ -1,0 +1,244 @@
+"""A policy and its adapters, each with what it is trained with."""
+
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+from jax.typing import DTypeLike
+
+from twinkle_jax.model import (
+    Decoder,
+    LoraConfig,
+    Params,
+    Remat,
+    load_adapter,
+    load_pretrained,
+    merge_params,
+    partition_rules,
+    shard_like_params,
+)
+from twinkle_jax.model.decoder.lora import adapter_scales, init_adapter, read_lora_config
+from twinkle_jax.model.huggingface.adapter_files import adapter_tensors
+from twinkle_jax.model.huggingface.checkpoint_names import PREFIX
+from twinkle_jax.model.huggingface.checkpoint_write import list_tensors
+from twinkle_jax.training.state import TrainState, begin_training
+from twinkle_jax.twinkle.infra import DeviceMesh, mesh_of, note_group
+from twinkle_jax.twinkle.model.group import OptimizerGroup
+from twinkle_jax.twinkle.names import local_id, refuse, warn_once
+
+Precision = Literal["no", "bf16"]
+_DTYPES = {"no": "float32", "bf16": "bfloat16"}
+_SPEED = (  # Twinkle's options that change neither what is computed nor in which type
+    "attn_implementation",
+    "ddp_config",
+    "fsdp_config",
+    "gradient_checkpointing",
+    "low_cpu_mem_usage",
+    "memory_efficient_init",
+    "strategy",
+    "tokenizer_id",
+    "trust_remote_code",
+)
+
+
+class AdapterPolicy:
+    """What a `TransformersModel` holds: parameters, adapters over them, and the mesh they lie on.
+
+    Its arguments are those of `TransformersModel`.
+    """
+
+    def __init__(
+        self,
+        model_id: str | Path | Decoder,
+        *,
+        device_mesh: DeviceMesh | None = None,
+        dtype: DTypeLike | None = None,
+        mixed_precision: Precision | None = None,
+        mesh: Mesh | None = None,
+        remat: Remat = True,
+        seed: int = 0,
+        model_cls: Any = None,
+        remote_group: str | None = None,
+        **options: Any,
+    ) -> None:
+        refuse("TransformersModel", {k: x for k, x in options.items() if k not in _SPEED})
+        note_group(remote_group)
+        if model_cls is not None:
+            warn_once(
+                "model_cls is not read: the checkpoint's configuration names the architecture"
+            )
+        model_id = local_id(model_id)
+        self.model_id, self.remat = model_id, remat
+        self.mesh = mesh_of(device_mesh) if mesh is None else mesh
+        self.dtype = jnp.dtype(_compute_dtype(dtype, mixed_precision))
+        decoder = self._copy(model_id) if isinstance(model_id, Decoder) else self.read(model_id)
+        self.config, self.source = decoder.config, decoder.source
+        self.key = jax.random.key(seed)
+        self._base: Params | None = None  # the frozen parameters under adapters
+        state = begin_training(decoder.params, None, self.mesh)
+        self.optimizer_group = {"": OptimizerGroup("", state)}
+        self.active_group = ""
+
+    @property
+    def params(self) -> dict[str, Any]:
+        """All parameters, the active adapter included: what the decoder's functions take.
+
+        `prefill` and `decode_step` sample from it, under LoRA too;
+        [`merge_adapter`][twinkle_jax.model.merge_adapter] gives one without adapters. Nothing is
+        copied, and the next `forward_backward` or `step` donates what is trained: ask again then.
+        """
+        return self.merged(self.group())
+
+    @property
+    def state(self) -> TrainState:
+        """What the active adapter trains, or the parameters themselves."""
+        return self.group().state
+
+    @state.setter
+    def state(self, state: TrainState) -> None:
+        self.group().state = state
+
+    @property
+    def template(self) -> Any:
+        """What `set_template` was given; None before that."""
+        return self.group().template
+
+    @property
+    def learning_rate(self) -> float:
+        """What the next step multiplies updates by."""
+        return self.group().learning_rate
+
+    @property
+    def cur_step(self) -> int:
+        """How often `forward_backward` was called."""
+        return self.group().cur_step
+
+    @property
+    def has_adapters(self) -> bool:
+        """Whether adapters are trained instead of the parameters."""
+        return "" not in self.optimizer_group
+
+    def group(self, adapter_name: str | None = None) -> OptimizerGroup:
+        """Give what an adapter is trained with; by default the last one that was added.
+
+        Raises:
+            ValueError: if there is no such adapter.
+        """
+        name = adapter_name or self.active_group
+        if name not in self.optimizer_group:
+            names = sorted(filter(None, self.optimizer_group))
+            known = " or ".join(map(repr, names)) if names else None
+            raise ValueError(f"adapter_name must be {known} or left out, got {adapter_name!r}")
+        return self.optimizer_group[name]
+
+    def merged(self, group: OptimizerGroup) -> dict[str, Any]:
+        """Lay what a group trains over the frozen parameters."""
+        return merge_params(group.frozen, group.state.params)
+
+    def get_state_dict(self, *, adapter_name: str | None = None) -> dict[str, np.ndarray]:
+        """Copy what is trained to the host, named and laid out as in a checkpoint."""
+        group = self.group(adapter_name)
+        if group.lora is not None:
+            return adapter_tensors(self.config, group.state.params)
+        tensors = list_tensors(Decoder(self.config, group.state.params), PREFIX, None)
+        return {tensor.name: tensor.fetch() for tensor in tensors}
+
+    def get_train_configs(self, *, adapter_name: str | None = None) -> str:
+        """Describe what is trained, and how."""
+        group = self.group(adapter_name)
+        trained = sum(leaf.size for leaf in jax.tree.leaves(group.state.params))
+        total = sum(leaf.size for leaf in jax.tree.leaves(self.merged(group)))
+        lines = [
+            f"Adapter config: {group.lora}",
+            f"Trainable params: {trained:,d} || all params: {total:,d} || "
+            f"trainable%: {100 * trained / total:.4f}",
+            f"Loss: {type(group.loss).__name__}",
+            f"Learning rate: {group.learning_rate}",
+            f"Gradient accumulation steps: {group.gradient_accumulation_steps}",
+        ]
+        return "\n".join(lines)
+
+    def add_adapter_to_model(
+        self,
+        adapter_name: str,
+        config_or_dir: Any,
+        *,
+        gradient_accumulation_steps: int | None = None,
+        seed: int = 0,
+    ) -> None:
+        """Freeze the parameters, and train low-rank adapters instead.
+
+        Args:
+            adapter_name: a name for it; several adapters share the frozen parameters, and each is
+                trained by itself.
+            config_or_dir: a [`LoraConfig`][twinkle_jax.model.LoraConfig], or PEFT's; or a directory
+                with an adapter. `lora_dropout` is applied while training, and only then.
+            gradient_accumulation_steps: how many calls of `forward_backward` make an update.
+            seed: of the random A; B starts at 0, so nothing changes yet.
+
+        Raises:
+            ValueError: if the name is taken, or an option or target is not supported.
+        """
+        if isinstance(config_or_dir, str | Path):
+            lora, adapter = load_adapter(local_id(config_or_dir), self.config)
+        else:
+            lora = read_lora_config(config_or_dir)
+            adapter = init_adapter(jax.random.key(seed), self.config, lora)
+        self.add_group(adapter_name, lora, adapter)
+        self.group(adapter_name).set_accumulation(gradient_accumulation_steps)
+
+    def add_group(self, name: str, lora: LoraConfig, adapter: Params) -> None:
+        """Add an adapter; the first one freezes the parameters."""
+        if not name or name in self.optimizer_group:
+            raise ValueError(f"adapter_name must be new and not empty, got {name!r}")
+        before = self.group()
+        if not self.has_adapters:
+            before.drop_training_state()
+            self._base = jax.tree.map(lambda x: x.astype(self.dtype), before.state.params)
+            del self.optimizer_group[""]
+        state = begin_training(adapter, None, self.mesh)
+        group = OptimizerGroup(name, state, lora, self.frozen_base(lora))
+        group.template, group.loss = before.template, before.loss
+        group.set_accumulation(before.gradient_accumulation_steps)
+        self.optimizer_group[name], self.active_group = group, name
+
+    def frozen_base(self, lora: LoraConfig) -> dict[str, Any]:
+        """Give the frozen parameters with the scales of an adapter."""
+        return merge_params(self._base, adapter_scales(self.config, lora))
+
+    def restart(self, group: OptimizerGroup, params: Params) -> None:
+        """Begin optimizer state and gradients anew; rows go on, so that noise does not repeat."""
+        rows = group.state.rows
+        group.drop_training_state()
+        group.state = begin_training(params, group.optimizer, self.mesh)._replace(rows=rows)
+
+    def read(self, directory: str | Path) -> Decoder:
+        """Read a checkpoint onto the devices."""
+        rules = None if self.mesh is None else partition_rules(self.mesh)
+        return load_pretrained(directory, dtype="float32", mesh=self.mesh, partition=rules)
+
+    def _copy(self, decoder: Decoder) -> Decoder:
+        """Training donates its parameters, so a decoder of the caller's is copied."""
+        shardings = None if self.mesh is None else shard_like_params(decoder.params, self.mesh)
+
+        def copied(params: Params) -> Params:
+            return jax.tree.map(lambda x: jnp.copy(x.astype(jnp.float32)), params)
+
+        params = jax.jit(copied, out_shardings=shardings)(decoder.params)
+        return Decoder(decoder.config, params, source=decoder.source)
+
+
+def _compute_dtype(dtype: DTypeLike | None, mixed_precision: str | None) -> DTypeLike:
+    if mixed_precision is None:
+        return "float32" if dtype is None else dtype
+    if mixed_precision not in _DTYPES:
+        raise ValueError(f"mixed_precision must be 'no' or 'bf16', got {mixed_precision!r}")
+    named = _DTYPES[mixed_precision]
+    if dtype is not None and jnp.dtype(dtype) != jnp.dtype(named):
+        raise ValueError(
+            f"dtype must be {named} with mixed_precision={mixed_precision!r}, got {dtype}"
+        )
+    return named
