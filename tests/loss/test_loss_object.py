@@ -1,4 +1,4 @@
-"""What a loss object is and returns, and laws of every loss with a target."""
+"""Loss objects: their interface, the labels and outputs that they read, numbers for samples."""
 
 import jax
 import jax.numpy as jnp
@@ -8,11 +8,13 @@ import pytest
 from tests.loss.targets import DATA, LABELS, MASK, TARGET_LOSSES, value_and_gradient
 from twinkle_jax.loss import (
     LOSSES,
+    BNPOLoss,
     CPOLoss,
     GRPOLoss,
     Loss,
     LossOutput,
     PolicyMetrics,
+    PPOValueLoss,
     get_loss,
 )
 
@@ -159,3 +161,304 @@ def test_cross_entropy_beside_a_preference_is_of_each_micro_batch():
     pairs, _ = value_and_gradient(CPOLoss(bc_coef=0.0), "logps", LABELS[:2], data)
     both, _ = value_and_gradient(CPOLoss(), "logps", LABELS[:2], data)
     np.testing.assert_allclose(both, pairs - data["logps"][0][MASK[0]].mean(), rtol=1e-5)
+
+
+LOGPS = jnp.array([[-0.5, -1.0, -2.0], [-0.25, -4.0, -8.0]])
+SMALL_LABELS = np.array([[-100, 3, 5], [0, -100, -100]])
+
+
+def loss(labels, outputs=None, loss_fn=None, **kwargs):
+    kwargs = {"advantages": [1.0, -1.0]} | kwargs
+    outputs = {"logps": LOGPS} if outputs is None else outputs
+    return (loss_fn or GRPOLoss())({"labels": labels}, outputs, **kwargs).loss
+
+
+def test_labels_in_every_form():
+    # On policy the loss is the mean of -A: (-1 + 1) / 2 = 0, or -1 for the first row alone.
+    for labels in (
+        SMALL_LABELS,
+        SMALL_LABELS.tolist(),
+        jnp.asarray(SMALL_LABELS),
+        SMALL_LABELS.astype(np.int8),
+    ):
+        assert loss(labels) == 0
+    assert loss(SMALL_LABELS[0], {"logps": LOGPS[0]}, advantages=[1.0]) == -1
+    assert loss(SMALL_LABELS, {"logps": LOGPS[..., None]}) == 0
+    ours = np.where(SMALL_LABELS == -100, 255, SMALL_LABELS).astype(np.uint8)
+    # Over tokens it is the mean of -1, -1 and 1.
+    assert loss(ours, loss_fn=BNPOLoss(ignore_index=255)) == loss(SMALL_LABELS, loss_fn=BNPOLoss())
+    assert loss(SMALL_LABELS, loss_fn=BNPOLoss()) == np.float32(-1 / 3)
+
+
+def test_log_probabilities_come_from_logits():
+    logits = jnp.asarray(np.random.default_rng(0).normal(size=(2, 3, 6)), jnp.float32)
+    logps = jnp.take_along_axis(
+        jax.nn.log_softmax(logits), jnp.maximum(jnp.asarray(SMALL_LABELS), 0)[..., None], axis=-1
+    )[..., 0]
+    old = LOGPS - 1
+
+    def from_logits(x):
+        return loss(SMALL_LABELS, {"logits": x}, old_logps=old)
+
+    def from_logps(x):
+        logps = jnp.take_along_axis(
+            jax.nn.log_softmax(x), jnp.maximum(jnp.asarray(SMALL_LABELS), 0)[..., None], axis=-1
+        )
+        return loss(SMALL_LABELS, {"logps": logps}, old_logps=old)
+
+    for ours, plain in zip(
+        jax.jit(jax.value_and_grad(from_logits))(logits),
+        jax.jit(jax.value_and_grad(from_logps))(logits),
+        strict=True,
+    ):
+        np.testing.assert_allclose(ours, plain, rtol=1e-6, atol=1e-7)
+    # Log-probabilities that are arguments are taken; logits then do not matter.
+    both = loss(SMALL_LABELS, {"logps": logps, "logits": None}, old_logps=old)
+    np.testing.assert_allclose(both, from_logits(logits), rtol=1e-6)
+    # Garbage where there is no label changes nothing.
+    dirty = jnp.where((jnp.asarray(SMALL_LABELS) == -100)[..., None], jnp.nan, logits)
+    run = jax.jit(jax.value_and_grad(from_logits))
+    value, gradient = run(dirty)
+    assert value == run(logits)[0]
+    assert np.isfinite(gradient).all()
+    assert not gradient[SMALL_LABELS == -100].any()
+
+
+def test_half_precision_logits_are_normalised_in_single():
+    logits = jnp.full((1, 1, 4096), 0.5, jnp.bfloat16)
+    value = GRPOLoss(beta=1.0)(
+        {"labels": [[7]]}, {"logits": logits}, ref_logps=[[0.0]], advantages=[0.0]
+    ).loss
+    # k3 with log-ratio -log 4096: 4096 - log 4096 - 1
+    np.testing.assert_allclose(value, 4095 - np.log(4096), rtol=1e-5)
+
+
+def test_labels_outside_the_vocabulary():
+    outputs, plain = {"logits": jnp.zeros((2, 3, 6))}, {"logps": LOGPS}
+    critic = {"old_values": LOGPS, "returns": LOGPS}
+    for row, column, call in [
+        (1, 0, lambda: loss(np.where(SMALL_LABELS == 0, 6, SMALL_LABELS), outputs)),
+        (1, 0, lambda: loss(np.where(SMALL_LABELS == 0, -1, SMALL_LABELS), plain)),
+        (0, 0, lambda: loss(SMALL_LABELS, loss_fn=GRPOLoss(ignore_index=-1))),
+        (
+            0,
+            0,
+            lambda: PPOValueLoss()(
+                {"labels": np.where(SMALL_LABELS < 0, -7, 1)}, {"values": LOGPS}, **critic
+            ),
+        ),
+    ]:
+        with pytest.raises(ValueError, match=rf"^inputs\['labels'\]\[{row}, {column}\] must"):
+            call()
+
+
+@pytest.mark.parametrize("label", [6, -1])
+def test_traced_labels_outside_the_vocabulary_are_not_silent(label):
+    logits = jnp.zeros((2, 3, 6))
+    run = jax.jit(lambda labels: loss(labels, {"logits": logits}))
+    assert run(jnp.asarray(SMALL_LABELS)) == 0
+    assert jnp.isnan(run(jnp.asarray(np.where(SMALL_LABELS == 0, label, SMALL_LABELS))))
+
+
+def test_errors_about_inputs():
+    for error, argument, inputs in [
+        (TypeError, "inputs must", [{}]),
+        (ValueError, "inputs must hold 'labels'", {"input_ids": SMALL_LABELS}),
+        (TypeError, r"inputs\['labels'\] must be integers", {"labels": LOGPS}),
+        (TypeError, r"inputs\['labels'\] must be integers", {"labels": SMALL_LABELS > 0}),
+        (ValueError, r"inputs\['labels'\] must", {"labels": SMALL_LABELS[None]}),
+        (ValueError, r"inputs\['labels'\] must .* lengths", {"labels": [[1, 2, 3], [4]]}),
+    ]:
+        with pytest.raises(error, match=argument):
+            GRPOLoss()(inputs, {"logps": LOGPS})
+
+
+def test_errors_about_outputs():
+    bonus, integers = GRPOLoss(entropy_coef=0.1), jnp.zeros((2, 3, 6), int)
+    for error, argument, outputs, loss_fn in [
+        (TypeError, "outputs must be a mapping", LOGPS, None),
+        (ValueError, "outputs must hold 'logps' or 'logits'", {"values": LOGPS}, None),
+        (ValueError, "logps", {"logps": jnp.zeros((2, 4))}, None),
+        (TypeError, "logps", {"logps": integers[..., 0]}, None),
+        (ValueError, "logits", {"logits": jnp.zeros((2, 3))}, None),
+        (ValueError, "logits", {"logits": jnp.zeros((2, 4, 6))}, None),
+        (ValueError, "logits", {"logits": jnp.zeros((3, 3, 6))}, None),
+        (TypeError, "logits", {"logits": integers}, None),
+        (ValueError, "outputs must hold 'entropies'", {"logps": LOGPS}, bonus),
+        (ValueError, "entropies", {"logps": LOGPS, "entropies": LOGPS[0]}, bonus),
+    ]:
+        with pytest.raises(error, match=argument):
+            loss(SMALL_LABELS, outputs, loss_fn)
+    with pytest.raises(ValueError, match="outputs must hold 'values'"):
+        PPOValueLoss()(
+            {"labels": SMALL_LABELS}, {"logps": LOGPS}, old_values=[0, 0], returns=[0, 0]
+        )
+
+
+# Numbers for samples: arrays, or ragged rows of response tokens. `ROW_` is what these tests share.
+
+ROW_LABELS = np.array([[-100, 3, 5, -100], [0, -100, -100, -100], [1, 2, 3, 4]])
+ROW_MASK = ROW_LABELS != -100
+OLD = np.arange(1, 13, dtype=np.float32).reshape(3, 4) / -8
+ROWS = [OLD[0, 1:3].tolist(), [float(OLD[1, 0])], OLD[2].tolist()]
+ROW_LOGPS = jnp.asarray(OLD) + jnp.linspace(-0.1, 0.1, 12, dtype=jnp.float32).reshape(3, 4)
+ADVANTAGES = np.array([1.0, -2.0, 0.5], np.float32)
+
+
+def row_loss(old_logps=OLD, labels=ROW_LABELS, advantages=ADVANTAGES, **kwargs):
+    outputs = {"logps": ROW_LOGPS}
+    return GRPOLoss(beta=0.5)(
+        {"labels": labels}, outputs, old_logps=old_logps, advantages=advantages, **kwargs
+    ).loss
+
+
+FORMS = {
+    "array": OLD,
+    "device": jnp.asarray(OLD),
+    "double": OLD.astype(float),
+    "lists": ROWS,
+    "tuples": tuple(map(tuple, ROWS)),
+    "arrays": [np.asarray(row, np.float32) for row in ROWS],
+    "device_rows": [jnp.asarray(row) for row in ROWS],
+    "whole_lists": OLD.tolist(),
+    "mixed": [OLD[0].tolist(), ROWS[1], jnp.asarray(ROWS[2])],
+}
+
+
+QUICKLY = ("lists", "mixed", "device")
+
+
+@pytest.mark.parametrize(
+    "form",
+    [pytest.param(f, marks=[pytest.mark.exhaustive] * (f not in QUICKLY)) for f in FORMS],
+)
+def test_every_form_is_the_same(form):
+    assert row_loss(FORMS[form]) == row_loss()
+    assert row_loss(ref_logps=FORMS[form]) == row_loss(ref_logps=OLD)
+    # Traced labels hide the number of tokens, and numbers that are arguments of jit are traced.
+    assert jax.jit(lambda labels: row_loss(FORMS[form], labels))(ROW_LABELS) == jax.jit(row_loss)(
+        OLD
+    )
+    assert jax.jit(row_loss)(FORMS[form]) == jax.jit(row_loss)(OLD)
+
+
+def test_advantages_in_every_form():
+    expected = row_loss()
+    per_token = np.repeat(ADVANTAGES[:, None], 4, axis=1)
+    ragged = [[1.0, 1.0], [-2.0], [0.5] * 4]
+    for advantages in [
+        ADVANTAGES.tolist(),
+        [1, -2, 0.5],
+        jnp.asarray(ADVANTAGES),
+        list(jnp.asarray(ADVANTAGES)),
+        ADVANTAGES[:, None],
+        [[1.0], [-2.0], [0.5]],
+        per_token,
+        per_token.tolist(),
+        ragged,
+    ]:
+        assert row_loss(advantages=advantages) == expected
+
+
+@pytest.mark.exhaustive
+def test_types():
+    rows = [[-1, -2], jnp.array([-1.5]), OLD[2]]
+    with jax.enable_x64(True):
+        assert row_loss(rows).dtype == jnp.float32  # the type of the log-probabilities
+    assert row_loss(rows) == row_loss([[-1.0, -2.0], [-1.5], OLD[2]])
+
+
+def test_one_number_per_token_and_position():
+    # Each token has a value of its own, so that a shift by one position would show.
+    tokens = [[0.25, -0.5], [1.0], [2.0, -1.0, 0.5, 4.0]]
+    whole = np.zeros((3, 4), np.float32)
+    whole[ROW_MASK] = np.concatenate(tokens)
+    assert row_loss(advantages=tokens) == row_loss(advantages=whole)
+    assert row_loss(advantages=tokens) != row_loss(advantages=[row[::-1] for row in tokens])
+
+
+def test_rectangular_array_of_response_tokens():
+    labels = np.array([[-100, 3, 5], [1, 2, -100]])
+    outputs, inputs = {"logps": ROW_LOGPS[:2, :3]}, {"labels": labels}
+    old = np.array([[-0.25, -0.5], [-0.75, -1.0]], np.float32)
+    whole = np.array([[0, -0.25, -0.5], [-0.75, -1.0, 0]], np.float32)
+    one = GRPOLoss()(inputs, outputs, old_logps=old, advantages=[1.0, -1.0]).loss
+    other = GRPOLoss()(inputs, outputs, old_logps=whole, advantages=[1.0, -1.0]).loss
+    assert one == other
+
+
+def test_a_row_without_tokens_is_empty():
+    labels = np.array([[-100, -100], [1, 2]])
+    value = GRPOLoss()(
+        {"labels": labels},
+        {"logps": jnp.zeros((2, 2))},
+        old_logps=[[], [0.0, 0.0]],
+        advantages=[jnp.nan, 1.0],
+    ).loss
+    assert value == -0.5
+
+
+def test_values_of_a_critic_in_every_form():
+    outputs = {"values": ROW_LOGPS}
+    whole = PPOValueLoss()({"labels": ROW_LABELS}, outputs, old_values=OLD, returns=OLD + 1).loss
+    rows = [[x + 1 for x in row] for row in ROWS]
+    assert (
+        PPOValueLoss()({"labels": ROW_LABELS}, outputs, old_values=ROWS, returns=rows).loss == whole
+    )
+    scalars = PPOValueLoss()(
+        {"labels": ROW_LABELS}, outputs, old_values=ROWS, returns=[0, 1, 2]
+    ).loss
+    spread = np.repeat(np.arange(3.0, dtype=np.float32)[:, None], 4, axis=1)
+    other = PPOValueLoss()({"labels": ROW_LABELS}, outputs, old_values=OLD, returns=spread).loss
+    assert scalars == other
+
+
+@pytest.mark.parametrize("length", [0, 1, 3, 5])
+def test_rows_of_the_wrong_length(length):
+    rows = [[-1.0] * length, *ROWS[1:]]
+    message = rf"_logps\[0\] must have 2 numbers .* or 4 numbers .*, got {length}"
+    for call in (
+        lambda: row_loss(rows),
+        lambda: row_loss(ref_logps=rows),
+        lambda: jax.jit(lambda x: row_loss(rows) + x)(0.0),  # with labels from outside
+    ):
+        with pytest.raises(ValueError, match=message):
+            call()
+
+
+def test_rows_of_the_wrong_length_behind_traced_labels():
+    run = jax.jit(lambda labels, old: row_loss(old, labels))
+    assert not jnp.isnan(run(ROW_LABELS, ROWS))
+    assert jnp.isnan(run(ROW_LABELS, [[-1.0], *ROWS[1:]]))
+    assert jnp.isnan(run(ROW_LABELS, [[-1.0] * 3, *ROWS[1:]]))
+    with pytest.raises(ValueError, match=r"old_logps\[2\] must have 4 numbers .*, got 5"):
+        run(ROW_LABELS, [*ROWS[:2], [-1.0] * 5])
+
+
+def test_errors_about_rows():
+    mixed = [OLD[0, :2], OLD[1, :1], OLD[2, :3]]
+    for error, argument, arguments in [
+        (ValueError, "old_logps must have one row", {"old_logps": ROWS[:2]}),
+        (ValueError, "advantages must have one row", {"advantages": np.zeros(4, np.float32)}),
+        (ValueError, r"old_logps\[0\] must be a row", {"old_logps": [-1.0, -2.0, -3.0]}),
+        (ValueError, "old_logps must have a row", {"old_logps": OLD[..., None]}),
+        (ValueError, "old_logps must have a row", {"old_logps": OLD[:, 0]}),
+        (ValueError, r"old_logps\[2\] must have 4", {"old_logps": mixed}),
+        (ValueError, r"old_logps\[0\] must have 2 .* or 4", {"old_logps": OLD[:, :3]}),
+        (
+            ValueError,
+            r"advantages\[1\] must be a row",
+            {"advantages": [[1.0, 2.0], 3.0, [1.0] * 4]},
+        ),
+        (TypeError, "old_logps must be an array or", {"old_logps": -1.0}),
+        (TypeError, "advantages must be an array or", {"advantages": jnp.float32(1.0)}),
+        (TypeError, "old_logps must be real", {"old_logps": OLD.astype(np.complex64)}),
+        (TypeError, "advantages must be real", {"advantages": ROW_MASK}),
+        (
+            TypeError,
+            r"advantages\[1\] must be real",
+            {"advantages": [[1.0] * 2, OLD[1] > 0, [1.0] * 4]},
+        ),
+    ]:
+        with pytest.raises(error, match=f"^{argument}"):
+            row_loss(**arguments)

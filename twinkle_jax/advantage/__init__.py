@@ -58,9 +58,12 @@ from twinkle_jax.advantage.per_completion.rloo import (
     rloo_advantage,
     segment_rloo_advantage,
 )
-from twinkle_jax.advantage.per_token.broadcast import broadcast_to_tokens
+from twinkle_jax.advantage.per_token.completions_and_tokens import (
+    broadcast_to_tokens,
+    kl_in_reward,
+    kl_in_token_reward,
+)
 from twinkle_jax.advantage.per_token.gae import GAE, GAEAdvantage, gae_advantage
-from twinkle_jax.advantage.per_token.kl_in_reward import kl_in_reward, kl_in_token_reward
 from twinkle_jax.advantage.per_token.reinforce_plus_plus import (
     ReinforcePlusPlusAdvantage,
     reinforce_plus_plus_advantage,

@@ -124,8 +124,7 @@ def _evaluate_options(parser: Any) -> None:
 
 def _evaluate(options: Any) -> int:
     """Print one line for each number."""
-    from twinkle_jax.training.evaluation import evaluate
-    from twinkle_jax.training.run import held_out
+    from twinkle_jax.training.evaluation import evaluate, held_out
     from twinkle_jax.training.task import hub_id, make_task
 
     without_file = options.task in (None, "arithmetic", "environment")

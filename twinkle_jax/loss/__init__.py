@@ -9,8 +9,6 @@ names.
 """
 
 from twinkle_jax.loss.contrastive import InfonceLoss, info_nce
-from twinkle_jax.loss.distillation import generalised_jsd
-from twinkle_jax.loss.entropy import entropy_bonus, top_entropy_mask
 from twinkle_jax.loss.importance_correction import (
     Correction,
     CorrectionMode,
@@ -20,11 +18,10 @@ from twinkle_jax.loss.importance_correction import (
     truncated_importance_weights,
     truncated_sequence_importance_weights,
 )
-from twinkle_jax.loss.kl import kl_k1, kl_k2, kl_k3
-from twinkle_jax.loss.loss_inputs import SampleValues
-from twinkle_jax.loss.loss_object import Loss, LossOutput, LossUnit
+from twinkle_jax.loss.loss_object import Loss, LossOutput, LossUnit, SampleValues
 from twinkle_jax.loss.masked_inputs import Advantages, Coefficient, Mask, PerToken
 from twinkle_jax.loss.named_losses import LOSSES, LossFunction, get_loss
+from twinkle_jax.loss.penalties import entropy_bonus, kl_k1, kl_k2, kl_k3, top_entropy_mask
 from twinkle_jax.loss.policy_losses import (
     BNPOLoss,
     CISPOLoss,
@@ -55,7 +52,12 @@ from twinkle_jax.loss.preference import (
 from twinkle_jax.loss.preference_losses import CPOLoss, DPOLoss, ORPOLoss, SimPOLoss
 from twinkle_jax.loss.ratio import sequence_log_ratio, token_log_ratio
 from twinkle_jax.loss.reduction import constant_length, sequence_mean, token_mean
-from twinkle_jax.loss.supervised import cross_entropy, dynamic_fine_tuning
+from twinkle_jax.loss.supervised import (
+    clipped_value_loss,
+    cross_entropy,
+    dynamic_fine_tuning,
+    generalised_jsd,
+)
 from twinkle_jax.loss.supervised_losses import (
     ChunkedCrossEntropyLoss,
     CrossEntropyLoss,
@@ -76,7 +78,6 @@ from twinkle_jax.loss.trust_region import (
     off_policy_sequence_mask,
     total_variation_mask,
 )
-from twinkle_jax.loss.value import clipped_value_loss
 
 __all__ = [
     "LOSSES",

@@ -9,14 +9,15 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from twinkle_jax.loss.loss_inputs import (
+from twinkle_jax.loss.loss_object import (
     InvalidLossInputError,
+    Loss,
+    LossOutput,
     entry,
     floating,
     read_labels,
     refuse_unknown,
 )
-from twinkle_jax.loss.loss_object import Loss, LossOutput
 from twinkle_jax.loss.masked_inputs import Coefficient, masked_inputs
 
 Similarities = Float[Array, "query candidate"]

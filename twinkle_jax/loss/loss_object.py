@@ -1,13 +1,17 @@
-"""Base class of the loss objects that a train step takes, and what they return."""
+"""Loss objects: what a train step calls, and how they read labels, outputs and numbers a sample."""
 
 import abc
-from collections.abc import Iterator, Mapping
+import difflib
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
-from jaxtyping import Array, Float
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, DTypeLike, Float, Int
 
+from twinkle_jax.loss.masked_inputs import Mask, PerToken
 from twinkle_jax.loss.policy_metrics import PolicyMetrics
 
 LossUnit = Literal["tokens", "sequences", "pairs", "batches"]
@@ -87,3 +91,260 @@ class Loss(abc.ABC):
         Returns:
             The loss and, if it has any, its metrics.
         """
+
+
+ARGUMENTS = (
+    "old_logps",
+    "ref_logps",
+    "sampler_logps",
+    "advantages",
+    "denominator",
+    "num_items_in_batch",
+    "old_values",
+    "returns",
+    "ref_outputs",
+    "ref_chosen_logps",
+    "ref_rejected_logps",
+    "teacher_logits",
+    "teacher_topk_logprobs",
+    "teacher_topk_indices",
+    "topk",
+)
+
+
+class InvalidLossInputError(ValueError, AssertionError):
+    """An option or input of a loss object does not fit.
+
+    Twinkle asserts the same conditions, so scripts that catch its `AssertionError` go on to work.
+    """
+
+
+def refuse_unknown(kwargs: Mapping[str, object]) -> None:
+    """Refuse arguments that no loss has; those of other losses are ignored, for easy swapping."""
+    for name in kwargs:
+        if name not in ARGUMENTS:
+            matches = difflib.get_close_matches(name, ARGUMENTS, n=1)
+            hint = f" (did you mean {matches[0]!r}?)" if matches else ""
+            raise TypeError(f"arguments must be of {', '.join(ARGUMENTS)}, got {name!r}{hint}")
+
+
+def entry(name: str, mapping: Mapping[str, Any], *keys: str) -> tuple[str, Any]:
+    """Look up the first key that is there and not None; return it and its value."""
+    if not isinstance(mapping, Mapping):
+        raise TypeError(f"{name} must be a mapping, got {type(mapping).__name__}")
+    for key in keys:
+        if mapping.get(key) is not None:
+            return key, mapping[key]
+    keys_wanted = " or ".join(map(repr, keys))
+    raise InvalidLossInputError(f"{name} must hold {keys_wanted}, got {sorted(mapping)}")
+
+
+class Labels(NamedTuple):
+    """Labels of a batch: the token at each position, and where it has a loss."""
+
+    tokens: Int[Array, "batch time"]
+    mask: Mask
+    ignore_index: int
+    concrete: np.ndarray[Any, Any] | None
+    """The labels as NumPy, if they are not traced and on this host; else None."""
+
+    def check(self, vocabulary: int | None = None) -> None:
+        """Refuse labels that are no token, if they are concrete."""
+        if self.concrete is None:
+            return
+        end = np.inf if vocabulary is None else vocabulary
+        bad = (self.concrete != self.ignore_index) & ((self.concrete < 0) | (self.concrete >= end))
+        if bad.any():
+            row, column = (int(index) for index in np.argwhere(bad)[0])
+            tokens = "a token (0 or more)" if vocabulary is None else f"a token below {vocabulary}"
+            raise ValueError(
+                f"inputs['labels'][{row}, {column}] must be {tokens} or "
+                f"ignore_index={self.ignore_index}, got {self.concrete[row, column]}"
+            )
+
+
+def read_labels(inputs: Mapping[str, Any], ignore_index: int) -> Labels:
+    """Read the labels of a batch as a matrix, and check those that are concrete."""
+    _, labels = entry("inputs", inputs, "labels")
+    if not isinstance(labels, jax.Array):
+        try:
+            labels = np.asarray(labels)
+        except ValueError as error:
+            lengths = [len(row) for row in labels]
+            raise ValueError(
+                f"inputs['labels'] must have rows of equal length, got lengths {lengths}"
+            ) from error
+    if not jnp.issubdtype(labels.dtype, jnp.integer):
+        raise TypeError(f"inputs['labels'] must be integers, got {labels.dtype}")
+    if labels.ndim == 1:
+        labels = labels[None]
+    if labels.ndim != 2:
+        raise ValueError(f"inputs['labels'] must be [batch, time], got shape {labels.shape}")
+    tokens = jnp.asarray(labels).astype(jnp.int32)
+    result = Labels(tokens, tokens != ignore_index, ignore_index, _concrete(labels))
+    result.check()
+    return result
+
+
+def label_logprobs(outputs: Mapping[str, Any], labels: Labels) -> PerToken:
+    """Read the log-probability of each label, from `logps` or from `logits`."""
+    key, values = entry("outputs", outputs, "logps", "logits")
+    if key == "logps":
+        return per_position("outputs['logps']", values, labels.mask)
+    logits = floating("outputs['logits']", values)
+    if logits.ndim == 2:
+        logits = logits[None]
+    if logits.ndim != 3 or logits.shape[:2] != labels.mask.shape:
+        raise ValueError(
+            f"outputs['logits'] must be [batch, time, vocabulary] with inputs['labels'] of shape "
+            f"{labels.mask.shape}, got {logits.shape}"
+        )
+    labels.check(vocabulary=logits.shape[-1])
+    return _gathered(logits, labels.tokens, labels.mask)
+
+
+def _gathered(
+    logits: Float[Array, "batch time vocab"], tokens: Int[Array, "batch time"], mask: Mask
+) -> PerToken:
+    logprobs = jax.nn.log_softmax(jnp.where(mask[..., None], logits, 0))
+    label_logprobs = jnp.take_along_axis(logprobs, tokens[..., None], axis=-1, mode="clip")[..., 0]
+    # NaN for a traced label outside the vocabulary, which `clip` would take for another token.
+    in_vocabulary = (tokens >= 0) & (tokens < logits.shape[-1])
+    return jnp.where(mask, jnp.where(in_vocabulary, label_logprobs, jnp.nan), 0)
+
+
+def per_position(name: str, values: Any, mask: Mask) -> PerToken:
+    """Read an output with one number per position, [batch, time] or [batch, time, 1]."""
+    array = floating(name, values)
+    if array.ndim == 1:
+        array = array[None]
+    if array.shape == (*mask.shape, 1):
+        array = array[..., 0]
+    if array.shape != mask.shape:
+        raise ValueError(
+            f"{name} must have the shape of inputs['labels'], {mask.shape}, got {array.shape}"
+        )
+    return array
+
+
+def floating(name: str, values: Any) -> Float[Array, "..."]:
+    """Convert to float32, or leave float64 as it is; refuse other types."""
+    array = jnp.asarray(values)
+    if not jnp.issubdtype(array.dtype, jnp.floating):
+        raise TypeError(f"{name} must be floating point, got {array.dtype}")
+    return array.astype(jnp.float64 if array.dtype == jnp.float64 else jnp.float32)
+
+
+def _concrete(values: Any) -> np.ndarray[Any, Any] | None:
+    """Return an array as NumPy; None if it is traced or partly on other hosts."""
+    if isinstance(values, jax.core.Tracer):
+        return None
+    if isinstance(values, jax.Array) and not values.is_fully_addressable:
+        return None
+    return np.asarray(jax.device_get(values))
+
+
+SampleArray = Array | np.ndarray[Any, Any]
+SampleValues = SampleArray | Sequence[SampleArray | Sequence[float] | float]
+"""Numbers for the samples of a batch: an array [batch, time], or one number or row per sample."""
+
+Lengths = np.ndarray[Any, Any]
+
+
+def aligned(
+    name: str, data: SampleValues, labels: Labels, dtype: DTypeLike, *, per_sequence: bool = False
+) -> PerToken:
+    """Align numbers with the labels: [batch, time] from an array, or from rows as samplers return.
+
+    Args:
+        name: the argument's name, for errors.
+        data: an array [batch, time]; or for each sequence a row, with a number for each position,
+            or for each labelled position only. With `per_sequence` also one number per sequence.
+        labels: the labels of the batch.
+        dtype: type of the result.
+        per_sequence: whether one number may stand for a sequence.
+
+    Returns:
+        An array [batch, time]; 0 at positions without a number.
+
+    Raises:
+        ValueError: if the number of rows or the length of a row does not fit.
+        TypeError: if `data` is neither an array nor rows, or its numbers are not real.
+    """
+    batch, time = labels.mask.shape
+    if not isinstance(data, list | tuple) and getattr(data, "shape", ()) == ():
+        raise TypeError(f"{name} must be an array or a list of rows, got {type(data).__name__}")
+    if len(data) != batch:
+        raise InvalidLossInputError(
+            f"{name} must have one row for each of {batch} sequences, got {len(data)}"
+        )
+    rows, lengths = _rectangle(name, data, dtype, per_sequence)
+    if rows.shape == (batch, time) and (lengths == time).all():
+        return rows
+    if per_sequence and (lengths == 1).all():
+        return jnp.broadcast_to(rows[:, :1], (batch, time))
+    _check_lengths(name, lengths, labels)
+    return _scattered(rows, lengths, labels.mask)
+
+
+def _rectangle(
+    name: str, data: Any, dtype: DTypeLike, per_sequence: bool
+) -> tuple[Float[Array, "batch width"], Lengths]:
+    """Pad the rows on the right to one array; return it and their lengths."""
+    if hasattr(data, "dtype"):
+        rows = _numbers(name, data)
+        if per_sequence and rows.ndim == 1:
+            rows = rows[:, None]
+        if rows.ndim != 2:
+            raise ValueError(f"{name} must have a row for each sequence, got shape {rows.shape}")
+        return jnp.asarray(rows, dtype), np.full(rows.shape[0], rows.shape[1])
+    ragged = [_numbers(f"{name}[{index}]", row) for index, row in enumerate(data)]
+    if per_sequence and all(row.size == 1 for row in ragged):
+        ragged = [row.reshape(1) for row in ragged]
+    for index, row in enumerate(ragged):
+        if row.ndim != 1:
+            raise ValueError(f"{name}[{index}] must be a row of numbers, got shape {row.shape}")
+    lengths = np.asarray([row.size for row in ragged], int)
+    padding = [(0, int(lengths.max(initial=1)) - row.size) for row in ragged]
+    if all(isinstance(row, np.ndarray) for row in ragged):
+        padded = np.stack([np.pad(*pair) for pair in zip(ragged, padding, strict=True)])
+        return jnp.asarray(padded, dtype), lengths
+    pairs = zip(ragged, padding, strict=True)
+    return jnp.stack([jnp.pad(jnp.asarray(row, dtype), width) for row, width in pairs]), lengths
+
+
+def _numbers(name: str, values: Any) -> Any:
+    """Convert to an array, to NumPy if nothing is traced: that compiles nothing."""
+    if not hasattr(values, "dtype"):
+        traced = any(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(values))
+        values = jnp.asarray(values) if traced else np.asarray(values, dtype=float)
+    elif not isinstance(values, jax.Array):
+        values = np.asarray(values)
+    if not jnp.isdtype(values.dtype, ("integral", "real floating")):
+        raise TypeError(f"{name} must be real numbers, got {values.dtype}")
+    return values
+
+
+def _check_lengths(name: str, lengths: Lengths, labels: Labels) -> None:
+    time = labels.mask.shape[1]
+    for index, length in enumerate(lengths):
+        count = None
+        if labels.concrete is not None:
+            count = int((labels.concrete[index] != labels.ignore_index).sum())
+        if length > time or (length < time and count not in (None, length)):
+            tokens = "" if count is None else f"{count} numbers (one per labelled token) or "
+            raise InvalidLossInputError(
+                f"{name}[{index}] must have {tokens}{time} numbers (one per position), got {length}"
+            )
+
+
+def _scattered(rows: Float[Array, "batch width"], lengths: Lengths, mask: Mask) -> PerToken:
+    """Put the n-th number of a row at its n-th labelled position; rows of full length stay."""
+    time = mask.shape[1]
+    rows = jnp.pad(rows, ((0, 0), (0, time - rows.shape[1])))
+    rank = jnp.maximum(jnp.cumsum(mask, axis=1) - 1, 0)
+    spread = jnp.take_along_axis(rows, rank, axis=1)
+    # With traced labels, a wrong length shows only when the program runs: NaN, not silence.
+    fits = jnp.sum(mask, axis=1, keepdims=True) == lengths[:, None]
+    spread = jnp.where(mask, jnp.where(fits, spread, jnp.nan), 0)
+    return jnp.where(lengths[:, None] == time, rows, spread)

@@ -8,10 +8,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from twinkle_jax.loss.entropy import entropy_bonus
 from twinkle_jax.loss.importance_correction import Correction
-from twinkle_jax.loss.kl import kl_k3
-from twinkle_jax.loss.loss_inputs import (
+from twinkle_jax.loss.loss_object import (
+    Loss,
+    LossOutput,
+    LossUnit,
     SampleValues,
     aligned,
     entry,
@@ -20,8 +21,8 @@ from twinkle_jax.loss.loss_inputs import (
     read_labels,
     refuse_unknown,
 )
-from twinkle_jax.loss.loss_object import Loss, LossOutput, LossUnit
 from twinkle_jax.loss.masked_inputs import Coefficient, Mask, PerToken
+from twinkle_jax.loss.penalties import entropy_bonus, kl_k3
 from twinkle_jax.loss.policy_metrics import PolicyMetrics, policy_metrics
 from twinkle_jax.loss.ratio import sequence_log_ratio, token_log_ratio
 from twinkle_jax.loss.reduction import constant_length, sequence_mean, token_mean

@@ -10,16 +10,17 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 from jaxtyping import Array, Float
 
-from twinkle_jax.loss.loss_inputs import (
+from twinkle_jax.loss.loss_object import (
     InvalidLossInputError,
     Labels,
+    Loss,
+    LossOutput,
     SampleValues,
     aligned,
     label_logprobs,
     read_labels,
     refuse_unknown,
 )
-from twinkle_jax.loss.loss_object import Loss, LossOutput
 from twinkle_jax.loss.masked_inputs import Coefficient, Mask, PerToken, masked_inputs
 from twinkle_jax.loss.preference import (
     PerPair,

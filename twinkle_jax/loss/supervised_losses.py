@@ -9,9 +9,10 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 from jaxtyping import Array, Float
 
-from twinkle_jax.loss.distillation import generalised_jsd
-from twinkle_jax.loss.loss_inputs import (
+from twinkle_jax.loss.loss_object import (
     InvalidLossInputError,
+    Loss,
+    LossOutput,
     SampleValues,
     aligned,
     entry,
@@ -21,11 +22,14 @@ from twinkle_jax.loss.loss_inputs import (
     read_labels,
     refuse_unknown,
 )
-from twinkle_jax.loss.loss_object import Loss, LossOutput
 from twinkle_jax.loss.masked_inputs import Coefficient
 from twinkle_jax.loss.reduction import token_mean
-from twinkle_jax.loss.supervised import cross_entropy, dynamic_fine_tuning
-from twinkle_jax.loss.value import clipped_value_loss
+from twinkle_jax.loss.supervised import (
+    clipped_value_loss,
+    cross_entropy,
+    dynamic_fine_tuning,
+    generalised_jsd,
+)
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,6 @@
 """Text to rewards. Nothing here needs jax, and no model output is ever evaluated."""
 
 from twinkle_jax.reward.by_name import find_reward, find_rewards
-from twinkle_jax.reward.gsm8k import GSM8KAccuracyReward, GSM8KFormatReward
 from twinkle_jax.reward.math_reward import MathReward
 from twinkle_jax.reward.reward import (
     FunctionReward,
@@ -16,7 +15,14 @@ from twinkle_jax.reward.scoring import (
     compute_rewards,
     score_trajectories,
 )
-from twinkle_jax.reward.text import ExactMatchReward, FormatReward, OverlongPenalty, last_boxed
+from twinkle_jax.reward.text import (
+    ExactMatchReward,
+    FormatReward,
+    GSM8KAccuracyReward,
+    GSM8KFormatReward,
+    OverlongPenalty,
+    last_boxed,
+)
 
 __all__ = [
     "ExactMatchReward",

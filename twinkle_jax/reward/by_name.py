@@ -8,11 +8,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
 
-from twinkle_jax.reward.gsm8k import GSM8KAccuracyReward
 from twinkle_jax.reward.math_reward import MathReward
 from twinkle_jax.reward.reward import Reward, RewardFunction, as_reward
 from twinkle_jax.reward.scoring import WeightedReward, error_place
-from twinkle_jax.reward.text import ExactMatchReward
+from twinkle_jax.reward.text import ExactMatchReward, GSM8KAccuracyReward
 
 BUILT_IN: dict[str, Callable[[], Reward]] = {
     "exact": ExactMatchReward,

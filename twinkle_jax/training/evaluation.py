@@ -15,7 +15,10 @@ from twinkle_jax.reward import RewardFunction, compute_rewards
 from twinkle_jax.rollout import Episode, LocalEngine, MultiTurn, SingleTurn, check_failures, hosts
 from twinkle_jax.rollout.single_turn import score_texts
 from twinkle_jax.sampler import Sampling
+from twinkle_jax.training.config import TrainConfig
 from twinkle_jax.training.policy import Policy
+from twinkle_jax.training.recipe import make_engine, make_source
+from twinkle_jax.training.task import Task
 
 
 def evaluate(
@@ -167,3 +170,45 @@ def evaluate_episodes(
 
 def _pass_at(k: int, right: int) -> float:
     return 1 - math.comb(2 * k - right, k) / math.comb(2 * k, k)
+
+
+def held_out(
+    config: TrainConfig,
+    task: Task,
+    policy: Policy,
+    *,
+    params: Params | None = None,
+    mesh: Any = None,
+    check: Callable[[], None] = lambda: None,
+) -> dict[str, float]:
+    """Evaluate a policy, or its current parameters, on the task's held-out problems."""
+    if not task.held_out:
+        return {}
+    reward = task.judge or task.reward
+    if task.environment is not None:
+        source = make_source(config, make_engine(config, policy, mesh), reward, task.environment)
+        assert isinstance(source, MultiTurn)
+        return evaluate_episodes(
+            source,
+            policy.params if params is None else params,
+            task.held_out,
+            pass_k=config.evaluation.pass_k,
+            seed=config.seed,
+            check=check,
+        )
+    assert reward is not None
+    return evaluate(
+        policy,
+        task.held_out,
+        reward,
+        params=params,
+        max_new_tokens=config.rollout.max_new_tokens,
+        max_prompt_tokens=config.rollout.max_prompt_tokens,
+        pass_k=config.evaluation.pass_k,
+        temperature=config.rollout.temperature,
+        seed=config.seed,
+        compute_dtype=config.dtype,
+        reward_timeout=config.reward_timeout,
+        mesh=mesh,
+        check=check,
+    )
