@@ -1,7 +1,7 @@
 """Settings of a training run: a frozen dataclass whose fields are the command's options.
 
-A `TrainConfig` that exists is complete and valid: what depends on the policy is filled in, and what
-cannot be is refused, when it is made. A new setting is one field here, and its use.
+A `TrainConfig` is complete and valid: its constructor fills in `auto` values and raises for invalid
+ones. A new setting is one field here, and its use.
 """
 
 import dataclasses
@@ -37,7 +37,7 @@ class UpdateConfig:
         credit: of episodes of several turns: episode gives all turns the advantage of the episode's
             return; turn gives each that of the rewards from it on, among the same turns of the
             group; mixed the mean of both.
-        discount: of the rewards of later turns.
+        discount: factor for the reward of each later turn.
         gae_lambda: for credit by turn: 1 credits a turn with all rewards from it on; less, with the
             group's mean return in the place of some of what comes later (GAE over turns).
         mask_truncated: leave completions that ran out of room out of statistics and loss.
@@ -226,7 +226,7 @@ class TrainConfig:
         task: arithmetic (problems made on the spot), gsm8k (from the hub; gsm8k:ID and gsm8k:FILE
             for one in its format), a JSON Lines file of prompts and answers, or environment, whose
             prompts are what the environment says; auto: that with an environment, or arithmetic.
-        level: of the arithmetic task, 1 to 6.
+        level: difficulty of the arithmetic task, 1 to 6.
         reward: exact, math, gsm8k, FILE.py:NAME or MODULE:NAME; may be given several times, then
             the rewards are added up; none: what fits the task, or the environment's alone.
         reward_weights: of several rewards, in their order; none: 1 each.
@@ -313,7 +313,7 @@ class TrainConfig:
 
     @property
     def longest_row(self) -> int:
-        """The most tokens of a row."""
+        """Maximum number of tokens in a row."""
         rollout = self.rollout
         if self.many_turns:
             return rollout.max_episode_tokens
@@ -332,16 +332,16 @@ class TrainConfig:
 
 
 def _automatic(config: TrainConfig) -> dict[str, Any]:
-    """Values of settings that depend on others, for those that were left to the run."""
+    """Values of the settings whose default is `auto`, from the other settings."""
     small = config.model is None
     update, rollout = config.update, config.rollout
-    neither = not update.advantage_options and update.scale is AUTO
+    default_estimator = not update.advantage_options and update.scale is AUTO
     # MaxRL divides by the mean reward, which an environment may have below 0.
-    maxrl = small and neither and config.environment is None
-    new = rollout.max_new_tokens or (8 if small else 512)
+    maxrl = small and default_estimator and config.environment is None
+    new_tokens = rollout.max_new_tokens or (8 if small else 512)
     return {
         "task": "arithmetic" if config.environment is None else "environment",
-        "rollout.max_episode_tokens": rollout.max_prompt_tokens + rollout.max_turns * new,
+        "rollout.max_episode_tokens": rollout.max_prompt_tokens + rollout.max_turns * new_tokens,
         "update.advantage": "maxrl" if maxrl else "grpo",
         "update.scale": "group",
         "steps": 200 if small else 500,
@@ -355,12 +355,12 @@ def _automatic(config: TrainConfig) -> dict[str, Any]:
 
 
 def automatic_budget(config: TrainConfig) -> int:
-    """Give the tokens of a micro-batch where memory asks for no fewer."""
+    """Give the default tokens of a micro-batch, before memory is considered."""
     return max(16384, config.longest_row)
 
 
 def from_dict(saved: Mapping[str, Any]) -> TrainConfig:
-    """Make a configuration of what `dataclasses.asdict` and JSON have made of one."""
+    """Make a configuration from its `dataclasses.asdict`, read back from JSON."""
     values = dict(saved)
     for part in fields(TrainConfig):
         if isinstance(values.get(part.name), Mapping) and callable(part.default_factory):
@@ -372,7 +372,7 @@ def make_loss(config: TrainConfig) -> PolicyLoss:
     """Make the loss of a run from its name and coefficients.
 
     Raises:
-        ValueError: if there is none of that name that learns from rewards.
+        ValueError: if no policy loss has that name.
     """
     update = config.update
     policy_losses = {name: cls for name, cls in LOSSES.items() if issubclass(cls, PolicyLoss)}
@@ -401,7 +401,7 @@ def run_optimizer(config: TrainConfig) -> Any:
     return make_optimizer(optimizer.name, **(defaults | optimizer.options))
 
 
-# What settings may be: each by itself, and together.
+# Validation: the range of each setting, then combinations.
 
 _AT_LEAST = {
     "steps": 0,
@@ -457,7 +457,7 @@ _SHARES = (
 
 
 def _check(config: TrainConfig) -> None:
-    """Refuse settings that cannot be, by the name of the first."""
+    """Raise for the first invalid setting or combination, by its name."""
     _check_choices(config)
     _check_numbers(config)
     update, optimizer = config.update, config.optimizer
@@ -493,7 +493,7 @@ def _prefix_errors(name: str, make: Any) -> None:
 
 
 def _check_choices(config: Any, prefix: str = "") -> None:
-    """Each setting whose type lists its values must have one of them."""
+    """Check that each setting of a `Literal` type has one of its values."""
     for name, hint in get_type_hints(type(config)).items():
         value = getattr(config, name)
         if is_dataclass(value):
@@ -523,7 +523,7 @@ def _check_numbers(config: TrainConfig) -> None:
 
 
 def _check_rows(config: TrainConfig) -> None:
-    """Prompts must be dealt out evenly to mini-batches, rows to devices, and a row must fit."""
+    """Check that mini-batches and devices divide the rows, and that the longest row fits."""
     rollout, update = config.rollout, config.update
     if rollout.prompts % update.mini_batches:
         raise ValueError(
@@ -554,7 +554,7 @@ def _check_rows(config: TrainConfig) -> None:
 
 
 def _check_episodes(config: TrainConfig) -> None:
-    """Refuse what episodes of several turns cannot have."""
+    """Check the settings of episodes of several turns."""
     rollout, update = config.rollout, config.update
     if rollout.max_episode_tokens <= rollout.max_prompt_tokens:
         raise ValueError(
@@ -574,7 +574,7 @@ def _check_episodes(config: TrainConfig) -> None:
         )
 
 
-# Going on with a run.
+# Resuming a run.
 
 _MAY_CHANGE = {"steps", "output_dir", "resume", "overwrite", "logging", "evaluation"}
 _MAY_CHANGE |= {"reward_timeout", "mesh", "distributed"}
@@ -591,11 +591,11 @@ _MAY_CHANGE_TOO = {
 
 
 def check_resumable(saved: Mapping[str, Any], config: TrainConfig) -> None:
-    """Refuse to go on with other settings than a run was begun with.
+    """Raise if a setting that must not change differs from that of the run to resume.
 
     Args:
         saved: `dataclasses.asdict` of the configuration in the checkpoint.
-        config: the one to go on with.
+        config: of the run that resumes.
 
     Raises:
         ValueError: with the name of the first setting that differs.

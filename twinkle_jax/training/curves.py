@@ -1,4 +1,4 @@
-"""The curves of a run as a picture, from what `metrics.jsonl` holds."""
+"""The curves of a run, plotted from `metrics.jsonl`."""
 
 import json
 import os
@@ -49,10 +49,10 @@ def draw_curves(
     *,
     accuracy_before: float | None = None,
 ) -> None:
-    """Draw reward, held-out accuracy, length, KL, entropy and gradient norm against the step.
+    """Plot reward, held-out accuracy, length, KL, entropy and gradient norm against the step.
 
-    Only what was measured is drawn. Where there are many steps, a line through their moving average
-    stands before the pale line of the single ones.
+    Panels without values are left out. With more than 60 steps, a moving average is drawn over the
+    pale line of single steps.
 
     Args:
         metrics: path of `metrics.jsonl`.
@@ -87,11 +87,11 @@ def draw_curves(
 
 def _draw(ax: "Axes", panel: _Panel, rows: Sequence[Mapping[str, Any]], steps: Values) -> None:
     values = _column(rows, panel.name)
-    found = np.isfinite(values)
-    x, y = steps[found], values[found]
-    low, high = (_column(rows, edge)[found] for edge in panel.edges)
+    finite = np.isfinite(values)
+    x, y = steps[finite], values[finite]
+    low, high = (_column(rows, edge)[finite] for edge in panel.edges)
     if panel.spread:
-        spread = _column(rows, panel.spread)[found]
+        spread = _column(rows, panel.spread)[finite]
         low, high = y - spread, y + spread
     many = len(y) > 60
     width = max(1, len(y) // 25)
@@ -122,21 +122,21 @@ def _dress(ax: "Axes", title: str, steps: Values) -> None:
 
 
 def _read(path: Path) -> list[dict[str, Any]]:
-    """Read whole lines; one that is still being written is left out."""
+    """Read the complete lines; a last one without its line break is still being written."""
     lines = path.read_text(encoding="utf-8").split("\n")[:-1]
     return [json.loads(line) for line in lines]
 
 
 def _column(rows: Sequence[Mapping[str, Any]], name: str) -> Values:
-    """One number of every step, NaN where there is none."""
+    """One metric at every step, NaN where missing."""
     values = [row.get(name) for row in rows]
     return np.asarray([np.nan if value is None else value for value in values], float)
 
 
 def _smooth(values: Values, width: int) -> Values:
-    """Average over each step's neighbours, fewer of them at the ends, as far as they are there."""
-    there = np.isfinite(values)
+    """Moving average, over fewer neighbours at the ends and where values are missing."""
+    finite = np.isfinite(values)
     kernel = np.ones(2 * (width // 2) + 1)
-    total = np.convolve(np.where(there, values, 0), kernel, "same")
-    count = np.convolve(there, kernel, "same")
+    total = np.convolve(np.where(finite, values, 0), kernel, "same")
+    count = np.convolve(finite, kernel, "same")
     return np.where(count > 0, total / np.maximum(count, 1), np.nan)

@@ -21,14 +21,14 @@ _ACTIVE = ("Cc", "Cf", "Cs", "Zl", "Zp")
 
 
 def harmless(text: str, *, encoding: str = "utf-8") -> str:
-    r"""Write control and format characters as their code points, but for line breaks and tabs.
+    r"""Escape control and format characters, except line breaks and tabs, as their code points.
 
     Args:
-        text: of anyone.
-        encoding: of the terminal; characters that it has not are escaped.
+        text: any text, such as model output.
+        encoding: of the terminal; characters outside it are escaped.
 
     Returns:
-        The text that can be shown.
+        Text that is safe to print.
 
     Example:
         >>> harmless("red: \x1b[31m")
@@ -43,7 +43,7 @@ def one_line(text: str, *, limit: int = 400, encoding: str = "utf-8") -> str:
 
     Args:
         text: of anyone.
-        limit: the most characters of it that are shown; of longer text the middle is left out.
+        limit: maximum characters; the middle of longer text is left out.
         encoding: of the terminal; characters that it has not are escaped.
 
     Returns:
@@ -88,39 +88,39 @@ _CUT = (
     "More than half of the completions were cut off at the limit of new tokens, before their end: "
     "a higher limit, or a penalty for length, may help."
 )
-_SKIPPED = "A gradient was not finite: that update was left out, and the parameters are as before."
+_SKIPPED = "A gradient was not finite: that update was skipped, and the parameters are as before."
 
 
 def explain(metrics: Mapping[str, float]) -> dict[str, str]:
-    """Say what puzzling numbers of a step mean.
+    """Explain metrics of a step that may surprise.
 
     Args:
         metrics: of one step, by their names in `metrics.jsonl`.
 
     Returns:
-        Sentences, each by a short name; none if there is nothing to explain.
+        A sentence for each explanation, by a short name; empty if nothing needs one.
 
     Example:
         >>> list(explain({"frac_reward_zero_std": 1.0, "reward": 0.0}))
         ['flat']
     """
-    found = {}
+    explanations = {}
     gradient = metrics.get("grad_norm", 0)
     if metrics.get("frac_reward_zero_std", 0) >= 1 and (gradient == 0 or "kl" in metrics):
         reward = metrics.get("reward")
         left_out = _LEFT_OUT if metrics.get("updates_without_signal", 0) and not gradient else ""
-        found["flat"] = (
+        explanations["flat"] = (
             _FLAT
             + left_out
             + (_ALL_WRONG if reward == 0 else _ALL_RIGHT if reward == 1 else _ALIKE)
         )
     elif abs(metrics.get("loss", 1)) < 1e-6 and gradient > 0:
-        found["zero loss"] = _ZERO_LOSS
+        explanations["zero loss"] = _ZERO_LOSS
     if metrics.get("completions/clipped_ratio", 0) > 0.5:
-        found["cut"] = _CUT
+        explanations["cut"] = _CUT
     if metrics.get("skipped_updates", 0) > 0:
-        found["skipped"] = _SKIPPED
-    return found
+        explanations["skipped"] = _SKIPPED
+    return explanations
 
 
 _SHOWN = {  # name in metrics.jsonl: what is shown of it
@@ -133,14 +133,14 @@ _SHOWN = {  # name in metrics.jsonl: what is shown of it
 
 
 class Display:
-    """Shows a run while it goes on: on a terminal as a bar that moves, elsewhere as plain lines.
+    """Shows the progress of a run: as a bar on a terminal, as plain lines elsewhere.
 
-    A sentence says what a number means that would puzzle, each time that it begins to.
+    Surprising metrics are explained in a sentence, once each time they begin.
 
     Args:
-        total: steps of the run, those before a resumption too; None if nobody knows.
-        console: where to show; None for the standard output.
-        quiet: True shows nothing: another process does.
+        total: steps of the run, including those before a resumption; None if unknown.
+        console: where to print; None for the standard output.
+        quiet: print nothing, for processes other than the first.
 
     Raises:
         ImportError: if rich is not installed; it names the extra.
@@ -166,7 +166,7 @@ class Display:
         self._explained: set[str] = set()
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Show a step's reward, length, KL and speed, as far as they are among the metrics.
+        """Show a step's reward, length, KL and speed, if the metrics have them.
 
         Args:
             step: how many updates are done.
@@ -197,15 +197,15 @@ class Display:
     ) -> None:
         """Show some completions of one prompt with their rewards and advantages.
 
-        The prompt is the first whose rewards differ. Control characters, escape sequences and what
-        turns the reading direction are shown as code points, and square brackets as they are.
+        The prompt is the first whose rewards differ. Control characters, escape sequences and
+        bidirectional formatting are shown as code points; square brackets are not markup.
 
         Args:
-            step: to which they belong.
+            step: number of the step.
             trajectories: whose last message is the completion; those of a prompt side by side.
             rewards: of each.
             advantages: of each.
-            rows: the most completions to show.
+            rows: maximum number of completions.
         """
         from rich.table import Table
         from rich.text import Text
@@ -240,11 +240,11 @@ class Display:
         They are of one group, the first whose rewards differ. Texts are shown as completions are.
 
         Args:
-            step: to which they belong.
+            step: number of the step.
             episodes: those of a prompt side by side.
             rewards: of each.
             advantages: of each.
-            rows: the most episodes to show.
+            rows: maximum number of episodes.
         """
         from rich.table import Table
         from rich.text import Text
@@ -273,7 +273,7 @@ class Display:
             self._console.print(table)
 
     def summary(self, summary: Mapping[str, Any], directory: str | os.PathLike[str]) -> None:
-        """Say how a run went, and where all is.
+        """Show the results of a run, and where its files are.
 
         Args:
             summary: what `summary.json` holds.
@@ -288,7 +288,7 @@ class Display:
         self.note(f"the policy, metrics.jsonl and curves.png are in {Path(directory)}")
 
     def note(self, sentence: str) -> None:
-        """Show a sentence as it is, without taking brackets in it for markup."""
+        """Print a sentence literally: brackets in it are not markup."""
         from rich.text import Text
 
         text = harmless(sentence, encoding=self._console.encoding)
@@ -310,7 +310,7 @@ class Display:
 
 
 def _make_bar(console: "Console", total: int | None) -> Any:
-    """Make a bar, unless there is no terminal that could move one."""
+    """Make a progress bar; None if the output is no terminal that can redraw a line."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
     from rich.progress import TimeRemainingColumn as TimeLeft
     from rich.table import Column

@@ -1,4 +1,4 @@
-"""Stopping on request: the first SIGTERM or Ctrl-C asks, the second ends the process."""
+"""Graceful shutdown: the first SIGTERM or Ctrl-C asks the loop to stop, the second exits."""
 
 import os
 import signal
@@ -14,15 +14,15 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 class Interruption:
-    """Notes that SIGTERM or SIGINT has come, so that a loop can end between parts of a step.
+    """Notes SIGTERM and SIGINT, so that a loop can stop between the parts of a step.
 
     While the block runs, the first of these signals only makes `requested` true. The second ends
     the process at once, whatever it is in the middle of, a compilation too; its exit status is 128
     and the signal's number: 143 for SIGTERM, 130 for Ctrl-C. After the block, the handlers are
     those from before.
 
-    Whoever is asked may be in the middle of something long: a compilation, a rollout, a reward that
-    hangs. When the block has not ended `patience` seconds after the first signal, `last_resort` is
+    The loop may be in the middle of something long: a compilation, a rollout, a reward that hangs.
+    If the block has not ended `patience` seconds after the first signal, `last_resort` is
     called on another thread, each second until it returns True, and the process ends with the exit
     status 143; with 1, and the error on standard error, if it raises one.
 
@@ -31,7 +31,7 @@ class Interruption:
 
     Args:
         patience: seconds.
-        last_resort: saves what is to be saved; None: the block has all the time that it needs.
+        last_resort: saves a checkpoint; None: no time limit.
 
     Example:
         >>> with Interruption() as interruption:
@@ -52,21 +52,21 @@ class Interruption:
 
     @property
     def requested(self) -> bool:
-        """Whether a signal has come."""
+        """Whether a signal has arrived."""
         return self._signal is not None
 
     def check(self) -> None:
-        """End what is under way, if a signal has come.
+        """Raise if a signal has arrived.
 
         Raises:
-            InterruptedRunError: if so.
+            InterruptedRunError: if one has.
         """
         if self.requested:
             raise InterruptedRunError
 
     @property
     def received(self) -> signal.Signals | None:
-        """The first signal that has come; None if none has."""
+        """The first signal that has arrived; None if none has."""
         return self._signal
 
     def __enter__(self) -> Self:
@@ -105,7 +105,7 @@ class Interruption:
 
 
 def _wait(read: socket.socket, patience: float | None, last_resort: Callable[[], bool]) -> None:
-    """End the process when the second of the signals arrives, or when time is up."""
+    """Exit at the second signal, or `patience` seconds after the first."""
     seen = 0
     with read:
         while True:

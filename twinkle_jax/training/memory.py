@@ -1,4 +1,4 @@
-"""Does a run fit its devices: what its compiled programs take, before the first step."""
+"""Device memory of a run, from its compiled programs, and settings that fit into it."""
 
 import dataclasses
 from collections.abc import Callable, Iterator
@@ -21,14 +21,14 @@ from twinkle_jax.training.state import TrainState
 from twinkle_jax.training.update import apply_gradients
 
 _GIB = 2**30
-_USABLE = 0.92  # of what a device says it has: the rest is fragments, and programs themselves
+_USABLE = 0.92  # of the memory that a device reports; the rest is fragmentation and program code
 
 
 def device_memory(mesh_gib: float | None) -> int | None:
-    """Give the bytes of a device that a run may use; None if nothing is known.
+    """Give the bytes of a device that a run may use; None if unknown.
 
     Args:
-        mesh_gib: what the settings say; None for what the device says, which CPUs do not.
+        mesh_gib: limit from the settings; None: what the device reports, which CPUs do not.
     """
     if mesh_gib is not None:
         return int(mesh_gib * _GIB)
@@ -38,7 +38,7 @@ def device_memory(mesh_gib: float | None) -> int | None:
 
 
 def update_memory(recipe: Recipe, state: TrainState) -> int:
-    """Count the bytes of a device that an update takes at most, with everything that stays there.
+    """Compute the peak bytes per device of an update, including parameters and optimizer state.
 
     Args:
         recipe: of the run; its budget of tokens and its mesh are read.
@@ -46,7 +46,7 @@ def update_memory(recipe: Recipe, state: TrainState) -> int:
 
     Returns:
         The larger of two programs' arguments, results and temporary arrays: the gradient of a
-        micro-batch of rows as long as they may be, and its application.
+        micro-batch of rows of maximum length, and the optimizer update.
     """
     config, mesh = recipe.config, recipe.mesh
     state, frozen = _shapes(state), _shapes(recipe.policy.frozen)
@@ -69,12 +69,12 @@ def update_memory(recipe: Recipe, state: TrainState) -> int:
     apply = partial(apply_gradients, optimizer=recipe.optimizer, max_grad_norm=1.0, mesh=mesh)
     computing = jax.jit(gradient, donate_argnums=0).lower(state, frozen, batch, packing).compile()
     applying = jax.jit(apply, donate_argnums=0).lower(state).compile()
-    needed = max(_need(computing), _need(applying) + _bytes(frozen))
+    needed = max(_peak_bytes(computing), _peak_bytes(applying) + _bytes(frozen))
     return needed + _bytes(_shapes(recipe.reference))
 
 
 def rollout_memory(recipe: Recipe, state: TrainState) -> int:
-    """Count the bytes of a device that sampling takes at most, with everything that stays there.
+    """Compute the peak bytes per device of sampling, including parameters and optimizer state.
 
     Args:
         recipe: of the run; its slots, the longest prompts and completions are read.
@@ -104,20 +104,20 @@ def fit(recipe: Recipe, state: TrainState, limit: int, note: Callable[[str], Non
         recipe: of the run.
         state: what is trained.
         limit: bytes of a device.
-        note: is told what was chosen.
+        note: called with a sentence about each choice.
 
     Returns:
         The configuration, with a smaller `update.micro_batch_tokens` and `rollout.slots` where
-        those that were left to the run do not fit.
+        the automatic values do not fit.
 
     Raises:
-        ValueError: if a number that was given does not fit; the message says which would. If none
-            does, it says what the smallest takes.
+        ValueError: if a value that the user set does not fit; the message names the largest that
+            does, or what the smallest takes if none does.
     """
     config = recipe.config
 
     def choose(
-        name: str, choices: Iterator[TrainConfig], count: Callable[..., int], given: bool
+        name: str, choices: Iterator[TrainConfig], count: Callable[..., int], user_set: bool
     ) -> TrainConfig:
         first = needed = None
         for chosen in choices:
@@ -128,7 +128,7 @@ def fit(recipe: Recipe, state: TrainState, limit: int, note: Callable[[str], Non
             takes = f"{needed / _GIB:.2f} GiB of the {limit / _GIB:.2f} of a device"
             if needed > limit:
                 continue
-            if needed != first and given:
+            if needed != first and user_set:
                 raise ValueError(f"{name} must be at most {value}, which takes {takes}")
             note(f"{name} {'all' if value is None else value}: takes {takes}")
             return chosen
@@ -137,11 +137,11 @@ def fit(recipe: Recipe, state: TrainState, limit: int, note: Callable[[str], Non
             "a smaller rollout.max_new_tokens or rollout.max_prompt_tokens take less"
         )
 
-    given = config.update.micro_batch_tokens != automatic_budget(config)
+    user_set = config.update.micro_batch_tokens != automatic_budget(config)
     updates = _smaller_updates(config)
-    config = choose("update.micro_batch_tokens", updates, update_memory, given)
-    given = config.rollout.slots is not None
-    return choose("rollout.slots", _fewer_slots(config), rollout_memory, given)
+    config = choose("update.micro_batch_tokens", updates, update_memory, user_set)
+    user_set = config.rollout.slots is not None
+    return choose("rollout.slots", _fewer_slots(config), rollout_memory, user_set)
 
 
 def _smaller_updates(config: TrainConfig) -> Iterator[TrainConfig]:
@@ -167,7 +167,7 @@ def _fewer_slots(config: TrainConfig) -> Iterator[TrainConfig]:
 
 
 def _longest_micro_batch(recipe: Recipe) -> tuple[Batch, Packing]:
-    """Give the shapes of a micro-batch whose rows are as long as they may be."""
+    """Give the shapes of a micro-batch of rows of maximum length."""
     config, mesh = recipe.config, recipe.mesh
     shards = 1 if mesh is None else mesh.shape["data"] * mesh.shape["fsdp"]
     multiple = 1 if mesh is None else mesh.shape["tensor"]
@@ -178,30 +178,30 @@ def _longest_micro_batch(recipe: Recipe) -> tuple[Batch, Packing]:
     lines = max(config.update.micro_batch_tokens // width, 1) * shards
     rows = config.rollout.prompts * config.rollout.num_samples // config.update.mini_batches
 
-    def of(shape: tuple[int, ...], dtype: Any) -> Any:
+    def struct(shape: tuple[int, ...], dtype: Any) -> Any:
         return jax.ShapeDtypeStruct(shape, dtype)
 
-    whole, floats = of((rows, time), jnp.int32), of((rows, time), jnp.float32)
+    integers, floats = struct((rows, time), jnp.int32), struct((rows, time), jnp.float32)
     batch = Batch(
-        tokens=whole,
-        labels=whole,
+        tokens=integers,
+        labels=integers,
         advantages=floats,
         old_logps=floats,
         ref_logps=None if recipe.reference is None else floats,
     )
-    places = of((lines, width), jnp.int32)
-    return batch, Packing(places, places if several else None, places, whole)
+    places = struct((lines, width), jnp.int32)
+    return batch, Packing(places, places if several else None, places, integers)
 
 
-def _need(compiled: Any) -> int:
-    """Bytes of a device that a compiled program holds while it runs."""
+def _peak_bytes(compiled: Any) -> int:
+    """Bytes per device while a compiled program runs: arguments, results and temporaries."""
     memory = compiled.memory_analysis()
     results = memory.output_size_in_bytes - memory.alias_size_in_bytes
     return int(memory.argument_size_in_bytes + results + memory.temp_size_in_bytes)
 
 
 def _shapes(tree: Any) -> Any:
-    """Shapes and shardings of arrays, for programs that are compiled and not run."""
+    """Shapes and shardings of arrays, to compile a program without running it."""
     return jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=getattr(x, "sharding", None)),
         tree,
@@ -209,7 +209,7 @@ def _shapes(tree: Any) -> Any:
 
 
 def _bytes(tree: Any) -> int:
-    """Bytes of a device that arrays of these shapes and shardings take."""
+    """Bytes per device of arrays with these shapes and shardings."""
 
     def size(x: jax.ShapeDtypeStruct) -> int:
         shape = x.shape if x.sharding is None else x.sharding.shard_shape(x.shape)

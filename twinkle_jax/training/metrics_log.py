@@ -111,7 +111,7 @@ class MetricsLog:
     has left unfinished is removed when the file is opened.
 
     Args:
-        directory: of `metrics.jsonl`; made if it is not there.
+        directory: of `metrics.jsonl`; created if missing.
         tensorboard: whether to write event files for TensorBoard to `directory/tensorboard` too.
         wandb: whether to send to Weights & Biases too; its own environment variables say how,
             `WANDB_MODE=offline` for one.
@@ -147,12 +147,12 @@ class MetricsLog:
 
     @property
     def offset(self) -> int:
-        """The file's length in bytes, for a checkpoint to keep; that much is on the disk."""
+        """The file's length in bytes after an fsync, to be stored in a checkpoint."""
         os.fsync(self._file.fileno())
         return self.path.stat().st_size
 
     def truncate(self, offset: int) -> None:
-        """Remove all lines after an offset, those of steps that a resumed run does again.
+        """Remove all lines after an offset: those of steps that a resumed run repeats.
 
         Raises:
             ValueError: if no line ends there.
@@ -171,13 +171,13 @@ class MetricsLog:
         """Write one line.
 
         Args:
-            step: the one axis of everything; after the step of the last line.
-            metrics: a number for each name; best from the host, for each array costs a wait.
+            step: number of the step; greater than that of the last line.
+            metrics: a number for each name; a device array costs a transfer each.
 
         Raises:
             ValueError: if `step` is not after the last one, or a name is `step` or `not_finite`.
             TypeError: if a value is no single number.
-            OSError: if the line cannot be written; no part of it stays.
+            OSError: if the line cannot be written; a partial line is removed.
         """
         numbers = {name: _number(name, value) for name, value in metrics.items()}
         if self._last is not None and step <= self._last:
@@ -196,7 +196,7 @@ class MetricsLog:
             sink.write(step, numbers)
 
     def close(self) -> None:
-        """Close the file, and write what the other places have not written yet."""
+        """Close the file, TensorBoard's writer and the run of Weights & Biases."""
         self._file.close()
         for sink in self._sinks:
             sink.close()
@@ -221,7 +221,7 @@ class MetricsLog:
 
 
 class NoLog:
-    """In place of a `MetricsLog`, where another process of the run writes the metrics."""
+    """A `MetricsLog` that writes nothing, for processes other than the first."""
 
     offset = 0
 
@@ -252,14 +252,14 @@ def _number(name: str, value: SupportsFloat) -> float:
 
 
 def _line(step: int, numbers: Mapping[str, float]) -> bytes:
-    other = {name: str(x) for name, x in numbers.items() if not math.isfinite(x)}
-    finite = {name: None if name in other else x for name, x in numbers.items()}
-    note = {"not_finite": other} if other else {}
+    not_finite = {name: str(x) for name, x in numbers.items() if not math.isfinite(x)}
+    finite = {name: None if name in not_finite else x for name, x in numbers.items()}
+    note = {"not_finite": not_finite} if not_finite else {}
     return json.dumps({"step": int(step)} | finite | note, allow_nan=False).encode() + b"\n"
 
 
 def lock_file(file: BinaryIO | FileIO) -> None:
-    """Keep a file for this process until it is closed, where the system can do that."""
+    """Lock a file until it is closed, where the system has `flock`."""
     with suppress(ImportError):
         import fcntl  # not on Windows
 
@@ -267,7 +267,7 @@ def lock_file(file: BinaryIO | FileIO) -> None:
 
 
 def file_is_locked(path: Path) -> bool:
-    """Whether another process, or another run of this one, keeps a file for itself."""
+    """Whether another process, or another run in this one, has locked a file."""
     if not path.is_file():
         return False
     with path.open("rb") as file:

@@ -113,7 +113,7 @@ def plan(
 def _place(
     lines: list[list[int]], lengths: Rows, time: int, count: int, width: int, several: bool
 ) -> Packing:
-    """Write down where each token of some lines stands; lines beyond them are empty."""
+    """Compute where each token of some lines goes; further lines up to `count` stay empty."""
     sources = np.full((count, width), -1, np.int32)
     segments, positions = np.zeros_like(sources), np.zeros_like(sources)
     places = np.full((len(lengths), time), -1, np.int32)
@@ -133,11 +133,11 @@ def _place(
 
 def pack(batch: Batch, packing: Packing) -> Batch:
     """Put the tokens and labels of a batch into lines."""
-    there = packing.sources >= 0
+    occupied = packing.sources >= 0
     index = jnp.maximum(packing.sources, 0)
 
     def lines(values: Array, fill: int) -> Array:
-        return jnp.where(there, jnp.take(values.reshape(-1), index), fill)
+        return jnp.where(occupied, jnp.take(values.reshape(-1), index), fill)
 
     return Batch(
         tokens=lines(batch.tokens, 0),

@@ -117,9 +117,9 @@ def load_policy(path_or_id: str, *, mesh: Mesh | None = None) -> Policy:
         base = read_json(place, ADAPTER_CONFIG).get("base_model_name_or_path")
         if not isinstance(base, str):
             raise ValueError(f"{place / ADAPTER_CONFIG} must name its base model, got {base!r}")
-        whole = load_policy(base, mesh=mesh)
-        lora, adapter = load_adapter(place, whole.config)
-        return lay_adapter(whole, lora, adapter, base=base, mesh=mesh)
+        base_policy = load_policy(base, mesh=mesh)
+        lora, adapter = load_adapter(place, base_policy.config)
+        return lay_adapter(base_policy, lora, adapter, base=base, mesh=mesh)
     decoder = load_pretrained(path_or_id, dtype="float32", mesh=mesh, partition=rules)
     template = Template(path_or_id)
     if len(template.tokenizer) > decoder.config.vocab_size:
@@ -201,16 +201,16 @@ def save_policy(policy: Policy, directory: str | Path, *, merge: bool = False) -
         policy.tokenizer.save_pretrained(directory)
 
 
-# A policy that never gets an answer right has nothing to learn from rewards.
+# Warm start: a policy that never gets a reward above 0 has no gradient.
 
 
 @dataclasses.dataclass(frozen=True)
 class WarmStart:
-    """How long a small policy learns from examples before it learns from rewards.
+    """Supervised training of a small policy before reinforcement learning.
 
     Attributes:
-        accuracy: held-out accuracy at which it ends.
-        steps: the most steps.
+        accuracy: held-out accuracy at which it stops.
+        steps: maximum steps.
         check_every: steps from one evaluation to the next.
         rows: examples a step.
         learning_rate: of Adam.
@@ -231,19 +231,19 @@ def warm_start(
     report: Callable[[int, float], None] = lambda step, accuracy: None,
     mesh: Mesh | None = None,
 ) -> Policy:
-    """Teach a policy by example.
+    """Train a policy on examples.
 
     Args:
-        policy: a small one, as it began.
+        policy: to train.
         examples: prompts with their ground truths, which are taken as the answers; or whole
             conversations, in which the assistant has spoken.
         accuracy: on held-out problems.
-        settings: how long.
+        settings: when to stop, and the optimizer's.
         report: called with the step and the accuracy of each evaluation.
         mesh: what the parameters live on; None for one device.
 
     Returns:
-        The policy, as soon as its accuracy reaches what was asked for.
+        The policy, once its accuracy reaches `settings.accuracy`, or after the last step.
     """
     optimizer = make_optimizer("adam", b2=0.99)
     state = begin_training(policy.params, optimizer, mesh)

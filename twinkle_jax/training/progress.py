@@ -1,4 +1,4 @@
-"""Where a run is: what the next step depends on, and how it is saved, restored and found again."""
+"""The state of a run between steps, how it is saved and restored, and the run's directory."""
 
 import dataclasses
 import json
@@ -23,12 +23,12 @@ from twinkle_jax.training.state import TrainState
 
 @dataclass(frozen=True)
 class Totals:
-    """Numbers that go on from step to step.
+    """Counters that are carried from step to step.
 
     Attributes:
-        num_tokens: sampled so far.
+        num_tokens: tokens sampled so far.
         skipped: steps in a row, up to now, in which a gradient was not finite.
-        seconds: spent in steps.
+        seconds: total time of the steps.
         accuracy_before: held-out accuracy before the first step; None if it was not measured.
         metrics_offset: length of metrics.jsonl, in bytes, up to and with the last line that belongs
             to these steps.
@@ -44,13 +44,13 @@ class Totals:
 
 
 class Progress(NamedTuple):
-    """Where a run is after a step: with the reference policy, all that the next step depends on.
+    """The state of a run after a step: with the reference policy, all that the next step needs.
 
     Attributes:
         state: parameters, moments, number of updates.
         key: the root of all randomness on the device; step s draws with `fold_in(key, s)`.
         step: steps done.
-        totals: numbers that go on.
+        totals: counters.
         data: the loader's state: how many prompts those steps have taken, of which data.
     """
 
@@ -61,7 +61,7 @@ class Progress(NamedTuple):
     data: dict[str, Any]
 
     def is_whole(self) -> bool:
-        """Whether the arrays are there: an update under way has taken their memory."""
+        """Whether no array was deleted: an update that runs has been donated their memory."""
         return not any(leaf.is_deleted() for leaf in jax.tree.leaves(self.state))
 
 
@@ -90,17 +90,17 @@ def restore(
     config: TrainConfig,
     loader: PromptLoader,
 ) -> tuple[Progress, Params | None]:
-    """Restore the newest whole checkpoint; the loader goes on where it was.
+    """Restore the newest valid checkpoint, and set the loader to its position.
 
     Args:
-        checkpoints: of the run to go on with.
-        fresh: arrays like those that were saved.
+        checkpoints: of the run to resume.
+        fresh: progress with arrays of the shapes and shardings to restore.
         reference: the same, if there is a reference policy.
-        config: to go on with.
+        config: of the run that resumes.
         loader: of the prompts.
 
     Returns:
-        Where the run is, and its reference policy.
+        The progress of the run, and its reference policy.
 
     Raises:
         ValueError: if a setting or the data are not those of the run; the message names which.
@@ -117,7 +117,7 @@ def restore(
 
 
 def arrays_of(progress: Progress, reference: Params | None) -> dict[str, Any]:
-    """Give the arrays of a checkpoint."""
+    """Collect the arrays of a checkpoint."""
     return {"state": progress.state, "key": progress.key} | (
         {"reference": reference} if reference else {}
     )
@@ -204,8 +204,8 @@ class LastStep:
         """Save the last finished step from another thread, wherever the training loop is.
 
         Returns:
-            True if nothing is left to save. False while an update is under way, which has taken the
-            memory of the arrays: it will finish a step soon.
+            True if nothing is left to save. False while an update runs, to which the arrays were
+            donated: it will finish a step soon.
 
         Raises:
             OSError: if it cannot be written.
@@ -226,15 +226,15 @@ class LastStep:
 
 
 def prepare_directory(config: TrainConfig, directory: Path) -> Path | None:
-    """Find the run to go on with, or make room for a new one; nothing is lost by accident.
+    """Find the run to resume, or empty the directory for a new one if the settings allow it.
 
     Returns:
-        The directory of the run to go on with; None for a new run.
+        The directory of the run to resume; None for a new run.
 
     Raises:
         ValueError: if `resume` names a directory without a run.
-        FileExistsError: if a run goes on in the directory, or it holds something and neither
-            `resume` nor `overwrite` says what to do with it.
+        FileExistsError: if a run is active in the directory, or it is not empty and neither
+            `resume` nor `overwrite` is set.
     """
     if file_is_locked(directory / FILE):
         raise FileExistsError(f"output_dir must not be in use by a run, got {directory}")
@@ -266,7 +266,7 @@ def run_to_resume(resume: str, directory: Path) -> Path | None:
 
 
 def saved_settings(source: Path) -> Mapping[str, Any]:
-    """Read the settings that a run was begun with."""
+    """Read the settings that a run was started with."""
     settings = json.loads((source / "config.json").read_text(encoding="utf-8"))
     if not isinstance(settings, dict):
         raise ValueError(f"{source / 'config.json'} must hold a run's settings, got {settings!r}")
@@ -274,14 +274,14 @@ def saved_settings(source: Path) -> Mapping[str, Any]:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a file so that readers find the old one or the new one, never a part."""
+    """Write a file atomically: readers see the old text or the new one."""
     partial = path.with_name(f".{path.name}.partial")
     partial.write_text(text, encoding="utf-8")
     partial.replace(path)
 
 
 def _has_not_begun(directory: Path) -> bool:
-    """Whether a process that ended before its first checkpoint has left this, and nothing else."""
+    """Whether a directory holds only what a run writes before its first checkpoint."""
     names = {path.name for path in directory.iterdir()}
     metrics = directory / FILE
     if FILE in names and (not metrics.is_file() or metrics.stat().st_size):

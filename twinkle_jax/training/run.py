@@ -1,39 +1,31 @@
-"""A training run: begin or go on, step by step, interrupted or finished; and its export."""
+"""A training run: its steps and what is due after each, its end or interruption, and its export."""
 
 import dataclasses
 import json
-import math
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
 
-from twinkle_jax.data import ArithmeticTask, PromptLoader
-from twinkle_jax.model import LoraConfig, Params, shard_like_params
 from twinkle_jax.reward import RewardFunction
-from twinkle_jax.rollout import MultiTurn, Rollout, hosts
+from twinkle_jax.rollout import Rollout, hosts
 from twinkle_jax.rollout.hosts import InterruptedRunError
 from twinkle_jax.training.checkpoint import RunCheckpoints
 from twinkle_jax.training.config import TrainConfig, from_dict
 from twinkle_jax.training.curves import draw_curves
 from twinkle_jax.training.display import Display
-from twinkle_jax.training.evaluation import evaluate, evaluate_episodes
+from twinkle_jax.training.evaluation import held_out
 from twinkle_jax.training.hosts import check_same, check_shared, connect, describe_loss
 from twinkle_jax.training.interruption import Interruption
-from twinkle_jax.training.memory import device_memory, fit
 from twinkle_jax.training.metrics_log import MetricsLog, NoLog
 from twinkle_jax.training.policy import (
-    Policy,
-    WarmStart,
-    add_adapter,
     load_policy,
     save_policy,
     small_policy,
-    warm_start,
 )
 from twinkle_jax.training.progress import (
     LastStep,
@@ -41,12 +33,12 @@ from twinkle_jax.training.progress import (
     Totals,
     arrays_of,
     prepare_directory,
-    restore,
     save,
     saved_settings,
     write_whole,
 )
-from twinkle_jax.training.recipe import Recipe, make_engine, make_recipe, make_source, with_config
+from twinkle_jax.training.recipe import make_recipe
+from twinkle_jax.training.start import Run, begin, with_adapter
 from twinkle_jax.training.state import begin_training, find_devices
 from twinkle_jax.training.step import (
     SamplerMismatchError,
@@ -55,27 +47,9 @@ from twinkle_jax.training.step import (
     train_step,
 )
 from twinkle_jax.training.step_metrics import rollout_metrics
-from twinkle_jax.training.task import Task, make_task
+from twinkle_jax.training.task import make_task
 
-_IMITATION_STEPS = 200  # in which the built-in policy learns to speak as an environment expects
 _COMPARE_ALL_EVERY = 25  # steps, the first among them
-
-
-class Run(NamedTuple):
-    """What a run is made of, fixed but for the loader's position."""
-
-    config: TrainConfig
-    task: Task
-    recipe: Recipe
-    loader: PromptLoader
-    checkpoints: RunCheckpoints
-    log: MetricsLog | NoLog
-    display: Display
-
-    @property
-    def policy(self) -> Policy:
-        """The policy as training began."""
-        return self.recipe.policy
 
 
 def train(config: TrainConfig, *, reward: RewardFunction | None = None) -> dict[str, Any]:
@@ -98,7 +72,7 @@ def train(config: TrainConfig, *, reward: RewardFunction | None = None) -> dict[
         `step_time`, and `interrupted` where a signal ended the run early.
 
     Raises:
-        ValueError: if the configuration does not fit the run to go on with, or the task.
+        ValueError: if the configuration does not fit the run to resume, or the task.
         FileExistsError: if `output_dir` holds something, with neither `resume` nor `overwrite`.
         RuntimeError: if the sampler is not the trained policy, or too many gradients in a row
             were not finite; the last finished step is saved. With several processes, for any error
@@ -123,7 +97,7 @@ def train(config: TrainConfig, *, reward: RewardFunction | None = None) -> dict[
         (run.checkpoints.finish if wait else run.checkpoints.poll)()
 
     last = LastStep(write, settle)
-    # Several processes save together, which a signal handler of one of them cannot begin.
+    # A save of several processes is collective: a signal handler of one cannot start it.
     last_resort = None if hosts.several() else last.save_from_signal
     with (
         Interruption(last_resort=last_resort) as interruption,
@@ -152,7 +126,7 @@ def train(config: TrainConfig, *, reward: RewardFunction | None = None) -> dict[
             if hosts.several() and not isinstance(error, hosts.SharedError):
                 if isinstance(error, jax.errors.JaxRuntimeError):  # others are gone
                     raise RuntimeError(describe_loss(error, last.progress.step)) from error
-                raise  # the others know nothing of it, so nothing can be saved together
+                raise  # this process alone failed: a collective save would wait for the others
             with suppress(Exception):  # the first error is the one to report
                 if last.save_from_signal():
                     step = last.progress.step
@@ -167,7 +141,7 @@ def _open_log(config: TrainConfig, directory: Path) -> MetricsLog | NoLog:
 
 
 def _prepare(config: TrainConfig, directory: Path) -> Path | None:
-    """Find the run to go on with or make room, once for all processes."""
+    """Find the run to resume or empty the directory, once for all processes."""
 
     def prepare() -> str | None:
         source = prepare_directory(config, directory)
@@ -178,144 +152,20 @@ def _prepare(config: TrainConfig, directory: Path) -> Path | None:
     return None if source is None else Path(source)
 
 
-# The beginning.
-
-
-def begin(
-    config: TrainConfig,
-    directory: Path,
-    task: Task,
-    log: MetricsLog | NoLog,
-    display: Display,
-    source: Path | None,
-) -> tuple[Run, Progress]:
-    """Make the policy, or restore what a checkpoint holds; nothing is saved yet."""
-    mesh = find_devices(config.mesh.data, config.mesh.fsdp, config.mesh.tensor)
-    policy = hosts.agreed("reading the policy", lambda: _read_policy(config, mesh))
-    if config.model is None and mesh is not None:
-        placed = jax.device_put(policy.params, shard_like_params(policy.params, mesh))
-        policy = policy._replace(params=placed)
-    totals = Totals()
-    settings = json.dumps(dataclasses.asdict(config), indent=1)
-    if source is None:
-        display.note(f"run in {directory}: {_describe(policy)}")
-        _write_first(directory / "config.json", settings)
-        if config.model is None and config.warm_start:
-            policy = _warm(config, task, policy, display, mesh)
-    policy = _with_adapter(config, policy, directory, source, mesh)
-    if source is None:
-        before = held_out(config, task, policy, mesh=mesh).get("accuracy")
-        totals = dataclasses.replace(totals, accuracy_before=before)
-    recipe = make_recipe(config, policy, task.reward, environment=task.environment, mesh=mesh)
-    loader = PromptLoader(task.train, config.rollout.prompts, seed=config.seed)
-    state = begin_training(policy.params, recipe.optimizer, mesh)
-    recipe = _fit_devices(recipe, state, directory, display)
-    config = recipe.config
-    progress = Progress(state, jax.random.key(config.seed), 0, totals, loader.get_state())
-    checkpoints = RunCheckpoints(directory / "checkpoints", keep=config.logging.keep_checkpoints)
-    if source is not None:
-        saved = RunCheckpoints(source / "checkpoints") if source != directory else checkpoints
-        progress, reference = restore(saved, progress, recipe.reference, config, loader)
-        recipe = recipe._replace(reference=reference)
-        offset = progress.totals.metrics_offset
-        hosts.together("reading metrics.jsonl", lambda: log.truncate(offset))
-        settings = json.dumps(dataclasses.asdict(config), indent=1)
-        _write_first(directory / "config.json", settings)
-        display.note(f"going on after step {progress.step} of {source}")
-    return Run(config, task, recipe, loader, checkpoints, log, display), progress
-
-
-def _read_policy(config: TrainConfig, mesh: Any) -> Policy:
-    return load_policy(config.model, mesh=mesh) if config.model else small_policy(config.seed)
-
-
-def _write_first(path: Path, text: str) -> None:
-    """Write a file once for all processes."""
-    hosts.first_decides(f"writing {path.name}", lambda: write_whole(path, text))
-
-
-def _fit_devices(recipe: Recipe, state: Any, directory: Path, display: Display) -> Recipe:
-    """Make settings that choose themselves fit into the devices' memory, where that is known."""
-    memory = recipe.config.mesh.memory
-    limits = hosts.share("reading the devices' memory", lambda: device_memory(memory))
-    if None in limits:
-        return recipe
-    display.note("compiling the largest step, to see what it takes")
-    config = fit(recipe, state, min(limits), display.note)
-    if config == recipe.config:
-        return recipe
-    _write_first(directory / "config.json", json.dumps(dataclasses.asdict(config), indent=1))
-    return with_config(recipe, config)
-
-
-def _with_adapter(
-    config: TrainConfig, policy: Policy, directory: Path, source: Path | None, mesh: Any
-) -> Policy:
-    """Give the policy adapters if `lora.rank` says so; the built-in one is saved as their base."""
-    lora = config.lora
-    if not lora.rank:
-        return policy
-    base = config.model
-    if base is None:
-        base = str((directory / "base").resolve())
-        if source is None:
-            save_policy(policy, base)
-        elif source.resolve() != directory.resolve():
-            save_policy(load_policy(str(source / "base"), mesh=mesh), base)
-        policy = load_policy(base, mesh=mesh)
-    settings = LoraConfig(
-        r=lora.rank,
-        lora_alpha=lora.alpha,
-        lora_dropout=lora.dropout,
-        target_modules=lora.target_modules
-        if isinstance(lora.target_modules, str)
-        else tuple(lora.target_modules),
-    )
-    return add_adapter(policy, settings, base=base, seed=config.seed, dtype=config.dtype, mesh=mesh)
-
-
-def _warm(config: TrainConfig, task: Task, policy: Policy, display: Display, mesh: Any) -> Policy:
-    """Teach the built-in policy by answers, or by the environment's own demonstrations."""
-    if task.environment is not None:
-        demonstrate = getattr(task.environment, "demonstrations", None)
-        if demonstrate is None:
-            return policy
-        settings = WarmStart(accuracy=math.inf, steps=_IMITATION_STEPS)
-        examples = demonstrate(settings.steps * settings.rows, config.seed)
-        policy = warm_start(policy, examples, lambda policy: 0.0, settings, mesh=mesh)
-        display.note(f"warm start, {settings.steps} steps on the environment's demonstrations")
-        return policy
-    return warm_start(
-        policy,
-        ArithmeticTask(config.level, size=200_000, seed=config.seed + 1),
-        lambda policy: held_out(config, task, policy, mesh=mesh)["accuracy"],
-        WarmStart(accuracy=config.warm_start),
-        lambda step, accuracy: display.note(
-            f"warm start, {step} steps on examples: held-out accuracy {accuracy:.2f}"
-        ),
-        mesh=mesh,
-    )
-
-
-def _describe(policy: Policy) -> str:
-    count = sum(x.size for x in jax.tree.leaves(policy.params))
-    return f"{count:,} parameters on {jax.device_count()} {jax.default_backend()} device(s)"
-
-
 # Steps.
 
 
 def one_step(run: Run, progress: Progress, last: LastStep, check: Callable[[], None]) -> Progress:
-    """Do a step and what is due after it.
+    """Run one step, then evaluate, log, show and save what is due.
 
     Args:
-        run: what is trained, and how.
-        progress: where it is.
-        last: is told what is finished.
-        check: raises `InterruptedRunError` when the run shall end.
+        run: what does not change from step to step.
+        progress: before the step.
+        last: keeps the last finished step, to be saved.
+        check: raises `InterruptedRunError` after a signal.
 
     Returns:
-        Where it is then.
+        The progress after the step.
     """
     config, step = run.config, progress.step
     hosts.together("beginning a step", check)
@@ -366,7 +216,7 @@ def one_step(run: Run, progress: Progress, last: LastStep, check: Callable[[], N
 def write_waiting_metrics(
     run: Run, progress: Progress, last: LastStep, check: Callable[[], None]
 ) -> Progress:
-    """Do the evaluation in which a process was interrupted, and write its step's metrics."""
+    """Repeat an evaluation that was interrupted, and write its step's metrics."""
     if progress.totals.unwritten is None:
         return progress
     metrics = json.loads(progress.totals.unwritten)
@@ -383,7 +233,7 @@ def _write_metrics(
     metrics: dict[str, float],
     check: Callable[[], None],
 ) -> Progress:
-    """Evaluate if that is due, and write a step's metrics; without it if a reward raises."""
+    """Evaluate if it is due, and write a step's metrics, also if the evaluation raises."""
     every, totals = run.config.evaluation.every, progress.totals
 
     def write() -> Progress:
@@ -395,7 +245,7 @@ def _write_metrics(
 
     try:
         if every and progress.step % every == 0 and run.task.held_out:
-            # A signal in the evaluation saves this step: its evaluation is done anew on resumption.
+            # A signal during the evaluation saves this step; a resumed run repeats the evaluation.
             waiting = dataclasses.replace(
                 totals, unwritten=json.dumps(metrics), metrics_offset=run.log.offset
             )
@@ -444,7 +294,7 @@ def _show_and_save(run: Run, progress: Progress, last: LastStep, rollout: Rollou
 
 
 def _write_traces(path: Path, rollout: Rollout) -> None:
-    """Write the episodes of a step, one a line; a resumed run writes the same again."""
+    """Write the episodes of a step, one a line; a resumed run writes the same file."""
     lines = []
     for i, episode in enumerate(rollout.episodes or ()):
         record = episode.as_record() | {"reward": float(rollout.scores[i])}
@@ -453,53 +303,11 @@ def _write_traces(path: Path, rollout: Rollout) -> None:
     write_whole(path, "".join(lines))
 
 
-def held_out(
-    config: TrainConfig,
-    task: Task,
-    policy: Policy,
-    *,
-    params: Params | None = None,
-    mesh: Any = None,
-    check: Callable[[], None] = lambda: None,
-) -> dict[str, float]:
-    """Evaluate a policy, or its current parameters, on the task's held-out problems."""
-    if not task.held_out:
-        return {}
-    reward = task.judge or task.reward
-    if task.environment is not None:
-        source = make_source(config, make_engine(config, policy, mesh), reward, task.environment)
-        assert isinstance(source, MultiTurn)
-        return evaluate_episodes(
-            source,
-            policy.params if params is None else params,
-            task.held_out,
-            pass_k=config.evaluation.pass_k,
-            seed=config.seed,
-            check=check,
-        )
-    assert reward is not None
-    return evaluate(
-        policy,
-        task.held_out,
-        reward,
-        params=params,
-        max_new_tokens=config.rollout.max_new_tokens,
-        max_prompt_tokens=config.rollout.max_prompt_tokens,
-        pass_k=config.evaluation.pass_k,
-        temperature=config.rollout.temperature,
-        seed=config.seed,
-        compute_dtype=config.dtype,
-        reward_timeout=config.reward_timeout,
-        mesh=mesh,
-        check=check,
-    )
-
-
-# The end.
+# After the last step.
 
 
 def summarize(progress: Progress, *, interrupted: bool) -> dict[str, Any]:
-    """Give the summary of a run, as far as it is known without an evaluation."""
+    """Summarize a run, without its final evaluation."""
     totals = progress.totals
     return {
         "accuracy_before": totals.accuracy_before,
@@ -514,7 +322,7 @@ def summarize(progress: Progress, *, interrupted: bool) -> dict[str, Any]:
 def finish(
     run: Run, progress: Progress, directory: Path, check: Callable[[], None]
 ) -> dict[str, Any]:
-    """Evaluate once more, save the policy, and write curves and summary."""
+    """Run the final evaluation, save the policy, and write curves and summary."""
     hosts.together("ending", check)
     params = progress.state.params
     results = held_out(
@@ -548,12 +356,12 @@ def export(
     Args:
         directory: of the run.
         target: where to write it.
-        step: whose checkpoint; None for the newest whole one.
+        step: of the checkpoint; None for the newest valid one.
         merge: True adds adapters to the kernels and writes a whole checkpoint.
         overwrite: whether `target` may hold something, which is replaced.
 
     Raises:
-        FileNotFoundError: if there is no run, or no whole checkpoint.
+        FileNotFoundError: if there is no run, or no valid checkpoint.
         FileExistsError: if `target` holds something, without `overwrite`.
     """
     path, run = Path(target), Path(directory)
@@ -567,7 +375,7 @@ def export(
         raise FileNotFoundError(f"run must be the directory of a run, got {run}")
     config = from_dict(saved_settings(run))
     policy = load_policy(config.model) if config.model else small_policy(config.seed)
-    policy = _with_adapter(config, policy, run, run, None)
+    policy = with_adapter(config, policy, run, run, None)
     recipe = make_recipe(config, policy, lambda trajectories, truths: [])
     state = begin_training(policy.params, recipe.optimizer, None)
     like = arrays_of(

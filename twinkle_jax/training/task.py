@@ -115,7 +115,7 @@ def make_task(config: TrainConfig) -> Task:
     train, held_out, fitting = _find_prompts(config)
     # An environment has rewards of its own: others are added where they are asked for.
     names = config.rewards or ([] if config.environment is not None else [fitting])
-    # One reward without a weight is called as it is: there is nothing to add up.
+    # One reward without a weight is called directly: there is nothing to add up.
     reward: RewardFunction | None = find_reward(names[0]) if names else None
     if len(names) > 1 or config.reward_weights:
         reward = find_rewards(names, config.reward_weights)
