@@ -5,8 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from twinkle_jax.model import AttentionConfig, DecoderConfig
-from twinkle_jax.model.decoder.config import LinearScaling
+from twinkle_jax.model import AttentionConfig, DecoderConfig, LinearScaling
 
 
 def reference_hidden(

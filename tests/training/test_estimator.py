@@ -16,10 +16,11 @@ from twinkle_jax.training import (
     TrainConfig,
     UpdateConfig,
     collect,
+    make_estimator,
     make_recipe,
     small_policy,
 )
-from twinkle_jax.training.estimator import estimate, make_estimator
+from twinkle_jax.training.estimator import estimate
 
 OPTIONS = {"pass_at_k": {"k": 2}, "pkpo": {"k": 2}}
 NAMES = sorted([*ESTIMATORS, "reinforce_plus_plus"])

@@ -15,15 +15,8 @@ from twinkle_jax.data import Batch
 from twinkle_jax.loss import GRPOLoss, Loss, LossOutput, PolicyMetrics, PPOValueLoss
 from twinkle_jax.model import LoraConfig, hidden_states, merge_params, output_logits
 from twinkle_jax.model.decoder.lora import adapter_scales, init_adapter
-from twinkle_jax.training import grad_step, score_batch, train_state
-from twinkle_jax.training.gradient import (
-    StepSummary,
-    _grad_step,
-    add_summaries,
-    join_loss,
-    loss_denominator,
-    split_loss,
-)
+from twinkle_jax.training import StepSummary, add_summaries, grad_step, score_batch, train_state
+from twinkle_jax.training.gradient import _grad_step, join_loss, loss_denominator, split_loss
 
 BATCH = random_batch()
 GRPO = OBJECTS["grpo"]  # most tests are not about the loss, and this one is compiled already

@@ -5,11 +5,17 @@ import pytest
 
 from twinkle_jax.model import shard_like_params
 from twinkle_jax.rollout import RolloutConfig
-from twinkle_jax.training import MeshConfig, TrainConfig, UpdateConfig, small_policy
+from twinkle_jax.training import (
+    MeshConfig,
+    TrainConfig,
+    UpdateConfig,
+    begin_training,
+    make_recipe,
+    small_policy,
+)
 from twinkle_jax.training.config import automatic_budget
 from twinkle_jax.training.memory import device_memory, fit, rollout_memory, update_memory
-from twinkle_jax.training.recipe import make_recipe
-from twinkle_jax.training.state import begin_training, find_devices
+from twinkle_jax.training.state import find_devices
 
 POLICY = small_policy(0)
 GIB = 2**30

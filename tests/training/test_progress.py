@@ -7,9 +7,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from twinkle_jax.training import TrainConfig
+from twinkle_jax.training import LoggingConfig, TrainConfig
 from twinkle_jax.training.checkpoint import RunCheckpoints
-from twinkle_jax.training.config import LoggingConfig
 from twinkle_jax.training.metrics_log import MetricsLog
 from twinkle_jax.training.progress import Progress, Totals, prepare_directory, restore, save
 

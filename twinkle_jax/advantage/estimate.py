@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from twinkle_jax.advantage.groups import Grid, Groups, Rows, Samples, Segments, WholeBatch
+from twinkle_jax.advantage.groups import Grid, Groups, Neighbours, Samples, Segments, WholeBatch
 from twinkle_jax.advantage.inputs import compute_dtype
 from twinkle_jax.advantage.rewards import Grouped
 from twinkle_jax.advantage.sharding import auto_sharded
@@ -62,7 +62,7 @@ def _form_groups(grouped: Grouped, *, components_apart: bool) -> Samples:
     batch = WholeBatch(len(values), grouped.axis_name)
     groups: Groups = batch
     if grouped.num_generations is not None:
-        groups = Rows(grouped.num_generations)
+        groups = Neighbours(grouped.num_generations)
         if groups.size > 1 and values.ndim == 1:
             groups = Grid(groups.size)
             values, keep = jax.tree.map(lambda x: x.reshape(-1, groups.size), (values, keep))

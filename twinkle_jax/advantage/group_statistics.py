@@ -9,7 +9,7 @@ from jax import Array
 from jaxtyping import Bool, Float, Int
 
 from twinkle_jax.advantage.estimate import sum_components
-from twinkle_jax.advantage.groups import Rows, Samples, WholeBatch
+from twinkle_jax.advantage.groups import Neighbours, Samples, WholeBatch
 from twinkle_jax.advantage.inputs import (
     ArrayLike,
     Scalar,
@@ -143,7 +143,7 @@ def _group_statistics(
     rewards: Array, where: Array | None, reward_weights: Array | None, *, num_generations: int
 ) -> GroupStatistics:
     values, keep = sum_components(rewards, where, reward_weights)
-    groups = Samples(values, keep, Rows(num_generations), WholeBatch(len(values), None))
+    groups = Samples(values, keep, Neighbours(num_generations), WholeBatch(len(values), None))
     return GroupStatistics(
         mean=jnp.where(groups.finite, groups.maximum - groups.mean_gap, jnp.nan),
         std=jnp.where(groups.finite, groups.std, jnp.nan),

@@ -1,6 +1,6 @@
 """Groups of samples and their statistics: what every formula is written in.
 
-A way to form groups (`Rows`, `Segments`, `WholeBatch`) is three operations: sum, maximum, and
+A way to form groups (`Neighbours`, `Segments`, `WholeBatch`) is three operations: sum, maximum, and
 repeating a statistic for each sample. `Samples` has the statistics, written once on these three.
 
 Three things that the obvious formulas get wrong are right here, for every estimator at once:
@@ -47,7 +47,7 @@ class Groups(Protocol):
 
 
 @dataclasses.dataclass(frozen=True)
-class Rows:
+class Neighbours:
     """Groups of K neighbours: statistics are `[P]`.
 
     Only ever a reshape to [P, K] and reductions along axis 1. Two other forms are faster on CPUs:
@@ -71,7 +71,7 @@ class Rows:
 
 
 @dataclasses.dataclass(frozen=True)
-class Grid(Rows):
+class Grid(Neighbours):
     """Groups of K neighbours, of samples that are laid out as [P, K] already.
 
     XLA fuses what stays in this shape into few passes; a statistic that is repeated to `[N]` it

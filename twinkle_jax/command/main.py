@@ -12,7 +12,8 @@ from typing import Any
 
 from twinkle_jax.command.subcommands import SUBCOMMANDS, resumed_settings
 from twinkle_jax.data.missing_extra import require
-from twinkle_jax.training.config import TrainConfig, flat
+from twinkle_jax.training import TrainConfig
+from twinkle_jax.training.config import flat
 
 _ERRORS = (ValueError, TypeError, OSError, ImportError, RuntimeError)
 

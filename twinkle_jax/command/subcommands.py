@@ -7,14 +7,8 @@ from typing import Any, NamedTuple
 
 from twinkle_jax.data import Message, Trajectory, message_text
 from twinkle_jax.rollout import RolloutConfig
-from twinkle_jax.training.config import (
-    DistributedConfig,
-    EvaluationConfig,
-    TrainConfig,
-    UpdateConfig,
-    flat,
-    from_dict,
-)
+from twinkle_jax.training import DistributedConfig, EvaluationConfig, TrainConfig, UpdateConfig
+from twinkle_jax.training.config import flat, from_dict
 
 _ACCEPTED_ANEW = ("resume", "overwrite", "output_dir", "distributed")  # not those of the old run
 
@@ -42,8 +36,8 @@ def _train_options(parser: Any) -> None:
 
 
 def _train(options: Any) -> int:
+    from twinkle_jax.training import train
     from twinkle_jax.training.hosts import connect
-    from twinkle_jax.training.run import train
 
     values = options.as_dict()  # whose types jsonargparse has checked
     connect(DistributedConfig(**values["distributed"]))  # before anything touches a device
@@ -91,7 +85,7 @@ def _add_environment(parser: Any) -> None:
 
 
 def _read_policy(path: str) -> Any:
-    from twinkle_jax.training.policy import load_policy
+    from twinkle_jax.training import load_policy
 
     trained = Path(path) / "policy"
     return load_policy(str(trained) if trained.is_dir() else path)
@@ -124,7 +118,8 @@ def _evaluate_options(parser: Any) -> None:
 
 def _evaluate(options: Any) -> int:
     """Print one line for each number."""
-    from twinkle_jax.training.evaluation import evaluate, held_out
+    from twinkle_jax.training import evaluate
+    from twinkle_jax.training.evaluation import held_out
     from twinkle_jax.training.task import hub_id, make_task
 
     without_file = options.task in (None, "arithmetic", "environment")
@@ -183,7 +178,8 @@ def _sample(options: Any) -> int:
     """Print completions, each below a line of its own, with escape sequences made harmless."""
     import jax
 
-    from twinkle_jax.rollout.engine import LocalEngine, read_texts
+    from twinkle_jax.rollout import LocalEngine
+    from twinkle_jax.rollout.engine import read_texts
     from twinkle_jax.sampler import Sampling
     from twinkle_jax.training.display import harmless
 
@@ -263,7 +259,7 @@ def _export_options(parser: Any) -> None:
 
 
 def _export(options: Any) -> int:
-    from twinkle_jax.training.run import export
+    from twinkle_jax.training import export
 
     export(
         options.run,

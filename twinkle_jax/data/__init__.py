@@ -7,7 +7,7 @@ from twinkle_jax.data.chat_template import ChatTemplate
 from twinkle_jax.data.generated_problems import ArithmeticTask, ReasoningGymTask
 from twinkle_jax.data.loader import PromptBatch, PromptLoader
 from twinkle_jax.data.prompt_files import read_gsm8k, read_jsonl
-from twinkle_jax.data.rows import Rows, RowStream, mix, read_rows, write_rows
+from twinkle_jax.data.rows import Columns, Row, Rows, RowStream, Table, mix, read_rows, write_rows
 from twinkle_jax.data.sampling_types import (
     LogprobsKind,
     SampledSequence,
@@ -16,7 +16,7 @@ from twinkle_jax.data.sampling_types import (
     SamplingParams,
     StopReason,
 )
-from twinkle_jax.data.template import Template
+from twinkle_jax.data.template import Template, TruncationStrategy
 from twinkle_jax.data.tokenizer import Tokenizer, small_tokenizer
 from twinkle_jax.data.tool_calls import (
     ParsedToolCalls,
@@ -27,6 +27,7 @@ from twinkle_jax.data.tool_calls import (
     parse_tool_calls,
 )
 from twinkle_jax.data.trajectory import (
+    IGNORE,
     FunctionCall,
     FunctionSpec,
     InputFeature,
@@ -49,9 +50,11 @@ if TYPE_CHECKING:
 _LAZY = {"Batch": "batch", "bucket_size": "batch", "Inputs": "features", "PerSequence": "features"}
 
 __all__ = [
+    "IGNORE",
     "ArithmeticTask",
     "Batch",
     "ChatTemplate",
+    "Columns",
     "FunctionCall",
     "FunctionSpec",
     "InputFeature",
@@ -63,6 +66,7 @@ __all__ = [
     "PromptBatch",
     "PromptLoader",
     "ReasoningGymTask",
+    "Row",
     "RowStream",
     "Rows",
     "SampleResponse",
@@ -70,6 +74,7 @@ __all__ = [
     "SampledSequence",
     "SamplingParams",
     "StopReason",
+    "Table",
     "Template",
     "TokenIds",
     "Tokenizer",
@@ -77,6 +82,7 @@ __all__ = [
     "ToolCall",
     "ToolCallError",
     "Trajectory",
+    "TruncationStrategy",
     "bucket_size",
     "completion_text",
     "copy_trajectory",

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from twinkle_jax.data.trajectory import IGNORE as IGNORE
+from twinkle_jax.data.trajectory import IGNORE
 
 HostArray = np.ndarray[Any, Any]
 LARGEST = 2**31 - 1  # of int32

@@ -12,7 +12,9 @@ from twinkle_jax.data.missing_extra import require
 from twinkle_jax.data.strict_json import parse_json
 
 Row = dict[str, Any]
+"""A row of a data set: a value for each column."""
 Columns = dict[str, list[Any]]
+"""Rows as columns: a list of values for each name."""
 _CELLS: tuple[tuple[re.Pattern[str], Callable[[str], Any]], ...] = (
     (re.compile(r"[+-]?[0-9]{1,18}"), int),
     (re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?"), float),
@@ -110,6 +112,7 @@ class RowStream(Iterable[Row]):
 
 
 Table = Rows | RowStream
+"""Rows in memory, or a stream of them."""
 
 
 def mix(tables: Sequence[Table], *, interleave: bool) -> Table:

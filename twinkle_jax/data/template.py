@@ -26,6 +26,7 @@ _MARK = "\ue0f8"  # around what stands for the assistant's last message, to find
 _TRUSTED = ("assistant", "system")  # may write <think> and the like, but no special token
 
 TruncationStrategy = Literal["raise", "left", "right", "delete", "split"]
+"""What happens to conversations longer than `max_length`."""
 _Spans = list[tuple[int, int]]
 
 

@@ -7,7 +7,8 @@ import numpy as np
 
 TokenIds = Sequence[int] | np.ndarray[Any, Any]
 """Token ids or labels of one sequence."""
-IGNORE = -100  # the label where there is no loss
+IGNORE = -100
+"""The label of positions without a loss."""
 
 
 class FunctionCall(TypedDict, total=False):

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
-from jaxtyping import Array, Float
+from jaxtyping import Array
 
 from twinkle_jax.loss.loss_object import (
     InvalidLossInputError,
@@ -25,6 +25,7 @@ from twinkle_jax.loss.loss_object import (
 from twinkle_jax.loss.masked_inputs import Coefficient
 from twinkle_jax.loss.reduction import token_mean
 from twinkle_jax.loss.supervised import (
+    Logits,
     clipped_value_loss,
     cross_entropy,
     dynamic_fine_tuning,
@@ -192,9 +193,6 @@ class LigerFusedLinearCrossEntropyLoss(CrossEntropyLoss):
             raise ValueError(
                 f"softcap must be None, for the model's configuration has it, got {self.softcap}"
             )
-
-
-Logits = Float[Array, "batch time vocab"]
 
 
 @dataclass(frozen=True)

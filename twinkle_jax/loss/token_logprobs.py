@@ -17,8 +17,7 @@ from jaxtyping import Array, Bool, Float, Int
 from twinkle_jax.loss.masked_inputs import Coefficient
 from twinkle_jax.loss.vocabulary_tiles import Tokens, tile_logprobs, tiling
 
-PerToken = Float[Array, " time"]
-Mask = Bool[Array, " time"]
+OverTime = Float[Array, " time"]
 
 
 def token_logprobs(
@@ -26,11 +25,11 @@ def token_logprobs(
     head: Float[Array, "feature vocab"],
     tokens: Int[Array, " time"],
     *,
-    mask: Mask | None = None,
-    temperature: Coefficient | PerToken = 1.0,
+    mask: Bool[Array, " time"] | None = None,
+    temperature: Coefficient | OverTime = 1.0,
     chunk_size: int | None = None,
     with_entropy: bool = False,
-) -> PerToken | tuple[PerToken, PerToken]:
+) -> OverTime | tuple[OverTime, OverTime]:
     r"""Score tokens under the head of a language model, without holding all logits.
 
     $$\log \pi_t = z_{t, a_t} - \log \sum_v e^{z_{t, v}}, \qquad
@@ -112,7 +111,7 @@ def token_logprobs(
 @partial(jax.jit, static_argnames=("chunk_size", "with_entropy"))
 def _score(
     hidden: jax.Array, head: jax.Array, *per_token: Any, chunk_size: int | None, with_entropy: bool
-) -> tuple[PerToken, ...]:
+) -> tuple[OverTime, ...]:
     run = partial(_score_masked, chunk_size=chunk_size, with_entropy=with_entropy)
     return _on_token_shards(run, hidden, head, *per_token)
 
@@ -121,12 +120,12 @@ def _score_masked(
     hidden: Float[Array, "time feature"],
     head: Float[Array, "feature vocab"],
     tokens: Int[Array, " time"],
-    mask: Mask | None,
-    temperature: Float[Array, ""] | PerToken,
+    mask: Bool[Array, " time"] | None,
+    temperature: Float[Array, ""] | OverTime,
     *,
     chunk_size: int | None,
     with_entropy: bool,
-) -> tuple[PerToken, ...]:
+) -> tuple[OverTime, ...]:
     """Move the unmasked tokens to the front, fill up the last chunk, and put the results back."""
     (time, feature), vocab = hidden.shape, head.shape[1]
     types = {hidden.dtype, head.dtype}

@@ -23,7 +23,7 @@ LARGEST_TILE = 2**24  # logits: 64 MiB in float32
 SMALLEST_TILE = 2**20
 
 Head = Float[Array, "feature vocab"]
-PerToken = Float[Array, " time"]
+OverTime = Float[Array, " time"]
 Tile = Float[Array, "time vocab"]
 Index = Int[Array, ""]
 
@@ -54,39 +54,39 @@ class Tokens(NamedTuple):
 
     hidden: Float[Array, "time feature"]
     ids: Int[Array, " time"]
-    scale: PerToken
+    scale: OverTime
 
 
 class _Sums(NamedTuple):
     """An online softmax over the blocks seen so far."""
 
-    maximum: PerToken
-    total: PerToken  # of exp(logit - maximum)
-    weighted: PerToken  # of exp(logit - maximum) * (logit - maximum)
-    target: PerToken  # the logit of the token itself, NaN before its block
+    maximum: OverTime
+    total: OverTime  # of exp(logit - maximum)
+    weighted: OverTime  # of exp(logit - maximum) * (logit - maximum)
+    target: OverTime  # the logit of the token itself, NaN before its block
 
 
 class _Slopes(NamedTuple):
     """Coefficients of each token that turn its logits into their gradient."""
 
-    maximum: PerToken
-    log_total: PerToken
-    target: PerToken
-    constant: PerToken
-    linear: PerToken
+    maximum: OverTime
+    log_total: OverTime
+    target: OverTime
+    constant: OverTime
+    linear: OverTime
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3, 4))
 def tile_logprobs(
     tokens: Tokens, head: Head, count: Index, tiles: Tiling, with_entropy: bool
-) -> tuple[PerToken, ...]:
+) -> tuple[OverTime, ...]:
     """Score the first `count` tokens: log-probabilities, and entropies if asked for."""
     return _forward(tokens, head, count, tiles, with_entropy)[0]
 
 
 def _forward(
     tokens: Tokens, head: Head, count: Index, tiles: Tiling, with_entropy: bool
-) -> tuple[tuple[PerToken, ...], Any]:
+) -> tuple[tuple[OverTime, ...], Any]:
     def visit(index: Index, carry: tuple[_Sums, Index], block: Head, start: Index) -> Any:
         chunk, sums = _chunk((tokens, carry[0]), index, tiles)
         sums = _absorb(sums, _logits(chunk, block), chunk.ids - start, with_entropy)
@@ -118,7 +118,7 @@ def _absorb(sums: _Sums, logits: Tile, column: Int[Array, " time"], with_entropy
 
 
 def _backward(
-    tiles: Tiling, with_entropy: bool, residuals: Any, cotangents: tuple[PerToken, ...]
+    tiles: Tiling, with_entropy: bool, residuals: Any, cotangents: tuple[OverTime, ...]
 ) -> tuple[Tokens, Head, None]:
     tokens, head, count, maximum, log_total, entropy = residuals
     dtype = tokens.scale.dtype

@@ -8,13 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from twinkle_jax.data.trajectory import (
-    Message,
-    Trajectory,
-    completion_text,
-    message_text,
-    user_data_get,
-)
+from twinkle_jax.data import Message, Trajectory, completion_text, message_text, user_data_get
 
 GroundTruths = Sequence[Any] | None
 """Right answers, one for each trajectory or each prompt; None: those in `user_data`."""

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from twinkle_jax.data.trajectory import Trajectory, message_text
+from twinkle_jax.data import Trajectory, message_text
 from twinkle_jax.reward.reward import (
     GroundTruths,
     Reward,

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from decimal import Decimal
 from typing import Any
 
-from twinkle_jax.data.trajectory import Trajectory
+from twinkle_jax.data import Trajectory
 from twinkle_jax.reward.reward import GroundTruths, Reward, completions_of, find_ground_truths
 
 _BOX = "\\boxed{"

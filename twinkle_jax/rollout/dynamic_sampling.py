@@ -10,8 +10,7 @@ import numpy as np
 from jaxtyping import Array, Int
 
 from twinkle_jax.advantage import NOISE_ULPS
-from twinkle_jax.data import Batch
-from twinkle_jax.data.trajectory import IGNORE
+from twinkle_jax.data import IGNORE, Batch
 from twinkle_jax.rollout.rollout import Rollout
 
 

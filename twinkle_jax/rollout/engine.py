@@ -11,8 +11,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Int
 
 from twinkle_jax.data import Message, Template, Trajectory, bucket_size
-from twinkle_jax.model import DecoderConfig
-from twinkle_jax.model.decoder.parameters import Params
+from twinkle_jax.model import DecoderConfig, Params
 from twinkle_jax.rollout import hosts
 from twinkle_jax.rollout.rollout import pad_prompts, prompt_ids
 from twinkle_jax.sampler import LENGTH, Completions, Conversations, Sampling, generate

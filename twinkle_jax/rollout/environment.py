@@ -15,13 +15,8 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 
-from twinkle_jax.data import Message, ToolCall
-from twinkle_jax.data.tool_calls import (
-    TOOL_CALL_FORMATS,
-    ParsedToolCalls,
-    ToolCallError,
-    parse_tool_calls,
-)
+from twinkle_jax.data import Message, ParsedToolCalls, ToolCall, ToolCallError, parse_tool_calls
+from twinkle_jax.data.tool_calls import TOOL_CALL_FORMATS
 from twinkle_jax.reward.scoring import error_place
 
 Observation = str | bytes | Message | Sequence[Message] | None

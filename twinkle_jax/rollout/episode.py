@@ -12,8 +12,7 @@ from typing import Any, Literal, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from twinkle_jax.data import Batch, Message, bucket_size
-from twinkle_jax.data.trajectory import IGNORE
+from twinkle_jax.data import IGNORE, Batch, Message, bucket_size
 
 Ended = Literal["", "done", "max_turns", "length", "failed"]
 """Why an episode ended: the environment said so, a limit of turns or of tokens, or a failure."""

@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Array, Int
 
 from twinkle_jax.data import Message, PromptBatch, Template, Trajectory
-from twinkle_jax.model.decoder.parameters import Params
+from twinkle_jax.model import Params
 from twinkle_jax.reward import RewardFunction, compute_rewards
 from twinkle_jax.rollout import hosts
 from twinkle_jax.rollout.engine import Engine, TurnEngine

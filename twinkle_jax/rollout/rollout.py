@@ -10,8 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from twinkle_jax.data import Batch, Template, Trajectory, bucket_size
-from twinkle_jax.data.trajectory import IGNORE
+from twinkle_jax.data import IGNORE, Batch, Template, Trajectory, bucket_size
 from twinkle_jax.rollout import hosts
 from twinkle_jax.rollout.episode import Episode
 from twinkle_jax.sampler import LENGTH, Completions

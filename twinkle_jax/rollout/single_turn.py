@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from twinkle_jax.data import PromptBatch, Trajectory
-from twinkle_jax.model.decoder.parameters import Params
+from twinkle_jax.model import Params
 from twinkle_jax.reward import RewardFunction, TrajectoryScores, score_trajectories
 from twinkle_jax.rollout import hosts
 from twinkle_jax.rollout.engine import Engine, Texts, read_texts

@@ -9,6 +9,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from twinkle_jax.data import (
+    IGNORE,
     InputFeature,
     LogprobsKind,
     SampledSequence,
@@ -17,7 +18,7 @@ from twinkle_jax.data import (
     SamplingParams,
     Template,
 )
-from twinkle_jax.data.trajectory import IGNORE, extend_feature
+from twinkle_jax.data.trajectory import extend_feature
 from twinkle_jax.model import DecoderConfig, Params
 
 Prompt = str | Mapping[str, Any]  # a string, a trajectory or an input feature

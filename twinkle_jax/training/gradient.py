@@ -12,15 +12,14 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from twinkle_jax.data import Batch
-from twinkle_jax.data.batch import IGNORE, check_batch
-from twinkle_jax.loss import LossOutput, PolicyMetrics
+from twinkle_jax.data import IGNORE, Batch
+from twinkle_jax.data.batch import check_batch
+from twinkle_jax.loss import Coefficient, LossOutput, PolicyMetrics
 from twinkle_jax.model import AttentionImplementation, DecoderConfig, Params, Remat, merge_params
 from twinkle_jax.model.decoder.lora import with_dropout
 from twinkle_jax.model.decoder.sharding import constrain, find_mesh, spread_batch
 from twinkle_jax.training.packing import Packing, pack, unpack
 from twinkle_jax.training.score import (
-    Scalar,
     gathered_logits,
     label_scores,
     positive_scalar,
@@ -140,7 +139,7 @@ def grad_step(
     loss_fn: Callable[..., LossOutput],
     *,
     frozen: Params | None = None,
-    temperature: Scalar = 1.0,
+    temperature: Coefficient = 1.0,
     key: Key[Array, ""] | None = None,
     compute_dtype: DTypeLike | None = None,
     attention: AttentionImplementation | None = None,

@@ -9,20 +9,17 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from twinkle_jax.data import Batch
-from twinkle_jax.data.trajectory import IGNORE
+from twinkle_jax.data import IGNORE, Batch
 from twinkle_jax.loss import SamplerMismatch, sampler_mismatch
 from twinkle_jax.model import Params, default_attention
 from twinkle_jax.rollout.rollout import batch_width
 from twinkle_jax.training.config import TrainConfig
 from twinkle_jax.training.gradient import StepSummary, add_summaries, grad_step
-from twinkle_jax.training.packing import Packing, plan
+from twinkle_jax.training.packing import IntRows, Packing, plan
 from twinkle_jax.training.recipe import RECOMPUTED, Recipe
 from twinkle_jax.training.score import score_batch
 from twinkle_jax.training.state import TrainState
 from twinkle_jax.training.update import UpdateInfo, apply_gradients
-
-IntRows = np.ndarray[Any, np.dtype[np.int32]]  # one number a row
 
 _BAND = 2.0  # tokens whose ratio of trainer to sampler is outside [1 / _BAND, _BAND] are counted
 

@@ -12,12 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from twinkle_jax.data import Batch, bucket_size
-from twinkle_jax.data.trajectory import IGNORE
+from twinkle_jax.data import IGNORE, Batch, bucket_size
 
 SMALLEST_WIDTH = 64  # tokens: a line holds some rows even where all are short
 
-Rows = np.ndarray[Any, np.dtype[np.int32]]
+IntRows = np.ndarray[Any, np.dtype[np.int32]]  # one number a row
 
 
 class Packing(NamedTuple):
@@ -38,7 +37,7 @@ class Packing(NamedTuple):
     places: Int[Array | np.ndarray, "rows time"]
 
 
-def assign_lines(lengths: Rows, width: int, *, several: bool = True) -> list[list[int]]:
+def assign_lines(lengths: IntRows, width: int, *, several: bool = True) -> list[list[int]]:
     """Deal rows to lines of a width: the longest first, each to the first line with room for it.
 
     Args:
@@ -71,7 +70,7 @@ def assign_lines(lengths: Rows, width: int, *, several: bool = True) -> list[lis
 
 
 def plan(
-    lengths: Rows,
+    lengths: IntRows,
     time: int,
     *,
     tokens: int,
@@ -111,7 +110,7 @@ def plan(
 
 
 def _place(
-    lines: list[list[int]], lengths: Rows, time: int, count: int, width: int, several: bool
+    lines: list[list[int]], lengths: IntRows, time: int, count: int, width: int, several: bool
 ) -> Packing:
     """Compute where each token of some lines goes; further lines up to `count` stay empty."""
     sources = np.full((count, width), -1, np.int32)

@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from twinkle_jax.data import (
+    IGNORE,
     Batch,
     Message,
     Template,
@@ -21,7 +22,6 @@ from twinkle_jax.data import (
     small_tokenizer,
     user_data_get,
 )
-from twinkle_jax.data.trajectory import IGNORE
 from twinkle_jax.loss import CrossEntropyLoss
 from twinkle_jax.model import (
     Decoder,

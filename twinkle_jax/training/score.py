@@ -11,9 +11,9 @@ from jax.sharding import Mesh, PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from twinkle_jax.data import Batch
-from twinkle_jax.data.batch import IGNORE, check_batch
-from twinkle_jax.loss import token_logprobs
+from twinkle_jax.data import IGNORE, Batch
+from twinkle_jax.data.batch import check_batch
+from twinkle_jax.loss import Coefficient, PerToken, token_logprobs
 from twinkle_jax.model import (
     AttentionImplementation,
     DecoderConfig,
@@ -32,8 +32,6 @@ from twinkle_jax.model.decoder.sharding import (
     steps_of,
 )
 from twinkle_jax.training.packing import Packing, pack, unpack
-
-Scalar = float | Float[Array, ""]
 
 
 def traced_scalar(value: Any) -> Any:
@@ -66,9 +64,6 @@ def run_batch(
         mesh=mesh,
         **options,
     )
-
-
-PerToken = Float[Array, "batch time"]
 
 
 def label_scores(
@@ -160,7 +155,7 @@ def score_batch(
     config: DecoderConfig,
     *,
     frozen: Params | None = None,
-    temperature: Scalar = 1.0,
+    temperature: Coefficient = 1.0,
     with_entropy: bool = False,
     with_logits: bool = False,
     compute_dtype: DTypeLike | None = None,

@@ -9,8 +9,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from twinkle_jax.advantage import turn_returns
-from twinkle_jax.data import Batch, PromptBatch
-from twinkle_jax.data.trajectory import IGNORE
+from twinkle_jax.data import IGNORE, Batch, PromptBatch
 from twinkle_jax.model import Params
 from twinkle_jax.rollout import (
     Rollout,
@@ -21,7 +20,8 @@ from twinkle_jax.rollout import (
 )
 from twinkle_jax.training.config import TrainConfig
 from twinkle_jax.training.estimator import estimate
-from twinkle_jax.training.learning import IntRows, compare, learn, score
+from twinkle_jax.training.learning import compare, learn, score
+from twinkle_jax.training.packing import IntRows
 from twinkle_jax.training.recipe import Recipe
 from twinkle_jax.training.state import TrainState
 from twinkle_jax.training.step_metrics import mismatch_metrics, rollout_facts, update_metrics

@@ -10,8 +10,9 @@ import optax
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float
 
+from twinkle_jax.loss import Coefficient
 from twinkle_jax.model.decoder.sharding import constrain, find_mesh
-from twinkle_jax.training.score import Scalar, positive_scalar, traced_scalar
+from twinkle_jax.training.score import positive_scalar, traced_scalar
 from twinkle_jax.training.state import TrainState, init_optimizer
 
 
@@ -33,8 +34,8 @@ def apply_gradients(
     state: TrainState,
     optimizer: optax.GradientTransformation,
     *,
-    learning_rate: Scalar = 1.0,
-    max_grad_norm: Scalar | None = None,
+    learning_rate: Coefficient = 1.0,
+    max_grad_norm: Coefficient | None = None,
     when: Bool[Array, ""] | None = None,
     mesh: Mesh | None = None,
 ) -> tuple[TrainState, UpdateInfo]:
@@ -132,7 +133,9 @@ def _all_finite(params: Any) -> Bool[Array, ""]:
     return jnp.all(jnp.stack([jnp.all(jnp.isfinite(x)) for x in jax.tree.leaves(params)]))
 
 
-def clip_gradients(state: TrainState, max_grad_norm: Scalar) -> tuple[TrainState, Float[Array, ""]]:
+def clip_gradients(
+    state: TrainState, max_grad_norm: Coefficient
+) -> tuple[TrainState, Float[Array, ""]]:
     """Clip the accumulated gradients by their global norm, without applying them.
 
     Args:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from twinkle_jax.data.batch import IGNORE
+from twinkle_jax.data import IGNORE
 from twinkle_jax.twinkle.processor import pad_rows
 
 Numbers = np.ndarray[Any, Any]

@@ -8,15 +8,16 @@ import numpy as np
 import pytest
 
 from tests.model.families import config_of, params_of
-from twinkle_jax.model import Decoder, LoraConfig, make_mesh, save_pretrained, shard_like_params
-from twinkle_jax.model.decoder.layers import project
-from twinkle_jax.model.decoder.lora import (
-    KEYS,
-    drop_out,
+from twinkle_jax.model import (
+    Decoder,
+    LoraConfig,
+    make_mesh,
     merge_adapter,
-    read_lora_config,
-    with_dropout,
+    save_pretrained,
+    shard_like_params,
 )
+from twinkle_jax.model.decoder.layers import project
+from twinkle_jax.model.decoder.lora import KEYS, drop_out, read_lora_config, with_dropout
 from twinkle_jax.twinkle.model import TransformersModel
 
 pytest.importorskip("safetensors", reason="pip install 'twinkle-jax[checkpoints]'")

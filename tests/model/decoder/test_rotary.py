@@ -6,8 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tests.model.reference import frequencies, rotated
-from twinkle_jax.model import AttentionConfig
-from twinkle_jax.model.decoder.config import LinearScaling, RopeScaling, Window
+from twinkle_jax.model import AttentionConfig, LinearScaling, RopeScaling, Window
 from twinkle_jax.model.decoder.rotary import (
     rotary_frequencies,
     rotary_table,

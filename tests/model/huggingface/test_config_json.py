@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import pytest
 
 from tests.model.families import ALL, family
-from twinkle_jax.model import hidden_states, parameter_shapes, parse_config
-from twinkle_jax.model.decoder.config import FULL, SLIDING, LinearScaling, Window
+from twinkle_jax.model import LinearScaling, Window, hidden_states, parameter_shapes, parse_config
+from twinkle_jax.model.decoder.config import FULL, SLIDING
 from twinkle_jax.model.huggingface.config_json import export_config
 
 

@@ -8,9 +8,7 @@ from jaxtyping import Array, Float
 
 from twinkle_jax.loss import CrossEntropyLoss, Loss
 from twinkle_jax.model import LoraConfig
-from twinkle_jax.training.gradient import StepSummary, add_summaries
-from twinkle_jax.training.state import TrainState
-from twinkle_jax.training.update import UpdateInfo
+from twinkle_jax.training import StepSummary, TrainState, UpdateInfo, add_summaries
 from twinkle_jax.twinkle.metric import TrainMetric
 from twinkle_jax.twinkle.model.optimizer import Schedule, choose_schedule
 

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import optax
 
-from twinkle_jax.training.optimizer import make_optimizer
+from twinkle_jax.training import make_optimizer
 
 DEFAULT_LEARNING_RATE = 1e-5
 

@@ -6,9 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from twinkle_jax.data import InputFeature, Tokenizer
+from twinkle_jax.data import InputFeature, Tokenizer, TruncationStrategy
 from twinkle_jax.data import Template as BaseTemplate
-from twinkle_jax.data.template import TruncationStrategy
 from twinkle_jax.twinkle.names import local_id
 
 

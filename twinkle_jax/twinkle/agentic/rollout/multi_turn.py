@@ -8,8 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from twinkle_jax.data import SamplingParams, Trajectory, user_data_get
-from twinkle_jax.data.trajectory import IGNORE
+from twinkle_jax.data import IGNORE, SamplingParams, Trajectory, user_data_get
 from twinkle_jax.twinkle.agentic.rollout.base import Rollout
 from twinkle_jax.twinkle.agentic.rollout.bridge import as_lists, extend_with_bridge
 
