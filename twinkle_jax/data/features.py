@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from jax.typing import ArrayLike
 
-from twinkle_jax.data.batch import IGNORE, LARGEST, HostArray, cast_integers, read_integers
+from twinkle_jax.data.batch import LARGEST, HostArray, cast_integers, read_integers
+from twinkle_jax.data.trajectory import IGNORE
 
 Feature = dict[str, HostArray]
 Inputs = Mapping[str, Any] | Sequence[Mapping[str, Any]]

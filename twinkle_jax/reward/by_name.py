@@ -1,23 +1,15 @@
-"""Rewards by name: the built-in ones, and the user's own from a file or a module."""
+"""Rewards by name: built-in ones, and the user's from a file or a module."""
 
 import importlib
 import importlib.util
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 
-from twinkle_jax.reward.math_reward import MathReward
-from twinkle_jax.reward.reward import Reward, RewardFunction, as_reward
+from twinkle_jax.reward.reward import REWARDS, RewardFunction, as_reward
 from twinkle_jax.reward.scoring import WeightedReward, error_place
-from twinkle_jax.reward.text import ExactMatchReward, GSM8KAccuracyReward
-
-BUILT_IN: dict[str, Callable[[], Reward]] = {
-    "exact": ExactMatchReward,
-    "math": MathReward,
-    "gsm8k": GSM8KAccuracyReward,
-}
 
 
 def find_reward(name: str, *, argument: str = "reward") -> RewardFunction:
@@ -26,27 +18,26 @@ def find_reward(name: str, *, argument: str = "reward") -> RewardFunction:
     Args:
         name: `exact`, `math` or `gsm8k`; or `FILE.py:NAME` or `MODULE:NAME`, the name of a
             function, of a `Reward`, or of a class of rewards in a file or a module.
-        argument: what errors call it, the name of a command's option for one.
+        argument: its name in errors, such as an option of the command.
 
     Returns:
         The reward, in the form that is called with trajectories and ground truths whatever the
         function's signature, see `as_reward`; of a class, one made without arguments.
 
     Raises:
-        ValueError: if there is no reward of this name, or its file raises an error when it is
-            imported.
-        TypeError: if what has the name is not a reward, see `as_reward`.
+        ValueError: if there is no reward of this name, or importing its file raises an error.
+        TypeError: if the named object is not a reward, see `as_reward`.
 
     Example:
         >>> find_reward("exact")([{"messages": [{"role": "assistant", "content": "4"}]}], ["4"])
         [1.0]
     """
-    if name in BUILT_IN:
-        return BUILT_IN[name]()
+    if name in REWARDS:
+        return REWARDS[name]()
     place, _, attribute = name.rpartition(":")
     if not place or not attribute:
         raise ValueError(
-            f"{argument} must be one of {', '.join(BUILT_IN)}, FILE.py:NAME or MODULE:NAME, "
+            f"{argument} must be one of {', '.join(REWARDS)}, FILE.py:NAME or MODULE:NAME, "
             f"got {name!r}"
         )
     module = load_module(place, argument)
@@ -80,18 +71,17 @@ def find_rewards(
     Args:
         names: one name or several, as for `find_reward`.
         weights: one for each name; ones by default.
-        argument: what errors call the names.
-        weights_argument: what errors call the weights.
+        argument: name of `names` in errors.
+        weights_argument: name of `weights` in errors.
 
     Returns:
-        The sum. `score_trajectories` computes it, and each reward by itself under its name: that
-        of the built-in reward or the function's, or all of `FILE.py:NAME` where two functions have
-        the same name.
+        The weighted sum. `score_trajectories` also returns each reward under its name: that of the
+        built-in reward or of the function, or `FILE.py:NAME` if two functions have the same name.
 
     Raises:
         ValueError: if there are no names, a name is given twice or not found, or the weights are
             not finite numbers, one for each name.
-        TypeError: if what has the name is not a reward, see `as_reward`.
+        TypeError: if a named object is not a reward, see `as_reward`.
 
     Example:
         >>> from twinkle_jax.reward import score_trajectories
@@ -121,7 +111,7 @@ def find_rewards(
 
 
 def load_module(place: str, argument: str) -> ModuleType:
-    """Import a file or a module of the user's."""
+    """Import a file or a module by the user's name for it."""
     is_file = place.endswith(".py")
     if is_file and not Path(place).is_file():
         raise ValueError(f"{argument} not found: there is no file {place!r}")
@@ -129,7 +119,7 @@ def load_module(place: str, argument: str) -> ModuleType:
         return _import_file(Path(place)) if is_file else importlib.import_module(place)
     except KeyboardInterrupt:
         raise
-    except BaseException as error:  # SystemExit too: a script that ends when it is imported
+    except BaseException as error:  # also SystemExit, of a script that exits when imported
         missing = error.name if isinstance(error, ModuleNotFoundError) else None
         if missing and not is_file and f"{place}.".startswith(f"{missing}."):
             raise ValueError(f"{argument} not found: there is no module {place!r}") from error
@@ -143,7 +133,7 @@ def _import_file(path: Path) -> ModuleType:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules.setdefault(path.stem, module)  # where dataclasses and pickle look for it
+    sys.modules.setdefault(path.stem, module)  # dataclasses and pickle look it up there
     try:
         spec.loader.exec_module(module)
     except BaseException:

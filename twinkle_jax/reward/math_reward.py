@@ -28,7 +28,7 @@ _SCIENTIFIC = re.compile(r"([+-]?[0-9]+(?:\.[0-9]+)?)[eE]([0-9]{1,6}|[+-][0-9]{2
 _BASE = re.compile(r"-?[0-9][0-9A-Fa-f]*_(?:\{([0-9]+)\}|([0-9]+))")
 
 
-class MathReward(Reward):
+class MathReward(Reward, name="math"):
     r"""1 if the answer in the last box equals the ground truth, otherwise 0.
 
     `\boxed{\frac12}` equals 0.5, and `\boxed{x^2+2x+1}` equals (x+1)². Answers are compared by
@@ -37,16 +37,16 @@ class MathReward(Reward):
     truths of letters alone are compared as words.
 
     Args:
-        require_box: False takes the last line of a completion without a box for its answer.
+        require_box: False: in completions without a box, the last line is the answer.
         timeout: seconds for one answer.
         batch_timeout: seconds for all answers of a call. Those that are not reached are wrong, and
             a warning says how many.
         workers: number of processes; None: one for each processor, at most 8.
         max_length: longer answers, in characters, are wrong.
-        max_nesting: and so are those with brackets nested deeper.
+        max_nesting: answers with brackets nested deeper are wrong.
 
     Attributes:
-        timeouts: how many answers could not be compared in time so far.
+        timeouts: number of answers so far that could not be compared in time.
 
     Raises:
         ImportError: if math-verify or pebble is not installed.
@@ -97,7 +97,9 @@ class MathReward(Reward):
         texts = completions_of(trajectories)
         truths = [_unboxed(truth) for truth in find_ground_truths(trajectories, ground_truths)]
         pairs = [(self._answer(text), truth) for text, truth in zip(texts, truths, strict=True)]
-        verdicts: dict[tuple[str, str], str | None] = {x: self._at_once(*x) for x in pairs}
+        verdicts: dict[tuple[str, str], str | None] = {
+            x: self._without_math_verify(*x) for x in pairs
+        }
         undecided = [pair for pair, verdict in verdicts.items() if verdict is None]
         verdicts.update(
             zip(undecided, self._process.compare(undecided, self.batch_timeout), strict=True)
@@ -112,16 +114,16 @@ class MathReward(Reward):
         return [float(verdicts[pair] == "equal") for pair in pairs]
 
     def can_read(self, answer: str) -> bool:
-        """Say whether a ground truth can be compared with, before anything is trained on it.
+        """Check whether a ground truth can be read, before training starts.
 
         Args:
             answer: a ground truth; `read_jsonl(path, check_answer=reward.can_read)` asks for each.
 
         Returns:
-            False for what would be an error in a call.
+            False if a call with this ground truth would raise.
         """
         truth = _unboxed(answer)
-        verdict = self._at_once(truth, truth)
+        verdict = self._without_math_verify(truth, truth)
         if verdict is None:
             (verdict,) = self._process.compare([(truth, truth)], self.batch_timeout)
             return verdict is not None and verdict != "unreadable"
@@ -133,8 +135,8 @@ class MathReward(Reward):
             boxed = (completion.strip().splitlines() or [""])[-1].strip().rstrip(".")
         return _cleaned(boxed or "")
 
-    def _at_once(self, answer: str, truth: str) -> str | None:
-        """Decide what needs no mathematics; None for what does."""
+    def _without_math_verify(self, answer: str, truth: str) -> str | None:
+        """Decide without math-verify where possible; otherwise None."""
         too_long = len(answer) > self.max_length or _nesting(answer) > self.max_nesting
         if not answer or too_long or _in_other_bases(answer, truth):
             return "different"
@@ -156,7 +158,7 @@ class MathReward(Reward):
 
 
 class _MathProcess:
-    """The process of `math_worker.py`, started when it is first needed and when it has ended."""
+    """The process of `math_worker.py`, started on first use and restarted after it ended."""
 
     def __init__(self, workers: int, timeout: float) -> None:
         self._command = [sys.executable, "-P", str(_SCRIPT), str(workers), str(timeout)]
@@ -165,11 +167,11 @@ class _MathProcess:
         weakref.finalize(self, end, self._running)
 
     def compare(self, pairs: Sequence[tuple[str, str]], budget: float) -> list[str | None]:
-        """Compare pairs of an answer and a truth within a budget of seconds; None: not in time."""
+        """Compare pairs of answer and truth within a time budget; None for those not in time."""
         if not pairs:
             return []
         with self._lock:
-            for _ in range(2):  # again, if an idle worker was killed since the last call
+            for _ in range(2):  # retry once, in case an idle worker was killed since the last call
                 reply = self._ask(json.dumps([pairs, budget]))
                 if reply:
                     return list(json.loads(reply))
@@ -177,7 +179,7 @@ class _MathProcess:
         raise RuntimeError(f"math-verify must start and answer, its process ended: {errors}")
 
     def _ask(self, request: str) -> str:
-        """Send a line and wait for the answer; nothing if the process has ended."""
+        """Send a line and wait for the reply; empty if the process has ended."""
         if not self._running:
             self._running.append(start(self._command))
         process = self._running[0].process
@@ -213,12 +215,12 @@ def _plain(text: str) -> str:
 
 
 def _word_list(text: str) -> list[str]:
-    """Read words, in any order where commas stand between them."""
+    """Split into words or comma-separated parts, sorted: their order does not matter."""
     return sorted(part.strip() for part in _plain(text).split(","))
 
 
 def _in_other_bases(answer: str, truth: str) -> bool:
-    """Whether two numbers have different subscripts, which math-verify does not read."""
+    """Whether two numbers have different bases as subscripts, which math-verify ignores."""
     bases = [_BASE.fullmatch(x.replace(" ", "")) for x in (answer, truth)]
     one, other = [base and (base.group(1) or base.group(2)) for base in bases]
     return bool(one and other and one != other)

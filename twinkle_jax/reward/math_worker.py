@@ -78,7 +78,7 @@ def _limit_processor_time(seconds: float) -> None:
 def prepare_worker() -> None:
     """Limit what a worker may do, after it has loaded what it needs."""
     read, equal, _ = math_verify()
-    equal(read("\\frac{1}{2}"), read("0.5"))  # what math-verify imports late, it imports now
+    equal(read("\\frac{1}{2}"), read("0.5"))  # triggers lazy imports of math-verify
     with contextlib.suppress(ImportError, ValueError, OSError):  # not on every system
         import resource
 
@@ -113,11 +113,11 @@ def new_pool(workers: int) -> Any:
 def serve(workers: int, seconds: float) -> None:
     """Answer each line of standard input, `[tasks, budget]`, with a line of verdicts.
 
-    A verdict is None where a task took too long, its worker died, or the budget was used up. A pool
-    that is broken ends this process: whoever asked starts another.
+    A verdict is None where a task took too long, its worker died, or the budget was used up. A
+    broken pool ends this process, and the parent starts another.
     """
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what libraries print goes nowhere
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # discard what libraries print
     pool = new_pool(workers)
     for line in sys.stdin:
         tasks, budget = json.loads(line)

@@ -1,4 +1,4 @@
-"""What a reward is: called on trajectories and ground truths, it returns one number for each.
+"""The interface of rewards: called on trajectories and ground truths, one number for each.
 
 Functions in TRL's form are adapted here, and ground truths are matched with completions.
 """
@@ -24,11 +24,22 @@ _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_O
 _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
+REWARDS: dict[str, Callable[[], "Reward"]] = {}
+"""The classes that `find_reward` knows, by name."""
+
+
 class Reward(ABC):
     """The base class of rewards.
 
-    A plain function serves as well wherever a reward is taken, see `as_reward`.
+    A plain function serves as well wherever a reward is taken, see `as_reward`. With a name,
+    `class ExactMatchReward(Reward, name="exact")`, `find_reward` and `--reward` find the class.
     """
+
+    def __init_subclass__(cls, *, name: str | None = None, **kwargs: Any) -> None:
+        """Enter the class under its name, if it has one."""
+        super().__init_subclass__(**kwargs)
+        if name is not None:
+            REWARDS[name] = cls
 
     @abstractmethod
     def __call__(
@@ -57,7 +68,7 @@ class FunctionReward(Reward):
         needs_ground_truth: False passes None for the ground truth where there is none.
 
     Raises:
-        TypeError: if it cannot be called.
+        TypeError: if it is not callable.
 
     Example:
         >>> shorter = FunctionReward(lambda text, truth: float(len(text) < 5))
@@ -118,9 +129,9 @@ class ColumnsReward(Reward):
 
 
 def as_reward(function: RewardFunction, *, argument: str = "reward") -> RewardFunction:
-    """Recognise a reward by the names of its parameters, or refuse it.
+    """Recognise the form of a reward by the names of its parameters.
 
-    Two forms are taken. `(trajectories, ground_truths)`, which every `Reward` has; the second may
+    There are two forms. `(trajectories, ground_truths)`, which every `Reward` has; the second may
     be missing, and both may have other names where the first one is `trajectories`.
 
     And TRL's form: a function with a parameter `completions`, called by keyword. It gets
@@ -128,22 +139,22 @@ def as_reward(function: RewardFunction, *, argument: str = "reward") -> RewardFu
     * `prompts` and `completions`, lists of messages for each trajectory: those before the
       completion, and the assistant's last message;
     * each name in the trajectories' `user_data` as a column, a list with None where a trajectory
-      has no value: all fields of a JSON Lines record are there;
+      has no value. All fields of a JSON Lines record are in `user_data`;
     * the ground truths as columns `ground_truth` and `answer`; a column `answer` of the data's own
-      is left as it is.
+      is kept.
 
     Without `**columns` in its signature it gets only what it names. It may return None for a
-    trajectory that it has nothing to say about.
+    trajectory that it does not apply to.
 
     Args:
         function: a `Reward`, or a function.
-        argument: what errors call it.
+        argument: its name in errors.
 
     Returns:
-        What can be called with trajectories and ground truths.
+        A function of trajectories and ground truths.
 
     Raises:
-        TypeError: if it cannot be called, is `async`, or has another signature.
+        TypeError: if it is not callable, is `async`, or has another signature.
 
     Example:
         >>> def short(completions, limit, **columns):
@@ -196,12 +207,12 @@ class _OfTrajectories(Reward):
 
 
 def reward_name(reward: Any) -> str:
-    """Find what to call a reward in messages and metrics."""
+    """The name of a reward in errors and metrics."""
     return str(getattr(reward, "__name__", None) or type(reward).__name__)
 
 
 def completions_of(trajectories: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Read the text of each completion; refuse what is no list of trajectories."""
+    """Read the text of each completion; raises for anything but a list of trajectories."""
     if isinstance(trajectories, Mapping | str) or not isinstance(trajectories, Sequence):
         raise TypeError(f"trajectories must be a list of trajectories, got {trajectories!r:.80}")
     for i, trajectory in enumerate(trajectories):
@@ -213,7 +224,7 @@ def completions_of(trajectories: Sequence[Mapping[str, Any]]) -> list[str]:
 def align_ground_truths(
     trajectories: Sequence[Mapping[str, Any]], ground_truths: GroundTruths
 ) -> list[Any]:
-    """Give each trajectory its ground truth, None where it has none."""
+    """Match ground truths with trajectories; None for those without one."""
     if ground_truths is None:
         return [user_data_get(t.get("user_data"), "ground_truth") for t in trajectories]
     if isinstance(ground_truths, str | Mapping) or not hasattr(ground_truths, "__len__"):
@@ -231,7 +242,7 @@ def align_ground_truths(
 def find_ground_truths(
     trajectories: Sequence[Mapping[str, Any]], ground_truths: GroundTruths
 ) -> list[str]:
-    """Give each trajectory its ground truth as text; an error where it has none."""
+    """Match ground truths with trajectories, as text; raises where one is missing."""
     truths = align_ground_truths(trajectories, ground_truths)
     texts = ["" if truth is None else str(truth).strip() for truth in truths]
     for i, text in enumerate(texts):
@@ -244,7 +255,7 @@ def find_ground_truths(
 
 
 def _read_truth(truth: Any) -> Any:
-    """Take a trajectory's own ground truth, or else the text of its last message."""
+    """A ground truth that is a trajectory: that in its `user_data`, or else its last message."""
     if not isinstance(truth, Mapping):
         return truth
     kept = user_data_get(truth.get("user_data"), "ground_truth")
@@ -253,13 +264,13 @@ def _read_truth(truth: Any) -> Any:
 
 
 def _columns(trajectories: Sequence[Trajectory], truths: list[Any]) -> dict[str, list[Any]]:
-    """Lay trajectories out as TRL passes them: one list for each name."""
-    completions_of(trajectories)  # refuses what is no list of trajectories
+    """Turn trajectories into columns, one list for each name, as TRL passes them."""
+    completions_of(trajectories)  # for its checks
     records = []
     for trajectory in trajectories:
         pairs = trajectory.get("user_data") or ()
         pairs = pairs.items() if isinstance(pairs, Mapping) else pairs
-        user_data_get(pairs, "")  # refuses what is no list of pairs
+        user_data_get(pairs, "")  # for its checks
         records.append(dict(reversed([(str(name), value) for name, value in pairs])))  # first wins
     names = {name: None for record in records for name in record}
     columns = {name: [record.get(name) for record in records] for name in names}

@@ -1,4 +1,4 @@
-"""Calling rewards that anybody may have written: copies, a time limit, checks, weighted sums."""
+"""Call untrusted reward functions: on copies, with a time limit and checks; weighted sums."""
 
 import copy
 import math
@@ -26,22 +26,22 @@ _LIBRARIES = {Path(sysconfig.get_path(x)) for x in ("stdlib", "platstdlib", "pur
 
 
 class TrajectoryScores(NamedTuple):
-    """Rewards of a batch, and what they were summed from.
+    """Rewards of a batch, and the components of their weighted sums.
 
     Attributes:
         rewards: one finite number for each trajectory.
-        components: each single reward by its name, before its weight. None where a reward has
-            nothing to say about a trajectory.
+        components: each reward by its name, before its weight. None where a reward does not apply
+            to a trajectory.
     """
 
     rewards: list[float]
     components: dict[str, list[float | None]]
 
     def means(self) -> dict[str, float]:
-        """Average each component over the trajectories that it says something about.
+        """Average each component over the trajectories that it applies to.
 
         Returns:
-            The means by name; a component that says nothing about any trajectory is left out.
+            The means by name, of components that apply to at least one trajectory.
         """
         present = {n: [x for x in xs if x is not None] for n, xs in self.components.items()}
         return {name: math.fsum(xs) / len(xs) for name, xs in present.items() if xs}
@@ -51,10 +51,10 @@ class WeightedReward(Reward):
     r"""The weighted sum of several rewards, $\sum_c w_c R_c$.
 
     Args:
-        rewards: by name, which is what metrics call them; or a list, whose names are those of the
-            classes and functions.
+        rewards: by the names that metrics use; or a list, then the names are those of the classes
+            and functions.
         weights: one for each, in the same form; ones by default.
-        timeout: seconds that each may take; None for no limit.
+        timeout: seconds for each; None for no limit.
 
     Raises:
         ValueError: if there are no rewards, two of one name, other weights than rewards, or a
@@ -139,8 +139,8 @@ def score_trajectories(
             `Reward` or function that `as_reward` takes is the only component, with weight 1.
         trajectories: conversations that end with a completion.
         ground_truths: as for [`Reward`][twinkle_jax.reward.Reward].
-        timeout: seconds after which a reward is given up, for each component; None waits for ever.
-            A reward that hangs keeps its thread until the process ends.
+        timeout: seconds for each component; None for no limit. A reward that hangs keeps its
+            thread until the process ends.
 
     Returns:
         The rewards, and each component by name.
@@ -151,8 +151,8 @@ def score_trajectories(
             same when called on it alone.
         TimeoutError: if a reward does not return in time.
         ValueError: if a reward returns another number of rewards, one that is NaN, infinite or too
-            large for float32; or if no reward says anything about a trajectory.
-        TypeError: if it returns something else than numbers and None, or is no reward.
+            large for float32; or if no reward applies to a trajectory.
+        TypeError: if it returns anything but numbers and None, or is no reward.
 
     Example:
         >>> one, none = lambda trajectories: [1.0], lambda trajectories: [None]
@@ -199,8 +199,8 @@ def compute_rewards(
     Raises:
         RuntimeError: as `score_trajectories`; so are the other errors.
         TimeoutError: if it does not return in time.
-        ValueError: if the numbers are not as many as trajectories, or not finite in float32.
-        TypeError: if it returns something else than numbers.
+        ValueError: if their number is wrong, or one is not finite in float32.
+        TypeError: if it returns anything but numbers.
 
     Example:
         >>> answers = [{"messages": [{"role": "assistant", "content": "4"}]}]
@@ -252,7 +252,7 @@ def _finite(value: Any, name: str, row: int) -> float:
 
 
 def _shown(value: Any) -> str:
-    """Show what was returned, shortened; an int of thousands of digits has no repr."""
+    """Shorten the repr of a returned value; an int of thousands of digits has none."""
     try:
         return f"{value!r:.80}"
     except Exception:
@@ -262,7 +262,7 @@ def _shown(value: Any) -> str:
 def _copies(
     trajectories: Sequence[Trajectory], ground_truths: GroundTruths
 ) -> tuple[list[Trajectory], GroundTruths]:
-    """Copy each trajectory by itself, so that rows share nothing that can be changed."""
+    """Copy each trajectory separately, so that rows share no mutable objects."""
     return [copy.deepcopy(trajectory) for trajectory in trajectories], copy.deepcopy(ground_truths)
 
 
@@ -273,7 +273,7 @@ def _within(
     trajectories: Sequence[Trajectory],
     ground_truths: GroundTruths,
 ) -> Any:
-    """Call on another thread, which is left behind when time is up."""
+    """Call on another thread, which is abandoned after the timeout."""
     outcome: dict[str, Any] = {}
 
     def work() -> None:
@@ -310,7 +310,7 @@ def _failing_row(
     trajectories: Sequence[Trajectory],
     ground_truths: GroundTruths,
 ) -> int | None:
-    """Find the first trajectory for which a reward raises the same error, called on it alone."""
+    """Find the first trajectory for which the reward raises the same error when called alone."""
     try:
         truths = align_ground_truths(trajectories, ground_truths)
     except (TypeError, ValueError):

@@ -36,7 +36,7 @@ def last_boxed(text: str) -> str | None:
     return None
 
 
-class ExactMatchReward(Reward):
+class ExactMatchReward(Reward, name="exact"):
     """1 if a completion is its ground truth, apart from white space around it, otherwise 0.
 
     Example:
@@ -156,7 +156,7 @@ class OverlongPenalty(Reward):
         return penalties
 
 
-# The data set's own pattern, on one line; with any number of blanks, and a digit at least.
+# The data set's pattern, on one line, with any number of blanks and at least one digit.
 _AFTER_HASHES = re.compile(r"####[ \t]*(-?[.,]*[0-9][0-9.,]*)")
 _NUMBER = re.compile(r"[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]{1,4})?")
 _SIGNS = re.compile(r"^\\?\$|\\?[$%]$")  # dollars and percent around a number
@@ -165,12 +165,12 @@ _TAIL = 500
 _TOLERANCE = Decimal("1e-5")
 
 
-class GSM8KAccuracyReward(Reward):
+class GSM8KAccuracyReward(Reward, name="gsm8k"):
     r"""1 if the final number is right, otherwise 0.
 
-    The answer is what stands in the last `\boxed{…}`, or else after the last `####`, in the last
-    500 characters. Numbers are compared to within 1e-5, without rounding them, whatever commas,
-    blanks, dollar and percent signs stand in a box; what is no number is compared as text.
+    The answer is the content of the last `\boxed{…}`, or else the number after the last `####`, in
+    the last 500 characters. Numbers are compared to within 1e-5, ignoring commas, blanks, dollar
+    and percent signs; anything else is compared as text.
 
     References:
         Training Verifiers to Solve Math Word Problems, https://arxiv.org/abs/2110.14168

@@ -32,7 +32,7 @@ RECOMPUTED: dict[str, Remat] = {  # by the names of `update.recompute`
 
 
 class Recipe(NamedTuple):
-    """What a step needs besides the state that it changes; fixed for a run.
+    """What a step needs besides its state; constant over a run.
 
     Attributes:
         config: all settings.
@@ -65,13 +65,13 @@ def make_recipe(
     environment: EnvironmentFactory | None = None,
     mesh: Mesh | None = None,
 ) -> Recipe:
-    """Make what a configuration names.
+    """Make the parts of a step from its configuration.
 
     Args:
         config: of the run.
-        policy: as training begins; its parameters are copied where a reference policy is needed.
+        policy: before training; its parameters are copied if a reference policy is needed.
         reward: of trajectories and ground truths; may be None with an environment.
-        environment: makes what the policy talks to; None: it completes prompts.
+        environment: makes environments; None: the policy completes prompts.
         mesh: devices; None for one.
     """
     update = config.update
@@ -99,14 +99,14 @@ def make_recipe(
 
 
 def with_config(recipe: Recipe, config: TrainConfig) -> Recipe:
-    """Change the slots and the budget of micro-batches."""
-    source: Any = recipe.source  # all that a recipe is made with have an engine
+    """Replace the configuration: for its slots and its token budget."""
+    source: Any = recipe.source  # `make_source` makes those with an engine
     engine = dataclasses.replace(source.engine, slots=config.rollout.slots)
     return recipe._replace(config=config, source=dataclasses.replace(source, engine=engine))
 
 
 def make_engine(config: TrainConfig, policy: Policy, mesh: Mesh | None = None) -> LocalEngine:
-    """Make what draws completions for a run."""
+    """Make the engine that samples completions for a run."""
     rollout = config.rollout
     return LocalEngine(
         policy.config,
@@ -128,16 +128,11 @@ def make_source(
     *,
     width_multiple: int = 1,
 ) -> RolloutSource:
-    """Make what a configuration draws through: completions of prompts, or episodes."""
+    """Make the source of rollouts: completions of prompts, or episodes."""
     rollout, update = config.rollout, config.update
-    sampling = Sampling(
-        rollout.temperature,
-        rollout.top_k,
-        rollout.top_p,
-        rollout.min_p,
-        rollout.repetition_penalty,
-        engine.template.tokenizer.stop_token_ids,
-    )
+    # A filter is a field of both, and so arrives without a line here.
+    settings = {name: getattr(rollout, name) for name in Sampling._fields if hasattr(rollout, name)}
+    sampling = Sampling(**settings, stop_tokens=engine.template.tokenizer.stop_token_ids)
     if environment is None:
         assert reward is not None
         return SingleTurn(
