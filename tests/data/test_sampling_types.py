@@ -127,8 +127,8 @@ def test_inputs_and_trajectories_of_all_responses():
 
 def test_responses_that_cannot_be_trained_on():
     nothing = SampleResponses([SampleResponse([_sequence("a"), SampledSequence("stop", [2])])])
-    with pytest.raises(ValueError, match=r"sequences \[1\] must"):
+    with pytest.raises(ValueError, match=r"sequences \[1\]"):
         _ = nothing.inputs
     silent = SampleResponses([SampleResponse([_sequence(None)])])
-    with pytest.raises(ValueError, match="sequence 0 must"):
+    with pytest.raises(ValueError, match="sequence 0"):
         _ = silent.trajectories

@@ -22,7 +22,7 @@ def test_user_data_is_pairs_or_a_dictionary(data):
 
 @pytest.mark.parametrize("data", [["ab"], [("a",)], [5]])
 def test_user_data_that_is_not_pairs(data):
-    with pytest.raises(ValueError, match=r"^user_data must"):
+    with pytest.raises(ValueError, match=r"^user_data"):
         user_data_get(data, "a")
 
 
@@ -30,7 +30,7 @@ def test_the_text_of_a_message():
     parts = [{"type": "text", "text": "a"}, "b", {"text": "c"}]
     assert message_text({"content": parts}) == "abc"
     assert message_text({"content": None}) == message_text({}) == ""
-    with pytest.raises(ValueError, match=r"content must .*image"):
+    with pytest.raises(ValueError, match="content"):
         message_text({"content": [{"type": "image"}]})
 
 

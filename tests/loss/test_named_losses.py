@@ -27,12 +27,12 @@ def test_names_classes_and_objects():
 
 
 def test_what_is_refused():
-    with pytest.raises(ValueError, match=r"^loss must be one of 'bnpo'"):
+    with pytest.raises(ValueError, match=r"^loss"):
         get_loss("gropo")
     for wrong in (3, None, int, {"loss": "grpo"}):
-        with pytest.raises(TypeError, match=r"^loss must"):
+        with pytest.raises(TypeError, match=r"^loss"):
             get_loss(wrong)
-    with pytest.raises(TypeError, match=r"^options must"):
+    with pytest.raises(TypeError, match=r"^options"):
         get_loss(GRPOLoss(), epsilon=0.1)
     with pytest.raises(TypeError, match="clip_range"):
         get_loss("grpo", clip_range=0.1)
@@ -60,7 +60,7 @@ def test_functions_get_what_they_name():
 
 def test_functions_that_return_no_number():
     for result in (jnp.ones(3), None, True):
-        with pytest.raises(TypeError, match=r"^the loss function must return"):
+        with pytest.raises(TypeError, match=r"^the loss function"):
             get_loss(lambda inputs, outputs, result=result: result)(INPUTS, OUTPUTS)
 
 

@@ -446,8 +446,7 @@ def test_equal_hashable_and_immutable(cls):
 
 
 def test_unknown_reduction():
-    message = "loss_agg_mode must be one of 'token-mean', 'seq-mean-token-mean', got 'mean'"
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match="loss_agg_mode"):
         PPOLoss("mean")
 
 

@@ -84,11 +84,11 @@ def test_micro_batches_add_up():
 
 def test_errors():
     x, mask = jnp.zeros((2, 3)), jnp.ones((2, 3), bool)
-    with pytest.raises(ValueError, match=r"log_ratio must .* mask, \(2, 3\), got \(3, 2\)"):
+    with pytest.raises(ValueError, match="log_ratio"):
         jax.eval_shape(policy_metrics, x.T, jnp.zeros(2), mask)
-    with pytest.raises(ValueError, match=r"entropies must .* mask, \(2, 3\), got \(3,\)"):
+    with pytest.raises(ValueError, match="entropies"):
         jax.eval_shape(lambda e: policy_metrics(x, None, mask, entropies=e), x[0])
-    with pytest.raises(ValueError, match=r"advantages must have shape \(2,\)"):
+    with pytest.raises(ValueError, match="advantages"):
         jax.eval_shape(policy_metrics, x, jnp.zeros(3), mask)
 
 

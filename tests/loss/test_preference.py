@@ -107,7 +107,7 @@ def test_nothing_to_learn_beyond_the_hinge():
 @every_loss
 def test_errors(name):
     function, _ = ORACLES[name]
-    with pytest.raises(ValueError, match="rejected must"):
+    with pytest.raises(ValueError, match="rejected"):
         jax.eval_shape(function, jnp.zeros(2), jnp.zeros(3))
-    with pytest.raises(TypeError, match="chosen must"):
+    with pytest.raises(TypeError, match="chosen"):
         jax.eval_shape(function, jnp.zeros(2, int), jnp.zeros(2))

@@ -71,5 +71,5 @@ def test_errors():
         with pytest.raises(ValueError, match="even number of rows"):
             loss_fn({"labels": LABELS[:3]}, {"logps": LOGPS[:3]})
     sums = {"ref_chosen_logps": LOGPS[:, 0], "ref_rejected_logps": LOGPS[:2, 0]}
-    with pytest.raises(ValueError, match=r"^ref_chosen_logps must"):
+    with pytest.raises(ValueError, match=r"^ref_chosen_logps"):
         DPOLoss()({"labels": LABELS}, {"logps": LOGPS}, **sums)

@@ -183,11 +183,9 @@ def test_denominators_and_lengths_are_traced(name):
 @every_reduction
 def test_errors(name):
     reduce = REDUCTIONS[name][0]
-    with pytest.raises(
-        ValueError, match=r"losses must have the shape of mask, \(2,\), got \(2, 3\)"
-    ):
+    with pytest.raises(ValueError, match="losses"):
         jax.eval_shape(reduce, jnp.zeros((2, 3)), jnp.ones(2, bool))
-    with pytest.raises(TypeError, match="losses must be floating point, got int32"):
+    with pytest.raises(TypeError, match="losses"):
         jax.eval_shape(reduce, jnp.zeros((2, 3), int), jnp.ones((2, 3), bool))
-    with pytest.raises(TypeError, match=r"mask must be boolean \(True = keep\), got float32"):
+    with pytest.raises(TypeError, match="mask"):
         jax.eval_shape(reduce, jnp.zeros((2, 3)), jnp.ones((2, 3)))

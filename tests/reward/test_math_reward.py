@@ -132,7 +132,7 @@ def test_without_a_box():
 
 
 def test_nothing_is_nothing(reward):
-    with pytest.raises(ValueError, match=r"ground_truths\[0\] must be an answer, got ''"):
+    with pytest.raises(ValueError, match=r"ground_truths\[0\]"):
         reward(completions(""), [""])
 
 
@@ -146,7 +146,7 @@ def test_limits_of_length_and_nesting():
 
 
 def test_an_answer_that_nobody_can_read(reward):
-    with pytest.raises(ValueError, match=r"ground_truths\[1\] must be an answer that math-verify"):
+    with pytest.raises(ValueError, match=r"ground_truths\[1\]"):
         reward(completions(r"\boxed{1}", r"\boxed{2}"), ["1", "@@"])
 
 

@@ -131,7 +131,7 @@ def test_a_resumed_run_may_log_otherwise_and_be_longer_unless_its_learning_rate_
     saved = as_saved(TrainConfig())
     check_resumable(saved, TrainConfig(output_dir="elsewhere", resume="auto"))
     check_resumable(saved, TrainConfig(logging=LoggingConfig(samples_every=1)))
-    with pytest.raises(ValueError, match="steps must be"):
+    with pytest.raises(ValueError, match="steps"):
         check_resumable(saved, TrainConfig(steps=1000))
     constant = OptimizerConfig(schedule="constant")
     check_resumable(
@@ -154,5 +154,5 @@ def test_a_loss_gets_the_settings_that_it_takes():
 
 @pytest.mark.parametrize("name", ["grop", "cross_entropy", "DPOLoss", "ppo_value", "mse", ""])
 def test_losses_that_do_not_learn_from_rewards_are_refused_at_once(name):
-    with pytest.raises(ValueError, match=r"^update.loss must be one of bnpo, cispo, dapo"):
+    with pytest.raises(ValueError, match=r"^update.loss"):
         TrainConfig(update=UpdateConfig(loss=name))

@@ -89,13 +89,13 @@ def test_missing_values_do_not_count_in_averages():
 
 @pytest.mark.parametrize("rows", [[], [{"step": 1, "reward": None}], [{"step": 1, "other": 1.0}]])
 def test_nothing_to_draw(drawn, rows):
-    with pytest.raises(ValueError, match=r"metrics must have a step with a reward, got .*jsonl"):
+    with pytest.raises(ValueError, match="metrics"):
         drawn(rows)
 
 
 def test_without_matplotlib(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(ImportError, match=r"matplotlib must be .* 'twinkle-jax\[training\]'"):
+    with pytest.raises(ImportError, match="matplotlib"):
         draw_curves(tmp_path / "metrics.jsonl", tmp_path / "curves.png")
 
 

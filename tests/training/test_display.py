@@ -163,5 +163,5 @@ def test_the_end(tmp_path, summary, line):
 
 def test_without_rich(monkeypatch):
     monkeypatch.setitem(sys.modules, "rich", None)
-    with pytest.raises(ImportError, match=r"rich must be .* 'twinkle-jax\[training\]'"):
+    with pytest.raises(ImportError, match="rich"):
         Display()

@@ -43,7 +43,7 @@ def test_accuracy_is_the_share_of_rewards_of_one_or_more():
         "accuracy": 2 / 5,
         "reward": pytest.approx(2.99 / 5),
     }
-    with pytest.raises(ValueError, match="prompts must not be empty, got none"):
+    with pytest.raises(ValueError, match="prompts"):
         judged(Judge(), [])
 
 

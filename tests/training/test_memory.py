@@ -84,13 +84,13 @@ def test_settings_that_choose_themselves_are_made_to_fit():
 def test_numbers_that_were_given_are_refused_where_they_do_not_fit():
     recipe, state = begun(micro_batch_tokens=4096)
     limit = update_memory(*begun(micro_batch_tokens=2048))
-    with pytest.raises(ValueError, match="micro_batch_tokens must be at most 2048"):
+    with pytest.raises(ValueError, match="micro_batch_tokens"):
         fit(recipe, state, limit, lambda note: None)
     with pytest.raises(ValueError, match="micro_batch_tokens: the smallest takes"):
         fit(recipe, state, 1000, lambda note: None)
     recipe, state = begun(slots=16, micro_batch_tokens=128)
     limit = max(update_memory(recipe, state), rollout_memory(*begun(8)))
-    with pytest.raises(ValueError, match=r"rollout\.slots must be at most 8"):
+    with pytest.raises(ValueError, match=r"rollout\.slots"):
         fit(recipe, state, limit, lambda note: None)
 
 

@@ -51,5 +51,5 @@ def test_a_run_that_failed_before_its_first_step_is_no_obstacle(tmp_path):
     assert prepare_directory(config, tmp_path) is None
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "notes.txt").write_text("mine")
-    with pytest.raises(FileExistsError, match="output_dir must be empty or new"):
+    with pytest.raises(FileExistsError, match="output_dir"):
         prepare_directory(config, tmp_path)

@@ -1,8 +1,8 @@
-"""What runs every estimator per completion: check rewards, form groups, apply a formula, shard.
+"""Run an estimator per completion: form groups, apply its formula, keep the sharding.
 
-The function that users call is two lines: `in_rows` or `in_segments` checks what it was called
-with, and `estimate` runs its formula, `formula(samples, *settings, **data)`, in one compiled
-program. `settings` are fixed at compile time; `data` are arrays and coefficients.
+A public function is two lines: `in_rows` or `in_segments` checks its arguments, and `estimate`
+runs its formula, `formula(samples, *settings, **data)`, in one compiled program. `settings` are
+fixed at compile time; `data` are arrays and coefficients.
 """
 
 import dataclasses
@@ -78,7 +78,7 @@ def _form_groups(grouped: Grouped, *, components_apart: bool) -> Samples:
 
 
 def _like_rewards(value: Any, grouped: Grouped, samples: Samples) -> Array:
-    """Bring data to the type and layout of the rewards; components are summed as theirs are."""
+    """Convert data to the dtype and layout of the rewards, components summed likewise."""
     value = jnp.asarray(value)
     if value.ndim == 2:
         value, _ = sum_components(value, None, grouped.reward_weights)

@@ -26,7 +26,7 @@ _EVERY_CALL = ("self", "rewards", "num_generations", "scale", "where")
 _DATA = ("lengths", "greedy_rewards")
 _OVER_TIME = {"gamma", "gae_lambda", "normalize"}  # hyper-parameters of estimators per token
 
-# What other systems call these, or what somebody may have in mind.
+# Names from other libraries, and what to write here instead.
 _INSTEAD = {
     "mask": "where= (True = keep)",
     "masks": "where= (True = keep)",
@@ -78,7 +78,7 @@ class Advantage(abc.ABC):
                 samples of a prompt next to each other.
             num_generations: samples per prompt.
             scale: `'group'`, `'batch'` or `'none'`.
-            **kwargs: what the estimator takes besides.
+            **kwargs: further arguments of the estimator.
 
         Returns:
             Advantages, `[N]`.

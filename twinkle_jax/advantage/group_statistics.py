@@ -44,8 +44,8 @@ def group_statistics(
       \sigma_p = \sqrt{\frac{1}{n_p - 1} \sum_i (r_i - \mu_p)^2}$$
 
     A prompt without signal (all its rewards equal, up to 4 units in the last place, or fewer than
-    two left) teaches nothing. Dynamic sampling (DAPO) replaces such prompts; their share is worth a
-    place in every log.
+    two left) teaches nothing. Dynamic sampling (DAPO) replaces such prompts; log
+    their share.
 
     Args:
         rewards: `[N]` or `[N, C]`, as in `grpo_advantage`.
@@ -90,7 +90,7 @@ def dynamic_sampling_filter(
     A prompt whose rewards are all equal has no signal. It is solved if their mean lies above the
     threshold, and failed otherwise; either kind can be kept, for estimators that learn from it
     (`remax_advantage`, for one, whose baseline is not the group). A prompt whose samples are all
-    masked is never kept; one with NaN always is, so that it shows.
+    masked is never kept; one with NaN always is, so that the NaN stays visible.
 
     Args:
         statistics: of `group_statistics`.

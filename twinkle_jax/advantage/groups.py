@@ -1,9 +1,9 @@
-"""Groups of samples and their statistics: what every formula is written in.
+"""Groups of samples and their statistics, which every formula is written with.
 
 A way to form groups (`Neighbours`, `Segments`, `WholeBatch`) is three operations: sum, maximum, and
 repeating a statistic for each sample. `Samples` has the statistics, written once on these three.
 
-Three things that the obvious formulas get wrong are right here, for every estimator at once:
+Numerical details, handled here once for every estimator:
 
 * The mean is kept as two numbers, `maximum - mean_gap`. How far a reward is below the maximum is
   exact where they are near, and the gap is the mean of that. Rewards of 1e6 plus small differences
@@ -141,7 +141,7 @@ class WholeBatch:
 
 @dataclasses.dataclass(frozen=True)
 class Samples:
-    """Numbers in groups, and the statistics of each group; nothing is computed before it is used.
+    """Samples in groups, and lazily computed statistics of each group.
 
     Attributes:
         values: one a sample, 0 where masked: `[P, K]` for groups of neighbours, `[N]` for others,
@@ -161,7 +161,7 @@ class Samples:
         return dataclasses.replace(self, groups=self.batch)
 
     def masked(self, values: Array, fill: float = 0) -> Array:
-        """Fill in what is masked."""
+        """Replace masked values."""
         return values if self.where is None else jnp.where(self.where, values, fill)
 
     def each(self, statistic: Array) -> Array:
@@ -178,7 +178,7 @@ class Samples:
 
     @functools.cached_property
     def count(self) -> Array:
-        """How many samples of each group are not masked, int32."""
+        """Number of unmasked samples of each group, int32."""
         if self.where is not None:
             return self.groups.total(self.where.astype(jnp.int32))
         assert self.groups.size is not None
@@ -186,7 +186,7 @@ class Samples:
 
     @property
     def divisor(self) -> Array:
-        """As many, but at least 1, in the type of the values."""
+        """`count`, at least 1, in the dtype of the values."""
         return jnp.maximum(self.count, 1).astype(self.values.dtype)
 
     @functools.cached_property
@@ -203,7 +203,7 @@ class Samples:
 
     @functools.cached_property
     def mean_gap(self) -> Array:
-        """The mean of each group lies so far below its maximum."""
+        """Maximum minus mean of each group."""
         return self.groups.total(self.gaps) / self.divisor
 
     @functools.cached_property
@@ -246,7 +246,7 @@ class Samples:
 
 
 def ulps(number: int, magnitude: Array) -> Array:
-    """Return so many units in the last place of a finite magnitude; infinity for an infinite."""
+    """Return `number` units in the last place of a magnitude; infinity for infinity."""
     if magnitude.dtype == jnp.float64:
         integer, exponent = jnp.int64, 0x7FF0000000000000
     else:

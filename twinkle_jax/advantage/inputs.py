@@ -1,4 +1,4 @@
-"""What callers may pass, turned into arrays and checked: numbers, masks, settings, coefficients.
+"""Convert and check arguments: numbers, masks, static settings, coefficients.
 
 A JAX array stays where it is and is not read back. Everything else becomes a NumPy array, whose
 NaN and infinities can be seen, and raise.
@@ -206,7 +206,7 @@ def check_choice(name: str, value: Any, choices: Sequence[str], hint: str = "") 
 
 
 def check_size(name: str, value: Any, *, least: int = 1, why: str = "") -> int:
-    """Return a static count as an int of at least `least`; NumPy integers are welcome."""
+    """Return a static count as an int of at least `least`; or a NumPy integer."""
     if isinstance(value, jax.Array | np.ndarray):
         raise TypeError(
             f"{name} must be a static Python int, got {describe(value)}: it decides shapes, so "

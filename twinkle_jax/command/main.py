@@ -1,4 +1,4 @@
-"""The command `twinkle-jax`: its options, and one line for what is wrong."""
+"""The command `twinkle-jax`: its options, and errors as one line."""
 
 import dataclasses
 import difflib
@@ -25,8 +25,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: without the program's name; those of the process by default.
 
     Returns:
-        The exit status: 0; 1 where something was wrong, which one line on standard error says; 2
-        for options that cannot be read; 143 where a signal ended the run, which can be resumed.
+        The exit status: 0; 1 after an error, with one line on standard error; 2 for invalid
+        options; 143 after a signal, when the run can be resumed.
     """
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     try:
@@ -58,7 +58,7 @@ def _parse(arguments: list[str]) -> Any:
     arguments = _complete_switches(_join_repeated(arguments, "reward"))
     options = _parser().parse_args(arguments)
     if options.subcommand == "train":
-        # A run that goes on has its settings already; the options given are compared with them.
+        # A resumed run has its settings; options are compared with them.
         settings = resumed_settings(options.train)
         if settings:
             options = _parser(settings).parse_args(arguments)
@@ -84,11 +84,11 @@ def _parser(train_settings: dict[str, Any] | None = None) -> Any:
     commands = parser.add_subcommands(required=True)
     for name, subcommand in SUBCOMMANDS.items():
         usage = f"twinkle-jax {name} [options]{subcommand.positional}"
-        own = Parser(description=subcommand.description, usage=usage, **settings)
-        subcommand.add_options(own)
+        subparser = Parser(description=subcommand.description, usage=usage, **settings)
+        subcommand.add_options(subparser)
         if name == "train" and train_settings:
-            own.set_defaults(train_settings)
-        commands.add_subcommand(name, own, help=subcommand.description)
+            subparser.set_defaults(train_settings)
+        commands.add_subcommand(name, subparser, help=subcommand.description)
     return parser
 
 
@@ -134,7 +134,7 @@ def _with_suggestion(message: str, arguments: Sequence[str]) -> str:
 
 
 def _plain_type_error(message: str) -> str:
-    """Say in one sentence which option has a value of the wrong type."""
+    """One sentence that names the option whose value has the wrong type."""
     match = re.search(r'Parser key "([^"]+)".*Given value: (.*)$', " ".join(message.split()))
     expected = re.findall(r"Expected an? <class '(\w+)'>", message)
     if match is None or not expected:
@@ -166,6 +166,6 @@ def _keep_compiled_programs() -> None:
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError:
-        return  # a home that cannot be written to: compiled anew each time
+        return  # a read-only home: no cache of compiled programs
     jax.config.update("jax_compilation_cache_dir", str(directory))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)

@@ -1,4 +1,4 @@
-"""The sub-commands: the options of each, and what it does."""
+"""The sub-commands: their options and functions."""
 
 import dataclasses
 from collections.abc import Callable
@@ -19,7 +19,7 @@ class Subcommand(NamedTuple):
     Attributes:
         description: one line for `--help`.
         add_options: gives a parser its options.
-        run: does it, and returns the exit status.
+        run: runs it and returns the exit status.
         positional: arguments that are no options, for `--help`.
     """
 
@@ -47,7 +47,7 @@ def _train(options: Any) -> int:
 
 
 def resumed_settings(options: Any) -> dict[str, Any]:
-    """Read the settings of the run that `--resume` goes on with; none for a new run."""
+    """Read the settings of the run to resume; empty for a new run."""
     from twinkle_jax.training.progress import run_to_resume, saved_settings
 
     source = run_to_resume(options.resume, Path(options.output_dir))
@@ -117,7 +117,7 @@ def _evaluate_options(parser: Any) -> None:
 
 
 def _evaluate(options: Any) -> int:
-    """Print one line for each number."""
+    """Evaluate a policy, and print one metric a line."""
     from twinkle_jax.training import evaluate
     from twinkle_jax.training.evaluation import held_out
     from twinkle_jax.training.task import hub_id, make_task

@@ -1,4 +1,4 @@
-"""What goes in: conversations, data sets, input features, batches, and their sizes."""
+"""Conversations, chat templates, tokenizers, data sets, input features and batches."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from twinkle_jax.data.batch import Batch, bucket_size
     from twinkle_jax.data.features import Inputs, PerSequence
 
-# Arrays of jax, which rewards and data sets do without.
+# These need jax, which rewards and data sets do without.
 _LAZY = {"Batch": "batch", "bucket_size": "batch", "Inputs": "features", "PerSequence": "features"}
 
 __all__ = [

@@ -68,15 +68,15 @@ class ChatTemplate:
         Args:
             messages: dictionaries with `role` and `content`, of JSON's types.
             tools: what may be called.
-            add_generation_prompt: whether to end where the assistant begins to speak.
+            add_generation_prompt: whether to end with the start of an assistant turn.
             variables: further variables of the template, `enable_thinking` for one.
 
         Returns:
             The text, control tokens included.
 
         Raises:
-            ValueError: if the template refuses the messages, reaches for what it must not have,
-                or does not end within its limits.
+            ValueError: if the template refuses the messages, accesses something unsafe, or
+                exceeds its limits.
             TypeError: if something is not of JSON's types.
         """
         (text,) = self.render_all(
@@ -136,7 +136,7 @@ class _Process:
         assert process.stdin is not None
         assert process.stdout is not None
         try:
-            with contextlib.suppress(BrokenPipeError):  # it has ended: there is no answer
+            with contextlib.suppress(BrokenPipeError):  # the process has ended
                 process.stdin.write(line + "\n")
                 process.stdin.flush()
             answer = process.stdout.readline()
@@ -162,7 +162,7 @@ class _Process:
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             encoding="utf-8",
-            start_new_session=True,  # an interrupt from the keyboard is not for it
+            start_new_session=True,  # Ctrl-C does not reach it
         )
         assert self.process.stdout is not None
         if not self.process.stdout.readline():

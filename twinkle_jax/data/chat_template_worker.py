@@ -1,4 +1,4 @@
-"""The process in which chat templates run: they are programs that strangers wrote.
+"""The process in which chat templates run, since they are untrusted programs.
 
 It is started as a script, answers a line of JSON with a line of JSON, and ends when a template
 takes too long or too much memory. What a template must not do in any case, Jinja's immutable
@@ -124,7 +124,7 @@ def _answer(templates: list[jinja2.Template], request: dict[str, Any]) -> dict[s
         return _error("syntax", error)
     except jinja2.TemplateError as error:
         return _error("messages", error)
-    except Exception as error:  # whatever a stranger's program raises
+    except Exception as error:  # whatever an untrusted template raises
         return _error("template", error)
 
 
@@ -136,8 +136,8 @@ def _serve() -> None:
     for name in ("SIGINT", "SIGTERM"):  # meant for the process that started this one
         signal.signal(getattr(signal, name), signal.SIG_IGN)
     for name in set(os.environ) - {"TZ"}:
-        del os.environ[name]  # keys and tokens are nothing for strangers
-    with contextlib.suppress(jinja2.TemplateError):  # imports now what is imported late
+        del os.environ[name]  # no API keys and tokens for untrusted code
+    with contextlib.suppress(jinja2.TemplateError):  # triggers lazy imports
         _environment().from_string("{{ strftime_now('%d') }}{{ [1]|tojson }}{{ x.y }}").render()
     _limit_memory()
     sys.addaudithook(_refuse)

@@ -1,10 +1,10 @@
 """Twinkle's input features on the host: checks, packed rows, numbers beside each token.
 
-Everything here is NumPy, so that lengths that were never seen before compile nothing.
+Everything here is NumPy, so that new lengths compile nothing.
 
 Twinkle and transformers tell packed sequences apart by their positions, which start again at 0. On
 the host they become rows of their own: attention, linear layers, losses that average over sequences
-and the noise of dropout then need not know that they came together.
+and the noise of dropout then need no special case.
 """
 
 import difflib
@@ -77,7 +77,7 @@ def read_features(
 
     Raises:
         ValueError: for unknown keys, lengths that differ, token ids outside the vocabulary.
-        TypeError: for what is not integers.
+        TypeError: for arrays that are not integers.
     """
     items: Any = [inputs] if isinstance(inputs, Mapping) else inputs
     if not isinstance(items, Sequence) or isinstance(items, str | bytes) or not len(items):
@@ -114,7 +114,7 @@ def _encode(name: str, item: Any, template: Any) -> Mapping[str, Any]:
 
 
 def _check_keys(name: str, feature: Mapping[str, Any], other_columns: bool) -> None:
-    """Refuse keys that are not read: their meaning would be lost silently."""
+    """Raise for keys that are not read: they would be ignored silently."""
     for key, value in feature.items():
         if value is None or key in _READ or key in _IGNORED:
             continue

@@ -1,6 +1,6 @@
-"""Problems made up as they are asked for: arithmetic, and tasks of reasoning-gym.
+"""Problems generated on demand: arithmetic, and tasks of reasoning-gym.
 
-A problem is for training or for evaluation by what it says, whatever the seed: none is in both.
+The text of a problem decides whether it is for training or evaluation, whatever the seed.
 """
 
 import hashlib

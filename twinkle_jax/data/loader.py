@@ -29,9 +29,9 @@ class PromptLoader:
 
     Pass `shuffle=False, epochs=1` for what Twinkle's `DataLoader` does: in order, once.
 
-    The order is shuffled anew for each epoch and depends on the seed alone. Batches are full: one
-    may reach from an epoch into the next. Only the last of all may be smaller, so that each prompt
-    comes up once an epoch. A checkpoint keeps `get_state`, and `set_state` continues from it.
+    Each epoch is shuffled again, by the seed alone. Batches are full, and may span two epochs;
+    only the very last may be smaller, so that each prompt comes up once an epoch. A checkpoint
+    keeps `get_state`, and `set_state` continues from it.
 
     Args:
         prompts: trajectories: a list, or a sequence that computes them, such as
@@ -39,7 +39,7 @@ class PromptLoader:
         batch_size: prompts a batch.
         seed: of the order.
         shuffle: False keeps the order of the prompts.
-        epochs: how often to go through them; None: for ever.
+        epochs: number of passes; None: without end.
 
     Raises:
         ValueError: if there are no prompts, or a number is not positive.
@@ -92,7 +92,7 @@ class PromptLoader:
 
     @property
     def epoch(self) -> int:
-        """How many epochs are done."""
+        """Number of finished epochs."""
         return self._position // len(self.prompts)
 
     def __iter__(self) -> Self:

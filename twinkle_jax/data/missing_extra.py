@@ -1,4 +1,4 @@
-"""What is said when a package is asked for that an extra would have installed."""
+"""The error for a missing optional package."""
 
 from importlib.util import find_spec
 

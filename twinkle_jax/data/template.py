@@ -1,4 +1,4 @@
-"""Twinkle's `Template`: conversations as tokens and labels, and as sampled tokens continue them."""
+"""Twinkle's `Template`: from conversations to tokens and labels, continued by sampled tokens."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -39,12 +39,12 @@ class Template:
     Args:
         model_id: a tokenizer, or what `Tokenizer.from_pretrained` takes: a directory or a hub id.
         use_chat_template: False encodes the one message there is as plain text.
-        max_length: the most tokens of a conversation; None for no limit.
-        truncation_strategy: what is done with longer ones: `'raise'` an error, cut `'left'` or
+        max_length: maximum tokens of a conversation; None for no limit.
+        truncation_strategy: for longer ones: `'raise'` an error, cut `'left'` or
             `'right'`, `'delete'` them, or `'split'` them into several.
         default_system: a system message for conversations without one.
         chat_template: another chat template than the tokenizer's.
-        template_variables: what else the chat template asks for, `enable_thinking` for one.
+        template_variables: further variables of the chat template, such as `enable_thinking`.
 
     Raises:
         ValueError: if there is no chat template, or an argument is out of range.
@@ -93,12 +93,12 @@ class Template:
         """Encode a conversation.
 
         Args:
-            trajectory: with `messages`, and maybe `tools` and `user_data`.
-            add_generation_prompt: True ends where the assistant begins to speak, without labels;
-                False labels what the assistant said, the tokens that end its turns included.
+            trajectory: with `messages`, and optionally `tools` and `user_data`.
+            add_generation_prompt: True ends with the start of an assistant turn, without labels;
+                False labels the assistant's turns, including the tokens that end them.
 
         Returns:
-            `input_ids` and `labels`, beside what the trajectory held.
+            `input_ids` and `labels`, beside the keys of the trajectory.
 
         Raises:
             ValueError: if a message has no role or text, the template refuses the conversation,
@@ -156,7 +156,7 @@ class Template:
             new_tokens: the sampled tokens, with the one that ended the completion.
 
         Returns:
-            A new feature: ids and labels so far as they are, then the new ones.
+            A new feature: ids and labels so far unchanged, then the new ones.
         """
         tokens = [int(token) for token in new_tokens]
         feature = extend_feature(prompt_input_feature, tokens, labelled=True)
@@ -171,15 +171,15 @@ class Template:
         messages: Sequence[Mapping[str, Any]],
         add_generation_prompt: bool = True,
     ) -> InputFeature:
-        """Add a turn of others after sampled tokens, so that the assistant can speak again.
+        """Append messages of the user or a tool after sampled tokens, for the next assistant turn.
 
         Args:
             feature: ends with a message of the assistant, as `concat_input_feature` returns it.
             messages: of the user or a tool.
-            add_generation_prompt: whether the assistant speaks next.
+            add_generation_prompt: whether to end with the start of an assistant turn.
 
         Returns:
-            A new feature: all ids so far as they are, the new turn's without labels.
+            A new feature: the ids so far unchanged, then the new ones, without labels.
 
         Raises:
             ValueError: if the last message is not the assistant's, or the template leaves it out.
@@ -196,16 +196,16 @@ class Template:
     def continuations(
         self, turns: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True
     ) -> list[list[int]]:
-        """Encode what follows the assistant's last words, for several conversations at once.
+        """Encode the messages after the assistant's last turn, for several conversations at once.
 
-        The tokens go behind those that were sampled, whatever the chat template would make of
-        these now: earlier thoughts that it strips stay. They begin with the token that ends the
-        assistant's turn, which it may have sampled itself.
+        They are appended to the sampled tokens, which stay even where the chat template would now
+        render them otherwise (some strip earlier thoughts). They begin with the token that ends
+        the assistant's turn, which may also have been sampled.
 
         Args:
             turns: for each, `messages` that end with the assistant's, `new` messages of the user
                 or a tool, and maybe `tools`.
-            add_generation_prompt: whether the assistant speaks next.
+            add_generation_prompt: whether to end with the start of an assistant turn.
 
         Returns:
             Tokens for each.
@@ -236,7 +236,7 @@ class Template:
         return tokens
 
     def parse_tool_call(self, decoded: str | None) -> list[ToolCall]:
-        """Find the tool calls in what the assistant wrote.
+        """Find the tool calls in the assistant's text.
 
         Args:
             decoded: its text, hostile or not.
@@ -253,7 +253,7 @@ class Template:
         return parse_tool_calls(decoded or "").calls
 
     def clean_tool_call(self, decoded: str | None) -> str:
-        """Give what the assistant wrote without its tool calls, and white space at its end."""
+        """The assistant's text without tool calls and trailing white space."""
         return parse_tool_calls(decoded or "").content
 
     def _prepare(self, trajectory: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """Tokenizers in Hugging Face's files, read with the `tokenizers` library alone.
 
-In what they encode, no text can pass for a control token: see `ControlTokens`.
+Text is never encoded as a control token: see `ControlTokens`.
 """
 
 import json
@@ -133,7 +133,7 @@ class Tokenizer:
             text: any text.
 
         Returns:
-            Token ids, with none added at the beginning or end.
+            Token ids, without special tokens at the beginning or end.
 
         Raises:
             ValueError: if the tokenizer can encode a part of the text as a special token only.
@@ -357,7 +357,7 @@ def small_tokenizer(
         The tokenizer, which `save_pretrained` writes in Hugging Face's format.
 
     Raises:
-        ValueError: if a character is there twice.
+        ValueError: if a character occurs twice.
         ImportError: if tokenizers is not installed.
 
     Example:

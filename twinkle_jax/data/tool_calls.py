@@ -1,7 +1,7 @@
 """Tool calls in the text of a model: Hermes and Qwen, Cline, ReAct.
 
 The text is hostile. Whatever it is, parsing takes time linear in its length and raises nothing:
-what is no call is an error beside the calls, or stays text.
+a broken call becomes an error beside the calls, anything else stays text.
 """
 
 import re
@@ -141,7 +141,7 @@ def parse_cline_calls(text: str) -> ParsedToolCalls:
         text: what the assistant wrote.
 
     Returns:
-        Calls, errors and the text around them. An argument that is there twice is an error; what is
+        Calls, errors and the text around them. A duplicate argument is an error; a tag that is
         not closed is text.
 
     Example:

@@ -85,16 +85,16 @@ def test_the_tokenizer_is_written_beside_it_and_stays(tmp_path):
 def test_what_is_not_finite_is_not_written(values, saved):
     before = contents(saved)
     broken = jax.tree.map(lambda x: x.at[0, 0, 0].set(values), drawn(CONFIG, LORAS[0]))
-    with pytest.raises(ValueError, match=r"lora_A.weight must be finite"):
+    with pytest.raises(ValueError, match=r"lora_A.weight"):
         save_adapter(saved, CONFIG, LORAS[0], broken)
     assert contents(saved) == before
 
 
 def test_places_that_are_refused(saved, export):
     for place in ("/", saved.parent / "out", saved / "adapter_config.json"):
-        with pytest.raises(ValueError, match=r"^directory must"):
+        with pytest.raises(ValueError, match=r"^directory"):
             save_adapter(place, CONFIG, LORAS[0], drawn(CONFIG, LORAS[0]))
-    with pytest.raises(ValueError, match=r"^directory must"):
+    with pytest.raises(ValueError, match=r"^directory"):
         load_adapter("nowhere", CONFIG)
 
 

@@ -55,12 +55,12 @@ def test_what_several_processes_save_is_what_they_loaded(count, devices, directo
 @pytest.mark.parametrize(
     ("scenario", "process", "name"),
     [
-        ("load_nan", 1, "model.embed_tokens.weight must be finite"),
+        ("load_nan", 1, r"model.embed_tokens.weight"),
         ("load_untied", 1, "tie_word_embeddings"),
-        ("load_missing", 1, "path_or_id must be"),
+        ("load_missing", 1, "path_or_id"),
         ("save_full_disk", 0, "no space left on device"),
-        ("save_nan", 0, "model.norm.weight must be finite"),
-        ("save_over_a_file", 0, "directory must be"),
+        ("save_nan", 0, r"model.norm.weight"),
+        ("save_over_a_file", 0, "directory"),
     ],
 )
 def test_an_error_of_one_process_reaches_both(scenario, process, name, directory):
