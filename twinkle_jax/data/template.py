@@ -220,7 +220,7 @@ class Template:
                 raise ValueError("feature must end with a message of the assistant, to continue")
             hidden = [self._hide(message) for message in [*before, *turn["new"]]]
             number, text = 0, repr(hidden)
-            while f"\\ue0f8{number}\\ue0f8" in text:  # no message can pass for the mark
+            while f"\\ue0f8{number}\\ue0f8" in text:  # no message contains the mark
                 number += 1
             marks.append(f"{_MARK}{number}{_MARK}")
             hidden[len(before) - 1]["content"] = marks[-1]
@@ -229,8 +229,8 @@ class Template:
         template = self.chat_template
         texts = template.render_all(conversations) if template and conversations else []
         for text, mark in zip(texts, marks, strict=True):
-            _, found, after = text.rpartition(mark)
-            if not found:
+            _, separator, after = text.rpartition(mark)
+            if not separator:
                 raise ValueError("chat_template must render the assistant's last message")
             tokens.append(self.tokenizer.control.encode(after).ids)
         return tokens

@@ -1,4 +1,4 @@
-"""Any estimator of advantages by its name, with the data that it needs besides rewards."""
+"""Estimators of advantages by name, called with the data that they need."""
 
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -53,7 +53,7 @@ def make_estimator(name: str, options: Mapping[str, Any]) -> Estimator:
         The estimator.
 
     Raises:
-        ValueError: if there is none of that name, it has no such option, or one is missing.
+        ValueError: for an unknown name, an unknown option, or a missing one.
     """
     if name == _OVER_TIME:
         _check_options(name, options, {"gamma": False})
@@ -67,7 +67,7 @@ def make_estimator(name: str, options: Mapping[str, Any]) -> Estimator:
 
 
 def _check_options(name: str, options: Mapping[str, Any], known: Mapping[str, bool]) -> None:
-    """Raise for an option that is not known, and for a known one that is needed and missing."""
+    """Raise for unknown options and for required ones that are missing."""
     for option in options:
         if option not in known:
             raise ValueError(
@@ -95,14 +95,14 @@ def estimate(
     """Estimate advantages.
 
     Args:
-        estimator: how.
+        estimator: to call.
         rewards: one a completion, those of a prompt next to each other.
         num_samples: completions a prompt.
         scale: what advantages are divided by, for estimators that have a scale.
-        where: completions that count; None for all.
+        where: True = keep, one a completion; None for all.
         lengths: tokens of each completion.
         greedy_rewards: one a prompt, where the estimator needs them.
-        mask: True for tokens that the policy chose, wherever they stand in their rows.
+        mask: True for tokens that the policy chose.
 
     Returns:
         One advantage a completion, or one a token of `mask`.

@@ -1,4 +1,4 @@
-"""One evaluation: how a policy does on problems that it was never trained on."""
+"""Evaluation of a policy on held-out problems: accuracy, mean reward, pass@k."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -38,34 +38,33 @@ def evaluate(
     mesh: Mesh | None = None,
     check: Callable[[], None] = lambda: None,
 ) -> dict[str, float]:
-    r"""Judge a policy on prompts with known answers.
+    r"""Evaluate a policy on prompts with known answers.
 
     $$\text{accuracy} = \overline{[r \ge 1]}, \qquad
       \text{pass@}k = \overline{1 - \tbinom{n - c}{k} / \tbinom{n}{k}}$$
 
-    with the rewards $r$ of the most probable completions, and $c$ of $n = 2k$ sampled completions
-    of a prompt that are worth 1 or more.
+    with the rewards $r$ of greedy completions, and $c$ of $n = 2k$ sampled completions of a prompt
+    with a reward of 1 or more.
 
     Args:
-        policy: what is judged.
+        policy: to evaluate.
         prompts: with their ground truths.
         reward: of trajectories and ground truths.
-        params: in place of the policy's own: what is trained of it.
-        max_new_tokens: the most tokens of a completion.
-        max_prompt_tokens: the most tokens of a prompt.
+        params: in place of the policy's trained parameters.
+        max_new_tokens: maximum tokens of a completion.
+        max_prompt_tokens: maximum tokens of a prompt.
         pass_k: k of pass@k; 0 leaves it out.
-        temperature: at which completions are drawn for pass@k.
+        temperature: of the samples for pass@k.
         batch: prompts at once.
-        seed: of what is drawn for pass@k.
+        seed: of the samples for pass@k.
         compute_dtype: type of activations.
         reward_timeout: seconds that the reward may take for a batch.
-        mesh: what the parameters live on; None for one device.
+        mesh: of the parameters; None for one device.
         check: called before a batch is sampled and before it is scored; may raise to end the
             evaluation.
 
     Returns:
-        `accuracy`; `reward`, the mean reward of the most probable completions; and `pass@k` if
-        asked for.
+        `accuracy`; `reward`, the mean reward of greedy completions; and `pass@k` with `pass_k`.
 
     Raises:
         ValueError: if there are no prompts.
@@ -116,7 +115,7 @@ def evaluate_episodes(
     seed: int = 0,
     check: Callable[[], None] = lambda: None,
 ) -> dict[str, float]:
-    """Judge a policy by episodes with environments; as `evaluate`, with the return for the reward.
+    """Evaluate a policy on episodes with environments; like `evaluate`, with returns as rewards.
 
     Args:
         source: plays and scores episodes.
@@ -124,13 +123,13 @@ def evaluate_episodes(
         prompts: rows of the task.
         pass_k: k of pass@k; 0 leaves it out.
         batch: prompts at once.
-        seed: of environments and of what is drawn.
+        seed: of environments and samples.
         check: called before each batch; may raise to end the evaluation.
 
     Returns:
-        `accuracy`, the share of most probable episodes with a return of 1 or more; `reward`, their
-        mean return; `turns` of them; `failed`, the share whose environment failed, which are left
-        out of the rest; and `pass@k` if asked for.
+        `accuracy`, the share of greedy episodes with a return of 1 or more; `reward`, their mean
+        return; `turns`, their mean number; `failed`, the share whose environment failed, which are
+        excluded from the rest; and `pass@k` with `pass_k`.
 
     Raises:
         ValueError: if there are no prompts.
@@ -162,8 +161,8 @@ def evaluate_episodes(
     }
     if pass_k:
         right, _ = play(2 * pass_k, source.sampling)
-        whole = right[~np.isnan(right).any(axis=1)]
-        counts = (whole >= 1).sum(axis=1)
+        without_failures = right[~np.isnan(right).any(axis=1)]
+        counts = (without_failures >= 1).sum(axis=1)
         results[f"pass@{pass_k}"] = float(np.mean([_pass_at(pass_k, int(c)) for c in counts]))
     return results
 

@@ -40,7 +40,7 @@ def traced_scalar(value: Any) -> Any:
 
 
 def positive_scalar(name: str, value: Any) -> Any:
-    """The same for a number above 0; the value of an array on a device is not checked."""
+    """Like `traced_scalar`, for a number above 0; values on a device are not checked."""
     if isinstance(value, jax.Array):
         return value
     if isinstance(value, bool) or not isinstance(value, int | float | np.number | np.ndarray):
@@ -102,9 +102,9 @@ def label_scores(
     if mesh is None:
         return score(hidden, head, labels, temperature)
     spread_head = partition_rules(mesh)("lm_head/kernel", head.shape)
-    spread, whole = PartitionSpec(ROWS, "tensor"), PartitionSpec()
+    spread, replicated = PartitionSpec(ROWS, "tensor"), PartitionSpec()
     scores: tuple[PerToken, ...] = jax.shard_map(
-        score, mesh=mesh, in_specs=(spread, spread_head, spread, whole), out_specs=spread
+        score, mesh=mesh, in_specs=(spread, spread_head, spread, replicated), out_specs=spread
     )(hidden, head, labels, temperature)
     return scores
 

@@ -21,7 +21,7 @@ class TrainState(NamedTuple):
         step: updates applied so far.
         gradient_sum: gradients, summed over micro-batches and not yet divided; float32.
         denominator: what the sum is to be divided by: tokens or sequences, as the loss counts.
-        tokens: labels that the sum is made of; without any there is nothing to apply.
+        tokens: labels that the sum is made of; 0: there is no update to apply.
         rows: rows that `grad_step` has seen in all; they number the noise of dropout.
     """
 
@@ -70,7 +70,7 @@ def begin_training(
     """Make a train state around parameters: moments and gradients are sharded as they are.
 
     Args:
-        params: moved to where they belong on the mesh, unless they are there.
+        params: moved to their places on the mesh if necessary.
         optimizer: as for [`train_state`][twinkle_jax.training.train_state].
         mesh: devices; None for one.
 
@@ -102,17 +102,17 @@ def init_optimizer(optimizer: optax.GradientTransformation, params: Params) -> A
 
 
 def find_devices(data: int, fsdp: int, tensor: int) -> Mesh | None:
-    """Make the mesh of a run; None where one device does it all.
+    """Make the mesh of a run; None for one device.
 
     Raises:
-        ValueError: if there are fewer devices; with several processes, if there are more too.
+        ValueError: if there are fewer devices; with several processes, also if there are more.
     """
-    wanted, there, processes = data * fsdp * tensor, jax.device_count(), jax.process_count()
-    if wanted > there or (wanted < there and processes > 1):
+    wanted, available, processes = data * fsdp * tensor, jax.device_count(), jax.process_count()
+    if wanted > available or (wanted < available and processes > 1):
         which = "at most the" if processes == 1 else "all"
-        of_all = "that there are" if processes == 1 else f"of the {processes} processes"
+        of_all = "available" if processes == 1 else f"of the {processes} processes"
         raise ValueError(
-            f"mesh must take {which} {there} devices {of_all}, "
+            f"mesh must take {which} {available} devices {of_all}, "
             f"got data={data}, fsdp={fsdp}, tensor={tensor}"
         )
     return None if wanted == 1 else make_mesh(data=data, fsdp=fsdp, tensor=tensor)
