@@ -38,12 +38,15 @@ def user_settings():
         yield
 
 
-ALL_DAY = ("README.md", "quickstart.md")
+IN_DEFAULT_RUN = ("README.md", "quickstart.md")
 
 
 @pytest.mark.parametrize(
     "page",
-    [p if p.name in ALL_DAY else pytest.param(p, marks=pytest.mark.exhaustive) for p in PAGES],
+    [
+        p if p.name in IN_DEFAULT_RUN else pytest.param(p, marks=pytest.mark.exhaustive)
+        for p in PAGES
+    ],
     ids=lambda page: page.name,
 )
 @pytest.mark.usefixtures("user_settings")

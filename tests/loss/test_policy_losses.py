@@ -89,7 +89,7 @@ def test_the_golden_file_is_whole():
     ],
 )
 def test_golden(name):
-    """All settings on two batches all day, on all six where CI looks."""
+    """All settings on two batches in the default run, on all six in the exhaustive one."""
     case, index = CASES[name], int(name.split("-")[0])
     value, gradient = golden_results(index - index % 11)[index % 11]
     np.testing.assert_allclose(value, case["value"], **GOLDEN["tolerance"])

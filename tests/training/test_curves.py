@@ -84,7 +84,7 @@ def test_many_steps_are_smoothed(drawn):
 def test_missing_values_do_not_count_in_averages():
     values = np.array([1.0, np.nan, 3.0, np.nan, np.nan, np.nan, 5.0])
     expected = [1.0, 2.0, 3.0, 3.0, np.nan, 5.0, 5.0]
-    np.testing.assert_array_equal(curves._smooth(values, 3), expected)
+    np.testing.assert_array_equal(curves.moving_average(values, 3), expected)
 
 
 @pytest.mark.parametrize("rows", [[], [{"step": 1, "reward": None}], [{"step": 1, "other": 1.0}]])

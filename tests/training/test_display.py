@@ -1,16 +1,18 @@
-"""What is shown on a terminal and elsewhere."""
+"""The terminal of a run: progress, completions, explanations, and text made harmless."""
 
 import io
+import math
 import sys
+import unicodedata
 
 import numpy as np
 import pytest
+from rich.console import Console
+
+from twinkle_jax.training.display import Display, explain, harmless, one_line
 
 pytest.importorskip("rich", reason="pip install 'twinkle-jax[training]'")
 
-from rich.console import Console
-
-from twinkle_jax.training.display import Display
 
 METRICS = {
     "reward": 0.25, "completions/mean_length": 12.34, "kl": 0.00123, "tokens_per_second": 1234.5,
@@ -165,3 +167,84 @@ def test_without_rich(monkeypatch):
     monkeypatch.setitem(sys.modules, "rich", None)
     with pytest.raises(ImportError, match="rich"):
         Display()
+
+
+USUAL = {
+    "loss": 0.02, "grad_norm": 0.5, "reward": 0.4, "frac_reward_zero_std": 0.75,
+    "completions/clipped_ratio": 0.5, "skipped_updates": 0.0,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("metrics", "names"),
+    [
+        ({}, []),
+        (USUAL, []),
+        (USUAL | {"loss": 1e-9}, ["zero loss"]),
+        (USUAL | {"loss": -1e-9}, ["zero loss"]),
+        (USUAL | {"loss": 0.0, "grad_norm": 0.0}, []),
+        (USUAL | {"loss": 0.0, "frac_reward_zero_std": 1.0, "grad_norm": 0.0}, ["flat"]),
+        (USUAL | {"frac_reward_zero_std": 1.0, "kl": 0.1}, ["flat"]),  # whose gradient it is
+        (USUAL | {"frac_reward_zero_std": 1.0}, []),  # as of an estimator without a baseline
+        (USUAL | {"completions/clipped_ratio": 0.51}, ["cut"]),
+        (USUAL | {"skipped_updates": 1.0, "loss": math.nan, "grad_norm": math.nan}, ["skipped"]),
+    ],
+)
+def test_when(metrics, names):
+    assert list(explain(metrics)) == names
+
+
+@pytest.mark.parametrize(
+    ("reward", "why"), [(0.0, "too hard"), (1.0, "solves"), (0.5, "temperature"), (None, "More")]
+)
+def test_why_nothing_is_learnt(reward, why):
+    metrics = {"frac_reward_zero_std": 1.0} | ({} if reward is None else {"reward": reward})
+    sentence = explain(metrics)["flat"]
+    assert sentence.startswith("Nothing to learn from in this step: every completion of a prompt")
+    assert why in sentence
+
+
+def test_whether_the_policy_changed():
+    flat = {"frac_reward_zero_std": 1.0, "updates_without_signal": 2.0, "grad_norm": 0.0}
+    assert "No update was made: parameters" in explain(flat)["flat"]
+    assert "No update" not in explain(flat | {"grad_norm": 0.5, "kl": 0.1})["flat"]
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("plain, ünïcode 漢字 👍 [red]", "plain, ünïcode 漢字 👍 [red]"),
+        ("\x1b[31mred\x1b[0m", "<U+001B>[31mred<U+001B>[0m"),
+        ("\x1b]0;title\x07", "<U+001B>]0;title<U+0007>"),
+        ("a\x9b2Jb\x85", "a<U+009B>2Jb<U+0085>"),
+        ("a\rb\x08\x7f\x00", "a<U+000D>b<U+0008><U+007F><U+0000>"),
+        ("\u202egnp.exe\u2066", "<U+202E>gnp.exe<U+2066>"),
+        ("zero\u200bwidth\ufeff\U000e0041", "zero<U+200B>width<U+FEFF><U+E0041>"),
+        ("\ud83d half", "<U+D83D> half"),
+        ("\u2028\u2029", "<U+2028><U+2029>"),
+        ("one\r\ntwo\n\tthree", "one\ntwo\n\tthree"),
+    ],
+)
+def test_what_is_active_is_shown(text, shown):
+    assert harmless(text) == shown
+
+
+def test_no_character_at_all_is_active():
+    text = harmless("".join(map(chr, range(0x110000))))
+    left = {c for c in text if unicodedata.category(c) in ("Cc", "Cf", "Cs", "Zl", "Zp")}
+    assert left == {"\n", "\t"}
+
+
+def test_characters_that_a_terminal_has_not():
+    assert harmless("é漢", encoding="ascii") == r"\xe9\u6f22"
+    assert harmless("é漢", encoding="latin-1") == r"é\u6f22"
+    assert one_line("é\n", encoding="ascii") == r"\xe9\u21b5"
+
+
+def test_one_line_keeps_both_ends():
+    assert one_line("a\nb\r\nc\td\x1b") == "a↵b↵c d<U+001B>"
+    text = "x" * 300 + "the answer is 7"
+    shown = one_line(text, limit=90)
+    assert shown == "x" * 60 + " … " + "x" * 15 + "the answer is 7"
+    assert one_line("x" * 90, limit=90) == "x" * 90
+    assert one_line("abc", limit=1) == "a … "

@@ -7,7 +7,6 @@ import time
 
 import numpy as np
 import pytest
-from twinkle_jax.training.start import begin
 
 from tests.training.runs import (
     ROOT,
@@ -28,6 +27,7 @@ from twinkle_jax.training.display import Display
 from twinkle_jax.training.metrics_log import MetricsLog
 from twinkle_jax.training.progress import LastStep, save
 from twinkle_jax.training.run import one_step
+from twinkle_jax.training.start import begin
 from twinkle_jax.training.task import make_task
 
 EXIT_WITHIN = 30

@@ -37,7 +37,7 @@ def find_reward(name: str, *, argument: str = "reward") -> RewardFunction:
     place, _, attribute = name.rpartition(":")
     if not place or not attribute:
         raise ValueError(
-            f"{argument} must be one of {', '.join(REWARDS)}, FILE.py:NAME or MODULE:NAME, "
+            f"{argument} must be one of {', '.join(sorted(REWARDS))}, FILE.py:NAME or MODULE:NAME, "
             f"got {name!r}"
         )
     module = load_module(place, argument)

@@ -97,10 +97,10 @@ def _draw(ax: "Axes", panel: _Panel, rows: Sequence[Mapping[str, Any]], steps: V
     width = max(1, len(y) // 25)
     if many:
         ax.plot(x, y, color=panel.colour, alpha=0.25, linewidth=0.8)
-        low, high = _smooth(low, width), _smooth(high, width)
+        low, high = moving_average(low, width), moving_average(high, width)
     ax.fill_between(x, low, high, color=panel.colour, alpha=0.13, linewidth=0)
     marker = "o" if len(y) <= 40 else None
-    ax.plot(x, _smooth(y, width) if many else y, color=panel.colour, linewidth=1.8,
+    ax.plot(x, moving_average(y, width) if many else y, color=panel.colour, linewidth=1.8,
             marker=marker, markersize=3.5)  # fmt: skip
     if panel.name == "eval/accuracy":
         ax.set_ylim(-0.03, 1.03)
@@ -133,7 +133,7 @@ def _column(rows: Sequence[Mapping[str, Any]], name: str) -> Values:
     return np.asarray([np.nan if value is None else value for value in values], float)
 
 
-def _smooth(values: Values, width: int) -> Values:
+def moving_average(values: Values, width: int) -> Values:
     """Moving average, over fewer neighbours at the ends and where values are missing."""
     finite = np.isfinite(values)
     kernel = np.ones(2 * (width // 2) + 1)
