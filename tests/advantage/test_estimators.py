@@ -175,7 +175,7 @@ def test_names():
     assert sorted(advantage.__all__) == sorted(set(advantage.__all__))
     assert all(hasattr(advantage, name) for name in advantage.__all__)
     functions = {f"{name}_advantage" for name in BY_NAME}
-    over_time = {"gae_advantage", "reinforce_plus_plus_advantage"}
+    over_time = {"gae_advantage", "reinforce_plus_plus_advantage", "turn_gae_advantage"}
     public = {n for n in advantage.__all__ if n.endswith("_advantage") and "segment_" not in n}
     assert public - {"get_advantage"} == functions | over_time  # every one has its case
     assert set(twinkle_jax.__all__) == {
