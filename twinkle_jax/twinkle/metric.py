@@ -6,9 +6,11 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 
-from twinkle_jax.data import IGNORE
+from twinkle_jax.data import IGNORE, bucket_size
+from twinkle_jax.loss import PolicyMetrics, policy_metrics
 from twinkle_jax.twinkle.processor import pad_rows
 
 Numbers = np.ndarray[Any, Any]
@@ -345,25 +347,27 @@ class GRPOMetric(Metric):
             return
         old = self.temperature * _spread(old_logps, mask)
         difference = np.where(mask, logps - old, 0)
-        kl = np.exp(difference) - difference - 1
+        sums = _policy_sums(difference, None, mask)
+        least, most = float(sums.ratio_min), float(sums.ratio_max)
         self.sum_old += float(old[mask].sum())
-        self.sum_kl += float(kl[mask].sum())
-        self.max_token_kl = max(self.max_token_kl, float(kl[mask].max()))
-        ratio = float(np.exp(difference[mask]).max())
-        self.max_token_ratio = max(self.max_token_ratio, ratio)
+        self.sum_kl += float(sums.approximate_kl)
+        # The divergence of a token is convex in its ratio, so one of the ends has the largest.
+        token_kl = max(ratio - 1 - math.log(ratio) for ratio in (least, most))
+        self.max_token_kl = max(self.max_token_kl, token_kl)
+        self.max_token_ratio = max(self.max_token_ratio, most)
         self.has_old = True
         if advantages is not None:
-            low, high, count = self._clipped(difference, _spread(advantages, mask), mask)
-            self.clipped += [low.sum(), high.sum()]
-            self.n_clip += count
+            log_ratio, signs, counted = self._units(difference, _spread(advantages, mask), mask)
+            bounds = {"epsilon": self.epsilon, "epsilon_high": self.epsilon_high}
+            sums = _policy_sums(log_ratio, signs, counted, **bounds)
+            self.clipped += [float(sums.clip_fraction_low), float(sums.clip_fraction_high)]
+            self.n_clip += int(counted.sum())
 
-    def _clipped(
+    def _units(
         self, log_ratio: Numbers, advantages: Numbers, mask: Numbers
-    ) -> tuple[Numbers, Numbers, int]:
-        """Find the tokens whose clip takes effect, by the sign of the advantage."""
-        ratio = np.exp(log_ratio)
-        low = mask & (ratio < 1 - self.epsilon) & (advantages < 0)
-        return low, mask & (ratio > 1 + self.epsilon_high) & (advantages > 0), int(mask.sum())
+    ) -> tuple[Numbers, Numbers | None, Numbers]:
+        """Give what is clipped or not: here tokens, by the sign of their advantage."""
+        return log_ratio, advantages, mask
 
     def calculate(self) -> Mapping[str, Any]:
         """Give the means."""
@@ -390,26 +394,24 @@ class GRPOMetric(Metric):
 class GSPOMetric(GRPOMetric):
     """`GRPOMetric` whose clip rates are of sequences: their ratio is the mean of its tokens'."""
 
-    def _clipped(
+    def _units(
         self, log_ratio: Numbers, advantages: Numbers, mask: Numbers
-    ) -> tuple[Numbers, Numbers, int]:
-        counts = mask.sum(1)
-        kept, divisor = counts > 0, np.maximum(counts, 1)
-        ratio = np.exp(np.where(mask, log_ratio, 0).sum(1) / divisor)
-        mean = np.where(mask, advantages, 0).sum(1) / divisor
-        low = kept & (ratio < 1 - self.epsilon) & (mean < 0)
-        return low, kept & (ratio > 1 + self.epsilon_high) & (mean > 0), int(kept.sum())
+    ) -> tuple[Numbers, Numbers | None, Numbers]:
+        counts = mask.sum(1, keepdims=True)
+        means = (
+            np.where(mask, x, 0).sum(1, keepdims=True) / np.maximum(counts, 1)
+            for x in (log_ratio, advantages)
+        )
+        return *means, counts > 0
 
 
 class CISPOMetric(GRPOMetric):
     """`GRPOMetric` whose clip rates do not ask for the sign of the advantage."""
 
-    def _clipped(
+    def _units(
         self, log_ratio: Numbers, advantages: Numbers, mask: Numbers
-    ) -> tuple[Numbers, Numbers, int]:
-        ratio = np.exp(log_ratio)
-        low, high = ratio < 1 - self.epsilon, ratio > 1 + self.epsilon_high
-        return mask & low, mask & high, int(mask.sum())
+    ) -> tuple[Numbers, Numbers | None, Numbers]:
+        return log_ratio, None, mask
 
 
 class EmbeddingMetric(Metric):
@@ -490,6 +492,23 @@ def _spread(values: Any, mask: Numbers) -> Numbers:
         else:
             spread[i] = numbers[: kept.size]
     return spread
+
+
+@jax.jit
+def _compiled_sums(log_ratio: Any, advantages: Any, mask: Any, bounds: Any) -> PolicyMetrics:
+    return policy_metrics(log_ratio, advantages, mask, denominator=1.0, **bounds)
+
+
+def _policy_sums(
+    log_ratio: Numbers, advantages: Numbers | None, mask: Numbers, **bounds: float
+) -> PolicyMetrics:
+    """Call `policy_metrics` for sums instead of means, on rows of a few widths only."""
+    width = bucket_size(mask.shape[1], smallest=16)
+    arrays = (log_ratio, advantages, mask)
+    padded = [
+        None if x is None else np.asarray(pad_rows(list(x), 0, longest=width)) for x in arrays
+    ]
+    return _compiled_sums(*padded, bounds)
 
 
 def _pairs(logps: Numbers, mask: Numbers) -> tuple[Numbers, Numbers]:
