@@ -1,4 +1,4 @@
-"""Data sets in files: JSON Lines, GSM8K as it is published, Parquet files of the hub."""
+"""Prompts from files: JSON Lines, GSM8K's own files, Parquet files of the hub."""
 
 import json
 import re
@@ -34,14 +34,14 @@ def read_jsonl(
 
     The answer becomes `'ground_truth'` in `user_data`, and may be called so in the file. Numbers
     are written out as the file has them: `0.00001` becomes `'0.00001'`, `1e3` becomes `'1000'`. A
-    file may do without answers, if none of its records has one. Further columns follow in
-    `user_data` under their names, as the JSON values that they are.
+    file may omit answers, but only in all records. Further columns follow in `user_data` under
+    their names, as JSON values.
 
     Args:
         path: the file; or a `.parquet` file with such columns.
         system: a system message at the beginning of each conversation; None adds none.
-        check_answer: returns False for an answer that no reward could read. With it, every record
-            needs an answer.
+        check_answer: returns False for an answer that the reward cannot read. With it, every
+            record needs an answer.
 
     Returns:
         A trajectory for each record.

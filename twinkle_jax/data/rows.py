@@ -50,7 +50,7 @@ class Rows(Sequence[Row]):
     def map_rows(
         self, function: Callable[[list[Row]], list[Row]], batch_size: int = 1000
     ) -> "Rows":
-        """Replace batches of rows by others, as many or not."""
+        """Replace each batch of rows by any number of others."""
         return Rows(_mapped(self, function, batch_size))
 
     def map(
@@ -60,12 +60,12 @@ class Rows(Sequence[Row]):
         batch_size: int = 1000,
         remove_columns: str | Sequence[str] = (),
     ) -> "Rows":
-        """Add columns, or replace those there are.
+        """Add or replace columns.
 
         Args:
             function: from columns, of at most `batch_size` rows, to the columns to set.
             batch_size: rows a call.
-            remove_columns: columns to leave out, unless the function returns them.
+            remove_columns: columns to drop, unless the function returns them.
 
         Raises:
             ValueError: if the function returns columns of another length than those that stay.
@@ -73,12 +73,12 @@ class Rows(Sequence[Row]):
         return self.map_rows(column_function(function, remove_columns), batch_size)
 
     def filter(self, function: Callable[[Row], Any]) -> "Rows":
-        """Keep the rows for which a function returns something true."""
+        """Keep the rows for which a function returns a true value."""
         return Rows(row for row in self if function(row))
 
 
 class RowStream(Iterable[Row]):
-    """Rows that are read anew whenever one goes over them; `map` and the like are put off too.
+    """Rows that are read again in each iteration; `map` and `filter` are lazy too.
 
     Args:
         source: makes an iterator over dictionaries.
@@ -120,8 +120,8 @@ def mix(tables: Sequence[Table], *, interleave: bool) -> Table:
 
     Args:
         tables: the data sets. A row has the columns of all, None where its data set has none.
-        interleave: whether to take one row of each in turn, until the first has no more; otherwise
-            one data set follows the other.
+        interleave: whether to take one row of each in turn, until one is exhausted; otherwise they
+            are concatenated.
 
     Raises:
         ValueError: if some are streams and some are not, or there are none.
@@ -228,7 +228,7 @@ def column_function(
     function: Callable[[Columns], Mapping[str, Sequence[Any]]],
     remove_columns: str | Sequence[str] = (),
 ) -> Callable[[list[Row]], list[Row]]:
-    """Make a function of rows from one of columns, whose columns are laid over those there are."""
+    """Turn a function of columns into one of rows, which adds or replaces columns."""
     removed = {remove_columns} if isinstance(remove_columns, str) else set(remove_columns or ())
 
     def apply(rows: list[Row]) -> list[Row]:
@@ -248,7 +248,7 @@ def column_function(
 
 
 def to_columns(rows: Sequence[Mapping[str, Any]]) -> Columns:
-    """Turn rows into columns; None where a row has no such value."""
+    """Turn rows into columns; None where a row lacks one."""
     names = dict.fromkeys(name for row in rows for name in row)
     return {name: [row.get(name) for row in rows] for name in names}
 

@@ -1,4 +1,4 @@
-"""What a sampler is asked for, and what it returns: parameters, and completions by prompt."""
+"""Arguments and results of samplers: parameters, and completions by prompt."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -43,18 +43,18 @@ _ALLOWED = {
 
 @dataclass
 class SamplingParams:
-    """How completions are drawn. Values are checked here and whenever they are changed.
+    """Parameters of sampling, checked when they are set.
 
     Attributes:
-        max_tokens: the most tokens of a completion; None: as many as the model has room for. 0 with
+        max_tokens: maximum tokens of a completion; None: as many as the model allows. 0 with
             `prompt_logprobs`: prompts are scored, and there are no completions.
         seed: of the random numbers; None: the sampler's own.
         stop: a string, strings, or token ids, at which a completion ends.
-        include_stop_str_in_output: whether what it stopped at is part of the completion.
+        include_stop_str_in_output: whether the stop string is part of the completion.
         temperature: what logits are divided by; 0 takes the most likely token.
         top_k: how many of the most likely tokens may be drawn; −1: all.
         top_p: the most likely tokens up to this probability may be drawn.
-        repetition_penalty: above 1, tokens that were there already become less likely.
+        repetition_penalty: above 1, tokens that occurred before become less likely.
         logprobs: how many log-probabilities to return for each token. None, 0 and 1: the drawn
             token's alone. More: the drawn token's, then those of so many likely tokens that are
             others; on a vLLM server only.
@@ -144,7 +144,7 @@ class SampledSequence:
     """One completion.
 
     Attributes:
-        stop_reason: `'stop'` at a stop or the end of sequence, `'length'` where room ran out.
+        stop_reason: `'stop'` at a stop or the end of sequence, `'length'` at the limit of tokens.
         tokens: the tokens that were drawn, with the one that ended the sequence.
         logprobs: for each of them a list of pairs of a token and its log-probability, the drawn
             token first; None where none were asked for.
@@ -172,7 +172,7 @@ class SampleResponse:
 
     Attributes:
         sequences: as many as were asked for.
-        prompt_token_ids: what the model read.
+        prompt_token_ids: tokens of the prompt.
         prompt_logprobs: log-probability of each token of the prompt at temperature 1, before
             filters; None for the first.
         topk_prompt_logprobs: likewise, pairs of the most likely tokens and their log-probabilities.

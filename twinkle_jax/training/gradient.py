@@ -30,7 +30,7 @@ from twinkle_jax.training.state import TrainState
 
 
 class StepSummary(NamedTuple):
-    """What a micro-batch adds up to.
+    """Sums and metrics of a micro-batch.
 
     Attributes:
         loss_sum: the loss before it is divided.
@@ -49,7 +49,7 @@ class StepSummary(NamedTuple):
 
     @property
     def loss(self) -> Float[Array, ""]:
-        """The loss; 0 where there is nothing to divide by."""
+        """The loss; 0 if the denominator is 0."""
         return divided(self.loss_sum, self.denominator)
 
 
@@ -61,7 +61,7 @@ def divided(total: Float[Array, ""], count: Float[Array, ""]) -> Float[Array, ""
 
 def add_summaries(a: StepSummary, b: StepSummary) -> StepSummary:
     """Add up two micro-batches; means are weighted by their tokens."""
-    # Without log-probabilities, whose shapes would each be compiled for.
+    # Without log-probabilities: each of their shapes would compile again.
     return _add_summaries(a._replace(logps=None), b._replace(logps=None))
 
 
@@ -75,7 +75,7 @@ def _add_summaries(a: StepSummary, b: StepSummary) -> StepSummary:
             return divided(x * a.tokens + y * b.tokens, tokens)
 
         def extreme(pick: Callable[..., Array], x: Array, y: Array) -> Array:
-            """The extreme over both, without the placeholder 1 of a batch that has no tokens."""
+            """The extreme over both, ignoring the placeholder 1 of a batch without tokens."""
             return jnp.where(a.tokens == 0, y, jnp.where(b.tokens == 0, x, pick(x, y)))
 
         metrics = jax.tree.map(mean, a.metrics, b.metrics)._replace(
@@ -107,7 +107,7 @@ def split_loss(loss_fn: Any) -> tuple[Static, dict[str, Any]]:
 
 
 def join_loss(static: Static, traced: dict[str, Any]) -> Callable[..., Any]:
-    """Make the loss again from what `split_loss` gave."""
+    """Rebuild the loss from the result of `split_loss`."""
     if len(static) == 1:
         return static[0]
     kind, fields = static
@@ -162,20 +162,20 @@ def grad_step(
         config: the decoder.
         loss_fn: a loss of `twinkle_jax.loss`, or one that subclasses its `Loss`. Coefficients are
             traced; a change of them compiles nothing, unless from or to 0.
-        frozen: parameters that are not trained, over which those of the state are laid.
+        frozen: parameters that are not trained; the state's are merged over them.
         temperature: above 0, at which log-probabilities are taken, as the sampler did.
         key: root key of a training run, for the dropout of adapters that have a rate. Each row has
             its own noise, by its number in the run, which the state counts. None: no dropout.
         compute_dtype: as for [`hidden_states`][twinkle_jax.model.hidden_states].
         attention: likewise, and as for `score_batch`: the ratio of a policy to itself is 1.
         remat: likewise.
-        mesh: what the state lives on. None: what its arrays say, or one device. Arrays that are
-            traced do not say it: inside a compiled function of yours, give it.
-        packing: where the tokens of the batch stand in lines that the decoder runs over; the loss
-            sees the rows of the batch. None: rows are lines.
+        mesh: of the state. None: that of its arrays, or one device. Traced arrays do not have it:
+            inside a compiled function of yours, pass it.
+        packing: how rows are packed into the lines that the decoder runs over; the loss sees rows.
+            None: rows are lines.
 
     Returns:
-        The state with the gradients, and the sums that the loss is made of.
+        The state with added gradients, and the sums of the micro-batch.
 
     Raises:
         ValueError: if shapes differ, a token on the host is outside the vocabulary, or the mesh
@@ -297,5 +297,5 @@ def _call(
 
 
 def _count(rows: Bool[Array, " batch"]) -> Int[Array, " batch"]:
-    """Number the rows from 1; rows that only fill up the batch are not counted."""
+    """Number the rows from 1, skipping padding rows."""
     return jnp.cumsum(rows, dtype=jnp.int32)

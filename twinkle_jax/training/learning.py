@@ -57,7 +57,7 @@ def learn(
     `update.on_mismatch` is `stop`.
 
     Args:
-        state: what is trained; donated: do not use it after the call.
+        state: donated: do not use it after the call.
         batch: rows of a prompt next to each other.
         recipe: of the run.
         learning_rate: of these updates.
@@ -180,7 +180,7 @@ def micro_batches(
 
 
 def takes_segments(recipe: Recipe) -> bool:
-    """Whether a line may hold several rows: cuDNN's attention cannot keep them apart."""
+    """Whether a line may hold several rows: not with cuDNN's attention, which has no segments."""
     config, dtype = recipe.policy.config.attention, jnp.dtype(recipe.config.dtype)
     return default_attention(config, dtype) != "cudnn"
 

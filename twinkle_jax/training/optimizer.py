@@ -16,7 +16,7 @@ _NOT_DECAYED = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:
 
 
 def decayed(params: Any) -> Any:
-    """Give a mask for weight decay: False for norms and biases."""
+    """Mask for weight decay: False for norms and biases."""
 
     def applies(path: Any, leaf: Any) -> bool:
         name = jax.tree_util.keystr(path, simple=True, separator=".")
@@ -35,11 +35,11 @@ def make_optimizer(name: str, **options: Any) -> optax.GradientTransformation:
             left out unless another mask is given.
 
     Returns:
-        The optimizer: the same object for the same arguments, so that nothing is compiled twice.
+        The optimizer; the same object for the same arguments, so that nothing compiles twice.
 
     Raises:
         ValueError: for an unknown name.
-        TypeError: for an unknown option; the message lists those that there are.
+        TypeError: for an unknown option; the message lists the known ones.
 
     Example:
         >>> make_optimizer("adamw", b2=0.99) is make_optimizer("adamw", b2=0.99)
@@ -70,7 +70,7 @@ def make_schedule(name: str, *, steps: int, peak: float, **options: Any) -> Sche
         name: `constant`; `linear` and `cosine`, which fall from the peak to 0 after the last step;
             or a schedule of `optax`, such as `exponential_decay` or `piecewise_constant_schedule`.
         steps: updates in all.
-        peak: the highest learning rate, where a schedule of `optax` is not given one by `options`.
+        peak: the highest learning rate, unless `options` of an `optax` schedule set it.
         options: arguments of the schedule of `optax`.
 
     Returns:

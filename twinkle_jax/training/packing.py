@@ -1,8 +1,7 @@
-"""Packing: rows of many lengths in few lines of one width, so that an update costs its tokens.
+"""Pack rows of many lengths into few lines of one width, so that padding costs nothing.
 
-The decoder runs over lines, each of which holds several rows one after the other; what it computes
-for each token goes back to the token's row before the loss sees it. So a loss, a reduction or a
-metric is what it is without packing.
+The decoder runs over lines, each of which holds several rows one after the other. Its results are
+unpacked into rows before the loss, so losses, reductions and metrics do not depend on packing.
 """
 
 from collections.abc import Iterator
@@ -14,21 +13,20 @@ from jaxtyping import Array, Float, Int
 
 from twinkle_jax.data import IGNORE, Batch, bucket_size
 
-SMALLEST_WIDTH = 64  # tokens: a line holds some rows even where all are short
+SMALLEST_WIDTH = 64  # tokens: a line holds several rows even if all are short
 
 IntRows = np.ndarray[Any, np.dtype[np.int32]]  # one number a row
 
 
 class Packing(NamedTuple):
-    """Where the tokens of a batch stand in lines.
+    """The position of each token of a batch in the lines, and back.
 
     Attributes:
-        sources: for each place of a line, which token of the batch it holds, counted through all
-            rows; -1 where there is none.
-        segment_ids: for each place, which row of its line it belongs to, from 1; None where a line
-            holds one row at most.
-        positions: for each place, which token of its row it holds.
-        places: for each token of the batch, its place, counted through all lines; -1 for padding.
+        sources: for each place of a line, the flat index of its token in the batch; -1 if empty.
+        segment_ids: for each place, the number of its row in the line, from 1; None if lines hold
+            one row at most.
+        positions: for each place, the position of its token in the row.
+        places: for each token of the batch, the flat index of its place; -1 for padding.
     """
 
     sources: Int[Array | np.ndarray, "lines width"]
@@ -89,7 +87,7 @@ def plan(
         multiple: what the width of lines must be a multiple of.
 
     Yields:
-        For each micro-batch, which rows it holds, and where their tokens stand.
+        For each micro-batch, a mask of its rows, and their packing.
     """
     longest = int(lengths.max())
     widest = bucket_size(longest, smallest=SMALLEST_WIDTH if several else 16, multiple=multiple)
@@ -147,6 +145,6 @@ def pack(batch: Batch, packing: Packing) -> Batch:
 
 
 def unpack(values: Float[Array, "lines width"], packing: Packing) -> Float[Array, "rows time"]:
-    """Take what was computed for each place back to the token's row; 0 for padding."""
+    """Move values from places back to rows; 0 for padding."""
     index = jnp.maximum(packing.places, 0)
     return jnp.where(packing.places >= 0, jnp.take(values.reshape(-1), index), 0)

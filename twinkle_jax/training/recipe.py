@@ -38,13 +38,13 @@ class Recipe(NamedTuple):
         config: all settings.
         policy: the decoder, its template, and frozen parameters under adapters. Its `params` are
             not read.
-        source: draws and scores trajectories.
-        loss: of tokens, with the coefficients of the run.
+        source: samples and scores trajectories.
+        loss: with the coefficients of the run.
         optimizer: with learning rate 1.
         estimator: of advantages.
-        reference: parameters of the policy that the divergence is taken from, laid over the frozen
-            ones; None without one.
-        mesh: devices that parameters and rows are spread over; None for one device.
+        reference: parameters of the reference policy of the KL penalty, merged over the frozen
+            ones; None without a penalty.
+        mesh: of parameters and rows; None for one device.
     """
 
     config: TrainConfig

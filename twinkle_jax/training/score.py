@@ -75,7 +75,7 @@ def label_scores(
     with_entropy: bool = False,
     mesh: Mesh | None = None,
 ) -> tuple[PerToken, ...]:
-    """Score labels, and give the entropies too if asked; 0 where the label is −100.
+    """Score labels, optionally with entropies; 0 where the label is −100.
 
     On a mesh, positions are spread over all devices, and each scores its own against the whole
     head: the rows over data and fsdp, the time over tensor. The head is gathered once, in the type
@@ -117,12 +117,12 @@ def gathered_logits(
     hidden: Float[Array, "batch time width"],
     tokens: Int[Array, "batch time top"],
 ) -> Float[Array, "batch time top"]:
-    """Give the logits of some tokens at each position; the others are computed and dropped."""
+    """Return the logits of some tokens at each position; the others are discarded."""
     head = output_matrix(params).astype(hidden.dtype)
     time = tokens.shape[1]
     chunk = _TEACHER_CHUNK if time % _TEACHER_CHUNK == 0 else time
 
-    @jax.checkpoint  # the backward pass computes a chunk's logits again
+    @jax.checkpoint  # the backward pass recomputes a chunk's logits
     def gather(columns: tuple[Array, Array]) -> Array:
         features, names = columns
         logits = jnp.einsum("btd,dv->btv", features, head, preferred_element_type=jnp.float32)
@@ -167,17 +167,17 @@ def score_batch(
 
     Args:
         params: a decoder's, or adapters'.
-        batch: tokens and labels; what a loss needs besides is not read.
+        batch: tokens and labels; other fields are not read.
         config: the decoder.
-        frozen: parameters over which `params` are laid.
-        temperature: at which log-probabilities and entropies are taken; logits are as they are.
+        frozen: parameters that `params` are merged over.
+        temperature: of log-probabilities and entropies; logits are not scaled.
         with_entropy: whether to compute entropies.
         with_logits: whether to compute all logits, [batch, time, vocabulary] in float32.
         compute_dtype: as for [`hidden_states`][twinkle_jax.model.hidden_states].
         attention: likewise.
-        mesh: what the parameters live on. None: what their arrays say, or one device. Arrays that
-            are traced do not say it: inside a compiled function of yours, give it.
-        packing: as for [`grad_step`][twinkle_jax.training.grad_step]; logits cannot be had then.
+        mesh: of the parameters. None: that of their arrays, or one device. Traced arrays do not
+            have it: inside a compiled function of yours, pass it.
+        packing: as for [`grad_step`][twinkle_jax.training.grad_step]; without logits.
 
     Returns:
         The scores, at every position with a label.

@@ -35,7 +35,7 @@ _IMITATION_STEPS = 200  # of supervised training on an environment's demonstrati
 
 
 class Run(NamedTuple):
-    """What a run is made of, fixed but for the loader's position."""
+    """The parts of a run, constant except for the loader's position."""
 
     config: TrainConfig
     task: Task
@@ -59,7 +59,7 @@ def begin(
     display: Display,
     source: Path | None,
 ) -> tuple[Run, Progress]:
-    """Make the policy and what trains it, or restore a checkpoint; saves none yet."""
+    """Make the policy and everything that trains it, or restore a checkpoint; does not save."""
     mesh = find_devices(config.mesh.data, config.mesh.fsdp, config.mesh.tensor)
     policy = hosts.agreed("reading the policy", lambda: _read_policy(config, mesh))
     if config.model is None and mesh is not None:

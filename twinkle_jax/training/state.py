@@ -1,4 +1,4 @@
-"""What training changes: parameters, optimizer state and accumulated gradients."""
+"""The state of training: parameters, optimizer state and accumulated gradients."""
 
 from functools import partial
 from typing import Any, NamedTuple
@@ -16,13 +16,13 @@ class TrainState(NamedTuple):
     """Everything that the next step depends on.
 
     Attributes:
-        params: what is trained: a whole decoder, or the adapters alone.
+        params: trained parameters: a whole decoder, or adapters alone.
         optimizer_state: of the Optax transformation, in float32; None without one.
         step: updates applied so far.
         gradient_sum: gradients, summed over micro-batches and not yet divided; float32.
-        denominator: what the sum is to be divided by: tokens or sequences, as the loss counts.
-        tokens: labels that the sum is made of; 0: there is no update to apply.
-        rows: rows that `grad_step` has seen in all; they number the noise of dropout.
+        denominator: of the sum: tokens or sequences, as the loss counts.
+        tokens: number of labels in the sum; with 0 there is no update to apply.
+        rows: total rows that `grad_step` has seen, which seed the noise of dropout.
     """
 
     params: Any
@@ -37,7 +37,7 @@ class TrainState(NamedTuple):
 def train_state(
     params: Params, optimizer: optax.GradientTransformation | None = None
 ) -> TrainState:
-    """Begin training.
+    """Make a train state.
 
     Args:
         params: what to train. [`grad_step`][twinkle_jax.training.grad_step] donates the state, so
@@ -75,9 +75,8 @@ def begin_training(
         mesh: devices; None for one.
 
     Returns:
-        A state whose arrays are all committed to their devices. To the compiler, an array that is
-        committed is another argument than one that is not: with a state of both kinds the second
-        step would be compiled like the first.
+        A state whose arrays are all committed to their devices: with uncommitted arrays among
+        them, the second step would compile again.
     """
     shardings = None
     if mesh is not None:
@@ -94,7 +93,7 @@ def _without_params(params: Params, optimizer: optax.GradientTransformation | No
 
 
 def init_optimizer(optimizer: optax.GradientTransformation, params: Params) -> Any:
-    """Begin an optimizer's state, in float32 whatever the type of the parameters."""
+    """Initialize an optimizer's state in float32, whatever the dtype of the parameters."""
     if not isinstance(optimizer, optax.GradientTransformation):
         raise TypeError(f"optimizer must be an Optax transformation, got {optimizer!r}")
     with jax.numpy_dtype_promotion("standard"):

@@ -35,17 +35,17 @@ def collect(
     *,
     check: Callable[[], None] = lambda: None,
 ) -> tuple[Rollout, list[Rollout]]:
-    """Draw trajectories, score them, and compare their rewards.
+    """Sample trajectories, score them, and compute their advantages.
 
     Args:
         recipe: of the run.
-        params: what is trained, as it is now.
-        next_prompts: gives the prompts of a rollout.
+        params: the current trained parameters.
+        next_prompts: returns the prompts of a rollout.
         key: of this step.
         check: called before and after scoring; may raise to end the step.
 
     Returns:
-        What to learn from, with advantages, and all rollouts that were drawn.
+        The rollout to learn from, with advantages, and all rollouts that were sampled.
     """
     rollout, update = recipe.config.rollout, recipe.config.update
 
@@ -53,7 +53,7 @@ def collect(
         prompts = next_prompts()
         drawn = recipe.source.sample(params, prompts, jax.random.fold_in(key, number))
         if recipe.reference is not None and update.dynamic_sampling == 1:
-            # The device scores by the reference policy while the host computes rewards.
+            # The device scores with the reference policy while the host computes rewards.
             drawn = drawn._replace(batch=_with_reference(recipe, drawn.batch, drawn.row_lengths))
         drawn = score_rollout(recipe.source, drawn, check)
         if recipe.estimator.needs_greedy_rewards:
@@ -70,7 +70,7 @@ def collect(
     )
     advantages = credit(recipe, chosen)
     shown = advantages
-    if advantages.ndim == 2:  # one a token: that of the first
+    if advantages.ndim == 2:  # per token: show that of the first token
         first = jnp.argmax(chosen.batch.labels != IGNORE, axis=1, keepdims=True)
         shown = hosts.read_if_spread(jnp.take_along_axis(advantages, first, axis=1)[:, 0])
     batch = with_advantages(chosen.batch, advantages)
@@ -130,7 +130,7 @@ def credit(recipe: Recipe, rollout: Rollout) -> Float[Array, " rows"] | Float[Ar
 
 
 def score_rollout(source: RolloutSource, drawn: Rollout, check: Callable[[], None]) -> Rollout:
-    """Score the rows of each process there, and bring the rewards of all rows together."""
+    """Score the rows of each process on it, and gather the rewards of all rows."""
     scored = drawn
 
     def numbers() -> dict[str, np.ndarray[Any, Any]]:
@@ -153,7 +153,7 @@ class SamplerMismatchError(hosts.SharedError):
     """The sampler's log-probabilities are not the trainer's.
 
     Attributes:
-        state: what was to be trained, as it was before the step.
+        state: as before the step.
     """
 
     def __init__(self, message: str, state: TrainState) -> None:
@@ -170,7 +170,7 @@ def train_step(
     seed: tuple[int, ...],
     compare_all: bool = False,
 ) -> tuple[TrainState, dict[str, float]]:
-    """Learn from a rollout; one transfer brings the numbers to the host.
+    """Learn from a rollout; all metrics come to the host in one transfer.
 
     Args:
         state: what is trained; donated: do not use it after the call.
@@ -186,8 +186,8 @@ def train_step(
 
     Raises:
         SamplerMismatchError: if the sampler's log-probabilities are not the trainer's and
-            `update.on_mismatch` is `stop`. No update was applied, and the error's `state` is what
-            came in.
+            `update.on_mismatch` is `stop`. No update was applied, and the error's `state` is the
+            one passed in.
     """
     batch, update, lengths = rollout.batch, recipe.config.update, rollout.row_lengths
     if recipe.reference is not None and batch.ref_logps is None:
@@ -198,7 +198,7 @@ def train_step(
     if corrected or (compare_all and update.mini_batches > 1):
         logps = score(recipe, state.params, batch, lengths)
         mismatch = compare(logps, batch)
-        if corrected:  # ratios of policies are the trainer's alone; the loss weighs the tokens
+        if corrected:  # policy ratios use trainer log-probabilities only; the loss weighs tokens
             batch = batch._replace(old_logps=logps, sampler_logps=batch.old_logps)
     state, learnt = learn(
         state,
@@ -225,7 +225,7 @@ def train_step(
 
 
 def describe_mismatch(metrics: dict[str, float], config: TrainConfig) -> str | None:
-    """Say how the sampler differs from the trainer, if it differs by more than it may."""
+    """Describe the difference between sampler and trainer; None if it is within the limits."""
     mean = metrics.get("sampling/logp_diff/mean", 0.0)
     outside = metrics.get("sampling/ratio_outside", 0.0)
     if mean <= config.update.max_logp_diff and outside <= config.update.max_outside_band:

@@ -31,14 +31,14 @@ def rollout_facts(batch: Batch) -> dict[str, Float[Array, ""]]:
 
 @jax.jit
 def mismatch_metrics(mismatch: SamplerMismatch) -> dict[str, Float[Array, ""]]:
-    """Compute metrics of a mismatch where it is, so that they are read with the others."""
+    """Compute the metrics of a mismatch on the device, to be read with the others."""
     return mismatch.metrics()
 
 
 def rollout_metrics(
     drawn: Sequence[Rollout], config: TrainConfig, started: float
 ) -> dict[str, float]:
-    """Describe all that a step has sampled; `started` is when, by `time.perf_counter`."""
+    """Metrics of all rollouts of a step, sampled since `started` (`time.perf_counter`)."""
     samples = config.rollout.num_samples
     rewards = np.concatenate([r.scores for r in drawn]).astype(np.float64)
     lengths = np.concatenate([r.lengths for r in drawn])
@@ -47,9 +47,11 @@ def rollout_metrics(
     signal = np.concatenate([has_signal(r, samples, mask_truncated=masked) for r in drawn])
     deviations = rewards.reshape(-1, samples).std(axis=1, ddof=1)
     episodes = [episode for r in drawn for episode in r.episodes or ()]
-    if episodes:  # a limit of turns cuts nothing off
+    if episodes:  # an episode that ends at the limit of turns is not truncated
         truncated = np.asarray([episode.ended == "length" for episode in episodes])
-    if any(episode.failed for episode in episodes):  # they say nothing about the policy
+    if any(
+        episode.failed for episode in episodes
+    ):  # excluded: failures of the environment are not the policy's
         kept = ~np.asarray([episode.failed for episode in episodes])
         groups = kept.reshape(-1, samples)
         several = groups.sum(axis=1) > 1
@@ -74,7 +76,7 @@ def rollout_metrics(
         metrics["completions/mean_terminated_length"] = float(lengths[~truncated].mean())
     for name in drawn[0].reward_parts:
         scores = np.concatenate([r.reward_parts[name] for r in drawn]).astype(np.float64)
-        scores = scores[~np.isnan(scores)]  # rows about which this reward says nothing
+        scores = scores[~np.isnan(scores)]  # rows that this reward does not apply to
         if scores.size:
             metrics[f"rewards/{name}/mean"] = float(scores.mean())
             metrics[f"rewards/{name}/std"] = float(scores.std())
@@ -82,7 +84,7 @@ def rollout_metrics(
 
 
 def update_metrics(learnt: Learnt) -> dict[str, float]:
-    """Average over the updates of a step, and count those that were skipped."""
+    """Metrics averaged over the updates of a step, and the number of skipped updates."""
 
     def mean(values: Sequence[Any]) -> float:
         return float(np.mean(np.asarray(values, np.float64)))

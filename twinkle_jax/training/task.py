@@ -48,7 +48,7 @@ class Task(NamedTuple):
         held_out: prompts that are never trained on; empty where there are none.
         reward: of trajectories and ground truths; None: the environment's alone.
         judge: the reward of evaluations; None: the same.
-        environment: makes what the policy talks to; None: it completes prompts.
+        environment: makes environments; None: the policy completes prompts.
     """
 
     train: Sequence[Trajectory]
@@ -59,10 +59,10 @@ class Task(NamedTuple):
 
 
 class EnvironmentRows(Sequence[Trajectory]):
-    """Rows without prompts: each begins with what an environment says at its reset.
+    """Rows without prompts: the environment's reset gives the first message.
 
     Args:
-        size: how many; which one it is, is its `index`.
+        size: number of rows; `user_data` holds the `index` of each.
         system: system message of each; None for none.
         first: index of the first.
     """
@@ -81,7 +81,7 @@ class EnvironmentRows(Sequence[Trajectory]):
     def __getitem__(self, index: slice) -> list[Trajectory]: ...
 
     def __getitem__(self, index: int | slice) -> Trajectory | list[Trajectory]:
-        """Give one row, or several."""
+        """Return one row, or several."""
         if isinstance(index, slice):
             return [self[i] for i in range(len(self))[index]]
         messages = [Message(role="system", content=self._system)] if self._system else []
@@ -99,7 +99,7 @@ def make_task(config: TrainConfig) -> Task:
         The task.
 
     Raises:
-        ValueError: if there is no such task, a file is not found, or a record cannot be read.
+        ValueError: for an unknown task, a missing file, or an unreadable record.
     """
     environment = None
     if config.many_turns:

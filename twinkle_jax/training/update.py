@@ -50,10 +50,9 @@ def apply_gradients(
         learning_rate: $\eta$, which multiplies the updates; traced. Leave it at 1 for a
             transformation that has its own.
         max_grad_norm: $c$, above 0 and traced; None clips nothing.
-        when: False skips the update; it may be the result of a computation on the device, which
-            is not waited for. None: always.
-        mesh: what the state lives on. None: what its arrays say, or one device. Arrays that are
-            traced do not say it: inside a compiled function of yours, give it.
+        when: False skips the update; may be a device array, which is not waited for. None: always.
+        mesh: of the state. None: that of its arrays, or one device. Traced arrays do not have it:
+            inside a compiled function of yours, pass it.
 
     Returns:
         The state without gradients, and their norm. The update is skipped where there was no
@@ -115,7 +114,7 @@ def _apply(
 
 
 def _check_fit(optimizer: optax.GradientTransformation, state: TrainState) -> None:
-    """Refuse an optimizer other than the one that the state was made with; while tracing."""
+    """Raise while tracing if the state was made with another optimizer."""
 
     def signature(tree: Any) -> Any:
         leaves, structure = jax.tree.flatten(tree)
@@ -165,7 +164,7 @@ def _clip(
 
 @partial(jax.jit, donate_argnums=0, keep_unused=True)  # the old sums are the new zeros' memory
 def zero_gradients(state: TrainState) -> TrainState:
-    """Forget the accumulated gradients; donates the state."""
+    """Reset the accumulated gradients; donates the state."""
     return _without_gradients(state)
 
 
@@ -178,7 +177,7 @@ def _without_gradients(state: TrainState) -> TrainState:
 
 
 def gradient_norm(state: TrainState) -> Float[Array, ""]:
-    """Compute the global norm of the gradients, divided."""
+    """Global norm of the gradients, divided by their denominator."""
     squares = [jnp.sum(jnp.square(g)) for g in jax.tree.leaves(state.gradient_sum)]
     return jnp.sqrt(jnp.sum(jnp.stack(squares))) / jnp.maximum(state.denominator, 1)
 
