@@ -55,7 +55,7 @@ WRAPS = 2**32 + 5  # becomes 5 in int32
     ],
 )
 def test_batches_that_are_refused(error, name, value):
-    with pytest.raises(error, match=f"^{name} must"):
+    with pytest.raises(error, match=f"^{name}"):
         check(**{name: value})
 
 

@@ -86,7 +86,7 @@ def test_fingerprints_differ():
     [({"level": 7}, "level"), ({"prompt": "hello"}, "prompt"), ({"split": "test"}, "split")],
 )
 def test_arguments_of_arithmetic_that_are_refused(options, argument):
-    with pytest.raises(ValueError, match=f"{argument} must"):
+    with pytest.raises(ValueError, match=argument):
         ArithmeticTask(**options)
 
 
@@ -101,7 +101,7 @@ def test_arguments_of_arithmetic_that_are_refused(options, argument):
     ],
 )
 def test_arguments_of_reasoning_gym_that_are_refused(options, argument):
-    with pytest.raises(ValueError, match=f"{argument} must"):
+    with pytest.raises(ValueError, match=argument):
         ReasoningGymTask(**{"name": "chain_sum", **options})
 
 

@@ -47,9 +47,9 @@ def test_the_parameters_are_twinkles():
 def test_values_out_of_range(name, values):
     params = SamplingParams()
     for value in values:
-        with pytest.raises(ValueError, match=f"^{name} must"):
+        with pytest.raises(ValueError, match=f"^{name}"):
             SamplingParams(**{name: value})
-        with pytest.raises(ValueError, match=f"^{name} must"):
+        with pytest.raises(ValueError, match=f"^{name}"):
             setattr(params, name, value)
 
 
@@ -73,7 +73,7 @@ def test_values_out_of_range(name, values):
     ],
 )
 def test_values_of_another_type(name, value):
-    with pytest.raises(TypeError, match=f"^{name} must"):
+    with pytest.raises(TypeError, match=f"^{name}"):
         SamplingParams(**{name: value})
 
 

@@ -231,7 +231,7 @@ def test_several_at_once():
     ],
 )
 def test_messages_that_are_refused(messages, name):
-    with pytest.raises(ValueError, match=f"{name} must"):
+    with pytest.raises(ValueError, match=name):
         Template(small_tokenizer()).encode({"messages": messages})
 
 

@@ -118,7 +118,7 @@ def test_a_special_token_that_is_a_word_of_the_vocabulary():
 def test_files_that_are_refused(name, content, tmp_path):
     small_tokenizer().save_pretrained(tmp_path)
     (tmp_path / name).write_text(content)
-    with pytest.raises(ValueError, match=f"{name} must"):
+    with pytest.raises(ValueError, match=name):
         Tokenizer.from_pretrained(tmp_path)
 
 

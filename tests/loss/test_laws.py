@@ -181,7 +181,7 @@ def test_errors_name_the_argument(name):
 
     def refuses(error, argument, mask=mask, **changes):
         arguments = [changes.get(p, jnp.zeros((2, 3))) for p in parameters]
-        with pytest.raises(error, match=f"^{argument} must"):
+        with pytest.raises(error, match=f"^{argument}"):
             jax.eval_shape(case, *arguments, mask)
 
     for parameter in parameters:

@@ -112,7 +112,7 @@ def test_mean_squared_error():
     assert loss(jnp.array([[3.0, 5.0]])) == 0
     with pytest.raises(ValueError, match=r"must have the shape of .*, \(1, 2\), got \(2,\)"):
         loss(jnp.zeros(2))
-    with pytest.raises(TypeError, match="must be floating point, got int32"):
+    with pytest.raises(TypeError, match="int32"):
         loss(jnp.zeros((1, 2), int))
 
 

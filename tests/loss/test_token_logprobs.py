@@ -454,7 +454,7 @@ def test_wrong_arguments_are_refused_while_tracing(error, argument, changes):
         call,
         lambda **arrays: jax.eval_shape(partial(call, chunk_size=chunk_size), **arrays),
     ):
-        with pytest.raises(error, match=f"^{argument} must"):
+        with pytest.raises(error, match=f"^{argument}"):
             run(**(changes if run is call else arrays))
     assert call(chunk_size=np.int64(3)).shape == (4,)
 

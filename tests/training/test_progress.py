@@ -36,7 +36,7 @@ def test_a_checkpoint_gives_progress_back(tmp_path):
 
 def test_a_directory_is_used_by_one_run_at_a_time(tmp_path):
     config = TrainConfig(output_dir=str(tmp_path), overwrite=True)
-    with MetricsLog(tmp_path), pytest.raises(FileExistsError, match="must not be in use by a run"):
+    with MetricsLog(tmp_path), pytest.raises(FileExistsError, match="output_dir"):
         prepare_directory(config, tmp_path)
     assert (tmp_path / "metrics.jsonl").exists()
     assert prepare_directory(config, tmp_path) is None

@@ -60,15 +60,15 @@ _SMALL = {
 
 
 class Policy(NamedTuple):
-    """A decoder, and how it reads and writes text.
+    """A decoder with its chat template and tokenizer.
 
     Attributes:
-        params: what is trained: all parameters, or the adapters alone.
+        params: the trained parameters: all, or those of adapters.
         config: the architecture; static.
-        template: turns conversations into tokens; holds the tokenizer.
-        frozen: parameters over which those of `params` are laid; None if all are trained.
-        lora: what the adapters look like; None if there are none.
-        base: the checkpoint that adapters belong to; None if there are none.
+        template: the chat template, with the tokenizer.
+        frozen: parameters that `params` are merged over; None if all are trained.
+        lora: configuration of the adapters; None without adapters.
+        base: the checkpoint that adapters belong to; None without adapters.
     """
 
     params: Params
@@ -80,12 +80,12 @@ class Policy(NamedTuple):
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """What turns tokens into text."""
+        """The tokenizer of the template."""
         return self.template.tokenizer
 
     @property
     def weights(self) -> dict[str, Any]:
-        """All parameters, adapters beside the kernels that they change; nothing is copied."""
+        """All parameters, adapters merged beside their kernels, without copies."""
         return merge_params(self.frozen, self.params)
 
 
@@ -93,7 +93,7 @@ def small_policy(seed: int = 0) -> Policy:
     """Make a Qwen3 of 114,000 random parameters that spells arithmetic, one token a character."""
     template = Template(small_tokenizer(_CHARACTERS))
     config = parse_config({**_SMALL, "vocab_size": len(template.tokenizer)})
-    key = jax.random.fold_in(jax.random.key(seed), 0x1417)  # apart from the keys of the run
+    key = jax.random.fold_in(jax.random.key(seed), 0x1417)  # a different key from those of the run
     return Policy(init_params(key, config), config, template)
 
 
@@ -103,13 +103,13 @@ def load_policy(path_or_id: str, *, mesh: Mesh | None = None) -> Policy:
     Args:
         path_or_id: a Hugging Face checkpoint, or an adapter in PEFT's format, which names its base:
             a directory, or a hub id.
-        mesh: devices that the parameters are read to; None for one device.
+        mesh: devices to place the parameters on; None for one device.
 
     Returns:
         The policy.
 
     Raises:
-        ValueError: if the checkpoint or the tokenizer is not what it should be.
+        ValueError: if the checkpoint or the tokenizer is invalid.
     """
     rules = None if mesh is None else partition_rules(mesh)
     place = locate(path_or_id)
@@ -139,14 +139,14 @@ def add_adapter(
     dtype: DTypeLike = "float32",
     mesh: Mesh | None = None,
 ) -> Policy:
-    """Freeze a policy's parameters, and give it adapters that change nothing yet.
+    """Freeze a policy's parameters, and add adapters, which change nothing until trained.
 
     Args:
-        policy: a policy that is trained as a whole.
-        lora: what adapters look like.
-        base: where the policy's checkpoint is; adapters that are saved name it.
+        policy: without adapters.
+        lora: configuration of the adapters.
+        base: the policy's checkpoint, which saved adapters name.
         seed: of the random A; B starts at 0.
-        dtype: type in which the frozen parameters are held.
+        dtype: of the frozen parameters.
         mesh: devices; None for one.
 
     Raises:
@@ -165,7 +165,7 @@ def lay_adapter(
     dtype: DTypeLike = "float32",
     mesh: Mesh | None = None,
 ) -> Policy:
-    """Freeze a policy's parameters, and lay adapters over them."""
+    """Freeze a policy's parameters, and put adapters over them."""
     frozen = jax.tree.map(lambda x: x.astype(dtype), policy.params)
     frozen = merge_params(frozen, adapter_scales(policy.config, lora))
     if mesh is not None:
@@ -178,7 +178,7 @@ def save_policy(policy: Policy, directory: str | Path, *, merge: bool = False) -
     """Write a policy with its tokenizer.
 
     Args:
-        policy: whole, or with adapters.
+        policy: with or without adapters.
         directory: where to write a checkpoint that transformers, vLLM and `load_policy` read; the
             adapters alone, in PEFT's format, if there are any.
         merge: True adds adapters to the kernels, and writes a whole checkpoint.
@@ -235,12 +235,12 @@ def warm_start(
 
     Args:
         policy: to train.
-        examples: prompts with their ground truths, which are taken as the answers; or whole
-            conversations, in which the assistant has spoken.
+        examples: prompts with ground truths, which are the answers; or conversations with turns of
+            the assistant.
         accuracy: on held-out problems.
         settings: when to stop, and the optimizer's.
         report: called with the step and the accuracy of each evaluation.
-        mesh: what the parameters live on; None for one device.
+        mesh: of the parameters; None for one device.
 
     Returns:
         The policy, once its accuracy reaches `settings.accuracy`, or after the last step.
@@ -262,7 +262,7 @@ def warm_start(
 
 
 def example_batch(template: Template, examples: Sequence[Trajectory]) -> Batch:
-    """Make a batch of prompts with their answers, labelled where the assistant speaks."""
+    """Make a batch of prompts with answers, with labels on the assistant's tokens."""
     conversations = []
     for example in examples:
         messages = list(example["messages"])

