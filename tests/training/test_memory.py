@@ -26,7 +26,7 @@ def begun(slots=None, data=1, fsdp=1, **update):
         rollout=RolloutConfig(
             prompts=8, num_samples=2, max_new_tokens=64, max_prompt_tokens=64, slots=slots
         ),
-        update=UpdateConfig(mini_batches=1, **update),
+        update=UpdateConfig(**{"mini_batches": 1, "recompute": "layers", **update}),
         mesh=MeshConfig(data=data, fsdp=fsdp),
     )
     mesh = find_devices(data, fsdp, 1)
@@ -79,6 +79,20 @@ def test_settings_that_choose_themselves_are_made_to_fit():
     assert chosen.update.micro_batch_tokens == budget // 4
     assert f"micro_batch_tokens {budget // 4}" in notes[-2]
     assert chosen.rollout.slots is None
+
+
+def test_what_is_recomputed_is_chosen_by_memory():
+    recipe, state = begun(recompute="auto", micro_batch_tokens=4096)
+    kept = update_memory(*begun(recompute="elementwise", micro_batch_tokens=4096))
+    least = update_memory(*begun(recompute="layers", micro_batch_tokens=4096))
+    assert least < kept
+    for limit, expected in ((kept, "elementwise"), (kept - 1, "layers"), (least, "layers")):
+        notes = []
+        limit = max(limit, rollout_memory(recipe, state)) if limit == kept else limit
+        chosen = fit(recipe, state, limit, notes.append)
+        assert chosen.update.recompute == expected
+        assert chosen.update.micro_batch_tokens == 4096
+        assert notes[0] == f"update.recompute {expected}"
 
 
 def test_numbers_that_were_given_are_refused_where_they_do_not_fit():

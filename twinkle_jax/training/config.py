@@ -49,7 +49,8 @@ class UpdateConfig:
             device; at least as many as the longest row may have; auto: 16,384, or fewer where a
             device has no room for them.
         recompute: what the backward pass computes again rather than keep: layers (least memory),
-            elementwise (all but matrix products), or nothing.
+            elementwise (all but matrix products), or nothing; auto: nothing for the built-in
+            policy; for a checkpoint layers, or elementwise where a device is known to have room.
         correction: weights that correct for the difference between the sampler's and the trainer's
             probabilities: none, or per token or per sequence, truncated at the cap or masked above
             it. Takes a scoring pass more.
@@ -77,7 +78,7 @@ class UpdateConfig:
     epochs: int = 1
     mini_batches: int = 4
     micro_batch_tokens: int = AUTO
-    recompute: Literal["layers", "elementwise", "nothing"] = "layers"
+    recompute: Literal["auto", "layers", "elementwise", "nothing"] = AUTO
     correction: Literal[
         "none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"
     ] = "none"
@@ -344,6 +345,7 @@ def _automatic(config: TrainConfig) -> dict[str, Any]:
         "rollout.max_episode_tokens": rollout.max_prompt_tokens + rollout.max_turns * new_tokens,
         "update.advantage": "maxrl" if maxrl else "grpo",
         "update.scale": "group",
+        "update.recompute": "nothing" if small else "auto",
         "steps": 200 if small else 500,
         "rollout.max_new_tokens": 8 if small else 512,
         "optimizer.learning_rate": 6e-4 if small else 1e-6,

@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -98,7 +98,7 @@ def rollout_memory(recipe: Recipe, state: TrainState) -> int:
 
 
 def fit(recipe: Recipe, state: TrainState, limit: int, note: Callable[[str], None]) -> TrainConfig:
-    """Choose a budget of tokens and a number of slots that fit into a device.
+    """Choose what is recomputed, a budget of tokens and a number of slots that fit into a device.
 
     Args:
         recipe: of the run.
@@ -107,8 +107,8 @@ def fit(recipe: Recipe, state: TrainState, limit: int, note: Callable[[str], Non
         note: called with a sentence about each choice.
 
     Returns:
-        The configuration, with a smaller `update.micro_batch_tokens` and `rollout.slots` where
-        the automatic values do not fit.
+        The configuration, with `update.recompute` chosen, and a smaller `update.micro_batch_tokens`
+        and `rollout.slots` where the automatic values do not fit.
 
     Raises:
         ValueError: if a value that the user set does not fit; the message names the largest that
@@ -137,11 +137,20 @@ def fit(recipe: Recipe, state: TrainState, limit: int, note: Callable[[str], Non
             "a smaller rollout.max_new_tokens or rollout.max_prompt_tokens take less"
         )
 
+    if config.update.recompute == "auto":  # fewer operations rather than more tokens at once
+        config = _recompute(config, "elementwise")
+        if update_memory(recipe._replace(config=config), state) > limit:
+            config = _recompute(config, "layers")
+        note(f"update.recompute {config.update.recompute}")
     user_set = config.update.micro_batch_tokens != automatic_budget(config)
     updates = _smaller_updates(config)
     config = choose("update.micro_batch_tokens", updates, update_memory, user_set)
     user_set = config.rollout.slots is not None
     return choose("rollout.slots", _fewer_slots(config), rollout_memory, user_set)
+
+
+def _recompute(config: TrainConfig, what: Literal["layers", "elementwise"]) -> TrainConfig:
+    return dataclasses.replace(config, update=dataclasses.replace(config.update, recompute=what))
 
 
 def _smaller_updates(config: TrainConfig) -> Iterator[TrainConfig]:

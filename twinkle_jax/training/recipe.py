@@ -25,6 +25,7 @@ from twinkle_jax.training.estimator import Estimator, make_estimator
 from twinkle_jax.training.policy import Policy
 
 RECOMPUTED: dict[str, Remat] = {  # by the names of `update.recompute`
+    "auto": True,  # where nothing is known of a device's memory, and so nothing was chosen
     "layers": True,
     "elementwise": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
     "nothing": False,
