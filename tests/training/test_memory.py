@@ -1,5 +1,7 @@
 """What a run takes of a device is counted before its first step, and settings are made to fit."""
 
+import dataclasses
+
 import jax
 import pytest
 
@@ -60,6 +62,25 @@ def test_a_rollout_takes_its_caches():
     token = 2 * layers * shape.key_value_heads * shape.head_dim * 4
     assert all_rows - few >= 12 * 127 * token  # 16 rows of 64 + 64 - 1 tokens, or 4
     assert few > bytes_of(begun()[1])
+
+
+def test_episodes_take_their_caches_twice_or_are_read_again():
+    """Once where they stay between turns, once in slots; with fewer slots nothing stays."""
+    recipe, state = begun()
+
+    def with_turns(slots):
+        rollout = dataclasses.replace(
+            recipe.config.rollout, max_episode_tokens=256, max_turns=3, slots=slots
+        )
+        config = dataclasses.replace(recipe.config, rollout=rollout, environment="x.py:X")
+        return rollout_memory(recipe._replace(config=config), state)
+
+    kept, again = with_turns(None), with_turns(8)
+    shape = POLICY.config.attention
+    layers = POLICY.config.repeats * len(POLICY.config.block)
+    token = 2 * layers * shape.key_value_heads * shape.head_dim * 4
+    assert kept - again >= (2 * 16 - 8) * 255 * token
+    assert again > rollout_memory(*begun(slots=8))  # episodes are longer than one turn
 
 
 def test_devices_share_what_a_run_takes():

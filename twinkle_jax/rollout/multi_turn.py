@@ -191,19 +191,16 @@ class MultiTurn:
             for i in range(len(prompts) * num_samples)
         ]
         try:
-            size = -(-len(games) // self.cohorts)
-            cohorts = [games[i : i + size] for i in range(0, len(games), size)]
-            engines = [
-                self.engine.converse(
-                    params, len(cohort), sampling, max_length=self.max_episode_tokens
-                )
-                for cohort in cohorts
-            ]
+            engine = self.engine.converse(
+                params, len(games), sampling, max_length=self.max_episode_tokens
+            )
+            # Every cohort has rows on all devices.
+            cohorts = [games[i :: self.cohorts] for i in range(min(self.cohorts, len(games)))]
             while any(game.stage != "ended" for game in games):
-                for cohort, engine in zip(cohorts, engines, strict=True):
+                for cohort in cohorts:
                     self._take_answers([game for game in cohort if game.call is not None], pool)
                     if any(game.stage == "ready" for game in cohort):
-                        self._draw(engine, cohort, keys)
+                        self._draw(engine, games, cohort, keys)
             return [game.episode for game in games]
         finally:
             closing = [pool(session.close) for game in games for session in game.sessions]
@@ -239,17 +236,18 @@ class MultiTurn:
                 )
             game.read_again(tokens)
 
-    def _draw(self, engine: TurnEngine, cohort: "list[_Game]", keys: jax.Array) -> None:
+    def _draw(
+        self, engine: TurnEngine, games: "list[_Game]", cohort: "list[_Game]", keys: jax.Array
+    ) -> None:
         """Draw a turn of each episode of a cohort that is ready for one."""
-        ready = {i: game for i, game in enumerate(cohort) if game.stage == "ready"}
+        ready = {game.number: game for game in cohort if game.stage == "ready"}
         rows = {i: game.episode.rows[-1].tokens for i, game in ready.items()}
         limits = {
             i: min(self.max_new_tokens, self.max_episode_tokens - len(row))
             for i, row in rows.items()
         }
-        numbers = np.asarray([game.number for game in cohort], np.int32)
-        turns = np.asarray([len(game.episode.turns) for game in cohort], np.int32)
-        drawn = engine.go_on(rows, _turn_keys(keys, numbers, turns), limits)
+        turns = np.asarray([len(game.episode.turns) for game in games], np.int32)
+        drawn = engine.go_on(rows, _turn_keys(keys, turns), limits)
         for i, game in ready.items():
             length = drawn.lengths[i]
             tokens = drawn.tokens[i, :length].tolist()
@@ -472,7 +470,5 @@ def _episode_keys(key: jax.Array, count: int) -> jax.Array:
 
 
 @jax.jit
-def _turn_keys(
-    keys: jax.Array, index: Int[Array, " games"], turn: Int[Array, " games"]
-) -> jax.Array:
-    return jax.vmap(jax.random.fold_in)(jax.random.clone(keys)[index], turn)
+def _turn_keys(keys: jax.Array, turns: Int[Array, " episodes"]) -> jax.Array:
+    return jax.vmap(jax.random.fold_in)(jax.random.clone(keys), turns)

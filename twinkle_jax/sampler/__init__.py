@@ -3,7 +3,7 @@
 What is listed here is public; all else is private.
 """
 
-from twinkle_jax.sampler.conversations import Conversations
+from twinkle_jax.sampler.conversations import Conversations, conversations_memory
 from twinkle_jax.sampler.generate import generate, generate_many, generate_memory
 from twinkle_jax.sampler.jax_sampler import JaxSampler
 from twinkle_jax.sampler.requests import Actor, Prompt
@@ -24,6 +24,7 @@ __all__ = [
     "RealScalar",
     "Sampling",
     "ServerError",
+    "conversations_memory",
     "generate",
     "generate_many",
     "generate_memory",

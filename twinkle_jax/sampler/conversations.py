@@ -15,6 +15,7 @@ from twinkle_jax.model import Cache, DecoderConfig, Params, extend, merge_params
 from twinkle_jax.model.decoder.cache import with_room
 from twinkle_jax.model.decoder.sharding import backend_of, row_shards
 from twinkle_jax.sampler import slots as device
+from twinkle_jax.sampler.generate import compile_shapes, device_bytes, generate_memory
 from twinkle_jax.sampler.sampling import Sampling, traced_sampling
 from twinkle_jax.sampler.slots import Completions, Setup, Slots, State, on_devices, reusable, spread
 
@@ -242,6 +243,51 @@ class Conversations:
                 )
             if not 1 <= limits[i] <= room:
                 raise ValueError(f"limits must be in [1, {room}] for row {i}, got {limits[i]}")
+
+
+def conversations_memory(
+    params: Any,
+    config: DecoderConfig,
+    rows: int,
+    *,
+    max_length: int,
+    max_new_tokens: int,
+    frozen: Any = None,
+    compute_dtype: DTypeLike | None = None,
+    mesh: Mesh | None = None,
+) -> int:
+    """Count the bytes of a device that `Conversations` takes at most, when all its rows are full.
+
+    Args:
+        params: as for `Conversations`, or their shapes and shardings.
+        config: the decoder.
+        rows: how many.
+        max_length: the most tokens of a row.
+        max_new_tokens: room for the tokens of a turn.
+        frozen: parameters over which `params` are laid, or their shapes.
+        compute_dtype: type of activations.
+        mesh: what the parameters live on.
+
+    Returns:
+        What [`generate_memory`][twinkle_jax.sampler.generate_memory] counts for rows of this
+        length, and once more the cache: rows that are drawn have a copy in their slots.
+    """
+    options: dict[str, Any] = {"compute_dtype": compute_dtype, "mesh": mesh}
+    drawing = generate_memory(
+        params,
+        config,
+        prompts=rows,
+        prompt_tokens=max(max_length - max_new_tokens, 1),
+        num_samples=1,
+        max_new_tokens=max_new_tokens,
+        frozen=frozen,
+        **options,
+    )
+    shards = row_shards(mesh)
+    setup = Setup(config, 1, max_new_tokens, 1, attention=None, **options)
+    count = shards << (-(-rows // shards) - 1).bit_length()
+    cache, _ = compile_shapes(_empty.lower(merge_params(frozen, params), setup, count, max_length))
+    return drawing + device_bytes(cache)
 
 
 # The programs.

@@ -283,21 +283,25 @@ def generate_memory(
     tokens = jax.ShapeDtypeStruct((prompts, prompt_tokens), jnp.int32)
     keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), padded))
     limits = jax.ShapeDtypeStruct((padded,), jnp.int32)
-    weights, _ = _compiled(_lay_out.lower(merge_params(frozen, params), setup.compute_dtype, mesh))
-    state, begin = _compiled(
+    weights, _ = compile_shapes(
+        _lay_out.lower(merge_params(frozen, params), setup.compute_dtype, mesh)
+    )
+    state, begin = compile_shapes(
         _begin.lower(
             weights, tokens, tokens.update(dtype=bool), keys, limits,
             setup=setup, slots=at_once, capacity=full,
         )
     )  # fmt: skip
     sampling = traced_sampling(Sampling())
-    _, run = _compiled(_run.lower(weights, state, sampling, setup=setup, capacity=full, full=full))
+    _, run = compile_shapes(
+        _run.lower(weights, state, sampling, setup=setup, capacity=full, full=full)
+    )
     # While a cache grows, the one of half the size is still there.
-    growing = _device_bytes(weights) + _device_bytes(state) + _device_bytes(state.slots.cache) // 2
+    growing = device_bytes(weights) + device_bytes(state) + device_bytes(state.slots.cache) // 2
     return max(begin, run, growing)
 
 
-def _compiled(lowered: Any) -> tuple[Any, int]:
+def compile_shapes(lowered: Any) -> tuple[Any, int]:
     """Compile; give the shapes and shardings of results, and the bytes of a device in use."""
     compiled = lowered.compile()
     results = jax.tree.map(
@@ -310,7 +314,8 @@ def _compiled(lowered: Any) -> tuple[Any, int]:
     return results, int(held - memory.alias_size_in_bytes)
 
 
-def _device_bytes(tree: Any) -> int:
+def device_bytes(tree: Any) -> int:
+    """Count the bytes of a device that arrays of these shapes and shardings take."""
     return sum(
         math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree)
     )

@@ -11,7 +11,7 @@ import numpy as np
 
 from twinkle_jax.data import Batch, bucket_size
 from twinkle_jax.rollout.rollout import batch_width
-from twinkle_jax.sampler import generate_memory
+from twinkle_jax.sampler import conversations_memory, generate_memory
 from twinkle_jax.training.config import TrainConfig, automatic_budget
 from twinkle_jax.training.gradient import grad_step
 from twinkle_jax.training.learning import takes_segments
@@ -82,19 +82,34 @@ def rollout_memory(recipe: Recipe, state: TrainState) -> int:
     """
     rollout = recipe.config.rollout
     state, frozen = _shapes(state), _shapes(recipe.policy.frozen)
+    held = sum(map(_bytes, (state, frozen, _shapes(recipe.reference))))
+    rows = rollout.prompts * rollout.num_samples
+    if recipe.config.many_turns and (rollout.slots is None or rows <= rollout.slots):
+        return held + conversations_memory(
+            state.params,
+            recipe.policy.config,
+            rows,
+            max_length=rollout.max_episode_tokens,
+            max_new_tokens=rollout.max_new_tokens,
+            frozen=frozen,
+            compute_dtype=recipe.config.dtype,
+            mesh=recipe.mesh,
+        )
+    longest = recipe.config.longest_row - rollout.max_new_tokens
+    samples = 1 if recipe.config.many_turns else rollout.num_samples  # each episode is a prompt
     drawing = generate_memory(
         state.params,
         recipe.policy.config,
-        prompts=rollout.prompts,
-        prompt_tokens=bucket_size(rollout.max_prompt_tokens, smallest=8),
-        num_samples=rollout.num_samples,
+        prompts=rows // samples,
+        prompt_tokens=bucket_size(longest, smallest=8),
+        num_samples=samples,
         max_new_tokens=rollout.max_new_tokens,
         slots=rollout.slots,
         frozen=frozen,
         compute_dtype=recipe.config.dtype,
         mesh=recipe.mesh,
     )
-    return drawing + sum(map(_bytes, (state, frozen, _shapes(recipe.reference))))
+    return drawing + held
 
 
 def fit(recipe: Recipe, state: TrainState, limit: int, note: Callable[[str], None]) -> TrainConfig:
