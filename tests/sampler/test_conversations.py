@@ -93,6 +93,22 @@ def test_each_token_is_read_once():
     assert kept.tokens_read == shown - 5
 
 
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("mesh", each([None, {"data": 2, "fsdp": 2}]))
+def test_a_group_reads_its_prompt_once(name, mesh):
+    kept = make(name, 18, mesh=None if mesh is None else make_mesh(**mesh))
+    prompts = [[5, 6, 7, 8, 9], [5, 6, 7, 8], [11]]
+    rows = {i: prompts[i // 6] for i in range(18) if i not in (1, 7)}
+    keys = jax.random.split(jax.random.key(0), 18)
+    limits = dict.fromkeys(rows, 4)
+    actual = kept.go_on(rows, keys, limits)
+    expected = read_anew(name, 18).go_on(rows, keys, limits)
+    np.testing.assert_array_equal(actual.tokens[list(rows)], expected.tokens[list(rows)])
+    np.testing.assert_allclose(actual.logprobs, expected.logprobs, atol=1e-4)
+    # On four devices of five rows, either prompt lies on two.
+    assert kept.tokens_read == (4 + 3) * (1 if mesh is None else 2)
+
+
 def test_rows_that_are_rewritten_are_read_from_there():
     """A chat template may render earlier turns in another way."""
     for name, count in (("qwen3", 4), ("qwen3_5_text", 8)):
@@ -114,7 +130,7 @@ def test_rows_that_are_rewritten_are_read_from_there():
 def test_rows_that_end_early_keep_what_they_hold():
     """Slots are given up as rows end, and caches cut to what the others need."""
     limits = {i: 60 if i == 0 else 1 + i % 3 for i in range(32)}
-    rows = {i: [i + 1] * (40 if i == 1 else 2) for i in range(32)}
+    rows = {i: [i + 1] * (130 if i == 1 else 2) for i in range(32)}
     keys = jax.random.split(jax.random.key(0), 32)
     kept = make("qwen3_5_text", 32, Sampling(), new=60)
     again = read_anew("qwen3_5_text", 32, Sampling(), new=60)
@@ -135,7 +151,17 @@ def test_a_row_may_fill_its_room():
 
 def test_after_warm_up_nothing_compiles():
     play(make("qwen3", 8), 5, 8, called=two_of_three)
-    programs = ("_start", "_read", "_run", "_resize", "_keep", "_collect", "_empty", "_lay_out")
+    programs = (
+        "_start",
+        "_read",
+        "_copy",
+        "_run",
+        "_resize",
+        "_keep",
+        "_collect",
+        "_empty",
+        "_lay_out",
+    )
     counts = [getattr(conversations, name)._cache_size() for name in programs]
     play(make("qwen3", 8), 5, 8, called=lambda row, turn: not two_of_three(row, turn))
     assert [getattr(conversations, name)._cache_size() for name in programs] == counts

@@ -11,7 +11,15 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Int
 
-from twinkle_jax.model import Cache, DecoderConfig, Params, extend, merge_params, prefill
+from twinkle_jax.model import (
+    Cache,
+    DecoderConfig,
+    Params,
+    extend,
+    merge_params,
+    prefill,
+    take_rows,
+)
 from twinkle_jax.model.decoder.cache import with_room
 from twinkle_jax.model.decoder.sharding import backend_of, row_shards
 from twinkle_jax.sampler import slots as device
@@ -20,6 +28,7 @@ from twinkle_jax.sampler.sampling import Sampling, traced_sampling
 from twinkle_jax.sampler.slots import Completions, Setup, Slots, State, on_devices, reusable, spread
 
 _READ = (16, 64, 256)  # tokens of a row that are read at once
+_FEW = 8  # slots: no multiple of anything
 _MOST_READ = 8192  # of all rows at once: attention's logits bound it
 
 
@@ -28,8 +37,9 @@ class Conversations:
 
     What a row holds stays on the device, as keys, values and states of linear layers. A call reads
     only the tokens that it adds, so that a conversation of $n$ tokens costs $n$ tokens however many
-    turns it has. Where the tokens of a row do not begin with those that it held, attention reads
-    them from the first one that differs, and linear layers from the start.
+    turns it has. Rows that begin with the same tokens, as those of a group do, read them once.
+    Where the tokens of a row do not begin with those that it held, attention reads them from the
+    first one that differs, and linear layers from the start.
 
     A row's tokens depend on what it holds, its key and `sampling`, as with
     [`generate`][twinkle_jax.sampler.generate].
@@ -85,8 +95,7 @@ class Conversations:
         for name, (number, least) in {**numbers, "max_new_tokens": (max_new_tokens, 1)}.items():
             if number < least:
                 raise ValueError(f"{name} must be at least {least}, got {number}")
-        shards = row_shards(mesh)
-        self._slots = 1 << (-(-rows // shards) - 1).bit_length()  # halves are halves of it
+        self._slots = _slots_of_a_device(rows, mesh)
         self._setup = Setup(
             config=config,
             num_samples=1,
@@ -100,7 +109,9 @@ class Conversations:
         self._sampling = traced_sampling(sampling)
         self._weights = _lay_out(merge_params(frozen, params), self._setup.compute_dtype, mesh)
         self._capacity = device.capacity_for(0, self._full)
-        self._cache = _empty(self._weights, self._setup, self._slots * shards, self._capacity)
+        self._cache = _empty(
+            self._weights, self._setup, self._slots * row_shards(mesh), self._capacity
+        )
         self._held: list[list[int]] = [[] for _ in range(rows)]
         self.tokens_read = 0
         """Tokens that calls have read, other than those that they drew."""
@@ -130,6 +141,8 @@ class Conversations:
         self._check(rows, keys, limits)
         starts = {i: self._start(i, row) for i, row in rows.items()}
         new = {i: row[starts[i] : -1] for i, row in rows.items()}
+        leaders = self._leaders(rows, starts)
+        new = {i: [] if i in leaders else tokens for i, tokens in new.items()}
         self.tokens_read += sum(map(len, new.values()))
         longest = max(len(row) for row in rows.values()) - 1
         capacity = device.capacity_for(longest, self._full)
@@ -137,6 +150,10 @@ class Conversations:
         state = self._begin(rows, starts, limits, keys, slots, capacity)
         for tokens, mask in self._chunks(new, slots):
             state = _read(self._weights, state, tokens, mask, setup=self._setup)
+        if leaders:
+            own = np.arange(len(self._cache.length), dtype=np.int32) % self._slots
+            own[list(leaders)] = [leader % self._slots for leader in leaders.values()]
+            state = _copy(state, own, setup=self._setup)
         results: Completions = jax.device_get(self._draw(state, slots, capacity))
         for i, row in rows.items():
             self._held[i] = [*row, *results.tokens[i, : results.lengths[i] - 1].tolist()]
@@ -215,7 +232,20 @@ class Conversations:
         if self._setup.config.delta_net is not None:  # a state can't be taken back
             return 0
         pairs = enumerate(zip(held, row[:-1], strict=False))
-        return next((i for i, (old, new) in pairs if old != new), min(len(held), len(row) - 1))
+        return next((i for i, (old, new) in pairs if old != new), len(row) - 1)
+
+    def _leaders(
+        self, rows: Mapping[int, Sequence[int]], starts: Mapping[int, int]
+    ) -> dict[int, int]:
+        """Name, for rows that begin as another one of their device does, this one: it is read."""
+        first: dict[tuple[int, tuple[int, ...]], int] = {}
+        leaders = {}
+        for i, row in rows.items():
+            if not starts[i] and len(row) > 1:
+                leader = first.setdefault((i // self._slots, tuple(row[:-1])), i)
+                if leader != i:
+                    leaders[i] = leader
+        return leaders
 
     def _room(self, length: int) -> int:
         return min(self._setup.new, self._full + 1 - length)
@@ -283,11 +313,16 @@ def conversations_memory(
         frozen=frozen,
         **options,
     )
-    shards = row_shards(mesh)
     setup = Setup(config, 1, max_new_tokens, 1, attention=None, **options)
-    count = shards << (-(-rows // shards) - 1).bit_length()
+    count = _slots_of_a_device(rows, mesh) * row_shards(mesh)
     cache, _ = compile_shapes(_empty.lower(merge_params(frozen, params), setup, count, max_length))
     return drawing + device_bytes(cache)
+
+
+def _slots_of_a_device(rows: int, mesh: Mesh | None) -> int:
+    """Spread rows evenly; many of them so that halves of the slots are whole numbers."""
+    share = -(-rows // row_shards(mesh))
+    return share if share <= _FEW else share + -share % _FEW
 
 
 # The programs.
@@ -372,6 +407,19 @@ def read(
     return reusable(spread(state._replace(slots=rows._replace(cache=cache)), setup.mesh))
 
 
+def copy(state: State, source: Int[Array, " rows"], *, setup: Setup) -> State:
+    """Give each row in a slot what another one of its device holds, which has a slot too."""
+
+    def take(rows: Slots, source: Array) -> Cache:
+        slot_of = jnp.zeros(len(source), jnp.int32)
+        slot_of = slot_of.at[rows.row].set(jnp.arange(len(rows.row)), mode="drop")
+        return take_rows(rows.cache, slot_of[source.at[rows.row].get(mode="fill", fill_value=0)])
+
+    cache = on_devices(take, setup.mesh)(state.slots, source)
+    state = state._replace(slots=state.slots._replace(cache=cache))
+    return reusable(spread(state, setup.mesh))
+
+
 def keep(cache: Cache, slots: Slots, *, setup: Setup) -> Cache:
     """Write what rows in slots hold back to the cache of all rows.
 
@@ -417,6 +465,7 @@ def _grow(cache: Cache, capacity: int, setup: Setup) -> Cache:
 _lay_out = jax.jit(device.lay_out_weights, static_argnums=(1, 2))
 _start = jax.jit(start, static_argnames=("setup", "slots", "capacity"))
 _read = jax.jit(read, static_argnames="setup", donate_argnames="state")
+_copy = jax.jit(copy, static_argnames="setup", donate_argnames="state")
 _run = jax.jit(device.run, static_argnames=("setup", "capacity", "full"), donate_argnames="state")
 _resize = jax.jit(device.resize, static_argnames=("setup", "slots", "capacity"))
 _collect = jax.jit(device.collect, static_argnames="setup", donate_argnames="state")

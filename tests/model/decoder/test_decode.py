@@ -164,6 +164,18 @@ def test_more_tokens_are_read_by_layers_that_lie_one_by_one(name):
     jax.tree.map(np.testing.assert_array_equal, unstacked, unstack_layers(stacked))
 
 
+@pytest.mark.parametrize("name", each(["qwen3_5_text", "qwen3"]))
+def test_padding_may_be_longer_than_the_room(name):
+    config, params = config_of(name), params_of(name)
+    _, cache = fill(params, config, *batch(PROMPTS, 6, "left"), max_length=10)
+    tokens, mask = batch([[21, 22], [23], [], [24]], 12, "right")
+    last, cache = jax.jit(extend, static_argnums=1)(params, config, tokens, cache, mask)
+    for i, row in enumerate([[*PROMPTS[0], 21, 22], [*PROMPTS[1], 23]]):
+        assert_close(last[i], reference_hidden(params, config, row)[-1], 5e-5)
+    last, _ = step(params, config, jnp.array([31, 32, 33, 34]), cache)
+    assert_close(last[2], reference_hidden(params, config, [15, 33])[-1], 5e-5)
+
+
 @pytest.mark.parametrize("name", each(["qwen3"]))
 def test_more_tokens_than_a_row_has_room_for(name):
     config, params = config_of(name), params_of(name)

@@ -300,6 +300,8 @@ def attend_more(
     def put(stack: Array, new: Array, slots: Array) -> Array:
         return stack.at[:, slots].set(new.swapaxes(0, 1).astype(stack.dtype), mode="drop")
 
+    # Padding beyond the end would be NaN, which linear layers behind this one would spread.
+    places = jnp.where(mask, places, 0)
     # Both with time on the axis that is written to.
     keys = jax.vmap(put)(cached.keys.swapaxes(2, 3), heads.key, slots).swapaxes(2, 3)
     values = jax.vmap(put)(cached.values, heads.value, slots)
