@@ -115,6 +115,18 @@ def test_eight_devices_exchange_rows_by_themselves(axes, sizes):
     assert set(sizes) == {(16, 64), (16, 115)} and len(sizes) > 5
 
 
+@pytest.mark.parametrize("name", each(["qwen3", "qwen3_5_text"]))
+def test_a_long_prompt_that_waits_for_short_rows_is_read_whole(name):
+    """Caches are cut to what running rows need, but not below what waits."""
+    prompts = [[i + 1] * (130 if i % 5 == 1 else 2) for i in range(12)]
+    limits = [1 + i % 3 for i in range(12)]
+    arguments = (params_of(name), config_of(name), *batch(prompts, 131, "right"), jax.random.key(0))
+    shared = {"max_new_tokens": 60, "max_tokens": np.asarray(limits)}
+    one_batch = generate(*arguments, **shared)
+    for slots in (1, 2):
+        assert_same(one_batch, generate(*arguments, **shared, slots=slots))
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("slots", [1, 24, 40])
 def test_any_number_of_slots_will_do(slots):

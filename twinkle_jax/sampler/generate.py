@@ -217,7 +217,7 @@ def _generate(
     weights = _lay_out(params, setup.compute_dtype, setup.mesh)
     keys, limits = _fill_up(keys, limits, setup.shards)
     full = prompts.shape[1] - 1 + setup.new
-    capacity = device.capacity_for(prompts.shape[1] - 1, full)
+    for_prompts = capacity = device.capacity_for(prompts.shape[1] - 1, full)
     state = _begin(
         weights, prompts, mask, keys, limits, setup=setup, slots=slots, capacity=capacity
     )
@@ -228,6 +228,8 @@ def _generate(
             return _first(_collect(state, setup=setup).results, rows)
         kept = slots if waiting else device.slots_for(running, slots)
         needed = device.capacity_for(filled, full)
+        if waiting:  # a prompt longer than all rows that run must fit, too
+            needed = max(needed, for_prompts)
         if kept < slots or needed > capacity or 2 * needed < capacity:
             slots, capacity = kept, needed
             state = _resize(state, setup=setup, slots=slots, capacity=capacity)
