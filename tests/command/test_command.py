@@ -195,6 +195,37 @@ def test_episodes_by_the_command(tmp_path, capsys):
     assert "prompt must be given" in capsys.readouterr().err
 
 
+def test_tools_and_failures_by_the_command(tmp_path, capsys):
+    """Tools go with a prompt of a task; an environment that fails is shown, and judges nothing."""
+    save_policy(small_policy(0), tmp_path / "model")
+    (tmp_path / "tools.py").write_text('def add(x: int) -> int:\n    """Add."""\n    return x\n')
+    (tmp_path / "game.py").write_text(
+        "from tests.rollout import games\n\n\n"
+        "class Broken(games.Guess):\n"
+        "    def reset(self, row, seed):\n"
+        "        raise OSError('no\\x1b[31m')\n"
+    )
+    policy = ["--model", str(tmp_path / "model"), "--max_turns", "2", "--max_new_tokens", "5"]
+    tools = [*policy, "--tools", str(tmp_path / "tools.py")]
+    assert main(["evaluate", *tools, "--problems", "4", "--pass_k", "2"]) == 0
+    results = dict(line.split() for line in capsys.readouterr().out.splitlines())
+    assert set(results) == {"accuracy", "reward", "turns", "failed", "pass@2"}
+    assert main(["sample", *tools, "1+2=", "--num_samples", "2"]) == 0
+    shown = capsys.readouterr().out
+    assert shown.count("user: 1+2=") == 2
+    assert shown.count("assistant: ") == 2
+
+    broken = [*policy, "--environment", f"{tmp_path}/game.py:Broken"]
+    assert main(["evaluate", *broken, "--problems", "4"]) == 1
+    error = capsys.readouterr().err
+    assert "rollout.max_failed" in error
+    assert len(error.splitlines()) == 1
+    assert main(["sample", *broken, "--num_samples", "2"]) == 0
+    shown = capsys.readouterr().out
+    assert "\x1b" not in shown
+    assert shown.count(" of 2: failed OSError: no") == 2
+
+
 @pytest.mark.exhaustive
 def test_memory_is_counted_before_the_first_step(tmp_path, capsys):
     run = tmp_path / "run"

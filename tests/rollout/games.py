@@ -98,7 +98,8 @@ class Wild(Guess):
     """Does what a row asks for at the second guess, where the seed is odd; in its own process."""
 
     def reset(self, row, seed):
-        self.fault = dict(row["user_data"])["fault"]
+        ((_, self.fault),) = row["user_data"]
+        assert all(isinstance(pair, tuple) for pair in row["user_data"])
         return super().reset(row, seed)
 
     def step(self, action):

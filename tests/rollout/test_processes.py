@@ -37,6 +37,11 @@ def alive(path):
     return [pid for pid in lines if os.path.exists(f"/proc/{pid}") and _state(pid) != "Z"], lines
 
 
+def children(pid):
+    with open(f"/proc/{pid}/task/{pid}/children") as file:
+        return file.read().split()
+
+
 def _state(pid):
     with open(f"/proc/{pid}/stat") as file:
         return file.read().rpartition(")")[2].split()[0]
@@ -182,6 +187,9 @@ def test_episodes_are_those_of_a_thread(wild):
     assert max(len(e.turns) for e in there.episodes) > 2
     assert wild().tools == []
     assert [e.final_reward for e in there.episodes] == [0.25] * 8
+    time.sleep(0.3)
+    server = wild.args[0]._running[0].process.pid
+    assert not children(server)  # no episode's process is left
     games.OPEN.clear()
 
 

@@ -1,0 +1,85 @@
+"""Blackjack: its rules, its exact scores, its demonstrations, and that it is learnt."""
+
+import random
+
+import numpy as np
+import pytest
+
+from tests.examples import load
+
+blackjack = load("blackjack")
+RANDOM = random.Random(5)
+
+
+def play(choose, seed):
+    """Play a hand with a player who sees it; the reward, and how many turns it took."""
+    game, total, done, turns = blackjack.Blackjack(), 0.0, False, 0
+    game.reset({}, seed)
+    while not done:
+        _, reward, done, _ = game.step(choose(game))
+        total, turns = total + reward, turns + 1
+    return total + game.final_reward(), turns
+
+
+def sensible(game):
+    return "+" if game.hand[0] < 14 else "-"
+
+
+def test_cards_are_added_as_the_rules_say():
+    add = blackjack.add_card
+    assert add((0, False), 1) == (11, True)
+    assert add((11, True), 1) == (12, True)  # the second ace is 1
+    assert add((16, True), 10) == (16, False)  # the ace is 1 now
+    assert add((16, False), 10) == (26, False)
+    assert add((10, False), 1) == (21, True)
+    assert blackjack.outcome(22, 18) == blackjack.outcome(17, 18) == -1
+    assert blackjack.outcome(18, 18) == 0
+    assert blackjack.outcome(12, 22) == blackjack.outcome(19, 18) == 1
+    assert abs(sum(blackjack.dealer_totals((10, False)).values()) - 1) < 1e-12
+
+
+@pytest.mark.parametrize(
+    ("choose", "worth"),
+    [
+        (lambda game: RANDOM.choice("+-"), None),
+        (lambda game: "-", lambda hand, count, shown, stand, draw: stand),
+        (lambda game: "+", lambda hand, count, shown, stand, draw: draw),
+        (sensible, lambda hand, count, shown, stand, draw: draw if hand[0] < 14 else stand),
+    ],
+)
+def test_what_hands_are_worth_is_what_they_bring(choose, worth):
+    """5,000 hands: the mean is within four standard errors."""
+    exact = blackjack.RANDOM_SCORE if worth is None else blackjack.expected_score(worth)
+    played = [play(choose, 7919 * i) for i in range(5_000)]
+    assert abs(np.mean([reward for reward, _ in played]) - exact) < 0.054
+    assert max(turns for _, turns in played) <= blackjack.MOST_CARDS - 2
+    assert exact <= blackjack.BEST_SCORE
+    assert round(blackjack.RANDOM_SCORE, 2) == -0.38
+    assert round(blackjack.BEST_SCORE, 2) == -0.09
+
+
+def test_who_does_not_finish_has_lost():
+    game = blackjack.Blackjack()
+    game.reset({}, 3)
+    assert game.final_reward() == -1
+    assert game.step("*") == (None, 0.0, True, {"readable": 0.0})
+    assert game.final_reward() == -1
+    game.reset({}, 3)
+    game.step("-")
+    assert game.final_reward() == 0
+
+
+def test_demonstrations_are_games():
+    shown = blackjack.Blackjack.demonstrations(400, 3)
+    assert shown == blackjack.Blackjack.demonstrations(400, 3)
+    for conversation in shown:
+        roles = [m["role"] for m in conversation["messages"]]
+        assert roles == ["user", "assistant"] * (len(roles) // 2)
+
+
+@pytest.mark.exhaustive
+def test_it_is_learnt(tmp_path, capsys):
+    scores = blackjack.main(["--steps", "40", "--output", str(tmp_path / "run")])
+    assert np.mean(scores[:3]) < -0.18
+    assert np.mean(scores[-10:]) > -0.2
+    assert "step 40/40" in capsys.readouterr().out
