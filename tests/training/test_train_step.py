@@ -114,6 +114,16 @@ def test_a_sampler_with_other_weights_is_an_error_that_changes_nothing():
     jax.tree.map(np.testing.assert_array_equal, caught.value.state, before)
 
 
+@pytest.mark.parametrize("loose", [{"max_outside_band": 1.0}, {"max_logp_diff": 10.0}])
+def test_either_limit_stops_the_update(loose):
+    adam, state, before = with_momentum(**loose)
+    drawn = sampled(adam, params=state.params)
+    shifted = drawn.batch._replace(old_logps=drawn.batch.old_logps - 2)  # e^2 is outside [1/2, 2]
+    with pytest.raises(SamplerMismatchError) as caught:
+        train_step(state, adam, drawn._replace(batch=shifted), learning_rate=1e-3, seed=(0, 0))
+    jax.tree.map(np.testing.assert_array_equal, caught.value.state, before)
+
+
 @pytest.mark.parametrize("position", range(4))
 def test_all_rows_can_be_compared(position):
     """Of four updates the first tells of its own prompt; later ones come too late to tell."""
