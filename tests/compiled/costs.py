@@ -76,7 +76,10 @@ def costs(compiled: Any, devices: int, *, unknown_trips: int = 1) -> Costs:
 
 
 def visit(program: Program, unknown_trips: int) -> Iterator[tuple[str, Instruction, int]]:
-    """Walk through what runs: the computation, the instruction, and how often it runs."""
+    """Walk through what runs: the computation, the instruction, and how often it runs.
+
+    Of a conditional, the branch for true.
+    """
 
     def walk(name: str, times: int) -> Iterator[tuple[str, Instruction, int]]:
         for one in program.computations[name].instructions.values():
@@ -95,7 +98,7 @@ def visit(program: Program, unknown_trips: int) -> Iterator[tuple[str, Instructi
 def _called(one: Instruction) -> list[str]:
     branches = re.search(r"branch_computations=\{([^}]*)\}", one.attributes)
     if branches:
-        return re.findall(r"%([\w.\-]+)", branches[1])
+        return re.findall(r"%([\w.\-]+)", branches[1])[-1:]
     return [name for name in map(one.called, _CALLS) if name]
 
 

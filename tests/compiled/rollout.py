@@ -10,11 +10,12 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from tests.compiled.costs import Costs, costs
 from tests.compiled.described import described_mesh
-from tests.compiled.models import config_of
+from tests.compiled.models import WHOLE, Cut, Setting, config_of
 from tests.compiled.program import Program, read_program
 from tests.compiled.traffic import loop_of_steps, traffic
-from twinkle_jax.model import DecoderConfig, parameter_shapes
+from twinkle_jax.model import DecoderConfig, parameter_shapes, shard_like_params
 from twinkle_jax.model.decoder.sharding import AXES
 from twinkle_jax.sampler import Sampling
 from twinkle_jax.sampler import slots as sampler_slots
@@ -96,6 +97,79 @@ def rollout(
         program=program,
         step=step,
     )
+
+
+class Wire(NamedTuple):
+    """What a device sends in a part of a rollout, in bytes: counted, and the least."""
+
+    sent: float
+    least: float
+    costs: Costs
+
+
+def wire(
+    model: str, setting: Setting, cut: Cut = WHOLE, *, samples: int = 8, new: int = 1024
+) -> dict[str, Wire]:
+    """Compile a rollout on many chips, in bfloat16, and count what it sends.
+
+    Args:
+        model: one of `MODELS`.
+        setting: on what it runs; `rows` are completions, `time` the tokens of a prompt.
+        cut: what is left of the model.
+        samples: completions of a prompt.
+        new: tokens of a completion.
+
+    Returns:
+        `layout` of the parameters, once a rollout: a gather in bfloat16. `prefill` of all prompts:
+        each layer sums its tokens over tensor twice. `token`: the same for a token of each row of a
+        device, and what of its logits must be told over tensor, two numbers of a row and the token.
+    """
+    s, config = setting, config_of(model, cut)
+    mesh = described_mesh(s.topology, s.data, s.fsdp, s.tensor, bare=True)
+    shapes = parameter_shapes(config)
+    params = jax.tree.map(
+        lambda x, where: jax.ShapeDtypeStruct(x.shape, jnp.float32, sharding=where),
+        shapes,
+        shard_like_params(shapes, mesh),
+    )
+    dtype, full = jnp.dtype("bfloat16"), s.time - 1 + new
+    slots = s.rows // s.data // s.fsdp
+    setup = sampler_slots.Setup(config, samples, new, slots, dtype, None, mesh)
+    prompts = jax.ShapeDtypeStruct((s.rows // samples, s.time), jnp.int32)
+    keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), s.rows))
+    limits = prompts.update(shape=(s.rows,))
+    with jax.numpy_dtype_promotion("standard"):
+        layout, weights = _compiled(jax.jit(sampler_slots.lay_out_weights, static_argnums=(1, 2))
+            .lower(params, dtype, mesh))  # fmt: skip
+        begin = functools.partial(sampler_slots.begin, setup=setup, slots=slots, capacity=full)
+        prefill, state = _compiled(
+            jax.jit(begin).lower(weights, prompts, prompts.update(dtype=bool), keys, limits)
+        )
+        run = functools.partial(sampler_slots.run, setup=setup, capacity=full, full=full)
+        sampling = traced_sampling(Sampling())
+        draw, _ = _compiled(jax.jit(run, donate_argnums=1).lower(weights, state, sampling))
+    layers, share = config.repeats * len(config.block), (s.tensor - 1) / s.tensor
+    sums = 2 * layers * 2 * 2 * config.hidden_size * share  # of a token, two bytes an entry
+    tokens = s.time * slots / samples
+    gathered = 2 * sum(math.prod(x.shape) for x in jax.tree.leaves(shapes)) / s.tensor
+    found = [costs(program, s.devices) for program in (layout, prefill, draw)]
+    sent = [found[0].wire, found[1].wire, found[2].wire / sampler_slots._STEPS_ON_MESH]
+    least = [gathered * (s.fsdp - 1) / s.fsdp, sums * tokens, (sums + 12 * share) * slots]
+    return {
+        name: Wire(*values)
+        for name, *values in zip(("layout", "prefill", "token"), sent, least, found, strict=True)
+    }
+
+
+def _compiled(lowered: Any) -> tuple[Any, Any]:
+    """Compile; give the program, and the shapes of its results where they are."""
+    compiled = lowered.compile()
+    results = jax.tree.map(
+        lambda x, where: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where),
+        lowered.out_info,
+        compiled.output_shardings,
+    )
+    return compiled, results
 
 
 def _compile(config: DecoderConfig, topology: str, rows: int, capacity: int) -> Any:

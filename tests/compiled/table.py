@@ -4,6 +4,7 @@ python -m tests.compiled.table arithmetic
 python -m tests.compiled.table compiled Qwen2.5-7B v5p:2x2x2 1,8,1 16 2048
 python -m tests.compiled.table decoding Qwen2.5-0.5B v5e:2x2 256 2048
 python -m tests.compiled.table decoding Qwen3-4B h100:1x4 64 2048 stacked
+python -m tests.compiled.table rollout Qwen2.5-7B v5p:4x4x4 1,16,4 1024 512
 """
 
 import sys
@@ -12,7 +13,7 @@ import jax
 
 from tests.compiled.arithmetic import CHIPS, ideal, least_seconds
 from tests.compiled.models import MODELS, Setting, update_costs
-from tests.compiled.rollout import rollout
+from tests.compiled.rollout import rollout, wire
 
 GIB = 2**30
 SLICES = {  # chips by the extents of a slice
@@ -68,6 +69,18 @@ def decoding(model: str, topology: str, rows: int, capacity: int, stacked: bool)
     print("", *found.largest(), sep="\n")
 
 
+def rollout_wire(model: str, setting: Setting) -> None:
+    """Compile a rollout, and print what a device sends beside the least it could."""
+    print("| model | slice | rows × prompt | part | sent, MiB | least, MiB | collectives |")
+    print("| --- | --- | --- | --- | --- | --- | --- |")
+    for name, part in wire(model, setting).items():
+        print(
+            f"| {model} | {setting.topology} | {setting.rows} × {setting.time} | {name} "
+            f"| {part.sent / 2**20:.4g} | {part.least / 2**20:.4g} | {part.costs.times} |"
+        )
+        print("", *part.costs.largest[:6], sep="\n")
+
+
 def main(arguments: list[str]) -> None:
     """Print the table that is asked for."""
     match arguments:
@@ -77,6 +90,10 @@ def main(arguments: list[str]) -> None:
             numbers = (*mesh.split(","), rows, time)
             if len(numbers) == 5 and all(map(str.isdigit, numbers)):
                 return compiled(model, Setting(topology, *map(int, numbers)))
+        case ["rollout", model, topology, mesh, rows, time] if model in MODELS:
+            numbers = (*mesh.split(","), rows, time)
+            if len(numbers) == 5 and all(map(str.isdigit, numbers)):
+                return rollout_wire(model, Setting(topology, *map(int, numbers)))
         case ["decoding", model, topology, rows, capacity, *rest] if model in MODELS:
             if rows.isdigit() and capacity.isdigit() and rest in ([], ["stacked"]):
                 return decoding(model, topology, int(rows), int(capacity), bool(rest))

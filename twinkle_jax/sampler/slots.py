@@ -26,7 +26,7 @@ from twinkle_jax.model import (
     unstack_layers,
 )
 from twinkle_jax.model.decoder.cache import CacheOrParams, with_room
-from twinkle_jax.model.decoder.sharding import ROWS, backend_of, row_shards
+from twinkle_jax.model.decoder.sharding import ROWS, backend_of, gather_along_fsdp, row_shards
 from twinkle_jax.sampler.sampling import Sampling, next_token, scaled_logits
 
 RUNNING, STOP, LENGTH = 0, 1, 2  # whether and why a row has ended
@@ -197,8 +197,7 @@ def lay_out_weights(params: Params, compute_dtype: DTypeLike | None, mesh: Mesh 
             leaf = leaf.astype(compute_dtype)
         if mesh is None or rule is None:
             return leaf
-        spec = PartitionSpec(*(None if axis == "fsdp" else axis for axis in rule(name, leaf.shape)))
-        return jax.lax.with_sharding_constraint(leaf, NamedSharding(mesh, spec))
+        return gather_along_fsdp(leaf, rule(name, leaf.shape), mesh)
 
     laid_out: Params = jax.tree_util.tree_map_with_path(lay_out, params)
     return laid_out

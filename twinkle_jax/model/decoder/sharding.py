@@ -225,14 +225,18 @@ def gather_weights(
     def gather(path: Any, leaf: Array) -> Array:
         name = jax.tree_util.keystr(path, simple=True, separator="/")
         spread = PartitionSpec(*rule(name, (1, *leaf.shape))[1:])
-        if "fsdp" not in spread:
-            return leaf
-        full = PartitionSpec(*(None if axis == "fsdp" else axis for axis in spread))
-        shardings = NamedSharding(mesh, spread), NamedSharding(mesh, full)
-        return _gather(leaf.astype(dtype), *shardings)
+        return gather_along_fsdp(leaf.astype(dtype), spread, mesh) if "fsdp" in spread else leaf
 
     gathered: Mapping[str, Any] = jax.tree_util.tree_map_with_path(gather, weights)
     return gathered
+
+
+def gather_along_fsdp(x: Array, spread: PartitionSpec, mesh: Mesh) -> Array:
+    """Gather an array that lies as a rule says; its gradient lies so again."""
+    full = PartitionSpec(*(None if axis == "fsdp" else axis for axis in spread))
+    if "fsdp" not in spread:
+        return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, full))
+    return _gather(x, NamedSharding(mesh, spread), NamedSharding(mesh, full))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2))

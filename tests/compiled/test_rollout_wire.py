@@ -1,0 +1,27 @@
+"""What the TPU compiler says a rollout of Qwen2.5-7B on 64 chips sends, beside the least."""
+
+import pytest
+
+from tests.compiled.marks import compiled_by
+from tests.compiled.models import Setting
+from tests.compiled.rollout import wire
+
+pytestmark = [*compiled_by("tpu"), pytest.mark.usefixtures("as_users_compile")]
+ROWS, PROMPT = 1024, 512
+
+
+def test_parameters_are_gathered_once_and_tokens_send_nothing():
+    found = wire("Qwen2.5-7B", Setting("v5p:4x4x4", 1, 64, 1, ROWS, PROMPT))
+    assert found["layout"].sent == pytest.approx(found["layout"].least)
+    assert set(found["layout"].costs.sent) == {"all-gather"}
+    assert found["prefill"].sent == 0
+    assert found["token"].sent < 100  # whether all rows have ended
+
+
+def test_split_over_tensor_a_token_sums_its_row_twice_in_a_layer():
+    found = wire("Qwen2.5-7B", Setting("v5p:4x4x4", 1, 16, 4, ROWS, PROMPT))
+    assert found["layout"].sent == pytest.approx(found["layout"].least)
+    assert found["prefill"].sent < 1.05 * found["prefill"].least
+    token = found["token"]  # beyond the least, float32 logits of all rows, on all four devices
+    logits = 4 * 64 * 152064 * 3 / 4
+    assert token.sent < token.least + 1.1 * logits, (token.sent / token.least, token.costs.largest)
