@@ -29,7 +29,7 @@ from twinkle_jax.training import (
     TrainConfig,
 )
 
-STEPS, ROUNDS, WARM_UP = 8, 3, 3
+STEPS, ROUNDS, WARM_UP = 8, 2, 3
 KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
 PROGRAMS = {  # of an update, and how often it runs in a step
     "jit__take_rows": 4,

@@ -11,18 +11,19 @@ from tests.training import small_run
 from tests.training.joined_runs import SHORT_ANSWERS, JoinedRun
 from twinkle_jax.training import (
     DistributedConfig,
+    LoraSettings,
     MeshConfig,
     OptimizerConfig,
     train,
 )
-from twinkle_jax.training.hosts import started_as_one_of_several
+from twinkle_jax.training.hosts import fingerprint, started_as_one_of_several
 
 TIMES = ("time/sample", "step_time", "tokens_per_second")
 
 
 def config(folder, directory, **changes):
     settings = {"reward": SHORT_ANSWERS, "mesh": MeshConfig(fsdp=8), "steps": 2}
-    settings |= {"evaluation": small_run.evaluation(folder, every=2)}
+    settings |= {"evaluation": small_run.evaluation(folder, every=0)}
     return small_run.config(folder, directory, **(settings | changes))
 
 
@@ -37,24 +38,44 @@ def assert_same_metrics(got, expected, atol=1e-5):
         assert one.keys() == other.keys()
         for name, value in other.items():
             assert one[name] == pytest.approx(value, abs=atol, rel=atol), (one["step"], name)
-    a, b = (load_file(run / "policy" / "model.safetensors") for run in (got, expected))
+    [trained] = (path.name for path in (expected / "policy").glob("*.safetensors"))
+    a, b = (load_file(run / "policy" / trained) for run in (got, expected))
     for name, value in b.items():
         np.testing.assert_allclose(a[name], value, atol=atol, err_msg=name)
 
 
 def test_two_processes_are_one(folder, tmp_path, monkeypatch):
     monkeypatch.setenv("RECORD", str(tmp_path / "record"))
-    train(config(folder, tmp_path / "one"))
-    with JoinedRun(folder, config(folder, tmp_path / "two")) as run:
+    short = {"steps": 1, "update": small_run.update(kl_beta=0.0)}
+    alone = train(config(folder, tmp_path / "one", **short))
+    with JoinedRun(folder, config(folder, tmp_path / "two", **short)) as run:
         assert run.wait() == [0, 0], run.errors(0) + run.errors(1)
     assert_same_metrics(tmp_path / "two", tmp_path / "one")
+    together = json.loads((tmp_path / "two" / "summary.json").read_text())
+    for name in ("accuracy_before", "accuracy_after"):
+        assert together[name] == alone[name]
     # Each completion is scored once, by one of the processes, and both have some.
     calls = [json.loads(line) for line in (tmp_path / "record").read_text().splitlines()]
     first, second, alone = ([*chain(*calls)] for calls in (*run.scored(), calls))
     assert sorted(first + second) == sorted(alone)
     assert len(first) > len(second) > 0  # the evaluation's few problems are all in the first
-    assert "step 2/2" in run.printed(0)
+    assert "step 1/1" in run.printed(0)
     assert run.printed(1).replace("[Gloo]", "").count("step") == 0
+
+
+def test_files_that_differ_have_different_fingerprints(tmp_path):
+    for size in (100, 3_000_000):  # of the larger, samples are read
+        content = np.random.default_rng(0).bytes(size)
+        contents = {"a": content, "same": content, "longer": content + b"\0"}
+        for name, place in (("first", 0), ("middle", size // 2 - size // 30), ("last", size - 1)):
+            changed = bytearray(content)
+            changed[place] ^= 1
+            contents[name] = bytes(changed)
+        for name, written in contents.items():
+            (tmp_path / name).write_bytes(written)
+        prints = {name: fingerprint(tmp_path / name) for name in contents}
+        assert prints.pop("a") == prints.pop("same")
+        assert len({fingerprint(tmp_path / "a"), *prints.values()}) == 5
 
 
 @pytest.mark.parametrize(
@@ -92,23 +113,31 @@ def test_hosts_that_are_started_differently_are_refused_by_name(folder, tmp_path
     assert not (tmp_path / "run").exists()
 
 
-LONG = [  # an update, and how many processes have how many devices
-    (small_run.update(), 2, 4),
-    (small_run.update(advantage="grpo", scale="batch", kl_beta=0.0, mini_batches=2), 2, 4),
-]
+def long(advantage, **changes):
+    """A configuration that differs, and the update in it."""
+    settings = {name: changes.pop(name) for name in ("mesh", "lora") if name in changes}
+    return settings | {"update": small_run.update(advantage=advantage, **changes)}
+
+
+LONG = {  # what differs, and how many processes have how many devices
+    "rloo, tensor": (long("rloo", mesh=MeshConfig(data=2, fsdp=2, tensor=2)), 2, 4),
+    "batch": (long("grpo", scale="batch", kl_beta=0.0, mini_batches=2), 2, 4),
+    "reinforce++": (long("reinforce_plus_plus", kl_beta=0.0, dynamic_sampling=3), 2, 4),
+    "lora": (long("rloo", lora=LoraSettings(rank=2)), 2, 4),
+    "grpo": (long("grpo", scale="group", mini_batches=2, micro_batch_tokens=32), 4, 2),
+}
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize(("update", "processes", "devices"), LONG)
-def test_twenty_steps_are_the_same(folder, tmp_path, monkeypatch, update, processes, devices):
-    """With a reference on a mesh of three axes; with statistics over the batch and mini-batches."""
+@pytest.mark.parametrize("case", LONG)
+def test_twenty_steps_are_the_same(folder, tmp_path, monkeypatch, case):
+    """With and without a reference, one update a step and several, accumulated or not."""
     monkeypatch.setenv("RECORD", str(tmp_path / "record"))
-    mesh = (
-        MeshConfig(data=2, fsdp=2, tensor=2) if update.advantage == "rloo" else MeshConfig(fsdp=8)
-    )
+    changes, processes, devices = LONG[case]
     # Sums over devices round in another order, which a high learning rate amplifies.
     optimizer = OptimizerConfig(learning_rate=1e-3, warmup_steps=1)
-    changes = {"steps": 20, "update": update, "mesh": mesh, "optimizer": optimizer}
+    judged = small_run.evaluation(folder, every=10)
+    changes = {"steps": 20, "optimizer": optimizer, "evaluation": judged} | changes
     train(config(folder, tmp_path / "one", **changes))
     several = config(folder, tmp_path / "several", **changes)
     with JoinedRun(folder, several, processes=processes, devices=devices) as run:

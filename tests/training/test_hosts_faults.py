@@ -135,6 +135,17 @@ def test_one_process_is_killed_at_any_moment(folder, whole, tmp_path, moment):
 
 
 @pytest.mark.parametrize("process", [0, 1])
+def test_a_process_that_answers_no_more(folder, whole, tmp_path, process):
+    """As one whose machine or network is lost: no connection to it is closed."""
+    with JoinedRun(folder, config(folder, tmp_path / "run", logging=every_step())) as run:
+        while not (tmp_path / "run" / "metrics.jsonl").exists():
+            time.sleep(0.01)
+        run.processes[process].send_signal(signal.SIGSTOP)
+        assert run.processes[1 - process].wait(ENDS_WITHIN) != 0
+    assert_goes_on(folder, tmp_path / "run", whole, logging=every_step())
+
+
+@pytest.mark.parametrize("process", [0, 1])
 def test_a_full_disk_on_one_host(folder, whole, tmp_path, process):
     copy_until(whole, tmp_path / "run", 2)
     limit = ["bash", "-c", 'ulimit -f 30; exec "$@"', "bash"]

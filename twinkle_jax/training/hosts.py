@@ -213,7 +213,7 @@ def _facts(
     if config.model is not None:
         directory = locate(config.model, argument="model")
         for path in sorted(p for p in directory.iterdir() if p.is_file()):
-            facts[f"{path.name} of model"] = _fingerprint(path)
+            facts[f"{path.name} of model"] = fingerprint(path)
     return facts
 
 
@@ -225,7 +225,7 @@ def _file_of_reward(name: str) -> str | None:
     return hashlib.sha256(Path(file).read_bytes()).hexdigest() if file else None
 
 
-def _fingerprint(path: Path) -> str:
+def fingerprint(path: Path) -> str:
     """Hash a file's size, and all of it or samples over its whole length."""
     size = path.stat().st_size
     digest = hashlib.sha256(str(size).encode())
