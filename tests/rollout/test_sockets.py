@@ -1,0 +1,84 @@
+"""Episodes over a WebSocket that breaks off in every way, and a server that restarts."""
+
+import threading
+import time
+
+import jax
+import numpy as np
+import pytest
+
+from tests.rollout.test_multi_turn import KEY, POLICY, ROWS, check_scores, source
+from twinkle_jax.rollout import OpenEnvEnvironment
+
+pytest.importorskip("websockets", reason="pip install 'twinkle-jax[openenv]'")
+pytestmark = pytest.mark.exhaustive
+
+from tests.rollout.socket_server import FAULTS, Server  # noqa: E402
+
+
+def play(server, **options):
+    made = source(lambda: OpenEnvEnvironment(server.url, 3.0), max_failed=1.0, **options)
+    return made.sample(POLICY.params, ROWS, jax.random.clone(KEY))
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_what_breaks_off_is_no_episode(fault):
+    how, cause = FAULTS[fault]
+    honest = Server(None)
+    try:
+        turns = np.asarray([len(e.turns) for e in play(honest).episodes])
+    finally:
+        honest.stop()
+    server = Server(how)
+    try:
+        rollout = play(server)
+    finally:
+        server.stop()
+    odd = np.asarray([e.seed % 2 == 1 for e in rollout.episodes])
+    np.testing.assert_array_equal(rollout.failed, odd & (turns > 2))
+    assert {e.cause for e in rollout.episodes if e.failed} == {cause}
+    assert {e.attempts for e in rollout.episodes if e.failed} == {2}
+    check_scores(rollout)
+    deadline = time.monotonic() + 5
+    while server.open and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert server.open == 0  # no session is left
+
+
+def test_a_server_that_restarts_loses_no_episode():
+    """Its sessions are lost; each is begun once more, on the server that is there then."""
+    server = Server(None)
+    expected = [e.as_record() for e in play(server).episodes]
+
+    def restart(socket):
+        server.fault = None
+        socket.socket.shutdown(2)
+        threading.Thread(target=start_again).start()
+
+    def start_again():
+        nonlocal server
+        server.stop()
+        server = Server(None, server.port)
+
+    server.fault = restart
+    url = server.url
+
+    class Patient(OpenEnvEnvironment):
+        """Waits until the server answers."""
+
+        def __init__(self):
+            for _ in range(50):
+                try:
+                    super().__init__(url, 2.0)
+                except OSError:
+                    time.sleep(0.1)
+                else:
+                    return
+
+    made = source(Patient, max_failed=0.0)
+    rollout = made.sample(POLICY.params, ROWS, jax.random.clone(KEY))
+    server.stop()
+    assert not rollout.failed.any()
+    assert any(e.attempts == 2 for e in rollout.episodes)
+    records = [e.as_record() | {"attempts": 1} for e in rollout.episodes]
+    assert records == [record | {"attempts": 1} for record in expected]
