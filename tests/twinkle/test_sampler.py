@@ -124,6 +124,32 @@ def test_distillation(model, teacher, topk, micro):
     assert losses[-1] < losses[0]
 
 
+def test_a_policy_that_is_its_own_teacher_loses_nothing(checkpoint, sampler):
+    """Scores of prompts say what comes at a token, labels what comes after it: shifted by one."""
+    rows = [row for row in ROWS if len(row) > 2]
+    vocab = config_of("qwen3").vocab_size
+    prompts = [{"input_ids": row} for row in rows]
+    scored = sampler.sample(prompts, SamplingParams(max_tokens=0, prompt_logprobs=vocab))
+    time = max(map(len, rows))
+    parts = np.zeros((2, len(rows), time, vocab))
+    for i, response in enumerate(scored):
+        for t, pairs in enumerate(response.topk_prompt_logprobs[1:]):
+            parts[0, i, t] = [logprob for _, logprob in pairs]
+            parts[1, i, t] = [token for token, _ in pairs]
+    named = {"teacher_topk_logprobs": parts[0], "teacher_topk_indices": parts[1].astype(int)}
+    inputs = [
+        {"input_ids": row, "labels": [*row[1:], -100], "attention_mask": [1] * len(row)}
+        for row in rows
+    ]
+    losses = []
+    for shift in (0, 1):
+        model = TransformersModel(model_id=checkpoint)
+        model.set_loss(GKDLoss(beta=0.5))
+        moved = {name: np.roll(x, shift, axis=1) for name, x in named.items()}
+        losses.append(float(model.forward_backward(inputs=inputs, **moved)))
+    assert abs(losses[0]) < 1e-6 < 1e-3 < losses[1]
+
+
 def test_teachers_that_are_refused(model, teacher):
     with pytest.raises(ValueError, match="teacher_logits"):
         model.forward_backward(inputs=INPUTS, teacher_output=teacher, old_logps=OLD)
