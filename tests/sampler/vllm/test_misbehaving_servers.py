@@ -206,25 +206,31 @@ def test_the_first_error_ends_the_other_requests(checkpoint, server):
 
 
 def test_an_interrupted_call_ends_at_once(checkpoint, server):
-    reached, released = threading.Event(), threading.Event()
+    reached, ended = threading.Event(), threading.Event()
 
     def wait(handler):
         reached.set()
-        released.wait(20)
+        ended.wait(20)
         handler.close_connection = True
         return True
 
     def interrupt():
         reached.wait(20)
-        os.kill(os.getpid(), signal.SIGINT)
+        for _ in range(3):  # Python ignores one that comes while a finalizer runs
+            os.kill(os.getpid(), signal.SIGINT)
+            if ended.wait(4):
+                return
 
     server.take_over[MODELS] = wait
-    threading.Thread(target=interrupt).start()
+    interrupting = threading.Thread(target=interrupt)
+    interrupting.start()
     start = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
         ask(checkpoint, server.url)
-    released.set()
-    assert time.monotonic() - start < 10
+    seconds = time.monotonic() - start
+    ended.set()
+    interrupting.join()  # so that none comes later
+    assert seconds < 15
 
 
 def change(*path, value):
