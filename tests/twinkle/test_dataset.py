@@ -156,12 +156,12 @@ def test_a_lazy_data_set_works_on_the_row_that_is_asked_for():
     dataset = LazyDataset(first)
     dataset.map(GSM8KProcessor(system="1"), dataset_meta=first)
     dataset.add_dataset(second)
-    dataset.map(note, dataset_meta=second)
+    dataset.map(note, dataset_meta=second, remove_columns=["answer"])
     assert len(dataset) == 4
     dataset.mix_dataset()
     assert len(dataset) == 8 and not seen
     assert dataset[0]["user_data"] == [("ground_truth", "0")]
-    assert set(dataset[7]) == {"question", "answer", "messages"} and seen == ["1+1="]
+    assert set(dataset[7]) == {"question", "messages"} and seen == ["1+1="]
     assert dataset[5]["question"] == "0+0="  # the shorter source starts again
     with pytest.raises(AssertionError):
         dataset.encode()
@@ -262,11 +262,11 @@ def test_packed_rows_hold_every_row_once():
 
 
 def test_a_row_that_is_longer_than_a_packed_one_is_one_by_itself():
-    rows = [{"input_ids": list(range(n))} for n in (3, 12, 4)]
+    rows = [{"input_ids": list(range(n))} for n in (3, 12, 4, 2)]
     dataset = PackingDataset(meta(rows))
     dataset.set_template(template(max_length=8))
     dataset.pack_dataset()
-    assert [len(row["input_ids"]) for row in dataset] == [12, 7]
+    assert sorted(len(row["input_ids"]) for row in dataset) in ([2, 7, 12], [3, 6, 12])
 
 
 def talk(question):

@@ -116,7 +116,7 @@ def _lines_of(rows: Any, template: Any) -> list[list[int]]:
     """Say which rows, by their numbers, stand in each packed row."""
     lengths = np.asarray([len(row["input_ids"]) for row in rows], np.int32)
     width = getattr(template, "max_length", None) or 2048
-    return assign_lines(lengths, max(width, int(lengths.max(initial=1))))
+    return assign_lines(np.minimum(lengths, width), width)  # a longer row fills a line by itself
 
 
 def _joined(rows: list[Row]) -> Row:
