@@ -34,7 +34,11 @@ def call(environment, name, **arguments):
 
 def alive(path):
     lines = path.read_text().split()
-    return [pid for pid in lines if os.path.exists(f"/proc/{pid}") and _state(pid) != "Z"], lines
+    return [pid for pid in lines if is_alive(pid)], lines
+
+
+def is_alive(pid):
+    return os.path.exists(f"/proc/{pid}") and _state(pid) != "Z"
 
 
 def children(pid):
@@ -67,6 +71,15 @@ def test_answers_and_errors_that_are_the_policys(tools, name, arguments, answer,
         text, count = call(tools(), name, **arguments)
         assert text.startswith(answer)
         assert count == errors
+
+
+def test_a_process_ends_with_its_answer(tools):
+    processes = {call(tools(), "identify")[0] for _ in range(3)}
+    assert len(processes) == 3
+    deadline = time.monotonic() + 5
+    while any(map(is_alive, processes)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not any(map(is_alive, processes))
 
 
 def test_a_result_of_100_megabytes_is_shortened(tools):

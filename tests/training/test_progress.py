@@ -10,7 +10,14 @@ import pytest
 from twinkle_jax.training import LoggingConfig, TrainConfig
 from twinkle_jax.training.checkpoint import RunCheckpoints
 from twinkle_jax.training.metrics_log import MetricsLog
-from twinkle_jax.training.progress import Progress, Totals, prepare_directory, restore, save
+from twinkle_jax.training.progress import (
+    LastStep,
+    Progress,
+    Totals,
+    prepare_directory,
+    restore,
+    save,
+)
 
 
 class Loader:
@@ -53,3 +60,21 @@ def test_a_run_that_failed_before_its_first_step_is_no_obstacle(tmp_path):
     (tmp_path / "notes.txt").write_text("mine")
     with pytest.raises(FileExistsError, match="output_dir"):
         prepare_directory(config, tmp_path)
+
+
+def test_a_step_whose_writing_has_failed_is_saved_again():
+    """Written in the background, it counts as saved only until that is known to have failed."""
+    written, errors = [], [OSError("no space")]
+
+    def settle(*, wait):
+        if errors:
+            raise errors.pop()
+
+    last = LastStep(lambda progress, *, wait: written.append(wait), settle)
+    last.finished(Progress({"x": jnp.zeros(3)}, jax.random.key(0), 1, Totals(), {}))
+    last.save(wait=False)
+    with pytest.raises(OSError, match="no space"):
+        last.poll()
+    last.save()
+    last.save()  # nothing is left to write
+    assert written == [False, True]
