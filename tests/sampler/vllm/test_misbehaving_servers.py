@@ -117,7 +117,7 @@ def compressed(handler):
     handler.send_response(200)
     handler.send_header("Content-Encoding", "gzip")
     handler.end_headers()
-    handler.wfile.write(gzip.compress(b"{}" + b" " * 2**20))
+    handler.wfile.write(gzip.compress(b"{}" + b" " * 2**20, mtime=0))
     return True
 
 
