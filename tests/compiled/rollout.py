@@ -151,7 +151,11 @@ def wire(
     layers, share = config.repeats * len(config.block), (s.tensor - 1) / s.tensor
     sums = 2 * layers * 2 * 2 * config.hidden_size * share  # of a token, two bytes an entry
     tokens = s.time * slots / samples
-    gathered = 2 * sum(math.prod(x.shape) for x in jax.tree.leaves(shapes)) / s.tensor
+    gathered = 2 * sum(
+        math.prod(x.sharding.shard_shape(x.shape)) * s.fsdp
+        for x in jax.tree.leaves(params)
+        if "fsdp" in x.sharding.spec  # norms and biases are on all devices already
+    )
     found = [costs(program, s.devices) for program in (layout, prefill, draw)]
     sent = [found[0].wire, found[1].wire, found[2].wire / sampler_slots._STEPS_ON_MESH]
     least = [gathered * (s.fsdp - 1) / s.fsdp, sums * tokens, (sums + 12 * share) * slots]

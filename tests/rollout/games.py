@@ -1,5 +1,6 @@
 """Environments for tests: a guessing game, and ones that fail in every way."""
 
+import itertools
 import os
 import signal
 import sys
@@ -38,6 +39,17 @@ class Never(Guess):
 
     def step(self, action):
         return "1", 0.25, False, {}
+
+
+class BrokenHere(Guess):
+    """In a process with the environment variable FAULT, works for so many episodes."""
+
+    begun = itertools.count()
+
+    def reset(self, row, seed):
+        if next(BrokenHere.begun) >= float(os.environ.get("FAULT", "inf")):
+            raise OSError("no such game here")
+        return super().reset(row, seed)
 
 
 class Failing(Guess):

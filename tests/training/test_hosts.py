@@ -9,16 +9,20 @@ from safetensors.numpy import load_file
 
 from tests.training import small_run
 from tests.training.joined_runs import SHORT_ANSWERS, JoinedRun
+from tests.training.runs import steps
 from twinkle_jax.training import (
     DistributedConfig,
+    EvaluationConfig,
+    LoggingConfig,
     LoraSettings,
     MeshConfig,
     OptimizerConfig,
+    RolloutConfig,
     train,
 )
 from twinkle_jax.training.hosts import fingerprint, started_as_one_of_several
 
-TIMES = ("time/sample", "step_time", "tokens_per_second")
+TIMES = ("time/sample", "time/environment", "step_time", "tokens_per_second")
 
 
 def config(folder, directory, **changes):
@@ -115,7 +119,7 @@ def test_hosts_that_are_started_differently_are_refused_by_name(folder, tmp_path
 
 def long(advantage, **changes):
     """A configuration that differs, and the update in it."""
-    settings = {name: changes.pop(name) for name in ("mesh", "lora") if name in changes}
+    settings = {name: changes.pop(name) for name in ("mesh", "lora", "rollout") if name in changes}
     return settings | {"update": small_run.update(advantage=advantage, **changes)}
 
 
@@ -124,7 +128,20 @@ LONG = {  # what differs, and how many processes have how many devices
     "batch": (long("grpo", scale="batch", kl_beta=0.0, mini_batches=2), 2, 4),
     "reinforce++": (long("reinforce_plus_plus", kl_beta=0.0, dynamic_sampling=3), 2, 4),
     "lora": (long("rloo", lora=LoraSettings(rank=2)), 2, 4),
-    "grpo": (long("grpo", scale="group", mini_batches=2, micro_batch_tokens=32), 4, 2),
+    # 128 rows: each of the two updates adds up several micro-batches.
+    "grpo": (
+        long(
+            "grpo",
+            scale="group",
+            mini_batches=2,
+            micro_batch_tokens=36,
+            rollout=RolloutConfig(
+                prompts=2, num_samples=64, max_new_tokens=4, max_prompt_tokens=32
+            ),
+        ),
+        4,
+        2,
+    ),
 }
 
 
@@ -147,6 +164,72 @@ def test_twenty_steps_are_the_same(folder, tmp_path, monkeypatch, case):
     alone = [*chain(*calls)]
     together = [*chain(*(chain(*calls) for calls in run.scored()))]
     assert sorted(together) == sorted(alone)
+
+
+def games(folder, directory, environment="Guess", **changes):
+    """Eight episodes a step, four in each of two processes."""
+    sizes = {"prompts": 2, "num_samples": 4, "max_new_tokens": 4, "max_prompt_tokens": 16}
+    settings = {
+        "environment": f"tests.rollout.games:{environment}",
+        "task": "environment",
+        "rollout": RolloutConfig(
+            max_turns=3, max_episode_tokens=32, **(sizes | changes.pop("rollout", {}))
+        ),
+        "update": small_run.update(kl_beta=0.0, credit="turn", discount=0.5),
+        "optimizer": OptimizerConfig(learning_rate=1e-3, warmup_steps=1),
+        "evaluation": EvaluationConfig(every=3, problems=4),
+        "logging": LoggingConfig(checkpoint_every=1, samples_every=1, traces_every=1),
+        "steps": 3,
+    }
+    return config(folder, directory, **(settings | changes))
+
+
+@pytest.mark.parametrize(
+    "rollout",
+    [
+        {"cohorts": 2},
+        pytest.param({"history": "template"}, marks=pytest.mark.exhaustive),
+        pytest.param({"slots": 8, "num_samples": 8}, marks=pytest.mark.exhaustive),
+    ],
+    ids=["append", "template", "read again"],
+)
+def test_two_processes_play_the_episodes_of_one(folder, tmp_path, monkeypatch, rollout):
+    """Each plays half of them, with a reward on top; texts, rewards and metrics are the same."""
+    monkeypatch.setenv("RECORD", str(tmp_path / "record"))
+    train(games(folder, tmp_path / "one", rollout=rollout))
+    with JoinedRun(folder, games(folder, tmp_path / "two", rollout=rollout)) as run:
+        assert run.wait() == [0, 0], run.errors(0) + run.errors(1)
+    assert_same_metrics(tmp_path / "two", tmp_path / "one")
+    traces = sorted((tmp_path / "one" / "traces").iterdir())
+    assert len(traces) == 3
+    for path in traces:
+        assert path.read_text() == (tmp_path / "two" / "traces" / path.name).read_text()
+    calls = [json.loads(line) for line in (tmp_path / "record").read_text().splitlines()]
+    first, second = ([*chain(*calls)] for calls in run.scored())
+    assert sorted(first + second) == sorted(chain(*calls))
+    assert len(first) == len(second) > 0
+
+
+@pytest.mark.exhaustive
+def test_environments_that_fail_on_one_host_are_counted_on_all(folder, tmp_path):
+    """The second process plays 2 episodes of the first evaluation and 4 of a step, and no more."""
+    fault = {1: {"FAULT": "6"}}
+    some = games(folder, tmp_path / "some", "BrokenHere", rollout={"max_failed": 0.5})
+    with JoinedRun(folder, some, variables=fault) as run:
+        assert run.wait() == [0, 0], run.errors(0) + run.errors(1)
+    lines = metrics(tmp_path / "some")
+    assert [line["environment/failed"] for line in lines] == [0, 0.5, 0.5]
+    assert [line["environment/retried"] for line in lines] == [0, 0.5, 0.5]
+    assert lines[2]["environment/failed/raised"] == 0.5
+    last_alone = LoggingConfig(checkpoint_every=99, samples_every=0)
+    many = games(folder, tmp_path / "many", "BrokenHere", logging=last_alone)
+    with JoinedRun(folder, many, variables=fault) as run:
+        assert run.wait() == [1, 1], run.errors(0) + run.errors(1)
+    [message], others = run.complaints()
+    assert "max_failed=0.1" in message
+    assert "4 of 8; the first (raised): OSError: no such game here" in message
+    assert others == []
+    assert steps(tmp_path / "many")[-1] == 1
 
 
 @pytest.mark.exhaustive

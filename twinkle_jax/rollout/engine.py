@@ -232,7 +232,9 @@ class _ReadAgain:
             placed[numbers] = values[: len(rows)]
             return placed
 
-        placed: Completions = jax.tree.map(in_place, jax.device_get(completions))
+        placed: Completions = jax.tree.map(
+            in_place, jax.device_get(jax.tree.map(hosts.read_if_spread, completions))
+        )
         return placed
 
 

@@ -1,9 +1,9 @@
 """Many turns: a policy talks to environments, and its episodes are rows to train on."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -46,6 +46,10 @@ class MultiTurn:
     An environment that raises, does not answer in time, loses its connection, or answers what is no
     answer is tried once more with the same seed. If it fails again, its episode has no labels and
     no part in statistics. It never becomes an episode with reward 0.
+
+    With several processes, each plays an equal share of the episodes with environments of its own,
+    and tells the others what these answer. So every process knows all episodes, and asks the engine
+    for the same turns.
 
     Attributes:
         engine: draws completions.
@@ -126,12 +130,18 @@ class MultiTurn:
             failed=np.asarray([episode.failed for episode in episodes]),
             episodes=episodes,
             turns=laid_out.turns,
+            held=_held(len(episodes)),
         )
 
     def score(self, rollout: Rollout) -> Rollout:
-        """Add up the rewards of each episode; the reward function sees those that did not fail."""
+        """Add up the rewards of each episode; the reward function sees those that did not fail.
+
+        With several processes, each calls it for the episodes that it has played.
+        """
         assert rollout.episodes is not None
-        returns = self._returns(rollout.episodes, rollout.trajectories, rollout.ground_truths)
+        returns = self._returns(
+            rollout.episodes, rollout.trajectories, rollout.ground_truths, rollout.held_rows
+        )
         return rollout._replace(rewards=np.nan_to_num(returns, nan=0.0))
 
     def greedy_rewards(self, params: Params, prompts: PromptBatch) -> np.ndarray[Any, Any]:
@@ -156,7 +166,12 @@ class MultiTurn:
         """Play episodes and add up the rewards of each; NaN for failed ones."""
         episodes = self.play(params, prompts, key, sampling, num_samples)
         truths = [truth for truth in prompts.ground_truths for _ in range(num_samples)]
-        return self._returns(episodes, self._trajectories(episodes, prompts), truths), episodes
+        held, trajectories = _held(len(episodes)), self._trajectories(episodes, prompts)
+
+        def returns() -> dict[str, np.ndarray[Any, Any]]:
+            return {"returns": self._returns(episodes, trajectories, truths, held)}
+
+        return hosts.merge_rows("computing rewards", held, returns)["returns"], episodes
 
     def play(
         self,
@@ -181,14 +196,14 @@ class MultiTurn:
         Raises:
             ValueError: if a prompt is too long, or the chat template refuses a conversation.
         """
-        if hosts.several():
-            raise hosts.SharedError("environments must be played by one process, got several")
         seeds = np.asarray(_seeds(key, len(prompts)))
         keys = _episode_keys(key, len(prompts) * num_samples)
         pool = CallPool(self.threads, self.timeout)
         games = [
-            _Game(self, pool, prompts[i // num_samples], int(seeds[i // num_samples]), i)
-            for i in range(len(prompts) * num_samples)
+            _Game(
+                self, pool, prompts[i // num_samples], int(seeds[i // num_samples]), i, bool(held)
+            )
+            for i, held in enumerate(_held(len(prompts) * num_samples))
         ]
         try:
             engine = self.engine.converse(
@@ -198,7 +213,7 @@ class MultiTurn:
             cohorts = [games[i :: self.cohorts] for i in range(min(self.cohorts, len(games)))]
             while any(game.stage != "ended" for game in games):
                 for cohort in cohorts:
-                    self._take_answers([game for game in cohort if game.call is not None], pool)
+                    self._take_answers([game for game in cohort if game.stage == "asked"], pool)
                     if any(game.stage == "ready" for game in cohort):
                         self._draw(engine, games, cohort, keys)
             return [game.episode for game in games]
@@ -209,32 +224,48 @@ class MultiTurn:
 
     def _take_answers(self, games: "list[_Game]", pool: CallPool) -> None:
         """Wait for environments, and let their episodes go on."""
-        pool.wait([game.call for game in games if game.call is not None], len(games))
-        for game in games:
-            game.take_answer()
-        self._read(games)
+        calls = [game.call for game in games if game.call is not None]
+        pool.wait(calls, len(calls))
+        answers = _of_all("playing environments", games, lambda held: [g.answer() for g in held])
+        for game, answer in zip(games, answers, strict=True):
+            game.take_answer(answer)
+        self._read([game for game in games if game.stage == "told"])
 
     def _read(self, games: "list[_Game]") -> None:
         """Encode what environments said, for all episodes that go on, at once."""
-        template = self.engine.template
-        first = [game for game in games if game.stage == "told" and not game.episode.turns]
-        later = [game for game in games if game.stage == "told" and game.episode.turns]
-        whole = [*first, *(later if self.history == "template" else [])]
-        encoded = _encode(template, whole)
-        if self.history == "append":
-            turns = [
-                {"messages": game.episode.messages, "new": game.new, "tools": game.tools}
-                for game in later
-            ]
-            for game, tokens in zip(later, template.continuations(turns), strict=True):
+        for game in games:
+            game.join_messages()
+        encoded = _of_all("encoding what environments said", games, self._encode)
+        for game, tokens in zip(games, encoded, strict=True):
+            if self._appends(game):
                 game.read_more(tokens)
-        for game, tokens in zip(whole, encoded, strict=True):
-            if not game.episode.turns and len(tokens) > self.max_prompt_tokens:
+            else:
+                game.read_again(tokens)
+
+    def _appends(self, game: "_Game") -> bool:
+        """Whether what the environment said is encoded alone, and not the whole conversation."""
+        return self.history == "append" and bool(game.episode.turns)
+
+    def _encode(self, games: "list[_Game]") -> list[list[int]]:
+        """Give the tokens of whole conversations, or those that follow what the policy said."""
+        template = self.engine.template
+        later = [game for game in games if self._appends(game)]
+        whole = [game for game in games if not self._appends(game)]
+        turns = [
+            {"messages": game.episode.messages, "new": game.new, "tools": game.tools}
+            for game in later
+        ]
+        tokens = dict(
+            zip([game.number for game in later], template.continuations(turns), strict=True)
+        )
+        for game, row in zip(whole, _encode(template, whole), strict=True):
+            if not game.episode.turns and len(row) > self.max_prompt_tokens:
                 raise ValueError(
                     "what comes before the first turn must have at most max_prompt_tokens="
-                    f"{self.max_prompt_tokens} tokens, got {len(tokens)}"
+                    f"{self.max_prompt_tokens} tokens, got {len(row)}"
                 )
-            game.read_again(tokens)
+            tokens[game.number] = row
+        return [tokens[game.number] for game in games]
 
     def _draw(
         self, engine: TurnEngine, games: "list[_Game]", cohort: "list[_Game]", keys: jax.Array
@@ -269,9 +300,13 @@ class MultiTurn:
         episodes: Sequence[Episode],
         trajectories: Sequence[Trajectory],
         ground_truths: Sequence[Any],
+        held: hosts.Rows,
     ) -> np.ndarray[Any, Any]:
-        """Add the reward function's to what environments gave, and add up; NaN for failed ones."""
-        played = [i for i, episode in enumerate(episodes) if not episode.failed]
+        """Add the reward function's to what environments gave, and add up.
+
+        NaN for failed episodes, and for those that another process has played.
+        """
+        played = [i for i in np.flatnonzero(held).tolist() if not episodes[i].failed]
         if self.reward is not None and played:
             rewards = compute_rewards(
                 self.reward,
@@ -295,10 +330,43 @@ def check_failures(episodes: Sequence[Episode], share: float) -> None:
     """
     failed = [episode for episode in episodes if episode.failed]
     if len(failed) > share * len(episodes):
-        raise EnvironmentFailureError(
+        message = (
             f"at most rollout.max_failed={share:g} of the environments may fail, got "
             f"{len(failed)} of {len(episodes)}; the first ({failed[0].cause}): {failed[0].error}"
         )
+        hosts.fail(EnvironmentFailureError(message))
+
+
+def _held(count: int) -> hosts.Rows:
+    """Say which of so many episodes this process plays."""
+    held = np.zeros(count, bool)
+    held[hosts.deal(count)] = True
+    return held
+
+
+def _of_all(
+    call: str, games: "list[_Game]", compute: "Callable[[list[_Game]], list[Any]]"
+) -> list[Any]:
+    """Compute something for the episodes of each process, and give every process all of it."""
+    held = [game for game in games if game.held]
+    # Processes play consecutive episodes, so their parts are in order.
+    return [x for part in hosts.share(call, lambda: compute(held)) for x in part]
+
+
+class _Answer(NamedTuple):
+    """What an environment answered, as other processes can be told it.
+
+    Attributes:
+        seconds: that it took.
+        reply: a `Reply` as a list, or what is added at the end.
+        cause: of a failure; empty where there is none.
+        error: of a failure.
+    """
+
+    seconds: float
+    reply: Any = None
+    cause: str = ""
+    error: str = ""
 
 
 @dataclass
@@ -306,6 +374,7 @@ class _Game:
     """An episode while it is played.
 
     Attributes:
+        held: whether this process plays it; of others it is told what happens.
         stage: `asked` while the environment is called, `told` when its answer is to be encoded,
             `ready` for the policy, `ended`.
     """
@@ -315,6 +384,7 @@ class _Game:
     row: Trajectory
     seed: int
     number: int
+    held: bool = True
     stage: Literal["asked", "told", "ready", "ended"] = "asked"
     call: Call | None = None
     new: list[Message] = field(default_factory=list)
@@ -333,27 +403,35 @@ class _Game:
         self._ask(self.session.reset, self.row, self.seed)
 
     def _ask(self, function: Any, *args: Any) -> None:
-        self.stage, self.call = "asked", self.pool(function, *args)
+        self.stage, self.call = "asked", self.pool(function, *args) if self.held else None
 
     @property
     def tools(self) -> list[Any]:
         """What the policy may call."""
         return [*(self.row.get("tools") or []), *self.session.tools]
 
-    def take_answer(self) -> None:
-        """Go on with what the environment has answered."""
+    def answer(self) -> _Answer:
+        """Take what the environment has answered."""
         call, self.call = self.call, None
         assert call is not None
-        self.seconds += call.seconds
+        if call.error is None:
+            return _Answer(call.seconds, call.value)
+        error = call.error
+        return _Answer(call.seconds, None, failure_cause(error), describe_failure(error))
+
+    def take_answer(self, answer: Sequence[Any]) -> None:
+        """Go on with what the environment has answered; a list where another process was told."""
+        answer = _Answer(*answer)
+        self.seconds += answer.seconds
         self.episode.seconds = self.seconds
-        if call.error is not None:
-            self._fail(call.error)
+        if answer.cause:
+            self._fail(answer.cause, answer.error)
         elif self._ending:
-            self.episode.final_reward = call.value
+            self.episode.final_reward = answer.reply
             self.episode.ended, self.stage = self._ending, "ended"
             self.pool(self.session.close)
         else:
-            self._hear(call.value)
+            self._hear(Reply(*answer.reply))
 
     def _hear(self, reply: Reply) -> None:
         episode = self.episode
@@ -375,13 +453,19 @@ class _Game:
         self._ending = ending
         self._ask(self.session.final_reward)
 
-    def _fail(self, error: BaseException) -> None:
+    def _fail(self, cause: str, error: str) -> None:
         self.pool(self.session.close)
         if self.episode.attempts < _ATTEMPTS:
             self._begin(self.episode.attempts + 1)
             return
         self.episode.ended, self.stage = "failed", "ended"
-        self.episode.cause, self.episode.error = failure_cause(error), describe_failure(error)
+        self.episode.cause, self.episode.error = cause, error
+
+    def join_messages(self) -> None:
+        """Append what the environment says first to the user's last message."""
+        episode = self.episode
+        if episode.messages and self.new and not episode.turns:
+            episode.messages, self.new = _joined(episode.messages, self.new)
 
     def read_again(self, tokens: list[int]) -> None:
         """Take the tokens of the whole conversation, as the chat template renders it now."""
@@ -436,9 +520,6 @@ def _encode(template: Template, games: Sequence[_Game]) -> list[list[int]]:
     conversations: list[Mapping[str, Any]] = []
     for game in games:
         messages, new = game.episode.messages, game.new
-        if messages and new and not game.episode.turns:
-            messages, new = _joined(messages, new)
-            game.episode.messages, game.new = messages, new
         if not messages and not new:
             raise ValueError(
                 "an episode must begin with a message: its row has none, and reset returned none"

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Int
@@ -154,7 +155,10 @@ class Conversations:
             own = np.arange(len(self._cache.length), dtype=np.int32) % self._slots
             own[list(leaders)] = [leader % self._slots for leader in leaders.values()]
             state = _copy(state, own, setup=self._setup)
-        results: Completions = jax.device_get(self._draw(state, slots, capacity))
+        results: Completions = self._draw(state, slots, capacity)
+        if not results.tokens.is_fully_addressable:  # other processes hold the rest
+            results = multihost_utils.process_allgather(results, tiled=True)
+        results = jax.device_get(results)
         for i, row in rows.items():
             self._held[i] = [*row, *results.tokens[i, : results.lengths[i] - 1].tolist()]
         return jax.tree.map(lambda x: x[: len(self._held)], results)

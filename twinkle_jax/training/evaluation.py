@@ -141,7 +141,7 @@ def evaluate_episodes(
     def play(samples: int, sampling: Sampling) -> tuple[np.ndarray, list[Episode]]:
         returns, episodes = [], []
         for number, start in enumerate(range(0, len(prompts), batch)):
-            check()
+            hosts.together("evaluating", check)
             key = jax.random.fold_in(jax.random.key(seed), number)
             chosen = PromptBatch(prompts[start : start + batch])
             scores, played = source.judge(params, chosen, key, sampling, samples)

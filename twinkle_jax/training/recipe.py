@@ -145,10 +145,6 @@ def make_source(
             update.mask_truncated,
             width_multiple,
         )
-    if jax.process_count() > 1:
-        raise ValueError(
-            f"environment must be used by one process, got {jax.process_count()} processes"
-        )
     return MultiTurn(
         engine,
         environment,
