@@ -1,6 +1,7 @@
-"""Cross entropy, dynamic fine-tuning, the Jensen-Shannon divergence, the clipped value loss."""
+"""Losses towards a target: the functions, and the objects under Twinkle's names."""
 
 import functools
+import inspect
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +9,35 @@ import numpy as np
 import pytest
 from jax.test_util import check_grads
 
-from twinkle_jax.loss import clipped_value_loss, cross_entropy, dynamic_fine_tuning, generalised_jsd
+import twinkle_jax.loss as loss_room
+from tests.loss import cases as reference
+from tests.loss.cases import random_batch
+from tests.loss.targets import (
+    DATA,
+    GOLDEN,
+    LABELS,
+    LOGITS,
+    LOGPS,
+    MASK,
+    TEACHER,
+    value_and_gradient,
+)
+from twinkle_jax.loss import (
+    ChunkedCrossEntropyLoss,
+    CPOLoss,
+    CrossEntropyLoss,
+    DPOLoss,
+    GKDLoss,
+    LigerFusedLinearCrossEntropyLoss,
+    MSELoss,
+    ORPOLoss,
+    PPOValueLoss,
+    SimPOLoss,
+    clipped_value_loss,
+    cross_entropy,
+    dynamic_fine_tuning,
+    generalised_jsd,
+)
 
 
 def test_fine_tuning_by_hand():
@@ -23,8 +52,8 @@ def test_fine_tuning_by_hand():
 
 
 RNG = np.random.default_rng(1)
-STUDENT, TEACHER = 2 * RNG.normal(size=(2, 3, 4, 6))
-MASK = RNG.random((3, 4)) < 0.7
+JSD_STUDENT, JSD_TEACHER = 2 * RNG.normal(size=(2, 3, 4, 6))
+JSD_MASK = RNG.random((3, 4)) < 0.7
 BETAS = pytest.mark.parametrize(
     "beta", [0.0, 0.3, 1.0, *(pytest.param(b, marks=pytest.mark.exhaustive) for b in (0.5, 0.9))]
 )
@@ -34,7 +63,7 @@ ENDS = pytest.mark.parametrize(
 )
 
 
-def reference(student, teacher, mask, beta=0.5, temperature=1.0):
+def jsd_reference(student, teacher, mask, beta=0.5, temperature=1.0):
     out = np.zeros(mask.shape)
     for index in np.argwhere(mask):
         s, t = (np.exp(x[tuple(index)] / temperature) for x in (student, teacher))
@@ -51,9 +80,9 @@ def reference(student, teacher, mask, beta=0.5, temperature=1.0):
 def test_jsd_matches_reference(beta, chunk_size):
     run = functools.partial(generalised_jsd, temperature=1.5, chunk_size=chunk_size)
     actual = jax.jit(run)(
-        STUDENT.astype(np.float32), TEACHER.astype(np.float32), MASK, beta=beta
+        JSD_STUDENT.astype(np.float32), JSD_TEACHER.astype(np.float32), JSD_MASK, beta=beta
     )  # beta is traced, its ends too
-    desired = reference(STUDENT, TEACHER, MASK, beta, 1.5)
+    desired = jsd_reference(JSD_STUDENT, JSD_TEACHER, JSD_MASK, beta, 1.5)
     np.testing.assert_allclose(actual, desired, rtol=1e-5, atol=1e-6)
 
 
@@ -61,22 +90,23 @@ def test_jsd_matches_reference(beta, chunk_size):
 def test_gradient_of_jsd(beta):
     with jax.enable_x64(True):
         run = functools.partial(generalised_jsd, beta=beta, chunk_size=5)
-        check_grads(lambda s: run(s, TEACHER, MASK), (STUDENT,), order=1, modes=["rev"])
-        teacher = jax.grad(lambda t: run(STUDENT, t, MASK).sum())(jnp.asarray(TEACHER))
+        check_grads(lambda s: run(s, JSD_TEACHER, JSD_MASK), (JSD_STUDENT,), order=1, modes=["rev"])
+        teacher = jax.grad(lambda t: run(JSD_STUDENT, t, JSD_MASK).sum())(jnp.asarray(JSD_TEACHER))
         assert not teacher.any()
 
 
 @ENDS
 def test_garbage_impossible_tokens_and_vmap(beta):
     run = functools.partial(generalised_jsd, beta=beta)
-    student, teacher = STUDENT.astype(np.float32), TEACHER.astype(np.float32)
-    clean = run(student, teacher, MASK)
-    dirty = [np.where(MASK[..., None], x, np.float32(np.nan)) for x in (student, teacher)]
-    np.testing.assert_array_equal(run(*dirty, MASK), clean)
-    np.testing.assert_allclose(jax.vmap(run)(student, teacher, MASK), clean, rtol=1e-5, atol=1e-6)
+    student, teacher = JSD_STUDENT.astype(np.float32), JSD_TEACHER.astype(np.float32)
+    clean = run(student, teacher, JSD_MASK)
+    dirty = [np.where(JSD_MASK[..., None], x, np.float32(np.nan)) for x in (student, teacher)]
+    np.testing.assert_array_equal(run(*dirty, JSD_MASK), clean)
+    batched = jax.vmap(run)(student, teacher, JSD_MASK)
+    np.testing.assert_allclose(batched, clean, rtol=1e-5, atol=1e-6)
     never = [np.concatenate([x, np.full_like(x[..., :1], -np.inf)], -1) for x in (student, teacher)]
-    np.testing.assert_allclose(run(*never, MASK), clean, rtol=1e-5, atol=1e-6)
-    gradient = jax.grad(lambda s: run(s, never[1], MASK).sum())(never[0])
+    np.testing.assert_allclose(run(*never, JSD_MASK), clean, rtol=1e-5, atol=1e-6)
+    gradient = jax.grad(lambda s: run(s, never[1], JSD_MASK).sum())(never[0])
     assert np.isfinite(gradient).all()
 
 
@@ -125,3 +155,204 @@ def test_a_closed_range_on_an_unmoved_critic_keeps_the_gradient():
     x, mask = jnp.array([1.0]), jnp.array([True])
     gradient = jax.grad(lambda v: clipped_value_loss(v, x, 0 * x, mask, epsilon=0.0).sum())(x)
     assert gradient == 1
+
+
+CASES = {f"{index}-{case['loss']}": case for index, case in enumerate(GOLDEN["cases"])}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if index % 3 == 0 else pytest.param(name, marks=pytest.mark.exhaustive)
+        for index, name in enumerate(CASES)
+    ],
+)
+def test_golden(name):
+    case = CASES[name]
+    loss_fn = getattr(loss_room, case["loss"])(**case["kwargs"])
+    arguments = {key: DATA[key] for key in case["arguments"]}
+    arguments |= {"topk": case["topk"]} if case["topk"] else {}
+    value, gradient = value_and_gradient(loss_fn, case["of"], **arguments)
+    np.testing.assert_allclose(value, case["value"], **GOLDEN["tolerance"])
+    if case["kwargs"].get("dft"):
+        # The weights of the paper carry no gradient; Twinkle's do.
+        assert not np.allclose(gradient, case["gradient"])
+    else:
+        np.testing.assert_allclose(gradient, case["gradient"], **GOLDEN["tolerance"])
+    tokens = loss_fn({"labels": LABELS}, {case["of"]: DATA[case["of"]]}, **arguments).num_tokens
+    assert (tokens or 0) == case["num_tokens"]
+
+
+def test_weights_of_dft_carry_no_gradient():
+    _, gradient = value_and_gradient(CrossEntropyLoss(dft=True), "logps")
+    np.testing.assert_allclose(
+        gradient, np.where(MASK, -np.exp(LOGPS), 0) / MASK.sum(), rtol=1e-5, atol=1e-8
+    )
+
+
+def test_flat_labels():
+    flat, logits = LABELS.reshape(-1), LOGITS.reshape(-1, 7)
+    whole = CrossEntropyLoss()({"labels": LABELS}, {"logps": LOGPS}).loss
+    for outputs in ({"logits": logits}, {"logps": LOGPS.reshape(-1)}):
+        value = CrossEntropyLoss()({"labels": flat}, outputs).loss
+        np.testing.assert_allclose(value, whole, rtol=1e-6)
+
+
+@pytest.mark.parametrize("settings", [{}, {"dft": True}, {"reduction": "sum"}], ids=str)
+def test_in_chunks_it_is_the_same(settings):
+    whole, chunked = CrossEntropyLoss(**settings), ChunkedCrossEntropyLoss(3, **settings)
+    for of in ("logits", "logps"):
+        expected, wanted = value_and_gradient(whole, of)
+        value, gradient = value_and_gradient(chunked, of)
+        np.testing.assert_allclose(value, expected, rtol=1e-6)
+        np.testing.assert_allclose(gradient, wanted, rtol=1e-5, atol=1e-7)
+    arguments = {"labels": LABELS}, {"logits": LOGITS}
+    assert chunked(*arguments).num_tokens == whole(*arguments).num_tokens
+    nothing = {"labels": np.full_like(LABELS, -100)}, {"logits": LOGITS}
+    assert chunked(*nothing).loss == 0
+
+
+def test_there_is_nothing_for_chunks_to_save():
+    """Beside logits and their gradient, nothing of their size is held."""
+    labels = jnp.ones((1, 1024), jnp.int32)
+
+    def loss(logits):
+        return CrossEntropyLoss()({"labels": labels}, {"logits": logits}).loss
+
+    logits = jax.ShapeDtypeStruct((1, 1024, 256), jnp.float32)
+    compiled = jax.jit(jax.grad(loss)).lower(logits).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < 0.1 * 1024 * 256 * 4
+
+
+def test_mean_squared_error():
+    # ((1 - 3)^2 + (2 - 5)^2) / 2 = 6.5, with gradients 1 * (1 - 3) and 1 * (2 - 5).
+    def loss(x, **kwargs):
+        return MSELoss()({"labels": [[3, 5.0]]}, {"logits": x}, **kwargs).loss
+
+    value, gradient = jax.value_and_grad(loss)(jnp.array([[1.0, 2.0]]))
+    assert value == 6.5
+    np.testing.assert_array_equal(gradient, [[-2.0, -3.0]])
+    assert loss(jnp.array([[1.0, 2.0]]), denominator=4) == 3.25
+    assert loss(jnp.array([[3.0, 5.0]])) == 0
+    with pytest.raises(ValueError, match="logits"):
+        loss(jnp.zeros(2))
+    with pytest.raises(TypeError, match="logits"):
+        loss(jnp.zeros((1, 2), int))
+
+
+@pytest.mark.exhaustive
+def test_the_student_learns_its_teacher():
+    value, gradient = value_and_gradient(GKDLoss(), "logits", teacher_logits=LOGITS)
+    np.testing.assert_allclose(value, 0, atol=1e-7)
+    np.testing.assert_allclose(gradient, 0, atol=1e-7)
+    whole = GKDLoss()({"labels": LABELS}, {"logits": LOGITS}, **TEACHER).loss
+    for size in (1, 4, 19, 20, 100):
+        chunked = GKDLoss(chunk_size=size)({"labels": LABELS}, {"logits": LOGITS}, **TEACHER).loss
+        np.testing.assert_allclose(chunked, whole, rtol=1e-5)
+    some = GKDLoss(topk=3)({"labels": LABELS}, {"logits": LOGITS}, **TEACHER).loss
+    other = GKDLoss(topk=5)({"labels": LABELS}, {"logits": LOGITS}, topk=3, **TEACHER).loss
+    assert some == other != whole
+
+
+def critic_loss(values, old, returns, mask, loss_fn=PPOValueLoss()):  # noqa: B008
+    return loss_fn(
+        {"labels": jnp.where(mask, 7, -100)}, {"values": values}, old_values=old, returns=returns
+    ).loss
+
+
+def test_critic_worked_by_hand():
+    # Values 2 and 1 from 0 with epsilon 0.5, returns 1: errors max(1, 0.25) and max(0, 0.25);
+    # half of them over two tokens. In [batch, time, 1], as a linear layer returns it.
+    values = jnp.array([[[2.0], [1.0], [jnp.nan]]])
+    mask = jnp.array([[True, True, False]])
+    run = jax.value_and_grad(
+        lambda x: critic_loss(x, [[0.0, 0.0]], [[1.0, 1.0]], mask, PPOValueLoss(0.5))
+    )
+    value, gradient = jax.jit(run)(values)
+    assert value == 0.3125
+    np.testing.assert_array_equal(gradient, [[[0.5], [0.0], [0.0]]])
+
+
+def test_critic_matches_reference():
+    batch = random_batch(90, per_token=True)
+    arguments = batch.logprobs, batch.old, batch.advantages, batch.mask
+    desired = reference.token_mean(reference.value_loss(*arguments), batch.mask)
+    np.testing.assert_allclose(critic_loss(*arguments), desired, rtol=1e-5)
+    wide = critic_loss(*arguments, PPOValueLoss(epsilon=9.0))
+    error = np.square(batch.logprobs - batch.advantages)[batch.mask].mean() / 2
+    np.testing.assert_allclose(wide, error, rtol=1e-5)
+
+
+def test_defaults_and_order_are_twinkles():
+    orders = {
+        CrossEntropyLoss: {"ignore_index": -100, "reduction": "mean", "dft": False},
+        DPOLoss: {
+            "beta": 0.1,
+            "label_smoothing": 0.0,
+            "ignore_index": -100,
+            "loss_type": "sigmoid",
+            "reference_free": False,
+            "sft_weight": 0.0,
+        },
+        GKDLoss: {"beta": 0.5, "temperature": 1.0, "ignore_index": -100, "chunk_size": 512},
+        MSELoss: {},
+        PPOValueLoss: {"epsilon": 0.2, "ignore_index": -100},
+        SimPOLoss: {"beta": 2.5, "gamma": 0.5, "ignore_index": -100},
+        CPOLoss: {"beta": 0.1, "bc_coef": 1.0, "ignore_index": -100},
+        ORPOLoss: {"lambda_orpo": 0.1, "ignore_index": -100},
+    }
+    for cls, defaults in orders.items():
+        parameters = inspect.signature(cls).parameters
+        arguments = {name: parameter.default for name, parameter in parameters.items()}
+        assert list(arguments.items())[: len(defaults)] == list(defaults.items())
+
+
+@pytest.mark.parametrize(
+    ("cls", "wrong", "argument"),
+    [
+        (CrossEntropyLoss, {"reduction": "max"}, "reduction"),
+        (ChunkedCrossEntropyLoss, {"chunk_size": 0}, "chunk_size"),
+        (ChunkedCrossEntropyLoss, {"chunk_size": 1, "reduction": "max"}, "reduction"),
+        (LigerFusedLinearCrossEntropyLoss, {"label_smoothing": 0.1}, "label_smoothing"),
+        (LigerFusedLinearCrossEntropyLoss, {"softcap": 30.0}, "softcap"),
+        (DPOLoss, {"loss_type": "best"}, "loss_type"),
+        (DPOLoss, {"loss_type": "ipo", "label_smoothing": 0.1}, "label_smoothing"),
+        (GKDLoss, {"beta": -0.1}, "beta"),
+        (GKDLoss, {"temperature": 0.0}, "temperature"),
+        (GKDLoss, {"chunk_size": 0}, "chunk_size"),
+    ],
+)
+def test_errors_of_the_classes(cls, wrong, argument):
+    with pytest.raises(ValueError, match=f"^(Unknown )?{argument}"):
+        cls(**wrong)
+
+
+def test_errors_of_the_calls():
+    def call(loss_fn, labels=LABELS, outputs=None, **arguments):
+        outputs = outputs or {"logps": LOGPS, "logits": LOGITS, "values": LOGPS}
+        return loss_fn({"labels": labels}, outputs, **arguments)
+
+    topk = {key: DATA[key] for key in ("teacher_topk_logprobs", "teacher_topk_indices")}
+    indices = topk["teacher_topk_indices"]
+    for error, argument, loss_fn, arguments in [
+        (AssertionError, "teacher_logits", GKDLoss(), {}),
+        (ValueError, "teacher_logits", GKDLoss(), {"teacher_logits": LOGITS[..., :5]}),
+        (
+            ValueError,
+            "teacher_topk_indices",
+            GKDLoss(),
+            topk | {"teacher_topk_indices": indices[..., :2]},
+        ),
+        (
+            TypeError,
+            "teacher_topk_indices",
+            GKDLoss(),
+            topk | {"teacher_topk_indices": indices.astype(np.float32)},
+        ),
+        (ValueError, "outputs", GKDLoss(), TEACHER | {"outputs": {"logits": LOGITS[:, :4]}}),
+        (TypeError, "old_values", PPOValueLoss(), {"returns": LOGPS}),
+        (TypeError, "returns", PPOValueLoss(), {"old_values": LOGPS}),
+        (ValueError, "returns", PPOValueLoss(), {"old_values": LOGPS, "returns": [[1.0] * 9] * 4}),
+    ]:
+        with pytest.raises(error, match=f"^{argument}"):
+            call(loss_fn, **arguments)

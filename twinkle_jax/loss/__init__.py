@@ -4,23 +4,25 @@ A loss is a ratio, a surrogate and a reduction, each a function:
 `token_mean(clipped_surrogate(token_log_ratio(...), advantages, mask), mask)`.
 
 Public is what this file lists; all else in this folder is private and may change. One file a
-concept; the files that end in `_losses` have the objects that a train step takes, under Twinkle's
-names.
+concept: its functions, and the objects that a train step takes, under Twinkle's names.
 """
 
 from twinkle_jax.loss.contrastive import InfonceLoss, info_nce
-from twinkle_jax.loss.importance_correction import (
-    Correction,
-    CorrectionMode,
-    ImportanceCorrection,
-    masked_importance_weights,
-    masked_sequence_importance_weights,
-    truncated_importance_weights,
-    truncated_sequence_importance_weights,
-)
 from twinkle_jax.loss.loss_object import Loss, LossOutput, LossUnit, SampleValues
 from twinkle_jax.loss.masked_inputs import Advantages, Coefficient, Mask, PerToken
 from twinkle_jax.loss.named_losses import LOSSES, LossFunction, get_loss
+from twinkle_jax.loss.off_policy import (
+    Correction,
+    CorrectionMode,
+    ImportanceCorrection,
+    binary_kl_mask,
+    masked_importance_weights,
+    masked_sequence_importance_weights,
+    off_policy_sequence_mask,
+    total_variation_mask,
+    truncated_importance_weights,
+    truncated_sequence_importance_weights,
+)
 from twinkle_jax.loss.penalties import entropy_bonus, kl_k1, kl_k2, kl_k3, top_entropy_mask
 from twinkle_jax.loss.policy_losses import (
     BNPOLoss,
@@ -40,7 +42,11 @@ from twinkle_jax.loss.policy_metrics import (
     sampler_mismatch,
 )
 from twinkle_jax.loss.preference import (
+    CPOLoss,
+    DPOLoss,
+    ORPOLoss,
     PerPair,
+    SimPOLoss,
     cpo_preference,
     hinge_preference,
     ipo_preference,
@@ -49,22 +55,19 @@ from twinkle_jax.loss.preference import (
     sigmoid_preference,
     simpo_preference,
 )
-from twinkle_jax.loss.preference_losses import CPOLoss, DPOLoss, ORPOLoss, SimPOLoss
 from twinkle_jax.loss.ratio import sequence_log_ratio, token_log_ratio
 from twinkle_jax.loss.reduction import constant_length, sequence_mean, token_mean
 from twinkle_jax.loss.supervised import (
-    clipped_value_loss,
-    cross_entropy,
-    dynamic_fine_tuning,
-    generalised_jsd,
-)
-from twinkle_jax.loss.supervised_losses import (
     ChunkedCrossEntropyLoss,
     CrossEntropyLoss,
     GKDLoss,
     LigerFusedLinearCrossEntropyLoss,
     MSELoss,
     PPOValueLoss,
+    clipped_value_loss,
+    cross_entropy,
+    dynamic_fine_tuning,
+    generalised_jsd,
 )
 from twinkle_jax.loss.surrogate import (
     clipped_importance_surrogate,
@@ -73,11 +76,6 @@ from twinkle_jax.loss.surrogate import (
     soft_gate_surrogate,
 )
 from twinkle_jax.loss.token_logprobs import token_logprobs
-from twinkle_jax.loss.trust_region import (
-    binary_kl_mask,
-    off_policy_sequence_mask,
-    total_variation_mask,
-)
 
 __all__ = [
     "LOSSES",

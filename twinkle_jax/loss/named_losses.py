@@ -22,8 +22,8 @@ from twinkle_jax.loss.policy_losses import (
     PPOLoss,
     SAPOLoss,
 )
-from twinkle_jax.loss.preference_losses import CPOLoss, DPOLoss, ORPOLoss, SimPOLoss
-from twinkle_jax.loss.supervised_losses import (
+from twinkle_jax.loss.preference import CPOLoss, DPOLoss, ORPOLoss, SimPOLoss
+from twinkle_jax.loss.supervised import (
     ChunkedCrossEntropyLoss,
     CrossEntropyLoss,
     GKDLoss,

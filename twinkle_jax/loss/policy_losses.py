@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from twinkle_jax.loss.importance_correction import Correction
 from twinkle_jax.loss.loss_object import (
     Loss,
     LossOutput,
@@ -22,6 +21,7 @@ from twinkle_jax.loss.loss_object import (
     refuse_unknown,
 )
 from twinkle_jax.loss.masked_inputs import Coefficient, Mask, PerToken
+from twinkle_jax.loss.off_policy import Correction
 from twinkle_jax.loss.penalties import entropy_bonus, kl_k3
 from twinkle_jax.loss.policy_metrics import PolicyMetrics, policy_metrics
 from twinkle_jax.loss.ratio import sequence_log_ratio, token_log_ratio

@@ -1,14 +1,33 @@
 """Losses of pairs of sequences, one chosen and one rejected.
 
 The first four compare log-ratios to a reference policy, summed over tokens; SimPO, CPO and ORPO do
-without a reference.
+without a reference. The objects under Twinkle's names take chosen and rejected rows in turn.
 """
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 from jaxtyping import Array, Float
 
-from twinkle_jax.loss.masked_inputs import Coefficient
+from twinkle_jax.loss.loss_object import (
+    InvalidLossInputError,
+    Labels,
+    Loss,
+    LossOutput,
+    SampleValues,
+    aligned,
+    label_logprobs,
+    read_labels,
+    refuse_unknown,
+)
+from twinkle_jax.loss.masked_inputs import Coefficient, Mask, PerToken, masked_inputs
+from twinkle_jax.loss.reduction import token_mean
+from twinkle_jax.loss.supervised import cross_entropy
 
 PerPair = Float[Array, "*pairs"]
 """One number per pair of sequences."""
@@ -256,3 +275,292 @@ def _checked(chosen: PerPair, rejected: PerPair) -> tuple[PerPair, PerPair]:
     double = jnp.float64 in (chosen.dtype, rejected.dtype)
     dtype = jnp.float64 if double else jnp.float32
     return chosen.astype(dtype), rejected.astype(dtype)
+
+
+LOSS_TYPES: dict[str, Callable[..., PerPair]] = {
+    "sigmoid": sigmoid_preference,
+    "hinge": hinge_preference,
+    "ipo": ipo_preference,
+    "kto_pair": kto_pair_preference,
+}
+
+
+@dataclass(frozen=True)
+class DPOLoss(Loss):
+    """Loss of DPO and its variants, averaged over pairs; rows are chosen and rejected in turn.
+
+    Calls `sigmoid_preference`, `hinge_preference`, `ipo_preference` or `kto_pair_preference`.
+    Immutable, equal when its fields are, hashable.
+
+    Args:
+        beta: how much a nat of difference counts, above 0.
+        label_smoothing: share of pairs assumed to be mislabelled; for `'sigmoid'` only.
+        ignore_index: the label that means "no loss here".
+        loss_type: `'sigmoid'` (DPO), `'hinge'` (SLiC), `'ipo'` or `'kto_pair'`.
+        reference_free: ignore the reference policy.
+        sft_weight: weight of the cross entropy of the chosen sequences, averaged over their tokens.
+
+    Raises:
+        ValueError: if `loss_type` is unknown, or has no label smoothing.
+
+    References:
+        [Direct Preference Optimization](https://arxiv.org/abs/2305.18290) (Rafailov et al., 2023)
+
+    Example:
+        >>> outputs, inputs = {"logps": jnp.zeros((2, 3))}, {"labels": jnp.ones((2, 3), int)}
+        >>> print(DPOLoss()(inputs, outputs, ref_logps=jnp.zeros((2, 3))).loss)
+        0.6931472
+    """
+
+    divides_by = "pairs"
+
+    beta: Coefficient = 0.1
+    label_smoothing: float = 0.0
+    ignore_index: int = -100
+    loss_type: str = "sigmoid"
+    reference_free: bool = False
+    sft_weight: Coefficient = 0.0
+
+    def __post_init__(self) -> None:
+        if self.loss_type not in LOSS_TYPES:
+            known = ", ".join(map(repr, LOSS_TYPES))
+            raise ValueError(
+                f"Unknown loss_type: it must be one of {known}, got {self.loss_type!r}"
+            )
+        if self.loss_type != "sigmoid" and self.label_smoothing != 0:
+            raise ValueError(
+                f"label_smoothing must be 0 for loss_type={self.loss_type!r}, got "
+                f"{self.label_smoothing}"
+            )
+
+    def __call__(
+        self,
+        inputs: Mapping[str, Any],
+        outputs: Mapping[str, Any],
+        *,
+        ref_outputs: Mapping[str, Any] | None = None,
+        ref_logps: SampleValues | None = None,
+        ref_chosen_logps: ArrayLike | None = None,
+        ref_rejected_logps: ArrayLike | None = None,
+        denominator: Coefficient | None = None,
+        **kwargs: Any,
+    ) -> LossOutput:
+        """Compute the loss of a batch.
+
+        Args:
+            inputs: `labels` [batch, time]; rows are chosen, rejected, chosen, rejected, …
+            outputs: `logps` [batch, time], or `logits` [batch, time, vocabulary].
+            ref_outputs: outputs of the reference policy, with `logps`; or
+            ref_logps: its log-probabilities, [batch, time] or a row for each sequence; or
+            ref_chosen_logps: their sums over each chosen sequence, [pairs], and
+            ref_rejected_logps: over each rejected one. Without any of them, the loss is 0 without
+                gradient, unless it is `reference_free`.
+            denominator: for gradient accumulation, the pairs in the whole batch. The cross entropy
+                of `sft_weight` is still averaged over the tokens of each micro-batch.
+            **kwargs: arguments of other losses are ignored, so that losses can be swapped.
+
+        Returns:
+            The loss, differentiable in `logps` or `logits`. A pair without labels has a loss of 0.
+
+        Raises:
+            ValueError: if a shape or a row does not fit, or rows are not in pairs.
+            TypeError: if labels are not integers, or an argument is unknown.
+        """
+        refuse_unknown(kwargs)
+        labels, logprobs = _read_pairs(inputs, outputs, self.ignore_index)
+        if ref_logps is None and ref_outputs is not None:
+            ref_logps = ref_outputs.get("logps")
+        reference = _reference(labels, logprobs, ref_logps, ref_chosen_logps, ref_rejected_logps)
+        if reference is None and not self.reference_free:
+            return LossOutput(jnp.zeros((), logprobs.dtype))
+        sums = jnp.sum(logprobs, axis=-1)
+        if reference is not None and not self.reference_free:
+            sums -= jax.lax.stop_gradient(reference)
+        preference = LOSS_TYPES[self.loss_type]
+        if self.loss_type == "sigmoid":
+            preference = partial(sigmoid_preference, label_smoothing=self.label_smoothing)
+        losses = preference(sums[0::2], sums[1::2], beta=self.beta)
+        return _pair_mean(losses, logprobs, labels.mask, self.sft_weight, denominator)
+
+
+@dataclass(frozen=True)
+class SimPOLoss(Loss):
+    """Loss of SimPO, averaged over pairs; rows are chosen and rejected in turn.
+
+    Calls `simpo_preference`. Immutable, equal when its fields are, hashable.
+
+    Args:
+        beta: how much a nat per token counts, above 0.
+        gamma: the margin to reach, at least 0.
+        ignore_index: the label that means "no loss here".
+
+    References:
+        [SimPO](https://arxiv.org/abs/2405.14734) (Meng et al., 2024)
+
+    Example:
+        >>> outputs, inputs = {"logps": jnp.zeros((2, 3))}, {"labels": jnp.ones((2, 3), int)}
+        >>> print(SimPOLoss(gamma=0.0)(inputs, outputs).loss)
+        0.6931472
+    """
+
+    divides_by = "pairs"
+
+    beta: Coefficient = 2.5
+    gamma: Coefficient = 0.5
+    ignore_index: int = -100
+
+    def __call__(
+        self,
+        inputs: Mapping[str, Any],
+        outputs: Mapping[str, Any],
+        *,
+        denominator: Coefficient | None = None,
+        **kwargs: Any,
+    ) -> LossOutput:
+        """Compute the loss of a batch: see `DPOLoss`; it needs no reference policy."""
+        refuse_unknown(kwargs)
+        labels, logprobs = _read_pairs(inputs, outputs, self.ignore_index)
+        means = _means(logprobs, labels.mask)
+        losses = simpo_preference(means[0::2], means[1::2], beta=self.beta, gamma=self.gamma)
+        return _pair_mean(losses, logprobs, labels.mask, 0.0, denominator)
+
+
+@dataclass(frozen=True)
+class CPOLoss(Loss):
+    """Loss of CPO, averaged over pairs, plus the cross entropy of the chosen sequences.
+
+    Calls `cpo_preference` and `cross_entropy`, which is averaged over tokens, as in Twinkle. Rows
+    are chosen and rejected in turn. Immutable, equal when its fields are, hashable.
+
+    Args:
+        beta: how much a nat of difference counts, above 0.
+        bc_coef: weight of the cross entropy.
+        ignore_index: the label that means "no loss here".
+
+    References:
+        [Contrastive Preference Optimization](https://arxiv.org/abs/2401.08417) (Xu et al., 2024)
+
+    Example:
+        >>> outputs, inputs = {"logps": jnp.zeros((2, 3))}, {"labels": jnp.ones((2, 3), int)}
+        >>> print(CPOLoss()(inputs, outputs).loss)
+        0.6931472
+    """
+
+    divides_by = "pairs"
+
+    beta: Coefficient = 0.1
+    bc_coef: Coefficient = 1.0
+    ignore_index: int = -100
+
+    def __call__(
+        self,
+        inputs: Mapping[str, Any],
+        outputs: Mapping[str, Any],
+        *,
+        denominator: Coefficient | None = None,
+        **kwargs: Any,
+    ) -> LossOutput:
+        """Compute the loss of a batch: see `DPOLoss`; it needs no reference policy."""
+        refuse_unknown(kwargs)
+        labels, logprobs = _read_pairs(inputs, outputs, self.ignore_index)
+        sums = jnp.sum(logprobs, axis=-1)
+        losses = cpo_preference(sums[0::2], sums[1::2], beta=self.beta)
+        return _pair_mean(losses, logprobs, labels.mask, self.bc_coef, denominator)
+
+
+@dataclass(frozen=True)
+class ORPOLoss(Loss):
+    """Cross entropy of the chosen sequences, plus the odds ratio of ORPO averaged over pairs.
+
+    Calls `cross_entropy`, which is averaged over tokens, and `orpo_preference`. Rows are chosen and
+    rejected in turn. Immutable, equal when its fields are, hashable.
+
+    Args:
+        lambda_orpo: weight of the odds ratio.
+        ignore_index: the label that means "no loss here".
+
+    References:
+        [ORPO](https://arxiv.org/abs/2403.07691) (Hong et al., 2024)
+
+    Example:
+        >>> outputs = {"logps": jnp.full((2, 3), -1.0)}
+        >>> print(ORPOLoss()({"labels": jnp.ones((2, 3), int)}, outputs).loss)  # 1 + log(2) / 10
+        1.0693147
+    """
+
+    divides_by = "pairs"
+
+    lambda_orpo: Coefficient = 0.1
+    ignore_index: int = -100
+
+    def __call__(
+        self,
+        inputs: Mapping[str, Any],
+        outputs: Mapping[str, Any],
+        *,
+        denominator: Coefficient | None = None,
+        **kwargs: Any,
+    ) -> LossOutput:
+        """Compute the loss of a batch: see `DPOLoss`; it needs no reference policy."""
+        refuse_unknown(kwargs)
+        labels, logprobs = _read_pairs(inputs, outputs, self.ignore_index)
+        means = _means(logprobs, labels.mask)
+        losses = orpo_preference(means[0::2], means[1::2])
+        losses *= jnp.asarray(self.lambda_orpo, losses.dtype)
+        return _pair_mean(losses, logprobs, labels.mask, 1.0, denominator)
+
+
+def _read_pairs(
+    inputs: Mapping[str, Any], outputs: Mapping[str, Any], ignore_index: int
+) -> tuple[Labels, PerToken]:
+    """Read labels in pairs of rows, and their log-probabilities, 0 where there is no label."""
+    labels = read_labels(inputs, ignore_index)
+    if len(labels.mask) % 2:
+        raise InvalidLossInputError(
+            "inputs['labels'] must have an even number of rows, chosen and rejected in turn, "
+            f"got {len(labels.mask)}"
+        )
+    (logprobs,) = masked_inputs(labels.mask, logprobs=label_logprobs(outputs, labels))
+    return labels, logprobs
+
+
+def _means(logprobs: PerToken, mask: Mask) -> Float[Array, " batch"]:
+    lengths = jnp.sum(mask, axis=-1, dtype=logprobs.dtype)
+    return jnp.sum(logprobs, axis=-1) / jnp.maximum(lengths, 1)
+
+
+def _pair_mean(
+    losses: PerPair,
+    logprobs: PerToken,
+    mask: Mask,
+    sft_weight: Coefficient,
+    denominator: Coefficient | None,
+) -> LossOutput:
+    """Average over pairs, and add the weighted cross entropy of the chosen sequences."""
+    losses = jnp.where(jnp.any(mask.reshape(len(losses), -1), axis=-1), losses, 0)
+    if not (isinstance(sft_weight, int | float) and sft_weight == 0):
+        chosen = token_mean(cross_entropy(logprobs[0::2], mask[0::2]), mask[0::2])
+        losses += jnp.asarray(sft_weight, losses.dtype) * chosen
+    count = max(1, len(losses)) if denominator is None else denominator
+    return LossOutput(jnp.sum(losses) / jnp.asarray(count, losses.dtype))
+
+
+def _reference(
+    labels: Labels,
+    logprobs: PerToken,
+    per_token: SampleValues | None,
+    chosen: ArrayLike | None,
+    rejected: ArrayLike | None,
+) -> Float[Array, " batch"] | None:
+    """Sum the reference's log-probabilities over each sequence, unless the sums are passed."""
+    dtype, pairs = logprobs.dtype, len(logprobs) // 2
+    if chosen is not None and rejected is not None:
+        sums = jnp.asarray(chosen, dtype), jnp.asarray(rejected, dtype)
+        for name, value in zip(("ref_chosen_logps", "ref_rejected_logps"), sums, strict=True):
+            if value.shape != (pairs,):
+                raise ValueError(f"{name} must have shape {(pairs,)}, got {value.shape}")
+        return jnp.stack(sums, axis=1).reshape(-1)
+    if per_token is None:
+        return None
+    rows = aligned("ref_logps", per_token, labels, dtype)
+    return jnp.sum(masked_inputs(labels.mask, ref_logps=rows)[0], axis=-1)
