@@ -71,7 +71,7 @@ def test_hub_ids_name_their_files(monkeypatch, tmp_path):
         calls.append((place, split, subset))
         return [tmp_path / "a.jsonl"]
 
-    monkeypatch.setattr("twinkle_jax.twinkle.dataset.base.download_split", download)
+    monkeypatch.setattr("twinkle_jax.twinkle.dataset.download_split", download)
     assert len(Dataset(DatasetMeta("hf://openai/gsm8k", "main", "test"))) == 1
     assert [row["n"] for row in IterableDataset(DatasetMeta("openai/gsm8k"))] == [1]
     assert calls == [("openai/gsm8k", "test", "main"), ("openai/gsm8k", "train", "data")]
@@ -271,6 +271,14 @@ def test_a_row_that_is_longer_than_a_packed_one_is_one_by_itself():
 
 def talk(question):
     return [{"role": "user", "content": question}, {"role": "assistant", "content": "2"}]
+
+
+def test_packed_rows_are_2048_wide_without_a_template_that_says_so():
+    rows = [{"input_ids": [1] * size} for size in (1500, 548, 100)]
+    dataset = PackingDataset(meta(rows))
+    dataset.set_template(lambda trajectory: trajectory)
+    dataset.pack_dataset()
+    assert sorted(len(row["input_ids"]) for row in dataset) == [100, 2048]
 
 
 @pytest.mark.parametrize("encoded", [False, True])

@@ -64,6 +64,7 @@ def test_weights_alone(checkpoint, tmp_path):
     other = start(checkpoint)
     other.load("one", output_dir=tmp_path, load_optimizer=True)
     assert_equal(other.state, model.state)
+    assert other.learning_rate == model.learning_rate < 0.05  # the schedule goes on, too
 
 
 def test_files(checkpoint, tmp_path, monkeypatch):

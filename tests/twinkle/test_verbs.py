@@ -14,6 +14,7 @@ from twinkle_jax.twinkle.checkpoint_engine import CheckpointEngineManager
 from twinkle_jax.twinkle.metric import DPOMetric
 from twinkle_jax.twinkle.model import MegatronModel, TransformersModel
 from twinkle_jax.twinkle.model.optimizer import choose_optimizer
+from twinkle_jax.twinkle.model.passes import read_teacher
 from twinkle_jax.twinkle.processor import InputProcessor
 
 PAIRS = [INPUTS[0], INPUTS[1], INPUTS[2], INPUTS[1]]
@@ -150,6 +151,25 @@ def test_what_changes_nothing_and_what_would(checkpoint, model):
         model.forward_backward(inputs=INPUTS, task="embedding")
     text = model.get_train_configs()
     assert "Trainable params" in text and "trainable%: 100.0000" in text and "GRPOLoss" in text
+
+
+def test_a_teachers_likeliest_tokens_come_from_its_logits():
+    logits = [[[0.0, 3.0, 1.0, 2.0], [5.0, 4.0, 7.0, 6.0]]]
+    values, tokens = read_teacher({"logits": logits}, None, None, None, 2)
+    assert values.tolist() == [[[3.0, 2.0], [7.0, 6.0]]] and tokens.tolist() == [[[1, 3], [2, 3]]]
+    every = {"teacher_logits": logits, "topk": None}
+    assert read_teacher(every, None, None, None, 2)[1].tolist() == [[[1, 3, 2, 0], [2, 3, 0, 1]]]
+    with pytest.raises(ValueError, match="teacher_output"):
+        read_teacher({"logits": logits}, logits, None, None, None)
+
+
+def test_adapters_lie_over_parameters_of_the_type_that_is_computed_in(checkpoint):
+    model = TransformersModel(model_id=checkpoint, mixed_precision="bf16")
+    assert {x.dtype.name for x in jax.tree.leaves(model.params)} == {"float32"}
+    model.add_adapter_to_model("default", LORA)
+    frozen = {x.dtype.name for x in jax.tree.leaves(model.group().frozen["lm_head"])}
+    assert frozen == {"bfloat16"}
+    assert {x.dtype.name for x in jax.tree.leaves(model.state.params)} == {"float32"}
 
 
 def test_meshes_of_twinkle(checkpoint):

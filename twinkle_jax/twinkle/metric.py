@@ -3,6 +3,7 @@
 import math
 import statistics
 import time
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,12 +18,13 @@ Numbers = np.ndarray[Any, Any]
 
 
 class Metric:
-    """A metric: `accumulate` sees every pass, `calculate` gives numbers and begins anew.
+    """A metric: `accumulate` sees every pass, `calculate` reports and starts again.
 
-    A subclass keeps its sums in attributes that `reset` sets.
+    Those below set their sums in `_begin`, change them in `_add` and read them in `_report`. A
+    script's own metric may override `accumulate`, `calculate` and `reset` instead.
 
     Args:
-        device_mesh: unused: what a metric sees is already of all devices.
+        device_mesh: unused: a metric sees the rows of all devices.
         process_group: unused, likewise.
         options: none others.
     """
@@ -32,44 +34,53 @@ class Metric:
             raise TypeError(f"{type(self).__name__} has no option {sorted(options)[0]!r}")
         self.reset()
 
-    def accumulate(self, inputs: Any, outputs: Any, **facts: Any) -> None:
-        """Look at a pass: its input features, its outputs, and the arguments of its loss."""
-        raise NotImplementedError
+    def accumulate(self, inputs: Any = None, outputs: Any = None, **facts: Any) -> None:
+        """Add a pass: its input features, its outputs, and the arguments of its loss."""
+        self._add(inputs, outputs or {}, **facts)
 
     def calculate(self) -> Mapping[str, Any]:
-        """Give the numbers since the last call."""
-        raise NotImplementedError
+        """Report on the passes since the last call."""
+        results = self._report()
+        self.reset()
+        return results
 
     def reset(self) -> None:
-        """Begin anew."""
+        """Forget all passes."""
+        self._begin()
+
+    def _begin(self) -> None:
+        pass
+
+    def _add(self, inputs: Any, outputs: Any, **facts: Any) -> None:
+        raise NotImplementedError
+
+    def _report(self) -> dict[str, Any]:
+        raise NotImplementedError
 
 
 class Accuracy(Metric):
-    """How often the most likely token is the label: `accuracy`, two digits, and its counts."""
+    """Share of positions whose most likely token is the label: `accuracy`, and its two counts.
 
-    def reset(self) -> None:
-        """Begin anew."""
+    It takes one feature or one batch at a time; passes without `logits` are not counted.
+    """
+
+    def _begin(self) -> None:
         self.total_correct = self.total_count = 0
 
-    def accumulate(self, inputs: Any, outputs: Any, **facts: Any) -> None:
-        """Count the positions of one feature or one batch; without `logits` nothing is counted."""
+    def _add(self, inputs: Any, outputs: Any, **facts: Any) -> None:
         assert not isinstance(inputs, list), "Accuracy does not support list InputFeature"
-        logits = outputs.get("logits")
-        if logits is None:
+        if outputs.get("logits") is None:
             return
-        tokens = np.asarray(logits).argmax(-1)
+        tokens = np.asarray(outputs["logits"]).argmax(-1)
         labels = np.asarray(inputs["labels"])[..., -tokens.shape[-1] :]
-        mask = inputs.get("completion_mask")
-        mask = (
-            labels != IGNORE if mask is None else np.asarray(mask, bool)[..., -labels.shape[-1] :]
-        )
+        mask = labels != IGNORE
+        if inputs.get("completion_mask") is not None:
+            mask = np.asarray(inputs["completion_mask"], bool)[..., -labels.shape[-1] :]
         self.total_correct += int(((tokens == labels) & mask).sum())
         self.total_count += int(mask.sum())
 
-    def calculate(self) -> Mapping[str, Any]:
-        """Give the share of correct tokens; nothing where none were counted."""
+    def _report(self) -> dict[str, Any]:
         correct, total = self.total_correct, self.total_count
-        self.reset()
         if not total:
             return {}
         share = f"{correct / total:.2f}"
@@ -77,35 +88,30 @@ class Accuracy(Metric):
 
 
 class LossMetric(Metric):
-    """The mean `loss` of passes, four digits, and the last `grad_norm`, six."""
+    """Mean `loss` of passes and the last `grad_norm`.
 
-    def reset(self) -> None:
-        """Begin anew."""
+    With `loss_reduction='sum'` losses are divided by their tokens.
+    """
+
+    def _begin(self) -> None:
         self.total_loss, self.total_count, self.num_tokens, self.grad_norm = 0.0, 0, 0.0, 0.0
 
-    def accumulate(self, inputs: Any, outputs: Any, **facts: Any) -> None:
-        """Add a loss; one with `loss_reduction='sum'` with the tokens that it is a sum over."""
+    def _add(self, inputs: Any, outputs: Any, **facts: Any) -> None:
         if "loss" not in outputs:
             return
         if facts.get("loss_reduction") == "sum":
             tokens = outputs.get("num_tokens")
             if tokens is None:
-                features = inputs if isinstance(inputs, list) else [inputs]
-                tokens = sum(int((np.asarray(x["labels"]) >= 0).sum()) for x in features)
+                tokens = sum(int((np.asarray(x["labels"]) >= 0).sum()) for x in _list(inputs))
             self.num_tokens += float(tokens)
         if facts.get("grad_norm") is not None:
             self.grad_norm = float(facts["grad_norm"])
         self.total_loss += float(outputs["loss"])
         self.total_count += 1
 
-    def calculate(self) -> Mapping[str, Any]:
-        """Give the mean."""
+    def _report(self) -> dict[str, Any]:
         divisor = self.num_tokens or self.total_count or 1
-        results = {"loss": f"{self.total_loss / divisor:.4f}"}
-        if self.grad_norm > 0:
-            results["grad_norm"] = f"{self.grad_norm:.6f}"
-        self.reset()
-        return results
+        return {"loss": f"{self.total_loss / divisor:.4f}"} | _norm(self.grad_norm)
 
 
 class TrainMetric(Metric):
@@ -117,40 +123,38 @@ class TrainMetric(Metric):
         self.start_time = time.time()
         super().__init__(device_mesh, process_group, **options)
 
-    def reset(self) -> None:
-        """Begin an interval; what was reached stays."""
+    def _begin(self) -> None:
         self.time, self.last_step = time.time(), self.step
 
-    def accumulate(self, inputs: Any, outputs: Any, **facts: Any) -> None:
-        """Note where training is."""
+    def _add(self, inputs: Any, outputs: Any, **facts: Any) -> None:
         rates = facts.get("lr")
         self.lr = rates if isinstance(rates, list) else [rates]
         self.step = facts.get("step", self.step)
         steps = facts.get("gradient_accumulation_steps")
         self.gradient_accumulation_steps = steps or self.gradient_accumulation_steps
 
-    def calculate(self) -> Mapping[str, Any]:
-        """Say where training is, and how fast it goes."""
-        results: dict[str, Any] = {}
+    def _report(self) -> dict[str, Any]:
         rates = [f"{rate:.6e}" for rate in self.lr or () if rate is not None]
-        if len(rates) == 1:
-            results["learning rate"] = rates[0]
-        else:
-            names = (f"learning rate(param group {i})" for i in range(1, len(rates) + 1))
-            results |= dict(zip(names, rates, strict=True))
-        results["iters"] = self.step // self.gradient_accumulation_steps
+        names = ["learning rate"]
+        if len(rates) > 1:
+            names = [f"learning rate(param group {i})" for i in range(1, len(rates) + 1)]
         interval, elapsed = time.time() - self.time, time.time() - self.start_time
-        minutes = interval >= 60
-        shown = f"{elapsed / 60:.1f} minutes" if minutes else f"{elapsed:.0f} seconds"
-        results["total time elapse"] = shown
         updates = (self.step - self.last_step) / self.gradient_accumulation_steps
-        results["speed"] = f"{updates / max(interval, 1e-9):.2f} iters/s"
-        self.reset()
-        return results
+        return {
+            **dict(zip(names, rates, strict=False)),
+            "iters": self.step // self.gradient_accumulation_steps,
+            "total time elapse": (
+                f"{elapsed / 60:.1f} minutes" if interval >= 60 else f"{elapsed:.0f} seconds"
+            ),
+            "speed": f"{updates / max(interval, 1e-9):.2f} iters/s",
+        }
 
 
 class CompletionRewardMetric(Metric):
     """Means and deviations of rewards by name, lengths, and times: `train/NAME_reward` and others.
+
+    `accumulate` takes `rewards` by name, `completion_lengths`, and the seconds `generate_time` and
+    `weight_sync_time`. Unlike the other metrics, `calculate` does not start again.
 
     Example:
         >>> metric = CompletionRewardMetric()
@@ -159,17 +163,14 @@ class CompletionRewardMetric(Metric):
         (0.5, 4.0)
     """
 
-    def reset(self) -> None:
-        """Begin anew; unlike the other metrics, `calculate` does not."""
-        self.generate_time: list[float] = []
-        self.weight_sync_time: list[float] = []
+    def _begin(self) -> None:
+        self.values: dict[str, list[float]] = {}
         self.rewards: dict[str, list[float]] = {}
-        self.completion_lengths: list[int] = []
 
-    def accumulate(
+    def _add(
         self,
-        inputs: Any = None,
-        outputs: Any = None,
+        inputs: Any,
+        outputs: Any,
         *,
         rewards: Mapping[str, Sequence[float]] | None = None,
         completion_lengths: Sequence[int] | None = None,
@@ -177,34 +178,31 @@ class CompletionRewardMetric(Metric):
         weight_sync_time: float | None = None,
         **facts: Any,
     ) -> None:
-        """Add completions: their rewards by name, their lengths, and how long a step took."""
-        for name, values in (rewards or {}).items():
-            self.rewards.setdefault(name, []).extend(values)
-        self.completion_lengths.extend(completion_lengths or ())
-        self.generate_time += [] if generate_time is None else [generate_time]
-        self.weight_sync_time += [] if weight_sync_time is None else [weight_sync_time]
+        for name, numbers in (rewards or {}).items():
+            self.rewards.setdefault(name, []).extend(numbers)
+        seen: dict[str, Sequence[float | None]] = {
+            "profiling/Time taken: move_model_to_sampler": [weight_sync_time],
+            "profiling/Time taken: generate": [generate_time],
+            "train/completion_length": completion_lengths or (),
+        }
+        for name, values in seen.items():
+            self.values.setdefault(name, []).extend(x for x in values if x is not None)
+
+    def calculate(self) -> Mapping[str, Any]:
+        """Report on the completions that were added since `reset`."""
+        results = {name: self._mean(values) for name, values in self.values.items() if values}
+        for name, values in self.rewards.items():
+            results[f"train/{name}_reward"] = self._mean(values)
+            results[f"train/{name}_reward_std"] = self._std(values)
+        return results
 
     @staticmethod
     def _mean(values: Sequence[float]) -> float:
-        return sum(values) / len(values) if values else -1.0
+        return statistics.fmean(values) if values else -1.0
 
     @staticmethod
     def _std(values: Sequence[float]) -> float:
         return statistics.stdev(values) if len(values) > 1 else 0.0
-
-    def calculate(self) -> Mapping[str, Any]:
-        """Give the numbers of what was added."""
-        named = {
-            "profiling/Time taken: move_model_to_sampler": self.weight_sync_time,
-            "profiling/Time taken: generate": self.generate_time,
-        }
-        results = {name: self._mean(values) for name, values in named.items() if values}
-        for name, values in self.rewards.items():
-            results[f"train/{name}_reward"] = self._mean(values)
-            results[f"train/{name}_reward_std"] = self._std(values)
-        if self.completion_lengths:
-            results["train/completion_length"] = self._mean(self.completion_lengths)
-        return results
 
 
 class DPOMetric(Metric):
@@ -232,50 +230,44 @@ class DPOMetric(Metric):
         self.ignore_index, self.beta = ignore_index, beta
         super().__init__(device_mesh, process_group)
 
-    def reset(self) -> None:
-        """Begin anew."""
-        self.total_count, self.total_correct = 0, 0
-        self.has_rewards = False
+    def _begin(self) -> None:
+        self.total_count, self.total_correct, self.has_rewards = 0, 0, False
         self.logps, self.ref_logps, self.rewards = np.zeros(2), np.zeros(2), np.zeros(2)
 
-    def accumulate(self, inputs: Any, outputs: Any, **facts: Any) -> None:
-        """Add pairs."""
-        logps = outputs.get("logps")
-        if logps is None or not len(logps):
+    def _add(self, inputs: Any, outputs: Any, **facts: Any) -> None:
+        if outputs.get("logps") is None or not len(outputs["logps"]):
             return
-        labels, logps = _labels(inputs), _rows(logps)
-        assert len(labels) % 2 == 0, f"DPO metric needs an even batch, got {len(labels)} rows"
-        mask = labels != self.ignore_index
-        chosen, rejected = _pairs(logps, mask)
-        self.logps += [chosen.sum(), rejected.sum()]
-        self.total_count += len(chosen)
+        mask = _labels(inputs) != self.ignore_index
+        assert len(mask) % 2 == 0, f"DPO metric needs an even batch, got {len(mask)} rows"
+        pairs = _pairs(outputs["logps"], mask)
+        self.logps += pairs.sum(0)
+        self.total_count += len(pairs)
         reference = (facts.get("ref_outputs") or {}).get("logps", facts.get("ref_logps"))
         if reference is None:
             return
-        ref_chosen, ref_rejected = _pairs(_rows(reference), mask)
-        rewards = self.beta * np.stack([chosen - ref_chosen, rejected - ref_rejected])
-        self.ref_logps += [ref_chosen.sum(), ref_rejected.sum()]
-        self.rewards += rewards.sum(1)
-        self.total_correct += int((rewards[0] > rewards[1]).sum())
+        ref_pairs = _pairs(reference, mask)
+        rewards = self.beta * (pairs - ref_pairs)
+        self.ref_logps += ref_pairs.sum(0)
+        self.rewards += rewards.sum(0)
+        self.total_correct += int((rewards[:, 0] > rewards[:, 1]).sum())
         self.has_rewards = True
 
-    def calculate(self) -> Mapping[str, Any]:
-        """Give the means."""
+    def _report(self) -> dict[str, Any]:
         if not self.total_count:
             return {}
-        chosen, rejected = self.logps / self.total_count
-        results = {"logps/chosen": f"{chosen:.2f}", "logps/rejected": f"{rejected:.2f}"}
+        tables = [("logps/", self.logps, ".2f")]
         if self.has_rewards:
-            chosen, rejected = self.ref_logps / self.total_count
-            results["logps/ref_chosen"] = f"{chosen:.2f}"
-            results["logps/ref_rejected"] = f"{rejected:.2f}"
-            chosen, rejected = self.rewards / self.total_count
-            results["rewards/chosen"] = f"{chosen:.4f}"
-            results["rewards/rejected"] = f"{rejected:.4f}"
-            results["rewards/margins"] = f"{chosen - rejected:.4f}"
+            tables += [("logps/ref_", self.ref_logps, ".2f"), ("rewards/", self.rewards, ".4f")]
+        results = {
+            place + name: f"{total / self.total_count:{digits}}"
+            for place, totals, digits in tables
+            for name, total in zip(("chosen", "rejected"), totals, strict=True)
+        }
+        if self.has_rewards:
+            margin = (self.rewards[0] - self.rewards[1]) / self.total_count
+            results["rewards/margins"] = f"{margin:.4f}"
             share = 100 * self.total_correct / self.total_count
             results["rewards/accuracies"] = f"{share:.1f}%"
-        self.reset()
         return results
 
 
@@ -295,6 +287,7 @@ class GRPOMetric(Metric):
         temperature: log-probabilities are multiplied by it.
         epsilon: how far below 1 a ratio is not clipped.
         epsilon_high: how far above; None for the same.
+        options: none others.
     """
 
     def __init__(
@@ -307,19 +300,17 @@ class GRPOMetric(Metric):
         epsilon_high: float | None = None,
         **options: Any,
     ) -> None:
-        self.ignore_index, self.temperature, self.epsilon = ignore_index, temperature, epsilon
-        self.epsilon_high = epsilon if epsilon_high is None else epsilon_high
+        self.ignore_index, self.temperature = ignore_index, temperature
+        high = epsilon if epsilon_high is None else epsilon_high
+        self.bounds = {"epsilon": epsilon, "epsilon_high": high}
         super().__init__(device_mesh, process_group, **options)
 
-    def reset(self) -> None:
-        """Begin anew."""
-        self.n_tokens, self.n_entropy_tokens, self.n_clip = 0, 0, 0.0
-        self.sum_new = self.sum_old = self.sum_kl = self.sum_entropy = 0.0
-        self.clipped = np.zeros(2)
-        self.max_token_kl = self.max_token_ratio = 0.0
-        self.has_old = False
+    def _begin(self) -> None:
+        self.sums: defaultdict[str, float] = defaultdict(float)
+        self.max_token_kl = self.max_token_ratio = self.sum_new = 0.0
+        self.n_tokens = 0
 
-    def accumulate(
+    def _add(
         self,
         inputs: Any,
         outputs: Any,
@@ -328,66 +319,60 @@ class GRPOMetric(Metric):
         advantages: Any = None,
         **facts: Any,
     ) -> None:
-        """Add the labelled tokens of a pass."""
-        logps = None if outputs is None else outputs.get("logps")
-        if logps is None or not len(logps):
+        if outputs.get("logps") is None or not len(outputs["logps"]):
             return
-        labels, logps = _labels(inputs), self.temperature * _rows(logps)
-        mask = labels != self.ignore_index
-        logps = logps[:, : mask.shape[1]]
+        mask = _labels(inputs) != self.ignore_index
         if not mask.any():
             return
+        logps = self.temperature * _rows(outputs["logps"])[:, : mask.shape[1]]
         self.n_tokens += int(mask.sum())
         self.sum_new += float(logps[mask].sum())
-        entropies = outputs.get("entropies")
-        if entropies is not None:
-            self.sum_entropy += float(_rows(entropies)[:, : mask.shape[1]][mask].sum())
-            self.n_entropy_tokens += int(mask.sum())
-        if old_logps is None:
-            return
-        old = self.temperature * _spread(old_logps, mask)
-        difference = np.where(mask, logps - old, 0)
-        sums = _policy_sums(difference, None, mask)
-        least, most = float(sums.ratio_min), float(sums.ratio_max)
-        self.sum_old += float(old[mask].sum())
-        self.sum_kl += float(sums.approximate_kl)
-        # The divergence of a token is convex in its ratio, so one of the ends has the largest.
-        token_kl = max(ratio - 1 - math.log(ratio) for ratio in (least, most))
-        self.max_token_kl = max(self.max_token_kl, token_kl)
-        self.max_token_ratio = max(self.max_token_ratio, most)
-        self.has_old = True
-        if advantages is not None:
-            log_ratio, signs, counted = self._units(difference, _spread(advantages, mask), mask)
-            bounds = {"epsilon": self.epsilon, "epsilon_high": self.epsilon_high}
-            sums = _policy_sums(log_ratio, signs, counted, **bounds)
-            self.clipped += [float(sums.clip_fraction_low), float(sums.clip_fraction_high)]
-            self.n_clip += int(counted.sum())
+        sums: dict[str, Any] = {}
+        if outputs.get("entropies") is not None:
+            entropies = _rows(outputs["entropies"])[:, : mask.shape[1]][mask]
+            sums |= {"entropy": entropies.sum(), "entropy_tokens": entropies.size}
+        if old_logps is not None:
+            old = self.temperature * _spread(old_logps, mask)
+            difference = np.where(mask, logps - old, 0)
+            policy = _policy_sums(difference, None, mask)
+            sums |= {"old": old[mask].sum(), "kl": policy.approximate_kl, "old_tokens": mask.sum()}
+            # The divergence of a token is convex in its ratio, so one of the ends has the largest.
+            ends = float(policy.ratio_min), float(policy.ratio_max)
+            token_kl = max(ratio - 1 - math.log(ratio) for ratio in ends)
+            self.max_token_kl = max(self.max_token_kl, token_kl)
+            self.max_token_ratio = max(self.max_token_ratio, ends[1])
+            if advantages is not None:
+                log_ratio, signs, counted = self._units(difference, _spread(advantages, mask), mask)
+                clipped = _policy_sums(log_ratio, signs, counted, **self.bounds)
+                sums |= {"low": clipped.clip_fraction_low, "high": clipped.clip_fraction_high}
+                sums["units"] = counted.sum()
+        for name, value in sums.items():
+            self.sums[name] += float(value)
 
     def _units(
         self, log_ratio: Numbers, advantages: Numbers, mask: Numbers
     ) -> tuple[Numbers, Numbers | None, Numbers]:
-        """Give what is clipped or not: here tokens, by the sign of their advantage."""
+        """Return what is clipped or not: here tokens, by the sign of their advantage."""
         return log_ratio, advantages, mask
 
-    def calculate(self) -> Mapping[str, Any]:
-        """Give the means."""
-        if not self.n_tokens:
+    def _report(self) -> dict[str, Any]:
+        sums, tokens = self.sums, self.n_tokens
+        if not tokens:
             return {}
-        mean = self.sum_new / self.n_tokens
+        mean = self.sum_new / tokens
         results = {"train/policy_confidence": math.exp(mean), "train/mean_new_logp": mean}
-        if self.has_old:
-            results["train/mean_old_logp"] = self.sum_old / self.n_tokens
-            results["train/logp_diff_mean"] = mean - self.sum_old / self.n_tokens
-            results["train/approx_kl"] = self.sum_kl / self.n_tokens
+        if sums["old_tokens"]:
+            results["train/mean_old_logp"] = sums["old"] / tokens
+            results["train/logp_diff_mean"] = mean - sums["old"] / tokens
+            results["train/approx_kl"] = sums["kl"] / tokens
             results["train/token_kl_max"] = self.max_token_kl
             results["train/token_ratio_max"] = self.max_token_ratio
-        if self.n_entropy_tokens:
-            results["train/entropy"] = self.sum_entropy / self.n_entropy_tokens
-        if self.n_clip:
-            low, high = self.clipped / self.n_clip
+        if sums["entropy_tokens"]:
+            results["train/entropy"] = sums["entropy"] / sums["entropy_tokens"]
+        if sums["units"]:
+            low, high = sums["low"] / sums["units"], sums["high"] / sums["units"]
             results["train/clip_ratio_low"], results["train/clip_ratio_high"] = low, high
             results["train/clip_ratio"] = low + high
-        self.reset()
         return results
 
 
@@ -406,7 +391,7 @@ class GSPOMetric(GRPOMetric):
 
 
 class CISPOMetric(GRPOMetric):
-    """`GRPOMetric` whose clip rates do not ask for the sign of the advantage."""
+    """`GRPOMetric` whose clip rates do not depend on the sign of the advantage."""
 
     def _units(
         self, log_ratio: Numbers, advantages: Numbers, mask: Numbers
@@ -418,67 +403,59 @@ class EmbeddingMetric(Metric):
     """Similarity of anchors, whose label is 1, and the embeddings after them: `pos_sim`, `neg_sim`.
 
     `pos_sim` is their cosine, with `pos_sim_min` and `pos_sim_max`; `neg_sim` the mean product of
-    each anchor and the other positives. With a loss, `loss` and `grad_norm` too.
+    each anchor and the other positives. With a loss, `loss` and `grad_norm` too. Embeddings are
+    the `embeddings` of outputs, or their `logits`.
     """
 
-    def reset(self) -> None:
-        """Begin anew."""
-        self.similarities: list[float] = []
-        self.pos_count = 0
-        self.negatives: list[float] = []
-        self.losses: list[float] = []
-        self.grad_norm = 0.0
+    def _begin(self) -> None:
+        self.values: dict[str, list[float]] = {"pos_sim": [], "neg_sim": [], "loss": []}
+        self.grad_norm, self.pos_count = 0.0, 0
 
-    def accumulate(self, inputs: Any, outputs: Any, **facts: Any) -> None:
-        """Add a batch: `embeddings`, or `logits` that hold them."""
+    def _add(self, inputs: Any, outputs: Any, **facts: Any) -> None:
         rows = outputs.get("embeddings", outputs.get("logits"))
         if rows is None:
             return
         rows = np.asarray(rows, np.float64)
         rows = rows[:, 0] if rows.ndim == 3 else rows
-        features = inputs if isinstance(inputs, list) else [inputs]
-        labels = np.concatenate([np.asarray(x["labels"]).reshape(-1) for x in features])
+        labels = np.concatenate([np.asarray(x["labels"]).reshape(-1) for x in _list(inputs)])
         (numbers,) = np.nonzero(labels)
         if not numbers.size:
             return
         anchors, positives = rows[numbers], rows[numbers + 1]
         norms = np.linalg.norm(anchors, axis=1) * np.linalg.norm(positives, axis=1)
         cosines = (anchors * positives).sum(1) / np.maximum(norms, 1e-8)
-        self.similarities += cosines.tolist()
-        self.pos_count += len(cosines)
         products = anchors @ positives.T
-        self.negatives += products[~np.eye(len(products), dtype=bool)].tolist()
-        if outputs.get("loss") is not None:
-            self.losses.append(float(outputs["loss"]))
+        self.pos_count += len(cosines)
+        self.values["pos_sim"] += cosines.tolist()
+        self.values["neg_sim"] += products[~np.eye(len(products), dtype=bool)].tolist()
+        self.values["loss"] += [float(outputs["loss"])] if outputs.get("loss") is not None else []
         if facts.get("grad_norm") is not None:
             self.grad_norm = float(facts["grad_norm"])
 
-    def calculate(self) -> Mapping[str, Any]:
-        """Give the means."""
-        results = {}
-        if self.similarities:
-            results["pos_sim"] = f"{np.mean(self.similarities):.4f}"
-            results["pos_sim_min"] = f"{min(self.similarities):.4f}"
-            results["pos_sim_max"] = f"{max(self.similarities):.4f}"
-        for name, values in (("neg_sim", self.negatives), ("loss", self.losses)):
-            if values:
-                results[name] = f"{np.mean(values):.4f}"
-        if self.grad_norm > 0:
-            results["grad_norm"] = f"{self.grad_norm:.6f}"
-        self.reset()
-        return results
+    def _report(self) -> dict[str, Any]:
+        results = {name: f"{np.mean(x):.4f}" for name, x in self.values.items() if x}
+        if "pos_sim" in results:
+            results["pos_sim_min"] = f"{min(self.values['pos_sim']):.4f}"
+            results["pos_sim_max"] = f"{max(self.values['pos_sim']):.4f}"
+        return results | _norm(self.grad_norm)
+
+
+def _list(inputs: Any) -> list[Any]:
+    return inputs if isinstance(inputs, list) else [inputs]
+
+
+def _norm(grad_norm: float) -> dict[str, str]:
+    return {"grad_norm": f"{grad_norm:.6f}"} if grad_norm > 0 else {}
 
 
 def _labels(inputs: Any) -> Numbers:
     """Stack the labels of features, or of batches of them."""
-    features = inputs if isinstance(inputs, list) else [inputs]
-    rows = [row for x in features for row in np.atleast_2d(np.asarray(x["labels"]))]
+    rows = [row for x in _list(inputs) for row in np.atleast_2d(np.asarray(x["labels"]))]
     return np.asarray(pad_rows(rows, IGNORE))
 
 
 def _rows(values: Any) -> Numbers:
-    batches = values if isinstance(values, list) else [values]
-    rows = [row for x in batches for row in np.atleast_2d(np.asarray(x, np.float64))]
+    rows = [row for x in _list(values) for row in np.atleast_2d(np.asarray(x, np.float64))]
     return np.asarray(pad_rows(rows, 0))
 
 
@@ -505,14 +482,12 @@ def _policy_sums(
     """Call `policy_metrics` for sums instead of means, on rows of a few widths only."""
     width = bucket_size(mask.shape[1], smallest=16)
     arrays = (log_ratio, advantages, mask)
-    padded = [
-        None if x is None else np.asarray(pad_rows(list(x), 0, longest=width)) for x in arrays
-    ]
+    padded = [None if x is None else pad_rows(list(x), 0, longest=width) for x in arrays]
     return _compiled_sums(*padded, bounds)
 
 
-def _pairs(logps: Numbers, mask: Numbers) -> tuple[Numbers, Numbers]:
-    """Sum log-probabilities over labelled tokens, of chosen and of rejected rows."""
+def _pairs(logps: Any, mask: Numbers) -> Numbers:
+    """Sum log-probabilities over labelled tokens: for each pair its chosen and its rejected row."""
+    logps = _rows(logps)
     width = min(mask.shape[1], logps.shape[1])  # rows may be padded, or end with their labels
-    sums = np.where(mask[:, :width], logps[:, :width], 0).sum(1)
-    return sums[0::2], sums[1::2]
+    return np.where(mask[:, :width], logps[:, :width], 0).sum(1).reshape(-1, 2)

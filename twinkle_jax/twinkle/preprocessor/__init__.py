@@ -1,12 +1,12 @@
 """Twinkle's `preprocessor`: from the columns of a data set to trajectories."""
 
 from twinkle_jax.twinkle.preprocessor.base import DataFilter, Preprocessor
-from twinkle_jax.twinkle.preprocessor.dpo import EmojiDPOProcessor
 from twinkle_jax.twinkle.preprocessor.llm import (
     AlpacaProcessor,
     CompetitionMathGRPOProcessor,
     CompetitionMathProcessor,
     CountdownProcessor,
+    EmojiDPOProcessor,
     GSM8KProcessor,
     SelfCognitionProcessor,
 )

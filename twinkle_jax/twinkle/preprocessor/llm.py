@@ -1,4 +1,4 @@
-"""Data sets of text: GSM8K, competition mathematics, Countdown, Alpaca, self-cognition."""
+"""Data sets of text: GSM8K, mathematics, Countdown, Alpaca, self-cognition, pairs of answers."""
 
 import re
 from typing import Any
@@ -132,4 +132,34 @@ class GSM8KProcessor(Preprocessor):
         return {
             "messages": conversation(*turns),
             "user_data": [("ground_truth", self.extract_ground_truth(answer))],
+        }
+
+
+class EmojiDPOProcessor(Preprocessor):
+    """Makes a `positive` and a `negative` conversation of a prompt and two answers.
+
+    Args:
+        system: a system message for both; None for none.
+        chosen_key: the column of the better answer.
+        rejected_key: the column of the other.
+        prompt_key: the column of the prompt.
+    """
+
+    def __init__(
+        self,
+        system: str | None = None,
+        chosen_key: str = "answer_zh",
+        rejected_key: str = "answer_en",
+        prompt_key: str = "prompt",
+    ) -> None:
+        self.system, self.prompt_key = system, prompt_key
+        self.answers = {"positive": chosen_key, "negative": rejected_key}
+
+    def preprocess(self, row: Row) -> dict[str, Any]:
+        """Give both conversations."""
+        prompt = [("system", self.system)] if self.system else []
+        prompt.append(("user", row.get(self.prompt_key, "")))
+        return {
+            name: {"messages": conversation(*prompt, ("assistant", row.get(key, "")))}
+            for name, key in self.answers.items()
         }

@@ -4,15 +4,23 @@ import json
 import logging
 import re
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from twinkle_jax.data import IGNORE, SamplingParams, Trajectory, user_data_get
-from twinkle_jax.twinkle.agentic.rollout.base import Rollout
 from twinkle_jax.twinkle.agentic.rollout.bridge import as_lists, extend_with_bridge
 
 _ARRAYS = ("input_ids", "labels", "attention_mask", "position_ids", "logprobs")
+
+
+class Rollout(ABC):
+    """Lets a policy speak, as often as a conversation needs."""
+
+    @abstractmethod
+    def __call__(self, trajectories: list[Trajectory], **kwargs: Any) -> list[Trajectory]:
+        """Go on with trajectories to their end."""
 
 
 class MultiTurnRollout(Rollout):

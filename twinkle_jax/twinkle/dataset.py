@@ -1,5 +1,6 @@
-"""Data sets in memory and as streams, over [`Rows`][twinkle_jax.data.Rows]."""
+"""Twinkle's `dataset`: data sets in memory, lazy, as streams, and packed, over `Rows`."""
 
+import itertools
 import os
 import uuid
 from collections.abc import Callable, Iterable, Iterator
@@ -7,20 +8,24 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from twinkle_jax.data import Rows, RowStream, Template, mix, read_rows, write_rows
+import numpy as np
+
+from twinkle_jax.data import Rows, RowStream, Table, Template, mix, read_rows, write_rows
 from twinkle_jax.data.prompt_files import download_split
-from twinkle_jax.data.rows import Row, Table, to_rows
+from twinkle_jax.data.rows import Row, column_function, to_rows
+from twinkle_jax.training.packing import assign_lines
 from twinkle_jax.twinkle.names import construct, local_id, refuse
+from twinkle_jax.twinkle.preprocessor import Preprocessor
 
 _TEMPLATES, _PREPROCESSORS = "twinkle_jax.twinkle.template", "twinkle_jax.twinkle.preprocessor"
-_WORK = (
+_WORK = [
     "num_proc",
     "load_from_cache_file",
     "batched",
     "desc",
     "keep_in_memory",
     "writer_batch_size",
-)
+]
 _SUFFIXES = {".csv": "csv", ".parquet": "parquet", ".pq": "parquet"}
 
 
@@ -109,14 +114,14 @@ class Dataset:
         self.datasets: dict[str, Table] = {}
         self.dataset: Any = None
         self.template: Any = None
-        self._mixed, self._writer = False, None
+        self._mixed = False
         if dataset_meta is not None:
             self.add_dataset(dataset_meta, **options)
 
     def add_dataset(self, dataset_meta: DatasetMeta, **options: Any) -> None:
         """Add a source."""
         stream = bool(options.pop("streaming", self.streams))
-        refuse("add_dataset", result_options(options))
+        _check_options("add_dataset", options)
         self.datasets[dataset_meta.get_id()] = dataset_meta.load(stream=stream)
         self._show_single()
 
@@ -145,7 +150,7 @@ class Dataset:
         chosen: dict[str, Any] = {
             key: options.pop(key) for key in ("remove_columns", "batch_size") if key in options
         }
-        refuse("map", result_options(options))
+        _check_options("map", options)
         self._map(function, dataset_meta, chosen)
 
     def filter(
@@ -157,7 +162,7 @@ class Dataset:
     ) -> None:
         """Keep the rows for which a function, or a `DataFilter`, returns something true."""
         function = construct(filter_func, _PREPROCESSORS, **(init_args or {}))
-        refuse("filter", result_options(options))
+        _check_options("filter", options)
         self._change(dataset_meta, lambda rows: rows.filter(function))
 
     def mix_dataset(self, interleave: bool = True) -> None:
@@ -178,20 +183,20 @@ class Dataset:
         """
         removed = options.pop("remove_columns", None) or ()
         size = options.pop("batch_size", 1000)
-        refuse("encode", result_options(options))
-        template = self.needed_template()
+        _check_options("encode", options)
+        template = self._needed_template()
 
         def encode(rows: list[Row]) -> list[Row]:
             kept = [{key: x for key, x in row.items() if key not in removed} for row in rows]
-            return encode_rows(template, kept, add_generation_prompt)
+            return _encode_rows(template, kept, add_generation_prompt)
 
         self.dataset = self.dataset.map_rows(encode, size)
 
     def check(self, **options: Any) -> None:
         """Drop the rows that the template cannot encode."""
-        refuse("check", result_options(options))
-        template = self.needed_template()
-        self.dataset = self.dataset.filter(lambda row: encodes(template, row))
+        _check_options("check", options)
+        template = self._needed_template()
+        self.dataset = self.dataset.filter(lambda row: _encodes(template, row))
 
     def save_as(self, output_path: str | Path, format: str | None = None, **options: Any) -> None:
         """Write the rows to a file, as its suffix or `format` says: jsonl, csv or parquet."""
@@ -238,7 +243,7 @@ class Dataset:
         if len(self.datasets) == 1:
             (self.dataset,) = self.datasets.values()
 
-    def needed_template(self) -> Template:
+    def _needed_template(self) -> Template:
         """Give the template, which must have been set."""
         assert self.template is not None, "set_template must be called first"
         template: Template = self.template
@@ -257,7 +262,180 @@ class IterableDataset(Dataset):
         raise NotImplementedError("the rows of a stream have no numbers")
 
 
-def encode_rows(template: Template, rows: list[Row], prompt: bool) -> list[Row]:
+class LazyDataset(Dataset):
+    """A data set that maps and encodes a row when it is asked for.
+
+    As with Twinkle's, a mixed one takes its sources in turn until the longest ends, the others
+    starting again, and a mapped row has only the columns that the last function gave.
+    """
+
+    def __init__(self, dataset_meta: DatasetMeta | None = None, **options: Any) -> None:
+        self.do_encode, self.do_check, self.add_generation_prompt = False, False, False
+        self._functions: list[tuple[str | None, Callable[[list[Row]], list[Row]]]] = []
+        self._interleave: bool | None = None
+        super().__init__(dataset_meta, **options)
+
+    def mix_dataset(self, interleave: bool = True) -> None:
+        """Mix the sources, without copying them."""
+        if len(self.datasets) > 1:
+            self._interleave = interleave
+
+    def encode(self, add_generation_prompt: bool = False, **options: Any) -> None:
+        """Encode rows when they are asked for."""
+        _check_options("encode", options)
+        strategy = self._needed_template().truncation_strategy
+        assert strategy != "split", (
+            "Lazy tokenize does not support truncation_strategy==`split`, which makes several rows"
+        )
+        self.do_encode, self.add_generation_prompt = True, add_generation_prompt
+
+    def check(self, **options: Any) -> None:
+        """Give None for a row that the template cannot encode."""
+        _check_options("check", options)
+        self._needed_template()
+        self.do_check = True
+
+    def __len__(self) -> int:
+        lengths = [len(rows) for rows in self.datasets.values()]  # type: ignore[arg-type]
+        if self._interleave is None:
+            return lengths[0]
+        return len(lengths) * max(lengths) if self._interleave else sum(lengths)
+
+    def __getitem__(self, index: int) -> Any:
+        key, row = self._locate(range(len(self))[index])
+        for source, function in self._functions:
+            if source in (None, key):
+                (row,) = function([row])
+        if self.do_encode:
+            rows = _encode_rows(self._needed_template(), [row], self.add_generation_prompt)
+            return rows[0] if rows else None
+        if self.do_check and not _encodes(self._needed_template(), row):
+            return None
+        return row
+
+    def __iter__(self) -> Iterator[Row]:
+        return (self[index] for index in range(len(self)))
+
+    def _locate(self, index: int) -> tuple[str, Row]:
+        sources: list[tuple[str, Any]] = list(self.datasets.items())
+        if self._interleave:
+            key, rows = sources[index % len(sources)]
+            return key, rows[index // len(sources) % len(rows)]
+        for key, rows in sources:
+            if index < len(rows):
+                return key, rows[index]
+            index -= len(rows)
+        raise IndexError(index)
+
+    def _map(self, function: Any, meta: DatasetMeta | None, options: dict[str, Any]) -> None:
+        key = None if meta is None else meta.get_id()
+        if key is None and len(self.datasets) == 1 and not self._interleave:
+            key = self._key(None)
+        self._functions.append((key, _replacing(function, options.get("remove_columns", ()))))
+
+
+class PackingDataset(Dataset):
+    """A data set whose encoded rows are packed: several, one after the other, make one of its rows.
+
+    `position_ids` start again at 0 with each of them, so the model computes each as it is alone.
+    Rows of a policy's update are packed without this, too.
+
+    Args:
+        dataset_meta: as for `Dataset`.
+        packing_num_proc: unused: no packing takes long enough for it.
+        options: as for `Dataset`.
+
+    Example:
+        >>> dataset = PackingDataset(DatasetMeta(data=[{"input_ids": [5, 6]}, {"input_ids": [7]}]))
+        >>> dataset.set_template(lambda trajectory: trajectory)
+        >>> dataset.pack_dataset()
+        >>> len(dataset), dataset[0]["input_ids"], dataset[0]["position_ids"]
+        (1, [5, 6, 7], [0, 1, 0])
+    """
+
+    def __init__(
+        self, dataset_meta: DatasetMeta | None = None, packing_num_proc: int = 1, **options: Any
+    ) -> None:
+        self._lines: list[list[int]] | None = None
+        super().__init__(dataset_meta, **options)
+
+    def pack_dataset(self) -> None:
+        """Pack what was encoded: into rows of the template's `max_length`, or of 2048 tokens.
+
+        A row that is longer is one by itself.
+        """
+        assert "input_ids" in self.dataset[0], "encode must be called first"
+        self._lines = _lines_of(self.dataset, self._needed_template())
+
+    def __len__(self) -> int:
+        return len(self._packed())
+
+    def __getitem__(self, index: int) -> Row:
+        return _joined([self.dataset[i] for i in self._packed()[index]])
+
+    def __iter__(self) -> Iterator[Row]:
+        return (self[index] for index in range(len(self)))
+
+    def _packed(self) -> list[list[int]]:
+        assert self._lines is not None, "pack_dataset must be called first"
+        return self._lines
+
+
+class IterablePackingDataset(IterableDataset):
+    """A stream whose rows are encoded, so many at a time, and packed.
+
+    Args:
+        dataset_meta: as for `IterableDataset`.
+        packing_interval: how many rows are packed together.
+        packing_num_proc: unused.
+        cyclic: whether the stream starts again when it ends.
+        options: as for `IterableDataset`.
+    """
+
+    def __init__(
+        self,
+        dataset_meta: DatasetMeta | None = None,
+        packing_interval: int = 128,
+        packing_num_proc: int = 1,
+        cyclic: bool = False,
+        **options: Any,
+    ) -> None:
+        self.packing_interval, self.cyclic, self._started = packing_interval, cyclic, False
+        super().__init__(dataset_meta, **options)
+
+    def pack_dataset(self) -> None:
+        """Pack from now on."""
+        strategy = self._needed_template().truncation_strategy
+        assert strategy != "split", (
+            "truncation_strategy must not be 'split', for a stream is packed"
+        )
+        self._started = True
+
+    def __iter__(self) -> Iterator[Row]:
+        assert self._started, "pack_dataset must be called first"
+        template = self._needed_template()
+        remaining: list[Row] = []  # of the last line, which may have room for more
+        rows = self._rows()
+        while batch := list(itertools.islice(rows, self.packing_interval)):
+            encoded = [row for row in batch if "input_ids" in row]
+            encoded += _encode_rows(template, [x for x in batch if "input_ids" not in x], False)
+            remaining += encoded
+            lines = _lines_of(remaining, template)
+            yield from (_joined([remaining[i] for i in line]) for line in lines[:-1])
+            remaining = [remaining[i] for i in lines[-1]] if lines else []
+        if remaining:
+            yield _joined(remaining)
+
+    def _rows(self) -> Iterator[Row]:
+        while True:
+            row = None
+            for row in self.dataset:
+                yield row
+            if row is None or not self.cyclic:
+                return
+
+
+def _encode_rows(template: Template, rows: list[Row], prompt: bool) -> list[Row]:
     """Encode `messages`, or each column of conversations; columns that there are stay."""
     if not rows:
         return []
@@ -277,14 +455,38 @@ def _lists(feature: Any) -> Row:
     return {k: x.tolist() if hasattr(x, "tolist") else x for k, x in feature.items()}
 
 
-def encodes(template: Template, row: Row) -> bool:
+def _encodes(template: Template, row: Row) -> bool:
     """Whether the template can encode a row."""
     try:
-        return bool(encode_rows(template, [row], False))
+        return bool(_encode_rows(template, [row], False))
     except ValueError:
         return False
 
 
-def result_options(options: dict[str, Any]) -> dict[str, Any]:
-    """Give the options that would change the result, without those about how it is computed."""
-    return {key: value for key, value in options.items() if key not in _WORK}
+def _check_options(method: str, options: dict[str, Any]) -> None:
+    """Refuse options that would change the result; the others are about how it is computed."""
+    refuse(method, {key: value for key, value in options.items() if key not in _WORK})
+
+
+def _replacing(function: Any, removed: Any) -> Callable[[list[Row]], list[Row]]:
+    if isinstance(function, Preprocessor) and type(function).__call__ is Preprocessor.__call__:
+        return lambda rows: [dict(function.preprocess(row)) for row in rows]
+    return column_function(lambda columns: function(columns), removed)
+
+
+def _lines_of(rows: Any, template: Any) -> list[list[int]]:
+    """Say which rows, by their numbers, stand in each packed row."""
+    lengths = np.asarray([len(row["input_ids"]) for row in rows], np.int32)
+    width = getattr(template, "max_length", None) or 2048
+    return assign_lines(np.minimum(lengths, width), width)  # a longer row fills a line by itself
+
+
+def _joined(rows: list[Row]) -> Row:
+    """Join rows: lists of numbers one after the other; other columns become lists of values."""
+    line: Row = {}
+    for key, first in rows[0].items():
+        values = [row[key] for row in rows]
+        numbers = isinstance(first, list) and first and isinstance(first[0], int | float)
+        line[key] = list(itertools.chain.from_iterable(values)) if numbers else values
+    steps = (range(len(row["input_ids"])) for row in rows)
+    return line | {"position_ids": list(itertools.chain.from_iterable(steps))}
