@@ -2,8 +2,8 @@
 
 Public is what this file lists; all else in this folder is private and may change. `per_completion/`
 and `per_token/` hold an estimator a file: its function, its `segment_` form, its class. Beside them
-is what runs them: `inputs.py` and `rewards.py` check what users pass, `estimate.py` runs a formula,
-`groups.py` has the statistics that formulas are written in, `estimators.py` the classes' base.
+is what runs them: `inputs.py` checks arrays and settings, `estimate.py` forms groups and runs a
+formula, `groups.py` has the statistics that formulas use, `estimators.py` the base of the classes.
 """
 
 from twinkle_jax.advantage.estimators import ESTIMATORS, Advantage, get_advantage

@@ -16,8 +16,8 @@ from typing import Any, ClassVar
 import jax
 import numpy as np
 
+from twinkle_jax.advantage.estimate import check_where
 from twinkle_jax.advantage.inputs import ArrayLike, Scale, check_scale
-from twinkle_jax.advantage.rewards import check_where
 
 ESTIMATORS: dict[str, type["Advantage"]] = {}
 """The classes that `get_advantage` knows, by name."""

@@ -1,4 +1,4 @@
-"""Batches to train on: what is in them, how rows of many lengths are padded, and their checks."""
+"""Batches to train on: their fields, their checks, and how rows of many lengths are padded."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
@@ -128,9 +128,9 @@ def bucket_size(size: int, *, smallest: int = 1, multiple: int = 1) -> int:
     are two buckets for each doubling.
 
     Args:
-        size: what has to fit, at least 0.
+        size: the size to round up, at least 0.
         smallest: the smallest bucket.
-        multiple: what the result must be a multiple of, the number of devices for one.
+        multiple: the result is a multiple of this, such as the number of devices.
 
     Returns:
         The bucket, rounded up to the multiple.
@@ -195,7 +195,7 @@ def make_batch(
     rows: int,
     multiple: int = 1,
 ) -> Batch:
-    """Pad features on the right to a bucket of lengths, and add rows that only fill up."""
+    """Pad features on the right to a bucket of lengths, and add empty rows up to `rows`."""
     longest = max(len(feature["input_ids"]) for feature in features)
     shape = (rows, bucket_size(longest, smallest=_SMALLEST_TIME, multiple=multiple))
 
@@ -223,7 +223,7 @@ def make_batch(
 
 
 def _positions(feature: dict[str, HostArray]) -> HostArray:
-    """Give a row's own positions, or count its tokens from 0, without its padding."""
+    """Return a row's positions, or count its tokens from 0, without its padding."""
     if "position_ids" in feature:
         return feature["position_ids"]
     kept = feature.get("attention_mask", np.ones_like(feature["input_ids"]))

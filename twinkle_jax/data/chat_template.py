@@ -25,16 +25,16 @@ _ERRORS = {
 class ChatTemplate:
     """A chat template, run in a sandbox.
 
-    It runs in Jinja's immutable sandbox, in a process of its own, which all chat templates share.
-    It cannot reach anything but the messages, and it ends: a template that takes too long, needs
-    more than 1 GiB (on Linux) or writes more than 10 million characters is an error.
+    It runs in Jinja's immutable sandbox, in a worker process that all chat templates share, and sees
+    nothing but the messages and variables. A template that takes too long, needs more than 1 GiB
+    (on Linux) or writes more than 10 million characters is an error.
 
     The process is started, not forked, when the first template is made, and does not import the
     caller's script, which needs no `if __name__ == "__main__"`. Any thread may render, and so may
     processes forked from this one.
 
     Args:
-        source: the template, in Jinja's language, as tokenizers bring it.
+        source: the Jinja template of a tokenizer.
         timeout: seconds for one conversation.
 
     Raises:
@@ -109,7 +109,7 @@ class ChatTemplate:
 
 
 class _Process:
-    """The process in which templates run; started at the first request, and again if it ended."""
+    """The worker process; started at the first request, and again if it has ended."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -141,7 +141,7 @@ class _Process:
                 process.stdin.flush()
             answer = process.stdout.readline()
         except BaseException:
-            self.stop()  # after an interrupt, its answer would be taken for the next one's
+            self.stop()  # after an interrupt, the next request would read this one's answer
             raise
         if not answer:
             self.stop()
@@ -188,7 +188,7 @@ _process = _Process()
 
 
 def _after_fork() -> None:
-    """Leave the process to the parent: two at one pipe would take each other's answers."""
+    """Leave the worker to the parent process: two readers of one pipe would mix up answers."""
     global _process
     if _process.process is not None:
         _process.process.returncode = 0  # not a child of this one, nothing to wait for

@@ -1,8 +1,8 @@
 """The process in which chat templates run, since they are untrusted programs.
 
 It is started as a script, answers a line of JSON with a line of JSON, and ends when a template
-takes too long or too much memory. What a template must not do in any case, Jinja's immutable
-sandbox refuses, and behind it an audit hook: processes, connections, files to write.
+takes too long or too much memory. Jinja's immutable sandbox restricts what templates may access. An
+audit hook is the second line of defence: no processes, no connections, no writing of files.
 """
 
 import contextlib
@@ -39,7 +39,7 @@ class _Generation(Extension):
 class _Sandbox(ImmutableSandboxedEnvironment):
     def unsafe_undefined(self, obj: Any, attribute: str) -> jinja2.Undefined:
         """Raise at once; Jinja would give a value that raises when it is used."""
-        raise SecurityError(f"{attribute!r} of {type(obj).__name__} is out of its reach")
+        raise SecurityError(f"{attribute!r} of {type(obj).__name__} must not be accessed")
 
 
 def _tojson(
@@ -94,7 +94,7 @@ def _limit_memory() -> None:
 def _refuse(event: str, arguments: tuple[Any, ...]) -> None:
     writes = event == "open" and arguments[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT)
     if writes or event.startswith(_REFUSED):
-        raise PermissionError(f"{event} is out of its reach")
+        raise PermissionError(f"{event} is not allowed")
 
 
 def _render(template: jinja2.Template, variables: dict[str, Any]) -> str:
@@ -133,7 +133,7 @@ def _error(kind: str, error: Exception) -> dict[str, Any]:
 
 
 def _serve() -> None:
-    for name in ("SIGINT", "SIGTERM"):  # meant for the process that started this one
+    for name in ("SIGINT", "SIGTERM"):  # the parent process handles these
         signal.signal(getattr(signal, name), signal.SIG_IGN)
     for name in set(os.environ) - {"TZ"}:
         del os.environ[name]  # no API keys and tokens for untrusted code

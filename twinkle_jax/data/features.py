@@ -1,4 +1,4 @@
-"""Twinkle's input features on the host: checks, packed rows, numbers beside each token.
+"""Twinkle's input features on the host: checks, packed rows, per-token inputs of losses.
 
 Everything here is NumPy, so that new lengths compile nothing.
 
@@ -43,10 +43,10 @@ _HINTS = {
 
 
 class Piece(NamedTuple):
-    """One sequence of a packed row, and where it came from.
+    """One sequence of a packed row, and its place there.
 
     Attributes:
-        row: number of the input feature.
+        row: index of the input feature.
         columns: its columns there.
         feature: the input feature of the sequence alone.
     """
@@ -73,7 +73,7 @@ def read_features(
         labels_needed: whether to refuse features without labels. Otherwise every token is scored
             that follows another one of its sequence.
         other_columns: whether features may have further keys, such as the columns of a data set;
-            keys that have a meaning elsewhere are refused all the same.
+            known keys that belong elsewhere are still refused.
 
     Raises:
         ValueError: for unknown keys, lengths that differ, token ids outside the vocabulary.
@@ -196,7 +196,7 @@ def _following_tokens(tokens: HostArray, kept: HostArray, starts: HostArray | No
 
 
 def split_packed(features: list[Feature]) -> list[Piece]:
-    """Split rows where another sequence starts; every column of a row goes to one of its pieces.
+    """Split packed rows into their sequences; every column goes to one of them.
 
     Positions that only count from 0 are dropped: a decoder counts like that without them.
     """

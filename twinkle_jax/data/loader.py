@@ -10,10 +10,7 @@ from twinkle_jax.data.trajectory import Trajectory, copy_trajectory, user_data_g
 
 
 class PromptBatch(list[Trajectory]):
-    """Copies of some prompts, with the ground truth of each.
-
-    What is changed in a batch, by a reward for one, does not change the data set.
-    """
+    """Copies of prompts and their ground truths; changing them does not change the data set."""
 
     def __init__(self, trajectories: Iterable[Trajectory] = ()) -> None:
         super().__init__(copy_trajectory(trajectory) for trajectory in trajectories)
@@ -25,13 +22,13 @@ class PromptBatch(list[Trajectory]):
 
 
 class PromptLoader:
-    """Shuffles prompts and never ends, unless told otherwise; hands out copies in batches.
+    """Iterates over prompts in shuffled batches, endlessly by default; batches hold copies.
 
     Pass `shuffle=False, epochs=1` for what Twinkle's `DataLoader` does: in order, once.
 
-    Each epoch is shuffled again, by the seed alone. Batches are full, and may span two epochs;
-    only the very last may be smaller, so that each prompt comes up once an epoch. A checkpoint
-    keeps `get_state`, and `set_state` continues from it.
+    Each epoch has another order, which depends on the seed alone, and each prompt once. Batches may
+    span two epochs; only the last one may be smaller. A checkpoint stores `get_state()`, and
+    `set_state` continues from it.
 
     Args:
         prompts: trajectories: a list, or a sequence that computes them, such as
@@ -39,7 +36,7 @@ class PromptLoader:
         batch_size: prompts a batch.
         seed: of the order.
         shuffle: False keeps the order of the prompts.
-        epochs: number of passes; None: without end.
+        epochs: number of passes; None: endless.
 
     Raises:
         ValueError: if there are no prompts, or a number is not positive.
@@ -108,7 +105,7 @@ class PromptLoader:
         return PromptBatch(batch)
 
     def get_state(self) -> dict[str, Any]:
-        """Give its position, and what identifies its prompts and order, as JSON can hold it."""
+        """Return the position, and a fingerprint of prompts and order, as JSON values."""
         return {"position": self._position, "fingerprint": dict(self._fingerprint)}
 
     def set_state(self, state: Mapping[str, Any]) -> None:
@@ -118,7 +115,7 @@ class PromptLoader:
             state: what `get_state` returned.
 
         Raises:
-            ValueError: if something differs; the message says what.
+            ValueError: if prompts, batch size, seed or order differ.
         """
         position, fingerprint = state.get("position"), state.get("fingerprint")
         if not isinstance(position, int) or position < 0 or not isinstance(fingerprint, Mapping):

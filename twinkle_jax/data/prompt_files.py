@@ -201,7 +201,7 @@ def _records(path: str | Path) -> Iterator[tuple[str, dict[str, Any]]]:
 def _decimal(literal: str) -> Decimal:
     try:
         return Decimal(literal)
-    except InvalidOperation:  # an exponent that not even Decimal holds
+    except InvalidOperation:  # an exponent beyond that of Decimal
         return Decimal("NaN")
 
 
@@ -212,7 +212,7 @@ def _read_answer(where: str, name: str, answer: Any, *, gsm8k: bool) -> tuple[st
     if isinstance(answer, bool) or not isinstance(answer, int | float | Decimal):
         raise ValueError(f"{where} must have {name!r}, text or a number, got {answer!r:.80}")
     number = answer if isinstance(answer, Decimal) else Decimal(str(answer))
-    # The exponent first: written out, a number of ten characters could fill the memory.
+    # Check the exponent first: 1e999999999 written out would fill the memory.
     if not number.is_finite() or abs(number.adjusted()) + len(number.as_tuple().digits) > _DIGITS:
         raise ValueError(
             f"{where} must have {name!r} of at most {_DIGITS} digits, got {answer!s:.80}"
@@ -230,7 +230,7 @@ def _split_gsm8k(answer: str) -> tuple[str, str | None]:
 
 
 def _read_prompt(where: str, record: dict[str, Any]) -> tuple[str, list[Message]]:
-    """Say which column is the prompt, and read its messages."""
+    """Return which column is the prompt, and its messages."""
     forms = [form for form in ("prompt", "messages") if record.get(form) is not None]
     forms = forms or ["question"]
     prompt = record.get(forms[0]) if len(forms) == 1 else None

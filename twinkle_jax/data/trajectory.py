@@ -1,4 +1,4 @@
-"""Conversations, and the tokens that a model reads of them: dictionaries with Twinkle's keys."""
+"""Conversations and their token ids: dictionaries with Twinkle's keys."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypedDict
@@ -199,7 +199,7 @@ def extend_feature(
     Args:
         feature: an input feature; its labels hold at each position the token that follows.
         tokens: what is added.
-        labelled: whether the added tokens are learned, as sampled ones are.
+        labelled: whether the added tokens get labels, as sampled ones do.
 
     Returns:
         The longer feature. The last position before the new tokens predicts the first of them.

@@ -1,4 +1,4 @@
-"""Whether a mathematical answer is right, however it is written, as math-verify judges it."""
+"""Compare mathematical answers with ground truths, by math-verify."""
 
 import json
 import os
@@ -39,7 +39,7 @@ class MathReward(Reward, name="math"):
     Args:
         require_box: False: in completions without a box, the last line is the answer.
         timeout: seconds for one answer.
-        batch_timeout: seconds for all answers of a call. Those that are not reached are wrong, and
+        batch_timeout: seconds for all answers of a call. Answers not compared by then are wrong, and
             a warning says how many.
         workers: number of processes; None: one for each processor, at most 8.
         max_length: longer answers, in characters, are wrong.

@@ -1,4 +1,4 @@
-"""The process in which math-verify runs: lines of JSON with answers come in, verdicts go out.
+"""The worker process of math-verify: reads answers as lines of JSON, and writes verdicts.
 
 It is started as a script, so that no process of pebble's pool ever imports the user's own script
 (`test_in_a_script_as_one_writes_it`), nothing is forked from a process in which JAX runs, and what

@@ -31,7 +31,7 @@ REWARDS: dict[str, Callable[[], "Reward"]] = {}
 class Reward(ABC):
     """The base class of rewards.
 
-    A plain function serves as well wherever a reward is taken, see `as_reward`. With a name,
+    A plain function can be passed wherever a reward is taken, see `as_reward`. With a name,
     `class ExactMatchReward(Reward, name="exact")`, `find_reward` and `--reward` find the class.
     """
 
@@ -140,8 +140,8 @@ def as_reward(function: RewardFunction, *, argument: str = "reward") -> RewardFu
       completion, and the assistant's last message;
     * each name in the trajectories' `user_data` as a column, a list with None where a trajectory
       has no value. All fields of a JSON Lines record are in `user_data`;
-    * the ground truths as columns `ground_truth` and `answer`; a column `answer` of the data's own
-      is kept.
+    * the ground truths as columns `ground_truth` and `answer`, unless the data set has an `answer`
+      of its own.
 
     Without `**columns` in its signature it gets only what it names. It may return None for a
     trajectory that it does not apply to.

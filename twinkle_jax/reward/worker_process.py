@@ -1,4 +1,4 @@
-"""A process beside the trainer: started as a script, told and asked by lines, ended as a group."""
+"""Worker processes: scripts that read requests and write replies, a line each."""
 
 import contextlib
 import os
@@ -32,7 +32,7 @@ def start(command: Sequence[str]) -> WorkerProcess:
         stderr=errors,
         text=True,
         encoding="utf-8",
-        start_new_session=True,  # an interrupt from the keyboard is not for it
+        start_new_session=True,  # Ctrl-C does not reach it
     )
     return WorkerProcess(process, errors)
 
@@ -51,7 +51,7 @@ def end(running: list[WorkerProcess]) -> str:
     process, errors = running.pop()
     assert process.stdin is not None
     assert process.stdout is not None
-    with contextlib.suppress(OSError):  # what was not sent any more
+    with contextlib.suppress(OSError):  # unsent input of a dead process
         process.stdin.close()
     try:
         process.wait(2)

@@ -7,11 +7,10 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float
 
-from twinkle_jax.advantage.estimate import estimate
+from twinkle_jax.advantage.estimate import estimate, in_rows, in_segments
 from twinkle_jax.advantage.estimators import FunctionAdvantage
 from twinkle_jax.advantage.groups import Samples
 from twinkle_jax.advantage.inputs import ArrayLike, AxisName, Scalar, Scale, check_scale
-from twinkle_jax.advantage.rewards import in_rows, in_segments
 
 
 def grpo_advantage(

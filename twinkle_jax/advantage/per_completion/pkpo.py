@@ -15,11 +15,10 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float
 
-from twinkle_jax.advantage.estimate import estimate
+from twinkle_jax.advantage.estimate import check_subset_size, estimate, in_rows
 from twinkle_jax.advantage.estimators import FunctionAdvantage
 from twinkle_jax.advantage.groups import Samples
 from twinkle_jax.advantage.inputs import ArrayLike, check_choice, check_size
-from twinkle_jax.advantage.rewards import check_subset_size, in_rows
 
 Baseline = Literal["mean", "leave_one_out", "leave_one_out_minus_one"]
 """What `pkpo_advantage` subtracts."""

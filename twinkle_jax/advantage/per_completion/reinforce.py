@@ -5,11 +5,10 @@ import dataclasses
 import jax
 from jaxtyping import Float
 
-from twinkle_jax.advantage.estimate import estimate
+from twinkle_jax.advantage.estimate import estimate, in_rows
 from twinkle_jax.advantage.estimators import FunctionAdvantage
 from twinkle_jax.advantage.groups import Samples
 from twinkle_jax.advantage.inputs import ArrayLike
-from twinkle_jax.advantage.rewards import in_rows
 
 
 def reinforce_advantage(

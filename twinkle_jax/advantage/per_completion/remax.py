@@ -9,11 +9,10 @@ import numpy as np
 from jax import Array
 from jaxtyping import Float
 
-from twinkle_jax.advantage.estimate import estimate
+from twinkle_jax.advantage.estimate import Grouped, estimate, in_rows
 from twinkle_jax.advantage.estimators import FunctionAdvantage
 from twinkle_jax.advantage.groups import NOISE_ULPS, Samples, ulps
 from twinkle_jax.advantage.inputs import ArrayLike, HostOrDevice, as_numbers, check_shape, refuse
-from twinkle_jax.advantage.rewards import Grouped, in_rows
 
 
 def remax_advantage(
