@@ -24,8 +24,8 @@ from twinkle_jax.training import (
     small_policy,
     train,
 )
+from twinkle_jax.training.metrics import rollout_metrics
 from twinkle_jax.training.step import credit
-from twinkle_jax.training.step_metrics import rollout_metrics
 
 GAMES = "tests.rollout.games"
 EPISODES = {"prompts": 2, "num_samples": 4, "max_turns": 3, "max_new_tokens": 4}

@@ -9,7 +9,7 @@ import pytest
 
 from twinkle_jax.training import LoggingConfig, TrainConfig
 from twinkle_jax.training.checkpoint import RunCheckpoints
-from twinkle_jax.training.metrics_log import MetricsLog
+from twinkle_jax.training.metrics import MetricsLog
 from twinkle_jax.training.progress import (
     LastStep,
     Progress,

@@ -31,9 +31,9 @@ from twinkle_jax.training import (
     train_step,
 )
 from twinkle_jax.training.learning import deal_rows, score
+from twinkle_jax.training.metrics import rollout_metrics, update_metrics
 from twinkle_jax.training.recipe import RECOMPUTED
 from twinkle_jax.training.step import describe_mismatch
-from twinkle_jax.training.step_metrics import rollout_metrics, update_metrics
 
 POLICY = small_policy(0)
 PROMPTS = PromptBatch(ArithmeticTask(6, size=3)[:] + ArithmeticTask(1, size=1)[:])

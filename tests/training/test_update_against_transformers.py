@@ -73,8 +73,8 @@ def test_loss_gradient_and_update(name, tmp_path):
     np.testing.assert_allclose(value, loss.item(), rtol=1e-4, atol=1e-6)
 
     from twinkle_jax.model import Decoder
+    from twinkle_jax.model.huggingface.checkpoint import list_tensors
     from twinkle_jax.model.huggingface.checkpoint_names import PREFIX
-    from twinkle_jax.model.huggingface.checkpoint_write import list_tensors
 
     gradient = Decoder(ours.config, ours.state.gradient_sum)
     denominator = float(ours.state.denominator)

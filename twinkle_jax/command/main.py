@@ -1,4 +1,4 @@
-"""The command `twinkle-jax`: its options, and errors as one line."""
+"""The command `twinkle-jax`: its sub-commands and options, and errors as one line."""
 
 import dataclasses
 import difflib
@@ -6,14 +6,296 @@ import os
 import platform
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from twinkle_jax.command.subcommands import SUBCOMMANDS, resumed_settings
+from twinkle_jax.data import Message, Trajectory, message_text
 from twinkle_jax.data.missing_extra import require
-from twinkle_jax.training import TrainConfig
-from twinkle_jax.training.config import flat
+from twinkle_jax.rollout import RolloutConfig
+from twinkle_jax.training import DistributedConfig, EvaluationConfig, TrainConfig, UpdateConfig
+from twinkle_jax.training.config import flat, from_dict
+
+_ACCEPTED_ANEW = ("resume", "overwrite", "output_dir", "distributed")  # not those of the old run
+
+
+class Subcommand(NamedTuple):
+    """One sub-command.
+
+    Attributes:
+        description: one line for `--help`.
+        add_options: gives a parser its options.
+        run: runs it and returns the exit status.
+        positional: arguments that are no options, for `--help`.
+    """
+
+    description: str
+    add_options: Callable[[Any], None]
+    run: Callable[[Any], int]
+    positional: str = ""
+
+
+def _train_options(parser: Any) -> None:
+    """Give each field of `TrainConfig` an option."""
+    parser.add_argument("--config", action="config", help="a YAML file with settings by name")
+    parser.add_class_arguments(TrainConfig, as_group=False)
+
+
+def _train(options: Any) -> int:
+    from twinkle_jax.training import train
+    from twinkle_jax.training.hosts import connect
+
+    values = options.as_dict()  # whose types jsonargparse has checked
+    connect(DistributedConfig(**values["distributed"]))  # before anything touches a device
+    names = [field.name for field in dataclasses.fields(TrainConfig)]
+    config = from_dict({name: values[name] for name in names})
+    return 143 if train(config)["interrupted"] else 0
+
+
+def resumed_settings(options: Any) -> dict[str, Any]:
+    """Read the settings of the run to resume; empty for a new run."""
+    from twinkle_jax.training.progress import run_to_resume, saved_settings
+
+    source = run_to_resume(options.resume, Path(options.output_dir))
+    if source is None:
+        return {}
+    settings = flat(saved_settings(source))
+    return {n: value for n, value in settings.items() if n.split(".")[0] not in _ACCEPTED_ANEW}
+
+
+def _add_policy(parser: Any) -> None:
+    """Add the options that name a policy and a seed."""
+    parser.add_argument(
+        "--model",
+        required=True,
+        help="directory of a run, or directory or hub id of a checkpoint or an adapter",
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of everything that is random")
+
+
+def _add_environment(parser: Any) -> None:
+    """Add the options of episodes of several turns."""
+    parser.add_argument(
+        "--environment",
+        type=str | None,
+        default=None,
+        help="what the policy talks to, as for train",
+    )
+    parser.add_argument(
+        "--tools",
+        type=str | None,
+        default=None,
+        help="FILE.py with functions that the policy may call, or FILE.py:NAME",
+    )
+    parser.add_argument("--max_turns", type=int, default=6, help="the most turns of an episode")
+
+
+def _read_policy(path: str) -> Any:
+    from twinkle_jax.training import load_policy
+
+    trained = Path(path) / "policy"
+    return load_policy(str(trained) if trained.is_dir() else path)
+
+
+def _evaluate_options(parser: Any) -> None:
+    _add_policy(parser)
+    parser.add_argument(
+        "--task",
+        type=str | None,
+        default=None,
+        help="arithmetic, gsm8k, gsm8k:FILE, or a JSON Lines file of prompts and answers; none: "
+        "what the environment says, or arithmetic",
+    )
+    _add_environment(parser)
+    parser.add_argument("--level", type=int, default=2, help="of the arithmetic task, 1 to 6")
+    parser.add_argument(
+        "--reward",
+        type=str | None,
+        default=None,
+        help="exact, math, gsm8k, FILE.py:NAME or MODULE:NAME; none: what fits the task",
+    )
+    parser.add_argument("--problems", type=int, default=256, help="how many problems to judge by")
+    parser.add_argument("--pass_k", type=int, default=0, help="k of pass@k; 0 leaves it out")
+    parser.add_argument(
+        "--max_new_tokens", type=int, default=512, help="the most tokens of a completion"
+    )
+    parser.add_argument("--system", type=str | None, default=None, help="system message")
+
+
+def _evaluate(options: Any) -> int:
+    """Evaluate a policy, and print one metric a line."""
+    from twinkle_jax.training import evaluate
+    from twinkle_jax.training.evaluation import held_out
+    from twinkle_jax.training.task import hub_id, make_task
+
+    without_file = options.task in (None, "arithmetic", "environment")
+    without_file = without_file or hub_id(options.task) is not None
+    file = None if without_file else options.task.removeprefix("gsm8k:")
+    config = TrainConfig(
+        model=options.model,
+        environment=options.environment,
+        tools=options.tools,
+        task=options.task,
+        level=options.level,
+        reward=options.reward,
+        system=options.system,
+        seed=options.seed,
+        evaluation=EvaluationConfig(problems=options.problems, path=file, pass_k=options.pass_k),
+        rollout=RolloutConfig(max_new_tokens=options.max_new_tokens, max_turns=options.max_turns),
+        update=UpdateConfig(micro_batch_tokens=1 << 30),  # nothing is updated
+    )
+    task, policy = make_task(config), _read_policy(options.model)
+    if task.environment is not None:
+        results = held_out(config, task, policy)
+    else:
+        assert task.reward is not None
+        results = evaluate(
+            policy,
+            task.held_out,
+            task.reward,
+            max_new_tokens=options.max_new_tokens,
+            pass_k=options.pass_k,
+            seed=options.seed,
+        )
+    for name, value in results.items():
+        print(f"{name} {value:.4f}")  # noqa: T201
+    return 0
+
+
+def _sample_options(parser: Any) -> None:
+    _add_policy(parser)
+    parser.add_argument(
+        "prompt", nargs="?", type=str | None, default=None,
+        help="message of the user; may be left out with an environment",
+    )  # fmt: skip
+    _add_environment(parser)
+    parser.add_argument("--system", type=str | None, default=None, help="system message")
+    parser.add_argument("--num_samples", type=int, default=4, help="completions to draw")
+    parser.add_argument(
+        "--max_new_tokens", type=int, default=128, help="the most tokens of a completion"
+    )
+    parser.add_argument("--temperature", type=float, default=1.0, help="0: the most probable")
+    parser.add_argument("--top_k", type=int, default=0, help="0 for all tokens")
+    parser.add_argument("--top_p", type=float, default=1.0, help="1 for all tokens")
+    parser.add_argument("--min_p", type=float, default=0.0, help="0 for all tokens")
+
+
+def _sample(options: Any) -> int:
+    """Print completions, each below a line of its own, with escape sequences made harmless."""
+    import jax
+
+    from twinkle_jax.rollout import LocalEngine
+    from twinkle_jax.rollout.engine import read_texts
+    from twinkle_jax.sampler import Sampling
+    from twinkle_jax.training.display import harmless
+
+    policy = _read_policy(options.model)
+    many_turns = options.environment is not None or options.tools is not None
+    if options.prompt is None and options.environment is None:
+        raise ValueError("prompt must be given without an environment, got none")
+    system = [Message(role="system", content=options.system)] if options.system else []
+    user = [] if options.prompt is None else [Message(role="user", content=options.prompt)]
+    prompt = Trajectory(messages=[*system, *user])
+    engine = LocalEngine(
+        policy.config, policy.template, options.max_new_tokens, 1 << 20, policy.frozen
+    )
+    sampling = Sampling(
+        options.temperature,
+        options.top_k,
+        options.top_p,
+        options.min_p,
+        stop_tokens=policy.tokenizer.stop_token_ids,
+    )
+    if many_turns:
+        return _play(options, engine, policy.params, prompt, sampling)
+    drawn = engine.draw(
+        policy.params,
+        [prompt],
+        jax.random.key(options.seed),
+        sampling,
+        num_samples=options.num_samples,
+    )
+    texts = read_texts(drawn, [prompt], policy.template)
+    rows = zip(texts.trajectories, texts.lengths, texts.truncated, strict=True)
+    for number, (trajectory, length, truncated) in enumerate(rows, 1):
+        end = "cut off" if truncated else "ended"
+        print(f"--- {number} of {options.num_samples}: {length} tokens, {end}")  # noqa: T201
+        print(harmless(message_text(trajectory["messages"][-1])))  # noqa: T201
+    return 0
+
+
+def _play(options: Any, engine: Any, params: Any, prompt: Trajectory, sampling: Any) -> int:
+    """Print episodes as conversations."""
+    import jax
+
+    from twinkle_jax.rollout import MultiTurn, find_environment
+    from twinkle_jax.training.display import harmless
+
+    source = MultiTurn(
+        engine,
+        find_environment(options.environment, options.tools),
+        sampling,
+        options.num_samples,
+        max_turns=options.max_turns,
+        max_new_tokens=options.max_new_tokens,
+        max_prompt_tokens=1 << 20,
+        max_episode_tokens=1 << 20,
+    )
+    key = jax.random.key(options.seed)
+    episodes = source.play(params, [prompt], key, sampling, options.num_samples)
+    for number, episode in enumerate(episodes, 1):
+        rewards = ", ".join(f"{reward:g}" for reward in episode.rewards)
+        end = f"{episode.ended} {harmless(episode.error)}".rstrip()
+        print(f"--- {number} of {len(episodes)}: {end}, rewards {rewards or 'none'}")  # noqa: T201
+        for message in episode.messages:
+            print(f"{message['role']}: {harmless(message_text(message))}")  # noqa: T201
+    return 0
+
+
+def _export_options(parser: Any) -> None:
+    parser.add_argument("run", help="the directory of a run")
+    parser.add_argument("directory", help="where to write the policy")
+    parser.add_argument(
+        "--step", type=int | None, default=None, help="whose checkpoint; the newest by default"
+    )
+    parser.add_argument(
+        "--merge", action="store_true", help="add adapters to the kernels: a whole checkpoint"
+    )
+    parser.add_argument("--overwrite", action="store_true", help="replace what the directory holds")
+
+
+def _export(options: Any) -> int:
+    from twinkle_jax.training import export
+
+    export(
+        options.run,
+        options.directory,
+        step=options.step,
+        merge=options.merge,
+        overwrite=options.overwrite,
+    )
+    print(f"wrote {options.directory}")  # noqa: T201
+    return 0
+
+
+SUBCOMMANDS = {
+    "train": Subcommand(
+        "Train a policy from rewards; without options, a small built-in one.",
+        _train_options,
+        _train,
+    ),
+    "evaluate": Subcommand(
+        "Judge a policy on problems with known answers.", _evaluate_options, _evaluate
+    ),
+    "sample": Subcommand("Show completions of a prompt.", _sample_options, _sample, " PROMPT"),
+    "export": Subcommand(
+        "Write the policy of a run's checkpoint in Hugging Face's format.",
+        _export_options,
+        _export,
+        " RUN DIRECTORY",
+    ),
+}
+
 
 _ERRORS = (ValueError, TypeError, OSError, ImportError, RuntimeError)
 

@@ -25,7 +25,7 @@ _ERRORS = {
 class ChatTemplate:
     """A chat template, run in a sandbox.
 
-    It runs in Jinja's immutable sandbox, in a worker process that all chat templates share, and sees
+    It runs in Jinja's immutable sandbox, in a worker process that all chat templates share. It sees
     nothing but the messages and variables. A template that takes too long, needs more than 1 GiB
     (on Linux) or writes more than 10 million characters is an error.
 

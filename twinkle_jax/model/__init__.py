@@ -30,8 +30,7 @@ from twinkle_jax.model.huggingface.adapter_files import (
     load_adapter,
     save_adapter,
 )
-from twinkle_jax.model.huggingface.checkpoint_read import Partition, load_pretrained
-from twinkle_jax.model.huggingface.checkpoint_write import save_pretrained
+from twinkle_jax.model.huggingface.checkpoint import Partition, load_pretrained, save_pretrained
 from twinkle_jax.model.huggingface.config_json import parse_config
 
 __all__ = [

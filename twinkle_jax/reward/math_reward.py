@@ -39,8 +39,8 @@ class MathReward(Reward, name="math"):
     Args:
         require_box: False: in completions without a box, the last line is the answer.
         timeout: seconds for one answer.
-        batch_timeout: seconds for all answers of a call. Answers not compared by then are wrong, and
-            a warning says how many.
+        batch_timeout: seconds for all answers of a call. Answers not compared by then are wrong; a
+            warning says how many.
         workers: number of processes; None: one for each processor, at most 8.
         max_length: longer answers, in characters, are wrong.
         max_nesting: answers with brackets nested deeper are wrong.

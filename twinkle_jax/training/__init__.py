@@ -32,14 +32,16 @@ from twinkle_jax.training.policy import (
 from twinkle_jax.training.recipe import Recipe, make_recipe
 from twinkle_jax.training.run import export, train
 from twinkle_jax.training.score import Scores, score_batch
-from twinkle_jax.training.state import TrainState, begin_training, train_state
-from twinkle_jax.training.step import SamplerMismatchError, collect, train_step
-from twinkle_jax.training.update import (
+from twinkle_jax.training.state import (
+    TrainState,
     UpdateInfo,
     apply_gradients,
+    begin_training,
     clip_gradients,
+    train_state,
     zero_gradients,
 )
+from twinkle_jax.training.step import SamplerMismatchError, collect, train_step
 
 __all__ = [
     "DistributedConfig",

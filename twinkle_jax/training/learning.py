@@ -18,8 +18,7 @@ from twinkle_jax.training.gradient import StepSummary, add_summaries, grad_step
 from twinkle_jax.training.packing import IntRows, Packing, plan
 from twinkle_jax.training.recipe import RECOMPUTED, Recipe
 from twinkle_jax.training.score import score_batch
-from twinkle_jax.training.state import TrainState
-from twinkle_jax.training.update import UpdateInfo, apply_gradients
+from twinkle_jax.training.state import TrainState, UpdateInfo, apply_gradients
 
 _BAND = 2.0  # tokens whose ratio of trainer to sampler is outside [1 / _BAND, _BAND] are counted
 

@@ -17,8 +17,7 @@ from twinkle_jax.training.gradient import grad_step
 from twinkle_jax.training.learning import takes_segments
 from twinkle_jax.training.packing import SMALLEST_WIDTH, Packing
 from twinkle_jax.training.recipe import RECOMPUTED, Recipe
-from twinkle_jax.training.state import TrainState
-from twinkle_jax.training.update import apply_gradients
+from twinkle_jax.training.state import TrainState, apply_gradients
 
 _GIB = 2**30
 _USABLE = 0.92  # of the memory that a device reports; the rest is fragmentation and program code

@@ -44,8 +44,7 @@ from twinkle_jax.model.huggingface.checkpoint_files import ADAPTER_CONFIG, locat
 from twinkle_jax.rollout import hosts
 from twinkle_jax.training.gradient import grad_step
 from twinkle_jax.training.optimizer import make_optimizer
-from twinkle_jax.training.state import begin_training
-from twinkle_jax.training.update import apply_gradients
+from twinkle_jax.training.state import apply_gradients, begin_training
 
 _CHARACTERS = "0123456789+-*()="
 _SMALL = {

@@ -17,7 +17,7 @@ from twinkle_jax.data import PromptLoader
 from twinkle_jax.model import Params
 from twinkle_jax.training.checkpoint import RunCheckpoints
 from twinkle_jax.training.config import TrainConfig, check_resumable
-from twinkle_jax.training.metrics_log import FILE, file_is_locked
+from twinkle_jax.training.metrics import FILE, file_is_locked
 from twinkle_jax.training.state import TrainState
 
 

@@ -16,12 +16,11 @@ from twinkle_jax.rollout import Rollout, hosts
 from twinkle_jax.rollout.hosts import InterruptedRunError
 from twinkle_jax.training.checkpoint import RunCheckpoints
 from twinkle_jax.training.config import TrainConfig, from_dict
-from twinkle_jax.training.curves import draw_curves
-from twinkle_jax.training.display import Display
+from twinkle_jax.training.display import Display, draw_curves
 from twinkle_jax.training.evaluation import held_out
 from twinkle_jax.training.hosts import check_same, check_shared, connect, describe_loss
 from twinkle_jax.training.interruption import Interruption
-from twinkle_jax.training.metrics_log import MetricsLog, NoLog
+from twinkle_jax.training.metrics import MetricsLog, NoLog, rollout_metrics
 from twinkle_jax.training.policy import (
     load_policy,
     save_policy,
@@ -46,7 +45,6 @@ from twinkle_jax.training.step import (
     describe_mismatch,
     train_step,
 )
-from twinkle_jax.training.step_metrics import rollout_metrics
 from twinkle_jax.training.task import make_task
 
 _COMPARE_ALL_EVERY = 25  # steps, the first among them

@@ -16,7 +16,7 @@ from twinkle_jax.training.config import TrainConfig
 from twinkle_jax.training.display import Display
 from twinkle_jax.training.evaluation import held_out
 from twinkle_jax.training.memory import device_memory, fit
-from twinkle_jax.training.metrics_log import MetricsLog, NoLog
+from twinkle_jax.training.metrics import MetricsLog, NoLog
 from twinkle_jax.training.policy import (
     Policy,
     WarmStart,

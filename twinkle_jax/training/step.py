@@ -21,10 +21,10 @@ from twinkle_jax.rollout import (
 from twinkle_jax.training.config import TrainConfig
 from twinkle_jax.training.estimator import estimate
 from twinkle_jax.training.learning import compare, learn, score
+from twinkle_jax.training.metrics import mismatch_metrics, rollout_facts, update_metrics
 from twinkle_jax.training.packing import IntRows
 from twinkle_jax.training.recipe import Recipe
 from twinkle_jax.training.state import TrainState
-from twinkle_jax.training.step_metrics import mismatch_metrics, rollout_facts, update_metrics
 
 
 def collect(

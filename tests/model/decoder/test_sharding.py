@@ -28,7 +28,7 @@ from twinkle_jax.model import (
 )
 from twinkle_jax.model.decoder.sharding import AXES, RULES, find_mesh, gather_in_steps, steps_of
 from twinkle_jax.training import grad_step, score_batch, train_state
-from twinkle_jax.training.update import _apply
+from twinkle_jax.training.state import _apply
 from twinkle_jax.twinkle.model import TransformersModel
 
 ROOT = pathlib.Path(__file__).parents[3]

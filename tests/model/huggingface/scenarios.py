@@ -13,7 +13,6 @@ import threading
 import jax
 import numpy as np
 
-import twinkle_jax.model.huggingface.checkpoint_write as write
 from tests.processes import join
 from twinkle_jax.model import (
     Decoder,
@@ -29,6 +28,7 @@ from twinkle_jax.model import (
     shard_like_params,
 )
 from twinkle_jax.model.decoder.lora import init_adapter
+from twinkle_jax.model.huggingface import checkpoint
 
 LARGE = parse_config(  # 244 MiB: 60 layers whose tensors have up to 1 MiB, an embedding of 4
     {
@@ -129,7 +129,7 @@ def _save(directory):
 
 def save_full_disk(directory):
     """The second file does not fit on the disk."""
-    real, calls = write.write_safetensors, []
+    real, calls = checkpoint.write_safetensors, []
 
     def write_one(*arguments):
         calls.append(1)
@@ -137,13 +137,13 @@ def save_full_disk(directory):
             raise OSError("no space left on device")
         real(*arguments)
 
-    write.write_safetensors = write_one
+    checkpoint.write_safetensors = write_one
     _save(directory)
 
 
 def save_killed(directory):
     """The writer ends between two files."""
-    write._write_json = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+    checkpoint._write_json = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
     _save(directory)
 
 

@@ -13,6 +13,7 @@ from twinkle_jax.model.decoder.config import DecoderConfig
 from twinkle_jax.model.decoder.lora import LoraConfig, adapted_kernels, read_lora_config, walk
 from twinkle_jax.model.decoder.parameters import Params, nest
 from twinkle_jax.model.huggingface.atomic_directory import check_target, replace_directory
+from twinkle_jax.model.huggingface.checkpoint import all_finite, host_tensor, keep_files
 from twinkle_jax.model.huggingface.checkpoint_files import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
@@ -24,8 +25,6 @@ from twinkle_jax.model.huggingface.checkpoint_files import (
     regular_file,
 )
 from twinkle_jax.model.huggingface.checkpoint_names import layer_number, to_stored
-from twinkle_jax.model.huggingface.checkpoint_read import all_finite
-from twinkle_jax.model.huggingface.checkpoint_write import host_tensor, keep_files
 from twinkle_jax.model.huggingface.processes import gather, write_once
 
 _PREFIX = "base_model.model.model.layers"

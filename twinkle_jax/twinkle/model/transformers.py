@@ -15,11 +15,11 @@ from jaxtyping import Array, Float
 
 from twinkle_jax.data import Inputs, PerSequence
 from twinkle_jax.loss import GKDLoss, Loss, LossFunction, get_loss
-from twinkle_jax.training.state import init_optimizer
-from twinkle_jax.training.update import (
+from twinkle_jax.training.state import (
     UpdateInfo,
     apply_gradients,
     clip_gradients,
+    init_optimizer,
     zero_gradients,
 )
 from twinkle_jax.twinkle.model.files import (

@@ -1,18 +1,123 @@
-"""Metrics of a run in metrics.jsonl; in TensorBoard and Weights & Biases on request."""
+"""Metrics of a run: computed for each step under TRL's names, and written to its logs."""
 
 import errno
 import json
 import math
 import os
 import secrets
-from collections.abc import Mapping
+import time
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from io import FileIO
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO, Protocol, Self, SupportsFloat
 
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from twinkle_jax.data import IGNORE, Batch
 from twinkle_jax.data.missing_extra import require
+from twinkle_jax.loss import SamplerMismatch, kl_k3
+from twinkle_jax.rollout import Rollout, episode_metrics, has_signal
+from twinkle_jax.training.config import TrainConfig
+from twinkle_jax.training.learning import Learnt
+
+
+@jax.jit
+def rollout_facts(batch: Batch) -> dict[str, Float[Array, ""]]:
+    """Estimate entropy and the divergence from the reference policy from samples."""
+    assert batch.old_logps is not None
+    kept = batch.labels != IGNORE
+    tokens = jnp.maximum(jnp.sum(kept, dtype=jnp.float32), 1)
+    facts = {"entropy": -jnp.sum(jnp.where(kept, batch.old_logps, 0)) / tokens}
+    if batch.ref_logps is not None:
+        divergence = kl_k3(batch.old_logps, batch.ref_logps, kept)
+        facts["kl"] = jnp.sum(jnp.where(kept, divergence, 0)) / tokens
+    return facts
+
+
+@jax.jit
+def mismatch_metrics(mismatch: SamplerMismatch) -> dict[str, Float[Array, ""]]:
+    """Compute the metrics of a mismatch on the device, to be read with the others."""
+    return mismatch.metrics()
+
+
+def rollout_metrics(
+    drawn: Sequence[Rollout], config: TrainConfig, started: float
+) -> dict[str, float]:
+    """Metrics of all rollouts of a step, sampled since `started` (`time.perf_counter`)."""
+    samples = config.rollout.num_samples
+    rewards = np.concatenate([r.scores for r in drawn]).astype(np.float64)
+    lengths = np.concatenate([r.lengths for r in drawn])
+    truncated = np.concatenate([r.truncated for r in drawn])
+    masked = config.update.mask_truncated
+    signal = np.concatenate([has_signal(r, samples, mask_truncated=masked) for r in drawn])
+    deviations = rewards.reshape(-1, samples).std(axis=1, ddof=1)
+    episodes = [episode for r in drawn for episode in r.episodes or ()]
+    if episodes:  # an episode that ends at the limit of turns is not truncated
+        truncated = np.asarray([episode.ended == "length" for episode in episodes])
+    if any(
+        episode.failed for episode in episodes
+    ):  # excluded: failures of the environment are not the policy's
+        kept = ~np.asarray([episode.failed for episode in episodes])
+        groups = kept.reshape(-1, samples)
+        several = groups.sum(axis=1) > 1
+        deviations = rewards.reshape(-1, samples)[several].std(
+            axis=1, ddof=1, where=groups[several]
+        )
+        rewards, lengths, truncated = rewards[kept], lengths[kept], truncated[kept]
+        deviations = deviations if len(deviations) else np.zeros(1)
+    if not len(rewards):
+        return episode_metrics(episodes)
+    metrics = {
+        "reward": float(rewards.mean()),
+        "reward_std": float(deviations.mean()),
+        "frac_reward_zero_std": float(1 - signal.mean()),
+        "completions/mean_length": float(lengths.mean()),
+        "completions/min_length": float(lengths.min()),
+        "completions/max_length": float(lengths.max()),
+        "completions/clipped_ratio": float(truncated.mean()),
+        "time/sample": time.perf_counter() - started,
+    }
+    if not truncated.all():
+        metrics["completions/mean_terminated_length"] = float(lengths[~truncated].mean())
+    for name in drawn[0].reward_parts:
+        scores = np.concatenate([r.reward_parts[name] for r in drawn]).astype(np.float64)
+        scores = scores[~np.isnan(scores)]  # rows that this reward does not apply to
+        if scores.size:
+            metrics[f"rewards/{name}/mean"] = float(scores.mean())
+            metrics[f"rewards/{name}/std"] = float(scores.std())
+    return metrics | (episode_metrics(episodes) if episodes else {})
+
+
+def update_metrics(learnt: Learnt) -> dict[str, float]:
+    """Metrics averaged over the updates of a step, and the number of skipped updates."""
+
+    def mean(values: Sequence[Any]) -> float:
+        return float(np.mean(np.asarray(values, np.float64)))
+
+    skipped = [info for info in learnt.infos if not info.applied]
+    without_signal = sum(info.gradient_norm == 0 for info in skipped)
+    metrics = {
+        "loss": mean([s.loss_sum / max(float(s.denominator), 1.0) for s in learnt.summaries]),
+        "grad_norm": mean([info.gradient_norm for info in learnt.infos]),
+        "skipped_updates": float(len(skipped) - without_signal),
+        "updates_without_signal": float(without_signal),
+    }
+    losses = [s.metrics for s in learnt.summaries if s.metrics is not None]
+    if losses:
+        low = mean([m.clip_fraction_low for m in losses])
+        high = mean([m.clip_fraction_high for m in losses])
+        metrics |= {
+            "clip_ratio/low_mean": low,
+            "clip_ratio/high_mean": high,
+            "clip_ratio/region_mean": low + high,
+            "approx_kl": mean([m.approximate_kl for m in losses]),
+        }
+    return metrics
 
 
 class Sink(Protocol):

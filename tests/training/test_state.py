@@ -160,7 +160,7 @@ def test_forgotten_gradients_and_donated_states():
 
 
 def test_rates_and_limits_are_traced():
-    from twinkle_jax.training.update import _apply
+    from twinkle_jax.training.state import _apply
 
     apply_gradients(state_of([6, 8], 2), SGD, learning_rate=0.5)
     count = _apply._cache_size()

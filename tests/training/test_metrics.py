@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from twinkle_jax.training.metrics_log import MetricsLog
+from twinkle_jax.training.metrics import MetricsLog
 
 ROOT = Path(__file__).parents[3]
 
@@ -125,7 +125,7 @@ def test_a_file_of_something_else_is_left_alone(tmp_path, line):
 
 NO_SPACE = """
 import resource, signal, sys
-from twinkle_jax.training.metrics_log import MetricsLog
+from twinkle_jax.training.metrics import MetricsLog
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (30, 30))
 log = MetricsLog(sys.argv[1])
