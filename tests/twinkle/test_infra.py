@@ -90,6 +90,7 @@ def test_loggers_have_one_handler(capsys):
     logger = get_logger()
     assert logger is get_logger() and len(logger.handlers) == 1
     assert twinkle.is_master()
+    assert twinkle.Platform.get_platform().device_prefix() == "cpu"
 
 
 def test_ids_of_hubs(tmp_path):

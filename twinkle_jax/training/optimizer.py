@@ -25,6 +25,23 @@ def decayed(params: Any) -> Any:
     return jax.tree_util.tree_map_with_path(applies, params)
 
 
+def muon_dimensions(params: Any) -> Any:
+    """Axes that Muon orthogonalizes: those of each layer's matrices; None, for Adam, elsewhere.
+
+    Layers are stacked along the first axis. Optax would take a stack of matrices for no matrix, and
+    a stack of vectors, the embeddings and the output matrix for one.
+    """
+
+    def axes(path: Any, leaf: Any) -> optax.contrib.MuonDimensionNumbers | None:
+        names = jax.tree_util.keystr(path, simple=True, separator=".").split(".")
+        first = int("layers" in names)
+        if leaf.ndim != first + 2 or {"embed_tokens", "lm_head"} & set(names):
+            return None
+        return optax.contrib.MuonDimensionNumbers(first, first + 1)
+
+    return jax.tree_util.tree_map_with_path(axes, params)
+
+
 def make_optimizer(name: str, **options: Any) -> optax.GradientTransformation:
     """Make an Optax optimizer of learning rate 1, as `apply_gradients` takes it.
 
@@ -32,7 +49,8 @@ def make_optimizer(name: str, **options: Any) -> optax.GradientTransformation:
         name: of a function of `optax` or `optax.contrib` that takes a learning rate: `adamw`,
             `adam`, `sgd`, `lion`, `adafactor`, `muon`, ...
         options: its other arguments. Where it takes a mask for weight decay, norms and biases are
-            left out unless another mask is given.
+            left out unless another mask is given. Muon is for the matrices of layers, each by
+            itself, and Adam for embeddings, the output matrix and vectors.
 
     Returns:
         The optimizer; the same object for the same arguments, so that nothing compiles twice.
@@ -59,8 +77,13 @@ def _make_optimizer(name: str, options: tuple[tuple[str, Any], ...]) -> Any:
             f"adafactor or muon, got {name!r}"
         )
     _check_options(f"optimizer {name}", dict(options), known - {"learning_rate"})
-    masks = {key: decayed for key in ("mask", "weight_decay_mask") if key in known}
-    return make(1.0, **(masks | dict(options)))
+    defaults = {
+        "mask": decayed,
+        "weight_decay_mask": decayed,
+        "muon_weight_dimension_numbers": muon_dimensions,
+    }
+    applicable = {key: value for key, value in defaults.items() if key in known}
+    return make(1.0, **(applicable | dict(options)))
 
 
 def make_schedule(name: str, *, steps: int, peak: float, **options: Any) -> Schedule:

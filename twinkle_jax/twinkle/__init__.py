@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from twinkle_jax.twinkle.infra import (
         DeviceGroup,
         DeviceMesh,
+        Platform,
         get_device_placement,
         get_logger,
         initialize,
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 __all__ = [
     "DeviceGroup",
     "DeviceMesh",
+    "Platform",
     "get_device_placement",
     "get_logger",
     "initialize",

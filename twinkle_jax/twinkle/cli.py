@@ -87,6 +87,11 @@ _ALIASES = {
     "num_gpus": "nproc_per_node",
 }
 _OWNERS = {"model_id": "model", "seed": "training"}  # of names that several groups have
+_WORDS: dict[str, bool | None] = {
+    **dict.fromkeys(("true", "yes", "on"), True),
+    **dict.fromkeys(("false", "no", "off"), False),
+    **dict.fromkeys(("none", "null", "~")),
+}
 
 
 class Args:
@@ -94,21 +99,6 @@ class Args:
 
     `get_model_args()` and the like give the settings of a group that are not None.
     """
-
-    model: Any
-    lora: Any
-    dataset: Any
-    template: Any
-    training: Any
-    optimizer: Any
-    scheduler: Any
-    loss: Any
-    sampler: Any
-    sampling: Any
-    infra: Any
-    server: Any
-    rl: Any
-    checkpoint: Any
 
     def __init__(self) -> None:
         for group, defaults in _GROUPS.items():
@@ -123,12 +113,9 @@ class Args:
 
     def get_lora_args(self) -> dict[str, Any]:
         """Give the arguments of PEFT's `LoraConfig`."""
-        return {
-            "target_modules": self.lora.lora_target_modules or "all-linear",
-            "r": self.lora.lora_r,
-            "lora_alpha": self.lora.lora_alpha,
-            "lora_dropout": self.lora.lora_dropout,
-        }
+        targets = {"target_modules": self.lora.lora_target_modules or "all-linear"}
+        names = {"r": "lora_r", "lora_alpha": "lora_alpha", "lora_dropout": "lora_dropout"}
+        return targets | {theirs: getattr(self.lora, name) for theirs, name in names.items()}
 
     def get_optimizer_args(self) -> dict[str, Any]:
         """Give the optimizer's settings, the learning rate as `lr`."""
@@ -145,11 +132,9 @@ class Args:
     def get(self, key: str, default: Any = None) -> Any:
         """Give a setting by its name alone."""
         place = _find(key)
-        return (
-            self.extra.get(key, default)
-            if place is None
-            else getattr(self, place[0]).__dict__[place[1]]
-        )
+        if place is None:
+            return self.extra.get(key, default)
+        return getattr(getattr(self, place[0]), place[1])
 
     def __getitem__(self, key: str) -> Any:
         if _find(key) is None and key not in self.extra:
@@ -169,14 +154,10 @@ class Args:
                 self.extra[name] = value
                 continue
             group, name = place
-            default = _GROUPS[group][name]
-            if isinstance(default, float) and isinstance(value, int | str):
+            kind = type(_GROUPS[group][name])
+            if kind is float and isinstance(value, int | str):
                 value = float(value)
-            elif (
-                isinstance(default, int)
-                and not isinstance(default, bool)
-                and isinstance(value, str)
-            ):
+            elif kind is int and isinstance(value, str):
                 value = int(float(value))
             setattr(getattr(self, group), name, value)
 
@@ -210,11 +191,10 @@ class CLI:
         args = Args()
         args.apply(_read_env(env_file), cast=True)
         known = {k: x for k, x in os.environ.items() if _find(k) is not None}
-        prefix, not_settings = "TWINKLE_", "TWINKLE_JAX_"  # of this package, not of a script
         named = {
-            k.removeprefix(prefix): x
+            k.removeprefix("TWINKLE_"): x
             for k, x in os.environ.items()
-            if k.startswith(prefix) and not k.startswith(not_settings)
+            if k.startswith("TWINKLE_") and not k.startswith("TWINKLE_JAX_")  # this package's own
         }
         args.apply(known | named, cast=True)
         flags = _read_flags(sys.argv[1:] if argv is None else argv)
@@ -254,17 +234,8 @@ def _flatten(source: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str,
 def _cast(value: Any) -> Any:
     if not isinstance(value, str):
         return value
-    words: dict[str, bool | None] = {
-        "true": True,
-        "yes": True,
-        "on": True,
-        "false": False,
-        "no": False,
-        "off": False,
-    }
-    words |= {"none": None, "null": None, "~": None}
-    if value.lower() in words:
-        return words[value.lower()]
+    if value.lower() in _WORDS:
+        return _WORDS[value.lower()]
     for kind in (int, float):
         try:
             return kind(value)

@@ -132,6 +132,20 @@ class DeviceGroup:
     visible_devices: Any = None
 
 
+class Platform:
+    """The kind of devices that JAX has: `Platform.get_platform().device_prefix()`."""
+
+    @staticmethod
+    def get_platform() -> "Platform":
+        """Return the one platform of this program."""
+        return Platform()
+
+    @staticmethod
+    def device_prefix() -> str:
+        """Name it: `cpu`, `gpu` or `tpu`."""
+        return jax.default_backend()
+
+
 @dataclass
 class Settings:
     """What `initialize` was told."""

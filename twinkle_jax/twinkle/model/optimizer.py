@@ -5,7 +5,6 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-import jax
 import optax
 
 from twinkle_jax.training import make_optimizer
@@ -15,7 +14,7 @@ DEFAULT_LEARNING_RATE = 1e-5
 Factor = Callable[[int], float]
 Schedule = Callable[[int, float], float]  # number of steps and base rate -> learning rate
 
-# PyTorch's options with its defaults, and what Optax calls the optimizer.
+# What Optax calls PyTorch's optimizers, and their options with PyTorch's defaults.
 _TORCH: dict[str, tuple[str, dict[str, Any]]] = {
     "AdamW": ("adamw", {"betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}),
     "Adam": ("adam", {"betas": (0.9, 0.999), "eps": 1e-8}),
@@ -23,22 +22,15 @@ _TORCH: dict[str, tuple[str, dict[str, Any]]] = {
     "Lion": ("lion", {"betas": (0.9, 0.99), "weight_decay": 0.0}),
     "Muon": (
         "muon",
-        {
-            "weight_decay": 0.1,
-            "momentum": 0.95,
-            "nesterov": True,
-            "eps": 1e-7,
-            "ns_steps": 5,
-            "adjust_lr_fn": None,
-        },
+        {"weight_decay": 0.1, "momentum": 0.95, "nesterov": True}
+        | {"eps": 1e-7, "ns_steps": 5, "adjust_lr_fn": None},
     ),
 }
-_RENAMED = {"muon": {"momentum": "beta"}}
 _MUON_SCALES = {None: None, "original": None, "match_rms_adamw": 0.2}  # PyTorch's `adjust_lr_fn`
 
 
 def choose_optimizer(
-    optimizer: str | optax.GradientTransformation, options: dict[str, Any]
+    optimizer: str | type | optax.GradientTransformation, options: dict[str, Any]
 ) -> optax.GradientTransformation:
     """Make an optimizer by PyTorch's or Optax's name; or take an Optax transformation.
 
@@ -65,48 +57,37 @@ def choose_optimizer(
 
 
 def _optax_options(name: str, options: dict[str, Any]) -> dict[str, Any]:
-    betas = options.pop("betas", None)
-    if betas is not None:
-        options |= {"b1": betas[0], "b2": betas[1]}
+    if "betas" in options:
+        options["b1"], options["b2"] = options.pop("betas")
+    if name == "sgd":
+        options["momentum"] = options["momentum"] or None
     if name == "muon":
         scale = options.pop("adjust_lr_fn")
         if scale not in _MUON_SCALES:
             raise ValueError(f"adjust_lr_fn must be one of {list(_MUON_SCALES)}, got {scale!r}")
         options["consistent_rms"] = _MUON_SCALES[scale]
-        options["muon_weight_dimension_numbers"] = _matrices
-    if name == "sgd":
-        options["momentum"] = options["momentum"] or None
-    return {_RENAMED.get(name, {}).get(key, key): value for key, value in options.items()}
-
-
-def _matrices(params: Any) -> Any:
-    """Say which axes Muon orthogonalizes: the last two of stacked layers, each layer by itself.
-
-    Embeddings, the output matrix and what is no matrix are left to Adam.
-    """
-
-    def axes(leaf: Any) -> optax.contrib.MuonDimensionNumbers | None:
-        return optax.contrib.MuonDimensionNumbers(1, 2) if leaf.ndim == 3 else None
-
-    return jax.tree.map(axes, params)
+        options["beta"] = options.pop("momentum")
+    return options
 
 
 def _cosine_annealing(*, T_max: int, eta_min: float = 0.0) -> Schedule:  # noqa: N803  PyTorch's
     """Swing between the base rate and `eta_min`, which it reaches after `T_max` steps."""
     if isinstance(T_max, bool) or not isinstance(T_max, int) or T_max < 1:
         raise ValueError(f"T_max must be a positive int, got {T_max!r}")
-
-    def rate(step: int, base: float) -> float:
-        return eta_min + (base - eta_min) * 0.5 * (1 + math.cos(math.pi * step / T_max))
-
-    return rate
+    return lambda step, base: eta_min + (base - eta_min) * _cosine(step / T_max)
 
 
-def _warmed_up(decay: Callable[[float], float], warmup: int, steps: int) -> Schedule:
+def _cosine(part: float) -> float:
+    return 0.5 * (1 + math.cos(math.pi * part))
+
+
+def _warmed_up(
+    fall: Callable[[float], float], warmup: int, steps: int, least: float = 0.0
+) -> Schedule:
     def rate(step: int, base: float) -> float:
         if step < warmup:
             return base * step / warmup
-        return base * decay(min((step - warmup) / max(steps - warmup, 1), 1.0))
+        return least + (base - least) * fall(min((step - warmup) / max(steps - warmup, 1), 1.0))
 
     return rate
 
@@ -114,17 +95,7 @@ def _warmed_up(decay: Callable[[float], float], warmup: int, steps: int) -> Sche
 def _cosine_warmup(
     *, num_training_steps: int, num_warmup_steps: int = 0, eta_min: float = 0.0
 ) -> Schedule:
-    def decay(part: float) -> float:
-        return 0.5 * (1 + math.cos(math.pi * part))
-
-    falling = _warmed_up(decay, num_warmup_steps, num_training_steps)
-    if not eta_min:
-        return falling
-    return lambda step, base: (
-        falling(step, base)
-        if step < num_warmup_steps
-        else eta_min + falling(step, base) * (base - eta_min) / base
-    )
+    return _warmed_up(_cosine, num_warmup_steps, num_training_steps, eta_min)
 
 
 def _linear_warmup(*, num_training_steps: int, num_warmup_steps: int = 0) -> Schedule:

@@ -71,7 +71,7 @@ def score(
                 write_pieces(out, np.asarray(values), pieces[done : done + count])
         done += count
     group.last_pass = Pass(features, pieces, outputs)
-    group.log.show(False, features, outputs)
+    group.show(False, features, outputs)
     return outputs
 
 
@@ -106,7 +106,7 @@ def loss_of_last_pass(group: OptimizerGroup, loss_inputs: dict[str, Any]) -> flo
             **arrays,
         )
     loss = float(output.loss / (output.num_tokens or 1))
-    group.log.add_loss(loss)
+    group.losses.append(loss)
     return loss
 
 
@@ -133,7 +133,7 @@ def accumulate(
     if teacher is not None:
         aligned |= align_teacher(*teacher, features, pieces)
     total: StepSummary | None = None
-    logps = np.zeros(_shape(features), np.float32) if group.log.sees_logps(True) else None
+    logps = np.zeros(_shape(features), np.float32) if group.metrics[True] else None
     done = 0
     for batch, count in _micro_batches(policy, pieces, aligned, micro_batch_size):
         group.state, summary = grad_step(
@@ -154,7 +154,7 @@ def accumulate(
         total = summary if total is None else add_summaries(total, summary)
     assert total is not None
     group.cur_step += 1
-    group.log.add_summary(total)
+    group.add_summary(total)
     outputs = {"loss": total.loss} | ({} if logps is None else {"logps": logps})
     facts: dict[str, Any] = {
         "lr": group.learning_rate,
@@ -163,7 +163,7 @@ def accumulate(
         "gradient_accumulation_steps": group.gradient_accumulation_steps,
         **{name: values for name, values in loss_inputs.items() if values is not None},
     }
-    group.log.show(True, features, outputs, **facts)
+    group.show(True, features, outputs, **facts)
     return total.loss
 
 

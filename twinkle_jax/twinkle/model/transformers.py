@@ -60,8 +60,8 @@ class TransformersModel(AdapterPolicy):
 
     `cur_step` counts calls of `forward_backward`. With `gradient_accumulation_steps` of n, the
     verbs that change the policy do nothing unless it is a multiple of n. `optimizer_group` has, by
-    the name of an adapter, what it is trained with; `adapter_name` in a verb chooses one, and
-    without it the last adapter added is meant.
+    the name of an adapter, what it is trained with; `adapter_name` in a verb chooses one: by
+    default the last that was added.
 
     Args:
         model_id: a directory with a Hugging Face checkpoint, a hub id, or a
@@ -93,13 +93,10 @@ class TransformersModel(AdapterPolicy):
         adapter_name: str | None = None,
         **options: Any,
     ) -> None:
-        """Choose a loss; it is `CrossEntropyLoss` before that.
+        """Choose a loss, which is `CrossEntropyLoss` before that.
 
-        Args:
-            loss_cls: a name, `'grpo'` or `'GRPOLoss'`; a class of `twinkle_jax.loss` or its object;
-                or a function, as [`get_loss`][twinkle_jax.loss.get_loss] takes it.
-            adapter_name: of the adapter, if there is one.
-            options: arguments of the class.
+        A name, `'grpo'` or `'GRPOLoss'`, a class of `twinkle_jax.loss` with its options, its object
+        or a function: as [`get_loss`][twinkle_jax.loss.get_loss] takes them.
 
         Raises:
             ValueError: for an unknown name, and losses that need values or, except for `GKDLoss`,
@@ -119,13 +116,10 @@ class TransformersModel(AdapterPolicy):
     def set_template(
         self, template_cls: Any, *, adapter_name: str | None = None, **options: Any
     ) -> None:
-        """Choose what makes an input feature of a trajectory.
+        """Choose what encodes trajectories.
 
-        Args:
-            template_cls: a name, `"Qwen3_5Template"` or `"Template"`, or a class; an object with
-                `encode`; or a function.
-            adapter_name: of the adapter, if there is one.
-            options: arguments of the class, `model_id` and `enable_thinking` for two.
+        A name such as `"Qwen3_5Template"` or a class, with its options; an object with `encode`; or
+        a function.
 
         Raises:
             ValueError: for an unknown name.
@@ -172,7 +166,7 @@ class TransformersModel(AdapterPolicy):
                 as in Twinkle.
             lr: learning rate; Twinkle's 0.00001 for a name. It multiplies the updates of a
                 transformation, which brings its own as a rule: 1 there.
-            adapter_name: of the adapter, if there is one.
+            adapter_name: which adapter.
             options: `betas`, `eps`, `weight_decay`, `momentum`, …
 
         Raises:
@@ -224,7 +218,7 @@ class TransformersModel(AdapterPolicy):
             micro_batch_size: sequences at a time; None for all.
             temperature: at which log-probabilities and entropies are taken.
             disable_lora: whether to leave adapters out, as for a reference policy.
-            adapter_name: of the adapter, if there is one.
+            adapter_name: which adapter.
             task: `"causal_lm"`; or `"fused_lm_ce"`, which is the same: no logits are held anyway.
 
         Returns:
@@ -255,12 +249,7 @@ class TransformersModel(AdapterPolicy):
     ) -> float:
         """Compute the loss of the last `forward_only`, which `calculate_metric(False)` averages.
 
-        Args:
-            advantages: as for `forward_backward`.
-            old_logps: likewise.
-            ref_logps: likewise.
-            ref_outputs: likewise.
-            adapter_name: of the adapter, if there is one.
+        The arguments are those of `forward_backward`.
 
         Raises:
             ValueError: if there was no pass, or the loss needs more than log-probabilities.
@@ -310,7 +299,7 @@ class TransformersModel(AdapterPolicy):
             micro_batch_size: sequences at a time; None for all. It changes memory and time only.
             temperature: at which log-probabilities are taken, as the sampler did.
             gradient_accumulation_steps: how many such calls make an update, from now on.
-            adapter_name: of the adapter, if there is one.
+            adapter_name: which adapter.
             task: `"causal_lm"`; or `"fused_lm_ce"`, which is the same: no logits are held anyway.
 
         Returns:
@@ -365,7 +354,7 @@ class TransformersModel(AdapterPolicy):
     def lr_step(
         self, *, gradient_accumulation_steps: int | None = None, adapter_name: str | None = None
     ) -> None:
-        """Go one step further in the learning-rate schedule."""
+        """Take a step in the learning-rate schedule."""
         group = self.group(adapter_name)
         if group.due(gradient_accumulation_steps):
             group.lr_steps += 1
@@ -379,14 +368,8 @@ class TransformersModel(AdapterPolicy):
     ) -> UpdateInfo | None:
         """Clip, apply and clear the gradients, and go on in the schedule.
 
-        Args:
-            max_grad_norm: the largest global norm of the gradients, above 0.
-            gradient_accumulation_steps: how many calls of `forward_backward` make an update, from
-                now on; by default as before, at first 1.
-            adapter_name: of the adapter, if there is one.
-
         Returns:
-            Gradient norm, and whether the update was applied; None where more calls are to come.
+            Gradient norm, and whether the update was applied; None while gradients are accumulated.
         """
         group = self.group(adapter_name)
         if not group.due(gradient_accumulation_steps):
@@ -413,26 +396,19 @@ class TransformersModel(AdapterPolicy):
                 features of each pass and its outputs: `loss` and `logps` of `forward_backward` with
                 `lr`, `step`, `grad_norm` and what its loss was given, or all of `forward_only`.
             is_training: True for training passes, False for `forward_only`, None for both.
-            adapter_name: of the adapter, if there is one.
+            adapter_name: which adapter.
             options: arguments of the class.
         """
         group = self.group(adapter_name)
         if isinstance(metric_cls, str):
             metric_cls = class_of(metric_cls, "twinkle_jax.twinkle.metric")
-        group.log.add_metric(metric_cls, is_training, options)
+        group.add_metric(metric_cls, is_training, options)
 
     def calculate_metric(
         self, is_training: bool = True, *, adapter_name: str | None = None
     ) -> dict[str, Any]:
-        """Summarise what happened since the last call, as plain numbers.
-
-        Args:
-            is_training: False reports the losses of `calculate_loss` and added metrics of
-                `forward_only` alone.
-            adapter_name: of the adapter, if there is one.
-        """
-        group = self.group(adapter_name)
-        return group.metrics() if is_training else group.log.report(False)
+        """Summarise training since the last call, or else `calculate_loss` and `forward_only`."""
+        return self.group(adapter_name).report(is_training)
 
     # Files.
 
@@ -464,7 +440,7 @@ class TransformersModel(AdapterPolicy):
             consumed_train_samples: what to remember of the position in the data.
             merge: whether to add the adapter to the parameters and write a checkpoint of them.
             dtype: type of a checkpoint; by default that of the parameters.
-            adapter_name: of the adapter, if there is one.
+            adapter_name: which adapter.
 
         Returns:
             The directory; None if the interval says that there is nothing to do.
@@ -507,7 +483,7 @@ class TransformersModel(AdapterPolicy):
             output_dir: where the directory lies.
             load_optimizer: whether to go on with the run that saved it; otherwise optimizer state
                 and gradients begin anew.
-            adapter_name: of the adapter, if there is one.
+            adapter_name: which adapter.
 
         Raises:
             ValueError: for what `load_pretrained` refuses, and a model of another configuration,
@@ -535,7 +511,7 @@ class TransformersModel(AdapterPolicy):
         Args:
             checkpoint_dir: the directory.
             resume_only_model: whether to read the weights only.
-            adapter_name: of the adapter, if there is one.
+            adapter_name: which adapter.
 
         Returns:
             `cur_step`, `consumed_train_samples` and `gradient_accumulation_steps` of the run.
