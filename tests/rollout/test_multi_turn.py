@@ -182,6 +182,38 @@ def test_an_episode_is_what_it_is_alone():
         np.testing.assert_allclose(one.rows[0].logprobs, other.rows[0].logprobs, atol=1e-5)
 
 
+def test_many_episodes_are_drawn_in_halves_on_a_cpu():
+    """64 episodes in two cohorts, fewer in one; a number given is taken; tokens are the same."""
+    drawn = []
+
+    class Recording(LocalEngine):
+        def converse(self, *args, **options):
+            rows = super().converse(*args, **options)
+            go_on = rows.go_on
+            rows.go_on = lambda called, *others: (
+                drawn.append(sorted(called)) or go_on(called, *others)
+            )
+            return rows
+
+    engine = Recording(POLICY.config, POLICY.template, 5, 64)
+
+    def play(prompts, cohorts=None):
+        drawn.clear()
+        rows = PromptBatch({"messages": [], "user_data": [("index", i)]} for i in range(prompts))
+        made = source(games.Guess, cohorts=cohorts, max_turns=2)
+        made = dataclasses.replace(made, engine=engine)
+        return made.sample(POLICY.params, rows, jax.random.clone(KEY)).episodes
+
+    assert jax.default_backend() == "cpu"
+    play(15)
+    assert drawn[0] == [*range(60)]
+    halves = play(16)
+    assert drawn[:2] == [[*range(0, 64, 2)], [*range(1, 64, 2)]]
+    whole = play(16, 1)
+    assert drawn[0] == [*range(64)]
+    assert [e.rows[0].tokens for e in halves] == [e.rows[0].tokens for e in whole]
+
+
 # Failures.
 
 

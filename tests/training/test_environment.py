@@ -87,7 +87,22 @@ def test_a_run_that_goes_on_is_the_run_that_was_not_interrupted(folder, tmp_path
     endings = [line[f"environment/ended/{x}"] for x in ("done", "max_turns", "length")]
     assert sum(endings) == pytest.approx(1)
     assert line["sampling/logp_diff/mean"] < 1e-5
-    assert "0-9=" in capsys.readouterr().out  # episodes are shown as conversations
+    shown = capsys.readouterr().out
+    assert "0-9=" in shown  # episodes are shown as conversations
+    assert "rollout.cohorts 1\n" in shown
+
+
+def test_a_run_in_two_cohorts_goes_on_byte_for_byte(folder, tmp_path, capsys):
+    """64 episodes a step: two cohorts, which nothing measures, are said, saved and kept."""
+    changes = {"rollout": {"prompts": 16}, "steps": 2, "environment": "Never"}
+    train(config(folder, tmp_path / "whole", **changes))
+    assert "rollout.cohorts 2\n" in capsys.readouterr().out
+    train(config(folder, tmp_path / "parts", **(changes | {"steps": 1})))
+    train(config(folder, tmp_path / "parts", resume="auto", **changes))
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    assert json.loads((parts / "config.json").read_text())["rollout"]["cohorts"] == 2
+    assert untimed(whole) == untimed(parts)
+    assert parameters(whole) == parameters(parts)
 
 
 def test_too_many_failures_end_a_run_with_the_last_step_saved(folder, tmp_path):

@@ -16,7 +16,12 @@ from twinkle_jax.rollout.episode import (
     episode_metrics,
     lay_out_episodes,
 )
-from twinkle_jax.rollout.multi_turn import EnvironmentFailureError, MultiTurn, check_failures
+from twinkle_jax.rollout.multi_turn import (
+    EnvironmentFailureError,
+    MultiTurn,
+    check_failures,
+    default_cohorts,
+)
 from twinkle_jax.rollout.openenv import OpenEnvEnvironment
 from twinkle_jax.rollout.processes import ProcessLimits
 from twinkle_jax.rollout.rollout import (
@@ -56,6 +61,7 @@ __all__ = [
     "Turn",
     "TurnEngine",
     "check_failures",
+    "default_cohorts",
     "draw_until_signal",
     "encode_prompts",
     "episode_metrics",

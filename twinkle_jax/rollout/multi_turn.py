@@ -32,6 +32,7 @@ from twinkle_jax.sampler import LENGTH, Sampling
 
 History = Literal["append", "template"]
 _ATTEMPTS = 2
+_MANY_EPISODES = 64
 
 
 class EnvironmentFailureError(RuntimeError):
@@ -67,7 +68,7 @@ class MultiTurn:
             episode goes on in a row of its own, and all its rows share the advantage.
         cohorts: parts in which the episodes of a call are played: while the environments of one are
             at work, a turn of the next is drawn. Which episodes are drawn together depends on
-            nothing else, so that a run can be repeated byte for byte.
+            nothing else, so that a run can be repeated byte for byte. None: see `default_cohorts`.
         timeout: seconds that an environment may take to answer.
         threads: environments that are called at a time.
         max_failed: share of failed episodes above which a rollout raises.
@@ -89,7 +90,7 @@ class MultiTurn:
     max_prompt_tokens: int = 1024
     max_new_tokens: int = 512
     history: History = "append"
-    cohorts: int = 1
+    cohorts: int | None = None
     timeout: float = 60.0
     threads: int = 64
     max_failed: float = 0.1
@@ -210,7 +211,8 @@ class MultiTurn:
                 params, len(games), sampling, max_length=self.max_episode_tokens
             )
             # Every cohort has rows on all devices.
-            cohorts = [games[i :: self.cohorts] for i in range(min(self.cohorts, len(games)))]
+            parts = min(self.cohorts or default_cohorts(len(games)), len(games))
+            cohorts = [games[i::parts] for i in range(parts)]
             while any(game.stage != "ended" for game in games):
                 for cohort in cohorts:
                     self._take_answers([game for game in cohort if game.stage == "asked"], pool)
@@ -320,6 +322,17 @@ class MultiTurn:
         for i in played:
             returns[i] = episodes[i].returns(self.discount)[0]
         return returns
+
+
+def default_cohorts(episodes: int) -> int:
+    """Choose the number of cohorts: two on CPUs, for 64 episodes or more, otherwise one.
+
+    On a CPU half of many rows take half the time, so that two cohorts cost nothing, and hide what
+    environments take. A GPU or TPU reads all weights for each token, however few rows there are: it
+    takes nearly as long for half of them, and with few rows a CPU does, too. Times are not
+    measured, since log-probabilities would then differ in their last bit from run to run.
+    """
+    return 2 if jax.default_backend() == "cpu" and episodes >= _MANY_EPISODES else 1
 
 
 def check_failures(episodes: Sequence[Episode], share: float) -> None:

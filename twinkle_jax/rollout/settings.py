@@ -30,7 +30,7 @@ class RolloutConfig:
         history: how earlier turns are read, see `MultiTurn`: append keeps them as they were
             sampled; template renders them anew, and an episode may take several rows.
         cohorts: parts in which episodes are played: while the environments of one are at work, a
-            turn of the next is drawn.
+            turn of the next is drawn; auto: 2 on CPUs with 64 episodes or more, else 1.
         environment_timeout: seconds that an environment may take to answer.
         environment_threads: environments that are called at a time.
         max_failed: share of episodes whose environment may fail; more end the run.
@@ -56,7 +56,7 @@ class RolloutConfig:
     max_turns: int = 6
     max_episode_tokens: int = AUTO
     history: Literal["append", "template"] = "append"
-    cohorts: int = 1
+    cohorts: int = AUTO
     environment_timeout: float = 60.0
     environment_threads: int = 64
     max_failed: float = 0.1

@@ -508,6 +508,8 @@ def _check_choices(config: Any, prefix: str = "") -> None:
 def _check_numbers(config: TrainConfig) -> None:
     for name, least in _AT_LEAST.items():
         count = attrgetter(name)(config)
+        if count is None and name == "rollout.cohorts":  # chosen when the devices are known
+            continue
         if count is None or not least <= count < math.inf:
             raise ValueError(f"{name} must be at least {least}, got {count}")
     for name in _ABOVE_ZERO:
@@ -582,6 +584,7 @@ _MAY_CHANGE = {"steps", "output_dir", "resume", "overwrite", "logging", "evaluat
 _MAY_CHANGE |= {"reward_timeout", "mesh", "distributed"}
 _MAY_CHANGE_TOO = {
     "rollout.slots",
+    "rollout.cohorts",
     "rollout.environment_timeout",
     "rollout.environment_threads",
     "rollout.process_megabytes",

@@ -10,7 +10,8 @@ import jax
 
 from twinkle_jax.data import ArithmeticTask, PromptLoader
 from twinkle_jax.model import LoraConfig, shard_like_params
-from twinkle_jax.rollout import hosts
+from twinkle_jax.rollout import default_cohorts, hosts
+from twinkle_jax.rollout.settings import AUTO
 from twinkle_jax.training.checkpoint import RunCheckpoints
 from twinkle_jax.training.config import TrainConfig
 from twinkle_jax.training.display import Display
@@ -61,6 +62,7 @@ def begin(
 ) -> tuple[Run, Progress]:
     """Make the policy and everything that trains it, or restore a checkpoint; does not save."""
     mesh = find_devices(config.mesh.data, config.mesh.fsdp, config.mesh.tensor)
+    config = _choose_cohorts(config, display)
     policy = hosts.agreed("reading the policy", lambda: _read_policy(config, mesh))
     if config.model is None and mesh is not None:
         placed = jax.device_put(policy.params, shard_like_params(policy.params, mesh))
@@ -93,6 +95,15 @@ def begin(
         _write_first(directory / "config.json", settings)
         display.note(f"going on after step {progress.step} of {source}")
     return Run(config, task, recipe, loader, checkpoints, log, display), progress
+
+
+def _choose_cohorts(config: TrainConfig, display: Display) -> TrainConfig:
+    rollout = config.rollout
+    if not config.many_turns or rollout.cohorts is not AUTO:
+        return config
+    cohorts = default_cohorts(rollout.prompts * rollout.num_samples)
+    display.note(f"rollout.cohorts {cohorts}")
+    return dataclasses.replace(config, rollout=dataclasses.replace(rollout, cohorts=cohorts))
 
 
 def _read_policy(config: TrainConfig, mesh: Any) -> Policy:
