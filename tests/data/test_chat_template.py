@@ -14,7 +14,6 @@ import pytest
 from twinkle_jax.data import ChatTemplate, chat_template
 
 HELLO = [{"role": "user", "content": "hello"}]
-LIMITS = "chat_template must stay within its sandbox and limits"
 GROW = "{% set ns = namespace(s='aa') %}{% for i in range(60) %}{% set ns.s = NEXT %}{% endfor %}"
 
 
@@ -39,7 +38,7 @@ GROW = "{% set ns = namespace(s='aa') %}{% for i in range(60) %}{% set ns.s = NE
     ],
 )
 def test_what_is_out_of_its_reach(source):
-    with pytest.raises(ValueError, match=f"{LIMITS}, got SecurityError"):
+    with pytest.raises(ValueError, match="SecurityError"):
         ChatTemplate(source).render(HELLO)
 
 
@@ -70,21 +69,21 @@ def test_what_is_out_of_its_reach(source):
     ],
 )
 def test_it_ends_and_stays_small(source):
-    with pytest.raises(ValueError, match=LIMITS):
+    with pytest.raises(ValueError, match="chat_template"):
         ChatTemplate(source, timeout=0.5).render(HELLO)
     assert ChatTemplate("{{ messages[0].content }}").render(HELLO) == "hello"  # others go on
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="memory is limited on Linux")
 def test_memory_is_limited():
-    with pytest.raises(ValueError, match=f"{LIMITS}, got MemoryError"):
+    with pytest.raises(ValueError, match="MemoryError"):
         ChatTemplate("{{ ('a' * 1500000000)|length }}").render(HELLO)
 
 
 def test_the_longest_text():
     template = ChatTemplate("{{ 'a' * n }}", timeout=60)
     assert len(template.render(HELLO, n=10_000_000)) == 10_000_000
-    with pytest.raises(ValueError, match=f"{LIMITS}, .* characters"):
+    with pytest.raises(ValueError, match="characters"):
         template.render(HELLO, n=10_000_001)
 
 
@@ -102,7 +101,7 @@ def test_syntax_errors(source):
     ],
 )
 def test_what_the_template_refuses(source, cause):
-    with pytest.raises(ValueError, match=f"messages must suit the chat template, got {cause}"):
+    with pytest.raises(ValueError, match=cause):
         ChatTemplate(source).render(HELLO)
 
 
@@ -200,7 +199,7 @@ def test_an_interrupt_leaves_no_answer_behind():
 def test_a_process_that_cannot_start_is_an_error(monkeypatch):
     monkeypatch.setattr(chat_template, "_process", chat_template._Process())
     monkeypatch.setattr(chat_template, "_WORKER", "no/such/file.py")
-    with pytest.raises(RuntimeError, match="must start, got exit status 2"):
+    with pytest.raises(RuntimeError, match="exit status 2"):
         ChatTemplate("")
 
 

@@ -47,47 +47,47 @@ GOOD = {"prompt": "a", "answer": "b"}
 
 
 @pytest.mark.parametrize(
-    ("record", "message"),
+    ("record", "name"),
     [
-        ("{", "must be JSON, got '{"),
-        ("[" * 100_000, "must be JSON, got"),
-        ("[1]", r"must be a JSON object, got '\[1\]"),
-        ({"answer": "b"}, "must have a 'prompt' .* or 'messages' or a 'question', got answer='b'"),
-        ({"question": ["a"], "answer": "b"}, "must have a 'prompt'"),
-        ({"messages": "a", "answer": "b"}, "must have a 'prompt'"),
-        ({"prompt": "", "answer": "b"}, "must have a 'prompt' that is not empty"),
-        ({"prompt": 5, "answer": "b"}, "must have a 'prompt' that is not empty"),
-        ({"prompt": "a", "messages": [], "answer": "b"}, "must have a 'prompt'"),
-        ({"messages": [], "answer": "b"}, "must have a 'prompt'"),
-        ({"messages": ["a"], "answer": "b"}, "must have messages with a role of system, user"),
-        ({"messages": [{"role": "me", "content": "a"}], "answer": "b"}, "must have messages with"),
-        ({"messages": [{"role": "user"}], "answer": "b"}, "must have messages with a role"),
+        ("{", "JSON"),
+        ("[" * 100_000, "JSON"),
+        ("[1]", "object"),
+        ({"answer": "b"}, "'prompt'"),
+        ({"question": ["a"], "answer": "b"}, "'prompt'"),
+        ({"messages": "a", "answer": "b"}, "'prompt'"),
+        ({"prompt": "", "answer": "b"}, "'prompt'"),
+        ({"prompt": 5, "answer": "b"}, "'prompt'"),
+        ({"prompt": "a", "messages": [], "answer": "b"}, "'prompt'"),
+        ({"messages": [], "answer": "b"}, "'prompt'"),
+        ({"messages": ["a"], "answer": "b"}, "messages"),
+        ({"messages": [{"role": "me", "content": "a"}], "answer": "b"}, "messages"),
+        ({"messages": [{"role": "user"}], "answer": "b"}, "messages"),
         (
             {"messages": [{"role": "assistant", "content": "a"}], "answer": "b"},
-            "must end before the assistant answers",
+            "assistant",
         ),
-        ({"prompt": "a"}, "must have 'answer', text or a number, got None"),
-        ({"prompt": "a", "answer": ["b"]}, r"must have 'answer', text or a number, got \['b'\]"),
-        ({"prompt": "a", "answer": True}, "must have 'answer', text or a number, got True"),
-        ({"prompt": "a", "answer": "  "}, "must have 'answer' that can be read, got '  '"),
-        ({"prompt": "a", "answer": "@"}, "must have 'answer' that can be read, got '@'"),
-        ({"prompt": "a", "answer": "b", "ground_truth": "c"}, "must have 'answer' or"),
-        ({"prompt": "a", "ground_truth": ["b"]}, "must have 'ground_truth', text or a number"),
-        ('{"prompt": "a", "answer": NaN}', "must be JSON, got .*NaN"),
-        ('{"prompt": "a", "answer": "b", "more": [-Infinity]}', "must be JSON, got .*Infinity"),
-        ('{"prompt": "a", "answer": 1, "answer": 2}', "must be JSON, .*the key 'answer' is there"),
-        ('{"prompt": "a", "answer": "b", "more": {"x": 1, "x": 1}}', "must be JSON, .*key 'x'"),
-        ('{"prompt": "a", "answer": "b", "more": 1e400}', "must be JSON, .*1e400 is beyond"),
-        ('{"prompt": "a", "answer": 1e400}', "must be JSON, .*1e400 is beyond float64"),
-        ('{"prompt": "a", "answer": 1e-500}', "must have 'answer' of at most 400 digits"),
-        ('{"prompt": "a", "answer": 1e-99999999999999999999}', "must have 'answer' of at most"),
-        ('{"prompt": "a", "answer": %s}' % ("1" * 500), "must have 'answer' of at most"),
-        ('{"prompt": "a", "answer": %s}' % ("1" * 5000), "must be JSON"),
+        ({"prompt": "a"}, "'answer'"),
+        ({"prompt": "a", "answer": ["b"]}, "'answer'"),
+        ({"prompt": "a", "answer": True}, "'answer'"),
+        ({"prompt": "a", "answer": "  "}, "'answer'"),
+        ({"prompt": "a", "answer": "@"}, "'answer'"),
+        ({"prompt": "a", "answer": "b", "ground_truth": "c"}, "'answer'"),
+        ({"prompt": "a", "ground_truth": ["b"]}, "'ground_truth'"),
+        ('{"prompt": "a", "answer": NaN}', "NaN"),
+        ('{"prompt": "a", "answer": "b", "more": [-Infinity]}', "Infinity"),
+        ('{"prompt": "a", "answer": 1, "answer": 2}', "'answer'"),
+        ('{"prompt": "a", "answer": "b", "more": {"x": 1, "x": 1}}', "'x'"),
+        ('{"prompt": "a", "answer": "b", "more": 1e400}', "1e400"),
+        ('{"prompt": "a", "answer": 1e400}', "1e400"),
+        ('{"prompt": "a", "answer": 1e-500}', "'answer'"),
+        ('{"prompt": "a", "answer": 1e-99999999999999999999}', "'answer'"),
+        ('{"prompt": "a", "answer": %s}' % ("1" * 500), "'answer'"),
+        ('{"prompt": "a", "answer": %s}' % ("1" * 5000), "JSON"),
     ],
 )
-def test_a_bad_record_is_named(record, message, tmp_path):
+def test_a_bad_record_is_named(record, name, tmp_path):
     path = _write(tmp_path / "data.jsonl", GOOD, "", record)
-    with pytest.raises(ValueError, match=rf"data.jsonl, line 3: record 2 {message}"):
+    with pytest.raises(ValueError, match=rf"data.jsonl, line 3: record 2 .*{name}"):
         read_jsonl(path, check_answer=lambda answer: answer != "@")
 
 
@@ -185,17 +185,17 @@ def test_gsm8k(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("record", "message"),
+    ("record", "name"),
     [
-        ({"question": "a", "answer": "6"}, "must end its 'answer' with '#### number', got '6'"),
-        ({"question": "a", "answer": "#### six"}, "must end its 'answer' with '#### number'"),
-        ({"question": "a", "answer": "#### 6\nend"}, "must end its 'answer' with '#### number'"),
-        ({"question": "a"}, "must have a 'question' and an 'answer', got question='a'"),
-        ({"question": "", "answer": "#### 6"}, "must have a 'question' and an 'answer'"),
-        ({"prompt": "a", "answer": "#### 6"}, "must have a 'question' and an 'answer', got prompt"),
+        ({"question": "a", "answer": "6"}, "'answer'"),
+        ({"question": "a", "answer": "#### six"}, "'answer'"),
+        ({"question": "a", "answer": "#### 6\nend"}, "'answer'"),
+        ({"question": "a"}, "'question'"),
+        ({"question": "", "answer": "#### 6"}, "'question'"),
+        ({"prompt": "a", "answer": "#### 6"}, "'question'"),
     ],
 )
-def test_a_bad_problem_of_gsm8k_is_named(record, message, tmp_path):
+def test_a_bad_problem_of_gsm8k_is_named(record, name, tmp_path):
     path = _write(tmp_path / "train.jsonl", {"question": "a", "answer": "#### 6"}, record)
-    with pytest.raises(ValueError, match=rf"train.jsonl, line 2: record 2 {message}"):
+    with pytest.raises(ValueError, match=rf"train.jsonl, line 2: record 2 .*{name}"):
         read_gsm8k(path)

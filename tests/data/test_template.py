@@ -181,7 +181,7 @@ def test_nobody_speaks_after_nothing():
 def test_long_conversations():
     tokenizer, given = small_tokenizer(), _turns("abc", "def")
     whole = Template(tokenizer).encode(given)  # 10 tokens
-    with pytest.raises(ValueError, match="max_length=9 tokens, got 10"):
+    with pytest.raises(ValueError, match="max_length=9"):
         Template(tokenizer, max_length=9).encode(given)
     left = Template(tokenizer, max_length=9, truncation_strategy="left").encode(given)
     assert left["input_ids"].tolist() == whole["input_ids"].tolist()[1:]

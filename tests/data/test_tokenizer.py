@@ -124,16 +124,14 @@ def test_files_that_are_refused(name, content, tmp_path):
 
 def test_a_directory_without_a_tokenizer(tmp_path):
     (tmp_path / "vocab.txt").write_text("a")
-    with pytest.raises(ValueError, match=r"tokenizer.json, got .*vocab.txt"):
+    with pytest.raises(ValueError, match=r"tokenizer\.json"):
         Tokenizer.from_pretrained(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["ms://Qwen/Qwen3", "../../etc/x", "no/such/directory", ""])
 def test_what_is_neither_a_directory_nor_a_hub_id(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(
-        ValueError, match=r"must be a directory or a hub id|must hold tokenizer.json"
-    ):
+    with pytest.raises(ValueError, match=r"path_or_id|tokenizer\.json"):
         Tokenizer.from_pretrained(name)
 
 

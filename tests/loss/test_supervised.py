@@ -323,7 +323,7 @@ def test_defaults_and_order_are_twinkles():
     ],
 )
 def test_errors_of_the_classes(cls, wrong, argument):
-    with pytest.raises(ValueError, match=f"^(Unknown )?{argument}"):
+    with pytest.raises(ValueError, match=argument):
         cls(**wrong)
 
 

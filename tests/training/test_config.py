@@ -123,7 +123,7 @@ def test_a_schedule_of_optax():
     ],
 )
 def test_a_resumed_run_must_be_the_same_run(changed, name):
-    with pytest.raises(ValueError, match=f"^{re.escape(name)} must be .*, as it was, got"):
+    with pytest.raises(ValueError, match=f"^{re.escape(name)}"):
         check_resumable(as_saved(TrainConfig()), changed)
 
 

@@ -130,6 +130,6 @@ def test_a_rollout_brings_what_its_estimator_needs(name):
 
 
 def test_estimators_without_options_share_none_that_can_be_changed():
-    with pytest.raises(TypeError, match="does not support item assignment"):
+    with pytest.raises(TypeError, match="item assignment"):
         Estimator(get_advantage("grpo")).options["k"] = 2
     assert Estimator(get_advantage("grpo")).options == {}

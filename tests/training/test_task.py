@@ -74,7 +74,7 @@ def test_answers_are_needed_by_rewards_that_compare(tmp_path):
 @pytest.mark.parametrize("task", ["gsm8k:no/such/file", "nowhere.jsonl", "gsm8k:data/train.jsonl"])
 def test_a_file_that_is_not_there_is_named(task):
     name = task.removeprefix("gsm8k:")
-    with pytest.raises(ValueError, match=f"^task must .* got '{name}', which was not found"):
+    with pytest.raises(ValueError, match=f"^task .*'{name}'"):
         make_task(TrainConfig(model="m", task=task))
 
 

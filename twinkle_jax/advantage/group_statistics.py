@@ -88,7 +88,7 @@ def dynamic_sampling_filter(
 
     A prompt whose rewards are all equal has no signal. It is solved if their mean lies above the
     threshold, and failed otherwise; either kind can be kept, for estimators that learn from it
-    (`remax_advantage`, for one, whose baseline is not the group). A prompt whose samples are all
+    (such as `remax_advantage`, whose baseline is not the group). A prompt whose samples are all
     masked is never kept; one with NaN always is, so that the NaN stays visible.
 
     Args:

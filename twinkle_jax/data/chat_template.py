@@ -69,7 +69,7 @@ class ChatTemplate:
             messages: dictionaries with `role` and `content`, of JSON's types.
             tools: what may be called.
             add_generation_prompt: whether to end with the start of an assistant turn.
-            variables: further variables of the template, `enable_thinking` for one.
+            variables: further variables of the template, such as `enable_thinking`.
 
         Returns:
             The text, control tokens included.

@@ -209,7 +209,7 @@ class Encoded(NamedTuple):
 
 
 class ControlTokens:
-    """Hides control tokens in the text of messages, so that no text can pass for one.
+    """Hides control tokens in the text of messages, so that no message can forge one.
 
     Where a message spells a control token, the first character of it is hidden before the chat
     template is rendered, and restored afterwards. So a control token in the rendered text is the
@@ -245,7 +245,7 @@ class ControlTokens:
 
         Args:
             value: strings, dictionaries and lists of them, other values of JSON.
-            trusted: whether tokens that are not special may be written, `<think>` for one.
+            trusted: whether tokens that are not special, such as `<think>`, may be written.
 
         Returns:
             A copy in which no string spells a control token.

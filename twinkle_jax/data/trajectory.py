@@ -56,7 +56,7 @@ class Message(TypedDict, total=False):
 class Trajectory(TypedDict, total=False):
     """A conversation, the tools that it may call, and the user's data about it.
 
-    `user_data` is a list of pairs of a name and a value, `[('ground_truth', '42')]` for one.
+    `user_data` is a list of pairs of a name and a value, such as `[('ground_truth', '42')]`.
     `completion_length` counts the tokens that were sampled last.
     """
 
@@ -117,7 +117,7 @@ def copy_trajectory(trajectory: Mapping[str, Any]) -> Trajectory:
 
     Args:
         trajectory: dictionaries and lists are copied at every depth, values in `user_data` too;
-            anything else, arrays for one, is shared.
+            anything else, such as arrays, is shared.
 
     Returns:
         The copy.
@@ -172,7 +172,7 @@ def message_text(message: Mapping[str, Any]) -> str:
 
 
 def completion_text(trajectory: Mapping[str, Any]) -> str:
-    """Give the text of the assistant's last message; empty if there is none.
+    """Return the text of the assistant's last message; empty if there is none.
 
     Args:
         trajectory: with `messages`.

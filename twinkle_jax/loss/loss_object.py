@@ -115,7 +115,7 @@ ARGUMENTS = (
 class InvalidLossInputError(ValueError, AssertionError):
     """An option or input of a loss object does not fit.
 
-    Twinkle asserts the same conditions, so scripts that catch its `AssertionError` go on to work.
+    Twinkle asserts the same conditions, so scripts that catch its `AssertionError` keep working.
     """
 
 

@@ -422,7 +422,7 @@ def off_policy_sequence_mask(
     Args:
         logprobs: $\log \pi$, under the policy being trained, in nats.
         sampler_logprobs: $\log \mu$, as the sampler reported them, in nats.
-        advantages: $A$, one a sequence or one a token (then each token goes by its own).
+        advantages: $A$, one a sequence or one a token (then each token by its own).
         mask: True where the policy chose the token. Padding may hold anything.
         delta: the largest divergence of a sequence with a negative advantage, in nats per token.
 

@@ -84,14 +84,14 @@ def dynamic_fine_tuning(logprobs: PerToken, mask: Mask) -> PerToken:
     return jnp.where(mask, -jax.lax.stop_gradient(jnp.exp(logprobs)) * logprobs, 0)
 
 
-Logits = Float[Array, "*batch time vocab"]
-Logprobs = Float[Array, "chunk vocab"]
+TokenLogits = Float[Array, "*batch time vocab"]
+VocabLogprobs = Float[Array, "chunk vocab"]
 LEAST_LOGPROB = -1000.0  # nats
 
 
 def generalised_jsd(
-    student_logits: Logits,
-    teacher_logits: Logits,
+    student_logits: TokenLogits,
+    teacher_logits: TokenLogits,
     mask: Mask,
     *,
     beta: Coefficient = 0.5,
@@ -139,12 +139,12 @@ def generalised_jsd(
     size = max(1, min(chunk_size, tokens))
     fill = -tokens % size
 
-    def chunks(logits: Logits) -> Float[Array, "chunks chunk vocab"]:
+    def chunks(logits: TokenLogits) -> Float[Array, "chunks chunk vocab"]:
         scaled = logits.reshape(tokens, vocab) / jnp.asarray(temperature, logits.dtype)
         return jnp.pad(scaled, ((0, fill), (0, 0))).reshape(-1, size, vocab)
 
     @jax.checkpoint
-    def divergence(pair: tuple[Logprobs, Logprobs]) -> Float[Array, " chunk"]:
+    def divergence(pair: tuple[VocabLogprobs, VocabLogprobs]) -> Float[Array, " chunk"]:
         # A token of probability 0 gets a finite logarithm, since 0 * inf is NaN.
         student, teacher = (jnp.maximum(jax.nn.log_softmax(x), LEAST_LOGPROB) for x in pair)
         return _divergence(student, teacher, beta)
@@ -153,7 +153,9 @@ def generalised_jsd(
     return jnp.where(mask, losses.reshape(-1)[:tokens].reshape(mask.shape), 0)
 
 
-def _cleaned(student: Logits, teacher: Logits, mask: Mask) -> tuple[Logits, Logits]:
+def _cleaned(
+    student: TokenLogits, teacher: TokenLogits, mask: Mask
+) -> tuple[TokenLogits, TokenLogits]:
     arrays = {"student_logits": jnp.asarray(student), "teacher_logits": jnp.asarray(teacher)}
     vocab = arrays["student_logits"].shape[-1:]
     for name, logits in arrays.items():
@@ -168,8 +170,10 @@ def _cleaned(student: Logits, teacher: Logits, mask: Mask) -> tuple[Logits, Logi
     return student, jax.lax.stop_gradient(teacher)
 
 
-def _divergence(student: Logprobs, teacher: Logprobs, beta: Coefficient) -> Float[Array, " chunk"]:
-    def relative_entropy(of: Logprobs, to: Logprobs) -> Float[Array, " chunk"]:
+def _divergence(
+    student: VocabLogprobs, teacher: VocabLogprobs, beta: Coefficient
+) -> Float[Array, " chunk"]:
+    def relative_entropy(of: VocabLogprobs, to: VocabLogprobs) -> Float[Array, " chunk"]:
         return jnp.sum(jnp.exp(of) * (of - to), axis=-1)
 
     def mixed() -> Float[Array, " chunk"]:
@@ -515,7 +519,7 @@ class GKDLoss(Loss):
         return LossOutput(token_mean(losses, labels.mask, denominator=denominator))
 
 
-def _gathered(student: Logits, indices: Array, teacher: Logits) -> Logits:
+def _gathered(student: TokenLogits, indices: Array, teacher: TokenLogits) -> TokenLogits:
     """Gather the student's logits of the teacher's tokens."""
     if not jnp.issubdtype(indices.dtype, jnp.integer):
         raise TypeError(f"teacher_topk_indices must be integers, got {indices.dtype}")

@@ -6,9 +6,16 @@ What is listed here is public; all else in this folder is private.
 from twinkle_jax.rollout.adapters import GymEnvironment, TRLEnvironment
 from twinkle_jax.rollout.by_name import find_environment, find_tools
 from twinkle_jax.rollout.dynamic_sampling import draw_until_signal, has_signal
-from twinkle_jax.rollout.engine import Drawn, Engine, LocalEngine, TurnEngine
-from twinkle_jax.rollout.environment import Action, Environment, EnvironmentFactory, Observation
+from twinkle_jax.rollout.engine import Drawn, Engine, LocalEngine, Texts, TurnEngine
+from twinkle_jax.rollout.environment import (
+    Action,
+    Environment,
+    EnvironmentFactory,
+    Observation,
+    ToolFormat,
+)
 from twinkle_jax.rollout.episode import (
+    Ended,
     Episode,
     EpisodeBatch,
     TokenRow,
@@ -38,6 +45,7 @@ from twinkle_jax.rollout.tools import ToolEnvironment, tool_schema
 __all__ = [
     "Action",
     "Drawn",
+    "Ended",
     "Engine",
     "Environment",
     "EnvironmentFactory",
@@ -56,8 +64,10 @@ __all__ = [
     "SandboxUnavailableError",
     "SingleTurn",
     "TRLEnvironment",
+    "Texts",
     "TokenRow",
     "ToolEnvironment",
+    "ToolFormat",
     "Turn",
     "TurnEngine",
     "check_failures",

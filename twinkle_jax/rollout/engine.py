@@ -256,7 +256,7 @@ class Texts(NamedTuple):
     trajectories: list[Trajectory]
     lengths: np.ndarray[Any, Any]
     truncated: np.ndarray[Any, Any]
-    held: hosts.Rows
+    held: hosts.RowMask
 
 
 def read_texts(drawn: Drawn, prompts: Sequence[Trajectory], template: Template) -> Texts:

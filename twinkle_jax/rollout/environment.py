@@ -23,6 +23,7 @@ Observation = str | bytes | Message | Sequence[Message] | None
 """What an environment says: text of the user, a message of the user or a tool, several, nothing."""
 
 ToolFormat = Literal["any", "hermes_qwen", "cline", "react"]
+"""How tool calls are written in the policy's text; `any` tries all."""
 
 _SPEAKERS = ("user", "tool")  # an environment has no voice of the system or the assistant
 

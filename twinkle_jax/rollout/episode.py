@@ -17,8 +17,6 @@ from twinkle_jax.data import IGNORE, Batch, Message, bucket_size
 Ended = Literal["", "done", "max_turns", "length", "failed"]
 """Why an episode ended: the environment said so, a limit of turns or of tokens, or a failure."""
 
-HostArray = np.ndarray[Any, Any]
-
 
 class Turn(NamedTuple):
     """What the policy sampled in one turn, and what it got for it.
@@ -155,8 +153,8 @@ class EpisodeBatch(NamedTuple):
     """
 
     batch: Batch
-    row_lengths: HostArray
-    turns: HostArray
+    row_lengths: np.ndarray[Any, Any]
+    turns: np.ndarray[Any, Any]
 
 
 def lay_out_episodes(

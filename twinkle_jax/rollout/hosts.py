@@ -18,7 +18,7 @@ from jax.experimental import multihost_utils
 from jaxtyping import Array
 
 Made = TypeVar("Made")
-Rows = np.ndarray[Any, np.dtype[np.bool_]]
+RowMask = np.ndarray[Any, np.dtype[np.bool_]]
 
 _ROOM = 2048  # bytes that every message has; longer ones take a second transfer
 _HEADER = 3  # numbers of 4 bytes: process, outcome, bytes of the message
@@ -130,7 +130,7 @@ def _exchange(outcome: int, text: bytes) -> tuple[list[int], list[bytes]]:
 # Rows of global arrays.
 
 
-def held_rows(array: Array) -> Rows:
+def held_rows(array: Array) -> RowMask:
     """Say which rows of an array this process reads: each is read by one of those that hold it."""
     rows = np.ones(len(array), bool)
     if array.is_fully_addressable:
@@ -172,7 +172,7 @@ def stack(*arrays: Array) -> Array:
 
 
 def merge_rows(
-    call: str, held: Rows, compute: Callable[[], dict[str, np.ndarray[Any, Any]]]
+    call: str, held: RowMask, compute: Callable[[], dict[str, np.ndarray[Any, Any]]]
 ) -> dict[str, np.ndarray[Any, Any]]:
     """Compute numbers for the rows of each process, and bring those of all rows together.
 

@@ -302,7 +302,7 @@ class MultiTurn:
         episodes: Sequence[Episode],
         trajectories: Sequence[Trajectory],
         ground_truths: Sequence[Any],
-        held: hosts.Rows,
+        held: hosts.RowMask,
     ) -> np.ndarray[Any, Any]:
         """Add the reward function's to what environments gave, and add up.
 
@@ -350,7 +350,7 @@ def check_failures(episodes: Sequence[Episode], share: float) -> None:
         hosts.fail(EnvironmentFailureError(message))
 
 
-def _held(count: int) -> hosts.Rows:
+def _held(count: int) -> hosts.RowMask:
     """Say which of so many episodes this process plays."""
     held = np.zeros(count, bool)
     held[hosts.deal(count)] = True

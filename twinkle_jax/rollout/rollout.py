@@ -58,7 +58,7 @@ class Rollout(NamedTuple):
     failed: np.ndarray[Any, Any] | None = None
     episodes: list[Episode] | None = None
     turns: np.ndarray[Any, Any] | None = None
-    held: hosts.Rows | None = None
+    held: hosts.RowMask | None = None
 
     @property
     def rows_each(self) -> int:
@@ -72,7 +72,7 @@ class Rollout(NamedTuple):
         return ~np.logical_or.reduce(left_out) if left_out else None
 
     @property
-    def held_rows(self) -> hosts.Rows:
+    def held_rows(self) -> hosts.RowMask:
         """Rows whose text this process has."""
         return np.ones(len(self.lengths), bool) if self.held is None else self.held
 

@@ -18,7 +18,7 @@ from twinkle_jax.sampler.generate import generate
 from twinkle_jax.sampler.prompt_logprobs import score_prompts
 from twinkle_jax.sampler.requests import (
     Actor,
-    Drawn,
+    DrawnSequence,
     Prompt,
     empty_responses,
     longest_row,
@@ -252,7 +252,9 @@ def _pad_prompts(
     return tokens, mask
 
 
-def _read_arrays(completions: Completions, rows: int, kind: LogprobsKind | None) -> list[Drawn]:
+def _read_arrays(
+    completions: Completions, rows: int, kind: LogprobsKind | None
+) -> list[DrawnSequence]:
     """Take completions out of arrays; filler rows are left out."""
     stopped = np.asarray(completions.finish_reasons) == STOP
     lengths = np.asarray(completions.lengths)
@@ -265,5 +267,5 @@ def _read_arrays(completions: Completions, rows: int, kind: LogprobsKind | None)
         row_tokens = tokens[row, : lengths[row]].tolist()
         scores = logprobs[row, : lengths[row]].tolist()
         pairs = [[pair] for pair in zip(row_tokens, scores, strict=True)]
-        drawn.append(Drawn(row_tokens, pairs, "token" if stopped[row] else "length"))
+        drawn.append(DrawnSequence(row_tokens, pairs, "token" if stopped[row] else "length"))
     return drawn

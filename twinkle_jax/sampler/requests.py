@@ -75,7 +75,7 @@ class Call(NamedTuple):
     logprobs_kind: LogprobsKind | None
 
 
-class Drawn(NamedTuple):
+class DrawnSequence(NamedTuple):
     """One completion as a sampler drew it.
 
     Attributes:
@@ -246,7 +246,7 @@ def empty_responses(call: Call) -> SampleResponses:
     )
 
 
-def make_responses(call: Call, drawn: Sequence[Drawn]) -> SampleResponses:
+def make_responses(call: Call, drawn: Sequence[DrawnSequence]) -> SampleResponses:
     """Give each prompt its completions, which are ordered by prompt, then by sample."""
     responses = SampleResponses()
     for i, feature in enumerate(call.features):
@@ -256,7 +256,7 @@ def make_responses(call: Call, drawn: Sequence[Drawn]) -> SampleResponses:
     return responses
 
 
-def _sequence(feature: Mapping[str, Any], drawn: Drawn, call: Call) -> SampledSequence:
+def _sequence(feature: Mapping[str, Any], drawn: DrawnSequence, call: Call) -> SampledSequence:
     tokens, stopped = drawn.tokens, drawn.end != "length"
     template, strings = call.template, call.stops.strings
     include_stop = call.params.include_stop_str_in_output

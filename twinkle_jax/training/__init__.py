@@ -13,6 +13,7 @@ from twinkle_jax.training.config import (
     LoraSettings,
     MeshConfig,
     OptimizerConfig,
+    Options,
     TrainConfig,
     UpdateConfig,
 )
@@ -21,7 +22,7 @@ from twinkle_jax.training.evaluation import evaluate
 from twinkle_jax.training.gradient import StepSummary, add_summaries, grad_step
 from twinkle_jax.training.learning import Learnt, learn
 from twinkle_jax.training.optimizer import Schedule, make_optimizer, make_schedule
-from twinkle_jax.training.packing import Packing
+from twinkle_jax.training.packing import IntRows, Packing
 from twinkle_jax.training.policy import (
     Policy,
     add_adapter,
@@ -47,11 +48,13 @@ __all__ = [
     "DistributedConfig",
     "Estimator",
     "EvaluationConfig",
+    "IntRows",
     "Learnt",
     "LoggingConfig",
     "LoraSettings",
     "MeshConfig",
     "OptimizerConfig",
+    "Options",
     "Packing",
     "Policy",
     "Recipe",

@@ -18,6 +18,7 @@ from twinkle_jax.training.estimator import make_estimator
 from twinkle_jax.training.optimizer import make_optimizer, make_schedule
 
 Options = dict[str, int | float | bool | str]
+"""Hyper-parameters by name, of an estimator or an optimizer."""
 
 
 @dataclass(frozen=True)
@@ -38,8 +39,8 @@ class UpdateConfig:
             return; turn gives each that of the rewards from it on, among the same turns of the
             group; mixed the mean of both.
         discount: factor for the reward of each later turn.
-        gae_lambda: for credit by turn: 1 credits a turn with all rewards from it on; less, with the
-            group's mean return in the place of some of what comes later (GAE over turns).
+        gae_lambda: for credit by turn: 1 credits a turn with all rewards from it on; less
+            replaces part of the later rewards by the group's mean return (GAE over turns).
         mask_truncated: leave completions that ran out of room out of statistics and loss.
         dynamic_sampling: rollouts that a step may take until enough prompts have rewards that
             differ (DAPO); 1 takes what the first gives.
@@ -56,7 +57,7 @@ class UpdateConfig:
             it. Takes a scoring pass more.
         correction_cap: the largest weight.
         on_mismatch: what happens if the sampler's log-probabilities are not the trainer's: stop
-            the run, or warn and go on.
+            the run, or warn and continue.
         max_logp_diff: the largest mean difference between sampler and trainer, in nats a token;
             auto: 0.001 in float32, 0.2 in bfloat16.
         max_outside_band: the largest share of tokens whose probability under the trainer is more
@@ -154,7 +155,7 @@ class MeshConfig:
 
 @dataclass(frozen=True)
 class DistributedConfig:
-    """How the processes of a run find each other; one process needs nothing of it.
+    """How the processes of a run find each other; not needed for a single process.
 
     Attributes:
         coordinator_address: HOST:PORT of process 0, the same in all; auto: JAX asks the cluster;
@@ -239,8 +240,8 @@ class TrainConfig:
         steps: rollouts with their updates; auto: 200 for the built-in policy, 500 for a checkpoint.
         seed: of everything that is random.
         dtype: type of activations; trained parameters and moments are float32.
-        resume: never: start fresh. auto: go on from the newest checkpoint in output_dir, if there
-            is one. Anything else: the directory of another run to go on from.
+        resume: never: start fresh. auto: continue from the newest checkpoint in output_dir, if
+            there is one. Anything else: the directory of another run to continue.
         overwrite: delete the run that output_dir holds.
         rollout: what is sampled in each step.
         update: how the policy learns from it.
@@ -321,7 +322,7 @@ class TrainConfig:
         return rollout.max_prompt_tokens + rollout.max_new_tokens
 
     def learning_rate(self, step: int) -> float:
-        """Give the learning rate of a step, the first of which is 0."""
+        """Return the learning rate of a step; steps count from 0."""
         optimizer = self.optimizer
         schedule = make_schedule(
             optimizer.schedule,
@@ -351,13 +352,13 @@ def _automatic(config: TrainConfig) -> dict[str, Any]:
         "optimizer.learning_rate": 6e-4 if small else 1e-6,
         "optimizer.schedule": "linear" if small else "constant",
         "update.max_logp_diff": 1e-3 if config.dtype == "float32" else 0.2,
-        # Whose rows are longest is known once the settings above are filled in.
+        # The longest row depends on the settings above.
         "update.micro_batch_tokens": lambda: automatic_budget(config),
     }
 
 
 def automatic_budget(config: TrainConfig) -> int:
-    """Give the default tokens of a micro-batch, before memory is considered."""
+    """Return the default tokens of a micro-batch, before memory is considered."""
     return max(16384, config.longest_row)
 
 

@@ -47,9 +47,9 @@ def one_line(text: str, *, limit: int = 400, encoding: str = "utf-8") -> str:
     r"""Make text harmless, shorten it, and show its line breaks as arrows.
 
     Args:
-        text: of anyone.
+        text: any text, such as model output.
         limit: maximum characters; the middle of longer text is left out.
-        encoding: of the terminal; characters that it has not are escaped.
+        encoding: of the terminal; characters outside it are escaped.
 
     Returns:
         One line.

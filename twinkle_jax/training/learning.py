@@ -51,7 +51,7 @@ def learn(
     """Update a policy from a batch; the state is donated, and nothing comes back to the host.
 
     An update whose gradient is exactly 0, since no prompt in it has a signal and the loss has no
-    other term, is skipped: Adam's moments would move the parameters on without a reason. All are
+    other term, is skipped: Adam's moments would still move the parameters. All are
     skipped where the sampler's log-probabilities are too far from the trainer's and
     `update.on_mismatch` is `stop`.
 
@@ -115,10 +115,10 @@ def score(
 ) -> Float[Array, "rows time"]:
     """Compute the log-probabilities of a batch's labels, packed as updates are."""
     width = batch.tokens.shape[1]
-    every = np.arange(len(batch.tokens), dtype=np.int32)
+    all_rows = np.arange(len(batch.tokens), dtype=np.int32)
     lengths = _lengths(batch, row_lengths)
     scores = []
-    for rows in np.split(every, recipe.config.update.mini_batches):
+    for rows in np.split(all_rows, recipe.config.update.mini_batches):
         total: Float[Array, "rows time"] | None = None
         for part, packing in micro_batches(recipe, batch, rows, lengths):
             logps = score_batch(
@@ -144,7 +144,7 @@ def _lengths(batch: Batch, row_lengths: IntRows | None) -> IntRows:
 
 
 def deal_rows(rows: int, config: TrainConfig, seed: tuple[int, ...]) -> Iterator[IntRows]:
-    """Deal prompts out to mini-batches at random, the same way whenever the seed is the same."""
+    """Deal prompts to mini-batches at random, depending on the seed alone."""
     group = config.rollout.num_samples * config.rows_each
     for epoch in range(config.update.epochs):
         order = np.random.default_rng([*seed, epoch]).permutation(rows // group)
@@ -192,7 +192,7 @@ def _take_rows(batch: Batch, rows: Int[Array, " chosen"], *, width: int) -> Batc
 
 @jax.jit
 def _label_rows(batch: Batch, members: Bool[Array, " rows"]) -> Batch:
-    """Keep the labels of some rows; the others only fill up the batch."""
+    """Keep the labels of some rows; the others are padding."""
     labels = jnp.where(members[:, None], batch.labels, IGNORE)
     counted = members if batch.rows is None else members & batch.rows
     return batch._replace(labels=labels, rows=counted)
@@ -202,7 +202,7 @@ def _label_rows(batch: Batch, members: Bool[Array, " rows"]) -> Batch:
 def _is_wanted(
     gradients: Any, mismatch: SamplerMismatch | None, limits: Float[Array, "2"]
 ) -> Bool[Array, ""]:
-    """Say whether there is a gradient (NaN counts), from a sampler that is the trained policy."""
+    """Return whether to update: a gradient is not 0 (NaN counts), and the sampler matches."""
     anything = jnp.any(jnp.stack([jnp.any(g != 0) for g in jax.tree.leaves(gradients)]))
     if mismatch is None:
         return anything
@@ -225,7 +225,7 @@ def _add(a: SamplerMismatch, b: SamplerMismatch) -> SamplerMismatch:
 
 
 def _dropout_key(config: TrainConfig) -> jax.Array | None:
-    """Give the root key of adapters' dropout; each row of a run has its own noise below it."""
+    """Return the root key of adapter dropout, from which the key of each row is derived."""
     if not (config.lora.rank and config.lora.dropout):
         return None
     return jax.random.fold_in(jax.random.key(config.seed), 0xD0)

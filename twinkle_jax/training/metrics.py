@@ -121,13 +121,13 @@ def update_metrics(learnt: Learnt) -> dict[str, float]:
 
 
 class Sink(Protocol):
-    """A further place for metrics."""
+    """Another destination of metrics."""
 
     def write(self, step: int, numbers: Mapping[str, float]) -> None:
         """Write the numbers of one step."""
 
     def close(self) -> None:
-        """Write what is not written yet."""
+        """Flush and close."""
 
 
 class TensorBoard:
@@ -146,7 +146,7 @@ class TensorBoard:
         self._writer: Any = None
 
     def write(self, step: int, numbers: Mapping[str, float]) -> None:
-        """Write the numbers; what an earlier process wrote of this step and later ones is void."""
+        """Write the numbers, and purge those of an earlier process from this step on."""
         if self._writer is None:
             from tensorboardX import SummaryWriter
 
@@ -155,19 +155,19 @@ class TensorBoard:
             self._writer.add_scalar(name, number, step)
 
     def close(self) -> None:
-        """Write what is not written yet."""
+        """Flush and close."""
         if self._writer is not None:
             self._writer.close()
 
 
 class WeightsAndBiases:
-    """A run of Weights & Biases, which goes on when this run is resumed.
+    """A run of Weights & Biases, continued when this run is resumed.
 
-    Weights & Biases keeps the first values that it is given for a step. Its project is
-    `twinkle-jax`, unless `WANDB_PROJECT` names another.
+    Weights & Biases keeps the first values that it gets for a step. Its project is `twinkle-jax`,
+    unless `WANDB_PROJECT` names another.
 
     Args:
-        directory: of the run; the identity of the run there is kept in `wandb_run.txt`.
+        directory: of the run; `wandb_run.txt` in it stores the id in Weights & Biases.
 
     Raises:
         ImportError: if wandb is not installed.
@@ -212,14 +212,14 @@ class MetricsLog:
     """Appends one JSON object a step to `metrics.jsonl`, which can be cut back when a run resumes.
 
     A line is `{"step": 3, "reward": 0.5}`. JSON has no NaN and no infinity: such a value is `null`,
-    and the line's `not_finite` tells which it was: `{"kl": "nan"}`. A line that a killed process
-    has left unfinished is removed when the file is opened.
+    and the line's `not_finite` tells which it was: `{"kl": "nan"}`. An unfinished line of
+    a killed process is removed when the file is opened.
 
     Args:
         directory: of `metrics.jsonl`; created if missing.
         tensorboard: whether to write event files for TensorBoard to `directory/tensorboard` too.
-        wandb: whether to send to Weights & Biases too; its own environment variables say how,
-            `WANDB_MODE=offline` for one.
+        wandb: whether to send to Weights & Biases too; its environment variables apply, such as
+            `WANDB_MODE=offline`.
 
     Raises:
         ImportError: if tensorboardX or wandb is not installed; it names the extra.

@@ -15,7 +15,8 @@ from twinkle_jax.data import IGNORE, Batch, bucket_size
 
 SMALLEST_WIDTH = 64  # tokens: a line holds several rows even if all are short
 
-IntRows = np.ndarray[Any, np.dtype[np.int32]]  # one number a row
+IntRows = np.ndarray[Any, np.dtype[np.int32]]
+"""Host integers, one a row: lengths, or indices."""
 
 
 class Packing(NamedTuple):

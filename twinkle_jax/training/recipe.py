@@ -1,4 +1,4 @@
-"""What the steps of a run are made of: settings, policy, source of rollouts, loss, optimizer."""
+"""The parts of a run's steps: settings, policy, source of rollouts, loss, optimizer."""
 
 import dataclasses
 from typing import Any, NamedTuple
@@ -25,7 +25,7 @@ from twinkle_jax.training.estimator import Estimator, make_estimator
 from twinkle_jax.training.policy import Policy
 
 RECOMPUTED: dict[str, Remat] = {  # by the names of `update.recompute`
-    "auto": True,  # where nothing is known of a device's memory, and so nothing was chosen
+    "auto": True,  # not resolved, since the device's memory is unknown
     "layers": True,
     "elementwise": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
     "nothing": False,

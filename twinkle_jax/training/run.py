@@ -1,4 +1,4 @@
-"""A training run: its steps and what is due after each, its end or interruption, and its export."""
+"""A training run: its loop, what follows each step, its end or interruption, and its export."""
 
 import dataclasses
 import json

@@ -1,4 +1,4 @@
-"""How a run starts: a policy that is read, warmed up and given adapters; or a checkpoint."""
+"""The start of a run: read or restore the policy, warm it up, add adapters, fit the devices."""
 
 import dataclasses
 import json

@@ -86,10 +86,10 @@ def credit(recipe: Recipe, rollout: Rollout) -> Float[Array, " rows"] | Float[Ar
     with `update.gae_lambda` below 1. `mixed` is the mean of that and of what the episode's return
     gives.
     """
-    config, each = recipe.config, rollout.rows_each
+    config = recipe.config
     counted = rollout.counted(mask_truncated=config.update.mask_truncated)
 
-    def compare(rewards: Any, where: Any) -> jax.Array:
+    def advantages_of(rewards: Any, where: Any) -> jax.Array:
         return estimate(
             recipe.estimator,
             rewards,
@@ -101,9 +101,9 @@ def credit(recipe: Recipe, rollout: Rollout) -> Float[Array, " rows"] | Float[Ar
             mask=rollout.batch.labels != IGNORE,
         )
 
-    of_episodes = compare(rollout.scores, counted)
+    of_episodes = advantages_of(rollout.scores, counted)
     if of_episodes.ndim == 1:
-        of_episodes = jnp.repeat(of_episodes, each)
+        of_episodes = jnp.repeat(of_episodes, rollout.rows_each)
     if rollout.episodes is None or config.update.credit == "episode":
         return of_episodes
     shape = len(rollout.episodes), config.rollout.max_turns
@@ -119,8 +119,8 @@ def credit(recipe: Recipe, rollout: Rollout) -> Float[Array, " rows"] | Float[Ar
         gae_lambda=config.update.gae_lambda,
     )
     columns = zip(np.asarray(returns).T, has_turn.T, strict=True)
-    of_turns = [compare(worth, where) for worth, where in columns]
-    by_turn = jnp.repeat(jnp.stack(of_turns, axis=1), each, axis=0)
+    of_turns = [advantages_of(turn, where) for turn, where in columns]
+    by_turn = jnp.repeat(jnp.stack(of_turns, axis=1), rollout.rows_each, axis=0)
     assert rollout.turns is not None
     index = jnp.asarray(np.maximum(rollout.turns, 0), jnp.int32)
     advantages = jnp.take_along_axis(by_turn, index, axis=1)

@@ -33,7 +33,7 @@ _PROBLEMS = 100_000  # of the arithmetic task, before they come up again
 
 
 def hub_id(task: str) -> str | None:
-    """Give the id of the hub's data set that a task names; None if it names none."""
+    """Return the hub id of the data set that a task names, or None."""
     kind, _, path = task.partition(":")
     path = path or _GSM8K
     is_file = Path(path).is_file() or Path(path).suffix in (".jsonl", ".json", ".parquet")
@@ -113,7 +113,7 @@ def make_task(config: TrainConfig) -> Task:
             ),
         )
     train, held_out, fitting = _find_prompts(config)
-    # An environment has rewards of its own: others are added where they are asked for.
+    # Environments give rewards themselves; named ones are added to them.
     names = config.rewards or ([] if config.environment is not None else [fitting])
     # One reward without a weight is called directly: there is nothing to add up.
     reward: RewardFunction | None = find_reward(names[0]) if names else None

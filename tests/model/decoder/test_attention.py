@@ -87,7 +87,7 @@ def test_an_implementation_that_is_not_there_is_refused(attention, head_dim, dty
         tokens = jnp.ones((1, 2), jnp.int32)
         return hidden_states(params, config, tokens, attention=attention, compute_dtype=dtype)
 
-    with pytest.raises(ValueError, match="attention must"):
+    with pytest.raises(ValueError, match="attention"):
         jax.eval_shape(run, parameter_shapes(config))
 
 

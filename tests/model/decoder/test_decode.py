@@ -88,7 +88,7 @@ def test_layers_one_by_one_are_the_stack(name):
     assert unstack_layers(unstacked) is unstacked
     assert unstack_layers(weights) is weights
     assert len(unstacked.layers) == len(weights["layers"]) == config.repeats
-    with pytest.raises(ValueError, match="cache must"):
+    with pytest.raises(ValueError, match="cache"):
         step(weights, config, jnp.ones(4, jnp.int32), stack)
     for t in range(3):  # the last token of the first row finds it full
         tokens, mask = jnp.array([row[t] for row in GOES_ON]), jnp.array([True, True, t < 1, True])
@@ -270,7 +270,7 @@ def test_prefill_errors_while_tracing(name, error, arguments, max_length):
     def run(params):
         return prefill(params, config_of("qwen2"), *arguments, max_length=max_length)
 
-    with pytest.raises(error, match=f"{name} must"):
+    with pytest.raises(error, match=name):
         jax.eval_shape(run, params_of("qwen2"))
 
 
@@ -290,5 +290,5 @@ def test_step_errors_while_tracing(name, error, tokens, options):
         _, cache = prefill(params, config, TOKENS, max_length=4)
         return decode_step(params, config, tokens, cache, **options)
 
-    with pytest.raises(error, match=f"{name} must"):
+    with pytest.raises(error, match=name):
         jax.eval_shape(run, params_of("qwen2"))

@@ -313,7 +313,7 @@ INTS, BOOLS = jnp.zeros((2, 3), jnp.int32), jnp.ones((2, 3), bool)
 )
 def test_errors_while_tracing(name, error, change):
     arguments = {"tokens": INTS, **change}
-    with pytest.raises(error, match=f"{name} must"):
+    with pytest.raises(error, match=name):
         jax.eval_shape(
             lambda p: hidden_states(p, config_of("qwen3"), **arguments), params_of("qwen3")
         )

@@ -168,10 +168,10 @@ def test_axes_that_do_not_divide_are_left_out():
 
 def test_meshes_that_are_refused():
     axes = (AxisType.Auto,) * 2
-    with pytest.raises(ValueError, match="mesh must"):
+    with pytest.raises(ValueError, match="mesh"):
         partition_rules(jax.make_mesh((2, 4), ("data", "model"), axes))
     explicit = (AxisType.Explicit,) * 3
-    with pytest.raises(ValueError, match="mesh must"):
+    with pytest.raises(ValueError, match="mesh"):
         partition_rules(jax.make_mesh((2, 2, 2), ("data", "fsdp", "tensor"), explicit))
 
 
@@ -334,11 +334,11 @@ def test_what_does_not_fit_is_refused():
             lambda p: score_batch(p, batch, config, mesh=make_mesh(**axes)), params
         )
 
-    with pytest.raises(ValueError, match="batch must"):
+    with pytest.raises(ValueError, match="batch"):
         score(6, 8, data=2, fsdp=2)
-    with pytest.raises(ValueError, match="mesh must"):
+    with pytest.raises(ValueError, match="mesh"):
         score(8, 8, tensor=4)
-    with pytest.raises(ValueError, match="batch must"):
+    with pytest.raises(ValueError, match="batch"):
         score(8, 7, tensor=2)
 
 

@@ -102,7 +102,7 @@ def test_types(export):
 def test_layers_of_different_types_need_a_dtype(export):
     name = "model.layers.1.mlp.up_proj.weight"
     rewrite(export, {name: np.zeros((40, 24), np.float16)})
-    with pytest.raises(ValueError, match=r"dtype .*up_proj"):
+    with pytest.raises(ValueError, match="dtype"):
         load_pretrained(export)
     load_pretrained(export, dtype="float32")
 

@@ -158,7 +158,7 @@ def test_the_hubs_cache_may_link_to_its_own_blobs(tmp_path):
     os.symlink("../../blobs/abc", snapshot / CONFIG)
     os.symlink("../../../elsewhere", snapshot / WEIGHTS)
     assert inside(snapshot, CONFIG).read_text() == "{}"
-    with pytest.raises(ValueError, match="must stay inside"):
+    with pytest.raises(ValueError, match="link"):
         inside(snapshot, WEIGHTS)
 
 

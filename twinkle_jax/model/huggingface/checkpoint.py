@@ -59,7 +59,7 @@ from twinkle_jax.model.huggingface.config_json import export_config, parse_confi
 from twinkle_jax.model.huggingface.processes import Gather, gather, one_outcome, write_once
 
 Partition = Callable[[str, tuple[int, ...]], PartitionSpec]
-Index = tuple[slice, ...]
+Slices = tuple[slice, ...]
 ON_THE_HOST = 16 * 2**20  # bytes of a leaf up to which its layers are stacked there
 
 
@@ -188,7 +188,7 @@ class StoredLeaf:
         """Whether the first axis counts layers, each of which has a tensor of its own."""
         return self.path[0] == "layers"
 
-    def read(self, index: Index) -> Iterator[np.ndarray]:
+    def read(self, index: Slices) -> Iterator[np.ndarray]:
         """Read the part that one device holds: as one array, or layer by layer."""
         part = tuple(slice(*s.indices(n)) for s, n in zip(index, self.shape, strict=True))
         if not self.stacked:
@@ -197,7 +197,7 @@ class StoredLeaf:
         for layer in range(part[0].start, part[0].stop):
             yield self._read(layer, part[1:])
 
-    def _read(self, layer: int, part: Index) -> np.ndarray:
+    def _read(self, layer: int, part: Slices) -> np.ndarray:
         name = self.names[layer]
         stored = read_part(self.path, self.slices[layer], part)
         if not all_finite(stored):
@@ -240,7 +240,7 @@ def place(leaf: StoredLeaf, sharding: Sharding) -> jax.Array:
     return jax.make_array_from_single_device_arrays(leaf.shape, sharding, parts)
 
 
-def _fill(leaf: StoredLeaf, index: Index, device: jax.Device) -> jax.Array:
+def _fill(leaf: StoredLeaf, index: Slices, device: jax.Device) -> jax.Array:
     """Read one device's part; stacks that are large grow on the device, layer by layer."""
     rows = leaf.read(index)
     if not leaf.stacked:

@@ -5,7 +5,7 @@ from functools import partial
 from typing import Any, Literal, NamedTuple
 
 from twinkle_jax.data import LogprobsKind, SamplingParams
-from twinkle_jax.sampler.requests import Drawn, End, Stops
+from twinkle_jax.sampler.requests import DrawnSequence, End, Stops
 from twinkle_jax.sampler.vllm.client import (
     Request,
     ServerError,
@@ -51,7 +51,7 @@ class CompletionSettings(NamedTuple):
 class ServerCompletions(NamedTuple):
     """What was drawn for a prompt, and the log-probabilities of the prompt where asked for."""
 
-    drawn: list[Drawn]
+    drawn: list[DrawnSequence]
     prompt: list[TopLogprobs | None] | None
 
 
@@ -202,7 +202,7 @@ def _read_completions(settings: CompletionSettings, answer: Any) -> ServerComple
     return ServerCompletions(drawn * (settings.num_samples // count), prompt)
 
 
-def _read_choice(settings: CompletionSettings, choice: Mapping[str, Any]) -> Drawn:
+def _read_choice(settings: CompletionSettings, choice: Mapping[str, Any]) -> DrawnSequence:
     if choice.get("prompt_token_ids") != settings.prompt:
         refuse("the prompt_token_ids that were sent", choice.get("prompt_token_ids"))
     tokens = [_read_token(settings, x) for x in read_list("token_ids", choice)]
@@ -219,7 +219,7 @@ def _read_choice(settings: CompletionSettings, choice: Mapping[str, Any]) -> Dra
         [(token, logprob), *(x for x in top if x[0] != token and x[1] > _LOG_ZERO)]
         for token, logprob, top in zip(tokens, logprobs, tops, strict=True)
     ]
-    return Drawn(tokens, pairs, _read_end(settings, choice, tokens))
+    return DrawnSequence(tokens, pairs, _read_end(settings, choice, tokens))
 
 
 def _read_end(settings: CompletionSettings, choice: Mapping[str, Any], tokens: list[int]) -> End:

@@ -71,7 +71,7 @@ class ServedPolicy:
         self._client, self._names = client, names
         self._vocab, self._max_length, self._tolerance = vocab, max_length, tolerance
         self._adapter: Path | None = None
-        self._proof: tuple[Probe, Scores, float] | None = None
+        self._proof: tuple[Probe, TokenScores, float] | None = None
         self._mode: LogprobsMode | None = None
         self._sync_failed = False
 
@@ -243,7 +243,7 @@ def _read_success(answer: Any) -> None:
 _PROMPTS, _TIME, _NEW, _TOP = 4, 24, 16, 8
 _ROUNDING = 1e-3
 
-Scores = list[dict[int, float]]
+TokenScores = list[dict[int, float]]
 
 
 class Probe:
@@ -325,7 +325,7 @@ def prove(
     name: str,
     actor: Actor,
     tolerance: float,
-) -> Scores:
+) -> TokenScores:
     """Have a server draw tokens, and compare its log-probabilities with the actor's.
 
     They are compared at temperature 1 without filters, where raw and processed ones are the same.
@@ -365,12 +365,12 @@ def prove(
     return first_tokens(answers)
 
 
-def first_tokens(answers: Sequence[ServerCompletions]) -> Scores:
+def first_tokens(answers: Sequence[ServerCompletions]) -> TokenScores:
     """Give the log-probabilities of the likely tokens after each prompt."""
     return [dict(answer.drawn[0].logprobs[0]) for answer in answers]
 
 
-def _compare_with_last(url: str, current: Scores, last: Scores, tolerance: float) -> None:
+def _compare_with_last(url: str, current: TokenScores, last: TokenScores, tolerance: float) -> None:
     pairs = [
         (new[token], old[token])
         for new, old in zip(current, last, strict=True)
