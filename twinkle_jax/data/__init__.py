@@ -44,10 +44,13 @@ from twinkle_jax.data.trajectory import (
 
 if TYPE_CHECKING:
     from twinkle_jax.data.batch import Batch, bucket_size
-    from twinkle_jax.data.features import Inputs, PerSequence
+    from twinkle_jax.data.features import Inputs, PerSequence, Piece
 
 # These need jax, which rewards and data sets do without.
-_LAZY = {"Batch": "batch", "bucket_size": "batch", "Inputs": "features", "PerSequence": "features"}
+_LAZY = {
+    **dict.fromkeys(("Batch", "bucket_size"), "batch"),
+    **dict.fromkeys(("Inputs", "PerSequence", "Piece"), "features"),
+}
 
 __all__ = [
     "IGNORE",
@@ -62,6 +65,7 @@ __all__ = [
     "Message",
     "ParsedToolCalls",
     "PerSequence",
+    "Piece",
     "PromptBatch",
     "PromptLoader",
     "ReasoningGymTask",

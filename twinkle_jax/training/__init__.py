@@ -19,6 +19,12 @@ from twinkle_jax.training.config import (
 )
 from twinkle_jax.training.estimator import Estimator, make_estimator
 from twinkle_jax.training.evaluation import evaluate
+from twinkle_jax.training.features import (
+    FeatureRows,
+    grad_features,
+    loss_of_scores,
+    score_features,
+)
 from twinkle_jax.training.gradient import StepSummary, add_summaries, grad_step
 from twinkle_jax.training.learning import Learnt, learn
 from twinkle_jax.training.optimizer import Schedule, make_optimizer, make_schedule
@@ -48,6 +54,7 @@ __all__ = [
     "DistributedConfig",
     "Estimator",
     "EvaluationConfig",
+    "FeatureRows",
     "IntRows",
     "Learnt",
     "LoggingConfig",
@@ -75,15 +82,18 @@ __all__ = [
     "collect",
     "evaluate",
     "export",
+    "grad_features",
     "grad_step",
     "learn",
     "load_policy",
+    "loss_of_scores",
     "make_estimator",
     "make_optimizer",
     "make_recipe",
     "make_schedule",
     "save_policy",
     "score_batch",
+    "score_features",
     "small_policy",
     "train",
     "train_state",

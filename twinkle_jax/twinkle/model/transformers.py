@@ -15,13 +15,20 @@ from jaxtyping import Array, Float
 
 from twinkle_jax.data import Inputs, PerSequence
 from twinkle_jax.loss import GKDLoss, Loss, LossFunction, get_loss
-from twinkle_jax.training.state import (
+from twinkle_jax.training import (
+    FeatureRows,
+    StepSummary,
     UpdateInfo,
+    add_summaries,
     apply_gradients,
     clip_gradients,
-    init_optimizer,
+    grad_features,
+    loss_of_scores,
+    score_features,
+    train_state,
     zero_gradients,
 )
+from twinkle_jax.twinkle.model.arguments import check_task, read_loss_inputs, read_teacher
 from twinkle_jax.twinkle.model.files import (
     TRAINING_STATE,
     read_weights,
@@ -35,14 +42,6 @@ from twinkle_jax.twinkle.model.optimizer import (
     Factor,
     choose_optimizer,
     choose_schedule,
-)
-from twinkle_jax.twinkle.model.passes import (
-    accumulate,
-    check_task,
-    loss_of_last_pass,
-    read_loss_inputs,
-    read_teacher,
-    score,
 )
 from twinkle_jax.twinkle.model.policy import AdapterPolicy
 from twinkle_jax.twinkle.names import class_of, construct, local_id
@@ -180,7 +179,7 @@ class TransformersModel(AdapterPolicy):
         if not 0 <= float(lr) < math.inf:
             raise ValueError(f"lr must be at least 0 and finite, got {lr}")
         jax.eval_shape(
-            partial(init_optimizer, chosen), group.state.params
+            partial(train_state, optimizer=chosen), group.state.params
         )  # fail before it changes
         group.optimizer, group.lr = chosen, float(lr)
         self.restart(group, group.state.params)
@@ -227,16 +226,22 @@ class TransformersModel(AdapterPolicy):
         """
         group = self.group(adapter_name)
         check_task(task)
-        return score(
-            self,
-            group,
-            inputs,
-            use_adapter=not (disable_lora and group.lora is not None),
+        rows = self._read(group, inputs, labels_needed=False)
+        outputs = score_features(
+            {} if disable_lora and group.lora is not None else group.state.params,
+            rows,
+            self.config,
+            frozen=group.frozen,
             micro_batch_size=micro_batch_size,
             temperature=temperature,
             with_entropy=return_entropy,
             with_logits=return_logits,
+            compute_dtype=self.dtype,
+            mesh=self.mesh,
         )
+        group.last_pass = rows, outputs
+        group.show(False, rows.features, outputs)
+        return outputs
 
     def calculate_loss(
         self,
@@ -254,8 +259,13 @@ class TransformersModel(AdapterPolicy):
         Raises:
             ValueError: if there was no pass, or the loss needs more than log-probabilities.
         """
+        group = self.group(adapter_name)
         loss_inputs = read_loss_inputs(advantages, old_logps, ref_logps, ref_outputs)
-        return loss_of_last_pass(self.group(adapter_name), loss_inputs)
+        if group.last_pass is None:
+            raise ValueError("inputs must have been scored first: call forward_only")
+        rows, outputs = group.last_pass
+        group.losses.append(loss_of_scores(group.loss, rows, outputs, loss_inputs))
+        return group.losses[-1]
 
     def forward_backward(
         self,
@@ -308,17 +318,43 @@ class TransformersModel(AdapterPolicy):
         group = self.group(adapter_name)
         check_task(task)
         group.set_accumulation(gradient_accumulation_steps)
-        return accumulate(
-            self,
-            group,
-            inputs,
-            read_loss_inputs(advantages, old_logps, ref_logps, ref_outputs),
-            read_teacher(
+        loss_inputs = read_loss_inputs(advantages, old_logps, ref_logps, ref_outputs)
+        rows = self._read(group, inputs, labels_needed=True)
+        passes = grad_features(
+            group.state,
+            rows,
+            self.config,
+            group.loss,
+            loss_inputs=loss_inputs,
+            teacher=read_teacher(
                 teacher_output, teacher_logits, teacher_topk_logprobs, teacher_topk_indices, topk
             ),
             micro_batch_size=micro_batch_size,
+            frozen=group.frozen,
             temperature=temperature,
+            key=self.key if group.lora is not None and group.lora.lora_dropout else None,
+            compute_dtype=self.dtype,
+            remat=self.remat,
+            mesh=self.mesh,
         )
+        total: StepSummary | None = None
+        outputs: dict[str, Any] = {}
+        for group.state, summary, pieces in passes:
+            if group.metrics[True] and summary.logps is not None:
+                rows.write(outputs, "logps", summary.logps, pieces)
+            total = summary if total is None else add_summaries(total, summary)
+        assert total is not None
+        group.cur_step += 1
+        group.add_summary(total)
+        facts = {
+            "lr": group.learning_rate,
+            "step": group.cur_step,
+            "grad_norm": group.gradient_norm,
+            "gradient_accumulation_steps": group.gradient_accumulation_steps,
+            **{name: values for name, values in loss_inputs.items() if values is not None},
+        }
+        group.show(True, rows.features, {"loss": total.loss, **outputs}, **facts)
+        return total.loss
 
     # Updates.
 
@@ -520,6 +556,12 @@ class TransformersModel(AdapterPolicy):
             ValueError: if there is no such state, or it is one of another optimizer.
         """
         return resume(self, adapter_name, checkpoint_dir, resume_only_model)
+
+    def _read(self, group: OptimizerGroup, inputs: Inputs, *, labels_needed: bool) -> FeatureRows:
+        vocab_size = self.config.vocab_size
+        return FeatureRows.read(
+            inputs, group.template, vocab_size=vocab_size, labels_needed=labels_needed
+        )
 
     def _apply(self, group: OptimizerGroup, max_grad_norm: float | None) -> UpdateInfo:
         optimizer = group.needed_optimizer()

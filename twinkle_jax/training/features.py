@@ -1,0 +1,232 @@
+"""Input features, rows of any length that may be packed, through the functions that train."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from twinkle_jax.data import Batch, Inputs, Piece
+from twinkle_jax.data.batch import micro_batches
+from twinkle_jax.data.features import (
+    align_loss_input,
+    align_teacher,
+    read_features,
+    split_packed,
+    write_pieces,
+)
+from twinkle_jax.loss import GKDLoss, Loss
+from twinkle_jax.model import DecoderConfig, Params
+from twinkle_jax.model.decoder.sharding import batch_sharding
+from twinkle_jax.training.gradient import StepSummary, grad_step
+from twinkle_jax.training.score import score_batch
+from twinkle_jax.training.state import TrainState
+
+
+class FeatureRows(NamedTuple):
+    """Checked input features, and the sequences that are packed in them.
+
+    Attributes:
+        features: the rows, with NumPy arrays.
+        pieces: their sequences: one a row, or several where `position_ids` start again at 0.
+
+    Example:
+        >>> feature = {"input_ids": [5, 6, 7], "position_ids": [0, 1, 0]}
+        >>> rows = FeatureRows.read([feature], vocab_size=8)
+        >>> rows.shape, [piece.feature["labels"].tolist() for piece in rows.pieces]
+        ((1, 3), [[6, -100], [-100]])
+    """
+
+    features: list[dict[str, Any]]
+    pieces: list[Piece]
+
+    @classmethod
+    def read(
+        cls, inputs: Inputs, template: Any = None, *, vocab_size: int, labels_needed: bool = False
+    ) -> "FeatureRows":
+        """Check input features, and encode trajectories.
+
+        Args:
+            inputs: dictionaries with `input_ids`, and perhaps `labels`, `attention_mask` and
+                `position_ids`; or trajectories. Other columns of a data set are not read.
+            template: what encodes trajectories.
+            vocab_size: token ids and labels are below it.
+            labels_needed: whether to refuse features without labels. Otherwise every token is a
+                label that follows another one of its sequence.
+
+        Raises:
+            ValueError: for keys with a meaning elsewhere, lengths that differ, or ids outside the
+                vocabulary.
+            TypeError: for arrays that are not integers.
+        """
+        features = read_features(
+            inputs,
+            template,
+            vocab_size=vocab_size,
+            labels_needed=labels_needed,
+            other_columns=True,
+        )
+        return cls(features, split_packed(features))
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Number of rows, and length of the longest."""
+        return len(self.features), max(len(feature["labels"]) for feature in self.features)
+
+    def align(self, loss_inputs: Mapping[str, Any]) -> dict[str, Any]:
+        """Spread advantages and log-probabilities over the positions of each sequence."""
+        return {
+            name: align_loss_input(name, values, self.features, self.pieces)
+            for name, values in loss_inputs.items()
+        }
+
+    def batches(
+        self,
+        loss_inputs: Mapping[str, Any],
+        size: int | None = None,
+        mesh: Mesh | None = None,
+    ) -> Iterator[tuple[Batch, list[Piece]]]:
+        """Cut the sequences into micro-batches of a few shapes, spread over a mesh.
+
+        Args:
+            loss_inputs: from `align`.
+            size: sequences at a time; None for all.
+            mesh: devices; None for one.
+
+        Yields:
+            A micro-batch and its sequences; further rows are padding.
+        """
+        multiples = {}
+        if mesh is not None:
+            multiples["row_multiple"] = mesh.shape["data"] * mesh.shape["fsdp"]
+            multiples["time_multiple"] = mesh.shape["tensor"]
+        done = 0
+        sequences = [piece.feature for piece in self.pieces]
+        for batch, count in micro_batches(sequences, loss_inputs, size, **multiples):
+            placed = batch if mesh is None else jax.device_put(batch, batch_sharding(mesh))
+            yield placed, self.pieces[done : done + count]
+            done += count
+
+    def write(
+        self, outputs: dict[str, np.ndarray], name: str, values: Any, pieces: list[Piece]
+    ) -> None:
+        """Write numbers of sequences, [sequences, time, ...], to the positions of their rows."""
+        shape = self.shape + values.shape[2:]
+        write_pieces(
+            outputs.setdefault(name, np.zeros(shape, np.float32)), np.asarray(values), pieces
+        )
+
+
+def score_features(
+    params: Params,
+    rows: FeatureRows,
+    config: DecoderConfig,
+    *,
+    micro_batch_size: int | None = None,
+    mesh: Mesh | None = None,
+    **options: Any,
+) -> dict[str, np.ndarray]:
+    """Score the labels of input features, without gradients.
+
+    Args:
+        params: as for [`score_batch`][twinkle_jax.training.score_batch].
+        rows: to score.
+        config: the decoder.
+        micro_batch_size: sequences at a time; None for all.
+        mesh: of the parameters; None for one device.
+        options: of `score_batch`.
+
+    Returns:
+        `logps` [rows, time], padded with zeros on the right, and `entropies` and `logits` if the
+        options ask for them.
+    """
+    outputs: dict[str, np.ndarray] = {}
+    for batch, pieces in rows.batches({}, micro_batch_size, mesh):
+        scores = score_batch(params, batch, config, mesh=mesh, **options)
+        for name, values in scores._asdict().items():
+            if values is not None:
+                rows.write(outputs, name, values, pieces)
+    return outputs
+
+
+def grad_features(
+    state: TrainState,
+    rows: FeatureRows,
+    config: DecoderConfig,
+    loss_fn: Loss,
+    *,
+    loss_inputs: Mapping[str, Any],
+    teacher: tuple[Any, Any] | None = None,
+    micro_batch_size: int | None = None,
+    mesh: Mesh | None = None,
+    **options: Any,
+) -> Iterator[tuple[TrainState, StepSummary, list[Piece]]]:
+    """Accumulate the gradient of a loss over input features, a micro-batch at a time.
+
+    Args:
+        state: donated: go on with the one that is yielded.
+        rows: to train on.
+        config: the decoder.
+        loss_fn: the loss.
+        loss_inputs: `advantages`, `old_logps` and `ref_logps`, one a row, a sequence, a label or a
+            position.
+        teacher: for `GKDLoss`, log-probabilities [rows, time, k] and their tokens.
+        micro_batch_size: sequences at a time; None for all.
+        mesh: of the state; None for one device.
+        options: of [`grad_step`][twinkle_jax.training.grad_step].
+
+    Yields:
+        The state, what `grad_step` says of the micro-batch, and its sequences.
+
+    Raises:
+        ValueError: if a teacher is missing or not asked for, or an input has another length.
+    """
+    aligned = rows.align(loss_inputs)
+    if (teacher is None) == isinstance(loss_fn, GKDLoss):
+        raise ValueError(
+            "teacher_logits or teacher_topk_logprobs must be given with GKDLoss and with no "
+            f"other loss, got {type(loss_fn).__name__}"
+        )
+    if teacher is not None:
+        aligned |= align_teacher(*teacher, rows.features, rows.pieces)
+    for batch, pieces in rows.batches(aligned, micro_batch_size, mesh):
+        state, summary = grad_step(state, batch, config, loss_fn, mesh=mesh, **options)
+        yield state, summary, pieces
+
+
+def loss_of_scores(
+    loss_fn: Loss, rows: FeatureRows, outputs: Mapping[str, np.ndarray], loss_inputs: Any
+) -> float:
+    """Compute a loss from what `score_features` returned, without a gradient.
+
+    Args:
+        loss_fn: the loss.
+        rows: that were scored.
+        outputs: their scores.
+        loss_inputs: as for `grad_features`.
+
+    Raises:
+        ValueError: if the loss needs more than these outputs.
+    """
+    if isinstance(loss_fn, GKDLoss) or (loss_fn.require_entropy and "entropies" not in outputs):
+        raise ValueError(
+            f"{type(loss_fn).__name__} must be computed by forward_backward: "
+            "it needs more than log-probabilities"
+        )
+    ((batch, pieces),) = rows.batches(rows.align(loss_inputs))
+    count = len(pieces)
+    scores = {}
+    for name in outputs.keys() & {"logps", "entropies"}:
+        scores[name] = np.zeros(batch.tokens.shape, np.float32)
+        for row, piece in zip(scores[name], pieces, strict=False):
+            values = outputs[name][piece.row, piece.columns]
+            row[: len(values)] = values
+    aligned = {k: x for k, x in batch._asdict().items() if k in loss_inputs and x is not None}
+    with jax.numpy_dtype_promotion("standard"):
+        output = loss_fn(
+            {"labels": batch.labels[:count]},
+            {name: x[:count] for name, x in scores.items()},
+            **{name: x[:count] for name, x in aligned.items()},
+        )
+    return float(output.loss / (output.num_tokens or 1))
