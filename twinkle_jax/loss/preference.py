@@ -4,6 +4,7 @@ The first four compare log-ratios to a reference policy, summed over tokens; Sim
 without a reference. The objects under Twinkle's names take chosen and rejected rows in turn.
 """
 
+import abc
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -383,8 +384,34 @@ class DPOLoss(Loss):
         return _pair_mean(losses, logprobs, labels.mask, self.sft_weight, denominator)
 
 
+class ReferenceFreeLoss(Loss):
+    """A loss of pairs without a reference policy; rows are chosen and rejected in turn."""
+
+    divides_by = "pairs"
+
+    ignore_index: int
+
+    @abc.abstractmethod
+    def compare(self, logprobs: PerToken, mask: Mask) -> tuple[PerPair, Coefficient]:
+        """Return the loss of each pair, and the weight of the cross entropy of chosen sequences."""
+
+    def __call__(
+        self,
+        inputs: Mapping[str, Any],
+        outputs: Mapping[str, Any],
+        *,
+        denominator: Coefficient | None = None,
+        **kwargs: Any,
+    ) -> LossOutput:
+        """Compute the loss of a batch: see `DPOLoss`."""
+        refuse_unknown(kwargs)
+        labels, logprobs = _read_pairs(inputs, outputs, self.ignore_index)
+        losses, sft_weight = self.compare(logprobs, labels.mask)
+        return _pair_mean(losses, logprobs, labels.mask, sft_weight, denominator)
+
+
 @dataclass(frozen=True)
-class SimPOLoss(Loss):
+class SimPOLoss(ReferenceFreeLoss):
     """Loss of SimPO, averaged over pairs; rows are chosen and rejected in turn.
 
     Calls `simpo_preference`. Immutable, equal when its fields are, hashable.
@@ -403,30 +430,19 @@ class SimPOLoss(Loss):
         0.6931472
     """
 
-    divides_by = "pairs"
-
     beta: Coefficient = 2.5
     gamma: Coefficient = 0.5
     ignore_index: int = -100
 
-    def __call__(
-        self,
-        inputs: Mapping[str, Any],
-        outputs: Mapping[str, Any],
-        *,
-        denominator: Coefficient | None = None,
-        **kwargs: Any,
-    ) -> LossOutput:
-        """Compute the loss of a batch: see `DPOLoss`; it needs no reference policy."""
-        refuse_unknown(kwargs)
-        labels, logprobs = _read_pairs(inputs, outputs, self.ignore_index)
-        means = _means(logprobs, labels.mask)
+    def compare(self, logprobs: PerToken, mask: Mask) -> tuple[PerPair, Coefficient]:
+        """Compare mean log-probabilities."""
+        means = _means(logprobs, mask)
         losses = simpo_preference(means[0::2], means[1::2], beta=self.beta, gamma=self.gamma)
-        return _pair_mean(losses, logprobs, labels.mask, 0.0, denominator)
+        return losses, 0.0
 
 
 @dataclass(frozen=True)
-class CPOLoss(Loss):
+class CPOLoss(ReferenceFreeLoss):
     """Loss of CPO, averaged over pairs, plus the cross entropy of the chosen sequences.
 
     Calls `cpo_preference` and `cross_entropy`, which is averaged over tokens, as in Twinkle. Rows
@@ -446,30 +462,18 @@ class CPOLoss(Loss):
         0.6931472
     """
 
-    divides_by = "pairs"
-
     beta: Coefficient = 0.1
     bc_coef: Coefficient = 1.0
     ignore_index: int = -100
 
-    def __call__(
-        self,
-        inputs: Mapping[str, Any],
-        outputs: Mapping[str, Any],
-        *,
-        denominator: Coefficient | None = None,
-        **kwargs: Any,
-    ) -> LossOutput:
-        """Compute the loss of a batch: see `DPOLoss`; it needs no reference policy."""
-        refuse_unknown(kwargs)
-        labels, logprobs = _read_pairs(inputs, outputs, self.ignore_index)
+    def compare(self, logprobs: PerToken, mask: Mask) -> tuple[PerPair, Coefficient]:
+        """Compare sums of log-probabilities."""
         sums = jnp.sum(logprobs, axis=-1)
-        losses = cpo_preference(sums[0::2], sums[1::2], beta=self.beta)
-        return _pair_mean(losses, logprobs, labels.mask, self.bc_coef, denominator)
+        return cpo_preference(sums[0::2], sums[1::2], beta=self.beta), self.bc_coef
 
 
 @dataclass(frozen=True)
-class ORPOLoss(Loss):
+class ORPOLoss(ReferenceFreeLoss):
     """Cross entropy of the chosen sequences, plus the odds ratio of ORPO averaged over pairs.
 
     Calls `cross_entropy`, which is averaged over tokens, and `orpo_preference`. Rows are chosen and
@@ -488,26 +492,14 @@ class ORPOLoss(Loss):
         1.0693147
     """
 
-    divides_by = "pairs"
-
     lambda_orpo: Coefficient = 0.1
     ignore_index: int = -100
 
-    def __call__(
-        self,
-        inputs: Mapping[str, Any],
-        outputs: Mapping[str, Any],
-        *,
-        denominator: Coefficient | None = None,
-        **kwargs: Any,
-    ) -> LossOutput:
-        """Compute the loss of a batch: see `DPOLoss`; it needs no reference policy."""
-        refuse_unknown(kwargs)
-        labels, logprobs = _read_pairs(inputs, outputs, self.ignore_index)
-        means = _means(logprobs, labels.mask)
+    def compare(self, logprobs: PerToken, mask: Mask) -> tuple[PerPair, Coefficient]:
+        """Compare mean log-probabilities."""
+        means = _means(logprobs, mask)
         losses = orpo_preference(means[0::2], means[1::2])
-        losses *= jnp.asarray(self.lambda_orpo, losses.dtype)
-        return _pair_mean(losses, logprobs, labels.mask, 1.0, denominator)
+        return losses * jnp.asarray(self.lambda_orpo, losses.dtype), 1.0
 
 
 def _read_pairs(

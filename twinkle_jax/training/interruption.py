@@ -5,7 +5,7 @@ import signal
 import socket
 import threading
 from collections.abc import Callable
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, Self
 
 from twinkle_jax.rollout.hosts import InterruptedRunError
@@ -85,12 +85,7 @@ class Interruption:
             self._restore = [(number, signal.signal(number, self._note)) for number in _SIGNALS]
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         if self._restore:
             for number, handler in self._restore:
                 # None: a handler that Python knows nothing of, as JAX installs one.
