@@ -12,6 +12,7 @@ import numpy as np
 
 from twinkle_jax.data import IGNORE, bucket_size
 from twinkle_jax.loss import PolicyMetrics, policy_metrics
+from twinkle_jax.twinkle.names import refuse
 from twinkle_jax.twinkle.processor import pad_rows
 
 Numbers = np.ndarray[Any, Any]
@@ -30,8 +31,7 @@ class Metric:
     """
 
     def __init__(self, device_mesh: Any = None, process_group: Any = None, **options: Any) -> None:
-        if options:
-            raise TypeError(f"{type(self).__name__} has no option {sorted(options)[0]!r}")
+        refuse(type(self).__name__, options)
         self.reset()
 
     def accumulate(self, inputs: Any = None, outputs: Any = None, **facts: Any) -> None:

@@ -19,7 +19,7 @@ from twinkle_jax.sampler import JaxSampler
 from twinkle_jax.sampler import vLLMSampler as ServedSampler
 from twinkle_jax.sampler.requests import read_params
 from twinkle_jax.twinkle.infra import DeviceMesh, mesh_of, note_group
-from twinkle_jax.twinkle.names import construct, local_id, refuse, warn_once
+from twinkle_jax.twinkle.names import PAGE, construct, local_id, refuse, warn_once
 
 _ENGINE = (  # of vLLM's options those that change no result
     "disable_log_stats",
@@ -88,7 +88,9 @@ class vLLMSampler:  # noqa: N801  (Twinkle's name)
             options |= {"dtype": engine.pop("dtype")} if "dtype" in engine else {}
             self._raw = engine.pop("logprobs_mode", None)
             if self._raw not in (None, "raw_logprobs"):
-                raise ValueError(f"logprobs_mode must be 'raw_logprobs', got {self._raw!r}")
+                raise ValueError(
+                    f"logprobs_mode must be 'raw_logprobs', got {self._raw!r}; see {PAGE}"
+                )
             refuse("vLLMSampler", {k: x for k, x in engine.items() if k not in _ENGINE})
             warn_once("vLLMSampler without base_url samples in this program, without vLLM")
             self._sampler = JaxSampler(model_id=place, mesh=mesh_of(device_mesh), **options)

@@ -9,6 +9,7 @@ from typing import Any, Self
 
 from twinkle_jax.data import Tool as ToolInfo
 from twinkle_jax.data import Trajectory
+from twinkle_jax.twinkle.names import PAGE
 
 _TEXTS = ("result", "output", "content", "text", "message")  # where an observation has its text
 
@@ -154,7 +155,7 @@ class OpenEnv(Env):
         if env_cls is None:
             raise ValueError(
                 f"env_cls must be a class or module:Class, got none (env_name {env_name!r}): "
-                "packages are not searched for one"
+                f"packages are not searched for one; see {PAGE}"
             )
         self._env = _find_class(env_cls)(**(env_kwargs or {}))
         self._action_cls = None if action_cls is None else _find_class(action_cls)

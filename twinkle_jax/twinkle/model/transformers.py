@@ -44,7 +44,7 @@ from twinkle_jax.twinkle.model.optimizer import (
     choose_schedule,
 )
 from twinkle_jax.twinkle.model.policy import AdapterPolicy
-from twinkle_jax.twinkle.names import class_of, construct, local_id
+from twinkle_jax.twinkle.names import PAGE, class_of, construct, local_id
 from twinkle_jax.twinkle.processor import InputProcessor
 
 
@@ -108,7 +108,7 @@ class TransformersModel(AdapterPolicy):
         if needs and not isinstance(made, GKDLoss):
             raise ValueError(
                 f"loss must need log-probabilities only, got {type(made).__name__}, "
-                f"which needs {needs}"
+                f"which needs {needs}; see {PAGE}"
             )
         group.loss = made
 
