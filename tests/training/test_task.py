@@ -5,9 +5,10 @@ import json
 import pytest
 
 from tests import hub_server
+from twinkle_jax.data import user_data_get
 from twinkle_jax.reward import ExactMatchReward, GSM8KAccuracyReward
 from twinkle_jax.training import EvaluationConfig, TrainConfig
-from twinkle_jax.training.task import make_task
+from twinkle_jax.training.task import EnvironmentRows, make_task
 
 ID = "openai/gsm8k"
 SCRIPT = """
@@ -122,3 +123,11 @@ def test_gsm8k_from_the_hub_is_judged_on_its_test_split(hub, tmp_path):
     again = load(address, tmp_path / "home", f"gsm8k:{ID}", HF_HUB_OFFLINE="1")
     assert again.returncode == 0, again.stderr[-2000:]
     assert json.loads(again.stdout.splitlines()[-1]) == expected
+
+
+def test_rows_of_an_environment_are_numbered():
+    rows = EnvironmentRows(3, system="Be brief.", first=10)
+    assert [user_data_get(row["user_data"], "index") for row in rows] == [10, 11, 12]
+    assert rows[1:] == [rows[1], rows[-1]]
+    assert rows[0]["messages"] == [{"role": "system", "content": "Be brief."}]
+    assert EnvironmentRows(1)[0]["messages"] == []

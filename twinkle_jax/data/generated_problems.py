@@ -3,6 +3,7 @@
 The text of a problem decides whether it is for training or evaluation, whatever the seed.
 """
 
+import abc
 import hashlib
 import random
 import warnings
@@ -89,7 +90,30 @@ _LEVELS: dict[int, Callable[[random.Random], tuple[str, int]]] = {
 }
 
 
-class ArithmeticTask(Sequence[Trajectory]):
+class GeneratedPrompts(Sequence[Trajectory]):
+    """Prompts that are made when they are read."""
+
+    size: int
+
+    @abc.abstractmethod
+    def make(self, index: int) -> Trajectory:
+        """Make the prompt of an index from 0, always the same one."""
+
+    def __len__(self) -> int:
+        return self.size
+
+    @overload
+    def __getitem__(self, index: int) -> Trajectory: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Trajectory]: ...
+    def __getitem__(self, index: int | slice) -> Trajectory | list[Trajectory]:
+        """Return one prompt, or several."""
+        if isinstance(index, slice):
+            return [self.make(i) for i in range(self.size)[index]]
+        return self.make(range(self.size)[index])
+
+
+class ArithmeticTask(GeneratedPrompts):
     """Problems such as `3+4=`, whose answers are integers.
 
     A problem belongs to training or to evaluation by its text, whatever the seed, so that none is
@@ -129,18 +153,9 @@ class ArithmeticTask(Sequence[Trajectory]):
         self.level, self.split, self.size, self.seed = level, split, size, seed
         self.prompt = prompt
 
-    def __len__(self) -> int:
-        return self.size
-
-    @overload
-    def __getitem__(self, index: int) -> Trajectory: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[Trajectory]: ...
-    def __getitem__(self, index: int | slice) -> Trajectory | list[Trajectory]:
-        """Make the problem of this index, always the same one."""
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(self.size))]
-        problem, answer = self.problem(range(self.size)[index])
+    def make(self, index: int) -> Trajectory:
+        """Make the problem of an index, always the same one."""
+        problem, answer = self.problem(index)
         message = Message(role="user", content=self.prompt.replace("{problem}", problem))
         return Trajectory(messages=[message], user_data=[("ground_truth", str(answer))])
 
@@ -158,7 +173,7 @@ class ArithmeticTask(Sequence[Trajectory]):
         return f"arithmetic {self.level} {self.split} {self.size} {self.seed} {self.prompt!r}"
 
 
-class ReasoningGymTask(Sequence[Trajectory]):
+class ReasoningGymTask(GeneratedPrompts):
     """A task of reasoning-gym; only its questions and answers are used, never its scores.
 
     Score it by `ExactMatchReward`, `GSM8KAccuracyReward` or `MathReward`. A question belongs to
@@ -204,18 +219,9 @@ class ReasoningGymTask(Sequence[Trajectory]):
         others = sorted(options.items())
         self.fingerprint = f"reasoning-gym {name} {split} {size} {seed} {instruction!r} {others}"
 
-    def __len__(self) -> int:
-        return self.size
-
-    @overload
-    def __getitem__(self, index: int) -> Trajectory: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[Trajectory]: ...
-    def __getitem__(self, index: int | slice) -> Trajectory | list[Trajectory]:
-        """Make the problem of this index, always the same one."""
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(self.size))]
-        start = range(self.size)[index] * _TRIES
+    def make(self, index: int) -> Trajectory:
+        """Make the problem of an index, always the same one."""
+        start = index * _TRIES
         for i in range(start, start + _TRIES):
             problem = self._problems[i]
             if _is_for_evaluation(problem["question"]) == (self.split == "eval"):

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple, overload
+from typing import NamedTuple
 
 from twinkle_jax.data import (
     ArithmeticTask,
@@ -13,6 +13,7 @@ from twinkle_jax.data import (
     read_jsonl,
     user_data_get,
 )
+from twinkle_jax.data.generated_problems import GeneratedPrompts
 from twinkle_jax.data.prompt_files import download_split
 from twinkle_jax.reward import (
     ExactMatchReward,
@@ -58,7 +59,7 @@ class Task(NamedTuple):
     environment: EnvironmentFactory | None = None
 
 
-class EnvironmentRows(Sequence[Trajectory]):
+class EnvironmentRows(GeneratedPrompts):
     """Rows without prompts: the environment's reset gives the first message.
 
     Args:
@@ -68,24 +69,12 @@ class EnvironmentRows(Sequence[Trajectory]):
     """
 
     def __init__(self, size: int, *, system: str | None = None, first: int = 0) -> None:
-        self._indices = range(first, first + size)
-        self._system = system
+        self.size, self._first = size, first
+        self._messages = [Message(role="system", content=system)] if system else []
 
-    def __len__(self) -> int:
-        return len(self._indices)
-
-    @overload
-    def __getitem__(self, index: int) -> Trajectory: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> list[Trajectory]: ...
-
-    def __getitem__(self, index: int | slice) -> Trajectory | list[Trajectory]:
-        """Return one row, or several."""
-        if isinstance(index, slice):
-            return [self[i] for i in range(len(self))[index]]
-        messages = [Message(role="system", content=self._system)] if self._system else []
-        return Trajectory(messages=messages, user_data=[("index", self._indices[index])])
+    def make(self, index: int) -> Trajectory:
+        """Make the row of an index."""
+        return Trajectory(messages=list(self._messages), user_data=[("index", self._first + index)])
 
 
 def make_task(config: TrainConfig) -> Task:
