@@ -7,7 +7,16 @@ from twinkle_jax.data.chat_template import ChatTemplate
 from twinkle_jax.data.generated_problems import ArithmeticTask, ReasoningGymTask
 from twinkle_jax.data.loader import PromptBatch, PromptLoader
 from twinkle_jax.data.prompt_files import read_gsm8k, read_jsonl
-from twinkle_jax.data.rows import Rows, RowStream, Table, mix, read_rows, write_rows
+from twinkle_jax.data.rows import (
+    Columns,
+    Row,
+    Rows,
+    RowStream,
+    Table,
+    mix,
+    read_rows,
+    write_rows,
+)
 from twinkle_jax.data.sampling_types import (
     LogprobsKind,
     SampledSequence,
@@ -57,6 +66,7 @@ __all__ = [
     "ArithmeticTask",
     "Batch",
     "ChatTemplate",
+    "Columns",
     "FunctionCall",
     "FunctionSpec",
     "InputFeature",
@@ -69,6 +79,7 @@ __all__ = [
     "PromptBatch",
     "PromptLoader",
     "ReasoningGymTask",
+    "Row",
     "RowStream",
     "Rows",
     "SampleResponse",

@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from twinkle_jax.data import Rows, RowStream, Table, Template, mix, read_rows, write_rows
+from twinkle_jax.data import Row, Rows, RowStream, Table, Template, mix, read_rows, write_rows
 from twinkle_jax.data.prompt_files import download_split
-from twinkle_jax.data.rows import Row, column_function, to_rows
+from twinkle_jax.data.rows import column_function, to_rows
 from twinkle_jax.training.packing import assign_lines
 from twinkle_jax.twinkle.names import construct, local_id, refuse
 from twinkle_jax.twinkle.preprocessor import Preprocessor

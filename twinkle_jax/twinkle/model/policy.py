@@ -24,7 +24,7 @@ from twinkle_jax.model.decoder.lora import adapter_scales, init_adapter, read_lo
 from twinkle_jax.model.huggingface.adapter_files import adapter_tensors
 from twinkle_jax.model.huggingface.checkpoint import list_tensors
 from twinkle_jax.model.huggingface.checkpoint_names import PREFIX
-from twinkle_jax.training.state import TrainState, begin_training
+from twinkle_jax.training import TrainState, begin_training
 from twinkle_jax.twinkle.infra import DeviceMesh, mesh_of, note_group
 from twinkle_jax.twinkle.model.group import OptimizerGroup
 from twinkle_jax.twinkle.names import local_id, refuse, warn_once

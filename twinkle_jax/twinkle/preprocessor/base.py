@@ -1,11 +1,10 @@
 """What a data set's `map` and `filter` take besides functions."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
+from twinkle_jax.data import Row
 from twinkle_jax.data.rows import to_columns, to_rows
-
-Row = Mapping[str, Any]
 
 
 class Preprocessor:

@@ -3,8 +3,8 @@
 import re
 from typing import Any
 
-from twinkle_jax.data import Message, Trajectory
-from twinkle_jax.twinkle.preprocessor.base import Preprocessor, Row
+from twinkle_jax.data import Message, Row, Trajectory
+from twinkle_jax.twinkle.preprocessor.base import Preprocessor
 
 
 def conversation(*turns: tuple[str, Any]) -> list[Message]:

@@ -1,7 +1,7 @@
 """OlympiadBench: problems of mathematics and physics, of which the text alone can be read here."""
 
-from twinkle_jax.data import Trajectory
-from twinkle_jax.twinkle.preprocessor.base import Preprocessor, Row
+from twinkle_jax.data import Row, Trajectory
+from twinkle_jax.twinkle.preprocessor.base import Preprocessor
 from twinkle_jax.twinkle.preprocessor.llm import conversation
 
 _SYSTEM = {
