@@ -122,14 +122,14 @@ def test_forms_of_the_reference():
     value = DPOLoss()({"labels": LABELS}, {"logps": LOGPS}, **REFERENCE).loss
     rows = [row[keep].tolist() for row, keep in zip(DATA["ref_logps"], MASK, strict=True)]
     sums = np.where(MASK, DATA["ref_logps"], 0).sum(axis=1)
-    for given in (
+    for reference in (
         {"ref_logps": rows},
         {"ref_logps": DATA["ref_logps"].tolist()},
         {"ref_outputs": {"logps": DATA["ref_logps"]}},
         {"ref_outputs": {"logps": DATA["ref_logps"].tolist()}},
         {"ref_chosen_logps": sums[0::2], "ref_rejected_logps": sums[1::2]},
     ):
-        other = DPOLoss()({"labels": LABELS}, {"logps": LOGPS}, **given).loss
+        other = DPOLoss()({"labels": LABELS}, {"logps": LOGPS}, **reference).loss
         np.testing.assert_allclose(other, value, rtol=1e-6)
     value, gradient = value_and_gradient(DPOLoss(), "logps")
     assert value == 0

@@ -109,8 +109,9 @@ def estimate(
     """
     if isinstance(estimator.function, ReinforcePlusPlusAdvantage):
         kept = mask if where is None else mask & jnp.asarray(where)[:, None]
-        following = jnp.cumsum(mask[:, ::-1], axis=1, dtype=jnp.int32)[:, ::-1]
-        last = mask & (following == 1)
+        # Chosen tokens from each one on: 1 at the last, which gets the reward.
+        remaining = jnp.cumsum(mask[:, ::-1], axis=1, dtype=jnp.int32)[:, ::-1]
+        last = mask & (remaining == 1)
         at_last_token = jnp.where(last, jnp.asarray(rewards)[:, None], 0)
         return estimator.function(at_last_token, masks=kept)
     data = {"lengths": lengths, "greedy_rewards": greedy_rewards}

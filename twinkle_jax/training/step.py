@@ -107,6 +107,7 @@ def credit(recipe: Recipe, rollout: Rollout) -> Float[Array, " rows"] | Float[Ar
     if rollout.episodes is None or config.update.credit == "episode":
         return of_episodes
     shape = len(rollout.episodes), config.rollout.max_turns
+    # A row is an episode, a column a turn; episodes have different numbers of turns.
     rewards, has_turn = np.zeros(shape, np.float32), np.zeros(shape, bool)
     for i, episode in enumerate(rollout.episodes):
         rewards[i, : len(episode.turns)] = episode.rewards
@@ -122,6 +123,7 @@ def credit(recipe: Recipe, rollout: Rollout) -> Float[Array, " rows"] | Float[Ar
     of_turns = [advantages_of(turn, where) for turn, where in columns]
     by_turn = jnp.repeat(jnp.stack(of_turns, axis=1), rollout.rows_each, axis=0)
     assert rollout.turns is not None
+    # −1 marks positions of no turn: they have no label, so any advantage does.
     index = jnp.asarray(np.maximum(rollout.turns, 0), jnp.int32)
     advantages = jnp.take_along_axis(by_turn, index, axis=1)
     if config.update.credit == "turn":

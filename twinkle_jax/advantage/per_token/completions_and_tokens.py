@@ -150,6 +150,7 @@ def _per_completion(rewards: Array, kl: Array, mask: Array, beta: Array) -> Arra
 def _per_token(kl: Array, rewards: Array, mask: Array, beta: Array) -> Array:
     dtype = common_dtype(rewards, kl)
     rewards = jax.lax.stop_gradient(rewards).astype(dtype)
+    # Chosen tokens from each one on: 1 at the last.
     chosen_after = jax.lax.cumsum(mask.astype(jnp.int32), axis=mask.ndim - 1, reverse=True)
     last = mask & (chosen_after == 1)
     earned = jnp.where(last, jnp.broadcast_to(rewards[..., None], kl.shape), 0)
