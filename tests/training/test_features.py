@@ -1,0 +1,76 @@
+"""Lists of input features through scoring and gradients, packed or not, whole or in parts."""
+
+import jax
+import numpy as np
+import pytest
+
+from tests.model.families import config_of, params_of
+from twinkle_jax.loss import CrossEntropyLoss, GKDLoss, GRPOLoss
+from twinkle_jax.training import (
+    FeatureRows,
+    grad_features,
+    loss_of_scores,
+    score_features,
+    train_state,
+)
+
+CONFIG = config_of("qwen3")
+ALONE = [{"input_ids": [5, 6, 7, 8]}, {"input_ids": [9, 10, 11]}]
+PACKED = [{"input_ids": [5, 6, 7, 8, 9, 10, 11], "position_ids": [0, 1, 2, 3, 0, 1, 2]}]
+
+
+def read(inputs, **options):
+    return FeatureRows.read(inputs, vocab_size=48, **options)
+
+
+def gradient(rows, loss=None, loss_inputs=None, **options):
+    """Losses of the micro-batches, and the summed gradient."""
+    start = train_state(jax.tree.map(np.array, params_of("qwen3")))
+    passes = grad_features(
+        start, rows, CONFIG, loss or CrossEntropyLoss(), loss_inputs=loss_inputs or {}, **options
+    )
+    losses, written, states = [], {}, []
+    for state, summary, pieces in passes:
+        states = [state]
+        losses.append(float(summary.loss_sum))
+        rows.write(written, "logps", summary.logps, pieces)
+    return losses, written["logps"], jax.tree.leaves(states[0].gradient_sum)
+
+
+def test_packed_rows_are_scored_as_their_sequences_are_alone():
+    params = params_of("qwen3")
+    alone = score_features(params, read(ALONE), CONFIG, micro_batch_size=2)["logps"]
+    packed = score_features(params, read(PACKED), CONFIG, micro_batch_size=2)["logps"]
+    assert alone.shape == (2, 4) and packed.shape == (1, 7)
+    assert alone[0, 3] == alone[1, 2] == alone[1, 3] == 0 and (alone[0, :3] < 0).all()
+    np.testing.assert_allclose(packed[0, :4], alone[0], atol=1e-6)
+    np.testing.assert_allclose(packed[0, 4:], alone[1, :3], atol=1e-6)
+    rows = read(ALONE)
+    loss = loss_of_scores(CrossEntropyLoss(), rows, {"logps": alone}, {})
+    np.testing.assert_allclose(loss, -alone.sum() / 5, rtol=1e-6)
+    weighted = loss_of_scores(GRPOLoss(), rows, {"logps": alone}, {"advantages": [1.0, 0.5]})
+    np.testing.assert_allclose(weighted, -0.75, rtol=1e-6)  # on policy: each ratio is 1
+    with pytest.raises(ValueError, match="GKDLoss"):
+        loss_of_scores(GKDLoss(), rows, {"logps": alone}, {})
+
+
+def test_parts_add_up_to_the_whole():
+    (whole,), logps, expected = gradient(read(PACKED))
+    losses, in_parts, summed = gradient(read(PACKED), micro_batch_size=1)
+    assert len(losses) == 2
+    np.testing.assert_allclose(sum(losses), whole, rtol=1e-6)
+    np.testing.assert_allclose(whole, -logps.sum(), rtol=1e-6)
+    np.testing.assert_allclose(in_parts, logps, atol=1e-6)
+    for part, all_at_once in zip(summed, expected, strict=True):
+        np.testing.assert_allclose(part, all_at_once, atol=1e-6 * np.abs(all_at_once).max())
+
+
+def test_what_does_not_fit_is_named():
+    with pytest.raises(ValueError, match="labels"):
+        read(ALONE, labels_needed=True)
+    with pytest.raises(ValueError, match="teacher_logits"):
+        gradient(read(ALONE), GKDLoss())
+    with pytest.raises(ValueError, match="teacher_logits"):
+        gradient(read(ALONE), teacher=(np.zeros((2, 4, 1)), np.zeros((2, 4, 1), np.int32)))
+    with pytest.raises(ValueError, match="advantages"):
+        gradient(read(ALONE), GRPOLoss(), {"advantages": [1.0]})
