@@ -1,8 +1,13 @@
-"""What processes tell each other, as far as one process can see it; the rest needs several."""
+"""What processes tell each other: seen from one, and by two that are started."""
+
+import math
 
 import jax
+import numpy as np
 import pytest
 
+from tests import processes
+from tests.rollout.host_scenarios import LONG, VALUES
 from twinkle_jax.rollout import hosts
 
 
@@ -23,3 +28,35 @@ def test_one_process_computes_and_raises_as_without_hosts():
         hosts.together("dividing", lambda: 1 / 0)
     with pytest.raises(ValueError, match="mesh"):
         hosts.fail(ValueError("mesh must fit"))
+
+
+def test_what_two_processes_tell_each_other():
+    ended = processes.run("tests.rollout.host_scenarios", devices=2)
+    assert [process.code for process in ended] == [0, 0], ended
+    first, second = facts = [process.result for process in ended]
+    # Rows that one process has, and rows that both have: each is read by one of them.
+    assert first["held"] == [True] * 4 + [False] * 4
+    assert second["held"] == [False] * 4 + [True] * 4
+    assert (first["held of what all have"], second["held of what all have"]) == (
+        [True] * 8,
+        [False] * 8,
+    )
+    for number, fact in enumerate(facts):
+        rows = np.arange(8)[:, None] // 4 == number
+        np.testing.assert_array_equal(fact["read"], np.where(rows, VALUES, 0))
+        np.testing.assert_array_equal(fact["read by all"], VALUES)
+        np.testing.assert_array_equal(fact["read if spread"], VALUES)
+        assert fact["shared"] == [[0, "short", math.inf], [1, LONG, math.inf]]
+        assert fact["decided"] == "by 0"
+        assert fact["agreed"] == number
+        kind, message = fact["failed"]
+        assert kind == "SharedError"
+        assert message.startswith("process 1 of 2 (")
+        assert message.endswith("counting sheep: ZeroDivisionError: of sheep")
+        assert fact["interrupted"] == ["InterruptedRunError", ""]
+        assert fact["shared error"] == ["SharedError", "mesh must fit"]
+        np.testing.assert_array_equal(fact["merged"], np.arange(8.0) ** 2)
+        np.testing.assert_array_equal(fact["of the first"], VALUES[:, 1])
+        assert fact["names"] == ["by 0"]
+        assert fact["is first"] is (number == 0)
+    assert (first["part"], second["part"]) == ([0, 3], [3, 5])

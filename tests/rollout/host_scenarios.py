@@ -1,0 +1,72 @@
+"""What each of two processes tells the other; `test_hosts.py` starts them."""
+
+import json
+import sys
+
+import jax
+import numpy as np
+
+from tests.processes import join
+from twinkle_jax.model import make_mesh
+from twinkle_jax.rollout import hosts
+
+VALUES = np.arange(24, dtype=np.float32).reshape(8, 3)
+LONG = "é" * 5000  # more bytes than a message has room for
+
+
+def spread(*axes):
+    sharding = jax.NamedSharding(make_mesh(fsdp=jax.device_count()), jax.P(*axes))
+    return jax.make_array_from_callback(VALUES.shape, sharding, lambda index: VALUES[index])
+
+
+def outcome(call):
+    """The name and the message of the error that a call raises."""
+    try:
+        call()
+    except Exception as error:
+        return [type(error).__name__, str(error)]
+    return None
+
+
+def fail_in(process, error):
+    def compute():
+        if jax.process_index() == process:
+            raise error
+
+    return outcome(lambda: hosts.together("counting sheep", compute))
+
+
+def numbers():
+    """Of its own rows; what it gives for the others must not be read."""
+    own = hosts.held_rows(spread("fsdp"))
+    return {"square": np.where(own, np.arange(8.0) ** 2, -1).astype(np.float32)}
+
+
+def facts():
+    index, rows = jax.process_index(), spread("fsdp")
+    first_alone = np.full(8, index == 0)
+    return {
+        "held": hosts.held_rows(rows).tolist(),
+        "held of what all have": hosts.held_rows(spread()).tolist(),
+        "read": hosts.read_held(rows).tolist(),
+        "read by all": hosts.read_all(rows).tolist(),
+        "read if spread": hosts.read_if_spread(rows).tolist(),
+        "shared": hosts.share("x", lambda: [index, LONG if index else "short", float("inf")]),
+        "decided": hosts.first_decides("x", lambda: f"by {index}"),
+        "agreed": hosts.agreed("x", lambda: index),
+        "failed": fail_in(1, ZeroDivisionError("of sheep")),
+        "interrupted": fail_in(0, hosts.InterruptedRunError()),
+        "shared error": outcome(lambda: hosts.fail(ValueError("mesh must fit"))),
+        "merged": hosts.merge_rows("x", hosts.held_rows(rows), numbers)["square"].tolist(),
+        "of the first": hosts.merge_rows("x", first_alone, lambda: {"a": VALUES[:, 1]})[
+            "a"
+        ].tolist(),
+        "names": sorted(hosts.merge_rows("x", first_alone, lambda: {f"by {index}": VALUES[:, 0]})),
+        "part": [hosts.deal(5).start, hosts.deal(5).stop],
+        "is first": hosts.is_first(),
+    }
+
+
+if __name__ == "__main__":
+    join()
+    sys.stdout.write(json.dumps(facts()) + "\n")
