@@ -133,7 +133,12 @@ def test_two_devices_compile_nothing_after_warm_up_and_are_seldom_waited_for(
     assert_same_but_for_rounding(tmp_path / "run", alone)
 
 
-MESHES = [MeshConfig(data=8), MeshConfig(fsdp=4), MeshConfig(data=2, fsdp=2, tensor=2)]
+MESHES = [
+    MeshConfig(data=8),
+    MeshConfig(fsdp=4),
+    MeshConfig(data=2, fsdp=2, tensor=2),
+    MeshConfig(data=2, fsdp=4, transfers="once"),
+]
 
 
 @pytest.mark.exhaustive

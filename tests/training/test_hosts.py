@@ -125,9 +125,20 @@ def long(advantage, **changes):
 
 LONG = {  # what differs, and how many processes have how many devices
     "rloo, tensor": (long("rloo", mesh=MeshConfig(data=2, fsdp=2, tensor=2)), 2, 4),
-    "batch": (long("grpo", scale="batch", kl_beta=0.0, mini_batches=2), 2, 4),
+    "batch, once": (
+        long(
+            "grpo", scale="batch", mini_batches=2, mesh=MeshConfig(data=2, fsdp=4, transfers="once")
+        ),
+        2,
+        4,
+    ),
     "reinforce++": (long("reinforce_plus_plus", kl_beta=0.0, dynamic_sampling=3), 2, 4),
     "lora": (long("rloo", lora=LoraSettings(rank=2)), 2, 4),
+    "lora, once": (
+        long("rloo", lora=LoraSettings(rank=2), mesh=MeshConfig(fsdp=8, transfers="once")),
+        2,
+        4,
+    ),
     # 128 rows: each of the two updates adds up several micro-batches.
     "grpo": (
         long(

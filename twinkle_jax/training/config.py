@@ -142,6 +142,10 @@ class MeshConfig:
         data: each has all parameters, and a share of the rows.
         fsdp: each has a share of the parameters and of the rows; for models too large for one.
         tensor: each has a share of every layer; must divide the key-value heads.
+        transfers: when an update moves parameters and gradients between devices: layers, where each
+            layer runs (least memory), or once before and once after all of them, which takes room
+            for all parameters and gradients on each device and is not for tensor; auto: once for
+            the built-in policy, layers for a checkpoint.
         memory: GiB of each device that the run may use; none: what GPUs and TPUs say that they
             have. What a step needs is counted before the first one, and settings that choose
             themselves are made to fit; on CPUs only if this is given.
@@ -150,6 +154,7 @@ class MeshConfig:
     data: int = 1
     fsdp: int = 1
     tensor: int = 1
+    transfers: Literal["layers", "once"] = AUTO
     memory: float | None = None
 
 
@@ -347,6 +352,7 @@ def _automatic(config: TrainConfig) -> dict[str, Any]:
         "update.advantage": "maxrl" if maxrl else "grpo",
         "update.scale": "group",
         "update.recompute": "nothing" if small else "auto",
+        "mesh.transfers": "once" if small and config.mesh.tensor == 1 else "layers",
         "steps": 200 if small else 500,
         "rollout.max_new_tokens": 8 if small else 512,
         "optimizer.learning_rate": 6e-4 if small else 1e-6,
@@ -482,6 +488,11 @@ def _check(config: TrainConfig) -> None:
         raise ValueError(
             "optimizer.schedule_options must go with a schedule of Optax, "
             f"got optimizer.schedule={optimizer.schedule!r}"
+        )
+    if config.mesh.transfers == "once" and config.mesh.tensor > 1:
+        raise ValueError(
+            "mesh.transfers must be layers with a mesh.tensor above 1, got "
+            f"mesh.transfers='once' and mesh.tensor={config.mesh.tensor}"
         )
     if not 0 <= config.lora.dropout < 1:
         raise ValueError(f"lora.dropout must be in [0, 1), got {config.lora.dropout}")

@@ -15,16 +15,16 @@ from jaxtyping import Array, Bool, Float, Int, Key
 from twinkle_jax.data import IGNORE, Batch
 from twinkle_jax.data.batch import check_batch
 from twinkle_jax.loss import Coefficient, LossOutput, PolicyMetrics
-from twinkle_jax.model import AttentionImplementation, DecoderConfig, Params, Remat, merge_params
-from twinkle_jax.model.decoder.lora import with_dropout
-from twinkle_jax.model.decoder.sharding import constrain, find_mesh, spread_batch
-from twinkle_jax.training.packing import Packing, pack, unpack
+from twinkle_jax.model import AttentionImplementation, DecoderConfig, Params, Remat
+from twinkle_jax.model.decoder.sharding import constrain, find_mesh, keep_rows, spread_batch
+from twinkle_jax.training.packing import Packing, pack
 from twinkle_jax.training.score import (
+    Transfers,
     gathered_logits,
-    label_scores,
     positive_scalar,
-    run_batch,
+    score_lines,
     traced_scalar,
+    unpack_scores,
 )
 from twinkle_jax.training.state import TrainState
 
@@ -145,6 +145,7 @@ def grad_step(
     attention: AttentionImplementation | None = None,
     remat: Remat = True,
     mesh: Mesh | None = None,
+    transfers: Transfers = "layers",
     packing: Packing | None = None,
 ) -> tuple[TrainState, StepSummary]:
     r"""Add the gradient of a micro-batch to the state; compiled, and the state is donated.
@@ -171,6 +172,10 @@ def grad_step(
         remat: likewise.
         mesh: of the state. None: that of its arrays, or one device. Traced arrays do not have it:
             inside a compiled function of yours, pass it.
+        transfers: `layers` gathers the parameters of a layer when it runs, forwards and backwards,
+            and sums its gradients there, which takes least memory. `once` gathers all parameters
+            before and sums all gradients after: few large transfers, and room on each device for
+            all parameters and their gradients in the compute type. Not on a mesh with tensor.
         packing: how rows are packed into the lines that the decoder runs over; the loss sees rows.
             None: rows are lines.
 
@@ -203,13 +208,22 @@ def grad_step(
         attention=attention,
         remat=remat,
         mesh=find_mesh(mesh, state.params),
+        transfers=transfers,
         packing=packing,
     )
 
 
 @partial(
     jax.jit,
-    static_argnames=("config", "loss", "compute_dtype", "attention", "remat", "mesh"),
+    static_argnames=(
+        "config",
+        "loss",
+        "compute_dtype",
+        "attention",
+        "remat",
+        "mesh",
+        "transfers",
+    ),
     donate_argnums=0,
 )
 def _grad_step(
@@ -235,27 +249,32 @@ def _grad_step(
     rows = jnp.ones(len(labelled), bool) if batch.rows is None else batch.rows
 
     def loss_sum(params: Params) -> tuple[Float[Array, ""], tuple[PolicyMetrics | None, Array]]:
-        weights = merge_params(frozen, params)
+        dropout = None
         if key is not None:
             # Each line of a packing has its own noise: there are no more lines than rows.
             numbers = _count(rows if packing is None else jnp.ones(len(lines.tokens), bool))
-            weights = with_dropout(weights, key, state.rows + numbers - 1)
-        hidden = run_batch(weights, config, lines, mesh, **options)
-        scores = label_scores(
-            weights,
-            hidden,
-            lines.labels,
+            dropout = key, keep_rows(state.rows + numbers - 1, mesh)
+        scores = score_lines(
+            params,
+            frozen,
+            config,
+            lines,
             temperature=temperature,
             with_entropy=getattr(loss_fn, "require_entropy", False),
+            dropout=dropout,
+            logits=_teacher_logits if batch.teacher_tokens is not None else None,
             mesh=mesh,
+            **options,
         )
         if packing is not None:
-            scores = tuple(unpack(values, packing) for values in scores)
-        outputs = dict(zip(("logps", "entropies"), scores, strict=False))
-        if batch.teacher_tokens is not None:
-            outputs["teacher_token_logits"] = gathered_logits(weights, hidden, batch.teacher_tokens)
+            scores = unpack_scores(scores, packing)
+        outputs = {"logps": scores.logps}
+        if scores.entropies is not None:
+            outputs["entropies"] = scores.entropies
+        if scores.logits is not None:
+            outputs["teacher_token_logits"] = scores.logits
         output = _call(loss_fn, batch, outputs)
-        return output.loss.astype(jnp.float32), (output.metrics, scores[0])
+        return output.loss.astype(jnp.float32), (output.metrics, scores.logps)
 
     (total, (metrics, logps)), gradient = jax.value_and_grad(loss_sum, has_aux=True)(state.params)
     denominator = loss_denominator(loss_fn, labelled, rows)
@@ -271,6 +290,11 @@ def _grad_step(
     return constrain(state, mesh), StepSummary(
         total, denominator, tokens, metrics, jax.lax.stop_gradient(logps)
     )
+
+
+def _teacher_logits(weights: Params, hidden: Array, lines: Batch) -> Array:
+    assert lines.teacher_tokens is not None
+    return gathered_logits(weights, hidden, lines.teacher_tokens)
 
 
 def _call(

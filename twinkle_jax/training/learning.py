@@ -7,11 +7,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
 from twinkle_jax.data import IGNORE, Batch
 from twinkle_jax.loss import SamplerMismatch, sampler_mismatch
 from twinkle_jax.model import Params, default_attention
+from twinkle_jax.model.decoder.sharding import sum_leaves
 from twinkle_jax.rollout.rollout import batch_width
 from twinkle_jax.training.config import TrainConfig
 from twinkle_jax.training.gradient import StepSummary, add_summaries, grad_step
@@ -84,6 +86,7 @@ def learn(
                 compute_dtype=config.dtype,
                 remat=RECOMPUTED[config.update.recompute],
                 mesh=recipe.mesh,
+                transfers=config.mesh.transfers,
                 packing=packing,
             )
             if learnt.mismatch is None and part.old_logps is not None and summary.logps is not None:
@@ -102,7 +105,7 @@ def learn(
             recipe.optimizer,
             learning_rate=learning_rate,
             max_grad_norm=config.optimizer.max_grad_norm,
-            when=_is_wanted(state.gradient_sum, learnt.mismatch, limits),
+            when=is_wanted(state.gradient_sum, learnt.mismatch, limits, mesh=recipe.mesh),
             mesh=recipe.mesh,
         )
         learnt.summaries.append(total._replace(logps=None))
@@ -129,6 +132,7 @@ def score(
                 temperature=recipe.config.rollout.temperature,
                 compute_dtype=recipe.config.dtype,
                 mesh=recipe.mesh,
+                transfers=recipe.config.mesh.transfers,
                 packing=packing,
             ).logps
             total = logps if total is None else total + logps  # 0 for rows of other parts
@@ -184,6 +188,14 @@ def takes_segments(recipe: Recipe) -> bool:
     return default_attention(config, dtype) != "cudnn"
 
 
+@partial(jax.jit, static_argnames="mesh")
+def on_all_devices(batch: Batch, mesh: Mesh | None) -> Batch:
+    """Give all devices all rows, so that whatever is taken of them later is there."""
+    if mesh is None:
+        return batch
+    return jax.lax.with_sharding_constraint(batch, NamedSharding(mesh, PartitionSpec()))
+
+
 @partial(jax.jit, static_argnames="width")
 def _take_rows(batch: Batch, rows: Int[Array, " chosen"], *, width: int) -> Batch:
     """Make a batch of chosen rows, and of the first columns."""
@@ -198,12 +210,18 @@ def _label_rows(batch: Batch, members: Bool[Array, " rows"]) -> Batch:
     return batch._replace(labels=labels, rows=counted)
 
 
-@jax.jit
-def _is_wanted(
-    gradients: Any, mismatch: SamplerMismatch | None, limits: Float[Array, "2"]
+@partial(jax.jit, static_argnames="mesh")
+def is_wanted(
+    gradients: Any,
+    mismatch: SamplerMismatch | None,
+    limits: Float[Array, "2"],
+    *,
+    mesh: Mesh | None,
 ) -> Bool[Array, ""]:
     """Return whether to update: a gradient is not 0 (NaN counts), and the sampler matches."""
-    anything = jnp.any(jnp.stack([jnp.any(g != 0) for g in jax.tree.leaves(gradients)]))
+    # Entries are counted: squares of the smallest would be 0.
+    counts = sum_leaves(lambda g: jnp.sum(g != 0, dtype=jnp.float32), gradients, mesh)
+    anything = jnp.any(counts > 0)
     if mismatch is None:
         return anything
     differences = mismatch.metrics()

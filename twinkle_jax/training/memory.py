@@ -62,6 +62,7 @@ def update_memory(recipe: Recipe, state: TrainState) -> int:
             compute_dtype=config.dtype,
             remat=RECOMPUTED[config.update.recompute],
             mesh=mesh,
+            transfers=config.mesh.transfers,
             packing=packing,
         )
 

@@ -1,15 +1,16 @@
 """Log-probabilities of given tokens, in a pass without gradients and inside a train step."""
 
 import math
+from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Key
 
 from twinkle_jax.data import IGNORE, Batch
 from twinkle_jax.data.batch import check_batch
@@ -24,14 +25,19 @@ from twinkle_jax.model import (
     output_matrix,
     partition_rules,
 )
+from twinkle_jax.model.decoder.lora import with_dropout
 from twinkle_jax.model.decoder.sharding import (
+    AXES,
     ROWS,
+    copy_to_devices,
     find_mesh,
     gather_in_steps,
     spread_batch,
     steps_of,
 )
 from twinkle_jax.training.packing import Packing, pack, unpack
+
+Transfers = Literal["layers", "once"]
 
 
 def traced_scalar(value: Any) -> Any:
@@ -109,6 +115,105 @@ def label_scores(
     return scores
 
 
+class Scores(NamedTuple):
+    """Scores of labels under the policy; 0 where the label is −100.
+
+    Attributes:
+        logps: log-probability of each label.
+        entropies: entropy of the policy at each label, in nats; None unless asked for.
+        logits: over the whole vocabulary, at every position; None unless asked for.
+    """
+
+    logps: Float[Array, "batch time"]
+    entropies: Float[Array, "batch time"] | None = None
+    logits: Float[Array, "batch time vocab"] | None = None
+
+
+def score_lines(
+    params: Params,
+    frozen: Params | None,
+    config: DecoderConfig,
+    lines: Batch,
+    *,
+    temperature: float | Float[Array, ""],
+    with_entropy: bool,
+    mesh: Mesh | None,
+    transfers: Transfers,
+    dropout: tuple[Key[Array, ""], Int[Array, " lines"]] | None = None,
+    logits: Callable[[Params, Array, Batch], Array] | None = None,
+    **options: Any,
+) -> Scores:
+    """Run the decoder over lines and score their labels.
+
+    Args:
+        params: a decoder's, or adapters'.
+        frozen: parameters that `params` are merged over.
+        config: the decoder.
+        lines: tokens and labels.
+        temperature: of log-probabilities and entropies.
+        with_entropy: whether to compute entropies.
+        mesh: of the parameters; None for one device.
+        transfers: `layers` gathers the parameters of a layer when it runs; `once` gathers all of
+            them before, and each device then runs its lines as if it were alone.
+        dropout: the root key of adapters' dropout, and the number of each line in the run.
+        logits: which ones to return too, from parameters, hidden states and lines.
+        options: of `hidden_states`.
+    """
+
+    def score(
+        params: Params,
+        frozen: Params | None,
+        lines: Batch,
+        temperature: Any,
+        dropout: Any,
+        mesh: Mesh | None = None,
+    ) -> Scores:
+        weights = merge_params(frozen, params)
+        if dropout is not None:
+            weights = with_dropout(weights, *dropout)
+        hidden = run_batch(weights, config, lines, mesh, **options)
+        scores = label_scores(
+            weights,
+            hidden,
+            lines.labels,
+            temperature=temperature,
+            with_entropy=with_entropy,
+            mesh=mesh,
+        )
+        chosen = None if logits is None else logits(weights, hidden, lines)
+        return Scores(scores[0], scores[1] if with_entropy else None, chosen)
+
+    if mesh is None or transfers == "layers":
+        return score(params, frozen, lines, temperature, dropout, mesh)
+    if mesh.shape["tensor"] > 1:
+        raise ValueError(
+            f"transfers must be 'layers' on a mesh with a tensor axis of {mesh.shape['tensor']}, "
+            "got 'once'"
+        )
+
+    def score_own(params: Params, frozen: Params | None, *others: Any) -> Scores:
+        params, frozen = jax.tree.map(lambda x: x[0], (params, frozen))
+        return score(params, frozen, *others)
+
+    dtype = options.get("compute_dtype")
+    copies, rows, replicated = PartitionSpec(AXES), PartitionSpec(ROWS), PartitionSpec()
+    numbered = None if dropout is None else (replicated, rows)
+    scores: Scores = jax.shard_map(
+        score_own,
+        mesh=mesh,
+        in_specs=(copies, copies, rows, replicated, numbered),
+        out_specs=rows,
+        check_vma=False,  # the decoder is written for one device, and begins loops with constants
+    )(
+        copy_to_devices(params, dtype, mesh),
+        None if frozen is None else copy_to_devices(frozen, dtype, mesh),
+        lines,
+        temperature,
+        dropout,
+    )
+    return scores
+
+
 _TEACHER_CHUNK = 16  # columns at a time, so that logits of all tokens are never held
 
 
@@ -135,18 +240,9 @@ def gathered_logits(
     return jnp.moveaxis(logits, 0, 1).reshape(tokens.shape)
 
 
-class Scores(NamedTuple):
-    """Scores of labels under the policy; 0 where the label is −100.
-
-    Attributes:
-        logps: log-probability of each label.
-        entropies: entropy of the policy at each label, in nats; None unless asked for.
-        logits: over the whole vocabulary, at every position; None unless asked for.
-    """
-
-    logps: Float[Array, "batch time"]
-    entropies: Float[Array, "batch time"] | None = None
-    logits: Float[Array, "batch time vocab"] | None = None
+def unpack_scores(scores: Scores, packing: Packing) -> Scores:
+    """Move scores from places of lines back to rows."""
+    return jax.tree.map(lambda values: unpack(values, packing), scores)
 
 
 def score_batch(
@@ -161,6 +257,7 @@ def score_batch(
     compute_dtype: DTypeLike | None = None,
     attention: AttentionImplementation | None = None,
     mesh: Mesh | None = None,
+    transfers: Transfers = "layers",
     packing: Packing | None = None,
 ) -> Scores:
     """Score the labels of a batch; compiled, nothing is donated.
@@ -177,7 +274,8 @@ def score_batch(
         attention: likewise.
         mesh: of the parameters. None: that of their arrays, or one device. Traced arrays do not
             have it: inside a compiled function of yours, pass it.
-        packing: as for [`grad_step`][twinkle_jax.training.grad_step]; without logits.
+        transfers: as for [`grad_step`][twinkle_jax.training.grad_step].
+        packing: likewise; without logits.
 
     Returns:
         The scores, at every position with a label.
@@ -204,6 +302,7 @@ def score_batch(
         compute_dtype=None if compute_dtype is None else jnp.dtype(compute_dtype),
         attention=attention,
         mesh=find_mesh(mesh, params),
+        transfers=transfers,
         packing=packing,
     )
 
@@ -217,6 +316,7 @@ def score_batch(
         "compute_dtype",
         "attention",
         "mesh",
+        "transfers",
     ),
 )
 def _score_batch(
@@ -232,21 +332,17 @@ def _score_batch(
     mesh: Mesh | None,
     **options: Any,
 ) -> Scores:
-    weights = merge_params(frozen, params)
     lines = spread_batch(batch if packing is None else pack(batch, packing), config, mesh)
-    hidden = run_batch(weights, config, lines, mesh, remat=False, **options)
-    scores = label_scores(
-        weights,
-        hidden,
-        lines.labels,
+    scores = score_lines(
+        params,
+        frozen,
+        config,
+        lines,
         temperature=temperature,
         with_entropy=with_entropy,
+        logits=(lambda weights, hidden, _: output_logits(weights, hidden)) if with_logits else None,
         mesh=mesh,
+        remat=False,
+        **options,
     )
-    if packing is not None:
-        scores = tuple(unpack(values, packing) for values in scores)
-    return Scores(
-        scores[0],
-        scores[1] if with_entropy else None,
-        output_logits(weights, hidden) if with_logits else None,
-    )
+    return scores if packing is None else unpack_scores(scores, packing)

@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from twinkle_jax.loss import Coefficient
 from twinkle_jax.model import Params, make_mesh, shard_like_params
-from twinkle_jax.model.decoder.sharding import constrain, find_mesh
+from twinkle_jax.model.decoder.sharding import constrain, find_mesh, sum_leaves
 from twinkle_jax.training.score import positive_scalar, traced_scalar
 
 
@@ -198,7 +198,7 @@ def _apply(
     mesh: Mesh | None,
 ) -> tuple[TrainState, UpdateInfo]:
     _check_fit(optimizer, state)
-    norm = gradient_norm(state)
+    norm = gradient_norm(state, mesh)
     usable = jnp.isfinite(norm) & jnp.isfinite(learning_rate) & (max_grad_norm > 0)
     usable &= (state.denominator > 0) & (state.tokens > 0)
     usable = usable if when is None else usable & when
@@ -209,7 +209,7 @@ def _apply(
         updates, optimizer_state = optimizer.update(gradients, state.optimizer_state, wide)
         wide = jax.tree.map(lambda x, u: x + learning_rate * u, wide, updates)
     params = jax.tree.map(lambda x, old: x.astype(old.dtype), wide, state.params)
-    applied = usable & _all_finite(params)
+    applied = usable & _all_finite(params, mesh)
 
     def choose(new: Array, old: Array) -> Array:
         return jnp.where(applied, new.astype(old.dtype), old)
@@ -237,8 +237,11 @@ def _check_fit(optimizer: optax.GradientTransformation, state: TrainState) -> No
         )
 
 
-def _all_finite(params: Any) -> Bool[Array, ""]:
-    return jnp.all(jnp.stack([jnp.all(jnp.isfinite(x)) for x in jax.tree.leaves(params)]))
+def _all_finite(params: Any, mesh: Mesh | None) -> Bool[Array, ""]:
+    def not_finite(x: Array) -> Float[Array, ""]:
+        return jnp.sum(~jnp.isfinite(x), dtype=jnp.float32)
+
+    return jnp.all(sum_leaves(not_finite, params, mesh) == 0)
 
 
 def clip_gradients(
@@ -285,10 +288,10 @@ def _without_gradients(state: TrainState) -> TrainState:
     )
 
 
-def gradient_norm(state: TrainState) -> Float[Array, ""]:
+def gradient_norm(state: TrainState, mesh: Mesh | None = None) -> Float[Array, ""]:
     """Global norm of the gradients, divided by their denominator."""
-    squares = [jnp.sum(jnp.square(g)) for g in jax.tree.leaves(state.gradient_sum)]
-    return jnp.sqrt(jnp.sum(jnp.stack(squares))) / jnp.maximum(state.denominator, 1)
+    squares = sum_leaves(lambda g: jnp.sum(jnp.square(g)), state.gradient_sum, mesh)
+    return jnp.sqrt(jnp.sum(squares)) / jnp.maximum(state.denominator, 1)
 
 
 def _clip_factor(norm: Float[Array, ""], limit: Float[Array, ""]) -> Float[Array, ""]:

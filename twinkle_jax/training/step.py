@@ -20,7 +20,7 @@ from twinkle_jax.rollout import (
 )
 from twinkle_jax.training.config import TrainConfig
 from twinkle_jax.training.estimator import estimate
-from twinkle_jax.training.learning import compare, learn, score
+from twinkle_jax.training.learning import compare, learn, on_all_devices, score
 from twinkle_jax.training.metrics import mismatch_metrics, rollout_facts, update_metrics
 from twinkle_jax.training.packing import IntRows
 from twinkle_jax.training.recipe import Recipe
@@ -196,7 +196,8 @@ def train_step(
             `update.on_mismatch` is `stop`. No update was applied, and the error's `state` is the
             one passed in.
     """
-    batch, update, lengths = rollout.batch, recipe.config.update, rollout.row_lengths
+    update, lengths = recipe.config.update, rollout.row_lengths
+    batch = on_all_devices(rollout.batch, recipe.mesh)  # a few numbers a token
     if recipe.reference is not None and batch.ref_logps is None:
         batch = _with_reference(recipe, batch, lengths)
     facts = rollout_facts(batch)

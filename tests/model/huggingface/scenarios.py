@@ -29,6 +29,7 @@ from twinkle_jax.model import (
 )
 from twinkle_jax.model.decoder.lora import init_adapter
 from twinkle_jax.model.huggingface import checkpoint
+from twinkle_jax.training.policy import load_policy, save_policy, small_policy
 
 LARGE = parse_config(  # 244 MiB: 60 layers whose tensors have up to 1 MiB, an embedding of 4
     {
@@ -48,7 +49,8 @@ LORA = LoraConfig(r=4, target_modules="all-linear")
 
 def make(directory):
     """Write the large model; one process."""
-    save_pretrained(Decoder(LARGE, init_params(jax.random.key(0), LARGE)), directory / "model")
+    large = {"params": init_params(jax.random.key(0), LARGE), "config": LARGE}
+    save_policy(small_policy()._replace(**large), directory / "model")
 
 
 def load(directory, name="model"):
@@ -84,7 +86,11 @@ def memory(directory):
     """What the host holds while it loads, and on top of that while it saves."""
     small = load(directory, "small")  # it starts gloo and compiles a few programs
     save_pretrained(small, directory / "small-again")
-    model, loading = watched(lambda: jax.block_until_ready(load(directory)))
+    mesh = make_mesh(fsdp=jax.device_count())
+    params, loading = watched(  # as the command loads it
+        lambda: jax.block_until_ready(load_policy(str(directory / "model"), mesh=mesh).params)
+    )
+    model = Decoder(LARGE, params)
     leaves = jax.tree.leaves(model.params)
     share = sum(shard.data.nbytes for leaf in leaves for shard in leaf.addressable_shards)
     _, first = watched(lambda: save_pretrained(model, directory / "again"))  # it compiles

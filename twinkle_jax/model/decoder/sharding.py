@@ -8,6 +8,7 @@ tensor stays split. Without these constraints the compiler may as well leave par
 are and move activations.
 """
 
+import itertools
 import math
 import re
 from collections.abc import Callable, Mapping
@@ -15,6 +16,7 @@ from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
@@ -163,6 +165,37 @@ def constrain(tree: Any, mesh: Mesh | None) -> Any:
     return jax.lax.with_sharding_constraint(tree, shard_like_params(tree, mesh))
 
 
+def sum_leaves(
+    of: Callable[[Array], Float[Array, ""]], tree: Any, mesh: Mesh | None
+) -> Float[Array, " leaves"]:
+    """Sum a function of the entries of each parameter, or of arrays that lie like them.
+
+    Args:
+        of: gives the sum over an array.
+        tree: laid out by `shard_like_params`.
+        mesh: of the arrays, whose sums are then added up in one transfer; None for one device.
+    """
+    leaves = jax.tree.leaves(tree)
+    if mesh is None:
+        return jnp.stack([of(x) for x in leaves])
+    specs = [sharding.spec for sharding in jax.tree.leaves(shard_like_params(tree, mesh))]
+    apart = [a for a in AXES if mesh.shape[a] > 1 and any(a in spec for spec in specs)]
+
+    def add_up(shares: list[Array]) -> Float[Array, " leaves"]:
+        sums = []
+        for share, spec in zip(shares, specs, strict=True):
+            same = [axis for axis in apart if axis not in spec]  # along which all have the same
+            counted = sum(jax.lax.axis_index(axis) for axis in same) == 0
+            sums.append(jnp.where(counted, of(share), 0))
+        total = jnp.stack(sums)
+        return jax.lax.psum(total, apart) if apart else total
+
+    sums: Float[Array, " leaves"] = jax.shard_map(
+        add_up, mesh=mesh, in_specs=(specs,), out_specs=PartitionSpec(), check_vma=False
+    )(leaves)
+    return sums
+
+
 def batch_sharding(mesh: Mesh) -> NamedSharding:
     """Spread rows over data and fsdp."""
     return NamedSharding(mesh, PartitionSpec(ROWS))
@@ -270,6 +303,107 @@ def _gather_backward(
 
 
 _gather.defvjp(_gather_forward, _gather_backward)
+
+
+def copy_to_devices(params: Any, dtype: DTypeLike | None, mesh: Mesh) -> Any:
+    """Give each device a copy of all parameters, gathered at once.
+
+    What is spread over fsdp is cast to the compute type and gathered in one transfer; gradients of
+    all copies are summed and scattered in one, and those of parameters that every device has in one
+    for each type. Nothing may be split over tensor.
+
+    Args:
+        params: laid out by `shard_like_params`.
+        dtype: the compute type; None casts nothing.
+        mesh: of the parameters.
+
+    Returns:
+        The same tree with a leading axis that counts devices, and is spread over them.
+    """
+    leaves, structure = jax.tree.flatten(params)
+    specs = tuple(x.spec for x in jax.tree.leaves(shard_like_params(params, mesh)))
+    if dtype is not None:
+        pairs = zip(leaves, specs, strict=True)
+        leaves = [leaf.astype(dtype) if "fsdp" in spec else leaf for leaf, spec in pairs]
+    return jax.tree.unflatten(structure, _copy(leaves, specs, mesh))
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def _copy(leaves: list[Array], specs: tuple[PartitionSpec, ...], mesh: Mesh) -> list[Array]:
+    devices = mesh.shape["fsdp"]
+
+    def copy(shares: list[Array]) -> list[Array]:
+        copies = list(shares)
+        for group in _groups(shares, specs, mesh, spread=True):
+            # One row for each device, with its shares of all leaves one after the other.
+            row = jnp.concatenate([shares[i].reshape(1, -1) for i in group], axis=1)
+            rows = gather_in_steps(row, "fsdp", 0, steps_of(devices))
+            for i, part in zip(group, _cut(rows, [shares[i].size for i in group]), strict=True):
+                parts = part.reshape(devices, *shares[i].shape)
+                copies[i] = jnp.concatenate(list(parts), axis=specs[i].index("fsdp"))
+        return [x[None] for x in copies]
+
+    copies: list[Array] = jax.shard_map(
+        copy, mesh=mesh, in_specs=(list(specs),), out_specs=PartitionSpec(AXES), check_vma=False
+    )(leaves)
+    return copies
+
+
+def _copy_forward(
+    leaves: list[Array], specs: tuple[PartitionSpec, ...], mesh: Mesh
+) -> tuple[list[Array], tuple[()]]:
+    return _copy(leaves, specs, mesh), ()
+
+
+def _copy_backward(
+    specs: tuple[PartitionSpec, ...], mesh: Mesh, residuals: tuple[()], gradients: list[Array]
+) -> tuple[list[Array]]:
+    devices = mesh.shape["fsdp"]
+
+    def add_up(copies: list[Array]) -> list[Array]:
+        sums = [x[0] for x in copies]
+        for group in _groups(sums, specs, mesh, spread=True):
+            shares = [jnp.split(sums[i], devices, axis=specs[i].index("fsdp")) for i in group]
+            rows = jnp.concatenate([jnp.stack(x).reshape(devices, -1) for x in shares], axis=1)
+            total = jax.lax.psum_scatter(rows, "fsdp", scatter_dimension=0)
+            if mesh.shape["data"] > 1:
+                total = jax.lax.psum(total, "data")
+            parts = _cut(total, [x[0].size for x in shares])
+            for i, share, part in zip(group, shares, parts, strict=True):
+                sums[i] = part.reshape(share[0].shape)
+        for group in _groups(sums, specs, mesh, spread=False):
+            total = jax.lax.psum(jnp.concatenate([sums[i].reshape(-1) for i in group]), ROWS)
+            for i, part in zip(group, _cut(total, [sums[i].size for i in group]), strict=True):
+                sums[i] = part.reshape(sums[i].shape)
+        return sums
+
+    sums: list[Array] = jax.shard_map(
+        add_up,
+        mesh=mesh,
+        in_specs=PartitionSpec(AXES),
+        out_specs=list(specs),
+        check_vma=False,  # a sum is the same on all
+    )(gradients)
+    return (sums,)
+
+
+_copy.defvjp(_copy_forward, _copy_backward)
+
+
+def _groups(
+    leaves: list[Array], specs: tuple[PartitionSpec, ...], mesh: Mesh, *, spread: bool
+) -> list[list[int]]:
+    """Leaves of one type, by their numbers: those that are spread over fsdp, or the others."""
+    groups: dict[Any, list[int]] = {}
+    for i, (leaf, spec) in enumerate(zip(leaves, specs, strict=True)):
+        if ("fsdp" in spec and mesh.shape["fsdp"] > 1) is spread:
+            groups.setdefault(leaf.dtype, []).append(i)
+    return list(groups.values())
+
+
+def _cut(flat: Array, sizes: list[int]) -> list[Array]:
+    """Cut the last axis into parts of these sizes."""
+    return jnp.split(flat, list(itertools.accumulate(sizes))[:-1], axis=-1)
 
 
 def spread_lookup(
