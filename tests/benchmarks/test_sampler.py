@@ -136,6 +136,18 @@ def test_tokens_a_second_against_transformers(vocab, filters):
         print(f"| {name} | {speed:,.0f} tokens/s | {speeds['twinkle_jax'] / speed:.2f} |")
 
 
+@pytest.mark.parametrize("vocab", [32_768, 151_936])
+def test_what_filters_cost(vocab):
+    """Random policies are all but flat, which is the worst for top-p alone."""
+    from twinkle_jax.sampler import Sampling
+
+    filters = [{}, {"top_k": 50, "top_p": 0.9}, {"top_k": 50}, {"top_p": 0.9}, {"min_p": 0.05}]
+    speeds = interleaved({str(case): ours(vocab, Sampling(**case)) for case in filters}, rounds=5)
+    print(f"\nvocabulary {vocab}")
+    for name, speed in speeds.items():
+        print(f"| {name} | {speed:,.0f} tokens/s | {speeds['{}'] / speed:.2f} times |")
+
+
 def test_slots_against_one_batch_after_the_other():
     import jax
     import numpy as np

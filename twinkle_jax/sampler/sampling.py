@@ -5,6 +5,7 @@ some threshold; what ties with the last token kept is kept too. The draw takes o
 for a row: it picks a block of the vocabulary, then a token inside it.
 """
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -23,6 +24,8 @@ Logits = Float[Array, "rows vocab"]
 
 _STOP_SLOTS = 8  # stop tokens are padded to a multiple of this, so that their number is traced
 _ONE = 2**30  # probability 1 as an integer
+_LINES, _COLUMNS = 16, 64  # of the table in which filters look for the heaviest tokens
+_ROWS = 8  # of the vocabulary, searched as a whole at a time: a TPU's registers hold 8
 
 
 class Sampling(NamedTuple):
@@ -142,7 +145,18 @@ def next_token(
         return token, _at(logits, token) - log_total
 
     def from_some() -> tuple[Array, Array]:
-        return _restricted(logits, sampling, bits, seen)
+        return jax.lax.cond(jnp.asarray(sampling.repetition_penalty) == 1, filtered, penalised)
+
+    def filtered() -> tuple[Array, Array]:
+        return _filtered(logits, maximum, jnp.sum(blocks, axis=1), sampling, bits)
+
+    def penalised() -> tuple[Array, Array]:
+        changed = penalise(
+            logits, jnp.concatenate(seen, axis=1), jnp.asarray(sampling.repetition_penalty)
+        )
+        maximum = jnp.max(changed, axis=1)
+        total = jnp.sum(block_weights(changed, maximum), axis=1)
+        return _filtered(changed, maximum, total, sampling, bits)
 
     unrestricted = (
         (t > 0)
@@ -155,23 +169,17 @@ def next_token(
     return NextToken(token, _at(logits, token) - log_total, sampling_logprob)
 
 
-def _restricted(
+def _filtered(
     logits: Logits,
+    maximum: PerRow,
+    total: PerRow,
     sampling: Sampling,
     bits: UInt32[Array, "rows 4"],
-    seen: tuple[Int[Array, "rows time"], ...],
 ) -> tuple[Int[Array, " rows"], PerRow]:
-    """Choose among what the penalty and the filters leave."""
-    penalty = jnp.asarray(sampling.repetition_penalty)
-    logits = jax.lax.cond(
-        penalty == 1,
-        lambda: logits,
-        lambda: penalise(logits, jnp.concatenate(seen, axis=1), penalty),
-    )
-    maximum = jnp.max(logits, axis=1)
+    """Choose among what the filters leave."""
 
     def drawn() -> tuple[Array, Array]:
-        threshold = kept_weight(logits, maximum, sampling)
+        threshold = kept_weight(logits, maximum, total, sampling)
         blocks = block_weights(logits, maximum, threshold)
         token = draw(bits, logits, maximum, blocks, threshold)
         return token, _at(logits, token) - maximum - jnp.log(jnp.sum(blocks, axis=1))
@@ -202,33 +210,108 @@ def penalise(logits: Logits, tokens: Int[Array, "rows time"], penalty: Float[Arr
     return jax.vmap(row)(logits, tokens)
 
 
-def kept_weight(logits: Logits, maximum: PerRow, sampling: Sampling) -> PerRow:
-    """Find the least weight that top-k, top-p and min-p, in this order, leave in each row."""
-    weights = jnp.exp(logits - maximum[:, None])
-    threshold = jnp.zeros_like(maximum)
+def kept_weight(logits: Logits, maximum: PerRow, total: PerRow, sampling: Sampling) -> PerRow:
+    """Find the least weight that top-k, top-p and min-p, in this order, leave in each row.
+
+    A search reads its weights some sixty times. So it looks at a part of the vocabulary that has
+    all of the heaviest tokens, and at all of it for rows whose threshold is not among those.
+
+    Args:
+        logits: of the tokens.
+        maximum: the largest logit of each row.
+        total: sum of the weights of each row.
+        sampling: as arrays.
+    """
     k, p = jnp.asarray(sampling.top_k), jnp.asarray(sampling.top_p)
-    threshold = jax.lax.cond(
-        (k > 0) & (k < logits.shape[1]), lambda: _top_k(weights, k), lambda: threshold
-    )
-    threshold = jax.lax.cond(p < 1, lambda: _top_p(weights, threshold, p), lambda: threshold)
+    k = jnp.where(k < logits.shape[1], k, 0)
+
+    def search() -> PerRow:
+        if logits.shape[1] <= 4 * _LINES * _COLUMNS:
+            return _search(jnp.exp(logits - maximum[:, None]), total, k, p)[0]
+        some, bound = _heaviest(logits)
+        threshold, lowest = _search(jnp.exp(some - maximum[:, None]), total, k, p)
+
+        def look_at_all(state: tuple[Array, Array]) -> tuple[Array, Array]:
+            threshold, decided = state
+            # Rows that lie next to each other, the first of which is undecided: a slice is copied
+            # as it lies, where rows from here and there would be gathered number by number.
+            size = min(_ROWS, len(decided))
+            start = jnp.minimum(jnp.argmin(decided), len(decided) - size)
+            few, top, sums, before, known = (
+                jax.lax.dynamic_slice_in_dim(x, start, size)
+                for x in (logits, maximum, total, threshold, decided)
+            )
+            searched = _search(jnp.exp(few - top[:, None]), sums, k, p)[0]
+            after = jnp.where(known, before, searched)
+            return (
+                jax.lax.dynamic_update_slice_in_dim(threshold, after, start, 0),
+                jax.lax.dynamic_update_slice_in_dim(decided, jnp.ones_like(known), start, 0),
+            )
+
+        undecided = lowest <= jnp.exp(bound - maximum)  # NaN counts as decided
+        return jax.lax.while_loop(
+            lambda state: ~jnp.all(state[1]), look_at_all, (threshold, ~undecided)
+        )[0]
+
+    unfiltered = (k <= 0) & (p >= 1)
+    threshold = jax.lax.cond(unfiltered, lambda: jnp.zeros_like(maximum), search)
     return jnp.maximum(threshold, sampling.min_p)
 
 
-def _top_k(weights: Logits, k: Int[Array, ""]) -> PerRow:
-    def enough(threshold: PerRow) -> Array:
-        return jnp.sum(weights >= threshold[:, None], axis=1, dtype=jnp.int32) >= k
+def _heaviest(logits: Logits) -> tuple[Float[Array, "rows some"], PerRow]:
+    """Give logits among which are all above some bound, and the bound.
 
-    return _largest_threshold(enough, jnp.zeros_like(weights[:, 0]))
+    The vocabulary is seen as a table, [lines, columns], of which whole lines lie in memory one
+    after the other: the columns with the largest maxima, and the largest maximum of the others.
+    """
+    vocab = logits.shape[1]
+    width = -(-vocab // _LINES)
+    lines = [logits[:, start : start + width] for start in range(0, vocab, width)]
+    fill = width - lines[-1].shape[1]
+    lines[-1] = jnp.pad(lines[-1], ((0, 0), (0, fill)), constant_values=-jnp.inf)
+    maxima = functools.reduce(jnp.maximum, lines)
+    # Without the barrier a slice of the result is merged into it, and a CPU sorts all columns.
+    largest, columns = jax.lax.optimization_barrier(jax.lax.top_k(maxima, _COLUMNS + 1))
+    chosen = columns[:, :-1, None] + width * jnp.arange(_LINES, dtype=jnp.int32)[None, None]
+    chosen = chosen.reshape(len(logits), -1)
+    some = jnp.take_along_axis(logits, chosen, axis=1, mode="fill", fill_value=-jnp.inf)
+    return some, largest[:, -1]
 
 
-def _top_p(weights: Logits, least: PerRow, p: Float[Array, ""]) -> PerRow:
-    """Keep the fewest of the largest weights whose share of those at `least` and above is p."""
+def _search(
+    weights: Logits, total: PerRow, k: Int[Array, ""], p: Float[Array, ""]
+) -> tuple[PerRow, PerRow]:
+    """Find the thresholds of top-k and top-p among weights.
+
+    Args:
+        weights: the largest of a vocabulary, or all.
+        total: sum of all.
+        k: as in `Sampling`.
+        p: as in `Sampling`.
+
+    Returns:
+        The threshold; and that of top-k alone where there is one: both are those of the whole
+        vocabulary if all weights from the second on are here.
+    """
 
     def mass(threshold: PerRow) -> PerRow:
         return jnp.sum(jnp.where(weights >= threshold[:, None], weights, 0), axis=1)
 
-    target = p * mass(least)
-    return _largest_threshold(lambda threshold: mass(threshold) >= target, least)
+    def by_k() -> tuple[PerRow, PerRow]:
+        def enough(threshold: PerRow) -> Array:
+            return jnp.sum(weights >= threshold[:, None], axis=1, dtype=jnp.int32) >= k
+
+        threshold = _largest_threshold(enough, jnp.zeros_like(total))
+        return threshold, mass(threshold)
+
+    has_k = k > 0
+    least, total = jax.lax.cond(has_k, by_k, lambda: (jnp.zeros_like(total), total))
+    threshold = jax.lax.cond(
+        p < 1,
+        lambda: _largest_threshold(lambda threshold: mass(threshold) >= p * total, least),
+        lambda: least,
+    )
+    return threshold, jnp.where(has_k, least, threshold)
 
 
 def _largest_threshold(holds: Callable[[PerRow], Array], least: PerRow) -> PerRow:
