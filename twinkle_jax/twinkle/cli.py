@@ -112,25 +112,25 @@ class Args:
         return lambda: {k: x for k, x in vars(getattr(self, group)).items() if x is not None}
 
     def get_lora_args(self) -> dict[str, Any]:
-        """Give the arguments of PEFT's `LoraConfig`."""
+        """Return the arguments of PEFT's `LoraConfig`."""
         targets = {"target_modules": self.lora.lora_target_modules or "all-linear"}
         names = {"r": "lora_r", "lora_alpha": "lora_alpha", "lora_dropout": "lora_dropout"}
         return targets | {theirs: getattr(self.lora, name) for theirs, name in names.items()}
 
     def get_optimizer_args(self) -> dict[str, Any]:
-        """Give the optimizer's settings, the learning rate as `lr`."""
+        """Return the optimizer's settings, the learning rate as `lr`."""
         known = vars(self.optimizer)
         return {"lr" if name == "learning_rate" else name: x for name, x in known.items()}
 
     def to_dict(self) -> dict[str, Any]:
-        """Give all settings that are not None in one dictionary."""
+        """Return all settings that are not None in one dictionary."""
         merged: dict[str, Any] = {}
         for group in _GROUPS:
             merged |= {k: x for k, x in vars(getattr(self, group)).items() if x is not None}
         return merged | self.extra
 
     def get(self, key: str, default: Any = None) -> Any:
-        """Give a setting by its name alone."""
+        """Return a setting by its name alone."""
         place = _find(key)
         if place is None:
             return self.extra.get(key, default)

@@ -14,7 +14,7 @@ _WORK = ("num_workers", "pin_memory", "prefetch_factor", "persistent_workers", "
 
 
 class DataLoader:
-    """Hands out lists of rows: each time one goes over it, all rows once, in order.
+    """Yields lists of rows: each iteration takes all rows once, in order.
 
     A batch is that of all devices; the model spreads its rows. Rows that are None or raise are left
     out, and replaced at random at the end, as Twinkle's loader does. The order of `shuffle` depends
@@ -97,7 +97,7 @@ class DataLoader:
             yield self._collate(batch)
 
     def get_state(self) -> dict[str, int]:
-        """Give the number of rows handed out, for `save(consumed_train_samples=…)`."""
+        """Return the number of rows so far, for `save(consumed_train_samples=…)`."""
         return {"consumed_train_samples": self._consumed}
 
     def resume_from_checkpoint(self, consumed_train_samples: int, **options: Any) -> None:
@@ -126,7 +126,7 @@ class DataLoader:
         return (row for row in self.dataset if row is not None)
 
     def _numbered(self, start: int) -> Iterator[Any]:
-        """Give the rows of an epoch from one on; those that failed are replaced at random."""
+        """Yield the rows of an epoch from a position on; those that failed are replaced at random."""
         rng = np.random.default_rng((settings.seed, self._epoch))
         self._epoch += 1
         count = len(self.dataset)

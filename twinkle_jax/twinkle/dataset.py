@@ -60,7 +60,7 @@ class DatasetMeta:
             raise ValueError("either dataset_id or data must be given, got neither")
 
     def get_id(self) -> str:
-        """Give the key under which `Dataset.datasets` has it."""
+        """Return the key under which `Dataset.datasets` has it."""
         name = self.dataset_id.replace(os.sep, "_").replace(".", "_")
         name = name if self.data is None else f"__memory_{self._uid}__"
         return f"{name}:{self.subset_name}:{self.split}"
@@ -244,7 +244,7 @@ class Dataset:
             (self.dataset,) = self.datasets.values()
 
     def _needed_template(self) -> Template:
-        """Give the template, which must have been set."""
+        """Return the template, which must have been set."""
         assert self.template is not None, "set_template must be called first"
         template: Template = self.template
         return template
@@ -290,7 +290,7 @@ class LazyDataset(Dataset):
         self.do_encode, self.add_generation_prompt = True, add_generation_prompt
 
     def check(self, **options: Any) -> None:
-        """Give None for a row that the template cannot encode."""
+        """Return None for a row that the template cannot encode."""
         _check_options("check", options)
         self._needed_template()
         self.do_check = True
@@ -475,7 +475,7 @@ def _replacing(function: Any, removed: Any) -> Callable[[list[Row]], list[Row]]:
 
 
 def _lines_of(rows: Any, template: Any) -> list[list[int]]:
-    """Say which rows, by their numbers, stand in each packed row."""
+    """Return the numbers of the rows in each packed row."""
     lengths = np.asarray([len(row["input_ids"]) for row in rows], np.int32)
     width = getattr(template, "max_length", None) or 2048
     return assign_lines(np.minimum(lengths, width), width)  # a longer row fills a line by itself

@@ -14,7 +14,7 @@ from twinkle_jax.model import make_mesh
 from twinkle_jax.twinkle.names import refuse, warn_once
 
 _AXES = {"dp": "data", "fsdp": "fsdp", "tp": "tensor"}
-_INSTEAD = {  # axes that there are not, and what to use
+_INSTEAD = {  # unsupported axes, and what to use instead
     "pp": "use fsdp_size or tp_size",
     "vpp": "use fsdp_size or tp_size",
     "cp": "no row is split over devices; use tp_size, or a smaller micro_batch_size",
@@ -34,7 +34,7 @@ class DeviceMesh:
         device_type: JAX has one kind of devices in a program; kept for what prints it.
 
     Raises:
-        ValueError: for an axis that there is not, or more ranks than there are devices.
+        ValueError: for an unsupported axis, or more ranks than devices.
 
     Example:
         >>> DeviceMesh.from_sizes(dp_size=1, fsdp_size=1).world_size
@@ -200,7 +200,7 @@ def initialize(
 
 
 def get_device_placement(device_group: Any = None) -> str:
-    """Say which devices there are, and how the global mesh lies over them."""
+    """Describe the devices, and how the global mesh lies over them."""
     lines = [f"devices: {jax.device_count()} {jax.devices()[0].device_kind}"]
     if settings.device_mesh is not None:
         sizes = zip(
@@ -214,19 +214,19 @@ def get_device_placement(device_group: Any = None) -> str:
 
 
 def mesh_of(device_mesh: DeviceMesh | Mesh | None) -> Mesh | None:
-    """Give the mesh of JAX's for a `device_mesh` argument; the global one for None."""
+    """Return JAX's mesh for a `device_mesh` argument; the global one for None."""
     device_mesh = settings.device_mesh if device_mesh is None else device_mesh
     return device_mesh.jax_mesh() if isinstance(device_mesh, DeviceMesh) else device_mesh
 
 
 def note_group(remote_group: str | None) -> None:
-    """Say once that groups place nothing."""
+    """Warn once that groups place nothing."""
     if remote_group is not None:
         warn_once("remote_group places nothing: the model and its sampler share all devices")
 
 
 def get_logger(name: str = "twinkle", **options: Any) -> logging.Logger:
-    """Give a logger that writes to the standard error stream, on the first host alone."""
+    """Return a logger that writes to the standard error stream, on the first host alone."""
     refuse("get_logger", options)
     logger = logging.getLogger(name)
     if not logger.handlers:

@@ -7,19 +7,19 @@ from twinkle_jax.twinkle.names import PAGE, warn_once
 
 
 def liger_builtin(model: Any) -> dict[str, Any]:
-    """Give Liger's kernels for a model: none, and a warning says so once."""
+    """Return Liger's kernels for a model: none, and a warning says so once."""
     warn_once("liger_builtin has no kernels: XLA makes them")
     return {}
 
 
 def npu_builtin(model: Any) -> dict[str, Any]:
-    """Give an NPU's kernels for a model: none, and a warning says so once."""
+    """Return an NPU's kernels for a model: none, and a warning says so once."""
     warn_once("npu_builtin has no kernels: XLA makes them")
     return {}
 
 
 def kernelize(model: Any, mapping: Mapping[str, Any]) -> Any:
-    """Give the model back.
+    """Return the model itself.
 
     Raises:
         NotImplementedError: for kernels of your own.

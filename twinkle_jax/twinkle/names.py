@@ -13,7 +13,7 @@ _WARNED: set[str] = set()
 
 
 def local_id(place: Any, what: str = "model_id") -> Any:
-    """Give the path or the id on the Hugging Face hub that an id of Twinkle's means.
+    """Return the path or the Hugging Face id that an id of Twinkle's means.
 
     An `ms://` id is the directory of ModelScope's cache that holds it, in `MODELSCOPE_CACHE` or
     `~/.cache/modelscope/hub`. If there is none, ModelScope's client downloads a model, where it is
@@ -58,7 +58,7 @@ def _modelscope_directory(name: str, what: str) -> str:
 
 
 def class_of(name: str, module: str) -> type:
-    """Give the class of a module of ours that has a name.
+    """Return a public class of one of our modules by its name.
 
     Raises:
         ValueError: for a name that the module does not have.
@@ -100,7 +100,7 @@ def refuse(owner: str, options: Mapping[str, Any]) -> None:
 
 
 def warn_once(message: str) -> None:
-    """Say what a part of a script means here, the first time that it is met."""
+    """Warn what a part of a script means here, the first time that it is used."""
     if message not in _WARNED:
         _WARNED.add(message)
         warnings.warn(f"{message}; see {PAGE}", UserWarning, stacklevel=3)

@@ -162,7 +162,7 @@ class vLLMSampler:  # noqa: N801  (Twinkle's name)
         """Do nothing, likewise."""
 
     def _with_adapter(self, place: str | Path) -> JaxSampler:
-        """Give a sampler with an adapter over the parameters, which it shares."""
+        """Return a sampler with an adapter over the parameters, which it shares."""
         sampler = self._sampler
         if not isinstance(sampler, JaxSampler):
             raise ValueError(

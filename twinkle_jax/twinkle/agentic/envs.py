@@ -227,7 +227,7 @@ class EnvPool:
         return [self.step(*call) for call in calls]
 
     def get_adapters(self, n: int) -> list["EnvPoolAdapter"]:
-        """Give the first n as environments of their own.
+        """Return the first n as environments of their own.
 
         Raises:
             ValueError: if there are fewer.

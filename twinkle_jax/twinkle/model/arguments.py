@@ -26,7 +26,7 @@ def read_loss_inputs(
 def read_teacher(
     output: Mapping[str, Any] | None, logits: Any, logprobs: Any, indices: Any, topk: int | None
 ) -> tuple[Any, Any] | None:
-    """Give a teacher's log-probabilities and their tokens, of logits the largest ones."""
+    """Return a teacher's log-probabilities and their tokens: the largest ones of its logits."""
     if output is not None:
         if any(x is not None for x in (logits, logprobs, indices)):
             raise ValueError("teacher_output must be the only teacher, got another one too")

@@ -80,7 +80,7 @@ def save_run(
 
 
 def read_weights(model: AdapterPolicy, name: str | None, directory: Path | str) -> None:
-    """Read parameters or an adapter; optimizer state and gradients begin anew."""
+    """Read parameters or an adapter; optimizer state and gradients are reset."""
     place = locate(directory)
     if (place / ADAPTER_CONFIG).exists():
         lora, adapter = load_adapter(place, model.config)

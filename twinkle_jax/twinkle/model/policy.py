@@ -122,7 +122,7 @@ class AdapterPolicy:
         return "" not in self.optimizer_group
 
     def group(self, adapter_name: str | None = None) -> OptimizerGroup:
-        """Give what an adapter is trained with; by default the last one that was added.
+        """Return what an adapter is trained with; by default the last one that was added.
 
         Raises:
             ValueError: if there is no such adapter.
@@ -206,11 +206,11 @@ class AdapterPolicy:
         self.optimizer_group[name], self.active_group = group, name
 
     def frozen_base(self, lora: LoraConfig) -> dict[str, Any]:
-        """Give the frozen parameters with the scales of an adapter."""
+        """Return the frozen parameters with the scales of an adapter."""
         return merge_params(self._base, adapter_scales(self.config, lora))
 
     def restart(self, group: OptimizerGroup, params: Params) -> None:
-        """Begin optimizer state and gradients anew; rows go on, so that noise does not repeat."""
+        """Reset optimizer state and gradients; rows stay counted, so that noise does not repeat."""
         rows = group.state.rows
         group.drop_training_state()
         group.state = begin_training(params, group.optimizer, self.mesh)._replace(rows=rows)

@@ -156,7 +156,7 @@ class TransformersModel(AdapterPolicy):
         adapter_name: str | None = None,
         **options: Any,
     ) -> None:
-        """Choose an optimizer, and begin its state anew.
+        """Choose an optimizer, and reset its state.
 
         Args:
             optimizer_cls: PyTorch's name or class with its options and defaults, `'AdamW'`,
@@ -402,7 +402,7 @@ class TransformersModel(AdapterPolicy):
         gradient_accumulation_steps: int | None = None,
         adapter_name: str | None = None,
     ) -> UpdateInfo | None:
-        """Clip, apply and clear the gradients, and go on in the schedule.
+        """Clip, apply and clear the gradients, and take a step in the schedule.
 
         Returns:
             Gradient norm, and whether the update was applied; None while gradients are accumulated.
@@ -479,10 +479,10 @@ class TransformersModel(AdapterPolicy):
             adapter_name: which adapter.
 
         Returns:
-            The directory; None if the interval says that there is nothing to do.
+            The directory; None between intervals.
 
         Raises:
-            ValueError: if a checkpoint to go on from would be merged or rounded, or there is no
+            ValueError: if a checkpoint to resume from would be merged or rounded, or there is no
                 optimizer to save.
         """
         group = self.group(adapter_name)
@@ -517,8 +517,8 @@ class TransformersModel(AdapterPolicy):
         Args:
             name: directory of the checkpoint, or a hub id.
             output_dir: where the directory lies.
-            load_optimizer: whether to go on with the run that saved it; otherwise optimizer state
-                and gradients begin anew.
+            load_optimizer: whether to continue the run that saved it; otherwise optimizer state and
+                gradients are reset.
             adapter_name: which adapter.
 
         Raises:

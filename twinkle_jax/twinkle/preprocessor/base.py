@@ -19,11 +19,11 @@ class Preprocessor:
     """
 
     def preprocess(self, row: Row) -> Any:
-        """Give the columns of one row."""
+        """Return the columns of one row."""
         raise NotImplementedError(f"{type(self).__name__} must have preprocess or __call__")
 
     def __call__(self, rows: Any) -> Any:
-        """Give the columns of many."""
+        """Return the columns of many."""
         return self.map_row_to_col([self.preprocess(row) for row in self.map_col_to_row(rows)])
 
     @staticmethod

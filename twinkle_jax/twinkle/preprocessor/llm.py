@@ -16,7 +16,7 @@ class CompetitionMathProcessor(Preprocessor):
     """`problem` and `solution` as a question and its answer."""
 
     def preprocess(self, row: Row) -> Trajectory:
-        """Give the conversation."""
+        """Return the conversation."""
         return {
             "messages": conversation(("user", row["problem"]), ("assistant", row["solution"])),
         }
@@ -31,7 +31,7 @@ class CompetitionMathGRPOProcessor(Preprocessor):
     )
 
     def preprocess(self, row: Row) -> Trajectory:
-        """Give the prompt; as Twinkle's it ends with an empty message of the assistant."""
+        """Return the prompt; as Twinkle's it ends with an empty message of the assistant."""
         turns = ("system", self.system), ("user", row["problem"]), ("assistant", "")
         return {
             "messages": conversation(*turns),
@@ -52,7 +52,7 @@ class SelfCognitionProcessor(Preprocessor):
         self.model_author = model_author or "twinkle lab"
 
     def preprocess(self, row: Row) -> Trajectory:
-        """Give the conversation."""
+        """Return the conversation."""
         query, response = (
             row[key].replace("{{NAME}}", self.model_name).replace("{{AUTHOR}}", self.model_author)
             for key in ("query", "response")
@@ -65,7 +65,7 @@ class AlpacaProcessor(Preprocessor):
     """`instruction` and, in a line of its own, `input` as a prompt; `output` as its answer."""
 
     def preprocess(self, row: Row) -> Trajectory:
-        """Give the conversation."""
+        """Return the conversation."""
         parts = [row.get("instruction") or "", row.get("input") or ""]
         prompt = "\n".join(parts if parts[1] else parts[:1])
         return {"messages": conversation(("user", prompt), ("assistant", row.get("output") or ""))}
@@ -80,7 +80,7 @@ class CountdownProcessor(Preprocessor):
     )
 
     def preprocess(self, row: Row) -> Trajectory:
-        """Give the prompt."""
+        """Return the prompt."""
         numbers, target = row.get("nums", []), row.get("response", row.get("target", 0))
         query = (
             f"Using the numbers {numbers}, create an equation that equals {target}.\n"
@@ -120,12 +120,12 @@ class GSM8KProcessor(Preprocessor):
         self.add_assistant = add_assistant
 
     def extract_ground_truth(self, answer_str: str) -> str:
-        """Give the number after `####` without commas; empty where there is none."""
+        """Return the number after `####` without commas; empty where there is none."""
         match = re.search(r"####\s*([-\d,.]+)", answer_str)
         return match.group(1).replace(",", "") if match else ""
 
     def preprocess(self, row: Row) -> Trajectory:
-        """Give the prompt, and its answer if asked."""
+        """Return the prompt, and its answer if asked."""
         answer = row.get("answer", "")
         turns = [("system", self.system), ("user", row["question"])]
         turns += [("assistant", answer)] if self.add_assistant else []
@@ -156,7 +156,7 @@ class EmojiDPOProcessor(Preprocessor):
         self.answers = {"positive": chosen_key, "negative": rejected_key}
 
     def preprocess(self, row: Row) -> dict[str, Any]:
-        """Give both conversations."""
+        """Return both conversations."""
         prompt = [("system", self.system)] if self.system else []
         prompt.append(("user", row.get(self.prompt_key, "")))
         return {

@@ -33,7 +33,7 @@ class OlympiadBenchProcessor(Preprocessor):
         self.system = _SYSTEM[language] if system is None else system
 
     def preprocess(self, row: Row) -> Trajectory:
-        """Give the prompt."""
+        """Return the prompt."""
         if any(row.get(f"image_{i}") is not None for i in range(1, 10)):
             raise ValueError(
                 "a problem must have no images, which policies here do not read: take the subsets "

@@ -76,7 +76,7 @@ class Template(BaseTemplate):
         return sources, features
 
     def check(self, trajectory: Mapping[str, Any]) -> Mapping[str, Any] | None:
-        """Give a conversation back if it can be encoded; None if not."""
+        """Return a conversation if it can be encoded; None if not."""
         try:
             return trajectory if self.batch_encode([trajectory]) else None
         except ValueError:
@@ -87,11 +87,11 @@ class Template(BaseTemplate):
         return [self.check(trajectory) for trajectory in trajectories]
 
     def decode(self, token_ids: Sequence[int], **options: Any) -> str:
-        """Give the text of tokens."""
+        """Return the text of tokens."""
         return self.tokenizer.decode(token_ids, **options)
 
     def batch_decode(self, token_ids: Sequence[Sequence[int]], **options: Any) -> list[str]:
-        """Give the texts of several."""
+        """Return the texts of several."""
         return [self.decode(ids, **options) for ids in token_ids]
 
 

@@ -25,12 +25,12 @@ class ToolCallParser:
         return bool(parsed.calls or parsed.errors)
 
     def parse(self, text: str) -> list[Any]:
-        """Give the calls in OpenAI's shape, with dictionaries of arguments."""
+        """Return the calls in OpenAI's shape, with dictionaries of arguments."""
         calls: list[Any] = self._parse(text).calls
         return calls
 
     def clean(self, text: str) -> str:
-        """Give the text without its calls."""
+        """Return the text without its calls."""
         content: str = self._parse(text).content
         return content
 
@@ -71,10 +71,10 @@ class ToolCallRegistry:
 
     @classmethod
     def parsers(cls) -> list[ToolCallParser]:
-        """Give the parsers."""
+        """Return the parsers."""
         return list(cls._parsers)
 
     @classmethod
     def detect_first(cls, text: str) -> ToolCallParser | None:
-        """Give the first parser whose format a text has."""
+        """Return the first parser whose format a text has."""
         return next((parser for parser in cls._parsers if text and parser.detect(text)), None)

@@ -207,7 +207,7 @@ class _Conversation:
         self.turns, self.stop_reason = turn, sequence.stop_reason
 
     def result(self) -> Any:
-        """Give the trajectory with what became of it."""
+        """Return the trajectory with its tokens, log-probabilities and stop reason."""
         labelled = sum(label != IGNORE for label in self.feature.get("labels") or [])
         if self.logprobs and len(self.logprobs) != labelled:
             raise RuntimeError(
