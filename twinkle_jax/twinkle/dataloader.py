@@ -126,7 +126,7 @@ class DataLoader:
         return (row for row in self.dataset if row is not None)
 
     def _numbered(self, start: int) -> Iterator[Any]:
-        """Yield the rows of an epoch from a position on; those that failed are replaced at random."""
+        """Yield the rows of an epoch from a position on; random ones replace those that fail."""
         rng = np.random.default_rng((settings.seed, self._epoch))
         self._epoch += 1
         count = len(self.dataset)
