@@ -52,6 +52,28 @@ class BrokenHere(Guess):
         return super().reset(row, seed)
 
 
+class StrangeHere(Guess):
+    """In a process with the environment variable FAULT, four of five episodes go wrong."""
+
+    begun = itertools.count()
+
+    def reset(self, row, seed):
+        self.kind = next(StrangeHere.begun) % 5 if "FAULT" in os.environ else -1
+        if self.kind == 0:
+            self.tools = [object()]
+        if self.kind == 1:
+            raise Unspeakable
+        if self.kind == 2:
+            return {"role": "tool", "content": "1", "name": object()}
+        return super().reset(row, seed)
+
+    def step(self, action):
+        return "12" * (50 << 20), 0.25, False, {"no number": object()}
+
+    def final_reward(self):
+        return float("nan") if self.kind == 3 else 0.25
+
+
 class Failing(Guess):
     """Fails for episodes whose seed is odd, always at the second step.
 
@@ -79,6 +101,13 @@ def throw(error):
     raise error
 
 
+class Unspeakable(Exception):
+    """An error without a text."""
+
+    def __str__(self):
+        raise RuntimeError
+
+
 FAULTS = {
     "raises": (lambda: 1 / 0, "raised"),
     "exits": (lambda: throw(SystemExit(3)), "raised"),
@@ -102,6 +131,11 @@ FAULTS = {
         lambda: ([{"role": "assistant", "content": "7"}], 0.0, False, {}),
         "reply",
     ),
+    "raises what cannot be shown": (lambda: throw(Unspeakable()), "raised"),
+    "name is no text": (
+        lambda: ({"role": "tool", "content": "1", "name": object()}, 0.0, False, {}),
+        "reply",
+    ),
     "message without text": (lambda: ({"role": "user", "content": None}, 0.0, False, {}), "reply"),
 }
 
@@ -121,6 +155,32 @@ class Wild(Guess):
 
     def final_reward(self):
         return 0.25
+
+
+class Keeps:
+    """Starts a process in a session of its own, and says at each step whether that lives."""
+
+    tools = None
+
+    def reset(self, row, seed):
+        read, write = os.pipe()
+        if os.fork() == 0:
+            os.setsid()
+            kept = os.fork()
+            if kept:
+                os.write(write, str(kept).encode())
+                os._exit(0)
+            time.sleep(60)
+            os._exit(0)
+        os.wait()
+        self.kept = int(os.read(read, 16))
+        return str(self.kept)
+
+    def step(self, action):
+        return str(os.path.exists(f"/proc/{self.kept}")), 0.0, False, {}
+
+    def close(self):
+        pass
 
 
 def _fork():

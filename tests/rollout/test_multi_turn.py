@@ -243,6 +243,20 @@ def test_a_failed_environment_is_no_episode(fault):
         sample(environment, timeout=0.5 if cause == "timeout" else 20.0)
 
 
+@pytest.mark.parametrize("tools", [7, [object()], "search"])
+def test_tools_that_are_no_descriptions_are_a_failure(tools):
+    class Described(games.Never):
+        def reset(self, row, seed):
+            if seed % 2:
+                self.tools = tools
+            return super().reset(row, seed)
+
+    rollout = sample(Described, max_failed=1.0)
+    assert rollout.failed.any()
+    assert not rollout.failed.all()
+    assert {e.cause for e in rollout.episodes if e.failed} == {"reply"}
+
+
 def test_done_ends_an_episode_at_once():
     class Once(games.Never):
         def step(self, action):

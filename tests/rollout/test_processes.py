@@ -3,6 +3,7 @@
 import json
 import os
 import subprocess
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -185,6 +186,31 @@ def wild():
     return find_environment(
         f"{games.__name__}:Wild", environment_in="process", limits=ProcessLimits(1.5, 512)
     )
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="descendants are found on Linux")
+def test_what_an_environment_starts_lives_as_long_as_its_episode():
+    """Also if it left the environment's session, and if another episode ends meanwhile."""
+    factory = find_environment(f"{games.__name__}:Keeps", environment_in="process")
+    one, other = factory(), factory()
+    [kept], [others] = (x.reset({"user_data": []}, 0) for x in (one, other))
+    assert is_alive(kept["content"])
+    other.close()
+    deadline = time.monotonic() + 10
+    while is_alive(others["content"]) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not is_alive(others["content"])
+    [told], *_ = one.step(Action(""))
+    assert told["content"] == "True"
+    one.close()
+    while is_alive(kept["content"]) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not is_alive(kept["content"])
+
+
+def test_a_cause_that_a_process_invents_is_not_counted():
+    assert failure_cause(ProcessFailedError("", "forged")) == "raised"
+    assert failure_cause(ProcessFailedError("reward", "forged")) == "raised"
 
 
 def play(factory, fault):

@@ -244,6 +244,35 @@ def test_environments_that_fail_on_one_host_are_counted_on_all(folder, tmp_path)
 
 
 @pytest.mark.exhaustive
+def test_strange_answers_on_one_host_are_failures_of_their_episodes(folder, tmp_path):
+    """What JSON cannot hold, NaN, 100 MB. The second process plays one of 3 evaluation episodes."""
+    strange = games(
+        folder,
+        tmp_path / "run",
+        "StrangeHere",
+        rollout={"max_failed": 0.5, "max_observation": 64},
+        evaluation=EvaluationConfig(every=2, problems=3),
+        steps=2,
+    )
+    with JoinedRun(folder, strange, variables={1: {"FAULT": "1"}}) as run:
+        assert run.wait() == [0, 0], run.errors(0) + run.errors(1)
+    lines = metrics(tmp_path / "run")
+    # Kinds 0 and 1 come before the first step: then 2, 3, 4, 0 and again 1, 2, 3; 4, 0, 1, 2 and
+    # again 3, 4, 0.
+    assert [line["environment/failed"] for line in lines] == [3 / 8, 2 / 8]
+    assert [line["environment/retried"] for line in lines] == [3 / 8, 3 / 8]
+    assert lines[0]["environment/failed/reply"] == 2 / 8
+    assert lines[0]["environment/failed/raised"] == 1 / 8
+    records = [
+        json.loads(line)
+        for path in (tmp_path / "run" / "traces").iterdir()
+        for line in path.read_text().splitlines()
+    ]
+    shown = [m["content"] for record in records for m in record["messages"]]
+    assert max(map(len, shown)) < 128
+
+
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("first", ["one", "two"])
 def test_a_run_goes_on_with_another_number_of_processes(folder, tmp_path, monkeypatch, first):
     monkeypatch.setenv("RECORD", str(tmp_path / "record"))

@@ -25,6 +25,7 @@ from twinkle_jax.rollout.episode import (
 )
 from twinkle_jax.rollout.multi_turn import (
     EnvironmentFailureError,
+    History,
     MultiTurn,
     check_failures,
     default_cohorts,
@@ -53,6 +54,7 @@ __all__ = [
     "Episode",
     "EpisodeBatch",
     "GymEnvironment",
+    "History",
     "LocalEngine",
     "MultiTurn",
     "Observation",

@@ -7,6 +7,7 @@ limit of time; whatever it raises or returns ends its own episode at most.
 import asyncio
 import functools
 import inspect
+import json
 import queue
 import threading
 import time
@@ -25,6 +26,7 @@ Observation = str | bytes | Message | Sequence[Message] | None
 ToolFormat = Literal["any", "hermes_qwen", "cline", "react"]
 """How tool calls are written in the policy's text; `any` tries all."""
 
+_CAUSES = ("raised", "timeout", "connection", "reply", "died")
 _SPEAKERS = ("user", "tool")  # an environment has no voice of the system or the assistant
 
 
@@ -76,10 +78,11 @@ class Action(str):
 class Environment(Protocol):
     """What a policy talks to. Each episode has an environment of its own; methods may be `async`.
 
-    Two more things are looked for: `tools`, a list of what the policy may call, in OpenAI's shape,
-    which the chat template shows it; and `final_reward()`, which is called once, after the last
-    step, and is added to the last turn's reward. An environment for which `seed` and the actions
-    decide everything makes a run that can be repeated and resumed byte for byte.
+    Two more things are optional: `tools`, a list of what the policy may call, in OpenAI's shape,
+    which is read after `reset` and shown by the chat template; and `final_reward()`, which is
+    called once, after the last step, and is added to the last turn's reward. An environment for
+    which `seed` and the actions decide everything makes a run that can be repeated and resumed byte
+    for byte.
     """
 
     def reset(self, row: Mapping[str, Any], seed: int) -> Observation:
@@ -150,8 +153,8 @@ class ToolRaisedError(Exception):
 
 def failure_cause(error: BaseException) -> str:
     """Name the cause of a failure: `timeout`, `connection`, `reply`, `died` or `raised`."""
-    if isinstance(error, ProcessFailedError):
-        return error.cause
+    if isinstance(error, ProcessFailedError):  # whose process may be hostile
+        return error.cause if error.cause in _CAUSES else "raised"
     if isinstance(error, TimeoutError):
         return "timeout"
     if isinstance(error, ConnectionError | EOFError) or "onnection" in type(error).__name__:
@@ -164,7 +167,11 @@ def describe_failure(error: BaseException) -> str:
     if isinstance(error, ProcessFailedError):  # which was described where it happened
         return str(error)[:500]
     place = error_place(error)
-    return f"{type(error).__name__}: {error}{f' ({place})' if place else ''}"[:500]
+    try:
+        text = str(error)
+    except Exception:
+        text = "an error that cannot be shown"
+    return f"{type(error).__name__}: {text}{f' ({place})' if place else ''}"[:500]
 
 
 class Session:
@@ -186,11 +193,8 @@ class Session:
         self._environment: Any = None
         self._closed = False
         self._lock = threading.Lock()
-
-    @property
-    def tools(self) -> list[Any]:
-        """What the policy may call."""
-        return list(getattr(self._environment, "tools", None) or [])
+        self.tools: list[Any] = []
+        """What the policy may call, after `reset`."""
 
     def reset(self, row: Mapping[str, Any], seed: int) -> Reply:
         """Make the environment, and begin."""
@@ -200,7 +204,9 @@ class Session:
         if closed:  # time was up while it was made
             self._call(environment.close)
             raise TimeoutError("the environment was closed before it was made")
-        return Reply(self._messages(self._call(environment.reset, row, seed)))
+        reply = Reply(self._messages(self._call(environment.reset, row, seed)))
+        self.tools = _descriptions(getattr(environment, "tools", None))
+        return reply
 
     def step(self, action: Action) -> Reply:
         """Answer an action."""
@@ -252,8 +258,13 @@ class Session:
                     "a message of an environment must have the role user or tool and content "
                     f"that is text, got {_shown(message)}"
                 )
-            others = {k: message[k] for k in ("name", "tool_call_id") if k in message}
-            messages.append(Message(role=role, content=self._text(text), **others))  # type: ignore[typeddict-item]
+            names = {k: message[k] for k in ("name", "tool_call_id") if message.get(k) is not None}
+            if not all(isinstance(name, str) for name in names.values()):
+                raise BadReplyError(
+                    f"name and tool_call_id of a message must be text, got {_shown(names)}"
+                )
+            names = {k: self._text(name) for k, name in names.items()}
+            messages.append(Message(role=role, content=self._text(text), **names))  # type: ignore[typeddict-item]
         return messages
 
     def _text(self, text: str | bytes) -> str:
@@ -270,6 +281,17 @@ def _unicode(text: str | bytes) -> str:
     if isinstance(text, bytes):
         return text.decode("utf-8", "replace")
     return str(text).encode("utf-8", "replace").decode("utf-8")
+
+
+def _descriptions(tools: Any) -> list[Any]:
+    """Check descriptions of tools, which chat templates write as JSON."""
+    try:
+        json.dumps(tools)
+    except (TypeError, ValueError, RecursionError):
+        raise BadReplyError(f"tools must be what JSON can hold, got {_shown(tools)}") from None
+    if tools is not None and not isinstance(tools, list | tuple):
+        raise BadReplyError(f"tools must be a list, got {_shown(tools)}")
+    return list(tools or ())
 
 
 def _finite(reward: Any) -> float:

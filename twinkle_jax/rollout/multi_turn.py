@@ -31,6 +31,8 @@ from twinkle_jax.rollout.rollout import Rollout
 from twinkle_jax.sampler import LENGTH, Sampling
 
 History = Literal["append", "template"]
+"""How earlier turns are read: as they were sampled, or as the chat template renders them now."""
+
 _ATTEMPTS = 2
 _MANY_EPISODES = 64
 

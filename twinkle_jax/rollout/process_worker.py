@@ -262,7 +262,8 @@ class _Server:
             return
         try:
             self._prctl(_DEATH_SIGNAL, signal.SIGKILL)
-            self._prctl(_SUBREAPER, 1)  # what it starts stays below it, to be killed with it
+            # What it starts stays below it: `_kill` finds it there, `_bury` leaves it alone.
+            self._prctl(_SUBREAPER, 1)
             if os.getppid() != server:  # which died meanwhile
                 os._exit(1)
             os.setsid()
@@ -329,6 +330,8 @@ class _Server:
             return
         self._selector.unregister(runner.channel)
         runner.channel.close()
+        # Its descendants first: while it is stopped it stays their parent, and starts no more. One
+        # that they start meanwhile becomes a child of this process, for `_bury` to kill.
         _signal(runner.process, signal.SIGSTOP)
         _kill_below(runner.process)
         with contextlib.suppress(OSError):
