@@ -1,12 +1,12 @@
 """What a whole GRPO step costs beside TRL and Tunix: rollout, reward and update, without KL.
 
-    pip install -e '.[all,test]' trl google-tunix==0.1.7 torch==2.13.0
+    pip install -e '.[all,test]' trl==1.16.0 google-tunix==0.1.7 torch==2.13.0
     python -m pytest tests/benchmarks/test_step_against_peers.py -s -p no:xdist
 
 Each library runs as a program of its own, by its own documented entry point, on the same random
-Qwen3 and the same prompts; they take turns of a few steps, of which the first is not counted: it
-finds the caches full of what others did. Printed are medians over rounds, and medians of the ratios
-of a round.
+Qwen3 and the same prompts; they take turns. The policy ends its completions after a number of
+tokens that is geometric, with the same mean for all; tokens a step are printed beside the times.
+Printed are medians over rounds, and medians of the ratios of a round, in wall and processor time.
 """
 
 import importlib.util
@@ -15,15 +15,53 @@ import statistics
 import subprocess
 import sys
 from contextlib import ExitStack
+from typing import NamedTuple
 
 import pytest
 
 from tests.benchmarks.peers.turns import environment
 
-WARM_UP, TURN = 1, 3
+WARM_UP = 2
 # Settings of an update that are faster here than those it comes with; values do not depend on them.
-TUNED = {512: '{"recompute": "elementwise"}'}
+TUNED = {512: '{"recompute": "nothing"}'}
 PEERS = {"trl_grpo": "trl", "tunix_grpo": "tunix"}
+
+
+class Lengths(NamedTuple):
+    """How long completions are: geometric with a mean, or all of them the room."""
+
+    mean: int | None
+    room: int
+
+
+class Plan(NamedTuple):
+    """How one setting is measured.
+
+    Attributes:
+        vocab: size of the vocabulary.
+        lengths: of the completions.
+        rows: whose gradients the peers compute at once: all 64, or what 5 GB have room for.
+        rounds: turns of each that count.
+        turn: steps of a turn, of which the first of several is not counted: it finds the caches
+            full of what others did.
+    """
+
+    vocab: int
+    lengths: Lengths
+    rows: int
+    rounds: int
+    turn: int
+
+
+ALL_32, MEAN_32, MEAN_128 = Lengths(None, 32), Lengths(32, 256), Lengths(128, 1024)
+PLANS = {
+    "512, all 32": Plan(512, ALL_32, 64, 7, 3),
+    "512, mean 32": Plan(512, MEAN_32, 64, 7, 2),
+    "512, mean 128": Plan(512, MEAN_128, 64, 4, 1),
+    "32,768, all 32": Plan(32_768, ALL_32, 64, 4, 1),
+    "32,768, mean 32": Plan(32_768, MEAN_32, 16, 3, 1),
+    "32,768, mean 128": Plan(32_768, MEAN_128, 8, 2, 1),
+}
 
 
 class Contestant:
@@ -31,7 +69,7 @@ class Contestant:
 
     def __init__(self, name, checkpoint, folder, *arguments):
         replies, theirs = os.pipe()
-        self._log = (folder / f"{name}.log").open("w")
+        self._log = (folder / f"{name}-{len(arguments)}.log").open("w")
         self._process = subprocess.Popen(
             [sys.executable, "-m", f"tests.benchmarks.peers.{name}", str(checkpoint), *arguments],
             stdin=subprocess.PIPE,
@@ -55,7 +93,7 @@ class Contestant:
         self._log.close()
 
     def answer(self):
-        """Wait for the end of a step; give its seconds and its processor seconds."""
+        """Wait for the end of a step; give its seconds, its processor seconds and its tokens."""
         line = self._replies.readline()
         assert line, f"it ended; see {self._log.name}"
         return tuple(map(float, line.split()))
@@ -68,35 +106,56 @@ class Contestant:
         return self.answer()
 
 
-@pytest.mark.parametrize(("vocab", "rounds"), [(512, 10), (32_768, 3)])
-def test_a_whole_step(vocab, rounds, tmp_path):
+def interleaved(runs, plan):
+    """Let programs take turns; give what the steps of each took."""
+    took = {name: [] for name in runs}
+    for number in range(WARM_UP + plan.rounds):
+        for name, run in runs.items():
+            turn = [run.step() for _ in range(plan.turn)][min(1, plan.turn - 1) :]
+            if number >= WARM_UP:
+                took[name].append(tuple(map(statistics.median, zip(*turn, strict=True))))
+    return took
+
+
+def report(took, ours):
+    """Print medians, and what ours take of each, in wall time and in processor time."""
+    for name, steps in took.items():
+        seconds, processor, tokens = map(statistics.median, zip(*steps, strict=True))
+        ratios = {
+            own: [
+                statistics.median(a[of] / b[of] for a, b in zip(took[own], steps, strict=True))
+                for of in range(2)
+            ]
+            for own in ours - {name}
+        }
+        shares = "; ".join(f"{own}: {a:.2f} ({b:.2f})" for own, (a, b) in sorted(ratios.items()))
+        print(f"| {name} | {seconds:.3g} s | {processor:.3g} s | {tokens:.0f} | {shares} of it |")
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_a_whole_step(name, tmp_path):
     pytest.importorskip("transformers", reason="pip install 'twinkle-jax[oracle]'")
     from tests.benchmarks.peers.task import write_checkpoint
 
-    write_checkpoint(tmp_path / "policy", vocab)
-    programs = {"ours": ("ours",)}
-    if vocab in TUNED:
-        programs["ours, tuned"] = ("ours", TUNED[vocab])
-    programs |= {n: (n,) for n, package in PEERS.items() if importlib.util.find_spec(package)}
+    plan = PLANS[name]
+    write_checkpoint(tmp_path / "policy", plan.vocab, plan.lengths.mean)
+    room = str(plan.lengths.room)
+    programs = {"ours": ("ours", room)}
+    if plan.vocab in TUNED:
+        programs["ours, tuned"] = ("ours", room, TUNED[plan.vocab])
+    programs |= {
+        peer: (peer, room, str(plan.rows))
+        for peer, package in PEERS.items()
+        if importlib.util.find_spec(package)
+    }
     with ExitStack() as stack:
         runs = {
             name: stack.enter_context(Contestant(program, tmp_path / "policy", tmp_path, *options))
             for name, (program, *options) in programs.items()
         }
-        took = {name: [] for name in runs}
-        for number in range(WARM_UP + rounds):
-            for name, run in runs.items():
-                turn = [run.step() for _ in range(TURN)][1:]
-                if number >= WARM_UP:
-                    took[name].append(tuple(map(statistics.median, zip(*turn, strict=True))))
-    print(f"\nvocabulary {vocab}")
-    for name, steps in took.items():
-        seconds, processor = zip(*steps, strict=True)
-        shares = []
-        for own in programs.keys() - PEERS.keys():
-            pairs = zip(took[own], seconds, strict=True)
-            shares.append(f"{own}: {statistics.median(a[0] / b for a, b in pairs):.2f}")
-        print(
-            f"| {name} | {statistics.median(seconds):.3f} s | {statistics.median(processor):.3f} s "
-            f"| {'; '.join(sorted(shares))} of it |"
-        )
+        took = interleaved(runs, plan)
+    print(f"\nvocabulary {name}")
+    report(took, programs.keys() - PEERS.keys())
+    if plan.lengths.mean:  # all draw lengths of the same distribution
+        means = [statistics.mean(step[2] for step in steps) for steps in took.values()]
+        assert max(means) < 1.5 * min(means)

@@ -1,13 +1,13 @@
 """One contestant, by `twinkle_jax.training`.
 
-`python -m tests.benchmarks.peers.ours CHECKPOINT [UPDATE]`, where UPDATE are settings as JSON.
+`python -m tests.benchmarks.peers.ours CHECKPOINT ROOM [UPDATE]`, where UPDATE are settings as JSON.
 """
 
 import json
 import sys
 import tempfile
 
-from tests.benchmarks.peers.task import COMPLETION, LEARNING_RATE, PROMPTS, SAMPLES, STEPS
+from tests.benchmarks.peers.task import LEARNING_RATE, PROMPTS, SAMPLES, STEPS
 from tests.benchmarks.peers.turns import Turns
 from twinkle_jax.training import (
     EvaluationConfig,
@@ -20,9 +20,9 @@ from twinkle_jax.training import (
 )
 
 
-def main(checkpoint, options="{}"):
+def main(checkpoint, room, options="{}"):
     """Train until nobody gives the go-ahead any more; options are of the update."""
-    turns = Turns()
+    turns = Turns(int(room))
 
     def reward(trajectories, ground_truths):
         return turns([said["messages"][-1]["content"] for said in trajectories])
@@ -33,7 +33,7 @@ def main(checkpoint, options="{}"):
         output_dir=tempfile.mkdtemp(),
         overwrite=True,
         steps=STEPS,
-        rollout=RolloutConfig(prompts=PROMPTS, num_samples=SAMPLES, max_new_tokens=COMPLETION),
+        rollout=RolloutConfig(prompts=PROMPTS, num_samples=SAMPLES, max_new_tokens=int(room)),
         update=UpdateConfig(advantage="grpo", mini_batches=1, **json.loads(options)),
         optimizer=OptimizerConfig(learning_rate=LEARNING_RATE, warmup_steps=0),
         evaluation=EvaluationConfig(every=0),

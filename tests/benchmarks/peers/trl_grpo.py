@@ -1,4 +1,7 @@
-"""One contestant: `python -m tests.benchmarks.peers.trl_grpo CHECKPOINT`, by TRL's GRPOTrainer."""
+"""TRL's GRPOTrainer: `python -m tests.benchmarks.peers.trl_grpo CHECKPOINT ROOM ROWS`.
+
+Gradients are computed for ROWS of the rows at a time, all drawn together.
+"""
 
 import sys
 import tempfile
@@ -9,7 +12,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import GRPOConfig, GRPOTrainer
 
 from tests.benchmarks.peers.task import (
-    COMPLETION,
     LEARNING_RATE,
     PROMPTS,
     SAMPLES,
@@ -19,9 +21,9 @@ from tests.benchmarks.peers.task import (
 from tests.benchmarks.peers.turns import Turns
 
 
-def main(checkpoint):
+def main(checkpoint, room, rows):
     """Train until nobody gives the go-ahead any more."""
-    turns = Turns()
+    turns = Turns(int(room))
 
     def reward(completions, **_):
         return turns(completions)
@@ -32,10 +34,11 @@ def main(checkpoint):
         output_dir=tempfile.mkdtemp(),
         use_cpu=True,
         bf16=False,
-        gradient_checkpointing=False,  # 2 MB of activations: it would only cost time
-        per_device_train_batch_size=PROMPTS * SAMPLES,
+        gradient_checkpointing=False,  # it would only cost time
+        per_device_train_batch_size=int(rows),
+        gradient_accumulation_steps=PROMPTS * SAMPLES // int(rows),
         num_generations=SAMPLES,
-        max_completion_length=COMPLETION,
+        max_completion_length=int(room),
         max_steps=STEPS,
         learning_rate=LEARNING_RATE,
         lr_scheduler_type="constant",

@@ -1,4 +1,7 @@
-"""One contestant: `python -m tests.benchmarks.peers.tunix_grpo CHECKPOINT`, by Tunix."""
+"""Tunix: `python -m tests.benchmarks.peers.tunix_grpo CHECKPOINT ROOM ROWS`.
+
+Gradients are computed for ROWS of the rows at a time, all drawn together.
+"""
 
 import sys
 
@@ -8,12 +11,12 @@ import optax
 from flax import nnx
 from transformers import AutoTokenizer
 from tunix.models.qwen3.model import ModelConfig, Qwen3
+from tunix.models.qwen3.params import create_model_from_safe_tensors
 from tunix.rl import rl_cluster
 from tunix.rl.grpo.grpo_learner import GRPOConfig, GRPOLearner
 from tunix.rl.rollout.base_rollout import RolloutConfig
 
 from tests.benchmarks.peers.task import (
-    COMPLETION,
     LEARNING_RATE,
     PROMPT,
     PROMPTS,
@@ -54,9 +57,9 @@ class Words:
         return self._tokenizer.pad_token_id
 
 
-def make_model(vocab):
-    """Make the policy of `task.SHAPE` as Tunix has it, with random parameters."""
-    config = ModelConfig(
+def model_config(vocab):
+    """Give the sizes of `task.SHAPE` as Tunix names them."""
+    return ModelConfig(
         num_layers=SHAPE["num_hidden_layers"],
         vocab_size=vocab,
         embed_dim=SHAPE["hidden_size"],
@@ -68,17 +71,22 @@ def make_model(vocab):
         norm_eps=1e-6,
         use_tied_embedding=True,
     )
-    return Qwen3(config, rngs=nnx.Rngs(0))
 
 
-def main(checkpoint):
+def make_model(vocab):
+    """Make a policy with random parameters."""
+    return Qwen3(model_config(vocab), rngs=nnx.Rngs(0))
+
+
+def main(checkpoint, room, rows):
     """Train until nobody gives the go-ahead any more."""
-    turns = Turns()
+    room, rows = int(room), int(rows)
+    turns = Turns(room)
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
     vocab = len(tokenizer)
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]).reshape(1, 1), ("fsdp", "tp"))
     with mesh:
-        actor = make_model(vocab)
+        actor = create_model_from_safe_tensors(checkpoint, model_config(vocab), mesh)
         cluster = rl_cluster.RLCluster(
             actor=actor,
             reference=None,
@@ -94,12 +102,14 @@ def main(checkpoint):
                     eval_every_n_steps=STEPS,
                     max_steps=STEPS,
                     mini_batch_size=PROMPTS,
-                    train_micro_batch_size=PROMPTS,
+                    train_micro_batch_size=rows // SAMPLES,
+                    rollout_micro_batch_size=PROMPTS,
+                    compute_logps_micro_batch_size=PROMPTS,
                 ),
                 rollout_config=RolloutConfig(
-                    max_tokens_to_generate=COMPLETION,
+                    max_tokens_to_generate=room,
                     max_prompt_length=PROMPT,
-                    kv_cache_size=PROMPT + COMPLETION,
+                    kv_cache_size=PROMPT + room,
                     temperature=1.0,
                     top_p=1.0,
                 ),

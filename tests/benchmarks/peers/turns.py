@@ -13,15 +13,31 @@ _REPLIES = "STEP_TIMES"  # the file descriptor that times are written to
 
 
 class Turns:
-    """Scores completions by their share of different words, one call a step."""
+    """Scores completions by their share of different words, one call a step.
 
-    def __init__(self):
+    Args:
+        room: the most tokens of a completion; shorter ones have one token more than words.
+    """
+
+    def __init__(self, room):
+        self._room = room
         self._began = time.perf_counter()
         self._processor = time.process_time()
 
     def __call__(self, completions):
         """Give the scores, once it is this run's turn again."""
-        line = f"{time.perf_counter() - self._began} {time.process_time() - self._processor}\n"
+        words = [said.split() for said in completions]
+        self.count(sum(min(len(said) + 1, self._room) for said in words))
+        return [len(set(said)) / max(len(said), 1) for said in words]
+
+    def count(self, tokens):
+        """Tell how long the step before took, and wait until the next one may begin.
+
+        Args:
+            tokens: of the rollout that has just been drawn: an update by them follows.
+        """
+        took = time.perf_counter() - self._began, time.process_time() - self._processor
+        line = f"{took[0]} {took[1]} {tokens}\n"
         if replies := os.environ.get(_REPLIES):
             os.write(int(replies), line.encode())
             if not sys.stdin.readline():
@@ -29,8 +45,6 @@ class Turns:
         else:
             print("step", line, end="", flush=True)
         self._began, self._processor = time.perf_counter(), time.process_time()
-        words = [said.split() for said in completions]
-        return [len(set(said)) / max(len(said), 1) for said in words]
 
 
 def environment(replies):
