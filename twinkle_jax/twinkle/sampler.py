@@ -142,7 +142,7 @@ class vLLMSampler:  # noqa: N801  (Twinkle's name)
         )
         self._sampler.calls = sampler.calls  # no two calls share noise
         for response in responses:
-            response.topk_prompt_logprobs = _likely(response.topk_prompt_logprobs)
+            response.topk_prompt_logprobs = likeliest(response.topk_prompt_logprobs)
         return responses
 
     def sync_weights(self, actor: Any, *, merge: bool = False) -> None:
@@ -180,8 +180,8 @@ class vLLMSampler:  # noqa: N801  (Twinkle's name)
         )
 
 
-def _likely(rows: Sequence[Any] | None) -> list[Any] | None:
-    """Order likely tokens by probability, and leave out what is there beyond their number."""
+def likeliest(rows: Sequence[Any] | None) -> list[Any] | None:
+    """Order likely tokens by probability, as many at each position; servers add the token's own."""
     if rows is None:
         return None
     count = min((len(row) for row in rows if row), default=0)
