@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from tests.examples import load
+from twinkle_jax.rollout import Action
 
 blackjack = load("blackjack")
 RANDOM = random.Random(5)
@@ -16,13 +17,17 @@ def play(choose, seed):
     game, total, done, turns = blackjack.Blackjack(), 0.0, False, 0
     game.reset({}, seed)
     while not done:
-        _, reward, done, _ = game.step(choose(game))
+        _, reward, done, _ = game.step(call(choose(game)))
         total, turns = total + reward, turns + 1
     return total + game.final_reward(), turns
 
 
+def call(name):
+    return Action(blackjack.CALL.format(name))
+
+
 def sensible(game):
-    return "+" if game.hand[0] < 14 else "-"
+    return "hit" if game.hand[0] < 14 else "stand"
 
 
 def test_cards_are_added_as_the_rules_say():
@@ -41,9 +46,9 @@ def test_cards_are_added_as_the_rules_say():
 @pytest.mark.parametrize(
     ("choose", "worth"),
     [
-        (lambda game: RANDOM.choice("+-"), None),
-        (lambda game: "-", lambda hand, count, shown, stand, draw: stand),
-        (lambda game: "+", lambda hand, count, shown, stand, draw: draw),
+        (lambda game: RANDOM.choice(["hit", "stand"]), None),
+        (lambda game: "stand", lambda hand, count, shown, stand, draw: stand),
+        (lambda game: "hit", lambda hand, count, shown, stand, draw: draw),
         (sensible, lambda hand, count, shown, stand, draw: draw if hand[0] < 14 else stand),
     ],
 )
@@ -62,11 +67,33 @@ def test_who_does_not_finish_has_lost():
     game = blackjack.Blackjack()
     game.reset({}, 3)
     assert game.final_reward() == -1
-    assert game.step("*") == (None, 0.0, True, {"readable": 0.0})
-    assert game.final_reward() == -1
-    game.reset({}, 3)
-    game.step("-")
+    assert game.step(Action("stand"))[1:] == (-1.0, True, {})
     assert game.final_reward() == 0
+    game.reset({}, 3)
+    game.step(call("stand"))
+    assert game.final_reward() == 0
+
+
+def test_tools_are_described_and_answer():
+    game = blackjack.Blackjack()
+    names = [tool["function"]["name"] for tool in game.tools]
+    assert names == ["hit", "stand"]
+    first = game.reset({}, 5)
+    assert first == f"hard {game.hand[0]} against {game.shown}"
+    game.hand = (5, False)
+    [told], reward, done, info = game.step(call("hit"))
+    assert told["role"] == "tool"
+    assert told["content"].split()[1] == str(game.hand[0])
+    assert (reward, done, info) == (0.0, False, {"tool_errors": 0.0})
+    [told], reward, done, _ = game.step(call("fold"))
+    assert told["content"].startswith("Error: there is no tool")
+    assert not done
+    _, reward, done, _ = game.step(Action(blackjack.CALL.format("stand") * 2))
+    assert done
+    assert reward in (-1, 0, 1)
+    over = game.hand
+    game.step(call("hit"))  # after the end, nothing changes
+    assert (game.hand, game.reward) == (over, reward)
 
 
 def test_demonstrations_are_games():
@@ -74,12 +101,13 @@ def test_demonstrations_are_games():
     assert shown == blackjack.Blackjack.demonstrations(400, 3)
     for conversation in shown:
         roles = [m["role"] for m in conversation["messages"]]
-        assert roles == ["user", "assistant"] * (len(roles) // 2)
+        assert roles == ["user", *["assistant", "tool"] * (len(roles) // 2 - 1), "assistant"]
 
 
 @pytest.mark.exhaustive
 def test_it_is_learnt(tmp_path, capsys):
-    scores = blackjack.main(["--steps", "40", "--output", str(tmp_path / "run")])
-    assert np.mean(scores[:3]) < -0.18
-    assert np.mean(scores[-10:]) > -0.2
-    assert "step 40/40" in capsys.readouterr().out
+    """The standard error of the mean of 50 steps of 128 different hands is 0.012."""
+    scores = blackjack.main(["--output", str(tmp_path / "run")])
+    assert np.mean(scores[:5]) < -0.18
+    assert np.mean(scores[-50:]) > -0.17
+    assert "step 130/130" in capsys.readouterr().out

@@ -31,10 +31,12 @@ from twinkle_jax.training.optimizer import Schedule, make_optimizer, make_schedu
 from twinkle_jax.training.packing import IntRows, Packing
 from twinkle_jax.training.policy import (
     Policy,
+    WarmStart,
     add_adapter,
     load_policy,
     save_policy,
     small_policy,
+    warm_start,
 )
 from twinkle_jax.training.recipe import Recipe, make_recipe
 from twinkle_jax.training.run import export, train
@@ -74,6 +76,7 @@ __all__ = [
     "TrainState",
     "UpdateConfig",
     "UpdateInfo",
+    "WarmStart",
     "add_adapter",
     "add_summaries",
     "apply_gradients",
@@ -98,5 +101,6 @@ __all__ = [
     "train",
     "train_state",
     "train_step",
+    "warm_start",
     "zero_gradients",
 ]
