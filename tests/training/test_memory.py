@@ -1,10 +1,12 @@
 """What a run takes of a device is counted before its first step, and settings are made to fit."""
 
 import dataclasses
+import json
 
 import jax
 import pytest
 
+from tests.training import small_run
 from twinkle_jax.model import shard_like_params
 from twinkle_jax.rollout import RolloutConfig
 from twinkle_jax.training import (
@@ -14,8 +16,9 @@ from twinkle_jax.training import (
     begin_training,
     make_recipe,
     small_policy,
+    train,
 )
-from twinkle_jax.training.config import automatic_budget
+from twinkle_jax.training.config import automatic_budget, with_choices
 from twinkle_jax.training.memory import device_memory, fit, rollout_memory, update_memory
 from twinkle_jax.training.state import find_devices
 
@@ -114,6 +117,34 @@ def test_what_is_recomputed_is_chosen_by_memory():
         assert chosen.update.recompute == expected
         assert chosen.update.micro_batch_tokens == 4096
         assert notes[0] == f"update.recompute {expected}"
+
+
+def test_a_run_resumes_with_what_it_chose(folder, tmp_path):
+    """The same configuration again: what was left to choose is as it was, and not refused."""
+    settings = small_run.config(
+        folder,
+        tmp_path,
+        steps=1,
+        update=small_run.update(recompute="auto"),
+        mesh=MeshConfig(memory=4.0),
+    )
+    train(settings)
+    train(dataclasses.replace(settings, steps=2, resume="auto"))
+    saved = json.loads((tmp_path / "config.json").read_text())
+    assert (saved["steps"], saved["update"]["recompute"]) == (2, "elementwise")
+    other = small_run.update(recompute="layers")
+    with pytest.raises(ValueError, match="recompute"):
+        train(dataclasses.replace(settings, update=other, resume="auto"))
+
+
+def test_a_chosen_budget_is_kept_and_a_given_one_is_not_replaced():
+    config = begun()[0].config
+    budget = automatic_budget(config)
+    saved = dataclasses.asdict(config)
+    saved["update"]["micro_batch_tokens"] = budget // 4
+    assert with_choices(config, saved).update.micro_batch_tokens == budget // 4
+    given = begun(micro_batch_tokens=budget // 2)[0].config
+    assert with_choices(given, saved) == given
 
 
 def test_numbers_that_were_given_are_refused_where_they_do_not_fit():

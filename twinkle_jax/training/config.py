@@ -626,6 +626,22 @@ def check_resumable(saved: Mapping[str, Any], config: TrainConfig) -> None:
             raise ValueError(f"{name} must be {before!r}, as it was, got {current.get(name)!r}")
 
 
+def with_choices(config: TrainConfig, saved: Mapping[str, Any]) -> TrainConfig:
+    """Take over what the run to resume chose for its devices, where nothing else is asked for.
+
+    Args:
+        config: of the run that resumes.
+        saved: `dataclasses.asdict` of the configuration of the run to resume.
+    """
+    update, chosen = config.update, saved["update"]
+    choices = {}
+    if update.recompute == "auto":
+        choices["recompute"] = chosen["recompute"]
+    if update.micro_batch_tokens == automatic_budget(config):
+        choices["micro_batch_tokens"] = chosen["micro_batch_tokens"]
+    return dataclasses.replace(config, update=dataclasses.replace(update, **choices))
+
+
 def flat(tree: Mapping[str, Any], depth: int = 1) -> dict[str, Any]:
     """Name each setting as the command does: `rollout.prompts`."""
     settings: dict[str, Any] = {}

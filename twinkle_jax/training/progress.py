@@ -16,7 +16,7 @@ import jax
 from twinkle_jax.data import PromptLoader
 from twinkle_jax.model import Params
 from twinkle_jax.training.checkpoint import RunCheckpoints
-from twinkle_jax.training.config import TrainConfig, check_resumable
+from twinkle_jax.training.config import TrainConfig, check_resumable, with_choices
 from twinkle_jax.training.metrics import FILE, file_is_locked
 from twinkle_jax.training.state import TrainState
 
@@ -242,7 +242,8 @@ def prepare_directory(config: TrainConfig, directory: Path) -> Path | None:
     if source is None:
         _make_empty(config.overwrite, directory)
         return None
-    check_resumable(saved_settings(source), config)
+    saved = saved_settings(source)
+    check_resumable(saved, with_choices(config, saved))
     if source.resolve() != directory.resolve():
         _make_empty(config.overwrite, directory)
         (directory / FILE).write_bytes((source / FILE).read_bytes())

@@ -15,7 +15,7 @@ from twinkle_jax.reward import RewardFunction
 from twinkle_jax.rollout import Rollout, hosts
 from twinkle_jax.rollout.hosts import InterruptedRunError
 from twinkle_jax.training.checkpoint import RunCheckpoints
-from twinkle_jax.training.config import TrainConfig, from_dict
+from twinkle_jax.training.config import TrainConfig, from_dict, with_choices
 from twinkle_jax.training.display import Display, draw_curves
 from twinkle_jax.training.evaluation import held_out
 from twinkle_jax.training.hosts import check_same, check_shared, connect, describe_loss
@@ -85,6 +85,8 @@ def train(config: TrainConfig, *, reward: RewardFunction | None = None) -> dict[
     task = hosts.agreed("reading the task", lambda: make_task(config))
     check_same(config, task.train, task.held_out)
     source = _prepare(config, directory)
+    if source is not None:
+        config = with_choices(config, saved_settings(source))
     if reward is not None:
         task = task._replace(reward=reward)
 
