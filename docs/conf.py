@@ -1,6 +1,7 @@
 """How Sphinx builds these pages: `pip install -e '.[docs]' && sphinx-build -W docs docs/_build`."""
 
 import re
+from typing import get_origin
 
 import twinkle_jax
 
@@ -32,6 +33,14 @@ def _markdown_to_rst(app, what, name, obj, options, lines):
     lines[:] = text.split("\n")
 
 
+def _without_docstring_of_type(app, what, name, obj, options, lines):
+    """Leave out the docstring of `dict` under a name for `dict[str, Any]`: the page has text."""
+    del app, name, options
+    if what == "data" and isinstance(get_origin(obj), type):
+        lines.clear()
+
+
 def setup(app):
-    """Register the conversion, before napoleon reads the sections."""
+    """Register the conversions, before napoleon reads the sections."""
+    app.connect("autodoc-process-docstring", _without_docstring_of_type, priority=50)
     app.connect("autodoc-process-docstring", _markdown_to_rst, priority=100)
