@@ -8,6 +8,7 @@ from unittest import mock
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from tests.compiled.costs import Costs, costs
@@ -30,7 +31,8 @@ class Rollout(NamedTuple):
 
     Attributes:
         weights: all parameters, in bfloat16.
-        cache: keys and values of all rows, as long as they can get.
+        cache: keys and values, as many as there is room for.
+        filled: those of the tokens that rows hold.
         moved: read and written by a step, as far as the compiler's text says.
         kernel: read and written by the kernel that writes tokens into a TPU's cache, at most; by
             arithmetic, since the text says nothing about it.
@@ -41,6 +43,7 @@ class Rollout(NamedTuple):
 
     weights: int
     cache: int
+    filled: int
     moved: float
     kernel: int
     temporary: int
@@ -54,8 +57,8 @@ class Rollout(NamedTuple):
 
     @property
     def least(self) -> int:
-        """Weights and cache, each once."""
-        return self.weights + self.cache
+        """Weights and what the cache holds, each once."""
+        return self.weights + self.filled
 
     def largest(self, count: int = 8) -> list[str]:
         """The instructions that move most."""
@@ -65,7 +68,13 @@ class Rollout(NamedTuple):
 
 @functools.cache
 def rollout(
-    model: str, topology: str, rows: int, capacity: int, *, stacked: bool = False
+    model: str,
+    topology: str,
+    rows: int,
+    capacity: int,
+    *,
+    stacked: bool = False,
+    filled: int | None = None,
 ) -> Rollout:
     """Compile the loop that draws tokens on one chip of four, in bfloat16, unfiltered.
 
@@ -74,6 +83,8 @@ def rollout(
         topology: the chip is one of these.
         rows: that are completed together.
         capacity: tokens that each can hold.
+        filled: tokens that each holds, on average: geometric, up to the capacity. Rows then have
+            pages, as many as `next_capacity` chooses. None: rows are whole, and full.
         stacked: leave layers in one stack where they would lie one by one, to compare.
     """
     config = config_of(model)
@@ -82,7 +93,7 @@ def rollout(
             jax.clear_caches()  # what was traced otherwise
             patches.callback(jax.clear_caches)
             patches.enter_context(mock.patch.object(sampler_slots, "unstack_layers", lambda x: x))
-        compiled, weights, layers = _compile(config, topology, rows, capacity)
+        compiled, weights, layers, lengths = _compile(config, topology, rows, capacity, filled)
     program = read_program(compiled.as_text())
     step = loop_of_steps(program)
     heads = config.attention.key_value_heads * config.attention.head_dim
@@ -90,6 +101,7 @@ def rollout(
     return Rollout(
         weights=_bytes(weights),
         cache=_bytes(layers),
+        filled=2 * 2 * config.repeats * len(config.block) * heads * lengths,
         # A trip of the loop is several steps on a mesh.
         moved=sum(size for size, _ in traffic(program, step)) / sampler_slots._STEPS_ON_MESH,
         kernel=2 * 2 * written if topology.startswith("v") else 0,
@@ -176,8 +188,10 @@ def _compiled(lowered: Any) -> tuple[Any, Any]:
     return compiled, results
 
 
-def _compile(config: DecoderConfig, topology: str, rows: int, capacity: int) -> Any:
-    """Give the program, and the shapes of its weights and of the caches it goes on with."""
+def _compile(
+    config: DecoderConfig, topology: str, rows: int, capacity: int, filled: int | None
+) -> Any:
+    """Give the program, shapes of its weights and of the caches it goes on with, and the tokens."""
     devices = described_mesh(topology, 1, 4, 1, bare=True).devices
     mesh = Mesh(devices.reshape(-1)[:1].reshape(1, 1, 1), AXES)
     whole = NamedSharding(mesh, PartitionSpec())
@@ -197,12 +211,20 @@ def _compile(config: DecoderConfig, topology: str, rows: int, capacity: int) -> 
         attention="xla",
         mesh=mesh,
     )
+    full, tokens = 2 * capacity, rows * capacity
+    if filled is not None:
+        full, page = capacity, sampler_slots.page_for(config, capacity, mesh)
+        setup = setup._replace(page=page)
+        lengths = np.minimum(np.random.default_rng(0).geometric(1 / filled, rows), capacity)
+        tokens, pages = int(lengths.sum()), int(np.sum(-(-lengths // page)))
+        status = sampler_slots.Status(rows, 0, 0, int(lengths.max()), pages + 1)
+        capacity = sampler_slots.next_capacity(setup, status, rows, 0, PROMPT, full)
     prompts = jax.ShapeDtypeStruct((rows, PROMPT), jnp.int32)
     begin = functools.partial(sampler_slots.begin, setup=setup, slots=rows, capacity=capacity)
     lay_out = functools.partial(
         sampler_slots.lay_out_weights, compute_dtype=setup.compute_dtype, mesh=mesh
     )
-    run = functools.partial(sampler_slots.run, setup=setup, capacity=capacity, full=2 * capacity)
+    run = functools.partial(sampler_slots.run, setup=setup, capacity=capacity, full=full)
     with jax.numpy_dtype_promotion("standard"):
         laid_out = jax.eval_shape(lay_out, weights)
         keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), rows))
@@ -210,7 +232,7 @@ def _compile(config: DecoderConfig, topology: str, rows: int, capacity: int) -> 
         state = jax.eval_shape(begin, laid_out, prompts, mask, keys, limits)
         arguments = map(there, (laid_out, state, traced_sampling(Sampling())))
         compiled = jax.jit(run, donate_argnums=1).lower(*arguments).compile()
-        return compiled, weights, state.slots.cache.layers
+        return compiled, weights, state.slots.cache.layers, tokens
 
 
 def _bytes(tree: Any) -> int:

@@ -4,6 +4,7 @@ python -m tests.compiled.table arithmetic
 python -m tests.compiled.table compiled Qwen2.5-7B v5p:2x2x2 1,8,1 16 2048
 python -m tests.compiled.table decoding Qwen2.5-0.5B v5e:2x2 256 2048
 python -m tests.compiled.table decoding Qwen3-4B h100:1x4 64 2048 stacked
+python -m tests.compiled.table decoding Qwen2.5-0.5B v5e:2x2 256 8192 1024
 python -m tests.compiled.table rollout Qwen2.5-7B v5p:4x4x4 1,16,4 1024 512
 """
 
@@ -53,14 +54,17 @@ def compiled(model: str, setting: Setting) -> None:
     )
 
 
-def decoding(model: str, topology: str, rows: int, capacity: int, stacked: bool) -> None:
+def decoding(
+    model: str, topology: str, rows: int, capacity: int, stacked: bool, filled: int | None
+) -> None:
     """Compile a step of decoding on one chip, and print what it moves beside the least it could."""
-    found = rollout(model, topology, rows, capacity, stacked=stacked)
-    kinds = "weights | cache | moved | by the kernel | of the least | temporary |"
+    found = rollout(model, topology, rows, capacity, stacked=stacked, filled=filled)
+    kinds = "weights | cache | filled | moved | by the kernel | of the least | temporary |"
     print(f"| model | chip of | rows × capacity | {kinds}")
-    print("| --- | --- | --- | --- | --- | --- | --- | --- | --- |")
+    print("| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |")
     sizes = [
-        f"{size / GIB:.2f}" for size in (found.weights, found.cache, found.moved, found.kernel)
+        f"{size / GIB:.2f}"
+        for size in (found.weights, found.cache, found.filled, found.moved, found.kernel)
     ]
     print(
         f"| {model} | {topology} | {rows} × {capacity} | {' | '.join(sizes)} "
@@ -95,8 +99,10 @@ def main(arguments: list[str]) -> None:
             if len(numbers) == 5 and all(map(str.isdigit, numbers)):
                 return rollout_wire(model, Setting(topology, *map(int, numbers)))
         case ["decoding", model, topology, rows, capacity, *rest] if model in MODELS:
-            if rows.isdigit() and capacity.isdigit() and rest in ([], ["stacked"]):
-                return decoding(model, topology, int(rows), int(capacity), bool(rest))
+            filled = int(rest[0]) if rest and rest[0].isdigit() else None
+            if rows.isdigit() and capacity.isdigit() and (filled or rest in ([], ["stacked"])):
+                stacked = rest == ["stacked"]
+                return decoding(model, topology, int(rows), int(capacity), stacked, filled)
     raise SystemExit(f"{__doc__}\nmodels: {', '.join(MODELS)}")
 
 

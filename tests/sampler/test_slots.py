@@ -146,6 +146,91 @@ def test_slots_are_spread_over_eight_devices():
     assert_same(*both("qwen3", slots=8, limits=np.arange(24) % 12 + 1, mesh=mesh))
 
 
+# Rows in pages.
+
+
+@pytest.fixture
+def pages(monkeypatch):
+    """Pages of 16 tokens; records slots and pages of each run, and the pages that rows need."""
+    seen, run = [], generate_module._run
+
+    def recorded(weights, state, *args, capacity, setup, **options):
+        rows, owner = len(state.slots.row), state.slots.cache.pages.owner
+        assert len(owner) == capacity * setup.shards
+        state, status = run(weights, state, *args, capacity=capacity, setup=setup, **options)
+        seen.append((rows, capacity, int(status.pages)))
+        return state, status
+
+    monkeypatch.setattr(sampler_slots, "_PAGE", {"cpu": 16, "gpu": 16})
+    monkeypatch.setattr(sampler_slots, "_SHORT", 0)
+    monkeypatch.setattr(generate_module, "_run", recorded)
+    return seen
+
+
+def rows_of_different_lengths(name="qwen3", **options):
+    """24 rows of 1 to 40 tokens behind prompts of 1 to 20; one is as long as it can get."""
+    prompts = [[i + 1] * (1 + 19 * i // 11) for i in range(12)]
+    limits = np.random.default_rng(0).geometric(1 / 8, 24).clip(1, 40)
+    limits[-1] = 40
+    return generate(
+        params_of(name),
+        config_of(name),
+        *batch(prompts, 20, "right"),
+        jax.random.key(0),
+        Sampling(0.9),
+        num_samples=2,
+        max_new_tokens=40,
+        max_tokens=limits,
+        **options,
+    )
+
+
+@pytest.mark.parametrize("name", each(NAMES))
+def test_rows_in_pages_get_what_whole_rows_get(name, request, compilations):
+    whole = rows_of_different_lengths(name)
+    pages = request.getfixturevalue("pages")
+    assert_same(whole, rows_of_different_lengths(name, slots=5, refill=2))
+    if name != "qwen3":
+        return
+    most = max(needed for *_, needed in pages)  # of 59 tokens, most rows have fewer than 20
+    assert most < 5 * 4 * 3 / 4
+    assert max(capacity for _, capacity, _ in pages) <= 20  # what all rows begin with
+    compilations.clear()
+    rows_of_different_lengths(name, slots=5, refill=2)
+    assert not compilations
+    pages.clear()
+    assert_same(whole, rows_of_different_lengths(name))
+    assert {rows for rows, *_ in pages} == {24, 12}
+
+
+@pytest.mark.parametrize(
+    "axes",
+    [
+        {"fsdp": 8},
+        pytest.param({"data": 2, "fsdp": 2, "tensor": 2}, marks=pytest.mark.exhaustive),
+    ],
+    ids=str,
+)
+def test_each_device_has_pages_of_its_own(axes, request):
+    whole = rows_of_different_lengths()
+    pages = request.getfixturevalue("pages")
+    assert_same(whole, rows_of_different_lengths(mesh=make_mesh(**axes), slots=8))
+    assert len(pages) > 3
+
+
+@pytest.mark.parametrize(
+    ("needed", "most", "pages"),
+    [(1, 99, 1), (7, 99, 7), (8, 99, 8), (9, 99, 10), (15, 99, 16), (17, 99, 20), (33, 36, 36)],
+)
+def test_pages_come_in_few_numbers(needed, most, pages):
+    assert sampler_slots.pages_for(needed, most) == pages
+
+
+def test_a_row_of_nan_leaves_nothing_in_its_pages(pages):
+    test_a_row_of_nan_leaves_nothing_in_its_slot()
+    assert pages
+
+
 @pytest.fixture
 def as_on_a_gpu(monkeypatch):
     """Layers lie one by one; what is compiled meanwhile is forgotten. Gives what was so laid."""
@@ -160,6 +245,14 @@ def as_on_a_gpu(monkeypatch):
     jax.clear_caches()
     yield seen
     jax.clear_caches()
+
+
+@pytest.mark.exhaustive
+def test_pages_of_layers_that_lie_one_by_one(as_on_a_gpu, request):
+    whole = rows_of_different_lengths()
+    request.getfixturevalue("pages")
+    assert_same(whole, rows_of_different_lengths(slots=5, refill=2))
+    assert {type(x.layers) for x in as_on_a_gpu if isinstance(x, Cache)} == {tuple}
 
 
 @pytest.mark.exhaustive

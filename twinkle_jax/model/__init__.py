@@ -4,7 +4,14 @@ What is listed here is public; all else is private.
 """
 
 from twinkle_jax.model.decoder.attention import AttentionImplementation, default_attention
-from twinkle_jax.model.decoder.cache import Cache, DeltaState, KeyValues, take_rows, unstack_layers
+from twinkle_jax.model.decoder.cache import (
+    Cache,
+    DeltaState,
+    KeyValues,
+    Pages,
+    take_rows,
+    unstack_layers,
+)
 from twinkle_jax.model.decoder.config import (
     Activation,
     AttentionConfig,
@@ -45,6 +52,7 @@ __all__ = [
     "KeyValues",
     "LinearScaling",
     "LoraConfig",
+    "Pages",
     "Params",
     "Partition",
     "Remat",

@@ -170,14 +170,14 @@ class Conversations:
             state, status = _run(
                 self._weights, state, self._sampling, setup=setup, capacity=capacity, full=full
             )
-            running, _, filled = map(int, jax.device_get(status))
-            fewer = device.slots_for(running, slots)
-            needed = device.capacity_for(filled, full)
-            if not running or fewer < slots or 2 * needed < capacity:
+            status = device.Status(*map(int, jax.device_get(status)))
+            fewer = device.slots_for(status.running, slots)
+            needed = device.capacity_for(status.filled, full)
+            if not status.running or fewer < slots or 2 * needed < capacity:
                 if self._capacity < capacity:
                     self._cache, self._capacity = _grow(self._cache, capacity, setup), capacity
                 self._cache = _keep(self._cache, state.slots, setup=setup)
-            if not running:
+            if not status.running:
                 return _collect(state, setup=setup).results
             if fewer < slots or needed > capacity or 2 * needed < capacity:
                 slots, capacity = fewer, needed

@@ -216,24 +216,24 @@ def _generate(
     rows = len(limits)
     weights = _lay_out(params, setup.compute_dtype, setup.mesh)
     keys, limits = _fill_up(keys, limits, setup.shards)
-    full = prompts.shape[1] - 1 + setup.new
-    for_prompts = capacity = device.capacity_for(prompts.shape[1] - 1, full)
+    longest = prompts.shape[1] - 1
+    full = longest + setup.new
+    setup = setup._replace(page=device.page_for(setup.config, full, setup.mesh))
+    capacity = device.first_capacity(setup, slots, longest, full)
     state = _begin(
         weights, prompts, mask, keys, limits, setup=setup, slots=slots, capacity=capacity
     )
     while True:
         state, status = _run(weights, state, sampling, setup=setup, capacity=capacity, full=full)
-        running, waiting, filled = map(int, jax.device_get(status))
-        if not running and not waiting:
+        status = device.Status(*map(int, jax.device_get(status)))
+        if not status.running and not status.waiting:
             return _first(_collect(state, setup=setup).results, rows)
-        kept = slots if waiting else device.slots_for(running, slots)
-        needed = device.capacity_for(filled, full)
-        if waiting:  # a prompt longer than all rows that run must fit, too
-            needed = max(needed, for_prompts)
-        if kept < slots or needed > capacity or 2 * needed < capacity:
+        kept = slots if status.waiting else device.slots_for(status.running, slots)
+        needed = device.next_capacity(setup, status, kept, capacity, longest, full)
+        if kept < slots or needed != capacity:
             slots, capacity = kept, needed
             state = _resize(state, setup=setup, slots=slots, capacity=capacity)
-        if waiting:
+        if status.fillable:
             state = _fill(weights, state, prompts, mask, setup=setup, capacity=capacity)
 
 
@@ -282,6 +282,9 @@ def generate_memory(
         mesh=mesh,
     )
     full, padded = prompt_tokens - 1 + max_new_tokens, rows + -rows % shards
+    page = device.page_for(config, full, mesh)
+    capacity = full if page is None else at_once * -(-full // page)
+    setup = setup._replace(page=page)
     tokens = jax.ShapeDtypeStruct((prompts, prompt_tokens), jnp.int32)
     keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), padded))
     limits = jax.ShapeDtypeStruct((padded,), jnp.int32)
@@ -291,15 +294,16 @@ def generate_memory(
     state, begin = compile_shapes(
         _begin.lower(
             weights, tokens, tokens.update(dtype=bool), keys, limits,
-            setup=setup, slots=at_once, capacity=full,
+            setup=setup, slots=at_once, capacity=capacity,
         )
     )  # fmt: skip
     sampling = traced_sampling(Sampling())
     _, run = compile_shapes(
-        _run.lower(weights, state, sampling, setup=setup, capacity=full, full=full)
+        _run.lower(weights, state, sampling, setup=setup, capacity=capacity, full=full)
     )
-    # While a cache grows, the one of half the size is still there.
-    growing = device_bytes(weights) + device_bytes(state) + device_bytes(state.slots.cache) // 2
+    # While a cache grows, the one before is still there: of half the size, or fewer pages.
+    before = device_bytes(state.slots.cache) * (1 / 2 if page is None else 4 / 5)
+    growing = device_bytes(weights) + device_bytes(state) + int(before)
     return max(begin, run, growing)
 
 

@@ -25,7 +25,17 @@ from twinkle_jax.model import (
     take_rows,
     unstack_layers,
 )
-from twinkle_jax.model.decoder.cache import CacheOrParams, with_room
+from twinkle_jax.model.decoder.cache import (
+    CacheOrParams,
+    Pages,
+    empty_pages,
+    keep_rows,
+    page_size,
+    put_rows,
+    release,
+    with_room,
+)
+from twinkle_jax.model.decoder.config import FULL
 from twinkle_jax.model.decoder.sharding import ROWS, backend_of, gather_along_fsdp, row_shards
 from twinkle_jax.sampler.sampling import Sampling, next_token, scaled_logits
 
@@ -35,6 +45,10 @@ _CAST = ("kernel", "bias", "embedding", "lora_A", "lora_B", "lora_scale")  # use
 _STEPS_ON_MESH = 8  # asking all devices whether they are done costs as much as part of a step
 _STEPS_OF_ROOM = 32  # that a cache has at least when it is laid out
 _SMALLEST_CACHE = 64
+# Tokens of a page, by backend. On a CPU pages are not faster and take more programs; what they move
+# on a GPU has not been counted. Elsewhere rows are whole.
+_PAGE = {"tpu": 128}
+_SHORT = 512  # tokens of rows that are whole: so few are read at no great cost
 _FEWEST_SLOTS = 8  # of a device: a step of fewer rows takes as long
 
 
@@ -71,6 +85,7 @@ class Setup(NamedTuple):
         compute_dtype: type of activations.
         attention: how prompts are read.
         mesh: on which rows are spread.
+        page: tokens of a page of the cache; None where rows are whole.
     """
 
     config: DecoderConfig
@@ -80,6 +95,7 @@ class Setup(NamedTuple):
     compute_dtype: DTypeLike | None
     attention: AttentionImplementation | None
     mesh: Mesh | None
+    page: int | None = None
 
     @property
     def shards(self) -> int:
@@ -155,17 +171,56 @@ class State(NamedTuple):
 
 
 class Status(NamedTuple):
-    """What decides how to go on.
+    """What decides how to go on; numbers on the host, scalar arrays in a program.
 
     Attributes:
         running: slots whose row has not ended, of the device that has most.
         waiting: rows without a slot, likewise.
+        fillable: whether a device has slots enough to fill them.
         filled: tokens in the cache of the longest running row.
+        pages: pages that rows have or need now, of the device that needs most; 0 without pages.
     """
 
-    running: Int[Array, ""]
-    waiting: Int[Array, ""]
-    filled: Int[Array, ""]
+    running: int
+    waiting: int
+    fillable: int
+    filled: int
+    pages: int
+
+
+def page_for(config: DecoderConfig, full: int, mesh: Mesh | None) -> int | None:
+    """Choose the tokens of a page; None, rows are whole, where they have few or need no keys."""
+    return _PAGE.get(backend_of(mesh)) if FULL in config.block and full > _SHORT else None
+
+
+def pages_for(needed: int, most: int) -> int:
+    """Choose how many pages a device has: up to a quarter more than it needs, of few numbers."""
+    step = 1
+    while 8 * step <= needed:
+        step *= 2
+    return min(-(-needed // step) * step, most)
+
+
+def first_capacity(setup: Setup, slots: int, longest: int, full: int) -> int:
+    """Choose the capacity to begin with, for prompts of up to so many tokens."""
+    if setup.page is None:
+        return capacity_for(longest, full)
+    each = -(-min(longest + _STEPS_OF_ROOM, full) // setup.page)
+    return pages_for(slots * each, slots * -(-full // setup.page))
+
+
+def next_capacity(
+    setup: Setup, status: Status, slots: int, capacity: int, longest: int, full: int
+) -> int:
+    """Choose the capacity to go on with: another one where it is too small, or twice too large."""
+    if setup.page is None:
+        needed = capacity_for(status.filled, full)
+        if status.waiting:  # a prompt longer than all rows that run must fit, too
+            needed = max(needed, capacity_for(longest, full))
+        return needed if needed > capacity or 2 * needed < capacity else capacity
+    new = setup.refill * -(-longest // setup.page) if status.fillable else 0
+    needed = pages_for(status.pages + new, slots * -(-full // setup.page))
+    return needed if needed > capacity or 2 * needed < capacity else capacity
 
 
 def capacity_for(filled: int, full: int) -> int:
@@ -214,7 +269,10 @@ def begin(
     slots: int,
     capacity: int,
 ) -> State:
-    """Make the queue, and give its first rows the slots, so many on each device."""
+    """Make the queue, and give its first rows the slots, so many on each device.
+
+    With pages, here and below, capacity counts the pages of a device.
+    """
     rows = len(limits)
     prompt = jnp.arange(rows, dtype=jnp.int32) // setup.num_samples
     prompt = jnp.minimum(prompt, len(prompts) - 1)  # of rows that only fill up
@@ -223,6 +281,8 @@ def begin(
     queue = Queue(prompt, keys, limits, order, taken)
     free = jnp.zeros(slots * setup.shards, bool)
     first, _, queue = _next_rows(weights, prompts, mask, queue, free, setup, slots, capacity)
+    if setup.page is not None:
+        first = first._replace(cache=_in_pages(first.cache, setup, capacity))
     zeros = jnp.zeros((rows, setup.new), jnp.float32)
     results = Completions(
         tokens=zeros.astype(jnp.int32),
@@ -255,13 +315,13 @@ def fill(
     )
 
     def put(slots: Slots, new: Slots, slot: Array) -> Slots:
-        return map_rows(
-            lambda axis, x, y: x.at[(slice(None),) * axis + (slot,)].set(
-                y.astype(x.dtype), mode="drop"
-            ),
-            slots,
-            new,
+        cache = put_rows(slots.cache, new.cache, slot)
+        put = jax.tree.map(
+            lambda x, y: x.at[slot].set(y.astype(x.dtype), mode="drop"),
+            _without_cache(slots),
+            _without_cache(new),
         )
+        return put._replace(cache=cache)
 
     slots = on_devices(put, setup.mesh)(state.slots, new, slot)
     return reusable(spread(state._replace(slots=slots, queue=queue), setup.mesh))
@@ -273,9 +333,15 @@ def resize(state: State, *, setup: Setup, slots: int, capacity: int) -> State:
 
     def keep(rows: Slots) -> Slots:
         chosen = jnp.argsort(~rows.running, stable=True)[:slots]
-        return map_rows(lambda axis, x: jnp.take(x, chosen, axis=axis), rows)
+        if setup.page is None:
+            return map_rows(lambda axis, x: jnp.take(x, chosen, axis=axis), rows)
+        kept = jax.tree.map(lambda x: x[chosen], _without_cache(rows))
+        return kept._replace(cache=keep_rows(rows.cache, chosen, capacity))
 
     kept = state.slots
+    if setup.page is not None:
+        kept = on_devices(keep, setup.mesh)(kept)
+        return reusable(spread(state._replace(slots=kept), setup.mesh))
     if slots * setup.shards < len(kept.row):
         kept = on_devices(keep, setup.mesh)(kept)
     kept = kept._replace(cache=with_room(kept.cache, capacity))
@@ -309,16 +375,34 @@ def run(
     limits = state.queue.limits.reshape(setup.shards, -1)
     waiting = jnp.sum(limits > 0, axis=1, dtype=jnp.int32) - state.queue.taken
 
+    def of_device(numbers: Array) -> Array:
+        return jnp.sum(numbers.reshape(setup.shards, -1), axis=1, dtype=jnp.int32)
+
     def count(rows: Slots) -> tuple[Array, Array]:
-        running = jnp.sum(rows.running.reshape(setup.shards, -1), axis=1, dtype=jnp.int32)
-        return running, jnp.max(jnp.where(rows.running, rows.cache.length, 0))
+        return of_device(rows.running), jnp.max(jnp.where(rows.running, rows.cache.length, 0))
+
+    def fillable(running: Array) -> Array:
+        return jnp.any((waiting > 0) & (slots - running >= setup.refill))
+
+    def pages_needed(rows: Slots, pages: Pages, running: Array) -> Array:
+        """Pages that the rows of each device have, and those that they need for the next steps.
+
+        Where rows have ended, a page stays free for them, see `next_places`.
+        """
+        size, length = page_size(rows.cache), rows.cache.length
+        later = jnp.minimum(length + setup.steps, full)
+        more = jnp.where(rows.running, -(-later // size) + (-length // size), 0)
+        ended = (running < slots).astype(jnp.int32)
+        return of_device(pages.owner < slots) + of_device(more) + ended
 
     def goes_on(rows: Slots) -> Array:
         running, filled = count(rows)
         useful = jnp.any(running > half) | jnp.any(waiting > 0)
-        fillable = jnp.any((waiting > 0) & (slots - running >= setup.refill))
-        fits = (capacity >= full) | (filled + setup.steps <= capacity)
-        return jnp.any(running > 0) & useful & ~fillable & fits
+        if rows.cache.pages is None:
+            fits = (capacity >= full) | (filled + setup.steps <= capacity)
+        else:
+            fits = jnp.all(pages_needed(rows, rows.cache.pages, running) <= capacity)
+        return jnp.any(running > 0) & useful & ~fillable(running) & fits
 
     def step(_: Array | int, rows: Slots) -> Slots:
         return spread(advance(weights, rows, sampling, setup), setup.mesh)
@@ -328,8 +412,13 @@ def run(
 
     rows = jax.lax.while_loop(goes_on, steps, state.slots)
     running, filled = count(rows)
+    needed = jnp.int32(0)
+    if rows.cache.pages is not None:
+        needed = jnp.max(pages_needed(rows, rows.cache.pages, running))
+    can_fill = fillable(running).astype(jnp.int32)
     state = reusable(spread(state._replace(slots=rows), setup.mesh))
-    return state, Status(jnp.max(running), jnp.max(waiting), filled)
+    numbers: Any = (jnp.max(running), jnp.max(waiting), can_fill, filled, needed)
+    return state, Status(*numbers)
 
 
 def collect(state: State, setup: Setup) -> State:
@@ -377,6 +466,10 @@ def advance(params: Params, rows: Slots, sampling: Sampling, setup: Setup) -> Sl
     stops = jnp.asarray(sampling.stop_tokens)
     stopped = jnp.any(chosen.token[:, None] == stops[None], axis=1)
     reason = jnp.where(stopped, STOP, jnp.where(lengths >= rows.limits, LENGTH, RUNNING))
+    reasons = jnp.where(running, reason, rows.reasons)
+    if cache.pages is not None:
+        free = on_devices(release, setup.mesh)
+        cache = cache._replace(pages=free(cache.pages, reasons == RUNNING))
     return rows._replace(
         pending=jnp.where(running, chosen.token, rows.pending),
         cache=cache,
@@ -384,7 +477,7 @@ def advance(params: Params, rows: Slots, sampling: Sampling, setup: Setup) -> Sl
         logprobs=put(rows.logprobs, column, chosen.logprob),
         sampling_logprobs=put(rows.sampling_logprobs, column, chosen.sampling_logprob),
         lengths=lengths,
-        reasons=jnp.where(running, reason, rows.reasons),
+        reasons=reasons,
     )
 
 
@@ -458,7 +551,9 @@ def _next_rows(
     slots = Slots(
         row=row,
         pending=pending,
-        cache=for_many_steps(with_room(cache, capacity), setup.mesh),
+        cache=for_many_steps(
+            cache if setup.page is not None else with_room(cache, capacity), setup.mesh
+        ),
         prompts=seen,
         tokens=jnp.full(zeros.shape, vocab, jnp.int32),
         logprobs=zeros,
@@ -469,6 +564,21 @@ def _next_rows(
         keys=keys,
     )
     return slots, slot, queue._replace(taken=taken)
+
+
+def _without_cache(rows: Any) -> Any:
+    return rows._replace(cache=None)
+
+
+def _in_pages(cache: Cache, setup: Setup, pages: int) -> Cache:
+    """Cut rows that are whole into pages, so many on each device."""
+
+    def cut(cache: Cache) -> Cache:
+        empty = empty_pages(cache, setup.page or 0, pages)
+        return put_rows(empty, cache, jnp.arange(len(cache.length), dtype=jnp.int32))
+
+    in_pages: Cache = on_devices(cut, setup.mesh)(cache)
+    return in_pages
 
 
 def _split_last(

@@ -169,6 +169,18 @@ def test_an_entry_is_written_and_nothing_else(case, how):
     np.testing.assert_array_equal(written, written_by_hand(stack, new, 1, length, axis))
 
 
+@pytest.mark.parametrize("case", CASES)
+def test_rows_write_into_lines_of_their_own(case):
+    width, slots, axis, dtype, length = CASES[case]
+    stack, new = stack_and_entries(width, slots, axis, dtype)
+    at, line = jnp.array(length, jnp.int32), jnp.array([2, 0, 3, 1], jnp.int32)
+    options = {"axis": axis, "mesh": None, "interpret": True}
+    written = write_in_place(stack, new, jnp.int32(1), at, line, **options)
+    row = np.argsort(line)  # of each line
+    expected = written_by_hand(stack, new[row], 1, np.asarray(length)[row].tolist(), axis)
+    np.testing.assert_array_equal(written, expected)
+
+
 def test_heads_that_a_mesh_does_not_divide_stay_whole():
     stack, new = stack_and_entries(8, 16, 4, "float32")
     length = [3, 4, 5, 6]

@@ -9,17 +9,24 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
+from jax.sharding import Mesh, PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from twinkle_jax.model.decoder.bfloat16 import multiply, rounded
-from twinkle_jax.model.decoder.cache import KeyValues, write_token
+from twinkle_jax.model.decoder.cache import (
+    KeyValues,
+    Pages,
+    Places,
+    finite_values,
+    write_in_pages,
+    write_token,
+)
 from twinkle_jax.model.decoder.config import AttentionConfig, DecoderConfig
 from twinkle_jax.model.decoder.layers import project, rms_norm
 from twinkle_jax.model.decoder.parameters import Params
 from twinkle_jax.model.decoder.rotary import RotaryTable, rotate
-from twinkle_jax.model.decoder.sharding import backend_of
+from twinkle_jax.model.decoder.sharding import ROWS, backend_of
 
 AttentionImplementation = Literal["xla", "cudnn", "splash"]
 
@@ -332,10 +339,39 @@ def attend_step(
     rotary: RotaryTable,
     first: Int[Array, " batch"] | None,
     mesh: Mesh | None,
+    pages: Pages | None = None,
+    places: Places | None = None,
 ) -> tuple[Float[Array, "batch width"], KeyValues]:
     """Write the token's keys and values into its slot, and attend to the slots up to it."""
     batch = y.shape[0]
     heads = project_heads(y, weights["self_attn"], config, rotary, batch)
+    if pages is not None and places is not None:
+        groups, width = heads.key.shape[2:]
+        attend = partial(_attend_pages, scale=config.attention.scale, backend=backend_of(mesh))
+        if mesh is not None:
+            split = None if groups % mesh.shape["tensor"] else "tensor"
+            rows, row_heads = PartitionSpec(ROWS), PartitionSpec(ROWS, split)
+            stacks = PartitionSpec(None, ROWS, split)
+            attend = jax.shard_map(
+                attend,
+                mesh=mesh,
+                in_specs=(row_heads, row_heads, row_heads, stacks, PartitionSpec(), *(rows,) * 4),
+                out_specs=(row_heads, stacks),
+                check_vma=False,
+            )
+        attended, cached = attend(
+            heads.query.reshape(batch, groups, -1, width),
+            heads.key[:, 0],
+            heads.value[:, 0],
+            cached,
+            repeat,
+            pages,
+            places,
+            length,
+            first,
+        )
+        attended = attended.reshape(batch, 1, -1, width)
+        return project_out(attended, heads.gate, weights["self_attn"]), cached
     keys = write_token(cached.keys, heads.key[:, 0], repeat, length, axis=4, mesh=mesh)
     values = write_token(cached.values, heads.value[:, 0], repeat, length, axis=3, mesh=mesh)
     # Both are written before either is read: a kernel in between has the logits leave a TPU's chip.
@@ -355,6 +391,73 @@ def attend_step(
     )
     attended = attended.reshape(batch, 1, -1, width)
     return project_out(attended, heads.gate, weights["self_attn"]), KeyValues(keys, values)
+
+
+def _attend_pages(
+    query: Float[Array, "batch groups queries width"],
+    key: Float[Array, "batch groups width"],
+    value: Float[Array, "batch groups width"],
+    cached: KeyValues,
+    repeat: Int[Array, ""],
+    pages: Pages,
+    places: Places,
+    length: Int[Array, " batch"],
+    first: Int[Array, " batch"] | None,
+    *,
+    scale: float,
+    backend: str,
+) -> tuple[Float[Array, "batch groups queries width"], KeyValues]:
+    r"""Do for the rows of a device, whose pages are in any order, what `attend_step` does.
+
+    The queries of a row go to its pages, so that keys and values are read once, as they lie. Over
+    the pages $p$ of a row, with logits $z$:
+
+    $$m = \max_p \max_t z_{pt},\quad w_{pt} = e^{z_{pt} - m} / \sum_{p,t} e^{z_{pt} - m},\quad
+    o = \sum_p \sum_t w_{pt} v_{pt}$$
+    """
+    (owner, start), rows, size = pages, len(length), cached.values.shape[3]
+    keys, values = finite_values(key[..., None], value[:, :, None])
+    keys = write_in_pages(cached.keys, keys[..., 0], repeat, places, axis=4, backend=backend)
+    values = write_in_pages(cached.values, values[:, :, 0], repeat, places, axis=3, backend=backend)
+    keys, values = cached = KeyValues(*jax.lax.optimization_barrier((keys, values)))
+    keys, values = (jax.lax.dynamic_index_in_dim(stack, repeat, keepdims=False) for stack in cached)
+    wide = jnp.float64 if query.dtype == jnp.float64 else jnp.float32
+
+    def of_page(of_row: Array, free: Any) -> Array:
+        return of_row.at[owner].get(mode="fill", fill_value=free)
+
+    logits = jnp.einsum(
+        "pghw,pgwt->pght",
+        of_page(query, 0),
+        keys.astype(query.dtype),
+        preferred_element_type=wide,
+    )
+    position = start[:, None] + jnp.arange(size, dtype=jnp.int32)[None]
+    seen = position <= of_page(length, -1)[:, None]
+    if first is not None:
+        seen &= position >= of_page(first, 0)[:, None]
+    logits = jnp.where(seen[:, None, None], logits * scale, -jnp.inf)
+    # Sums over the pages of a row are products with a matrix of zeros and ones: those of a scatter
+    # are taken in any order on a GPU.
+    belongs = (owner[None] == jnp.arange(rows, dtype=jnp.int32)[:, None]).astype(wide)
+    total = partial(jnp.einsum, "rp,pgh...->rgh...", belongs, precision="highest")
+    largest = jnp.max(logits, axis=-1)
+    broken = ~(largest < jnp.inf)  # NaN in these products would reach all rows
+    most = jax.ops.segment_max(jnp.where(broken, -jnp.inf, largest), owner, rows)
+    most = jnp.where(most > -jnp.inf, most, 0)
+    weights = jnp.exp(logits - of_page(most, 0)[..., None])
+    summed = total(jnp.where(broken, 0, jnp.sum(weights, axis=-1)))
+    weights = weights / of_page(jnp.where(summed > 0, summed, 1), 1)[..., None]
+    attended = jnp.einsum(
+        "pght,pgtw->pghw",
+        rounded(weights, query.dtype),
+        values.astype(query.dtype),
+        preferred_element_type=wide,
+    )
+    attended = rounded(total(jnp.where(broken[..., None], 0, attended)), query.dtype)
+    lost = (places.page == len(owner))[:, None, None]
+    lost |= jax.ops.segment_max(broken.astype(jnp.int32), owner, rows) > 0
+    return jnp.where(lost[..., None], jnp.nan, attended), cached
 
 
 def first_seen(

@@ -6,20 +6,21 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from twinkle_jax.model.decoder.sharding import backend_of
 
 
 class KeyValues(NamedTuple):
-    """Keys and values of the full layers of one block member; slot p holds position p of a row.
+    """Keys and values of the full layers of one block member.
 
-    Time is the last axis of keys and the last but one of values, so that both products of
-    attention read them as they lie.
+    Lines are rows, and slot p holds position p; or lines are pages, see
+    [`Pages`][twinkle_jax.model.Pages]. Time is the last axis of keys and the last but one of
+    values, so that both products of attention read them as they lie.
     """
 
-    keys: Float[Array, "layers batch groups width max_length"]
-    values: Float[Array, "layers batch groups max_length width"]
+    keys: Float[Array, "layers lines groups width slots"]
+    values: Float[Array, "layers lines groups slots width"]
 
 
 class DeltaState(NamedTuple):
@@ -37,6 +38,21 @@ class DeltaState(NamedTuple):
 Layers = dict[str, KeyValues | DeltaState]
 
 
+class Pages(NamedTuple):
+    """Which tokens the pages of a cache hold: each page holds some that follow each other in a row.
+
+    A row takes a free page when its last one is full. So memory and reads follow the tokens that
+    rows hold, however different their lengths are. On a mesh each device has pages of its own.
+
+    Attributes:
+        owner: the row of its device that a page belongs to; the number of rows for a free page.
+        start: position of the first token in it.
+    """
+
+    owner: Int[Array, " pages"]
+    start: Int[Array, " pages"]
+
+
 class Cache(NamedTuple):
     """Everything that decoding the next token depends on, besides parameters.
 
@@ -45,10 +61,13 @@ class Cache(NamedTuple):
             [`DeltaState`][twinkle_jax.model.DeltaState]; rows are on axis 1. A tuple holds the
             repeats one by one; see [`unstack_layers`][twinkle_jax.model.unstack_layers].
         length: tokens that each row holds.
+        pages: where rows are cut into pages, to whom these belong. None: keys and values of all
+            rows have room for the same number of tokens.
     """
 
     layers: Layers | tuple[Layers, ...]
     length: Int[Array, " batch"]
+    pages: Pages | None = None
 
 
 CacheOrParams = TypeVar("CacheOrParams", Cache, Mapping[str, Any])
@@ -164,14 +183,14 @@ def take_rows(cache: Cache, rows: Int[Array, " rows"]) -> Cache:
 
 
 def write_token(
-    stack: Float[Array, "layers batch groups a b"],
+    stack: Float[Array, "layers lines groups a b"],
     new: Float[Array, "batch groups width"],
     repeat: Int[Array, ""],
-    length: Int[Array, " batch"],
+    slot: Int[Array, " batch"],
     *,
     axis: int,
     mesh: Mesh | None,
-) -> Float[Array, "layers batch groups a b"]:
+) -> Float[Array, "layers lines groups a b"]:
     """Write each row's entry into its slot along an axis; what finds no slot is dropped.
 
     Rows are a batching dimension of the scatter, so that on a mesh none of them leaves its device.
@@ -179,10 +198,10 @@ def write_token(
     if backend_of(mesh) == "tpu":
         from twinkle_jax.model.decoder.tpu_kernels import write_in_place  # slow to import
 
-        return write_in_place(stack, new, repeat, length, axis=axis, mesh=mesh, interpret=False)
+        return write_in_place(stack, new, repeat, slot, axis=axis, mesh=mesh, interpret=False)
     return jax.lax.scatter(
         stack,
-        jnp.stack([jnp.broadcast_to(repeat, length.shape), length], axis=1),
+        jnp.stack([jnp.broadcast_to(repeat, slot.shape), slot], axis=1),
         new.astype(stack.dtype),
         jax.lax.ScatterDimensionNumbers(
             update_window_dims=(1, 2),
@@ -190,6 +209,204 @@ def write_token(
             scatter_dims_to_operand_dims=(0, axis),
             operand_batching_dims=(1,),
             scatter_indices_batching_dims=(0,),
+        ),
+        unique_indices=True,
+        mode="drop",
+    )
+
+
+# Pages. All that is below runs on one device, with the rows and pages of its own.
+
+
+def page_size(cache: Cache) -> int:
+    """Count the tokens of a page."""
+    layers = cache.layers[0] if isinstance(cache.layers, tuple) else cache.layers
+    return next(x.keys.shape[-1] for x in layers.values() if isinstance(x, KeyValues))
+
+
+def empty_pages(cache: Cache, size: int, pages: int) -> Cache:
+    """Make a cache of free pages for rows like those of a cache whose rows are whole."""
+
+    def empty(state: KeyValues | DeltaState) -> KeyValues | DeltaState:
+        if not isinstance(state, KeyValues):
+            return jax.tree.map(jnp.zeros_like, state)
+        layers, _, groups, width, _ = state.keys.shape
+        line = (layers, pages, groups)
+        return KeyValues(
+            jnp.zeros((*line, width, size), state.keys.dtype),
+            jnp.zeros((*line, size, width), state.values.dtype),
+        )
+
+    free = jnp.full(pages, len(cache.length), jnp.int32)
+    layers = map_states(empty, cache.layers)
+    return Cache(layers, jnp.zeros_like(cache.length), Pages(free, jnp.zeros_like(free)))
+
+
+def put_rows(cache: Cache, new: Cache, slots: Int[Array, " new"]) -> Cache:
+    """Write rows that are whole over others, all of them, or into free pages.
+
+    Args:
+        cache: the rows in `slots` have no pages.
+        new: the rows that are written.
+        slots: which rows they become; a number beyond them for none.
+    """
+    rows = len(cache.length)
+    length = cache.length.at[slots].set(new.length, mode="drop")
+
+    def write(line: Array, held: Array, new: Array) -> Array:
+        return held.at[:, line].set(new.astype(held.dtype), mode="drop")
+
+    if cache.pages is None:
+        layers = jax.tree.map(lambda x, y: write(slots, x, y), cache.layers, new.layers)
+        return Cache(layers, length)
+    size, (owner, start) = page_size(cache), cache.pages
+    count = -(-page_size(new) // size)  # pages that a row can need
+    begin = jnp.arange(count, dtype=jnp.int32) * size
+    wanted = (begin[None] < new.length[:, None]) & (slots < rows)[:, None]
+    line = _take_free(owner, rows, wanted.reshape(-1))
+    pages = Pages(
+        owner.at[line].set(jnp.repeat(slots, count), mode="drop"),
+        start.at[line].set(jnp.tile(begin, len(slots)), mode="drop"),
+    )
+
+    def cut(stack: Array, axis: int) -> Array:
+        """Cut time into pages, [layers, rows, ...] to [layers, rows * count, ...]."""
+        extents = stack.shape
+        stack = stack.reshape(*extents[:axis], count, size, *extents[axis + 1 :])
+        stack = jnp.moveaxis(stack, axis, 2)
+        return stack.reshape(extents[0], -1, *stack.shape[3:])
+
+    def put(held: KeyValues | DeltaState, new: KeyValues | DeltaState) -> KeyValues | DeltaState:
+        if isinstance(held, KeyValues) and isinstance(new, KeyValues):
+            keys, values = finite_values(new.keys, new.values)
+            return KeyValues(
+                write(line, held.keys, cut(keys, 4)), write(line, held.values, cut(values, 3))
+            )
+        return jax.tree.map(lambda x, y: write(slots, x, y), held, new)
+
+    new = with_room(new, count * size)
+    layers = jax.tree.map(
+        put, cache.layers, new.layers, is_leaf=lambda x: isinstance(x, (KeyValues, DeltaState))
+    )
+    return Cache(layers, length, pages)
+
+
+def finite_values(
+    keys: Float[Array, "*lines width slots"], values: Float[Array, "*lines slots width"]
+) -> tuple[Float[Array, "*lines width slots"], Float[Array, "*lines slots width"]]:
+    """Move what is not finite from values to keys: their row is NaN then, as before.
+
+    A page is not emptied when another row takes it, and behind the tokens of this row weights of 0
+    meet what is left of the one before. 0 times NaN is NaN; logits that are not seen are replaced.
+    """
+    finite = jnp.isfinite(values)
+    kept = jnp.all(finite, axis=-1)[..., None, :]
+    return jnp.where(kept, keys, jnp.nan), jnp.where(finite, values, 0)
+
+
+def keep_rows(cache: Cache, rows: Int[Array, " rows"], pages: int) -> Cache:
+    """Keep chosen rows, each once, in a cache of so many pages, which hold those of the rows."""
+    assert cache.pages is not None
+    owner, start = cache.pages
+    index = jnp.arange(len(rows), dtype=jnp.int32)
+    slot = jnp.full(len(cache.length), len(rows), jnp.int32).at[rows].set(index)
+    owner = slot.at[owner].get(mode="fill", fill_value=len(rows))
+    order = jnp.argsort((owner == len(rows)).astype(jnp.int32), stable=True)[:pages]
+    more = max(0, pages - len(owner))
+
+    def lines(stack: Array) -> Array:
+        if not more:
+            return jnp.take(stack, order, axis=1)
+        return jnp.pad(stack, [(0, more) if axis == 1 else (0, 0) for axis in range(stack.ndim)])
+
+    def keep(state: KeyValues | DeltaState) -> KeyValues | DeltaState:
+        if isinstance(state, KeyValues):
+            return jax.tree.map(lines, state)
+        return jax.tree.map(lambda x: jnp.take(x, rows, axis=1), state)
+
+    if more:
+        held = Pages(
+            jnp.pad(owner, (0, more), constant_values=len(rows)), jnp.pad(start, (0, more))
+        )
+    else:
+        held = Pages(owner[order], start[order])
+    return Cache(map_states(keep, cache.layers), cache.length[rows], held)
+
+
+def release(pages: Pages, active: Bool[Array, " batch"]) -> Pages:
+    """Free the pages of rows that do not go on."""
+    goes_on = active.at[pages.owner].get(mode="fill", fill_value=False)
+    return pages._replace(owner=jnp.where(goes_on, pages.owner, len(active)))
+
+
+class Places(NamedTuple):
+    """Where the next token of each row is written: a page, and a slot in it.
+
+    A row that is not active has no slot; one that finds no page, a number beyond them.
+    """
+
+    page: Int[Array, " batch"]
+    slot: Int[Array, " batch"]
+
+
+def next_places(
+    pages: Pages, length: Int[Array, " batch"], active: Bool[Array, " batch"], size: int
+) -> tuple[Pages, Places]:
+    """Give a free page to each row whose last one is full, and find where rows go on.
+
+    Where a row is not active, nothing is written; its place is in a page that is free, if one is.
+    """
+    (owner, start), rows = pages, len(length)
+    wanted = active & (length % size == 0)
+    line = _take_free(owner, rows, wanted)
+    owner = owner.at[line].set(jnp.arange(rows, dtype=jnp.int32), mode="drop")
+    start = start.at[line].set(length, mode="drop")
+    begin = length // size * size
+    last = start == begin.at[owner].get(mode="fill", fill_value=-1)
+    page = jnp.full(rows, len(owner), jnp.int32)
+    page = page.at[jnp.where(last, owner, rows)].set(
+        jnp.arange(len(owner), dtype=jnp.int32), mode="drop"
+    )
+    spare = jnp.argmax(owner == rows).astype(jnp.int32)
+    slot = jnp.where(active & (page < len(owner)), length % size, size)
+    return Pages(owner, start), Places(jnp.where(active, page, spare), slot)
+
+
+def _take_free(
+    owner: Int[Array, " pages"], rows: int, wanted: Bool[Array, " wanted"]
+) -> Int[Array, " wanted"]:
+    """Find a free page for each who wants one; a number beyond them where there is none."""
+    free = jnp.nonzero(owner == rows, size=len(wanted), fill_value=len(owner))[0]
+    rank = jnp.maximum(jnp.cumsum(wanted, dtype=jnp.int32) - 1, 0)
+    return jnp.where(wanted, free[rank], len(owner)).astype(jnp.int32)
+
+
+def write_in_pages(
+    stack: Float[Array, "layers pages groups a b"],
+    new: Float[Array, "batch groups width"],
+    repeat: Int[Array, ""],
+    places: Places,
+    *,
+    axis: int,
+    backend: str,
+) -> Float[Array, "layers pages groups a b"]:
+    """Write each row's entry into its slot of its page; what finds none is dropped."""
+    if backend == "tpu":
+        from twinkle_jax.model.decoder.tpu_kernels import write_in_place  # slow to import
+
+        page = jnp.minimum(places.page, stack.shape[1] - 1)
+        return write_in_place(
+            stack, new, repeat, places.slot, page, axis=axis, mesh=None, interpret=False
+        )
+    index = (jnp.broadcast_to(repeat, places.slot.shape), places.page, places.slot)
+    return jax.lax.scatter(
+        stack,
+        jnp.stack(index, axis=1),
+        new.astype(stack.dtype),
+        jax.lax.ScatterDimensionNumbers(
+            update_window_dims=(1, 2),
+            inserted_window_dims=(0, 1, axis),
+            scatter_dims_to_operand_dims=(0, 1, axis),
         ),
         unique_indices=True,
         mode="drop",

@@ -1,11 +1,12 @@
 """Decoding one token after the other: prefill, and a step."""
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
+from jax.sharding import Mesh, PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
@@ -15,14 +16,23 @@ from twinkle_jax.model.decoder.attention import (
     first_seen,
 )
 from twinkle_jax.model.decoder.bfloat16 import tracing_for
-from twinkle_jax.model.decoder.cache import Cache, make_cache, stack_layers, unstack_layers
+from twinkle_jax.model.decoder.cache import (
+    Cache,
+    Pages,
+    Places,
+    make_cache,
+    next_places,
+    page_size,
+    stack_layers,
+    unstack_layers,
+)
 from twinkle_jax.model.decoder.config import FULL, DecoderConfig
 from twinkle_jax.model.decoder.delta_net import linear_step
 from twinkle_jax.model.decoder.forward import decoder_inputs, run
 from twinkle_jax.model.decoder.layers import add_mixed, embed, feed_forward, final_norm, norm
 from twinkle_jax.model.decoder.parameters import Params
 from twinkle_jax.model.decoder.rotary import rotary_tables, table_of
-from twinkle_jax.model.decoder.sharding import backend_of, fits, row_shards
+from twinkle_jax.model.decoder.sharding import ROWS, backend_of, fits, row_shards
 
 
 def prefill(
@@ -128,6 +138,8 @@ def extend(
         >>> cache.length.tolist(), bool(jnp.allclose(last, at_once, atol=1e-5))
         ([5], True)
     """
+    if cache.pages is not None:
+        raise ValueError("cache must hold whole rows, got pages")
     if len(tokens) != len(cache.length):
         raise ValueError(f"tokens must have {len(cache.length)} rows, got {tokens.shape}")
     kept = jnp.ones(tokens.shape, bool) if mask is None else mask
@@ -188,6 +200,9 @@ def decode_step(
     dtype = jnp.dtype(embedding.dtype if compute_dtype is None else compute_dtype)
     rotary = rotary_tables(cache.length[:, None], config.attention)
     active = jnp.ones(tokens.shape, bool) if mask is None else mask
+    pages, places = cache.pages, None
+    if pages is not None:
+        pages, places = _next_places(cache, pages, active, mesh)
 
     # The whole cache is carried, so that a step writes its own token and copies nothing else.
     def block(
@@ -209,6 +224,8 @@ def decode_step(
                     table_of(rotary, sliding[member]),
                     first_seen(config, cache.length, sliding[member]),
                     mesh,
+                    pages,
+                    places,
                 )
             else:
                 mixed, layers[name] = linear_step(
@@ -227,10 +244,21 @@ def decode_step(
                 members = jax.tree.map(lambda stack: stack[0], weights[repeat])
                 (x, states), _ = block((x, states), (jnp.int32(0), members, sliding[repeat]))
                 layers.append(states)
-            return final_norm(params, config, x), Cache(tuple(layers), length)
+            return final_norm(params, config, x), Cache(tuple(layers), length, pages)
         repeats = jnp.arange(config.repeats, dtype=jnp.int32)
         (x, stack), _ = jax.lax.scan(block, (x, cache.layers), (repeats, params["layers"], sliding))
-        return final_norm(params, config, x), Cache(stack, length)
+        return final_norm(params, config, x), Cache(stack, length, pages)
+
+
+def _next_places(
+    cache: Cache, pages: Pages, active: Bool[Array, " batch"], mesh: Mesh | None
+) -> tuple[Pages, Places]:
+    """Give each row on each device a place for its token."""
+    find = partial(next_places, size=page_size(cache))
+    if mesh is not None:
+        rows = PartitionSpec(ROWS)
+        find = jax.shard_map(find, mesh=mesh, in_specs=rows, out_specs=rows, check_vma=False)
+    return find(pages, cache.length, active)
 
 
 def _last_hidden(

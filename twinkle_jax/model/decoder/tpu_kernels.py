@@ -115,22 +115,25 @@ def _splash_kernel(
 
 
 def write_in_place(
-    stack: Float[Array, "layers batch groups a b"],
+    stack: Float[Array, "layers lines groups a b"],
     new: Float[Array, "batch groups width"],
     repeat: Int[Array, ""],
-    length: Int[Array, " batch"],
+    slot: Int[Array, " batch"],
+    line: Int[Array, " batch"] | None = None,
     *,
     axis: int,
     mesh: Mesh | None,
     interpret: bool,
-) -> Float[Array, "layers batch groups a b"]:
+) -> Float[Array, "layers lines groups a b"]:
     """Write each row's entry into its slot along an axis; what finds no slot is dropped.
 
     Args:
         stack: keys or values of all layers; donate it.
         new: what is written.
         repeat: the layer.
-        length: the slot of each row.
+        slot: of each row.
+        line: that the slot of each row is in. None: row i has line i. A line in which a row has a
+            slot must be no other row's: one block is read before the one before it is written.
         axis: along which the slots are, 3 or 4.
         mesh: on which rows are spread over data and fsdp, and heads over tensor.
         interpret: whether to interpret the kernel, which only a TPU runs.
@@ -138,9 +141,10 @@ def write_in_place(
     if axis == 3 and stack.shape[4] % _LANES:  # then slots lie along the lanes, where they fit
         swapped = stack.swapaxes(3, 4)
         options: Any = {"axis": 4, "mesh": mesh, "interpret": interpret}
-        return write_in_place(swapped, new, repeat, length, **options).swapaxes(3, 4)
-    write = partial(_write_kernel, axis=axis, interpret=interpret)
+        return write_in_place(swapped, new, repeat, slot, line, **options).swapaxes(3, 4)
+    write = partial(_write_kernel, line=line, axis=axis, interpret=interpret)
     if mesh is not None:
+        assert line is None
         heads = None if stack.shape[2] % mesh.shape["tensor"] else "tensor"
         stacks, news = PartitionSpec(None, ROWS, heads), PartitionSpec(ROWS, heads)
         write = jax.shard_map(
@@ -150,24 +154,32 @@ def write_in_place(
             out_specs=stacks,
             check_vma=False,  # kernels do not say along which axes their results vary
         )
-    return write(stack, new.astype(stack.dtype), repeat, length)
+    return write(stack, new.astype(stack.dtype), repeat, slot)
 
 
 def _write_kernel(
-    stack: Array, new: Array, repeat: Array, length: Array, *, axis: int, interpret: bool
+    stack: Array,
+    new: Array,
+    repeat: Array,
+    slot: Array,
+    *,
+    line: Array | None,
+    axis: int,
+    interpret: bool,
 ) -> Any:
     """Run the kernel for the rows and heads of one device, a row at a time."""
     slots = stack.shape[axis]
+    line = jnp.arange(len(new), dtype=jnp.int32) if line is None else line
     size = min(slots, _LANES if axis == 4 else _SUBLANES)
 
     def block(row: Array, at: Any) -> Array:
         return jax.lax.div(jnp.minimum(at[row], slots - 1), jnp.int32(size))
 
-    def place(row: Array, repeat: Any, at: Any) -> tuple[Any, ...]:
+    def place(row: Array, repeat: Any, at: Any, line: Any) -> tuple[Any, ...]:
         along = (0, block(row, at)) if axis == 4 else (block(row, at), 0)
-        return repeat[0], row, 0, *along
+        return repeat[0], line[row], 0, *along
 
-    def kernel(repeat: Any, at: Any, new: Any, old: Any, out: Any) -> None:
+    def kernel(repeat: Any, at: Any, line: Any, new: Any, old: Any, out: Any) -> None:
         row = pl.program_id(0)
         first = block(row, at) * size
         slot = first + jax.lax.broadcasted_iota(jnp.int32, out.shape[2:], axis - 2)
@@ -178,13 +190,13 @@ def _write_kernel(
     extents = list(stack.shape)
     extents[:2], extents[axis] = (1, 1), size
     part = pl.BlockSpec(tuple(extents), place)
-    entry = pl.BlockSpec((1, *new.shape[1:]), lambda row, repeat, at: (row, 0, 0))
+    entry = pl.BlockSpec((1, *new.shape[1:]), lambda row, repeat, at, line: (row, 0, 0))
     return pl.pallas_call(
         kernel,
         out_shape=jax.ShapeDtypeStruct(stack.shape, stack.dtype),
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=2, grid=(len(new),), in_specs=[entry, part], out_specs=part
+            num_scalar_prefetch=3, grid=(len(new),), in_specs=[entry, part], out_specs=part
         ),
-        input_output_aliases={3: 0},
+        input_output_aliases={4: 0},
         interpret=interpret,
-    )(repeat[None], length, new, stack)
+    )(repeat[None], slot, line, new, stack)
