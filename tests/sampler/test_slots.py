@@ -9,6 +9,7 @@ import pytest
 from tests.model.families import NAMES, batch, config_of, each, params_of
 from tests.sampler.completions import PROMPTS
 from twinkle_jax.model import Cache, make_mesh, unstack_layers
+from twinkle_jax.model.decoder.cache import finite_values
 from twinkle_jax.sampler import Sampling, generate, generate_many
 from twinkle_jax.sampler import slots as sampler_slots
 
@@ -229,6 +230,29 @@ def test_pages_come_in_few_numbers(needed, most, pages):
 def test_a_row_of_nan_leaves_nothing_in_its_pages(pages):
     test_a_row_of_nan_leaves_nothing_in_its_slot()
     assert pages
+
+
+def test_rows_that_need_a_page_in_the_same_step_get_one(request):
+    """32 rows hold the same number of tokens, in a pool that holds no page more."""
+    prompts = batch([[1 + i] * 15 for i in range(16)], 15, "right")
+    options = {"num_samples": 2, "max_new_tokens": 60}
+
+    def draw():
+        key = jax.random.key(0)
+        return generate(params_of("qwen3"), config_of("qwen3"), *prompts, key, **options)
+
+    whole = draw()
+    request.getfixturevalue("pages")
+    assert_same(whole, draw())
+
+
+def test_values_in_pages_are_finite():
+    """Weights of 0 meet values that an earlier row has left: its keys are NaN in their place."""
+    keys, values = np.zeros((1, 2, 3)), np.ones((1, 3, 2))
+    values[0, 1, 0], values[0, 2, 1] = np.nan, np.inf
+    keys, values = finite_values(keys, values)
+    np.testing.assert_array_equal(np.isnan(keys[0]), [[False, True, True]] * 2)
+    np.testing.assert_array_equal(values[0], [[1, 1], [0, 1], [1, 0]])
 
 
 @pytest.fixture
