@@ -68,6 +68,15 @@ def test_every_size_fits_and_little_is_lost():
     assert all(bucket_size(b) == b for b in buckets)
 
 
+@pytest.mark.parametrize(("per_doubling", "lost"), [(1, 1 / 2), (4, 1 / 5), (8, 1 / 9)])
+def test_more_buckets_lose_less(per_doubling, lost):
+    buckets = [bucket_size(n, per_doubling=per_doubling) for n in range(1, 1025)]
+    for n, bucket in enumerate(buckets, 1):
+        assert n <= bucket and (bucket - n) < lost * bucket
+    assert len({b for b in buckets if 256 < b <= 512}) == per_doubling
+    assert buckets[-1] == 1024
+
+
 def test_smallest_and_multiple():
     assert [bucket_size(n, smallest=16) for n in (0, 16, 17)] == [16, 16, 24]
     assert [bucket_size(n, multiple=8) for n in (0, 1, 9, 25)] == [8, 8, 16, 32]
@@ -75,10 +84,17 @@ def test_smallest_and_multiple():
 
 
 @pytest.mark.parametrize(
-    "bad", [{"size": -1}, {"size": 1, "smallest": 0}, {"size": 1, "multiple": 0}]
+    "bad",
+    [
+        {"size": -1},
+        {"size": 1, "smallest": 0},
+        {"size": 1, "multiple": 0},
+        {"size": 1, "per_doubling": 0},
+        {"size": 1, "per_doubling": 3},
+    ],
 )
 def test_sizes_that_are_refused(bad):
-    with pytest.raises(ValueError, match="size"):
+    with pytest.raises(ValueError, match="|".join(bad)):
         bucket_size(**bad)
 
 

@@ -83,6 +83,31 @@ def test_lines_are_nearly_full(lengths):
     assert len(fill) < 2 or fill[0] + fill[1] > 64
 
 
+@given(
+    st.lists(st.integers(1, 90), min_size=1, max_size=200), st.integers(1, 4), st.integers(1, 2000)
+)
+def test_micro_batches_are_equally_full(lengths, shards, tokens):
+    """No more of them than the budget asks for, of one shape, and few empty lines in all."""
+    lengths = np.asarray(lengths, np.int32)
+    packings = [p for _, p in plan(lengths, int(lengths.max()), tokens=tokens, shards=shards)]
+    lines, width = packings[0].sources.shape
+    assert {p.sources.shape for p in packings} == {(lines, width)}
+    used = sum(int((p.sources >= 0).any(1).sum()) for p in packings)
+    assert len(packings) <= -(-used // (max(tokens // width, 1) * shards))
+    # A bucket is at most a quarter more than its share, and a multiple of the devices.
+    assert lines * len(packings) <= used * 5 / 4 + len(packings) * shards
+
+
+@pytest.mark.parametrize(
+    ("length", "width"), [(33, 40), (48, 48), (49, 56), (100, 112), (600, 640)]
+)
+def test_rows_that_share_no_line_have_narrow_ones(length, width):
+    """Completions that all run to the limit: a line of 64 or 768 places would be half empty."""
+    lengths = np.full(6, length, np.int32)
+    ((_, packing),) = plan(lengths, length, tokens=16_384)
+    assert packing.sources.shape == (6, width)
+
+
 def test_without_packing_rows_of_similar_lengths_share_a_micro_batch():
     widths = [packing.sources.shape[1] for _, packing in plan(LENGTHS, TIME, tokens=48,
                                                               several=False)]  # fmt: skip

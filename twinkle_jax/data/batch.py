@@ -120,39 +120,46 @@ def cast_integers(
     return array.astype(np.int32)
 
 
-def bucket_size(size: int, *, smallest: int = 1, multiple: int = 1) -> int:
+def bucket_size(size: int, *, smallest: int = 1, multiple: int = 1, per_doubling: int = 2) -> int:
     """Round a size up to a bucket: 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48 and so on.
 
-    Arrays of many lengths, padded to buckets, share few compilations. Buckets are powers of two and
-    the numbers half-way between them, so at most a third of a padded array is padding, and there
-    are two buckets for each doubling.
+    Arrays of many lengths, padded to buckets, share few compilations. By default buckets are powers
+    of two and the numbers half-way between them, so at most a third of a padded array is padding,
+    and there are two buckets for each doubling.
 
     Args:
         size: the size to round up, at least 0.
         smallest: the smallest bucket.
         multiple: the result is a multiple of this, such as the number of devices.
+        per_doubling: how many buckets there are from one power of two to the next, a power of two:
+            with 4, at most a fifth of a padded array is padding.
 
     Returns:
         The bucket, rounded up to the multiple.
 
     Raises:
-        ValueError: if the size is negative, or `smallest` or `multiple` not positive.
+        ValueError: if the size is negative, `smallest` or `multiple` not positive, or
+            `per_doubling` not a power of two.
 
     Example:
         >>> [bucket_size(n, smallest=16) for n in (1, 17, 25, 33, 49, 100)]
         [16, 24, 32, 48, 64, 128]
         >>> bucket_size(5, multiple=4)
         8
+        >>> [bucket_size(n, per_doubling=4) for n in (9, 11, 13, 15, 17)]
+        [10, 12, 14, 16, 20]
     """
     if size < 0 or smallest < 1 or multiple < 1:
         raise ValueError(
             "size must be at least 0, smallest and multiple at least 1, "
             f"got size={size}, smallest={smallest}, multiple={multiple}"
         )
+    if per_doubling < 1 or per_doubling & (per_doubling - 1):
+        raise ValueError(f"per_doubling must be a power of two, got {per_doubling}")
     size = max(size, smallest)
     power = 1 << (size - 1).bit_length()  # the next power of two
-    bucket = max(3 * power // 4, 1)
-    bucket = bucket if bucket >= size else power
+    step = max(power // (2 * per_doubling), 1)
+    bucket = -(-size // step) * step
     return -(-bucket // multiple) * multiple
 
 

@@ -91,21 +91,28 @@ def plan(
         For each micro-batch, a mask of its rows, and their packing.
     """
     longest = int(lengths.max())
-    widest = bucket_size(longest, smallest=SMALLEST_WIDTH if several else 16, multiple=multiple)
-    lines = assign_lines(lengths, widest, several=several)
+    width = bucket_size(longest, smallest=SMALLEST_WIDTH if several else 16, multiple=multiple)
+    lines = assign_lines(lengths, width, several=several)
+    if several and len(lines) == len(lengths):  # no row shares a line: none needs further room
+        width = bucket_size(longest, smallest=16, multiple=multiple, per_doubling=4)
+    count = _even_share(len(lines), max(tokens // width, 1) * shards, shards)
     start = 0
     while start < len(lines):
-        width = widest
         if not several:  # each micro-batch is as wide as its longest row, which comes first
             longest = int(lengths[lines[start][0]])
             width = bucket_size(longest, smallest=16, multiple=multiple)
-        budget = max(tokens // width, 1) * shards
-        part = lines[start : start + budget]
+            count = _even_share(len(lines) - start, max(tokens // width, 1) * shards, shards)
+        part = lines[start : start + count]
         start += len(part)
-        count = budget if len(lines) > budget else bucket_size(len(part), multiple=shards)
         members = np.zeros(len(lengths), bool)
         members[[row for line in part for row in line]] = True
         yield members, _place(part, lengths, time, count, width, several)
+
+
+def _even_share(lines: int, most: int, shards: int) -> int:
+    """Choose the lines of a micro-batch: as few micro-batches as possible, all equally full."""
+    share = -(-lines // -(-lines // most))
+    return min(bucket_size(share, multiple=shards, per_doubling=4), most)
 
 
 def _place(
