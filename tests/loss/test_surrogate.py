@@ -1,4 +1,4 @@
-"""Losses per token of the policy: hand values, and what all of them share."""
+"""Importance ratios, and the losses per token of a policy: hand values, and laws of all of them."""
 
 import warnings
 
@@ -14,6 +14,7 @@ from twinkle_jax.loss import (
     clipped_importance_surrogate,
     clipped_surrogate,
     policy_gradient,
+    sequence_log_ratio,
     soft_gate_surrogate,
     token_log_ratio,
 )
@@ -21,6 +22,33 @@ from twinkle_jax.loss import (
 SURROGATES = [n for n, f in FUNCTIONS.items() if "advantages" in f.arrays and f.gradients]
 COMPILED = {name: jax.jit(FUNCTIONS[name]) for name in SURROGATES}
 every_surrogate = pytest.mark.parametrize("name", SURROGATES)
+
+
+def test_ratios_worked_by_hand():
+    # Log-ratios 0.5 and -1.5 in the first row: their mean is -0.5. The second row is 1 and masked.
+    new = jnp.array([[-1.0, -2.5], [-1.0, -1.0]])
+    old = jnp.array([[-1.5, -1.0], [-2.0, -9.0]])
+    mask = jnp.array([[True, True], [True, False]])
+    np.testing.assert_array_equal(token_log_ratio(new, old, mask), [[0.5, -1.5], [1.0, 0.0]])
+    np.testing.assert_array_equal(sequence_log_ratio(new, old, mask), [[-0.5, -0.5], [1.0, 0.0]])
+
+
+def test_gradient_of_the_sequence_reaches_each_token():
+    mask = jnp.array([[True, True, True, True, False]])
+    gradient = jax.grad(lambda x: sequence_log_ratio(x, x - 1, mask)[0, 0])(jnp.zeros((1, 5)))
+    np.testing.assert_array_equal(gradient, [[0.25, 0.25, 0.25, 0.25, 0]])
+
+
+def test_ratios_far_apart_are_clamped():
+    new, old, mask = (
+        jnp.array([-200.0, 0.0, 0.0]),
+        jnp.array([0.0, -200.0, -jnp.inf]),
+        jnp.ones(3, bool),
+    )
+    np.testing.assert_array_equal(token_log_ratio(new, old, mask), [-20, 20, 20])
+    np.testing.assert_allclose(sequence_log_ratio(new, old, mask), [20 / 3] * 3, rtol=1e-6)
+    for function in (token_log_ratio, sequence_log_ratio):
+        assert not jax.grad(lambda x, f=function: f(x, old, mask).sum())(new).any()
 
 
 def test_clipped_worked_by_hand():

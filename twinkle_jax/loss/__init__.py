@@ -55,7 +55,6 @@ from twinkle_jax.loss.preference import (
     sigmoid_preference,
     simpo_preference,
 )
-from twinkle_jax.loss.ratio import sequence_log_ratio, token_log_ratio
 from twinkle_jax.loss.reduction import constant_length, sequence_mean, token_mean
 from twinkle_jax.loss.supervised import (
     ChunkedCrossEntropyLoss,
@@ -73,7 +72,9 @@ from twinkle_jax.loss.surrogate import (
     clipped_importance_surrogate,
     clipped_surrogate,
     policy_gradient,
+    sequence_log_ratio,
     soft_gate_surrogate,
+    token_log_ratio,
 )
 from twinkle_jax.loss.token_logprobs import token_logprobs
 

@@ -23,7 +23,7 @@ from twinkle_jax.loss.masked_inputs import (
     masked_advantages,
     masked_inputs,
 )
-from twinkle_jax.loss.ratio import bounded
+from twinkle_jax.loss.surrogate import bounded
 
 CorrectionMode = Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
 """What an `ImportanceCorrection` weighs, and what it does with weights above its cap."""

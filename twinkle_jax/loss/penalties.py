@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from twinkle_jax.loss.masked_inputs import Coefficient, Mask, PerToken, masked_inputs
-from twinkle_jax.loss.ratio import bounded
+from twinkle_jax.loss.surrogate import bounded
 
 
 def kl_k1(logprobs: PerToken, reference_logprobs: PerToken, mask: Mask) -> PerToken:

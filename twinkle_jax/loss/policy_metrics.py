@@ -16,8 +16,8 @@ from twinkle_jax.loss.masked_inputs import (
     masked_advantages,
     masked_inputs,
 )
-from twinkle_jax.loss.ratio import bounded, clip_bounds
 from twinkle_jax.loss.reduction import token_mean
+from twinkle_jax.loss.surrogate import bounded, clip_bounds
 
 
 class PolicyMetrics(NamedTuple):
