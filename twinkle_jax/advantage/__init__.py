@@ -58,17 +58,17 @@ from twinkle_jax.advantage.per_completion.rloo import (
     rloo_advantage,
     segment_rloo_advantage,
 )
-from twinkle_jax.advantage.per_token.completions_and_tokens import (
-    broadcast_to_tokens,
-    kl_in_reward,
-    kl_in_token_reward,
-)
 from twinkle_jax.advantage.per_token.gae import GAE, GAEAdvantage, gae_advantage
 from twinkle_jax.advantage.per_token.reinforce_plus_plus import (
     ReinforcePlusPlusAdvantage,
     reinforce_plus_plus_advantage,
 )
-from twinkle_jax.advantage.per_token.returns import discounted_returns
+from twinkle_jax.advantage.per_token.rewards_and_returns import (
+    broadcast_to_tokens,
+    discounted_returns,
+    kl_in_reward,
+    kl_in_token_reward,
+)
 from twinkle_jax.advantage.per_token.turns import turn_gae_advantage, turn_returns
 
 __all__ = [

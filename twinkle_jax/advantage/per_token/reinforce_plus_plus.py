@@ -17,7 +17,7 @@ from twinkle_jax.advantage.inputs import (
     check_tokens,
     common_dtype,
 )
-from twinkle_jax.advantage.per_token.returns import discounted_sum, whiten
+from twinkle_jax.advantage.per_token.rewards_and_returns import discounted_sum, whiten
 from twinkle_jax.advantage.sharding import auto_sharded, like_first
 
 

@@ -18,7 +18,7 @@ from twinkle_jax.advantage.inputs import (
 )
 from twinkle_jax.advantage.per_completion.grpo import grpo_advantage
 from twinkle_jax.advantage.per_token.gae import gae_advantage
-from twinkle_jax.advantage.per_token.returns import discounted_returns
+from twinkle_jax.advantage.per_token.rewards_and_returns import discounted_returns
 
 
 def turn_returns(
