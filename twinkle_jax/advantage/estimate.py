@@ -2,18 +2,21 @@
 
 A public function is two lines: `in_rows` or `in_segments` checks its arguments, and `estimate`
 runs its formula, `formula(samples, *settings, **data)`, in one compiled program. `settings` are
-fixed at compile time; `data` are arrays and coefficients.
+fixed at compile time; `data` are arrays and coefficients. Estimators over time share
+`auto_sharded`, which makes meshes with explicit axes work.
 """
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from twinkle_jax.advantage.groups import Grid, Groups, Neighbours, Samples, Segments, WholeBatch
 from twinkle_jax.advantage.inputs import (
@@ -31,7 +34,10 @@ from twinkle_jax.advantage.inputs import (
     refuse,
     refuse_non_finite,
 )
-from twinkle_jax.advantage.sharding import auto_sharded
+
+Result = TypeVar("Result")
+Core = Callable[..., Result]
+Shape = tuple[int, ...]
 
 _STATIC = {"static": True}  # fixed at compile time
 
@@ -215,6 +221,70 @@ def check_subset_size(k: Any, grouped: Grouped) -> Any:
             "from those of one prompt"
         )
     return check_coefficient("k", size, grouped.rewards)
+
+
+# --- meshes with explicit axes --------------------------------------------------------------------
+
+# On these (what `jax.make_mesh` makes by default) every operation must know how its result is
+# sharded, and a reshape or a scatter across shards raises. Groups and segments may straddle shards,
+# so estimators run under `jax.sharding.auto_axes`: the compiler decides, and results are sharded as
+# the rewards are.
+
+
+def like_first(first: jax.Array, **static: Any) -> Shape:
+    """Return the shape of a result that has that of the first argument."""
+    del static
+    return first.shape
+
+
+def auto_sharded(result_shape: Callable[..., Shape]) -> Callable[[Core[Result]], Core[Result]]:
+    """Decorate `core(first, *arrays, **static)`, whose results all have `result_shape`.
+
+    Results are sharded as `first`, or as the first of the arrays that it holds.
+    """
+
+    def decorate(core: Core[Result]) -> Core[Result]:
+        @functools.wraps(core)
+        def wrapped(first: Any, *arrays: Any, **static: Any) -> Result:
+            mesh, axes = _explicit_axes((first, *arrays))
+            if not axes:
+                return core(first, *arrays, **static)
+            spec = _spec(jax.tree.leaves(first)[0], mesh, result_shape(first, **static))
+            run: Core[Result] = jax.sharding.auto_axes(
+                functools.partial(core, **static),
+                axes=axes,
+                out_sharding=NamedSharding(mesh, spec),
+            )
+            return run(first, *arrays)
+
+        return wrapped
+
+    return decorate
+
+
+def _explicit_axes(arrays: tuple[Any, ...]) -> tuple[Any, tuple[str, ...]]:
+    """Find the mesh with explicit axes that some argument lives on."""
+    for array in jax.tree.leaves(arrays):
+        mesh = getattr(jax.typeof(array).sharding, "mesh", None)
+        if mesh is None or mesh.empty:
+            continue
+        kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
+        axes = tuple(name for name, kind in kinds if kind == AxisType.Explicit)
+        if axes:
+            return mesh, axes
+    return None, ()
+
+
+def _spec(first: jax.Array, mesh: Any, shape: Shape) -> PartitionSpec:
+    """Shard results as `first` is, or not at all where they don't divide evenly."""
+    spec = tuple(getattr(jax.typeof(first).sharding, "spec", ()))[: len(shape)]
+    for size, names in zip(shape, spec, strict=False):
+        if size % math.prod(mesh.shape[name] for name in jax.tree.leaves(names)):
+            return PartitionSpec()
+    return PartitionSpec(*spec)
+
+
+# --- the compiled core ----------------------------------------------------------------------------
 
 
 def _one_per_sample(grouped: Grouped, **static: Any) -> tuple[int, ...]:

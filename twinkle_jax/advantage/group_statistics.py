@@ -8,7 +8,12 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Bool, Float, Int
 
-from twinkle_jax.advantage.estimate import check_rewards, check_whole_groups, sum_components
+from twinkle_jax.advantage.estimate import (
+    auto_sharded,
+    check_rewards,
+    check_whole_groups,
+    sum_components,
+)
 from twinkle_jax.advantage.groups import Neighbours, Samples, WholeBatch
 from twinkle_jax.advantage.inputs import (
     ArrayLike,
@@ -18,7 +23,6 @@ from twinkle_jax.advantage.inputs import (
     check_size,
     describe,
 )
-from twinkle_jax.advantage.sharding import auto_sharded
 
 
 class GroupStatistics(NamedTuple):

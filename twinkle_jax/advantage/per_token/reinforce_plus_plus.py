@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float
 
+from twinkle_jax.advantage.estimate import auto_sharded, like_first
 from twinkle_jax.advantage.inputs import (
     ArrayLike,
     AxisName,
@@ -18,7 +19,6 @@ from twinkle_jax.advantage.inputs import (
     common_dtype,
 )
 from twinkle_jax.advantage.per_token.rewards_and_returns import discounted_sum, whiten
-from twinkle_jax.advantage.sharding import auto_sharded, like_first
 
 
 def reinforce_plus_plus_advantage(

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float
 
+from twinkle_jax.advantage.estimate import auto_sharded, like_first
 from twinkle_jax.advantage.groups import Samples, WholeBatch, ulps
 from twinkle_jax.advantage.inputs import (
     ArrayLike,
@@ -25,7 +26,6 @@ from twinkle_jax.advantage.inputs import (
     common_dtype,
     compute_dtype,
 )
-from twinkle_jax.advantage.sharding import auto_sharded, like_first
 
 _BLOCK = 8  # steps that are walked one after the other
 
