@@ -13,7 +13,14 @@ from twinkle_jax.advantage.group_statistics import (
     group_statistics,
 )
 from twinkle_jax.advantage.groups import NOISE_ULPS
-from twinkle_jax.advantage.inputs import ArrayLike, AxisName, Scalar, Scale
+from twinkle_jax.advantage.inputs import (
+    ArrayLike,
+    AxisName,
+    HoldsArray,
+    Scalar,
+    Scale,
+    TorchTensor,
+)
 from twinkle_jax.advantage.per_completion.dgpo import (
     DGPOAdvantage,
     dgpo_advantage,
@@ -84,6 +91,7 @@ __all__ = [
     "GDPOAdvantage",
     "GRPOAdvantage",
     "GroupStatistics",
+    "HoldsArray",
     "MCGRPOAdvantage",
     "MaxRLAdvantage",
     "OPOAdvantage",
@@ -96,6 +104,7 @@ __all__ = [
     "ReinforcePlusPlusBaselineAdvantage",
     "Scalar",
     "Scale",
+    "TorchTensor",
     "broadcast_to_tokens",
     "dgpo_advantage",
     "discounted_returns",

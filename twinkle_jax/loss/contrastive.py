@@ -20,12 +20,11 @@ from twinkle_jax.loss.loss_object import (
 )
 from twinkle_jax.loss.masked_inputs import Coefficient, masked_inputs
 
-Similarities = Float[Array, "query candidate"]
 Embeddings = Float[Array, "row feature"]
 
 
 def info_nce(
-    similarities: Similarities,
+    similarities: Float[Array, "query candidate"],
     positives: Int[Array, " query"],
     mask: Bool[Array, "query candidate"],
     *,

@@ -90,8 +90,8 @@ LEAST_LOGPROB = -1000.0  # nats
 
 
 def generalised_jsd(
-    student_logits: TokenLogits,
-    teacher_logits: TokenLogits,
+    student_logits: Float[Array, "*batch time vocab"],
+    teacher_logits: Float[Array, "*batch time vocab"],
     mask: Mask,
     *,
     beta: Coefficient = 0.5,

@@ -210,10 +210,10 @@ def token_logprobs(
     tokens: Int[Array, " time"],
     *,
     mask: Bool[Array, " time"] | None = None,
-    temperature: Coefficient | OverTime = 1.0,
+    temperature: Coefficient | Float[Array, " time"] = 1.0,
     chunk_size: int | None = None,
     with_entropy: bool = False,
-) -> OverTime | tuple[OverTime, OverTime]:
+) -> Float[Array, " time"] | tuple[Float[Array, " time"], Float[Array, " time"]]:
     r"""Score tokens under the head of a language model, without holding all logits.
 
     $$\log \pi_t = z_{t, a_t} - \log \sum_v e^{z_{t, v}}, \qquad
