@@ -1,8 +1,8 @@
 """The objects with Twinkle's signature: stateless, called with rewards, found by name.
 
 Estimators can be swapped without touching the call, so a hyper-parameter of another estimator is
-ignored. Data is never ignored: a mask that is not applied would change what is learnt. Signatures
-tell which is which: hyper-parameters are keyword-only, data is not.
+ignored. Data is never ignored: without a mask that was passed, training would
+learn from the wrong samples. In signatures hyper-parameters are keyword-only, data is not.
 """
 
 import abc
@@ -27,7 +27,7 @@ _DATA = ("lengths", "greedy_rewards")
 _OVER_TIME = {"gamma", "gae_lambda", "normalize"}  # hyper-parameters of estimators per token
 
 # Names from other libraries, and what to write here instead.
-_INSTEAD = {
+_SUGGESTIONS = {
     "mask": "where= (True = keep)",
     "masks": "where= (True = keep)",
     "completion_mask": "where= (True = keep), one entry a sample",
@@ -58,7 +58,7 @@ class Advantage(abc.ABC):
     """
 
     def __init_subclass__(cls, *, name: str | None = None, **kwargs: Any) -> None:
-        """Enter the class under its name, if it has one."""
+        """Register the class under its name, if it has one."""
         super().__init_subclass__(**kwargs)
         if name is not None:
             ESTIMATORS[name] = cls
@@ -86,7 +86,7 @@ class Advantage(abc.ABC):
 
     @property
     def needs(self) -> tuple[str, ...]:
-        """The data that a call takes besides rewards: of `lengths` and `greedy_rewards`.
+        """Which of `lengths` and `greedy_rewards` a call needs besides rewards.
 
         Example:
             >>> from twinkle_jax.advantage import get_advantage
@@ -97,7 +97,7 @@ class Advantage(abc.ABC):
 
     @property
     def hyper_parameters(self) -> dict[str, bool]:
-        """Its hyper-parameters by name; True for those that a call must have.
+        """Its hyper-parameters by name; True for required ones.
 
         Example:
             >>> from twinkle_jax.advantage import get_advantage
@@ -118,7 +118,7 @@ class Advantage(abc.ABC):
 
 @dataclasses.dataclass(frozen=True)
 class FunctionAdvantage(Advantage):
-    """The base of our own estimators: a function, called with Twinkle's signature."""
+    """The base of the built-in estimators: a function, called with Twinkle's signature."""
 
     function: ClassVar[Callable[..., jax.Array]]
 
@@ -133,10 +133,10 @@ class FunctionAdvantage(Advantage):
 
         Args:
             rewards: as in the function; None in a list is left out and gets 0.
-            num_generations: K; most functions refuse the default, which is Twinkle's.
-            scale: `'group'`, `'batch'` or `'none'`. Where the formula itself says what it divides
-                by, it is checked, so that estimators can be swapped, and without effect.
-            **kwargs: `where`, `reward_weights` and what the function takes besides.
+            num_generations: K; the default is Twinkle's, and most estimators need at least 2.
+            scale: `'group'`, `'batch'` or `'none'`. If the formula of the estimator fixes what it
+                divides by, `scale` has no effect, so that estimators can be swapped.
+            **kwargs: `where`, `reward_weights` and further arguments of the function.
                 Hyper-parameters of other estimators are ignored.
 
         Returns:
@@ -189,7 +189,7 @@ def _parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]
 
 
 def _accepted(estimator: type[FunctionAdvantage], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Keep what its function takes, drop hyper-parameters of others, raise for the rest."""
+    """Keep arguments of its function, drop hyper-parameters of others, raise for the rest."""
     parameters = _parameters(estimator.function)
     takes = [name for name in parameters if name not in ("rewards", "num_generations", "scale")]
     others = [kind for kind in ESTIMATORS.values() if issubclass(kind, FunctionAdvantage)]
@@ -214,12 +214,12 @@ def _hint(name: str, takes: list[str], takers: list[str]) -> str:
     if takers:
         return f"use {' or '.join(takers)}, which take{'s' * (len(takers) == 1)} {name}"
     close = difflib.get_close_matches(name, [*takes, "num_generations", "scale"], n=1)
-    instead = _INSTEAD.get(name) or (f"{close[0]}=" if close else "")
-    return f"use {instead}" if instead else f"it takes {', '.join(takes)}"
+    suggestion = _SUGGESTIONS.get(name) or (f"{close[0]}=" if close else "")
+    return f"use {suggestion}" if suggestion else f"it takes {', '.join(takes)}"
 
 
 def _split_missing(rewards: Any, where: Any) -> tuple[Any, Any]:
-    """Fill in what is None in a (nested) list, and leave it out through the mask."""
+    """Replace None in a (nested) list by 0, and mask it."""
     if not isinstance(rewards, list | tuple) or not any(map(_holds_none, rewards)):
         return rewards, where
     rows = [row for row in rewards if isinstance(row, list | tuple)]

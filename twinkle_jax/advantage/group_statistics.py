@@ -1,4 +1,4 @@
-"""Statistics of the rewards of each prompt, and which prompts are worth a gradient."""
+"""Statistics of the rewards of each prompt, and a filter of prompts by their signal."""
 
 import functools
 from typing import Any, NamedTuple
@@ -47,8 +47,7 @@ def group_statistics(
       \sigma_p = \sqrt{\frac{1}{n_p - 1} \sum_i (r_i - \mu_p)^2}$$
 
     A prompt without signal (all its rewards equal, up to 4 units in the last place, or fewer than
-    two left) teaches nothing. Dynamic sampling (DAPO) replaces such prompts; log
-    their share.
+    two left) has no gradient. Dynamic sampling (DAPO) replaces such prompts; log their share.
 
     Args:
         rewards: `[N]` or `[N, C]`, as in `grpo_advantage`.
@@ -88,7 +87,7 @@ def dynamic_sampling_filter(
     keep_failed: bool = False,
     threshold: Scalar = 0.5,
 ) -> Bool[jax.Array, " samples"]:
-    """Tell the prompts that teach something from those to be replaced (DAPO).
+    """Select the prompts to train on; the others are to be replaced (DAPO).
 
     A prompt whose rewards are all equal has no signal. It is solved if their mean lies above the
     threshold, and failed otherwise; either kind can be kept, for estimators that learn from it
@@ -97,18 +96,18 @@ def dynamic_sampling_filter(
 
     Args:
         statistics: of `group_statistics`.
-        num_generations: repeat the answer for each of K samples, as a mask for the `where=` of an
-            estimator; 1, the default, gives one for each prompt. Static.
+        num_generations: K, to repeat the result for each sample, as a mask for the `where=` of an
+            estimator; 1, the default, gives one entry a prompt. Static.
         keep_solved: keep prompts that every sample solves; static.
         keep_failed: keep prompts that no sample solves; static.
-        threshold: between the rewards of failure and of success; may be traced.
+        threshold: what separates rewards of failure from those of success; may be traced.
 
     Returns:
         True = keep, `[P]`, or `[N]` for K samples a prompt.
 
     Raises:
         ValueError: `num_generations` below 1.
-        TypeError: anything but `GroupStatistics`; a type that does not fit.
+        TypeError: anything but `GroupStatistics`; an argument of the wrong type.
 
     References:
         DAPO, https://arxiv.org/abs/2503.14476, section 3.2

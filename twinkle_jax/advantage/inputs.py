@@ -1,7 +1,7 @@
 """Convert and check arguments: numbers, masks, static settings, coefficients.
 
-A JAX array stays where it is and is not read back. Everything else becomes a NumPy array, whose
-NaN and infinities can be seen, and raise.
+A JAX array stays where it is and is not read back. Everything else becomes a NumPy array, in
+which NaN and infinities are found, and raise.
 """
 
 import operator
@@ -18,14 +18,14 @@ class TorchTensor(Protocol):
     """A PyTorch tensor, recognised without importing PyTorch."""
 
     def detach(self) -> Any:
-        """Leave the graph of gradients."""
+        """Detach from the gradient graph."""
 
     def cpu(self) -> Any:
         """Move to the host."""
 
 
 class HoldsArray(Protocol):
-    """A container of a JAX array, such as an NNX variable."""
+    """A wrapper of a JAX array, such as an NNX variable."""
 
     def __jax_array__(self) -> jax.Array:
         """Return the array."""
@@ -163,9 +163,10 @@ def refuse(
     mask: HostOrDevice | None,
     hint: str = "",
 ) -> None:
-    """Raise for the first bad entry that the mask keeps; a traced mask cannot be seen.
+    """Raise for the first bad entry that the mask keeps; with a traced mask, never.
 
-    The mask has the shape of `bad`, or is one for rows of it, or for samples that it has one for.
+    The mask has the shape of `bad`, or one entry for each of its rows. If `bad` has one entry a
+    sample, the mask may be one of components: a sample is kept if one of its components is.
     """
     if isinstance(mask, jax.core.Tracer) or not bad.any():
         return
@@ -181,7 +182,7 @@ def refuse(
 
 
 def check_shape(name: str, array: HostOrDevice, shape: tuple[int, ...], why: str) -> None:
-    """Raise for another shape, and say where the right one comes from."""
+    """Raise unless the array has this shape; `why` is appended to it in the message."""
     if array.shape != shape:
         raise ValueError(f"{name} must have shape {shape}{why}, got {array.shape}")
 
@@ -206,7 +207,7 @@ def check_choice(name: str, value: Any, choices: Sequence[str], hint: str = "") 
 
 
 def check_size(name: str, value: Any, *, least: int = 1, why: str = "") -> int:
-    """Return a static count as an int of at least `least`; or a NumPy integer."""
+    """Return a static count, a Python or NumPy integer, as an int of at least `least`."""
     if isinstance(value, jax.Array | np.ndarray):
         raise TypeError(
             f"{name} must be a static Python int, got {describe(value)}: it decides shapes, so "
@@ -238,7 +239,7 @@ def check_flag(name: str, value: Any) -> bool:
 def check_coefficient(name: str, value: Any, *beside: HostOrDevice | None) -> Any:
     """Return a real scalar: a Python number as it is, or an array without axes.
 
-    A number beside arrays on a device is put there explicitly, in their type, so that
+    If the arrays are on a device, a Python number is put there explicitly, in their type, so that
     `jax.transfer_guard` sees no implicit transfer.
     """
     if type(value) in (float, int):

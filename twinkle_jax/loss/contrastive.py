@@ -30,13 +30,13 @@ def info_nce(
     *,
     temperature: Coefficient = 0.1,
 ) -> Float[Array, " query"]:
-    r"""Loss of contrastive learning (InfoNCE): to find the positive among all candidates.
+    r"""Loss of contrastive learning (InfoNCE): find the positive among all candidates.
 
     $$\ell_i = -\log \frac{\exp(s_{i,p_i} / \tau)}{\sum_{j \in M_i} \exp(s_{ij} / \tau)}$$
 
     Args:
         similarities: $s$, of each query and each candidate, dot products or cosines.
-        positives: $p$, which candidate is the positive of each query; the mask must have it.
+        positives: $p$, which candidate is the positive of each query; the mask must keep it.
         mask: True where a candidate counts for a query; elsewhere the similarity may be anything.
         temperature: $\tau$, above 0.
 
@@ -84,14 +84,13 @@ class InfonceLoss(Loss):
     Args:
         temperature: what similarities are divided by, above 0.
         use_batch: whether the rows of other groups are negatives too.
-        hard_negatives: how many negatives of each group count, its first ones; None for all.
-            A group that has fewer keeps those.
+        hard_negatives: keep this many negatives of each group, the first ones; None for all.
         mask_fake_negative: whether to leave out candidates that are more similar to the anchor
             than its positive is, by more than the margin.
         fake_neg_margin: that margin, above 0.
         include_qq: whether the other anchors are negatives too; with `use_batch`.
-        include_dd: whether the similarities of the positive to all other rows that are no anchors
-            count as well, as in Qwen3-Embedding; with `use_batch`.
+        include_dd: whether to add the similarities of the positive to all other rows that are not
+            anchors, as in Qwen3-Embedding; with `use_batch`.
 
     Raises:
         ValueError: if the margin is not above 0, or there are no hard negatives.
@@ -167,7 +166,7 @@ class InfonceLoss(Loss):
         return LossOutput(jnp.sum(jnp.where(is_anchor, losses, 0)) / count)
 
     def _losses(self, rows: Embeddings, is_anchor: Bool[Array, " row"]) -> Float[Array, " row"]:
-        """Give the loss of each row as if it were an anchor; those of others mean nothing."""
+        """Return the loss of each row as if it were an anchor; use those of anchors only."""
         numbers = jnp.arange(len(rows))
         group = jnp.cumsum(is_anchor)  # from 1; rows before the first anchor are in no group
         place = numbers - jax.lax.cummax(jnp.where(is_anchor, numbers, 0))  # 1 for the positive
@@ -188,7 +187,7 @@ class InfonceLoss(Loss):
             blocks.append((rows[positives] @ rows.T, mask & (numbers[None] != positives[:, None])))
         similarities = jnp.concatenate([block for block, _ in blocks], axis=1)
         kept = jnp.concatenate([kept for _, kept in blocks], axis=1)
-        # A row that is no anchor takes one candidate alone, so that its gradient is 0, not NaN.
+        # A row that is not an anchor gets a single candidate, so that its gradient is 0, not NaN.
         alone = jnp.arange(kept.shape[1])[None] == positives[:, None]
         kept = jnp.where(is_anchor[:, None], kept, alone)
         return info_nce(similarities, positives, kept, temperature=self.temperature)

@@ -1,4 +1,4 @@
-"""Loss objects: what a train step calls, and how they read labels, outputs and numbers a sample."""
+"""Loss objects, which a train step calls, and how they read labels, outputs and sample values."""
 
 import abc
 import difflib
@@ -28,7 +28,7 @@ class LossOutput(Mapping[str, Any]):
     Attributes:
         loss: the loss.
         metrics: metrics of the step; None where the loss has none.
-        num_tokens: tokens to divide a loss by that is a sum; None for a mean.
+        num_tokens: number of tokens to divide by if the loss is a sum; None for a mean.
 
     Example:
         >>> output = LossOutput(0.5)
@@ -125,18 +125,18 @@ def refuse_unknown(kwargs: Mapping[str, object]) -> None:
         if name not in ARGUMENTS:
             matches = difflib.get_close_matches(name, ARGUMENTS, n=1)
             hint = f" (did you mean {matches[0]!r}?)" if matches else ""
-            raise TypeError(f"arguments must be of {', '.join(ARGUMENTS)}, got {name!r}{hint}")
+            raise TypeError(f"arguments must be among {', '.join(ARGUMENTS)}, got {name!r}{hint}")
 
 
 def entry(name: str, mapping: Mapping[str, Any], *keys: str) -> tuple[str, Any]:
-    """Look up the first key that is there and not None; return it and its value."""
+    """Look up the first key that is present and not None; return it and its value."""
     if not isinstance(mapping, Mapping):
         raise TypeError(f"{name} must be a mapping, got {type(mapping).__name__}")
     for key in keys:
         if mapping.get(key) is not None:
             return key, mapping[key]
-    keys_wanted = " or ".join(map(repr, keys))
-    raise InvalidLossInputError(f"{name} must hold {keys_wanted}, got {sorted(mapping)}")
+    expected = " or ".join(map(repr, keys))
+    raise InvalidLossInputError(f"{name} must hold {expected}, got {sorted(mapping)}")
 
 
 class Labels(NamedTuple):
@@ -149,7 +149,7 @@ class Labels(NamedTuple):
     """The labels as NumPy, if they are not traced and on this host; else None."""
 
     def check(self, vocabulary: int | None = None) -> None:
-        """Refuse labels that are no token, if they are concrete."""
+        """Raise for labels that are not tokens, if they are concrete."""
         if self.concrete is None:
             return
         end = np.inf if vocabulary is None else vocabulary
@@ -208,7 +208,7 @@ def _gathered(
 ) -> PerToken:
     logprobs = jax.nn.log_softmax(jnp.where(mask[..., None], logits, 0))
     label_logprobs = jnp.take_along_axis(logprobs, tokens[..., None], axis=-1, mode="clip")[..., 0]
-    # NaN for a traced label outside the vocabulary, which `clip` would take for another token.
+    # NaN for a traced label outside the vocabulary, which `clip` would turn into another token.
     in_vocabulary = (tokens >= 0) & (tokens < logits.shape[-1])
     return jnp.where(mask, jnp.where(in_vocabulary, label_logprobs, jnp.nan), 0)
 
@@ -344,7 +344,7 @@ def _scattered(rows: Float[Array, "batch width"], lengths: Lengths, mask: Mask) 
     rows = jnp.pad(rows, ((0, 0), (0, time - rows.shape[1])))
     rank = jnp.maximum(jnp.cumsum(mask, axis=1) - 1, 0)
     spread = jnp.take_along_axis(rows, rank, axis=1)
-    # With traced labels, a wrong length shows only when the program runs: NaN, not silence.
+    # With traced labels a wrong length is known only when the program runs: NaN then.
     fits = jnp.sum(mask, axis=1, keepdims=True) == lengths[:, None]
     spread = jnp.where(mask, jnp.where(fits, spread, jnp.nan), 0)
     return jnp.where(lengths[:, None] == time, rows, spread)

@@ -1,4 +1,4 @@
-"""Check the arrays of a loss (shapes, types, the mask), and clean what is under the mask."""
+"""Check the arrays of a loss (shapes, types, the mask), and set masked entries to zero."""
 
 import jax
 import jax.numpy as jnp

@@ -26,7 +26,7 @@ from twinkle_jax.loss.masked_inputs import (
 from twinkle_jax.loss.surrogate import bounded
 
 CorrectionMode = Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
-"""What an `ImportanceCorrection` weighs, and what it does with weights above its cap."""
+"""Whether an `ImportanceCorrection` weighs tokens or sequences, and caps or drops them."""
 
 Correction = Callable[[PerToken, PerToken, Mask], PerToken]
 """Weights per token from the trainer's log-probabilities, the sampler's, and the mask."""
@@ -422,7 +422,7 @@ def off_policy_sequence_mask(
     Args:
         logprobs: $\log \pi$, under the policy being trained, in nats.
         sampler_logprobs: $\log \mu$, as the sampler reported them, in nats.
-        advantages: $A$, one a sequence or one a token (then each token by its own).
+        advantages: $A$, one a sequence, or one a token, which then decides for its token alone.
         mask: True where the policy chose the token. Padding may hold anything.
         delta: the largest divergence of a sequence with a negative advantage, in nats per token.
 

@@ -48,16 +48,16 @@ def kl_k2(logprobs: PerToken, reference_logprobs: PerToken, mask: Mask) -> PerTo
     On policy its gradient is an unbiased estimate of the divergence's gradient.
 
     Args:
-        logprobs: $\log \pi$, under the policy being trained, in nats.
-        reference_logprobs: $\log \pi_{ref}$, under a frozen policy, in nats; no gradient.
-        mask: True where the policy chose the token. Padding may hold anything.
+        logprobs: as in `kl_k1`.
+        reference_logprobs: as in `kl_k1`.
+        mask: as in `kl_k1`.
 
     Returns:
         Estimate per token in nats, zero where masked out.
 
     Raises:
-        ValueError: if the shapes differ.
-        TypeError: if a log-probability is not floating point, or the mask not boolean.
+        ValueError: as `kl_k1`.
+        TypeError: as `kl_k1`.
 
     References:
         [Approximating KL Divergence](http://joschu.net/blog/kl-approx.html) (Schulman, 2020)
@@ -79,16 +79,16 @@ def kl_k3(logprobs: PerToken, reference_logprobs: PerToken, mask: Mask) -> PerTo
     A token whose $\Delta$ lies beyond ±20 receives no gradient.
 
     Args:
-        logprobs: $\log \pi$, under the policy being trained, in nats.
-        reference_logprobs: $\log \pi_{ref}$, under a frozen policy, in nats; no gradient.
-        mask: True where the policy chose the token. Padding may hold anything.
+        logprobs: as in `kl_k1`.
+        reference_logprobs: as in `kl_k1`.
+        mask: as in `kl_k1`.
 
     Returns:
         Estimate per token in nats, zero where masked out.
 
     Raises:
-        ValueError: if the shapes differ.
-        TypeError: if a log-probability is not floating point, or the mask not boolean.
+        ValueError: as `kl_k1`.
+        TypeError: as `kl_k1`.
 
     References:
         [Approximating KL Divergence](http://joschu.net/blog/kl-approx.html) (Schulman, 2020);

@@ -47,8 +47,8 @@ class PolicyLoss(Loss):
         entropy_coef: weight of the entropy bonus, per nat.
         ignore_index: the label that means "no loss here".
         correction: weights the loss per token, as an `ImportanceCorrection` does, for a sampler
-            whose log-probabilities differ from the trainer's; None for none. Divergence and
-            entropy bonus are not weighted.
+            whose log-probabilities differ from the trainer's; None for no correction. Divergence
+            and entropy bonus are not weighted.
     """
 
     epsilon: Coefficient
@@ -62,7 +62,7 @@ class PolicyLoss(Loss):
         super().__init_subclass__(**kwargs)
         if "reduce" in vars(cls) and "divides_by" not in vars(cls):
             raise TypeError(
-                f"divides_by must be declared beside reduce, got {cls.__name__} without it"
+                f"divides_by must be declared with reduce, got {cls.__name__} without it"
             )
 
     @property
@@ -332,7 +332,7 @@ class CISPOLoss(BNPOLoss):
 
 @dataclass(frozen=True)
 class DRGRPOLoss(PolicyLoss):
-    """Clipped surrogate, `constant_length`: no bias to short right answers and long wrong ones.
+    """Clipped surrogate, `constant_length`: unbiased by the length of completions.
 
     See `PolicyLoss` for the other arguments.
 

@@ -1,4 +1,4 @@
-"""Metrics of a policy step, and of the sampler against the trainer. Nothing has a gradient."""
+"""Metrics of a policy step, and of the sampler against the trainer, all without gradient."""
 
 from dataclasses import dataclass, fields
 from typing import NamedTuple
@@ -112,7 +112,7 @@ def policy_metrics(
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class SamplerMismatch:
-    """Sums over tokens and sequences that say how far the sampler is from the trainer.
+    """Sums over tokens and sequences, from which the mismatch of sampler and trainer is computed.
 
     Add those of micro-batches with `+`; `metrics` divides at the end, so that the size of a
     micro-batch changes nothing. A pytree of float32 scalars.
@@ -153,7 +153,7 @@ class SamplerMismatch:
         Returns:
             `logp_diff/mean` and `logp_diff/max`, in nats; `ratio_outside`, share of tokens whose
             ratio is outside the band; `mismatch_kl`, in nats per token; `token_sample_size` and
-            `sequence_sample_size`, the share of the samples that is left after weighting. Without
+            `sequence_sample_size`, the effective sample sizes as shares. Without
             a token the sample sizes are 1 and all others 0.
         """
 

@@ -1,7 +1,7 @@
 """Losses of pairs of sequences, one chosen and one rejected.
 
-The first four compare log-ratios to a reference policy, summed over tokens; SimPO, CPO and ORPO do
-without a reference. The objects under Twinkle's names take chosen and rejected rows in turn.
+The first four compare log-ratios to a reference policy, summed over tokens; SimPO, CPO and ORPO
+need no reference. The objects under Twinkle's names take chosen and rejected rows alternately.
 """
 
 import abc
@@ -134,7 +134,7 @@ def ipo_preference(chosen: PerPair, rejected: PerPair, *, beta: Coefficient = 0.
 
 
 def kto_pair_preference(chosen: PerPair, rejected: PerPair, *, beta: Coefficient = 0.1) -> PerPair:
-    r"""Loss of KTO for pairs, without its baseline: chosen and rejected sequences count apart.
+    r"""Loss of KTO for pairs, without its baseline: chosen and rejected sequences count separately.
 
     $$\ell = 1 - \sigma(\beta \Delta_w) + \sigma(\beta \Delta_l)$$
 
@@ -288,7 +288,7 @@ LOSS_TYPES: dict[str, Callable[..., PerPair]] = {
 
 @dataclass(frozen=True)
 class DPOLoss(Loss):
-    """Loss of DPO and its variants, averaged over pairs; rows are chosen and rejected in turn.
+    """Loss of DPO and variants, averaged over pairs; rows alternate between chosen and rejected.
 
     Calls `sigmoid_preference`, `hinge_preference`, `ipo_preference` or `kto_pair_preference`.
     Immutable, equal when its fields are, hashable.
@@ -385,7 +385,7 @@ class DPOLoss(Loss):
 
 
 class ReferenceFreeLoss(Loss):
-    """A loss of pairs without a reference policy; rows are chosen and rejected in turn."""
+    """A loss of pairs without a reference policy; rows alternate between chosen and rejected."""
 
     divides_by = "pairs"
 
@@ -412,7 +412,7 @@ class ReferenceFreeLoss(Loss):
 
 @dataclass(frozen=True)
 class SimPOLoss(ReferenceFreeLoss):
-    """Loss of SimPO, averaged over pairs; rows are chosen and rejected in turn.
+    """Loss of SimPO, averaged over pairs; rows alternate between chosen and rejected.
 
     Calls `simpo_preference`. Immutable, equal when its fields are, hashable.
 
@@ -446,7 +446,7 @@ class CPOLoss(ReferenceFreeLoss):
     """Loss of CPO, averaged over pairs, plus the cross entropy of the chosen sequences.
 
     Calls `cpo_preference` and `cross_entropy`, which is averaged over tokens, as in Twinkle. Rows
-    are chosen and rejected in turn. Immutable, equal when its fields are, hashable.
+    alternate between chosen and rejected. Immutable, equal when its fields are, hashable.
 
     Args:
         beta: how much a nat of difference counts, above 0.
@@ -476,8 +476,8 @@ class CPOLoss(ReferenceFreeLoss):
 class ORPOLoss(ReferenceFreeLoss):
     """Cross entropy of the chosen sequences, plus the odds ratio of ORPO averaged over pairs.
 
-    Calls `cross_entropy`, which is averaged over tokens, and `orpo_preference`. Rows are chosen and
-    rejected in turn. Immutable, equal when its fields are, hashable.
+    Calls `cross_entropy`, which is averaged over tokens, and `orpo_preference`. Rows alternate
+    between chosen and rejected. Immutable, equal when its fields are, hashable.
 
     Args:
         lambda_orpo: weight of the odds ratio.
@@ -505,11 +505,11 @@ class ORPOLoss(ReferenceFreeLoss):
 def _read_pairs(
     inputs: Mapping[str, Any], outputs: Mapping[str, Any], ignore_index: int
 ) -> tuple[Labels, PerToken]:
-    """Read labels in pairs of rows, and their log-probabilities, 0 where there is no label."""
+    """Read labels in pairs of rows, and their log-probabilities, 0 without a label."""
     labels = read_labels(inputs, ignore_index)
     if len(labels.mask) % 2:
         raise InvalidLossInputError(
-            "inputs['labels'] must have an even number of rows, chosen and rejected in turn, "
+            "inputs['labels'] must have an even number of rows, chosen, rejected, chosen, …, "
             f"got {len(labels.mask)}"
         )
     (logprobs,) = masked_inputs(labels.mask, logprobs=label_logprobs(outputs, labels))

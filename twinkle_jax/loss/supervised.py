@@ -1,4 +1,4 @@
-"""Losses towards a target: the next token, a teacher's distribution, the returns of a critic."""
+"""Losses with a target: the next token, a teacher's distribution, the returns for a critic."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -365,20 +365,20 @@ class ChunkedCrossEntropyLoss(Loss):
 
 @dataclass(frozen=True)
 class LigerFusedLinearCrossEntropyLoss(CrossEntropyLoss):
-    """`CrossEntropyLoss` under another name: its log-probabilities come from fused kernels anyway.
+    """`CrossEntropyLoss` under another name: no loss needs all logits here.
 
-    Twinkle calls Liger's kernel, so that the logits are never held. Here `token_logprobs`, which
-    the train step calls, holds none for any loss.
+    Twinkle calls Liger's kernel, so that logits are never in memory. Here `token_logprobs`, which
+    the train step calls, does so for every loss.
 
     Args:
         ignore_index: the label that means "no loss here".
         reduction: `'sum'` with `num_tokens` in the output, to divide by later, or `'mean'`.
         dft: whether to weigh tokens by their probability.
         label_smoothing: must be 0.
-        softcap: must be None: the model's configuration says whether logits are capped.
+        softcap: must be None: the model's configuration sets it.
 
     Raises:
-        ValueError: if the reduction is unknown, or one of the last two is set.
+        ValueError: if the reduction is unknown, or `label_smoothing` or `softcap` is set.
 
     References:
         [Liger Kernel](https://arxiv.org/abs/2410.10989) (Hsu et al., 2024)
@@ -401,7 +401,7 @@ class LigerFusedLinearCrossEntropyLoss(CrossEntropyLoss):
             raise ValueError(f"label_smoothing must be 0, got {self.label_smoothing}")
         if self.softcap is not None:
             raise ValueError(
-                f"softcap must be None, for the model's configuration has it, got {self.softcap}"
+                f"softcap must be None, since the model's configuration sets it, got {self.softcap}"
             )
 
 
@@ -496,13 +496,13 @@ class GKDLoss(Loss):
         if teacher_topk_logprobs is not None and teacher_topk_indices is not None:
             teacher = floating("teacher_topk_logprobs", teacher_topk_logprobs)
             if key == "logits":
-                student = _gathered(student, jnp.asarray(teacher_topk_indices), teacher)
+                student = _at_teacher_tokens(student, jnp.asarray(teacher_topk_indices), teacher)
         elif teacher_logits is not None:
             teacher = floating("teacher_logits", teacher_logits)
             count = self.topk if topk is None else topk
             if count is not None:
                 teacher, indices = jax.lax.top_k(teacher, count)
-                student = _gathered(student, indices, teacher)
+                student = _at_teacher_tokens(student, indices, teacher)
         else:
             raise InvalidLossInputError(
                 "teacher_logits, or teacher_topk_logprobs and teacher_topk_indices, must be given "
@@ -519,7 +519,7 @@ class GKDLoss(Loss):
         return LossOutput(token_mean(losses, labels.mask, denominator=denominator))
 
 
-def _gathered(student: TokenLogits, indices: Array, teacher: TokenLogits) -> TokenLogits:
+def _at_teacher_tokens(student: TokenLogits, indices: Array, teacher: TokenLogits) -> TokenLogits:
     """Gather the student's logits of the teacher's tokens."""
     if not jnp.issubdtype(indices.dtype, jnp.integer):
         raise TypeError(f"teacher_topk_indices must be integers, got {indices.dtype}")
@@ -537,7 +537,7 @@ class MSELoss(Loss):
 
     $$L = \frac{1}{N} \sum_n (y_n - \hat y_n)^2$$
 
-    Immutable, equal to every other one, hashable.
+    Immutable and hashable; all instances are equal.
 
     References:
         [Learning to summarize from human feedback](https://arxiv.org/abs/2009.01325) (Stiennon et

@@ -1,4 +1,4 @@
-"""Importance ratios as logarithms, and the loss of each token of a policy that is made of them."""
+"""Importance ratios (as logarithms), and the losses per token of a policy that use them."""
 
 import jax
 import jax.numpy as jnp

@@ -6,10 +6,10 @@ of an online softmax for each token. The backward pass recomputes the tiles and 
 gradients by these sums. It finishes one block of the head's gradient before the next, so that only
 one block is summed in a wider type.
 
-Two things are for the compiler. The loop over blocks is unrolled: an operand of a compiled loop has
-a fixed layout, and a head that is a transposed embedding would be copied into it. And the start of
-a block is an output of the loop over the chunks of the block before: were it known earlier, the
-compiler would slice all blocks at once, which is the same copy in pieces.
+Two things are done for the compiler. The loop over blocks is unrolled: an operand of a compiled
+loop has a fixed layout, and a head that is a transposed embedding would be copied into it. And the
+start of a block is an output of the loop over the chunks of the block before: if it were known
+earlier, the compiler would slice all blocks at once, which is the same copy in pieces.
 """
 
 from collections.abc import Callable
@@ -43,7 +43,7 @@ class Tiling(NamedTuple):
 
 def tiling(time: int, feature: int, vocab: int, chunk_size: int | None) -> Tiling:
     """Choose sizes so that a tile is a small part of the logits, and a block of the head."""
-    # With few logits, masked ones in the last chunk cost more than one chunk more.
+    # With few logits, masked tokens in the last chunk cost more than one more chunk.
     few = chunk_size is None and time * vocab <= SMALLEST_TILE
     largest = min(time, chunk_size or min(1024, -(-time // (3 if few else 2))))
     chunks = -(-time // largest)
@@ -86,7 +86,7 @@ class _Slopes(NamedTuple):
 def tile_logprobs(
     tokens: Tokens, head: Head, count: Index, tiles: Tiling, with_entropy: bool
 ) -> tuple[OverTime, ...]:
-    """Score the first `count` tokens: log-probabilities, and entropies if asked for."""
+    """Score the first `count` tokens: log-probabilities, and optionally entropies."""
     return _forward(tokens, head, count, tiles, with_entropy)[0]
 
 
@@ -374,7 +374,7 @@ def _checked_tokens(tokens: Any, mask: Any, time: int, vocab: int) -> jax.Array:
         if beyond.size:
             raise ValueError(
                 f"tokens must lie in [0, {vocab}), the columns of head, got "
-                f"{values[beyond[0]]} at {beyond[0]}; leave out with mask what is not to be scored"
+                f"{values[beyond[0]]} at {beyond[0]}; mask tokens that are not to be scored"
             )
     return array if array.dtype.itemsize >= 4 else array.astype(jnp.int32)
 

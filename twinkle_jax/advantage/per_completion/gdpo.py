@@ -12,7 +12,7 @@ from twinkle_jax.advantage.estimators import FunctionAdvantage
 from twinkle_jax.advantage.groups import Samples
 from twinkle_jax.advantage.inputs import ArrayLike, AxisName, Scalar
 
-# Normalised rewards carry a few roundings each; a sum below that much of its terms is rounding.
+# Each normalised reward carries a few roundings; a sum this small beside its terms is rounding.
 _NOISE_ROUNDINGS = 16
 
 
@@ -33,8 +33,8 @@ def gdpo_advantage(
     with $\mu_c$, $\sigma_c$ the mean and standard deviation of component $c$ in the group, and
     $\sigma_B$ that of the sums over the batch (both with Bessel's correction). Summed first, as
     `grpo_advantage` does, different combinations of rewards with the same sum become one. (The
-    mean of the sums over the batch, which the paper subtracts, is 0, because that of every group
-    is.)
+    paper also subtracts the mean of the sums over the batch, which is 0 since it is 0 in every
+    group.)
 
     A component without signal in its group adds nothing; a group without any is exactly 0.
 
@@ -135,7 +135,7 @@ def _gdpo(samples: Samples, epsilon: Array, reward_weights: Array | None = None)
     if reward_weights is not None:
         terms = terms * reward_weights[None, :]
     sums = jnp.sum(terms, axis=1)
-    # Components that cancel are no signal, though rounding is left of them.
+    # Components that cancel leave rounding, which is no signal.
     largest_sum = groups.largest(jnp.abs(sums))
     largest_terms = groups.largest(jnp.sum(jnp.abs(terms), axis=1))
     noise = largest_sum <= _NOISE_ROUNDINGS * jnp.finfo(sums.dtype).eps * largest_terms

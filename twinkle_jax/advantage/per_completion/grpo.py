@@ -44,8 +44,8 @@ def grpo_advantage(
             for rewards up to 1e18.
         num_generations: K, the number of samples per prompt; static.
         scale: `'group'`, `'batch'` or `'none'`; static.
-        where: True = keep, `[N]` or as `rewards`. What is left out enters no statistic and gets 0;
-            a group with fewer than two samples left is 0.
+        where: True = keep, `[N]` or as `rewards`. Samples that are left out enter no statistic and
+            get 0; a group with fewer than two samples left is 0.
         reward_weights: `[C]`, ones by default.
         epsilon: added to the standard deviation; may be traced.
         axis_name: the `shard_map` or `vmap` axis (or a tuple of them) over which `'batch'` takes
@@ -55,8 +55,8 @@ def grpo_advantage(
         Advantages, `[N]`, sharded as the rewards are.
 
     Raises:
-        ValueError: a shape, size or scale that does not fit; NaN or infinity in host data.
-        TypeError: a type that does not fit; a traced `num_generations`.
+        ValueError: an invalid shape, size or scale; NaN or infinity in host data.
+        TypeError: an argument of the wrong type; a traced `num_generations`.
 
     References:
         DeepSeekMath, https://arxiv.org/abs/2402.03300; Dr. GRPO, https://arxiv.org/abs/2503.20783
@@ -95,7 +95,7 @@ def segment_grpo_advantage(
     $$A_i = \frac{r_i - \mu_{g(i)}}{s + \epsilon}$$
 
     with $g(i)$ the segment of sample $i$; otherwise as `grpo_advantage`. A segment with a single
-    sample is 0, at every scale, for there is nothing to compare it with.
+    sample is 0, at every scale, since there is nothing to compare it with.
 
     Args:
         rewards: `[N]` or `[N, C]`, as in `grpo_advantage`, in any order.
@@ -113,8 +113,8 @@ def segment_grpo_advantage(
         Advantages, `[N]`, in the order of the rewards and sharded as they are.
 
     Raises:
-        ValueError: a shape, size or scale that does not fit; NaN or infinity in host data.
-        TypeError: a type that does not fit; a traced `num_segments`.
+        ValueError: an invalid shape, size or scale; NaN or infinity in host data.
+        TypeError: an argument of the wrong type; a traced `num_segments`.
 
     References:
         DeepSeekMath, https://arxiv.org/abs/2402.03300
@@ -156,6 +156,6 @@ def _grpo(samples: Samples, scale: str, epsilon: Array) -> Array:
 
 
 def _rewards(samples: Samples, scale: str, epsilon: Array) -> Array:
-    """One sample a prompt has no group to be compared with."""
+    """Return the rewards: a single sample has no group to be compared with."""
     del scale, epsilon
     return samples.values

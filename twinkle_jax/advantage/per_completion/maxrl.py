@@ -1,4 +1,4 @@
-"""MaxRL: what a reward exceeds the mean of its group by, in units of that mean."""
+"""MaxRL: a reward minus the mean of its group, divided by that mean."""
 
 import dataclasses
 
@@ -31,7 +31,7 @@ def maxrl_advantage(
     A group without signal, or without a positive mean, is exactly 0.
 
     Args:
-        rewards: `[N]` or `[N, C]`, as in `grpo_advantage`, none below zero.
+        rewards: `[N]` or `[N, C]`, as in `grpo_advantage`, at least zero.
         num_generations: K, at least 2; static.
         where: as in `grpo_advantage`.
         reward_weights: as in `grpo_advantage`.
@@ -113,7 +113,7 @@ class MaxRLAdvantage(FunctionAdvantage, name="maxrl"):
 
 def _maxrl(samples: Samples, epsilon: Array) -> Array:
     mean = samples.maximum - samples.mean_gap
-    # A mean that is only rounding (rewards that cancel) is no success rate to divide by.
+    # Where rewards cancel, the mean is rounding noise and not a success rate to divide by.
     positive = mean > 4 * jnp.finfo(mean.dtype).eps * samples.mean_gap
     inverse = jnp.where(positive, 1 / jnp.where(positive, mean + epsilon, 1), 0)
     return samples.zero_without_signal(samples.deviations() * samples.each(inverse))

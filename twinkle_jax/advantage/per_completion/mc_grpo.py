@@ -26,9 +26,10 @@ def mc_grpo_advantage(
     $$A_i = \frac{r_i - m}{s + \epsilon}, \qquad
       m = \mathrm{median}_j(r_j), \qquad s = \mathrm{median}_j(|r_j - m|)$$
 
-    For few samples a prompt: an outlier moves the mean, and turns the signs of others, but not the
-    median. Draw one sample more than you train on, an odd number: the median is one of them, its
-    advantage is exactly 0, and it can be dropped. Of an even number the lower middle is taken.
+    For few samples a prompt: an outlier shifts the mean and changes the signs of other advantages,
+    but hardly moves the median. Draw an odd number of samples, one more than you train on: the
+    median is one of them, has an advantage of exactly 0, and can be dropped. Of an even number the
+    lower of the two middle samples is the median.
 
     Where more than half of the rewards equal the median, as they always do for rewards of 0 and 1,
     the median deviation is 0, and division by $\epsilon$ alone would give advantages of 1000;
@@ -36,7 +37,7 @@ def mc_grpo_advantage(
 
     Args:
         rewards: `[N]` or `[N, C]`, as in `grpo_advantage`.
-        num_generations: K, at least 2, better odd; static.
+        num_generations: K, at least 2, preferably odd; static.
         where: as in `grpo_advantage`.
         reward_weights: as in `grpo_advantage`.
         epsilon: added to the deviation; may be traced.
@@ -88,7 +89,7 @@ def _mc_grpo(samples: Samples, epsilon: Array) -> Array:
 
 
 def _median(samples: Samples, values: Array) -> Array:
-    """Median of what is kept in each group, the lower one of two, `[P]`; 0 for an empty group."""
+    """Median of the kept samples of each group, the lower of two, `[P]`; 0 for an empty one."""
     size = samples.groups.size
     assert size is not None
     if samples.where is None:

@@ -114,7 +114,7 @@ class OPOAdvantage(FunctionAdvantage, name="opo"):
 def _opo(samples: Samples, lengths: Array) -> Array:
     deviations = samples.deviations()
     tokens = samples.total(lengths)
-    # Deviations have no common part, so that their weighted mean has no rounding of one.
+    # Deviations have no large common part, so their weighted mean is accurate.
     baseline = samples.total(lengths * deviations) / jnp.where(tokens > 0, tokens, 1)
     advantages = deviations - samples.each(baseline)
     advantages = jnp.where(samples.each(tokens) == 0, 0, advantages)

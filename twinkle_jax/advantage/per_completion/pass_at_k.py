@@ -38,7 +38,7 @@ def pass_at_k_advantage(
         rewards: `[N]` or `[N, C]`, as in `grpo_advantage`; a sample passes above the threshold.
         num_generations: K, at least 2; static.
         k: from 1 to K; may be traced, to be annealed.
-        threshold: between the rewards of failure and of success; may be traced.
+        threshold: what separates rewards of failure from those of success; may be traced.
         where: as in `grpo_advantage`. A group with fewer than k samples left is 0.
         reward_weights: as in `grpo_advantage`.
 
@@ -81,7 +81,7 @@ def _pass_at_k(samples: Samples, k: Array, threshold: Array) -> Array:
     passed = samples.total(passes)
     log_none = _log_none_of_k(count, passed, k, samples.groups.size)
 
-    # No success, or one in every subset: pass@k is the same for all, and nobody earns credit.
+    # No success, or one in every subset: pass@k is the same for all subsets, so all credits are 0.
     varies = (passed > 0) & jnp.isfinite(log_none) & (k >= 1)
     log_none = jnp.where(varies, log_none, -1)
     success = jnp.exp(log_none / 2) / jnp.sqrt(-jnp.expm1(log_none))

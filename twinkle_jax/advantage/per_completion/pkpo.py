@@ -3,8 +3,8 @@ r"""PKPO: what a sample adds to the best of k, averaged over all subsets of k sa
 Put the rewards of a group in falling order, x_0 >= x_1 >= ... A subset of k that holds sample i
 holds none of the m <= i best ones with probability q_m = C(n-1-m, k-1) / C(n-1, k-1), so its mean
 best reward is x_0 minus the sum over m <= i of q_m (x_{m-1} - x_m). All credits are cumulative sums
-like this one, of drops that have the same sign: nothing cancels, nothing overflows, and what all
-rewards have in common is gone.
+like this one, of drops that have the same sign: nothing cancels, nothing overflows, and a common
+part of the rewards drops out.
 """
 
 import dataclasses
@@ -44,8 +44,8 @@ def pkpo_advantage(
     - `'leave_one_out'`: $\frac{k}{n}$ times the mean best of the k-subsets of the other samples,
       which leaves $\sum_i A_i \nabla \log \pi_i$ unbiased; needs $n > k$;
     - `'leave_one_out_minus_one'`: $\frac{k}{n}$ times the mean best of the (k-1)-subsets of the
-      others, unbiased too, with the least variance: $A_i \ge 0$ is what sample $i$ raises the best
-      by; needs $k \ge 2$.
+      others, unbiased too, with the least variance: $A_i \ge 0$ is how much sample $i$ raises
+      the best; needs $k \ge 2$.
 
     A group without signal is exactly 0. (The paper weighs the second baseline with $k/(n-1)$,
     under which equal rewards are not 0.) $A$ is of order $k/n$, for the sum over samples.
@@ -146,7 +146,7 @@ def _against_mean(ranked: _Ranked, k: Array) -> Array:
 
 
 def _against_others(ranked: _Ranked, k: Array) -> Array:
-    """Compare with k others: P_m = q_m (n-k-m) / (n-k) is what q_m is for their subsets."""
+    """Compare with k others, for whose subsets q_m is q_m (n-k-m) / (n-k)."""
     others = ranked.samples - k
     share = 1 / jnp.where(others > 0, others, 1)
     lost = jnp.cumsum(ranked.none_better * ranked.rank * share * ranked.drops, axis=1)

@@ -1,4 +1,4 @@
-"""REINFORCE: the reward itself, with no baseline; what other estimators are measured against."""
+"""REINFORCE: the reward itself, without a baseline; for comparison with other estimators."""
 
 import dataclasses
 
@@ -22,14 +22,14 @@ def reinforce_advantage(
 
     $$A_i = r_i$$
 
-    Its gradient is right on average and of high variance: it depends on what is added to all
-    rewards, and a prompt whose rewards are all equal pushes on all of its completions. It is here
-    to compare with; choose `rloo_advantage` or `grpo_advantage` to train. Groups play no part, so
-    there is no form for segments: leave K at 1.
+    Its gradient is unbiased and of high variance: a constant added to all rewards changes it, and
+    a prompt whose rewards are all equal still has one. It is meant for comparisons; train with
+    `rloo_advantage` or `grpo_advantage`. Groups have no effect, so there is no `segment_` form:
+    leave K at 1.
 
     Args:
         rewards: `[N]` or `[N, C]`, as in `grpo_advantage`.
-        num_generations: K, samples per prompt, at least 1; it changes nothing.
+        num_generations: K, samples per prompt, at least 1; without effect.
         where: as in `grpo_advantage`.
         reward_weights: as in `grpo_advantage`.
 
@@ -55,7 +55,7 @@ def reinforce_advantage(
 
 @dataclasses.dataclass(frozen=True)
 class ReinforceAdvantage(FunctionAdvantage, name="reinforce"):
-    """`reinforce_advantage` with Twinkle's signature; what is missing is 0.
+    """`reinforce_advantage` with Twinkle's signature; a missing reward gives 0.
 
     Example:
         >>> from twinkle_jax.advantage import ReinforceAdvantage

@@ -28,7 +28,7 @@ def reinforce_plus_plus_baseline_advantage(
     $$d_i = r_i - \mu, \qquad A_i = \frac{d_i - \bar d}{\sigma_d + \epsilon}$$
 
     with $\bar d$ and $\sigma_d$ (Bessel-corrected) taken over all tokens of the batch, each of
-    which has the $d$ of its completion: a completion counts as often as it has tokens. All tokens
+    which has the $d$ of its completion: a completion counts once per token. All tokens
     of a completion share the result, see `broadcast_to_tokens`.
 
     A group without signal is exactly 0, though its tokens count in $\bar d$ and $\sigma_d$; so is a
@@ -129,11 +129,11 @@ def _reinforce_plus_plus_baseline(samples: Samples, lengths: Array, epsilon: Arr
     deviations = samples.zero_without_signal(samples.deviations())
     tokens = samples.masked(lengths)
     counted = tokens > 0
-    # Deviations over their spread in the batch first, so that squares neither over- nor underflow.
+    # Divide by the spread in the batch first, so that squares neither overflow nor underflow.
     batch = Samples(deviations, counted, samples.batch, samples.batch)
     spread = jnp.where(batch.has_signal & (batch.std > 0), batch.std, 1)
     scores = batch.deviations() / spread
-    # Then normalised as often as they have tokens.
+    # Then normalise, each completion weighted by its tokens.
     total, count = samples.batch.total, samples.batch.total(tokens)
     mean = total(tokens * scores) / jnp.maximum(count, 1)
     variance = total(tokens * jnp.square(scores - mean)) / jnp.maximum(count - 1, 1)

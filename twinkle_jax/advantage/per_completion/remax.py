@@ -27,8 +27,8 @@ def remax_advantage(
 
     $$A_i = r_i - r^{greedy}_{p(i)}$$
 
-    One more completion a prompt, decoded greedily, pays for a baseline that needs neither a group
-    nor a critic. A difference of at most 4 units in the last place is exactly 0. For groups of
+    The baseline needs neither a group nor a critic, but one more completion a prompt, decoded
+    greedily. A difference of at most 4 units in the last place is exactly 0. For groups of
     different sizes leave K at 1 and pass `greedy_rewards[segment_ids]`.
 
     Args:

@@ -29,7 +29,7 @@ def rloo_advantage(
           = \frac{K}{K - 1} \cdot \frac{r_i - \mu}{s + \epsilon}$$
 
     with $s$ the standard deviation of the group (`scale='group'`), of all rewards (`'batch'`), or
-    no division (`'none'`, the estimator of the paper: unbiased, because a sample takes no part in
+    no division (`'none'`, the estimator of the paper: unbiased, because a sample is not part of
     its own baseline). Under a mask K is the number of samples that the group has left.
 
     Args:

@@ -54,8 +54,8 @@ def gae_advantage(
     $$\delta_t = r_t + \gamma V_{t'} - V_t, \qquad A_t = \delta_t + \gamma \lambda A_{t'}, \qquad
       G_t = A_t + V_t$$
 
-    with $t'$ the next step that is kept: the recursion skips masked steps. Behind the last one
-    stand $V_{end}$ and an advantage of 0. Normalised, $A$ has mean 0 and (population) standard
+    with $t'$ the next step that is kept: the recursion skips masked steps. After the last one
+    come $V_{end}$ and an advantage of 0. Normalised, $A$ has mean 0 and (population) standard
     deviation 1 over all steps kept; $G$ is never normalised. No gradient flows through either.
 
     Computed as one parallel scan, of the returns: $G_t = r_t + \gamma Y_{t'}$ with
@@ -73,16 +73,16 @@ def gae_advantage(
         bootstrap_values: $V_{end}$, `[...]`, for sequences that were cut off; 0 by default.
         epsilon: added to the standard deviation; may be traced.
         axis_name: the `shard_map` or `vmap` axis (or a tuple of them) that the batch lies on, for
-            normalising. Under `jit` with sharded arrays that is over all of them anyway.
+            normalising. Under `jit` with sharded arrays statistics are global anyway.
 
     Returns:
         `(advantages, returns)`, both `[..., time]`, 0 where masked, sharded as the rewards are.
-        Advantages that are all equal, up to the rounding of what they are made of, normalise to
-        exactly 0.
+        Advantages that are all equal, up to the rounding of the numbers they are computed from,
+        normalise to exactly 0.
 
     Raises:
-        ValueError: a shape that does not fit; NaN or infinity in host data.
-        TypeError: a type that does not fit.
+        ValueError: an invalid shape; NaN or infinity in host data.
+        TypeError: an argument of the wrong type.
 
     References:
         https://arxiv.org/abs/1506.02438
@@ -114,9 +114,9 @@ class GAEAdvantage:
     """`gae_advantage` with Twinkle's signature.
 
     Args:
-        gamma: the discount per step.
-        gae_lambda: from 0 (low variance) to 1 (low bias).
-        normalize: whether to normalise the advantages over all steps kept.
+        gamma: as in `gae_advantage`.
+        gae_lambda: as in `gae_advantage`.
+        normalize: as in `gae_advantage`, unless a call overrides it.
 
     Example:
         >>> from twinkle_jax.advantage import GAEAdvantage
@@ -141,9 +141,9 @@ class GAEAdvantage:
         """Call `gae_advantage`.
 
         Args:
-            rewards: one for each step, `[..., time]`.
-            values: as `rewards`.
-            masks: True = keep, as `rewards`.
+            rewards: as in `gae_advantage`.
+            values: as in `gae_advantage`.
+            masks: `where` of `gae_advantage`.
             normalize: overrides that of the object, unless it is None.
 
         Returns:

@@ -34,8 +34,8 @@ def reinforce_plus_plus_advantage(
     $$G_t = r_t + \gamma\, G_{t'}, \qquad A_t = \frac{G_t - \bar G}{\sigma_G + \epsilon}$$
 
     with $t'$ the next token that is kept, and mean and standard deviation (Bessel-corrected) over
-    all tokens kept. The rewards are those of tokens: `kl_in_token_reward` puts the reward of a
-    completion on its last token and takes a penalty off all of them.
+    all tokens kept. Rewards are per token: `kl_in_token_reward` puts the reward of a
+    completion on its last token and subtracts a penalty from all of them.
 
     Args:
         rewards: one for each token, `[..., time]`, as in `discounted_returns`.
@@ -49,8 +49,8 @@ def reinforce_plus_plus_advantage(
         the returns are equal up to rounding.
 
     Raises:
-        ValueError: a shape that does not fit; NaN or infinity in host data.
-        TypeError: a type that does not fit.
+        ValueError: an invalid shape; NaN or infinity in host data.
+        TypeError: an argument of the wrong type.
 
     References:
         https://arxiv.org/abs/2501.03262

@@ -1,4 +1,4 @@
-"""What estimators over time are made of: rewards of tokens, discounted returns, whitening.
+"""Building blocks of estimators over time: rewards per token, discounted returns, whitening.
 
 From completions to tokens and back: `kl_in_token_reward` puts the reward of a completion on its
 last token, `broadcast_to_tokens` gives the advantage of a completion to all of its tokens.
@@ -27,7 +27,7 @@ from twinkle_jax.advantage.inputs import (
     compute_dtype,
 )
 
-_BLOCK = 8  # steps that are walked one after the other
+_BLOCK = 8  # steps that are computed one after the other
 
 
 def broadcast_to_tokens(advantages: ArrayLike, mask: ArrayLike) -> Float[jax.Array, "*batch time"]:
@@ -42,8 +42,8 @@ def broadcast_to_tokens(advantages: ArrayLike, mask: ArrayLike) -> Float[jax.Arr
         is. No gradient flows through them.
 
     Raises:
-        ValueError: a shape that does not fit; NaN or infinity in host data.
-        TypeError: a type that does not fit.
+        ValueError: an invalid shape; NaN or infinity in host data.
+        TypeError: an argument of the wrong type.
 
     Example:
         >>> from twinkle_jax.advantage import broadcast_to_tokens
@@ -65,7 +65,7 @@ def _broadcast(mask: Array, advantages: Array) -> Array:
 def kl_in_reward(
     rewards: ArrayLike, kl: ArrayLike, mask: ArrayLike, *, coefficient: Scalar
 ) -> Float[jax.Array, "*batch"]:
-    r"""Take the divergence of a whole completion off its reward.
+    r"""Subtract the KL divergence of a whole completion from its reward.
 
     $$r'_i = r_i - \beta \sum_t k_{it}$$
 
@@ -83,8 +83,8 @@ def kl_in_reward(
         Rewards, `[...]`, sharded as before. No gradient flows through them.
 
     Raises:
-        ValueError: a shape that does not fit; NaN or infinity in host data.
-        TypeError: a type that does not fit.
+        ValueError: an invalid shape; NaN or infinity in host data.
+        TypeError: an argument of the wrong type.
 
     References:
         https://arxiv.org/abs/2402.14740, section 2
@@ -100,12 +100,12 @@ def kl_in_reward(
 def kl_in_token_reward(
     rewards: ArrayLike, kl: ArrayLike, mask: ArrayLike, *, coefficient: Scalar
 ) -> Float[jax.Array, "*batch time"]:
-    r"""Put the reward of a completion on its last token, and the divergence on every one.
+    r"""Put the reward of a completion on its last token, and a KL penalty on every token.
 
     $$r_{it} = -\beta\, k_{it} + r_i\, [t = t_{last}]$$
 
     For estimators over time: `reinforce_plus_plus_advantage`, `discounted_returns`,
-    `gae_advantage`. A completion without tokens earns nothing.
+    `gae_advantage`. A completion without tokens has no reward.
 
     Args:
         rewards: as in `kl_in_reward`.
@@ -194,8 +194,8 @@ def discounted_returns(
         Returns, `[..., time]`, 0 where masked, sharded as the rewards are.
 
     Raises:
-        ValueError: a shape that does not fit; NaN or infinity in host data.
-        TypeError: a type that does not fit.
+        ValueError: an invalid shape; NaN or infinity in host data.
+        TypeError: an argument of the wrong type.
 
     Example:
         >>> from twinkle_jax.advantage import discounted_returns
@@ -232,7 +232,7 @@ def discounted_sum(
 
     A step is the map $h \mapsto x_t + d h$, and maps compose associatively: eight steps in a row
     are one map as well. So time is cut into blocks of eight, the blocks, an eighth as many steps,
-    are solved in the same way, and each block is then walked from what comes after it. Blocks do
+    are solved in the same way, and each block is then solved from the value after it. Blocks do
     not wait for each other, so the number of steps in a row grows with the logarithm of the time.
     A step that is masked is the identity, and so repeats what comes after it.
 
@@ -259,7 +259,7 @@ def _solve(slopes: Array, inputs: Array, last: Array | None) -> Array:
         return jnp.stack(walked, axis=-1) if time else inputs
 
     def blocks(steps: Array, identity: int) -> tuple[Array, ...]:
-        """The first step of every block, the second, ...; what is missing at the end is added."""
+        """Return the first step of every block, the second, ...; the last block is padded."""
         padding = [(0, 0)] * len(batch) + [(0, -time % _BLOCK)]
         steps = jnp.pad(steps, padding, constant_values=identity)
         return jnp.unstack(steps.reshape(*batch, steps.shape[-1] // _BLOCK, _BLOCK), axis=-1)
@@ -274,7 +274,7 @@ def _solve(slopes: Array, inputs: Array, last: Array | None) -> Array:
 
 
 def _walk(slopes: Sequence[Array], inputs: Sequence[Array], after: Array | None) -> list[Array]:
-    """Take steps one after the other, from the last: what stands after each, in order of time."""
+    """Apply steps in sequence, from the last; return the value at each, in order of time."""
     reached = []
     for slope, step in zip(reversed(slopes), reversed(inputs), strict=True):
         after = step if after is None else step + slope * after
@@ -282,7 +282,7 @@ def _walk(slopes: Sequence[Array], inputs: Sequence[Array], after: Array | None)
     return reached[::-1]
 
 
-_NOISE_ULPS = 8  # of the operands: what a few additions and subtractions of them may leave
+_NOISE_ULPS = 8  # of the operands: the rounding error of a few additions and subtractions
 
 
 def whiten(
@@ -300,7 +300,7 @@ def whiten(
         tokens: any shape; finite where masked.
         keep: True where a token counts, or None for all.
         epsilon: added to the standard deviation.
-        correction: what is taken off the number of tokens in the divisor of the variance.
+        correction: subtracted from the number of tokens in the divisor of the variance.
         axis_name: the mapped axis over which the batch extends.
         operands: if `tokens` are differences, the size of the numbers that were subtracted, as
             `tokens`, 0 where masked: the rounding of a difference is relative to that.

@@ -1,4 +1,4 @@
-"""Advantages of the turns of episodes: GAE over turns, with the group in the critic's place."""
+"""Advantages of the turns of episodes: GAE over turns, with the group's mean for a critic."""
 
 import functools
 
@@ -35,10 +35,10 @@ def turn_returns(
       V_k = \operatorname{mean}_j G^j_k, \qquad G^j_k = \sum_{l \ge k} \gamma^{l-k} r^j_l$$
 
     There is no critic: the value $V_k$ is the mean return from turn $k$ on of those episodes of the
-    group that have such a turn, the episode itself among them. Behind the last turn, $R$ and $V$
-    are 0. With $\lambda = 1$ it is the discounted return; the smaller $\lambda$, the less what
-    happens later tells of this turn: less variance, and more bias, since $V_k$ knows the number of
-    the turn and nothing else of the state that the episode is in.
+    group that have such a turn, the episode itself among them. After the last turn, $R$ and $V$
+    are 0. With $\lambda = 1$ it is the discounted return. A smaller $\lambda$ gives later rewards
+    less weight: less variance, and more bias, since $V_k$ depends on the number of the turn and not
+    on the state of the episode.
 
     Args:
         rewards: `[samples, turns]`, episodes of a prompt next to each other.
@@ -51,8 +51,8 @@ def turn_returns(
         $R$, `[samples, turns]`, 0 where masked; any estimator may compare its columns.
 
     Raises:
-        ValueError: a shape that does not fit; NaN or infinity in host data.
-        TypeError: a type that does not fit.
+        ValueError: an invalid shape; NaN or infinity in host data.
+        TypeError: an argument of the wrong type.
 
     References:
         https://arxiv.org/abs/1506.02438
@@ -105,9 +105,9 @@ def turn_gae_advantage(
     $$\delta_k = r_k + \gamma V_{k+1} - V_k, \qquad A_k = \sum_{l \ge 0} (\gamma\lambda)^l
       \delta_{k+l} = R_k - V_k$$
 
-    with $V$ and $R$ of `turn_returns`: turns in the place of steps, and the mean of the group in
-    the place of a critic. Since $V_k$ is also the mean of the group's $R_k$, $A$ is what GRPO makes
-    of $R$, turn by turn, and sums to 0 over a group; that is how it is computed, so equal returns
+    with $V$ and $R$ of `turn_returns`: turns take the place of steps, and the mean of the group
+    that of a critic. Since $V_k$ is also the mean of the group's $R_k$, $A$ is the GRPO advantage
+    of $R$, turn by turn, and sums to 0 over a group. It is computed this way, so equal returns
     give exactly 0. With $\lambda = 1$, $A_k = G_k - V_k$.
 
     Args:
@@ -120,12 +120,12 @@ def turn_gae_advantage(
         epsilon: added to standard deviations; may be traced.
 
     Returns:
-        Advantages, `[samples, turns]`, 0 where masked, and for a turn that one episode of its group
-        alone has.
+        Advantages, `[samples, turns]`, 0 where masked, and for a turn that only one episode of its
+        group has.
 
     Raises:
-        ValueError: a shape that does not fit; NaN or infinity in host data.
-        TypeError: a type that does not fit.
+        ValueError: an invalid shape; NaN or infinity in host data.
+        TypeError: an argument of the wrong type.
 
     References:
         https://arxiv.org/abs/1506.02438
