@@ -53,8 +53,8 @@ class Grouped:
         reward_weights: one for each component.
         segment_ids: for groups by id.
         data: arrays and coefficients that the formula takes by name.
-        num_generations: groups are so many neighbours ...
-        num_segments: ... or share an id below this number; if both are None, all are one group.
+        num_generations: size of each group of neighbours, or None.
+        num_segments: number of groups by id, or None; if both are None, the batch is one group.
         axis_name: of shards, for statistics of the batch and of segments.
     """
 
@@ -96,7 +96,7 @@ def in_rows(
         reward_weights: one for each component.
         axis_name: of shards.
         least: the smallest K that makes sense.
-        why: what a user with a smaller K is told.
+        why: the reason, appended to the error for a smaller K.
         **coefficients: scalars that the formula takes by name.
     """
     size = check_size("num_generations", num_generations, least=least, why=why)
@@ -139,7 +139,7 @@ def in_segments(
 def check_rewards(
     rewards: Any, where: Any, reward_weights: Any
 ) -> tuple[HostOrDevice, HostOrDevice | None, HostOrDevice | None]:
-    """Return rewards, mask and weights as arrays whose shapes fit together."""
+    """Return rewards, mask and weights as arrays of matching shapes."""
     values = as_numbers("rewards", rewards)
     shape = values.shape
     if values.ndim not in (1, 2):
@@ -154,7 +154,7 @@ def check_rewards(
     if reward_weights is not None:
         if len(shape) == 1:
             raise ValueError(
-                "reward_weights must stand beside rewards of shape [N, C], one for each of the C "
+                "reward_weights must come with rewards of shape [N, C], one for each of the C "
                 f"components, got rewards of shape {shape}"
             )
         weights = as_numbers("reward_weights", reward_weights)
@@ -165,7 +165,7 @@ def check_rewards(
 
 
 def check_where(where: Any, shape: tuple[int, ...]) -> HostOrDevice:
-    """Return a mask of samples, or of the components of each."""
+    """Return a mask of samples, or of their components."""
     mask = as_mask("where", where)
     if mask.shape != shape:
         cells = f" or {shape}" if len(shape) == 2 else ""
@@ -174,7 +174,7 @@ def check_where(where: Any, shape: tuple[int, ...]) -> HostOrDevice:
 
 
 def check_whole_groups(num_samples: int, num_generations: int) -> None:
-    """Raise for a number of rewards that K does not divide."""
+    """Raise unless K divides the number of rewards."""
     if num_samples % num_generations:
         raise ValueError(
             f"rewards must hold num_generations={num_generations} samples for every prompt, next "
@@ -184,7 +184,7 @@ def check_whole_groups(num_samples: int, num_generations: int) -> None:
 
 
 def check_segment_ids(segment_ids: Any, num_samples: int, num_segments: int) -> HostOrDevice:
-    """Return ids as signed integers of at least 32 bits, in which -1 is outside."""
+    """Return ids as signed integers of at least 32 bits, -1 for host ids out of range."""
     ids = as_array("segment_ids", segment_ids)
     if not jnp.issubdtype(ids.dtype, np.integer):
         raise TypeError(f"segment_ids must hold integers, got {describe(ids)}")
@@ -307,7 +307,7 @@ def estimate(
         grouped: rewards that passed the checks, and their groups.
         formula: takes `Samples`, the settings, and the data of `grouped` by name.
         settings: hashable, fixed at compile time.
-        components_apart: whether the formula wants rewards `[N, C]`, and `reward_weights` by name,
+        components_apart: whether the formula takes rewards `[N, C]`, and `reward_weights` by name,
             instead of their sum.
     """
     data = grouped.data
@@ -323,7 +323,7 @@ def estimate(
 
 
 def _form_groups(grouped: Grouped, *, components_apart: bool) -> Samples:
-    """Lay rewards out as their groups are, 0 where they are masked."""
+    """Arrange rewards by group, 0 where they are masked."""
     read = keep_components if components_apart else sum_components
     values, keep = read(grouped.rewards, grouped.where, grouped.reward_weights)
     batch = WholeBatch(len(values), grouped.axis_name)
@@ -345,7 +345,7 @@ def _form_groups(grouped: Grouped, *, components_apart: bool) -> Samples:
 
 
 def _like_rewards(value: Any, grouped: Grouped, samples: Samples) -> Array:
-    """Convert data to the dtype and layout of the rewards, components summed likewise."""
+    """Convert data to the dtype and layout of the rewards, with components summed."""
     value = jnp.asarray(value)
     if value.ndim == 2:
         value, _ = sum_components(value, None, grouped.reward_weights)

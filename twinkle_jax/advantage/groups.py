@@ -5,12 +5,13 @@ repeating a statistic for each sample. `Samples` has the statistics, written onc
 
 Numerical details, handled here once for every estimator:
 
-* The mean is kept as two numbers, `maximum - mean_gap`. How far a reward is below the maximum is
-  exact where they are near, and the gap is the mean of that. Rewards of 1e6 plus small differences
-  so give the advantages of the differences. (A rounded mean would do as well, were it the same
-  number everywhere: the compiler recomputes it in each fused loop, in another order or unrounded in
-  a multiply-add. A maximum has no rounding to differ in.)
-* Squares are taken of deviations divided by the spread, so that nothing overflows up to 1e18.
+* The mean is kept as two numbers, `maximum - mean_gap`. The difference between a
+  reward and the maximum is exact where they are close, and the gap is the mean of these. So rewards
+  of 1e6 plus small differences give the advantages of the differences. (A rounded mean would do as
+  well if it were the same number everywhere, but the compiler recomputes it in each fused loop, in
+  another order or unrounded in a multiply-add. A maximum is not rounded.)
+* Deviations are divided by the spread before they are squared, so that rewards up to 1e18 do not
+  overflow.
 * Whether a group has a signal at all is decided on its rewards (maximum against minimum), not on
   a standard deviation that is itself made of rounding noise.
 """
@@ -26,7 +27,7 @@ from jax import Array
 from twinkle_jax.advantage.inputs import AxisName
 
 NOISE_ULPS = 4
-"""Rewards of a group that differ by at most so many units in the last place count as equal."""
+"""Rewards of a group that differ by at most this many units in the last place count as equal."""
 
 
 class Groups(Protocol):
@@ -74,12 +75,12 @@ class Neighbours:
 class Grid(Neighbours):
     """Groups of K neighbours, of samples that are laid out as [P, K] already.
 
-    XLA fuses what stays in this shape into few passes; a statistic that is repeated to `[N]` it
-    works out again for each sample.
+    XLA fuses operations in this shape into few passes. If a statistic were repeated to `[N]`, XLA
+    would recompute it for each sample.
     """
 
     def each(self, statistic: Array) -> Array:
-        """Leave the repetition along its row to broadcasting."""
+        """Add an axis, so that a statistic broadcasts along its row."""
         return statistic[:, None]
 
 
@@ -94,7 +95,7 @@ class Segments:
 
     def total(self, values: Array) -> Array:
         """Sum each segment."""
-        # Long segments are summed in stripes, or a running float32 sum would lose digits.
+        # Long segments are summed in stripes: a running float32 sum would lose digits.
         samples = self.ids.shape[0]
         stripes = max(1, min(64, samples // (64 * self.count)))
         striped = self.ids * stripes + jnp.arange(samples, dtype=self.ids.dtype) % stripes
@@ -135,7 +136,7 @@ class WholeBatch:
         return value if self.axis_name is None else jax.lax.pmax(value, self.axis_name)
 
     def each(self, statistic: Array) -> Array:
-        """Leave a statistic to broadcasting: it is a scalar."""
+        """Return the statistic, a scalar, which broadcasts."""
         return statistic
 
 
@@ -169,11 +170,11 @@ class Samples:
         return self.groups.each(statistic)
 
     def total(self, values: Array) -> Array:
-        """Sum what is not masked in each group."""
+        """Sum the unmasked values of each group."""
         return self.groups.total(self.masked(values))
 
     def mean(self, values: Array) -> Array:
-        """Average what is not masked in each group; 0 for an empty one."""
+        """Average the unmasked values of each group; 0 for an empty one."""
         return self.total(values) / self.divisor
 
     @functools.cached_property
@@ -220,7 +221,7 @@ class Samples:
     @functools.cached_property
     def has_signal(self) -> Array:
         """At least two samples that differ by more than rounding; True where not finite."""
-        # Of the largest and the smallest, the larger magnitude; exact where the spread is small.
+        # The larger magnitude of maximum and minimum; exact where the spread is small.
         size = jnp.maximum(self.maximum, self.spread - self.maximum)
         return ~self.finite | (self.spread > ulps(NOISE_ULPS, size))
 
