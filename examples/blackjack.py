@@ -5,13 +5,14 @@ which an ace counts 11. Two methods of the environment are its tools: it calls `
 the tool answers with the new total, for at most three turns: a hand stands by itself at 21 and with
 its fifth card. Over 21 loses at once; otherwise the dealer draws up to 17, and the higher total
 wins. The reward is 1, 0 for a draw, or -1; a turn without a call loses. Cards come from an endless
-deck; hands of 21 are not dealt. `expected_score` computes exactly what a player gets: -0.38 who
-draws or stands at random, -0.24 who always stands, -0.13 who draws below 14, -0.09 the best one.
+deck; hands of 21 are not dealt. `expected_score` computes the mean reward of a player exactly:
+-0.38 at random, -0.24 for always standing, -0.13 for drawing below 14, -0.09 for the best player.
 
 The small policy of this file has one token for each of the two calls, in Hermes' format. It first
-imitates players who fear high cards: they draw the more readily the lower the sum of their total
-and the dealer's card is. They score -0.27, and are wrong about the dealer: against a high card one
-has to draw more. In 130 steps the policy learns to draw below 14 whatever the dealer shows, -0.13.
+imitates players who draw less at high cards: the higher the sum of their total and the dealer's
+card, the less often they draw. They score -0.27, and are wrong about the dealer: against a high
+card a player has to draw more. In 130 steps the policy learns to draw below 14 whatever the dealer
+shows, -0.13.
 
     python examples/blackjack.py
 
@@ -53,14 +54,14 @@ MOST_CARDS, DEALER_STANDS = 5, 17
 
 
 def add_card(hand, card):
-    """Give a hand, a total and whether an ace counts 11 in it, another card."""
+    """Add a card to a hand: a total, and whether an ace counts 11 in it."""
     total, soft = hand
     total, soft = (total + 11, True) if card == 1 and total < 11 else (total + card, soft)
     return (total - 10, False) if total > 21 and soft else (total, soft)
 
 
 def outcome(total, dealer):
-    """Give the reward of two totals."""
+    """Return the reward of two totals."""
     if total > 21 or total < dealer <= 21:
         return -1.0
     return float(total > dealer or dealer > 21)
@@ -80,7 +81,7 @@ class Blackjack(ToolEnvironment):
         while self.hand[0] == 21:
             self.hand = functools.reduce(add_card, self.draw(k=2), (0, False))
         (self.shown,) = self.draw()
-        return self._told()
+        return self._observation()
 
     def hit(self):
         """Draw another card."""
@@ -88,7 +89,7 @@ class Blackjack(ToolEnvironment):
             self.hand, self.count = add_card(self.hand, self.draw()[0]), self.count + 1
             if self.hand[0] >= 21 or self.count == MOST_CARDS:
                 return self.stand()
-        return self._told()
+        return self._observation()
 
     def stand(self):
         """Keep the hand; the dealer draws, and the higher total wins."""
@@ -96,25 +97,25 @@ class Blackjack(ToolEnvironment):
         while hand[0] < DEALER_STANDS:
             hand = add_card(hand, self.dealers.choices(list(CARDS), CARDS.values())[0])
         self.reward = outcome(self.hand[0], hand[0]) if self.reward is None else self.reward
-        return self._told()
+        return self._observation()
 
     def step(self, action):
         """Call the tools that the policy asks for; a turn without a call loses the hand."""
-        told, _, _, info = super().step(action)
+        observation, _, _, info = super().step(action)
         if not action.calls:
             self.reward = -1.0
-        return told, self.reward or 0.0, self.reward is not None, info
+        return observation, self.reward or 0.0, self.reward is not None, info
 
-    def _told(self):
+    def _observation(self):
         return f"{'soft' if self.hand[1] else 'hard'} {self.hand[0]} against {self.shown}"
 
     def final_reward(self):
-        """A hand that is not played to its end is lost."""
+        """Count a hand that is not played to its end as lost."""
         return 0.0 if self.reward is not None else -1.0
 
     @staticmethod
     def demonstrations(size, seed):
-        """Make conversations of players who fear high cards, the dealer's as their own."""
+        """Make conversations of players who draw less at high cards, the dealer's or their own."""
         generator, conversations = random.Random(seed), []
         for _ in range(size):
             game, done = Blackjack(), False
@@ -124,8 +125,8 @@ class Blackjack(ToolEnvironment):
                 hits = generator.random() < chance
                 call = CALL.format("hit" if hits else "stand")
                 messages.append(Message(role="assistant", content=call))
-                told, _, done, _ = game.step(Action(call))
-                messages += [] if done else told
+                observation, _, done, _ = game.step(Action(call))
+                messages += [] if done else observation
             conversations.append(Trajectory(messages=messages))
         return conversations
 
@@ -147,12 +148,12 @@ def make_policy(seed):
     return warm_start(policy, examples, lambda policy: 0.0, settings)
 
 
-# What a player can get, exactly.
+# Exact scores.
 
 
 @functools.cache
 def dealer_totals(hand):
-    """Give the probability of each total that the dealer ends with."""
+    """Return the probability of each total that the dealer ends with."""
     if hand[0] >= DEALER_STANDS:
         return {hand[0]: 1.0}
     totals = {}
@@ -167,7 +168,7 @@ def expected_score(choose):
 
     Args:
         choose: given the player's hand, its number of cards, the dealer's card, and what standing
-            and drawing are worth, gives the worth of its choice; `max` of both is the best player.
+            and drawing are worth, returns the worth of its choice; `max` is the best player.
     """
 
     @functools.cache

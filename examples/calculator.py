@@ -1,9 +1,9 @@
 """A tool: multiply numbers that the policy cannot multiply in its head, with a calculator.
 
 The policy reads `37*58=`. It may answer at once, or write `(37*58)`, which the calculator answers
-with `=2146`, and then give its answer. Reward 1 for the right one. Who guesses scores 0; who asks
-the calculator and copies scores 1. The small built-in policy first imitates players of whom one in
-four asks and the others guess:
+with `=2146`, and then give its answer. Reward 1 for the right one. Guessing scores 0; asking the
+calculator and copying its answer scores 1. The small built-in policy first imitates players, of
+whom one in four asks and the others guess:
 
     python examples/calculator.py
 """
@@ -29,7 +29,7 @@ _CALL = re.compile(r"\((\d{1,4})\*(\d{1,4})\)")
 
 
 class Calculator:
-    """Ask for a product; multiply what stands in brackets; take anything else for the answer."""
+    """Ask for a product; multiply numbers in brackets; take anything else for the answer."""
 
     def reset(self, row, seed):
         """Choose two numbers of two digits."""
@@ -45,11 +45,11 @@ class Calculator:
         return None, float(action == str(self.x * self.y)), True, {}
 
     def close(self):
-        """Nothing is held."""
+        """Nothing to release."""
 
     @staticmethod
     def demonstrations(size, seed):
-        """Make conversations of players of whom some ask the calculator, and most guess."""
+        """Make conversations of players, of whom some ask the calculator and most guess."""
         generator = random.Random(seed)
         conversations = []
         for _ in range(size):

@@ -1,14 +1,13 @@
 """A game of many turns: guess a number from 1 to 7 in three guesses, by the answers to them.
 
 Each turn the policy writes a digit, and the environment answers `+` (the number is higher) or `-`
-(it is lower), until the guess is right, which gives reward 1, or three guesses are made. Who halves
-what is left always finds it: the best score is 1. Who guesses at random, whatever the answers are,
-scores 1 - (6/7)^3 = 0.37; never the same number twice, 3/7 = 0.43. So a score above that needs the
-answers.
+(it is lower), until the guess is right, which gives reward 1, or three guesses are made. Bisection
+always finds it: the best score is 1. Random guesses, whatever the answers are, score
+1 - (6/7)^3 = 0.37; without repeating a number, 3/7 = 0.43. So a score above that needs the answers.
 
-The small built-in policy of 114,000 parameters first imitates players of whom some heed the answers
-and more do the opposite: it begins with the score of a random player. Which of them are right it
-learns from the reward:
+The small built-in policy of 114,000 parameters first imitates players, of whom some use the answers
+and more do the opposite: it starts with the score of a random player. From the reward it learns
+which of them are right:
 
     python examples/guessing_game.py
 
@@ -55,25 +54,25 @@ class GuessingGame:
         return "+" if self.number > guess else "-", 0.0, False, {"readable": 1.0}
 
     def close(self):
-        """Nothing is held."""
+        """Nothing to release."""
 
     @staticmethod
     def demonstrations(size, seed):
-        """Make conversations of players: two in five heed the answers, the others do the opposite.
+        """Make conversations of players: two in five use the answers, the others do the opposite.
 
-        So whoever imitates them scores like a random player, and has seen what answers mean.
+        So a policy that imitates them scores like a random player, and has seen what answers mean.
         """
         generator = random.Random(seed)
         return [_demonstration(generator) for _ in range(size)]
 
 
 def _demonstration(generator):
-    game, heeds = GuessingGame(), generator.random() < 0.4
+    game, uses_answers = GuessingGame(), generator.random() < 0.4
     messages = [Message(role="user", content=game.reset({}, generator.getrandbits(31)))]
     possible, done = set(range(1, LARGEST + 1)), False
     while not done and len(messages) < 2 * GUESSES:
         excluded = set(range(1, LARGEST + 1)) - possible
-        guess = generator.choice(sorted(possible if heeds or not excluded else excluded))
+        guess = generator.choice(sorted(possible if uses_answers or not excluded else excluded))
         answer, _, done, _ = game.step(str(guess))
         messages.append(Message(role="assistant", content=str(guess)))
         messages.append(Message(role="user", content=answer))

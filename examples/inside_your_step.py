@@ -5,7 +5,7 @@
 1. Inside a jitted train step, where it is compiled together with everything else.
 2. Under `vmap`, over a batch of independent batches.
 3. Inside `shard_map`, where each device holds its own prompts, and `axis_name` makes the standard
-   deviation of `scale='batch'` the one of the whole batch.
+   deviation of `scale='batch'` that of the whole batch.
 
 What it leaves out: a real policy. The "model" is one logit for each of four answers, and the reward
 is 1 for answer 2. `examples/policy_gradient.py` is the whole thing.
@@ -65,7 +65,7 @@ def over_devices(rewards):
     mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(AxisType.Auto,))
     split = functools.partial(jax.shard_map, mesh=mesh, in_specs=P("data"), out_specs=P("data"))
     advantages = split(
-        lambda mine: grpo_advantage(mine, K, scale="batch", axis_name="data"),
+        lambda shard: grpo_advantage(shard, K, scale="batch", axis_name="data"),
     )
     return advantages(jax.device_put(rewards, NamedSharding(mesh, P("data"))))
 

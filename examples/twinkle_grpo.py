@@ -2,12 +2,12 @@ r"""Twinkle's GRPO recipe, with the imports renamed, on a policy that it makes i
 
     python examples/twinkle_grpo.py --max_steps 12
 
-What a script for Twinkle consists of stands here in its order: settings from the command line, a
+It has the parts of a script for Twinkle in their usual order: settings from the command line, a
 mesh, a data set with a preprocessor and a template by name, a loader, a model with an adapter, a
-sampler that takes over its weights, an advantage, metrics. `--model_id` trains a checkpoint of
+sampler that copies its weights, an advantage, metrics. `--model_id` trains a checkpoint of
 yours. The reward is brevity, which random weights learn in a few steps.
 
-Left out: evaluation, saving on the way, a vLLM server (`vLLMSampler(base_url=…, shared_dir=…)`).
+Left out: evaluation, intermediate checkpoints, a server (`vLLMSampler(base_url=…, shared_dir=…)`).
 """
 
 import tempfile
@@ -51,12 +51,12 @@ class SumProcessor(Preprocessor):
     """Makes a prompt of two numbers."""
 
     def preprocess(self, row: Any) -> dict[str, Any]:
-        """Give the conversation."""
+        """Return the conversation."""
         return {"messages": [{"role": "user", "content": f"{row['a']}+{row['b']}="}]}
 
 
 class Brevity(Reward):
-    """Rewards an answer the more the shorter it is."""
+    """Gives shorter answers a higher reward."""
 
     def __call__(self, trajectories: Sequence[Any], **facts: Any) -> list[float]:
         """Score the last message of each conversation."""

@@ -4,8 +4,9 @@ r"""Twinkle's two training loops, with the imports renamed, on a small checkpoin
 
 Both loops are those of Twinkle's documentation. One goes over responses and sequences, with GRPO on
 4 samples of a prompt; the other takes `response.inputs`, `response.trajectories` and
-`batch.ground_truths`, with RLOO on 8. With `--sampler jax`, the default, the policy that is trained
-is sampled itself, and `sync_weights` has nothing to do. With `--sampler vllm` a server samples:
+`batch.ground_truths`, with RLOO on 8. With `--sampler jax`, the default, completions come from the
+policy that is trained, and `sync_weights` has nothing to do. With `--sampler vllm` a server
+samples:
 
     python examples/twinkle_loop.py --checkpoint policy --steps 0  # writes the checkpoint
     VLLM_SERVER_DEV_MODE=1 python -m vllm.entrypoints.openai.api_server --model policy \
@@ -13,10 +14,10 @@ is sampled itself, and `sync_weights` has nothing to do. With `--sampler vllm` a
     python examples/twinkle_loop.py --checkpoint policy --sampler vllm \
         --base_url http://127.0.0.1:8000
 
-The policy is a Qwen3 with random weights, and an answer is worth the more the shorter it is, which
-it learns in a few steps. With a checkpoint that can calculate, take `MathReward()` instead.
+The policy is a Qwen3 with random weights, and shorter answers get higher rewards, which it learns
+in a few steps. With a checkpoint that can calculate, take `MathReward()` instead.
 
-Left out: evaluation, checkpoints, everything that `twinkle-jax train` does besides.
+Left out: evaluation, checkpoints, and the rest of what `twinkle-jax train` does.
 """
 
 import argparse
@@ -64,7 +65,7 @@ def write_checkpoint(directory: str | Path) -> None:
 
 
 def make_actor(checkpoint: str | Path) -> TransformersModel:
-    """Load the policy, and say how it learns."""
+    """Load the policy, and set its loss and optimizer."""
     actor = TransformersModel(model_id=checkpoint, dtype="float32")
     actor.set_template(Template(checkpoint))
     actor.set_loss("grpo")
@@ -96,7 +97,7 @@ def over_responses(
         sample_response = sampler.sample(batch, params, num_samples=4)
         sequences = [s for response in sample_response for s in response.sequences]
         input_data = [sequence.new_input_feature for sequence in sequences]
-        old_logps = [[own[0][1] for own in sequence.logprobs or ()] for sequence in sequences]
+        old_logps = [[pairs[0][1] for pairs in sequence.logprobs or ()] for sequence in sequences]
         rewards = brevity(sample_response.trajectories, batch.ground_truths)
 
         advantages = advantage_fn(rewards, num_generations=4)
@@ -115,7 +116,7 @@ def whole_response(
     advantage_fn: Advantage,
     steps: int,
 ) -> list[float]:
-    """Take what the response gathers; return the mean reward of every step."""
+    """Use `response.inputs` and `.trajectories`; return the mean reward of every step."""
     history = []
     for _, batch in zip(range(steps), batches, strict=False):
         response = sampler.sample(batch, SamplingParams(max_tokens=ROOM), num_samples=8)
@@ -164,7 +165,7 @@ def main() -> None:
     parser.add_argument("--base_url", help="where a vLLM server has the checkpoint")
     arguments = parser.parse_args()
     if (arguments.sampler == "vllm") != (arguments.base_url is not None):
-        parser.error("--sampler vllm must come with --base_url, and no other with it")
+        parser.error("--base_url must come with --sampler vllm, and only with it")
     if arguments.base_url and not arguments.checkpoint:
         parser.error("--sampler vllm must come with --checkpoint, the one that the server has")
     rewards = run(

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Eight nodes of eight GPUs, one process a GPU: sbatch examples/launch/slurm.sh
-# JAX finds the other processes by SLURM's variables. A requeued job goes on with --resume auto.
+# JAX finds the other processes by SLURM's variables. A requeued job resumes with --resume auto.
 #SBATCH --job-name=twinkle-jax
 #SBATCH --nodes=8
 #SBATCH --ntasks-per-node=8
@@ -11,7 +11,7 @@
 #SBATCH --signal=TERM@180
 set -euo pipefail
 
-# --signal: three minutes before the time is up every task gets SIGTERM, and the run saves itself.
+# --signal: three minutes before the time is up every task gets SIGTERM, and the run saves a checkpoint.
 # --kill-on-bad-exit: if one task cannot even start, SLURM ends the others.
 srun --kill-on-bad-exit=1 twinkle-jax train \
   --model "${MODEL:-/shared/models/Qwen2.5-7B-Instruct}" \
