@@ -1,4 +1,4 @@
-"""Imports: rooms in one order, no circles, and two rooms that need little from elsewhere."""
+"""Imports: folders in one order, no circles, and two folders that need only JAX and NumPy."""
 
 import ast
 import graphlib
@@ -24,14 +24,14 @@ ROOMS = (
 
 
 def _file(name):
-    """The file of a module of ours, None for anything else."""
+    """Find the file of a module of this repository; None for other modules."""
     path = ROOT.joinpath(*name.split("."))
     places = path.with_suffix(".py"), path / "__init__.py"
     return next((place for place in places if place.is_file()), None)
 
 
 def _imported(path):
-    """The names of modules that a file imports, wherever in it: for types and late ones as well."""
+    """Find the modules that a file imports, those for types and inside functions included."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -47,13 +47,15 @@ FOLDERS = sorted({path.parent for path in IMPORTS})
 
 
 def _entries(folder):
-    """Which entries of a folder (files, or sub-folders as a whole) each of its entries imports."""
+    """Map each entry of a folder (a file, or a sub-folder as a whole) to those it imports."""
     entries = {}
     for path in IMPORTS:
         if folder in path.parents:
-            own = path.relative_to(folder).parts[0]
-            others = {p.relative_to(folder).parts[0] for p in IMPORTS[path] if folder in p.parents}
-            entries[own] = entries.get(own, set()) | others - {own}
+            entry = path.relative_to(folder).parts[0]
+            imported = {
+                p.relative_to(folder).parts[0] for p in IMPORTS[path] if folder in p.parents
+            }
+            entries[entry] = entries.get(entry, set()) | imported - {entry}
     return entries
 
 
@@ -62,7 +64,7 @@ def test_no_imports_in_a_circle(folder):
     graphlib.TopologicalSorter(_entries(folder)).prepare()  # raises for a circle
 
 
-def test_rooms_import_only_those_before_them():
+def test_folders_import_only_those_above_them():
     entries = _entries(PACKAGE)
     assert set(ROOMS) == {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
     for place, room in enumerate(ROOMS):

@@ -200,7 +200,7 @@ def test_a_class_of_a_user(monkeypatch):
     assert halved.hyper_parameters == {"bonus": True}
     # it has no function whose settings others could ignore
     assert GRPOAdvantage()([0.0, 2.0], 2, "none", threshold=0.1).tolist() == [-1, 1]
-    with pytest.raises(TypeError, match="abstract"):
+    with pytest.raises(TypeError):
         Advantage()
 
 

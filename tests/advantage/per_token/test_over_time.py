@@ -335,12 +335,6 @@ def test_the_scan_over_time_is_no_loop():
     assert "while(" not in program.compile().as_text()
 
 
-def test_lists():
-    lists = gae_advantage(REWARDS.tolist(), VALUES.tolist(), where=KEEP.tolist())
-    for one, other in zip(lists, gae_advantage(REWARDS, VALUES, where=KEEP), strict=True):
-        np.testing.assert_array_equal(one, other)
-
-
 def test_tensors():
     torch = pytest.importorskip("torch", reason="pip install 'twinkle-jax[test,oracle]'")
     rewards, values = torch.tensor(REWARDS, requires_grad=True), torch.tensor(VALUES)
