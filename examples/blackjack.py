@@ -100,7 +100,7 @@ class Blackjack(ToolEnvironment):
         return self._observation()
 
     def step(self, action):
-        """Call the tools that the policy asks for; a turn without a call loses the hand."""
+        """Run the policy's tool calls; a turn without a call loses the hand."""
         observation, _, _, info = super().step(action)
         if not action.calls:
             self.reward = -1.0

@@ -109,7 +109,7 @@ def train(checkpoint: Path, output: Path, steps: int, seed: int) -> list[float]:
     state = train_state(decoder.params, optimizer)
     digits = jnp.arange(PROMPTS, dtype=jnp.int32)
     prompts = jnp.stack([jnp.full_like(digits, START), digits], axis=1)
-    rows = jnp.repeat(prompts, SAMPLES, axis=0)  # the samples of a prompt stand together
+    rows = jnp.repeat(prompts, SAMPLES, axis=0)  # the samples of a prompt are adjacent
     rewards = []
     for step in range(steps):
         key = jax.random.fold_in(jax.random.key(seed), step)  # no two steps share their noise

@@ -106,7 +106,7 @@ class InfonceLoss(Loss):
         0.6931472
     """
 
-    divides_by = "batches"  # each micro-batch is a set of candidates of its own
+    divides_by = "batches"  # each micro-batch has its own candidates
     require_logps = False
     require_logits = True
 

@@ -1,4 +1,4 @@
-"""Weights and masks for tokens that another policy drew than the one being trained.
+"""Weights and masks for tokens that were drawn by another policy than the one being trained.
 
 Importance weights correct for a sampler that has the trainer's weights but other kernels, shapes
 and precisions. Each function has a level (one weight per token, or one per sequence) and a way to

@@ -228,7 +228,7 @@ def token_logprobs(
     and no second `grad`; a Hessian-vector product is the `jvp` of the gradient.
 
     Flatten `[batch, time, feature]` rather than `vmap` over it: under `vmap` each row takes as long
-    as the fullest one, and has a gradient of the head of its own. Pass a tied embedding as
+    as the fullest one, and has its own gradient of the head. Pass a tied embedding as
     `embedding.T`; under `jit` it is not copied. With tokens spread over devices, call this inside
     `shard_map`, or on a mesh with explicit axes: each device then scores its own tokens. On a mesh
     with automatic axes the result is the same, but every device may compute all of it.

@@ -38,7 +38,7 @@ def grpo_advantage(
 
     Args:
         rewards: `[N]`, or `[N, C]` for C reward components, which are summed. **The K rewards of a
-            prompt stand next to each other**: p1 p1 p2 p2, not p1 p2 p1 p2, and `[P, K]` must be
+            prompt are adjacent**: p1 p1 p2 p2, not p1 p2 p1 p2, and `[P, K]` must be
             flattened first, or it reads as K components. A list, a NumPy or JAX array, a tracer or
             a PyTorch tensor. Computed in float32 (float64 stays, with x64 on); results are finite
             for rewards up to 1e18.
