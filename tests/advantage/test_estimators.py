@@ -40,8 +40,8 @@ def test_calls_the_function(name):
     others = {"gamma": 0.9, "gae_lambda": 0.5, "normalize": True, "k": 3} | needs
     scaled = name in ("grpo", "rloo")
     for scale in ("group", "batch", "none"):
-        own = {"scale": scale} if scaled else {}
-        expected = function(REWARDS, num_generations=SIZE, **needs, **own)
+        settings = {"scale": scale} if scaled else {}
+        expected = function(REWARDS, num_generations=SIZE, **needs, **settings)
         result = estimator(REWARDS.tolist(), num_generations=SIZE, scale=scale, **others)
         assert isinstance(result, jax.Array)
         np.testing.assert_array_equal(result, expected)

@@ -140,8 +140,8 @@ def test_over_time(length, masked):
     expected, targets = reference.gae(rewards, values, keep, 0.99, 0.95, last)
     for normalize in (False, True):
         result = advantage.gae_advantage(*tokens, normalize=normalize, **settings)
-        wanted = reference.whiten(expected, keep, 0) if normalize else expected
-        _check(result.advantages, wanted, f"GAE, {rewards.shape}, {normalize=}")
+        whitened = reference.whiten(expected, keep, 0) if normalize else expected
+        _check(result.advantages, whitened, f"GAE, {rewards.shape}, {normalize=}")
         _check(result.returns, targets, f"returns of GAE, {rewards.shape}")
     result = advantage.discounted_returns(tokens[0], **settings)
     _check(result, reference.returns(rewards, keep, 0.99, last), f"returns, {rewards.shape}")

@@ -26,7 +26,7 @@ def test_names_classes_and_objects():
     assert get_loss(loss_fn) is loss_fn
 
 
-def test_what_is_refused():
+def test_errors():
     with pytest.raises(ValueError, match=r"^loss"):
         get_loss("gropo")
     for wrong in (3, None, int, {"loss": "grpo"}):
@@ -65,13 +65,13 @@ def test_functions_that_return_no_number():
 
 
 @pytest.mark.parametrize("name", POLICY_LOSSES)
-def test_what_a_loss_divides_by_is_what_it_says(name):
+def test_divides_by(name):
     loss_fn = POLICY_LOSSES[name]
     count = {"tokens": BATCH.mask.sum(), "sequences": len(BATCH.mask)}[loss_fn.divides_by]
     total = call(loss_fn, *BATCH, denominator=1.0).loss
     np.testing.assert_allclose(call(loss_fn, *BATCH).loss, total / float(count), rtol=1e-6)
 
 
-def test_what_a_function_divides_by():
+def test_divides_by_of_functions():
     assert get_loss(weighted_sum).divides_by == "tokens"
     assert get_loss(lambda inputs, outputs: 0.0).divides_by == "batches"

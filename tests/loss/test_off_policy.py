@@ -102,7 +102,7 @@ def test_far_apart_is_clamped(mode):
     np.testing.assert_allclose(weights, np.exp(20) * np.ones(9), rtol=1e-6)
 
 
-def test_refused():
+def test_errors_of_modes():
     with pytest.raises(ValueError, match="mode"):
         ImportanceCorrection("none")
     with pytest.raises(ValueError, match="floor"):
@@ -167,7 +167,7 @@ def test_every_policy_loss_takes_a_correction(name):
     np.testing.assert_array_equal(agreed, run(None, None, batch.advantages))
 
 
-def test_own_corrections_and_missing_log_probabilities():
+def test_user_corrections_and_missing_log_probabilities():
     batch = random_batch(3)
 
     def own(behaviour_logprobs, sampler_logprobs, mask):

@@ -173,11 +173,11 @@ def test_other_values_compile_nothing():
 
 @every_loss
 def test_micro_batches_add_up(name):
-    """Each holds rows of its own, and others that are filled up."""
+    """Each micro-batch has some of the rows, and masks the others."""
     batch = random_batch(63)
     value, _, gradient = gradients(name, batch)
-    own = np.arange(4)[:, None] < 2
-    halves = [batch._replace(mask=batch.mask & rows) for rows in (own, ~own)]
+    first_rows = np.arange(4)[:, None] < 2
+    halves = [batch._replace(mask=batch.mask & rows) for rows in (first_rows, ~first_rows)]
     pieces = [gradients(name, half, batch.denominators) for half in halves]
     np.testing.assert_allclose(sum(p[0] for p in pieces), value, rtol=1e-5, atol=1e-7)
     for index in (0, 3):  # log-probabilities and entropies
@@ -377,7 +377,7 @@ def test_coefficients_may_be_traced():
     )
 
 
-def test_a_loss_of_ones_own():
+def test_user_defined_loss():
     class ReinforceLoss(PolicyLoss):
         epsilon, epsilon_high, beta, entropy_coef, ignore_index = 0.2, None, 0.0, 0.0, -100
 

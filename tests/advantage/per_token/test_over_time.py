@@ -101,8 +101,8 @@ def test_against_the_loop(masked, last):
         for normalize in (False, True):
             result = gae_advantage(REWARDS, VALUES, where=where, normalize=normalize, **settings)
             np.testing.assert_allclose(result.returns, targets, rtol=1e-5, atol=2e-5)
-            wanted = reference.whiten(expected, keep, 0) if normalize else expected
-            np.testing.assert_allclose(result.advantages, wanted, rtol=1e-5, atol=2e-5)
+            whitened = reference.whiten(expected, keep, 0) if normalize else expected
+            np.testing.assert_allclose(result.advantages, whitened, rtol=1e-5, atol=2e-5)
         returns = discounted_returns(REWARDS, where=where, gamma=gamma, bootstrap_values=last)
         np.testing.assert_allclose(
             returns, reference.returns(REWARDS, keep, gamma, last), rtol=1e-5, atol=2e-5

@@ -106,6 +106,6 @@ def test_under_jit_and_without_gradients():
         ("scale", lambda: turn_gae_advantage(REWARDS, SIZE, "all")),
     ],
 )
-def test_what_cannot_be_is_named(argument, call):
+def test_errors_name_the_argument(argument, call):
     with pytest.raises(ValueError, match=argument):
         call()
