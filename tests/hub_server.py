@@ -1,7 +1,7 @@
-"""The Hugging Face hub as far as one repository goes: a directory here, and a server that shows it.
+"""A fake Hugging Face hub: a server that shows a directory as one repository.
 
-Programs that ask it run in processes of their own, because huggingface_hub reads the address when
-it is imported.
+Programs that use it run in separate processes, because huggingface_hub reads the address when it is
+imported.
 """
 
 import contextlib
@@ -35,14 +35,14 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
     def do_GET(self):
         server, path = self.server, self.path.split("?")[0]
-        server.asked.append(self.path)
+        server.requests.append(self.path)
         api = f"/api/{server.kind}/{server.name}"
         files = f"/{server.name}" if server.kind == "models" else f"/{server.kind}/{server.name}"
         names = sorted(p for p in server.directory.rglob("*") if p.is_file())
         relative = [p.relative_to(server.directory).as_posix() for p in names]
-        wanted = server.directory / path.partition(f"/resolve/{COMMIT}/")[2]
-        if not wanted.is_file():
-            wanted = server.directory / path.partition("/resolve/main/")[2]
+        requested = server.directory / path.partition(f"/resolve/{COMMIT}/")[2]
+        if not requested.is_file():
+            requested = server.directory / path.partition("/resolve/main/")[2]
         if path == f"{api}/revision/main":
             siblings = [{"rfilename": name} for name in relative]
             self.answer_json({"id": server.name, "sha": COMMIT, "siblings": siblings})
@@ -51,8 +51,8 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             self.answer_json(
                 [{"type": "file", "oid": "", "size": size, "path": name} for name, size in sizes]
             )
-        elif path.startswith(f"{files}/resolve/") and wanted.is_file():
-            body = wanted.read_bytes()
+        elif path.startswith(f"{files}/resolve/") and requested.is_file():
+            body = requested.read_bytes()
             tag = f'"{hashlib.sha256(body).hexdigest()}"'
             self.answer(200, body, ETag=tag, X_Repo_Commit=COMMIT)
         else:
@@ -63,19 +63,19 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
 @contextlib.contextmanager
 def serve(directory, kind, name):
-    """Show a directory as a repository of `models` or `datasets`; give address and questions."""
+    """Serve a directory as a repository of `models` or `datasets`; yield address and requests."""
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), _Handler)
-    server.directory, server.kind, server.name, server.asked = directory, kind, name, []
+    server.directory, server.kind, server.name, server.requests = directory, kind, name, []
     threading.Thread(target=server.serve_forever, daemon=True).start()
     try:
-        yield f"http://127.0.0.1:{server.server_port}", server.asked
+        yield f"http://127.0.0.1:{server.server_port}", server.requests
     finally:
         server.shutdown()
         server.server_close()
 
 
 def run(script, argument, address, home, **environment):
-    """Run a script that looks for the hub at an address, and for downloads in a directory."""
+    """Run a script with the hub at an address and the downloads in a directory."""
     settings = {"JAX_PLATFORMS": "cpu", "NO_PROXY": "127.0.0.1", "HF_HUB_OFFLINE": "0"}
     settings |= {"HF_ENDPOINT": address, "HF_HOME": str(home)}
     return subprocess.run(

@@ -1,4 +1,4 @@
-"""Several processes of one JAX program on this machine: started, joined by gloo, waited for.
+"""Run several processes of one JAX program on this machine, connected by gloo.
 
 A test calls `run("tests.some.module", …)`, and that module, in each process, calls `join()`.
 """
@@ -17,7 +17,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 
 
 class Ended(NamedTuple):
-    """How a process ended; `result` is the last line that it printed, as JSON."""
+    """Exit of a process; `result` is the last line that it printed, as JSON."""
 
     code: int
     result: object
@@ -56,7 +56,7 @@ def run(module, *arguments, processes=2, devices=4, seconds=180):
 
 
 def _last(printed):
-    """The last line that is JSON; gloo prints beside it."""
+    """Return the last line that is JSON; gloo prints lines of its own."""
     for line in reversed(printed.splitlines()):
         try:
             return json.loads(line)

@@ -162,7 +162,7 @@ def test_groups_in_every_form():
     assert group_size("replica_groups=[2,4]<=[8]", 8) == 4
     assert group_size("replica_groups=mesh['data'=2,'fsdp'=4] {'fsdp'}", 8) == 4
     assert group_size("replica_groups={}, x", 8) == 8
-    with pytest.raises(ValueError, match="replica_groups must be in a form that is known"):
+    with pytest.raises(ValueError, match="replica_groups"):
         group_size("replica_groups=?", 8)
 
 
@@ -209,7 +209,7 @@ def test_what_the_command_is_not_told():
         ["decoding", "a", "v5e:2x2", "8", "9"],
         ["decoding", "Qwen2.5-7B", "v5e:2x2", "8", "9", "unstacked"],
     ):
-        with pytest.raises(SystemExit, match=r"python -m tests\.compiled\.table arithmetic"):
+        with pytest.raises(SystemExit, match="arithmetic"):
             main(arguments)
 
 

@@ -71,7 +71,7 @@ def test_in_one_stack_layers_would_be_copied():
 
 
 def test_topologies_that_do_not_fit_are_refused():
-    with pytest.raises(ValueError, match=r"topology must be a kind and an extent .* 'h100:eight'"):
+    with pytest.raises(ValueError, match="topology"):
         described_mesh("h100:eight", 1, 8, 1, bare=True)
-    with pytest.raises(ValueError, match=r"must make up 8 devices, got \(1, 4, 1\)"):
+    with pytest.raises(ValueError, match="fsdp"):
         described_mesh("h100:1x8", 1, 4, 1, bare=True)

@@ -98,7 +98,7 @@ def test_a_long_row_holds_no_array_of_time_by_time():
 
 
 def test_topologies_that_do_not_fit_are_refused():
-    with pytest.raises(ValueError, match=r"topology must be a kind and an extent .* got 'v5e:3x5'"):
+    with pytest.raises(ValueError, match="topology"):
         described_mesh("v5e:3x5", 1, 15, 1, bare=True)
-    with pytest.raises(ValueError, match=r"must make up 4 devices, got \(1, 8, 1\)"):
+    with pytest.raises(ValueError, match="fsdp"):
         described_mesh("v5e:2x2", 1, 8, 1, bare=True)
