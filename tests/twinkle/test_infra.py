@@ -131,7 +131,7 @@ def test_kernels_are_none():
 
 def test_objects_by_name_take_no_options():
     with pytest.raises(TypeError, match="options"):
-        construct(print, "twinkle_jax.twinkle.template", sep="")
+        construct(print, "template", sep="")
 
 
 def test_names_that_there_are_not():

@@ -13,8 +13,8 @@ from twinkle_jax.twinkle import DeviceMesh
 from twinkle_jax.twinkle.checkpoint_engine import CheckpointEngineManager
 from twinkle_jax.twinkle.metric import DPOMetric
 from twinkle_jax.twinkle.model import MegatronModel, TransformersModel
-from twinkle_jax.twinkle.model.arguments import read_teacher
 from twinkle_jax.twinkle.model.optimizer import choose_optimizer
+from twinkle_jax.twinkle.model.transformers import read_teacher
 from twinkle_jax.twinkle.processor import InputProcessor
 
 PAIRS = [INPUTS[0], INPUTS[1], INPUTS[2], INPUTS[1]]

@@ -1,20 +1,14 @@
-"""Twinkle's `checkpoint_engine`: the sampler takes over the model's weights."""
+"""Twinkle's `checkpoint_engine`: takes a model's weights to its sampler."""
 
 import inspect
-from typing import Any
 
 from twinkle_jax.sampler import JaxSampler, vLLMSampler
 from twinkle_jax.twinkle.model import TransformersModel
+from twinkle_jax.twinkle.names import add_submodules
 
 
 class CheckpointEngineManager:
-    """Takes the weights of a model to its sampler.
-
-    Args:
-        model: what is trained.
-        sampler: what samples; one on the model itself has nothing to take over.
-        platform: unused: JAX knows its devices.
-    """
+    """Calls `sync_weights` of a sampler with a model; `platform` changes nothing."""
 
     def __init__(
         self, model: TransformersModel, sampler: JaxSampler | vLLMSampler, platform: str = "GPU"
@@ -22,12 +16,10 @@ class CheckpointEngineManager:
         self.model, self.sampler = model, sampler
 
     def sync_weights(self, merge_and_sync: bool = True) -> None:
-        """Take the weights over.
-
-        Args:
-            merge_and_sync: whether a server loads adapters added to the weights, or by themselves.
-        """
-        options: dict[str, Any] = {}
-        if "merge" in inspect.signature(self.sampler.sync_weights).parameters:
-            options["merge"] = merge_and_sync
+        """Take the weights over; `merge_and_sync=False` loads adapters on a server separately."""
+        takes_merge = "merge" in inspect.signature(self.sampler.sync_weights).parameters
+        options = {"merge": merge_and_sync} if takes_merge else {}
         self.sampler.sync_weights(self.model, **options)
+
+
+add_submodules(__name__, "manager")

@@ -10,8 +10,6 @@ from twinkle_jax.twinkle.dataset import IterableDataset
 from twinkle_jax.twinkle.infra import DeviceMesh, note_group, settings
 from twinkle_jax.twinkle.names import construct, refuse
 
-_WORK = ("num_workers", "pin_memory", "prefetch_factor", "persistent_workers", "timeout")
-
 
 class DataLoader:
     """Yields lists of rows: each iteration takes all rows once, in order.
@@ -61,7 +59,7 @@ class DataLoader:
         remote_group: str | None = None,
         **options: Any,
     ) -> None:
-        refuse("DataLoader", {k: x for k, x in options.items() if k not in _WORK})
+        refuse("DataLoader", options)
         note_group(remote_group)
         self.dataset = dataset() if callable(dataset) else dataset
         devices = 1 if device_mesh is None else device_mesh.data_world_size
@@ -78,7 +76,7 @@ class DataLoader:
 
     def set_processor(self, processor_cls: Any, **options: Any) -> None:
         """Choose what makes of a list of rows what one gets: a class, its name or an object."""
-        self.processor = construct(processor_cls, "twinkle_jax.twinkle.processor", **options)
+        self.processor = construct(processor_cls, "processor", **options)
 
     def __len__(self) -> int:
         """Count the batches of an epoch; a last one that is too small counts too."""

@@ -14,18 +14,9 @@ from twinkle_jax.data import Row, Rows, RowStream, Table, Template, mix, read_ro
 from twinkle_jax.data.prompt_files import download_split
 from twinkle_jax.data.rows import column_function, to_rows
 from twinkle_jax.training.packing import assign_lines
-from twinkle_jax.twinkle.names import construct, local_id, refuse
+from twinkle_jax.twinkle.names import add_submodules, construct, local_id, refuse
 from twinkle_jax.twinkle.preprocessor import Preprocessor
 
-_TEMPLATES, _PREPROCESSORS = "twinkle_jax.twinkle.template", "twinkle_jax.twinkle.preprocessor"
-_WORK = [
-    "num_proc",
-    "load_from_cache_file",
-    "batched",
-    "desc",
-    "keep_in_memory",
-    "writer_batch_size",
-]
 _SUFFIXES = {".csv": "csv", ".parquet": "parquet", ".pq": "parquet"}
 
 
@@ -121,13 +112,13 @@ class Dataset:
     def add_dataset(self, dataset_meta: DatasetMeta, **options: Any) -> None:
         """Add a source."""
         stream = bool(options.pop("streaming", self.streams))
-        _check_options("add_dataset", options)
+        refuse("Dataset.add_dataset", options)
         self.datasets[dataset_meta.get_id()] = dataset_meta.load(stream=stream)
         self._show_single()
 
     def set_template(self, template_func: Any, **options: Any) -> None:
         """Choose what encodes: a name, `"Qwen3_5Template"`, with its arguments; or an object."""
-        self.template = construct(template_func, _TEMPLATES, **options)
+        self.template = construct(template_func, "template", **options)
 
     def map(
         self,
@@ -146,11 +137,11 @@ class Dataset:
             options: `remove_columns` and `batch_size`; those of `datasets.map` that change only
                 how it is computed have no effect.
         """
-        function = construct(preprocess_func, _PREPROCESSORS, **(init_args or {}))
+        function = construct(preprocess_func, "preprocessor", **(init_args or {}))
         chosen: dict[str, Any] = {
             key: options.pop(key) for key in ("remove_columns", "batch_size") if key in options
         }
-        _check_options("map", options)
+        refuse("Dataset.map", options)
         self._map(function, dataset_meta, chosen)
 
     def filter(
@@ -161,8 +152,8 @@ class Dataset:
         **options: Any,
     ) -> None:
         """Keep the rows for which a function, or a `DataFilter`, returns something true."""
-        function = construct(filter_func, _PREPROCESSORS, **(init_args or {}))
-        _check_options("filter", options)
+        function = construct(filter_func, "preprocessor", **(init_args or {}))
+        refuse("Dataset.filter", options)
         self._change(dataset_meta, lambda rows: rows.filter(function))
 
     def mix_dataset(self, interleave: bool = True) -> None:
@@ -183,7 +174,7 @@ class Dataset:
         """
         removed = options.pop("remove_columns", None) or ()
         size = options.pop("batch_size", 1000)
-        _check_options("encode", options)
+        refuse("Dataset.encode", options)
         template = self._needed_template()
 
         def encode(rows: list[Row]) -> list[Row]:
@@ -194,7 +185,7 @@ class Dataset:
 
     def check(self, **options: Any) -> None:
         """Drop the rows that the template cannot encode."""
-        _check_options("check", options)
+        refuse("Dataset.check", options)
         template = self._needed_template()
         self.dataset = self.dataset.filter(lambda row: _encodes(template, row))
 
@@ -282,7 +273,7 @@ class LazyDataset(Dataset):
 
     def encode(self, add_generation_prompt: bool = False, **options: Any) -> None:
         """Encode rows when they are asked for."""
-        _check_options("encode", options)
+        refuse("Dataset.encode", options)
         strategy = self._needed_template().truncation_strategy
         assert strategy != "split", (
             "Lazy tokenize does not support truncation_strategy==`split`, which makes several rows"
@@ -291,7 +282,7 @@ class LazyDataset(Dataset):
 
     def check(self, **options: Any) -> None:
         """Return None for a row that the template cannot encode."""
-        _check_options("check", options)
+        refuse("Dataset.check", options)
         self._needed_template()
         self.do_check = True
 
@@ -463,11 +454,6 @@ def _encodes(template: Template, row: Row) -> bool:
         return False
 
 
-def _check_options(method: str, options: dict[str, Any]) -> None:
-    """Refuse options that would change the result; the others are about how it is computed."""
-    refuse(method, {key: value for key, value in options.items() if key not in _WORK})
-
-
 def _replacing(function: Any, removed: Any) -> Callable[[list[Row]], list[Row]]:
     if isinstance(function, Preprocessor) and type(function).__call__ is Preprocessor.__call__:
         return lambda rows: [dict(function.preprocess(row)) for row in rows]
@@ -490,3 +476,7 @@ def _joined(rows: list[Row]) -> Row:
         line[key] = list(itertools.chain.from_iterable(values)) if numbers else values
     steps = (range(len(row["input_ids"])) for row in rows)
     return line | {"position_ids": list(itertools.chain.from_iterable(steps))}
+
+
+add_submodules(__name__, "base", "iterable_dataset", "iterable_packing_dataset")
+add_submodules(__name__, "lazy_dataset", "packing_dataset")

@@ -58,9 +58,9 @@ class DeviceMesh:
         self._sizes = dict(zip(self.mesh_dim_names, self.mesh.shape, strict=True))
         for name, size in {**self._sizes, **sizes}.items():
             axis = name.removesuffix("_size")
-            if axis not in (*_AXES, *_INSTEAD, "sequence_parallel"):
+            if axis not in (*_AXES, *_INSTEAD):
                 refuse("DeviceMesh", {name: size})
-            if axis in _INSTEAD and (size or 1) > 1:
+            elif axis in _INSTEAD and (size or 1) > 1:
                 raise ValueError(
                     f"{axis}_size must be 1, for policies are laid over dp, fsdp and tp, got "
                     f"{size}: {_INSTEAD[axis]}; see docs/from_twinkle.md"

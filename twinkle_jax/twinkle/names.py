@@ -1,7 +1,8 @@
-"""What the names in Twinkle's scripts stand for: ids of hubs, classes by name, options."""
+"""What Twinkle's names mean here: ids of hubs, classes by name, options, sub-modules."""
 
 import inspect
 import os
+import sys
 import warnings
 from collections.abc import Mapping
 from importlib import import_module
@@ -9,33 +10,85 @@ from pathlib import Path
 from typing import Any
 
 PAGE = "docs/from_twinkle.md"
+
+# Options of Twinkle's that change no result here: XLA makes kernels and places memory, JAX runs one
+# process a host, and every function sees the rows of all devices.
+IGNORED: dict[str, tuple[str, ...]] = {
+    "DataLoader": (
+        "num_workers", "persistent_workers", "pin_memory", "prefetch_factor", "timeout",
+    ),
+    "Dataset": (
+        "batched", "desc", "keep_in_memory", "load_from_cache_file", "num_proc",
+        "writer_batch_size",
+    ),
+    "DeviceMesh": ("sequence_parallel",),
+    "MegatronModel": (
+        "load_weights", "recompute_granularity", "recompute_method", "recompute_modules",
+        "recompute_num_layers", "use_distributed_optimizer", "variable_seq_lengths",
+    ),
+    "TransformersModel": (
+        "attn_implementation", "ddp_config", "fsdp_config", "gradient_checkpointing",
+        "low_cpu_mem_usage", "memory_efficient_init", "strategy", "tokenizer_id",
+        "trust_remote_code",
+    ),
+    "vLLMSampler": (  # in `engine_args`
+        "disable_log_stats", "enable_lora", "enable_prefix_caching", "enable_sleep_mode",
+        "enable_tower_connector_lora", "enforce_eager", "gpu_memory_utilization",
+        "limit_mm_per_prompt", "max_lora_rank", "max_logprobs", "max_loras",
+        "max_num_batched_tokens", "max_num_seqs", "tensor_parallel_size", "trust_remote_code",
+    ),
+}  # fmt: skip
 _WARNED: set[str] = set()
 
 
-def local_id(place: Any, what: str = "model_id") -> Any:
-    """Return the path or the Hugging Face id that an id of Twinkle's means.
-
-    An `ms://` id is the directory of ModelScope's cache that holds it, in `MODELSCOPE_CACHE` or
-    `~/.cache/modelscope/hub`. If there is none, ModelScope's client downloads a model, where it is
-    installed.
+def refuse(owner: str, options: Mapping[str, Any]) -> None:
+    """Raise TypeError for options that are neither followed nor in `IGNORED`.
 
     Args:
-        place: a path, `hf://owner/name`, `ms://owner/name`, or anything that is no string, which
-            stays as it is.
-        what: the argument's name, for errors; `dataset_id` for a data set.
+        owner: a class or a function, or `Dataset.map`, for which the entry of `Dataset` counts.
+        options: those that are not followed.
+    """
+    ignored = IGNORED.get(owner.partition(".")[0], ())
+    for name, value in options.items():
+        if name not in ignored:
+            raise TypeError(f"{owner} has no option {name!r}, got {value!r}; see {PAGE}")
+
+
+def warn_once(message: str) -> None:
+    """Warn what a part of a script means here, the first time that it is used."""
+    if message not in _WARNED:
+        _WARNED.add(message)
+        warnings.warn(f"{message}; see {PAGE}", UserWarning, stacklevel=3)
+
+
+def add_submodules(module: str, *names: str) -> None:
+    """Let Twinkle's sub-modules of a module be imported: `reward.base` is `reward` itself."""
+    for name in names:
+        sys.modules[f"{module}.{name}"] = sys.modules[module]
+
+
+def local_id(model_id: Any, argument: str = "model_id") -> Any:
+    """Return the path or the Hugging Face id for an id of Twinkle's.
+
+    Args:
+        model_id: a path, `hf://owner/name`, or `ms://owner/name`, which is a directory in
+            ModelScope's cache (`MODELSCOPE_CACHE` or `~/.cache/modelscope/hub`); a model that is
+            not there is downloaded by ModelScope's client, where that is installed. Anything that
+            is not a string stays as it is.
+        argument: its name in errors; `dataset_id` looks among data sets.
 
     Raises:
         ValueError: for an `ms://` id that is not in the cache and cannot be downloaded.
     """
-    if not isinstance(place, str) or Path(place).exists():
-        return place
-    if place.startswith("ms://"):
-        return _modelscope_directory(place.removeprefix("ms://"), what)
-    return place.removeprefix("hf://")
+    if not isinstance(model_id, str) or Path(model_id).exists():
+        return model_id
+    if model_id.startswith("ms://"):
+        return _modelscope_directory(model_id.removeprefix("ms://"), argument)
+    return model_id.removeprefix("hf://")
 
 
-def _modelscope_directory(name: str, what: str) -> str:
-    kind = "datasets" if what == "dataset_id" else "models"
+def _modelscope_directory(name: str, argument: str) -> str:
+    kind = "datasets" if argument == "dataset_id" else "models"
     root = Path(os.environ.get("MODELSCOPE_CACHE") or "~/.cache/modelscope/hub").expanduser()
     # Its client writes dots in names as three underscores; older ones had no directory of a kind.
     folders = [part / x for part in (root / kind, root) for x in (name.replace(".", "___"), name)]
@@ -51,32 +104,27 @@ def _modelscope_directory(name: str, what: str) -> str:
             return str(client.snapshot_download(name))
     flag = "--dataset" if kind == "datasets" else "--model"
     raise ValueError(
-        f"{what} must be a directory or an id of the Hugging Face hub, hf://owner/name, or be in "
-        f"ModelScope's cache, {folders[0]}, got 'ms://{name}': download it by `modelscope download "
-        f"{flag} {name} --local_dir DIRECTORY` and name that directory; see {PAGE}"
+        f"{argument} must be a directory or an id of the Hugging Face hub, hf://owner/name, or be "
+        f"in ModelScope's cache, {folders[0]}, got 'ms://{name}': download it by `modelscope "
+        f"download {flag} {name} --local_dir DIRECTORY` and name that directory; see {PAGE}"
     )
 
 
 def class_of(name: str, module: str) -> type:
-    """Return a public class of one of our modules by its name.
-
-    Raises:
-        ValueError: for a name that the module does not have.
-    """
-    known = vars(import_module(module))
-    public = {x: y for x, y in known.items() if isinstance(y, type) and not x.startswith("_")}
-    if name not in public:
-        raise ValueError(f"{name!r} must be one of {', '.join(sorted(public))}; see {PAGE}")
-    found: type = public[name]
-    return found
+    """Return a public class of a module by its name; raises ValueError if it has none."""
+    members = vars(import_module(f"twinkle_jax.twinkle.{module}"))
+    classes = {x: y for x, y in members.items() if isinstance(y, type) and not x.startswith("_")}
+    if name not in classes:
+        raise ValueError(f"{name!r} must be one of {', '.join(sorted(classes))}; see {PAGE}")
+    return classes[name]
 
 
 def construct(kind: Any, module: str, **options: Any) -> Any:
-    """Make what `kind` names: a class of a module of ours by name, a class, or an object as it is.
+    """Make an object of a class, or of the name of a class; return any other object as it is.
 
     Args:
         kind: a name, a class or an object.
-        module: where names are looked up, `twinkle_jax.twinkle.template` for one.
+        module: where names are looked up, such as `template`.
         options: arguments of the class.
 
     Raises:
@@ -90,17 +138,3 @@ def construct(kind: Any, module: str, **options: Any) -> Any:
     if options:
         raise TypeError(f"options must go with a class or a name, got {options} beside {kind!r}")
     return kind
-
-
-def refuse(owner: str, options: Mapping[str, Any]) -> None:
-    """Refuse options that nothing here would follow."""
-    if options:
-        name, value = next(iter(options.items()))
-        raise TypeError(f"{owner} has no option {name!r}, got {value!r}; see {PAGE}")
-
-
-def warn_once(message: str) -> None:
-    """Warn what a part of a script means here, the first time that it is used."""
-    if message not in _WARNED:
-        _WARNED.add(message)
-        warnings.warn(f"{message}; see {PAGE}", UserWarning, stacklevel=3)

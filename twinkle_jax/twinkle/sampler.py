@@ -19,24 +19,13 @@ from twinkle_jax.sampler import JaxSampler
 from twinkle_jax.sampler import vLLMSampler as ServedSampler
 from twinkle_jax.sampler.requests import read_params
 from twinkle_jax.twinkle.infra import DeviceMesh, mesh_of, note_group
-from twinkle_jax.twinkle.names import PAGE, construct, local_id, refuse, warn_once
-
-_ENGINE = (  # of vLLM's options those that change no result
-    "disable_log_stats",
-    "enable_lora",
-    "enable_prefix_caching",
-    "enable_sleep_mode",
-    "enable_tower_connector_lora",
-    "enforce_eager",
-    "gpu_memory_utilization",
-    "limit_mm_per_prompt",
-    "max_lora_rank",
-    "max_logprobs",
-    "max_loras",
-    "max_num_batched_tokens",
-    "max_num_seqs",
-    "tensor_parallel_size",
-    "trust_remote_code",
+from twinkle_jax.twinkle.names import (
+    PAGE,
+    add_submodules,
+    construct,
+    local_id,
+    refuse,
+    warn_once,
 )
 
 
@@ -91,7 +80,7 @@ class vLLMSampler:  # noqa: N801  (Twinkle's name)
                 raise ValueError(
                     f"logprobs_mode must be 'raw_logprobs', got {self._raw!r}; see {PAGE}"
                 )
-            refuse("vLLMSampler", {k: x for k, x in engine.items() if k not in _ENGINE})
+            refuse("vLLMSampler", engine)
             warn_once("vLLMSampler without base_url samples in this program, without vLLM")
             self._sampler = JaxSampler(model_id=place, mesh=mesh_of(device_mesh), **options)
 
@@ -102,9 +91,7 @@ class vLLMSampler:  # noqa: N801  (Twinkle's name)
 
     def set_template(self, template_cls: Any, **options: Any) -> None:
         """Choose a template: a name with its arguments, a class, or an object."""
-        self._sampler.set_template(
-            construct(template_cls, "twinkle_jax.twinkle.template", **options)
-        )
+        self._sampler.set_template(construct(template_cls, "template", **options))
 
     def sample(
         self,
@@ -189,3 +176,5 @@ def likeliest(rows: Sequence[Any] | None) -> list[Any] | None:
 
 
 __all__ = ["JaxSampler", "vLLMSampler"]
+
+add_submodules(__name__, "base", "vllm_sampler", "vllm_sampler.vllm_sampler")

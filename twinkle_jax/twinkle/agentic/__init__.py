@@ -1,5 +1,4 @@
-"""`twinkle_agentic`: environments, tools and rollouts of many turns, as its scripts import them.
+"""`twinkle_agentic`: environments, tools and rollouts of several turns, for scripts that sample.
 
-The command and [`MultiTurn`][twinkle_jax.rollout.MultiTurn] are what training here draws through;
-these are for scripts that call a sampler themselves.
+Runs of the command draw through [`MultiTurn`][twinkle_jax.rollout.MultiTurn].
 """

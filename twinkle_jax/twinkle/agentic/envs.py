@@ -1,4 +1,4 @@
-"""`twinkle_agentic.envs`: the interface of an environment, as a tool, and a pool of them."""
+"""`twinkle_agentic.envs`: environments, alone, as tools and in pools."""
 
 import json
 from abc import ABC, abstractmethod
@@ -9,21 +9,14 @@ from typing import Any, Self
 
 from twinkle_jax.data import Tool as ToolInfo
 from twinkle_jax.data import Trajectory
-from twinkle_jax.twinkle.names import PAGE
+from twinkle_jax.twinkle.names import PAGE, add_submodules
 
 _TEXTS = ("result", "output", "content", "text", "message")  # where an observation has its text
 
 
 @dataclass
 class StepResult:
-    """What an environment answers.
-
-    Attributes:
-        observation: what it says.
-        reward: of the action.
-        done: whether the episode is over.
-        info: anything else.
-    """
+    """The observation after an action, its reward, and whether the episode is over."""
 
     observation: str = ""
     reward: float = 0.0
@@ -32,7 +25,7 @@ class StepResult:
 
 
 class Env(ABC):
-    """What a policy acts in, by calls of tools. A context manager, which closes it."""
+    """An environment, in which a policy acts by tool calls; a context manager, which closes it."""
 
     def reset(self, trajectory: Trajectory | None = None) -> StepResult:
         """Begin an episode."""
@@ -40,18 +33,18 @@ class Env(ABC):
 
     @abstractmethod
     def step(self, tool_name: str, arguments: dict[str, Any]) -> StepResult:
-        """Answer an action."""
+        """Take an action."""
 
     def tools(self) -> list[ToolInfo]:
-        """Describe what may be called."""
+        """Describe the tools that may be called."""
         return []
 
     def evaluate(self, trajectories: list[Trajectory], **kwargs: Any) -> list[float]:
         """Score whole trajectories."""
         return [0.0 for _ in trajectories]
 
-    def close(self) -> None:  # noqa: B027  (most hold nothing)
-        """Free what the environment holds."""
+    def close(self) -> None:  # noqa: B027  (optional)
+        """Free resources."""
 
     def __enter__(self) -> Self:
         return self
@@ -61,17 +54,7 @@ class Env(ABC):
 
 
 class EnvTool:
-    """An environment's step as a tool.
-
-    Args:
-        env: the environment.
-        tool_name: of the tool.
-        description: of the tool.
-        parameters: JSON schema of its arguments.
-
-    Attributes:
-        last_result: what the last step returned; None before.
-    """
+    """An environment's step as a tool; `last_result` is what the last step returned."""
 
     def __init__(
         self,
@@ -86,12 +69,12 @@ class EnvTool:
 
     @classmethod
     def from_env(cls, env: Env) -> list["EnvTool"]:
-        """Make a tool of each that the environment describes, or one for all."""
-        made = []
+        """Make a tool of each that the environment describes, or one if it describes none."""
+        tools = []
         for info in env.tools():
             spec: Mapping[str, Any] = info.get("function") or {}
             parameters = spec.get("parameters")
-            made.append(
+            tools.append(
                 cls(
                     env,
                     spec.get("name") or "env_action",
@@ -99,10 +82,10 @@ class EnvTool:
                     parameters if isinstance(parameters, dict) else None,
                 )
             )
-        return made or [cls(env)]
+        return tools or [cls(env)]
 
     def __call__(self, tool_name: str, arguments: dict[str, Any]) -> str:
-        """Take a step, and return what the environment says."""
+        """Take a step, and return the observation."""
         self.last_result = self._env.step(tool_name, arguments)
         return self.last_result.observation
 
@@ -124,7 +107,7 @@ class EnvTool:
 
     @property
     def episode_reward(self) -> float:
-        """The episode's reward so far, or that of the last step if no more is known."""
+        """The episode's reward so far, if `info` has it, otherwise that of the last step."""
         if self.last_result is None:
             return 0.0
         return float(self.last_result.info.get("episode_reward", self.last_result.reward))
@@ -134,14 +117,11 @@ class OpenEnv(Env):
     """An environment of OpenEnv in this process, without its server.
 
     Args:
-        env_name: of an installed package; not supported, name the class.
-        env_cls: the class, or `module:Class`.
-        env_kwargs: its arguments.
-        action_cls: of actions, or `module:Class`; None passes the arguments of a call as they are.
+        env_name: not supported: name the class.
+        env_cls: its class, or `module:Class`.
+        env_kwargs: arguments of the class.
+        action_cls: the class of actions, or `module:Class`; None passes arguments of calls on.
         action_mapper: makes an action of a tool's name and arguments.
-
-    Raises:
-        ValueError: without a class.
     """
 
     def __init__(
@@ -166,7 +146,7 @@ class OpenEnv(Env):
         return _as_result(self._env.reset())
 
     def step(self, tool_name: str, arguments: dict[str, Any] | None = None) -> StepResult:
-        """Make an action of a call, and take a step."""
+        """Take the action of a tool call."""
         action: Any = arguments or {}
         if self._mapper is not None:
             action = self._mapper(tool_name, action)
@@ -181,14 +161,9 @@ class OpenEnv(Env):
 
 
 class EnvPool:
-    """Environments side by side, in this process.
+    """Several environments in this process; `env_kwargs` are the arguments of `OpenEnv`.
 
-    What an environment raises is raised: a crash is no episode with reward 0.
-
-    Args:
-        pool_size: how many.
-        device_mesh: has no use in one process.
-        env_kwargs: arguments of [`OpenEnv`][twinkle_jax.twinkle.agentic.envs.OpenEnv].
+    Errors of an environment are raised, where Twinkle's pool ends the episode with reward 0.
     """
 
     def __init__(
@@ -227,11 +202,7 @@ class EnvPool:
         return [self.step(*call) for call in calls]
 
     def get_adapters(self, n: int) -> list["EnvPoolAdapter"]:
-        """Return the first n as environments of their own.
-
-        Raises:
-            ValueError: if there are fewer.
-        """
+        """Return the first n as separate environments."""
         if n > self.pool_size:
             raise ValueError(f"n must be at most the pool's {self.pool_size}, got {n}")
         return [EnvPoolAdapter(self, idx) for idx in range(n)]
@@ -248,12 +219,7 @@ class EnvPool:
 
 
 class EnvPoolAdapter(Env):
-    """One environment of a pool.
-
-    Args:
-        pool: the pool.
-        idx: which of its environments.
-    """
+    """One environment of a pool, by its number."""
 
     def __init__(self, pool: EnvPool, idx: int) -> None:
         self._pool, self._idx = pool, idx
@@ -264,7 +230,7 @@ class EnvPoolAdapter(Env):
         return self._take(self._pool.reset(self._idx))
 
     def step(self, tool_name: str, arguments: dict[str, Any]) -> StepResult:
-        """Take a step; what the environment raises is raised."""
+        """Take a step."""
         return self._take(self._pool.step(self._idx, tool_name, arguments))
 
     def _take(self, facts: Mapping[str, Any]) -> StepResult:
@@ -281,7 +247,7 @@ def _find_class(name: Any) -> Any:
 
 
 def _as_result(result: Any) -> StepResult:
-    """Read what an environment of OpenEnv returns: an object or a dictionary with these parts."""
+    """Read the result of an OpenEnv environment, an object or a dictionary."""
     if isinstance(result, Mapping):
         observation, reward, done = (result.get(x) for x in ("observation", "reward", "done"))
     else:
@@ -299,3 +265,6 @@ def _as_text(observation: Any) -> str:
         return str(observation)
     text = next((observation[name] for name in _TEXTS if name in observation), None)
     return json.dumps(observation, ensure_ascii=False, default=str) if text is None else str(text)
+
+
+add_submodules(__name__, "base", "env_tool", "openenv")

@@ -1,7 +1,7 @@
 """Twinkle's `model`: `TransformersModel` with its verbs, and Megatron's names for it."""
 
-from twinkle_jax.twinkle.model.megatron import MegatronModel
-from twinkle_jax.twinkle.model.transformers import TransformersModel
+from twinkle_jax.twinkle.model.transformers import MegatronModel, TransformersModel
+from twinkle_jax.twinkle.names import add_submodules
 
 MultiLoraTransformersModel = TransformersModel
 MultiLoraMegatronModel = MegatronModel
@@ -12,3 +12,5 @@ __all__ = [
     "MultiLoraTransformersModel",
     "TransformersModel",
 ]
+
+add_submodules(__name__, "megatron")

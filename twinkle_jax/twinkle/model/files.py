@@ -23,8 +23,7 @@ from twinkle_jax.model.huggingface.checkpoint_files import (
     read_json,
 )
 from twinkle_jax.training.checkpoint import find_fault, read_checkpoint, write_checkpoint
-from twinkle_jax.twinkle.model.group import OptimizerGroup
-from twinkle_jax.twinkle.model.policy import AdapterPolicy
+from twinkle_jax.twinkle.model.policy import AdapterPolicy, OptimizerGroup
 
 TRAINING_STATE = "training_state"  # the directory of what a run goes on with besides weights
 OWN_FILES = ("*.safetensors", "*.safetensors.index.json", TRAINING_STATE)  # replaced by a save

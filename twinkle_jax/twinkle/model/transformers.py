@@ -1,4 +1,4 @@
-"""Twinkle's `TransformersModel`: its verbs, each a call of the functions that train."""
+"""Twinkle's `TransformersModel` and `MegatronModel`: methods that call the training functions."""
 
 import math
 import shutil
@@ -14,6 +14,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from twinkle_jax.data import Inputs, PerSequence
+from twinkle_jax.data.features import LOSS_INPUTS
 from twinkle_jax.loss import GKDLoss, Loss, LossFunction, get_loss
 from twinkle_jax.training import (
     FeatureRows,
@@ -28,7 +29,6 @@ from twinkle_jax.training import (
     train_state,
     zero_gradients,
 )
-from twinkle_jax.twinkle.model.arguments import check_task, read_loss_inputs, read_teacher
 from twinkle_jax.twinkle.model.files import (
     TRAINING_STATE,
     read_weights,
@@ -36,47 +36,42 @@ from twinkle_jax.twinkle.model.files import (
     save_run,
     write_weights,
 )
-from twinkle_jax.twinkle.model.group import OptimizerGroup
 from twinkle_jax.twinkle.model.optimizer import (
     DEFAULT_LEARNING_RATE,
     Factor,
     choose_optimizer,
     choose_schedule,
 )
-from twinkle_jax.twinkle.model.policy import AdapterPolicy
-from twinkle_jax.twinkle.names import PAGE, class_of, construct, local_id
+from twinkle_jax.twinkle.model.policy import AdapterPolicy, OptimizerGroup
+from twinkle_jax.twinkle.names import IGNORED, PAGE, class_of, construct, local_id
 from twinkle_jax.twinkle.processor import InputProcessor
 
 
 class TransformersModel(AdapterPolicy):
-    """A policy with Twinkle's verbs.
+    """A policy with Twinkle's methods, over a [`TrainState`][twinkle_jax.training.TrainState].
 
-    It holds a [`TrainState`][twinkle_jax.training.TrainState] and calls the functions of
-    `twinkle_jax.training`: `score_batch`, `grad_step`, `clip_gradients`, `apply_gradients`. Batches
-    are padded to the sizes of [`bucket_size`][twinkle_jax.data.bucket_size]: the time axis from 16
-    on, the rows to `micro_batch_size`, or to a bucket without it. What was compiled for a bucket
-    serves all batches that fit in it.
+    Batches are padded to buckets: the time axis to a [`bucket_size`][twinkle_jax.data.bucket_size]
+    from 16 on, the rows to `micro_batch_size`, or to a bucket without it. Batches that fit in a
+    bucket share what was compiled for it.
 
-    `cur_step` counts calls of `forward_backward`. With `gradient_accumulation_steps` of n, the
-    verbs that change the policy do nothing unless it is a multiple of n. `optimizer_group` has, by
-    the name of an adapter, what it is trained with; `adapter_name` in a verb chooses one: by
-    default the last that was added.
+    `cur_step` counts calls of `forward_backward`. With `gradient_accumulation_steps=n`, `step` and
+    the other methods that change the policy do nothing unless it is a multiple of n.
+    `optimizer_group` holds, by the name of an adapter, what it is trained with. `adapter_name`
+    chooses an adapter in each method; the default is the last that was added.
 
     Args:
         model_id: a directory with a Hugging Face checkpoint, a hub id, or a
             [`Decoder`][twinkle_jax.model.Decoder], whose parameters are copied.
         device_mesh: Twinkle's mesh; None for that of `initialize`.
-        dtype: type to compute in, float32 by default. Trained parameters are float32 in any case;
-            the frozen ones under adapters are in this type.
+        dtype: type to compute in, float32 by default, and of frozen parameters under adapters.
+            Trained parameters are float32 in any case.
         mixed_precision: the same in Twinkle's words, `"no"` or `"bf16"`.
-        mesh: devices to run on, from [`make_mesh`][twinkle_jax.model.make_mesh], instead of
-            `device_mesh`; None for one.
+        mesh: a mesh from [`make_mesh`][twinkle_jax.model.make_mesh], instead of `device_mesh`.
         remat: as for [`hidden_states`][twinkle_jax.model.hidden_states].
-        seed: of the noise of dropout.
-        model_cls: unused, and said once: the checkpoint's configuration names the architecture.
-        remote_group: unused, and said once: there are no groups of workers.
-        options: Twinkle's others about kernels, memory and workers have no effect on results, and
-            none here.
+        seed: of dropout.
+        model_cls: unused, with a warning: the checkpoint's configuration names the architecture.
+        remote_group: unused, with a warning: there are no groups of workers.
+        options: Twinkle's options for kernels, memory and workers, which change nothing here.
 
     Raises:
         ValueError: for what `load_pretrained` refuses, and a mesh with other or explicit axes.
@@ -92,15 +87,12 @@ class TransformersModel(AdapterPolicy):
         adapter_name: str | None = None,
         **options: Any,
     ) -> None:
-        """Choose a loss, which is `CrossEntropyLoss` before that.
-
-        A name, `'grpo'` or `'GRPOLoss'`, a class of `twinkle_jax.loss` with its options, its object
-        or a function: as [`get_loss`][twinkle_jax.loss.get_loss] takes them.
+        """Choose a loss, as [`get_loss`][twinkle_jax.loss.get_loss] takes it.
 
         Raises:
             ValueError: for an unknown name, and losses that need values or, except for `GKDLoss`,
                 logits.
-            TypeError: for what is no loss, and arguments that it does not have.
+            TypeError: for what is no loss, and options that it does not have.
         """
         group = self.group(adapter_name)
         made = get_loss(loss_cls, **options)
@@ -119,13 +111,9 @@ class TransformersModel(AdapterPolicy):
 
         A name such as `"Qwen3_5Template"` or a class, with its options; an object with `encode`; or
         a function.
-
-        Raises:
-            ValueError: for an unknown name.
-            TypeError: for what does not encode.
         """
         group = self.group(adapter_name)
-        template = construct(template_cls, "twinkle_jax.twinkle.template", **options)
+        template = construct(template_cls, "template", **options)
         if not callable(getattr(template, "encode", template)):
             raise TypeError(
                 f"template must be a function or an object with 'encode', got {template!r}"
@@ -135,17 +123,13 @@ class TransformersModel(AdapterPolicy):
     def set_processor(
         self, processor_cls: Any, *, adapter_name: str | None = None, **options: Any
     ) -> None:
-        """Take Twinkle's `InputProcessor`, which changes nothing here: no result depends on layout.
-
-        Raises:
-            TypeError: for another processor, which might change what is computed.
-        """
+        """Accept Twinkle's `InputProcessor`, which changes nothing here, and refuse any other."""
         self.group(adapter_name)
-        made = construct(processor_cls, "twinkle_jax.twinkle.processor", **options)
+        made = construct(processor_cls, "processor", **options)
         if type(made) is not InputProcessor:
             raise TypeError(
                 f"processor_cls must be InputProcessor, got {made!r}: change the features before "
-                "they come here; see docs/from_twinkle.md"
+                f"they come here; see {PAGE}"
             )
 
     def set_optimizer(
@@ -160,11 +144,10 @@ class TransformersModel(AdapterPolicy):
 
         Args:
             optimizer_cls: PyTorch's name or class with its options and defaults, `'AdamW'`,
-                `'Adam'`, `'SGD'`, `'Lion'` or `'Muon'`; the name of an optimizer of Optax, with
-                its options; or any Optax transformation. Weight decay leaves norms and biases out,
-                as in Twinkle.
-            lr: learning rate; Twinkle's 0.00001 for a name. It multiplies the updates of a
-                transformation, which brings its own as a rule: 1 there.
+                `'Adam'`, `'SGD'`, `'Lion'` or `'Muon'`; the name of an Optax optimizer, with its
+                options; or an Optax transformation. Norms and biases do not decay.
+            lr: learning rate, by default 0.00001 for a name. It multiplies the updates of a
+                transformation, which usually has its own rate: 1 by default.
             adapter_name: which adapter.
             options: `betas`, `eps`, `weight_decay`, `momentum`, …
 
@@ -178,16 +161,15 @@ class TransformersModel(AdapterPolicy):
             lr = 1.0 if chosen is optimizer_cls else DEFAULT_LEARNING_RATE
         if not 0 <= float(lr) < math.inf:
             raise ValueError(f"lr must be at least 0 and finite, got {lr}")
-        jax.eval_shape(
-            partial(train_state, optimizer=chosen), group.state.params
-        )  # fail before it changes
+        # Fails before anything has changed.
+        jax.eval_shape(partial(train_state, optimizer=chosen), group.state.params)
         group.optimizer, group.lr = chosen, float(lr)
         self.restart(group, group.state.params)
 
     def set_lr_scheduler(
         self, scheduler_cls: str | Factor, *, adapter_name: str | None = None, **options: Any
     ) -> None:
-        """Choose a schedule: a name, or a function from the count of `lr_step` to a factor."""
+        """Choose a schedule: a name, or a function from the number of `lr_step` to a factor."""
         group = self.group(adapter_name)
         group.schedule = choose_schedule(scheduler_cls, options)
         group.lr_steps = 0
@@ -210,22 +192,22 @@ class TransformersModel(AdapterPolicy):
 
         Args:
             inputs: input features, or trajectories once there is a template. Without `labels`,
-                each token is scored that follows another one. A row may hold several sequences,
-                whose `position_ids` start again at 0; each is computed as it is alone.
+                every token but the first is scored. A row may hold several sequences, whose
+                `position_ids` start again at 0; each is computed as it is alone.
             return_logits: whether to return logits as well, which are large.
             return_entropy: whether to return entropies as well.
             micro_batch_size: sequences at a time; None for all.
-            temperature: at which log-probabilities and entropies are taken.
-            disable_lora: whether to leave adapters out, as for a reference policy.
+            temperature: of log-probabilities and entropies.
+            disable_lora: whether to leave the adapter out, as for a reference policy.
             adapter_name: which adapter.
-            task: `"causal_lm"`; or `"fused_lm_ce"`, which is the same: no logits are held anyway.
+            task: `"causal_lm"` or `"fused_lm_ce"`, which is the same here.
 
         Returns:
             `logps` [rows, time], in input order, padded with zeros on the right, and 0 where the
             label is −100; `entropies` likewise and `logits` [rows, time, vocabulary] when asked.
         """
         group = self.group(adapter_name)
-        check_task(task)
+        _check_task(task)
         rows = self._read(group, inputs, labels_needed=False)
         outputs = score_features(
             {} if disable_lora and group.lora is not None else group.state.params,
@@ -252,15 +234,15 @@ class TransformersModel(AdapterPolicy):
         ref_outputs: Mapping[str, Any] | None = None,
         adapter_name: str | None = None,
     ) -> float:
-        """Compute the loss of the last `forward_only`, which `calculate_metric(False)` averages.
+        """Compute the loss of the last `forward_only`; `calculate_metric(False)` averages them.
 
         The arguments are those of `forward_backward`.
 
         Raises:
-            ValueError: if there was no pass, or the loss needs more than log-probabilities.
+            ValueError: without a pass, or if the loss needs more than log-probabilities.
         """
         group = self.group(adapter_name)
-        loss_inputs = read_loss_inputs(advantages, old_logps, ref_logps, ref_outputs)
+        loss_inputs = _read_loss_inputs(advantages, old_logps, ref_logps, ref_outputs)
         if group.last_pass is None:
             raise ValueError("inputs must have been scored first: call forward_only")
         rows, outputs = group.last_pass
@@ -288,37 +270,37 @@ class TransformersModel(AdapterPolicy):
     ) -> Float[Array, ""]:
         """Compute the loss and add its gradient to the accumulated gradients.
 
-        Several calls before a step are one large batch: gradients and what they are divided by
-        are summed, and divided once.
+        Several calls before a step act as one large batch: gradients and denominators are summed,
+        and divided once.
 
         Args:
             inputs: input features with `labels`, or trajectories once there is a template. A row
                 may hold several sequences, as for `forward_only`.
-            advantages: one a row or a sequence, or one a labelled token, or one a position. Without
+            advantages: one number for each row or sequence, labelled token, or position. Without
                 them policy losses are 0.
-            old_logps: log-probabilities when the tokens were drawn, one a labelled token or one a
-                position. None: on policy.
+            old_logps: log-probabilities when the tokens were sampled, one for each labelled token
+                or position. None: on policy.
             ref_logps: the same under a reference policy.
-            ref_outputs: what `forward_only` of a reference policy returned, instead.
-            teacher_output: the four arguments that follow, or some of them, in a dictionary; what
-                `forward_only(return_logits=True)` of a teacher returned is such a one.
-            teacher_logits: a teacher's logits [rows, time, vocabulary], for `GKDLoss`; or
-            teacher_topk_logprobs: log-probabilities [rows, time, k] of its likely tokens, and
-            teacher_topk_indices: ids of these.
-            topk: how many of the logits to compare, the teacher's largest; None for all.
+            ref_outputs: instead, what `forward_only` of a reference policy returned.
+            teacher_output: the next four arguments in a dictionary, such as what a teacher's
+                `forward_only(return_logits=True)` returned.
+            teacher_logits: for `GKDLoss`, logits [rows, time, vocabulary]; or
+            teacher_topk_logprobs: log-probabilities [rows, time, k] of likely tokens, and
+            teacher_topk_indices: their ids.
+            topk: how many of the teacher's largest logits to compare; None for all.
             micro_batch_size: sequences at a time; None for all. It changes memory and time only.
-            temperature: at which log-probabilities are taken, as the sampler did.
-            gradient_accumulation_steps: how many such calls make an update, from now on.
+            temperature: of the log-probabilities, as it was when sampling.
+            gradient_accumulation_steps: how many calls make an update, from now on.
             adapter_name: which adapter.
-            task: `"causal_lm"`; or `"fused_lm_ce"`, which is the same: no logits are held anyway.
+            task: `"causal_lm"` or `"fused_lm_ce"`, which is the same here.
 
         Returns:
             The loss of these inputs.
         """
         group = self.group(adapter_name)
-        check_task(task)
+        _check_task(task)
         group.set_accumulation(gradient_accumulation_steps)
-        loss_inputs = read_loss_inputs(advantages, old_logps, ref_logps, ref_outputs)
+        loss_inputs = _read_loss_inputs(advantages, old_logps, ref_logps, ref_outputs)
         rows = self._read(group, inputs, labels_needed=True)
         passes = grad_features(
             group.state,
@@ -365,7 +347,7 @@ class TransformersModel(AdapterPolicy):
         gradient_accumulation_steps: int | None = None,
         adapter_name: str | None = None,
     ) -> Float[Array, ""] | None:
-        """Clip the accumulated gradients; return their norm before that."""
+        """Clip the accumulated gradients, and return their norm before clipping."""
         group = self.group(adapter_name)
         if not group.due(gradient_accumulation_steps):
             return None
@@ -375,7 +357,7 @@ class TransformersModel(AdapterPolicy):
     def step(
         self, *, gradient_accumulation_steps: int | None = None, adapter_name: str | None = None
     ) -> UpdateInfo | None:
-        """Apply the accumulated gradients if they are finite, and clear them in any case."""
+        """Apply the accumulated gradients if they are finite, and clear them either way."""
         group = self.group(adapter_name)
         return self._apply(group, None) if group.due(gradient_accumulation_steps) else None
 
@@ -428,22 +410,22 @@ class TransformersModel(AdapterPolicy):
 
         Args:
             metric_cls: an object with `accumulate(inputs, outputs, **facts)` and `calculate()`, its
-                class, or the name of one of `twinkle_jax.twinkle.metric`. It sees the input
-                features of each pass and its outputs: `loss` and `logps` of `forward_backward` with
-                `lr`, `step`, `grad_norm` and what its loss was given, or all of `forward_only`.
+                class, or a name in `twinkle_jax.twinkle.metric`. After `forward_backward` it is
+                called with input features, `loss` and `logps`, and with `lr`, `step`, `grad_norm`
+                and the loss's arguments as facts; after `forward_only` with all its outputs.
             is_training: True for training passes, False for `forward_only`, None for both.
             adapter_name: which adapter.
             options: arguments of the class.
         """
         group = self.group(adapter_name)
         if isinstance(metric_cls, str):
-            metric_cls = class_of(metric_cls, "twinkle_jax.twinkle.metric")
+            metric_cls = class_of(metric_cls, "metric")
         group.add_metric(metric_cls, is_training, options)
 
     def calculate_metric(
         self, is_training: bool = True, *, adapter_name: str | None = None
     ) -> dict[str, Any]:
-        """Summarise training since the last call, or else `calculate_loss` and `forward_only`."""
+        """Summarise training passes, or scoring passes, since the last call."""
         return self.group(adapter_name).report(is_training)
 
     # Files.
@@ -462,19 +444,17 @@ class TransformersModel(AdapterPolicy):
     ) -> Path | None:
         """Write a checkpoint, or the adapter in PEFT's format where there is one.
 
-        Everything takes its place in one step: an interrupted save leaves an older one whole.
+        The directory is replaced at once: an interrupted save leaves the older one complete.
 
         Args:
-            name: directory to write; by default `checkpoint-step-` and the count of
-                `forward_backward`.
-            output_dir: where that directory lies; `"output"` if there is no name either.
+            name: directory to write, by default `checkpoint-step-` and `cur_step`.
+            output_dir: its parent; `"output"` if there is no name either.
             interval: write only if `cur_step` is a multiple of it.
-            save_optimizer: whether to write what
-                [`resume_from_checkpoint`][twinkle_jax.twinkle.model.TransformersModel.resume_from_checkpoint]
-                needs as well: the optimizer's state, accumulated gradients, counters and keys, in
-                `training_state/`, a checkpoint like those of a run.
-            consumed_train_samples: what to remember of the position in the data.
-            merge: whether to add the adapter to the parameters and write a checkpoint of them.
+            save_optimizer: whether to write the state for
+                [`resume_from_checkpoint`][twinkle_jax.twinkle.model.TransformersModel.resume_from_checkpoint],
+                too: optimizer, accumulated gradients, counters and keys, in `training_state/`.
+            consumed_train_samples: position in the data, which that method returns.
+            merge: whether to merge the adapter into the parameters, and write a checkpoint.
             dtype: type of a checkpoint; by default that of the parameters.
             adapter_name: which adapter.
 
@@ -492,12 +472,12 @@ class TransformersModel(AdapterPolicy):
         target = folder / (f"checkpoint-step-{group.cur_step}" if name is None else name)
         target = target.expanduser()
         if not save_optimizer:
-            if (target / TRAINING_STATE).is_dir():  # it belongs to older weights
+            if (target / TRAINING_STATE).is_dir():  # of older weights
                 shutil.rmtree(target / TRAINING_STATE)
             write_weights(self, group, target, merge=merge, dtype=dtype)
         elif merge or dtype is not None:
             raise ValueError(
-                "save_optimizer must go without merge and dtype, so that a run goes on exactly, "
+                "save_optimizer must go without merge and dtype, so that a run resumes exactly, "
                 f"got merge={merge}, dtype={dtype}"
             )
         else:
@@ -517,13 +497,13 @@ class TransformersModel(AdapterPolicy):
         Args:
             name: directory of the checkpoint, or a hub id.
             output_dir: where the directory lies.
-            load_optimizer: whether to continue the run that saved it; otherwise optimizer state and
+            load_optimizer: whether to resume the run that saved it; otherwise optimizer state and
                 gradients are reset.
             adapter_name: which adapter.
 
         Raises:
-            ValueError: for what `load_pretrained` refuses, and a model of another configuration,
-                before anything that is held is given up.
+            ValueError: for what `load_pretrained` refuses, and a model of another configuration;
+                then nothing has changed.
         """
         place = local_id(name) if output_dir is None else Path(output_dir) / name
         if load_optimizer:
@@ -538,22 +518,16 @@ class TransformersModel(AdapterPolicy):
         resume_only_model: bool = False,
         adapter_name: str | None = None,
     ) -> dict[str, Any]:
-        """Go on where a run stood when it called `save(…, save_optimizer=True)`.
+        """Continue from what `save(…, save_optimizer=True)` wrote, exactly as without the stop.
 
-        What follows is what would have followed: parameters, optimizer state, accumulated
-        gradients, learning rate, counters and the noise of dropout are as they were. Choose
-        optimizer and schedule as the run did, before this call.
-
-        Args:
-            checkpoint_dir: the directory.
-            resume_only_model: whether to read the weights only.
-            adapter_name: which adapter.
+        Choose optimizer and schedule as the run did, before this call. `resume_only_model` reads
+        the weights only.
 
         Returns:
             `cur_step`, `consumed_train_samples` and `gradient_accumulation_steps` of the run.
 
         Raises:
-            ValueError: if there is no such state, or it is one of another optimizer.
+            ValueError: if there is no such state, or it is of another optimizer.
         """
         return resume(self, adapter_name, checkpoint_dir, resume_only_model)
 
@@ -576,3 +550,72 @@ class TransformersModel(AdapterPolicy):
             group.gradient_norm = info.gradient_norm
         group.updates.append(info)
         return info
+
+
+class MegatronModel(TransformersModel):
+    """A [`TransformersModel`][twinkle_jax.twinkle.model.TransformersModel] with Megatron's options.
+
+    `"default"` is AdamW in `set_optimizer`, and a cosine with warm-up in `set_lr_scheduler`, where
+    its arguments are `lr_decay_steps`, `lr_warmup_steps`, `max_lr` and `min_lr`.
+    """
+
+    def __init__(self, model_id: Any, *, mixed_precision: Any = "bf16", **options: Any) -> None:
+        options = {key: x for key, x in options.items() if key not in IGNORED["MegatronModel"]}
+        super().__init__(model_id, mixed_precision=mixed_precision, **options)
+
+    def set_optimizer(
+        self, optimizer_cls: Any = "default", lr: float | None = None, **options: Any
+    ) -> None:
+        """Choose an optimizer; `"default"` is AdamW."""
+        name = "AdamW" if optimizer_cls == "default" else optimizer_cls
+        super().set_optimizer(name, lr, **options)
+
+    def set_lr_scheduler(self, scheduler_cls: Any = "default", **options: Any) -> None:
+        """Choose a schedule; `"default"` warms up linearly, then falls as a cosine."""
+        if scheduler_cls == "default":
+            steps, warmup = options.pop("lr_decay_steps"), options.pop("lr_warmup_steps", 0)
+            peak, least = options.pop("max_lr", None), options.pop("min_lr", 0.0)
+            group = self.group(options.get("adapter_name"))
+            group.lr = group.lr if peak is None else peak
+            names = {"num_warmup_steps": warmup, "num_training_steps": steps, "eta_min": least}
+            scheduler_cls, options = "CosineWarmupScheduler", options | names
+        super().set_lr_scheduler(scheduler_cls, **options)
+
+
+def _read_loss_inputs(
+    advantages: PerSequence | None,
+    old_logps: PerSequence | None,
+    ref_logps: PerSequence | None,
+    ref_outputs: Mapping[str, Any] | None,
+) -> dict[str, Any]:
+    """Name what a loss is given besides outputs; `ref_outputs` hold the `ref_logps`."""
+    if ref_outputs is not None:
+        if ref_logps is not None:
+            raise ValueError("ref_logps must be left out with ref_outputs, got both")
+        ref_logps = ref_outputs["logps"]
+    return dict(zip(LOSS_INPUTS, (advantages, old_logps, ref_logps), strict=True))
+
+
+def read_teacher(
+    output: Mapping[str, Any] | None, logits: Any, logprobs: Any, indices: Any, topk: int | None
+) -> tuple[Any, Any] | None:
+    """Return a teacher's log-probabilities and their tokens: the largest ones of its logits."""
+    if output is not None:
+        if any(x is not None for x in (logits, logprobs, indices)):
+            raise ValueError("teacher_output must be the only teacher, got another one too")
+        named = {name.removeprefix("teacher_"): x for name, x in output.items()}
+        logits, logprobs = named.get("logits"), named.get("topk_logprobs")
+        indices, topk = named.get("topk_indices"), output.get("topk", topk)
+    if logprobs is not None and indices is not None:
+        return logprobs, indices
+    if logits is None:
+        return None
+    values = np.asarray(logits, np.float32)
+    # A constant added to a position's logits changes no distribution over them.
+    order = np.argsort(-values, axis=-1, kind="stable")[..., :topk].astype(np.int32)
+    return np.take_along_axis(values, order, axis=-1), order
+
+
+def _check_task(task: str) -> None:
+    if task not in ("causal_lm", "fused_lm_ce"):
+        raise ValueError(f"task must be 'causal_lm', got {task!r}; see {PAGE}")

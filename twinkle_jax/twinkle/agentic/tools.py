@@ -1,21 +1,30 @@
-"""`twinkle_agentic.tools.tool_manager`."""
+"""`twinkle_agentic.tools`: tools, and a manager that calls them by name."""
 
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any
 
 from twinkle_jax.data import Tool as ToolInfo
+from twinkle_jax.twinkle.names import add_submodules
+
+
+class Tool(ABC):
+    """A tool that a policy may call."""
+
+    @abstractmethod
+    def __call__(self, tool_name: str, arguments: dict[str, Any]) -> str:
+        """Run it, and return its result as text."""
+
+    @abstractmethod
+    def tool_info(self) -> ToolInfo:
+        """Describe it, in OpenAI's shape."""
 
 
 class ToolManager:
-    """Tools by name; what goes wrong in a call is told to the policy as `Error: …`.
+    """Calls tools by name; the policy gets errors as text, `Error: …`.
 
-    Args:
-        tools: by name; or a list of tools, each of which tells its own.
-
-    Raises:
-        TypeError: for anything else.
-        ValueError: if a tool has no name.
+    `tools` is a dictionary, or a list of tools whose `tool_info` has their name.
     """
 
     def __init__(self, tools: Any = None) -> None:
@@ -38,15 +47,15 @@ class ToolManager:
         self._tools[name] = tool
 
     def unregister(self, name: str) -> Any:
-        """Take a tool out, and return it; None if there is none of this name."""
+        """Remove a tool and return it; None if there is none of this name."""
         return self._tools.pop(name, None)
 
     def names(self) -> list[str]:
-        """Name the tools."""
+        """Return the names of the tools."""
         return list(self._tools)
 
     def copy(self) -> "ToolManager":
-        """Make a manager of the same tools."""
+        """Return a manager of the same tools."""
         return ToolManager(self._tools)
 
     def tool_infos(self) -> list[ToolInfo]:
@@ -54,14 +63,7 @@ class ToolManager:
         return [tool.tool_info() for tool in self._tools.values()]
 
     def __call__(self, tool_call: Any) -> str:
-        """Do what a call says.
-
-        Args:
-            tool_call: in OpenAI's shape; arguments may be JSON.
-
-        Returns:
-            What the tool returned, as text, or an error that begins with `Error:`.
-        """
+        """Run a call in OpenAI's shape; return the tool's result or an error as text."""
         if not isinstance(tool_call, Mapping):
             return f"Error: tool_call must be an object, got {type(tool_call).__name__}"
         function = tool_call.get("function")
@@ -92,3 +94,6 @@ def _extract_name(info: Any) -> str | None:
     function = info.get("function") if isinstance(info, Mapping) else None
     name = function.get("name") if isinstance(function, Mapping) else None
     return name if isinstance(name, str) and name else None
+
+
+add_submodules(__name__, "base", "tool_manager")

@@ -7,6 +7,7 @@ from twinkle_jax.reward import (
     MathReward,
     Reward,
 )
+from twinkle_jax.twinkle.names import add_submodules
 
 __all__ = [
     "FormatReward",
@@ -15,3 +16,5 @@ __all__ = [
     "MathReward",
     "Reward",
 ]
+
+add_submodules(__name__, "base", "format_reward", "gsm8k", "math_reward")

@@ -1,4 +1,4 @@
-"""`twinkle_agentic.rollout.multi_turn`: a sampler and tools take turns."""
+"""`twinkle_agentic.rollout`: a sampler and tools take turns."""
 
 import json
 import logging
@@ -9,40 +9,41 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from twinkle_jax.data import IGNORE, SamplingParams, Trajectory, user_data_get
-from twinkle_jax.twinkle.agentic.rollout.bridge import as_lists, extend_with_bridge
+import numpy as np
+
+from twinkle_jax.data import IGNORE, SamplingParams, Template, Trajectory, user_data_get
+from twinkle_jax.data.trajectory import extend_feature
+from twinkle_jax.twinkle.names import add_submodules
+
+__all__ = ["MultiTurnRollout", "Rollout", "extend_with_bridge"]
 
 _ARRAYS = ("input_ids", "labels", "attention_mask", "position_ids", "logprobs")
 
 
 class Rollout(ABC):
-    """Lets a policy speak, as often as a conversation needs."""
+    """Continues conversations with a policy."""
 
     @abstractmethod
     def __call__(self, trajectories: list[Trajectory], **kwargs: Any) -> list[Trajectory]:
-        """Go on with trajectories to their end."""
+        """Continue trajectories to their end."""
 
 
 class MultiTurnRollout(Rollout):
-    """Samples a turn of each conversation, answers its tool calls, and goes on while there are any.
+    """Samples a turn of each conversation and answers its tool calls, until there are none.
 
-    What was sampled is not encoded again. An environment that says `done` through an
-    [`EnvTool`][twinkle_jax.twinkle.agentic.envs.EnvTool] ends its conversation at once, which
-    Twinkle's does not.
+    Sampled tokens are never encoded again. A conversation ends at once when an environment is done,
+    which its [`EnvTool`][twinkle_jax.twinkle.agentic.envs.EnvTool] says; Twinkle's goes on.
 
     Args:
-        sampler: with `sample(features, sampling_params=…)`.
+        sampler: an object with `sample(features, sampling_params=…)`.
         template: encodes conversations.
-        tool_manager: answers calls; may be given to a call instead.
-        sampling_params: how to draw; one sample.
-        max_turns: the most turns.
-        max_trajectory_tokens: a conversation with so many tokens is not continued; None for any.
-        trace_dir: a JSON file for each conversation is written there; None for none.
-        trace_callback: says whether to write one.
-        success_callback: says whether its name begins with `ok` or with `fail`.
-
-    Raises:
-        ValueError: without a template, or for a number out of its range.
+        tool_manager: answers calls; may be an argument of each call instead.
+        sampling_params: how to sample; one completion.
+        max_turns: maximum turns of a conversation.
+        max_trajectory_tokens: maximum tokens, from which it is not continued; None for no limit.
+        trace_dir: directory for a JSON file of each conversation; None for no files.
+        trace_callback: whether to write a conversation.
+        success_callback: whether the name of its file begins with `ok` instead of `fail`.
     """
 
     def __init__(
@@ -76,21 +77,18 @@ class MultiTurnRollout(Rollout):
             Path(trace_dir).mkdir(parents=True, exist_ok=True)
 
     def __call__(self, trajectories: list[Trajectory], **kwargs: Any) -> list[Trajectory]:
-        """Go on with conversations to their end.
+        """Continue conversations to their end.
 
         Args:
-            trajectories: that the assistant speaks in next.
-            kwargs: `tool_manager`, one or one for each; `sampling_params`; `global_step`, which is
-                not used.
+            trajectories: conversations in which the assistant is next.
+            kwargs: `tool_manager`, one or a list; `sampling_params`; `global_step` is not used.
 
         Returns:
-            The same with `messages`, the fields of an input feature, `logprobs` (as many as labels,
-            or None), `turns`, `stop_reason` and `truncated`.
+            The trajectories with `messages`, the fields of an input feature, `logprobs` (one for
+            each label, or None), `turns`, `stop_reason` and `truncated`.
 
         Raises:
-            TypeError: for one trajectory that is not in a list.
-            ValueError: without a tool manager, or with a list of another length.
-            RuntimeError: if the sampler answers something else than was asked for.
+            RuntimeError: if the sampler returns something else than one completion for each.
         """
         if isinstance(trajectories, Mapping):
             raise TypeError("trajectories must be a List[Trajectory], got one: wrap it in a list")
@@ -98,16 +96,20 @@ class MultiTurnRollout(Rollout):
             return []
         managers = self._managers(kwargs.get("tool_manager", self.tool_manager), len(trajectories))
         params = kwargs.get("sampling_params", self.sampling_params)
-        talks = [_Conversation(self.template, trajectory) for trajectory in trajectories]
+        conversations = [_Conversation(self.template, trajectory) for trajectory in trajectories]
         for turn in range(1, self.max_turns + 1):
-            active = [(talk, m) for talk, m in zip(talks, managers, strict=True) if not talk.done]
+            active = [
+                (conversation, m)
+                for conversation, m in zip(conversations, managers, strict=True)
+                if not conversation.done
+            ]
             if not active:
                 break
-            sequences = self._sample([talk.feature for talk, _ in active], params)
-            for (talk, manager), sequence in zip(active, sequences, strict=True):
-                talk.hear(sequence, turn)
-                self._answer(talk, manager, sequence)
-        results = [talk.result() for talk in talks]
+            sequences = self._sample([conversation.feature for conversation, _ in active], params)
+            for (conversation, manager), sequence in zip(active, sequences, strict=True):
+                conversation.add_turn(sequence, turn)
+                self._answer(conversation, manager, sequence)
+        results = [conversation.result() for conversation in conversations]
         if self.trace_dir:
             self._write_traces(Path(self.trace_dir), results)
         return results
@@ -122,7 +124,7 @@ class MultiTurnRollout(Rollout):
         return managers
 
     def _sample(self, features: list[Any], params: SamplingParams) -> list[Any]:
-        """Sample a turn of each; rows are repeated where devices need more."""
+        """Sample a turn of each; the last row is repeated until every device has one."""
         mesh = getattr(self.sampler, "device_mesh", None)
         least = getattr(mesh, "data_world_size", None) or 1
         padded = features + features[-1:] * (least - len(features))
@@ -135,31 +137,31 @@ class MultiTurnRollout(Rollout):
                 raise RuntimeError("sampler returned a response with no sequences")
         return [response.sequences[0] for response in responses[: len(features)]]
 
-    def _answer(self, talk: "_Conversation", manager: Any, sequence: Any) -> None:
+    def _answer(self, conversation: "_Conversation", manager: Any, sequence: Any) -> None:
         """Answer a turn's tool calls, or end the conversation."""
         limit = self.max_trajectory_tokens
         if sequence.stop_reason == "length":
-            talk.done = True
+            conversation.done = True
             return
-        if limit is not None and len(talk.feature["input_ids"]) >= limit:
-            talk.done = talk.truncated = True
+        if limit is not None and len(conversation.feature["input_ids"]) >= limit:
+            conversation.done = conversation.truncated = True
             return
-        last = (talk.feature.get("messages") or [{}])[-1]
+        last = (conversation.feature.get("messages") or [{}])[-1]
         calls = last.get("tool_calls") or self.template.parse_tool_call(sequence.decoded or "")
         if not calls:
-            talk.done = True
-        elif talk.turns >= self.max_turns:
-            talk.done = talk.truncated = True
+            conversation.done = True
+        elif conversation.turns >= self.max_turns:
+            conversation.done = conversation.truncated = True
         else:
             answers = [{"role": "tool", "content": manager(call)} for call in calls]
             if any(getattr(tool, "done", False) is True for tool in _tools_of(manager)):
-                talk.done = True
-                talk.feature["messages"] = [*talk.feature["messages"], *answers]
+                conversation.done = True
+                conversation.feature["messages"] = [*conversation.feature["messages"], *answers]
                 return
-            talk.feature = extend_with_bridge(talk.feature, answers, self.template)
+            conversation.feature = extend_with_bridge(conversation.feature, answers, self.template)
 
     def _write_traces(self, directory: Path, results: Sequence[Any]) -> None:
-        """Write conversations; what goes wrong is logged, and ends nothing."""
+        """Write conversations; errors are logged."""
         for i, result in enumerate(results):
             try:
                 if self.trace_callback is not None and not self.trace_callback(result):
@@ -172,7 +174,7 @@ class MultiTurnRollout(Rollout):
                     "truncated": result["truncated"],
                     "success": success,
                 }
-                name = f"{'ok' if success else 'fail'}-{_identity(result, i)}.json"
+                name = f"{'ok' if success else 'fail'}-{_file_name(result, i)}.json"
                 text = json.dumps(record, ensure_ascii=False, indent=2, default=str)
                 (directory / name).write_text(text, encoding="utf-8")
             except Exception:
@@ -180,7 +182,7 @@ class MultiTurnRollout(Rollout):
 
 
 class _Conversation:
-    """A trajectory while it goes on."""
+    """A trajectory that is being continued."""
 
     def __init__(self, template: Any, trajectory: Trajectory) -> None:
         self.trajectory = trajectory
@@ -192,8 +194,8 @@ class _Conversation:
         self.turns, self.stop_reason = 0, None
         self.done = self.truncated = False
 
-    def hear(self, sequence: Any, turn: int) -> None:
-        """Take what was sampled."""
+    def add_turn(self, sequence: Any, turn: int) -> None:
+        """Append a completion."""
         feature = sequence.new_input_feature
         if feature is None or "input_ids" not in feature:
             raise RuntimeError("sampler must return new_input_feature.input_ids, got none")
@@ -227,10 +229,55 @@ def _tools_of(manager: Any) -> list[Any]:
     return list(getattr(manager, "_tools", {}).values())
 
 
-def _identity(result: Mapping[str, Any], number: int) -> str:
-    """Name a file by the user's id, made harmless, or by the time."""
+def _file_name(result: Mapping[str, Any], number: int) -> str:
+    """Name a file by the id in `user_data`, without special characters, or by the time."""
     for key in ("id", "prompt_id"):
         identity = user_data_get(result.get("user_data"), key)
         if identity not in (None, ""):
             return re.sub(r"[^\w.-]+", "_", str(identity), flags=re.ASCII)[:64]
     return f"{time.time_ns() // 1_000_000}-{number}"
+
+
+def extend_with_bridge(
+    pif: Mapping[str, Any], tool_messages: Sequence[Mapping[str, Any]], template: Any
+) -> dict[str, Any]:
+    """Append tool messages and the start of an assistant turn to a feature, without labels.
+
+    Its tokens stay as they are. With a [`Template`][twinkle_jax.data.Template] no text becomes a
+    control token. Of any other template, the tokenizer's chat template must render the longer
+    conversation as a continuation of the shorter one; RuntimeError otherwise.
+    """
+    before, new = list(pif.get("messages") or []), list(tool_messages)
+    count = len(pif["input_ids"])
+    labels = pif.get("labels")
+    if labels is not None and len(labels) not in (0, count):
+        raise RuntimeError(f"labels length must be that of input_ids, {count}, got {len(labels)}")
+    if isinstance(template, Template):
+        return as_lists(template.extend_input_feature(pif, new))
+    render = template.tokenizer.apply_chat_template
+    short = render(before, tokenize=False, add_generation_prompt=False)
+    longer = render([*before, *new], tokenize=False, add_generation_prompt=True)
+    if not longer.startswith(short):
+        raise RuntimeError(
+            "chat template must render a longer conversation as a prefix-extension of the shorter "
+            f"one, got {longer[-80:]!r} after {short[-80:]!r}"
+        )
+    if longer == short:
+        raise RuntimeError("chat template must render messages of tools, got an empty string")
+    tokens = template.tokenizer.encode(longer[len(short) :], add_special_tokens=False)
+    extended = extend_feature(pif, tokens, labelled=False)
+    return as_lists(extended) | {"messages": [*before, *new]}
+
+
+def as_lists(value: Any) -> Any:
+    """Turn arrays, at any depth, into lists and numbers."""
+    if isinstance(value, np.ndarray | np.generic):
+        return value.tolist()
+    if isinstance(value, Mapping):
+        return {key: as_lists(x) for key, x in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(as_lists(x) for x in value)
+    return value
+
+
+add_submodules(__name__, "base", "bridge", "multi_turn")

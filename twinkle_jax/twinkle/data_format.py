@@ -11,6 +11,7 @@ from twinkle_jax.data import (
     Trajectory,
     user_data_get,
 )
+from twinkle_jax.twinkle.names import add_submodules
 
 __all__ = [
     "InputFeature",
@@ -23,3 +24,5 @@ __all__ = [
     "Trajectory",
     "user_data_get",
 ]
+
+add_submodules(__name__, "input_feature", "message", "sampling", "trajectory")

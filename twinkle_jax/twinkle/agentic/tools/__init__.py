@@ -1,1 +1,0 @@
-"""`twinkle_agentic.tools`."""

@@ -1,0 +1,161 @@
+"""Twinkle's `template`: what encodes conversations, and the parsers of tool calls."""
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+
+from twinkle_jax.data import (
+    InputFeature,
+    ParsedToolCalls,
+    Tokenizer,
+    ToolCall,
+    TruncationStrategy,
+    parse_cline_calls,
+    parse_hermes_calls,
+    parse_react_calls,
+)
+from twinkle_jax.data import Template as BaseTemplate
+from twinkle_jax.twinkle.names import add_submodules, local_id
+
+__all__ = [
+    "ClineParser",
+    "HermesQwenParser",
+    "Qwen3_5Template",
+    "ReActParser",
+    "Template",
+    "ToolCallParser",
+    "ToolCallRegistry",
+]
+
+
+class Template(BaseTemplate):
+    """A [`Template`][twinkle_jax.data.Template] with Twinkle's arguments and keys.
+
+    `enable_thinking` and any further options are variables of the chat template. Features have
+    `attention_mask`, `position_ids` and `length` too.
+    """
+
+    def __init__(
+        self,
+        model_id: str | Path | Tokenizer,
+        use_chat_template: bool = True,
+        max_length: int | None = 8192,
+        truncation_strategy: TruncationStrategy = "raise",
+        default_system: str | None = None,
+        enable_thinking: bool = True,
+        **template_variables: Any,
+    ) -> None:
+        super().__init__(
+            local_id(model_id),
+            use_chat_template,
+            max_length,
+            truncation_strategy,
+            default_system,
+            template_variables={"enable_thinking": enable_thinking, **template_variables},
+        )
+        self.model_id, self.enable_thinking = model_id, enable_thinking
+
+    def encode_all(
+        self, trajectories: Sequence[Mapping[str, Any]], add_generation_prompt: bool = False
+    ) -> tuple[list[int], list[InputFeature]]:
+        """Encode several conversations, and say which one each feature is of."""
+        sources, features = super().encode_all(trajectories, add_generation_prompt)
+        for feature in features:
+            size = len(feature["input_ids"])
+            feature["attention_mask"] = np.ones(size, np.int32)
+            feature["position_ids"] = np.arange(size)
+            feature["length"] = size
+        return sources, features
+
+    def check(self, trajectory: Mapping[str, Any]) -> Mapping[str, Any] | None:
+        """Return a conversation if it can be encoded, otherwise None."""
+        try:
+            return trajectory if self.batch_encode([trajectory]) else None
+        except ValueError:
+            return None
+
+    def batch_check(self, trajectories: Sequence[Mapping[str, Any]]) -> list[Any]:
+        """Check several."""
+        return [self.check(trajectory) for trajectory in trajectories]
+
+    def decode(self, token_ids: Sequence[int], **options: Any) -> str:
+        """Return the text of tokens."""
+        return self.tokenizer.decode(token_ids, **options)
+
+    def batch_decode(self, token_ids: Sequence[Sequence[int]], **options: Any) -> list[str]:
+        """Return the texts of several."""
+        return [self.decode(ids, **options) for ids in token_ids]
+
+
+class Qwen3_5Template(Template):  # noqa: N801  (Twinkle's name)
+    """The template of Qwen3.5 and Qwen3 checkpoints: text only."""
+
+
+class ToolCallParser:
+    """Finds the tool calls of one format in a text."""
+
+    name = ""
+    open_marker: str | None = None
+    close_marker: str | None = None
+    _parse: Callable[[str], ParsedToolCalls]
+
+    def detect(self, text: str) -> bool:
+        """Whether a text has calls of this format, broken ones included."""
+        parsed = self._parse(text)
+        return bool(parsed.calls or parsed.errors)
+
+    def parse(self, text: str) -> list[ToolCall]:
+        """Return the calls in OpenAI's shape, with dictionaries of arguments."""
+        return self._parse(text).calls
+
+    def clean(self, text: str) -> str:
+        """Return the text without its calls."""
+        return self._parse(text).content
+
+
+class HermesQwenParser(ToolCallParser):
+    """`<tool_call>` blocks of the Hermes and Qwen families."""
+
+    name, open_marker, close_marker = "hermes_qwen", "<tool_call>", "</tool_call>"
+    _parse = staticmethod(parse_hermes_calls)
+
+
+class ReActParser(ToolCallParser):
+    """Lines `Action: name[input]`."""
+
+    name, _parse = "react", staticmethod(parse_react_calls)
+
+
+class ClineParser(ToolCallParser):
+    """A tag for the tool, and in it a tag for each argument."""
+
+    name, _parse = "cline", staticmethod(parse_cline_calls)
+
+
+class ToolCallRegistry:
+    """The parsers, in the order in which they are tried."""
+
+    _parsers: ClassVar[list[ToolCallParser]] = [HermesQwenParser(), ClineParser(), ReActParser()]
+
+    @classmethod
+    def register(cls, parser: ToolCallParser) -> ToolCallParser:
+        """Add a parser; return the registered parser of its name, the older one if there is one."""
+        known = next((x for x in cls._parsers if x.name == parser.name), None)
+        if known is None:
+            cls._parsers.append(parser)
+        return known or parser
+
+    @classmethod
+    def parsers(cls) -> list[ToolCallParser]:
+        """Return the parsers."""
+        return list(cls._parsers)
+
+    @classmethod
+    def detect_first(cls, text: str) -> ToolCallParser | None:
+        """Return the first parser whose format a text has."""
+        return next((parser for parser in cls._parsers if text and parser.detect(text)), None)
+
+
+add_submodules(__name__, "base", "tools", "tools.base", "tools.cline", "tools.qwen", "tools.react")

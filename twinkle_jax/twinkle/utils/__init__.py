@@ -1,1 +1,0 @@
-"""Twinkle's `utils`: what scripts ask about PyTorch."""
