@@ -8,8 +8,6 @@ import json
 
 import numpy as np
 import pytest
-from twinkle_jax.twinkle.agentic.tools.base import Tool
-from twinkle_jax.twinkle.agentic.tools.tool_manager import ToolManager
 
 from twinkle_jax.data import (
     SampledSequence,
@@ -20,6 +18,8 @@ from twinkle_jax.data import (
 )
 from twinkle_jax.twinkle.agentic.envs import Env, EnvPool, EnvTool, OpenEnv, StepResult
 from twinkle_jax.twinkle.agentic.rollout import MultiTurnRollout, extend_with_bridge
+from twinkle_jax.twinkle.agentic.tools.base import Tool
+from twinkle_jax.twinkle.agentic.tools.tool_manager import ToolManager
 
 TEMPLATE = Template(small_tokenizer())
 

@@ -134,5 +134,5 @@ def test_what_is_refused(checkpoint, tmp_path):
         model.resume_from_checkpoint(model.save("bare", tmp_path))
     file = place / "training_state" / "facts.json"
     file.write_bytes(file.read_bytes()[:-10])
-    with pytest.raises(ValueError, match=r"must be whole"):
+    with pytest.raises(ValueError, match="training_state"):
         model.resume_from_checkpoint(place)

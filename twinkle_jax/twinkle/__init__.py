@@ -1,7 +1,7 @@
-"""Twinkle's names: in a script, `twinkle.X` becomes `twinkle_jax.twinkle.X` in the imports.
+"""Twinkle's names: scripts import `twinkle_jax.twinkle.X` instead of `twinkle.X`.
 
-Each module here has the names of Twinkle's module of the same name, and calls the functions of the
-other rooms, which import nothing from here. `docs/from_twinkle.md` says what differs.
+Each module has the names of Twinkle's module, over the functions of the other folders, which import
+nothing from here. `docs/from_twinkle.md` says what differs.
 """
 
 from importlib import import_module
@@ -33,6 +33,5 @@ def __getattr__(name: str) -> Any:
     if name in __all__:
         return getattr(import_module("twinkle_jax.twinkle.infra"), name)
     raise AttributeError(
-        f"module 'twinkle_jax.twinkle' has no attribute {name!r}: docs/from_twinkle.md lists the "
-        "names that there are"
+        f"module 'twinkle_jax.twinkle' has no attribute {name!r}; see docs/from_twinkle.md"
     )

@@ -1,4 +1,4 @@
-"""Twinkle's `cli`: the settings of a script from `.env`, the environment, a file and the flags."""
+"""Twinkle's `cli`: settings of a script from `.env`, environment variables, a file and flags."""
 
 import os
 import sys
@@ -86,7 +86,7 @@ _ALIASES = {
     "max_new_tokens": "max_tokens",
     "num_gpus": "nproc_per_node",
 }
-_OWNERS = {"model_id": "model", "seed": "training"}  # of names that several groups have
+_MAIN_GROUP = {"model_id": "model", "seed": "training"}  # of names that several groups have
 _WORDS: dict[str, bool | None] = {
     **dict.fromkeys(("true", "yes", "on"), True),
     **dict.fromkeys(("false", "no", "off"), False),
@@ -95,9 +95,9 @@ _WORDS: dict[str, bool | None] = {
 
 
 class Args:
-    """The settings of a script, in groups: `args.model.model_id`; `extra` has what none knows.
+    """The settings of a script in groups, `args.model.model_id`; `extra` has unknown ones.
 
-    `get_model_args()` and the like give the settings of a group that are not None.
+    `get_model_args()` and the like return the settings of a group that are not None.
     """
 
     def __init__(self) -> None:
@@ -123,7 +123,7 @@ class Args:
         return {"lr" if name == "learning_rate" else name: x for name, x in known.items()}
 
     def to_dict(self) -> dict[str, Any]:
-        """Return all settings that are not None in one dictionary."""
+        """Return all settings that are not None."""
         merged: dict[str, Any] = {}
         for group in _GROUPS:
             merged |= {k: x for k, x in vars(getattr(self, group)).items() if x is not None}
@@ -142,10 +142,10 @@ class Args:
         return self.get(key)
 
     def apply(self, source: Mapping[str, Any], *, cast: bool) -> None:
-        """Set what a source says; strings become numbers, booleans and lists if `cast`."""
+        """Set the values of a source; `cast` turns strings into numbers, booleans and lists."""
         for name, value in _flatten(source):
             value = _cast(value) if cast else value
-            if name == "use_megatron":  # as in Twinkle's scripts, where it means the strategy
+            if name == "use_megatron":  # Twinkle's scripts take the strategy from it
                 if _cast(value) is True:
                     self.model.strategy = "native_fsdp"
                 continue
@@ -163,7 +163,7 @@ class Args:
 
 
 class CLI:
-    """Reads the settings of a script; later sources win: `.env`, environment, `--config`, flags."""
+    """Reads settings: flags win over `--config`, that over the environment, that over `.env`."""
 
     @staticmethod
     def from_args(
@@ -177,11 +177,7 @@ class CLI:
             argv: flags: `--name value`, `--name=value`, `--name` for true, `--no_name` for false;
                 dashes and capitals do not matter. None for those of the program.
             env_file: a file of lines `NAME=value`; None for `.env` or `.env.local`.
-            config_file: YAML, as `--config`.
-
-        Raises:
-            FileNotFoundError: if there is no such YAML file.
-            ImportError: if PyYAML is not installed.
+            config_file: a YAML file, as `--config`.
 
         Example:
             >>> args = CLI.from_args(["--model-id", "policy", "--lr=1e-4", "--rank", "4"])
@@ -210,7 +206,7 @@ def _find(key: str) -> tuple[str, str] | None:
     name = _ALIASES.get(name, name)
     groups = [group for group, defaults in _GROUPS.items() if name in defaults]
     if groups:
-        return _OWNERS.get(name, groups[0]), name
+        return _MAIN_GROUP.get(name, groups[0]), name
     for group, defaults in _GROUPS.items():
         rest = name.removeprefix(group + "_")
         if rest != name and rest in defaults:
@@ -246,9 +242,9 @@ def _cast(value: Any) -> Any:
 
 def _read_flags(argv: Sequence[str]) -> dict[str, Any]:
     flags: dict[str, Any] = {}
-    waiting = list(argv)
-    while waiting:
-        flag = waiting.pop(0)
+    remaining = list(argv)
+    while remaining:
+        flag = remaining.pop(0)
         if not flag.startswith("--"):
             continue
         name, equals, value = flag[2:].partition("=")
@@ -256,8 +252,8 @@ def _read_flags(argv: Sequence[str]) -> dict[str, Any]:
             flags[name] = value
         elif _normal(name).startswith("no_"):
             flags[name[3:]] = False
-        elif waiting and not waiting[0].startswith("--"):
-            flags[name] = waiting.pop(0)
+        elif remaining and not remaining[0].startswith("--"):
+            flags[name] = remaining.pop(0)
         else:
             flags[name] = True
     return flags

@@ -12,31 +12,24 @@ from twinkle_jax.twinkle.names import construct, refuse
 
 
 class DataLoader:
-    """Yields lists of rows: each iteration takes all rows once, in order.
+    """Yields the batches of all devices: each iteration takes every row once, in order.
 
-    A batch is that of all devices; the model spreads its rows. Rows that are None or raise are left
-    out, and replaced at random at the end, as Twinkle's loader does. The order of `shuffle` depends
-    on the seed of `initialize` and the number of the epoch.
+    Rows that are None or raise are left out, and replaced by random rows at the end, as Twinkle's
+    loader does; `max_retries` changes nothing. The order of `shuffle` depends on the seed of
+    `initialize` and the number of the epoch.
 
     Args:
-        dataset: a data set, or anything with a length and rows by number, or an iterable; or a
-            function that makes one.
-        batch_size: rows a batch; the last one may have fewer.
-        min_batch_size: a last batch with fewer rows is left out; by default the devices over which
-            rows are spread, with a `device_mesh`.
-        device_mesh: whose devices the batch size must be a multiple of.
-        shuffle: whether to shuffle rows, anew in each epoch.
+        dataset: a sequence or an iterable of rows, or a function that makes one.
+        batch_size: rows a batch, a multiple of the devices of the mesh that they are sharded over.
+        min_batch_size: a smaller last batch is left out; by default that number of devices.
+        device_mesh: the mesh; None for one device.
+        shuffle: whether to shuffle rows, differently in each epoch.
         drop_last: whether to leave out a last batch that is not full.
-        sampler: numbers of rows, in the order to take them.
-        collate_fn: what makes of a list of rows what one gets.
-        max_retries: unused: a row that fails is not tried again.
-        remote_group: unused, and said once.
-        options: those of PyTorch's loader about workers have no effect.
-
-    Raises:
-        ValueError: if a batch size does not fit the mesh.
-        TypeError: for an unknown option.
-        RuntimeError: while iterating, if no rows are left to replace those that failed.
+        sampler: indices of rows, in the order to take them.
+        collate_fn: applied to each list of rows.
+        max_retries: unused.
+        remote_group: unused, with a warning.
+        options: options of PyTorch's loader for workers, which change nothing.
 
     Example:
         >>> loader = DataLoader([{"n": n} for n in range(5)], batch_size=2)
@@ -65,8 +58,8 @@ class DataLoader:
         devices = 1 if device_mesh is None else device_mesh.data_world_size
         if batch_size < 1 or batch_size % devices:
             raise ValueError(
-                f"batch_size must be a positive multiple of {devices}, over which device_mesh "
-                f"spreads rows, got {batch_size}"
+                f"batch_size must be a positive multiple of {devices}, the number of devices that "
+                f"device_mesh shards rows over, got {batch_size}"
             )
         self.batch_size, self.shuffle, self.sampler = batch_size, shuffle, sampler
         least = devices if min_batch_size is None else min_batch_size
@@ -75,16 +68,16 @@ class DataLoader:
         self._epoch, self._consumed, self._skip = 0, 0, 0
 
     def set_processor(self, processor_cls: Any, **options: Any) -> None:
-        """Choose what makes of a list of rows what one gets: a class, its name or an object."""
+        """Choose what is applied to each list of rows: a class, its name or an object."""
         self.processor = construct(processor_cls, "processor", **options)
 
     def __len__(self) -> int:
-        """Count the batches of an epoch; a last one that is too small counts too."""
+        """Return the number of batches of an epoch, a last one that is left out included."""
         return -(-len(self.sampler or self.dataset) // self.batch_size)  # type: ignore[arg-type]
 
     def __iter__(self) -> Iterator[Any]:
         start, self._skip = self._skip, 0
-        rows = self._stream() if self._streams() else self._numbered(start)
+        rows = self._stream() if self._streams() else self._indexed(start)
         batch: list[Any] = []
         for row in rows:
             batch.append(row)
@@ -99,12 +92,12 @@ class DataLoader:
         return {"consumed_train_samples": self._consumed}
 
     def resume_from_checkpoint(self, consumed_train_samples: int, **options: Any) -> None:
-        """Go on after so many rows, in the epoch where they end."""
+        """Continue after this number of rows, in the epoch where they end."""
         refuse("resume_from_checkpoint", options)
         self.skip_consumed_samples(consumed_train_samples)
 
     def skip_consumed_samples(self, consumed_train_samples: int | None) -> None:
-        """As `resume_from_checkpoint`; a stream starts anew, with a warning."""
+        """Do as `resume_from_checkpoint`; streams restart, with a warning."""
         if self._streams() or not consumed_train_samples or consumed_train_samples < 0:
             warnings.warn(
                 "a stream does not support consumed-data skipping: it starts from the beginning",
@@ -123,33 +116,33 @@ class DataLoader:
     def _stream(self) -> Iterator[Any]:
         return (row for row in self.dataset if row is not None)
 
-    def _numbered(self, start: int) -> Iterator[Any]:
-        """Yield the rows of an epoch from a position on; random ones replace those that fail."""
+    def _indexed(self, start: int) -> Iterator[Any]:
+        """Yield the rows of an epoch from a position; random ones replace those that fail."""
         rng = np.random.default_rng((settings.seed, self._epoch))
         self._epoch += 1
         count = len(self.dataset)
         order = rng.permutation(count).tolist() if self.shuffle else range(count)
-        numbers = list(order if self.sampler is None else self.sampler)
+        indices = list(order if self.sampler is None else self.sampler)
         failed = 0
-        for number in numbers[start:]:
-            row = self._row(number)
+        for index in indices[start:]:
+            row = self._row(index)
             failed += not row
             if row:
                 yield row
-        for number in rng.permutation(count).tolist():
+        for index in rng.permutation(count).tolist():
             if not failed:
                 return
-            if row := self._row(number):
+            if row := self._row(index):
                 failed -= 1
                 yield row
         if failed:
             raise RuntimeError(f"dataset must have rows to replace {failed} that failed, got none")
 
-    def _row(self, number: int) -> Any:
+    def _row(self, index: int) -> Any:
         try:
-            return self.dataset[number]
+            return self.dataset[index]
         except (ValueError, KeyError, IndexError, TypeError) as error:
-            warnings.warn(f"row {number} is left out: {error}", UserWarning, stacklevel=2)
+            warnings.warn(f"row {index} is left out: {error}", UserWarning, stacklevel=2)
             return None
 
     def _collate(self, batch: list[Any]) -> Any:

@@ -26,15 +26,12 @@ class DatasetMeta:
 
     Attributes:
         dataset_id: a file or a directory, as [`read_rows`][twinkle_jax.data.read_rows] takes them,
-            or an id on the Hugging Face hub, with `hf://` or without.
+            or an id on the Hugging Face hub.
         subset_name: of a data set on the hub.
         split: likewise.
-        data_slice: numbers of the rows to take, in this order; beyond the end they start again.
+        data_slice: numbers of the rows to take, in this order; modulo the number of rows.
         data: instead of an id, rows, columns, a function that makes rows, or a data set of Hugging
             Face's `datasets`.
-
-    Raises:
-        ValueError: if there is neither an id nor data, or the slice is not iterable.
     """
 
     dataset_id: str = ""
@@ -85,12 +82,8 @@ class DatasetMeta:
 class Dataset:
     """Rows that are mapped, filtered, mixed and encoded in place.
 
-    `datasets` has the rows of each source by `DatasetMeta.get_id()`, and `dataset` those that one
-    gets: of the first source, or the mixed ones.
-
-    Args:
-        dataset_meta: the first source; None to add sources later.
-        options: `streaming=True` reads when rows are asked for. `num_proc` changes nothing.
+    `datasets` has the rows of each source by `DatasetMeta.get_id()`; `dataset` those of the only
+    source, or the mixed ones. `streaming=True` reads rows when they are needed.
 
     Example:
         >>> dataset = Dataset(DatasetMeta(data=[{"question": "1+1=", "answer": "#### 2"}]))
@@ -117,7 +110,7 @@ class Dataset:
         self._show_single()
 
     def set_template(self, template_func: Any, **options: Any) -> None:
-        """Choose what encodes: a name, `"Qwen3_5Template"`, with its arguments; or an object."""
+        """Choose a template: a name such as `"Qwen3_5Template"` with arguments, or an object."""
         self.template = construct(template_func, "template", **options)
 
     def map(
@@ -132,17 +125,14 @@ class Dataset:
         Args:
             preprocess_func: a function from columns to columns, or a `Preprocessor`, its class or
                 its name.
-            dataset_meta: of which source; needed while there are several that are not mixed.
+            dataset_meta: the source to map; needed while several are not mixed.
             init_args: arguments of the class.
-            options: `remove_columns` and `batch_size`; those of `datasets.map` that change only
-                how it is computed have no effect.
+            options: `remove_columns` and `batch_size`.
         """
         function = construct(preprocess_func, "preprocessor", **(init_args or {}))
-        chosen: dict[str, Any] = {
-            key: options.pop(key) for key in ("remove_columns", "batch_size") if key in options
-        }
+        used = {x: options.pop(x) for x in ["remove_columns", "batch_size"] if x in options}
         refuse("Dataset.map", options)
-        self._map(function, dataset_meta, chosen)
+        self._map(function, dataset_meta, used)
 
     def filter(
         self,
@@ -165,12 +155,7 @@ class Dataset:
     def encode(self, add_generation_prompt: bool = False, **options: Any) -> None:
         """Encode conversations: `messages`, or those in columns such as `positive` and `negative`.
 
-        Args:
-            add_generation_prompt: whether the assistant speaks next, as for sampling.
-            options: as for `map`.
-
-        Raises:
-            ValueError: if there is no template yet, or a conversation is too long for it.
+        `add_generation_prompt` ends them with the start of an assistant turn, to sample from.
         """
         removed = options.pop("remove_columns", None) or ()
         size = options.pop("batch_size", 1000)
@@ -242,7 +227,7 @@ class Dataset:
 
 
 class IterableDataset(Dataset):
-    """A data set that is read while one goes over it; it has no length and no numbers."""
+    """A data set that is read while it is iterated over, without length and indices."""
 
     streams = True
 
@@ -250,14 +235,14 @@ class IterableDataset(Dataset):
         raise NotImplementedError("a stream has no length")
 
     def __getitem__(self, index: int) -> Row:
-        raise NotImplementedError("the rows of a stream have no numbers")
+        raise NotImplementedError("the rows of a stream have no indices")
 
 
 class LazyDataset(Dataset):
-    """A data set that maps and encodes a row when it is asked for.
+    """A data set that maps and encodes each row when it is read.
 
-    As with Twinkle's, a mixed one takes its sources in turn until the longest ends, the others
-    starting again, and a mapped row has only the columns that the last function gave.
+    As Twinkle's, a mixed one takes its sources in turn until the longest ends, and repeats the
+    others; a row mapped by a `Preprocessor` has only the columns that it returned.
     """
 
     def __init__(self, dataset_meta: DatasetMeta | None = None, **options: Any) -> None:
@@ -272,7 +257,7 @@ class LazyDataset(Dataset):
             self._interleave = interleave
 
     def encode(self, add_generation_prompt: bool = False, **options: Any) -> None:
-        """Encode rows when they are asked for."""
+        """Encode each row when it is read."""
         refuse("Dataset.encode", options)
         strategy = self._needed_template().truncation_strategy
         assert strategy != "split", (
@@ -281,7 +266,7 @@ class LazyDataset(Dataset):
         self.do_encode, self.add_generation_prompt = True, add_generation_prompt
 
     def check(self, **options: Any) -> None:
-        """Return None for a row that the template cannot encode."""
+        """Return None for rows that the template cannot encode."""
         refuse("Dataset.check", options)
         self._needed_template()
         self.do_check = True
@@ -326,15 +311,10 @@ class LazyDataset(Dataset):
 
 
 class PackingDataset(Dataset):
-    """A data set whose encoded rows are packed: several, one after the other, make one of its rows.
+    """A data set whose encoded rows are joined to rows of at most `max_length` tokens.
 
     `position_ids` start again at 0 with each of them, so the model computes each as it is alone.
-    Rows of a policy's update are packed without this, too.
-
-    Args:
-        dataset_meta: as for `Dataset`.
-        packing_num_proc: unused: no packing takes long enough for it.
-        options: as for `Dataset`.
+    Rows of a policy's update are packed without this, too. `packing_num_proc` changes nothing.
 
     Example:
         >>> dataset = PackingDataset(DatasetMeta(data=[{"input_ids": [5, 6]}, {"input_ids": [7]}]))
@@ -351,10 +331,7 @@ class PackingDataset(Dataset):
         super().__init__(dataset_meta, **options)
 
     def pack_dataset(self) -> None:
-        """Pack what was encoded: into rows of the template's `max_length`, or of 2048 tokens.
-
-        A row that is longer is one by itself.
-        """
+        """Pack into rows of the template's `max_length`, or of 2048 tokens; longer rows stay."""
         assert "input_ids" in self.dataset[0], "encode must be called first"
         self._lines = _lines_of(self.dataset, self._needed_template())
 
@@ -373,15 +350,7 @@ class PackingDataset(Dataset):
 
 
 class IterablePackingDataset(IterableDataset):
-    """A stream whose rows are encoded, so many at a time, and packed.
-
-    Args:
-        dataset_meta: as for `IterableDataset`.
-        packing_interval: how many rows are packed together.
-        packing_num_proc: unused.
-        cyclic: whether the stream starts again when it ends.
-        options: as for `IterableDataset`.
-    """
+    """A stream that encodes and packs `packing_interval` rows at a time, endlessly if `cyclic`."""
 
     def __init__(
         self,
@@ -405,7 +374,7 @@ class IterablePackingDataset(IterableDataset):
     def __iter__(self) -> Iterator[Row]:
         assert self._started, "pack_dataset must be called first"
         template = self._needed_template()
-        remaining: list[Row] = []  # of the last line, which may have room for more
+        remaining: list[Row] = []  # the rows of the last line, which may have room for more
         rows = self._rows()
         while batch := list(itertools.islice(rows, self.packing_interval)):
             encoded = [row for row in batch if "input_ids" in row]
@@ -427,7 +396,7 @@ class IterablePackingDataset(IterableDataset):
 
 
 def _encode_rows(template: Template, rows: list[Row], prompt: bool) -> list[Row]:
-    """Encode `messages`, or each column of conversations; columns that there are stay."""
+    """Encode `messages`, or each column of conversations, and keep the other columns."""
     if not rows:
         return []
     nested = [k for k, x in rows[0].items() if isinstance(x, dict) and "messages" in x]
@@ -461,14 +430,14 @@ def _replacing(function: Any, removed: Any) -> Callable[[list[Row]], list[Row]]:
 
 
 def _lines_of(rows: Any, template: Any) -> list[list[int]]:
-    """Return the numbers of the rows in each packed row."""
+    """Return the indices of the rows in each packed row."""
     lengths = np.asarray([len(row["input_ids"]) for row in rows], np.int32)
     width = getattr(template, "max_length", None) or 2048
     return assign_lines(np.minimum(lengths, width), width)  # a longer row fills a line by itself
 
 
 def _joined(rows: list[Row]) -> Row:
-    """Join rows: lists of numbers one after the other; other columns become lists of values."""
+    """Join rows: lists of numbers are concatenated, other columns become lists of values."""
     line: Row = {}
     for key, first in rows[0].items():
         values = [row[key] for row in rows]

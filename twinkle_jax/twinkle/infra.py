@@ -4,37 +4,30 @@ import logging
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
 
 from twinkle_jax.model import make_mesh
-from twinkle_jax.twinkle.names import refuse, warn_once
+from twinkle_jax.twinkle.names import PAGE, refuse, warn_once
 
 _AXES = {"dp": "data", "fsdp": "fsdp", "tp": "tensor"}
 _INSTEAD = {  # unsupported axes, and what to use instead
-    "pp": "use fsdp_size or tp_size",
-    "vpp": "use fsdp_size or tp_size",
-    "cp": "no row is split over devices; use tp_size, or a smaller micro_batch_size",
-    "ulysses": "no row is split over devices; use tp_size, or a smaller micro_batch_size",
-    "ep": "mixtures of experts are not supported",
-    "ep_fsdp": "mixtures of experts are not supported",
-    "etp": "mixtures of experts are not supported",
+    **dict.fromkeys(("pp", "vpp"), "use fsdp_size or tp_size"),
+    **dict.fromkeys(
+        ("cp", "ulysses"), "sequences are not split; use tp_size, or a smaller micro_batch_size"
+    ),
+    **dict.fromkeys(("ep", "ep_fsdp", "etp"), "mixtures of experts are not supported"),
 }
 
 
 class DeviceMesh:
-    """Twinkle's mesh: `dp`, `fsdp` and `tp` lay the policy over JAX's devices.
+    """Twinkle's mesh: `dp`, `fsdp` and `tp` shard the policy over JAX's devices.
 
-    Args:
-        mesh: an array of ranks; its shape gives the sizes, and its ranks must be 0, 1, 2, …
-        mesh_dim_names: a name for each of its axes: `dp`, `fsdp`, `tp`, or another of size 1.
-        device_type: JAX has one kind of devices in a program; kept for what prints it.
-
-    Raises:
-        ValueError: for an unsupported axis, or more ranks than devices.
+    `mesh` is an array of the ranks 0, 1, 2, …, whose axes are named `dp`, `fsdp` or `tp`; Twinkle's
+    other axes must be of size 1. `device_type` is only shown.
 
     Example:
         >>> DeviceMesh.from_sizes(dp_size=1, fsdp_size=1).world_size
@@ -62,8 +55,8 @@ class DeviceMesh:
                 refuse("DeviceMesh", {name: size})
             elif axis in _INSTEAD and (size or 1) > 1:
                 raise ValueError(
-                    f"{axis}_size must be 1, for policies are laid over dp, fsdp and tp, got "
-                    f"{size}: {_INSTEAD[axis]}; see docs/from_twinkle.md"
+                    f"{axis}_size must be 1, got {size}: policies are sharded over dp, fsdp and "
+                    f"tp; {_INSTEAD[axis]}; see {PAGE}"
                 )
         if self.world_size > jax.device_count():
             raise ValueError(
@@ -83,17 +76,8 @@ class DeviceMesh:
         tp_size: int | None = None,
         device_type: str | None = None,
         **sizes: Any,
-    ) -> "DeviceMesh":
-        """Make a mesh of the given sizes.
-
-        Args:
-            world_size: how many devices; 1 for as many as the sizes make.
-            dp_size: over how many copies of the parameters rows are spread.
-            fsdp_size: over how many devices the parameters of a copy are spread.
-            tp_size: over how many devices heads and feed-forward columns are split.
-            device_type: as for the class.
-            sizes: Twinkle's other axes, which must be of size 1.
-        """
+    ) -> Self:
+        """Make a mesh of these sizes; a `world_size` of 1 stands for their product."""
         axes = {"fsdp": fsdp_size, "dp": dp_size, "tp": tp_size}
         known = {name: size for name, size in axes.items() if size is not None}
         product = int(np.prod(list(known.values())))
@@ -106,16 +90,16 @@ class DeviceMesh:
 
     @property
     def world_size(self) -> int:
-        """How many devices it has."""
+        """Number of devices."""
         return self.mesh.size
 
     @property
     def data_world_size(self) -> int:
-        """Over how many devices the rows of a batch are spread."""
+        """Number of devices that the rows of a batch are sharded over."""
         return self._sizes.get("dp", 1) * self._sizes.get("fsdp", 1)
 
     def jax_mesh(self) -> Mesh | None:
-        """The mesh that models run on; None for one device."""
+        """Return the mesh that models run on; None for one device."""
         if self.world_size == 1:
             return None
         return make_mesh(**{ours: self._sizes.get(name, 1) for name, ours in _AXES.items()})
@@ -123,7 +107,7 @@ class DeviceMesh:
 
 @dataclass
 class DeviceGroup:
-    """Twinkle's group of ranks; there are no such groups here, and it is only shown."""
+    """Twinkle's group of ranks, which `get_device_placement` shows; it places nothing."""
 
     name: str
     ranks: list[int] | int
@@ -133,22 +117,22 @@ class DeviceGroup:
 
 
 class Platform:
-    """The kind of devices that JAX has: `Platform.get_platform().device_prefix()`."""
+    """The kind of JAX's devices: `Platform.get_platform().device_prefix()`."""
 
     @staticmethod
     def get_platform() -> "Platform":
-        """Return the one platform of this program."""
+        """Return the platform of this program."""
         return Platform()
 
     @staticmethod
     def device_prefix() -> str:
-        """Name it: `cpu`, `gpu` or `tpu`."""
+        """Return `cpu`, `gpu` or `tpu`."""
         return jax.default_backend()
 
 
 @dataclass
 class Settings:
-    """What `initialize` was told."""
+    """The arguments of `initialize`."""
 
     seed: int = 42
     device_mesh: DeviceMesh | None = None
@@ -170,22 +154,10 @@ def initialize(
     name: str | None = None,
     **options: Any,
 ) -> None:
-    """Set what models, samplers and loaders start from.
+    """Set the seed of loaders that shuffle, and the default mesh of models and samplers.
 
-    Args:
-        mode: `ray` starts nothing: there is one program over all devices, and it says so once.
-        nproc_per_node: unused: JAX starts one process a host.
-        ncpu_proc_per_node: unused, likewise.
-        seed: of loaders that shuffle, and of models' noise.
-        full_determinism: unused: results do not depend on kernels' order but on XLA's flags.
-        groups: shown by `get_device_placement`; nothing is placed by them.
-        global_device_mesh: of models without one of their own.
-        lazy_collect: unused: arrays are always computed when they are needed.
-        name: unused.
-        options: none others.
-
-    Raises:
-        ValueError: for another mode.
+    `mode="ray"` starts nothing, with a warning. `groups` are shown by `get_device_placement`. The
+    other arguments change nothing: JAX runs one process a host, and computes arrays asynchronously.
     """
     refuse("initialize", options)
     if mode not in ("local", "ray"):
@@ -200,7 +172,7 @@ def initialize(
 
 
 def get_device_placement(device_group: Any = None) -> str:
-    """Describe the devices, and how the global mesh lies over them."""
+    """Describe the devices and the default mesh."""
     lines = [f"devices: {jax.device_count()} {jax.devices()[0].device_kind}"]
     if settings.device_mesh is not None:
         sizes = zip(
@@ -214,7 +186,7 @@ def get_device_placement(device_group: Any = None) -> str:
 
 
 def mesh_of(device_mesh: DeviceMesh | Mesh | None) -> Mesh | None:
-    """Return JAX's mesh for a `device_mesh` argument; the global one for None."""
+    """Return JAX's mesh for a `device_mesh` argument; the default mesh for None."""
     device_mesh = settings.device_mesh if device_mesh is None else device_mesh
     return device_mesh.jax_mesh() if isinstance(device_mesh, DeviceMesh) else device_mesh
 

@@ -1,4 +1,4 @@
-"""Twinkle's metrics, with its keys and formats: what `calculate_metric` and scripts report."""
+"""Twinkle's metrics, with its keys and formats."""
 
 import math
 import statistics
@@ -12,44 +12,35 @@ import numpy as np
 
 from twinkle_jax.data import IGNORE, bucket_size
 from twinkle_jax.loss import PolicyMetrics, policy_metrics
-from twinkle_jax.twinkle.names import refuse
+from twinkle_jax.twinkle.names import add_submodules, refuse
 from twinkle_jax.twinkle.processor import pad_rows
 
 Numbers = np.ndarray[Any, Any]
+Units = tuple[Numbers, Numbers | None, Numbers]
 
 
 class Metric:
-    """A metric: `accumulate` sees every pass, `calculate` reports and starts again.
+    """A metric: `accumulate` adds a pass, `calculate` reports on all since its last call.
 
-    Those below set their sums in `_begin`, change them in `_add` and read them in `_report`. A
-    script's own metric may override `accumulate`, `calculate` and `reset` instead.
-
-    Args:
-        device_mesh: unused: a metric sees the rows of all devices.
-        process_group: unused, likewise.
-        options: none others.
+    Metrics see the rows of all devices: `device_mesh` and `process_group` change nothing.
     """
 
     def __init__(self, device_mesh: Any = None, process_group: Any = None, **options: Any) -> None:
         refuse(type(self).__name__, options)
         self.reset()
 
+    def reset(self) -> None:
+        """Forget all passes."""
+
     def accumulate(self, inputs: Any = None, outputs: Any = None, **facts: Any) -> None:
         """Add a pass: its input features, its outputs, and the arguments of its loss."""
         self._add(inputs, outputs or {}, **facts)
 
     def calculate(self) -> Mapping[str, Any]:
-        """Report on the passes since the last call."""
+        """Report on all passes, then forget them."""
         results = self._report()
         self.reset()
         return results
-
-    def reset(self) -> None:
-        """Forget all passes."""
-        self._begin()
-
-    def _begin(self) -> None:
-        pass
 
     def _add(self, inputs: Any, outputs: Any, **facts: Any) -> None:
         raise NotImplementedError
@@ -59,12 +50,13 @@ class Metric:
 
 
 class Accuracy(Metric):
-    """Share of positions whose most likely token is the label: `accuracy`, and its two counts.
+    """`accuracy`, the share of labels that are the most likely token, and its two counts.
 
-    It takes one feature or one batch at a time; passes without `logits` are not counted.
+    `accumulate` takes one feature or one batch, and ignores passes without `logits`.
     """
 
-    def _begin(self) -> None:
+    def reset(self) -> None:
+        """Forget all passes."""
         self.total_correct = self.total_count = 0
 
     def _add(self, inputs: Any, outputs: Any, **facts: Any) -> None:
@@ -88,12 +80,10 @@ class Accuracy(Metric):
 
 
 class LossMetric(Metric):
-    """Mean `loss` of passes and the last `grad_norm`.
+    """Mean `loss`, per token with `loss_reduction='sum'`, and the last `grad_norm`."""
 
-    With `loss_reduction='sum'` losses are divided by their tokens.
-    """
-
-    def _begin(self) -> None:
+    def reset(self) -> None:
+        """Forget all passes."""
         self.total_loss, self.total_count, self.num_tokens, self.grad_norm = 0.0, 0, 0.0, 0.0
 
     def _add(self, inputs: Any, outputs: Any, **facts: Any) -> None:
@@ -123,7 +113,8 @@ class TrainMetric(Metric):
         self.start_time = time.time()
         super().__init__(device_mesh, process_group, **options)
 
-    def _begin(self) -> None:
+    def reset(self) -> None:
+        """Forget all passes."""
         self.time, self.last_step = time.time(), self.step
 
     def _add(self, inputs: Any, outputs: Any, **facts: Any) -> None:
@@ -154,7 +145,7 @@ class CompletionRewardMetric(Metric):
     """Means and deviations of rewards by name, lengths, and times: `train/NAME_reward` and others.
 
     `accumulate` takes `rewards` by name, `completion_lengths`, and the seconds `generate_time` and
-    `weight_sync_time`. Unlike the other metrics, `calculate` does not start again.
+    `weight_sync_time`. `calculate` forgets nothing.
 
     Example:
         >>> metric = CompletionRewardMetric()
@@ -163,7 +154,8 @@ class CompletionRewardMetric(Metric):
         (0.5, 4.0)
     """
 
-    def _begin(self) -> None:
+    def reset(self) -> None:
+        """Forget all passes."""
         self.values: dict[str, list[float]] = {}
         self.rewards: dict[str, list[float]] = {}
 
@@ -189,7 +181,7 @@ class CompletionRewardMetric(Metric):
             self.values.setdefault(name, []).extend(x for x in values if x is not None)
 
     def calculate(self) -> Mapping[str, Any]:
-        """Report on the completions that were added since `reset`."""
+        """Report on all completions since `reset`."""
         results = {name: self._mean(values) for name, values in self.values.items() if values}
         for name, values in self.rewards.items():
             results[f"train/{name}_reward"] = self._mean(values)
@@ -206,18 +198,11 @@ class CompletionRewardMetric(Metric):
 
 
 class DPOMetric(Metric):
-    r"""Log-probabilities and implicit rewards of pairs, chosen and rejected rows taking turns.
+    r"""Log-probabilities and implicit rewards of pairs; chosen and rejected rows alternate.
 
-    The reward of an answer is $\beta(\log \pi - \log \pi^{ref})$, summed over its tokens. Reported
-    are means: `logps/chosen`, `logps/rejected`, and with `ref_outputs` or `ref_logps`
-    `logps/ref_chosen`, `logps/ref_rejected`, `rewards/chosen`, `rewards/rejected`,
-    `rewards/margins` and `rewards/accuracies`, in percent.
-
-    Args:
-        device_mesh: unused.
-        process_group: unused.
-        ignore_index: the label of positions that do not count.
-        beta: $\beta$.
+    Means of `logps/chosen`, `logps/rejected`, and with `ref_outputs` or `ref_logps` of
+    `logps/ref_chosen`, `logps/ref_rejected`, `rewards/chosen`, `rewards/rejected` (the sum over
+    tokens of $\beta(\log \pi - \log \pi^{ref})$), `rewards/margins` and `rewards/accuracies`.
     """
 
     def __init__(
@@ -230,7 +215,8 @@ class DPOMetric(Metric):
         self.ignore_index, self.beta = ignore_index, beta
         super().__init__(device_mesh, process_group)
 
-    def _begin(self) -> None:
+    def reset(self) -> None:
+        """Forget all passes."""
         self.total_count, self.total_correct, self.has_rewards = 0, 0, False
         self.logps, self.ref_logps, self.rewards = np.zeros(2), np.zeros(2), np.zeros(2)
 
@@ -259,8 +245,8 @@ class DPOMetric(Metric):
         if self.has_rewards:
             tables += [("logps/ref_", self.ref_logps, ".2f"), ("rewards/", self.rewards, ".4f")]
         results = {
-            place + name: f"{total / self.total_count:{digits}}"
-            for place, totals, digits in tables
+            prefix + name: f"{total / self.total_count:{digits}}"
+            for prefix, totals, digits in tables
             for name, total in zip(("chosen", "rejected"), totals, strict=True)
         }
         if self.has_rewards:
@@ -272,22 +258,15 @@ class DPOMetric(Metric):
 
 
 class GRPOMetric(Metric):
-    r"""How far the policy is from the one that sampled, and how often its ratio is clipped.
+    r"""Distance of the policy from the one that sampled, and how often the ratio is clipped.
 
     With $\Delta = \log \pi - \log \pi^{old}$ at labelled tokens: `train/mean_new_logp`,
     `train/policy_confidence`, its exponential, and with `old_logps` `train/mean_old_logp`,
     `train/logp_diff_mean`, `train/approx_kl`, the mean of $e^\Delta - \Delta - 1$,
     `train/token_kl_max` and `train/token_ratio_max`; `train/entropy` with entropies; with
-    advantages too `train/clip_ratio_low`, `train/clip_ratio_high` and their sum.
-
-    Args:
-        device_mesh: unused.
-        process_group: unused.
-        ignore_index: the label of positions that do not count.
-        temperature: log-probabilities are multiplied by it.
-        epsilon: how far below 1 a ratio is not clipped.
-        epsilon_high: how far above; None for the same.
-        options: none others.
+    advantages too `train/clip_ratio_low`, `train/clip_ratio_high` and their sum, where ratios are
+    clipped to $[1 - $`epsilon`$, 1 + $`epsilon_high`$]$. Log-probabilities are multiplied by
+    `temperature`.
     """
 
     def __init__(
@@ -305,7 +284,8 @@ class GRPOMetric(Metric):
         self.bounds = {"epsilon": epsilon, "epsilon_high": high}
         super().__init__(device_mesh, process_group, **options)
 
-    def _begin(self) -> None:
+    def reset(self) -> None:
+        """Forget all passes."""
         self.sums: defaultdict[str, float] = defaultdict(float)
         self.max_token_kl = self.max_token_ratio = self.sum_new = 0.0
         self.n_tokens = 0
@@ -349,10 +329,8 @@ class GRPOMetric(Metric):
         for name, value in sums.items():
             self.sums[name] += float(value)
 
-    def _units(
-        self, log_ratio: Numbers, advantages: Numbers, mask: Numbers
-    ) -> tuple[Numbers, Numbers | None, Numbers]:
-        """Return what is clipped or not: here tokens, by the sign of their advantage."""
+    def _units(self, log_ratio: Numbers, advantages: Numbers, mask: Numbers) -> Units:
+        """Return log-ratio, advantage and mask of what is clipped: here of tokens."""
         return log_ratio, advantages, mask
 
     def _report(self) -> dict[str, Any]:
@@ -377,11 +355,9 @@ class GRPOMetric(Metric):
 
 
 class GSPOMetric(GRPOMetric):
-    """`GRPOMetric` whose clip rates are of sequences: their ratio is the mean of its tokens'."""
+    """`GRPOMetric` with clip rates of sequences, by the mean log-ratio of their tokens."""
 
-    def _units(
-        self, log_ratio: Numbers, advantages: Numbers, mask: Numbers
-    ) -> tuple[Numbers, Numbers | None, Numbers]:
+    def _units(self, log_ratio: Numbers, advantages: Numbers, mask: Numbers) -> Units:
         counts = mask.sum(1, keepdims=True)
         means = (
             np.where(mask, x, 0).sum(1, keepdims=True) / np.maximum(counts, 1)
@@ -391,23 +367,22 @@ class GSPOMetric(GRPOMetric):
 
 
 class CISPOMetric(GRPOMetric):
-    """`GRPOMetric` whose clip rates do not depend on the sign of the advantage."""
+    """`GRPOMetric` with clip rates that do not depend on the sign of the advantage."""
 
-    def _units(
-        self, log_ratio: Numbers, advantages: Numbers, mask: Numbers
-    ) -> tuple[Numbers, Numbers | None, Numbers]:
+    def _units(self, log_ratio: Numbers, advantages: Numbers, mask: Numbers) -> Units:
         return log_ratio, None, mask
 
 
 class EmbeddingMetric(Metric):
-    """Similarity of anchors, whose label is 1, and the embeddings after them: `pos_sim`, `neg_sim`.
+    """Similarity of anchors, whose label is 1, and positives, the embeddings after them.
 
     `pos_sim` is their cosine, with `pos_sim_min` and `pos_sim_max`; `neg_sim` the mean product of
-    each anchor and the other positives. With a loss, `loss` and `grad_norm` too. Embeddings are
-    the `embeddings` of outputs, or their `logits`.
+    anchors and other positives. With a loss, `loss` and `grad_norm` too. Embeddings are the
+    `embeddings` of outputs, or their `logits`.
     """
 
-    def _begin(self) -> None:
+    def reset(self) -> None:
+        """Forget all passes."""
         self.values: dict[str, list[float]] = {"pos_sim": [], "neg_sim": [], "loss": []}
         self.grad_norm, self.pos_count = 0.0, 0
 
@@ -460,7 +435,7 @@ def _rows(values: Any) -> Numbers:
 
 
 def _spread(values: Any, mask: Numbers) -> Numbers:
-    """Lay numbers a row, one each, one a labelled token or one a position, over the positions."""
+    """Spread rows of one number, one for each labelled token, or one for each position."""
     spread = np.zeros(mask.shape)
     for i, (row, kept) in enumerate(zip(values, mask, strict=True)):
         numbers = np.asarray(row, np.float64).reshape(-1)
@@ -479,7 +454,7 @@ def _compiled_sums(log_ratio: Any, advantages: Any, mask: Any, bounds: Any) -> P
 def _policy_sums(
     log_ratio: Numbers, advantages: Numbers | None, mask: Numbers, **bounds: float
 ) -> PolicyMetrics:
-    """Call `policy_metrics` for sums instead of means, on rows of a few widths only."""
+    """Compute sums of `policy_metrics`; rows are padded so that few widths are compiled."""
     width = bucket_size(mask.shape[1], smallest=16)
     arrays = (log_ratio, advantages, mask)
     padded = [None if x is None else pad_rows(list(x), 0, longest=width) for x in arrays]
@@ -491,3 +466,6 @@ def _pairs(logps: Any, mask: Numbers) -> Numbers:
     logps = _rows(logps)
     width = min(mask.shape[1], logps.shape[1])  # rows may be padded, or end with their labels
     return np.where(mask[:, :width], logps[:, :width], 0).sum(1).reshape(-1, 2)
+
+
+add_submodules(__name__, "base")

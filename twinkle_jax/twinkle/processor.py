@@ -6,23 +6,17 @@ from typing import Any, Literal
 import numpy as np
 
 from twinkle_jax.twinkle.infra import DeviceMesh
-from twinkle_jax.twinkle.names import refuse
+from twinkle_jax.twinkle.names import add_submodules, refuse
 
 _PADDING = {"input_ids": 0, "attention_mask": 0, "labels": -100, "position_ids": -1}
 _PADDING |= {"completion_mask": 0, "length": -1}
 
 
 class InputProcessor:
-    """Pads the features of a batch to one length, or joins them into one row.
+    """Pads the features of a batch to one length, or joins them into one row (`padding_free`).
 
-    A model does without one: it lays batches out by itself, and no result depends on it. Its
-    `set_processor` takes this class so that scripts run.
-
-    Args:
-        device_mesh: unused: batches here are those of all devices.
-        padding_free: whether to join the rows into one, where `position_ids` start again at 0.
-        padding_side: `right` or `left`.
-        options: none others.
+    In a joined row `position_ids` start again at 0. Models pad batches themselves, with the same
+    results; `device_mesh` and `framework` change nothing.
 
     Example:
         >>> batch = InputProcessor()([{"input_ids": [1, 2]}, {"input_ids": [3]}])
@@ -44,7 +38,7 @@ class InputProcessor:
         self.padding_free, self.padding_side = padding_free, padding_side
 
     def __call__(self, inputs: Any) -> dict[str, Any]:
-        """Lay a batch out."""
+        """Pad or join a batch."""
         (batch,) = self.collate_fn([inputs] if isinstance(inputs, Mapping) else inputs)
         return batch
 
@@ -54,12 +48,12 @@ class InputProcessor:
         micro_batch_size: int | None = None,
         variable_seq_lengths: bool = False,
     ) -> list[dict[str, Any]]:
-        """Lay out micro-batches of so many features, of one length unless that may vary."""
+        """Pad micro-batches, all to one length unless `variable_seq_lengths`."""
         size = micro_batch_size or len(inputs)
         longest = 0 if variable_seq_lengths else max(len(x["input_ids"]) for x in inputs)
-        return [self._lay_out(inputs[i : i + size], longest) for i in range(0, len(inputs), size)]
+        return [self._collate(inputs[i : i + size], longest) for i in range(0, len(inputs), size)]
 
-    def _lay_out(self, features: Sequence[Mapping[str, Any]], longest: int) -> dict[str, Any]:
+    def _collate(self, features: Sequence[Mapping[str, Any]], longest: int) -> dict[str, Any]:
         batch: dict[str, Any] = {}
         for key in features[0]:
             values = [feature[key] for feature in features]
@@ -78,7 +72,7 @@ class InputProcessor:
 
 
 def pad_rows(rows: Sequence[Any], value: float, *, left: bool = False, longest: int = 0) -> Any:
-    """Stack rows of different lengths, padded with a value to the longest of them, or longer."""
+    """Stack rows, padded with a value to the longest of them, or to `longest` if that is more."""
     arrays = [np.asarray(row) for row in rows]
     arrays = [array[0] if array.ndim > 1 and len(array) == 1 else array for array in arrays]
     longest = max(longest, *(array.shape[-1] for array in arrays))
@@ -87,3 +81,6 @@ def pad_rows(rows: Sequence[Any], value: float, *, left: bool = False, longest: 
     return np.stack(
         [np.pad(x, side, constant_values=value) for x, side in zip(arrays, sides, strict=True)]
     )
+
+
+add_submodules(__name__, "base")

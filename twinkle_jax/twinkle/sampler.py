@@ -30,27 +30,21 @@ from twinkle_jax.twinkle.names import (
 
 
 class vLLMSampler:  # noqa: N801  (Twinkle's name)
-    """Twinkle's sampler: on a vLLM server with `base_url`, otherwise in this program.
+    """Samples on a vLLM server with `base_url`, otherwise in this program, with a warning.
 
-    Without a server [`JaxSampler`][twinkle_jax.sampler.JaxSampler] draws, from the same
-    distribution, and a warning says so once. It has parameters of its own, which `sync_weights`
-    replaces.
+    In this program a [`JaxSampler`][twinkle_jax.sampler.JaxSampler] with its own parameters, which
+    `sync_weights` replaces, draws from the same distribution.
 
     Args:
         model_id: a directory with a Hugging Face checkpoint, or a hub id.
-        engine_args: of vLLM's options `max_model_len` and, in this program, `dtype` and
-            `logprobs_mode="raw_logprobs"`, which is right at temperature 1 alone, are followed.
-            Those about memory, caches and adapters change no result; a server has its own. Others
-            are refused.
-        device_mesh: over which parameters lie, in this program; None for that of `initialize`.
-        remote_group: unused, and said once.
-        base_url: where a server is, `http://HOST:PORT`.
-        options: further arguments of [`vLLMSampler`][twinkle_jax.sampler.vLLMSampler], `shared_dir`
-            for one, or of `JaxSampler`.
-
-    Raises:
-        ValueError: as those.
-        TypeError: for an unknown option.
+        engine_args: vLLM's `max_model_len` and, in this program, `dtype` and
+            `logprobs_mode="raw_logprobs"`, which is correct at temperature 1 only. Options for
+            memory, caches and adapters change nothing; others are refused.
+        device_mesh: mesh of the parameters, in this program; None for that of `initialize`.
+        remote_group: unused, with a warning.
+        base_url: `http://HOST:PORT` of a server.
+        options: further arguments of [`vLLMSampler`][twinkle_jax.sampler.vLLMSampler], such as
+            `shared_dir`, or of `JaxSampler`.
     """
 
     def __init__(
@@ -66,13 +60,13 @@ class vLLMSampler:  # noqa: N801  (Twinkle's name)
         engine = dict(engine_args or {})
         options.setdefault("max_length", engine.pop("max_model_len", None))
         note_group(remote_group)
-        place = local_id(model_id)
+        model_id = local_id(model_id)
         self._sampler: JaxSampler | ServedSampler
-        self._raw: str | None = None  # whether log-probabilities are those at temperature 1
+        self._raw: str | None = None  # set: log-probabilities are expected at temperature 1
         if base_url is not None:
             if engine:
                 warn_once("engine_args are the server's, which is started with its own")
-            self._sampler = ServedSampler(model_id=place, base_url=base_url, **options)
+            self._sampler = ServedSampler(model_id=model_id, base_url=base_url, **options)
         else:
             options |= {"dtype": engine.pop("dtype")} if "dtype" in engine else {}
             self._raw = engine.pop("logprobs_mode", None)
@@ -82,11 +76,11 @@ class vLLMSampler:  # noqa: N801  (Twinkle's name)
                 )
             refuse("vLLMSampler", engine)
             warn_once("vLLMSampler without base_url samples in this program, without vLLM")
-            self._sampler = JaxSampler(model_id=place, mesh=mesh_of(device_mesh), **options)
+            self._sampler = JaxSampler(model_id=model_id, mesh=mesh_of(device_mesh), **options)
 
     @property
     def template(self) -> Template | None:
-        """What makes tokens of conversations, and text of tokens."""
+        """The template that `set_template` set, or the model's."""
         return self._sampler.template
 
     def set_template(self, template_cls: Any, **options: Any) -> None:
@@ -103,20 +97,10 @@ class vLLMSampler:  # noqa: N801  (Twinkle's name)
         num_samples: int = 1,
         logprobs_kind: LogprobsKind | None = "policy",
     ) -> SampleResponses:
-        """Draw completions.
+        """Sample completions, as [`JaxSampler.sample`][twinkle_jax.sampler.JaxSampler.sample].
 
-        Args:
-            inputs: trajectories, input features or strings, or one of them.
-            sampling_params: how to draw.
-            adapter_name: unused: the weights are those of the last `sync_weights`, adapters
-                included.
-            adapter_path: a directory with an adapter in PEFT's format to sample with, in this
-                program.
-            num_samples: completions of each prompt; 1 leaves it to the parameters.
-            logprobs_kind: as for [`JaxSampler.sample`][twinkle_jax.sampler.JaxSampler.sample].
-
-        Raises:
-            ValueError: as the samplers, and for an adapter on a server or upon another one.
+        `adapter_name` changes nothing: the weights are those of the last `sync_weights`.
+        `adapter_path` is a directory with an adapter in PEFT's format, in this program only.
         """
         temperature = read_params(sampling_params).temperature
         if self._raw and temperature not in (0, 1):
@@ -140,26 +124,26 @@ class vLLMSampler:  # noqa: N801  (Twinkle's name)
             self._sampler.sync_weights(actor)
 
     def reset_prefix_cache(self) -> None:
-        """Do nothing: no cache outlives a call here, and a server forgets its own with weights."""
+        """Do nothing: no cache outlives a call here, and servers clear theirs with new weights."""
 
     def reset_mm_cache(self) -> None:
-        """Do nothing, likewise."""
+        """Do nothing."""
 
     def reset_encoder_cache(self) -> None:
-        """Do nothing, likewise."""
+        """Do nothing."""
 
-    def _with_adapter(self, place: str | Path) -> JaxSampler:
+    def _with_adapter(self, adapter_path: str | Path) -> JaxSampler:
         """Return a sampler with an adapter over the parameters, which it shares."""
         sampler = self._sampler
         if not isinstance(sampler, JaxSampler):
             raise ValueError(
                 "adapter_path must be left out with a server: sync_weights takes adapters there; "
-                "see docs/from_twinkle.md"
+                f"see {PAGE}"
             )
         paths, _ = jax.tree_util.tree_flatten_with_path(sampler.params)
         if any("lora_A" in jax.tree_util.keystr(path) for path, _ in paths):
             raise ValueError("adapter_path must be left out: sync_weights has brought an adapter")
-        lora, adapter = load_adapter(local_id(place, "adapter_path"), sampler.config)
+        lora, adapter = load_adapter(local_id(adapter_path, "adapter_path"), sampler.config)
         return sampler.with_params(
             merge_params(
                 merge_params(sampler.params, adapter_scales(sampler.config, lora)), adapter
@@ -168,7 +152,10 @@ class vLLMSampler:  # noqa: N801  (Twinkle's name)
 
 
 def likeliest(rows: Sequence[Any] | None) -> list[Any] | None:
-    """Order likely tokens by probability, as many at each position; servers add the token's own."""
+    """Order likely tokens by probability, the same number at each position.
+
+    Servers add a prompt's own token where it is not among them.
+    """
     if rows is None:
         return None
     count = min((len(row) for row in rows if row), default=0)

@@ -4,7 +4,6 @@ import re
 
 import numpy as np
 import pytest
-from twinkle_jax.twinkle.reward.base import Reward
 
 import twinkle_jax.twinkle as twinkle
 from tests.twinkle.scripts.conftest import SYSTEM
@@ -20,6 +19,7 @@ from twinkle_jax.twinkle.model import TransformersModel
 from twinkle_jax.twinkle.preprocessor import GSM8KProcessor
 from twinkle_jax.twinkle.processor import InputProcessor
 from twinkle_jax.twinkle.reward import GSM8KAccuracyReward, GSM8KFormatReward
+from twinkle_jax.twinkle.reward.base import Reward
 from twinkle_jax.twinkle.sampler import vLLMSampler
 
 pytestmark = pytest.mark.exhaustive

@@ -4,7 +4,6 @@ import functools
 import json
 
 import pytest
-from twinkle_jax.twinkle.utils.framework import Torch
 
 import twinkle_jax.twinkle as twinkle
 from tests.twinkle.scripts.conftest import SUMS, talk
@@ -16,6 +15,7 @@ from twinkle_jax.twinkle.dataset import Dataset, DatasetMeta, PackingDataset
 from twinkle_jax.twinkle.kernel import kernelize, liger_builtin, npu_builtin
 from twinkle_jax.twinkle.model import TransformersModel
 from twinkle_jax.twinkle.preprocessor import Preprocessor, SelfCognitionProcessor
+from twinkle_jax.twinkle.utils.framework import Torch
 
 pytestmark = pytest.mark.exhaustive
 

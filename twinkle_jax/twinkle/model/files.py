@@ -1,4 +1,4 @@
-"""What a model writes and reads: checkpoints, adapters, and the state that a run goes on with."""
+"""Checkpoints, adapters and training states that a model writes and reads."""
 
 import shutil
 from pathlib import Path
@@ -25,8 +25,8 @@ from twinkle_jax.model.huggingface.checkpoint_files import (
 from twinkle_jax.training.checkpoint import find_fault, read_checkpoint, write_checkpoint
 from twinkle_jax.twinkle.model.policy import AdapterPolicy, OptimizerGroup
 
-TRAINING_STATE = "training_state"  # the directory of what a run goes on with besides weights
-OWN_FILES = ("*.safetensors", "*.safetensors.index.json", TRAINING_STATE)  # replaced by a save
+TRAINING_STATE = "training_state"  # directory of optimizer state, gradients, key and counters
+REPLACED_FILES = ("*.safetensors", "*.safetensors.index.json", TRAINING_STATE)
 COUNTERS = ("cur_step", "consumed_train_samples", "gradient_accumulation_steps")
 
 
@@ -54,7 +54,7 @@ def write_weights(
 def save_run(
     model: AdapterPolicy, group: OptimizerGroup, target: Path, consumed_train_samples: int
 ) -> None:
-    """Write weights and everything else that the next step depends on, in one step."""
+    """Write weights and all that the next step depends on, and replace the directory at once."""
     group.needed_optimizer()
     check_target(target)
     counters = {
@@ -65,9 +65,9 @@ def save_run(
         "lr_steps": group.lr_steps,
     }
     with replace_directory(target) as fresh:
-        if target.exists():  # other files of the user's stay
+        if target.exists():  # keep the user's files
             shutil.copytree(
-                target, fresh, dirs_exist_ok=True, ignore=shutil.ignore_patterns(*OWN_FILES)
+                target, fresh, dirs_exist_ok=True, ignore=shutil.ignore_patterns(*REPLACED_FILES)
             )
         weights = fresh / ".weights"
         write_weights(model, group, weights)
@@ -95,7 +95,7 @@ def read_weights(model: AdapterPolicy, name: str | None, directory: Path | str) 
         raise ValueError(
             f"{directory} must hold a model of this configuration, got another configuration"
         )
-    group.drop_training_state()  # its memory is free before the new parameters come
+    group.drop_training_state()  # free its memory for the new parameters
     try:
         return model.restart(group, model.read(place).params)
     except BaseException:
@@ -106,7 +106,7 @@ def read_weights(model: AdapterPolicy, name: str | None, directory: Path | str) 
 def resume(
     model: AdapterPolicy, name: str | None, checkpoint_dir: Path | str, only_model: bool
 ) -> dict[str, Any]:
-    """Read weights and, unless told otherwise, what the run goes on with."""
+    """Read weights and, unless `only_model`, the training state; return its counters."""
     place = locate(checkpoint_dir)
     saved = place / TRAINING_STATE
     if not saved.is_dir():
@@ -115,7 +115,7 @@ def resume(
         )
     fault = find_fault(saved)
     if fault is not None:
-        raise ValueError(f"{saved} must be whole: {fault}")
+        raise ValueError(f"{saved} must be complete: {fault}")
     if not only_model:
         model.group(name).needed_optimizer()
     read_weights(model, name, place)

@@ -1,4 +1,4 @@
-"""Optimizers and schedules by the names that PyTorch and Twinkle give them, made by Optax."""
+"""Optimizers and schedules by PyTorch's and Twinkle's names; optimizers are Optax's."""
 
 import inspect
 import math
@@ -14,7 +14,7 @@ DEFAULT_LEARNING_RATE = 1e-5
 Factor = Callable[[int], float]
 Schedule = Callable[[int, float], float]  # number of steps and base rate -> learning rate
 
-# What Optax calls PyTorch's optimizers, and their options with PyTorch's defaults.
+# Optax's names of PyTorch's optimizers, and their options with PyTorch's defaults.
 _TORCH: dict[str, tuple[str, dict[str, Any]]] = {
     "AdamW": ("adamw", {"betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}),
     "Adam": ("adam", {"betas": (0.9, 0.999), "eps": 1e-8}),
@@ -32,10 +32,7 @@ _MUON_SCALES = {None: None, "original": None, "match_rms_adamw": 0.2}  # PyTorch
 def choose_optimizer(
     optimizer: str | type | optax.GradientTransformation, options: dict[str, Any]
 ) -> optax.GradientTransformation:
-    """Make an optimizer by PyTorch's or Optax's name; or take an Optax transformation.
-
-    A class of PyTorch's stands for its name.
-    """
+    """Make an optimizer by PyTorch's or Optax's name or PyTorch's class, or check one of Optax."""
     if isinstance(optimizer, type) and optimizer.__name__ in _TORCH:
         optimizer = optimizer.__name__
     if isinstance(optimizer, str):
@@ -71,7 +68,7 @@ def _optax_options(name: str, options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _cosine_annealing(*, T_max: int, eta_min: float = 0.0) -> Schedule:  # noqa: N803  PyTorch's
-    """Swing between the base rate and `eta_min`, which it reaches after `T_max` steps."""
+    """Oscillate between the base rate and `eta_min`, which it reaches after `T_max` steps."""
     if isinstance(T_max, bool) or not isinstance(T_max, int) or T_max < 1:
         raise ValueError(f"T_max must be a positive int, got {T_max!r}")
     return lambda step, base: eta_min + (base - eta_min) * _cosine(step / T_max)
@@ -82,12 +79,12 @@ def _cosine(part: float) -> float:
 
 
 def _warmed_up(
-    fall: Callable[[float], float], warmup: int, steps: int, least: float = 0.0
+    decay: Callable[[float], float], warmup: int, steps: int, least: float = 0.0
 ) -> Schedule:
     def rate(step: int, base: float) -> float:
         if step < warmup:
             return base * step / warmup
-        return least + (base - least) * fall(min((step - warmup) / max(steps - warmup, 1), 1.0))
+        return least + (base - least) * decay(min((step - warmup) / max(steps - warmup, 1), 1.0))
 
     return rate
 
@@ -112,7 +109,7 @@ _SCHEDULES: dict[str, Callable[..., Schedule]] = {
 
 
 def choose_schedule(name: str | Factor, options: dict[str, Any]) -> Schedule:
-    """Make a schedule by name, or from a function from the number of steps to a factor."""
+    """Make a schedule by name, or from a function of the number of steps."""
     if callable(name):
         if options:
             raise TypeError(f"options must go with a name, not with a function, got {options}")

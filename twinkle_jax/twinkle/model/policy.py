@@ -1,4 +1,4 @@
-"""A policy and its adapters, each with what it is trained with."""
+"""A policy and its adapters, each with its optimizer, loss, template and metrics."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -40,21 +40,21 @@ _DTYPES = {"no": "float32", "bf16": "bfloat16"}
 
 @dataclass
 class OptimizerGroup:
-    """Twinkle's optimizer group: an adapter, or the parameters themselves, and how it learns.
+    """Twinkle's optimizer group: an adapter or all parameters, with optimizer, loss and metrics.
 
     Attributes:
         adapter_name: empty for the parameters themselves.
-        state: what is trained; replaced by every verb that changes it.
+        state: trained parameters and optimizer state.
         lora: configuration of the adapter.
-        frozen: parameters over which those of the state are laid; shared by all adapters.
+        frozen: parameters under the adapter; shared by all adapters.
         optimizer: None before `set_optimizer`.
         lr: base learning rate.
         lr_steps: steps of the schedule so far.
         cur_step: calls of `forward_backward`.
-        last_pass: what `calculate_loss` takes the loss of.
-        losses: of `calculate_loss` since the last report.
-        summary: of `forward_backward` since the last report.
-        metrics: those that were added, for training passes (True) and for the others.
+        last_pass: rows and outputs of the last `forward_only`, for `calculate_loss`.
+        losses: results of `calculate_loss` since the last report.
+        summary: sums of `forward_backward` since the last report.
+        metrics: metrics that were added, for training passes (True) and for the others (False).
     """
 
     adapter_name: str
@@ -79,11 +79,11 @@ class OptimizerGroup:
 
     @property
     def learning_rate(self) -> float:
-        """What the next step multiplies updates by."""
+        """The learning rate of the next step."""
         return float(self.schedule(self.lr_steps, self.lr))
 
     def set_accumulation(self, steps: int | None) -> None:
-        """Set how many calls of `forward_backward` make an update; None leaves it."""
+        """Set how many calls of `forward_backward` make an update; None changes nothing."""
         if steps is None:
             return
         if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
@@ -91,19 +91,19 @@ class OptimizerGroup:
         self.gradient_accumulation_steps = steps
 
     def due(self, steps: int | None) -> bool:
-        """Whether the verbs that change the policy do something now."""
+        """Whether the methods that change the policy do something now."""
         self.set_accumulation(steps)
         n = self.gradient_accumulation_steps
         return n == 1 or (self.cur_step > 0 and self.cur_step % n == 0)
 
     def needed_optimizer(self) -> optax.GradientTransformation:
-        """Return the optimizer, which must have been chosen."""
+        """Return the optimizer; raises ValueError if there is none yet."""
         if self.optimizer is None:
             raise ValueError("an optimizer must be chosen first: call set_optimizer")
         return self.optimizer
 
     def drop_training_state(self) -> None:
-        """Free the memory of moments and gradients."""
+        """Free the memory of optimizer state and gradients."""
         self.state = self.state._replace(optimizer_state=None, gradient_sum=None)
 
     def add_metric(self, metric: Any, is_training: bool | None, options: dict[str, Any]) -> None:
@@ -118,13 +118,13 @@ class OptimizerGroup:
         """Add the sums of a training pass."""
         self.summary = summary if self.summary is None else add_summaries(self.summary, summary)
 
-    def show(self, is_training: bool, inputs: Any, outputs: Any, **facts: Any) -> None:
-        """Show a pass to the metrics of its kind."""
+    def add_pass(self, is_training: bool, inputs: Any, outputs: Any, **facts: Any) -> None:
+        """Add a pass to the metrics."""
         for metric in [self.speed] * is_training + self.metrics[is_training]:
             metric.accumulate(inputs, outputs, **facts)
 
     def report(self, is_training: bool) -> dict[str, Any]:
-        """Summarise training, or evaluation, since the last report."""
+        """Report on training, or on other passes, since the last report."""
         numbers: dict[str, Any] = {}
         if is_training:
             numbers |= {"learning_rate": self.learning_rate, "step": float(self.state.step)}
@@ -148,10 +148,7 @@ class OptimizerGroup:
 
 
 class AdapterPolicy:
-    """What a `TransformersModel` holds: parameters, adapters over them, and the mesh they lie on.
-
-    Its arguments are those of `TransformersModel`.
-    """
+    """Parameters, adapters over them, and their mesh: the state of a `TransformersModel`."""
 
     def __init__(
         self,
@@ -189,15 +186,14 @@ class AdapterPolicy:
     def params(self) -> dict[str, Any]:
         """All parameters, the active adapter included: what the decoder's functions take.
 
-        `prefill` and `decode_step` sample from it, under LoRA too;
-        [`merge_adapter`][twinkle_jax.model.merge_adapter] gives one without adapters. Nothing is
-        copied, and the next `forward_backward` or `step` donates what is trained: ask again then.
+        [`merge_adapter`][twinkle_jax.model.merge_adapter] merges the adapter. Nothing is copied:
+        the next `forward_backward` or `step` donates trained arrays, so read it again after that.
         """
         return self.merged(self.group())
 
     @property
     def state(self) -> TrainState:
-        """What the active adapter trains, or the parameters themselves."""
+        """Trained parameters and optimizer state of the active adapter, or of all parameters."""
         return self.group().state
 
     @state.setter
@@ -206,30 +202,26 @@ class AdapterPolicy:
 
     @property
     def template(self) -> Any:
-        """What `set_template` was given; None before that."""
+        """The template; None before `set_template`."""
         return self.group().template
 
     @property
     def learning_rate(self) -> float:
-        """What the next step multiplies updates by."""
+        """The learning rate of the next step."""
         return self.group().learning_rate
 
     @property
     def cur_step(self) -> int:
-        """How often `forward_backward` was called."""
+        """Number of calls of `forward_backward`."""
         return self.group().cur_step
 
     @property
     def has_adapters(self) -> bool:
-        """Whether adapters are trained instead of the parameters."""
+        """Whether adapters are trained, and the parameters frozen."""
         return "" not in self.optimizer_group
 
     def group(self, adapter_name: str | None = None) -> OptimizerGroup:
-        """Return what an adapter is trained with; by default the last one that was added.
-
-        Raises:
-            ValueError: if there is no such adapter.
-        """
+        """Return the group of an adapter, by default of the last one that was added."""
         name = adapter_name or self.active_group
         if name not in self.optimizer_group:
             names = sorted(filter(None, self.optimizer_group))
@@ -238,11 +230,11 @@ class AdapterPolicy:
         return self.optimizer_group[name]
 
     def merged(self, group: OptimizerGroup) -> dict[str, Any]:
-        """Lay what a group trains over the frozen parameters."""
+        """Merge the trees of a group's trained parameters and of the frozen ones."""
         return merge_params(group.frozen, group.state.params)
 
     def get_state_dict(self, *, adapter_name: str | None = None) -> dict[str, np.ndarray]:
-        """Copy what is trained to the host, named and laid out as in a checkpoint."""
+        """Copy trained parameters to the host, with the names and layout of a checkpoint."""
         group = self.group(adapter_name)
         if group.lora is not None:
             return adapter_tensors(self.config, group.state.params)
@@ -250,7 +242,7 @@ class AdapterPolicy:
         return {tensor.name: tensor.fetch() for tensor in tensors}
 
     def get_train_configs(self, *, adapter_name: str | None = None) -> str:
-        """Describe what is trained, and how."""
+        """Describe adapter, loss, learning rate and accumulation."""
         group = self.group(adapter_name)
         trained = sum(leaf.size for leaf in jax.tree.leaves(group.state.params))
         total = sum(leaf.size for leaf in jax.tree.leaves(self.merged(group)))
@@ -275,12 +267,12 @@ class AdapterPolicy:
         """Freeze the parameters, and train low-rank adapters instead.
 
         Args:
-            adapter_name: a name for it; several adapters share the frozen parameters, and each is
-                trained by itself.
+            adapter_name: its name; several adapters share the frozen parameters, and are trained
+                separately.
             config_or_dir: a [`LoraConfig`][twinkle_jax.model.LoraConfig], or PEFT's; or a directory
-                with an adapter. `lora_dropout` is applied while training, and only then.
+                with an adapter. `lora_dropout` is applied in training only.
             gradient_accumulation_steps: how many calls of `forward_backward` make an update.
-            seed: of the random A; B starts at 0, so nothing changes yet.
+            seed: of A, which is random; B starts at 0.
 
         Raises:
             ValueError: if the name is taken, or an option or target is not supported.
@@ -313,7 +305,7 @@ class AdapterPolicy:
         return merge_params(self._base, adapter_scales(self.config, lora))
 
     def restart(self, group: OptimizerGroup, params: Params) -> None:
-        """Reset optimizer state and gradients; rows stay counted, so that noise does not repeat."""
+        """Reset optimizer state and gradients, but not the count of rows, which seeds dropout."""
         rows = group.state.rows
         group.drop_training_state()
         group.state = begin_training(params, group.optimizer, self.mesh)._replace(rows=rows)
@@ -324,7 +316,7 @@ class AdapterPolicy:
         return load_pretrained(directory, dtype="float32", mesh=self.mesh, partition=rules)
 
     def _copy(self, decoder: Decoder) -> Decoder:
-        """Training donates its parameters, so a decoder of the caller's is copied."""
+        """Copy the parameters of a caller's decoder, since training donates them."""
         shardings = None if self.mesh is None else shard_like_params(decoder.params, self.mesh)
 
         def copied(params: Params) -> Params:

@@ -222,7 +222,7 @@ class TransformersModel(AdapterPolicy):
             mesh=self.mesh,
         )
         group.last_pass = rows, outputs
-        group.show(False, rows.features, outputs)
+        group.add_pass(False, rows.features, outputs)
         return outputs
 
     def calculate_loss(
@@ -335,7 +335,7 @@ class TransformersModel(AdapterPolicy):
             "gradient_accumulation_steps": group.gradient_accumulation_steps,
             **{name: values for name, values in loss_inputs.items() if values is not None},
         }
-        group.show(True, rows.features, {"loss": total.loss, **outputs}, **facts)
+        group.add_pass(True, rows.features, {"loss": total.loss, **outputs}, **facts)
         return total.loss
 
     # Updates.
