@@ -4,9 +4,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from twinkle_jax.data.chat_template import ChatTemplate
-from twinkle_jax.data.generated_problems import ArithmeticTask, ReasoningGymTask
 from twinkle_jax.data.loader import PromptBatch, PromptLoader
-from twinkle_jax.data.prompt_files import read_gsm8k, read_jsonl
+from twinkle_jax.data.prompts import ArithmeticTask, ReasoningGymTask, read_gsm8k, read_jsonl
 from twinkle_jax.data.rows import (
     Columns,
     Row,
@@ -16,14 +15,6 @@ from twinkle_jax.data.rows import (
     mix,
     read_rows,
     write_rows,
-)
-from twinkle_jax.data.sampling_types import (
-    LogprobsKind,
-    SampledSequence,
-    SampleResponse,
-    SampleResponses,
-    SamplingParams,
-    StopReason,
 )
 from twinkle_jax.data.template import Template, TruncationStrategy
 from twinkle_jax.data.tokenizer import Tokenizer, small_tokenizer
@@ -40,7 +31,13 @@ from twinkle_jax.data.trajectory import (
     FunctionCall,
     FunctionSpec,
     InputFeature,
+    LogprobsKind,
     Message,
+    SampledSequence,
+    SampleResponse,
+    SampleResponses,
+    SamplingParams,
+    StopReason,
     TokenIds,
     Tool,
     ToolCall,

@@ -24,17 +24,17 @@ class Batch(NamedTuple):
         tokens: token ids. Padding may hold any id of the vocabulary.
         labels: at each position the token that follows, which the logits there predict; −100 where
             there is no loss.
-        mask: True for tokens, False for padding on any side. None: padding, if there is any,
-            follows the tokens of its row, where it needs no mask.
+        mask: True for tokens, False for padding on any side. None: any padding is at the end of
+            its row, where it needs no mask.
         rows: False for rows that were added to fill up the batch. None: all are real.
         positions: rotary positions. None: they count tokens.
-        segment_ids: rows that hold several sequences, as `hidden_states` takes them. A loss that
-            averages over sequences takes a row for one.
+        segment_ids: number of the sequence in its row, as `hidden_states` takes it. A loss that
+            averages over sequences counts a row as one.
         advantages: one for each position.
         old_logps: log-probabilities under the policy that drew the tokens. None: on policy.
         ref_logps: the same under a reference policy.
-        sampler_logps: the same as the sampler reported them, where `old_logps` are the trainer's
-            and a loss corrects for the difference.
+        sampler_logps: log-probabilities that the sampler reported, for a loss that corrects their
+            difference from `old_logps`.
         teacher_logprobs: log-probabilities under a teacher of some tokens at each position, its
             most likely ones for example.
         teacher_tokens: ids of these tokens.
@@ -177,9 +177,8 @@ def micro_batches(
         features: checked input features.
         loss_inputs: numbers for each position that the loss needs, by their name in a batch.
         size: rows of a micro-batch; None for all.
-        row_multiple: what the number of rows is a multiple of: the devices that they are spread
-            over.
-        time_multiple: the same for the padded length.
+        row_multiple: the number of rows is a multiple of this: the devices that share them.
+        time_multiple: the padded length is a multiple of this.
 
     Yields:
         A micro-batch, and how many of its rows are real.

@@ -25,9 +25,9 @@ _ERRORS = {
 class ChatTemplate:
     """A chat template, run in a sandbox.
 
-    It runs in Jinja's immutable sandbox, in a worker process that all chat templates share. It sees
-    nothing but the messages and variables. A template that takes too long, needs more than 1 GiB
-    (on Linux) or writes more than 10 million characters is an error.
+    It runs in Jinja's immutable sandbox, in a worker process that all chat templates share, and
+    sees only messages and variables. A template that takes too long, needs more than 1 GiB (on
+    Linux) or writes more than 10 million characters is an error.
 
     The process is started, not forked, when the first template is made, and does not import the
     caller's script, which needs no `if __name__ == "__main__"`. Any thread may render, and so may
@@ -53,7 +53,7 @@ class ChatTemplate:
         if not timeout > 0:
             raise ValueError(f"timeout must be positive, got {timeout!r}")
         self.source, self.timeout = source, timeout
-        _process.render(source, [], timeout)  # raises if it is no template
+        _process.render(source, [], timeout)  # raises for a syntax error
 
     def render(
         self,
@@ -146,7 +146,7 @@ class _Process:
         if not answer:
             self.stop()
             raise ValueError(
-                f"{_ERRORS['limits']}, got no end within {request['seconds']} s and 1 GiB "
+                f"{_ERRORS['limits']}, got no answer within {request['seconds']} s and 1 GiB "
                 f"(exit status {process.returncode})"
             )
         decoded = json.loads(answer)

@@ -1,10 +1,8 @@
 """Twinkle's input features on the host: checks, packed rows, per-token inputs of losses.
 
-Everything here is NumPy, so that new lengths compile nothing.
-
-Twinkle and transformers tell packed sequences apart by their positions, which start again at 0. On
-the host they become rows of their own: attention, linear layers, losses that average over sequences
-and the noise of dropout then need no special case.
+Everything here is NumPy, so that new lengths compile nothing. Packed sequences, whose positions
+start again at 0, become separate rows, so attention, linear layers, losses that average over
+sequences and dropout need no special case.
 """
 
 import difflib
@@ -114,7 +112,7 @@ def _encode(name: str, item: Any, template: Any) -> Mapping[str, Any]:
 
 
 def _check_keys(name: str, feature: Mapping[str, Any], other_columns: bool) -> None:
-    """Raise for keys that are not read: they would be ignored silently."""
+    """Refuse keys that are not read, instead of ignoring them."""
     for key, value in feature.items():
         if value is None or key in _READ or key in _IGNORED:
             continue
@@ -196,9 +194,9 @@ def _following_tokens(tokens: HostArray, kept: HostArray, starts: HostArray | No
 
 
 def split_packed(features: list[Feature]) -> list[Piece]:
-    """Split packed rows into their sequences; every column goes to one of them.
+    """Split packed rows into their sequences; every column belongs to one of them.
 
-    Positions that only count from 0 are dropped: a decoder counts like that without them.
+    Positions that count from 0 are dropped: they are a decoder's default.
     """
     pieces = []
     for row, feature in enumerate(features):
@@ -225,7 +223,7 @@ def _counts_from_zero(feature: Feature) -> bool:
 
 
 def write_pieces(out: HostArray, values: HostArray, pieces: list[Piece]) -> None:
-    """Write results of sequences to the rows and columns that they came from."""
+    """Write results of sequences to their rows and columns."""
     for piece, row in zip(pieces, values, strict=False):
         columns = piece.columns
         out[piece.row, columns] = row[: columns.stop - columns.start]
@@ -234,7 +232,7 @@ def write_pieces(out: HostArray, values: HostArray, pieces: list[Piece]) -> None
 def align_loss_input(
     name: str, data: PerSequence | None, features: list[Feature], pieces: list[Piece]
 ) -> list[HostArray] | None:
-    """Spread numbers of sequences over positions.
+    """Spread the numbers that a loss needs over positions.
 
     Args:
         name: `"advantages"`, which may be one number a sequence, or log-probabilities.
@@ -265,7 +263,7 @@ def align_loss_input(
 def align_teacher(
     logprobs: Any, tokens: Any, features: list[Feature], pieces: list[Piece]
 ) -> dict[str, list[HostArray]]:
-    """Cut a teacher's likely tokens to the sequences of a batch.
+    """Split a teacher's likely tokens into the sequences of a batch.
 
     Args:
         logprobs: for each input feature a row of at least its positions, with k log-probabilities

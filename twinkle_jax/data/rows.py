@@ -239,8 +239,7 @@ def column_function(
         lengths = {name: len(values) for name, values in merged.items()}
         if len(set(lengths.values())) > 1:
             raise ValueError(
-                f"columns must have one length, got {lengths}: name those that are to go in "
-                "remove_columns"
+                f"columns must have one length, got {lengths}: list those to drop in remove_columns"
             )
         return to_rows(merged)
 

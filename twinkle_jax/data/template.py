@@ -20,9 +20,9 @@ from twinkle_jax.data.trajectory import (
 )
 
 _ROLE = re.compile("[A-Za-z_]+")
-_CHUNK = 64  # conversations that are rendered at once
+_CHUNK = 64  # conversations rendered at once
 _KEPT = ("messages", "tools", "user_data")
-_MARK = "\ue0f8"  # around what stands for the assistant's last message, to find what follows it
+_MARK = "\ue0f8"  # around a placeholder of the assistant's last message, to find what follows it
 _TRUSTED = ("assistant", "system")  # may write <think> and the like, but no special token
 
 TruncationStrategy = Literal["raise", "left", "right", "delete", "split"]
@@ -239,7 +239,7 @@ class Template:
         """Find the tool calls in the assistant's text.
 
         Args:
-            decoded: its text, hostile or not.
+            decoded: any text.
 
         Returns:
             Calls in OpenAI's shape, with dictionaries of arguments; broken ones are left out, see
@@ -275,7 +275,7 @@ class Template:
     def _render_chunk(
         self, trajectories: Sequence[Mapping[str, Any]], prompt: bool
     ) -> list[tuple[Encoded, _Spans]]:
-        """Encode the text of each trajectory, and say where in it the assistant's words are."""
+        """Encode each trajectory, and find the spans of the assistant's words in its text."""
         control = self.tokenizer.control
         if self.chat_template is None:
             encoded = [control.encode(control.hide(_only_text(x))) for x in trajectories]
@@ -287,7 +287,7 @@ class Template:
             conversations.append(self._variables(messages, tools, prompt))
             for i, message in enumerate(messages):
                 if message["role"] == "assistant" and not prompt:
-                    # The text before its words, and the text up to their end.
+                    # Texts that end before and after its words.
                     conversations.append(self._variables(messages[:i], tools, True))
                     conversations.append(self._variables(messages[: i + 1], tools, False))
         texts = iter(self.chat_template.render_all(conversations))
@@ -317,7 +317,7 @@ class Template:
         return dict(self.tokenizer.control.hide(plain, trusted=message["role"] in _TRUSTED))
 
     def _variables(self, messages: Any, tools: Any, prompt: bool) -> dict[str, Any]:
-        """Give the chat template's variables for a conversation."""
+        """Return the chat template's variables for a conversation."""
         special = {
             name: token.get("content") if isinstance(token, Mapping) else token
             for name, token in self.tokenizer.config.items()
@@ -350,7 +350,7 @@ class Template:
         return features
 
     def _cuts(self, length: int) -> list[slice]:
-        """Give the tokens to keep: none for a deleted conversation, several parts for a split."""
+        """Return the slices of tokens to keep: none if deleted, several if split."""
         limit, strategy = self.max_length, self.truncation_strategy
         if limit is None or length <= limit:
             return [slice(None)]
@@ -368,5 +368,5 @@ class Template:
 def _only_text(trajectory: Mapping[str, Any]) -> str:
     messages = trajectory["messages"]
     if len(messages) != 1:
-        raise ValueError(f"messages must be one without chat template, got {len(messages)}")
+        raise ValueError(f"messages must be one with use_chat_template=False, got {len(messages)}")
     return message_text(messages[0])

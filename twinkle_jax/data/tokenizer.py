@@ -21,7 +21,7 @@ _FILES = (
     "generation_config.json",
 )
 _HUB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*")
-_SIGN = "\ue0f7"  # around the code of a hidden character; in a text it is hidden itself
+_SIGN = "\ue0f7"  # around the code of a hidden character; hidden itself where a text has it
 _HIDDEN = re.compile(f"{_SIGN}([0-9a-fA-F]+){_SIGN}")
 
 # Of the small tokenizer.
@@ -216,9 +216,9 @@ class ControlTokens:
     template's own, and everything else is encoded as plain text. Where nothing had to be hidden,
     which is nearly always, the text is encoded at once, as transformers does it.
 
-    Control tokens are the special ones, and the added ones that the chat template writes, `<think>`
-    for one, which only the assistant and the system may write too. Others, which some tokenizers
-    have for blank lines or HTML, are text.
+    Control tokens are the special ones, and added ones that the chat template writes, such as
+    `<think>`, which the assistant and the system may write too. Other added tokens, which some
+    tokenizers have for blank lines or HTML, are text.
 
     Args:
         backend: the tokenizer of the `tokenizers` library with these tokens.

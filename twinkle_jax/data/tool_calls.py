@@ -1,7 +1,7 @@
 """Tool calls in the text of a model: Hermes and Qwen, Cline, ReAct.
 
-The text is hostile. Whatever it is, parsing takes time linear in its length and raises nothing:
-a broken call becomes an error beside the calls, anything else stays text.
+The text is untrusted: parsing takes time linear in its length and never raises. A broken call is
+returned as an error, anything else as text.
 """
 
 import re
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from twinkle_jax.data.strict_json import parse_json
 from twinkle_jax.data.trajectory import FunctionCall, ToolCall
 
-_DEPTH = 64  # of lists and dictionaries in arguments, which others will walk through recursively
+_DEPTH = 64  # of lists and dictionaries in arguments, which callers may walk recursively
 _EXCERPT = 200  # characters of a broken call in its error
 
 # Tags that Cline's calls do not have, as thinking, other formats and HTML use them.
@@ -303,7 +303,7 @@ def _value(text: str) -> Any:
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     arguments = dict(pairs)
     if len(arguments) < len(pairs):
-        raise ValueError(f"an argument must be there once, got {[key for key, _ in pairs]}")
+        raise ValueError(f"arguments must be unique, got {[key for key, _ in pairs]}")
     return arguments
 
 

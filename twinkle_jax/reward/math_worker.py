@@ -1,8 +1,8 @@
 """The worker process of math-verify: reads answers as lines of JSON, and writes verdicts.
 
-It is started as a script, so that no process of pebble's pool ever imports the user's own script
-(`test_in_a_script_as_one_writes_it`), nothing is forked from a process in which JAX runs, and what
-a worker returns is unpickled here and not where the policy is trained.
+It is started as a script, so that pebble's processes never import the user's script
+(`test_in_a_script_as_one_writes_it`), nothing is forked from a process in which JAX runs, and
+results of workers are unpickled here and not where the policy is trained.
 """
 
 import contextlib

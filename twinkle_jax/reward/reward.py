@@ -50,9 +50,8 @@ class Reward(ABC):
         Args:
             trajectories: conversations that end with a completion.
             ground_truths: right answers: one for each trajectory; or one for each prompt, whose
-                completions stand next to each other. None: `'ground_truth'` in each trajectory's
-                `user_data`. A trajectory in this list stands for the ground truth in its
-                `user_data`, or else for its last message.
+                completions are adjacent. None: `'ground_truth'` in each trajectory's `user_data`.
+                For a trajectory in this list, its ground truth, or else its last message, is used.
             kwargs: not used here; for rewards of your own.
 
         Returns:
@@ -61,7 +60,7 @@ class Reward(ABC):
 
 
 class FunctionReward(Reward):
-    """A reward of each completion by itself, from a function.
+    """A reward of single completions, from a function.
 
     Args:
         function: takes a completion's text and its ground truth, returns a number.
@@ -131,10 +130,10 @@ class ColumnsReward(Reward):
 def as_reward(function: RewardFunction, *, argument: str = "reward") -> RewardFunction:
     """Recognise the form of a reward by the names of its parameters.
 
-    There are two forms. `(trajectories, ground_truths)`, which every `Reward` has; the second may
-    be missing, and both may have other names where the first one is `trajectories`.
+    The first form is `(trajectories, ground_truths)`. The second parameter may be missing or have
+    another name; in a `Reward` both may.
 
-    And TRL's form: a function with a parameter `completions`, called by keyword. It gets
+    The other form is TRL's: a function with a parameter `completions`, called by keyword. It gets
 
     * `prompts` and `completions`, lists of messages for each trajectory: those before the
       completion, and the assistant's last message;

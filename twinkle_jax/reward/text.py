@@ -169,7 +169,7 @@ class GSM8KAccuracyReward(Reward, name="gsm8k"):
     r"""1 if the final number is right, otherwise 0.
 
     The answer is the content of the last `\boxed{…}`, or else the number after the last `####`, in
-    the last 500 characters. Numbers are compared to within 1e-5, ignoring commas, blanks, dollar
+    the last 500 characters. Numbers are compared to within 1e-5, ignoring commas, spaces, dollar
     and percent signs; anything else is compared as text.
 
     References:

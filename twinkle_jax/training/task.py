@@ -13,8 +13,7 @@ from twinkle_jax.data import (
     read_jsonl,
     user_data_get,
 )
-from twinkle_jax.data.generated_problems import GeneratedPrompts
-from twinkle_jax.data.prompt_files import download_split
+from twinkle_jax.data.prompts import GeneratedPrompts, download_split
 from twinkle_jax.reward import (
     ExactMatchReward,
     GSM8KAccuracyReward,
