@@ -15,7 +15,7 @@ def numbers(loader):
     return [[row["n"] for row in batch] for batch in loader]
 
 
-def test_in_order_once_for_each_time_one_goes_over_it():
+def test_each_iteration_takes_all_rows_in_order():
     loader = DataLoader(lambda: Dataset(DatasetMeta(data=ROWS)), batch_size=3, num_workers=2)
     assert len(loader) == 3
     assert numbers(loader) == numbers(loader) == [[0, 1, 2], [3, 4, 5], [6]]
@@ -43,7 +43,7 @@ def test_samplers_and_shuffling():
 
 @pytest.mark.parametrize("shuffle", [False, True])
 @pytest.mark.parametrize("batches", [1, 3, 4])
-def test_it_goes_on_where_it_was(shuffle, batches):
+def test_it_resumes_in_the_middle_of_an_epoch(shuffle, batches):
     options = {"batch_size": 3, "shuffle": shuffle}
     loader, resumed = DataLoader(ROWS, **options), DataLoader(ROWS, **options)
     order = [row for _ in range(3) for row in numbers(loader)]
@@ -71,7 +71,7 @@ def test_rows_that_fail_are_replaced():
         list(loader)
 
 
-def test_streams_start_anew():
+def test_streams_restart():
     loader = DataLoader(RowStream(lambda: [*ROWS[:3]]), batch_size=2)
     with pytest.warns(UserWarning, match="consumed-data skipping"):
         loader.resume_from_checkpoint(2)

@@ -1,4 +1,4 @@
-"""Checkpoints that a run goes on from: exactly, at once, and without pickles."""
+"""Checkpoints: a resumed run is exact, a failed save leaves the old files, weights alone."""
 
 import json
 
@@ -29,7 +29,7 @@ def train(model, calls):
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("lora", [False, True])
-def test_a_run_goes_on_as_if_nothing_had_happened(checkpoint, tmp_path, lora):
+def test_a_resumed_run_equals_the_uninterrupted_one(checkpoint, tmp_path, lora):
     """With an adapter, in the middle of an accumulation, and with dropout's noise."""
     model = start(checkpoint, lora)
     train(model, 3)
@@ -64,7 +64,7 @@ def test_weights_alone(checkpoint, tmp_path):
     other = start(checkpoint)
     other.load("one", output_dir=tmp_path, load_optimizer=True)
     assert_equal(other.state, model.state)
-    assert other.learning_rate == model.learning_rate < 0.05  # the schedule goes on, too
+    assert other.learning_rate == model.learning_rate < 0.05  # the schedule continues
 
 
 def test_files(checkpoint, tmp_path, monkeypatch):
@@ -82,7 +82,7 @@ def test_files(checkpoint, tmp_path, monkeypatch):
     }
     counters = json.loads((place / "training_state" / "facts.json").read_text())
     assert counters["cur_step"] == counters["lr_steps"] == 1 and counters["lr"] == 0.05
-    # A note of the user's stays; what belonged to older weights goes with them.
+    # Files of the user stay; the training state of older weights is removed.
     (place / "note.txt").write_text("mine")
     model.save("one", save_optimizer=True)
     assert {path.name for path in place.iterdir()} == names | {"note.txt"}
@@ -117,20 +117,20 @@ def test_what_is_refused(checkpoint, tmp_path):
     train(model, 1)
     place = model.save("one", tmp_path, save_optimizer=True)
     for options in ({"merge": True}, {"dtype": "bfloat16"}):
-        with pytest.raises(ValueError, match="save_optimizer must go without merge and dtype"):
+        with pytest.raises(ValueError, match="save_optimizer"):
             model.save("two", tmp_path, save_optimizer=True, **options)
     plain = TransformersModel(checkpoint)
     for call in (
         lambda: plain.save("x", tmp_path, save_optimizer=True),
         lambda: plain.resume_from_checkpoint(place),
     ):
-        with pytest.raises(ValueError, match="an optimizer must be chosen first"):
+        with pytest.raises(ValueError, match="set_optimizer"):
             call()
     other = start(checkpoint, optimizer="SGD")
-    with pytest.raises(ValueError, match="must be of a run with this optimizer"):
+    with pytest.raises(ValueError, match="optimizer"):
         other.resume_from_checkpoint(place)
-    other.forward_backward(inputs=INPUTS, **SIDE)  # it can be used all the same
-    with pytest.raises(ValueError, match=r"must hold training_state.*save_optimizer=True"):
+    other.forward_backward(inputs=INPUTS, **SIDE)  # it is still usable
+    with pytest.raises(ValueError, match="training_state"):
         model.resume_from_checkpoint(model.save("bare", tmp_path))
     file = place / "training_state" / "facts.json"
     file.write_bytes(file.read_bytes()[:-10])

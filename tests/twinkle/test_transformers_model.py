@@ -1,4 +1,4 @@
-"""Twinkle's verbs: inputs, alignment, accumulation, steps, schedules, saving, refusals."""
+"""Twinkle's `TransformersModel`: scores, gradients, steps, schedules, saving, refused arguments."""
 
 import jax
 import jax.numpy as jnp
@@ -62,7 +62,7 @@ def test_rows_padded_on_the_left_keep_their_columns(model):
 
 
 @pytest.mark.exhaustive
-def test_however_the_batch_comes_loss_and_gradient_are_the_same(model):
+def test_micro_batches_and_accumulated_calls_change_no_gradient(model):
     loss = model.forward_backward(inputs=INPUTS, **SIDE)
     whole = gradient(model)
     model.zero_grad()
@@ -93,7 +93,7 @@ def test_however_the_batch_comes_loss_and_gradient_are_the_same(model):
     np.testing.assert_allclose(metrics["loss"], loss, rtol=1e-5)
 
 
-def test_a_step_is_clipped_scaled_and_taken_once(model):
+def test_a_step_is_clipped_and_separate_verbs_do_the_same(model):
     before = model.get_state_dict()
     model.forward_backward(inputs=INPUTS, **SIDE)
     names = [jax.tree_util.keystr(path) for path in paths(model.state.params)]
@@ -127,7 +127,7 @@ def paths(tree):
     return [path for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
 
 
-def test_gradients_that_are_not_finite_change_nothing_and_are_reported(model):
+def test_gradients_that_are_not_finite_are_skipped_and_counted(model):
     before = model.get_state_dict()
     assert not model.step().applied  # nothing has been computed yet
     model.forward_backward(inputs=INPUTS, advantages=[np.inf, 1.0, 1.0], old_logps=OLD)
@@ -236,7 +236,7 @@ def test_saved_and_loaded(model, tmp_path):
 
 def test_trajectories_need_a_template(model):
     trajectory = {"messages": [{"role": "user", "content": "5 6 7"}]}
-    with pytest.raises(ValueError, match=r"inputs\[0\] must have 'input_ids'.*set_template"):
+    with pytest.raises(ValueError, match=r"^inputs\[0\].*set_template"):
         model.forward_only(inputs=[trajectory])
 
     class Template:
@@ -248,75 +248,52 @@ def test_trajectories_need_a_template(model):
         model.set_template(template)
         np.testing.assert_array_equal(model.forward_only(inputs=[trajectory])["logps"], expected)
     model.set_template(lambda trajectory: None)
-    with pytest.raises(ValueError, match="the template must give 'input_ids'"):
+    with pytest.raises(ValueError, match="template"):
         model.forward_only(inputs=[trajectory])
-    with pytest.raises(ValueError, match="'Qwen' must be one of"):
+    with pytest.raises(ValueError, match="Qwen"):
         model.set_template("Qwen")
-    with pytest.raises(TypeError, match="got 3"):
+    with pytest.raises(TypeError, match="template"):
         model.set_template(3)
 
 
 @pytest.mark.parametrize(
-    ("call", "error", "message"),
+    ("call", "error", "argument"),
     [
-        (lambda m: m.set_optimizer("adanw"), ValueError, r"optimizer.*got 'adanw'"),
-        (lambda m: m.set_optimizer("SGD", beta=1), TypeError, "SGD must be among lr, momentum"),
-        (lambda m: m.set_optimizer(3), TypeError, "a name or an Optax transformation, got 3"),
-        (lambda m: m.set_optimizer(optax.sgd(1.0), eps=1), TypeError, "options must be given to"),
-        (lambda m: m.set_optimizer("SGD", lr=-1), ValueError, "lr must be at least 0 and finite"),
-        (lambda m: m.set_optimizer("SGD", lr=np.nan), ValueError, "lr must be .* got nan"),
-        (lambda m: m.set_lr_scheduler("Cosine"), ValueError, r"CosineWarmup.*got 'Cosine'"),
-        (lambda m: m.set_lr_scheduler("LambdaLR"), TypeError, r"LambdaLR must be lr_lambda, got"),
-        (
-            lambda m: m.set_lr_scheduler("CosineAnnealingLR", T_max=0),
-            ValueError,
-            "T_max must be a positive int, got 0",
-        ),
-        (lambda m: m.set_loss("gpro"), ValueError, r"loss must be one of .*'grpo'.*got 'gpro'"),
-        (lambda m: m.set_loss(3), TypeError, r"loss must be a name, .* got 3"),
-        (lambda m: m.set_loss(PPOValueLoss()), ValueError, "PPOValueLoss, which needs values"),
-        (
-            lambda m: m.forward_only(inputs=[{"input_ids": [48]}]),
-            ValueError,
-            r"in \[0, 47\], got 48",
-        ),
-        (
-            lambda m: m.forward_only(inputs=INPUTS, micro_batch_size=0),
-            ValueError,
-            "micro_batch_size must be a positive int or None, got 0",
-        ),
-        (
-            lambda m: m.forward_backward(inputs=[{"input_ids": [1]}]),
-            ValueError,
-            r"inputs\[0\] must have 'labels'",
-        ),
-        (
-            lambda m: m.forward_backward(inputs=INPUTS, advantages=[1.0]),
-            ValueError,
-            "advantages must have one row for each of 3, got 1",
-        ),
-        (lambda m: m.clip_grad_and_step(-1.0), ValueError, "max_grad_norm must be above 0"),
-        (
-            lambda m: m.step(gradient_accumulation_steps=0),
-            ValueError,
-            "gradient_accumulation_steps must be a positive int, got 0",
-        ),
-        (lambda m: m.step(adapter_name="other"), ValueError, "must be None or left out"),
-        (lambda m: m.add_metric(3), TypeError, "must have accumulate and calculate, got 3"),
+        (lambda m: m.set_optimizer("adanw"), ValueError, "optimizer"),
+        (lambda m: m.set_optimizer("SGD", beta=1), TypeError, "beta"),
+        (lambda m: m.set_optimizer(3), TypeError, "optimizer"),
+        (lambda m: m.set_optimizer(optax.sgd(1.0), eps=1), TypeError, "eps"),
+        (lambda m: m.set_optimizer("SGD", lr=-1), ValueError, "lr"),
+        (lambda m: m.set_optimizer("SGD", lr=np.nan), ValueError, "lr"),
+        (lambda m: m.set_lr_scheduler("Cosine"), ValueError, "scheduler"),
+        (lambda m: m.set_lr_scheduler(lambda n: 1.0, T_max=3), TypeError, "T_max"),
+        (lambda m: m.set_lr_scheduler("LambdaLR"), TypeError, "lr_lambda"),
+        (lambda m: m.set_lr_scheduler("CosineAnnealingLR", T_max=0), ValueError, "T_max"),
+        (lambda m: m.set_loss("gpro"), ValueError, "loss"),
+        (lambda m: m.set_loss(3), TypeError, "loss"),
+        (lambda m: m.set_loss(PPOValueLoss()), ValueError, "loss"),
+        (lambda m: m.forward_only(inputs=[{"input_ids": [48]}]), ValueError, r"inputs\[0\]"),
+        (lambda m: m.forward_only(inputs=INPUTS, micro_batch_size=0), ValueError, "micro_batch"),
+        (lambda m: m.forward_backward(inputs=[{"input_ids": [1]}]), ValueError, r"inputs\[0\]"),
+        (lambda m: m.forward_backward(inputs=INPUTS, advantages=[1]), ValueError, "advantages"),
+        (lambda m: m.clip_grad_and_step(-1.0), ValueError, "max_grad_norm"),
+        (lambda m: m.step(gradient_accumulation_steps=0), ValueError, "gradient_accumulation"),
+        (lambda m: m.step(adapter_name="other"), ValueError, "adapter_name"),
+        (lambda m: m.add_metric(3), TypeError, "metric"),
     ],
 )
-def test_what_is_refused(model, call, error, message):
-    with pytest.raises(error, match=message):
+def test_arguments_that_are_refused(model, call, error, argument):
+    with pytest.raises(error, match=argument):
         call(model)
 
 
 def test_steps_out_of_order(checkpoint, tmp_path):
     model = TransformersModel(checkpoint)
-    with pytest.raises(ValueError, match="first: call forward_only"):
+    with pytest.raises(ValueError, match="forward_only"):
         model.calculate_loss()
-    with pytest.raises(ValueError, match="first: call set_optimizer"):
+    with pytest.raises(ValueError, match="set_optimizer"):
         model.step()
     other = config_of("qwen2")
     save_pretrained(Decoder(other, params_of("qwen2")), tmp_path / "other")
-    with pytest.raises(ValueError, match="another configuration"):
+    with pytest.raises(ValueError, match="configuration"):
         model.load(tmp_path / "other")

@@ -138,11 +138,11 @@ def test_metrics_of_ones_own(model):
     assert "tokens" not in model.calculate_metric()
 
 
-def test_precision_in_twinkles_words(checkpoint, model):
+def test_mixed_precision_is_the_compute_dtype(checkpoint, model):
     make = type(model)
     assert make(checkpoint, mixed_precision="bf16").dtype == jnp.bfloat16
     assert make(checkpoint, mixed_precision="no").dtype == make(checkpoint).dtype == jnp.float32
-    with pytest.raises(ValueError, match="mixed_precision must be 'no' or 'bf16', got 'fp16'"):
+    with pytest.raises(ValueError, match="mixed_precision"):
         make(checkpoint, mixed_precision="fp16")
-    with pytest.raises(ValueError, match="dtype must be bfloat16 with mixed_precision='bf16'"):
+    with pytest.raises(ValueError, match="dtype"):
         make(checkpoint, mixed_precision="bf16", dtype="float32")

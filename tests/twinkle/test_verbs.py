@@ -1,4 +1,4 @@
-"""What Twinkle's scripts ask of a model besides training: several adapters, losses, references."""
+"""`TransformersModel`: several adapters, references, evaluation, teachers, Megatron's names."""
 
 import jax
 import numpy as np
@@ -138,7 +138,7 @@ def test_columns_of_a_data_set_may_stay_in_features(model):
             model.forward_only(inputs=[{**INPUTS[0], key: [1]}])
 
 
-def test_what_changes_nothing_and_what_would(checkpoint, model):
+def test_options_that_change_nothing_and_unknown_ones(checkpoint, model):
     model.set_processor(InputProcessor, padding_free=True)
     model.set_processor("InputProcessor")
     with pytest.raises(TypeError, match="processor_cls"):
@@ -172,13 +172,13 @@ def test_adapters_lie_over_parameters_of_the_type_that_is_computed_in(checkpoint
     assert {x.dtype.name for x in jax.tree.leaves(model.state.params)} == {"float32"}
 
 
-def test_meshes_of_twinkle(checkpoint):
+def test_a_device_mesh_is_the_mesh_of_the_model(checkpoint):
     mesh = DeviceMesh.from_sizes(dp_size=2)
     model = TransformersModel(model_id=checkpoint, device_mesh=mesh)
     assert model.mesh.shape == make_mesh(data=2).shape
 
 
-def test_megatrons_words(checkpoint):
+def test_megatrons_defaults(checkpoint):
     model = MegatronModel(model_id=checkpoint, variable_seq_lengths=True, mixed_precision="no")
     model.set_optimizer("default", lr=0.5)
     assert model.learning_rate == 0.5
