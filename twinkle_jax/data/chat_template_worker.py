@@ -75,7 +75,7 @@ def _environment() -> _Sandbox:
 
 
 def _end_after(seconds: float) -> None:
-    """End this process after so many seconds, in the middle of C code too; 0 cancels that."""
+    """End this process after some seconds, even in the middle of C code; 0 cancels that."""
     if hasattr(signal, "setitimer"):
         signal.setitimer(signal.ITIMER_REAL, seconds)  # the default action of SIGALRM
     elif seconds:  # Windows

@@ -268,7 +268,7 @@ def align_teacher(
     Args:
         logprobs: for each input feature a row of at least its positions, with k log-probabilities
             at each; an array or a list.
-        tokens: ids, likewise.
+        tokens: their ids, in the same shape.
         features: the input features.
         pieces: their sequences.
 

@@ -18,7 +18,7 @@ from twinkle_jax.data.trajectory import Message, Trajectory
 _NUMBER = re.compile(r"-?\d+(\.\d+)?")
 _DIGITS = 400  # of an answer; every float64's shortest form fits
 _ROLES = ("system", "user", "assistant", "tool")
-_FOR_EVALUATION = 5  # one problem in so many
+_FOR_EVALUATION = 5  # one problem in five
 _TRIES = 64  # problems of reasoning-gym, one of which is of the split
 
 # Tasks of reasoning-gym with one right answer each, written as text. The others are scored by the
@@ -362,8 +362,8 @@ class GeneratedPrompts(Sequence[Trajectory]):
 class ArithmeticTask(GeneratedPrompts):
     """Problems such as `3+4=`, whose answers are integers.
 
-    A problem belongs to training or to evaluation by its text, whatever the seed, so that none is
-    in both splits. The splits draw from different seeds, too.
+    The text of a problem decides whether it is for training or evaluation, whatever the seed, so
+    no problem is in both splits. The splits draw from different seeds, too.
 
     Args:
         level: 1 sums of digits, 2 sums of numbers below 50, 3 sums and differences of two digits,
@@ -422,8 +422,8 @@ class ArithmeticTask(GeneratedPrompts):
 class ReasoningGymTask(GeneratedPrompts):
     """A task of reasoning-gym; only its questions and answers are used, never its scores.
 
-    Score it by `ExactMatchReward`, `GSM8KAccuracyReward` or `MathReward`. A question belongs to
-    training or to evaluation by its text, so that none is in both splits.
+    Score it by `ExactMatchReward`, `GSM8KAccuracyReward` or `MathReward`. The text of a question
+    decides whether it is for training or evaluation, so no question is in both splits.
 
     Args:
         name: of the task, one of `ReasoningGymTask.allowed`.

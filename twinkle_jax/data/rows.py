@@ -155,7 +155,7 @@ def read_rows(path: str | Path, *, stream: bool = False) -> Table:
         path: `.jsonl`, `.json` (a list of objects, or an object a line), `.csv` (a column is of
             integers, numbers or booleans if all its cells are), `.parquet`, or `.txt` (a line is a
             row with `text`).
-        stream: whether to read when rows are asked for, `.jsonl` and `.txt` line by line.
+        stream: whether to read rows when they are needed, `.jsonl` and `.txt` line by line.
 
     Raises:
         ValueError: for another kind of file, no files, or a malformed one.

@@ -98,7 +98,7 @@ class Template:
                 False labels the assistant's turns, including the tokens that end them.
 
         Returns:
-            `input_ids` and `labels`, beside the keys of the trajectory.
+            `input_ids` and `labels`, with the keys of the trajectory.
 
         Raises:
             ValueError: if a message has no role or text, the template refuses the conversation,
@@ -305,8 +305,8 @@ class Template:
         if not (until.startswith(before) and text.startswith(until)):
             raise ValueError(
                 f"messages[{index}] must be rendered in the same way whatever follows it, and "
-                "after the generation prompt, which this chat_template does not: encode each "
-                "turn by itself, or add sampled tokens by concat_input_feature"
+                "after the generation prompt, which this chat_template does not: encode turns "
+                "separately, or add sampled tokens by concat_input_feature"
             )
         trimmed = until.rstrip()  # white space after a special token is the template's
         ends = self.tokenizer.control.ends_with_special(trimmed)

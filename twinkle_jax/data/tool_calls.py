@@ -71,7 +71,7 @@ def parse_tool_calls(text: str) -> ParsedToolCalls:
 
     Returns:
         Calls, errors and the text around them. Formats are tried in the order Hermes and Qwen,
-        Cline, ReAct; the first with a call or an error takes the whole text, so that no call is
+        Cline, ReAct; the first with a call or an error takes all of the text, so no call is
         found inside another one's arguments.
 
     Example:

@@ -72,7 +72,7 @@ class Trajectory(TypedDict, total=False):
 
 
 class InputFeature(TypedDict, total=False):
-    """The tokens and labels of a conversation; a trajectory's keys may stand beside these.
+    """The tokens and labels of a conversation; it may have a trajectory's keys, too.
 
     `labels` holds at each position the token that follows, which the logits there predict, and
     −100 where there is no loss.
@@ -394,7 +394,8 @@ class SampleResponse:
         prompt_token_ids: tokens of the prompt.
         prompt_logprobs: log-probability of each token of the prompt at temperature 1, before
             filters; None for the first.
-        topk_prompt_logprobs: likewise, pairs of the most likely tokens and their log-probabilities.
+        topk_prompt_logprobs: at each token of the prompt, pairs of the most likely tokens and their
+            log-probabilities.
     """
 
     sequences: Sequence[SampledSequence]

@@ -21,8 +21,8 @@ def find_reward(name: str, *, argument: str = "reward") -> RewardFunction:
         argument: its name in errors, such as an option of the command.
 
     Returns:
-        The reward, in the form that is called with trajectories and ground truths whatever the
-        function's signature, see `as_reward`; of a class, one made without arguments.
+        The reward, to be called with trajectories and ground truths whatever its own signature, see
+        `as_reward`; for a class, an object made without arguments.
 
     Raises:
         ValueError: if there is no reward of this name, or importing its file raises an error.

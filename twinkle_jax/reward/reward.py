@@ -231,8 +231,8 @@ def align_ground_truths(
     count, truths = len(trajectories), [_read_truth(truth) for truth in ground_truths]
     if count and (not truths or count % len(truths)):
         raise ValueError(
-            f"ground_truths must be one for each of {count} trajectories, or for each prompt with "
-            f"as many completions as the others, got {len(truths)}"
+            f"ground_truths must be one for each of {count} trajectories, or one for each prompt, "
+            f"whose completions are of equal number, got {len(truths)}"
         )
     per_prompt = count // len(truths) if truths else 0
     return [truth for truth in truths for _ in range(per_prompt)]

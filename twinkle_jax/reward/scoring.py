@@ -102,7 +102,7 @@ class WeightedReward(Reward):
     def components(
         self, trajectories: Sequence[Trajectory], ground_truths: GroundTruths = None
     ) -> dict[str, list[float | None]]:
-        """Compute each reward by itself, without its weight."""
+        """Compute each reward separately, without its weight."""
         return self._components(trajectories, ground_truths, self.timeout)
 
     def _components(

@@ -27,8 +27,8 @@ class DatasetMeta:
     Attributes:
         dataset_id: a file or a directory, as [`read_rows`][twinkle_jax.data.read_rows] takes them,
             or an id on the Hugging Face hub.
-        subset_name: of a data set on the hub.
-        split: likewise.
+        subset_name: subset on the hub.
+        split: split on the hub.
         data_slice: numbers of the rows to take, in this order; modulo the number of rows.
         data: instead of an id, rows, columns, a function that makes rows, or a data set of Hugging
             Face's `datasets`.
@@ -63,11 +63,11 @@ class DatasetMeta:
     def _rows(self, stream: bool) -> Table:
         data = self.data
         if data is None:
-            place = local_id(self.dataset_id, "dataset_id")
-            if Path(place).exists():
-                return read_rows(place, stream=stream)
+            path = local_id(self.dataset_id, "dataset_id")
+            if Path(path).exists():
+                return read_rows(path, stream=stream)
             folder = "data" if self.subset_name == "default" else self.subset_name
-            files = download_split(place, self.split, subset=folder)
+            files = download_split(path, self.split, subset=folder)
             tables = [read_rows(file, stream=stream) for file in files]
             return mix(tables, interleave=False)
         if isinstance(data, dict):
@@ -433,7 +433,7 @@ def _lines_of(rows: Any, template: Any) -> list[list[int]]:
     """Return the indices of the rows in each packed row."""
     lengths = np.asarray([len(row["input_ids"]) for row in rows], np.int32)
     width = getattr(template, "max_length", None) or 2048
-    return assign_lines(np.minimum(lengths, width), width)  # a longer row fills a line by itself
+    return assign_lines(np.minimum(lengths, width), width)  # a longer row fills a line
 
 
 def _joined(rows: list[Row]) -> Row:

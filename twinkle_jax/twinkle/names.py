@@ -129,12 +129,12 @@ def construct(kind: Any, module: str, **options: Any) -> Any:
 
     Raises:
         ValueError: for a name that the module does not have.
-        TypeError: for options beside an object that is made already.
+        TypeError: for options with an object.
     """
     if isinstance(kind, str):
         kind = class_of(kind, module)
     if inspect.isclass(kind):
         return kind(**options)
     if options:
-        raise TypeError(f"options must go with a class or a name, got {options} beside {kind!r}")
+        raise TypeError(f"options must go with a class or a name, got {options} with {kind!r}")
     return kind

@@ -32,7 +32,7 @@ class MultiTurnRollout(Rollout):
     """Samples a turn of each conversation and answers its tool calls, until there are none.
 
     Sampled tokens are never encoded again. A conversation ends at once when an environment is done,
-    which its [`EnvTool`][twinkle_jax.twinkle.agentic.envs.EnvTool] says; Twinkle's goes on.
+    according to its [`EnvTool`][twinkle_jax.twinkle.agentic.envs.EnvTool]; Twinkle's continues.
 
     Args:
         sampler: an object with `sample(features, sampling_params=…)`.
@@ -213,7 +213,7 @@ class _Conversation:
         labelled = sum(label != IGNORE for label in self.feature.get("labels") or [])
         if self.logprobs and len(self.logprobs) != labelled:
             raise RuntimeError(
-                f"logprobs must be as many as labels, {labelled}, got {len(self.logprobs)}"
+                f"logprobs must have one entry a label, {labelled}, got {len(self.logprobs)}"
             )
         return {
             **self.trajectory,

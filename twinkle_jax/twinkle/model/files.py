@@ -40,11 +40,15 @@ def write_weights(
 ) -> None:
     """Write a checkpoint, or the adapter in PEFT's format, with the template's tokenizer."""
     if group.lora is not None and not merge:
-        place = model.source if isinstance(model.model_id, Decoder) else model.model_id
-        base = None if place is None else str(place)
+        base = model.source if isinstance(model.model_id, Decoder) else model.model_id
         tokenizer = getattr(group.template, "tokenizer", None)
         save_adapter(
-            directory, model.config, group.lora, group.state.params, base=base, tokenizer=tokenizer
+            directory,
+            model.config,
+            group.lora,
+            group.state.params,
+            base=None if base is None else str(base),
+            tokenizer=tokenizer,
         )
         return
     params = jax.jit(merge_adapter)(model.merged(group))
@@ -80,9 +84,9 @@ def save_run(
 
 def read_weights(model: AdapterPolicy, name: str | None, directory: Path | str) -> None:
     """Read parameters or an adapter; optimizer state and gradients are reset."""
-    place = locate(directory)
-    if (place / ADAPTER_CONFIG).exists():
-        lora, adapter = load_adapter(place, model.config)
+    path = locate(directory)
+    if (path / ADAPTER_CONFIG).exists():
+        lora, adapter = load_adapter(path, model.config)
         if not model.has_adapters:
             return model.add_group(name or "default", lora, adapter)
         group = model.group(name)
@@ -90,14 +94,14 @@ def read_weights(model: AdapterPolicy, name: str | None, directory: Path | str) 
         return model.restart(group, adapter)
     group = model.group(name)
     if group.lora is not None:
-        raise ValueError(f"{directory} must hold an adapter, got a whole checkpoint")
-    if parse_config(read_json(place, CONFIG)) != model.config:
+        raise ValueError(f"{directory} must hold an adapter, got a checkpoint of all parameters")
+    if parse_config(read_json(path, CONFIG)) != model.config:
         raise ValueError(
             f"{directory} must hold a model of this configuration, got another configuration"
         )
     group.drop_training_state()  # free its memory for the new parameters
     try:
-        return model.restart(group, model.read(place).params)
+        return model.restart(group, model.read(path).params)
     except BaseException:
         model.restart(group, group.state.params)
         raise
@@ -107,18 +111,18 @@ def resume(
     model: AdapterPolicy, name: str | None, checkpoint_dir: Path | str, only_model: bool
 ) -> dict[str, Any]:
     """Read weights and, unless `only_model`, the training state; return its counters."""
-    place = locate(checkpoint_dir)
-    saved = place / TRAINING_STATE
+    path = locate(checkpoint_dir)
+    saved = path / TRAINING_STATE
     if not saved.is_dir():
         raise ValueError(
-            f"{place} must hold {TRAINING_STATE}, got none: save(…, save_optimizer=True) writes it"
+            f"{path} must hold {TRAINING_STATE}, got none: save(…, save_optimizer=True) writes it"
         )
     fault = find_fault(saved)
     if fault is not None:
         raise ValueError(f"{saved} must be complete: {fault}")
     if not only_model:
         model.group(name).needed_optimizer()
-    read_weights(model, name, place)
+    read_weights(model, name, path)
     counters = read_json(saved, "facts.json")
     if not only_model:
         _read_training_state(model, model.group(name), saved, counters)

@@ -204,7 +204,8 @@ class TransformersModel(AdapterPolicy):
 
         Returns:
             `logps` [rows, time], in input order, padded with zeros on the right, and 0 where the
-            label is −100; `entropies` likewise and `logits` [rows, time, vocabulary] when asked.
+            label is −100. If requested, `entropies` of this shape and `logits` [rows, time,
+            vocabulary].
         """
         group = self.group(adapter_name)
         _check_task(task)
@@ -496,7 +497,7 @@ class TransformersModel(AdapterPolicy):
 
         Args:
             name: directory of the checkpoint, or a hub id.
-            output_dir: where the directory lies.
+            output_dir: its parent.
             load_optimizer: whether to resume the run that saved it; otherwise optimizer state and
                 gradients are reset.
             adapter_name: which adapter.
@@ -505,11 +506,11 @@ class TransformersModel(AdapterPolicy):
             ValueError: for what `load_pretrained` refuses, and a model of another configuration;
                 then nothing has changed.
         """
-        place = local_id(name) if output_dir is None else Path(output_dir) / name
+        path = local_id(name) if output_dir is None else Path(output_dir) / name
         if load_optimizer:
-            resume(self, adapter_name, place, False)
+            resume(self, adapter_name, path, False)
         else:
-            read_weights(self, adapter_name, place)
+            read_weights(self, adapter_name, path)
 
     def resume_from_checkpoint(
         self,
