@@ -127,6 +127,7 @@ def test_forms_that_data_sets_have(tmp_path):
         {"question": "a", "answer": "2*617\n#### 1,234", "level": 1},
         {"question": "a", "answer": "yes", "solution": "z"},
         {"question": "a", "answer": "b #### 1", "solution": "z"},
+        {"question": "a", "answer": "b #### x, y"},
     )
     prompts = read_jsonl(path)
     assert all(prompt["messages"] == turn for prompt in prompts)
@@ -137,6 +138,7 @@ def test_forms_that_data_sets_have(tmp_path):
         [("ground_truth", "1234"), ("level", 1), ("solution", "2*617")],
         [("ground_truth", "yes"), ("solution", "z")],
         [("ground_truth", "1"), ("solution", "z")],
+        [("ground_truth", "x, y"), ("solution", "b")],
     ]
 
 

@@ -15,6 +15,7 @@ from twinkle_jax.twinkle import (
     get_logger,
     infra,
     kernel,
+    utils,
 )
 from twinkle_jax.twinkle.names import construct, local_id
 
@@ -125,6 +126,7 @@ def test_kernels_are_none():
     with pytest.warns(UserWarning, match="npu_builtin"):
         assert kernel.npu_builtin(None) == {}
     assert kernel.kernelize("model", {}) == "model"
+    assert not utils.Torch.is_gpu_available() and not utils.Torch.is_npu_available()
     with pytest.raises(NotImplementedError, match="mapping"):
         kernel.kernelize("model", {"norm": object()})
 
