@@ -81,12 +81,14 @@ _GROUPS: dict[str, dict[str, Any]] = {
         "save_optimizer": True, "merge_and_sync": True, "platform": "GPU", "lora_sync_dir": None,
     },
 }  # fmt: skip
-_ALIASES = {
-    "lr": "learning_rate",
-    "max_new_tokens": "max_tokens",
-    "num_gpus": "nproc_per_node",
-}
-_MAIN_GROUP = {"model_id": "model", "seed": "training"}  # of names that several groups have
+# The group and the name of a setting, by its name with the group and without; the first group that
+# has a name takes it: `model_id` is the model's, `template_model_id` the template's.
+_SETTINGS = {f"{group}_{name}": (group, name) for group, names in _GROUPS.items() for name in names}
+for _group, _names in reversed(_GROUPS.items()):
+    _SETTINGS |= {name: (_group, name) for name in _names}
+_SETTINGS["lr"] = _SETTINGS["learning_rate"]
+_SETTINGS["max_new_tokens"] = _SETTINGS["max_tokens"]
+_SETTINGS["num_gpus"] = _SETTINGS["nproc_per_node"]
 _WORDS: dict[str, bool | None] = {
     **dict.fromkeys(("true", "yes", "on"), True),
     **dict.fromkeys(("false", "no", "off"), False),
@@ -131,15 +133,13 @@ class Args:
 
     def get(self, key: str, default: Any = None) -> Any:
         """Return a setting by its name alone."""
-        place = _find(key)
-        if place is None:
-            return self.extra.get(key, default)
-        return getattr(getattr(self, place[0]), place[1])
+        return self[key] if _normal(key) in _SETTINGS or key in self.extra else default
 
     def __getitem__(self, key: str) -> Any:
-        if _find(key) is None and key not in self.extra:
-            raise KeyError(key)
-        return self.get(key)
+        if _normal(key) not in _SETTINGS:
+            return self.extra[key]
+        group, name = _SETTINGS[_normal(key)]
+        return getattr(getattr(self, group), name)
 
     def apply(self, source: Mapping[str, Any], *, cast: bool) -> None:
         """Set the values of a source; `cast` turns strings into numbers, booleans and lists."""
@@ -149,11 +149,10 @@ class Args:
                 if _cast(value) is True:
                     self.model.strategy = "native_fsdp"
                 continue
-            place = _find(name)
-            if place is None:
+            if name not in _SETTINGS:
                 self.extra[name] = value
                 continue
-            group, name = place
+            group, name = _SETTINGS[name]
             kind = type(_GROUPS[group][name])
             if kind is float and isinstance(value, int | str):
                 value = float(value)
@@ -186,7 +185,7 @@ class CLI:
         """
         args = Args()
         args.apply(_read_env(env_file), cast=True)
-        known = {k: x for k, x in os.environ.items() if _find(k) is not None}
+        known = {k: x for k, x in os.environ.items() if _normal(k) in _SETTINGS}
         named = {
             k.removeprefix("TWINKLE_"): x
             for k, x in os.environ.items()
@@ -199,19 +198,6 @@ class CLI:
             args.apply(_read_yaml(Path(config)), cast=False)
         args.apply(flags, cast=True)
         return args
-
-
-def _find(key: str) -> tuple[str, str] | None:
-    name = _normal(key)
-    name = _ALIASES.get(name, name)
-    groups = [group for group, defaults in _GROUPS.items() if name in defaults]
-    if groups:
-        return _MAIN_GROUP.get(name, groups[0]), name
-    for group, defaults in _GROUPS.items():
-        rest = name.removeprefix(group + "_")
-        if rest != name and rest in defaults:
-            return group, rest
-    return None
 
 
 def _normal(key: str) -> str:
