@@ -191,6 +191,15 @@ def test_long_conversations():
     assert _labelled(right) == _labelled(whole)[:2]
     unlimited = Template(tokenizer, max_length=None).encode(given)
     assert len(unlimited["input_ids"]) == 10
+    for strategy, lengths in (("delete", []), ("split", [4, 4, 2])):
+        template = Template(tokenizer, max_length=4, truncation_strategy=strategy)
+        features = template.batch_encode([given])
+        assert [len(feature["input_ids"]) for feature in features] == lengths
+        with pytest.raises(ValueError, match="max_length"):
+            template.encode(given)
+    parts = [token for feature in features for token in feature["input_ids"].tolist()]
+    assert parts == whole["input_ids"].tolist()
+    assert all(feature["labels"][-1] == -100 for feature in features)
 
 
 def test_a_system_message_by_default():

@@ -10,19 +10,10 @@ from twinkle_jax.data import (
     SampleResponse,
     SampleResponses,
     SamplingParams,
-    Trajectory,
     completion_text,
     message_text,
     user_data_get,
 )
-
-
-def test_trajectories_are_dictionaries():
-    trajectory = Trajectory(messages=[{"role": "user", "content": "hi"}], user_data=[("a", 1)])
-    assert trajectory == {
-        "messages": [{"role": "user", "content": "hi"}],
-        "user_data": [("a", 1)],
-    }
 
 
 @pytest.mark.parametrize("data", [[("a", 1), ("b", 2), ("a", 3)], {"a": 1, "b": 2}, [["a", 1]]])

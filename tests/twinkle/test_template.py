@@ -1,7 +1,6 @@
 """Templates by name, and the parsers of tool calls."""
 
 import numpy as np
-import pytest
 
 from twinkle_jax.data import small_tokenizer
 from twinkle_jax.twinkle.template import Qwen3_5Template, Template, ToolCallParser, ToolCallRegistry
@@ -57,15 +56,3 @@ def test_parsers():
 
     before = ToolCallRegistry.parsers()
     assert ToolCallRegistry.register(Other()) in before and ToolCallRegistry.parsers() == before
-
-
-def test_long_conversations():
-    for strategy, count in (("delete", 0), ("split", 3), ("left", 1), ("right", 1)):
-        template = Template(small_tokenizer("12"), max_length=4, truncation_strategy=strategy)
-        features = template.batch_encode([prompt("1" * 9)], True)
-        assert len(features) == count and all(len(x["input_ids"]) <= 4 for x in features)
-    template.truncation_strategy = "split"
-    with pytest.raises(ValueError, match="max_length"):
-        template.encode(prompt("1" * 9))
-    with pytest.raises(ValueError, match="truncation_strategy"):
-        Template(small_tokenizer("12"), truncation_strategy="drop")
