@@ -111,6 +111,52 @@ def test_done_and_limits_end_a_conversation():
         MultiTurnRollout(None, TEMPLATE, max_trajectory_tokens=0)
 
 
+@pytest.mark.parametrize("arguments", [None, "", " ", "{}", {}])
+def test_calls_without_arguments_reach_their_tool(arguments):
+    env = Counter()
+    env.reset()
+    manager = ToolManager(EnvTool.from_env(env))
+    assert manager({"function": {"name": "count", "arguments": arguments}}) == "1"
+
+
+@pytest.mark.parametrize(
+    ("tool_call", "named"),
+    [
+        ("count", "tool_call"),
+        ({}, "function"),
+        ({"function": {}}, "function.name"),
+        ({"function": {"name": "other"}}, "count"),
+        ({"function": {"name": "count", "arguments": "{"}}, "JSON"),
+        ({"function": {"name": "count", "arguments": "[1]"}}, "arguments"),
+    ],
+)
+def test_calls_that_are_no_calls_are_errors_as_text(tool_call, named):
+    answer = ToolManager(EnvTool.from_env(Counter()))(tool_call)
+    assert answer.startswith("Error:") and named in answer
+
+
+def test_samplers_must_return_a_log_probability_for_each_label():
+    class Short(Scripted):
+        def sample(self, features, sampling_params=None):
+            responses = super().sample(features, sampling_params)
+            sequence = responses[0].sequences[0]
+            self.change(sequence)
+            return responses
+
+    def fewer_logprobs(sequence):
+        sequence.logprobs = sequence.logprobs[:-1]
+
+    def more_labels(sequence):
+        longer = sequence.new_input_feature
+        longer["labels"] = np.where(longer["labels"] == -100, 7, longer["labels"])
+
+    for change in (fewer_logprobs, more_labels):
+        sampler = Short("one")
+        sampler.change = change
+        with pytest.raises(RuntimeError, match="logprobs"):
+            MultiTurnRollout(sampler, TEMPLATE, ToolManager())([prompt()])
+
+
 def test_a_tool_that_fails_is_told_and_an_environment_that_fails_is_raised():
     env = Counter()
     env.reset()
@@ -127,7 +173,8 @@ def test_a_tool_that_fails_is_told_and_an_environment_that_fails_is_raised():
     facts = pool.step_batch([1, 0], ["act", "act"], [{"x": 2}, {"x": 3}])
     assert [f["observation"] for f in facts] == ["2", "3"]
     assert [f["episode_reward"] for f in facts] == [0.5, 1.5]
-    assert [f["done"] for f in pool.reset_batch([0, 1])] == [False, False]
+    for facts in pool.reset_batch([0, 1]):
+        assert (facts["done"], facts["episode_reward"]) == (False, 0.0)
     with pytest.raises(OSError, match="gone"):
         one.step("act", {})
     with pytest.raises(ValueError, match="n must be"):
