@@ -1,9 +1,42 @@
-"""Settings of rollouts."""
+"""Settings of rollouts, and the ranges of settings."""
 
-from dataclasses import dataclass
-from typing import Any, Literal
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
 
 AUTO: Any = None  # chosen by the run, which knows the policy
+
+
+class Range(NamedTuple):
+    """Which values of a setting are valid; the metadata `range` of its field."""
+
+    contains: Callable[[float], bool]
+    description: str
+
+
+def _ranged(default: Any, contains: Callable[[float], bool], description: str) -> Any:
+    return field(default=default, metadata={"range": Range(contains, description)})
+
+
+def at_least(least: float, *, default: Any) -> Any:
+    """Make a field for finite numbers from a smallest one on."""
+    return _ranged(default, lambda x: least <= x < math.inf, f"at least {least}")
+
+
+def positive(*, default: Any) -> Any:
+    """Make a field for finite numbers above 0."""
+    return _ranged(default, lambda x: 0 < x < math.inf, "above 0 and finite")
+
+
+def share(*, default: Any) -> Any:
+    """Make a field for numbers from 0 to 1."""
+    return _ranged(default, lambda x: 0 <= x <= 1, "in [0, 1]")
+
+
+def share_below_one(*, default: Any) -> Any:
+    """Make a field for numbers from 0 to below 1."""
+    return _ranged(default, lambda x: 0 <= x < 1, "in [0, 1)")
 
 
 @dataclass(frozen=True)
@@ -43,25 +76,25 @@ class RolloutConfig:
         process_megabytes: memory that such a process may take, above what importing its file takes.
     """
 
-    prompts: int = 128
-    num_samples: int = 8
-    max_new_tokens: int = AUTO
-    max_prompt_tokens: int = 1024
-    temperature: float = 1.0
+    prompts: int = at_least(1, default=128)
+    num_samples: int = at_least(2, default=8)
+    max_new_tokens: int = at_least(1, default=AUTO)
+    max_prompt_tokens: int = at_least(1, default=1024)
+    temperature: float = positive(default=1.0)
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
-    repetition_penalty: float = 1.0
+    repetition_penalty: float = positive(default=1.0)
     slots: int | None = None
-    max_turns: int = 6
-    max_episode_tokens: int = AUTO
+    max_turns: int = at_least(1, default=6)
+    max_episode_tokens: int = at_least(1, default=AUTO)
     history: Literal["append", "template"] = "append"
-    cohorts: int = AUTO
-    environment_timeout: float = 60.0
-    environment_threads: int = 64
-    max_failed: float = 0.1
-    max_observation: int = 16384
+    cohorts: int = at_least(1, default=AUTO)
+    environment_timeout: float = positive(default=60.0)
+    environment_threads: int = at_least(1, default=64)
+    max_failed: float = share(default=0.1)
+    max_observation: int = at_least(1, default=16384)
     tool_format: Literal["any", "hermes_qwen", "cline", "react"] = "any"
     tools_in: Literal["process", "thread"] = "process"
     environment_in: Literal["process", "thread"] = "thread"
-    process_megabytes: int = 1024
+    process_megabytes: int = at_least(1, default=1024)

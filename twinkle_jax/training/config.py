@@ -1,19 +1,17 @@
 """Settings of a training run: a frozen dataclass whose fields are the command's options.
 
 A `TrainConfig` is complete and valid: its constructor fills in `auto` values and raises for invalid
-ones. A new setting is one field here, and its use.
+ones. A new setting is one field with its range, its line of documentation, and its use.
 """
 
 import dataclasses
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
-from operator import attrgetter
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from twinkle_jax.loss import LOSSES, ImportanceCorrection, PolicyLoss
 from twinkle_jax.rollout import RolloutConfig
-from twinkle_jax.rollout.settings import AUTO
+from twinkle_jax.rollout.settings import AUTO, at_least, positive, share, share_below_one
 from twinkle_jax.training.estimator import make_estimator
 from twinkle_jax.training.optimizer import make_optimizer, make_schedule
 
@@ -70,23 +68,23 @@ class UpdateConfig:
     loss: str = "grpo"
     epsilon: float = 0.2
     epsilon_high: float | None = None
-    kl_beta: float = 0.0
+    kl_beta: float = at_least(0, default=0.0)
     credit: Literal["episode", "turn", "mixed"] = "episode"
-    discount: float = 1.0
-    gae_lambda: float = 1.0
+    discount: float = share(default=1.0)
+    gae_lambda: float = share(default=1.0)
     mask_truncated: bool = False
-    dynamic_sampling: int = 1
-    epochs: int = 1
-    mini_batches: int = 4
-    micro_batch_tokens: int = AUTO
+    dynamic_sampling: int = at_least(1, default=1)
+    epochs: int = at_least(1, default=1)
+    mini_batches: int = at_least(1, default=4)
+    micro_batch_tokens: int = at_least(1, default=AUTO)
     recompute: Literal["auto", "layers", "elementwise", "nothing"] = AUTO
     correction: Literal[
         "none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"
     ] = "none"
-    correction_cap: float = 2.0
+    correction_cap: float = positive(default=2.0)
     on_mismatch: Literal["stop", "warn"] = "stop"
-    max_logp_diff: float = AUTO
-    max_outside_band: float = 0.05
+    max_logp_diff: float = at_least(0, default=AUTO)
+    max_outside_band: float = share(default=0.05)
 
 
 @dataclass(frozen=True)
@@ -108,12 +106,12 @@ class OptimizerConfig:
 
     name: str = "adamw"
     options: Options = field(default_factory=dict)
-    learning_rate: float = AUTO
-    warmup_steps: int = 10
+    learning_rate: float = positive(default=AUTO)
+    warmup_steps: int = at_least(0, default=10)
     schedule: str = AUTO
     schedule_options: dict[str, Any] = field(default_factory=dict)
-    max_grad_norm: float = 1.0
-    max_skipped: int = 5
+    max_grad_norm: float = positive(default=1.0)
+    max_skipped: int = at_least(1, default=5)
 
 
 @dataclass(frozen=True)
@@ -128,9 +126,9 @@ class LoraSettings:
             the layers.
     """
 
-    rank: int = 0
+    rank: int = at_least(0, default=0)
     alpha: float = 16.0
-    dropout: float = 0.0
+    dropout: float = share_below_one(default=0.0)
     target_modules: list[str] | str = "all-linear"
 
 
@@ -151,11 +149,11 @@ class MeshConfig:
             themselves are made to fit; on CPUs only if this is given.
     """
 
-    data: int = 1
-    fsdp: int = 1
-    tensor: int = 1
+    data: int = at_least(1, default=1)
+    fsdp: int = at_least(1, default=1)
+    tensor: int = at_least(1, default=1)
     transfers: Literal["layers", "once"] = AUTO
-    memory: float | None = None
+    memory: float | None = positive(default=None)
 
 
 @dataclass(frozen=True)
@@ -174,7 +172,7 @@ class DistributedConfig:
     coordinator_address: str | None = None
     num_processes: int | None = None
     process_id: int | None = None
-    connect_timeout: int = 50
+    connect_timeout: int = at_least(1, default=50)
 
 
 @dataclass(frozen=True)
@@ -190,10 +188,10 @@ class EvaluationConfig:
             as right.
     """
 
-    every: int = 25
-    problems: int = 256
+    every: int = at_least(0, default=25)
+    problems: int = at_least(1, default=256)
     path: str | None = None
-    pass_k: int = 0
+    pass_k: int = at_least(0, default=0)
     reward: str | None = None
 
 
@@ -211,10 +209,10 @@ class LoggingConfig:
         wandb: log to Weights & Biases too.
     """
 
-    checkpoint_every: int = 50
-    keep_checkpoints: int = 3
-    samples_every: int = 50
-    traces_every: int = 0
+    checkpoint_every: int = at_least(1, default=50)
+    keep_checkpoints: int = at_least(1, default=3)
+    samples_every: int = at_least(0, default=50)
+    traces_every: int = at_least(0, default=0)
     tensorboard: bool = False
     wandb: bool = False
 
@@ -265,12 +263,12 @@ class TrainConfig:
     level: int = 2
     reward: list[str] | str | None = None
     reward_weights: list[float] | None = None
-    reward_timeout: float = 600.0
+    reward_timeout: float = positive(default=600.0)
     system: str | None = None
-    warm_start: float = 0.3
+    warm_start: float = share(default=0.3)
     output_dir: str = "runs/arithmetic"
-    steps: int = AUTO
-    seed: int = 0
+    steps: int = at_least(0, default=AUTO)
+    seed: int = at_least(0, default=0)
     dtype: Literal["float32", "bfloat16"] = "float32"
     resume: str = "never"
     overwrite: bool = False
@@ -410,65 +408,12 @@ def run_optimizer(config: TrainConfig) -> Any:
     return make_optimizer(optimizer.name, **(defaults | optimizer.options))
 
 
-# Validation: the range of each setting, then combinations.
-
-_AT_LEAST = {
-    "steps": 0,
-    "seed": 0,
-    "rollout.prompts": 1,
-    "rollout.num_samples": 2,
-    "rollout.max_new_tokens": 1,
-    "rollout.max_prompt_tokens": 1,
-    "rollout.max_turns": 1,
-    "rollout.cohorts": 1,
-    "rollout.max_episode_tokens": 1,
-    "rollout.environment_threads": 1,
-    "rollout.max_observation": 1,
-    "rollout.process_megabytes": 1,
-    "update.dynamic_sampling": 1,
-    "update.epochs": 1,
-    "update.mini_batches": 1,
-    "update.micro_batch_tokens": 1,
-    "optimizer.warmup_steps": 0,
-    "optimizer.max_skipped": 1,
-    "lora.rank": 0,
-    "mesh.data": 1,
-    "mesh.fsdp": 1,
-    "mesh.tensor": 1,
-    "distributed.connect_timeout": 1,
-    "evaluation.every": 0,
-    "evaluation.problems": 1,
-    "evaluation.pass_k": 0,
-    "logging.checkpoint_every": 1,
-    "logging.keep_checkpoints": 1,
-    "logging.samples_every": 0,
-    "logging.traces_every": 0,
-    "update.kl_beta": 0,
-    "update.max_logp_diff": 0,
-}
-_ABOVE_ZERO = (
-    "reward_timeout",
-    "rollout.temperature",
-    "rollout.repetition_penalty",
-    "rollout.environment_timeout",
-    "optimizer.learning_rate",
-    "optimizer.max_grad_norm",
-    "update.correction_cap",
-)
-_ABOVE_ZERO_IF_GIVEN = ("mesh.memory",)
-_SHARES = (
-    "warm_start",
-    "rollout.max_failed",
-    "update.discount",
-    "update.gae_lambda",
-    "update.max_outside_band",
-)
+# Validation: each setting, then combinations.
 
 
 def _check(config: TrainConfig) -> None:
     """Raise for the first invalid setting or combination, by its name."""
-    _check_choices(config)
-    _check_numbers(config)
+    _check_values(config)
     update, optimizer = config.update, config.optimizer
     make_estimator(update.advantage, update.advantage_options)
     make_loss(config)
@@ -494,8 +439,6 @@ def _check(config: TrainConfig) -> None:
             "mesh.transfers must be layers with a mesh.tensor above 1, got "
             f"mesh.transfers='once' and mesh.tensor={config.mesh.tensor}"
         )
-    if not 0 <= config.lora.dropout < 1:
-        raise ValueError(f"lora.dropout must be in [0, 1), got {config.lora.dropout}")
     _check_rows(config)
 
 
@@ -506,36 +449,20 @@ def _prefix_errors(name: str, make: Any) -> None:
         raise ValueError(f"{name}: {error}") from error
 
 
-def _check_choices(config: Any, prefix: str = "") -> None:
-    """Check that each setting of a `Literal` type has one of its values."""
-    for name, hint in get_type_hints(type(config)).items():
-        value = getattr(config, name)
+def _check_values(config: Any, prefix: str = "") -> None:
+    """Check each setting by itself: its choices if its type is a `Literal`, and its range."""
+    hints = get_type_hints(type(config))
+    for setting in fields(config):
+        name, value = prefix + setting.name, getattr(config, setting.name)
+        hint, valid = hints[setting.name], setting.metadata.get("range")
         if is_dataclass(value):
-            _check_choices(value, f"{prefix}{name}.")
+            _check_values(value, f"{name}.")
         elif get_origin(hint) is Literal and value not in get_args(hint):
-            known = ", ".join(get_args(hint))
-            raise ValueError(f"{prefix}{name} must be one of {known}, got {value!r}")
-
-
-def _check_numbers(config: TrainConfig) -> None:
-    for name, least in _AT_LEAST.items():
-        count = attrgetter(name)(config)
-        if count is None and name == "rollout.cohorts":  # chosen when the devices are known
-            continue
-        if count is None or not least <= count < math.inf:
-            raise ValueError(f"{name} must be at least {least}, got {count}")
-    for name in _ABOVE_ZERO:
-        number = attrgetter(name)(config)
-        if not 0 < number < math.inf:
-            raise ValueError(f"{name} must be above 0 and finite, got {number}")
-    for name in _ABOVE_ZERO_IF_GIVEN:
-        number = attrgetter(name)(config)
-        if number is not None and not 0 < number < math.inf:
-            raise ValueError(f"{name} must be above 0 and finite, got {number}")
-    for name in _SHARES:
-        number = attrgetter(name)(config)
-        if not 0 <= number <= 1:
-            raise ValueError(f"{name} must be in [0, 1], got {number}")
+            raise ValueError(f"{name} must be one of {', '.join(get_args(hint))}, got {value!r}")
+        elif valid is None or (value is None and setting.default is None):
+            continue  # None is a default that stands for no limit, or is replaced later
+        elif value is None or not valid.contains(value):
+            raise ValueError(f"{name} must be {valid.description}, got {value}")
 
 
 def _check_rows(config: TrainConfig) -> None:
