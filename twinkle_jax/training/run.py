@@ -19,7 +19,6 @@ from twinkle_jax.training.config import TrainConfig, from_dict, with_choices
 from twinkle_jax.training.display import Display, draw_curves
 from twinkle_jax.training.evaluation import held_out
 from twinkle_jax.training.hosts import check_same, check_shared, connect, describe_loss
-from twinkle_jax.training.interruption import Interruption
 from twinkle_jax.training.metrics import MetricsLog, NoLog, rollout_metrics
 from twinkle_jax.training.policy import (
     load_policy,
@@ -27,6 +26,7 @@ from twinkle_jax.training.policy import (
     small_policy,
 )
 from twinkle_jax.training.progress import (
+    Interruption,
     LastStep,
     Progress,
     Totals,
