@@ -53,11 +53,22 @@ REFUSED = [
         lambda: TrainConfig(optimizer=OptimizerConfig(max_grad_norm=-1.0)),
         "optimizer.max_grad_norm",
     ),
-    (lambda: TrainConfig(optimizer=OptimizerConfig(name="adanw")), "optimizer.options"),
+    (lambda: TrainConfig(optimizer=OptimizerConfig(name="adanw")), "optimizer.name"),
     (lambda: TrainConfig(optimizer=OptimizerConfig(options={"b3": 1})), "optimizer.options"),
     (
         lambda: TrainConfig(optimizer=OptimizerConfig(schedule="falling")),
+        "optimizer.schedule",
+    ),
+    (
+        lambda: TrainConfig(
+            optimizer=OptimizerConfig(schedule="exponential_decay", schedule_options={"x": 1})
+        ),
         "optimizer.schedule_options",
+    ),
+    (lambda: TrainConfig(update=UpdateConfig(advantage="grop")), "update.advantage"),
+    (
+        lambda: TrainConfig(update=UpdateConfig(advantage="pass_at_k")),
+        "update.advantage_options",
     ),
     (lambda: TrainConfig(update=UpdateConfig(kl_beta=-0.1)), "update.kl_beta"),
     (lambda: TrainConfig(update=UpdateConfig(max_logp_diff=float("nan"))), "update.max_logp_diff"),

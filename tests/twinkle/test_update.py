@@ -11,7 +11,7 @@ import pytest
 from tests.model.families import NAMES, config_of, each
 from tests.twinkle.rows import INPUTS, SIDE, assert_equal, assert_same, gradient
 from twinkle_jax.model import parameter_shapes
-from twinkle_jax.training.optimizer import decayed
+from twinkle_jax.training.by_name import decayed
 from twinkle_jax.twinkle.model.optimizer import choose_optimizer, choose_schedule
 
 

@@ -6,6 +6,13 @@ folder is private.
 """
 
 from twinkle_jax.rollout import RolloutConfig
+from twinkle_jax.training.by_name import (
+    Estimator,
+    Schedule,
+    make_estimator,
+    make_optimizer,
+    make_schedule,
+)
 from twinkle_jax.training.config import (
     DistributedConfig,
     EvaluationConfig,
@@ -17,7 +24,6 @@ from twinkle_jax.training.config import (
     TrainConfig,
     UpdateConfig,
 )
-from twinkle_jax.training.estimator import Estimator, make_estimator
 from twinkle_jax.training.evaluation import evaluate
 from twinkle_jax.training.features import (
     FeatureRows,
@@ -27,7 +33,6 @@ from twinkle_jax.training.features import (
 )
 from twinkle_jax.training.gradient import StepSummary, add_summaries, grad_step
 from twinkle_jax.training.learning import Learnt, learn
-from twinkle_jax.training.optimizer import Schedule, make_optimizer, make_schedule
 from twinkle_jax.training.packing import IntRows, Packing
 from twinkle_jax.training.policy import (
     Policy,

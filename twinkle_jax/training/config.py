@@ -5,15 +5,15 @@ ones. A new setting is one field with its range, its line of documentation, and 
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from twinkle_jax.loss import LOSSES, ImportanceCorrection, PolicyLoss
 from twinkle_jax.rollout import RolloutConfig
 from twinkle_jax.rollout.settings import AUTO, at_least, positive, share, share_below_one
-from twinkle_jax.training.estimator import make_estimator
-from twinkle_jax.training.optimizer import make_optimizer, make_schedule
+from twinkle_jax.training.by_name import make_estimator, make_optimizer, make_schedule
 
 Options = dict[str, int | float | bool | str]
 """Hyper-parameters by name, of an estimator or an optimizer."""
@@ -415,10 +415,13 @@ def _check(config: TrainConfig) -> None:
     """Raise for the first invalid setting or combination, by its name."""
     _check_values(config)
     update, optimizer = config.update, config.optimizer
-    make_estimator(update.advantage, update.advantage_options)
+    with _names("update.advantage", "update.advantage_options"):
+        make_estimator(update.advantage, update.advantage_options)
     make_loss(config)
-    _prefix_errors("optimizer.options", lambda: run_optimizer(config))
-    _prefix_errors("optimizer.schedule_options", lambda: config.learning_rate(0))
+    with _names("optimizer.name", "optimizer.options"):
+        run_optimizer(config)
+    with _names("optimizer.schedule", "optimizer.schedule_options"):
+        config.learning_rate(0)
     if config.task == "environment" and config.environment is None:
         raise ValueError("environment must be given for the task environment, got none")
     if config.model is None and config.task not in ("arithmetic", "environment"):
@@ -442,11 +445,14 @@ def _check(config: TrainConfig) -> None:
     _check_rows(config)
 
 
-def _prefix_errors(name: str, make: Any) -> None:
+@contextmanager
+def _names(name: str, options: str) -> Iterator[None]:
+    """Name settings in the errors of `by_name`: ValueErrors are of names, TypeErrors of options."""
     try:
-        make()
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"{name}: {error}") from error
+        yield
+    except (ValueError, TypeError) as error:
+        setting = options if isinstance(error, TypeError) else name
+        raise ValueError(f"{setting}: {error}") from error
 
 
 def _check_values(config: Any, prefix: str = "") -> None:

@@ -42,8 +42,8 @@ from twinkle_jax.model import (
 from twinkle_jax.model.decoder.lora import adapter_scales, init_adapter
 from twinkle_jax.model.huggingface.checkpoint_files import ADAPTER_CONFIG, locate, read_json
 from twinkle_jax.rollout import hosts
+from twinkle_jax.training.by_name import make_optimizer
 from twinkle_jax.training.gradient import grad_step
-from twinkle_jax.training.optimizer import make_optimizer
 from twinkle_jax.training.state import apply_gradients, begin_training
 
 _CHARACTERS = "0123456789+-*()="

@@ -20,8 +20,8 @@ from twinkle_jax.rollout import (
     SingleTurn,
 )
 from twinkle_jax.sampler import Sampling
+from twinkle_jax.training.by_name import Estimator, make_estimator
 from twinkle_jax.training.config import TrainConfig, make_loss, run_optimizer
-from twinkle_jax.training.estimator import Estimator, make_estimator
 from twinkle_jax.training.policy import Policy
 
 RECOMPUTED: dict[str, Remat] = {  # by the names of `update.recompute`

@@ -1,6 +1,4 @@
-"""Every estimator by its name, with the data that it needs."""
-
-import re
+"""Estimators and optimizers by their names: what they need, treat apart and refuse."""
 
 import jax
 import jax.numpy as jnp
@@ -17,10 +15,12 @@ from twinkle_jax.training import (
     UpdateConfig,
     collect,
     make_estimator,
+    make_optimizer,
     make_recipe,
     small_policy,
 )
-from twinkle_jax.training.estimator import estimate
+from twinkle_jax.training.by_name import decayed
+from twinkle_jax.training.step import estimate
 
 OPTIONS = {"pass_at_k": {"k": 2}, "pkpo": {"k": 2}}
 NAMES = sorted([*ESTIMATORS, "reinforce_plus_plus"])
@@ -92,19 +92,25 @@ def test_one_of_ones_own_gets_what_it_names():
 
 
 @pytest.mark.parametrize(
-    ("name", "options", "message"),
+    ("make", "error", "name"),
     [
-        ("grop", {}, r"update.advantage"),
-        ("gae", {}, "got 'gae'"),
-        ("pass_at_k", {}, r"update.advantage_options"),
-        ("rloo", {"k": 3}, "for rloo, got 'k'"),
-        ("opo", {"lengths": 3}, r"update.advantage_options"),
-        ("reinforce_plus_plus", {"k": 3}, "must be some of gamma for reinforce_plus_plus, got 'k'"),
+        (lambda: make_estimator("grop", {}), ValueError, "advantage"),
+        (lambda: make_estimator("gae", {}), ValueError, "advantage"),
+        (lambda: make_estimator("pass_at_k", {}), TypeError, "options of advantage pass_at_k"),
+        (lambda: make_estimator("rloo", {"k": 3}), TypeError, "options of advantage rloo"),
+        (lambda: make_estimator("opo", {"lengths": 3}), TypeError, "options of advantage opo"),
+        (
+            lambda: make_estimator("reinforce_plus_plus", {"k": 3}),
+            TypeError,
+            "options of advantage reinforce_plus_plus",
+        ),
+        (lambda: make_optimizer("adanw"), ValueError, "optimizer"),
+        (lambda: make_optimizer("adamw", b3=0.9), TypeError, "options of optimizer adamw"),
     ],
 )
-def test_what_is_missing_or_unknown_is_named(name, options, message):
-    with pytest.raises(ValueError, match=re.escape(message)):
-        make_estimator(name, options)
+def test_what_is_missing_or_unknown_is_named(make, error, name):
+    with pytest.raises(error, match=f"^{name} must"):
+        make()
 
 
 @pytest.mark.parametrize("name", ["remax", "reinforce_plus_plus"])
@@ -133,3 +139,53 @@ def test_estimators_without_options_share_none_that_can_be_changed():
     with pytest.raises(TypeError, match="item assignment"):
         Estimator(get_advantage("grpo")).options["k"] = 2
     assert Estimator(get_advantage("grpo")).options == {}
+
+
+def test_muon_orthogonalizes_each_layers_matrices_and_leaves_the_rest_to_adam():
+    rng = np.random.default_rng(0)
+    shapes = {
+        "embed_tokens": {"embedding": (6, 4)},
+        "layers": {"0": {"q_proj": {"kernel": (2, 4, 8)}, "norm": {"scale": (2, 4)}}},
+        "lm_head": {"kernel": (4, 6)},
+        "projection": {"kernel": (4, 8)},
+    }
+    params = jax.tree.map(
+        lambda shape: rng.normal(size=shape).astype(np.float32),
+        shapes,
+        is_leaf=lambda x: isinstance(x, tuple),
+    )
+    optimizer = make_optimizer("muon")
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        updates, _ = optimizer.update(params, optimizer.init(params), params)
+    orthogonal = set()
+    for path, update in jax.tree_util.tree_leaves_with_path(updates):
+        if np.ptp(np.abs(update)) > 1e-3 * np.abs(update).max():  # Adam's first step is a sign
+            values = np.linalg.svd(np.asarray(update), compute_uv=False)
+            assert values.min() > 0.5 * values.max()
+            orthogonal.add(jax.tree_util.keystr(path, simple=True, separator="."))
+    assert orthogonal == {"layers.0.q_proj.kernel", "projection.kernel"}
+
+
+DECAYED = {"embed_tokens": {"embedding": True}, "layers": {"0": {"up_proj": {"kernel": True}}}}
+KEPT = {
+    "norm": {"scale": False},
+    "layers": {
+        "0": {
+            "q_proj": {"bias": False},
+            "input_layernorm": {"scale": False},
+            "self_attn": {"q_norm": {"scale": False}},
+        }
+    },
+}
+
+
+@pytest.mark.parametrize("expected", [DECAYED, KEPT])
+def test_norms_and_biases_do_not_decay(expected):
+    assert decayed(expected) == expected
+    params = jax.tree.map(lambda _: jnp.ones(2), expected)
+    optimizer = make_optimizer("adamw", weight_decay=0.5)
+    with jax.numpy_dtype_promotion("standard"):
+        zeros = jax.tree.map(jnp.zeros_like, params)
+        updates, _ = optimizer.update(zeros, optimizer.init(params), params)
+    moved = jax.tree.map(lambda u: bool((u != 0).all()), updates)
+    assert moved == expected

@@ -1,13 +1,77 @@
-"""Optimizers and learning-rate schedules: Optax's, by their names there."""
+"""Estimators, optimizers and learning-rate schedules by the names that settings give them."""
 
 import functools
 import inspect
 import re
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Collection, Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import jax
 import optax
+
+from twinkle_jax.advantage import (
+    ESTIMATORS,
+    Advantage,
+    ReinforcePlusPlusAdvantage,
+    get_advantage,
+)
+
+# Estimators of advantages.
+
+_REINFORCE = "reinforce_plus_plus"
+
+
+class Estimator(NamedTuple):
+    """An estimator with its settings.
+
+    Attributes:
+        function: of rewards; called with Twinkle's signature unless it works per token.
+        options: hyper-parameters.
+    """
+
+    function: Advantage | ReinforcePlusPlusAdvantage
+    options: Mapping[str, Any] = MappingProxyType({})
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        """Names of the data that it takes besides rewards."""
+        return self.function.needs if isinstance(self.function, Advantage) else ()
+
+    @property
+    def needs_greedy_rewards(self) -> bool:
+        """Whether rewards of the most probable completions are needed."""
+        return "greedy_rewards" in self.needs
+
+
+def make_estimator(name: str, options: Mapping[str, Any]) -> Estimator:
+    """Find an estimator.
+
+    Args:
+        name: of an estimator that `get_advantage` knows, or `reinforce_plus_plus`.
+        options: its hyper-parameters: `k` of `pass_at_k` and `pkpo`, `epsilon`, ...
+
+    Returns:
+        The estimator.
+
+    Raises:
+        ValueError: for an unknown name.
+        TypeError: for an unknown option, or a missing one.
+    """
+    if name == _REINFORCE:
+        _check_options(f"advantage {name}", options, {"gamma"})
+        return Estimator(ReinforcePlusPlusAdvantage(**options))
+    if name not in ESTIMATORS:
+        known = ", ".join(sorted([*ESTIMATORS, _REINFORCE]))
+        raise ValueError(f"advantage must be one of {known}, got {name!r}")
+    function = get_advantage(name)
+    parameters = function.hyper_parameters
+    required = {option for option, is_required in parameters.items() if is_required}
+    _check_options(f"advantage {name}", options, parameters, required)
+    return Estimator(function, dict(options))
+
+
+# Optimizers and schedules: Optax's, by their names there.
 
 Schedule = Callable[[int], float]  # number of updates so far -> learning rate
 
@@ -143,8 +207,16 @@ def _arguments(function: Any) -> set[str]:
     return set(inspect.signature(function).parameters)
 
 
-def _check_options(what: str, options: Mapping[str, Any], known: set[str]) -> None:
-    unknown = sorted(options.keys() - known)
-    if unknown:
+def _check_options(
+    what: str,
+    options: Mapping[str, Any],
+    known: Collection[str],
+    required: Collection[str] = (),
+) -> None:
+    """Raise for an unknown option, and for a required one that is missing."""
+    for option in sorted(options.keys() - set(known)):
         names = ", ".join(sorted(known)) or "none"
-        raise TypeError(f"options of {what} must be among {names}, got {unknown[0]!r}")
+        raise TypeError(f"options of {what} must be among {names}, got {option!r}")
+    for option in required:
+        if option not in options:
+            raise TypeError(f"options of {what} must have {option!r}, got {dict(options)}")
