@@ -167,7 +167,7 @@ class SameName:
     [
         ({"a": np.ones(3)}, TypeError, r"JAX arrays as leaves, got .*ndarray.* at \['a'\]"),
         ({"a": 1.0}, TypeError, "float"),
-        ({"a": jnp.asarray(1.0)}, TypeError, r"dtype of their own, got one at \['a'\]"),
+        ({"a": jnp.asarray(1.0)}, TypeError, r"weakly typed .* \['a'\]"),
         (SameName(), ValueError, "got .x twice"),
     ],
 )
@@ -235,7 +235,7 @@ def test_a_step_is_never_silently_skipped(tmp_path):
     with pytest.raises(ValueError, match="step"):
         first.save(20, {}, {})
     for step in (20, 30):
-        with pytest.raises(ValueError, match=f"step must be after 30, which is in .*, got {step}"):
+        with pytest.raises(ValueError, match=f"step must be after 30, .*, got {step}"):
             RunCheckpoints(tmp_path).save(step, {}, {})
     second = RunCheckpoints(tmp_path, keep=3)
     assert second.restore({}, step=10).step == 10
@@ -249,7 +249,7 @@ def test_bad_arguments(tmp_path):
         RunCheckpoints(tmp_path, keep=0)
     checkpoints = RunCheckpoints(tmp_path / "none")
     assert checkpoints.steps() == []
-    with pytest.raises(FileNotFoundError, match=r"whole checkpoint, got .*none"):
+    with pytest.raises(FileNotFoundError, match=r"^directory must .*none"):
         checkpoints.restore({})
     with pytest.raises(ValueError, match="step"):
         checkpoints.save(-1, {}, {})
@@ -267,11 +267,11 @@ def two_steps(tmp_path):
 
 
 def assert_falls_back(checkpoints, path):
-    with pytest.warns(UserWarning, match=f"step 2 is not used, for {re.escape(str(path))}"):
+    with pytest.warns(UserWarning, match=f"step 2 is skipped: {re.escape(str(path))}"):
         restored = checkpoints.restore(state(0))
     assert (restored.step, restored.facts) == (1, {"step": 1})
     assert_same(restored.arrays, state(1))
-    with pytest.raises(ValueError, match=f"whole, got 2: {re.escape(str(path))}"):
+    with pytest.raises(ValueError, match=f"^step must .* got 2: {re.escape(str(path))}"):
         checkpoints.restore(state(0), step=2)
 
 
@@ -315,7 +315,7 @@ def test_any_flipped_bit_in_the_manifest(tmp_path):
         bits = bytearray(whole)
         bits[bit // 8] ^= 1 << bit % 8
         path.write_bytes(bits)
-        assert str(find_fault(tmp_path)).startswith(f"{path} is not what was written"), bit
+        assert str(find_fault(tmp_path)).startswith(f"{path} is corrupt"), bit
 
 
 def test_all_damaged_is_an_error_and_saving_anew_is_deliberate(tmp_path):
@@ -323,7 +323,7 @@ def test_all_damaged_is_an_error_and_saving_anew_is_deliberate(tmp_path):
     checkpoints = RunCheckpoints(tmp_path)
     for step in (1, 2):
         (checkpoints.path(step) / "facts.json").write_text("{}")
-    with pytest.warns(UserWarning, match="is not used"), pytest.raises(FileNotFoundError):
+    with pytest.warns(UserWarning, match="is skipped"), pytest.raises(FileNotFoundError):
         checkpoints.restore(state(0))
     with pytest.raises(ValueError, match="step"):
         checkpoints.save(1, {}, {})
@@ -333,7 +333,7 @@ def test_a_damaged_newest_step_is_replaced_when_the_run_gets_there_again(tmp_pat
     _, files = two_steps(tmp_path)
     files[0].unlink()
     again = RunCheckpoints(tmp_path)
-    with pytest.warns(UserWarning, match="step 2 is not used"):
+    with pytest.warns(UserWarning, match="step 2 is skipped"):
         again.restore(state(0))
     again.save(2, state(2), {"step": 2})
     assert_same(RunCheckpoints(tmp_path).restore(state(0)).arrays, state(2))

@@ -135,7 +135,7 @@ def test_a_damaged_checkpoint_is_not_used(folder, whole, tmp_path, damage):
     if damage == "missing":
         path.unlink()
     resumed = assert_goes_on(folder, tmp_path / "run", whole)
-    assert f"step 3 is not used, for {path}" in resumed.stderr
+    assert f"step 3 is skipped: {path}" in resumed.stderr
     assert "going on after step 2" in resumed.stdout
 
 

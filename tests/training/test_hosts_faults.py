@@ -168,7 +168,7 @@ def test_a_damaged_checkpoint_is_not_used(folder, whole, tmp_path, damage):
     if damage == "missing":
         path.unlink()
     run = assert_goes_on(folder, tmp_path / "run", whole, logging=every_step())
-    assert f"step 3 is not used, for {path}" in run.errors(0)
+    assert f"step 3 is skipped: {path}" in run.errors(0)
     assert "going on after step 2" in run.printed(0)
 
 

@@ -1,4 +1,4 @@
-"""Checkpoints: arrays and facts of a run in files, whole or not at all, checked when read."""
+"""Checkpoints of a run: arrays and facts in files, written atomically and verified when read."""
 
 import asyncio
 import hashlib
@@ -39,22 +39,22 @@ def write_manifest(directory: Path) -> None:
 
 
 def find_fault(directory: Path) -> str | None:
-    """Compare a directory with its manifest, and the manifest with itself.
+    """Verify the files of a directory, and its manifest, by their checksums.
 
     Returns:
-        What is wrong with the first file that is missing, cut short, or not what was written, by
-        the file's path; None if all are whole. A file that the manifest does not list is no fault.
+        The path of the first file that is missing, truncated or changed, and what is wrong with it;
+        None if all are intact. Files that the manifest does not list are ignored.
     """
     path = directory / MANIFEST
     try:
         content = path.read_bytes().decode()
         listed = json.loads(content)["files"]
         if content != _text(listed):
-            raise ValueError("another list")
+            raise ValueError("wrong checksum")
     except OSError as error:
         return f"{path} cannot be read: {error.strerror}"
     except (ValueError, LookupError, TypeError):
-        return f"{path} is not what was written"
+        return f"{path} is corrupt"
     with ThreadPoolExecutor() as pool:
         faults = pool.map(lambda name: _fault(directory / name, listed[name]), sorted(listed))
         return next((fault for fault in faults if fault is not None), None)
@@ -62,12 +62,10 @@ def find_fault(directory: Path) -> str | None:
 
 def _fault(path: Path, listed: object) -> str | None:
     try:
-        found = _file_facts(path)
+        facts = _file_facts(path)
     except (OSError, ValueError) as error:
         return f"{path} cannot be read: {getattr(error, 'strerror', None) or error}"
-    if found == listed:
-        return None
-    return f"{path} is not what was written: now it has {found}, then {listed}"
+    return None if facts == listed else f"{path} is corrupt: it has {facts}, not {listed}"
 
 
 def _file_facts(path: Path) -> dict[str, object]:
@@ -77,10 +75,10 @@ def _file_facts(path: Path) -> dict[str, object]:
 
 
 def _text(listed: dict[str, dict[str, object]]) -> str:
-    """Write a list with its own SHA-256, in the one way in which that list is ever written."""
+    """Serialize a list of files with its SHA-256; equal lists give equal texts."""
     files = json.dumps(listed, indent=1, sort_keys=True)
-    own = hashlib.sha256(files.encode()).hexdigest()
-    return json.dumps({"files": listed, "sha256": own}, indent=1, sort_keys=True) + "\n"
+    checksum = hashlib.sha256(files.encode()).hexdigest()
+    return json.dumps({"files": listed, "sha256": checksum}, indent=1, sort_keys=True) + "\n"
 
 
 LEAVES = "leaves.json"
@@ -91,11 +89,11 @@ def write_arrays(directory: Path, arrays: PyTree[jax.Array]) -> None:
     """Write the leaves of a tree, and a list of their names, shapes and dtypes.
 
     Args:
-        directory: where `leaves.json` and the directory `arrays` (orbax) are to be.
+        directory: gets `leaves.json` and the directory `arrays` (orbax).
         arrays: JAX arrays, typed keys among them, in any tree, on any mesh of this process.
 
     Raises:
-        TypeError: if a leaf is no JAX array, or is weakly typed, which could not be restored.
+        TypeError: if a leaf is not a JAX array, or is weakly typed, which could not be restored.
         ValueError: if two leaves have the same name.
         OSError: if the files cannot be written.
     """
@@ -108,15 +106,15 @@ def write_arrays(directory: Path, arrays: PyTree[jax.Array]) -> None:
 
 
 def _begin_arrays(directory: Path, leaves: Mapping[str, jax.Array]) -> Callable[[], None]:
-    """Copy arrays to the host and begin to write them; each process what its devices hold.
+    """Copy arrays to the host and start writing them; each process writes its devices' shards.
 
-    Orbax's checkpointers wait for all processes in between; one that fails would keep the others
-    waiting. The handler below them does not, so processes meet where an error reaches everyone.
+    Orbax's checkpointers have barriers, at which all processes would wait for one that has failed.
+    The handler that they are built on has none: our callers synchronize, and share errors.
 
     Returns:
-        Waits until all that this process writes is written; may be called by another thread.
+        A function that waits until this process has written everything; any thread may call it.
     """
-    stored = {name: _everywhere(_bits(leaf)) for name, leaf in leaves.items() if leaf.size}
+    stored = {name: _as_global(_bits(leaf)) for name, leaf in leaves.items() if leaf.size}
     if not stored:
         return lambda: None
     import orbax.checkpoint as ocp
@@ -136,7 +134,7 @@ def _begin_arrays(directory: Path, leaves: Mapping[str, jax.Array]) -> Callable[
 
 
 def _finalize_arrays(directory: Path) -> None:
-    """Put together what processes have written, once, when all of it is there."""
+    """Merge what the processes have written: once, after all of them."""
     import orbax.checkpoint as ocp
     from etils import epath
 
@@ -144,8 +142,8 @@ def _finalize_arrays(directory: Path) -> None:
         ocp.StandardCheckpointHandler().finalize(epath.Path(directory.resolve() / _ARRAYS))
 
 
-def _everywhere(leaf: jax.Array) -> jax.Array:
-    """Make an array that each of several processes has by itself one that they have together."""
+def _as_global(leaf: jax.Array) -> jax.Array:
+    """Turn an array of each process by itself into a global one, replicated over all devices."""
     if not hosts.several() or not leaf.is_fully_addressable:
         return leaf
     mesh = jax.make_mesh((jax.device_count(),), ("devices",))
@@ -155,14 +153,14 @@ def _everywhere(leaf: jax.Array) -> jax.Array:
 
 
 def read_arrays(directory: Path, like: PyTree[Any]) -> PyTree[jax.Array]:
-    """Read what `write_arrays` has written.
+    """Read the arrays that `write_arrays` wrote.
 
     Args:
-        directory: the same.
+        directory: that was written to.
         like: arrays, or `jax.ShapeDtypeStruct`s, with the same tree, shapes and dtypes.
 
     Returns:
-        The arrays, each on the devices on which `like` has it; uncommitted where it is uncommitted.
+        The arrays, on the devices of those in `like`; uncommitted where those are uncommitted.
 
     Raises:
         ValueError: if names or shapes differ from those written.
@@ -191,10 +189,10 @@ def _checked_leaves(arrays: PyTree[jax.Array]) -> dict[str, jax.Array]:
     for name, leaf in leaves.items():
         if not isinstance(leaf, jax.Array):
             raise TypeError(f"arrays must have JAX arrays as leaves, got {type(leaf)} at {name}")
-        if getattr(leaf, "weak_type", False):  # keys have no such thing
+        if getattr(leaf, "weak_type", False):  # typed keys do not have it
             raise TypeError(
-                f"arrays must have leaves with a dtype of their own, got one at {name} "
-                "that is weakly typed: make it with jnp.asarray(value, dtype)"
+                f"arrays must have no weakly typed leaves, got one at {name}: "
+                "make it with jnp.asarray(value, dtype)"
             )
     return leaves
 
@@ -240,12 +238,12 @@ def _check(saved: dict[str, Any], leaves: dict[str, Any], directory: Path) -> No
 
 
 def _sharding(leaf: Any) -> jax.sharding.Sharding | None:
-    """Give where a leaf must be; None if it may be anywhere."""
+    """Return the sharding to restore a leaf to; None if it is uncommitted."""
     return leaf.sharding if getattr(leaf, "committed", True) else None
 
 
 def _target(leaf: Any) -> Any:
-    """Describe for orbax: on the host where the devices are not told, or keys are to be made."""
+    """Describe a leaf for orbax: on the host if it is uncommitted or a key, else on its devices."""
     if _is_key(leaf):
         leaf = jax.eval_shape(jax.random.key_data, leaf)
     elif _sharding(leaf) is not None:
@@ -269,10 +267,10 @@ def _place(stored: Any, leaf: Any) -> jax.Array:
 
 @contextmanager
 def _plain_errors() -> Iterator[None]:
-    """Turn what tensorstore says of the system into an OSError, without pages of tracebacks.
+    """Raise system errors of tensorstore as OSErrors, and keep its tracebacks out of the log.
 
-    Orbax ends its event loop at the first array that cannot be written; each of the others says
-    then, perhaps later, that the loop is closed. So what ignores them stays after an error.
+    Orbax closes its event loop at the first array that cannot be written. The other arrays then
+    fail, perhaps later, with "Event loop is closed": the hook that hides it stays after an error.
     """
     logger, hook = logging.getLogger("absl"), sys.unraisablehook
     level = logger.level
@@ -319,7 +317,7 @@ def _write_facts(directory: Path, facts: Mapping[str, Any]) -> None:
 
 @contextmanager
 def _names_step(step: int, target: Path) -> Iterator[None]:
-    """Say in errors of the system which step was not saved."""
+    """Name the step in OSErrors."""
     try:
         yield
     except OSError as error:
@@ -333,10 +331,10 @@ def read_checkpoint(
     *,
     check: Callable[[dict[str, Any]], None] = lambda facts: None,
 ) -> tuple[PyTree[jax.Array], dict[str, Any]]:
-    """Read what `write_checkpoint` has written, whose files agree with the manifest.
+    """Read what `write_checkpoint` wrote; verify its files with `find_fault` first.
 
     Args:
-        directory: the same.
+        directory: that was written to.
         like: as for `read_arrays`.
         check: called with the facts before arrays are read; may raise to refuse them.
 
@@ -358,27 +356,33 @@ class Restored(NamedTuple):
 
 
 class _Pending:
-    """A step that another thread writes and puts in its place.
+    """A save in the background.
 
-    Several processes first write what each of them holds; process 0 does the rest when all have.
+    With several processes each writes its shards; when all have, process 0 does the rest.
     """
 
     def __init__(
-        self, step: int, target: Path, fresh: Path, write: Callable[[], None], replace: ExitStack
+        self,
+        step: int,
+        target: Path,
+        partial_directory: Path,
+        write: Callable[[], None],
+        replace: ExitStack,
     ) -> None:
-        self.call, self.step = f"saving step {step}", step
-        self._target, self._fresh, self._write, self._replace = target, fresh, write, replace
-        self._next: Callable[[], None] | None = self._put_in_place if hosts.several() else None
+        self.label, self.step = f"saving step {step}", step
+        self._target, self._partial = target, partial_directory
+        self._write, self._replace = write, replace
+        self._next: Callable[[], None] | None = self._finalize if hosts.several() else None
         self._running = self._start(self._write_shards)
 
     def is_done(self) -> bool:
-        """Whether `advance` would not wait for this process."""
+        """Whether this process has finished its current part."""
         return self._running.done()
 
     def advance(self) -> bool:
-        """Wait for what all processes are doing, and begin what follows; False at the end."""
+        """Wait until all processes have finished a part; start the next, or return False."""
         try:
-            hosts.together(self.call, self._running.result)
+            hosts.together(self.label, self._running.result)
         except BaseException:
             with self._replace:  # removes what was written
                 raise
@@ -401,28 +405,28 @@ class _Pending:
     def _write_shards(self) -> None:
         self._write()
         if not hosts.several():
-            self._put_in_place()
+            self._finalize()
 
-    def _put_in_place(self) -> None:
+    def _finalize(self) -> None:
         if hosts.is_first():
-            _finalize_arrays(self._fresh)
-            write_manifest(self._fresh)
+            _finalize_arrays(self._partial)
+            write_manifest(self._partial)
             self._replace.close()
 
 
 class RunCheckpoints:
-    """The checkpoints of one run, the newest few of which are kept.
+    """The checkpoints of one run, of which the newest are kept.
 
     Each is a directory, `step_00000040`, with the arrays (orbax), `leaves.json` (their names,
     shapes and dtypes), `facts.json`, and `manifest.json` (size and SHA-256 of every other file). It
-    is written beside its place, brought to the disk, and renamed: a process that is killed at any
-    moment leaves whole checkpoints, and remains that the next save removes. One run at a time may
-    save to a directory. If it has several processes, all of them call `save` and `restore`: each
-    writes and reads what its devices hold, and process 0 does the rest.
+    is written to a temporary directory, flushed to disk, and renamed: a process that is killed at
+    any time leaves complete checkpoints, and a temporary directory that the next save removes. One
+    run at a time may save to a directory. If it has several processes, all of them call `save` and
+    `restore`: each writes and reads the shards of its devices, and process 0 does the rest.
 
     Args:
-        directory: of the checkpoints; made by the first save.
-        keep: how many to keep, at least 1. Older ones go after a newer one is in place.
+        directory: of the checkpoints; created by the first save.
+        keep: how many to keep, at least 1. Older ones are deleted once a newer one is complete.
 
     Raises:
         ImportError: if orbax-checkpoint is not installed.
@@ -435,15 +439,15 @@ class RunCheckpoints:
             raise ValueError(f"keep must be at least 1, got {keep}")
         self.directory = Path(directory).absolute()
         self.keep = keep
-        self._current: int | None = None  # the step that this run was last known to be at
+        self._current: int | None = None  # the step that this run last saved or restored
         self._pending: _Pending | None = None  # the save in the background
 
     def path(self, step: int) -> Path:
-        """The directory of a step, whether it is there or not."""
+        """The directory of a step; it may not exist."""
         return self.directory / f"step_{step:08d}"
 
     def steps(self) -> list[int]:
-        """The steps that are there, oldest first; whether they are whole, `restore` finds out."""
+        """The saved steps, oldest first; `restore` verifies their files."""
         if not self.directory.is_dir():
             return []
         matches = ((_STEP.fullmatch(path.name), path) for path in self.directory.iterdir())
@@ -459,18 +463,18 @@ class RunCheckpoints:
     ) -> Path:
         """Save a step.
 
-        The same step again replaces what was saved. Where this object has restored an earlier step
-        than the newest, saving goes on from there: later steps, which the run has left, are removed
-        once the new one is in place. Without that, a step before one that is there is an error.
+        Saving a step again replaces it. After `restore` of an earlier step, saving continues from
+        there, and later steps are deleted once the new one is complete. Otherwise, saving a step
+        before the newest is an error.
 
         Args:
             step: how many updates the arrays have had.
             arrays: JAX arrays, typed keys among them, in any tree.
-            facts: anything that JSON gives back as it was.
-            wait: False returns as soon as the arrays are copied to the host; they may be donated
-                then. The step is saved, and listed by `steps`, when it is written. Call `poll` now
-                and then, and `finish` at the end: they raise an error of that, as the next save
-                does. With several processes nothing is put in its place without these calls.
+            facts: a dictionary that survives a round trip through JSON.
+            wait: False returns as soon as the arrays are copied to the host, and may be donated.
+                `steps` lists the step when it is written. Call `poll` now and then, and `finish` at
+                the end: like the next `save`, they raise the error of a save that has failed. With
+                several processes, a save is completed only by these calls.
 
         Returns:
             The checkpoint's directory.
@@ -478,7 +482,7 @@ class RunCheckpoints:
         Raises:
             ValueError: if `step` is negative or before the run's last one, or `facts` are not JSON.
             TypeError: if a leaf is not a JAX array, or is weakly typed.
-            OSError: if it cannot be written, for want of space for one; earlier steps are whole.
+            OSError: if it cannot be written (disk full, say); earlier steps stay intact.
         """
         self.finish()
         call, target = f"saving step {step}", self.path(step)
@@ -503,18 +507,18 @@ class RunCheckpoints:
         return target
 
     def poll(self) -> None:
-        """Go on with a save in the background as far as nothing is waited for; raise its error.
+        """Advance a save in the background without waiting for it; raise its error.
 
         All processes must call this at the same point.
         """
-        while self._pending and all(hosts.share(self._pending.call, self._pending.is_done)):
+        while self._pending and all(hosts.share(self._pending.label, self._pending.is_done)):
             self._advance()
 
     def finish(self) -> None:
-        """Wait until what was last saved is in its place; all processes call it at the same point.
+        """Wait until the last save is complete; all processes must call this at the same point.
 
         Raises:
-            OSError: if it could not be written; earlier steps are whole.
+            OSError: if it could not be written; earlier steps stay intact.
         """
         while self._pending:
             self._advance()
@@ -540,14 +544,14 @@ class RunCheckpoints:
         step: int | None = None,
         check: Callable[[dict[str, Any]], None] = lambda facts: None,
     ) -> Restored:
-        """Restore the newest whole checkpoint, or that of one step.
+        """Restore the newest intact checkpoint, or that of one step.
 
-        Each file is compared with the manifest first. A checkpoint that does not agree with it is
-        left where it is, and the one before it is taken; a `UserWarning` names the file.
+        All files are verified against the manifest first. A corrupt checkpoint is left in place and
+        the one before it is restored; a `UserWarning` names the file.
 
         Args:
             like: arrays, or `jax.ShapeDtypeStruct`s, with the tree, shapes and dtypes of those that
-                were saved; they tell the devices too.
+                were saved, and the shardings to restore to.
             step: None for the newest.
             check: called with the facts before arrays are read; may raise to refuse them.
 
@@ -555,14 +559,14 @@ class RunCheckpoints:
             The step, the arrays, byte for byte, and the facts.
 
         Raises:
-            FileNotFoundError: if there is no whole checkpoint.
-            ValueError: if `step` is not there or not whole, or a name or shape differs.
+            FileNotFoundError: if there is no intact checkpoint.
+            ValueError: if `step` was not saved or is corrupt, or a name or shape differs.
             TypeError: if a dtype differs.
         """
-        there = hosts.first_decides("looking for checkpoints", self.steps)
-        if step is not None and step not in there:
-            raise ValueError(f"step must be one of those in {self.directory}, {there}, got {step}")
-        for candidate in [step] if step is not None else reversed(there):
+        saved = hosts.first_decides("looking for checkpoints", self.steps)
+        if step is not None and step not in saved:
+            raise ValueError(f"step must be one of those in {self.directory}, {saved}, got {step}")
+        for candidate in [step] if step is not None else reversed(saved):
             directory = self.path(candidate)
             fault = hosts.first_decides("reading a checkpoint", partial(find_fault, directory))
             if fault is None:
@@ -573,11 +577,11 @@ class RunCheckpoints:
                 self._current = candidate
                 return Restored(candidate, arrays, facts)
             if step is not None:
-                raise ValueError(f"step must be one whose files are whole, got {step}: {fault}")
-            message = f"the checkpoint of step {candidate} is not used, for {fault}"
+                raise ValueError(f"step must have an intact checkpoint, got {step}: {fault}")
+            message = f"the checkpoint of step {candidate} is skipped: {fault}"
             if hosts.is_first():
                 warnings.warn(message, UserWarning, stacklevel=2)
-        raise FileNotFoundError(f"directory must hold a whole checkpoint, got {self.directory}")
+        raise FileNotFoundError(f"directory must hold an intact checkpoint, got {self.directory}")
 
     def _check_save(self, step: int, facts: Mapping[str, Any]) -> None:
         """Fail before anything is written."""
@@ -589,28 +593,28 @@ class RunCheckpoints:
         newest = max(self.steps(), default=0)
         if self._current is None and self.steps() and step <= newest:
             raise ValueError(
-                f"step must be after {newest}, which is in {self.directory}, got {step}: restore "
-                "the step to go on from, or name another directory"
+                f"step must be after {newest}, the newest in {self.directory}, got {step}: restore "
+                "the step to continue from, or use another directory"
             )
         if step < (self._current or 0):
             raise ValueError(f"step must be at least {self._current or 0}, got {step}")
 
     def _remove_others(self, step: int) -> None:
-        """Remove steps that the run has left, and old ones; a rename first, so never in part."""
+        """Delete later and old steps; renamed first, so that no step is ever incomplete."""
         others = self.steps()
         kept = [other for other in others if other <= step][-self.keep :]
         for other in set(others) - set(kept):
             path = self.path(other)
-            gone = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
-            shutil.rmtree(path.rename(gone), ignore_errors=True)
+            renamed = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
+            shutil.rmtree(path.rename(renamed), ignore_errors=True)
 
 
 def _to_json(facts: Mapping[str, Any]) -> str:
     try:
         text = json.dumps(facts, indent=1, allow_nan=False)
-        same = json.loads(text) == facts
+        is_same = json.loads(text) == facts
     except (TypeError, ValueError) as error:
         raise ValueError(f"facts must be JSON, got {facts!r}: {error}") from error
-    if not same:
-        raise ValueError(f"facts must be what JSON gives back as it was, got {facts!r}")
+    if not is_same:
+        raise ValueError(f"facts must survive a round trip through JSON, got {facts!r}")
     return text
