@@ -146,7 +146,7 @@ def test_a_run_goes_on_without_its_options_being_repeated(tmp_path, capsys):
     assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 2
     capsys.readouterr()
     assert main(["train", "--resume", "auto", "--output_dir", run, "--seed", "4"]) == 1
-    assert "seed must be 3, as it was, got 4" in capsys.readouterr().err
+    assert "seed must be 3 as in the run to resume, got 4" in capsys.readouterr().err
 
 
 def test_adapters_rewards_and_optimizers_from_the_command(tmp_path, capsys):

@@ -136,7 +136,7 @@ def test_a_damaged_checkpoint_is_not_used(folder, whole, tmp_path, damage):
         path.unlink()
     resumed = assert_goes_on(folder, tmp_path / "run", whole)
     assert f"step 3 is skipped: {path}" in resumed.stderr
-    assert "going on after step 2" in resumed.stdout
+    assert "resuming after step 2" in resumed.stdout
 
 
 def huge(lengths):
@@ -245,7 +245,7 @@ def begun(folder):
             {"update": update(kl_beta=0.1)},
             r"update.kl_beta",
         ),
-        ({"model": None, "task": "arithmetic"}, "must be '.*', as it was, got"),
+        ({"model": None, "task": "arithmetic"}, "must be '.*' as in the run to resume, got"),
         ({"dtype": "bfloat16"}, "dtype"),
         ({"reward": "math"}, "reward"),
     ],
@@ -263,6 +263,6 @@ def test_a_run_that_is_done_says_so_at_once(folder, begun, capsys):
     before = (begun / "summary.json").read_text()
     assert train(own, reward=asked) == json.loads(before)
     assert asked.calls == 0
-    assert "nothing is left to do: 1 of 1 steps are done" in capsys.readouterr().out
+    assert "nothing left to do: 1 of 1 steps are done" in capsys.readouterr().out
     fewer = config(folder, begun, resume="auto", steps=0)
     assert train(fewer, reward=asked)["steps"] == 1

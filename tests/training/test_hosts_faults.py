@@ -72,7 +72,7 @@ def assert_one_message(run, *parts):
 def test_resumed_byte_for_byte(folder, whole, tmp_path, after):
     copy_until(whole, tmp_path / "run", after)
     run = assert_goes_on(folder, tmp_path / "run", whole, logging=every_step())
-    assert f"going on after step {after} of" in run.printed(0)
+    assert f"resuming after step {after} of" in run.printed(0)
 
 
 @pytest.mark.parametrize("process", [0, 1])
@@ -169,7 +169,7 @@ def test_a_damaged_checkpoint_is_not_used(folder, whole, tmp_path, damage):
         path.unlink()
     run = assert_goes_on(folder, tmp_path / "run", whole, logging=every_step())
     assert f"step 3 is skipped: {path}" in run.errors(0)
-    assert "going on after step 2" in run.printed(0)
+    assert "resuming after step 2" in run.printed(0)
 
 
 def test_a_second_run_with_the_same_directory(folder, tmp_path):

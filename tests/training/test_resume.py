@@ -38,7 +38,7 @@ def test_a_new_process_goes_on_as_if_nothing_had_been(folder, whole, tmp_path, a
     copy_until(whole, tmp_path / "run", after)
     resumed = run(folder, tmp_path / "run", resume="auto")
     assert resumed.returncode == 0, resumed.stderr
-    assert f"going on after step {after} of" in resumed.stdout
+    assert f"resuming after step {after} of" in resumed.stdout
     assert scored(tmp_path / "run") == scored(whole)[after:]  # no prompt twice, none left out
     assert len(scored(tmp_path / "run")) == 2 * EPOCH - after  # and it did run
     assert_same_run(tmp_path / "run", whole)

@@ -16,7 +16,7 @@ from twinkle_jax.rollout import RolloutConfig
 from twinkle_jax.training import DistributedConfig, EvaluationConfig, TrainConfig, UpdateConfig
 from twinkle_jax.training.config import flat, from_dict
 
-_ACCEPTED_ANEW = ("resume", "overwrite", "output_dir", "distributed")  # not those of the old run
+_NOT_INHERITED = ("resume", "overwrite", "output_dir", "distributed")  # by a resumed run
 
 
 class Subcommand(NamedTuple):
@@ -36,7 +36,7 @@ class Subcommand(NamedTuple):
 
 
 def _train_options(parser: Any) -> None:
-    """Give each field of `TrainConfig` an option."""
+    """Add an option for each field of `TrainConfig`."""
     parser.add_argument("--config", action="config", help="a YAML file with settings by name")
     parser.add_class_arguments(TrainConfig, as_group=False)
 
@@ -60,7 +60,7 @@ def resumed_settings(options: Any) -> dict[str, Any]:
     if source is None:
         return {}
     settings = flat(saved_settings(source))
-    return {n: value for n, value in settings.items() if n.split(".")[0] not in _ACCEPTED_ANEW}
+    return {n: value for n, value in settings.items() if n.split(".")[0] not in _NOT_INHERITED}
 
 
 def _add_policy(parser: Any) -> None:
@@ -181,7 +181,7 @@ def _sample_options(parser: Any) -> None:
 
 
 def _sample(options: Any) -> int:
-    """Print completions, each below a line of its own, with escape sequences made harmless."""
+    """Print completions, each below a header line, with control characters escaped."""
     import jax
 
     from twinkle_jax.rollout import LocalEngine
@@ -318,7 +318,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         try:
             options = _parse(arguments)
         except jsonargparse.ArgumentError as error:
-            _complain(_with_suggestion(str(error), arguments))
+            _print_error(_with_suggestion(str(error), arguments))
             return 2
         _keep_compiled_programs()
         name = options.subcommand
@@ -327,12 +327,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from twinkle_jax.training.hosts import end_without_others, is_reported_by_another
 
         if not is_reported_by_another(error):
-            _complain(str(error) or type(error).__name__)
+            _print_error(str(error) or type(error).__name__)
         end_without_others(error)
         return 1
 
 
-def _complain(message: str) -> None:
+def _print_error(message: str) -> None:
     print(f"twinkle-jax: {' '.join(message.split())}", file=sys.stderr)  # noqa: T201
 
 
@@ -340,7 +340,7 @@ def _parse(arguments: list[str]) -> Any:
     arguments = _complete_switches(_join_repeated(arguments, "reward"))
     options = _parser().parse_args(arguments)
     if options.subcommand == "train":
-        # A resumed run has its settings; options are compared with them.
+        # The settings of the run to resume are the defaults.
         settings = resumed_settings(options.train)
         if settings:
             options = _parser(settings).parse_args(arguments)
@@ -351,7 +351,7 @@ def _parser(train_settings: dict[str, Any] | None = None) -> Any:
     from jsonargparse import ArgumentParser
 
     class Parser(ArgumentParser):
-        """Says `auto` for settings that the run chooses; their type has no null."""
+        """Shows `auto` as the default of settings that the run chooses."""
 
         def format_help(self, formatter: Any = None) -> str:
             text = super().format_help(formatter) if formatter else super().format_help()
@@ -416,7 +416,7 @@ def _with_suggestion(message: str, arguments: Sequence[str]) -> str:
 
 
 def _plain_type_error(message: str) -> str:
-    """One sentence that names the option whose value has the wrong type."""
+    """Describe in one sentence which option has a value of the wrong type."""
     match = re.search(r'Parser key "([^"]+)".*Given value: (.*)$', " ".join(message.split()))
     expected = re.findall(r"Expected an? <class '(\w+)'>", message)
     if match is None or not expected:
@@ -426,7 +426,7 @@ def _plain_type_error(message: str) -> str:
 
 
 def _help_of(arguments: Sequence[str]) -> str:
-    """Give the help of the sub-command that is called."""
+    """Return the help of the sub-command that is called."""
     from jsonargparse import ArgumentParser
 
     parser = ArgumentParser(exit_on_error=False)
@@ -437,13 +437,13 @@ def _help_of(arguments: Sequence[str]) -> str:
 
 
 def _keep_compiled_programs() -> None:
-    """Keep what is compiled below the user's cache directory, unless JAX has been told where."""
+    """Cache compiled programs in the user's cache directory, unless JAX has a directory already."""
     import jax
 
     if getattr(jax.config, "jax_compilation_cache_dir") is not None:  # noqa: B009
         return
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    # Programs for CPUs are made for one machine's instructions: a shared home has several.
+    # CPU programs are compiled for the instructions of one machine; machines may share a home.
     directory = cache / "twinkle_jax" / f"compiled-{platform.node()}"
     try:
         directory.mkdir(parents=True, exist_ok=True)

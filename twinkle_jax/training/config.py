@@ -518,8 +518,8 @@ def _check_episodes(config: TrainConfig) -> None:
     one_an_episode = update.credit == "episode" and config.rows_each == 1
     if update.advantage == "reinforce_plus_plus" and not one_an_episode:
         raise ValueError(
-            "update.advantage must not be reinforce_plus_plus, which is one a token, with "
-            "update.credit other than episode or rollout.history=template"
+            "update.advantage must be another than reinforce_plus_plus, which is per token, with "
+            f"update.credit={update.credit!r} and rollout.history={rollout.history!r}"
         )
 
 
@@ -556,11 +556,13 @@ def check_resumable(saved: Mapping[str, Any], config: TrainConfig) -> None:
         fixed = name == "steps" and config.optimizer.schedule != "constant"
         may_change = name.split(".")[0] in _MAY_CHANGE or name in _MAY_CHANGE_TOO
         if (fixed or not may_change) and current.get(name) != before:
-            raise ValueError(f"{name} must be {before!r}, as it was, got {current.get(name)!r}")
+            raise ValueError(
+                f"{name} must be {before!r} as in the run to resume, got {current.get(name)!r}"
+            )
 
 
 def with_choices(config: TrainConfig, saved: Mapping[str, Any]) -> TrainConfig:
-    """Take over what the run to resume chose for its devices, where nothing else is asked for.
+    """Take over what the run to resume chose for its devices, unless the user has set it.
 
     Args:
         config: of the run that resumes.

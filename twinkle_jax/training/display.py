@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 
-# Controls, such as ESC, which terminals obey; format characters, which turn the reading direction
-# or hide text; halves of characters, which cannot be written; and two kinds of line break.
+# Unicode categories: controls (ESC begins commands to a terminal), format characters (they change
+# the reading direction or hide text), lone surrogates (not encodable), two kinds of line break.
 _ACTIVE = ("Cc", "Cf", "Cs", "Zl", "Zp")
 
 
@@ -77,7 +77,7 @@ _FLAT = (
 _LEFT_OUT = "No update was made: parameters and the optimizer's moments are as before. "
 _ALL_WRONG = (
     "All rewards are 0: the task may be too hard for this policy so far, or the reward does not "
-    "find the answers; the table of completions shows which."
+    "recognize its answers; look at the table of completions."
 )
 _ALL_RIGHT = "All rewards are 1: the policy solves these prompts, and harder ones would teach more."
 _ALIKE = (
@@ -85,8 +85,8 @@ _ALIKE = (
     "too hard make rewards differ."
 )
 _ZERO_LOSS = (
-    "The loss is 0, and that is right: the policy is still the one that sampled, and the "
-    "advantages of a group add up to 0. The gradient is not 0; watch the reward."
+    "A loss of 0 is expected here: the policy is still the one that sampled, and the advantages of "
+    "a group add up to 0. The gradient is not 0; watch the reward."
 )
 _CUT = (
     "More than half of the completions were cut off at the limit of new tokens, before their end: "
@@ -309,7 +309,7 @@ class Display:
 
 
 def _make_bar(console: "Console", total: int | None) -> Any:
-    """Make a progress bar; None if the output is no terminal that can redraw a line."""
+    """Make a progress bar; None unless the output is a terminal that can redraw a line."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
     from rich.progress import TimeRemainingColumn as TimeLeft
     from rich.table import Column
@@ -340,7 +340,7 @@ _BLUE, _ORANGE, _GREY = "#1f5fa8", "#d1661d", "#5b6470"
 
 
 class _Panel(NamedTuple):
-    """A picture of one kind of number, with a band around it or without."""
+    """One plot: a metric, and perhaps a band around it."""
 
     title: str
     name: str
@@ -399,7 +399,7 @@ def draw_curves(
     axes = figure.subplots(lines, columns, squeeze=False).ravel()
     for ax, panel in zip(axes, panels, strict=False):
         _draw(ax, panel, rows, steps)
-        _dress(ax, panel.title, steps)
+        _style(ax, panel.title, steps)
     for ax in axes[len(panels) :]:
         ax.remove()
     figure.savefig(picture, format="png")
@@ -428,7 +428,7 @@ def _draw(ax: "Axes", panel: _Panel, rows: Sequence[Mapping[str, Any]], steps: V
         ax.set_yscale("log")  # or a few large ones would hide the others
 
 
-def _dress(ax: "Axes", title: str, steps: Values) -> None:
+def _style(ax: "Axes", title: str, steps: Values) -> None:
     from matplotlib.ticker import MaxNLocator
 
     room = 0.03 * max(float(np.ptp(steps)), 1.0)
@@ -442,7 +442,7 @@ def _dress(ax: "Axes", title: str, steps: Values) -> None:
 
 
 def _read(path: Path) -> list[dict[str, Any]]:
-    """Read the complete lines; a last one without its line break is still being written."""
+    """Read the complete lines; a last line without a line break is still being written."""
     lines = path.read_text(encoding="utf-8").split("\n")[:-1]
     return [json.loads(line) for line in lines]
 

@@ -1,4 +1,4 @@
-"""Input features, rows of any length that may be packed, through the functions that train."""
+"""Scores and gradients of input features: rows of any length, which may be packed sequences."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
@@ -56,7 +56,7 @@ class FeatureRows(NamedTuple):
                 label that follows another one of its sequence.
 
         Raises:
-            ValueError: for keys with a meaning elsewhere, lengths that differ, or ids outside the
+            ValueError: for keys that are other arguments, lengths that differ, or ids outside the
                 vocabulary.
             TypeError: for arrays that are not integers.
         """
@@ -75,7 +75,7 @@ class FeatureRows(NamedTuple):
         return len(self.features), max(len(feature["labels"]) for feature in self.features)
 
     def align(self, loss_inputs: Mapping[str, Any]) -> dict[str, Any]:
-        """Spread advantages and log-probabilities over the positions of each sequence."""
+        """Align advantages and log-probabilities with the positions of each sequence."""
         return {
             name: align_loss_input(name, values, self.features, self.pieces)
             for name, values in loss_inputs.items()
@@ -111,7 +111,7 @@ class FeatureRows(NamedTuple):
     def write(
         self, outputs: dict[str, np.ndarray], name: str, values: Any, pieces: list[Piece]
     ) -> None:
-        """Write numbers of sequences, [sequences, time, ...], to the positions of their rows."""
+        """Write values of sequences, [sequences, time, ...], to their positions in the rows."""
         shape = self.shape + values.shape[2:]
         write_pieces(
             outputs.setdefault(name, np.zeros(shape, np.float32)), np.asarray(values), pieces
@@ -165,7 +165,7 @@ def grad_features(
     """Accumulate the gradient of a loss over input features, a micro-batch at a time.
 
     Args:
-        state: donated: go on with the one that is yielded.
+        state: donated: use the yielded one instead.
         rows: to train on.
         config: the decoder.
         loss_fn: the loss.
@@ -177,10 +177,11 @@ def grad_features(
         options: of [`grad_step`][twinkle_jax.training.grad_step].
 
     Yields:
-        The state, what `grad_step` says of the micro-batch, and its sequences.
+        The state, the summary of a micro-batch, and its sequences.
 
     Raises:
-        ValueError: if a teacher is missing or not asked for, or an input has another length.
+        ValueError: if a teacher is missing for `GKDLoss` or given to another loss, or the length of
+            an input does not fit.
     """
     aligned = rows.align(loss_inputs)
     if (teacher is None) == isinstance(loss_fn, GKDLoss):

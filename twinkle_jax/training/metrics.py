@@ -211,7 +211,7 @@ class MetricsLog:
     """Appends one JSON object a step to `metrics.jsonl`, which can be cut back when a run resumes.
 
     A line is `{"step": 3, "reward": 0.5}`. JSON has no NaN and no infinity: such a value is `null`,
-    and the line's `not_finite` tells which it was: `{"kl": "nan"}`. An unfinished line of
+    and the line's `not_finite` says which: `{"kl": "nan"}`. An unfinished line of
     a killed process is removed when the file is opened.
 
     Args:
@@ -280,7 +280,7 @@ class MetricsLog:
 
         Raises:
             ValueError: if `step` is not after the last one, or a name is `step` or `not_finite`.
-            TypeError: if a value is no single number.
+            TypeError: if a value is not a single number.
             OSError: if the line cannot be written; a partial line is removed.
         """
         numbers = {name: _number(name, value) for name, value in metrics.items()}
@@ -339,7 +339,7 @@ class NoLog:
 
 def _number(name: str, value: SupportsFloat) -> float:
     if name in ("step", "not_finite"):
-        raise ValueError(f"metrics must not have the name {name!r}, which every line may have")
+        raise ValueError(f"metrics must not be named {name!r}, which is reserved")
     if isinstance(value, int):
         return int(value)
     if isinstance(value, str) or getattr(value, "ndim", False):

@@ -164,7 +164,7 @@ def lay_adapter(
     dtype: DTypeLike = "float32",
     mesh: Mesh | None = None,
 ) -> Policy:
-    """Freeze a policy's parameters, and put adapters over them."""
+    """Freeze a policy's parameters, and train adapters instead."""
     frozen = jax.tree.map(lambda x: x.astype(dtype), policy.params)
     frozen = merge_params(frozen, adapter_scales(policy.config, lora))
     if mesh is not None:

@@ -66,7 +66,7 @@ class Progress(NamedTuple):
     data: dict[str, Any]
 
     def is_whole(self) -> bool:
-        """Whether no array was deleted: an update that runs has been donated their memory."""
+        """Whether no array is deleted: a running update deletes those that it was donated."""
         return not any(leaf.is_deleted() for leaf in jax.tree.leaves(self.state))
 
 
@@ -129,7 +129,7 @@ def arrays_of(progress: Progress, reference: Params | None) -> dict[str, Any]:
 
 
 def package_versions() -> dict[str, str]:
-    """Give the versions of Python and of the packages that a run depends on."""
+    """Return the versions of Python and of the packages that a run depends on."""
     names = ("twinkle-jax", "jax", "jaxlib", "flax", "optax", "numpy", "orbax-checkpoint", "grain")
     return {"python": platform.python_version()} | {name: metadata.version(name) for name in names}
 
@@ -138,10 +138,10 @@ class LastStep:
     """Saves the last finished step once, from the training loop or from a signal handler.
 
     Args:
-        write: writes a checkpoint, of the progress, and by `wait` in the background; called by one
-            thread at a time.
-        settle: waits for what is written in the background, or with `wait=False` only looks
-            whether that went wrong; raises its error.
+        write: saves a progress, with `wait=False` in the background; called by one thread at a
+            time.
+        settle: waits for the save in the background, or with `wait=False` only checks it; raises
+            its error.
     """
 
     def __init__(
@@ -163,7 +163,7 @@ class LastStep:
             ValueError: if there is none.
         """
         if self._progress is None:
-            raise ValueError("progress must be told by finished() first, got none")
+            raise ValueError("progress must be set by finished() first, got none")
         return self._progress
 
     def finished(self, progress: Progress, *, saved: bool = False) -> None:
@@ -177,13 +177,13 @@ class LastStep:
         self._saved = progress if saved else self._saved
 
     def save(self, *, wait: bool = True) -> None:
-        """Save the last finished step, unless that is done.
+        """Save the last finished step, unless it is saved already.
 
         Args:
-            wait: False returns once its arrays are on the host; it is written in the background.
+            wait: False returns once its arrays are on the host, and writes them in the background.
 
         Raises:
-            OSError: if it, or what was written in the background, cannot be written.
+            OSError: if this save, or an earlier one in the background, fails.
         """
         with self._lock:
             progress = self._progress
@@ -194,7 +194,7 @@ class LastStep:
                 self._settle_saved(wait=True)
 
     def poll(self) -> None:
-        """Raise the error of what is written in the background; nothing is waited for."""
+        """Raise the error of a failed save in the background, without waiting."""
         with self._lock:
             self._settle_saved(wait=False)
 
@@ -206,11 +206,11 @@ class LastStep:
             raise
 
     def save_from_signal(self) -> bool:
-        """Save the last finished step from another thread, wherever the training loop is.
+        """Save the last finished step from another thread, whatever the training loop is doing.
 
         Returns:
-            True if nothing is left to save. False while an update runs, to which the arrays were
-            donated: it will finish a step soon.
+            True if everything is saved. False during an update, to which the arrays were donated:
+            try again, it will soon finish a step.
 
         Raises:
             OSError: if it cannot be written.
@@ -233,24 +233,23 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 class Interruption:
-    """Notes SIGTERM and SIGINT, so that a loop can stop between the parts of a step.
+    """Records SIGTERM and SIGINT, so that a loop can stop between the parts of a step.
 
-    While the block runs, the first of these signals only makes `requested` true. The second ends
-    the process at once, whatever it is in the middle of, a compilation too; its exit status is 128
-    and the signal's number: 143 for SIGTERM, 130 for Ctrl-C. After the block, the handlers are
-    those from before.
+    Inside the `with` block, the first of these signals sets `requested`. The second ends the
+    process at once, even during a compilation, with exit status 128 plus the signal's number: 143
+    for SIGTERM, 130 for Ctrl-C. The block restores the previous handlers when it ends.
 
-    The loop may be in the middle of something long: a compilation, a rollout, a reward that hangs.
-    If the block has not ended `patience` seconds after the first signal, `last_resort` is
-    called on another thread, each second until it returns True, and the process ends with the exit
-    status 143; with 1, and the error on standard error, if it raises one.
+    If the block still runs `patience` seconds after the first signal (a compilation, a long
+    rollout, a reward that hangs), another thread calls `last_resort` once a second until it returns
+    True, and ends the process with exit status 143; if it raises, with status 1 and the error on
+    standard error.
 
-    Python takes signals in its main thread alone. In any other thread the block changes nothing,
-    and `requested` stays false.
+    Python handles signals in the main thread only: in any other, the block does nothing and
+    `requested` stays False.
 
     Args:
-        patience: seconds.
-        last_resort: saves a checkpoint; None: no time limit.
+        patience: seconds before `last_resort` is called.
+        last_resort: saves a checkpoint; None: wait without limit.
 
     Example:
         >>> with Interruption() as interruption:
@@ -291,34 +290,38 @@ class Interruption:
     def __enter__(self) -> Self:
         self._signal = None
         if threading.current_thread() is threading.main_thread():
-            # Python's own handlers wait until the main thread is back from compiled code. The bytes
-            # that come here as well do not, so a thread counts those.
+            # Python runs handlers when the main thread returns from compiled code, but writes the
+            # number of a signal to this socket at once: a thread reads it.
             read, self._write = socket.socketpair()
             self._write.setblocking(False)
             self._previous_fd = signal.set_wakeup_fd(self._write.fileno())
             self._thread = threading.Thread(
-                target=_wait, args=(read, self._patience, self._last_resort), name="interruption"
+                target=_watch_signals,
+                args=(read, self._patience, self._last_resort),
+                name="interruption",
             )
             self._thread.daemon = True
             self._thread.start()
-            self._restore = [(number, signal.signal(number, self._note)) for number in _SIGNALS]
+            self._restore = [(number, signal.signal(number, self._record)) for number in _SIGNALS]
         return self
 
     def __exit__(self, *error: object) -> None:
         if self._restore:
             for number, handler in self._restore:
-                # None: a handler that Python knows nothing of, as JAX installs one.
+                # None: a handler that was not installed from Python; JAX installs such.
                 signal.signal(number, signal.SIG_DFL if handler is None else handler)
             self._restore = []
             signal.set_wakeup_fd(self._previous_fd)
             self._write.close()  # which ends the thread
             self._thread.join()
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
+    def _record(self, number: int, frame: FrameType | None) -> None:
         self._signal = signal.Signals(number)
 
 
-def _wait(read: socket.socket, patience: float | None, last_resort: Callable[[], bool]) -> None:
+def _watch_signals(
+    read: socket.socket, patience: float | None, last_resort: Callable[[], bool]
+) -> None:
     """Exit at the second signal, or `patience` seconds after the first."""
     seen = 0
     with read:
@@ -327,7 +330,7 @@ def _wait(read: socket.socket, patience: float | None, last_resort: Callable[[],
                 received = read.recv(1)
             except TimeoutError:
                 read.settimeout(1.0)
-                _try(last_resort)
+                _try_last_resort(last_resort)
                 continue
             if not received:
                 return
@@ -335,22 +338,24 @@ def _wait(read: socket.socket, patience: float | None, last_resort: Callable[[],
                 seen += 1
                 read.settimeout(patience)
             if seen == 2:
-                _end(128 + received[0])
+                _exit(128 + received[0])
 
 
-def _try(last_resort: Callable[[], bool]) -> None:
+def _try_last_resort(last_resort: Callable[[], bool]) -> None:
     try:
         if last_resort():
-            os.write(2, b"interrupted; the last finished step is saved: --resume auto goes on\n")
-            _end(128 + signal.SIGTERM)
+            os.write(
+                2, b"interrupted; the last finished step is saved: continue with --resume auto\n"
+            )
+            _exit(128 + signal.SIGTERM)
     except Exception as error:
         os.write(2, f"interrupted, but not saved: {error}\n".encode())
-        _end(1)
+        _exit(1)
 
 
-def _end(status: int) -> None:
+def _exit(status: int) -> None:
     if os.isatty(1):
-        os.write(1, b"\x1b[?25h")  # the cursor, which a moving bar hides
+        os.write(1, b"\x1b[?25h")  # show the cursor, which the progress bar hides
     os._exit(status)
 
 
@@ -383,7 +388,7 @@ def prepare_directory(config: TrainConfig, directory: Path) -> Path | None:
 
 
 def run_to_resume(resume: str, directory: Path) -> Path | None:
-    """Find the run that `--resume` means; None for a new run.
+    """Find the run that `--resume` names; None for a new run.
 
     Raises:
         ValueError: if it names a directory without a run.
@@ -431,8 +436,8 @@ def _make_empty(overwrite: bool, directory: Path) -> None:
         if not _has_not_begun(directory):
             if not overwrite:
                 raise FileExistsError(
-                    f"output_dir must be empty or new, got {directory}: --resume auto goes on with "
-                    "the run in it, --overwrite deletes it"
+                    f"output_dir must be empty or new, got {directory}: --resume auto "
+                    "continues the run in it, --overwrite deletes it"
                 )
             if not any((directory / name).exists() for name in known):
                 raise FileExistsError(

@@ -83,15 +83,15 @@ def train(config: TrainConfig, *, reward: RewardFunction | None = None) -> dict[
     Raises:
         ValueError: if the configuration does not fit the run to resume, or the task.
         FileExistsError: if `output_dir` holds something, with neither `resume` nor `overwrite`.
-        RuntimeError: if the sampler is not the trained policy, or too many gradients in a row
-            were not finite; the last finished step is saved. With several processes, for any error
-            of one of them, which it names: all end at the same step, and save the last finished
-            one.
+        RuntimeError: if the sampler does not sample from the trained policy, or too many gradients
+            in a row were not finite; the last finished step is saved. With several processes, for
+            any error in one of them, which it names: all end at the same step, and save the last
+            finished one.
         ConnectionError: if the processes do not find each other.
     """
     connect(config.distributed)
     mesh = config.mesh
-    find_devices(mesh.data, mesh.fsdp, mesh.tensor)  # fail before anything is written
+    find_devices(mesh.data, mesh.fsdp, mesh.tensor)  # raises before anything is written
     directory = Path(config.output_dir)
     task = hosts.agreed("reading the task", lambda: make_task(config))
     check_same(config, task.train, task.held_out)
@@ -119,7 +119,7 @@ def train(config: TrainConfig, *, reward: RewardFunction | None = None) -> dict[
         last.finished(progress, saved=source == directory)
         last.save()
         if progress.step >= config.steps and (directory / "summary.json").exists():
-            display.note(f"nothing is left to do: {progress.step} of {config.steps} steps are done")
+            display.note(f"nothing left to do: {progress.step} of {config.steps} steps are done")
             return json.loads((directory / "summary.json").read_text())
         try:
             progress = write_waiting_metrics(run, progress, last, interruption.check)
@@ -131,17 +131,19 @@ def train(config: TrainConfig, *, reward: RewardFunction | None = None) -> dict[
         except InterruptedRunError:
             last.save()
             step = last.progress.step
-            display.note(f"interrupted after step {step}, which is saved: --resume auto goes on")
+            display.note(
+                f"interrupted after step {step}, which is saved: continue with --resume auto"
+            )
             return summarize(last.progress, interrupted=True)
         except BaseException as error:
             if hosts.several() and not isinstance(error, hosts.SharedError):
-                if isinstance(error, jax.errors.JaxRuntimeError):  # others are gone
+                if isinstance(error, jax.errors.JaxRuntimeError):  # the other processes are gone
                     raise RuntimeError(describe_loss(error, last.progress.step)) from error
                 raise  # this process alone failed: a collective save would wait for the others
             with suppress(Exception):  # the first error is the one to report
                 if last.save_from_signal():
                     step = last.progress.step
-                    display.note(f"step {step} is saved: --resume auto goes on after it")
+                    display.note(f"step {step} is saved: continue with --resume auto")
             raise
 
 
@@ -191,7 +193,7 @@ def begin(
     display: Display,
     source: Path | None,
 ) -> tuple[Run, Progress]:
-    """Make the policy and everything that trains it, or restore a checkpoint; does not save."""
+    """Make the policy and everything that trains it; restore them from `source` if there is one."""
     mesh = find_devices(config.mesh.data, config.mesh.fsdp, config.mesh.tensor)
     config = _choose_cohorts(config, display)
     policy = hosts.agreed("reading the policy", lambda: _read_policy(config, mesh))
@@ -222,7 +224,7 @@ def begin(
         offset = progress.totals.metrics_offset
         hosts.together("reading metrics.jsonl", lambda: log.truncate(offset))
         _write_config(config, directory)
-        display.note(f"going on after step {progress.step} of {source}")
+        display.note(f"resuming after step {progress.step} of {source}")
     return Run(config, task, recipe, loader, checkpoints, log, display), progress
 
 
@@ -251,7 +253,7 @@ def _fit_devices(recipe: Recipe, state: TrainState, directory: Path, display: Di
     limits = hosts.share("reading the devices' memory", lambda: device_memory(memory))
     if None in limits:
         return recipe
-    display.note("compiling the largest step, to see what it takes")
+    display.note("compiling the largest step to measure its memory")
     config = fit(recipe, state, min(limits), display.note)
     if config == recipe.config:
         return recipe
@@ -323,7 +325,7 @@ def one_step(run: Run, progress: Progress, last: LastStep, check: Callable[[], N
     Args:
         run: what does not change from step to step.
         progress: before the step.
-        last: keeps the last finished step, to be saved.
+        last: saves the last finished step.
         check: raises `InterruptedRunError` after a signal.
 
     Returns:

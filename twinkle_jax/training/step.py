@@ -78,13 +78,13 @@ def collect(
 
 
 def credit(recipe: Recipe, rollout: Rollout) -> Float[Array, " rows"] | Float[Array, "rows time"]:
-    r"""Compare the rewards of each group: advantages of rows, or of positions.
+    r"""Compute advantages, one a row or one a position, by comparing rewards within each group.
 
-    With `update.credit` `turn`, turn $k$ of an episode is compared with turn $k$ of the others of
-    its group that have one, by its $\lambda$-return, see
-    [`turn_returns`][twinkle_jax.advantage.turn_returns]: the rewards from it on, or GAE over turns
-    with `update.gae_lambda` below 1. `mixed` is the mean of that and of what the episode's return
-    gives.
+    With `update.credit` `turn`, turn $k$ of an episode is compared with turn $k$ of the other
+    episodes of its group that have one, by its $\lambda$-return, see
+    [`turn_returns`][twinkle_jax.advantage.turn_returns]: the sum of rewards from this turn on, or
+    GAE over turns with `update.gae_lambda` below 1. `mixed` is the mean of that advantage and the
+    episode's.
     """
     config = recipe.config
     counted = rollout.counted(mask_truncated=config.update.mask_truncated)
@@ -123,7 +123,7 @@ def credit(recipe: Recipe, rollout: Rollout) -> Float[Array, " rows"] | Float[Ar
     of_turns = [advantages_of(turn, where) for turn, where in columns]
     by_turn = jnp.repeat(jnp.stack(of_turns, axis=1), rollout.rows_each, axis=0)
     assert rollout.turns is not None
-    # −1 marks positions of no turn: they have no label, so any advantage does.
+    # −1 marks positions outside turns: without a label, so their advantage is not used.
     index = jnp.asarray(np.maximum(rollout.turns, 0), jnp.int32)
     advantages = jnp.take_along_axis(by_turn, index, axis=1)
     if config.update.credit == "turn":
@@ -152,14 +152,14 @@ def estimate(
         where: True = keep, one a completion; None for all.
         lengths: tokens of each completion.
         greedy_rewards: one a prompt, where the estimator needs them.
-        mask: True for tokens that the policy chose.
+        mask: True for tokens that the policy sampled.
 
     Returns:
         One advantage a completion, or one a token of `mask`.
     """
     if isinstance(estimator.function, ReinforcePlusPlusAdvantage):
         kept = mask if where is None else mask & jnp.asarray(where)[:, None]
-        # Chosen tokens from each one on: 1 at the last, which gets the reward.
+        # Number of sampled tokens from each position on: 1 at the last, which gets the reward.
         remaining = jnp.cumsum(mask[:, ::-1], axis=1, dtype=jnp.int32)[:, ::-1]
         last = mask & (remaining == 1)
         at_last_token = jnp.where(last, jnp.asarray(rewards)[:, None], 0)
@@ -197,10 +197,10 @@ def _with_reference(recipe: Recipe, batch: Batch, row_lengths: IntRows) -> Batch
 
 
 class SamplerMismatchError(hosts.SharedError):
-    """The sampler's log-probabilities are not the trainer's.
+    """The sampler's log-probabilities differ too much from the trainer's.
 
     Attributes:
-        state: as before the step.
+        state: as it was before the step.
     """
 
     def __init__(self, message: str, state: TrainState) -> None:
@@ -217,7 +217,7 @@ def train_step(
     seed: tuple[int, ...],
     compare_all: bool = False,
 ) -> tuple[TrainState, dict[str, float]]:
-    """Learn from a rollout; all metrics come to the host in one transfer.
+    """Learn from a rollout; all metrics are moved to the host in one transfer.
 
     Args:
         state: what is trained; donated: do not use it after the call.
@@ -226,18 +226,18 @@ def train_step(
         learning_rate: of this step.
         seed: of the order of mini-batches.
         compare_all: whether to compare the sampler's log-probabilities with the trainer's for all
-            completions, which takes a pass of its own, or for those of the first update alone.
+            completions, which takes an extra pass, or only for those of the first update.
 
     Returns:
         The new state, and the step's metrics.
 
     Raises:
-        SamplerMismatchError: if the sampler's log-probabilities are not the trainer's and
-            `update.on_mismatch` is `stop`. No update was applied, and the error's `state` is the
+        SamplerMismatchError: if the sampler's log-probabilities differ too much from the trainer's
+            and `update.on_mismatch` is `stop`. No update was applied; the error's `state` is the
             one passed in.
     """
     update, lengths = recipe.config.update, rollout.row_lengths
-    batch = on_all_devices(rollout.batch, recipe.mesh)  # a few numbers a token
+    batch = on_all_devices(rollout.batch, recipe.mesh)  # a few numbers a token: cheap to replicate
     if recipe.reference is not None and batch.ref_logps is None:
         batch = _with_reference(recipe, batch, lengths)
     facts = rollout_facts(batch)
@@ -279,8 +279,8 @@ def describe_mismatch(metrics: dict[str, float], config: TrainConfig) -> str | N
     if mean <= config.update.max_logp_diff and outside <= config.update.max_outside_band:
         return None
     return (
-        "the sampler's log-probabilities must be the trainer's to within update.max_logp_diff="
+        "the sampler's log-probabilities must match the trainer's to within update.max_logp_diff="
         f"{config.update.max_logp_diff:g} nats on average, with at most update.max_outside_band="
         f"{config.update.max_outside_band:g} of the tokens twice or half as probable, got "
-        f"{mean:.3g} and {outside:.3g}: it samples from other weights, or computes something else"
+        f"{mean:.3g} and {outside:.3g}: the sampler has other weights, or computes something else"
     )

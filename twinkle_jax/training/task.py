@@ -29,7 +29,7 @@ from twinkle_jax.training.config import TrainConfig
 _GSM8K = "openai/gsm8k"
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 _NEED_ANSWERS = (ExactMatchReward, GSM8KAccuracyReward, MathReward)
-_PROBLEMS = 100_000  # of the arithmetic task, before they come up again
+_PROBLEMS = 100_000  # of the arithmetic task, before it repeats
 
 
 def hub_id(task: str) -> str | None:
@@ -47,7 +47,7 @@ class Task(NamedTuple):
         train: prompts with their ground truths.
         held_out: prompts that are never trained on; empty where there are none.
         reward: of trajectories and ground truths; None: the environment's alone.
-        judge: the reward of evaluations; None: the same.
+        judge: the reward of evaluations; None: `reward`.
         environment: makes environments; None: the policy completes prompts.
     """
 
