@@ -1,6 +1,6 @@
-"""A run in several processes: how they find each other, and what must be the same in all of them.
+"""A run in several processes: how they connect, and what must be the same in all of them.
 
-What they tell each other in the middle of a step is in `twinkle_jax.rollout.hosts`.
+How they share values and errors during a step is in `twinkle_jax.rollout.hosts`.
 """
 
 import dataclasses
@@ -27,7 +27,7 @@ _PROBE = ".shared"
 _LOST_AFTER = 25  # seconds without a heartbeat, after which a process counts as dead
 _END_WITHIN = 30  # seconds that processes wait for each other at their end
 _VISIBLE_WITHIN = 10.0  # seconds in which a new file must be seen: network file systems cache
-_SAMPLES, _SAMPLE_BYTES = 16, 1 << 16  # of a file of weights, which is too large to be read twice
+_SAMPLES, _SAMPLE_BYTES = 16, 1 << 16  # read of a large file, instead of all its bytes
 _JAX_SETTINGS = (
     "jax_enable_x64",
     "jax_default_matmul_precision",
@@ -36,19 +36,19 @@ _JAX_SETTINGS = (
 )
 
 
-# How processes find each other.
+# Connecting.
 
 
 def connect(settings: DistributedConfig) -> None:
-    """Join the other processes of a run, before anything touches a device.
+    """Connect to the other processes of a run; call it before JAX initializes its devices.
 
     Args:
-        settings: of the run. Without a coordinator, a scheduler is looked for; without one of
-            those, and where `jax.distributed.initialize` was called before, nothing happens.
+        settings: of the run. Without a coordinator, and without a scheduler that JAX knows, there
+            is one process. Nothing happens if `jax.distributed.initialize` was called before.
 
     Raises:
-        ConnectionError: if the port is taken. Where the processes do not meet in time, this one
-            ends with exit status 1.
+        ConnectionError: if the port is taken. If not all processes connect in time, this one exits
+            with status 1.
         ValueError: if JAX finds no cluster, or only some settings are given.
     """
     if jax.distributed.is_initialized():
@@ -65,7 +65,7 @@ def connect(settings: DistributedConfig) -> None:
         if not started_as_one_of_several(os.environ):
             return
     limit = settings.connect_timeout
-    # JAX ends a process that waits too long by itself, with a stack trace and nothing else.
+    # After its own timeout JAX aborts the process, with a stack trace instead of an explanation.
     watch = threading.Timer(limit, _end_waiting, (address or "the coordinator", limit))
     watch.daemon = True
     watch.start()
@@ -103,7 +103,7 @@ def _end_waiting(address: str, seconds: float) -> None:
 
 
 def started_as_one_of_several(environment: Mapping[str, str]) -> bool:
-    """Say whether a scheduler that JAX knows has started this process as one of several.
+    """Return whether a scheduler that JAX knows has started this process as one of several.
 
     Args:
         environment: variables of the process.
@@ -132,7 +132,7 @@ def started_as_one_of_several(environment: Mapping[str, str]) -> bool:
 def check_same(
     config: TrainConfig, train: Sequence[Trajectory], held_out: Sequence[Trajectory]
 ) -> None:
-    """Refuse a run whose processes were started with different settings, versions or files.
+    """Raise unless all processes have the same settings, versions and files.
 
     Args:
         config: of this process.
@@ -140,7 +140,7 @@ def check_same(
         held_out: prompts to evaluate on.
 
     Raises:
-        SharedError: in all processes, with the name of the first thing that differs.
+        SharedError: in all processes; it names the first difference.
     """
     if not hosts.several():
         return
@@ -157,10 +157,10 @@ def check_same(
 
 
 def check_shared(directory: Path) -> None:
-    """Refuse a directory that is another one on some host: a file is written here and read there.
+    """Raise unless all hosts share a directory: process 0 writes a file that all must read.
 
     Raises:
-        SharedError: in all processes; it names the first that does not see the file.
+        SharedError: in all processes; it names the first that cannot read the file.
     """
     if not hosts.several():
         return
@@ -199,7 +199,7 @@ def _appears(path: Path, token: str) -> bool:
 def _facts(
     config: TrainConfig, train: Sequence[Trajectory], held_out: Sequence[Trajectory]
 ) -> dict[str, Any]:
-    """Describe what a run is made of, each thing by the name under which it is refused."""
+    """Collect what must be equal in all processes, by the name that errors use."""
     from twinkle_jax.training.progress import package_versions
 
     settings = flat(dataclasses.asdict(config))
@@ -239,26 +239,26 @@ def fingerprint(path: Path) -> str:
     return digest.hexdigest()[:32]
 
 
-# How a run ends.
+# Errors.
 
 
 def describe_loss(error: BaseException, step: int) -> str:
-    """Say that other processes cannot be reached any more, and what is left of the run."""
+    """Describe that the other processes are lost, and how to continue the run."""
     return (
         f"process {jax.process_index()} of {jax.process_count()} can no longer reach the others, "
-        f"after step {step}: {_first_line(error)}; --resume auto goes on from the last checkpoint"
+        f"after step {step}: {_first_line(error)}; --resume auto continues from the last checkpoint"
     )
 
 
 def is_reported_by_another(error: BaseException) -> bool:
-    """Whether an error is one that process 0 shows for all."""
+    """Whether process 0 prints this error for all processes."""
     return isinstance(error, hosts.SharedError) and not hosts.is_first()
 
 
 def end_without_others(error: BaseException) -> None:
-    """End this process at once, after an error of which the others know nothing.
+    """Exit at once after an error that the other processes have not been told of.
 
-    They wait for it in a transfer. As soon as it is gone, JAX ends that wait with an error.
+    They wait for this one in a collective, which fails as soon as this process is gone.
     """
     if jax.distributed.is_initialized() and not isinstance(error, hosts.SharedError):
         sys.stdout.flush()
