@@ -165,8 +165,8 @@ def grad_step(
             traced; a change of them compiles nothing, unless from or to 0.
         frozen: parameters that are not trained; the state's are merged over them.
         temperature: above 0, at which log-probabilities are taken, as the sampler did.
-        key: root key of a training run, for the dropout of adapters that have a rate. Each row has
-            its own noise, by its number in the run, which the state counts. None: no dropout.
+        key: root key of adapters' dropout. The noise of a row depends on the number of rows that
+            the state has seen before it. None: no dropout.
         compute_dtype: as for [`hidden_states`][twinkle_jax.model.hidden_states].
         attention: likewise, and as for `score_batch`: the ratio of a policy to itself is 1.
         remat: likewise.
@@ -251,7 +251,7 @@ def _grad_step(
     def loss_sum(params: Params) -> tuple[Float[Array, ""], tuple[PolicyMetrics | None, Array]]:
         dropout = None
         if key is not None:
-            # Each line of a packing has its own noise: there are no more lines than rows.
+            # With a packing, lines are numbered instead: there are at most as many as rows.
             numbers = _count(rows if packing is None else jnp.ones(len(lines.tokens), bool))
             dropout = key, keep_rows(state.rows + numbers - 1, mesh)
         scores = score_lines(
