@@ -156,7 +156,7 @@ def score_lines(
         transfers: `layers` gathers the parameters of a layer when it runs; `once` gathers all of
             them before, and each device then runs its lines as if it were alone.
         dropout: the root key of adapters' dropout, and the number of each line in the run.
-        logits: which ones to return too, from parameters, hidden states and lines.
+        logits: computes logits to return, from parameters, hidden states and lines.
         options: of `hidden_states`.
     """
 
