@@ -24,7 +24,7 @@ _USABLE = 0.92  # of the memory that a device reports; the rest is fragmentation
 
 
 def device_memory(mesh_gib: float | None) -> int | None:
-    """Give the bytes of a device that a run may use; None if unknown.
+    """Return the bytes of a device that a run may use; None if unknown.
 
     Args:
         mesh_gib: limit from the settings; None: what the device reports, which CPUs do not.
@@ -77,7 +77,7 @@ def rollout_memory(recipe: Recipe, state: TrainState) -> int:
     """Compute the peak bytes per device of sampling, including parameters and optimizer state.
 
     Args:
-        recipe: of the run; its slots, the longest prompts and completions are read.
+        recipe: of the run; its slots and the maximum lengths of prompts and completions are read.
         state: what is trained; arrays, or their shapes and shardings.
     """
     rollout = recipe.config.rollout
@@ -191,7 +191,7 @@ def _fewer_slots(config: TrainConfig) -> Iterator[TrainConfig]:
 
 
 def _longest_micro_batch(recipe: Recipe) -> tuple[Batch, Packing]:
-    """Give the shapes of a micro-batch of rows of maximum length."""
+    """Return the shapes of a micro-batch of rows of maximum length."""
     config, mesh = recipe.config, recipe.mesh
     shards = 1 if mesh is None else mesh.shape["data"] * mesh.shape["fsdp"]
     multiple = 1 if mesh is None else mesh.shape["tensor"]
