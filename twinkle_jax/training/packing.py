@@ -1,4 +1,4 @@
-"""Pack rows of many lengths into few lines of one width, so that padding costs nothing.
+"""Pack rows of different lengths into few lines of one width, so that there is little padding.
 
 The decoder runs over lines, each of which holds several rows one after the other. Its results are
 unpacked into rows before the loss, so losses, reductions and metrics do not depend on packing.
@@ -82,7 +82,7 @@ def plan(
     Args:
         lengths: tokens of each row.
         time: columns of the batch.
-        tokens: places of a micro-batch on each device; a line that is longer is one by itself.
+        tokens: places of a micro-batch on each device; a longer line is a micro-batch by itself.
         shards: devices that lines are spread over: their number is a multiple of it.
         several: whether a line may hold several rows.
         multiple: what the width of lines must be a multiple of.
