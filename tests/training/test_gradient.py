@@ -9,13 +9,20 @@ import numpy as np
 import pytest
 
 from tests.loss.cases import POLICY_LOSSES as OBJECTS
-from tests.model.families import config_of, params_of
-from tests.model.training import accumulate, chosen, fresh, random_batch, relative, take
+from tests.model.families import config_of, each, params_of
+from tests.model.training import ADAMW, accumulate, chosen, fresh, random_batch, relative, take
 from twinkle_jax.data import Batch
 from twinkle_jax.loss import GRPOLoss, Loss, LossOutput, PolicyMetrics, PPOValueLoss
 from twinkle_jax.model import LoraConfig, hidden_states, merge_params, output_logits
 from twinkle_jax.model.decoder.lora import adapter_scales, init_adapter
-from twinkle_jax.training import StepSummary, add_summaries, grad_step, score_batch, train_state
+from twinkle_jax.training import (
+    StepSummary,
+    add_summaries,
+    apply_gradients,
+    grad_step,
+    score_batch,
+    train_state,
+)
 from twinkle_jax.training.gradient import _grad_step, join_loss, loss_denominator, split_loss
 
 BATCH = random_batch()
@@ -281,3 +288,21 @@ def test_denominators():
     assert loss_denominator(object(), labelled, rows) == 3
     with pytest.raises(ValueError, match="divides_by"):
         loss_denominator(Counted("words"), labelled, rows)
+
+
+@pytest.mark.parametrize("name", each(["qwen3", "qwen3_5_text"]))
+def test_the_update_exports_for_tpu_and_cuda(name):
+    def update(params, batch):
+        state = train_state(params, ADAMW)
+        state, summary = grad_step(
+            state, batch, config_of(name), GRPOLoss(beta=0.1), attention="xla"
+        )
+        state, info = apply_gradients(state, ADAMW, learning_rate=1e-3, max_grad_norm=1.0)
+        return state, summary.loss, info
+
+    exported = jax.export.export(jax.jit(update), platforms=("tpu", "cuda"))(
+        params_of(name), random_batch()
+    )
+    assert exported.platforms == ("tpu", "cuda")
+    # A while loop over the layers forwards and one backwards, whatever their number.
+    assert exported.mlir_module().count("stablehlo.while") >= 2

@@ -18,7 +18,7 @@ from tests.training.runs import (
     steps,
 )
 
-pytestmark = pytest.mark.exhaustive  # in this process, test_loop.py asks for the same
+pytestmark = pytest.mark.exhaustive  # in this process, test_run.py tests the same
 
 EPOCH = 3  # steps in which all prompts come up once
 UPDATES = 4  # a step

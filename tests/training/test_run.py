@@ -1,19 +1,32 @@
-"""The loop: a run that is interrupted and gone on with is the run that was not interrupted."""
+"""Runs: what they leave, and that an interrupted and resumed one is the uninterrupted one."""
 
 import dataclasses
 import json
 import os
 import shutil
 import signal
+import subprocess
 
 import numpy as np
 import pytest
 
-from tests.training.runs import arrays, assert_same_run, copy_until, metrics
+from tests.training.runs import (
+    ROOT,
+    arrays,
+    assert_same_run,
+    command,
+    copy_until,
+    environment,
+    flags,
+    metrics,
+    run,
+    steps,
+)
 from tests.training.small_run import EVERY_STEP, Scorer, config, evaluation, update
 from twinkle_jax.data import read_jsonl
 from twinkle_jax.reward import find_reward
 from twinkle_jax.training import (
+    EvaluationConfig,
     OptimizerConfig,
     RolloutConfig,
     evaluate,
@@ -130,7 +143,7 @@ def test_an_evaluation_may_have_a_reward_of_its_own(folder, tmp_path):
 @pytest.mark.parametrize(
     "after", [1, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in (0, 3))]
 )
-def test_interrupted_and_resumed_it_is_the_same_run(folder, whole, tmp_path, after):
+def test_interrupted_and_resumed_is_uninterrupted(folder, whole, tmp_path, after):
     _, summary, _ = whole
     own = own_config(folder, tmp_path / "run")
     evaluations = 1 + after // 2  # which score too
@@ -144,7 +157,7 @@ def test_interrupted_and_resumed_it_is_the_same_run(folder, whole, tmp_path, aft
     assert_same_run(tmp_path / "run", folder / "whole")
 
 
-def test_killed_it_goes_on_from_what_was_saved_last(folder, whole, tmp_path):
+def test_a_killed_run_resumes_from_the_last_checkpoint(folder, whole, tmp_path):
     """What the metrics tell of later steps is done again, and stands there once."""
     own, *_ = whole
     copy_until(folder / "whole", tmp_path / "run", 2)
@@ -244,3 +257,151 @@ def test_what_is_shown_says_who_answered_what(folder, capsys, tmp_path):
     assert "step 2/2  reward" in printed
     assert "step 2, completions of: " in printed
     assert "held-out accuracy" in printed
+
+
+# Rewards without a signal: the policy stays as it is, and the run says so.
+
+DECAYING = OptimizerConfig(learning_rate=1e-2, warmup_steps=1, options={"weight_decay": 0.1})
+
+
+def decaying_config(folder, directory, **changes):
+    settings = {"update": update(advantage="grpo", scale="group", kl_beta=0.0)}
+    settings |= {"optimizer": DECAYING, "logging": EVERY_STEP}
+    return config(folder, directory, **(settings | changes))
+
+
+def learnt(directory, step):
+    """Parameters, moments and the number of updates."""
+    names = ("params", "optimizer", ".step")
+    leaves = arrays(directory, step).items()
+    return {name: x for name, x in leaves if any(part in name for part in names)}
+
+
+def column(directory, name):
+    return [line[name] for line in lines(directory)]
+
+
+@pytest.mark.parametrize("advantage", ["grpo", "rloo"])
+def test_a_constant_reward_changes_nothing(folder, tmp_path, capsys, advantage):
+    asked = update(advantage=advantage, scale="group", kl_beta=0.0)
+    own = decaying_config(folder, tmp_path / "run", update=asked, steps=3)
+    train(own, reward=lambda trajectories, truths: [0.7] * len(trajectories))
+    before = learnt(tmp_path / "run", 0)
+    assert len(before) > 20
+    assert learnt(tmp_path / "run", 3) == before
+    trained = tmp_path / "run" / "policy" / "model.safetensors"
+    assert trained.read_bytes() == (folder / "model" / "model.safetensors").read_bytes()
+    assert column(tmp_path / "run", "frac_reward_zero_std") == [1, 1, 1]
+    assert column(tmp_path / "run", "updates_without_signal") == [1, 1, 1]
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "No update was made: parameters and the optimizer's moments are as before" in printed
+
+
+def rewards_of_steps(*, first):
+    """Short answers are liked, but in steps 2 and 3 all answers are."""
+    calls = iter(range(first, 9))
+
+    def reward(trajectories, truths):
+        flat = next(calls) in (2, 3)
+        return [float(flat or len(t["messages"][-1]["content"]) < 3) for t in trajectories]
+
+    return reward
+
+
+def test_a_run_resumes_exactly_among_steps_without_a_signal(folder, tmp_path):
+    own = decaying_config(folder, tmp_path / "whole")
+    train(own, reward=rewards_of_steps(first=1))
+    assert column(tmp_path / "whole", "updates_without_signal")[1:3] == [1, 1]
+    assert learnt(tmp_path / "whole", 3) == learnt(tmp_path / "whole", 1)
+    assert learnt(tmp_path / "whole", 1) != learnt(tmp_path / "whole", 0)
+
+    own = dataclasses.replace(own, output_dir=str(tmp_path / "cut"), steps=2)
+    train(own, reward=rewards_of_steps(first=1))
+    own = dataclasses.replace(own, steps=4, resume="auto")
+    train(own, reward=rewards_of_steps(first=3))
+    assert arrays(tmp_path / "cut", 4) == arrays(tmp_path / "whole", 4)
+    assert metrics(tmp_path / "cut") == metrics(tmp_path / "whole")
+
+
+# A signal during an evaluation ends it; the resumed run repeats it.
+
+EXIT_WITHIN = 30
+EVERY = 2  # steps from one evaluation to the next
+
+
+def judged_config(folder, directory, **changes):
+    """Each evaluation calls the reward twice, once for the most probable completions."""
+    task = str(folder / "task.jsonl")
+    often = EvaluationConfig(every=EVERY, problems=2, path=task, pass_k=2)
+    return config(folder, directory, **({"evaluation": often} | changes))
+
+
+@pytest.fixture(scope="module")
+def judged(folder):
+    reward = Scorer()
+    train(judged_config(folder, folder / "judged"), reward=reward)
+    # 2 before the first step; 1 a step; 2 after steps 2 and 4; 2 at the end
+    assert reward.calls == 2 + 4 + 2 * 2 + 2
+    assert "eval/accuracy" in metrics(folder / "judged")[1]
+    return folder / "judged"
+
+
+# In the first part of the evaluation after step 2, of that after the last step, of the one at the
+# end of the run; in a second part, which is the last thing to be done, so that it is finished.
+MOMENTS = [(5, 2, 1), (9, 4, 3), (11, 4, 4), (6, 2, 2)]
+
+
+@pytest.mark.parametrize(
+    ("call", "step", "lines"),
+    [pytest.param(*m, marks=[pytest.mark.exhaustive] if m[0] != 9 else []) for m in MOMENTS],
+)
+def test_an_interrupted_evaluation_is_repeated(folder, judged, tmp_path, capsys, call, step, lines):
+    own, reward = judged_config(folder, tmp_path / "run"), Scorer(**{f"call{call}": interrupt})
+    summary = train(own, reward=reward)
+    assert (summary["interrupted"], summary["steps"]) == (True, step)
+    assert reward.calls == call  # and no batch later
+    assert steps(tmp_path / "run") == [0, step]
+    assert len(metrics(tmp_path / "run")) == lines
+    assert f"interrupted after step {step}, which is saved" in capsys.readouterr().out
+    resumed = train(dataclasses.replace(own, resume="auto"), reward=Scorer())
+    assert resumed["steps"] == 4
+    assert_same_run(tmp_path / "run", judged)
+    again = train(dataclasses.replace(own, resume="auto", steps=5), reward=Scorer())
+    assert again["steps"] == 5
+    assert metrics(tmp_path / "run")[:4] == metrics(judged)
+
+
+@pytest.mark.exhaustive
+def test_an_interrupted_evaluation_may_be_left_out_when_resuming(folder, judged, tmp_path):
+    own = judged_config(folder, tmp_path / "run")
+    train(own, reward=Scorer(call5=interrupt))
+    without = dataclasses.replace(own, resume="auto", evaluation=EvaluationConfig(every=0))
+    train(without, reward=Scorer())
+    assert "eval/accuracy" not in "".join(metrics(tmp_path / "run"))
+    assert arrays(tmp_path / "run", 4) == arrays(judged, 4)
+
+
+@pytest.mark.exhaustive
+def test_the_signal_handler_ends_a_long_evaluation(folder, tmp_path):
+    evaluated = {"evaluation.every": EVERY, "evaluation.path": folder / "task.jsonl"}
+    rarely = evaluated | {"logging.checkpoint_every": 4, "steps": 4}
+    done = run(folder, tmp_path / "whole", **rarely)
+    assert done.returncode == 0, done.stderr
+    process = subprocess.Popen(
+        command(flags(folder, output_dir=tmp_path / "run", **rarely)),
+        cwd=ROOT,
+        env=environment(
+            folder, RECORD=str(tmp_path / "run.record"), SIGNAL_AT="reward:4:SIGTERM:600"
+        ),
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    with process:
+        assert process.stdout is not None
+        next(line for line in process.stdout if line.startswith("signal at"))
+        assert process.wait(timeout=EXIT_WITHIN) == 143
+    assert steps(tmp_path / "run") == [0, EVERY]
+    assert len(metrics(tmp_path / "run")) == EVERY - 1
+    resumed = run(folder, tmp_path / "run", resume="auto", **rarely)
+    assert resumed.returncode == 0, resumed.stderr
+    assert_same_run(tmp_path / "run", tmp_path / "whole")
