@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 COMMAND = (
     "import sys, tests.training.signal_at; from twinkle_jax.command import main; sys.exit(main())"
 )
-TIMES = ("time/sample", "step_time", "tokens_per_second")
+TIMES = ("time/sample", "time/environment", "step_time", "tokens_per_second")
 
 
 def flags(folder, **changes):
@@ -90,10 +90,15 @@ def scored(directory):
     return [json.loads(line) for line in Path(f"{directory}.record").read_text().splitlines()]
 
 
+def lines(directory):
+    """Lines of `metrics.jsonl` without times, which no run repeats."""
+    rows = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    return [{name: x for name, x in row.items() if name not in TIMES} for row in rows]
+
+
 def metrics(directory):
-    """Lines of `metrics.jsonl`, as they are written but for the times."""
-    found = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
-    return [json.dumps({k: v for k, v in line.items() if k not in TIMES}) for line in found]
+    """The same as texts, to be compared to the digit."""
+    return [json.dumps(line) for line in lines(directory)]
 
 
 def steps(directory):
@@ -118,6 +123,13 @@ def arrays(directory, step):
         restore = ocp.args.StandardRestore(like)
         found = reader.restore(path.absolute(), args=restore)
     return {name: (str(x.dtype), x.shape, x.tobytes()) for name, x in found.items()}
+
+
+def learnt(directory, step):
+    """What updates change in a checkpoint: parameters, moments, the number of updates."""
+    names = ("params", "optimizer", ".step")
+    leaves = arrays(directory, step).items()
+    return {name: x for name, x in leaves if any(part in name for part in names)}
 
 
 def assert_same_run(got, expected):

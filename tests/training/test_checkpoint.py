@@ -139,16 +139,16 @@ def test_shapes_dtypes_and_names_must_be_those_saved(tmp_path):
     saved = {"a": jnp.ones(3), "b": jnp.ones(3)}
     checkpoints.save(1, saved, {})
     for like, error, message in (
-        ({"a": jnp.ones(3)}, ValueError, r"leaves saved in .*step_00000001, got no \['b'\]"),
-        (saved | {"c": jnp.ones(1)}, ValueError, r"got also \['c'\]"),
-        (saved | {"b": jnp.ones(4)}, ValueError, r"\['b'\] with the shape .* \[3\], got \[4\]"),
-        (saved | {"b": jnp.ones(3, jnp.bfloat16)}, TypeError, "dtype .* float32, got bfloat16"),
-        (saved | {"b": jax.random.key(0)}, ValueError, "shape"),
+        ({"a": jnp.ones(3)}, ValueError, r"^like .*\['b'\]"),
+        (saved | {"c": jnp.ones(1)}, ValueError, r"^like .*\['c'\]"),
+        (saved | {"b": jnp.ones(4)}, ValueError, r"^like .*\['b'\] .*shape"),
+        (saved | {"b": jnp.ones(3, jnp.bfloat16)}, TypeError, r"^like .*\['b'\] .*dtype"),
+        (saved | {"b": jax.random.key(0)}, ValueError, r"^like .*\['b'\] .*shape"),
     ):
         with pytest.raises(error, match=message):
             checkpoints.restore(like)
     checkpoints.save(2, {"key": jax.random.key(0, impl="rbg")}, {})
-    with pytest.raises(TypeError, match=r"key<rbg>, got key<urbg>"):
+    with pytest.raises(TypeError, match=r"^like .*dtype"):
         checkpoints.restore({"key": jax.random.key(0, impl="unsafe_rbg")})
 
 
@@ -165,10 +165,10 @@ class SameName:
 @pytest.mark.parametrize(
     ("arrays", "error", "message"),
     [
-        ({"a": np.ones(3)}, TypeError, r"JAX arrays as leaves, got .*ndarray.* at \['a'\]"),
-        ({"a": 1.0}, TypeError, "float"),
-        ({"a": jnp.asarray(1.0)}, TypeError, r"weakly typed .* \['a'\]"),
-        (SameName(), ValueError, "got .x twice"),
+        ({"a": np.ones(3)}, TypeError, r"^arrays .*\['a'\]"),
+        ({"a": 1.0}, TypeError, r"^arrays .*\['a'\]"),
+        ({"a": jnp.asarray(1.0)}, TypeError, r"^arrays .*\['a'\]"),
+        (SameName(), ValueError, r"^arrays .*\.x"),
     ],
 )
 def test_what_cannot_come_back_is_not_saved(tmp_path, arrays, error, message):
@@ -235,7 +235,7 @@ def test_a_step_is_never_silently_skipped(tmp_path):
     with pytest.raises(ValueError, match="step"):
         first.save(20, {}, {})
     for step in (20, 30):
-        with pytest.raises(ValueError, match=f"step must be after 30, .*, got {step}"):
+        with pytest.raises(ValueError, match=f"^step .* got {step}"):
             RunCheckpoints(tmp_path).save(step, {}, {})
     second = RunCheckpoints(tmp_path, keep=3)
     assert second.restore({}, step=10).step == 10

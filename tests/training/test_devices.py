@@ -1,7 +1,5 @@
 """Runs on several devices are runs on one; after warm-up nothing compiles, little is waited for."""
 
-import json
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,6 +7,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from tests.training import small_run
+from tests.training.runs import lines
 from twinkle_jax.model import make_mesh
 from twinkle_jax.training import (
     EvaluationConfig,
@@ -108,10 +107,6 @@ def assert_same_but_for_rounding(got, expected):
     a, b = (load_file(run / "policy" / "model.safetensors") for run in (got, expected))
     for name, value in b.items():
         np.testing.assert_allclose(a[name], value, atol=2e-4, err_msg=name)
-
-
-def lines(directory):
-    return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
 
 
 @pytest.mark.exhaustive

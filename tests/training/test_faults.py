@@ -16,6 +16,7 @@ from tests.training.runs import (
     copy_until,
     environment,
     flags,
+    learnt,
     metrics,
     run,
     steps,
@@ -141,12 +142,6 @@ def test_a_damaged_checkpoint_is_not_used(folder, whole, tmp_path, damage):
 
 def huge(lengths):
     return [3e38 * (-1) ** i for i in range(len(lengths))]
-
-
-def learnt(directory, step):
-    """What updates change, by its name."""
-    found = arrays(directory, step)
-    return {name: x for name, x in found.items() if "params" in name or "optimizer" in name}
 
 
 def test_gradients_that_are_not_finite_are_skipped_and_counted(folder, tmp_path):

@@ -233,7 +233,7 @@ def test_batches_that_are_refused(changes, error, message):
 def test_losses_that_are_refused():
     with pytest.raises(TypeError, match="loss_fn"):
         grad_step(fresh(), BATCH, config_of("qwen3"), "grpo")
-    with pytest.raises(TypeError, match=r"such as GRPOLoss\(\), got the class GRPOLoss"):
+    with pytest.raises(TypeError, match="loss_fn"):
         grad_step(fresh(), BATCH, config_of("qwen3"), GRPOLoss)
     with pytest.raises(TypeError, match="old_values"):
         grad_step(fresh(), BATCH, config_of("qwen3"), PPOValueLoss())

@@ -152,7 +152,7 @@ def test_numbers_that_were_given_are_refused_where_they_do_not_fit():
     limit = update_memory(*begun(micro_batch_tokens=2048))
     with pytest.raises(ValueError, match="micro_batch_tokens"):
         fit(recipe, state, limit, lambda note: None)
-    with pytest.raises(ValueError, match="micro_batch_tokens: the smallest takes"):
+    with pytest.raises(ValueError, match="micro_batch_tokens"):
         fit(recipe, state, 1000, lambda note: None)
     recipe, state = begun(slots=16, micro_batch_tokens=128)
     limit = max(update_memory(recipe, state), rollout_memory(*begun(8)))

@@ -18,6 +18,8 @@ from tests.training.runs import (
     copy_until,
     environment,
     flags,
+    learnt,
+    lines,
     metrics,
     run,
     steps,
@@ -53,10 +55,6 @@ def interrupt(lengths, number=signal.SIGTERM):
     """Score as usual, but get the process a signal meanwhile."""
     os.kill(os.getpid(), number)
     return Scorer.usual(lengths)
-
-
-def lines(directory):
-    return [json.loads(line) for line in metrics(directory)]
 
 
 JUDGE = """
@@ -268,13 +266,6 @@ def decaying_config(folder, directory, **changes):
     settings = {"update": update(advantage="grpo", scale="group", kl_beta=0.0)}
     settings |= {"optimizer": DECAYING, "logging": EVERY_STEP}
     return config(folder, directory, **(settings | changes))
-
-
-def learnt(directory, step):
-    """Parameters, moments and the number of updates."""
-    names = ("params", "optimizer", ".step")
-    leaves = arrays(directory, step).items()
-    return {name: x for name, x in leaves if any(part in name for part in names)}
 
 
 def column(directory, name):

@@ -109,7 +109,7 @@ def test_a_sampler_with_other_weights_is_an_error_that_changes_nothing():
     adam, state, before = with_momentum()
     other = init_params(jax.random.key(99), POLICY.config)
     drawn = sampled(adam, params=other)
-    with pytest.raises(SamplerMismatchError, match="sampler's log-probabilities") as caught:
+    with pytest.raises(SamplerMismatchError, match="log-probabilities") as caught:
         train_step(state, adam, drawn, learning_rate=1e-3, seed=(0, 0))
     jax.tree.map(np.testing.assert_array_equal, caught.value.state, before)
 
@@ -134,7 +134,7 @@ def test_all_rows_can_be_compared(position):
     drawn = drawn._replace(batch=drawn.batch._replace(old_logps=wrong))
     for compare_all in (False, True):
         if compare_all or position == 0:
-            with pytest.raises(SamplerMismatchError, match="on average"):
+            with pytest.raises(SamplerMismatchError):
                 take_step(four, drawn, compare_all)
         else:
             assert take_step(four, drawn, compare_all)["sampling/logp_diff/max"] < 1e-4
