@@ -17,6 +17,7 @@ from twinkle_jax.training import (
     make_estimator,
     make_optimizer,
     make_recipe,
+    make_schedule,
     small_policy,
 )
 from twinkle_jax.training.by_name import decayed
@@ -189,3 +190,25 @@ def test_norms_and_biases_do_not_decay(expected):
         updates, _ = optimizer.update(zeros, optimizer.init(params), params)
     moved = jax.tree.map(lambda u: bool((u != 0).all()), updates)
     assert moved == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "expected"),
+    [
+        # From 0 to the peak, 0.5, in 2 steps.
+        (
+            "warmup_constant_schedule",
+            {"warmup_steps": 2},
+            [0.0, 0.25, 0.5, 0.5, 0.5],
+        ),
+        # Keys are strings in JSON; each factor applies from its step on.
+        (
+            "piecewise_constant_schedule",
+            {"boundaries_and_scales": {"1": 0.5, "3": 0.5}},
+            [0.5, 0.25, 0.25, 0.125, 0.125],
+        ),
+    ],
+)
+def test_schedules_of_optax(name, options, expected):
+    schedule = make_schedule(name, steps=5, peak=0.5, **options)
+    assert [schedule(step) for step in range(5)] == expected
