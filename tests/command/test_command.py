@@ -62,6 +62,7 @@ def test_train_with_a_file_and_flags_over_it(tmp_path, capsys):
         (["--update.advantage", "grop"], r"update.advantage"),
         (["--update.loss", "grop"], "loss"),
         (["--level", "9"], "level"),
+        (["--model", "nowhere"], "model must"),
         (["--rollout.num_samples", "1"], r"rollout.num_samples"),
     ],
 )
@@ -73,6 +74,20 @@ def test_one_line_names_what_is_wrong(arguments, message, tmp_path, capsys):
     error = capsys.readouterr().err
     assert message in error
     assert len(error.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "name"),
+    [
+        (["evaluate", "--model", "nowhere"], "model"),
+        (["evaluate", "--model", "nowhere", "--problems", "0"], "problems"),
+        (["sample", "--model", "nowhere", "1+2="], "model"),
+        (["export", "nowhere", "DIRECTORY"], "run"),
+    ],
+)
+def test_errors_name_the_option(arguments, name, tmp_path, capsys):
+    assert main([a.replace("DIRECTORY", str(tmp_path / "policy")) for a in arguments]) == 1
+    assert capsys.readouterr().err.startswith(f"twinkle-jax: {name} must ")
 
 
 def test_a_bad_record_is_refused_before_anything_is_trained(tmp_path, capsys):

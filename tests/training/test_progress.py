@@ -98,10 +98,10 @@ BOTH = [signal.SIGTERM, signal.SIGINT]
 def test_the_first_signal_asks(number):
     before = [signal.getsignal(x) for x in BOTH]
     with Interruption() as interruption:
-        assert (interruption.requested, interruption.received) == (False, None)
+        assert not interruption.requested
         interruption.check()
         os.kill(os.getpid(), number)
-        assert (interruption.requested, interruption.received) == (True, number)
+        assert interruption.requested
         with pytest.raises(InterruptedRunError):
             interruption.check()
     assert interruption.requested
@@ -115,11 +115,11 @@ def test_it_can_be_entered_again_and_an_error_passes():
         raise KeyError
     with interruption:
         os.kill(os.getpid(), signal.SIGINT)
-    assert interruption.received == signal.SIGINT
+    assert interruption.requested
     with interruption:  # has counted from the beginning, so this is no second signal
         assert not interruption.requested
         os.kill(os.getpid(), signal.SIGTERM)
-        assert interruption.received == signal.SIGTERM
+        assert interruption.requested
     assert signal.getsignal(signal.SIGINT) is handler
 
 

@@ -94,7 +94,7 @@ def _read_policy(path: str) -> Any:
     from twinkle_jax.training import load_policy
 
     trained = Path(path) / "policy"
-    return load_policy(str(trained) if trained.is_dir() else path)
+    return load_policy(str(trained) if trained.is_dir() else path, argument="model")
 
 
 def _evaluate_options(parser: Any) -> None:
@@ -131,19 +131,28 @@ def _evaluate(options: Any) -> int:
     without_file = options.task in (None, "arithmetic", "environment")
     without_file = without_file or hub_id(options.task) is not None
     file = None if without_file else options.task.removeprefix("gsm8k:")
-    config = TrainConfig(
-        model=options.model,
-        environment=options.environment,
-        tools=options.tools,
-        task=options.task,
-        level=options.level,
-        reward=options.reward,
-        system=options.system,
-        seed=options.seed,
-        evaluation=EvaluationConfig(problems=options.problems, path=file, pass_k=options.pass_k),
-        rollout=RolloutConfig(max_new_tokens=options.max_new_tokens, max_turns=options.max_turns),
-        update=UpdateConfig(micro_batch_tokens=1 << 30),  # nothing is updated
-    )
+    try:
+        config = TrainConfig(
+            model=options.model,
+            environment=options.environment,
+            tools=options.tools,
+            task=options.task,
+            level=options.level,
+            reward=options.reward,
+            system=options.system,
+            seed=options.seed,
+            evaluation=EvaluationConfig(
+                problems=options.problems, path=file, pass_k=options.pass_k
+            ),
+            rollout=RolloutConfig(
+                max_new_tokens=options.max_new_tokens, max_turns=options.max_turns
+            ),
+            update=UpdateConfig(micro_batch_tokens=1 << 30),  # nothing is updated
+        )
+    except (
+        ValueError
+    ) as error:  # settings of `train` have sections, options of `evaluate` have none
+        raise ValueError(re.sub(r"^(evaluation|rollout)\.", "", str(error))) from error
     task, policy = make_task(config), _read_policy(options.model)
     if task.environment is not None:
         results = held_out(config, task, policy)

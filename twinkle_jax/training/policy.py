@@ -96,13 +96,16 @@ def small_policy(seed: int = 0) -> Policy:
     return Policy(init_params(key, config), config, template)
 
 
-def load_policy(path_or_id: str, *, mesh: Mesh | None = None) -> Policy:
+def load_policy(
+    path_or_id: str, *, mesh: Mesh | None = None, argument: str = "path_or_id"
+) -> Policy:
     """Read a policy and its tokenizer; parameters in float32.
 
     Args:
         path_or_id: a Hugging Face checkpoint, or an adapter in PEFT's format, which names its base:
             a directory, or a hub id.
         mesh: devices to place the parameters on; None for one device.
+        argument: what errors call `path_or_id`.
 
     Returns:
         The policy.
@@ -111,7 +114,7 @@ def load_policy(path_or_id: str, *, mesh: Mesh | None = None) -> Policy:
         ValueError: if the checkpoint or the tokenizer is invalid.
     """
     rules = None if mesh is None else partition_rules(mesh)
-    place = locate(path_or_id)
+    place = locate(path_or_id, argument=argument)
     if (place / ADAPTER_CONFIG).exists():
         base = read_json(place, ADAPTER_CONFIG).get("base_model_name_or_path")
         if not isinstance(base, str):
@@ -123,8 +126,8 @@ def load_policy(path_or_id: str, *, mesh: Mesh | None = None) -> Policy:
     template = Template(path_or_id)
     if len(template.tokenizer) > decoder.config.vocab_size:
         raise ValueError(
-            f"the tokenizer of {path_or_id} must have at most the model's "
-            f"{decoder.config.vocab_size} tokens, got {len(template.tokenizer)}"
+            f"{argument} must have a tokenizer of at most {decoder.config.vocab_size} tokens, like "
+            f"its embedding, got {len(template.tokenizer)} in {path_or_id}"
         )
     return Policy(decoder.params, decoder.config, template)
 

@@ -265,13 +265,13 @@ class Interruption:
     ) -> None:
         self._patience = patience if last_resort is not None else None
         self._last_resort = last_resort or (lambda: False)
-        self._signal: signal.Signals | None = None
+        self._requested = False
         self._restore: list[tuple[signal.Signals, Any]] = []
 
     @property
     def requested(self) -> bool:
         """Whether a signal has arrived."""
-        return self._signal is not None
+        return self._requested
 
     def check(self) -> None:
         """Raise if a signal has arrived.
@@ -282,13 +282,8 @@ class Interruption:
         if self.requested:
             raise InterruptedRunError
 
-    @property
-    def received(self) -> signal.Signals | None:
-        """The first signal that has arrived; None if none has."""
-        return self._signal
-
     def __enter__(self) -> Self:
-        self._signal = None
+        self._requested = False
         if threading.current_thread() is threading.main_thread():
             # Python runs handlers when the main thread returns from compiled code, but writes the
             # number of a signal to this socket at once: a thread reads it.
@@ -316,7 +311,7 @@ class Interruption:
             self._thread.join()
 
     def _record(self, number: int, frame: FrameType | None) -> None:
-        self._signal = signal.Signals(number)
+        self._requested = True
 
 
 def _watch_signals(

@@ -238,7 +238,9 @@ def _choose_cohorts(config: TrainConfig, display: Display) -> TrainConfig:
 
 
 def _read_policy(config: TrainConfig, mesh: Mesh | None = None) -> Policy:
-    return load_policy(config.model, mesh=mesh) if config.model else small_policy(config.seed)
+    if config.model is None:
+        return small_policy(config.seed)
+    return load_policy(config.model, mesh=mesh, argument="model")
 
 
 def _write_config(config: TrainConfig, directory: Path) -> None:
