@@ -1,4 +1,4 @@
-"""metrics.jsonl: every line is JSON, no step is there twice, and nothing half written stays."""
+"""Metrics by hand; `metrics.jsonl`: every line is JSON, each step once, no line half written."""
 
 import json
 import struct
@@ -10,7 +10,23 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from twinkle_jax.training.metrics import MetricsLog
+from twinkle_jax.data import Batch
+from twinkle_jax.loss import PolicyMetrics
+from twinkle_jax.rollout import Rollout
+from twinkle_jax.training import (
+    Learnt,
+    RolloutConfig,
+    StepSummary,
+    TrainConfig,
+    UpdateConfig,
+    UpdateInfo,
+)
+from twinkle_jax.training.metrics import (
+    MetricsLog,
+    rollout_facts,
+    rollout_metrics,
+    update_metrics,
+)
 
 ROOT = Path(__file__).parents[3]
 
@@ -194,3 +210,68 @@ def test_weights_and_biases(tmp_path, monkeypatch):
     identity = (tmp_path / "wandb_run.txt").read_text()
     files = list((tmp_path / "wandb").glob(f"offline-run-*/run-{identity}.wandb"))
     assert files and all(b"reward" in path.read_bytes() for path in files)
+
+
+def test_metrics_of_a_rollout():
+    """Two prompts with two completions each, of which the last is truncated."""
+    rollout = Rollout(
+        batch=Batch(np.zeros((4, 8), np.int32), np.zeros((4, 8), np.int32)),
+        trajectories=[],
+        ground_truths=[],
+        lengths=np.array([2, 4, 6, 8]),
+        row_lengths=np.array([2, 4, 6, 8]),
+        truncated=np.array([False, False, False, True]),
+        rewards=np.array([0.0, 1.0, 0.5, 0.5], np.float32),
+        reward_parts={"part": np.array([np.nan, 1.0, 0.0, 2.0])},
+    )
+    config = TrainConfig(
+        rollout=RolloutConfig(prompts=2, num_samples=2), update=UpdateConfig(mini_batches=1)
+    )
+    metrics = rollout_metrics([rollout], config, 0.0)
+    assert metrics.pop("time/sample") > 0
+    assert metrics == pytest.approx(
+        {
+            "reward": 0.5,
+            "reward_std": np.sqrt(0.5) / 2,  # of each prompt, with Bessel's correction: √0.5 and 0
+            "frac_reward_zero_std": 0.5,
+            "completions/mean_length": 5.0,
+            "completions/min_length": 2.0,
+            "completions/max_length": 8.0,
+            "completions/clipped_ratio": 0.25,
+            "completions/mean_terminated_length": 4.0,
+            "rewards/part/mean": 1.0,  # without the row that has none
+            "rewards/part/std": np.sqrt(2 / 3),
+        }
+    )
+
+
+def test_entropy_and_divergence_are_means_over_labels():
+    """Log-ratios to the reference are 0 and 1: k3 is 0 and e - 2."""
+    batch = Batch(
+        jnp.zeros((1, 3), jnp.int32),
+        jnp.array([[5, 6, -100]]),
+        old_logps=jnp.array([[-1.0, -3.0, 9.0]]),
+        ref_logps=jnp.array([[-1.0, -2.0, 0.0]]),
+    )
+    facts = rollout_facts(batch)
+    assert facts["entropy"] == 2.0
+    assert facts["kl"] == pytest.approx((np.e - 2) / 2, rel=1e-6)
+
+
+def test_updates_are_averaged_each_over_what_its_loss_divides_by():
+    """Two sequences of five tokens in all, one of seven, and an update that had none."""
+    numbers = [(6.0, 2.0, 5.0), (4.0, 1.0, 7.0), (0.0, 0.0, 0.0)]
+    infos = [UpdateInfo(1.0, True), UpdateInfo(np.nan, False), UpdateInfo(0.0, False)]
+    summaries = [StepSummary(*map(np.float32, x), metrics=None) for x in numbers]
+    found = update_metrics(Learnt(summaries, infos, None))
+    assert found["loss"] == (6 / 2 + 4 / 1 + 0) / 3
+    assert (found["skipped_updates"], found["updates_without_signal"]) == (1, 1)
+
+
+def test_clipped_shares_are_averaged_over_updates():
+    shares = [(0.25, 0.5, 0.0), (0.75, 0.0, 0.5)]
+    losses = [PolicyMetrics(*x, entropy=None, ratio_min=1.0, ratio_max=1.0) for x in shares]
+    summaries = [StepSummary(1.0, 1.0, 1.0, metrics=x) for x in losses]
+    found = update_metrics(Learnt(summaries, [UpdateInfo(1.0, True)] * 2, None))
+    names = ("clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean", "approx_kl")
+    assert [found[name] for name in names] == [0.5, 0.25, 0.75, 0.25]

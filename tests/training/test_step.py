@@ -14,14 +14,11 @@ from twinkle_jax.model import init_params
 from twinkle_jax.reward import FunctionReward, WeightedReward
 from twinkle_jax.rollout import draw_until_signal, has_signal
 from twinkle_jax.training import (
-    Learnt,
     OptimizerConfig,
     RolloutConfig,
     SamplerMismatchError,
-    StepSummary,
     TrainConfig,
     UpdateConfig,
-    UpdateInfo,
     collect,
     learn,
     make_recipe,
@@ -31,7 +28,7 @@ from twinkle_jax.training import (
     train_step,
 )
 from twinkle_jax.training.learning import deal_rows, score
-from twinkle_jax.training.metrics import rollout_metrics, update_metrics
+from twinkle_jax.training.metrics import rollout_metrics
 from twinkle_jax.training.recipe import RECOMPUTED
 from twinkle_jax.training.step import describe_mismatch
 
@@ -307,27 +304,6 @@ def test_truncated_completions_neither_vote_nor_learn():
     assert drawn.truncated.any()
     assert (drawn.advantages[drawn.truncated] == 0).all()
     assert (np.asarray(drawn.batch.labels)[drawn.truncated] == -100).all()
-
-
-def test_metrics_describe_all_that_was_sampled():
-    drawn = sampled()
-    metrics = rollout_metrics([drawn], recipe().config, 0.0)
-    groups = drawn.rewards.reshape(-1, SAMPLES)
-    assert metrics["reward"] == pytest.approx(drawn.rewards.mean())
-    assert metrics["reward_std"] == pytest.approx(groups.std(axis=1, ddof=1).mean(), abs=1e-6)
-    assert metrics["frac_reward_zero_std"] == (groups.max(axis=1) == groups.min(axis=1)).mean()
-    assert metrics["completions/clipped_ratio"] == drawn.truncated.mean()
-    assert metrics["completions/max_length"] == drawn.lengths.max() == 6
-
-
-def test_updates_are_averaged_each_over_what_its_loss_divides_by():
-    """Two sequences of five tokens in all, one of seven, and an update that had none."""
-    numbers = [(6.0, 2.0, 5.0), (4.0, 1.0, 7.0), (0.0, 0.0, 0.0)]
-    infos = [UpdateInfo(1.0, True), UpdateInfo(np.nan, False), UpdateInfo(0.0, False)]
-    summaries = [StepSummary(*map(np.float32, x), metrics=None) for x in numbers]
-    found = update_metrics(Learnt(summaries, infos, None))
-    assert found["loss"] == (6 / 2 + 4 / 1 + 0) / 3
-    assert (found["skipped_updates"], found["updates_without_signal"]) == (1, 1)
 
 
 @dataclasses.dataclass

@@ -518,7 +518,7 @@ def _check_episodes(config: TrainConfig) -> None:
     one_an_episode = update.credit == "episode" and config.rows_each == 1
     if update.advantage == "reinforce_plus_plus" and not one_an_episode:
         raise ValueError(
-            "update.advantage must be another than reinforce_plus_plus, which is per token, with "
+            "update.advantage must not be reinforce_plus_plus, a per-token estimator, with "
             f"update.credit={update.credit!r} and rollout.history={rollout.history!r}"
         )
 
