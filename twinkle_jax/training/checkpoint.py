@@ -231,10 +231,12 @@ def _check(saved: dict[str, Any], leaves: dict[str, Any], directory: Path) -> No
         raise ValueError(f"like must have the leaves saved in {directory}, got {have} {name}")
     for name, leaf in leaves.items():
         for what, error in (("shape", ValueError), ("dtype", TypeError)):
-            here, there = _describe(leaf)[what], saved[name][what]
-            if here != there:
-                raise error(f"like must have {name} with the {what} that {directory} has, {there}, "
-                            f"got {here}")  # fmt: skip
+            requested, stored = _describe(leaf)[what], saved[name][what]
+            if requested != stored:
+                raise error(
+                    f"like must have {name} with the {what} saved in {directory}, {stored}, "
+                    f"got {requested}"
+                )
 
 
 def _sharding(leaf: Any) -> jax.sharding.Sharding | None:

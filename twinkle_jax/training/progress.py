@@ -318,7 +318,7 @@ def _watch_signals(
     read: socket.socket, patience: float | None, last_resort: Callable[[], bool]
 ) -> None:
     """Exit at the second signal, or `patience` seconds after the first."""
-    seen = 0
+    count = 0
     with read:
         while True:
             try:
@@ -330,9 +330,9 @@ def _watch_signals(
             if not received:
                 return
             if received[0] in _SIGNALS:
-                seen += 1
+                count += 1
                 read.settimeout(patience)
-            if seen == 2:
+            if count == 2:
                 _exit(128 + received[0])
 
 

@@ -267,8 +267,8 @@ def train_step(
     problem = describe_mismatch(metrics, recipe.config)
     if problem is not None and update.on_mismatch == "stop":
         rows = len(batch.tokens) if batch.rows is None else int(np.sum(batch.rows))
-        seen = update.epochs * rows
-        raise SamplerMismatchError(problem, state._replace(rows=state.rows - seen))
+        counted = update.epochs * rows
+        raise SamplerMismatchError(problem, state._replace(rows=state.rows - counted))
     return state, metrics
 
 
