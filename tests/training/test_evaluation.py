@@ -8,7 +8,15 @@ import pytest
 
 from twinkle_jax.data import ArithmeticTask, message_text
 from twinkle_jax.model import init_params
-from twinkle_jax.training import evaluate, small_policy
+from twinkle_jax.training import (
+    EvaluationConfig,
+    RolloutConfig,
+    TrainConfig,
+    evaluate,
+    small_policy,
+)
+from twinkle_jax.training.evaluation import held_out
+from twinkle_jax.training.task import Task
 
 POLICY = small_policy(0)
 PROBLEMS = ArithmeticTask(1, size=5)[:]
@@ -93,3 +101,16 @@ def test_other_parameters_are_judged_in_place_of_the_policys_own():
     judged(given, params=params)
     evaluate(POLICY._replace(params=params), PROBLEMS, moved, max_new_tokens=4, batch=5)
     assert given.said() == moved.said() != own.said()
+
+
+def test_a_run_evaluates_with_its_own_settings_and_its_judge():
+    config = TrainConfig(
+        rollout=RolloutConfig(max_new_tokens=4, temperature=1e-6),
+        evaluation=EvaluationConfig(pass_k=K),
+    )
+    reward, judge = Judge(), Judge()
+    results = held_out(config, Task([], PROBLEMS, reward, judge), POLICY)
+    assert results.keys() == {"accuracy", "reward", f"pass@{K}"}
+    greedy, drawn = judge.said()
+    assert drawn == [text for text in greedy for _ in range(2 * K)]  # so cold, samples are greedy
+    assert not reward.asked

@@ -96,6 +96,10 @@ def test_a_run_leaves_all_that_there_is_to_know(folder, whole):
     rates = [line["learning_rate"] for line in found]
     assert rates == pytest.approx([1e-2 / 3, 2e-2 / 3, 1e-2, 1e-2])
     assert "eval/accuracy" in found[1]
+    sampled = [8 * line["completions/mean_length"] for line in found]  # 8 completions a step
+    assert [line["num_tokens"] for line in found] == pytest.approx(np.cumsum(sampled))
+    timed = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert summary["seconds"] == pytest.approx(sum(x["step_time"] for x in timed), abs=1e-3)
     assert (run / "curves.png").stat().st_size > 5_000
     assert json.loads((run / "config.json").read_text())["steps"] == 4
     begun, ended = (load_policy(str(x)) for x in (folder / "model", run / "policy"))
