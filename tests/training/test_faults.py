@@ -23,7 +23,7 @@ from tests.training.runs import (
 )
 from tests.training.small_run import EVERY_STEP, STEPS, Scorer, config, evaluation, update
 from twinkle_jax.rollout.hosts import InterruptedRunError
-from twinkle_jax.training import train
+from twinkle_jax.training import SamplerMismatchError, train
 from twinkle_jax.training.display import Display
 from twinkle_jax.training.metrics import MetricsLog
 from twinkle_jax.training.progress import LastStep, save
@@ -225,6 +225,29 @@ def test_a_stale_sampler_costs_no_finished_step(folder, tmp_path):
         assert last.save_from_signal()
     assert steps(tmp_path / "run") == [1]
     assert arrays(tmp_path / "run", 1) == arrays(tmp_path / "whole", 1)
+
+
+def test_the_first_step_compares_all_rows(folder, tmp_path):
+    """A prompt of the second update, too, of which later updates could not tell."""
+    own = config(folder, tmp_path / "run", update=update(mini_batches=2))
+    second = np.random.default_rng([own.seed, 0, 0]).permutation(2)[1]
+    task = make_task(own)._replace(reward=Scorer())
+    (tmp_path / "run").mkdir()
+    with MetricsLog(tmp_path / "run") as log, Display() as display:
+        run, progress = begin(own, tmp_path / "run", task, log, display, None)
+
+        class Source:
+            def __getattr__(self, name):
+                return getattr(run.recipe.source, name)
+
+            def sample(self, *arguments):
+                drawn = run.recipe.source.sample(*arguments)
+                logps = drawn.batch.old_logps.at[second * 4 + 1].add(-1.0)
+                return drawn._replace(batch=drawn.batch._replace(old_logps=logps))
+
+        stale = run._replace(recipe=run.recipe._replace(source=Source()))
+        with pytest.raises(SamplerMismatchError):
+            one_step(stale, progress, LastStep(lambda p, wait: None), lambda: None)
 
 
 @pytest.fixture(scope="module")
