@@ -154,10 +154,11 @@ def test_a_switch_needs_no_value(options, overwrite, masked, tmp_path):
 def test_a_run_goes_on_without_its_options_being_repeated(tmp_path, capsys):
     run = str(tmp_path / "run")
     tiny = [*TINY, "--evaluation.every", "0", "--optimizer.schedule", "constant"]
-    assert main(["train", *tiny, "--output_dir", run, "--seed", "3"]) == 0
+    assert main(["train", *tiny, "--output_dir", run, "--seed", "3", "--overwrite"]) == 0
     assert main(["train", "--resume", "auto", "--output_dir", run, "--steps", "2"]) == 0
     config = json.loads((tmp_path / "run" / "config.json").read_text())
     assert (config["seed"], config["steps"], config["rollout"]["prompts"]) == (3, 2, 4)
+    assert config["overwrite"] is False  # not inherited: it deletes
     assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 2
     capsys.readouterr()
     assert main(["train", "--resume", "auto", "--output_dir", run, "--seed", "4"]) == 1

@@ -213,3 +213,37 @@ def test_the_second_signal_ends_compiled_code_too():
         process.send_signal(signal.SIGINT)  # two of the same at once would be one
         assert process.wait(timeout=60) in (130, 143)
         assert process.stdout.read() == ""
+
+
+LAST_RESORT = """
+import sys, time
+from twinkle_jax.training.progress import Interruption
+tries = 0
+def save():
+    global tries
+    tries += 1
+    {save}
+with Interruption(patience=0.1, last_resort=save):
+    print("ready", flush=True)
+    time.sleep(20)
+"""
+
+
+@pytest.mark.parametrize(
+    ("save", "status", "message"),
+    [("return tries == 2", 143, "is saved"), ('raise OSError("no space")', 1, "no space")],
+)
+def test_a_loop_that_does_not_stop_is_saved_by_another_thread(save, status, message):
+    """It is tried again until it is saved; an error ends the process with another status."""
+    with subprocess.Popen(
+        [sys.executable, "-c", LAST_RESORT.format(save=save)],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout is not None and process.stderr is not None
+        assert process.stdout.readline() == "ready\n"
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=60) == status
+        assert message in process.stderr.read()
