@@ -3,9 +3,13 @@
 What is listed here is public; all else in this folder is private.
 """
 
-from twinkle_jax.rollout.adapters import GymEnvironment, TRLEnvironment
-from twinkle_jax.rollout.by_name import find_environment, find_tools
-from twinkle_jax.rollout.dynamic_sampling import draw_until_signal, has_signal
+from twinkle_jax.rollout.by_name import (
+    GymEnvironment,
+    OpenEnvEnvironment,
+    TRLEnvironment,
+    find_environment,
+    find_tools,
+)
 from twinkle_jax.rollout.engine import Drawn, Engine, LocalEngine, Texts, TurnEngine
 from twinkle_jax.rollout.environment import (
     Action,
@@ -30,11 +34,12 @@ from twinkle_jax.rollout.multi_turn import (
     check_failures,
     default_cohorts,
 )
-from twinkle_jax.rollout.openenv import OpenEnvEnvironment
 from twinkle_jax.rollout.processes import ProcessLimits
 from twinkle_jax.rollout.rollout import (
     Rollout,
+    draw_until_signal,
     encode_prompts,
+    has_signal,
     training_batch,
     with_advantages,
 )

@@ -1,14 +1,18 @@
-"""Environments and tools by name: the user's own from a file or a module."""
+"""Environments and tools by name: a class of yours, TRL's, gymnasium's, or a server of OpenEnv."""
 
+import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+import json
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
+from urllib.parse import urlsplit
+from urllib.request import urlopen
 
+from twinkle_jax.data import Message
+from twinkle_jax.data.missing_extra import require
 from twinkle_jax.reward.by_name import load_module
-from twinkle_jax.rollout.adapters import ADAPTERS
-from twinkle_jax.rollout.environment import EnvironmentFactory
-from twinkle_jax.rollout.openenv import OpenEnvEnvironment
+from twinkle_jax.rollout.environment import Action, EnvironmentFactory, Observation
 from twinkle_jax.rollout.processes import (
     ProcessLimits,
     environments_in_processes,
@@ -27,26 +31,28 @@ def find_environment(
     environment_in: Literal["process", "thread"] = "thread",
     limits: ProcessLimits = _LIMITS,
 ) -> EnvironmentFactory:
-    """Find what makes environments, by name.
+    """Find an environment and tools by name, and return a function that makes the environment.
 
     Args:
-        name: `FILE.py:NAME` or `MODULE:NAME`, of a class or a function without arguments that makes
-            an environment; with `trl:` or `gym:` before it, of one that TRL's `environment_factory`
-            or gymnasium's interface has; or `openenv:URL` of a server. None: tools alone.
-        tools: `FILE.py` or `MODULE`, whose public functions are tools, or `FILE.py:NAME` of one of
-            them or of a list; None for none.
-        tools_in: `process` runs each call in a process of its own, which begins as the file was
-            when it was imported; what a call changes is gone with it. `thread` runs calls here.
-        environment_in: `process` runs each episode's environment in a process of its own; one that
-            hangs is killed. OpenEnv's servers are processes already.
-        limits: of what runs in processes.
+        name: `FILE.py:NAME` or `MODULE:NAME` of a class, or of a function without arguments that
+            returns an environment; the prefix `trl:` or `gym:` means that it has the interface of
+            TRL's `environment_factory` or of gymnasium; or `openenv:URL` of a server. None: the
+            tools alone are the environment.
+        tools: `FILE.py` or `MODULE`, whose public functions are tools, or `FILE.py:NAME` of one
+            function or a list of them; None for none.
+        tools_in: `process` runs each call in a process of its own, forked after the file was
+            imported, so that changes which a call makes to its module are lost. `thread` runs calls
+            in this process.
+        environment_in: `process` runs the environment of each episode in a process of its own,
+            which is killed if it hangs. Ignored for OpenEnv, whose server is a process already.
+        limits: time and memory limits of those processes.
 
     Returns:
-        What makes an environment for an episode.
+        A function that makes an environment for an episode.
 
     Raises:
-        ValueError: if there is no such thing, or its file cannot be imported.
-        TypeError: if it makes no environment.
+        ValueError: if the name is not found, or its file cannot be imported.
+        TypeError: if the name is not that of an environment or of functions.
     """
     factory = None if name is None else _find_factory(name)
     demonstrations = getattr(factory, "demonstrations", None)
@@ -55,10 +61,10 @@ def find_environment(
     if tools is None and factory is None:
         raise ValueError("environment or tools must be given, got neither")
     if tools is not None:
-        place, by_name = _named_tools(tools)
+        module_name, by_name = _named_tools(tools)
         functions = [function for function, _ in by_name.values()]
         if tools_in == "process":
-            functions = tools_in_processes(by_name, place, limits)
+            functions = tools_in_processes(by_name, module_name, limits)
         factory = functools.partial(_with_tools, functions, factory)
     assert factory is not None
     if demonstrations is not None and not hasattr(factory, "demonstrations"):
@@ -76,18 +82,18 @@ def _find_factory(name: str) -> EnvironmentFactory:
     kind, colon, rest = name.partition(":")
     if kind == "openenv":
         return functools.partial(OpenEnvEnvironment, rest)
-    adapter = ADAPTERS.get(kind) if colon else None
-    place, _, attribute = (rest if adapter else name).rpartition(":")
-    if not place or not attribute:
+    adapter = _ADAPTERS.get(kind) if colon else None
+    module_name, _, attribute = (rest if adapter else name).rpartition(":")
+    if not module_name or not attribute:
         raise ValueError(
-            "environment must be FILE.py:NAME or MODULE:NAME, with trl: or gym: before it for "
+            "environment must be FILE.py:NAME or MODULE:NAME, with the prefix trl: or gym: for "
             f"their interfaces, or openenv:URL, got {name!r}"
         )
-    factory = _find(place, attribute, "environment")
+    factory = _find(module_name, attribute, "environment")
     if not callable(factory):
-        raise TypeError(f"environment must name a class or a function, got {factory!r:.80}")
+        raise TypeError(f"environment must be a class or a function, got {factory!r:.80}")
     if adapter is not None:
-        return functools.partial(_adapted, adapter, factory)
+        return functools.partial(_adapt, adapter, factory)
     if isinstance(factory, type):
         for method in ("reset", "step", "close"):
             if not callable(getattr(factory, method, None)):
@@ -95,7 +101,7 @@ def _find_factory(name: str) -> EnvironmentFactory:
     return factory
 
 
-def _adapted(adapter: Callable[[Any], Any], factory: EnvironmentFactory) -> Any:
+def _adapt(adapter: Callable[[Any], Any], factory: EnvironmentFactory) -> Any:
     return adapter(factory())
 
 
@@ -103,28 +109,33 @@ def find_tools(name: str) -> list[Callable[..., Any]]:
     """Find functions that a policy may call.
 
     Args:
-        name: `FILE.py` or `MODULE`, whose public functions are taken, those that it imports left
-            out; or `FILE.py:NAME` or `MODULE:NAME` of a function or a list of them.
+        name: `FILE.py` or `MODULE`, whose public functions are the tools, except imported ones; or
+            `FILE.py:NAME` or `MODULE:NAME` of a function or a list of functions.
 
     Raises:
         ValueError: if there are none.
-        TypeError: if something is not a function.
+        TypeError: if one of them is not a function.
     """
     return [function for function, _ in _named_tools(name)[1].values()]
 
 
 def _named_tools(name: str) -> tuple[str, dict[str, tuple[Callable[..., Any], Sequence[Any]]]]:
-    """Find tools: where their file is, and by name each function and its place in the file."""
+    """Find tools.
+
+    Returns:
+        Their module or file; and by the name of each tool, the function and where the module has
+        it: the name of an attribute, and an index if that attribute is a list.
+    """
     tools: list[tuple[Callable[..., Any], Sequence[Any]]]
-    place, _, attribute = name.rpartition(":")
-    if place and not attribute.endswith(".py"):
-        value = _find(place, attribute, "tools")
+    module_name, _, attribute = name.rpartition(":")
+    if module_name and not attribute.endswith(".py"):
+        value = _find(module_name, attribute, "tools")
         if isinstance(value, list | tuple):
             tools = [(tool, (attribute, i)) for i, tool in enumerate(value)]
         else:
             tools = [(value, (attribute,))]
     else:
-        place, module = name, load_module(name, "tools")
+        module_name, module = name, load_module(name, "tools")
         tools = [
             (value, (key,))
             for key, value in vars(module).items()
@@ -137,16 +148,224 @@ def _named_tools(name: str) -> tuple[str, dict[str, tuple[Callable[..., Any], Se
     for tool, _ in tools:
         if not callable(tool):
             raise TypeError(f"tools must be functions, got {tool!r:.80}")
-    ToolEnvironment([tool for tool, _ in tools])  # fail before a run begins
-    return place, {tool_schema(tool)["function"]["name"]: (tool, key) for tool, key in tools}
+    ToolEnvironment([tool for tool, _ in tools])  # raises before the run starts
+    return module_name, {tool_schema(tool)["function"]["name"]: (tool, key) for tool, key in tools}
 
 
-def _find(place: str, attribute: str, argument: str) -> Any:
-    module = load_module(place, argument)
+def _find(module_name: str, attribute: str, argument: str) -> Any:
+    module = load_module(module_name, argument)
     if not hasattr(module, attribute):
         names = [n for n, x in vars(module).items() if callable(x) and not n.startswith("_")]
         raise ValueError(
-            f"{argument} must name something in {place}, which has {', '.join(names)}; "
-            f"got {attribute!r}"
+            f"{argument} must be one of {', '.join(names)} in {module_name}, got {attribute!r}"
         )
     return getattr(module, attribute)
+
+
+class TRLEnvironment(ToolEnvironment):
+    """Adapter of an environment for TRL's `environment_factory`: its public methods are tools.
+
+    Its `reset` gets the columns of the row as keyword arguments, `prompt` among them; the text that
+    it returns is appended to the user's last message. An action without a tool call ends the
+    episode. `get_reward()`, if there is one, gives the reward of the episode.
+
+    Args:
+        environment: an object with `reset`, and methods with docstrings and type hints.
+
+    Raises:
+        TypeError: if it has no `reset`.
+
+    Example:
+        >>> class Counter:
+        ...     def reset(self, **columns):
+        ...         self.count = 0
+        ...     def add(self, x: int) -> int:
+        ...         '''Add a number.'''
+        ...         self.count += x
+        ...         return self.count
+        ...     def get_reward(self):
+        ...         return float(self.count)
+        >>> environment = TRLEnvironment(Counter())
+        >>> environment.reset({"messages": []}, 0)
+        >>> call = '<tool_call>{"name": "add", "arguments": {"x": 3}}</tool_call>'
+        >>> environment.step(Action(call))[0][0]["content"], environment.final_reward()
+        ('3', 3.0)
+    """
+
+    def __init__(self, environment: Any) -> None:
+        if not callable(getattr(environment, "reset", None)):
+            raise TypeError(f"environment must have a method reset, got {environment!r:.80}")
+        not_tools = ("reset", "get_reward", "close")
+        methods = [
+            method
+            for name, method in inspect.getmembers(environment, callable)
+            if not name.startswith("_") and name not in not_tools and inspect.ismethod(method)
+        ]
+        super().__init__(methods)
+        self._inner = environment
+
+    def reset(self, row: Mapping[str, Any], seed: int) -> Any:
+        """Start an episode with the columns of the row."""
+        columns = dict(row.get("user_data") or [])
+        return self._inner.reset(**{"prompt": row["messages"], **columns})
+
+    def final_reward(self) -> Any:
+        """Return the reward of the episode."""
+        method = getattr(self._inner, "get_reward", None)
+        return 0.0 if method is None else method()
+
+    def close(self) -> Any:
+        """Close the environment, if it has `close`."""
+        method = getattr(self._inner, "close", None)
+        return None if method is None else method()
+
+
+class GymEnvironment:
+    """Adapter of a gymnasium environment whose observations and actions are text, such as gem's.
+
+    Its `reset(seed=…)` returns an observation and a dictionary; its `step(text)` returns an
+    observation, a reward, whether the episode has terminated, whether it was truncated, and a
+    dictionary.
+
+    Args:
+        environment: with gymnasium's interface.
+
+    Example:
+        >>> class Echo:
+        ...     def reset(self, seed=None):
+        ...         return f"seed {seed}", {}
+        ...     def step(self, action):
+        ...         return action, 0.5, False, True, {"length": len(action)}
+        >>> environment = GymEnvironment(Echo())
+        >>> environment.reset({}, 7)
+        'seed 7'
+        >>> environment.step(Action("ab"))
+        ('ab', 0.5, True, {'length': 2})
+    """
+
+    def __init__(self, environment: Any) -> None:
+        self._inner = environment
+
+    def reset(self, row: Mapping[str, Any], seed: int) -> Observation:
+        """Start an episode."""
+        observation, _ = self._inner.reset(seed=seed)
+        return _gym_observation(observation)
+
+    def step(self, action: Action) -> tuple[Observation, Any, bool, Mapping[str, Any]]:
+        """Take an action."""
+        observation, reward, terminated, truncated, info = self._inner.step(str(action))
+        return _gym_observation(observation), reward, bool(terminated or truncated), info
+
+    def close(self) -> None:
+        """Close the environment, if it has `close`."""
+        if hasattr(self._inner, "close"):
+            self._inner.close()
+
+
+def _gym_observation(observation: Any) -> Observation:
+    if observation is None or isinstance(observation, str | bytes):
+        return observation
+    return [Message(role="user", content=str(observation))]
+
+
+_ADAPTERS: Mapping[str, Callable[[Any], Any]] = {"trl": TRLEnvironment, "gym": GymEnvironment}
+
+
+# OpenEnv.
+
+_TEXT_FIELDS = ("result", "output", "content", "text", "message", "response")
+_PROTOCOL_FIELDS = ("metadata", "reward", "done")
+_MAX_MESSAGE_BYTES = 1 << 22
+
+
+class OpenEnvEnvironment:
+    """A session of an OpenEnv server (0.10), over its WebSocket.
+
+    If the server's actions have a single field and it is a string, an action is the policy's text.
+    Otherwise the policy calls the tool `act`, whose parameters are the server's schema of actions.
+    The policy is told what the server says about invalid actions. Lost connections, a server that
+    is full, and errors of the environment itself are failures.
+
+    Args:
+        url: of the server, such as `http://127.0.0.1:8000`.
+        timeout: seconds for a message.
+
+    Raises:
+        ValueError: if it is not an HTTP URL.
+        ImportError: without the package `websockets`.
+    """
+
+    def __init__(self, url: str, timeout: float = 60.0) -> None:
+        require("websockets", "openenv")
+        from websockets.sync.client import connect
+
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https", "ws", "wss") or not parts.netloc:
+            raise ValueError(f"environment must be openenv:http://HOST:PORT, got {url!r}")
+        secure = "s" if parts.scheme in ("https", "wss") else ""
+        base = f"{parts.netloc}{parts.path.rstrip('/')}"
+        self._timeout = timeout
+        with urlopen(f"http{secure}://{base}/schema", timeout=timeout) as response:  # noqa: S310
+            schema = json.loads(response.read(_MAX_MESSAGE_BYTES))["action"]
+        fields = {k: x for k, x in schema["properties"].items() if k not in _PROTOCOL_FIELDS}
+        self._text_field = None
+        if len(fields) == 1 and next(iter(fields.values())).get("type") == "string":
+            self._text_field = next(iter(fields))
+        required = [name for name in schema.get("required", []) if name in fields]
+        parameters = {"type": "object", "properties": fields, "required": required}
+        function = {"name": "act", "description": "Act in the environment."}
+        self.tools = [{"type": "function", "function": {**function, "parameters": parameters}}]
+        self._closing = contextlib.ExitStack()
+        self._socket = self._closing.enter_context(
+            connect(f"ws{secure}://{base}/ws", open_timeout=timeout, max_size=_MAX_MESSAGE_BYTES)
+        )
+
+    def reset(self, row: Mapping[str, Any], seed: int) -> Observation:
+        """Start an episode with a seed."""
+        return _openenv_text(self._request("reset", {"seed": seed})["observation"])
+
+    def step(self, action: Action) -> tuple[Observation, Any, bool, Mapping[str, Any]]:
+        """Send an action."""
+        if action.calls:
+            data: Any = action.calls[0]["function"]["arguments"]
+        elif self._text_field is not None:
+            data = {self._text_field: str(action)}
+        else:
+            return "Error: an action is a call of act", 0.0, False, {"tool_errors": 1}
+        try:
+            result = self._request("step", data)
+        except _InvalidActionError as error:
+            return f"Error: {error}", 0.0, False, {"tool_errors": 1}
+        text = _openenv_text(result["observation"])
+        message = Message(role="tool" if action.calls else "user", content=text)
+        return message, result["reward"], bool(result["done"]), {}
+
+    def close(self) -> None:
+        """End the session."""
+        try:
+            self._socket.send(json.dumps({"type": "close"}))
+        finally:
+            self._closing.close()
+
+    def _request(self, kind: str, data: Any) -> Mapping[str, Any]:
+        self._socket.send(json.dumps({"type": kind, "data": data}))
+        response = json.loads(self._socket.recv(self._timeout))
+        if response["type"] == "error":
+            code, message = response["data"].get("code"), response["data"].get("message")
+            error_type = _InvalidActionError if code == "VALIDATION_ERROR" else RuntimeError
+            raise error_type(f"{code}: {message!s:.400}")
+        result: Mapping[str, Any] = response["data"]
+        return result
+
+
+class _InvalidActionError(ValueError):
+    """The action does not match the server's schema."""
+
+
+def _openenv_text(observation: Mapping[str, Any]) -> str:
+    """Return the text field of an observation, or the whole observation as JSON."""
+    fields = {k: x for k, x in observation.items() if k not in _PROTOCOL_FIELDS}
+    for name in _TEXT_FIELDS:
+        if isinstance(fields.get(name), str):
+            return str(fields[name])
+    return json.dumps(fields, ensure_ascii=False)
