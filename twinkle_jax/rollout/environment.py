@@ -1,7 +1,7 @@
-"""Environments: what a policy talks to, and how they are called so that they do no harm to a run.
+"""Environments: their interface, and calls of them that cannot break a run.
 
 An environment is any object with `reset`, `step` and `close`. It is called in a thread, with a
-limit of time; whatever it raises or returns ends its own episode at most.
+timeout. Errors and invalid return values affect its own episode only.
 """
 
 import asyncio
@@ -21,21 +21,21 @@ from twinkle_jax.data.tool_calls import TOOL_CALL_FORMATS
 from twinkle_jax.reward.scoring import error_place
 
 Observation = str | bytes | Message | Sequence[Message] | None
-"""What an environment says: text of the user, a message of the user or a tool, several, nothing."""
+"""What the policy reads: text (as a user's message), messages of a user or a tool, or None."""
 
 ToolFormat = Literal["any", "hermes_qwen", "cline", "react"]
-"""How tool calls are written in the policy's text; `any` tries all."""
+"""Format of tool calls in the policy's text; `any` tries all formats."""
 
 _CAUSES = ("raised", "timeout", "connection", "reply", "died")
-_SPEAKERS = ("user", "tool")  # an environment has no voice of the system or the assistant
+_ROLES = ("user", "tool")  # an environment must not write as the system or the assistant
 
 
 class Action(str):
-    """What the policy said in a turn: its text, and the tool calls in it.
+    """A turn of the policy: its text, and the tool calls in it.
 
     Args:
-        text: of the assistant; hostile.
-        tool_format: how calls are read.
+        text: of the assistant; do not trust it.
+        tool_format: of tool calls.
 
     Example:
         >>> action = Action('<tool_call>{"name": "add", "arguments": {"x": 1}}</tool_call>')
@@ -61,12 +61,12 @@ class Action(str):
 
     @property
     def calls(self) -> list[ToolCall]:
-        """Calls of tools, with dictionaries of arguments."""
+        """Tool calls, with dictionaries of arguments."""
         return self._parsed.calls
 
     @property
     def errors(self) -> list[ToolCallError]:
-        """What is marked as a call and cannot be read."""
+        """Tool calls that cannot be parsed."""
         return self._parsed.errors
 
     @property
@@ -76,50 +76,49 @@ class Action(str):
 
 
 class Environment(Protocol):
-    """What a policy talks to. Each episode has an environment of its own; methods may be `async`.
+    """The interface of an environment. Each episode has one of its own; methods may be `async`.
 
-    Two more things are optional: `tools`, a list of what the policy may call, in OpenAI's shape,
-    which is read after `reset` and shown by the chat template; and `final_reward()`, which is
-    called once, after the last step, and is added to the last turn's reward. An environment for
-    which `seed` and the actions decide everything makes a run that can be repeated and resumed byte
-    for byte.
+    Optional: `tools`, a list of tool descriptions in OpenAI's format, which is read after `reset`
+    and passed to the chat template; and `final_reward()`, which is called once after the last step,
+    and is added to the last turn's reward. If an environment is deterministic given its seed and
+    the actions, runs can be repeated and resumed byte for byte.
     """
 
     def reset(self, row: Mapping[str, Any], seed: int) -> Observation:
-        """Begin an episode.
+        """Start an episode.
 
         Args:
-            row: of the task: `messages`, and the columns of its record.
-            seed: of everything that is random; the same for all episodes of a group.
+            row: of the task: `messages`, and the columns of its record as `user_data`.
+            seed: for random numbers; the same for all episodes of a group.
 
         Returns:
-            What follows the messages of the row; None for nothing.
+            The first observation, which follows the messages of the row; None for none.
         """
 
     def step(self, action: Action) -> tuple[Observation, float, bool, Mapping[str, Any]]:
-        """Answer the policy.
+        """Take an action.
 
         Args:
-            action: what it said.
+            action: the policy's turn.
 
         Returns:
-            What the policy is told, the reward of this turn, whether the episode is over, and
-            numbers for the metrics. `tool_errors` among them counts tools that failed.
+            The observation, the reward of this turn, whether the episode is over, and numbers for
+            the metrics. The number `tool_errors` counts tool calls that failed.
         """
 
     def close(self) -> None:
-        """Free what the environment holds; called once, whatever has happened."""
+        """Release resources; called once, also after errors."""
 
 
 EnvironmentFactory = Callable[[], Any]
-"""Makes an environment for an episode."""
+"""A function or class that makes an environment for an episode."""
 
 
 class Reply(NamedTuple):
-    """What an environment answered, checked.
+    """A checked reply of an environment.
 
     Attributes:
-        messages: of the user or a tool.
+        messages: the observation, of the user or a tool.
         reward: of the turn; finite.
         done: whether the episode is over.
         info: numbers, by name.
@@ -132,14 +131,14 @@ class Reply(NamedTuple):
 
 
 class BadReplyError(TypeError):
-    """An environment answered something that is no answer."""
+    """An environment returned something invalid."""
 
 
 class ProcessFailedError(RuntimeError):
     """A tool or an environment in a process of its own failed, or the process died.
 
     Attributes:
-        cause: as `failure_cause` names it.
+        cause: one of those of `failure_cause`.
     """
 
     def __init__(self, cause: str, text: str) -> None:
@@ -148,12 +147,12 @@ class ProcessFailedError(RuntimeError):
 
 
 class ToolRaisedError(Exception):
-    """A tool in a process of its own raised what the policy is told."""
+    """A tool in a process of its own raised an error, which the policy is told."""
 
 
 def failure_cause(error: BaseException) -> str:
-    """Name the cause of a failure: `timeout`, `connection`, `reply`, `died` or `raised`."""
-    if isinstance(error, ProcessFailedError):  # whose process may be hostile
+    """Return the cause of a failure: `timeout`, `connection`, `reply`, `died` or `raised`."""
+    if isinstance(error, ProcessFailedError):  # do not trust what its process sent
         return error.cause if error.cause in _CAUSES else "raised"
     if isinstance(error, TimeoutError):
         return "timeout"
@@ -163,24 +162,24 @@ def failure_cause(error: BaseException) -> str:
 
 
 def describe_failure(error: BaseException) -> str:
-    """Say what an environment raised, and where, in at most 500 characters."""
-    if isinstance(error, ProcessFailedError):  # which was described where it happened
+    """Describe an error of an environment and where it was raised, in at most 500 characters."""
+    if isinstance(error, ProcessFailedError):  # described in its process
         return str(error)[:500]
     place = error_place(error)
     try:
         text = str(error)
     except Exception:
-        text = "an error that cannot be shown"
+        text = "its message cannot be shown"
     return f"{type(error).__name__}: {text}{f' ({place})' if place else ''}"[:500]
 
 
 class Session:
-    """One environment for one episode; its answers are checked, and it is closed once.
+    """The environment of an episode; its replies are checked, and it is closed once.
 
     Args:
         factory: makes the environment, at `reset`.
-        max_characters: of an observation; of longer ones the middle is left out.
-        run: waits for what an `async` method returns.
+        max_characters: of an observation; the middle of longer ones is left out.
+        run: waits for the result of an `async` method.
     """
 
     def __init__(
@@ -194,22 +193,22 @@ class Session:
         self._closed = False
         self._lock = threading.Lock()
         self.tools: list[Any] = []
-        """What the policy may call, after `reset`."""
+        """Descriptions of tools, after `reset`."""
 
     def reset(self, row: Mapping[str, Any], seed: int) -> Reply:
-        """Make the environment, and begin."""
+        """Make the environment, and start the episode."""
         environment = self._factory()
         with self._lock:
             self._environment, closed = environment, self._closed
-        if closed:  # time was up while it was made
+        if closed:  # after a timeout while it was made
             self._call(environment.close)
             raise TimeoutError("the environment was closed before it was made")
         reply = Reply(self._messages(self._call(environment.reset, row, seed)))
-        self.tools = _descriptions(getattr(environment, "tools", None))
+        self.tools = _checked_tools(getattr(environment, "tools", None))
         return reply
 
     def step(self, action: Action) -> Reply:
-        """Answer an action."""
+        """Take an action."""
         reply = self._call(self._environment.step, action)
         if not isinstance(reply, tuple | list) or len(reply) != 4:
             raise BadReplyError(
@@ -223,12 +222,12 @@ class Session:
         return Reply(self._messages(observation), _finite(reward), bool(done), _numbers(info or {}))
 
     def final_reward(self) -> float:
-        """Ask what is added at the end."""
+        """Return the reward that is added at the end."""
         method = getattr(self._environment, "final_reward", None)
         return 0.0 if method is None else _finite(self._call(method))
 
     def close(self) -> None:
-        """Close the environment, unless that was done."""
+        """Close the environment, unless it is closed."""
         with self._lock:
             environment, self._closed = (None if self._closed else self._environment), True
         if environment is not None:
@@ -253,7 +252,7 @@ class Session:
         for message in observation:
             role = message.get("role") if isinstance(message, Mapping) else None
             text = message.get("content") if isinstance(message, Mapping) else None
-            if role not in _SPEAKERS or not isinstance(text, str | bytes):
+            if role not in _ROLES or not isinstance(text, str | bytes):
                 raise BadReplyError(
                     "a message of an environment must have the role user or tool and content "
                     f"that is text, got {_shown(message)}"
@@ -268,27 +267,27 @@ class Session:
         return messages
 
     def _text(self, text: str | bytes) -> str:
-        """Shorten text before anything else reads it, and replace what is not Unicode."""
+        """Shorten text before anything else reads it, and replace invalid Unicode."""
         limit, length = self._max_characters, len(text)
         if length > limit:
             half = limit // 2
-            begin, end = text[: limit - half], text[length - half :]
-            return f"{_unicode(begin)}[{length - limit} left out]{_unicode(end)}"
-        return _unicode(text)
+            start, end = text[: limit - half], text[length - half :]
+            return f"{_valid_unicode(start)}[{length - limit} left out]{_valid_unicode(end)}"
+        return _valid_unicode(text)
 
 
-def _unicode(text: str | bytes) -> str:
+def _valid_unicode(text: str | bytes) -> str:
     if isinstance(text, bytes):
         return text.decode("utf-8", "replace")
     return str(text).encode("utf-8", "replace").decode("utf-8")
 
 
-def _descriptions(tools: Any) -> list[Any]:
+def _checked_tools(tools: Any) -> list[Any]:
     """Check descriptions of tools, which chat templates write as JSON."""
     try:
         json.dumps(tools)
     except (TypeError, ValueError, RecursionError):
-        raise BadReplyError(f"tools must be what JSON can hold, got {_shown(tools)}") from None
+        raise BadReplyError(f"tools must be serialisable as JSON, got {_shown(tools)}") from None
     if tools is not None and not isinstance(tools, list | tuple):
         raise BadReplyError(f"tools must be a list, got {_shown(tools)}")
     return list(tools or ())
@@ -299,7 +298,7 @@ def _finite(reward: Any) -> float:
         number = 0.0 if reward is None else float(reward)
     except (TypeError, ValueError, OverflowError):
         raise BadReplyError(f"a reward must be a number, got {_shown(reward)}") from None
-    if not abs(number) <= 3e38:  # of float32; NaN is not either
+    if not abs(number) <= 3e38:  # the range of float32; also rejects NaN
         raise BadReplyError(f"a reward must be finite in float32, got {number}")
     return number
 
@@ -308,7 +307,7 @@ def _numbers(info: Mapping[Any, Any]) -> dict[str, float]:
     kinds = (int, float, np.number, np.bool_)
     numbers = {k: x for k, x in info.items() if isinstance(k, str) and isinstance(x, kinds)}
     small = {k: float(x) for k, x in numbers.items() if not isinstance(x, int) or abs(x) < 10**300}
-    return {k: x for k, x in small.items() if abs(x) < 1e300}  # NaN is not
+    return {k: x for k, x in small.items() if abs(x) < 1e300}  # also rejects NaN
 
 
 def _shown(value: Any) -> str:
@@ -318,15 +317,15 @@ def _shown(value: Any) -> str:
         return f"a value of type {type(value).__name__}"
 
 
-# Calls with a limit of time.
+# Calls with a timeout.
 
 
 class Call:
-    """A call that a thread makes, or has made.
+    """A call in a thread.
 
     Attributes:
-        value: what it returned.
-        error: what it raised; `TimeoutError` if time was up.
+        value: that it returned.
+        error: that it raised; `TimeoutError` after a timeout.
         seconds: that it took.
     """
 
@@ -340,13 +339,13 @@ class Call:
 
 
 class CallPool:
-    """Calls functions in threads; one that does not return in time is left behind.
+    """Calls functions in threads, with a timeout.
 
-    A thread cannot be ended from outside. One whose time is up is left alone until its function
-    returns, which nobody hears of, and another takes its place; none keeps a process from ending.
+    A thread cannot be ended from outside. After a timeout its call is abandoned: the result is
+    ignored, and another thread takes its place. Threads do not keep the process from exiting.
 
     Args:
-        threads: calls at a time; others wait, and their time does not run.
+        threads: concurrent calls; the timeout of other calls starts when they do.
         timeout: seconds for a call.
     """
 
@@ -359,7 +358,7 @@ class CallPool:
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def __call__(self, function: Callable[..., Any], *args: Any) -> Call:
-        """Begin a call."""
+        """Start a call."""
         call = Call(functools.partial(function, *args))
         with self._changed:
             if self._threads < self._limit:
@@ -368,21 +367,21 @@ class CallPool:
         return call
 
     def wait(self, calls: Sequence[Call], count: int) -> None:
-        """Wait until so many of some calls have ended, or had to be given up."""
+        """Wait until `count` of the calls have ended or timed out."""
         with self._changed:
             while True:
                 now = time.monotonic()
                 for call in list(self._running):
                     if call.started is not None and now - call.started > self.timeout:
-                        self._give_up(call)
-                begun = [call.started for call in self._running if call.started is not None]
-                rest = min(begun, default=now) + self.timeout - now
+                        self._abandon(call)
+                started = [call.started for call in self._running if call.started is not None]
+                remaining = min(started, default=now) + self.timeout - now
                 if sum(call.ended for call in calls) >= count:
                     return
-                self._changed.wait(max(rest, 0) + 1e-3)
+                self._changed.wait(max(remaining, 0) + 1e-3)
 
     def run(self, awaitable: Awaitable[Any]) -> Any:
-        """Wait, in a thread of the pool, for something `async`; one loop runs it all."""
+        """Wait for a coroutine, in a thread of the pool; all of them run in one event loop."""
         with self._changed:
             if self._loop is None:
                 self._loop = asyncio.new_event_loop()
@@ -400,7 +399,7 @@ class CallPool:
             raise
 
     def close(self) -> None:
-        """Let the threads end."""
+        """End the threads that are idle, and the others after their call."""
         with self._changed:
             for _ in range(self._threads):
                 self._jobs.put(None)
@@ -413,12 +412,12 @@ class CallPool:
         self._threads += 1
         threading.Thread(target=self._work, name="environment", daemon=True).start()
 
-    def _give_up(self, call: Call) -> None:
+    def _abandon(self, call: Call) -> None:
         call.ended, call.seconds = True, self.timeout
         call.error = TimeoutError(f"an environment must answer within {self.timeout} s")
         self._running.discard(call)
         self._start_thread()
-        self._threads -= 1  # the one left behind counts no more
+        self._threads -= 1  # the abandoned thread is not counted
 
     def _work(self) -> None:
         while (call := self._jobs.get()) is not None:
@@ -432,7 +431,7 @@ class CallPool:
                 error = raised
             with self._changed:
                 if call.ended:
-                    return  # given up: another thread has taken this one's place
+                    return  # abandoned: another thread has taken the place of this one
                 call.value, call.error, call.ended = value, error, True
                 call.seconds = time.monotonic() - call.started
                 self._running.discard(call)

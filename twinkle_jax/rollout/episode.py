@@ -1,8 +1,8 @@
-"""An episode: a conversation of a policy with an environment, token by token.
+"""Episodes: conversations of a policy with an environment, and their layout as rows to train on.
 
-Tokens in, tokens out: what the policy sampled is never decoded and encoded again, and what the
-environment said is encoded once, as text, and appended. So the log-probabilities that the trainer
-computes for an episode are those that the sampler drew with, at every turn.
+Tokens in, tokens out: sampled tokens are never decoded and encoded again; observations are encoded
+once, as text, and appended. So the trainer computes the log-probabilities that the sampler drew
+with, at every turn.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,19 +15,19 @@ import numpy as np
 from twinkle_jax.data import IGNORE, Batch, Message, bucket_size
 
 Ended = Literal["", "done", "max_turns", "length", "failed"]
-"""Why an episode ended: the environment said so, a limit of turns or of tokens, or a failure."""
+"""Why an episode ended: `done` by the environment, a limit of turns or tokens, or a failure."""
 
 
 class Turn(NamedTuple):
-    """What the policy sampled in one turn, and what it got for it.
+    """The tokens that the policy sampled in one turn, and their reward.
 
     Attributes:
-        row: in which of the episode's rows the tokens stand.
-        start: column of the first sampled token.
-        end: column behind the last one.
+        row: index of the episode's row that has the tokens.
+        start: position of the first sampled token.
+        end: position after the last one.
         reward: of the environment for this action.
-        tool_calls: calls of tools in it.
-        tool_errors: calls that could not be read, or that failed.
+        tool_calls: number of tool calls.
+        tool_errors: number of tool calls that could not be parsed, or that failed.
     """
 
     row: int
@@ -40,7 +40,7 @@ class Turn(NamedTuple):
 
 @dataclass
 class TokenRow:
-    """Tokens as the policy read and wrote them.
+    """Tokens that the policy has read and sampled.
 
     Attributes:
         tokens: ids.
@@ -53,7 +53,7 @@ class TokenRow:
     logprobs: list[float] = field(default_factory=list)
 
     def append(self, tokens: Sequence[int], logprobs: Sequence[float] | None = None) -> None:
-        """Add tokens: sampled ones with their log-probabilities, others without."""
+        """Add tokens, with log-probabilities if they were sampled."""
         self.tokens += tokens
         self.sampled += [logprobs is not None] * len(tokens)
         self.logprobs += [0.0] * len(tokens) if logprobs is None else logprobs
@@ -66,15 +66,15 @@ class Episode:
     Attributes:
         messages: the conversation as text.
         seed: that the environment was reset with.
-        rows: its tokens; several rows where a chat template renders earlier turns in another way
-            once others follow them, and `history` is `template`.
-        turns: what was sampled, in order.
-        final_reward: what the environment adds at the end.
-        ended: why it ended; empty while it goes on.
+        rows: its tokens; several rows if `history` is `template` and the chat template renders
+            earlier turns differently once others follow.
+        turns: in order.
+        final_reward: added at the end.
+        ended: why it ended; empty before.
         cause: of a failure: `raised`, `timeout`, `connection`, `reply`, `died`.
-        error: what the environment raised.
-        attempts: how often it was begun.
-        info: numbers that the environment told at its last step.
+        error: of the environment.
+        attempts: how often it was started.
+        info: numbers that the environment returned at its last step.
         seconds: spent in the environment.
     """
 
@@ -92,17 +92,17 @@ class Episode:
 
     @property
     def failed(self) -> bool:
-        """Whether its environment failed, so that its rewards say nothing about the policy."""
+        """Whether its environment failed; its rewards are then meaningless."""
         return self.ended == "failed"
 
     @property
     def truncated(self) -> bool:
-        """Whether a limit ended it."""
+        """Whether it ended at a limit of turns or tokens."""
         return self.ended in ("max_turns", "length")
 
     @property
     def rewards(self) -> list[float]:
-        """The reward of each turn; the last one has what is added at the end."""
+        """The reward of each turn; the final reward is added to the last."""
         rewards = [turn.reward for turn in self.turns]
         if rewards:
             rewards[-1] += self.final_reward
@@ -110,7 +110,7 @@ class Episode:
 
     @property
     def num_sampled(self) -> int:
-        """How many tokens the policy sampled."""
+        """Number of sampled tokens."""
         return sum(turn.end - turn.start for turn in self.turns)
 
     def returns(self, discount: float = 1.0) -> list[float]:
@@ -128,7 +128,7 @@ class Episode:
         return returns[::-1]
 
     def as_record(self) -> dict[str, Any]:
-        """Describe the episode in JSON's types, for a file of traces."""
+        """Return the episode as JSON types, for a file of traces."""
         return {
             "seed": self.seed,
             "ended": self.ended,
@@ -147,9 +147,9 @@ class EpisodeBatch(NamedTuple):
     """Episodes laid out to train on.
 
     Attributes:
-        batch: `rows_each` rows for each episode; those that it does not need are empty.
-        row_lengths: columns that a row takes.
-        turns: for each position, the number of the turn that its label belongs to; -1 for others.
+        batch: `rows_each` rows for each episode; unused rows are empty.
+        row_lengths: columns of each row without padding.
+        turns: for each position, the index of the turn that its label belongs to; -1 for no label.
     """
 
     batch: Batch
@@ -166,29 +166,31 @@ def lay_out_episodes(
 ) -> EpisodeBatch:
     """Lay episodes out to train on: labels are sampled tokens, at the position before them.
 
-    Rows of failed episodes have no labels, and no loss counts them. What the environment said has
-    no label, and so no gradient.
+    Rows of failed episodes have no labels, and losses do not count them. Observations have no
+    labels, and so no gradient.
 
     Args:
         episodes: that have ended.
-        rows_each: rows for each, at least as many as an episode has.
-        mask_truncated: True takes the labels of episodes that a limit ended away.
-        multiple: what the width must be a multiple of.
+        rows_each: rows for each episode.
+        mask_truncated: remove the labels of truncated episodes.
+        multiple: the width is a multiple of this.
 
     Returns:
         The batch, [episodes * rows_each, width].
 
     Raises:
-        ValueError: if an episode has more rows.
+        ValueError: if an episode has more than `rows_each` rows.
     """
     most = max((len(episode.rows) for episode in episodes), default=0)
     if most > rows_each:
-        raise ValueError(f"rows_each must be at least the rows of an episode, {most}: {rows_each}")
+        raise ValueError(
+            f"rows_each must be at least {most}, the rows of an episode, got {rows_each}"
+        )
     count = len(episodes) * rows_each
     row_lengths = np.ones(count, np.int32)
     for i, episode in enumerate(episodes):
         for j, row in enumerate(episode.rows):
-            # The last token is a label alone.
+            # The last token is a label, but not an input.
             row_lengths[i * rows_each + j] = max(len(row.tokens) - 1, 1)
     width = bucket_size(int(row_lengths.max()), smallest=16, multiple=multiple)
     tokens, labels = np.zeros((count, width), np.int32), np.full((count, width), IGNORE, np.int32)
@@ -217,7 +219,7 @@ def lay_out_episodes(
 
 
 def episode_metrics(episodes: Sequence[Episode]) -> dict[str, float]:
-    """Average what happened in episodes; failed ones are counted, and left out of the rest."""
+    """Compute metrics of episodes; failed ones are counted, and excluded from the other metrics."""
     total = max(len(episodes), 1)
     causes: dict[str, int] = {}
     for episode in episodes:

@@ -1,9 +1,9 @@
-"""One run in several processes: which rows each of them holds, and what they tell each other.
+"""One run in several processes: which rows each of them holds, and what they exchange.
 
 Every process runs the same program. Device arrays are global; prompts are encoded, completions
-decoded and rewards computed by the process that holds the rows. What the others need of that (token
-ids, rewards, an error) goes through `share`, in which all processes meet. With one process, `share`
-calls its function and nothing else.
+decoded and rewards computed by the process that holds the rows. Results that the others need (token
+ids, rewards, an error) go through `share`, which all processes call together. With one process,
+`share` only calls its function.
 """
 
 import json
@@ -20,13 +20,13 @@ from jaxtyping import Array
 Made = TypeVar("Made")
 RowMask = np.ndarray[Any, np.dtype[np.bool_]]
 
-_ROOM = 2048  # bytes that every message has; longer ones take a second transfer
+_FIRST_BYTES = 2048  # of each message; longer ones take a second transfer
 _HEADER = 3  # numbers of 4 bytes: process, outcome, bytes of the message
 _DONE, _FAILED, _INTERRUPTED = 0, 1, 2
 
 
 class InterruptedRunError(Exception):
-    """Raised between the parts of a step when the run shall end; the state is as it was."""
+    """Raised between the parts of a step to end the run; the state is that of the last step."""
 
 
 class SharedError(RuntimeError):
@@ -39,7 +39,7 @@ def several() -> bool:
 
 
 def is_first() -> bool:
-    """Whether this process is the one that shows, logs and writes single files."""
+    """Whether this process displays, logs and writes files that exist once."""
     return jax.process_index() == 0
 
 
@@ -50,11 +50,11 @@ def share(call: str, compute: Callable[[], Any]) -> list[Any]:
     anything that can fail in one process alone.
 
     Args:
-        call: what is being done, for the message of an error.
-        compute: returns what JSON can hold, NaN included.
+        call: name of the operation, for error messages.
+        compute: returns a value that can be serialised as JSON; NaN is allowed.
 
     Returns:
-        What it returned in each process, in their order.
+        The results of all processes, in their order.
 
     Raises:
         SharedError: in all processes, if `compute` raises in one of them; it names that process and
@@ -67,7 +67,7 @@ def share(call: str, compute: Callable[[], Any]) -> list[Any]:
     try:
         text = json.dumps(compute())
     except SharedError:
-        raise  # the others raise it at this point, too
+        raise  # all processes raise it here
     except InterruptedRunError:
         outcome = _INTERRUPTED
     except BaseException as error:
@@ -82,7 +82,7 @@ def share(call: str, compute: Callable[[], Any]) -> list[Any]:
 
 
 def together(call: str, compute: Callable[[], None]) -> None:
-    """Do something in each process; an error in one of them is raised in all, as by `share`."""
+    """Call a function in each process; an error in one is raised in all, as by `share`."""
 
     def without_result() -> None:
         compute()
@@ -91,7 +91,7 @@ def together(call: str, compute: Callable[[], None]) -> None:
 
 
 def agreed(call: str, make: Callable[[], Made]) -> Made:
-    """Make something in each process; an error in one of them is raised in all, as by `share`."""
+    """Make an object in each process; an error in one is raised in all, as by `share`."""
     made: list[Made] = []
     together(call, lambda: made.append(make()))
     return made[0]
@@ -108,18 +108,18 @@ def _name_process() -> str:
 
 
 def _exchange(outcome: int, text: bytes) -> tuple[list[int], list[bytes]]:
-    """Give every process the outcomes and texts of all, by the numbers of the processes."""
+    """Send outcome and text to all processes; return those of all, ordered by process."""
     header = np.asarray([jax.process_index(), outcome, len(text)], np.int32)
-    begin = np.frombuffer(text[:_ROOM].ljust(_ROOM, b"\0"), np.uint8)
+    begin = np.frombuffer(text[:_FIRST_BYTES].ljust(_FIRST_BYTES, b"\0"), np.uint8)
     received = multihost_utils.process_allgather(np.concatenate([header.view(np.uint8), begin]))
     headers = np.ascontiguousarray(received[:, : 4 * _HEADER]).view(np.int32)
     texts = received[:, 4 * _HEADER :]
     lengths = headers[:, 2]
-    if lengths.max() > _ROOM:
-        # A power of two, so that few lengths are compiled for.
-        room = 1 << int(lengths.max() - 1).bit_length()
-        texts = multihost_utils.process_allgather(np.frombuffer(text.ljust(room, b"\0"), np.uint8))
-    # Which process a line comes from is in its header: devices need not be ordered by process.
+    if lengths.max() > _FIRST_BYTES:
+        # A power of two, so that few lengths are compiled.
+        size = 1 << int(lengths.max() - 1).bit_length()
+        texts = multihost_utils.process_allgather(np.frombuffer(text.ljust(size, b"\0"), np.uint8))
+    # The header says which process a line comes from: devices need not be ordered by process.
     order = np.argsort(headers[:, 0])
     return (
         [int(headers[i, 1]) for i in order],
@@ -131,7 +131,7 @@ def _exchange(outcome: int, text: bytes) -> tuple[list[int], list[bytes]]:
 
 
 def held_rows(array: Array) -> RowMask:
-    """Say which rows of an array this process reads: each is read by one of those that hold it."""
+    """Mark the rows of an array that this process reads; exactly one process reads each row."""
     rows = np.ones(len(array), bool)
     if array.is_fully_addressable:
         return rows
@@ -174,15 +174,15 @@ def stack(*arrays: Array) -> Array:
 def merge_rows(
     call: str, held: RowMask, compute: Callable[[], dict[str, np.ndarray[Any, Any]]]
 ) -> dict[str, np.ndarray[Any, Any]]:
-    """Compute numbers for the rows of each process, and bring those of all rows together.
+    """Compute numbers for the rows of each process, and gather those of all rows.
 
     Args:
         call: for `share`.
-        held: the rows that this process computes.
-        compute: gives arrays by name, with one number a row; those of other rows are not read.
+        held: True for rows that this process computes.
+        compute: returns arrays by name, with one number a row; other rows are not read.
 
     Returns:
-        The arrays, with the numbers of all rows; NaN where no process has computed one.
+        The arrays with the numbers of all rows; NaN for rows that no process has computed.
     """
     if not several():
         return compute()
@@ -204,14 +204,14 @@ def merge_rows(
 
 
 def deal(count: int) -> slice:
-    """Give the part of a list that this process works on: equal parts, in order."""
+    """Return the part of a list that this process works on: equal parts, in order."""
     share_size = -(-count // jax.process_count())
     start = min(jax.process_index() * share_size, count)
     return slice(start, min(start + share_size, count))
 
 
 def fail(error: Exception) -> NoReturn:
-    """Raise an error that all processes have found by themselves from what they share."""
+    """Raise an error that all processes detect alike, from shared data."""
     if not several():
         raise error
     raise SharedError(str(error)) from error

@@ -1,9 +1,9 @@
-"""The process that tools, and environments that are asked to, run in: started by `processes`.
+"""The process that runs tools and environments for `processes`, which starts it.
 
 It imports the user's file once, and forks a runner for each call of a tool, or for each episode of
-an environment. A runner has limits of time and memory; when it has answered, hangs, or is dead, it
-is killed with all processes that it has started. Lines of JSON come in and go out, with the
-number of their runner. A runner's answer is read as JSON and never evaluated.
+an environment. A runner has limits of time and memory. After its last answer, a timeout or its
+death it is killed with all processes that it has started. Requests and answers are lines of JSON
+with the number of the runner. Answers of a runner are parsed as JSON, and not trusted.
 """
 
 import asyncio
@@ -25,8 +25,8 @@ from types import ModuleType
 from typing import Any
 
 _DEATH_SIGNAL, _SUBREAPER = 1, 36  # of prctl
-_LONGEST = 1 << 24  # bytes of an answer
-_CHARACTERS = 1 << 20  # of a tool's result
+_MAX_ANSWER_BYTES = 1 << 24
+_MAX_CHARACTERS = 1 << 20  # of a tool's result or an observation
 _FAILURES = (  # not the policy's fault
     (TimeoutError, "timeout"),
     (ConnectionError, "connection"),
@@ -36,9 +36,9 @@ _FAILURES = (  # not the policy's fault
 
 
 def main() -> None:
-    """Import what is asked for, say whether that worked, and serve until the input ends."""
+    """Import the user's file, report whether that worked, and serve until the input ends."""
     answers = os.dup(1)
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what libraries print goes nowhere
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # discard what libraries print
     request = json.loads(sys.stdin.buffer.readline())
     sys.path[:] = request["path"]
     try:
@@ -52,20 +52,20 @@ def main() -> None:
         _Server(answers, make).serve()
 
 
-# What a runner does.
+# In a runner.
 
 Handler = Callable[[list[Any]], Any]
 
 
 def _tools(request: dict[str, Any]) -> Callable[[], Handler]:
-    module = _module(request["place"])
+    module = _import(request["module"])
     functions = {}
     for name, key in request["functions"].items():
         value = getattr(module, key[0])
         functions[name] = value if len(key) == 1 else value[key[1]]
 
-    def answer(question: list[Any]) -> Any:
-        name, arguments = question
+    def answer(call: list[Any]) -> Any:
+        name, arguments = call
         try:
             result = functions[name](**arguments)
             if inspect.isawaitable(result):
@@ -74,8 +74,8 @@ def _tools(request: dict[str, Any]) -> Callable[[], Handler]:
             cause = next(cause for kind, cause in _FAILURES if isinstance(error, kind))
             return {"failed": [cause, f"{name}: {type(error).__name__}: {error}"]}
         except Exception as error:
-            return {"told": f"{type(error).__name__}: {error}"[:_CHARACTERS]}
-        return {"value": _text(result)[:_CHARACTERS]}
+            return {"tool_error": f"{type(error).__name__}: {error}"[:_MAX_CHARACTERS]}
+        return {"value": _text(result)[:_MAX_CHARACTERS]}
 
     return lambda: answer
 
@@ -85,7 +85,7 @@ async def _wait(result: Any) -> Any:
 
 
 def _text(result: Any) -> str:
-    """Write what a tool returned: text as it is, anything else as JSON."""
+    """Convert a tool's result to text: text as it is, anything else as JSON."""
     if isinstance(result, str | bytes):
         return result if isinstance(result, str) else result.decode("utf-8", "replace")
     try:
@@ -108,22 +108,22 @@ def _environments(request: dict[str, Any]) -> Callable[[], Handler]:
     def make() -> Handler:
         loop = asyncio.new_event_loop()
         session = Session(
-            factory, _CHARACTERS, lambda awaitable: loop.run_until_complete(_wait(awaitable))
+            factory, _MAX_CHARACTERS, lambda awaitable: loop.run_until_complete(_wait(awaitable))
         )
 
-        def ask(method: str, *arguments: Any) -> Any:
+        def run(method: str, *arguments: Any) -> Any:
             if method == "reset":
                 row, seed = arguments
-                pairs = row.get("user_data") or []  # which JSON made lists
+                pairs = row.get("user_data") or []  # tuples have become lists in JSON
                 reply = session.reset(row | {"user_data": [tuple(x) for x in pairs]}, seed)
                 return [reply.messages, session.tools]
             if method == "step":
                 return list(session.step(Action(*arguments)))
             return getattr(session, method)()
 
-        def answer(question: list[Any]) -> Any:
+        def answer(call: list[Any]) -> Any:
             try:
-                return {"value": ask(*question)}
+                return {"value": run(*call)}
             except BaseException as error:  # SystemExit must not end the runner
                 return {"failed": [failure_cause(error), describe_failure(error)]}
 
@@ -132,7 +132,7 @@ def _environments(request: dict[str, Any]) -> Callable[[], Handler]:
     return make
 
 
-def _module(place: str) -> ModuleType:
+def _import(place: str) -> ModuleType:
     if not place.endswith(".py"):
         return importlib.import_module(place)
     name = os.path.basename(place)[:-3]
@@ -146,7 +146,7 @@ def _module(place: str) -> ModuleType:
 
 
 def _run(channel: socket.socket, make: Callable[[], Handler], megabytes: int) -> None:
-    """Be a runner: answer questions until the channel closes."""
+    """Run calls until the channel closes."""
     process = os.getpid()
     used = _memory()
     limit = used + (megabytes << 20)
@@ -158,7 +158,7 @@ def _run(channel: socket.socket, make: Callable[[], Handler], megabytes: int) ->
             answer = json.dumps(handler(json.loads(line)), default=str)
         except BaseException as error:
             answer = json.dumps({"failed": ["raised", f"{type(error).__name__}: {error}"[:500]]})
-        if os.getpid() != process:  # what a tool has forked came back here
+        if os.getpid() != process:  # a fork of the tool has returned
             os._exit(0)
         channel.sendall(answer.encode("utf-8", "replace") + b"\n")
 
@@ -182,11 +182,11 @@ class _Runner:
 
 
 class _Server:
-    """Runs runners, and answers for them.
+    """Starts and ends runners, and passes their answers on.
 
     Args:
-        answers: where answers are written.
-        make: makes what answers questions; called in a runner.
+        answers: file descriptor that answers are written to.
+        make: makes the function that runs calls; called in a runner.
     """
 
     def __init__(self, answers: int, make: Callable[[], Handler]) -> None:
@@ -208,10 +208,10 @@ class _Server:
             self._libc.prctl(option, value, 0, 0, 0)
 
     def serve(self) -> None:
-        """Serve until the input ends; nothing that was started is left then."""
+        """Serve until the input ends; then kill all runners."""
         unread = b""
         while True:
-            for key, events in self._selector.select(self._seconds()):
+            for key, events in self._selector.select(self._seconds_left()):
                 if key.fd == 0:
                     chunk = os.read(0, 1 << 16)
                     if not chunk:
@@ -220,10 +220,10 @@ class _Server:
                         return
                     *lines, unread = (unread + chunk).split(b"\n")
                     for line in lines:
-                        self._take(json.loads(line))
+                        self._handle(json.loads(line))
                 elif key.fd == self._woken:
                     os.read(self._woken, 4096)
-                    self._bury()
+                    self._reap()
                 elif key.data in self._runners:
                     self._exchange(key.data, events)
             now = time.monotonic()
@@ -231,24 +231,24 @@ class _Server:
                 if runner.deadline is not None and now > runner.deadline:
                     self._fail(number, "timeout", "it did not answer in time and was killed")
 
-    def _seconds(self) -> float | None:
+    def _seconds_left(self) -> float | None:
         deadlines = [r.deadline for r in self._runners.values() if r.deadline is not None]
         return max(min(deadlines) - time.monotonic(), 0) + 1e-3 if deadlines else None
 
-    def _take(self, request: dict[str, Any]) -> None:
-        """Ask a runner, which is forked if there is none of that number; or end it."""
+    def _handle(self, request: dict[str, Any]) -> None:
+        """Pass a call to its runner, which is forked for its first call; or kill the runner."""
         number = request["runner"]
-        if "question" not in request:
+        if "call" not in request:
             self._kill(number)
             return
         if number not in self._runners:
-            if not request["first"]:  # its runner is dead
+            if not request["first"]:  # its runner has died
                 self._answer(number, {"failed": ["died", "its process has ended"]})
                 return
             self._fork(number, request)
         runner = self._runners[number]
         runner.deadline = time.monotonic() + request["seconds"]
-        runner.unsent += json.dumps(request["question"]).encode() + b"\n"
+        runner.unsent += json.dumps(request["call"]).encode() + b"\n"
         self._exchange(number, selectors.EVENT_WRITE)
 
     def _fork(self, number: int, request: dict[str, Any]) -> None:
@@ -262,16 +262,16 @@ class _Server:
             return
         try:
             self._prctl(_DEATH_SIGNAL, signal.SIGKILL)
-            # What it starts stays below it: `_kill` finds it there, `_bury` leaves it alone.
+            # Its descendants stay below it: `_kill` finds them there, `_reap` leaves them alone.
             self._prctl(_SUBREAPER, 1)
-            if os.getppid() != server:  # which died meanwhile
+            if os.getppid() != server:  # the server has died meanwhile
                 os._exit(1)
             os.setsid()
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            nowhere = os.open(os.devnull, os.O_RDWR)
+            null = os.open(os.devnull, os.O_RDWR)
             for stream in (0, 1, 2):
-                os.dup2(nowhere, stream)
+                os.dup2(null, stream)
             os.close(self._answers)
             here.close()
             for runner in self._runners.values():
@@ -281,7 +281,7 @@ class _Server:
             os._exit(1)
 
     def _exchange(self, number: int, events: int) -> None:
-        """Send what is unsent, and read what can be read."""
+        """Send and receive as much as possible without blocking."""
         runner = self._runners[number]
         try:
             if events & selectors.EVENT_WRITE and runner.unsent:
@@ -297,25 +297,25 @@ class _Server:
         except OSError:
             self._fail(number, "died", "its process has ended")
             return
-        wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if runner.unsent else 0)
-        self._selector.modify(runner.channel, wanted, number)
-        if len(runner.unread) > _LONGEST:
-            self._fail(number, "reply", f"its answer has more than {_LONGEST} bytes")
+        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if runner.unsent else 0)
+        self._selector.modify(runner.channel, events, number)
+        if len(runner.unread) > _MAX_ANSWER_BYTES:
+            self._fail(number, "reply", f"its answer has more than {_MAX_ANSWER_BYTES} bytes")
         elif b"\n" in runner.unread:
             line, runner.unread, runner.deadline = runner.unread.split(b"\n")[0], b"", None
             try:
                 answer = json.loads(line)
                 assert isinstance(answer, dict)
             except (AssertionError, ValueError, RecursionError):
-                answer = {"failed": ["reply", "its answer is no JSON"]}
+                answer = {"failed": ["reply", "its answer is not valid JSON"]}
             self._answer(number, answer)
             if runner.once:
                 self._kill(number)
 
     def _fail(self, number: int, cause: str, text: str) -> None:
-        asked = self._runners[number].deadline is not None
+        is_running_call = self._runners[number].deadline is not None
         self._kill(number)
-        if asked:
+        if is_running_call:
             self._answer(number, {"failed": [cause, text]})
 
     def _answer(self, number: int, answer: dict[str, Any]) -> None:
@@ -324,39 +324,39 @@ class _Server:
             line = line[os.write(self._answers, line) :]
 
     def _kill(self, number: int) -> None:
-        """Kill a runner with everything that it has started."""
+        """Kill a runner with all processes that it has started."""
         runner = self._runners.pop(number, None)
         if runner is None:
             return
         self._selector.unregister(runner.channel)
         runner.channel.close()
-        # Its descendants first: while it is stopped it stays their parent, and starts no more. One
-        # that they start meanwhile becomes a child of this process, for `_bury` to kill.
+        # Descendants first: the stopped runner stays their parent, and starts no more of them. What
+        # they start meanwhile becomes a child of this process, and `_reap` kills it.
         _signal(runner.process, signal.SIGSTOP)
-        _kill_below(runner.process)
+        _kill_descendants(runner.process)
         with contextlib.suppress(OSError):
             os.killpg(runner.process, signal.SIGKILL)
         _signal(runner.process, signal.SIGKILL)
         with contextlib.suppress(ChildProcessError):
             os.waitpid(runner.process, 0)
-        self._bury()
+        self._reap()
 
-    def _bury(self) -> None:
-        """Wait for runners that have died, and kill what they have left behind."""
+    def _reap(self) -> None:
+        """Wait for runners that have died, and kill the processes that they have left behind."""
         dead = set()
         with contextlib.suppress(ChildProcessError):
             while (process := os.waitpid(-1, os.WNOHANG)[0]) != 0:
                 dead.add(process)
         for number, runner in list(self._runners.items()):
             if runner.process in dead:
-                with contextlib.suppress(OSError):  # its last answer may lie in the channel
+                with contextlib.suppress(OSError):  # its last answer may be in the channel
                     self._exchange(number, selectors.EVENT_READ)
                 if number in self._runners:
                     self._fail(number, "died", "its process has ended")
         runners = {runner.process for runner in self._runners.values()}
         for process in _children(os.getpid()):
             if process not in runners:
-                _kill_below(process)
+                _kill_descendants(process)
                 _signal(process, signal.SIGKILL)
 
 
@@ -370,16 +370,16 @@ def _children(process: int) -> list[int]:
     return children
 
 
-def _below(process: int) -> Iterator[int]:
+def _descendants(process: int) -> Iterator[int]:
     for child in _children(process):
         yield child
-        yield from _below(child)
+        yield from _descendants(child)
 
 
-def _kill_below(process: int) -> None:
-    """Kill what a process has started: again and again, for it may be starting more meanwhile."""
+def _kill_descendants(process: int) -> None:
+    """Kill all descendants of a process; repeated, since they may start more meanwhile."""
     for _ in range(100):
-        living = [child for child in _below(process) if not _is_dead(child)]
+        living = [child for child in _descendants(process) if not _is_dead(child)]
         if not living:
             return
         for child in living:

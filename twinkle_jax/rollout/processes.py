@@ -17,17 +17,17 @@ from twinkle_jax.reward.worker_process import WorkerProcess, end, start
 from twinkle_jax.rollout.environment import Action, ProcessFailedError, ToolRaisedError
 
 _SCRIPT = Path(__file__).with_name("process_worker.py")
-_START = 120.0  # seconds in which the user's file must be imported
-_DEAD = ("died", "its process has ended")
-_GRACE = 10.0  # seconds that an answer may take beyond the limit that the process keeps
+_START_SECONDS = 120.0  # for importing the user's file
+_DIED = ("died", "its process has ended")
+_GRACE = 10.0  # seconds more than the limit, which the process itself enforces
 
 
 class ProcessLimits(NamedTuple):
-    """What a call of a tool, or of an environment in a process, may take.
+    """Limits of a call of a tool, or of an environment, in a process.
 
     Attributes:
-        seconds: until it must answer; then its process is killed, with all that it has started.
-        megabytes: of memory, above what importing the file takes.
+        seconds: for each call; then the process is killed, with all processes it has started.
+        megabytes: of memory, in addition to what importing the file takes.
     """
 
     seconds: float = 60.0
@@ -35,48 +35,48 @@ class ProcessLimits(NamedTuple):
 
 
 class _Answers:
-    """Answers of a process by the number of their runner, sorted by a thread."""
+    """Passes the answers of a process to the callers that wait for them, in a thread."""
 
     def __init__(self, process: WorkerProcess) -> None:
         self._output = process.process.stdout
         self._lock = threading.Lock()
         self._waiting: dict[int, queue.SimpleQueue[Mapping[str, Any]]] = {}
         self.ended = False
-        threading.Thread(target=self._sort, name="processes", daemon=True).start()
+        threading.Thread(target=self._read_answers, name="processes", daemon=True).start()
 
     def expect(self, runner: int) -> "queue.SimpleQueue[Mapping[str, Any]]":
-        """Give the place where the next answer of a runner comes."""
+        """Return a queue that will receive the next answer of a runner."""
         with self._lock:
-            place: queue.SimpleQueue[Mapping[str, Any]] = queue.SimpleQueue()
-            self._waiting[runner] = place
+            answers: queue.SimpleQueue[Mapping[str, Any]] = queue.SimpleQueue()
+            self._waiting[runner] = answers
             if self.ended:
-                place.put({"failed": _DEAD})
-            return place
+                answers.put({"failed": _DIED})
+            return answers
 
-    def _sort(self) -> None:
+    def _read_answers(self) -> None:
         assert self._output is not None
         with contextlib.suppress(ValueError):  # closed while it is read
             for line in self._output:
                 answer = json.loads(line)
                 with self._lock:
-                    place = self._waiting.pop(answer["runner"], None)
-                if place is not None:
-                    place.put(answer)
+                    answers = self._waiting.pop(answer["runner"], None)
+                if answers is not None:
+                    answers.put(answer)
         with self._lock:
             self.ended = True
-            for place in self._waiting.values():
-                place.put({"failed": _DEAD})
+            for answers in self._waiting.values():
+                answers.put({"failed": _DIED})
             self._waiting.clear()
 
 
 class Processes:
-    """Runners of a user's file: forked from a process that has imported it, and killed by it.
+    """Runs calls of a user's file in forks of a process that has imported it.
 
-    Started when it is first asked, and again if it has ended. Any thread may ask.
+    The process is started by the first request, and again if it has ended. Thread-safe.
 
     Args:
-        description: what the process imports, see `process_worker`.
-        limits: of each question.
+        description: of what the process imports, see `process_worker`.
+        limits: of each call.
     """
 
     def __init__(self, description: Mapping[str, Any], limits: ProcessLimits) -> None:
@@ -88,45 +88,45 @@ class Processes:
         weakref.finalize(self, end, self._running)
 
     def open(self, *, once: bool = False) -> "Runner":
-        """Give a runner, which is forked at its first question; `once`: it ends with its answer."""
+        """Return a runner, which is forked by its first call; `once`: it ends after that call."""
         return Runner(self, next(self._numbers), once=once)
 
     def request(
-        self, request: Mapping[str, Any], *, begin: bool, seconds: float | None = None
+        self, request: Mapping[str, Any], *, start_process: bool, seconds: float | None = None
     ) -> Any:
-        """Send a request; with a number of seconds, wait so long for the answer.
+        """Send a request, and wait for its answer.
 
         Args:
-            request: a line, see `process_worker`.
-            begin: start the process if it is not running.
-            seconds: None for a request that has no answer.
+            request: see `process_worker`.
+            start_process: start the process if it is not running.
+            seconds: maximum time to wait; None for a request without an answer.
 
         Raises:
             ProcessFailedError: if there is no answer, or the runner has died or failed.
-            ToolRaisedError: if a tool raised what the policy is told.
+            ToolRaisedError: if a tool raised an error, which the policy is told.
         """
         with self._lock:
             if self._answers is None or self._answers.ended:
-                if not begin:
-                    raise ProcessFailedError(*_DEAD)
+                if not start_process:
+                    raise ProcessFailedError(*_DIED)
                 end(self._running)
                 self._answers = self._start()
-            place = None if seconds is None else self._answers.expect(request["runner"])
+            answers = None if seconds is None else self._answers.expect(request["runner"])
             stdin = self._running[0].process.stdin
             assert stdin is not None
-            with contextlib.suppress(OSError):  # it has ended: the thread that reads says so
+            with contextlib.suppress(OSError):  # it has ended: `_Answers` reports it
                 stdin.write(json.dumps(request, default=str) + "\n")
                 stdin.flush()
-        if place is None:
+        if answers is None:
             return None
         try:
-            answer = place.get(timeout=seconds)
+            answer = answers.get(timeout=seconds)
         except queue.Empty:
             raise ProcessFailedError("timeout", "its process does not answer") from None
         if "failed" in answer:
             raise ProcessFailedError(*map(str, answer["failed"]))
-        if "told" in answer:
-            raise ToolRaisedError(str(answer["told"]))
+        if "tool_error" in answer:
+            raise ToolRaisedError(str(answer["tool_error"]))
         return answer.get("value")
 
     def _start(self) -> _Answers:
@@ -134,14 +134,14 @@ class Processes:
         process = self._running[0].process
         assert process.stdin is not None
         assert process.stdout is not None
-        impatient = threading.Timer(_START, process.kill)
-        impatient.daemon = True
-        impatient.start()
+        start_timer = threading.Timer(_START_SECONDS, process.kill)
+        start_timer.daemon = True
+        start_timer.start()
         with contextlib.suppress(OSError):
             process.stdin.write(json.dumps({"path": sys.path, **self._description}) + "\n")
             process.stdin.flush()
         line = process.stdout.readline()
-        impatient.cancel()
+        start_timer.cancel()
         ready = json.loads(line) if line else {"error": ""}
         if "ready" not in ready:
             errors = end(self._running)
@@ -153,53 +153,55 @@ class Processes:
 
 
 class Runner:
-    """A forked process that answers questions one after the other."""
+    """A forked process that runs one call after the other."""
 
     def __init__(self, processes: Processes, number: int, *, once: bool) -> None:
         self._processes, self._number, self._once = processes, number, once
         self._first = True
 
-    def ask(self, *question: Any) -> Any:
-        """Ask, and wait for the answer; raises what `Processes.request` does."""
+    def call(self, *call: Any) -> Any:
+        """Run a call, and return its result; raises the errors of `Processes.request`."""
         limits, first = self._processes.limits, self._first
         self._first = False
         request = {
             "runner": self._number,
-            "question": question,
+            "call": call,
             "first": first,
             "once": self._once,
             "seconds": limits.seconds,
             "megabytes": limits.megabytes,
         }
-        return self._processes.request(request, begin=first, seconds=limits.seconds + _GRACE)
+        return self._processes.request(
+            request, start_process=first, seconds=limits.seconds + _GRACE
+        )
 
     def end(self) -> None:
-        """Have it killed."""
+        """Kill the process."""
         with contextlib.suppress(ProcessFailedError):
-            self._processes.request({"runner": self._number}, begin=False)
+            self._processes.request({"runner": self._number}, start_process=False)
 
 
 def tools_in_processes(
     functions: Mapping[str, tuple[Callable[..., Any], Sequence[Any]]],
-    place: str,
+    module_name: str,
     limits: ProcessLimits,
 ) -> list[Callable[..., Any]]:
-    """Make functions whose calls run in a process each.
+    """Wrap functions so that each call runs in a process of its own.
 
     Args:
-        functions: by name: the function, and where its file has it: the name of an attribute, and
-            an index if that is a list.
-        place: `FILE.py` or `MODULE`.
+        functions: by name: the function, and where its module has it: the name of an attribute,
+            and an index if that attribute is a list.
+        module_name: `FILE.py` or `MODULE`.
         limits: of a call.
     """
     keys = {name: list(key) for name, (_, key) in functions.items()}
-    processes = Processes({"kind": "tools", "place": place, "functions": keys}, limits)
+    processes = Processes({"kind": "tools", "module": module_name, "functions": keys}, limits)
 
     def wrapped(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def call(**arguments: Any) -> Any:
-            return processes.open(once=True).ask(name, arguments)
+            return processes.open(once=True).call(name, arguments)
 
-        functools.update_wrapper(call, function)  # its signature and docstring
+        functools.update_wrapper(call, function)  # copies signature and docstring
         call.__name__ = name
         return call
 
@@ -207,9 +209,9 @@ def tools_in_processes(
 
 
 class ProcessEnvironment:
-    """An environment in a process of its own, from its first observation to its end.
+    """An environment in a process of its own, which lasts as long as the episode.
 
-    What hangs is killed with all that it has started, so that no thread is left behind.
+    If it hangs, it is killed with all processes that it has started, and no thread is left over.
 
     Args:
         processes: runners of environments.
@@ -220,32 +222,32 @@ class ProcessEnvironment:
         self.tools: list[Tool] = []
 
     def reset(self, row: Mapping[str, Any], seed: int) -> list[Message]:
-        """Begin an episode."""
-        messages, self.tools = self._runner.ask("reset", dict(row), seed)
+        """Start an episode."""
+        messages, self.tools = self._runner.call("reset", dict(row), seed)
         return list(messages)
 
     def step(self, action: Action) -> Any:
-        """Answer an action."""
-        return self._runner.ask("step", str(action), action.tool_format)
+        """Take an action."""
+        return self._runner.call("step", str(action), action.tool_format)
 
     def final_reward(self) -> Any:
-        """Ask for what is added at the end."""
-        return self._runner.ask("final_reward")
+        """Return the reward that is added at the end."""
+        return self._runner.call("final_reward")
 
     def close(self) -> None:
         """Close the environment, and end its process."""
         try:
-            self._runner.ask("close")
+            self._runner.call("close")
         finally:
             self._runner.end()
 
 
 def environments_in_processes(name: str, limits: ProcessLimits) -> Callable[[], Any]:
-    """Make what makes environments, each in a process of its own.
+    """Return a function that makes environments, each in a process of its own.
 
     Args:
-        name: as `find_environment` takes it.
-        limits: of each answer.
+        name: as for `find_environment`.
+        limits: of each call.
     """
     description = {"kind": "environments", "name": name}
     return functools.partial(ProcessEnvironment, Processes(description, limits))

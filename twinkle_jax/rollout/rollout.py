@@ -16,34 +16,34 @@ from twinkle_jax.rollout import hosts
 from twinkle_jax.rollout.episode import Episode
 from twinkle_jax.sampler import LENGTH, Completions
 
-_SMALLEST_WIDTH = 16  # columns: shorter rows are not worth a compilation of their own
+_MIN_WIDTH = 16  # columns; a narrower batch is not worth a compilation
 
 
 class Rollout(NamedTuple):
-    """Trajectories that a policy drew; the completions of a prompt stand next to each other.
+    """Sampled trajectories; those of a prompt are consecutive.
 
     Attributes:
-        batch: [rows, time] on the device: tokens; labels, which are the tokens that the policy
-            chose; and their log-probabilities under it (`old_logps`). Advantages and those of a
-            reference policy are added later.
+        batch: [rows, time] on the device: tokens; labels, which are the sampled tokens; and their
+            log-probabilities under the policy (`old_logps`). Advantages and log-probabilities of a
+            reference policy are added later. Each trajectory has one row, or `rows_each` of them
+            with `history="template"`.
         trajectories: the conversations; the last message is the completion.
-        ground_truths: what the reward compares with, one a row.
-        lengths: tokens that the policy chose, one number a row.
-        row_lengths: columns that a row takes in `batch`, padding left out.
-        truncated: True for rows that ran out of room.
-        rewards: one a row, in float32; None before they are scored.
-        reward_parts: the single rewards, by name, where several are added up.
-        greedy_rewards: rewards of the most probable completions, one a prompt, for estimators that
-            compare with them.
-        advantages: one a row, to look at; those of single tokens are in `batch`.
-        failed: True for trajectories whose environment failed; None without environments. They
-            have no labels, and no part in statistics.
-        episodes: the conversations with environments; None without. The batch has the same number
-            of rows for each, one unless a chat template takes several; all else is one a
-            trajectory, but for `row_lengths` and `turns`.
-        turns: for each position of the batch, the turn that its label belongs to; -1 for others.
-        held: rows whose text this process has, where a run has several processes; the others'
-            conversations are here without their completion. None: all.
+        ground_truths: of the reward, one a trajectory.
+        lengths: sampled tokens of each trajectory.
+        row_lengths: columns of each row of `batch` without padding.
+        truncated: True for trajectories that ended at a limit of tokens or turns.
+        rewards: one a trajectory, in float32; None before they are scored.
+        reward_parts: the rewards by name, if several are added up.
+        greedy_rewards: rewards of the most probable completions, one a prompt, for estimators with
+            such a baseline.
+        advantages: one a trajectory, for display; those of tokens are in `batch`.
+        failed: True for trajectories whose environment failed: they have no labels, and are
+            excluded from statistics. None without environments.
+        episodes: one a trajectory; None without environments.
+        turns: for each position of `batch`, the index of the turn that its label belongs to; -1 for
+            no label. None without environments.
+        held: True for trajectories that this process holds, if a run has several processes; others
+            have no completion. None: all.
     """
 
     batch: Batch
@@ -67,32 +67,32 @@ class Rollout(NamedTuple):
         return len(self.batch.tokens) // len(self.lengths)
 
     def counted(self, *, mask_truncated: bool = False) -> np.ndarray[Any, Any] | None:
-        """Say which trajectories count in statistics; None for all."""
-        left_out = [self.truncated] if mask_truncated else []
-        left_out += [] if self.failed is None else [self.failed]
-        return ~np.logical_or.reduce(left_out) if left_out else None
+        """Mark the trajectories that count in statistics; None for all."""
+        excluded = [self.truncated] if mask_truncated else []
+        excluded += [] if self.failed is None else [self.failed]
+        return ~np.logical_or.reduce(excluded) if excluded else None
 
     @property
     def held_rows(self) -> hosts.RowMask:
-        """Rows whose text this process has."""
+        """True for trajectories that this process holds."""
         return np.ones(len(self.lengths), bool) if self.held is None else self.held
 
     @property
     def scores(self) -> np.ndarray[Any, Any]:
-        """The rewards of a rollout that has been scored."""
+        """The rewards; raises a ValueError before they are computed."""
         if self.rewards is None:
-            raise ValueError("rollout must be scored first, got one without rewards")
+            raise ValueError("rollout must have rewards, got None: score it first")
         return self.rewards
 
 
 def encode_prompts(
     template: Template, prompts: Sequence[Trajectory], *, longest: int
 ) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-    """Make token ids of prompts, padded on the left to a bucket of lengths, and their mask.
+    """Encode prompts, padded on the left to a bucket of lengths.
 
     Args:
         template: of the policy.
-        prompts: conversations that end before the assistant speaks.
+        prompts: conversations in which the assistant speaks next.
         longest: the most tokens of a prompt.
 
     Returns:
@@ -107,7 +107,7 @@ def encode_prompts(
 def prompt_ids(
     template: Template, prompts: Sequence[Trajectory], *, longest: int, first: int = 0
 ) -> list[list[int]]:
-    """Make token ids of prompts, the first of which has this number in messages of errors."""
+    """Encode prompts; `first` is the index of the first of them in error messages."""
     if not prompts:
         return []
     features = template.batch_encode(prompts, add_generation_prompt=True)
@@ -125,7 +125,7 @@ def prompt_ids(
 def pad_prompts(
     rows: Sequence[Sequence[int]],
 ) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-    """Pad token ids on the left to a bucket of lengths: tokens and mask, [prompts, time]."""
+    """Pad token ids on the left to a bucket of lengths; return tokens and mask, [prompts, time]."""
     time = bucket_size(max(map(len, rows)), smallest=8)
     tokens, mask = np.zeros((len(rows), time), np.int32), np.zeros((len(rows), time), bool)
     for i, row in enumerate(rows):
@@ -146,18 +146,18 @@ def training_batch(
 ) -> Batch:
     """Lay prompts and their completions out to train on: labels are the next tokens.
 
-    Each row begins with its prompt in column 0 and is padded behind its completion, so that it
-    needs no mask. A batch is as wide as its longest row, not as the longest that could be drawn.
+    Each row begins with its prompt in column 0 and is padded on the right, so that it needs no
+    mask. The width is that of the longest row in the batch, not of the longest possible one.
 
     Args:
         prompts: token ids, one row a prompt.
         prompt_mask: True for tokens.
-        completions: of [`generate`][twinkle_jax.sampler.generate]; those of a prompt next to each
-            other.
+        completions: of [`generate`][twinkle_jax.sampler.generate]; those of a prompt are
+            consecutive.
         advantages: one for each completion.
-        width: columns; None: a bucket that holds the longest row, which waits for the lengths.
-        mask_truncated: True takes completions that ran out of room out of the loss.
-        multiple: what the width must be a multiple of.
+        width: columns; None: the bucket of the longest row, which waits for the lengths.
+        mask_truncated: exclude truncated completions from the loss.
+        multiple: the width is a multiple of this.
 
     Returns:
         A batch of [rows, width] tokens.
@@ -174,8 +174,8 @@ def training_batch(
 
 
 def batch_width(longest: int, *, multiple: int = 1) -> int:
-    """Give the columns of a batch whose longest row has so many tokens: few different numbers."""
-    return bucket_size(longest, smallest=_SMALLEST_WIDTH, multiple=multiple)
+    """Return the width of a batch by the tokens of its longest row, rounded up to a bucket."""
+    return bucket_size(longest, smallest=_MIN_WIDTH, multiple=multiple)
 
 
 @partial(jax.jit, static_argnames=("width", "mask_truncated"))
@@ -188,7 +188,7 @@ def _lay_out(
     mask_truncated: bool,
 ) -> Batch:
     samples = len(completions.tokens) // len(prompts)
-    # Prompts to the left: stable, so that their tokens stay in order.
+    # Move prompts to the left; a stable sort keeps their tokens in order.
     order = jnp.argsort(~prompt_mask, axis=1, stable=True)
     prompts = jnp.repeat(jnp.take_along_axis(prompts, order, axis=1), samples, axis=0)
     starts = jnp.repeat(jnp.sum(prompt_mask, axis=1, dtype=jnp.int32), samples)[:, None]
@@ -199,10 +199,10 @@ def _lay_out(
         return jnp.take_along_axis(values, jnp.clip(index, 0, values.shape[1] - 1), axis=1)
 
     of_prompt = columns < starts
-    of_completion = ~of_prompt & (columns < starts + lengths - 1)  # the last one is a label alone
+    of_completion = ~of_prompt & (columns < starts + lengths - 1)  # the last one is only a label
     tokens = jnp.where(of_prompt, pick(prompts, jnp.broadcast_to(columns, of_prompt.shape)), 0)
     tokens = jnp.where(of_completion, pick(completions.tokens, columns - starts), tokens)
-    following = columns + 1 - starts  # which token of the completion comes next
+    following = columns + 1 - starts  # index of the next token in the completion
     chosen = (following >= 0) & (following < lengths)
     if mask_truncated:
         chosen &= (completions.finish_reasons != LENGTH)[:, None]
@@ -217,7 +217,7 @@ def _lay_out(
 def with_advantages(
     batch: Batch, advantages: Float[Array, " rows"] | Float[Array, "rows time"]
 ) -> Batch:
-    """Give each token its advantage: one number a row, or one a position."""
+    """Add advantages to a batch: one number a row, or one a position."""
     if advantages.ndim == 1:
         advantages = jnp.broadcast_to(advantages[:, None], batch.tokens.shape)
     return batch._replace(advantages=advantages.astype(jnp.float32))
@@ -229,15 +229,15 @@ def with_advantages(
 def has_signal(
     rollout: Rollout, num_samples: int, *, mask_truncated: bool = False
 ) -> np.ndarray[Any, np.dtype[np.bool_]]:
-    """Say of each prompt whether its rewards differ, so that there is something to learn.
+    """Mark the prompts whose rewards differ, so that their advantages are not all 0.
 
-    The same rule as [`group_statistics`][twinkle_jax.advantage.group_statistics], on the host,
-    where the rewards are: the device is not waited for.
+    The rule is that of [`group_statistics`][twinkle_jax.advantage.group_statistics], computed on
+    the host, so that it does not wait for the device.
 
     Args:
-        rollout: scored.
+        rollout: with rewards.
         num_samples: completions of each prompt.
-        mask_truncated: True leaves completions that ran out of room out.
+        mask_truncated: exclude truncated completions.
     """
     rewards = rollout.scores.reshape(-1, num_samples)
     kept = np.ones(rewards.shape, bool)
@@ -246,7 +246,7 @@ def has_signal(
         kept = counted.reshape(rewards.shape)
     highest = rewards.max(axis=1, where=kept, initial=-np.inf)
     lowest = rewards.min(axis=1, where=kept, initial=np.inf)
-    with np.errstate(invalid="ignore", over="ignore"):  # nothing is kept; the largest floats
+    with np.errstate(invalid="ignore", over="ignore"):  # groups without a kept reward; overflow
         rounding = NOISE_ULPS * np.spacing(np.maximum(np.abs(highest), np.abs(lowest)))
         return np.asarray(highest - lowest > rounding)
 
@@ -262,15 +262,15 @@ def draw_until_signal(
     """Draw rollouts until enough prompts have a signal.
 
     Args:
-        draw: gives the scored rollout of this number.
+        draw: returns the scored rollout of an index.
         prompts: prompts of an update.
         num_samples: completions of each prompt.
-        rollouts: the most rollouts to draw; 1 takes what the first gives.
+        rollouts: maximum number of rollouts; 1 takes the first as it is.
         mask_truncated: as for `has_signal`.
 
     Returns:
-        What to train on, and all that was drawn. Where the last rollout allowed does not bring
-        enough prompts with a signal, others fill up; they change nothing but averages.
+        The rollout to train on, and all rollouts. If too few prompts have a signal after the last
+        rollout, prompts without one fill the batch; their advantages are 0.
 
     References:
         [DAPO](https://arxiv.org/abs/2503.14476) (Yu et al., 2025)
@@ -289,7 +289,7 @@ def draw_until_signal(
 def _choose(
     drawn: list[Rollout], groups: np.ndarray[Any, np.dtype[np.int32]], num_samples: int
 ) -> Rollout:
-    """Take groups out of several rollouts, numbered one after the other."""
+    """Select groups of several rollouts, by their index over all of them."""
     rows = (groups[:, None] * num_samples + np.arange(num_samples)).reshape(-1)
     each = drawn[0].rows_each
     of_batch = (rows[:, None] * each + np.arange(each, dtype=np.int32)).reshape(-1)
@@ -341,5 +341,5 @@ def _pad(batch: Batch, width: int) -> Batch:
 
 @partial(jax.jit)
 def _take_rows(batches: list[Any], rows: Int[Array, " rows"]) -> Any:
-    """Choose rows out of several trees whose rows stand one after the other."""
+    """Select rows of several trees, by their index over all of them."""
     return jax.tree.map(lambda *xs: jnp.take(jnp.concatenate(xs), rows, axis=0), *batches)

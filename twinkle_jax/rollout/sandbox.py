@@ -1,4 +1,4 @@
-"""A tool that runs Python which nobody trusts, on Linux."""
+"""A tool that runs untrusted Python in a sandbox, on Linux."""
 
 import os
 import select
@@ -13,22 +13,22 @@ _WORKER = Path(__file__).with_name("sandbox_worker.py")
 
 
 class SandboxUnavailableError(OSError):
-    """This system cannot enclose a process, so that nothing is run."""
+    """The system does not allow the sandbox; the program was not run."""
 
 
 def python_tool(
     *, seconds: int = 5, megabytes: int = 256, characters: int = 4096
 ) -> Callable[[str], str]:
-    """Make a tool that runs a Python program in an enclosed process, and returns what it prints.
+    """Make a tool that runs a Python program in a sandbox, and returns what it prints.
 
-    What it stops: reading and writing files (an empty root directory), the network (an empty
-    network namespace), seeing, signalling and starting processes (a process table of its own, no
-    fork), rights of the trainer's user, endless loops, memory, floods of output. What it does not
-    stop: errors of the Linux kernel. Modules of the standard library that compute, `math` and
-    `itertools` for two, can be imported; others cannot, for there are no files.
+    It prevents: reading and writing files (an empty root directory), network access (an empty
+    network namespace), seeing, signalling and starting processes (a PID namespace, no fork), use of
+    the trainer's privileges, endless loops, high memory use, floods of output. It does not prevent
+    attacks on the Linux kernel. Modules of the standard library that compute, such as `math` and
+    `itertools`, can be imported; others cannot, since there are no files.
 
     Args:
-        seconds: that a program may take; one that sleeps is ended too.
+        seconds: of CPU time for a program; one that sleeps is killed a few seconds later.
         megabytes: of memory.
         characters: of output; the rest is cut off.
 
@@ -36,8 +36,8 @@ def python_tool(
         The tool, `python(code)`.
 
     Raises:
-        SandboxUnavailableError: when the tool is called, where the system encloses no process; some
-            distributions let only root do it. Nothing is run then.
+        SandboxUnavailableError: by a call of the tool, if the system does not allow namespaces;
+            some distributions allow them to root only. The program is not run then.
 
     Example:
         >>> tool = python_tool(seconds=2)  # tool("print(6 * 7)") gives "42"
@@ -58,7 +58,7 @@ def python_tool(
 
 def _run(code: str, seconds: int, megabytes: int, characters: int) -> str:
     with tempfile.TemporaryDirectory() as root:
-        os.chmod(root, 0o555)  # noqa: S103  (empty, and nobody writes into it)
+        os.chmod(root, 0o555)  # noqa: S103  (empty and read-only)
         with subprocess.Popen(  # noqa: S603  (our own script)
             [sys.executable, "-I", "-S", str(_WORKER), root, str(seconds), str(megabytes)],
             stdin=subprocess.PIPE,
@@ -68,12 +68,12 @@ def _run(code: str, seconds: int, megabytes: int, characters: int) -> str:
             start_new_session=True,
         ) as process:
             try:
-                output, error, ended = _talk(process, code, seconds + 5.0, 4 * characters)
+                output, error, ended = _communicate(process, code, seconds + 5.0, 4 * characters)
             finally:
-                process.kill()  # what it has forked dies with it
+                process.kill()  # its forks die with it
     if not output.startswith(b"\0"):
         last = error.decode("utf-8", "replace").strip().split("\n")[-1]
-        raise SandboxUnavailableError(f"a process must be enclosed, which fails here: {last}")
+        raise SandboxUnavailableError(f"the sandbox is not available on this system: {last}")
     text = output[1:].decode("utf-8", "replace")[:characters].rstrip("\n")
     if not ended:
         return f"{text}\nError: it did not end within {seconds} s, or printed too much".lstrip("\n")
@@ -82,10 +82,10 @@ def _run(code: str, seconds: int, megabytes: int, characters: int) -> str:
     return text
 
 
-def _talk(
+def _communicate(
     process: "subprocess.Popen[bytes]", code: str, seconds: float, limit: int
 ) -> tuple[bytes, bytes, bool]:
-    """Give a program to the process, and read what it prints: in time, and not too much."""
+    """Send the program, and read output and errors until a limit; return whether it has ended."""
     assert process.stdin is not None
     assert process.stdout is not None
     assert process.stderr is not None
@@ -94,8 +94,8 @@ def _talk(
     read = {process.stdout: b"", process.stderr: b""}
     open_pipes, deadline = list(read), time.monotonic() + seconds
     while open_pipes:
-        rest = deadline - time.monotonic()
-        ready, _, _ = select.select(open_pipes, [], [], max(rest, 0))
+        remaining = deadline - time.monotonic()
+        ready, _, _ = select.select(open_pipes, [], [], max(remaining, 0))
         if not ready or max(map(len, read.values())) > limit:
             return read[process.stdout], read[process.stderr], False
         for pipe in ready:

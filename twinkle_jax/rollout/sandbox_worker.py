@@ -1,7 +1,7 @@
-"""Runs Python that nobody trusts, in a process with nothing around it: started by `sandbox`.
+"""Runs untrusted Python in a sandbox; started by `sandbox`.
 
-Order matters: what has to be imported is imported first, then the process gives up its user, its
-view of the machine, its files, its rights, and last its time and memory.
+Order matters: modules are imported first, then the process gives up its user, its namespaces, its
+files, its privileges, and last its time and memory.
 """
 
 import ctypes
@@ -22,32 +22,32 @@ _MODULES = (
 
 
 def enclose(root: str, seconds: int, megabytes: int) -> None:
-    """Take away all but computing; raises OSError where the system cannot do it."""
+    """Enter the sandbox; raises OSError if the system does not allow it."""
     libc = ctypes.CDLL(None, use_errno=True)
 
-    def must(result: int, what: str) -> None:
+    def check(result: int, what: str) -> None:
         if result:
             raise OSError(ctypes.get_errno(), what)
 
     for name in _MODULES:
         __import__(name)
-    sys.path.clear()  # there will be no files to import from
-    if os.getuid() == 0:  # the limit of processes is not for root
+    sys.path.clear()  # chroot removes the files anyway
+    if os.getuid() == 0:  # the limit of processes does not apply to root
         os.setgroups([])
         os.setgid(_NOBODY)
         os.setuid(_NOBODY)
-    must(libc.unshare(_NEW_NAMESPACES), "unshare")
-    child = os.fork()  # which is the first process of its own table: it sees no other
+    check(libc.unshare(_NEW_NAMESPACES), "unshare")
+    child = os.fork()  # PID 1 of the new namespace: it sees no other process
     if child:
         _, status = os.waitpid(child, 0)
         os._exit(min(os.waitstatus_to_exitcode(status) % 256, 255))
-    must(libc.prctl(_SET_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0), "prctl")
+    check(libc.prctl(_SET_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0), "prctl")
     os.chroot(root)
     os.chdir("/")
     os.closerange(3, 4096)
-    must(libc.prctl(_NO_NEW_PRIVILEGES, 1, 0, 0, 0), "prctl")
+    check(libc.prctl(_NO_NEW_PRIVILEGES, 1, 0, 0, 0), "prctl")
     header, none = (ctypes.c_uint32 * 2)(_CAPABILITIES, 0), (ctypes.c_uint32 * 6)()
-    must(libc.capset(header, none), "capset")
+    check(libc.capset(header, none), "capset")
     memory = megabytes << 20
     for limit, value in (
         (resource.RLIMIT_CORE, 0),
@@ -64,13 +64,13 @@ def main() -> None:
     """Read a program from the standard input, and run it."""
     code = sys.stdin.buffer.read().decode("utf-8", "replace")
     enclose(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))
-    sys.stdout.write("\0")  # from here on it is the program that speaks
+    sys.stdout.write("\0")  # marks the start of the program's output
     sys.stdout.flush()
     try:
-        exec(compile(code, "<program>", "exec"), {"__name__": "__main__"})  # noqa: S102  (what it is for)
+        exec(compile(code, "<program>", "exec"), {"__name__": "__main__"})  # noqa: S102  (the purpose of this file)
     except SystemExit:
         pass
-    except BaseException as error:  # told as one line
+    except BaseException as error:  # reported as one line
         print(f"{type(error).__name__}: {error}")  # noqa: T201
     sys.stdout.flush()
 

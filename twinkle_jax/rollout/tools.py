@@ -16,7 +16,7 @@ from twinkle_jax.rollout.environment import (
 
 _JSON_TYPES = {str: "string", int: "integer", float: "number", bool: "boolean"}
 _ARGUMENT = re.compile(r"\s*(\*{0,2}\w+)\s*(?:\([^)]*\))?\s*:\s*(.*)")
-_PASSED_ON = (  # not the policy's fault
+_FAILURES = (  # not the policy's fault: the episode fails
     TimeoutError,
     ConnectionError,
     EOFError,
@@ -26,14 +26,14 @@ _PASSED_ON = (  # not the policy's fault
 
 
 def tool_schema(function: Callable[..., Any]) -> Tool:
-    """Describe a function as a tool, in OpenAI's shape, from its signature and docstring.
+    """Describe a function as a tool, in OpenAI's format, from its signature and docstring.
 
     Args:
-        function: with type hints; the `Args:` of its docstring, in Google's style, describe its
-            parameters. A parameter without a default is required.
+        function: with type hints, and a docstring in Google's style whose `Args:` describe the
+            parameters. Parameters without a default are required.
 
     Returns:
-        The description that chat templates show to a policy.
+        The description that chat templates show to the policy.
 
     Raises:
         TypeError: if a parameter takes any number of positional arguments.
@@ -51,10 +51,10 @@ def tool_schema(function: Callable[..., Any]) -> Tool:
         >>> tool_schema(add)["function"]["parameters"]["required"]
         ['x']
     """
-    summary, described = _read_docstring(inspect.getdoc(function) or "")
+    summary, descriptions = _read_docstring(inspect.getdoc(function) or "")
     try:
         hints = get_type_hints(function)
-    except (NameError, TypeError):  # types that are there for type checkers alone
+    except (NameError, TypeError):  # types that exist for type checkers only
         hints = {}
     properties, required = {}, []
     for name, parameter in inspect.signature(function).parameters.items():
@@ -63,8 +63,8 @@ def tool_schema(function: Callable[..., Any]) -> Tool:
         if parameter.kind == parameter.VAR_KEYWORD:
             continue
         properties[name] = _json_schema(hints.get(name, Any))
-        if name in described:
-            properties[name]["description"] = described[name]
+        if name in descriptions:
+            properties[name]["description"] = descriptions[name]
         if parameter.default is parameter.empty:
             required.append(name)
     parameters = {"type": "object", "properties": properties, "required": required}
@@ -90,9 +90,9 @@ def _json_schema(hint: Any) -> dict[str, Any]:
 
 
 def _read_docstring(text: str) -> tuple[str, dict[str, str]]:
-    """Split a docstring in Google's style into its beginning and what it says of parameters."""
+    """Split a docstring in Google's style into its description and those of its parameters."""
     head, _, rest = text.partition("\nArgs:")
-    described: dict[str, str] = {}
+    descriptions: dict[str, str] = {}
     name, indent = "", None
     for line in rest.split("\n"):
         if not line.strip():
@@ -104,22 +104,22 @@ def _read_docstring(text: str) -> tuple[str, dict[str, str]]:
         match = _ARGUMENT.fullmatch(line) if depth <= indent else None
         if match:
             name = match[1].lstrip("*")
-            described[name] = match[2].strip()
+            descriptions[name] = match[2].strip()
         elif name:
-            described[name] = f"{described[name]} {line.strip()}".strip()
-    return re.split(r"\n(?:Returns|Raises|Example):", head)[0].strip(), described
+            descriptions[name] = f"{descriptions[name]} {line.strip()}".strip()
+    return re.split(r"\n(?:Returns|Raises|Example):", head)[0].strip(), descriptions
 
 
 class ToolEnvironment:
-    """Answers calls of tools, and passes everything else on to another environment.
+    """Runs tool calls, and passes actions without one to another environment.
 
-    What a function returns is a message of the role `tool`: text as it is, anything else as JSON.
-    What it raises is told to the policy as `Error: …`, since wrong arguments are the policy's
-    doing. A lost connection, a time that is up or missing memory are not: the episode fails.
+    The result of a call becomes a message of the role `tool`: text as it is, anything else as JSON.
+    If the function raises an error, the policy reads `Error: …`, since wrong arguments are the
+    policy's fault. After a lost connection, a timeout or a lack of memory the episode fails.
 
     Args:
-        functions: tools; methods of an object are as good; may be `async`.
-        environment: what answers text without calls; None: such text ends the episode.
+        functions: tools; functions or methods, may be `async`.
+        environment: for actions without a tool call; None: such an action ends the episode.
 
     Raises:
         ValueError: if two tools have the same name.
@@ -146,15 +146,15 @@ class ToolEnvironment:
 
     @property
     def tools(self) -> list[Any]:
-        """What the policy may call: functions, and what the environment has."""
+        """Descriptions of the functions, and of the environment's tools."""
         return [*self._schemas, *(getattr(self._environment, "tools", None) or [])]
 
     def reset(self, row: Mapping[str, Any], seed: int) -> Any:
-        """Begin an episode."""
+        """Start an episode."""
         return None if self._environment is None else self._environment.reset(row, seed)
 
     def step(self, action: Action) -> Any:
-        """Call what the policy called, or ask the environment."""
+        """Run the tool calls of an action, or pass it to the environment."""
         if not action.calls and not action.errors:
             if self._environment is None:
                 return None, 0.0, True, {}
@@ -174,7 +174,7 @@ class ToolEnvironment:
         return None if self._environment is None else self._environment.close()
 
     def _start(self, name: str, arguments: Mapping[str, Any]) -> Any:
-        """Call a tool; give its result, what is to be awaited for it, or an error."""
+        """Call a tool; return its result, an awaitable of it, or an error."""
         function = self._functions.get(name)
         if function is None:
             known = ", ".join(self._functions)
@@ -185,7 +185,7 @@ class ToolEnvironment:
             return _ToolError(f"{name}: {error}")
         try:
             return function(**arguments)
-        except _PASSED_ON:
+        except _FAILURES:
             raise
         except ToolRaisedError as error:
             return _ToolError(str(error))
@@ -194,23 +194,23 @@ class ToolEnvironment:
 
 
 class _ToolError:
-    """What a policy is told of a call that did not succeed."""
+    """The error of a call, which the policy is told."""
 
     def __init__(self, text: str) -> None:
         self.text = text
 
 
 async def _wait_for(results: Sequence[tuple[str, Any]]) -> Any:
-    waited = []
+    finished = []
     for name, result in results:
-        waited.append((name, await _value(result) if inspect.isawaitable(result) else result))
-    return _tool_reply(waited)
+        finished.append((name, await _value(result) if inspect.isawaitable(result) else result))
+    return _tool_reply(finished)
 
 
 async def _value(result: Awaitable[Any]) -> Any:
     try:
         return await result
-    except _PASSED_ON:
+    except _FAILURES:
         raise
     except Exception as error:
         return _ToolError(f"{type(error).__name__}: {error}")
