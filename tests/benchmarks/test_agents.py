@@ -13,8 +13,7 @@ import jax
 
 from tests.benchmarks.test_lengths import make_policy
 from twinkle_jax.data import PromptBatch
-from twinkle_jax.rollout import LocalEngine, MultiTurn
-from twinkle_jax.sampler import Sampling
+from twinkle_jax.rollout import LocalEngine, MultiTurn, RolloutConfig
 
 EPISODES, TURNS, NEW, SLOWEST, PAIRS = 64, 6, 128, 0.2, 5
 
@@ -45,17 +44,18 @@ def test_tools_that_take_their_time(capsys):
     def run(cohorts, slowest):
         Tool.slowest = slowest
         source = MultiTurn(
-            LocalEngine(policy.config, policy.template, NEW, 64),
+            LocalEngine(policy.config, policy.template, stop_tokens=stops),
             Tool,
-            Sampling(stop_tokens=stops),
-            1,
-            max_turns=TURNS,
-            max_new_tokens=NEW,
-            max_episode_tokens=1024,
-            cohorts=cohorts,
+            RolloutConfig(
+                num_samples=1,
+                max_turns=TURNS,
+                max_new_tokens=NEW,
+                max_episode_tokens=1024,
+                cohorts=cohorts,
+            ),
         )
         began = time.perf_counter()
-        episodes = source.play(policy.params, rows, jax.random.key(1), source.sampling, 1)
+        episodes = source.play(policy.params, rows, jax.random.key(1))
         seconds = time.perf_counter() - began
         return seconds, sum(e.num_sampled for e in episodes), [len(e.turns) for e in episodes]
 

@@ -4,6 +4,7 @@
 128, 64 rows. Lengths are geometric with a mean of 32: 16 of the 512 tokens end a row. Two minutes.
 """
 
+import dataclasses
 import statistics
 import time
 
@@ -13,7 +14,6 @@ import numpy as np
 
 from twinkle_jax.data import Message, PromptBatch, Template, Trajectory, small_tokenizer
 from twinkle_jax.model import init_params, parse_config
-from twinkle_jax.sampler import Sampling
 from twinkle_jax.training import (
     Policy,
     RolloutConfig,
@@ -56,10 +56,8 @@ class Contestant:
         reward = lambda trajectories, truths: np.arange(len(trajectories)) % 2  # noqa: E731
         self.recipe = make_recipe(config, policy, reward)
         source = self.recipe.source
-        sampling = Sampling(stop_tokens=stops)
-        self.recipe = self.recipe._replace(
-            source=type(source)(source.engine, reward, sampling, SAMPLES)
-        )
+        engine = dataclasses.replace(source.engine, stop_tokens=stops)
+        self.recipe = self.recipe._replace(source=dataclasses.replace(source, engine=engine))
         self.prompts = PromptBatch(
             [
                 Trajectory(messages=[Message(role="user", content=chr(0x4E00 + i) * 4)])

@@ -12,11 +12,10 @@ import jax
 import numpy as np
 
 from twinkle_jax.model import init_params, parse_config
-from twinkle_jax.rollout import LocalEngine
-from twinkle_jax.sampler import Sampling
+from twinkle_jax.rollout import LocalEngine, RolloutConfig
 
 ROWS, TURNS, NEW, ROUNDS = 64, 6, 32, 4
-SAMPLING = Sampling(stop_tokens=list(range(16)))
+STOPS = list(range(16))
 
 
 def test_turns():
@@ -32,8 +31,9 @@ def test_turns():
         def shown(count):
             return generator.integers(16, 512, count).tolist()
 
-        engine = LocalEngine(config, None, NEW, slots=slots)
-        turns = engine.converse(params, ROWS, SAMPLING, max_length=1024)
+        engine = LocalEngine(config, None, stop_tokens=STOPS)
+        settings = RolloutConfig(max_new_tokens=NEW, slots=slots, max_episode_tokens=1024)
+        turns = engine.converse(params, ROWS, settings)
         rows = {i: shown(100) for i in range(ROWS)}
         for turn in range(TURNS):
             keys = jax.random.split(jax.random.key(turn), ROWS)

@@ -17,11 +17,12 @@ from twinkle_jax.rollout import (
     EnvironmentFailureError,
     LocalEngine,
     MultiTurn,
+    RolloutConfig,
     draw_until_signal,
     episode_metrics,
     lay_out_episodes,
 )
-from twinkle_jax.sampler import STOP, Completions, Sampling
+from twinkle_jax.sampler import STOP, Completions
 from twinkle_jax.training import score_batch, small_policy
 
 POLICY = small_policy(0)
@@ -33,11 +34,16 @@ STRIPPING = (  # shows the thoughts, before '=', of the last turn alone
 )
 
 
+STOPS = [1, 8, 9]  # the end of a turn, 0 and 1: short turns
+
+
 def source(environment, *, template=POLICY.template, new=5, **options):
-    stops = Sampling(stop_tokens=[1, 8, 9])  # the end of a turn, 0 and 1: short turns
-    engine = LocalEngine(POLICY.config, template, new, 64)
-    options = {"max_turns": 4, "max_episode_tokens": 48, "timeout": 20.0, **options}
-    return MultiTurn(engine, environment, stops, 4, max_new_tokens=new, **options)
+    engine = LocalEngine(POLICY.config, template, stop_tokens=STOPS)
+    made = MultiTurn(engine, environment, RolloutConfig(num_samples=4, max_new_tokens=new))
+    named = {f.name for f in dataclasses.fields(RolloutConfig)}
+    settings = {"max_turns": 4, "max_episode_tokens": 48, "environment_timeout": 20.0}
+    settings |= {name: options.pop(name) for name in named & options.keys()}
+    return dataclasses.replace(made.with_settings(**settings), **options)
 
 
 ROWS = PromptBatch({"messages": [], "user_data": [("index", i)]} for i in range(2))
@@ -195,7 +201,7 @@ def test_many_episodes_are_drawn_in_halves_on_a_cpu():
             )
             return rows
 
-    engine = Recording(POLICY.config, POLICY.template, 5, 64)
+    engine = Recording(POLICY.config, POLICY.template, stop_tokens=STOPS)
 
     def play(prompts, cohorts=None):
         drawn.clear()
@@ -221,8 +227,9 @@ def test_many_episodes_are_drawn_in_halves_on_a_cpu():
 def test_a_failed_environment_is_no_episode(fault):
     how, cause = games.FAULTS[fault]
     environment = functools.partial(games.Failing, how)
+    timeout = 0.5 if cause == "timeout" else 20.0
     began = time.monotonic()
-    rollout = sample(environment, max_failed=1.0, timeout=0.5 if cause == "timeout" else 20.0)
+    rollout = sample(environment, max_failed=1.0, environment_timeout=timeout)
     assert time.monotonic() - began < 20
     odd = np.asarray([e.seed % 10 % 2 == 1 for e in rollout.episodes])
     # Episodes in which the environment is called a second time: their second turn has an end.
@@ -240,7 +247,7 @@ def test_a_failed_environment_is_no_episode(fault):
     assert metrics["environment/failed"] == metrics[f"environment/failed/{cause}"] == reached.mean()
     check_scores(rollout)
     with pytest.raises(EnvironmentFailureError, match=rf"of 8; the first \({cause}\)"):
-        sample(environment, timeout=0.5 if cause == "timeout" else 20.0)
+        sample(environment, environment_timeout=timeout)
 
 
 @pytest.mark.parametrize("tools", [7, [object()], "search"])
@@ -328,7 +335,7 @@ class Scripted:
         self.template = template
         self.spoken = [*template.tokenizer.encode("7"), template.tokenizer.eos_token_id]
 
-    def converse(self, params, count, sampling, *, max_length):
+    def converse(self, params, count, settings):
         return self
 
     def go_on(self, rows, keys, limits):
@@ -356,11 +363,10 @@ def conversation(tokenizer, history, first, later):
         def close(self):
             pass
 
-    made = MultiTurn(
-        Scripted(Template(tokenizer)), Saying, Sampling(), 1, history=history, max_turns=3
-    )
+    settings = RolloutConfig(num_samples=1, history=history, max_turns=3, max_episode_tokens=4096)
+    made = MultiTurn(Scripted(Template(tokenizer)), Saying, settings)
     rows = PromptBatch([{"messages": [], "user_data": []}])
-    (episode,) = made.play(None, rows, jax.random.key(0), made.sampling, 1)
+    (episode,) = made.play(None, rows, jax.random.key(0))
     assert episode.ended == "max_turns", episode.error
     assert len(episode.rows) == 1
     return episode.rows[0].tokens
@@ -476,12 +482,9 @@ def test_an_interrupt_closes_all_sessions():
         def converse(self, *args, **options):
             raise KeyboardInterrupt
 
-    made = source(games.Guess)
-    engine = Interrupted(POLICY.config, POLICY.template, 5, 64)
+    engine = Interrupted(POLICY.config, POLICY.template)
     with pytest.raises(KeyboardInterrupt):
-        MultiTurn(engine, games.Guess, made.sampling, 4).sample(
-            POLICY.params, ROWS, jax.random.clone(KEY)
-        )
+        MultiTurn(engine, games.Guess).sample(POLICY.params, ROWS, jax.random.clone(KEY))
 
 
 def test_every_turn_of_every_episode_draws_with_a_key_of_its_own():
@@ -501,7 +504,7 @@ def test_every_turn_of_every_episode_draws_with_a_key_of_its_own():
             return rows
 
     made = source(games.Never)
-    engine = Recording(POLICY.config, POLICY.template, 5, 64)
+    engine = Recording(POLICY.config, POLICY.template, stop_tokens=STOPS)
     many = dataclasses.replace(made, engine=engine)
     rollout = many.sample(POLICY.params, ROWS, jax.random.clone(KEY))
     assert len(seen) == len(set(seen)) == sum(len(e.turns) for e in rollout.episodes)
@@ -515,9 +518,9 @@ def test_groups_of_several_rollouts_are_chosen_with_all_their_rows(history):
     rewards = np.asarray([[0, 0, 0, 0, 1, 0, 0, 0], [1, 1, 1, 1, 0, 0, 1, 0]], np.float32)
     drawn = [r._replace(rewards=x) for r, x in zip(drawn, rewards, strict=True)]
     chosen, _ = draw_until_signal(lambda n: drawn[n], prompts=2, num_samples=4, rollouts=2)
-    assert chosen.rows_each == made.rows_each
+    assert chosen.rows_each == made.settings.rows_each
     assert chosen.episodes == [*drawn[0].episodes[4:], *drawn[1].episodes[4:]]
-    again = lay_out_episodes(chosen.episodes, rows_each=made.rows_each)
+    again = lay_out_episodes(chosen.episodes, rows_each=made.settings.rows_each)
     width = again.turns.shape[1]
     np.testing.assert_array_equal(np.asarray(chosen.batch.labels)[:, :width], again.batch.labels)
     np.testing.assert_array_equal(np.asarray(chosen.batch.rows), again.batch.rows)
@@ -550,7 +553,7 @@ def test_what_an_environment_says_first_joins_the_users_message():
             ]
         ),
     )
-    episodes = made.play(POLICY.params, prompt, jax.random.key(8), made.sampling, 1)  # fmt: skip
+    episodes = made.with_settings(num_samples=1).play(POLICY.params, prompt, jax.random.key(8))
     assert episodes[0].messages[:2] == [
         {"role": "system", "content": "1"},
         {"role": "user", "content": "2\n0-9="},

@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 
 from twinkle_jax.data import ArithmeticTask, PromptBatch, message_text
-from twinkle_jax.rollout import LocalEngine, encode_prompts, training_batch
+from twinkle_jax.rollout import LocalEngine, RolloutConfig, encode_prompts, training_batch
 from twinkle_jax.rollout.engine import read_texts
-from twinkle_jax.sampler import Sampling
 from twinkle_jax.training import score_batch, small_policy
 
 POLICY = small_policy(0)
@@ -16,11 +15,16 @@ PROMPTS = PromptBatch(ArithmeticTask(6, size=3)[:] + ArithmeticTask(1, size=1)[:
 SAMPLES, NEW = 4, 6
 
 
-def rollout(temperature=1.0):
-    engine = LocalEngine(POLICY.config, POLICY.template, NEW, 64)
-    sampling = Sampling(temperature, stop_tokens=POLICY.tokenizer.stop_token_ids)
-    key = jax.random.key(3)
-    return engine.draw(POLICY.params, PROMPTS, key, sampling, num_samples=SAMPLES)
+def rollout(temperature=1.0, slots=None):
+    settings = RolloutConfig(
+        num_samples=SAMPLES,
+        max_new_tokens=NEW,
+        max_prompt_tokens=64,
+        temperature=temperature,
+        slots=slots,
+    )
+    engine = LocalEngine(POLICY.config, POLICY.template)
+    return engine.draw(POLICY.params, PROMPTS, jax.random.key(3), settings)
 
 
 def test_prompts_stand_on_the_right_and_end_where_the_assistant_speaks():
@@ -96,12 +100,6 @@ def test_texts_are_the_completions_of_their_prompts():
 
 
 def test_fewer_slots_draw_the_same_tokens():
-    sampling = Sampling(stop_tokens=POLICY.tokenizer.stop_token_ids)
-    drawn = []
-    for slots in (None, 4):
-        engine = LocalEngine(POLICY.config, POLICY.template, NEW, 64, slots=slots)
-        key = jax.random.key(3)
-        drawn.append(engine.draw(POLICY.params, PROMPTS, key, sampling, num_samples=SAMPLES))
-    one, other = (x.completions for x in drawn)
+    one, other = (rollout(slots=slots).completions for slots in (None, 4))
     np.testing.assert_array_equal(one.tokens, other.tokens)
     np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-5)

@@ -6,7 +6,7 @@ import pytest
 
 from tests.model.families import config_of, each, params_of
 from twinkle_jax.model import make_mesh, shard_like_params
-from twinkle_jax.rollout import LocalEngine
+from twinkle_jax.rollout import LocalEngine, RolloutConfig
 from twinkle_jax.sampler import Conversations, Sampling, conversations
 
 VOCAB, ROOM, NEW = 48, 200, 6
@@ -25,8 +25,10 @@ def make(name, rows, sampling=FILTERED, *, mesh=None, length=ROOM, new=NEW):
 
 def read_anew(name, rows, sampling=FILTERED, new=NEW):
     """The same interface, with nothing kept: rows are more than slots."""
-    engine = LocalEngine(config_of(name), None, new, slots=1)
-    return engine.converse(params_of(name), rows, sampling, max_length=ROOM)
+    values = sampling._asdict()
+    engine = LocalEngine(config_of(name), None, stop_tokens=values.pop("stop_tokens"))
+    settings = RolloutConfig(max_new_tokens=new, slots=1, max_episode_tokens=ROOM, **values)
+    return engine.converse(params_of(name), rows, settings)
 
 
 def play(engine, turns, rows, *, called=lambda row, turn: True, new=NEW, longest=9):

@@ -54,9 +54,10 @@ def test_what_is_made_of_settings_gets_them():
     made = make(rollout=ROLLOUT, update=update, dtype="bfloat16", reward_timeout=7.0)
     source, engine = made.source, made.source.engine
     stops = POLICY.tokenizer.stop_token_ids
-    assert source.sampling == Sampling(0.7, 6, 0.9, 0.01, 1.3, stop_tokens=stops)
-    assert (source.num_samples, source.mask_truncated, source.reward_timeout) == (4, True, 7.0)
-    assert (engine.max_new_tokens, engine.max_prompt_tokens) == (5, 77)
+    assert source.settings == made.config.rollout == ROLLOUT.resolved()
+    sampling = Sampling(0.7, 6, 0.9, 0.01, 1.3, stop_tokens=stops)
+    assert engine.sampling(source.settings) == sampling
+    assert (source.mask_truncated, source.reward_timeout) == (True, 7.0)
     assert engine.compute_dtype == "bfloat16"
     assert made.estimator == Estimator(PKPOAdvantage(), {"k": 2})
     assert made.loss == DAPOLoss(epsilon=0.1, epsilon_high=0.4, beta=0.3)

@@ -195,7 +195,6 @@ def _sample(options: Any) -> int:
 
     from twinkle_jax.rollout import LocalEngine
     from twinkle_jax.rollout.engine import read_texts
-    from twinkle_jax.sampler import Sampling
     from twinkle_jax.training.display import harmless
 
     policy = _read_policy(options.model)
@@ -205,25 +204,21 @@ def _sample(options: Any) -> int:
     system = [Message(role="system", content=options.system)] if options.system else []
     user = [] if options.prompt is None else [Message(role="user", content=options.prompt)]
     prompt = Trajectory(messages=[*system, *user])
-    engine = LocalEngine(
-        policy.config, policy.template, options.max_new_tokens, 1 << 20, policy.frozen
-    )
-    sampling = Sampling(
-        options.temperature,
-        options.top_k,
-        options.top_p,
-        options.min_p,
-        stop_tokens=policy.tokenizer.stop_token_ids,
+    engine = LocalEngine(policy.config, policy.template, policy.frozen)
+    settings = RolloutConfig(
+        num_samples=options.num_samples,
+        max_new_tokens=options.max_new_tokens,
+        max_prompt_tokens=1 << 20,
+        temperature=options.temperature,
+        top_k=options.top_k,
+        top_p=options.top_p,
+        min_p=options.min_p,
+        max_turns=options.max_turns,
+        max_episode_tokens=1 << 20,
     )
     if many_turns:
-        return _play(options, engine, policy.params, prompt, sampling)
-    drawn = engine.draw(
-        policy.params,
-        [prompt],
-        jax.random.key(options.seed),
-        sampling,
-        num_samples=options.num_samples,
-    )
+        return _play(options, engine, policy.params, prompt, settings)
+    drawn = engine.draw(policy.params, [prompt], jax.random.key(options.seed), settings)
     texts = read_texts(drawn, [prompt], policy.template)
     rows = zip(texts.trajectories, texts.lengths, texts.truncated, strict=True)
     for number, (trajectory, length, truncated) in enumerate(rows, 1):
@@ -233,25 +228,17 @@ def _sample(options: Any) -> int:
     return 0
 
 
-def _play(options: Any, engine: Any, params: Any, prompt: Trajectory, sampling: Any) -> int:
+def _play(
+    options: Any, engine: Any, params: Any, prompt: Trajectory, settings: RolloutConfig
+) -> int:
     """Print episodes as conversations."""
     import jax
 
     from twinkle_jax.rollout import MultiTurn, find_environment
     from twinkle_jax.training.display import harmless
 
-    source = MultiTurn(
-        engine,
-        find_environment(options.environment, options.tools),
-        sampling,
-        options.num_samples,
-        max_turns=options.max_turns,
-        max_new_tokens=options.max_new_tokens,
-        max_prompt_tokens=1 << 20,
-        max_episode_tokens=1 << 20,
-    )
-    key = jax.random.key(options.seed)
-    episodes = source.play(params, [prompt], key, sampling, options.num_samples)
+    source = MultiTurn(engine, find_environment(options.environment, options.tools), settings)
+    episodes = source.play(params, [prompt], jax.random.key(options.seed))
     for number, episode in enumerate(episodes, 1):
         rewards = ", ".join(f"{reward:g}" for reward in episode.rewards)
         end = f"{episode.ended} {harmless(episode.error)}".rstrip()

@@ -10,7 +10,7 @@ from twinkle_jax.rollout.by_name import (
     find_environment,
     find_tools,
 )
-from twinkle_jax.rollout.engine import Drawn, Engine, LocalEngine, Texts, TurnEngine
+from twinkle_jax.rollout.engine import Engine, LocalEngine, PromptCompletions, Texts, TurnEngine
 from twinkle_jax.rollout.environment import (
     Action,
     Environment,
@@ -50,7 +50,6 @@ from twinkle_jax.rollout.tools import ToolEnvironment, tool_schema
 
 __all__ = [
     "Action",
-    "Drawn",
     "Ended",
     "Engine",
     "Environment",
@@ -65,6 +64,7 @@ __all__ = [
     "Observation",
     "OpenEnvEnvironment",
     "ProcessLimits",
+    "PromptCompletions",
     "Rollout",
     "RolloutConfig",
     "RolloutSource",

@@ -1,4 +1,4 @@
-"""Who draws completions: an interface, and the engine in this process."""
+"""Engines draw completions: their interface, and the engine in this process."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,18 +14,19 @@ from twinkle_jax.data import Message, Template, Trajectory, bucket_size
 from twinkle_jax.model import DecoderConfig, Params
 from twinkle_jax.rollout import hosts
 from twinkle_jax.rollout.rollout import pad_prompts, prompt_ids
+from twinkle_jax.rollout.settings import RolloutConfig
 from twinkle_jax.sampler import LENGTH, Completions, Conversations, Sampling, generate
 
-_FEWEST_ROWS = 8  # of a call: fewer take as long
+_MIN_ROWS = 8  # of a call; fewer rows would take as long
 
 
-class Drawn(NamedTuple):
-    """Completions of some prompts, on the device.
+class PromptCompletions(NamedTuple):
+    """Prompts and their completions, on the device.
 
     Attributes:
-        prompts: their tokens, one row a prompt.
-        prompt_mask: True for tokens.
-        completions: those of a prompt stand next to each other.
+        prompts: token ids, one row a prompt.
+        prompt_mask: True for tokens, False for padding.
+        completions: those of a prompt are consecutive rows.
     """
 
     prompts: Int[Array | np.ndarray, "prompts time"]
@@ -34,84 +35,70 @@ class Drawn(NamedTuple):
 
 
 class TurnEngine(Protocol):
-    """Draws turns of a fixed number of rows, which grow in between."""
+    """Draws the turns of a fixed number of conversations, each a row of tokens."""
 
     def go_on(
         self, rows: Mapping[int, Sequence[int]], keys: jax.Array, limits: Mapping[int, int]
     ) -> Completions:
-        """Draw what follows some of the rows.
+        """Draw the next turn of some of the rows.
 
         Args:
-            rows: by the number of a row, all its tokens so far.
-            keys: one for each row, used for those that are named.
-            limits: by the number of a row, the most tokens that it may get.
+            rows: all tokens so far of each of these rows, by row number.
+            keys: one for each row of the engine.
+            limits: the most new tokens of each of these rows, by row number.
 
         Returns:
-            The completions of all rows, on the host; of those that are not named, no tokens.
+            The completions of all rows of the engine, on the host; empty for the other rows.
         """
 
 
 class Engine(Protocol):
-    """Draws completions of prompts from a policy.
-
-    Attributes:
-        template: turns conversations into tokens and tokens into text.
-        stop_tokens: tokens that end a completion.
-        row_shards: the rows of a call must be a multiple of this.
-    """
+    """Draws completions of prompts from a policy."""
 
     @property
     def template(self) -> Template:
-        """What turns conversations into tokens, and tokens into text."""
+        """Encodes conversations, and decodes tokens."""
 
     @property
     def row_shards(self) -> int:
-        """Over how many devices rows are spread: their number must be a multiple of it."""
+        """Number of devices that rows are spread over; the rows of a call must be a multiple."""
 
     def draw(
         self,
         params: Params,
         prompts: Sequence[Trajectory],
         key: jax.Array,
-        sampling: Sampling,
-        *,
-        num_samples: int,
-    ) -> Drawn:
-        """Draw `num_samples` completions of each prompt."""
+        settings: RolloutConfig,
+    ) -> PromptCompletions:
+        """Draw `settings.num_samples` completions of each prompt."""
 
-    def converse(
-        self, params: Params, count: int, sampling: Sampling, *, max_length: int
-    ) -> TurnEngine:
-        """Draw turns of `count` rows, each of at most `max_length` tokens."""
+    def converse(self, params: Params, count: int, settings: RolloutConfig) -> TurnEngine:
+        """Draw turns of `count` rows, each of at most `settings.max_episode_tokens` tokens."""
 
 
 @dataclass(frozen=True)
 class LocalEngine:
-    """Draws with the policy's own parameters, in this process, on the devices where they lie.
+    """Draws with the policy's parameters in this process, on the devices that hold them.
 
     Attributes:
-        config: the decoder.
+        config: of the decoder.
         template: of the policy.
-        max_new_tokens: the most tokens of a completion.
-        max_prompt_tokens: the most tokens of a prompt.
-        frozen: parameters over which those of a call are laid: the base of an adapter.
+        frozen: parameters that those of a call are merged over, such as the base of an adapter.
         compute_dtype: type of activations; None for that of the parameters.
-        mesh: devices; None for one.
-        slots: rows that are drawn at a time; None for all.
+        mesh: of the parameters; None for one device.
+        stop_tokens: tokens that end a completion; None for those of the template's tokenizer.
     """
 
     config: DecoderConfig
     template: Template
-    max_new_tokens: int
-    max_prompt_tokens: int = 1024
     frozen: Params | None = None
     compute_dtype: DTypeLike | None = None
     mesh: Mesh | None = None
-    slots: int | None = None
+    stop_tokens: Sequence[int] | None = None
 
     @property
     def row_shards(self) -> int:
-        """Over how many devices rows are spread: their number must be a multiple of it."""
+        """Number of devices that rows are spread over; the rows of a call must be a multiple."""
         return 1 if self.mesh is None else int(self.mesh.shape["data"] * self.mesh.shape["fsdp"])
 
     def draw(
@@ -119,20 +106,17 @@ class LocalEngine:
         params: Params,
         prompts: Sequence[Trajectory],
         key: jax.Array,
-        sampling: Sampling,
-        *,
-        num_samples: int,
-    ) -> Drawn:
-        """Draw completions; nothing comes back to the host.
+        settings: RolloutConfig,
+    ) -> PromptCompletions:
+        """Draw completions, and leave them on the device.
 
         With several processes, each encodes its share of the prompts.
 
         Args:
-            params: what is trained, as it is now.
-            prompts: conversations that end before the assistant speaks.
+            params: the current trained parameters.
+            prompts: conversations in which the assistant speaks next.
             key: of this call; each row draws with a key of its own.
-            sampling: temperature, filters and stop tokens.
-            num_samples: completions of each prompt.
+            settings: without `auto` values.
 
         Raises:
             ValueError: if a prompt is too long, or the devices do not divide the rows.
@@ -141,7 +125,7 @@ class LocalEngine:
         parts = hosts.share(
             "encoding prompts",
             lambda: prompt_ids(
-                self.template, prompts[part], longest=self.max_prompt_tokens, first=part.start
+                self.template, prompts[part], longest=settings.max_prompt_tokens, first=part.start
             ),
         )
         tokens, mask = pad_prompts([row for part in parts for row in part])
@@ -151,106 +135,113 @@ class LocalEngine:
             tokens,
             mask,
             key,
-            sampling,
-            num_samples=num_samples,
-            max_new_tokens=self.max_new_tokens,
+            self.sampling(settings),
+            num_samples=settings.num_samples,
+            max_new_tokens=settings.max_new_tokens,
             frozen=self.frozen,
             compute_dtype=self.compute_dtype,
             mesh=self.mesh,
-            slots=None if self.slots is None else min(self.slots, len(tokens) * num_samples),
+            slots=_slots(settings, len(tokens) * settings.num_samples),
         )
-        return Drawn(tokens, mask, completions)
+        return PromptCompletions(tokens, mask, completions)
 
-    def converse(
-        self, params: Params, count: int, sampling: Sampling, *, max_length: int
-    ) -> TurnEngine:
-        """Draw turns of rows whose keys and values stay on the device in between.
+    def sampling(self, settings: RolloutConfig) -> Sampling:
+        """Return how the next token is chosen."""
+        stops = self.stop_tokens
+        return settings.sampling(self.template.tokenizer.stop_token_ids if stops is None else stops)
 
-        Where they are more than `slots`, nothing is kept, and each turn reads its row again.
+    def converse(self, params: Params, count: int, settings: RolloutConfig) -> TurnEngine:
+        """Draw turns of rows, and keep the keys and values of each row on the device.
+
+        If there are more rows than `settings.slots`, nothing is kept, and each turn reads its row
+        from the start.
 
         Args:
-            params: what is trained, as it is now.
-            count: how many rows.
-            sampling: temperature, filters and stop tokens.
-            max_length: the most tokens of a row.
+            params: the current trained parameters.
+            count: number of rows.
+            settings: without `auto` values.
         """
-        if self.slots is not None and count > self.slots:
-            return _ReadAgain(self, params, count, sampling)
+        if settings.slots is not None and count > settings.slots:
+            return _RereadingEngine(self, params, count, settings)
         return Conversations(
             params,
             self.config,
             count,
-            sampling,
-            max_length=max_length,
-            max_new_tokens=self.max_new_tokens,
+            self.sampling(settings),
+            max_length=settings.max_episode_tokens,
+            max_new_tokens=settings.max_new_tokens,
             frozen=self.frozen,
             compute_dtype=self.compute_dtype,
             mesh=self.mesh,
         )
 
 
+def _slots(settings: RolloutConfig, rows: int) -> int | None:
+    return None if settings.slots is None else min(settings.slots, rows)
+
+
 @dataclass(frozen=True)
-class _ReadAgain:
+class _RereadingEngine:
     """Draws turns of more rows than there are slots: each turn reads its row from the start."""
 
     engine: LocalEngine
     params: Params
     count: int
-    sampling: Sampling
+    settings: RolloutConfig
 
     def go_on(
         self, rows: Mapping[int, Sequence[int]], keys: jax.Array, limits: Mapping[int, int]
     ) -> Completions:
-        """Draw what follows some of the rows, padded to few different sizes."""
+        """Draw the next turn of some of the rows, padded to a few sizes."""
         engine, numbers = self.engine, list(rows)
-        count = max(1 << (len(rows) - 1).bit_length(), _FEWEST_ROWS)
+        count = max(1 << (len(rows) - 1).bit_length(), _MIN_ROWS)
         count += -count % engine.row_shards
         time = bucket_size(max(map(len, rows.values())), smallest=32)
         tokens, mask = np.zeros((count, time), np.int32), np.zeros((count, time), bool)
         for i, row in enumerate(rows.values()):
             tokens[i, time - len(row) :], mask[i, time - len(row) :] = row, True
-        mask[len(rows) :, -1] = True  # rows that fill up draw one token
-        most = np.ones(count, np.int32)
-        most[: len(rows)] = [limits[number] for number in numbers]
+        mask[len(rows) :, -1] = True  # padding rows draw one token
+        max_tokens = np.ones(count, np.int32)
+        max_tokens[: len(rows)] = [limits[number] for number in numbers]
         completions = generate(
             self.params,
             engine.config,
             tokens,
             mask,
             _keys_of(keys, np.asarray(numbers + numbers[:1] * (count - len(rows)))),
-            self.sampling,
-            max_new_tokens=engine.max_new_tokens,
-            max_tokens=most,
+            engine.sampling(self.settings),
+            max_new_tokens=self.settings.max_new_tokens,
+            max_tokens=max_tokens,
             frozen=engine.frozen,
             compute_dtype=engine.compute_dtype,
             mesh=engine.mesh,
-            slots=None if engine.slots is None else min(engine.slots, count),
+            slots=_slots(self.settings, count),
         )
 
-        def in_place(values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-            placed = np.zeros((self.count, *values.shape[1:]), values.dtype)
-            placed[numbers] = values[: len(rows)]
-            return placed
+        def scatter(values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+            of_all_rows = np.zeros((self.count, *values.shape[1:]), values.dtype)
+            of_all_rows[numbers] = values[: len(rows)]
+            return of_all_rows
 
-        placed: Completions = jax.tree.map(
-            in_place, jax.device_get(jax.tree.map(hosts.read_if_spread, completions))
+        scattered: Completions = jax.tree.map(
+            scatter, jax.device_get(jax.tree.map(hosts.read_if_spread, completions))
         )
-        return placed
+        return scattered
 
 
 @jax.jit
 def _keys_of(keys: jax.Array, index: Int[Array, " count"]) -> jax.Array:
-    return jax.random.clone(keys)[index]  # rows that fill up may draw what others do
+    return jax.random.clone(keys)[index]  # padding rows reuse a key of another row
 
 
 class Texts(NamedTuple):
     """Completions on the host.
 
     Attributes:
-        trajectories: the prompts' conversations, each with a completion as its last message.
+        trajectories: conversations of the prompts, with the completion as the last message.
         lengths: tokens of each completion.
-        truncated: True for completions that ran out of room.
-        held: rows that this process has decoded; the others' completions are left out.
+        truncated: True for completions that reached the limit of tokens.
+        held: True for rows that this process has decoded; other trajectories have no completion.
     """
 
     trajectories: list[Trajectory]
@@ -259,8 +250,10 @@ class Texts(NamedTuple):
     held: hosts.RowMask
 
 
-def read_texts(drawn: Drawn, prompts: Sequence[Trajectory], template: Template) -> Texts:
-    """Bring completions to the host that holds them, all in one transfer, and decode them."""
+def read_texts(
+    drawn: PromptCompletions, prompts: Sequence[Trajectory], template: Template
+) -> Texts:
+    """Decode completions, on the host that holds them; their tokens come in one transfer."""
     tokens, lengths, reasons, held = _read_completions(drawn.completions)
     num_samples = len(tokens) // len(prompts)
     trajectories = []
@@ -276,7 +269,7 @@ def read_texts(drawn: Drawn, prompts: Sequence[Trajectory], template: Template) 
 
 
 def _read_completions(completions: Completions) -> tuple[np.ndarray[Any, Any], ...]:
-    """Read tokens, lengths, finish reasons, and whose tokens this process has."""
+    """Return tokens, lengths, finish reasons, and which rows' tokens this process has."""
     if not hosts.several():
         tokens, lengths, reasons = jax.device_get(
             (completions.tokens, completions.lengths, completions.finish_reasons)

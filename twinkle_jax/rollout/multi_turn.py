@@ -1,7 +1,7 @@
-"""Many turns: a policy talks to environments, and its episodes are rows to train on."""
+"""Many turns: episodes of a policy with environments, and their rows to train on."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
@@ -22,19 +22,25 @@ from twinkle_jax.rollout.environment import (
     EnvironmentFactory,
     Reply,
     Session,
-    ToolFormat,
     describe_failure,
     failure_cause,
 )
 from twinkle_jax.rollout.episode import Ended, Episode, TokenRow, Turn, lay_out_episodes
 from twinkle_jax.rollout.rollout import Rollout
-from twinkle_jax.sampler import LENGTH, Sampling
+from twinkle_jax.rollout.settings import RolloutConfig
+from twinkle_jax.sampler import LENGTH
 
 History = Literal["append", "template"]
-"""How earlier turns are read: as they were sampled, or as the chat template renders them now."""
+"""How earlier turns are read.
 
-_ATTEMPTS = 2
-_MANY_EPISODES = 64
+`append`: as they were sampled, even if the chat template would render them differently once other
+messages follow; only new messages are encoded. `template`: as the template renders the conversation
+now; if that does not extend the tokens that the policy has read, the episode continues in a new
+row, and all its rows share the advantage.
+"""
+
+_MAX_ATTEMPTS = 2
+_MANY_EPISODES = 64  # from which on a CPU takes half the time for half of them
 
 
 class EnvironmentFailureError(RuntimeError):
@@ -43,103 +49,76 @@ class EnvironmentFailureError(RuntimeError):
 
 @dataclass(frozen=True)
 class MultiTurn:
-    """Lets a policy talk to environments, several episodes for each prompt.
+    """Plays episodes of a policy with environments, several for each prompt.
 
-    All episodes of a prompt are reset with the same seed, which follows from the key of the call.
-    An environment that raises, does not answer in time, loses its connection, or answers what is no
-    answer is tried once more with the same seed. If it fails again, its episode has no labels and
-    no part in statistics. It never becomes an episode with reward 0.
+    All episodes of a prompt are reset with the same seed, derived from the key of the call. If an
+    environment raises, times out, loses its connection or returns something invalid, its episode is
+    restarted once with the same seed. If it fails again, the episode has no labels and is excluded
+    from statistics. A failure never becomes an episode with reward 0.
 
-    With several processes, each plays an equal share of the episodes with environments of its own,
-    and tells the others what these answer. So every process knows all episodes, and asks the engine
-    for the same turns.
+    With several processes, each plays an equal share of the episodes and sends the others what its
+    environments answer. So all processes have all episodes, and ask the engine for the same turns.
 
     Attributes:
         engine: draws completions.
         environment: makes an environment for an episode.
-        sampling: temperature, filters and stop tokens.
-        num_samples: episodes of each prompt.
-        reward: added to the environment's, from the whole conversation; None for nothing more.
-        max_turns: the most turns; an episode that is not done then is truncated.
-        max_episode_tokens: the most tokens of an episode; likewise.
-        max_prompt_tokens: the most tokens before the first turn.
-        max_new_tokens: the most tokens of a turn; one that has no end then ends the episode.
-        history: how earlier turns are read. `append`: as they were sampled; what is new is
-            appended, even if the chat template would now render them in another way. `template`: as
-            the template renders them; where that does not extend what the policy has read, the
-            episode goes on in a row of its own, and all its rows share the advantage.
-        cohorts: parts in which the episodes of a call are played: while the environments of one are
-            at work, a turn of the next is drawn. Which episodes are drawn together depends on
-            nothing else, so that a run can be repeated byte for byte. None: see `default_cohorts`.
-        timeout: seconds that an environment may take to answer.
-        threads: environments that are called at a time.
-        max_failed: share of failed episodes above which a rollout raises.
-        max_observation: characters of an observation; of longer ones the middle is left out.
-        tool_format: how tool calls are read.
+        settings: of sampling and of episodes; `prompts` is not read. `max_new_tokens` is 512 if it
+            is `auto`, `max_episode_tokens` follows from it, and `cohorts` from `default_cohorts`.
+        reward: of the whole conversation, added to the environment's; None for none.
         reward_timeout: seconds that the reward may take for the episodes of a call.
-        mask_truncated: True takes episodes that a limit ended out of the loss.
-        width_multiple: what the width of a batch must be a multiple of.
+        mask_truncated: exclude truncated episodes from the loss.
+        width_multiple: the width of a batch is a multiple of this.
         discount: of rewards of later turns.
     """
 
     engine: Engine
     environment: EnvironmentFactory
-    sampling: Sampling
-    num_samples: int
+    settings: RolloutConfig = field(default_factory=RolloutConfig)
     reward: RewardFunction | None = None
-    max_turns: int = 6
-    max_episode_tokens: int = 4096
-    max_prompt_tokens: int = 1024
-    max_new_tokens: int = 512
-    history: History = "append"
-    cohorts: int | None = None
-    timeout: float = 60.0
-    threads: int = 64
-    max_failed: float = 0.1
-    max_observation: int = 16384
-    tool_format: ToolFormat = "any"
     reward_timeout: float = 600.0
     mask_truncated: bool = False
     width_multiple: int = 1
     discount: float = 1.0
 
-    @property
-    def rows_each(self) -> int:
-        """Rows of a batch for each episode."""
-        return 1 if self.history == "append" else self.max_turns
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "settings", self.settings.resolved())
+
+    def with_settings(self, **changes: Any) -> "MultiTurn":
+        """Return a copy with other settings."""
+        return replace(self, settings=replace(self.settings, **changes))
 
     def sample(self, params: Params, prompts: PromptBatch, key: jax.Array) -> Rollout:
-        """Play episodes, and lay them out.
+        """Play episodes, and lay them out to train on.
 
         Raises:
             EnvironmentFailureError: if too many environments failed.
         """
-        samples = self.num_samples
-        episodes = self.play(params, prompts, key, self.sampling, samples)
-        check_failures(episodes, self.max_failed)
-        laid_out = lay_out_episodes(
+        samples = self.settings.num_samples
+        episodes = self.play(params, prompts, key)
+        check_failures(episodes, self.settings.max_failed)
+        layout = lay_out_episodes(
             episodes,
-            rows_each=self.rows_each,
+            rows_each=self.settings.rows_each,
             mask_truncated=self.mask_truncated,
             multiple=self.width_multiple,
         )
         return Rollout(
-            laid_out.batch,
+            layout.batch,
             self._trajectories(episodes, prompts),
             [truth for truth in prompts.ground_truths for _ in range(samples)],
             np.asarray([episode.num_sampled for episode in episodes], np.int32),
-            laid_out.row_lengths,
+            layout.row_lengths,
             np.asarray([episode.truncated for episode in episodes]),
             failed=np.asarray([episode.failed for episode in episodes]),
             episodes=episodes,
-            turns=laid_out.turns,
+            turns=layout.turns,
             held=_held(len(episodes)),
         )
 
     def score(self, rollout: Rollout) -> Rollout:
-        """Add up the rewards of each episode; the reward function sees those that did not fail.
+        """Compute the return of each episode; the reward is not called for failed ones.
 
-        With several processes, each calls it for the episodes that it has played.
+        With several processes, each calls the reward for the episodes that it has played.
         """
         assert rollout.episodes is not None
         returns = self._returns(
@@ -151,24 +130,20 @@ class MultiTurn:
         """Score the most probable episode of each prompt.
 
         Raises:
-            EnvironmentFailureError: if an environment failed: there is nothing to compare with.
+            EnvironmentFailureError: if an environment failed, since its prompt has no score then.
         """
-        sampling = self.sampling._replace(temperature=0.0)
-        returns, episodes = self.judge(params, prompts, jax.random.key(0), sampling, 1)
+        greedy = self.with_settings(num_samples=1, temperature=0.0)
+        returns, episodes = greedy.play_and_score(params, prompts, jax.random.key(0))
         check_failures(episodes, 0.0)
         return returns
 
-    def judge(
-        self,
-        params: Params,
-        prompts: PromptBatch,
-        key: jax.Array,
-        sampling: Sampling,
-        num_samples: int,
+    def play_and_score(
+        self, params: Params, prompts: PromptBatch, key: jax.Array
     ) -> tuple[np.ndarray[Any, Any], list[Episode]]:
-        """Play episodes and add up the rewards of each; NaN for failed ones."""
-        episodes = self.play(params, prompts, key, sampling, num_samples)
-        truths = [truth for truth in prompts.ground_truths for _ in range(num_samples)]
+        """Play episodes and compute the return of each; NaN for failed ones."""
+        episodes = self.play(params, prompts, key)
+        samples = self.settings.num_samples
+        truths = [truth for truth in prompts.ground_truths for _ in range(samples)]
         held, trajectories = _held(len(episodes)), self._trajectories(episodes, prompts)
 
         def returns() -> dict[str, np.ndarray[Any, Any]]:
@@ -176,119 +151,112 @@ class MultiTurn:
 
         return hosts.merge_rows("computing rewards", held, returns)["returns"], episodes
 
-    def play(
-        self,
-        params: Params,
-        prompts: Sequence[Trajectory],
-        key: jax.Array,
-        sampling: Sampling,
-        num_samples: int,
-    ) -> list[Episode]:
-        """Play episodes to their end, those of a prompt next to each other.
+    def play(self, params: Params, prompts: Sequence[Trajectory], key: jax.Array) -> list[Episode]:
+        """Play episodes to their end.
 
         Args:
-            params: what is trained, as it is now.
+            params: the current trained parameters.
             prompts: rows of the task.
-            key: of everything that is random: seeds of environments, and tokens.
-            sampling: temperature, filters and stop tokens.
-            num_samples: episodes of each prompt.
+            key: of the seeds of environments, and of the tokens.
 
         Returns:
-            Episodes, failed ones among them.
+            The episodes, including failed ones; those of a prompt are consecutive.
 
         Raises:
-            ValueError: if a prompt is too long, or the chat template refuses a conversation.
+            ValueError: if a prompt is too long, or the chat template rejects a conversation.
         """
+        settings = self.settings
+        count = len(prompts) * settings.num_samples
         seeds = np.asarray(_seeds(key, len(prompts)))
-        keys = _episode_keys(key, len(prompts) * num_samples)
-        pool = CallPool(self.threads, self.timeout)
-        games = [
-            _Game(
-                self, pool, prompts[i // num_samples], int(seeds[i // num_samples]), i, bool(held)
+        keys = _episode_keys(key, count)
+        pool = CallPool(settings.environment_threads, settings.environment_timeout)
+        running = []
+        for i, held in enumerate(_held(count)):
+            prompt = i // settings.num_samples
+            running.append(
+                _RunningEpisode(self, pool, prompts[prompt], int(seeds[prompt]), i, bool(held))
             )
-            for i, held in enumerate(_held(len(prompts) * num_samples))
-        ]
         try:
-            engine = self.engine.converse(
-                params, len(games), sampling, max_length=self.max_episode_tokens
-            )
-            # Every cohort has rows on all devices.
-            parts = min(self.cohorts or default_cohorts(len(games)), len(games))
-            cohorts = [games[i::parts] for i in range(parts)]
-            while any(game.stage != "ended" for game in games):
+            engine = self.engine.converse(params, count, settings)
+            parts = min(settings.cohorts or default_cohorts(count), count)
+            cohorts = [running[i::parts] for i in range(parts)]  # each has rows on all devices
+            while any(episode.stage != "ended" for episode in running):
                 for cohort in cohorts:
-                    self._take_answers([game for game in cohort if game.stage == "asked"], pool)
-                    if any(game.stage == "ready" for game in cohort):
-                        self._draw(engine, games, cohort, keys)
-            return [game.episode for game in games]
+                    self._take_replies([e for e in cohort if e.stage == "in_environment"], pool)
+                    if any(episode.stage == "ready" for episode in cohort):
+                        self._draw(engine, running, cohort, keys)
+            return [episode.record for episode in running]
         finally:
-            closing = [pool(session.close) for game in games for session in game.sessions]
+            closing = [pool(session.close) for e in running for session in e.sessions]
             pool.wait(closing, len(closing))
             pool.close()
 
-    def _take_answers(self, games: "list[_Game]", pool: CallPool) -> None:
-        """Wait for environments, and let their episodes go on."""
-        calls = [game.call for game in games if game.call is not None]
+    def _take_replies(self, running: "list[_RunningEpisode]", pool: CallPool) -> None:
+        """Wait for environments, and read what they replied."""
+        calls = [episode.call for episode in running if episode.call is not None]
         pool.wait(calls, len(calls))
-        answers = _of_all("playing environments", games, lambda held: [g.answer() for g in held])
-        for game, answer in zip(games, answers, strict=True):
-            game.take_answer(answer)
-        self._read([game for game in games if game.stage == "told"])
+        replies = _gather("playing environments", running, lambda held: [e.reply() for e in held])
+        for episode, reply in zip(running, replies, strict=True):
+            episode.take_reply(reply)
+        self._read([episode for episode in running if episode.stage == "replied"])
 
-    def _read(self, games: "list[_Game]") -> None:
-        """Encode what environments said, for all episodes that go on, at once."""
-        for game in games:
-            game.join_messages()
-        encoded = _of_all("encoding what environments said", games, self._encode)
-        for game, tokens in zip(games, encoded, strict=True):
-            if self._appends(game):
-                game.read_more(tokens)
+    def _read(self, running: "list[_RunningEpisode]") -> None:
+        """Encode the observations of these episodes, all at once."""
+        for episode in running:
+            episode.join_messages()
+        encoded = _gather("encoding observations", running, self._encode)
+        for episode, tokens in zip(running, encoded, strict=True):
+            if self._appends(episode):
+                episode.append_observation(tokens)
             else:
-                game.read_again(tokens)
+                episode.replace_conversation(tokens)
 
-    def _appends(self, game: "_Game") -> bool:
-        """Whether what the environment said is encoded alone, and not the whole conversation."""
-        return self.history == "append" and bool(game.episode.turns)
+    def _appends(self, episode: "_RunningEpisode") -> bool:
+        """Whether the observation is encoded alone, not the whole conversation."""
+        return self.settings.history == "append" and bool(episode.record.turns)
 
-    def _encode(self, games: "list[_Game]") -> list[list[int]]:
-        """Give the tokens of whole conversations, or those that follow what the policy said."""
-        template = self.engine.template
-        later = [game for game in games if self._appends(game)]
-        whole = [game for game in games if not self._appends(game)]
+    def _encode(self, running: "list[_RunningEpisode]") -> list[list[int]]:
+        """Return the tokens of whole conversations, or of the observation after a turn."""
+        template, longest = self.engine.template, self.settings.max_prompt_tokens
+        appended = [episode for episode in running if self._appends(episode)]
+        rendered = [episode for episode in running if not self._appends(episode)]
         turns = [
-            {"messages": game.episode.messages, "new": game.new, "tools": game.tools}
-            for game in later
+            {"messages": e.record.messages, "new": e.observation, "tools": e.tools}
+            for e in appended
         ]
-        tokens = dict(
-            zip([game.number for game in later], template.continuations(turns), strict=True)
-        )
-        for game, row in zip(whole, _encode(template, whole), strict=True):
-            if not game.episode.turns and len(row) > self.max_prompt_tokens:
+        tokens = dict(zip([e.number for e in appended], template.continuations(turns), strict=True))
+        for episode, row in zip(rendered, _encode(template, rendered), strict=True):
+            if not episode.record.turns and len(row) > longest:
                 raise ValueError(
-                    "what comes before the first turn must have at most max_prompt_tokens="
-                    f"{self.max_prompt_tokens} tokens, got {len(row)}"
+                    "the conversation before the first turn must have at most "
+                    f"max_prompt_tokens={longest} tokens, got {len(row)}"
                 )
-            tokens[game.number] = row
-        return [tokens[game.number] for game in games]
+            tokens[episode.number] = row
+        return [tokens[episode.number] for episode in running]
 
     def _draw(
-        self, engine: TurnEngine, games: "list[_Game]", cohort: "list[_Game]", keys: jax.Array
+        self,
+        engine: TurnEngine,
+        running: "list[_RunningEpisode]",
+        cohort: "list[_RunningEpisode]",
+        keys: jax.Array,
     ) -> None:
         """Draw a turn of each episode of a cohort that is ready for one."""
-        ready = {game.number: game for game in cohort if game.stage == "ready"}
-        rows = {i: game.episode.rows[-1].tokens for i, game in ready.items()}
+        settings = self.settings
+        ready = {episode.number: episode for episode in cohort if episode.stage == "ready"}
+        rows = {i: episode.record.rows[-1].tokens for i, episode in ready.items()}
         limits = {
-            i: min(self.max_new_tokens, self.max_episode_tokens - len(row))
+            i: min(settings.max_new_tokens, settings.max_episode_tokens - len(row))
             for i, row in rows.items()
         }
-        turns = np.asarray([len(game.episode.turns) for game in games], np.int32)
+        turns = np.asarray([len(episode.record.turns) for episode in running], np.int32)
         drawn = engine.go_on(rows, _turn_keys(keys, turns), limits)
-        for i, game in ready.items():
+        for i, episode in ready.items():
             length = drawn.lengths[i]
             tokens = drawn.tokens[i, :length].tolist()
             text = self.engine.template.tokenizer.decode(tokens)
             truncated = bool(drawn.finish_reasons[i] == LENGTH)
-            game.act(tokens, drawn.logprobs[i, :length].tolist(), text, truncated=truncated)
+            episode.act(tokens, drawn.logprobs[i, :length].tolist(), text, truncated=truncated)
 
     def _trajectories(
         self, episodes: Sequence[Episode], prompts: Sequence[Trajectory]
@@ -306,7 +274,7 @@ class MultiTurn:
         ground_truths: Sequence[Any],
         held: hosts.RowMask,
     ) -> np.ndarray[Any, Any]:
-        """Add the reward function's to what environments gave, and add up.
+        """Call the reward function, and compute returns.
 
         NaN for failed episodes, and for those that another process has played.
         """
@@ -327,12 +295,12 @@ class MultiTurn:
 
 
 def default_cohorts(episodes: int) -> int:
-    """Choose the number of cohorts: two on CPUs, for 64 episodes or more, otherwise one.
+    """Choose the number of cohorts: two on CPUs with 64 episodes or more, otherwise one.
 
-    On a CPU half of many rows take half the time, so that two cohorts cost nothing, and hide what
-    environments take. A GPU or TPU reads all weights for each token, however few rows there are: it
-    takes nearly as long for half of them, and with few rows a CPU does, too. Times are not
-    measured, since log-probabilities would then differ in their last bit from run to run.
+    While the environments of one cohort run, a turn of the other is drawn. On a CPU that costs
+    nothing with many rows, since half of them take half the time. A GPU or TPU reads all weights
+    for each token, so half of the rows take nearly as long as all, as do few rows on a CPU. Times
+    are not measured: log-probabilities would then differ in the last bit from run to run.
     """
     return 2 if jax.default_backend() == "cpu" and episodes >= _MANY_EPISODES else 1
 
@@ -353,45 +321,49 @@ def check_failures(episodes: Sequence[Episode], share: float) -> None:
 
 
 def _held(count: int) -> hosts.RowMask:
-    """Say which of so many episodes this process plays."""
+    """Mark the episodes that this process plays."""
     held = np.zeros(count, bool)
     held[hosts.deal(count)] = True
     return held
 
 
-def _of_all(
-    call: str, games: "list[_Game]", compute: "Callable[[list[_Game]], list[Any]]"
+def _gather(
+    call: str,
+    running: "list[_RunningEpisode]",
+    compute: "Callable[[list[_RunningEpisode]], list[Any]]",
 ) -> list[Any]:
-    """Compute something for the episodes of each process, and give every process all of it."""
-    held = [game for game in games if game.held]
+    """Compute a value for each episode in the process that plays it, and gather all values."""
+    held = [episode for episode in running if episode.held]
     # Processes play consecutive episodes, so their parts are in order.
     return [x for part in hosts.share(call, lambda: compute(held)) for x in part]
 
 
-class _Answer(NamedTuple):
-    """What an environment answered, as other processes can be told it.
+class _EnvironmentReply(NamedTuple):
+    """The reply of an environment, in a form that can be sent to other processes.
 
     Attributes:
-        seconds: that it took.
-        reply: a `Reply` as a list, or what is added at the end.
-        cause: of a failure; empty where there is none.
+        seconds: that the call took.
+        value: a `Reply` as a list, or the final reward.
+        cause: of a failure; empty for none.
         error: of a failure.
     """
 
     seconds: float
-    reply: Any = None
+    value: Any = None
     cause: str = ""
     error: str = ""
 
 
 @dataclass
-class _Game:
+class _RunningEpisode:
     """An episode while it is played.
 
     Attributes:
-        held: whether this process plays it; of others it is told what happens.
-        stage: `asked` while the environment is called, `told` when its answer is to be encoded,
-            `ready` for the policy, `ended`.
+        held: whether this process plays it; otherwise another process sends the replies.
+        stage: `in_environment` during a call of the environment, `replied` until the observation is
+            encoded, `ready` for a turn of the policy, `ended`.
+        record: the episode so far.
+        observation: messages of the environment that the policy has not read yet.
     """
 
     source: MultiTurn
@@ -400,152 +372,153 @@ class _Game:
     seed: int
     number: int
     held: bool = True
-    stage: Literal["asked", "told", "ready", "ended"] = "asked"
+    stage: Literal["in_environment", "replied", "ready", "ended"] = "in_environment"
     call: Call | None = None
-    new: list[Message] = field(default_factory=list)
+    observation: list[Message] = field(default_factory=list)
     sessions: list[Session] = field(default_factory=list)
     seconds: float = 0.0
 
     def __post_init__(self) -> None:
-        self._begin(1)
+        self._start(1)
 
-    def _begin(self, attempt: int) -> None:
+    def _start(self, attempt: int) -> None:
         source = self.source
-        self.episode = Episode(list(self.row["messages"]), self.seed, attempts=attempt)
-        self._ending: Ended = ""
-        self.session = Session(source.environment, source.max_observation, self.pool.run)
+        self.record = Episode(list(self.row["messages"]), self.seed, attempts=attempt)
+        self._end_reason: Ended = ""
+        self.session = Session(source.environment, source.settings.max_observation, self.pool.run)
         self.sessions.append(self.session)
-        self._ask(self.session.reset, self.row, self.seed)
+        self._call(self.session.reset, self.row, self.seed)
 
-    def _ask(self, function: Any, *args: Any) -> None:
-        self.stage, self.call = "asked", self.pool(function, *args) if self.held else None
+    def _call(self, function: Any, *args: Any) -> None:
+        self.stage = "in_environment"
+        self.call = self.pool(function, *args) if self.held else None
 
     @property
     def tools(self) -> list[Any]:
-        """What the policy may call."""
+        """Tools of the row and of the environment."""
         return [*(self.row.get("tools") or []), *self.session.tools]
 
-    def answer(self) -> _Answer:
-        """Take what the environment has answered."""
+    def reply(self) -> _EnvironmentReply:
+        """Return the result of the call that has ended."""
         call, self.call = self.call, None
         assert call is not None
         if call.error is None:
-            return _Answer(call.seconds, call.value)
+            return _EnvironmentReply(call.seconds, call.value)
         error = call.error
-        return _Answer(call.seconds, None, failure_cause(error), describe_failure(error))
+        return _EnvironmentReply(call.seconds, None, failure_cause(error), describe_failure(error))
 
-    def take_answer(self, answer: Sequence[Any]) -> None:
-        """Go on with what the environment has answered; a list where another process was told."""
-        answer = _Answer(*answer)
-        self.seconds += answer.seconds
-        self.episode.seconds = self.seconds
-        if answer.cause:
-            self._fail(answer.cause, answer.error)
-        elif self._ending:
-            self.episode.final_reward = answer.reply
-            self.episode.ended, self.stage = self._ending, "ended"
+    def take_reply(self, reply: Sequence[Any]) -> None:
+        """Continue with a reply of the environment; a list if another process has sent it."""
+        reply = _EnvironmentReply(*reply)
+        self.seconds += reply.seconds
+        self.record.seconds = self.seconds
+        if reply.cause:
+            self._fail(reply.cause, reply.error)
+        elif self._end_reason:
+            self.record.final_reward = reply.value
+            self.record.ended, self.stage = self._end_reason, "ended"
             self.pool(self.session.close)
         else:
-            self._hear(Reply(*answer.reply))
+            self._take_observation(Reply(*reply.value))
 
-    def _hear(self, reply: Reply) -> None:
-        episode = self.episode
-        self.new = reply.messages
-        if episode.turns:
+    def _take_observation(self, reply: Reply) -> None:
+        record = self.record
+        self.observation = reply.messages
+        if record.turns:
             errors = int(reply.info.get("tool_errors", 0))
-            last = episode.turns[-1]
-            episode.turns[-1] = last._replace(
+            last = record.turns[-1]
+            record.turns[-1] = last._replace(
                 reward=reply.reward, tool_errors=last.tool_errors + errors
             )
-            episode.info = {k: x for k, x in reply.info.items() if k != "tool_errors"}
-            if reply.done or len(episode.turns) == self.source.max_turns:
-                episode.messages += reply.messages  # to look at: the policy does not read them
+            record.info = {k: x for k, x in reply.info.items() if k != "tool_errors"}
+            if reply.done or len(record.turns) == self.source.settings.max_turns:
+                record.messages += reply.messages  # for display: the policy does not read them
                 self._end("done" if reply.done else "max_turns")
                 return
-        self.stage = "told"
+        self.stage = "replied"
 
-    def _end(self, ending: Ended) -> None:
-        self._ending = ending
-        self._ask(self.session.final_reward)
+    def _end(self, reason: Ended) -> None:
+        self._end_reason = reason
+        self._call(self.session.final_reward)
 
     def _fail(self, cause: str, error: str) -> None:
         self.pool(self.session.close)
-        if self.episode.attempts < _ATTEMPTS:
-            self._begin(self.episode.attempts + 1)
+        if self.record.attempts < _MAX_ATTEMPTS:
+            self._start(self.record.attempts + 1)
             return
-        self.episode.ended, self.stage = "failed", "ended"
-        self.episode.cause, self.episode.error = cause, error
+        self.record.ended, self.stage = "failed", "ended"
+        self.record.cause, self.record.error = cause, error
 
     def join_messages(self) -> None:
-        """Append what the environment says first to the user's last message."""
-        episode = self.episode
-        if episode.messages and self.new and not episode.turns:
-            episode.messages, self.new = _joined(episode.messages, self.new)
+        """Append the first observation to the user's last message."""
+        record = self.record
+        if record.messages and self.observation and not record.turns:
+            record.messages, self.observation = _joined(record.messages, self.observation)
 
-    def read_again(self, tokens: list[int]) -> None:
-        """Take the tokens of the whole conversation, as the chat template renders it now."""
-        rows = self.episode.rows
+    def replace_conversation(self, tokens: list[int]) -> None:
+        """Read the tokens of the whole conversation: in a new row unless they extend the last."""
+        rows = self.record.rows
         if rows and tokens[: len(rows[-1].tokens)] == rows[-1].tokens:
             tokens = tokens[len(rows[-1].tokens) :]
         else:
             rows.append(TokenRow())
         self._read(tokens)
 
-    def read_more(self, tokens: list[int]) -> None:
-        """Take the tokens that follow what was sampled."""
-        last = self.episode.rows[-1].tokens[-1]
-        # The assistant may have ended its turn itself.
+    def append_observation(self, tokens: list[int]) -> None:
+        """Read the tokens that follow the policy's turn."""
+        last = self.record.rows[-1].tokens[-1]
+        # The policy may have sampled the token that ends its turn.
         self._read(tokens[1:] if tokens and tokens[0] == last else tokens)
 
     def _read(self, tokens: list[int]) -> None:
-        episode = self.episode
-        episode.messages, self.new = [*episode.messages, *self.new], []
-        if len(episode.rows[-1].tokens) + len(tokens) >= self.source.max_episode_tokens:
-            if not episode.rows[-1].tokens:  # a row that nothing is sampled in
-                episode.rows.pop()
+        record = self.record
+        record.messages, self.observation = [*record.messages, *self.observation], []
+        if len(record.rows[-1].tokens) + len(tokens) >= self.source.settings.max_episode_tokens:
+            if not record.rows[-1].tokens:  # nothing would be sampled in this row
+                record.rows.pop()
             self._end("length")
             return
-        episode.rows[-1].append(tokens)
+        record.rows[-1].append(tokens)
         self.stage = "ready"
 
     def act(self, tokens: list[int], logprobs: list[float], text: str, *, truncated: bool) -> None:
-        """Give what the policy said to the environment."""
-        episode, row = self.episode, self.episode.rows[-1]
-        action = Action(text, self.source.tool_format)
+        """Pass a turn of the policy to the environment."""
+        record, row = self.record, self.record.rows[-1]
+        action = Action(text, self.source.settings.tool_format)
         start = len(row.tokens)
         row.append(tokens, logprobs)
-        episode.turns.append(
+        record.turns.append(
             Turn(
-                len(episode.rows) - 1,
+                len(record.rows) - 1,
                 start,
                 len(row.tokens),
                 tool_calls=len(action.calls),
                 tool_errors=len(action.errors),
             )
         )
-        episode.messages = [*episode.messages, Message(role="assistant", content=text)]
+        record.messages = [*record.messages, Message(role="assistant", content=text)]
         if truncated:
             self._end("length")
         else:
-            self._ask(self.session.step, action)
+            self._call(self.session.step, action)
 
 
-def _encode(template: Template, games: Sequence[_Game]) -> list[list[int]]:
+def _encode(template: Template, running: Sequence[_RunningEpisode]) -> list[list[int]]:
     """Encode whole conversations."""
     conversations: list[Mapping[str, Any]] = []
-    for game in games:
-        messages, new = game.episode.messages, game.new
-        if not messages and not new:
+    for episode in running:
+        messages = [*episode.record.messages, *episode.observation]
+        if not messages:
             raise ValueError(
-                "an episode must begin with a message: its row has none, and reset returned none"
+                "an episode must begin with a message, got none from its row and from reset"
             )
-        conversations.append({"messages": [*messages, *new], "tools": game.tools or None})
+        conversations.append({"messages": messages, "tools": episode.tools or None})
     features = template.batch_encode(conversations, add_generation_prompt=True)
     return [[int(token) for token in feature["input_ids"]] for feature in features]
 
 
 def _joined(messages: list[Message], new: list[Message]) -> tuple[list[Message], list[Message]]:
-    """Append what an environment says first to the user's last message, if there is one."""
+    """Append the first new message to the last one, if both are the user's."""
     last, first = messages[-1], new[0]
     if last["role"] != "user" or first["role"] != "user" or not isinstance(last["content"], str):
         return messages, new

@@ -1,9 +1,11 @@
 """Settings of rollouts, and the ranges of settings."""
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
+
+from twinkle_jax.sampler import Sampling
 
 AUTO: Any = None  # chosen by the run, which knows the policy
 
@@ -98,3 +100,25 @@ class RolloutConfig:
     tools_in: Literal["process", "thread"] = "process"
     environment_in: Literal["process", "thread"] = "thread"
     process_megabytes: int = at_least(1, default=1024)
+
+    def resolved(self, max_new_tokens: int = 512) -> "RolloutConfig":
+        """Replace `auto` values, except `cohorts`, which depends on the devices.
+
+        Args:
+            max_new_tokens: the value to use if that setting is `auto`.
+        """
+        new = max_new_tokens if self.max_new_tokens is AUTO else self.max_new_tokens
+        longest = self.max_episode_tokens
+        if longest is AUTO:
+            longest = self.max_prompt_tokens + self.max_turns * new
+        return replace(self, max_new_tokens=new, max_episode_tokens=longest)
+
+    def sampling(self, stop_tokens: Sequence[int]) -> Sampling:
+        """Return temperature, penalty and filters, which are the fields of `Sampling`."""
+        names = [name for name in Sampling._fields if name != "stop_tokens"]
+        return Sampling(**{name: getattr(self, name) for name in names}, stop_tokens=stop_tokens)
+
+    @property
+    def rows_each(self) -> int:
+        """Rows of a batch for each episode."""
+        return 1 if self.history == "append" else self.max_turns

@@ -1,7 +1,7 @@
 """One turn: each prompt is completed several times, and a reward scores the completions."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import jax
@@ -13,22 +13,22 @@ from twinkle_jax.reward import RewardFunction, TrajectoryScores, score_trajector
 from twinkle_jax.rollout import hosts
 from twinkle_jax.rollout.engine import Engine, Texts, read_texts
 from twinkle_jax.rollout.rollout import Rollout, batch_width, training_batch
-from twinkle_jax.sampler import Sampling
+from twinkle_jax.rollout.settings import RolloutConfig
 
 
 class RolloutSource(Protocol):
-    """Turns prompts into scored trajectories: what a run draws through.
+    """Turns prompts into scored trajectories; a run samples through this interface.
 
-    Sampling and scoring are two calls, so that the device can go on with the batch while the host
-    computes rewards. With several processes, each scores the rows that it holds, and the run brings
-    the rewards of all together.
+    Sampling and scoring are two calls, so that the device can work on the batch while the host
+    computes rewards. With several processes, each scores the rows that it holds, and the run
+    gathers the rewards.
     """
 
     def sample(self, params: Params, prompts: PromptBatch, key: jax.Array) -> Rollout:
-        """Draw trajectories for each prompt, `num_samples` next to each other."""
+        """Sample trajectories; those of a prompt are consecutive."""
 
     def score(self, rollout: Rollout) -> Rollout:
-        """Give each trajectory its reward."""
+        """Compute the reward of each trajectory."""
 
     def greedy_rewards(self, params: Params, prompts: PromptBatch) -> np.ndarray[Any, Any]:
         """Score the most probable trajectory of each prompt."""
@@ -41,25 +41,31 @@ class SingleTurn:
     Attributes:
         engine: draws completions.
         reward: of trajectories and ground truths.
-        sampling: temperature, filters and stop tokens.
-        num_samples: completions of each prompt.
+        settings: what is sampled; `prompts` and the settings of episodes are not read, and
+            `max_new_tokens` is 512 if it is `auto`.
         reward_timeout: seconds that the reward may take for the completions of a call.
-        mask_truncated: True takes completions that ran out of room out of the loss.
-        width_multiple: what the width of a batch must be a multiple of.
+        mask_truncated: exclude truncated completions from the loss.
+        width_multiple: the width of a batch is a multiple of this.
     """
 
     engine: Engine
     reward: RewardFunction
-    sampling: Sampling
-    num_samples: int
+    settings: RolloutConfig = field(default_factory=RolloutConfig)
     reward_timeout: float = 600.0
     mask_truncated: bool = False
     width_multiple: int = 1
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "settings", self.settings.resolved())
+
+    def with_settings(self, **changes: Any) -> "SingleTurn":
+        """Return a copy with other settings."""
+        return replace(self, settings=replace(self.settings, **changes))
+
     def sample(self, params: Params, prompts: PromptBatch, key: jax.Array) -> Rollout:
-        """Draw completions, and lay them out; one transfer brings their tokens to the host."""
-        samples = self.num_samples
-        drawn = self.engine.draw(params, prompts, key, self.sampling, num_samples=samples)
+        """Draw completions, and lay them out; their tokens come to the host in one transfer."""
+        samples = self.settings.num_samples
+        drawn = self.engine.draw(params, prompts, key, self.settings)
         texts = read_texts(drawn, prompts, self.engine.template)
         prompt_lengths = np.repeat(np.asarray(drawn.prompt_mask).sum(axis=1), samples)
         row_lengths = prompt_lengths + texts.lengths - 1
@@ -79,7 +85,7 @@ class SingleTurn:
         )
 
     def score(self, rollout: Rollout) -> Rollout:
-        """Call the reward once, for all completions that this process has; NaN for the others."""
+        """Call the reward once, for the completions that this process holds; NaN for the others."""
         held = np.flatnonzero(rollout.held_rows)
         scores = self._score(
             [rollout.trajectories[i] for i in held], [rollout.ground_truths[i] for i in held]
@@ -91,35 +97,27 @@ class SingleTurn:
             return array
 
         parts = {}
-        if len(scores.components) > 1:  # NaN where a reward says nothing about a trajectory
+        if len(scores.components) > 1:  # NaN where a reward returned None
             parts = {name: of_all_rows(values) for name, values in scores.components.items()}
         return rollout._replace(rewards=of_all_rows(scores.rewards), reward_parts=parts)
 
     def greedy_rewards(self, params: Params, prompts: PromptBatch) -> np.ndarray[Any, Any]:
         """Score the most probable completion of each prompt."""
-        texts = self.complete(
-            params, prompts, jax.random.key(0), self.sampling._replace(temperature=0.0), 1
-        )  # nothing is random
+        greedy = self.with_settings(num_samples=1, temperature=0.0)
+        texts = greedy.complete(params, prompts, jax.random.key(0))
         return score_texts(
             texts,
             prompts.ground_truths,
             lambda trajectories, truths: self._score(trajectories, truths).rewards,
         ).astype(np.float32)
 
-    def complete(
-        self,
-        params: Params,
-        prompts: Sequence[Trajectory],
-        key: jax.Array,
-        sampling: Sampling,
-        num_samples: int,
-    ) -> Texts:
-        """Draw completions of any number of prompts, as text alone."""
-        # Devices must divide the rows: the last prompt is repeated, and dropped afterwards.
+    def complete(self, params: Params, prompts: Sequence[Trajectory], key: jax.Array) -> Texts:
+        """Draw completions of any number of prompts, as text."""
+        # Devices must divide the rows: the last prompt is repeated, and its copies are dropped.
         filled = [*prompts, *[prompts[-1]] * (-len(prompts) % self.engine.row_shards)]
-        drawn = self.engine.draw(params, filled, key, sampling, num_samples=num_samples)
+        drawn = self.engine.draw(params, filled, key, self.settings)
         texts = read_texts(drawn, filled, self.engine.template)
-        rows = len(prompts) * num_samples
+        rows = len(prompts) * self.settings.num_samples
         return Texts(texts.trajectories[:rows], *(values[:rows] for values in texts[1:]))
 
     def _score(self, trajectories: Sequence[Trajectory], truths: Sequence[Any]) -> TrajectoryScores:
@@ -131,7 +129,7 @@ def score_texts(
     ground_truths: Sequence[Any],
     score: Callable[[list[Trajectory], list[Any]], Sequence[float]],
 ) -> np.ndarray[Any, Any]:
-    """Score completions, each in the process that has its text; one number a row, in float64.
+    """Score completions, each in the process that holds it; one number a row, in float64.
 
     Args:
         texts: the completions.

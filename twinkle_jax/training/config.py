@@ -282,6 +282,8 @@ class TrainConfig:
     logging: LoggingConfig = field(default_factory=LoggingConfig)
 
     def __post_init__(self) -> None:
+        rollout = self.rollout.resolved(max_new_tokens=8 if self.model is None else 512)
+        object.__setattr__(self, "rollout", rollout)
         for name, value in _automatic(self).items():
             part, _, setting = name.rpartition(".")
             holder = getattr(self, part) if part else self
@@ -313,8 +315,7 @@ class TrainConfig:
     @property
     def rows_each(self) -> int:
         """Rows of a batch for each episode or completion."""
-        several = self.many_turns and self.rollout.history == "template"
-        return self.rollout.max_turns if several else 1
+        return self.rollout.rows_each if self.many_turns else 1
 
     @property
     def longest_row(self) -> int:
@@ -339,20 +340,17 @@ class TrainConfig:
 def _automatic(config: TrainConfig) -> dict[str, Any]:
     """Values of the settings whose default is `auto`, from the other settings."""
     small = config.model is None
-    update, rollout = config.update, config.rollout
+    update = config.update
     default_estimator = not update.advantage_options and update.scale is AUTO
     # MaxRL divides by the mean reward, which an environment may have below 0.
     maxrl = small and default_estimator and config.environment is None
-    new_tokens = rollout.max_new_tokens or (8 if small else 512)
     return {
         "task": "arithmetic" if config.environment is None else "environment",
-        "rollout.max_episode_tokens": rollout.max_prompt_tokens + rollout.max_turns * new_tokens,
         "update.advantage": "maxrl" if maxrl else "grpo",
         "update.scale": "group",
         "update.recompute": "nothing" if small else "auto",
         "mesh.transfers": "once" if small and config.mesh.tensor == 1 else "layers",
         "steps": 200 if small else 500,
-        "rollout.max_new_tokens": 8 if small else 512,
         "optimizer.learning_rate": 6e-4 if small else 1e-6,
         "optimizer.schedule": "linear" if small else "constant",
         "update.max_logp_diff": 1e-3 if config.dtype == "float32" else 0.2,

@@ -12,9 +12,16 @@ from jax.typing import DTypeLike
 from twinkle_jax.data import PromptBatch, Trajectory
 from twinkle_jax.model import Params
 from twinkle_jax.reward import RewardFunction, compute_rewards
-from twinkle_jax.rollout import Episode, LocalEngine, MultiTurn, SingleTurn, check_failures, hosts
+from twinkle_jax.rollout import (
+    Episode,
+    LocalEngine,
+    MultiTurn,
+    RolloutConfig,
+    SingleTurn,
+    check_failures,
+    hosts,
+)
 from twinkle_jax.rollout.single_turn import score_texts
-from twinkle_jax.sampler import Sampling
 from twinkle_jax.training.config import TrainConfig
 from twinkle_jax.training.policy import Policy
 from twinkle_jax.training.recipe import make_engine, make_source
@@ -74,12 +81,9 @@ def evaluate(
     """
     if not len(prompts):
         raise ValueError("prompts must not be empty, got none")
-    engine = LocalEngine(
-        policy.config, policy.template, max_new_tokens, max_prompt_tokens,
-        policy.frozen, compute_dtype, mesh,
-    )  # fmt: skip
-    stops = policy.tokenizer.stop_token_ids
-    source = SingleTurn(engine, reward, Sampling(stop_tokens=stops), 1, reward_timeout)
+    engine = LocalEngine(policy.config, policy.template, policy.frozen, compute_dtype, mesh)
+    settings = RolloutConfig(max_new_tokens=max_new_tokens, max_prompt_tokens=max_prompt_tokens)
+    source = SingleTurn(engine, reward, settings, reward_timeout)
     judged = policy.params if params is None else params
 
     def checked_rewards(trajectories: Sequence[Trajectory], truths: Sequence[Any]) -> list[float]:
@@ -87,12 +91,12 @@ def evaluate(
         return compute_rewards(reward, trajectories, truths, timeout=reward_timeout)
 
     def rewards(samples: int, temperature: float) -> np.ndarray[tuple[int, int], np.dtype]:
-        sampling, rows = Sampling(temperature, stop_tokens=stops), []
+        sampler, rows = source.with_settings(num_samples=samples, temperature=temperature), []
         for number, start in enumerate(range(0, len(prompts), batch)):
             hosts.together("evaluating", check)
             chosen = PromptBatch(prompts[start : start + batch])
             key = jax.random.fold_in(jax.random.key(seed), number)
-            texts = source.complete(judged, chosen, key, sampling, samples)
+            texts = sampler.complete(judged, chosen, key)
             truths = [truth for truth in chosen.ground_truths for _ in range(samples)]
             rows.append(score_texts(texts, truths, checked_rewards))
         return np.concatenate(rows).reshape(len(prompts), samples)
@@ -138,19 +142,19 @@ def evaluate_episodes(
     if not len(prompts):
         raise ValueError("prompts must not be empty, got none")
 
-    def play(samples: int, sampling: Sampling) -> tuple[np.ndarray, list[Episode]]:
+    def play(source: MultiTurn) -> tuple[np.ndarray, list[Episode]]:
         returns, episodes = [], []
         for number, start in enumerate(range(0, len(prompts), batch)):
             hosts.together("evaluating", check)
             key = jax.random.fold_in(jax.random.key(seed), number)
             chosen = PromptBatch(prompts[start : start + batch])
-            scores, played = source.judge(params, chosen, key, sampling, samples)
+            scores, played = source.play_and_score(params, chosen, key)
             returns.append(scores)
             episodes += played
-        check_failures(episodes, source.max_failed)
-        return np.concatenate(returns).reshape(len(prompts), samples), episodes
+        check_failures(episodes, source.settings.max_failed)
+        return np.concatenate(returns).reshape(len(prompts), -1), episodes
 
-    greedy, episodes = play(1, source.sampling._replace(temperature=0.0))
+    greedy, episodes = play(source.with_settings(num_samples=1, temperature=0.0))
     failed = np.isnan(greedy)
     kept = greedy[~failed]
     results = {
@@ -160,7 +164,7 @@ def evaluate_episodes(
         "failed": float(failed.mean()),
     }
     if pass_k:
-        right, _ = play(2 * pass_k, source.sampling)
+        right, _ = play(source.with_settings(num_samples=2 * pass_k))
         without_failures = right[~np.isnan(right).any(axis=1)]
         counts = (without_failures >= 1).sum(axis=1)
         results[f"pass@{pass_k}"] = float(np.mean([_pass_at(pass_k, int(c)) for c in counts]))

@@ -19,7 +19,6 @@ from twinkle_jax.rollout import (
     RolloutSource,
     SingleTurn,
 )
-from twinkle_jax.sampler import Sampling
 from twinkle_jax.training.by_name import Estimator, make_estimator
 from twinkle_jax.training.config import TrainConfig, make_loss, run_optimizer
 from twinkle_jax.training.policy import Policy
@@ -101,24 +100,14 @@ def make_recipe(
 
 def with_config(recipe: Recipe, config: TrainConfig) -> Recipe:
     """Replace the configuration: for its slots and its token budget."""
-    source: Any = recipe.source  # `make_source` makes those with an engine
-    engine = dataclasses.replace(source.engine, slots=config.rollout.slots)
-    return recipe._replace(config=config, source=dataclasses.replace(source, engine=engine))
+    source: Any = recipe.source  # `make_source` makes those with settings
+    source = dataclasses.replace(source, settings=config.rollout)
+    return recipe._replace(config=config, source=source)
 
 
 def make_engine(config: TrainConfig, policy: Policy, mesh: Mesh | None = None) -> LocalEngine:
     """Make the engine that samples completions for a run."""
-    rollout = config.rollout
-    return LocalEngine(
-        policy.config,
-        policy.template,
-        rollout.max_new_tokens,
-        rollout.max_prompt_tokens,
-        policy.frozen,
-        config.dtype,
-        mesh,
-        rollout.slots,
-    )
+    return LocalEngine(policy.config, policy.template, policy.frozen, config.dtype, mesh)
 
 
 def make_source(
@@ -129,41 +118,21 @@ def make_source(
     *,
     width_multiple: int = 1,
 ) -> RolloutSource:
-    """Make the source of rollouts: completions of prompts, or episodes."""
-    rollout, update = config.rollout, config.update
-    # A filter is a field of both, and so arrives without a line here.
-    settings = {name: getattr(rollout, name) for name in Sampling._fields if hasattr(rollout, name)}
-    sampling = Sampling(**settings, stop_tokens=engine.template.tokenizer.stop_token_ids)
-    if environment is None:
-        assert reward is not None
-        return SingleTurn(
-            engine,
-            reward,
-            sampling,
-            rollout.num_samples,
-            config.reward_timeout,
-            update.mask_truncated,
-            width_multiple,
+    """Make the source of rollouts: completions of prompts, or episodes.
+
+    Raises:
+        ValueError: without a reward and an environment.
+    """
+    update = config.update
+    options: dict[str, Any] = {
+        "reward_timeout": config.reward_timeout,
+        "mask_truncated": update.mask_truncated,
+        "width_multiple": width_multiple,
+    }
+    if environment is not None:
+        return MultiTurn(
+            engine, environment, config.rollout, reward, discount=update.discount, **options
         )
-    return MultiTurn(
-        engine,
-        environment,
-        sampling,
-        rollout.num_samples,
-        reward,
-        max_turns=rollout.max_turns,
-        max_episode_tokens=rollout.max_episode_tokens,
-        max_prompt_tokens=rollout.max_prompt_tokens,
-        max_new_tokens=rollout.max_new_tokens,
-        history=rollout.history,
-        cohorts=rollout.cohorts,
-        timeout=rollout.environment_timeout,
-        threads=rollout.environment_threads,
-        max_failed=rollout.max_failed,
-        max_observation=rollout.max_observation,
-        tool_format=rollout.tool_format,
-        reward_timeout=config.reward_timeout,
-        mask_truncated=update.mask_truncated,
-        width_multiple=width_multiple,
-        discount=update.discount,
-    )
+    if reward is None:
+        raise ValueError("reward must be given without an environment, got None")
+    return SingleTurn(engine, reward, config.rollout, **options)
