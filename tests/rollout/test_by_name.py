@@ -3,7 +3,7 @@
 import pytest
 
 from tests.rollout.test_tools import call, step
-from twinkle_jax.rollout import Action, find_environment, find_tools
+from twinkle_jax.rollout import Action, GymEnvironment, find_environment, find_tools
 
 
 def make_nothing():
@@ -99,3 +99,13 @@ def test_an_environment_of_gymnasium_ends_or_is_truncated():
     assert environment.step(Action("x")) == ("x1", 0.5, False, {"left": 1})
     assert environment.step(Action("x")) == ("x0", 0.5, True, {"left": 0})
     environment.close()
+
+
+def test_a_gymnasium_environment_that_is_truncated_has_ended():
+    class Truncated(Countdown):
+        def step(self, action):
+            return "x", 0.5, False, True, {}
+
+    environment = GymEnvironment(Truncated())
+    environment.reset({}, 0)
+    assert environment.step(Action("x"))[2]

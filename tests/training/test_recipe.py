@@ -1,10 +1,13 @@
 """What a configuration says is what a step does: every setting arrives."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.rollout import games
 from twinkle_jax.advantage import PKPOAdvantage
 from twinkle_jax.loss import DAPOLoss
 from twinkle_jax.sampler import Sampling
@@ -19,7 +22,7 @@ from twinkle_jax.training import (
     small_policy,
     train_state,
 )
-from twinkle_jax.training.recipe import RECOMPUTED
+from twinkle_jax.training.recipe import RECOMPUTED, with_config
 
 POLICY = small_policy(0)
 BETAS, WEIGHT_DECAY, RATE = (0.6, 0.8), 0.3, 0.01
@@ -63,6 +66,24 @@ def test_what_is_made_of_settings_gets_them():
     assert made.loss == DAPOLoss(epsilon=0.1, epsilon_high=0.4, beta=0.3)
     jax.tree.map(np.testing.assert_array_equal, made.reference, POLICY.params)
     assert make().reference is None
+
+
+def test_a_source_of_episodes_gets_its_settings_and_later_choices():
+    update = UpdateConfig(mask_truncated=True, discount=0.5)
+    config = TrainConfig(environment="x.py:X", rollout=ROLLOUT, update=update, reward_timeout=7.0)
+    made = make_recipe(config, POLICY, reward, environment=games.Guess)
+    source = made.source
+    assert (source.environment, source.reward, source.settings) == (
+        games.Guess,
+        reward,
+        config.rollout,
+    )
+    assert (source.mask_truncated, source.reward_timeout, source.discount) == (True, 7.0, 0.5)
+    fewer = dataclasses.replace(config, rollout=dataclasses.replace(config.rollout, slots=4))
+    changed = with_config(made, fewer)
+    assert (changed.config, changed.source.settings) == (fewer, fewer.rollout)
+    with pytest.raises(ValueError, match="reward"):
+        make_recipe(TrainConfig(), POLICY, None)
 
 
 def test_the_optimizer_is_adamw_which_leaves_norms_alone():
