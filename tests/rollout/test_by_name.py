@@ -13,7 +13,7 @@ def make_nothing():
 def test_environments_and_tools_by_name(tmp_path):
     path = tmp_path / "mine.py"
     path.write_text(
-        "from math import floor\n"
+        "from os.path import join\n"
         "class Game:\n"
         "    demonstrations = 7\n"
         "    def reset(self, row, seed): return 'x'\n"
