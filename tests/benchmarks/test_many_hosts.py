@@ -37,7 +37,6 @@ PROGRAMS = {  # of a step but for drawing, and how often it runs there
     "jit_on_all_devices": 1,
     "jit__take_rows": 4,
     "jit__grad_step": 4,
-    "jit_is_wanted": 4,
     "jit__apply": 4,
     "jit_rollout_facts": 1,
 }

@@ -2,9 +2,11 @@
 
 import json
 import sys
+from unittest import mock
 
 import jax
 import numpy as np
+from jax.experimental import multihost_utils
 
 from tests.processes import join
 from twinkle_jax.model import make_mesh
@@ -36,6 +38,22 @@ def fail_in(process, error):
     return outcome(lambda: hosts.together("counting sheep", compute))
 
 
+def transfers_of(text):
+    """How many transfers a message takes, sent three times by one process."""
+    counts, send = [], multihost_utils.process_allgather
+
+    def counted(*args, **options):
+        counts[-1] += 1
+        return send(*args, **options)
+
+    with mock.patch.object(multihost_utils, "process_allgather", counted):
+        for _ in range(3):
+            counts.append(0)
+            texts = hosts.share(f"send {len(text)}", lambda: text if hosts.is_first() else "")
+            assert texts == [text, ""]
+    return counts
+
+
 def numbers():
     """Of its own rows; what it gives for the others must not be read."""
     own = hosts.held_rows(spread("fsdp"))
@@ -62,6 +80,7 @@ def facts():
             "a"
         ].tolist(),
         "names": sorted(hosts.merge_rows("x", first_alone, lambda: {f"by {index}": VALUES[:, 0]})),
+        "transfers": [transfers_of("short"), transfers_of(LONG), transfers_of(LONG * 20)],
         "part": [hosts.deal(5).start, hosts.deal(5).stop],
         "is first": hosts.is_first(),
     }

@@ -19,8 +19,9 @@ from twinkle_jax.model import (
     shard_like_params,
 )
 from twinkle_jax.model.decoder.lora import adapter_scales, init_adapter
+from twinkle_jax.sampler.slots import lay_out_weights
 from twinkle_jax.training import apply_gradients, grad_step, score_batch
-from twinkle_jax.training.learning import is_wanted
+from twinkle_jax.training.learning import on_all_devices
 from twinkle_jax.training.packing import plan
 from twinkle_jax.training.state import begin_training
 
@@ -135,10 +136,10 @@ def test_bfloat16_gathers_and_sums_in_bfloat16():
         assert_same(got, gradients(mesh, "layers", dtype=jnp.bfloat16), tolerance=0.02)
 
 
-EXPECTED = {  # to unpack scores into rows, a sum; of what is not spread, a sum; then the kernels
-    "fsdp": ["all-gather", "all-reduce", "all-reduce", "reduce-scatter"],
-    "data": ["all-reduce", "all-reduce"],
-    "both": ["all-gather", "all-reduce", "all-reduce", "all-reduce", "reduce-scatter"],
+EXPECTED = {  # scores of all lines are gathered, to be put into rows; then the parameters
+    "fsdp": ["all-gather", "all-gather", "reduce-scatter"],
+    "data": ["all-gather", "all-reduce"],
+    "both": ["all-gather", "all-gather", "all-reduce", "reduce-scatter"],
 }
 
 
@@ -153,9 +154,7 @@ def test_an_update_makes_few_transfers(name):
         options = {"mesh": mesh, "transfers": "once", "packing": packing}
         return grad_step(state, rows, config, GRPOLoss(beta=0.0), **options)
 
-    program = read_program(jax.jit(step).lower(state).compile().as_text())
-    found = [one.opcode for _, one, times in visit(program, 1) for _ in range(times)]
-    assert sorted(kind for kind in found if kind in KINDS) == EXPECTED[name]
+    assert collectives(jax.jit(step).lower(state)) == EXPECTED[name]
 
 
 def test_scores_are_those_of_training():
@@ -195,12 +194,54 @@ def test_what_is_summed_over_all_parameters(sizes):
         assert bool(info.applied) is applied
 
 
-@pytest.mark.parametrize("value", [1e-30, np.nan])
-def test_one_entry_is_a_gradient(value):
-    """Its square is 0, or not a number, and it is on one of the devices."""
+@pytest.mark.parametrize(
+    ("value", "applied"), [(0.0, False), (1e-30, True), (np.nan, False)], ids=str
+)
+def test_one_entry_is_a_gradient(value, applied):
+    """Its square is 0, and it is on one of the devices; without an entry the update is skipped."""
     mesh = make_mesh(fsdp=4)
-    zeros = jax.tree.map(jnp.zeros_like, init_params(jax.random.key(0), decoder()))
-    limits = np.full(2, np.inf, np.float32)
-    assert not is_wanted(placed(zeros, mesh), None, limits, mesh=mesh)
+    params = init_params(jax.random.key(0), decoder())
+    state = begin_training(params, optax.sgd(1.0), mesh)
+    zeros = jax.tree.map(jnp.zeros_like, state.params)
     zeros["lm_head"]["kernel"] = zeros["lm_head"]["kernel"].at[-1, 0].set(value)
-    assert is_wanted(placed(zeros, mesh), None, limits, mesh=mesh)
+    ones = {"denominator": jnp.float32(1), "tokens": jnp.float32(1)}
+    state = state._replace(gradient_sum=placed(zeros, mesh), **ones)
+    _, info = apply_gradients(state, optax.sgd(1.0), skip_zero=True, mesh=mesh)
+    assert bool(info.applied) is applied
+    assert np.isnan(info.gradient_norm) == np.isnan(value)
+
+
+def collectives(lowered):
+    program = read_program(lowered.compile().as_text())
+    found = [one.opcode for _, one, times in visit(program, 1) for _ in range(times)]
+    return sorted(kind for kind in found if kind in KINDS)
+
+
+@pytest.mark.parametrize("name", MESHES)
+def test_what_follows_an_update_makes_few_transfers(name):
+    """The norm with the number of entries, and whether all is finite; rows for the next update."""
+    mesh = make_mesh(**MESHES[name])
+    optimizer = optax.adam(1.0)
+    state = begin_training(init_params(jax.random.key(0), decoder()), optimizer, mesh)
+
+    def update(state):
+        return apply_gradients(state, optimizer, max_grad_norm=1.0, skip_zero=True, mesh=mesh)
+
+    assert collectives(jax.jit(update).lower(state)) == ["all-reduce"] * (2 * (name != "data"))
+    spread = jax.device_put(batch()[0], jax.NamedSharding(mesh, jax.P(("data", "fsdp"))))
+    assert collectives(on_all_devices.lower(spread, mesh)) == ["all-gather"]
+    for got, expected in zip(on_all_devices(spread, mesh), spread, strict=True):
+        np.testing.assert_array_equal(got, expected) if expected is not None else None
+
+
+def test_a_rollout_gathers_small_parameters_at_once():
+    mesh = make_mesh(fsdp=4)
+    params = placed(init_params(jax.random.key(0), decoder()), mesh)
+    lay_out = jax.jit(lay_out_weights, static_argnums=(1, 2))
+    with jax.numpy_dtype_promotion("standard"):
+        assert collectives(lay_out.lower(params, None, mesh)) == ["all-gather"]
+    for got, expected in zip(
+        jax.tree.leaves(lay_out(params, None, mesh)), jax.tree.leaves(params), strict=True
+    ):
+        np.testing.assert_array_equal(got, expected)
+        assert got.sharding.is_fully_replicated

@@ -20,7 +20,9 @@ from jaxtyping import Array
 Made = TypeVar("Made")
 RowMask = np.ndarray[Any, np.dtype[np.bool_]]
 
-_FIRST_BYTES = 2048  # of each message; longer ones take a second transfer
+_ROOM = 2048  # bytes that every message has; longer ones take a second transfer
+_MOST_ROOM = 2**16
+_room: dict[str, int] = {}  # by call, after a longer message: the same in all processes
 _HEADER = 3  # numbers of 4 bytes: process, outcome, bytes of the message
 _DONE, _FAILED, _INTERRUPTED = 0, 1, 2
 
@@ -73,7 +75,7 @@ def share(call: str, compute: Callable[[], Any]) -> list[Any]:
     except BaseException as error:
         outcome, cause = _FAILED, error
         text = f"{_name_process()}, {call}: {type(error).__name__}: {error}"
-    outcomes, texts = _exchange(outcome, text.encode(errors="replace"))
+    outcomes, texts = _exchange(call, outcome, text.encode(errors="replace"))
     if _FAILED in outcomes:
         raise SharedError(texts[outcomes.index(_FAILED)].decode(errors="replace")) from cause
     if _INTERRUPTED in outcomes:
@@ -107,18 +109,24 @@ def _name_process() -> str:
     return f"process {index} of {count} ({socket.gethostname()})"
 
 
-def _exchange(outcome: int, text: bytes) -> tuple[list[int], list[bytes]]:
-    """Send outcome and text to all processes; return those of all, ordered by process."""
+def _exchange(call: str, outcome: int, text: bytes) -> tuple[list[int], list[bytes]]:
+    """Send outcome and text to all processes; return those of all, ordered by process.
+
+    `call` names the call, which all processes make alike: a message has the room that the longest
+    one of the same call needed before.
+    """
     header = np.asarray([jax.process_index(), outcome, len(text)], np.int32)
-    begin = np.frombuffer(text[:_FIRST_BYTES].ljust(_FIRST_BYTES, b"\0"), np.uint8)
+    room = _room.get(call, _ROOM)
+    begin = np.frombuffer(text[:room].ljust(room, b"\0"), np.uint8)
     received = multihost_utils.process_allgather(np.concatenate([header.view(np.uint8), begin]))
     headers = np.ascontiguousarray(received[:, : 4 * _HEADER]).view(np.int32)
     texts = received[:, 4 * _HEADER :]
     lengths = headers[:, 2]
-    if lengths.max() > _FIRST_BYTES:
+    if lengths.max() > room:
         # A power of two, so that few lengths are compiled.
-        size = 1 << int(lengths.max() - 1).bit_length()
-        texts = multihost_utils.process_allgather(np.frombuffer(text.ljust(size, b"\0"), np.uint8))
+        room = 1 << int(lengths.max() - 1).bit_length()
+        _room[call] = min(room, _MOST_ROOM)
+        texts = multihost_utils.process_allgather(np.frombuffer(text.ljust(room, b"\0"), np.uint8))
     # The header says which process a line comes from: devices need not be ordered by process.
     order = np.argsort(headers[:, 0])
     return (

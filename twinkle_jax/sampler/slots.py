@@ -20,7 +20,6 @@ from twinkle_jax.model import (
     DecoderConfig,
     Params,
     decode_step,
-    partition_rules,
     prefill,
     take_rows,
     unstack_layers,
@@ -36,7 +35,7 @@ from twinkle_jax.model.decoder.cache import (
     with_room,
 )
 from twinkle_jax.model.decoder.config import FULL
-from twinkle_jax.model.decoder.sharding import ROWS, backend_of, gather_along_fsdp, row_shards
+from twinkle_jax.model.decoder.sharding import ROWS, backend_of, gather_tree, row_shards
 from twinkle_jax.sampler.sampling import Sampling, next_token, scaled_logits
 
 RUNNING, STOP, LENGTH = 0, 1, 2  # whether and why a row has ended
@@ -244,18 +243,14 @@ def lay_out_weights(params: Params, compute_dtype: DTypeLike | None, mesh: Mesh 
     A training step gathers each parameter when it needs it. Decoding needs all of them for every
     token, so they are gathered once.
     """
-    rule = None if mesh is None else partition_rules(mesh)
 
-    def lay_out(path: Any, leaf: Array) -> Array:
-        name = jax.tree_util.keystr(path, simple=True, separator="/")
-        if compute_dtype is not None and name.rpartition("/")[2] in _CAST:
-            leaf = leaf.astype(compute_dtype)
-        if mesh is None or rule is None:
-            return leaf
-        return gather_along_fsdp(leaf, rule(name, leaf.shape), mesh)
+    def cast(path: Any, leaf: Array) -> Array:
+        name = jax.tree_util.keystr(path[-1:], simple=True)
+        casts = compute_dtype is not None and name in _CAST
+        return leaf.astype(compute_dtype) if casts else leaf
 
-    laid_out: Params = jax.tree_util.tree_map_with_path(lay_out, params)
-    return laid_out
+    laid_out: Params = jax.tree_util.tree_map_with_path(cast, params)
+    return laid_out if mesh is None else gather_tree(laid_out, mesh)
 
 
 def begin(
@@ -378,12 +373,6 @@ def run(
     def of_device(numbers: Array) -> Array:
         return jnp.sum(numbers.reshape(setup.shards, -1), axis=1, dtype=jnp.int32)
 
-    def count(rows: Slots) -> tuple[Array, Array]:
-        return of_device(rows.running), jnp.max(jnp.where(rows.running, rows.cache.length, 0))
-
-    def fillable(running: Array) -> Array:
-        return jnp.any((waiting > 0) & (slots - running >= setup.refill))
-
     def pages_needed(rows: Slots, pages: Pages, running: Array) -> Array:
         """Pages that the rows of each device have, and those that they need for the next steps.
 
@@ -395,30 +384,36 @@ def run(
         ended = (running < slots).astype(jnp.int32)
         return of_device(pages.owner < slots) + of_device(more) + ended
 
-    def goes_on(rows: Slots) -> Array:
-        running, filled = count(rows)
-        useful = jnp.any(running > half) | jnp.any(waiting > 0)
-        if rows.cache.pages is None:
-            fits = (capacity >= full) | (filled + setup.steps <= capacity)
+    def status_of(rows: Slots) -> Status:
+        running = of_device(rows.running)
+        filled = jnp.where(rows.running, rows.cache.length, 0).reshape(setup.shards, -1)
+        pages = jnp.zeros_like(running)
+        if rows.cache.pages is not None:
+            pages = pages_needed(rows, rows.cache.pages, running)
+        can_fill = ((waiting > 0) & (slots - running >= setup.refill)).astype(jnp.int32)
+        numbers = [running, waiting, can_fill, jnp.max(filled, axis=1), pages]
+        # In one transfer over the devices.
+        return Status(*jnp.max(jnp.stack(numbers, axis=1), axis=0))
+
+    def goes_on(carry: tuple[Slots, Status]) -> bool:
+        status = carry[1]
+        useful = (status.running > half) | (status.waiting > 0)
+        if state.slots.cache.pages is None:
+            fits = (capacity >= full) | (status.filled + setup.steps <= capacity)
         else:
-            fits = jnp.all(pages_needed(rows, rows.cache.pages, running) <= capacity)
-        return jnp.any(running > 0) & useful & ~fillable(running) & fits
+            fits = status.pages <= capacity
+        return (status.running > 0) & useful & (status.fillable == 0) & fits
 
     def step(_: Array | int, rows: Slots) -> Slots:
         return spread(advance(weights, rows, sampling, setup), setup.mesh)
 
-    def steps(rows: Slots) -> Slots:
-        return jax.lax.fori_loop(0, setup.steps, step, rows)
+    def steps(carry: tuple[Slots, Status]) -> tuple[Slots, Status]:
+        rows = jax.lax.fori_loop(0, setup.steps, step, carry[0])
+        return rows, status_of(rows)
 
-    rows = jax.lax.while_loop(goes_on, steps, state.slots)
-    running, filled = count(rows)
-    needed = jnp.int32(0)
-    if rows.cache.pages is not None:
-        needed = jnp.max(pages_needed(rows, rows.cache.pages, running))
-    can_fill = fillable(running).astype(jnp.int32)
-    state = reusable(spread(state._replace(slots=rows), setup.mesh))
-    numbers: Any = (jnp.max(running), jnp.max(waiting), can_fill, filled, needed)
-    return state, Status(*numbers)
+    start = state.slots, status_of(state.slots)
+    rows, status = jax.lax.while_loop(goes_on, steps, start)
+    return reusable(spread(state._replace(slots=rows), setup.mesh)), status
 
 
 def collect(state: State, setup: Setup) -> State:

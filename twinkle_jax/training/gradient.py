@@ -267,7 +267,7 @@ def _grad_step(
             **options,
         )
         if packing is not None:
-            scores = unpack_scores(scores, packing)
+            scores = unpack_scores(scores, packing, mesh)
         outputs = {"logps": scores.logps}
         if scores.entropies is not None:
             outputs["entropies"] = scores.entropies

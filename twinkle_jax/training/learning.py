@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Float, Int
 from twinkle_jax.data import IGNORE, Batch
 from twinkle_jax.loss import SamplerMismatch, sampler_mismatch
 from twinkle_jax.model import Params, default_attention
-from twinkle_jax.model.decoder.sharding import sum_leaves
+from twinkle_jax.model.decoder.sharding import ROWS
 from twinkle_jax.rollout.rollout import batch_width
 from twinkle_jax.training.config import TrainConfig
 from twinkle_jax.training.gradient import StepSummary, add_summaries, grad_step
@@ -96,16 +96,17 @@ def learn(
         assert total is not None
         if not learnt.infos and observed is not None:  # later ones compare another policy
             learnt = learnt._replace(mismatch=observed)
-        update = config.update
-        limits = np.asarray([update.max_logp_diff, update.max_outside_band], np.float32)
-        if update.on_mismatch == "warn":
-            limits = np.full_like(limits, np.inf)
+        update, matches = config.update, None
+        if learnt.mismatch is not None and update.on_mismatch == "stop":
+            limits = np.asarray([update.max_logp_diff, update.max_outside_band], np.float32)
+            matches = sampler_matches(learnt.mismatch, limits)
         state, info = apply_gradients(
             state,
             recipe.optimizer,
             learning_rate=learning_rate,
             max_grad_norm=config.optimizer.max_grad_norm,
-            when=is_wanted(state.gradient_sum, learnt.mismatch, limits, mesh=recipe.mesh),
+            when=matches,
+            skip_zero=True,
             mesh=recipe.mesh,
         )
         learnt.summaries.append(total._replace(logps=None))
@@ -193,7 +194,22 @@ def on_all_devices(batch: Batch, mesh: Mesh | None) -> Batch:
     """Give all devices all rows, so that whatever is taken of them later is there."""
     if mesh is None:
         return batch
-    return jax.lax.with_sharding_constraint(batch, NamedSharding(mesh, PartitionSpec()))
+    on_all = NamedSharding(mesh, PartitionSpec())
+    # Arrays of one number a token go in one transfer.
+    names = [name for name, x in batch._asdict().items() if _is_per_token(x, batch)]
+    bits = [jax.lax.bitcast_convert_type(getattr(batch, name), jnp.int32) for name in names]
+    spread = NamedSharding(mesh, PartitionSpec(ROWS))
+    stacked = jax.lax.with_sharding_constraint(jnp.stack(bits, axis=1), spread)
+    stacked = jax.lax.with_sharding_constraint(stacked, on_all)
+    arrays = {
+        name: jax.lax.bitcast_convert_type(stacked[:, i], getattr(batch, name).dtype)
+        for i, name in enumerate(names)
+    }
+    return jax.lax.with_sharding_constraint(batch._replace(**arrays), on_all)
+
+
+def _is_per_token(x: Array | None, batch: Batch) -> bool:
+    return x is not None and x.shape == batch.tokens.shape and x.dtype.itemsize == 4
 
 
 @partial(jax.jit, static_argnames="width")
@@ -210,23 +226,12 @@ def _label_rows(batch: Batch, members: Bool[Array, " rows"]) -> Batch:
     return batch._replace(labels=labels, rows=counted)
 
 
-@partial(jax.jit, static_argnames="mesh")
-def is_wanted(
-    gradients: Any,
-    mismatch: SamplerMismatch | None,
-    limits: Float[Array, "2"],
-    *,
-    mesh: Mesh | None,
-) -> Bool[Array, ""]:
-    """Return whether to update: a gradient is not 0 (NaN counts), and the sampler matches."""
-    # Entries are counted: squares of the smallest would be 0.
-    counts = sum_leaves(lambda g: jnp.sum(g != 0, dtype=jnp.float32), gradients, mesh)
-    anything = jnp.any(counts > 0)
-    if mismatch is None:
-        return anything
+@jax.jit
+def sampler_matches(mismatch: SamplerMismatch, limits: Float[Array, "2"]) -> Bool[Array, ""]:
+    """Return whether the sampler's log-probabilities are within the limits of the trainer's."""
     differences = mismatch.metrics()
     too_far = differences["logp_diff/mean"] > limits[0]
-    return anything & ~(too_far | (differences["ratio_outside"] > limits[1]))
+    return ~(too_far | (differences["ratio_outside"] > limits[1]))
 
 
 @jax.jit

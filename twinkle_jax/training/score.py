@@ -8,7 +8,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Key
 
@@ -240,8 +240,12 @@ def gathered_logits(
     return jnp.moveaxis(logits, 0, 1).reshape(tokens.shape)
 
 
-def unpack_scores(scores: Scores, packing: Packing) -> Scores:
+def unpack_scores(scores: Scores, packing: Packing, mesh: Mesh | None) -> Scores:
     """Move scores from places of lines back to rows."""
+    if mesh is not None:
+        # A row may take from any line; left to itself, a compiler adds up what each device has.
+        on_all = NamedSharding(mesh, PartitionSpec())
+        scores = jax.lax.with_sharding_constraint(scores, on_all)
     return jax.tree.map(lambda values: unpack(values, packing), scores)
 
 
@@ -345,4 +349,4 @@ def _score_batch(
         remat=False,
         **options,
     )
-    return scores if packing is None else unpack_scores(scores, packing)
+    return scores if packing is None else unpack_scores(scores, packing, mesh)

@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from twinkle_jax.loss import Coefficient
 from twinkle_jax.model import Params, make_mesh, shard_like_params
-from twinkle_jax.model.decoder.sharding import constrain, find_mesh, sum_leaves
+from twinkle_jax.model.decoder.sharding import constrain, find_mesh, sum_over_leaves
 from twinkle_jax.training.score import positive_scalar, traced_scalar
 
 
@@ -130,9 +130,9 @@ class UpdateInfo(NamedTuple):
 
     Attributes:
         gradient_norm: global norm of the gradients, before clipping.
-        applied: False if there was no labelled token, if `when` was False, or if the norm, the
-            learning rate or an updated parameter was not finite: then parameters, optimizer state
-            and step are unchanged.
+        applied: False if there was no labelled token, if `when` or `skip_zero` skipped the update,
+            or if the norm, the learning rate or an updated parameter was not finite: then
+            parameters, optimizer state and step are unchanged.
     """
 
     gradient_norm: Float[Array, ""]
@@ -146,6 +146,7 @@ def apply_gradients(
     learning_rate: Coefficient = 1.0,
     max_grad_norm: Coefficient | None = None,
     when: Bool[Array, ""] | None = None,
+    skip_zero: bool = False,
     mesh: Mesh | None = None,
 ) -> tuple[TrainState, UpdateInfo]:
     r"""Update parameters with the accumulated gradients; compiled, and the state is donated.
@@ -160,13 +161,16 @@ def apply_gradients(
             transformation that has its own.
         max_grad_norm: $c$, above 0 and traced; None clips nothing.
         when: False skips the update; may be a device array, which is not waited for. None: always.
+        skip_zero: True also skips the update if every entry of the gradient is exactly 0: the
+            optimizer's moments would still move the parameters.
         mesh: of the state. None: that of its arrays, or one device. Traced arrays do not have it:
             inside a compiled function of yours, pass it.
 
     Returns:
         The state without gradients, and their norm. The update is skipped where there was no
-        labelled token, where `when` is False, and where the norm, the learning rate or a parameter
-        after the update is NaN or infinite: parameters, optimizer state and step stay as they were.
+        labelled token, where `when` or `skip_zero` says so, and where the norm, the learning rate
+        or a parameter after the update is NaN or infinite: parameters, optimizer state and step
+        stay as they were.
 
     Raises:
         ValueError: if the state was made without an optimizer or with another one, or
@@ -183,11 +187,12 @@ def apply_gradients(
         positive_scalar("max_grad_norm", limit),
         when,
         optimizer=optimizer,
+        skip_zero=skip_zero,
         mesh=find_mesh(mesh, state.params),
     )
 
 
-@partial(jax.jit, static_argnames=("optimizer", "mesh"), donate_argnums=0)
+@partial(jax.jit, static_argnames=("optimizer", "skip_zero", "mesh"), donate_argnums=0)
 def _apply(
     state: TrainState,
     learning_rate: Float[Array, ""],
@@ -195,13 +200,15 @@ def _apply(
     when: Bool[Array, ""] | None,
     *,
     optimizer: optax.GradientTransformation,
+    skip_zero: bool,
     mesh: Mesh | None,
 ) -> tuple[TrainState, UpdateInfo]:
     _check_fit(optimizer, state)
-    norm = gradient_norm(state, mesh)
+    norm, not_zero = _norm_and_count(state, mesh)
     usable = jnp.isfinite(norm) & jnp.isfinite(learning_rate) & (max_grad_norm > 0)
     usable &= (state.denominator > 0) & (state.tokens > 0)
     usable = usable if when is None else usable & when
+    usable = usable & (not_zero > 0) if skip_zero else usable
     factor = _clip_factor(norm, max_grad_norm) / jnp.maximum(state.denominator, 1)
     gradients = jax.tree.map(lambda g: jnp.where(usable, g * factor, 0), state.gradient_sum)
     wide = jax.tree.map(lambda x: x.astype(jnp.float32), state.params)
@@ -241,7 +248,7 @@ def _all_finite(params: Any, mesh: Mesh | None) -> Bool[Array, ""]:
     def not_finite(x: Array) -> Float[Array, ""]:
         return jnp.sum(~jnp.isfinite(x), dtype=jnp.float32)
 
-    return jnp.all(sum_leaves(not_finite, params, mesh) == 0)
+    return sum_over_leaves(not_finite, params, mesh) == 0
 
 
 def clip_gradients(
@@ -290,8 +297,20 @@ def _without_gradients(state: TrainState) -> TrainState:
 
 def gradient_norm(state: TrainState, mesh: Mesh | None = None) -> Float[Array, ""]:
     """Global norm of the gradients, divided by their denominator."""
-    squares = sum_leaves(lambda g: jnp.sum(jnp.square(g)), state.gradient_sum, mesh)
-    return jnp.sqrt(jnp.sum(squares)) / jnp.maximum(state.denominator, 1)
+    return _norm_and_count(state, mesh)[0]
+
+
+def _norm_and_count(
+    state: TrainState, mesh: Mesh | None
+) -> tuple[Float[Array, ""], Float[Array, ""]]:
+    """Global norm of the gradients, and how many of their entries are not 0 (NaN counts)."""
+
+    def sums(g: Array) -> Float[Array, "2"]:
+        # Entries are counted too: squares of the smallest are 0.
+        return jnp.stack([jnp.sum(jnp.square(g)), jnp.sum(g != 0, dtype=jnp.float32)])
+
+    squares, count = sum_over_leaves(sums, state.gradient_sum, mesh)
+    return jnp.sqrt(squares) / jnp.maximum(state.denominator, 1), count
 
 
 def _clip_factor(norm: Float[Array, ""], limit: Float[Array, ""]) -> Float[Array, ""]:

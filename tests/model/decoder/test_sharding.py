@@ -133,7 +133,7 @@ def test_eight_ways_sharded_each_device_holds_an_eighth():
 
     def memory(state, mesh):
         one = jnp.float32(1)
-        lowered = _apply.lower(state, one, one, None, optimizer=ADAMW, mesh=mesh)
+        lowered = _apply.lower(state, one, one, None, optimizer=ADAMW, skip_zero=False, mesh=mesh)
         return lowered.compile().memory_analysis()
 
     many = memory(state, mesh)

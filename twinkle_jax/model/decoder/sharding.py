@@ -11,7 +11,7 @@ are and move activations.
 import itertools
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -165,32 +165,33 @@ def constrain(tree: Any, mesh: Mesh | None) -> Any:
     return jax.lax.with_sharding_constraint(tree, shard_like_params(tree, mesh))
 
 
-def sum_leaves(
-    of: Callable[[Array], Float[Array, ""]], tree: Any, mesh: Mesh | None
-) -> Float[Array, " leaves"]:
-    """Sum a function of the entries of each parameter, or of arrays that lie like them.
+def sum_over_leaves(
+    of: Callable[[Array], Float[Array, "*sums"]], tree: Any, mesh: Mesh | None
+) -> Float[Array, "*sums"]:
+    """Add up sums over the entries of all parameters, or of arrays that lie like them.
 
     Args:
-        of: gives the sum over an array.
+        of: gives a sum over an array, or a few.
         tree: laid out by `shard_like_params`.
-        mesh: of the arrays, whose sums are then added up in one transfer; None for one device.
+        mesh: of the arrays; each device adds up its shares first, so that one transfer of these few
+            numbers is enough. None for one device.
     """
     leaves = jax.tree.leaves(tree)
     if mesh is None:
-        return jnp.stack([of(x) for x in leaves])
+        return jnp.sum(jnp.stack([of(x) for x in leaves]), axis=0)
     specs = [sharding.spec for sharding in jax.tree.leaves(shard_like_params(tree, mesh))]
     apart = [a for a in AXES if mesh.shape[a] > 1 and any(a in spec for spec in specs)]
 
-    def add_up(shares: list[Array]) -> Float[Array, " leaves"]:
+    def add_up(shares: list[Array]) -> Float[Array, "*sums"]:
         sums = []
         for share, spec in zip(shares, specs, strict=True):
             same = [axis for axis in apart if axis not in spec]  # along which all have the same
             counted = sum(jax.lax.axis_index(axis) for axis in same) == 0
             sums.append(jnp.where(counted, of(share), 0))
-        total = jnp.stack(sums)
+        total = jnp.sum(jnp.stack(sums), axis=0)
         return jax.lax.psum(total, apart) if apart else total
 
-    sums: Float[Array, " leaves"] = jax.shard_map(
+    sums: Float[Array, "*sums"] = jax.shard_map(
         add_up, mesh=mesh, in_specs=(specs,), out_specs=PartitionSpec(), check_vma=False
     )(leaves)
     return sums
@@ -266,10 +267,14 @@ def gather_weights(
 
 def gather_along_fsdp(x: Array, spread: PartitionSpec, mesh: Mesh) -> Array:
     """Gather an array that lies as a rule says; its gradient lies so again."""
-    full = PartitionSpec(*(None if axis == "fsdp" else axis for axis in spread))
+    full = _without_fsdp(spread)
     if "fsdp" not in spread:
         return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, full))
     return _gather(x, NamedSharding(mesh, spread), NamedSharding(mesh, full))
+
+
+def _without_fsdp(spread: PartitionSpec) -> PartitionSpec:
+    return PartitionSpec(*(None if axis == "fsdp" else axis for axis in spread))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2))
@@ -305,6 +310,35 @@ def _gather_backward(
 _gather.defvjp(_gather_forward, _gather_backward)
 
 
+_SMALL = 2**20  # bytes; below, a transfer of its own costs more time than copying
+
+
+def gather_tree(params: Any, mesh: Mesh) -> Any:
+    """Gather what is spread over fsdp; small arrays of one type go in one transfer.
+
+    Args:
+        params: laid out by `shard_like_params`.
+        mesh: of the parameters.
+    """
+    leaves, structure = jax.tree.flatten(params)
+    specs = [x.spec for x in jax.tree.leaves(shard_like_params(params, mesh))]
+    small = [i for i, x in enumerate(leaves) if "fsdp" in specs[i] and x.nbytes < _SMALL]
+    for i in set(range(len(leaves))) - set(small):
+        leaves[i] = gather_along_fsdp(leaves[i], specs[i], mesh)
+    if small and mesh.shape["fsdp"] > 1:
+        spread = [specs[i] for i in small]
+        together = jax.shard_map(
+            partial(_gather_together, specs=spread, mesh=mesh),
+            mesh=mesh,
+            in_specs=(spread,),
+            out_specs=[_without_fsdp(spec) for spec in spread],
+            check_vma=False,  # what is gathered counts as different along fsdp
+        )
+        for i, gathered in zip(small, together([leaves[i] for i in small]), strict=True):
+            leaves[i] = gathered
+    return jax.tree.unflatten(structure, leaves)
+
+
 def copy_to_devices(params: Any, dtype: DTypeLike | None, mesh: Mesh) -> Any:
     """Give each device a copy of all parameters, gathered at once.
 
@@ -330,18 +364,8 @@ def copy_to_devices(params: Any, dtype: DTypeLike | None, mesh: Mesh) -> Any:
 
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2))
 def _copy(leaves: list[Array], specs: tuple[PartitionSpec, ...], mesh: Mesh) -> list[Array]:
-    devices = mesh.shape["fsdp"]
-
     def copy(shares: list[Array]) -> list[Array]:
-        copies = list(shares)
-        for group in _groups(shares, specs, mesh, spread=True):
-            # One row for each device, with its shares of all leaves one after the other.
-            row = jnp.concatenate([shares[i].reshape(1, -1) for i in group], axis=1)
-            rows = gather_in_steps(row, "fsdp", 0, steps_of(devices))
-            for i, part in zip(group, _cut(rows, [shares[i].size for i in group]), strict=True):
-                parts = part.reshape(devices, *shares[i].shape)
-                copies[i] = jnp.concatenate(list(parts), axis=specs[i].index("fsdp"))
-        return [x[None] for x in copies]
+        return [x[None] for x in _gather_together(shares, specs, mesh)]
 
     copies: list[Array] = jax.shard_map(
         copy, mesh=mesh, in_specs=(list(specs),), out_specs=PartitionSpec(AXES), check_vma=False
@@ -362,16 +386,24 @@ def _copy_backward(
 
     def add_up(copies: list[Array]) -> list[Array]:
         sums = [x[0] for x in copies]
-        for group in _groups(sums, specs, mesh, spread=True):
+        on_all = _groups(sums, specs, mesh, spread=False)
+        for dtype, group in _groups(sums, specs, mesh, spread=True).items():
             shares = [jnp.split(sums[i], devices, axis=specs[i].index("fsdp")) for i in group]
             rows = jnp.concatenate([jnp.stack(x).reshape(devices, -1) for x in shares], axis=1)
+            # What every device has is small as a rule: it then goes to each with its share.
+            few = on_all.get(dtype, [])
+            few = few if 8 * sum(sums[i].size for i in few) <= rows.shape[1] else []
+            for i in few:
+                rows = jnp.concatenate([rows, jnp.tile(sums[i].reshape(1, -1), (devices, 1))], 1)
+            on_all[dtype] = [] if few else on_all.get(dtype, [])
             total = jax.lax.psum_scatter(rows, "fsdp", scatter_dimension=0)
             if mesh.shape["data"] > 1:
                 total = jax.lax.psum(total, "data")
-            parts = _cut(total, [x[0].size for x in shares])
-            for i, share, part in zip(group, shares, parts, strict=True):
-                sums[i] = part.reshape(share[0].shape)
-        for group in _groups(sums, specs, mesh, spread=False):
+            shapes = [x[0].shape for x in shares] + [sums[i].shape for i in few]
+            parts = _cut(total, [math.prod(shape) for shape in shapes])
+            for i, shape, part in zip(group + few, shapes, parts, strict=True):
+                sums[i] = part.reshape(shape)
+        for group in filter(None, on_all.values()):
             total = jax.lax.psum(jnp.concatenate([sums[i].reshape(-1) for i in group]), ROWS)
             for i, part in zip(group, _cut(total, [sums[i].size for i in group]), strict=True):
                 sums[i] = part.reshape(sums[i].shape)
@@ -390,15 +422,30 @@ def _copy_backward(
 _copy.defvjp(_copy_forward, _copy_backward)
 
 
+def _gather_together(
+    shares: list[Array], specs: Sequence[PartitionSpec], mesh: Mesh
+) -> list[Array]:
+    """Gather what is spread over fsdp, in one transfer for each type, inside `shard_map`."""
+    devices, gathered = mesh.shape["fsdp"], list(shares)
+    for group in _groups(shares, specs, mesh, spread=True).values():
+        # One row for each device, with its shares of all leaves one after the other.
+        row = jnp.concatenate([shares[i].reshape(1, -1) for i in group], axis=1)
+        rows = gather_in_steps(row, "fsdp", 0, steps_of(devices))
+        for i, part in zip(group, _cut(rows, [shares[i].size for i in group]), strict=True):
+            parts = part.reshape(devices, *shares[i].shape)
+            gathered[i] = jnp.concatenate(list(parts), axis=specs[i].index("fsdp"))
+    return gathered
+
+
 def _groups(
-    leaves: list[Array], specs: tuple[PartitionSpec, ...], mesh: Mesh, *, spread: bool
-) -> list[list[int]]:
-    """Leaves of one type, by their numbers: those that are spread over fsdp, or the others."""
+    leaves: list[Array], specs: Sequence[PartitionSpec], mesh: Mesh, *, spread: bool
+) -> dict[Any, list[int]]:
+    """Numbers of leaves by their type: of those that are spread over fsdp, or of the others."""
     groups: dict[Any, list[int]] = {}
     for i, (leaf, spec) in enumerate(zip(leaves, specs, strict=True)):
         if ("fsdp" in spec and mesh.shape["fsdp"] > 1) is spread:
             groups.setdefault(leaf.dtype, []).append(i)
-    return list(groups.values())
+    return groups
 
 
 def _cut(flat: Array, sizes: list[int]) -> list[Array]:
