@@ -12,7 +12,7 @@ from tests.compiled.program import Instruction, Program, read_program, trips
 
 _BYTES = {"pred": 1, "bf16": 2, "f16": 2, "s4": 0.5, "u4": 0.5}
 _COLLECTIVE = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
-_CALLS = ("calls", "to_apply", "true_computation", "false_computation")
+_CALLS = ("calls", "to_apply", "true_computation")
 
 
 class Costs(NamedTuple):

@@ -11,6 +11,7 @@ from tests.compiled.described import described_mesh
 from tests.compiled.marks import compiled_by
 from tests.compiled.models import Cut, Setting, compiled_update, update_costs
 from tests.compiled.rollout import rollout
+from tests.compiled.test_rollout_wire import check_fsdp, check_tensor
 
 pytestmark = [*compiled_by("cuda"), pytest.mark.usefixtures("as_users_compile")]
 SMALL = Cut(layers=2, vocab=8192)
@@ -68,6 +69,14 @@ def test_in_one_stack_layers_would_be_copied():
     """Why they lie one by one; if a compiler no longer does this, they need not."""
     own, stacked = (rollout("Qwen3-4B", "h100:1x4", 64, 2048, stacked=x) for x in (False, True))
     assert stacked.total > 2.5 * own.total
+
+
+def test_a_rollout_on_eight_hosts_gathers_parameters_once():
+    check_fsdp("h100:8x8")
+
+
+def test_a_rollout_on_eight_hosts_keeps_logits_where_they_are():
+    check_tensor("h100:8x8")
 
 
 def test_topologies_that_do_not_fit_are_refused():

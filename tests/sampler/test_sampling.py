@@ -1,19 +1,24 @@
 """Filters keep what sorting keeps and what transformers keeps; every token is drawn at its rate."""
 
+import re
 from fractions import Fraction
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.compiled.costs import costs
 from tests.model.families import each
+from twinkle_jax.model import make_mesh
 from twinkle_jax.sampler import Sampling
 from twinkle_jax.sampler.sampling import (
     block_size,
     block_weights,
     draw,
     kept_weight,
+    next_token,
     penalise,
     random_bits,
     traced_sampling,
@@ -281,3 +286,54 @@ def test_bits_depend_on_the_key_and_the_position_of_the_row_alone():
         alone = random_bits(keys[i : i + 1], positions[i : i + 1])
         np.testing.assert_array_equal(alone[0], together[i])
     assert np.all(np.asarray(random_bits(keys, positions + 1)) != np.asarray(together))
+
+
+@partial(jax.jit, static_argnames="mesh")
+def chosen(logits, sampling, keys, seen, mesh):
+    return next_token(logits, sampling, keys, jnp.arange(len(logits)), (seen,), mesh)
+
+
+@pytest.mark.parametrize("vocab", each([9504, 1000, 4800], default=1))
+@pytest.mark.parametrize(
+    "axes", each([{"fsdp": 2, "tensor": 4}, {"data": 2, "tensor": 2}, {"data": 8}], default=1)
+)
+def test_devices_that_split_the_vocabulary_choose_what_one_does(vocab, axes):
+    """9504 columns are 74.25 blocks of 128, so that blocks lie on two devices of four."""
+    rng = np.random.default_rng(0)
+    rows = 40
+    logits = (rng.normal(size=(rows, vocab)) * 4).astype(np.float32)
+    logits[:, ::7] = -np.inf
+    logits[3] = np.nan
+    keys = jax.random.split(jax.random.key(0), rows)
+    seen = jnp.asarray(rng.integers(0, vocab + 1, (rows, 9)), jnp.int32)
+    mesh = make_mesh(**axes)
+    settings = [{}, {"temperature": 0.0}, {"top_k": 5}, {"top_p": 0.9}, {"min_p": 0.05}]
+    for case in [*settings, {"repetition_penalty": 1.3}, {"top_k": 7, "repetition_penalty": 0.7}]:
+        sampling = traced_sampling(Sampling(**case))
+        one, many = (chosen(logits, sampling, keys, seen, where) for where in (None, mesh))
+        np.testing.assert_array_equal(np.delete(one.token, 3), np.delete(many.token, 3), str(case))
+        assert ((many.token >= 0) & (many.token < vocab)).all()
+        for name in ("logprob", "sampling_logprob"):
+            expected, got = getattr(one, name), getattr(many, name)
+            np.testing.assert_allclose(got, expected, atol=2e-6, err_msg=f"{case} {name}")
+            assert np.isnan(got[3]) and np.isfinite(np.delete(got, 3)).all()
+
+
+def compiled_choice(axes, rows=16, vocab=9504):
+    mesh = make_mesh(**axes)
+    where = jax.NamedSharding(mesh, jax.P(("data", "fsdp"), "tensor"))
+    logits = jax.device_put(jnp.zeros((rows, vocab)), where)
+    keys, seen = jax.random.split(jax.random.key(0), rows), jnp.zeros((rows, 1), jnp.int32)
+    return chosen.lower(logits, traced_sampling(Sampling()), keys, seen, mesh).compile()
+
+
+def test_an_unfiltered_draw_gathers_no_logits():
+    found = costs(compiled_choice({"fsdp": 2, "tensor": 4}, rows=16, vocab=9504), 8)
+    whole = 8 * 9504 * 4 * 3 / 4  # bytes that a device sends to gather the logits of its rows
+    assert 0 < found.wire < 0.3 * whole, found
+
+
+def test_rows_are_filtered_where_they_are():
+    text = compiled_choice({"data": 2, "fsdp": 4}).as_text()
+    assert "conditional(" in text
+    assert not re.search(r" (all-gather|all-reduce|all-to-all|collective-permute)(-start)?\(", text)

@@ -13,9 +13,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from twinkle_jax.model import Params, output_matrix
+from twinkle_jax.model.decoder.sharding import ROWS
 
 RealScalar = float | np.floating[Any] | Float[Array, ""]
 IntScalar = int | np.integer[Any] | Int[Array, ""]
@@ -120,8 +122,13 @@ def next_token(
     keys: jax.Array,
     positions: Int[Array, " rows"],
     seen: tuple[Int[Array, "rows time"], ...],
+    mesh: Mesh | None = None,
 ) -> NextToken:
     """Choose a token in each row.
+
+    On a mesh each device chooses for its own rows. Where the axis tensor divides the vocabulary,
+    logits stay split: sums of blocks and the logits of one block are exchanged, or all logits if a
+    filter needs them.
 
     Args:
         logits: already divided by the temperature.
@@ -129,44 +136,78 @@ def next_token(
         keys: one per row.
         positions: how many tokens the completion of each row has.
         seen: tokens that rows already have; ids outside the vocabulary are none.
+        mesh: where the rows are; None for one device.
 
     Returns:
         The tokens. At temperature 0 they are certain, so `sampling_logprob` is 0, and `logprob` is
         taken at temperature 1.
     """
+    if mesh is None:
+        return _next_token(logits, sampling, keys, positions, seen)
+    split = mesh.shape["tensor"] > 1 and logits.shape[1] % mesh.shape["tensor"] == 0
+    axis = "tensor" if split else None
+    rows = PartitionSpec(ROWS)
+    # Left to itself, a compiler for GPUs gathers all logits for the sort behind a filter.
+    chosen: NextToken = jax.shard_map(
+        functools.partial(_next_token, axis=axis),
+        mesh=mesh,
+        in_specs=(PartitionSpec(ROWS, axis), PartitionSpec(), rows, rows, rows),
+        out_specs=rows,
+        check_vma=False,  # what is gathered counts as different along tensor
+    )(logits, sampling, keys, positions, seen)
+    return chosen
+
+
+def _next_token(
+    logits: Logits,
+    sampling: Sampling,
+    keys: jax.Array,
+    positions: Int[Array, " rows"],
+    seen: tuple[Int[Array, "rows time"], ...],
+    axis: str | None = None,
+) -> NextToken:
+    """Choose a token in each row; along an axis, if there is one, each device has some columns."""
     t, k, p = (jnp.asarray(x) for x in (sampling.temperature, sampling.top_k, sampling.top_p))
+    vocab = logits.shape[1] if axis is None else logits.shape[1] * jax.lax.axis_size(axis)
     bits = random_bits(keys, positions)
     maximum = jnp.max(logits, axis=1)
-    blocks = block_weights(logits, maximum)
-    log_total = maximum + jnp.log(jnp.sum(blocks, axis=1))
+    maximum = maximum if axis is None else jax.lax.pmax(maximum, axis)
+    blocks = block_weights(logits, maximum, axis=axis)
+    total = jnp.sum(blocks, axis=1)
+    log_total = maximum + jnp.log(total)
 
-    def from_all() -> tuple[Array, Array]:
-        token = draw(bits, logits, maximum, blocks)
-        return token, _at(logits, token) - log_total
+    def from_all() -> tuple[Array, Array, Array]:
+        token = draw(bits, logits, maximum, blocks, axis=axis)
+        logit = _at(logits, token, axis)
+        return token, logit, logit - log_total
 
-    def from_some() -> tuple[Array, Array]:
-        return jax.lax.cond(jnp.asarray(sampling.repetition_penalty) == 1, filtered, penalised)
+    def from_some() -> tuple[Array, Array, Array]:
+        every = logits if axis is None else jax.lax.all_gather(logits, axis, axis=1, tiled=True)
 
-    def filtered() -> tuple[Array, Array]:
-        return _filtered(logits, maximum, jnp.sum(blocks, axis=1), sampling, bits)
+        def filtered() -> tuple[Array, Array]:
+            return _filtered(every, maximum, total, sampling, bits)
 
-    def penalised() -> tuple[Array, Array]:
-        changed = penalise(
-            logits, jnp.concatenate(seen, axis=1), jnp.asarray(sampling.repetition_penalty)
-        )
-        maximum = jnp.max(changed, axis=1)
-        total = jnp.sum(block_weights(changed, maximum), axis=1)
-        return _filtered(changed, maximum, total, sampling, bits)
+        def penalised() -> tuple[Array, Array]:
+            changed = penalise(
+                every, jnp.concatenate(seen, axis=1), jnp.asarray(sampling.repetition_penalty)
+            )
+            largest = jnp.max(changed, axis=1)
+            sums = jnp.sum(block_weights(changed, largest), axis=1)
+            return _filtered(changed, largest, sums, sampling, bits)
+
+        no_penalty = jnp.asarray(sampling.repetition_penalty) == 1
+        token, logprob = jax.lax.cond(no_penalty, filtered, penalised)
+        return token, _at(every, token), logprob
 
     unrestricted = (
         (t > 0)
-        & ((k <= 0) | (k >= logits.shape[1]))
+        & ((k <= 0) | (k >= vocab))
         & (p >= 1)
         & (sampling.min_p <= 0)
         & (sampling.repetition_penalty == 1)
     )
-    token, sampling_logprob = jax.lax.cond(unrestricted, from_all, from_some)
-    return NextToken(token, _at(logits, token) - log_total, sampling_logprob)
+    token, logit, sampling_logprob = jax.lax.cond(unrestricted, from_all, from_some)
+    return NextToken(token, logit - log_total, sampling_logprob)
 
 
 def _filtered(
@@ -191,8 +232,19 @@ def _filtered(
     return jax.lax.cond(jnp.asarray(sampling.temperature) > 0, drawn, likeliest)
 
 
-def _at(logits: Logits, token: Int[Array, " rows"]) -> PerRow:
-    return jnp.take_along_axis(logits, token[:, None], axis=1)[:, 0]
+def _at(logits: Logits, token: Int[Array, " rows"], axis: str | None = None) -> PerRow:
+    return _columns(logits, token[:, None], axis)[:, 0]
+
+
+def _columns(
+    logits: Logits, columns: Int[Array, "rows some"], axis: str | None
+) -> Float[Array, "rows some"]:
+    """Take columns of the vocabulary; beyond it, minus infinity."""
+    if axis is not None:  # columns of other devices are beyond those that are here
+        columns = columns - jax.lax.axis_index(axis) * logits.shape[1]
+        columns = jnp.where(columns < 0, logits.shape[1], columns)
+    taken = jnp.take_along_axis(logits, columns, axis=1, mode="fill", fill_value=-jnp.inf)
+    return taken if axis is None else jax.lax.pmax(taken, axis)
 
 
 # The penalty, and the filters.
@@ -270,8 +322,9 @@ def _heaviest(logits: Logits) -> tuple[Float[Array, "rows some"], PerRow]:
     fill = width - lines[-1].shape[1]
     lines[-1] = jnp.pad(lines[-1], ((0, 0), (0, fill)), constant_values=-jnp.inf)
     maxima = functools.reduce(jnp.maximum, lines)
-    # Without the barrier a slice of the result is merged into it, and a CPU sorts all columns.
-    largest, columns = jax.lax.optimization_barrier(jax.lax.top_k(maxima, _COLUMNS + 1))
+    # Without barriers a slice of the result is merged into it, and a CPU sorts all columns. One for
+    # both results crashes the compiler of jaxlib 0.10.2 inside shard_map.
+    largest, columns = map(jax.lax.optimization_barrier, jax.lax.top_k(maxima, _COLUMNS + 1))
     chosen = columns[:, :-1, None] + width * jnp.arange(_LINES, dtype=jnp.int32)[None, None]
     chosen = chosen.reshape(len(logits), -1)
     some = jnp.take_along_axis(logits, chosen, axis=1, mode="fill", fill_value=-jnp.inf)
@@ -356,10 +409,19 @@ def block_size(vocab: int) -> int:
 
 
 def block_weights(
-    logits: Logits, maximum: PerRow, threshold: PerRow | None = None
+    logits: Logits, maximum: PerRow, threshold: PerRow | None = None, *, axis: str | None = None
 ) -> Float[Array, "rows blocks"]:
     """Sum the weights, exp(logit - maximum), of each block: those at the threshold and above."""
     rows, vocab = logits.shape
+    if axis is not None:
+        # A block may lie on two devices: parts of blocks that do not are summed and gathered.
+        size = block_size(vocab * jax.lax.axis_size(axis))
+        part = math.gcd(vocab, size)
+        weights = _weights(logits, maximum, threshold)
+        parts = jnp.sum(weights.reshape(rows, -1, part), axis=2)
+        parts = jax.lax.all_gather(parts, axis, axis=1, tiled=True)
+        parts = jnp.pad(parts, ((0, 0), (0, -parts.shape[1] % (size // part))))
+        return jnp.sum(parts.reshape(rows, -1, size // part), axis=2)
     size = block_size(vocab)
     count, rest = divmod(vocab, size)
     weights = _weights(logits[:, : vocab - rest], maximum, threshold)
@@ -377,6 +439,8 @@ def draw(
     maximum: PerRow,
     blocks: Float[Array, "rows blocks"],
     threshold: PerRow | None = None,
+    *,
+    axis: str | None = None,
 ) -> Int[Array, " rows"]:
     """Draw a token in proportion to its weight.
 
@@ -386,16 +450,18 @@ def draw(
         maximum: the largest logit of each row.
         blocks: what [`block_weights`] gives for the same logits and threshold.
         threshold: the least weight that may be drawn; None for all.
+        axis: of a mesh, along which each device has some columns; None: all are here.
 
     Returns:
         The tokens. Every one of them has a weight above zero, where any has.
     """
-    size = block_size(logits.shape[1])
+    vocab = logits.shape[1] if axis is None else logits.shape[1] * jax.lax.axis_size(axis)
+    size = block_size(vocab)
     start = _pick(blocks, bits[:, :2]) * size
     columns = start[:, None] + jnp.arange(size, dtype=jnp.int32)[None]
-    inside = jnp.take_along_axis(logits, columns, axis=1, mode="fill", fill_value=-jnp.inf)
+    inside = _columns(logits, columns, axis)
     chosen = start + _pick(_weights(inside, maximum, threshold), bits[:, 2:])
-    return jnp.minimum(chosen, logits.shape[1] - 1)  # a row of NaN may point anywhere
+    return jnp.minimum(chosen, vocab - 1)  # a row of NaN may point anywhere
 
 
 def _weights(logits: Logits, maximum: PerRow, threshold: PerRow | None) -> Logits:

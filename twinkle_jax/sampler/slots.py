@@ -453,6 +453,7 @@ def advance(params: Params, rows: Slots, sampling: Sampling, setup: Setup) -> Sl
         rows.keys,
         rows.lengths,
         (rows.prompts, rows.tokens),
+        setup.mesh,
     )
     column = jnp.where(running, rows.lengths, rows.tokens.shape[1])  # beyond the end: not written
 
