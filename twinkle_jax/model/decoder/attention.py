@@ -23,9 +23,8 @@ from twinkle_jax.model.decoder.cache import (
     write_token,
 )
 from twinkle_jax.model.decoder.config import AttentionConfig, DecoderConfig
-from twinkle_jax.model.decoder.layers import project, rms_norm
+from twinkle_jax.model.decoder.layers import RotaryTable, project, rms_norm, rotate
 from twinkle_jax.model.decoder.parameters import Params
-from twinkle_jax.model.decoder.rotary import RotaryTable, rotate
 from twinkle_jax.model.decoder.sharding import ROWS, backend_of
 
 AttentionImplementation = Literal["xla", "cudnn", "splash"]

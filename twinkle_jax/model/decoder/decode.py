@@ -29,9 +29,16 @@ from twinkle_jax.model.decoder.cache import (
 from twinkle_jax.model.decoder.config import FULL, DecoderConfig
 from twinkle_jax.model.decoder.delta_net import linear_step
 from twinkle_jax.model.decoder.forward import decoder_inputs, run
-from twinkle_jax.model.decoder.layers import add_mixed, embed, feed_forward, final_norm, norm
+from twinkle_jax.model.decoder.layers import (
+    add_mixed,
+    embed,
+    feed_forward,
+    final_norm,
+    norm,
+    rotary_tables,
+    table_of,
+)
 from twinkle_jax.model.decoder.parameters import Params
-from twinkle_jax.model.decoder.rotary import rotary_tables, table_of
 from twinkle_jax.model.decoder.sharding import ROWS, backend_of, fits, row_shards
 
 

@@ -30,15 +30,17 @@ from twinkle_jax.model.decoder.cache import Cache
 from twinkle_jax.model.decoder.config import FULL, DecoderConfig
 from twinkle_jax.model.decoder.delta_net import delta_net
 from twinkle_jax.model.decoder.layers import (
+    RotaryTable,
     add_mixed,
     embed,
     feed_forward,
     final_norm,
     norm,
     output_logits,
+    rotary_tables,
+    table_of,
 )
 from twinkle_jax.model.decoder.parameters import Params
-from twinkle_jax.model.decoder.rotary import RotaryTable, rotary_tables, table_of
 from twinkle_jax.model.decoder.sharding import backend_of, check_fit, gather_weights, keep_rows
 
 Remat = bool | Callable[..., bool]  # a policy of `jax.checkpoint_policies`

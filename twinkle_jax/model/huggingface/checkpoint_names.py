@@ -9,8 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from twinkle_jax.model.decoder.config import DecoderConfig
-from twinkle_jax.model.decoder.families import FAMILIES
+from twinkle_jax.model.decoder.config import FAMILIES, DecoderConfig
 from twinkle_jax.model.decoder.parameters import Parameter, parameter_table
 from twinkle_jax.model.huggingface.checkpoint_files import DTYPES, StoredTensor
 

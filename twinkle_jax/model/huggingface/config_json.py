@@ -8,17 +8,19 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from twinkle_jax.model.decoder.config import (
+    ENCLOSING,
+    FAMILIES,
     FULL,
     LINEAR,
     SLIDING,
     AttentionConfig,
     DecoderConfig,
     DeltaNetConfig,
+    Family,
     LinearScaling,
     RopeScaling,
     Window,
 )
-from twinkle_jax.model.decoder.families import ENCLOSING, FAMILIES, Family
 
 _LARGEST_SIZE, _MOST_LAYERS = 2**31 - 1, 4096
 
