@@ -74,7 +74,7 @@ def test_loss_gradient_and_update(name, tmp_path):
 
     from twinkle_jax.model import Decoder
     from twinkle_jax.model.huggingface.checkpoint import list_tensors
-    from twinkle_jax.model.huggingface.checkpoint_names import PREFIX
+    from twinkle_jax.model.huggingface.checkpoint_files import PREFIX
 
     gradient = Decoder(ours.config, ours.state.gradient_sum)
     denominator = float(ours.state.denominator)

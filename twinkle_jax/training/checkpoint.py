@@ -23,7 +23,7 @@ import numpy as np
 from jaxtyping import PyTree
 
 from twinkle_jax.data.missing_extra import require
-from twinkle_jax.model.huggingface.atomic_directory import remove_remains, replace_directory
+from twinkle_jax.model.huggingface.saving import remove_remains, replace_directory
 from twinkle_jax.rollout import hosts
 
 MANIFEST = "manifest.json"

@@ -151,7 +151,7 @@ def test_gradients_of_a_loss(name, saved):
 
     # The gradient has the tree of the parameters, so that it can be named like a checkpoint.
     from twinkle_jax.model.decoder.parameters import parameter_table
-    from twinkle_jax.model.huggingface.checkpoint_names import stored_names, to_stored
+    from twinkle_jax.model.huggingface.checkpoint_files import stored_names, to_stored
 
     theirs = {name: p.grad.numpy() for name, p in model.named_parameters()}
     for path, p in parameter_table(decoder.config).items():

@@ -9,7 +9,7 @@ import pytest
 from tests.model.families import NAMES, config_of, each
 from twinkle_jax.model import init_params, parameter_shapes
 from twinkle_jax.model.decoder.parameters import parameter_table
-from twinkle_jax.model.huggingface.checkpoint_names import stored_name, stored_shape
+from twinkle_jax.model.huggingface.checkpoint_files import stored_name, stored_shape
 
 
 def test_names_and_shapes_of_a_checkpoint():

@@ -1,4 +1,4 @@
-"""What each of two processes does with a checkpoint; `test_processes.py` starts them.
+"""What each of two processes does with a checkpoint; `test_saving.py` starts them.
 
 `python -m tests.model.huggingface.scenarios NAME DIRECTORY`
 """

@@ -16,11 +16,10 @@ import pytest
 import safetensors.numpy
 from jax.sharding import PartitionSpec
 
-import twinkle_jax.model.huggingface.atomic_directory as atomic
 from tests.model.families import ALL, config_of, family, params_of, random_params
 from tests.model.huggingface.tensors import assert_same, contents, rewrite
 from twinkle_jax.model import Decoder, load_pretrained, parse_config, save_pretrained
-from twinkle_jax.model.huggingface import checkpoint
+from twinkle_jax.model.huggingface import checkpoint, saving
 
 pytest.importorskip("safetensors", reason="pip install 'twinkle-jax[checkpoints]'")
 
@@ -279,7 +278,7 @@ def test_an_interrupted_save_leaves_the_old_export_whole(moment, export, monkeyp
         "first shard": (checkpoint, "write_safetensors", fail),
         "later shard": (checkpoint, "write_safetensors", fail_later),
         "config": (checkpoint, "export_config", fail),
-        "swap": (atomic, "_swap", fail),
+        "swap": (saving, "_swap", fail),
     }[moment]
     monkeypatch.setattr(module, function, replacement)
     changed = Decoder(config_of("qwen3"), random_params(config_of("qwen3"), seed=1))
@@ -338,7 +337,7 @@ def test_what_no_loader_should_read_is_not_written(value, options, name, export)
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from twinkle_jax.model.huggingface.atomic_directory import replace_directory
+from twinkle_jax.model.huggingface.saving import replace_directory
 with replace_directory(Path(sys.argv[1])) as fresh:
     (fresh / "model.safetensors").write_bytes(b"half")
     os.kill(os.getpid(), signal.SIGKILL)

@@ -12,7 +12,6 @@ from twinkle_jax.data import Template
 from twinkle_jax.model.decoder.config import DecoderConfig
 from twinkle_jax.model.decoder.lora import LoraConfig, adapted_kernels, read_lora_config, walk
 from twinkle_jax.model.decoder.parameters import Params, nest
-from twinkle_jax.model.huggingface.atomic_directory import check_target, replace_directory
 from twinkle_jax.model.huggingface.checkpoint import all_finite, host_tensor, keep_files
 from twinkle_jax.model.huggingface.checkpoint_files import (
     ADAPTER_CONFIG,
@@ -20,12 +19,13 @@ from twinkle_jax.model.huggingface.checkpoint_files import (
     TOKENIZER_FILES,
     import_safetensors,
     inside,
+    layer_number,
     locate,
     read_json,
     regular_file,
+    to_stored,
 )
-from twinkle_jax.model.huggingface.checkpoint_names import layer_number, to_stored
-from twinkle_jax.model.huggingface.processes import gather, write_once
+from twinkle_jax.model.huggingface.saving import check_target, gather, replace_directory, write_once
 
 _PREFIX = "base_model.model.model.layers"
 _README = "README.md"  # PEFT's model card

@@ -27,36 +27,40 @@ from jaxtyping import Array
 from twinkle_jax.model.decoder.config import DecoderConfig
 from twinkle_jax.model.decoder.forward import Decoder
 from twinkle_jax.model.decoder.parameters import nest, parameter_table, stacked_shape
-from twinkle_jax.model.huggingface.atomic_directory import check_target, replace_directory
 from twinkle_jax.model.huggingface.checkpoint_files import (
     CONFIG,
     DTYPES,
+    EMBEDDING,
+    HEAD,
     INDEX,
+    PREFIX,
     SINGLE,
     TOKENIZER_FILES,
     StoredTensor,
+    carried_tensors,
     import_safetensors,
     inside,
+    layer_number,
     locate,
+    match_tensors,
     open_files,
     read_json,
-    stored_tensors,
-)
-from twinkle_jax.model.huggingface.checkpoint_names import (
-    EMBEDDING,
-    HEAD,
-    PREFIX,
-    carried_tensors,
-    layer_number,
-    match_tensors,
     read_part,
     stored_names,
     stored_prefix,
     stored_shape,
+    stored_tensors,
     to_stored,
 )
 from twinkle_jax.model.huggingface.config_json import export_config, parse_config
-from twinkle_jax.model.huggingface.processes import Gather, gather, one_outcome, write_once
+from twinkle_jax.model.huggingface.saving import (
+    Gather,
+    check_target,
+    gather,
+    one_outcome,
+    replace_directory,
+    write_once,
+)
 
 Partition = Callable[[str, tuple[int, ...]], PartitionSpec]
 Slices = tuple[slice, ...]

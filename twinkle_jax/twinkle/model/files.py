@@ -15,13 +15,13 @@ from twinkle_jax.model import (
     save_adapter,
     save_pretrained,
 )
-from twinkle_jax.model.huggingface.atomic_directory import check_target, replace_directory
 from twinkle_jax.model.huggingface.checkpoint_files import (
     ADAPTER_CONFIG,
     CONFIG,
     locate,
     read_json,
 )
+from twinkle_jax.model.huggingface.saving import check_target, replace_directory
 from twinkle_jax.training.checkpoint import find_fault, read_checkpoint, write_checkpoint
 from twinkle_jax.twinkle.model.policy import AdapterPolicy, OptimizerGroup
 

@@ -27,7 +27,7 @@ from twinkle_jax.model import (
 from twinkle_jax.model.decoder.lora import adapter_scales, init_adapter, read_lora_config
 from twinkle_jax.model.huggingface.adapter_files import adapter_tensors
 from twinkle_jax.model.huggingface.checkpoint import list_tensors
-from twinkle_jax.model.huggingface.checkpoint_names import PREFIX
+from twinkle_jax.model.huggingface.checkpoint_files import PREFIX
 from twinkle_jax.training import StepSummary, TrainState, UpdateInfo, add_summaries, begin_training
 from twinkle_jax.twinkle.infra import DeviceMesh, mesh_of, note_group
 from twinkle_jax.twinkle.metric import TrainMetric

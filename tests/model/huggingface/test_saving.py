@@ -1,4 +1,4 @@
-"""Two processes load one checkpoint and save one; their memory; errors of one reach both."""
+"""Saving: a directory replaced in one step, and several processes that load and save together."""
 
 import pathlib
 import subprocess
@@ -11,10 +11,96 @@ from tests import processes
 from tests.model.families import config_of, family, params_of, random_params
 from tests.model.huggingface.tensors import assert_same, contents, rewrite
 from twinkle_jax.model import Decoder, load_pretrained, parse_config, save_pretrained
+from twinkle_jax.model.huggingface import saving
+from twinkle_jax.model.huggingface.saving import replace_directory
 
-pytestmark = pytest.mark.exhaustive
 SCENARIOS = "tests.model.huggingface.scenarios"
 MIB = 2**20
+
+
+@pytest.fixture(params=["exchange", "two renames"])
+def target(request, tmp_path, monkeypatch):
+    if request.param == "two renames":
+        monkeypatch.setattr(saving, "_exchange", lambda a, b: False)
+    return tmp_path / "deep" / "target"
+
+
+def test_new_and_replaced(target):
+    for content in ("first", "second"):
+        with replace_directory(target) as fresh:
+            assert not list(fresh.iterdir()) and fresh.parent == target.parent
+            (fresh / content).write_text(content)
+        assert [p.name for p in target.iterdir()] == [content]
+        assert [p.name for p in target.parent.iterdir()] == ["target"]
+
+
+def interrupted(target):
+    with replace_directory(target) as fresh:
+        (fresh / "new").write_text("new")
+        raise KeyboardInterrupt
+
+
+def test_an_exception_changes_nothing(target):
+    with replace_directory(target) as fresh:
+        (fresh / "old").write_text("old")
+    with pytest.raises(KeyboardInterrupt):
+        interrupted(target)
+    assert [p.name for p in target.iterdir()] == ["old"]
+    assert [p.name for p in target.parent.iterdir()] == ["target"]
+
+
+def test_a_failed_rename_puts_the_old_one_back(tmp_path, monkeypatch):
+    monkeypatch.setattr(saving, "_exchange", lambda a, b: False)
+    target = tmp_path / "target"
+    target.mkdir()
+    (target / "old").write_text("old")
+    with pytest.raises(FileNotFoundError):
+        saving._swap(tmp_path / "gone.partial", target)
+    assert [p.name for p in target.iterdir()] == ["old"]
+
+
+def test_links_are_followed(tmp_path):
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    with replace_directory(tmp_path / "link") as fresh:
+        (fresh / "file").write_text("")
+    assert (tmp_path / "link").is_symlink() and (tmp_path / "real/file").exists()
+
+
+def test_the_directory_has_ordinary_permissions(tmp_path):
+    (tmp_path / "plain").mkdir()
+    with replace_directory(tmp_path / "target"):
+        pass
+    assert (tmp_path / "target").stat().st_mode == (tmp_path / "plain").stat().st_mode
+
+
+def test_a_save_that_is_under_way_is_left_alone(tmp_path):
+    """Two at a time: neither takes the other's directory for remains, and the later one wins."""
+    target = tmp_path / "target"
+    with replace_directory(target) as first:
+        (first / "a").write_text("a")
+        with replace_directory(target) as second:
+            (second / "b").write_text("b")
+        assert (first / "a").exists() and (target / "b").exists()
+    assert [p.name for p in target.iterdir()] == ["a"]
+    assert [p.name for p in tmp_path.iterdir()] == ["target"]
+
+
+def test_an_export_that_was_only_renamed_comes_back(tmp_path):
+    """Killed between two renames, where the system has no exchange."""
+    old = tmp_path / ".target.0123abcd.old"
+    old.mkdir()
+    (old / "good").write_text("good")
+    with pytest.raises(KeyboardInterrupt):
+        interrupted(tmp_path / "target")
+    assert [p.name for p in (tmp_path / "target").iterdir()] == ["good"]
+    (tmp_path / ".target.89abcdef.old").mkdir()  # and one whose successor is there goes
+    with replace_directory(tmp_path / "target"):
+        pass
+    assert [p.name for p in tmp_path.iterdir()] == ["target"]
+
+
+# Several processes.
 
 
 @pytest.fixture
@@ -43,6 +129,7 @@ def run(scenario, directory, **options):
     return [process.result for process in ended]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("count", "devices"), [(1, 8), (2, 4), (4, 2)])
 def test_what_several_processes_save_is_what_they_loaded(count, devices, directory):
     results = run("round_trip", directory, processes=count, devices=devices)
@@ -52,6 +139,7 @@ def test_what_several_processes_save_is_what_they_loaded(count, devices, directo
     assert_same(load_pretrained(directory / "again").params, params_of("qwen3"))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("scenario", "process", "name"),
     [
@@ -75,12 +163,14 @@ def test_an_error_of_one_process_reaches_both(scenario, process, name, directory
     assert not list(directory.glob(".*"))
 
 
+@pytest.mark.exhaustive
 def test_processes_that_save_to_different_places_are_told(directory):
     for result in run("save_elsewhere", directory):
         assert result["error"].startswith("AssertionError") and "again-" in result["error"]
     assert not list(directory.glob("again-*"))
 
 
+@pytest.mark.exhaustive
 def test_a_writer_that_is_killed_ends_the_other(directory):
     before = contents(directory / "again")
     writer, other = processes.run(SCENARIOS, "save_killed", directory, seconds=150)
@@ -89,6 +179,7 @@ def test_a_writer_that_is_killed_ends_the_other(directory):
     assert contents(directory / "again") == before
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(not pathlib.Path("/proc/self/status").exists(), reason="reads /proc")
 @pytest.mark.parametrize(("count", "devices"), [(1, 8), (2, 4)])
 def test_a_host_holds_its_share_and_one_tensor(count, devices, directory):
