@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from copy import copy
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -10,12 +11,20 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
+from jaxtyping import Array, Bool, Float, Int
 
 from twinkle_jax.data import LogprobsKind, SampleResponses, SamplingParams, Template, bucket_size
-from twinkle_jax.model import load_pretrained, partition_rules, shard_like_params
+from twinkle_jax.model import (
+    DecoderConfig,
+    Params,
+    hidden_states,
+    load_pretrained,
+    output_matrix,
+    partition_rules,
+    shard_like_params,
+)
 from twinkle_jax.model.decoder.sharding import row_shards
 from twinkle_jax.sampler.generate import generate
-from twinkle_jax.sampler.prompt_logprobs import score_prompts
 from twinkle_jax.sampler.requests import (
     Actor,
     DrawnSequence,
@@ -30,6 +39,8 @@ from twinkle_jax.sampler.requests import (
 )
 from twinkle_jax.sampler.sampling import Sampling
 from twinkle_jax.sampler.slots import STOP, Completions
+
+_CHUNK = 16  # columns at a time, so that logits of all tokens are never held
 
 
 class JaxSampler:
@@ -269,3 +280,58 @@ def _read_arrays(
         pairs = [[pair] for pair in zip(row_tokens, scores, strict=True)]
         drawn.append(DrawnSequence(row_tokens, pairs, "token" if stopped[row] else "length"))
     return drawn
+
+
+# Log-probabilities of prompts.
+
+
+@partial(jax.jit, static_argnames=("config", "top", "compute_dtype", "mesh"))
+def score_prompts(
+    params: Params,
+    config: DecoderConfig,
+    tokens: Int[Array, "batch time"],
+    mask: Bool[Array, "batch time"],
+    *,
+    top: int,
+    compute_dtype: DTypeLike | None = None,
+    mesh: Mesh | None = None,
+) -> tuple[
+    Float[Array, "batch time"], Float[Array, "batch time top"], Int[Array, "batch time top"]
+]:
+    """Score the token after each position, and find the likely ones there, at temperature 1.
+
+    Args:
+        params: of the decoder, adapters included.
+        config: the decoder.
+        tokens: token ids, a multiple of 16 columns or fewer.
+        mask: True for tokens.
+        top: how many likely tokens to find.
+        compute_dtype: as for [`hidden_states`][twinkle_jax.model.hidden_states].
+        mesh: likewise.
+
+    Returns:
+        Log-probabilities of the following tokens, and log-probabilities and ids of the likely ones,
+        the most likely first. The last column says nothing.
+    """
+    hidden = hidden_states(
+        params, config, tokens, mask, compute_dtype=compute_dtype, remat=False, mesh=mesh
+    )
+    head = output_matrix(params).astype(hidden.dtype)
+    following = jnp.roll(tokens, -1, axis=1)
+    chunk = _CHUNK if tokens.shape[1] % _CHUNK == 0 else tokens.shape[1]
+
+    def score(columns: tuple[Array, Array]) -> tuple[Array, Array, Array]:
+        features, labels = columns
+        logits = jnp.einsum("btd,dv->btv", features, head, preferred_element_type=jnp.float32)
+        logprobs = jax.nn.log_softmax(logits)
+        own = jnp.take_along_axis(logprobs, labels[..., None], axis=-1)[..., 0]
+        return own, *jax.lax.top_k(logprobs, top)
+
+    def split(x: Array) -> Array:
+        return jnp.moveaxis(x.reshape(x.shape[0], -1, chunk, *x.shape[2:]), 1, 0)
+
+    def join(x: Array) -> Array:
+        return jnp.moveaxis(x, 0, 1).reshape(*tokens.shape, *x.shape[3:])
+
+    own, likely, names = jax.lax.map(score, (split(hidden), split(following)))
+    return join(own), join(likely), join(names)
