@@ -1,13 +1,12 @@
-"""bfloat16 on a CPU: every rounding takes place, and products sum in one order.
+"""bfloat16 on a CPU: no rounding is dropped, and products are summed in a fixed order.
 
-XLA has no bfloat16 arithmetic on a CPU: it computes in float32, and rounds in between. Its fusions
-(YNNPACK's) drop some of these roundings, and which ones depends on shapes. A token then gets other
-log-probabilities in whole rows, as the trainer reads them, than in a decoding step, as the sampler
-does. The functions here have the compiler round where the program says so. On other backends,
-and in other types, they add no instruction.
+XLA has no bfloat16 arithmetic on a CPU: it computes in float32 and rounds in between. Its fusions
+(YNNPACK's) drop some of these roundings, depending on the shapes. A token would then get other
+log-probabilities in whole rows (the trainer) than in a decoding step (the sampler). The functions
+here make the compiler round where the program says so. On other backends and in other types they
+add no instruction.
 
-Whether a program is for a CPU is known where it is traced: from the mesh, or from JAX's default
-backend.
+The backend is known while tracing: that of the mesh, or JAX's default.
 """
 
 from collections.abc import Callable, Iterator
@@ -34,17 +33,17 @@ def tracing_for(backend: str) -> Iterator[None]:
 
 
 def rounded(x: Float[Array, "*shape"], dtype: DTypeLike | None = None) -> Float[Array, "*shape"]:
-    """Cast to a type, by default the one that x has, so that no fusion drops the rounding."""
+    """Cast to `dtype`, by default x's own, such that no fusion drops the rounding."""
     x = x if dtype is None else x.astype(dtype)
     return _through_bits(x) if _rounds_in_software(x) else x
 
 
 def multiply(product: Callable[..., Array], x: Array, y: Array) -> Array:
-    """Take a product, such as `jnp.matmul`, of two arrays of one type, and round it to this type.
+    """Apply a product, such as `jnp.matmul`, to arrays of one type; round the result to that type.
 
-    In bfloat16 the CPU's compiler sums products of bfloat16 in the same order for any number of
-    rows if the result is to be float32, and else converts factors to float32, whose order depends
-    on it.
+    With a float32 result, XLA sums bfloat16 products on a CPU in the same order for any number of
+    rows. With a bfloat16 result it converts the factors to float32, and the order depends on the
+    number of rows.
     """
     if _rounds_in_software(x):
         return rounded(_summed_in_float32(product, x, y))
@@ -64,7 +63,7 @@ def _rounds_in_software(x: Array) -> bool:
 
 @jax.custom_jvp
 def _through_bits(x: Array) -> Array:
-    """Give x as it is, as integers in between: the compiler does not see that nothing happens."""
+    """Return x by way of its bits as integers: a cast that the compiler cannot optimise away."""
     bits = jax.lax.bitcast_convert_type(x, jnp.uint16).astype(jnp.uint32) << 16
     return jax.lax.bitcast_convert_type(bits, jnp.float32).astype(x.dtype)
 
@@ -83,7 +82,7 @@ def _summed_in_float32(product: Callable[..., Array], x: Array, y: Array) -> Arr
 def _(
     product: Callable[..., Array], primals: tuple[Array, Array], tangents: tuple[Array, Array]
 ) -> tuple[Array, Array]:
-    """Differentiate as without the detour: products of gradients are of bfloat16."""
+    """Differentiate the plain product: products of gradients are computed in bfloat16."""
     (x, y), (dx, dy) = primals, tangents
     value = product(x, y, preferred_element_type=jnp.float32).astype(x.dtype)
     return value, product(dx, y) + product(x, dy)

@@ -16,14 +16,14 @@ Activation = Literal["silu", "gelu_pytorch_tanh"]
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """Llama 3's rotary scaling: long wavelengths are stretched, short ones stay.
+    """Llama 3's rotary scaling: long wavelengths are stretched, short ones are not.
 
     Attributes:
-        factor: by how much wavelengths are stretched of pairs that turn fewer than `low_frequency`
+        factor: wavelengths are multiplied by it for pairs that turn fewer than `low_frequency`
             times over the original length.
-        low_frequency: see `factor`.
+        low_frequency: see `factor`; from here to `high_frequency` the factor is interpolated.
         high_frequency: pairs that turn more often than this are not stretched.
-        original_length: tokens that the model was first trained on.
+        original_length: length that the model was first trained on, in tokens.
     """
 
     factor: float
@@ -34,10 +34,10 @@ class RopeScaling:
 
 @dataclass(frozen=True)
 class LinearScaling:
-    """Rotary scaling of all wavelengths alike: positions count as if they were closer.
+    """Linear rotary scaling: all wavelengths are multiplied by one factor.
 
     Attributes:
-        factor: how much slower every pair turns.
+        factor: how much slower every pair rotates.
     """
 
     factor: float
@@ -45,11 +45,11 @@ class LinearScaling:
 
 @dataclass(frozen=True)
 class Window:
-    """The window of sliding layers, and the rotary base that they have instead of the full layers'.
+    """Sliding layers: their window, and their rotary base, which differs from full layers'.
 
     Attributes:
-        size: tokens that a token sees, itself included.
-        rope_theta: base of their rotary wavelengths, which nothing stretches.
+        size: tokens that a token attends to, itself included.
+        rope_theta: base of their rotary wavelengths, which are never scaled.
     """
 
     size: int
@@ -66,9 +66,9 @@ class AttentionConfig:
         head_dim: width of one head; the heads together need not be as wide as the model.
         rotary_dim: how many of the first entries of a head are rotated.
         rope_theta: base of the rotary wavelengths.
-        rope_scaling: what stretches them; None for nothing.
-        query_width: by whose root products of queries and keys are divided; None: `head_dim`.
-        window: the window of sliding layers; None where there are none.
+        rope_scaling: scaling of the wavelengths; None for none.
+        query_width: logits are divided by its square root; None: `head_dim`.
+        window: the window of sliding layers; None if there are none.
         bias: whether queries, keys and values have a bias.
         output_bias: whether the output projection has one.
         qk_norm: whether queries and keys are normalised per head before the rotation.
@@ -91,7 +91,7 @@ class AttentionConfig:
 
     @property
     def scale(self) -> float:
-        """What products of queries and keys are multiplied by."""
+        """Factor on the products of queries and keys."""
         return 1 / math.sqrt(self.query_width or self.head_dim)
 
 
@@ -115,7 +115,7 @@ class DeltaNetConfig:
 
     @property
     def channels(self) -> int:
-        """Width of queries, keys and values next to each other: what the convolution runs over."""
+        """Width of queries, keys and values, concatenated: the channels of the convolution."""
         return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
 
 
@@ -134,15 +134,15 @@ class DecoderConfig:
         layer_kinds: `"full_attention"`, `"sliding_attention"` or `"linear_attention"` for each
             layer.
         attention: the attention of the full and sliding layers.
-        delta_net: the mixer of the linear layers; None where there are none.
-        norm_epsilon: added to the mean square before the root.
+        delta_net: the mixer of the linear layers; None if there are none.
+        norm_epsilon: added to the mean square before the square root.
         centred_norms: whether norms multiply by 1 + weight (and weights start at 0).
-        output_norms: whether attention and feed-forward have a norm behind them too, before they
-            are added to the residual stream.
-        activation: of the gate of feed-forward layers.
+        output_norms: whether the outputs of attention and feed-forward are normalised too, before
+            they are added to the residual stream.
+        activation: activation of the feed-forward gate.
         scaled_embedding: whether embeddings are multiplied by √hidden_size.
         tie_embeddings: whether the output matrix is the embedding, transposed.
-        original: the `config.json` this was read from, as text; takes no part in comparisons.
+        original: the `config.json` this was read from, as text; ignored in comparisons.
     """
 
     model_type: str
@@ -167,10 +167,10 @@ class DecoderConfig:
 
     @property
     def block(self) -> tuple[str, ...]:
-        """The shortest run of layer kinds that the stack repeats; layers are stacked block-wise.
+        """The shortest sequence of layer kinds that the decoder repeats; layers are stacked by it.
 
         Layer `i` is member `i % len(block)` of repetition `i // len(block)`. Sliding layers count
-        as full ones, as they have the same parameters: which ones slide is data of the loop.
+        as full ones: their parameters are the same, and which layers slide is data of the scan.
         """
         kinds = tuple(FULL if kind == SLIDING else kind for kind in self.layer_kinds)
         for size in range(1, self.layers + 1):
@@ -202,32 +202,31 @@ class DecoderConfig:
 
 @dataclass(frozen=True)
 class Family:
-    """One row: what differs from a plain decoder, and how its configuration says so.
+    """How a family differs from Llama, and which keys its `config.json` has.
 
     Attributes:
-        architecture: the class of transformers that reads what is exported.
-        head_dim: width of a head where the configuration gives none; None: the model's width
-            divided by the heads.
-        fixed_bias: whether queries, keys and values always have a bias, and the output never; if
-            not, `attention_bias` gives one to all four, or to none.
+        architecture: transformers' class, written into exported configurations.
+        head_dim: default width of a head; None: the model's width divided by the number of heads.
+        fixed_bias: whether queries, keys and values always have a bias and the output projection
+            never does; otherwise `attention_bias` switches all four.
         qk_norm: whether queries and keys are normalised per head.
         output_gate: whether attention has an output gate.
         centred_norms: whether norms are stored as their distance from 1.
-        linear_layers: whether layers may be linear, and keys `linear_…` exist.
-        window_keys: whether keys for sliding windows exist; no layer may use one.
-        window_pattern: of how many layers the last is full and the others slide, where the
-            configuration does not list them; None: no layer slides.
-        output_norms: whether attention and feed-forward have a norm behind them too.
-        scaled_embedding: whether embeddings are multiplied by the root of the model's width.
-        activation_key: what the configuration calls the activation.
+        linear_layers: whether layers may be linear; their keys are `linear_…`.
+        window_keys: whether there are keys for sliding windows, which no layer may use.
+        window_pattern: default pattern: of so many layers the last is full and the others slide;
+            None: no layer slides.
+        output_norms: whether the outputs of attention and feed-forward are normalised too.
+        scaled_embedding: whether embeddings are multiplied by the square root of the model's width.
+        activation_key: key of the activation.
         activation: the value that it must have.
-        rotary_part: part of a head that is rotated where the configuration gives none; None: all of
-            it, and the configuration may say nothing else.
-        rope_types: values of `rope_type`.
-        defaults: values of keys that may be missing, where transformers has others for this family.
+        rotary_part: default fraction of a head that is rotated; None: the whole head, and no other
+            value is supported.
+        rope_types: supported values of `rope_type`.
+        defaults: values of missing keys, where transformers' defaults differ for this family.
         other_keys: keys that no other family has, and the values with which they change nothing.
         enclosing: `model_type` of a configuration that holds this one as its `text_config`.
-        carried: prefixes of tensors that belong to the enclosing model, kept as they are.
+        carried: prefixes of the enclosing model's tensors, which are copied unchanged.
     """
 
     architecture: str
@@ -264,7 +263,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "mistral": Family(
         "MistralForCausalLM",
-        # Where a configuration is silent, all layers slide: so it has to say that none does.
+        # Without the key all layers slide, so a configuration must set it to null.
         defaults={"sliding_window": 4096, "num_key_value_heads": 8},
         other_keys={"sliding_window": (None,)},
     ),
@@ -285,7 +284,7 @@ FAMILIES: dict[str, Family] = {
         rotary_part=0.25,
         other_keys={
             "attn_output_gate": (True,),
-            "output_gate_type": ("swish",),  # Qwen3.6's word for the gate of the linear layers
+            "output_gate_type": ("swish",),  # Qwen3.6's name for the gate of the linear layers
             "mamba_ssm_dtype": ("float32",),
             "mlp_only_layers": ([],),
         },

@@ -5,9 +5,9 @@ $$S_t = e^{g_t} S_{t-1} + k_t \, \beta_t (v_t - (e^{g_t} S_{t-1})^\top k_t)^\top
 
 Projections and a short convolution make queries, keys and values of the residual stream, and a gate
 multiplies the output ([Gated Delta Networks](https://arxiv.org/abs/2412.06464)). The rule is
-computed in float32: in 16 bits the state degenerates. Over many tokens at once it is computed in
-chunks: inside a chunk a triangular system stands for the corrections that tokens make to each
-other, and the state passes from chunk to chunk in a scan.
+computed in float32: in 16 bits the state degenerates. Whole rows are computed in chunks: inside a
+chunk, a triangular system is solved for the corrections that tokens make to each other; from chunk
+to chunk, the state is carried by a scan.
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,14 +27,14 @@ _HIGHEST = jax.lax.Precision.HIGHEST  # accelerators round float32 products to 1
 
 
 class DeltaInputs(NamedTuple):
-    """What the rule reads: float32, query and key normalised, heads repeated to value heads.
+    """Inputs of the rule: float32, query and key normalised, heads repeated to value heads.
 
     Attributes:
         query: $q$, already scaled.
         key: $k$.
         value: $v$.
         log_decay: $g$, at most zero; 0 at padding.
-        strength: $β$; 0 at padding, which then leaves the state alone.
+        strength: $β$; 0 at padding, which then does not change the state.
     """
 
     query: Float[Array, "batch time heads key"]
@@ -54,10 +54,9 @@ def delta_net(
     *,
     epsilon: float,
 ) -> tuple[Float[Array, "tokens width"], DeltaState]:
-    """Mix rows that start at column 0; padding follows them and leaves the state alone.
+    """Mix rows that start at column 0; padding after them does not change the state.
 
-    With the state of what the rows hold already, they are the tokens that follow; then they are one
-    segment.
+    With a `state`, the tokens continue the rows that it comes from, as one segment.
     """
     batch, time = mask.shape
     mixed = project(x, weights["in_proj_qkv"]).reshape(batch, time, -1)
@@ -108,7 +107,7 @@ def linear_step(
     repeat: Int[Array, ""],
     active: Bool[Array, " batch"],
 ) -> tuple[Float[Array, "batch width"], DeltaState]:
-    """Update the states of the rows that go on."""
+    """Mix one token per row, and update the states of active rows in the stack of layers."""
     assert config.delta_net is not None
     old = DeltaState(*(jax.lax.dynamic_index_in_dim(x, repeat, keepdims=False) for x in cached))
     mixed, new = delta_net_step(
@@ -116,8 +115,8 @@ def linear_step(
     )
     stacks = []
     for stack, before, after in zip(cached, old, new, strict=True):
-        goes_on = active.reshape(-1, *(1,) * (before.ndim - 1))
-        state = jnp.where(goes_on, after.astype(stack.dtype), before)
+        is_active = active.reshape(-1, *(1,) * (before.ndim - 1))
+        state = jnp.where(is_active, after.astype(stack.dtype), before)
         stacks.append(jax.lax.dynamic_update_index_in_dim(stack, state, repeat, 0))
     return mixed, DeltaState(*stacks)
 
@@ -127,7 +126,7 @@ def _taps(
     number: int,
     segment_ids: Int[Array, "batch time"] | None,
 ) -> list[Float[Array, "batch time channels"]]:
-    """Give each token and those before it in its segment, oldest first; 0 where there is none."""
+    """Return each token and the `number - 1` before it in its segment, oldest first, else 0."""
     taps, time = [x], x.shape[1]
     for back in range(1, number):
         shifted = jnp.pad(x, ((0, 0), (back, 0), (0, 0)))[:, :time]
@@ -141,7 +140,7 @@ def _taps(
 def _convolve(
     taps: Sequence[Float[Array, "batch time channels"]], kernel: Float[Array, "taps channels"]
 ) -> Float[Array, "batch time channels"]:
-    """Weight each channel's taps, sum and apply SiLU: in float32, and in one order everywhere.
+    """Weight each channel's taps, sum and apply SiLU: in float32, and always in the same order.
 
     A running sum in bfloat16, or another order in training than in decoding, makes the sampler's
     log-probabilities differ from the trainer's.
@@ -159,7 +158,7 @@ def _inputs(
     config: DeltaNetConfig,
     convolved: Float[Array, "batch time channels"],
 ) -> DeltaInputs:
-    """Split what was convolved into heads, and compute decay and strength from the rows."""
+    """Split the convolved channels into heads; compute decay and strength from the rows."""
     batch, time, _ = convolved.shape
     keys, groups = config.key_heads * config.key_dim, config.value_heads // config.key_heads
     query, key, value = (
@@ -195,7 +194,7 @@ def _project_out(
     weights: Mapping[str, Any],
     epsilon: float,
 ) -> Float[Array, "tokens width"]:
-    """Normalise each head, gate it with the row it came from, and project it back."""
+    """Normalise each head, gate it by the input row, and project it back."""
     gate = project(x, weights["in_proj_z"]).astype(jnp.float32)
     normed = rms_norm(rounded(out, x.dtype), weights["norm"]["scale"], epsilon=epsilon)
     gated = normed.reshape(gate.shape).astype(jnp.float32) * jax.nn.silu(gate)
@@ -229,10 +228,10 @@ def delta_rule(
 
     Args:
         inputs: one entry per token.
-        segment_ids: a number for each segment, never used twice in a row; the state is reset
+        segment_ids: a number for each segment, not used again in the row; the state is reset
             where it changes.
-        state: that the first segment begins with; None for an empty one.
-        chunk: tokens that are solved for together; the result does not depend on it.
+        state: initial state of the first segment; None for zeros.
+        chunk: tokens per chunk; the result does not depend on it.
 
     Returns:
         The outputs, and the state after the last token.
@@ -265,11 +264,11 @@ def _in_chunks(
 
 
 class _Solved(NamedTuple):
-    """One chunk with the corrections inside it solved: what the scan over chunks needs.
+    """Chunks with the corrections inside them solved: what the scan over chunks needs.
 
-    `written` is what each token writes when the incoming state is empty, `recall` what it takes
-    back per unit of that state, `within` the weights of the chunk's own tokens, `query` and `key`
-    carry the decay from the chunk's start and to its end, `keep` is the decay across it.
+    `written` is what each token writes if the incoming state is zero, `recall` what it writes less
+    per unit of that state. `within` are the weights of the chunk's own tokens. `query` and `key`
+    include the decay from the chunk's start and to its end; `keep` is the decay across the chunk.
     """
 
     written: Float[Array, "*chunks batch heads chunk value"]
@@ -286,7 +285,7 @@ def _solve(
     previous: Int[Array, "chunks batch"],
     last: Int[Array, "chunks batch"],
 ) -> _Solved:
-    """Solve all chunks at once; tokens of other segments are cut off from each other."""
+    """Solve all chunks at once; tokens of different segments do not reach each other."""
     chunk = ids.shape[-1]
     total = jnp.cumsum(x.log_decay, axis=-1)
     before = jnp.tril(jnp.ones((chunk, chunk), bool))[None, None]
@@ -294,6 +293,8 @@ def _solve(
     # Cleaned before the exponential: above the diagonal the difference is positive and unbounded.
     apart = jnp.where(reaches, total[..., :, None] - total[..., None, :], 0)
     decay = jnp.where(reaches, jnp.exp(apart), 0)
+    # The incoming state reaches only the segment that began before the chunk; only the last
+    # segment of the chunk reaches the outgoing state.
     carried = (ids == previous[..., None])[:, :, None]
     from_start = jnp.where(carried, jnp.exp(total), 0)
     survives = (ids == last[..., None])[:, :, None]
@@ -321,7 +322,7 @@ def _solve(
 def _pass_on(
     state: Float[Array, "batch heads key value"], x: _Solved
 ) -> tuple[Float[Array, "batch heads key value"], Float[Array, "batch heads chunk value"]]:
-    """Pass the state through one chunk."""
+    """Carry the state across one chunk; return it and the chunk's outputs."""
 
     def times(a: Array, b: Array) -> Array:
         return jnp.matmul(a, b, precision=_HIGHEST)

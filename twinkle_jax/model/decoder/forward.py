@@ -1,8 +1,8 @@
 """The decoder over whole rows: embedding, a scan over stacked layers, the final norm.
 
-Inside the decoder the tokens of a row are moved to the front, in order. What follows a token can
-then never change it: causal attention, convolutions and recurrences need no padding mask, a row
-computes what it computes alone, and both paddings give the same numbers.
+Inside the decoder the tokens of a row are moved to the front, in order. Every layer is causal, so
+the padding behind them influences no token: attention, convolutions and recurrences need no padding
+mask, and a row gets the same numbers alone, in any batch and with either padding.
 """
 
 from collections.abc import Callable, Mapping
@@ -65,7 +65,7 @@ class Decoder(nnx.Module):  # type: ignore[misc]  # mypy does not follow Flax: i
     Args:
         config: the decoder.
         params: the tree that `parameter_shapes` describes.
-        source: the directory that it was read from, where a later export finds the tokenizer.
+        source: the directory that it was read from; exports copy the tokenizer from there.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -158,16 +158,16 @@ def hidden_states(
         remat: True recomputes each layer in the backward pass, a policy of
             `jax.checkpoint_policies` keeps what it names, False keeps everything. Where there is
             memory for it, `dots_with_no_batch_dims_saveable` is often the fastest.
-        mesh: what the parameters live on, laid out by `shard_like_params`; None for one device.
+        mesh: devices of the parameters, laid out by `shard_like_params`; None for one device.
             Rows are spread over data and fsdp, and each layer's parameters gathered when it runs.
 
     Returns:
-        Hidden states in `compute_dtype`, 0 at padding. A row has the same ones whatever else is in
-        the batch and on whatever side it is padded.
+        Hidden states in `compute_dtype`, 0 at padding. They depend neither on the rest of the batch
+        nor on the side of the padding.
 
     Raises:
-        ValueError: if shapes differ, the devices have no such attention, or the mesh does not
-            divide the rows or the key-value heads.
+        ValueError: if shapes differ, the devices do not support this attention, or the mesh does
+            not divide the rows or the key-value heads.
         TypeError: if tokens, positions or segment ids are not integers, or the mask not boolean.
 
     Example:
@@ -202,11 +202,23 @@ def run(
     keep_state: bool = False,
     cache: Cache | None = None,
 ) -> tuple[Float[Array, "batch time width"], dict[str, Any] | None]:
-    """Run the layers over prepared rows; return what layers remember, stacked, when asked.
+    """Run the layers over prepared rows.
 
-    With a `cache`, whose layers are in one stack, the rows follow what it holds, and what layers
-    remember are its states with the rows in them. With `attention_mesh` alone nothing is gathered,
-    but attention is told where rows are. `backend` is by default that of the mesh.
+    Args:
+        params: as for `hidden_states`, like the arguments that are not listed.
+        config: the decoder.
+        inputs: from `decoder_inputs`.
+        compute_dtype: type of activations.
+        attention: implementation of attention.
+        remat: what the backward pass recomputes.
+        mesh: devices of rows and parameters.
+        attention_mesh: for attention alone, if the parameters need not be gathered.
+        backend: of the devices; by default that of the mesh.
+        keep_state: whether to return the keys and values or the state of each layer, stacked.
+        cache: what the rows continue, its layers in one stack; the states returned include it.
+
+    Returns:
+        Hidden states after the final norm, and the layers' states or None.
     """
     attention_mesh = attention_mesh if mesh is None else mesh
     check_fit(mesh, config, len(inputs.tokens))
@@ -240,21 +252,22 @@ def run(
         return keep_rows(x, mesh), state
 
     if remat:
+        # prevent_cse is not needed inside a scan, and costs optimisations.
         policy = None if remat is True else remat
         layer = jax.checkpoint(layer, policy=policy, prevent_cse=False, static_argnums=(0,))
 
     def block(x: Array, xs: tuple[Mapping[str, Params], Array, Any]) -> tuple[Array, Any]:
-        (members, sliding, before), states = xs, {}
+        (members, sliding, cached), states = xs, {}
         for member, kind in enumerate(config.block):
             name = str(member)
-            x, states[name] = layer(kind, x, members[name], sliding[member], before.get(name))
+            x, states[name] = layer(kind, x, members[name], sliding[member], cached.get(name))
         return x, states if keep_state else None
 
     with tracing_for(backend):
         x = embed(config, embedding, inputs.tokens, dtype, mesh)
         x = keep_rows(x.reshape(-1, config.hidden_size), mesh)
-        before = {} if cache is None else cache.layers
-        x, states = jax.lax.scan(block, x, (params["layers"], jnp.asarray(config.sliding), before))
+        cached = {} if cache is None else cache.layers
+        x, states = jax.lax.scan(block, x, (params["layers"], jnp.asarray(config.sliding), cached))
         x = keep_rows(final_norm(params, config, x), mesh)
     return x.reshape(*inputs.tokens.shape, -1), states
 
@@ -269,7 +282,7 @@ def _layer(
     attend: Callable[[Heads], tuple[Array, Any]],
     state: Any,
 ) -> tuple[Float[Array, "tokens width"], Any]:
-    """Run one layer; also return what it remembers: keys and values, or a state."""
+    """Run one layer; also return its keys and values, or its linear-attention state."""
     y = norm(config, x, weights["input_layernorm"])
     if kind == FULL:
         batch = inputs.tokens.shape[0]
@@ -291,7 +304,7 @@ def _layer(
     return feed_forward(config, add_mixed(config, x, mixed, weights), weights), state
 
 
-# What the layers take of a batch: tokens at the front of their rows, positions, segments.
+# Inputs of the layers: tokens at the front of their rows, positions, segments.
 
 
 def decoder_inputs(
@@ -338,7 +351,7 @@ def _check(tokens: Array, others: Mapping[str, Array | None]) -> None:
 def to_front(
     values: Shaped[Array, "batch time"], mask: Bool[Array, "batch time"]
 ) -> Shaped[Array, "batch time"]:
-    """Move what the mask keeps to the front of each row, in order, and write 0 behind it."""
+    """Move what the mask keeps to the front of each row, in order, followed by 0."""
     order = jnp.argsort(~mask, axis=1, stable=True)
     kept = jnp.take_along_axis(mask, order, axis=1)
     moved = jnp.take_along_axis(values, order, axis=1)
@@ -355,7 +368,7 @@ def from_front(
 
 
 def number_segments(segment_ids: Int[Array, "batch time"]) -> Int[Array, "batch time"]:
-    """Number the runs of equal ids from 0, so that an id that comes back is another segment."""
+    """Number the runs of equal ids from 0; an id that occurs again later is another segment."""
     changes = jnp.pad(segment_ids[:, 1:] != segment_ids[:, :-1], ((0, 0), (1, 0)))
     return jnp.cumsum(changes, axis=1, dtype=jnp.int32)
 

@@ -23,7 +23,7 @@ RotaryTable = tuple[Float[Array, "#batch time 1 half"], Float[Array, "#batch tim
 def project(
     x: Float[Array, "tokens into"], weights: Mapping[str, Any]
 ) -> Float[Array, "tokens out"]:
-    """Multiply rows by `kernel` in their own type; add adapter and `bias` where there are any."""
+    """Multiply rows by `kernel` in the rows' type; add the adapter and the `bias`, if any."""
     y = matmul(x, weights["kernel"])
     if "lora_A" in weights:
         y = rounded(y + adapter_change(x, weights))
@@ -63,9 +63,9 @@ def embed(
     dtype: jnp.dtype,
     mesh: Mesh | None = None,
 ) -> Float[Array, "*batch width"]:
-    """Look tokens up; an id outside the vocabulary gives NaN, rather than another token.
+    """Look up embeddings; an id outside the vocabulary gives NaN, not another token's embedding.
 
-    The scale, where there is one, is rounded to `dtype` first: so the checkpoints were trained.
+    In families that scale embeddings, the scale is rounded to `dtype` first, as in their training.
     """
 
     def look_up(table: Array, ids: Array) -> Array:
@@ -85,7 +85,7 @@ def embed(
 def final_norm(
     params: Params, config: DecoderConfig, x: Float[Array, "tokens width"]
 ) -> Float[Array, "tokens width"]:
-    """Apply the norm behind the last layer."""
+    """Apply the norm after the last layer."""
     return norm(config, x, params["norm"])
 
 
@@ -112,8 +112,9 @@ def feed_forward(
     config: DecoderConfig, x: Float[Array, "tokens width"], weights: Params
 ) -> Float[Array, "tokens width"]:
     """Add the second half of a layer to the residual stream: norm, then SwiGLU or GeGLU."""
-    before = "pre_feedforward" if config.output_norms else "post_attention"
-    y = norm(config, x, weights[f"{before}_layernorm"])
+    # Without output norms, "post_attention" names the norm of the feed-forward's input.
+    name = "pre_feedforward" if config.output_norms else "post_attention"
+    y = norm(config, x, weights[f"{name}_layernorm"])
     mlp = weights["mlp"]
     gate = project(y, mlp["gate_proj"])
     gate = rounded(jax.nn.silu(gate) if config.activation == "silu" else jax.nn.gelu(gate))
@@ -124,7 +125,7 @@ def feed_forward(
 
 
 def output_matrix(params: Params) -> Float[Array, "width vocab"]:
-    """Give the matrix of the head: logits are `hidden @ matrix`; tied embeddings, transposed."""
+    """Return the output head: logits are `hidden @ matrix`. Tied embeddings are transposed."""
     matrix: Array = (
         params["lm_head"]["kernel"]
         if "lm_head" in params
@@ -136,7 +137,7 @@ def output_matrix(params: Params) -> Float[Array, "width vocab"]:
 def output_logits(
     params: Params, hidden: Float[Array, "*batch width"]
 ) -> Float[Array, "*batch vocab"]:
-    """Compute float32 logits of the next token from hidden states, all of them at once."""
+    """Compute float32 logits of the next token, for all hidden states at once."""
     head = output_matrix(params).astype(hidden.dtype)
     return jnp.matmul(hidden, head, preferred_element_type=jnp.float32)
 
@@ -149,9 +150,9 @@ def rotary_frequencies(config: AttentionConfig) -> np.ndarray:
 
     $$f_i = \theta^{-2i/d}$$
 
-    With Llama 3's scaling, pairs that turn less than `low_frequency` times over the original length
-    turn `factor` times slower, those that turn more than `high_frequency` times stay, and between
-    the two the factor is interpolated. With linear scaling all turn `factor` times slower.
+    With Llama 3's scaling, pairs with fewer than `low_frequency` turns over the original length
+    rotate `factor` times slower, those with more than `high_frequency` turns are unchanged, and
+    those in between are interpolated. With linear scaling all pairs rotate `factor` times slower.
 
     References:
         [RoFormer](https://arxiv.org/abs/2104.09864) (Su et al., 2021);
@@ -165,9 +166,9 @@ def rotary_frequencies(config: AttentionConfig) -> np.ndarray:
     if isinstance(scaling, LinearScaling):
         return frequencies / scaling.factor
     turns = scaling.original_length * frequencies / (2 * math.pi)
-    kept = (turns - scaling.low_frequency) / (scaling.high_frequency - scaling.low_frequency)
-    kept = np.clip(kept, 0, 1)
-    return frequencies * (kept + (1 - kept) / scaling.factor)
+    unscaled = (turns - scaling.low_frequency) / (scaling.high_frequency - scaling.low_frequency)
+    unscaled = np.clip(unscaled, 0, 1)
+    return frequencies * (unscaled + (1 - unscaled) / scaling.factor)
 
 
 def rotary_table(positions: Int[Array, "batch time"], config: AttentionConfig) -> RotaryTable:
@@ -180,7 +181,7 @@ def rotary_table(positions: Int[Array, "batch time"], config: AttentionConfig) -
 def rotary_tables(
     positions: Int[Array, "batch time"], config: AttentionConfig
 ) -> tuple[RotaryTable, ...]:
-    """Compute the table of full layers, and that of sliding ones where there are any."""
+    """Compute the table of full layers, and that of sliding layers if there are any."""
     full = rotary_table(positions, config)
     if config.window is None:
         return (full,)
@@ -190,21 +191,21 @@ def rotary_tables(
 
 
 def table_of(tables: tuple[RotaryTable, ...], sliding: Bool[Array, ""]) -> RotaryTable:
-    """Choose a layer's table."""
+    """Choose the table of a layer: sliding layers have their own, if the decoder has both kinds."""
     if len(tables) == 1:
         return tables[0]
-    return jax.tree.map(lambda full, near: jnp.where(sliding, near, full), *tables)
+    return jax.tree.map(lambda full, window: jnp.where(sliding, window, full), *tables)
 
 
 def rotate(
     x: Float[Array, "batch time heads width"],
     table: RotaryTable,
 ) -> Float[Array, "batch time heads width"]:
-    """Rotate the first entries of each head, entry i with entry i + half, and leave the rest."""
+    """Rotate the first entries of each head, entry i with entry i + half; keep the others."""
     cos, sin = table
     half = cos.shape[-1]
     first, second, rest = jnp.split(x, (half, 2 * half), axis=-1)
     a, b = first.astype(jnp.float32), second.astype(jnp.float32)
-    turned = jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
-    turned = rounded(turned, x.dtype)
-    return jnp.concatenate([turned, rest], axis=-1) if rest.shape[-1] else turned
+    rotated = jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
+    rotated = rounded(rotated, x.dtype)
+    return jnp.concatenate([rotated, rest], axis=-1) if rest.shape[-1] else rotated

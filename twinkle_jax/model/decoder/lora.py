@@ -29,14 +29,14 @@ RATE, KEYS = "lora_dropout", "lora_dropout_keys"  # leaves beside an adapter tha
 
 @dataclass(frozen=True)
 class LoraConfig:
-    """What adapters look like, in PEFT's words and with PEFT's defaults.
+    """Configuration of low-rank adapters, with PEFT's names and defaults.
 
     Attributes:
         r: rank.
-        lora_alpha: what the product is scaled by, divided by `r`.
+        lora_alpha: the product of the two matrices is multiplied by `lora_alpha / r`.
         target_modules: names of projections, or `"all-linear"` for all inside the layers.
-        use_rslora: whether to divide by the root of `r` instead.
-        lora_dropout: how much of an adapter's input is dropped while it is trained, in [0, 1).
+        use_rslora: whether to divide by the square root of `r` instead.
+        lora_dropout: dropout rate of the adapters' inputs in training, in [0, 1).
 
     Example:
         >>> LoraConfig(r=16, lora_alpha=32).scale
@@ -69,16 +69,16 @@ class LoraConfig:
 
     @property
     def scale(self) -> float:
-        """What A B is multiplied by."""
+        """Factor on the product A B."""
         return float(self.lora_alpha / (self.r**0.5 if self.use_rslora else self.r))
 
 
 def read_lora_config(config: Any, *, new: bool = True) -> LoraConfig:
-    """Take a LoraConfig of ours or of PEFT, or a mapping, and refuse what is not plain LoRA.
+    """Read this package's or PEFT's LoraConfig, or a mapping; refuse anything but plain LoRA.
 
     Args:
-        config: what PEFT calls a LoraConfig.
-        new: whether the adapter is to be made, so that its initialisation matters too.
+        config: the configuration.
+        new: whether a new adapter will be initialised, so that `init_lora_weights` matters.
     """
     if isinstance(config, LoraConfig):
         return config
@@ -129,7 +129,7 @@ def init_adapter(key: Key[Array, ""], config: DecoderConfig, lora: LoraConfig) -
 
 
 def adapter_scales(config: DecoderConfig, lora: LoraConfig) -> dict[str, Any]:
-    """Give the constants that go with an adapter, to be laid over the frozen parameters."""
+    """Return the constants of an adapter, scale and dropout rate, for the frozen parameters."""
     constants = {"lora_scale": lora.scale} | (
         {RATE: lora.lora_dropout} if lora.lora_dropout else {}
     )
@@ -143,7 +143,7 @@ def adapter_scales(config: DecoderConfig, lora: LoraConfig) -> dict[str, Any]:
 
 
 def merge_adapter(params: Params) -> dict[str, Any]:
-    """Add adapters to the kernels that they change, and drop them; kernels keep their type."""
+    """Add adapters to the kernels that they change, and remove them; kernels keep their type."""
     merged: dict[str, Any] = {}
     for key, value in params.items():
         if isinstance(value, Mapping):
@@ -151,7 +151,7 @@ def merge_adapter(params: Params) -> dict[str, Any]:
         elif not key.startswith("lora_"):
             merged[key] = value
     if "lora_A" in params:
-        # Once, not at each step: as exact as float32 is, where products are less by default.
+        # Full float32, since it is done once: accelerators round products by default.
         change = jnp.matmul(params["lora_A"], params["lora_B"], precision="highest")
         change = params["lora_scale"][:, None, None] * change
         kernel = params["kernel"]
@@ -168,13 +168,13 @@ def walk(tree: Params, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, 
             yield (*path, key), value
 
 
-# What an adapter adds to its projection.
+# Forward pass: what an adapter adds to its projection.
 
 
 def adapter_change(
     x: Float[Array, "tokens into"], weights: Mapping[str, Any]
 ) -> Float[Array, "tokens out"]:
-    r"""Compute $s \, d(x) A B$; dropout where there are keys for it."""
+    r"""Compute $s \, d(x) A B$, with dropout if there are keys for it."""
     scale = rounded(weights["lora_scale"], x.dtype)
     if KEYS in weights:
         x = drop_out(x, weights[RATE], weights[KEYS])
@@ -184,7 +184,7 @@ def adapter_change(
 def drop_out(
     x: Float[Array, "rows into"], rate: Float[Array, ""], keys: Key[Array, " batch"]
 ) -> Float[Array, "rows into"]:
-    """Drop entries with the probability `rate`, and divide the rest by what is kept of 1."""
+    """Zero entries with probability `rate`, and divide the others by `1 - rate`."""
     batch, width = len(keys), x.shape[1]
     shape = (len(x) // batch, width)  # time first: a longer row begins with the same noise
     kept = jax.vmap(lambda key: jax.random.bernoulli(key, 1 - rate, shape))(keys)
@@ -194,34 +194,34 @@ def drop_out(
 def with_dropout(
     params: Mapping[str, Any], key: Key[Array, ""], rows: Int[Array, " batch"]
 ) -> dict[str, Any]:
-    """Lay keys beside the adapters that have a rate: for each layer, one for each row.
+    """Add dropout keys beside the adapters that have a rate, one for each layer and row.
 
     Args:
         params: frozen parameters and adapters, merged.
         key: the root key of a training run.
-        rows: numbers of the rows, different ones throughout the run.
+        rows: number of each row, unique within the run.
     """
     row_keys = jax.vmap(jax.random.fold_in, (None, 0))(key, rows)
-    number = 0
+    projection = 0
 
     def visit(tree: Mapping[str, Any]) -> dict[str, Any]:
-        nonlocal number
+        nonlocal projection
         out = {name: visit(x) if isinstance(x, Mapping) else x for name, x in sorted(tree.items())}
         if RATE in tree:
             layers = jnp.arange(len(tree[RATE]), dtype=jnp.int32)
-            # Each projection has its number, so that no two of them share noise.
-            keys = jax.vmap(jax.random.fold_in, (0, None))(row_keys, number)
+            # Each projection has its own number, so that no two of them share noise.
+            keys = jax.vmap(jax.random.fold_in, (0, None))(row_keys, projection)
             out[KEYS] = jax.vmap(jax.vmap(jax.random.fold_in, (0, None)), (None, 0))(keys, layers)
-            number += 1
+            projection += 1
         return out
 
     return visit(params)
 
 
-# PEFT's options: those that mean plain LoRA, and no others.
+# PEFT's options: only values that mean plain LoRA are supported.
 
 
-# Each option and the values with which it changes nothing, or with which it is built.
+# Options, and the values with which they change nothing or describe what is implemented.
 _PLAIN: dict[str, tuple[Any, ...]] = {
     "bias": ("none", None),
     "fan_in_fan_out": (False, None),
@@ -255,7 +255,7 @@ _PLAIN: dict[str, tuple[Any, ...]] = {
 }
 _READ = frozenset({"r", "lora_alpha", "target_modules", "use_rslora", "lora_dropout"})
 # Names, versions, and settings of options that are off.
-_SILENT = frozenset(
+_IGNORED = frozenset(
     {
         "auto_mapping",
         "base_model_name_or_path",
@@ -269,17 +269,17 @@ _SILENT = frozenset(
 )
 _INITIAL = {
     True: (True, None),
-    # What has been trained is read, so how it began matters only where the frozen part changed.
+    # A trained adapter's initialisation matters only if it also changed the frozen kernels.
     False: (True, None, False, "gaussian", "orthogonal"),
 }
 
 
 def _check_peft_options(options: Mapping[str, Any], *, new: bool) -> None:
-    """Refuse options that are not known, and values that ask for something else than LoRA.
+    """Refuse unknown options, and values that mean anything but plain LoRA.
 
     Args:
         options: PEFT's names and values.
-        new: whether the adapter is to be made, and not read.
+        new: whether a new adapter will be initialised.
     """
     plain = _PLAIN | {"init_lora_weights": _INITIAL[new]}
     for name, value in options.items():
@@ -289,8 +289,8 @@ def _check_peft_options(options: Mapping[str, Any], *, new: bool) -> None:
             if not any(type(value) is type(v) and value == v for v in plain[name]):
                 known = " or ".join(repr(v) for v in plain[name])
                 raise ValueError(f"{name} must be {known}, got {reprlib.repr(value)}: unsupported")
-        elif name not in _READ | _SILENT:
+        elif name not in _READ | _IGNORED:
             raise ValueError(
-                f"{name!r} must be an option of LoRA that is known here, got an unknown one with "
-                f"the value {reprlib.repr(value)}"
+                f"config must have known options of LoRA only, got {name!r} with the value "
+                f"{reprlib.repr(value)}"
             )

@@ -1,8 +1,8 @@
-"""Every parameter of a decoder: its place in the tree, its shape, how it starts.
+"""Every parameter of a decoder: its place in the tree, its shape, its initial values.
 
 The tree is a nested dict. Layers are stacked: `layers/<member>/…` holds one member of the repeated
-block of layers, with the repetitions along the leading axis. Matrices are [in, out]. What a
-checkpoint calls them, and how they stand there, `huggingface/checkpoint_names.py` says.
+block of layers, with the repetitions along the leading axis. Matrices are [in, out]. Names and
+orientation in checkpoints are in `huggingface/checkpoint_files.py`.
 """
 
 from collections.abc import Mapping
@@ -21,12 +21,12 @@ Initial = Literal["normal", "zeros", "ones", "log_uniform"]
 
 
 class Parameter(NamedTuple):
-    """One tensor: where it lives in the tree, and how it starts.
+    """One tensor: its place in the tree, its shape and its initial values.
 
     Attributes:
         path: keys from the root, or from the layer.
         shape: shape here, without the axis of stacked layers.
-        initial: how random models start.
+        initial: distribution of the initial values.
     """
 
     path: tuple[str, ...]
@@ -35,7 +35,7 @@ class Parameter(NamedTuple):
 
 
 def outer_parameters(config: DecoderConfig) -> list[Parameter]:
-    """Everything outside the layers."""
+    """List the parameters outside the layers."""
     scale: Initial = "zeros" if config.centred_norms else "ones"
     table = [
         Parameter(("embed_tokens", "embedding"), (config.vocab_size, config.hidden_size)),
@@ -48,7 +48,7 @@ def outer_parameters(config: DecoderConfig) -> list[Parameter]:
 
 
 def layer_parameters(config: DecoderConfig, kind: str) -> list[Parameter]:
-    """Everything in one layer of a kind."""
+    """List the parameters of one layer of a kind."""
     width, inner = config.hidden_size, config.intermediate_size
     scale: Initial = "zeros" if config.centred_norms else "ones"
     norms = ["post_attention_layernorm"]
@@ -104,7 +104,7 @@ def _delta_net(config: DecoderConfig) -> list[Parameter]:
 
 
 def parameter_table(config: DecoderConfig) -> dict[tuple[str, ...], Parameter]:
-    """Path in the whole tree to the parameter; below `layers`, shapes lack the stacked axis."""
+    """Map paths from the root to parameters; below `layers`, shapes lack the stacked axis."""
     table = {p.path: p for p in outer_parameters(config)}
     for member, kind in enumerate(config.block):
         for p in layer_parameters(config, kind):
@@ -187,7 +187,7 @@ def _draw(key: Key[Array, ""], shape: tuple[int, ...], initial: Initial, dtype: 
 
 
 def stacked_shape(config: DecoderConfig, path: tuple[str, ...], p: Parameter) -> tuple[int, ...]:
-    """Shape of the leaf at a path, the axis of stacked layers included."""
+    """Return the shape of the leaf at a path, the axis of stacked layers included."""
     return (config.repeats, *p.shape) if path[0] == "layers" else p.shape
 
 
@@ -203,7 +203,7 @@ def nest(flat: dict[tuple[str, ...], Any]) -> dict[str, Any]:
 
 
 def merge_params(frozen: Params | None, params: Params) -> dict[str, Any]:
-    """Lay one tree of parameters over another; a leaf of the second wins."""
+    """Merge two trees of parameters; where both have a leaf, take the second's."""
     if frozen is None:
         return dict(params)
     merged = dict(frozen)

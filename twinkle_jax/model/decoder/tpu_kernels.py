@@ -1,10 +1,10 @@
 """Kernels for TPUs: attention over long rows, and a token's entry written into the cache.
 
-Attention is JAX's splash attention, which holds no array of [time, time].
+Attention is JAX's splash attention, which allocates no array of [time, time].
 
-The cache is written in place, one block of each row. A scatter would do, but a TPU carries it out
-with the width of a head along its 128 lanes, where the products of attention want time: it copies
-the cache on the way, twice as large where a head is 64 wide. A kernel takes the cache as it lies.
+The cache is updated in place, one block per row. On a TPU, XLA's scatter wants the width of a head
+along the 128 lanes, where the products of attention want time. It would copy the whole cache to
+another layout, twice as large for heads of width 64. The kernel works on the layout as it is.
 
 Importing Pallas takes a quarter of a second, so this file is imported where a kernel is traced.
 """
@@ -44,23 +44,23 @@ def splash_attention(
     mesh: Mesh | None,
     interpret: bool,
 ) -> Float[Array, "batch time heads width"]:
-    """Let each token see those before it in its segment, in its window where there is one.
+    """Causal attention within segments, and within a window if one is given.
 
-    Each device attends in its own rows and heads. Rows are padded at their end to a multiple of 128
-    tokens, which no token before them sees.
+    Each device computes its own rows and heads. Rows are padded at their end to a multiple of 128
+    tokens, which causality hides from the tokens before.
 
     Args:
         query: rotated queries.
         key: rotated keys; each serves `heads // groups` queries.
         value: values.
-        segment_ids: equal for tokens that may see each other; None: all of a row.
-        scale: what products of queries and keys are multiplied by.
-        window: tokens that a token sees, itself included; None: all before it.
-        mesh: on which rows are spread over data and fsdp, and heads over tensor.
-        interpret: whether to interpret the kernel, which only a TPU runs.
+        segment_ids: equal for tokens that may attend to each other; None: one segment per row.
+        scale: factor on the products of queries and keys.
+        window: tokens that a token attends to, itself included; None: all before it.
+        mesh: devices; rows are spread over data and fsdp, and heads over tensor.
+        interpret: whether to interpret the kernel, as backends other than TPUs must.
 
     Returns:
-        What each head attended to.
+        The output of each head.
     """
     time = query.shape[1]
     wide = jnp.promote_types(query.dtype, jnp.float32)
@@ -93,7 +93,7 @@ def _splash_kernel(
     """Run the kernel for the rows and heads of one device."""
     heads, time = query.shape[1:3]
     size = next(size for size in _BLOCKS if time % size == 0)
-    # The mask is never held: blocks in it are known while tracing, entries computed from places.
+    # The mask is never allocated: its blocks are known while tracing, its entries are computed.
     mask = (
         CausalMask((time, time))
         if window is None
@@ -125,20 +125,20 @@ def write_in_place(
     mesh: Mesh | None,
     interpret: bool,
 ) -> Float[Array, "layers lines groups a b"]:
-    """Write each row's entry into its slot along an axis; what finds no slot is dropped.
+    """Write one entry per row into its slot along an axis; out-of-range slots are dropped.
 
     Args:
         stack: keys or values of all layers; donate it.
-        new: what is written.
+        new: the entries.
         repeat: the layer.
         slot: of each row.
-        line: that the slot of each row is in. None: row i has line i. A line in which a row has a
-            slot must be no other row's: one block is read before the one before it is written.
-        axis: along which the slots are, 3 or 4.
-        mesh: on which rows are spread over data and fsdp, and heads over tensor.
-        interpret: whether to interpret the kernel, which only a TPU runs.
+        line: the line of each row's slot; None: line i for row i. A line that a row writes to must
+            not be named by another row: a block is read before the previous one is written back.
+        axis: axis of the slots, 3 or 4.
+        mesh: devices; rows are spread over data and fsdp, and heads over tensor.
+        interpret: whether to interpret the kernel, as backends other than TPUs must.
     """
-    if axis == 3 and stack.shape[4] % _LANES:  # then slots lie along the lanes, where they fit
+    if axis == 3 and stack.shape[4] % _LANES:  # the width would not fill the lanes: slots do
         swapped = stack.swapaxes(3, 4)
         options: Any = {"axis": 4, "mesh": mesh, "interpret": interpret}
         return write_in_place(swapped, new, repeat, slot, line, **options).swapaxes(3, 4)
@@ -167,7 +167,7 @@ def _write_kernel(
     axis: int,
     interpret: bool,
 ) -> Any:
-    """Run the kernel for the rows and heads of one device, a row at a time."""
+    """Run the kernel for the rows and heads of one device: one block of one row per grid step."""
     slots = stack.shape[axis]
     line = jnp.arange(len(new), dtype=jnp.int32) if line is None else line
     size = min(slots, _LANES if axis == 4 else _SUBLANES)
@@ -197,6 +197,6 @@ def _write_kernel(
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=3, grid=(len(new),), in_specs=[entry, part], out_specs=part
         ),
-        input_output_aliases={4: 0},
+        input_output_aliases={4: 0},  # `stack`, behind three scalars and `new`, is updated in place
         interpret=interpret,
     )(repeat[None], slot, line, new, stack)

@@ -49,17 +49,17 @@ def save_adapter(
 ) -> None:
     """Write an adapter that PEFT, vLLM and `load_adapter` read.
 
-    The directory is replaced in one step: an interrupted save leaves an older adapter whole.
-    Tokenizer files and a README of an older adapter stay. If the adapter is spread over several
+    The directory is replaced in one step: an interrupted save leaves an older adapter intact.
+    Tokenizer files and a README of an older adapter are kept. If the adapter is spread over several
     processes, all of them must call this; process 0 writes.
 
     Args:
-        directory: where to; replaced if it holds an earlier adapter.
+        directory: where to write; an earlier adapter there is replaced.
         config: the decoder that the adapter belongs to.
         lora: rank, scale and adapted projections; `all-linear` is written as their names.
         adapter: the tree of `lora_A` [layers, in, rank] and `lora_B` [layers, rank, out].
         base: directory or hub id of the checkpoint that the adapter belongs to, which PEFT loads.
-        tokenizer: written beside the adapter if given; of a template, its tokenizer with the
+        tokenizer: saved beside the adapter, if given; for a template, its tokenizer with the
             template's own chat template.
 
     Raises:
@@ -94,7 +94,8 @@ def save_adapter(
         allowed = {ADAPTER_CONFIG, ADAPTER_WEIGHTS, _README, *TOKENIZER_FILES}
         if unknown := [name for name in others if name not in allowed]:
             raise ValueError(
-                f"directory must hold nothing but an adapter, got {unknown[0]!r} in {target}"
+                f"directory must hold nothing but an adapter, got {unknown[0]!r} in {target}: it "
+                "would be lost"
             )
         values = [(path, fetch()) for (path, _), fetch in zip(leaves, gathers, strict=True)]
         tensors = _named_tensors(config, values)
@@ -113,7 +114,7 @@ def save_adapter(
 
 
 def adapter_tensors(config: DecoderConfig, adapter: Params) -> dict[str, np.ndarray]:
-    """Return an adapter on the host, named and oriented as PEFT does.
+    """Copy an adapter to the host, with PEFT's names and orientation.
 
     Raises:
         ValueError: if it holds NaN or infinity.
@@ -184,13 +185,13 @@ def load_adapter(directory: str | Path, config: DecoderConfig) -> tuple[LoraConf
         ImportError: if safetensors is not installed.
     """
     safetensors = import_safetensors()
-    place = locate(directory, argument="directory")
-    lora = read_lora_config(read_json(place, ADAPTER_CONFIG), new=False)
+    source = locate(directory, argument="directory")
+    lora = read_lora_config(read_json(source, ADAPTER_CONFIG), new=False)
     try:
-        stored = safetensors.numpy.load_file(regular_file(inside(place, ADAPTER_WEIGHTS)))
+        stored = safetensors.numpy.load_file(regular_file(inside(source, ADAPTER_WEIGHTS)))
     except (safetensors.SafetensorError, OSError) as error:
         raise ValueError(
-            f"{place / ADAPTER_WEIGHTS} must be a whole safetensors file, got {error}"
+            f"{source / ADAPTER_WEIGHTS} must be a whole safetensors file, got {error}"
         ) from None
     flat: dict[tuple[str, ...], Any] = {}
     for path, (width, out) in adapted_kernels(config, lora).items():
@@ -198,11 +199,11 @@ def load_adapter(directory: str | Path, config: DecoderConfig) -> tuple[LoraConf
             full_path = (*path, leaf)
             names = [_tensor_name(config, full_path, repeat) for repeat in range(config.repeats)]
             layers = [_checked(name, stored.pop(name, None), shape) for name in names]
-            # Transposing is its own inverse, so this turns them back as well.
+            # Transposing is its own inverse, so `to_stored` also converts back.
             flat[full_path] = jnp.asarray(np.stack([to_stored(full_path, x) for x in layers]))
     if stored:
         raise ValueError(
-            f"{place / ADAPTER_WEIGHTS} must hold no tensors but the adapter's, "
+            f"{source / ADAPTER_WEIGHTS} must hold no tensors but the adapter's, "
             f"got {sorted(stored)[0]}"
         )
     return lora, nest(flat)
@@ -210,7 +211,7 @@ def load_adapter(directory: str | Path, config: DecoderConfig) -> tuple[LoraConf
 
 def _checked(name: str, values: Any, shape: tuple[int, ...]) -> np.ndarray:
     if values is None:
-        raise ValueError(f"{name} must be in the adapter, got no tensor of that name")
+        raise ValueError(f"{name} must be in the adapter, got no such tensor")
     if values.shape != shape:
         raise ValueError(f"{name} must have the shape {shape}, got {values.shape}")
     with np.errstate(over="ignore"):

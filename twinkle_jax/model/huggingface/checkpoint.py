@@ -1,7 +1,7 @@
-"""Checkpoints in and out, one tensor in memory at a time.
+"""Loading and saving checkpoints, with one tensor in host memory at a time.
 
-Reading checks everything first, then places tensor by tensor. What is written, transformers and
-vLLM load.
+Loading checks everything first, then places tensor by tensor. transformers and vLLM load what is
+saved.
 """
 
 import json
@@ -64,7 +64,7 @@ from twinkle_jax.model.huggingface.saving import (
 
 Partition = Callable[[str, tuple[int, ...]], PartitionSpec]
 Slices = tuple[slice, ...]
-ON_THE_HOST = 16 * 2**20  # bytes of a leaf up to which its layers are stacked there
+ON_THE_HOST = 16 * 2**20  # bytes of the largest leaf whose layers are stacked on the host
 
 
 def load_pretrained(
@@ -76,9 +76,9 @@ def load_pretrained(
 ) -> Decoder:
     """Read a Hugging Face checkpoint of Llama, Qwen2 to Qwen3.6 or Gemma 3 (the text model).
 
-    The names, shapes and types of all tensors are checked before anything is allocated. Then one
-    tensor after the other is read and written to its place on its devices, so that the host holds
-    one tensor at a time besides. Only safetensors are read; no code of a checkpoint ever runs.
+    The names, shapes and types of all tensors are checked before anything is allocated. Then they
+    are read and placed on their devices one at a time, so the host holds one tensor at a time. Only
+    safetensors are read; no code of a checkpoint ever runs.
 
     If the mesh spans several processes, all of them must call this. Each reads only the parts of
     tensors that its own devices hold.
@@ -92,7 +92,7 @@ def load_pretrained(
             axis first, to its `PartitionSpec` on the mesh; by default, replicated.
 
     Returns:
-        The decoder; it remembers the directory, so that a later export finds the tokenizer.
+        The decoder; its `source` is the directory, from which exports copy the tokenizer.
 
     Raises:
         ValueError: for an unknown `model_type`, missing, extra or misshapen tensors, files that
@@ -171,7 +171,7 @@ def _leaf_dtype(
 
 @dataclass(frozen=True)
 class StoredLeaf:
-    """One leaf of the tree of parameters, to be read from its tensors in parts.
+    """One leaf of the tree of parameters, read from its tensors in parts.
 
     Attributes:
         path: keys from the root.
@@ -245,7 +245,7 @@ def place(leaf: StoredLeaf, sharding: Sharding) -> jax.Array:
 
 
 def _fill(leaf: StoredLeaf, index: Slices, device: jax.Device) -> jax.Array:
-    """Read one device's part; stacks that are large grow on the device, layer by layer."""
+    """Read one device's part; large stacks are filled on the device, layer by layer."""
     rows = leaf.read(index)
     if not leaf.stacked:
         return jax.device_put(next(rows), device)
@@ -276,19 +276,19 @@ def save_pretrained(
 ) -> None:
     """Write a checkpoint that `transformers`, vLLM and `load_pretrained` read.
 
-    Everything is written beside the directory, read back and compared, and only then put in its
-    place in one step, so that an interrupted export leaves an older one whole. Files of an older
-    export that are not its weights or configuration stay. The tokenizer's files come along from
-    where the decoder was read. A vision-language checkpoint of Qwen3.5 or Gemma 3 keeps its form,
-    with the vision and multi-token-prediction tensors copied as they were; without the directory it
-    came from, it becomes a checkpoint of the text model.
+    The files are written beside the directory, read back and compared, and then moved into place in
+    one step: an interrupted export leaves an older one intact. Files of an older export other than
+    its weights and configuration are kept. The tokenizer's files are copied from the directory that
+    the decoder was read from. A vision-language checkpoint of Qwen3.5 or Gemma 3 stays one: its
+    vision and multi-token-prediction tensors are copied unchanged. Without the directory that it
+    was read from, only the text model is written.
 
     If the parameters are spread over several processes, all of them must call this. They gather one
     tensor at a time, process 0 writes it, and all return when the checkpoint is complete.
 
     Args:
-        decoder: what to write.
-        directory: where to; replaced if it holds an earlier export.
+        decoder: the decoder to write.
+        directory: where to write; an earlier export there is replaced.
         dtype: type to write; by default that of each parameter.
         max_shard_size: bytes of tensors per file; several files get an index.
 
@@ -374,7 +374,7 @@ def list_tensors(decoder: Decoder, prefix: str, dtype: DTypeLike | None) -> list
 def host_tensor(
     name: str, path: tuple[str, ...], values: np.ndarray, *, dtype: np.dtype[Any]
 ) -> np.ndarray:
-    """Turn values into what a checkpoint stores; refuse what no loader should read."""
+    """Convert values to the form that is stored; refuse values that are not finite."""
     if not all_finite(values):
         raise ValueError(f"{name} must be finite to be saved, got NaN or infinity")
     with np.errstate(over="ignore"):
@@ -492,7 +492,7 @@ def write_safetensors(path: Path, tensors: Iterable[ExportTensor]) -> None:
     with import_safetensors().safe_open(path, framework="np") as stored:
         for name, checksum in checksums.items():
             if zlib.crc32(_bytes_of(stored.get_tensor(name)).data) != checksum:
-                raise OSError(f"{name} reads back from {path} with other values")
+                raise OSError(f"{name} reads back from {path} with different values")
 
 
 def _bytes_of(array: np.ndarray) -> np.ndarray:
@@ -503,8 +503,8 @@ def _write_json(path: Path, content: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
-def keep_files(place: Path | None, directory: Path, names: Iterable[str]) -> None:
+def keep_files(source: Path | None, directory: Path, names: Iterable[str]) -> None:
     """Copy files that the new export does not have yet."""
     for name in names:
-        if place is not None and (place / name).is_file() and not (directory / name).exists():
-            shutil.copy2(inside(place, name), directory / name)
+        if source is not None and (source / name).is_file() and not (directory / name).exists():
+            shutil.copy2(inside(source, name), directory / name)

@@ -73,7 +73,7 @@ def locate(path_or_id: str | Path, *, argument: str = "path_or_id") -> Path:
 
     Args:
         path_or_id: a directory or a hub id.
-        argument: what the caller's user calls this, for errors: `"model_id"`, `"--model"`.
+        argument: the user's name for it, for errors: `"model_id"`, `"--model"`.
     """
     path = Path(path_or_id).expanduser()
     if path.is_dir():
@@ -108,11 +108,11 @@ def inside(directory: Path, name: str) -> Path:
 
 
 def regular_file(path: Path) -> Path:
-    """Refuse anything but a regular file before it is opened: a FIFO would block for ever."""
+    """Refuse anything but a regular file before it is opened: a FIFO would block forever."""
     try:
         mode = path.stat().st_mode
     except FileNotFoundError:
-        raise ValueError(f"{path.parent} must hold {path.name}, got nothing of that name") from None
+        raise ValueError(f"{path.parent} must hold {path.name}, got no such file") from None
     if not stat.S_ISREG(mode):
         raise ValueError(f"{path} must be a file, got {_KINDS.get(stat.S_IFMT(mode), 'a device')}")
     return path
@@ -125,7 +125,7 @@ def read_json(directory: Path, name: str) -> dict[str, Any]:
         raise ValueError(f"{path} must have at most {LARGEST_JSON} bytes, got more")
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:  # of bytes, of syntax, of integers' length
+    except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, too many digits
         raise ValueError(f"{path} must be JSON, got {error}") from None
     if not isinstance(content, dict):
         raise ValueError(f"{path} must hold a JSON object, got {type(content).__name__}")
@@ -199,7 +199,7 @@ def open_files(stack: ExitStack, stored: Mapping[str, StoredTensor]) -> dict[str
 
 
 def layer_number(config: DecoderConfig, path: tuple[str, ...], repeat: int) -> int:
-    """Return which layer of the checkpoint a repetition of a member of the block is."""
+    """Return the number, in the checkpoint, of one repetition of a member of the block."""
     return repeat * len(config.block) + int(path[1])
 
 
@@ -267,14 +267,14 @@ def stored_shape(parameter: Parameter) -> tuple[int, ...]:
 
 
 def to_stored(path: tuple[str, ...], values: np.ndarray) -> np.ndarray:
-    """Turn a parameter of one layer into the orientation of checkpoints; a view if possible."""
+    """Transpose a parameter of one layer to the orientation of checkpoints; a view if possible."""
     if "conv1d" in path:
         return values.T[:, None]
     return values.T if path[-1] in _TRANSPOSED else values
 
 
 def read_part(path: tuple[str, ...], stored: Any, part: tuple[slice, ...]) -> np.ndarray:
-    """Read a part of a parameter from its tensor, and no more than that part of the file."""
+    """Read a part of a parameter from its tensor, and only that part of the file."""
     if "conv1d" in path:
         return stored[part[1], :, part[0]][:, 0].T
     return stored[part[::-1]].T if path[-1] in _TRANSPOSED else stored[part]

@@ -24,7 +24,7 @@ from twinkle_jax.model.decoder.config import (
 
 _LARGEST_SIZE, _MOST_LAYERS = 2**31 - 1, 4096
 
-# Keys that are read. A key in none of the lists below is refused: it may change what is computed.
+# Keys that are read. A key in none of the lists below is refused: it might change the result.
 _READ = """model_type vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads
     num_key_value_heads head_dim rms_norm_eps tie_word_embeddings layer_types rope_theta
     partial_rotary_factor rope_parameters rope_scaling""".split()  # noqa: SIM905
@@ -130,7 +130,7 @@ def _flatten(config: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
     if isinstance(model_type, str) and model_type in ENCLOSING:
         if not config.get("text_config"):
             raise ValueError(
-                f"text_config must be there where model_type is {model_type!r}, got none"
+                f"text_config must be given where model_type is {model_type!r}, got none"
             )
         flat = _section(config, "text_config")
         # The enclosing model owns the head and the quantisation, so its settings win.
@@ -246,7 +246,7 @@ def _window(flat: Mapping[str, Any], family: Family) -> Window:
     return Window(_size(flat, "sliding_window", 4096), theta)
 
 
-# Rotary positions: three spellings.
+# Rotary positions: `rope_theta` alone, with `rope_scaling`, or in `rope_parameters`.
 
 
 class _Rope(NamedTuple):
@@ -258,10 +258,10 @@ class _Rope(NamedTuple):
 
 
 def _read_rope(flat: Mapping[str, Any], family: Family) -> _Rope:
-    """Read `rope_scaling`, else `rope_parameters`; keys beside them fill in what is missing."""
+    """Read `rope_scaling`, else `rope_parameters`; top-level keys fill in what is missing."""
     name = "rope_scaling" if _section(flat, "rope_scaling") else "rope_parameters"
-    beside = {key: flat[key] for key in ("rope_theta", "partial_rotary_factor") if key in flat}
-    rope = beside | _section(flat, name)
+    top_level = {key: flat[key] for key in ("rope_theta", "partial_rotary_factor") if key in flat}
+    rope = top_level | _section(flat, name)
     if "rope_type" not in rope and "type" in rope:
         rope["rope_type"] = rope["type"]
     kind = _one_of(rope, "rope_type", family.rope_types)
@@ -274,7 +274,7 @@ def _read_rope(flat: Mapping[str, Any], family: Family) -> _Rope:
         )
     for key in keys:
         if key not in rope:
-            raise ValueError(f"{key} must be there where rope_type is {kind!r}, got none")
+            raise ValueError(f"{key} must be given where rope_type is {kind!r}, got none")
     if family.rotary_part is None:
         _one_of(rope, "partial_rotary_factor", (1.0, 1, None))
         part = 1.0
@@ -307,7 +307,7 @@ _SCALINGS: dict[str, tuple[tuple[str, ...], _ReadScaling]] = {  # the keys of ea
 
 
 def _full_layers_rope(flat: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the configuration with the rotary settings of full layers instead of both kinds'."""
+    """Return the configuration with the rotary settings of full layers at its top level."""
     full, scaling = _rope_by_kind(flat)[FULL], _section(flat, "rope_scaling")
     return {**flat, "rope_parameters": full, "rope_scaling": {**full, **scaling} if scaling else {}}
 
@@ -319,9 +319,6 @@ def _rope_by_kind(flat: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
             f"rope_parameters must have the keys {FULL!r} and {SLIDING!r} only, got {_shown(key)}"
         )
     return {kind: _section(by_kind, kind) for kind in (FULL, SLIDING)}
-
-
-# Writing.
 
 
 # Values of single keys.
@@ -399,6 +396,9 @@ def _one_of(config: Mapping[str, Any], name: str, values: tuple[Any, ...]) -> An
     return value
 
 
+# Writing.
+
+
 def export_config(config: DecoderConfig, *, nested: bool, dtype: str) -> dict[str, Any]:
     """Return the contents of a `config.json`: the original, updated with the decoder's values.
 
@@ -426,7 +426,7 @@ def export_config(config: DecoderConfig, *, nested: bool, dtype: str) -> dict[st
 
 
 def _text_entries(config: DecoderConfig, image_rope: Mapping[str, Any]) -> dict[str, Any]:
-    """Return everything that the decoder computes with, under Hugging Face's names."""
+    """Return all values that the decoder uses, under Hugging Face's names."""
     attention, delta = config.attention, config.delta_net
     family = FAMILIES[config.model_type]
     rope = {**image_rope, **_rope_entries(attention)}

@@ -39,7 +39,7 @@ _DONE, _FAILED = -1, -2  # any other order of process 0 is the number of the arr
 def check_target(target: Path) -> None:
     """Refuse a target that cannot be replaced in one step."""
     if target.exists() and not target.is_dir():
-        raise ValueError(f"directory must be one, or not there yet, got the file {target}")
+        raise ValueError(f"directory must be a directory, or not exist yet, got the file {target}")
     if target.resolve().is_mount():
         raise ValueError(
             f"directory must not be a mount point, which cannot be replaced, got {target}: "
@@ -77,7 +77,7 @@ def replace_directory(target: Path) -> Iterator[Path]:
 
 
 def _new_partial(target: Path) -> tuple[Path, int]:
-    """Make a directory, and lock it so that no other save takes it for leftovers."""
+    """Make a directory, and lock it so that no other save removes it as a leftover."""
     while True:
         partial = target.with_name(f".{target.name}.{secrets.token_hex(4)}.partial")
         partial.mkdir()
@@ -104,7 +104,7 @@ def _lock(path: Path) -> int | None:
 
 
 def remove_remains(parent: Path, name: str) -> None:
-    """Remove what killed saves left in a directory, which nobody has locked.
+    """Remove what killed saves left in a directory: leftovers that no process has locked.
 
     Args:
         parent: the directory.
@@ -186,7 +186,7 @@ def one_outcome(call: str, *, together: bool) -> Iterator[None]:
 
     Args:
         call: what the user called, for the message.
-        together: whether all processes run the block. It must not hold collectives then: after an
+        together: whether all processes run the block. It must not use collectives then: after an
             error in one process, the others would wait for it.
 
     Raises:
@@ -209,9 +209,9 @@ def write_once(
 ) -> None:
     """Write files from arrays, on process 0 if the arrays are spread over several processes.
 
-    Before process 0 gathers an array it tells the others which one, and they take part. So the
-    writer alone decides about order and memory, and its errors reach all processes at once. All
-    return when the files are complete.
+    Before process 0 gathers an array, it tells the others which one, and they take part. So only
+    the writer decides about order and memory, and its errors reach all processes. All return when
+    the files are complete.
 
     Args:
         call: what the user called; the same in all processes.
@@ -251,7 +251,7 @@ def _from_first(value: Any) -> np.ndarray:
 
 
 def _encode(error: BaseException | None) -> np.ndarray:
-    """Put an error into an array whose length does not depend on it; all zeros for none."""
+    """Encode an error as an array of fixed length; all zeros for none."""
     text = "" if error is None else f"{type(error).__name__}: {error}"
     message = np.frombuffer(text.encode()[:_MESSAGE_BYTES], np.uint8)
     return np.pad(message, (0, _MESSAGE_BYTES - len(message)))
