@@ -1,6 +1,6 @@
 """Softmax attention with grouped heads, rotary positions, head norms and an output gate.
 
-Which implementation runs: the fused one of the backend where it applies, or XLA's.
+It runs the backend's fused implementation where that applies, else XLA's.
 """
 
 from collections.abc import Mapping
@@ -29,7 +29,7 @@ from twinkle_jax.model.decoder.sharding import ROWS, backend_of
 
 AttentionImplementation = Literal["xla", "cudnn", "splash"]
 
-_WIDEST_SPLASH = 256  # of a head, as far as it was compiled
+_WIDEST_SPLASH = 256  # the widest head that splash attention was compiled for
 
 
 def default_attention(
@@ -40,13 +40,13 @@ def default_attention(
     backend: str | None = None,
     compute_capability: float | None = None,
 ) -> AttentionImplementation:
-    """Choose the implementation of attention: the fused one of the backend, where it applies.
+    """Choose the implementation of attention: the backend's fused one, where it applies.
 
-    Scoring and training take the same one, so that the ratio of a policy to itself is 1.
+    Scoring and training use the same one, so that the ratio of a policy to itself is 1.
 
     cuDNN's attention runs on NVIDIA GPUs from compute capability 8.0, in 16-bit types, for heads
     whose width is a multiple of 8 of at most 128 (256 from 9.0), without segments. Splash attention
-    runs on TPUs, in bfloat16 and float32, for heads of at most 256. Neither holds an array of
+    runs on TPUs, in bfloat16 and float32, for heads of at most 256. Neither allocates an array of
     [time, time]. XLA's attention, that of `jax.nn.dot_product_attention`, runs everywhere.
 
     Args:
@@ -84,9 +84,9 @@ def choose_attention(
     segmented: bool,
     mesh: Mesh | None,
 ) -> AttentionImplementation:
-    """Take what was named, if it runs on the devices that are there; by default, the best.
+    """Return the implementation that was named, if these devices support it; by default, the best.
 
-    On a CPU splash attention is interpreted: slowly, but with the values that it has on a TPU.
+    On a CPU splash attention is interpreted: slow, but with the values that it has on a TPU.
     """
     backend = backend_of(mesh)
     default = default_attention(
@@ -122,7 +122,7 @@ def _cudnn_fits(
 
 
 def _capability(mesh: Mesh | None) -> float:
-    """Compute capability of a GPU; 0 for other vendors', which report none and have no cuDNN."""
+    """Return a GPU's compute capability; 0 for other vendors, which report none."""
     device = jax.local_devices()[0] if mesh is None else mesh.devices.flat[0]
     reported = str(getattr(device, "compute_capability", ""))
     return float(reported) if reported.replace(".", "", 1).isdigit() else 0.0
@@ -132,7 +132,7 @@ def _capability(mesh: Mesh | None) -> float:
 
 
 class Heads(NamedTuple):
-    """Queries, keys and values by head, rotated; the gate of the output, where there is one."""
+    """Queries, keys and values by head, rotated; the gate of the output, if there is one."""
 
     query: Float[Array, "batch time heads width"]
     key: Float[Array, "batch time groups width"]
@@ -178,7 +178,7 @@ def project_out(
     gate: Float[Array, "tokens out"] | None,
     weights: Mapping[str, Any],
 ) -> Float[Array, "tokens width"]:
-    """Gate what the heads attended to, and project it back to the residual stream."""
+    """Gate the heads' outputs, and project them back to the residual stream."""
     batch, time, heads, width = attended.shape
     y = attended.reshape(batch * time, heads * width)
     if gate is not None:
@@ -198,9 +198,9 @@ def attend_causally(
     implementation: AttentionImplementation,
     mesh: Mesh | None,
 ) -> Float[Array, "batch time heads width"]:
-    """Causal attention over whole rows, in a window where the layer slides.
+    """Causal attention over whole rows, within the window if the layer slides.
 
-    Whether it slides is traced, so that a stack of both kinds stays one loop over one layer.
+    Whether it slides is traced, so that layers of both kinds are one scan over one body.
     """
 
     def see(window: int | None, query: Array, key: Array, value: Array) -> Array:
@@ -240,7 +240,7 @@ def attend_causally(
 def _seen(
     time: int, window: int | None, segment_ids: Int[Array, "batch time"] | None
 ) -> Bool[Array, "#batch time time"]:
-    """Say which positions, on the last axis, each position sees."""
+    """Return which positions, on the last axis, each position attends to."""
     places = jnp.arange(time, dtype=jnp.int32)
     back = places[:, None] - places[None]
     seen = (back >= 0 if window is None else (back >= 0) & (back < window))[None]
@@ -260,7 +260,7 @@ def _attend_rows(
     batch, time, heads, width = query.shape
     wide = jnp.float64 if query.dtype == jnp.float64 else jnp.float32
     query = query.reshape(batch, time, key.shape[2], -1, width)
-    # Else the gradients are products of float32 with 16 bits, which compilers compute in float32.
+    # Otherwise gradients are products of float32 and 16-bit arrays, which run in float32.
     algorithm = {"bfloat16": "BF16_BF16_F32", "float16": "F16_F16_F32"}.get(query.dtype.name)
     logits = jnp.einsum(
         "btghw,bsgw->bghts",
@@ -280,11 +280,11 @@ def attention_weights(
     scale: float,
     dtype: DTypeLike,
 ) -> Float[Array, "*batch slots"]:
-    """Softmax over slots that are seen; the same for whole rows and for decoding steps."""
+    """Softmax over the slots that are seen; the same for whole rows and for decoding steps."""
     return rounded(jax.nn.softmax(jnp.where(seen, logits * scale, -jnp.inf), axis=-1), dtype)
 
 
-# More tokens of rows that a cache holds.
+# Decoding: more tokens of rows in a cache.
 
 
 def attend_more(
@@ -295,9 +295,9 @@ def attend_more(
     mask: Bool[Array, "batch time"],
     sliding: Bool[Array, ""],
 ) -> tuple[Float[Array, "batch time heads width"], KeyValues]:
-    """Write the keys and values of tokens behind those of a row, and attend to all up to each.
+    """Append tokens to the rows of a cache; each attends to everything in its row up to itself.
 
-    A token that finds its row full is not written, and gets NaN.
+    A token for which its row has no room is not written, and gets NaN.
     """
     max_length = cached.values.shape[2]
     places = length[:, None] + jnp.arange(mask.shape[1], dtype=jnp.int32)[None]
@@ -306,9 +306,9 @@ def attend_more(
     def put(stack: Array, new: Array, slots: Array) -> Array:
         return stack.at[:, slots].set(new.swapaxes(0, 1).astype(stack.dtype), mode="drop")
 
-    # Padding beyond the end would be NaN, which linear layers behind this one would spread.
+    # Padding beyond the end would get NaN, which later linear layers would spread.
     places = jnp.where(mask, places, 0)
-    # Both with time on the axis that is written to.
+    # `put` writes along time, so keys are [groups, time, width] meanwhile.
     keys = jax.vmap(put)(cached.keys.swapaxes(2, 3), heads.key, slots).swapaxes(2, 3)
     values = jax.vmap(put)(cached.values, heads.value, slots)
     batch, time, _, width = heads.query.shape
@@ -341,7 +341,7 @@ def attend_step(
     pages: Pages | None = None,
     places: Places | None = None,
 ) -> tuple[Float[Array, "batch width"], KeyValues]:
-    """Write the token's keys and values into its slot, and attend to the slots up to it."""
+    """Write each row's new keys and values into the cache, and attend to all slots up to them."""
     batch = y.shape[0]
     heads = project_heads(y, weights["self_attn"], config, rotary, batch)
     if pages is not None and places is not None:
@@ -373,7 +373,7 @@ def attend_step(
         return project_out(attended, heads.gate, weights["self_attn"]), cached
     keys = write_token(cached.keys, heads.key[:, 0], repeat, length, axis=4, mesh=mesh)
     values = write_token(cached.values, heads.value[:, 0], repeat, length, axis=3, mesh=mesh)
-    # Both are written before either is read: a kernel in between has the logits leave a TPU's chip.
+    # Write both before either is read: a kernel in between moves the logits to a TPU's main memory.
     keys, values = jax.lax.optimization_barrier((keys, values))
     layer = jax.tree.map(
         lambda stack: jax.lax.dynamic_index_in_dim(stack, repeat, keepdims=False),
@@ -406,10 +406,10 @@ def _attend_pages(
     scale: float,
     backend: str,
 ) -> tuple[Float[Array, "batch groups queries width"], KeyValues]:
-    r"""Do for the rows of a device, whose pages are in any order, what `attend_step` does.
+    r"""Write and attend as `attend_step`, for one device's rows in pages, which are in any order.
 
-    The queries of a row go to its pages, so that keys and values are read once, as they lie. Over
-    the pages $p$ of a row, with logits $z$:
+    Each page gets a copy of its row's queries, so that keys and values are read once, in place.
+    Over the pages $p$ of a row, with logits $z$:
 
     $$m = \max_p \max_t z_{pt},\quad w_{pt} = e^{z_{pt} - m} / \sum_{p,t} e^{z_{pt} - m},\quad
     o = \sum_p \sum_t w_{pt} v_{pt}$$
@@ -436,12 +436,12 @@ def _attend_pages(
     if first is not None:
         seen &= position >= of_page(first, 0)[:, None]
     logits = jnp.where(seen[:, None, None], logits * scale, -jnp.inf)
-    # Sums over the pages of a row are products with a matrix of zeros and ones: those of a scatter
-    # are taken in any order on a GPU.
+    # Sum over the pages of a row by a product with a matrix of zeros and ones: the order of a
+    # scatter-add is not fixed on a GPU.
     belongs = (owner[None] == jnp.arange(rows, dtype=jnp.int32)[:, None]).astype(wide)
     total = partial(jnp.einsum, "rp,pgh...->rgh...", belongs, precision="highest")
     largest = jnp.max(logits, axis=-1)
-    broken = ~(largest < jnp.inf)  # NaN in these products would reach all rows
+    broken = ~(largest < jnp.inf)  # these products would spread NaN to all rows
     most = jax.ops.segment_max(jnp.where(broken, -jnp.inf, largest), owner, rows)
     most = jnp.where(most > -jnp.inf, most, 0)
     weights = jnp.exp(logits - of_page(most, 0)[..., None])
@@ -462,7 +462,7 @@ def _attend_pages(
 def first_seen(
     config: DecoderConfig, places: Int[Array, "*batch"], sliding: Bool[Array, ""]
 ) -> Int[Array, "*batch"] | None:
-    """Give the first slot that the token at each place sees; None: all."""
+    """Return the first slot that the token in each place attends to; None: all slots."""
     window = config.attention.window
     return None if window is None else jnp.where(sliding, places - window.size + 1, 0)
 
@@ -475,7 +475,7 @@ def _attend_cache(
     first: Int[Array, "batch places"] | None,
     scale: float,
 ) -> Float[Array, "batch groups queries width"]:
-    """Attend to slots `first` to `places`, of each query or of all; without a slot it gets NaN."""
+    """Attend to slots from `first` to `places`; a query whose place is beyond the end gets NaN."""
     max_length = values.shape[2]
     wide = jnp.float64 if query.dtype == jnp.float64 else jnp.float32
     logits = jnp.einsum(

@@ -1,4 +1,4 @@
-"""What decoding remembers of rows: keys and values, states of linear layers, lengths."""
+"""The cache of decoding: keys and values, states of linear layers, lengths; pages."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeVar
@@ -16,7 +16,7 @@ class KeyValues(NamedTuple):
 
     Lines are rows, and slot p holds position p; or lines are pages, see
     [`Pages`][twinkle_jax.model.Pages]. Time is the last axis of keys and the last but one of
-    values, so that both products of attention read them as they lie.
+    values, so that both products of attention read them without a transpose.
     """
 
     keys: Float[Array, "layers lines groups width slots"]
@@ -24,7 +24,7 @@ class KeyValues(NamedTuple):
 
 
 class DeltaState(NamedTuple):
-    """What a linear layer remembers of a row.
+    """The state of a linear layer.
 
     Attributes:
         window: the last inputs of the convolution, one fewer than its kernel; 0 before the start.
@@ -39,10 +39,10 @@ Layers = dict[str, KeyValues | DeltaState]
 
 
 class Pages(NamedTuple):
-    """Which tokens the pages of a cache hold: each page holds some that follow each other in a row.
+    """Which tokens the pages of a cache hold: each page holds consecutive tokens of one row.
 
-    A row takes a free page when its last one is full. So memory and reads follow the tokens that
-    rows hold, however different their lengths are. On a mesh each device has pages of its own.
+    A row takes a free page when its last one is full. So memory and reads grow with the tokens that
+    rows hold, not with the longest row. On a mesh each device has its own pages.
 
     Attributes:
         owner: the row of its device that a page belongs to; the number of rows for a free page.
@@ -54,15 +54,15 @@ class Pages(NamedTuple):
 
 
 class Cache(NamedTuple):
-    """Everything that decoding the next token depends on, besides parameters.
+    """Everything that decoding the next token depends on, besides the parameters.
 
     Attributes:
         layers: by member of the repeated block, [`KeyValues`][twinkle_jax.model.KeyValues] or
             [`DeltaState`][twinkle_jax.model.DeltaState]; rows are on axis 1. A tuple holds the
             repeats one by one; see [`unstack_layers`][twinkle_jax.model.unstack_layers].
         length: tokens that each row holds.
-        pages: where rows are cut into pages, to whom these belong. None: keys and values of all
-            rows have room for the same number of tokens.
+        pages: the row and the first token of each page. None: rows are not cut into pages, and all
+            have room for the same number of tokens.
     """
 
     layers: Layers | tuple[Layers, ...]
@@ -74,7 +74,7 @@ CacheOrParams = TypeVar("CacheOrParams", Cache, Mapping[str, Any])
 
 
 def make_cache(layers: dict[str, Any], length: Int[Array, " batch"], *, max_length: int) -> Cache:
-    """Lay out states of whole rows; keys and values are [layers, batch, time, groups, width]."""
+    """Make a cache of whole rows from keys and values [layers, batch, time, groups, width]."""
     laid_out: Layers = {}
     for member, state in layers.items():
         if isinstance(state, DeltaState):
@@ -86,7 +86,7 @@ def make_cache(layers: dict[str, Any], length: Int[Array, " batch"], *, max_leng
 
 
 def with_room(cache: Cache, max_length: int) -> Cache:
-    """Make rows of a cache longer or shorter: `max_length` tokens then fit."""
+    """Resize the rows of a cache to `max_length` tokens."""
 
     def grow(stack: Array, axis: int) -> Array:
         if max_length <= stack.shape[axis]:
@@ -107,24 +107,24 @@ def map_states(
     function: Callable[[KeyValues | DeltaState], KeyValues | DeltaState],
     layers: Layers | tuple[Layers, ...],
 ) -> Layers | tuple[Layers, ...]:
-    """Apply a function to the state of each member, in one stack or one by one."""
+    """Apply a function to the state of each member, for stacked and unstacked layers."""
     if isinstance(layers, tuple):
         return tuple({name: function(state) for name, state in x.items()} for x in layers)
     return {name: function(state) for name, state in layers.items()}
 
 
 def unstack_layers(stacked: CacheOrParams) -> CacheOrParams:
-    """Split the stack of layers into an array a layer, for many steps on a GPU.
+    """Split stacked layers into one array per layer, for many decoding steps on a GPU.
 
-    The compiler for GPUs copies a layer out of a stack before each product, and reads the copy. It
-    reads in place what is an array of its own; the price is a program as long as the model is deep.
-    [`JaxSampler`][twinkle_jax.sampler.JaxSampler] does it on GPUs, and only there.
+    XLA's GPU compiler copies a layer out of the stack before each product; separate arrays are read
+    in place. The price is a program whose length grows with the number of layers.
+    [`JaxSampler`][twinkle_jax.sampler.JaxSampler] does this on GPUs only.
 
     Args:
         stacked: a cache, or parameters.
 
     Returns:
-        The same, with a tuple of its layers that `decode_step` takes; parameters only beside such a
+        The same with a tuple of layers, which `decode_step` takes. Such parameters need such a
         cache.
 
     Example:
@@ -161,9 +161,9 @@ def stack_layers(cache: Cache) -> Cache:
 
 
 def take_rows(cache: Cache, rows: Int[Array, " rows"]) -> Cache:
-    """Make a cache of chosen rows, in order, repeated as often as they are named.
+    """Select rows of a cache, in order; a row may be selected several times.
 
-    So a group of completions needs its prompt read only once.
+    A group of completions then reads its prompt only once.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -191,9 +191,9 @@ def write_token(
     axis: int,
     mesh: Mesh | None,
 ) -> Float[Array, "layers lines groups a b"]:
-    """Write each row's entry into its slot along an axis; what finds no slot is dropped.
+    """Write one entry per row into its slot along an axis; out-of-range slots are dropped.
 
-    Rows are a batching dimension of the scatter, so that on a mesh none of them leaves its device.
+    Rows are a batching dimension of the scatter, so that on a mesh no row leaves its device.
     """
     if backend_of(mesh) == "tpu":
         from twinkle_jax.model.decoder.tpu_kernels import write_in_place  # slow to import
@@ -215,7 +215,7 @@ def write_token(
     )
 
 
-# Pages. All that is below runs on one device, with the rows and pages of its own.
+# Pages. These functions run on one device, with its own rows and pages.
 
 
 def page_size(cache: Cache) -> int:
@@ -225,7 +225,7 @@ def page_size(cache: Cache) -> int:
 
 
 def empty_pages(cache: Cache, size: int, pages: int) -> Cache:
-    """Make a cache of free pages for rows like those of a cache whose rows are whole."""
+    """Make a cache of free pages, for as many rows as a cache of whole rows has."""
 
     def empty(state: KeyValues | DeltaState) -> KeyValues | DeltaState:
         if not isinstance(state, KeyValues):
@@ -243,12 +243,12 @@ def empty_pages(cache: Cache, size: int, pages: int) -> Cache:
 
 
 def put_rows(cache: Cache, new: Cache, slots: Int[Array, " new"]) -> Cache:
-    """Write rows that are whole over others, all of them, or into free pages.
+    """Write whole rows into a cache, over the rows in `slots` or into free pages.
 
     Args:
-        cache: the rows in `slots` have no pages.
-        new: the rows that are written.
-        slots: which rows they become; a number beyond them for none.
+        cache: if it has pages, the rows in `slots` own none.
+        new: the rows to write.
+        slots: the row that each becomes; out of range: it is not written.
     """
     rows = len(cache.length)
     length = cache.length.at[slots].set(new.length, mode="drop")
@@ -260,7 +260,7 @@ def put_rows(cache: Cache, new: Cache, slots: Int[Array, " new"]) -> Cache:
         layers = jax.tree.map(lambda x, y: write(slots, x, y), cache.layers, new.layers)
         return Cache(layers, length)
     size, (owner, start) = page_size(cache), cache.pages
-    count = -(-page_size(new) // size)  # pages that a row can need
+    count = -(-page_size(new) // size)  # the most pages that a row needs
     begin = jnp.arange(count, dtype=jnp.int32) * size
     wanted = (begin[None] < new.length[:, None]) & (slots < rows)[:, None]
     line = _take_free(owner, rows, wanted.reshape(-1))
@@ -294,10 +294,10 @@ def put_rows(cache: Cache, new: Cache, slots: Int[Array, " new"]) -> Cache:
 def finite_values(
     keys: Float[Array, "*lines width slots"], values: Float[Array, "*lines slots width"]
 ) -> tuple[Float[Array, "*lines width slots"], Float[Array, "*lines slots width"]]:
-    """Move what is not finite from values to keys: their row is NaN then, as before.
+    """Replace values that are not finite by 0 and their keys by NaN: their row is still NaN.
 
-    A page is not emptied when another row takes it, and behind the tokens of this row weights of 0
-    meet what is left of the one before. 0 times NaN is NaN; logits that are not seen are replaced.
+    A page is not cleared when another row takes it. Attention then multiplies the leftover values
+    by weights of 0, and 0 times NaN is NaN. Leftover keys do no harm: their logits are replaced.
     """
     finite = jnp.isfinite(values)
     kept = jnp.all(finite, axis=-1)[..., None, :]
@@ -305,7 +305,7 @@ def finite_values(
 
 
 def keep_rows(cache: Cache, rows: Int[Array, " rows"], pages: int) -> Cache:
-    """Keep chosen rows, each once, in a cache of so many pages, which hold those of the rows."""
+    """Keep the chosen rows, each once, and their pages, in a cache of `pages` pages."""
     assert cache.pages is not None
     owner, start = cache.pages
     index = jnp.arange(len(rows), dtype=jnp.int32)
@@ -334,15 +334,15 @@ def keep_rows(cache: Cache, rows: Int[Array, " rows"], pages: int) -> Cache:
 
 
 def release(pages: Pages, active: Bool[Array, " batch"]) -> Pages:
-    """Free the pages of rows that do not go on."""
-    goes_on = active.at[pages.owner].get(mode="fill", fill_value=False)
-    return pages._replace(owner=jnp.where(goes_on, pages.owner, len(active)))
+    """Free the pages of rows that are not active."""
+    is_used = active.at[pages.owner].get(mode="fill", fill_value=False)
+    return pages._replace(owner=jnp.where(is_used, pages.owner, len(active)))
 
 
 class Places(NamedTuple):
     """Where the next token of each row is written: a page, and a slot in it.
 
-    A row that is not active has no slot; one that finds no page, a number beyond them.
+    The slot of an inactive row is out of range, and so is the page of a row that got none.
     """
 
     page: Int[Array, " batch"]
@@ -352,9 +352,9 @@ class Places(NamedTuple):
 def next_places(
     pages: Pages, length: Int[Array, " batch"], active: Bool[Array, " batch"], size: int
 ) -> tuple[Pages, Places]:
-    """Give a free page to each row whose last one is full, and find where rows go on.
+    """Give a free page to each active row whose last page is full; find each row's next place.
 
-    Where a row is not active, nothing is written; its place is in a page that is free, if one is.
+    Nothing is written for an inactive row; its place names a free page, if there is one.
     """
     (owner, start), rows = pages, len(length)
     wanted = active & (length % size == 0)
@@ -375,7 +375,7 @@ def next_places(
 def _take_free(
     owner: Int[Array, " pages"], rows: int, wanted: Bool[Array, " wanted"]
 ) -> Int[Array, " wanted"]:
-    """Find a free page for each who wants one; a number beyond them where there is none."""
+    """Assign a free page to each entry of `wanted`; out of range if there is none."""
     free = jnp.nonzero(owner == rows, size=len(wanted), fill_value=len(owner))[0]
     rank = jnp.maximum(jnp.cumsum(wanted, dtype=jnp.int32) - 1, 0)
     return jnp.where(wanted, free[rank], len(owner)).astype(jnp.int32)
@@ -390,7 +390,7 @@ def write_in_pages(
     axis: int,
     backend: str,
 ) -> Float[Array, "layers pages groups a b"]:
-    """Write each row's entry into its slot of its page; what finds none is dropped."""
+    """Write one entry per row into its slot of its page; out-of-range places are dropped."""
     if backend == "tpu":
         from twinkle_jax.model.decoder.tpu_kernels import write_in_place  # slow to import
 

@@ -1,4 +1,4 @@
-"""Decoding one token after the other: prefill, and a step."""
+"""Decoding with a cache: prompts (`prefill`), more tokens at once (`extend`), one step."""
 
 from collections.abc import Mapping
 from functools import partial
@@ -53,17 +53,17 @@ def prefill(
     attention: AttentionImplementation | None = None,
     mesh: Mesh | None = None,
 ) -> tuple[Float[Array, "batch width"], Cache]:
-    """Read prompts of different lengths and remember them.
+    """Read prompts of different lengths into a new cache.
 
     Args:
         params: the tree that `parameter_shapes` describes.
         config: the decoder; static under `jax.jit`.
         tokens: prompts, padded on either side.
         mask: True for tokens. None: everything is a token.
-        max_length: tokens that a row can hold in the end, prompt included; static.
+        max_length: tokens that a row has room for, prompt included; static.
         compute_dtype: as for [`hidden_states`][twinkle_jax.model.hidden_states].
         attention: likewise.
-        mesh: on which the parameters are whole along fsdp. Where it does not divide rows or
+        mesh: devices; the parameters must not be split along fsdp. If it does not divide rows or
             key-value heads, prompts are read with XLA's attention.
 
     Returns:
@@ -107,20 +107,20 @@ def extend(
     compute_dtype: DTypeLike | None = None,
     backend: str | None = None,
 ) -> tuple[Float[Array, "batch width"], Cache]:
-    """Read more tokens in each row, all at once: what the next turn of a conversation adds.
+    """Read several more tokens in each row at once, such as the next turn of a conversation.
 
-    The tokens attend to everything that a row holds and to each other, causally, and linear layers
-    go on from their states. Attention takes an array of the new tokens by the size of the cache for
-    each head, so read many tokens in several calls.
+    The tokens attend causally to everything that their row holds and to each other, and linear
+    layers continue from their states. Attention allocates [new tokens, size of the cache] for each
+    head, so read many tokens in several calls.
 
     Args:
         params: the tree that `parameter_shapes` describes.
         config: the decoder; static under `jax.jit`.
         tokens: of each row, padded on either side.
-        cache: what the rows hold. A token that finds its row full gets the hidden state NaN.
+        cache: the rows so far. A token for which its row has no room gets the hidden state NaN.
         mask: True for tokens; a row may have none. None: everything is a token.
         compute_dtype: as for [`hidden_states`][twinkle_jax.model.hidden_states].
-        backend: of the devices that rows are on; None for JAX's.
+        backend: of the devices that hold the rows; None for JAX's default.
 
     Returns:
         The hidden state of each row's last new token, 0 for a row without any, and the cache with
@@ -185,19 +185,19 @@ def decode_step(
     Args:
         params: the tree that `parameter_shapes` describes, or what `unstack_layers` made of it.
         config: the decoder; static under `jax.jit`.
-        tokens: the token that each row goes on with.
-        cache: what the rows hold. A token that finds its row full gets the hidden state NaN.
-        mask: False for rows that stay as they are (their hidden state means nothing).
+        tokens: the next token of each row.
+        cache: the rows so far. A token for which its row has no room gets the hidden state NaN.
+        mask: False for rows that stay as they are; their hidden state is undefined.
         compute_dtype: as for [`hidden_states`][twinkle_jax.model.hidden_states].
-        mesh: on which rows are spread over data and fsdp, and heads over tensor where it divides
-            them. Several TPUs need it.
+        mesh: devices; rows are spread over data and fsdp, and heads over tensor if it divides
+            them. Required on several TPUs.
 
     Returns:
         The hidden state of each token, and the cache with the token in it.
 
     Raises:
-        ValueError: if the number of rows differs, the mesh does not divide it, or layers of
-            parameters lie one by one and those of the cache do not.
+        ValueError: if the number of rows differs, the mesh does not divide it, or the parameters
+            come from `unstack_layers` and the cache does not.
         TypeError: if tokens are not integers, or the mask not boolean.
     """
     _check(tokens, cache, mask, mesh)
@@ -211,7 +211,7 @@ def decode_step(
     if pages is not None:
         pages, places = _next_places(cache, pages, active, mesh)
 
-    # The whole cache is carried, so that a step writes its own token and copies nothing else.
+    # The scan carries the whole cache: a step then writes its token in place and copies nothing.
     def block(
         carry: tuple[Array, dict[str, Any]], xs: tuple[Array, Mapping[str, Params], Array]
     ) -> tuple[tuple[Array, dict[str, Any]], None]:
@@ -260,7 +260,7 @@ def decode_step(
 def _next_places(
     cache: Cache, pages: Pages, active: Bool[Array, " batch"], mesh: Mesh | None
 ) -> tuple[Pages, Places]:
-    """Give each row on each device a place for its token."""
+    """Find, on each device, where the next tokens of its rows are written."""
     find = partial(next_places, size=page_size(cache))
     if mesh is not None:
         rows = PartitionSpec(ROWS)
@@ -271,7 +271,7 @@ def _next_places(
 def _last_hidden(
     hidden: Float[Array, "batch time width"], length: Int[Array, " batch"]
 ) -> Float[Array, "batch width"]:
-    """Give the hidden state of each row's last token; 0 where a row has none."""
+    """Return the hidden state of each row's last token; 0 for a row without tokens."""
     at = jnp.maximum(length - 1, 0)[:, None, None]
     last = jnp.take_along_axis(hidden, at, axis=1)[:, 0]
     return jnp.where((length > 0)[:, None], last, jnp.zeros_like(last))
