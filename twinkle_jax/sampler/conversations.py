@@ -1,4 +1,4 @@
-"""Rows that a policy goes on with turn by turn, without reading again what they hold."""
+"""Multi-turn sampling: rows keep their caches between turns, and read only new tokens."""
 
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -29,32 +29,32 @@ from twinkle_jax.sampler.sampling import Sampling, traced_sampling
 from twinkle_jax.sampler.slots import Completions, Setup, Slots, State, on_devices, reusable, spread
 
 _READ = (16, 64, 256)  # tokens of a row that are read at once
-_FEW = 8  # slots: no multiple of anything
-_MOST_READ = 8192  # of all rows at once: attention's logits bound it
+_FEW = 8  # slots: so few are never halved
+_MOST_READ = 8192  # tokens of all rows that are read at once: attention's logits grow with them
 
 
 class Conversations:
-    r"""A fixed number of rows, some of which are gone on with at a time.
+    r"""Conversations: a fixed number of rows, of which each call continues some.
 
-    What a row holds stays on the device, as keys, values and states of linear layers. A call reads
-    only the tokens that it adds, so that a conversation of $n$ tokens costs $n$ tokens however many
-    turns it has. Rows that begin with the same tokens, as those of a group do, read them once.
-    Where the tokens of a row do not begin with those that it held, attention reads them from the
-    first one that differs, and linear layers from the start.
+    The keys, values and states of linear layers of a row stay on the device. A call reads only the
+    tokens that it adds, so a conversation of $n$ tokens costs $n$ tokens, however many turns it
+    has. Rows that begin with the same tokens, such as a group's prompt, read them once. If the
+    tokens of a row do not begin with those that it held, they are read again from the first one
+    that differs; with linear layers, from the start.
 
-    A row's tokens depend on what it holds, its key and `sampling`, as with
+    A row's tokens depend only on the row, its key and `sampling`, as with
     [`generate`][twinkle_jax.sampler.generate].
 
     Args:
         params: a decoder's parameters, or adapters. They must not be donated while this is in use.
         config: the decoder.
-        rows: how many; on a mesh they are filled up to a multiple of its devices.
+        rows: number of conversations; on a mesh they are padded to a multiple of its devices.
         sampling: temperature, filters and stop tokens.
         max_length: the most tokens of a row.
         max_new_tokens: room for the tokens of a turn.
-        frozen: parameters over which `params` are laid.
+        frozen: parameters that `params` are merged into.
         compute_dtype: as for [`hidden_states`][twinkle_jax.model.hidden_states].
-        mesh: what the parameters live on.
+        mesh: devices of the parameters.
 
     Raises:
         ValueError: if a number is too small.
@@ -115,7 +115,7 @@ class Conversations:
         )
         self._held: list[list[int]] = [[] for _ in range(rows)]
         self.tokens_read = 0
-        """Tokens that calls have read, other than those that they drew."""
+        """Tokens read so far, except those that were drawn."""
 
     def go_on(
         self,
@@ -123,16 +123,17 @@ class Conversations:
         keys: jax.Array,
         limits: Mapping[int, int] | None = None,
     ) -> Completions:
-        """Draw what follows some of the rows.
+        """Draw the next turn of some of the rows.
 
         Args:
-            rows: by the number of a row, all its tokens: those that it held and new ones.
-            keys: one for each row, used for those that are named.
-            limits: by the number of a row, the most tokens that it may get; None for as many as
+            rows: from a row's number to all its tokens: those that it holds, and new ones.
+            keys: one for each row; those of other rows are not used.
+            limits: from a row's number to the most tokens that it may get; None for as many as
                 there is room for.
 
         Returns:
-            The completions of all rows, on the host; of those that are not named, no tokens.
+            The completions of all rows, on the host; those of rows that are not in `rows` are
+            empty.
 
         Raises:
             ValueError: if a row has no tokens, or no room for another one; if a limit is less than
@@ -152,11 +153,11 @@ class Conversations:
         for tokens, mask in self._chunks(new, slots):
             state = _read(self._weights, state, tokens, mask, setup=self._setup)
         if leaders:
-            own = np.arange(len(self._cache.length), dtype=np.int32) % self._slots
-            own[list(leaders)] = [leader % self._slots for leader in leaders.values()]
-            state = _copy(state, own, setup=self._setup)
+            source = np.arange(len(self._cache.length), dtype=np.int32) % self._slots
+            source[list(leaders)] = [leader % self._slots for leader in leaders.values()]
+            state = _copy(state, source, setup=self._setup)
         results: Completions = self._draw(state, slots, capacity)
-        if not results.tokens.is_fully_addressable:  # other processes hold the rest
+        if not results.tokens.is_fully_addressable:  # some rows are on other processes
             results = multihost_utils.process_allgather(results, tiled=True)
         results = jax.device_get(results)
         for i, row in rows.items():
@@ -164,7 +165,7 @@ class Conversations:
         return jax.tree.map(lambda x: x[: len(self._held)], results)
 
     def _draw(self, state: State, slots: int, capacity: int) -> Completions:
-        """Draw until all rows have ended; keep what rows hold before slots are given up."""
+        """Draw until all rows have ended; save the caches of rows before their slots are freed."""
         setup, full = self._setup, self._full
         while True:
             state, status = _run(
@@ -193,17 +194,17 @@ class Conversations:
         capacity: int,
     ) -> State:
         count = len(self._cache.length)
-        called, start, pending, most = (np.zeros(count, np.int32) for _ in range(4))
+        chosen, start, pending, limit = (np.zeros(count, np.int32) for _ in range(4))
         seen = np.full((count, self._full + 1), self._setup.config.vocab_size, np.int32)
         for i, row in rows.items():
-            called[i], start[i], pending[i], most[i] = 1, starts[i], row[-1], limits[i]
+            chosen[i], start[i], pending[i], limit[i] = 1, starts[i], row[-1], limits[i]
             seen[i, : len(row)] = row
         return _start(
             self._cache,
-            called.astype(bool),
+            chosen.astype(bool),
             start,
             pending,
-            most,
+            limit,
             seen,
             keys,
             setup=self._setup,
@@ -214,10 +215,10 @@ class Conversations:
     def _chunks(
         self, new: Mapping[int, Sequence[int]], slots: int
     ) -> list[tuple[Int[np.ndarray, "rows time"], Bool[np.ndarray, "rows time"]]]:
-        """Cut what is to be read into arrays of few different sizes."""
+        """Cut new tokens into arrays of a few sizes, so that few programs are compiled."""
         longest = max(map(len, new.values()))
-        most = [size for size in _READ if size * slots <= _MOST_READ] or [_READ[0]]
-        size = next((size for size in most if size >= longest), most[-1])
+        sizes = [size for size in _READ if size * slots <= _MOST_READ] or [_READ[0]]
+        size = next((size for size in sizes if size >= longest), sizes[-1])
         chunks = []
         for begin in range(0, longest, size):
             tokens = np.zeros((len(self._cache.length), size), np.int32)
@@ -228,12 +229,12 @@ class Conversations:
             chunks.append((tokens, mask))
         return chunks
 
-    def _start(self, place: int, row: Sequence[int]) -> int:
+    def _start(self, number: int, row: Sequence[int]) -> int:
         """Count the tokens at the front of a row that need not be read again."""
-        held = self._held[place]
+        held = self._held[number]
         if len(held) < len(row) and list(row[: len(held)]) == held:
             return len(held)
-        if self._setup.config.delta_net is not None:  # a state can't be taken back
+        if self._setup.config.delta_net is not None:  # a linear state cannot be rewound
             return 0
         pairs = enumerate(zip(held, row[:-1], strict=False))
         return next((i for i, (old, new) in pairs if old != new), len(row) - 1)
@@ -241,7 +242,7 @@ class Conversations:
     def _leaders(
         self, rows: Mapping[int, Sequence[int]], starts: Mapping[int, int]
     ) -> dict[int, int]:
-        """Name, for rows that begin as another one of their device does, this one: it is read."""
+        """Map rows to an earlier row of their device with the same tokens, to copy it from."""
         first: dict[tuple[int, tuple[int, ...]], int] = {}
         leaders = {}
         for i, row in rows.items():
@@ -260,7 +261,7 @@ class Conversations:
     def _check(self, rows: Mapping[int, Any], keys: jax.Array, limits: Mapping[int, int]) -> None:
         count = len(self._held)
         if not rows or not all(0 <= i < count for i in rows):
-            raise ValueError(f"rows must be named by numbers below {count}, got {sorted(rows)}")
+            raise ValueError(f"rows must have keys in [0, {count}), got {sorted(rows)}")
         if keys.shape != (count,):
             raise ValueError(f"keys must be one for each of {count} rows, got {keys.shape}")
         vocab = self._setup.config.vocab_size
@@ -290,21 +291,21 @@ def conversations_memory(
     compute_dtype: DTypeLike | None = None,
     mesh: Mesh | None = None,
 ) -> int:
-    """Count the bytes of a device that `Conversations` takes at most, when all its rows are full.
+    """Return the peak bytes per device that `Conversations` needs, when all its rows are full.
 
     Args:
         params: as for `Conversations`, or their shapes and shardings.
         config: the decoder.
-        rows: how many.
+        rows: number of conversations.
         max_length: the most tokens of a row.
         max_new_tokens: room for the tokens of a turn.
-        frozen: parameters over which `params` are laid, or their shapes.
+        frozen: parameters that `params` are merged into, or their shapes.
         compute_dtype: type of activations.
-        mesh: what the parameters live on.
+        mesh: devices of the parameters.
 
     Returns:
-        What [`generate_memory`][twinkle_jax.sampler.generate_memory] counts for rows of this
-        length, and once more the cache: rows that are drawn have a copy in their slots.
+        The bytes of [`generate_memory`][twinkle_jax.sampler.generate_memory] for rows of this
+        length, plus the cache once more: rows that are drawn have a copy in their slots.
     """
     options: dict[str, Any] = {"compute_dtype": compute_dtype, "mesh": mesh}
     drawing = generate_memory(
@@ -324,17 +325,17 @@ def conversations_memory(
 
 
 def _slots_of_a_device(rows: int, mesh: Mesh | None) -> int:
-    """Spread rows evenly; many of them so that halves of the slots are whole numbers."""
+    """Divide rows evenly; round up more than a few, so that slots can be halved."""
     share = -(-rows // row_shards(mesh))
     return share if share <= _FEW else share + -share % _FEW
 
 
-# The programs.
+# The compiled programs.
 
 
 def start(
     cache: Cache,
-    called: Bool[Array, " rows"],
+    chosen: Bool[Array, " rows"],
     starts: Int[Array, " rows"],
     pending: Int[Array, " rows"],
     limits: Int[Array, " rows"],
@@ -345,22 +346,22 @@ def start(
     slots: int,
     capacity: int,
 ) -> State:
-    """Give slots to the rows that are called, with what they hold of their first tokens."""
-    count = len(called)
+    """Give slots to the chosen rows, with their caches of the first `starts` tokens."""
+    count = len(chosen)
     index = jnp.minimum(jnp.arange(count, dtype=jnp.int32), len(keys) - 1)
-    keys = jax.random.clone(keys)[index]  # those that fill up draw nothing
+    keys = jax.random.clone(keys)[index]  # padding rows draw nothing, so they may share a key
     zeros = jnp.zeros((count, setup.new), jnp.float32)
 
-    def begin_again(path: Any, x: Array) -> Array:
-        """Empty the states of rows that are read from the start; keys and values are not seen."""
+    def reset(path: Any, x: Array) -> Array:
+        """Zero the states of rows that are read from the start; keys and values are masked."""
         if getattr(path[-1], "name", None) in ("keys", "values"):
             return x
         return jnp.where((starts > 0).reshape(1, -1, *(1,) * (x.ndim - 2)), x, jnp.zeros_like(x))
 
-    layers = jax.tree_util.tree_map_with_path(begin_again, cache.layers)
+    layers = jax.tree_util.tree_map_with_path(reset, cache.layers)
     share = count // setup.shards
     rows = Slots(
-        row=jnp.where(called, jnp.arange(count, dtype=jnp.int32) % share, share),
+        row=jnp.where(chosen, jnp.arange(count, dtype=jnp.int32) % share, share),
         pending=pending,
         cache=Cache(layers, starts),
         prompts=seen,
@@ -369,15 +370,14 @@ def start(
         sampling_logprobs=zeros,
         lengths=jnp.zeros_like(limits),
         limits=limits,
-        reasons=jnp.where(called, device.RUNNING, device.LENGTH),
+        reasons=jnp.where(chosen, device.RUNNING, device.LENGTH),
         keys=keys,
     )
-    nothing = jnp.zeros_like(limits)
-    queue = device.Queue(
-        nothing, keys, nothing, nothing, taken=jnp.zeros(setup.shards, jnp.int32)
-    )  # nobody waits
+    no_rows = jnp.zeros_like(limits)
+    # An empty queue: every chosen row has a slot.
+    queue = device.Queue(no_rows, keys, no_rows, no_rows, taken=jnp.zeros(setup.shards, jnp.int32))
     results = Completions(
-        zeros.astype(jnp.int32), zeros.astype(bool), zeros, zeros, nothing, nothing
+        zeros.astype(jnp.int32), zeros.astype(bool), zeros, zeros, no_rows, no_rows
     )
     state = spread(State(rows, queue, results), setup.mesh)
     return device.resize(state, setup=setup, slots=slots, capacity=capacity)
@@ -391,7 +391,7 @@ def read(
     *,
     setup: Setup,
 ) -> State:
-    """Read tokens of the rows that have slots."""
+    """Read new tokens of the rows in slots."""
 
     def choose(rows: Slots, tokens: Array, mask: Array) -> tuple[Array, Array]:
         chosen = tokens.at[rows.row].get(mode="fill", fill_value=0)
@@ -412,7 +412,7 @@ def read(
 
 
 def copy(state: State, source: Int[Array, " rows"], *, setup: Setup) -> State:
-    """Give each row in a slot what another one of its device holds, which has a slot too."""
+    """Copy to each row in a slot the cache of row `source` of its device, which has a slot too."""
 
     def take(rows: Slots, source: Array) -> Cache:
         slot_of = jnp.zeros(len(source), jnp.int32)
@@ -425,9 +425,9 @@ def copy(state: State, source: Int[Array, " rows"], *, setup: Setup) -> State:
 
 
 def keep(cache: Cache, slots: Slots, *, setup: Setup) -> Cache:
-    """Write what rows in slots hold back to the cache of all rows.
+    """Write the caches of the rows in slots back to the cache of all rows.
 
-    Columns beyond those of the slots stay: a row that has ended may have been cut to fewer.
+    Columns beyond the slots' capacity are kept: a row that ended earlier may use more of them.
     """
 
     def put(cache: Cache, slots: Slots) -> Cache:

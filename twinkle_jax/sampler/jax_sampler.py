@@ -1,4 +1,4 @@
-"""Twinkle's sampler on the policy that is trained, or on parameters of its own."""
+"""Twinkle's sampler in this process: on the policy that is trained, or on its own parameters."""
 
 from collections.abc import Mapping, Sequence
 from copy import copy
@@ -44,25 +44,25 @@ _CHUNK = 16  # columns at a time, so that logits of all tokens are never held
 
 
 class JaxSampler:
-    """Samples from a policy in this program, with Twinkle's interface.
+    """Samples from a policy in this process, with Twinkle's interface.
 
-    With `model`, the policy's own parameters are read at every call, adapters included: there is
-    no second copy, and nothing to keep in step. With `model_id` the sampler has its own.
+    With `model`, the policy's current parameters are used at every call, adapters included: there
+    is no copy to synchronise. With `model_id` the sampler loads its own.
 
-    No two calls share noise: each draws from the seed and the number of calls before it, `calls`,
-    which a checkpoint should keep. `seed` in the sampling parameters overrides both, so calls that
-    pass the same one draw the same.
+    No two calls share noise: each draws from the seed and the number of earlier calls, `calls`,
+    which a checkpoint should save. `seed` in the sampling parameters overrides both: calls with the
+    same one draw the same.
 
     Args:
         model: the policy that is trained.
         model_id: a directory with a Hugging Face checkpoint, or a hub id, instead.
-        template: makes tokens of conversations and text of tokens; by default the one that the
-            model has been given, or else from the tokenizer beside the checkpoint, if there is one.
+        template: encodes conversations and decodes tokens; by default the model's, or else one
+            for the tokenizer beside the checkpoint, if there is one.
         max_length: the most tokens of a row, prompt included; None: `max_position_embeddings` of
-            the checkpoint, and at most 4,096.
-        dtype: type to compute in, with `model_id`; a model brings its own.
+            the checkpoint, but at most 4,096.
+        dtype: compute type, with `model_id`; a model has its own.
         mesh: devices to run on, with `model_id`; likewise.
-        seed: where randomness begins.
+        seed: seed of all calls.
 
     Raises:
         ValueError: if not exactly one of `model` and `model_id` is given, or a number is out of
@@ -113,19 +113,19 @@ class JaxSampler:
         """Draw completions.
 
         Args:
-            inputs: trajectories, input features or strings, or one of them. The assistant speaks
-                next; strings are encoded as they are.
+            inputs: trajectories, input features or strings, or one of them. A trajectory is
+                encoded with the generation prompt, a string as it is.
             sampling_params: how to draw; None for temperature 1 and no filters.
             num_samples: completions of each prompt; 1 leaves it to the parameters.
-            logprobs_kind: which log-probabilities the sequences have. `'policy'`: of the whole
+            logprobs_kind: which log-probabilities the sequences have. `'policy'`: of the full
                 distribution at the temperature, as training computes them for the same tokens.
-                `'sampling'`: of the distribution that penalty and filters left. None: none.
+                `'sampling'`: of the distribution after penalty and filters. None: none.
 
         Returns:
             A list with a response for each prompt, in order.
 
         Raises:
-            ValueError: if a prompt is empty or has no room for a token, or a parameter is
+            ValueError: if a prompt is empty or leaves no room for a token, or a parameter is
                 unsupported; the message names it.
             TypeError: if something has the wrong type.
         """
@@ -174,17 +174,17 @@ class JaxSampler:
 
     @property
     def params(self) -> Any:
-        """What is sampled from: the parameters of the model as they are now, or the sampler's."""
+        """The parameters to sample from: the model's current ones, or the sampler's own."""
         return self._params if self._model is None else self._model.params
 
     def with_params(self, params: Any) -> Self:
-        """Give a sampler that draws from other parameters, and shares everything else."""
+        """Return a sampler that draws from other parameters, and shares everything else."""
         other = copy(self)
         other._model, other._params = None, params
         return other
 
     def sync_weights(self, actor: Actor) -> None:
-        """Take over a policy's parameters, with its adapters; of a live model, nothing is to do.
+        """Copy a policy's parameters, adapters included; does nothing for the sampler's `model`.
 
         Raises:
             ValueError: if the policy has another configuration.
@@ -196,7 +196,7 @@ class JaxSampler:
         if self._model is not None:
             raise ValueError("actor must be the model that this sampler samples from, got another")
 
-        def copied(params: Any) -> Any:  # training donates its own
+        def copied(params: Any) -> Any:  # training donates the original ones
             return jax.tree.map(lambda x: jnp.array(x, self.dtype, copy=True), params)
 
         params = actor.params
@@ -204,13 +204,13 @@ class JaxSampler:
         self._params = jax.device_put(jax.jit(copied)(params), shardings)
 
     def set_template(self, template: Template) -> None:
-        """Choose what makes tokens of conversations, and text of tokens."""
+        """Set the template that encodes conversations and decodes tokens."""
         self.template = template
 
     def _score_prompts(
         self, responses: SampleResponses, tokens: np.ndarray, mask: np.ndarray, top: int | None
     ) -> None:
-        """Give each response the log-probabilities of its prompt, if they are asked for."""
+        """Add the log-probabilities of its prompt to each response, if they are asked for."""
         if top is None:
             return
         scores = score_prompts(
@@ -222,12 +222,15 @@ class JaxSampler:
             compute_dtype=self.dtype,
             mesh=self.mesh,
         )
-        own, likely, names = (np.asarray(x) for x in scores)
+        logprobs, top_logprobs, top_tokens = (np.asarray(x) for x in scores)
         for row, response in enumerate(responses):
-            length = len(response.prompt_token_ids or ())
-            response.prompt_logprobs = [None, *own[row, : length - 1].tolist()]
+            # The first token has no log-probability: nothing precedes it.
+            before_last = slice(len(response.prompt_token_ids or ()) - 1)
+            response.prompt_logprobs = [None, *logprobs[row, before_last].tolist()]
             if top:
-                pairs = zip(names[row, : length - 1], likely[row, : length - 1], strict=True)
+                pairs = zip(
+                    top_tokens[row, before_last], top_logprobs[row, before_last], strict=True
+                )
                 response.topk_prompt_logprobs = [
                     None,
                     *(list(zip(a.tolist(), b.tolist(), strict=True)) for a, b in pairs),
@@ -243,8 +246,8 @@ class JaxSampler:
 def _only_drawn_tokens(params: SamplingParams) -> SamplingParams:
     if params.logprobs not in (None, 0, 1):
         raise ValueError(
-            "logprobs must be None or 0 or 1 with JaxSampler, which has log-probabilities of drawn "
-            f"tokens alone, got {params.logprobs}"
+            "logprobs must be None, 0 or 1 with JaxSampler, which has log-probabilities of drawn "
+            f"tokens only, got {params.logprobs}"
         )
     return params
 
@@ -252,7 +255,7 @@ def _only_drawn_tokens(params: SamplingParams) -> SamplingParams:
 def _pad_prompts(
     features: Sequence[Mapping[str, Any]], *, multiple: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Lay prompts out at the front of rows, in buckets; filler rows are prompts of one token."""
+    """Pad prompts on the right to bucketed sizes; filler rows are prompts of one token."""
     rows = [prompt_tokens(feature) for feature in features]
     count = bucket_size(len(rows), multiple=multiple)
     time = bucket_size(max(len(row) for row in rows), smallest=16)
@@ -266,7 +269,7 @@ def _pad_prompts(
 def _read_arrays(
     completions: Completions, rows: int, kind: LogprobsKind | None
 ) -> list[DrawnSequence]:
-    """Take completions out of arrays; filler rows are left out."""
+    """Convert the first `rows` completions to lists; the others are filler rows."""
     stopped = np.asarray(completions.finish_reasons) == STOP
     lengths = np.asarray(completions.lengths)
     tokens = np.asarray(completions.tokens)
@@ -298,34 +301,34 @@ def score_prompts(
 ) -> tuple[
     Float[Array, "batch time"], Float[Array, "batch time top"], Int[Array, "batch time top"]
 ]:
-    """Score the token after each position, and find the likely ones there, at temperature 1.
+    """Score the token after each position, and find the most likely ones, at temperature 1.
 
     Args:
         params: of the decoder, adapters included.
         config: the decoder.
         tokens: token ids, a multiple of 16 columns or fewer.
         mask: True for tokens.
-        top: how many likely tokens to find.
+        top: how many of the most likely tokens to find.
         compute_dtype: as for [`hidden_states`][twinkle_jax.model.hidden_states].
         mesh: likewise.
 
     Returns:
-        Log-probabilities of the following tokens, and log-probabilities and ids of the likely ones,
-        the most likely first. The last column says nothing.
+        Log-probabilities of the next tokens, and log-probabilities and ids of the most likely ones,
+        in descending order. The last column is meaningless: it has no next token.
     """
     hidden = hidden_states(
         params, config, tokens, mask, compute_dtype=compute_dtype, remat=False, mesh=mesh
     )
     head = output_matrix(params).astype(hidden.dtype)
-    following = jnp.roll(tokens, -1, axis=1)
+    next_tokens = jnp.roll(tokens, -1, axis=1)
     chunk = _CHUNK if tokens.shape[1] % _CHUNK == 0 else tokens.shape[1]
 
     def score(columns: tuple[Array, Array]) -> tuple[Array, Array, Array]:
         features, labels = columns
         logits = jnp.einsum("btd,dv->btv", features, head, preferred_element_type=jnp.float32)
         logprobs = jax.nn.log_softmax(logits)
-        own = jnp.take_along_axis(logprobs, labels[..., None], axis=-1)[..., 0]
-        return own, *jax.lax.top_k(logprobs, top)
+        of_labels = jnp.take_along_axis(logprobs, labels[..., None], axis=-1)[..., 0]
+        return of_labels, *jax.lax.top_k(logprobs, top)
 
     def split(x: Array) -> Array:
         return jnp.moveaxis(x.reshape(x.shape[0], -1, chunk, *x.shape[2:]), 1, 0)
@@ -333,5 +336,6 @@ def score_prompts(
     def join(x: Array) -> Array:
         return jnp.moveaxis(x, 0, 1).reshape(*tokens.shape, *x.shape[3:])
 
-    own, likely, names = jax.lax.map(score, (split(hidden), split(following)))
-    return join(own), join(likely), join(names)
+    scores = jax.lax.map(score, (split(hidden), split(next_tokens)))
+    logprobs, top_logprobs, top_tokens = map(join, scores)
+    return logprobs, top_logprobs, top_tokens

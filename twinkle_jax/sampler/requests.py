@@ -1,4 +1,4 @@
-"""What Twinkle's samplers share: the policy they take, prompts and parameters in, responses out."""
+"""What Twinkle's samplers share: the policy's interface, reading of calls, making of responses."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -24,17 +24,17 @@ from twinkle_jax.model import DecoderConfig, Params
 Prompt = str | Mapping[str, Any]  # a string, a trajectory or an input feature
 End = Literal["token", "string", "length"]
 
-_LONGEST = 4096  # tokens of a row, where the checkpoint does not ask for fewer
+_LONGEST = 4096  # tokens of a row by default, if the checkpoint allows as many
 
 
 class Actor(Protocol):
-    """A policy that is trained: what samplers need of Twinkle's `TransformersModel`.
+    """A policy that is trained: what samplers use of Twinkle's `TransformersModel`.
 
     Attributes:
         config: the decoder.
         source: directory of the checkpoint that it was read from; None if there is none.
-        dtype: type to compute in.
-        mesh: devices that its parameters are on; None for one.
+        dtype: compute type.
+        mesh: devices of its parameters; None for one.
     """
 
     config: DecoderConfig
@@ -44,28 +44,28 @@ class Actor(Protocol):
 
     @property
     def template(self) -> Any:
-        """What turns conversations into tokens; None before it is set."""
+        """The template that encodes conversations; None before it is set."""
 
     @property
     def params(self) -> Params:
-        """All parameters, adapters included, as they are now."""
+        """All current parameters, adapters included."""
 
     def save(self, name: Path, /) -> Any:
-        """Write the adapter in PEFT's format, or a checkpoint where there is no adapter."""
+        """Write the adapter in PEFT's format, or a checkpoint if there is no adapter."""
 
     def forward_only(self, *, inputs: Any) -> dict[str, np.ndarray]:
         """Score the tokens of input features; `logps` [rows, time]."""
 
 
 class Stops(NamedTuple):
-    """Token ids at which a row ends while it is drawn, and strings at which its text is cut."""
+    """Token ids that end a row while it is drawn, and strings at which its text is cut."""
 
     tokens: list[int]
     strings: list[str]
 
 
 class Call(NamedTuple):
-    """Prompts, how many completions of each, how they are drawn, and what is returned of them."""
+    """A checked call of `sample`: prompts, number of completions, parameters, stops."""
 
     params: SamplingParams
     num_samples: int
@@ -79,9 +79,9 @@ class DrawnSequence(NamedTuple):
     """One completion as a sampler drew it.
 
     Attributes:
-        tokens: its tokens, the one that ended it included.
-        logprobs: for each of them pairs of a token and its log-probability, its own first.
-        end: at a stop token, behind a stop string, or where there was no more room.
+        tokens: its tokens, a stop token included.
+        logprobs: for each token, pairs of a token and its log-probability; the drawn one first.
+        end: what ended it: a stop token, a stop string, or the limit of tokens.
     """
 
     tokens: list[int]
@@ -93,7 +93,7 @@ class DrawnSequence(NamedTuple):
 
 
 def template_of(source: Path | None) -> Template | None:
-    """Make a template of the tokenizer beside a checkpoint, if there is one."""
+    """Make a template for the tokenizer beside a checkpoint, if there is one."""
     if source is None or not (Path(source) / "tokenizer.json").is_file():
         return None
     template = Template(source, use_chat_template=False, max_length=None)
@@ -102,7 +102,7 @@ def template_of(source: Path | None) -> Template | None:
 
 
 def longest_row(max_length: int | None, config: DecoderConfig) -> int:
-    """Resolve how many tokens a row may have, prompt included.
+    """Return the most tokens of a row, prompt included.
 
     Raises:
         ValueError: if there is no room for a prompt and a completion.
@@ -118,7 +118,7 @@ def longest_row(max_length: int | None, config: DecoderConfig) -> int:
 
 
 def read_params(params: SamplingParams | Mapping[str, Any] | None) -> SamplingParams:
-    """Take parameters as an object, a mapping or nothing."""
+    """Read parameters given as an object, as a mapping, or not at all."""
     if params is None:
         return SamplingParams()
     if isinstance(params, Mapping):
@@ -157,7 +157,7 @@ def read_call(
 def _read_prompts(
     inputs: Prompt | Sequence[Prompt], template: Template | None, *, vocab: int, max_length: int
 ) -> list[InputFeature]:
-    """Encode what is not encoded yet, and check what the policy is to read."""
+    """Encode prompts that are not encoded yet, and check their tokens."""
     prompts = [inputs] if isinstance(inputs, str | Mapping) else inputs
     if not isinstance(prompts, Sequence) or not len(prompts):
         raise ValueError(
@@ -206,7 +206,7 @@ def _read_prompt(name: str, prompt: Prompt, template: Template | None) -> InputF
 
 
 def prompt_tokens(feature: Mapping[str, Any]) -> np.ndarray:
-    """Give the ids of a feature, without what its attention mask leaves out."""
+    """Return the token ids of a feature, without those that its attention mask excludes."""
     tokens = np.asarray(feature["input_ids"]).reshape(-1)
     mask = feature.get("attention_mask")
     return tokens if mask is None else tokens[np.asarray(mask).reshape(-1) != 0]
@@ -231,7 +231,7 @@ def read_stops(params: SamplingParams, template: Template | None) -> Stops:
         else:
             ids = template.tokenizer.encode(stop)
             if stop not in template.tokenizer.decode(ids):
-                raise ValueError(f"stop must be text that the tokenizer can write, got {stop!r}")
+                raise ValueError(f"stop must be text that the tokenizer can encode, got {stop!r}")
         strings.append(stop)
     return Stops(list(dict.fromkeys(tokens)), strings)
 
@@ -240,18 +240,18 @@ def read_stops(params: SamplingParams, template: Template | None) -> Stops:
 
 
 def empty_responses(call: Call) -> SampleResponses:
-    """Give each prompt a response without completions."""
+    """Make a response without completions for each prompt."""
     return SampleResponses(
         SampleResponse([], prompt_tokens(feature).tolist()) for feature in call.features
     )
 
 
 def make_responses(call: Call, drawn: Sequence[DrawnSequence]) -> SampleResponses:
-    """Give each prompt its completions, which are ordered by prompt, then by sample."""
+    """Make a response for each prompt, from completions ordered by prompt, then by sample."""
     responses = SampleResponses()
     for i, feature in enumerate(call.features):
         of_prompt = drawn[i * call.num_samples : (i + 1) * call.num_samples]
-        sequences = [_sequence(feature, one, call) for one in of_prompt]
+        sequences = [_sequence(feature, completion, call) for completion in of_prompt]
         responses.append(SampleResponse(sequences, prompt_tokens(feature).tolist()))
     return responses
 
@@ -285,21 +285,21 @@ def _sequence(feature: Mapping[str, Any], drawn: DrawnSequence, call: Call) -> S
 
 
 def _cut(tokens: list[int], strings: list[str], template: Template) -> tuple[int, str]:
-    """Find how many tokens it takes to write a stop string, and the text before it.
+    """Return how many tokens spell the first stop string, and the text before it.
 
-    Returns all tokens and all text where no string occurs.
+    Without a stop string, returns the number of all tokens, and all text.
     """
     tokenizer = template.tokenizer
 
-    def place(count: int) -> int | None:
+    def find_stop(count: int) -> int | None:
         text = tokenizer.decode(tokens[:count])
-        places = [text.find(string) for string in strings]
-        return min((place for place in places if place >= 0), default=None)
+        starts = [text.find(string) for string in strings]
+        return min((start for start in starts if start >= 0), default=None)
 
-    if place(len(tokens)) is None:
+    if find_stop(len(tokens)) is None:
         return len(tokens), tokenizer.decode(tokens)
-    low, high = 0, len(tokens)  # low tokens do not hold a string, high ones do
+    low, high = 0, len(tokens)  # `low` tokens do not contain a stop string, `high` tokens do
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (middle, high) if place(middle) is None else (low, middle)
-    return high, tokenizer.decode(tokens[:high])[: place(high)]
+        low, high = (middle, high) if find_stop(middle) is None else (low, middle)
+    return high, tokenizer.decode(tokens[:high])[: find_stop(high)]
