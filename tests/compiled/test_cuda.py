@@ -65,6 +65,18 @@ def test_a_step_of_decoding_copies_neither_weights_nor_cache(model, rows, most):
     assert found.temporary < found.weights + 0.1 * found.cache, found.temporary / found.cache
 
 
+@pytest.mark.parametrize(
+    ("model", "rows", "most"), [("Qwen3-4B", 64, 1.55), ("Qwen2.5-0.5B", 256, 2.45)]
+)
+def test_rows_of_different_lengths_are_read_by_page(model, rows, most):
+    """Room for 8,192 tokens of a row, of which an eighth is filled; whole rows of 0.5B: 8.1."""
+    found = rollout(model, "h100:1x4", rows, 8192, filled=1024)
+    assert found.total < most * found.least, (found.total / found.least, found.largest())
+    assert found.moved > 0.95 * found.least
+    assert found.cache < 1.35 * found.filled
+    assert found.temporary < found.weights + 0.1 * found.cache, found.temporary / found.cache
+
+
 def test_in_one_stack_layers_would_be_copied():
     """Why they lie one by one; if a compiler no longer does this, they need not."""
     own, stacked = (rollout("Qwen3-4B", "h100:1x4", 64, 2048, stacked=x) for x in (False, True))

@@ -187,6 +187,20 @@ def rows_of_different_lengths(name="qwen3", **options):
 
 
 @pytest.mark.parametrize("name", each(NAMES))
+def test_rows_in_pages_get_the_same_where_layers_lie_one_by_one(name, request, monkeypatch):
+    """As on a GPU, where the cache of each layer is an array of its own."""
+    whole = rows_of_different_lengths(name)
+    pages = request.getfixturevalue("pages")
+    monkeypatch.setattr(sampler_slots, "backend_of", lambda mesh: "gpu")
+    unstacked = []
+    monkeypatch.setattr(
+        sampler_slots, "unstack_layers", lambda tree: unstacked.append(1) or unstack_layers(tree)
+    )
+    assert_same(whole, rows_of_different_lengths(name, slots=5, refill=2))
+    assert unstacked and pages
+
+
+@pytest.mark.parametrize("name", each(NAMES))
 def test_rows_in_pages_get_what_whole_rows_get(name, request, compilations):
     whole = rows_of_different_lengths(name)
     pages = request.getfixturevalue("pages")

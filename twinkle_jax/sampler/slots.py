@@ -44,9 +44,8 @@ _CAST = ("kernel", "bias", "embedding", "lora_A", "lora_B", "lora_scale")  # use
 _STEPS_ON_MESH = 8  # asking all devices whether they are done costs as much as part of a step
 _STEPS_OF_ROOM = 32  # that a cache has at least when it is laid out
 _SMALLEST_CACHE = 64
-# Tokens of a page, by backend. On a CPU pages are not faster and take more programs; what they move
-# on a GPU has not been counted. Elsewhere rows are whole.
-_PAGE = {"tpu": 128}
+# Tokens of a page, by backend. On a CPU pages are not faster and compile more programs.
+_PAGE = {"tpu": 128, "gpu": 128}
 _SHORT = 512  # tokens of rows that are whole: so few are read at no great cost
 _FEWEST_SLOTS = 8  # of a device: a step of fewer rows takes as long
 
