@@ -314,9 +314,9 @@ def test_large_and_broken_text_is_shortened_and_mended():
             self.guesses += 1
             return [big, b"\xff\xfe1", "\ud800"][self.guesses % 3], 0.0, False, {}
 
-    began = time.monotonic()
+    began = time.process_time()
     rollout = sample(Long, max_observation=40, max_episode_tokens=90)
-    assert time.monotonic() - began < 20
+    assert time.process_time() - began < 20
     assert not rollout.failed.any()
     told = {
         message_text(m) for e in rollout.episodes for m in e.messages[1:] if m["role"] == "user"

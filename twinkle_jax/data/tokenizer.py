@@ -236,7 +236,8 @@ class ControlTokens:
         self._control_ids = {id_ for token, id_ in self._ids.items() if token != self._unknown}
         template = chat_template or ""
         written = [token for token in self._ids if token.strip() and token in template]
-        self._hidden = list({*self._special, *written})
+        self._of_special = _Spellings.of(self._special)
+        self._of_hidden = _Spellings.of({*self._special, *written})
         longest_first = sorted(self._ids, key=len, reverse=True)
         self._pattern = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
 
@@ -255,15 +256,8 @@ class ControlTokens:
         if isinstance(value, list | tuple):
             return [self.hide(x, trusted=trusted) for x in value]
         if isinstance(value, str):
-            return self._hide(value, self._special if trusted else self._hidden)
+            return _hide(value, self._of_special if trusted else self._of_hidden)
         return value
-
-    def _hide(self, text: str, tokens: list[str]) -> str:
-        at = {match.start() for match in re.finditer(_SIGN, text)}
-        for token in tokens:
-            at.update(match.start() for match in re.finditer(f"(?={re.escape(token)})", text))
-        at.update(_at_edges(text, tokens))
-        return "".join(_hidden(c) if i in at else c for i, c in enumerate(text)) if at else text
 
     def ends_with_special(self, rendered: str) -> bool:
         """Whether rendered text ends with a special token."""
@@ -325,20 +319,39 @@ def _hidden(character: str) -> str:
     return f"{_SIGN}{ord(character):x}{_SIGN}"
 
 
-def _at_edges(text: str, tokens: Iterable[str]) -> set[int]:
-    """Find first and last characters that a neighbouring text could complete to a control token."""
+class _Spellings(NamedTuple):
+    """How text may spell some control tokens.
+
+    Attributes:
+        anywhere: matches where one of them begins, or the sign of hidden characters.
+        starts: proper beginnings of them.
+        ends: proper ends of them.
+    """
+
+    anywhere: re.Pattern[str]
+    starts: tuple[str, ...]
+    ends: tuple[str, ...]
+
+    @classmethod
+    def of(cls, tokens: Iterable[str]) -> Self:
+        """Make them for some tokens."""
+        tokens = sorted(tokens)
+        return cls(
+            re.compile(f"(?={'|'.join(map(re.escape, [_SIGN, *tokens]))})"),
+            tuple({token[:n] for token in tokens for n in range(1, len(token))}),
+            tuple({token[-n:] for token in tokens for n in range(1, len(token))}),
+        )
+
+
+def _hide(text: str, spellings: _Spellings) -> str:
+    """Hide characters that spell a control token, or could with a neighbouring text."""
+    at = {match.start() for match in spellings.anywhere.finditer(text)}
     stripped = text.strip()
-    if not stripped:
-        return set()
-    first = len(text) - len(text.lstrip())
-    at = set()
-    for token in tokens:
-        parts = range(1, len(token))
-        if any(stripped.startswith(token[-n:]) for n in parts):
-            at.add(first)
-        if any(stripped.endswith(token[:n]) for n in parts):
-            at.add(first + len(stripped) - 1)
-    return at
+    if stripped.startswith(spellings.ends):
+        at.add(len(text) - len(text.lstrip()))
+    if stripped.endswith(spellings.starts):
+        at.add(len(text.rstrip()) - 1)
+    return "".join(_hidden(c) if i in at else c for i, c in enumerate(text)) if at else text
 
 
 def small_tokenizer(
