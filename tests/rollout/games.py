@@ -136,6 +136,12 @@ FAULTS = {
         lambda: ({"role": "tool", "content": "1", "name": object()}, 0.0, False, {}),
         "reply",
     ),
+    "a million messages": (
+        lambda: ([{"role": "user", "content": "1"}] * 1_000_000, 0.0, False, {}),
+        "reply",
+    ),
+    "is a generator": (lambda: (x for x in ()), "reply"),
+    "calls itself": (lambda: FAULTS["calls itself"][0](), "raised"),
     "message without text": (lambda: ({"role": "user", "content": None}, 0.0, False, {}), "reply"),
 }
 

@@ -13,6 +13,7 @@ import pytest
 from tests.data.chats import chatml_tokenizer, llama_tokenizer
 from tests.rollout import games
 from twinkle_jax.data import PromptBatch, Template, message_text, small_tokenizer
+from twinkle_jax.data.tokenizer import CHAT_TEMPLATE
 from twinkle_jax.rollout import (
     EnvironmentFailureError,
     LocalEngine,
@@ -262,6 +263,48 @@ def test_tools_that_are_no_descriptions_are_a_failure(tools):
     assert rollout.failed.any()
     assert not rollout.failed.all()
     assert {e.cause for e in rollout.episodes if e.failed} == {"reply"}
+
+
+def test_what_environments_do_to_rows_and_descriptions_stays_with_them():
+    """A row belongs to all episodes of a group, and descriptions to the turns already read."""
+
+    class Changing(games.Never):
+        def reset(self, row, seed):
+            assert row["messages"] == []
+            row["messages"].append({"role": "user", "content": "7"})
+            self.tools = [{"function": {"name": "search\ud800"}}]
+            return super().reset(row, seed)
+
+        def step(self, action):
+            self.tools[0]["function"]["name"] += "7"
+            return super().step(action)
+
+    shown = "{% for t in tools or [] %}{{ t['function']['name'] | length }}{% endfor %}"
+    template = Template(small_tokenizer("0123456789+-*()=", chat_template=shown + CHAT_TEMPLATE))
+    rows = [{"messages": [], "user_data": [("index", i)]} for i in range(2)]
+    played = source(Changing, template=template, history="template").play(
+        POLICY.params, rows, jax.random.clone(KEY), Sampling(stop_tokens=[1, 8, 9]), 4
+    )
+    assert not any(episode.failed for episode in played)
+    assert rows == [{"messages": [], "user_data": [("index", i)]} for i in range(2)]
+    assert {row.tokens[0] for e in played for row in e.rows} == set(template.tokenizer.encode("7"))
+    assert max(len(e.turns) for e in played) > 1
+
+
+@pytest.mark.parametrize("error", [SystemExit, KeyboardInterrupt])
+def test_an_async_environment_that_exits_fails_alone(error):
+    class Exits(games.Never):
+        async def step(self, action):
+            if self.number % 2:
+                raise error
+            await asyncio.sleep(0.01)
+            return games.Never.step(self, action)
+
+    rollout = sample(Exits, max_failed=1.0)
+    failed = [e for e in rollout.episodes if e.failed]
+    assert failed
+    assert all(e.seed % 10 % 2 for e in failed)
+    assert {(e.cause, error.__name__ in e.error) for e in failed} == {("raised", True)}
 
 
 def test_done_ends_an_episode_at_once():

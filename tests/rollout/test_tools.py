@@ -64,6 +64,16 @@ def test_a_schema_is_the_signature_and_the_docstring():
     with pytest.raises(TypeError, match="args"):
         tool_schema(lambda *args: args)
 
+    def yields(x: int):
+        yield x
+
+    async def yields_later(x: int):
+        yield x
+
+    for function in (yields, yields_later):
+        with pytest.raises(TypeError, match="yield"):
+            tool_schema(function)
+
 
 @pytest.mark.parametrize(
     ("text", "answers", "errors"),

@@ -5,6 +5,7 @@ timeout. Errors and invalid return values affect its own episode only.
 """
 
 import asyncio
+import copy
 import functools
 import inspect
 import json
@@ -27,6 +28,7 @@ ToolFormat = Literal["any", "hermes_qwen", "cline", "react"]
 """Format of tool calls in the policy's text; `any` tries all formats."""
 
 _CAUSES = ("raised", "timeout", "connection", "reply", "died")
+_MOST_MESSAGES = 256  # of an observation; each has its own limit of characters
 _ROLES = ("user", "tool")  # an environment must not write as the system or the assistant
 
 
@@ -203,7 +205,8 @@ class Session:
         if closed:  # after a timeout while it was made
             self._call(environment.close)
             raise TimeoutError("the environment was closed before it was made")
-        reply = Reply(self._messages(self._call(environment.reset, row, seed)))
+        # A copy: other episodes have the same row.
+        reply = Reply(self._messages(self._call(environment.reset, copy.deepcopy(row), seed)))
         self.tools = _checked_tools(getattr(environment, "tools", None))
         return reply
 
@@ -248,6 +251,11 @@ class Session:
             raise BadReplyError(
                 f"an observation must be text or messages, got {_shown(observation)}"
             )
+        if len(observation) > _MOST_MESSAGES:
+            raise BadReplyError(
+                f"an observation must have at most {_MOST_MESSAGES} messages, "
+                f"got {len(observation)}"
+            )
         messages = []
         for message in observation:
             role = message.get("role") if isinstance(message, Mapping) else None
@@ -283,14 +291,17 @@ def _valid_unicode(text: str | bytes) -> str:
 
 
 def _checked_tools(tools: Any) -> list[Any]:
-    """Check descriptions of tools, which chat templates write as JSON."""
+    """Copy descriptions of tools, which chat templates write as JSON; the environment keeps its own.
+
+    Lone surrogates, which no tokenizer reads, are replaced.
+    """
     try:
-        json.dumps(tools)
+        copied = json.loads(_valid_unicode(json.dumps(tools, ensure_ascii=False, allow_nan=False)))
     except (TypeError, ValueError, RecursionError):
         raise BadReplyError(f"tools must be serialisable as JSON, got {_shown(tools)}") from None
     if tools is not None and not isinstance(tools, list | tuple):
         raise BadReplyError(f"tools must be a list, got {_shown(tools)}")
-    return list(tools or ())
+    return list(copied or ())
 
 
 def _finite(reward: Any) -> float:
@@ -389,14 +400,18 @@ class CallPool:
             loop = self._loop
 
         async def wait() -> Any:
-            return await awaitable
+            try:
+                return await awaitable
+            except (SystemExit, KeyboardInterrupt) as error:  # would end the loop of all others
+                raise RuntimeError(f"an environment raised {type(error).__name__}") from error
 
         future = asyncio.run_coroutine_threadsafe(wait(), loop)
         try:
             return future.result(self.timeout)
         except TimeoutError:
-            future.cancel()
-            raise
+            if future.cancel():
+                raise TimeoutError(_too_slow(self.timeout)) from None
+            raise  # of the environment itself
 
     def close(self) -> None:
         """End the threads that are idle, and the others after their call."""
@@ -414,7 +429,7 @@ class CallPool:
 
     def _abandon(self, call: Call) -> None:
         call.ended, call.seconds = True, self.timeout
-        call.error = TimeoutError(f"an environment must answer within {self.timeout} s")
+        call.error = TimeoutError(_too_slow(self.timeout))
         self._running.discard(call)
         self._start_thread()
         self._threads -= 1  # the abandoned thread is not counted
@@ -436,6 +451,10 @@ class CallPool:
                 call.seconds = time.monotonic() - call.started
                 self._running.discard(call)
                 self._changed.notify_all()
+
+
+def _too_slow(timeout: float) -> str:
+    return f"an environment must answer within {timeout} s"
 
 
 def _serve(loop: asyncio.AbstractEventLoop) -> None:

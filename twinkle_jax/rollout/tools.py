@@ -36,7 +36,8 @@ def tool_schema(function: Callable[..., Any]) -> Tool:
         The description that chat templates show to the policy.
 
     Raises:
-        TypeError: if a parameter takes any number of positional arguments.
+        TypeError: if a parameter takes any number of positional arguments, or the function is a
+            generator, which returns nothing that a policy could be told.
 
     Example:
         >>> def add(x: int, y: int = 1) -> int:
@@ -51,6 +52,8 @@ def tool_schema(function: Callable[..., Any]) -> Tool:
         >>> tool_schema(add)["function"]["parameters"]["required"]
         ['x']
     """
+    if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
+        raise TypeError(f"tools must return their result, got {function!r}, which has a yield")
     summary, descriptions = _read_docstring(inspect.getdoc(function) or "")
     try:
         hints = get_type_hints(function)
