@@ -235,6 +235,7 @@ def test_tools_and_failures_by_the_command(tmp_path, capsys):
     assert main(["evaluate", *broken, "--problems", "4"]) == 1
     error = capsys.readouterr().err
     assert "rollout.max_failed" in error
+    assert "\x1b" not in error
     assert len(error.splitlines()) == 1
     assert main(["sample", *broken, "--num_samples", "2"]) == 0
     shown = capsys.readouterr().out

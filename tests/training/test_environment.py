@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 
 import jax
 import numpy as np
@@ -97,6 +98,23 @@ def test_a_run_in_two_cohorts_goes_on_byte_for_byte(folder, tmp_path, capsys):
     assert json.loads((parts / "config.json").read_text())["rollout"]["cohorts"] == 2
     assert lines(whole) == lines(parts)
     assert parameters(whole) == parameters(parts)
+
+
+def test_an_environment_may_change_the_working_directory(folder, tmp_path, monkeypatch):
+    """The run goes on to write where it began."""
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+
+    class Wanders(games.Guess):
+        def step(self, action):
+            os.chdir(tmp_path / "elsewhere")
+            return super().step(action)
+
+    monkeypatch.setattr(games, "Wanders", Wanders, raising=False)
+    train(config(folder, "run", "Wanders", steps=1))
+    assert not [*(tmp_path / "elsewhere").iterdir()]
+    names = {"traces", "policy", "summary.json", "metrics.jsonl", "checkpoints"}
+    assert names <= {path.name for path in (tmp_path / "run").iterdir()}
 
 
 def test_too_many_failures_end_a_run_with_the_last_step_saved(folder, tmp_path):

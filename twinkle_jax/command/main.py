@@ -329,7 +329,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _print_error(message: str) -> None:
-    print(f"twinkle-jax: {' '.join(message.split())}", file=sys.stderr)  # noqa: T201
+    from twinkle_jax.training.display import harmless
+
+    line = harmless(" ".join(message.split()), encoding=sys.stderr.encoding or "utf-8")
+    print(f"twinkle-jax: {line}", file=sys.stderr)  # noqa: T201
 
 
 def _parse(arguments: list[str]) -> Any:

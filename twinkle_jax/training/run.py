@@ -92,7 +92,7 @@ def train(config: TrainConfig, *, reward: RewardFunction | None = None) -> dict[
     connect(config.distributed)
     mesh = config.mesh
     find_devices(mesh.data, mesh.fsdp, mesh.tensor)  # raises before anything is written
-    directory = Path(config.output_dir)
+    directory = Path(config.output_dir).absolute()  # environments may change the working directory
     task = hosts.agreed("reading the task", lambda: make_task(config))
     check_same(config, task.train, task.held_out)
     source = _prepare(config, directory)
@@ -447,7 +447,7 @@ def _show_and_save(run: Run, progress: Progress, last: LastStep, rollout: Rollou
                 [advantages[i] for i in shown],
             )
     if config.logging.traces_every and step % config.logging.traces_every == 0:
-        path = Path(config.output_dir) / "traces" / f"{step:06d}.jsonl"
+        path = run.checkpoints.directory.parent / "traces" / f"{step:06d}.jsonl"
         hosts.first_decides("writing traces", lambda: _write_traces(path, rollout))
     if progress.totals.skipped >= config.optimizer.max_skipped:
         last.save()
