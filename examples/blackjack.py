@@ -5,14 +5,14 @@ which an ace counts 11. Two methods of the environment are its tools: it calls `
 the tool answers with the new total, for at most three turns: a hand stands by itself at 21 and with
 its fifth card. Over 21 loses at once; otherwise the dealer draws up to 17, and the higher total
 wins. The reward is 1, 0 for a draw, or -1; a turn without a call loses. Cards come from an endless
-deck; hands of 21 are not dealt. `expected_score` computes the mean reward of a player exactly:
--0.38 at random, -0.24 for always standing, -0.13 for drawing below 14, -0.09 for the best player.
+deck; hands of 21 are not dealt. `expected_score` and `policy_score` compute exactly what a player
+gets: -0.38 who draws or stands at random, -0.24 who always stands, -0.13 who draws below 14, -0.09
+the best one.
 
 The small policy of this file has one token for each of the two calls, in Hermes' format. It first
-imitates players who draw less at high cards: the higher the sum of their total and the dealer's
-card, the less often they draw. They score -0.27, and are wrong about the dealer: against a high
-card a player has to draw more. In 130 steps the policy learns to draw below 14 whatever the dealer
-shows, -0.13.
+imitates players who fear high cards: they draw the more readily the lower the sum of their total
+and the dealer's card is. They score -0.27, and are wrong about the dealer: against a high card one
+has to draw more. In 130 steps the policy learns to draw below 14 whatever the dealer shows, -0.13.
 
     python examples/blackjack.py
 
@@ -24,15 +24,18 @@ With a checkpoint that writes tool calls, the same by the command:
 import argparse
 import dataclasses
 import functools
+import itertools
 import json
 import math
 import random
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 from twinkle_jax.data import Message, Template, Trajectory, small_tokenizer
-from twinkle_jax.model import init_params
+from twinkle_jax.model import hidden_states, init_params, output_logits
 from twinkle_jax.rollout import Action, ToolEnvironment
 from twinkle_jax.training import (
     EvaluationConfig,
@@ -43,6 +46,7 @@ from twinkle_jax.training import (
     TrainConfig,
     UpdateConfig,
     WarmStart,
+    load_policy,
     save_policy,
     small_policy,
     train,
@@ -54,17 +58,22 @@ MOST_CARDS, DEALER_STANDS = 5, 17
 
 
 def add_card(hand, card):
-    """Add a card to a hand: a total, and whether an ace counts 11 in it."""
+    """Give a hand, a total and whether an ace counts 11 in it, another card."""
     total, soft = hand
     total, soft = (total + 11, True) if card == 1 and total < 11 else (total + card, soft)
     return (total - 10, False) if total > 21 and soft else (total, soft)
 
 
 def outcome(total, dealer):
-    """Return the reward of two totals."""
+    """Give the reward of two totals."""
     if total > 21 or total < dealer <= 21:
         return -1.0
     return float(total > dealer or dealer > 21)
+
+
+def describe(hand, shown):
+    """Say what the player sees."""
+    return f"{'soft' if hand[1] else 'hard'} {hand[0]} against {shown}"
 
 
 class Blackjack(ToolEnvironment):
@@ -81,7 +90,7 @@ class Blackjack(ToolEnvironment):
         while self.hand[0] == 21:
             self.hand = functools.reduce(add_card, self.draw(k=2), (0, False))
         (self.shown,) = self.draw()
-        return self._observation()
+        return self._told()
 
     def hit(self):
         """Draw another card."""
@@ -89,7 +98,7 @@ class Blackjack(ToolEnvironment):
             self.hand, self.count = add_card(self.hand, self.draw()[0]), self.count + 1
             if self.hand[0] >= 21 or self.count == MOST_CARDS:
                 return self.stand()
-        return self._observation()
+        return self._told()
 
     def stand(self):
         """Keep the hand; the dealer draws, and the higher total wins."""
@@ -97,25 +106,25 @@ class Blackjack(ToolEnvironment):
         while hand[0] < DEALER_STANDS:
             hand = add_card(hand, self.dealers.choices(list(CARDS), CARDS.values())[0])
         self.reward = outcome(self.hand[0], hand[0]) if self.reward is None else self.reward
-        return self._observation()
+        return self._told()
 
     def step(self, action):
-        """Run the policy's tool calls; a turn without a call loses the hand."""
-        observation, _, _, info = super().step(action)
+        """Call the tools that the policy asks for; a turn without a call loses the hand."""
+        told, _, _, info = super().step(action)
         if not action.calls:
             self.reward = -1.0
-        return observation, self.reward or 0.0, self.reward is not None, info
+        return told, self.reward or 0.0, self.reward is not None, info
 
-    def _observation(self):
-        return f"{'soft' if self.hand[1] else 'hard'} {self.hand[0]} against {self.shown}"
+    def _told(self):
+        return describe(self.hand, self.shown)
 
     def final_reward(self):
-        """Count a hand that is not played to its end as lost."""
+        """A hand that is not played to its end is lost."""
         return 0.0 if self.reward is not None else -1.0
 
     @staticmethod
     def demonstrations(size, seed):
-        """Make conversations of players who draw less at high cards, the dealer's or their own."""
+        """Make conversations of players who fear high cards, the dealer's as their own."""
         generator, conversations = random.Random(seed), []
         for _ in range(size):
             game, done = Blackjack(), False
@@ -125,8 +134,8 @@ class Blackjack(ToolEnvironment):
                 hits = generator.random() < chance
                 call = CALL.format("hit" if hits else "stand")
                 messages.append(Message(role="assistant", content=call))
-                observation, _, done, _ = game.step(Action(call))
-                messages += [] if done else observation
+                told, _, done, _ = game.step(Action(call))
+                messages += [] if done else told
             conversations.append(Trajectory(messages=messages))
         return conversations
 
@@ -148,12 +157,12 @@ def make_policy(seed):
     return warm_start(policy, examples, lambda policy: 0.0, settings)
 
 
-# Exact scores.
+# What a player can get, exactly.
 
 
 @functools.cache
 def dealer_totals(hand):
-    """Return the probability of each total that the dealer ends with."""
+    """Give the probability of each total that the dealer ends with."""
     if hand[0] >= DEALER_STANDS:
         return {hand[0]: 1.0}
     totals = {}
@@ -163,37 +172,97 @@ def dealer_totals(hand):
     return totals
 
 
-def expected_score(choose):
-    """Compute the mean reward of a player, over all cards.
-
-    Args:
-        choose: given the player's hand, its number of cards, the dealer's card, and what standing
-            and drawing are worth, returns the worth of its choice; `max` is the best player.
-    """
-
-    @functools.cache
-    def worth(hand, count, shown):
-        ends = dealer_totals(add_card((0, False), shown)).items()
-        stand = sum(chance * outcome(hand[0], total) for total, chance in ends)
-        if hand[0] >= 21 or count == MOST_CARDS:
-            return stand
-        draw = sum(p * worth(add_card(hand, card), count + 1, shown) for card, p in CARDS.items())
-        return choose(hand, count, shown, stand, draw)
-
+def dealt_hands():
+    """Give the probability of each hand that is dealt."""
     dealt = {}
     for first, p in CARDS.items():
         for second, q in CARDS.items():
             hand = add_card(add_card((0, False), first), second)
             dealt[hand] = dealt.get(hand, 0.0) + p * q * (hand[0] < 21)
-    hands = sum(dealt.values())
-    scores = (
-        p * q * worth(h, 2, shown) for h, p in dealt.items() for shown, q in CARDS.items() if p
-    )
-    return sum(scores) / hands
+    return {hand: p / sum(dealt.values()) for hand, p in dealt.items() if p}
 
 
-RANDOM_SCORE = expected_score(lambda hand, count, shown, stand, draw: (stand + draw) / 2)
-BEST_SCORE = expected_score(lambda hand, count, shown, stand, draw: max(stand, draw))
+def is_decision(hands):
+    """Whether the player of these hands, one after the other, may choose."""
+    return hands[-1][0] < 21 and len(hands) <= MOST_CARDS - 2
+
+
+def expected_score(choose):
+    """Compute the mean reward of a player, over all cards.
+
+    Args:
+        choose: given the player's hands so far, the dealer's card, and what standing and drawing
+            are worth, gives the worth of its choice; `max` of both is the best player.
+    """
+
+    @functools.cache
+    def stand(hand, shown):
+        ends = dealer_totals(add_card((0, False), shown)).items()
+        return sum(chance * outcome(hand[0], total) for total, chance in ends)
+
+    def worth(hands, shown):
+        if not is_decision(hands):
+            return stand(hands[-1], shown)
+        draw = sum(p * worth((*hands, add_card(hands[-1], c)), shown) for c, p in CARDS.items())
+        return choose(hands, shown, stand(hands[-1], shown), draw)
+
+    dealt = dealt_hands().items()
+    return sum(p * q * worth((hand,), shown) for hand, p in dealt for shown, q in CARDS.items())
+
+
+RANDOM_SCORE = expected_score(lambda hands, shown, stand, draw: (stand + draw) / 2)
+BEST_SCORE = expected_score(lambda hands, shown, stand, draw: max(stand, draw))
+
+
+def policy_score(policy, greedy=False):
+    """Compute the mean reward of a policy that samples, or that makes its most probable calls."""
+    chances = call_chances(policy)
+
+    def choose(hands, shown, stand, draw):
+        hit, stay = chances[hands, shown]
+        if greedy:
+            return draw if hit > stay else stand
+        return hit * draw + stay * stand - (1 - hit - stay)  # who calls nothing loses
+
+    return expected_score(choose)
+
+
+def call_chances(policy):
+    """Compute the probabilities of the two calls, for all hands that a player may have had."""
+    histories = [(hand,) for hand in dealt_hands()]
+    for hands in histories:  # grows while it is read
+        drawn = {(*hands, add_card(hands[-1], card)) for card in CARDS}
+        histories += sorted(longer for longer in drawn if is_decision(longer))
+    places = list(itertools.product(histories, CARDS))
+    conversations = []
+    for hands, shown in places:
+        messages = [Message(role="user", content=describe(hands[0], shown))]
+        for hand in hands[1:]:
+            messages.append(Message(role="assistant", content=CALL.format("hit")))
+            messages.append(Message(role="tool", content=describe(hand, shown)))
+        conversations.append(Trajectory(messages=messages))
+    prompts = [row["input_ids"] for row in policy.template.batch_encode(conversations, True)]
+    lengths = np.asarray([len(prompt) for prompt in prompts])
+    rows = np.zeros((len(prompts), max(lengths) + 1), np.int32)
+    for row, prompt in zip(rows, prompts, strict=True):
+        row[: len(prompt)] = prompt
+    end = policy.tokenizer.eos_token_id
+    calls = [policy.tokenizer.backend.token_to_id(word) for word in WORDS[:2]]
+
+    @jax.jit
+    def chance_of(call):
+        def of_row(place):
+            row, length = place
+            called = row.at[length].set(call)[None]
+            hidden = hidden_states(policy.params, policy.config, called)[0]
+            logits = output_logits(policy.params, hidden[length - 1 + jnp.arange(2)])
+            logps = jax.nn.log_softmax(logits)
+            return jnp.exp(logps[0, call] + logps[1, end])
+
+        return jax.lax.map(of_row, (rows, lengths), batch_size=512)
+
+    chances = np.stack([chance_of(jnp.asarray(call)) for call in calls], axis=1, dtype=float)
+    return dict(zip(places, chances.tolist(), strict=True))
 
 
 def main(arguments=None):
@@ -201,6 +270,8 @@ def main(arguments=None):
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--steps", type=int, default=130)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--temperature", type=float, default=1.0)
+    parser.add_argument("--learning_rate", type=float, default=5e-4)
     parser.add_argument("--output", default="runs/blackjack")
     options = parser.parse_args(arguments)
     start = f"{options.output}_start"
@@ -216,21 +287,25 @@ def main(arguments=None):
             rollout=RolloutConfig(
                 prompts=128,
                 num_samples=4,
+                temperature=options.temperature,
                 max_turns=MOST_CARDS - 2,
                 max_new_tokens=2,
                 max_prompt_tokens=16,
                 max_episode_tokens=48,
             ),
             update=UpdateConfig(scale="none", credit="turn", recompute="nothing"),
-            optimizer=OptimizerConfig(learning_rate=5e-4, schedule="linear"),
+            optimizer=OptimizerConfig(learning_rate=options.learning_rate, schedule="linear"),
             evaluation=EvaluationConfig(every=0, problems=256),
             logging=LoggingConfig(samples_every=50),
         )
     )
+    learnt = policy_score(load_policy(Path(options.output) / "policy"))
+    share = (learnt - RANDOM_SCORE) / (BEST_SCORE - RANDOM_SCORE)
+    print(f"random {RANDOM_SCORE:.3f}, best {BEST_SCORE:.3f}")
+    print(f"exact score {learnt:.3f}, {share:.2f} of the way")
     lines = (Path(options.output) / "metrics.jsonl").read_text().splitlines()
     return [json.loads(line)["reward"] for line in lines]
 
 
 if __name__ == "__main__":
-    scores = main()
-    print(f"random {RANDOM_SCORE:.2f}, best {BEST_SCORE:.2f}, last steps {scores[-1]:.3f}")
+    main()
