@@ -12,7 +12,10 @@ the best one.
 The small policy of this file has one token for each of the two calls, in Hermes' format. It first
 imitates players who fear high cards: they draw the more readily the lower the sum of their total
 and the dealer's card is. They score -0.27, and are wrong about the dealer: against a high card one
-has to draw more. In 130 steps the policy learns to draw below 14 whatever the dealer shows, -0.13.
+has to draw more. In 160 steps the policy learns that too: -0.11 for seed 0. A temperature of 1.5
+and a penalty on the divergence from the imitator keep it trying both calls; without the penalty it
+learns to draw below 14 whatever the dealer shows, -0.13, and then does the same in all hands of a
+group.
 
     python examples/blackjack.py
 
@@ -268,10 +271,8 @@ def call_chances(policy):
 def main(arguments=None):
     """Train; return the score of each step."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--steps", type=int, default=130)
+    parser.add_argument("--steps", type=int, default=160)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--temperature", type=float, default=1.0)
-    parser.add_argument("--learning_rate", type=float, default=5e-4)
     parser.add_argument("--output", default="runs/blackjack")
     options = parser.parse_args(arguments)
     start = f"{options.output}_start"
@@ -287,14 +288,14 @@ def main(arguments=None):
             rollout=RolloutConfig(
                 prompts=128,
                 num_samples=4,
-                temperature=options.temperature,
+                temperature=1.5,
                 max_turns=MOST_CARDS - 2,
                 max_new_tokens=2,
                 max_prompt_tokens=16,
                 max_episode_tokens=48,
             ),
-            update=UpdateConfig(scale="none", credit="turn", recompute="nothing"),
-            optimizer=OptimizerConfig(learning_rate=options.learning_rate, schedule="linear"),
+            update=UpdateConfig(scale="none", credit="turn", kl_beta=0.03, recompute="nothing"),
+            optimizer=OptimizerConfig(learning_rate=1e-3, schedule="linear"),
             evaluation=EvaluationConfig(every=0, problems=256),
             logging=LoggingConfig(samples_every=50),
         )

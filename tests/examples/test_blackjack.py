@@ -136,5 +136,5 @@ def test_it_is_learnt(tmp_path, capsys):
     assert np.mean(scores[:5]) < -0.18
     assert np.mean(scores[-50:]) > -0.17
     shown = capsys.readouterr().out
-    assert "step 130/130" in shown
+    assert "step 160/160" in shown
     assert "exact score -0.1" in shown
