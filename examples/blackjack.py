@@ -5,17 +5,17 @@ which an ace counts 11. Two methods of the environment are its tools: it calls `
 the tool answers with the new total, for at most three turns: a hand stands by itself at 21 and with
 its fifth card. Over 21 loses at once; otherwise the dealer draws up to 17, and the higher total
 wins. The reward is 1, 0 for a draw, or -1; a turn without a call loses. Cards come from an endless
-deck; hands of 21 are not dealt. `expected_score` and `policy_score` compute exactly what a player
-gets: -0.38 who draws or stands at random, -0.24 who always stands, -0.13 who draws below 14, -0.09
-the best one.
+deck; hands of 21 are not dealt. `expected_score` and `policy_score` compute the mean reward of a
+player exactly: -0.38 at random, -0.24 for always standing, -0.13 for drawing below 14, -0.09 for
+the best player.
 
 The small policy of this file has one token for each of the two calls, in Hermes' format. It first
-imitates players who fear high cards: they draw the more readily the lower the sum of their total
-and the dealer's card is. They score -0.27, and are wrong about the dealer: against a high card one
-has to draw more. In 160 steps the policy learns that too: -0.11 for seed 0. A temperature of 1.5
-and a penalty on the divergence from the imitator keep it trying both calls; without the penalty it
-learns to draw below 14 whatever the dealer shows, -0.13, and then does the same in all hands of a
-group.
+imitates players who draw less at high cards: the higher the sum of their total and the dealer's
+card, the less often they draw. They score -0.27, and are wrong about the dealer: against a high
+card a player has to draw more. In 160 steps the policy learns that too: -0.11 for seed 0. A
+temperature of 1.5 and a penalty on the divergence from the imitator keep it trying both calls;
+without the penalty it learns to draw below 14 whatever the dealer shows, -0.13, and then makes the
+same choice in all hands of a group.
 
     python examples/blackjack.py
 
@@ -75,7 +75,7 @@ def outcome(total, dealer):
 
 
 def describe(hand, shown):
-    """Say what the player sees."""
+    """Describe what the player sees."""
     return f"{'soft' if hand[1] else 'hard'} {hand[0]} against {shown}"
 
 
@@ -93,7 +93,7 @@ class Blackjack(ToolEnvironment):
         while self.hand[0] == 21:
             self.hand = functools.reduce(add_card, self.draw(k=2), (0, False))
         (self.shown,) = self.draw()
-        return self._told()
+        return self._observation()
 
     def hit(self):
         """Draw another card."""
@@ -101,7 +101,7 @@ class Blackjack(ToolEnvironment):
             self.hand, self.count = add_card(self.hand, self.draw()[0]), self.count + 1
             if self.hand[0] >= 21 or self.count == MOST_CARDS:
                 return self.stand()
-        return self._told()
+        return self._observation()
 
     def stand(self):
         """Keep the hand; the dealer draws, and the higher total wins."""
@@ -109,25 +109,25 @@ class Blackjack(ToolEnvironment):
         while hand[0] < DEALER_STANDS:
             hand = add_card(hand, self.dealers.choices(list(CARDS), CARDS.values())[0])
         self.reward = outcome(self.hand[0], hand[0]) if self.reward is None else self.reward
-        return self._told()
+        return self._observation()
 
     def step(self, action):
-        """Call the tools that the policy asks for; a turn without a call loses the hand."""
-        told, _, _, info = super().step(action)
+        """Run the policy's tool calls; a turn without a call loses the hand."""
+        observation, _, _, info = super().step(action)
         if not action.calls:
             self.reward = -1.0
-        return told, self.reward or 0.0, self.reward is not None, info
+        return observation, self.reward or 0.0, self.reward is not None, info
 
-    def _told(self):
+    def _observation(self):
         return describe(self.hand, self.shown)
 
     def final_reward(self):
-        """A hand that is not played to its end is lost."""
+        """Count a hand that is not played to its end as lost."""
         return 0.0 if self.reward is not None else -1.0
 
     @staticmethod
     def demonstrations(size, seed):
-        """Make conversations of players who fear high cards, the dealer's as their own."""
+        """Make conversations of players who draw less at high cards, the dealer's or their own."""
         generator, conversations = random.Random(seed), []
         for _ in range(size):
             game, done = Blackjack(), False
@@ -137,8 +137,8 @@ class Blackjack(ToolEnvironment):
                 hits = generator.random() < chance
                 call = CALL.format("hit" if hits else "stand")
                 messages.append(Message(role="assistant", content=call))
-                told, _, done, _ = game.step(Action(call))
-                messages += [] if done else told
+                observation, _, done, _ = game.step(Action(call))
+                messages += [] if done else observation
             conversations.append(Trajectory(messages=messages))
         return conversations
 
@@ -160,7 +160,7 @@ def make_policy(seed):
     return warm_start(policy, examples, lambda policy: 0.0, settings)
 
 
-# What a player can get, exactly.
+# Exact expected scores.
 
 
 @functools.cache
