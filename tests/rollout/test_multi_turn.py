@@ -283,7 +283,7 @@ def test_what_environments_do_to_rows_and_descriptions_stays_with_them():
     template = Template(small_tokenizer("0123456789+-*()=", chat_template=shown + CHAT_TEMPLATE))
     rows = [{"messages": [], "user_data": [("index", i)]} for i in range(2)]
     played = source(Changing, template=template, history="template").play(
-        POLICY.params, rows, jax.random.clone(KEY), Sampling(stop_tokens=[1, 8, 9]), 4
+        POLICY.params, rows, jax.random.clone(KEY)
     )
     assert not any(episode.failed for episode in played)
     assert rows == [{"messages": [], "user_data": [("index", i)]} for i in range(2)]

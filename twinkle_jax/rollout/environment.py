@@ -291,9 +291,9 @@ def _valid_unicode(text: str | bytes) -> str:
 
 
 def _checked_tools(tools: Any) -> list[Any]:
-    """Copy descriptions of tools, which chat templates write as JSON; the environment keeps its own.
+    """Copy descriptions of tools, which chat templates write as JSON.
 
-    Lone surrogates, which no tokenizer reads, are replaced.
+    The environment keeps its own. Lone surrogates, which no tokenizer reads, are replaced.
     """
     try:
         copied = json.loads(_valid_unicode(json.dumps(tools, ensure_ascii=False, allow_nan=False)))
