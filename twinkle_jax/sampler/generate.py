@@ -1,4 +1,4 @@
-"""Completions of prompts: a few compiled programs, called until every row has ended."""
+"""Completions of prompts: a few compiled programs, called until all rows have ended."""
 
 import math
 from collections.abc import Sequence
@@ -44,17 +44,17 @@ def generate(
 
     $$a_t \sim f\!\left(\pi_\theta(\cdot \mid x, a_{<t})\right)$$
 
-    where $f$ applies what `sampling` says. Each prompt is read once, and its cache is copied to
-    `num_samples` rows.
+    where $f$ applies temperature, penalty and filters of `sampling`. Each prompt is read once, and
+    its cache is copied to `num_samples` rows.
 
-    Time and memory follow the tokens that are drawn, not the room for them. The caches of rows
-    begin small, and their size is doubled when the longest running row has filled its own; each
-    time that half of the rows have ended, the other half goes on alone. Sizes come from a small
-    set, and each combination is compiled when it is first needed. With fewer `slots` than rows, a
-    row that ends gives its slot to the next one.
+    Time and memory follow the tokens that are drawn, not `max_new_tokens`. Caches start small and
+    are doubled when the longest running row has filled its own; each time half of the rows have
+    ended, only the other half is computed further. Sizes come from a small set, and each
+    combination is compiled when it is first needed. With fewer `slots` than rows, a row that ends
+    gives its slot to the next one.
 
-    What a row gets depends on its prompt, its key and `sampling`, not on the rest of the batch:
-    its token at position t is drawn with one uniform number, from its key and t.
+    A completion depends on its prompt, its key and `sampling`, not on the rest of the batch: the
+    token at position t is drawn with one uniform number, derived from the key and t.
 
     Args:
         params: a decoder's parameters, or adapters.
@@ -65,24 +65,25 @@ def generate(
             row, `prompts * num_samples` of them.
         sampling: temperature, filters and stop tokens; traced.
         num_samples: completions of each prompt; static.
-        max_new_tokens: room for the tokens of a completion; static, so take few different values.
-        max_tokens: the most tokens of a completion, at most the room; one for all, one for each
-            prompt or one for each row; traced. None: as many as there is room for.
-        slots: rows at a time, which bounds memory. None: all at once.
-        refill: how many slots must be free before waiting rows get them: more leave slots idle,
-            fewer cost calls. None: a sixteenth of them.
-        frozen: parameters over which `params` are laid.
+        max_new_tokens: maximum number of tokens of a completion; static, so use few values.
+        max_tokens: a smaller maximum, traced: one for all, one for each prompt or one for each row.
+            None: `max_new_tokens`.
+        slots: rows that are sampled at a time, which bounds memory. None: all.
+        refill: free slots at which waiting rows get them: more leave slots idle, fewer take more
+            calls. None: a sixteenth of the slots.
+        frozen: parameters that are not trained; `params` are merged over them.
         compute_dtype: as for [`hidden_states`][twinkle_jax.model.hidden_states].
-        attention: how prompts are read; likewise.
-        mesh: what the parameters live on. They are then laid out for decoding once: in the compute
-            type, whole along fsdp and split along tensor; rows are spread over data and fsdp, each
-            of which reads the prompts of its own.
+        attention: of the prefill; likewise.
+        mesh: of the parameters, which are laid out for decoding once: in the compute type, gathered
+            along fsdp and split along tensor. Rows are spread over data and fsdp, and each device
+            reads the prompts of its rows.
 
     Returns:
-        The completions, on the device. A prompt without tokens or with ids outside the vocabulary
-        gets log-probabilities of NaN, where its values were not known before the call.
+        The completions, on the device. An empty prompt or one with ids outside the vocabulary gets
+        log-probabilities of NaN, if its values were on the device.
 
-        Inside `jax.jit` or `jax.vmap` all rows go on until the last has ended, in one program.
+        Inside `jax.jit` or `jax.vmap` all rows are computed until the last has ended, in one
+        program.
 
     Raises:
         ValueError: if shapes do not fit, a prompt known on the host has no tokens or ids outside
@@ -143,9 +144,9 @@ def generate_many(
     slots: int = 64,
     **options: Any,
 ) -> Completions:
-    """Draw completions of any number of prompts, as long as they are, in a fixed number of slots.
+    """Draw completions of prompts of any number and length, in a fixed number of slots.
 
-    It pads the prompts to a bucket of lengths, and calls [`generate`][twinkle_jax.sampler.generate]
+    Pads the prompts to a bucket of lengths, and calls [`generate`][twinkle_jax.sampler.generate]
     with `slots`.
 
     Args:
@@ -154,7 +155,7 @@ def generate_many(
         prompts: token ids of each prompt.
         key: one key, or one for each row, as `generate` takes them.
         sampling: temperature, filters and stop tokens.
-        slots: rows at a time.
+        slots: rows that are sampled at a time.
         options: as for `generate`.
 
     Returns:
@@ -212,7 +213,7 @@ def _generate(
     setup: device.Setup,
     slots: int,
 ) -> Completions:
-    """Run the programs in turn; `slots` are those of a device."""
+    """Call the compiled programs until all rows have ended; `slots` are per device."""
     rows = len(limits)
     weights = _lay_out(params, setup.compute_dtype, setup.mesh)
     keys, limits = _fill_up(keys, limits, setup.shards)
@@ -251,24 +252,24 @@ def generate_memory(
     attention: AttentionImplementation | None = None,
     mesh: Mesh | None = None,
 ) -> int:
-    """Count the bytes of a device that `generate` takes at most; it compiles, and draws nothing.
+    """Compute the peak memory of `generate` on a device; compiles its programs, runs nothing.
 
     Args:
         params: as for `generate`, or their shapes and shardings (`jax.ShapeDtypeStruct`).
         config: the decoder.
         prompts: how many prompts.
-        prompt_tokens: to how many tokens they are padded.
+        prompt_tokens: length that they are padded to.
         num_samples: completions of each prompt.
-        max_new_tokens: room for the tokens of a completion.
-        slots: rows at a time.
-        frozen: parameters over which `params` are laid, or their shapes.
+        max_new_tokens: maximum number of tokens of a completion.
+        slots: rows that are sampled at a time.
+        frozen: as for `generate`, or their shapes.
         compute_dtype: type of activations.
-        attention: how prompts are read.
-        mesh: what the parameters live on.
+        attention: of the prefill.
+        mesh: of the parameters.
 
     Returns:
-        Bytes beside `params` and `frozen` themselves: the parameters as they are laid out for
-        decoding, the cache at its full size, and what the programs need for a while.
+        Bytes in addition to `params` and `frozen`: the parameters laid out for decoding, the cache
+        at its full size, and temporary memory of the programs.
     """
     rows, shards = prompts * num_samples, row_shards(mesh)
     at_once, refill = _checked_slots(slots, None, rows, shards)
@@ -301,14 +302,14 @@ def generate_memory(
     _, run = compile_shapes(
         _run.lower(weights, state, sampling, setup=setup, capacity=capacity, full=full)
     )
-    # While a cache grows, the one before is still there: of half the size, or fewer pages.
+    # While a cache grows, the old one still exists: half the size, or fewer pages.
     before = device_bytes(state.slots.cache) * (1 / 2 if page is None else 4 / 5)
     growing = device_bytes(weights) + device_bytes(state) + int(before)
     return max(begin, run, growing)
 
 
 def compile_shapes(lowered: Any) -> tuple[Any, int]:
-    """Compile; give the shapes and shardings of results, and the bytes of a device in use."""
+    """Compile; return shapes and shardings of the results, and the peak bytes per device."""
     compiled = lowered.compile()
     results = jax.tree.map(
         lambda x, where: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where),
@@ -321,7 +322,7 @@ def compile_shapes(lowered: Any) -> tuple[Any, int]:
 
 
 def device_bytes(tree: Any) -> int:
-    """Count the bytes of a device that arrays of these shapes and shardings take."""
+    """Count the bytes per device of arrays with these shapes and shardings."""
     return sum(
         math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree)
     )
@@ -337,7 +338,7 @@ def _generate_in_one_program(
     *,
     setup: device.Setup,
 ) -> Completions:
-    """Do the same with one loop for each capacity, since nothing can be looked at in between."""
+    """Do the same inside a traced function: one loop for each capacity, without the host."""
     rows = len(limits)
     weights = device.lay_out_weights(params, setup.compute_dtype, setup.mesh)
     keys, limits = _fill_up(keys, limits, setup.shards)
@@ -362,7 +363,7 @@ def _first(results: Completions, rows: int) -> Completions:
 
 
 def _fill_up(keys: jax.Array, limits: Any, shards: int) -> tuple[jax.Array, Any]:
-    """Add rows that draw nothing, so that every device has the same number."""
+    """Add padding rows, so that every device has the same number."""
     more = -len(limits) % shards
     if not more:
         return keys, limits
@@ -372,7 +373,7 @@ def _fill_up(keys: jax.Array, limits: Any, shards: int) -> tuple[jax.Array, Any]
 
 
 def _checked_slots(slots: Any, refill: Any, rows: int, shards: int) -> tuple[int, int]:
-    """Give the slots of each device, and how many of them are refilled together."""
+    """Return the slots per device, and how many of them are refilled together."""
     share = -(-rows // shards)
     if slots is not None and (slots < 1 or slots % shards):
         raise ValueError(f"slots must be a positive multiple of {shards} devices, got {slots}")
@@ -386,7 +387,7 @@ def _checked_slots(slots: Any, refill: Any, rows: int, shards: int) -> tuple[int
 def _checked_prompts(
     prompts: Any, mask: Any, vocab: int
 ) -> tuple[Int[Array | np.ndarray, "prompts time"], Bool[Array | np.ndarray, "prompts time"]]:
-    """Check types and shapes, and the values that are on the host, where they stay."""
+    """Check types and shapes, and values that are on the host, where they stay."""
     tokens = _array(prompts)
     if not jnp.issubdtype(tokens.dtype, jnp.integer):
         raise TypeError(f"prompts must be integers, got {tokens.dtype}")
@@ -417,7 +418,7 @@ def _checked_prompts(
 def _checked_limits(
     limits: Any, prompts: int, samples: int, most: int
 ) -> Int[Array | np.ndarray, " rows"]:
-    """Give each row the most tokens it may get."""
+    """Return the maximum number of tokens of each row."""
     array = _array(most if limits is None else limits)
     if not jnp.issubdtype(array.dtype, jnp.integer):
         raise TypeError(f"max_tokens must be integers, got {array.dtype}")
@@ -439,7 +440,7 @@ def _checked_limits(
 
 
 def _row_keys(key: Any, rows: int) -> jax.Array:
-    """Give each row its key."""
+    """Return the key of each row."""
     if not (isinstance(key, jax.Array) and jnp.issubdtype(key.dtype, jax.dtypes.prng_key)):
         raise TypeError(f"key must be made with jax.random.key, got {key!r}")
     if key.shape not in ((), (rows,)):

@@ -1,8 +1,8 @@
 r"""The next token of each row: temperature, penalty, filters, and the draw.
 
 Nothing is sorted. Every filter keeps the tokens whose weight, $w = e^{z - \max z}$, is at least
-some threshold; what ties with the last token kept is kept too. The draw takes one uniform number
-for a row: it picks a block of the vocabulary, then a token inside it.
+some threshold, so that tokens that tie with the last one kept are kept too. The draw takes one
+uniform number for a row: it picks a block of the vocabulary, then a token inside it.
 """
 
 import functools
@@ -31,11 +31,11 @@ _ROWS = 8  # of the vocabulary, searched as a whole at a time: a TPU's registers
 
 
 class Sampling(NamedTuple):
-    """How the next token is chosen. All values are traced: none of them compiles anything anew.
+    """How the next token is chosen. All values are traced: changing them compiles nothing.
 
-    The penalty comes first, then the temperature, then top-k, top-p and min-p, each on what the
-    ones before have left, as in `transformers`; vLLM drops by min-p before it looks at the other
-    two. Nothing is sorted; tokens that tie with the last one kept are all kept.
+    The penalty comes first, then the temperature, then top-k, top-p and min-p, each applied
+    to what the previous ones kept, as in `transformers`; vLLM applies min-p before the other two.
+    Tokens that tie with the last one kept are all kept.
 
     Attributes:
         temperature: what logits are divided by; 0 takes the most probable token.
@@ -43,9 +43,9 @@ class Sampling(NamedTuple):
         top_p: the fewest of the most probable tokens that together have this probability are
             kept; in (0, 1].
         min_p: tokens less probable than this times the most probable one are dropped; in [0, 1].
-        repetition_penalty: positive logits of tokens that the prompt or the completion already
-            has are divided by it, negative ones multiplied.
-        stop_tokens: a row ends with the first of these that it draws; the token belongs to it.
+        repetition_penalty: positive logits of tokens that occur in the prompt or the completion are
+            divided by it, negative ones multiplied.
+        stop_tokens: a row ends with the first of these that it draws, which is part of it.
     """
 
     temperature: RealScalar = 1.0
@@ -57,7 +57,7 @@ class Sampling(NamedTuple):
 
 
 class NextToken(NamedTuple):
-    """One token per row; its log-probability in the whole distribution and in what filters left."""
+    """One token per row; its log-probability before and after penalty and filters."""
 
     token: Int[Array, " rows"]
     logprob: PerRow
@@ -65,7 +65,7 @@ class NextToken(NamedTuple):
 
 
 def traced_sampling(sampling: Sampling) -> Sampling:
-    """Check the values that the host knows, and make all of them arrays of one type and shape each.
+    """Check values on the host, and convert all of them to arrays of fixed type and shape.
 
     Values on the host stay there as NumPy arrays: the compiled call takes them along.
     """
@@ -135,7 +135,7 @@ def next_token(
         sampling: as arrays.
         keys: one per row.
         positions: how many tokens the completion of each row has.
-        seen: tokens that rows already have; ids outside the vocabulary are none.
+        seen: tokens that occur in each row; ids outside the vocabulary are padding.
         mesh: where the rows are; None for one device.
 
     Returns:
@@ -166,7 +166,7 @@ def _next_token(
     seen: tuple[Int[Array, "rows time"], ...],
     axis: str | None = None,
 ) -> NextToken:
-    """Choose a token in each row; along an axis, if there is one, each device has some columns."""
+    """Choose a token in each row; with an axis, each device along it has some of the columns."""
     t, k, p = (jnp.asarray(x) for x in (sampling.temperature, sampling.top_k, sampling.top_p))
     vocab = logits.shape[1] if axis is None else logits.shape[1] * jax.lax.axis_size(axis)
     bits = random_bits(keys, positions)
@@ -217,7 +217,7 @@ def _filtered(
     sampling: Sampling,
     bits: UInt32[Array, "rows 4"],
 ) -> tuple[Int[Array, " rows"], PerRow]:
-    """Choose among what the filters leave."""
+    """Choose among the tokens that the filters keep."""
 
     def drawn() -> tuple[Array, Array]:
         threshold = kept_weight(logits, maximum, total, sampling)
@@ -251,7 +251,7 @@ def _columns(
 
 
 def penalise(logits: Logits, tokens: Int[Array, "rows time"], penalty: Float[Array, ""]) -> Logits:
-    """Make tokens that a row already has less likely; ids outside the vocabulary are no tokens."""
+    """Apply the repetition penalty to tokens of a row; ids outside the vocabulary are padding."""
 
     def row(logits: Float[Array, " vocab"], tokens: Int[Array, " time"]) -> Array:
         seen = logits.at[tokens].get(mode="fill", fill_value=0, wrap_negative_indices=False)
@@ -263,10 +263,10 @@ def penalise(logits: Logits, tokens: Int[Array, "rows time"], penalty: Float[Arr
 
 
 def kept_weight(logits: Logits, maximum: PerRow, total: PerRow, sampling: Sampling) -> PerRow:
-    """Find the least weight that top-k, top-p and min-p, in this order, leave in each row.
+    """Find the smallest weight that top-k, top-p and min-p, in this order, keep in each row.
 
-    A search reads its weights some sixty times. So it looks at a part of the vocabulary that has
-    all of the heaviest tokens, and at all of it for rows whose threshold is not among those.
+    A search reads its weights some sixty times. So it searches a part of the vocabulary that has
+    all of the heaviest tokens, and the whole vocabulary only for rows whose threshold is lower.
 
     Args:
         logits: of the tokens.
@@ -285,8 +285,8 @@ def kept_weight(logits: Logits, maximum: PerRow, total: PerRow, sampling: Sampli
 
         def look_at_all(state: tuple[Array, Array]) -> tuple[Array, Array]:
             threshold, decided = state
-            # Rows that lie next to each other, the first of which is undecided: a slice is copied
-            # as it lies, where rows from here and there would be gathered number by number.
+            # Consecutive rows from the first undecided one on: a slice is copied as a block, while
+            # arbitrary rows would be gathered element by element.
             size = min(_ROWS, len(decided))
             start = jnp.minimum(jnp.argmin(decided), len(decided) - size)
             few, top, sums, before, known = (
@@ -311,10 +311,10 @@ def kept_weight(logits: Logits, maximum: PerRow, total: PerRow, sampling: Sampli
 
 
 def _heaviest(logits: Logits) -> tuple[Float[Array, "rows some"], PerRow]:
-    """Give logits among which are all above some bound, and the bound.
+    """Return part of the logits, which includes all above a bound, and that bound.
 
-    The vocabulary is seen as a table, [lines, columns], of which whole lines lie in memory one
-    after the other: the columns with the largest maxima, and the largest maximum of the others.
+    The vocabulary is viewed as a row-major table, [lines, columns]. Returned are the columns with
+    the largest maxima, and as the bound the largest maximum of the other columns.
     """
     vocab = logits.shape[1]
     width = -(-vocab // _LINES)
@@ -343,8 +343,8 @@ def _search(
         p: as in `Sampling`.
 
     Returns:
-        The threshold; and that of top-k alone where there is one: both are those of the whole
-        vocabulary if all weights from the second on are here.
+        The threshold, and that of top-k alone if it is in use. Both are those of the whole
+        vocabulary if `weights` includes all weights of at least the second.
     """
 
     def mass(threshold: PerRow) -> PerRow:
@@ -395,7 +395,7 @@ def _largest_threshold(holds: Callable[[PerRow], Array], least: PerRow) -> PerRo
 
 
 def random_bits(keys: jax.Array, positions: Int[Array, " rows"]) -> UInt32[Array, "rows 4"]:
-    """Give a row's uniform number for a position: its key and the position decide, nothing else."""
+    """Derive a row's uniform number for a position from its key and the position alone."""
 
     def one(key: jax.Array, position: Array) -> Array:
         return jax.random.bits(jax.random.fold_in(key, position), (4,), jnp.uint32)
@@ -404,14 +404,14 @@ def random_bits(keys: jax.Array, positions: Int[Array, " rows"]) -> UInt32[Array
 
 
 def block_size(vocab: int) -> int:
-    """Make about as many blocks as tokens in a block; a power of two."""
+    """Choose the tokens of a block: a power of two near the square root of the vocabulary."""
     return max(16, 1 << ((vocab - 1).bit_length() + 1) // 2)
 
 
 def block_weights(
     logits: Logits, maximum: PerRow, threshold: PerRow | None = None, *, axis: str | None = None
 ) -> Float[Array, "rows blocks"]:
-    """Sum the weights, exp(logit - maximum), of each block: those at the threshold and above."""
+    """Sum the weights, exp(logit - maximum), of each block, without those below the threshold."""
     rows, vocab = logits.shape
     if axis is not None:
         # A block may lie on two devices: parts of blocks that do not are summed and gathered.
@@ -428,7 +428,7 @@ def block_weights(
     blocks = jnp.sum(weights.reshape(rows, count, size), axis=2)
     if not rest:
         return blocks
-    # A last block that is not full is summed apart: padding would copy all logits.
+    # A last block that is not full is summed separately: padding would copy all logits.
     weights = _weights(logits[:, vocab - rest :], maximum, threshold)
     return jnp.concatenate([blocks, jnp.sum(weights, axis=1, keepdims=True)], axis=1)
 
@@ -448,12 +448,12 @@ def draw(
         bits: a uniform number of 124 bits in each row.
         logits: of the tokens.
         maximum: the largest logit of each row.
-        blocks: what [`block_weights`] gives for the same logits and threshold.
-        threshold: the least weight that may be drawn; None for all.
+        blocks: `block_weights` of the same logits and threshold.
+        threshold: the smallest weight that may be drawn; None for all.
         axis: of a mesh, along which each device has some columns; None: all are here.
 
     Returns:
-        The tokens. Every one of them has a weight above zero, where any has.
+        The tokens, each with a weight above zero if any token of its row has one.
     """
     vocab = logits.shape[1] if axis is None else logits.shape[1] * jax.lax.axis_size(axis)
     size = block_size(vocab)

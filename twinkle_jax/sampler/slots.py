@@ -1,4 +1,4 @@
-"""Continuous batching: rows that end give their slots to rows that wait.
+"""Continuous batching: rows that end give their slots to waiting rows.
 
 A queue of rows is split evenly over the devices of a mesh. Each device fills its slots from its own
 part, so that rows and their caches never move between devices. Every function here is meant to be
@@ -42,12 +42,14 @@ RUNNING, STOP, LENGTH = 0, 1, 2  # whether and why a row has ended
 
 _CAST = ("kernel", "bias", "embedding", "lora_A", "lora_B", "lora_scale")  # used in no other type
 _STEPS_ON_MESH = 8  # asking all devices whether they are done costs as much as part of a step
-_STEPS_OF_ROOM = 32  # that a cache has at least when it is laid out
+_STEPS_OF_ROOM = 32  # free room of a new cache, at least
 _SMALLEST_CACHE = 64
 # Tokens of a page, by backend. On a CPU pages are not faster and compile more programs.
 _PAGE = {"tpu": 128, "gpu": 128}
-_SHORT = 512  # tokens of rows that are whole: so few are read at no great cost
-_FEWEST_SLOTS = 8  # of a device: a step of fewer rows takes as long
+_SHORT = (
+    512  # rows of at most so many tokens are not cut into pages: reading them whole costs little
+)
+_FEWEST_SLOTS = 8  # of a device: a step with fewer rows takes as long
 
 
 class Completions(NamedTuple):
@@ -55,12 +57,12 @@ class Completions(NamedTuple):
 
     Attributes:
         tokens: the completions, at the front of their rows, 0 behind them.
-        mask: True for the tokens of a completion, the stop token that was drawn included.
+        mask: True for the tokens of a completion, including the stop token that was drawn.
         logprobs: log-probability of each token in the whole distribution at the temperature: what
             the trainer computes for the same token, and what a ratio of policies is made of.
-        sampling_logprobs: log-probability in the distribution that was drawn from, behind penalty
-            and filters. Without any, the same.
-        finish_reasons: 1 (`STOP`) for a stop token, 2 (`LENGTH`) for the most tokens allowed.
+        sampling_logprobs: log-probability in the distribution that was sampled from, after penalty
+            and filters; equal to `logprobs` without them.
+        finish_reasons: 1 (`STOP`) for a stop token, 2 (`LENGTH`) at the maximum number of tokens.
         lengths: tokens in each completion.
     """
 
@@ -73,16 +75,16 @@ class Completions(NamedTuple):
 
 
 class Setup(NamedTuple):
-    """What is static: each value is compiled once for each number of slots and capacity.
+    """Static settings: each value is compiled once for each number of slots and capacity.
 
     Attributes:
         config: the decoder.
         num_samples: rows of each prompt.
-        new: the most tokens of a completion.
-        refill: slots of a device that have to be free before they are filled.
+        new: maximum number of tokens of a completion.
+        refill: free slots of a device at which they are filled.
         compute_dtype: type of activations.
         attention: how prompts are read.
-        mesh: on which rows are spread.
+        mesh: over which rows are spread.
         page: tokens of a page of the cache; None where rows are whole.
     """
 
@@ -110,17 +112,17 @@ class Slots(NamedTuple):
     """Rows in the middle of their completions.
 
     Attributes:
-        row: which of its device's rows a slot holds; a number beyond them for none.
+        row: index of the row in its device's part of the queue; out of range for an empty slot.
         pending: the last token of each row, which the cache does not hold yet.
         cache: all tokens before it.
-        prompts: tokens of the prompt, elsewhere the size of the vocabulary.
-        tokens: the completion so far, elsewhere the size of the vocabulary.
+        prompts: tokens of the prompt, padded with the size of the vocabulary.
+        tokens: the completion so far, padded with the size of the vocabulary.
         logprobs: of these tokens, in the whole distribution.
-        sampling_logprobs: of these tokens, in what the filters left.
+        sampling_logprobs: of these tokens, after penalty and filters.
         lengths: tokens drawn so far.
-        limits: the most tokens that a row may get.
-        reasons: why a row has ended; 0 while it goes on.
-        keys: where the randomness of a row comes from.
+        limits: maximum number of tokens of each completion.
+        reasons: why a row has ended; 0 while it is running.
+        keys: random key of each row.
     """
 
     row: Int[Array, " slots"]
@@ -146,11 +148,11 @@ class Queue(NamedTuple):
 
     Attributes:
         prompt: of each row, its index.
-        keys: where the randomness of each row comes from.
-        limits: the most tokens of each row; 0 for a row that only fills up.
-        order: in which a device's rows get slots: those that may become longest first, and samples
-            of a prompt together, so that it is read once for them.
-        taken: rows of each device that have had a slot.
+        keys: random key of each row.
+        limits: maximum number of tokens of each row; 0 for padding rows.
+        order: in which a device's rows get slots: those with the largest limit first, and samples
+            of a prompt next to each other, so that it is read once.
+        taken: how many rows of each device have been given a slot.
     """
 
     prompt: Int[Array, " rows"]
@@ -161,7 +163,7 @@ class Queue(NamedTuple):
 
 
 class State(NamedTuple):
-    """Between two runs: rows in slots, all rows, and what those that have ended have drawn."""
+    """State between two calls of `run`: slots, queue, and the completions so far."""
 
     slots: Slots
     queue: Queue
@@ -169,14 +171,14 @@ class State(NamedTuple):
 
 
 class Status(NamedTuple):
-    """What decides how to go on; numbers on the host, scalar arrays in a program.
+    """What the host decides the next call by: integers there, scalar arrays in a program.
 
     Attributes:
-        running: slots whose row has not ended, of the device that has most.
-        waiting: rows without a slot, likewise.
-        fillable: whether a device has slots enough to fill them.
+        running: slots whose row has not ended, maximum over devices.
+        waiting: rows without a slot, maximum over devices.
+        fillable: whether some device has enough free slots to fill.
         filled: tokens in the cache of the longest running row.
-        pages: pages that rows have or need now, of the device that needs most; 0 without pages.
+        pages: pages that rows have or need now, maximum over devices; 0 without pages.
     """
 
     running: int
@@ -187,12 +189,12 @@ class Status(NamedTuple):
 
 
 def page_for(config: DecoderConfig, full: int, mesh: Mesh | None) -> int | None:
-    """Choose the tokens of a page; None, rows are whole, where they have few or need no keys."""
+    """Choose the tokens of a page; None for short rows and decoders without full attention."""
     return _PAGE.get(backend_of(mesh)) if FULL in config.block and full > _SHORT else None
 
 
 def pages_for(needed: int, most: int) -> int:
-    """Choose how many pages a device has: up to a quarter more than it needs, of few numbers."""
+    """Round up the pages of a device, by at most a quarter, so that few sizes are compiled."""
     step = 1
     while 8 * step <= needed:
         step *= 2
@@ -200,7 +202,7 @@ def pages_for(needed: int, most: int) -> int:
 
 
 def first_capacity(setup: Setup, slots: int, longest: int, full: int) -> int:
-    """Choose the capacity to begin with, for prompts of up to so many tokens."""
+    """Choose the initial capacity, for prompts of up to `longest` tokens."""
     if setup.page is None:
         return capacity_for(longest, full)
     each = -(-min(longest + _STEPS_OF_ROOM, full) // setup.page)
@@ -210,10 +212,10 @@ def first_capacity(setup: Setup, slots: int, longest: int, full: int) -> int:
 def next_capacity(
     setup: Setup, status: Status, slots: int, capacity: int, longest: int, full: int
 ) -> int:
-    """Choose the capacity to go on with: another one where it is too small, or twice too large."""
+    """Choose the next capacity: a new one if the current one is too small or twice too large."""
     if setup.page is None:
         needed = capacity_for(status.filled, full)
-        if status.waiting:  # a prompt longer than all rows that run must fit, too
+        if status.waiting:  # a prompt longer than all running rows must fit, too
             needed = max(needed, capacity_for(longest, full))
         return needed if needed > capacity or 2 * needed < capacity else capacity
     new = setup.refill * -(-longest // setup.page) if status.fillable else 0
@@ -222,7 +224,7 @@ def next_capacity(
 
 
 def capacity_for(filled: int, full: int) -> int:
-    """Choose for how many tokens a cache is laid out: at most twice as many as it needs to hold."""
+    """Choose the capacity of a cache, a power of two with room for more steps, or `full`."""
     capacity = _SMALLEST_CACHE
     while capacity < filled + _STEPS_OF_ROOM:
         capacity *= 2
@@ -230,14 +232,14 @@ def capacity_for(filled: int, full: int) -> int:
 
 
 def slots_for(running: int, slots: int) -> int:
-    """Choose how many slots of a device are kept: half of them as often as that is enough."""
+    """Halve the slots of a device while that leaves enough for the running rows."""
     while slots % 2 == 0 and slots >= 2 * _FEWEST_SLOTS and running <= slots // 2:
         slots //= 2
     return slots
 
 
 def lay_out_weights(params: Params, compute_dtype: DTypeLike | None, mesh: Mesh | None) -> Params:
-    """Lay parameters out for many steps: in the compute type, whole along fsdp.
+    """Lay parameters out for many steps: in the compute type, gathered along fsdp.
 
     A training step gathers each parameter when it needs it. Decoding needs all of them for every
     token, so they are gathered once.
@@ -263,9 +265,9 @@ def begin(
     slots: int,
     capacity: int,
 ) -> State:
-    """Make the queue, and give its first rows the slots, so many on each device.
+    """Make the queue, and give its first rows the slots.
 
-    With pages, here and below, capacity counts the pages of a device.
+    `slots` are per device. With pages, here and below, capacity counts the pages of a device.
     """
     rows = len(limits)
     prompt = jnp.arange(rows, dtype=jnp.int32) // setup.num_samples
@@ -298,9 +300,9 @@ def fill(
     setup: Setup,
     capacity: int,
 ) -> State:
-    """Give slots whose rows have ended to rows that wait, some on each device.
+    """Give slots whose rows have ended to waiting rows, `setup.refill` on each device.
 
-    All of a slot is written, so that nothing of the row before remains.
+    A slot is overwritten as a whole, so that nothing of the previous row remains.
     """
     state = collect(state, setup)
     running, size = state.slots.running, setup.refill
@@ -322,7 +324,7 @@ def fill(
 
 
 def resize(state: State, *, setup: Setup, slots: int, capacity: int) -> State:
-    """Keep so many slots of each device, those of running rows first, with caches for so much."""
+    """Change the number of slots per device, keeping running rows, and the capacity of caches."""
     state = collect(state, setup)
 
     def keep(rows: Slots) -> Slots:
@@ -352,15 +354,15 @@ def run(
     full: int,
     shrink: bool = True,
 ) -> tuple[State, Status]:
-    """Draw tokens until a slot can be given away, half the slots would do, or caches are full.
+    """Draw tokens until slots can be refilled, half of them would do, or caches are full.
 
     Args:
         weights: as `lay_out_weights` lays them out.
-        state: donate it.
+        state: of the rows; callers donate it.
         sampling: as arrays.
-        setup: what is static.
+        setup: static settings.
         capacity: tokens that the caches hold.
-        full: tokens that a row has at most; caches of this size never get full.
+        full: maximum number of tokens of a row; caches of this size never get full.
         shrink: whether to stop when half the slots would do.
     """
     weights = for_many_steps(weights, setup.mesh)
@@ -373,9 +375,9 @@ def run(
         return jnp.sum(numbers.reshape(setup.shards, -1), axis=1, dtype=jnp.int32)
 
     def pages_needed(rows: Slots, pages: Pages, running: Array) -> Array:
-        """Pages that the rows of each device have, and those that they need for the next steps.
+        """Count the pages that rows of each device have, and those that the next steps need.
 
-        Where rows have ended, a page stays free for them, see `next_places`.
+        With ended rows, one page stays free for them, see `next_places`.
         """
         size, length = page_size(rows.cache), rows.cache.length
         later = jnp.minimum(length + setup.steps, full)
@@ -394,7 +396,7 @@ def run(
         # In one transfer over the devices.
         return Status(*jnp.max(jnp.stack(numbers, axis=1), axis=0))
 
-    def goes_on(carry: tuple[Slots, Status]) -> bool:
+    def can_continue(carry: tuple[Slots, Status]) -> bool:
         status = carry[1]
         useful = (status.running > half) | (status.waiting > 0)
         if state.slots.cache.pages is None:
@@ -411,12 +413,12 @@ def run(
         return rows, status_of(rows)
 
     start = state.slots, status_of(state.slots)
-    rows, status = jax.lax.while_loop(goes_on, steps, start)
+    rows, status = jax.lax.while_loop(can_continue, steps, start)
     return reusable(spread(state._replace(slots=rows), setup.mesh)), status
 
 
 def collect(state: State, setup: Setup) -> State:
-    """Copy what the rows in slots have drawn to the results."""
+    """Copy the completions of rows in slots to the results."""
 
     def put(results: Completions, rows: Slots) -> Completions:
         columns = jnp.arange(rows.tokens.shape[1], dtype=jnp.int32)[None]
@@ -435,7 +437,7 @@ def collect(state: State, setup: Setup) -> State:
 
 
 def advance(params: Params, rows: Slots, sampling: Sampling, setup: Setup) -> Slots:
-    """Read the pending token of each row that goes on, and choose the next one."""
+    """Read the pending token of each running row, and sample the next one."""
     running = rows.running
     hidden, cache = decode_step(
         params,
@@ -477,7 +479,7 @@ def advance(params: Params, rows: Slots, sampling: Sampling, setup: Setup) -> Sl
 
 
 def _order(prompt: Int[Array, " rows"], limits: Int[Array, " rows"]) -> Int[Array, " rows"]:
-    """Order one device's rows by the largest limit among a prompt's, samples of it together."""
+    """Order a device's rows by the largest limit of their prompt, samples of a prompt together."""
     local = prompt - prompt[0]
     longest = jax.ops.segment_max(limits, local, num_segments=len(limits))
     return jnp.argsort(-longest[local], stable=True).astype(jnp.int32)
@@ -493,15 +495,15 @@ def _next_rows(
     size: int,
     capacity: int,
 ) -> tuple[Slots, Int[Array, " new"], Queue]:
-    """Read the prompts of the next rows, so many on each device.
+    """Prefill the prompts of the next `size` rows of each device.
 
     Returns:
-        The rows, the slot that each gets, and the queue without them. A row too many, for which
-        there is no slot or nothing waits, has ended before it began.
+        The rows, the slot that each gets, and the queue without them. Surplus rows, without a free
+        slot or a waiting row, are marked as ended.
     """
     vocab, samples = setup.config.vocab_size, setup.num_samples
     rows = len(queue.limits) // setup.shards
-    # The most prompts that a device's rows can have, and that so many neighbours can have.
+    # Upper bounds on the prompts of a device's rows, and of `size` consecutive rows.
     count = rows // samples if rows % samples == 0 else (rows + samples - 2) // samples + 1
     count = min(count, (size + samples - 2) // samples + 1)
 
@@ -566,7 +568,7 @@ def _without_cache(rows: Any) -> Any:
 
 
 def _in_pages(cache: Cache, setup: Setup, pages: int) -> Cache:
-    """Cut rows that are whole into pages, so many on each device."""
+    """Cut whole rows into pages; `pages` are per device."""
 
     def cut(cache: Cache) -> Cache:
         empty = empty_pages(cache, setup.page or 0, pages)
@@ -579,9 +581,9 @@ def _in_pages(cache: Cache, setup: Setup, pages: int) -> Cache:
 def _split_last(
     prompts: Int[Array, "prompts time"], mask: Bool[Array, "prompts time"], vocab: int
 ) -> tuple[Bool[Array, "prompts time"], Int[Array, " prompts"]]:
-    """Take the last token off each prompt: the mask without it, and the token.
+    """Split the last token off each prompt: return the mask without it, and the token.
 
-    A prompt without tokens gets one outside the vocabulary, and so only NaN.
+    An empty prompt gets a token outside the vocabulary, which makes its row NaN.
     """
     columns = jnp.arange(prompts.shape[1], dtype=jnp.int32)[None]
     last = jnp.max(jnp.where(mask, columns, -1), axis=1)
@@ -590,12 +592,12 @@ def _split_last(
 
 
 def for_many_steps(stacked: CacheOrParams, mesh: Mesh | None) -> CacheOrParams:
-    """Lay layers of a cache or of parameters as the devices read them: on a GPU one by one."""
+    """Unstack the layers of a cache or of parameters on a GPU, which reads them faster so."""
     return unstack_layers(stacked) if backend_of(mesh) == "gpu" else stacked
 
 
 def map_rows(function: Callable[..., Any], tree: Any, *others: Any) -> Any:
-    """Apply a function to the axis of rows, 1 in the layers of a cache, and each array."""
+    """Apply `function(axis, *arrays)` to each array, where axis is that of the rows."""
 
     def apply(path: Any, *arrays: Any) -> Any:
         layered = any(getattr(key, "name", None) == "layers" for key in path)
@@ -618,7 +620,7 @@ def _specs(tree: Any, mesh: Mesh) -> Any:
 
 
 def on_devices(function: Callable[..., Any], mesh: Mesh | None) -> Callable[..., Any]:
-    """Run a function on each device's share of the rows, so that none of them leaves it."""
+    """Run a function on each device's rows by `shard_map`, so that no row leaves its device."""
     if mesh is None:
         return function
 
@@ -644,7 +646,7 @@ def spread(tree: Any, mesh: Mesh | None) -> Any:
 
 
 def reusable(state: State) -> State:
-    """Say to JAX's check of keys that each is used again on purpose, for other positions."""
+    """Clone keys for JAX's check of key reuse: each is used again on purpose, by position."""
     keys = jax.random.clone(state.queue.keys), jax.random.clone(state.slots.keys)
     queue, slots = state.queue._replace(keys=keys[0]), state.slots._replace(keys=keys[1])
     return state._replace(queue=queue, slots=slots)
