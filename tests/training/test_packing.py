@@ -99,6 +99,27 @@ def test_micro_batches_are_equally_full(lengths, shards, tokens):
 
 
 @pytest.mark.parametrize(
+    ("rows", "budget", "shapes"),
+    [
+        (17, 16, [10, 10]),  # not twice the budget: 9 each, rounded up to a bucket
+        (9, 9, [9]),  # not 10, the bucket of 9: the budget is what memory holds
+        (33, 64, [40]),  # four buckets for each doubling: not 48
+        (49, 24, [20, 20, 20]),  # three times 17 lines
+    ],
+)
+def test_lines_of_micro_batches_worked_by_hand(rows, budget, shapes):
+    lengths = np.full(rows, 64, np.int32)
+    packings = [packing for _, packing in plan(lengths, 64, tokens=64 * budget)]
+    assert [packing.sources.shape for packing in packings] == [(lines, 64) for lines in shapes]
+
+
+def test_narrow_lines_are_a_multiple_too():
+    """Of the devices that share a line: the bucket of 33 is 40."""
+    ((_, packing),) = plan(np.full(6, 33, np.int32), 33, tokens=16_384, multiple=16)
+    assert packing.sources.shape == (6, 48)
+
+
+@pytest.mark.parametrize(
     ("length", "width"), [(33, 40), (48, 48), (49, 56), (100, 112), (600, 640)]
 )
 def test_rows_that_share_no_line_have_narrow_ones(length, width):
