@@ -1,6 +1,7 @@
 """Blackjack: its rules, its exact scores, its demonstrations, and that it is learnt."""
 
 import random
+import re
 
 import numpy as np
 import pytest
@@ -137,4 +138,5 @@ def test_it_is_learnt(tmp_path, capsys):
     assert np.mean(scores[-50:]) > -0.17
     shown = capsys.readouterr().out
     assert "step 160/160" in shown
-    assert "exact score -0.1" in shown
+    share = float(re.search(r"exact score \S+, (\S+) of the way", shown)[1])
+    assert share > 0.87  # what drawing below 14 is worth: more needs the dealer's card
