@@ -80,7 +80,13 @@ def facts():
             "a"
         ].tolist(),
         "names": sorted(hosts.merge_rows("x", first_alone, lambda: {f"by {index}": VALUES[:, 0]})),
-        "transfers": [transfers_of("short"), transfers_of(LONG), transfers_of(LONG * 20)],
+        "transfers": [
+            transfers_of("short"),
+            transfers_of("x" * 2046),  # with its quotes, the room of a first message
+            transfers_of("x" * 2047),
+            transfers_of(LONG),
+            transfers_of(LONG * 20),
+        ],
         "part": [hosts.deal(5).start, hosts.deal(5).stop],
         "is first": hosts.is_first(),
     }

@@ -58,7 +58,7 @@ def test_what_two_processes_tell_each_other():
         np.testing.assert_array_equal(fact["merged"], np.arange(8.0) ** 2)
         np.testing.assert_array_equal(fact["of the first"], VALUES[:, 1])
         # There is room for what a call has sent before, up to a limit.
-        assert fact["transfers"] == [[1, 1, 1], [2, 1, 1], [2, 2, 2]]
+        assert fact["transfers"] == [[1, 1, 1], [1, 1, 1], [2, 1, 1], [2, 1, 1], [2, 2, 2]]
         assert fact["names"] == ["by 0"]
         assert fact["is first"] is (number == 0)
     assert (first["part"], second["part"]) == ([0, 3], [3, 5])
