@@ -55,7 +55,7 @@ ALL_32, MEAN_32, MEAN_128 = Lengths(None, 32), Lengths(32, 256), Lengths(128, 10
 PLANS = {
     "512, all 32": Plan(512, ALL_32, 64, 7, 3),
     "512, mean 32": Plan(512, MEAN_32, 64, 7, 2),
-    "512, mean 128": Plan(512, MEAN_128, 64, 4, 1),
+    "512, mean 128": Plan(512, MEAN_128, 16, 4, 1),
     "32,768, all 32": Plan(32_768, ALL_32, 64, 4, 1),
     "32,768, mean 32": Plan(32_768, MEAN_32, 16, 3, 1),
     "32,768, mean 128": Plan(32_768, MEAN_128, 8, 2, 1),
@@ -93,7 +93,7 @@ class Contestant:
     def answer(self):
         """Wait for the end of a step; give its seconds, its processor seconds and its tokens."""
         line = self._replies.readline()
-        assert line, f"it ended; see {self._log.name}"
+        assert line, f"it ended with status {self._process.wait()}; see {self._log.name}"
         return tuple(map(float, line.split()))
 
     def step(self):
