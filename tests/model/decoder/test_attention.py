@@ -104,3 +104,50 @@ def test_a_sliding_layer_sees_as_many_tokens_as_its_window_has():
         np.testing.assert_array_equal(attended[0, :, 0] > 0, expected)
         first = first_seen(config, jnp.asarray(places), jnp.bool_(sliding))
         np.testing.assert_array_equal(np.maximum(first, 0), expected.argmax(axis=1))
+
+
+@pytest.mark.parametrize("sliding", [False, True])
+@pytest.mark.parametrize("packed", [False, True])
+def test_long_rows_are_computed_in_blocks_of_queries(sliding, packed):
+    """Every block sees its segment, its past and its window, as one float64 softmax says."""
+    rows, time, window = 2, 2 * 128 + 45, 70
+    config = parse_config(family("gemma3_text", sliding_window=window)).attention
+    rng = np.random.default_rng(0)
+    query, key, value = rng.standard_normal((3, rows, time, 2, 4)).astype(np.float32)
+    ends = np.array([[100, 130, time], [256, 257, time]])
+    segments = np.sum(np.arange(time)[None, :, None] >= ends[:, None], axis=2) + 1
+
+    @jax.jit
+    def attend(*arrays):
+        ids = jnp.asarray(segments, jnp.int32) if packed else None
+        options = {"implementation": "xla", "mesh": None}
+        heads = Heads(*arrays, None)
+        return attend_causally(heads, config, jnp.bool_(sliding), ids, **options)
+
+    def reference(query, key, value):
+        back = np.arange(time)[:, None] - np.arange(time)
+        seen = np.broadcast_to(
+            (back >= 0) & (back < (window if sliding else time)), (2, *back.shape)
+        )
+        if packed:
+            seen = seen & (segments[:, :, None] == segments[:, None])
+        logits = np.einsum("bthw,bshw->bhts", query, key) * config.scale
+        weights = np.where(seen[:, None], np.exp(logits), 0)
+        weights /= weights.sum(axis=-1, keepdims=True)
+        return np.einsum("bhts,bshw->bthw", weights, value)
+
+    wide = [x.astype(np.float64) for x in (query, key, value)]
+    np.testing.assert_allclose(attend(query, key, value), reference(*wide), atol=2e-6)
+    # A step along a direction changes the sum of outputs as the gradient says.
+    weight = rng.standard_normal(query.shape)
+    gradients = jax.grad(lambda *x: jnp.sum(attend(*x) * weight.astype(np.float32)), (0, 1, 2))(
+        query, key, value
+    )
+    for i, gradient in enumerate(gradients):
+        direction, step = rng.standard_normal(query.shape), 1e-5
+        moved = [
+            reference(*(x + sign * step * direction if j == i else x for j, x in enumerate(wide)))
+            for sign in (1, -1)
+        ]
+        slope = np.sum((moved[0] - moved[1]) * weight) / (2 * step)
+        np.testing.assert_allclose(np.sum(np.asarray(gradient) * direction), slope, rtol=1e-4)

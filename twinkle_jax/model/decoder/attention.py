@@ -30,6 +30,7 @@ from twinkle_jax.model.decoder.sharding import ROWS, backend_of
 AttentionImplementation = Literal["xla", "cudnn", "splash"]
 
 _WIDEST_SPLASH = 256  # the widest head that splash attention was compiled for
+_SMALLEST_BLOCK, _BLOCKS = 128, 8  # queries of a block of XLA's attention; blocks of a row at most
 
 
 def default_attention(
@@ -205,8 +206,7 @@ def attend_causally(
 
     def see(window: int | None, query: Array, key: Array, value: Array) -> Array:
         if implementation == "xla":
-            seen = _seen(key.shape[1], window, segment_ids)
-            return _attend_rows(query, key, value, seen, config.scale)
+            return _attend_blocks(query, key, value, window, segment_ids, config.scale)
         with jax.numpy_dtype_promotion("standard"):  # both mix types inside
             if implementation == "splash":
                 from twinkle_jax.model.decoder.tpu_kernels import splash_attention  # slow to import
@@ -237,16 +237,34 @@ def attend_causally(
     return jax.lax.cond(sliding, partial(see, config.window.size), partial(see, None), *arrays)
 
 
-def _seen(
-    time: int, window: int | None, segment_ids: Int[Array, "batch time"] | None
-) -> Bool[Array, "#batch time time"]:
-    """Return which positions, on the last axis, each position attends to."""
-    places = jnp.arange(time, dtype=jnp.int32)
-    back = places[:, None] - places[None]
-    seen = (back >= 0 if window is None else (back >= 0) & (back < window))[None]
-    if segment_ids is not None:
-        seen = seen & (segment_ids[:, :, None] == segment_ids[:, None])
-    return seen
+def _attend_blocks(
+    query: Float[Array, "batch time heads width"],
+    key: Float[Array, "batch time groups width"],
+    value: Float[Array, "batch time groups width"],
+    window: int | None,
+    segment_ids: Int[Array, "batch time"] | None,
+    scale: float,
+) -> Float[Array, "batch time heads width"]:
+    """Attend block by block of queries, each to the keys that its positions can see.
+
+    So nearly half of time x time is not computed, and of a sliding layer all but its window.
+    """
+    time = query.shape[1]
+    block = max(_SMALLEST_BLOCK, -(-time // _BLOCKS))
+    outputs = []
+    for start in range(0, time, block):
+        end = min(start + block, time)
+        first = 0 if window is None else max(0, start + 1 - window)
+        back = (
+            jnp.arange(start, end, dtype=jnp.int32)[:, None]
+            - jnp.arange(first, end, dtype=jnp.int32)[None]
+        )
+        seen = (back >= 0 if window is None else (back >= 0) & (back < window))[None]
+        if segment_ids is not None:
+            seen = seen & (segment_ids[:, start:end, None] == segment_ids[:, None, first:end])
+        keys, values = key[:, first:end], value[:, first:end]
+        outputs.append(_attend_rows(query[:, start:end], keys, values, seen, scale))
+    return outputs[0] if len(outputs) == 1 else jnp.concatenate(outputs, axis=1)
 
 
 def _attend_rows(
