@@ -13,8 +13,8 @@ from tests.model.families import config_of, each, params_of
 from tests.model.training import ADAMW, accumulate, chosen, fresh, random_batch, relative, take
 from twinkle_jax.data import Batch
 from twinkle_jax.loss import GRPOLoss, Loss, LossOutput, PolicyMetrics, PPOValueLoss
-from twinkle_jax.model import LoraConfig, hidden_states, merge_params, output_logits
-from twinkle_jax.model.decoder.lora import adapter_scales, init_adapter
+from twinkle_jax.model import LoraConfig, hidden_states, output_logits, with_adapter
+from twinkle_jax.model.decoder.lora import init_adapter
 from twinkle_jax.training import (
     StepSummary,
     add_summaries,
@@ -182,7 +182,7 @@ def test_adapters_under_vmap():
     """Several adapters over one frozen model: each computes what it computes alone."""
     config, frozen = config_of("qwen3"), params_of("qwen3")
     lora = LoraConfig(r=2, lora_dropout=0.5)
-    frozen = merge_params(frozen, adapter_scales(config, lora))
+    frozen = with_adapter(frozen, config, lora)
     draw = jax.vmap(lambda key: jax.tree.map(lambda x: x + 0.1, init_adapter(key, config, lora)))
     adapters = draw(jax.random.split(jax.random.key(0), 3))
 

@@ -14,11 +14,11 @@ from twinkle_jax.model import (
     LoraConfig,
     init_params,
     make_mesh,
-    merge_params,
     parse_config,
     shard_like_params,
+    with_adapter,
 )
-from twinkle_jax.model.decoder.lora import adapter_scales, init_adapter
+from twinkle_jax.model.decoder.lora import init_adapter
 from twinkle_jax.sampler.slots import lay_out_weights
 from twinkle_jax.training import apply_gradients, grad_step, score_batch
 from twinkle_jax.training.learning import on_all_devices
@@ -68,7 +68,7 @@ def gradients(mesh, transfers, *, config=None, packed=False, dtype=None, loss=No
     frozen, key = None, None
     if lora is not None:
         adapters = init_adapter(jax.random.key(1), config, lora)
-        frozen = placed(merge_params(params, adapter_scales(config, lora)), mesh)
+        frozen = placed(with_adapter(params, config, lora), mesh)
         # B is 0 at the start, so that A would have no gradient.
         params = jax.tree.map(lambda x: x + 0.1, adapters)
         key = jax.random.key(7)

@@ -38,8 +38,9 @@ from twinkle_jax.model import (
     save_adapter,
     save_pretrained,
     shard_like_params,
+    with_adapter,
 )
-from twinkle_jax.model.decoder.lora import adapter_scales, init_adapter
+from twinkle_jax.model.decoder.lora import init_adapter
 from twinkle_jax.model.huggingface.checkpoint_files import ADAPTER_CONFIG, locate, read_json
 from twinkle_jax.rollout import hosts
 from twinkle_jax.training.by_name import make_optimizer
@@ -169,7 +170,7 @@ def lay_adapter(
 ) -> Policy:
     """Freeze a policy's parameters, and train adapters instead."""
     frozen = jax.tree.map(lambda x: x.astype(dtype), policy.params)
-    frozen = merge_params(frozen, adapter_scales(policy.config, lora))
+    frozen = with_adapter(frozen, policy.config, lora)
     if mesh is not None:
         frozen = jax.device_put(frozen, shard_like_params(frozen, mesh))
         adapter = jax.device_put(adapter, shard_like_params(adapter, mesh))

@@ -80,7 +80,7 @@ def local_id(model_id: Any, argument: str = "model_id") -> Any:
     Raises:
         ValueError: for an `ms://` id that is not in the cache and cannot be downloaded.
     """
-    if not isinstance(model_id, str) or Path(model_id).exists():
+    if not isinstance(model_id, str):
         return model_id
     if model_id.startswith("ms://"):
         return _modelscope_directory(model_id.removeprefix("ms://"), argument)

@@ -13,8 +13,7 @@ from twinkle_jax.data import (
     SamplingParams,
     Template,
 )
-from twinkle_jax.model import load_adapter, merge_params
-from twinkle_jax.model.decoder.lora import adapter_scales
+from twinkle_jax.model import load_adapter, with_adapter
 from twinkle_jax.sampler import JaxSampler
 from twinkle_jax.sampler import vLLMSampler as ServedSampler
 from twinkle_jax.sampler.requests import read_params
@@ -144,11 +143,7 @@ class vLLMSampler:  # noqa: N801  (Twinkle's name)
         if any("lora_A" in jax.tree_util.keystr(path) for path, _ in paths):
             raise ValueError("adapter_path must be left out: sync_weights has brought an adapter")
         lora, adapter = load_adapter(local_id(adapter_path, "adapter_path"), sampler.config)
-        return sampler.with_params(
-            merge_params(
-                merge_params(sampler.params, adapter_scales(sampler.config, lora)), adapter
-            )
-        )
+        return sampler.with_params(with_adapter(sampler.params, sampler.config, lora, adapter))
 
 
 def likeliest(rows: Sequence[Any] | None) -> list[Any] | None:

@@ -15,9 +15,16 @@ from twinkle_jax.model import (
     merge_adapter,
     save_pretrained,
     shard_like_params,
+    with_adapter,
 )
 from twinkle_jax.model.decoder.layers import project
-from twinkle_jax.model.decoder.lora import KEYS, drop_out, read_lora_config, with_dropout
+from twinkle_jax.model.decoder.lora import (
+    KEYS,
+    drop_out,
+    init_adapter,
+    read_lora_config,
+    with_dropout,
+)
 from twinkle_jax.twinkle.model import TransformersModel
 
 pytest.importorskip("safetensors", reason="pip install 'twinkle-jax[checkpoints]'")
@@ -34,6 +41,25 @@ def checkpoint(tmp_path_factory):
     directory = tmp_path_factory.mktemp("model") / "qwen3"
     save_pretrained(Decoder(config_of("qwen3"), params_of("qwen3")), directory)
     return directory
+
+
+def test_adapters_share_the_parameters_that_they_are_laid_over():
+    """Scale and rate are the adapter's own; whoever trains it keeps its A and B apart."""
+    config, params = config_of("qwen3"), params_of("qwen3")
+    before = jax.tree.structure(params)
+    adapter = init_adapter(jax.random.key(0), config, LORA)
+    first = with_adapter(params, config, LORA, adapter)
+    second = with_adapter(params, config, LoraConfig(r=2, lora_alpha=1, lora_dropout=0.5))
+    assert jax.tree.structure(params) == before
+    one, other = (x["layers"]["0"]["self_attn"]["q_proj"] for x in (first, second))
+    assert one["kernel"] is other["kernel"]
+    assert one.keys() == {"kernel", "lora_A", "lora_B", "lora_scale"}
+    assert other.keys() == {"kernel", "lora_scale", "lora_dropout"}
+    assert one["lora_scale"].tolist() == [2.0] * config.repeats
+    assert other["lora_scale"].tolist() == other["lora_dropout"].tolist() == [0.5] * config.repeats
+    merged = merge_adapter(first)  # B is 0
+    for a, b in zip(jax.tree.leaves(merged), jax.tree.leaves(params), strict=True):
+        np.testing.assert_array_equal(a, b)
 
 
 def adapted(checkpoint, mesh=None):
@@ -331,7 +357,7 @@ def test_every_projection_layer_and_row_has_keys_of_its_own():
     assert len({tuple(key) for key in np.concatenate([k.reshape(-1, 2) for k in keys])}) == 24
 
 
-def with_adapter(checkpoint, lora=DROPOUT, **options):
+def adapter_model(checkpoint, lora=DROPOUT, **options):
     model = TransformersModel(checkpoint, **options)
     model.add_adapter_to_model("default", lora)
     model.set_loss("grpo")
@@ -357,7 +383,7 @@ def gradient(model, order=(0, 1, 2), size=None):
 
 def test_adapters_are_spread_over_a_mesh(checkpoint):
     mesh = make_mesh(data=2, fsdp=2, tensor=2)
-    model = with_adapter(checkpoint, mesh=mesh)
+    model = adapter_model(checkpoint, mesh=mesh)
     expected = shard_like_params(model.state, mesh)
     same = jax.tree.map(lambda x, s: x.sharding.is_equivalent_to(s, x.ndim), model.state, expected)
     assert all(jax.tree.leaves(same))
@@ -370,28 +396,28 @@ def distance(a, b):
 
 @pytest.mark.exhaustive
 def test_noise_depends_on_the_row_and_the_run_alone(checkpoint):
-    first = gradient(with_adapter(checkpoint))
-    assert distance(gradient(with_adapter(checkpoint), size=2), first) < 1e-5  # micro-batches
-    assert distance(gradient(with_adapter(checkpoint, seed=1)), first) > 0.1
-    model = with_adapter(checkpoint)
+    first = gradient(adapter_model(checkpoint))
+    assert distance(gradient(adapter_model(checkpoint), size=2), first) < 1e-5  # micro-batches
+    assert distance(gradient(adapter_model(checkpoint, seed=1)), first) > 0.1
+    model = adapter_model(checkpoint)
     assert distance(gradient(model), first) == 0
     assert distance(gradient(model), first) > 0.1  # the next rows of the run
     assert model.state.rows == 6  # those that fill up a batch do not count
     without = LoraConfig(r=2, target_modules=("q_proj", "down_proj"))
-    assert distance(gradient(with_adapter(checkpoint, without)), first) > 0.1
+    assert distance(gradient(adapter_model(checkpoint, without)), first) > 0.1
 
 
 @pytest.mark.exhaustive
 def test_noise_is_the_same_on_many_devices(checkpoint):
-    first = gradient(with_adapter(checkpoint))
+    first = gradient(adapter_model(checkpoint))
     for mesh in (make_mesh(data=2), make_mesh(data=2, fsdp=2, tensor=2)):
-        assert distance(gradient(with_adapter(checkpoint, mesh=mesh)), first) < 1e-5
+        assert distance(gradient(adapter_model(checkpoint, mesh=mesh)), first) < 1e-5
 
 
 def test_scores_are_without_dropout(checkpoint):
-    model = with_adapter(checkpoint)
+    model = adapter_model(checkpoint)
     scores = model.forward_only(inputs=INPUTS)["logps"]
-    without = with_adapter(checkpoint, LoraConfig(r=2, target_modules=("q_proj", "down_proj")))
+    without = adapter_model(checkpoint, LoraConfig(r=2, target_modules=("q_proj", "down_proj")))
     np.testing.assert_array_equal(scores, without.forward_only(inputs=INPUTS)["logps"])
 
 
@@ -411,7 +437,7 @@ def test_peft_gives_the_same_gradient_with_the_same_noise(checkpoint, tmp_path):
     peft = pytest.importorskip("peft", reason=get)
     torch = pytest.importorskip("torch", reason=get)
     transformers = pytest.importorskip("transformers", reason=get)
-    model = with_adapter(checkpoint)
+    model = adapter_model(checkpoint)
     model.save(tmp_path / "adapter")
     base = transformers.AutoModelForCausalLM.from_pretrained(checkpoint)
     theirs = peft.PeftModel.from_pretrained(base, tmp_path / "adapter", is_trainable=True)

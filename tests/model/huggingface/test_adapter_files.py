@@ -17,13 +17,13 @@ from twinkle_jax.model import (
     hidden_states,
     init_params,
     load_adapter,
-    merge_params,
     output_logits,
     parse_config,
     save_adapter,
     save_pretrained,
+    with_adapter,
 )
-from twinkle_jax.model.decoder.lora import adapter_scales, init_adapter
+from twinkle_jax.model.decoder.lora import init_adapter
 
 CONFIG = config_of("qwen3")
 LORAS = [
@@ -131,7 +131,7 @@ def test_peft_and_transformers_open_it(lora, tmp_path):
     assert ids == list(template.encode({"messages": messages}, True)["input_ids"])
     with torch.no_grad():
         expected = theirs(input_ids=torch.tensor([ids])).logits.numpy()
-    whole = merge_params(merge_params(params, adapter_scales(config, lora)), adapter)
+    whole = with_adapter(params, config, lora, adapter)
     logits = output_logits(whole, hidden_states(whole, config, jnp.asarray([ids])))
     np.testing.assert_allclose(logits, expected, atol=2e-5)
     without = output_logits(params, hidden_states(params, config, jnp.asarray([ids])))

@@ -20,7 +20,7 @@ from jaxtyping import Array, Float, Int, Key
 
 from twinkle_jax.model.decoder.bfloat16 import matmul, rounded
 from twinkle_jax.model.decoder.config import DecoderConfig
-from twinkle_jax.model.decoder.parameters import Params, nest, parameter_table
+from twinkle_jax.model.decoder.parameters import Params, merge_params, nest, parameter_table
 
 ALL_LINEAR = "all-linear"
 LARGEST_RANK = 2**16
@@ -128,18 +128,34 @@ def init_adapter(key: Key[Array, ""], config: DecoderConfig, lora: LoraConfig) -
     return nest(flat)
 
 
-def adapter_scales(config: DecoderConfig, lora: LoraConfig) -> dict[str, Any]:
-    """Return the constants of an adapter, scale and dropout rate, for the frozen parameters."""
+def with_adapter(
+    params: Params | None, config: DecoderConfig, lora: LoraConfig, adapter: Params | None = None
+) -> dict[str, Any]:
+    """Lay an adapter over a decoder's parameters; no array is copied.
+
+    Args:
+        params: of the decoder; several adapters may share them.
+        config: the decoder.
+        lora: configuration of the adapter, which sets its scale and dropout rate.
+        adapter: the tree of `lora_A` and `lora_B`, as `load_adapter` returns it; None adds the
+            constants alone, for an adapter that is trained over these parameters.
+
+    Returns:
+        What the decoder's functions take; [`merge_adapter`][twinkle_jax.model.merge_adapter] adds
+        the adapter to the kernels.
+
+    Raises:
+        ValueError: if a target is no projection of this decoder.
+    """
     constants = {"lora_scale": lora.scale} | (
         {RATE: lora.lora_dropout} if lora.lora_dropout else {}
     )
-    return nest(
-        {
-            (*path, name): jnp.full((config.repeats,), value, jnp.float32)
-            for path in adapted_kernels(config, lora)
-            for name, value in constants.items()
-        }
-    )
+    leaves = {
+        (*path, name): jnp.full((config.repeats,), value, jnp.float32)
+        for path in adapted_kernels(config, lora)
+        for name, value in constants.items()
+    }
+    return merge_params(merge_params(params, nest(leaves)), adapter or {})
 
 
 def merge_adapter(params: Params) -> dict[str, Any]:

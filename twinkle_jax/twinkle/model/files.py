@@ -14,6 +14,7 @@ from twinkle_jax.model import (
     parse_config,
     save_adapter,
     save_pretrained,
+    with_adapter,
 )
 from twinkle_jax.model.huggingface.checkpoint_files import (
     ADAPTER_CONFIG,
@@ -90,7 +91,7 @@ def read_weights(model: AdapterPolicy, name: str | None, directory: Path | str) 
         if not model.has_adapters:
             return model.add_group(name or "default", lora, adapter)
         group = model.group(name)
-        group.lora, group.frozen = lora, model.frozen_base(lora)
+        group.lora, group.frozen = lora, with_adapter(model.base, model.config, lora)
         return model.restart(group, adapter)
     group = model.group(name)
     if group.lora is not None:

@@ -23,8 +23,9 @@ from twinkle_jax.model import (
     merge_params,
     partition_rules,
     shard_like_params,
+    with_adapter,
 )
-from twinkle_jax.model.decoder.lora import adapter_scales, init_adapter, read_lora_config
+from twinkle_jax.model.decoder.lora import init_adapter, read_lora_config
 from twinkle_jax.model.huggingface.adapter_files import adapter_tensors
 from twinkle_jax.model.huggingface.checkpoint import list_tensors
 from twinkle_jax.model.huggingface.checkpoint_files import PREFIX
@@ -177,7 +178,7 @@ class AdapterPolicy:
         decoder = self._copy(model_id) if isinstance(model_id, Decoder) else self.read(model_id)
         self.config, self.source = decoder.config, decoder.source
         self.key = jax.random.key(seed)
-        self._base: Params | None = None  # the frozen parameters under adapters
+        self.base: Params | None = None  # the frozen parameters under adapters
         state = begin_training(decoder.params, None, self.mesh)
         self.optimizer_group = {"": OptimizerGroup("", state)}
         self.active_group = ""
@@ -292,17 +293,13 @@ class AdapterPolicy:
         before = self.group()
         if not self.has_adapters:
             before.drop_training_state()
-            self._base = jax.tree.map(lambda x: x.astype(self.dtype), before.state.params)
+            self.base = jax.tree.map(lambda x: x.astype(self.dtype), before.state.params)
             del self.optimizer_group[""]
         state = begin_training(adapter, None, self.mesh)
-        group = OptimizerGroup(name, state, lora, self.frozen_base(lora))
+        group = OptimizerGroup(name, state, lora, with_adapter(self.base, self.config, lora))
         group.template, group.loss = before.template, before.loss
         group.set_accumulation(before.gradient_accumulation_steps)
         self.optimizer_group[name], self.active_group = group, name
-
-    def frozen_base(self, lora: LoraConfig) -> dict[str, Any]:
-        """Return the frozen parameters with the scales of an adapter."""
-        return merge_params(self._base, adapter_scales(self.config, lora))
 
     def restart(self, group: OptimizerGroup, params: Params) -> None:
         """Reset optimizer state and gradients, but not the count of rows, which seeds dropout."""
