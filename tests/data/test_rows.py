@@ -126,5 +126,17 @@ def test_what_is_written_is_read_back(tmp_path, kind):
 def test_arrays_are_written_as_lists(tmp_path):
     write_rows([{"ids": np.arange(2), "x": [np.float32(0.5)]}], tmp_path / "a.jsonl")
     assert json.loads((tmp_path / "a.jsonl").read_text()) == {"ids": [0, 1], "x": [0.5]}
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"), [("a.CSV", None), ("a.other", "csv"), ("a.csv", "json"), ("a", None)]
+)
+def test_the_suffix_says_how_to_write_unless_a_kind_does(tmp_path, name, kind):
+    write_rows([{"n": 1}], tmp_path / name, kind)
+    expected = "n\n1\n" if "csv" in (kind, name[2:].lower()) and kind != "json" else '{"n": 1}\n'
+    assert (tmp_path / name).read_text() == expected
+
+
+def test_only_known_kinds_are_written(tmp_path):
     with pytest.raises(ValueError, match="kind"):
         write_rows([], tmp_path / "a", "pickle")

@@ -266,3 +266,21 @@ def test_a_model_takes_it():
         [_turns("1+1=", "2")], template, vocab_size=len(template.tokenizer), labels_needed=True
     )
     assert rows[0]["labels"].tolist() == template.encode(_turns("1+1=", "2"))["labels"].tolist()
+
+
+def test_rows_of_a_data_set_are_encoded_beside_their_columns():
+    """Conversations in columns go together: a row is left out with either of them."""
+    template = Template(
+        small_tokenizer("0123456789+="), max_length=12, truncation_strategy="delete"
+    )
+    (row,) = template.encode_rows([{"n": 7, **_turns("1+2=", "3")}])
+    assert row["n"] == 7 and row["messages"] == _turns("1+2=", "3")["messages"]
+    assert row["input_ids"] == [3, 8, 17, 9, 18, 1, 4, 10, 1] and type(row["labels"]) is list
+    (prompt,) = template.encode_rows([_turns("1+2=")], add_generation_prompt=True)
+    assert prompt["input_ids"] == [3, 8, 17, 9, 18, 1, 4]
+    pairs = [{"n": n, "chosen": _turns("1", "2"), "bad": _turns("1", n * "3")} for n in (9, 2)]
+    (pair,) = template.encode_rows(pairs)
+    assert pair.keys() == {"n", "chosen", "bad"} and pair["n"] == 2
+    assert pair["chosen"]["input_ids"] == [3, 8, 1, 4, 9, 1]
+    assert pair["bad"]["input_ids"] == [3, 8, 1, 4, 10, 10, 1]
+    assert template.encode_rows([]) == []

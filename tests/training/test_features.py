@@ -10,6 +10,7 @@ from twinkle_jax.training import (
     FeatureRows,
     grad_features,
     loss_of_scores,
+    pack_features,
     score_features,
     train_state,
 )
@@ -74,3 +75,27 @@ def test_what_does_not_fit_is_named():
         gradient(read(ALONE), teacher=(np.zeros((2, 4, 1)), np.zeros((2, 4, 1), np.int32)))
     with pytest.raises(ValueError, match="advantages"):
         gradient(read(ALONE), GRPOLoss(), {"advantages": [1.0]})
+
+
+def rows_of(*sizes):
+    return [{"input_ids": [n] * size, "id": n} for n, size in enumerate(sizes)]
+
+
+def test_rows_are_packed_once_each_the_longest_first():
+    """A row that does not fit is one by itself."""
+    packed = list(pack_features(rows_of(3, 12, 4, 2), 8))
+    assert [row["id"] for row in packed] == [[1], [2, 0], [3]]
+    assert packed[1]["input_ids"] == [2] * 4 + [0] * 3
+    assert packed[1]["position_ids"] == [0, 1, 2, 3, 0, 1, 2]
+    assert list(pack_features([])) == []
+    scores = score_features(params_of("qwen3"), read(list(pack_features(ALONE))), CONFIG)
+    alone = score_features(params_of("qwen3"), read(ALONE), CONFIG)
+    np.testing.assert_allclose(scores["logps"][0, 4:], alone["logps"][1, :3], atol=1e-6)
+
+
+def test_of_a_stream_the_last_packed_row_waits_for_more():
+    unread = iter(rows_of(4, 4, 4, 4, 4))
+    packed = pack_features(unread, 8, buffer=3)
+    assert next(packed)["id"] == [0, 1] and [row["id"] for row in unread] == [3, 4]
+    packed = pack_features(rows_of(4, 4, 4, 4, 4), 8, buffer=3)
+    assert [row["id"] for row in packed] == [[0, 1], [2, 3], [4]]

@@ -20,6 +20,7 @@ _CELLS: tuple[tuple[re.Pattern[str], Callable[[str], Any]], ...] = (
     (re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?"), float),
     (re.compile("true|false", re.IGNORECASE), lambda cell: cell.lower() == "true"),
 )
+_KINDS = {".csv": "csv", ".parquet": "parquet", ".pq": "parquet"}
 _SUFFIXES = (".jsonl", ".json", ".csv", ".parquet", ".txt")
 
 
@@ -182,13 +183,15 @@ def read_rows(path: str | Path, *, stream: bool = False) -> Table:
     return RowStream(rows) if stream else Rows(rows())
 
 
-def write_rows(rows: Iterable[Mapping[str, Any]], path: str | Path, kind: str = "jsonl") -> None:
+def write_rows(
+    rows: Iterable[Mapping[str, Any]], path: str | Path, kind: str | None = None
+) -> None:
     """Write rows to a file.
 
     Args:
         rows: dictionaries; for `csv` the first has the columns of all.
         path: the file; its directory is made.
-        kind: `jsonl`, `csv` or `parquet`.
+        kind: `jsonl` (or `json`), `csv` or `parquet`; None: as the suffix says, otherwise `jsonl`.
 
     Raises:
         ValueError: for another kind.
@@ -202,19 +205,21 @@ def write_rows(rows: Iterable[Mapping[str, Any]], path: str | Path, kind: str = 
         [{'question': '1+1=', 'level': 1}]
     """
     place = Path(path)
+    kind = _KINDS.get(place.suffix.lower(), "jsonl") if kind is None else kind
+    kind = "jsonl" if kind == "json" else kind
     place.parent.mkdir(parents=True, exist_ok=True)
     if kind == "parquet":
         require("pyarrow", "hub")
         from pyarrow import Table as ArrowTable
         from pyarrow import parquet
 
-        parquet.write_table(ArrowTable.from_pylist([_plain(row) for row in rows]), place)
+        parquet.write_table(ArrowTable.from_pylist([to_lists(row) for row in rows]), place)
         return
     if kind not in ("jsonl", "csv"):
         raise ValueError(f"kind must be jsonl, csv or parquet, got {kind!r}")
     with place.open("w", encoding="utf-8", newline="") as file:
         if kind == "jsonl":
-            file.writelines(json.dumps(_plain(row), ensure_ascii=False) + "\n" for row in rows)
+            file.writelines(json.dumps(to_lists(row), ensure_ascii=False) + "\n" for row in rows)
             return
         writer = None
         for row in rows:
@@ -316,10 +321,11 @@ def _csv(path: Path, reader: Iterable[dict[Any, Any]]) -> list[Row]:
     return to_rows(columns)
 
 
-def _plain(value: Any) -> Any:
-    """Turn NumPy's arrays and numbers into lists and numbers of Python."""
+def to_lists(value: Any) -> Any:
+    """Turn arrays and their numbers, at any depth of a row, into lists and numbers of Python."""
     if isinstance(value, Mapping):
-        return {key: _plain(x) for key, x in value.items()}
+        return {key: to_lists(x) for key, x in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(x) for x in value]
+        plain = [to_lists(x) for x in value]
+        return plain if isinstance(value, list) else tuple(plain)
     return value.tolist() if hasattr(value, "tolist") else value

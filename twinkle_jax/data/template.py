@@ -8,6 +8,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 
 from twinkle_jax.data.chat_template import ChatTemplate
+from twinkle_jax.data.rows import to_lists
 from twinkle_jax.data.tokenizer import Encoded, Tokenizer, show
 from twinkle_jax.data.tool_calls import parse_tool_calls
 from twinkle_jax.data.trajectory import (
@@ -145,6 +146,41 @@ class Template:
                 sources += [start + i] * len(made)
                 features += made
         return sources, features
+
+    def encode_rows(
+        self, rows: Sequence[Mapping[str, Any]], add_generation_prompt: bool = False
+    ) -> list[dict[str, Any]]:
+        """Encode rows of a data set: `rows.map_rows(template.encode_rows)`.
+
+        Args:
+            rows: with `messages`, or with columns of conversations such as `chosen` and `rejected`,
+                dictionaries with `messages`. The first row decides.
+            add_generation_prompt: as for `encode`.
+
+        Returns:
+            The rows with the columns of their features, as lists, or with these in the place of
+            each conversation; other columns stay. A row is left out if one of its conversations is
+            too long and `truncation_strategy` is `'delete'`.
+
+        Raises:
+            ValueError: as `encode`.
+
+        Example:
+            >>> from twinkle_jax.data import Rows, small_tokenizer
+            >>> rows = Rows([{"messages": [{"role": "user", "content": "2+2="}], "level": 1}])
+            >>> rows.map_rows(Template(small_tokenizer()).encode_rows)[0].keys()
+            dict_keys(['messages', 'level', 'input_ids', 'labels'])
+        """
+        nested = [k for k, x in (rows[0] if rows else {}).items() if _is_conversation(x)]
+        if not nested:
+            kept, features = self.encode_all(rows, add_generation_prompt)
+            return [{**rows[i], **to_lists(x)} for i, x in zip(kept, features, strict=True)]
+        columns = {}
+        for key in nested:
+            kept, features = self.encode_all([row[key] for row in rows], add_generation_prompt)
+            columns[key] = dict(zip(kept, map(to_lists, features), strict=True))
+        complete = [i for i in range(len(rows)) if all(i in x for x in columns.values())]
+        return [{**rows[i], **{key: columns[key][i] for key in nested}} for i in complete]
 
     def concat_input_feature(
         self, prompt_input_feature: Mapping[str, Any], new_tokens: Sequence[int]
@@ -363,6 +399,10 @@ class Template:
         if strategy == "split":
             return [slice(start, start + limit) for start in range(0, length, limit)]
         return [slice(length - limit, None) if strategy == "left" else slice(limit)]
+
+
+def _is_conversation(value: Any) -> bool:
+    return isinstance(value, Mapping) and "messages" in value
 
 
 def _only_text(trajectory: Mapping[str, Any]) -> str:

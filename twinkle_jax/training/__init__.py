@@ -29,6 +29,7 @@ from twinkle_jax.training.features import (
     FeatureRows,
     grad_features,
     loss_of_scores,
+    pack_features,
     score_features,
 )
 from twinkle_jax.training.gradient import StepSummary, add_summaries, grad_step
@@ -99,6 +100,7 @@ __all__ = [
     "make_optimizer",
     "make_recipe",
     "make_schedule",
+    "pack_features",
     "save_policy",
     "score_batch",
     "score_features",

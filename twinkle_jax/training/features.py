@@ -1,6 +1,7 @@
 """Scores and gradients of input features: rows of any length, which may be packed sequences."""
 
-from collections.abc import Iterator, Mapping
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -20,6 +21,7 @@ from twinkle_jax.loss import GKDLoss, Loss
 from twinkle_jax.model import DecoderConfig, Params
 from twinkle_jax.model.decoder.sharding import batch_sharding
 from twinkle_jax.training.gradient import StepSummary, grad_step
+from twinkle_jax.training.packing import assign_lines
 from twinkle_jax.training.score import score_batch
 from twinkle_jax.training.state import TrainState
 
@@ -231,3 +233,47 @@ def loss_of_scores(
             **{name: x[:count] for name, x in aligned.items()},
         )
     return float(output.loss / (output.num_tokens or 1))
+
+
+def pack_features(
+    rows: Iterable[Mapping[str, Any]], max_length: int = 2048, *, buffer: int | None = None
+) -> Iterator[dict[str, Any]]:
+    """Join rows of a data set to packed ones, the longest first, so that there is little padding.
+
+    `position_ids` start again at 0 with each row, and the functions that train compute each as it
+    is alone. Batches of a policy's update are packed without this, too.
+
+    Args:
+        rows: with `input_ids`, and any other columns.
+        max_length: tokens of a packed row; a row that is longer is one by itself.
+        buffer: rows to choose from at a time, for a stream; the last packed row of each waits for
+            the next ones. None for all rows.
+
+    Yields:
+        A packed row. Lists of numbers are concatenated; other columns are lists of their values.
+
+    Example:
+        >>> rows = [{"input_ids": [5], "n": 1}, {"input_ids": [6, 7], "n": 2}]
+        >>> list(pack_features(rows))
+        [{'input_ids': [6, 7, 5], 'n': [2, 1], 'position_ids': [0, 1, 0]}]
+    """
+    remaining: list[Mapping[str, Any]] = []
+    unread = iter(rows)
+    while batch := list(itertools.islice(unread, buffer)):
+        remaining += batch
+        lengths = np.asarray([len(row["input_ids"]) for row in remaining], np.int32)
+        lines = assign_lines(np.minimum(lengths, max_length), max_length)
+        yield from (_joined([remaining[i] for i in line]) for line in lines[:-1])
+        remaining = [remaining[i] for i in lines[-1]]
+    if remaining:
+        yield _joined(remaining)
+
+
+def _joined(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    packed: dict[str, Any] = {}
+    for key, first in rows[0].items():
+        values = [row[key] for row in rows]
+        numbers = isinstance(first, list) and first and isinstance(first[0], int | float)
+        packed[key] = list(itertools.chain.from_iterable(values)) if numbers else values
+    steps = (range(len(row["input_ids"])) for row in rows)
+    return packed | {"position_ids": list(itertools.chain.from_iterable(steps))}

@@ -1,6 +1,5 @@
 """Twinkle's `dataset`: data sets in memory, lazy, as streams, and packed, over `Rows`."""
 
-import itertools
 import os
 import uuid
 from collections.abc import Callable, Iterable, Iterator
@@ -8,16 +7,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from twinkle_jax.data import Row, Rows, RowStream, Table, Template, mix, read_rows, write_rows
 from twinkle_jax.data.prompts import download_split
 from twinkle_jax.data.rows import column_function, to_rows
-from twinkle_jax.training.packing import assign_lines
+from twinkle_jax.training import pack_features
 from twinkle_jax.twinkle.names import add_submodules, construct, local_id, refuse
 from twinkle_jax.twinkle.preprocessor import Preprocessor
-
-_SUFFIXES = {".csv": "csv", ".parquet": "parquet", ".pq": "parquet"}
 
 
 @dataclass
@@ -164,7 +159,7 @@ class Dataset:
 
         def encode(rows: list[Row]) -> list[Row]:
             kept = [{key: x for key, x in row.items() if key not in removed} for row in rows]
-            return _encode_rows(template, kept, add_generation_prompt)
+            return template.encode_rows(kept, add_generation_prompt)
 
         self.dataset = self.dataset.map_rows(encode, size)
 
@@ -181,8 +176,7 @@ class Dataset:
         refuse("save_as", options | ({} if mode == "immediate" else {"mode": mode}))
         if self.dataset is None or (len(self.datasets) > 1 and not self._mixed):
             raise ValueError("dataset must have rows, of one source or mixed by mix_dataset")
-        kind = format or _SUFFIXES.get(Path(output_path).suffix.lower(), "jsonl")
-        write_rows(self, output_path, "jsonl" if kind == "json" else kind)
+        write_rows(self, output_path, format)
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -283,7 +277,7 @@ class LazyDataset(Dataset):
             if source in (None, key):
                 (row,) = function([row])
         if self.do_encode:
-            rows = _encode_rows(self._needed_template(), [row], self.add_generation_prompt)
+            rows = self._needed_template().encode_rows([row], self.add_generation_prompt)
             return rows[0] if rows else None
         if self.do_check and not _encodes(self._needed_template(), row):
             return None
@@ -327,26 +321,26 @@ class PackingDataset(Dataset):
     def __init__(
         self, dataset_meta: DatasetMeta | None = None, packing_num_proc: int = 1, **options: Any
     ) -> None:
-        self._lines: list[list[int]] | None = None
+        self._packed: list[Row] | None = None
         super().__init__(dataset_meta, **options)
 
     def pack_dataset(self) -> None:
         """Pack into rows of the template's `max_length`, or of 2048 tokens; longer rows stay."""
         assert "input_ids" in self.dataset[0], "encode must be called first"
-        self._lines = _lines_of(self.dataset, self._needed_template())
+        self._packed = list(pack_features(self.dataset, _width(self._needed_template())))
 
     def __len__(self) -> int:
-        return len(self._packed())
+        return len(self._packed_rows())
 
     def __getitem__(self, index: int) -> Row:
-        return _joined([self.dataset[i] for i in self._packed()[index]])
+        return self._packed_rows()[index]
 
     def __iter__(self) -> Iterator[Row]:
-        return (self[index] for index in range(len(self)))
+        return iter(self._packed_rows())
 
-    def _packed(self) -> list[list[int]]:
-        assert self._lines is not None, "pack_dataset must be called first"
-        return self._lines
+    def _packed_rows(self) -> list[Row]:
+        assert self._packed is not None, "pack_dataset must be called first"
+        return self._packed
 
 
 class IterablePackingDataset(IterableDataset):
@@ -374,17 +368,12 @@ class IterablePackingDataset(IterableDataset):
     def __iter__(self) -> Iterator[Row]:
         assert self._started, "pack_dataset must be called first"
         template = self._needed_template()
-        remaining: list[Row] = []  # the rows of the last line, which may have room for more
-        rows = self._rows()
-        while batch := list(itertools.islice(rows, self.packing_interval)):
-            encoded = [row for row in batch if "input_ids" in row]
-            encoded += _encode_rows(template, [x for x in batch if "input_ids" not in x], False)
-            remaining += encoded
-            lines = _lines_of(remaining, template)
-            yield from (_joined([remaining[i] for i in line]) for line in lines[:-1])
-            remaining = [remaining[i] for i in lines[-1]] if lines else []
-        if remaining:
-            yield _joined(remaining)
+
+        def encode(rows: list[Row]) -> list[Row]:
+            return rows if "input_ids" in rows[0] else template.encode_rows(rows)
+
+        encoded = RowStream(self._rows).map_rows(encode, self.packing_interval)
+        return pack_features(encoded, _width(template), buffer=self.packing_interval)
 
     def _rows(self) -> Iterator[Row]:
         while True:
@@ -395,30 +384,10 @@ class IterablePackingDataset(IterableDataset):
                 return
 
 
-def _encode_rows(template: Template, rows: list[Row], prompt: bool) -> list[Row]:
-    """Encode `messages`, or each column of conversations, and keep the other columns."""
-    if not rows:
-        return []
-    nested = [k for k, x in rows[0].items() if isinstance(x, dict) and "messages" in x]
-    if not nested:
-        kept, features = template.encode_all(rows, prompt)
-        return [rows[i] | _lists(feature) for i, feature in zip(kept, features, strict=True)]
-    columns = {}
-    for key in nested:
-        kept, features = template.encode_all([row[key] for row in rows], prompt)
-        columns[key] = dict(zip(kept, features, strict=True))
-    complete = [i for i in range(len(rows)) if all(i in column for column in columns.values())]
-    return [rows[i] | {key: _lists(columns[key][i]) for key in nested} for i in complete]
-
-
-def _lists(feature: Any) -> Row:
-    return {k: x.tolist() if hasattr(x, "tolist") else x for k, x in feature.items()}
-
-
 def _encodes(template: Template, row: Row) -> bool:
     """Whether the template can encode a row."""
     try:
-        return bool(_encode_rows(template, [row], False))
+        return bool(template.encode_rows([row]))
     except ValueError:
         return False
 
@@ -429,22 +398,8 @@ def _replacing(function: Any, removed: Any) -> Callable[[list[Row]], list[Row]]:
     return column_function(lambda columns: function(columns), removed)
 
 
-def _lines_of(rows: Any, template: Any) -> list[list[int]]:
-    """Return the indices of the rows in each packed row."""
-    lengths = np.asarray([len(row["input_ids"]) for row in rows], np.int32)
-    width = getattr(template, "max_length", None) or 2048
-    return assign_lines(np.minimum(lengths, width), width)  # a longer row fills a line
-
-
-def _joined(rows: list[Row]) -> Row:
-    """Join rows: lists of numbers are concatenated, other columns become lists of values."""
-    line: Row = {}
-    for key, first in rows[0].items():
-        values = [row[key] for row in rows]
-        numbers = isinstance(first, list) and first and isinstance(first[0], int | float)
-        line[key] = list(itertools.chain.from_iterable(values)) if numbers else values
-    steps = (range(len(row["input_ids"])) for row in rows)
-    return line | {"position_ids": list(itertools.chain.from_iterable(steps))}
+def _width(template: Any) -> int:
+    return getattr(template, "max_length", None) or 2048
 
 
 add_submodules(__name__, "base", "iterable_dataset", "iterable_packing_dataset")

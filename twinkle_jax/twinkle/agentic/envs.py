@@ -2,13 +2,13 @@
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from importlib import import_module
 from typing import Any, Self
 
+from twinkle_jax.data import FunctionSpec, Trajectory
 from twinkle_jax.data import Tool as ToolInfo
-from twinkle_jax.data import Trajectory
 from twinkle_jax.twinkle.names import PAGE, add_submodules
 
 _TEXTS = ("result", "output", "content", "text", "message")  # where an observation has its text
@@ -39,10 +39,6 @@ class Env(ABC):
         """Describe the tools that may be called."""
         return []
 
-    def evaluate(self, trajectories: list[Trajectory], **kwargs: Any) -> list[float]:
-        """Score whole trajectories."""
-        return [0.0 for _ in trajectories]
-
     def close(self) -> None:  # noqa: B027  (optional)
         """Free resources."""
 
@@ -70,18 +66,16 @@ class EnvTool:
     @classmethod
     def from_env(cls, env: Env) -> list["EnvTool"]:
         """Make a tool of each that the environment describes, or one if it describes none."""
-        tools = []
-        for info in env.tools():
-            spec: Mapping[str, Any] = info.get("function") or {}
-            parameters = spec.get("parameters")
-            tools.append(
-                cls(
-                    env,
-                    spec.get("name") or "env_action",
-                    spec.get("description") or "",
-                    parameters if isinstance(parameters, dict) else None,
-                )
+        specs: list[Any] = [info.get("function") or {} for info in env.tools()]
+        tools = [
+            cls(
+                env,
+                spec.get("name") or "env_action",
+                spec.get("description") or "",
+                spec["parameters"] if isinstance(spec.get("parameters"), dict) else None,
             )
+            for spec in specs
+        ]
         return tools or [cls(env)]
 
     def __call__(self, tool_name: str, arguments: dict[str, Any]) -> str:
@@ -91,14 +85,10 @@ class EnvTool:
 
     def tool_info(self) -> ToolInfo:
         """Describe the tool."""
-        return ToolInfo(
-            type="function",
-            function={
-                "name": self._name,
-                "description": self._description,
-                "parameters": self._parameters,
-            },
+        function = FunctionSpec(
+            name=self._name, description=self._description, parameters=self._parameters
         )
+        return ToolInfo(type="function", function=function)
 
     @property
     def done(self) -> bool:
@@ -161,7 +151,7 @@ class OpenEnv(Env):
 
 
 class EnvPool:
-    """Several environments in this process; `env_kwargs` are the arguments of `OpenEnv`.
+    """Several environments in this process, by `get_adapters`; `env_kwargs` are those of `OpenEnv`.
 
     Errors of an environment are raised, where Twinkle's pool ends the episode with reward 0.
     """
@@ -173,33 +163,7 @@ class EnvPool:
         env_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
         self._envs = [OpenEnv(**(env_kwargs or {})) for _ in range(pool_size)]
-        self._rewards = [0.0] * pool_size
         self.pool_size = pool_size
-
-    def reset(self, idx: int) -> dict[str, Any]:
-        """Begin an episode of one environment."""
-        self._rewards[idx] = 0.0
-        return self._describe(idx, self._envs[idx].reset())
-
-    def step(self, idx: int, tool_name: str, arguments: dict[str, Any]) -> dict[str, Any]:
-        """Take a step of one environment."""
-        result = self._envs[idx].step(tool_name, arguments)
-        self._rewards[idx] += result.reward
-        return self._describe(idx, result)
-
-    def reset_batch(self, indices: Sequence[int]) -> list[dict[str, Any]]:
-        """Begin episodes, in the order of `indices`."""
-        return [self.reset(idx) for idx in indices]
-
-    def step_batch(
-        self,
-        indices: Sequence[int],
-        tool_names: Sequence[str],
-        arguments_list: Sequence[dict[str, Any]],
-    ) -> list[dict[str, Any]]:
-        """Take steps, in the order of `indices`."""
-        calls = zip(indices, tool_names, arguments_list, strict=True)
-        return [self.step(*call) for call in calls]
 
     def get_adapters(self, n: int) -> list["EnvPoolAdapter"]:
         """Return the first n as separate environments."""
@@ -213,30 +177,26 @@ class EnvPool:
             env.close()
         self._envs.clear()
 
-    def _describe(self, idx: int, result: StepResult) -> dict[str, Any]:
-        facts = {"observation": result.observation, "reward": result.reward, "done": result.done}
-        return facts | {"episode_reward": self._rewards[idx]}
-
 
 class EnvPoolAdapter(Env):
-    """One environment of a pool, by its number."""
+    """One environment of a pool, by its number; `episode_reward` sums the rewards of an episode."""
 
     def __init__(self, pool: EnvPool, idx: int) -> None:
-        self._pool, self._idx = pool, idx
+        self._env = pool._envs[idx]
         self.episode_reward = 0.0
 
     def reset(self, trajectory: Trajectory | None = None) -> StepResult:
         """Begin an episode."""
-        return self._take(self._pool.reset(self._idx))
+        self.episode_reward = 0.0
+        return self._add(self._env.reset(trajectory))
 
     def step(self, tool_name: str, arguments: dict[str, Any]) -> StepResult:
         """Take a step."""
-        return self._take(self._pool.step(self._idx, tool_name, arguments))
+        return self._add(self._env.step(tool_name, arguments))
 
-    def _take(self, facts: Mapping[str, Any]) -> StepResult:
-        self.episode_reward = facts["episode_reward"]
-        info = {"episode_reward": self.episode_reward}
-        return StepResult(facts["observation"], facts["reward"], facts["done"], info)
+    def _add(self, result: StepResult) -> StepResult:
+        self.episode_reward += result.reward
+        return replace(result, info={"episode_reward": self.episode_reward})
 
 
 def _find_class(name: Any) -> Any:

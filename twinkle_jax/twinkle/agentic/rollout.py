@@ -9,9 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from twinkle_jax.data import IGNORE, SamplingParams, Template, Trajectory, user_data_get
+from twinkle_jax.data.rows import to_lists
 from twinkle_jax.data.trajectory import extend_feature
 from twinkle_jax.twinkle.names import add_submodules
 
@@ -60,10 +59,8 @@ class MultiTurnRollout(Rollout):
     ) -> None:
         if template is None:
             raise ValueError("template must be a Template, got None")
-        for name, value in (
-            ("max_turns", max_turns),
-            ("max_trajectory_tokens", max_trajectory_tokens),
-        ):
+        limits = {"max_turns": max_turns, "max_trajectory_tokens": max_trajectory_tokens}
+        for name, value in limits.items():
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}")
         self.sampling_params = sampling_params or SamplingParams()
@@ -186,7 +183,7 @@ class _Conversation:
 
     def __init__(self, template: Any, trajectory: Trajectory) -> None:
         self.trajectory = trajectory
-        self.feature: dict[str, Any] = as_lists(
+        self.feature: dict[str, Any] = to_lists(
             template.encode(trajectory, add_generation_prompt=True)
         )
         self.feature.setdefault("messages", list(trajectory.get("messages") or []))
@@ -204,7 +201,7 @@ class _Conversation:
                 f"logprobs length must be that of the {len(sequence.tokens)} tokens, "
                 f"got {len(sequence.logprobs)}"
             )
-        self.feature = as_lists(dict(feature))
+        self.feature = to_lists(dict(feature))
         self.logprobs += sequence.logprobs or []
         self.turns, self.stop_reason = turn, sequence.stop_reason
 
@@ -253,7 +250,7 @@ def extend_with_bridge(
     if labels is not None and len(labels) not in (0, count):
         raise RuntimeError(f"labels length must be that of input_ids, {count}, got {len(labels)}")
     if isinstance(template, Template):
-        return as_lists(template.extend_input_feature(pif, new))
+        return to_lists(template.extend_input_feature(pif, new))
     render = template.tokenizer.apply_chat_template
     short = render(before, tokenize=False, add_generation_prompt=False)
     longer = render([*before, *new], tokenize=False, add_generation_prompt=True)
@@ -266,18 +263,7 @@ def extend_with_bridge(
         raise RuntimeError("chat template must render messages of tools, got an empty string")
     tokens = template.tokenizer.encode(longer[len(short) :], add_special_tokens=False)
     extended = extend_feature(pif, tokens, labelled=False)
-    return as_lists(extended) | {"messages": [*before, *new]}
-
-
-def as_lists(value: Any) -> Any:
-    """Turn arrays, at any depth, into lists and numbers."""
-    if isinstance(value, np.ndarray | np.generic):
-        return value.tolist()
-    if isinstance(value, Mapping):
-        return {key: as_lists(x) for key, x in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(as_lists(x) for x in value)
-    return value
+    return to_lists(extended) | {"messages": [*before, *new]}
 
 
 add_submodules(__name__, "base", "bridge", "multi_turn")
