@@ -3,7 +3,12 @@
 import numpy as np
 import pytest
 
-from twinkle_jax.data.features import align_loss_input, read_features, split_packed
+from twinkle_jax.data.features import (
+    align_loss_input,
+    largest_logits,
+    read_features,
+    split_packed,
+)
 
 
 def read(*features, labels_needed=False, **options):
@@ -175,3 +180,11 @@ def test_numbers_of_packed_rows():
         align("old_logps", [[[-1]], [-5]])
     with pytest.raises(ValueError, match=r"^old_logps\[1\]"):
         align("old_logps", [[0] * 5, [1, 2, 3]])
+
+
+def test_the_largest_logits_of_each_position_and_their_tokens():
+    logits = [[[0.0, 3.0, 1.0, 2.0], [5.0, 4.0, 7.0, 5.0]]]
+    values, tokens = largest_logits(logits, 2)
+    assert values.tolist() == [[[3.0, 2.0], [7.0, 5.0]]] and tokens.tolist() == [[[1, 3], [2, 0]]]
+    assert largest_logits(logits)[1].tolist() == [[[1, 3, 2, 0], [2, 0, 3, 1]]]
+    assert (values.dtype, tokens.dtype) == (np.float32, np.int32)

@@ -21,7 +21,6 @@ def test_features_have_twinkles_keys():
     longer = template.concat_input_feature(feature, [5])
     assert longer["length"] == 6 and longer["position_ids"].tolist() == list(range(6))
     assert template.decode(np.asarray([feature["input_ids"][1]])) == "1"
-    assert template.batch_decode([feature["input_ids"]]) == ["12"]
 
 
 def test_what_the_chat_template_is_told():
@@ -34,12 +33,6 @@ def test_what_the_chat_template_is_told():
     ):
         template = Template(tokenizer, **options)
         assert template.decode(template.encode(prompt("1"), True)["input_ids"]) == text
-
-
-def test_check():
-    template = Template(small_tokenizer("12"), max_length=5)
-    good = prompt("1")
-    assert template.batch_check([good, prompt("1" * 9), {"messages": []}]) == [good, None, None]
 
 
 def test_parsers():

@@ -153,12 +153,13 @@ def test_options_that_change_nothing_and_unknown_ones(checkpoint, model):
     assert "Trainable params" in text and "trainable%: 100.0000" in text and "GRPOLoss" in text
 
 
-def test_a_teachers_likeliest_tokens_come_from_its_logits():
+def test_a_teacher_has_one_name():
     logits = [[[0.0, 3.0, 1.0, 2.0], [5.0, 4.0, 7.0, 6.0]]]
-    values, tokens = read_teacher({"logits": logits}, None, None, None, 2)
-    assert values.tolist() == [[[3.0, 2.0], [7.0, 6.0]]] and tokens.tolist() == [[[1, 3], [2, 3]]]
-    every = {"teacher_logits": logits, "topk": None}
-    assert read_teacher(every, None, None, None, 2)[1].tolist() == [[[1, 3, 2, 0], [2, 3, 0, 1]]]
+    for output in ({"logits": logits, "topk": 2}, {"teacher_logits": logits}):
+        values, tokens = read_teacher(output, None, None, None, 2)
+        assert values.tolist() == [[[3.0, 2.0], [7.0, 6.0]]]
+    pair = read_teacher({"topk_logprobs": values, "topk_indices": tokens}, None, None, None, 1)
+    assert pair == (values, tokens)
     with pytest.raises(ValueError, match="teacher_output"):
         read_teacher({"logits": logits}, logits, None, None, None)
 

@@ -50,12 +50,12 @@ from twinkle_jax.data.trajectory import (
 
 if TYPE_CHECKING:
     from twinkle_jax.data.batch import Batch, bucket_size
-    from twinkle_jax.data.features import Inputs, PerSequence, Piece
+    from twinkle_jax.data.features import Inputs, PerSequence, Piece, largest_logits
 
 # These need jax, which rewards and data sets do without.
 _LAZY = {
     **dict.fromkeys(("Batch", "bucket_size"), "batch"),
-    **dict.fromkeys(("Inputs", "PerSequence", "Piece"), "features"),
+    **dict.fromkeys(("Inputs", "PerSequence", "Piece", "largest_logits"), "features"),
 }
 
 __all__ = [
@@ -96,6 +96,7 @@ __all__ = [
     "bucket_size",
     "completion_text",
     "copy_trajectory",
+    "largest_logits",
     "message_text",
     "mix",
     "parse_cline_calls",

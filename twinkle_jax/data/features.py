@@ -296,6 +296,22 @@ def align_teacher(
     return aligned
 
 
+def largest_logits(logits: Any, count: int | None = None) -> tuple[HostArray, HostArray]:
+    """Find the likely tokens of a teacher, for [`GKDLoss`][twinkle_jax.loss.GKDLoss].
+
+    Args:
+        logits: [..., vocabulary]. A constant added to those of a position changes nothing.
+        count: how many tokens of each position; None for all.
+
+    Returns:
+        Logits, the largest first, and their tokens, [..., count] each: the `teacher` of
+        [`grad_features`][twinkle_jax.training.grad_features].
+    """
+    values = np.asarray(logits, np.float32)
+    order = np.argsort(-values, axis=-1, kind="stable")[..., :count].astype(np.int32)
+    return np.take_along_axis(values, order, axis=-1), order
+
+
 def _align(name: str, index: int, values: Any, feature: Feature) -> HostArray:
     row, labels = np.asarray(values, np.float32), feature["labels"]
     place, labelled = f"{name}[{index}]", labels != IGNORE

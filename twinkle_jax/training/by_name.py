@@ -59,7 +59,7 @@ def make_estimator(name: str, options: Mapping[str, Any]) -> Estimator:
         TypeError: for an unknown option, or a missing one.
     """
     if name == _REINFORCE:
-        _check_options(f"advantage {name}", options, {"gamma"})
+        check_options(f"advantage {name}", options, {"gamma"})
         return Estimator(ReinforcePlusPlusAdvantage(**options))
     if name not in ESTIMATORS:
         known = ", ".join(sorted([*ESTIMATORS, _REINFORCE]))
@@ -67,7 +67,7 @@ def make_estimator(name: str, options: Mapping[str, Any]) -> Estimator:
     function = get_advantage(name)
     parameters = function.hyper_parameters
     required = {option for option, is_required in parameters.items() if is_required}
-    _check_options(f"advantage {name}", options, parameters, required)
+    check_options(f"advantage {name}", options, parameters, required)
     return Estimator(function, dict(options))
 
 
@@ -140,7 +140,7 @@ def _make_optimizer(name: str, options: tuple[tuple[str, Any], ...]) -> Any:
             "optimizer must be the name of an Optax optimizer such as adamw, adam, sgd, lion, "
             f"adafactor or muon, got {name!r}"
         )
-    _check_options(f"optimizer {name}", dict(options), known - {"learning_rate"})
+    check_options(f"optimizer {name}", dict(options), known - {"learning_rate"})
     defaults = {
         "mask": decayed,
         "weight_decay_mask": decayed,
@@ -173,10 +173,10 @@ def make_schedule(name: str, *, steps: int, peak: float, **options: Any) -> Sche
         [0.5, 0.375, 0.25, 0.125, 0.0]
     """
     if name == "constant":
-        _check_options("schedule constant", options, set())
+        check_options("schedule constant", options, set())
         return lambda step: peak
     if name in ("linear", "cosine"):
-        _check_options(f"schedule {name}", options, set())
+        check_options(f"schedule {name}", options, set())
         if name == "linear":  # in Python's own floats: exact for the first and the last step
             return lambda step: peak * max(1 - step / max(steps, 1), 0.0)
         cosine = optax.cosine_decay_schedule(peak, max(steps, 1))
@@ -189,7 +189,7 @@ def make_schedule(name: str, *, steps: int, peak: float, **options: Any) -> Sche
             "schedule must be constant, linear, cosine or the name of an Optax schedule such as "
             f"exponential_decay, got {name!r}"
         )
-    _check_options(f"schedule {name}", options, known)
+    check_options(f"schedule {name}", options, known)
     if "peak_value" in known:
         options = {"peak_value": peak, "init_value": 0.0} | options
     else:
@@ -207,7 +207,7 @@ def _arguments(function: Any) -> set[str]:
     return set(inspect.signature(function).parameters)
 
 
-def _check_options(
+def check_options(
     what: str,
     options: Mapping[str, Any],
     known: Collection[str],

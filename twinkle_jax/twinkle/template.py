@@ -69,24 +69,9 @@ class Template(BaseTemplate):
             feature["length"] = size
         return sources, features
 
-    def check(self, trajectory: Mapping[str, Any]) -> Mapping[str, Any] | None:
-        """Return a conversation if it can be encoded, otherwise None."""
-        try:
-            return trajectory if self.batch_encode([trajectory]) else None
-        except ValueError:
-            return None
-
-    def batch_check(self, trajectories: Sequence[Mapping[str, Any]]) -> list[Any]:
-        """Check several."""
-        return [self.check(trajectory) for trajectory in trajectories]
-
     def decode(self, token_ids: Sequence[int], **options: Any) -> str:
         """Return the text of tokens."""
         return self.tokenizer.decode(token_ids, **options)
-
-    def batch_decode(self, token_ids: Sequence[Sequence[int]], **options: Any) -> list[str]:
-        """Return the texts of several."""
-        return [self.decode(ids, **options) for ids in token_ids]
 
 
 class Qwen3_5Template(Template):  # noqa: N801  (Twinkle's name)

@@ -8,6 +8,7 @@ from typing import Any
 import optax
 
 from twinkle_jax.training import make_optimizer
+from twinkle_jax.training.by_name import check_options
 
 DEFAULT_LEARNING_RATE = 1e-5
 
@@ -39,12 +40,7 @@ def choose_optimizer(
         if optimizer not in _TORCH:
             return make_optimizer(optimizer, **options)
         name, defaults = _TORCH[optimizer]
-        unknown = sorted(options.keys() - defaults.keys())
-        if unknown:
-            raise TypeError(
-                f"options of {optimizer} must be among lr, {', '.join(defaults)}, "
-                f"got {unknown[0]!r}"
-            )
+        check_options(optimizer, options, defaults)
         return make_optimizer(name, **_optax_options(name, defaults | options))
     if not isinstance(optimizer, optax.GradientTransformation):
         raise TypeError(f"optimizer must be a name or an Optax transformation, got {optimizer!r}")
@@ -120,9 +116,6 @@ def choose_schedule(name: str | Factor, options: dict[str, Any]) -> Schedule:
             f"steps to a factor, got {name!r}"
         )
     known = inspect.signature(_SCHEDULES[name]).parameters
-    needed = {key for key, p in known.items() if p.default is p.empty}
-    if set(options) - set(known) or needed - set(options):
-        raise TypeError(
-            f"options of {name} must be {', '.join(known) or 'none'}, got {sorted(options)}"
-        )
+    needed = [key for key, parameter in known.items() if parameter.default is parameter.empty]
+    check_options(name, options, known, needed)
     return _SCHEDULES[name](**options)

@@ -14,7 +14,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from twinkle_jax.data import Inputs, PerSequence
-from twinkle_jax.data.features import LOSS_INPUTS
+from twinkle_jax.data.features import LOSS_INPUTS, largest_logits
 from twinkle_jax.loss import GKDLoss, Loss, LossFunction, get_loss
 from twinkle_jax.training import (
     FeatureRows,
@@ -349,8 +349,8 @@ class TransformersModel(AdapterPolicy):
         adapter_name: str | None = None,
     ) -> Float[Array, ""] | None:
         """Clip the accumulated gradients, and return their norm before clipping."""
-        group = self.group(adapter_name)
-        if not group.due(gradient_accumulation_steps):
+        group = self._due_group(adapter_name, gradient_accumulation_steps)
+        if group is None:
             return None
         group.state, group.gradient_norm = clip_gradients(group.state, max_grad_norm)
         return group.gradient_norm
@@ -359,23 +359,21 @@ class TransformersModel(AdapterPolicy):
         self, *, gradient_accumulation_steps: int | None = None, adapter_name: str | None = None
     ) -> UpdateInfo | None:
         """Apply the accumulated gradients if they are finite, and clear them either way."""
-        group = self.group(adapter_name)
-        return self._apply(group, None) if group.due(gradient_accumulation_steps) else None
+        group = self._due_group(adapter_name, gradient_accumulation_steps)
+        return None if group is None else self._apply(group, None)
 
     def zero_grad(
         self, *, gradient_accumulation_steps: int | None = None, adapter_name: str | None = None
     ) -> None:
         """Clear the accumulated gradients."""
-        group = self.group(adapter_name)
-        if group.due(gradient_accumulation_steps):
+        if group := self._due_group(adapter_name, gradient_accumulation_steps):
             group.state = zero_gradients(group.state)
 
     def lr_step(
         self, *, gradient_accumulation_steps: int | None = None, adapter_name: str | None = None
     ) -> None:
         """Take a step in the learning-rate schedule."""
-        group = self.group(adapter_name)
-        if group.due(gradient_accumulation_steps):
+        if group := self._due_group(adapter_name, gradient_accumulation_steps):
             group.lr_steps += 1
 
     def clip_grad_and_step(
@@ -390,8 +388,8 @@ class TransformersModel(AdapterPolicy):
         Returns:
             Gradient norm, and whether the update was applied; None while gradients are accumulated.
         """
-        group = self.group(adapter_name)
-        if not group.due(gradient_accumulation_steps):
+        group = self._due_group(adapter_name, gradient_accumulation_steps)
+        if group is None:
             return None
         info = self._apply(group, max_grad_norm)
         group.lr_steps += 1
@@ -532,6 +530,11 @@ class TransformersModel(AdapterPolicy):
         """
         return resume(self, adapter_name, checkpoint_dir, resume_only_model)
 
+    def _due_group(self, adapter_name: str | None, steps: int | None) -> OptimizerGroup | None:
+        """Return a group whose policy may be changed now; None while gradients are accumulated."""
+        group = self.group(adapter_name)
+        return group if group.due(steps) else None
+
     def _read(self, group: OptimizerGroup, inputs: Inputs, *, labels_needed: bool) -> FeatureRows:
         vocab_size = self.config.vocab_size
         return FeatureRows.read(
@@ -605,16 +608,12 @@ def read_teacher(
         if any(x is not None for x in (logits, logprobs, indices)):
             raise ValueError("teacher_output must be the only teacher, got another one too")
         named = {name.removeprefix("teacher_"): x for name, x in output.items()}
-        logits, logprobs = named.get("logits"), named.get("topk_logprobs")
-        indices, topk = named.get("topk_indices"), output.get("topk", topk)
+        names = ("logits", "topk_logprobs", "topk_indices")
+        logits, logprobs, indices = (named.get(name) for name in names)
+        topk = named.get("topk", topk)
     if logprobs is not None and indices is not None:
         return logprobs, indices
-    if logits is None:
-        return None
-    values = np.asarray(logits, np.float32)
-    # A constant added to a position's logits changes no distribution over them.
-    order = np.argsort(-values, axis=-1, kind="stable")[..., :topk].astype(np.int32)
-    return np.take_along_axis(values, order, axis=-1), order
+    return None if logits is None else largest_logits(logits, topk)
 
 
 def _check_task(task: str) -> None:
