@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from twinkle_jax.data import Batch, bucket_size
+from twinkle_jax.data import Batch, bucket_size, pad_rows
 from twinkle_jax.data.batch import check_batch, micro_batches
 from twinkle_jax.data.features import read_features
 
@@ -141,3 +141,14 @@ def test_masks_and_positions_only_where_they_matter():
 def test_wrong_sizes(size):
     with pytest.raises(ValueError, match="micro_batch_size"):
         next(micro_batches(FEATURES, {}, size))
+
+
+def test_rows_are_padded_to_the_longest_or_further_on_either_side():
+    rows = [[1, 2, 3], np.array([4], np.int32)]
+    assert pad_rows(rows, 9).tolist() == [[1, 2, 3], [4, 9, 9]]
+    assert pad_rows(rows, 9, length=4, left=True).tolist() == [[9, 1, 2, 3], [9, 9, 9, 4]]
+    assert pad_rows(rows, length=2, count=3).tolist() == [[1, 2, 3], [4, 0, 0], [0, 0, 0]]
+    assert pad_rows([[], [1]], 7, left=True).tolist() == [[7], [1]]
+    pairs = pad_rows([np.ones((1, 2)), np.zeros((2, 2))], 5)
+    assert pairs.tolist() == [[[1, 1], [5, 5]], [[0, 0], [0, 0]]]
+    assert pad_rows(rows, dtype=np.float32).dtype == np.float32

@@ -12,7 +12,7 @@ from twinkle_jax.model import Decoder, LoraConfig, output_logits, save_pretraine
 from twinkle_jax.sampler import JaxSampler
 from twinkle_jax.twinkle.checkpoint_engine import CheckpointEngineManager
 from twinkle_jax.twinkle.model import TransformersModel
-from twinkle_jax.twinkle.sampler import likeliest, vLLMSampler
+from twinkle_jax.twinkle.sampler import vLLMSampler
 
 pytestmark = pytest.mark.filterwarnings("ignore:vLLMSampler without base_url")
 PROMPTS = [{"input_ids": row} for row in ROWS]
@@ -84,12 +84,6 @@ def test_prompts_are_scored(sampler):
             np.testing.assert_allclose([x for _, x in pairs], logprobs[t, best], atol=1e-4)
     with pytest.raises(ValueError, match="max_tokens"):
         sampler.sample(PROMPTS, SamplingParams(max_tokens=0))
-
-
-def test_a_servers_likely_tokens_are_ordered_and_as_many_at_each_position():
-    rows = [None, [(7, -3.0), (5, -1.0), (6, -2.0)], [(4, -0.5), (3, -1.5)]]
-    assert likeliest(rows) == [None, [(5, -1.0), (6, -2.0)], [(4, -0.5), (3, -1.5)]]
-    assert likeliest(None) is None
 
 
 @pytest.fixture(scope="module")

@@ -49,12 +49,12 @@ from twinkle_jax.data.trajectory import (
 )
 
 if TYPE_CHECKING:
-    from twinkle_jax.data.batch import Batch, bucket_size
+    from twinkle_jax.data.batch import Batch, bucket_size, pad_rows
     from twinkle_jax.data.features import Inputs, PerSequence, Piece, largest_logits
 
 # These need jax, which rewards and data sets do without.
 _LAZY = {
-    **dict.fromkeys(("Batch", "bucket_size"), "batch"),
+    **dict.fromkeys(("Batch", "bucket_size", "pad_rows"), "batch"),
     **dict.fromkeys(("Inputs", "PerSequence", "Piece", "largest_logits"), "features"),
 }
 
@@ -99,6 +99,7 @@ __all__ = [
     "largest_logits",
     "message_text",
     "mix",
+    "pad_rows",
     "parse_cline_calls",
     "parse_hermes_calls",
     "parse_react_calls",

@@ -1,11 +1,13 @@
 """Batches to train on: their fields, their checks, and how rows of many lengths are padded."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from functools import reduce
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from twinkle_jax.data.trajectory import IGNORE
@@ -206,10 +208,7 @@ def make_batch(
     shape = (rows, bucket_size(longest, smallest=_SMALLEST_TIME, multiple=multiple))
 
     def pad(ragged: list[HostArray], fill: int, dtype: Any = np.int32) -> HostArray:
-        padded = np.full(shape + ragged[0].shape[1:], fill, dtype)
-        for i, row in enumerate(ragged):
-            padded[i, : len(row)] = row
-        return padded
+        return pad_rows(ragged, fill, length=shape[1], count=rows, dtype=dtype)
 
     arrays: dict[str, Any] = {
         "tokens": pad([feature["input_ids"] for feature in features], 0),
@@ -226,6 +225,37 @@ def make_batch(
         kind = np.int32 if name == "teacher_tokens" else np.float32
         arrays[name] = None if ragged is None else pad(ragged, 0, kind)
     return Batch(**arrays)
+
+
+def pad_rows(
+    rows: Sequence[Any] | HostArray,
+    fill: float = 0,
+    *,
+    length: int = 0,
+    count: int = 0,
+    left: bool = False,
+    dtype: DTypeLike | None = None,
+) -> HostArray:
+    """Stack rows of different lengths.
+
+    Args:
+        rows: at least one list or array, each [time, ...].
+        fill: what padding holds.
+        length: the least length of the result; that of the longest row if that is more.
+        count: the least number of its rows; further ones are padding.
+        left: whether to pad on the left.
+        dtype: its type; None for that of the rows.
+
+    Example:
+        >>> pad_rows([[1, 2], [3]], -100, length=3).tolist()
+        [[1, 2, -100], [3, -100, -100]]
+    """
+    arrays = [np.asarray(row, dtype) for row in rows]
+    shape = (max(count, len(arrays)), max(length, *map(len, arrays)), *arrays[0].shape[1:])
+    padded = np.full(shape, fill, reduce(np.promote_types, {x.dtype for x in arrays}))
+    for out, row in zip(padded, arrays, strict=False):
+        out[shape[1] - len(row) if left else 0 :][: len(row)] = row
+    return padded
 
 
 def _positions(feature: dict[str, HostArray]) -> HostArray:

@@ -19,6 +19,7 @@ from twinkle_jax.data import (
     Tokenizer,
     Trajectory,
     bucket_size,
+    pad_rows,
     small_tokenizer,
     user_data_get,
 )
@@ -275,9 +276,6 @@ def example_batch(template: Template, examples: Sequence[Trajectory]) -> Batch:
         conversations.append({"messages": messages})
     rows: list[Any] = template.batch_encode(conversations)
     time = bucket_size(max(len(row["input_ids"]) for row in rows), smallest=16)
-    tokens = np.zeros((len(rows), time), np.int32)
-    labels = np.full((len(rows), time), IGNORE, np.int32)
-    for i, row in enumerate(rows):
-        tokens[i, : len(row["input_ids"])] = row["input_ids"]
-        labels[i, : len(row["labels"])] = row["labels"]
+    tokens = pad_rows([row["input_ids"] for row in rows], 0, length=time, dtype=np.int32)
+    labels = pad_rows([row["labels"] for row in rows], IGNORE, length=time, dtype=np.int32)
     return Batch(jnp.asarray(tokens), jnp.asarray(labels))

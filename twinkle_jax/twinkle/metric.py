@@ -10,10 +10,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from twinkle_jax.data import IGNORE, bucket_size
+from twinkle_jax.data import IGNORE, bucket_size, pad_rows
 from twinkle_jax.loss import PolicyMetrics, policy_metrics
 from twinkle_jax.twinkle.names import add_submodules, refuse
-from twinkle_jax.twinkle.processor import pad_rows
 
 Numbers = np.ndarray[Any, Any]
 Units = tuple[Numbers, Numbers | None, Numbers]
@@ -426,12 +425,12 @@ def _norm(grad_norm: float) -> dict[str, str]:
 def _labels(inputs: Any) -> Numbers:
     """Stack the labels of features, or of batches of them."""
     rows = [row for x in _list(inputs) for row in np.atleast_2d(np.asarray(x["labels"]))]
-    return np.asarray(pad_rows(rows, IGNORE))
+    return pad_rows(rows, IGNORE)
 
 
 def _rows(values: Any) -> Numbers:
     rows = [row for x in _list(values) for row in np.atleast_2d(np.asarray(x, np.float64))]
-    return np.asarray(pad_rows(rows, 0))
+    return pad_rows(rows)
 
 
 def _spread(values: Any, mask: Numbers) -> Numbers:
@@ -457,7 +456,7 @@ def _policy_sums(
     """Compute sums of `policy_metrics`; rows are padded so that few widths are compiled."""
     width = bucket_size(mask.shape[1], smallest=16)
     arrays = (log_ratio, advantages, mask)
-    padded = [None if x is None else pad_rows(list(x), 0, longest=width) for x in arrays]
+    padded = [None if x is None else pad_rows(x, length=width) for x in arrays]
     return _compiled_sums(*padded, bounds)
 
 

@@ -5,6 +5,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from twinkle_jax.data import pad_rows
 from twinkle_jax.twinkle.infra import DeviceMesh
 from twinkle_jax.twinkle.names import add_submodules, refuse
 
@@ -59,28 +60,17 @@ class InputProcessor:
             values = [feature[key] for feature in features]
             if key not in _PADDING or np.ndim(values[0]) == 0:
                 batch[key] = values
-            elif not self.padding_free:
-                batch[key] = pad_rows(
-                    values, _PADDING[key], left=self.padding_side == "left", longest=longest
-                )
+                continue
+            rows = [np.ravel(row) for row in values]
+            if not self.padding_free:
+                left = self.padding_side == "left"
+                batch[key] = pad_rows(rows, _PADDING[key], left=left, length=longest)
             elif key != "attention_mask":
-                batch[key] = np.concatenate([np.asarray(row) for row in values])[None]
+                batch[key] = np.concatenate(rows)[None]
         if self.padding_free and "position_ids" not in batch:
             counts = [np.arange(len(feature["input_ids"])) for feature in features]
             batch["position_ids"] = np.concatenate(counts)[None]
         return batch
-
-
-def pad_rows(rows: Sequence[Any], value: float, *, left: bool = False, longest: int = 0) -> Any:
-    """Stack rows, padded with a value to the longest of them, or to `longest` if that is more."""
-    arrays = [np.asarray(row) for row in rows]
-    arrays = [array[0] if array.ndim > 1 and len(array) == 1 else array for array in arrays]
-    longest = max(longest, *(array.shape[-1] for array in arrays))
-    width = [longest - array.shape[-1] for array in arrays]
-    sides = [((n, 0) if left else (0, n)) for n in width]
-    return np.stack(
-        [np.pad(x, side, constant_values=value) for x, side in zip(arrays, sides, strict=True)]
-    )
 
 
 add_submodules(__name__, "base")

@@ -1,6 +1,6 @@
 """Twinkle's `sampler`: in this program, or on a server that you run."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -111,8 +111,6 @@ class vLLMSampler:  # noqa: N801  (Twinkle's name)
             inputs, sampling_params, num_samples=num_samples, logprobs_kind=logprobs_kind
         )
         self._sampler.calls = sampler.calls  # no two calls share noise
-        for response in responses:
-            response.topk_prompt_logprobs = likeliest(response.topk_prompt_logprobs)
         return responses
 
     def sync_weights(self, actor: Any, *, merge: bool = False) -> None:
@@ -144,17 +142,6 @@ class vLLMSampler:  # noqa: N801  (Twinkle's name)
             raise ValueError("adapter_path must be left out: sync_weights has brought an adapter")
         lora, adapter = load_adapter(local_id(adapter_path, "adapter_path"), sampler.config)
         return sampler.with_params(with_adapter(sampler.params, sampler.config, lora, adapter))
-
-
-def likeliest(rows: Sequence[Any] | None) -> list[Any] | None:
-    """Order likely tokens by probability, the same number at each position.
-
-    Servers add a prompt's own token where it is not among them.
-    """
-    if rows is None:
-        return None
-    count = min((len(row) for row in rows if row), default=0)
-    return [row and sorted(row, key=lambda pair: -pair[1])[:count] for row in rows]
 
 
 __all__ = ["JaxSampler", "vLLMSampler"]

@@ -110,7 +110,12 @@ def test_further_log_probabilities_are_there_when_asked_for(sampler, actor):
     scored = actor.forward_only(inputs=[{"input_ids": ids}])["logps"][0]
     assert one.prompt_logprobs[0] is None
     np.testing.assert_allclose(one.prompt_logprobs[1:], scored[: len(ids) - 1], atol=1e-5)
-    assert [row and row[0][0] for row in one.topk_prompt_logprobs] == [None, *ids[1:]]
+    logits = actor.forward_only(inputs=[{"input_ids": ids}], return_logits=True)["logits"][0]
+    asked["prompt_logprobs"] = 3
+    for top, response in ((1, one), (3, sampler.sample("12+", asked)[0])):
+        assert response.topk_prompt_logprobs[0] is None
+        listed = [[token for token, _ in row] for row in response.topk_prompt_logprobs[1:]]
+        assert listed == np.argsort(-logits[: len(ids) - 1])[:, :top].tolist()
     assert sampler.sample("12+", {"max_tokens": 3, "prompt_logprobs": 0})[0].prompt_logprobs
 
 

@@ -158,7 +158,9 @@ class vLLMSampler:  # noqa: N801  (Twinkle's name)
         for response, answer in zip(responses, answers, strict=True):
             if answer.prompt is not None:
                 response.prompt_logprobs = [x[0][1] if x else None for x in answer.prompt]
-                response.topk_prompt_logprobs = answer.prompt if params.prompt_logprobs else None
+                if top := params.prompt_logprobs:  # servers list the prompt's own token besides
+                    ranked = [x and sorted(x, key=lambda pair: -pair[1]) for x in answer.prompt]
+                    response.topk_prompt_logprobs = [x and x[:top] for x in ranked]
         return responses
 
     def sync_weights(self, actor: Actor, *, merge: bool = False) -> None:
