@@ -4,7 +4,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from twinkle_jax.data import Message, Row, Trajectory
+from twinkle_jax.data import Row, Trajectory
 from twinkle_jax.data.rows import to_columns, to_rows
 from twinkle_jax.twinkle.names import PAGE, add_submodules
 
@@ -63,11 +63,14 @@ class DataFilter:
         raise NotImplementedError(f"{type(self).__name__} must have __call__")
 
 
-def _messages(system: str | None, user: str, assistant: str | None = None) -> list[Message]:
+def _conversation(
+    system: str | None, user: str, assistant: str | None = None, **user_data: Any
+) -> Trajectory:
     """Make a conversation, without a system prompt or an answer that is None."""
-    messages = [Message(role="system", content=system)] if system is not None else []
-    messages.append(Message(role="user", content=user))
-    return messages + ([] if assistant is None else [Message(role="assistant", content=assistant)])
+    turns = {"system": system, "user": user, "assistant": assistant}
+    messages: Any = [{"role": role, "content": x} for role, x in turns.items() if x is not None]
+    data = Trajectory(user_data=list(user_data.items())) if user_data else Trajectory()
+    return {"messages": messages, **data}
 
 
 class CompetitionMathProcessor(Preprocessor):
@@ -75,7 +78,7 @@ class CompetitionMathProcessor(Preprocessor):
 
     def preprocess(self, row: Row) -> Trajectory:
         """Return the conversation."""
-        return {"messages": _messages(None, row["problem"], row["solution"] or "")}
+        return _conversation(None, row["problem"], row["solution"] or "")
 
 
 class CompetitionMathGRPOProcessor(Preprocessor):
@@ -88,10 +91,7 @@ class CompetitionMathGRPOProcessor(Preprocessor):
 
     def preprocess(self, row: Row) -> Trajectory:
         """Return the prompt, which ends with an empty message of the assistant, as Twinkle's."""
-        return {
-            "messages": _messages(self.system, row["problem"], ""),
-            "user_data": [("solution", row["solution"])],
-        }
+        return _conversation(self.system, row["problem"], "", solution=row["solution"])
 
 
 class SelfCognitionProcessor(Preprocessor):
@@ -107,7 +107,7 @@ class SelfCognitionProcessor(Preprocessor):
             row[key].replace("{{NAME}}", self.model_name).replace("{{AUTHOR}}", self.model_author)
             for key in ("query", "response")
         )
-        return {"messages": _messages("You are a helpful assistant.", query, response)}
+        return _conversation("You are a helpful assistant.", query, response)
 
 
 class AlpacaProcessor(Preprocessor):
@@ -117,7 +117,7 @@ class AlpacaProcessor(Preprocessor):
         """Return the conversation."""
         parts = [row.get("instruction") or "", row.get("input") or ""]
         prompt = "\n".join(parts if parts[1] else parts[:1])
-        return {"messages": _messages(None, prompt, row.get("output") or "")}
+        return _conversation(None, prompt, row.get("output") or "")
 
 
 class CountdownProcessor(Preprocessor):
@@ -138,10 +138,7 @@ class CountdownProcessor(Preprocessor):
             "answer in <answer> </answer> tags,\nfor example "
             "<answer> (1 + 2) / 3 * 4 = 4 </answer>."
         )
-        return {
-            "messages": _messages(self.system_prompt, query),
-            "user_data": [("target", target), ("nums", numbers)],
-        }
+        return _conversation(self.system_prompt, query, target=target, nums=numbers)
 
 
 class GSM8KProcessor(Preprocessor):
@@ -172,11 +169,8 @@ class GSM8KProcessor(Preprocessor):
     def preprocess(self, row: Row) -> Trajectory:
         """Return the prompt, and its answer if asked."""
         answer = row.get("answer", "")
-        solution = answer if self.add_assistant else None
-        return {
-            "messages": _messages(self.system, row["question"], solution),
-            "user_data": [("ground_truth", self.extract_ground_truth(answer))],
-        }
+        solution, truth = answer if self.add_assistant else None, self.extract_ground_truth(answer)
+        return _conversation(self.system, row["question"], solution, ground_truth=truth)
 
 
 class EmojiDPOProcessor(Preprocessor):
@@ -196,7 +190,7 @@ class EmojiDPOProcessor(Preprocessor):
         """Return both conversations."""
         prompt = row.get(self.prompt_key, "")
         return {
-            name: {"messages": _messages(self.system or None, prompt, row.get(key) or "")}
+            name: _conversation(self.system or None, prompt, row.get(key) or "")
             for name, key in self.answers.items()
         }
 
@@ -237,10 +231,7 @@ class OlympiadBenchProcessor(Preprocessor):
         answer = row.get("final_answer") or ""
         answers = answer if isinstance(answer, list) else [answer]
         truth = ", ".join(str(x).strip() for x in answers if x)
-        return {
-            "messages": _messages(self.system, prompt),
-            "user_data": [("ground_truth", truth)],
-        }
+        return _conversation(self.system, prompt, ground_truth=truth)
 
 
 add_submodules(__name__, "base", "dpo", "llm", "olympiad_bench")
