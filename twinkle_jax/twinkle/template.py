@@ -125,19 +125,6 @@ class ToolCallRegistry:
     _parsers: ClassVar[list[ToolCallParser]] = [HermesQwenParser(), ClineParser(), ReActParser()]
 
     @classmethod
-    def register(cls, parser: ToolCallParser) -> ToolCallParser:
-        """Add a parser; return the registered parser of its name, the older one if there is one."""
-        known = next((x for x in cls._parsers if x.name == parser.name), None)
-        if known is None:
-            cls._parsers.append(parser)
-        return known or parser
-
-    @classmethod
-    def parsers(cls) -> list[ToolCallParser]:
-        """Return the parsers."""
-        return list(cls._parsers)
-
-    @classmethod
     def detect_first(cls, text: str) -> ToolCallParser | None:
         """Return the first parser whose format a text has."""
         return next((parser for parser in cls._parsers if text and parser.detect(text)), None)
