@@ -283,4 +283,6 @@ def test_rows_of_a_data_set_are_encoded_beside_their_columns():
     assert pair.keys() == {"n", "chosen", "bad"} and pair["n"] == 2
     assert pair["chosen"]["input_ids"] == [3, 8, 1, 4, 9, 1]
     assert pair["bad"]["input_ids"] == [3, 8, 1, 4, 10, 10, 1]
+    (prompt,) = template.encode_rows([{"chosen": _turns("1")}], add_generation_prompt=True)
+    assert prompt["chosen"]["input_ids"] == [3, 8, 1, 4]
     assert template.encode_rows([]) == []

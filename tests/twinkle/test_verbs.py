@@ -173,6 +173,18 @@ def test_adapters_lie_over_parameters_of_the_type_that_is_computed_in(checkpoint
     assert {x.dtype.name for x in jax.tree.leaves(model.state.params)} == {"float32"}
 
 
+def test_an_adapter_that_is_read_brings_its_own_scale(checkpoint, tmp_path):
+    first, other = TransformersModel(checkpoint), TransformersModel(checkpoint)
+    first.add_adapter_to_model(
+        "default", LoraConfig(r=2, lora_alpha=16, target_modules=("q_proj",))
+    )
+    other.add_adapter_to_model("default", LORA)
+    other.load(first.save("adapter", tmp_path))
+    assert other.group().lora == first.group().lora
+    scale = other.params["layers"]["0"]["self_attn"]["q_proj"]["lora_scale"]
+    assert scale.tolist() == [8.0] * other.config.repeats
+
+
 def test_a_device_mesh_is_the_mesh_of_the_model(checkpoint):
     mesh = DeviceMesh.from_sizes(dp_size=2)
     model = TransformersModel(model_id=checkpoint, device_mesh=mesh)
