@@ -306,6 +306,11 @@ def largest_logits(logits: Any, count: int | None = None) -> tuple[HostArray, Ho
     Returns:
         Logits, the largest first, and their tokens, [..., count] each: the `teacher` of
         [`grad_features`][twinkle_jax.training.grad_features].
+
+    Example:
+        >>> logits, tokens = largest_logits([[0.0, 3.0, 1.0, 2.0]], 2)
+        >>> logits.tolist(), tokens.tolist()
+        ([[3.0, 2.0]], [[1, 3]])
     """
     values = np.asarray(logits, np.float32)
     order = np.argsort(-values, axis=-1, kind="stable")[..., :count].astype(np.int32)
