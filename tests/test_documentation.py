@@ -1,5 +1,6 @@
 """Documentation is code: its blocks and docstring examples run, its links exist."""
 
+import ast
 import doctest
 import importlib
 import inspect
@@ -92,14 +93,58 @@ def test_public_names_are_documented(package, name):
         assert ">>>" in value.__doc__, f"{name} has no example"
 
 
+ROOMS = ("advantage", "loss", "model", "data", "reward", "sampler", "rollout", "training")
+
+
+def _annotations(node):
+    """Find the annotations of a function, or of the attributes and public methods of a class."""
+    if isinstance(node, ast.ClassDef):
+        for part in node.body:
+            if not getattr(part, "name", "").startswith("_") or part.name == "__init__":
+                yield from _annotations(part)
+    elif isinstance(node, ast.AnnAssign):
+        yield node.annotation
+    elif isinstance(node, ast.FunctionDef):
+        arguments = [node.args.vararg, node.args.kwarg, *node.args.args, *node.args.kwonlyargs]
+        yield from (x.annotation for x in arguments if x and x.annotation)
+        yield node.returns
+
+
+def _defined_here(tree):
+    """List the names that a file defines, or imports from this package."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module.startswith("twinkle_jax"):
+            yield from (alias.name for alias in node.names)
+    for node in tree.body:
+        targets = getattr(node, "targets", [getattr(node, "target", node)])
+        yield from (getattr(x, "id", getattr(x, "name", None)) for x in targets)
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_types_of_public_signatures_are_public(room):
+    public = {n for p in ROOMS for n in importlib.import_module(f"twinkle_jax.{p}").__all__}
+    names = importlib.import_module(f"twinkle_jax.{room}").__all__
+    private = set()
+    for path in (ROOT / "twinkle_jax" / room).rglob("*.py"):
+        tree = ast.parse(path.read_text())
+        here = set(_defined_here(tree))
+        for node in tree.body:
+            if getattr(node, "name", None) in names:
+                for annotation in _annotations(node):
+                    for name in re.findall(r"[\w.]+", ast.unparse(annotation)):
+                        first, last = name.split(".")[0], name.split(".")[-1]
+                        if first in here and last not in public:
+                            private.add((node.name, name))
+    assert not private
+
+
 def test_public_names_are_on_the_reference_pages():
     listed = re.findall(
         r"^\.\. auto(?:function|class|data):: (\w+)$",
         "\n".join(page.read_text() for page in ROOT.glob("docs/api/*.md")),
         re.MULTILINE,
     )
-    packages = ("advantage", "loss", "model", "data", "reward", "sampler", "rollout", "training")
-    public = {n for p in packages for n in importlib.import_module(f"twinkle_jax.{p}").__all__}
+    public = {n for p in ROOMS for n in importlib.import_module(f"twinkle_jax.{p}").__all__}
     # A type such as Scalar is on the page of each room that has it.
     assert set(listed) == public | {"TransformersModel"}
 

@@ -50,12 +50,12 @@ from twinkle_jax.data.trajectory import (
 
 if TYPE_CHECKING:
     from twinkle_jax.data.batch import Batch, bucket_size, pad_rows
-    from twinkle_jax.data.features import Inputs, PerSequence, Piece, largest_logits
+    from twinkle_jax.data.features import Feature, Inputs, PerSequence, Piece, largest_logits
 
 # These need jax, which rewards and data sets do without.
 _LAZY = {
     **dict.fromkeys(("Batch", "bucket_size", "pad_rows"), "batch"),
-    **dict.fromkeys(("Inputs", "PerSequence", "Piece", "largest_logits"), "features"),
+    **dict.fromkeys(("Feature", "Inputs", "PerSequence", "Piece", "largest_logits"), "features"),
 }
 
 __all__ = [
@@ -64,6 +64,7 @@ __all__ = [
     "Batch",
     "ChatTemplate",
     "Columns",
+    "Feature",
     "FunctionCall",
     "FunctionSpec",
     "InputFeature",

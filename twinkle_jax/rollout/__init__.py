@@ -27,6 +27,7 @@ from twinkle_jax.rollout.episode import (
     episode_metrics,
     lay_out_episodes,
 )
+from twinkle_jax.rollout.hosts import RowMask
 from twinkle_jax.rollout.multi_turn import (
     EnvironmentFailureError,
     History,
@@ -68,6 +69,7 @@ __all__ = [
     "Rollout",
     "RolloutConfig",
     "RolloutSource",
+    "RowMask",
     "SandboxUnavailableError",
     "SingleTurn",
     "TRLEnvironment",

@@ -46,7 +46,7 @@ from twinkle_jax.training.policy import (
 )
 from twinkle_jax.training.recipe import Recipe, make_recipe
 from twinkle_jax.training.run import export, train
-from twinkle_jax.training.score import Scores, score_batch
+from twinkle_jax.training.score import Scores, Transfers, score_batch
 from twinkle_jax.training.state import (
     TrainState,
     UpdateInfo,
@@ -80,6 +80,7 @@ __all__ = [
     "StepSummary",
     "TrainConfig",
     "TrainState",
+    "Transfers",
     "UpdateConfig",
     "UpdateInfo",
     "WarmStart",
