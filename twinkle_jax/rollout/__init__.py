@@ -10,7 +10,14 @@ from twinkle_jax.rollout.by_name import (
     find_environment,
     find_tools,
 )
-from twinkle_jax.rollout.engine import Engine, LocalEngine, PromptCompletions, Texts, TurnEngine
+from twinkle_jax.rollout.engine import (
+    Engine,
+    LocalEngine,
+    PromptCompletions,
+    Texts,
+    TurnEngine,
+    encode_prompts,
+)
 from twinkle_jax.rollout.environment import (
     Action,
     Environment,
@@ -38,15 +45,14 @@ from twinkle_jax.rollout.multi_turn import (
 from twinkle_jax.rollout.processes import ProcessLimits
 from twinkle_jax.rollout.rollout import (
     Rollout,
+    RolloutSource,
     draw_until_signal,
-    encode_prompts,
     has_signal,
-    training_batch,
     with_advantages,
 )
 from twinkle_jax.rollout.sandbox import SandboxUnavailableError, python_tool
 from twinkle_jax.rollout.settings import RolloutConfig
-from twinkle_jax.rollout.single_turn import RolloutSource, SingleTurn
+from twinkle_jax.rollout.single_turn import SingleTurn, training_batch
 from twinkle_jax.rollout.tools import ToolEnvironment, tool_schema
 
 __all__ = [

@@ -13,7 +13,6 @@ from jaxtyping import Array, Bool, Int
 from twinkle_jax.data import Message, Template, Trajectory, bucket_size
 from twinkle_jax.model import DecoderConfig, Params
 from twinkle_jax.rollout import hosts
-from twinkle_jax.rollout.rollout import pad_prompts, prompt_ids
 from twinkle_jax.rollout.settings import RolloutConfig
 from twinkle_jax.sampler import LENGTH, Completions, Conversations, Sampling, generate
 
@@ -32,6 +31,55 @@ class PromptCompletions(NamedTuple):
     prompts: Int[Array | np.ndarray, "prompts time"]
     prompt_mask: Bool[Array | np.ndarray, "prompts time"]
     completions: Completions
+
+
+def encode_prompts(
+    template: Template, prompts: Sequence[Trajectory], *, longest: int
+) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    """Encode prompts, padded on the left to a bucket of lengths.
+
+    Args:
+        template: of the policy.
+        prompts: conversations in which the assistant speaks next.
+        longest: the most tokens of a prompt.
+
+    Returns:
+        Tokens and mask, [prompts, time].
+
+    Raises:
+        ValueError: if a prompt is longer; the message says which.
+    """
+    return pad_prompts(prompt_ids(template, prompts, longest=longest))
+
+
+def prompt_ids(
+    template: Template, prompts: Sequence[Trajectory], *, longest: int, first: int = 0
+) -> list[list[int]]:
+    """Encode prompts; `first` is the index of the first of them in error messages."""
+    if not prompts:
+        return []
+    features = template.batch_encode(prompts, add_generation_prompt=True)
+    rows = [[int(token) for token in feature["input_ids"]] for feature in features]
+    lengths = [len(row) for row in rows]
+    if max(lengths) > longest:
+        worst = int(np.argmax(lengths))
+        raise ValueError(
+            f"prompts must have at most max_prompt_tokens={longest} tokens, got {lengths[worst]} "
+            f"in prompt {first + worst}"
+        )
+    return rows
+
+
+def pad_prompts(
+    rows: Sequence[Sequence[int]],
+) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    """Pad token ids on the left to a bucket of lengths; return tokens and mask, [prompts, time]."""
+    time = bucket_size(max(map(len, rows)), smallest=8)
+    tokens, mask = np.zeros((len(rows), time), np.int32), np.zeros((len(rows), time), bool)
+    for i, row in enumerate(rows):
+        tokens[i, time - len(row) :] = row
+        mask[i, time - len(row) :] = True
+    return tokens, mask
 
 
 class TurnEngine(Protocol):

@@ -1,20 +1,19 @@
-"""A rollout: sampled trajectories, as rows to train on and as text; and dynamic sampling."""
+"""A rollout: sampled trajectories as rows and as text, who makes them, and dynamic sampling."""
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from twinkle_jax.advantage import NOISE_ULPS
-from twinkle_jax.data import IGNORE, Batch, Template, Trajectory, bucket_size
+from twinkle_jax.data import IGNORE, Batch, PromptBatch, Trajectory, bucket_size
+from twinkle_jax.model import Params
 from twinkle_jax.rollout import hosts
 from twinkle_jax.rollout.episode import Episode
-from twinkle_jax.sampler import LENGTH, Completions
 
 _MIN_WIDTH = 16  # columns; a narrower batch is not worth a compilation
 
@@ -85,132 +84,27 @@ class Rollout(NamedTuple):
         return self.rewards
 
 
-def encode_prompts(
-    template: Template, prompts: Sequence[Trajectory], *, longest: int
-) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-    """Encode prompts, padded on the left to a bucket of lengths.
+class RolloutSource(Protocol):
+    """Turns prompts into scored trajectories; a run samples through this interface.
 
-    Args:
-        template: of the policy.
-        prompts: conversations in which the assistant speaks next.
-        longest: the most tokens of a prompt.
-
-    Returns:
-        Tokens and mask, [prompts, time].
-
-    Raises:
-        ValueError: if a prompt is longer; the message says which.
+    Sampling and scoring are two calls, so that the device can work on the batch while the host
+    computes rewards. With several processes, each scores the rows that it holds, and the run
+    gathers the rewards.
     """
-    return pad_prompts(prompt_ids(template, prompts, longest=longest))
 
+    def sample(self, params: Params, prompts: PromptBatch, key: jax.Array) -> Rollout:
+        """Sample trajectories; those of a prompt are consecutive."""
 
-def prompt_ids(
-    template: Template, prompts: Sequence[Trajectory], *, longest: int, first: int = 0
-) -> list[list[int]]:
-    """Encode prompts; `first` is the index of the first of them in error messages."""
-    if not prompts:
-        return []
-    features = template.batch_encode(prompts, add_generation_prompt=True)
-    rows = [[int(token) for token in feature["input_ids"]] for feature in features]
-    lengths = [len(row) for row in rows]
-    if max(lengths) > longest:
-        worst = int(np.argmax(lengths))
-        raise ValueError(
-            f"prompts must have at most max_prompt_tokens={longest} tokens, got {lengths[worst]} "
-            f"in prompt {first + worst}"
-        )
-    return rows
+    def score(self, rollout: Rollout) -> Rollout:
+        """Compute the reward of each trajectory."""
 
-
-def pad_prompts(
-    rows: Sequence[Sequence[int]],
-) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-    """Pad token ids on the left to a bucket of lengths; return tokens and mask, [prompts, time]."""
-    time = bucket_size(max(map(len, rows)), smallest=8)
-    tokens, mask = np.zeros((len(rows), time), np.int32), np.zeros((len(rows), time), bool)
-    for i, row in enumerate(rows):
-        tokens[i, time - len(row) :] = row
-        mask[i, time - len(row) :] = True
-    return tokens, mask
-
-
-def training_batch(
-    prompts: Int[Array | np.ndarray, "prompts time"],
-    prompt_mask: Bool[Array | np.ndarray, "prompts time"],
-    completions: Completions,
-    *,
-    advantages: Float[Array, " rows"] | None = None,
-    width: int | None = None,
-    mask_truncated: bool = False,
-    multiple: int = 1,
-) -> Batch:
-    """Lay prompts and their completions out to train on: labels are the next tokens.
-
-    Each row begins with its prompt in column 0 and is padded on the right, so that it needs no
-    mask. The width is that of the longest row in the batch, not of the longest possible one.
-
-    Args:
-        prompts: token ids, one row a prompt.
-        prompt_mask: True for tokens.
-        completions: of [`generate`][twinkle_jax.sampler.generate]; those of a prompt are
-            consecutive.
-        advantages: one for each completion.
-        width: columns; None: the bucket of the longest row, which waits for the lengths.
-        mask_truncated: exclude truncated completions from the loss.
-        multiple: the width is a multiple of this.
-
-    Returns:
-        A batch of [rows, width] tokens.
-    """
-    if width is None:
-        lengths = np.asarray(completions.lengths)
-        prompt_lengths = np.asarray(prompt_mask).sum(axis=1)
-        rows = np.repeat(prompt_lengths, len(lengths) // len(prompts)) + lengths - 1
-        width = batch_width(int(rows.max()), multiple=multiple)
-    batch: Batch = _lay_out(
-        prompts, prompt_mask, completions, width=width, mask_truncated=mask_truncated
-    )
-    return batch if advantages is None else with_advantages(batch, advantages)
+    def greedy_rewards(self, params: Params, prompts: PromptBatch) -> np.ndarray[Any, Any]:
+        """Score the most probable trajectory of each prompt."""
 
 
 def batch_width(longest: int, *, multiple: int = 1) -> int:
     """Return the width of a batch by the tokens of its longest row, rounded up to a bucket."""
     return bucket_size(longest, smallest=_MIN_WIDTH, multiple=multiple)
-
-
-@partial(jax.jit, static_argnames=("width", "mask_truncated"))
-def _lay_out(
-    prompts: Int[Array, "prompts time"],
-    prompt_mask: Bool[Array, "prompts time"],
-    completions: Completions,
-    *,
-    width: int,
-    mask_truncated: bool,
-) -> Batch:
-    samples = len(completions.tokens) // len(prompts)
-    # Move prompts to the left; a stable sort keeps their tokens in order.
-    order = jnp.argsort(~prompt_mask, axis=1, stable=True)
-    prompts = jnp.repeat(jnp.take_along_axis(prompts, order, axis=1), samples, axis=0)
-    starts = jnp.repeat(jnp.sum(prompt_mask, axis=1, dtype=jnp.int32), samples)[:, None]
-    lengths = completions.lengths[:, None].astype(jnp.int32)
-    columns = jnp.arange(width, dtype=jnp.int32)[None]
-
-    def pick(values: Array, index: Array) -> Array:
-        return jnp.take_along_axis(values, jnp.clip(index, 0, values.shape[1] - 1), axis=1)
-
-    of_prompt = columns < starts
-    of_completion = ~of_prompt & (columns < starts + lengths - 1)  # the last one is only a label
-    tokens = jnp.where(of_prompt, pick(prompts, jnp.broadcast_to(columns, of_prompt.shape)), 0)
-    tokens = jnp.where(of_completion, pick(completions.tokens, columns - starts), tokens)
-    following = columns + 1 - starts  # index of the next token in the completion
-    chosen = (following >= 0) & (following < lengths)
-    if mask_truncated:
-        chosen &= (completions.finish_reasons != LENGTH)[:, None]
-    return Batch(
-        tokens=tokens.astype(jnp.int32),
-        labels=jnp.where(chosen, pick(completions.tokens, following), IGNORE).astype(jnp.int32),
-        old_logps=jnp.where(chosen, pick(completions.logprobs, following), 0),
-    )
 
 
 @jax.jit
@@ -339,7 +233,7 @@ def _pad(batch: Batch, width: int) -> Batch:
     return batch._replace(**padded)
 
 
-@partial(jax.jit)
+@jax.jit
 def _take_rows(batches: list[Any], rows: Int[Array, " rows"]) -> Any:
     """Select rows of several trees, by their index over all of them."""
     return jax.tree.map(lambda *xs: jnp.take(jnp.concatenate(xs), rows, axis=0), *batches)

@@ -2,36 +2,22 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from functools import partial
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Bool, Float, Int
 
-from twinkle_jax.data import PromptBatch, Trajectory
+from twinkle_jax.data import IGNORE, Batch, PromptBatch, Trajectory
 from twinkle_jax.model import Params
 from twinkle_jax.reward import RewardFunction, TrajectoryScores, score_trajectories
 from twinkle_jax.rollout import hosts
 from twinkle_jax.rollout.engine import Engine, Texts, read_texts
-from twinkle_jax.rollout.rollout import Rollout, batch_width, training_batch
+from twinkle_jax.rollout.rollout import Rollout, batch_width, with_advantages
 from twinkle_jax.rollout.settings import RolloutConfig
-
-
-class RolloutSource(Protocol):
-    """Turns prompts into scored trajectories; a run samples through this interface.
-
-    Sampling and scoring are two calls, so that the device can work on the batch while the host
-    computes rewards. With several processes, each scores the rows that it holds, and the run
-    gathers the rewards.
-    """
-
-    def sample(self, params: Params, prompts: PromptBatch, key: jax.Array) -> Rollout:
-        """Sample trajectories; those of a prompt are consecutive."""
-
-    def score(self, rollout: Rollout) -> Rollout:
-        """Compute the reward of each trajectory."""
-
-    def greedy_rewards(self, params: Params, prompts: PromptBatch) -> np.ndarray[Any, Any]:
-        """Score the most probable trajectory of each prompt."""
+from twinkle_jax.sampler import LENGTH, Completions
 
 
 @dataclass(frozen=True)
@@ -146,3 +132,77 @@ def score_texts(
         return {"rewards": rewards}
 
     return hosts.merge_rows("computing rewards", texts.held, numbers)["rewards"]
+
+
+def training_batch(
+    prompts: Int[Array | np.ndarray, "prompts time"],
+    prompt_mask: Bool[Array | np.ndarray, "prompts time"],
+    completions: Completions,
+    *,
+    advantages: Float[Array, " rows"] | None = None,
+    width: int | None = None,
+    mask_truncated: bool = False,
+    multiple: int = 1,
+) -> Batch:
+    """Lay prompts and their completions out to train on: labels are the next tokens.
+
+    Each row begins with its prompt in column 0 and is padded on the right, so that it needs no
+    mask. The width is that of the longest row in the batch, not of the longest possible one.
+
+    Args:
+        prompts: token ids, one row a prompt.
+        prompt_mask: True for tokens.
+        completions: of [`generate`][twinkle_jax.sampler.generate]; those of a prompt are
+            consecutive.
+        advantages: one for each completion.
+        width: columns; None: the bucket of the longest row, which waits for the lengths.
+        mask_truncated: exclude truncated completions from the loss.
+        multiple: the width is a multiple of this.
+
+    Returns:
+        A batch of [rows, width] tokens.
+    """
+    if width is None:
+        lengths = np.asarray(completions.lengths)
+        prompt_lengths = np.asarray(prompt_mask).sum(axis=1)
+        rows = np.repeat(prompt_lengths, len(lengths) // len(prompts)) + lengths - 1
+        width = batch_width(int(rows.max()), multiple=multiple)
+    batch: Batch = _lay_out(
+        prompts, prompt_mask, completions, width=width, mask_truncated=mask_truncated
+    )
+    return batch if advantages is None else with_advantages(batch, advantages)
+
+
+@partial(jax.jit, static_argnames=("width", "mask_truncated"))
+def _lay_out(
+    prompts: Int[Array, "prompts time"],
+    prompt_mask: Bool[Array, "prompts time"],
+    completions: Completions,
+    *,
+    width: int,
+    mask_truncated: bool,
+) -> Batch:
+    samples = len(completions.tokens) // len(prompts)
+    # Move prompts to the left; a stable sort keeps their tokens in order.
+    order = jnp.argsort(~prompt_mask, axis=1, stable=True)
+    prompts = jnp.repeat(jnp.take_along_axis(prompts, order, axis=1), samples, axis=0)
+    starts = jnp.repeat(jnp.sum(prompt_mask, axis=1, dtype=jnp.int32), samples)[:, None]
+    lengths = completions.lengths[:, None].astype(jnp.int32)
+    columns = jnp.arange(width, dtype=jnp.int32)[None]
+
+    def pick(values: Array, index: Array) -> Array:
+        return jnp.take_along_axis(values, jnp.clip(index, 0, values.shape[1] - 1), axis=1)
+
+    of_prompt = columns < starts
+    of_completion = ~of_prompt & (columns < starts + lengths - 1)  # the last one is only a label
+    tokens = jnp.where(of_prompt, pick(prompts, jnp.broadcast_to(columns, of_prompt.shape)), 0)
+    tokens = jnp.where(of_completion, pick(completions.tokens, columns - starts), tokens)
+    following = columns + 1 - starts  # index of the next token in the completion
+    chosen = (following >= 0) & (following < lengths)
+    if mask_truncated:
+        chosen &= (completions.finish_reasons != LENGTH)[:, None]
+    return Batch(
+        tokens=tokens.astype(jnp.int32),
+        labels=jnp.where(chosen, pick(completions.tokens, following), IGNORE).astype(jnp.int32),
+        old_logps=jnp.where(chosen, pick(completions.logprobs, following), 0),
+    )
