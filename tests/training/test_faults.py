@@ -27,7 +27,8 @@ from twinkle_jax.training import SamplerMismatchError, train
 from twinkle_jax.training.display import Display
 from twinkle_jax.training.metrics import MetricsLog
 from twinkle_jax.training.progress import LastStep, save
-from twinkle_jax.training.run import begin, one_step
+from twinkle_jax.training.run import one_step
+from twinkle_jax.training.start import begin
 from twinkle_jax.training.task import make_task
 
 EXIT_WITHIN = 30

@@ -27,9 +27,8 @@ from twinkle_jax.training import (
     train_state,
     train_step,
 )
-from twinkle_jax.training.learning import deal_rows, score
+from twinkle_jax.training.learning import RECOMPUTED, deal_rows, score
 from twinkle_jax.training.metrics import rollout_metrics
-from twinkle_jax.training.recipe import RECOMPUTED
 from twinkle_jax.training.step import describe_mismatch
 
 POLICY = small_policy(0)

@@ -33,7 +33,7 @@ from twinkle_jax.training.features import (
     score_features,
 )
 from twinkle_jax.training.gradient import StepSummary, add_summaries, grad_step
-from twinkle_jax.training.learning import Learnt, learn
+from twinkle_jax.training.learning import Learnt, Recipe, learn
 from twinkle_jax.training.packing import IntRows, Packing
 from twinkle_jax.training.policy import (
     Policy,
@@ -44,9 +44,9 @@ from twinkle_jax.training.policy import (
     small_policy,
     warm_start,
 )
-from twinkle_jax.training.recipe import Recipe, make_recipe
 from twinkle_jax.training.run import export, train
 from twinkle_jax.training.score import Scores, Transfers, score_batch
+from twinkle_jax.training.start import make_recipe
 from twinkle_jax.training.state import (
     TrainState,
     UpdateInfo,

@@ -24,7 +24,6 @@ from twinkle_jax.rollout import (
 from twinkle_jax.rollout.single_turn import score_texts
 from twinkle_jax.training.config import TrainConfig
 from twinkle_jax.training.policy import Policy
-from twinkle_jax.training.recipe import make_engine, make_source
 from twinkle_jax.training.task import Task
 
 
@@ -189,8 +188,14 @@ def held_out(
         return {}
     reward = task.judge or task.reward
     if task.environment is not None:
-        source = make_source(config, make_engine(config, policy, mesh), reward, task.environment)
-        assert isinstance(source, MultiTurn)
+        source = MultiTurn(
+            LocalEngine(policy.config, policy.template, policy.frozen, config.dtype, mesh),
+            task.environment,
+            config.rollout,
+            reward,
+            discount=config.update.discount,
+            reward_timeout=config.reward_timeout,
+        )
         return evaluate_episodes(
             source,
             policy.params if params is None else params,

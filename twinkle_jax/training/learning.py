@@ -1,4 +1,4 @@
-"""The updates of a step: deal rows to mini-batches, pack them, and descend on each."""
+"""The updates of a step: what they need, and how rows are dealt, packed and learnt from."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -7,22 +7,58 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
 from twinkle_jax.data import IGNORE, Batch
-from twinkle_jax.loss import SamplerMismatch, sampler_mismatch
-from twinkle_jax.model import Params, default_attention
+from twinkle_jax.loss import PolicyLoss, SamplerMismatch, sampler_mismatch
+from twinkle_jax.model import DecoderConfig, Params, Remat, default_attention
 from twinkle_jax.model.decoder.sharding import ROWS
+from twinkle_jax.rollout import RolloutSource
 from twinkle_jax.rollout.rollout import batch_width
+from twinkle_jax.training.by_name import Estimator
 from twinkle_jax.training.config import TrainConfig
 from twinkle_jax.training.gradient import StepSummary, add_summaries, grad_step
 from twinkle_jax.training.packing import IntRows, Packing, plan
-from twinkle_jax.training.recipe import RECOMPUTED, Recipe
 from twinkle_jax.training.score import score_batch
 from twinkle_jax.training.state import TrainState, UpdateInfo, apply_gradients
 
+RECOMPUTED: dict[str, Remat] = {  # by the names of `update.recompute`
+    "auto": True,  # not resolved, since the device's memory is unknown
+    "layers": True,
+    "elementwise": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    "nothing": False,
+}
+
 _BAND = 2.0  # tokens whose ratio of trainer to sampler is outside [1 / _BAND, _BAND] are counted
+
+
+class Recipe(NamedTuple):
+    """What a step needs besides its state; constant over a run.
+
+    Attributes:
+        config: all settings.
+        decoder: the architecture; static.
+        frozen: parameters that the trained ones are merged over; None if all are trained.
+        source: samples and scores trajectories.
+        loss: with the coefficients of the run.
+        optimizer: with learning rate 1.
+        estimator: of advantages.
+        reference: parameters of the reference policy of the KL penalty, merged over the frozen
+            ones; None without a penalty.
+        mesh: of parameters and rows; None for one device.
+    """
+
+    config: TrainConfig
+    decoder: DecoderConfig
+    frozen: Params | None
+    source: RolloutSource
+    loss: PolicyLoss
+    optimizer: optax.GradientTransformation
+    estimator: Estimator
+    reference: Params | None = None
+    mesh: Mesh | None = None
 
 
 class Learnt(NamedTuple):
@@ -78,9 +114,9 @@ def learn(
             state, summary = grad_step(
                 state,
                 part,
-                recipe.policy.config,
+                recipe.decoder,
                 recipe.loss,
-                frozen=recipe.policy.frozen,
+                frozen=recipe.frozen,
                 temperature=config.rollout.temperature,
                 key=_dropout_key(config),
                 compute_dtype=config.dtype,
@@ -128,8 +164,8 @@ def score(
             logps = score_batch(
                 params,
                 part,
-                recipe.policy.config,
-                frozen=recipe.policy.frozen,
+                recipe.decoder,
+                frozen=recipe.frozen,
                 temperature=recipe.config.rollout.temperature,
                 compute_dtype=recipe.config.dtype,
                 mesh=recipe.mesh,
@@ -185,7 +221,7 @@ def micro_batches(
 
 def takes_segments(recipe: Recipe) -> bool:
     """Whether a line may hold several rows: not with cuDNN's attention, which has no segments."""
-    config, dtype = recipe.policy.config.attention, jnp.dtype(recipe.config.dtype)
+    config, dtype = recipe.decoder.attention, jnp.dtype(recipe.config.dtype)
     return default_attention(config, dtype) != "cudnn"
 
 

@@ -14,9 +14,8 @@ from twinkle_jax.rollout.rollout import batch_width
 from twinkle_jax.sampler import conversations_memory, generate_memory
 from twinkle_jax.training.config import TrainConfig, automatic_budget
 from twinkle_jax.training.gradient import grad_step
-from twinkle_jax.training.learning import takes_segments
+from twinkle_jax.training.learning import RECOMPUTED, Recipe, takes_segments
 from twinkle_jax.training.packing import SMALLEST_WIDTH, Packing
-from twinkle_jax.training.recipe import RECOMPUTED, Recipe
 from twinkle_jax.training.state import TrainState, apply_gradients
 
 _GIB = 2**30
@@ -48,14 +47,14 @@ def update_memory(recipe: Recipe, state: TrainState) -> int:
         micro-batch of rows of maximum length, and the optimizer update.
     """
     config, mesh = recipe.config, recipe.mesh
-    state, frozen = _shapes(state), _shapes(recipe.policy.frozen)
+    state, frozen = _shapes(state), _shapes(recipe.frozen)
     batch, packing = _longest_micro_batch(recipe)
 
     def gradient(state: TrainState, frozen: Any, batch: Batch, packing: Packing) -> Any:
         return grad_step(
             state,
             batch,
-            recipe.policy.config,
+            recipe.decoder,
             recipe.loss,
             frozen=frozen,
             temperature=config.rollout.temperature,
@@ -81,13 +80,13 @@ def rollout_memory(recipe: Recipe, state: TrainState) -> int:
         state: what is trained; arrays, or their shapes and shardings.
     """
     rollout = recipe.config.rollout
-    state, frozen = _shapes(state), _shapes(recipe.policy.frozen)
+    state, frozen = _shapes(state), _shapes(recipe.frozen)
     held = sum(map(_bytes, (state, frozen, _shapes(recipe.reference))))
     rows = rollout.prompts * rollout.num_samples
     if recipe.config.many_turns and (rollout.slots is None or rows <= rollout.slots):
         return held + conversations_memory(
             state.params,
-            recipe.policy.config,
+            recipe.decoder,
             rows,
             max_length=rollout.max_episode_tokens,
             max_new_tokens=rollout.max_new_tokens,
@@ -99,7 +98,7 @@ def rollout_memory(recipe: Recipe, state: TrainState) -> int:
     samples = 1 if recipe.config.many_turns else rollout.num_samples  # each episode is a prompt
     drawing = generate_memory(
         state.params,
-        recipe.policy.config,
+        recipe.decoder,
         prompts=rows // samples,
         prompt_tokens=bucket_size(longest, smallest=8),
         num_samples=samples,

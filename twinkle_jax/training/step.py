@@ -20,10 +20,9 @@ from twinkle_jax.rollout import (
 )
 from twinkle_jax.training.by_name import Estimator
 from twinkle_jax.training.config import TrainConfig
-from twinkle_jax.training.learning import compare, learn, on_all_devices, score
+from twinkle_jax.training.learning import Recipe, compare, learn, on_all_devices, score
 from twinkle_jax.training.metrics import mismatch_metrics, rollout_facts, update_metrics
 from twinkle_jax.training.packing import IntRows
-from twinkle_jax.training.recipe import Recipe
 from twinkle_jax.training.state import TrainState
 
 

@@ -1,4 +1,4 @@
-"""What a configuration says is what a step does: every setting arrives."""
+"""The start of a run: what a configuration says is what a step does, every setting arrives."""
 
 import dataclasses
 
@@ -22,7 +22,8 @@ from twinkle_jax.training import (
     small_policy,
     train_state,
 )
-from twinkle_jax.training.recipe import RECOMPUTED, with_config
+from twinkle_jax.training.learning import RECOMPUTED
+from twinkle_jax.training.start import with_config
 
 POLICY = small_policy(0)
 BETAS, WEIGHT_DECAY, RATE = (0.6, 0.8), 0.3, 0.01
