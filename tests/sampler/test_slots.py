@@ -9,6 +9,7 @@ import pytest
 from tests.model.families import NAMES, batch, config_of, each, params_of
 from tests.sampler.completions import PROMPTS
 from twinkle_jax.model import Cache, make_mesh, unstack_layers
+from twinkle_jax.model.decoder import attention
 from twinkle_jax.model.decoder.cache import finite_values
 from twinkle_jax.sampler import Sampling, generate, generate_many
 from twinkle_jax.sampler import slots as sampler_slots
@@ -191,7 +192,10 @@ def test_rows_in_pages_get_the_same_where_layers_lie_one_by_one(name, request, m
     """As on a GPU, where the cache of each layer is an array of its own."""
     whole = rows_of_different_lengths(name)
     pages = request.getfixturevalue("pages")
-    monkeypatch.setattr(sampler_slots, "backend_of", lambda mesh: "gpu")
+    jax.clear_caches()
+    request.addfinalizer(jax.clear_caches)
+    for module in (sampler_slots, attention):  # which sums up a page in one pass there
+        monkeypatch.setattr(module, "backend_of", lambda mesh: "gpu")
     unstacked = []
     monkeypatch.setattr(
         sampler_slots, "unstack_layers", lambda tree: unstacked.append(1) or unstack_layers(tree)

@@ -18,10 +18,12 @@ from twinkle_jax.model import (
 )
 from twinkle_jax.model.decoder.attention import (
     Heads,
+    _attend_pages,
     attend_causally,
     choose_attention,
     first_seen,
 )
+from twinkle_jax.model.decoder.cache import KeyValues, Pages, Places
 
 HEADS = AttentionConfig(8, 2, head_dim=128, rotary_dim=128, rope_theta=1e6)
 
@@ -151,3 +153,69 @@ def test_long_rows_are_computed_in_blocks_of_queries(sliding, packed):
         ]
         slope = np.sum((moved[0] - moved[1]) * weight) / (2 * step)
         np.testing.assert_allclose(np.sum(np.asarray(gradient) * direction), slope, rtol=1e-4)
+
+
+LENGTH = np.array([20, 3, 8])  # of rows in pages of 8 tokens; 3 owns the free ones
+PAGES = Pages(jnp.array([2, 0, 3, 0, 1, 0, 2, 3]), jnp.array([8, 16, 0, 0, 0, 8, 0, 8]))
+PLACES = Places(jnp.array([1, 4, 0]), jnp.array([4, 3, 0]))
+
+
+def attend_by_page(backend, broken=None, places=PLACES, first=None, scale=0.5):
+    """Attend to random pages, a row with a key that is not finite; what comes out, and went in."""
+    rng = np.random.default_rng(0)
+    query, key, value = (rng.normal(size=(3, 2, *n, 4)).astype("f4") for n in ((3,), (), ()))
+    keys = rng.normal(size=(1, 8, 2, 4, 8)).astype("f4")
+    values = rng.normal(size=(1, 8, 2, 8, 4)).astype("f4")
+    keys[:, 2], keys[:, 7, :, 0] = np.nan, np.inf  # what earlier rows have left
+    if broken is not None:
+        keys[0, 1, :, 0, 2] = broken  # row 0, token 18
+    attended, cached = jax.jit(_attend_pages, static_argnames=("scale", "backend"))(
+        *map(jnp.asarray, (query, key, value)),
+        KeyValues(jnp.asarray(keys), jnp.asarray(values)),
+        jnp.int32(0),
+        PAGES,
+        places,
+        jnp.asarray(LENGTH, jnp.int32),
+        None if first is None else jnp.asarray(first, jnp.int32),
+        scale=scale,
+        backend=backend,
+    )
+    return np.asarray(attended), query, cached
+
+
+@pytest.mark.parametrize("backend", ["cpu", "gpu"])
+@pytest.mark.parametrize("scale", [0.5, 300.0])
+@pytest.mark.parametrize("first", [None, [17, 0, 7]])
+def test_attention_by_page_is_that_of_whole_rows(backend, scale, first):
+    """Pages in any order, some of which a window leaves out; free ones hold what is not finite."""
+    attended, query, (keys, values) = attend_by_page(backend, first=first, scale=scale)
+    for row, length in enumerate(LENGTH):
+        pages = [int(p) for p in np.argsort(PAGES.start) if PAGES.owner[p] == row]
+        seen = slice(first[row] if first else 0, length + 1)
+        k = np.concatenate([keys[0, p] for p in pages], axis=2)[..., seen].astype("f8")
+        v = np.concatenate([values[0, p] for p in pages], axis=1)[:, seen].astype("f8")
+        logits = scale * query[row].astype("f8") @ k
+        weights = np.exp(logits - logits.max(-1, keepdims=True))
+        expected = weights / weights.sum(-1, keepdims=True) @ v
+        np.testing.assert_allclose(attended[row], expected, atol=1e-5 * max(1, scale / 10))
+
+
+@pytest.mark.parametrize("backend", ["cpu", "gpu"])
+@pytest.mark.parametrize("broken", [np.nan, np.inf])
+@pytest.mark.parametrize("first", [None, [17, 0, 7]])
+@pytest.mark.parametrize("scale", [0.5, 300.0])
+def test_a_key_that_is_not_finite_breaks_its_row_only(backend, broken, first, scale):
+    options = {"first": first, "scale": scale}
+    attended, query, _ = attend_by_page(backend, broken, **options)
+    hit = (query[0, ..., 0] > 0) | np.isnan(broken)  # a logit of minus infinity breaks nothing
+    np.testing.assert_array_equal(np.isnan(attended[0]).all(-1), hit)
+    assert hit.any()
+    np.testing.assert_array_equal(attended[1:], attend_by_page(backend, **options)[0][1:])
+
+
+@pytest.mark.parametrize("backend", ["cpu", "gpu"])
+def test_a_row_without_a_page_for_its_token_is_lost(backend):
+    places = Places(PLACES.page.at[1].set(8), PLACES.slot)
+    attended = attend_by_page(backend, places=places)[0]
+    assert np.isnan(attended).all((1, 2, 3)).tolist() == [False, True, False]
+    np.testing.assert_array_equal(attended[[0, 2]], attend_by_page(backend)[0][[0, 2]])

@@ -458,23 +458,52 @@ def _attend_pages(
     # scatter-add is not fixed on a GPU.
     belongs = (owner[None] == jnp.arange(rows, dtype=jnp.int32)[:, None]).astype(wide)
     total = partial(jnp.einsum, "rp,pgh...->rgh...", belongs, precision="highest")
-    largest = jnp.max(logits, axis=-1)
+    largest, summed = _page_moments(logits, backend)
     broken = ~(largest < jnp.inf)  # these products would spread NaN to all rows
-    most = jax.ops.segment_max(jnp.where(broken, -jnp.inf, largest), owner, rows)
-    most = jnp.where(most > -jnp.inf, most, 0)
-    weights = jnp.exp(logits - of_page(most, 0)[..., None])
-    summed = total(jnp.where(broken, 0, jnp.sum(weights, axis=-1)))
+    largest = jnp.where(broken, -jnp.inf, largest)
+    most = jax.ops.segment_max(largest, owner, rows)
+    most = of_page(jnp.where(most > -jnp.inf, most, 0), 0)
+    summed = total(jnp.where(broken, 0, summed * jnp.exp(largest - most)))
+    weights = jnp.exp(logits - most[..., None])
     weights = weights / of_page(jnp.where(summed > 0, summed, 1), 1)[..., None]
     attended = jnp.einsum(
         "pght,pgtw->pghw",
-        rounded(weights, query.dtype),
+        # Before the product: a GPU would copy its result, which is wider.
+        rounded(jnp.where(broken[..., None], 0, weights), query.dtype),
         values.astype(query.dtype),
         preferred_element_type=wide,
     )
-    attended = rounded(total(jnp.where(broken[..., None], 0, attended)), query.dtype)
+    attended = rounded(total(attended), query.dtype)
     lost = (places.page == len(owner))[:, None, None]
     lost |= jax.ops.segment_max(broken.astype(jnp.int32), owner, rows) > 0
     return jnp.where(lost[..., None], jnp.nan, attended), cached
+
+
+def _page_moments(
+    logits: Float[Array, "*batch slots"], backend: str
+) -> tuple[Float[Array, "*batch"], Float[Array, "*batch"]]:
+    r"""Return the largest logit $m$ of each page, and the sum of $e^{z - m}$.
+
+    On a GPU one reduction of pairs, since each reduction reads the logits from memory again. A TPU
+    keeps them on the chip.
+    """
+
+    def finite(largest: Array) -> Array:
+        return jnp.where(largest > -jnp.inf, largest, 0)
+
+    def merge(left: tuple[Array, Array], right: tuple[Array, Array]) -> tuple[Array, Array]:
+        largest = jnp.maximum(left[0], right[0])
+        left_sum, right_sum = (s * jnp.exp(m - finite(largest)) for m, s in (left, right))
+        return largest, left_sum + right_sum
+
+    if backend == "gpu":
+        zero = jnp.zeros((), logits.dtype)
+        start = zero - jnp.inf, zero
+        pairs = logits, jnp.ones_like(logits)
+        largest, summed = jax.lax.reduce(pairs, start, merge, (logits.ndim - 1,))
+        return largest, summed
+    largest = jnp.max(logits, axis=-1)
+    return largest, jnp.sum(jnp.exp(logits - finite(largest)[..., None]), axis=-1)
 
 
 def first_seen(
