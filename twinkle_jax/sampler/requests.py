@@ -111,7 +111,7 @@ def longest_row(max_length: int | None, config: DecoderConfig) -> int:
         raise ValueError(f"max_length must be at least 2, got {max_length}")
     original = json.loads(config.original or "{}")
     text = original.get("text_config", original)
-    return max_length or min(int(text.get("max_position_embeddings", _LONGEST)), _LONGEST)
+    return max_length or min(int(text.get("max_position_embeddings") or _LONGEST), _LONGEST)
 
 
 # The call.

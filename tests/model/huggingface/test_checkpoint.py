@@ -171,7 +171,7 @@ def test_shards_are_as_large_as_asked_and_listed(decoder, tmp_path):
     save_pretrained(decoder, tmp_path / "out", max_shard_size=9_000)
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
     files = sorted(p.name for p in (tmp_path / "out").glob("*.safetensors"))
-    assert files == sorted(set(index["weight_map"].values()))
+    assert files == sorted(set(index["weight_map"].values()))  # so none is empty
     assert files[0] == f"model-00001-of-{len(files):05d}.safetensors"
     total = 0
     for file in files:
@@ -181,6 +181,16 @@ def test_shards_are_as_large_as_asked_and_listed(decoder, tmp_path):
         assert {index["weight_map"][name] for name in tensors} == {file}
         total += size
     assert index["metadata"]["total_size"] == total
+
+
+def test_the_tied_head_of_a_vision_checkpoint_is_compared_with_the_text_models(tmp_path):
+    tensors = vision_checkpoint(tmp_path / "in")
+    embedding = tensors["model.language_model.embed_tokens.weight"]
+    place = tmp_path / "in/config.json"
+    place.write_text(json.dumps(json.loads(place.read_text()) | {"tie_word_embeddings": True}))
+    changes = {"lm_head.weight": embedding, "model.visual.embed_tokens.weight": embedding + 1}
+    rewrite(tmp_path / "in", changes)
+    assert "lm_head" not in load_pretrained(tmp_path / "in").params
 
 
 def test_the_type_on_the_way_out(decoder, tmp_path):
@@ -303,6 +313,22 @@ def test_what_is_written_is_read_back(decoder, tmp_path, monkeypatch):
     with pytest.raises(OSError, match="reads back from"):
         save_pretrained(decoder, tmp_path / "out")
     assert not list(tmp_path.iterdir())
+
+
+def test_a_checkpoint_is_not_written_over_an_adapter(decoder, export):
+    """From both together, transformers loads the adapter and its base model."""
+    (export / "adapter_config.json").write_text("{}")
+    before = contents(export)
+    with pytest.raises(ValueError, match="adapter"):
+        save_pretrained(decoder, export)
+    assert contents(export) == before
+
+
+def test_a_stack_is_filled_in_place():
+    stack = jnp.zeros((2, 3))
+    filled = checkpoint._write_layer(stack, jnp.ones(3), np.int32(1))
+    np.testing.assert_array_equal(filled, [[0] * 3, [1] * 3])
+    assert stack.is_deleted()
 
 
 def with_norm(value):

@@ -28,6 +28,7 @@ from twinkle_jax.model.decoder.config import DecoderConfig
 from twinkle_jax.model.decoder.forward import Decoder
 from twinkle_jax.model.decoder.parameters import nest, parameter_table, stacked_shape
 from twinkle_jax.model.huggingface.checkpoint_files import (
+    ADAPTER_CONFIG,
     CONFIG,
     DTYPES,
     EMBEDDING,
@@ -142,7 +143,7 @@ def _check_tied_head(
     """Accept a stored copy of a tied head, and refuse a head that differs from the embedding."""
     if not (config.tie_embeddings and HEAD in stored):
         return
-    embedding = next(name for name in stored if name.endswith(EMBEDDING))
+    embedding = stored_prefix(stored) + EMBEDDING
     a, b = (files[name].get_slice(name) for name in (HEAD, embedding))
     size = config.vocab_size
     parts = [slice(i, min(i + 4096, size)) for i in range(0, size, 4096)]
@@ -295,8 +296,8 @@ def save_pretrained(
     Raises:
         ValueError: if a parameter is NaN or infinite, or becomes so in `dtype`; if `dtype` is not
             one that `load_pretrained` reads; if the target is a file, a mount point or the current
-            directory, or holds a directory; or if `max_shard_size` is not positive. The target is
-            then unchanged.
+            directory, or holds a directory or an adapter; or if `max_shard_size` is not positive.
+            The target is then unchanged.
         RuntimeError: on other processes, for an error of process 0.
         ImportError: if safetensors is not installed.
     """
@@ -420,6 +421,10 @@ def _other_files(target: Path) -> list[str]:
         if not path.is_file():
             raise ValueError(
                 f"directory must hold files only, got {path.name!r} in {target}: it would be lost"
+            )
+        if path.name == ADAPTER_CONFIG:
+            raise ValueError(
+                f"directory must not hold an adapter, which transformers would load, got {target}"
             )
     weights = re.compile(r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?")
     return sorted(p.name for p in target.iterdir() if not weights.fullmatch(p.name))
