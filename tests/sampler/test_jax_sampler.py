@@ -145,6 +145,13 @@ def test_filters_leave_the_policys_log_probabilities(actor, filters):
         np.testing.assert_allclose([x[0][1] for x in seq.logprobs], expected, atol=1e-5)
 
 
+@pytest.mark.parametrize("filters", [{"min_p": 1.0}, {"top_k": 1}, {"top_p": 1e-6}], ids=str)
+def test_a_filter_may_leave_the_likeliest_token_alone(actor, filters):
+    sampler, ask = JaxSampler(actor), {"max_tokens": 6, "seed": 1}
+    filtered, greedy = (sampler.sample(CHATS, ask | x) for x in (filters, {"temperature": 0}))
+    assert tokens_of(filtered) == tokens_of(greedy)
+
+
 @pytest.mark.parametrize("temperature", [0.7, 0])
 def test_log_probabilities_of_what_was_drawn_from_when_asked_for(actor, temperature):
     params = {"max_tokens": 6, "seed": 1, "temperature": temperature, "top_k": 3}

@@ -13,6 +13,7 @@ from twinkle_jax.model import (
     hidden_states,
     load_pretrained,
     output_logits,
+    parse_config,
     prefill,
     save_pretrained,
 )
@@ -221,6 +222,15 @@ def test_old_configurations(saved, tmp_path):
     actual = _logits(decoder, tokens, mask)
     expected = logits_of(model, tokens, mask)
     np.testing.assert_allclose(actual[mask], expected[mask], atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "gemma3_text"])
+def test_what_a_configuration_leaves_out_is_transformers_default(name):
+    sizes = {"vocab_size": 48, "hidden_size": 256, "intermediate_size": 40}
+    sizes |= {"num_hidden_layers": 8, "num_attention_heads": 32}
+    written = {"model_type": name, **({} if name == "gemma3_text" else sizes)}
+    full = transformers.AutoConfig.for_model(**written).to_dict()
+    assert parse_config(written) == parse_config(full)
 
 
 VISION = {

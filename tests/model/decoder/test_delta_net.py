@@ -8,7 +8,13 @@ from jax.test_util import check_grads
 
 from tests.model.families import assert_close, config_of, params_of
 from tests.model.reference import reference_delta_rule
-from twinkle_jax.model.decoder.delta_net import DeltaInputs, delta_net, delta_rule, delta_rule_step
+from twinkle_jax.model.decoder.delta_net import (
+    DeltaInputs,
+    delta_net,
+    delta_rule,
+    delta_rule_step,
+    unit,
+)
 
 _run = jax.jit(delta_rule, static_argnames="chunk")
 
@@ -49,6 +55,11 @@ def test_two_tokens_by_hand():
     out, state = _run(inputs, chunk=64)
     np.testing.assert_array_equal(out[0, :, 0, 0], [2, 5])
     np.testing.assert_array_equal(state[0, 0, :, 0], [2, 3])
+
+
+def test_short_keys_are_not_scaled_to_length_1():
+    # transformers adds 1e-6 to the square: 0.001 becomes 0.001 / sqrt(2e-6).
+    np.testing.assert_allclose(unit(jnp.array([1e-3, 0.0])), [0.5**0.5, 0], rtol=1e-5)
 
 
 LENGTHS = [(1, 64), (8, 4), (13, 1)]

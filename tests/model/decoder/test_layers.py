@@ -12,6 +12,7 @@ from tests.model.reference import frequencies, rotated
 from twinkle_jax.model import AttentionConfig, LinearScaling, RopeScaling, Window
 from twinkle_jax.model.decoder.layers import (
     embed,
+    output_logits,
     project,
     rms_norm,
     rotary_frequencies,
@@ -48,6 +49,13 @@ def test_derivatives_of_a_projection():
         out, change = jax.jvp(sine_of_projection, (x, kernel), (x, kernel))
         np.testing.assert_allclose(change, 2 * (x @ kernel) * np.cos(x @ kernel), rtol=1e-12)
         np.testing.assert_array_equal(out, sine_of_projection(x, kernel))
+
+
+def test_logits_are_float32_sums():
+    """1 + 2⁻¹⁰ is no bfloat16."""
+    params = {"lm_head": {"kernel": jnp.array([[1.0], [2.0**-10]])}}
+    logits = output_logits(params, jnp.ones((1, 2), jnp.bfloat16))
+    assert logits.dtype == jnp.float32 and float(logits[0, 0]) == 1 + 2**-10
 
 
 def test_rms_norm_by_hand():

@@ -154,6 +154,26 @@ def test_merged_on_export(stepped, tmp_path):
     np.testing.assert_allclose(merged.get_state_dict()[name], expected.T, atol=1e-6)
 
 
+def test_adapters_begin_as_pefts():
+    """A uniform up to 1/√in and different in each projection, B zero."""
+    config = config_of("qwen3")
+    layer = init_adapter(jax.random.key(0), config, LoraConfig(r=8, target_modules="all-linear"))
+    layer = layer["layers"]["0"]
+    for part, name, width in (("mlp", "up_proj", 24), ("mlp", "down_proj", 40)):
+        a = np.asarray(layer[part][name]["lora_A"])
+        assert 0.95 * width**-0.5 < np.abs(a).max() <= width**-0.5
+        np.testing.assert_array_equal(layer[part][name]["lora_B"], 0)
+    gate, up = (layer["mlp"][name]["lora_A"] for name in ("gate_proj", "up_proj"))
+    assert np.all(np.asarray(gate) != np.asarray(up))
+
+
+def test_a_merged_bfloat16_kernel_is_rounded_once():
+    # 257.001 lies nearer to 258 than to 256; with 1.001 rounded to 1 first, 257 would go to 256.
+    pair = {"lora_A": jnp.ones((1, 1, 1)), "lora_B": jnp.full((1, 1, 1), 1.001)}
+    params = {"kernel": jnp.full((1, 1, 1), 256, jnp.bfloat16), "lora_scale": jnp.ones(1), **pair}
+    assert float(merge_adapter(params)["kernel"][0, 0, 0]) == 258
+
+
 def test_a_merged_projection_is_the_adapted_one():
     """A square one: there a matrix that is turned by mistake would fit as well."""
     rng = np.random.default_rng(0)

@@ -161,6 +161,9 @@ def test_the_hubs_cache_may_link_to_its_own_blobs(tmp_path):
     assert inside(snapshot, CONFIG).read_text() == "{}"
     with pytest.raises(ValueError, match="link"):
         inside(snapshot, WEIGHTS)
+    snapshot.parent.rename(tmp_path / "models")  # only the cache's own folders may
+    with pytest.raises(ValueError, match="link"):
+        inside(tmp_path / "models/1234", CONFIG)
 
 
 @pytest.mark.parametrize(

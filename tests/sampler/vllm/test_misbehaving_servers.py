@@ -66,6 +66,19 @@ def test_a_connection_lost_once_is_tried_again(checkpoint, server):
     assert tokens[0] == tokens[1]  # the same seeds: nothing is drawn twice
 
 
+@pytest.mark.parametrize("status", [429, 503])
+def test_a_busy_server_is_asked_again_and_not_for_compressed_answers(checkpoint, server, status):
+    encodings = []
+
+    def busy_once(handler):
+        encodings.append(handler.headers["Accept-Encoding"])
+        return len(encodings) == 1 and (send(handler, status, b"busy") or True)
+
+    server.take_over[MODELS] = busy_once
+    ask(checkpoint, server.url, retries=1)
+    assert encodings == ["identity"] * 2
+
+
 def test_what_was_heard_in_all_attempts_is_said(checkpoint, server):
     answers = [(500, b"out of memory"), (503, b"engine dead")]
 
@@ -256,6 +269,15 @@ def of(value):
     return lambda old: value
 
 
+def one_token_less(answer):
+    """Say that the limit ended what is shorter."""
+    for choice in answer["choices"][1:]:
+        del choice["token_ids"][1:]
+        for scores in choice["logprobs"].values():
+            del scores[1:]
+    return answer
+
+
 LOGPROBS = ("logprobs", "token_logprobs")
 ALTERED = [
     (change("model", value=of("another")), "with model '.*', got 'another'"),
@@ -284,6 +306,7 @@ ALTERED = [
         change("finish_reason", value=of("abort")),
         "with finish_reason and stop_reason .*'abort'",
     ),
+    (one_token_less, "with finish_reason and stop_reason .*'length'"),
     (change("finish_reason", value=of("stop")), "with finish_reason and stop_reason that fit"),
 ]
 

@@ -1,6 +1,7 @@
 """Handing weights to a server, and proving that it has them."""
 
 import json
+import threading
 
 import jax
 import jax.numpy as jnp
@@ -99,6 +100,16 @@ def test_the_server_goes_on_whatever_fails(sampler, server, checkpoint, path):
     assert server.paths()[-1] == "/resume"
     with pytest.raises(ServerError, match="last sync_weights"):
         sampler.sample("12", ASK)
+
+
+def test_the_server_goes_on_after_a_call_that_took_too_long(server, checkpoint, tmp_path):
+    place = {"model_id": checkpoint, "base_url": server.url, "shared_dir": tmp_path}
+    sampler, ended = vLLMSampler(**place, timeout=5, retries=0), threading.Event()
+    server.take_over["/collective_rpc"] = lambda handler: ended.wait(20)
+    with pytest.raises(ServerError, match="within 5 seconds"):
+        sampler.sync_weights(TransformersModel(model_id=checkpoint))
+    assert server.paths()[-1] == "/resume"
+    ended.set()
 
 
 def test_a_server_that_stays_paused_is_told_of(sampler, server, checkpoint):

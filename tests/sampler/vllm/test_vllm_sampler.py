@@ -116,7 +116,8 @@ def test_further_log_probabilities_are_there_when_asked_for(sampler, actor):
         assert response.topk_prompt_logprobs[0] is None
         listed = [[token for token, _ in row] for row in response.topk_prompt_logprobs[1:]]
         assert listed == np.argsort(-logits[: len(ids) - 1])[:, :top].tolist()
-    assert sampler.sample("12+", {"max_tokens": 3, "prompt_logprobs": 0})[0].prompt_logprobs
+    scored = sampler.sample("12+", {"max_tokens": 0, "prompt_logprobs": 0})[0]
+    assert scored.prompt_logprobs == one.prompt_logprobs and scored.sequences == []
 
 
 def test_choices_may_come_in_any_order(sampler, server):

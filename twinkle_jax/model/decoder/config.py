@@ -174,8 +174,7 @@ class DecoderConfig:
         """
         kinds = tuple(FULL if kind == SLIDING else kind for kind in self.layer_kinds)
         for size in range(1, self.layers + 1):
-            repeats, rest = divmod(self.layers, size)
-            if not rest and kinds[:size] * repeats == kinds:
+            if kinds[:size] * (self.layers // size) == kinds:
                 return kinds[:size]
         raise ValueError("layer_kinds must name at least one layer, got ()")
 

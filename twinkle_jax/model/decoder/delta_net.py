@@ -169,7 +169,7 @@ def _inputs(
             strict=True,
         )
     )
-    query, key = (jnp.repeat(_unit(y), groups, axis=2) for y in (query, key))
+    query, key = (jnp.repeat(unit(y), groups, axis=2) for y in (query, key))
     step = project(x, weights["in_proj_a"]).astype(jnp.float32)
     step = jax.nn.softplus(step + weights["dt_bias"].astype(jnp.float32)[None])
     log_decay = -jnp.exp(weights["A_log"].astype(jnp.float32))[None] * step
@@ -183,8 +183,8 @@ def _inputs(
     )
 
 
-def _unit(x: Float[Array, "*batch width"]) -> Float[Array, "*batch width"]:
-    """Scale vectors to length 1; finite, with finite gradient, where a vector is 0."""
+def unit(x: Float[Array, "*batch width"]) -> Float[Array, "*batch width"]:
+    """Scale vectors to length 1, nearly: 1e-6 keeps value and gradient finite at 0."""
     return x * jax.lax.rsqrt(jnp.sum(jnp.square(x), axis=-1, keepdims=True) + 1e-6)
 
 
