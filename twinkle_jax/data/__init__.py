@@ -49,12 +49,12 @@ from twinkle_jax.data.trajectory import (
 )
 
 if TYPE_CHECKING:
-    from twinkle_jax.data.batch import Batch, bucket_size, pad_rows
+    from twinkle_jax.data.batch import Batch, HostArray, bucket_size, pad_rows
     from twinkle_jax.data.features import Feature, Inputs, PerSequence, Piece, largest_logits
 
 # These need jax, which rewards and data sets do without.
 _LAZY = {
-    **dict.fromkeys(("Batch", "bucket_size", "pad_rows"), "batch"),
+    **dict.fromkeys(("Batch", "HostArray", "bucket_size", "pad_rows"), "batch"),
     **dict.fromkeys(("Feature", "Inputs", "PerSequence", "Piece", "largest_logits"), "features"),
 }
 
@@ -67,6 +67,7 @@ __all__ = [
     "Feature",
     "FunctionCall",
     "FunctionSpec",
+    "HostArray",
     "InputFeature",
     "Inputs",
     "LogprobsKind",
