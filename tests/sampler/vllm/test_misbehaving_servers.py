@@ -28,9 +28,7 @@ def test_a_server_that_is_down(checkpoint):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{free.getsockname()[1]}"
-        with pytest.raises(
-            ServerError, match=f"{url} must answer GET /v1/models, got ConnectError"
-        ):
+        with pytest.raises(ServerError, match=f"{url} .*ConnectError"):
             ask(checkpoint, url, retries=1)
 
 
@@ -39,7 +37,7 @@ def test_a_server_that_ends_between_two_calls(checkpoint):
         sampler = vLLMSampler(model_id=checkpoint, base_url=server.url, retries=0)
         sampler.sample("12", {"max_tokens": 1})
         server.stop()
-        with pytest.raises(ServerError, match="must answer GET /v1/models, got ConnectError"):
+        with pytest.raises(ServerError, match="ConnectError"):
             sampler.sample("12", {"max_tokens": 1})
 
 
@@ -87,15 +85,14 @@ def test_what_was_heard_in_all_attempts_is_said(checkpoint, server):
         return True
 
     server.take_over[MODELS] = fail
-    message = "got status 500: out of memory, then status 503: engine dead$"
-    with pytest.raises(ServerError, match=message):
+    with pytest.raises(ServerError, match=r"500: out of memory.*503: engine dead"):
         ask(checkpoint, server.url, retries=2)
     assert len(server.asked) == 3
 
 
 def test_a_refusal_is_not_repeated(checkpoint, server):
     server.take_over[COMPLETIONS] = lambda handler: send(handler, 400, b'{"message": "no"}') or True
-    with pytest.raises(ServerError, match=r'for the probe .*, got status 400: .*"no"'):
+    with pytest.raises(ServerError, match=r"400.*no"):
         ask(checkpoint, server.url, retries=3)
     assert server.paths().count(COMPLETIONS) <= 2  # side by side, each sent once
 
@@ -135,17 +132,16 @@ def compressed(handler):
 
 
 RAW = [
-    (dying, r"for inputs\[\d\], got RemoteProtocolError: peer closed"),
-    (endless_header, r"for inputs\[\d\], got RemoteProtocolError"),
-    (compressed, r"with JSON, got b'\\x1f"),
-    (endless, r"for inputs\[\d\] in at most \d+ bytes, got more"),
-    (lambda h: send(h, 200, b"<html>") or True, r"for inputs\[\d\] with JSON, got b'<html>'"),
-    (lambda h: send(h, 200, b"") or True, r"with JSON, got b''"),
-    (lambda h: send(h, 200, b"[" * 10**5) or True, "with JSON, got b'"),
-    (lambda h: send(h, 200, b"9" * 10**4) or True, "with JSON, got b'9999"),
-    (lambda h: send(h, 200, b"\xff\xfe{}") or True, "with JSON, got b"),
-    (lambda h: send(h, 302, b"elsewhere") or True, "got status 302: elsewhere"),
-    (lambda h: h.wfile.write(b"SSH-2.0\r\n") and True, "got RemoteProtocolError"),
+    (dying, "RemoteProtocolError"),
+    (endless_header, "RemoteProtocolError"),
+    (lambda h: h.wfile.write(b"SSH-2.0\r\n") and True, "RemoteProtocolError"),
+    (compressed, "JSON"),
+    (endless, "bytes"),
+    *(
+        (lambda h, body=body: send(h, 200, body) or True, "JSON")
+        for body in (b"<html>", b"", b"[" * 10**5, b"9" * 10**4, b"\xff\xfe{}")
+    ),
+    (lambda h: send(h, 302, b"elsewhere") or True, "302: elsewhere"),
 ]
 
 
@@ -154,10 +150,10 @@ def but_the_probe(handle):
     return lambda handler: "allowed_token_ids" not in handler.body and handle(handler)
 
 
-@pytest.mark.parametrize(("handle", "message"), RAW)
-def test_what_is_no_answer(checkpoint, server, handle, message):
+@pytest.mark.parametrize(("handle", "reason"), RAW)
+def test_what_is_no_answer(checkpoint, server, handle, reason):
     server.take_over[COMPLETIONS] = but_the_probe(handle)
-    with pytest.raises(ServerError, match=message):
+    with pytest.raises(ServerError, match=rf"for inputs\[\d\].* {reason}"):
         ask(checkpoint, server.url)
 
 
@@ -186,7 +182,7 @@ def test_no_call_takes_longer_than_it_may(checkpoint, server, first, then, path)
         return True
 
     server.take_over[path] = drip
-    with pytest.raises(ServerError, match=f"{path}.* within 0.3 seconds, got no answer"):
+    with pytest.raises(ServerError, match=f"{path}.* 0.3 seconds"):
         ask(checkpoint, server.url, timeout=0.3, retries=5)
     assert not waited_to_the_end
     released.set()
@@ -212,7 +208,7 @@ def test_the_first_error_ends_the_other_requests(checkpoint, server):
         return True
 
     server.take_over[COMPLETIONS] = handle
-    with pytest.raises(ServerError, match=r"inputs\[1\], got status 400: no"):
+    with pytest.raises(ServerError, match=r"inputs\[1\].*400: no"):
         ask(checkpoint, server.url)
     assert not waited_to_the_end
     released.set()
@@ -250,115 +246,99 @@ def test_an_interrupted_call_ends_at_once(checkpoint, server):
         signal.signal(signal.SIGINT, signal.SIG_DFL if handler is None else handler)
 
 
-def change(*path, value):
-    """Put a value somewhere in the second choice of an answer, or remove what is there."""
-
-    def alter(answer):
-        if len(answer["choices"]) < 2:
-            return answer
-        place = answer if path[0] in answer else answer["choices"][1]
-        for key in path[:-1]:
-            place = place[key]
-        place[path[-1]] = value(place[path[-1]])
+def change(answer, path, value):
+    """Put a value somewhere in the second choice of an answer."""
+    if len(answer["choices"]) < 2:
         return answer
-
-    return alter
+    *parents, last = (int(key) if key.isdigit() else key for key in path.split("/"))
+    place = answer if path in answer else answer["choices"][1]
+    for key in parents:
+        place = place[key]
+    place[last] = value(place[last])
+    return answer
 
 
 def of(value):
     return lambda old: value
 
 
-def one_token_less(answer):
-    """Say that the limit ended what is shorter."""
-    for choice in answer["choices"][1:]:
-        del choice["token_ids"][1:]
-        for scores in choice["logprobs"].values():
-            del scores[1:]
-    return answer
-
-
-LOGPROBS = ("logprobs", "token_logprobs")
+TOKEN_LOGPROBS, TOP_LOGPROBS = "logprobs/token_logprobs", "logprobs/top_logprobs"
 ALTERED = [
-    (change("model", value=of("another")), "with model '.*', got 'another'"),
-    (change("choices", value=lambda x: x[:1]), r"with 2 choices, numbered from 0, got \[0\]"),
-    (change("choices", value=lambda x: [*x, x[0]]), r"with 2 choices, .* got \[0, 1, 0\]"),
-    (change("choices", value=of(None)), "with a list of choices, got None"),
-    (change("choices", value=of([1, 2])), "with choices that are objects, got 1"),
-    (change("index", value=of("1")), "with an index in each choice, got '1'"),
-    (change("token_ids", value=of([])), "with 1 to 2 token_ids, got 0"),
-    (change("token_ids", value=of([8] * 3)), "with 1 to 2 token_ids, got 3"),
-    (change("token_ids", 0, value=of(19)), r"with token_ids in \[0, 19\), got 19"),
-    (change("token_ids", 0, value=of(-1)), r"with token_ids in \[0, 19\), got -1"),
-    (change("token_ids", 0, value=of(True)), "with token_ids that are integers, got True"),
-    (change("token_ids", 0, value=of(2.0)), "with token_ids that are integers, got 2.0"),
-    (change("prompt_token_ids", value=lambda x: x[1:]), "with the prompt_token_ids that were sent"),
-    (change("logprobs", value=of(None)), "with logprobs that are an object, got None"),
-    (change(*LOGPROBS, value=lambda x: x[1:]), r"with token_logprobs for \d token_ids, got"),
-    (change(*LOGPROBS, 0, value=of(float("nan"))), "with token_logprobs that are finite .* nan"),
-    (change(*LOGPROBS, 0, value=of(float("-inf"))), "with token_logprobs that are finite .* -inf"),
-    (change(*LOGPROBS, 0, value=of(0.5)), "with token_logprobs that are finite and at most 0"),
-    (change(*LOGPROBS, 0, value=of(-(10**400))), "with token_logprobs that are finite"),
-    (change(*LOGPROBS, 0, value=of(None)), "with token_logprobs that are finite .* None"),
-    (change("logprobs", "top_logprobs", 0, value=of({"1": -1.0})), "with tokens as 'token_id:ID'"),
-    (change("logprobs", "top_logprobs", value=lambda x: x[1:]), "with token_logprobs for"),
-    (
-        change("finish_reason", value=of("abort")),
-        "with finish_reason and stop_reason .*'abort'",
-    ),
-    (one_token_less, "with finish_reason and stop_reason .*'length'"),
-    (change("finish_reason", value=of("stop")), "with finish_reason and stop_reason that fit"),
+    ("model", of("another")),
+    *(("choices", x) for x in (lambda x: x[:1], lambda x: [*x, x[0]], of(None), of([1, 2]))),
+    ("index", of("1")),
+    *(("token_ids", of(x)) for x in ([], [8] * 3)),
+    *(("token_ids/0", of(x)) for x in (19, -1, True, 2.0)),
+    ("prompt_token_ids", lambda x: x[1:]),
+    ("logprobs", of(None)),
+    (TOKEN_LOGPROBS, lambda x: x[1:]),
+    *((f"{TOKEN_LOGPROBS}/0", of(x)) for x in (float("nan"), float("-inf"), 0.5, -(10**400), None)),
+    (f"{TOP_LOGPROBS}/0", of({"1": -1.0})),
+    (TOP_LOGPROBS, lambda x: x[1:]),
+    *(("finish_reason", of(x)) for x in ("abort", "stop")),
 ]
 
 
-@pytest.mark.parametrize(("alter", "message"), ALTERED)
-def test_what_cannot_be_an_answer(checkpoint, server, alter, message):
+def fails_with_the_name(checkpoint, server, alter, name, **options):
     server.alter[COMPLETIONS] = alter
+    with pytest.raises(ServerError, match=rf"{COMPLETIONS} for inputs\[\d\] with .*{name}.*, got"):
+        ask(checkpoint, server.url, **options)
+
+
+@pytest.mark.parametrize(("path", "value"), ALTERED)
+def test_what_cannot_be_an_answer(checkpoint, server, path, value):
     # A stop token is not drawn with this seed, so that all completions have two tokens.
-    with pytest.raises(ServerError, match=rf"POST /v1/completions for inputs\[\d\] {message}"):
-        ask(checkpoint, server.url, retries=3)
+    name = path.rstrip("/0").split("/")[-1]
+    fails_with_the_name(checkpoint, server, lambda x: change(x, path, value), name, retries=3)
+
+
+def test_a_limit_that_was_not_reached(checkpoint, server):
+    def one_token_less(answer):
+        for choice in answer["choices"][1:]:
+            del choice["token_ids"][1:]
+            for scores in choice["logprobs"].values():
+                del scores[1:]
+        return answer
+
+    fails_with_the_name(checkpoint, server, one_token_less, "finish_reason")
 
 
 PROMPTS = [
-    (lambda x: x[1:], "with prompt_logprobs for 2 tokens, got 1"),
-    (lambda x: [None, None], "with prompt_logprobs that are objects, got None"),
-    (lambda x: [None, {"3": {"logprob": -1.0}}], "with the prompt_logprobs of token 9, got"),
-    (lambda x: [None, {"9": {"logprob": 1.0}}], "with log-probabilities that are finite"),
-    (lambda x: [None, {"9": -1.0}], "with prompt_logprobs, got -1.0"),
+    lambda x: x[1:],
+    of([None, None]),
+    *(of([None, x]) for x in ({"3": {"logprob": -1.0}}, {"9": {"logprob": 1.0}}, {"9": -1.0})),
 ]
 
 
-@pytest.mark.parametrize(("value", "message"), PROMPTS)
-def test_what_cannot_be_said_of_a_prompt(checkpoint, server, value, message):
+@pytest.mark.parametrize("value", PROMPTS)
+def test_what_cannot_be_said_of_a_prompt(checkpoint, server, value):
     def alter(answer):
         choice = answer["choices"][0]
         if choice["prompt_logprobs"] and len(choice["prompt_logprobs"]) == 2:
             choice["prompt_logprobs"] = value(choice["prompt_logprobs"])
         return answer
 
-    server.alter[COMPLETIONS] = alter
-    with pytest.raises(ServerError, match=rf"for inputs\[0\] {message}"):
-        ask(checkpoint, server.url)
+    fails_with_the_name(checkpoint, server, alter, "prompt_logprobs")
 
 
 MODEL_LISTS = [
-    ({"data": [{"id": "other", "max_model_len": 64}]}, r"with model '.*qwen3' .*got \['other'\]"),
-    ({"data": []}, r"with model .* got \[\]"),
-    ({"data": {}}, "with a list of data, got {}"),
-    ({"data": [3]}, "with models that are objects, got 3"),
-    ([], r"with an object, got \[\]"),
+    ("model", {"data": [{"id": "other", "max_model_len": 64}]}),
+    ("model", {"data": []}),
+    ("data", {"data": {}}),
+    ("models", {"data": [3]}),
+    ("object", []),
 ]
 
 
-@pytest.mark.parametrize(("answer", "message"), MODEL_LISTS)
-def test_a_server_with_another_model(checkpoint, server, answer, message):
+@pytest.mark.parametrize(("name", "answer"), MODEL_LISTS)
+def test_a_server_with_another_model(checkpoint, server, name, answer):
     server.alter[MODELS] = lambda _: answer
-    with pytest.raises(ServerError, match=f"must answer GET /v1/models {message}"):
+    with pytest.raises(ServerError, match=f"{MODELS} with .*{name}"):
         ask(checkpoint, server.url)
     assert COMPLETIONS not in server.paths()
 
 
 def test_a_model_without_a_length(checkpoint, server):
     server.alter[MODELS] = lambda answer: {"data": [{"id": server.name}]}
-    with pytest.raises(ServerError, match="with an integer as max_model_len, got None"):
+    with pytest.raises(ServerError, match="max_model_len"):
         ask(checkpoint, server.url)

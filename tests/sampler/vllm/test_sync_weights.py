@@ -44,10 +44,10 @@ def test_weights_that_were_not_loaded_are_found_out(sampler, server, checkpoint)
     actor = changed(TransformersModel(model_id=checkpoint), 1e-2)
     sampler.sample("12", ASK)
     server.loads = False
-    with pytest.raises(ServerError, match="must have the actor's weights"):
+    with pytest.raises(ServerError, match="actor's weights"):
         sampler.sync_weights(actor)
     assert server.paths().count("/resume") == 1
-    with pytest.raises(ServerError, match="got an error from the last sync_weights: call it again"):
+    with pytest.raises(ServerError, match="sync_weights"):
         sampler.sample("12", ASK)
     server.loads = True
     sampler.sync_weights(actor)
@@ -62,7 +62,7 @@ def test_weights_are_proved_whichever_log_probabilities_there_are(sampler, serve
         assert gap(sampler.sample("12", ASK), actor) < 1e-5
     sampler.sample("12", {**ASK, "temperature": 0.7})  # the mode is asked for after each sync
     server.logprobs_mode, server.shift = "raw_logits", -9.0
-    with pytest.raises(ServerError, match="must have the actor's weights"):
+    with pytest.raises(ServerError, match="actor's weights"):
         sampler.sync_weights(actor)
 
 
@@ -80,14 +80,14 @@ def test_how_close_is_close_enough_can_be_said(server, checkpoint, tmp_path):
     server.loads = False
     place = {"model_id": checkpoint, "base_url": server.url, "shared_dir": tmp_path}
     vLLMSampler(**place, tolerance=5.0).sync_weights(actor)
-    with pytest.raises(ServerError, match="at most 1e-06 on average"):
+    with pytest.raises(ServerError, match="1e-06"):
         vLLMSampler(**place, tolerance=1e-6).sync_weights(actor)
 
 
 def test_a_server_that_began_anew_is_found_out(sampler, server, checkpoint):
     sampler.sync_weights(changed(TransformersModel(model_id=checkpoint)))
     server.models = {server.name: server.first}
-    with pytest.raises(ServerError, match="must have the weights of the last sync_weights: log"):
+    with pytest.raises(ServerError, match="last sync_weights"):
         sampler.sample("12", ASK)
 
 
@@ -95,7 +95,7 @@ def test_a_server_that_began_anew_is_found_out(sampler, server, checkpoint):
 def test_the_server_goes_on_whatever_fails(sampler, server, checkpoint, path):
     actor = TransformersModel(model_id=checkpoint)
     server.take_over[path] = lambda handler: send(handler, 500, b"no") or True
-    with pytest.raises(ServerError, match=f"must answer POST {path}.*, got status 500: no"):
+    with pytest.raises(ServerError, match=f"{path}.* 500: no"):
         sampler.sync_weights(actor)
     assert server.paths()[-1] == "/resume"
     with pytest.raises(ServerError, match="last sync_weights"):
@@ -126,7 +126,7 @@ def test_a_server_that_stays_paused_is_told_of(sampler, server, checkpoint):
 
 def test_a_cache_that_is_not_emptied_is_an_error(sampler, server, checkpoint):
     server.alter["/reset_prefix_cache"] = lambda answer: {"success": False}
-    with pytest.raises(ServerError, match="/reset_prefix_cache with success, got False"):
+    with pytest.raises(ServerError, match="reset_prefix_cache"):
         sampler.sync_weights(TransformersModel(model_id=checkpoint))
 
 
@@ -137,10 +137,10 @@ def test_a_server_without_the_routes_is_told_how_to_start(sampler, server, check
         lambda handler: send(handler, 404, b"Not Found") or True,
     )
     server.take_over = gone
-    with pytest.raises(ServerError, match="404: Not Found: start it with VLLM_SERVER_DEV_MODE=1"):
+    with pytest.raises(ServerError, match="VLLM_SERVER_DEV_MODE=1"):
         sampler.sync_weights(actor)
     actor.add_adapter_to_model("default", LoraConfig(r=2))
-    with pytest.raises(ServerError, match="404: Not Found: start it with --enable-lora"):
+    with pytest.raises(ServerError, match="--enable-lora"):
         sampler.sync_weights(actor)
 
 
@@ -167,7 +167,7 @@ def test_an_adapter_on_another_base_is_found_out_and_forgotten(
 ):
     actor = changed(TransformersModel(model_id=checkpoint))
     actor.add_adapter_to_model("default", LoraConfig(r=2))
-    with pytest.raises(ServerError, match="must have the actor's weights"):
+    with pytest.raises(ServerError, match="actor's weights"):
         sampler.sync_weights(actor)
     assert list(server.models) == [server.name] and adapters_in(tmp_path) == []
 
@@ -191,7 +191,7 @@ def test_what_cannot_be_written_never_reaches_the_server(sampler, server, checkp
     actor = TransformersModel(model_id=checkpoint)
     params = jax.tree.map(lambda x: x * jnp.float32(jnp.nan), actor.state.params)
     actor.state = actor.state._replace(params=params)
-    with pytest.raises(ValueError, match="must be finite to be saved"):
+    with pytest.raises(ValueError, match="finite"):
         sampler.sync_weights(actor)
     assert "/pause" not in server.paths()
     other = TransformersModel(model_id=write_checkpoint(tmp_path / "other", hidden=16))

@@ -49,14 +49,14 @@ class CompletionSettings(NamedTuple):
 
 
 class ServerCompletions(NamedTuple):
-    """What was drawn for a prompt, and the log-probabilities of the prompt where asked for."""
+    """The completions of a prompt, and the log-probabilities of the prompt if requested."""
 
     drawn: list[DrawnSequence]
     prompt: list[TopLogprobs | None] | None
 
 
 def check_params(params: SamplingParams, vocab: int) -> None:
-    """Refuse what vLLM cannot do, or would do otherwise without saying so.
+    """Refuse parameters that vLLM does not support, or would change silently.
 
     Raises:
         ValueError: with the parameter's name.
@@ -83,7 +83,7 @@ def usable_modes(
     """List the modes in which a server gives log-probabilities of a kind.
 
     vLLM takes raw ones from the logits as the model computes them, before the temperature too.
-    Processed ones are behind penalty, temperature and filters, renormalised.
+    Processed ones are taken after penalty, temperature and filters, and renormalised.
 
     Raises:
         ValueError: if there is none: filters at a temperature other than 1.
@@ -176,7 +176,7 @@ def completion_request(settings: CompletionSettings, purpose: str, **more: Any) 
 
 
 def _tops(params: SamplingParams) -> int:
-    """Say how many likely tokens to ask for beside the drawn one, which 1 means alone."""
+    """Return how many likely tokens to request; `logprobs=1` means the drawn one alone."""
     return 0 if params.logprobs == 1 else params.logprobs or 0
 
 
@@ -184,7 +184,7 @@ def _read_completions(settings: CompletionSettings, answer: Any) -> ServerComple
     """Read completions.
 
     Raises:
-        ValueError: for whatever is not as it was asked for.
+        ValueError: if the answer does not fit the request.
     """
     count = 1 if settings.params.temperature == 0 else settings.num_samples
     answer = read_object("an object", answer)
@@ -212,9 +212,11 @@ def _read_choice(settings: CompletionSettings, choice: Mapping[str, Any]) -> Dra
     logprobs = [read_logprob("token_logprobs", x) for x in read_list("token_logprobs", scores)]
     tops: list[TopLogprobs] = [[] for _ in tokens]
     if _tops(settings.params):
-        tops = [_read_top(settings, x, "token_id:") for x in read_list("top_logprobs", scores)]
-    if not len(logprobs) == len(tops) == len(tokens):
-        refuse(f"token_logprobs for {len(tokens)} token_ids", len(logprobs))
+        name = "top_logprobs"
+        tops = [_read_top(settings, name, x, "token_id:") for x in read_list(name, scores)]
+    for name, values in (("token_logprobs", logprobs), ("top_logprobs", tops)):
+        if len(values) != len(tokens):
+            refuse(f"{name} for {len(tokens)} token_ids", len(values))
     pairs = [
         [(token, logprob), *(x for x in top if x[0] != token and x[1] > _LOG_ZERO)]
         for token, logprob, top in zip(tokens, logprobs, tops, strict=True)
@@ -248,7 +250,7 @@ def _read_prompt_logprobs(
     for token, entry in zip(settings.prompt[1:], entries[1:], strict=True):
         entry = read_object("prompt_logprobs that are objects", entry)
         scores = {key: read_object("prompt_logprobs", x).get("logprob") for key, x in entry.items()}
-        pairs = _read_top(settings, scores, "")
+        pairs = _read_top(settings, "prompt_logprobs", scores, "")
         of_token = [pair for pair in pairs if pair[0] == token]
         if not of_token:
             refuse(f"the prompt_logprobs of token {token}", sorted(scores))
@@ -256,15 +258,15 @@ def _read_prompt_logprobs(
     return rows
 
 
-def _read_top(settings: CompletionSettings, scores: Any, prefix: str) -> TopLogprobs:
+def _read_top(settings: CompletionSettings, name: str, scores: Any, prefix: str) -> TopLogprobs:
     """Read a mapping from tokens to log-probabilities."""
     pairs = []
-    for key, value in read_object("log-probabilities by token", scores).items():
+    for key, value in read_object(f"{name} by token", scores).items():
         digits = key.removeprefix(prefix)
         if not (key.startswith(prefix) and digits.isascii() and digits.isdigit()):
-            refuse(f"tokens as '{prefix}ID'", key)
+            refuse(f"{name} by '{prefix}ID'", key)
         token = _read_token(settings, int(digits[:20]))
-        pairs.append((token, read_logprob("log-probabilities", value)))
+        pairs.append((token, read_logprob(name, value)))
     return pairs
 
 
