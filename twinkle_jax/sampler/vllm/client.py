@@ -37,7 +37,7 @@ class ServerError(RuntimeError):
 
 
 class Request(NamedTuple):
-    """What a server is asked, and how its answer is read.
+    """A request, and how its answer is read.
 
     Attributes:
         method: GET or POST.
@@ -62,7 +62,7 @@ class Request(NamedTuple):
 
 
 class Deadline:
-    """When a call must have ended, all of its requests together.
+    """The time limit of a call, for all of its requests together.
 
     Args:
         seconds: from now on.
@@ -86,7 +86,7 @@ class Client:
     Args:
         base_url: `http://HOST:PORT` or `https://…`; a `/v1` at its end is left out.
         api_key: what the server was started with, if with any.
-        retries: how often a request is sent again after a lost connection or a server's fault.
+        retries: how often a request is sent again after a lost connection or a server error.
 
     Raises:
         ValueError: for a malformed address or key, and numbers out of range.

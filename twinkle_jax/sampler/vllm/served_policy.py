@@ -1,4 +1,4 @@
-"""The policy on a vLLM server: find it, load weights into it, and prove that it has them."""
+"""The policy on a vLLM server: find it, load weights into it, and verify that it has them."""
 
 import secrets
 import shutil
@@ -50,7 +50,7 @@ class Served(NamedTuple):
 
 
 class ServedPolicy:
-    """What a server is to sample from.
+    """The model on a server that completions are sampled from.
 
     Args:
         client: sends requests to the server.
@@ -104,7 +104,7 @@ class ServedPolicy:
         return served, self._mode
 
     def load(self, deadline: Deadline, actor: Actor, shared_dir: Path, *, merge: bool) -> None:
-        """Have the server load an actor's checkpoint or adapter, and prove it.
+        """Have the server load an actor's checkpoint or adapter, and verify it.
 
         Raises:
             ServerError: if it cannot, or does not; `check` raises one too from then on, until a
@@ -188,11 +188,11 @@ def _read_models(names: Sequence[str], answer: Any) -> Served:
     )
 
 
-# Handing weights over.
+# Loading weights.
 
 
 def save_for_server(model: Actor, directory: Path) -> None:
-    """Write a policy as a checkpoint that a server loads rightly, adapters added to the kernels.
+    """Write a policy as a checkpoint that a server loads correctly, adapters added to the kernels.
 
     A head that is tied to the embedding is written as a tensor of its own: after `reload_weights`
     of a tied checkpoint, vLLM 0.32 on a CPU keeps the old head.
@@ -238,7 +238,7 @@ def _read_success(answer: Any) -> None:
         refuse("success", success)
 
 
-# Comparing what a server and an actor say of the same tokens.
+# Comparing the log-probabilities that server and actor give the same tokens.
 
 _PROMPTS, _TIME, _NEW, _TOP = 4, 24, 16, 8
 _ROUNDING = 1e-3
@@ -247,7 +247,7 @@ TokenScores = list[dict[int, float]]
 
 
 class Probe:
-    """A few prompts of random tokens, always the same, and what is asked about them.
+    """Requests about a few prompts of random tokens, always the same.
 
     Prompts are not scored themselves: vLLM 0.32 ends on a CPU when it is asked to, with adapters.
 
@@ -274,12 +274,12 @@ class Probe:
         return [self._request(model, i, 1, f"probe {i}") for i in range(_PROMPTS)]
 
     def forced_requests(self, model: str) -> list[Request]:
-        """Ask for a token where one only is allowed, twice, each time another one."""
+        """Ask twice for a token, each time with a single, different one allowed."""
         purpose = "the probe of --logprobs-mode"
         return [self._request(model, 0, 1, purpose, allowed_token_ids=[x]) for x in self._pair]
 
     def rows(self, answers: Sequence[ServerCompletions]) -> list[list[int]]:
-        """Give the tokens of each prompt and those after it."""
+        """Return the tokens of each prompt and its completion."""
         return [
             prompt + answer.drawn[0].tokens
             for prompt, answer in zip(self._prompts, answers, strict=True)
@@ -297,8 +297,8 @@ class Probe:
 def find_logprobs_mode(client: Client, deadline: Deadline, probe: Probe, name: str) -> LogprobsMode:
     """Find out which log-probabilities a server gives.
 
-    A token without alternative has probability 1 in the distribution drawn from. Before filters
-    two different ones cannot both have it.
+    The only token allowed has probability 1 after filters. Before filters, two different tokens
+    cannot both have it.
 
     Raises:
         ServerError: if what it gives are no log-probabilities.
@@ -307,8 +307,8 @@ def find_logprobs_mode(client: Client, deadline: Deadline, probe: Probe, name: s
     firsts = [answer.drawn[0].logprobs[0] for answer in answers]
     if all(first[0][1] >= -_ROUNDING for first in firsts):
         return "processed_logprobs"
-    # The logits modes give values above 0, which the reader refuses, or too large a sum. Where all
-    # logits are far below 0 it takes `prove` to tell them apart.
+    # A server may give logits instead. Values above 0 are refused when they are read, too large a
+    # sum here; if all logits are far below 0, only `prove` finds out.
     totals = [sum(np.exp([logprob for _, logprob in first])) for first in firsts]
     if max(totals) > 1 + _ROUNDING:
         raise ServerError(
@@ -366,7 +366,7 @@ def prove(
 
 
 def first_tokens(answers: Sequence[ServerCompletions]) -> TokenScores:
-    """Give the log-probabilities of the likely tokens after each prompt."""
+    """Return the log-probabilities of the likely tokens after each prompt."""
     return [dict(answer.drawn[0].logprobs[0]) for answer in answers]
 
 
@@ -378,7 +378,7 @@ def _compare_with_last(url: str, current: TokenScores, last: TokenScores, tolera
     ]
     table = np.asarray(pairs).reshape(-1, 2)
     weights = "the weights of the last sync_weights"
-    _compare(url, table[:, 0], table[:, 1], tolerance, weights, "it said then")
+    _compare(url, table[:, 0], table[:, 1], tolerance, weights, "it said after sync_weights")
 
 
 def _compare(

@@ -1,4 +1,4 @@
-"""Twinkle's sampler on a vLLM server that someone runs."""
+"""Twinkle's sampler on a vLLM server that you run."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -56,9 +56,9 @@ class vLLMSampler:  # noqa: N801  (Twinkle's name)
         tolerance: by how much log-probabilities may differ from the actor's, on average over the
             probe; None: 1e-3 for an actor in float32, 0.1 for others.
         timeout: seconds that a call may take, with all its requests and their repetitions.
-        retries: how often a request is sent again after a lost connection or a server's fault.
+        retries: how often a request is sent again after a lost connection or a server error.
         api_key: what the server was started with, if with any.
-        seed: where randomness begins; None leaves it to the server, which is faster there.
+        seed: seed of all calls; None: the server chooses its own, which is faster.
 
     Raises:
         ValueError: for a malformed address, numbers out of range, or an unreadable checkpoint.
@@ -164,7 +164,7 @@ class vLLMSampler:  # noqa: N801  (Twinkle's name)
         return responses
 
     def sync_weights(self, actor: Actor, *, merge: bool = False) -> None:
-        """Have the server load a policy's weights, and prove that it has them.
+        """Have the server load a policy's weights, and verify that it has them.
 
         A checkpoint, or the adapter where there is one, is written to `shared_dir`, and loaded.
         Then both sides score the same tokens, some of them drawn by the server with what it
@@ -176,7 +176,7 @@ class vLLMSampler:  # noqa: N801  (Twinkle's name)
 
         Raises:
             ValueError: if the policy has another configuration or a parameter is not finite.
-            ServerError: if the server cannot load it, or what it loaded scores tokens otherwise;
+            ServerError: if the server cannot load it, or scores tokens otherwise than the policy;
                 `sample` then refuses until a later call succeeds.
         """
         if replace(actor.config, tie_embeddings=False) != replace(
@@ -188,11 +188,11 @@ class vLLMSampler:  # noqa: N801  (Twinkle's name)
         self._policy.load(Deadline(self.timeout), actor, self.shared_dir, merge=merge)
 
     def set_template(self, template: Template) -> None:
-        """Choose what makes tokens of conversations, and text of tokens."""
+        """Set the template that encodes conversations and decodes tokens."""
         self.template = template
 
     def _limit(self, i: int, prompt: list[int], served: Served, params: SamplingParams) -> int:
-        """Say how many tokens a completion may have, here and on the server."""
+        """Return the most tokens of a completion, here and on the server."""
         room = min(self.max_length, served.max_length) - len(prompt)
         if room < 1:
             raise ValueError(
@@ -203,7 +203,7 @@ class vLLMSampler:  # noqa: N801  (Twinkle's name)
         return room if params.max_tokens is None else min(room, max(params.max_tokens, 1))
 
     def _seeds(self, seed: int | None, prompts: int) -> list[int | None]:
-        """Give each prompt its own: vLLM draws alike from two that have the same."""
+        """Return a seed for each prompt: with equal seeds, vLLM draws equal completions."""
         call, self.calls = self.calls, self.calls + 1
         if seed is not None:
             entropy = [seed]
