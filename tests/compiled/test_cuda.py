@@ -66,11 +66,17 @@ def test_a_step_of_decoding_copies_neither_weights_nor_cache(model, rows, most):
 
 
 @pytest.mark.parametrize(
-    ("model", "rows", "most"), [("Qwen3-4B", 64, 1.45), ("Qwen2.5-0.5B", 256, 2.2)]
+    ("model", "rows", "filled", "most"),
+    [
+        ("Qwen3-4B", 64, 1024, 1.45),
+        ("Qwen3-4B", 64, 2048, 1.5),
+        ("Qwen2.5-0.5B", 256, 1024, 2.2),
+        ("Qwen2.5-0.5B", 256, 2048, 2.1),
+    ],
 )
-def test_rows_of_different_lengths_are_read_by_page(model, rows, most):
-    """Room for 8,192 tokens of a row, of which an eighth is filled; whole rows of 0.5B: 8.1."""
-    found = rollout(model, "h100:1x4", rows, 8192, filled=1024)
+def test_rows_of_different_lengths_are_read_by_page(model, rows, filled, most):
+    """Room for 8,192 tokens of a row; filled to an eighth, whole rows of 0.5B would cost 8.1."""
+    found = rollout(model, "h100:1x4", rows, 8192, filled=filled)
     assert found.total < most * found.least, (found.total / found.least, found.largest())
     assert found.moved > 0.95 * found.least
     assert found.cache < 1.35 * found.filled

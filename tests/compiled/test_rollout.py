@@ -26,10 +26,11 @@ def test_a_step_reads_weights_and_cache_once(case):
     assert found.moved > 0.95 * found.least  # what is not seen would be cheap
 
 
-def test_rows_of_different_lengths_are_read_once_too():
-    """Pages: room for 8,192 tokens of each row, of which an eighth is filled; whole rows: 9.1."""
-    found = rollout("Qwen2.5-0.5B", "v5e:2x2", 256, 8192, filled=1024)
-    assert found.total < 1.5 * found.least, (found.total / found.least, found.largest())
+@pytest.mark.parametrize(("filled", "most"), [(1024, 1.48), (2048, 1.35)])
+def test_rows_of_different_lengths_are_read_once_too(filled, most):
+    """Room for 8,192 tokens of a row; filled to an eighth, whole rows would cost 9.1."""
+    found = rollout("Qwen2.5-0.5B", "v5e:2x2", 256, 8192, filled=filled)
+    assert found.total < most * found.least, (found.total / found.least, found.largest())
     assert found.moved > 0.95 * found.least
     assert found.cache < 1.2 * found.filled
     assert found.temporary < 0.3 * found.cache, found.temporary / found.cache
