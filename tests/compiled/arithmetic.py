@@ -7,6 +7,7 @@ import jax
 
 from tests.compiled.models import WHOLE, Cut, Setting, config_of
 from twinkle_jax.model import parameter_shapes
+from twinkle_jax.training.score import Transfers
 
 
 class Chip(NamedTuple):
@@ -47,16 +48,23 @@ class Ideal(NamedTuple):
     attention: float
 
 
-def ideal(model: str, setting: Setting, cut: Cut = WHOLE) -> Ideal:
-    """Work out the least an update can cost."""
+def ideal(
+    model: str, setting: Setting, cut: Cut = WHOLE, *, transfers: Transfers = "layers"
+) -> Ideal:
+    """Work out the least an update can cost.
+
+    With `transfers` `once`, parameters are gathered once, gradients are summed in bfloat16, and a
+    device holds all of both in bfloat16.
+    """
     s, config = setting, config_of(model, cut)
     count = sum(math.prod(x.shape) for x in jax.tree.leaves(parameter_shapes(config)))
     looked_up = 0 if config.tie_embeddings else config.vocab_size * config.hidden_size
     heads = config.attention.query_heads * config.attention.head_dim
     tokens = s.rows * s.time / s.devices
-    wire = (2 + 2 + 4) * count / s.tensor * (s.fsdp - 1) / s.fsdp
+    once = transfers == "once"
+    wire = (2 + 2 if once else 2 + 2 + 4) * count / s.tensor * (s.fsdp - 1) / s.fsdp
     if s.data > 1:  # the shares of gradients are summed over the copies
-        wire += 2 * 4 * count / s.tensor / s.fsdp * (s.data - 1) / s.data
+        wire += 2 * (2 if once else 4) * count / s.tensor / s.fsdp * (s.data - 1) / s.data
     layers = config.repeats * len(config.block)
     sums = 6 * layers * tokens * s.tensor * config.hidden_size
     wire += 2 * 2 * sums * (s.tensor - 1) / s.tensor
@@ -64,7 +72,7 @@ def ideal(model: str, setting: Setting, cut: Cut = WHOLE) -> Ideal:
     products = 8 * (count - looked_up) * tokens
     between = tokens * config.hidden_size * layers
     head = config.vocab_size * config.hidden_size
-    memory = 20 * count / s.fsdp / s.tensor + 2 * between + 2 * 2 * head
+    memory = 20 * count / s.fsdp / s.tensor + 2 * between + 2 * 2 * (count if once else head)
     return Ideal(count, memory, wire, products + attention, attention)
 
 

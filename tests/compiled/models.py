@@ -2,6 +2,7 @@
 
 import functools
 from typing import Any, NamedTuple
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +20,9 @@ from twinkle_jax.model import (
     parse_config,
     shard_like_params,
 )
+from twinkle_jax.model.decoder.sharding import backend_of
 from twinkle_jax.training import grad_step, train_state
+from twinkle_jax.training.score import Transfers
 
 
 def _qwen(
@@ -97,9 +100,11 @@ def update_costs(
     *,
     bare: bool = True,
     attention: AttentionImplementation | None = None,
+    transfers: Transfers = "layers",
 ) -> Costs:
     """Compile an update, and add it up; arguments as for `compiled_update`."""
-    compiled = compiled_update(model, setting, cut, bare=bare, attention=attention)
+    options: Any = {"bare": bare, "attention": attention, "transfers": transfers}
+    compiled = compiled_update(model, setting, cut, **options)
     labels = setting.rows * setting.time // setting.devices
     chunks = -(-labels // 1024)  # that are scored together
     return costs(compiled, setting.devices, unknown_trips=chunks)
@@ -113,6 +118,7 @@ def compiled_update(
     *,
     bare: bool,
     attention: AttentionImplementation | None,
+    transfers: Transfers = "layers",
 ) -> Any:
     """Compile `grad_step` in bfloat16 on float32 parameters with AdamW's state.
 
@@ -123,6 +129,7 @@ def compiled_update(
         bare: whether devices are taken in the order in which the topology lists them.
         attention: its implementation; None for the one that users get. The products of a kernel
             are not counted.
+        transfers: as for `grad_step`.
     """
     s, config = setting, config_of(model, cut)
     mesh = described_mesh(s.topology, s.data, s.fsdp, s.tensor, bare=bare)
@@ -143,8 +150,11 @@ def compiled_update(
     batch = laid_out(batch, jax.tree.map(lambda _: rows, batch))
 
     def update(state: Any, batch: Batch) -> Any:
-        options = {"compute_dtype": "bfloat16", "attention": attention, "mesh": mesh}
+        options: Any = {"compute_dtype": "bfloat16", "attention": attention, "mesh": mesh}
+        options["transfers"] = transfers
         return grad_step(state, batch, config, GRPOLoss(), **options)
 
-    with jax.numpy_dtype_promotion("standard"):
+    # Moved at once, each device runs alone, on what JAX calls its backend: here that is a CPU.
+    here = mock.patch.object(jax, "default_backend", return_value=backend_of(mesh))
+    with here, jax.numpy_dtype_promotion("standard"):
         return jax.jit(update, donate_argnums=0).lower(state, batch).compile()

@@ -38,6 +38,21 @@ def test_an_update_costs_what_it_must(case):
         assert found.sent["all-reduce"] < 0.01 * found.sent["reduce-scatter"], found.largest
 
 
+@pytest.mark.parametrize(
+    ("model", "setting"),
+    [
+        ("Qwen2.5-0.5B", Setting("h100:1x4", 1, 4, 1, 64, 256)),
+        ("Qwen3-4B", Setting("h100:2x8", 1, 16, 1, 256, 256)),
+    ],
+)
+def test_parameters_that_move_at_once_cross_the_wire_once(model, setting):
+    """And so do gradients; memory is also for the buckets that they are put together in."""
+    found = update_costs(model, setting, SMALL, transfers="once")
+    least = ideal(model, setting, SMALL, transfers="once")
+    assert found.wire < 1.001 * least.wire, (found.wire / least.wire, found.largest)
+    assert found.peak < 1.9 * least.memory, found.peak / least.memory
+
+
 @pytest.mark.parametrize("case", ["4 GPUs", "2 hosts", "tensor"])
 def test_the_order_of_the_devices_does_not_matter(case):
     model, setting, _ = BUDGETS[case]
