@@ -54,6 +54,25 @@ def transfers_of(text):
     return counts
 
 
+def fail_in_one_and_interrupt_the_other():
+    def compute():
+        raise ZeroDivisionError if jax.process_index() else hosts.InterruptedRunError
+
+    return outcome(lambda: hosts.together("x", compute))
+
+
+def fail_in_both():
+    """As `fail` does inside of a call that is shared."""
+    return outcome(lambda: hosts.together("x", lambda: hosts.fail(ValueError("mesh must fit"))))
+
+
+def shared_in_another_order():
+    """As where the devices of the second process are listed first."""
+    send = multihost_utils.process_allgather
+    with mock.patch.object(multihost_utils, "process_allgather", lambda x: send(x)[::-1]):
+        return hosts.share("x", jax.process_index)
+
+
 def numbers():
     """Of its own rows; what it gives for the others must not be read."""
     own = hosts.held_rows(spread("fsdp"))
@@ -74,11 +93,17 @@ def facts():
         "agreed": hosts.agreed("x", lambda: index),
         "failed": fail_in(1, ZeroDivisionError("of sheep")),
         "interrupted": fail_in(0, hosts.InterruptedRunError()),
+        "failed and interrupted": fail_in_one_and_interrupt_the_other(),
+        "failed in both": fail_in_both(),
+        "in another order": shared_in_another_order(),
         "shared error": outcome(lambda: hosts.fail(ValueError("mesh must fit"))),
         "merged": hosts.merge_rows("x", hosts.held_rows(rows), numbers)["square"].tolist(),
         "of the first": hosts.merge_rows("x", first_alone, lambda: {"a": VALUES[:, 1]})[
             "a"
         ].tolist(),
+        "of one row": hosts.merge_rows(
+            "x", first_alone & (np.arange(8) == 2), lambda: {"a": VALUES[:, 1]}
+        )["a"].tolist(),
         "names": sorted(hosts.merge_rows("x", first_alone, lambda: {f"by {index}": VALUES[:, 0]})),
         "transfers": [
             transfers_of("short"),

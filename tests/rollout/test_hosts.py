@@ -54,9 +54,15 @@ def test_what_two_processes_tell_each_other():
         assert message.startswith("process 1 of 2 (")
         assert message.endswith("counting sheep: ZeroDivisionError: of sheep")
         assert fact["interrupted"] == ["InterruptedRunError", ""]
+        # An error is told, also where the other process has a signal; once is enough.
+        assert fact["failed and interrupted"][0] == "SharedError"
+        assert fact["failed in both"] == ["SharedError", "mesh must fit"]
+        assert fact["in another order"] == [0, 1]
         assert fact["shared error"] == ["SharedError", "mesh must fit"]
         np.testing.assert_array_equal(fact["merged"], np.arange(8.0) ** 2)
         np.testing.assert_array_equal(fact["of the first"], VALUES[:, 1])
+        only = np.where(np.arange(8) == 2, VALUES[:, 1], np.nan)
+        np.testing.assert_array_equal(fact["of one row"], only)
         # There is room for what a call has sent before, up to a limit.
         assert fact["transfers"] == [[1, 1, 1], [1, 1, 1], [2, 1, 1], [2, 1, 1], [2, 2, 2]]
         assert fact["names"] == ["by 0"]

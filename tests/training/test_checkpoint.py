@@ -18,6 +18,7 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 from tests.training.checkpoint_loop import state
+from twinkle_jax.rollout import hosts
 from twinkle_jax.training.checkpoint import RunCheckpoints, find_fault, write_manifest
 
 ROOT = Path(__file__).parents[3]
@@ -194,6 +195,19 @@ def test_old_steps_go_once_a_new_one_is_there(tmp_path):
     assert checkpoints.restore({}, step=10).facts == {"step": 10}
     names = sorted(path.name for path in tmp_path.iterdir())
     assert names == ["step_00000010", "step_100000000", "step_notes"]
+
+
+def test_only_the_first_process_deletes_old_steps(tmp_path, monkeypatch):
+    checkpoints = RunCheckpoints(tmp_path, keep=1)
+    checkpoints.save(1, {}, {})
+    for step, is_first in ((2, False), (3, True)):
+        checkpoints.save(step, {}, {}, wait=False)
+        while step not in checkpoints.steps():
+            time.sleep(0.01)
+        monkeypatch.setattr(hosts, "is_first", lambda first=is_first: first)
+        checkpoints.finish()
+        assert checkpoints.steps() == ([3] if is_first else [1, 2])
+        monkeypatch.undo()
 
 
 def test_remains_of_ended_saves_go_and_what_others_do_stays(tmp_path):
