@@ -1,8 +1,10 @@
 """Two processes do what one does: the same tokens, the same metrics, one outcome."""
 
 import json
+import time
 from itertools import chain
 
+import jax
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
@@ -10,6 +12,7 @@ from safetensors.numpy import load_file
 from tests.training import small_run
 from tests.training.joined_runs import SHORT_ANSWERS, JoinedRun
 from tests.training.runs import steps
+from twinkle_jax.rollout import hosts
 from twinkle_jax.training import (
     DistributedConfig,
     EvaluationConfig,
@@ -18,9 +21,10 @@ from twinkle_jax.training import (
     MeshConfig,
     OptimizerConfig,
     RolloutConfig,
+    progress,
     train,
 )
-from twinkle_jax.training.hosts import fingerprint, started_as_one_of_several
+from twinkle_jax.training.hosts import check_same, fingerprint, started_as_one_of_several
 
 TIMES = ("time/sample", "time/environment", "step_time", "tokens_per_second")
 
@@ -104,6 +108,41 @@ def test_a_process_number_without_a_coordinator_is_refused(folder, tmp_path):
     alone = DistributedConfig(process_id=1)
     with pytest.raises(ValueError, match="coordinator_address"):
         train(config(folder, tmp_path / "run", distributed=alone))
+
+
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        ("versions", "the version of jax"),
+        ("settings", "jax_default_matmul_precision"),
+        ("file", "more.txt of model"),
+        ("clock", "clocks"),
+    ],
+)
+def test_what_differs_on_one_host_is_named(folder, tmp_path, monkeypatch, change, name):
+    """Seen from one process, which computes what the other one would share."""
+    versions = progress.package_versions()
+    more, clock = folder / "model" / "more.txt", time.time
+
+    def share(call, compute):
+        first = compute()
+        with monkeypatch.context() as other, jax.default_matmul_precision(precision):
+            if change == "versions":
+                other.setattr(progress, "package_versions", lambda: versions | {"jax": "0.0"})
+            if change == "clock":
+                other.setattr(time, "time", lambda: clock() + 120)
+                return [first, time.time() if call == "comparing clocks" else compute()]
+            if change == "file":
+                more.write_text("of one host")
+            second = compute()
+            more.unlink(missing_ok=True)
+            return [first, second]
+
+    precision = "highest" if change == "settings" else None
+    monkeypatch.setattr(hosts, "several", lambda: True)
+    monkeypatch.setattr(hosts, "share", share)
+    with pytest.raises(hosts.SharedError, match=name):
+        check_same(config(folder, tmp_path / "run"), [], [])
 
 
 def test_hosts_that_are_started_differently_are_refused_by_name(folder, tmp_path):

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import signal
+import socket
 import subprocess
 import time
 from pathlib import Path
@@ -169,6 +170,7 @@ def test_a_damaged_checkpoint_is_not_used(folder, whole, tmp_path, damage):
         path.unlink()
     run = assert_goes_on(folder, tmp_path / "run", whole, logging=every_step())
     assert f"step 3 is skipped: {path}" in run.errors(0)
+    assert "is skipped" not in run.errors(1)
     assert "resuming after step 2" in run.printed(0)
 
 
@@ -207,6 +209,34 @@ def test_a_process_that_the_others_do_not_come_to(folder, tmp_path, process):
     )
     assert ended.returncode == 1
     assert "distributed.connect_timeout=5" in ended.stderr.splitlines()[-1]
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_port_that_is_taken(folder, tmp_path):
+    """By a server that is no coordinator; both processes end, and say so."""
+    with socket.socket() as taken:
+        taken.bind(("localhost", 0))
+        taken.listen()
+        address = f"localhost:{taken.getsockname()[1]}"
+        options = [f"--distributed.coordinator_address={address}"]
+        options += ["--distributed.connect_timeout=10"]
+        both = dict.fromkeys(range(2), options)
+        with JoinedRun(folder, config(folder, tmp_path / "run"), extra=both) as run:
+            assert run.wait(ENDS_WITHIN) == [1, 1], run.errors(0) + run.errors(1)
+    first, second = run.complaints()
+    assert "must be a free port of process 0" in first[-1]
+    assert "distributed.connect_timeout=10" in second[-1]
+    assert not (tmp_path / "run").exists()
+
+
+def test_rows_that_the_processes_cannot_share_equally(folder, tmp_path):
+    three = {number: ["--rollout.prompts=3"] for number in range(2)}
+    with JoinedRun(folder, config(folder, tmp_path / "run"), extra=three) as run:
+        statuses = run.wait(ENDS_WITHIN)
+    for status, number in zip(statuses, range(2), strict=True):
+        assert status != 0
+        assert "must divide rollout.prompts times rollout.num_samples" in run.errors(number)
+        assert "12, got 8" in run.errors(number)
     assert not (tmp_path / "run").exists()
 
 

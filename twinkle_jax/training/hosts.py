@@ -8,6 +8,7 @@ import hashlib
 import importlib.util
 import os
 import secrets
+import socket
 import sys
 import threading
 import time
@@ -27,6 +28,7 @@ _PROBE = ".shared"
 _LOST_AFTER = 25  # seconds without a heartbeat, after which a process counts as dead
 _END_WITHIN = 30  # seconds that processes wait for each other at their end
 _VISIBLE_WITHIN = 10.0  # seconds in which a new file must be seen: network file systems cache
+_CLOCKS_WITHIN = 60  # seconds; more is no delay of a message, but a clock that is wrong
 _SAMPLES, _SAMPLE_BYTES = 16, 1 << 16  # read of a large file, instead of all its bytes
 _JAX_SETTINGS = (
     "jax_enable_x64",
@@ -64,6 +66,8 @@ def connect(settings: DistributedConfig) -> None:
                 )
         if not started_as_one_of_several(os.environ):
             return
+    if settings.process_id == 0 and address not in (None, "auto"):
+        _check_port(address)
     limit = settings.connect_timeout
     # After its own timeout JAX aborts the process, with a stack trace instead of an explanation.
     watch = threading.Timer(limit, _end_waiting, (address or "the coordinator", limit))
@@ -84,12 +88,26 @@ def connect(settings: DistributedConfig) -> None:
             f"finds no cluster: {error}"
         ) from error
     except RuntimeError as error:
-        raise ConnectionError(
-            "distributed.coordinator_address must be a free port of process 0, got "
-            f"{address or 'what JAX has found'}: {_first_line(error)}"
-        ) from error
+        raise _port_error(address or "what JAX has found", error) from error
     finally:
         watch.cancel()
+
+
+def _check_port(address: str) -> None:
+    """Raise if the port is taken: JAX's server crashes the process then."""
+    port = address.rpartition(":")[2]
+    if port.isdigit():
+        try:
+            socket.create_server(("", int(port))).close()
+        except (OSError, OverflowError) as error:
+            raise _port_error(address, error) from error
+
+
+def _port_error(address: str, error: BaseException) -> ConnectionError:
+    return ConnectionError(
+        "distributed.coordinator_address must be a free port of process 0, got "
+        f"{address}: {_first_line(error)}"
+    )
 
 
 def _end_waiting(address: str, seconds: float) -> None:
@@ -132,7 +150,7 @@ def started_as_one_of_several(environment: Mapping[str, str]) -> bool:
 def check_same(
     config: TrainConfig, train: Sequence[Trajectory], held_out: Sequence[Trajectory]
 ) -> None:
-    """Raise unless all processes have the same settings, versions and files.
+    """Raise unless all processes have the same settings, versions, files and time.
 
     Args:
         config: of this process.
@@ -154,6 +172,16 @@ def check_same(
                     f"process 0 and {facts.get(name)!r} in process {process}"
                 )
                 hosts.fail(ValueError(message))
+    # The comparison above took all processes to this line at the same time.
+    clocks = hosts.share("comparing clocks", lambda: time.time())
+    apart = max(clocks) - min(clocks)
+    if apart > _CLOCKS_WITHIN:
+        late, early = clocks.index(max(clocks)), clocks.index(min(clocks))
+        message = (
+            f"clocks of all hosts must agree to within {_CLOCKS_WITHIN} s, got that of process "
+            f"{late} {apart:.0f} s ahead of that of process {early}"
+        )
+        hosts.fail(ValueError(message))
 
 
 def check_shared(directory: Path) -> None:
