@@ -37,6 +37,7 @@ def test_the_number_of_samples_may_be_a_parameter():
     [
         (["+3", "2+"], "length", False, "1", "stop"),  # the string that begins first
         (["+3", "2+"], "length", True, "12+", "stop"),
+        (["2+", "12+"], "length", False, "", "stop"),  # both end here; "12+" begins first
         (["2+"], "token", False, "1", "stop"),  # the string came before the token
         (["9"], "token", False, "12+3", "stop"),  # without the token
         (["9"], "token", True, "12+34", "stop"),

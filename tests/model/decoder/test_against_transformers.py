@@ -66,6 +66,8 @@ CASES = {
         "rope_local_base_freq": 30.0,
         "query_pre_attn_scalar": 8,
     },
+    "qwen3 three groups": {"num_attention_heads": 6, "num_key_value_heads": 3},
+    "gemma3_text sliding alone": {"layer_types": ["sliding_attention"] * 3, "sliding_window": 1},
     "gemma3_text wide window": {"sliding_window": 64, "num_key_value_heads": 1},
 }
 
