@@ -170,9 +170,11 @@ def test_a_tool_that_fails_is_told_and_an_environment_that_fails_is_raised():
     assert one.step("act", {"x": 1}).reward == 0.5
     assert one.step("act", {"x": 1}).info == {"episode_reward": 1.0}
     assert other.reset().info == {"episode_reward": 0.0}
-    assert one.episode_reward == 1.0
-    assert one.reset().info == {"episode_reward": 0.0} and one.episode_reward == 0.0
-    assert other.step("act", {"x": 2}) == StepResult("2", 0.5, False, {"episode_reward": 0.5})
+    facts = pool.step_batch([1, 0], ["act", "act"], [{"x": 2}, {"x": 3}])
+    assert [f["observation"] for f in facts] == ["2", "3"]
+    assert [f["episode_reward"] for f in facts] == [0.5, 1.5]
+    for facts in pool.reset_batch([0, 1]):
+        assert (facts["done"], facts["episode_reward"]) == (False, 0.0)
     with pytest.raises(OSError, match="gone"):
         one.step("act", {})
     with pytest.raises(ValueError, match="n must be"):
@@ -200,6 +202,7 @@ def test_actions_of_an_environment_are_made():
     )
     with env:
         assert env.step("act", {"y": 3}).observation == "act3"
+    assert env.evaluate([prompt()]) == [0.0]
     with pytest.raises(ValueError, match="env_cls"):
         OpenEnv("some_package")
 

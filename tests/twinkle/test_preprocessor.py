@@ -6,6 +6,7 @@ from twinkle_jax.twinkle.preprocessor import (
     AlpacaProcessor,
     CompetitionMathGRPOProcessor,
     CompetitionMathProcessor,
+    CountdownProcessor,
     DataFilter,
     EmojiDPOProcessor,
     GSM8KProcessor,
@@ -35,6 +36,8 @@ def test_rows_become_conversations():
     assert GSM8KProcessor().extract_ground_truth("so\n#### -1,234.5") == "-1234.5"
     assert GSM8KProcessor().extract_ground_truth("none") == ""
     assert turns(CompetitionMathGRPOProcessor(), {"problem": "p", "solution": "s"})[-1][1] == ""
+    countdown = CountdownProcessor().preprocess({"nums": [1, 2], "target": 3})
+    assert countdown["user_data"] == [("target", 3), ("nums", [1, 2])]
     problem = {"question": "q", "context": "c", "final_answer": ["1", "2"], "image_1": None}
     bench = OlympiadBenchProcessor(language="en").preprocess(problem)
     assert bench["user_data"] == [("ground_truth", "1, 2")]

@@ -3,7 +3,7 @@
 import numpy as np
 
 from twinkle_jax.data import small_tokenizer
-from twinkle_jax.twinkle.template import Qwen3_5Template, Template, ToolCallRegistry
+from twinkle_jax.twinkle.template import Qwen3_5Template, Template, ToolCallParser, ToolCallRegistry
 
 CALL = '<tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call>'
 THINKING = "{% if enable_thinking %}1{% else %}2{% endif %}{% if extra %}3{% endif %}"
@@ -21,6 +21,7 @@ def test_features_have_twinkles_keys():
     longer = template.concat_input_feature(feature, [5])
     assert longer["length"] == 6 and longer["position_ids"].tolist() == list(range(6))
     assert template.decode(np.asarray([feature["input_ids"][1]])) == "1"
+    assert template.batch_decode([feature["input_ids"]]) == ["12"]
 
 
 def test_what_the_chat_template_is_told():
@@ -35,6 +36,12 @@ def test_what_the_chat_template_is_told():
         assert template.decode(template.encode(prompt("1"), True)["input_ids"]) == text
 
 
+def test_check():
+    template = Template(small_tokenizer("12"), max_length=5)
+    good = prompt("1")
+    assert template.batch_check([good, prompt("1" * 9), {"messages": []}]) == [good, None, None]
+
+
 def test_parsers():
     first = ToolCallRegistry.detect_first(CALL)
     assert first.name == "hermes_qwen" and first.parse("a " + CALL)[0]["function"]["name"] == "f"
@@ -43,3 +50,32 @@ def test_parsers():
     for text, name in names.items():
         assert ToolCallRegistry.detect_first(text).name == name
     assert ToolCallRegistry.detect_first("") is None is ToolCallRegistry.detect_first("plain")
+
+    class Other(ToolCallParser):
+        name = "react"
+
+    before = ToolCallRegistry.parsers()
+    assert ToolCallRegistry.register(Other()) in before and ToolCallRegistry.parsers() == before
+
+
+def test_a_registered_parser_is_used(monkeypatch):
+    class Shout(ToolCallParser):
+        name = "shout"
+
+        def detect(self, text):
+            return "!" in text
+
+        def parse(self, text):
+            return [{"type": "function", "function": {"name": text.split("!")[1], "arguments": {}}}]
+
+        def clean(self, text):
+            return text.split("!")[0].rstrip()
+
+    template = Template(small_tokenizer())
+    monkeypatch.setattr(ToolCallRegistry, "_parsers", ToolCallRegistry.parsers())  # of this test
+    assert template.parse_tool_call("run !go!") == []
+    ToolCallRegistry.register(Shout())
+    assert template.parse_tool_call("run !go!")[0]["function"]["name"] == "go"
+    assert template.clean_tool_call("run !go!") == "run"
+    assert template.clean_tool_call(None) == "" and template.parse_tool_call(None) == []
+    assert template.parse_tool_call(CALL)[0]["function"]["name"] == "f"

@@ -12,6 +12,7 @@ __all__ = [
     "AlpacaProcessor",
     "CompetitionMathGRPOProcessor",
     "CompetitionMathProcessor",
+    "CountdownProcessor",
     "DataFilter",
     "EmojiDPOProcessor",
     "GSM8KProcessor",
@@ -117,6 +118,27 @@ class AlpacaProcessor(Preprocessor):
         parts = [row.get("instruction") or "", row.get("input") or ""]
         prompt = "\n".join(parts if parts[1] else parts[:1])
         return _conversation(None, prompt, row.get("output") or "")
+
+
+class CountdownProcessor(Preprocessor):
+    """`nums` and `response` or `target`: reach a number by arithmetic, each number once."""
+
+    system_prompt = (
+        "You are a helpful assistant. You first thinks about the reasoning process "
+        "in the mind and then provides the user with the answer."
+    )
+
+    def preprocess(self, row: Row) -> Trajectory:
+        """Return the prompt."""
+        numbers, target = row.get("nums", []), row.get("response", row.get("target", 0))
+        query = (
+            f"Using the numbers {numbers}, create an equation that equals {target}.\n"
+            "You can use basic arithmetic operations (+, -, *, /) and each number can only be used "
+            "once.\nShow your work in <think> </think> tags. And return the final equation and "
+            "answer in <answer> </answer> tags,\nfor example "
+            "<answer> (1 + 2) / 3 * 4 = 4 </answer>."
+        )
+        return _conversation(self.system_prompt, query, target=target, nums=numbers)
 
 
 class GSM8KProcessor(Preprocessor):

@@ -69,9 +69,34 @@ class Template(BaseTemplate):
             feature["length"] = size
         return sources, features
 
+    def check(self, trajectory: Mapping[str, Any]) -> Mapping[str, Any] | None:
+        """Return a conversation if it can be encoded, otherwise None."""
+        try:
+            return trajectory if self.batch_encode([trajectory]) else None
+        except ValueError:
+            return None
+
+    def batch_check(self, trajectories: Sequence[Mapping[str, Any]]) -> list[Any]:
+        """Check several."""
+        return [self.check(trajectory) for trajectory in trajectories]
+
+    def parse_tool_call(self, decoded: str | None) -> list[ToolCall]:
+        """Find tool calls by the first registered parser whose format the text has."""
+        parser = ToolCallRegistry.detect_first(decoded or "")
+        return parser.parse(decoded or "") if parser else []
+
+    def clean_tool_call(self, decoded: str | None) -> str:
+        """Return the text without tool calls and trailing white space."""
+        parser = ToolCallRegistry.detect_first(decoded or "")
+        return parser.clean(decoded or "") if parser else (decoded or "").rstrip()
+
     def decode(self, token_ids: Sequence[int], **options: Any) -> str:
         """Return the text of tokens."""
         return self.tokenizer.decode(token_ids, **options)
+
+    def batch_decode(self, token_ids: Sequence[Sequence[int]], **options: Any) -> list[str]:
+        """Return the texts of several."""
+        return [self.decode(ids, **options) for ids in token_ids]
 
 
 class Qwen3_5Template(Template):  # noqa: N801  (Twinkle's name)
@@ -123,6 +148,19 @@ class ToolCallRegistry:
     """The parsers, in the order in which they are tried."""
 
     _parsers: ClassVar[list[ToolCallParser]] = [HermesQwenParser(), ClineParser(), ReActParser()]
+
+    @classmethod
+    def register(cls, parser: ToolCallParser) -> ToolCallParser:
+        """Add a parser; return the registered parser of its name, the older one if there is one."""
+        known = next((x for x in cls._parsers if x.name == parser.name), None)
+        if known is None:
+            cls._parsers.append(parser)
+        return known or parser
+
+    @classmethod
+    def parsers(cls) -> list[ToolCallParser]:
+        """Return the parsers."""
+        return list(cls._parsers)
 
     @classmethod
     def detect_first(cls, text: str) -> ToolCallParser | None:

@@ -2,8 +2,8 @@
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any, Self
 
@@ -38,6 +38,10 @@ class Env(ABC):
     def tools(self) -> list[ToolInfo]:
         """Describe the tools that may be called."""
         return []
+
+    def evaluate(self, trajectories: list[Trajectory], **kwargs: Any) -> list[float]:
+        """Score whole trajectories."""
+        return [0.0 for _ in trajectories]
 
     def close(self) -> None:  # noqa: B027  (optional)
         """Free resources."""
@@ -151,7 +155,7 @@ class OpenEnv(Env):
 
 
 class EnvPool:
-    """Several environments in this process, by `get_adapters`; `env_kwargs` are those of `OpenEnv`.
+    """Several environments in this process; `env_kwargs` are the arguments of `OpenEnv`.
 
     Errors of an environment are raised, where Twinkle's pool ends the episode with reward 0.
     """
@@ -163,7 +167,33 @@ class EnvPool:
         env_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
         self._envs = [OpenEnv(**(env_kwargs or {})) for _ in range(pool_size)]
+        self._rewards = [0.0] * pool_size
         self.pool_size = pool_size
+
+    def reset(self, idx: int) -> dict[str, Any]:
+        """Begin an episode of one environment."""
+        self._rewards[idx] = 0.0
+        return self._describe(idx, self._envs[idx].reset())
+
+    def step(self, idx: int, tool_name: str, arguments: dict[str, Any]) -> dict[str, Any]:
+        """Take a step of one environment."""
+        result = self._envs[idx].step(tool_name, arguments)
+        self._rewards[idx] += result.reward
+        return self._describe(idx, result)
+
+    def reset_batch(self, indices: Sequence[int]) -> list[dict[str, Any]]:
+        """Begin episodes, in the order of `indices`."""
+        return [self.reset(idx) for idx in indices]
+
+    def step_batch(
+        self,
+        indices: Sequence[int],
+        tool_names: Sequence[str],
+        arguments_list: Sequence[dict[str, Any]],
+    ) -> list[dict[str, Any]]:
+        """Take steps, in the order of `indices`."""
+        calls = zip(indices, tool_names, arguments_list, strict=True)
+        return [self.step(*call) for call in calls]
 
     def get_adapters(self, n: int) -> list["EnvPoolAdapter"]:
         """Return the first n as separate environments."""
@@ -177,26 +207,30 @@ class EnvPool:
             env.close()
         self._envs.clear()
 
+    def _describe(self, idx: int, result: StepResult) -> dict[str, Any]:
+        facts = {"observation": result.observation, "reward": result.reward, "done": result.done}
+        return facts | {"episode_reward": self._rewards[idx]}
+
 
 class EnvPoolAdapter(Env):
-    """One environment of a pool, by its number; `episode_reward` sums the rewards of an episode."""
+    """One environment of a pool, by its number."""
 
     def __init__(self, pool: EnvPool, idx: int) -> None:
-        self._env = pool._envs[idx]
+        self._pool, self._idx = pool, idx
         self.episode_reward = 0.0
 
     def reset(self, trajectory: Trajectory | None = None) -> StepResult:
         """Begin an episode."""
-        self.episode_reward = 0.0
-        return self._add(self._env.reset(trajectory))
+        return self._take(self._pool.reset(self._idx))
 
     def step(self, tool_name: str, arguments: dict[str, Any]) -> StepResult:
         """Take a step."""
-        return self._add(self._env.step(tool_name, arguments))
+        return self._take(self._pool.step(self._idx, tool_name, arguments))
 
-    def _add(self, result: StepResult) -> StepResult:
-        self.episode_reward += result.reward
-        return replace(result, info={"episode_reward": self.episode_reward})
+    def _take(self, facts: Mapping[str, Any]) -> StepResult:
+        self.episode_reward = facts["episode_reward"]
+        info = {"episode_reward": self.episode_reward}
+        return StepResult(facts["observation"], facts["reward"], facts["done"], info)
 
 
 def _find_class(name: Any) -> Any:
