@@ -99,6 +99,62 @@ def torch_update(vocab, micro_batch=ROWS):
     return update
 
 
+def packed_gradient(vocab, room, mean):
+    """A gradient of 64 completions of geometric length, packed as a run packs them."""
+    import jax
+    import numpy as np
+    import optax
+
+    from twinkle_jax.data import Batch
+    from twinkle_jax.loss import GRPOLoss
+    from twinkle_jax.model import init_params, parse_config
+    from twinkle_jax.training import grad_step, train_state
+    from twinkle_jax.training.packing import plan
+
+    config = parse_config({**CONFIG, "vocab_size": vocab})
+    rng = np.random.default_rng(0)
+    lengths = PROMPT + np.minimum(rng.geometric(1 / mean, ROWS), room)
+    shape = ROWS, int(lengths.max())
+    tokens = rng.integers(0, vocab, shape).astype(np.int32)
+    columns = np.arange(shape[1])[None]
+    sampled = (columns >= PROMPT - 1) & (columns < lengths[:, None] - 1)
+    labels = np.where(sampled, np.roll(tokens, -1, axis=1), -100)
+    advantages = np.repeat(rng.normal(size=(ROWS, 1)), shape[1], 1).astype(np.float32)
+    old = np.full(shape, -np.log(vocab), np.float32)
+    batch = jax.device_put(Batch(tokens, labels, advantages=advantages, old_logps=old))
+    ((_, packing),) = plan(lengths, shape[1], tokens=int(lengths.sum()) * 2)
+    state = [train_state(init_params(jax.random.key(0), config), optax.adamw(1.0))]
+
+    def gradient():
+        held, summary = grad_step(state.pop(), batch, config, GRPOLoss(), packing=packing)
+        state.append(jax.block_until_ready(held))
+        return float(summary.loss)
+
+    return gradient
+
+
+def test_attention_in_blocks(monkeypatch):
+    """Against one block of all queries: `-k blocks`, processor time, without `--benchmark-only`."""
+    import jax
+
+    from twinkle_jax.model.decoder import attention
+
+    seconds = {"blocks": [], "one block": []}
+    smallest = {"blocks": attention._SMALLEST_BLOCK, "one block": 2**20}
+    for _ in range(3):
+        for name, times in seconds.items():
+            jax.clear_caches()  # both are the same function to JAX
+            monkeypatch.setattr(attention, "_SMALLEST_BLOCK", smallest[name])
+            gradient = packed_gradient(512, 1024, 128)
+            gradient()
+            for _ in range(3):
+                start = time.process_time()
+                gradient()
+                times.append(time.process_time() - start)
+    medians = {name: statistics.median(values) for name, values in seconds.items()}
+    print(f"\n{medians}, ratio {medians['blocks'] / medians['one block']:.2f}")
+
+
 CONTESTANTS = {
     "twinkle_jax": jax_update,
     "... keeping everything": functools.partial(jax_update, remat=False),

@@ -93,6 +93,12 @@ def test_rows_are_packed_once_each_the_longest_first():
     np.testing.assert_allclose(scores["logps"][0, 4:], alone["logps"][1, :3], atol=1e-6)
 
 
+@pytest.mark.parametrize("name", ["max_length", "buffer"])
+def test_nothing_is_packed_into_rows_of_no_length_or_from_no_rows(name):
+    with pytest.raises(ValueError, match=name):
+        list(pack_features(rows_of(3), **{name: 0}))
+
+
 def test_of_a_stream_the_last_packed_row_waits_for_more():
     unread = iter(rows_of(4, 4, 4, 4, 4))
     packed = pack_features(unread, 8, buffer=3)

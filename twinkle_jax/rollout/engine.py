@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Int
 
-from twinkle_jax.data import Message, Template, Trajectory, bucket_size
+from twinkle_jax.data import Message, Template, Trajectory, bucket_size, pad_rows
 from twinkle_jax.model import DecoderConfig, Params
 from twinkle_jax.rollout import hosts
 from twinkle_jax.rollout.settings import RolloutConfig
@@ -75,11 +75,9 @@ def pad_prompts(
 ) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
     """Pad token ids on the left to a bucket of lengths; return tokens and mask, [prompts, time]."""
     time = bucket_size(max(map(len, rows)), smallest=8)
-    tokens, mask = np.zeros((len(rows), time), np.int32), np.zeros((len(rows), time), bool)
-    for i, row in enumerate(rows):
-        tokens[i, time - len(row) :] = row
-        mask[i, time - len(row) :] = True
-    return tokens, mask
+    ones = [np.ones(len(row), bool) for row in rows]
+    tokens = pad_rows(rows, length=time, left=True, dtype=np.int32)
+    return tokens, pad_rows(ones, length=time, left=True)
 
 
 class TurnEngine(Protocol):

@@ -1,4 +1,4 @@
-"""A rollout: sampled trajectories as rows and as text, who makes them, and dynamic sampling."""
+"""A rollout: sampled trajectories, the interface of what samples them, and dynamic sampling."""
 
 from collections.abc import Callable, Mapping
 from types import MappingProxyType

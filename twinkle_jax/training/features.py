@@ -238,10 +238,10 @@ def loss_of_scores(
 def pack_features(
     rows: Iterable[Mapping[str, Any]], max_length: int = 2048, *, buffer: int | None = None
 ) -> Iterator[dict[str, Any]]:
-    """Join rows of a data set to packed ones, the longest first, so that there is little padding.
+    """Pack rows of a data set into longer rows, the longest first, so that there is little padding.
 
     `position_ids` start again at 0 with each row, and the functions that train compute each as it
-    is alone. Batches of a policy's update are packed without this, too.
+    is alone. A run packs the batches of its updates by itself.
 
     Args:
         rows: with `input_ids`, and any other columns.
@@ -252,11 +252,17 @@ def pack_features(
     Yields:
         A packed row. Lists of numbers are concatenated; other columns are lists of their values.
 
+    Raises:
+        ValueError: if `max_length` or `buffer` is less than 1.
+
     Example:
         >>> rows = [{"input_ids": [5], "n": 1}, {"input_ids": [6, 7], "n": 2}]
         >>> list(pack_features(rows))
         [{'input_ids': [6, 7, 5], 'n': [2, 1], 'position_ids': [0, 1, 0]}]
     """
+    for name, value in (("max_length", max_length), ("buffer", buffer)):
+        if value is not None and value < 1:
+            raise ValueError(f"{name} must be at least 1, got {value}")
     remaining: list[Mapping[str, Any]] = []
     unread = iter(rows)
     while batch := list(itertools.islice(unread, buffer)):

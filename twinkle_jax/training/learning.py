@@ -1,4 +1,4 @@
-"""The updates of a step: what they need, and how rows are dealt, packed and learnt from."""
+"""The updates of a step: the recipe, mini-batches, packing into micro-batches, gradients."""
 
 from collections.abc import Iterator
 from functools import partial

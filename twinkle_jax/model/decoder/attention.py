@@ -30,7 +30,7 @@ from twinkle_jax.model.decoder.sharding import ROWS, backend_of
 AttentionImplementation = Literal["xla", "cudnn", "splash"]
 
 _WIDEST_SPLASH = 256  # the widest head that splash attention was compiled for
-_SMALLEST_BLOCK, _BLOCKS = 128, 8  # queries of a block of XLA's attention; blocks of a row at most
+_SMALLEST_BLOCK, _BLOCKS = 128, 4  # queries of a block of XLA's attention; blocks of a row at most
 
 
 def default_attention(
@@ -245,9 +245,9 @@ def _attend_blocks(
     segment_ids: Int[Array, "batch time"] | None,
     scale: float,
 ) -> Float[Array, "batch time heads width"]:
-    """Attend block by block of queries, each to the keys that its positions can see.
+    """Attend block by block of queries, each to the keys from its first window to its end.
 
-    So nearly half of time x time is not computed, and of a sliding layer all but its window.
+    Of long rows this skips nearly half of the products, and of sliding layers more.
     """
     time = query.shape[1]
     block = max(_SMALLEST_BLOCK, -(-time // _BLOCKS))
