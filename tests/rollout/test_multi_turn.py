@@ -508,6 +508,17 @@ def test_async_environments_share_a_loop():
     assert len(loops) == 1
 
 
+def test_an_environment_that_closes_slowly_is_closed_before_the_episodes_are_returned():
+    class Slow(games.Guess):
+        async def close(self):
+            await asyncio.sleep(0.3)
+            super().close()
+
+    rollout = sample(Slow)
+    assert len(rollout.episodes) == 8
+    assert not games.OPEN
+
+
 def test_threads_answer_at_the_same_time():
     class Slow(games.Never):
         def step(self, action):

@@ -187,8 +187,8 @@ class MultiTurn:
                         self._draw(engine, running, cohort, keys)
             return [episode.record for episode in running]
         finally:
-            closing = [pool(session.close) for e in running for session in e.sessions]
-            pool.wait(closing, len(closing))
+            closing = [call for episode in running for call in episode.close()]
+            pool.wait(closing, len(closing))  # asynchronous ones need the loop that now ends
             pool.close()
 
     def _take_replies(self, running: "list[_RunningEpisode]", pool: CallPool) -> None:
@@ -364,6 +364,7 @@ class _RunningEpisode:
             encoded, `ready` for a turn of the policy, `ended`.
         record: the episode so far.
         observation: messages of the environment that the policy has not read yet.
+        closing: the calls that close environments; each is closed by one call.
     """
 
     source: MultiTurn
@@ -375,7 +376,7 @@ class _RunningEpisode:
     stage: Literal["in_environment", "replied", "ready", "ended"] = "in_environment"
     call: Call | None = None
     observation: list[Message] = field(default_factory=list)
-    sessions: list[Session] = field(default_factory=list)
+    closing: list[Call] = field(default_factory=list)
     seconds: float = 0.0
 
     def __post_init__(self) -> None:
@@ -386,7 +387,7 @@ class _RunningEpisode:
         self.record = Episode(list(self.row["messages"]), self.seed, attempts=attempt)
         self._end_reason: Ended = ""
         self.session = Session(source.environment, source.settings.max_observation, self.pool.run)
-        self.sessions.append(self.session)
+        self._is_closing = False
         self._call(self.session.reset, self.row, self.seed)
 
     def _call(self, function: Any, *args: Any) -> None:
@@ -417,7 +418,7 @@ class _RunningEpisode:
         elif self._end_reason:
             self.record.final_reward = reply.value
             self.record.ended, self.stage = self._end_reason, "ended"
-            self.pool(self.session.close)
+            self.close()
         else:
             self._take_observation(Reply(*reply.value))
 
@@ -442,12 +443,19 @@ class _RunningEpisode:
         self._call(self.session.final_reward)
 
     def _fail(self, cause: str, error: str) -> None:
-        self.pool(self.session.close)
+        self.close()
         if self.record.attempts < _MAX_ATTEMPTS:
             self._start(self.record.attempts + 1)
             return
         self.record.ended, self.stage = "failed", "ended"
         self.record.cause, self.record.error = cause, error
+
+    def close(self) -> list[Call]:
+        """Begin to close the environment, and return the calls that close those of this episode."""
+        if not self._is_closing:
+            self._is_closing = True
+            self.closing.append(self.pool(self.session.close))
+        return self.closing
 
     def join_messages(self) -> None:
         """Append the first observation to the user's last message."""
