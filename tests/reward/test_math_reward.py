@@ -117,7 +117,7 @@ def test_the_table_in_the_documentation(reward, reader):
 def test_integers_and_words_need_no_process():
     reward = MathReward(workers=1)
     assert reward(boxed("7", "-7", "yes"), ["7", "7", "yes"]) == [1.0, 0.0, 1.0]
-    assert not reward._process._running
+    assert reward._process.worker.process is None
 
 
 def test_the_last_box_counts_and_there_must_be_one(reward):
@@ -255,7 +255,7 @@ def processes_of(reward):
     """The process that the reward asks, and the workers below it, by their parents in /proc."""
     if not pathlib.Path("/proc/self/stat").exists():
         pytest.skip("needs /proc")
-    server = reward._process._running[0].process.pid
+    server = reward._process.worker.process.pid
     parents = {}
     for path in pathlib.Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):  # ended meanwhile
@@ -394,7 +394,7 @@ def test_in_a_script_as_one_writes_it(tmp_path, end):
         "reward = MathReward(workers=2, timeout=60)\n"
         "completion = {'role': 'assistant', 'content': r'\\boxed{4}'}\n"
         "value = reward([{'messages': [completion]}], ['2+2'])\n"
-        "print(value, reward._process._running[0].process.pid, flush=True)\n" + end
+        "print(value, reward._process.worker.process.pid, flush=True)\n" + end
     )
     root = pathlib.Path(__file__).parents[2]
     run = subprocess.run(

@@ -227,7 +227,7 @@ def test_episodes_are_those_of_a_thread(wild):
     assert wild().tools == []
     assert [e.final_reward for e in there.episodes] == [0.25] * 8
     time.sleep(0.3)
-    server = wild.args[0]._running[0].process.pid
+    server = wild.args[0].worker.process.pid
     assert not children(server)  # no episode's process is left
     games.OPEN.clear()
 

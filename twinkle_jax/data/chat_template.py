@@ -1,17 +1,14 @@
 """A tokenizer's chat template, which turns messages into text."""
 
-import atexit
-import contextlib
 import json
 import os
-import subprocess
-import sys
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from twinkle_jax.data.missing_extra import require
+from twinkle_jax.data.worker_process import WorkerProcess
 
 _WORKER = Path(__file__).with_name("chat_template_worker.py")
 _ERRORS = {
@@ -113,7 +110,7 @@ class _Process:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self.process: subprocess.Popen[str] | None = None
+        self.worker = WorkerProcess(_WORKER)
         self._templates: dict[str, int] = {}  # those that the process has compiled
 
     def render(
@@ -121,7 +118,7 @@ class _Process:
     ) -> list[str]:
         """Compile a template, unless that is done, and render it for each conversation."""
         with self._lock:
-            if self.process is None or self.process.poll() is not None:
+            if self.worker.process is None or self.worker.process.poll() is not None:
                 self._start()
             if source not in self._templates:
                 compiled = self._ask({"source": source, "seconds": timeout})
@@ -130,21 +127,11 @@ class _Process:
             return list(self._ask({**request, "conversations": conversations})["texts"])
 
     def _ask(self, request: dict[str, Any]) -> Any:
-        line = json.dumps(request, default=_plain)
-        process = self.process
+        process = self.worker.process
         assert process is not None
-        assert process.stdin is not None
-        assert process.stdout is not None
-        try:
-            with contextlib.suppress(BrokenPipeError):  # the process has ended
-                process.stdin.write(line + "\n")
-                process.stdin.flush()
-            answer = process.stdout.readline()
-        except BaseException:
-            self.stop()  # after an interrupt, the next request would read this one's answer
-            raise
+        answer = self.worker.ask(json.dumps(request, default=_plain))
         if not answer:
-            self.stop()
+            self.worker.end()
             raise ValueError(
                 f"{_ERRORS['limits']}, got no answer within {request['seconds']} s and 1 GiB "
                 f"(exit status {process.returncode})"
@@ -155,27 +142,10 @@ class _Process:
         return decoded
 
     def _start(self) -> None:
-        self.stop()
-        self.process = subprocess.Popen(  # noqa: S603  (our own script)
-            [sys.executable, "-P", str(_WORKER)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            encoding="utf-8",
-            start_new_session=True,  # Ctrl-C does not reach it
-        )
-        assert self.process.stdout is not None
-        if not self.process.stdout.readline():
-            status = self.process.wait()
-            self.stop()
-            raise RuntimeError(f"{_WORKER} must start, got exit status {status}")
-
-    def stop(self) -> None:
-        """End the process, if there is one."""
-        process, self.process, self._templates = self.process, None, {}
-        if process is not None:
-            with contextlib.suppress(BrokenPipeError), process:
-                process.kill()
+        self._templates = {}
+        self.worker.start()
+        if not self.worker.read_line():
+            raise RuntimeError(f"{_WORKER} must start, its process ended: {self.worker.end()}")
 
 
 def _plain(value: Any) -> Any:
@@ -190,11 +160,9 @@ _process = _Process()
 def _after_fork() -> None:
     """Leave the worker to the parent process: two readers of one pipe would mix up answers."""
     global _process
-    if _process.process is not None:
-        _process.process.returncode = 0  # not a child of this one, nothing to wait for
+    _process.worker.leave_to_parent()
     _process = _Process()
 
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_after_fork)
-atexit.register(lambda: _process.stop())

@@ -3,19 +3,17 @@
 import json
 import os
 import re
-import sys
 import threading
 import warnings
-import weakref
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from twinkle_jax.data import Trajectory
 from twinkle_jax.data.missing_extra import require
+from twinkle_jax.data.worker_process import WorkerProcess
 from twinkle_jax.reward.reward import GroundTruths, Reward, completions_of, find_ground_truths
 from twinkle_jax.reward.text import last_boxed
-from twinkle_jax.reward.worker_process import WorkerProcess, end, start
 
 _SCRIPT = Path(__file__).with_name("math_worker.py")
 _WRAPPED = re.compile(r"\\(?:text|textbf|textit|mathrm|mbox)\{([^{}]*)\}")
@@ -161,10 +159,8 @@ class _MathProcess:
     """The process of `math_worker.py`, started on first use and restarted after it ended."""
 
     def __init__(self, workers: int, timeout: float) -> None:
-        self._command = [sys.executable, "-P", str(_SCRIPT), str(workers), str(timeout)]
+        self.worker = WorkerProcess(_SCRIPT, str(workers), str(timeout))
         self._lock = threading.Lock()
-        self._running: list[WorkerProcess] = []  # one at most; a list for the finalizer to share
-        weakref.finalize(self, end, self._running)
 
     def compare(self, pairs: Sequence[tuple[str, str]], budget: float) -> list[str | None]:
         """Compare pairs of answer and truth within a time budget; None for those not in time."""
@@ -172,28 +168,13 @@ class _MathProcess:
             return []
         with self._lock:
             for _ in range(2):  # retry once, in case an idle worker was killed since the last call
-                reply = self._ask(json.dumps([pairs, budget]))
+                if self.worker.process is None:
+                    self.worker.start()
+                reply = self.worker.ask(json.dumps([pairs, budget]))
                 if reply:
                     return list(json.loads(reply))
-                errors = end(self._running)
+                errors = self.worker.end()
         raise RuntimeError(f"math-verify must start and answer, its process ended: {errors}")
-
-    def _ask(self, request: str) -> str:
-        """Send a line and wait for the reply; empty if the process has ended."""
-        if not self._running:
-            self._running.append(start(self._command))
-        process = self._running[0].process
-        assert process.stdin is not None
-        assert process.stdout is not None
-        try:
-            process.stdin.write(request + "\n")
-            process.stdin.flush()
-            return process.stdout.readline()
-        except OSError:
-            return ""
-        except BaseException:  # interrupted: the next call must not read this one's answer
-            end(self._running)
-            raise
 
 
 def _unboxed(truth: str) -> str:

@@ -7,13 +7,12 @@ import json
 import queue
 import sys
 import threading
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 from twinkle_jax.data import Message, Tool
-from twinkle_jax.reward.worker_process import WorkerProcess, end, start
+from twinkle_jax.data.worker_process import WorkerProcess
 from twinkle_jax.rollout.environment import Action, ProcessFailedError, ToolRaisedError
 
 _SCRIPT = Path(__file__).with_name("process_worker.py")
@@ -37,8 +36,8 @@ class ProcessLimits(NamedTuple):
 class _Answers:
     """Passes the answers of a process to the callers that wait for them, in a thread."""
 
-    def __init__(self, process: WorkerProcess) -> None:
-        self._output = process.process.stdout
+    def __init__(self, output: IO[str]) -> None:
+        self._output = output
         self._lock = threading.Lock()
         self._waiting: dict[int, queue.SimpleQueue[Mapping[str, Any]]] = {}
         self.ended = False
@@ -54,7 +53,6 @@ class _Answers:
             return answers
 
     def _read_answers(self) -> None:
-        assert self._output is not None
         with contextlib.suppress(ValueError):  # closed while it is read
             for line in self._output:
                 answer = json.loads(line)
@@ -83,9 +81,8 @@ class Processes:
         self._description, self.limits = dict(description), limits
         self._lock = threading.Lock()
         self._numbers = itertools.count(1)
-        self._running: list[WorkerProcess] = []  # one at most; a list for the finalizer to share
+        self.worker = WorkerProcess(_SCRIPT)
         self._answers: _Answers | None = None
-        weakref.finalize(self, end, self._running)
 
     def open(self, *, once: bool = False) -> "Runner":
         """Return a runner, which is forked by its first call; `once`: it ends after that call."""
@@ -109,14 +106,9 @@ class Processes:
             if self._answers is None or self._answers.ended:
                 if not start_process:
                     raise ProcessFailedError(*_DIED)
-                end(self._running)
                 self._answers = self._start()
             answers = None if seconds is None else self._answers.expect(request["runner"])
-            stdin = self._running[0].process.stdin
-            assert stdin is not None
-            with contextlib.suppress(OSError):  # it has ended: `_Answers` reports it
-                stdin.write(json.dumps(request, default=str) + "\n")
-                stdin.flush()
+            self.worker.send(json.dumps(request, default=str))  # `_Answers` reports its end
         if answers is None:
             return None
         try:
@@ -130,26 +122,23 @@ class Processes:
         return answer.get("value")
 
     def _start(self) -> _Answers:
-        self._running.append(start([sys.executable, "-P", str(_SCRIPT)]))
-        process = self._running[0].process
-        assert process.stdin is not None
+        self.worker.start()
+        process = self.worker.process
+        assert process is not None
         assert process.stdout is not None
         start_timer = threading.Timer(_START_SECONDS, process.kill)
         start_timer.daemon = True
         start_timer.start()
-        with contextlib.suppress(OSError):
-            process.stdin.write(json.dumps({"path": sys.path, **self._description}) + "\n")
-            process.stdin.flush()
-        line = process.stdout.readline()
+        line = self.worker.ask(json.dumps({"path": sys.path, **self._description}))
         start_timer.cancel()
         ready = json.loads(line) if line else {"error": ""}
         if "ready" not in ready:
-            errors = end(self._running)
+            errors = self.worker.end()
             raise RuntimeError(
                 "tools and environments in processes must be importable there, got "
                 f"{ready['error'] or errors}"
             )
-        return _Answers(self._running[0])
+        return _Answers(process.stdout)
 
 
 class Runner:
