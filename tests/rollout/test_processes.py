@@ -131,11 +131,11 @@ def test_calls_run_at_the_same_time_and_get_their_own_answers(tools):
     call(tools(), "add", x=0)
     began = time.monotonic()
     with ThreadPoolExecutor(24) as threads:
-        hanging = [threads.submit(call, tools(), "hang") for _ in range(8)]
+        hanging = [threads.submit(call, tools(), "hang") for _ in range(24)]
         answers = list(threads.map(lambda x: call(tools(), "add", x=x)[0], range(64)))
         assert all(isinstance(x.exception(), ProcessFailedError) for x in hanging)
     assert answers == [str(x + 1) for x in range(64)]
-    assert time.monotonic() - began < 7  # eight times a second, one after the other
+    assert time.monotonic() - began < 20  # 24 times a second, one after the other
 
 
 def test_a_file_that_cannot_be_imported_there_is_said_so(tmp_path):
