@@ -7,12 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from twinkle_jax.advantage import group_statistics
 from twinkle_jax.data import ArithmeticTask, PromptBatch
 from twinkle_jax.loss import GRPOLoss
 from twinkle_jax.model import init_params
 from twinkle_jax.reward import FunctionReward, WeightedReward
-from twinkle_jax.rollout import draw_until_signal, has_signal
+from twinkle_jax.rollout import has_signal
 from twinkle_jax.training import (
     OptimizerConfig,
     RolloutConfig,
@@ -60,10 +59,6 @@ def fresh():
 def sampled(of=None, key=0, params=None, **options):
     weights = POLICY.params if params is None else params
     return collect(of or recipe(), weights, lambda: PROMPTS, jax.random.key(key), **options)[0]
-
-
-def signal(drawn, **options):
-    return has_signal(drawn, SAMPLES, **options)
 
 
 @pytest.mark.exhaustive
@@ -145,7 +140,7 @@ def test_a_constant_reward_changes_nothing_moments_included():
     _, state, before = with_momentum()
     constant = recipe(FunctionReward(lambda text, truth: 0.1), optimizer="adam")
     drawn = sampled(constant, 1, state.params)
-    assert not signal(drawn).any()
+    assert not has_signal(drawn, SAMPLES).any()
     state, metrics = train_step(state, constant, drawn, learning_rate=1.0, seed=(0, 0))
     jax.tree.map(np.testing.assert_array_equal, state[:3], before[:3])
     assert (metrics["updates_without_signal"], metrics["skipped_updates"]) == (2, 0)
@@ -259,29 +254,6 @@ def test_kl_from_a_reference_is_zero_at_first_and_pulls_back_later():
     assert metrics["kl"] > 0.01
 
 
-def test_dynamic_sampling_takes_prompts_whose_rewards_differ_from_further_rollouts():
-    first, second = sampled(key=0), sampled(key=1)
-    flat = np.repeat(first.rewards[::SAMPLES], SAMPLES)
-    rewards = np.where(np.arange(16) < 8, flat, np.tile([0.0, 1.0], 8)).astype(np.float32)
-    half = first._replace(rewards=rewards)  # two of four prompts have a signal
-    full = second._replace(rewards=np.tile([0.0, 1.0], 8).astype(np.float32))
-    assert signal(half).tolist() == [False, False, True, True]
-    options = {"prompts": 4, "num_samples": SAMPLES}
-    chosen, drawn = draw_until_signal(
-        lambda number: [half, full, full][number], rollouts=3, **options
-    )
-    assert len(drawn) == 2
-    assert signal(chosen).all()
-    np.testing.assert_array_equal(chosen.lengths[:8], first.lengths[8:])
-    np.testing.assert_array_equal(chosen.lengths[8:], second.lengths[:8])
-    assert chosen.trajectories == first.trajectories[8:] + second.trajectories[:8]
-    for rows, batch in ((chosen.batch.labels[:8], first.batch.labels[8:]),
-                        (chosen.batch.labels[8:], second.batch.labels[:8])):  # fmt: skip
-        np.testing.assert_array_equal(rows[:, : batch.shape[1]], batch)
-        assert (rows[:, batch.shape[1] :] == -100).all()
-    assert draw_until_signal(lambda number: half, rollouts=1, **options)[0] is half
-
-
 def test_a_reward_is_told_what_is_right_for_each_completion():
     asked = []
 
@@ -325,37 +297,14 @@ def test_a_step_can_be_ended_before_and_after_scoring(after):
     assert bool(scored) == bool(after)
 
 
-@pytest.mark.parametrize("masked", [False, True])
-def test_a_signal_is_seen_on_the_host_as_the_library_sees_it(masked):
-    third = np.float32(1) / 3
-    groups = [
-        [0, 0, 0, 0],
-        [0, 1, 0, 0],
-        [0.1] * 4,
-        [third, np.nextafter(third, 1, dtype="f4")] * 2,
-    ]
-    groups += [[third, third + 1e-5] * 2, [-2, -2, -2, 5], [1e-30, 2e-30, 0, 0], [3, 3, 3, 3]]
-    truncated = np.zeros((8, 4), bool)
-    truncated[1, 1] = truncated[5, :3] = truncated[7] = True
-    truncated = truncated.reshape(-1)
-    drawn = sampled()._replace(
-        rewards=np.asarray(groups, np.float32).reshape(-1), truncated=truncated
-    )
-    where = ~truncated if masked else None
-    expected = group_statistics(drawn.rewards, SAMPLES, where=where).has_signal
-    got = signal(drawn, mask_truncated=masked)
-    assert got.tolist() == expected.tolist()
-    assert got.any() and not got.all()
-
-
 @pytest.mark.parametrize("tokens", [9999, 70])
-def test_scores_are_those_of_the_whole_batch_however_it_is_cut(tokens):
+def test_scores_do_not_depend_on_the_micro_batches(tokens):
     drawn = sampled()
     batch = drawn.batch
-    found = score(recipe(micro_batch_tokens=tokens), POLICY.params, batch, drawn.row_lengths)
-    whole = score_batch(POLICY.params, batch, POLICY.config).logps
-    assert whole.any()
-    np.testing.assert_allclose(found, whole, atol=1e-6)
+    in_parts = score(recipe(micro_batch_tokens=tokens), POLICY.params, batch, drawn.row_lengths)
+    at_once = score_batch(POLICY.params, batch, POLICY.config).logps
+    assert at_once.any()
+    np.testing.assert_allclose(in_parts, at_once, atol=1e-6)
 
 
 @pytest.mark.parametrize("rollouts", [1, 2])
