@@ -1,13 +1,16 @@
-"""Settings of rollouts, and the ranges of settings."""
+"""Settings of rollouts; the ranges of settings, and which of them a resumed run may change."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 from twinkle_jax.sampler import Sampling
 
 AUTO: Any = None  # chosen by the run, which knows the policy
+MAY_CHANGE: Mapping[str, Any] = MappingProxyType({"may_change": True})
+"""Metadata of a field, or of a section of fields, that a resumed run may change."""
 
 
 class Range(NamedTuple):
@@ -17,28 +20,31 @@ class Range(NamedTuple):
     description: str
 
 
-def _ranged(default: Any, contains: Callable[[float], bool], description: str) -> Any:
-    return field(default=default, metadata={"range": Range(contains, description)})
+def _ranged(
+    default: Any, may_change: bool, contains: Callable[[float], bool], description: str
+) -> Any:
+    metadata = {"range": Range(contains, description), "may_change": may_change}
+    return field(default=default, metadata=metadata)
 
 
-def at_least(least: float, *, default: Any) -> Any:
+def at_least(least: float, *, default: Any, may_change: bool = False) -> Any:
     """Make a field for finite numbers from a smallest one on."""
-    return _ranged(default, lambda x: least <= x < math.inf, f"at least {least}")
+    return _ranged(default, may_change, lambda x: least <= x < math.inf, f"at least {least}")
 
 
-def positive(*, default: Any) -> Any:
+def positive(*, default: Any, may_change: bool = False) -> Any:
     """Make a field for finite numbers above 0."""
-    return _ranged(default, lambda x: 0 < x < math.inf, "above 0 and finite")
+    return _ranged(default, may_change, lambda x: 0 < x < math.inf, "above 0 and finite")
 
 
-def share(*, default: Any) -> Any:
+def share(*, default: Any, may_change: bool = False) -> Any:
     """Make a field for numbers from 0 to 1."""
-    return _ranged(default, lambda x: 0 <= x <= 1, "in [0, 1]")
+    return _ranged(default, may_change, lambda x: 0 <= x <= 1, "in [0, 1]")
 
 
-def share_below_one(*, default: Any) -> Any:
+def share_below_one(*, default: Any, may_change: bool = False) -> Any:
     """Make a field for numbers from 0 to below 1."""
-    return _ranged(default, lambda x: 0 <= x < 1, "in [0, 1)")
+    return _ranged(default, may_change, lambda x: 0 <= x < 1, "in [0, 1)")
 
 
 @dataclass(frozen=True)
@@ -87,19 +93,19 @@ class RolloutConfig:
     top_p: float = 1.0
     min_p: float = 0.0
     repetition_penalty: float = positive(default=1.0)
-    slots: int | None = None
+    slots: int | None = field(default=None, metadata=MAY_CHANGE)
     max_turns: int = at_least(1, default=6)
     max_episode_tokens: int = at_least(1, default=AUTO)
     history: Literal["append", "template"] = "append"
-    cohorts: int = at_least(1, default=AUTO)
-    environment_timeout: float = positive(default=60.0)
-    environment_threads: int = at_least(1, default=64)
-    max_failed: float = share(default=0.1)
+    cohorts: int = at_least(1, default=AUTO, may_change=True)
+    environment_timeout: float = positive(default=60.0, may_change=True)
+    environment_threads: int = at_least(1, default=64, may_change=True)
+    max_failed: float = share(default=0.1, may_change=True)
     max_observation: int = at_least(1, default=16384)
     tool_format: Literal["any", "hermes_qwen", "cline", "react"] = "any"
     tools_in: Literal["process", "thread"] = "process"
     environment_in: Literal["process", "thread"] = "thread"
-    process_megabytes: int = at_least(1, default=1024)
+    process_megabytes: int = at_least(1, default=1024, may_change=True)
 
     def resolved(self, max_new_tokens: int = 512) -> "RolloutConfig":
         """Replace `auto` values, except `cohorts`, which depends on the devices.

@@ -1,7 +1,8 @@
 """Settings of a training run: a frozen dataclass whose fields are the command's options.
 
 A `TrainConfig` is complete and valid: its constructor fills in `auto` values and raises for invalid
-ones. A new setting is one field with its range, its line of documentation, and its use.
+ones. A new setting is one field with its range, whether a resumed run may change it, its line of
+documentation, and its use.
 """
 
 import dataclasses
@@ -12,7 +13,14 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from twinkle_jax.loss import LOSSES, ImportanceCorrection, PolicyLoss
 from twinkle_jax.rollout import RolloutConfig
-from twinkle_jax.rollout.settings import AUTO, at_least, positive, share, share_below_one
+from twinkle_jax.rollout.settings import (
+    AUTO,
+    MAY_CHANGE,
+    at_least,
+    positive,
+    share,
+    share_below_one,
+)
 from twinkle_jax.training.by_name import make_estimator, make_optimizer, make_schedule
 
 Options = dict[str, int | float | bool | str]
@@ -82,9 +90,9 @@ class UpdateConfig:
         "none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"
     ] = "none"
     correction_cap: float = positive(default=2.0)
-    on_mismatch: Literal["stop", "warn"] = "stop"
-    max_logp_diff: float = at_least(0, default=AUTO)
-    max_outside_band: float = share(default=0.05)
+    on_mismatch: Literal["stop", "warn"] = field(default="stop", metadata=MAY_CHANGE)
+    max_logp_diff: float = at_least(0, default=AUTO, may_change=True)
+    max_outside_band: float = share(default=0.05, may_change=True)
 
 
 @dataclass(frozen=True)
@@ -263,23 +271,23 @@ class TrainConfig:
     level: int = 2
     reward: list[str] | str | None = None
     reward_weights: list[float] | None = None
-    reward_timeout: float = positive(default=600.0)
+    reward_timeout: float = positive(default=600.0, may_change=True)
     system: str | None = None
     warm_start: float = share(default=0.3)
-    output_dir: str = "runs/arithmetic"
-    steps: int = at_least(0, default=AUTO)
+    output_dir: str = field(default="runs/arithmetic", metadata=MAY_CHANGE)
+    steps: int = at_least(0, default=AUTO, may_change=True)
     seed: int = at_least(0, default=0)
     dtype: Literal["float32", "bfloat16"] = "float32"
-    resume: str = "never"
-    overwrite: bool = False
+    resume: str = field(default="never", metadata=MAY_CHANGE)
+    overwrite: bool = field(default=False, metadata=MAY_CHANGE)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     update: UpdateConfig = field(default_factory=UpdateConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     lora: LoraSettings = field(default_factory=LoraSettings)
-    mesh: MeshConfig = field(default_factory=MeshConfig)
-    distributed: DistributedConfig = field(default_factory=DistributedConfig)
-    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
-    logging: LoggingConfig = field(default_factory=LoggingConfig)
+    mesh: MeshConfig = field(default_factory=MeshConfig, metadata=MAY_CHANGE)
+    distributed: DistributedConfig = field(default_factory=DistributedConfig, metadata=MAY_CHANGE)
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig, metadata=MAY_CHANGE)
+    logging: LoggingConfig = field(default_factory=LoggingConfig, metadata=MAY_CHANGE)
 
     def __post_init__(self) -> None:
         rollout = self.rollout.resolved(max_new_tokens=8 if self.model is None else 512)
@@ -523,20 +531,6 @@ def _check_episodes(config: TrainConfig) -> None:
 
 # Resuming a run.
 
-_MAY_CHANGE = {"steps", "output_dir", "resume", "overwrite", "logging", "evaluation"}
-_MAY_CHANGE |= {"reward_timeout", "mesh", "distributed"}
-_MAY_CHANGE_TOO = {
-    "rollout.slots",
-    "rollout.cohorts",
-    "rollout.environment_timeout",
-    "rollout.environment_threads",
-    "rollout.process_megabytes",
-    "rollout.max_failed",
-    "update.on_mismatch",
-    "update.max_logp_diff",
-    "update.max_outside_band",
-}
-
 
 def check_resumable(saved: Mapping[str, Any], config: TrainConfig) -> None:
     """Raise if a setting that must not change differs from that of the run to resume.
@@ -552,11 +546,23 @@ def check_resumable(saved: Mapping[str, Any], config: TrainConfig) -> None:
     for name, before in flat(saved).items():
         # The learning rate of a step depends on their number, unless it is constant.
         fixed = name == "steps" and config.optimizer.schedule != "constant"
-        may_change = name.split(".")[0] in _MAY_CHANGE or name in _MAY_CHANGE_TOO
-        if (fixed or not may_change) and current.get(name) != before:
+        if (fixed or not _may_change(name)) and current.get(name) != before:
             raise ValueError(
                 f"{name} must be {before!r} as in the run to resume, got {current.get(name)!r}"
             )
+
+
+def _may_change(name: str) -> bool:
+    """Whether a resumed run may change a setting, which its field or its section says."""
+    section: Any = TrainConfig
+    for part in name.split("."):
+        settings = {x.name: x for x in fields(section)} if is_dataclass(section) else {}
+        if part not in settings:  # a setting of another version
+            return False
+        if settings[part].metadata.get("may_change"):
+            return True
+        section = settings[part].default_factory
+    return False
 
 
 def with_choices(config: TrainConfig, saved: Mapping[str, Any]) -> TrainConfig:
