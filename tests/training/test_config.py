@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from twinkle_jax.loss import DRGRPOLoss, GRPOLoss, GSPOLoss
+from twinkle_jax.loss import DRGRPOLoss, GRPOLoss, GSPOLoss, ImportanceCorrection
 from twinkle_jax.rollout import RolloutConfig
 from twinkle_jax.training import (
     EvaluationConfig,
@@ -17,7 +17,14 @@ from twinkle_jax.training import (
     TrainConfig,
     UpdateConfig,
 )
-from twinkle_jax.training.config import check_resumable, flat, from_dict, make_loss
+from twinkle_jax.training.by_name import make_optimizer
+from twinkle_jax.training.config import (
+    check_resumable,
+    flat,
+    from_dict,
+    make_loss,
+    run_optimizer,
+)
 
 
 def as_saved(config):
@@ -84,6 +91,9 @@ REFUSED = [
     (lambda: TrainConfig(evaluation=EvaluationConfig(problems=0)), "evaluation.problems"),
     (lambda: TrainConfig(logging=LoggingConfig(checkpoint_every=0)), "logging.checkpoint_every"),
     (lambda: TrainConfig(rollout=RolloutConfig(slots=0)), "rollout.slots"),
+    (lambda: TrainConfig(rollout=RolloutConfig(slots=3), mesh=MeshConfig(2)), "rollout.slots"),
+    (lambda: TrainConfig(mesh=MeshConfig(data=3)), "mesh.data"),  # of 1024 rows
+    (lambda: TrainConfig(update=UpdateConfig(micro_batch_tokens=9)), "update.micro_batch_tokens"),
     (lambda: TrainConfig(rollout=RolloutConfig(cohorts=0)), "rollout.cohorts"),
     (lambda: TrainConfig(update=UpdateConfig(epochs=None)), "update.epochs"),
     (lambda: TrainConfig(mesh=MeshConfig(memory=0.0)), "mesh.memory"),
@@ -195,6 +205,27 @@ def test_a_loss_gets_the_settings_that_it_takes():
     settings = {"epsilon": 3e-4, "epsilon_high": 4e-4, "kl_beta": 0.5}
     assert loss_of(loss="gspo", **settings) == GSPOLoss(3e-4, 4e-4, 0.5)
     assert loss_of(loss="dr_grpo") == DRGRPOLoss(max_completion_length=9)
+    corrected = loss_of(correction="token_mask", correction_cap=3.0)
+    assert corrected == GRPOLoss(correction=ImportanceCorrection("token_mask", 3.0))
+
+
+def test_dr_grpo_divides_by_all_turns_of_an_episode():
+    config = TrainConfig(
+        environment="games.py:Guess",
+        rollout=RolloutConfig(max_new_tokens=9, max_turns=4),
+        update=UpdateConfig(loss="dr_grpo"),
+    )
+    assert make_loss(config) == DRGRPOLoss(max_completion_length=36)
+
+
+def test_adamw_has_its_own_defaults_unless_options_say_otherwise():
+    def optimizer(**options):
+        return run_optimizer(TrainConfig(optimizer=OptimizerConfig(**options)))
+
+    assert optimizer() is make_optimizer("adamw", b2=0.99, weight_decay=0.0)
+    decayed = optimizer(options={"weight_decay": 0.1})
+    assert decayed is make_optimizer("adamw", b2=0.99, weight_decay=0.1)
+    assert optimizer(name="lion") is make_optimizer("lion")
 
 
 @pytest.mark.parametrize("name", ["grop", "cross_entropy", "DPOLoss", "ppo_value", "mse", ""])

@@ -88,6 +88,25 @@ def test_sampler_and_trainer_agree():
     assert metrics["sampling/logp_diff/max"] < 1e-5
 
 
+@pytest.mark.parametrize("compare_all", [False, True])
+def test_a_temperature_is_that_of_the_sampler_in_all_passes(compare_all):
+    cool = recipe(rollout=dataclasses.replace(ROLLOUT, temperature=0.7))
+    metrics = take_step(cool, sampled(cool), compare_all)
+    assert metrics["sampling/logp_diff/max"] < 1e-5
+
+
+@pytest.mark.parametrize("limit", [1e-3, 1e3])
+def test_gradients_are_clipped_at_the_limit_of_the_run(limit):
+    made = recipe(mini_batches=1)
+    optimizer = dataclasses.replace(made.config.optimizer, max_grad_norm=limit)
+    made = made._replace(config=dataclasses.replace(made.config, optimizer=optimizer))
+    state, metrics = train_step(fresh(), made, sampled(), learning_rate=0.5, seed=(0, 0))
+    change = jax.tree.map(jnp.subtract, state.params, POLICY.params)
+    moved = np.sqrt(sum(float(jnp.sum(x**2)) for x in jax.tree.leaves(change)))
+    assert 1e-3 < metrics["grad_norm"] < 1e3
+    assert moved == pytest.approx(0.5 * min(metrics["grad_norm"], limit), rel=1e-3)
+
+
 def with_momentum(**changes):
     """A recipe of Adam, and a state whose moments are not zero."""
     adam = recipe(optimizer="adam", **changes)
