@@ -92,7 +92,7 @@ def facts():
         "decided": hosts.first_decides("x", lambda: f"by {index}"),
         "agreed": hosts.agreed("x", lambda: index),
         "failed": fail_in(1, ZeroDivisionError("of sheep")),
-        "interrupted": fail_in(0, hosts.InterruptedRunError()),
+        "interrupted": fail_in(0, hosts.InterruptedRunError("received SIGTERM")),
         "failed and interrupted": fail_in_one_and_interrupt_the_other(),
         "failed in both": fail_in_both(),
         "in another order": shared_in_another_order(),

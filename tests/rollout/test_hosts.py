@@ -53,7 +53,10 @@ def test_what_two_processes_tell_each_other():
         assert kind == "SharedError"
         assert message.startswith("process 1 of 2 (")
         assert message.endswith("counting sheep: ZeroDivisionError: of sheep")
-        assert fact["interrupted"] == ["InterruptedRunError", ""]
+        kind, message = fact["interrupted"]
+        assert kind == "InterruptedRunError"
+        assert message.startswith("process 0 of 2 (")
+        assert message.endswith(") received SIGTERM")
         # An error is told, also where the other process has a signal; once is enough.
         assert fact["failed and interrupted"][0] == "SharedError"
         assert fact["failed in both"] == ["SharedError", "mesh must fit"]

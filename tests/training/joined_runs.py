@@ -75,7 +75,7 @@ class JoinedRun:
                 self._file(number, "err").open("w") as err,
             ):
                 starts = [*(before or {}).get(number, []), *command(options)]
-                env = environment(folder, PYTHONPATH=str(ROOT), **own)
+                env = environment(folder, **({"PYTHONPATH": str(ROOT)} | own))
                 cwd = (places or {}).get(number, ROOT)
                 self.processes.append(
                     subprocess.Popen(starts, cwd=cwd, env=env, stdout=out, stderr=err)

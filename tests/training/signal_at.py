@@ -4,11 +4,15 @@
 third time, and has the call take 0 seconds longer. The moments:
 
 * `reward`: the reward is called.
+* `draw`: completions are being drawn, of a step or of an evaluation.
 * `update`: so many seconds after the reward has been called, while the policy learns from it.
 * `compile`: a program is about to be compiled.
 * `write`: the arrays of a checkpoint are on the host, and are being written.
+
+In place of a signal, the name of an error of Python's, such as `MemoryError`, raises it.
 """
 
+import builtins
 import os
 import signal
 import sys
@@ -16,6 +20,8 @@ import threading
 import time
 
 import jax
+
+from twinkle_jax.rollout import engine
 
 EVENTS = {
     "/jax/core/compile/jaxpr_to_mlir_module_duration": "compile",
@@ -28,9 +34,21 @@ class SignalAt:
 
     def __init__(self, description):
         self.moment, count, name, seconds = description.split(":")
-        self.count, self.signal, self.seconds = int(count), signal.Signals[name], float(seconds)
+        self.count, self.signal, self.seconds = int(count), name, float(seconds)
         jax.monitoring.register_event_listener(self.on_event)
         jax.monitoring.register_event_duration_secs_listener(self.on_event)
+        if self.moment == "draw":
+            self.watch_draws()
+
+    def watch_draws(self):
+        generate = engine.generate
+
+        def watched(*args, **options):
+            drawn = generate(*args, **options)  # the devices work, the host does not wait for them
+            self.reach()
+            return drawn
+
+        engine.generate = watched
 
     def on_event(self, event, *args, **kwargs):
         if EVENTS.get(event) == self.moment:
@@ -51,7 +69,9 @@ class SignalAt:
     def send(self):
         sys.stdout.write(f"signal at {self.moment}\n")
         sys.stdout.flush()
-        os.kill(os.getpid(), self.signal)
+        if not self.signal.startswith("SIG"):
+            raise getattr(builtins, self.signal)("of this process alone")
+        os.kill(os.getpid(), signal.Signals[self.signal])
 
 
 SIGNAL = SignalAt(os.environ["SIGNAL_AT"]) if "SIGNAL_AT" in os.environ else None

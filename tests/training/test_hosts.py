@@ -1,17 +1,19 @@
 """Two processes do what one does: the same tokens, the same metrics, one outcome."""
 
 import json
+import os
 import time
 from itertools import chain
 
 import jax
 import numpy as np
 import pytest
+from jax.experimental import multihost_utils
 from safetensors.numpy import load_file
 
 from tests.training import small_run
 from tests.training.joined_runs import SHORT_ANSWERS, JoinedRun
-from tests.training.runs import steps
+from tests.training.runs import ROOT, steps
 from twinkle_jax.rollout import hosts
 from twinkle_jax.training import (
     DistributedConfig,
@@ -110,6 +112,39 @@ def test_a_process_number_without_a_coordinator_is_refused(folder, tmp_path):
         train(config(folder, tmp_path / "run", distributed=alone))
 
 
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        ("clock", "clocks of all hosts must agree to within 60 s, got that of process 1"),
+        ("version", "the version of optax must be the same in all processes"),
+        ("setting", "jax_default_matmul_precision must be the same in all processes"),
+    ],
+)
+def test_what_differs_between_two_processes_is_refused_by_name(folder, tmp_path, change, name):
+    """The second has another clock, another version or another setting of JAX."""
+    file, text = {
+        "clock": (
+            "sitecustomize.py",
+            "import time\nt = time.time\ntime.time = lambda: t() + 120\n",
+        ),
+        "version": ("optax-0.0.1.dist-info/METADATA", "Name: optax\nVersion: 0.0.1\n"),
+        "setting": ("empty", ""),
+    }[change]
+    path = tmp_path / "first on the path" / file
+    path.parent.mkdir(parents=True)
+    path.write_text(text)
+    variables = {"PYTHONPATH": f"{tmp_path / 'first on the path'}{os.pathsep}{ROOT}"}
+    if change == "setting":
+        variables["JAX_DEFAULT_MATMUL_PRECISION"] = "highest"
+    with JoinedRun(folder, config(folder, tmp_path / "run"), variables={1: variables}) as run:
+        assert run.wait(60) == [1, 1], run.errors(0) + run.errors(1)
+    [first], second = run.complaints()
+    assert name in first
+    assert second == []
+    assert not (tmp_path / "run").exists()
+
+
 @pytest.mark.parametrize(
     ("change", "name"),
     [
@@ -154,6 +189,26 @@ def test_hosts_that_are_started_differently_are_refused_by_name(folder, tmp_path
     assert "0.02 in process 1" in first
     assert second == []
     assert not (tmp_path / "run").exists()
+
+
+def test_the_messages_of_a_step(folder, tmp_path, monkeypatch):
+    """Each takes milliseconds on CPUs, whatever its size; seen from one process that sends all."""
+    calls, gather = [], multihost_utils.process_allgather
+
+    def counted(*args, **options):
+        calls.append(args[0].shape)
+        return gather(*args, **options)
+
+    monkeypatch.setattr(hosts, "several", lambda: True)
+    monkeypatch.setattr(multihost_utils, "process_allgather", counted)
+    monkeypatch.setenv("RECORD", str(tmp_path / "record"))
+    counts = []
+    for number in (1, 2):
+        calls.clear()
+        train(config(folder, tmp_path / f"{number}", steps=number))
+        counts.append(len(calls))
+    # Encoding prompts, lengths of completions, rewards, metrics.
+    assert counts[1] - counts[0] == 4
 
 
 def long(advantage, **changes):

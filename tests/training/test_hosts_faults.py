@@ -97,6 +97,8 @@ def test_a_reward_that_goes_wrong_on_one_host(folder, whole, tmp_path, fault, me
 SIGNALS = [  # a moment of a step, and the step that is saved where it is known
     ("reward:3:SIGTERM:0", 2),
     ("reward:2:SIGINT:1", 1),
+    ("draw:1:SIGTERM:0", 0),
+    ("draw:3:SIGINT:0", 2),
     ("update:2:SIGTERM:0.02", None),
     ("update:3:SIGTERM:0.2", None),
     ("compile:40:SIGTERM:0", None),
@@ -110,11 +112,65 @@ def test_a_signal_to_one_host_ends_both(folder, whole, tmp_path, moment, saved, 
         folder, config(folder, tmp_path / "run"), variables={process: {"SIGNAL_AT": moment}}
     ) as run:
         assert run.wait() == [143, 143], run.errors(0) + run.errors(1)
-    last = steps(tmp_path / "run")[-1]
-    assert saved in (last, None)
-    assert len(metrics(tmp_path / "run")) == last
-    assert f"interrupted after step {last}" in run.printed(0)
+    assert_interrupted(run, tmp_path / "run", saved, f"process {process} of 2", moment)
     assert_goes_on(folder, tmp_path / "run", whole)
+
+
+def assert_interrupted(run, directory, saved, process, moment):
+    """Process 0 says who received what and which step is saved; nothing else is said."""
+    last = steps(directory)[-1]
+    assert saved in (last, None)
+    assert len(metrics(directory)) == last
+    notes = [line for line in run.printed(0).splitlines() if "interrupted" in line]
+    assert len(notes) == 1
+    name = moment.split(":")[2]
+    assert f"received {name}: interrupted after step {last}, which is saved" in notes[0]
+    assert process in notes[0]
+    assert "interrupted" not in run.printed(1)
+    assert run.complaints() == [[], []]
+
+
+@pytest.mark.parametrize("process", [0, 1])
+@pytest.mark.parametrize(
+    ("moment", "saved"),
+    # The first checkpoint is that of step 0.
+    [("write:1:SIGTERM:0", 0), ("write:3:SIGTERM:0.5", 2), (f"write:{STEPS + 1}:SIGINT:0", STEPS)],
+)
+def test_a_signal_while_a_checkpoint_is_written(folder, whole, tmp_path, moment, saved, process):
+    often = config(folder, tmp_path / "run", logging=every_step())
+    with JoinedRun(folder, often, variables={process: {"SIGNAL_AT": moment}}) as run:
+        assert run.wait() == [143, 143], run.errors(0) + run.errors(1)
+    assert_interrupted(run, tmp_path / "run", saved, f"process {process} of 2", moment)
+    assert steps(tmp_path / "run") == [*range(saved + 1)]
+    assert_goes_on(folder, tmp_path / "run", whole, logging=every_step())
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_signal_to_each_host_the_later_one_while_all_save(folder, whole, tmp_path, first):
+    """As schedulers do; the checkpoints are that of step 0 and that of the interruption."""
+    moments = {first: {"SIGNAL_AT": "reward:3:SIGTERM:0"}}
+    moments[1 - first] = {"SIGNAL_AT": "write:2:SIGTERM:0"}
+    with JoinedRun(folder, config(folder, tmp_path / "run"), variables=moments) as run:
+        assert run.wait() == [143, 143], run.errors(0) + run.errors(1)
+    assert all("signal at" in run.printed(number) for number in range(2))
+    assert_interrupted(run, tmp_path / "run", 2, f"process {first} of 2", "::SIGTERM")
+    assert_goes_on(folder, tmp_path / "run", whole)
+
+
+@pytest.mark.parametrize("process", [0, 1])
+def test_a_signal_during_an_evaluation(folder, tmp_path, process):
+    """The first drawing is the evaluation before the first step, the fifth that of step 2."""
+    judged = {"evaluation": small_run.evaluation(folder, every=1)}
+    with JoinedRun(folder, config(folder, tmp_path / "whole", **judged)) as run:
+        assert run.wait() == [0, 0], run.errors(0) + run.errors(1)
+    moment = {process: {"SIGNAL_AT": "draw:5:SIGTERM:0"}}
+    with JoinedRun(folder, config(folder, tmp_path / "run", **judged), variables=moment) as run:
+        assert run.wait() == [143, 143], run.errors(0) + run.errors(1)
+    # Process 0 scores all four problems, and sees its signal there: the line waits for the scores.
+    assert steps(tmp_path / "run") == [0, 2]
+    assert len(metrics(tmp_path / "run")) == (2 if process else 1)
+    assert f"process {process} of 2" in run.printed(0)
+    assert_goes_on(folder, tmp_path / "run", tmp_path / "whole", **judged)
 
 
 @pytest.mark.parametrize("moment", range(10))
@@ -265,6 +321,39 @@ def test_files_that_differ_between_hosts_are_refused_by_name(folder, tmp_path, f
         assert run.wait() == [1, 1], run.errors(0) + run.errors(1)
     assert_one_message(run, f"{name} must be the same in all processes")
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("process", [0, 1])
+@pytest.mark.parametrize("error", ["RuntimeError", "ZeroDivisionError"])
+def test_an_error_that_the_others_are_not_told_of(folder, whole, tmp_path, error, process):
+    """While drawing, where the other process waits in a collective: it ends by an error there."""
+    fault = {process: {"SIGNAL_AT": f"draw:3:{error}:0"}}
+    often = config(folder, tmp_path / "run", logging=every_step())
+    with JoinedRun(folder, often, variables=fault) as run:
+        statuses = run.wait(ENDS_WITHIN)
+    messages = run.complaints()
+    assert statuses[process] == 1, messages
+    assert statuses[1 - process] != 0  # JAX may abort it once process 0 is gone
+    [message] = messages[process]
+    assert f"process {process} of 2" in message
+    assert f"failed alone: {error}, after step 2: of this process alone" in message
+    for left in messages[1 - process]:
+        assert f"process {1 - process} of 2" in left
+        assert "can no longer reach the others" in left
+    assert messages[1 - process] or process == 0
+    assert_goes_on(folder, tmp_path / "run", whole, logging=every_step())
+
+
+@pytest.mark.parametrize("process", [0, 1])
+def test_an_unforeseen_error_before_the_first_step(folder, tmp_path, process):
+    """In the evaluation there."""
+    fault = {process: {"SIGNAL_AT": "draw:1:ZeroDivisionError:0"}}
+    judged = config(folder, tmp_path / "run", evaluation=small_run.evaluation(folder, every=1))
+    with JoinedRun(folder, judged, variables=fault) as run:
+        statuses = run.wait(ENDS_WITHIN)
+    assert statuses[process] == 1
+    assert statuses[1 - process] != 0
+    assert "ZeroDivisionError: of this process alone" in run.errors(process).splitlines()[-1]
 
 
 def make_folder(path):

@@ -326,6 +326,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             _print_error(str(error) or type(error).__name__)
         end_without_others(error)
         return 1
+    except Exception as error:
+        from twinkle_jax.training.hosts import end_without_others
+
+        end_without_others(error, traceback=True)
+        raise
 
 
 def _print_error(message: str) -> None:

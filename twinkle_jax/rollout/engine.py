@@ -300,29 +300,21 @@ def read_texts(
     drawn: PromptCompletions, prompts: Sequence[Trajectory], template: Template
 ) -> Texts:
     """Decode completions, on the host that holds them; their tokens come in one transfer."""
-    tokens, lengths, reasons, held = _read_completions(drawn.completions)
+    completions = drawn.completions
+    held = hosts.held_rows(completions.tokens)
+    tokens, lengths, reasons = hosts.read_held(
+        (completions.tokens, completions.lengths, completions.finish_reasons)
+    )
     num_samples = len(tokens) // len(prompts)
-    trajectories = []
-    for i, (row, length) in enumerate(zip(tokens, lengths, strict=True)):
-        prompt = prompts[i // num_samples]
-        if not held[i]:
-            trajectories.append(prompt)
-            continue
-        text = template.tokenizer.decode(row[:length].tolist())
-        answer = Message(role="assistant", content=text)
-        trajectories.append(Trajectory({**prompt, "messages": [*prompt["messages"], answer]}))
-    return Texts(trajectories, lengths, reasons == LENGTH, held)
+    trajectories = [prompt for prompt in prompts for _ in range(num_samples)]
 
+    def decode() -> dict[str, np.ndarray[Any, Any]]:
+        for i in np.flatnonzero(held):
+            text = template.tokenizer.decode(tokens[i, : lengths[i]].tolist())
+            messages = [*trajectories[i]["messages"], Message(role="assistant", content=text)]
+            trajectories[i] = Trajectory({**trajectories[i], "messages": messages})
+        return {"lengths": lengths, "reasons": reasons}
 
-def _read_completions(completions: Completions) -> tuple[np.ndarray[Any, Any], ...]:
-    """Return tokens, lengths, finish reasons, and which rows' tokens this process has."""
-    if not hosts.several():
-        tokens, lengths, reasons = jax.device_get(
-            (completions.tokens, completions.lengths, completions.finish_reasons)
-        )
-        return tokens, lengths, reasons, np.ones(len(lengths), bool)
     # Lengths are needed everywhere: every process plans the same micro-batches.
-    numbers = hosts.stack(completions.lengths, completions.finish_reasons)
-    lengths, reasons = hosts.read_all(numbers)
-    tokens = completions.tokens
-    return hosts.read_held(tokens), lengths, reasons, hosts.held_rows(tokens)
+    numbers = hosts.merge_rows("decoding completions", held, decode)
+    return Texts(trajectories, numbers["lengths"], numbers["reasons"] == LENGTH, held)

@@ -12,7 +12,6 @@ from collections.abc import Callable
 from typing import Any, NoReturn, TypeVar
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 from jaxtyping import Array
@@ -61,7 +60,8 @@ def share(call: str, compute: Callable[[], Any]) -> list[Any]:
     Raises:
         SharedError: in all processes, if `compute` raises in one of them; it names that process and
             its error. With one process, the error itself.
-        InterruptedRunError: in all processes, if it is raised in one of them.
+        InterruptedRunError: in all processes, if it is raised in one of them; it names that process
+            and its message. With one process, the error itself.
     """
     if not several():
         return [compute()]
@@ -70,16 +70,16 @@ def share(call: str, compute: Callable[[], Any]) -> list[Any]:
         text = json.dumps(compute())
     except SharedError:
         raise  # all processes raise it here
-    except InterruptedRunError:
-        outcome = _INTERRUPTED
+    except InterruptedRunError as error:
+        outcome, text = _INTERRUPTED, f"{name_process()} {error}"
     except BaseException as error:
         outcome, cause = _FAILED, error
-        text = f"{_name_process()}, {call}: {type(error).__name__}: {error}"
+        text = f"{name_process()}, {call}: {type(error).__name__}: {error}"
     outcomes, texts = _exchange(call, outcome, text.encode(errors="replace"))
     if _FAILED in outcomes:
         raise SharedError(texts[outcomes.index(_FAILED)].decode(errors="replace")) from cause
     if _INTERRUPTED in outcomes:
-        raise InterruptedRunError
+        raise InterruptedRunError(texts[outcomes.index(_INTERRUPTED)].decode(errors="replace"))
     return [json.loads(text) for text in texts]
 
 
@@ -104,7 +104,8 @@ def first_decides(call: str, compute: Callable[[], Any]) -> Any:
     return share(call, lambda: compute() if is_first() else None)[0]
 
 
-def _name_process() -> str:
+def name_process() -> str:
+    """Name this process and its host, for messages."""
     index, count = jax.process_index(), jax.process_count()
     return f"process {index} of {count} ({socket.gethostname()})"
 
@@ -138,11 +139,15 @@ def _exchange(call: str, outcome: int, text: bytes) -> tuple[list[int], list[byt
 # Rows of global arrays.
 
 
+def _is_spread(array: Any) -> bool:
+    """Whether this process lacks parts of an array."""
+    return isinstance(array, jax.Array) and not array.is_fully_addressable
+
+
 def held_rows(array: Array) -> RowMask:
     """Mark the rows of an array that this process reads; exactly one process reads each row."""
-    rows = np.ones(len(array), bool)
-    if array.is_fully_addressable:
-        return rows
+    if not _is_spread(array):
+        return np.ones(len(array), bool)
     owners = np.full(len(array), jax.process_count())
     held: dict[Any, Any] = dict(array.sharding.devices_indices_map(array.shape))
     for device, index in held.items():
@@ -150,33 +155,34 @@ def held_rows(array: Array) -> RowMask:
     return np.asarray(owners == jax.process_index())
 
 
-def read_held(array: Array) -> np.ndarray[Any, Any]:
-    """Copy the rows that this process holds to the host; the others are 0."""
-    if array.is_fully_addressable:
-        return np.asarray(array)
-    values = np.zeros(array.shape, array.dtype)
-    shards = array.addressable_shards
-    for shard, data in zip(shards, jax.device_get([s.data for s in shards]), strict=True):
-        values[shard.index] = data
-    return values
+def read_held(arrays: Any) -> Any:
+    """Copy the rows that this process holds to the host, in one transfer; the others are 0.
+
+    Args:
+        arrays: an array, or a tree of them.
+    """
+    leaves, structure = jax.tree.flatten(arrays)
+    if not any(map(_is_spread, leaves)):
+        return jax.device_get(arrays)
+    parts = jax.device_get([[shard.data for shard in x.addressable_shards] for x in leaves])
+    values = []
+    for array, data in zip(leaves, parts, strict=True):
+        values.append(np.zeros(array.shape, array.dtype))
+        for shard, part in zip(array.addressable_shards, data, strict=True):
+            values[-1][shard.index] = part
+    return jax.tree.unflatten(structure, values)
 
 
 def read_if_spread(array: Any) -> Any:
     """Copy an array to every host if a process lacks parts of it; all processes must call this."""
-    return array if array.is_fully_addressable else read_all(array)
+    return read_all(array) if _is_spread(array) else array
 
 
 def read_all(array: Any) -> np.ndarray[Any, Any]:
     """Copy an array to every host; all processes must call this."""
-    if isinstance(array, jax.Array) and not array.is_fully_addressable:
+    if _is_spread(array):
         array = multihost_utils.process_allgather(array, tiled=True)
     return np.asarray(array)
-
-
-@jax.jit
-def stack(*arrays: Array) -> Array:
-    """Stack arrays, so that one transfer reads them."""
-    return jnp.stack(arrays)
 
 
 def merge_rows(
@@ -190,7 +196,8 @@ def merge_rows(
         compute: returns arrays by name, with one number a row; other rows are not read.
 
     Returns:
-        The arrays with the numbers of all rows; NaN for rows that no process has computed.
+        The arrays with the numbers of all rows; for rows that no process has computed NaN, or 0
+        among integers.
     """
     if not several():
         return compute()
@@ -206,8 +213,10 @@ def merge_rows(
     merged: dict[str, np.ndarray[Any, Any]] = {}
     for part in share(call, held_numbers):
         for name, numbers in part["numbers"].items():
-            empty = np.full(len(held), np.nan, part["dtypes"][name])
-            merged.setdefault(name, empty)[part["rows"]] = numbers
+            if name not in merged:
+                dtype = np.dtype(part["dtypes"][name])
+                merged[name] = np.full(len(held), np.nan if dtype.kind == "f" else 0, dtype)
+            merged[name][part["rows"]] = numbers
     return merged
 
 

@@ -271,10 +271,13 @@ def fingerprint(path: Path) -> str:
 
 
 def describe_loss(error: BaseException, step: int) -> str:
-    """Describe that the other processes are lost, and how to continue the run."""
+    """Describe an error that the other processes have not been told of, and how to continue."""
+    problem = f"failed alone: {type(error).__name__}"
+    if isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" not in str(error):
+        problem = "can no longer reach the others"
     return (
-        f"process {jax.process_index()} of {jax.process_count()} can no longer reach the others, "
-        f"after step {step}: {_first_line(error)}; --resume auto continues from the last checkpoint"
+        f"{hosts.name_process()} {problem}, after step {step}: {_first_line(error)}; "
+        "--resume auto continues from the last checkpoint"
     )
 
 
@@ -283,12 +286,15 @@ def is_reported_by_another(error: BaseException) -> bool:
     return isinstance(error, hosts.SharedError) and not hosts.is_first()
 
 
-def end_without_others(error: BaseException) -> None:
+def end_without_others(error: BaseException, *, traceback: bool = False) -> None:
     """Exit at once after an error that the other processes have not been told of.
 
-    They wait for this one in a collective, which fails as soon as this process is gone.
+    They wait for this one in a collective, which fails as soon as this process is gone. At a usual
+    end, JAX would wait for them, and abort all processes after half a minute.
     """
     if jax.distributed.is_initialized() and not isinstance(error, hosts.SharedError):
+        if traceback:
+            sys.excepthook(type(error), error, error.__traceback__)
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(1)

@@ -265,25 +265,25 @@ class Interruption:
     ) -> None:
         self._patience = patience if last_resort is not None else None
         self._last_resort = last_resort or (lambda: False)
-        self._requested = False
+        self._received: signal.Signals | None = None
         self._restore: list[tuple[signal.Signals, Any]] = []
 
     @property
     def requested(self) -> bool:
         """Whether a signal has arrived."""
-        return self._requested
+        return self._received is not None
 
     def check(self) -> None:
         """Raise if a signal has arrived.
 
         Raises:
-            InterruptedRunError: if one has.
+            InterruptedRunError: if one has; it names the signal.
         """
-        if self.requested:
-            raise InterruptedRunError
+        if self._received is not None:
+            raise InterruptedRunError(f"received {self._received.name}")
 
     def __enter__(self) -> Self:
-        self._requested = False
+        self._received = None
         if threading.current_thread() is threading.main_thread():
             # Python runs handlers when the main thread returns from compiled code, but writes the
             # number of a signal to this socket at once: a thread reads it.
@@ -311,7 +311,7 @@ class Interruption:
             self._thread.join()
 
     def _record(self, number: int, frame: FrameType | None) -> None:
-        self._requested = True
+        self._received = self._received or signal.Signals(number)
 
 
 def _watch_signals(

@@ -106,24 +106,24 @@ def train(config: TrainConfig, *, reward: RewardFunction | None = None) -> dict[
             display.note(f"nothing left to do: {progress.step} of {config.steps} steps are done")
             return json.loads((directory / "summary.json").read_text())
         try:
+            hosts.together("beginning", interruption.check)
             progress = write_waiting_metrics(run, progress, last, interruption.check)
             if progress.step < config.steps:
                 display.note("compiling: the first step takes longer than the others")
             while progress.step < config.steps:
                 progress = one_step(run, progress, last, interruption.check)
             return finish(run, progress, directory, interruption.check)
-        except InterruptedRunError:
+        except InterruptedRunError as error:
             last.save()
-            step = last.progress.step
+            step, cause = last.progress.step, f"{error}: " if hosts.several() else ""
             display.note(
-                f"interrupted after step {step}, which is saved: continue with --resume auto"
+                f"{cause}interrupted after step {step}, which is saved: continue with --resume auto"
             )
             return summarize(last.progress, interrupted=True)
         except BaseException as error:
             if hosts.several() and not isinstance(error, hosts.SharedError):
-                if isinstance(error, jax.errors.JaxRuntimeError):  # the other processes are gone
-                    raise RuntimeError(describe_loss(error, last.progress.step)) from error
-                raise  # this process alone failed: a collective save would wait for the others
+                # This process alone failed, or the others are gone: nothing collective can end.
+                raise RuntimeError(describe_loss(error, last.progress.step)) from error
             with suppress(Exception):  # the first error is the one to report
                 if last.save_from_signal():
                     step = last.progress.step
@@ -165,7 +165,6 @@ def one_step(run: Run, progress: Progress, last: LastStep, check: Callable[[], N
         The progress after the step.
     """
     config, step = run.config, progress.step
-    hosts.together("beginning a step", check)
     last.poll()
     started = time.perf_counter()
     rollout, drawn = collect(
@@ -205,8 +204,10 @@ def one_step(run: Run, progress: Progress, last: LastStep, check: Callable[[], N
         "step_time": step_time,
         "tokens_per_second": tokens / step_time,
     }
-    progress = _write_metrics(run, progress, last, metrics, check)
-    _show_and_save(run, progress, last, rollout)
+    progress, interruption = _write_metrics(run, progress, last, metrics, check)
+    _show_and_save(run, progress, last, rollout, check)
+    if interruption is not None:
+        raise interruption
     return progress
 
 
@@ -218,8 +219,12 @@ def write_waiting_metrics(
         return progress
     metrics = json.loads(progress.totals.unwritten)
     totals = dataclasses.replace(progress.totals, unwritten=None)
-    progress = _write_metrics(run, progress._replace(totals=totals), last, metrics, check)
+    progress, interruption = _write_metrics(
+        run, progress._replace(totals=totals), last, metrics, check
+    )
     last.save()
+    if interruption is not None:
+        raise interruption
     return progress
 
 
@@ -229,16 +234,28 @@ def _write_metrics(
     last: LastStep,
     metrics: dict[str, float],
     check: Callable[[], None],
-) -> Progress:
-    """Evaluate if it is due, and write a step's metrics, also if the evaluation raises."""
+) -> tuple[Progress, InterruptedRunError | None]:
+    """Evaluate if it is due, and write a step's metrics, also if the evaluation raises.
+
+    Returns:
+        The progress, and a signal that has arrived: processes tell each other in the same message.
+    """
     every, totals = run.config.evaluation.every, progress.totals
 
-    def write() -> Progress:
-        hosts.together("writing metrics", lambda: run.log.write(progress.step, metrics))
+    def write_line() -> None:
+        run.log.write(progress.step, metrics)
+        check()
+
+    def write() -> tuple[Progress, InterruptedRunError | None]:
+        interruption = None
+        try:
+            hosts.together("writing metrics", write_line)
+        except InterruptedRunError as error:  # all have written their line
+            interruption = error
         written = dataclasses.replace(totals, metrics_offset=run.log.offset)
         finished = progress._replace(totals=written)
         last.finished(finished)
-        return finished
+        return finished, interruption
 
     try:
         if every and progress.step % every == 0 and run.task.held_out:
@@ -257,12 +274,14 @@ def _write_metrics(
     except BaseException:
         write()
         raise
-    progress = write()
+    progress, interruption = write()
     run.display.step(progress.step, metrics)
-    return progress
+    return progress, interruption
 
 
-def _show_and_save(run: Run, progress: Progress, last: LastStep, rollout: Rollout) -> None:
+def _show_and_save(
+    run: Run, progress: Progress, last: LastStep, rollout: Rollout, check: Callable[[], None]
+) -> None:
     config, step = run.config, progress.step
     if config.logging.samples_every and step % config.logging.samples_every == 0:
         assert rollout.advantages is not None
@@ -288,6 +307,9 @@ def _show_and_save(run: Run, progress: Progress, last: LastStep, rollout: Rollou
         )
     if step % config.logging.checkpoint_every == 0 or step == config.steps:
         last.save(wait=step == config.steps)
+        hosts.together(
+            "saving", check
+        )  # a signal while arrays are copied ends the run before it draws
 
 
 def _write_traces(path: Path, rollout: Rollout) -> None:
