@@ -245,6 +245,32 @@ def test_metrics_of_a_rollout():
     )
 
 
+@pytest.mark.parametrize(("masked", "share"), [(False, 1 / 4), (True, 2 / 4)])
+def test_prompts_without_a_signal_are_counted_in_all_rollouts_of_a_step(masked, share):
+    """Of four prompts one has equal rewards; a truncated completion leaves another one reward."""
+
+    def rollout(rewards, truncated):
+        return Rollout(
+            batch=Batch(np.zeros((4, 8), np.int32), np.zeros((4, 8), np.int32)),
+            trajectories=[],
+            ground_truths=[],
+            lengths=np.full(4, 8),
+            row_lengths=np.full(4, 8),
+            truncated=np.asarray(truncated),
+            rewards=np.asarray(rewards, np.float32),
+        )
+
+    drawn = [
+        rollout([0.0, 1.0, 0.0, 1.0], [False] * 4),
+        rollout([0.5, 0.5, 0.0, 1.0], [False, False, False, True]),
+    ]
+    config = TrainConfig(
+        rollout=RolloutConfig(prompts=2, num_samples=2),
+        update=UpdateConfig(mini_batches=1, mask_truncated=masked),
+    )
+    assert rollout_metrics(drawn, config, 0.0)["frac_reward_zero_std"] == share
+
+
 def test_entropy_and_divergence_are_means_over_labels():
     """Log-ratios to the reference are 0 and 1: k3 is 0 and e - 2."""
     batch = Batch(

@@ -50,6 +50,41 @@ def test_gsm8k_from_files(tmp_path):
     assert isinstance(other.reward, ExactMatchReward)
 
 
+def test_the_system_message_is_that_of_training_and_of_evaluation(tmp_path):
+    path = tmp_path / "data.jsonl"
+    path.write_text('{"prompt": "a", "answer": "b"}')
+    evaluation = EvaluationConfig(path=str(path))
+    task = make_task(
+        TrainConfig(model="m", task=str(path), system="Be brief.", evaluation=evaluation)
+    )
+    for prompts in (task.train, task.held_out):
+        assert prompts[0]["messages"][0] == {"role": "system", "content": "Be brief."}
+
+
+def test_problems_are_those_of_the_seed():
+    tasks = [make_task(TrainConfig(seed=seed)) for seed in (0, 0, 1)]
+    for part in ("train", "held_out"):
+        first, again, other = (getattr(task, part)[:20] for task in tasks)
+        assert first == again != other
+
+
+def test_rows_of_an_environment_are_trained_on_or_held_out():
+    task = make_task(
+        TrainConfig(
+            environment="tests.rollout.games:Guess", evaluation=EvaluationConfig(problems=3)
+        )
+    )
+    trained, held_out = (
+        {dict(row["user_data"])["index"] for row in rows} for rows in (task.train, task.held_out)
+    )
+    assert len(held_out) == 3 and not trained & held_out
+
+
+def test_rewards_are_weighted_as_given():
+    config = TrainConfig(reward=["exact", "math"], reward_weights=[1.0, 0.25])
+    assert list(make_task(config).reward.weights.values()) == [1.0, 0.25]
+
+
 def test_the_reward_that_is_not_there_is_named_by_its_option():
     with pytest.raises(ValueError, match=r"^reward"):
         make_task(TrainConfig(reward="mathematics"))
