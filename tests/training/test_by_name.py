@@ -21,7 +21,6 @@ from twinkle_jax.training import (
     small_policy,
 )
 from twinkle_jax.training.by_name import decayed
-from twinkle_jax.training.step import estimate
 
 OPTIONS = {"pass_at_k": {"k": 2}, "pkpo": {"k": 2}}
 NAMES = sorted([*ESTIMATORS, "reinforce_plus_plus"])
@@ -33,17 +32,10 @@ MASK = jnp.arange(4)[None, :] < jnp.asarray(LENGTHS)[:, None]
 def estimated(name, *, where=None, **options):
     estimator = make_estimator(name, OPTIONS.get(name, {}) | options)
     greedy = np.array([0.5, 1.0], np.float32) if estimator.needs_greedy_rewards else None
-    found = estimate(
-        estimator,
-        REWARDS,
-        4,
-        "none",
-        where=where,
-        lengths=LENGTHS,
-        greedy_rewards=greedy,
-        mask=MASK,
+    advantages = estimator.advantages(
+        REWARDS, 4, "none", where=where, lengths=LENGTHS, greedy_rewards=greedy, mask=MASK
     )
-    return np.asarray(found)
+    return np.asarray(advantages)
 
 
 @pytest.mark.parametrize("name", NAMES)

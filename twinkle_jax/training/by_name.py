@@ -8,12 +8,16 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import optax
+from jaxtyping import Array, Bool
 
 from twinkle_jax.advantage import (
     ESTIMATORS,
     Advantage,
     ReinforcePlusPlusAdvantage,
+    Scale,
     get_advantage,
 )
 
@@ -42,6 +46,41 @@ class Estimator(NamedTuple):
     def needs_greedy_rewards(self) -> bool:
         """Whether rewards of the most probable completions are needed."""
         return "greedy_rewards" in self.needs
+
+    def advantages(
+        self,
+        rewards: np.ndarray[Any, Any],
+        num_samples: int,
+        scale: Scale,
+        *,
+        where: np.ndarray[Any, Any] | None,
+        lengths: np.ndarray[Any, Any],
+        greedy_rewards: np.ndarray[Any, Any] | None,
+        mask: Bool[Array, "rows time"],
+    ) -> jax.Array:
+        """Estimate advantages.
+
+        Args:
+            rewards: one a completion, those of a prompt next to each other.
+            num_samples: completions a prompt.
+            scale: what advantages are divided by, for estimators that have a scale.
+            where: True = keep, one a completion; None for all.
+            lengths: tokens of each completion.
+            greedy_rewards: one a prompt, where the estimator needs them.
+            mask: True for tokens that the policy sampled.
+
+        Returns:
+            One advantage a completion, or one a token of `mask`.
+        """
+        if isinstance(self.function, ReinforcePlusPlusAdvantage):
+            kept = mask if where is None else mask & jnp.asarray(where)[:, None]
+            # Number of sampled tokens from each position on: 1 at the last, which gets the reward.
+            remaining = jnp.cumsum(mask[:, ::-1], axis=1, dtype=jnp.int32)[:, ::-1]
+            at_last_token = jnp.where(mask & (remaining == 1), jnp.asarray(rewards)[:, None], 0)
+            return self.function(at_last_token, masks=kept)
+        data = {"lengths": lengths, "greedy_rewards": greedy_rewards}
+        needed = {name: data[name] for name in self.needs}
+        return self.function(rewards, num_samples, scale, where=where, **needed, **self.options)
 
 
 def make_estimator(name: str, options: Mapping[str, Any]) -> Estimator:

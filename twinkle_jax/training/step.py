@@ -6,9 +6,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Float
 
-from twinkle_jax.advantage import ReinforcePlusPlusAdvantage, Scale, turn_returns
+from twinkle_jax.advantage import turn_returns
 from twinkle_jax.data import IGNORE, Batch, PromptBatch
 from twinkle_jax.model import Params
 from twinkle_jax.rollout import (
@@ -18,7 +18,6 @@ from twinkle_jax.rollout import (
     hosts,
     with_advantages,
 )
-from twinkle_jax.training.by_name import Estimator
 from twinkle_jax.training.config import TrainConfig
 from twinkle_jax.training.learning import Recipe, compare, learn, on_all_devices, score
 from twinkle_jax.training.metrics import mismatch_metrics, rollout_facts, update_metrics
@@ -89,8 +88,7 @@ def credit(recipe: Recipe, rollout: Rollout) -> Float[Array, " rows"] | Float[Ar
     counted = rollout.counted(mask_truncated=config.update.mask_truncated)
 
     def advantages_of(rewards: Any, where: Any) -> jax.Array:
-        return estimate(
-            recipe.estimator,
+        return recipe.estimator.advantages(
             rewards,
             config.rollout.num_samples,
             config.update.scale,
@@ -128,46 +126,6 @@ def credit(recipe: Recipe, rollout: Rollout) -> Float[Array, " rows"] | Float[Ar
     if config.update.credit == "turn":
         return advantages
     return (advantages + of_episodes[:, None]) / 2
-
-
-def estimate(
-    estimator: Estimator,
-    rewards: np.ndarray[Any, Any],
-    num_samples: int,
-    scale: Scale,
-    *,
-    where: np.ndarray[Any, Any] | None,
-    lengths: np.ndarray[Any, Any],
-    greedy_rewards: np.ndarray[Any, Any] | None,
-    mask: Bool[Array, "rows time"],
-) -> jax.Array:
-    """Estimate advantages.
-
-    Args:
-        estimator: to call.
-        rewards: one a completion, those of a prompt next to each other.
-        num_samples: completions a prompt.
-        scale: what advantages are divided by, for estimators that have a scale.
-        where: True = keep, one a completion; None for all.
-        lengths: tokens of each completion.
-        greedy_rewards: one a prompt, where the estimator needs them.
-        mask: True for tokens that the policy sampled.
-
-    Returns:
-        One advantage a completion, or one a token of `mask`.
-    """
-    if isinstance(estimator.function, ReinforcePlusPlusAdvantage):
-        kept = mask if where is None else mask & jnp.asarray(where)[:, None]
-        # Number of sampled tokens from each position on: 1 at the last, which gets the reward.
-        remaining = jnp.cumsum(mask[:, ::-1], axis=1, dtype=jnp.int32)[:, ::-1]
-        last = mask & (remaining == 1)
-        at_last_token = jnp.where(last, jnp.asarray(rewards)[:, None], 0)
-        return estimator.function(at_last_token, masks=kept)
-    data = {"lengths": lengths, "greedy_rewards": greedy_rewards}
-    needed = {name: data[name] for name in estimator.needs}
-    return estimator.function(
-        rewards, num_samples, scale, where=where, **needed, **estimator.options
-    )
 
 
 def score_rollout(source: RolloutSource, drawn: Rollout, check: Callable[[], None]) -> Rollout:
