@@ -228,12 +228,16 @@ def test_a_stale_sampler_costs_no_finished_step(folder, tmp_path):
     assert arrays(tmp_path / "run", 1) == arrays(tmp_path / "whole", 1)
 
 
-def test_the_first_step_compares_all_rows(folder, tmp_path):
-    """A prompt of the second update, too, of which later updates could not tell."""
+def test_all_rows_are_compared_in_the_first_and_every_25th_step(folder, tmp_path):
+    """In the others those of the first update, for which each step deals prompts out anew."""
     own = config(folder, tmp_path / "run", update=update(mini_batches=2))
-    second = np.random.default_rng([own.seed, 0, 0]).permutation(2)[1]
     task = make_task(own)._replace(reward=Scorer())
     (tmp_path / "run").mkdir()
+
+    def order(step):
+        return np.random.default_rng([own.seed, step, 0]).permutation(2).tolist()
+
+    other = next(step for step in range(1, 25) if order(step) != order(0))
     with MetricsLog(tmp_path / "run") as log, Display() as display:
         run, progress = begin(own, tmp_path / "run", task, log, display, None)
 
@@ -243,12 +247,18 @@ def test_the_first_step_compares_all_rows(folder, tmp_path):
 
             def sample(self, *arguments):
                 drawn = run.recipe.source.sample(*arguments)
-                logps = drawn.batch.old_logps.at[second * 4 + 1].add(-1.0)
+                logps = drawn.batch.old_logps.at[wrong_prompt * 4 + 1].add(-1.0)
                 return drawn._replace(batch=drawn.batch._replace(old_logps=logps))
 
         stale = run._replace(recipe=run.recipe._replace(source=Source()))
-        with pytest.raises(SamplerMismatchError):
-            one_step(stale, progress, LastStep(lambda p, wait: None), lambda: None)
+        last = LastStep(lambda p, wait: None)
+        for step, update_of_it in ((0, 1), (25, 1), (other, 0)):
+            wrong_prompt = order(step)[update_of_it]
+            with pytest.raises(SamplerMismatchError):
+                one_step(stale, progress._replace(step=step), last, lambda: None)
+            progress = last.progress
+        wrong_prompt = order(other)[1]
+        one_step(stale, progress._replace(step=other), last, lambda: None)
 
 
 @pytest.fixture(scope="module")

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from tests.rollout import games
+from tests.training import small_run
 from twinkle_jax.advantage import PKPOAdvantage
 from twinkle_jax.loss import DAPOLoss
 from twinkle_jax.sampler import Sampling
@@ -22,8 +23,11 @@ from twinkle_jax.training import (
     small_policy,
     train_state,
 )
+from twinkle_jax.training.display import Display
 from twinkle_jax.training.learning import RECOMPUTED
-from twinkle_jax.training.start import with_config
+from twinkle_jax.training.metrics import MetricsLog
+from twinkle_jax.training.start import begin, with_config
+from twinkle_jax.training.task import make_task
 
 POLICY = small_policy(0)
 BETAS, WEIGHT_DECAY, RATE = (0.6, 0.8), 0.3, 0.01
@@ -112,6 +116,22 @@ def test_the_optimizer_is_adamw_which_leaves_norms_alone():
             decay,
         )
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5), state.params, params)
+
+
+def test_the_seed_decides_the_order_of_prompts_and_the_noise(folder, tmp_path):
+    def begun(seed, name):
+        config = small_run.config(folder, tmp_path / name, seed=seed)
+        task = make_task(config)._replace(reward=reward)
+        (tmp_path / name).mkdir()
+        with MetricsLog(tmp_path / name) as log, Display(quiet=True) as display:
+            run, progress = begin(config, tmp_path / name, task, log, display, None)
+        prompts = [str(prompt["messages"]) for _ in range(3) for prompt in next(run.loader)]
+        return prompts, jax.random.key_data(progress.key).tolist()
+
+    first, again, other = begun(0, "first"), begun(0, "again"), begun(1, "other")
+    assert first == again
+    assert first[0] != other[0] and sorted(first[0]) == sorted(other[0])
+    assert first[1] != other[1]
 
 
 @pytest.mark.parametrize(

@@ -9,15 +9,17 @@ import pytest
 
 from twinkle_jax.data import ArithmeticTask, PromptBatch
 from twinkle_jax.loss import GRPOLoss
-from twinkle_jax.model import init_params
+from twinkle_jax.model import LoraConfig, init_params
 from twinkle_jax.reward import FunctionReward, WeightedReward
 from twinkle_jax.rollout import has_signal
 from twinkle_jax.training import (
+    LoraSettings,
     OptimizerConfig,
     RolloutConfig,
     SamplerMismatchError,
     TrainConfig,
     UpdateConfig,
+    add_adapter,
     collect,
     learn,
     make_recipe,
@@ -105,6 +107,23 @@ def test_gradients_are_clipped_at_the_limit_of_the_run(limit):
     moved = np.sqrt(sum(float(jnp.sum(x**2)) for x in jax.tree.leaves(change)))
     assert 1e-3 < metrics["grad_norm"] < 1e3
     assert moved == pytest.approx(0.5 * min(metrics["grad_norm"], limit), rel=1e-3)
+
+
+def test_adapters_drop_inputs_by_the_seed_of_the_run():
+    batch, config = sampled().batch, recipe().config
+
+    def trained(dropout, seed=0):
+        policy = add_adapter(POLICY, LoraConfig(r=2, lora_dropout=dropout), base="base")
+        lora = LoraSettings(rank=2, dropout=dropout)
+        made = make_recipe(dataclasses.replace(config, lora=lora, seed=seed), policy, long_ones)
+        state = train_state(jax.tree.map(jnp.copy, policy.params), made.optimizer)
+        state, _ = learn(state, batch, made, learning_rate=0.1, seed=(0, 0))
+        return np.concatenate([np.ravel(x) for x in jax.tree.leaves(state.params)])
+
+    dropped = trained(0.5)
+    np.testing.assert_array_equal(dropped, trained(0.5))
+    assert np.abs(dropped - trained(0.5, seed=1)).max() > 1e-6
+    assert np.abs(dropped - trained(0.0)).max() > 1e-6
 
 
 def with_momentum(**changes):
