@@ -184,6 +184,13 @@ def test_norms_and_biases_do_not_decay(expected):
     assert moved == expected
 
 
+@pytest.mark.parametrize(("name", "middle"), [("linear", 0.75), ("cosine", (2 + 2**0.5) / 4)])
+def test_a_falling_schedule_ends_after_the_last_step(name, middle):
+    rate = make_schedule(name, steps=4, peak=1.0)
+    rates = [rate(step) for step in (0, 1, 2, 4)]
+    assert rates == pytest.approx([1.0, middle, 0.5, 0.0], abs=1e-6)
+
+
 @pytest.mark.parametrize(
     ("name", "options", "expected"),
     [

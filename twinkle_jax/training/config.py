@@ -47,9 +47,9 @@ class UpdateConfig:
         discount: factor for the reward of each later turn.
         gae_lambda: for credit by turn: 1 credits a turn with all rewards from it on; less
             replaces part of the later rewards by the group's mean return (GAE over turns).
-        mask_truncated: leave completions that ran out of room out of statistics and loss.
-        dynamic_sampling: rollouts that a step may take until enough prompts have rewards that
-            differ (DAPO); 1 takes what the first gives.
+        mask_truncated: exclude completions that reached a limit of tokens from statistics and loss.
+        dynamic_sampling: most rollouts of a step, which samples until enough prompts have rewards
+            that differ (DAPO); 1 takes the first as it is.
         epochs: passes over each rollout.
         mini_batches: updates in each pass; prompts are dealt out to them at random.
         micro_batch_tokens: tokens, padding included, whose gradients are computed at once on each
@@ -97,7 +97,7 @@ class UpdateConfig:
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """The optimizer, and how large its steps are.
+    """The optimizer, its learning rate, and the limit of gradients.
 
     Attributes:
         name: of an Optax optimizer: adamw, adam, sgd, lion, adafactor, muon, ...
@@ -142,7 +142,7 @@ class LoraSettings:
 
 @dataclass(frozen=True)
 class MeshConfig:
-    """How many devices share a run: their product is what it uses.
+    """The mesh of a run, which uses as many devices as the product of its axes.
 
     Attributes:
         data: each has all parameters, and a share of the rows.
@@ -152,9 +152,9 @@ class MeshConfig:
             layer runs (least memory), or once before and once after all of them, which takes room
             for all parameters and gradients on each device and is not for tensor; auto: once for
             the built-in policy, layers for a checkpoint.
-        memory: GiB of each device that the run may use; none: what GPUs and TPUs say that they
-            have. What a step needs is counted before the first one, and settings that choose
-            themselves are made to fit; on CPUs only if this is given.
+        memory: GiB of each device that the run may use; none: what GPUs and TPUs report. The
+            memory of a step is computed before the first one, and automatic settings are reduced
+            until they fit; on CPUs only if this is set.
     """
 
     data: int = at_least(1, default=1)
@@ -185,7 +185,7 @@ class DistributedConfig:
 
 @dataclass(frozen=True)
 class EvaluationConfig:
-    """How the policy is judged, on problems that it is never trained on.
+    """How the policy is evaluated, on problems that it is never trained on.
 
     Attributes:
         every: steps from one evaluation to the next; 0: only before the first and after the last.
@@ -260,7 +260,7 @@ class TrainConfig:
         lora: low-rank adapters.
         mesh: devices.
         distributed: how several processes find each other.
-        evaluation: how the policy is judged.
+        evaluation: how the policy is evaluated.
         logging: what is saved and shown.
     """
 
@@ -572,12 +572,12 @@ def with_choices(config: TrainConfig, saved: Mapping[str, Any]) -> TrainConfig:
         config: of the run that resumes.
         saved: `dataclasses.asdict` of the configuration of the run to resume.
     """
-    update, chosen = config.update, saved["update"]
+    update, saved_update = config.update, saved["update"]
     choices = {}
     if update.recompute == "auto":
-        choices["recompute"] = chosen["recompute"]
+        choices["recompute"] = saved_update["recompute"]
     if update.micro_batch_tokens == automatic_budget(config):
-        choices["micro_batch_tokens"] = chosen["micro_batch_tokens"]
+        choices["micro_batch_tokens"] = saved_update["micro_batch_tokens"]
     return dataclasses.replace(config, update=dataclasses.replace(update, **choices))
 
 

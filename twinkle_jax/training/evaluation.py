@@ -83,7 +83,7 @@ def evaluate(
     engine = LocalEngine(policy.config, policy.template, policy.frozen, compute_dtype, mesh)
     settings = RolloutConfig(max_new_tokens=max_new_tokens, max_prompt_tokens=max_prompt_tokens)
     source = SingleTurn(engine, reward, settings, reward_timeout)
-    judged = policy.params if params is None else params
+    evaluated = policy.params if params is None else params
 
     def checked_rewards(trajectories: Sequence[Trajectory], truths: Sequence[Any]) -> list[float]:
         check()
@@ -95,7 +95,7 @@ def evaluate(
             hosts.together("evaluating", check)
             chosen = PromptBatch(prompts[start : start + batch])
             key = jax.random.fold_in(jax.random.key(seed), number)
-            texts = sampler.complete(judged, chosen, key)
+            texts = sampler.complete(evaluated, chosen, key)
             truths = [truth for truth in chosen.ground_truths for _ in range(samples)]
             rows.append(score_texts(texts, truths, checked_rewards))
         return np.concatenate(rows).reshape(len(prompts), samples)

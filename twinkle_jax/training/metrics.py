@@ -58,10 +58,8 @@ def rollout_metrics(
     episodes = [episode for r in drawn for episode in r.episodes or ()]
     if episodes:  # an episode that ends at the limit of turns is not truncated
         truncated = np.asarray([episode.ended == "length" for episode in episodes])
-    if any(
-        episode.failed for episode in episodes
-    ):  # excluded: failures of the environment are not the policy's
-        kept = ~np.asarray([episode.failed for episode in episodes])
+    kept = ~np.asarray([episode.failed for episode in episodes], bool)
+    if not kept.all():  # failures of the environment are not the policy's
         groups = kept.reshape(-1, samples)
         several = groups.sum(axis=1) > 1
         deviations = rewards.reshape(-1, samples)[several].std(

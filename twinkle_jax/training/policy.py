@@ -123,7 +123,7 @@ def load_policy(
             raise ValueError(f"{place / ADAPTER_CONFIG} must name its base model, got {base!r}")
         base_policy = load_policy(base, mesh=mesh)
         lora, adapter = load_adapter(place, base_policy.config)
-        return lay_adapter(base_policy, lora, adapter, base=base, mesh=mesh)
+        return attach_adapter(base_policy, lora, adapter, base=base, mesh=mesh)
     decoder = load_pretrained(path_or_id, dtype="float32", mesh=mesh, partition=rules)
     template = Template(path_or_id)
     if len(template.tokenizer) > decoder.config.vocab_size:
@@ -157,10 +157,10 @@ def add_adapter(
         ValueError: if a target is no projection of this decoder.
     """
     adapter = init_adapter(jax.random.key(seed), policy.config, lora)
-    return lay_adapter(policy, lora, adapter, base=base, dtype=dtype, mesh=mesh)
+    return attach_adapter(policy, lora, adapter, base=base, dtype=dtype, mesh=mesh)
 
 
-def lay_adapter(
+def attach_adapter(
     policy: Policy,
     lora: LoraConfig,
     adapter: Params,

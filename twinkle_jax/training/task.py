@@ -143,19 +143,21 @@ def _find_prompts(config: TrainConfig) -> tuple[Sequence[Trajectory], Sequence[T
     read = read_gsm8k if gsm8k else read_jsonl
     held_out_file = config.evaluation.path
     files = [path if gsm8k else config.task]
-    judged_files = [held_out_file] if held_out_file else []
+    held_out_files = [held_out_file] if held_out_file else []
     repository = hub_id(config.task)
     if repository is not None:
         files = [str(file) for file in download_split(repository, "train")]
-        if not judged_files:
-            judged_files = [str(file) for file in download_split(repository, "test")]
+        if not held_out_files:
+            held_out_files = [str(file) for file in download_split(repository, "test")]
     for name, choices, paths in (
         ("task", "arithmetic, gsm8k, gsm8k:FILE or a JSONL file", files),
-        ("evaluation.path", "a file", judged_files),
+        ("evaluation.path", "a file", held_out_files),
     ):
         for file in paths:
             if not Path(file).is_file():
                 raise ValueError(f"{name} must be {choices}, got {file!r}, which was not found")
     prompts = [prompt for file in files for prompt in read(file, system=config.system)]
-    judged = [prompt for file in judged_files for prompt in read(file, system=config.system)]
-    return prompts, judged[:count], "gsm8k" if gsm8k else "math"
+    held_out_prompts = [
+        prompt for file in held_out_files for prompt in read(file, system=config.system)
+    ]
+    return prompts, held_out_prompts[:count], "gsm8k" if gsm8k else "math"
