@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import time
 from itertools import chain
 
@@ -190,22 +191,50 @@ def test_hosts_that_are_started_differently_are_refused_by_name(folder, tmp_path
     assert not (tmp_path / "run").exists()
 
 
-def test_the_messages_of_a_step(folder, tmp_path, monkeypatch):
-    """Each takes milliseconds on CPUs, whatever its size; seen from one process that sends all."""
+def messages(monkeypatch, then=lambda calls: None):
+    """The names of messages as they are sent; `then` is called with them after each."""
     calls, exchange = [], hosts._exchange
 
     def counted(call, *message):
+        received = exchange(call, *message)
         calls.append(call)
-        return exchange(call, *message)
+        then(calls)
+        return received
 
     monkeypatch.setattr(hosts, "several", lambda: True)
     monkeypatch.setattr(hosts, "_exchange", counted)
+    return calls
+
+
+def test_the_messages_of_a_step(folder, tmp_path, monkeypatch):
+    """Each takes milliseconds on CPUs, whatever its size; seen from one process that sends all."""
     monkeypatch.setenv("RECORD", str(tmp_path / "record"))
+    calls = messages(monkeypatch)
     train(config(folder, tmp_path / "run"))
     last = "writing metrics"
     begin = calls.index(last) + 1
     expected = ["encoding prompts", "decoding completions", "computing rewards", last]
     assert calls[begin : begin + 4] == expected
+
+
+@pytest.mark.parametrize(("moment", "count"), [("computing rewards", 2), ("saving step 2", 1)])
+def test_a_signal_after_the_rewards_ends_a_run_before_it_draws(
+    folder, tmp_path, monkeypatch, moment, count
+):
+    """During the update, or while a checkpoint is begun; the evaluation before has a reward too."""
+    monkeypatch.setenv("RECORD", str(tmp_path / "record"))
+
+    def send(calls):
+        if calls[-1] == moment and calls.count(moment) == count:
+            signal.raise_signal(signal.SIGTERM)
+
+    calls = messages(monkeypatch, send)
+    rarely = LoggingConfig(checkpoint_every=2, samples_every=0)
+    summary = train(config(folder, tmp_path / "run", logging=rarely, steps=3))
+    assert summary["interrupted"]
+    assert summary["steps"] == calls.count("writing metrics")
+    assert summary["steps"] == calls.count("encoding prompts") - 1  # and an evaluation before
+    assert summary["steps"] == (1 if moment == "computing rewards" else 2)
 
 
 def long(advantage, **changes):

@@ -307,9 +307,8 @@ def _show_and_save(
         )
     if step % config.logging.checkpoint_every == 0 or step == config.steps:
         last.save(wait=step == config.steps)
-        hosts.together(
-            "saving", check
-        )  # a signal while arrays are copied ends the run before it draws
+        # A signal that arrived while arrays were copied ends the run before it draws.
+        hosts.together("saving", check)
 
 
 def _write_traces(path: Path, rollout: Rollout) -> None:
