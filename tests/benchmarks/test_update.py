@@ -102,6 +102,7 @@ def torch_update(vocab, micro_batch=ROWS):
 def packed_gradient(vocab, room, mean):
     """A gradient of 64 completions of geometric length, packed as a run packs them."""
     import jax
+    import jax.numpy as jnp
     import numpy as np
     import optax
 
@@ -122,13 +123,16 @@ def packed_gradient(vocab, room, mean):
     advantages = np.repeat(rng.normal(size=(ROWS, 1)), shape[1], 1).astype(np.float32)
     old = np.full(shape, -np.log(vocab), np.float32)
     batch = jax.device_put(Batch(tokens, labels, advantages=advantages, old_logps=old))
-    ((_, packing),) = plan(lengths, shape[1], tokens=int(lengths.sum()) * 2)
+    parts = list(plan(lengths, shape[1], tokens=int(lengths.sum()) * 2))
     state = [train_state(init_params(jax.random.key(0), config), optax.adamw(1.0))]
 
     def gradient():
-        held, summary = grad_step(state.pop(), batch, config, GRPOLoss(), packing=packing)
+        held = state.pop()
+        for members, packing in parts:
+            own = jnp.where(members[:, None], batch.labels, -100)
+            part = batch._replace(labels=own, rows=jnp.asarray(members))
+            held, _ = grad_step(held, part, config, GRPOLoss(), packing=packing)
         state.append(jax.block_until_ready(held))
-        return float(summary.loss)
 
     return gradient
 

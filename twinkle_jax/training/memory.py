@@ -15,7 +15,7 @@ from twinkle_jax.sampler import conversations_memory, generate_memory
 from twinkle_jax.training.config import TrainConfig, automatic_budget
 from twinkle_jax.training.gradient import grad_step
 from twinkle_jax.training.learning import RECOMPUTED, Recipe, takes_segments
-from twinkle_jax.training.packing import SMALLEST_WIDTH, Packing
+from twinkle_jax.training.packing import Packing, line_width
 from twinkle_jax.training.state import TrainState, apply_gradients
 
 _GIB = 2**30
@@ -197,8 +197,11 @@ def _longest_micro_batch(recipe: Recipe) -> tuple[Batch, Packing]:
     several = takes_segments(recipe)
     longest = config.longest_row
     time = batch_width(longest, multiple=multiple)
-    width = bucket_size(longest, smallest=SMALLEST_WIDTH if several else 16, multiple=multiple)
-    lines = max(config.update.micro_batch_tokens // width, 1) * shards
+    tokens = config.update.micro_batch_tokens
+    width = bucket_size(longest, smallest=16, multiple=multiple)
+    if several:
+        width = line_width(longest, tokens, multiple=multiple)
+    lines = max(tokens // width, 1) * shards
     rows = config.rollout.prompts * config.rollout.num_samples // config.update.mini_batches
 
     def struct(shape: tuple[int, ...], dtype: Any) -> Any:

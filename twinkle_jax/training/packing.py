@@ -88,20 +88,17 @@ def plan(
         multiple: what the width of lines must be a multiple of.
 
     Yields:
-        For each micro-batch, a mask of its rows, and their packing.
+        For each micro-batch, a mask of its rows, and their packing. Shapes depend on the arguments
+        alone, and are few: each is compiled.
     """
-    longest = int(lengths.max())
-    width = bucket_size(longest, smallest=SMALLEST_WIDTH if several else 16, multiple=multiple)
-    lines = assign_lines(lengths, width, several=several)
-    if several and len(lines) == len(lengths):  # no row shares a line: none needs further room
-        width = bucket_size(longest, smallest=16, multiple=multiple, per_doubling=4)
-    count = _even_share(len(lines), max(tokens // width, 1) * shards, shards)
+    width, lines = _choose_lines(lengths, tokens, several, multiple)
+    count = _share(len(lines), max(tokens // width, 1), shards, several)
     start = 0
     while start < len(lines):
         if not several:  # each micro-batch is as wide as its longest row, which comes first
             longest = int(lengths[lines[start][0]])
             width = bucket_size(longest, smallest=16, multiple=multiple)
-            count = _even_share(len(lines) - start, max(tokens // width, 1) * shards, shards)
+            count = _share(len(lines) - start, max(tokens // width, 1), shards, several)
         part = lines[start : start + count]
         start += len(part)
         members = np.zeros(len(lengths), bool)
@@ -109,8 +106,49 @@ def plan(
         yield members, _place(part, lengths, time, count, width, several)
 
 
-def _even_share(lines: int, most: int, shards: int) -> int:
-    """Choose the lines of a micro-batch: as few micro-batches as possible, all equally full."""
+def line_width(longest: int, tokens: int, *, multiple: int = 1) -> int:
+    """Choose the width of lines: a power of two, or little more than the longest row.
+
+    Args:
+        longest: tokens of the longest row.
+        tokens: of a micro-batch on each device; a power of two beyond it is not chosen.
+        multiple: what the width must be a multiple of.
+    """
+    width = bucket_size(longest, smallest=SMALLEST_WIDTH, multiple=multiple, per_doubling=1)
+    return width if width <= tokens else _narrow(longest, multiple)
+
+
+def _narrow(longest: int, multiple: int) -> int:
+    return bucket_size(longest, smallest=16, multiple=multiple, per_doubling=4)
+
+
+def _choose_lines(
+    lengths: IntRows, tokens: int, several: bool, multiple: int
+) -> tuple[int, list[list[int]]]:
+    """Choose a width, and deal rows to lines: narrow ones if they take clearly fewer places."""
+    longest = int(lengths.max())
+    width, narrow = line_width(longest, tokens, multiple=multiple), _narrow(longest, multiple)
+    lines = assign_lines(lengths, width, several=several)
+    in_narrow = assign_lines(lengths, narrow, several=several)
+    if 8 * width * len(lines) > 9 * narrow * len(in_narrow):
+        return narrow, in_narrow
+    return width, lines
+
+
+def _share(lines: int, most: int, shards: int, several: bool) -> int:
+    """Choose the lines of a micro-batch, at most `most` on each device.
+
+    Their number should be the same for batches of somewhat more or fewer lines, and few of them
+    empty. So a batch is cut into at least four micro-batches, of as many lines as the budget allows
+    or of a power of two: the last one is half empty on average. Where that would be more of them
+    than the budget asks for, and each moves gradients between devices or has a width of its own,
+    they are as few as possible, and equally full.
+    """
+    most *= shards
+    if lines >= 4 * most:
+        return most
+    if several and shards == 1:
+        return 1 << (max(lines // 4, 1).bit_length() - 1)
     share = -(-lines // -(-lines // most))
     return min(bucket_size(share, multiple=shards, per_doubling=4), most)
 
