@@ -17,7 +17,7 @@ from twinkle_jax.sampler.sampling import (
     block_size,
     block_weights,
     draw,
-    kept_weight,
+    draw_kept,
     next_token,
     penalise,
     random_bits,
@@ -46,7 +46,8 @@ CASES = [
 def kept(logits, sampling):
     maximum = jnp.max(logits, axis=1)
     total = jnp.sum(jnp.exp(logits - maximum[:, None]), axis=1)
-    least = kept_weight(logits, maximum, total, sampling)
+    bits = jnp.zeros((len(logits), 4), jnp.uint32)
+    _, _, least = draw_kept(logits, maximum, total, sampling, bits)
     return jnp.exp(logits - maximum[:, None]) >= least[:, None]
 
 
@@ -150,6 +151,42 @@ def test_a_large_vocabulary_keeps_what_sorting_keeps(case):
     for row in (0, 2, 9, 18):
         alone = kept(jnp.asarray(logits[row : row + 1]), traced_sampling(Sampling(**case)))
         np.testing.assert_array_equal(alone[0], actual[row])
+
+
+@jax.jit
+def drawn_of_kept(logits, sampling, bits):
+    maximum = jnp.max(logits, axis=1)
+    total = jnp.sum(jnp.exp(logits - maximum[:, None]), axis=1)
+    return draw_kept(logits, maximum, total, sampling, bits)
+
+
+@pytest.mark.parametrize(
+    "case", [{"top_k": 50, "top_p": 0.9}, {"top_p": 0.6, "min_p": 0.01}], ids=str
+)
+def test_of_a_large_vocabulary_what_is_kept_is_drawn(case):
+    """Also in rows that look at all of it: with their log-probability, whatever other rows do."""
+    logits, sampling = wide(19), traced_sampling(Sampling(**case))
+    bits = np.random.default_rng(5).integers(0, 2**32, (19, 4), dtype=np.uint32)
+    tokens, logprobs, least = map(np.asarray, drawn_of_kept(logits, sampling, bits))
+    weights = np.exp((logits - logits.max(axis=1, keepdims=True)).astype(np.float64))
+    left = np.where(weights >= least[:, None] * (1 - 1e-6), weights, 0)
+    expected = np.log(left[np.arange(19), tokens] / left.sum(axis=1))
+    np.testing.assert_allclose(logprobs, expected, atol=3e-5)
+    for row in (0, 9, 18):
+        alone = drawn_of_kept(logits[row : row + 1], sampling, bits[row : row + 1])
+        assert alone[0][0] == tokens[row]
+
+
+def test_of_a_large_vocabulary_each_kept_token_has_its_share():
+    logits = np.zeros(5003, np.float32)
+    places = np.array([5002, 7, 4000, 320, 2501, 4999])
+    logits[places] = np.log([1000, 500, 250, 125, 60, 30])
+    bits = np.random.default_rng(6).integers(0, 2**32, (2000, 4), dtype=np.uint32)
+    sampling = traced_sampling(Sampling(top_k=4))
+    tokens, _, _ = drawn_of_kept(np.tile(logits, (2000, 1)), sampling, bits)
+    rate = np.mean(np.asarray(tokens)[:, None] == places, axis=0)
+    np.testing.assert_allclose(rate[:4], np.array([8, 4, 2, 1]) / 15, atol=0.04)
+    assert rate[:4].sum() == 1
 
 
 def test_a_penalty_takes_from_both_signs_and_leaves_the_rest():

@@ -219,15 +219,12 @@ def _filtered(
 ) -> tuple[Int[Array, " rows"], PerRow]:
     """Choose among the tokens that the filters keep."""
 
-    def drawn() -> tuple[Array, Array]:
-        threshold = kept_weight(logits, maximum, total, sampling)
-        blocks = block_weights(logits, maximum, threshold)
-        token = draw(bits, logits, maximum, blocks, threshold)
-        return token, _at(logits, token) - maximum - jnp.log(jnp.sum(blocks, axis=1))
-
     def likeliest() -> tuple[Array, Array]:
         token = jnp.argmax(logits, axis=1).astype(jnp.int32)
         return token, _at(logits, token) * 0  # NaN stays NaN
+
+    def drawn() -> tuple[Array, Array]:
+        return draw_kept(logits, maximum, total, sampling, bits)[:2]
 
     return jax.lax.cond(jnp.asarray(sampling.temperature) > 0, drawn, likeliest)
 
@@ -262,56 +259,89 @@ def penalise(logits: Logits, tokens: Int[Array, "rows time"], penalty: Float[Arr
     return jax.vmap(row)(logits, tokens)
 
 
-def kept_weight(logits: Logits, maximum: PerRow, total: PerRow, sampling: Sampling) -> PerRow:
-    """Find the smallest weight that top-k, top-p and min-p, in this order, keep in each row.
+def draw_kept(
+    logits: Logits,
+    maximum: PerRow,
+    total: PerRow,
+    sampling: Sampling,
+    bits: UInt32[Array, "rows 4"],
+) -> tuple[Int[Array, " rows"], PerRow, PerRow]:
+    """Draw a token among those that top-k, top-p and min-p, in this order, keep in each row.
 
-    A search reads its weights some sixty times. So it searches a part of the vocabulary that has
-    all of the heaviest tokens, and the whole vocabulary only for rows whose threshold is lower.
+    A search reads its weights some sixty times. So top-k and top-p search a part of the vocabulary
+    that has all of the heaviest tokens, and draw from it. Only rows whose threshold is lower look
+    at the whole vocabulary. Which of the two a row does depends on nothing but the row.
 
     Args:
         logits: of the tokens.
         maximum: the largest logit of each row.
         total: sum of the weights of each row.
-        sampling: as arrays.
+        sampling: as arrays; the temperature is above 0.
+        bits: a uniform number in each row.
+
+    Returns:
+        The tokens, their log-probabilities among those kept, and the smallest weights kept.
     """
     k, p = jnp.asarray(sampling.top_k), jnp.asarray(sampling.top_p)
     k = jnp.where(k < logits.shape[1], k, 0)
 
-    def search() -> PerRow:
-        if logits.shape[1] <= 4 * _LINES * _COLUMNS:
-            return _search(jnp.exp(logits - maximum[:, None]), total, k, p)[0]
-        some, bound = _heaviest(logits)
-        threshold, lowest = _search(jnp.exp(some - maximum[:, None]), total, k, p)
+    def from_all(
+        logits: Array, maximum: Array, total: Array, bits: Array, search: bool = True
+    ) -> tuple[Array, Array, Array]:
+        threshold = jnp.broadcast_to(jnp.asarray(sampling.min_p), maximum.shape)
+        if search:
+            weights = jnp.exp(logits - maximum[:, None])
+            threshold = jnp.maximum(threshold, _search(weights, total, k, p)[0])
+        blocks = block_weights(logits, maximum, threshold)
+        token = draw(bits, logits, maximum, blocks, threshold)
+        logprob = _at(logits, token) - maximum - jnp.log(jnp.sum(blocks, axis=1))
+        return token, logprob, threshold
 
-        def look_at_all(state: tuple[Array, Array]) -> tuple[Array, Array]:
-            threshold, decided = state
+    def from_heaviest() -> tuple[Array, Array, Array]:
+        if logits.shape[1] <= 4 * _LINES * _COLUMNS:
+            return from_all(logits, maximum, total, bits)
+        some, places, bound = _heaviest(logits)
+        weights = jnp.exp(some - maximum[:, None])
+        threshold, lowest = _search(weights, total, k, p)
+        decided = ~(lowest <= jnp.exp(bound - maximum))  # NaN counts as decided
+        threshold = jnp.maximum(threshold, sampling.min_p)
+        blocks = block_weights(some, maximum, threshold)
+        index = draw(bits, some, maximum, blocks, threshold)
+        token = jnp.take_along_axis(places, index[:, None], axis=1)[:, 0]
+        token = jnp.minimum(token, logits.shape[1] - 1)  # a row of NaN may point anywhere
+        logprob = _at(some, index) - maximum - jnp.log(jnp.sum(blocks, axis=1))
+
+        def look_at_all(state: tuple[Array, ...]) -> tuple[Array, ...]:
+            *_, decided = state
             # Consecutive rows from the first undecided one on: a slice is copied as a block, while
             # arbitrary rows would be gathered element by element.
             size = min(_ROWS, len(decided))
             start = jnp.minimum(jnp.argmin(decided), len(decided) - size)
-            few, top, sums, before, known = (
+            *before, known, few, top, sums, words = (
                 jax.lax.dynamic_slice_in_dim(x, start, size)
-                for x in (logits, maximum, total, threshold, decided)
+                for x in (*state, logits, maximum, total, bits)
             )
-            searched = _search(jnp.exp(few - top[:, None]), sums, k, p)[0]
-            after = jnp.where(known, before, searched)
-            return (
-                jax.lax.dynamic_update_slice_in_dim(threshold, after, start, 0),
-                jax.lax.dynamic_update_slice_in_dim(decided, jnp.ones_like(known), start, 0),
+            found = from_all(few, top, sums, words)
+            after = [jnp.where(known, x, y) for x, y in zip(before, found, strict=True)]
+            return tuple(
+                jax.lax.dynamic_update_slice_in_dim(x, y, start, 0)
+                for x, y in zip(state, [*after, jnp.ones_like(known)], strict=True)
             )
 
-        undecided = lowest <= jnp.exp(bound - maximum)  # NaN counts as decided
-        return jax.lax.while_loop(
-            lambda state: ~jnp.all(state[1]), look_at_all, (threshold, ~undecided)
-        )[0]
+        state: tuple[Array, ...] = (token, logprob, threshold, decided)
+        state = jax.lax.while_loop(lambda state: ~jnp.all(state[-1]), look_at_all, state)
+        return state[0], state[1], state[2]
 
-    unfiltered = (k <= 0) & (p >= 1)
-    threshold = jax.lax.cond(unfiltered, lambda: jnp.zeros_like(maximum), search)
-    return jnp.maximum(threshold, sampling.min_p)
+    def by_min_p() -> tuple[Array, Array, Array]:
+        return from_all(logits, maximum, total, bits, search=False)
+
+    return jax.lax.cond((k <= 0) & (p >= 1), by_min_p, from_heaviest)
 
 
-def _heaviest(logits: Logits) -> tuple[Float[Array, "rows some"], PerRow]:
-    """Return part of the logits, which includes all above a bound, and that bound.
+def _heaviest(
+    logits: Logits,
+) -> tuple[Float[Array, "rows some"], Int[Array, "rows some"], PerRow]:
+    """Return part of the logits, which includes all above a bound, their columns, and that bound.
 
     The vocabulary is viewed as a row-major table, [lines, columns]. Returned are the columns with
     the largest maxima, and as the bound the largest maximum of the other columns.
@@ -328,7 +358,7 @@ def _heaviest(logits: Logits) -> tuple[Float[Array, "rows some"], PerRow]:
     chosen = columns[:, :-1, None] + width * jnp.arange(_LINES, dtype=jnp.int32)[None, None]
     chosen = chosen.reshape(len(logits), -1)
     some = jnp.take_along_axis(logits, chosen, axis=1, mode="fill", fill_value=-jnp.inf)
-    return some, largest[:, -1]
+    return some, chosen, largest[:, -1]
 
 
 def _search(
