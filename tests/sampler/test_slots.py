@@ -129,6 +129,64 @@ def test_a_long_prompt_that_waits_for_short_rows_is_read_whole(name):
         assert_same(one_batch, generate(*arguments, **shared, slots=slots))
 
 
+@pytest.fixture
+def prefilled(monkeypatch):
+    """Counts the prompts of each prefill that runs, over all devices."""
+    counts, prefill = [], sampler_slots.prefill
+
+    def counted(weights, config, tokens, *args, **options):
+        jax.debug.callback(lambda count=len(tokens): counts.append(count))
+        return prefill(weights, config, tokens, *args, **options)
+
+    jax.clear_caches()
+    monkeypatch.setattr(sampler_slots, "prefill", counted)
+    yield counts
+    monkeypatch.undo()
+    jax.clear_caches()
+
+
+def groups(count, samples, limits, **options):
+    """Completions of `count` prompts of different lengths; limits of each prompt or row."""
+    return generate(
+        params_of("qwen3"),
+        config_of("qwen3"),
+        *batch([[i + 1] * (1 + i % 7) for i in range(count)], 8, "right"),
+        jax.random.key(0),
+        Sampling(0.9),
+        num_samples=samples,
+        max_new_tokens=12,
+        max_tokens=np.asarray(limits),
+        **options,
+    )
+
+
+@pytest.mark.parametrize(
+    ("slots", "refill", "shards", "most"),
+    [(None, None, 1, 16), (8, 1, 1, 16), (10, 3, 1, 16), (16, 8, 8, 24)],
+)
+def test_the_prompt_of_a_group_is_read_once(slots, refill, shards, most, prefilled):
+    """On one device exactly; of eight, which read together, some read a little for nothing."""
+    mesh = make_mesh(fsdp=shards) if shards > 1 else None
+    limits = np.random.default_rng(0).integers(1, 13, 64)
+    by_slots = groups(16, 4, limits, slots=slots, refill=refill, mesh=mesh)
+    jax.effects_barrier()
+    assert 16 <= sum(prefilled) <= most
+    assert_same(groups(16, 4, limits), by_slots)
+
+
+@pytest.mark.parametrize(
+    ("count", "samples", "limits", "slots", "refill"),
+    [
+        (5, 1, [1, 1, 1, 1, 5], 2, 2),  # a padding row, whose prompt is the longest, is no obstacle
+        (9, 3, [7] * 4 + [10, 12, 11, 9, 8], 10, 6),  # a short group in between: three prompts
+        (7, 4, [12, 3, 9, 1, 12, 6, 2], 6, 4),
+    ],
+)
+def test_groups_that_do_not_end_with_their_device(count, samples, limits, slots, refill):
+    options = {"slots": slots, "refill": refill, "mesh": make_mesh(fsdp=2)}
+    assert_same(groups(count, samples, limits), groups(count, samples, limits, **options))
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("slots", [1, 24, 40])
 def test_any_number_of_slots_will_do(slots):

@@ -151,7 +151,7 @@ class Queue(NamedTuple):
         keys: random key of each row.
         limits: maximum number of tokens of each row; 0 for padding rows.
         order: in which a device's rows get slots: those with the largest limit first, and samples
-            of a prompt next to each other, so that it is read once.
+            of a prompt next to each other, so that it is read once; padding rows last.
         taken: how many rows of each device have been given a slot.
     """
 
@@ -162,12 +162,28 @@ class Queue(NamedTuple):
     taken: Int[Array, " devices"]
 
 
+class ReadPrompts(NamedTuple):
+    """Prompts that were read last, from which later rows of their groups begin.
+
+    Attributes:
+        cache: of each device a ring of lines: its i-th prompt lies in line i modulo their number.
+        prompts: how many prompts of each device were read.
+    """
+
+    cache: Cache
+    prompts: Int[Array, " devices"]
+
+
 class State(NamedTuple):
-    """State between two calls of `run`: slots, queue, and the completions so far."""
+    """State between two calls of `run`: slots, queue, and the completions so far.
+
+    `read` is None if all rows have slots, or prompts one sample each.
+    """
 
     slots: Slots
     queue: Queue
     results: Completions
+    read: ReadPrompts | None = None
 
 
 class Status(NamedTuple):
@@ -276,7 +292,9 @@ def begin(
     taken = jnp.zeros(setup.shards, jnp.int32)
     queue = Queue(prompt, keys, limits, order, taken)
     free = jnp.zeros(slots * setup.shards, bool)
-    first, _, queue = _next_rows(weights, prompts, mask, queue, free, setup, slots, capacity)
+    first, _, queue, read = _next_rows(
+        weights, prompts, mask, queue, None, free, setup, slots, capacity
+    )
     if setup.page is not None:
         first = first._replace(cache=_in_pages(first.cache, setup, capacity))
     zeros = jnp.zeros((rows, setup.new), jnp.float32)
@@ -288,7 +306,7 @@ def begin(
         finish_reasons=jnp.zeros_like(limits),
         lengths=jnp.zeros_like(limits),
     )
-    return reusable(spread(State(first, queue, results), setup.mesh))
+    return reusable(spread(State(first, queue, results, read), setup.mesh))
 
 
 def fill(
@@ -306,8 +324,8 @@ def fill(
     """
     state = collect(state, setup)
     running, size = state.slots.running, setup.refill
-    new, slot, queue = _next_rows(
-        weights, prompts, mask, state.queue, running, setup, size, capacity
+    new, slot, queue, read = _next_rows(
+        weights, prompts, mask, state.queue, state.read, running, setup, size, capacity
     )
 
     def put(slots: Slots, new: Slots, slot: Array) -> Slots:
@@ -320,7 +338,8 @@ def fill(
         return put._replace(cache=cache)
 
     slots = on_devices(put, setup.mesh)(state.slots, new, slot)
-    return reusable(spread(state._replace(slots=slots, queue=queue), setup.mesh))
+    state = state._replace(slots=slots, queue=queue, read=read)
+    return reusable(spread(state, setup.mesh))
 
 
 def resize(state: State, *, setup: Setup, slots: int, capacity: int) -> State:
@@ -482,7 +501,18 @@ def _order(prompt: Int[Array, " rows"], limits: Int[Array, " rows"]) -> Int[Arra
     """Order a device's rows by the largest limit of their prompt, samples of a prompt together."""
     local = prompt - prompt[0]
     longest = jax.ops.segment_max(limits, local, num_segments=len(limits))
-    return jnp.argsort(-longest[local], stable=True).astype(jnp.int32)
+    return jnp.argsort(jnp.where(limits > 0, -longest[local], 1), stable=True).astype(jnp.int32)
+
+
+def _most_new(setup: Setup, rows: int, size: int) -> int:
+    """Bound the prompts of `size` of a device's rows that rows before them do not have.
+
+    Where groups do not end with the devices, the first and the last group of one may be short.
+    """
+    samples = setup.num_samples
+    if rows % samples == 0:
+        return -(-size // samples)
+    return min(-(-size // samples) + 2, (rows + samples - 2) // samples + 1)
 
 
 def _next_rows(
@@ -490,60 +520,88 @@ def _next_rows(
     prompts: Int[Array, "prompts time"],
     mask: Bool[Array, "prompts time"],
     queue: Queue,
+    held: ReadPrompts | None,
     running: Bool[Array, " slots"],
     setup: Setup,
     size: int,
     capacity: int,
-) -> tuple[Slots, Int[Array, " new"], Queue]:
-    """Prefill the prompts of the next `size` rows of each device.
+) -> tuple[Slots, Int[Array, " new"], Queue, ReadPrompts | None]:
+    """Give the next `size` rows of each device their prompts, and read those that were not.
 
     Returns:
-        The rows, the slot that each gets, and the queue without them. Surplus rows, without a free
-        slot or a waiting row, are marked as ended.
+        The rows, the slot that each gets, the queue without them, and what was read. Surplus rows,
+        without a free slot or a waiting row, are marked as ended.
     """
-    vocab, samples = setup.config.vocab_size, setup.num_samples
+    vocab = setup.config.vocab_size
     rows = len(queue.limits) // setup.shards
-    # Upper bounds on the prompts of a device's rows, and of `size` consecutive rows.
-    count = rows // samples if rows % samples == 0 else (rows + samples - 2) // samples + 1
-    count = min(count, (size + samples - 2) // samples + 1)
+    most = _most_new(setup, rows, size)
+    # When one device needs a prompt, all read ahead, so that not each reads at the others' pace.
+    lines = 2 * _most_new(setup, rows, setup.refill)
 
-    def choose(queue: Queue, running: Array) -> tuple[Any, ...]:
+    def choose(queue: Queue, running: Array, *count: Array) -> tuple[Any, ...]:
         slot = jnp.nonzero(~running, size=size, fill_value=len(running))[0].astype(jnp.int32)
         rank = queue.taken[0] + jnp.arange(size, dtype=jnp.int32)
-        row = queue.order[jnp.minimum(rank, rows - 1)]
+        at = jnp.minimum(rank, rows - 1)
+        row = queue.order[at]
         real = (slot < len(running)) & (rank < rows) & (queue.limits[row] > 0)
-        prompt = queue.prompt[row]
-        source = jnp.cumsum(jnp.diff(prompt, prepend=prompt[:1]) != 0, dtype=jnp.int32)
-        read = jnp.zeros(count, jnp.int32).at[source].set(prompt, mode="drop")
+        in_order = queue.prompt[queue.order]
+        number = jnp.cumsum(jnp.diff(in_order, prepend=in_order[:1]) != 0, dtype=jnp.int32)
+        by_number = jnp.zeros(rows, jnp.int32).at[number].set(in_order)
+        first = number[at[0]]  # no row that comes needs a prompt before it
+        start = count[0][0] if count else first
+        new = start + jnp.arange(most, dtype=jnp.int32)
+        end = jnp.minimum(start + most, first + lines)
         return (
-            read,
-            source,
+            by_number[jnp.minimum(new, rows - 1)],
+            jnp.where(new < end, new % lines, lines),
+            end[None],
+            jnp.any(real & (number[at] >= start))[None],
+            number[at] % lines if count else number[at] - first,
             jnp.where(real, row, rows),
             jnp.where(real, slot, len(running)),
+            queue.prompt[row],
             queue.keys[row],
             queue.limits[row],
             queue.taken + jnp.sum(real, dtype=jnp.int32),
         )
 
-    read, source, row, slot, keys, limits, taken = on_devices(choose, setup.mesh)(queue, running)
-    tokens, mask = prompts[read], mask[read]
-    before, last = _split_last(tokens, mask, vocab)
-    _, cache = prefill(
-        weights,
-        setup.config,
-        tokens,
-        before,
-        max_length=tokens.shape[1],
-        compute_dtype=setup.compute_dtype,
-        attention=setup.attention,
-        mesh=setup.mesh,
-    )
+    counts = () if held is None else (held.prompts,)
+    new, line, end, short, source, row, slot, prompt, keys, limits, taken = on_devices(
+        choose, setup.mesh
+    )(queue, running, *counts)
 
-    def repeat(cache: Cache, others: Any, source: Array) -> Any:
-        return take_rows(cache, source), jax.tree.map(lambda x: x[source], others)
+    def read() -> Cache:
+        before, _ = _split_last(prompts[new], mask[new], vocab)
+        _, cache = prefill(
+            weights,
+            setup.config,
+            prompts[new],
+            before,
+            max_length=prompts.shape[1],
+            compute_dtype=setup.compute_dtype,
+            attention=setup.attention,
+            mesh=setup.mesh,
+        )
+        return cache
 
-    seen = jnp.where(mask, tokens, vocab)
-    cache, (pending, seen) = on_devices(repeat, setup.mesh)(cache, (last, seen), source)
+    def put(cache: Cache) -> Cache:
+        written: Cache = on_devices(put_rows, setup.mesh)(cache, read(), line)
+        return written
+
+    def keep(cache: Cache, source: Array) -> ReadPrompts:
+        back = (source[-1] - jnp.arange(lines, dtype=jnp.int32)) % lines
+        return ReadPrompts(take_rows(cache, jnp.maximum(source[-1] - back, 0)), source[-1:] + 1)
+
+    if held is None:
+        cache = read()
+        if setup.num_samples > 1 and size < rows:
+            held = on_devices(keep, setup.mesh)(cache, source)
+    else:
+        reads = jnp.any(short)
+        cache = spread(jax.lax.cond(reads, put, lambda cache: cache, held.cache), setup.mesh)
+        held = ReadPrompts(cache, jnp.where(reads, end, held.prompts))
+    cache = on_devices(take_rows, setup.mesh)(cache, source)
+    _, pending = _split_last(prompts[prompt], mask[prompt], vocab)
     zeros = jnp.zeros((len(row), setup.new), jnp.float32)
     slots = Slots(
         row=row,
@@ -551,7 +609,7 @@ def _next_rows(
         cache=for_many_steps(
             cache if setup.page is not None else with_room(cache, capacity), setup.mesh
         ),
-        prompts=seen,
+        prompts=jnp.where(mask[prompt], prompts[prompt], vocab),
         tokens=jnp.full(zeros.shape, vocab, jnp.int32),
         logprobs=zeros,
         sampling_logprobs=zeros,
@@ -560,7 +618,7 @@ def _next_rows(
         reasons=jnp.where(row < rows, RUNNING, LENGTH),
         keys=keys,
     )
-    return slots, slot, queue._replace(taken=taken)
+    return slots, slot, queue._replace(taken=taken), held
 
 
 def _without_cache(rows: Any) -> Any:
