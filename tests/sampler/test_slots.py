@@ -135,7 +135,8 @@ def prefilled(monkeypatch):
     counts, prefill = [], sampler_slots.prefill
 
     def counted(weights, config, tokens, *args, **options):
-        jax.debug.callback(lambda count=len(tokens): counts.append(count))
+        count = len(tokens)
+        jax.debug.callback(lambda: counts.append(count))
         return prefill(weights, config, tokens, *args, **options)
 
     jax.clear_caches()
@@ -162,7 +163,7 @@ def groups(count, samples, limits, **options):
 
 @pytest.mark.parametrize(
     ("slots", "refill", "shards", "most"),
-    [(None, None, 1, 16), (8, 1, 1, 16), (10, 3, 1, 16), (16, 8, 8, 24)],
+    [(8, 1, 1, 16), (10, 3, 1, 16), (16, 8, 8, 24)],
 )
 def test_the_prompt_of_a_group_is_read_once(slots, refill, shards, most, prefilled):
     """On one device exactly; of eight, which read together, some read a little for nothing."""
@@ -179,7 +180,6 @@ def test_the_prompt_of_a_group_is_read_once(slots, refill, shards, most, prefill
     [
         (5, 1, [1, 1, 1, 1, 5], 2, 2),  # a padding row, whose prompt is the longest, is no obstacle
         (9, 3, [7] * 4 + [10, 12, 11, 9, 8], 10, 6),  # a short group in between: three prompts
-        (7, 4, [12, 3, 9, 1, 12, 6, 2], 6, 4),
     ],
 )
 def test_groups_that_do_not_end_with_their_device(count, samples, limits, slots, refill):
