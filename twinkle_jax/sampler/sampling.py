@@ -147,7 +147,7 @@ def next_token(
     split = mesh.shape["tensor"] > 1 and logits.shape[1] % mesh.shape["tensor"] == 0
     axis = "tensor" if split else None
     rows = PartitionSpec(ROWS)
-    # Left to itself, a compiler for GPUs gathers all logits for the sort behind a filter.
+    # Left to itself, a compiler for GPUs gathers all logits for the search behind a filter.
     chosen: NextToken = jax.shard_map(
         functools.partial(_next_token, axis=axis),
         mesh=mesh,
