@@ -11,7 +11,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
-from twinkle_jax.data import IGNORE, Batch, bucket_size
+from twinkle_jax.data import IGNORE, Batch
 from twinkle_jax.loss import PolicyLoss, SamplerMismatch, sampler_mismatch
 from twinkle_jax.model import DecoderConfig, Params, Remat, default_attention
 from twinkle_jax.model.decoder.sharding import ROWS
@@ -174,7 +174,6 @@ def score(
             ).logps
             total = logps if total is None else total + logps  # 0 for rows of other parts
         assert total is not None
-        total = total[:, :width]
         scores.append(jnp.pad(total, ((0, 0), (0, width - total.shape[1]))))
     return jnp.concatenate(scores)
 
@@ -206,14 +205,11 @@ def micro_batches(
     lengths = row_lengths[rows]
     mesh = recipe.mesh
     multiple = 1 if mesh is None else mesh.shape["tensor"]
-    # Columns cost the loss alone: a power of two, for fewer shapes, up to the longest row allowed.
-    room = batch_width(recipe.config.longest_row, multiple=multiple)
-    longest = bucket_size(int(lengths.max()), smallest=16, multiple=multiple, per_doubling=1)
-    time = min(longest, max(room, batch.tokens.shape[1]))
-    mini_batch = _take_rows(batch, rows, time=time)
+    width = min(batch_width(int(lengths.max()), multiple=multiple), batch.tokens.shape[1])
+    mini_batch = _take_rows(batch, rows, width=width)
     parts = plan(
         lengths,
-        time,
+        width,
         tokens=recipe.config.update.micro_batch_tokens,
         shards=1 if mesh is None else mesh.shape["data"] * mesh.shape["fsdp"],
         several=takes_segments(recipe),
@@ -252,18 +248,10 @@ def _is_per_token(x: Array | None, batch: Batch) -> bool:
     return x is not None and x.shape == batch.tokens.shape and x.dtype.itemsize == 4
 
 
-@partial(jax.jit, static_argnames="time")
-def _take_rows(batch: Batch, rows: Int[Array, " chosen"], *, time: int) -> Batch:
-    """Make a batch of chosen rows, with columns cut off or added."""
-
-    def take(x: Array, fill: int = 0) -> Array:
-        x = jnp.take(x, rows, axis=0)
-        if x.ndim == 1:
-            return x
-        wider = [(0, 0), (0, max(time - x.shape[1], 0)), *[(0, 0)] * (x.ndim - 2)]
-        return jnp.pad(x[:, :time], wider, constant_values=fill)
-
-    return jax.tree.map(take, batch)._replace(labels=take(batch.labels, IGNORE))
+@partial(jax.jit, static_argnames="width")
+def _take_rows(batch: Batch, rows: Int[Array, " chosen"], *, width: int) -> Batch:
+    """Make a batch of chosen rows, and of the first columns."""
+    return jax.tree.map(lambda x: jnp.take(x if x.ndim == 1 else x[:, :width], rows, axis=0), batch)
 
 
 @jax.jit

@@ -107,14 +107,14 @@ def plan(
 
 
 def line_width(longest: int, tokens: int, *, multiple: int = 1) -> int:
-    """Choose the width of lines: a power of two, or little more than the longest row.
+    """Choose the width of lines: a bucket, or little more than the longest row.
 
     Args:
         longest: tokens of the longest row.
-        tokens: of a micro-batch on each device; a power of two beyond it is not chosen.
+        tokens: of a micro-batch on each device; a bucket beyond it is not chosen.
         multiple: what the width must be a multiple of.
     """
-    width = bucket_size(longest, smallest=SMALLEST_WIDTH, multiple=multiple, per_doubling=1)
+    width = bucket_size(longest, smallest=SMALLEST_WIDTH, multiple=multiple)
     return width if width <= tokens else _narrow(longest, multiple)
 
 
