@@ -165,6 +165,8 @@ def one_step(run: Run, progress: Progress, last: LastStep, check: Callable[[], N
         The progress after the step.
     """
     config, step = run.config, progress.step
+    if not hosts.several():  # several processes tell each other with the last step's metrics
+        check()
     last.poll()
     started = time.perf_counter()
     rollout, drawn = collect(
