@@ -19,7 +19,16 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from tests.training.checkpoint_loop import state
 from twinkle_jax.rollout import hosts
-from twinkle_jax.training.checkpoint import RunCheckpoints, find_fault, write_manifest
+from twinkle_jax.training.checkpoint import (
+    RunCheckpoints,
+    find_fault,
+    find_state,
+    read_checkpoint,
+    remove_state,
+    write_manifest,
+    write_with_state,
+)
+from twinkle_jax.training.state import shapes_of
 
 ROOT = Path(__file__).parents[3]
 
@@ -426,3 +435,60 @@ def test_no_space(tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["step_00000001"]
     like = {"x": jnp.zeros(9)}
     assert_same(RunCheckpoints(tmp_path).restore(like).arrays, {"x": jnp.arange(9.0)})
+
+
+def test_weights_with_the_state_of_their_training(tmp_path):
+    """Both are replaced at once, other files stay, and a failure changes nothing."""
+    place, arrays = tmp_path / "policy", {"m": jnp.arange(3.0), "key": jax.random.key(1)}
+
+    def weights(name, error=None):
+        def write(directory):
+            directory.mkdir()
+            (directory / name).write_text("weights")
+            if error is not None:
+                raise error
+
+        return write
+
+    def files():
+        return {
+            path.relative_to(place).as_posix(): path.read_bytes()
+            for path in place.rglob("*")
+            if path.is_file()
+        }
+
+    with pytest.raises(ValueError, match="got none: saving writes it"):
+        find_state(place, "saving")
+    write_with_state(place, weights("model-1.safetensors"), arrays, {"step": 1})
+    (place / "notes").mkdir()
+    (place / "notes" / "mine.txt").write_text("mine")
+    (place / "training_state" / "old").write_text("of the first")
+    write_with_state(place, weights("model.safetensors"), arrays, {"step": 2})
+    before = files()
+    assert {name for name in before if "training_state" not in name} == {
+        "notes/mine.txt",
+        "model.safetensors",
+    }
+    assert "training_state/old" not in before
+    read, facts = read_checkpoint(find_state(place, "saving"), shapes_of(arrays))
+    assert facts == {"step": 2} and (read["m"] == arrays["m"]).all()
+    assert jnp.array_equal(jax.random.key_data(read["key"]), jax.random.key_data(arrays["key"]))
+    for write, facts in ((weights("x", OSError("full")), {}), (weights("x"), {"step": {1}})):
+        with pytest.raises((OSError, ValueError), match=r"full|JSON"):
+            write_with_state(place, write, arrays, facts)
+    assert files() == before and [path.name for path in tmp_path.iterdir()] == ["policy"]
+    with pytest.raises(ValueError, match="got the file"):
+        write_with_state(place / "model.safetensors", weights("x"), arrays, {})
+    (place / "training_state" / "facts.json").write_text("{}")
+    with pytest.raises(ValueError, match="must be complete"):
+        find_state(place, "saving")
+    remove_state(place)
+    remove_state(place)  # there is none: nothing to do
+    assert set(files()) == {"notes/mine.txt", "model.safetensors"}
+
+
+def test_shapes_keep_the_place_of_arrays():
+    place = NamedSharding(jax.make_mesh((2,), ("x",)), PartitionSpec("x"))
+    described = shapes_of({"a": jax.device_put(np.zeros((2, 3), np.int32), place), "b": np.ones(4)})
+    assert (described["a"].shape, described["a"].dtype) == ((2, 3), np.int32)
+    assert described["a"].sharding == place and described["b"].sharding is None

@@ -23,7 +23,7 @@ SUBMODULES = {
     "data_format.sampling": "SampledSequence SampleResponse SamplingParams",
     "dataset.base": "Dataset DatasetMeta",
     "kernel.builtin": "npu_builtin",
-    "model.megatron": "MegatronModel",
+    "model.megatron": "MegatronModel MultiLoraMegatronModel",
     "model.transformers": "TransformersModel",
     "preprocessor.base": "DataFilter Preprocessor",
     "preprocessor.llm": "GSM8KProcessor",

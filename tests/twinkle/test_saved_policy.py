@@ -105,7 +105,7 @@ def test_a_save_that_fails_leaves_the_old_one(checkpoint, tmp_path, monkeypatch)
         (directory / "leaves.json").write_bytes(b"half")
         raise OSError("no space left on device")
 
-    monkeypatch.setattr("twinkle_jax.twinkle.model.files.write_checkpoint", full_disk)
+    monkeypatch.setattr("twinkle_jax.training.checkpoint.write_checkpoint", full_disk)
     with pytest.raises(OSError, match="no space"):
         model.save("one", tmp_path, save_optimizer=True)
     assert {path: path.read_bytes() for path in place.rglob("*") if path.is_file()} == before

@@ -23,7 +23,7 @@ import numpy as np
 from jaxtyping import PyTree
 
 from twinkle_jax.data.missing_extra import require
-from twinkle_jax.model.huggingface.saving import remove_remains, replace_directory
+from twinkle_jax.model.huggingface.saving import check_target, remove_remains, replace_directory
 from twinkle_jax.rollout import hosts
 
 MANIFEST = "manifest.json"
@@ -344,9 +344,74 @@ def read_checkpoint(
         ValueError: if names or shapes differ.
         TypeError: if a dtype differs.
     """
-    facts = json.loads((directory / _FACTS).read_text(encoding="utf-8"))
+    facts = read_facts(directory)
     check(facts)
     return read_arrays(directory, like), facts
+
+
+def read_facts(directory: Path) -> dict[str, Any]:
+    """Read the facts that `write_checkpoint` wrote."""
+    facts: dict[str, Any] = json.loads((directory / _FACTS).read_text(encoding="utf-8"))
+    return facts
+
+
+# The state of training beside the weights that it belongs to, in a folder of their directory.
+
+_STATE = "training_state"
+_WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
+
+
+def write_with_state(
+    directory: Path,
+    write_weights: Callable[[Path], None],
+    arrays: PyTree[jax.Array],
+    facts: Mapping[str, Any],
+) -> None:
+    """Write weights and the state of their training, and replace the directory at once.
+
+    Args:
+        directory: of the weights; its other files stay.
+        write_weights: writes them to the directory that it is passed, which does not exist yet.
+        arrays: of the state, as for `write_checkpoint`.
+        facts: likewise.
+
+    Raises:
+        ValueError: if the directory cannot be replaced, or as `write_checkpoint`.
+        OSError: if the files cannot be written; the directory is then unchanged.
+    """
+    check_target(directory)
+    with replace_directory(directory) as fresh:
+        if directory.exists():
+            older = shutil.ignore_patterns(*_WEIGHTS, _STATE)
+            shutil.copytree(directory, fresh, dirs_exist_ok=True, ignore=older)
+        weights = fresh / ".weights"
+        write_weights(weights)
+        for path in weights.iterdir():
+            path.replace(fresh / path.name)
+        weights.rmdir()
+        (fresh / _STATE).mkdir()
+        write_checkpoint(fresh / _STATE, arrays, facts)
+
+
+def find_state(directory: Path, written_by: str) -> Path:
+    """Return the folder of `write_with_state`, for `read_checkpoint`, once its files are verified.
+
+    Raises:
+        ValueError: if there is none, with `written_by` as what writes one, or a file is damaged.
+    """
+    state = directory / _STATE
+    if not state.is_dir():
+        raise ValueError(f"{directory} must hold {_STATE}, got none: {written_by} writes it")
+    fault = find_fault(state)
+    if fault is not None:
+        raise ValueError(f"{state} must be complete: {fault}")
+    return state
+
+
+def remove_state(directory: Path) -> None:
+    """Remove the folder of `write_with_state`, for weights that it does not belong to."""
+    if (directory / _STATE).is_dir():
+        shutil.rmtree(directory / _STATE)
 
 
 class Restored(NamedTuple):

@@ -16,7 +16,7 @@ from twinkle_jax.training.config import TrainConfig, automatic_budget
 from twinkle_jax.training.gradient import grad_step
 from twinkle_jax.training.learning import RECOMPUTED, Recipe, takes_segments
 from twinkle_jax.training.packing import Packing, line_width
-from twinkle_jax.training.state import TrainState, apply_gradients
+from twinkle_jax.training.state import TrainState, apply_gradients, shapes_of
 
 _GIB = 2**30
 _USABLE = 0.92  # of the memory that a device reports; the rest is fragmentation and program code
@@ -47,7 +47,7 @@ def update_memory(recipe: Recipe, state: TrainState) -> int:
         micro-batch of rows of maximum length, and the optimizer update.
     """
     config, mesh = recipe.config, recipe.mesh
-    state, frozen = _shapes(state), _shapes(recipe.frozen)
+    state, frozen = shapes_of(state), shapes_of(recipe.frozen)
     batch, packing = _longest_micro_batch(recipe)
 
     def gradient(state: TrainState, frozen: Any, batch: Batch, packing: Packing) -> Any:
@@ -69,7 +69,7 @@ def update_memory(recipe: Recipe, state: TrainState) -> int:
     computing = jax.jit(gradient, donate_argnums=0).lower(state, frozen, batch, packing).compile()
     applying = jax.jit(apply, donate_argnums=0).lower(state).compile()
     needed = max(_peak_bytes(computing), _peak_bytes(applying) + _bytes(frozen))
-    return needed + _bytes(_shapes(recipe.reference))
+    return needed + _bytes(shapes_of(recipe.reference))
 
 
 def rollout_memory(recipe: Recipe, state: TrainState) -> int:
@@ -80,8 +80,8 @@ def rollout_memory(recipe: Recipe, state: TrainState) -> int:
         state: what is trained; arrays, or their shapes and shardings.
     """
     rollout = recipe.config.rollout
-    state, frozen = _shapes(state), _shapes(recipe.frozen)
-    held = sum(map(_bytes, (state, frozen, _shapes(recipe.reference))))
+    state, frozen = shapes_of(state), shapes_of(recipe.frozen)
+    held = sum(map(_bytes, (state, frozen, shapes_of(recipe.reference))))
     rows = rollout.prompts * rollout.num_samples
     if recipe.config.many_turns and (rollout.slots is None or rows <= rollout.slots):
         return held + conversations_memory(
@@ -224,14 +224,6 @@ def _peak_bytes(compiled: Any) -> int:
     memory = compiled.memory_analysis()
     results = memory.output_size_in_bytes - memory.alias_size_in_bytes
     return int(memory.argument_size_in_bytes + results + memory.temp_size_in_bytes)
-
-
-def _shapes(tree: Any) -> Any:
-    """Shapes and shardings of arrays, to compile a program without running it."""
-    return jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=getattr(x, "sharding", None)),
-        tree,
-    )
 
 
 def _bytes(tree: Any) -> int:

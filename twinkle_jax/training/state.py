@@ -108,6 +108,14 @@ def init_optimizer(optimizer: optax.GradientTransformation, params: Params) -> A
         return optimizer.init(jax.tree.map(lambda x: x.astype(jnp.float32), params))
 
 
+def shapes_of(tree: Any) -> Any:
+    """Shapes and shardings of arrays: to compile a program without them, or to read others."""
+    return jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=getattr(x, "sharding", None)),
+        tree,
+    )
+
+
 def find_devices(data: int, fsdp: int, tensor: int) -> Mesh | None:
     """Make the mesh of a run; None for one device.
 

@@ -1,10 +1,9 @@
 """Twinkle's `model`: `TransformersModel` with its verbs, and Megatron's names for it."""
 
-from twinkle_jax.twinkle.model.transformers import MegatronModel, TransformersModel
-from twinkle_jax.twinkle.names import add_submodules
+from twinkle_jax.twinkle.model.megatron import MegatronModel, MultiLoraMegatronModel
+from twinkle_jax.twinkle.model.transformers import TransformersModel
 
 MultiLoraTransformersModel = TransformersModel
-MultiLoraMegatronModel = MegatronModel
 
 __all__ = [
     "MegatronModel",
@@ -12,5 +11,3 @@ __all__ = [
     "MultiLoraTransformersModel",
     "TransformersModel",
 ]
-
-add_submodules(__name__, "megatron")

@@ -1,6 +1,5 @@
 """Checkpoints, adapters and training states that a model writes and reads."""
 
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -22,139 +21,208 @@ from twinkle_jax.model.huggingface.checkpoint_files import (
     locate,
     read_json,
 )
-from twinkle_jax.model.huggingface.saving import check_target, replace_directory
-from twinkle_jax.training.checkpoint import find_fault, read_checkpoint, write_checkpoint
+from twinkle_jax.training.checkpoint import (
+    find_state,
+    read_checkpoint,
+    read_facts,
+    remove_state,
+    write_with_state,
+)
+from twinkle_jax.training.state import shapes_of
 from twinkle_jax.twinkle.model.policy import AdapterPolicy, OptimizerGroup
+from twinkle_jax.twinkle.names import local_id
 
-TRAINING_STATE = "training_state"  # directory of optimizer state, gradients, key and counters
-REPLACED_FILES = ("*.safetensors", "*.safetensors.index.json", TRAINING_STATE)
-COUNTERS = ("cur_step", "consumed_train_samples", "gradient_accumulation_steps")
-
-
-def write_weights(
-    model: AdapterPolicy,
-    group: OptimizerGroup,
-    directory: Path,
-    *,
-    merge: bool = False,
-    dtype: DTypeLike | None = None,
-) -> None:
-    """Write a checkpoint, or the adapter in PEFT's format, with the template's tokenizer."""
-    if group.lora is not None and not merge:
-        base = model.source if isinstance(model.model_id, Decoder) else model.model_id
-        tokenizer = getattr(group.template, "tokenizer", None)
-        save_adapter(
-            directory,
-            model.config,
-            group.lora,
-            group.state.params,
-            base=None if base is None else str(base),
-            tokenizer=tokenizer,
-        )
-        return
-    params = jax.jit(merge_adapter)(model.merged(group))
-    save_pretrained(Decoder(model.config, params, source=model.source), directory, dtype=dtype)
+_OF_THE_GROUP = ("cur_step", "gradient_accumulation_steps", "lr", "lr_steps")
+_REPORTED = ("cur_step", "consumed_train_samples", "gradient_accumulation_steps")
 
 
-def save_run(
-    model: AdapterPolicy, group: OptimizerGroup, target: Path, consumed_train_samples: int
-) -> None:
-    """Write weights and all that the next step depends on, and replace the directory at once."""
-    group.needed_optimizer()
-    check_target(target)
-    counters = {
-        "cur_step": group.cur_step,
-        "gradient_accumulation_steps": group.gradient_accumulation_steps,
-        "consumed_train_samples": consumed_train_samples,
-        "lr": group.lr,
-        "lr_steps": group.lr_steps,
-    }
-    with replace_directory(target) as fresh:
-        if target.exists():  # keep the user's files
-            shutil.copytree(
-                target, fresh, dirs_exist_ok=True, ignore=shutil.ignore_patterns(*REPLACED_FILES)
+class SavedPolicy(AdapterPolicy):
+    """Weights of a policy, and the state of its training, in files."""
+
+    def save(
+        self,
+        name: str | Path | None = None,
+        output_dir: str | Path | None = None,
+        *,
+        interval: int = 1,
+        save_optimizer: bool = False,
+        consumed_train_samples: int = 0,
+        merge: bool = False,
+        dtype: DTypeLike | None = None,
+        adapter_name: str | None = None,
+    ) -> Path | None:
+        """Write a checkpoint, or the adapter in PEFT's format where there is one.
+
+        The directory is replaced at once: an interrupted save leaves the older one complete.
+
+        Args:
+            name: directory to write, by default `checkpoint-step-` and `cur_step`.
+            output_dir: its parent; `"output"` if there is no name either.
+            interval: write only if `cur_step` is a multiple of it.
+            save_optimizer: whether to write the state for
+                [`resume_from_checkpoint`][twinkle_jax.twinkle.model.TransformersModel.resume_from_checkpoint],
+                too: optimizer, accumulated gradients, counters and keys, in `training_state/`.
+            consumed_train_samples: position in the data, which that method returns.
+            merge: whether to merge the adapter into the parameters, and write a checkpoint.
+            dtype: type of a checkpoint; by default that of the parameters.
+            adapter_name: which adapter.
+
+        Returns:
+            The directory; None between intervals.
+
+        Raises:
+            ValueError: if a checkpoint to resume from would be merged or rounded, or there is no
+                optimizer to save.
+        """
+        group = self.group(adapter_name)
+        if group.cur_step % interval:
+            return None
+        folder = Path("output") if name is None and output_dir is None else Path(output_dir or "")
+        target = folder / (f"checkpoint-step-{group.cur_step}" if name is None else name)
+        target = target.expanduser()
+        if not save_optimizer:
+            remove_state(target)  # of older weights
+            self._write_weights(group, target, merge=merge, dtype=dtype)
+            return target
+        if merge or dtype is not None:
+            raise ValueError(
+                "save_optimizer must go without merge and dtype, so that a run resumes exactly, "
+                f"got merge={merge}, dtype={dtype}"
             )
-        weights = fresh / ".weights"
-        write_weights(model, group, weights)
-        for path in weights.iterdir():
-            path.replace(fresh / path.name)
-        weights.rmdir()
-        (fresh / TRAINING_STATE).mkdir()
-        write_checkpoint(fresh / TRAINING_STATE, _training_state(model, group), counters)
-
-
-def read_weights(model: AdapterPolicy, name: str | None, directory: Path | str) -> None:
-    """Read parameters or an adapter; optimizer state and gradients are reset."""
-    path = locate(directory)
-    if (path / ADAPTER_CONFIG).exists():
-        lora, adapter = load_adapter(path, model.config)
-        if not model.has_adapters:
-            return model.add_group(name or "default", lora, adapter)
-        group = model.group(name)
-        group.lora, group.frozen = lora, with_adapter(model.base, model.config, lora)
-        return model.restart(group, adapter)
-    group = model.group(name)
-    if group.lora is not None:
-        raise ValueError(f"{directory} must hold an adapter, got a checkpoint of all parameters")
-    if parse_config(read_json(path, CONFIG)) != model.config:
-        raise ValueError(
-            f"{directory} must hold a model of this configuration, got another configuration"
+        group.needed_optimizer()
+        counters = {name: getattr(group, name) for name in _OF_THE_GROUP}
+        write_with_state(
+            target,
+            lambda directory: self._write_weights(group, directory),
+            self._training_state(group),
+            counters | {"consumed_train_samples": consumed_train_samples},
         )
-    group.drop_training_state()  # free its memory for the new parameters
-    try:
-        return model.restart(group, model.read(path).params)
-    except BaseException:
-        model.restart(group, group.state.params)
-        raise
+        return target
 
+    def load(
+        self,
+        name: str | Path,
+        output_dir: str | Path | None = None,
+        *,
+        load_optimizer: bool = False,
+        adapter_name: str | None = None,
+    ) -> None:
+        """Read parameters or, where there is an `adapter_config.json`, an adapter.
 
-def resume(
-    model: AdapterPolicy, name: str | None, checkpoint_dir: Path | str, only_model: bool
-) -> dict[str, Any]:
-    """Read weights and, unless `only_model`, the training state; return its counters."""
-    path = locate(checkpoint_dir)
-    saved = path / TRAINING_STATE
-    if not saved.is_dir():
-        raise ValueError(
-            f"{path} must hold {TRAINING_STATE}, got none: save(…, save_optimizer=True) writes it"
-        )
-    fault = find_fault(saved)
-    if fault is not None:
-        raise ValueError(f"{saved} must be complete: {fault}")
-    if not only_model:
-        model.group(name).needed_optimizer()
-    read_weights(model, name, path)
-    counters = read_json(saved, "facts.json")
-    if not only_model:
-        _read_training_state(model, model.group(name), saved, counters)
-    return {key: counters[key] for key in COUNTERS}
+        Args:
+            name: directory of the checkpoint, or a hub id.
+            output_dir: its parent.
+            load_optimizer: whether to resume the run that saved it; otherwise optimizer state and
+                gradients are reset.
+            adapter_name: which adapter.
 
+        Raises:
+            ValueError: for what `load_pretrained` refuses, and a model of another configuration;
+                then nothing has changed.
+        """
+        path = local_id(name) if output_dir is None else Path(output_dir) / name
+        if load_optimizer:
+            self.resume_from_checkpoint(path, adapter_name=adapter_name)
+        else:
+            self._read_weights(adapter_name, path)
 
-def _read_training_state(
-    model: AdapterPolicy, group: OptimizerGroup, saved: Path, counters: dict[str, Any]
-) -> None:
-    like = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding),
-        _training_state(model, group),
-    )
-    params = group.state.params
-    group.drop_training_state()
-    try:
-        arrays, _ = read_checkpoint(saved, like)
-    except (ValueError, TypeError) as error:
-        model.restart(group, params)
-        raise ValueError(f"{saved} must be of a run with this optimizer: {error}") from error
-    except BaseException:
-        model.restart(group, params)
-        raise
-    model.key = arrays.pop("key")
-    group.state = group.state._replace(**arrays)
-    group.cur_step = counters["cur_step"]
-    group.gradient_accumulation_steps = counters["gradient_accumulation_steps"]
-    group.lr, group.lr_steps = counters["lr"], counters["lr_steps"]
+    def resume_from_checkpoint(
+        self,
+        checkpoint_dir: str | Path,
+        *,
+        resume_only_model: bool = False,
+        adapter_name: str | None = None,
+    ) -> dict[str, Any]:
+        """Continue from what `save(…, save_optimizer=True)` wrote, exactly as without the stop.
 
+        Choose optimizer and schedule as the run did, before this call. `resume_only_model` reads
+        the weights only.
 
-def _training_state(model: AdapterPolicy, group: OptimizerGroup) -> dict[str, Any]:
-    state = group.state._asdict() | {"key": model.key}
-    del state["params"]
-    return state
+        Returns:
+            `cur_step`, `consumed_train_samples` and `gradient_accumulation_steps` of the run.
+
+        Raises:
+            ValueError: if there is no such state, or it is of another optimizer.
+        """
+        path = locate(checkpoint_dir)
+        saved = find_state(path, "save(…, save_optimizer=True)")
+        if not resume_only_model:
+            self.group(adapter_name).needed_optimizer()
+        self._read_weights(adapter_name, path)
+        if resume_only_model:
+            counters = read_facts(saved)
+        else:
+            counters = self._read_training_state(self.group(adapter_name), saved)
+        return {key: counters[key] for key in _REPORTED}
+
+    def _write_weights(
+        self,
+        group: OptimizerGroup,
+        directory: Path,
+        *,
+        merge: bool = False,
+        dtype: DTypeLike | None = None,
+    ) -> None:
+        """Write a checkpoint, or the adapter in PEFT's format, with the template's tokenizer."""
+        if group.lora is not None and not merge:
+            base = self.source if isinstance(self.model_id, Decoder) else self.model_id
+            save_adapter(
+                directory,
+                self.config,
+                group.lora,
+                group.state.params,
+                base=None if base is None else str(base),
+                tokenizer=getattr(group.template, "tokenizer", None),
+            )
+            return
+        params = jax.jit(merge_adapter)(self.merged(group))
+        save_pretrained(Decoder(self.config, params, source=self.source), directory, dtype=dtype)
+
+    def _read_weights(self, name: str | None, directory: Path | str) -> None:
+        """Read parameters or an adapter; optimizer state and gradients are reset."""
+        path = locate(directory)
+        if (path / ADAPTER_CONFIG).exists():
+            lora, adapter = load_adapter(path, self.config)
+            if not self.has_adapters:
+                return self.add_group(name or "default", lora, adapter)
+            group = self.group(name)
+            group.lora, group.frozen = lora, with_adapter(self.base, self.config, lora)
+            return self.restart(group, adapter)
+        group = self.group(name)
+        if group.lora is not None:
+            raise ValueError(
+                f"{directory} must hold an adapter, got a checkpoint of all parameters"
+            )
+        if parse_config(read_json(path, CONFIG)) != self.config:
+            raise ValueError(
+                f"{directory} must hold a model of this configuration, got another configuration"
+            )
+        group.drop_training_state()  # free its memory for the new parameters
+        try:
+            return self.restart(group, self.read(path).params)
+        except BaseException:
+            self.restart(group, group.state.params)
+            raise
+
+    def _training_state(self, group: OptimizerGroup) -> dict[str, Any]:
+        """Collect the arrays that the next step depends on, besides the parameters."""
+        state = group.state._asdict() | {"key": self.key}
+        del state["params"]
+        return state
+
+    def _read_training_state(self, group: OptimizerGroup, saved: Path) -> dict[str, Any]:
+        """Read arrays and counters in the place of the group's; return the counters."""
+        like, params = shapes_of(self._training_state(group)), group.state.params
+        group.drop_training_state()  # free its memory for the new state
+        try:
+            arrays, counters = read_checkpoint(saved, like)
+        except BaseException as error:
+            self.restart(group, params)
+            if not isinstance(error, ValueError | TypeError):
+                raise
+            raise ValueError(f"{saved} must be of a run with this optimizer: {error}") from error
+        self.key = arrays.pop("key")
+        group.state = group.state._replace(**arrays)
+        for name in _OF_THE_GROUP:
+            setattr(group, name, counters[name])
+        return counters

@@ -1,16 +1,13 @@
-"""Twinkle's `TransformersModel` and `MegatronModel`: methods that call the training functions."""
+"""Twinkle's `TransformersModel`: methods that call the training functions."""
 
 import math
-import shutil
 from collections.abc import Mapping
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 import optax
-from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from twinkle_jax.data import Inputs, PerSequence
@@ -29,25 +26,19 @@ from twinkle_jax.training import (
     train_state,
     zero_gradients,
 )
-from twinkle_jax.twinkle.model.files import (
-    TRAINING_STATE,
-    read_weights,
-    resume,
-    save_run,
-    write_weights,
-)
+from twinkle_jax.twinkle.model.files import SavedPolicy
 from twinkle_jax.twinkle.model.optimizer import (
     DEFAULT_LEARNING_RATE,
     Factor,
     choose_optimizer,
     choose_schedule,
 )
-from twinkle_jax.twinkle.model.policy import AdapterPolicy, OptimizerGroup
-from twinkle_jax.twinkle.names import IGNORED, PAGE, class_of, construct, local_id
+from twinkle_jax.twinkle.model.policy import OptimizerGroup
+from twinkle_jax.twinkle.names import PAGE, class_of, construct
 from twinkle_jax.twinkle.processor import InputProcessor
 
 
-class TransformersModel(AdapterPolicy):
+class TransformersModel(SavedPolicy):
     """A policy with Twinkle's methods, over a [`TrainState`][twinkle_jax.training.TrainState].
 
     Batches are padded to buckets: the time axis to a [`bucket_size`][twinkle_jax.data.bucket_size]
@@ -427,109 +418,6 @@ class TransformersModel(AdapterPolicy):
         """Summarise training passes, or scoring passes, since the last call."""
         return self.group(adapter_name).report(is_training)
 
-    # Files.
-
-    def save(
-        self,
-        name: str | Path | None = None,
-        output_dir: str | Path | None = None,
-        *,
-        interval: int = 1,
-        save_optimizer: bool = False,
-        consumed_train_samples: int = 0,
-        merge: bool = False,
-        dtype: DTypeLike | None = None,
-        adapter_name: str | None = None,
-    ) -> Path | None:
-        """Write a checkpoint, or the adapter in PEFT's format where there is one.
-
-        The directory is replaced at once: an interrupted save leaves the older one complete.
-
-        Args:
-            name: directory to write, by default `checkpoint-step-` and `cur_step`.
-            output_dir: its parent; `"output"` if there is no name either.
-            interval: write only if `cur_step` is a multiple of it.
-            save_optimizer: whether to write the state for
-                [`resume_from_checkpoint`][twinkle_jax.twinkle.model.TransformersModel.resume_from_checkpoint],
-                too: optimizer, accumulated gradients, counters and keys, in `training_state/`.
-            consumed_train_samples: position in the data, which that method returns.
-            merge: whether to merge the adapter into the parameters, and write a checkpoint.
-            dtype: type of a checkpoint; by default that of the parameters.
-            adapter_name: which adapter.
-
-        Returns:
-            The directory; None between intervals.
-
-        Raises:
-            ValueError: if a checkpoint to resume from would be merged or rounded, or there is no
-                optimizer to save.
-        """
-        group = self.group(adapter_name)
-        if group.cur_step % interval:
-            return None
-        folder = Path("output") if name is None and output_dir is None else Path(output_dir or "")
-        target = folder / (f"checkpoint-step-{group.cur_step}" if name is None else name)
-        target = target.expanduser()
-        if not save_optimizer:
-            if (target / TRAINING_STATE).is_dir():  # of older weights
-                shutil.rmtree(target / TRAINING_STATE)
-            write_weights(self, group, target, merge=merge, dtype=dtype)
-        elif merge or dtype is not None:
-            raise ValueError(
-                "save_optimizer must go without merge and dtype, so that a run resumes exactly, "
-                f"got merge={merge}, dtype={dtype}"
-            )
-        else:
-            save_run(self, group, target, consumed_train_samples)
-        return target
-
-    def load(
-        self,
-        name: str | Path,
-        output_dir: str | Path | None = None,
-        *,
-        load_optimizer: bool = False,
-        adapter_name: str | None = None,
-    ) -> None:
-        """Read parameters or, where there is an `adapter_config.json`, an adapter.
-
-        Args:
-            name: directory of the checkpoint, or a hub id.
-            output_dir: its parent.
-            load_optimizer: whether to resume the run that saved it; otherwise optimizer state and
-                gradients are reset.
-            adapter_name: which adapter.
-
-        Raises:
-            ValueError: for what `load_pretrained` refuses, and a model of another configuration;
-                then nothing has changed.
-        """
-        path = local_id(name) if output_dir is None else Path(output_dir) / name
-        if load_optimizer:
-            resume(self, adapter_name, path, False)
-        else:
-            read_weights(self, adapter_name, path)
-
-    def resume_from_checkpoint(
-        self,
-        checkpoint_dir: str | Path,
-        *,
-        resume_only_model: bool = False,
-        adapter_name: str | None = None,
-    ) -> dict[str, Any]:
-        """Continue from what `save(…, save_optimizer=True)` wrote, exactly as without the stop.
-
-        Choose optimizer and schedule as the run did, before this call. `resume_only_model` reads
-        the weights only.
-
-        Returns:
-            `cur_step`, `consumed_train_samples` and `gradient_accumulation_steps` of the run.
-
-        Raises:
-            ValueError: if there is no such state, or it is of another optimizer.
-        """
-        return resume(self, adapter_name, checkpoint_dir, resume_only_model)
-
     def _due_group(self, adapter_name: str | None, steps: int | None) -> OptimizerGroup | None:
         """Return a group whose policy may be changed now; None while gradients are accumulated."""
         group = self.group(adapter_name)
@@ -554,36 +442,6 @@ class TransformersModel(AdapterPolicy):
             group.gradient_norm = info.gradient_norm
         group.updates.append(info)
         return info
-
-
-class MegatronModel(TransformersModel):
-    """A [`TransformersModel`][twinkle_jax.twinkle.model.TransformersModel] with Megatron's options.
-
-    `"default"` is AdamW in `set_optimizer`, and a cosine with warm-up in `set_lr_scheduler`, where
-    its arguments are `lr_decay_steps`, `lr_warmup_steps`, `max_lr` and `min_lr`.
-    """
-
-    def __init__(self, model_id: Any, *, mixed_precision: Any = "bf16", **options: Any) -> None:
-        options = {key: x for key, x in options.items() if key not in IGNORED["MegatronModel"]}
-        super().__init__(model_id, mixed_precision=mixed_precision, **options)
-
-    def set_optimizer(
-        self, optimizer_cls: Any = "default", lr: float | None = None, **options: Any
-    ) -> None:
-        """Choose an optimizer; `"default"` is AdamW."""
-        name = "AdamW" if optimizer_cls == "default" else optimizer_cls
-        super().set_optimizer(name, lr, **options)
-
-    def set_lr_scheduler(self, scheduler_cls: Any = "default", **options: Any) -> None:
-        """Choose a schedule; `"default"` warms up linearly, then falls as a cosine."""
-        if scheduler_cls == "default":
-            steps, warmup = options.pop("lr_decay_steps"), options.pop("lr_warmup_steps", 0)
-            peak, least = options.pop("max_lr", None), options.pop("min_lr", 0.0)
-            group = self.group(options.get("adapter_name"))
-            group.lr = group.lr if peak is None else peak
-            names = {"num_warmup_steps": warmup, "num_training_steps": steps, "eta_min": least}
-            scheduler_cls, options = "CosineWarmupScheduler", options | names
-        super().set_lr_scheduler(scheduler_cls, **options)
 
 
 def _read_loss_inputs(
