@@ -8,7 +8,15 @@ import pytest
 from tests.model.families import family, random_params
 from twinkle_jax.advantage import GRPOAdvantage
 from twinkle_jax.data import SamplingParams, Template, small_tokenizer
-from twinkle_jax.model import Decoder, LoraConfig, parse_config, save_pretrained
+from twinkle_jax.model import (
+    Decoder,
+    LoraConfig,
+    parse_config,
+    save_adapter,
+    save_pretrained,
+    with_adapter,
+)
+from twinkle_jax.model.decoder.lora import init_adapter
 from twinkle_jax.sampler import JaxSampler
 from twinkle_jax.twinkle.model import TransformersModel
 
@@ -258,6 +266,25 @@ def test_a_sampler_of_its_own_is_synchronised(checkpoint):
     actor.forward_backward(inputs=rows, advantages=[1.0])
     actor.clip_grad_and_step()  # which takes the memory of the actor's parameters
     assert tokens_of(separate.sample(CHATS, seeded)) == changed
+
+
+def test_an_adapter_over_the_samplers_parameters(checkpoint, tmp_path):
+    sampler = JaxSampler(model_id=checkpoint)
+    lora = LoraConfig(r=2, lora_alpha=4)
+    adapter = init_adapter(jax.random.key(0), sampler.config, lora)
+    adapter = jax.tree.map(lambda x: x + jnp.float32(0.3), adapter)
+    save_adapter(tmp_path / "adapter", sampler.config, lora, adapter, base=None)
+    seeded = SamplingParams(max_tokens=6, seed=1)
+    before = tokens_of(sampler.sample(CHATS, seeded))
+    adapted = sampler.with_adapter(tmp_path / "adapter")
+    params = with_adapter(sampler.params, sampler.config, lora, adapter)
+    expected = tokens_of(sampler.with_params(params).sample(CHATS, seeded))
+    assert tokens_of(adapted.sample(CHATS, seeded)) == expected != before
+    assert tokens_of(sampler.sample(CHATS, seeded)) == before
+    shared = sampler.params["embed_tokens"]["embedding"]
+    assert adapted.params["embed_tokens"]["embedding"] is shared
+    with pytest.raises(ValueError, match="adapter_path"):
+        adapted.with_adapter(tmp_path / "adapter")
 
 
 BAD = [

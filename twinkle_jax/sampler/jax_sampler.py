@@ -18,11 +18,14 @@ from twinkle_jax.model import (
     DecoderConfig,
     Params,
     hidden_states,
+    load_adapter,
     load_pretrained,
     output_matrix,
     partition_rules,
     shard_like_params,
+    with_adapter,
 )
+from twinkle_jax.model.decoder.lora import walk
 from twinkle_jax.model.decoder.sharding import row_shards
 from twinkle_jax.sampler.generate import generate
 from twinkle_jax.sampler.requests import (
@@ -182,6 +185,23 @@ class JaxSampler:
         other = copy(self)
         other._model, other._params = None, params
         return other
+
+    def with_adapter(self, adapter_path: str | Path) -> Self:
+        """Return a sampler that draws with an adapter over the parameters, which it shares.
+
+        Args:
+            adapter_path: a directory with an adapter in PEFT's format, or a hub id.
+
+        Raises:
+            ValueError: if the parameters hold an adapter already, or for what `load_adapter`
+                refuses.
+        """
+        if any(path[-1] == "lora_A" for path, _ in walk(self.params)):
+            raise ValueError(
+                "adapter_path must be left out: the parameters hold an adapter already"
+            )
+        lora, adapter = load_adapter(adapter_path, self.config)
+        return self.with_params(with_adapter(self.params, self.config, lora, adapter))
 
     def sync_weights(self, actor: Actor) -> None:
         """Copy a policy's parameters, adapters included; does nothing for the sampler's `model`.

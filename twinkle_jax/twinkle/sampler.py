@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import jax
 from jax.sharding import Mesh
 
 from twinkle_jax.data import (
@@ -13,7 +12,6 @@ from twinkle_jax.data import (
     SamplingParams,
     Template,
 )
-from twinkle_jax.model import load_adapter, with_adapter
 from twinkle_jax.sampler import JaxSampler
 from twinkle_jax.sampler import vLLMSampler as ServedSampler
 from twinkle_jax.sampler.requests import read_params
@@ -106,7 +104,14 @@ class vLLMSampler:  # noqa: N801  (Twinkle's name)
             raise ValueError(
                 f"temperature must be 1 or 0 with logprobs_mode='raw_logprobs', got {temperature}"
             )
-        sampler = self._sampler if adapter_path is None else self._with_adapter(adapter_path)
+        sampler = self._sampler
+        if adapter_path is not None:
+            if not isinstance(sampler, JaxSampler):
+                raise ValueError(
+                    "adapter_path must be left out with a server: sync_weights takes adapters "
+                    f"there; see {PAGE}"
+                )
+            sampler = sampler.with_adapter(local_id(adapter_path, "adapter_path"))
         responses = sampler.sample(
             inputs, sampling_params, num_samples=num_samples, logprobs_kind=logprobs_kind
         )
@@ -128,20 +133,6 @@ class vLLMSampler:  # noqa: N801  (Twinkle's name)
 
     def reset_encoder_cache(self) -> None:
         """Do nothing."""
-
-    def _with_adapter(self, adapter_path: str | Path) -> JaxSampler:
-        """Return a sampler with an adapter over the parameters, which it shares."""
-        sampler = self._sampler
-        if not isinstance(sampler, JaxSampler):
-            raise ValueError(
-                "adapter_path must be left out with a server: sync_weights takes adapters there; "
-                f"see {PAGE}"
-            )
-        paths, _ = jax.tree_util.tree_flatten_with_path(sampler.params)
-        if any("lora_A" in jax.tree_util.keystr(path) for path, _ in paths):
-            raise ValueError("adapter_path must be left out: sync_weights has brought an adapter")
-        lora, adapter = load_adapter(local_id(adapter_path, "adapter_path"), sampler.config)
-        return sampler.with_params(with_adapter(sampler.params, sampler.config, lora, adapter))
 
 
 __all__ = ["JaxSampler", "vLLMSampler"]
