@@ -182,6 +182,16 @@ class Template:
         complete = [i for i in range(len(rows)) if all(i in x for x in columns.values())]
         return [{**rows[i], **{key: columns[key][i] for key in nested}} for i in complete]
 
+    def accepts(self, row: Mapping[str, Any]) -> bool:
+        """Whether a row can be encoded: `rows.filter(template.accepts)` keeps those.
+
+        False where `encode_rows` would raise a ValueError, or leave the row out.
+        """
+        try:
+            return bool(self.encode_rows([row]))
+        except ValueError:
+            return False
+
     def concat_input_feature(
         self, prompt_input_feature: Mapping[str, Any], new_tokens: Sequence[int]
     ) -> InputFeature:

@@ -166,8 +166,7 @@ class Dataset:
     def check(self, **options: Any) -> None:
         """Drop the rows that the template cannot encode."""
         refuse("Dataset.check", options)
-        template = self._needed_template()
-        self.dataset = self.dataset.filter(lambda row: _encodes(template, row))
+        self.dataset = self.dataset.filter(self._needed_template().accepts)
 
     def save_as(self, output_path: str | Path, format: str | None = None, **options: Any) -> None:
         """Write the rows to a file, as its suffix or `format` says: jsonl, csv or parquet."""
@@ -279,7 +278,7 @@ class LazyDataset(Dataset):
         if self.do_encode:
             rows = self._needed_template().encode_rows([row], self.add_generation_prompt)
             return rows[0] if rows else None
-        if self.do_check and not _encodes(self._needed_template(), row):
+        if self.do_check and not self._needed_template().accepts(row):
             return None
         return row
 
@@ -382,14 +381,6 @@ class IterablePackingDataset(IterableDataset):
                 yield row
             if row is None or not self.cyclic:
                 return
-
-
-def _encodes(template: Template, row: Row) -> bool:
-    """Whether the template can encode a row."""
-    try:
-        return bool(template.encode_rows([row]))
-    except ValueError:
-        return False
 
 
 def _replacing(function: Any, removed: Any) -> Callable[[list[Row]], list[Row]]:

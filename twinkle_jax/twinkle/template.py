@@ -71,10 +71,7 @@ class Template(BaseTemplate):
 
     def check(self, trajectory: Mapping[str, Any]) -> Mapping[str, Any] | None:
         """Return a conversation if it can be encoded, otherwise None."""
-        try:
-            return trajectory if self.batch_encode([trajectory]) else None
-        except ValueError:
-            return None
+        return trajectory if self.accepts(trajectory) else None
 
     def batch_check(self, trajectories: Sequence[Mapping[str, Any]]) -> list[Any]:
         """Check several."""
