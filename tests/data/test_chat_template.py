@@ -199,7 +199,7 @@ def test_an_interrupt_leaves_no_answer_behind():
 def test_a_process_that_cannot_start_is_an_error(monkeypatch):
     monkeypatch.setattr(chat_template, "_WORKER", "no/such/file.py")
     monkeypatch.setattr(chat_template, "_process", chat_template._Process())
-    with pytest.raises(RuntimeError, match=r"no/such/file\.py"):
+    with pytest.raises(RuntimeError, match="Errno 2"):
         ChatTemplate("")
 
 

@@ -175,15 +175,26 @@ def test_the_prompt_of_a_group_is_read_once(slots, refill, shards, most, prefill
     assert_same(groups(16, 4, limits), by_slots)
 
 
+def test_a_device_that_reads_ahead_keeps_the_prompts_that_it_needs():
+    """The rows of the first device end at once; its prompts make the second read ahead."""
+    limits = [1] * 8 + [12] * 8
+    options = {"slots": 8, "refill": 1, "mesh": make_mesh(fsdp=2)}
+    assert_same(groups(16, 4, limits), groups(16, 4, limits, **options))
+
+
 @pytest.mark.parametrize(
-    ("count", "samples", "limits", "slots", "refill"),
+    ("count", "samples", "limits", "slots", "refill", "shards"),
     [
-        (5, 1, [1, 1, 1, 1, 5], 2, 2),  # a padding row, whose prompt is the longest, is no obstacle
-        (9, 3, [7] * 4 + [10, 12, 11, 9, 8], 10, 6),  # a short group in between: three prompts
+        # A padding row, whose prompt is the longest, is no obstacle.
+        (5, 1, [1, 1, 1, 1, 5], 2, 2, 2),
+        # A short group in between: six rows have three prompts.
+        (9, 3, [7] * 4 + [10, 12, 11, 9, 8], 10, 6, 2),
+        # The second device has rows 5 to 9: one of prompt 1 and one of prompt 3, which come first.
+        (6, 3, [7, 12, 8, 11, 7, 7], 12, 3, 4),
     ],
 )
-def test_groups_that_do_not_end_with_their_device(count, samples, limits, slots, refill):
-    options = {"slots": slots, "refill": refill, "mesh": make_mesh(fsdp=2)}
+def test_groups_that_do_not_end_with_their_device(count, samples, limits, slots, refill, shards):
+    options = {"slots": slots, "refill": refill, "mesh": make_mesh(fsdp=shards)}
     assert_same(groups(count, samples, limits), groups(count, samples, limits, **options))
 
 
