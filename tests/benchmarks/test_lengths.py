@@ -2,6 +2,8 @@
 
 `python -m pytest tests/benchmarks/test_lengths.py -p no:xdist`. A random Qwen3, 4 layers, width
 128, 64 rows. Lengths are geometric with a mean of 32: 16 of the 512 tokens end a row. Two minutes.
+
+`-k shapes -s` prints what the updates of the first steps take, in which shapes are compiled.
 """
 
 import dataclasses
@@ -24,6 +26,7 @@ from twinkle_jax.training import (
     make_recipe,
     train_step,
 )
+from twinkle_jax.training.packing import plan
 
 VOCABULARY, PROMPTS, SAMPLES, MEAN = 512, 16, 4, 32
 ROOMS = (256, 1024, 2048)
@@ -66,7 +69,7 @@ class Contestant:
         )
         params = jax.tree.map(jnp.copy, policy.params)
         self.state = begin_training(params, self.recipe.optimizer, None)
-        self.sampling, self.updating, self.tokens = [], [], []
+        self.sampling, self.updating, self.tokens, self.processor = [], [], [], []
 
     def step(self, number):
         start = time.perf_counter()
@@ -74,13 +77,14 @@ class Contestant:
             self.recipe, self.state.params, lambda: self.prompts, jax.random.key(number)
         )
         jax.block_until_ready(rollout.batch)
-        middle = time.perf_counter()
+        middle, processor = time.perf_counter(), time.process_time()
         self.state, _ = train_step(
             self.state, self.recipe, rollout, learning_rate=0.0, seed=(0, number)
         )
         jax.block_until_ready(self.state)
         self.sampling.append(middle - start)
         self.updating.append(time.perf_counter() - middle)
+        self.processor.append(time.process_time() - processor)
         self.tokens.append(int(rollout.lengths.sum()))
 
 
@@ -107,3 +111,32 @@ def test_a_step_costs_its_tokens(capsys):
                 f"{tokens:.0f} tokens, {ratio:.2f} times"
             )
     assert medians["mean 32, room 2048"] < 4 * medians["all 32, room 32"]
+
+
+def packed(mean, room, seed):
+    """Shapes of micro-batches in ten and a hundred steps, and places a token, by simulation."""
+    rng, shapes, places, tokens, after_ten = np.random.default_rng(seed), set(), 0, 0, 0
+    for step in range(100):
+        lengths = (15 + np.minimum(rng.geometric(1 / mean, 64), room)).astype(np.int32)
+        packings = [packing for _, packing in plan(lengths, int(lengths.max()), tokens=16_384)]
+        shapes |= {packing.sources.shape for packing in packings}
+        places += sum(packing.sources.size for packing in packings)
+        tokens += lengths.sum()
+        after_ten = len(shapes) if step == 9 else after_ten
+    return after_ten, len(shapes), places / tokens
+
+
+def test_shapes_of_updates(capsys):
+    policy = make_policy()
+    for mean, room in ((32, 256), (128, 1024), (1024, 8192)):
+        counted = np.mean([packed(mean, room, seed) for seed in range(6)], axis=0)
+        line = "{:.1f} shapes in 10 steps, {:.1f} in 100, {:.2f} places a token".format(*counted)
+        if room < 8192:
+            stops = tuple(range(VOCABULARY - VOCABULARY // mean, VOCABULARY))
+            contestant = Contestant(policy, room, stops)
+            for turn in range(24):
+                contestant.step(turn)
+            first, later = sum(contestant.processor[:10]), contestant.processor[12:]
+            line += f"; first ten updates {first:.1f} s, then {statistics.median(later):.2f} s"
+        with capsys.disabled():
+            print(f"mean {mean}, room {room}: {line}, of processor time")
