@@ -23,8 +23,8 @@ from twinkle_jax.training.checkpoint import (
     RunCheckpoints,
     find_fault,
     find_state,
+    has_state,
     read_checkpoint,
-    remove_state,
     write_manifest,
     write_with_state,
 )
@@ -482,9 +482,10 @@ def test_weights_with_the_state_of_their_training(tmp_path):
     (place / "training_state" / "facts.json").write_text("{}")
     with pytest.raises(ValueError, match="must be complete"):
         find_state(place, "saving")
-    remove_state(place)
-    remove_state(place)  # there is none: nothing to do
-    assert set(files()) == {"notes/mine.txt", "model.safetensors"}
+    assert has_state(place)
+    write_with_state(place, weights("model-2.safetensors"), None, {})
+    assert not has_state(place)
+    assert set(files()) == {"notes/mine.txt", "model-2.safetensors"}
 
 
 def test_shapes_keep_the_place_of_arrays():

@@ -105,9 +105,16 @@ def test_a_save_that_fails_leaves_the_old_one(checkpoint, tmp_path, monkeypatch)
         (directory / "leaves.json").write_bytes(b"half")
         raise OSError("no space left on device")
 
+    def full_disk_for_weights(decoder, directory, dtype):
+        directory.mkdir(exist_ok=True)
+        raise OSError("no space left on device")
+
     monkeypatch.setattr("twinkle_jax.training.checkpoint.write_checkpoint", full_disk)
     with pytest.raises(OSError, match="no space"):
         model.save("one", tmp_path, save_optimizer=True)
+    monkeypatch.setattr("twinkle_jax.twinkle.model.files.save_pretrained", full_disk_for_weights)
+    with pytest.raises(OSError, match="no space"):
+        model.save("one", tmp_path)
     assert {path: path.read_bytes() for path in place.rglob("*") if path.is_file()} == before
     assert [path.name for path in tmp_path.iterdir()] == ["one"]
 

@@ -364,15 +364,18 @@ _WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
 def write_with_state(
     directory: Path,
     write_weights: Callable[[Path], None],
-    arrays: PyTree[jax.Array],
+    arrays: PyTree[jax.Array] | None,
     facts: Mapping[str, Any],
 ) -> None:
     """Write weights and the state of their training, and replace the directory at once.
 
+    If the writing fails or is interrupted, the older weights and their state are unchanged.
+
     Args:
         directory: of the weights; its other files stay.
         write_weights: writes them to the directory that it is passed, which does not exist yet.
-        arrays: of the state, as for `write_checkpoint`.
+        arrays: of the state, as for `write_checkpoint`; None: no state, and that of the older
+            weights goes.
         facts: likewise.
 
     Raises:
@@ -389,8 +392,9 @@ def write_with_state(
         for path in weights.iterdir():
             path.replace(fresh / path.name)
         weights.rmdir()
-        (fresh / _STATE).mkdir()
-        write_checkpoint(fresh / _STATE, arrays, facts)
+        if arrays is not None:
+            (fresh / _STATE).mkdir()
+            write_checkpoint(fresh / _STATE, arrays, facts)
 
 
 def find_state(directory: Path, written_by: str) -> Path:
@@ -400,7 +404,7 @@ def find_state(directory: Path, written_by: str) -> Path:
         ValueError: if there is none, with `written_by` as what writes one, or a file is damaged.
     """
     state = directory / _STATE
-    if not state.is_dir():
+    if not has_state(directory):
         raise ValueError(f"{directory} must hold {_STATE}, got none: {written_by} writes it")
     fault = find_fault(state)
     if fault is not None:
@@ -408,10 +412,9 @@ def find_state(directory: Path, written_by: str) -> Path:
     return state
 
 
-def remove_state(directory: Path) -> None:
-    """Remove the folder of `write_with_state`, for weights that it does not belong to."""
-    if (directory / _STATE).is_dir():
-        shutil.rmtree(directory / _STATE)
+def has_state(directory: Path) -> bool:
+    """Whether a directory of weights has a folder of `write_with_state`."""
+    return (directory / _STATE).is_dir()
 
 
 class Restored(NamedTuple):

@@ -23,9 +23,9 @@ from twinkle_jax.model.huggingface.checkpoint_files import (
 )
 from twinkle_jax.training.checkpoint import (
     find_state,
+    has_state,
     read_checkpoint,
     read_facts,
-    remove_state,
     write_with_state,
 )
 from twinkle_jax.training.state import shapes_of
@@ -80,9 +80,15 @@ class SavedPolicy(AdapterPolicy):
         folder = Path("output") if name is None and output_dir is None else Path(output_dir or "")
         target = folder / (f"checkpoint-step-{group.cur_step}" if name is None else name)
         target = target.expanduser()
+
+        def write_weights(directory: Path) -> None:
+            self._write_weights(group, directory, merge=merge, dtype=dtype)
+
         if not save_optimizer:
-            remove_state(target)  # of older weights
-            self._write_weights(group, target, merge=merge, dtype=dtype)
+            if has_state(target):  # of the older weights, which goes with them
+                write_with_state(target, write_weights, None, {})
+            else:
+                write_weights(target)
             return target
         if merge or dtype is not None:
             raise ValueError(
@@ -93,7 +99,7 @@ class SavedPolicy(AdapterPolicy):
         counters = {name: getattr(group, name) for name in _OF_THE_GROUP}
         write_with_state(
             target,
-            lambda directory: self._write_weights(group, directory),
+            write_weights,
             self._training_state(group),
             counters | {"consumed_train_samples": consumed_train_samples},
         )
