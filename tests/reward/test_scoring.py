@@ -73,6 +73,11 @@ def test_what_rewards_must_return(value, error, message):
 def test_the_largest_rewards():
     largest = float(np.finfo(np.float32).max)
     assert compute_rewards(returns([largest, -largest]), completions("a", "b"))[0] == largest
+    half = 2.0**103  # of the distance to what would be next: from there on float32 is infinite
+    rounded_down = float(np.nextafter(largest + half, 0))
+    assert compute_rewards(returns([rounded_down]), completions("a")) == [rounded_down]
+    with pytest.raises(ValueError, match="finite"):
+        compute_rewards(returns([-largest - half]), completions("a"))
 
 
 @pytest.mark.parametrize("timeout", [None, 60])

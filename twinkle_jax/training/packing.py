@@ -129,6 +129,8 @@ def _choose_lines(
     longest = int(lengths.max())
     width, narrow = line_width(longest, tokens, multiple=multiple), _narrow(longest, multiple)
     lines = assign_lines(lengths, width, several=several)
+    if narrow == width:
+        return width, lines
     in_narrow = assign_lines(lengths, narrow, several=several)
     if 8 * width * len(lines) > 9 * narrow * len(in_narrow):
         return narrow, in_narrow
