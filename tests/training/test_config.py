@@ -94,6 +94,7 @@ REFUSED = [
     (lambda: TrainConfig(rollout=RolloutConfig(slots=3), mesh=MeshConfig(2)), "rollout.slots"),
     (lambda: TrainConfig(mesh=MeshConfig(data=3)), "mesh.data"),  # of 1024 rows
     (lambda: TrainConfig(update=UpdateConfig(micro_batch_tokens=9)), "update.micro_batch_tokens"),
+    (lambda: TrainConfig(rollout=RolloutConfig(top_p=0.0)), "rollout.top_p"),
     (lambda: TrainConfig(rollout=RolloutConfig(cohorts=0)), "rollout.cohorts"),
     (lambda: TrainConfig(update=UpdateConfig(epochs=None)), "update.epochs"),
     (lambda: TrainConfig(mesh=MeshConfig(memory=0.0)), "mesh.memory"),

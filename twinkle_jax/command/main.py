@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from twinkle_jax.data import Message, Trajectory, message_text
 from twinkle_jax.data.missing_extra import require
 from twinkle_jax.rollout import RolloutConfig
+from twinkle_jax.sampler import Filters
 from twinkle_jax.training import DistributedConfig, EvaluationConfig, TrainConfig, UpdateConfig
 from twinkle_jax.training.config import flat, from_dict
 
@@ -184,9 +185,12 @@ def _sample_options(parser: Any) -> None:
         "--max_new_tokens", type=int, default=128, help="the most tokens of a completion"
     )
     parser.add_argument("--temperature", type=float, default=1.0, help="0: the most probable")
-    parser.add_argument("--top_k", type=int, default=0, help="0 for all tokens")
-    parser.add_argument("--top_p", type=float, default=1.0, help="1 for all tokens")
-    parser.add_argument("--min_p", type=float, default=0.0, help="0 for all tokens")
+    for setting in dataclasses.fields(Filters):
+        default = setting.default
+        parser.add_argument(
+            f"--{setting.name}", type=type(default), default=default,
+            help=f"{default:g} for all tokens",
+        )  # fmt: skip
 
 
 def _sample(options: Any) -> int:
@@ -210,11 +214,9 @@ def _sample(options: Any) -> int:
         max_new_tokens=options.max_new_tokens,
         max_prompt_tokens=1 << 20,
         temperature=options.temperature,
-        top_k=options.top_k,
-        top_p=options.top_p,
-        min_p=options.min_p,
         max_turns=options.max_turns,
         max_episode_tokens=1 << 20,
+        **{setting.name: options[setting.name] for setting in dataclasses.fields(Filters)},
     )
     if many_turns:
         return _play(options, engine, policy.params, prompt, settings)

@@ -45,13 +45,13 @@ from twinkle_jax.rollout.multi_turn import (
 from twinkle_jax.rollout.processes import ProcessLimits
 from twinkle_jax.rollout.rollout import (
     Rollout,
+    RolloutConfig,
     RolloutSource,
     draw_until_signal,
     has_signal,
     with_advantages,
 )
 from twinkle_jax.rollout.sandbox import SandboxUnavailableError, python_tool
-from twinkle_jax.rollout.settings import RolloutConfig
 from twinkle_jax.rollout.single_turn import SingleTurn, training_batch
 from twinkle_jax.rollout.tools import ToolEnvironment, tool_schema
 

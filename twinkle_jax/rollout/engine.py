@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Int
 from twinkle_jax.data import Message, Template, Trajectory, bucket_size, pad_rows
 from twinkle_jax.model import DecoderConfig, Params
 from twinkle_jax.rollout import hosts
-from twinkle_jax.rollout.settings import RolloutConfig
+from twinkle_jax.rollout.rollout import RolloutConfig
 from twinkle_jax.sampler import LENGTH, Completions, Conversations, Sampling, generate
 
 _MIN_ROWS = 8  # of a call; fewer rows would take as long

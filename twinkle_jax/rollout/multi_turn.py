@@ -26,8 +26,7 @@ from twinkle_jax.rollout.environment import (
     failure_cause,
 )
 from twinkle_jax.rollout.episode import Ended, Episode, TokenRow, Turn, lay_out_episodes
-from twinkle_jax.rollout.rollout import Rollout
-from twinkle_jax.rollout.settings import RolloutConfig
+from twinkle_jax.rollout.rollout import Rollout, RolloutConfig
 from twinkle_jax.sampler import LENGTH
 
 History = Literal["append", "template"]

@@ -1,8 +1,9 @@
-"""A rollout: sampled trajectories, the interface of what samples them, and dynamic sampling."""
+"""A rollout: its settings, sampled trajectories, what samples them, and dynamic sampling."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from types import MappingProxyType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -11,11 +12,100 @@ from jaxtyping import Array, Float, Int
 
 from twinkle_jax.advantage import NOISE_ULPS
 from twinkle_jax.data import IGNORE, Batch, PromptBatch, Trajectory, bucket_size
+from twinkle_jax.data.settings import AUTO, MAY_CHANGE, at_least, positive, share
 from twinkle_jax.model import Params
 from twinkle_jax.rollout import hosts
 from twinkle_jax.rollout.episode import Episode
+from twinkle_jax.sampler import Filters, Sampling
 
 _MIN_WIDTH = 16  # columns; a narrower batch is not worth a compilation
+
+
+@dataclass(frozen=True)
+class _BeforeFilters:
+    """Settings of `RolloutConfig` that come before the filters in its order, and in `--help`."""
+
+    prompts: int = at_least(1, default=128)
+    num_samples: int = at_least(2, default=8)
+    max_new_tokens: int = at_least(1, default=AUTO)
+    max_prompt_tokens: int = at_least(1, default=1024)
+    temperature: float = positive(default=1.0)
+
+
+@dataclass(frozen=True)
+class RolloutConfig(Filters, _BeforeFilters):
+    """What is sampled in each step, with the filters of `twinkle_jax.sampler.Filters`.
+
+    Attributes:
+        prompts: prompts a step.
+        num_samples: completions of each prompt, at least 2: their rewards are compared.
+        max_new_tokens: the most tokens of a completion; auto: 8 for the built-in policy, 512 for a
+            checkpoint.
+        max_prompt_tokens: the most tokens of a prompt; longer ones are refused.
+        temperature: what logits are divided by, in sampling and in training.
+        slots: completions that are drawn at a time; those that end give their slots to the next
+            ones. Fewer take less memory; none: all of a step.
+        repetition_penalty: what logits of tokens that occurred before are divided by (multiplied,
+            if negative); 1 for none.
+        max_turns: the most turns of an episode, with an environment or tools.
+        max_episode_tokens: the most tokens of an episode, all turns and observations together;
+            auto: max_prompt_tokens and max_turns times max_new_tokens.
+        history: how earlier turns are read, see `MultiTurn`: append keeps them as they were
+            sampled; template renders them anew, and an episode may take several rows.
+        cohorts: parts in which episodes are played: while the environments of one are at work, a
+            turn of the next is drawn; auto: 2 on CPUs with 64 episodes or more, else 1.
+        environment_timeout: seconds that an environment may take to answer.
+        environment_threads: environments that are called at a time.
+        max_failed: share of episodes whose environment may fail; more end the run.
+        max_observation: characters of an observation; of longer ones the middle is left out.
+        tool_format: of tool calls; any tries all.
+        tools_in: process runs each call of a function of `--tools` in a process of its own, which
+            is killed if it does not answer in time; thread runs them in the trainer's process.
+        environment_in: process runs each episode's environment in a process of its own; thread in
+            the trainer's process.
+        process_megabytes: memory that such a process may take, above what importing its file takes.
+    """
+
+    repetition_penalty: float = positive(default=1.0)
+    slots: int | None = field(default=None, metadata=MAY_CHANGE)
+    max_turns: int = at_least(1, default=6)
+    max_episode_tokens: int = at_least(1, default=AUTO)
+    history: Literal["append", "template"] = "append"
+    cohorts: int = at_least(1, default=AUTO, may_change=True)
+    environment_timeout: float = positive(default=60.0, may_change=True)
+    environment_threads: int = at_least(1, default=64, may_change=True)
+    max_failed: float = share(default=0.1, may_change=True)
+    max_observation: int = at_least(1, default=16384)
+    tool_format: Literal["any", "hermes_qwen", "cline", "react"] = "any"
+    tools_in: Literal["process", "thread"] = "process"
+    environment_in: Literal["process", "thread"] = "thread"
+    process_megabytes: int = at_least(1, default=1024, may_change=True)
+
+    def resolved(self, max_new_tokens: int = 512) -> "RolloutConfig":
+        """Replace `auto` values, except `cohorts`, which depends on the devices.
+
+        Args:
+            max_new_tokens: the value to use if that setting is `auto`.
+        """
+        new = max_new_tokens if self.max_new_tokens is AUTO else self.max_new_tokens
+        longest = self.max_episode_tokens
+        if longest is AUTO:
+            longest = self.max_prompt_tokens + self.max_turns * new
+        return replace(self, max_new_tokens=new, max_episode_tokens=longest)
+
+    def sampling(self, stop_tokens: Sequence[int]) -> Sampling:
+        """Return temperature, filters and penalty, with the tokens that end a completion."""
+        return Sampling(
+            self.temperature,
+            repetition_penalty=self.repetition_penalty,
+            stop_tokens=stop_tokens,
+            **{setting.name: getattr(self, setting.name) for setting in fields(Filters)},
+        )
+
+    @property
+    def rows_each(self) -> int:
+        """Rows of a batch for each episode."""
+        return 1 if self.history == "append" else self.max_turns
 
 
 class Rollout(NamedTuple):

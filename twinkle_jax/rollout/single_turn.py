@@ -15,8 +15,7 @@ from twinkle_jax.model import Params
 from twinkle_jax.reward import RewardFunction, TrajectoryScores, score_trajectories
 from twinkle_jax.rollout import hosts
 from twinkle_jax.rollout.engine import Engine, Texts, read_texts
-from twinkle_jax.rollout.rollout import Rollout, batch_width, with_advantages
-from twinkle_jax.rollout.settings import RolloutConfig
+from twinkle_jax.rollout.rollout import Rollout, RolloutConfig, batch_width, with_advantages
 from twinkle_jax.sampler import LENGTH, Completions
 
 

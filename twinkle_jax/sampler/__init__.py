@@ -7,7 +7,7 @@ from twinkle_jax.sampler.conversations import Conversations, conversations_memor
 from twinkle_jax.sampler.generate import generate, generate_many, generate_memory
 from twinkle_jax.sampler.jax_sampler import JaxSampler
 from twinkle_jax.sampler.requests import Actor, Prompt
-from twinkle_jax.sampler.sampling import IntScalar, RealScalar, Sampling
+from twinkle_jax.sampler.sampling import Filters, IntScalar, RealScalar, Sampling
 from twinkle_jax.sampler.slots import LENGTH, STOP, Completions
 from twinkle_jax.sampler.vllm.client import ServerError
 from twinkle_jax.sampler.vllm.vllm_sampler import vLLMSampler
@@ -18,6 +18,7 @@ __all__ = [
     "Actor",
     "Completions",
     "Conversations",
+    "Filters",
     "IntScalar",
     "JaxSampler",
     "Prompt",

@@ -8,6 +8,7 @@ uniform number for a row: it picks a block of the vocabulary, then a token insid
 import functools
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
 import jax
@@ -16,6 +17,7 @@ import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
+from twinkle_jax.data.settings import Range, at_least, share, share_above_zero
 from twinkle_jax.model import Params, output_matrix
 from twinkle_jax.model.decoder.sharding import ROWS
 
@@ -28,6 +30,21 @@ _STOP_SLOTS = 8  # stop tokens are padded to a multiple of this, so that their n
 _ONE = 2**30  # probability 1 as an integer
 _LINES, _COLUMNS = 16, 64  # of the table in which filters look for the heaviest tokens
 _ROWS = 8  # of the vocabulary, searched as a whole at a time: a TPU's registers hold 8
+
+
+@dataclass(frozen=True)
+class Filters:
+    """Which tokens may be drawn, as options of the command; the defaults keep all.
+
+    Attributes:
+        top_k: how many of the most probable tokens may be drawn; 0 for all.
+        top_p: the fewest of the most probable tokens with this total probability may be drawn.
+        min_p: tokens with at least this share of the most probable one's probability may be drawn.
+    """
+
+    top_k: int = at_least(-1, default=0)
+    top_p: float = share_above_zero(default=1.0)
+    min_p: float = share(default=0.0)
 
 
 class Sampling(NamedTuple):
@@ -49,9 +66,9 @@ class Sampling(NamedTuple):
     """
 
     temperature: RealScalar = 1.0
-    top_k: IntScalar = 0
-    top_p: RealScalar = 1.0
-    min_p: RealScalar = 0.0
+    top_k: IntScalar = Filters.top_k
+    top_p: RealScalar = Filters.top_p
+    min_p: RealScalar = Filters.min_p
     repetition_penalty: RealScalar = 1.0
     stop_tokens: Sequence[int] | np.ndarray | Int[Array, " stops"] = ()
 
@@ -69,25 +86,23 @@ def traced_sampling(sampling: Sampling) -> Sampling:
 
     Values on the host stay there as NumPy arrays: the compiled call takes them along.
     """
-    checks = {
-        "temperature": ("finite and at least 0", lambda x: 0 <= x < math.inf),
-        "top_p": ("in (0, 1]", lambda x: 0 < x <= 1),
-        "min_p": ("in [0, 1]", lambda x: 0 <= x <= 1),
-        "repetition_penalty": ("finite and above 0", lambda x: 0 < x < math.inf),
-        "top_k": ("at least -1", lambda x: x >= -1),
+    ranges = {
+        "temperature": Range(lambda x: 0 <= x < math.inf, "finite and at least 0"),
+        **{setting.name: setting.metadata["range"] for setting in fields(Filters)},
+        "repetition_penalty": Range(lambda x: 0 < x < math.inf, "finite and above 0"),
     }
     arrays: dict[str, Any] = {}
-    for name, (allowed, is_allowed) in checks.items():
+    for name, valid in ranges.items():
         value = getattr(sampling, name)
-        integer = name == "top_k"
+        integer = isinstance(Sampling._field_defaults[name], int)
         array = np.asarray(value) if not isinstance(value, jax.Array) else value
         if array.shape != () or not jnp.issubdtype(
             array.dtype, jnp.integer if integer else jnp.number
         ):
             kind = "one integer" if integer else "one number"
             raise TypeError(f"{name} must be {kind}, got {value!r}")
-        if not isinstance(value, jax.Array) and not is_allowed(value):
-            raise ValueError(f"{name} must be {allowed}, got {value!r}")
+        if not isinstance(value, jax.Array) and not valid.contains(value):
+            raise ValueError(f"{name} must be {valid.description}, got {value!r}")
         arrays[name] = array.astype(np.int32 if integer else np.float32)
     return Sampling(**arrays, stop_tokens=_padded_stops(sampling.stop_tokens))
 

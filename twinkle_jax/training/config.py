@@ -11,9 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from twinkle_jax.loss import LOSSES, ImportanceCorrection, PolicyLoss
-from twinkle_jax.rollout import RolloutConfig
-from twinkle_jax.rollout.settings import (
+from twinkle_jax.data.settings import (
     AUTO,
     MAY_CHANGE,
     at_least,
@@ -21,6 +19,8 @@ from twinkle_jax.rollout.settings import (
     share,
     share_below_one,
 )
+from twinkle_jax.loss import LOSSES, ImportanceCorrection, PolicyLoss
+from twinkle_jax.rollout import RolloutConfig
 from twinkle_jax.training.by_name import make_estimator, make_optimizer, make_schedule
 
 Options = dict[str, int | float | bool | str]

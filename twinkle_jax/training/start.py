@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from twinkle_jax.data import ArithmeticTask, PromptLoader
+from twinkle_jax.data.settings import AUTO
 from twinkle_jax.model import LoraConfig, shard_like_params
 from twinkle_jax.reward import RewardFunction
 from twinkle_jax.rollout import (
@@ -23,7 +24,6 @@ from twinkle_jax.rollout import (
     default_cohorts,
     hosts,
 )
-from twinkle_jax.rollout.settings import AUTO
 from twinkle_jax.training.by_name import make_estimator
 from twinkle_jax.training.checkpoint import RunCheckpoints
 from twinkle_jax.training.config import TrainConfig, make_loss, run_optimizer
