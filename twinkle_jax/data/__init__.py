@@ -4,8 +4,13 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from twinkle_jax.data.chat_template import ChatTemplate
-from twinkle_jax.data.loader import PromptBatch, PromptLoader
-from twinkle_jax.data.prompts import ArithmeticTask, ReasoningGymTask, read_gsm8k, read_jsonl
+from twinkle_jax.data.prompts import (
+    ArithmeticTask,
+    PromptLoader,
+    ReasoningGymTask,
+    read_gsm8k,
+    read_jsonl,
+)
 from twinkle_jax.data.rows import (
     Columns,
     Row,
@@ -33,6 +38,7 @@ from twinkle_jax.data.trajectory import (
     InputFeature,
     LogprobsKind,
     Message,
+    PromptBatch,
     SampledSequence,
     SampleResponse,
     SampleResponses,

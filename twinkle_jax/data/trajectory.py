@@ -1,7 +1,7 @@
 """Conversations, input features, and what samplers take and return: Twinkle's keys and fields."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from numbers import Integral, Real
 from typing import Any, Literal, Self, TypedDict
@@ -145,6 +145,18 @@ def _copy(value: Any) -> Any:
     if isinstance(value, tuple):
         return tuple(_copy(x) for x in value)
     return value
+
+
+class PromptBatch(list[Trajectory]):
+    """Copies of prompts and their ground truths; changing them does not change the data set."""
+
+    def __init__(self, trajectories: Iterable[Trajectory] = ()) -> None:
+        super().__init__(copy_trajectory(trajectory) for trajectory in trajectories)
+
+    @property
+    def ground_truths(self) -> list[Any]:
+        """`'ground_truth'` of each prompt's `user_data`, None where there is none."""
+        return [user_data_get(prompt.get("user_data"), "ground_truth") for prompt in self]
 
 
 def message_text(message: Mapping[str, Any]) -> str:

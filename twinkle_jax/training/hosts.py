@@ -19,7 +19,7 @@ from typing import Any
 import jax
 
 from twinkle_jax.data import Trajectory
-from twinkle_jax.data.loader import prompts_fingerprint
+from twinkle_jax.data.prompts import prompts_fingerprint
 from twinkle_jax.model.huggingface.checkpoint_files import locate
 from twinkle_jax.rollout import hosts
 from twinkle_jax.training.config import DistributedConfig, TrainConfig, flat
