@@ -24,9 +24,9 @@ from twinkle_jax.training import (
     train_state,
 )
 from twinkle_jax.training.display import Display
-from twinkle_jax.training.learning import RECOMPUTED
 from twinkle_jax.training.metrics import MetricsLog
 from twinkle_jax.training.start import begin, with_config
+from twinkle_jax.training.step import RECOMPUTED
 from twinkle_jax.training.task import make_task
 
 POLICY = small_policy(0)

@@ -28,9 +28,8 @@ from twinkle_jax.training import (
     train_state,
     train_step,
 )
-from twinkle_jax.training.learning import RECOMPUTED, deal_rows, score
 from twinkle_jax.training.metrics import rollout_metrics
-from twinkle_jax.training.step import describe_mismatch
+from twinkle_jax.training.step import RECOMPUTED, deal_rows, describe_mismatch, score
 
 POLICY = small_policy(0)
 PROMPTS = PromptBatch(ArithmeticTask(6, size=3)[:] + ArithmeticTask(1, size=1)[:])

@@ -21,9 +21,9 @@ from twinkle_jax.model import (
 from twinkle_jax.model.decoder.lora import init_adapter
 from twinkle_jax.sampler.slots import lay_out_weights
 from twinkle_jax.training import apply_gradients, grad_step, score_batch
-from twinkle_jax.training.learning import on_all_devices
 from twinkle_jax.training.packing import plan
 from twinkle_jax.training.state import begin_training
+from twinkle_jax.training.step import on_all_devices
 
 ROWS, TIME, VOCABULARY = 8, 12, 48
 MESHES = {"fsdp": {"fsdp": 4}, "data": {"data": 4}, "both": {"data": 2, "fsdp": 2}}

@@ -33,7 +33,7 @@ from twinkle_jax.training.features import (
     score_features,
 )
 from twinkle_jax.training.gradient import StepSummary, add_summaries, grad_step
-from twinkle_jax.training.learning import Learnt, Recipe, learn
+from twinkle_jax.training.metrics import Learnt
 from twinkle_jax.training.packing import IntRows, Packing
 from twinkle_jax.training.policy import (
     Policy,
@@ -56,7 +56,7 @@ from twinkle_jax.training.state import (
     train_state,
     zero_gradients,
 )
-from twinkle_jax.training.step import SamplerMismatchError, collect, train_step
+from twinkle_jax.training.step import Recipe, SamplerMismatchError, collect, learn, train_step
 
 __all__ = [
     "DistributedConfig",

@@ -14,9 +14,9 @@ from twinkle_jax.rollout.rollout import batch_width
 from twinkle_jax.sampler import conversations_memory, generate_memory
 from twinkle_jax.training.config import TrainConfig, automatic_budget
 from twinkle_jax.training.gradient import grad_step
-from twinkle_jax.training.learning import RECOMPUTED, Recipe, takes_segments
 from twinkle_jax.training.packing import Packing, line_width
 from twinkle_jax.training.state import TrainState, apply_gradients, shapes_of
+from twinkle_jax.training.step import RECOMPUTED, Recipe, takes_segments
 
 _GIB = 2**30
 _USABLE = 0.92  # of the memory that a device reports; the rest is fragmentation and program code

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from io import FileIO
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol, Self, SupportsFloat
+from typing import Any, BinaryIO, NamedTuple, Protocol, Self, SupportsFloat
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,8 @@ from twinkle_jax.data.missing_extra import require
 from twinkle_jax.loss import SamplerMismatch, kl_k3
 from twinkle_jax.rollout import Rollout, episode_metrics, has_signal
 from twinkle_jax.training.config import TrainConfig
-from twinkle_jax.training.learning import Learnt
+from twinkle_jax.training.gradient import StepSummary
+from twinkle_jax.training.state import UpdateInfo
 
 
 @jax.jit
@@ -88,6 +89,21 @@ def rollout_metrics(
             metrics[f"rewards/{name}/mean"] = float(scores.mean())
             metrics[f"rewards/{name}/std"] = float(scores.std())
     return metrics | (episode_metrics(episodes) if episodes else {})
+
+
+class Learnt(NamedTuple):
+    """What the updates of a step did; arrays on the device.
+
+    Attributes:
+        summaries: of each update's loss.
+        infos: of each update: gradient norm, and whether it was applied.
+        mismatch: differences between the sampler's log-probabilities and those of the policy before
+            the first update; None if the batch has none.
+    """
+
+    summaries: list[StepSummary]
+    infos: list[UpdateInfo]
+    mismatch: SamplerMismatch | None
 
 
 def update_metrics(learnt: Learnt) -> dict[str, float]:

@@ -29,7 +29,6 @@ from twinkle_jax.training.checkpoint import RunCheckpoints
 from twinkle_jax.training.config import TrainConfig, make_loss, run_optimizer
 from twinkle_jax.training.display import Display
 from twinkle_jax.training.evaluation import held_out
-from twinkle_jax.training.learning import Recipe
 from twinkle_jax.training.memory import device_memory, fit
 from twinkle_jax.training.metrics import MetricsLog, NoLog
 from twinkle_jax.training.policy import (
@@ -43,6 +42,7 @@ from twinkle_jax.training.policy import (
 )
 from twinkle_jax.training.progress import Progress, Totals, restore, write_whole
 from twinkle_jax.training.state import TrainState, begin_training, find_devices
+from twinkle_jax.training.step import Recipe
 from twinkle_jax.training.task import Task
 
 _IMITATION_STEPS = 200  # of supervised training on an environment's demonstrations

@@ -1,16 +1,21 @@
-"""One step of a run: collect a rollout, compute its advantages, and learn from it."""
+"""One step of a run: collect a rollout, compute its advantages, and update the policy from it."""
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array, Bool, Float, Int
 
 from twinkle_jax.advantage import turn_returns
 from twinkle_jax.data import IGNORE, Batch, PromptBatch
-from twinkle_jax.model import Params
+from twinkle_jax.loss import PolicyLoss, SamplerMismatch, sampler_mismatch
+from twinkle_jax.model import DecoderConfig, Params, Remat, default_attention
+from twinkle_jax.model.decoder.sharding import ROWS
 from twinkle_jax.rollout import (
     Rollout,
     RolloutSource,
@@ -18,11 +23,50 @@ from twinkle_jax.rollout import (
     hosts,
     with_advantages,
 )
+from twinkle_jax.rollout.rollout import batch_width
+from twinkle_jax.training.by_name import Estimator
 from twinkle_jax.training.config import TrainConfig
-from twinkle_jax.training.learning import Recipe, compare, learn, on_all_devices, score
-from twinkle_jax.training.metrics import mismatch_metrics, rollout_facts, update_metrics
-from twinkle_jax.training.packing import IntRows
-from twinkle_jax.training.state import TrainState
+from twinkle_jax.training.gradient import StepSummary, add_summaries, grad_step
+from twinkle_jax.training.metrics import Learnt, mismatch_metrics, rollout_facts, update_metrics
+from twinkle_jax.training.packing import IntRows, Packing, plan
+from twinkle_jax.training.score import score_batch
+from twinkle_jax.training.state import TrainState, apply_gradients
+
+RECOMPUTED: dict[str, Remat] = {  # by the names of `update.recompute`
+    "auto": True,  # not resolved, since the device's memory is unknown
+    "layers": True,
+    "elementwise": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    "nothing": False,
+}
+
+_BAND = 2.0  # tokens whose ratio of trainer to sampler is outside [1 / _BAND, _BAND] are counted
+
+
+class Recipe(NamedTuple):
+    """What a step needs besides its state; constant over a run.
+
+    Attributes:
+        config: all settings.
+        decoder: the architecture; static.
+        frozen: parameters that the trained ones are merged over; None if all are trained.
+        source: samples and scores trajectories.
+        loss: with the coefficients of the run.
+        optimizer: with learning rate 1.
+        estimator: of advantages.
+        reference: parameters of the reference policy of the KL penalty, merged over the frozen
+            ones; None without a penalty.
+        mesh: of parameters and rows; None for one device.
+    """
+
+    config: TrainConfig
+    decoder: DecoderConfig
+    frozen: Params | None
+    source: RolloutSource
+    loss: PolicyLoss
+    optimizer: optax.GradientTransformation
+    estimator: Estimator
+    reference: Params | None = None
+    mesh: Mesh | None = None
 
 
 def collect(
@@ -241,3 +285,220 @@ def describe_mismatch(metrics: dict[str, float], config: TrainConfig) -> str | N
         f"{config.update.max_outside_band:g} of the tokens twice or half as probable, got "
         f"{mean:.3g} and {outside:.3g}: the sampler has other weights, or computes something else"
     )
+
+
+# The updates: mini-batches of prompts, packed into micro-batches, whose gradients are summed.
+
+
+def learn(
+    state: TrainState,
+    batch: Batch,
+    recipe: Recipe,
+    *,
+    learning_rate: float,
+    seed: tuple[int, ...],
+    row_lengths: IntRows | None = None,
+    mismatch: SamplerMismatch | None = None,
+) -> tuple[TrainState, Learnt]:
+    """Update a policy from a batch; the state is donated, and nothing comes back to the host.
+
+    An update whose gradient is exactly 0, since no prompt in it has a signal and the loss has no
+    other term, is skipped: Adam's moments would still move the parameters. All are
+    skipped where the sampler's log-probabilities are too far from the trainer's and
+    `update.on_mismatch` is `stop`.
+
+    Args:
+        state: donated: do not use it after the call.
+        batch: rows of a prompt next to each other.
+        recipe: of the run.
+        learning_rate: of these updates.
+        seed: of the order in which prompts are dealt out to mini-batches.
+        row_lengths: tokens of each row, so that shorter ones cost less; None: the batch's width.
+        mismatch: of the whole batch, if it is known; None compares the rows of the first update.
+
+    Returns:
+        The state after `epochs * mini_batches` updates, and what they did.
+    """
+    config, learnt = recipe.config, Learnt([], [], mismatch)
+    row_lengths = _lengths(batch, row_lengths)
+    for rows in deal_rows(len(batch.tokens), config, seed):
+        total: StepSummary | None = None
+        observed: SamplerMismatch | None = None
+        for part, packing in micro_batches(recipe, batch, rows, row_lengths):
+            state, summary = grad_step(
+                state,
+                part,
+                recipe.decoder,
+                recipe.loss,
+                frozen=recipe.frozen,
+                temperature=config.rollout.temperature,
+                key=_dropout_key(config),
+                compute_dtype=config.dtype,
+                remat=RECOMPUTED[config.update.recompute],
+                mesh=recipe.mesh,
+                transfers=config.mesh.transfers,
+                packing=packing,
+            )
+            if learnt.mismatch is None and part.old_logps is not None and summary.logps is not None:
+                difference = compare(summary.logps, part)
+                observed = difference if observed is None else _add(observed, difference)
+            total = summary if total is None else add_summaries(total, summary)
+        assert total is not None
+        if not learnt.infos and observed is not None:  # later ones compare another policy
+            learnt = learnt._replace(mismatch=observed)
+        update, matches = config.update, None
+        if learnt.mismatch is not None and update.on_mismatch == "stop":
+            limits = np.asarray([update.max_logp_diff, update.max_outside_band], np.float32)
+            matches = sampler_matches(learnt.mismatch, limits)
+        state, info = apply_gradients(
+            state,
+            recipe.optimizer,
+            learning_rate=learning_rate,
+            max_grad_norm=config.optimizer.max_grad_norm,
+            when=matches,
+            skip_zero=True,
+            mesh=recipe.mesh,
+        )
+        learnt.summaries.append(total._replace(logps=None))
+        learnt.infos.append(info)
+    return state, learnt
+
+
+def score(
+    recipe: Recipe, params: Params, batch: Batch, row_lengths: IntRows | None = None
+) -> Float[Array, "rows time"]:
+    """Compute the log-probabilities of a batch's labels, packed as updates are."""
+    width = batch.tokens.shape[1]
+    all_rows = np.arange(len(batch.tokens), dtype=np.int32)
+    lengths = _lengths(batch, row_lengths)
+    scores = []
+    for rows in np.split(all_rows, recipe.config.update.mini_batches):
+        total: Float[Array, "rows time"] | None = None
+        for part, packing in micro_batches(recipe, batch, rows, lengths):
+            logps = score_batch(
+                params,
+                part,
+                recipe.decoder,
+                frozen=recipe.frozen,
+                temperature=recipe.config.rollout.temperature,
+                compute_dtype=recipe.config.dtype,
+                mesh=recipe.mesh,
+                transfers=recipe.config.mesh.transfers,
+                packing=packing,
+            ).logps
+            total = logps if total is None else total + logps  # 0 for rows of other parts
+        assert total is not None
+        scores.append(jnp.pad(total, ((0, 0), (0, width - total.shape[1]))))
+    return jnp.concatenate(scores)
+
+
+def _lengths(batch: Batch, row_lengths: IntRows | None) -> IntRows:
+    if row_lengths is not None:
+        return row_lengths
+    return np.full(len(batch.tokens), batch.tokens.shape[1], np.int32)
+
+
+def deal_rows(rows: int, config: TrainConfig, seed: tuple[int, ...]) -> Iterator[IntRows]:
+    """Deal prompts to mini-batches at random, depending on the seed alone."""
+    group = config.rollout.num_samples * config.rows_each
+    for epoch in range(config.update.epochs):
+        order = np.random.default_rng([*seed, epoch]).permutation(rows // group)
+        for chosen in np.split(order, config.update.mini_batches):
+            members = chosen[:, None] * group + np.arange(group)[None]
+            yield members.reshape(-1).astype(np.int32)
+
+
+def micro_batches(
+    recipe: Recipe, batch: Batch, rows: IntRows, row_lengths: IntRows
+) -> Iterator[tuple[Batch, Packing]]:
+    """Pack a mini-batch into micro-batches.
+
+    Each has all rows of the mini-batch, with the labels of its own alone, so that the shapes that
+    the loss sees are few.
+    """
+    lengths = row_lengths[rows]
+    mesh = recipe.mesh
+    multiple = 1 if mesh is None else mesh.shape["tensor"]
+    width = min(batch_width(int(lengths.max()), multiple=multiple), batch.tokens.shape[1])
+    mini_batch = _take_rows(batch, rows, width=width)
+    parts = plan(
+        lengths,
+        width,
+        tokens=recipe.config.update.micro_batch_tokens,
+        shards=1 if mesh is None else mesh.shape["data"] * mesh.shape["fsdp"],
+        several=takes_segments(recipe),
+        multiple=multiple,
+    )
+    for members, packing in parts:
+        yield _label_rows(mini_batch, members), packing
+
+
+def takes_segments(recipe: Recipe) -> bool:
+    """Whether a line may hold several rows: not with cuDNN's attention, which has no segments."""
+    config, dtype = recipe.decoder.attention, jnp.dtype(recipe.config.dtype)
+    return default_attention(config, dtype) != "cudnn"
+
+
+@partial(jax.jit, static_argnames="mesh")
+def on_all_devices(batch: Batch, mesh: Mesh | None) -> Batch:
+    """Give all devices all rows, so that whatever is taken of them later is there."""
+    if mesh is None:
+        return batch
+    on_all = NamedSharding(mesh, PartitionSpec())
+    # Arrays of one number a token go in one transfer.
+    names = [name for name, x in batch._asdict().items() if _is_per_token(x, batch)]
+    bits = [jax.lax.bitcast_convert_type(getattr(batch, name), jnp.int32) for name in names]
+    spread = NamedSharding(mesh, PartitionSpec(ROWS))
+    stacked = jax.lax.with_sharding_constraint(jnp.stack(bits, axis=1), spread)
+    stacked = jax.lax.with_sharding_constraint(stacked, on_all)
+    arrays = {
+        name: jax.lax.bitcast_convert_type(stacked[:, i], getattr(batch, name).dtype)
+        for i, name in enumerate(names)
+    }
+    return jax.lax.with_sharding_constraint(batch._replace(**arrays), on_all)
+
+
+def _is_per_token(x: Array | None, batch: Batch) -> bool:
+    return x is not None and x.shape == batch.tokens.shape and x.dtype.itemsize == 4
+
+
+@partial(jax.jit, static_argnames="width")
+def _take_rows(batch: Batch, rows: Int[Array, " chosen"], *, width: int) -> Batch:
+    """Make a batch of chosen rows, and of the first columns."""
+    return jax.tree.map(lambda x: jnp.take(x if x.ndim == 1 else x[:, :width], rows, axis=0), batch)
+
+
+@jax.jit
+def _label_rows(batch: Batch, members: Bool[Array, " rows"]) -> Batch:
+    """Keep the labels of some rows; the others are padding."""
+    labels = jnp.where(members[:, None], batch.labels, IGNORE)
+    counted = members if batch.rows is None else members & batch.rows
+    return batch._replace(labels=labels, rows=counted)
+
+
+@jax.jit
+def sampler_matches(mismatch: SamplerMismatch, limits: Float[Array, "2"]) -> Bool[Array, ""]:
+    """Return whether the sampler's log-probabilities are within the limits of the trainer's."""
+    differences = mismatch.metrics()
+    too_far = differences["logp_diff/mean"] > limits[0]
+    return ~(too_far | (differences["ratio_outside"] > limits[1]))
+
+
+@jax.jit
+def compare(logps: Float[Array, "rows time"], batch: Batch) -> SamplerMismatch:
+    """Compare the trainer's log-probabilities of a batch's labels with the sampler's."""
+    assert batch.old_logps is not None
+    kept = batch.labels != IGNORE
+    return sampler_mismatch(logps, batch.old_logps, kept, minimum=1 / _BAND, maximum=_BAND)
+
+
+@jax.jit
+def _add(a: SamplerMismatch, b: SamplerMismatch) -> SamplerMismatch:
+    return a + b
+
+
+def _dropout_key(config: TrainConfig) -> jax.Array | None:
+    """Return the root key of adapter dropout, from which the key of each row is derived."""
+    if not (config.lora.rank and config.lora.dropout):
+        return None
+    return jax.random.fold_in(jax.random.key(config.seed), 0xD0)
