@@ -68,7 +68,7 @@ def test_folders_import_only_those_above_them():
     entries = _entries(PACKAGE)
     assert set(ROOMS) == {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
     for place, room in enumerate(ROOMS):
-        assert entries[room] <= {*ROOMS[:place], "_version.py"}, room
+        assert entries[room] <= {*ROOMS[:place], "_package.py"}, room
     assert not entries["advantage"] | entries["loss"]
 
 

@@ -7,7 +7,7 @@ Everything loads when it is first asked for: `twinkle_jax.loss.GRPOLoss` works a
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from twinkle_jax._version import __version__
+from twinkle_jax._package import __version__
 
 if TYPE_CHECKING:
     from twinkle_jax import advantage as advantage

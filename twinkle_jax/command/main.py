@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from twinkle_jax._package import require
 from twinkle_jax.data import Message, Trajectory, message_text
-from twinkle_jax.data.missing_extra import require
 from twinkle_jax.rollout import RolloutConfig
 from twinkle_jax.sampler import Filters
 from twinkle_jax.training import DistributedConfig, EvaluationConfig, TrainConfig, UpdateConfig

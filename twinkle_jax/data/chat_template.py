@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from twinkle_jax.data.missing_extra import require
+from twinkle_jax._package import require
 from twinkle_jax.data.worker_process import WorkerProcess
 
 _WORKER = Path(__file__).with_name("chat_template_worker.py")

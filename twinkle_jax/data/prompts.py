@@ -11,7 +11,7 @@ from decimal import Decimal, InvalidOperation
 from pathlib import Path
 from typing import Any, Literal, Self, overload
 
-from twinkle_jax.data.missing_extra import require
+from twinkle_jax._package import require
 from twinkle_jax.data.strict_json import parse_json
 from twinkle_jax.data.trajectory import Message, PromptBatch, Trajectory
 

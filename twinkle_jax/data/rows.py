@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from twinkle_jax.data.missing_extra import require
+from twinkle_jax._package import require
 from twinkle_jax.data.strict_json import parse_json
 
 Row = dict[str, Any]

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
-from twinkle_jax.data.missing_extra import require
+from twinkle_jax._package import require
 
 if TYPE_CHECKING:
     import tokenizers

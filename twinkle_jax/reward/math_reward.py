@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from twinkle_jax._package import require
 from twinkle_jax.data import Trajectory
-from twinkle_jax.data.missing_extra import require
 from twinkle_jax.data.worker_process import WorkerProcess
 from twinkle_jax.reward.reward import GroundTruths, Reward, completions_of, find_ground_truths
 from twinkle_jax.reward.text import last_boxed

@@ -9,8 +9,8 @@ from typing import Any, Literal
 from urllib.parse import urlsplit
 from urllib.request import urlopen
 
+from twinkle_jax._package import require
 from twinkle_jax.data import Message
-from twinkle_jax.data.missing_extra import require
 from twinkle_jax.reward.by_name import load_module
 from twinkle_jax.rollout.environment import Action, EnvironmentFactory, Observation
 from twinkle_jax.rollout.processes import (

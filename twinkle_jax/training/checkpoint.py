@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
-from twinkle_jax.data.missing_extra import require
+from twinkle_jax._package import require
 from twinkle_jax.model.huggingface.saving import check_target, remove_remains, replace_directory
 from twinkle_jax.rollout import hosts
 

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 import numpy as np
 from jaxtyping import Float
 
+from twinkle_jax._package import require
 from twinkle_jax.data import Trajectory, message_text
-from twinkle_jax.data.missing_extra import require
 from twinkle_jax.rollout import Episode
 
 if TYPE_CHECKING:

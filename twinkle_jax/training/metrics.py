@@ -17,8 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
+from twinkle_jax._package import require
 from twinkle_jax.data import IGNORE, Batch
-from twinkle_jax.data.missing_extra import require
 from twinkle_jax.loss import SamplerMismatch, kl_k3
 from twinkle_jax.rollout import Rollout, episode_metrics, has_signal
 from twinkle_jax.training.config import TrainConfig

@@ -7,7 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from twinkle_jax.data.missing_extra import require
+from twinkle_jax._package import require
 
 _GROUPS: dict[str, dict[str, Any]] = {
     "model": {

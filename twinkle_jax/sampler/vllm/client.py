@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import wait
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
-from twinkle_jax.data.missing_extra import require
+from twinkle_jax._package import require
 
 if TYPE_CHECKING:
     import httpx

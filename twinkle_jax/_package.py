@@ -1,6 +1,8 @@
-"""The error for a missing optional package."""
+"""The installed package: its version, which the build reads too, and its optional packages."""
 
 from importlib.util import find_spec
+
+__version__ = "0.1.0"
 
 
 def require(package: str, extra: str) -> None:
