@@ -9,7 +9,6 @@ concept: its functions, and the objects that a train step takes, under Twinkle's
 
 from twinkle_jax.loss.contrastive import InfonceLoss, info_nce
 from twinkle_jax.loss.loss_object import Loss, LossOutput, LossUnit, SampleValues
-from twinkle_jax.loss.masked_inputs import Advantages, Coefficient, Mask, PerToken
 from twinkle_jax.loss.named_losses import LOSSES, LossFunction, get_loss
 from twinkle_jax.loss.off_policy import (
     Correction,
@@ -24,6 +23,15 @@ from twinkle_jax.loss.off_policy import (
     truncated_sequence_importance_weights,
 )
 from twinkle_jax.loss.penalties import entropy_bonus, kl_k1, kl_k2, kl_k3, top_entropy_mask
+from twinkle_jax.loss.per_token import (
+    Advantages,
+    Coefficient,
+    Mask,
+    PerToken,
+    constant_length,
+    sequence_mean,
+    token_mean,
+)
 from twinkle_jax.loss.policy_losses import (
     BNPOLoss,
     CISPOLoss,
@@ -55,7 +63,6 @@ from twinkle_jax.loss.preference import (
     sigmoid_preference,
     simpo_preference,
 )
-from twinkle_jax.loss.reduction import constant_length, sequence_mean, token_mean
 from twinkle_jax.loss.supervised import (
     ChunkedCrossEntropyLoss,
     CrossEntropyLoss,

@@ -18,7 +18,7 @@ from twinkle_jax.loss.loss_object import (
     read_labels,
     refuse_unknown,
 )
-from twinkle_jax.loss.masked_inputs import Coefficient, masked_inputs
+from twinkle_jax.loss.per_token import Coefficient, masked_inputs
 
 Embeddings = Float[Array, "row feature"]
 

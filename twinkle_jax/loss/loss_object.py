@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, DTypeLike, Float, Int
 
-from twinkle_jax.loss.masked_inputs import Mask, PerToken
+from twinkle_jax.loss.per_token import Mask, PerToken
 from twinkle_jax.loss.policy_metrics import PolicyMetrics
 
 LossUnit = Literal["tokens", "sequences", "pairs", "batches"]

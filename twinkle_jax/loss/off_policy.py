@@ -15,7 +15,7 @@ from typing import Literal, get_args
 import jax
 import jax.numpy as jnp
 
-from twinkle_jax.loss.masked_inputs import (
+from twinkle_jax.loss.per_token import (
     Advantages,
     Coefficient,
     Mask,

@@ -7,7 +7,7 @@ added to the losses per token with a coefficient. Their gradients estimate diffe
 import jax
 import jax.numpy as jnp
 
-from twinkle_jax.loss.masked_inputs import Coefficient, Mask, PerToken, masked_inputs
+from twinkle_jax.loss.per_token import Coefficient, Mask, PerToken, masked_inputs
 from twinkle_jax.loss.surrogate import bounded
 
 

@@ -20,11 +20,17 @@ from twinkle_jax.loss.loss_object import (
     read_labels,
     refuse_unknown,
 )
-from twinkle_jax.loss.masked_inputs import Coefficient, Mask, PerToken
 from twinkle_jax.loss.off_policy import Correction
 from twinkle_jax.loss.penalties import entropy_bonus, kl_k3
+from twinkle_jax.loss.per_token import (
+    Coefficient,
+    Mask,
+    PerToken,
+    constant_length,
+    sequence_mean,
+    token_mean,
+)
 from twinkle_jax.loss.policy_metrics import PolicyMetrics, policy_metrics
-from twinkle_jax.loss.reduction import constant_length, sequence_mean, token_mean
 from twinkle_jax.loss.surrogate import (
     clipped_importance_surrogate,
     clipped_surrogate,

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from twinkle_jax.loss.masked_inputs import (
+from twinkle_jax.loss.per_token import (
     Advantages,
     Coefficient,
     Mask,
@@ -15,8 +15,8 @@ from twinkle_jax.loss.masked_inputs import (
     checked_mask,
     masked_advantages,
     masked_inputs,
+    token_mean,
 )
-from twinkle_jax.loss.reduction import token_mean
 from twinkle_jax.loss.surrogate import bounded, clip_bounds
 
 

@@ -26,8 +26,7 @@ from twinkle_jax.loss.loss_object import (
     read_labels,
     refuse_unknown,
 )
-from twinkle_jax.loss.masked_inputs import Coefficient, Mask, PerToken, masked_inputs
-from twinkle_jax.loss.reduction import token_mean
+from twinkle_jax.loss.per_token import Coefficient, Mask, PerToken, masked_inputs, token_mean
 from twinkle_jax.loss.supervised import cross_entropy
 
 PerPair = Float[Array, "*pairs"]

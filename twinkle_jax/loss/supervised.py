@@ -23,8 +23,14 @@ from twinkle_jax.loss.loss_object import (
     read_labels,
     refuse_unknown,
 )
-from twinkle_jax.loss.masked_inputs import Coefficient, Mask, PerToken, checked_mask, masked_inputs
-from twinkle_jax.loss.reduction import token_mean
+from twinkle_jax.loss.per_token import (
+    Coefficient,
+    Mask,
+    PerToken,
+    checked_mask,
+    masked_inputs,
+    token_mean,
+)
 
 
 def cross_entropy(logprobs: PerToken, mask: Mask) -> PerToken:

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, DTypeLike, Float
 
-from twinkle_jax.loss.masked_inputs import (
+from twinkle_jax.loss.per_token import (
     Advantages,
     Coefficient,
     Mask,

@@ -23,7 +23,7 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
-from twinkle_jax.loss.masked_inputs import Coefficient
+from twinkle_jax.loss.per_token import Coefficient
 
 LARGEST_TILE = 2**24  # logits: 64 MiB in float32
 SMALLEST_TILE = 2**20

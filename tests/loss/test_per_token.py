@@ -1,4 +1,4 @@
-"""From losses per token to one number."""
+"""Reductions: from losses per token to one number."""
 
 import functools
 
