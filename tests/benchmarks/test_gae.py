@@ -54,9 +54,9 @@ def _sequential(rewards, values, mask):
         carried, ahead = state
         reward, value, keep = now
         error = reward + GAMMA * ahead - value
-        own = error + GAMMA * TRACE_DECAY * carried
-        state = jnp.where(keep, own, carried), jnp.where(keep, value, ahead)
-        return state, jnp.where(keep, own, 0)
+        advantage = error + GAMMA * TRACE_DECAY * carried
+        state = jnp.where(keep, advantage, carried), jnp.where(keep, value, ahead)
+        return state, jnp.where(keep, advantage, 0)
 
     start = jnp.zeros(len(rewards)), jnp.zeros(len(rewards))
     _, advantages = jax.lax.scan(step, start, (rewards.T, values.T, mask.T), reverse=True)

@@ -67,15 +67,15 @@ def run_once(folder, mesh, processes, number, dump=None):
 
 def transfers(dump):
     """Collectives of a step as (bytes of its result, times); gloo makes one an array."""
-    found = []
+    messages = []
     for program, calls in PROGRAMS.items():
         texts = sorted(Path(dump).glob(f"*.{program}.*after_optimizations.txt"))
         for _, one, times in visit(read_program(texts[-1].read_text()), 1):
             if one.opcode in KINDS:
                 sizes = [element_bytes(kind) * math.prod(x) for kind, x in arrays(one.shape)]
                 sizes = [sum(sizes)] if one.opcode == "all-to-all" else sizes
-                found += [(size, times * calls) for size in sizes]
-    return found
+                messages += [(size, times * calls) for size in sizes]
+    return messages
 
 
 def time_collectives(counts):
@@ -146,6 +146,6 @@ def test_a_step_on_two_processes(tmp_path, mesh):
 if __name__ == "__main__":
     import jax
 
-    where, total, own, sizes = sys.argv[1:]
-    jax.distributed.initialize(f"localhost:{where}", int(total), int(own))
+    where, total, rank, sizes = sys.argv[1:]
+    jax.distributed.initialize(f"localhost:{where}", int(total), int(rank))
     print(time_collectives(json.loads(sizes)))

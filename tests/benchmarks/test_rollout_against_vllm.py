@@ -64,7 +64,7 @@ def test_tokens_a_second(samples, tmp_path):
     vocab, mean, room = 512, 32, 256
     write_checkpoint(tmp_path / "policy", vocab, mean)
     prompts = np.random.default_rng(0).integers(3, vocab, (PROMPTS, PROMPT)).tolist()
-    own = ours(tmp_path / "policy", room, prompts, samples)
+    run_ours = ours(tmp_path / "policy", room, prompts, samples)
     program = [os.environ[PYTHON], "tests/benchmarks/peers/vllm_rollout.py"]
     with (
         (tmp_path / "log").open("w") as log,
@@ -87,7 +87,7 @@ def test_tokens_a_second(samples, tmp_path):
 
         speeds = {"twinkle_jax": [], "vLLM": []}
         for number in range(3 + ROUNDS):
-            for name, run in {"twinkle_jax": own, "vLLM": theirs}.items():
+            for name, run in {"twinkle_jax": run_ours, "vLLM": theirs}.items():
                 wall, processor, tokens = run()
                 if number >= 3:
                     speeds[name].append((tokens / wall, tokens / processor))

@@ -129,8 +129,8 @@ def packed_gradient(vocab, room, mean):
     def gradient():
         held = state.pop()
         for members, packing in parts:
-            own = jnp.where(members[:, None], batch.labels, -100)
-            part = batch._replace(labels=own, rows=jnp.asarray(members))
+            kept_labels = jnp.where(members[:, None], batch.labels, -100)
+            part = batch._replace(labels=kept_labels, rows=jnp.asarray(members))
             held, _ = grad_step(held, part, config, GRPOLoss(), packing=packing)
         state.append(jax.block_until_ready(held))
 

@@ -146,13 +146,13 @@ def _sent(program: Program, inside: str, one: Instruction, kind: str, devices: i
 
 def group_size(attributes: str, devices: int) -> int:
     """How many devices take part in a collective."""
-    if found := re.search(r"replica_groups=\{\{([\d,]+)\}", attributes):
-        return found[1].count(",") + 1
-    if found := re.search(r"replica_groups=\[\d+,(\d+)\]", attributes):
-        return int(found[1])
-    if found := re.search(r"replica_groups=mesh\[([^\]]*)\][^{]*\{([^}]*)\}", attributes):
-        sizes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", found[1])}
-        return math.prod(sizes[name] for name in re.findall(r"'(\w+)'", found[2]))
+    if match := re.search(r"replica_groups=\{\{([\d,]+)\}", attributes):
+        return match[1].count(",") + 1
+    if match := re.search(r"replica_groups=\[\d+,(\d+)\]", attributes):
+        return int(match[1])
+    if match := re.search(r"replica_groups=mesh\[([^\]]*)\][^{]*\{([^}]*)\}", attributes):
+        sizes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", match[1])}
+        return math.prod(sizes[name] for name in re.findall(r"'(\w+)'", match[2]))
     if "replica_groups={}" in attributes:
         return devices
     raise ValueError(f"replica_groups must be in a form that is known, got {attributes[:200]!r}")
@@ -160,8 +160,8 @@ def group_size(attributes: str, devices: int) -> int:
 
 def arrays(shape: str) -> list[tuple[str, list[int]]]:
     """Type and extents of each array in a shape."""
-    found = re.findall(r"\b(pred|bf16|[suf]\d+|c\d+|f8\w+)\[([\d,]*)\]", shape)
-    return [(kind, [int(n) for n in extents.split(",") if n]) for kind, extents in found]
+    matches = re.findall(r"\b(pred|bf16|[suf]\d+|c\d+|f8\w+)\[([\d,]*)\]", shape)
+    return [(kind, [int(n) for n in extents.split(",") if n]) for kind, extents in matches]
 
 
 def element_bytes(kind: str) -> float:
@@ -200,8 +200,8 @@ def product_flops(program: Program, inside: str, one: Instruction) -> float:
 
 
 def _window(attributes: str) -> dict[str, list[str]]:
-    found = re.search(r"window=\{([^}]*)\}", attributes)
-    pairs = (part.split("=") for part in found[1].split()) if found else ()
+    match = re.search(r"window=\{([^}]*)\}", attributes)
+    pairs = (part.split("=") for part in match[1].split()) if match else ()
     return {key: value.split("x") for key, value in pairs}
 
 

@@ -60,7 +60,7 @@ def described_mesh(topology: str, data: int, fsdp: int, tensor: int, *, bare: bo
     for name, value in _NO_HARDWARE.items():
         os.environ.setdefault(name, value)
     try:
-        found = topologies.get_topology_desc(platform=platform, **options).devices
+        described = topologies.get_topology_desc(platform=platform, **options).devices
     except Exception as error:
         reason = re.sub(r"\s+", " ", str(error))[:200]
         raise ValueError(
@@ -68,11 +68,13 @@ def described_mesh(topology: str, data: int, fsdp: int, tensor: int, *, bare: bo
             f"'v5p:2x2x2' or 'h100:1x8', got {topology!r}: {reason}"
         ) from error
     shape = (data, fsdp, tensor)
-    if len(found) != np.prod(shape):
-        raise ValueError(f"data, fsdp and tensor must make up {len(found)} devices, got {shape}")
+    if len(described) != np.prod(shape):
+        raise ValueError(
+            f"data, fsdp and tensor must make up {len(described)} devices, got {shape}"
+        )
     if bare:
-        return Mesh(np.array(found).reshape(shape), AXES)
-    return jax.make_mesh(shape, AXES, make_mesh().axis_types, devices=found)
+        return Mesh(np.array(described).reshape(shape), AXES)
+    return jax.make_mesh(shape, AXES, make_mesh().axis_types, devices=described)
 
 
 def _described(topology: str) -> tuple[str, dict[str, Any]]:

@@ -26,7 +26,7 @@ from twinkle_jax.training.score import Transfers
 
 
 def _qwen(
-    kind: str, vocab: int, width: int, inner: int, layers: int, heads: int, **own: Any
+    kind: str, vocab: int, width: int, inner: int, layers: int, heads: int, **options: Any
 ) -> Any:
     return {
         "model_type": kind,
@@ -36,7 +36,7 @@ def _qwen(
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
         "rope_theta": 1e6,
-        **own,
+        **options,
     }
 
 
@@ -145,8 +145,8 @@ def compiled_update(
     state = jax.eval_shape(lambda params: train_state(params, optax.adamw(1e-5)), shapes)
     state = laid_out(state, shard_like_params(state, mesh))
     rows = NamedSharding(mesh, PartitionSpec(("data", "fsdp")))
-    whole, real = (jax.ShapeDtypeStruct((s.rows, s.time), t) for t in (jnp.int32, jnp.float32))
-    batch = Batch(tokens=whole, labels=whole, advantages=real, old_logps=real)
+    integers, real = (jax.ShapeDtypeStruct((s.rows, s.time), t) for t in (jnp.int32, jnp.float32))
+    batch = Batch(tokens=integers, labels=integers, advantages=real, old_logps=real)
     batch = laid_out(batch, jax.tree.map(lambda _: rows, batch))
 
     def update(state: Any, batch: Batch) -> Any:

@@ -16,13 +16,13 @@ class Instruction(NamedTuple):
 
     def called(self, key: str) -> str | None:
         """Name of the computation that an attribute names."""
-        found = re.search(rf"\b{key}=%?([\w.\-]+)", self.attributes)
-        return found[1] if found else None
+        match = re.search(rf"\b{key}=%?([\w.\-]+)", self.attributes)
+        return match[1] if match else None
 
     def number(self, key: str) -> int | None:
         """The number that an attribute holds."""
-        found = re.search(rf"\b{key}=(\d+)", self.attributes)
-        return int(found[1]) if found else None
+        match = re.search(rf"\b{key}=(\d+)", self.attributes)
+        return int(match[1]) if match else None
 
 
 class Computation(NamedTuple):
@@ -51,8 +51,8 @@ def read_program(text: str) -> Program:
         if begin := _BEGIN.match(line):
             now = computations[begin[2]] = Computation({}, [])
             entry = begin[2] if begin[1] else entry
-        elif found := _LINE.match(line):
-            root, name, shape, opcode, rest = found.groups()
+        elif match := _LINE.match(line):
+            root, name, shape, opcode, rest = match.groups()
             end = _closing(rest)
             operands = tuple(re.findall(r"%([\w.\-]+)", rest[:end]))
             now.instructions[name] = Instruction(
@@ -82,8 +82,8 @@ def _value(program: Program, inside: str, name: str, callers: _Callers = ()) -> 
     """What a scalar is, seen through copies and fusions, in terms of the loop's state."""
     here = program.computations[inside].instructions[name]
     if here.opcode == "constant":
-        whole = re.fullmatch(r"-?\d+", here.literal)
-        return ("constant", int(here.literal)) if whole else None
+        integer = re.fullmatch(r"-?\d+", here.literal)
+        return ("constant", int(here.literal)) if integer else None
     if here.opcode in _SAME:
         return _value(program, inside, here.operands[0], callers)
     if here.opcode == "parameter" and callers:

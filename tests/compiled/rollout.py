@@ -62,8 +62,10 @@ class Rollout(NamedTuple):
 
     def largest(self, count: int = 8) -> list[str]:
         """The instructions that move most."""
-        found = sorted(traffic(self.program, self.step), key=lambda moved: -moved[0])[:count]
-        return [f"{size / 2**20:.1f} MiB {one.opcode} {one.shape}" for size, one in found]
+        largest_moves = sorted(traffic(self.program, self.step), key=lambda moved: -moved[0])[
+            :count
+        ]
+        return [f"{size / 2**20:.1f} MiB {one.opcode} {one.shape}" for size, one in largest_moves]
 
 
 @functools.cache
@@ -168,12 +170,18 @@ def wire(
         for x in jax.tree.leaves(params)
         if "fsdp" in x.sharding.spec  # norms and biases are on all devices already
     )
-    found = [costs(program, s.devices) for program in (layout, prefill, draw)]
-    sent = [found[0].wire, found[1].wire, found[2].wire / sampler_slots._STEPS_ON_MESH]
+    program_costs = [costs(program, s.devices) for program in (layout, prefill, draw)]
+    sent = [
+        program_costs[0].wire,
+        program_costs[1].wire,
+        program_costs[2].wire / sampler_slots._STEPS_ON_MESH,
+    ]
     least = [gathered * (s.fsdp - 1) / s.fsdp, sums * tokens, (sums + 12 * share) * slots]
     return {
         name: Wire(*values)
-        for name, *values in zip(("layout", "prefill", "token"), sent, least, found, strict=True)
+        for name, *values in zip(
+            ("layout", "prefill", "token"), sent, least, program_costs, strict=True
+        )
     }
 
 
@@ -194,10 +202,12 @@ def _compile(
     """Give the program, shapes of its weights and of the caches it goes on with, and the tokens."""
     devices = described_mesh(topology, 1, 4, 1, bare=True).devices
     mesh = Mesh(devices.reshape(-1)[:1].reshape(1, 1, 1), AXES)
-    whole = NamedSharding(mesh, PartitionSpec())
+    replicated = NamedSharding(mesh, PartitionSpec())
 
     def there(tree: Any) -> Any:
-        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole), tree)
+        return jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=replicated), tree
+        )
 
     weights = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, jnp.bfloat16), parameter_shapes(config)

@@ -44,13 +44,14 @@ def arithmetic() -> None:
 
 def compiled(model: str, setting: Setting) -> None:
     """Compile one update, and print what it costs beside the least it could."""
-    found, least = update_costs(model, setting), ideal(model, setting)
+    measured, least = update_costs(model, setting), ideal(model, setting)
     print("| model | slice | rows × tokens | peak, GiB | wire, GiB | of the least | products |")
     print("| --- | --- | --- | --- | --- | --- | --- |")
     print(
         f"| {model} | {setting.topology} | {setting.rows} × {setting.time} "
-        f"| {found.peak / GIB:.1f} | {found.wire / GIB:.1f} | {found.wire / least.wire:.2f} "
-        f"| {found.flops / (least.flops - least.attention):.2f} |"
+        f"| {measured.peak / GIB:.1f} | {measured.wire / GIB:.1f} "
+        f"| {measured.wire / least.wire:.2f} "
+        f"| {measured.flops / (least.flops - least.attention):.2f} |"
     )
 
 
@@ -58,19 +59,25 @@ def decoding(
     model: str, topology: str, rows: int, capacity: int, stacked: bool, filled: int | None
 ) -> None:
     """Compile a step of decoding on one chip, and print what it moves beside the least it could."""
-    found = rollout(model, topology, rows, capacity, stacked=stacked, filled=filled)
+    measured = rollout(model, topology, rows, capacity, stacked=stacked, filled=filled)
     kinds = "weights | cache | filled | moved | by the kernel | of the least | temporary |"
     print(f"| model | chip of | rows × capacity | {kinds}")
     print("| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |")
     sizes = [
         f"{size / GIB:.2f}"
-        for size in (found.weights, found.cache, found.filled, found.moved, found.kernel)
+        for size in (
+            measured.weights,
+            measured.cache,
+            measured.filled,
+            measured.moved,
+            measured.kernel,
+        )
     ]
     print(
         f"| {model} | {topology} | {rows} × {capacity} | {' | '.join(sizes)} "
-        f"| {found.total / found.least:.2f} | {found.temporary / GIB:.2f} |"
+        f"| {measured.total / measured.least:.2f} | {measured.temporary / GIB:.2f} |"
     )
-    print("", *found.largest(), sep="\n")
+    print("", *measured.largest(), sep="\n")
 
 
 def rollout_wire(model: str, setting: Setting) -> None:

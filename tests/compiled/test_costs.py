@@ -23,11 +23,11 @@ def test_products_in_a_loop_count_as_often_as_it_runs():
         return jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, weights)[0]
 
     shapes = jax.ShapeDtypeStruct((32, 64), "float32"), jax.ShapeDtypeStruct((5, 64, 64), "float32")
-    found = costs(jax.jit(run).lower(*shapes).compile(), 1)
-    assert found.flops == 5 * 2 * 32 * 64 * 64
-    assert found.unknown_loops == 0
-    assert found.wire == 0
-    assert found.peak >= 4 * (32 * 64 + 5 * 64 * 64)
+    program_costs = costs(jax.jit(run).lower(*shapes).compile(), 1)
+    assert program_costs.flops == 5 * 2 * 32 * 64 * 64
+    assert program_costs.unknown_loops == 0
+    assert program_costs.wire == 0
+    assert program_costs.peak >= 4 * (32 * 64 + 5 * 64 * 64)
 
 
 def test_a_loop_whose_trips_are_data_runs_as_often_as_is_said():
@@ -35,9 +35,9 @@ def test_a_loop_whose_trips_are_data_runs_as_often_as_is_said():
         return jax.lax.fori_loop(0, n, lambda _, x: jnp.tanh(x @ x), x)
 
     shapes = jax.ShapeDtypeStruct((16, 16), "float32"), jax.ShapeDtypeStruct((), "int32")
-    found = costs(jax.jit(run).lower(*shapes).compile(), 1, unknown_trips=7)
-    assert found.flops == 7 * 2 * 16**3
-    assert found.unknown_loops == 1
+    program_costs = costs(jax.jit(run).lower(*shapes).compile(), 1, unknown_trips=7)
+    assert program_costs.flops == 7 * 2 * 16**3
+    assert program_costs.unknown_loops == 1
 
 
 COLLECTIVES = {
@@ -69,10 +69,10 @@ def test_what_a_collective_sends(kind):
         return jax.lax.scan(body, x, length=3)[0]
 
     x = jax.ShapeDtypeStruct((64, 32), "float32", sharding=NamedSharding(mesh, spread))
-    found = costs(jax.jit(run).lower(x).compile(), 8)
-    assert found.sent == {kind: 3 * sent}
-    assert found.times == {kind: 3}
-    assert found.largest[0][1:3] == (kind, 3)
+    program_costs = costs(jax.jit(run).lower(x).compile(), 8)
+    assert program_costs.sent == {kind: 3 * sent}
+    assert program_costs.times == {kind: 3}
+    assert program_costs.largest[0][1:3] == (kind, 3)
 
 
 # What TPUs write: loops that start late and step by two, and sums whose slice a device keeps.
@@ -132,8 +132,8 @@ def test_loops_and_sums_as_tpus_write_them():
     program = read_program(TEXT)
     loop = program.computations["main"].instructions["loop"]
     assert trips(program, "main", loop) == 4  # 1, 3, 5, 7
-    found = costs(Compiled(), 8)
-    assert found.sent == {"reduce-scatter": 4 * 8 * 8 * 4 * 3 / 4}
+    program_costs = costs(Compiled(), 8)
+    assert program_costs.sent == {"reduce-scatter": 4 * 8 * 8 * 4 * 3 / 4}
 
 
 @pytest.mark.parametrize(
@@ -215,6 +215,6 @@ def test_what_the_command_is_not_told():
 
 def test_a_cut_model_keeps_its_widths():
     for model in MODELS:
-        whole, cut = config_of(model), config_of(model, Cut(layers=2, vocab=512))
-        assert cut.intermediate_size == whole.intermediate_size
+        full, cut = config_of(model), config_of(model, Cut(layers=2, vocab=512))
+        assert cut.intermediate_size == full.intermediate_size
         assert (cut.repeats, cut.vocab_size) == (2, 512)

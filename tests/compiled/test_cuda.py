@@ -30,12 +30,14 @@ BUDGETS = {
 @pytest.mark.parametrize("case", BUDGETS)
 def test_an_update_costs_what_it_must(case):
     model, setting, memory = BUDGETS[case]
-    found, least = update_costs(model, setting, SMALL), ideal(model, setting, SMALL)
-    assert found.wire < 1.0 * least.wire, (found.wire / least.wire, found.largest)
-    assert found.flops < 1.05 * (least.flops - least.attention)  # a kernel's are not counted
-    assert found.peak < memory * GIB, found.peak / GIB
+    measured, least = update_costs(model, setting, SMALL), ideal(model, setting, SMALL)
+    assert measured.wire < 1.0 * least.wire, (measured.wire / least.wire, measured.largest)
+    assert measured.flops < 1.05 * (least.flops - least.attention)  # a kernel's are not counted
+    assert measured.peak < memory * GIB, measured.peak / GIB
     if setting.fsdp == setting.devices:  # then gradients are scattered, and only small sums are not
-        assert found.sent["all-reduce"] < 0.01 * found.sent["reduce-scatter"], found.largest
+        assert measured.sent["all-reduce"] < 0.01 * measured.sent["reduce-scatter"], (
+            measured.largest
+        )
 
 
 @pytest.mark.parametrize(
@@ -47,10 +49,10 @@ def test_an_update_costs_what_it_must(case):
 )
 def test_parameters_that_move_at_once_cross_the_wire_once(model, setting):
     """And so do gradients; memory is also for the buckets that they are put together in."""
-    found = update_costs(model, setting, SMALL, transfers="once")
+    measured = update_costs(model, setting, SMALL, transfers="once")
     least = ideal(model, setting, SMALL, transfers="once")
-    assert found.wire < 1.001 * least.wire, (found.wire / least.wire, found.largest)
-    assert found.peak < 1.9 * least.memory, found.peak / least.memory
+    assert measured.wire < 1.001 * least.wire, (measured.wire / least.wire, measured.largest)
+    assert measured.peak < 1.9 * least.memory, measured.peak / least.memory
 
 
 @pytest.mark.parametrize("case", ["4 GPUs", "2 hosts", "tensor"])
@@ -74,10 +76,15 @@ def test_a_long_row_holds_no_array_of_time_by_time():
 )
 def test_a_step_of_decoding_copies_neither_weights_nor_cache(model, rows, most):
     """Narrow heads and many rows: attention's logits are half as large as what it reads."""
-    found = rollout(model, "h100:1x4", rows, 2048)
-    assert found.total < most * found.least, (found.total / found.least, found.largest())
-    assert found.moved > 0.95 * found.least
-    assert found.temporary < found.weights + 0.1 * found.cache, found.temporary / found.cache
+    measured = rollout(model, "h100:1x4", rows, 2048)
+    assert measured.total < most * measured.least, (
+        measured.total / measured.least,
+        measured.largest(),
+    )
+    assert measured.moved > 0.95 * measured.least
+    assert measured.temporary < measured.weights + 0.1 * measured.cache, (
+        measured.temporary / measured.cache
+    )
 
 
 @pytest.mark.parametrize(
@@ -91,17 +98,24 @@ def test_a_step_of_decoding_copies_neither_weights_nor_cache(model, rows, most):
 )
 def test_rows_of_different_lengths_are_read_by_page(model, rows, filled, most):
     """Room for 8,192 tokens of a row; filled to an eighth, whole rows of 0.5B would cost 8.1."""
-    found = rollout(model, "h100:1x4", rows, 8192, filled=filled)
-    assert found.total < most * found.least, (found.total / found.least, found.largest())
-    assert found.moved > 0.95 * found.least
-    assert found.cache < 1.35 * found.filled
-    assert found.temporary < found.weights + 0.1 * found.cache, found.temporary / found.cache
+    measured = rollout(model, "h100:1x4", rows, 8192, filled=filled)
+    assert measured.total < most * measured.least, (
+        measured.total / measured.least,
+        measured.largest(),
+    )
+    assert measured.moved > 0.95 * measured.least
+    assert measured.cache < 1.35 * measured.filled
+    assert measured.temporary < measured.weights + 0.1 * measured.cache, (
+        measured.temporary / measured.cache
+    )
 
 
 def test_in_one_stack_layers_would_be_copied():
     """Why they lie one by one; if a compiler no longer does this, they need not."""
-    own, stacked = (rollout("Qwen3-4B", "h100:1x4", 64, 2048, stacked=x) for x in (False, True))
-    assert stacked.total > 2.5 * own.total
+    by_layer, stacked = (
+        rollout("Qwen3-4B", "h100:1x4", 64, 2048, stacked=x) for x in (False, True)
+    )
+    assert stacked.total > 2.5 * by_layer.total
 
 
 def test_a_rollout_on_eight_hosts_gathers_parameters_once():

@@ -44,8 +44,11 @@ def test_devices_send_each_other_gradients_and_nothing_else(topology):
     )
     # Triton's products are chosen by trying them out; without a GPU one of these finds no tiles.
     options = {"xla_gpu_enable_triton_gemm": False} if topology.startswith("h100") else {}
-    found = costs(example.train_step.lower(state, run=run).compile(options), 4)
+    measured = costs(example.train_step.lower(state, run=run).compile(options), 4)
     gradient = sum(4 * x.size for x in jax.tree.leaves(params))
-    assert set(found.sent) == {"all-reduce"}
-    assert found.wire < 1.001 * 2 * 3 / 4 * gradient, (found.wire / gradient, found.largest[:5])
-    assert found.peak < 64 * 2**20, found.peak / 2**20
+    assert set(measured.sent) == {"all-reduce"}
+    assert measured.wire < 1.001 * 2 * 3 / 4 * gradient, (
+        measured.wire / gradient,
+        measured.largest[:5],
+    )
+    assert measured.peak < 64 * 2**20, measured.peak / 2**20

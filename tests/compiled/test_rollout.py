@@ -21,28 +21,34 @@ CASES = {  # the model, the chip, rows
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_step_reads_weights_and_cache_once(case):
-    found = rollout(*CASES[case])
-    assert found.total < 1.3 * found.least, (found.total / found.least, found.largest())
-    assert found.moved > 0.95 * found.least  # what is not seen would be cheap
+    measured = rollout(*CASES[case])
+    assert measured.total < 1.3 * measured.least, (
+        measured.total / measured.least,
+        measured.largest(),
+    )
+    assert measured.moved > 0.95 * measured.least  # what is not seen would be cheap
 
 
 @pytest.mark.parametrize(("filled", "most"), [(1024, 1.48), (2048, 1.35)])
 def test_rows_of_different_lengths_are_read_once_too(filled, most):
     """Room for 8,192 tokens of a row; filled to an eighth, whole rows would cost 9.1."""
-    found = rollout("Qwen2.5-0.5B", "v5e:2x2", 256, 8192, filled=filled)
-    assert found.total < most * found.least, (found.total / found.least, found.largest())
-    assert found.moved > 0.95 * found.least
-    assert found.cache < 1.2 * found.filled
-    assert found.temporary < 0.3 * found.cache, found.temporary / found.cache
+    measured = rollout("Qwen2.5-0.5B", "v5e:2x2", 256, 8192, filled=filled)
+    assert measured.total < most * measured.least, (
+        measured.total / measured.least,
+        measured.largest(),
+    )
+    assert measured.moved > 0.95 * measured.least
+    assert measured.cache < 1.2 * measured.filled
+    assert measured.temporary < 0.3 * measured.cache, measured.temporary / measured.cache
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_the_loop_holds_one_cache_and_copies_none(case):
-    found = rollout(*CASES[case])
-    moved = [one for _, one in traffic(found.program, found.step)]
+    measured = rollout(*CASES[case])
+    moved = [one for _, one in traffic(measured.program, measured.step)]
     kernels = [one for one in moved if "tpu_custom_call" in one.attributes]
     assert [CAPACITY in arrays(one.shape)[0][1] for one in kernels] == [True, True]
     copies = [one.shape for one in moved if one.opcode.startswith("copy")]
     shapes = [extents for shape in copies for _, extents in arrays(shape)]
     assert not [extents for extents in shapes if len(extents) > 3 and CAPACITY in extents]
-    assert found.temporary < 0.2 * found.cache, found.temporary / found.cache
+    assert measured.temporary < 0.2 * measured.cache, measured.temporary / measured.cache

@@ -12,19 +12,19 @@ ROWS, PROMPT = 1024, 512
 
 def check_fsdp(topology):
     """Parameters are gathered once, and tokens send nothing."""
-    found = wire("Qwen2.5-7B", Setting(topology, 1, 64, 1, ROWS, PROMPT))
-    assert found["layout"].sent == pytest.approx(found["layout"].least)
-    assert set(found["layout"].costs.sent) == {"all-gather"}
-    assert found["prefill"].sent == 0
-    assert found["token"].sent < 100  # whether all rows have ended
+    measured = wire("Qwen2.5-7B", Setting(topology, 1, 64, 1, ROWS, PROMPT))
+    assert measured["layout"].sent == pytest.approx(measured["layout"].least)
+    assert set(measured["layout"].costs.sent) == {"all-gather"}
+    assert measured["prefill"].sent == 0
+    assert measured["token"].sent < 100  # whether all rows have ended
 
 
 def check_tensor(topology):
     """A token sums its row twice in a layer; its logits stay where they are."""
-    found = wire("Qwen2.5-7B", Setting(topology, 1, 16, 4, ROWS, PROMPT))
-    assert found["layout"].sent == pytest.approx(found["layout"].least)
-    assert found["prefill"].sent < 1.05 * found["prefill"].least
-    token = found["token"]  # beyond the least, sums of blocks of the vocabulary, and one block
+    measured = wire("Qwen2.5-7B", Setting(topology, 1, 16, 4, ROWS, PROMPT))
+    assert measured["layout"].sent == pytest.approx(measured["layout"].least)
+    assert measured["prefill"].sent < 1.05 * measured["prefill"].least
+    token = measured["token"]  # beyond the least, sums of blocks of the vocabulary, and one block
     assert token.sent < 1.05 * token.least, (token.sent / token.least, token.costs.largest)
 
 

@@ -22,12 +22,12 @@ def of_rows(shape):
 
 def test_each_pass_sums_rows_twice_in_a_layer_and_moves_no_others():
     cut = Cut(LAYERS, vocab=10240)
-    found, least = update_costs("Qwen2.5-7B", SETTING, cut), ideal("Qwen2.5-7B", SETTING, cut)
-    assert found.wire < 1.0 * least.wire, (found.wire / least.wire, found.largest)
-    assert found.flops < 1.05 * (least.flops - least.attention)
+    measured, least = update_costs("Qwen2.5-7B", SETTING, cut), ideal("Qwen2.5-7B", SETTING, cut)
+    assert measured.wire < 1.0 * least.wire, (measured.wire / least.wire, measured.largest)
+    assert measured.flops < 1.05 * (least.flops - least.attention)
     inside = [
         (kind, times, shape)
-        for _, kind, times, shape in found.largest
+        for _, kind, times, shape in measured.largest
         if times == LAYERS and of_rows(shape)
     ]
     assert {kind for kind, _, _ in inside} == {"all-reduce"}, inside

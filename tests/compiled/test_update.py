@@ -34,21 +34,22 @@ BUDGETS = {
 @pytest.mark.parametrize("case", BUDGETS)
 def test_an_update_costs_what_it_must(case):
     model, setting, cut, memory = BUDGETS[case]
-    found = update_costs(model, setting, cut, attention="xla")  # so that its products are counted
+    # With XLA's attention, so that its products are counted.
+    measured = update_costs(model, setting, cut, attention="xla")
     least = ideal(model, setting, cut)
-    assert found.flops < 1.05 * least.flops, found.flops / least.flops
-    assert found.wire < 1.0 * least.wire, (found.wire / least.wire, found.largest)
-    assert found.peak < memory * GIB, found.peak / GIB
+    assert measured.flops < 1.05 * least.flops, measured.flops / least.flops
+    assert measured.wire < 1.0 * least.wire, (measured.wire / least.wire, measured.largest)
+    assert measured.peak < memory * GIB, measured.peak / GIB
 
 
 def test_parameters_that_move_at_once_are_gathered_once():
     """The compiler makes the scattered sum of gradients a whole one, twice the least of it."""
     setting = Setting("v5e:2x2", 1, 4, 1, 64, 256)
-    found = update_costs("Qwen2.5-0.5B", setting, SMALL, transfers="once")
+    measured = update_costs("Qwen2.5-0.5B", setting, SMALL, transfers="once")
     least = ideal("Qwen2.5-0.5B", setting, SMALL, transfers="once")
-    assert found.wire < 1.51 * least.wire, (found.wire / least.wire, found.largest)
-    assert found.sent["all-gather"] < 0.501 * least.wire
-    assert found.peak < 1.2 * least.memory, found.peak / least.memory
+    assert measured.wire < 1.51 * least.wire, (measured.wire / least.wire, measured.largest)
+    assert measured.sent["all-gather"] < 0.501 * least.wire
+    assert measured.peak < 1.2 * least.memory, measured.peak / least.memory
 
 
 @functools.cache
@@ -63,9 +64,9 @@ def in_both_orders(attention):
 def test_either_order_of_the_devices_is_within_the_budget(attention):
     model, setting, cut, memory = BUDGETS["v5e"]
     least = ideal(model, setting, cut)
-    for found in in_both_orders(attention):
-        assert found.wire < 1.0 * least.wire
-        assert found.peak < memory * GIB
+    for measured in in_both_orders(attention):
+        assert measured.wire < 1.0 * least.wire
+        assert measured.peak < memory * GIB
     listed, arranged = in_both_orders(attention)
     assert arranged.flops == listed.flops
     assert arranged.wire == pytest.approx(listed.wire, rel=0.1)
@@ -86,13 +87,13 @@ def test_the_order_of_the_devices_does_not_matter(attention):
 def test_a_gather_over_a_cube_sends_each_share_once(cube, fsdp, bare):
     """And is not made a sum of shares that are padded with zeros, which sends them twice."""
     mesh = described_mesh(cube, 1, fsdp, 1, bare=bare)
-    spread, whole = PartitionSpec(None, "fsdp"), PartitionSpec()
+    spread, replicated = PartitionSpec(None, "fsdp"), PartitionSpec()
     gather = functools.partial(gather_in_steps, axis="fsdp", dimension=1, steps=steps_of(fsdp))
-    run = jax.shard_map(gather, mesh=mesh, in_specs=spread, out_specs=whole, check_vma=False)
+    run = jax.shard_map(gather, mesh=mesh, in_specs=spread, out_specs=replicated, check_vma=False)
     kernel = jax.ShapeDtypeStruct((18944, 3584), jnp.bfloat16, sharding=NamedSharding(mesh, spread))
-    found = costs(jax.jit(run).lower(kernel).compile(), fsdp)
-    assert set(found.sent) == {"all-gather"}
-    assert found.wire == pytest.approx(2 * kernel.size * (fsdp - 1) / fsdp)
+    measured = costs(jax.jit(run).lower(kernel).compile(), fsdp)
+    assert set(measured.sent) == {"all-gather"}
+    assert measured.wire == pytest.approx(2 * kernel.size * (fsdp - 1) / fsdp)
 
 
 def test_a_long_row_holds_no_array_of_time_by_time():
@@ -102,9 +103,9 @@ def test_a_long_row_holds_no_array_of_time_by_time():
     shapes = {tuple(extents) for _, extents in arrays(text)}
     assert any(16384 in extents for extents in shapes)
     assert not [extents for extents in shapes if extents.count(16384) > 1]
-    found, least = update_costs("Qwen3-4B", long, SMALL), ideal("Qwen3-4B", long, SMALL)
-    assert found.wire < 1.0 * least.wire, (found.wire / least.wire, found.largest)
-    assert found.peak < 6 * GIB, found.peak / GIB
+    measured, least = update_costs("Qwen3-4B", long, SMALL), ideal("Qwen3-4B", long, SMALL)
+    assert measured.wire < 1.0 * least.wire, (measured.wire / least.wire, measured.largest)
+    assert measured.peak < 6 * GIB, measured.peak / GIB
 
 
 def test_topologies_that_do_not_fit_are_refused():

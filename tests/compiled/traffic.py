@@ -23,7 +23,7 @@ _UPDATES = {"dynamic-update-slice": 1, "scatter": 2}  # and the operand that is 
 
 def lying(shape: str) -> float:
     """Bytes that the arrays of a shape take in memory, tiles padded; those on the chip, none."""
-    return sum(_lying(*found) for found in _ARRAY.findall(shape) if not _on_chip(found[2]))
+    return sum(_lying(*match) for match in _ARRAY.findall(shape) if not _on_chip(match[2]))
 
 
 def _on_chip(layout: str) -> bool:
@@ -82,13 +82,13 @@ def _moved(program: Program, inside: str, one: Instruction) -> float:
     return sum(map(lying, shapes)) + lying(one.shape)
 
 
-def _read(program: Program, fusion: Instruction, place: int, whole: float) -> float:
+def _read(program: Program, fusion: Instruction, place: int, size: float) -> float:
     """Bytes that a fusion reads of one of its operands."""
-    read, passed_on = _read_inside(program, fusion.called("calls") or "", place, whole)
-    return whole if passed_on else min(read, whole)
+    read, passed_on = _read_inside(program, fusion.called("calls") or "", place, size)
+    return size if passed_on else min(read, size)
 
 
-def _read_inside(program: Program, name: str, place: int, whole: float) -> tuple[float, bool]:
+def _read_inside(program: Program, name: str, place: int, size: float) -> tuple[float, bool]:
     """Bytes that a fused computation reads of a parameter, and whether its result is that array."""
     inside, root = program.computations[name]
     parameters = (one for one in inside.values() if one.opcode == "parameter")
@@ -100,7 +100,7 @@ def _read_inside(program: Program, name: str, place: int, whole: float) -> tuple
         for user in inside.values():
             for at in (at for at, operand in enumerate(user.operands) if operand == name):
                 if user.opcode == "fusion":
-                    read, same = _read_inside(program, user.called("calls") or "", at, whole)
+                    read, same = _read_inside(program, user.called("calls") or "", at, size)
                     total += read
                     names += [user.name] * same
                 elif user.opcode in ("bitcast", "copy", "reshape"):
@@ -108,14 +108,14 @@ def _read_inside(program: Program, name: str, place: int, whole: float) -> tuple
                 elif user.opcode in _PARTS and at == 0:
                     total += lying(user.shape)
                 elif user.opcode not in _UPDATES or at:  # what is not updated stays where it is
-                    total += whole
+                    total += size
     return total, passed_on
 
 
 def _written(program: Program, fusion: Instruction) -> float:
     """Bytes that a fusion writes: where it updates an array in its place, the update."""
     inside, root = program.computations[fusion.called("calls") or ""]
-    end, arrays = inside[root[0]], [found[0] for found in _ARRAY.finditer(fusion.shape)]
+    end, arrays = inside[root[0]], [match[0] for match in _ARRAY.finditer(fusion.shape)]
     ends = [inside[name] for name in end.operands] if end.opcode == "tuple" else [end]
     if len(ends) != len(arrays):  # one instruction has several results
         return lying(fusion.shape)

@@ -231,9 +231,12 @@ def test_no_text_raises(seed):
         for parse in (*TOOL_CALL_FORMATS.values(), parse_tool_calls):
             parsed = parse(text)
             assert len(parsed.content) <= len(text)
-            for found in parsed.calls:
-                assert isinstance(found["function"]["name"], str) and found["function"]["name"]
-                assert isinstance(found["function"]["arguments"], dict)
+            for parsed_call in parsed.calls:
+                assert (
+                    isinstance(parsed_call["function"]["name"], str)
+                    and parsed_call["function"]["name"]
+                )
+                assert isinstance(parsed_call["function"]["arguments"], dict)
 
 
 # Texts on which a parser that looks for an end again and again takes quadratic time.

@@ -129,9 +129,9 @@ def test_what_is_accepted():
 
 
 def test_from_a_dictionary():
-    given = {"max_new_tokens": 8, "top_p": 0.5}
-    assert SamplingParams.from_dict(given) == SamplingParams(max_tokens=8, top_p=0.5)
-    assert given == {"max_new_tokens": 8, "top_p": 0.5}
+    options = {"max_new_tokens": 8, "top_p": 0.5}
+    assert SamplingParams.from_dict(options) == SamplingParams(max_tokens=8, top_p=0.5)
+    assert options == {"max_new_tokens": 8, "top_p": 0.5}
     with pytest.raises(TypeError, match="num_beams"):
         SamplingParams.from_dict({"num_beams": 2})
 

@@ -109,11 +109,11 @@ def whole_logits(params, prompts, tokens):
 
 
 def test_decoding_with_the_cache_is_the_full_forward_pass(params, sampled):
-    sequence, whole = whole_logits(params, *sampled[:2])
+    sequence, expected_logits = whole_logits(params, *sampled[:2])
     cache = empty_cache(len(sequence))
     for position in range(small.CONTEXT):
         logits, cache = extend(params, sequence[:, position, None], cache, position)
-        np.testing.assert_allclose(logits[:, 0], whole[:, position], atol=5e-5)
+        np.testing.assert_allclose(logits[:, 0], expected_logits[:, position], atol=5e-5)
 
 
 def test_a_token_changes_no_earlier_logits_and_all_later_ones(params, sampled):

@@ -10,21 +10,21 @@ from tests.model.families import family
 EXAMPLE = load("real_model")
 
 
-def said(*texts):
+def answers(*texts):
     return [{"messages": [{"role": "assistant", "content": text}]} for text in texts]
 
 
 def test_the_reward_is_the_first_number():
     texts = (" 7\n5 + 6 =", "12", " 78", "It is 7.", "5, no, 7", "-7", "seven", "")
     expected = [1.0, 0.0, 0.0, 1.0, 0.0, 0.0, 0.0, 0.0]
-    assert EXAMPLE.first_number(said(*texts), ["7"] * len(texts)) == expected
+    assert EXAMPLE.first_number(answers(*texts), ["7"] * len(texts)) == expected
 
 
 def test_the_command_finds_the_reward():
     from twinkle_jax.reward import find_reward
 
     reward = find_reward(f"{FOLDER / 'real_model.py'}:first_number")
-    assert reward(said(" 12 and"), ["12"]) == [1.0]
+    assert reward(answers(" 12 and"), ["12"]) == [1.0]
 
 
 def test_the_sums_are_all_there_and_none_is_both_trained_on_and_judged_by(tmp_path):

@@ -27,8 +27,8 @@ def test_the_same_loops_run_on_a_server(tmp_path):
     with FakeServer(place) as server:
         for form, advantage in FORMS:
             server.asked = []
-            given = {"checkpoint": place, "base_url": server.url}
-            assert len(example.run(form, advantage, 1, **given)) == 1
+            options = {"checkpoint": place, "base_url": server.url}
+            assert len(example.run(form, advantage, 1, **options)) == 1
             assert server.paths().count("/collective_rpc") == 2
     assert sorted(path.name for path in tmp_path.iterdir()) == ["policy", "policy-weights"]
 

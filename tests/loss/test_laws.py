@@ -189,8 +189,8 @@ def test_errors_name_the_argument(name):
             refuses(ValueError, parameter, **{parameter: jnp.zeros(shape)})
         refuses(TypeError, parameter, **{parameter: mask})
     if "advantages" in parameters:
-        whole = jnp.zeros(2, int)  # whole numbers are numbers
-        arguments = [whole if p == "advantages" else jnp.zeros((2, 3)) for p in parameters]
+        integers = jnp.zeros(2, int)  # whole numbers are numbers
+        arguments = [integers if p == "advantages" else jnp.zeros((2, 3)) for p in parameters]
         assert jax.eval_shape(case, *arguments, mask).shape == (2, 3)
     refuses(ValueError, parameters[0], mask=mask[0])
     refuses(TypeError, "mask", mask=jnp.ones((2, 3), int))

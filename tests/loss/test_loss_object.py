@@ -371,9 +371,9 @@ def test_types():
 def test_one_number_per_token_and_position():
     # Each token has a value of its own, so that a shift by one position would show.
     tokens = [[0.25, -0.5], [1.0], [2.0, -1.0, 0.5, 4.0]]
-    whole = np.zeros((3, 4), np.float32)
-    whole[ROW_MASK] = np.concatenate(tokens)
-    assert row_loss(advantages=tokens) == row_loss(advantages=whole)
+    rows = np.zeros((3, 4), np.float32)
+    rows[ROW_MASK] = np.concatenate(tokens)
+    assert row_loss(advantages=tokens) == row_loss(advantages=rows)
     assert row_loss(advantages=tokens) != row_loss(advantages=[row[::-1] for row in tokens])
 
 
@@ -381,9 +381,9 @@ def test_rectangular_array_of_response_tokens():
     labels = np.array([[-100, 3, 5], [1, 2, -100]])
     outputs, inputs = {"logps": ROW_LOGPS[:2, :3]}, {"labels": labels}
     old = np.array([[-0.25, -0.5], [-0.75, -1.0]], np.float32)
-    whole = np.array([[0, -0.25, -0.5], [-0.75, -1.0, 0]], np.float32)
+    rows = np.array([[0, -0.25, -0.5], [-0.75, -1.0, 0]], np.float32)
     one = GRPOLoss()(inputs, outputs, old_logps=old, advantages=[1.0, -1.0]).loss
-    other = GRPOLoss()(inputs, outputs, old_logps=whole, advantages=[1.0, -1.0]).loss
+    other = GRPOLoss()(inputs, outputs, old_logps=rows, advantages=[1.0, -1.0]).loss
     assert one == other
 
 
@@ -400,10 +400,11 @@ def test_a_row_without_tokens_is_empty():
 
 def test_values_of_a_critic_in_every_form():
     outputs = {"values": ROW_LOGPS}
-    whole = PPOValueLoss()({"labels": ROW_LABELS}, outputs, old_values=OLD, returns=OLD + 1).loss
+    expected = PPOValueLoss()({"labels": ROW_LABELS}, outputs, old_values=OLD, returns=OLD + 1).loss
     rows = [[x + 1 for x in row] for row in ROWS]
     assert (
-        PPOValueLoss()({"labels": ROW_LABELS}, outputs, old_values=ROWS, returns=rows).loss == whole
+        PPOValueLoss()({"labels": ROW_LABELS}, outputs, old_values=ROWS, returns=rows).loss
+        == expected
     )
     scalars = PPOValueLoss()(
         {"labels": ROW_LABELS}, outputs, old_values=ROWS, returns=[0, 1, 2]

@@ -170,11 +170,11 @@ def test_every_policy_loss_takes_a_correction(name):
 def test_user_corrections_and_missing_log_probabilities():
     batch = random_batch(3)
 
-    def own(behaviour_logprobs, sampler_logprobs, mask):
+    def custom(behaviour_logprobs, sampler_logprobs, mask):
         return jnp.exp(behaviour_logprobs)  # its gradient is stopped by the loss
 
-    loss_fn = get_loss("ppo", correction=own)
-    assert loss_fn == PPOLoss(correction=own)
+    loss_fn = get_loss("ppo", correction=custom)
+    assert loss_fn == PPOLoss(correction=custom)
     labels = jnp.where(batch.mask, 7, -100)
 
     def loss(logprobs):

@@ -31,7 +31,7 @@ def compiled(name):
     return jax.jit(jax.value_and_grad(REDUCTIONS[name][0]))
 
 
-def whole(name, mask):
+def batch_denominator(name, mask):
     """What a reduction divides by in a whole batch."""
     return float(mask.sum()) if name == "token_mean" else float(len(mask))
 
@@ -99,7 +99,7 @@ def test_micro_batches_add_up(name, parts):
     batch = random_batch(20, rows=8)
     reduce = compiled(name)
     value, gradient = reduce(batch.logprobs, batch.mask)
-    denominator = whole(name, batch.mask)
+    denominator = batch_denominator(name, batch.mask)
     pieces = [
         reduce(losses, mask, denominator=denominator)
         for losses, mask in zip(
@@ -116,7 +116,7 @@ def test_one_as_denominator_defers_the_division(name):
     reduce = REDUCTIONS[name][0]
     total = reduce(batch.logprobs, batch.mask, denominator=1)
     mean = reduce(batch.logprobs, batch.mask)
-    np.testing.assert_allclose(total / whole(name, batch.mask), mean, rtol=1e-6)
+    np.testing.assert_allclose(total / batch_denominator(name, batch.mask), mean, rtol=1e-6)
 
 
 @every_reduction

@@ -68,7 +68,7 @@ def test_garbage_and_gradients_that_must_not_flow():
 def test_micro_batches_add_up():
     batch = random_batch(51)
     ratio = batch.logprobs - batch.old
-    whole = policy_metrics(ratio, batch.advantages, batch.mask, entropies=batch.entropies)
+    full_batch = policy_metrics(ratio, batch.advantages, batch.mask, entropies=batch.entropies)
     parts = [
         policy_metrics(
             ratio[rows],
@@ -79,7 +79,7 @@ def test_micro_batches_add_up():
         )
         for rows in (slice(0, 1), slice(1, 4))
     ]
-    np.testing.assert_allclose(np.sum([p[:4] for p in parts], axis=0), whole[:4], rtol=1e-6)
+    np.testing.assert_allclose(np.sum([p[:4] for p in parts], axis=0), full_batch[:4], rtol=1e-6)
 
 
 def test_errors():
@@ -125,12 +125,12 @@ def test_the_band_of_a_mismatch():
 def test_mismatches_add_up(parts):
     batch = random_batch(52, rows=8)
     arrays = batch.logprobs, batch.old, batch.mask
-    whole = jax.jit(sampler_mismatch)(*arrays).metrics()
+    full_batch = jax.jit(sampler_mismatch)(*arrays).metrics()
     first, *others = (
         sampler_mismatch(*part) for part in zip(*(np.split(x, parts) for x in arrays), strict=True)
     )
     added = jax.jit(lambda first, others: sum(others, first))(first, others).metrics()
-    for name, value in whole.items():
+    for name, value in full_batch.items():
         np.testing.assert_allclose(added[name], value, rtol=1e-5)
 
 

@@ -192,22 +192,22 @@ def test_weights_of_dft_carry_no_gradient():
 
 def test_flat_labels():
     flat, logits = LABELS.reshape(-1), LOGITS.reshape(-1, 7)
-    whole = CrossEntropyLoss()({"labels": LABELS}, {"logps": LOGPS}).loss
+    expected = CrossEntropyLoss()({"labels": LABELS}, {"logps": LOGPS}).loss
     for outputs in ({"logits": logits}, {"logps": LOGPS.reshape(-1)}):
         value = CrossEntropyLoss()({"labels": flat}, outputs).loss
-        np.testing.assert_allclose(value, whole, rtol=1e-6)
+        np.testing.assert_allclose(value, expected, rtol=1e-6)
 
 
 @pytest.mark.parametrize("settings", [{}, {"dft": True}, {"reduction": "sum"}], ids=str)
 def test_in_chunks_it_is_the_same(settings):
-    whole, chunked = CrossEntropyLoss(**settings), ChunkedCrossEntropyLoss(3, **settings)
+    unchunked, chunked = CrossEntropyLoss(**settings), ChunkedCrossEntropyLoss(3, **settings)
     for of in ("logits", "logps"):
-        expected, wanted = value_and_gradient(whole, of)
+        expected, wanted = value_and_gradient(unchunked, of)
         value, gradient = value_and_gradient(chunked, of)
         np.testing.assert_allclose(value, expected, rtol=1e-6)
         np.testing.assert_allclose(gradient, wanted, rtol=1e-5, atol=1e-7)
     arguments = {"labels": LABELS}, {"logits": LOGITS}
-    assert chunked(*arguments).num_tokens == whole(*arguments).num_tokens
+    assert chunked(*arguments).num_tokens == unchunked(*arguments).num_tokens
     nothing = {"labels": np.full_like(LABELS, -100)}, {"logits": LOGITS}
     assert chunked(*nothing).loss == 0
 
@@ -245,13 +245,13 @@ def test_the_student_learns_its_teacher():
     value, gradient = value_and_gradient(GKDLoss(), "logits", teacher_logits=LOGITS)
     np.testing.assert_allclose(value, 0, atol=1e-7)
     np.testing.assert_allclose(gradient, 0, atol=1e-7)
-    whole = GKDLoss()({"labels": LABELS}, {"logits": LOGITS}, **TEACHER).loss
+    unchunked = GKDLoss()({"labels": LABELS}, {"logits": LOGITS}, **TEACHER).loss
     for size in (1, 4, 19, 20, 100):
         chunked = GKDLoss(chunk_size=size)({"labels": LABELS}, {"logits": LOGITS}, **TEACHER).loss
-        np.testing.assert_allclose(chunked, whole, rtol=1e-5)
+        np.testing.assert_allclose(chunked, unchunked, rtol=1e-5)
     some = GKDLoss(topk=3)({"labels": LABELS}, {"logits": LOGITS}, **TEACHER).loss
     other = GKDLoss(topk=5)({"labels": LABELS}, {"logits": LOGITS}, topk=3, **TEACHER).loss
-    assert some == other != whole
+    assert some == other != unchunked
 
 
 def critic_loss(values, old, returns, mask, loss_fn=PPOValueLoss()):  # noqa: B008

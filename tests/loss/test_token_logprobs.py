@@ -82,8 +82,8 @@ def compute(case, function=token_logprobs, chunk_size=None):
     chunk = {} if chunk_size is None else {"chunk_size": chunk_size}
 
     def loss(hidden, head, temperature):
-        given = {"mask": case.mask, "temperature": temperature, "with_entropy": True}
-        results = function(hidden, head, case.tokens, **given, **chunk)
+        options = {"mask": case.mask, "temperature": temperature, "with_entropy": True}
+        results = function(hidden, head, case.tokens, **options, **chunk)
         on_scores, on_entropies = case.weights
         scores, entropies = (result.astype(on_scores.dtype) for result in results)
         return jnp.sum(on_scores * scores) + jnp.sum(on_entropies * entropies), results

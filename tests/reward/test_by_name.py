@@ -54,7 +54,7 @@ ANSWERS = [{"messages": [{"role": "assistant", "content": "4"}]}]
 
 
 @pytest.fixture
-def own(tmp_path):
+def rewards_file(tmp_path):
     file = tmp_path / "own_rewards.py"
     file.write_text(OWN)
     yield str(file)
@@ -70,8 +70,8 @@ def test_built_in_names():
 @pytest.mark.parametrize(
     ("name", "worth"), [("half", 0.5), ("Quarter", 0.25), ("made", 0.25), ("long", 1)]
 )
-def test_a_function_a_class_or_a_reward_of_a_file(own, name, worth):
-    reward = find_reward(f"{own}:{name}")
+def test_a_function_a_class_or_a_reward_of_a_file(rewards_file, name, worth):
+    reward = find_reward(f"{rewards_file}:{name}")
     assert compute_rewards(reward, ANSWERS) == [worth]
     assert reward(ANSWERS, None) == [worth]  # whatever its own signature
 
@@ -94,9 +94,9 @@ def test_a_function_of_a_module():
         ("FILE:Needs", ValueError, "without arguments.*'Needs'.*something"),
     ],
 )
-def test_what_is_not_there_is_named_with_the_option(own, name, error, message):
+def test_what_is_not_there_is_named_with_the_option(rewards_file, name, error, message):
     with pytest.raises(error, match=f"^judge.*{message}"):
-        find_reward(name.replace("FILE:", f"{own}:"), argument="judge")
+        find_reward(name.replace("FILE:", f"{rewards_file}:"), argument="judge")
 
 
 @pytest.mark.parametrize(
@@ -130,8 +130,10 @@ def test_an_interrupt_while_a_file_is_imported_is_an_interrupt(tmp_path):
         find_reward(f"{tmp_path}/slow_rewards.py:f")
 
 
-def test_several_rewards(own):
-    combined = find_rewards(["exact", f"{own}:half", f"{own}:Quarter"], [2, 1, -1])
+def test_several_rewards(rewards_file):
+    combined = find_rewards(
+        ["exact", f"{rewards_file}:half", f"{rewards_file}:Quarter"], [2, 1, -1]
+    )
     assert combined.weights == {"exact": 2.0, "half": 1.0, "Quarter": -1.0}
     scores = score_trajectories(combined, ANSWERS, ["4"])
     assert scores.rewards == [2 * 1 + 0.5 - 0.25]
@@ -144,12 +146,12 @@ def test_one_reward_alone():
         assert scores == ([1.0], {"exact": [1.0]})
 
 
-def test_functions_of_one_name_in_two_files(own, tmp_path):
+def test_functions_of_one_name_in_two_files(rewards_file, tmp_path):
     other = tmp_path / "other.py"
     other.write_text("def half(trajectories): return [2.0 for _ in trajectories]")
-    both = find_rewards([f"{own}:half", f"{other}:half"], (1, 2))
+    both = find_rewards([f"{rewards_file}:half", f"{other}:half"], (1, 2))
     scores = score_trajectories(both, ANSWERS)
-    assert scores.components == {f"{own}:half": [0.5], f"{other}:half": [2.0]}
+    assert scores.components == {f"{rewards_file}:half": [0.5], f"{other}:half": [2.0]}
     assert scores.rewards == [4.5]
 
 

@@ -270,9 +270,9 @@ def test_the_shorter_time_limit_of_a_sum_counts():
         time.sleep(0.5)
         return [1.0]
 
-    for own, limit in ((0.05, 60), (60, 0.05), (0.05, None), (None, 0.05)):
+    for of_sum, limit in ((0.05, 60), (60, 0.05), (0.05, None), (None, 0.05)):
         with pytest.raises(TimeoutError, match="slow"):
-            compute_rewards(WeightedReward([slow], timeout=own), completions("a"), timeout=limit)
+            compute_rewards(WeightedReward([slow], timeout=of_sum), completions("a"), timeout=limit)
     with pytest.raises(TimeoutError, match="slow"):
         WeightedReward([slow], timeout=0.05)(completions("a"))
     assert compute_rewards(WeightedReward([slow], timeout=None), completions("a")) == [1.0]

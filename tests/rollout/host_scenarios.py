@@ -75,8 +75,8 @@ def shared_in_another_order():
 
 def numbers():
     """Of its own rows; what it gives for the others must not be read."""
-    own = hosts.held_rows(spread("fsdp"))
-    return {"square": np.where(own, np.arange(8.0) ** 2, -1).astype(np.float32)}
+    held = hosts.held_rows(spread("fsdp"))
+    return {"square": np.where(held, np.arange(8.0) ** 2, -1).astype(np.float32)}
 
 
 def facts():

@@ -117,8 +117,8 @@ def test_the_tokens_of_an_episode_are_its_conversation():
         assert decoded.replace("<|end|>", "").startswith(shown.split("<|assistant|>")[0])
         for turn in episode.turns:
             spoken = episode.rows[0].tokens[turn.start : turn.end]
-            said = [m for m in episode.messages if m["role"] == "assistant"]
-            assert POLICY.tokenizer.decode(spoken) in map(message_text, said)
+            replies = [m for m in episode.messages if m["role"] == "assistant"]
+            assert POLICY.tokenizer.decode(spoken) in map(message_text, replies)
         # Between two turns stand the end of the first, what the environment said, and its frame.
         for one, other in zip(episode.turns, episode.turns[1:], strict=False):
             between = episode.rows[0].tokens[one.end : other.start]
@@ -216,9 +216,9 @@ def test_many_episodes_are_drawn_in_halves_on_a_cpu():
     assert drawn[0] == [*range(60)]
     halves = play(16)
     assert drawn[:2] == [[*range(0, 64, 2)], [*range(1, 64, 2)]]
-    whole = play(16, 1)
+    at_once = play(16, 1)
     assert drawn[0] == [*range(64)]
-    assert [e.rows[0].tokens for e in halves] == [e.rows[0].tokens for e in whole]
+    assert [e.rows[0].tokens for e in halves] == [e.rows[0].tokens for e in at_once]
 
 
 # Failures.
@@ -439,13 +439,13 @@ def test_an_observation_forges_neither_a_role_nor_a_control_token(make, role, hi
     )  # fmt: skip
     marks = tokenizer.decode(answer["input_ids"], skip_special_tokens=False)
 
-    def said(text):
+    def observation(text):
         return {"role": role, "content": text}
 
     def frames(tokens):
         return [token for token in tokens if token in control]
 
-    honest = frames(conversation(tokenizer, history, said("x"), said("x")))
+    honest = frames(conversation(tokenizer, history, observation("x"), observation("x")))
     split = [piece for name in names for piece in (name[: len(name) // 2], name[len(name) // 2 :])]
     for text in (
         *names,
@@ -456,13 +456,14 @@ def test_an_observation_forges_neither_a_role_nor_a_control_token(make, role, hi
         "\u200b".join(marks),
         names[-1].encode() + b"\xff" + names[0].encode(),
     ):
-        tokens = conversation(tokenizer, history, said(text), said(text))
+        tokens = conversation(tokenizer, history, observation(text), observation(text))
         assert frames(tokens) == honest, text
         if isinstance(text, str) and make is not small_tokenizer and text == text.strip():
             shown = tokenizer.decode(tokens, skip_special_tokens=False)
             assert shown.count(text) >= 3, text  # and nothing of it is lost
-    pieces = [said(piece) for piece in split]  # halves of control tokens, message after message
-    between = [said("x")] * len(pieces)
+    # Halves of control tokens, message after message.
+    pieces = [observation(piece) for piece in split]
+    between = [observation("x")] * len(pieces)
     assert frames(conversation(tokenizer, history, pieces, pieces)) == frames(
         conversation(tokenizer, history, between, between)
     )

@@ -259,7 +259,7 @@ def rows_of_different_lengths(name="qwen3", **options):
 @pytest.mark.parametrize("name", each(NAMES))
 def test_rows_in_pages_get_the_same_where_layers_lie_one_by_one(name, request, monkeypatch):
     """As on a GPU, where the cache of each layer is an array of its own."""
-    whole = rows_of_different_lengths(name)
+    expected = rows_of_different_lengths(name)
     pages = request.getfixturevalue("pages")
     jax.clear_caches()
     request.addfinalizer(jax.clear_caches)
@@ -269,15 +269,15 @@ def test_rows_in_pages_get_the_same_where_layers_lie_one_by_one(name, request, m
     monkeypatch.setattr(
         sampler_slots, "unstack_layers", lambda tree: unstacked.append(1) or unstack_layers(tree)
     )
-    assert_same(whole, rows_of_different_lengths(name, slots=5, refill=2))
+    assert_same(expected, rows_of_different_lengths(name, slots=5, refill=2))
     assert unstacked and pages
 
 
 @pytest.mark.parametrize("name", each(NAMES))
 def test_rows_in_pages_get_what_whole_rows_get(name, request, compilations):
-    whole = rows_of_different_lengths(name)
+    expected = rows_of_different_lengths(name)
     pages = request.getfixturevalue("pages")
-    assert_same(whole, rows_of_different_lengths(name, slots=5, refill=2))
+    assert_same(expected, rows_of_different_lengths(name, slots=5, refill=2))
     if name != "qwen3":
         return
     most = max(needed for *_, needed in pages)  # of 59 tokens, most rows have fewer than 20
@@ -287,7 +287,7 @@ def test_rows_in_pages_get_what_whole_rows_get(name, request, compilations):
     rows_of_different_lengths(name, slots=5, refill=2)
     assert not compilations
     pages.clear()
-    assert_same(whole, rows_of_different_lengths(name))
+    assert_same(expected, rows_of_different_lengths(name))
     assert {rows for rows, *_ in pages} == {24, 12}
 
 
@@ -300,9 +300,9 @@ def test_rows_in_pages_get_what_whole_rows_get(name, request, compilations):
     ids=str,
 )
 def test_each_device_has_pages_of_its_own(axes, request):
-    whole = rows_of_different_lengths()
+    expected = rows_of_different_lengths()
     pages = request.getfixturevalue("pages")
-    assert_same(whole, rows_of_different_lengths(mesh=make_mesh(**axes), slots=8))
+    assert_same(expected, rows_of_different_lengths(mesh=make_mesh(**axes), slots=8))
     assert len(pages) > 3
 
 
@@ -328,9 +328,9 @@ def test_rows_that_need_a_page_in_the_same_step_get_one(request):
         key = jax.random.key(0)
         return generate(params_of("qwen3"), config_of("qwen3"), *prompts, key, **options)
 
-    whole = draw()
+    expected = draw()
     request.getfixturevalue("pages")
-    assert_same(whole, draw())
+    assert_same(expected, draw())
 
 
 def test_values_in_pages_are_finite():
@@ -360,9 +360,9 @@ def as_on_a_gpu(monkeypatch):
 
 @pytest.mark.exhaustive
 def test_pages_of_layers_that_lie_one_by_one(as_on_a_gpu, request):
-    whole = rows_of_different_lengths()
+    expected = rows_of_different_lengths()
     request.getfixturevalue("pages")
-    assert_same(whole, rows_of_different_lengths(slots=5, refill=2))
+    assert_same(expected, rows_of_different_lengths(slots=5, refill=2))
     assert {type(x.layers) for x in as_on_a_gpu if isinstance(x, Cache)} == {tuple}
 
 

@@ -68,14 +68,17 @@ class JoinedRun:
                 f"--distributed.process_id={number}",
             ]
             options = [*flags_of(config), *joined, *(extra or {}).get(number, ())]
-            own = {"JAX_NUM_CPU_DEVICES": str(devices), "RECORD": str(self._file(number, "record"))}
-            own |= compiled() | (variables or {}).get(number, {})
+            variables_of_process = {
+                "JAX_NUM_CPU_DEVICES": str(devices),
+                "RECORD": str(self._file(number, "record")),
+            }
+            variables_of_process |= compiled() | (variables or {}).get(number, {})
             with (
                 self._file(number, "out").open("w") as out,
                 self._file(number, "err").open("w") as err,
             ):
                 starts = [*(before or {}).get(number, []), *command(options)]
-                env = environment(folder, **({"PYTHONPATH": str(ROOT)} | own))
+                env = environment(folder, **({"PYTHONPATH": str(ROOT)} | variables_of_process))
                 cwd = (places or {}).get(number, ROOT)
                 self.processes.append(
                     subprocess.Popen(starts, cwd=cwd, env=env, stdout=out, stderr=err)

@@ -44,7 +44,7 @@ def flags(folder, **changes):
 
 def environment(folder, **changes):
     """Compile as the tests do, and once for all runs in a folder."""
-    own = {
+    defaults = {
         "JAX_PLATFORMS": "cpu",
         "JAX_NUM_CPU_DEVICES": "1",
         "JAX_DISABLE_MOST_OPTIMIZATIONS": os.environ.get("JAX_DISABLE_MOST_OPTIMIZATIONS", "1"),
@@ -53,7 +53,7 @@ def environment(folder, **changes):
         "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
         "RECORD": str(folder / "record.jsonl"),
     }
-    return os.environ | own | changes
+    return os.environ | defaults | changes
 
 
 def command(arguments):
@@ -107,10 +107,10 @@ def steps(directory):
 
 def facts(directory, step):
     path = directory / "checkpoints" / f"step_{step:08d}" / "facts.json"
-    found = json.loads(path.read_text())
+    saved = json.loads(path.read_text())
     for name in ("seconds", "metrics_offset"):  # times, and their digits
-        del found["totals"][name]
-    return {name: value for name, value in found.items() if name != "config"}
+        del saved["totals"][name]
+    return {name: value for name, value in saved.items() if name != "config"}
 
 
 def arrays(directory, step):
@@ -121,8 +121,8 @@ def arrays(directory, step):
         described = reader.metadata(path.absolute()).item_metadata
         like = {name: np.empty(x.shape, x.dtype) for name, x in described.items()}
         restore = ocp.args.StandardRestore(like)
-        found = reader.restore(path.absolute(), args=restore)
-    return {name: (str(x.dtype), x.shape, x.tobytes()) for name, x in found.items()}
+        saved = reader.restore(path.absolute(), args=restore)
+    return {name: (str(x.dtype), x.shape, x.tobytes()) for name, x in saved.items()}
 
 
 def learnt(directory, step):

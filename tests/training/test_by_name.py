@@ -40,9 +40,9 @@ def estimated(name, *, where=None, **options):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_any_estimator_by_its_name(name):
-    found = estimated(name)
-    assert found.shape in ((8,), (8, 4))
-    assert np.isfinite(found).all() and (found != 0).any()
+    estimates = estimated(name)
+    assert estimates.shape in ((8,), (8, 4))
+    assert np.isfinite(estimates).all() and (estimates != 0).any()
     where = np.arange(8) != 3
     assert not estimated(name, where=where)[3].any()
 
@@ -55,13 +55,13 @@ def test_lengths_and_greedy_rewards_are_those_of_the_completions():
 
 
 def test_over_time_the_reward_stands_at_the_last_token():
-    found = estimated("reinforce_plus_plus", gamma=0.5)
+    estimates = estimated("reinforce_plus_plus", gamma=0.5)
     kept = np.asarray(MASK)
-    assert (found[~kept] == 0).all()
+    assert (estimates[~kept] == 0).all()
     exponent = LENGTHS[:, None] - 1 - np.arange(4)[None, :]
     returns = np.where(kept, REWARDS[:, None] * 0.5 ** np.maximum(exponent, 0), 0)
     mean, std = returns[kept].mean(), returns[kept].std(ddof=1)
-    np.testing.assert_allclose(found[kept], ((returns - mean) / std)[kept], rtol=1e-5)
+    np.testing.assert_allclose(estimates[kept], ((returns - mean) / std)[kept], rtol=1e-5)
 
 
 def test_options_are_passed_on():

@@ -302,12 +302,12 @@ def test_one_flipped_bit_in_any_file(tmp_path):
     checkpoints, files = two_steps(tmp_path)
     rng = np.random.default_rng(0)
     for path in files:
-        whole = path.read_bytes()
-        bits = bytearray(whole)
+        undamaged = path.read_bytes()
+        bits = bytearray(undamaged)
         bits[rng.integers(len(bits))] ^= 1 << rng.integers(8)
         path.write_bytes(bits)
         assert_falls_back(checkpoints, path)
-        path.write_bytes(whole)
+        path.write_bytes(undamaged)
     assert checkpoints.restore(state(0)).step == 2
 
 
@@ -315,13 +315,18 @@ def test_one_flipped_bit_in_any_file(tmp_path):
 def test_files_cut_short_and_missing(tmp_path, damage):
     checkpoints, files = two_steps(tmp_path)
     for path in files:
-        whole = path.read_bytes()
-        changed = {"cut": whole[:-1], "emptied": b"", "longer": whole + b"\n", "removed": b""}
+        undamaged = path.read_bytes()
+        changed = {
+            "cut": undamaged[:-1],
+            "emptied": b"",
+            "longer": undamaged + b"\n",
+            "removed": b"",
+        }
         path.write_bytes(changed[damage])
         if damage == "removed":
             path.unlink()
         assert_falls_back(checkpoints, path)
-        path.write_bytes(whole)
+        path.write_bytes(undamaged)
 
 
 def test_any_flipped_bit_in_the_manifest(tmp_path):
@@ -333,9 +338,9 @@ def test_any_flipped_bit_in_the_manifest(tmp_path):
     (tmp_path / "of someone else").touch()
     assert find_fault(tmp_path) is None
     path = tmp_path / "manifest.json"
-    whole = path.read_bytes()
-    for bit in range(0, 8 * len(whole), 5):
-        bits = bytearray(whole)
+    manifest_bytes = path.read_bytes()
+    for bit in range(0, 8 * len(manifest_bytes), 5):
+        bits = bytearray(manifest_bytes)
         bits[bit // 8] ^= 1 << bit % 8
         path.write_bytes(bits)
         assert str(find_fault(tmp_path)).startswith(f"{path} is corrupt"), bit

@@ -155,15 +155,15 @@ def test_any_mesh_gives_the_same_run(folder, alone, tmp_path, mesh):
 )
 def test_whatever_a_step_does_it_does_on_a_mesh(folder, tmp_path, update):
     for name, mesh in (("one", MeshConfig()), ("two", MeshConfig(fsdp=2, tensor=2))):
-        own = config(folder, tmp_path / name, update=update, steps=3, mesh=mesh)
-        train(own, reward=Watch(HostReads(), []))
+        run_config = config(folder, tmp_path / name, update=update, steps=3, mesh=mesh)
+        train(run_config, reward=Watch(HostReads(), []))
     assert_same_but_for_rounding(tmp_path / "two", tmp_path / "one")
 
 
 @pytest.mark.exhaustive
 def test_a_run_goes_on_with_other_devices(folder, alone, tmp_path):
-    own = config(folder, tmp_path / "run", mesh=MeshConfig(fsdp=2), steps=3)
-    train(own, reward=Watch(HostReads(), []))
+    run_config = config(folder, tmp_path / "run", mesh=MeshConfig(fsdp=2), steps=3)
+    train(run_config, reward=Watch(HostReads(), []))
     train(
         config(folder, tmp_path / "run", mesh=MeshConfig(data=4), resume="auto"),
         reward=Watch(HostReads(), []),
@@ -173,7 +173,7 @@ def test_a_run_goes_on_with_other_devices(folder, alone, tmp_path):
 
 @pytest.mark.exhaustive
 def test_the_policy_that_is_built_in_can_be_spread(tmp_path):
-    own = TrainConfig(
+    run_config = TrainConfig(
         output_dir=str(tmp_path / "run"),
         steps=1,
         warm_start=0.0,
@@ -182,7 +182,7 @@ def test_the_policy_that_is_built_in_can_be_spread(tmp_path):
         evaluation=EvaluationConfig(every=0, problems=3),
         mesh=MeshConfig(data=2, tensor=2),
     )
-    assert train(own)["steps"] == 1
+    assert train(run_config)["steps"] == 1
 
 
 @pytest.mark.parametrize(

@@ -64,10 +64,10 @@ def test_a_run_that_goes_on_is_the_run_that_was_not_interrupted(folder, tmp_path
     train(config(folder, tmp_path / "whole", **changes))
     train(config(folder, tmp_path / "parts", steps=2, **changes))
     train(config(folder, tmp_path / "parts", resume="auto", **changes))
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
-    assert lines(whole) == lines(parts)
-    assert parameters(whole) == parameters(parts)
-    traces = sorted((whole / "traces").iterdir())
+    uninterrupted, parts = tmp_path / "whole", tmp_path / "parts"
+    assert lines(uninterrupted) == lines(parts)
+    assert parameters(uninterrupted) == parameters(parts)
+    traces = sorted((uninterrupted / "traces").iterdir())
     assert [path.name for path in traces] == [f"{n:06d}.jsonl" for n in (1, 2, 3, 4)]
     for path in traces:
         assert path.read_bytes() == (parts / "traces" / path.name).read_bytes()
@@ -75,7 +75,7 @@ def test_a_run_that_goes_on_is_the_run_that_was_not_interrupted(folder, tmp_path
     assert record["messages"][0] == {"role": "user", "content": "0-9="}
     assert len(record["rewards"]) == len(record["tokens"])
     assert record["reward"] == pytest.approx(sum(record["rewards"]))
-    line = lines(whole)[1]
+    line = lines(uninterrupted)[1]
     assert 1 <= line["environment/turns"] <= 3
     assert line["environment/failed"] == 0
     assert line["eval/failed"] == 0
@@ -94,10 +94,10 @@ def test_a_run_in_two_cohorts_goes_on_byte_for_byte(folder, tmp_path, capsys):
     assert "rollout.cohorts 2\n" in capsys.readouterr().out
     train(config(folder, tmp_path / "parts", **(changes | {"steps": 1})))
     train(config(folder, tmp_path / "parts", resume="auto", **changes))
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    uninterrupted, parts = tmp_path / "whole", tmp_path / "parts"
     assert json.loads((parts / "config.json").read_text())["rollout"]["cohorts"] == 2
-    assert lines(whole) == lines(parts)
-    assert parameters(whole) == parameters(parts)
+    assert lines(uninterrupted) == lines(parts)
+    assert parameters(uninterrupted) == parameters(parts)
 
 
 def test_an_environment_may_change_the_working_directory(folder, tmp_path, monkeypatch):

@@ -35,22 +35,22 @@ EXIT_WITHIN = 30
 
 
 @pytest.fixture(scope="module")
-def whole(folder):
+def uninterrupted(folder):
     done = run(folder, folder / "whole", steps=STEPS)
     assert done.returncode == 0, done.stderr
     return folder / "whole"
 
 
-def assert_goes_on(folder, directory, whole, **changes):
+def assert_goes_on(folder, directory, uninterrupted, **changes):
     resumed = run(folder, directory, resume="auto", steps=STEPS, **changes)
     assert resumed.returncode == 0, resumed.stderr
-    assert_same_run(directory, whole)
+    assert_same_run(directory, uninterrupted)
     return resumed
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("moment", range(10))
-def test_killed_at_any_moment(folder, whole, tmp_path, moment):
+def test_killed_at_any_moment(folder, uninterrupted, tmp_path, moment):
     """Before the first checkpoint too, and while one is written."""
     process = subprocess.Popen(
         command(flags(folder, output_dir=tmp_path / "run", steps=STEPS)),
@@ -62,10 +62,10 @@ def test_killed_at_any_moment(folder, whole, tmp_path, moment):
     with process:
         while process.poll() is None and not (tmp_path / "run" / "config.json").exists():
             time.sleep(0.01)
-        whole_run = json.loads((whole / "summary.json").read_text())["seconds"]
+        whole_run = json.loads((uninterrupted / "summary.json").read_text())["seconds"]
         time.sleep(np.random.default_rng(moment).random() * 2 * whole_run)
         process.kill()
-    assert_goes_on(folder, tmp_path / "run", whole)
+    assert_goes_on(folder, tmp_path / "run", uninterrupted)
 
 
 # A stage that takes minutes has to be ended by the signal handler.
@@ -83,7 +83,9 @@ SIGNALS = [
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(("moment", "saved", "changes"), SIGNALS)
-def test_a_signal_saves_the_last_finished_step(folder, whole, tmp_path, moment, saved, changes):
+def test_a_signal_saves_the_last_finished_step(
+    folder, uninterrupted, tmp_path, moment, saved, changes
+):
     changes = {"logging.checkpoint_every": STEPS, **changes}
     process = subprocess.Popen(
         command(flags(folder, output_dir=tmp_path / "run", steps=STEPS, **changes)),
@@ -99,12 +101,12 @@ def test_a_signal_saves_the_last_finished_step(folder, whole, tmp_path, moment, 
     if saved is not None:
         assert steps(tmp_path / "run")[-1] == saved
         assert len(metrics(tmp_path / "run")) == saved
-    assert_goes_on(folder, tmp_path / "run", whole)
+    assert_goes_on(folder, tmp_path / "run", uninterrupted)
 
 
 @pytest.mark.exhaustive
-def test_a_full_disk_names_the_step_and_spoils_nothing(folder, whole, tmp_path):
-    copy_until(whole, tmp_path / "run", 2)
+def test_a_full_disk_names_the_step_and_spoils_nothing(folder, uninterrupted, tmp_path):
+    copy_until(uninterrupted, tmp_path / "run", 2)
     arguments = flags(folder, output_dir=tmp_path / "run", resume="auto", steps=STEPS)
     less_than_a_checkpoint_needs = ["bash", "-c", 'ulimit -f 60; exec "$@"', "bash"]
     ended = subprocess.run(
@@ -117,17 +119,17 @@ def test_a_full_disk_names_the_step_and_spoils_nothing(folder, whole, tmp_path):
         check=False,
     )
     assert ended.returncode == 1
-    own = [line for line in ended.stderr.splitlines() if line.startswith("twinkle-jax: ")]
-    assert len(own) == 1  # orbax's threads may have a word of their own
-    assert "step 3 was not saved: File too large" in own[0]
+    messages = [line for line in ended.stderr.splitlines() if line.startswith("twinkle-jax: ")]
+    assert len(messages) == 1  # orbax's threads may have a word of their own
+    assert "step 3 was not saved: File too large" in messages[0]
     assert steps(tmp_path / "run") == [0, 1, 2]
-    assert_goes_on(folder, tmp_path / "run", whole)
+    assert_goes_on(folder, tmp_path / "run", uninterrupted)
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("damage", ["bit", "missing"])
-def test_a_damaged_checkpoint_is_not_used(folder, whole, tmp_path, damage):
-    copy_until(whole, tmp_path / "run", 3)
+def test_a_damaged_checkpoint_is_not_used(folder, uninterrupted, tmp_path, damage):
+    copy_until(uninterrupted, tmp_path / "run", 3)
     newest = tmp_path / "run" / "checkpoints" / "step_00000003"
     files = [p for p in newest.rglob("*") if p.is_file()]
     path = max(files, key=lambda p: p.stat().st_size)
@@ -136,7 +138,7 @@ def test_a_damaged_checkpoint_is_not_used(folder, whole, tmp_path, damage):
     path.write_bytes(content)
     if damage == "missing":
         path.unlink()
-    resumed = assert_goes_on(folder, tmp_path / "run", whole)
+    resumed = assert_goes_on(folder, tmp_path / "run", uninterrupted)
     assert f"step 3 is skipped: {path}" in resumed.stderr
     assert "resuming after step 2" in resumed.stdout
 
@@ -146,16 +148,16 @@ def huge(lengths):
 
 
 def test_gradients_that_are_not_finite_are_skipped_and_counted(folder, tmp_path):
-    own = config(folder, tmp_path / "run", logging=EVERY_STEP)
-    assert train(own, reward=Scorer(call2=huge, call4=huge))["steps"] == STEPS  # not in a row
+    settings = config(folder, tmp_path / "run", logging=EVERY_STEP)
+    assert train(settings, reward=Scorer(call2=huge, call4=huge))["steps"] == STEPS  # not in a row
     skipped = [json.loads(line)["skipped_updates"] for line in metrics(tmp_path / "run")]
     assert skipped == [0, 1, 0, 1]
     assert learnt(tmp_path / "run", 2) == learnt(tmp_path / "run", 1)
     assert learnt(tmp_path / "run", 3) != learnt(tmp_path / "run", 2)
 
-    own = config(folder, tmp_path / "other")
+    settings = config(folder, tmp_path / "other")
     with pytest.raises(RuntimeError, match="gradients"):
-        train(own, reward=Scorer(call2=huge, call3=huge))
+        train(settings, reward=Scorer(call2=huge, call3=huge))
     assert steps(tmp_path / "other") == [0, 3]
     assert learnt(tmp_path / "other", 3) == learnt(tmp_path / "run", 1)
 
@@ -185,17 +187,17 @@ def interrupt(lengths):
     ],
 )
 def test_a_reward_that_goes_wrong_costs_no_finished_step(folder, tmp_path, wrong, error, message):
-    own = config(folder, tmp_path / "run", reward_timeout=1.0)
+    settings = config(folder, tmp_path / "run", reward_timeout=1.0)
     with pytest.raises(error, match=message):
-        train(own, reward=Scorer(call3=wrong))
+        train(settings, reward=Scorer(call3=wrong))
     assert steps(tmp_path / "run") == [0, 2]
     assert len(metrics(tmp_path / "run")) == 2
 
 
 def test_a_reward_that_goes_wrong_in_an_evaluation_costs_no_finished_step(folder, tmp_path):
-    own = config(folder, tmp_path / "run", evaluation=evaluation(folder, every=1))
+    settings = config(folder, tmp_path / "run", evaluation=evaluation(folder, every=1))
     with pytest.raises(RuntimeError, match="ZeroDivisionError"):
-        train(own, reward=Scorer(call3=fail))
+        train(settings, reward=Scorer(call3=fail))
     assert steps(tmp_path / "run") == [0, 1]
     assert len(metrics(tmp_path / "run")) == 1
 
@@ -205,21 +207,21 @@ def stop():
 
 
 def test_a_stale_sampler_costs_no_finished_step(folder, tmp_path):
-    own = config(folder, tmp_path / "run")
+    settings = config(folder, tmp_path / "run")
     train(config(folder, tmp_path / "whole", steps=1), reward=Scorer())
-    task = make_task(own)._replace(reward=Scorer())
+    task = make_task(settings)._replace(reward=Scorer())
     (tmp_path / "run").mkdir()
     with MetricsLog(tmp_path / "run") as log, Display() as display:
-        run, progress = begin(own, tmp_path / "run", task, log, display, None)
-        last = LastStep(lambda p, wait: save(run.checkpoints, p, run.recipe.reference, own))
+        run, progress = begin(settings, tmp_path / "run", task, log, display, None)
+        last = LastStep(lambda p, wait: save(run.checkpoints, p, run.recipe.reference, settings))
         progress = one_step(run, progress, last, lambda: None)
         begun = run.loader.get_state()
         with pytest.raises(InterruptedRunError):
             one_step(run, progress, last, stop)
         assert run.loader.get_state() == begun  # nothing was drawn for a step that is not to be
-        impossible = dataclasses.replace(own.update, max_logp_diff=0.0)
+        impossible = dataclasses.replace(settings.update, max_logp_diff=0.0)
         strict = run._replace(
-            recipe=run.recipe._replace(config=dataclasses.replace(own, update=impossible))
+            recipe=run.recipe._replace(config=dataclasses.replace(settings, update=impossible))
         )
         with pytest.raises(RuntimeError, match="log-probabilities"):
             one_step(strict, progress, last, lambda: None)
@@ -230,16 +232,16 @@ def test_a_stale_sampler_costs_no_finished_step(folder, tmp_path):
 
 def test_all_rows_are_compared_in_the_first_and_every_25th_step(folder, tmp_path):
     """In the others those of the first update, for which each step deals prompts out anew."""
-    own = config(folder, tmp_path / "run", update=update(mini_batches=2))
-    task = make_task(own)._replace(reward=Scorer())
+    settings = config(folder, tmp_path / "run", update=update(mini_batches=2))
+    task = make_task(settings)._replace(reward=Scorer())
     (tmp_path / "run").mkdir()
 
     def order(step):
-        return np.random.default_rng([own.seed, step, 0]).permutation(2).tolist()
+        return np.random.default_rng([settings.seed, step, 0]).permutation(2).tolist()
 
     other = next(step for step in range(1, 25) if order(step) != order(0))
     with MetricsLog(tmp_path / "run") as log, Display() as display:
-        run, progress = begin(own, tmp_path / "run", task, log, display, None)
+        run, progress = begin(settings, tmp_path / "run", task, log, display, None)
 
         class Source:
             def __getattr__(self, name):
@@ -280,17 +282,17 @@ def begun(folder):
     ],
 )
 def test_what_differs_is_named_before_anything_else(folder, begun, changes, message):
-    own = config(folder, begun, resume="auto", **changes)
+    settings = config(folder, begun, resume="auto", **changes)
     with pytest.raises(ValueError, match=message):
-        train(own, reward=Scorer())
+        train(settings, reward=Scorer())
     assert steps(begun) == [0, 1]
 
 
 def test_a_run_that_is_done_says_so_at_once(folder, begun, capsys):
     asked = Scorer()
-    own = config(folder, begun, resume="auto", steps=1)
+    settings = config(folder, begun, resume="auto", steps=1)
     before = (begun / "summary.json").read_text()
-    assert train(own, reward=asked) == json.loads(before)
+    assert train(settings, reward=asked) == json.loads(before)
     assert asked.calls == 0
     assert "nothing left to do: 1 of 1 steps are done" in capsys.readouterr().out
     fewer = config(folder, begun, resume="auto", steps=0)

@@ -56,11 +56,11 @@ def test_packed_rows_are_scored_as_their_sequences_are_alone():
 
 
 def test_parts_add_up_to_the_whole():
-    (whole,), logps, expected = gradient(read(PACKED))
+    (expected_sum,), logps, expected = gradient(read(PACKED))
     losses, in_parts, summed = gradient(read(PACKED), micro_batch_size=1)
     assert len(losses) == 2
-    np.testing.assert_allclose(sum(losses), whole, rtol=1e-6)
-    np.testing.assert_allclose(whole, -logps.sum(), rtol=1e-6)
+    np.testing.assert_allclose(sum(losses), expected_sum, rtol=1e-6)
+    np.testing.assert_allclose(expected_sum, -logps.sum(), rtol=1e-6)
     np.testing.assert_allclose(in_parts, logps, atol=1e-6)
     for part, all_at_once in zip(summed, expected, strict=True):
         np.testing.assert_allclose(part, all_at_once, atol=1e-6 * np.abs(all_at_once).max())

@@ -70,10 +70,10 @@ def test_loss_and_gradient_of_each_family(name):
 @pytest.mark.parametrize("loss", ["grpo", pytest.param("dapo", marks=pytest.mark.exhaustive)])
 def test_micro_batches_change_nothing(loss):
     """One that divides by sequences, and one that divides by tokens; of different numbers."""
-    whole, (summary,) = accumulate(OBJECTS[loss], [BATCH])
+    full_batch, (summary,) = accumulate(OBJECTS[loss], [BATCH])
     parts = [take(BATCH, rows) for rows in (slice(3), slice(3, 4))]
     summed, summaries = accumulate(OBJECTS[loss], parts)
-    assert relative(summed, whole) < 1e-6
+    assert relative(summed, full_batch) < 1e-6
     total = sum(s.loss_sum for s in summaries) / sum(s.denominator for s in summaries)
     np.testing.assert_allclose(total, summary.loss, rtol=1e-6, atol=1e-7)
 
@@ -81,14 +81,14 @@ def test_micro_batches_change_nothing(loss):
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("loss", OBJECTS)
 def test_every_loss_against_all_logits_at_once(loss):
-    whole, (summary,) = accumulate(chosen(loss), [BATCH])
+    full_batch, (summary,) = accumulate(chosen(loss), [BATCH])
     value, gradient = naive("qwen3", chosen(loss), BATCH)
     np.testing.assert_allclose(summary.loss, value, rtol=1e-5)
-    assert relative(whole, gradient) < 2e-5
+    assert relative(full_batch, gradient) < 2e-5
     for size in (1, 2):
         parts = [take(BATCH, slice(i, i + size)) for i in range(0, 4, size)]
         gradient, summaries = accumulate(chosen(loss), parts)
-        assert relative(gradient, whole) < 1e-6
+        assert relative(gradient, full_batch) < 1e-6
         total = sum(s.loss_sum for s in summaries) / sum(s.denominator for s in summaries)
         np.testing.assert_allclose(total, summary.loss, rtol=1e-6, atol=1e-7)
 
@@ -106,9 +106,9 @@ def test_rows_that_fill_up_and_garbage_under_the_mask_change_no_bit():
     two, (second,) = accumulate(loss_fn, [filled._replace(**dirty)])
     for a, b in zip(jax.tree.leaves((one, first)), jax.tree.leaves((two, second)), strict=True):
         np.testing.assert_array_equal(a, b)
-    whole, (summary,) = accumulate(loss_fn, [BATCH])
+    full_batch, (summary,) = accumulate(loss_fn, [BATCH])
     assert first.denominator == summary.denominator == 4
-    assert relative(one, whole) < 1e-6
+    assert relative(one, full_batch) < 1e-6
 
 
 @pytest.mark.exhaustive
@@ -172,9 +172,11 @@ def test_parameters_that_are_frozen_get_no_gradient():
     trained = {"norm": params.pop("norm")}
     state, summary = grad_step(train_state(trained), BATCH, config_of("qwen3"), GRPO, frozen=params)
     assert state.gradient_sum.keys() == {"norm"}
-    whole, (full,) = accumulate(GRPO, [BATCH])
+    full_batch, (full,) = accumulate(GRPO, [BATCH])
     np.testing.assert_allclose(summary.loss, full.loss, rtol=1e-6)
-    assert relative(state.gradient_sum["norm"]["scale"] / state.denominator, whole["norm"]) < 1e-5
+    assert (
+        relative(state.gradient_sum["norm"]["scale"] / state.denominator, full_batch["norm"]) < 1e-5
+    )
 
 
 @pytest.mark.exhaustive
@@ -198,13 +200,13 @@ def test_adapters_under_vmap():
     scores, (state, summary) = jax.jit(lambda x: (jax.vmap(score)(x), jax.vmap(step)(x)))(adapters)
     for i in range(3):
         one = jax.tree.map(lambda x, i=i: x[i], adapters)
-        for found, alone in zip(scores, score(one), strict=True):
+        for actual, alone in zip(scores, score(one), strict=True):
             if alone is not None:
-                np.testing.assert_allclose(found[i], alone, atol=1e-5)
+                np.testing.assert_allclose(actual[i], alone, atol=1e-5)
         alone, summary_alone = step(one)
         np.testing.assert_allclose(summary.loss_sum[i], summary_alone.loss_sum, rtol=1e-5)
-        found = jax.tree.map(lambda x, i=i: x[i], state.gradient_sum)
-        assert relative(found, alone.gradient_sum) < 1e-5
+        actual = jax.tree.map(lambda x, i=i: x[i], state.gradient_sum)
+        assert relative(actual, alone.gradient_sum) < 1e-5
 
 
 @pytest.mark.parametrize(

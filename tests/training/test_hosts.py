@@ -397,8 +397,8 @@ def test_strange_answers_on_one_host_are_failures_of_their_episodes(folder, tmp_
 def test_a_run_goes_on_with_another_number_of_processes(folder, tmp_path, monkeypatch, first):
     monkeypatch.setenv("RECORD", str(tmp_path / "record"))
     every = {"logging": small_run.EVERY_STEP, "steps": 4}
-    whole, cut = config(folder, tmp_path / "whole", **every), tmp_path / "cut"
-    train(whole)
+    uninterrupted, cut = config(folder, tmp_path / "whole", **every), tmp_path / "cut"
+    train(uninterrupted)
     begin = config(folder, cut, **(every | {"steps": 2}))
     go_on = config(folder, cut, resume="auto", mesh=MeshConfig(data=2, fsdp=4), **every)
     for part, together in ((begin, first == "two"), (go_on, first == "one")):

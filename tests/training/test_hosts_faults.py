@@ -46,17 +46,17 @@ def every_step():
 
 
 @pytest.fixture(scope="module")
-def whole(folder):
+def uninterrupted(folder):
     with JoinedRun(folder, config(folder, folder / "whole", logging=every_step())) as run:
         assert run.wait() == [0, 0], run.errors(0) + run.errors(1)
     return folder / "whole"
 
 
-def assert_goes_on(folder, directory, whole, **changes):
+def assert_goes_on(folder, directory, uninterrupted, **changes):
     again = config(folder, directory, resume="auto", **changes)
     with JoinedRun(folder, again) as run:
         assert run.wait() == [0, 0], run.errors(0) + run.errors(1)
-    assert_same_run(directory, whole)
+    assert_same_run(directory, uninterrupted)
     return run
 
 
@@ -70,9 +70,9 @@ def assert_one_message(run, *parts):
 
 
 @pytest.mark.parametrize("after", [1, 3])
-def test_resumed_byte_for_byte(folder, whole, tmp_path, after):
-    copy_until(whole, tmp_path / "run", after)
-    run = assert_goes_on(folder, tmp_path / "run", whole, logging=every_step())
+def test_resumed_byte_for_byte(folder, uninterrupted, tmp_path, after):
+    copy_until(uninterrupted, tmp_path / "run", after)
+    run = assert_goes_on(folder, tmp_path / "run", uninterrupted, logging=every_step())
     assert f"resuming after step {after} of" in run.printed(0)
 
 
@@ -85,13 +85,15 @@ def test_resumed_byte_for_byte(folder, whole, tmp_path, after):
         ("nan:3", "must return finite numbers"),
     ],
 )
-def test_a_reward_that_goes_wrong_on_one_host(folder, whole, tmp_path, fault, message, process):
+def test_a_reward_that_goes_wrong_on_one_host(
+    folder, uninterrupted, tmp_path, fault, message, process
+):
     faulty = config(folder, tmp_path / "run", reward_timeout=3.0)
     with JoinedRun(folder, faulty, variables={process: {"FAULT": fault}}) as run:
         assert run.wait() == [1, 1]
     assert_one_message(run, f"process {process} of 2", message)
     assert steps(tmp_path / "run") == [0, 2]
-    assert_goes_on(folder, tmp_path / "run", whole)
+    assert_goes_on(folder, tmp_path / "run", uninterrupted)
 
 
 SIGNALS = [  # a moment of a step, and the step that is saved where it is known
@@ -107,13 +109,13 @@ SIGNALS = [  # a moment of a step, and the step that is saved where it is known
 
 @pytest.mark.parametrize("process", [0, 1])
 @pytest.mark.parametrize(("moment", "saved"), SIGNALS)
-def test_a_signal_to_one_host_ends_both(folder, whole, tmp_path, moment, saved, process):
+def test_a_signal_to_one_host_ends_both(folder, uninterrupted, tmp_path, moment, saved, process):
     with JoinedRun(
         folder, config(folder, tmp_path / "run"), variables={process: {"SIGNAL_AT": moment}}
     ) as run:
         assert run.wait() == [143, 143], run.errors(0) + run.errors(1)
     assert_interrupted(run, tmp_path / "run", saved, f"process {process} of 2", moment)
-    assert_goes_on(folder, tmp_path / "run", whole)
+    assert_goes_on(folder, tmp_path / "run", uninterrupted)
 
 
 def assert_interrupted(run, directory, saved, process, moment):
@@ -136,17 +138,19 @@ def assert_interrupted(run, directory, saved, process, moment):
     # The first checkpoint is that of step 0.
     [("write:1:SIGTERM:0", 0), ("write:3:SIGTERM:0.5", 2), (f"write:{STEPS + 1}:SIGINT:0", STEPS)],
 )
-def test_a_signal_while_a_checkpoint_is_written(folder, whole, tmp_path, moment, saved, process):
+def test_a_signal_while_a_checkpoint_is_written(
+    folder, uninterrupted, tmp_path, moment, saved, process
+):
     often = config(folder, tmp_path / "run", logging=every_step())
     with JoinedRun(folder, often, variables={process: {"SIGNAL_AT": moment}}) as run:
         assert run.wait() == [143, 143], run.errors(0) + run.errors(1)
     assert_interrupted(run, tmp_path / "run", saved, f"process {process} of 2", moment)
     assert steps(tmp_path / "run") == [*range(saved + 1)]
-    assert_goes_on(folder, tmp_path / "run", whole, logging=every_step())
+    assert_goes_on(folder, tmp_path / "run", uninterrupted, logging=every_step())
 
 
 @pytest.mark.parametrize("first", [0, 1])
-def test_a_signal_to_each_host_the_later_one_while_all_save(folder, whole, tmp_path, first):
+def test_a_signal_to_each_host_the_later_one_while_all_save(folder, uninterrupted, tmp_path, first):
     """As schedulers do; the checkpoints are that of step 0 and that of the interruption."""
     moments = {first: {"SIGNAL_AT": "reward:3:SIGTERM:0"}}
     moments[1 - first] = {"SIGNAL_AT": "write:2:SIGTERM:0"}
@@ -154,7 +158,7 @@ def test_a_signal_to_each_host_the_later_one_while_all_save(folder, whole, tmp_p
         assert run.wait() == [143, 143], run.errors(0) + run.errors(1)
     assert all("signal at" in run.printed(number) for number in range(2))
     assert_interrupted(run, tmp_path / "run", 2, f"process {first} of 2", "::SIGTERM")
-    assert_goes_on(folder, tmp_path / "run", whole)
+    assert_goes_on(folder, tmp_path / "run", uninterrupted)
 
 
 @pytest.mark.parametrize("process", [0, 1])
@@ -174,13 +178,13 @@ def test_a_signal_during_an_evaluation(folder, tmp_path, process):
 
 
 @pytest.mark.parametrize("moment", range(10))
-def test_one_process_is_killed_at_any_moment(folder, whole, tmp_path, moment):
+def test_one_process_is_killed_at_any_moment(folder, uninterrupted, tmp_path, moment):
     random = np.random.default_rng(moment)
     number = int(random.integers(2))
     with JoinedRun(folder, config(folder, tmp_path / "run", logging=every_step())) as run:
         while not (tmp_path / "run" / "config.json").exists():
             time.sleep(0.01)
-        seconds = json.loads((whole / "summary.json").read_text())["seconds"]
+        seconds = json.loads((uninterrupted / "summary.json").read_text())["seconds"]
         time.sleep(random.random() * 2 * seconds)
         run.processes[number].kill()
         killed = time.monotonic()
@@ -188,35 +192,35 @@ def test_one_process_is_killed_at_any_moment(folder, whole, tmp_path, moment):
         assert time.monotonic() - killed < ENDS_WITHIN
         finished = (tmp_path / "run" / "summary.json").exists()
         assert status != 0 or finished
-    assert_goes_on(folder, tmp_path / "run", whole, logging=every_step())
+    assert_goes_on(folder, tmp_path / "run", uninterrupted, logging=every_step())
 
 
 @pytest.mark.parametrize("process", [0, 1])
-def test_a_process_that_answers_no_more(folder, whole, tmp_path, process):
+def test_a_process_that_answers_no_more(folder, uninterrupted, tmp_path, process):
     """As one whose machine or network is lost: no connection to it is closed."""
     with JoinedRun(folder, config(folder, tmp_path / "run", logging=every_step())) as run:
         while not (tmp_path / "run" / "metrics.jsonl").exists():
             time.sleep(0.01)
         run.processes[process].send_signal(signal.SIGSTOP)
         assert run.processes[1 - process].wait(ENDS_WITHIN) != 0
-    assert_goes_on(folder, tmp_path / "run", whole, logging=every_step())
+    assert_goes_on(folder, tmp_path / "run", uninterrupted, logging=every_step())
 
 
 @pytest.mark.parametrize("process", [0, 1])
-def test_a_full_disk_on_one_host(folder, whole, tmp_path, process):
-    copy_until(whole, tmp_path / "run", 2)
+def test_a_full_disk_on_one_host(folder, uninterrupted, tmp_path, process):
+    copy_until(uninterrupted, tmp_path / "run", 2)
     limit = ["bash", "-c", 'ulimit -f 30; exec "$@"', "bash"]
     full = config(folder, tmp_path / "run", resume="auto", logging=every_step())
     with JoinedRun(folder, full, before={process: limit}) as run:
         assert run.wait() == [1, 1]
     assert_one_message(run, f"process {process} of 2", "step 3", "File too large")
     assert steps(tmp_path / "run") == [0, 1, 2]
-    assert_goes_on(folder, tmp_path / "run", whole, logging=every_step())
+    assert_goes_on(folder, tmp_path / "run", uninterrupted, logging=every_step())
 
 
 @pytest.mark.parametrize("damage", ["bit", "missing"])
-def test_a_damaged_checkpoint_is_not_used(folder, whole, tmp_path, damage):
-    copy_until(whole, tmp_path / "run", 3)
+def test_a_damaged_checkpoint_is_not_used(folder, uninterrupted, tmp_path, damage):
+    copy_until(uninterrupted, tmp_path / "run", 3)
     newest = tmp_path / "run" / "checkpoints" / "step_00000003"
     path = max((p for p in newest.rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
     content = bytearray(path.read_bytes())
@@ -224,7 +228,7 @@ def test_a_damaged_checkpoint_is_not_used(folder, whole, tmp_path, damage):
     path.write_bytes(content)
     if damage == "missing":
         path.unlink()
-    run = assert_goes_on(folder, tmp_path / "run", whole, logging=every_step())
+    run = assert_goes_on(folder, tmp_path / "run", uninterrupted, logging=every_step())
     assert f"step 3 is skipped: {path}" in run.errors(0)
     assert "is skipped" not in run.errors(1)
     assert "resuming after step 2" in run.printed(0)
@@ -325,7 +329,7 @@ def test_files_that_differ_between_hosts_are_refused_by_name(folder, tmp_path, f
 
 @pytest.mark.parametrize("process", [0, 1])
 @pytest.mark.parametrize("error", ["RuntimeError", "ZeroDivisionError"])
-def test_an_error_that_the_others_are_not_told_of(folder, whole, tmp_path, error, process):
+def test_an_error_that_the_others_are_not_told_of(folder, uninterrupted, tmp_path, error, process):
     """While drawing, where the other process waits in a collective: it ends by an error there."""
     fault = {process: {"SIGNAL_AT": f"draw:3:{error}:0"}}
     often = config(folder, tmp_path / "run", logging=every_step())
@@ -341,7 +345,7 @@ def test_an_error_that_the_others_are_not_told_of(folder, whole, tmp_path, error
         assert f"process {1 - process} of 2" in left
         assert "can no longer reach the others" in left
     assert messages[1 - process] or process == 0
-    assert_goes_on(folder, tmp_path / "run", whole, logging=every_step())
+    assert_goes_on(folder, tmp_path / "run", uninterrupted, logging=every_step())
 
 
 @pytest.mark.parametrize("process", [0, 1])

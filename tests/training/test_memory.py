@@ -143,8 +143,8 @@ def test_a_chosen_budget_is_kept_and_a_given_one_is_not_replaced():
     saved = dataclasses.asdict(config)
     saved["update"]["micro_batch_tokens"] = budget // 4
     assert with_choices(config, saved).update.micro_batch_tokens == budget // 4
-    given = begun(micro_batch_tokens=budget // 2)[0].config
-    assert with_choices(given, saved) == given
+    smaller = begun(micro_batch_tokens=budget // 2)[0].config
+    assert with_choices(smaller, saved) == smaller
 
 
 def test_numbers_that_were_given_are_refused_where_they_do_not_fit():

@@ -91,7 +91,7 @@ def test_a_resumed_run_cuts_and_goes_on(tmp_path):
         assert offsets[0] == 0 and offsets[-1] == log.path.stat().st_size
         with pytest.raises(ValueError, match="step"):
             log.write(3, {})
-    whole = log.path.read_bytes()
+    log_bytes = log.path.read_bytes()
     with MetricsLog(tmp_path) as log:
         assert log.offset == offsets[-1]
         with pytest.raises(ValueError, match="step"):
@@ -100,7 +100,7 @@ def test_a_resumed_run_cuts_and_goes_on(tmp_path):
         assert log.offset == offsets[1]
         for step in (2, 3):
             log.write(step, {"é": step})
-    assert log.path.read_bytes() == whole
+    assert log.path.read_bytes() == log_bytes
     with MetricsLog(tmp_path) as log:
         log.truncate(offsets[3])
         log.truncate(0)
@@ -289,15 +289,15 @@ def test_updates_are_averaged_each_over_what_its_loss_divides_by():
     numbers = [(6.0, 2.0, 5.0), (4.0, 1.0, 7.0), (0.0, 0.0, 0.0)]
     infos = [UpdateInfo(1.0, True), UpdateInfo(np.nan, False), UpdateInfo(0.0, False)]
     summaries = [StepSummary(*map(np.float32, x), metrics=None) for x in numbers]
-    found = update_metrics(Learnt(summaries, infos, None))
-    assert found["loss"] == (6 / 2 + 4 / 1 + 0) / 3
-    assert (found["skipped_updates"], found["updates_without_signal"]) == (1, 1)
+    averaged = update_metrics(Learnt(summaries, infos, None))
+    assert averaged["loss"] == (6 / 2 + 4 / 1 + 0) / 3
+    assert (averaged["skipped_updates"], averaged["updates_without_signal"]) == (1, 1)
 
 
 def test_clipped_shares_are_averaged_over_updates():
     shares = [(0.25, 0.5, 0.0), (0.75, 0.0, 0.5)]
     losses = [PolicyMetrics(*x, entropy=None, ratio_min=1.0, ratio_max=1.0) for x in shares]
     summaries = [StepSummary(1.0, 1.0, 1.0, metrics=x) for x in losses]
-    found = update_metrics(Learnt(summaries, [UpdateInfo(1.0, True)] * 2, None))
+    averaged = update_metrics(Learnt(summaries, [UpdateInfo(1.0, True)] * 2, None))
     names = ("clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean", "approx_kl")
-    assert [found[name] for name in names] == [0.5, 0.25, 0.75, 0.25]
+    assert [averaged[name] for name in names] == [0.5, 0.25, 0.75, 0.25]

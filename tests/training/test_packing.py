@@ -223,8 +223,8 @@ def test_gradients_sums_and_metrics_are_what_they_are_unpacked(name, loss):
     state = train_state(jax.tree.map(jnp.copy, params))
     total = 0.0
     for part, packing in parts(batch, **BUDGETS["a line at a time"]):
-        state, found = grad_step(state, part, config, LOSSES[loss], packing=packing)
-        total += float(found.loss_sum)
+        state, part_summary = grad_step(state, part, config, LOSSES[loss], packing=packing)
+        total += float(part_summary.loss_sum)
     assert total == pytest.approx(float(summary.loss_sum), rel=10 * tolerance(name))
     assert (state.denominator, state.tokens) == (expected.denominator, expected.tokens)
     largest = max(float(jnp.abs(g).max()) for g in jax.tree.leaves(expected.gradient_sum))

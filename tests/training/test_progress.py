@@ -46,10 +46,15 @@ def test_a_checkpoint_gives_progress_back(tmp_path):
     assert facts["config"] == dataclasses.asdict(config)
     fresh = Progress({"x": jnp.zeros(3)}, jax.random.key(0), 0, Totals(), {})
     loader = Loader()
-    found, reference = restore(checkpoints, fresh, None, config, loader)
-    assert (found.step, found.totals, found.data, reference) == (2, totals, {"position": 9}, None)
+    restored, reference = restore(checkpoints, fresh, None, config, loader)
+    assert (restored.step, restored.totals, restored.data, reference) == (
+        2,
+        totals,
+        {"position": 9},
+        None,
+    )
     assert loader.state == {"position": 9}
-    assert found.state["x"].tolist() == [0, 1, 2]
+    assert restored.state["x"].tolist() == [0, 1, 2]
 
 
 def test_a_directory_is_used_by_one_run_at_a_time(tmp_path):

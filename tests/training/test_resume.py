@@ -25,7 +25,7 @@ UPDATES = 4  # a step
 
 
 @pytest.fixture(scope="module")
-def whole(folder):
+def uninterrupted(folder):
     done = run(folder, folder / "whole")
     assert done.returncode == 0, done.stderr
     assert len(set(metrics(folder / "whole"))) == 2 * EPOCH
@@ -33,36 +33,39 @@ def whole(folder):
 
 
 @pytest.mark.parametrize("after", range(6))
-def test_a_new_process_goes_on_as_if_nothing_had_been(folder, whole, tmp_path, after):
+def test_a_new_process_goes_on_as_if_nothing_had_been(folder, uninterrupted, tmp_path, after):
     """After 1: the order of prompts; after 3: the end of an epoch; later: the second epoch."""
-    copy_until(whole, tmp_path / "run", after)
+    copy_until(uninterrupted, tmp_path / "run", after)
     resumed = run(folder, tmp_path / "run", resume="auto")
     assert resumed.returncode == 0, resumed.stderr
     assert f"resuming after step {after} of" in resumed.stdout
-    assert scored(tmp_path / "run") == scored(whole)[after:]  # no prompt twice, none left out
+    # No prompt twice, none left out.
+    assert scored(tmp_path / "run") == scored(uninterrupted)[after:]
     assert len(scored(tmp_path / "run")) == 2 * EPOCH - after  # and it did run
-    assert_same_run(tmp_path / "run", whole)
+    assert_same_run(tmp_path / "run", uninterrupted)
 
 
-def test_every_step_is_named_for_the_updates_it_has_had(whole):
-    assert steps(whole) == list(range(2 * EPOCH + 1))
-    without_signal = [json.loads(line)["updates_without_signal"] for line in metrics(whole)]
-    for step in steps(whole):
-        count = arrays(whole, step)["['state'].step"][2]
+def test_every_step_is_named_for_the_updates_it_has_had(uninterrupted):
+    assert steps(uninterrupted) == list(range(2 * EPOCH + 1))
+    without_signal = [json.loads(line)["updates_without_signal"] for line in metrics(uninterrupted)]
+    for step in steps(uninterrupted):
+        count = arrays(uninterrupted, step)["['state'].step"][2]
         applied = step * UPDATES - sum(without_signal[:step])
         assert int.from_bytes(count, "little") == applied
-        moments = arrays(whole, step)["['state'].optimizer_state[0].count"][2]
+        moments = arrays(uninterrupted, step)["['state'].optimizer_state[0].count"][2]
         assert moments == count
-    assert [json.loads(line)["step"] for line in metrics(whole)] == list(range(1, 2 * EPOCH + 1))
-    assert facts(whole, 2)["data"]["position"] == 4
+    assert [json.loads(line)["step"] for line in metrics(uninterrupted)] == list(
+        range(1, 2 * EPOCH + 1)
+    )
+    assert facts(uninterrupted, 2)["data"]["position"] == 4
 
 
-def test_n_steps_and_n_more_in_another_process(folder, whole, tmp_path):
+def test_n_steps_and_n_more_in_another_process(folder, uninterrupted, tmp_path):
     assert run(folder, tmp_path / "run", steps=EPOCH).returncode == 0
     assert steps(tmp_path / "run")[-1] == EPOCH
     assert run(folder, tmp_path / "run", resume="auto").returncode == 0
-    assert scored(tmp_path / "run") == scored(whole)
-    assert_same_run(tmp_path / "run", whole)
+    assert scored(tmp_path / "run") == scored(uninterrupted)
+    assert_same_run(tmp_path / "run", uninterrupted)
 
 
 ENDS = {
@@ -94,8 +97,8 @@ ENDS = {
 @pytest.mark.parametrize("name", ENDS)
 def test_a_run_that_ended_anywhere_goes_on(folder, tmp_path, name):
     moment, changes = ENDS[name]
-    whole = run(folder, tmp_path / "whole", **changes)
-    assert whole.returncode == 0, whole.stderr
+    uninterrupted = run(folder, tmp_path / "whole", **changes)
+    assert uninterrupted.returncode == 0, uninterrupted.stderr
     ended = run(folder, tmp_path / "run", env={"SIGNAL_AT": moment}, **changes)
     assert ended.returncode == (143 if "SIGTERM" in moment else -9), ended.stderr
     resumed = run(folder, tmp_path / "run", resume="auto", **changes)

@@ -68,36 +68,36 @@ class Listener(Scorer):
 
     def __init__(self):
         super().__init__()
-        self.said = []
+        self.heard = []
 
     def __call__(self, trajectories, truths):
-        self.said.append([t["messages"] for t in trajectories])
+        self.heard.append([t["messages"] for t in trajectories])
         return super().__call__(trajectories, truths)
 
 
 @pytest.fixture(scope="module")
-def whole(folder):
-    own, listener = own_config(folder, folder / "whole"), Listener()
-    return own, train(own, reward=listener), listener.said
+def uninterrupted(folder):
+    run_config, listener = own_config(folder, folder / "whole"), Listener()
+    return run_config, train(run_config, reward=listener), listener.heard
 
 
-def test_a_run_leaves_all_that_there_is_to_know(folder, whole):
-    _, summary, _ = whole
+def test_a_run_leaves_all_that_there_is_to_know(folder, uninterrupted):
+    _, summary, _ = uninterrupted
     run = folder / "whole"
     assert json.loads((run / "summary.json").read_text()) == summary
     assert summary["steps"] == 4
     assert summary["interrupted"] is False
     assert 0 <= summary["accuracy_after"] <= 1
-    found = lines(run)
-    assert [line["step"] for line in found] == [1, 2, 3, 4]
+    records = lines(run)
+    assert [line["step"] for line in records] == [1, 2, 3, 4]
     names = {"reward", "reward_std", "frac_reward_zero_std", "kl", "entropy", "grad_norm", "loss"}
     names |= {"completions/mean_length", "sampling/logp_diff/max", "learning_rate", "num_tokens"}
-    assert names <= set(found[0])
-    rates = [line["learning_rate"] for line in found]
+    assert names <= set(records[0])
+    rates = [line["learning_rate"] for line in records]
     assert rates == pytest.approx([1e-2 / 3, 2e-2 / 3, 1e-2, 1e-2])
-    assert "eval/accuracy" in found[1]
-    sampled = [8 * line["completions/mean_length"] for line in found]  # 8 completions a step
-    assert [line["num_tokens"] for line in found] == pytest.approx(np.cumsum(sampled))
+    assert "eval/accuracy" in records[1]
+    sampled = [8 * line["completions/mean_length"] for line in records]  # 8 completions a step
+    assert [line["num_tokens"] for line in records] == pytest.approx(np.cumsum(sampled))
     timed = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert summary["seconds"] == pytest.approx(sum(x["step_time"] for x in timed), abs=1e-3)
     assert (run / "curves.png").stat().st_size > 5_000
@@ -113,79 +113,81 @@ def test_a_run_leaves_all_that_there_is_to_know(folder, whole):
     assert exported.read_bytes() == policy.read_bytes()
     for step in (0, 3):
         (count,) = np.frombuffer(arrays(run, step)["['state'].step"][2], np.int32)
-        assert count == step * UPDATES - sum(x["updates_without_signal"] for x in found[:step])
+        assert count == step * UPDATES - sum(x["updates_without_signal"] for x in records[:step])
 
 
-def test_what_is_judged_is_the_policy_as_it_is_by_then(folder, whole):
+def test_what_is_judged_is_the_policy_as_it_is_by_then(folder, uninterrupted):
     """Before the first step, after the fourth and at the end; the sampled ones lie between."""
-    own, _, said = whole
-    prompts = read_jsonl(own.evaluation.path)[: own.evaluation.problems]
+    run_config, _, calls = uninterrupted
+    prompts = read_jsonl(run_config.evaluation.path)[: run_config.evaluation.problems]
     for call, name in ((0, "model"), (6, "whole/policy"), (7, "whole/policy")):
         listener = Listener()
         evaluate(load_policy(str(folder / name)), prompts, listener, max_new_tokens=4)
-        assert said[call] == listener.said[0]
-    assert len(said) == 8 and said[0] not in (said[3], said[6])
+        assert calls[call] == listener.heard[0]
+    assert len(calls) == 8 and calls[0] not in (calls[3], calls[6])
 
 
 def test_an_evaluation_may_have_a_reward_of_its_own(folder, tmp_path):
     """A policy may learn from what is easy to get, and be judged by what is wanted."""
     (tmp_path / "judge.py").write_text(JUDGE)
     asked, judge = Listener(), f"{tmp_path / 'judge.py'}:says_something"
-    own = own_config(folder, tmp_path / "run", steps=2)
-    own = dataclasses.replace(own, evaluation=dataclasses.replace(own.evaluation, reward=judge))
-    summary = train(own, reward=asked)
-    assert len(asked.said) == 2  # one call a step
-    prompts = read_jsonl(own.evaluation.path)[: own.evaluation.problems]
+    run_config = own_config(folder, tmp_path / "run", steps=2)
+    run_config = dataclasses.replace(
+        run_config, evaluation=dataclasses.replace(run_config.evaluation, reward=judge)
+    )
+    summary = train(run_config, reward=asked)
+    assert len(asked.heard) == 2  # one call a step
+    prompts = read_jsonl(run_config.evaluation.path)[: run_config.evaluation.problems]
     policy = load_policy(str(tmp_path / "run" / "policy"))
-    found = evaluate(policy, prompts, find_reward(judge), max_new_tokens=4)
+    held_out_metrics = evaluate(policy, prompts, find_reward(judge), max_new_tokens=4)
     assert summary["accuracy_after"] == lines(tmp_path / "run")[1]["eval/accuracy"]
-    assert summary["accuracy_after"] == found["accuracy"] != summary["accuracy_before"]
+    assert summary["accuracy_after"] == held_out_metrics["accuracy"] != summary["accuracy_before"]
 
 
 @pytest.mark.parametrize(
     "after", [1, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in (0, 3))]
 )
-def test_interrupted_and_resumed_is_uninterrupted(folder, whole, tmp_path, after):
-    _, summary, _ = whole
-    own = own_config(folder, tmp_path / "run")
+def test_interrupted_and_resumed_is_uninterrupted(folder, uninterrupted, tmp_path, after):
+    _, summary, _ = uninterrupted
+    run_config = own_config(folder, tmp_path / "run")
     evaluations = 1 + after // 2  # which score too
     reward = Scorer(**{f"call{evaluations + after + 1}": interrupt})
-    assert train(own, reward=reward)["interrupted"]
+    assert train(run_config, reward=reward)["interrupted"]
     assert len(metrics(tmp_path / "run")) == after
     assert not (tmp_path / "run" / "summary.json").exists()
-    resumed = train(dataclasses.replace(own, resume="auto"), reward=Scorer())
+    resumed = train(dataclasses.replace(run_config, resume="auto"), reward=Scorer())
     assert resumed["steps"] == 4
     assert resumed["accuracy_before"] == summary["accuracy_before"]
     assert_same_run(tmp_path / "run", folder / "whole")
 
 
-def test_a_killed_run_resumes_from_the_last_checkpoint(folder, whole, tmp_path):
+def test_a_killed_run_resumes_from_the_last_checkpoint(folder, uninterrupted, tmp_path):
     """What the metrics tell of later steps is done again, and stands there once."""
-    own, *_ = whole
+    run_config, *_ = uninterrupted
     copy_until(folder / "whole", tmp_path / "run", 2)
     changes = {"output_dir": str(tmp_path / "run"), "resume": "auto"}
-    assert train(dataclasses.replace(own, **changes), reward=Scorer())["steps"] == 4
+    assert train(dataclasses.replace(run_config, **changes), reward=Scorer())["steps"] == 4
     assert_same_run(tmp_path / "run", folder / "whole")
 
 
-def test_the_reference_is_the_policy_that_the_run_began_with(folder, whole, tmp_path):
+def test_the_reference_is_the_policy_that_the_run_began_with(folder, uninterrupted, tmp_path):
     """Even if by then its directory holds another one, such as the one that was trained."""
-    own, *_ = whole
+    run_config, *_ = uninterrupted
     copy_until(folder / "whole", tmp_path / "run", 3)
     shutil.copytree(folder / "model", tmp_path / "kept")
     changes = {"output_dir": str(tmp_path / "run"), "resume": "auto"}
     try:
         shutil.copytree(folder / "whole" / "policy", folder / "model", dirs_exist_ok=True)
-        train(dataclasses.replace(own, **changes), reward=Scorer())
+        train(dataclasses.replace(run_config, **changes), reward=Scorer())
     finally:
         shutil.copytree(tmp_path / "kept", folder / "model", dirs_exist_ok=True)
     assert_same_run(tmp_path / "run", folder / "whole")
 
 
-def test_another_run_can_be_gone_on_with_elsewhere(folder, whole, tmp_path):
-    own, *_ = whole
-    changes = {"output_dir": str(tmp_path / "longer"), "resume": own.output_dir, "steps": 5}
-    longer = dataclasses.replace(own, **changes)
+def test_another_run_can_be_gone_on_with_elsewhere(folder, uninterrupted, tmp_path):
+    run_config, *_ = uninterrupted
+    changes = {"output_dir": str(tmp_path / "longer"), "resume": run_config.output_dir, "steps": 5}
+    longer = dataclasses.replace(run_config, **changes)
     assert train(longer, reward=Scorer())["steps"] == 5
     assert json.loads((tmp_path / "longer" / "config.json").read_text())["steps"] == 5
     assert lines(tmp_path / "longer")[:4] == lines(folder / "whole")
@@ -208,11 +210,11 @@ def test_another_run_can_be_gone_on_with_elsewhere(folder, whole, tmp_path):
         ({"resume": "nowhere"}, ValueError, "resume"),
     ],
 )
-def test_a_run_is_never_lost_by_accident(folder, whole, changes, error, message):
-    own, *_ = whole
+def test_a_run_is_never_lost_by_accident(folder, uninterrupted, changes, error, message):
+    run_config, *_ = uninterrupted
     before = sorted(p.name for p in (folder / "whole").rglob("*"))
     with pytest.raises(error, match=message):
-        train(dataclasses.replace(own, **changes), reward=Scorer())
+        train(dataclasses.replace(run_config, **changes), reward=Scorer())
     assert sorted(p.name for p in (folder / "whole").rglob("*")) == before
 
 
@@ -225,29 +227,29 @@ def test_no_two_rollouts_share_noise(folder, tmp_path):
     flat = Listener()
     flat.usual = lambda lengths: [0.0] * len(lengths)
     train(config(folder, tmp_path / "run", **changes), reward=flat)
-    said = [sorted(str(messages) for messages in call) for call in flat.said]
-    assert len(said) == 4 and len(set(map(tuple, said))) == 4
+    calls = [sorted(str(messages) for messages in call) for call in flat.heard]
+    assert len(calls) == 4 and len(set(map(tuple, calls))) == 4
 
 
-def test_another_data_set_is_refused(folder, whole):
-    own, *_ = whole
+def test_another_data_set_is_refused(folder, uninterrupted):
+    run_config, *_ = uninterrupted
     original = (folder / "task.jsonl").read_text()
     (folder / "task.jsonl").write_text(original.replace("=", " =", 1))
     try:
         with pytest.raises(ValueError, match="data"):
-            train(dataclasses.replace(own, resume="auto"), reward=Scorer())
+            train(dataclasses.replace(run_config, resume="auto"), reward=Scorer())
     finally:
         (folder / "task.jsonl").write_text(original)
 
 
 def test_overwrite_begins_anew_but_deletes_runs_alone(folder, tmp_path):
-    own = config(folder, tmp_path / "run", steps=0)
-    train(own, reward=Scorer())
-    summary = train(dataclasses.replace(own, overwrite=True), reward=Scorer())
+    run_config = config(folder, tmp_path / "run", steps=0)
+    train(run_config, reward=Scorer())
+    summary = train(dataclasses.replace(run_config, overwrite=True), reward=Scorer())
     assert summary["steps"] == 0
     (tmp_path / "thesis").mkdir()
     (tmp_path / "thesis" / "chapter.txt").write_text("years of work")
-    other = dataclasses.replace(own, output_dir=str(tmp_path / "thesis"), overwrite=True)
+    other = dataclasses.replace(run_config, output_dir=str(tmp_path / "thesis"), overwrite=True)
     with pytest.raises(FileExistsError, match="output_dir"):
         train(other, reward=Scorer())
     assert (tmp_path / "thesis" / "chapter.txt").exists()
@@ -279,8 +281,8 @@ def column(directory, name):
 @pytest.mark.parametrize("advantage", ["grpo", "rloo"])
 def test_a_constant_reward_changes_nothing(folder, tmp_path, capsys, advantage):
     asked = update(advantage=advantage, scale="group", kl_beta=0.0)
-    own = decaying_config(folder, tmp_path / "run", update=asked, steps=3)
-    train(own, reward=lambda trajectories, truths: [0.7] * len(trajectories))
+    run_config = decaying_config(folder, tmp_path / "run", update=asked, steps=3)
+    train(run_config, reward=lambda trajectories, truths: [0.7] * len(trajectories))
     before = learnt(tmp_path / "run", 0)
     assert len(before) > 20
     assert learnt(tmp_path / "run", 3) == before
@@ -304,16 +306,16 @@ def rewards_of_steps(*, first):
 
 
 def test_a_run_resumes_exactly_among_steps_without_a_signal(folder, tmp_path):
-    own = decaying_config(folder, tmp_path / "whole")
-    train(own, reward=rewards_of_steps(first=1))
+    run_config = decaying_config(folder, tmp_path / "whole")
+    train(run_config, reward=rewards_of_steps(first=1))
     assert column(tmp_path / "whole", "updates_without_signal")[1:3] == [1, 1]
     assert learnt(tmp_path / "whole", 3) == learnt(tmp_path / "whole", 1)
     assert learnt(tmp_path / "whole", 1) != learnt(tmp_path / "whole", 0)
 
-    own = dataclasses.replace(own, output_dir=str(tmp_path / "cut"), steps=2)
-    train(own, reward=rewards_of_steps(first=1))
-    own = dataclasses.replace(own, steps=4, resume="auto")
-    train(own, reward=rewards_of_steps(first=3))
+    run_config = dataclasses.replace(run_config, output_dir=str(tmp_path / "cut"), steps=2)
+    train(run_config, reward=rewards_of_steps(first=1))
+    run_config = dataclasses.replace(run_config, steps=4, resume="auto")
+    train(run_config, reward=rewards_of_steps(first=3))
     assert arrays(tmp_path / "cut", 4) == arrays(tmp_path / "whole", 4)
     assert metrics(tmp_path / "cut") == metrics(tmp_path / "whole")
 
@@ -351,26 +353,29 @@ MOMENTS = [(5, 2, 1), (9, 4, 3), (11, 4, 4), (6, 2, 2)]
     [pytest.param(*m, marks=[pytest.mark.exhaustive] if m[0] != 9 else []) for m in MOMENTS],
 )
 def test_an_interrupted_evaluation_is_repeated(folder, judged, tmp_path, capsys, call, step, lines):
-    own, reward = judged_config(folder, tmp_path / "run"), Scorer(**{f"call{call}": interrupt})
-    summary = train(own, reward=reward)
+    run_config, reward = (
+        judged_config(folder, tmp_path / "run"),
+        Scorer(**{f"call{call}": interrupt}),
+    )
+    summary = train(run_config, reward=reward)
     assert (summary["interrupted"], summary["steps"]) == (True, step)
     assert reward.calls == call  # and no batch later
     assert steps(tmp_path / "run") == [0, step]
     assert len(metrics(tmp_path / "run")) == lines
     assert f"interrupted after step {step}, which is saved" in capsys.readouterr().out
-    resumed = train(dataclasses.replace(own, resume="auto"), reward=Scorer())
+    resumed = train(dataclasses.replace(run_config, resume="auto"), reward=Scorer())
     assert resumed["steps"] == 4
     assert_same_run(tmp_path / "run", judged)
-    again = train(dataclasses.replace(own, resume="auto", steps=5), reward=Scorer())
+    again = train(dataclasses.replace(run_config, resume="auto", steps=5), reward=Scorer())
     assert again["steps"] == 5
     assert metrics(tmp_path / "run")[:4] == metrics(judged)
 
 
 @pytest.mark.exhaustive
 def test_an_interrupted_evaluation_may_be_left_out_when_resuming(folder, judged, tmp_path):
-    own = judged_config(folder, tmp_path / "run")
-    train(own, reward=Scorer(call5=interrupt))
-    without = dataclasses.replace(own, resume="auto", evaluation=EvaluationConfig(every=0))
+    run_config = judged_config(folder, tmp_path / "run")
+    train(run_config, reward=Scorer(call5=interrupt))
+    without = dataclasses.replace(run_config, resume="auto", evaluation=EvaluationConfig(every=0))
     train(without, reward=Scorer())
     assert "eval/accuracy" not in "".join(metrics(tmp_path / "run"))
     assert arrays(tmp_path / "run", 4) == arrays(judged, 4)

@@ -101,8 +101,8 @@ def test_the_optimizer_is_adamw_which_leaves_norms_alone():
     first = second = jax.tree.map(np.zeros_like, params)
     (b1, b2), decay = BETAS, {"kernel": WEIGHT_DECAY, "norm": {"scale": 0.0}}
     for t, gradient in enumerate(gradients, 1):
-        given = {"denominator": jnp.float32(1), "tokens": jnp.float32(1)}
-        state = state._replace(gradient_sum=jax.tree.map(jnp.float32, gradient), **given)
+        counts = {"denominator": jnp.float32(1), "tokens": jnp.float32(1)}
+        state = state._replace(gradient_sum=jax.tree.map(jnp.float32, gradient), **counts)
         state, _ = apply_gradients(state, optimizer, learning_rate=RATE)
         first = jax.tree.map(lambda m, g: b1 * m + (1 - b1) * g, first, gradient)
         second = jax.tree.map(lambda v, g: b2 * v + (1 - b2) * g**2, second, gradient)

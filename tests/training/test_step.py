@@ -270,9 +270,9 @@ def test_the_update_recomputes_what_the_configuration_says(monkeypatch):
     ids=["micro-batches", "products kept", "all kept"],
 )
 def test_how_gradients_are_computed_changes_nothing_but_rounding(how):
-    drawn, whole = sampled(), recipe(micro_batch_tokens=9999)
+    drawn, unsplit = sampled(), recipe(micro_batch_tokens=9999)
     small = recipe(**{"micro_batch_tokens": 9999, **how})
-    a, _ = train_step(fresh(), whole, drawn, learning_rate=0.1, seed=(0, 0))
+    a, _ = train_step(fresh(), unsplit, drawn, learning_rate=0.1, seed=(0, 0))
     b, _ = train_step(fresh(), small, drawn, learning_rate=0.1, seed=(0, 0))
     for x, y in zip(jax.tree.leaves(a.params), jax.tree.leaves(b.params), strict=True):
         np.testing.assert_allclose(x, y, atol=1e-6)

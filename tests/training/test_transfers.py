@@ -213,8 +213,8 @@ def test_one_entry_is_a_gradient(value, applied):
 
 def collectives(lowered):
     program = read_program(lowered.compile().as_text())
-    found = [one.opcode for _, one, times in visit(program, 1) for _ in range(times)]
-    return sorted(kind for kind in found if kind in KINDS)
+    opcodes = [one.opcode for _, one, times in visit(program, 1) for _ in range(times)]
+    return sorted(kind for kind in opcodes if kind in KINDS)
 
 
 @pytest.mark.parametrize("name", MESHES)

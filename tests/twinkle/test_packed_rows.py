@@ -27,14 +27,16 @@ def test_scores_are_those_of_the_sequences_alone(name):
     for key, values in together.items():
         assert values.shape[:2] == (2, 9)
         places = {1: values[0, :3], 0: values[1, :5], 2: values[1, 5:]}
-        for row, found in places.items():
-            np.testing.assert_allclose(found, alone[key][row, : len(found)], atol=1e-5)
+        for row, scores_of_row in places.items():
+            np.testing.assert_allclose(
+                scores_of_row, alone[key][row, : len(scores_of_row)], atol=1e-5
+            )
         assert not values[0, 3:].any()
 
 
 def test_without_labels_no_token_is_scored_across_the_boundary(model):
-    whole = packed(*({"input_ids": row} for row in ROWS))
-    scores = model.forward_only(inputs=whole)["logps"][0]
+    joined = packed(*({"input_ids": row} for row in ROWS))
+    scores = model.forward_only(inputs=joined)["logps"][0]
     ends = np.cumsum([len(row) for row in ROWS]) - 1
     assert not scores[ends].any() and np.count_nonzero(scores) == len(scores) - 3
 

@@ -70,7 +70,7 @@ def test_prompts_are_scored(sampler):
     scored = sampler.sample(PROMPTS, SamplingParams(max_tokens=0, prompt_logprobs=3))
     both = sampler.sample(PROMPTS, SamplingParams(max_tokens=2, prompt_logprobs=3))
     alone = sampler.sample(PROMPTS, SamplingParams(max_tokens=0, prompt_logprobs=0))
-    for row, response, drawn, own in zip(ROWS, scored, both, alone, strict=True):
+    for row, response, drawn, unscored in zip(ROWS, scored, both, alone, strict=True):
         padded = np.asarray([row + [0] * (16 - len(row))], np.int32)
         params = params_of("qwen3")
         states = hidden(params, config_of("qwen3"), padded, remat=False)
@@ -79,8 +79,8 @@ def test_prompts_are_scored(sampler):
         assert response.prompt_logprobs[0] is None is response.topk_prompt_logprobs[0]
         expected = [logprobs[t, token] for t, token in enumerate(row[1:])]
         np.testing.assert_allclose(response.prompt_logprobs[1:], expected, atol=1e-4)
-        assert own.prompt_logprobs == response.prompt_logprobs == drawn.prompt_logprobs
-        assert own.topk_prompt_logprobs is None
+        assert unscored.prompt_logprobs == response.prompt_logprobs == drawn.prompt_logprobs
+        assert unscored.topk_prompt_logprobs is None
         for t, pairs in enumerate(response.topk_prompt_logprobs[1:]):
             best = np.argsort(-logprobs[t])[:3]
             assert [token for token, _ in pairs] == best.tolist()
@@ -109,8 +109,10 @@ def test_distillation(model, teacher, topk, micro):
     expected = loss(
         {"labels": labels}, {"logits": student}, teacher_logits=teacher["logits"], topk=topk
     ).loss
-    given = {"teacher_output": teacher, "topk": topk, "micro_batch_size": micro}
-    np.testing.assert_allclose(model.forward_backward(inputs=INPUTS, **given), expected, rtol=1e-4)
+    options = {"teacher_output": teacher, "topk": topk, "micro_batch_size": micro}
+    np.testing.assert_allclose(
+        model.forward_backward(inputs=INPUTS, **options), expected, rtol=1e-4
+    )
     by_logits = gradient(model)
     model.zero_grad()
     logprobs = np.asarray(jax.nn.log_softmax(teacher["logits"]))
@@ -123,7 +125,7 @@ def test_distillation(model, teacher, topk, micro):
     losses = [float(expected)]
     for _ in range(3):
         model.clip_grad_and_step()
-        losses.append(float(model.forward_backward(inputs=INPUTS, **given)))
+        losses.append(float(model.forward_backward(inputs=INPUTS, **options)))
     assert losses[-1] < losses[0]
 
 

@@ -64,7 +64,7 @@ def test_rows_padded_on_the_left_keep_their_columns(model):
 @pytest.mark.exhaustive
 def test_micro_batches_and_accumulated_calls_change_no_gradient(model):
     loss = model.forward_backward(inputs=INPUTS, **SIDE)
-    whole = gradient(model)
+    full_batch = gradient(model)
     model.zero_grad()
     assert not any(g.any() for g in jax.tree.leaves(model.state.gradient_sum))
     np.testing.assert_allclose(
@@ -86,7 +86,7 @@ def test_micro_batches_and_accumulated_calls_change_no_gradient(model):
         old_logps=wide,
     )
     for other in (parts, calls, gradient(model)):
-        for a, b in zip(other, whole, strict=True):
+        for a, b in zip(other, full_batch, strict=True):
             np.testing.assert_allclose(a, b, atol=1e-6 * np.abs(b).max() + 1e-8)
     metrics = model.calculate_metric()
     assert metrics["tokens"] == 4 * 9

@@ -171,8 +171,8 @@ def _exact_pkpo(falling, i, k, baseline):
     share = fractions.Fraction(k, count)
     # A subset through i is i and k - 1 others; its best is an other one before i, or else i.
     ahead = sum(falling[j] * math.comb(count - 2 - j, k - 2) for j in range(i))
-    own = falling[i] * math.comb(count - 1 - i, k - 1)
-    credit = share * (ahead + own) / math.comb(count - 1, k - 1)
+    as_largest = falling[i] * math.comb(count - 1 - i, k - 1)
+    credit = share * (ahead + as_largest) / math.comb(count - 1, k - 1)
     if baseline == "mean":  # the credits of a group add up to k times the mean best
         return credit - share * _exact_best(falling, k)
     return credit - share * _exact_best(others, k if baseline == "leave_one_out" else k - 1)

@@ -25,7 +25,7 @@ def main(checkpoint, room, options="{}"):
     turns = Turns(int(room))
 
     def reward(trajectories, ground_truths):
-        return turns([said["messages"][-1]["content"] for said in trajectories])
+        return turns([trajectory["messages"][-1]["content"] for trajectory in trajectories])
 
     config = TrainConfig(
         model=checkpoint,

@@ -26,9 +26,9 @@ class Turns:
 
     def __call__(self, completions):
         """Give the scores, once it is this run's turn again."""
-        words = [said.split() for said in completions]
-        self.count(sum(min(len(said) + 1, self._room) for said in words))
-        return [len(set(said)) / max(len(said), 1) for said in words]
+        words = [completion.split() for completion in completions]
+        self.count(sum(min(len(completion) + 1, self._room) for completion in words))
+        return [len(set(completion)) / max(len(completion), 1) for completion in words]
 
     def count(self, tokens):
         """Tell how long the step before took, and wait until the next one may begin.
@@ -49,5 +49,5 @@ class Turns:
 
 def environment(replies):
     """Give a contestant's environment: as users compile, and its times to a file descriptor."""
-    kept = {name: said for name, said in os.environ.items() if not name.startswith("JAX_")}
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("JAX_")}
     return {**kept, _REPLIES: str(replies)}

@@ -131,8 +131,8 @@ def test_peft_and_transformers_open_it(lora, tmp_path):
     assert ids == list(template.encode({"messages": messages}, True)["input_ids"])
     with torch.no_grad():
         expected = theirs(input_ids=torch.tensor([ids])).logits.numpy()
-    whole = with_adapter(params, config, lora, adapter)
-    logits = output_logits(whole, hidden_states(whole, config, jnp.asarray([ids])))
+    merged = with_adapter(params, config, lora, adapter)
+    logits = output_logits(merged, hidden_states(merged, config, jnp.asarray([ids])))
     np.testing.assert_allclose(logits, expected, atol=2e-5)
     without = output_logits(params, hidden_states(params, config, jnp.asarray([ids])))
     assert np.abs(without - expected).max() > 1e-2

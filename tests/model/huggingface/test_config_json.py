@@ -98,12 +98,12 @@ def test_nested_configs_are_written_nested_or_flat():
     text = family("qwen3_5_text")
     nested = {"model_type": "qwen3_5", "text_config": text, "vision_config": {"depth": 2}}
     config = parse_config({**nested, "tie_word_embeddings": True})
-    whole = export_config(config, nested=True, dtype="float32")
-    assert whole["model_type"] == "qwen3_5" and whole["vision_config"] == {"depth": 2}
-    assert whole["text_config"]["rope_parameters"]["mrope_section"] == [1, 1, 0]
+    with_vision = export_config(config, nested=True, dtype="float32")
+    assert with_vision["model_type"] == "qwen3_5" and with_vision["vision_config"] == {"depth": 2}
+    assert with_vision["text_config"]["rope_parameters"]["mrope_section"] == [1, 1, 0]
     flat = export_config(config, nested=False, dtype="float32")
     assert flat["model_type"] == "qwen3_5_text" and "vision_config" not in flat
-    assert parse_config(whole) == parse_config(flat) == config
+    assert parse_config(with_vision) == parse_config(flat) == config
 
 
 REFUSED = {
@@ -348,10 +348,10 @@ def test_what_is_written_is_read_by_both_versions_of_transformers():
     assert written["rope_scaling"] == {"rope_type": "linear", "rope_theta": 500.0, "factor": 2.0}
     assert written["query_pre_attn_scalar"] == 12
     assert parse_config(written) == config
-    whole = parse_config(family("gemma3_text", layer_types=[FULL] * 3))
-    assert whole.attention.window is None
-    written = export_config(whole, nested=False, dtype="float32")
-    assert list(written["rope_parameters"]) == [FULL] and parse_config(written) == whole
+    full_attention = parse_config(family("gemma3_text", layer_types=[FULL] * 3))
+    assert full_attention.attention.window is None
+    written = export_config(full_attention, nested=False, dtype="float32")
+    assert list(written["rope_parameters"]) == [FULL] and parse_config(written) == full_attention
 
 
 GEMMA_REFUSED = [

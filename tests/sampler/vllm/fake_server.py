@@ -147,7 +147,7 @@ class FakeServer:
 
     def choice(self, model, body, index):
         rng = np.random.default_rng([(body["seed"] or 0) + index])
-        tokens, own, tops, reason = [], [], [], "length"
+        tokens, of_tokens, tops, reason = [], [], [], "length"
         for _ in range(body["max_tokens"]):
             raw = self.logits(model, body["prompt"] + tokens)[-1].astype(np.float64)
             processed = self.process(raw, body, tokens)
@@ -161,7 +161,7 @@ class FakeServer:
             }[self.logprobs_mode]
             best = {int(t) for t in np.argsort(scores)[::-1][: body["logprobs"]]} | {token}
             tokens.append(token)
-            own.append(max(float(scores[token]), -9999.0))
+            of_tokens.append(max(float(scores[token]), -9999.0))
             tops.append({f"token_id:{t}": max(float(scores[t]), -9999.0) for t in best})
             if token in body["stop_token_ids"]:
                 reason = "stop"
@@ -172,7 +172,7 @@ class FakeServer:
             "stop_reason": None,
             "token_ids": tokens,
             "prompt_token_ids": body["prompt"],
-            "logprobs": {"token_logprobs": own, "top_logprobs": tops},
+            "logprobs": {"token_logprobs": of_tokens, "top_logprobs": tops},
             "prompt_logprobs": self.prompt_logprobs(model, body),
         }
 
@@ -196,9 +196,9 @@ class FakeServer:
         rows = [None]
         scores = self.logits(model, body["prompt"]).astype(np.float64)
         for token, row in zip(body["prompt"][1:], scores, strict=False):
-            said = log_softmax(row)
-            best = {int(t) for t in np.argsort(said)[::-1][: body["prompt_logprobs"]]} | {token}
-            rows.append({str(t): {"logprob": float(said[t]), "rank": 1} for t in best})
+            logprobs = log_softmax(row)
+            best = {int(t) for t in np.argsort(logprobs)[::-1][: body["prompt_logprobs"]]} | {token}
+            rows.append({str(t): {"logprob": float(logprobs[t]), "rank": 1} for t in best})
         return rows
 
 

@@ -121,8 +121,8 @@ def test_log_probabilities_are_those_behind_the_filters(make, untied, filters):
     for feature, rows, seq in zip(response.inputs, logits, all_sequences(response), strict=True):
         rows = rows[np.flatnonzero(feature["labels"] != -100)]
         for row, pairs in zip(rows, seq.logprobs, strict=True):
-            token, said = pairs[0]
-            assert said == pytest.approx(behind_filters(row, 0.9, *filters)[token], abs=ROUNDING)
+            token, logprob = pairs[0]
+            assert logprob == pytest.approx(behind_filters(row, 0.9, *filters)[token], abs=ROUNDING)
 
 
 def test_both_samplers_agree_on_what_is_certain(make, untied):

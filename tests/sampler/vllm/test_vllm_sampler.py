@@ -62,12 +62,12 @@ def test_sequences_hold_what_training_needs(sampler, actor, temperature):
 
 
 def test_nothing_is_left_to_the_server(sampler, server):
-    given = {"max_tokens": 4, "temperature": 0.5, "top_k": 3, "top_p": 0.8, "min_p": 0.1}
-    asked = {**given, "repetition_penalty": 1.5, "stop": ["+3", "<|user|>"]}
+    options = {"max_tokens": 4, "temperature": 0.5, "top_k": 3, "top_p": 0.8, "min_p": 0.1}
+    asked = {**options, "repetition_penalty": 1.5, "stop": ["+3", "<|user|>"]}
     sampler.sample("12", asked, logprobs_kind="sampling")
     body = server.asked[-1][1]
     tokenizer = sampler.template.tokenizer
-    assert body.items() >= {**given, "repetition_penalty": 1.5, "n": 1, "logprobs": 0}.items()
+    assert body.items() >= {**options, "repetition_penalty": 1.5, "n": 1, "logprobs": 0}.items()
     assert body["prompt"] == tokenizer.encode("12")
     assert body["stop"] == ["+3", "<|user|>"] and body["ignore_eos"]
     assert body["stop_token_ids"] == [1, tokenizer.backend.token_to_id("<|user|>")]
@@ -101,8 +101,8 @@ def test_what_is_certain_is_asked_for_once(sampler, server):
 def test_further_log_probabilities_are_there_when_asked_for(sampler, actor):
     asked = {"max_tokens": 3, "logprobs": 2, "prompt_logprobs": 1}
     one = sampler.sample("12+", asked)[0]
-    for own, *others in one.sequences[0].logprobs:
-        assert own[0] not in dict(others) and len(others) in (1, 2)
+    for drawn, *others in one.sequences[0].logprobs:
+        assert drawn[0] not in dict(others) and len(others) in (1, 2)
     for alone in (None, 0, 1):  # 1 is what Twinkle's scripts pass: the drawn token's
         seq = sampler.sample("12+", {"max_tokens": 3, "logprobs": alone})[0].sequences[0]
         assert [[pair[0] for pair in pairs] for pairs in seq.logprobs] == [[x] for x in seq.tokens]
