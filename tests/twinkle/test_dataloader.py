@@ -63,17 +63,17 @@ def test_rows_that_fail_are_replaced():
                 raise ValueError("broken")
             return None if index == 3 else super().__getitem__(index)
 
-    with pytest.warns(UserWarning, match="row 1 is left out"):
+    with pytest.warns(UserWarning, match="row 1"):
         got = [n for batch in numbers(DataLoader(Bad(ROWS), batch_size=7)) for n in batch]
     assert got[:5] == [0, 2, 4, 5, 6] and len(got) == 7 and not {1, 3} & set(got)
     loader = DataLoader([{}, {}], batch_size=1)
-    with pytest.raises(RuntimeError, match="2 that failed"):
+    with pytest.raises(RuntimeError, match=r"dataset .*2"):
         list(loader)
 
 
 def test_streams_restart():
     loader = DataLoader(RowStream(lambda: [*ROWS[:3]]), batch_size=2)
-    with pytest.warns(UserWarning, match="consumed-data skipping"):
+    with pytest.warns(UserWarning, match="consumed-data"):
         loader.resume_from_checkpoint(2)
     assert numbers(loader) == [[0, 1], [2]]
 

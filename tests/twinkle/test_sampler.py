@@ -62,7 +62,7 @@ def test_adapters_by_path(checkpoint, sampler, tmp_path):
     with pytest.raises(ValueError, match="adapter_path"):
         sampler.sample(PROMPTS, GREEDY, adapter_path=place)
     served = vLLMSampler(model_id=checkpoint, base_url="http://127.0.0.1:9")
-    with pytest.raises(ValueError, match="adapter_path must be left out with a server"):
+    with pytest.raises(ValueError, match=r"adapter_path .*server"):
         served.sample(PROMPTS, GREEDY, adapter_path=place)
 
 

@@ -300,14 +300,13 @@ def test_adapter_files_that_are_refused(stepped, tmp_path):
     good = safetensors.numpy.load_file(file)
     name = "base_model.model.model.layers.1.mlp.down_proj.lora_A.weight"
     cases = {
-        f"{name} must be in the adapter": {k: v for k, v in good.items() if k != name},
-        "no tensors but the adapter's, got other": good | {"other": good[name]},
-        r"must have the shape \(3, 40\), got \(40, 3\)": good
-        | {name: np.ascontiguousarray(good[name].T)},
-        "must be finite in float32, got NaN": good | {name: good[name] * np.float32(np.nan)},
-        "NaN, infinity or larger values": good | {name: np.full((3, 40), 1e300)},
+        "missing": (name, {k: v for k, v in good.items() if k != name}),
+        "unknown": ("other", good | {"other": good[name]}),
+        "transposed": (f"{name} .*shape", good | {name: np.ascontiguousarray(good[name].T)}),
+        "NaN": (f"{name} .*finite", good | {name: good[name] * np.float32(np.nan)}),
+        "too large": (f"{name} .*finite", good | {name: np.full((3, 40), 1e300)}),
     }
-    for message, tensors in cases.items():
+    for message, tensors in cases.values():
         safetensors.numpy.save_file(tensors, file)
         with pytest.raises(ValueError, match=message):
             TransformersModel(model.model_id).load(tmp_path / "adapter")

@@ -4,6 +4,7 @@ import builtins
 import json
 import os
 import pathlib
+import re
 
 import jax
 import numpy as np
@@ -119,7 +120,7 @@ def test_an_index_that_points_elsewhere(sharded, name):
     outside = sharded.parent / "x.safetensors"
     safetensors.numpy.save_file({"model.norm.weight": np.zeros(24, np.float32)}, outside)
     reindex(sharded, model__norm__weight=name)
-    refused(sharded, "file names")
+    refused(sharded, re.escape(repr(name)))
 
 
 def test_an_index_that_promises_what_a_shard_does_not_hold(sharded):
@@ -187,7 +188,7 @@ def test_extras_are_named(export, missing, monkeypatch):
         return real(name, *arguments, **options)
 
     monkeypatch.setattr(builtins, "__import__", without)
-    with pytest.raises(ImportError, match=r"pip install 'twinkle-jax\[checkpoints\]'"):
+    with pytest.raises(ImportError, match=r"\[checkpoints\]"):
         load_pretrained(export if missing == "safetensors" else "owner/name")
 
 

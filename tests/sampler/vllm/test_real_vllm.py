@@ -100,13 +100,13 @@ def test_raw_log_probabilities_are_the_policys_with_filters_too(make, tied, unti
     actor, sampler = make(tied)
     params = {"max_tokens": 20, **filters}
     assert_the_policys(actor, sampler.sample(PROMPTS, params, num_samples=8))
-    with pytest.raises(ServerError, match=r"got processed_logprobs: start it with .* raw_logprobs"):
+    with pytest.raises(ServerError, match="--logprobs-mode raw_logprobs"):
         make(untied)[1].sample(PROMPTS, params)
 
 
 def test_raw_log_probabilities_are_refused_at_other_temperatures(make, tied):
     actor, sampler = make(tied)
-    with pytest.raises(ServerError, match=r"got raw_logprobs: start it with .* processed_logprobs"):
+    with pytest.raises(ServerError, match="--logprobs-mode processed_logprobs"):
         sampler.sample(PROMPTS, {"max_tokens": 20, "temperature": 0.7})
     assert_the_policys(actor, sampler.sample(PROMPTS, {"max_tokens": 20, "temperature": 0}))
 
@@ -215,9 +215,9 @@ def test_a_head_that_stays_behind_is_found_out(make, tied, tmp_path):
     client, name, deadline = Client(tied[1]), str(tied[0]), Deadline(200)
     load_checkpoint(client, deadline, tmp_path / "as-it-stands")  # which answers with success
     probe = Probe(actor.config.vocab_size, 64)
-    with pytest.raises(ServerError, match=r"must have the actor's weights: .* got 0\.\d"):
+    with pytest.raises(ServerError, match=r"actor's weights.* 0\.\d"):
         prove(client, deadline, probe, name, actor, 1e-3)
-    with pytest.raises(ServerError, match="must have the weights of the last sync_weights"):
+    with pytest.raises(ServerError, match="last sync_weights"):
         sampler.sample("12")
     sampler.sync_weights(actor)
     assert gap(sampler.sample(PROMPTS, {"max_tokens": 20}), actor) < ROUNDING

@@ -106,7 +106,7 @@ def test_the_server_goes_on_after_a_call_that_took_too_long(server, checkpoint, 
     place = {"model_id": checkpoint, "base_url": server.url, "shared_dir": tmp_path}
     sampler, ended = vLLMSampler(**place, timeout=5, retries=0), threading.Event()
     server.take_over["/collective_rpc"] = lambda handler: ended.wait(20)
-    with pytest.raises(ServerError, match="within 5 seconds"):
+    with pytest.raises(ServerError, match="5 seconds"):
         sampler.sync_weights(TransformersModel(model_id=checkpoint))
     assert server.paths()[-1] == "/resume"
     ended.set()

@@ -298,7 +298,7 @@ def test_a_server_is_used_if_it_has_the_log_probabilities(
     if not fits:
         other = {RAW: PROCESSED, PROCESSED: RAW}[mode]
         for _ in range(2):
-            with pytest.raises(ServerError, match=f"{mode}: start it with --logprobs-mode {other}"):
+            with pytest.raises(ServerError, match=f"{mode}.* --logprobs-mode {other}"):
                 sampler.sample("12", asked, logprobs_kind=kind)
         return
     response = sampler.sample("12", asked, num_samples=2, logprobs_kind=kind)
@@ -402,7 +402,7 @@ def test_the_environments_proxies_and_passwords_are_not_used(
 
 def test_a_missing_httpx_is_named_with_its_extra(checkpoint, monkeypatch):
     monkeypatch.setitem(sys.modules, "httpx", None)
-    with pytest.raises(ImportError, match=r"pip install 'twinkle-jax\[server\]'"):
+    with pytest.raises(ImportError, match=r"\[server\]"):
         vLLMSampler(model_id=checkpoint, base_url="http://127.0.0.1:1")
 
 
