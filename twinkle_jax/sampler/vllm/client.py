@@ -1,12 +1,12 @@
-"""Requests to a server: sent again when that may help, and bounded in time and in size.
+"""Requests to a server: retries, one deadline for a call, a limit of the size of answers.
 
 httpx sends them. It limits each wait for bytes, not a request as a whole, reads an answer however
-long it is, and retries nothing that was sent. What is added here, and the tests that hold it, in
+long it is, and retries no request that was sent. What is added here, and tested in
 `tests/sampler/vllm/test_misbehaving_servers.py`:
 
-* one deadline for all requests of a call and their repetitions, also for a server that sends a byte
-  now and then: `test_no_call_takes_longer_than_it_may`
-* the first error, or Ctrl-C, ends the requests under way:
+* one deadline for all requests of a call and their retries, also for a server that sends a byte now
+  and then: `test_no_call_takes_longer_than_it_may`
+* the first error, or Ctrl-C, cancels the other requests:
   `test_the_first_error_ends_the_other_requests`, `test_an_interrupted_call_ends_at_once`
 * an answer has at most `Request.max_bytes`, and is never decompressed: `test_what_is_no_answer`
 * a request is sent again after a lost connection and after some statuses:
@@ -33,7 +33,7 @@ _CONNECT_TIMEOUT = 10.0  # seconds
 
 
 class ServerError(RuntimeError):
-    """A server cannot be reached, or its answer is not what was asked for."""
+    """A server cannot be reached, or answers invalidly."""
 
 
 class Request(NamedTuple):
@@ -43,8 +43,8 @@ class Request(NamedTuple):
         method: GET or POST.
         path: the route.
         body: what to send as JSON; None for nothing.
-        read: reads the JSON of an answer; raises ValueError, as "what it must be, got what it is".
-            None: only the status counts.
+        read: reads the JSON of an answer; raises a ValueError of the form "EXPECTED, got VALUE".
+            None: only the status is checked.
         purpose: what the request is for, in errors.
         max_bytes: the longest answer.
         hint: what to do if the server does not know the route.
@@ -85,7 +85,7 @@ class Client:
 
     Args:
         base_url: `http://HOST:PORT` or `https://…`; a `/v1` at its end is left out.
-        api_key: what the server was started with, if with any.
+        api_key: the server's key; None if it has none.
         retries: how often a request is sent again after a lost connection or a server error.
 
     Raises:
@@ -112,14 +112,14 @@ class Client:
         return self.send_requests(deadline, [request])[0]
 
     def send_requests(self, deadline: Deadline, requests: Sequence[Request]) -> list[Any]:
-        """Send requests side by side, each again until there is an answer.
+        """Send requests concurrently, with retries.
 
         Returns:
-            What their `read` return, in order; None without one.
+            The results of their `read`, in order; None for requests without one.
 
         Raises:
-            ServerError: for the first request that has no answer in time, or a wrong one. The
-                others are then given up.
+            ServerError: for the first request that fails, takes too long or gets an invalid
+                answer. The others are cancelled.
         """
         from anyio.from_thread import start_blocking_portal
 
@@ -205,7 +205,7 @@ class Client:
 
 
 class _TooLongError(Exception):
-    """An answer has more bytes than it may."""
+    """An answer is longer than `Request.max_bytes`."""
 
 
 def read_server_url(base_url: Any) -> str:
@@ -238,7 +238,7 @@ def _read_answer(content: bytes, request: Request, must: str) -> Any:
         raise ServerError(f"{must} with {error}") from None
 
 
-# Values in the JSON of an answer: of the right type and in range, or refused.
+# Values in the JSON of an answer, with checks of their type and range.
 
 
 def read_logprob(name: str, value: Any) -> float:
@@ -272,5 +272,5 @@ def read_object(what: str, value: Any) -> dict[str, Any]:
 
 
 def refuse(what: str, got: Any) -> NoReturn:
-    """Raise ValueError: what a part of an answer must be, and what it is."""
+    """Raise a ValueError: what a part of an answer must be, and what arrived."""
     raise ValueError(f"{what}, got {reprlib.repr(got)}")

@@ -63,10 +63,7 @@ def check_params(params: SamplingParams, vocab: int) -> None:
     """
     temperature = params.temperature
     if temperature > 2 or 0 < temperature < 0.01:
-        raise ValueError(
-            f"temperature must be 0 or in [0.01, 2] with vLLM, which takes no other, got "
-            f"{temperature}"
-        )
+        raise ValueError(f"temperature must be 0 or in [0.01, 2] with vLLM, got {temperature}")
     for name in ("logprobs", "prompt_logprobs"):
         if (getattr(params, name) or 0) > vocab:
             raise ValueError(
@@ -101,9 +98,9 @@ def usable_modes(
         modes.add("raw_logprobs")
     if not modes:
         raise ValueError(
-            f"temperature must be 1 with {' and '.join(changes)}, where a vLLM server has no "
-            f"log-probabilities of the whole distribution at another, got {params.temperature}; "
-            "logprobs_kind='sampling' gives those of the filtered one, None none"
+            f"temperature must be 1 with {' and '.join(changes)}, since a vLLM server gives "
+            f"log-probabilities of the unfiltered distribution at 1 only, got "
+            f"{params.temperature}; use logprobs_kind='sampling' or None"
         )
     return modes
 
@@ -138,7 +135,7 @@ def check_mode(
 
 
 def completion_request(settings: CompletionSettings, purpose: str, **more: Any) -> Request:
-    """Write a request for completions that leaves nothing to the server's defaults."""
+    """Request completions with every parameter set: no default of the server applies."""
     params, greedy = settings.params, settings.params.temperature == 0
     tops = max(_tops(params), params.prompt_logprobs or 0)
     tokens = settings.num_samples * (len(settings.prompt) + settings.max_tokens)
@@ -157,7 +154,7 @@ def completion_request(settings: CompletionSettings, purpose: str, **more: Any) 
         "frequency_penalty": 0.0,
         "stop": settings.stops.strings,
         "stop_token_ids": settings.stops.tokens,
-        "ignore_eos": True,  # what ends a sequence is among the ids
+        "ignore_eos": True,  # stop_token_ids have the end of a sequence
         "skip_special_tokens": True,
         "logprobs": _tops(params),
         "prompt_logprobs": params.prompt_logprobs,

@@ -35,7 +35,7 @@ from twinkle_jax.sampler.vllm.completions import (
 
 _TOLERANCES = {"float32": 1e-3}
 _OTHER_TOLERANCE = 0.1  # of types with fewer digits
-_RESUME_SECONDS = 60.0  # whatever of the call's time has been used before
+_RESUME_SECONDS = 60.0  # also if the call's deadline has passed
 _DEV_HINT = ": start it with VLLM_SERVER_DEV_MODE=1 in its environment"
 _LORA_HINT = (
     ": start it with --enable-lora, and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 in its environment"
@@ -76,13 +76,13 @@ class ServedPolicy:
         self._sync_failed = False
 
     def check(self, deadline: Deadline) -> tuple[Served, LogprobsMode]:
-        """Ask a server whether it has the model, and the weights of the last `load`.
+        """Check that the server has the model, and the weights of the last `load`.
 
         Returns:
             The model's name and room there, and which log-probabilities the server gives.
 
         Raises:
-            ServerError: if it has not.
+            ServerError: if it has another model or other weights.
         """
         url = self._client.url
         if self._sync_failed:
@@ -107,7 +107,7 @@ class ServedPolicy:
         """Have the server load an actor's checkpoint or adapter, and verify it.
 
         Raises:
-            ServerError: if it cannot, or does not; `check` raises one too from then on, until a
+            ServerError: if loading or verification fails; `check` then raises one too, until a
                 later call succeeds.
         """
         self._sync_failed, self._mode = True, None
@@ -128,7 +128,7 @@ class ServedPolicy:
     def _load_adapter(
         self, deadline: Deadline, actor: Actor, shared_dir: Path, served: Served
     ) -> Path:
-        """Load it under a new name: what the server caches for another name stays apart."""
+        """Load an adapter under a new name, so that no prefix cached for another one is used."""
         directory = shared_dir / f"adapter-{secrets.token_hex(4)}"
         actor.save(directory)
         try:
@@ -209,10 +209,10 @@ def save_for_server(model: Actor, directory: Path) -> None:
 
 
 def load_checkpoint(client: Client, deadline: Deadline, directory: Path) -> None:
-    """Have a server load a checkpoint between two requests, and empty its cache.
+    """Have a server pause, load a checkpoint, clear its cache of prefixes, and resume.
 
     Raises:
-        ServerError: if it does not; the server is told to resume in any case.
+        ServerError: if one of these fails; the server is told to resume in any case.
     """
     reload = {"method": "reload_weights", "kwargs": {"weights_path": str(directory)}}
 
@@ -249,7 +249,7 @@ TokenScores = list[dict[int, float]]
 class Probe:
     """Requests about a few prompts of random tokens, always the same.
 
-    Prompts are not scored themselves: vLLM 0.32 ends on a CPU when it is asked to, with adapters.
+    Prompts are not scored: vLLM 0.32 on a CPU crashes when it scores prompts with adapters.
 
     Args:
         vocab: token ids lie below it.
@@ -274,7 +274,7 @@ class Probe:
         return [self._request(model, i, 1, f"probe {i}") for i in range(_PROMPTS)]
 
     def forced_requests(self, model: str) -> list[Request]:
-        """Ask twice for a token, each time with a single, different one allowed."""
+        """Ask for one token twice, each time with another one as the only one allowed."""
         purpose = "the probe of --logprobs-mode"
         return [self._request(model, 0, 1, purpose, allowed_token_ids=[x]) for x in self._pair]
 
@@ -295,20 +295,20 @@ class Probe:
 
 
 def find_logprobs_mode(client: Client, deadline: Deadline, probe: Probe, name: str) -> LogprobsMode:
-    """Find out which log-probabilities a server gives.
+    """Detect whether a server gives raw or processed log-probabilities.
 
-    The only token allowed has probability 1 after filters. Before filters, two different tokens
-    cannot both have it.
+    Processed, the only token allowed has probability 1. Raw, two different tokens cannot both have
+    it.
 
     Raises:
-        ServerError: if what it gives are no log-probabilities.
+        ServerError: if the values that it gives are not log-probabilities.
     """
     answers: list[ServerCompletions] = client.send_requests(deadline, probe.forced_requests(name))
     firsts = [answer.drawn[0].logprobs[0] for answer in answers]
     if all(first[0][1] >= -_ROUNDING for first in firsts):
         return "processed_logprobs"
-    # A server may give logits instead. Values above 0 are refused when they are read, too large a
-    # sum here; if all logits are far below 0, only `prove` finds out.
+    # A server may give logits instead. Values above 0 are refused when they are read, and sums of
+    # probabilities above 1 here; logits that are all far below 0 are noticed by `prove` alone.
     totals = [sum(np.exp([logprob for _, logprob in first])) for first in firsts]
     if max(totals) > 1 + _ROUNDING:
         raise ServerError(
@@ -378,7 +378,7 @@ def _compare_with_last(url: str, current: TokenScores, last: TokenScores, tolera
     ]
     table = np.asarray(pairs).reshape(-1, 2)
     weights = "the weights of the last sync_weights"
-    _compare(url, table[:, 0], table[:, 1], tolerance, weights, "it said after sync_weights")
+    _compare(url, table[:, 0], table[:, 1], tolerance, weights, "after sync_weights it was")
 
 
 def _compare(
@@ -397,6 +397,6 @@ def _compare(
         raise ServerError(
             f"{url} must have {weights}: log-probabilities of {gaps.size} probe tokens must differ "
             f"by at most {tolerance:g} on average, got {np.mean(gaps):.3g}, and at most "
-            f"{gaps[worst]:.3g}, where the server says {received[worst]:.6f} and {source} "
+            f"{gaps[worst]:.3g}, where the server gives {received[worst]:.6f}, and {source} "
             f"{expected[worst]:.6f}"
         )

@@ -40,24 +40,24 @@ class vLLMSampler:  # noqa: N801  (Twinkle's name)
     Token ids go in and come out: nothing is tokenised twice. Which log-probabilities a server can
     give depends on how it was started. `--logprobs-mode processed_logprobs`: of the whole
     distribution at any temperature, as long as there are no filters and no repetition penalty.
-    `raw_logprobs`: with those too, at temperature 1 alone. The first call finds out which it is,
-    and a call that would get other log-probabilities than it asks for is refused. Before each call
-    the server is asked which model it has and, once `sync_weights` has been called, whether its
-    weights are still those. Needs the extra `server`.
+    `raw_logprobs`: with those too, but only at temperature 1. The first call detects the mode, and
+    a call that asks for log-probabilities that the server does not give raises an error. Each call
+    first checks the server's model and, after `sync_weights`, its weights. Needs the extra
+    `server`.
 
     Args:
         model_id: the model that the server has: a directory with a Hugging Face checkpoint, or a
             hub id, of which the configuration and the tokenizer are read here.
         base_url: where the server is: `http://HOST:PORT`.
         template: as for [`JaxSampler`][twinkle_jax.sampler.JaxSampler].
-        max_length: likewise; a server with less room sets the limit.
+        max_length: likewise; a smaller `max_model_len` of the server takes precedence.
         served_name: what the server calls the model, where that is not `model_id`.
         shared_dir: where `sync_weights` writes; the server must see it under the same path.
         tolerance: by how much log-probabilities may differ from the actor's, on average over the
             probe; None: 1e-3 for an actor in float32, 0.1 for others.
         timeout: seconds that a call may take, with all its requests and their repetitions.
         retries: how often a request is sent again after a lost connection or a server error.
-        api_key: what the server was started with, if with any.
+        api_key: the server's key; None if it has none.
         seed: seed of all calls; None: the server chooses its own, which is faster.
 
     Raises:
@@ -123,7 +123,7 @@ class vLLMSampler:  # noqa: N801  (Twinkle's name)
                 server has log-probabilities of that kind for it; the message names it.
             TypeError: if something has the wrong type.
             ServerError: if the server cannot be reached, takes too long, has another model, other
-                weights or other log-probabilities, or its answer is not what was asked for.
+                weights or other log-probabilities, or answers invalidly.
         """
         params = read_params(sampling_params)
         vocab = self.config.vocab_size
@@ -176,8 +176,8 @@ class vLLMSampler:  # noqa: N801  (Twinkle's name)
 
         Raises:
             ValueError: if the policy has another configuration or a parameter is not finite.
-            ServerError: if the server cannot load it, or scores tokens otherwise than the policy;
-                `sample` then refuses until a later call succeeds.
+            ServerError: if the server cannot load it, or its log-probabilities are not the
+                policy's; `sample` then raises too, until a later call succeeds.
         """
         if replace(actor.config, tie_embeddings=False) != replace(
             self.config, tie_embeddings=False
