@@ -67,14 +67,14 @@ def make_mesh(*, data: int = 1, fsdp: int = 1, tensor: int = 1) -> Mesh:
 
 
 def partition_rules(mesh: Mesh) -> Callable[[str, tuple[int, ...]], PartitionSpec]:
-    """Give the rule for a mesh, from a parameter's name and shape to its `PartitionSpec`.
+    """Return the rule of a mesh: from a parameter's name and shape to its `PartitionSpec`.
 
     Args:
         mesh: one with the automatic axes data, fsdp and tensor.
 
     Returns:
         What `load_pretrained(partition=…)` takes. An axis of the mesh that does not divide its
-        dimension is left out: the parameter is then whole on all devices along it.
+        dimension is left out: the parameter is then replicated along it.
 
     Raises:
         ValueError: if the axes have other names, or are not automatic.
@@ -99,7 +99,7 @@ def partition_rules(mesh: Mesh) -> Callable[[str, tuple[int, ...]], PartitionSpe
 
 
 def check_mesh(mesh: Mesh) -> None:
-    """Refuse a mesh that the rules do not know."""
+    """Check that a mesh has the axes data, fsdp and tensor, all of them automatic."""
     if set(mesh.axis_names) != set(AXES):
         raise ValueError(f"mesh must have the axes {AXES}, got {mesh.axis_names}")
     if any(kind != AxisType.Auto for kind in mesh.axis_types):
@@ -110,7 +110,7 @@ def check_mesh(mesh: Mesh) -> None:
 
 
 def backend_of(mesh: Mesh | None) -> str:
-    """Name the backend that the devices belong to, which may be described and not there."""
+    """Return the backend of a mesh's devices, which may be descriptions to compile for."""
     platform = jax.default_backend() if mesh is None else mesh.devices.flat[0].platform
     return "gpu" if platform in ("cuda", "rocm") else platform
 
@@ -121,9 +121,9 @@ def row_shards(mesh: Mesh | None) -> int:
 
 
 def find_mesh(mesh: Mesh | None, tree: Any) -> Mesh | None:
-    """Take the mesh that was named, or the one that arrays laid out by the rules live on.
+    """Return `mesh`, or that of the first array sharded over these axes; None if there is none.
 
-    Arrays that are traced do not tell: inside a compiled function the mesh must be named.
+    Traced arrays have no sharding: a compiled function must be given the mesh.
     """
     if mesh is not None:
         check_mesh(mesh)
@@ -139,7 +139,7 @@ def find_mesh(mesh: Mesh | None, tree: Any) -> Mesh | None:
 
 
 def shard_like_params(tree: Any, mesh: Mesh) -> Any:
-    """Give the sharding of each leaf of a tree that holds parameters, or arrays named like them.
+    """Return the sharding of each leaf of a tree of parameters, or of arrays named like them.
 
     Args:
         tree: parameters, gradients, an optimizer's state or a whole `TrainState`, of arrays or of
@@ -159,7 +159,7 @@ def shard_like_params(tree: Any, mesh: Mesh) -> Any:
 
 
 def constrain(tree: Any, mesh: Mesh | None) -> Any:
-    """Keep a tree of parameters where the rules put it, inside a compiled function."""
+    """Constrain a tree to the sharding of `shard_like_params`, inside a compiled function."""
     if mesh is None:
         return tree
     return jax.lax.with_sharding_constraint(tree, shard_like_params(tree, mesh))
@@ -168,12 +168,12 @@ def constrain(tree: Any, mesh: Mesh | None) -> Any:
 def sum_over_leaves(
     of: Callable[[Array], Float[Array, "*sums"]], tree: Any, mesh: Mesh | None
 ) -> Float[Array, "*sums"]:
-    """Add up sums over the entries of all parameters, or of arrays that lie like them.
+    """Sum a reduction over all leaves of parameters, or of arrays that are sharded like them.
 
     Args:
-        of: gives a sum over an array, or a few.
+        of: reduces an array to a sum, or to several.
         tree: laid out by `shard_like_params`.
-        mesh: of the arrays; each device adds up its shares first, so that one transfer of these few
+        mesh: of the arrays; each device first adds up its shares, so that one transfer of a few
             numbers is enough. None for one device.
     """
     leaves = jax.tree.leaves(tree)
@@ -185,7 +185,9 @@ def sum_over_leaves(
     def add_up(shares: list[Array]) -> Float[Array, "*sums"]:
         sums = []
         for share, spec in zip(shares, specs, strict=True):
-            same = [axis for axis in apart if axis not in spec]  # along which all have the same
+            same = [
+                axis for axis in apart if axis not in spec
+            ]  # replicated along these: counted once
             counted = sum(jax.lax.axis_index(axis) for axis in same) == 0
             sums.append(jnp.where(counted, of(share), 0))
         total = jnp.sum(jnp.stack(sums), axis=0)
@@ -206,13 +208,13 @@ def batch_sharding(mesh: Mesh) -> NamedSharding:
 
 
 def fits(mesh: Mesh, config: DecoderConfig, rows: int) -> bool:
-    """Say whether a mesh divides rows and key-value heads."""
+    """Return whether a mesh divides rows and key-value heads."""
     heads = config.attention.key_value_heads
     return not rows % row_shards(mesh) and not heads % mesh.shape["tensor"]
 
 
 def check_fit(mesh: Mesh | None, config: DecoderConfig, rows: int) -> None:
-    """Refuse rows and heads that a mesh does not divide, and say what would fit."""
+    """Raise for rows and heads that a mesh does not divide, and name what would fit."""
     if mesh is None:
         return
     devices, tensor = row_shards(mesh), mesh.shape["tensor"]
@@ -244,7 +246,7 @@ def spread_batch(batch: Any, config: DecoderConfig, mesh: Mesh | None) -> Any:
 
 
 def keep_rows(x: Array, mesh: Mesh | None) -> Array:
-    """Keep rows, or the tokens of rows, spread over data and fsdp, and whole along tensor."""
+    """Keep rows, or the tokens of rows, spread over data and fsdp, and replicated along tensor."""
     return x if mesh is None else _put(x, mesh, ROWS)
 
 
@@ -266,7 +268,7 @@ def gather_weights(
 
 
 def gather_along_fsdp(x: Array, spread: PartitionSpec, mesh: Mesh) -> Array:
-    """Gather an array that lies as a rule says; its gradient lies so again."""
+    """Gather an array over fsdp; its gradient is summed and scattered."""
     full = _without_fsdp(spread)
     if "fsdp" not in spread:
         return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, full))
@@ -279,7 +281,7 @@ def _without_fsdp(spread: PartitionSpec) -> PartitionSpec:
 
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2))
 def _gather(x: Array, spread: NamedSharding, full: NamedSharding) -> Array:
-    """Gather what is spread; its gradient is spread again. A plain constraint would gather both."""
+    """Gather an array, and scatter its gradient, which a plain constraint would gather too."""
     x = jax.lax.with_sharding_constraint(x, spread)
     steps = steps_of(spread.mesh.shape["fsdp"])
     if steps[1] == 1:
@@ -289,7 +291,7 @@ def _gather(x: Array, spread: NamedSharding, full: NamedSharding) -> Array:
         mesh=spread.mesh,
         in_specs=spread.spec,
         out_specs=full.spec,
-        check_vma=False,  # what is gathered counts as different along fsdp
+        check_vma=False,  # gathered arrays count as different along fsdp
     )
     gathered: Array = gather(x)
     return gathered
@@ -332,7 +334,7 @@ def gather_tree(params: Any, mesh: Mesh) -> Any:
             mesh=mesh,
             in_specs=(spread,),
             out_specs=[_without_fsdp(spec) for spec in spread],
-            check_vma=False,  # what is gathered counts as different along fsdp
+            check_vma=False,  # gathered arrays count as different along fsdp
         )
         for i, gathered in zip(small, together([leaves[i] for i in small]), strict=True):
             leaves[i] = gathered
@@ -390,7 +392,7 @@ def _copy_backward(
         for dtype, group in _groups(sums, specs, mesh, spread=True).items():
             shares = [jnp.split(sums[i], devices, axis=specs[i].index("fsdp")) for i in group]
             rows = jnp.concatenate([jnp.stack(x).reshape(devices, -1) for x in shares], axis=1)
-            # What every device has is small as a rule: it then goes to each with its share.
+            # Gradients of replicated parameters are mostly small, and then go with each share.
             few = on_all.get(dtype, [])
             few = few if 8 * sum(sums[i].size for i in few) <= rows.shape[1] else []
             for i in few:
@@ -414,7 +416,7 @@ def _copy_backward(
         mesh=mesh,
         in_specs=PartitionSpec(AXES),
         out_specs=list(specs),
-        check_vma=False,  # a sum is the same on all
+        check_vma=False,  # sums are the same on all devices
     )(gradients)
     return (sums,)
 
@@ -440,7 +442,7 @@ def _gather_together(
 def _groups(
     leaves: list[Array], specs: Sequence[PartitionSpec], mesh: Mesh, *, spread: bool
 ) -> dict[Any, list[int]]:
-    """Numbers of leaves by their type: of those that are spread over fsdp, or of the others."""
+    """Group the indices of leaves by type: of those that are spread over fsdp, or of the others."""
     groups: dict[Any, list[int]] = {}
     for i, (leaf, spec) in enumerate(zip(leaves, specs, strict=True)):
         if ("fsdp" in spec and mesh.shape["fsdp"] > 1) is spread:
@@ -473,16 +475,16 @@ def _put(x: Array, mesh: Mesh, *axes: Any) -> Array:
     return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec(*axes)))
 
 
-# Gathers over many devices, in two steps: each in its neighbourhood, then from one to the next.
+# Gathers over many devices, in two steps: within neighbourhoods, then among them.
 
 
 _AT_ONCE = 32  # devices; the TPU compiler makes a gather over a larger cube a sum of padded shares
 
 
 def steps_of(size: int) -> tuple[int, int]:
-    """Devices of a neighbourhood, and neighbourhoods, among so many devices on an axis.
+    """Split the devices on an axis: how many in a neighbourhood, and how many neighbourhoods.
 
-    As equal as they can be beyond 32 devices; one neighbourhood up to there.
+    Up to 32 devices are one neighbourhood; the two factors of more are as equal as possible.
     """
     if size <= _AT_ONCE:
         return size, 1
@@ -499,7 +501,7 @@ def gather_in_steps(x: Array, axis: str, dimension: int, steps: tuple[int, int])
     Args:
         x: the share of a device.
         axis: the axis of the mesh.
-        dimension: that is concatenated.
+        dimension: the one to concatenate along.
         steps: devices of a neighbourhood, and neighbourhoods; their product is all devices.
 
     Returns:
