@@ -12,16 +12,7 @@ from jaxtyping import Array, Float
 
 from twinkle_jax.loss.contrastive import InfonceLoss
 from twinkle_jax.loss.loss_object import Loss, LossOutput, LossUnit
-from twinkle_jax.loss.policy_losses import (
-    BNPOLoss,
-    CISPOLoss,
-    DAPOLoss,
-    DRGRPOLoss,
-    GRPOLoss,
-    GSPOLoss,
-    PPOLoss,
-    SAPOLoss,
-)
+from twinkle_jax.loss.policy_losses import POLICY_LOSSES
 from twinkle_jax.loss.preference import CPOLoss, DPOLoss, ORPOLoss, SimPOLoss
 from twinkle_jax.loss.supervised import (
     ChunkedCrossEntropyLoss,
@@ -71,28 +62,21 @@ class FunctionLoss(Loss):
         return LossOutput(jnp.asarray(loss), metrics)
 
 
+_OTHERS: Mapping[str, type[Loss]] = {
+    "chunked_cross_entropy": ChunkedCrossEntropyLoss,
+    "cpo": CPOLoss,
+    "cross_entropy": CrossEntropyLoss,
+    "dpo": DPOLoss,
+    "gkd": GKDLoss,
+    "infonce": InfonceLoss,
+    "liger_fused_linear_cross_entropy": LigerFusedLinearCrossEntropyLoss,
+    "mse": MSELoss,
+    "orpo": ORPOLoss,
+    "ppo_value": PPOValueLoss,
+    "simpo": SimPOLoss,
+}
 LOSSES: Mapping[str, type[Loss]] = MappingProxyType(
-    {
-        "bnpo": BNPOLoss,
-        "chunked_cross_entropy": ChunkedCrossEntropyLoss,
-        "cispo": CISPOLoss,
-        "cpo": CPOLoss,
-        "cross_entropy": CrossEntropyLoss,
-        "dapo": DAPOLoss,
-        "dpo": DPOLoss,
-        "dr_grpo": DRGRPOLoss,
-        "gkd": GKDLoss,
-        "grpo": GRPOLoss,
-        "gspo": GSPOLoss,
-        "infonce": InfonceLoss,
-        "liger_fused_linear_cross_entropy": LigerFusedLinearCrossEntropyLoss,
-        "mse": MSELoss,
-        "orpo": ORPOLoss,
-        "ppo": PPOLoss,
-        "ppo_value": PPOValueLoss,
-        "sapo": SAPOLoss,
-        "simpo": SimPOLoss,
-    }
+    dict(sorted({**POLICY_LOSSES, **_OTHERS}.items()))
 )
 """Class of each loss by its short name. `get_loss` also knows them by the name of the class."""
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -472,3 +473,18 @@ class PPOLoss(PolicyLoss):
     ) -> Float[Array, ""]:
         """Average over tokens or sequences, as `loss_agg_mode` says."""
         return PPO_REDUCTIONS[self.loss_agg_mode](losses, mask, denominator=denominator)
+
+
+POLICY_LOSSES: Mapping[str, type[PolicyLoss]] = MappingProxyType(
+    {
+        "bnpo": BNPOLoss,
+        "cispo": CISPOLoss,
+        "dapo": DAPOLoss,
+        "dr_grpo": DRGRPOLoss,
+        "grpo": GRPOLoss,
+        "gspo": GSPOLoss,
+        "ppo": PPOLoss,
+        "sapo": SAPOLoss,
+    }
+)
+"""Class of each loss of a policy by its short name: those that a run can train with."""

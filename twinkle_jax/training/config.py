@@ -19,7 +19,8 @@ from twinkle_jax.data.settings import (
     share,
     share_below_one,
 )
-from twinkle_jax.loss import LOSSES, ImportanceCorrection, PolicyLoss
+from twinkle_jax.loss import ImportanceCorrection, PolicyLoss
+from twinkle_jax.loss.policy_losses import POLICY_LOSSES
 from twinkle_jax.rollout import RolloutConfig
 from twinkle_jax.training.by_name import make_estimator, make_optimizer, make_schedule
 
@@ -388,11 +389,10 @@ def make_loss(config: TrainConfig) -> PolicyLoss:
         ValueError: if no policy loss has that name.
     """
     update = config.update
-    policy_losses = {name: cls for name, cls in LOSSES.items() if issubclass(cls, PolicyLoss)}
-    by_class_name = {cls.__name__: cls for cls in policy_losses.values()}
-    kind = (policy_losses | by_class_name).get(update.loss)
+    by_name = {**POLICY_LOSSES, **{cls.__name__: cls for cls in POLICY_LOSSES.values()}}
+    kind = by_name.get(update.loss)
     if kind is None:
-        known = ", ".join(policy_losses)
+        known = ", ".join(POLICY_LOSSES)
         raise ValueError(f"update.loss must be one of {known}, got {update.loss!r}")
     options: dict[str, Any] = {"epsilon": update.epsilon}
     if update.epsilon_high is not None:
