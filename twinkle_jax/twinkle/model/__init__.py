@@ -1,7 +1,11 @@
 """Twinkle's `model`: `TransformersModel` with its verbs, and Megatron's names for it."""
 
-from twinkle_jax.twinkle.model.megatron import MegatronModel, MultiLoraMegatronModel
-from twinkle_jax.twinkle.model.transformers import TransformersModel
+from twinkle_jax.twinkle.model.transformers import (
+    MegatronModel,
+    MultiLoraMegatronModel,
+    TransformersModel,
+)
+from twinkle_jax.twinkle.names import add_submodules
 
 MultiLoraTransformersModel = TransformersModel
 
@@ -11,3 +15,5 @@ __all__ = [
     "MultiLoraTransformersModel",
     "TransformersModel",
 ]
+
+add_submodules(__name__, "megatron")
