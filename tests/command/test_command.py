@@ -39,6 +39,10 @@ def test_train_with_a_file_and_flags_over_it(tmp_path, capsys):
     assert main(["sample", "--model", str(run), "1+2=", "--num_samples", "3"]) == 0
     shown = capsys.readouterr().out
     assert [n for n in range(9) if f"--- {n} of 3: " in shown] == [1, 2, 3]
+    assert len(set(re.split(r"--- .*\n", shown)[1:])) > 1
+    likeliest = ["--num_samples", "3", "--top_k", "1"]
+    assert main(["sample", "--model", str(run), "1+2=", *likeliest]) == 0
+    assert len(set(re.split(r"--- .*\n", capsys.readouterr().out)[1:])) == 1
     assert main(["evaluate", "--model", str(run), "--level", "1", "--problems", "8"]) == 0
     assert capsys.readouterr().out.startswith("accuracy 0.")
     assert main(["export", str(run), str(tmp_path / "exported")]) == 0
