@@ -185,9 +185,7 @@ def sum_over_leaves(
     def add_up(shares: list[Array]) -> Float[Array, "*sums"]:
         sums = []
         for share, spec in zip(shares, specs, strict=True):
-            same = [
-                axis for axis in apart if axis not in spec
-            ]  # replicated along these: counted once
+            same = [axis for axis in apart if axis not in spec]  # replicated: counted once
             counted = sum(jax.lax.axis_index(axis) for axis in same) == 0
             sums.append(jnp.where(counted, of(share), 0))
         total = jnp.sum(jnp.stack(sums), axis=0)
