@@ -275,8 +275,8 @@ def _choose(
 ) -> Rollout:
     """Select groups of several rollouts, by their index over all of them."""
     rows = (groups[:, None] * num_samples + np.arange(num_samples)).reshape(-1)
-    each = drawn[0].rows_each
-    of_batch = (rows[:, None] * each + np.arange(each, dtype=np.int32)).reshape(-1)
+    rows_each = drawn[0].rows_each
+    of_batch = (rows[:, None] * rows_each + np.arange(rows_each, dtype=np.int32)).reshape(-1)
     width = max(rollout.batch.tokens.shape[1] for rollout in drawn)
     batches = [_pad(rollout.batch, width) for rollout in drawn]
 
