@@ -70,6 +70,7 @@ class Policy(NamedTuple):
         frozen: parameters that `params` are merged over; None if all are trained.
         lora: configuration of the adapters; None without adapters.
         base: the checkpoint that adapters belong to; None without adapters.
+        source: the directory that the decoder was read from; None if it was not.
     """
 
     params: Params
@@ -78,6 +79,7 @@ class Policy(NamedTuple):
     frozen: Params | None = None
     lora: LoraConfig | None = None
     base: str | None = None
+    source: Path | None = None
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -131,7 +133,7 @@ def load_policy(
             f"{argument} must have a tokenizer of at most {decoder.config.vocab_size} tokens, like "
             f"its embedding, got {len(template.tokenizer)} in {path_or_id}"
         )
-    return Policy(decoder.params, decoder.config, template)
+    return Policy(decoder.params, decoder.config, template, source=decoder.source)
 
 
 def add_adapter(
@@ -181,6 +183,9 @@ def attach_adapter(
 def save_policy(policy: Policy, directory: str | Path, *, merge: bool = False) -> None:
     """Write a policy with its tokenizer.
 
+    A whole checkpoint keeps the tensors that are not trained of the one that the policy was read
+    from: vision towers, heads that predict several tokens. See `save_pretrained`.
+
     Args:
         policy: with or without adapters.
         directory: where to write a checkpoint that transformers, vLLM and `load_policy` read; the
@@ -200,7 +205,7 @@ def save_policy(policy: Policy, directory: str | Path, *, merge: bool = False) -
     params = policy.weights
     if policy.lora is not None:
         params = jax.jit(merge_adapter)(params)
-    save_pretrained(Decoder(policy.config, params), directory)
+    save_pretrained(Decoder(policy.config, params, source=policy.source), directory)
     if hosts.is_first():
         policy.tokenizer.save_pretrained(directory)
 

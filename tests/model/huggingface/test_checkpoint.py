@@ -17,7 +17,7 @@ import safetensors.numpy
 from jax.sharding import PartitionSpec
 
 from tests.model.families import ALL, config_of, family, params_of, random_params
-from tests.model.huggingface.tensors import assert_same, contents, rewrite
+from tests.model.huggingface.tensors import assert_same, contents, rewrite, vision_checkpoint
 from twinkle_jax.model import Decoder, load_pretrained, parse_config, save_pretrained
 from twinkle_jax.model.huggingface import checkpoint, saving
 
@@ -201,26 +201,6 @@ def test_the_type_on_the_way_out(decoder, tmp_path):
     assert_same(load_pretrained(tmp_path / "out").params, rounded)
 
 
-def vision_checkpoint(directory):
-    """A checkpoint as the hub has them for Qwen3.5: nested, with tensors that are not text."""
-    config = {
-        "model_type": "qwen3_5",
-        "architectures": ["Qwen3_5ForConditionalGeneration"],
-        "text_config": family("qwen3_5_text"),
-        "vision_config": {"depth": 1},
-    }
-    params = params_of("qwen3_5_text")
-    save_pretrained(Decoder(parse_config(config), params), directory)
-    tensors = safetensors.numpy.load_file(directory / "model.safetensors")
-    tensors = {name.replace("model.", "model.language_model.", 1): x for name, x in tensors.items()}
-    tensors["model.visual.blocks.0.weight"] = np.arange(6, dtype=np.float16).reshape(2, 3)
-    tensors["model.visual.counts"] = np.arange(5, dtype=np.int64)
-    tensors["mtp.layers.0.weight"] = np.arange(3, dtype=np.int8)
-    safetensors.numpy.save_file(tensors, directory / "model.safetensors")
-    (directory / "config.json").write_text(json.dumps(config))
-    return tensors
-
-
 @pytest.mark.parametrize("size", [5_000_000_000, 9_000])
 def test_vision_checkpoints_keep_what_is_not_text(size, tmp_path):
     tensors = vision_checkpoint(tmp_path / "in")
@@ -242,11 +222,23 @@ def test_vision_checkpoints_keep_what_is_not_text(size, tmp_path):
     config = json.loads((tmp_path / "out/config.json").read_text())
     assert config["architectures"] == ["Qwen3_5ForConditionalGeneration"]
     assert_same(load_pretrained(tmp_path / "out").params, decoder.params)
-    shutil.rmtree(tmp_path / "in")  # without its source, it is the text model
-    save_pretrained(decoder, tmp_path / "text")
+    shutil.rmtree(tmp_path / "in")
+    with pytest.warns(UserWarning, match="only the text model is written"):
+        save_pretrained(decoder, tmp_path / "text")
     config = json.loads((tmp_path / "text/config.json").read_text())
     assert config["model_type"] == "qwen3_5_text"
     assert_same(load_pretrained(tmp_path / "text").params, decoder.params)
+
+
+def test_a_text_checkpoint_keeps_its_multi_token_prediction(tmp_path):
+    save_pretrained(Decoder(config_of("qwen3_5_text"), params_of("qwen3_5_text")), tmp_path / "in")
+    head = np.arange(3, dtype=np.float32)
+    rewrite(tmp_path / "in", {"mtp.layers.0.weight": head})
+    before = safetensors.numpy.load_file(tmp_path / "in/model.safetensors")
+    save_pretrained(load_pretrained(tmp_path / "in"), tmp_path / "out")
+    after = safetensors.numpy.load_file(tmp_path / "out/model.safetensors")
+    assert after.keys() == before.keys()
+    np.testing.assert_array_equal(after["mtp.layers.0.weight"], head)
 
 
 def test_the_tokenizer_comes_along_and_other_files_stay(decoder, export, tmp_path):

@@ -8,6 +8,7 @@ import json
 import math
 import re
 import shutil
+import warnings
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -24,7 +25,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDev
 from jax.typing import DTypeLike
 from jaxtyping import Array
 
-from twinkle_jax.model.decoder.config import DecoderConfig
+from twinkle_jax.model.decoder.config import FAMILIES, DecoderConfig
 from twinkle_jax.model.decoder.forward import Decoder
 from twinkle_jax.model.decoder.parameters import nest, parameter_table, stacked_shape
 from twinkle_jax.model.huggingface.checkpoint_files import (
@@ -122,7 +123,7 @@ def load_pretrained(
                 for path, p in parameter_table(config).items()
             ]
             arrays = {leaf.path: place(leaf, _sharding(mesh, partition, leaf)) for leaf in leaves}
-    return Decoder(config, nest(arrays), source=directory)
+    return Decoder(config, nest(arrays), source=directory.absolute())
 
 
 def read_config(directory: Path) -> DecoderConfig:
@@ -280,9 +281,9 @@ def save_pretrained(
     The files are written beside the directory, read back and compared, and then moved into place in
     one step: an interrupted export leaves an older one intact. Files of an older export other than
     its weights and configuration are kept. The tokenizer's files are copied from the directory that
-    the decoder was read from. A vision-language checkpoint of Qwen3.5 or Gemma 3 stays one: its
-    vision and multi-token-prediction tensors are copied unchanged. Without the directory that it
-    was read from, only the text model is written.
+    the decoder was read from, and so are tensors that the decoder does not use, unchanged: the
+    vision tower of Qwen3.5 or Gemma 3, and heads that predict several tokens. If that directory is
+    gone, a warning says that only the text model is written.
 
     If the parameters are spread over several processes, all of them must call this. They gather one
     tensor at a time, process 0 writes it, and all return when the checkpoint is complete.
@@ -433,7 +434,15 @@ def _other_files(target: Path) -> list[str]:
 def _carried_from_source(decoder: Decoder, stack: ExitStack) -> list[ExportTensor]:
     """List the tensors of the enclosing model, to be copied from where the decoder was read."""
     source = decoder.source
-    if source is None or not source.is_dir() or "text_config" not in decoder.config.original:
+    if source is None or not FAMILIES[decoder.config.model_type].carried:
+        return []
+    if not source.is_dir():
+        if "text_config" in decoder.config.original:
+            warnings.warn(
+                f"only the text model is written: {source}, which it was read from and which has "
+                "the other tensors, is gone",
+                stacklevel=2,
+            )
         return []
     stored = stored_tensors(source)
     wanted = {name: stored[name] for name in carried_tensors(decoder.config, stored)}

@@ -1,0 +1,58 @@
+"""A policy in files: what a run writes of a checkpoint that holds more than the policy."""
+
+import json
+
+import numpy as np
+import pytest
+
+from tests.model.huggingface.tensors import vision_checkpoint
+from tests.training.small_run import EVERY_STEP, config, make_files, update
+from twinkle_jax.data import small_tokenizer
+from twinkle_jax.training import LoraSettings, MeshConfig, export, train
+
+safetensors = pytest.importorskip("safetensors.numpy")
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A checkpoint with vision and multi-token-prediction tensors, as the hub caches it."""
+    make_files(tmp_path)
+    whole = vision_checkpoint(tmp_path / "whole")
+    small_tokenizer("0123456789+-*()=").save_pretrained(tmp_path / "whole")
+    (tmp_path / "whole" / "preprocessor_config.json").write_text("{}")
+    snapshot, blobs = tmp_path / "hub/snapshots/1", tmp_path / "hub/blobs"
+    snapshot.mkdir(parents=True)
+    (tmp_path / "whole").rename(blobs)
+    for path in blobs.iterdir():
+        (snapshot / path.name).symlink_to(path)
+    return tmp_path, snapshot, {name: x for name, x in whole.items() if "language" not in name}
+
+
+def assert_carried(directory, tensors):
+    stored = safetensors.load_file(directory / "model.safetensors")
+    for name, x in tensors.items():
+        np.testing.assert_array_equal(stored[name], x, strict=True)
+    config = json.loads((directory / "config.json").read_text())
+    assert config["architectures"] == ["Qwen3_5ForConditionalGeneration"]
+    assert "model.language_model.norm.weight" in stored
+    assert (directory / "preprocessor_config.json").exists()
+
+
+def test_a_run_keeps_the_tensors_that_it_does_not_train(folder):
+    place, model, tensors = folder
+    kept = {"model": str(model), "logging": EVERY_STEP, "update": update(kl_beta=0.0)}
+    train(config(place, place / "run", steps=1, **kept))
+    assert_carried(place / "run/policy", tensors)
+    spread = kept | {"mesh": MeshConfig(fsdp=2)}
+    train(config(place, place / "run", steps=2, resume="auto", **spread))
+    assert_carried(place / "run/policy", tensors)
+    export(place / "run", place / "exported", step=1)
+    assert_carried(place / "exported", tensors)
+
+
+def test_merged_adapters_keep_them_too(folder):
+    place, model, tensors = folder
+    lora = LoraSettings(rank=2, target_modules="all-linear")
+    train(config(place, place / "run", steps=1, model=str(model), lora=lora))
+    export(place / "run", place / "merged", merge=True)
+    assert_carried(place / "merged", tensors)
