@@ -143,3 +143,20 @@ def test_what_is_refused(checkpoint, tmp_path):
     file.write_bytes(file.read_bytes()[:-10])
     with pytest.raises(ValueError, match="training_state"):
         model.resume_from_checkpoint(place)
+
+
+@pytest.mark.parametrize("adapter_first", [False, True])
+def test_an_adapter_and_a_checkpoint_never_share_a_directory(checkpoint, tmp_path, adapter_first):
+    """transformers would load both, the adapter over the weights."""
+    first, second = start(checkpoint, adapter_first), start(checkpoint, not adapter_first)
+    place = first.save("one", tmp_path, save_optimizer=True)
+    before = {path: path.read_bytes() for path in place.rglob("*") if path.is_file()}
+    for model, options in (
+        (second, {"save_optimizer": True}),
+        (second, {}),
+        *([(first, {"merge": True})] if adapter_first else []),
+    ):
+        with pytest.raises(ValueError, match="adapter"):
+            model.save("one", tmp_path, **options)
+        assert {path: path.read_bytes() for path in place.rglob("*") if path.is_file()} == before
+    assert [path.name for path in tmp_path.iterdir()] == ["one"]

@@ -23,6 +23,7 @@ import numpy as np
 from jaxtyping import PyTree
 
 from twinkle_jax._package import require
+from twinkle_jax.model.huggingface.checkpoint_files import ADAPTER_CONFIG, CONFIG
 from twinkle_jax.model.huggingface.saving import check_target, remove_remains, replace_directory
 from twinkle_jax.rollout import hosts
 
@@ -379,7 +380,8 @@ def write_with_state(
         facts: likewise.
 
     Raises:
-        ValueError: if the directory cannot be replaced, or as `write_checkpoint`.
+        ValueError: if the directory cannot be replaced, or holds an adapter where a checkpoint is
+            written or the reverse; or as `write_checkpoint`.
         OSError: if the files cannot be written; the directory is then unchanged.
     """
     check_target(directory)
@@ -389,6 +391,12 @@ def write_with_state(
             shutil.copytree(directory, fresh, dirs_exist_ok=True, ignore=older)
         weights = fresh / ".weights"
         write_weights(weights)
+        for written, other in ((CONFIG, ADAPTER_CONFIG), (ADAPTER_CONFIG, CONFIG)):
+            if (weights / written).exists() and (directory / other).exists():
+                raise ValueError(
+                    f"directory must not hold both a checkpoint and an adapter, which transformers "
+                    f"would load together, got {other} in {directory}"
+                )
         for path in weights.iterdir():
             path.replace(fresh / path.name)
         weights.rmdir()

@@ -71,8 +71,9 @@ class SavedPolicy(AdapterPolicy):
             The directory; None between intervals.
 
         Raises:
-            ValueError: if a checkpoint to resume from would be merged or rounded, or there is no
-                optimizer to save.
+            ValueError: if a checkpoint to resume from would be merged or rounded, there is no
+                optimizer to save, or the directory holds an adapter where a checkpoint is written,
+                or the reverse: both would be loaded.
         """
         group = self.group(adapter_name)
         if group.cur_step % interval:
