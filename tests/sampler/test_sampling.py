@@ -14,6 +14,7 @@ from tests.model.families import each
 from twinkle_jax.model import make_mesh
 from twinkle_jax.sampler import Sampling
 from twinkle_jax.sampler.sampling import (
+    _heaviest,
     block_size,
     block_weights,
     draw,
@@ -151,6 +152,23 @@ def test_a_large_vocabulary_keeps_what_sorting_keeps(case):
     for row in (0, 2, 9, 18):
         alone = kept(jnp.asarray(logits[row : row + 1]), traced_sampling(Sampling(**case)))
         np.testing.assert_array_equal(alone[0], actual[row])
+
+
+def test_the_heaviest_columns_of_a_row_are_those_with_the_largest_maxima():
+    """Also in rows with ties, with few finite tokens, and with all but no differences."""
+    logits = wide(8)
+    logits[3, 60:] = -np.inf
+    logits[4] = np.where(np.arange(logits.shape[1]) % 3, -1e30, 0)
+    logits[5] = 0
+    logits[6, ::5] = np.inf
+    some, places, bound = map(np.asarray, jax.jit(_heaviest)(jnp.asarray(logits)))
+    width = places[0, 1] - places[0, 0]
+    padded = np.pad(logits, ((0, 0), (0, -logits.shape[1] % width)), constant_values=-np.inf)
+    maxima = padded.reshape(8, -1, width).max(axis=1)
+    order = np.argsort(-maxima, axis=1, kind="stable")
+    np.testing.assert_array_equal(places[:, :: len(places[0]) // 64] % width, order[:, :64])
+    np.testing.assert_array_equal(bound, np.take_along_axis(maxima, order, axis=1)[:, 64])
+    np.testing.assert_array_equal(some, padded[np.arange(8)[:, None], places])
 
 
 @jax.jit

@@ -28,7 +28,8 @@ Logits = Float[Array, "rows vocab"]
 
 _STOP_SLOTS = 8  # stop tokens are padded to a multiple of this, so that their number is traced
 _ONE = 2**30  # probability 1 as an integer
-_LINES, _COLUMNS = 16, 64  # of the table in which filters look for the heaviest tokens
+_COLUMNS = 64  # of the table of all tokens, in which filters look for the heaviest
+_SMALL = 4096  # a vocabulary of at most so many tokens is searched as a whole
 _ROWS = 8  # of the vocabulary, searched as a whole at a time: a TPU's registers hold 8
 
 
@@ -313,7 +314,7 @@ def draw_kept(
         return token, logprob, threshold
 
     def from_heaviest() -> tuple[Array, Array, Array]:
-        if logits.shape[1] <= 4 * _LINES * _COLUMNS:
+        if logits.shape[1] <= _SMALL:
             return from_all(logits, maximum, total, bits)
         some, places, bound = _heaviest(logits)
         weights = jnp.exp(some - maximum[:, None])
@@ -362,18 +363,38 @@ def _heaviest(
     the largest maxima, and as the bound the largest maximum of the other columns.
     """
     vocab = logits.shape[1]
-    width = -(-vocab // _LINES)
+    # More lines: fewer columns to choose from, but more tokens to search in those chosen.
+    count = 2 ** round(math.log2(vocab / 512) / 2)
+    width = -(-vocab // count)
     lines = [logits[:, start : start + width] for start in range(0, vocab, width)]
     fill = width - lines[-1].shape[1]
     lines[-1] = jnp.pad(lines[-1], ((0, 0), (0, fill)), constant_values=-jnp.inf)
     maxima = functools.reduce(jnp.maximum, lines)
+    maxima = jnp.where(maxima < _lower_bound(maxima)[:, None], -jnp.inf, maxima)
     # Without barriers a slice of the result is merged into it, and a CPU sorts all columns. One for
     # both results crashes the compiler of jaxlib 0.10.2 inside shard_map.
     largest, columns = map(jax.lax.optimization_barrier, jax.lax.top_k(maxima, _COLUMNS + 1))
-    chosen = columns[:, :-1, None] + width * jnp.arange(_LINES, dtype=jnp.int32)[None, None]
+    chosen = columns[:, :-1, None] + width * jnp.arange(count, dtype=jnp.int32)[None, None]
     chosen = chosen.reshape(len(logits), -1)
     some = jnp.take_along_axis(logits, chosen, axis=1, mode="fill", fill_value=-jnp.inf)
     return some, chosen, largest[:, -1]
+
+
+def _lower_bound(maxima: Float[Array, "rows columns"]) -> PerRow:
+    """Bound what `_heaviest` chooses from below, because a CPU's top-k is faster without the rest.
+
+    If enough groups of columns have a maximum above the bound, enough columns do.
+    """
+    groups, size = 2 * _COLUMNS, maxima.shape[1] // (2 * _COLUMNS)
+    maxima = maxima[:, : groups * size].reshape(-1, size, groups).max(axis=1)
+
+    def halve(_: int, bounds: tuple[Array, Array]) -> tuple[Array, Array]:
+        low, high = bounds
+        middle = low + (high - low) / 2  # NaN, which is above nothing, if one is infinite
+        enough = jnp.sum(maxima >= middle[:, None], axis=1, dtype=jnp.float32) > _COLUMNS
+        return jnp.where(enough, middle, low), jnp.where(enough, high, middle)
+
+    return jax.lax.fori_loop(0, 8, halve, (maxima.min(axis=1), maxima.max(axis=1)))[0]
 
 
 def _search(
@@ -397,7 +418,9 @@ def _search(
 
     def by_k() -> tuple[PerRow, PerRow]:
         def enough(threshold: PerRow) -> Array:
-            return jnp.sum(weights >= threshold[:, None], axis=1, dtype=jnp.int32) >= k
+            # In floats, exact below 2^24: a CPU counts integers at half the speed.
+            number = jnp.sum(weights >= threshold[:, None], axis=1, dtype=jnp.float32)
+            return number >= k.astype(jnp.float32)
 
         threshold = _largest_threshold(enough, jnp.zeros_like(total))
         return threshold, mass(threshold)
