@@ -230,6 +230,20 @@ def drawn(logits, bits):
     return draw(bits, logits, maximum, block_weights(logits, maximum))
 
 
+@pytest.mark.parametrize("vocab", [16_512, 16_384, 9_001])
+def test_the_weight_of_a_block_is_the_sum_of_its_tokens(vocab):
+    """Also where tiles of a TPU's memory are summed first, and the last block is half full."""
+    logits = np.random.default_rng(0).normal(size=(20, vocab)).astype(np.float32)
+    for rows, least in ((20, None), (8, 0.01), (3, None)):
+        some = logits[:rows]
+        weights = np.exp(some - some.max(axis=1, keepdims=True))
+        threshold = None if least is None else jnp.full(rows, least, jnp.float32)
+        actual = block_weights(jnp.asarray(some), jnp.asarray(some.max(axis=1)), threshold)
+        weights[weights < (least or 0)] = 0
+        starts = np.arange(0, vocab, block_size(vocab))
+        np.testing.assert_allclose(actual, np.add.reduceat(weights, starts, axis=1), rtol=1e-4)
+
+
 @pytest.mark.parametrize("vocab", each([1, 17, 48, 2, 15, 16, 300, 1000], default=3))
 def test_every_token_has_the_share_of_u_that_it_should_have(vocab):
     """For a grid of u that is uniform over both choices, each token comes up as often as p says."""

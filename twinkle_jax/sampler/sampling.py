@@ -30,6 +30,7 @@ _STOP_SLOTS = 8  # stop tokens are padded to a multiple of this, so that their n
 _ONE = 2**30  # probability 1 as an integer
 _COLUMNS = 64  # of the table of all tokens, in which filters look for the heaviest
 _SMALL = 4096  # a vocabulary of at most so many tokens is searched as a whole
+_LANES = 128  # columns of a tile of a TPU's memory
 _ROWS = 8  # of the vocabulary, searched as a whole at a time: a TPU's registers hold 8
 
 
@@ -481,16 +482,17 @@ def block_weights(
 ) -> Float[Array, "rows blocks"]:
     """Sum the weights, exp(logit - maximum), of each block, without those below the threshold."""
     rows, vocab = logits.shape
-    if axis is not None:
-        # A block may lie on two devices: parts of blocks that do not are summed and gathered.
-        size = block_size(vocab * jax.lax.axis_size(axis))
-        part = math.gcd(vocab, size)
-        weights = _weights(logits, maximum, threshold)
-        parts = jnp.sum(weights.reshape(rows, -1, part), axis=2)
-        parts = jax.lax.all_gather(parts, axis, axis=1, tiled=True)
+    size = block_size(vocab if axis is None else vocab * jax.lax.axis_size(axis))
+    part = math.gcd(vocab, size, _LANES)
+    if axis is not None or part == _LANES:
+        # Parts of blocks are summed first: a block may lie on two devices, and a TPU reads whole
+        # tiles of 8 rows and 128 columns. Of any other view it would make two copies.
+        tile = math.gcd(rows, 8)
+        weights = _weights(logits, maximum, threshold).reshape(rows // tile, tile, -1, part)
+        parts = jnp.sum(weights.swapaxes(1, 2), axis=3).swapaxes(1, 2).reshape(rows, -1)
+        parts = parts if axis is None else jax.lax.all_gather(parts, axis, axis=1, tiled=True)
         parts = jnp.pad(parts, ((0, 0), (0, -parts.shape[1] % (size // part))))
         return jnp.sum(parts.reshape(rows, -1, size // part), axis=2)
-    size = block_size(vocab)
     count, rest = divmod(vocab, size)
     weights = _weights(logits[:, : vocab - rest], maximum, threshold)
     blocks = jnp.sum(weights.reshape(rows, count, size), axis=2)
