@@ -125,6 +125,22 @@ def test_adapters_drop_inputs_by_the_seed_of_the_run():
     assert np.abs(dropped - trained(0.0)).max() > 1e-6
 
 
+@pytest.mark.parametrize("mini_batches", [1, 2])
+def test_dropout_is_no_mismatch(mini_batches):
+    """The sampler has no dropout, and the trainer has none where the two are compared."""
+    policy = add_adapter(POLICY, LoraConfig(r=2, lora_dropout=0.5), base="base")
+    params = jax.tree.map(lambda x: x + 0.3, policy.params)
+    made = recipe(mini_batches=mini_batches)
+    lora = LoraSettings(rank=2, dropout=0.5)
+    made = make_recipe(dataclasses.replace(made.config, lora=lora), policy, long_ones)
+    drawn = sampled(made, params=params)
+    _, metrics = train_step(
+        train_state(params, made.optimizer), made, drawn, learning_rate=1e-3, seed=(0, 0)
+    )
+    assert metrics["sampling/logp_diff/max"] < 1e-4
+    assert metrics["sampling/token_sample_size"] == pytest.approx(1, abs=1e-4)
+
+
 def with_momentum(**changes):
     """A recipe of Adam, and a state whose moments are not zero."""
     adam = recipe(optimizer="adam", **changes)

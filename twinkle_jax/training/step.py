@@ -227,7 +227,8 @@ def train_step(
         learning_rate: of this step.
         seed: of the order of mini-batches.
         compare_all: whether to compare the sampler's log-probabilities with the trainer's for all
-            completions, which takes an extra pass, or only for those of the first update.
+            completions, which takes an extra pass, or only for those of the first update. With
+            dropout all are compared in that pass, which has none.
 
     Returns:
         The new state, and the step's metrics.
@@ -244,7 +245,8 @@ def train_step(
     facts = rollout_facts(batch)
     mismatch = None
     corrected = update.correction != "none"
-    if corrected or (compare_all and update.mini_batches > 1):
+    noisy = recipe.config.lora.rank and recipe.config.lora.dropout  # updates compute with dropout
+    if corrected or noisy or (compare_all and update.mini_batches > 1):
         logps = score(recipe, state.params, batch, lengths)
         mismatch = compare(logps, batch)
         if corrected:  # policy ratios use trainer log-probabilities only; the loss weighs tokens
@@ -314,13 +316,15 @@ def learn(
         learning_rate: of these updates.
         seed: of the order in which prompts are dealt out to mini-batches.
         row_lengths: tokens of each row, so that shorter ones cost less; None: the batch's width.
-        mismatch: of the whole batch, if it is known; None compares the rows of the first update.
+        mismatch: of the whole batch, if it is known; None compares the rows of the first update,
+            unless the adapters have dropout.
 
     Returns:
         The state after `epochs * mini_batches` updates, and what they did.
     """
     config, learnt = recipe.config, Learnt([], [], mismatch)
     row_lengths = _lengths(batch, row_lengths)
+    dropout_key = _dropout_key(config)
     for rows in deal_rows(len(batch.tokens), config, seed):
         total: StepSummary | None = None
         observed: SamplerMismatch | None = None
@@ -332,14 +336,15 @@ def learn(
                 recipe.loss,
                 frozen=recipe.frozen,
                 temperature=config.rollout.temperature,
-                key=_dropout_key(config),
+                key=dropout_key,
                 compute_dtype=config.dtype,
                 remat=RECOMPUTED[config.update.recompute],
                 mesh=recipe.mesh,
                 transfers=config.mesh.transfers,
                 packing=packing,
             )
-            if learnt.mismatch is None and part.old_logps is not None and summary.logps is not None:
+            comparable = part.old_logps is not None and dropout_key is None
+            if learnt.mismatch is None and comparable and summary.logps is not None:
                 difference = compare(summary.logps, part)
                 observed = difference if observed is None else _add(observed, difference)
             total = summary if total is None else add_summaries(total, summary)
