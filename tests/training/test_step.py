@@ -135,10 +135,17 @@ def test_dropout_is_no_mismatch(mini_batches):
     made = make_recipe(dataclasses.replace(made.config, lora=lora), policy, long_ones)
     drawn = sampled(made, params=params)
     _, metrics = train_step(
-        train_state(params, made.optimizer), made, drawn, learning_rate=1e-3, seed=(0, 0)
+        train_state(jax.tree.map(jnp.copy, params), made.optimizer),
+        made,
+        drawn,
+        learning_rate=1e-3,
+        seed=(0, 0),
     )
     assert metrics["sampling/logp_diff/max"] < 1e-4
     assert metrics["sampling/token_sample_size"] == pytest.approx(1, abs=1e-4)
+    fresh = train_state(jax.tree.map(jnp.copy, params), made.optimizer)
+    _, learnt = learn(fresh, drawn.batch, made, learning_rate=1e-3, seed=(0, 0))
+    assert learnt.mismatch is None  # not compared
 
 
 def with_momentum(**changes):
