@@ -8,7 +8,15 @@ import pytest
 from tests.model.huggingface.tensors import vision_checkpoint
 from tests.training.small_run import EVERY_STEP, config, make_files, update
 from twinkle_jax.data import small_tokenizer
-from twinkle_jax.training import LoraSettings, MeshConfig, export, train
+from twinkle_jax.training import (
+    LoraSettings,
+    MeshConfig,
+    export,
+    load_policy,
+    save_policy,
+    small_policy,
+    train,
+)
 
 safetensors = pytest.importorskip("safetensors.numpy")
 
@@ -56,3 +64,14 @@ def test_merged_adapters_keep_them_too(folder):
     train(config(place, place / "run", steps=1, model=str(model), lora=lora))
     export(place / "run", place / "merged", merge=True)
     assert_carried(place / "merged", tensors)
+
+
+def test_the_directory_of_a_run_is_no_checkpoint(tmp_path):
+    policy = small_policy(0)
+    save_policy(policy, tmp_path / "policy")
+    (tmp_path / "config.json").write_text('{"steps": 1}')
+    with pytest.raises(ValueError, match=r"model must .* run.*policy"):
+        load_policy(str(tmp_path), argument="model")
+    save_policy(policy, tmp_path / "other")
+    (tmp_path / "policy").rename(tmp_path / "other" / "policy")
+    assert load_policy(str(tmp_path / "other")).config == policy.config  # has both

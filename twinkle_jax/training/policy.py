@@ -42,7 +42,7 @@ from twinkle_jax.model import (
     with_adapter,
 )
 from twinkle_jax.model.decoder.lora import init_adapter
-from twinkle_jax.model.huggingface.checkpoint_files import ADAPTER_CONFIG, locate, read_json
+from twinkle_jax.model.huggingface.checkpoint_files import ADAPTER_CONFIG, CONFIG, locate, read_json
 from twinkle_jax.rollout import hosts
 from twinkle_jax.training.by_name import make_optimizer
 from twinkle_jax.training.gradient import grad_step
@@ -126,6 +126,11 @@ def load_policy(
         base_policy = load_policy(base, mesh=mesh)
         lora, adapter = load_adapter(place, base_policy.config)
         return attach_adapter(base_policy, lora, adapter, base=base, mesh=mesh)
+    if (place / "policy" / CONFIG).exists() and "model_type" not in read_json(place, CONFIG):
+        raise ValueError(
+            f"{argument} must be a checkpoint or an adapter, got the directory of a run, {place}: "
+            f"its policy is {place / 'policy'}"
+        )
     decoder = load_pretrained(path_or_id, dtype="float32", mesh=mesh, partition=rules)
     template = Template(path_or_id)
     if len(template.tokenizer) > decoder.config.vocab_size:
