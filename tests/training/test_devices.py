@@ -113,18 +113,18 @@ def assert_same_but_for_rounding(got, expected):
 def test_two_devices_compile_nothing_after_warm_up_and_are_seldom_waited_for(
     folder, alone, tmp_path, compilations
 ):
-    settings = config(folder, tmp_path / "run", mesh=MeshConfig(data=2))
+    mesh = MeshConfig(data=2)
+    # The same run once before: each shape of a micro-batch compiles when it first occurs.
+    train(config(folder, tmp_path / "before", mesh=mesh), reward=Watch(HostReads(), []))
     with HostReads() as reads:
         watch = Watch(reads, compilations)
-        train(settings, reward=watch)
+        train(config(folder, tmp_path / "run", mesh=mesh), reward=watch)
     steps = [1, 2, 3, 5, 6, 7]  # calls of the reward; the others are evaluations
     assert len(watch.seen) == STEPS + 4
     before, after = watch.seen[steps[-2]], watch.seen[steps[-1]]
     # The state of the sampler, its completions, and the metrics of the step.
     assert after[0] - before[0] <= 3
-    assert after[1] - before[1] == 0
-    before = watch.seen[steps[-3]]
-    assert watch.seen[steps[-2]][1] - before[1] == 0
+    assert watch.seen[-1][1] == watch.seen[0][1]
     assert_same_but_for_rounding(tmp_path / "run", alone)
 
 
