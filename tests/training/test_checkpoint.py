@@ -442,6 +442,16 @@ def test_no_space(tmp_path):
     assert_same(RunCheckpoints(tmp_path).restore(like).arrays, {"x": jnp.arange(9.0)})
 
 
+def test_system_errors_of_other_arrays_are_not_logged(tmp_path, caplog):
+    """Orbax logs those of arrays that it has given up on whenever their tasks are collected."""
+    RunCheckpoints(tmp_path).save(1, {"x": jnp.zeros(3)}, {})
+    full = ValueError("Failed to write 9 bytes to file 5: File too large [os_error_code='27']")
+    for name in ("absl", "asyncio"):
+        logging.getLogger(name).error("Task exception was never retrieved", exc_info=full)
+        logging.getLogger(name).error("something else", exc_info=ValueError("else"))
+    assert [record.getMessage() for record in caplog.records] == ["something else"] * 2
+
+
 def test_weights_with_the_state_of_their_training(tmp_path):
     """Both are replaced at once, other files stay, and a failure changes nothing."""
     place, arrays = tmp_path / "policy", {"m": jnp.arange(3.0), "key": jax.random.key(1)}

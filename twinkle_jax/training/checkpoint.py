@@ -268,33 +268,43 @@ def _place(stored: Any, leaf: Any) -> jax.Array:
     return array if sharding is None else jax.device_put(array, sharding)
 
 
+_OS_ERROR = re.compile(r"os_error_code='(\d+)'")  # in tensorstore's messages
+
+
+def _is_no_system_error(record: logging.LogRecord) -> bool:
+    message = f"{record.getMessage()} {record.exc_info and record.exc_info[1]}"
+    return _OS_ERROR.search(message) is None
+
+
 @contextmanager
 def _plain_errors() -> Iterator[None]:
     """Raise system errors of tensorstore as OSErrors, and keep its tracebacks out of the log.
 
     Orbax closes its event loop at the first array that cannot be written. The other arrays then
-    fail, perhaps later, with "Event loop is closed": the hook that hides it stays after an error.
+    fail, perhaps later: with "Event loop is closed", which a hook hides that stays after an error,
+    or with the same system error, which is kept out of the log from the first call on.
     """
-    logger, hook = logging.getLogger("absl"), sys.unraisablehook
-    level = logger.level
+    hook, level = sys.unraisablehook, logging.getLogger("absl").level
+    for name in ("absl", "asyncio"):
+        logging.getLogger(name).addFilter(_is_no_system_error)
 
     def ignore_closed_loop(unraisable: Any) -> None:
         if str(unraisable.exc_value) != "Event loop is closed":
             hook(unraisable)
 
-    logger.setLevel(logging.CRITICAL)
+    logging.getLogger("absl").setLevel(logging.CRITICAL)
     sys.unraisablehook = ignore_closed_loop
     try:
         yield
         sys.unraisablehook = hook
     except ValueError as error:
-        code = re.search(r"os_error_code='(\d+)'", str(error))
+        code = _OS_ERROR.search(str(error))
         if code is None:
             raise
         number = int(code.group(1))
         raise OSError(number, os.strerror(number)) from error
     finally:
-        logger.setLevel(level)
+        logging.getLogger("absl").setLevel(level)
 
 
 _STEP = re.compile(r"step_(\d{8,})")
