@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, DTypeLike, Float, Int
 
-from twinkle_jax.loss.per_token import Mask, PerToken
+from twinkle_jax.loss.per_token import Mask, PerToken, floats
 from twinkle_jax.loss.policy_metrics import PolicyMetrics
 
 LossUnit = Literal["tokens", "sequences", "pairs", "batches"]
@@ -229,10 +229,7 @@ def per_position(name: str, values: Any, mask: Mask) -> PerToken:
 
 def floating(name: str, values: Any) -> Float[Array, "..."]:
     """Convert to float32, or leave float64 as it is; refuse other types."""
-    array = jnp.asarray(values)
-    if not jnp.issubdtype(array.dtype, jnp.floating):
-        raise TypeError(f"{name} must be floating point, got {array.dtype}")
-    return array.astype(jnp.float64 if array.dtype == jnp.float64 else jnp.float32)
+    return floats(**{name: values})[0]
 
 
 def _concrete(values: Any) -> np.ndarray[Any, Any] | None:

@@ -31,15 +31,21 @@ def masked_inputs(mask: Mask, /, **arrays: PerToken) -> list[PerToken]:
     The arrays come back in float32, or in float64 if one of them is float64.
     """
     mask = checked_mask(mask)
-    values = {name: jnp.asarray(array) for name, array in arrays.items()}
-    for name, value in values.items():
-        if not jnp.issubdtype(value.dtype, jnp.floating):
-            raise TypeError(f"{name} must be floating point, got {value.dtype}")
+    values = floats(**arrays)
+    for name, value in zip(arrays, values, strict=True):
         if value.shape != mask.shape:
             raise ValueError(f"{name} must have the shape of mask, {mask.shape}, got {value.shape}")
-    double = any(value.dtype == jnp.float64 for value in values.values())
-    dtype = jnp.float64 if double else jnp.float32
-    return [jnp.where(mask, value.astype(dtype), 0) for value in values.values()]
+    return [jnp.where(mask, value, 0) for value in values]
+
+
+def floats(**arrays: Float[Array, "..."]) -> list[Float[Array, "..."]]:
+    """Check that arrays are floating point; return them in float32, or all in float64 if one is."""
+    values = [jnp.asarray(array) for array in arrays.values()]
+    for name, value in zip(arrays, values, strict=True):
+        if not jnp.issubdtype(value.dtype, jnp.floating):
+            raise TypeError(f"{name} must be floating point, got {value.dtype}")
+    double = any(value.dtype == jnp.float64 for value in values)
+    return [value.astype(jnp.float64 if double else jnp.float32) for value in values]
 
 
 def checked_mask(mask: Mask) -> Mask:

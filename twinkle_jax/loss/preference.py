@@ -26,7 +26,14 @@ from twinkle_jax.loss.loss_object import (
     read_labels,
     refuse_unknown,
 )
-from twinkle_jax.loss.per_token import Coefficient, Mask, PerToken, masked_inputs, token_mean
+from twinkle_jax.loss.per_token import (
+    Coefficient,
+    Mask,
+    PerToken,
+    floats,
+    masked_inputs,
+    token_mean,
+)
 from twinkle_jax.loss.supervised import cross_entropy
 
 PerPair = Float[Array, "*pairs"]
@@ -264,17 +271,12 @@ def _margin(chosen: PerPair, rejected: PerPair, beta: Coefficient) -> PerPair:
 
 
 def _checked(chosen: PerPair, rejected: PerPair) -> tuple[PerPair, PerPair]:
-    chosen, rejected = jnp.asarray(chosen), jnp.asarray(rejected)
-    for name, value in (("chosen", chosen), ("rejected", rejected)):
-        if not jnp.issubdtype(value.dtype, jnp.floating):
-            raise TypeError(f"{name} must be floating point, got {value.dtype}")
+    chosen, rejected = floats(chosen=chosen, rejected=rejected)
     if chosen.shape != rejected.shape:
         raise ValueError(
             f"rejected must have the shape of chosen, {chosen.shape}, got {rejected.shape}"
         )
-    double = jnp.float64 in (chosen.dtype, rejected.dtype)
-    dtype = jnp.float64 if double else jnp.float32
-    return chosen.astype(dtype), rejected.astype(dtype)
+    return chosen, rejected
 
 
 LOSS_TYPES: dict[str, Callable[..., PerPair]] = {

@@ -28,6 +28,7 @@ from twinkle_jax.loss.per_token import (
     Mask,
     PerToken,
     checked_mask,
+    floats,
     masked_inputs,
     token_mean,
 )
@@ -162,17 +163,12 @@ def generalised_jsd(
 def _cleaned(
     student: TokenLogits, teacher: TokenLogits, mask: Mask
 ) -> tuple[TokenLogits, TokenLogits]:
-    arrays = {"student_logits": jnp.asarray(student), "teacher_logits": jnp.asarray(teacher)}
-    vocab = arrays["student_logits"].shape[-1:]
-    for name, logits in arrays.items():
-        if not jnp.issubdtype(logits.dtype, jnp.floating):
-            raise TypeError(f"{name} must be floating point, got {logits.dtype}")
-        if logits.shape != (*mask.shape, *vocab):
-            raise ValueError(f"{name} must have shape {(*mask.shape, *vocab)}, got {logits.shape}")
-    double = any(logits.dtype == jnp.float64 for logits in arrays.values())
-    dtype = jnp.float64 if double else jnp.float32
-    cleaned = (jnp.where(mask[..., None], x, 0).astype(dtype) for x in arrays.values())
-    student, teacher = cleaned
+    student, teacher = floats(student_logits=student, teacher_logits=teacher)
+    shape = (*mask.shape, *student.shape[-1:])
+    for name, logits in (("student_logits", student), ("teacher_logits", teacher)):
+        if logits.shape != shape:
+            raise ValueError(f"{name} must have shape {shape}, got {logits.shape}")
+    student, teacher = (jnp.where(mask[..., None], logits, 0) for logits in (student, teacher))
     return student, jax.lax.stop_gradient(teacher)
 
 

@@ -23,7 +23,7 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
-from twinkle_jax.loss.per_token import Coefficient
+from twinkle_jax.loss.per_token import Coefficient, checked_mask
 
 LARGEST_TILE = 2**24  # logits: 64 MiB in float32
 SMALLEST_TILE = 2**20
@@ -351,9 +351,7 @@ def _matrix(name: str, values: Any) -> jax.Array:
 
 def _checked_mask(mask: Any, time: int) -> jax.Array:
     """Check the mask: one boolean per token."""
-    mask = jnp.asarray(mask)
-    if mask.dtype != jnp.bool_:
-        raise TypeError(f"mask must be boolean (True = keep), got {mask.dtype}; try mask != 0")
+    mask = checked_mask(mask)
     if mask.shape != (time,):
         raise ValueError(f"mask must have shape {(time,)}, one per hidden state, got {mask.shape}")
     return mask
