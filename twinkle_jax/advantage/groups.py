@@ -157,10 +157,6 @@ class Samples:
     groups: Groups
     batch: WholeBatch
 
-    def over_batch(self) -> "Samples":
-        """Compare every sample with the whole batch."""
-        return dataclasses.replace(self, groups=self.batch)
-
     def masked(self, values: Array, fill: float = 0) -> Array:
         """Replace masked values."""
         return values if self.where is None else jnp.where(self.where, values, fill)
@@ -244,6 +240,17 @@ class Samples:
         """Put exactly 0 where a group has no signal, and NaN where it holds NaN or infinity."""
         signal, finite = self.each(self.has_signal), self.each(self.finite)
         return jnp.where(signal, jnp.where(finite, results, jnp.nan), 0)
+
+    def scaled(self, advantages: Array, scale: str, epsilon: Array) -> Array:
+        """Divide by the std of the group (`'group'`) or batch (`'batch'`); 0 without signal."""
+        if scale == "group":
+            divisor = jnp.where(self.has_signal, self.std + epsilon, 1)
+            advantages = advantages * self.each(1 / divisor)  # one division a group
+        advantages = self.zero_without_signal(advantages)
+        if scale == "batch":
+            batch = dataclasses.replace(self, groups=self.batch)
+            advantages = jnp.where(batch.has_signal, advantages / (batch.std + epsilon), 0)
+        return advantages
 
 
 def ulps(number: int, magnitude: Array) -> Array:

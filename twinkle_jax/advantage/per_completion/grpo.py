@@ -3,7 +3,6 @@
 import dataclasses
 
 import jax
-import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float
 
@@ -144,15 +143,7 @@ class GRPOAdvantage(FunctionAdvantage, name="grpo"):
 
 
 def _grpo(samples: Samples, scale: str, epsilon: Array) -> Array:
-    advantages = samples.deviations()  # r - mean(r)
-    if scale == "group":
-        divisor = jnp.where(samples.has_signal, samples.std + epsilon, 1)
-        advantages = advantages * samples.each(1 / divisor)  # one division a group
-    advantages = samples.zero_without_signal(advantages)
-    if scale == "batch":
-        batch = samples.over_batch()
-        advantages = jnp.where(batch.has_signal, advantages / (batch.std + epsilon), 0)
-    return advantages
+    return samples.scaled(samples.deviations(), scale, epsilon)  # r - mean(r), scaled
 
 
 def _rewards(samples: Samples, scale: str, epsilon: Array) -> Array:

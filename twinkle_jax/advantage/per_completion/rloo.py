@@ -133,11 +133,4 @@ def _rloo(samples: Samples, scale: str, epsilon: Array) -> Array:
     count = samples.divisor
     # A reward is n / (n - 1) times as far from the mean of the others as from the mean of all n.
     advantages = samples.deviations() * samples.each(count / jnp.maximum(count - 1, 1))
-    if scale == "group":
-        divisor = jnp.where(samples.has_signal, samples.std + epsilon, 1)
-        advantages = advantages * samples.each(1 / divisor)  # one division a group
-    advantages = samples.zero_without_signal(advantages)
-    if scale == "batch":
-        batch = samples.over_batch()
-        advantages = jnp.where(batch.has_signal, advantages / (batch.std + epsilon), 0)
-    return advantages
+    return samples.scaled(advantages, scale, epsilon)
