@@ -1,10 +1,17 @@
 """Estimators and optimizers by their names: what they need, treat apart and refuse."""
 
+import contextlib
+import inspect
+import warnings
+
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
+import optax.contrib
 import pytest
 
+from tests.model.families import assert_close, each
 from twinkle_jax.advantage import ESTIMATORS, Advantage, get_advantage, remax_advantage
 from twinkle_jax.data import ArithmeticTask, PromptBatch
 from twinkle_jax.reward import FunctionReward
@@ -20,7 +27,7 @@ from twinkle_jax.training import (
     make_schedule,
     small_policy,
 )
-from twinkle_jax.training.by_name import decayed
+from twinkle_jax.training.by_name import decayed, muon_dimensions
 
 OPTIONS = {"pass_at_k": {"k": 2}, "pkpo": {"k": 2}}
 NAMES = sorted([*ESTIMATORS, "reinforce_plus_plus"])
@@ -98,7 +105,15 @@ def test_one_of_ones_own_gets_what_it_names():
             "options of advantage reinforce_plus_plus",
         ),
         (lambda: make_optimizer("adanw"), ValueError, "optimizer"),
+        (lambda: make_optimizer("fromage"), ValueError, "optimizer"),
+        (lambda: make_optimizer("schedule_free_adamw"), ValueError, "optimizer"),
+        (lambda: make_optimizer("lbfgs"), ValueError, "optimizer"),
         (lambda: make_optimizer("adamw", b3=0.9), TypeError, "options of optimizer adamw"),
+        (
+            lambda: make_optimizer("adafactor", weight_decay_rate=0.1),
+            TypeError,
+            "options of optimizer adafactor",
+        ),
     ],
 )
 def test_what_is_missing_or_unknown_is_named(make, error, name):
@@ -159,6 +174,40 @@ def test_muon_orthogonalizes_each_layers_matrices_and_leaves_the_rest_to_adam():
     assert orthogonal == {"layers.0.q_proj.kernel", "projection.kernel"}
 
 
+def accepted_optimizers():
+    """All optimizers of Optax that are not refused, and need no options."""
+    names = []
+    for module in (optax, optax.contrib):
+        for name, make in inspect.getmembers(module, inspect.isfunction):
+            if "learning_rate" in inspect.signature(make).parameters:
+                with contextlib.suppress(ValueError, TypeError), warnings.catch_warnings():
+                    warnings.simplefilter("ignore")
+                    make_optimizer(name)
+                    names.append(name)
+    return sorted(names, key=lambda name: (name not in ("adafactor", "lamb"), name))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
+@pytest.mark.parametrize("name", each(accepted_optimizers(), default=2))
+def test_an_optimizer_does_what_it_does_in_optax(name):
+    """It is made with the rate 1, and its updates are multiplied by the rate."""
+    make = getattr(optax, name, None) or getattr(optax.contrib, name)
+    rng = np.random.default_rng(0)
+    kernel, *gradients = jnp.asarray(rng.standard_normal((6, 2, 4, 6), dtype=np.float32))
+
+    def trained(optimizer, rate):
+        params = {"layers": {"0": {"q_proj": {"kernel": kernel}}}}
+        state, tree = optimizer.init(params), jax.tree.structure(params)
+        for gradient in gradients:
+            updates, state = optimizer.update(tree.unflatten([gradient]), state, params)
+            params = jax.tree.map(lambda x, u: x + rate * u, params, updates)
+        return jax.tree.leaves(params)[0] - kernel
+
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        axes = {"muon_weight_dimension_numbers": muon_dimensions} if name == "muon" else {}
+        assert_close(trained(make_optimizer(name), 0.01), trained(make(0.01, **axes), 1.0), 1e-3)
+
+
 DECAYED = {"embed_tokens": {"embedding": True}, "layers": {"0": {"up_proj": {"kernel": True}}}}
 KEPT = {
     "norm": {"scale": False},
@@ -200,6 +249,12 @@ def test_a_falling_schedule_ends_after_the_last_step(name, middle):
             {"warmup_steps": 2},
             [0.0, 0.25, 0.5, 0.5, 0.5],
         ),
+        # Up from 0.5 / 25 in 0.3 of the steps.
+        (
+            "linear_onecycle_schedule",
+            {"transition_steps": 10, "pct_start": 0.4},
+            [0.02, 0.14, 0.26, 0.38, 0.5],
+        ),
         # Keys are strings in JSON; each factor applies from its step on.
         (
             "piecewise_constant_schedule",
@@ -210,4 +265,6 @@ def test_a_falling_schedule_ends_after_the_last_step(name, middle):
 )
 def test_schedules_of_optax(name, options, expected):
     schedule = make_schedule(name, steps=5, peak=0.5, **options)
-    assert [schedule(step) for step in range(5)] == expected
+    with jax.numpy_dtype_promotion("standard"):
+        rates = [schedule(step) for step in range(5)]
+    assert rates == pytest.approx(expected, rel=1e-6)

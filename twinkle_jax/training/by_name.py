@@ -145,12 +145,21 @@ def muon_dimensions(params: Any) -> Any:
     return jax.tree_util.tree_map_with_path(axes, params)
 
 
+# They compute with the learning rate before the last step, or need the value of the loss: their
+# updates at the rate 1, multiplied by another rate, are not those at that rate.
+_NOT_PROPORTIONAL = frozenset(
+    """cocob dadapt_adamw fromage lbfgs madgrad momo momo_adam scale_by_madgrad schedule_free
+    schedule_free_adamw schedule_free_sgd sophia""".split()  # noqa: SIM905
+)
+_NOT_PROPORTIONAL_OPTIONS = {"adafactor": {"weight_decay_rate"}}
+
+
 def make_optimizer(name: str, **options: Any) -> optax.GradientTransformation:
     """Make an Optax optimizer of learning rate 1, as `apply_gradients` takes it.
 
     Args:
-        name: of a function of `optax` or `optax.contrib` that takes a learning rate: `adamw`,
-            `adam`, `sgd`, `lion`, `adafactor`, `muon`, ...
+        name: of a function of `optax` or `optax.contrib` whose updates are a learning rate times
+            something else: `adamw`, `adam`, `sgd`, `lion`, `adafactor`, `muon`, ...
         options: its other arguments. Where it takes a mask for weight decay, norms and biases are
             left out unless another mask is given. Muon is for the matrices of layers, each by
             itself, and Adam for embeddings, the output matrix and vectors.
@@ -159,7 +168,8 @@ def make_optimizer(name: str, **options: Any) -> optax.GradientTransformation:
         The optimizer; the same object for the same arguments, so that nothing compiles twice.
 
     Raises:
-        ValueError: for an unknown name.
+        ValueError: for an unknown name, and for optimizers whose updates are not proportional to
+            the learning rate (`fromage`, `schedule_free_adamw`) or need the loss (`lbfgs`).
         TypeError: for an unknown option; the message lists the known ones.
 
     Example:
@@ -174,12 +184,13 @@ def make_optimizer(name: str, **options: Any) -> optax.GradientTransformation:
 def _make_optimizer(name: str, options: tuple[tuple[str, Any], ...]) -> Any:
     make = getattr(optax, name, None) or getattr(optax.contrib, name, None)
     known = _arguments(make)
-    if make is None or "learning_rate" not in known:
+    if make is None or "learning_rate" not in known or name in _NOT_PROPORTIONAL:
         raise ValueError(
-            "optimizer must be the name of an Optax optimizer such as adamw, adam, sgd, lion, "
-            f"adafactor or muon, got {name!r}"
+            "optimizer must be the name of an Optax optimizer, with updates proportional to the "
+            f"learning rate, such as adamw, adam, sgd, lion, adafactor or muon, got {name!r}"
         )
-    check_options(f"optimizer {name}", dict(options), known - {"learning_rate"})
+    known -= {"learning_rate"} | _NOT_PROPORTIONAL_OPTIONS.get(name, set())
+    check_options(f"optimizer {name}", dict(options), known)
     defaults = {
         "mask": decayed,
         "weight_decay_mask": decayed,
@@ -230,7 +241,8 @@ def make_schedule(name: str, *, steps: int, peak: float, **options: Any) -> Sche
         )
     check_options(f"schedule {name}", options, known)
     if "peak_value" in known:
-        options = {"peak_value": peak, "init_value": 0.0} | options
+        start = {"init_value": 0.0} if "init_value" in known else {}
+        options = start | {"peak_value": peak} | options
     else:
         options = {values.pop(): peak} | options
     if "boundaries_and_scales" in options:  # JSON and YAML have strings as keys
