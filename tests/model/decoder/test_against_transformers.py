@@ -174,6 +174,7 @@ def test_gradients_of_a_loss(name, saved):
     "case",
     [
         "llama",
+        "mistral",
         "qwen2 tied",
         "qwen3 tied, biased",
         "qwen3 wide heads",

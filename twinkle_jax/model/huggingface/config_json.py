@@ -442,12 +442,14 @@ def _text_entries(config: DecoderConfig, image_rope: Mapping[str, Any]) -> dict[
         family.activation_key: config.activation,
         "rms_norm_eps": config.norm_epsilon,
         "tie_word_embeddings": config.tie_embeddings,
-        "layer_types": list(config.layer_kinds),
         "rope_theta": attention.rope_theta,
         "rope_parameters": rope,
         # transformers 4 reads this key; so does 5, unless it is empty.
         "rope_scaling": None if attention.rope_scaling is None else rope,
     }
+    if family.window_keys or family.window_pattern or family.linear_layers:
+        # Not for the others: transformers reads a Mistral with this key as a Ministral.
+        entries["layer_types"] = list(config.layer_kinds)
     if not family.fixed_bias:
         entries["attention_bias"] = attention.bias
     if family.rotary_part is not None:
