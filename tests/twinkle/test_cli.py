@@ -22,6 +22,18 @@ def test_defaults():
     }
     assert args.get_dataset_args()["split"] == "train" and "revision" not in args.to_dict()
     assert args.get_optimizer_args()["lr"] == 1e-5
+    assert "model_id" not in args.get_model_args() and "model_id" not in args.get_rl_args()
+
+
+@pytest.mark.parametrize(("given", "other"), [("model", "template"), ("template", "model")])
+def test_model_and_template_take_each_others_checkpoint(given, other):
+    args = CLI.from_args([])
+    getattr(args, given).model_id = "a"
+    both = args.get_model_args(), args.get_template_args()
+    assert [known["model_id"] for known in both] == ["a", "a"]
+    getattr(args, other).model_id = "b"
+    assert getattr(args, f"get_{other}_args")()["model_id"] == "b"
+    assert "model_id" not in args.get_dataset_args()
 
 
 def test_flags_of_every_form():

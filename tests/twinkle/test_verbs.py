@@ -206,6 +206,14 @@ def test_megatrons_defaults(checkpoint):
     model.set_lr_scheduler("ConstantLR")
 
 
+@pytest.mark.parametrize("options", [{"merge_lora": True}, {"merge": True}, {}])
+def test_megatron_merges_an_adapter_by_its_own_word(checkpoint, tmp_path, options):
+    model = MegatronModel(model_id=checkpoint, mixed_precision="no")
+    model.add_adapter_to_model("default", LoraConfig(r=2))
+    model.save("policy", tmp_path, **options)
+    assert (tmp_path / "policy" / "adapter_config.json").exists() == (not options)
+
+
 def test_muon_orthogonalizes_each_layer():
     rng = np.random.default_rng(0)
     params = {"layers": {"kernel": rng.normal(size=(2, 4, 8)).astype(np.float32)}}

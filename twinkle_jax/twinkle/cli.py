@@ -99,7 +99,8 @@ _WORDS: dict[str, bool | None] = {
 class Args:
     """The settings of a script in groups, `args.model.model_id`; `extra` has unknown ones.
 
-    `get_model_args()` and the like return the settings of a group that are not None.
+    `get_model_args()` and the like return the settings of a group that are not None; a model
+    without `model_id` has the template's, and the reverse.
     """
 
     def __init__(self) -> None:
@@ -111,7 +112,11 @@ class Args:
         group = name.removeprefix("get_").removesuffix("_args")
         if name != f"get_{group}_args" or group not in _GROUPS:
             raise AttributeError(f"{name!r} must be one of {', '.join(_GROUPS)} or extra")
-        return lambda: {k: x for k, x in vars(getattr(self, group)).items() if x is not None}
+        known = self._group(group)
+        if group in ("model", "template"):  # each takes the other's checkpoint if it has none
+            other = {"model": self.template, "template": self.model}[group].model_id
+            known |= {} if known.get("model_id") or not other else {"model_id": other}
+        return lambda: known
 
     def get_lora_args(self) -> dict[str, Any]:
         """Return the arguments of PEFT's `LoraConfig`."""
@@ -128,8 +133,11 @@ class Args:
         """Return all settings that are not None."""
         merged: dict[str, Any] = {}
         for group in _GROUPS:
-            merged |= {k: x for k, x in vars(getattr(self, group)).items() if x is not None}
+            merged |= self._group(group)
         return merged | self.extra
+
+    def _group(self, group: str) -> dict[str, Any]:
+        return {k: x for k, x in vars(getattr(self, group)).items() if x is not None}
 
     def get(self, key: str, default: Any = None) -> Any:
         """Return a setting by its name alone."""

@@ -11,10 +11,12 @@ from twinkle_jax.data import (
     Trajectory,
     user_data_get,
 )
+from twinkle_jax.loss import LossOutput
 from twinkle_jax.twinkle.names import add_submodules
 
 __all__ = [
     "InputFeature",
+    "LossOutput",
     "Message",
     "SampleResponse",
     "SampledSequence",

@@ -1,6 +1,7 @@
 """Twinkle's `loss`."""
 
 from twinkle_jax.loss import (
+    LOSSES,
     BNPOLoss,
     ChunkedCrossEntropyLoss,
     CISPOLoss,
@@ -20,6 +21,8 @@ from twinkle_jax.loss import (
     SimPOLoss,
 )
 
+torch_loss_mapping = LOSSES
+
 __all__ = [
     "BNPOLoss",
     "CISPOLoss",
@@ -38,4 +41,5 @@ __all__ = [
     "ORPOLoss",
     "SAPOLoss",
     "SimPOLoss",
+    "torch_loss_mapping",
 ]

@@ -31,6 +31,7 @@ IGNORED: dict[str, tuple[str, ...]] = {
         "low_cpu_mem_usage", "memory_efficient_init", "strategy", "tokenizer_id",
         "trust_remote_code",
     ),
+    "set_optimizer": ("foreach", "fused"),
     "vLLMSampler": (  # in `engine_args`
         "disable_log_stats", "enable_lora", "enable_prefix_caching", "enable_sleep_mode",
         "enable_tower_connector_lora", "enforce_eager", "gpu_memory_utilization",

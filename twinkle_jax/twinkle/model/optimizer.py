@@ -9,6 +9,7 @@ import optax
 
 from twinkle_jax.training import make_optimizer
 from twinkle_jax.training.by_name import check_options
+from twinkle_jax.twinkle.names import IGNORED
 
 DEFAULT_LEARNING_RATE = 1e-5
 
@@ -40,6 +41,7 @@ def choose_optimizer(
         if optimizer not in _TORCH:
             return make_optimizer(optimizer, **options)
         name, defaults = _TORCH[optimizer]
+        options = {x: y for x, y in options.items() if x not in IGNORED["set_optimizer"]}
         check_options(optimizer, options, defaults)
         return make_optimizer(name, **_optax_options(name, defaults | options))
     if not isinstance(optimizer, optax.GradientTransformation):
