@@ -4,6 +4,7 @@ import pytest
 
 from tests.rollout.test_tools import call, step
 from twinkle_jax.rollout import Action, GymEnvironment, find_environment, find_tools
+from twinkle_jax.rollout.by_name import openenv_text
 
 
 def make_nothing():
@@ -109,3 +110,29 @@ def test_a_gymnasium_environment_that_is_truncated_has_ended():
     environment = GymEnvironment(Truncated())
     environment.reset({}, 0)
     assert environment.step(Action("x"))[2]
+
+
+class Board:
+    """As a pydantic model of OpenEnv."""
+
+    def model_dump(self):
+        return {"cells": [0, 1], "seen": {2}}
+
+
+@pytest.mark.parametrize(
+    ("observation", "text"),
+    [
+        (None, ""),
+        ("é", "é"),
+        ({"text": "b", "result": "a"}, "a"),
+        ({"text": "b", "result": None}, "b"),
+        ({"message": 5, "response": "c"}, "5"),
+        ({"response": "c"}, "c"),
+        ({"cells": "é"}, '{"cells": "é"}'),
+        (Board(), '{"cells": [0, 1], "seen": "{2}"}'),
+        (7, "7"),
+    ],
+)
+def test_text_of_openenvs_observations(observation, text):
+    assert openenv_text(observation) == text
+    assert openenv_text({"cells": text}, ["cells"]) == text

@@ -240,6 +240,16 @@ def test_a_falling_schedule_ends_after_the_last_step(name, middle):
     assert rates == pytest.approx([1.0, middle, 0.5, 0.0], abs=1e-6)
 
 
+@pytest.mark.parametrize(("name", "middle"), [("linear", 0.75), ("cosine", (2 + 2**0.5) / 4)])
+def test_a_falling_schedule_rises_first_and_ends_at_a_rate(name, middle):
+    rate = make_schedule(name, steps=6, peak=0.5, warmup_steps=2, end_value=0.25)
+    expected = [0.0, 0.25, 0.5, 0.25 + 0.25 * middle, 0.375, 0.25, 0.25]
+    assert [rate(step) for step in (0, 1, 2, 3, 4, 6, 9)] == pytest.approx(expected)
+    assert make_schedule(name, steps=1, peak=0.5, warmup_steps=2)(2) == 0.5
+    with pytest.raises(TypeError, match="warmup_steps"):
+        make_schedule("constant", steps=6, peak=0.5, warmup_steps=2)
+
+
 @pytest.mark.parametrize(
     ("name", "options", "expected"),
     [

@@ -322,7 +322,9 @@ class OpenEnvEnvironment:
 
     def reset(self, row: Mapping[str, Any], seed: int) -> Observation:
         """Start an episode with a seed."""
-        return _openenv_text(self._request("reset", {"seed": seed})["observation"])
+        return openenv_text(
+            _without_protocol(self._request("reset", {"seed": seed})["observation"])
+        )
 
     def step(self, action: Action) -> tuple[Observation, Any, bool, Mapping[str, Any]]:
         """Send an action."""
@@ -336,7 +338,7 @@ class OpenEnvEnvironment:
             result = self._request("step", data)
         except _InvalidActionError as error:
             return f"Error: {error}", 0.0, False, {"tool_errors": 1}
-        text = _openenv_text(result["observation"])
+        text = openenv_text(_without_protocol(result["observation"]))
         message = Message(role="tool" if action.calls else "user", content=text)
         return message, result["reward"], bool(result["done"]), {}
 
@@ -362,10 +364,24 @@ class _InvalidActionError(ValueError):
     """The action does not match the server's schema."""
 
 
-def _openenv_text(observation: Mapping[str, Any]) -> str:
-    """Return the text field of an observation, or the whole observation as JSON."""
-    fields = {k: x for k, x in observation.items() if k not in _PROTOCOL_FIELDS}
-    for name in _TEXT_FIELDS:
-        if isinstance(fields.get(name), str):
-            return str(fields[name])
-    return json.dumps(fields, ensure_ascii=False)
+def _without_protocol(observation: Mapping[str, Any]) -> dict[str, Any]:
+    return {k: x for k, x in observation.items() if k not in _PROTOCOL_FIELDS}
+
+
+def openenv_text(observation: Any, text_fields: Sequence[str] = _TEXT_FIELDS) -> str:
+    """Return the text of an observation of OpenEnv: its first text field, or all of it as JSON.
+
+    Args:
+        observation: text, a dictionary, a pydantic model, or None for no text.
+        text_fields: names of fields that are text, first to last.
+    """
+    if observation is None or isinstance(observation, str):
+        return observation or ""
+    if hasattr(observation, "model_dump"):
+        observation = observation.model_dump()
+    if not isinstance(observation, Mapping):
+        return str(observation)
+    for name in text_fields:
+        if observation.get(name) is not None:
+            return str(observation[name])
+    return json.dumps(observation, ensure_ascii=False, default=str)

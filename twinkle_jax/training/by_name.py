@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import math
 import re
 from collections.abc import Callable, Collection, Mapping
 from types import MappingProxyType
@@ -208,7 +209,8 @@ def make_schedule(name: str, *, steps: int, peak: float, **options: Any) -> Sche
             or a schedule of `optax`, such as `exponential_decay` or `piecewise_constant_schedule`.
         steps: updates in all.
         peak: the highest learning rate, unless `options` of an `optax` schedule set it.
-        options: arguments of the schedule of `optax`.
+        options: arguments of the schedule of `optax`; of `linear` and `cosine`, `warmup_steps`,
+            over which the rate first rises from 0, and `end_value`, to which it falls.
 
     Returns:
         A function from the number of updates so far to the learning rate.
@@ -225,12 +227,9 @@ def make_schedule(name: str, *, steps: int, peak: float, **options: Any) -> Sche
     if name == "constant":
         check_options("schedule constant", options, set())
         return lambda step: peak
-    if name in ("linear", "cosine"):
-        check_options(f"schedule {name}", options, set())
-        if name == "linear":  # in Python's own floats: exact for the first and the last step
-            return lambda step: peak * max(1 - step / max(steps, 1), 0.0)
-        cosine = optax.cosine_decay_schedule(peak, max(steps, 1))
-        return lambda step: float(cosine(step))
+    if name in _FALLING:
+        check_options(f"schedule {name}", options, {"warmup_steps", "end_value"})
+        return _falling(_FALLING[name], steps, peak, **options)
     make = getattr(optax, name, None)
     known = _arguments(make)
     values = {"init_value", "peak_value", "value"} & known
@@ -250,6 +249,29 @@ def make_schedule(name: str, *, steps: int, peak: float, **options: Any) -> Sche
         options["boundaries_and_scales"] = {int(key): x for key, x in scales.items()}
     schedule = make(**options)
     return lambda step: float(schedule(step))
+
+
+_FALLING: Mapping[str, Callable[[float], float]] = {
+    "linear": lambda part: 1 - part,
+    "cosine": lambda part: 0.5 * (1 + math.cos(math.pi * part)),
+}
+
+
+def _falling(
+    shape: Callable[[float], float],
+    steps: int,
+    peak: float,
+    *,
+    warmup_steps: int = 0,
+    end_value: float = 0.0,
+) -> Schedule:
+    def rate(step: int) -> float:  # in Python's own floats: exact for the first and the last step
+        if step < warmup_steps:
+            return peak * step / warmup_steps
+        part = min((step - warmup_steps) / max(steps - warmup_steps, 1), 1.0)
+        return end_value + (peak - end_value) * shape(part)
+
+    return rate
 
 
 def _arguments(function: Any) -> set[str]:

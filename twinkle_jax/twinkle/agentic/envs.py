@@ -1,6 +1,5 @@
 """`twinkle_agentic.envs`: environments, alone, as tools and in pools."""
 
-import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -9,6 +8,7 @@ from typing import Any, Self
 
 from twinkle_jax.data import FunctionSpec, Trajectory
 from twinkle_jax.data import Tool as ToolInfo
+from twinkle_jax.rollout.by_name import openenv_text
 from twinkle_jax.twinkle.names import PAGE, add_submodules
 
 _TEXTS = ("result", "output", "content", "text", "message")  # where an observation has its text
@@ -247,18 +247,7 @@ def _as_result(result: Any) -> StepResult:
     else:
         observation = getattr(result, "observation", result)
         reward, done = getattr(result, "reward", None), getattr(result, "done", None)
-    return StepResult(_as_text(observation), float(reward or 0.0), bool(done))
-
-
-def _as_text(observation: Any) -> str:
-    if observation is None or isinstance(observation, str):
-        return observation or ""
-    if hasattr(observation, "model_dump"):
-        observation = observation.model_dump()
-    if not isinstance(observation, Mapping):
-        return str(observation)
-    text = next((observation[name] for name in _TEXTS if name in observation), None)
-    return json.dumps(observation, ensure_ascii=False, default=str) if text is None else str(text)
+    return StepResult(openenv_text(observation, _TEXTS), float(reward or 0.0), bool(done))
 
 
 add_submodules(__name__, "base", "env_tool", "openenv")

@@ -1,13 +1,12 @@
 """Optimizers and schedules by PyTorch's and Twinkle's names; optimizers are Optax's."""
 
 import inspect
-import math
 from collections.abc import Callable
 from typing import Any
 
 import optax
 
-from twinkle_jax.training import make_optimizer
+from twinkle_jax.training import make_optimizer, make_schedule
 from twinkle_jax.training.by_name import check_options
 from twinkle_jax.twinkle.names import IGNORED
 
@@ -69,32 +68,23 @@ def _cosine_annealing(*, T_max: int, eta_min: float = 0.0) -> Schedule:  # noqa:
     """Oscillate between the base rate and `eta_min`, which it reaches after `T_max` steps."""
     if isinstance(T_max, bool) or not isinstance(T_max, int) or T_max < 1:
         raise ValueError(f"T_max must be a positive int, got {T_max!r}")
-    return lambda step, base: eta_min + (base - eta_min) * _cosine(step / T_max)
-
-
-def _cosine(part: float) -> float:
-    return 0.5 * (1 + math.cos(math.pi * part))
-
-
-def _warmed_up(
-    decay: Callable[[float], float], warmup: int, steps: int, least: float = 0.0
-) -> Schedule:
-    def rate(step: int, base: float) -> float:
-        if step < warmup:
-            return base * step / warmup
-        return least + (base - least) * decay(min((step - warmup) / max(steps - warmup, 1), 1.0))
-
-    return rate
+    falling = _falling("cosine", T_max, end_value=eta_min)
+    return lambda step, base: falling(abs((step + T_max) % (2 * T_max) - T_max), base)
 
 
 def _cosine_warmup(
     *, num_training_steps: int, num_warmup_steps: int = 0, eta_min: float = 0.0
 ) -> Schedule:
-    return _warmed_up(_cosine, num_warmup_steps, num_training_steps, eta_min)
+    options = {"warmup_steps": num_warmup_steps, "end_value": eta_min}
+    return _falling("cosine", num_training_steps, **options)
 
 
 def _linear_warmup(*, num_training_steps: int, num_warmup_steps: int = 0) -> Schedule:
-    return _warmed_up(lambda part: 1 - part, num_warmup_steps, num_training_steps)
+    return _falling("linear", num_training_steps, warmup_steps=num_warmup_steps)
+
+
+def _falling(name: str, steps: int, **options: Any) -> Schedule:
+    return lambda step, base: make_schedule(name, steps=steps, peak=base, **options)(step)
 
 
 _SCHEDULES: dict[str, Callable[..., Schedule]] = {
