@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.test_util import check_grads
 
-from twinkle_jax.loss import InfonceLoss, info_nce
+from twinkle_jax.loss import InfonceLoss, contrastive_metrics, info_nce
 
 RNG = np.random.default_rng(5)
 ROWS = RNG.normal(size=(9, 4)).astype(np.float32)
@@ -118,3 +118,19 @@ def test_errors():
         info_nce(jnp.zeros((2, 3)), jnp.zeros(3, int), mask)
     with pytest.raises(TypeError, match=r"^positives"):
         info_nce(jnp.zeros((2, 3)), jnp.zeros(2), mask)
+
+
+def test_metrics_by_hand():
+    similarities = jnp.array([[3.0, 1.0, 2.0], [5.0, 4.0, np.nan], [1.0, 1.0, 0.5]])
+    mask = jnp.array([[True, True, True], [True, True, False], [True, True, True]])
+    metrics = jax.jit(contrastive_metrics)(similarities, jnp.array([0, 1, 1]), mask)
+    # The second query is nearer to the first candidate; the third has a tie.
+    others = [1.0, 2.0, 5.0, 1.0, 0.5]
+    np.testing.assert_allclose(metrics, [2 / 3, 8 / 3, 1, 4, np.mean(others)], rtol=1e-6)
+    alone = contrastive_metrics(similarities[:1, :1], jnp.array([0]), mask[:1, :1])
+    assert [float(x) for x in alone] == [1, 3, 3, 3, 0]
+    gradient = jax.grad(lambda x: sum(contrastive_metrics(x, jnp.array([0, 1, 1]), mask)))
+    assert not gradient(similarities).any()
+    for positives, error in ((jnp.array([0.5]), TypeError), (jnp.array([0, 1]), ValueError)):
+        with pytest.raises(error, match="positives"):
+            contrastive_metrics(similarities[:1], positives, mask[:1])

@@ -20,6 +20,7 @@ from twinkle_jax.loss import (
     ipo_preference,
     kto_pair_preference,
     orpo_preference,
+    preference_metrics,
     sigmoid_preference,
     simpo_preference,
 )
@@ -184,3 +185,25 @@ def test_errors_of_objects():
     sums = {"ref_chosen_logps": LOGPS[:, 0], "ref_rejected_logps": LOGPS[:2, 0]}
     with pytest.raises(ValueError, match=r"^ref_chosen_logps"):
         DPOLoss()({"labels": LABELS}, {"logps": LOGPS}, **sums)
+
+
+def test_metrics_by_hand():
+    # Margins of 2, −1 and 0: the second and third pair do not count as right.
+    chosen, rejected = jnp.array([1.0, -2.0, 4.0]), jnp.array([-1.0, -1.0, 4.0])
+    metrics = jax.jit(preference_metrics)(chosen, rejected, beta=0.5)
+    np.testing.assert_allclose(metrics, [0.5, 1 / 3, 1 / 6, 1 / 3], rtol=1e-6)
+    assert [float(x) for x in preference_metrics(chosen[:0], rejected[:0])] == [0.0] * 4
+
+
+def test_metrics_match_float64_and_have_no_gradient():
+    chosen, rejected = CHOSEN.astype(np.float32), REJECTED.astype(np.float32)
+    metrics = preference_metrics(chosen, rejected, beta=0.3)
+    margins = 0.3 * (CHOSEN - REJECTED)
+    expected = [0.3 * CHOSEN.mean(), 0.3 * REJECTED.mean(), margins.mean(), (margins > 0).mean()]
+    np.testing.assert_allclose(metrics, expected, rtol=1e-5)
+    gradient = jax.grad(lambda x: sum(preference_metrics(x, rejected)))(jnp.asarray(chosen))
+    assert not gradient.any()
+    with pytest.raises(ValueError, match="rejected"):
+        jax.eval_shape(preference_metrics, chosen, rejected[1:])
+    with pytest.raises(TypeError, match="chosen"):
+        jax.eval_shape(preference_metrics, np.ones(3, int), rejected[:3])

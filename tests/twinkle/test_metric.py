@@ -179,3 +179,38 @@ def test_embeddings():
     metric.accumulate({"labels": [0, 0]}, {"embeddings": rows[:2]})
     metric.accumulate({"labels": [1, 0]}, {})
     assert metric.calculate() == {}
+
+
+@pytest.mark.parametrize("cls", [DPOMetric, GRPOMetric, GSPOMetric])
+def test_parts_of_a_batch_weigh_what_they_hold(cls):
+    """Two rows, then four, report what the six do at once."""
+    rng = np.random.default_rng(3)
+    labels = np.where(np.arange(5) < rng.integers(1, 6, (6, 1)), 1, -100)
+    new, old, entropies = rng.normal(-1, 0.3, (3, 6, 5))
+    facts = {"old_logps": old, "ref_logps": old, "advantages": rng.normal(size=6)}
+    whole, parts = cls(), cls()
+    for metric, rows in ((whole, slice(6)), (parts, slice(2)), (parts, slice(2, 6))):
+        outputs = {"logps": new[rows], "entropies": entropies[rows]}
+        given = {name: values[rows] for name, values in facts.items()}
+        metric.accumulate({"labels": labels[rows]}, outputs, **given)
+    expected, numbers = whole.calculate(), parts.calculate()
+    assert numbers.keys() == expected.keys()
+    for name, value in numbers.items():
+        assert type(value) in (str, float)
+        same = value if isinstance(value, str) else pytest.approx(value, rel=1e-5)
+        assert expected[name] == same, name
+
+
+def test_embeddings_of_parts():
+    metric = EmbeddingMetric()
+    rows = np.array([[1.0, 0.0], [1.0, 0.0], [0.0, 1.0], [1.0, 0.0], [0.0, 1.0], [0.0, 1.0]])
+    metric.accumulate({"labels": [1, 0]}, {"embeddings": rows[:2], "loss": 1.0})
+    metric.accumulate({"labels": [1, 0, 1, 0]}, {"embeddings": rows[2:], "loss": 2.0})
+    assert metric.pos_count == 3
+    assert metric.calculate() == {
+        "pos_sim": "0.6667",  # 1, 0 and 1
+        "pos_sim_min": "0.0000",
+        "pos_sim_max": "1.0000",
+        "neg_sim": "0.5000",  # 1 and 0; the first anchor has no other positive
+        "loss": "1.5000",
+    }

@@ -7,7 +7,12 @@ Public is what this file lists; all else in this folder is private and may chang
 concept: its functions, and the objects that a train step takes, under Twinkle's names.
 """
 
-from twinkle_jax.loss.contrastive import InfonceLoss, info_nce
+from twinkle_jax.loss.contrastive import (
+    ContrastiveMetrics,
+    InfonceLoss,
+    contrastive_metrics,
+    info_nce,
+)
 from twinkle_jax.loss.loss_object import Loss, LossOutput, LossUnit, SampleValues
 from twinkle_jax.loss.named_losses import LOSSES, LossFunction, get_loss
 from twinkle_jax.loss.off_policy import (
@@ -54,12 +59,14 @@ from twinkle_jax.loss.preference import (
     DPOLoss,
     ORPOLoss,
     PerPair,
+    PreferenceMetrics,
     SimPOLoss,
     cpo_preference,
     hinge_preference,
     ipo_preference,
     kto_pair_preference,
     orpo_preference,
+    preference_metrics,
     sigmoid_preference,
     simpo_preference,
 )
@@ -93,6 +100,7 @@ __all__ = [
     "CPOLoss",
     "ChunkedCrossEntropyLoss",
     "Coefficient",
+    "ContrastiveMetrics",
     "Correction",
     "CorrectionMode",
     "CrossEntropyLoss",
@@ -118,6 +126,7 @@ __all__ = [
     "PerToken",
     "PolicyLoss",
     "PolicyMetrics",
+    "PreferenceMetrics",
     "SAPOLoss",
     "SampleValues",
     "SamplerMismatch",
@@ -127,6 +136,7 @@ __all__ = [
     "clipped_surrogate",
     "clipped_value_loss",
     "constant_length",
+    "contrastive_metrics",
     "cpo_preference",
     "cross_entropy",
     "dynamic_fine_tuning",
@@ -146,6 +156,7 @@ __all__ = [
     "orpo_preference",
     "policy_gradient",
     "policy_metrics",
+    "preference_metrics",
     "sampler_mismatch",
     "sequence_log_ratio",
     "sequence_mean",

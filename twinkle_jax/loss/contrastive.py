@@ -1,8 +1,8 @@
-"""Contrastive loss of embeddings: InfoNCE, as a function and under Twinkle's name."""
+"""Contrastive loss of embeddings: InfoNCE, as a function and under Twinkle's name; its metrics."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ from twinkle_jax.loss.loss_object import (
     read_labels,
     refuse_unknown,
 )
-from twinkle_jax.loss.per_token import Coefficient, masked_inputs
+from twinkle_jax.loss.per_token import Coefficient, masked_inputs, token_mean
 
 Embeddings = Float[Array, "row feature"]
 
@@ -58,6 +58,20 @@ def info_nce(
         >>> print(info_nce(similarities, jnp.array([0, 0]), mask))
         [0.6931472 0.       ]
     """
+    values, column = _checked(similarities, positives, mask)
+    scaled = values / jnp.asarray(temperature, values.dtype)
+    total = jax.nn.logsumexp(scaled, axis=-1, where=mask)
+    chosen = jnp.take_along_axis(scaled, column, axis=-1, mode="clip")[:, 0]
+    has_positive = jnp.take_along_axis(mask, column, axis=-1, mode="fill", fill_value=False)[:, 0]
+    return jnp.where(has_positive, total - chosen, jnp.nan)
+
+
+def _checked(
+    similarities: Float[Array, "query candidate"],
+    positives: Int[Array, " query"],
+    mask: Bool[Array, "query candidate"],
+) -> tuple[Float[Array, "query candidate"], Int[Array, "query 1"]]:
+    """Return similarities, 0 under the mask, and positives as a column."""
     positives = jnp.asarray(positives)
     if not jnp.issubdtype(positives.dtype, jnp.integer):
         raise TypeError(f"positives must be integers, got {positives.dtype}")
@@ -67,12 +81,65 @@ def info_nce(
             f"positives must have one number for each row of similarities, {values.shape}, "
             f"got shape {positives.shape}"
         )
-    scaled = values / jnp.asarray(temperature, values.dtype)
-    column = positives[:, None]
-    total = jax.nn.logsumexp(scaled, axis=-1, where=mask)
-    chosen = jnp.take_along_axis(scaled, column, axis=-1, mode="clip")[:, 0]
-    has_positive = jnp.take_along_axis(mask, column, axis=-1, mode="fill", fill_value=False)[:, 0]
-    return jnp.where(has_positive, total - chosen, jnp.nan)
+    return values, positives[:, None]
+
+
+class ContrastiveMetrics(NamedTuple):
+    """Similarities of queries to their positives and to other candidates."""
+
+    accuracy: Float[Array, ""]
+    """Share of queries to which no other candidate is more similar than the positive."""
+    positive_mean: Float[Array, ""]
+    """Mean similarity to the positive."""
+    positive_min: Float[Array, ""]
+    """Smallest similarity to the positive."""
+    positive_max: Float[Array, ""]
+    """Largest similarity to the positive."""
+    negative_mean: Float[Array, ""]
+    """Mean similarity to the other candidates; 0 if there are none."""
+
+
+def contrastive_metrics(
+    similarities: Float[Array, "query candidate"],
+    positives: Int[Array, " query"],
+    mask: Bool[Array, "query candidate"],
+) -> ContrastiveMetrics:
+    r"""Compute how well similarities tell the positive from the other candidates.
+
+    $$\overline{[s_{i,p_i} \ge \max_{j \in M_i} s_{ij}]}, \quad \overline{s_{i,p_i}}, \quad
+    \min_i s_{i,p_i}, \quad \max_i s_{i,p_i}, \quad \overline{s_{ij}}, \ j \ne p_i$$
+
+    Args:
+        similarities: $s$, of each query and each candidate, dot products or cosines.
+        positives: $p$, which candidate is the positive of each query; the mask must keep it.
+        mask: True where a candidate counts for a query; elsewhere the similarity may be anything.
+
+    Returns:
+        The metrics of at least one query, without gradient.
+
+    Raises:
+        ValueError: if the shapes do not fit.
+        TypeError: if similarities are not floating point, the mask not boolean, or positives not
+            integers.
+
+    Example:
+        >>> similarities = jnp.array([[1.0, 0.5], [0.75, 0.25]])
+        >>> metrics = contrastive_metrics(similarities, jnp.array([0, 1]), jnp.ones((2, 2), bool))
+        >>> print(metrics.accuracy, metrics.positive_mean, metrics.negative_mean)
+        0.5 0.625 0.625
+    """
+    values, column = _checked(similarities, positives, mask)
+    values = jax.lax.stop_gradient(values)
+    positive = jnp.take_along_axis(values, column, axis=-1, mode="clip")[:, 0]
+    others = mask & (jnp.arange(values.shape[1])[None] != column)
+    nearest = jnp.max(values, axis=-1, where=others, initial=-jnp.inf)
+    return ContrastiveMetrics(
+        jnp.mean(positive >= nearest, dtype=values.dtype),
+        jnp.mean(positive),
+        jnp.min(positive),
+        jnp.max(positive),
+        token_mean(values, others),
+    )
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import abc
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -259,6 +259,61 @@ def orpo_preference(chosen: PerPair, rejected: PerPair) -> PerPair:
     """
     chosen, rejected = _checked(chosen, rejected)
     return -jax.nn.log_sigmoid(_log_odds(chosen) - _log_odds(rejected))
+
+
+class PreferenceMetrics(NamedTuple):
+    """Implicit rewards of DPO, averaged over pairs."""
+
+    chosen_reward: Float[Array, ""]
+    """Mean reward of the chosen sequences."""
+    rejected_reward: Float[Array, ""]
+    """Mean reward of the rejected ones."""
+    margin: Float[Array, ""]
+    """Mean difference of the two."""
+    accuracy: Float[Array, ""]
+    """Share of pairs whose chosen sequence has the higher reward."""
+
+
+def preference_metrics(
+    chosen: PerPair, rejected: PerPair, *, beta: Coefficient = 0.1
+) -> PreferenceMetrics:
+    r"""Compute how far a policy prefers chosen sequences to rejected ones.
+
+    $$r_w = \beta \Delta_w, \quad r_l = \beta \Delta_l, \quad \overline{r_w - r_l}, \quad
+    \overline{[r_w > r_l]}$$
+
+    Args:
+        chosen: $\Delta_w$, log-ratio of the chosen sequence to the reference policy, in nats.
+        rejected: $\Delta_l$, that of the rejected one.
+        beta: how much a nat of difference counts, above 0.
+
+    Returns:
+        The metrics, without gradient; all 0 without pairs.
+
+    Raises:
+        ValueError: if the shapes differ.
+        TypeError: if a log-ratio is not floating point.
+
+    References:
+        [Direct Preference Optimization](https://arxiv.org/abs/2305.18290) (Rafailov et al., 2023)
+
+    Example:
+        >>> metrics = preference_metrics(jnp.array([2.0, 0.0]), jnp.array([1.0, 1.0]), beta=0.5)
+        >>> print(metrics.chosen_reward, metrics.margin, metrics.accuracy)
+        0.5 0.0 0.5
+    """
+    chosen, rejected = map(jax.lax.stop_gradient, _checked(chosen, rejected))
+    slope, count = jnp.asarray(beta, chosen.dtype), max(chosen.size, 1)
+
+    def mean(values: PerPair) -> Float[Array, ""]:
+        return jnp.sum(values, dtype=chosen.dtype) / count
+
+    return PreferenceMetrics(
+        slope * mean(chosen),
+        slope * mean(rejected),
+        slope * mean(chosen - rejected),
+        mean(chosen > rejected),
+    )
 
 
 def _log_odds(logprobs: PerPair) -> PerPair:

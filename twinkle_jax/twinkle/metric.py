@@ -3,7 +3,6 @@
 import math
 import statistics
 import time
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,11 +10,31 @@ import jax
 import numpy as np
 
 from twinkle_jax.data import IGNORE, bucket_size, pad_rows
-from twinkle_jax.loss import PolicyMetrics, policy_metrics
+from twinkle_jax.loss import (
+    PolicyMetrics,
+    contrastive_metrics,
+    policy_metrics,
+    preference_metrics,
+)
 from twinkle_jax.twinkle.names import add_submodules, refuse
 
 Numbers = np.ndarray[Any, Any]
 Units = tuple[Numbers, Numbers | None, Numbers]
+
+
+class _Means:
+    """Weighted means by name, of numbers that are added up."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, tuple[float, float]] = {}
+
+    def add(self, weight: float, **values: Any) -> None:
+        for name, value in values.items():
+            total, weights = self._sums.get(name, (0.0, 0.0))
+            self._sums[name] = total + weight * float(value), weights + weight
+
+    def __call__(self) -> dict[str, float]:
+        return {name: total / weights for name, (total, weights) in self._sums.items() if weights}
 
 
 class Metric:
@@ -216,43 +235,31 @@ class DPOMetric(Metric):
 
     def reset(self) -> None:
         """Forget all passes."""
-        self.total_count, self.total_correct, self.has_rewards = 0, 0, False
-        self.logps, self.ref_logps, self.rewards = np.zeros(2), np.zeros(2), np.zeros(2)
+        self.total_count, self.logps, self.rewards = 0, _Means(), _Means()
 
     def _add(self, inputs: Any, outputs: Any, **facts: Any) -> None:
         if outputs.get("logps") is None or not len(outputs["logps"]):
             return
         mask = _labels(inputs) != self.ignore_index
         assert len(mask) % 2 == 0, f"DPO metric needs an even batch, got {len(mask)} rows"
-        pairs = _pairs(outputs["logps"], mask)
-        self.logps += pairs.sum(0)
-        self.total_count += len(pairs)
+        chosen, rejected = _pairs(outputs["logps"], mask)
+        count = len(chosen)
+        self.total_count += count
+        self.logps.add(count, chosen=chosen.mean(), rejected=rejected.mean())
         reference = (facts.get("ref_outputs") or {}).get("logps", facts.get("ref_logps"))
         if reference is None:
             return
-        ref_pairs = _pairs(reference, mask)
-        rewards = self.beta * (pairs - ref_pairs)
-        self.ref_logps += ref_pairs.sum(0)
-        self.rewards += rewards.sum(0)
-        self.total_correct += int((rewards[:, 0] > rewards[:, 1]).sum())
-        self.has_rewards = True
+        ref_chosen, ref_rejected = _pairs(reference, mask)
+        self.logps.add(count, ref_chosen=ref_chosen.mean(), ref_rejected=ref_rejected.mean())
+        ratios = chosen - ref_chosen, rejected - ref_rejected
+        means = _preference_metrics(*ratios, beta=self.beta)
+        self.rewards.add(count, chosen=means.chosen_reward, rejected=means.rejected_reward)
+        self.rewards.add(count, margins=means.margin, accuracies=100 * means.accuracy)
 
     def _report(self) -> dict[str, Any]:
-        if not self.total_count:
-            return {}
-        tables = [("logps/", self.logps, ".2f")]
-        if self.has_rewards:
-            tables += [("logps/ref_", self.ref_logps, ".2f"), ("rewards/", self.rewards, ".4f")]
-        results = {
-            prefix + name: f"{total / self.total_count:{digits}}"
-            for prefix, totals, digits in tables
-            for name, total in zip(("chosen", "rejected"), totals, strict=True)
-        }
-        if self.has_rewards:
-            margin = (self.rewards[0] - self.rewards[1]) / self.total_count
-            results["rewards/margins"] = f"{margin:.4f}"
-            share = 100 * self.total_correct / self.total_count
-            results["rewards/accuracies"] = f"{share:.1f}%"
+        results = {f"logps/{name}": f"{mean:.2f}" for name, mean in self.logps().items()}
+        for name, mean in self.rewards().items():
+            results[f"rewards/{name}"] = f"{mean:.1f}%" if name == "accuracies" else f"{mean:.4f}"
         return results
 
 
@@ -285,9 +292,8 @@ class GRPOMetric(Metric):
 
     def reset(self) -> None:
         """Forget all passes."""
-        self.sums: defaultdict[str, float] = defaultdict(float)
         self.max_token_kl = self.max_token_ratio = self.sum_new = 0.0
-        self.n_tokens = 0
+        self.n_tokens, self.means = 0, _Means()
 
     def _add(
         self,
@@ -304,53 +310,44 @@ class GRPOMetric(Metric):
         if not mask.any():
             return
         logps = self.temperature * _rows(outputs["logps"])[:, : mask.shape[1]]
-        self.n_tokens += int(mask.sum())
+        count = int(mask.sum())
+        self.n_tokens += count
         self.sum_new += float(logps[mask].sum())
-        sums: dict[str, Any] = {}
         if outputs.get("entropies") is not None:
-            entropies = _rows(outputs["entropies"])[:, : mask.shape[1]][mask]
-            sums |= {"entropy": entropies.sum(), "entropy_tokens": entropies.size}
-        if old_logps is not None:
-            old = self.temperature * _spread(old_logps, mask)
-            difference = np.where(mask, logps - old, 0)
-            policy = _policy_sums(difference, None, mask)
-            sums |= {"old": old[mask].sum(), "kl": policy.approximate_kl, "old_tokens": mask.sum()}
-            # The divergence of a token is convex in its ratio, so one of the ends has the largest.
-            ends = float(policy.ratio_min), float(policy.ratio_max)
-            token_kl = max(ratio - 1 - math.log(ratio) for ratio in ends)
-            self.max_token_kl = max(self.max_token_kl, token_kl)
-            self.max_token_ratio = max(self.max_token_ratio, ends[1])
-            if advantages is not None:
-                log_ratio, signs, counted = self._units(difference, _spread(advantages, mask), mask)
-                clipped = _policy_sums(log_ratio, signs, counted, **self.bounds)
-                sums |= {"low": clipped.clip_fraction_low, "high": clipped.clip_fraction_high}
-                sums["units"] = counted.sum()
-        for name, value in sums.items():
-            self.sums[name] += float(value)
+            entropies = _rows(outputs["entropies"])[:, : mask.shape[1]]
+            self.means.add(count, entropy=entropies[mask].mean())
+        if old_logps is None:
+            return
+        old = self.temperature * _spread(old_logps, mask)
+        difference = np.where(mask, logps - old, 0)
+        policy = _policy_metrics(difference, None, mask)
+        self.means.add(count, mean_old_logp=old[mask].mean(), approx_kl=policy.approximate_kl)
+        # The divergence of a token is convex in its ratio, so one of the ends has the largest.
+        ends = float(policy.ratio_min), float(policy.ratio_max)
+        token_kl = max(ratio - 1 - math.log(ratio) for ratio in ends)
+        self.max_token_kl = max(self.max_token_kl, token_kl)
+        self.max_token_ratio = max(self.max_token_ratio, ends[1])
+        if advantages is not None:
+            log_ratio, signs, counted = self._units(difference, _spread(advantages, mask), mask)
+            clips = _policy_metrics(log_ratio, signs, counted, **self.bounds)
+            low, high = float(clips.clip_fraction_low), float(clips.clip_fraction_high)
+            rates = {"clip_ratio_low": low, "clip_ratio_high": high, "clip_ratio": low + high}
+            self.means.add(int(counted.sum()), **rates)
 
     def _units(self, log_ratio: Numbers, advantages: Numbers, mask: Numbers) -> Units:
         """Return log-ratio, advantage and mask of what is clipped: here of tokens."""
         return log_ratio, advantages, mask
 
     def _report(self) -> dict[str, Any]:
-        sums, tokens = self.sums, self.n_tokens
-        if not tokens:
+        if not self.n_tokens:
             return {}
-        mean = self.sum_new / tokens
-        results = {"train/policy_confidence": math.exp(mean), "train/mean_new_logp": mean}
-        if sums["old_tokens"]:
-            results["train/mean_old_logp"] = sums["old"] / tokens
-            results["train/logp_diff_mean"] = mean - sums["old"] / tokens
-            results["train/approx_kl"] = sums["kl"] / tokens
-            results["train/token_kl_max"] = self.max_token_kl
-            results["train/token_ratio_max"] = self.max_token_ratio
-        if sums["entropy_tokens"]:
-            results["train/entropy"] = sums["entropy"] / sums["entropy_tokens"]
-        if sums["units"]:
-            low, high = sums["low"] / sums["units"], sums["high"] / sums["units"]
-            results["train/clip_ratio_low"], results["train/clip_ratio_high"] = low, high
-            results["train/clip_ratio"] = low + high
-        return results
+        mean = self.sum_new / self.n_tokens
+        results = {"policy_confidence": math.exp(mean), "mean_new_logp": mean, **self.means()}
+        if "mean_old_logp" in results:
+            results["logp_diff_mean"] = mean - results["mean_old_logp"]
+            results["token_kl_max"] = self.max_token_kl
+            results["token_ratio_max"] = self.max_token_ratio
+        return {f"train/{name}": number for name, number in results.items()}
 
 
 class GSPOMetric(GRPOMetric):
@@ -382,8 +379,8 @@ class EmbeddingMetric(Metric):
 
     def reset(self) -> None:
         """Forget all passes."""
-        self.values: dict[str, list[float]] = {"pos_sim": [], "neg_sim": [], "loss": []}
-        self.grad_norm, self.pos_count = 0.0, 0
+        self.grad_norm, self.pos_count, self.means = 0.0, 0, _Means()
+        self.extremes: list[float] = []
 
     def _add(self, inputs: Any, outputs: Any, **facts: Any) -> None:
         rows = outputs.get("embeddings", outputs.get("logits"))
@@ -395,23 +392,26 @@ class EmbeddingMetric(Metric):
         (numbers,) = np.nonzero(labels)
         if not numbers.size:
             return
-        anchors, positives = rows[numbers], rows[numbers + 1]
-        norms = np.linalg.norm(anchors, axis=1) * np.linalg.norm(positives, axis=1)
-        cosines = (anchors * positives).sum(1) / np.maximum(norms, 1e-8)
-        products = anchors @ positives.T
-        self.pos_count += len(cosines)
-        self.values["pos_sim"] += cosines.tolist()
-        self.values["neg_sim"] += products[~np.eye(len(products), dtype=bool)].tolist()
-        self.values["loss"] += [float(outputs["loss"])] if outputs.get("loss") is not None else []
+        count = len(numbers)
+        products = rows[numbers] @ rows[numbers + 1].T
+        lengths = np.linalg.norm(rows, axis=1)
+        cosines = products / np.maximum(np.outer(lengths[numbers], lengths[numbers + 1]), 1e-8)
+        positives, mask = np.arange(count), np.ones((count, count), bool)
+        near, far = (_contrastive_metrics(x, positives, mask) for x in (cosines, products))
+        self.pos_count += count
+        self.means.add(count, pos_sim=near.positive_mean)
+        self.means.add(count * (count - 1), neg_sim=far.negative_mean)
+        self.extremes += [float(near.positive_min), float(near.positive_max)]
+        if outputs.get("loss") is not None:
+            self.means.add(1, loss=outputs["loss"])
         if facts.get("grad_norm") is not None:
             self.grad_norm = float(facts["grad_norm"])
 
     def _report(self) -> dict[str, Any]:
-        results = {name: f"{np.mean(x):.4f}" for name, x in self.values.items() if x}
-        if "pos_sim" in results:
-            results["pos_sim_min"] = f"{min(self.values['pos_sim']):.4f}"
-            results["pos_sim_max"] = f"{max(self.values['pos_sim']):.4f}"
-        return results | _norm(self.grad_norm)
+        results = self.means()
+        if self.extremes:
+            results |= {"pos_sim_min": min(self.extremes), "pos_sim_max": max(self.extremes)}
+        return {name: f"{x:.4f}" for name, x in results.items()} | _norm(self.grad_norm)
 
 
 def _list(inputs: Any) -> list[Any]:
@@ -445,26 +445,26 @@ def _spread(values: Any, mask: Numbers) -> Numbers:
     return spread
 
 
-@jax.jit
-def _compiled_sums(log_ratio: Any, advantages: Any, mask: Any, bounds: Any) -> PolicyMetrics:
-    return policy_metrics(log_ratio, advantages, mask, denominator=1.0, **bounds)
+_preference_metrics = jax.jit(preference_metrics)
+_contrastive_metrics = jax.jit(contrastive_metrics)
+_compiled = jax.jit(policy_metrics)
 
 
-def _policy_sums(
+def _policy_metrics(
     log_ratio: Numbers, advantages: Numbers | None, mask: Numbers, **bounds: float
 ) -> PolicyMetrics:
-    """Compute sums of `policy_metrics`; rows are padded so that few widths are compiled."""
+    """Call `policy_metrics`; rows are padded so that few widths are compiled."""
     width = bucket_size(mask.shape[1], smallest=16)
     arrays = (log_ratio, advantages, mask)
-    padded = [None if x is None else pad_rows(x, length=width) for x in arrays]
-    return _compiled_sums(*padded, bounds)
+    return _compiled(*(None if x is None else pad_rows(x, length=width) for x in arrays), **bounds)
 
 
-def _pairs(logps: Any, mask: Numbers) -> Numbers:
-    """Sum log-probabilities over labelled tokens: for each pair its chosen and its rejected row."""
+def _pairs(logps: Any, mask: Numbers) -> tuple[Numbers, Numbers]:
+    """Sum log-probabilities over labelled tokens: of chosen rows, and of rejected ones."""
     logps = _rows(logps)
     width = min(mask.shape[1], logps.shape[1])  # rows may be padded, or end with their labels
-    return np.where(mask[:, :width], logps[:, :width], 0).sum(1).reshape(-1, 2)
+    sums = np.where(mask[:, :width], logps[:, :width], 0).sum(1)
+    return sums[0::2], sums[1::2]
 
 
 add_submodules(__name__, "base")
