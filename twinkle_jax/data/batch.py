@@ -258,6 +258,15 @@ def pad_rows(
     return padded
 
 
+def pad_tokens(
+    rows: Sequence[Any], *, length: int, count: int = 0, left: bool = False
+) -> tuple[HostArray, HostArray]:
+    """Stack rows of token ids as `pad_rows` does; return them and a mask, True for tokens."""
+    ones = [np.ones(len(row), bool) for row in rows]
+    tokens = pad_rows(rows, length=length, count=count, left=left, dtype=np.int32)
+    return tokens, pad_rows(ones, length=length, count=count, left=left)
+
+
 def _positions(feature: dict[str, HostArray]) -> HostArray:
     """Return a row's positions, or count its tokens from 0, without its padding."""
     if "position_ids" in feature:

@@ -10,7 +10,8 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Int
 
-from twinkle_jax.data import Message, Template, Trajectory, bucket_size, pad_rows
+from twinkle_jax.data import Message, Template, Trajectory, bucket_size
+from twinkle_jax.data.batch import pad_tokens
 from twinkle_jax.model import DecoderConfig, Params
 from twinkle_jax.rollout import hosts
 from twinkle_jax.rollout.rollout import RolloutConfig
@@ -74,10 +75,7 @@ def pad_prompts(
     rows: Sequence[Sequence[int]],
 ) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
     """Pad token ids on the left to a bucket of lengths; return tokens and mask, [prompts, time]."""
-    time = bucket_size(max(map(len, rows)), smallest=8)
-    ones = [np.ones(len(row), bool) for row in rows]
-    tokens = pad_rows(rows, length=time, left=True, dtype=np.int32)
-    return tokens, pad_rows(ones, length=time, left=True)
+    return pad_tokens(rows, length=bucket_size(max(map(len, rows)), smallest=8), left=True)
 
 
 class TurnEngine(Protocol):
@@ -243,9 +241,7 @@ class _RereadingEngine:
         count = max(1 << (len(rows) - 1).bit_length(), _MIN_ROWS)
         count += -count % engine.row_shards
         time = bucket_size(max(map(len, rows.values())), smallest=32)
-        tokens, mask = np.zeros((count, time), np.int32), np.zeros((count, time), bool)
-        for i, row in enumerate(rows.values()):
-            tokens[i, time - len(row) :], mask[i, time - len(row) :] = row, True
+        tokens, mask = pad_tokens(list(rows.values()), length=time, count=count, left=True)
         mask[len(rows) :, -1] = True  # padding rows draw one token
         max_tokens = np.ones(count, np.int32)
         max_tokens[: len(rows)] = [limits[number] for number in numbers]

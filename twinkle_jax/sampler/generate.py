@@ -12,7 +12,8 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Int
 
-from twinkle_jax.data import bucket_size, pad_rows
+from twinkle_jax.data import bucket_size
+from twinkle_jax.data.batch import pad_tokens
 from twinkle_jax.model import AttentionImplementation, DecoderConfig, Params, merge_params
 from twinkle_jax.model.decoder.sharding import row_shards
 from twinkle_jax.sampler import slots as device
@@ -188,8 +189,7 @@ def generate_many(
     if not rows:
         raise ValueError("prompts must not be empty, got none")
     time = bucket_size(max(map(len, rows)), smallest=16)
-    tokens = pad_rows(rows, length=time, dtype=np.int32)
-    mask = pad_rows([np.ones(len(row), bool) for row in rows], length=time)
+    tokens, mask = pad_tokens(rows, length=time)
     return generate(params, config, tokens, mask, key, sampling, slots=slots, **options)
 
 

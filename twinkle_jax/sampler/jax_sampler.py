@@ -14,6 +14,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from twinkle_jax.data import LogprobsKind, SampleResponses, SamplingParams, Template, bucket_size
+from twinkle_jax.data.batch import pad_tokens
 from twinkle_jax.model import (
     DecoderConfig,
     Params,
@@ -132,7 +133,12 @@ class JaxSampler:
                 unsupported; the message names it.
             TypeError: if something has the wrong type.
         """
-        params = _only_drawn_tokens(read_params(sampling_params))
+        params = read_params(sampling_params)
+        if params.logprobs not in (None, 0, 1):
+            raise ValueError(
+                "logprobs must be None, 0 or 1 with JaxSampler, which has log-probabilities of "
+                f"drawn tokens only, got {params.logprobs}"
+            )
         call = read_call(
             inputs,
             params,
@@ -263,15 +269,6 @@ class JaxSampler:
         return jax.random.fold_in(jax.random.key(self.seed), call)
 
 
-def _only_drawn_tokens(params: SamplingParams) -> SamplingParams:
-    if params.logprobs not in (None, 0, 1):
-        raise ValueError(
-            "logprobs must be None, 0 or 1 with JaxSampler, which has log-probabilities of drawn "
-            f"tokens only, got {params.logprobs}"
-        )
-    return params
-
-
 def _pad_prompts(
     features: Sequence[Mapping[str, Any]], *, multiple: int
 ) -> tuple[np.ndarray, np.ndarray]:
@@ -279,10 +276,8 @@ def _pad_prompts(
     rows = [prompt_tokens(feature) for feature in features]
     count = bucket_size(len(rows), multiple=multiple)
     time = bucket_size(max(len(row) for row in rows), smallest=16)
-    tokens, mask = np.zeros((count, time), np.int32), np.zeros((count, time), bool)
+    tokens, mask = pad_tokens(rows, length=time, count=count)
     mask[len(rows) :, 0] = True
-    for i, row in enumerate(rows):
-        tokens[i, : len(row)], mask[i, : len(row)] = row, True
     return tokens, mask
 
 
