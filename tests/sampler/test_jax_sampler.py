@@ -6,8 +6,17 @@ import numpy as np
 import pytest
 
 from tests.model.families import family, random_params
+from tests.sampler.responses import (
+    CHATS,
+    assert_whole,
+    gap,
+    kinds_of,
+    of_drawn,
+    sequences_of,
+    tokens_of,
+)
 from twinkle_jax.advantage import GRPOAdvantage
-from twinkle_jax.data import SamplingParams, Template, small_tokenizer
+from twinkle_jax.data import SamplingParams, small_tokenizer
 from twinkle_jax.model import (
     Decoder,
     LoraConfig,
@@ -23,10 +32,6 @@ from twinkle_jax.twinkle.model import TransformersModel
 pytest.importorskip("safetensors", reason="pip install 'twinkle-jax[checkpoints]'")
 pytest.importorskip("tokenizers", reason="pip install 'twinkle-jax[data]'")
 
-CHATS = [
-    {"messages": [{"role": "user", "content": "12+3="}], "user_data": [("ground_truth", "15")]},
-    {"messages": [{"role": "user", "content": "4"}]},
-]
 PARAMS = SamplingParams(max_tokens=6, temperature=0.9)
 
 
@@ -48,10 +53,6 @@ def actor(checkpoint):
     return made
 
 
-def tokens_of(response):
-    return [s.tokens for one in response for s in one.sequences]
-
-
 @pytest.mark.exhaustive
 def test_the_training_loop_of_the_documentation(checkpoint):
     actor = TransformersModel(model_id=checkpoint)
@@ -59,17 +60,13 @@ def test_the_training_loop_of_the_documentation(checkpoint):
     actor.set_optimizer("SGD", lr=0.5)
     sampler = JaxSampler(actor)
     response = sampler.sample(CHATS, PARAMS, num_samples=4)
-    inputs = [seq.new_input_feature for one in response for seq in one.sequences]
-    assert len(response.inputs) == len(inputs) == 8
+    assert len(response.inputs) == len(sequences_of(response)) == 8
     rewards = [
         float(len(seq.tokens)) + i for one in response for i, seq in enumerate(one.sequences)
     ]
     advantages = GRPOAdvantage()(rewards, num_generations=4)
-    old = [[pair[0][1] for pair in seq.logprobs] for one in response for seq in one.sequences]
-    scored = actor.forward_only(inputs=response.inputs, temperature=0.9)["logps"]
-    for feature, row, logprobs in zip(inputs, scored, old, strict=True):
-        labelled = np.flatnonzero(feature["labels"] != -100)
-        np.testing.assert_allclose(row[labelled], logprobs, atol=1e-5)
+    old = [[pair[0][1] for pair in seq.logprobs] for seq in sequences_of(response)]
+    assert gap(response, actor, 0.9) < 1e-5
     loss = actor.forward_backward(
         inputs=response.inputs, advantages=advantages, old_logps=old, temperature=0.9
     )
@@ -83,25 +80,8 @@ def test_the_training_loop_of_the_documentation(checkpoint):
 def test_sequences_hold_what_training_needs(actor):
     sampler = JaxSampler(actor)
     response = sampler.sample(CHATS, PARAMS, num_samples=4)
-    tokenizer = sampler.template.tokenizer
     assert [len(one.sequences) for one in response] == [4, 4]
-    for chat, one in zip(CHATS, response, strict=True):
-        prompt = Template(tokenizer).encode(chat, add_generation_prompt=True)["input_ids"].tolist()
-        assert one.prompt_token_ids == prompt
-        for seq in one.sequences:
-            feature = seq.new_input_feature
-            assert feature["input_ids"].tolist() == prompt + seq.tokens
-            labels = [-100] * (len(prompt) - 1) + seq.tokens + [-100]
-            assert feature["labels"].tolist() == labels
-            assert [pair[0][0] for pair in seq.logprobs] == seq.tokens
-            assert feature["messages"][-1]["role"] == "assistant"
-            ended = seq.tokens[-1] == tokenizer.eos_token_id
-            assert seq.stop_reason == ("stop" if ended else "length")
-            assert ended or len(seq.tokens) == 6
-            assert seq.decoded == tokenizer.decode(seq.tokens)
-    trajectory = response.trajectories[0]
-    assert trajectory["user_data"] == [("ground_truth", "15")]
-    assert trajectory["completion_length"] == len(response[0].sequences[0].tokens)
+    assert_whole(response, sampler.template.tokenizer, most=6)
 
 
 def test_calls_draw_anew_and_a_seed_repeats(actor):
@@ -145,12 +125,8 @@ FILTERS = [{"top_p": 0.6}, {"top_k": 3}, {"min_p": 0.3}, {"repetition_penalty": 
 def test_filters_leave_the_policys_log_probabilities(actor, filters):
     params = {"max_tokens": 6, "seed": 1, "temperature": 0.7, **filters}
     response = JaxSampler(actor).sample(CHATS, params, num_samples=4)
-    scored = actor.forward_only(inputs=response.inputs, temperature=0.7)["logps"]
-    sequences = [s for one in response for s in one.sequences]
-    for feature, row, seq in zip(response.inputs, scored, sequences, strict=True):
-        assert seq.logprobs_kind == "policy"
-        expected = row[np.flatnonzero(feature["labels"] != -100)]
-        np.testing.assert_allclose([x[0][1] for x in seq.logprobs], expected, atol=1e-5)
+    assert kinds_of(response) == {"policy"}
+    assert gap(response, actor, 0.7) < 1e-5
 
 
 @pytest.mark.parametrize("filters", [{"min_p": 1.0}, {"top_k": 1}, {"top_p": 1e-6}], ids=str)
@@ -165,11 +141,9 @@ def test_log_probabilities_of_what_was_drawn_from_when_asked_for(actor, temperat
     params = {"max_tokens": 6, "seed": 1, "temperature": temperature, "top_k": 3}
     response = JaxSampler(actor).sample(CHATS, params, num_samples=4, logprobs_kind="sampling")
     logits = actor.forward_only(inputs=response.inputs, return_logits=True)["logits"]
-    sequences = [s for one in response for s in one.sequences]
-    for feature, rows, seq in zip(response.inputs, logits, sequences, strict=True):
-        assert seq.logprobs_kind == "sampling"
-        rows = rows[np.flatnonzero(feature["labels"] != -100)].astype(np.float64)
-        for row, pairs in zip(rows, seq.logprobs, strict=True):
+    assert kinds_of(response) == {"sampling"}
+    for rows, seq in zip(of_drawn(response, logits), sequences_of(response), strict=True):
+        for row, pairs in zip(rows.astype(np.float64), seq.logprobs, strict=True):
             [(token, logprob)] = pairs
             kept = np.sort(row)[-3:] / (temperature or 1)  # renormalised over the three likeliest
             expected = row[token] / temperature - np.logaddexp.reduce(kept) if temperature else 0
@@ -209,13 +183,13 @@ def test_a_completion_is_cut_behind_a_stop_string(actor):
     sampler = JaxSampler(actor)
     tokenizer = sampler.template.tokenizer
     ask = {"max_tokens": 6, "seed": 0}
-    free = [s for one in sampler.sample(CHATS, ask, num_samples=4) for s in one.sequences]
+    free = sequences_of(sampler.sample(CHATS, ask, num_samples=4))
     long = next(s for s in free if len(s.decoded) > 3)
     stop = long.decoded[2:4]
     with_stop = SamplingParams(**ask, stop=stop)
-    cut = [s for one in sampler.sample(CHATS, with_stop, num_samples=4) for s in one.sequences]
+    cut = sequences_of(sampler.sample(CHATS, with_stop, num_samples=4))
     shown = SamplingParams(**ask, stop=[stop], include_stop_str_in_output=True)
-    kept = [s for one in sampler.sample(CHATS, shown, num_samples=4) for s in one.sequences]
+    kept = sequences_of(sampler.sample(CHATS, shown, num_samples=4))
     for before, after, shown_stop in zip(free, cut, kept, strict=True):
         place = before.decoded.find(stop)
         if place < 0:
@@ -237,10 +211,8 @@ def test_stop_ids_and_names_of_control_tokens_end_a_row(actor):
     ask = {"max_tokens": 6, "seed": 0}
     by_id = sampler.sample(CHATS, SamplingParams(**ask, stop=[user]), num_samples=4)
     by_name = sampler.sample(CHATS, SamplingParams(**ask, stop="<|user|>"), num_samples=4)
-    ends = [s.tokens[-1] for one in by_id for s in one.sequences if s.stop_reason == "stop"]
-    assert user in ends
-    for one, other in zip(by_id, by_name, strict=True):
-        assert [s.tokens for s in one.sequences] == [s.tokens for s in other.sequences]
+    assert user in [s.tokens[-1] for s in sequences_of(by_id) if s.stop_reason == "stop"]
+    assert tokens_of(by_id) == tokens_of(by_name)
 
 
 @pytest.mark.exhaustive

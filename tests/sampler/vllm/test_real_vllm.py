@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from tests.examples import load
-from tests.sampler.vllm.actors import changed, gap
+from tests.sampler.responses import gap, kinds_of, of_drawn, sequences_of, tokens_of
+from tests.sampler.vllm.actors import changed
 from tests.sampler.vllm.fake_server import adapters_in, behind_filters, write_checkpoint
 from tests.sampler.vllm.real_server import vllm_server
 from twinkle_jax.data import SamplingParams
@@ -57,18 +58,10 @@ def make(tmp_path):
     return made
 
 
-def all_sequences(response):
-    return [seq for one in response for seq in one.sequences]
-
-
 def assert_the_policys(actor, response, temperature=1.0):
     """The log-probabilities of a response are the trainer's."""
-    scored = actor.forward_only(inputs=response.inputs, temperature=temperature)["logps"]
-    for feature, row, seq in zip(response.inputs, scored, all_sequences(response), strict=True):
-        labelled = np.flatnonzero(feature["labels"] != -100)
-        logprobs = [pairs[0][1] for pairs in seq.logprobs]
-        assert seq.logprobs_kind == "policy"
-        np.testing.assert_allclose(logprobs, row[labelled], atol=ROUNDING)
+    assert kinds_of(response) == {"policy"}
+    assert gap(response, actor, temperature) < ROUNDING
 
 
 @pytest.mark.parametrize(
@@ -79,10 +72,10 @@ def test_log_probabilities_are_those_of_the_policy(request, make, kind, temperat
     params = SamplingParams(max_tokens=40, temperature=temperature)
     response = sampler.sample(PROMPTS, params, num_samples=16)
     assert_the_policys(actor, response, temperature)
-    ends = [seq.stop_reason for seq in all_sequences(response)]
+    ends = [seq.stop_reason for seq in sequences_of(response)]
     assert {"stop", "length"} == set(ends)
     assert all(
-        (seq.tokens[-1] == 1) == (seq.stop_reason == "stop") for seq in all_sequences(response)
+        (seq.tokens[-1] == 1) == (seq.stop_reason == "stop") for seq in sequences_of(response)
     )
 
 
@@ -118,8 +111,7 @@ def test_log_probabilities_are_those_behind_the_filters(make, untied, filters):
     params = SamplingParams(max_tokens=20, temperature=0.9, **asked)
     response = sampler.sample(PROMPTS, params, num_samples=8, logprobs_kind="sampling")
     logits = actor.forward_only(inputs=response.inputs, return_logits=True)["logits"]
-    for feature, rows, seq in zip(response.inputs, logits, all_sequences(response), strict=True):
-        rows = rows[np.flatnonzero(feature["labels"] != -100)]
+    for rows, seq in zip(of_drawn(response, logits), sequences_of(response), strict=True):
         for row, pairs in zip(rows, seq.logprobs, strict=True):
             token, logprob = pairs[0]
             assert logprob == pytest.approx(behind_filters(row, 0.9, *filters)[token], abs=ROUNDING)
@@ -152,7 +144,7 @@ def test_both_samplers_agree_on_what_is_certain(make, untied):
 def test_stop_strings_end_what_is_drawn(make, untied):
     _, sampler = make(untied)
     params = {"max_tokens": 40, "stop": ["1+", "23", "5)"]}
-    stopped = all_sequences(sampler.sample(PROMPTS, params, num_samples=32))
+    stopped = sequences_of(sampler.sample(PROMPTS, params, num_samples=32))
     tokenizer = sampler.template.tokenizer
     at_string = [s for s in stopped if s.stop_reason == "stop" and s.tokens[-1] != 1]
     assert at_string
@@ -166,8 +158,8 @@ def test_a_seed_repeats_and_prompts_do_not_share_noise(make, untied):
     _, sampler = make(untied)
     seeded = SamplingParams(max_tokens=20, seed=7)
     first, again = (sampler.sample(["12", "12"], seeded, num_samples=4) for _ in range(2))
-    assert [s.tokens for s in all_sequences(first)] == [s.tokens for s in all_sequences(again)]
-    assert len({tuple(s.tokens) for s in all_sequences(first)}) > 4
+    assert tokens_of(first) == tokens_of(again)
+    assert len(set(map(tuple, tokens_of(first)))) > 4
 
 
 def test_prompts_are_scored_where_asked_for(make, tied):

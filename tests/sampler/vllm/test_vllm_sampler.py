@@ -6,7 +6,7 @@ import sys
 import numpy as np
 import pytest
 
-from twinkle_jax.data import SamplingParams, Template
+from twinkle_jax.data import SamplingParams
 from twinkle_jax.sampler import ServerError, vLLMSampler
 from twinkle_jax.sampler.vllm.client import read_server_url
 from twinkle_jax.twinkle.model import TransformersModel
@@ -14,12 +14,17 @@ from twinkle_jax.twinkle.model import TransformersModel
 pytest.importorskip("safetensors", reason="pip install 'twinkle-jax[checkpoints]'")
 pytest.importorskip("tokenizers", reason="pip install 'twinkle-jax[data]'")
 
+from tests.sampler.responses import (
+    CHATS,
+    assert_whole,
+    gap,
+    kinds_of,
+    logprobs_of,
+    policy_logprobs,
+    tokens_of,
+)
 from tests.sampler.vllm.fake_server import ROOM, send
 
-CHATS = [
-    {"messages": [{"role": "user", "content": "12+3="}], "user_data": [("ground_truth", "15")]},
-    {"messages": [{"role": "user", "content": "4"}]},
-]
 COMPLETIONS = "/v1/completions"
 
 
@@ -33,32 +38,13 @@ def actor(checkpoint):
     return TransformersModel(model_id=checkpoint)
 
 
-def tokens_of(response):
-    return [s.tokens for one in response for s in one.sequences]
-
-
 @pytest.mark.parametrize("temperature", [0.7, 1.0, 1.3])
 def test_sequences_hold_what_training_needs(sampler, actor, temperature):
     params = SamplingParams(max_tokens=6, temperature=temperature)
     response = sampler.sample(CHATS, params, num_samples=3)
-    tokenizer = sampler.template.tokenizer
     assert [len(one.sequences) for one in response] == [3, 3]
-    scored = iter(actor.forward_only(inputs=response.inputs, temperature=temperature)["logps"])
-    for chat, one in zip(CHATS, response, strict=True):
-        prompt = Template(tokenizer).encode(chat, add_generation_prompt=True)["input_ids"].tolist()
-        assert one.prompt_token_ids == prompt
-        for seq in one.sequences:
-            feature = seq.new_input_feature
-            assert feature["input_ids"].tolist() == prompt + seq.tokens
-            assert feature["labels"].tolist() == [-100] * (len(prompt) - 1) + seq.tokens + [-100]
-            ended = seq.tokens[-1] == tokenizer.eos_token_id
-            assert seq.stop_reason == ("stop" if ended else "length")
-            assert ended or len(seq.tokens) == 6
-            assert seq.decoded == tokenizer.decode(seq.tokens)
-            assert [pair[0][0] for pair in seq.logprobs] == seq.tokens
-            row = next(scored)[np.flatnonzero(feature["labels"] != -100)]
-            np.testing.assert_allclose([x[0][1] for x in seq.logprobs], row, atol=1e-5)
-    assert response.trajectories[0]["user_data"] == [("ground_truth", "15")]
+    assert_whole(response, sampler.template.tokenizer, most=6)
+    assert gap(response, actor, temperature) < 1e-5
 
 
 def test_nothing_is_left_to_the_server(sampler, server):
@@ -140,32 +126,23 @@ def test_what_filters_have_dropped_is_not_listed(sampler, server):
     assert all(7 not in dict(pairs) for pairs in one.sequences[0].logprobs)
 
 
-def test_a_completion_ends_behind_a_stop_string(sampler, server):
+@pytest.mark.parametrize(
+    ("tokens", "text"), [([8, 9, 17], "1"), ([8, 9, 10], "123")], ids=["seen", "unseen by us"]
+)
+def test_a_completion_ends_behind_a_stop_string(sampler, server, tokens, text):
     def stops(answer):  # as vLLM does: tokens up to the string, and what it was
         for choice in answer["choices"]:
-            choice.update(token_ids=[8, 9, 17], finish_reason="stop", stop_reason="2+")
+            choice.update(token_ids=tokens, finish_reason="stop", stop_reason="2+")
             choice["logprobs"] = {"token_logprobs": [-1.0] * 3}
         return answer
 
     sampler.sample("1", {"max_tokens": 1})
     server.alter[COMPLETIONS] = stops
     seq = sampler.sample("1", SamplingParams(max_tokens=9, stop="2+"))[0].sequences[0]
-    assert (seq.decoded, seq.tokens, seq.stop_reason) == ("1", [8, 9, 17], "stop")
-    shown = SamplingParams(max_tokens=9, stop="2+", include_stop_str_in_output=True)
-    assert sampler.sample("1", shown)[0].sequences[0].decoded == "12+"
-
-
-def test_the_server_may_see_a_stop_string_where_we_see_none(sampler, server):
-    def stops(answer):
-        for choice in answer["choices"]:
-            choice.update(token_ids=[8, 9, 10], finish_reason="stop", stop_reason="2+")
-            choice["logprobs"] = {"token_logprobs": [-1.0] * 3}
-        return answer
-
-    sampler.sample("1", {"max_tokens": 1})
-    server.alter[COMPLETIONS] = stops
-    seq = sampler.sample("1", SamplingParams(max_tokens=9, stop="2+"))[0].sequences[0]
-    assert (seq.decoded, seq.tokens, seq.stop_reason) == ("123", [8, 9, 10], "stop")
+    assert (seq.decoded, seq.tokens, seq.stop_reason) == (text, tokens, "stop")
+    if text == "1":
+        shown = SamplingParams(max_tokens=9, stop="2+", include_stop_str_in_output=True)
+        assert sampler.sample("1", shown)[0].sequences[0].decoded == "12+"
 
 
 def test_the_server_may_have_less_room(sampler, server):
@@ -227,21 +204,6 @@ FILTERS = [{"top_p": 0.6}, {"top_k": 3}, {"min_p": 0.3}, {"repetition_penalty": 
 RAW, PROCESSED = "raw_logprobs", "processed_logprobs"
 
 
-def logprobs_of(response):
-    return np.concatenate([[x[0][1] for x in s.logprobs] for s in response[0].sequences])
-
-
-def policy_logprobs(actor, response, temperature=1.0):
-    """The trainer's log-probabilities of what was drawn."""
-    scored = actor.forward_only(inputs=response.inputs, temperature=temperature)["logps"]
-    rows = zip(response.inputs, scored, strict=True)
-    return np.concatenate([row[np.flatnonzero(f["labels"] != -100)] for f, row in rows])
-
-
-def kinds_of(response):
-    return {seq.logprobs_kind for seq in response[0].sequences}
-
-
 @pytest.mark.parametrize("filters", FILTERS, ids=str)
 def test_filters_leave_the_policys_log_probabilities_at_temperature_1(
     sampler, server, actor, filters
@@ -250,7 +212,7 @@ def test_filters_leave_the_policys_log_probabilities_at_temperature_1(
     asked = {"max_tokens": 6, "seed": 1, **filters}
     response = sampler.sample("12", asked, num_samples=4)
     assert kinds_of(response) == {"policy"}
-    np.testing.assert_allclose(logprobs_of(response), policy_logprobs(actor, response), atol=1e-5)
+    assert gap(response, actor) < 1e-5
 
 
 @pytest.mark.parametrize("temperature", [0.7, 1.0])
@@ -266,8 +228,7 @@ def test_renormalised_log_probabilities_are_never_called_the_policys(
         sampler.sample("12", asked)
     response = sampler.sample("12", asked, num_samples=4, logprobs_kind="sampling")
     assert kinds_of(response) == {"sampling"}
-    gaps = logprobs_of(response) - policy_logprobs(actor, response, temperature)
-    assert np.abs(gaps).max() > 0.1
+    assert gap(response, actor, temperature) > 0.1
 
 
 @pytest.mark.parametrize(
