@@ -6,13 +6,14 @@ import pytest
 
 from tests.model.families import config_of, hidden, params_of
 from tests.twinkle.rows import INPUTS, OLD, ROWS, gradient
-from twinkle_jax.data import SamplingParams
+from twinkle_jax.data import SamplingParams, small_tokenizer
 from twinkle_jax.loss import GKDLoss
 from twinkle_jax.model import Decoder, LoraConfig, output_logits, save_pretrained
 from twinkle_jax.sampler import JaxSampler
 from twinkle_jax.twinkle.checkpoint_engine import CheckpointEngineManager
 from twinkle_jax.twinkle.model import TransformersModel
 from twinkle_jax.twinkle.sampler import vLLMSampler
+from twinkle_jax.twinkle.template import Template
 
 pytestmark = pytest.mark.filterwarnings("ignore:vLLMSampler without base_url")
 PROMPTS = [{"input_ids": row} for row in ROWS]
@@ -75,7 +76,9 @@ def test_prompts_are_scored(sampler):
         params = params_of("qwen3")
         states = hidden(params, config_of("qwen3"), padded, remat=False)
         logprobs = np.asarray(jax.nn.log_softmax(output_logits(params, states)))[0]
-        assert response.sequences == [] and len(drawn.sequences[0].tokens) == 2
+        (empty,) = response.sequences
+        assert empty.tokens == [] and len(drawn.sequences[0].tokens) == 2
+        assert list(empty.new_input_feature["input_ids"]) == row
         assert response.prompt_logprobs[0] is None is response.topk_prompt_logprobs[0]
         expected = [logprobs[t, token] for t, token in enumerate(row[1:])]
         np.testing.assert_allclose(response.prompt_logprobs[1:], expected, atol=1e-4)
@@ -87,6 +90,30 @@ def test_prompts_are_scored(sampler):
             np.testing.assert_allclose([x for _, x in pairs], logprobs[t, best], atol=1e-4)
     with pytest.raises(ValueError, match="max_tokens"):
         sampler.sample(PROMPTS, SamplingParams(max_tokens=0))
+
+
+def test_a_scored_conversation_is_what_a_student_trains_on(checkpoint, sampler, model):
+    """Off-policy distillation, as Twinkle's recipe: a teacher scores answers that are there."""
+    template = Template(small_tokenizer("0123456789+="), max_length=64)
+    sampler.set_template(template)
+    talk = [{"role": "user", "content": "1+2="}, {"role": "assistant", "content": "3"}]
+    params = SamplingParams(max_tokens=0, prompt_logprobs=2, num_samples=2)
+    ((response),) = sampler.sample([{"messages": talk}], params)
+    encoded = template.encode({"messages": talk})
+    assert len(response.sequences) == 2
+    for sequence in response.sequences:
+        assert (sequence.tokens, sequence.logprobs) == ([], None)
+        feature = sequence.new_input_feature
+        for name in ("input_ids", "labels"):
+            assert list(feature[name]) == list(encoded[name])
+    assert len(response.topk_prompt_logprobs) == len(encoded["input_ids"])
+    model.set_loss(GKDLoss())
+    pairs = np.asarray([*response.topk_prompt_logprobs[1:], [(0, 0.0)] * 2])
+    named = {name: pairs[None, ..., 1 - i] for name, i in PARTS.items()}
+    named["teacher_topk_indices"] = named["teacher_topk_indices"].astype(int)
+    inputs = [response.sequences[0].new_input_feature]
+    # The teacher is the student.
+    assert abs(float(model.forward_backward(inputs=inputs, **named))) < 1e-6
 
 
 @pytest.fixture(scope="module")

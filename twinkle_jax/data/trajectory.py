@@ -279,7 +279,8 @@ class SamplingParams:
 
     Attributes:
         max_tokens: maximum tokens of a completion; None: as many as the model allows. 0 with
-            `prompt_logprobs`: prompts are scored, and there are no completions.
+            `prompt_logprobs`: prompts are scored, trajectories without the generation prompt;
+            sequences have no tokens, and the prompt as `new_input_feature`.
         seed: of the random numbers; None: the sampler's own.
         stop: a string, strings, or token ids, at which a completion ends.
         include_stop_str_in_output: whether the stop string is part of the completion.

@@ -33,12 +33,12 @@ from twinkle_jax.sampler.requests import (
     Actor,
     DrawnSequence,
     Prompt,
-    empty_responses,
     longest_row,
     make_responses,
     prompt_tokens,
     read_call,
     read_params,
+    scored_responses,
     template_of,
 )
 from twinkle_jax.sampler.sampling import Sampling
@@ -118,7 +118,8 @@ class JaxSampler:
 
         Args:
             inputs: trajectories, input features or strings, or one of them. A trajectory is
-                encoded with the generation prompt, a string as it is.
+                encoded with the generation prompt, or without it if `max_tokens` is 0 and it is
+                only scored; a string as it is.
             sampling_params: how to draw; None for temperature 1 and no filters.
             num_samples: completions of each prompt; 1 leaves it to the parameters.
             logprobs_kind: which log-probabilities the sequences have. `'policy'`: of the full
@@ -150,7 +151,7 @@ class JaxSampler:
         )
         tokens, mask = _pad_prompts(call.features, multiple=row_shards(self.mesh))
         if params.max_tokens == 0:
-            responses = empty_responses(call)
+            responses = scored_responses(call)
             self._score_prompts(responses, tokens, mask, params.prompt_logprobs)
             return responses
         limits = self.max_length - mask.sum(axis=1)

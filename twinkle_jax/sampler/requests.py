@@ -148,14 +148,21 @@ def read_call(
     num_samples = params.num_samples if num_samples == 1 else num_samples
     if num_samples < 1:
         raise ValueError(f"num_samples must be at least 1, got {num_samples}")
-    features = _read_prompts(inputs, template, vocab=vocab, max_length=max_length)
+    features = _read_prompts(
+        inputs, template, vocab=vocab, max_length=max_length, draws=params.max_tokens != 0
+    )
     return Call(
         params, num_samples, features, read_stops(params, template), template, logprobs_kind
     )
 
 
 def _read_prompts(
-    inputs: Prompt | Sequence[Prompt], template: Template | None, *, vocab: int, max_length: int
+    inputs: Prompt | Sequence[Prompt],
+    template: Template | None,
+    *,
+    vocab: int,
+    max_length: int,
+    draws: bool,
 ) -> list[InputFeature]:
     """Encode prompts that are not encoded yet, and check their tokens."""
     prompts = [inputs] if isinstance(inputs, str | Mapping) else inputs
@@ -164,7 +171,7 @@ def _read_prompts(
             "inputs must be trajectories, input features or strings, at least one of them, "
             f"got {inputs!r}"
         )
-    features = [_read_prompt(f"inputs[{i}]", prompt, template) for i, prompt in enumerate(prompts)]
+    features = [_read_prompt(f"inputs[{i}]", x, template, draws) for i, x in enumerate(prompts)]
     for i, feature in enumerate(features):
         tokens = prompt_tokens(feature)
         if not tokens.size:
@@ -183,7 +190,7 @@ def _read_prompts(
     return features
 
 
-def _read_prompt(name: str, prompt: Prompt, template: Template | None) -> InputFeature:
+def _read_prompt(name: str, prompt: Prompt, template: Template | None, draws: bool) -> InputFeature:
     if isinstance(prompt, Mapping) and prompt.get("input_ids") is not None:
         feature: Any = dict(prompt)
         ids = np.asarray(feature["input_ids"])
@@ -202,7 +209,7 @@ def _read_prompt(name: str, prompt: Prompt, template: Template | None) -> InputF
         raise TypeError(
             f"{name} must be a trajectory, an input feature or a string, got {prompt!r}"
         )
-    return template.encode(prompt, add_generation_prompt=True)
+    return template.encode(prompt, add_generation_prompt=draws)
 
 
 def prompt_tokens(feature: Mapping[str, Any]) -> np.ndarray:
@@ -239,11 +246,16 @@ def read_stops(params: SamplingParams, template: Template | None) -> Stops:
 # The responses.
 
 
-def empty_responses(call: Call) -> SampleResponses:
-    """Make a response without completions for each prompt."""
-    return SampleResponses(
-        SampleResponse([], prompt_tokens(feature).tolist()) for feature in call.features
-    )
+def scored_responses(call: Call) -> SampleResponses:
+    """Make a response for each prompt; its sequences have no tokens, and the prompt's feature."""
+    responses = SampleResponses()
+    for feature in call.features:
+        sequences = [
+            SampledSequence("length", [], new_input_feature=feature)
+            for _ in range(call.num_samples)
+        ]
+        responses.append(SampleResponse(sequences, prompt_tokens(feature).tolist()))
+    return responses
 
 
 def make_responses(call: Call, drawn: Sequence[DrawnSequence]) -> SampleResponses:

@@ -103,7 +103,9 @@ def test_further_log_probabilities_are_there_when_asked_for(sampler, actor):
         listed = [[token for token, _ in row] for row in response.topk_prompt_logprobs[1:]]
         assert listed == np.argsort(-logits[: len(ids) - 1])[:, :top].tolist()
     scored = sampler.sample("12+", {"max_tokens": 0, "prompt_logprobs": 0})[0]
-    assert scored.prompt_logprobs == one.prompt_logprobs and scored.sequences == []
+    assert scored.prompt_logprobs == one.prompt_logprobs
+    assert [sequence.tokens for sequence in scored.sequences] == [[]]
+    np.testing.assert_array_equal(scored.sequences[0].new_input_feature["input_ids"], ids)
 
 
 def test_choices_may_come_in_any_order(sampler, server):

@@ -14,12 +14,12 @@ from twinkle_jax.model.huggingface.checkpoint_files import CONFIG, locate, read_
 from twinkle_jax.sampler.requests import (
     Actor,
     Prompt,
-    empty_responses,
     longest_row,
     make_responses,
     prompt_tokens,
     read_call,
     read_params,
+    scored_responses,
     template_of,
 )
 from twinkle_jax.sampler.vllm.client import Client, Deadline
@@ -154,7 +154,8 @@ class vLLMSampler:  # noqa: N801  (Twinkle's name)
         drawn = [one for answer in answers for one in answer.drawn]
         if logprobs_kind == "sampling" and params.temperature == 0:  # vLLM gives temperature 1
             drawn = [one._replace(logprobs=[[(x, 0.0)] for x in one.tokens]) for one in drawn]
-        responses = make_responses(call, drawn) if params.max_tokens != 0 else empty_responses(call)
+        scored = params.max_tokens == 0
+        responses = scored_responses(call) if scored else make_responses(call, drawn)
         for response, answer in zip(responses, answers, strict=True):
             if answer.prompt is not None:
                 response.prompt_logprobs = [x[0][1] if x else None for x in answer.prompt]
