@@ -13,6 +13,7 @@ from twinkle_jax.loss import (
     GRPOLoss,
     Loss,
     LossOutput,
+    PolicyLoss,
     PolicyMetrics,
     PPOValueLoss,
     get_loss,
@@ -78,6 +79,9 @@ def test_equal_hashable_immutable_and_strict(name):
             setattr(cls(), field, value)
     for other in LOSSES.values():
         assert (cls() == other()) == (cls is other)
+    if issubclass(cls, PolicyLoss):
+        assert cls() != cls(epsilon=0.1)
+    assert repr(cls()).startswith(f"{cls.__name__}(")
     with pytest.raises(TypeError, match="clip_range"):
         cls(clip_range=0.2)
 
