@@ -98,25 +98,15 @@ def test_syntax_errors(source):
     [
         ("{{ raise_exception('roles must alternate') }}", "TemplateError: roles must alternate"),
         ("{{ absent.x }}", "UndefinedError: 'absent' is undefined"),
+        ("{{ 1 / 0 }}", "chat_template"),
+        ("{% include 'x' %}", "chat_template"),
+        ("{% for i in range(1000000000000) %}{% endfor %}", "chat_template"),
+        ("{{ 'a' + 1 }}", "chat_template"),
+        ("{{ messages|tojson(default=raise_exception) }}", "chat_template"),
     ],
 )
-def test_what_the_template_refuses(source, cause):
+def test_errors_in_a_template(source, cause):
     with pytest.raises(ValueError, match=cause):
-        ChatTemplate(source).render(HELLO)
-
-
-@pytest.mark.parametrize(
-    "source",
-    [
-        "{{ 1 / 0 }}",
-        "{% include 'x' %}",
-        "{% for i in range(1000000000000) %}{% endfor %}",
-        "{{ 'a' + 1 }}",
-        "{{ messages|tojson(default=raise_exception) }}",
-    ],
-)
-def test_errors_in_a_template(source):
-    with pytest.raises(ValueError, match="chat_template"):
         ChatTemplate(source).render(HELLO)
 
 
