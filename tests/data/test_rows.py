@@ -100,6 +100,7 @@ def test_cells_of_csv_have_the_type_that_all_of_a_column_have(tmp_path):
         ("a.jsonl", '{"a": 1, "a": 2}'),
         ("a.json", "[1]"),
         ("a.csv", "a\n1,2\n"),
+        ("a.csv", "a,b,a\n1,2,3\n"),
         ("a.bin", ""),
     ],
 )

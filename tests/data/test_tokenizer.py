@@ -113,13 +113,24 @@ def test_a_special_token_that_is_a_word_of_the_vocabulary():
 
 @pytest.mark.parametrize(
     ("name", "content"),
-    [("tokenizer.json", "{}"), ("tokenizer_config.json", "{"), ("tokenizer_config.json", "[]")],
+    [
+        ("tokenizer.json", "{}"),
+        ("tokenizer_config.json", "{"),
+        ("tokenizer_config.json", "[]"),
+        ("tokenizer_config.json", "[" * 100_000),
+    ],
 )
 def test_files_that_are_refused(name, content, tmp_path):
     small_tokenizer().save_pretrained(tmp_path)
     (tmp_path / name).write_text(content)
     with pytest.raises(ValueError, match=name):
         Tokenizer.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("template", [5, ["a"], [{"name": "default", "template": 5}]])
+def test_a_chat_template_is_text(template):
+    with pytest.raises(ValueError, match=r"^chat_template must be text"):
+        Tokenizer(small_tokenizer().backend, {"chat_template": template})
 
 
 def test_a_directory_without_a_tokenizer(tmp_path):

@@ -306,8 +306,12 @@ def _object(path: Path, number: int, value: Any) -> Row:
     return value
 
 
-def _csv(path: Path, reader: Iterable[dict[Any, Any]]) -> list[Row]:
+def _csv(path: Path, reader: "csv.DictReader[Any]") -> list[Row]:
     """Read a CSV file; a column becomes numbers or booleans where every cell is one."""
+    names = list(reader.fieldnames or ())
+    for name in names:
+        if names.count(name) > 1:
+            raise ValueError(f"{path} must name each column once, got {name!r:.80} twice")
     rows = list(reader)
     for number, row in enumerate(rows, 1):
         if None in row:

@@ -1,13 +1,14 @@
-"""JSON without duplicate keys, NaN, Infinity and numbers beyond float64."""
+"""JSON without duplicate keys, NaN, Infinity, numbers beyond float64 and half characters."""
 
 import json
 import math
+import re
 from collections import Counter
 from typing import Any
 
 
 def parse_json(text: str) -> Any:
-    """Parse JSON.
+    r"""Parse JSON.
 
     Args:
         text: one JSON value.
@@ -17,12 +18,19 @@ def parse_json(text: str) -> Any:
 
     Raises:
         ValueError: for anything that is not JSON, duplicate keys, NaN, Infinity, numbers beyond
-            float64, integers of thousands of digits, and nesting that Python cannot parse.
+            float64, integers of thousands of digits, nesting that Python cannot parse, and a
+            `\ud83d` without its second half, which is no text that could be encoded.
     """
     try:
-        return _DECODER.decode(text)
+        value = _DECODER.decode(text)
+        if _HALF.search(text):
+            json.dumps(value, ensure_ascii=False).encode()
     except RecursionError:
         raise ValueError("nested too deeply") from None
+    except UnicodeEncodeError as error:
+        half = error.object[error.start]
+        raise ValueError(f"{half!r} is half a character (an unpaired surrogate)") from None
+    return value
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -45,6 +53,7 @@ def _refuse_constant(name: str) -> float:
     raise ValueError(f"{name} is not JSON")
 
 
+_HALF = re.compile(r"\\u[dD][89a-fA-F]|[\ud800-\udfff]")
 _DECODER = json.JSONDecoder(
     object_pairs_hook=_unique, parse_float=_finite, parse_constant=_refuse_constant
 )

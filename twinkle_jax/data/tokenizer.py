@@ -166,9 +166,13 @@ class Tokenizer:
 
 def _default_template(source: Any) -> str | None:
     """Choose the template called default, where a tokenizer has several."""
-    if isinstance(source, list):
-        source = {entry["name"]: entry["template"] for entry in source}
-    return source.get("default") if isinstance(source, Mapping) else source
+    named = source
+    if isinstance(source, list) and all(isinstance(entry, Mapping) for entry in source):
+        named = {entry.get("name"): entry.get("template") for entry in source}
+    template = named.get("default") if isinstance(named, Mapping) else named
+    if not isinstance(template, str | None):
+        raise ValueError(f"chat_template must be text, or texts by name, got {source!r:.80}")
+    return template
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -176,7 +180,7 @@ def _read_json(path: Path) -> dict[str, Any]:
         return {}
     try:
         contents = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} must be JSON: {error}") from None
     if not isinstance(contents, dict):
         raise ValueError(f"{path} must hold a JSON object, got {type(contents).__name__}")
