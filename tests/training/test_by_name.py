@@ -245,7 +245,8 @@ def test_a_falling_schedule_rises_first_and_ends_at_a_rate(name, middle):
     rate = make_schedule(name, steps=6, peak=0.5, warmup_steps=2, end_value=0.25)
     expected = [0.0, 0.25, 0.5, 0.25 + 0.25 * middle, 0.375, 0.25, 0.25]
     assert [rate(step) for step in (0, 1, 2, 3, 4, 6, 9)] == pytest.approx(expected)
-    assert make_schedule(name, steps=1, peak=0.5, warmup_steps=2)(2) == 0.5
+    longer = make_schedule(name, steps=1, peak=0.5, warmup_steps=2)
+    assert [longer(step) for step in (1, 2, 3)] == [0.25, 0.5, 0.0]
     with pytest.raises(TypeError, match="warmup_steps"):
         make_schedule("constant", steps=6, peak=0.5, warmup_steps=2)
 

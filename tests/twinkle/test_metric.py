@@ -155,6 +155,8 @@ def test_the_temperature_of_log_probabilities_and_a_clip_of_its_own():
     np.testing.assert_allclose(numbers["train/mean_new_logp"], -1.75 / 3)
     np.testing.assert_allclose(numbers["train/token_ratio_max"], 2)
     assert numbers["train/clip_ratio_low"] == 0 < numbers["train/clip_ratio_high"]
+    metric.accumulate({"labels": LABELS}, {"logps": NEW})
+    assert metric.calculate().keys() == {"train/policy_confidence", "train/mean_new_logp"}
     metric.accumulate({"labels": LABELS}, None)
     metric.accumulate({"labels": [[-100]]}, {"logps": [[0.0]]})
     assert metric.calculate() == {}

@@ -28,8 +28,8 @@ IGNORED: dict[str, tuple[str, ...]] = {
     ),
     "TransformersModel": (
         "attn_implementation", "ddp_config", "fsdp_config", "gradient_checkpointing",
-        "low_cpu_mem_usage", "memory_efficient_init", "strategy", "tokenizer_id",
-        "trust_remote_code",
+        "low_cpu_mem_usage", "max_loras", "max_r", "memory_efficient_init", "strategy",
+        "tokenizer_id", "trust_remote_code",
     ),
     "set_optimizer": ("foreach", "fused"),
     "vLLMSampler": (  # in `engine_args`
