@@ -74,7 +74,7 @@ SIGNALS = [
     ("reward:3:SIGINT:600", 2, {}),
     ("reward:2:SIGINT:0", 1, {}),
     ("compile:19:SIGTERM:600", 0, {}),
-    ("compile:29:SIGINT:0", 2, {}),
+    ("compile:29:SIGINT:0", None, {}),  # in whichever step compiles its 29th program
     ("write:2:SIGTERM:0", 1, {"logging.checkpoint_every": 1}),
     ("write:3:SIGINT:10", 2, {"logging.checkpoint_every": 1}),
     ("update:2:SIGTERM:0.05", None, {}),
@@ -98,9 +98,9 @@ def test_a_signal_saves_the_last_finished_step(
         assert process.stdout is not None
         next(line for line in process.stdout if line.startswith("signal at"))
         assert process.wait(timeout=EXIT_WITHIN) == 143
-    if saved is not None:
-        assert steps(tmp_path / "run")[-1] == saved
-        assert len(metrics(tmp_path / "run")) == saved
+    newest = steps(tmp_path / "run")[-1]
+    assert saved in (None, newest)
+    assert len(metrics(tmp_path / "run")) == newest
     assert_goes_on(folder, tmp_path / "run", uninterrupted)
 
 
