@@ -48,8 +48,8 @@ class DeviceMesh:
             raise ValueError(
                 f"mesh_dim_names must name {self.mesh.ndim} axes, got {self.mesh_dim_names}"
             )
-        self._sizes = dict(zip(self.mesh_dim_names, self.mesh.shape, strict=True))
-        for name, size in {**self._sizes, **sizes}.items():
+        self.sizes = dict(zip(self.mesh_dim_names, self.mesh.shape, strict=True))
+        for name, size in {**self.sizes, **sizes}.items():
             axis = name.removesuffix("_size")
             if axis not in (*_AXES, *_INSTEAD):
                 refuse("DeviceMesh", {name: size})
@@ -96,13 +96,13 @@ class DeviceMesh:
     @property
     def data_world_size(self) -> int:
         """Number of devices that the rows of a batch are sharded over."""
-        return self._sizes.get("dp", 1) * self._sizes.get("fsdp", 1)
+        return self.sizes.get("dp", 1) * self.sizes.get("fsdp", 1)
 
     def jax_mesh(self) -> Mesh | None:
         """Return the mesh that models run on; None for one device."""
         if self.world_size == 1:
             return None
-        return make_mesh(**{ours: self._sizes.get(name, 1) for name, ours in _AXES.items()})
+        return make_mesh(**{ours: self.sizes.get(name, 1) for name, ours in _AXES.items()})
 
 
 @dataclass
@@ -175,9 +175,7 @@ def get_device_placement(device_group: Any = None) -> str:
     """Describe the devices and the default mesh."""
     lines = [f"devices: {jax.device_count()} {jax.devices()[0].device_kind}"]
     if settings.device_mesh is not None:
-        sizes = zip(
-            settings.device_mesh.mesh_dim_names, settings.device_mesh.mesh.shape, strict=True
-        )
+        sizes = settings.device_mesh.sizes.items()
         lines.append("mesh: " + ", ".join(f"{name} {size}" for name, size in sizes))
     names = [group.name for group in device_group or settings.groups]
     if names:

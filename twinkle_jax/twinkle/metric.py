@@ -174,7 +174,7 @@ class CompletionRewardMetric(Metric):
 
     def reset(self) -> None:
         """Forget all passes."""
-        self.values: dict[str, list[float]] = {}
+        self.means = _Means()
         self.rewards: dict[str, list[float]] = {}
 
     def _add(
@@ -196,11 +196,12 @@ class CompletionRewardMetric(Metric):
             "train/completion_length": completion_lengths or (),
         }
         for name, values in seen.items():
-            self.values.setdefault(name, []).extend(x for x in values if x is not None)
+            for x in values:
+                self.means.add(x is not None, **{name: x or 0.0})
 
     def calculate(self) -> Mapping[str, Any]:
         """Report on all completions since `reset`."""
-        results = {name: self._mean(values) for name, values in self.values.items() if values}
+        results = self.means()
         for name, values in self.rewards.items():
             results[f"train/{name}_reward"] = self._mean(values)
             results[f"train/{name}_reward_std"] = self._std(values)

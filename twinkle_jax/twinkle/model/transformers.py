@@ -508,17 +508,9 @@ class MegatronModel(TransformersModel):
             scheduler_cls, options = "CosineWarmupScheduler", options | names
         super().set_lr_scheduler(scheduler_cls, **options)
 
-    def save(
-        self,
-        name: Any = None,
-        output_dir: Any = None,
-        *,
-        merge_lora: bool = False,
-        merge: bool = False,
-        **options: Any,
-    ) -> Any:
+    def save(self, *args: Any, merge_lora: bool = False, **options: Any) -> Any:
         """Write a checkpoint, or an adapter; `merge_lora` is another name of `merge`."""
-        return super().save(name, output_dir, merge=merge or merge_lora, **options)
+        return super().save(*args, **{"merge": merge_lora} | options)
 
 
 MultiLoraMegatronModel = MegatronModel
