@@ -61,6 +61,18 @@ def test_cosine_annealing_is_pytorchs():
         theirs.step()
 
 
+@pytest.mark.parametrize(("cycles", "after"), [(1, [1, 0.5, 0, 0.5, 1, 1]), (0.25, [1, 0.5])])
+def test_cycles_of_a_cosine_after_its_warmup(cycles, after):
+    steps = 5 if cycles == 1 else 2
+    options = {"num_warmup_steps": 1, "num_training_steps": steps, "num_cycles": cycles}
+    ours = choose_schedule("CosineWarmupScheduler", options)
+    assert [ours(step, 1.0) for step in range(len(after) + 1)] == pytest.approx([0, *after])
+    fast = choose_schedule("CosineWarmupScheduler", {"num_training_steps": 3, "num_cycles": 2})
+    assert [fast(step, 1.0) for step in range(4)] == pytest.approx([1, 0.25, 0.25, 1])
+    short = choose_schedule("CosineWarmupScheduler", options | {"num_training_steps": 1})
+    assert short(1, 1.0) == 1
+
+
 @pytest.mark.exhaustive
 def test_accumulation_takes_every_second_call(model):
     model.set_lr_scheduler("CosineAnnealingLR", T_max=10)

@@ -265,10 +265,12 @@ def _falling(
     warmup_steps: int = 0,
     end_value: float = 0.0,
 ) -> Schedule:
+    length = steps - warmup_steps if steps > warmup_steps else 1
+
     def rate(step: int) -> float:  # in Python's own floats: exact for the first and the last step
         if step < warmup_steps:
             return peak * step / warmup_steps
-        part = min((step - warmup_steps) / max(steps - warmup_steps, 1), 1.0)
+        part = min((step - warmup_steps) / length, 1.0)
         return end_value + (peak - end_value) * shape(part)
 
     return rate

@@ -1,5 +1,7 @@
 """Twinkle's `data_format`."""
 
+from typing import Any
+
 from twinkle_jax.data import (
     InputFeature,
     Message,
@@ -14,10 +16,13 @@ from twinkle_jax.data import (
 from twinkle_jax.loss import LossOutput
 from twinkle_jax.twinkle.names import add_submodules
 
+ModelOutput = dict[str, Any]
+
 __all__ = [
     "InputFeature",
     "LossOutput",
     "Message",
+    "ModelOutput",
     "SampleResponse",
     "SampledSequence",
     "SamplingParams",

@@ -69,21 +69,39 @@ def _cosine_annealing(*, T_max: int, eta_min: float = 0.0) -> Schedule:  # noqa:
     if isinstance(T_max, bool) or not isinstance(T_max, int) or T_max < 1:
         raise ValueError(f"T_max must be a positive int, got {T_max!r}")
     falling = _falling("cosine", T_max, end_value=eta_min)
-    return lambda step, base: falling(abs((step + T_max) % (2 * T_max) - T_max), base)
+    return lambda step, base: falling(_swing(step, T_max), base)
+
+
+def _swing(position: float, half: float) -> float:
+    """Return how far a pendulum is that takes `half` in each direction."""
+    return abs((position + half) % (2 * half) - half)
 
 
 def _cosine_warmup(
-    *, num_training_steps: int, num_warmup_steps: int = 0, eta_min: float = 0.0
+    *,
+    num_training_steps: int,
+    num_warmup_steps: int = 0,
+    eta_min: float = 0.0,
+    num_cycles: float = 0.5,
 ) -> Schedule:
+    length = max(num_training_steps - num_warmup_steps, 1)
+    half = length / (2 * num_cycles)
     options = {"warmup_steps": num_warmup_steps, "end_value": eta_min}
-    return _falling("cosine", num_training_steps, **options)
+    falling = _falling("cosine", num_warmup_steps + half, **options)
+
+    def rate(step: int, base: float) -> float:
+        position = step - num_warmup_steps
+        moved = position if position < 0 else _swing(min(position, length), half)
+        return falling(num_warmup_steps + moved, base)
+
+    return rate
 
 
 def _linear_warmup(*, num_training_steps: int, num_warmup_steps: int = 0) -> Schedule:
     return _falling("linear", num_training_steps, warmup_steps=num_warmup_steps)
 
 
-def _falling(name: str, steps: int, **options: Any) -> Schedule:
+def _falling(name: str, steps: Any, **options: Any) -> Callable[[Any, float], float]:
     return lambda step, base: make_schedule(name, steps=steps, peak=base, **options)(step)
 
 
