@@ -121,6 +121,20 @@ def test_a_run_evaluates_with_its_own_settings_and_its_judge():
     assert not reward.calls
 
 
+def test_a_run_evaluates_with_its_penalty_and_its_filters():
+    rollout = RolloutConfig(max_new_tokens=4, top_k=1, repetition_penalty=1e4)
+    config = TrainConfig(rollout=rollout, evaluation=EvaluationConfig(pass_k=K))
+    judge = Judge()
+    held_out(config, Task([], PROBLEMS, judge), POLICY)
+    greedy, drawn = judge.completions()
+    assert drawn == [text for text in greedy for _ in range(2 * K)]  # of one token, one is drawn
+    assert all(len(set(text)) == len(text) for text in greedy)
+    held_out(
+        TrainConfig(rollout=RolloutConfig(max_new_tokens=4)), Task([], PROBLEMS, judge), POLICY
+    )
+    assert any(len(set(text)) < len(text) for text in judge.completions()[-1])
+
+
 def test_a_run_evaluates_with_its_seed_its_longest_prompt_and_its_timeout():
     def drawn(seed):
         settings = RolloutConfig(max_new_tokens=4)

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import fields
 from typing import Any
 
 import jax
@@ -22,9 +23,12 @@ from twinkle_jax.rollout import (
     hosts,
 )
 from twinkle_jax.rollout.single_turn import score_texts
+from twinkle_jax.sampler import Filters
 from twinkle_jax.training.config import TrainConfig
 from twinkle_jax.training.policy import Policy
 from twinkle_jax.training.task import Task
+
+_ALL_TOKENS = Filters()
 
 
 def evaluate(
@@ -37,6 +41,8 @@ def evaluate(
     max_prompt_tokens: int = 1024,
     pass_k: int = 0,
     temperature: float = 1.0,
+    repetition_penalty: float = 1.0,
+    filters: Filters = _ALL_TOKENS,
     batch: int = 256,
     seed: int = 0,
     compute_dtype: DTypeLike | None = None,
@@ -61,6 +67,8 @@ def evaluate(
         max_prompt_tokens: maximum tokens of a prompt.
         pass_k: k of pass@k; 0 leaves it out.
         temperature: of the samples for pass@k.
+        repetition_penalty: of all completions, the greedy ones too.
+        filters: which tokens may be drawn for pass@k.
         batch: prompts at once.
         seed: of the samples for pass@k.
         compute_dtype: type of activations.
@@ -81,7 +89,12 @@ def evaluate(
     if not len(prompts):
         raise ValueError("prompts must not be empty, got none")
     engine = LocalEngine(policy.config, policy.template, policy.frozen, compute_dtype, mesh)
-    settings = RolloutConfig(max_new_tokens=max_new_tokens, max_prompt_tokens=max_prompt_tokens)
+    settings = RolloutConfig(
+        max_new_tokens=max_new_tokens,
+        max_prompt_tokens=max_prompt_tokens,
+        repetition_penalty=repetition_penalty,
+        **{setting.name: getattr(filters, setting.name) for setting in fields(Filters)},
+    )
     source = SingleTurn(engine, reward, settings, reward_timeout)
     evaluated = policy.params if params is None else params
 
@@ -214,6 +227,8 @@ def held_out(
         max_prompt_tokens=config.rollout.max_prompt_tokens,
         pass_k=config.evaluation.pass_k,
         temperature=config.rollout.temperature,
+        repetition_penalty=config.rollout.repetition_penalty,
+        filters=config.rollout,
         seed=config.seed,
         compute_dtype=config.dtype,
         reward_timeout=config.reward_timeout,
