@@ -11,9 +11,11 @@ from tests.rollout import games
 from tests.training import small_run
 from twinkle_jax.advantage import PKPOAdvantage
 from twinkle_jax.loss import DAPOLoss
+from twinkle_jax.model import LoraConfig
 from twinkle_jax.sampler import Sampling
 from twinkle_jax.training import (
     Estimator,
+    LoraSettings,
     OptimizerConfig,
     RolloutConfig,
     TrainConfig,
@@ -25,7 +27,8 @@ from twinkle_jax.training import (
 )
 from twinkle_jax.training.display import Display
 from twinkle_jax.training.metrics import MetricsLog
-from twinkle_jax.training.start import begin, with_config
+from twinkle_jax.training.policy import add_adapter
+from twinkle_jax.training.start import begin, with_adapter, with_config
 from twinkle_jax.training.step import RECOMPUTED
 from twinkle_jax.training.task import make_task
 
@@ -71,6 +74,24 @@ def test_what_is_made_of_settings_gets_them():
     assert made.loss == DAPOLoss(epsilon=0.1, epsilon_high=0.4, beta=0.3)
     jax.tree.map(np.testing.assert_array_equal, made.reference, POLICY.params)
     assert make().reference is None
+
+
+def test_the_reference_is_the_initial_policy_whatever_it_is():
+    """An adapter that is trained on is part of it; a new one changes nothing."""
+    adapted = add_adapter(POLICY, LoraConfig(r=2), base="base")
+    adapted = adapted._replace(params=jax.tree.map(lambda x: x + 0.1, adapted.params))
+    update = UpdateConfig(kl_beta=0.1)
+    read = make_recipe(TrainConfig(update=update), adapted, reward)
+    jax.tree.map(np.testing.assert_array_equal, read.reference, adapted.params)
+    new = make_recipe(TrainConfig(update=update, lora=LoraSettings(rank=2)), adapted, reward)
+    assert new.reference == {}
+
+
+def test_an_adapter_gets_no_adapters(tmp_path):
+    adapted = add_adapter(POLICY, LoraConfig(r=2), base="base")
+    config = TrainConfig(model="adapter", task="x.jsonl", lora=LoraSettings(rank=2))
+    with pytest.raises(ValueError, match=r"^lora\.rank must be 0"):
+        with_adapter(config, adapted, tmp_path, None, None)
 
 
 def test_a_source_of_episodes_gets_its_settings_and_later_choices():

@@ -111,9 +111,9 @@ def test_gradients_are_clipped_at_the_limit_of_the_run(limit):
 def test_adapters_drop_inputs_by_the_seed_of_the_run():
     batch, config = sampled().batch, recipe().config
 
-    def trained(dropout, seed=0):
+    def trained(dropout, seed=0, rank=2):
         policy = add_adapter(POLICY, LoraConfig(r=2, lora_dropout=dropout), base="base")
-        lora = LoraSettings(rank=2, dropout=dropout)
+        lora = LoraSettings(rank=rank, dropout=dropout if rank else 0.0)
         made = make_recipe(dataclasses.replace(config, lora=lora, seed=seed), policy, long_ones)
         state = train_state(jax.tree.map(jnp.copy, policy.params), made.optimizer)
         state, _ = learn(state, batch, made, learning_rate=0.1, seed=(0, 0))
@@ -121,6 +121,7 @@ def test_adapters_drop_inputs_by_the_seed_of_the_run():
 
     dropped = trained(0.5)
     np.testing.assert_array_equal(dropped, trained(0.5))
+    np.testing.assert_array_equal(dropped, trained(0.5, rank=0))  # an adapter that was read
     assert np.abs(dropped - trained(0.5, seed=1)).max() > 1e-6
     assert np.abs(dropped - trained(0.0)).max() > 1e-6
 

@@ -50,6 +50,15 @@ def test_gsm8k_from_files(tmp_path):
     assert isinstance(other.reward, ExactMatchReward)
 
 
+def test_the_system_message_of_arithmetic():
+    task, plain = (make_task(TrainConfig(system=text)) for text in ("Be brief.", None))
+    message = {"role": "system", "content": "Be brief."}
+    for prompts, others in ((task.train, plain.train), (task.held_out, plain.held_out)):
+        assert prompts[3]["messages"] == [message, *others[3]["messages"]]
+        assert prompts[3]["user_data"] == others[3]["user_data"]
+        assert prompts.fingerprint != others.fingerprint
+
+
 def test_the_system_message_is_that_of_training_and_of_evaluation(tmp_path):
     path = tmp_path / "data.jsonl"
     path.write_text('{"prompt": "a", "answer": "b"}')

@@ -372,6 +372,7 @@ class ArithmeticTask(GeneratedPrompts):
         size: how many problems.
         seed: of the problems.
         prompt: the user's message; `{problem}` stands for the problem.
+        system: a system message at the beginning of each conversation; None adds none.
 
     Raises:
         ValueError: for another level or split, a size below 1, or a prompt without the problem.
@@ -390,6 +391,7 @@ class ArithmeticTask(GeneratedPrompts):
         size: int = 10_000,
         seed: int = 0,
         prompt: str = "{problem}=",
+        system: str | None = None,
     ) -> None:
         if level not in _LEVELS:
             raise ValueError(f"level must be one of {list(_LEVELS)}, got {level!r}")
@@ -397,13 +399,13 @@ class ArithmeticTask(GeneratedPrompts):
         if "{problem}" not in prompt:
             raise ValueError(f"prompt must hold {{problem}}, got {prompt!r}")
         self.level, self.split, self.size, self.seed = level, split, size, seed
-        self.prompt = prompt
+        self.prompt, self.system = prompt, system
 
     def make(self, index: int) -> Trajectory:
         """Make the problem of an index, always the same one."""
         problem, answer = self.problem(index)
         message = Message(role="user", content=self.prompt.replace("{problem}", problem))
-        return Trajectory(messages=[message], user_data=[("ground_truth", str(answer))])
+        return _trajectory([message], str(answer), [], self.system)
 
     def problem(self, index: int) -> tuple[str, int]:
         """Draw a problem and its answer, until one of this split comes up."""
@@ -416,7 +418,8 @@ class ArithmeticTask(GeneratedPrompts):
     @property
     def fingerprint(self) -> str:
         """Identifies the problems, for checkpoints."""
-        return f"arithmetic {self.level} {self.split} {self.size} {self.seed} {self.prompt!r}"
+        name = f"arithmetic {self.level} {self.split} {self.size} {self.seed} {self.prompt!r}"
+        return name if self.system is None else f"{name} {self.system!r}"
 
 
 class ReasoningGymTask(GeneratedPrompts):

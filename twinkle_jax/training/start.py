@@ -158,6 +158,10 @@ def with_adapter(
     lora = config.lora
     if not lora.rank:
         return policy
+    if policy.lora is not None:
+        raise ValueError(
+            f"lora.rank must be 0 where the model is an adapter, which is trained, got {lora.rank}"
+        )
     base = config.model
     if base is None:
         base = str((directory / "base").resolve())
@@ -191,7 +195,7 @@ def _warm(
         return policy
     return warm_start(
         policy,
-        ArithmeticTask(config.level, size=200_000, seed=config.seed + 1),
+        ArithmeticTask(config.level, size=200_000, seed=config.seed + 1, system=config.system),
         lambda policy: held_out(config, task, policy, mesh=mesh)["accuracy"],
         WarmStart(accuracy=config.warm_start),
         lambda step, accuracy: display.note(
@@ -229,8 +233,8 @@ def make_recipe(
     update = config.update
     reference = None
     if update.kl_beta:
-        # Under adapters the frozen parameters alone are the reference.
-        reference = {} if policy.lora else jax.tree.map(jnp.copy, policy.params)
+        # New adapters change nothing: the frozen parameters alone are the initial policy.
+        reference = {} if config.lora.rank else jax.tree.map(jnp.copy, policy.params)
     source = _make_source(
         config,
         LocalEngine(policy.config, policy.template, policy.frozen, config.dtype, mesh),

@@ -15,6 +15,7 @@ from twinkle_jax.advantage import turn_returns
 from twinkle_jax.data import IGNORE, Batch, PromptBatch
 from twinkle_jax.loss import PolicyLoss, SamplerMismatch, sampler_mismatch
 from twinkle_jax.model import DecoderConfig, Params, Remat, default_attention
+from twinkle_jax.model.decoder.lora import RATE, walk
 from twinkle_jax.model.decoder.sharding import ROWS
 from twinkle_jax.rollout import (
     Rollout,
@@ -245,7 +246,7 @@ def train_step(
     facts = rollout_facts(batch)
     mismatch = None
     corrected = update.correction != "none"
-    noisy = recipe.config.lora.rank and recipe.config.lora.dropout  # updates compute with dropout
+    noisy = _dropout_key(recipe) is not None  # updates compute with dropout
     if corrected or noisy or (compare_all and update.mini_batches > 1):
         logps = score(recipe, state.params, batch, lengths)
         mismatch = compare(logps, batch)
@@ -324,7 +325,7 @@ def learn(
     """
     config, learnt = recipe.config, Learnt([], [], mismatch)
     row_lengths = _lengths(batch, row_lengths)
-    dropout_key = _dropout_key(config)
+    dropout_key = _dropout_key(recipe)
     for rows in deal_rows(len(batch.tokens), config, seed):
         total: StepSummary | None = None
         observed: SamplerMismatch | None = None
@@ -502,8 +503,8 @@ def _add(a: SamplerMismatch, b: SamplerMismatch) -> SamplerMismatch:
     return a + b
 
 
-def _dropout_key(config: TrainConfig) -> jax.Array | None:
+def _dropout_key(recipe: Recipe) -> jax.Array | None:
     """Return the root key of adapter dropout, from which the key of each row is derived."""
-    if not (config.lora.rank and config.lora.dropout):
+    if not any(path[-1] == RATE for path, _ in walk(recipe.frozen or {})):
         return None
-    return jax.random.fold_in(jax.random.key(config.seed), 0xD0)
+    return jax.random.fold_in(jax.random.key(recipe.config.seed), 0xD0)

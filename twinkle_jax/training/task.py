@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -135,9 +136,8 @@ def _find_prompts(config: TrainConfig) -> tuple[Sequence[Trajectory], Sequence[T
         rows = EnvironmentRows(_PROBLEMS, system=config.system)
         return rows, EnvironmentRows(count, system=config.system, first=_PROBLEMS), "exact"
     if config.task == "arithmetic":
-        train = ArithmeticTask(config.level, size=_PROBLEMS, seed=config.seed)
-        held_out = ArithmeticTask(config.level, split="eval", size=count, seed=config.seed)
-        return train, held_out, "exact"
+        made = partial(ArithmeticTask, config.level, seed=config.seed, system=config.system)
+        return made(size=_PROBLEMS), made(split="eval", size=count), "exact"
     kind, _, path = config.task.partition(":")
     gsm8k = kind == "gsm8k"
     read = read_gsm8k if gsm8k else read_jsonl
