@@ -16,14 +16,17 @@ from twinkle_jax.training import (
     OptimizerConfig,
     TrainConfig,
     UpdateConfig,
+    train,
 )
 from twinkle_jax.training.by_name import make_optimizer
 from twinkle_jax.training.config import (
+    check_effects,
     check_resumable,
     flat,
     from_dict,
     make_loss,
     run_optimizer,
+    with_choices,
 )
 
 
@@ -110,6 +113,38 @@ def test_what_cannot_be_is_refused_by_name(make, name):
         make()
 
 
+WITHOUT_EFFECT = [
+    ({"lora": LoraSettings(alpha=32.0)}, "lora.alpha"),
+    ({"lora": LoraSettings(dropout=0.1)}, "lora.dropout"),
+    ({"lora": LoraSettings(target_modules=["q_proj"])}, "lora.target_modules"),
+    ({"update": UpdateConfig(credit="turn")}, "update.credit"),
+    ({"update": UpdateConfig(discount=0.9)}, "update.discount"),
+    ({"update": UpdateConfig(gae_lambda=0.9)}, "update.gae_lambda"),
+    ({"update": UpdateConfig(advantage="maxrl", scale="batch")}, "update.scale"),
+    ({"update": UpdateConfig(advantage="reinforce_plus_plus", scale="none")}, "update.scale"),
+    ({"update": UpdateConfig(correction_cap=5.0)}, "update.correction_cap"),
+    ({"logging": LoggingConfig(traces_every=1)}, "logging.traces_every"),
+    ({"evaluation": EvaluationConfig(path="held_out.jsonl")}, "evaluation.path"),
+]
+
+
+@pytest.mark.parametrize(("changes", "name"), WITHOUT_EFFECT)
+def test_settings_without_effect_are_refused_before_a_run(changes, name, tmp_path):
+    config = TrainConfig(output_dir=str(tmp_path / "run"), **changes)
+    with pytest.raises(ValueError, match=rf"^{re.escape(name)} must go with "):
+        train(config)
+    assert not list(tmp_path.iterdir())
+
+
+def test_settings_with_an_effect_are_not_refused():
+    turns = UpdateConfig(credit="turn", discount=0.9, gae_lambda=0.9)
+    check_effects(TrainConfig(tools="x.py", update=turns, logging=LoggingConfig(traces_every=1)))
+    lora = LoraSettings(rank=4, alpha=1.0, dropout=0.1, target_modules=["q_proj"])
+    update = UpdateConfig(scale="none", correction="token_mask", correction_cap=5.0)
+    path = EvaluationConfig(path="held_out.jsonl")
+    check_effects(TrainConfig(model="m", task="x.jsonl", lora=lora, update=update, evaluation=path))
+
+
 def test_json_gives_a_configuration_back():
     options = OptimizerConfig(options={"b1": 0.8, "b2": 0.95})
     config = TrainConfig(seed=3, optimizer=options, reward=["exact", "math"])
@@ -156,6 +191,7 @@ def test_a_resumed_run_must_be_the_same_run(changed, name):
 CONSTANT = TrainConfig(optimizer=OptimizerConfig(schedule="constant"))
 MAY_CHANGE = {"steps", "output_dir", "resume", "overwrite", "reward_timeout"}
 MAY_CHANGE |= {"rollout.slots", "rollout.cohorts", "rollout.max_failed"}
+MAY_CHANGE |= {"rollout.max_prompt_tokens"}  # a run that met a longer prompt goes on
 MAY_CHANGE |= {"rollout.environment_timeout", "rollout.environment_threads"}
 MAY_CHANGE |= {"rollout.process_megabytes", "update.on_mismatch"}
 MAY_CHANGE |= {"update.max_logp_diff", "update.max_outside_band"}
@@ -181,6 +217,18 @@ def test_a_resumed_run_may_change_only_what_no_finished_step_depends_on(config):
     changeable = {name for name in names if resumes_with_another(name, config)}
     allowed = MAY_CHANGE | {name for name in names if name.split(".")[0] in SECTIONS}
     assert changeable == (allowed if config is CONSTANT else allowed - {"steps"})
+
+
+def test_a_resumed_run_may_have_longer_prompts():
+    """The longest episode, which is derived from them, stays what it was."""
+    longer = TrainConfig(rollout=RolloutConfig(max_prompt_tokens=2048))
+    saved = as_saved(TrainConfig())
+    resumed = with_choices(longer, saved)
+    check_resumable(saved, resumed)
+    assert resumed.rollout.max_prompt_tokens == 2048
+    asked = TrainConfig(rollout=RolloutConfig(max_episode_tokens=3000))
+    with pytest.raises(ValueError, match=r"^rollout\.max_episode_tokens"):
+        check_resumable(saved, with_choices(asked, saved))
 
 
 def test_a_setting_of_another_version_must_not_get_lost():

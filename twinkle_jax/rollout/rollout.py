@@ -28,7 +28,7 @@ class _BeforeFilters:
     prompts: int = at_least(1, default=128)
     num_samples: int = at_least(2, default=8)
     max_new_tokens: int = at_least(1, default=AUTO)
-    max_prompt_tokens: int = at_least(1, default=1024)
+    max_prompt_tokens: int = at_least(1, default=1024, may_change=True)
     temperature: float = positive(default=1.0)
 
 

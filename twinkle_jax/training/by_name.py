@@ -44,6 +44,14 @@ class Estimator(NamedTuple):
         return self.function.needs if isinstance(self.function, Advantage) else ()
 
     @property
+    def has_scale(self) -> bool:
+        """Whether it divides by what `scale` says, rather than by what its formula fixes."""
+        if not isinstance(self.function, Advantage):
+            return False
+        call = getattr(type(self.function), "function", type(self.function).__call__)
+        return "scale" in inspect.signature(call).parameters
+
+    @property
     def needs_greedy_rewards(self) -> bool:
         """Whether rewards of the most probable completions are needed."""
         return "greedy_rewards" in self.needs

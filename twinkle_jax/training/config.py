@@ -6,7 +6,7 @@ documentation, and its use.
 """
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, Literal, get_args, get_origin, get_type_hints
@@ -529,6 +529,50 @@ def _check_episodes(config: TrainConfig) -> None:
         )
 
 
+# Settings that have an effect with another one only, and what that is.
+_EFFECTS: tuple[tuple[tuple[str, ...], Callable[[TrainConfig], bool], str], ...] = (
+    (
+        ("lora.alpha", "lora.dropout", "lora.target_modules"),
+        lambda config: config.lora.rank > 0,
+        "a lora.rank above 0",
+    ),
+    (
+        ("update.credit", "update.discount", "update.gae_lambda", "logging.traces_every"),
+        lambda config: config.many_turns,
+        "an environment or tools",
+    ),
+    (
+        ("update.scale",),
+        lambda config: (
+            make_estimator(config.update.advantage, config.update.advantage_options).has_scale
+        ),
+        "an update.advantage that has a scale, such as grpo or rloo",
+    ),
+    (
+        ("update.correction_cap",),
+        lambda config: config.update.correction != "none",
+        "an update.correction",
+    ),
+    (
+        ("evaluation.path",),
+        lambda config: config.task not in ("arithmetic", "environment"),
+        "a task from files",
+    ),
+)
+
+
+def check_effects(config: TrainConfig) -> None:
+    """Raise for the first setting that would have no effect on a run, by its name."""
+    settings, defaults = (flat(dataclasses.asdict(x)) for x in (config, TrainConfig()))
+    for names, has_effect, needed in _EFFECTS:
+        for name in names:
+            if settings[name] != defaults[name] and not has_effect(config):
+                raise ValueError(
+                    f"{name} must go with {needed}, without which it has no effect, "
+                    f"got {settings[name]!r}"
+                )
+
+
 # Resuming a run.
 
 
@@ -573,12 +617,17 @@ def with_choices(config: TrainConfig, saved: Mapping[str, Any]) -> TrainConfig:
         saved: `dataclasses.asdict` of the configuration of the run to resume.
     """
     update, saved_update = config.update, saved["update"]
-    choices = {}
+    rollout, choices = config.rollout, {}
+    automatic = dataclasses.replace(rollout, max_episode_tokens=AUTO)
+    if rollout == automatic.resolved():  # which depends on the longest prompt, and may stay
+        longest = saved["rollout"]["max_episode_tokens"]
+        rollout = dataclasses.replace(rollout, max_episode_tokens=longest)
     if update.recompute == "auto":
         choices["recompute"] = saved_update["recompute"]
     if update.micro_batch_tokens == automatic_budget(config):
         choices["micro_batch_tokens"] = saved_update["micro_batch_tokens"]
-    return dataclasses.replace(config, update=dataclasses.replace(update, **choices))
+    update = dataclasses.replace(update, **choices)
+    return dataclasses.replace(config, rollout=rollout, update=update)
 
 
 def flat(tree: Mapping[str, Any], depth: int = 1) -> dict[str, Any]:
