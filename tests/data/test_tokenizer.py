@@ -53,6 +53,22 @@ def test_what_other_files_say(tmp_path):
     assert tokenizer.stop_token_ids == [1]
 
 
+def test_stop_tokens_of_the_model_where_generation_has_no_configuration(tmp_path):
+    """As in transformers, so that a chat model whose tokenizer has another end stops."""
+    small_tokenizer().save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text('{"eos_token_id": [1, 4]}')
+    assert Tokenizer.from_pretrained(tmp_path).stop_token_ids == [1, 4]
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": 5}')
+    assert Tokenizer.from_pretrained(tmp_path).stop_token_ids == [1, 5]
+
+
+@pytest.mark.parametrize("wrong", ["2", 2.0, True, -1, 2**40, [[2]]])
+def test_stop_tokens_are_ids(wrong):
+    tokenizer = Tokenizer(small_tokenizer().backend, {}, {"eos_token_id": wrong})
+    with pytest.raises(ValueError, match=r"^eos_token_id must be a token id"):
+        _ = tokenizer.stop_token_ids
+
+
 def test_several_templates_and_tokens_with_flags():
     config = {
         "chat_template": [

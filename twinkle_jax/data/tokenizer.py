@@ -19,6 +19,7 @@ _FILES = (
     "tokenizer_config.json",
     "chat_template.jinja",
     "generation_config.json",
+    "config.json",
 )
 _HUB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*")
 _SIGN = "\ue0f7"  # around the code of a hidden character; hidden itself where a text has it
@@ -89,7 +90,11 @@ class Tokenizer:
         template = directory / "chat_template.jinja"
         if template.is_file():
             config["chat_template"] = template.read_text(encoding="utf-8")
-        return cls(backend, config, _read_json(directory / "generation_config.json"))
+        # Without the file, transformers reads what ends a completion in the model's configuration.
+        generation_config = _read_json(directory / "generation_config.json") or _read_json(
+            directory / "config.json"
+        )
+        return cls(backend, config, generation_config)
 
     def save_pretrained(self, directory: str | Path) -> None:
         """Write the files that `from_pretrained`, transformers and vLLM read."""
@@ -124,7 +129,11 @@ class Tokenizer:
         """All tokens at which a completion ends, the tokenizer's own first."""
         more = self.generation_config.get("eos_token_id")
         ids = [self.eos_token_id, *(more if isinstance(more, list) else [more])]
-        return list(dict.fromkeys(id_ for id_ in ids if id_ is not None))
+        ids = [id_ for id_ in ids if id_ is not None]
+        for id_ in ids:
+            if type(id_) is not int or not 0 <= id_ < 2**31:
+                raise ValueError(f"eos_token_id must be a token id or a list of them, got {more!r}")
+        return list(dict.fromkeys(ids))
 
     def encode(self, text: str) -> list[int]:
         """Encode text without control tokens: text that spells one is encoded as characters.
