@@ -55,6 +55,18 @@ def test_train_with_a_file_and_flags_over_it(tmp_path, capsys):
     assert len(error.splitlines()) == 1
 
 
+@pytest.mark.parametrize("flag", ["--config={}", "--config {}"])
+def test_a_file_must_have_each_setting_once(flag, tmp_path, capsys):
+    """The first section was lost, and with it the learning rate."""
+    file = tmp_path / "run.yaml"
+    text = "optimizer: {learning_rate: 1e-5}\nsteps: 2\noptimizer: {name: sgd}\n"
+    file.write_text(text)
+    assert main(["train", *flag.format(file).split(), "--output_dir", str(tmp_path / "run")]) == 1
+    error = capsys.readouterr().err
+    assert error == f"twinkle-jax: {file} must have each setting once, got 'optimizer' twice\n"
+    assert not (tmp_path / "run").exists()
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -2,11 +2,13 @@
 
 import dataclasses
 import difflib
+import itertools
 import os
 import platform
 import re
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -344,6 +346,8 @@ def _print_error(message: str) -> None:
 
 def _parse(arguments: list[str]) -> Any:
     arguments = _complete_switches(_join_repeated(arguments, "reward"))
+    for path in _values(arguments, "config"):
+        _refuse_repeated(Path(path))
     options = _parser().parse_args(arguments)
     if options.subcommand == "train":
         # The settings of the run to resume are the defaults.
@@ -378,6 +382,31 @@ def _parser(train_settings: dict[str, Any] | None = None) -> Any:
             subparser.set_defaults(train_settings)
         commands.add_subcommand(name, subparser, help=subcommand.description)
     return parser
+
+
+def _values(arguments: list[str], name: str) -> list[str]:
+    """List the values of an option."""
+    flag = f"--{name}"
+    after = [x for before, x in itertools.pairwise(arguments) if before == flag]
+    return after + [x.removeprefix(f"{flag}=") for x in arguments if x.startswith(f"{flag}=")]
+
+
+def _refuse_repeated(path: Path) -> None:
+    """Refuse a YAML file that has a key twice: the first one would be lost, with all below it."""
+    import yaml  # comes with jsonargparse
+
+    def visit(node: Any) -> None:
+        if isinstance(node, yaml.MappingNode):
+            keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+            for key in keys:
+                if keys.count(key) > 1:
+                    raise ValueError(f"{path} must have each setting once, got {key!r} twice")
+            for _, value in node.value:
+                visit(value)
+
+    if path.is_file():
+        with suppress(yaml.YAMLError):  # which the parser explains
+            visit(yaml.compose(path.read_text(encoding="utf-8-sig"), Loader=yaml.SafeLoader))
 
 
 def _join_repeated(arguments: list[str], name: str) -> list[str]:

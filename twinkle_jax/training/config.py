@@ -75,8 +75,8 @@ class UpdateConfig:
     advantage_options: Options = field(default_factory=dict)
     scale: Literal["group", "batch", "none"] = AUTO
     loss: str = "grpo"
-    epsilon: float = 0.2
-    epsilon_high: float | None = None
+    epsilon: float = at_least(0, default=0.2)
+    epsilon_high: float | None = at_least(0, default=None)
     kl_beta: float = at_least(0, default=0.0)
     credit: Literal["episode", "turn", "mixed"] = "episode"
     discount: float = share(default=1.0)
