@@ -267,6 +267,6 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise FileNotFoundError(f"config must be a YAML file, got {path}")
     require("yaml", "training")
-    import yaml  # type: ignore[import-untyped]
+    import yaml
 
     return yaml.safe_load(path.read_text(encoding="utf-8")) or {}
