@@ -1,12 +1,13 @@
 """Rows of a data set, in memory or as a stream: read from files, mapped, filtered and mixed."""
 
+import abc
 import csv
 import itertools
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from twinkle_jax._package import require
 from twinkle_jax.data.strict_json import parse_json
@@ -24,8 +25,42 @@ _KINDS = {".csv": "csv", ".parquet": "parquet", ".pq": "parquet"}
 _SUFFIXES = (".jsonl", ".json", ".csv", ".parquet", ".txt")
 
 
-class Rows(Sequence[Row]):
-    """Rows of a data set in memory; `map` and the like return others.
+class Table(Iterable[Row]):
+    """Rows in memory or a stream of them; `map` and the like return others of the kind."""
+
+    @abc.abstractmethod
+    def _made_of(self, source: Callable[[], Iterable[Mapping[str, Any]]]) -> Self: ...
+
+    def map_rows(self, function: Callable[[list[Row]], list[Row]], batch_size: int = 1000) -> Self:
+        """Replace each batch of rows by any number of others."""
+        return self._made_of(lambda: _mapped(self, function, batch_size))
+
+    def map(
+        self,
+        function: Callable[[Columns], Mapping[str, Sequence[Any]]],
+        *,
+        batch_size: int = 1000,
+        remove_columns: str | Sequence[str] = (),
+    ) -> Self:
+        """Add or replace columns.
+
+        Args:
+            function: from columns, of at most `batch_size` rows, to the columns to set.
+            batch_size: rows a call.
+            remove_columns: columns to drop, unless the function returns them.
+
+        Raises:
+            ValueError: if the function returns columns of another length than those that stay.
+        """
+        return self.map_rows(column_function(function, remove_columns), batch_size)
+
+    def filter(self, function: Callable[[Row], Any]) -> Self:
+        """Keep the rows for which a function returns a true value."""
+        return self._made_of(lambda: (row for row in self if function(row)))
+
+
+class Rows(Table, Sequence[Row]):
+    """A `Table` of rows in memory.
 
     Args:
         rows: dictionaries.
@@ -48,38 +83,12 @@ class Rows(Sequence[Row]):
             return Rows(self._rows[index])
         return dict(self._rows[index])
 
-    def map_rows(
-        self, function: Callable[[list[Row]], list[Row]], batch_size: int = 1000
-    ) -> "Rows":
-        """Replace each batch of rows by any number of others."""
-        return Rows(_mapped(self, function, batch_size))
-
-    def map(
-        self,
-        function: Callable[[Columns], Mapping[str, Sequence[Any]]],
-        *,
-        batch_size: int = 1000,
-        remove_columns: str | Sequence[str] = (),
-    ) -> "Rows":
-        """Add or replace columns.
-
-        Args:
-            function: from columns, of at most `batch_size` rows, to the columns to set.
-            batch_size: rows a call.
-            remove_columns: columns to drop, unless the function returns them.
-
-        Raises:
-            ValueError: if the function returns columns of another length than those that stay.
-        """
-        return self.map_rows(column_function(function, remove_columns), batch_size)
-
-    def filter(self, function: Callable[[Row], Any]) -> "Rows":
-        """Keep the rows for which a function returns a true value."""
-        return Rows(row for row in self if function(row))
+    def _made_of(self, source: Callable[[], Iterable[Mapping[str, Any]]]) -> Self:
+        return type(self)(source())
 
 
-class RowStream(Iterable[Row]):
-    """Rows that are read again in each iteration; `map` and `filter` are lazy too.
+class RowStream(Table):
+    """A `Table` that is read again in each iteration; `map` and `filter` are lazy too.
 
     Args:
         source: makes an iterator over dictionaries.
@@ -91,29 +100,8 @@ class RowStream(Iterable[Row]):
     def __iter__(self) -> Iterator[Row]:
         return (dict(row) for row in self._source())
 
-    def map_rows(
-        self, function: Callable[[list[Row]], list[Row]], batch_size: int = 1000
-    ) -> "RowStream":
-        """As `Rows.map_rows`."""
-        return RowStream(lambda: _mapped(self, function, batch_size))
-
-    def map(
-        self,
-        function: Callable[[Columns], Mapping[str, Sequence[Any]]],
-        *,
-        batch_size: int = 1000,
-        remove_columns: str | Sequence[str] = (),
-    ) -> "RowStream":
-        """As `Rows.map`."""
-        return self.map_rows(column_function(function, remove_columns), batch_size)
-
-    def filter(self, function: Callable[[Row], Any]) -> "RowStream":
-        """As `Rows.filter`."""
-        return RowStream(lambda: (row for row in self if function(row)))
-
-
-Table = Rows | RowStream
-"""Rows in memory, or a stream of them."""
+    def _made_of(self, source: Callable[[], Iterable[Mapping[str, Any]]]) -> Self:
+        return type(self)(source)
 
 
 def mix(tables: Sequence[Table], *, interleave: bool) -> Table:
