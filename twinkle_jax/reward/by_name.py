@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from twinkle_jax.reward.reward import REWARDS, RewardFunction, as_reward
 from twinkle_jax.reward.scoring import WeightedReward, error_place
@@ -40,14 +41,7 @@ def find_reward(name: str, *, argument: str = "reward") -> RewardFunction:
             f"{argument} must be one of {', '.join(sorted(REWARDS))}, FILE.py:NAME or MODULE:NAME, "
             f"got {name!r}"
         )
-    module = load_module(place, argument)
-    if not hasattr(module, attribute):
-        functions = [n for n, x in vars(module).items() if callable(x) and not n.startswith("_")]
-        raise ValueError(
-            f"{argument} must name something in {place}, which has {', '.join(functions)}; "
-            f"got {attribute!r}"
-        )
-    reward = getattr(module, attribute)
+    reward = load_attribute(place, attribute, argument)
     if isinstance(reward, type):
         try:
             reward = reward()
@@ -108,6 +102,18 @@ def find_rewards(
     return WeightedReward(
         dict(zip(labels, rewards, strict=True)), dict(zip(labels, weights, strict=True))
     )
+
+
+def load_attribute(place: str, attribute: str, argument: str) -> Any:
+    """Import a file or a module, and return what it has under a name."""
+    module = load_module(place, argument)
+    if not hasattr(module, attribute):
+        functions = [n for n, x in vars(module).items() if callable(x) and not n.startswith("_")]
+        raise ValueError(
+            f"{argument} must name something in {place}, which has {', '.join(functions)}; "
+            f"got {attribute!r}"
+        )
+    return getattr(module, attribute)
 
 
 def load_module(place: str, argument: str) -> ModuleType:

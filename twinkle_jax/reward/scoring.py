@@ -223,7 +223,7 @@ def _call(
         values = values.tolist()
     if not isinstance(values, list | tuple):
         raise TypeError(
-            f"{name} must return a list of {len(trajectories)} numbers, got {_shown(values)}"
+            f"{name} must return a list of {len(trajectories)} numbers, got {shown(values)}"
         )
     if len(values) != len(trajectories):
         raise ValueError(f"{name} must return {len(trajectories)} numbers, got {len(values)}")
@@ -233,24 +233,24 @@ def _call(
 def _finite(value: Any, name: str, row: int) -> float:
     """Check that a reward is a number that stays finite in float32, as training holds it."""
     if not isinstance(value, int | float) and not hasattr(value, "__float__"):
-        raise TypeError(f"{name} must return numbers, got {_shown(value)} for trajectory {row}")
+        raise TypeError(f"{name} must return numbers, got {shown(value)} for trajectory {row}")
     try:
         number = float(value)
     except OverflowError:
         number = math.inf
     except (TypeError, ValueError):  # an array of several numbers
         raise TypeError(
-            f"{name} must return numbers, got {_shown(value)} for trajectory {row}"
+            f"{name} must return numbers, got {shown(value)} for trajectory {row}"
         ) from None
     if not abs(number) < _INFINITE_IN_FLOAT32:  # NaN neither
         raise ValueError(
-            f"{name} must return finite numbers (in float32), got {_shown(value)} for "
+            f"{name} must return finite numbers (in float32), got {shown(value)} for "
             f"trajectory {row}"
         )
     return number
 
 
-def _shown(value: Any) -> str:
+def shown(value: Any) -> str:
     """Shorten the repr of a returned value; an int of thousands of digits has none."""
     try:
         return f"{value!r:.80}"

@@ -11,7 +11,7 @@ from urllib.request import urlopen
 
 from twinkle_jax._package import require
 from twinkle_jax.data import Message
-from twinkle_jax.reward.by_name import load_module
+from twinkle_jax.reward.by_name import load_attribute, load_module
 from twinkle_jax.rollout.environment import Action, EnvironmentFactory, Observation
 from twinkle_jax.rollout.processes import (
     ProcessLimits,
@@ -89,7 +89,7 @@ def _find_factory(name: str) -> EnvironmentFactory:
             "environment must be FILE.py:NAME or MODULE:NAME, with the prefix trl: or gym: for "
             f"their interfaces, or openenv:URL, got {name!r}"
         )
-    factory = _find(module_name, attribute, "environment")
+    factory = load_attribute(module_name, attribute, "environment")
     if not callable(factory):
         raise TypeError(f"environment must be a class or a function, got {factory!r:.80}")
     if adapter is not None:
@@ -129,7 +129,7 @@ def _named_tools(name: str) -> tuple[str, dict[str, tuple[Callable[..., Any], Se
     tools: list[tuple[Callable[..., Any], Sequence[Any]]]
     module_name, _, attribute = name.rpartition(":")
     if module_name and not attribute.endswith(".py"):
-        value = _find(module_name, attribute, "tools")
+        value = load_attribute(module_name, attribute, "tools")
         if isinstance(value, list | tuple):
             tools = [(tool, (attribute, i)) for i, tool in enumerate(value)]
         else:
@@ -150,16 +150,6 @@ def _named_tools(name: str) -> tuple[str, dict[str, tuple[Callable[..., Any], Se
             raise TypeError(f"tools must be functions, got {tool!r:.80}")
     ToolEnvironment([tool for tool, _ in tools])  # raises before the run starts
     return module_name, {tool_schema(tool)["function"]["name"]: (tool, key) for tool, key in tools}
-
-
-def _find(module_name: str, attribute: str, argument: str) -> Any:
-    module = load_module(module_name, argument)
-    if not hasattr(module, attribute):
-        names = [n for n, x in vars(module).items() if callable(x) and not n.startswith("_")]
-        raise ValueError(
-            f"{argument} must be one of {', '.join(names)} in {module_name}, got {attribute!r}"
-        )
-    return getattr(module, attribute)
 
 
 class TRLEnvironment(ToolEnvironment):

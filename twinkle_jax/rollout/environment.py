@@ -19,7 +19,7 @@ import numpy as np
 
 from twinkle_jax.data import Message, ParsedToolCalls, ToolCall, ToolCallError, parse_tool_calls
 from twinkle_jax.data.tool_calls import TOOL_CALL_FORMATS
-from twinkle_jax.reward.scoring import error_place
+from twinkle_jax.reward.scoring import error_place, shown
 
 Observation = str | bytes | Message | Sequence[Message] | None
 """What the policy reads: text (as a user's message), messages of a user or a tool, or None."""
@@ -215,13 +215,13 @@ class Session:
         reply = self._call(self._environment.step, action)
         if not isinstance(reply, tuple | list) or len(reply) != 4:
             raise BadReplyError(
-                f"step must return observation, reward, done and info, got {_shown(reply)}"
+                f"step must return observation, reward, done and info, got {shown(reply)}"
             )
         observation, reward, done, info = reply
         if not isinstance(done, bool | int | np.bool_):
-            raise BadReplyError(f"done must be True or False, got {_shown(done)}")
+            raise BadReplyError(f"done must be True or False, got {shown(done)}")
         if info is not None and not isinstance(info, Mapping):
-            raise BadReplyError(f"info must be a dictionary, got {_shown(info)}")
+            raise BadReplyError(f"info must be a dictionary, got {shown(info)}")
         return Reply(self._messages(observation), _finite(reward), bool(done), _numbers(info or {}))
 
     def final_reward(self) -> float:
@@ -249,7 +249,7 @@ class Session:
             observation = [observation]
         if not isinstance(observation, list | tuple):
             raise BadReplyError(
-                f"an observation must be text or messages, got {_shown(observation)}"
+                f"an observation must be text or messages, got {shown(observation)}"
             )
         if len(observation) > _MOST_MESSAGES:
             raise BadReplyError(
@@ -263,12 +263,12 @@ class Session:
             if role not in _ROLES or not isinstance(text, str | bytes):
                 raise BadReplyError(
                     "a message of an environment must have the role user or tool and content "
-                    f"that is text, got {_shown(message)}"
+                    f"that is text, got {shown(message)}"
                 )
             names = {k: message[k] for k in ("name", "tool_call_id") if message.get(k) is not None}
             if not all(isinstance(name, str) for name in names.values()):
                 raise BadReplyError(
-                    f"name and tool_call_id of a message must be text, got {_shown(names)}"
+                    f"name and tool_call_id of a message must be text, got {shown(names)}"
                 )
             names = {k: self._text(name) for k, name in names.items()}
             messages.append(Message(role=role, content=self._text(text), **names))  # type: ignore[typeddict-item]
@@ -298,9 +298,9 @@ def _checked_tools(tools: Any) -> list[Any]:
     try:
         copied = json.loads(_valid_unicode(json.dumps(tools, ensure_ascii=False, allow_nan=False)))
     except (TypeError, ValueError, RecursionError):
-        raise BadReplyError(f"tools must be serialisable as JSON, got {_shown(tools)}") from None
+        raise BadReplyError(f"tools must be serialisable as JSON, got {shown(tools)}") from None
     if tools is not None and not isinstance(tools, list | tuple):
-        raise BadReplyError(f"tools must be a list, got {_shown(tools)}")
+        raise BadReplyError(f"tools must be a list, got {shown(tools)}")
     return list(copied or ())
 
 
@@ -308,7 +308,7 @@ def _finite(reward: Any) -> float:
     try:
         number = 0.0 if reward is None else float(reward)
     except (TypeError, ValueError, OverflowError):
-        raise BadReplyError(f"a reward must be a number, got {_shown(reward)}") from None
+        raise BadReplyError(f"a reward must be a number, got {shown(reward)}") from None
     if not abs(number) <= 3e38:  # the range of float32; also rejects NaN
         raise BadReplyError(f"a reward must be finite in float32, got {number}")
     return number
@@ -319,13 +319,6 @@ def _numbers(info: Mapping[Any, Any]) -> dict[str, float]:
     numbers = {k: x for k, x in info.items() if isinstance(k, str) and isinstance(x, kinds)}
     small = {k: float(x) for k, x in numbers.items() if not isinstance(x, int) or abs(x) < 10**300}
     return {k: x for k, x in small.items() if abs(x) < 1e300}  # also rejects NaN
-
-
-def _shown(value: Any) -> str:
-    try:
-        return f"{value!r:.80}"
-    except Exception:
-        return f"a value of type {type(value).__name__}"
 
 
 # Calls with a timeout.
