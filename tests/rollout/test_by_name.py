@@ -101,8 +101,6 @@ def test_an_environment_of_gymnasium_ends_or_is_truncated():
     assert environment.step(Action("x")) == ("x0", 0.5, True, {"left": 0})
     environment.close()
 
-
-def test_a_gymnasium_environment_that_is_truncated_has_ended():
     class Truncated(Countdown):
         def step(self, action):
             return "x", 0.5, False, True, {}

@@ -10,11 +10,10 @@ import time
 from pathlib import Path
 from urllib.request import urlopen
 
-import jax
 import pytest
 
 from tests.rollout import games
-from tests.rollout.test_multi_turn import KEY, POLICY, ROWS, sample, source
+from tests.rollout.test_multi_turn import sample
 from twinkle_jax.rollout import Action, find_environment
 
 pytestmark = [
@@ -103,7 +102,7 @@ def test_a_server_that_goes_away_is_a_lost_connection():
             return self.inner.step(action)
 
     try:
-        rollout = source(Dying, max_failed=1.0).sample(POLICY.params, ROWS, jax.random.clone(KEY))
+        rollout = sample(Dying, max_failed=1.0)
     finally:
         server.kill()
         server.wait()

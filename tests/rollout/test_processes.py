@@ -8,12 +8,11 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
-import jax
 import numpy as np
 import pytest
 
 from tests.rollout import games
-from tests.rollout.test_multi_turn import KEY, POLICY, ROWS, check_scores, source
+from tests.rollout.test_multi_turn import ROWS, check_scores, sample
 from twinkle_jax.data import PromptBatch
 from twinkle_jax.rollout import Action, ProcessLimits, episode_metrics, find_environment
 from twinkle_jax.rollout.environment import ProcessFailedError, failure_cause
@@ -40,6 +39,14 @@ def alive(path):
 
 def is_alive(pid):
     return os.path.exists(f"/proc/{pid}") and _state(pid) != "Z"
+
+
+def end(*pids):
+    """Whether processes end within a few seconds."""
+    deadline = time.monotonic() + 5
+    while any(map(is_alive, pids)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return not any(map(is_alive, pids))
 
 
 def children(pid):
@@ -77,10 +84,7 @@ def test_answers_and_errors_that_are_the_policys(tools, name, arguments, answer,
 def test_a_process_ends_with_its_answer(tools):
     processes = {call(tools(), "identify")[0] for _ in range(3)}
     assert len(processes) == 3
-    deadline = time.monotonic() + 5
-    while any(map(is_alive, processes)) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not any(map(is_alive, processes))
+    assert end(*processes)
 
 
 def test_a_result_of_100_megabytes_is_shortened(tools):
@@ -196,16 +200,11 @@ def test_what_an_environment_starts_lives_as_long_as_its_episode():
     [kept], [others] = (x.reset({"user_data": []}, 0) for x in (one, other))
     assert is_alive(kept["content"])
     other.close()
-    deadline = time.monotonic() + 10
-    while is_alive(others["content"]) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not is_alive(others["content"])
+    assert end(others["content"])
     [told], *_ = one.step(Action(""))
     assert told["content"] == "True"
     one.close()
-    while is_alive(kept["content"]) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not is_alive(kept["content"])
+    assert end(kept["content"])
 
 
 def test_a_cause_that_a_process_invents_is_not_counted():
@@ -215,8 +214,7 @@ def test_a_cause_that_a_process_invents_is_not_counted():
 
 def play(factory, fault):
     rows = PromptBatch({**row, "user_data": [("fault", fault)]} for row in ROWS)
-    made = source(factory, max_failed=1.0)
-    return made.sample(POLICY.params, rows, jax.random.clone(KEY))
+    return sample(factory, rows, max_failed=1.0)
 
 
 def test_episodes_are_those_of_a_thread(wild):

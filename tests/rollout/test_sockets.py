@@ -3,11 +3,10 @@
 import threading
 import time
 
-import jax
 import numpy as np
 import pytest
 
-from tests.rollout.test_multi_turn import KEY, POLICY, ROWS, check_scores, source
+from tests.rollout.test_multi_turn import check_scores, sample
 from twinkle_jax.rollout import OpenEnvEnvironment
 
 pytest.importorskip("websockets", reason="pip install 'twinkle-jax[openenv]'")
@@ -17,8 +16,7 @@ from tests.rollout.socket_server import FAULTS, Server  # noqa: E402
 
 
 def play(server, **options):
-    made = source(lambda: OpenEnvEnvironment(server.url, 3.0), max_failed=1.0, **options)
-    return made.sample(POLICY.params, ROWS, jax.random.clone(KEY))
+    return sample(lambda: OpenEnvEnvironment(server.url, 3.0), max_failed=1.0, **options)
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -75,8 +73,7 @@ def test_a_server_that_restarts_loses_no_episode():
                 else:
                     return
 
-    made = source(Patient, max_failed=0.0)
-    rollout = made.sample(POLICY.params, ROWS, jax.random.clone(KEY))
+    rollout = sample(Patient, max_failed=0.0)
     server.stop()
     assert not rollout.failed.any()
     assert any(e.attempts == 2 for e in rollout.episodes)
