@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Int
 
+from twinkle_jax.data.batch import pad_tokens
 from twinkle_jax.model import (
     Cache,
     DecoderConfig,
@@ -148,7 +149,8 @@ class Conversations:
         self.tokens_read += sum(map(len, new.values()))
         longest = max(len(row) for row in rows.values()) - 1
         capacity = device.capacity_for(longest, self._full)
-        slots = device.slots_for(self._most_on_a_device(rows), self._slots)
+        most = int(np.bincount([i // self._slots for i in rows]).max())  # on a device
+        slots = device.slots_for(most, self._slots)
         state = self._begin(rows, starts, limits, keys, slots, capacity)
         for tokens, mask in self._chunks(new, slots):
             state = _read(self._weights, state, tokens, mask, setup=self._setup)
@@ -221,12 +223,8 @@ class Conversations:
         size = next((size for size in sizes if size >= longest), sizes[-1])
         chunks = []
         for begin in range(0, longest, size):
-            tokens = np.zeros((len(self._cache.length), size), np.int32)
-            mask = np.zeros(tokens.shape, bool)
-            for i, row in new.items():
-                part = row[begin : begin + size]
-                tokens[i, : len(part)], mask[i, : len(part)] = part, True
-            chunks.append((tokens, mask))
+            parts = [new.get(i, ())[begin : begin + size] for i in range(len(self._held))]
+            chunks.append(pad_tokens(parts, length=size, count=len(self._cache.length)))
         return chunks
 
     def _start(self, number: int, row: Sequence[int]) -> int:
@@ -254,9 +252,6 @@ class Conversations:
 
     def _room(self, length: int) -> int:
         return min(self._setup.new, self._full + 1 - length)
-
-    def _most_on_a_device(self, rows: Mapping[int, Any]) -> int:
-        return int(np.bincount([i // self._slots for i in rows]).max())
 
     def _check(self, rows: Mapping[int, Any], keys: jax.Array, limits: Mapping[int, int]) -> None:
         count = len(self._held)
@@ -350,7 +345,6 @@ def start(
     count = len(chosen)
     index = jnp.minimum(jnp.arange(count, dtype=jnp.int32), len(keys) - 1)
     keys = jax.random.clone(keys)[index]  # padding rows draw nothing, so they may share a key
-    zeros = jnp.zeros((count, setup.new), jnp.float32)
 
     def reset(path: Any, x: Array) -> Array:
         """Zero the states of rows that are read from the start; keys and values are masked."""
@@ -360,26 +354,14 @@ def start(
 
     layers = jax.tree_util.tree_map_with_path(reset, cache.layers)
     share = count // setup.shards
-    rows = Slots(
-        row=jnp.where(chosen, jnp.arange(count, dtype=jnp.int32) % share, share),
-        pending=pending,
-        cache=Cache(layers, starts),
-        prompts=seen,
-        tokens=jnp.full(zeros.shape, setup.config.vocab_size, jnp.int32),
-        logprobs=zeros,
-        sampling_logprobs=zeros,
-        lengths=jnp.zeros_like(limits),
-        limits=limits,
-        reasons=jnp.where(chosen, device.RUNNING, device.LENGTH),
-        keys=keys,
+    row = jnp.where(chosen, jnp.arange(count, dtype=jnp.int32) % share, share)
+    rows = device.undrawn(
+        row, pending, Cache(layers, starts), seen, limits, keys, chosen, setup=setup
     )
     no_rows = jnp.zeros_like(limits)
     # An empty queue: every chosen row has a slot.
     queue = device.Queue(no_rows, keys, no_rows, no_rows, taken=jnp.zeros(setup.shards, jnp.int32))
-    results = Completions(
-        zeros.astype(jnp.int32), zeros.astype(bool), zeros, zeros, no_rows, no_rows
-    )
-    state = spread(State(rows, queue, results), setup.mesh)
+    state = spread(State(rows, queue, device.no_completions(count, setup.new)), setup.mesh)
     return device.resize(state, setup=setup, slots=slots, capacity=capacity)
 
 

@@ -297,16 +297,42 @@ def begin(
     )
     if setup.page is not None:
         first = first._replace(cache=_in_pages(first.cache, setup, capacity))
-    zeros = jnp.zeros((rows, setup.new), jnp.float32)
-    results = Completions(
-        tokens=zeros.astype(jnp.int32),
-        mask=zeros.astype(bool),
+    state = State(first, queue, no_completions(rows, setup.new), read)
+    return reusable(spread(state, setup.mesh))
+
+
+def no_completions(rows: int, new: int) -> Completions:
+    """Make completions without tokens."""
+    zeros, none = jnp.zeros((rows, new), jnp.float32), jnp.zeros(rows, jnp.int32)
+    return Completions(zeros.astype(jnp.int32), zeros.astype(bool), zeros, zeros, none, none)
+
+
+def undrawn(
+    row: Int[Array, " slots"],
+    pending: Int[Array, " slots"],
+    cache: Cache,
+    prompts: Int[Array, "slots time"],
+    limits: Int[Array, " slots"],
+    keys: jax.Array,
+    running: Bool[Array, " slots"],
+    *,
+    setup: Setup,
+) -> Slots:
+    """Make slots of rows of which nothing has been drawn; those that do not run have ended."""
+    zeros = jnp.zeros((len(row), setup.new), jnp.float32)
+    return Slots(
+        row=row,
+        pending=pending,
+        cache=cache,
+        prompts=prompts,
+        tokens=jnp.full(zeros.shape, setup.config.vocab_size, jnp.int32),
         logprobs=zeros,
         sampling_logprobs=zeros,
-        finish_reasons=jnp.zeros_like(limits),
-        lengths=jnp.zeros_like(limits),
+        lengths=jnp.zeros_like(row),
+        limits=limits,
+        reasons=jnp.where(running, RUNNING, LENGTH),
+        keys=keys,
     )
-    return reusable(spread(State(first, queue, results, read), setup.mesh))
 
 
 def fill(
@@ -348,18 +374,16 @@ def resize(state: State, *, setup: Setup, slots: int, capacity: int) -> State:
 
     def keep(rows: Slots) -> Slots:
         chosen = jnp.argsort(~rows.running, stable=True)[:slots]
-        if setup.page is None:
-            return map_rows(lambda axis, x: jnp.take(x, chosen, axis=axis), rows)
         kept = jax.tree.map(lambda x: x[chosen], _without_cache(rows))
+        if setup.page is None:
+            return kept._replace(cache=take_rows(rows.cache, chosen))
         return kept._replace(cache=keep_rows(rows.cache, chosen, capacity))
 
     kept = state.slots
-    if setup.page is not None:
+    if setup.page is not None or slots * setup.shards < len(kept.row):
         kept = on_devices(keep, setup.mesh)(kept)
-        return reusable(spread(state._replace(slots=kept), setup.mesh))
-    if slots * setup.shards < len(kept.row):
-        kept = on_devices(keep, setup.mesh)(kept)
-    kept = kept._replace(cache=with_room(kept.cache, capacity))
+    if setup.page is None:
+        kept = kept._replace(cache=with_room(kept.cache, capacity))
     return reusable(spread(state._replace(slots=kept), setup.mesh))
 
 
@@ -602,22 +626,11 @@ def _next_rows(
         held = ReadPrompts(cache, jnp.where(reads, end, held.prompts))
     cache = on_devices(take_rows, setup.mesh)(cache, source)
     _, pending = _split_last(prompts[prompt], mask[prompt], vocab)
-    zeros = jnp.zeros((len(row), setup.new), jnp.float32)
-    slots = Slots(
-        row=row,
-        pending=pending,
-        cache=for_many_steps(
-            cache if setup.page is not None else with_room(cache, capacity), setup.mesh
-        ),
-        prompts=jnp.where(mask[prompt], prompts[prompt], vocab),
-        tokens=jnp.full(zeros.shape, vocab, jnp.int32),
-        logprobs=zeros,
-        sampling_logprobs=zeros,
-        lengths=jnp.zeros_like(row),
-        limits=limits,
-        reasons=jnp.where(row < rows, RUNNING, LENGTH),
-        keys=keys,
-    )
+    if setup.page is None:
+        cache = with_room(cache, capacity)
+    cache = for_many_steps(cache, setup.mesh)
+    tokens = jnp.where(mask[prompt], prompts[prompt], vocab)
+    slots = undrawn(row, pending, cache, tokens, limits, keys, row < rows, setup=setup)
     return slots, slot, queue._replace(taken=taken), held
 
 
@@ -652,16 +665,6 @@ def _split_last(
 def for_many_steps(stacked: CacheOrParams, mesh: Mesh | None) -> CacheOrParams:
     """Unstack the layers of a cache or of parameters on a GPU, which reads them faster so."""
     return unstack_layers(stacked) if backend_of(mesh) == "gpu" else stacked
-
-
-def map_rows(function: Callable[..., Any], tree: Any, *others: Any) -> Any:
-    """Apply `function(axis, *arrays)` to each array, where axis is that of the rows."""
-
-    def apply(path: Any, *arrays: Any) -> Any:
-        layered = any(getattr(key, "name", None) == "layers" for key in path)
-        return function(1 if layered else 0, *arrays)
-
-    return jax.tree_util.tree_map_with_path(apply, tree, *others)
 
 
 def _specs(tree: Any, mesh: Mesh) -> Any:
