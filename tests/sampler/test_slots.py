@@ -260,17 +260,10 @@ def rows_of_different_lengths(name="qwen3", **options):
 def test_rows_in_pages_get_the_same_where_layers_lie_one_by_one(name, request, monkeypatch):
     """As on a GPU, where the cache of each layer is an array of its own."""
     expected = rows_of_different_lengths(name)
-    pages = request.getfixturevalue("pages")
-    jax.clear_caches()
-    request.addfinalizer(jax.clear_caches)
-    for module in (sampler_slots, attention):  # which sums up a page in one pass there
-        monkeypatch.setattr(module, "backend_of", lambda mesh: "gpu")
-    unstacked = []
-    monkeypatch.setattr(
-        sampler_slots, "unstack_layers", lambda tree: unstacked.append(1) or unstack_layers(tree)
-    )
+    pages, laid = map(request.getfixturevalue, ("pages", "as_on_a_gpu"))
+    monkeypatch.setattr(attention, "backend_of", lambda mesh: "gpu")  # sums up a page in one pass
     assert_same(expected, rows_of_different_lengths(name, slots=5, refill=2))
-    assert unstacked and pages
+    assert {type(x.layers) for x in laid if isinstance(x, Cache)} == {tuple} and pages
 
 
 @pytest.mark.parametrize("name", each(NAMES))
@@ -356,14 +349,6 @@ def as_on_a_gpu(monkeypatch):
     jax.clear_caches()
     yield seen
     jax.clear_caches()
-
-
-@pytest.mark.exhaustive
-def test_pages_of_layers_that_lie_one_by_one(as_on_a_gpu, request):
-    expected = rows_of_different_lengths()
-    request.getfixturevalue("pages")
-    assert_same(expected, rows_of_different_lengths(slots=5, refill=2))
-    assert {type(x.layers) for x in as_on_a_gpu if isinstance(x, Cache)} == {tuple}
 
 
 @pytest.mark.exhaustive
