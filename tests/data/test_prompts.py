@@ -51,6 +51,13 @@ def test_a_byte_order_mark_is_no_text(tmp_path):
     assert len(read_jsonl(path)) == 1
 
 
+def test_a_file_in_another_encoding_is_named(tmp_path):
+    path = tmp_path / "data.jsonl"
+    path.write_bytes(b'{"prompt": "caf\xe9", "answer": "b"}\n')
+    with pytest.raises(ValueError, match=r"data\.jsonl must be UTF-8"):
+        read_jsonl(path)
+
+
 GOOD = {"prompt": "a", "answer": "b"}
 
 

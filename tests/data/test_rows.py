@@ -101,11 +101,13 @@ def test_cells_of_csv_have_the_type_that_all_of_a_column_have(tmp_path):
         ("a.json", "[1]"),
         ("a.csv", "a\n1,2\n"),
         ("a.csv", "a,b,a\n1,2,3\n"),
+        ("a.csv", f"a\n{'1' * 200_000}\n"),
+        ("a.txt", "caf\xe9"),
         ("a.bin", ""),
     ],
 )
 def test_malformed_files_are_named(tmp_path, name, text):
-    (tmp_path / name).write_text(text)
+    (tmp_path / name).write_text(text, encoding="latin-1")
     with pytest.raises(ValueError, match=name):
         read_rows(tmp_path / name)
 

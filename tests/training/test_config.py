@@ -50,6 +50,7 @@ def test_what_depends_on_the_policy_is_filled_in():
 
 
 REFUSED = [
+    (lambda: TrainConfig(seed=2**32), "seed"),
     (lambda: TrainConfig(steps=-1), "steps"),
     (lambda: TrainConfig(warm_start=1.5), "warm_start"),
     (lambda: TrainConfig(task="x.jsonl"), "model"),

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal, Self, overload
 
 from twinkle_jax._package import require
-from twinkle_jax.data.strict_json import parse_json
+from twinkle_jax.data.strict_json import open_text, parse_json
 from twinkle_jax.data.trajectory import Message, PromptBatch, Trajectory
 
 _NUMBER = re.compile(r"-?\d+(\.\d+)?")
@@ -203,7 +203,7 @@ def _records(path: str | Path) -> Iterator[tuple[str, dict[str, Any]]]:
             yield f"{path}: record {number}", record
         return
     count = 0
-    with Path(path).open(encoding="utf-8-sig") as lines:
+    with open_text(Path(path)) as lines:
         for number, line in enumerate(lines, 1):
             if not line.strip():
                 continue

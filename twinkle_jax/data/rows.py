@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from twinkle_jax._package import require
-from twinkle_jax.data.strict_json import parse_json
+from twinkle_jax.data.strict_json import open_text, parse_json
 
 Row = dict[str, Any]
 """A row of a data set: a value for each column."""
@@ -266,9 +266,12 @@ def _read(path: Path) -> Iterator[Row]:
 
         yield from parquet.read_table(path).to_pylist()
         return
-    with path.open(encoding="utf-8-sig", newline="") as file:
+    with open_text(path) as file:
         if path.suffix == ".csv":
-            yield from _csv(path, csv.DictReader(file, restval=""))
+            try:
+                yield from _csv(path, csv.DictReader(file, restval=""))
+            except csv.Error as error:
+                raise ValueError(f"{path} must be CSV: {error}") from None
         elif path.suffix == ".txt":
             yield from ({"text": line.rstrip("\r\n")} for line in file)
         elif path.suffix == ".json" and file.read(1024).lstrip().startswith("["):

@@ -48,3 +48,8 @@ def share_above_zero(*, default: Any, may_change: bool = False) -> Any:
 def share_below_one(*, default: Any, may_change: bool = False) -> Any:
     """Make a field for numbers from 0 to below 1."""
     return _ranged(default, may_change, lambda x: 0 <= x < 1, "in [0, 1)")
+
+
+def seed_of_32_bits(*, default: int) -> Any:
+    """Make a field for a seed, which JAX takes modulo 2^32."""
+    return _ranged(default, False, lambda x: 0 <= x < 2**32, "from 0 to 4294967295")

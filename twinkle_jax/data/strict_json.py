@@ -1,10 +1,24 @@
-"""JSON without duplicate keys, NaN, Infinity, numbers beyond float64 and half characters."""
+"""UTF-8, and JSON without duplicate keys, NaN, Infinity, too large numbers, half characters."""
 
 import json
 import math
 import re
 from collections import Counter
-from typing import Any
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TextIO
+
+
+@contextmanager
+def open_text(path: Path) -> Iterator[TextIO]:
+    """Open a file in UTF-8; an error for other bytes names it."""
+    try:
+        with path.open(encoding="utf-8-sig", newline="") as file:
+            yield file
+    except UnicodeDecodeError as error:
+        byte = error.object[error.start]
+        raise ValueError(f"{path} must be UTF-8, got the byte {byte:#04x}") from None
 
 
 def parse_json(text: str) -> Any:

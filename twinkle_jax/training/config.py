@@ -16,6 +16,7 @@ from twinkle_jax.data.settings import (
     MAY_CHANGE,
     at_least,
     positive,
+    seed_of_32_bits,
     share,
     share_below_one,
 )
@@ -277,7 +278,7 @@ class TrainConfig:
     warm_start: float = share(default=0.3)
     output_dir: str = field(default="runs/arithmetic", metadata=MAY_CHANGE)
     steps: int = at_least(0, default=AUTO, may_change=True)
-    seed: int = at_least(0, default=0)
+    seed: int = seed_of_32_bits(default=0)
     dtype: Literal["float32", "bfloat16"] = "float32"
     resume: str = field(default="never", metadata=MAY_CHANGE)
     overwrite: bool = field(default=False, metadata=MAY_CHANGE)
