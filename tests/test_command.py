@@ -167,6 +167,14 @@ def test_a_switch_needs_no_value(options, overwrite, masked, tmp_path):
     assert (config["overwrite"], config["update"]["mask_truncated"]) == (overwrite, masked)
 
 
+def test_options_of_an_optimizer_may_be_lists_and_null(tmp_path):
+    run, options = tmp_path / "run", {"ns_coeffs": [3.0, -3.25, 1.25], "mu_dtype": None}
+    small = ["--warm_start", "0", "--evaluation.problems", "4", "--steps", "0"]
+    muon = ["--optimizer.name", "muon", "--optimizer.options", json.dumps(options)]
+    assert main(["train", "--output_dir", str(run), *small, *muon]) == 0
+    assert json.loads((run / "config.json").read_text())["optimizer"]["options"] == options
+
+
 def test_a_run_goes_on_without_its_options_being_repeated(tmp_path, capsys):
     run = str(tmp_path / "run")
     tiny = [*TINY, "--evaluation.every", "0", "--optimizer.schedule", "constant"]

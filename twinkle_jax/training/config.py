@@ -25,7 +25,7 @@ from twinkle_jax.loss.policy_losses import POLICY_LOSSES
 from twinkle_jax.rollout import RolloutConfig
 from twinkle_jax.training.by_name import make_estimator, make_optimizer, make_schedule
 
-Options = dict[str, int | float | bool | str]
+Options = dict[str, int | float | bool | list[float] | str | None]
 """Hyper-parameters by name, of an estimator or an optimizer."""
 
 
