@@ -260,6 +260,16 @@ def test_settings_and_data_of_every_estimator(label):
                 CASES[label].function(**complete)
 
 
+@pytest.mark.parametrize("label", CASES)
+def test_a_group_needs_two(label):
+    call = functools.partial(ROWS[label], ZEROS, size=1, where=None)
+    if CASES[label].name in ("grpo", "reinforce"):
+        call()
+    elif CASES[label].name != "remax":
+        with raises(ValueError, "num_generations"):
+            call()
+
+
 @pytest.mark.parametrize("label", SEGMENTS)
 def test_segments(label):
     bad = {

@@ -209,6 +209,13 @@ def test_the_batch_of_a_constant_shard_still_has_a_signal():
     assert not np.asarray(run(np.full(16, 0.1, np.float32))).any()
 
 
+def test_vmap_with_axis_name_makes_the_batch_global():
+    mapped = jax.vmap(
+        lambda r: grpo_advantage(r, 3, "batch", axis_name="batch"), axis_name="batch"
+    )(jnp.asarray(MORE).reshape(4, 12))
+    _close(mapped, np.asarray(grpo_advantage(MORE, 3, "batch")).reshape(4, 12))
+
+
 def _collectives(text):
     names = ("all-reduce", "all-gather", "all-to-all", "collective-permute", "reduce-scatter")
     return {name for name in names if f" {name}(" in text or f" {name}-start(" in text}

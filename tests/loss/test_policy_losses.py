@@ -96,6 +96,24 @@ def test_golden(name):
     np.testing.assert_allclose(gradient, case["grad_logps"], **GOLDEN["tolerance"])
 
 
+@pytest.mark.parametrize("name", [n for n in CASES if int(n.split("-")[0]) < 11])
+def test_golden_from_lists_of_response_tokens(name):
+    case = CASES[name]
+
+    def chosen(key):
+        rows = zip(case[key], case["labels"], strict=True)
+        return [[x for x, k in zip(*row, strict=True) if k != -100] for row in rows]
+
+    output = getattr(losses, case["loss"])(**case["kwargs"])(
+        {"labels": case["labels"]},
+        {"logps": jnp.array(case["logps"]), "entropies": jnp.array(case["entropies"])},
+        old_logps=chosen("old_logps"),
+        ref_logps=chosen("ref_logps"),
+        advantages=case["advantages"],
+    )
+    np.testing.assert_allclose(output.loss, case["value"], **GOLDEN["tolerance"])
+
+
 @every_loss
 @given(seed=st.integers(0, 10**6), per_token=st.booleans())
 def test_matches_reference(name, seed, per_token):

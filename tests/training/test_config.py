@@ -134,7 +134,8 @@ WITHOUT_EFFECT = [
 
 @pytest.mark.parametrize(("changes", "name"), WITHOUT_EFFECT)
 def test_settings_without_effect_are_refused_before_a_run(changes, name, tmp_path):
-    config = TrainConfig(output_dir=str(tmp_path / "run"), **changes)
+    output_dir = str(tmp_path / "run")
+    config = TrainConfig(output_dir=output_dir, steps=0, warm_start=0.0, **changes)
     with pytest.raises(ValueError, match=rf"^{re.escape(name)} must go with "):
         train(config)
     assert not list(tmp_path.iterdir())

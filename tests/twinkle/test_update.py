@@ -67,6 +67,8 @@ def test_cycles_of_a_cosine_after_its_warmup(cycles, after):
     options = {"num_warmup_steps": 1, "num_training_steps": steps, "num_cycles": cycles}
     ours = choose_schedule("CosineWarmupScheduler", options)
     assert [ours(step, 1.0) for step in range(len(after) + 1)] == pytest.approx([0, *after])
+    with pytest.raises(ValueError, match=r"^num_cycles"):
+        choose_schedule("CosineWarmupScheduler", {"num_training_steps": 3, "num_cycles": 0})
     fast = choose_schedule("CosineWarmupScheduler", {"num_training_steps": 3, "num_cycles": 2})
     assert [fast(step, 1.0) for step in range(4)] == pytest.approx([1, 0.25, 0.25, 1])
     short = choose_schedule("CosineWarmupScheduler", options | {"num_training_steps": 1})

@@ -156,10 +156,20 @@ def muon_dimensions(params: Any) -> Any:
 
 # They compute with the learning rate before the last step, or need the value of the loss: their
 # updates at the rate 1, multiplied by another rate, are not those at that rate.
-_NOT_PROPORTIONAL = frozenset(
-    """cocob dadapt_adamw fromage lbfgs madgrad momo momo_adam scale_by_madgrad schedule_free
-    schedule_free_adamw schedule_free_sgd sophia""".split()  # noqa: SIM905
-)
+_NOT_PROPORTIONAL = {
+    "cocob",
+    "dadapt_adamw",
+    "fromage",
+    "lbfgs",
+    "madgrad",
+    "momo",
+    "momo_adam",
+    "scale_by_madgrad",
+    "schedule_free",
+    "schedule_free_adamw",
+    "schedule_free_sgd",
+    "sophia",
+}
 _NOT_PROPORTIONAL_OPTIONS = {"adafactor": {"weight_decay_rate"}}
 
 

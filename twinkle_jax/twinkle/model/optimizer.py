@@ -84,6 +84,8 @@ def _cosine_warmup(
     eta_min: float = 0.0,
     num_cycles: float = 0.5,
 ) -> Schedule:
+    if not num_cycles > 0:
+        raise ValueError(f"num_cycles must be above 0, got {num_cycles!r}")
     length = max(num_training_steps - num_warmup_steps, 1)
     half = length / (2 * num_cycles)
     options = {"warmup_steps": num_warmup_steps, "end_value": eta_min}
