@@ -55,6 +55,12 @@ MODELS = {
         "qwen3", 151936, 5120, 25600, 64, 64,
         num_key_value_heads=8, head_dim=128, tie_word_embeddings=False,
     ),
+    "gemma-3-1b": {
+        "model_type": "gemma3_text", "vocab_size": 262144, "hidden_size": 1152,
+        "intermediate_size": 6912, "num_hidden_layers": 26, "num_attention_heads": 4,
+        "num_key_value_heads": 1, "head_dim": 256, "sliding_window": 512, "rope_theta": 1e6,
+        "rope_local_base_freq": 10000.0, "query_pre_attn_scalar": 256,
+    },
 }  # fmt: skip
 
 

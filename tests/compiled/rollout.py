@@ -32,7 +32,7 @@ class Rollout(NamedTuple):
     Attributes:
         weights: all parameters, in bfloat16.
         cache: keys and values, as many as there is room for.
-        filled: those of the tokens that rows hold.
+        filled: those of the tokens that rows hold, in sliding layers of the window.
         moved: read and written by a step, as far as the compiler's text says.
         kernel: read and written by the kernel that writes tokens into a TPU's cache, at most; by
             arithmetic, since the text says nothing about it.
@@ -95,17 +95,21 @@ def rollout(
             jax.clear_caches()  # what was traced otherwise
             patches.callback(jax.clear_caches)
             patches.enter_context(mock.patch.object(sampler_slots, "unstack_layers", lambda x: x))
-        compiled, weights, layers, lengths = _compile(config, topology, rows, capacity, filled)
+        compiled, weights, layers, seen = _compile(config, topology, rows, capacity, filled)
     program = read_program(compiled.as_text())
     step = loop_of_steps(program)
+    # In a loop over layers, attention to a window is the branch for true.
+    branches = topology.startswith("v") and config.attention.window is not None
+    true_share = float(config.sliding.mean()) if branches else 1
     heads = config.attention.key_value_heads * config.attention.head_dim
     written = 2 * config.repeats * len(config.block) * rows * heads * BLOCK
     return Rollout(
         weights=_bytes(weights),
         cache=_bytes(layers),
-        filled=2 * 2 * config.repeats * len(config.block) * heads * lengths,
+        filled=2 * 2 * heads * seen,
         # A trip of the loop is several steps on a mesh.
-        moved=sum(size for size, _ in traffic(program, step)) / sampler_slots._STEPS_ON_MESH,
+        moved=sum(size for size, _ in traffic(program, step, 1, true_share))
+        / sampler_slots._STEPS_ON_MESH,
         kernel=2 * 2 * written if topology.startswith("v") else 0,
         temporary=compiled.memory_analysis().temp_size_in_bytes,
         program=program,
@@ -199,7 +203,7 @@ def _compiled(lowered: Any) -> tuple[Any, Any]:
 def _compile(
     config: DecoderConfig, topology: str, rows: int, capacity: int, filled: int | None
 ) -> Any:
-    """Give the program, shapes of its weights and of the caches it goes on with, and the tokens."""
+    """Give the program, shapes of its weights and of the its caches, and the tokens seen."""
     devices = described_mesh(topology, 1, 4, 1, bare=True).devices
     mesh = Mesh(devices.reshape(-1)[:1].reshape(1, 1, 1), AXES)
     replicated = NamedSharding(mesh, PartitionSpec())
@@ -221,12 +225,12 @@ def _compile(
         attention="xla",
         mesh=mesh,
     )
-    full, tokens = 2 * capacity, rows * capacity
+    full, lengths = 2 * capacity, np.full(rows, capacity)
     if filled is not None:
-        full, page = capacity, sampler_slots.page_for(config, capacity, mesh)
-        setup = setup._replace(page=page)
+        full, setup = capacity, setup.in_pages(capacity)
+        page = setup.page
         lengths = np.minimum(np.random.default_rng(0).geometric(1 / filled, rows), capacity)
-        tokens, pages = int(lengths.sum()), int(np.sum(-(-lengths // page)))
+        pages = int(np.sum(-(-lengths // page)))
         status = sampler_slots.Status(rows, 0, 0, int(lengths.max()), pages + 1)
         capacity = sampler_slots.next_capacity(setup, status, rows, 0, PROMPT, full)
     prompts = jax.ShapeDtypeStruct((rows, PROMPT), jnp.int32)
@@ -242,7 +246,14 @@ def _compile(
         state = jax.eval_shape(begin, laid_out, prompts, mask, keys, limits)
         arguments = map(there, (laid_out, state, traced_sampling(Sampling())))
         compiled = jax.jit(run, donate_argnums=1).lower(*arguments).compile()
-        return compiled, weights, state.slots.cache.layers, tokens
+        return compiled, weights, state.slots.cache.layers, _tokens_seen(config, lengths)
+
+
+def _tokens_seen(config: DecoderConfig, lengths: np.ndarray) -> int:
+    """Sum the tokens that layers see: in sliding layers those of the window."""
+    window, sliding = config.attention.window, int(config.sliding.sum())
+    in_window = np.minimum(lengths, lengths if window is None else window.size)
+    return int((config.layers - sliding) * lengths.sum() + sliding * in_window.sum())
 
 
 def _bytes(tree: Any) -> int:

@@ -120,15 +120,22 @@ LINES = {  # what stands in the step, and what it moves
 }
 
 
-def moved(line):
+def moved(line, true_share=1):
     program = read_program(TEXT.replace("%LINE", line))
-    return sum(size for size, _ in traffic(program, loop_of_steps(program)))
+    return sum(size for size, _ in traffic(program, loop_of_steps(program), 1, true_share))
 
 
 @pytest.mark.parametrize("case", LINES)
 def test_what_an_instruction_moves(case):
     line, size = LINES[case]
     assert moved(line) == size
+
+
+def test_a_conditional_counts_its_branches_by_their_share():
+    line = LINES["the branch for true"][0]
+    only_false = moved(line, true_share=0)
+    assert only_false != moved(line)
+    assert moved(line, true_share=0.75) == 0.75 * moved(line) + 0.25 * only_false
 
 
 def test_loops_count_as_often_as_they_run():

@@ -39,22 +39,29 @@ def _lying(kind: str, extents: str, layout: str) -> float:
     return element_bytes(kind) * math.prod(sizes)
 
 
-def traffic(program: Program, name: str, times: int = 1) -> Iterator[tuple[float, Instruction]]:
+def traffic(
+    program: Program, name: str, times: float = 1, true_share: float = 1
+) -> Iterator[tuple[float, Instruction]]:
     """Walk through a computation: each instruction with the bytes that it moves, in all its runs.
 
-    A loop whose trips depend on data runs once; of a conditional, the branch for true. Of what a
-    kernel updates in its place nothing is counted: how much it touches, the text does not say.
+    A loop whose trips depend on data runs once. Of a conditional, the branch for true runs in
+    `true_share` of the cases. Of what a kernel updates in its place nothing is counted: how much it
+    touches, the text does not say.
     """
     for one in program.computations[name].instructions.values():
         if one.opcode == "while":
             count = trips(program, name, one) or 1
-            yield from traffic(program, one.called("body") or "", times * count)
+            yield from traffic(program, one.called("body") or "", times * count, true_share)
         elif one.opcode == "conditional":
             branches = re.search(r"branch_computations=\{([^}]*)\}", one.attributes)
-            last = re.findall(r"%([\w.\-]+)", branches[1])[-1] if branches else None
-            yield from traffic(program, last or one.called("true_computation") or "", times)
+            names = [one.called("false_computation") or "", one.called("true_computation") or ""]
+            if branches:
+                names = re.findall(r"%([\w.\-]+)", branches[1])
+            for branch, share in ((names[0], 1 - true_share), (names[-1], true_share)):
+                if share:
+                    yield from traffic(program, branch, times * share, true_share)
         elif one.opcode == "call":
-            yield from traffic(program, one.called("to_apply") or "", times)
+            yield from traffic(program, one.called("to_apply") or "", times, true_share)
         elif moved := _moved(program, name, one):
             yield moved * times, one
 

@@ -1,16 +1,18 @@
 """Slots that are filled again: the same completions, row by row, as without them."""
 
+import dataclasses
 import sys
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from tests.model.families import NAMES, batch, config_of, each, params_of
 from tests.sampler.completions import PROMPTS
-from twinkle_jax.model import Cache, make_mesh, unstack_layers
+from twinkle_jax.model import Cache, Pages, make_mesh, prefill, unstack_layers
 from twinkle_jax.model.decoder import attention
-from twinkle_jax.model.decoder.cache import finite_values
+from twinkle_jax.model.decoder.cache import empty_pages, finite_values, put_rows, release
 from twinkle_jax.sampler import Sampling, generate, generate_many
 from twinkle_jax.sampler import slots as sampler_slots
 
@@ -227,6 +229,13 @@ def pages(monkeypatch):
 
     def recorded(weights, state, *args, capacity, setup, **options):
         rows, owner = len(state.slots.row), state.slots.cache.pages.owner
+        window_pages = state.slots.cache.window_pages
+        if window_pages is not None:
+            share = rows // setup.shards
+            bound = min(capacity, share * setup.window_pages) * setup.shards
+            assert len(window_pages.owner) == bound
+            counts = np.bincount(window_pages.owner, minlength=share + 1)[:share]
+            assert setup.shards > 1 or counts.max() <= setup.window_pages
         assert len(owner) == capacity * setup.shards
         state, status = run(weights, state, *args, capacity=capacity, setup=setup, **options)
         seen.append((rows, capacity, int(status.pages)))
@@ -238,14 +247,14 @@ def pages(monkeypatch):
     return seen
 
 
-def rows_of_different_lengths(name="qwen3", **options):
+def rows_of_different_lengths(name="qwen3", config=None, **options):
     """24 rows of 1 to 40 tokens behind prompts of 1 to 20; one is as long as it can get."""
     prompts = [[i + 1] * (1 + 19 * i // 11) for i in range(12)]
     limits = np.random.default_rng(0).geometric(1 / 8, 24).clip(1, 40)
     limits[-1] = 40
     return generate(
         params_of(name),
-        config_of(name),
+        config_of(name) if config is None else config,
         *batch(prompts, 20, "right"),
         jax.random.key(0),
         Sampling(0.9),
@@ -297,6 +306,94 @@ def test_each_device_has_pages_of_its_own(axes, request):
     pages = request.getfixturevalue("pages")
     assert_same(expected, rows_of_different_lengths(mesh=make_mesh(**axes), slots=8))
     assert len(pages) > 3
+
+
+def gemma(window, *kinds):
+    """Layers of these kinds, sliding ones with this window."""
+    config = config_of("gemma3_text")
+    attention = dataclasses.replace(
+        config.attention, window=dataclasses.replace(config.attention.window, size=window)
+    )
+    names = {"s": "sliding_attention", "f": "full_attention"}
+    kinds = tuple(names[kind] for kind in kinds)
+    return dataclasses.replace(config, attention=attention, layer_kinds=kinds)
+
+
+@pytest.mark.parametrize(
+    ("window", "kinds"),
+    [
+        (20, "sfs"),
+        # Of one token only; a window that ends with a page; stacks of one kind.
+        *(
+            pytest.param(window, kinds, marks=pytest.mark.exhaustive)
+            for window, kinds in [(1, "fss"), (16, "sff"), (17, "ssf"), (18, "sss"), (33, "fsf")]
+        ),
+    ],
+)
+@pytest.mark.parametrize("laid", ["in a stack", "one by one"])
+def test_sliding_layers_keep_the_pages_of_their_window(window, kinds, laid, request):
+    config = gemma(window, *kinds)
+    expected = rows_of_different_lengths("gemma3_text", config)
+    pages = request.getfixturevalue("pages")
+    if laid == "one by one":
+        request.getfixturevalue("as_on_a_gpu")
+    by_slots = rows_of_different_lengths("gemma3_text", config, slots=5, refill=2)
+    assert_same(expected, by_slots)
+    assert_same(expected, rows_of_different_lengths("gemma3_text", config))
+    assert pages
+
+
+def test_of_a_prompt_sliding_layers_get_the_pages_of_the_window():
+    """The next token of 47 sees token 31, which page 16 ends with; that of 48 does not."""
+    config, tokens = gemma(17, *"sfs"), batch([[1] * n for n in (47, 48, 3)], 48, "right")
+    _, rows = prefill(params_of("gemma3_text"), config, *tokens, max_length=48)
+    empty = empty_pages(rows, 16, 9, 6, config)
+    cache = put_rows(empty, rows, jnp.array([2, 0, 1]), config)
+
+    def held(pages):
+        return sorted((int(o), int(s)) for o, s in zip(*pages, strict=True) if o < 3)
+
+    window = [(0, 32), (1, 0), (2, 16), (2, 32)]
+    assert held(cache.window_pages) == window
+    assert held(cache.pages) == sorted([*window, (0, 0), (0, 16), (2, 0)])
+    layers = cache.layers["0"]
+    assert layers.full.keys.shape[:2] == (1, 9) and layers.sliding.keys.shape[:2] == (2, 6)
+
+
+def test_a_page_is_free_when_its_last_token_is_out_of_sight():
+    pages = Pages(jnp.array([0, 0, 1, 2, 3]), jnp.array([0, 8, 0, 0, 0]))
+    active = jnp.array([True, True, False])
+    first = jnp.array([8, 7, 0])
+    assert release(pages, active, first, size=8).owner.tolist() == [3, 0, 1, 3, 3]
+    assert release(pages, active).owner.tolist() == [0, 0, 1, 3, 3]
+
+
+@pytest.mark.parametrize(
+    "axes",
+    [
+        {"fsdp": 2},
+        pytest.param({"data": 2, "fsdp": 2, "tensor": 2}, marks=pytest.mark.exhaustive),
+    ],
+    ids=str,
+)
+def test_sliding_layers_on_several_devices(axes, request):
+    config = gemma(20, *"sfs")
+    expected = rows_of_different_lengths("gemma3_text", config)
+    pages = request.getfixturevalue("pages")
+    mesh = make_mesh(**axes)
+    assert_same(expected, rows_of_different_lengths("gemma3_text", config, mesh=mesh, slots=8))
+    assert pages
+
+
+def test_windows_as_long_as_the_rows_have_no_pages_of_their_own(pages):
+    def setup(window):
+        return sampler_slots.Setup(gemma(window, *"sfs"), 1, 40, 1, None, None, None)
+
+    assert setup(17).in_pages(59).window_pages == 2
+    assert setup(18).in_pages(59).window_pages == 3
+    assert setup(34).in_pages(59).window_pages is None  # four pages hold a whole row
+    assert setup(17).in_pages(59).pages_of_sliding(8, 100) == 16
+    assert setup(17).in_pages(59).pages_of_sliding(8, 10) == 10
 
 
 @pytest.mark.parametrize(

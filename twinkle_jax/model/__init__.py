@@ -11,6 +11,7 @@ from twinkle_jax.model.decoder.cache import (
     KeyValues,
     Layers,
     Pages,
+    WindowedKeyValues,
     take_rows,
     unstack_layers,
 )
@@ -63,6 +64,7 @@ __all__ = [
     "RopeScaling",
     "SavesTokenizer",
     "Window",
+    "WindowedKeyValues",
     "decode_step",
     "default_attention",
     "extend",

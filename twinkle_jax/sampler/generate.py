@@ -218,7 +218,7 @@ def _generate(
     keys, limits = _fill_up(keys, limits, setup.shards)
     longest = prompts.shape[1] - 1
     full = longest + setup.new
-    setup = setup._replace(page=device.page_for(setup.config, full, setup.mesh))
+    setup = setup.in_pages(full)
     capacity = device.first_capacity(setup, slots, longest, full)
     state = _begin(
         weights, prompts, mask, keys, limits, setup=setup, slots=slots, capacity=capacity
@@ -282,9 +282,9 @@ def generate_memory(
         mesh=mesh,
     )
     full, padded = prompt_tokens - 1 + max_new_tokens, rows + -rows % shards
-    page = device.page_for(config, full, mesh)
+    setup = setup.in_pages(full)
+    page = setup.page
     capacity = full if page is None else at_once * -(-full // page)
-    setup = setup._replace(page=page)
     tokens = jax.ShapeDtypeStruct((prompts, prompt_tokens), jnp.int32)
     keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), padded))
     limits = jax.ShapeDtypeStruct((padded,), jnp.int32)

@@ -6,6 +6,7 @@ compiled; `generate` calls them in turn.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -30,6 +31,7 @@ from twinkle_jax.model.decoder.cache import (
     empty_pages,
     keep_rows,
     page_size,
+    pages_of_window,
     put_rows,
     release,
     with_room,
@@ -86,6 +88,7 @@ class Setup(NamedTuple):
         attention: how prompts are read.
         mesh: over which rows are spread.
         page: tokens of a page of the cache; None where rows are whole.
+        window_pages: most pages that a row has in sliding layers; None where they keep all tokens.
     """
 
     config: DecoderConfig
@@ -96,6 +99,19 @@ class Setup(NamedTuple):
     attention: AttentionImplementation | None
     mesh: Mesh | None
     page: int | None = None
+    window_pages: int | None = None
+
+    def in_pages(self, full: int) -> "Setup":
+        """Choose pages for rows of at most `full` tokens; sliding layers then keep their window."""
+        page, window = page_for(self.config, full, self.mesh), self.config.attention.window
+        if page is None or window is None:
+            return self._replace(page=page)
+        most = pages_of_window(window.size, page)
+        return self._replace(page=page, window_pages=most if most < -(-full // page) else None)
+
+    def pages_of_sliding(self, slots: int, capacity: int) -> int | None:
+        """Bound the pages of a device's sliding layers; None where they have the others' pages."""
+        return None if self.window_pages is None else min(capacity, slots * self.window_pages)
 
     @property
     def shards(self) -> int:
@@ -296,7 +312,7 @@ def begin(
         weights, prompts, mask, queue, None, free, setup, slots, capacity
     )
     if setup.page is not None:
-        first = first._replace(cache=_in_pages(first.cache, setup, capacity))
+        first = first._replace(cache=_in_pages(first.cache, setup, slots, capacity))
     state = State(first, queue, no_completions(rows, setup.new), read)
     return reusable(spread(state, setup.mesh))
 
@@ -355,7 +371,7 @@ def fill(
     )
 
     def put(slots: Slots, new: Slots, slot: Array) -> Slots:
-        cache = put_rows(slots.cache, new.cache, slot)
+        cache = put_rows(slots.cache, new.cache, slot, setup.config)
         put = jax.tree.map(
             lambda x, y: x.at[slot].set(y.astype(x.dtype), mode="drop"),
             _without_cache(slots),
@@ -377,7 +393,8 @@ def resize(state: State, *, setup: Setup, slots: int, capacity: int) -> State:
         kept = jax.tree.map(lambda x: x[chosen], _without_cache(rows))
         if setup.page is None:
             return kept._replace(cache=take_rows(rows.cache, chosen))
-        return kept._replace(cache=keep_rows(rows.cache, chosen, capacity))
+        window_pages = setup.pages_of_sliding(slots, capacity)
+        return kept._replace(cache=keep_rows(rows.cache, chosen, capacity, window_pages))
 
     kept = state.slots
     if setup.page is not None or slots * setup.shards < len(kept.row):
@@ -508,8 +525,7 @@ def advance(params: Params, rows: Slots, sampling: Sampling, setup: Setup) -> Sl
     reason = jnp.where(stopped, STOP, jnp.where(lengths >= rows.limits, LENGTH, RUNNING))
     reasons = jnp.where(running, reason, rows.reasons)
     if cache.pages is not None:
-        free = on_devices(release, setup.mesh)
-        cache = cache._replace(pages=free(cache.pages, reasons == RUNNING))
+        cache = _release_pages(cache, reasons == RUNNING, setup)
     return rows._replace(
         pending=jnp.where(running, chosen.token, rows.pending),
         cache=cache,
@@ -609,7 +625,8 @@ def _next_rows(
         return cache
 
     def put(cache: Cache) -> Cache:
-        written: Cache = on_devices(put_rows, setup.mesh)(cache, read(), line)
+        put_prompts = partial(put_rows, config=setup.config)
+        written: Cache = on_devices(put_prompts, setup.mesh)(cache, read(), line)
         return written
 
     def keep(cache: Cache, source: Array) -> ReadPrompts:
@@ -638,15 +655,28 @@ def _without_cache(rows: Any) -> Any:
     return rows._replace(cache=None)
 
 
-def _in_pages(cache: Cache, setup: Setup, pages: int) -> Cache:
-    """Cut whole rows into pages; `pages` are per device."""
+def _in_pages(cache: Cache, setup: Setup, slots: int, pages: int) -> Cache:
+    """Cut whole rows into pages; `slots` and `pages` are per device."""
+    config, window_pages = setup.config, setup.pages_of_sliding(slots, pages)
 
     def cut(cache: Cache) -> Cache:
-        empty = empty_pages(cache, setup.page or 0, pages)
-        return put_rows(empty, cache, jnp.arange(len(cache.length), dtype=jnp.int32))
+        empty = empty_pages(cache, setup.page or 0, pages, window_pages, config)
+        return put_rows(empty, cache, jnp.arange(len(cache.length), dtype=jnp.int32), config)
 
     in_pages: Cache = on_devices(cut, setup.mesh)(cache)
     return in_pages
+
+
+def _release_pages(cache: Cache, running: Bool[Array, " slots"], setup: Setup) -> Cache:
+    """Free pages of ended rows; of sliding layers also pages that no later token attends to."""
+    assert cache.pages is not None
+    free, window = on_devices(release, setup.mesh), setup.config.attention.window
+    cache = cache._replace(pages=free(cache.pages, running))
+    if cache.window_pages is None or window is None:
+        return cache
+    free = on_devices(partial(release, size=page_size(cache)), setup.mesh)
+    first = cache.length - window.size + 1  # that the next token attends to
+    return cache._replace(window_pages=free(cache.window_pages, running, first))
 
 
 def _split_last(

@@ -23,7 +23,7 @@ from twinkle_jax.model.decoder.attention import (
     choose_attention,
     first_seen,
 )
-from twinkle_jax.model.decoder.cache import KeyValues, Pages, Places
+from twinkle_jax.model.decoder.cache import KeyValues, Pages, PageTable, Places
 
 HEADS = AttentionConfig(8, 2, head_dim=128, rotary_dim=128, rope_theta=1e6)
 
@@ -173,8 +173,8 @@ def attend_by_page(backend, broken=None, places=PLACES, first=None, scale=0.5):
         *map(jnp.asarray, (query, key, value)),
         KeyValues(jnp.asarray(keys), jnp.asarray(values)),
         jnp.int32(0),
-        PAGES,
-        places,
+        jnp.bool_(False),
+        (PageTable(PAGES, places),),
         jnp.asarray(LENGTH, jnp.int32),
         None if first is None else jnp.asarray(first, jnp.int32),
         scale=scale,

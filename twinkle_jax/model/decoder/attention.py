@@ -16,8 +16,8 @@ from jaxtyping import Array, Bool, Float, Int
 from twinkle_jax.model.decoder.bfloat16 import multiply, rounded
 from twinkle_jax.model.decoder.cache import (
     KeyValues,
-    Pages,
-    Places,
+    PageTable,
+    WindowedKeyValues,
     finite_values,
     write_in_pages,
     write_token,
@@ -350,19 +350,36 @@ def attend_step(
     config: DecoderConfig,
     y: Float[Array, "batch width"],
     weights: Params,
-    cached: KeyValues,
+    cached: Any,
     repeat: Int[Array, ""],
     length: Int[Array, " batch"],
     rotary: RotaryTable,
     first: Int[Array, " batch"] | None,
     mesh: Mesh | None,
-    pages: Pages | None = None,
-    places: Places | None = None,
-) -> tuple[Float[Array, "batch width"], KeyValues]:
-    """Write each row's new keys and values into the cache, and attend to all slots up to them."""
+    sliding: Bool[Array, ""],
+    tables: tuple[PageTable, ...] = (),
+) -> tuple[Float[Array, "batch width"], Any]:
+    """Write each row's new keys and values into the cache, and attend to all slots up to them.
+
+    Args:
+        config: the decoder.
+        y: the layer's input.
+        weights: of the layer.
+        cached: keys and values of a stack of layers, `KeyValues` or `WindowedKeyValues`.
+        repeat: the layer's place in its stack.
+        length: tokens that each row holds.
+        rotary: of the tokens' positions.
+        first: from `first_seen`.
+        mesh: devices.
+        sliding: whether the layer slides.
+        tables: of the pages, a second one where sliding layers have their own; none for whole rows.
+
+    Returns:
+        The layer's output, and the cache with the tokens in it.
+    """
     batch = y.shape[0]
     heads = project_heads(y, weights["self_attn"], config, rotary, batch)
-    if pages is not None and places is not None:
+    if tables:
         groups, width = heads.key.shape[2:]
         attend = partial(_attend_pages, scale=config.attention.scale, backend=backend_of(mesh))
         if mesh is not None:
@@ -372,7 +389,7 @@ def attend_step(
             attend = jax.shard_map(
                 attend,
                 mesh=mesh,
-                in_specs=(row_heads, row_heads, row_heads, stacks, PartitionSpec(), *(rows,) * 4),
+                in_specs=(*(row_heads,) * 3, stacks, *(PartitionSpec(),) * 2, *(rows,) * 3),
                 out_specs=(row_heads, stacks),
                 check_vma=False,
             )
@@ -382,8 +399,8 @@ def attend_step(
             heads.value[:, 0],
             cached,
             repeat,
-            pages,
-            places,
+            sliding,
+            tables,
             length,
             first,
         )
@@ -414,17 +431,63 @@ def _attend_pages(
     query: Float[Array, "batch groups queries width"],
     key: Float[Array, "batch groups width"],
     value: Float[Array, "batch groups width"],
-    cached: KeyValues,
+    cached: KeyValues | WindowedKeyValues,
     repeat: Int[Array, ""],
-    pages: Pages,
-    places: Places,
+    sliding: Bool[Array, ""],
+    tables: tuple[PageTable, ...],
     length: Int[Array, " batch"],
     first: Int[Array, " batch"] | None,
     *,
     scale: float,
     backend: str,
-) -> tuple[Float[Array, "batch groups queries width"], KeyValues]:
-    r"""Write and attend as `attend_step`, for one device's rows in pages, which are in any order.
+) -> tuple[Float[Array, "batch groups queries width"], KeyValues | WindowedKeyValues]:
+    """Write and attend as `attend_step`, for one device's rows in pages.
+
+    Where a stack of full and one of sliding layers lie side by side, which one the layer is in is
+    traced. A branch that writes into a stack would copy it, so both stacks are written to, one of
+    them out of range, and the branches only read.
+    """
+    keys, values = finite_values(key[..., None], value[:, :, None])
+    keys, values = keys[..., 0], values[:, :, 0]
+    stacks = (cached,) if isinstance(cached, KeyValues) else cached
+    mixed = sum(stack is not None for stack in stacks) == 2
+
+    def write(stack: KeyValues, table: PageTable, is_kind: Array) -> KeyValues:
+        repeat_here, slot = repeat, table.places.slot
+        if mixed:
+            repeat_here = jnp.minimum(repeat, len(stack.keys) - 1)
+            slot = jnp.where(is_kind, slot, stack.values.shape[3])
+        places = table.places._replace(slot=slot)
+        put = partial(write_in_pages, repeat=repeat_here, places=places, backend=backend)
+        return KeyValues(put(stack.keys, keys, axis=4), put(stack.values, values, axis=3))
+
+    # Write keys and values before either is read, as in `attend_step`.
+    written = jax.lax.optimization_barrier(
+        [
+            stack if stack is None else write(stack, table, is_kind)
+            for stack, table, is_kind in zip(stacks, tables, (~sliding, sliding), strict=False)
+        ]
+    )
+    branches = [
+        partial(_attend_to_pages, query, stack, repeat, table, length, first, scale, backend)
+        for stack, table in zip(written, tables, strict=True)
+        if stack is not None
+    ]
+    attended = jax.lax.cond(sliding, *reversed(branches)) if mixed else branches[0]()
+    return attended, written[0] if isinstance(cached, KeyValues) else WindowedKeyValues(*written)
+
+
+def _attend_to_pages(
+    query: Float[Array, "batch groups queries width"],
+    cached: KeyValues,
+    repeat: Int[Array, ""],
+    table: PageTable,
+    length: Int[Array, " batch"],
+    first: Int[Array, " batch"] | None,
+    scale: float,
+    backend: str,
+) -> Float[Array, "batch groups queries width"]:
+    r"""Attend to pages, which are in any order, up to the token that each row has just got.
 
     Each page gets a copy of its row's queries, so that keys and values are read once, in place.
     Over the pages $p$ of a row, with logits $z$:
@@ -432,11 +495,8 @@ def _attend_pages(
     $$m = \max_p \max_t z_{pt},\quad w_{pt} = e^{z_{pt} - m} / \sum_{p,t} e^{z_{pt} - m},\quad
     o = \sum_p \sum_t w_{pt} v_{pt}$$
     """
-    (owner, start), rows, size = pages, len(length), cached.values.shape[3]
-    keys, values = finite_values(key[..., None], value[:, :, None])
-    keys = write_in_pages(cached.keys, keys[..., 0], repeat, places, axis=4, backend=backend)
-    values = write_in_pages(cached.values, values[:, :, 0], repeat, places, axis=3, backend=backend)
-    keys, values = cached = KeyValues(*jax.lax.optimization_barrier((keys, values)))
+    (owner, start), places = table
+    rows, size = len(length), cached.values.shape[3]
     keys, values = (jax.lax.dynamic_index_in_dim(stack, repeat, keepdims=False) for stack in cached)
     wide = jnp.float64 if query.dtype == jnp.float64 else jnp.float32
 
@@ -476,7 +536,7 @@ def _attend_pages(
     attended = rounded(total(attended), query.dtype)
     lost = (places.page == len(owner))[:, None, None]
     lost |= jax.ops.segment_max(broken.astype(jnp.int32), owner, rows) > 0
-    return jnp.where(lost[..., None], jnp.nan, attended), cached
+    return jnp.where(lost[..., None], jnp.nan, attended)
 
 
 def _page_moments(

@@ -5,9 +5,11 @@ from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 
+from twinkle_jax.model.decoder.config import DecoderConfig
 from twinkle_jax.model.decoder.sharding import backend_of
 
 
@@ -23,6 +25,18 @@ class KeyValues(NamedTuple):
     values: Float[Array, "layers lines groups slots width"]
 
 
+class WindowedKeyValues(NamedTuple):
+    """Keys and values in pages where some layers slide, which keep their window only.
+
+    Attributes:
+        full: of the layers that attend to everything, in order; None if there are none.
+        sliding: of the sliding layers, in pages of their own, `Cache.window_pages`; likewise.
+    """
+
+    full: KeyValues | None
+    sliding: KeyValues | None
+
+
 class DeltaState(NamedTuple):
     """The state of a linear layer.
 
@@ -35,7 +49,8 @@ class DeltaState(NamedTuple):
     memory: Float[Array, "*layers batch heads key value"]
 
 
-Layers = dict[str, KeyValues | DeltaState]
+LayerState = KeyValues | WindowedKeyValues | DeltaState
+Layers = dict[str, LayerState]
 
 
 class Pages(NamedTuple):
@@ -63,11 +78,14 @@ class Cache(NamedTuple):
         length: tokens that each row holds.
         pages: the row and the first token of each page. None: rows are not cut into pages, and all
             have room for the same number of tokens.
+        window_pages: likewise of the sliding layers, which free a page when no later token attends
+            to it. None: all layers have the same pages.
     """
 
     layers: Layers | tuple[Layers, ...]
     length: Int[Array, " batch"]
     pages: Pages | None = None
+    window_pages: Pages | None = None
 
 
 CacheOrParams = TypeVar("CacheOrParams", Cache, Mapping[str, Any])
@@ -95,7 +113,7 @@ def with_room(cache: Cache, max_length: int) -> Cache:
         padding[axis] = (0, max_length - stack.shape[axis])
         return jnp.pad(stack, padding)
 
-    def state(state: KeyValues | DeltaState) -> KeyValues | DeltaState:
+    def state(state: LayerState) -> LayerState:
         if isinstance(state, KeyValues):
             return KeyValues(grow(state.keys, 4), grow(state.values, 3))
         return state
@@ -104,13 +122,27 @@ def with_room(cache: Cache, max_length: int) -> Cache:
 
 
 def map_states(
-    function: Callable[[KeyValues | DeltaState], KeyValues | DeltaState],
+    function: Callable[..., LayerState],
     layers: Layers | tuple[Layers, ...],
-) -> Layers | tuple[Layers, ...]:
-    """Apply a function to the state of each member, for stacked and unstacked layers."""
-    if isinstance(layers, tuple):
-        return tuple({name: function(state) for name, state in x.items()} for x in layers)
-    return {name: function(state) for name, state in layers.items()}
+    *others: Any,
+) -> Any:
+    """Apply a function to the state of each member, for stacked and unstacked layers.
+
+    `others` are trees of the same members, whose parts the function gets behind the state.
+    """
+    states = (KeyValues, WindowedKeyValues, DeltaState)
+    return jax.tree.map(function, layers, *others, is_leaf=lambda x: isinstance(x, states))
+
+
+def _sliding_layers(config: DecoderConfig, cache: Cache) -> Any:
+    """Say of each member which of its layers slide, in a tree of the members of `cache.layers`."""
+
+    def of_members(sliding: np.ndarray) -> dict[str, np.ndarray]:
+        return {str(member): column for member, column in enumerate(sliding.T)}
+
+    if isinstance(cache.layers, tuple):
+        return tuple(of_members(sliding[None]) for sliding in config.sliding)
+    return of_members(config.sliding)
 
 
 def unstack_layers(stacked: CacheOrParams) -> CacheOrParams:
@@ -221,34 +253,67 @@ def write_token(
 def page_size(cache: Cache) -> int:
     """Count the tokens of a page."""
     layers = cache.layers[0] if isinstance(cache.layers, tuple) else cache.layers
-    return next(x.keys.shape[-1] for x in layers.values() if isinstance(x, KeyValues))
+    states = jax.tree.leaves(layers, is_leaf=lambda x: isinstance(x, KeyValues))
+    return next(x.keys.shape[-1] for x in states if isinstance(x, KeyValues))
 
 
-def empty_pages(cache: Cache, size: int, pages: int) -> Cache:
-    """Make a cache of free pages, for as many rows as a cache of whole rows has."""
+def pages_of_window(window: int, size: int) -> int:
+    """Count the pages that `window` consecutive tokens lie in, at most."""
+    return -(-(window - 1) // size) + 1
 
-    def empty(state: KeyValues | DeltaState) -> KeyValues | DeltaState:
-        if not isinstance(state, KeyValues):
-            return jax.tree.map(jnp.zeros_like, state)
-        layers, _, groups, width, _ = state.keys.shape
+
+def empty_pages(
+    cache: Cache, size: int, pages: int, window_pages: int | None, config: DecoderConfig
+) -> Cache:
+    """Make a cache of free pages, for as many rows as a cache of whole rows has.
+
+    Args:
+        cache: whose rows, types and layers it gets.
+        size: tokens of a page.
+        pages: their number.
+        window_pages: pages of sliding layers; None: the same as of the others.
+        config: of the decoder.
+    """
+
+    def lines(state: KeyValues, layers: int, pages: int) -> KeyValues | None:
+        _, _, groups, width, _ = state.keys.shape
         line = (layers, pages, groups)
-        return KeyValues(
+        empty = KeyValues(
             jnp.zeros((*line, width, size), state.keys.dtype),
             jnp.zeros((*line, size, width), state.values.dtype),
         )
+        return empty if layers else None
 
-    free = jnp.full(pages, len(cache.length), jnp.int32)
-    layers = map_states(empty, cache.layers)
-    return Cache(layers, jnp.zeros_like(cache.length), Pages(free, jnp.zeros_like(free)))
+    def empty(state: LayerState, slides: np.ndarray) -> LayerState:
+        if not isinstance(state, KeyValues):
+            return jax.tree.map(jnp.zeros_like, state)
+        if window_pages is None:
+            return KeyValues(*(lines(state, len(slides), pages) or ()))
+        count = int(slides.sum())
+        return WindowedKeyValues(
+            lines(state, len(slides) - count, pages), lines(state, count, window_pages)
+        )
+
+    def free(pages: int) -> Pages:
+        owner = jnp.full(pages, len(cache.length), jnp.int32)
+        return Pages(owner, jnp.zeros_like(owner))
+
+    return Cache(
+        map_states(empty, cache.layers, _sliding_layers(config, cache)),
+        jnp.zeros_like(cache.length),
+        free(pages),
+        None if window_pages is None else free(window_pages),
+    )
 
 
-def put_rows(cache: Cache, new: Cache, slots: Int[Array, " new"]) -> Cache:
+def put_rows(cache: Cache, new: Cache, slots: Int[Array, " new"], config: DecoderConfig) -> Cache:
     """Write whole rows into a cache, over the rows in `slots` or into free pages.
 
     Args:
         cache: if it has pages, the rows in `slots` own none.
         new: the rows to write.
         slots: the row that each becomes; out of range: it is not written.
+        config: of the decoder.
     """
     rows = len(cache.length)
     length = cache.length.at[slots].set(new.length, mode="drop")
@@ -259,15 +324,22 @@ def put_rows(cache: Cache, new: Cache, slots: Int[Array, " new"]) -> Cache:
     if cache.pages is None:
         layers = jax.tree.map(lambda x, y: write(slots, x, y), cache.layers, new.layers)
         return Cache(layers, length)
-    size, (owner, start) = page_size(cache), cache.pages
+    size = page_size(cache)
     count = -(-page_size(new) // size)  # the most pages that a row needs
     begin = jnp.arange(count, dtype=jnp.int32) * size
-    wanted = (begin[None] < new.length[:, None]) & (slots < rows)[:, None]
-    line = _take_free(owner, rows, wanted.reshape(-1))
-    pages = Pages(
-        owner.at[line].set(jnp.repeat(slots, count), mode="drop"),
-        start.at[line].set(jnp.tile(begin, len(slots)), mode="drop"),
-    )
+    used = (begin[None] < new.length[:, None]) & (slots < rows)[:, None]
+
+    def take(pages: Pages, wanted: Array) -> tuple[Pages, Array]:
+        line = _take_free(pages.owner, rows, wanted.reshape(-1))
+        owner = pages.owner.at[line].set(jnp.repeat(slots, count), mode="drop")
+        start = pages.start.at[line].set(jnp.tile(begin, len(slots)), mode="drop")
+        return Pages(owner, start), line
+
+    pages, line = take(cache.pages, used)
+    window_pages, window_line = cache.window_pages, line
+    if window_pages is not None and config.attention.window is not None:
+        first = new.length - config.attention.window.size + 1  # that the next token attends to
+        window_pages, window_line = take(window_pages, used & (begin[None] + size > first[:, None]))
 
     def cut(stack: Array, axis: int) -> Array:
         """Cut time into pages, [layers, rows, ...] to [layers, rows * count, ...]."""
@@ -276,19 +348,27 @@ def put_rows(cache: Cache, new: Cache, slots: Int[Array, " new"]) -> Cache:
         stack = jnp.moveaxis(stack, axis, 2)
         return stack.reshape(extents[0], -1, *stack.shape[3:])
 
-    def put(held: KeyValues | DeltaState, new: KeyValues | DeltaState) -> KeyValues | DeltaState:
-        if isinstance(held, KeyValues) and isinstance(new, KeyValues):
-            keys, values = finite_values(new.keys, new.values)
-            return KeyValues(
-                write(line, held.keys, cut(keys, 4)), write(line, held.values, cut(values, 3))
+    def put_lines(line: Array, held: KeyValues | None, new: KeyValues) -> KeyValues | None:
+        if held is None:
+            return None
+        keys, values = finite_values(new.keys, new.values)
+        return KeyValues(
+            write(line, held.keys, cut(keys, 4)), write(line, held.values, cut(values, 3))
+        )
+
+    def put(held: LayerState, new: Any, slides: np.ndarray) -> Any:
+        if isinstance(held, KeyValues):
+            return put_lines(line, held, new)
+        if isinstance(held, WindowedKeyValues):
+            full, sliding = (jax.tree.map(lambda x, at=at: x[at], new) for at in (~slides, slides))
+            return WindowedKeyValues(
+                put_lines(line, held.full, full), put_lines(window_line, held.sliding, sliding)
             )
         return jax.tree.map(lambda x, y: write(slots, x, y), held, new)
 
     new = with_room(new, count * size)
-    layers = jax.tree.map(
-        put, cache.layers, new.layers, is_leaf=lambda x: isinstance(x, (KeyValues, DeltaState))
-    )
-    return Cache(layers, length, pages)
+    layers = map_states(put, cache.layers, new.layers, _sliding_layers(config, cache))
+    return Cache(layers, length, pages, window_pages)
 
 
 def finite_values(
@@ -304,38 +384,58 @@ def finite_values(
     return jnp.where(kept, keys, jnp.nan), jnp.where(finite, values, 0)
 
 
-def keep_rows(cache: Cache, rows: Int[Array, " rows"], pages: int) -> Cache:
-    """Keep the chosen rows, each once, and their pages, in a cache of `pages` pages."""
-    assert cache.pages is not None
-    owner, start = cache.pages
+def keep_rows(
+    cache: Cache, rows: Int[Array, " rows"], pages: int, window_pages: int | None
+) -> Cache:
+    """Keep the chosen rows, each once, and their pages, in a cache of so many pages."""
     index = jnp.arange(len(rows), dtype=jnp.int32)
     slot = jnp.full(len(cache.length), len(rows), jnp.int32).at[rows].set(index)
-    owner = slot.at[owner].get(mode="fill", fill_value=len(rows))
-    order = jnp.argsort((owner == len(rows)).astype(jnp.int32), stable=True)[:pages]
-    more = max(0, pages - len(owner))
 
-    def lines(stack: Array) -> Array:
+    def keep_pages(held: Pages, pages: int) -> tuple[Pages, Callable[[Array], Array]]:
+        owner = slot.at[held.owner].get(mode="fill", fill_value=len(rows))
+        order = jnp.argsort((owner == len(rows)).astype(jnp.int32), stable=True)[:pages]
+        more = max(0, pages - len(owner))
+
+        def lines(stack: Array) -> Array:
+            if not more:
+                return jnp.take(stack, order, axis=1)
+            padding = [(0, more) if axis == 1 else (0, 0) for axis in range(stack.ndim)]
+            return jnp.pad(stack, padding)
+
         if not more:
-            return jnp.take(stack, order, axis=1)
-        return jnp.pad(stack, [(0, more) if axis == 1 else (0, 0) for axis in range(stack.ndim)])
+            return Pages(owner[order], held.start[order]), lines
+        owner = jnp.pad(owner, (0, more), constant_values=len(rows))
+        return Pages(owner, jnp.pad(held.start, (0, more))), lines
 
-    def keep(state: KeyValues | DeltaState) -> KeyValues | DeltaState:
+    assert cache.pages is not None
+    kept, lines = keep_pages(cache.pages, pages)
+    window_kept, window_lines = None, lines
+    if cache.window_pages is not None and window_pages is not None:
+        window_kept, window_lines = keep_pages(cache.window_pages, window_pages)
+
+    def keep(state: LayerState) -> LayerState:
         if isinstance(state, KeyValues):
             return jax.tree.map(lines, state)
+        if isinstance(state, WindowedKeyValues):
+            return WindowedKeyValues(
+                jax.tree.map(lines, state.full), jax.tree.map(window_lines, state.sliding)
+            )
         return jax.tree.map(lambda x: jnp.take(x, rows, axis=1), state)
 
-    if more:
-        held = Pages(
-            jnp.pad(owner, (0, more), constant_values=len(rows)), jnp.pad(start, (0, more))
-        )
-    else:
-        held = Pages(owner[order], start[order])
-    return Cache(map_states(keep, cache.layers), cache.length[rows], held)
+    return Cache(map_states(keep, cache.layers), cache.length[rows], kept, window_kept)
 
 
-def release(pages: Pages, active: Bool[Array, " batch"]) -> Pages:
-    """Free the pages of rows that are not active."""
+def release(
+    pages: Pages,
+    active: Bool[Array, " batch"],
+    first: Int[Array, " batch"] | None = None,
+    *,
+    size: int = 0,
+) -> Pages:
+    """Free the pages of inactive rows, and pages of `size` tokens before a row's `first` one."""
     is_used = active.at[pages.owner].get(mode="fill", fill_value=False)
+    if first is not None:
+        is_used &= pages.start + size > first.at[pages.owner].get(mode="fill", fill_value=0)
     return pages._replace(owner=jnp.where(is_used, pages.owner, len(active)))
 
 
@@ -349,9 +449,16 @@ class Places(NamedTuple):
     slot: Int[Array, " batch"]
 
 
+class PageTable(NamedTuple):
+    """Pages, those of the next tokens included, and where these are written."""
+
+    pages: Pages
+    places: Places
+
+
 def next_places(
     pages: Pages, length: Int[Array, " batch"], active: Bool[Array, " batch"], size: int
-) -> tuple[Pages, Places]:
+) -> PageTable:
     """Give a free page to each active row whose last page is full; find each row's next place.
 
     Nothing is written for an inactive row; its place names a free page, if there is one.
@@ -369,7 +476,8 @@ def next_places(
     )
     spare = jnp.argmax(owner == rows).astype(jnp.int32)
     slot = jnp.where(active & (page < len(owner)), length % size, size)
-    return Pages(owner, start), Places(jnp.where(active, page, spare), slot)
+    places = Places(jnp.where(active, page, spare), slot)
+    return PageTable(Pages(owner, start), places)
 
 
 def _take_free(

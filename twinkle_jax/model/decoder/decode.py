@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
@@ -18,8 +19,7 @@ from twinkle_jax.model.decoder.attention import (
 from twinkle_jax.model.decoder.bfloat16 import tracing_for
 from twinkle_jax.model.decoder.cache import (
     Cache,
-    Pages,
-    Places,
+    PageTable,
     make_cache,
     next_places,
     page_size,
@@ -207,18 +207,16 @@ def decode_step(
     dtype = jnp.dtype(embedding.dtype if compute_dtype is None else compute_dtype)
     rotary = rotary_tables(cache.length[:, None], config.attention)
     active = jnp.ones(tokens.shape, bool) if mask is None else mask
-    pages, places = cache.pages, None
-    if pages is not None:
-        pages, places = _next_places(cache, pages, active, mesh)
+    tables = _page_tables(cache, active, mesh)
 
     # The scan carries the whole cache: a step then writes its token in place and copies nothing.
     def block(
         carry: tuple[Array, dict[str, Any]], xs: tuple[Array, Mapping[str, Params], Array]
     ) -> tuple[tuple[Array, dict[str, Any]], None]:
-        (x, layers), (repeat, members, sliding) = carry, xs
+        (x, layers), (place, members, sliding) = carry, xs
         layers = dict(layers)
         for member, kind in enumerate(config.block):
-            name = str(member)
+            name, repeat = str(member), place[member]
             y = norm(config, x, members[name]["input_layernorm"])
             if kind == FULL:
                 mixed, layers[name] = attend_step(
@@ -231,8 +229,8 @@ def decode_step(
                     table_of(rotary, sliding[member]),
                     first_seen(config, cache.length, sliding[member]),
                     mesh,
-                    pages,
-                    places,
+                    sliding[member],
+                    tables,
                 )
             else:
                 mixed, layers[name] = linear_step(
@@ -249,23 +247,48 @@ def decode_step(
             weights, layers = unstack_layers(params)["layers"], []
             for repeat, states in enumerate(cache.layers):
                 members = jax.tree.map(lambda stack: stack[0], weights[repeat])
-                (x, states), _ = block((x, states), (jnp.int32(0), members, sliding[repeat]))
+                first = jnp.zeros(len(config.block), jnp.int32)
+                (x, states), _ = block((x, states), (first, members, sliding[repeat]))
                 layers.append(states)
-            return final_norm(params, config, x), Cache(tuple(layers), length, pages)
-        repeats = jnp.arange(config.repeats, dtype=jnp.int32)
-        (x, stack), _ = jax.lax.scan(block, (x, cache.layers), (repeats, params["layers"], sliding))
-        return final_norm(params, config, x), Cache(stack, length, pages)
+            return final_norm(params, config, x), _longer(cache, tuple(layers), length, tables)
+        places = _places_in_stacks(config, cache)
+        (x, stack), _ = jax.lax.scan(block, (x, cache.layers), (places, params["layers"], sliding))
+        return final_norm(params, config, x), _longer(cache, stack, length, tables)
 
 
-def _next_places(
-    cache: Cache, pages: Pages, active: Bool[Array, " batch"], mesh: Mesh | None
-) -> tuple[Pages, Places]:
-    """Find, on each device, where the next tokens of its rows are written."""
+def _places_in_stacks(config: DecoderConfig, cache: Cache) -> Int[Array, "repeats members"]:
+    """Return the place of each layer in the stack that its keys and values or state lie in."""
+    places = np.broadcast_to(np.arange(config.repeats)[:, None], config.sliding.shape)
+    if cache.window_pages is not None:  # sliding layers have a stack of their own
+        slides = config.sliding
+        places = np.where(slides, np.cumsum(slides, axis=0), np.cumsum(~slides, axis=0)) - 1
+    return jnp.asarray(places, jnp.int32)
+
+
+def _page_tables(
+    cache: Cache, active: Bool[Array, " batch"], mesh: Mesh | None
+) -> tuple[PageTable, ...]:
+    """Find, on each device, where the next tokens of its rows are written.
+
+    Returns:
+        A table for all layers, or one for full and one for sliding layers; none without pages.
+    """
+    if cache.pages is None:
+        return ()
     find = partial(next_places, size=page_size(cache))
     if mesh is not None:
         rows = PartitionSpec(ROWS)
         find = jax.shard_map(find, mesh=mesh, in_specs=rows, out_specs=rows, check_vma=False)
-    return find(pages, cache.length, active)
+    kinds = [pages for pages in (cache.pages, cache.window_pages) if pages is not None]
+    return tuple(find(pages, cache.length, active) for pages in kinds)
+
+
+def _longer(
+    cache: Cache, layers: Any, length: Int[Array, " batch"], tables: tuple[PageTable, ...]
+) -> Cache:
+    """Return the cache with the step's tokens in it."""
+    pages = dict(zip(("pages", "window_pages"), (table.pages for table in tables), strict=False))
+    return cache._replace(layers=layers, length=length, **pages)
 
 
 def _last_hidden(
