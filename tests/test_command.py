@@ -6,6 +6,7 @@ import re
 
 import numpy as np
 import pytest
+import yaml
 
 from twinkle_jax.command import main
 from twinkle_jax.data import Batch
@@ -67,6 +68,18 @@ def test_a_file_must_have_each_setting_once(flag, tmp_path, capsys):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize("text", ["# Be brief.", "\n# Hello\n", "---", "null", "3.50", "a: b"])
+def test_text_that_is_a_comment_to_yaml_stays_text(text, tmp_path, capsys):
+    """A system message that began with # was lost, from a file in quotes too."""
+    file = tmp_path / "run.yaml"
+    file.write_text(json.dumps({"system": text}))
+    for arguments in ([f"--system={text}"], ["--config", str(file)]):
+        with pytest.raises(SystemExit):
+            main(["train", *arguments, "--print_config"])
+        shown = yaml.safe_load(capsys.readouterr().out)["system"]
+        assert shown == (None if text == "null" else text)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -98,6 +111,7 @@ def test_one_line_names_what_is_wrong(arguments, message, tmp_path, capsys):
         (["evaluate", "--model", "nowhere"], "model"),
         (["evaluate", "--model", "nowhere", "--problems", "0"], "problems"),
         (["sample", "--model", "nowhere", "1+2="], "model"),
+        (["sample", "--model", "nowhere", "1+2=", "--seed", str(2**32)], "seed"),
         (["export", "nowhere", "DIRECTORY"], "run"),
     ],
 )

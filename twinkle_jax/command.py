@@ -19,6 +19,8 @@ from twinkle_jax.sampler import Filters
 from twinkle_jax.training import DistributedConfig, EvaluationConfig, TrainConfig, UpdateConfig
 from twinkle_jax.training.config import flat, from_dict
 
+_PARSER_MODE = "yaml_or_text"
+_NULL = ("", "~", "null", "Null", "NULL")  # what YAML reads as null
 _NOT_INHERITED = ("resume", "overwrite", "output_dir", "distributed")  # by a resumed run
 
 
@@ -203,6 +205,8 @@ def _sample(options: Any) -> int:
     from twinkle_jax.rollout.engine import read_texts
     from twinkle_jax.training.display import harmless
 
+    if not 0 <= options.seed < 2**32:
+        raise ValueError(f"seed must be from 0 to {2**32 - 1}, got {options.seed}")
     policy = _read_policy(options.model)
     many_turns = options.environment is not None or options.tools is not None
     if options.prompt is None and options.environment is None:
@@ -358,7 +362,8 @@ def _parse(arguments: list[str]) -> Any:
 
 
 def _parser(train_settings: dict[str, Any] | None = None) -> Any:
-    from jsonargparse import ArgumentParser
+    import yaml  # comes with jsonargparse
+    from jsonargparse import ArgumentParser, set_loader
 
     class Parser(ArgumentParser):
         """Shows `auto` as the default of settings that the run chooses."""
@@ -367,7 +372,12 @@ def _parser(train_settings: dict[str, Any] | None = None) -> Any:
             text = super().format_help(formatter) if formatter else super().format_help()
             return re.sub(r"(\(type:\s+[^(),|]+,\s+default:\s+)null\)", r"\1auto)", text)
 
-    settings: dict[str, Any] = {"exit_on_error": False, "allow_abbrev": False}
+    set_loader(_PARSER_MODE, _read_value, (yaml.YAMLError,))
+    settings: dict[str, Any] = {
+        "exit_on_error": False,
+        "allow_abbrev": False,
+        "parser_mode": _PARSER_MODE,
+    }
     parser = Parser(
         prog="twinkle-jax",
         description="Train language models by reinforcement learning.",
@@ -382,6 +392,14 @@ def _parser(train_settings: dict[str, Any] | None = None) -> Any:
             subparser.set_defaults(train_settings)
         commands.add_subcommand(name, subparser, help=subcommand.description)
     return parser
+
+
+def _read_value(text: str) -> Any:
+    """Read YAML; but text that is a comment to YAML, such as `# Heading`, is text, and not null."""
+    from jsonargparse import get_loader
+
+    value = get_loader("yaml")(text)
+    return text if value is None and text.strip() not in _NULL else value
 
 
 def _values(arguments: list[str], name: str) -> list[str]:
