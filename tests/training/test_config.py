@@ -129,13 +129,21 @@ WITHOUT_EFFECT = [
     ({"update": UpdateConfig(correction_cap=5.0)}, "update.correction_cap"),
     ({"logging": LoggingConfig(traces_every=1)}, "logging.traces_every"),
     ({"evaluation": EvaluationConfig(path="held_out.jsonl")}, "evaluation.path"),
+    ({"rollout": RolloutConfig(max_turns=3)}, "rollout.max_turns"),
+    ({"rollout": RolloutConfig(history="template")}, "rollout.history"),
+    ({"rollout": RolloutConfig(tool_format="react")}, "rollout.tool_format"),
+    ({"update": UpdateConfig(loss="sapo", epsilon=0.1)}, "update.epsilon"),
+    ({"update": UpdateConfig(loss="SAPOLoss", epsilon_high=0.3)}, "update.epsilon_high"),
+    ({"update": UpdateConfig(loss="cispo", epsilon=0.1, epsilon_high=4.0)}, "update.epsilon"),
+    ({"model": "m", "task": "x.jsonl", "level": 5}, "level"),
+    ({"model": "m", "warm_start": 0.5}, "warm_start"),
 ]
 
 
 @pytest.mark.parametrize(("changes", "name"), WITHOUT_EFFECT)
 def test_settings_without_effect_are_refused_before_a_run(changes, name, tmp_path):
     output_dir = str(tmp_path / "run")
-    config = TrainConfig(output_dir=output_dir, steps=0, warm_start=0.0, **changes)
+    config = TrainConfig(**{"output_dir": output_dir, "steps": 0, "warm_start": 0.0} | changes)
     with pytest.raises(ValueError, match=rf"^{re.escape(name)} must go with "):
         train(config)
     assert not list(tmp_path.iterdir())
@@ -148,6 +156,8 @@ def test_settings_with_an_effect_are_not_refused():
     update = UpdateConfig(scale="none", correction="token_mask", correction_cap=5.0)
     path = EvaluationConfig(path="held_out.jsonl")
     check_effects(TrainConfig(model="m", task="x.jsonl", lora=lora, update=update, evaluation=path))
+    for loss in ({"loss": "cispo", "epsilon": 0.1}, {"loss": "cispo", "epsilon_high": 4.0}):
+        check_effects(TrainConfig(model="m", level=5, warm_start=0.0, update=UpdateConfig(**loss)))
 
 
 def test_json_gives_a_configuration_back():

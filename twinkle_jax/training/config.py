@@ -20,7 +20,7 @@ from twinkle_jax.data.settings import (
     share,
     share_below_one,
 )
-from twinkle_jax.loss import ImportanceCorrection, PolicyLoss
+from twinkle_jax.loss import CISPOLoss, ImportanceCorrection, PolicyLoss, SAPOLoss
 from twinkle_jax.loss.policy_losses import POLICY_LOSSES
 from twinkle_jax.rollout import RolloutConfig
 from twinkle_jax.training.by_name import make_estimator, make_optimizer, make_schedule
@@ -538,7 +538,10 @@ _EFFECTS: tuple[tuple[tuple[str, ...], Callable[[TrainConfig], bool], str], ...]
         "a lora.rank above 0",
     ),
     (
-        ("update.credit", "update.discount", "update.gae_lambda", "logging.traces_every"),
+        (
+            *("update.credit", "update.discount", "update.gae_lambda", "logging.traces_every"),
+            *("rollout.max_turns", "rollout.history", "rollout.tool_format"),
+        ),
         lambda config: config.many_turns,
         "an environment or tools",
     ),
@@ -558,6 +561,24 @@ _EFFECTS: tuple[tuple[tuple[str, ...], Callable[[TrainConfig], bool], str], ...]
         ("evaluation.path",),
         lambda config: config.task not in ("arithmetic", "environment"),
         "a task from files",
+    ),
+    (
+        ("update.epsilon", "update.epsilon_high"),
+        lambda config: not isinstance(make_loss(config), SAPOLoss),
+        "an update.loss that clips",
+    ),
+    (
+        ("update.epsilon",),
+        lambda config: (
+            config.update.epsilon_high is None or not isinstance(make_loss(config), CISPOLoss)
+        ),
+        "an update.loss with a lower bound, or without update.epsilon_high",
+    ),
+    (("level",), lambda config: config.task == "arithmetic", "the arithmetic task"),
+    (
+        ("warm_start",),
+        lambda config: config.model is None or config.warm_start == 0,
+        "the built-in policy",
     ),
 )
 
