@@ -173,6 +173,28 @@ def test_losses_without_reference_match_float64(of):
         np.testing.assert_allclose(value, desired, rtol=1e-5)
 
 
+@pytest.mark.parametrize(
+    "loss_fn",
+    [CPOLoss(bc_coef=0.5), ORPOLoss(), DPOLoss(sft_weight=0.5), DPOLoss(), SimPOLoss()],
+)
+def test_pairs_that_fill_up_a_batch_change_nothing(loss_fn):
+    """A batch is filled up to a bucket; the cross entropy weighed more, by as many pairs."""
+    reference = {"ref_logps": DATA["ref_logps"]} if isinstance(loss_fn, DPOLoss) else {}
+    fill = [(0, 4), (0, 0)]  # two pairs
+    filled = {name: np.pad(x, fill) for name, x in reference.items()}
+    labels = np.pad(LABELS, fill, constant_values=-100)
+
+    def value(labels, logps, **inputs):
+        return loss_fn({"labels": labels}, {"logps": logps}, denominator=pairs, **inputs).loss
+
+    pairs = len(LABELS) / 2
+    expected = jax.value_and_grad(lambda x: value(LABELS, x, **reference))(LOGPS)
+    actual = jax.value_and_grad(lambda x: value(labels, jnp.pad(x, fill), **filled))(LOGPS)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-6), actual, expected)
+    mean = loss_fn({"labels": LABELS}, {"logps": LOGPS}, **reference).loss
+    np.testing.assert_allclose(expected[0], mean, rtol=1e-6)
+
+
 def test_errors_of_objects():
     for loss_fn in (DPOLoss(), SimPOLoss(), CPOLoss(), ORPOLoss()):
         with pytest.raises(ValueError, match="labels"):

@@ -585,12 +585,17 @@ def _pair_mean(
     denominator: Coefficient | None,
 ) -> LossOutput:
     """Average over pairs, and add the weighted cross entropy of the chosen sequences."""
-    losses = jnp.where(jnp.any(mask.reshape(len(losses), -1), axis=-1), losses, 0)
+    labelled = jnp.any(mask.reshape(len(losses), -1), axis=-1)
+    total = jnp.sum(jnp.where(labelled, losses, 0))
+    count = max(1, len(losses)) if denominator is None else denominator
     if not (isinstance(sft_weight, int | float) and sft_weight == 0):
         chosen = token_mean(cross_entropy(logprobs[0::2], mask[0::2]), mask[0::2])
-        losses += jnp.asarray(sft_weight, losses.dtype) * chosen
-    count = max(1, len(losses)) if denominator is None else denominator
-    return LossOutput(jnp.sum(losses) / jnp.asarray(count, losses.dtype))
+        # Pairs without labels fill up a micro-batch, and the denominator of the batch leaves them
+        # out: the cross entropy would weigh more with them.
+        pairs = count if denominator is None else jnp.sum(labelled)
+        weight = jnp.asarray(sft_weight, losses.dtype) * jnp.asarray(pairs, losses.dtype)
+        total += weight * chosen
+    return LossOutput(total / jnp.asarray(count, losses.dtype))
 
 
 def _reference(

@@ -280,7 +280,8 @@ class TransformersModel(SavedPolicy):
             teacher_topk_logprobs: log-probabilities [rows, time, k] of likely tokens, and
             teacher_topk_indices: their ids.
             topk: how many of the teacher's largest logits to compare; None for all.
-            micro_batch_size: sequences at a time; None for all. It changes memory and time only.
+            micro_batch_size: sequences at a time; None for all. It changes memory and time only,
+                but for the cross entropy in losses of pairs, a mean over each micro-batch's tokens.
             temperature: of the log-probabilities, as it was when sampling.
             gradient_accumulation_steps: how many calls make an update, from now on.
             adapter_name: which adapter.
