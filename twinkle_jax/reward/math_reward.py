@@ -23,6 +23,8 @@ _INTEGER = re.compile(r"-?[0-9]{1,1000}")
 _WORDS = re.compile(r"(?=.*[^\W\d_]{2})[^\W\d_]+(?:[ ,-]+[^\W\d_]+)*")
 # 3e2 and 1e-05, as computers print numbers; 2e-3 stays 2e − 3, with Euler's number.
 _SCIENTIFIC = re.compile(r"([+-]?[0-9]+(?:\.[0-9]+)?)[eE]([0-9]{1,6}|[+-][0-9]{2,6})")
+_THOUSANDS = re.compile(r"(?<=[0-9])\\,(?=[0-9]{3}(?![0-9]))")  # a thin space, in 1\,000
+_CHOICE = re.compile(r"(?<!\w)\(([a-z])\)(?!\w)")  # of several, as (e)
 _BASE = re.compile(r"-?[0-9][0-9A-Fa-f]*_(?:\{([0-9]+)\}|([0-9]+))")
 
 
@@ -184,15 +186,17 @@ def _unboxed(truth: str) -> str:
 
 
 def _cleaned(answer: str) -> str:
-    """Drop dollar signs around an answer and a full stop after it; write 3e2 as LaTeX."""
+    """Drop dollar signs around an answer and a full stop after it; write numbers as LaTeX."""
     match = _DOLLARS.match(answer.strip())
     answer = (match.group(1) if match else answer.strip()).removesuffix(".")
+    answer = _THOUSANDS.sub("", answer)
     number = _SCIENTIFIC.fullmatch(answer)
     return f"{number.group(1)} \\cdot 10^{{{int(number.group(2))}}}" if number else answer
 
 
 def _plain(text: str) -> str:
-    return " ".join(_WRAPPED.sub(r"\1", text).split()).strip(" .").casefold()
+    plain = " ".join(_WRAPPED.sub(r"\1", text).split()).strip(" .").casefold()
+    return _CHOICE.sub(r"\1", plain)
 
 
 def _word_list(text: str) -> list[str]:
