@@ -96,6 +96,12 @@ def test_pairs():
     metric.accumulate({"labels": LABELS}, {"logps": NEW}, ref_logps=np.array([[-4, -2], [-1, 0]]))
     numbers = metric.calculate()
     assert numbers["rewards/margins"] == "1.2500" and numbers["rewards/accuracies"] == "100.0%"
+    # One for each label, as `forward_backward` takes them: they were read as one for each position.
+    tokens = {"labels": [[-100, 1, 2], [-100, -100, 3]]}
+    new = np.array([[9.0, -1.0, -2.0], [9.0, 9.0, -0.5]])
+    metric.accumulate(tokens, {"logps": new}, ref_logps=[[-2.0, -2.0], [-1.5]])
+    numbers = metric.calculate()
+    assert (numbers["logps/ref_chosen"], numbers["logps/ref_rejected"]) == ("-4.00", "-1.50")
     metric.accumulate({"labels": LABELS}, {"logps": NEW})
     assert metric.calculate().keys() == {"logps/chosen", "logps/rejected"}
     metric.accumulate(inputs, {})

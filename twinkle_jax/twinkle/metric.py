@@ -250,7 +250,7 @@ class DPOMetric(Metric):
         reference = (facts.get("ref_outputs") or {}).get("logps", facts.get("ref_logps"))
         if reference is None:
             return
-        ref_chosen, ref_rejected = _pairs(reference, mask)
+        ref_chosen, ref_rejected = _pairs(_spread(_split(reference), mask), mask)
         self.logps.add(count, ref_chosen=ref_chosen.mean(), ref_rejected=ref_rejected.mean())
         ratios = chosen - ref_chosen, rejected - ref_rejected
         means = _preference_metrics(*ratios, beta=self.beta)
@@ -429,9 +429,13 @@ def _labels(inputs: Any) -> Numbers:
     return pad_rows(rows, IGNORE)
 
 
+def _split(values: Any) -> list[Numbers]:
+    """List the rows of arrays, of rows or of one row."""
+    return [row for x in _list(values) for row in np.atleast_2d(np.asarray(x, np.float64))]
+
+
 def _rows(values: Any) -> Numbers:
-    rows = [row for x in _list(values) for row in np.atleast_2d(np.asarray(x, np.float64))]
-    return pad_rows(rows)
+    return pad_rows(_split(values))
 
 
 def _spread(values: Any, mask: Numbers) -> Numbers:
@@ -441,8 +445,9 @@ def _spread(values: Any, mask: Numbers) -> Numbers:
         numbers = np.asarray(row, np.float64).reshape(-1)
         if numbers.size in (1, kept.sum()):
             spread[i, kept] = numbers
-        else:
-            spread[i] = numbers[: kept.size]
+        else:  # rows may be padded, or end with their labels
+            numbers = numbers[: kept.size]
+            spread[i, : numbers.size] = numbers
     return spread
 
 
