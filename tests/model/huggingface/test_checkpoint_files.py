@@ -292,6 +292,14 @@ def test_tensors_that_do_not_match(changes, name, export):
     refused(export, name)
 
 
+def test_stored_rotary_frequencies_are_not_read(export):
+    """As checkpoints of Llama 2 have them."""
+    expected = load_pretrained(export).params
+    frequencies = np.ones(4, np.float32)
+    rewrite(export, {"model.layers.0.self_attn.rotary_emb.inv_freq": frequencies})
+    assert_same(load_pretrained(export).params, expected)
+
+
 def test_more_layers_than_the_configuration_has(export):
     config = json.loads((export / "config.json").read_text())
     config |= {"num_hidden_layers": 1, "layer_types": None}

@@ -240,6 +240,8 @@ def match_tensors(
     names = {path: stored_names(config, path, p, prefix) for path, p in table.items()}
     wanted = {name: stored_shape(table[path]) for path, group in names.items() for name in group}
     ignored = set(carried_tensors(config, stored))
+    # Llama 2's checkpoints have rotary frequencies, which transformers computes anew as well.
+    ignored |= {name for name in stored if name.endswith(".rotary_emb.inv_freq")}
     if config.tie_embeddings:
         ignored.add(HEAD)
     _refuse("hold all tensors of the model, got none named", wanted.keys() - stored.keys())
