@@ -13,8 +13,15 @@ from twinkle_jax.loss.contrastive import (
     contrastive_metrics,
     info_nce,
 )
-from twinkle_jax.loss.loss_object import Loss, LossOutput, LossUnit, SampleValues
-from twinkle_jax.loss.named_losses import LOSSES, LossFunction, get_loss
+from twinkle_jax.loss.loss_object import (
+    LOSSES,
+    Loss,
+    LossFunction,
+    LossOutput,
+    LossUnit,
+    SampleValues,
+    get_loss,
+)
 from twinkle_jax.loss.off_policy import (
     Correction,
     CorrectionMode,

@@ -143,7 +143,7 @@ def contrastive_metrics(
 
 
 @dataclass(frozen=True)
-class InfonceLoss(Loss):
+class InfonceLoss(Loss, name="infonce"):
     """InfoNCE of embeddings that come in groups: an anchor, its positive, and its negatives.
 
     Calls `info_nce`, averaged over anchors. Immutable, equal when its fields are, hashable.

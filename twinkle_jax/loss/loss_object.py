@@ -2,7 +2,8 @@
 
 import abc
 import difflib
-from collections.abc import Iterator, Mapping, Sequence
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -52,12 +53,24 @@ class LossOutput(Mapping[str, Any]):
         return len(self.__dataclass_fields__)
 
 
+LOSSES: dict[str, type["Loss"]] = {}
+"""Class of each loss by its short name. `get_loss` also knows them by the name of the class."""
+
+
 class Loss(abc.ABC):
     """Base class of loss objects; subclass it to write a loss of your own.
 
     The flags say what the forward pass must put into `outputs`. `divides_by` says what the loss
-    divides by, so that a training loop can sum over micro-batches and divide once.
+    divides by, so that a training loop can sum over micro-batches and divide once. With a name,
+    `class GRPOLoss(PolicyLoss, name="grpo")`, `get_loss` finds the class by it; a run too, if it is
+    a `PolicyLoss`.
     """
+
+    def __init_subclass__(cls, *, name: str | None = None, **kwargs: Any) -> None:
+        """Enter the class under its name, if it has one."""
+        super().__init_subclass__(**kwargs)
+        if name is not None:
+            LOSSES[name] = cls
 
     require_logps: bool = True
     require_logits: bool = False
@@ -92,6 +105,84 @@ class Loss(abc.ABC):
             The loss and, if it has any, its metrics.
         """
 
+
+LossFunction = Callable[..., Float[Array, ""] | Mapping[str, Any]]
+"""A function `(inputs, outputs, ...)` that returns a loss, or a mapping with a `loss`."""
+
+
+@dataclass(frozen=True)
+class FunctionLoss(Loss):
+    """A function `(inputs, outputs, ...)` as a loss object; see `get_loss`.
+
+    Args:
+        function: computes the loss; called with the keyword arguments that it names.
+    """
+
+    function: LossFunction
+
+    @property
+    def divides_by(self) -> LossUnit:
+        """Tokens if the function takes a `denominator`, else micro-batches."""
+        return "tokens" if "denominator" in self._parameters() else "batches"
+
+    def _parameters(self) -> Mapping[str, inspect.Parameter]:
+        return inspect.signature(self.function).parameters
+
+    def __call__(
+        self, inputs: Mapping[str, Any], outputs: Mapping[str, Any], **kwargs: Any
+    ) -> LossOutput:
+        """Call the function with the arguments that it names; with all if it takes `**kwargs`."""
+        parameters = self._parameters()
+        takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+        named = {k: v for k, v in kwargs.items() if takes_all or k in parameters}
+        result = self.function(inputs, outputs, **named)
+        loss, metrics = result, None
+        if isinstance(result, Mapping):
+            loss, metrics = result["loss"], result.get("metrics")
+        if not isinstance(loss, float | jax.Array) or jnp.ndim(loss):
+            kind = getattr(loss, "shape", type(loss).__name__)
+            raise TypeError(f"the loss function must return a number or a mapping, got {kind}")
+        return LossOutput(jnp.asarray(loss), metrics)
+
+
+def get_loss(loss: str | type[Loss] | Loss | LossFunction, **options: Any) -> Loss:
+    """Make a loss object from its name, its class or a function.
+
+    Args:
+        loss: a name (`'grpo'`, or that of the class, `'GRPOLoss'`); a class; an object, which is
+            returned as it is; or a function `(inputs, outputs, ...)` that returns a number, or a
+            mapping with a `loss`. A function is called with the arguments that it names. If one of
+            them is `denominator`, it must divide its sum over tokens by it; otherwise each
+            micro-batch weighs the same.
+        **options: arguments of the class.
+
+    Returns:
+        The loss object.
+
+    Raises:
+        ValueError: if no loss has this name.
+        TypeError: if `loss` is none of these, or does not take one of the options.
+
+    Example:
+        >>> get_loss("grpo", epsilon=0.1).epsilon
+        0.1
+    """
+    if isinstance(loss, str):
+        by_name = {**LOSSES, **{cls.__name__: cls for cls in LOSSES.values()}}
+        if loss not in by_name:
+            known = ", ".join(map(repr, sorted(LOSSES)))
+            raise ValueError(f"loss must be one of {known}, or the name of a class, got {loss!r}")
+        return by_name[loss](**options)
+    if isinstance(loss, type) and issubclass(loss, Loss):
+        return loss(**options)
+    if isinstance(loss, type) or not callable(loss):
+        raise TypeError(f"loss must be a name, a loss or a function, got {loss!r}")
+    if options:
+        raise TypeError(f"options must be given to the class, not to {loss!r}, got {options}")
+    return loss if isinstance(loss, Loss) else FunctionLoss(loss)
+
+
+# What the losses share: how they read their inputs.
 
 ARGUMENTS = (
     "old_logps",

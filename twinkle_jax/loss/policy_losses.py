@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -66,11 +65,11 @@ class PolicyLoss(Loss):
     correction: Correction | None = None
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
         if "reduce" in vars(cls) and "divides_by" not in vars(cls):
             raise TypeError(
                 f"divides_by must be declared with reduce, got {cls.__name__} without it"
             )
+        super().__init_subclass__(**kwargs)
 
     @property
     def divides_by(self) -> LossUnit:
@@ -193,7 +192,7 @@ def _is_zero(coefficient: Coefficient) -> bool:
 
 
 @dataclass(frozen=True)
-class GRPOLoss(PolicyLoss):
+class GRPOLoss(PolicyLoss, name="grpo"):
     """Clipped surrogate, `sequence_mean`: each sequence weighs the same.
 
     See `PolicyLoss` for the arguments. Losses are immutable, equal when their fields are, and
@@ -222,7 +221,7 @@ class GRPOLoss(PolicyLoss):
     correction: Correction | None = field(default=None, kw_only=True)
 
 
-class GSPOLoss(GRPOLoss):
+class GSPOLoss(GRPOLoss, name="gspo"):
     """Clipped surrogate of one ratio per sequence, `sequence_mean`.
 
     See `PolicyLoss` for the arguments. The clip range of the paper is much smaller than the
@@ -241,7 +240,7 @@ class GSPOLoss(GRPOLoss):
         return sequence_log_ratio(logprobs, behaviour_logprobs, mask)
 
 
-class BNPOLoss(GRPOLoss):
+class BNPOLoss(GRPOLoss, name="bnpo"):
     """Clipped surrogate, `token_mean` over the tokens of the batch.
 
     See `PolicyLoss` for the arguments.
@@ -265,7 +264,7 @@ class BNPOLoss(GRPOLoss):
 
 
 @dataclass(frozen=True)
-class DAPOLoss(BNPOLoss):
+class DAPOLoss(BNPOLoss, name="dapo"):
     """Clipped surrogate with a higher upper bound, `token_mean`. Twinkle has no such class.
 
     See `PolicyLoss` for the arguments; `epsilon_high` defaults to 0.28.
@@ -281,7 +280,7 @@ class DAPOLoss(BNPOLoss):
     epsilon_high: Coefficient | None = 0.28
 
 
-class CISPOLoss(BNPOLoss):
+class CISPOLoss(BNPOLoss, name="cispo"):
     """Importance weight clipped at `1 + epsilon`, `token_mean`: every token keeps its gradient.
 
     See `PolicyLoss` for the arguments. If `epsilon_high` is given, the weight is clipped at
@@ -338,7 +337,7 @@ class CISPOLoss(BNPOLoss):
 
 
 @dataclass(frozen=True)
-class DRGRPOLoss(PolicyLoss):
+class DRGRPOLoss(PolicyLoss, name="dr_grpo"):
     """Clipped surrogate, `constant_length`: unbiased by the length of completions.
 
     See `PolicyLoss` for the other arguments.
@@ -375,7 +374,7 @@ class DRGRPOLoss(PolicyLoss):
 
 
 @dataclass(frozen=True)
-class SAPOLoss(PolicyLoss):
+class SAPOLoss(PolicyLoss, name="sapo"):
     """Soft gate in place of a clip, `sequence_mean`.
 
     See `PolicyLoss` for the other arguments; `epsilon` and `epsilon_high` have no effect, as in
@@ -429,7 +428,7 @@ PPO_REDUCTIONS = {"token-mean": token_mean, "seq-mean-token-mean": sequence_mean
 
 
 @dataclass(frozen=True)
-class PPOLoss(PolicyLoss):
+class PPOLoss(PolicyLoss, name="ppo"):
     """Clipped surrogate with a choice of reductions, for advantages from a critic.
 
     See `PolicyLoss` for the other arguments, which are keyword-only.
@@ -473,18 +472,3 @@ class PPOLoss(PolicyLoss):
     ) -> Float[Array, ""]:
         """Average over tokens or sequences, as `loss_agg_mode` says."""
         return PPO_REDUCTIONS[self.loss_agg_mode](losses, mask, denominator=denominator)
-
-
-POLICY_LOSSES: Mapping[str, type[PolicyLoss]] = MappingProxyType(
-    {
-        "bnpo": BNPOLoss,
-        "cispo": CISPOLoss,
-        "dapo": DAPOLoss,
-        "dr_grpo": DRGRPOLoss,
-        "grpo": GRPOLoss,
-        "gspo": GSPOLoss,
-        "ppo": PPOLoss,
-        "sapo": SAPOLoss,
-    }
-)
-"""Class of each loss of a policy by its short name: those that a run can train with."""

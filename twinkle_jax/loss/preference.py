@@ -343,7 +343,7 @@ LOSS_TYPES: dict[str, Callable[..., PerPair]] = {
 
 
 @dataclass(frozen=True)
-class DPOLoss(Loss):
+class DPOLoss(Loss, name="dpo"):
     """Loss of DPO and variants, averaged over pairs; rows alternate between chosen and rejected.
 
     Calls `sigmoid_preference`, `hinge_preference`, `ipo_preference` or `kto_pair_preference`.
@@ -467,7 +467,7 @@ class ReferenceFreeLoss(Loss):
 
 
 @dataclass(frozen=True)
-class SimPOLoss(ReferenceFreeLoss):
+class SimPOLoss(ReferenceFreeLoss, name="simpo"):
     """Loss of SimPO, averaged over pairs; rows alternate between chosen and rejected.
 
     Calls `simpo_preference`. Immutable, equal when its fields are, hashable.
@@ -498,7 +498,7 @@ class SimPOLoss(ReferenceFreeLoss):
 
 
 @dataclass(frozen=True)
-class CPOLoss(ReferenceFreeLoss):
+class CPOLoss(ReferenceFreeLoss, name="cpo"):
     """Loss of CPO, averaged over pairs, plus the cross entropy of the chosen sequences.
 
     Calls `cpo_preference` and `cross_entropy`, which is averaged over tokens, as in Twinkle. Rows
@@ -529,7 +529,7 @@ class CPOLoss(ReferenceFreeLoss):
 
 
 @dataclass(frozen=True)
-class ORPOLoss(ReferenceFreeLoss):
+class ORPOLoss(ReferenceFreeLoss, name="orpo"):
     """Cross entropy of the chosen sequences, plus the odds ratio of ORPO averaged over pairs.
 
     Calls `cross_entropy`, which is averaged over tokens, and `orpo_preference`. Rows alternate

@@ -246,7 +246,7 @@ def clipped_value_loss(
 
 
 @dataclass(frozen=True)
-class CrossEntropyLoss(Loss):
+class CrossEntropyLoss(Loss, name="cross_entropy"):
     """Negative log-probability of the labels, `token_mean`.
 
     See `cross_entropy` and `dynamic_fine_tuning`, which this calls. Immutable, equal when its
@@ -315,7 +315,7 @@ class CrossEntropyLoss(Loss):
 
 
 @dataclass(frozen=True)
-class ChunkedCrossEntropyLoss(Loss):
+class ChunkedCrossEntropyLoss(Loss, name="chunked_cross_entropy"):
     """`CrossEntropyLoss` under another name: compiled, it needs no chunks.
 
     Twinkle computes it in chunks of logits to save memory. Here `CrossEntropyLoss` holds only the
@@ -366,7 +366,7 @@ class ChunkedCrossEntropyLoss(Loss):
 
 
 @dataclass(frozen=True)
-class LigerFusedLinearCrossEntropyLoss(CrossEntropyLoss):
+class LigerFusedLinearCrossEntropyLoss(CrossEntropyLoss, name="liger_fused_linear_cross_entropy"):
     """`CrossEntropyLoss` under another name: no loss needs all logits here.
 
     Twinkle calls Liger's kernel, so that logits are never in memory. Here `token_logprobs`, which
@@ -408,7 +408,7 @@ class LigerFusedLinearCrossEntropyLoss(CrossEntropyLoss):
 
 
 @dataclass(frozen=True)
-class GKDLoss(Loss):
+class GKDLoss(Loss, name="gkd"):
     """Divergence of a student from its teacher, `token_mean`.
 
     See `generalised_jsd`, which this calls. Immutable, equal when its fields are, hashable.
@@ -534,7 +534,7 @@ def _at_teacher_tokens(student: TokenLogits, indices: Array, teacher: TokenLogit
 
 
 @dataclass(frozen=True)
-class MSELoss(Loss):
+class MSELoss(Loss, name="mse"):
     r"""Mean squared error of `outputs['logits']` against `inputs['labels']`, for regression.
 
     $$L = \frac{1}{N} \sum_n (y_n - \hat y_n)^2$$
@@ -591,7 +591,7 @@ class MSELoss(Loss):
 
 
 @dataclass(frozen=True)
-class PPOValueLoss(Loss):
+class PPOValueLoss(Loss, name="ppo_value"):
     """Clipped squared error of a critic, `token_mean`.
 
     See `clipped_value_loss`, which this calls. Immutable, equal when its fields are, hashable.

@@ -20,8 +20,7 @@ from twinkle_jax.data.settings import (
     share,
     share_below_one,
 )
-from twinkle_jax.loss import CISPOLoss, ImportanceCorrection, PolicyLoss, SAPOLoss
-from twinkle_jax.loss.policy_losses import POLICY_LOSSES
+from twinkle_jax.loss import LOSSES, CISPOLoss, ImportanceCorrection, PolicyLoss, SAPOLoss
 from twinkle_jax.rollout import RolloutConfig
 from twinkle_jax.training.by_name import make_estimator, make_optimizer, make_schedule
 
@@ -390,10 +389,10 @@ def make_loss(config: TrainConfig) -> PolicyLoss:
         ValueError: if no policy loss has that name.
     """
     update = config.update
-    by_name = {**POLICY_LOSSES, **{cls.__name__: cls for cls in POLICY_LOSSES.values()}}
-    kind = by_name.get(update.loss)
+    kinds = {name: kind for name, kind in LOSSES.items() if issubclass(kind, PolicyLoss)}
+    kind = (kinds | {kind.__name__: kind for kind in kinds.values()}).get(update.loss)
     if kind is None:
-        known = ", ".join(POLICY_LOSSES)
+        known = ", ".join(sorted(kinds))
         raise ValueError(f"update.loss must be one of {known}, got {update.loss!r}")
     options: dict[str, Any] = {"epsilon": update.epsilon}
     if update.epsilon_high is not None:
