@@ -9,8 +9,8 @@ from twinkle_jax.sampler.jax_sampler import JaxSampler
 from twinkle_jax.sampler.requests import Actor, Prompt
 from twinkle_jax.sampler.sampling import Filters, IntScalar, RealScalar, Sampling
 from twinkle_jax.sampler.slots import LENGTH, STOP, Completions
-from twinkle_jax.sampler.vllm.client import ServerError
-from twinkle_jax.sampler.vllm.vllm_sampler import vLLMSampler
+from twinkle_jax.sampler.vllm_sampler import vLLMSampler
+from twinkle_jax.sampler.vllm_server import ServerError
 
 __all__ = [
     "LENGTH",

@@ -16,8 +16,8 @@ from tests.sampler.vllm.real_server import vllm_server
 from twinkle_jax.data import SamplingParams
 from twinkle_jax.model import LoraConfig
 from twinkle_jax.sampler import JaxSampler, ServerError, vLLMSampler
-from twinkle_jax.sampler.vllm.client import Client, Deadline
-from twinkle_jax.sampler.vllm.served_policy import Probe, load_checkpoint, prove
+from twinkle_jax.sampler.vllm_server import Client, Deadline
+from twinkle_jax.sampler.vllm_weights import Probe, load_checkpoint, prove
 from twinkle_jax.twinkle.model import TransformersModel
 
 pytestmark = pytest.mark.exhaustive

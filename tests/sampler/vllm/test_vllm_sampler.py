@@ -8,7 +8,7 @@ import pytest
 
 from twinkle_jax.data import SamplingParams
 from twinkle_jax.sampler import ServerError, vLLMSampler
-from twinkle_jax.sampler.vllm.client import read_server_url
+from twinkle_jax.sampler.vllm_server import read_server_url
 from twinkle_jax.twinkle.model import TransformersModel
 
 pytest.importorskip("safetensors", reason="pip install 'twinkle-jax[checkpoints]'")

@@ -16,21 +16,19 @@ from twinkle_jax.data import SamplingParams
 from twinkle_jax.model import Decoder, merge_adapter, save_pretrained
 from twinkle_jax.model.decoder.lora import walk
 from twinkle_jax.sampler.requests import Actor, Stops
-from twinkle_jax.sampler.vllm.client import (
+from twinkle_jax.sampler.vllm_server import (
     Client,
+    CompletionSettings,
     Deadline,
+    LogprobsMode,
     Request,
+    ServerCompletions,
     ServerError,
+    completion_request,
     read_integer,
     read_list,
     read_object,
     refuse,
-)
-from twinkle_jax.sampler.vllm.completions import (
-    CompletionSettings,
-    LogprobsMode,
-    ServerCompletions,
-    completion_request,
 )
 
 _TOLERANCES = {"float32": 1e-3}

@@ -22,16 +22,18 @@ from twinkle_jax.sampler.requests import (
     scored_responses,
     template_of,
 )
-from twinkle_jax.sampler.vllm.client import Client, Deadline
-from twinkle_jax.sampler.vllm.completions import (
+from twinkle_jax.sampler.vllm_server import (
+    Client,
     CompletionSettings,
+    Deadline,
+    LogprobsMode,
     ServerCompletions,
-    check_mode,
-    check_params,
+    ServerError,
     completion_request,
-    usable_modes,
 )
-from twinkle_jax.sampler.vllm.served_policy import Served, ServedPolicy, names_of
+from twinkle_jax.sampler.vllm_weights import Served, ServedPolicy, names_of
+
+_LARGEST_SEED = 2**62  # vLLM adds the number of the sample, and takes 63 bits
 
 
 class vLLMSampler:  # noqa: N801  (Twinkle's name)
@@ -214,3 +216,85 @@ class vLLMSampler:  # noqa: N801  (Twinkle's name)
             return [None] * prompts
         words = np.random.SeedSequence(entropy).generate_state(prompts, np.uint64)
         return [int(word) >> 2 for word in words]
+
+
+# What vLLM supports, and which log-probabilities it can give.
+
+
+def check_params(params: SamplingParams, vocab: int) -> None:
+    """Refuse parameters that vLLM does not support, or would change silently.
+
+    Raises:
+        ValueError: with the parameter's name.
+    """
+    temperature = params.temperature
+    if temperature > 2 or 0 < temperature < 0.01:
+        raise ValueError(f"temperature must be 0 or in [0.01, 2] with vLLM, got {temperature}")
+    for name in ("logprobs", "prompt_logprobs"):
+        if (getattr(params, name) or 0) > vocab:
+            raise ValueError(
+                f"{name} must be at most {vocab}, the size of the vocabulary, got "
+                f"{getattr(params, name)}"
+            )
+    if params.seed is not None and params.seed > _LARGEST_SEED:
+        raise ValueError(f"seed must be at most {_LARGEST_SEED} with vLLM, got {params.seed}")
+
+
+def usable_modes(
+    params: SamplingParams, kind: LogprobsKind | None, vocab: int
+) -> set[LogprobsMode]:
+    """List the modes in which a server gives log-probabilities of a kind.
+
+    vLLM takes raw ones from the logits as the model computes them, before the temperature too.
+    Processed ones are taken after penalty, temperature and filters, and renormalised.
+
+    Raises:
+        ValueError: if there is none: filters at a temperature other than 1.
+    """
+    # At temperature 0 vLLM leaves the filters out, and does not divide.
+    greedy = params.temperature == 0
+    changes = [] if greedy else changing_filters(params, vocab)
+    changes += ["repetition_penalty"] if params.repetition_penalty != 1 else []
+    modes: set[LogprobsMode] = set()
+    if kind is None or not changes or kind == "sampling":
+        modes.add("processed_logprobs")
+    if kind is None or (
+        params.temperature in (0, 1) and (kind == "policy" or greedy or not changes)
+    ):
+        modes.add("raw_logprobs")
+    if not modes:
+        raise ValueError(
+            f"temperature must be 1 with {' and '.join(changes)}, since a vLLM server gives "
+            f"log-probabilities of the unfiltered distribution at 1 only, got "
+            f"{params.temperature}; use logprobs_kind='sampling' or None"
+        )
+    return modes
+
+
+def changing_filters(params: SamplingParams, vocab: int) -> list[str]:
+    """List the filters that may drop a token."""
+    drops = {
+        "top_k": 0 < params.top_k < vocab,
+        "top_p": params.top_p < 1,
+        "min_p": params.min_p > 0,
+    }
+    return [name for name, may_drop in drops.items() if may_drop]
+
+
+def check_mode(
+    url: str, mode: LogprobsMode, usable: set[LogprobsMode], kind: LogprobsKind | None
+) -> None:
+    """Refuse a server whose log-probabilities are of another distribution.
+
+    Raises:
+        ServerError: with the option that the server must be started with.
+    """
+    if mode not in usable:
+        which = {
+            "policy": "the whole distribution at the temperature, as logprobs_kind='policy' asks",
+            "sampling": "the distribution drawn from, as logprobs_kind='sampling' asks",
+        }
+        raise ServerError(
+            f"{url} must give log-probabilities of {which[kind or 'policy']}, got {mode}: start it "
+            f"with --logprobs-mode {' or '.join(sorted(usable))}"
+        )

@@ -1,7 +1,7 @@
-"""Requests to a server: retries, one deadline for a call, a limit of the size of answers.
+"""A vLLM server: requests with one deadline for a call, and completions with checked answers.
 
-httpx sends them. It limits each wait for bytes, not a request as a whole, reads an answer however
-long it is, and retries no request that was sent. What is added here, and tested in
+httpx sends the requests. It limits each wait for bytes, not a request as a whole, reads an answer
+however long it is, and retries no request that was sent. What is added here, and tested in
 `tests/sampler/vllm/test_misbehaving_servers.py`:
 
 * one deadline for all requests of a call and their retries, also for a server that sends a byte now
@@ -19,9 +19,12 @@ import ssl
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import wait
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn
 
 from twinkle_jax._package import require
+from twinkle_jax.data import SamplingParams
+from twinkle_jax.sampler.requests import DrawnSequence, End, Stops
 
 if TYPE_CHECKING:
     import httpx
@@ -274,3 +277,182 @@ def read_object(what: str, value: Any) -> dict[str, Any]:
 def refuse(what: str, got: Any) -> NoReturn:
     """Raise a ValueError: what a part of an answer must be, and what arrived."""
     raise ValueError(f"{what}, got {reprlib.repr(got)}")
+
+
+# Completions: what is requested, and the checks of what arrives.
+
+LogprobsMode = Literal["raw_logprobs", "processed_logprobs"]  # of a server: --logprobs-mode
+TopLogprobs = list[tuple[int, float]]
+
+_TOKEN_BYTES, _TOP_BYTES = 4096, 128  # of an answer: a token with its text; one likely token more
+_LOG_ZERO = -9999.0  # what vLLM writes for the logarithm of 0
+
+
+class CompletionSettings(NamedTuple):
+    """One prompt, and how it is completed.
+
+    Attributes:
+        model: the name that the server has for the model or the adapter.
+        prompt: token ids.
+        num_samples: completions.
+        max_tokens: the most tokens of each.
+        seed: of their randomness; None leaves it to the server.
+        params: how to draw.
+        stops: where to end.
+        vocab: token ids lie below it.
+    """
+
+    model: str
+    prompt: list[int]
+    num_samples: int
+    max_tokens: int
+    seed: int | None
+    params: SamplingParams
+    stops: Stops
+    vocab: int
+
+
+class ServerCompletions(NamedTuple):
+    """The completions of a prompt, and the log-probabilities of the prompt if requested."""
+
+    drawn: list[DrawnSequence]
+    prompt: list[TopLogprobs | None] | None
+
+
+def completion_request(settings: CompletionSettings, purpose: str, **more: Any) -> Request:
+    """Request completions with every parameter set: no default of the server applies."""
+    params, greedy = settings.params, settings.params.temperature == 0
+    tops = max(_tops(params), params.prompt_logprobs or 0)
+    tokens = settings.num_samples * (len(settings.prompt) + settings.max_tokens)
+    body = {
+        "model": settings.model,
+        "prompt": settings.prompt,
+        "n": 1 if greedy else settings.num_samples,  # vLLM refuses several that are the same
+        "max_tokens": settings.max_tokens,
+        "seed": settings.seed,
+        "temperature": params.temperature,
+        "top_k": max(params.top_k, 0),
+        "top_p": params.top_p,
+        "min_p": params.min_p,
+        "repetition_penalty": params.repetition_penalty,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+        "stop": settings.stops.strings,
+        "stop_token_ids": settings.stops.tokens,
+        "ignore_eos": True,  # stop_token_ids have the end of a sequence
+        "skip_special_tokens": True,
+        "logprobs": _tops(params),
+        "prompt_logprobs": params.prompt_logprobs,
+        "return_token_ids": True,
+        "return_tokens_as_token_ids": True,
+        **more,
+    }
+    return Request(
+        "POST",
+        "/v1/completions",
+        body,
+        partial(_read_completions, settings),
+        purpose,
+        max_bytes=2**20 + tokens * (_TOKEN_BYTES + tops * _TOP_BYTES),
+    )
+
+
+def _tops(params: SamplingParams) -> int:
+    """Return how many likely tokens to request; `logprobs=1` means the drawn one alone."""
+    return 0 if params.logprobs == 1 else params.logprobs or 0
+
+
+def _read_completions(settings: CompletionSettings, answer: Any) -> ServerCompletions:
+    """Read completions.
+
+    Raises:
+        ValueError: if the answer does not fit the request.
+    """
+    count = 1 if settings.params.temperature == 0 else settings.num_samples
+    answer = read_object("an object", answer)
+    if answer.get("model") != settings.model:
+        refuse(f"model {settings.model!r}", answer.get("model"))
+    choices = [read_object("choices that are objects", x) for x in read_list("choices", answer)]
+    indices = [read_integer("an index in each choice", x.get("index")) for x in choices]
+    if sorted(indices) != list(range(count)):
+        refuse(f"{count} choices, numbered from 0", indices)
+    choices.sort(key=lambda choice: int(choice["index"]))
+    drawn = [_read_choice(settings, choice) for choice in choices]
+    prompt = None
+    if settings.params.prompt_logprobs is not None:
+        prompt = _read_prompt_logprobs(settings, choices[0])
+    return ServerCompletions(drawn * (settings.num_samples // count), prompt)
+
+
+def _read_choice(settings: CompletionSettings, choice: Mapping[str, Any]) -> DrawnSequence:
+    if choice.get("prompt_token_ids") != settings.prompt:
+        refuse("the prompt_token_ids that were sent", choice.get("prompt_token_ids"))
+    tokens = [_read_token(settings, x) for x in read_list("token_ids", choice)]
+    if not 1 <= len(tokens) <= settings.max_tokens:
+        refuse(f"1 to {settings.max_tokens} token_ids", len(tokens))
+    scores = read_object("logprobs that are an object", choice.get("logprobs"))
+    logprobs = [read_logprob("token_logprobs", x) for x in read_list("token_logprobs", scores)]
+    tops: list[TopLogprobs] = [[] for _ in tokens]
+    if _tops(settings.params):
+        name = "top_logprobs"
+        tops = [_read_top(settings, name, x, "token_id:") for x in read_list(name, scores)]
+    for name, values in (("token_logprobs", logprobs), ("top_logprobs", tops)):
+        if len(values) != len(tokens):
+            refuse(f"{name} for {len(tokens)} token_ids", len(values))
+    pairs = [
+        [(token, logprob), *(x for x in top if x[0] != token and x[1] > _LOG_ZERO)]
+        for token, logprob, top in zip(tokens, logprobs, tops, strict=True)
+    ]
+    return DrawnSequence(tokens, pairs, _read_end(settings, choice, tokens))
+
+
+def _read_end(settings: CompletionSettings, choice: Mapping[str, Any], tokens: list[int]) -> End:
+    """Read why a completion ended; its tokens must agree."""
+    reason, stop = choice.get("finish_reason"), choice.get("stop_reason")
+    if reason == "length" and len(tokens) == settings.max_tokens:
+        return "length"
+    if reason == "stop" and tokens[-1] in settings.stops.tokens:
+        return "token"
+    if reason == "stop" and stop in settings.stops.strings:
+        return "string"
+    return refuse(
+        f"finish_reason and stop_reason that fit {len(tokens)} tokens of at most "
+        f"{settings.max_tokens}, the last {tokens[-1]}",
+        (reason, stop),
+    )
+
+
+def _read_prompt_logprobs(
+    settings: CompletionSettings, choice: Mapping[str, Any]
+) -> list[TopLogprobs | None]:
+    entries = read_list("prompt_logprobs", choice)
+    if len(entries) != len(settings.prompt):
+        refuse(f"prompt_logprobs for {len(settings.prompt)} tokens", len(entries))
+    rows: list[TopLogprobs | None] = [None]
+    for token, entry in zip(settings.prompt[1:], entries[1:], strict=True):
+        entry = read_object("prompt_logprobs that are objects", entry)
+        scores = {key: read_object("prompt_logprobs", x).get("logprob") for key, x in entry.items()}
+        pairs = _read_top(settings, "prompt_logprobs", scores, "")
+        of_token = [pair for pair in pairs if pair[0] == token]
+        if not of_token:
+            refuse(f"the prompt_logprobs of token {token}", sorted(scores))
+        rows.append(of_token + [pair for pair in pairs if pair[0] != token])
+    return rows
+
+
+def _read_top(settings: CompletionSettings, name: str, scores: Any, prefix: str) -> TopLogprobs:
+    """Read a mapping from tokens to log-probabilities."""
+    pairs = []
+    for key, value in read_object(f"{name} by token", scores).items():
+        digits = key.removeprefix(prefix)
+        if not (key.startswith(prefix) and digits.isascii() and digits.isdigit()):
+            refuse(f"{name} by '{prefix}ID'", key)
+        token = _read_token(settings, int(digits[:20]))
+        pairs.append((token, read_logprob(name, value)))
+    return pairs
+
+
+def _read_token(settings: CompletionSettings, value: Any) -> int:
+    if not 0 <= read_integer("token_ids that are integers", value) < settings.vocab:
+        refuse(f"token_ids in [0, {settings.vocab})", value)
+    return int(value)

@@ -1,1 +1,0 @@
-"""Sampling from a vLLM server that someone runs."""
