@@ -51,9 +51,13 @@ from twinkle_jax.rollout.rollout import (
     has_signal,
     with_advantages,
 )
-from twinkle_jax.rollout.sandbox import SandboxUnavailableError, python_tool
 from twinkle_jax.rollout.single_turn import SingleTurn, training_batch
-from twinkle_jax.rollout.tools import ToolEnvironment, tool_schema
+from twinkle_jax.rollout.tools import (
+    SandboxUnavailableError,
+    ToolEnvironment,
+    python_tool,
+    tool_schema,
+)
 
 __all__ = [
     "Action",

@@ -1,4 +1,4 @@
-"""Runs untrusted Python in a sandbox; started by `sandbox`.
+"""Runs untrusted Python in a sandbox; started by `python_tool`.
 
 Order matters: modules are imported first, then the process gives up its user, its namespaces, its
 files, its privileges, and last its time and memory.
