@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from twinkle_jax.data import ChatTemplate, chat_template
+from twinkle_jax.data import ChatTemplate
+from twinkle_jax.data import template as module
 
 HELLO = [{"role": "user", "content": "hello"}]
 GROW = "{% set ns = namespace(s='aa') %}{% for i in range(60) %}{% set ns.s = NEXT %}{% endfor %}"
@@ -187,8 +188,8 @@ def test_an_interrupt_leaves_no_answer_behind():
 
 
 def test_a_process_that_cannot_start_is_an_error(monkeypatch):
-    monkeypatch.setattr(chat_template, "_WORKER", "no/such/file.py")
-    monkeypatch.setattr(chat_template, "_process", chat_template._Process())
+    monkeypatch.setattr(module, "_WORKER", "no/such/file.py")
+    monkeypatch.setattr(module, "_process", module._Process())
     with pytest.raises(RuntimeError, match="Errno 2"):
         ChatTemplate("")
 
@@ -196,14 +197,14 @@ def test_a_process_that_cannot_start_is_an_error(monkeypatch):
 # Forks, and has no `if __name__ == "__main__"`.
 SCRIPT = """
 import json, multiprocessing, os
-from twinkle_jax.data import ChatTemplate, chat_template
+from twinkle_jax.data import ChatTemplate, template as module
 template = ChatTemplate("{{ n }}")
 def work(n):
     return [template.render([], n=n) for _ in range(200)] == [str(n)] * 200
 with multiprocessing.get_context("fork").Pool(2) as pool:
     results = pool.map_async(work, [1, 2, 3])
     results = [work(4), *results.get()]
-print(json.dumps([results, chat_template._process.worker.process.pid]), flush=True)
+print(json.dumps([results, module._process.worker.process.pid]), flush=True)
 ending
 """
 
@@ -231,7 +232,7 @@ def _wait_for_end(pid):
 
 def test_a_process_that_somebody_ended_is_started_again():
     template = ChatTemplate("{{ n }}")
-    process = chat_template._process.worker.process
+    process = module._process.worker.process
     process.kill()
     process.wait()
     assert template.render([], n=1) == "1"

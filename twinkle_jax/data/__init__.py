@@ -3,7 +3,6 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from twinkle_jax.data.chat_template import ChatTemplate
 from twinkle_jax.data.prompts import (
     ArithmeticTask,
     PromptLoader,
@@ -21,7 +20,7 @@ from twinkle_jax.data.rows import (
     read_rows,
     write_rows,
 )
-from twinkle_jax.data.template import Template, TruncationStrategy
+from twinkle_jax.data.template import ChatTemplate, Template, TruncationStrategy
 from twinkle_jax.data.tokenizer import Tokenizer, small_tokenizer
 from twinkle_jax.data.tool_calls import (
     ParsedToolCalls,
