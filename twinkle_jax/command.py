@@ -129,7 +129,6 @@ def _evaluate_options(parser: Any) -> None:
 
 def _evaluate(options: Any) -> int:
     """Evaluate a policy, and print one metric a line."""
-    from twinkle_jax.training import evaluate
     from twinkle_jax.training.evaluation import held_out
     from twinkle_jax.training.task import hub_id, make_task
 
@@ -158,19 +157,7 @@ def _evaluate(options: Any) -> int:
         ValueError
     ) as error:  # settings of `train` have sections, options of `evaluate` have none
         raise ValueError(re.sub(r"^(evaluation|rollout)\.", "", str(error))) from error
-    task, policy = make_task(config), _read_policy(options.model)
-    if task.environment is not None:
-        results = held_out(config, task, policy)
-    else:
-        assert task.reward is not None
-        results = evaluate(
-            policy,
-            task.held_out,
-            task.reward,
-            max_new_tokens=options.max_new_tokens,
-            pass_k=options.pass_k,
-            seed=options.seed,
-        )
+    results = held_out(config, make_task(config), _read_policy(options.model))
     for name, value in results.items():
         print(f"{name} {value:.4f}")  # noqa: T201
     return 0

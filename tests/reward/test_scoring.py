@@ -217,7 +217,6 @@ def test_weighted_sums():
     )
     components = {"right": [1.0, 1.0, 0.0, 0.0], "form": [1.0, 0.0, 1.0, 0.0]}
     assert both(texts, ["7"]) == [2.25, 2.0, 0.25, 0.0]
-    assert both.components(texts, ["7"]) == components
     scores = score_trajectories(both, texts, ["7"])
     assert scores == ([2.25, 2.0, 0.25, 0.0], components)
     assert scores.means() == {"right": 0.5, "form": 0.5}

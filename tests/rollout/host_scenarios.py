@@ -86,7 +86,6 @@ def facts():
         "held": hosts.held_rows(rows).tolist(),
         "held of what all have": hosts.held_rows(spread()).tolist(),
         "read": hosts.read_held(rows).tolist(),
-        "read by all": hosts.read_all(rows).tolist(),
         "read if spread": hosts.read_if_spread(rows).tolist(),
         "shared": hosts.share("x", lambda: [index, LONG if index else "short", float("inf")]),
         "decided": hosts.first_decides("x", lambda: f"by {index}"),

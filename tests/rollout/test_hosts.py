@@ -44,7 +44,6 @@ def test_what_two_processes_tell_each_other():
     for number, fact in enumerate(facts):
         rows = np.arange(8)[:, None] // 4 == number
         np.testing.assert_array_equal(fact["read"], np.where(rows, VALUES, 0))
-        np.testing.assert_array_equal(fact["read by all"], VALUES)
         np.testing.assert_array_equal(fact["read if spread"], VALUES)
         assert fact["shared"] == [[0, "short", math.inf], [1, LONG, math.inf]]
         assert fact["decided"] == "by 0"

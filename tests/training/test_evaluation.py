@@ -9,7 +9,7 @@ import pytest
 
 from twinkle_jax.data import ArithmeticTask, message_text
 from twinkle_jax.model import init_params
-from twinkle_jax.rollout import EnvironmentFailureError
+from twinkle_jax.rollout import EnvironmentFailureError, engine
 from twinkle_jax.training import (
     EvaluationConfig,
     RolloutConfig,
@@ -44,9 +44,13 @@ class Judge:
         ]
 
 
-def judged(judge, prompts=PROBLEMS, **options):
+SETTINGS = RolloutConfig(max_new_tokens=4)
+
+
+def judged(judge, prompts=PROBLEMS, temperature=1.0, **options):
     """Compiled once for greedy completions and once for four samples of each prompt."""
-    return evaluate(POLICY, prompts, judge, max_new_tokens=4, batch=len(prompts), **options)
+    settings = RolloutConfig(max_new_tokens=4, temperature=temperature)
+    return evaluate(POLICY, prompts, judge, settings, batch=len(prompts), **options)
 
 
 def test_accuracy_is_the_share_of_rewards_of_one_or_more():
@@ -92,7 +96,7 @@ def test_no_two_batches_share_noise_and_a_seed_repeats():
     alike = [PROBLEMS[0]] * 10
     first, again, other = Judge(), Judge(), Judge()
     for judge, seed in ((first, 0), (again, 0), (other, 1)):
-        evaluate(POLICY, alike, judge, max_new_tokens=4, batch=5, pass_k=K, seed=seed)
+        evaluate(POLICY, alike, judge, SETTINGS, batch=5, pass_k=K, seed=seed)
     drawn = first.completions()[2:]
     assert drawn[0] != drawn[1]
     assert again.completions()[2:] == drawn
@@ -104,8 +108,18 @@ def test_other_parameters_are_judged_in_place_of_the_policys_own():
     initial, passed, replaced = Judge(), Judge(), Judge()
     judged(initial)
     judged(passed, params=params)
-    evaluate(POLICY._replace(params=params), PROBLEMS, replaced, max_new_tokens=4, batch=5)
+    evaluate(POLICY._replace(params=params), PROBLEMS, replaced, SETTINGS, batch=5)
     assert passed.completions() == replaced.completions() != initial.completions()
+
+
+def test_completions_are_drawn_in_as_many_slots_as_the_settings_say(monkeypatch):
+    slots = []
+    drawn = engine.generate
+    monkeypatch.setattr(
+        engine, "generate", lambda *args, **kw: slots.append(kw["slots"]) or drawn(*args, **kw)
+    )
+    evaluate(POLICY, PROBLEMS, Judge(), RolloutConfig(max_new_tokens=4, slots=2), batch=4)
+    assert slots == [2, 1]  # of four prompts, and of the last one
 
 
 def test_a_run_evaluates_with_its_own_settings_and_its_judge():

@@ -122,7 +122,7 @@ def test_what_is_judged_is_the_policy_as_it_is_by_then(folder, uninterrupted):
     prompts = read_jsonl(run_config.evaluation.path)[: run_config.evaluation.problems]
     for call, name in ((0, "model"), (6, "whole/policy"), (7, "whole/policy")):
         listener = Listener()
-        evaluate(load_policy(str(folder / name)), prompts, listener, max_new_tokens=4)
+        evaluate(load_policy(str(folder / name)), prompts, listener, run_config.rollout)
         assert calls[call] == listener.heard[0]
     assert len(calls) == 8 and calls[0] not in (calls[3], calls[6])
 
@@ -139,7 +139,7 @@ def test_an_evaluation_may_have_a_reward_of_its_own(folder, tmp_path):
     assert len(asked.heard) == 2  # one call a step
     prompts = read_jsonl(run_config.evaluation.path)[: run_config.evaluation.problems]
     policy = load_policy(str(tmp_path / "run" / "policy"))
-    held_out_metrics = evaluate(policy, prompts, find_reward(judge), max_new_tokens=4)
+    held_out_metrics = evaluate(policy, prompts, find_reward(judge), run_config.rollout)
     assert summary["accuracy_after"] == lines(tmp_path / "run")[1]["eval/accuracy"]
     assert summary["accuracy_after"] == held_out_metrics["accuracy"] != summary["accuracy_before"]
 

@@ -14,7 +14,6 @@ from twinkle_jax.data.trajectory import IGNORE
 
 HostArray = np.ndarray[Any, Any]
 LARGEST = 2**31 - 1  # of int32
-_SMALLEST_TIME = 16
 _INTEGERS = ("tokens", "labels", "positions", "segment_ids", "teacher_tokens")
 _BOOLEANS = ("mask", "rows")
 
@@ -165,6 +164,14 @@ def bucket_size(size: int, *, smallest: int = 1, multiple: int = 1, per_doubling
     return -(-bucket // multiple) * multiple
 
 
+def batch_width(longest: int, *, multiple: int = 1) -> int:
+    """Return the width of a batch by the tokens of its longest row, rounded up to a bucket.
+
+    Narrower ones than 16 are not worth a compilation.
+    """
+    return bucket_size(longest, smallest=16, multiple=multiple)
+
+
 def micro_batches(
     features: list[dict[str, HostArray]],
     loss_inputs: Mapping[str, list[HostArray] | None],
@@ -205,7 +212,7 @@ def make_batch(
 ) -> Batch:
     """Pad features on the right to a bucket of lengths, and add empty rows up to `rows`."""
     longest = max(len(feature["input_ids"]) for feature in features)
-    shape = (rows, bucket_size(longest, smallest=_SMALLEST_TIME, multiple=multiple))
+    shape = (rows, batch_width(longest, multiple=multiple))
 
     def pad(ragged: list[HostArray], fill: int, dtype: Any = np.int32) -> HostArray:
         return pad_rows(ragged, fill, length=shape[1], count=rows, dtype=dtype)

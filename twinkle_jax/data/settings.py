@@ -40,14 +40,14 @@ def share(*, default: Any, may_change: bool = False) -> Any:
     return _ranged(default, may_change, lambda x: 0 <= x <= 1, "in [0, 1]")
 
 
-def share_above_zero(*, default: Any, may_change: bool = False) -> Any:
+def share_above_zero(*, default: Any) -> Any:
     """Make a field for numbers above 0 and up to 1."""
-    return _ranged(default, may_change, lambda x: 0 < x <= 1, "in (0, 1]")
+    return _ranged(default, False, lambda x: 0 < x <= 1, "in (0, 1]")
 
 
-def share_below_one(*, default: Any, may_change: bool = False) -> Any:
+def share_below_one(*, default: Any) -> Any:
     """Make a field for numbers from 0 to below 1."""
-    return _ranged(default, may_change, lambda x: 0 <= x < 1, "in [0, 1)")
+    return _ranged(default, False, lambda x: 0 <= x < 1, "in [0, 1)")
 
 
 def seed_of_32_bits(*, default: int) -> Any:

@@ -99,23 +99,6 @@ class WeightedReward(Reward):
         self.rewards = {n: as_reward(x, argument=f"rewards[{n!r}]") for n, x in rewards.items()}
         self.timeout = timeout
 
-    def components(
-        self, trajectories: Sequence[Trajectory], ground_truths: GroundTruths = None
-    ) -> dict[str, list[float | None]]:
-        """Compute each reward separately, without its weight."""
-        return self._components(trajectories, ground_truths, self.timeout)
-
-    def _components(
-        self,
-        trajectories: Sequence[Trajectory],
-        ground_truths: GroundTruths,
-        timeout: float | None,
-    ) -> dict[str, list[float | None]]:
-        return {
-            name: _call(reward, trajectories, ground_truths, timeout)
-            for name, reward in self.rewards.items()
-        }
-
     def __call__(
         self, trajectories: Sequence[Trajectory], ground_truths: GroundTruths = None, **kwargs: Any
     ) -> list[float]:
@@ -166,7 +149,10 @@ def score_trajectories(
         timeout = min(limits, default=None)
     else:
         weighted = WeightedReward({reward_name(reward): as_reward(reward)})
-    components = weighted._components(trajectories, ground_truths, timeout)
+    components = {
+        name: _call(part, trajectories, ground_truths, timeout)
+        for name, part in weighted.rewards.items()
+    }
     sums, weights = [], weighted.weights.values()
     for i, row in enumerate(zip(*components.values(), strict=True)):
         terms = [w * x for w, x in zip(weights, row, strict=True) if x is not None]

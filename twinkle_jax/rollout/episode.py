@@ -12,7 +12,8 @@ from typing import Any, Literal, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from twinkle_jax.data import IGNORE, Batch, Message, bucket_size
+from twinkle_jax.data import IGNORE, Batch, Message
+from twinkle_jax.data.batch import batch_width
 
 Ended = Literal["", "done", "max_turns", "length", "failed"]
 """Why an episode ended: `done` by the environment, a limit of turns or tokens, or a failure."""
@@ -192,7 +193,7 @@ def lay_out_episodes(
         for j, row in enumerate(episode.rows):
             # The last token is a label, but not an input.
             row_lengths[i * rows_each + j] = max(len(row.tokens) - 1, 1)
-    width = bucket_size(int(row_lengths.max()), smallest=16, multiple=multiple)
+    width = batch_width(int(row_lengths.max()), multiple=multiple)
     tokens, labels = np.zeros((count, width), np.int32), np.full((count, width), IGNORE, np.int32)
     logps, turns = np.zeros((count, width), np.float32), np.full((count, width), -1, np.int32)
     counted = np.zeros(count, bool)

@@ -175,14 +175,7 @@ def read_held(arrays: Any) -> Any:
 
 def read_if_spread(array: Any) -> Any:
     """Copy an array to every host if a process lacks parts of it; all processes must call this."""
-    return read_all(array) if _is_spread(array) else array
-
-
-def read_all(array: Any) -> np.ndarray[Any, Any]:
-    """Copy an array to every host; all processes must call this."""
-    if _is_spread(array):
-        array = multihost_utils.process_allgather(array, tiled=True)
-    return np.asarray(array)
+    return multihost_utils.process_allgather(array, tiled=True) if _is_spread(array) else array
 
 
 def merge_rows(

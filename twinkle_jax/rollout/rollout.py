@@ -11,14 +11,12 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from twinkle_jax.advantage import NOISE_ULPS
-from twinkle_jax.data import IGNORE, Batch, PromptBatch, Trajectory, bucket_size
+from twinkle_jax.data import IGNORE, Batch, PromptBatch, Trajectory
 from twinkle_jax.data.settings import AUTO, MAY_CHANGE, at_least, positive, share
 from twinkle_jax.model import Params
 from twinkle_jax.rollout import hosts
 from twinkle_jax.rollout.episode import Episode
 from twinkle_jax.sampler import Filters, Sampling
-
-_MIN_WIDTH = 16  # columns; a narrower batch is not worth a compilation
 
 
 @dataclass(frozen=True)
@@ -190,11 +188,6 @@ class RolloutSource(Protocol):
 
     def greedy_rewards(self, params: Params, prompts: PromptBatch) -> np.ndarray[Any, Any]:
         """Score the most probable trajectory of each prompt."""
-
-
-def batch_width(longest: int, *, multiple: int = 1) -> int:
-    """Return the width of a batch by the tokens of its longest row, rounded up to a bucket."""
-    return bucket_size(longest, smallest=_MIN_WIDTH, multiple=multiple)
 
 
 @jax.jit

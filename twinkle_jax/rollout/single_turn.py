@@ -11,11 +11,12 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from twinkle_jax.data import IGNORE, Batch, PromptBatch, Trajectory
+from twinkle_jax.data.batch import batch_width
 from twinkle_jax.model import Params
 from twinkle_jax.reward import RewardFunction, TrajectoryScores, score_trajectories
 from twinkle_jax.rollout import hosts
 from twinkle_jax.rollout.engine import Engine, Texts, read_texts
-from twinkle_jax.rollout.rollout import Rollout, RolloutConfig, batch_width, with_advantages
+from twinkle_jax.rollout.rollout import Rollout, RolloutConfig, with_advantages
 from twinkle_jax.sampler import LENGTH, Completions
 
 
@@ -141,7 +142,6 @@ def training_batch(
     advantages: Float[Array, " rows"] | None = None,
     width: int | None = None,
     mask_truncated: bool = False,
-    multiple: int = 1,
 ) -> Batch:
     """Lay prompts and their completions out to train on: labels are the next tokens.
 
@@ -156,7 +156,6 @@ def training_batch(
         advantages: one for each completion.
         width: columns; None: the bucket of the longest row, which waits for the lengths.
         mask_truncated: exclude truncated completions from the loss.
-        multiple: the width is a multiple of this.
 
     Returns:
         A batch of [rows, width] tokens.
@@ -165,7 +164,7 @@ def training_batch(
         lengths = np.asarray(completions.lengths)
         prompt_lengths = np.asarray(prompt_mask).sum(axis=1)
         rows = np.repeat(prompt_lengths, len(lengths) // len(prompts)) + lengths - 1
-        width = batch_width(int(rows.max()), multiple=multiple)
+        width = batch_width(int(rows.max()))
     batch: Batch = _lay_out(
         prompts, prompt_mask, completions, width=width, mask_truncated=mask_truncated
     )

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import fields
 from typing import Any
 
 import jax
@@ -23,26 +22,19 @@ from twinkle_jax.rollout import (
     hosts,
 )
 from twinkle_jax.rollout.single_turn import score_texts
-from twinkle_jax.sampler import Filters
 from twinkle_jax.training.config import TrainConfig
 from twinkle_jax.training.policy import Policy
 from twinkle_jax.training.task import Task
-
-_ALL_TOKENS = Filters()
 
 
 def evaluate(
     policy: Policy,
     prompts: Sequence[Trajectory],
     reward: RewardFunction,
+    settings: RolloutConfig,
     *,
     params: Params | None = None,
-    max_new_tokens: int,
-    max_prompt_tokens: int = 1024,
     pass_k: int = 0,
-    temperature: float = 1.0,
-    repetition_penalty: float = 1.0,
-    filters: Filters = _ALL_TOKENS,
     batch: int = 256,
     seed: int = 0,
     compute_dtype: DTypeLike | None = None,
@@ -62,13 +54,10 @@ def evaluate(
         policy: to evaluate.
         prompts: with their ground truths.
         reward: of trajectories and ground truths.
+        settings: of sampling; `prompts` and `num_samples` are not read. The temperature and the
+            filters are those of the samples for pass@k; greedy completions have temperature 0.
         params: in place of the policy's trained parameters.
-        max_new_tokens: maximum tokens of a completion.
-        max_prompt_tokens: maximum tokens of a prompt.
         pass_k: k of pass@k; 0 leaves it out.
-        temperature: of the samples for pass@k.
-        repetition_penalty: of all completions, the greedy ones too.
-        filters: which tokens may be drawn for pass@k.
         batch: prompts at once.
         seed: of the samples for pass@k.
         compute_dtype: type of activations.
@@ -89,12 +78,6 @@ def evaluate(
     if not len(prompts):
         raise ValueError("prompts must not be empty, got none")
     engine = LocalEngine(policy.config, policy.template, policy.frozen, compute_dtype, mesh)
-    settings = RolloutConfig(
-        max_new_tokens=max_new_tokens,
-        max_prompt_tokens=max_prompt_tokens,
-        repetition_penalty=repetition_penalty,
-        **{setting.name: getattr(filters, setting.name) for setting in fields(Filters)},
-    )
     source = SingleTurn(engine, reward, settings, reward_timeout)
     evaluated = policy.params if params is None else params
 
@@ -102,8 +85,8 @@ def evaluate(
         check()
         return compute_rewards(reward, trajectories, truths, timeout=reward_timeout)
 
-    def rewards(samples: int, temperature: float) -> np.ndarray[tuple[int, int], np.dtype]:
-        sampler, rows = source.with_settings(num_samples=samples, temperature=temperature), []
+    def rewards(sampler: SingleTurn) -> np.ndarray[tuple[int, int], np.dtype]:
+        samples, rows = sampler.settings.num_samples, []
         for number, start in enumerate(range(0, len(prompts), batch)):
             hosts.together("evaluating", check)
             chosen = PromptBatch(prompts[start : start + batch])
@@ -113,10 +96,10 @@ def evaluate(
             rows.append(score_texts(texts, truths, checked_rewards))
         return np.concatenate(rows).reshape(len(prompts), samples)
 
-    greedy = rewards(1, 0.0)
+    greedy = rewards(source.with_settings(num_samples=1, temperature=0.0))
     results = {"accuracy": float((greedy >= 1).mean()), "reward": float(greedy.mean())}
     if pass_k:
-        right = (rewards(2 * pass_k, temperature) >= 1).sum(axis=1)
+        right = (rewards(source.with_settings(num_samples=2 * pass_k)) >= 1).sum(axis=1)
         results[f"pass@{pass_k}"] = float(np.mean([_pass_at(pass_k, int(c)) for c in right]))
     return results
 
@@ -222,13 +205,9 @@ def held_out(
         policy,
         task.held_out,
         reward,
+        config.rollout,
         params=params,
-        max_new_tokens=config.rollout.max_new_tokens,
-        max_prompt_tokens=config.rollout.max_prompt_tokens,
         pass_k=config.evaluation.pass_k,
-        temperature=config.rollout.temperature,
-        repetition_penalty=config.rollout.repetition_penalty,
-        filters=config.rollout,
         seed=config.seed,
         compute_dtype=config.dtype,
         reward_timeout=config.reward_timeout,

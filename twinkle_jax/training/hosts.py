@@ -23,6 +23,7 @@ from twinkle_jax.data.prompts import prompts_fingerprint
 from twinkle_jax.model.huggingface.checkpoint_files import locate
 from twinkle_jax.rollout import hosts
 from twinkle_jax.training.config import DistributedConfig, TrainConfig, flat
+from twinkle_jax.training.progress import package_versions
 
 _PROBE = ".shared"
 _LOST_AFTER = 25  # seconds without a heartbeat, after which a process counts as dead
@@ -228,8 +229,6 @@ def _facts(
     config: TrainConfig, train: Sequence[Trajectory], held_out: Sequence[Trajectory]
 ) -> dict[str, Any]:
     """Collect what must be equal in all processes, by the name that errors use."""
-    from twinkle_jax.training.progress import package_versions
-
     settings = flat(dataclasses.asdict(config))
     facts = {n: x for n, x in settings.items() if not n.startswith("distributed.")}
     facts |= {f"the version of {name}": x for name, x in package_versions().items()}

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from twinkle_jax.data import Batch, bucket_size
-from twinkle_jax.rollout.rollout import batch_width
+from twinkle_jax.data.batch import batch_width
 from twinkle_jax.sampler import conversations_memory, generate_memory
 from twinkle_jax.training.config import TrainConfig, automatic_budget
 from twinkle_jax.training.gradient import grad_step
@@ -198,9 +198,7 @@ def _longest_micro_batch(recipe: Recipe) -> tuple[Batch, Packing]:
     longest = config.longest_row
     time = batch_width(longest, multiple=multiple)
     tokens = config.update.micro_batch_tokens
-    width = bucket_size(longest, smallest=16, multiple=multiple)
-    if several:
-        width = line_width(longest, tokens, multiple=multiple)
+    width = line_width(longest, tokens, multiple=multiple) if several else time
     lines = max(tokens // width, 1) * shards
     rows = config.rollout.prompts * config.rollout.num_samples // config.update.mini_batches
 

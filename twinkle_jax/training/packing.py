@@ -12,6 +12,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from twinkle_jax.data import IGNORE, Batch, bucket_size
+from twinkle_jax.data.batch import batch_width
 
 SMALLEST_WIDTH = 64  # tokens: a line holds several rows even if all are short
 
@@ -97,7 +98,7 @@ def plan(
     while start < len(lines):
         if not several:  # each micro-batch is as wide as its longest row, which comes first
             longest = int(lengths[lines[start][0]])
-            width = bucket_size(longest, smallest=16, multiple=multiple)
+            width = batch_width(longest, multiple=multiple)
             count = _share(len(lines) - start, max(tokens // width, 1), shards, several)
         part = lines[start : start + count]
         start += len(part)

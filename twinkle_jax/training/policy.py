@@ -7,22 +7,19 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from twinkle_jax.data import (
-    IGNORE,
     Batch,
     Message,
     Template,
     Tokenizer,
     Trajectory,
-    bucket_size,
-    pad_rows,
     small_tokenizer,
     user_data_get,
 )
+from twinkle_jax.data.batch import make_batch
 from twinkle_jax.loss import CrossEntropyLoss
 from twinkle_jax.model import (
     Decoder,
@@ -285,7 +282,4 @@ def example_batch(template: Template, examples: Sequence[Trajectory]) -> Batch:
             messages.append(Message(role="assistant", content=truth))
         conversations.append({"messages": messages})
     rows: list[Any] = template.batch_encode(conversations)
-    time = bucket_size(max(len(row["input_ids"]) for row in rows), smallest=16)
-    tokens = pad_rows([row["input_ids"] for row in rows], 0, length=time, dtype=np.int32)
-    labels = pad_rows([row["labels"] for row in rows], IGNORE, length=time, dtype=np.int32)
-    return Batch(jnp.asarray(tokens), jnp.asarray(labels))
+    return make_batch(rows, {}, rows=len(rows))

@@ -303,9 +303,9 @@ def _without_gradients(state: TrainState) -> TrainState:
     )
 
 
-def gradient_norm(state: TrainState, mesh: Mesh | None = None) -> Float[Array, ""]:
+def gradient_norm(state: TrainState) -> Float[Array, ""]:
     """Global norm of the gradients, divided by their denominator."""
-    return _norm_and_count(state, mesh)[0]
+    return _norm_and_count(state, None)[0]
 
 
 def _norm_and_count(

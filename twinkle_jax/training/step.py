@@ -13,6 +13,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from twinkle_jax.advantage import turn_returns
 from twinkle_jax.data import IGNORE, Batch, PromptBatch
+from twinkle_jax.data.batch import batch_width
 from twinkle_jax.loss import PolicyLoss, SamplerMismatch, sampler_mismatch
 from twinkle_jax.model import DecoderConfig, Params, Remat, default_attention
 from twinkle_jax.model.decoder.lora import RATE, walk
@@ -24,7 +25,6 @@ from twinkle_jax.rollout import (
     hosts,
     with_advantages,
 )
-from twinkle_jax.rollout.rollout import batch_width
 from twinkle_jax.training.by_name import Estimator
 from twinkle_jax.training.config import TrainConfig
 from twinkle_jax.training.gradient import StepSummary, add_summaries, grad_step
