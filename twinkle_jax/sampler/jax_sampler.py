@@ -21,11 +21,11 @@ from twinkle_jax.model import (
     hidden_states,
     load_adapter,
     load_pretrained,
-    output_matrix,
     partition_rules,
     shard_like_params,
     with_adapter,
 )
+from twinkle_jax.model.decoder.layers import map_logits
 from twinkle_jax.model.decoder.lora import walk
 from twinkle_jax.model.decoder.sharding import row_shards
 from twinkle_jax.sampler.generate import generate
@@ -43,8 +43,6 @@ from twinkle_jax.sampler.requests import (
 )
 from twinkle_jax.sampler.sampling import Sampling
 from twinkle_jax.sampler.slots import STOP, Completions
-
-_CHUNK = 16  # columns at a time, so that logits of all tokens are never held
 
 
 class JaxSampler:
@@ -164,12 +162,12 @@ class JaxSampler:
             mask,
             self._key(params.seed),
             Sampling(
-                params.temperature,
-                params.top_k,
-                params.top_p,
-                params.min_p,
-                params.repetition_penalty,
-                call.stops.tokens,
+                temperature=params.temperature,
+                top_k=params.top_k,
+                top_p=params.top_p,
+                min_p=params.min_p,
+                repetition_penalty=params.repetition_penalty,
+                stop_tokens=call.stops.tokens,
             ),
             num_samples=call.num_samples,
             max_new_tokens=bucket_size(int(limits.max()), smallest=16),
@@ -335,23 +333,12 @@ def score_prompts(
     hidden = hidden_states(
         params, config, tokens, mask, compute_dtype=compute_dtype, remat=False, mesh=mesh
     )
-    head = output_matrix(params).astype(hidden.dtype)
-    next_tokens = jnp.roll(tokens, -1, axis=1)
-    chunk = _CHUNK if tokens.shape[1] % _CHUNK == 0 else tokens.shape[1]
 
-    def score(columns: tuple[Array, Array]) -> tuple[Array, Array, Array]:
-        features, labels = columns
-        logits = jnp.einsum("btd,dv->btv", features, head, preferred_element_type=jnp.float32)
+    def score(logits: Array, labels: Array) -> tuple[Array, Array, Array]:
         logprobs = jax.nn.log_softmax(logits)
         of_labels = jnp.take_along_axis(logprobs, labels[..., None], axis=-1)[..., 0]
         return of_labels, *jax.lax.top_k(logprobs, top)
 
-    def split(x: Array) -> Array:
-        return jnp.moveaxis(x.reshape(x.shape[0], -1, chunk, *x.shape[2:]), 1, 0)
-
-    def join(x: Array) -> Array:
-        return jnp.moveaxis(x, 0, 1).reshape(*tokens.shape, *x.shape[3:])
-
-    scores = jax.lax.map(score, (split(hidden), split(next_tokens)))
-    logprobs, top_logprobs, top_tokens = map(join, scores)
-    return logprobs, top_logprobs, top_tokens
+    scores: tuple[Array, Array, Array]
+    scores = map_logits(score, params, hidden, jnp.roll(tokens, -1, axis=1))
+    return scores

@@ -16,11 +16,11 @@ from twinkle_jax.data import IGNORE, Batch
 from twinkle_jax.data.batch import check_batch
 from twinkle_jax.loss import Coefficient, LossOutput, PolicyMetrics
 from twinkle_jax.model import AttentionImplementation, DecoderConfig, Params, Remat
+from twinkle_jax.model.decoder.layers import map_logits
 from twinkle_jax.model.decoder.sharding import constrain, find_mesh, keep_rows, spread_batch
 from twinkle_jax.training.packing import Packing, pack
 from twinkle_jax.training.score import (
     Transfers,
-    gathered_logits,
     positive_scalar,
     score_lines,
     traced_scalar,
@@ -293,8 +293,13 @@ def _grad_step(
 
 
 def _teacher_logits(weights: Params, hidden: Array, lines: Batch) -> Array:
+    """Return the logits of the teacher's tokens at each position; the others are discarded."""
     assert lines.teacher_tokens is not None
-    return gathered_logits(weights, hidden, lines.teacher_tokens)
+
+    def gather(logits: Array, tokens: Array) -> Array:
+        return jnp.take_along_axis(logits, tokens, axis=-1)
+
+    return map_logits(gather, weights, hidden, lines.teacher_tokens)
 
 
 def _call(

@@ -214,32 +214,6 @@ def score_lines(
     return scores
 
 
-_TEACHER_CHUNK = 16  # columns at a time, so that logits of all tokens are never held
-
-
-def gathered_logits(
-    params: Params,
-    hidden: Float[Array, "batch time width"],
-    tokens: Int[Array, "batch time top"],
-) -> Float[Array, "batch time top"]:
-    """Return the logits of some tokens at each position; the others are discarded."""
-    head = output_matrix(params).astype(hidden.dtype)
-    time = tokens.shape[1]
-    chunk = _TEACHER_CHUNK if time % _TEACHER_CHUNK == 0 else time
-
-    @jax.checkpoint  # the backward pass recomputes a chunk's logits
-    def gather(columns: tuple[Array, Array]) -> Array:
-        features, names = columns
-        logits = jnp.einsum("btd,dv->btv", features, head, preferred_element_type=jnp.float32)
-        return jnp.take_along_axis(logits, names, axis=-1)
-
-    def split(x: Array) -> Array:
-        return jnp.moveaxis(x.reshape(x.shape[0], -1, chunk, x.shape[-1]), 1, 0)
-
-    logits = jax.lax.map(gather, (split(hidden), split(tokens)))
-    return jnp.moveaxis(logits, 0, 1).reshape(tokens.shape)
-
-
 def unpack_scores(scores: Scores, packing: Packing, mesh: Mesh | None) -> Scores:
     """Move scores from places of lines back to rows."""
     if mesh is not None:

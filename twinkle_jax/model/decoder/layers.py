@@ -2,20 +2,22 @@
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from twinkle_jax.model.decoder.bfloat16 import matmul, rounded
 from twinkle_jax.model.decoder.config import AttentionConfig, DecoderConfig, LinearScaling
 from twinkle_jax.model.decoder.lora import adapter_change
 from twinkle_jax.model.decoder.parameters import Params
 from twinkle_jax.model.decoder.sharding import spread_lookup
+
+_CHUNK = 16  # positions whose logits are held at once by `map_logits`
 
 RotaryTable = tuple[Float[Array, "#batch time 1 half"], Float[Array, "#batch time 1 half"]]
 
@@ -140,6 +142,40 @@ def output_logits(
     """Compute float32 logits of the next token, for all hidden states at once."""
     head = output_matrix(params).astype(hidden.dtype)
     return jnp.matmul(hidden, head, preferred_element_type=jnp.float32)
+
+
+def map_logits(
+    function: Callable[[Float[Array, "batch some vocab"], Array], Any],
+    params: Params,
+    hidden: Float[Array, "batch time width"],
+    columns: Shaped[Array, "batch time *rest"],
+) -> Any:
+    """Apply a function to the float32 logits of a few positions at a time, and join the results.
+
+    So logits of all positions are never held; the backward pass computes them again.
+
+    Args:
+        function: from logits and the same positions of `columns` to arrays [batch, some, ...].
+        params: of the decoder, for its head.
+        hidden: hidden states of all positions.
+        columns: further values for each position.
+    """
+    head = output_matrix(params).astype(hidden.dtype)
+    time = hidden.shape[1]
+    chunk = _CHUNK if time % _CHUNK == 0 else time
+
+    @jax.checkpoint
+    def apply(part: tuple[Array, Array]) -> Any:
+        logits = jnp.einsum("btd,dv->btv", part[0], head, preferred_element_type=jnp.float32)
+        return function(logits, part[1])
+
+    def split(x: Array) -> Array:
+        return jnp.moveaxis(x.reshape(x.shape[0], -1, chunk, *x.shape[2:]), 1, 0)
+
+    def join(x: Array) -> Array:
+        return jnp.moveaxis(x, 0, 1).reshape(x.shape[1], time, *x.shape[3:])
+
+    return jax.tree.map(join, jax.lax.map(apply, (split(hidden), split(columns))))
 
 
 # Rotary positions.
