@@ -50,6 +50,7 @@ WRAPS = 2**32 + 5  # becomes 5 in int32
         (ValueError, "positions", np.full((2, 3), 2**32)),
         (ValueError, "segment_ids", np.full((2, 3), 2**32)),
         (ValueError, "rows", [True] * 3),
+        (ValueError, "advantages", jnp.ones(2)),
         (TypeError, "mask", [[1, 1, 1]] * 2),
         (TypeError, "mask", jnp.ones((2, 3), "int32")),
     ],

@@ -111,15 +111,6 @@ def test_micro_batches_add_up(name, parts):
 
 
 @every_reduction
-def test_one_as_denominator_defers_the_division(name):
-    batch = random_batch(21)
-    reduce = REDUCTIONS[name][0]
-    total = reduce(batch.logprobs, batch.mask, denominator=1)
-    mean = reduce(batch.logprobs, batch.mask)
-    np.testing.assert_allclose(total / batch_denominator(name, batch.mask), mean, rtol=1e-6)
-
-
-@every_reduction
 @given(seed=st.integers(0, 10**6))
 def test_laws(name, seed):
     batch = random_batch(seed)
