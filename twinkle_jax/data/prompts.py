@@ -19,7 +19,7 @@ _NUMBER = re.compile(r"-?\d+(\.\d+)?")
 _DIGITS = 400  # of an answer; every float64's shortest form fits
 _ROLES = ("system", "user", "assistant", "tool")
 _FOR_EVALUATION = 5  # one problem in five
-_TRIES = 64  # problems of reasoning-gym, one of which is of the split
+_TRIES = 64  # problems of reasoning-gym to look through for one of the right split
 
 # Tasks of reasoning-gym with one right answer each, written as text. The others are scored by the
 # task's own code, which for some runs what the model wrote as Python.

@@ -16,7 +16,7 @@ Row = dict[str, Any]
 """A row of a data set: a value for each column."""
 Columns = dict[str, list[Any]]
 """Rows as columns: a list of values for each name."""
-_CELLS: tuple[tuple[re.Pattern[str], Callable[[str], Any]], ...] = (
+_CELL_TYPES: tuple[tuple[re.Pattern[str], Callable[[str], Any]], ...] = (
     (re.compile(r"[+-]?[0-9]{1,18}"), int),
     (re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?"), float),
     (re.compile("true|false", re.IGNORECASE), lambda cell: cell.lower() == "true"),
@@ -29,11 +29,11 @@ class Table(Iterable[Row]):
     """Rows in memory or a stream of them; `map` and the like return others of the kind."""
 
     @abc.abstractmethod
-    def _made_of(self, source: Callable[[], Iterable[Mapping[str, Any]]]) -> Self: ...
+    def _from_source(self, source: Callable[[], Iterable[Mapping[str, Any]]]) -> Self: ...
 
     def map_rows(self, function: Callable[[list[Row]], list[Row]], batch_size: int = 1000) -> Self:
         """Replace each batch of rows by any number of others."""
-        return self._made_of(lambda: _mapped(self, function, batch_size))
+        return self._from_source(lambda: _mapped(self, function, batch_size))
 
     def map(
         self,
@@ -56,7 +56,7 @@ class Table(Iterable[Row]):
 
     def filter(self, function: Callable[[Row], Any]) -> Self:
         """Keep the rows for which a function returns a true value."""
-        return self._made_of(lambda: (row for row in self if function(row)))
+        return self._from_source(lambda: (row for row in self if function(row)))
 
 
 class Rows(Table, Sequence[Row]):
@@ -83,7 +83,7 @@ class Rows(Table, Sequence[Row]):
             return Rows(self._rows[index])
         return dict(self._rows[index])
 
-    def _made_of(self, source: Callable[[], Iterable[Mapping[str, Any]]]) -> Self:
+    def _from_source(self, source: Callable[[], Iterable[Mapping[str, Any]]]) -> Self:
         return type(self)(source())
 
 
@@ -100,7 +100,7 @@ class RowStream(Table):
     def __iter__(self) -> Iterator[Row]:
         return (dict(row) for row in self._source())
 
-    def _made_of(self, source: Callable[[], Iterable[Mapping[str, Any]]]) -> Self:
+    def _from_source(self, source: Callable[[], Iterable[Mapping[str, Any]]]) -> Self:
         return type(self)(source)
 
 
@@ -309,7 +309,7 @@ def _csv(path: Path, reader: "csv.DictReader[Any]") -> list[Row]:
             raise ValueError(f"{path}, record {number} must have at most a cell for each column")
     columns = to_columns(rows)
     for name, cells in columns.items():
-        for pattern, convert in _CELLS:
+        for pattern, convert in _CELL_TYPES:
             if cells and all(pattern.fullmatch(cell) for cell in cells):
                 columns[name] = [convert(cell) for cell in cells]
                 break

@@ -1,4 +1,4 @@
-"""UTF-8, and JSON without duplicate keys, NaN, Infinity, too large numbers, half characters."""
+"""Strict text and JSON: UTF-8, no duplicate keys, NaN, huge numbers or unpaired surrogates."""
 
 import json
 import math
@@ -32,27 +32,25 @@ def parse_json(text: str) -> Any:
 
     Raises:
         ValueError: for anything that is not JSON, duplicate keys, NaN, Infinity, numbers beyond
-            float64, integers of thousands of digits, nesting that Python cannot parse, and a
-            `\ud83d` without its second half, which is no text that could be encoded.
+            float64, integers of thousands of digits, nesting that Python cannot parse, and
+            unpaired surrogates such as `\ud83d`, which cannot be encoded.
     """
     try:
         value = _DECODER.decode(text)
-        if _HALF.search(text):
+        if _SURROGATE.search(text):
             json.dumps(value, ensure_ascii=False).encode()
     except RecursionError:
         raise ValueError("nested too deeply") from None
     except UnicodeEncodeError as error:
-        half = error.object[error.start]
-        raise ValueError(f"{half!r} is half a character (an unpaired surrogate)") from None
+        raise ValueError(f"{error.object[error.start]!r} is an unpaired surrogate") from None
     return value
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     record = dict(pairs)
     if len(record) < len(pairs):
-        counts = Counter(key for key, _ in pairs)
-        twice = counts.most_common(1)[0][0]
-        raise ValueError(f"duplicate key {twice!r:.80}")
+        ((duplicate, _),) = Counter(key for key, _ in pairs).most_common(1)
+        raise ValueError(f"duplicate key {duplicate!r:.80}")
     return record
 
 
@@ -67,7 +65,7 @@ def _refuse_constant(name: str) -> float:
     raise ValueError(f"{name} is not JSON")
 
 
-_HALF = re.compile(r"\\u[dD][89a-fA-F]|[\ud800-\udfff]")
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]|[\ud800-\udfff]")
 _DECODER = json.JSONDecoder(
     object_pairs_hook=_unique, parse_float=_finite, parse_constant=_refuse_constant
 )

@@ -127,12 +127,17 @@ class Tokenizer:
     @property
     def stop_token_ids(self) -> list[int]:
         """All tokens at which a completion ends, the tokenizer's own first."""
-        more = self.generation_config.get("eos_token_id")
-        ids = [self.eos_token_id, *(more if isinstance(more, list) else [more])]
+        configured = self.generation_config.get("eos_token_id")
+        ids = [
+            self.eos_token_id,
+            *(configured if isinstance(configured, list) else [configured]),
+        ]
         ids = [id_ for id_ in ids if id_ is not None]
         for id_ in ids:
             if type(id_) is not int or not 0 <= id_ < 2**31:
-                raise ValueError(f"eos_token_id must be a token id or a list of them, got {more!r}")
+                raise ValueError(
+                    f"eos_token_id must be a token id or a list of them, got {configured!r}"
+                )
         return list(dict.fromkeys(ids))
 
     def encode(self, text: str) -> list[int]:

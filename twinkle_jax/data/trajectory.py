@@ -246,17 +246,17 @@ def extend_feature(
 _Rule = tuple[Callable[[Any], bool], str, type[Any]]  # a test, its description, the type
 
 
-def _integer(least: int, *also: int | None) -> _Rule:
-    others = "".join(f"{value} or " for value in also)
+def _integer(least: int, *special: int | None) -> _Rule:
+    alternatives = "".join(f"{value} or " for value in special)
 
-    def fits(value: Any) -> bool:
-        return value in also or value >= least
+    def is_valid(value: Any) -> bool:
+        return value in special or value >= least
 
-    return fits, f"{others}an int of at least {least}", Integral
+    return is_valid, f"{alternatives}an int of at least {least}", Integral
 
 
-def _number(fits: Callable[[float], bool], must: str) -> _Rule:
-    return fits, must, Real
+def _number(is_valid: Callable[[float], bool], description: str) -> _Rule:
+    return is_valid, description, Real
 
 
 _ALLOWED = {
@@ -344,13 +344,13 @@ class SamplingParams:
 
 
 def _check(name: str, value: Any) -> None:
-    fits, must, kind = _ALLOWED[name]
-    if value is None and "None" in must:
+    is_valid, description, kind = _ALLOWED[name]
+    if value is None and "None" in description:
         return
     if isinstance(value, bool) or not isinstance(value, kind):
-        raise TypeError(f"{name} must be {must}, got {value!r}")
-    if not fits(value):
-        raise ValueError(f"{name} must be {must}, got {value!r}")
+        raise TypeError(f"{name} must be {description}, got {value!r}")
+    if not is_valid(value):
+        raise ValueError(f"{name} must be {description}, got {value!r}")
 
 
 def _check_stops(stop: Any) -> str | list[str] | list[int] | None:

@@ -193,20 +193,20 @@ def _next_token(
     total = jnp.sum(blocks, axis=1)
     log_total = maximum + jnp.log(total)
 
-    def from_all() -> tuple[Array, Array, Array]:
+    def unfiltered() -> tuple[Array, Array, Array]:
         token = draw(bits, logits, maximum, blocks, axis=axis)
         logit = _at(logits, token, axis)
         return token, logit, logit - log_total
 
-    def from_some() -> tuple[Array, Array, Array]:
-        every = logits if axis is None else jax.lax.all_gather(logits, axis, axis=1, tiled=True)
+    def filtered_or_penalised() -> tuple[Array, Array, Array]:
+        gathered = logits if axis is None else jax.lax.all_gather(logits, axis, axis=1, tiled=True)
 
         def filtered() -> tuple[Array, Array]:
-            return _filtered(every, maximum, total, sampling, bits)
+            return _filtered(gathered, maximum, total, sampling, bits)
 
         def penalised() -> tuple[Array, Array]:
             changed = penalise(
-                every, jnp.concatenate(seen, axis=1), jnp.asarray(sampling.repetition_penalty)
+                gathered, jnp.concatenate(seen, axis=1), jnp.asarray(sampling.repetition_penalty)
             )
             largest = jnp.max(changed, axis=1)
             sums = jnp.sum(block_weights(changed, largest), axis=1)
@@ -214,7 +214,7 @@ def _next_token(
 
         no_penalty = jnp.asarray(sampling.repetition_penalty) == 1
         token, logprob = jax.lax.cond(no_penalty, filtered, penalised)
-        return token, _at(every, token), logprob
+        return token, _at(gathered, token), logprob
 
     unrestricted = (
         (t > 0)
@@ -223,7 +223,7 @@ def _next_token(
         & (sampling.min_p <= 0)
         & (sampling.repetition_penalty == 1)
     )
-    token, logit, sampling_logprob = jax.lax.cond(unrestricted, from_all, from_some)
+    token, logit, sampling_logprob = jax.lax.cond(unrestricted, unfiltered, filtered_or_penalised)
     return NextToken(token, logit - log_total, sampling_logprob)
 
 
@@ -317,16 +317,16 @@ def draw_kept(
     def from_heaviest() -> tuple[Array, Array, Array]:
         if logits.shape[1] <= _SMALL:
             return from_all(logits, maximum, total, bits)
-        some, places, bound = _heaviest(logits)
-        weights = jnp.exp(some - maximum[:, None])
+        heaviest, columns, bound = _heaviest(logits)
+        weights = jnp.exp(heaviest - maximum[:, None])
         threshold, lowest = _search(weights, total, k, p)
         decided = ~(lowest <= jnp.exp(bound - maximum))  # NaN counts as decided
         threshold = jnp.maximum(threshold, sampling.min_p)
-        blocks = block_weights(some, maximum, threshold)
-        index = draw(bits, some, maximum, blocks, threshold)
-        token = jnp.take_along_axis(places, index[:, None], axis=1)[:, 0]
+        blocks = block_weights(heaviest, maximum, threshold)
+        index = draw(bits, heaviest, maximum, blocks, threshold)
+        token = jnp.take_along_axis(columns, index[:, None], axis=1)[:, 0]
         token = jnp.minimum(token, logits.shape[1] - 1)  # a row of NaN may point anywhere
-        logprob = _at(some, index) - maximum - jnp.log(jnp.sum(blocks, axis=1))
+        logprob = _at(heaviest, index) - maximum - jnp.log(jnp.sum(blocks, axis=1))
 
         def look_at_all(state: tuple[Array, ...]) -> tuple[Array, ...]:
             *_, decided = state
@@ -334,15 +334,15 @@ def draw_kept(
             # arbitrary rows would be gathered element by element.
             size = min(_ROWS, len(decided))
             start = jnp.minimum(jnp.argmin(decided), len(decided) - size)
-            *before, known, few, top, sums, words = (
+            *before, was_decided, some_logits, largest, sums, some_bits = (
                 jax.lax.dynamic_slice_in_dim(x, start, size)
                 for x in (*state, logits, maximum, total, bits)
             )
-            found = from_all(few, top, sums, words)
-            after = [jnp.where(known, x, y) for x, y in zip(before, found, strict=True)]
+            results = from_all(some_logits, largest, sums, some_bits)
+            after = [jnp.where(was_decided, x, y) for x, y in zip(before, results, strict=True)]
             return tuple(
                 jax.lax.dynamic_update_slice_in_dim(x, y, start, 0)
-                for x, y in zip(state, [*after, jnp.ones_like(known)], strict=True)
+                for x, y in zip(state, [*after, jnp.ones_like(was_decided)], strict=True)
             )
 
         state: tuple[Array, ...] = (token, logprob, threshold, decided)
@@ -377,8 +377,8 @@ def _heaviest(
     largest, columns = map(jax.lax.optimization_barrier, jax.lax.top_k(maxima, _COLUMNS + 1))
     chosen = columns[:, :-1, None] + width * jnp.arange(count, dtype=jnp.int32)[None, None]
     chosen = chosen.reshape(len(logits), -1)
-    some = jnp.take_along_axis(logits, chosen, axis=1, mode="fill", fill_value=-jnp.inf)
-    return some, chosen, largest[:, -1]
+    heaviest = jnp.take_along_axis(logits, chosen, axis=1, mode="fill", fill_value=-jnp.inf)
+    return heaviest, chosen, largest[:, -1]
 
 
 def _lower_bound(maxima: Float[Array, "rows columns"]) -> PerRow:

@@ -167,8 +167,8 @@ class Client:
         import httpx
 
         connection_errors = (httpx.TransportError, OSError)
-        must = f"{self.url} must answer {request.method} {request.path}"
-        must += f" for {request.purpose}" if request.purpose else ""
+        expected = f"{self.url} must answer {request.method} {request.path}"
+        expected += f" for {request.purpose}" if request.purpose else ""
         failures: list[str] = []
         with anyio.move_on_after(deadline.remaining) as scope:
             for attempt in range(1 + (self._retries if request.repeat else 0)):
@@ -178,20 +178,20 @@ class Client:
                     status, content = await self._receive(client, request)
                 except _TooLongError:
                     raise ServerError(
-                        f"{must} in at most {request.max_bytes} bytes, got more"
+                        f"{expected} in at most {request.max_bytes} bytes, got more"
                     ) from None
                 except connection_errors as error:
                     failures.append(f"{type(error).__name__}: {error}")
                     continue
                 if status == 200:
-                    return _read_answer(content, request, must)
+                    return _read_answer(content, request, expected)
                 failures.append(f"status {status}: {content.decode(errors='replace')[:300]}")
                 if status not in _TRANSIENT:
                     hint = request.hint if status == 404 else ""
-                    raise ServerError(f"{must}, got {failures[-1]}{hint}")
+                    raise ServerError(f"{expected}, got {failures[-1]}{hint}")
         within = f" within {deadline.seconds:g} seconds" if scope.cancelled_caught else ""
         raise ServerError(
-            f"{must}{within}, got {', then '.join(dict.fromkeys(failures)) or 'no answer'}"
+            f"{expected}{within}, got {', then '.join(dict.fromkeys(failures)) or 'no answer'}"
         )
 
     async def _receive(self, client: "httpx.AsyncClient", request: Request) -> tuple[int, bytes]:
@@ -228,17 +228,17 @@ def read_server_url(base_url: Any) -> str:
     return f"{url.scheme}://{url.netloc.decode()}{prefix}"
 
 
-def _read_answer(content: bytes, request: Request, must: str) -> Any:
+def _read_answer(content: bytes, request: Request, expected: str) -> Any:
     if request.read is None:
         return None
     try:
         answer = json.loads(content)
     except (ValueError, RecursionError):
-        raise ServerError(f"{must} with JSON, got {reprlib.repr(content)}") from None
+        raise ServerError(f"{expected} with JSON, got {reprlib.repr(content)}") from None
     try:
         return request.read(answer)
     except ValueError as error:
-        raise ServerError(f"{must} with {error}") from None
+        raise ServerError(f"{expected} with {error}") from None
 
 
 # Values in the JSON of an answer, with checks of their type and range.
@@ -252,10 +252,10 @@ def read_logprob(name: str, value: Any) -> float:
     return float(value)
 
 
-def read_integer(what: str, value: Any) -> int:
+def read_integer(expected: str, value: Any) -> int:
     """Read an integer."""
     if not isinstance(value, int) or isinstance(value, bool):
-        refuse(what, value)
+        refuse(expected, value)
     return int(value)
 
 
@@ -267,16 +267,16 @@ def read_list(name: str, holder: Mapping[str, Any]) -> list[Any]:
     return list(value)
 
 
-def read_object(what: str, value: Any) -> dict[str, Any]:
+def read_object(expected: str, value: Any) -> dict[str, Any]:
     """Read an object."""
     if not isinstance(value, dict):
-        refuse(what, value)
+        refuse(expected, value)
     return dict(value)
 
 
-def refuse(what: str, got: Any) -> NoReturn:
+def refuse(expected: str, value: Any) -> NoReturn:
     """Raise a ValueError: what a part of an answer must be, and what arrived."""
-    raise ValueError(f"{what}, got {reprlib.repr(got)}")
+    raise ValueError(f"{expected}, got {reprlib.repr(value)}")
 
 
 # Completions: what is requested, and the checks of what arrives.
@@ -319,7 +319,7 @@ class ServerCompletions(NamedTuple):
     prompt: list[TopLogprobs | None] | None
 
 
-def completion_request(settings: CompletionSettings, purpose: str, **more: Any) -> Request:
+def completion_request(settings: CompletionSettings, purpose: str, **parameters: Any) -> Request:
     """Request completions with every parameter set: no default of the server applies."""
     params, greedy = settings.params, settings.params.temperature == 0
     tops = max(_tops(params), params.prompt_logprobs or 0)
@@ -345,7 +345,7 @@ def completion_request(settings: CompletionSettings, purpose: str, **more: Any) 
         "prompt_logprobs": params.prompt_logprobs,
         "return_token_ids": True,
         "return_tokens_as_token_ids": True,
-        **more,
+        **parameters,
     }
     return Request(
         "POST",

@@ -283,13 +283,13 @@ class Probe:
             for prompt, answer in zip(self._prompts, answers, strict=True)
         ]
 
-    def _request(self, model: str, i: int, new: int, purpose: str, **more: Any) -> Request:
+    def _request(self, model: str, i: int, new: int, purpose: str, **parameters: Any) -> Request:
         params = SamplingParams(logprobs=min(_TOP, self._vocab))
         prompt = self._prompts[i]
         settings = CompletionSettings(
             model, prompt, 1, new, None, params, Stops([], []), self._vocab
         )
-        return completion_request(settings, purpose, **more)
+        return completion_request(settings, purpose, **parameters)
 
 
 def find_logprobs_mode(client: Client, deadline: Deadline, probe: Probe, name: str) -> LogprobsMode:

@@ -88,7 +88,7 @@ def _add_summaries(a: StepSummary, b: StepSummary) -> StepSummary:
 
 
 Static = tuple[Any, ...]
-UNIT_SEQUENCES = {"sequences": 1, "pairs": 2, "batches": None}  # None: whatever their number
+UNIT_SEQUENCES = {"sequences": 1, "pairs": 2, "batches": None}  # a batch counts as one
 
 
 def split_loss(loss_fn: Any) -> tuple[Static, dict[str, Any]]:

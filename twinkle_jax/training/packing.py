@@ -93,13 +93,13 @@ def plan(
         alone, and are few: each is compiled.
     """
     width, lines = _choose_lines(lengths, tokens, several, multiple)
-    count = _share(len(lines), max(tokens // width, 1), shards, several)
+    count = _micro_batch_lines(len(lines), max(tokens // width, 1), shards, several)
     start = 0
     while start < len(lines):
         if not several:  # each micro-batch is as wide as its longest row, which comes first
             longest = int(lengths[lines[start][0]])
             width = batch_width(longest, multiple=multiple)
-            count = _share(len(lines) - start, max(tokens // width, 1), shards, several)
+            count = _micro_batch_lines(len(lines) - start, max(tokens // width, 1), shards, several)
         part = lines[start : start + count]
         start += len(part)
         members = np.zeros(len(lengths), bool)
@@ -138,14 +138,16 @@ def _choose_lines(
     return width, lines
 
 
-def _share(lines: int, most: int, shards: int, several: bool) -> int:
-    """Choose the lines of a micro-batch, at most `most` on each device.
+def _micro_batch_lines(lines: int, most: int, shards: int, several: bool) -> int:
+    """Choose the number of lines in a micro-batch, at most `most` on each device.
 
-    Their number should be the same for batches of somewhat more or fewer lines, and few of them
-    empty. So a batch is cut into at least four micro-batches, of as many lines as the budget allows
-    or of a power of two: the last one is half empty on average. Where that would be more of them
-    than the budget asks for, and each moves gradients between devices or has a width of its own,
-    they are as few as possible, and equally full.
+    Each number is compiled, so it should change little with the batch, and few lines should stay
+    empty. A batch is cut into at least four micro-batches: of as many lines as the budget allows if
+    it is large, else of a power of two. The last micro-batch is half empty on average.
+
+    On several devices each micro-batch costs a transfer of gradients, and without packing each may
+    have a width of its own. There a small batch is cut into as few micro-batches as the budget
+    allows, equally full.
     """
     most *= shards
     if lines >= 4 * most:

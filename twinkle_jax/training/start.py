@@ -256,7 +256,7 @@ def make_recipe(
 
 
 def with_config(recipe: Recipe, config: TrainConfig) -> Recipe:
-    """Replace the configuration: for its slots and its token budget."""
+    """Replace the configuration of a recipe, and the settings of its source."""
     source: Any = recipe.source  # `_make_source` makes those with settings
     source = dataclasses.replace(source, settings=config.rollout)
     return recipe._replace(config=config, source=source)

@@ -419,8 +419,8 @@ def micro_batches(
 ) -> Iterator[tuple[Batch, Packing]]:
     """Pack a mini-batch into micro-batches.
 
-    Each has all rows of the mini-batch, with the labels of its own alone, so that the shapes that
-    the loss sees are few.
+    Each keeps all rows of the mini-batch, and labels only the rows that belong to it: the loss then
+    sees few shapes.
     """
     lengths = row_lengths[rows]
     mesh = recipe.mesh
@@ -447,7 +447,7 @@ def takes_segments(recipe: Recipe) -> bool:
 
 @partial(jax.jit, static_argnames="mesh")
 def on_all_devices(batch: Batch, mesh: Mesh | None) -> Batch:
-    """Give all devices all rows, so that whatever is taken of them later is there."""
+    """Replicate a batch over all devices, so that choosing rows later needs no transfer."""
     if mesh is None:
         return batch
     on_all = NamedSharding(mesh, PartitionSpec())
