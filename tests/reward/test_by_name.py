@@ -158,13 +158,13 @@ def test_functions_of_one_name_in_two_files(rewards_file, tmp_path):
 @pytest.mark.parametrize(
     ("names", "weights", "message"),
     [
-        ([], None, "^judges"),
-        (["exact", "exact"], None, "^judges .*exact"),
-        (["exact", "nothing"], None, "^judges .*nothing"),
-        (["exact", "math"], [1], r"^shares"),
-        ("exact", [float("nan")], r"^shares"),
+        ([], None, "^reward "),
+        (["exact", "exact"], None, "^reward .*exact"),
+        (["exact", "nothing"], None, "^reward .*nothing"),
+        (["exact", "math"], [1], "^reward_weights"),
+        ("exact", [float("nan")], "^reward_weights"),
     ],
 )
 def test_names_and_weights_that_are_refused(names, weights, message):
     with pytest.raises(ValueError, match=message):
-        find_rewards(names, weights, argument="judges", weights_argument="shares")
+        find_rewards(names, weights)

@@ -56,17 +56,12 @@ def find_reward(name: str, *, argument: str = "reward") -> RewardFunction:
 def find_rewards(
     names: str | Sequence[str],
     weights: Sequence[float] | None = None,
-    *,
-    argument: str = "reward",
-    weights_argument: str = "reward_weights",
 ) -> WeightedReward:
     """Find several rewards by name, and combine them in a weighted sum.
 
     Args:
         names: one name or several, as for `find_reward`.
         weights: one for each name; ones by default.
-        argument: name of `names` in errors.
-        weights_argument: name of `weights` in errors.
 
     Returns:
         The weighted sum. `score_trajectories` also returns each reward under its name: that of the
@@ -86,19 +81,18 @@ def find_rewards(
     """
     names = [names] if isinstance(names, str) else list(names)
     if not names:
-        raise ValueError(f"{argument} must name at least one reward, got none")
+        raise ValueError("reward must name at least one reward, got none")
     for name in names:
         if names.count(name) > 1:
-            raise ValueError(f"{argument} must name each reward once, got {name!r} twice")
+            raise ValueError(f"reward must name each reward once, got {name!r} twice")
     weights = [1.0] * len(names) if weights is None else list(weights)
     if len(weights) != len(names) or not all(map(math.isfinite, weights)):
         raise ValueError(
-            f"{weights_argument} must be {len(names)} finite numbers, one for each {argument}, "
-            f"got {weights}"
+            f"reward_weights must be {len(names)} finite numbers, one a reward, got {weights}"
         )
     short = [name.rpartition(":")[2] for name in names]
     labels = [s if short.count(s) == 1 else n for s, n in zip(short, names, strict=True)]
-    rewards = [find_reward(name, argument=argument) for name in names]
+    rewards = [find_reward(name) for name in names]
     return WeightedReward(
         dict(zip(labels, rewards, strict=True)), dict(zip(labels, weights, strict=True))
     )

@@ -188,21 +188,20 @@ def as_reward(function: RewardFunction, *, argument: str = "reward") -> RewardFu
             signature.bind(*arguments)
         except TypeError:
             continue
-        return function if len(arguments) == 2 else _OfTrajectories(function)
+        return function if len(arguments) == 2 else _without_truths(function)
     raise TypeError(form)
 
 
-class _OfTrajectories(Reward):
-    """A function of trajectories that takes no ground truths."""
+def _without_truths(function: RewardFunction) -> RewardFunction:
+    """Let a function of trajectories alone be called with ground truths too."""
 
-    def __init__(self, function: Callable[..., Any]) -> None:
-        self.function, self.__name__ = function, reward_name(function)
+    def reward(
+        trajectories: Sequence[Trajectory], ground_truths: GroundTruths = None
+    ) -> Sequence[float | None]:
+        return function(trajectories)
 
-    def __call__(
-        self, trajectories: Sequence[Trajectory], ground_truths: GroundTruths = None, **kwargs: Any
-    ) -> list[float]:
-        """Call the function with the trajectories alone."""
-        return self.function(trajectories)
+    reward.__name__ = reward_name(function)
+    return reward
 
 
 def reward_name(reward: Any) -> str:

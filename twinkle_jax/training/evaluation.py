@@ -26,6 +26,9 @@ from twinkle_jax.training.config import TrainConfig
 from twinkle_jax.training.policy import Policy
 from twinkle_jax.training.task import Task
 
+_Rewards = np.ndarray[Any, Any]
+_BATCH = 256  # prompts at once
+
 
 def evaluate(
     policy: Policy,
@@ -35,7 +38,7 @@ def evaluate(
     *,
     params: Params | None = None,
     pass_k: int = 0,
-    batch: int = 256,
+    batch: int = _BATCH,
     seed: int = 0,
     compute_dtype: DTypeLike | None = None,
     reward_timeout: float = 600.0,
@@ -75,8 +78,6 @@ def evaluate(
     References:
         pass@k: Evaluating Large Language Models Trained on Code, https://arxiv.org/abs/2107.03374
     """
-    if not len(prompts):
-        raise ValueError("prompts must not be empty, got none")
     engine = LocalEngine(policy.config, policy.template, policy.frozen, compute_dtype, mesh)
     source = SingleTurn(engine, reward, settings, reward_timeout)
     evaluated = policy.params if params is None else params
@@ -85,22 +86,19 @@ def evaluate(
         check()
         return compute_rewards(reward, trajectories, truths, timeout=reward_timeout)
 
-    def rewards(sampler: SingleTurn) -> np.ndarray[tuple[int, int], np.dtype]:
-        samples, rows = sampler.settings.num_samples, []
-        for number, start in enumerate(range(0, len(prompts), batch)):
-            hosts.together("evaluating", check)
-            chosen = PromptBatch(prompts[start : start + batch])
-            key = jax.random.fold_in(jax.random.key(seed), number)
+    def rewards(sampler: SingleTurn) -> _Rewards:
+        samples = sampler.settings.num_samples
+
+        def score(chosen: PromptBatch, key: jax.Array) -> _Rewards:
             texts = sampler.complete(evaluated, chosen, key)
             truths = [truth for truth in chosen.ground_truths for _ in range(samples)]
-            rows.append(score_texts(texts, truths, checked_rewards))
-        return np.concatenate(rows).reshape(len(prompts), samples)
+            return score_texts(texts, truths, checked_rewards)
 
-    greedy = rewards(source.with_settings(num_samples=1, temperature=0.0))
-    results = {"accuracy": float((greedy >= 1).mean()), "reward": float(greedy.mean())}
+        return _in_batches(score, prompts, batch, seed, check)
+
+    results = _accuracy(rewards(source.with_settings(num_samples=1, temperature=0.0)))
     if pass_k:
-        right = (rewards(source.with_settings(num_samples=2 * pass_k)) >= 1).sum(axis=1)
-        results[f"pass@{pass_k}"] = float(np.mean([_pass_at(pass_k, int(c)) for c in right]))
+        results |= _pass_at(pass_k, rewards(source.with_settings(num_samples=2 * pass_k)))
     return results
 
 
@@ -110,7 +108,6 @@ def evaluate_episodes(
     prompts: Sequence[Trajectory],
     *,
     pass_k: int = 0,
-    batch: int = 256,
     seed: int = 0,
     check: Callable[[], None] = lambda: None,
 ) -> dict[str, float]:
@@ -121,7 +118,6 @@ def evaluate_episodes(
         params: of the policy.
         prompts: rows of the task.
         pass_k: k of pass@k; 0 leaves it out.
-        batch: prompts at once.
         seed: of environments and samples.
         check: called before each batch; may raise to end the evaluation.
 
@@ -134,40 +130,59 @@ def evaluate_episodes(
         ValueError: if there are no prompts.
         EnvironmentFailureError: if too many environments failed.
     """
-    if not len(prompts):
-        raise ValueError("prompts must not be empty, got none")
 
-    def play(source: MultiTurn) -> tuple[np.ndarray, list[Episode]]:
-        returns, episodes = [], []
-        for number, start in enumerate(range(0, len(prompts), batch)):
-            hosts.together("evaluating", check)
-            key = jax.random.fold_in(jax.random.key(seed), number)
-            chosen = PromptBatch(prompts[start : start + batch])
-            scores, played = source.play_and_score(params, chosen, key)
-            returns.append(scores)
-            episodes += played
-        check_failures(episodes, source.settings.max_failed)
-        return np.concatenate(returns).reshape(len(prompts), -1), episodes
+    def play(player: MultiTurn) -> tuple[_Rewards, list[Episode]]:
+        episodes: list[Episode] = []
+
+        def score(chosen: PromptBatch, key: jax.Array) -> _Rewards:
+            returns, played = player.play_and_score(params, chosen, key)
+            episodes.extend(played)
+            return returns
+
+        returns = _in_batches(score, prompts, _BATCH, seed, check)
+        check_failures(episodes, player.settings.max_failed)
+        return returns, episodes
 
     greedy, episodes = play(source.with_settings(num_samples=1, temperature=0.0))
-    failed = np.isnan(greedy)
-    kept = greedy[~failed]
-    results = {
-        "accuracy": float((kept >= 1).mean()),
-        "reward": float(kept.mean()),
+    results = _accuracy(greedy) | {
         "turns": float(np.mean([len(e.turns) for e in episodes if not e.failed])),
-        "failed": float(failed.mean()),
+        "failed": float(np.isnan(greedy).mean()),
     }
     if pass_k:
-        right, _ = play(source.with_settings(num_samples=2 * pass_k))
-        without_failures = right[~np.isnan(right).any(axis=1)]
-        counts = (without_failures >= 1).sum(axis=1)
-        results[f"pass@{pass_k}"] = float(np.mean([_pass_at(pass_k, int(c)) for c in counts]))
+        results |= _pass_at(pass_k, play(source.with_settings(num_samples=2 * pass_k))[0])
     return results
 
 
-def _pass_at(k: int, right: int) -> float:
-    return 1 - math.comb(2 * k - right, k) / math.comb(2 * k, k)
+def _in_batches(
+    score: Callable[[PromptBatch, jax.Array], _Rewards],
+    prompts: Sequence[Trajectory],
+    batch: int,
+    seed: int,
+    check: Callable[[], None],
+) -> _Rewards:
+    """Score prompts, some at a time, each batch with a key of its own; [prompts, samples]."""
+    if not len(prompts):
+        raise ValueError("prompts must not be empty, got none")
+    rows = []
+    for number, start in enumerate(range(0, len(prompts), batch)):
+        hosts.together("evaluating", check)
+        key = jax.random.fold_in(jax.random.key(seed), number)
+        rows.append(score(PromptBatch(prompts[start : start + batch]), key))
+    return np.concatenate(rows).reshape(len(prompts), -1)
+
+
+def _accuracy(greedy: _Rewards) -> dict[str, float]:
+    """Average rewards of greedy completions or episodes; NaN for those that failed."""
+    kept = greedy[~np.isnan(greedy)]
+    return {"accuracy": float((kept >= 1).mean()), "reward": float(kept.mean())}
+
+
+def _pass_at(k: int, rewards: _Rewards) -> dict[str, float]:
+    """Compute pass@k from 2k samples of each prompt; prompts with a failed one are left out."""
+    complete = rewards[~np.isnan(rewards).any(axis=1)]
+    counts = (complete >= 1).sum(axis=1).tolist()
+    chances = [1 - math.comb(2 * k - right, k) / math.comb(2 * k, k) for right in counts]
+    return {f"pass@{k}": float(np.mean(chances))}
 
 
 def held_out(

@@ -56,22 +56,6 @@ def positive_scalar(name: str, value: Any) -> Any:
     return np.float32(value)
 
 
-def run_batch(
-    params: Params, config: DecoderConfig, batch: Batch, mesh: Mesh | None, **options: Any
-) -> Float[Array, "batch time width"]:
-    """Run the decoder over the rows of a batch."""
-    return hidden_states(
-        params,
-        config,
-        batch.tokens,
-        batch.mask,
-        positions=batch.positions,
-        segment_ids=batch.segment_ids,
-        mesh=mesh,
-        **options,
-    )
-
-
 def label_scores(
     params: Params,
     hidden: Float[Array, "batch time width"],
@@ -171,7 +155,16 @@ def score_lines(
         weights = merge_params(frozen, params)
         if dropout is not None:
             weights = with_dropout(weights, *dropout)
-        hidden = run_batch(weights, config, lines, mesh, **options)
+        hidden = hidden_states(
+            weights,
+            config,
+            lines.tokens,
+            lines.mask,
+            positions=lines.positions,
+            segment_ids=lines.segment_ids,
+            mesh=mesh,
+            **options,
+        )
         scores = label_scores(
             weights,
             hidden,

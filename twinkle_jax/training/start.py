@@ -15,7 +15,6 @@ from twinkle_jax.data.settings import AUTO
 from twinkle_jax.model import LoraConfig, shard_like_params
 from twinkle_jax.reward import RewardFunction
 from twinkle_jax.rollout import (
-    Engine,
     EnvironmentFactory,
     LocalEngine,
     MultiTurn,
@@ -229,19 +228,30 @@ def make_recipe(
         reward: of trajectories and ground truths; may be None with an environment.
         environment: makes environments; None: the policy completes prompts.
         mesh: devices; None for one.
+
+    Raises:
+        ValueError: without a reward and an environment.
     """
     update = config.update
     reference = None
     if update.kl_beta:
         # New adapters change nothing: the frozen parameters alone are the initial policy.
         reference = {} if config.lora.rank else jax.tree.map(jnp.copy, policy.params)
-    source = _make_source(
-        config,
-        LocalEngine(policy.config, policy.template, policy.frozen, config.dtype, mesh),
-        reward,
-        environment,
-        width_multiple=1 if mesh is None else mesh.shape["tensor"],
-    )
+    engine = LocalEngine(policy.config, policy.template, policy.frozen, config.dtype, mesh)
+    options: dict[str, Any] = {
+        "reward_timeout": config.reward_timeout,
+        "mask_truncated": update.mask_truncated,
+        "width_multiple": 1 if mesh is None else mesh.shape["tensor"],
+    }
+    source: RolloutSource
+    if environment is not None:
+        source = MultiTurn(
+            engine, environment, config.rollout, reward, discount=update.discount, **options
+        )
+    elif reward is not None:
+        source = SingleTurn(engine, reward, config.rollout, **options)
+    else:
+        raise ValueError("reward must be given without an environment, got None")
     return Recipe(
         config,
         policy.config,
@@ -257,34 +267,6 @@ def make_recipe(
 
 def with_config(recipe: Recipe, config: TrainConfig) -> Recipe:
     """Replace the configuration of a recipe, and the settings of its source."""
-    source: Any = recipe.source  # `_make_source` makes those with settings
+    source: Any = recipe.source  # `make_recipe` makes those with settings
     source = dataclasses.replace(source, settings=config.rollout)
     return recipe._replace(config=config, source=source)
-
-
-def _make_source(
-    config: TrainConfig,
-    engine: Engine,
-    reward: RewardFunction | None,
-    environment: EnvironmentFactory | None = None,
-    *,
-    width_multiple: int = 1,
-) -> RolloutSource:
-    """Make the source of rollouts: completions of prompts, or episodes.
-
-    Raises:
-        ValueError: without a reward and an environment.
-    """
-    update = config.update
-    options: dict[str, Any] = {
-        "reward_timeout": config.reward_timeout,
-        "mask_truncated": update.mask_truncated,
-        "width_multiple": width_multiple,
-    }
-    if environment is not None:
-        return MultiTurn(
-            engine, environment, config.rollout, reward, discount=update.discount, **options
-        )
-    if reward is None:
-        raise ValueError("reward must be given without an environment, got None")
-    return SingleTurn(engine, reward, config.rollout, **options)
