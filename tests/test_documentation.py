@@ -1,6 +1,7 @@
 """Documentation is code: its blocks and docstring examples run, its links exist."""
 
 import ast
+import dataclasses
 import doctest
 import importlib
 import inspect
@@ -14,6 +15,8 @@ import jax
 import pytest
 
 import twinkle_jax
+from twinkle_jax.training import TrainConfig
+from twinkle_jax.training.config import flat
 
 ROOT = pathlib.Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
@@ -59,6 +62,15 @@ def test_python_blocks_run_from_top_to_bottom(page, capsys):
         printed = capsys.readouterr().out.splitlines()
         expected = re.findall(r"^ *print\(.*\)  # (.*)$", block, re.MULTILINE)
         assert [text for text in expected if text not in printed] == []
+
+
+def test_options_in_the_documentation_exist():
+    settings = flat(dataclasses.asdict(TrainConfig()))
+    sections = "|".join({name.split(".")[0] for name in settings if "." in name})
+    pages = [page for page in PAGES if page.name != "CHANGELOG.md"]  # which tells what was
+    for page in [*pages, *ROOT.glob("examples/**/*.md"), *ROOT.glob("examples/launch/*")]:
+        options = re.findall(rf"--((?:{sections})\.\w+)", page.read_text())
+        assert set(options) <= settings.keys(), page
 
 
 def test_pages_have_blocks():
