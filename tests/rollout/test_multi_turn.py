@@ -183,6 +183,7 @@ def test_one_reward_more_and_truncated_episodes():
         gained[-1] += len(episode.messages)
         assert score == sum(0.5**k * r for k, r in enumerate(gained))
     assert (np.asarray(rollout.batch.labels) == -100).all()  # all were truncated
+    assert not rollout.counted.any()
 
 
 def test_the_same_key_gives_the_same_episodes_and_no_program_is_compiled_again(compilations):

@@ -68,11 +68,11 @@ def test_a_signal_is_computed_on_the_host_by_the_rule_of_group_statistics(masked
     truncated[1, 1] = truncated[5, :3] = truncated[7] = True
     truncated = truncated.reshape(-1)
     drawn = sampled()._replace(
-        rewards=np.asarray(groups, np.float32).reshape(-1), truncated=truncated
+        rewards=np.asarray(groups, np.float32).reshape(-1),
+        counted=~truncated if masked else None,
     )
-    where = ~truncated if masked else None
-    expected = group_statistics(drawn.rewards, SAMPLES, where=where).has_signal
-    signal = has_signal(drawn, SAMPLES, mask_truncated=masked)
+    expected = group_statistics(drawn.rewards, SAMPLES, where=drawn.counted).has_signal
+    signal = has_signal(drawn, SAMPLES)
     assert signal.tolist() == expected.tolist()
     assert signal.any() and not signal.all()
 
@@ -81,8 +81,10 @@ def test_dynamic_sampling_takes_prompts_whose_rewards_differ_from_further_rollou
     first, second = sampled(key=0), sampled(key=1)
     flat = np.repeat(first.rewards[::SAMPLES], SAMPLES)
     rewards = np.where(np.arange(16) < 8, flat, np.tile([0.0, 1.0], 8)).astype(np.float32)
-    half = first._replace(rewards=rewards)  # two of four prompts have a signal
-    full = second._replace(rewards=np.tile([0.0, 1.0], 8).astype(np.float32))
+    counted = np.arange(16) % SAMPLES > 0
+    half = first._replace(rewards=rewards, counted=counted)  # two of four prompts have a signal
+    rewards = np.tile([0.0, 1.0], 8).astype(np.float32)
+    full = second._replace(rewards=rewards, counted=counted)
     assert has_signal(half, SAMPLES).tolist() == [False, False, True, True]
     options = {"prompts": 4, "num_samples": SAMPLES}
     chosen, drawn = draw_until_signal(
@@ -90,6 +92,7 @@ def test_dynamic_sampling_takes_prompts_whose_rewards_differ_from_further_rollou
     )
     assert len(drawn) == 2
     assert has_signal(chosen, SAMPLES).all()
+    np.testing.assert_array_equal(chosen.counted, counted)
     np.testing.assert_array_equal(chosen.lengths[:8], first.lengths[8:])
     np.testing.assert_array_equal(chosen.lengths[8:], second.lengths[:8])
     assert chosen.trajectories == first.trajectories[8:] + second.trajectories[:8]

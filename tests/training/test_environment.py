@@ -157,7 +157,6 @@ def rollout_of(rewards, failed=()):
         episodes.append(episode)
     labels = np.where(turns >= 0, 3, -100)
     batch = Batch(tokens=np.zeros_like(turns), labels=labels, old_logps=np.zeros(turns.shape))
-    flags = np.asarray([e.failed for e in episodes])
     return Rollout(
         jax.tree.map(jax.numpy.asarray, batch),
         [{"messages": []}] * len(rewards),
@@ -166,7 +165,7 @@ def rollout_of(rewards, failed=()):
         np.full(len(rewards), width),
         np.zeros(len(rewards), bool),
         rewards=np.asarray([0.0 if e.failed else e.returns()[0] for e in episodes], np.float32),
-        failed=flags,
+        counted=np.asarray([not e.failed for e in episodes]),
         episodes=episodes,
         turns=turns,
     )

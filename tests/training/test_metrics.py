@@ -258,6 +258,7 @@ def test_prompts_without_a_signal_are_counted_in_all_rollouts_of_a_step(masked, 
             row_lengths=np.full(4, 8),
             truncated=np.asarray(truncated),
             rewards=np.asarray(rewards, np.float32),
+            counted=~np.asarray(truncated) if masked else None,
         )
 
     drawn = [
@@ -266,7 +267,7 @@ def test_prompts_without_a_signal_are_counted_in_all_rollouts_of_a_step(masked, 
     ]
     config = TrainConfig(
         rollout=RolloutConfig(prompts=2, num_samples=2),
-        update=UpdateConfig(mini_batches=1, mask_truncated=masked),
+        update=UpdateConfig(mini_batches=1),
     )
     assert rollout_metrics(drawn, config, 0.0)["frac_reward_zero_std"] == share
 

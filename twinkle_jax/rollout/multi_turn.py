@@ -65,7 +65,7 @@ class MultiTurn:
             is `auto`, `max_episode_tokens` follows from it, and `cohorts` from `default_cohorts`.
         reward: of the whole conversation, added to the environment's; None for none.
         reward_timeout: seconds that the reward may take for the episodes of a call.
-        mask_truncated: exclude truncated episodes from the loss.
+        mask_truncated: exclude truncated episodes from statistics and the loss.
         width_multiple: the width of a batch is a multiple of this.
         discount: of rewards of later turns.
     """
@@ -101,14 +101,16 @@ class MultiTurn:
             mask_truncated=self.mask_truncated,
             multiple=self.width_multiple,
         )
+        truncated = np.asarray([episode.truncated for episode in episodes])
+        failed = np.asarray([episode.failed for episode in episodes])
         return Rollout(
             layout.batch,
             self._trajectories(episodes, prompts),
             [truth for truth in prompts.ground_truths for _ in range(samples)],
             np.asarray([episode.num_sampled for episode in episodes], np.int32),
             layout.row_lengths,
-            np.asarray([episode.truncated for episode in episodes]),
-            failed=np.asarray([episode.failed for episode in episodes]),
+            truncated,
+            counted=~(failed | truncated) if self.mask_truncated else ~failed,
             episodes=episodes,
             turns=layout.turns,
             held=_held(len(episodes)),

@@ -124,8 +124,8 @@ class Rollout(NamedTuple):
         greedy_rewards: rewards of the most probable completions, one a prompt, for estimators with
             such a baseline.
         advantages: one a trajectory, for display; those of tokens are in `batch`.
-        failed: True for trajectories whose environment failed: they have no labels, and are
-            excluded from statistics. None without environments.
+        counted: True for trajectories that count in statistics: not those whose environment failed,
+            and with `mask_truncated` not the truncated ones. None: all.
         episodes: one a trajectory; None without environments.
         turns: for each position of `batch`, the index of the turn that its label belongs to; -1 for
             no label. None without environments.
@@ -143,7 +143,7 @@ class Rollout(NamedTuple):
     reward_parts: Mapping[str, np.ndarray[Any, Any]] = MappingProxyType({})
     greedy_rewards: np.ndarray[Any, Any] | None = None
     advantages: Float[Array, " rows"] | None = None
-    failed: np.ndarray[Any, Any] | None = None
+    counted: hosts.RowMask | None = None
     episodes: list[Episode] | None = None
     turns: np.ndarray[Any, Any] | None = None
     held: hosts.RowMask | None = None
@@ -153,11 +153,12 @@ class Rollout(NamedTuple):
         """Rows of the batch for each trajectory."""
         return len(self.batch.tokens) // len(self.lengths)
 
-    def counted(self, *, mask_truncated: bool = False) -> np.ndarray[Any, Any] | None:
-        """Mark the trajectories that count in statistics; None for all."""
-        excluded = [self.truncated] if mask_truncated else []
-        excluded += [] if self.failed is None else [self.failed]
-        return ~np.logical_or.reduce(excluded) if excluded else None
+    @property
+    def failed(self) -> hosts.RowMask:
+        """True for trajectories whose environment failed: they have no labels."""
+        if self.episodes is None:
+            return np.zeros(len(self.lengths), bool)
+        return np.asarray([episode.failed for episode in self.episodes])
 
     @property
     def held_rows(self) -> hosts.RowMask:
@@ -203,9 +204,7 @@ def with_advantages(
 # Dynamic sampling: rollouts until enough prompts have something to learn from.
 
 
-def has_signal(
-    rollout: Rollout, num_samples: int, *, mask_truncated: bool = False
-) -> np.ndarray[Any, np.dtype[np.bool_]]:
+def has_signal(rollout: Rollout, num_samples: int) -> np.ndarray[Any, np.dtype[np.bool_]]:
     """Mark the prompts whose rewards differ, so that their advantages are not all 0.
 
     The rule is that of [`group_statistics`][twinkle_jax.advantage.group_statistics], computed on
@@ -214,13 +213,10 @@ def has_signal(
     Args:
         rollout: with rewards.
         num_samples: completions of each prompt.
-        mask_truncated: exclude truncated completions.
     """
     rewards = rollout.scores.reshape(-1, num_samples)
-    kept = np.ones(rewards.shape, bool)
-    counted = rollout.counted(mask_truncated=mask_truncated)
-    if counted is not None:
-        kept = counted.reshape(rewards.shape)
+    counted = rollout.counted
+    kept = np.ones(rewards.shape, bool) if counted is None else counted.reshape(rewards.shape)
     highest = rewards.max(axis=1, where=kept, initial=-np.inf)
     lowest = rewards.min(axis=1, where=kept, initial=np.inf)
     with np.errstate(invalid="ignore", over="ignore"):  # groups without a kept reward; overflow
@@ -234,7 +230,6 @@ def draw_until_signal(
     prompts: int,
     num_samples: int,
     rollouts: int,
-    mask_truncated: bool = False,
 ) -> tuple[Rollout, list[Rollout]]:
     """Draw rollouts until enough prompts have a signal.
 
@@ -243,7 +238,6 @@ def draw_until_signal(
         prompts: prompts of an update.
         num_samples: completions of each prompt.
         rollouts: maximum number of rollouts; 1 takes the first as it is.
-        mask_truncated: as for `has_signal`.
 
     Returns:
         The rollout to train on, and all rollouts. If too few prompts have a signal after the last
@@ -255,10 +249,10 @@ def draw_until_signal(
     drawn = [draw(0)]
     if rollouts == 1:
         return drawn[0], drawn
-    signals = [has_signal(drawn[0], num_samples, mask_truncated=mask_truncated)]
+    signals = [has_signal(drawn[0], num_samples)]
     while sum(map(np.sum, signals)) < prompts and len(drawn) < rollouts:
         drawn.append(draw(len(drawn)))
-        signals.append(has_signal(drawn[-1], num_samples, mask_truncated=mask_truncated))
+        signals.append(has_signal(drawn[-1], num_samples))
     chosen = np.argsort(~np.concatenate(signals), kind="stable")[:prompts].astype(np.int32)
     return _choose(drawn, chosen, num_samples), drawn
 
@@ -298,7 +292,7 @@ def _choose(
             name: np.concatenate([rollout.reward_parts[name] for rollout in drawn])[rows]
             for name in drawn[0].reward_parts
         },
-        failed=pick("failed", rows),
+        counted=pick("counted", rows),
         episodes=[episodes[i] for i in rows] if episodes else None,
         turns=turns,
         held=pick("held", rows),

@@ -30,7 +30,7 @@ class SingleTurn:
         settings: what is sampled; `prompts` and the settings of episodes are not read, and
             `max_new_tokens` is 512 if it is `auto`.
         reward_timeout: seconds that the reward may take for the completions of a call.
-        mask_truncated: exclude truncated completions from the loss.
+        mask_truncated: exclude truncated completions from statistics and the loss.
         width_multiple: the width of a batch is a multiple of this.
     """
 
@@ -67,6 +67,7 @@ class SingleTurn:
             texts.lengths,
             row_lengths.astype(np.int32),
             texts.truncated,
+            counted=~texts.truncated if self.mask_truncated else None,
             held=texts.held,
         )
 

@@ -53,8 +53,7 @@ def rollout_metrics(
     rewards = np.concatenate([r.scores for r in drawn]).astype(np.float64)
     lengths = np.concatenate([r.lengths for r in drawn])
     truncated = np.concatenate([r.truncated for r in drawn])
-    masked = config.update.mask_truncated
-    signal = np.concatenate([has_signal(r, samples, mask_truncated=masked) for r in drawn])
+    signal = np.concatenate([has_signal(r, samples) for r in drawn])
     deviations = rewards.reshape(-1, samples).std(axis=1, ddof=1)
     episodes = [episode for r in drawn for episode in r.episodes or ()]
     if episodes:  # an episode that ends at the limit of turns is not truncated

@@ -109,7 +109,6 @@ def collect(
         prompts=rollout.prompts,
         num_samples=rollout.num_samples,
         rollouts=update.dynamic_sampling,
-        mask_truncated=update.mask_truncated,
     )
     advantages = credit(recipe, chosen)
     shown = advantages
@@ -130,7 +129,7 @@ def credit(recipe: Recipe, rollout: Rollout) -> Float[Array, " rows"] | Float[Ar
     episode's.
     """
     config = recipe.config
-    counted = rollout.counted(mask_truncated=config.update.mask_truncated)
+    counted = rollout.counted
 
     def advantages_of(rewards: Any, where: Any) -> jax.Array:
         return recipe.estimator.advantages(
