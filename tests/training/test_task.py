@@ -107,8 +107,13 @@ def test_answers_are_needed_by_rewards_that_compare(tmp_path):
     reward.write_text("def score(trajectories, ground_truths): return [0.0] * len(trajectories)")
     task = make_task(TrainConfig(model="m", task=str(path), reward=f"{reward}:score"))
     assert task.train[0]["user_data"] == []
-    with pytest.raises(ValueError, match=r"^task"):
-        make_task(TrainConfig(model="m", task=str(path)))
+    reward.write_text(
+        f"{reward.read_text()}\nfrom twinkle_jax.reward import FunctionReward\n"
+        "equal = FunctionReward(lambda text, truth: float(text == truth))"
+    )
+    for name in ("math", "exact", "gsm8k", f"{reward}:equal"):
+        with pytest.raises(ValueError, match=r"^task"):
+            make_task(TrainConfig(model="m", task=str(path), reward=[f"{reward}:score", name]))
     evaluation = EvaluationConfig(path=str(path), reward="exact")
     with pytest.raises(ValueError, match=r"^evaluation\.path"):
         make_task(

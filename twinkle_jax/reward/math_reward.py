@@ -59,6 +59,8 @@ class MathReward(Reward, name="math"):
         [1.0]
     """
 
+    needs_ground_truth = True
+
     def __init__(
         self,
         *,

@@ -33,7 +33,13 @@ class Reward(ABC):
 
     A plain function can be passed wherever a reward is taken, see `as_reward`. With a name,
     `class ExactMatchReward(Reward, name="exact")`, `find_reward` and `--reward` find the class.
+
+    Attributes:
+        needs_ground_truth: whether each trajectory must have a ground truth: a run then begins only
+            if all records have answers.
     """
+
+    needs_ground_truth: bool = False
 
     def __init_subclass__(cls, *, name: str | None = None, **kwargs: Any) -> None:
         """Enter the class under its name, if it has one."""

@@ -45,6 +45,8 @@ class ExactMatchReward(Reward, name="exact"):
         [1.0]
     """
 
+    needs_ground_truth = True
+
     def __call__(
         self, trajectories: Sequence[Trajectory], ground_truths: GroundTruths = None, **kwargs: Any
     ) -> list[float]:
@@ -180,6 +182,8 @@ class GSM8KAccuracyReward(Reward, name="gsm8k"):
         >>> GSM8KAccuracyReward()([{"messages": [completion]}], ["1234"])
         [1.0]
     """
+
+    needs_ground_truth = True
 
     def __call__(
         self, trajectories: Sequence[Trajectory], ground_truths: GroundTruths = None, **kwargs: Any

@@ -15,21 +15,12 @@ from twinkle_jax.data import (
     user_data_get,
 )
 from twinkle_jax.data.prompts import GeneratedPrompts, download_split
-from twinkle_jax.reward import (
-    ExactMatchReward,
-    GSM8KAccuracyReward,
-    MathReward,
-    RewardFunction,
-    WeightedReward,
-    find_reward,
-    find_rewards,
-)
+from twinkle_jax.reward import RewardFunction, WeightedReward, find_reward, find_rewards
 from twinkle_jax.rollout import EnvironmentFactory, ProcessLimits, find_environment
 from twinkle_jax.training.config import TrainConfig
 
 _GSM8K = "openai/gsm8k"
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
-_NEED_ANSWERS = (ExactMatchReward, GSM8KAccuracyReward, MathReward)
 _PROBLEMS = 100_000  # of the arithmetic task, before it repeats
 
 
@@ -126,7 +117,7 @@ def make_task(config: TrainConfig) -> Task:
 
 def _needs_answers(reward: RewardFunction | None) -> bool:
     parts = reward.rewards.values() if isinstance(reward, WeightedReward) else [reward]
-    return any(isinstance(part, _NEED_ANSWERS) for part in parts)
+    return any(getattr(part, "needs_ground_truth", False) for part in parts)
 
 
 def _find_prompts(config: TrainConfig) -> tuple[Sequence[Trajectory], Sequence[Trajectory], str]:
