@@ -10,6 +10,7 @@ import pytest
 from twinkle_jax.data import ArithmeticTask, PromptBatch
 from twinkle_jax.loss import GRPOLoss
 from twinkle_jax.model import LoraConfig, init_params
+from twinkle_jax.model.decoder import attention
 from twinkle_jax.reward import FunctionReward, WeightedReward
 from twinkle_jax.rollout import has_signal
 from twinkle_jax.training import (
@@ -29,7 +30,13 @@ from twinkle_jax.training import (
     train_step,
 )
 from twinkle_jax.training.metrics import rollout_metrics
-from twinkle_jax.training.step import RECOMPUTED, deal_rows, describe_mismatch, score
+from twinkle_jax.training.step import (
+    RECOMPUTED,
+    deal_rows,
+    describe_mismatch,
+    score,
+    takes_segments,
+)
 
 POLICY = small_policy(0)
 PROMPTS = PromptBatch(ArithmeticTask(6, size=3)[:] + ArithmeticTask(1, size=1)[:])
@@ -336,6 +343,16 @@ def test_truncated_completions_neither_vote_nor_learn():
     assert drawn.truncated.any()
     assert (drawn.advantages[drawn.truncated] == 0).all()
     assert (np.asarray(drawn.batch.labels)[drawn.truncated] == -100).all()
+
+
+def test_lines_hold_one_row_where_the_devices_attention_has_no_segments(monkeypatch):
+    """As cuDNN's, which takes 16-bit types alone."""
+    single = recipe()
+    half = single._replace(config=dataclasses.replace(single.config, dtype="bfloat16"))
+    assert takes_segments(single) and takes_segments(half)
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(attention, "_capability", lambda mesh: 9.0)
+    assert takes_segments(single) and not takes_segments(half)
 
 
 @dataclasses.dataclass

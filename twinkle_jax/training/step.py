@@ -439,9 +439,9 @@ def micro_batches(
 
 
 def takes_segments(recipe: Recipe) -> bool:
-    """Whether a line may hold several rows: not with cuDNN's attention, which has no segments."""
+    """Whether a line may hold several rows: not if attention is faster without segments."""
     config, dtype = recipe.decoder.attention, jnp.dtype(recipe.config.dtype)
-    return default_attention(config, dtype) != "cudnn"
+    return default_attention(config, dtype) == default_attention(config, dtype, segmented=True)
 
 
 @partial(jax.jit, static_argnames="mesh")
