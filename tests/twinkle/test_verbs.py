@@ -129,6 +129,49 @@ def test_losses_of_evaluation(model):
         model.calculate_loss()
 
 
+def test_separate_verbs_give_the_gradient_of_forward_backward(model):
+    options = {"temperature": 0.5, "micro_batch_size": 2}
+    whole = float(model.forward_backward(inputs=INPUTS, **options, **SIDE))
+    expected = gradient(model)
+    model.zero_grad()
+    model.calculate_metric()
+    outputs = model.forward(inputs=INPUTS, **options)
+    scored = model.forward_only(inputs=INPUTS, temperature=0.5)["logps"]
+    np.testing.assert_array_equal(outputs["logps"], scored)
+    assert outputs.keys() == {"logps"} and model.cur_step == 1
+    model.forward(inputs=INPUTS, **options)
+    np.testing.assert_allclose(model.calculate_loss(**SIDE), whole, rtol=1e-4)
+    model.forward_only(inputs=INPUTS[:1])  # does not change what `backward` trains on
+    model.backward(gradient_accumulation_steps=2)
+    assert_equal(gradient(model), expected)
+    assert model.cur_step == 2
+    assert model.calculate_metric()["loss"] == pytest.approx(whole, rel=1e-6)
+    assert model.calculate_metric(is_training=False) == {}
+    model.step()
+    assert not np.array_equal(model.forward_only(inputs=INPUTS)["logps"], outputs["logps"])
+    with pytest.raises(ValueError, match="call forward, then calculate_loss"):
+        model.backward()
+    model.forward(inputs=INPUTS)
+    model.calculate_loss(**SIDE)
+    model.forward(inputs=INPUTS)
+    with pytest.raises(ValueError, match="calculate_loss"):  # the loss was of the pass before
+        model.backward()
+    with pytest.raises(ValueError, match="labels"):
+        model.forward(inputs=[{"input_ids": [5, 6]}])
+
+
+def test_a_forward_pass_returns_the_entropies_that_its_loss_needs(model):
+    model.set_loss("GRPOLoss", entropy_coef=0.5)
+    whole = model.forward_backward(inputs=INPUTS, **SIDE)
+    expected = gradient(model)
+    model.zero_grad()
+    outputs = model.forward(inputs=INPUTS, return_logits=True)
+    assert outputs["entropies"].shape == (3, 5) and outputs["logits"].shape == (3, 5, 48)
+    np.testing.assert_allclose(model.calculate_loss(**SIDE), whole, rtol=1e-4)
+    model.backward()
+    assert_equal(gradient(model), expected)
+
+
 def test_columns_of_a_data_set_may_stay_in_features(model):
     rows = [{**x, "question": "?", "answer": 4, "length": 5} for x in INPUTS]
     plain = model.forward_only(inputs=INPUTS)["logps"]

@@ -52,7 +52,9 @@ class OptimizerGroup:
         lr: base learning rate.
         lr_steps: steps of the schedule so far.
         cur_step: calls of `forward_backward`.
-        last_pass: rows and outputs of the last `forward_only`, for `calculate_loss`.
+        last_pass: rows and outputs of the last `forward` or `forward_only`, for `calculate_loss`;
+            and for `forward` the options of its gradient.
+        pending: rows, arguments of the loss, and options that `backward` takes.
         losses: results of `calculate_loss` since the last report.
         summary: sums of `forward_backward` since the last report.
         metrics: metrics that were added, for training passes (True) and for the others (False).
@@ -73,6 +75,7 @@ class OptimizerGroup:
     cur_step: int = 0
     gradient_accumulation_steps: int = 1
     last_pass: Any = None
+    pending: Any = None
     losses: list[float] = field(default_factory=list)
     summary: StepSummary | None = None
     speed: TrainMetric = field(default_factory=TrainMetric)

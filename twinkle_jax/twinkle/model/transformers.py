@@ -201,20 +201,61 @@ class TransformersModel(SavedPolicy):
         group = self.group(adapter_name)
         _check_task(task)
         rows = self._read(group, inputs, labels_needed=False)
-        outputs = score_features(
-            {} if disable_lora and group.lora is not None else group.state.params,
+        outputs = self._score(
+            group,
             rows,
-            self.config,
-            frozen=group.frozen,
+            {} if disable_lora and group.lora is not None else group.state.params,
             micro_batch_size=micro_batch_size,
             temperature=temperature,
             with_entropy=return_entropy,
             with_logits=return_logits,
-            compute_dtype=self.dtype,
-            mesh=self.mesh,
         )
-        group.last_pass = rows, outputs
+        group.last_pass = rows, outputs, None
         group.add_pass(False, rows.features, outputs)
+        return outputs
+
+    def forward(
+        self,
+        *,
+        inputs: Inputs,
+        return_logits: bool = False,
+        micro_batch_size: int | None = None,
+        temperature: float = 1.0,
+        adapter_name: str | None = None,
+        task: str = "causal_lm",
+    ) -> dict[str, np.ndarray]:
+        """Score the labels of inputs that `calculate_loss` and `backward` train on.
+
+        The three together give the gradient of `forward_backward`, which costs less: `backward`
+        computes the pass again. Scores are without the dropout of adapters, gradients with it.
+
+        Args:
+            inputs: as for `forward_backward`.
+            return_logits: whether to return logits as well.
+            micro_batch_size: sequences at a time, in `backward` too.
+            temperature: of the log-probabilities, in `backward` too.
+            adapter_name: which adapter.
+            task: as for `forward_only`.
+
+        Returns:
+            `logps`, and `entropies` if the loss needs them.
+        """
+        group = self.group(adapter_name)
+        _check_task(task)
+        rows = self._read(group, inputs, labels_needed=True)
+        options: dict[str, Any] = {
+            "micro_batch_size": micro_batch_size,
+            "temperature": temperature,
+        }
+        outputs = self._score(
+            group,
+            rows,
+            group.state.params,
+            with_entropy=group.loss.require_entropy,
+            with_logits=return_logits,
+            **options,
+        )
+        group.last_pass, group.pending = (rows, outputs, options), None
         return outputs
 
     def calculate_loss(
@@ -226,9 +267,10 @@ class TransformersModel(SavedPolicy):
         ref_outputs: Mapping[str, Any] | None = None,
         adapter_name: str | None = None,
     ) -> float:
-        """Compute the loss of the last `forward_only`; `calculate_metric(False)` averages them.
+        """Compute the loss of the last `forward`, for `backward`, or of the last `forward_only`.
 
-        The arguments are those of `forward_backward`.
+        The arguments are those of `forward_backward`. `calculate_metric(False)` averages the losses
+        of `forward_only`.
 
         Raises:
             ValueError: without a pass, or if the loss needs more than log-probabilities.
@@ -236,10 +278,32 @@ class TransformersModel(SavedPolicy):
         group = self.group(adapter_name)
         loss_inputs = _read_loss_inputs(advantages, old_logps, ref_logps, ref_outputs)
         if group.last_pass is None:
-            raise ValueError("inputs must have been scored first: call forward_only")
-        rows, outputs = group.last_pass
-        group.losses.append(loss_of_scores(group.loss, rows, outputs, loss_inputs))
-        return group.losses[-1]
+            raise ValueError("inputs must have been scored first: call forward or forward_only")
+        rows, outputs, options = group.last_pass
+        loss = loss_of_scores(group.loss, rows, outputs, loss_inputs)
+        if options is None:
+            group.losses.append(loss)
+        else:
+            group.pending = rows, loss_inputs, options
+        return loss
+
+    def backward(
+        self,
+        *,
+        gradient_accumulation_steps: int | None = None,
+        adapter_name: str | None = None,
+    ) -> None:
+        """Add the gradient of the last `calculate_loss` to the accumulated gradients.
+
+        Raises:
+            ValueError: if there was no `forward` and `calculate_loss` since the last `backward`.
+        """
+        group = self.group(adapter_name)
+        if group.pending is None:
+            raise ValueError("loss must be calculated first: call forward, then calculate_loss")
+        (rows, loss_inputs, options), group.pending = group.pending, None
+        group.set_accumulation(gradient_accumulation_steps)
+        self._add_gradient(group, rows, loss_inputs, **options)
 
     def forward_backward(
         self,
@@ -294,19 +358,42 @@ class TransformersModel(SavedPolicy):
         _check_task(task)
         group.set_accumulation(gradient_accumulation_steps)
         loss_inputs = _read_loss_inputs(advantages, old_logps, ref_logps, ref_outputs)
-        rows = self._read(group, inputs, labels_needed=True)
+        return self._add_gradient(
+            group,
+            self._read(group, inputs, labels_needed=True),
+            loss_inputs,
+            teacher=read_teacher(
+                teacher_output, teacher_logits, teacher_topk_logprobs, teacher_topk_indices, topk
+            ),
+            micro_batch_size=micro_batch_size,
+            temperature=temperature,
+        )
+
+    def _score(
+        self, group: OptimizerGroup, rows: FeatureRows, params: Any, **options: Any
+    ) -> dict[str, np.ndarray]:
+        return score_features(
+            params,
+            rows,
+            self.config,
+            frozen=group.frozen,
+            compute_dtype=self.dtype,
+            mesh=self.mesh,
+            **options,
+        )
+
+    def _add_gradient(
+        self, group: OptimizerGroup, rows: FeatureRows, loss_inputs: dict[str, Any], **options: Any
+    ) -> Float[Array, ""]:
+        """Add the gradient of a batch, and report it to the metrics; return its loss."""
         passes = grad_features(
             group.state,
             rows,
             self.config,
             group.loss,
             loss_inputs=loss_inputs,
-            teacher=read_teacher(
-                teacher_output, teacher_logits, teacher_topk_logprobs, teacher_topk_indices, topk
-            ),
-            micro_batch_size=micro_batch_size,
             frozen=group.frozen,
-            temperature=temperature,
+            **options,
             key=self.key if group.lora is not None and group.lora.lora_dropout else None,
             compute_dtype=self.dtype,
             remat=self.remat,
