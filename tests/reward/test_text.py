@@ -15,6 +15,7 @@ from twinkle_jax.reward import (
     GSM8KFormatReward,
     OverlongPenalty,
     last_boxed,
+    token_f1,
 )
 
 
@@ -178,3 +179,20 @@ def test_time_grows_with_the_text_and_no_faster(text):
 
 def test_nothing_is_not_the_answer_to_nothing():
     assert GSM8KAccuracyReward()(completions("I do not know", "#### ,"), [","]) == [0.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("answer", "truth", "score"),
+    [
+        ("Delhi", "the delhi.", 1),
+        ("the Delhi city", "New Delhi", 0.5),  # one of two words, either way
+        ("red red blue", "red green", 0.4),  # one word of 3 and of 2: 2 · 1 / 5
+        ("red red", "red red red", 0.8),
+        ("a the", "an", 1),
+        ("", "x", 0),
+        ("cat", "dog", 0),
+    ],
+)
+def test_shared_words(answer, truth, score):
+    assert token_f1(answer, truth) == token_f1(truth, answer) == score
+    assert token_f1(answer, truth, stem=lambda word: "one") > 0 or not answer

@@ -166,8 +166,22 @@ def test_the_temperature_of_log_probabilities_and_a_clip_of_its_own():
     metric.accumulate({"labels": LABELS}, None)
     metric.accumulate({"labels": [[-100]]}, {"logps": [[0.0]]})
     assert metric.calculate() == {}
-    with pytest.raises(TypeError, match="top_k_kl"):
-        GRPOMetric(top_k_kl=3)
+    with pytest.raises(TypeError, match="top_k"):
+        GRPOMetric(top_k=3)
+
+
+def test_the_tokens_that_moved_most():
+    metric = GRPOMetric(top_k_kl=2)
+    metric.accumulate({"labels": [[-100, -100]]}, {"logps": [[0.0, 0.0]]}, old_logps=[[]])
+    metric.accumulate({"labels": LABELS}, {"logps": NEW}, old_logps=[[-2.0, -2.0], [-2.5]])
+    records = metric.calculate()["_high_kl_records"]
+    # Differences 1, 0 and 2: e − 2 and e² − 3; the pass before has sequence 0.
+    assert [(r["gsi"], r["pos"], r["token_id"]) for r in records] == [(2, 0, 3), (1, 0, 1)]
+    np.testing.assert_allclose([r["kl"] for r in records], [math.e**2 - 3, math.e - 2], rtol=1e-12)
+    np.testing.assert_allclose([r["ratio"] for r in records], [math.e**2, math.e], rtol=1e-12)
+    assert [(r["logp_new"], r["logp_old"]) for r in records] == [(-0.5, -2.5), (-1.0, -2.0)]
+    metric.accumulate({"labels": LABELS}, {"logps": NEW}, old_logps=[[-1.0, -2.0], [-0.5]])
+    assert "_high_kl_records" not in metric.calculate()  # nothing moved
 
 
 def test_embeddings():

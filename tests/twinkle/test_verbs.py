@@ -160,6 +160,12 @@ def test_separate_verbs_give_the_gradient_of_forward_backward(model):
         model.forward(inputs=[{"input_ids": [5, 6]}])
 
 
+def test_a_mask_that_no_loss_reads(model):
+    with pytest.warns(UserWarning, match="positive_mask changes nothing"):
+        masked = model.forward_backward(inputs=INPUTS, positive_mask=[True, False, True], **SIDE)
+    np.testing.assert_array_equal(masked, model.forward_backward(inputs=INPUTS, **SIDE))
+
+
 def test_a_forward_pass_returns_the_entropies_that_its_loss_needs(model):
     model.set_loss("GRPOLoss", entropy_coef=0.5)
     whole = model.forward_backward(inputs=INPUTS, **SIDE)

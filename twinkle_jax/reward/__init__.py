@@ -22,6 +22,7 @@ from twinkle_jax.reward.text import (
     GSM8KFormatReward,
     OverlongPenalty,
     last_boxed,
+    token_f1,
 )
 
 __all__ = [
@@ -43,4 +44,5 @@ __all__ = [
     "find_rewards",
     "last_boxed",
     "score_trajectories",
+    "token_f1",
 ]

@@ -1,7 +1,9 @@
 """Rewards that look at text alone: exact matches, tags, length, boxes, and GSM8K's numbers."""
 
 import re
-from collections.abc import Sequence
+import string
+from collections import Counter
+from collections.abc import Callable, Sequence
 from decimal import Decimal
 from typing import Any
 
@@ -34,6 +36,40 @@ def last_boxed(text: str) -> str | None:
         if not depth:
             return text[start:i].strip()
     return None
+
+
+_ARTICLES = re.compile(r"\b(a|an|the)\b")
+_PUNCTUATION = str.maketrans("", "", string.punctuation)
+
+
+def answer_words(text: str, stem: Callable[[str], str] = str) -> list[str]:
+    """Split a short answer into words, without case, punctuation and articles."""
+    bare = text.lower().translate(_PUNCTUATION)
+    return [stem(word) for word in _ARTICLES.sub(" ", bare).split()]
+
+
+def token_f1(answer: str, truth: str, *, stem: Callable[[str], str] = str) -> float:
+    """Score a short answer by the words that it shares with the right one.
+
+    The harmonic mean of precision and recall, as SQuAD and HotpotQA measure it: case, punctuation
+    and articles do not count. Two answers without words agree.
+
+    Args:
+        answer: an answer, such as what [`last_boxed`][twinkle_jax.reward.last_boxed] finds.
+        truth: the right one.
+        stem: applied to each word; none by default.
+
+    References:
+        [SQuAD](https://arxiv.org/abs/1606.05250), section 6.1
+
+    Example:
+        >>> token_f1("the city of Delhi", "Delhi city"), token_f1("Rome", "Delhi")
+        (0.8, 0.0)
+    """
+    words, right = answer_words(answer, stem), answer_words(truth, stem)
+    if not words or not right:
+        return float(words == right)
+    return 2 * (Counter(words) & Counter(right)).total() / (len(words) + len(right))
 
 
 class ExactMatchReward(Reward, name="exact"):

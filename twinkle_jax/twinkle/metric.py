@@ -274,6 +274,10 @@ class GRPOMetric(Metric):
     advantages too `train/clip_ratio_low`, `train/clip_ratio_high` and their sum, where ratios are
     clipped to $[1 - $`epsilon`$, 1 + $`epsilon_high`$]$. Log-probabilities are multiplied by
     `temperature`.
+
+    With `top_k_kl`, `_high_kl_records` describes that many tokens of each pass whose divergence is
+    largest: number of the sequence since the last report (`gsi`), position, `token_id`, `kl`,
+    `ratio`, `logp_new` and `logp_old`.
     """
 
     def __init__(
@@ -284,9 +288,10 @@ class GRPOMetric(Metric):
         temperature: float = 1.0,
         epsilon: float = 0.2,
         epsilon_high: float | None = None,
+        top_k_kl: int = 0,
         **options: Any,
     ) -> None:
-        self.ignore_index, self.temperature = ignore_index, temperature
+        self.ignore_index, self.temperature, self.top_k_kl = ignore_index, temperature, top_k_kl
         high = epsilon if epsilon_high is None else epsilon_high
         self.bounds = {"epsilon": epsilon, "epsilon_high": high}
         super().__init__(device_mesh, process_group, **options)
@@ -295,6 +300,7 @@ class GRPOMetric(Metric):
         """Forget all passes."""
         self.max_token_kl = self.max_token_ratio = self.sum_new = 0.0
         self.n_tokens, self.means = 0, _Means()
+        self.sequences, self.high_kl_records = 0, list[dict[str, Any]]()
 
     def _add(
         self,
@@ -307,7 +313,9 @@ class GRPOMetric(Metric):
     ) -> None:
         if outputs.get("logps") is None or not len(outputs["logps"]):
             return
-        mask = _labels(inputs) != self.ignore_index
+        labels = _labels(inputs)
+        mask = labels != self.ignore_index
+        first, self.sequences = self.sequences, self.sequences + len(mask)
         if not mask.any():
             return
         logps = self.temperature * _rows(outputs["logps"])[:, : mask.shape[1]]
@@ -321,13 +329,18 @@ class GRPOMetric(Metric):
             return
         old = self.temperature * _spread(old_logps, mask)
         difference = np.where(mask, logps - old, 0)
+        kl = np.expm1(difference) - difference
+        for place in np.argsort(-kl, axis=None, kind="stable")[: self.top_k_kl]:
+            row, pos = (int(i) for i in np.unravel_index(place, kl.shape))
+            if kl[row, pos] > 0:
+                values = {"kl": kl, "ratio": np.exp(difference), "logp_new": logps, "logp_old": old}
+                numbers = {name: float(x[row, pos]) for name, x in values.items()}
+                facts = {"gsi": first + row, "pos": pos, "token_id": int(labels[row, pos])}
+                self.high_kl_records.append(facts | numbers)
         policy = _policy_metrics(difference, None, mask)
         self.means.add(count, mean_old_logp=old[mask].mean(), approx_kl=policy.approximate_kl)
-        # The divergence of a token is convex in its ratio, so one of the ends has the largest.
-        ends = float(policy.ratio_min), float(policy.ratio_max)
-        token_kl = max(ratio - 1 - math.log(ratio) for ratio in ends)
-        self.max_token_kl = max(self.max_token_kl, token_kl)
-        self.max_token_ratio = max(self.max_token_ratio, ends[1])
+        self.max_token_kl = max(self.max_token_kl, float(kl.max()))
+        self.max_token_ratio = max(self.max_token_ratio, float(policy.ratio_max))
         if advantages is not None:
             log_ratio, signs, counted = self._units(difference, _spread(advantages, mask), mask)
             clips = _policy_metrics(log_ratio, signs, counted, **self.bounds)
@@ -348,7 +361,10 @@ class GRPOMetric(Metric):
             results["logp_diff_mean"] = mean - results["mean_old_logp"]
             results["token_kl_max"] = self.max_token_kl
             results["token_ratio_max"] = self.max_token_ratio
-        return {f"train/{name}": number for name, number in results.items()}
+        report: dict[str, Any] = {f"train/{name}": number for name, number in results.items()}
+        if self.high_kl_records:
+            report["_high_kl_records"] = self.high_kl_records
+        return report
 
 
 class GSPOMetric(GRPOMetric):

@@ -34,7 +34,7 @@ from twinkle_jax.twinkle.model.optimizer import (
     choose_schedule,
 )
 from twinkle_jax.twinkle.model.policy import OptimizerGroup
-from twinkle_jax.twinkle.names import IGNORED, PAGE, class_of, construct
+from twinkle_jax.twinkle.names import IGNORED, PAGE, class_of, construct, warn_once
 from twinkle_jax.twinkle.processor import InputProcessor
 
 
@@ -323,6 +323,7 @@ class TransformersModel(SavedPolicy):
         gradient_accumulation_steps: int | None = None,
         adapter_name: str | None = None,
         task: str = "causal_lm",
+        positive_mask: Any = None,
     ) -> Float[Array, ""]:
         """Compute the loss and add its gradient to the accumulated gradients.
 
@@ -350,12 +351,15 @@ class TransformersModel(SavedPolicy):
             gradient_accumulation_steps: how many calls make an update, from now on.
             adapter_name: which adapter.
             task: `"causal_lm"` or `"fused_lm_ce"`, which is the same here.
+            positive_mask: unused, with a warning: no loss reads it, of Twinkle's neither.
 
         Returns:
             The loss of these inputs.
         """
         group = self.group(adapter_name)
         _check_task(task)
+        if positive_mask is not None:
+            warn_once("positive_mask changes nothing: no loss reads it, of Twinkle's neither")
         group.set_accumulation(gradient_accumulation_steps)
         loss_inputs = _read_loss_inputs(advantages, old_logps, ref_logps, ref_outputs)
         return self._add_gradient(
