@@ -2,11 +2,15 @@
 
 import json
 
+import jax
+import numpy as np
 import pytest
 
+from tests.model.families import config_of
 from tests.twinkle.rows import INPUTS, SIDE, assert_equal
-from twinkle_jax.model import LoraConfig
-from twinkle_jax.twinkle.model import TransformersModel
+from twinkle_jax.model import Decoder, LoraConfig
+from twinkle_jax.twinkle import DeviceMesh
+from twinkle_jax.twinkle.model import MegatronModel, TransformersModel
 
 LORA = LoraConfig(r=2, target_modules=("q_proj", "down_proj"), lora_dropout=0.5)
 
@@ -160,3 +164,40 @@ def test_an_adapter_and_a_checkpoint_never_share_a_directory(checkpoint, tmp_pat
             model.save("one", tmp_path, **options)
         assert {path: path.read_bytes() for path in place.rglob("*") if path.is_file()} == before
     assert [path.name for path in tmp_path.iterdir()] == ["one"]
+
+
+def test_a_configuration_instead_of_the_checkpoints(checkpoint):
+    transformers = pytest.importorskip("transformers", reason="pip install 'twinkle-jax[oracle]'")
+    whole = TransformersModel(checkpoint)
+    config = transformers.AutoConfig.from_pretrained(checkpoint)
+    config.use_cache = False
+    same = TransformersModel(model_id=checkpoint, config=config, ignore_mismatched_sizes=True)
+    assert_equal(same.params, whole.params)
+    config.num_hidden_layers, config.layer_types = 1, ["full_attention"]
+    first = MegatronModel(model_id=checkpoint, config=config).params
+    expected = whole.params | {"layers": jax.tree.map(lambda x: x[:1], whole.params["layers"])}
+    assert_equal(first, expected)
+    with pytest.raises(ValueError, match="_proj"):
+        TransformersModel(
+            checkpoint,
+            config=config.to_dict() | {"intermediate_size": 8},
+            ignore_mismatched_sizes=True,
+        )
+
+
+def test_random_parameters_for_a_configuration(checkpoint, tmp_path):
+    config = TransformersModel(checkpoint).config
+    mesh = DeviceMesh.from_sizes(fsdp_size=2)
+    first, again, other = (
+        TransformersModel(config=config, seed=seed, device_mesh=place)
+        for seed, place in ((1, None), (1, mesh), (2, None))
+    )
+    kernel = first.params["layers"]["0"]["mlp"]["up_proj"]["kernel"]
+    assert np.std(kernel) == pytest.approx(0.02, rel=0.1)
+    assert_equal(again.params, first.params)
+    assert not np.array_equal(kernel, other.params["layers"]["0"]["mlp"]["up_proj"]["kernel"])
+    assert_equal(TransformersModel(first.save(tmp_path / "m")).params, first.params)
+    with pytest.raises(ValueError, match="model_id or config"):
+        TransformersModel()
+    with pytest.raises(ValueError, match="config must be"):
+        TransformersModel(Decoder(config, first.params), config=config_of("llama"))

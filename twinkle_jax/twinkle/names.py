@@ -26,10 +26,10 @@ IGNORED: dict[str, tuple[str, ...]] = {
         "load_weights", "recompute_granularity", "recompute_method", "recompute_modules",
         "recompute_num_layers", "use_distributed_optimizer", "variable_seq_lengths",
     ),
-    "TransformersModel": (
+    "TransformersModel": (  # sizes that do not fit are an error
         "attn_implementation", "ddp_config", "fsdp_config", "gradient_checkpointing",
-        "low_cpu_mem_usage", "max_loras", "max_r", "memory_efficient_init", "strategy",
-        "tokenizer_id", "trust_remote_code",
+        "ignore_mismatched_sizes", "low_cpu_mem_usage", "max_loras", "max_r",
+        "memory_efficient_init", "strategy", "tokenizer_id", "trust_remote_code",
     ),
     "set_optimizer": ("foreach", "fused"),
     "vLLMSampler": (  # in `engine_args`

@@ -57,6 +57,24 @@ def test_parameters_go_straight_to_their_shards(name, leaves, tmp_path, monkeypa
     assert_same(load_pretrained(tmp_path / "again", mesh=mesh).params, params)
 
 
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_5_text"])
+def test_the_first_layers_of_a_checkpoint(name, tmp_path):
+    whole, params = config_of(name), params_of(name)
+    save_pretrained(Decoder(whole, params), tmp_path / "out")
+    content = json.loads((tmp_path / "out" / "config.json").read_text())
+    count = len(whole.block)
+    content |= {"num_hidden_layers": count, "layer_types": list(whole.block), "rope_theta": 5e5}
+    config = parse_config(content)
+    loaded = load_pretrained(tmp_path / "out", config=config)
+    expected = params | {"layers": jax.tree.map(lambda x: x[:1], params["layers"])}
+    assert_same(loaded.params, expected)
+    assert loaded.config == config != whole and whole.layers > count
+    save_pretrained(loaded, tmp_path / "again")
+    assert load_pretrained(tmp_path / "again").config == config
+    with pytest.raises(ValueError, match="_proj"):
+        load_pretrained(tmp_path / "out", config=parse_config(content | {"intermediate_size": 8}))
+
+
 class Counted:
     """An open tensor that notes how many entries are read from the file."""
 

@@ -40,6 +40,7 @@ from twinkle_jax.model.huggingface.checkpoint_files import (
     TOKENIZER_FILES,
     StoredTensor,
     carried_tensors,
+    first_layers,
     import_safetensors,
     inside,
     layer_number,
@@ -75,6 +76,7 @@ def load_pretrained(
     dtype: DTypeLike | None = None,
     mesh: Mesh | None = None,
     partition: Partition | None = None,
+    config: DecoderConfig | None = None,
 ) -> Decoder:
     """Read a Hugging Face checkpoint of Llama, Qwen2 to Qwen3.6 or Gemma 3 (the text model).
 
@@ -92,6 +94,7 @@ def load_pretrained(
         mesh: devices to place parameters on; by default the first device.
         partition: from a parameter's name (`"layers/0/mlp/up_proj/kernel"`) and shape, stacked
             axis first, to its `PartitionSpec` on the mesh; by default, replicated.
+        config: instead of the checkpoint's; with fewer layers, the first ones are read.
 
     Returns:
         The decoder; its `source` is the directory, from which exports copy the tokenizer.
@@ -106,8 +109,11 @@ def load_pretrained(
     together = mesh is not None and mesh.is_multi_process
     with one_outcome(f"load_pretrained({str(path_or_id)!r})", together=together):
         directory = locate(path_or_id)
-        config = read_config(directory)
         stored = stored_tensors(directory)
+        if config is None:
+            config = read_config(directory)
+        else:
+            stored = first_layers(stored, config.layers)
         names = match_tensors(config, stored)
         with ExitStack() as stack:
             files = open_files(stack, stored)

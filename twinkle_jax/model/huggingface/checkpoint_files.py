@@ -231,6 +231,16 @@ def carried_tensors(config: DecoderConfig, stored: Iterable[str]) -> list[str]:
     return sorted(name for name in stored if name.startswith(carried))
 
 
+def first_layers(stored: Mapping[str, StoredTensor], count: int) -> dict[str, StoredTensor]:
+    """Leave out the tensors of further layers."""
+    start = f"{stored_prefix(stored)}layers."
+    return {
+        name: tensor
+        for name, tensor in stored.items()
+        if not name.startswith(start) or int(name.removeprefix(start).partition(".")[0]) < count
+    }
+
+
 def match_tensors(
     config: DecoderConfig, stored: Mapping[str, StoredTensor]
 ) -> dict[tuple[str, ...], list[str]]:

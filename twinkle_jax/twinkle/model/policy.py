@@ -1,6 +1,7 @@
 """A policy and its adapters, each with its optimizer, loss, template and metrics."""
 
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,12 +16,15 @@ from jaxtyping import Array, Float
 from twinkle_jax.loss import CrossEntropyLoss, Loss
 from twinkle_jax.model import (
     Decoder,
+    DecoderConfig,
     LoraConfig,
     Params,
     Remat,
+    init_params,
     load_adapter,
     load_pretrained,
     merge_params,
+    parse_config,
     partition_rules,
     shard_like_params,
     with_adapter,
@@ -156,8 +160,9 @@ class AdapterPolicy:
 
     def __init__(
         self,
-        model_id: str | Path | Decoder,
+        model_id: str | Path | Decoder | None = None,
         *,
+        config: Any = None,
         device_mesh: DeviceMesh | None = None,
         dtype: DTypeLike | None = None,
         mixed_precision: Precision | None = None,
@@ -178,9 +183,9 @@ class AdapterPolicy:
         self.model_id, self.remat = model_id, remat
         self.mesh = mesh_of(device_mesh) if mesh is None else mesh
         self.dtype = jnp.dtype(_compute_dtype(dtype, mixed_precision))
-        decoder = self._copy(model_id) if isinstance(model_id, Decoder) else self.read(model_id)
-        self.config, self.source = decoder.config, decoder.source
         self.key = jax.random.key(seed)
+        decoder = self._first_policy(model_id, _read_config(config), seed)
+        self.config, self.source = decoder.config, decoder.source
         self.base: Params | None = None  # the frozen parameters under adapters
         state = begin_training(decoder.params, None, self.mesh)
         self.optimizer_group = {"": OptimizerGroup("", state)}
@@ -310,10 +315,29 @@ class AdapterPolicy:
         group.drop_training_state()
         group.state = begin_training(params, group.optimizer, self.mesh)._replace(rows=rows)
 
-    def read(self, directory: str | Path) -> Decoder:
+    def read(self, directory: str | Path, config: DecoderConfig | None = None) -> Decoder:
         """Read a checkpoint onto the devices."""
         rules = None if self.mesh is None else partition_rules(self.mesh)
-        return load_pretrained(directory, dtype="float32", mesh=self.mesh, partition=rules)
+        return load_pretrained(
+            directory, dtype="float32", mesh=self.mesh, partition=rules, config=config
+        )
+
+    def _first_policy(
+        self, model_id: str | Path | Decoder | None, config: DecoderConfig | None, seed: int
+    ) -> Decoder:
+        if isinstance(model_id, Decoder):
+            if config not in (None, model_id.config):
+                raise ValueError("config must be that of the Decoder, or left out")
+            return self._copy(model_id)
+        if model_id is not None:
+            return self.read(model_id, config)
+        if config is None:
+            raise ValueError("model_id or config must be given, got neither")
+        key = jax.random.split(jax.random.key(seed))[1]  # not that of dropout
+        shapes = jax.eval_shape(partial(init_params, config=config), key)
+        shardings = None if self.mesh is None else shard_like_params(shapes, self.mesh)
+        draw = jax.jit(init_params, static_argnames="config", out_shardings=shardings)
+        return Decoder(config, draw(key, config=config))
 
     def _copy(self, decoder: Decoder) -> Decoder:
         """Copy the parameters of a caller's decoder, since training donates them."""
@@ -324,6 +348,13 @@ class AdapterPolicy:
 
         params = jax.jit(copied, out_shardings=shardings)(decoder.params)
         return Decoder(decoder.config, params, source=decoder.source)
+
+
+def _read_config(config: Any) -> DecoderConfig | None:
+    """Read a configuration of transformers, or the dictionary in a `config.json`."""
+    if config is None or isinstance(config, DecoderConfig):
+        return config
+    return parse_config(config.to_dict() if hasattr(config, "to_dict") else config)
 
 
 def _compute_dtype(dtype: DTypeLike | None, mixed_precision: str | None) -> DTypeLike:

@@ -52,14 +52,17 @@ class TransformersModel(SavedPolicy):
 
     Args:
         model_id: a directory with a Hugging Face checkpoint, a hub id, or a
-            [`Decoder`][twinkle_jax.model.Decoder], whose parameters are copied.
+            [`Decoder`][twinkle_jax.model.Decoder], whose parameters are copied. None: parameters
+            are drawn at random.
+        config: a configuration of transformers, or the dictionary in a `config.json`, instead of
+            the checkpoint's; with fewer layers, the first ones are read.
         device_mesh: Twinkle's mesh; None for that of `initialize`.
         dtype: type to compute in, float32 by default, and of frozen parameters under adapters.
             Trained parameters are float32 in any case.
         mixed_precision: the same in Twinkle's words, `"no"` or `"bf16"`.
         mesh: a mesh from [`make_mesh`][twinkle_jax.model.make_mesh], instead of `device_mesh`.
         remat: as for [`hidden_states`][twinkle_jax.model.hidden_states].
-        seed: of dropout.
+        seed: of dropout, and of parameters drawn at random.
         model_cls: unused, with a warning: the checkpoint's configuration names the architecture.
         remote_group: unused, with a warning: there are no groups of workers.
         options: Twinkle's options for kernels, memory and workers, which change nothing here.
@@ -578,7 +581,9 @@ class MegatronModel(TransformersModel):
     its arguments are `lr_decay_steps`, `lr_warmup_steps`, `max_lr` and `min_lr`.
     """
 
-    def __init__(self, model_id: Any, *, mixed_precision: Any = "bf16", **options: Any) -> None:
+    def __init__(
+        self, model_id: Any = None, *, mixed_precision: Any = "bf16", **options: Any
+    ) -> None:
         options = {key: x for key, x in options.items() if key not in IGNORED["MegatronModel"]}
         super().__init__(model_id, mixed_precision=mixed_precision, **options)
 
