@@ -45,6 +45,15 @@ def test_rows_are_copies(table):
     assert rows[1] == {"n": 1} and len(rows[1:3]) == 2
 
 
+def test_rows_are_selected_and_shuffled():
+    rows = Rows([{"n": n} for n in range(5)] + [{"m": 1}])
+    assert rows.column_names == ["n", "m"]
+    assert list(rows.select([3, 0])) == [{"n": 3}, {"n": 0}]
+    # Recorded: datasets.Dataset.from_list([{"n": n} for n in range(8)]).shuffle(seed=42)["n"]
+    shuffled = Rows({"n": n} for n in range(8)).shuffle(seed=42)
+    assert [row["n"] for row in shuffled] == [3, 4, 2, 7, 6, 1, 5, 0]
+
+
 def test_mixing_takes_turns_until_the_first_ends_or_goes_one_by_one():
     a, b = Rows(NUMBERS), Rows([{"m": 10}, {"m": 11}])
     turns = mix([a, b], interleave=True)

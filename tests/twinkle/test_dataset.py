@@ -1,5 +1,7 @@
 """Twinkle's data sets and preprocessors."""
 
+from typing import NamedTuple
+
 import pytest
 
 from twinkle_jax.data import small_tokenizer
@@ -90,6 +92,66 @@ def test_map_takes_names_classes_objects_and_functions():
         dataset.map("GSM9K")
     with pytest.raises(TypeError, match="with_indices"):
         dataset.map(First(), with_indices=True)
+
+
+class Value(NamedTuple):
+    """A type, as Hugging Face's `datasets` has it."""
+
+    dtype: str
+
+
+class List(NamedTuple):
+    """The type of a list."""
+
+    feature: object
+
+
+TURNS = {"messages": List({"role": Value("string"), "content": Value("string")})}
+
+
+@pytest.mark.parametrize(
+    ("kind", "values", "expected"),  # recorded from datasets 5.2.0
+    [
+        ("string", [1, True, 1.5, None, "x"], ["1", "true", "1.5", None, "x"]),
+        ("int64", ["5", 1.0], [5, 1]),
+        ("float32", [1, 0.1], [1.0, 0.10000000149011612]),
+        ("bool", [1, False], [True, False]),
+    ],
+)
+@pytest.mark.parametrize("cls", [Dataset, LazyDataset])
+def test_types_of_columns(kind, values, expected, cls):
+    dataset = cls(meta([{"x": x} for x in values]))
+    features = {"y": Value(kind), "z": Value("string"), "all": [Value(kind)]}
+    dataset.map(
+        lambda columns: {"y": columns["x"], "all": [[x] for x in columns["x"]]},
+        remove_columns=["x"],
+        features=features,
+    )
+    rows = [{"y": x, "z": None, "all": [x]} for x in expected]
+    assert list(dataset) == rows and [type(x["y"]) for x in dataset] == list(map(type, expected))
+    same = cls(meta([{"y": x} for x in values]), features={"y": Value(kind)})
+    assert [row["y"] for row in same] == expected
+
+
+def test_values_that_are_not_of_their_type():
+    talk = {"messages": [{"role": "user"}]}
+    dataset = Dataset(meta([talk]), features=TURNS)
+    assert dataset[0] == {"messages": [{"role": "user", "content": None}]}
+    for value, kind in (
+        (1.5, "int64"),
+        (300, "int8"),
+        ("x", "float32"),
+        (2, "bool"),
+        ({}, "string"),
+    ):
+        with pytest.raises(ValueError, match=rf"row\['a'\] must be of the type {kind}"):
+            Dataset(meta([{"a": value}]), features={"a": Value(kind)})
+    with pytest.raises(ValueError, match="PIL"):
+        Dataset(meta([{"a": b""}]), features={"a": Value("PIL.Image.Image")})
+    with pytest.raises(ValueError, match=r"row\['messages'\]\[0\] must have the keys"):
+        Dataset(meta([{"messages": [{"name": "x"}]}]), features=TURNS)
+    with pytest.raises(ValueError, match="cast_column"):
+        dataset.cast_column("image", decode=False)
 
 
 def test_several_sources_are_mapped_one_by_one_then_together():

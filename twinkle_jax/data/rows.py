@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
+import numpy as np
+
 from twinkle_jax._package import require
 from twinkle_jax.data.strict_json import open_text, parse_json
 
@@ -82,6 +84,19 @@ class Rows(Table, Sequence[Row]):
         if isinstance(index, slice):
             return Rows(self._rows[index])
         return dict(self._rows[index])
+
+    @property
+    def column_names(self) -> list[str]:
+        """The columns of all rows, in the order in which they first occur."""
+        return list(dict.fromkeys(name for row in self._rows for name in row))
+
+    def select(self, indices: Iterable[int]) -> "Rows":
+        """Take the rows of these numbers, in this order."""
+        return Rows(self._rows[i] for i in indices)
+
+    def shuffle(self, seed: int) -> "Rows":
+        """Shuffle the rows, in the order in which Hugging Face's `datasets` does for this seed."""
+        return self.select(np.random.default_rng(seed).permutation(len(self)))
 
     def _from_source(self, source: Callable[[], Iterable[Mapping[str, Any]]]) -> Self:
         return type(self)(source())

@@ -1,18 +1,24 @@
 """Twinkle's `dataset`: data sets in memory, lazy, as streams, and packed, over `Rows`."""
 
 import os
+import re
 import uuid
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from twinkle_jax.data import Row, Rows, RowStream, Table, Template, mix, read_rows, write_rows
 from twinkle_jax.data.prompts import download_split
 from twinkle_jax.data.rows import column_function, to_rows
 from twinkle_jax.training import pack_features
-from twinkle_jax.twinkle.names import add_submodules, construct, local_id, refuse
+from twinkle_jax.twinkle.names import PAGE, add_submodules, construct, local_id, refuse
 from twinkle_jax.twinkle.preprocessor import Preprocessor
+
+RowFunction = Callable[[list[Row]], list[Row]]
 
 
 @dataclass
@@ -100,8 +106,10 @@ class Dataset:
     def add_dataset(self, dataset_meta: DatasetMeta, **options: Any) -> None:
         """Add a source."""
         stream = bool(options.pop("streaming", self.streams))
+        cast = _caster(options.pop("features", None))
         refuse("Dataset.add_dataset", options)
-        self.datasets[dataset_meta.get_id()] = dataset_meta.load(stream=stream)
+        rows = dataset_meta.load(stream=stream)
+        self.datasets[dataset_meta.get_id()] = rows if cast is None else rows.map_rows(cast)
         self._show_single()
 
     def set_template(self, template_func: Any, **options: Any) -> None:
@@ -122,12 +130,16 @@ class Dataset:
                 its name.
             dataset_meta: the source to map; needed while several are not mixed.
             init_args: arguments of the class.
-            options: `remove_columns` and `batch_size`.
+            options: `remove_columns`, `batch_size`, and `features`, the types of the new rows, as
+                of Hugging Face's `datasets`: text, numbers, booleans, lists and dictionaries.
         """
         function = construct(preprocess_func, "preprocessor", **(init_args or {}))
         used = {x: options.pop(x) for x in ["remove_columns", "batch_size"] if x in options}
+        cast = _caster(options.pop("features", None))
         refuse("Dataset.map", options)
         self._map(function, dataset_meta, used)
+        if cast is not None:
+            self._map_rows(cast, dataset_meta)
 
     def filter(
         self,
@@ -168,6 +180,12 @@ class Dataset:
         refuse("Dataset.check", options)
         self.dataset = self.dataset.filter(self._needed_template().accepts)
 
+    def cast_column(self, column: str, decode: bool = True) -> None:
+        """Refuse to read images."""
+        raise ValueError(
+            f"cast_column must not be called: images are not read, got {column!r}; see {PAGE}"
+        )
+
     def save_as(self, output_path: str | Path, format: str | None = None, **options: Any) -> None:
         """Write the rows to a file, as its suffix or `format` says: jsonl, csv or parquet."""
         mode = options.pop("mode", "immediate")
@@ -189,6 +207,9 @@ class Dataset:
 
     def _map(self, function: Any, meta: DatasetMeta | None, options: dict[str, Any]) -> None:
         self._change(meta, lambda rows: rows.map(function, **options))
+
+    def _map_rows(self, function: RowFunction, meta: DatasetMeta | None) -> None:
+        self._change(meta, lambda rows: rows.map_rows(function))
 
     def _change(self, meta: DatasetMeta | None, change: Callable[[Any], Table]) -> None:
         if self._mixed:
@@ -240,7 +261,7 @@ class LazyDataset(Dataset):
 
     def __init__(self, dataset_meta: DatasetMeta | None = None, **options: Any) -> None:
         self.do_encode, self.do_check, self.add_generation_prompt = False, False, False
-        self._functions: list[tuple[str | None, Callable[[list[Row]], list[Row]]]] = []
+        self._functions: list[tuple[str | None, RowFunction]] = []
         self._interleave: bool | None = None
         super().__init__(dataset_meta, **options)
 
@@ -297,10 +318,13 @@ class LazyDataset(Dataset):
         raise IndexError(index)
 
     def _map(self, function: Any, meta: DatasetMeta | None, options: dict[str, Any]) -> None:
+        self._map_rows(_replacing(function, options.get("remove_columns", ())), meta)
+
+    def _map_rows(self, function: RowFunction, meta: DatasetMeta | None) -> None:
         key = None if meta is None else meta.get_id()
         if key is None and len(self.datasets) == 1 and not self._interleave:
             key = self._key(None)
-        self._functions.append((key, _replacing(function, options.get("remove_columns", ()))))
+        self._functions.append((key, function))
 
 
 class PackingDataset(Dataset):
@@ -383,7 +407,40 @@ class IterablePackingDataset(IterableDataset):
                 return
 
 
-def _replacing(function: Any, removed: Any) -> Callable[[list[Row]], list[Row]]:
+def _caster(features: Any) -> RowFunction | None:
+    """Return what gives rows the types of `features`; None if there are none."""
+    if features is None:
+        return None
+    return lambda rows: [_cast("row", row, dict(features)) for row in rows]
+
+
+def _cast(name: str, value: Any, feature: Any) -> Any:
+    """Give a value the type of a feature of Hugging Face's `datasets`; None stays."""
+    if value is None:
+        return None
+    if isinstance(feature, Mapping):
+        if not isinstance(value, Mapping) or not value.keys() <= feature.keys():
+            raise ValueError(f"{name} must have the keys {list(feature)}, got {value!r:.80}")
+        return {k: _cast(f"{name}[{k!r}]", value.get(k), x) for k, x in feature.items()}
+    items = feature[0] if isinstance(feature, list) else getattr(feature, "feature", None)
+    if items is not None:
+        return [_cast(f"{name}[{i}]", x, items) for i, x in enumerate(value)]
+    kind = str(getattr(feature, "dtype", feature))
+    if kind in ("string", "large_string") and isinstance(value, str | int | float):
+        return str(value).lower() if isinstance(value, bool) else str(value)
+    if kind == "bool" and value in (0, 1):
+        return bool(value)
+    if re.fullmatch(r"u?int(8|16|32|64)|float(16|32|64)", kind):
+        with suppress(ValueError, TypeError, OverflowError):
+            number = np.dtype(kind).type(value).item()
+            if isinstance(number, float) or number == float(value):
+                return number
+    raise ValueError(
+        f"{name} must be of the type {kind} in features, got {value!r:.80}; see {PAGE}"
+    )
+
+
+def _replacing(function: Any, removed: Any) -> RowFunction:
     if isinstance(function, Preprocessor) and type(function).__call__ is Preprocessor.__call__:
         return lambda rows: [dict(function.preprocess(row)) for row in rows]
     return column_function(lambda columns: function(columns), removed)
