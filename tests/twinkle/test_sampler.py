@@ -60,11 +60,44 @@ def test_adapters_by_path(checkpoint, sampler, tmp_path):
     assert draws[0] != draws[1]
     CheckpointEngineManager(model=model, sampler=sampler).sync_weights(merge_and_sync=False)
     assert tokens(sampler.sample(PROMPTS, GREEDY)) == adapted
+    assert tokens(sampler.sample(PROMPTS, GREEDY, use_base_model=True)) == plain
+    assert tokens(sampler.sample(PROMPTS, GREEDY)) == adapted
     with pytest.raises(ValueError, match="adapter_path"):
         sampler.sample(PROMPTS, GREEDY, adapter_path=place)
     served = vLLMSampler(model_id=checkpoint, base_url="http://127.0.0.1:9")
     with pytest.raises(ValueError, match=r"adapter_path .*server"):
         served.sample(PROMPTS, GREEDY, adapter_path=place)
+    with pytest.raises(ValueError, match=r"use_base_model .*server"):
+        served.sample(PROMPTS, GREEDY, use_base_model=True)
+    with pytest.raises(ValueError, match=r"sleep .*server"):
+        served.sleep()
+
+
+def test_a_sampler_sleeps_while_the_model_trains(checkpoint, sampler):
+    before = tokens(sampler.sample(PROMPTS, GREEDY))
+    parameters = sampler._sampler.params["lm_head"]["kernel"]
+    sampler.sleep()
+    with pytest.raises(ValueError, match="wake_up"):
+        sampler.sample(PROMPTS, GREEDY)
+    assert isinstance(sampler._sampler._params["lm_head"]["kernel"], np.ndarray)
+    sampler.wake_up(tags=["kv_cache"])
+    with pytest.raises(ValueError, match="wake_up"):
+        sampler.sample(PROMPTS, GREEDY)
+    sampler.wake_up(tags=["weights"])
+    sampler.wake_up()
+    assert tokens(sampler.sample(PROMPTS, GREEDY)) == before
+    assert sampler._sampler.params["lm_head"]["kernel"].sharding == parameters.sharding
+    sampler.sleep(level=2)
+    with pytest.raises(ValueError, match="sync_weights"):
+        sampler.wake_up()
+    model = TransformersModel(checkpoint)
+    CheckpointEngineManager(model=model, sampler=sampler).sync_weights()
+    assert tokens(sampler.sample(PROMPTS, GREEDY)) == before
+    with pytest.raises(ValueError, match="level"):
+        sampler.sleep(level=3)
+    own = JaxSampler(model=model)  # nothing of its own
+    own.sleep()
+    assert tokens(own.sample(PROMPTS, GREEDY)) == before
 
 
 def test_prompts_are_scored(sampler):

@@ -27,7 +27,7 @@ from twinkle_jax.model.decoder.config import (
 from twinkle_jax.model.decoder.decode import decode_step, extend, prefill
 from twinkle_jax.model.decoder.forward import Decoder, Remat, hidden_states
 from twinkle_jax.model.decoder.layers import output_logits, output_matrix
-from twinkle_jax.model.decoder.lora import LoraConfig, merge_adapter, with_adapter
+from twinkle_jax.model.decoder.lora import LoraConfig, merge_adapter, with_adapter, without_adapter
 from twinkle_jax.model.decoder.parameters import (
     Params,
     init_params,
@@ -87,4 +87,5 @@ __all__ = [
     "take_rows",
     "unstack_layers",
     "with_adapter",
+    "without_adapter",
 ]

@@ -24,6 +24,7 @@ from twinkle_jax.model import (
     partition_rules,
     shard_like_params,
     with_adapter,
+    without_adapter,
 )
 from twinkle_jax.model.decoder.layers import map_logits
 from twinkle_jax.model.decoder.lora import walk
@@ -88,6 +89,7 @@ class JaxSampler:
                 f"got {'neither' if model is None else 'both'}"
             )
         self._model, self._params = model, None
+        self._shardings: Any = None  # of the parameters while it sleeps
         if model is not None:
             self.config, source = model.config, model.source
             self.dtype, self.mesh = model.dtype, model.mesh
@@ -183,6 +185,8 @@ class JaxSampler:
     @property
     def params(self) -> Any:
         """The parameters to sample from: the model's current ones, or the sampler's own."""
+        if self._shardings is not None:
+            raise ValueError("the sampler must be awake, got none: call wake_up or sync_weights")
         return self._params if self._model is None else self._model.params
 
     def with_params(self, params: Any) -> Self:
@@ -208,6 +212,32 @@ class JaxSampler:
         lora, adapter = load_adapter(adapter_path, self.config)
         return self.with_params(with_adapter(self.params, self.config, lora, adapter))
 
+    def without_adapter(self) -> Self:
+        """Return a sampler that draws from the parameters under the adapter, which it shares."""
+        return self.with_params(without_adapter(self.params))
+
+    def sleep(self, level: int = 1) -> None:
+        """Free the devices' memory of the sampler's own parameters, until `wake_up`.
+
+        Args:
+            level: 1 keeps the parameters in the host's memory; 2 drops them, so that the next call
+                must be `sync_weights`. The parameters of a `model` stay where they are.
+        """
+        if level not in (1, 2):
+            raise ValueError(f"level must be 1 or 2, got {level!r}")
+        if self._model is None and self._shardings is None:
+            self._shardings = jax.tree.map(lambda x: x.sharding, self._params)
+            self._params = jax.device_get(self._params) if level == 1 else None
+
+    def wake_up(self) -> None:
+        """Bring the parameters back to their devices."""
+        if self._shardings is None:
+            return
+        if self._params is None:
+            raise ValueError("level must be 1 to wake up, got 2: call sync_weights")
+        self._params = jax.device_put(self._params, self._shardings)
+        self._shardings = None
+
     def sync_weights(self, actor: Actor) -> None:
         """Copy a policy's parameters, adapters included; does nothing for the sampler's `model`.
 
@@ -227,6 +257,7 @@ class JaxSampler:
         params = actor.params
         shardings = None if self.mesh is None else shard_like_params(params, self.mesh)
         self._params = jax.device_put(jax.jit(copied)(params), shardings)
+        self._shardings = None
 
     def set_template(self, template: Template) -> None:
         """Set the template that encodes conversations and decodes tokens."""

@@ -1,6 +1,6 @@
 """Twinkle's `sampler`: in this program, or on a server that you run."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -93,11 +93,13 @@ class vLLMSampler:  # noqa: N801  (Twinkle's name)
         *,
         num_samples: int = 1,
         logprobs_kind: LogprobsKind | None = "policy",
+        use_base_model: bool = False,
     ) -> SampleResponses:
         """Sample completions, as [`JaxSampler.sample`][twinkle_jax.sampler.JaxSampler.sample].
 
         `adapter_name` changes nothing: the weights are those of the last `sync_weights`.
-        `adapter_path` is a directory with an adapter in PEFT's format, in this program only.
+        `adapter_path` is a directory with an adapter in PEFT's format, and `use_base_model` leaves
+        adapters out, in this program only.
         """
         temperature = read_params(sampling_params).temperature
         if self._raw and temperature not in (0, 1):
@@ -105,13 +107,12 @@ class vLLMSampler:  # noqa: N801  (Twinkle's name)
                 f"temperature must be 1 or 0 with logprobs_mode='raw_logprobs', got {temperature}"
             )
         sampler = self._sampler
-        if adapter_path is not None:
-            if not isinstance(sampler, JaxSampler):
-                raise ValueError(
-                    "adapter_path must be left out with a server: sync_weights takes adapters "
-                    f"there; see {PAGE}"
-                )
-            sampler = sampler.with_adapter(local_id(adapter_path, "adapter_path"))
+        if use_base_model:
+            sampler = self._in_process("use_base_model").without_adapter()
+        elif adapter_path is not None:
+            sampler = self._in_process("adapter_path").with_adapter(
+                local_id(adapter_path, "adapter_path")
+            )
         responses = sampler.sample(
             inputs, sampling_params, num_samples=num_samples, logprobs_kind=logprobs_kind
         )
@@ -124,6 +125,20 @@ class vLLMSampler:  # noqa: N801  (Twinkle's name)
             self._sampler.sync_weights(actor, merge=merge)
         else:
             self._sampler.sync_weights(actor)
+
+    def sleep(self, level: int = 1) -> None:
+        """Free the devices' memory of the sampler's parameters, in this program only."""
+        self._in_process("sleep").sleep(level)
+
+    def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """Bring the parameters back, unless `tags` are of something else."""
+        if tags is None or "weights" in tags:
+            self._in_process("wake_up").wake_up()
+
+    def _in_process(self, name: str) -> JaxSampler:
+        if isinstance(self._sampler, JaxSampler):
+            return self._sampler
+        raise ValueError(f"{name} must be left out with a server; see {PAGE}")
 
     def reset_prefix_cache(self) -> None:
         """Do nothing: no cache outlives a call here, and servers clear theirs with new weights."""

@@ -175,6 +175,11 @@ def merge_adapter(params: Params) -> dict[str, Any]:
     return merged
 
 
+def without_adapter(params: Params) -> dict[str, Any]:
+    """Leave out an adapter that lies over a decoder's parameters; no array is copied."""
+    return nest({path: x for path, x in walk(params) if not path[-1].startswith("lora_")})
+
+
 def walk(tree: Params, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
     """Visit the leaves of nested dicts with their paths."""
     for key, value in tree.items():
