@@ -160,6 +160,14 @@ def test_separate_verbs_give_the_gradient_of_forward_backward(model):
         model.forward(inputs=[{"input_ids": [5, 6]}])
 
 
+def test_what_scripts_ask_of_pytorchs_module(model):
+    layers = {type(m).__name__ for m in model.model.modules()}
+    model.model._no_split_modules = list(layers) or [f"{model.model.config.model_type}DecoderLayer"]
+    assert model.model._no_split_modules == ["qwen3DecoderLayer"]
+    with pytest.raises(AttributeError, match="lm_head"):
+        model.model.lm_head = None
+
+
 def test_a_mask_that_no_loss_reads(model):
     with pytest.warns(UserWarning, match="positive_mask changes nothing"):
         masked = model.forward_backward(inputs=INPUTS, positive_mask=[True, False, True], **SIDE)

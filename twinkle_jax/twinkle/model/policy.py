@@ -1,5 +1,6 @@
 """A policy and its adapters, each with its optimizer, loss, template and metrics."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -155,6 +156,23 @@ class OptimizerGroup:
         return numbers
 
 
+class Module:
+    """What scripts ask of `model.model`, where Twinkle has PyTorch's module; other names raise.
+
+    Setting `_no_split_modules`, layers that FSDP must not split, changes nothing here.
+    """
+
+    __slots__ = ("_no_split_modules", "config")
+
+    def __init__(self, config: DecoderConfig) -> None:
+        self.config = config
+        self._no_split_modules: Any = ()
+
+    def modules(self) -> Iterator[Any]:
+        """Iterate over no modules: parameters are a tree of arrays, `TransformersModel.params`."""
+        return iter(())
+
+
 class AdapterPolicy:
     """Parameters, adapters over them, and their mesh: the state of a `TransformersModel`."""
 
@@ -186,6 +204,7 @@ class AdapterPolicy:
         self.key = jax.random.key(seed)
         decoder = self._first_policy(model_id, _read_config(config), seed)
         self.config, self.source = decoder.config, decoder.source
+        self.model = Module(self.config)
         self.base: Params | None = None  # the frozen parameters under adapters
         state = begin_training(decoder.params, None, self.mesh)
         self.optimizer_group = {"": OptimizerGroup("", state)}
