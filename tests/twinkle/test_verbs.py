@@ -186,6 +186,20 @@ def test_a_forward_pass_returns_the_entropies_that_its_loss_needs(model):
     assert_equal(gradient(model), expected)
 
 
+def test_megatrons_passes_without_gradients_have_a_loss(checkpoint):
+    model = MegatronModel(checkpoint, mixed_precision="no")
+    outputs = model.forward_only(inputs=INPUTS)
+    mean = -outputs["logps"].sum() / np.count_nonzero(outputs["logps"])
+    np.testing.assert_allclose(outputs["loss"], mean, rtol=1e-5)
+    assert model.calculate_metric(is_training=False)["loss"] == pytest.approx(mean)
+    model.set_loss("GRPOLoss")
+    assert model.forward_only(inputs=INPUTS).keys() == {"logps"}  # a reference: no advantages
+    assert model.calculate_metric(is_training=False) == {}
+    expected = model.forward_backward(inputs=INPUTS, **SIDE)
+    scored = model.forward_only(inputs=INPUTS, micro_batch_size=2, **SIDE)
+    np.testing.assert_allclose(scored["loss"], expected, rtol=1e-4)
+
+
 def test_columns_of_a_data_set_may_stay_in_features(model):
     rows = [{**x, "question": "?", "answer": 4, "length": 5} for x in INPUTS]
     plain = model.forward_only(inputs=INPUTS)["logps"]

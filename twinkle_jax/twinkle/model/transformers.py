@@ -12,7 +12,14 @@ from jaxtyping import Array, Float
 
 from twinkle_jax.data import Inputs, PerSequence
 from twinkle_jax.data.features import LOSS_INPUTS, largest_logits
-from twinkle_jax.loss import GKDLoss, Loss, LossFunction, get_loss
+from twinkle_jax.loss import (
+    ChunkedCrossEntropyLoss,
+    CrossEntropyLoss,
+    GKDLoss,
+    Loss,
+    LossFunction,
+    get_loss,
+)
 from twinkle_jax.training import (
     FeatureRows,
     StepSummary,
@@ -604,6 +611,31 @@ class MegatronModel(TransformersModel):
             names = {"num_warmup_steps": warmup, "num_training_steps": steps, "eta_min": least}
             scheduler_cls, options = "CosineWarmupScheduler", options | names
         super().set_lr_scheduler(scheduler_cls, **options)
+
+    def forward_only(
+        self,
+        *,
+        inputs: Inputs,
+        adapter_name: str | None = None,
+        advantages: PerSequence | None = None,
+        old_logps: PerSequence | None = None,
+        ref_logps: PerSequence | None = None,
+        ref_outputs: Mapping[str, Any] | None = None,
+        **options: Any,
+    ) -> dict[str, Any]:
+        """Score inputs, and compute their `loss` if it needs labels alone or what it needs is here.
+
+        `calculate_metric(False)` averages the losses.
+        """
+        outputs = super().forward_only(inputs=inputs, adapter_name=adapter_name, **options)
+        given: dict[str, Any] = {"advantages": advantages, "old_logps": old_logps}
+        given |= {"ref_logps": ref_logps, "ref_outputs": ref_outputs}
+        loss_fn = self.group(adapter_name).loss
+        supervised = isinstance(loss_fn, CrossEntropyLoss | ChunkedCrossEntropyLoss)
+        if supervised or any(x is not None for x in given.values()):
+            loss = self.calculate_loss(adapter_name=adapter_name, **given)
+            return {**outputs, "loss": loss}
+        return outputs
 
     def save(self, *args: Any, merge_lora: bool = False, **options: Any) -> Any:
         """Write a checkpoint, or an adapter; `merge_lora` is another name of `merge`."""
