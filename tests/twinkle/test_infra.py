@@ -1,5 +1,6 @@
 """Meshes, `initialize`, loggers, ids of hubs, options that change nothing, kernels."""
 
+import copy
 import sys
 import types
 import warnings
@@ -139,3 +140,15 @@ def test_objects_that_are_made_take_no_options():
 def test_unknown_names_link_to_the_page():
     with pytest.raises(AttributeError, match="from_twinkle"):
         twinkle.remote_class  # noqa: B018
+
+
+def test_sizes_of_axes_and_no_ranks():
+    mesh = DeviceMesh.from_sizes(fsdp_size=2, dp_size=2)
+    sizes = (mesh.dp_world_size, mesh.fsdp_world_size, mesh.tp_world_size, mesh.pp_world_size)
+    assert sizes == (2, 2, 0, 0)  # as in Twinkle
+    for name in ("dp_rank", "data_rank", "is_pp_last_rank", "get_slice"):
+        with pytest.raises(AttributeError, match=f"{name}.*from_twinkle"):
+            getattr(mesh, name)
+    with pytest.raises(AttributeError, match="other_world_size"):
+        mesh.other_world_size  # noqa: B018
+    assert not hasattr(mesh, "shape") and copy.copy(mesh).sizes == mesh.sizes

@@ -27,7 +27,8 @@ class DeviceMesh:
     """Twinkle's mesh: `dp`, `fsdp` and `tp` shard the policy over JAX's devices.
 
     `mesh` is an array of the ranks 0, 1, 2, …, whose axes are named `dp`, `fsdp` or `tp`; Twinkle's
-    other axes must be of size 1. `device_type` is only shown.
+    other axes must be of size 1. `device_type` is only shown. `dp_world_size` and the like are the
+    sizes; ranks are refused: a program sees the rows of all devices, and would lose the others.
 
     Example:
         >>> DeviceMesh.from_sizes(dp_size=1, fsdp_size=1).world_size
@@ -87,6 +88,15 @@ class DeviceMesh:
             )
         shape = tuple(known.values())
         return cls(np.arange(product).reshape(shape), tuple(known), device_type, **sizes)
+
+    def __getattr__(self, name: str) -> int:
+        axis = name.removesuffix("_world_size")
+        if axis != name and axis in (*_AXES, *_INSTEAD):
+            return self.sizes.get(axis, 0)  # as Twinkle has it: no such axis
+        reason = "no such attribute"
+        if "rank" in name or name == "get_slice":
+            reason = f"one program sees the rows of all devices, not a rank's share; see {PAGE}"
+        raise AttributeError(f"DeviceMesh has no {name!r}: {reason}", name=name, obj=self)
 
     @property
     def world_size(self) -> int:
