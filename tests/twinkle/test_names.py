@@ -15,6 +15,9 @@ USED_BY_OTHER_MODULES = {"Args", "read_teacher"}
 # Sub-modules that scripts import: in ours one file has the names of all.
 SUBMODULES = {
     "agentic.envs.base": "Env StepResult",
+    "agentic.protocol.base": "API",
+    "agentic.protocol.openai": "OpenAI",
+    "agentic.reward.f1": "CoTReward F1Reward ToolExploreReward",
     "agentic.rollout.bridge": "extend_with_bridge",
     "agentic.rollout.multi_turn": "MultiTurnRollout",
     "agentic.tools.base": "Tool",

@@ -160,6 +160,17 @@ def test_separate_verbs_give_the_gradient_of_forward_backward(model):
         model.forward(inputs=[{"input_ids": [5, 6]}])
 
 
+def test_gradients_are_clipped_by_their_2_norm(model):
+    model.forward_backward(inputs=INPUTS, **SIDE)
+    norm = np.sqrt(sum(np.sum(x.astype(np.float64) ** 2) for x in gradient(model)))
+    np.testing.assert_allclose(model.clip_grad_norm(norm / 4, 2), norm, rtol=1e-5)
+    clipped = np.sqrt(sum(np.sum(x.astype(np.float64) ** 2) for x in gradient(model)))
+    np.testing.assert_allclose(clipped, norm / 4, rtol=1e-5)
+    for clip in (model.clip_grad_norm, model.clip_grad_and_step):
+        with pytest.raises(ValueError, match="norm_type must be 2"):
+            clip(1.0, norm_type=float("inf"))
+
+
 def test_what_scripts_ask_of_pytorchs_module(model):
     layers = {type(m).__name__ for m in model.model.modules()}
     model.model._no_split_modules = list(layers) or [f"{model.model.config.model_type}DecoderLayer"]

@@ -437,11 +437,13 @@ class TransformersModel(SavedPolicy):
     def clip_grad_norm(
         self,
         max_grad_norm: float = 1.0,
+        norm_type: float = 2,
         *,
         gradient_accumulation_steps: int | None = None,
         adapter_name: str | None = None,
     ) -> Float[Array, ""] | None:
         """Clip the accumulated gradients, and return their norm before clipping."""
+        _check_norm(norm_type)
         group = self._due_group(adapter_name, gradient_accumulation_steps)
         if group is None:
             return None
@@ -472,6 +474,7 @@ class TransformersModel(SavedPolicy):
     def clip_grad_and_step(
         self,
         max_grad_norm: float = 1.0,
+        norm_type: float = 2,
         *,
         gradient_accumulation_steps: int | None = None,
         adapter_name: str | None = None,
@@ -481,6 +484,7 @@ class TransformersModel(SavedPolicy):
         Returns:
             Gradient norm, and whether the update was applied; None while gradients are accumulated.
         """
+        _check_norm(norm_type)
         group = self._due_group(adapter_name, gradient_accumulation_steps)
         if group is None:
             return None
@@ -574,6 +578,11 @@ def read_teacher(
     if logprobs is not None and indices is not None:
         return logprobs, indices
     return None if logits is None else largest_logits(logits, topk)
+
+
+def _check_norm(norm_type: float) -> None:
+    if norm_type != 2:
+        raise ValueError(f"norm_type must be 2, got {norm_type!r}; see {PAGE}")
 
 
 def _check_task(task: str) -> None:
