@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from twinkle_jax.data import Message, SamplingParams, Trajectory
-from twinkle_jax.sampler.vllm.client import Client, Deadline, Request, read_list, read_object
+from twinkle_jax.sampler.vllm_server import Client, Deadline, Request, read_list, read_object
 from twinkle_jax.twinkle.names import PAGE, add_submodules, refuse
 
 _SAME = ("temperature", "top_p", "max_tokens", "seed")  # SamplingParams and OpenAI's body
