@@ -215,6 +215,51 @@ def test_stop_ids_and_names_of_control_tokens_end_a_row(actor):
     assert tokens_of(by_id) == tokens_of(by_name)
 
 
+def test_a_stream_is_the_completion_in_parts(actor):
+    sampler = JaxSampler(actor)
+    likely = {"temperature": 0, "repetition_penalty": 1.5}
+    whole = sampler.sample("2", SamplingParams(**likely, max_tokens=20))[0].sequences[0]
+    assert len(whole.decoded) > 6
+    stop = whole.decoded[3:6]  # across a border of blocks
+    stopped = SamplingParams(**likely, max_tokens=20, stop=[stop, "9" * 8])
+    shown = SamplingParams(**likely, max_tokens=20, stop=stop, include_stop_str_in_output=True)
+    for params in (
+        SamplingParams(**likely, max_tokens=20),
+        SamplingParams(**likely, max_tokens=3),
+        SamplingParams(**likely),
+        stopped,
+        shown,
+    ):
+        (expected,) = sampler.sample("2", params)[0].sequences
+        parts = list(sampler.stream("2", params, block=4))
+        assert "".join(text for text, _ in parts) == expected.decoded
+        reasons = [reason for _, reason in parts]
+        assert reasons == [None] * (len(parts) - 1) + [expected.stop_reason]
+    assert len(list(sampler.stream("2", SamplingParams(**likely, max_tokens=20), block=4))) > 2
+
+
+def test_the_blocks_of_a_stream_share_no_noise(actor):
+    sampler = JaxSampler(actor, seed=3)
+    even = SamplingParams(temperature=1e4, max_tokens=16)
+
+    def draw(params):
+        return "".join(text for text, _ in sampler.stream("1+2=", params, block=1))
+
+    texts = [draw(even) for _ in range(8)]
+    assert len(set(texts)) > 4  # calls
+    assert max(len(set(text)) for text in texts) > 2  # with equal noise every block is the same
+    seeded = SamplingParams(temperature=1e4, max_tokens=16, seed=7)
+    assert draw(seeded) == draw(seeded)
+    bad = [
+        (CHATS, even, "one prompt"),
+        ("1", SamplingParams(num_samples=2), "one prompt"),
+        ("1", SamplingParams(max_tokens=0, prompt_logprobs=0), "one prompt"),
+    ]
+    for prompt, params, message in bad:
+        with pytest.raises(ValueError, match=message):
+            list(sampler.stream(prompt, params))
+
+
 @pytest.mark.exhaustive
 def test_a_sampler_of_its_own_is_synchronised(checkpoint):
     actor = TransformersModel(model_id=checkpoint)

@@ -71,6 +71,23 @@ def test_adapters_by_path(checkpoint, sampler, tmp_path):
         served.sample(PROMPTS, GREEDY, use_base_model=True)
     with pytest.raises(ValueError, match=r"sleep .*server"):
         served.sleep()
+    with pytest.raises(ValueError, match=r"sample_stream .*server"):
+        next(served.sample_stream(PROMPTS[0]))
+
+
+def test_a_stream_of_text(checkpoint, sampler, tmp_path):
+    model = TransformersModel(model_id=checkpoint)
+    model.add_adapter_to_model("default", LORA)
+    model.state = model.state._replace(params=jax.tree.map(lambda x: x + 0.3, model.state.params))
+    place = model.save("adapter", tmp_path)
+    sampler.set_template(Template(small_tokenizer("0123456789+="), max_length=64))
+    for path in (None, place):
+        calls = sampler._sampler.calls
+        parts = list(sampler.sample_stream({"input_ids": ROWS[0]}, GREEDY, adapter_path=path))
+        assert sampler._sampler.calls == calls + 1
+        (expected,) = sampler.sample(PROMPTS[:1], GREEDY, adapter_path=path)[0].sequences
+        assert "".join(text for text, _ in parts) == expected.decoded
+        assert parts[-1][1] == expected.stop_reason
 
 
 def test_a_sampler_sleeps_while_the_model_trains(checkpoint, sampler):

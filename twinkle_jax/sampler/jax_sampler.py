@@ -1,6 +1,6 @@
 """Twinkle's sampler in this process: on the policy that is trained, or on its own parameters."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
 from functools import partial
 from pathlib import Path
@@ -13,7 +13,14 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
-from twinkle_jax.data import LogprobsKind, SampleResponses, SamplingParams, Template, bucket_size
+from twinkle_jax.data import (
+    LogprobsKind,
+    SampleResponses,
+    SamplingParams,
+    StopReason,
+    Template,
+    bucket_size,
+)
 from twinkle_jax.data.batch import pad_tokens
 from twinkle_jax.model import (
     DecoderConfig,
@@ -29,9 +36,11 @@ from twinkle_jax.model import (
 from twinkle_jax.model.decoder.layers import map_logits
 from twinkle_jax.model.decoder.lora import walk
 from twinkle_jax.model.decoder.sharding import row_shards
+from twinkle_jax.sampler.conversations import Conversations
 from twinkle_jax.sampler.generate import generate
 from twinkle_jax.sampler.requests import (
     Actor,
+    Call,
     DrawnSequence,
     Prompt,
     longest_row,
@@ -163,14 +172,7 @@ class JaxSampler:
             tokens,
             mask,
             self._key(params.seed),
-            Sampling(
-                temperature=params.temperature,
-                top_k=params.top_k,
-                top_p=params.top_p,
-                min_p=params.min_p,
-                repetition_penalty=params.repetition_penalty,
-                stop_tokens=call.stops.tokens,
-            ),
+            _sampling(call),
             num_samples=call.num_samples,
             max_new_tokens=bucket_size(int(limits.max()), smallest=16),
             max_tokens=limits,
@@ -181,6 +183,66 @@ class JaxSampler:
         responses = make_responses(call, _read_arrays(drawn, rows, logprobs_kind))
         self._score_prompts(responses, tokens, mask, params.prompt_logprobs)
         return responses
+
+    def stream(
+        self,
+        inputs: Prompt,
+        sampling_params: SamplingParams | Mapping[str, Any] | None = None,
+        *,
+        block: int = 8,
+    ) -> Iterator[tuple[str, StopReason | None]]:
+        """Draw one completion, and yield its text while it is drawn.
+
+        The distribution is that of `sample`; the noise of a seed is another one.
+
+        Args:
+            inputs: one prompt, as for `sample`.
+            sampling_params: likewise; one completion.
+            block: tokens that are drawn at a time.
+
+        Yields:
+            Further text, and why the completion has ended with the last one, None before. Text that
+            may become part of a stop string waits for what follows.
+
+        Raises:
+            ValueError: for what `sample` refuses, several completions, or without a template.
+        """
+        params = read_params(sampling_params)
+        limits = {"vocab": self.config.vocab_size, "max_length": self.max_length}
+        call = read_call(inputs, params, 1, self.template, None, **limits)
+        if len(call.features) * call.num_samples != 1 or params.max_tokens == 0:
+            raise ValueError("inputs must be one prompt for one completion of at least one token")
+        if self.template is None:
+            raise ValueError("the sampler must have a template to stream text: set_template")
+        prompt, text = prompt_tokens(call.features[0]).tolist(), ""
+        tokens: list[int] = []
+        limit = self.max_length - len(prompt)
+        limit = limit if params.max_tokens is None else min(limit, params.max_tokens)
+        rows = Conversations(
+            self.params,
+            self.config,
+            1,
+            _sampling(call),
+            max_length=self.max_length,
+            max_new_tokens=block,
+            compute_dtype=self.dtype,
+            mesh=self.mesh,
+        )
+        key = self._key(params.seed)
+        while True:
+            count = len(tokens)
+            keys = jax.random.fold_in(key, count)[None]
+            drawn = rows.go_on({0: [*prompt, *tokens]}, keys, {0: min(block, limit - count)})
+            (row,) = _read_arrays(drawn, 1, None)
+            tokens += row.tokens
+            sequence = make_responses(call, [row._replace(tokens=tokens)])[0].sequences[0]
+            assert sequence.decoded is not None
+            if sequence.stop_reason == "stop" or len(tokens) == limit:
+                yield sequence.decoded[len(text) :], sequence.stop_reason
+                return
+            if further := _settled(sequence.decoded, call.stops.strings)[len(text) :]:
+                text += further
+                yield further, None
 
     @property
     def params(self) -> Any:
@@ -297,6 +359,25 @@ class JaxSampler:
         if seed is not None:
             return jax.random.key(seed)
         return jax.random.fold_in(jax.random.key(self.seed), call)
+
+
+def _sampling(call: Call) -> Sampling:
+    params = call.params
+    return Sampling(
+        params.temperature,
+        params.top_k,
+        params.top_p,
+        params.min_p,
+        params.repetition_penalty,
+        call.stops.tokens,
+    )
+
+
+def _settled(text: str, stops: Sequence[str]) -> str:
+    """Leave out the end of a text that further tokens may change: half a letter or a stop."""
+    text = text.rstrip("\ufffd")
+    partial = (n for stop in stops for n in range(len(stop) - 1, 0, -1) if text.endswith(stop[:n]))
+    return text[: len(text) - max(partial, default=0)]
 
 
 def _pad_prompts(

@@ -1,6 +1,6 @@
 """Twinkle's `sampler`: in this program, or on a server that you run."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +10,7 @@ from twinkle_jax.data import (
     LogprobsKind,
     SampleResponses,
     SamplingParams,
+    StopReason,
     Template,
 )
 from twinkle_jax.sampler import JaxSampler
@@ -110,14 +111,30 @@ class vLLMSampler:  # noqa: N801  (Twinkle's name)
         if use_base_model:
             sampler = self._in_process("use_base_model").without_adapter()
         elif adapter_path is not None:
-            sampler = self._in_process("adapter_path").with_adapter(
-                local_id(adapter_path, "adapter_path")
-            )
+            sampler = self._adapted("adapter_path", adapter_path)
         responses = sampler.sample(
             inputs, sampling_params, num_samples=num_samples, logprobs_kind=logprobs_kind
         )
         self._sampler.calls = sampler.calls  # no two calls share noise
         return responses
+
+    def sample_stream(
+        self,
+        inputs: Any,
+        sampling_params: SamplingParams | Mapping[str, Any] | None = None,
+        adapter_name: str = "",
+        adapter_path: str | Path | None = None,
+    ) -> Iterator[tuple[str, StopReason | None]]:
+        """Yield the text of a completion while it is drawn, in this program only.
+
+        As [`JaxSampler.stream`][twinkle_jax.sampler.JaxSampler.stream]; the arguments are those of
+        `sample`.
+        """
+        sampler = self._adapted("sample_stream", adapter_path)
+        try:
+            yield from sampler.stream(inputs, sampling_params)
+        finally:
+            self._sampler.calls = sampler.calls  # no two calls share noise
 
     def sync_weights(self, actor: Any, *, merge: bool = False) -> None:
         """Take over a policy's weights."""
@@ -134,6 +151,12 @@ class vLLMSampler:  # noqa: N801  (Twinkle's name)
         """Bring the parameters back, unless `tags` are of something else."""
         if tags is None or "weights" in tags:
             self._in_process("wake_up").wake_up()
+
+    def _adapted(self, name: str, adapter_path: str | Path | None) -> JaxSampler:
+        sampler = self._in_process(name)
+        if adapter_path is None:
+            return sampler
+        return sampler.with_adapter(local_id(adapter_path, "adapter_path"))
 
     def _in_process(self, name: str) -> JaxSampler:
         if isinstance(self._sampler, JaxSampler):
