@@ -225,6 +225,9 @@ def test_adapters_rewards_and_optimizers_from_the_command(tmp_path, capsys):
     assert (merged / "model.safetensors").is_file()
     assert main(["export", str(run), str(merged)]) == 1
     assert "--overwrite" in capsys.readouterr().err
+    # Every later use of the run would add its adapters a second time.
+    assert main(["export", str(run), str(run / "base"), "--merge", "--overwrite"]) == 1
+    assert "directory must not be the base" in capsys.readouterr().err
     one, other = load_policy(str(run / "policy")), load_policy(str(merged))
     prompt = np.asarray([[5, 6, 7, 8]])
     batch = Batch(prompt, np.roll(prompt, -1))

@@ -73,6 +73,10 @@ def test_a_run_that_failed_before_its_first_step_is_no_obstacle(tmp_path):
     config = TrainConfig(output_dir=str(tmp_path), logging=LoggingConfig())
     assert prepare_directory(config, tmp_path) is None
     assert list(tmp_path.iterdir()) == []
+    (tmp_path / "config.json").write_text("{}")  # of anything else
+    with pytest.raises(FileExistsError, match="output_dir"):
+        prepare_directory(config, tmp_path)
+    assert (tmp_path / "config.json").exists()
     (tmp_path / "notes.txt").write_text("mine")
     with pytest.raises(FileExistsError, match="output_dir"):
         prepare_directory(config, tmp_path)

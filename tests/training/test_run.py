@@ -255,6 +255,35 @@ def test_overwrite_begins_anew_but_deletes_runs_alone(folder, tmp_path):
     assert (tmp_path / "thesis" / "chapter.txt").exists()
 
 
+def test_overwrite_deletes_neither_checkpoints_nor_what_the_run_reads(folder, tmp_path):
+    """A Hugging Face checkpoint has a config.json as well, and was taken for a run."""
+    model = tmp_path / "model"
+    shutil.copytree(folder / "model", model)
+    (model / "checkpoints").mkdir()
+    kept = sorted(model.rglob("*"))
+    run_config = config(folder, model, steps=0, overwrite=True)
+    with pytest.raises(FileExistsError, match=r"^output_dir must hold a run"):
+        train(run_config, reward=Scorer())
+    assert sorted(model.rglob("*")) == kept
+
+    run = tmp_path / "run"
+    train(dataclasses.replace(run_config, output_dir=str(run)), reward=Scorer())
+    shutil.copytree(run, tmp_path / "copy")
+    shutil.move(tmp_path / "copy", run / "earlier")
+    shutil.copy(folder / "task.jsonl", run / "task.jsonl")
+    kept = sorted(run.rglob("*"))
+    for name, changes in {
+        "model": {"model": str(run / "policy")},
+        "task": {"task": str(run / "task.jsonl")},
+        "evaluation.path": {"evaluation": EvaluationConfig(path=str(run / "task.jsonl"))},
+        "resume": {"resume": str(run / "earlier")},
+    }.items():
+        again = dataclasses.replace(run_config, output_dir=str(run), **changes)
+        with pytest.raises(FileExistsError, match=rf"^output_dir must not hold {name}, "):
+            train(again, reward=Scorer())
+    assert sorted(run.rglob("*")) == kept
+
+
 def test_what_is_shown_says_who_answered_what(folder, capsys, tmp_path):
     train(own_config(folder, tmp_path / "run", steps=2), reward=Scorer())
     printed = capsys.readouterr().out

@@ -48,7 +48,8 @@ class UpdateConfig:
         discount: factor for the reward of each later turn.
         gae_lambda: for credit by turn: 1 credits a turn with all rewards from it on; less
             replaces part of the later rewards by the group's mean return (GAE over turns).
-        mask_truncated: exclude completions that reached a limit of tokens from statistics and loss.
+        mask_truncated: exclude completions that reached a limit of tokens, and episodes that
+            reached one of tokens or turns, from statistics and loss.
         dynamic_sampling: most rollouts of a step, which samples until enough prompts have rewards
             that differ (DAPO); 1 takes the first as it is.
         epochs: passes over each rollout.

@@ -365,19 +365,20 @@ def prepare_directory(config: TrainConfig, directory: Path) -> Path | None:
 
     Raises:
         ValueError: if `resume` names a directory without a run.
-        FileExistsError: if a run is active in the directory, or it is not empty and neither
-            `resume` nor `overwrite` is set.
+        FileExistsError: if a run is active in the directory, it is not empty and neither `resume`
+            nor `overwrite` is set, or overwriting it would delete anything but a run, or what this
+            one reads.
     """
     if file_is_locked(directory / FILE):
         raise FileExistsError(f"output_dir must not be in use by a run, got {directory}")
     source = run_to_resume(config.resume, directory)
     if source is None:
-        _make_empty(config.overwrite, directory)
+        _make_empty(config, directory)
         return None
     saved = saved_settings(source)
     check_resumable(saved, with_choices(config, saved))
     if source.resolve() != directory.resolve():
-        _make_empty(config.overwrite, directory)
+        _make_empty(config, directory, source)
         (directory / FILE).write_bytes((source / FILE).read_bytes())
     return source
 
@@ -417,26 +418,50 @@ def _has_not_begun(directory: Path) -> bool:
     """Whether a directory holds only what a run writes before its first checkpoint."""
     names = {path.name for path in directory.iterdir()}
     metrics = directory / FILE
-    if FILE in names and (not metrics.is_file() or metrics.stat().st_size):
+    if FILE not in names:  # which is written first, but for what several processes agree by
+        return names == {".shared"}
+    if not metrics.is_file() or metrics.stat().st_size:
         return False
     known = {"config.json", ".config.json.partial", FILE, "checkpoints", "tensorboard"}
     known |= {"wandb", "wandb_run.txt", "base", ".shared"}
     saves = [path.name for path in directory.glob("checkpoints/*")]
-    return bool(names) and names <= known and all(name[0] == "." for name in saves)
+    return names <= known and all(name[0] == "." for name in saves)
 
 
-def _make_empty(overwrite: bool, directory: Path) -> None:
+def _holds_run(directory: Path) -> bool:
+    """Whether `config.json` has a run's settings: checkpoints have a file of this name as well."""
+    try:
+        settings = saved_settings(directory)
+    except (OSError, ValueError):
+        return False
+    return {"rollout", "update", "optimizer"} <= settings.keys()
+
+
+def _make_empty(config: TrainConfig, directory: Path, source: Path | None = None) -> None:
+    """Make the directory of a run, and delete what it holds if the settings allow it.
+
+    Args:
+        config: of the run.
+        directory: of the run.
+        source: the run to resume, if it is another one.
+    """
     if directory.is_dir() and any(directory.iterdir()):
-        known = ("config.json", "checkpoints", FILE, "summary.json")
         if not _has_not_begun(directory):
-            if not overwrite:
+            if not config.overwrite:
                 raise FileExistsError(
                     f"output_dir must be empty or new, got {directory}: --resume auto "
                     "continues the run in it, --overwrite deletes it"
                 )
-            if not any((directory / name).exists() for name in known):
+            if not _holds_run(directory):
                 raise FileExistsError(
                     f"output_dir must hold a run to be overwritten, got {directory}"
+                )
+        needed = {"model": config.model, "task": config.task, "resume": source}
+        for name, value in (needed | {"evaluation.path": config.evaluation.path}).items():
+            path = None if value is None else Path(str(value).removeprefix("gsm8k:"))
+            if path and path.exists() and path.resolve().is_relative_to(directory.resolve()):
+                raise FileExistsError(
+                    f"output_dir must not hold {name}, which would be deleted, got {directory}"
                 )
         shutil.rmtree(directory)
     directory.mkdir(parents=True, exist_ok=True)

@@ -383,7 +383,8 @@ def export(
 
     Raises:
         FileNotFoundError: if there is no run, or no valid checkpoint.
-        FileExistsError: if `target` holds something, without `overwrite`.
+        FileExistsError: if `target` holds something, without `overwrite`; or is the base of the
+            run's adapters.
     """
     path, run = Path(target), Path(directory)
     if path.exists() and (not path.is_dir() or any(path.iterdir())) and not overwrite:
@@ -396,6 +397,10 @@ def export(
         raise FileNotFoundError(f"run must be the directory of a run, got {run}")
     config = from_dict(saved_settings(run))
     policy = with_adapter(config, read_policy(config), run, run, None)
+    if policy.base is not None and Path(policy.base).resolve() == path.resolve():
+        raise FileExistsError(
+            f"directory must not be the base that the run's adapters are added to, got {path}"
+        )
     recipe = make_recipe(config, policy, lambda trajectories, truths: [])
     state = begin_training(policy.params, recipe.optimizer, None)
     like = arrays_of(
