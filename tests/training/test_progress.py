@@ -78,6 +78,8 @@ def test_a_run_that_failed_before_its_first_step_is_no_obstacle(tmp_path):
         prepare_directory(config, tmp_path)
     assert (tmp_path / "config.json").exists()
     (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(FileExistsError, match=r"^output_dir must be a directory"):
+        prepare_directory(config, tmp_path / "notes.txt")
     with pytest.raises(FileExistsError, match="output_dir"):
         prepare_directory(config, tmp_path)
 

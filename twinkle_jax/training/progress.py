@@ -365,10 +365,12 @@ def prepare_directory(config: TrainConfig, directory: Path) -> Path | None:
 
     Raises:
         ValueError: if `resume` names a directory without a run.
-        FileExistsError: if a run is active in the directory, it is not empty and neither `resume`
-            nor `overwrite` is set, or overwriting it would delete anything but a run, or what this
-            one reads.
+        FileExistsError: if it is a file, a run is active in it, it is not empty and neither
+            `resume` nor `overwrite` is set, or overwriting it would delete anything but a run, or
+            what this one reads.
     """
+    if directory.exists() and not directory.is_dir():
+        raise FileExistsError(f"output_dir must be a directory, got a file, {directory}")
     if file_is_locked(directory / FILE):
         raise FileExistsError(f"output_dir must not be in use by a run, got {directory}")
     source = run_to_resume(config.resume, directory)
