@@ -273,7 +273,7 @@ class OpenEnvEnvironment:
 
     If the server's actions have a single field and it is a string, an action is the policy's text.
     Otherwise the policy calls the tool `act`, whose parameters are the server's schema of actions.
-    The policy is told what the server says about invalid actions. Lost connections, a server that
+    The policy reads what the server says about invalid actions. Lost connections, a server that
     is full, and errors of the environment itself are failures.
 
     Args:

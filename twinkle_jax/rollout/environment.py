@@ -149,7 +149,7 @@ class ProcessFailedError(RuntimeError):
 
 
 class ToolRaisedError(Exception):
-    """A tool in a process of its own raised an error, which the policy is told."""
+    """A tool in a process of its own raised an error, which is shown to the policy."""
 
 
 def failure_cause(error: BaseException) -> str:

@@ -100,7 +100,7 @@ class Processes:
 
         Raises:
             ProcessFailedError: if there is no answer, or the runner has died or failed.
-            ToolRaisedError: if a tool raised an error, which the policy is told.
+            ToolRaisedError: if a tool raised an error, which is shown to the policy.
         """
         with self._lock:
             if self._answers is None or self._answers.ended:

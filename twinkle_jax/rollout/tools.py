@@ -45,7 +45,7 @@ def tool_schema(function: Callable[..., Any]) -> Tool:
 
     Raises:
         TypeError: if a parameter takes any number of positional arguments, or the function is a
-            generator, which returns nothing that a policy could be told.
+            generator, which has no result to show to the policy.
 
     Example:
         >>> def add(x: int, y: int = 1) -> int:
@@ -205,7 +205,7 @@ class ToolEnvironment:
 
 
 class _ToolError:
-    """The error of a call, which the policy is told."""
+    """The error of a call, which is shown to the policy."""
 
     def __init__(self, text: str) -> None:
         self.text = text

@@ -270,7 +270,7 @@ def fingerprint(path: Path) -> str:
 
 
 def describe_loss(error: BaseException, step: int) -> str:
-    """Describe an error that the other processes have not been told of, and how to continue."""
+    """Describe an error of this process that the others do not know, and how to continue."""
     problem = f"failed alone: {type(error).__name__}"
     if isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" not in str(error):
         problem = "can no longer reach the others"
@@ -286,7 +286,7 @@ def is_reported_by_another(error: BaseException) -> bool:
 
 
 def end_without_others(error: BaseException, *, traceback: bool = False) -> None:
-    """Exit at once after an error that the other processes have not been told of.
+    """Exit at once after an error of this process that the others do not know.
 
     They wait for this one in a collective, which fails as soon as this process is gone. At a usual
     end, JAX would wait for them, and abort all processes after half a minute.

@@ -56,7 +56,7 @@ class Progress(NamedTuple):
         key: the root of all randomness on the device; step s draws with `fold_in(key, s)`.
         step: steps done.
         totals: counters.
-        data: the loader's state: how many prompts those steps have taken, of which data.
+        data: the loader's state: its position, and a fingerprint of the data.
     """
 
     state: TrainState
