@@ -202,12 +202,13 @@ class TwoTurns:
         pass
 
 
-def evaluate_two_turns(rows, *, discount=1.0, seed=0, **rollout):
+def evaluate_two_turns(rows, *, discount=1.0, seed=0, pass_k=0, **rollout):
     settings = {"max_new_tokens": 4, "max_prompt_tokens": 16, "max_turns": 3} | rollout
     config = TrainConfig(
         environment="games.py:TwoTurns",
         rollout=RolloutConfig(**settings),
         update=UpdateConfig(discount=discount),
+        evaluation=EvaluationConfig(pass_k=pass_k),
         seed=seed,
     )
     TwoTurns.seeds.clear()
@@ -228,7 +229,8 @@ def test_an_episode_is_judged_by_its_discounted_return():
 
 def test_failed_episodes_are_left_out_of_an_evaluation_unless_they_are_too_many():
     rows = EnvironmentRows(2)
-    results, _ = evaluate_two_turns(rows, max_failed=0.5)
-    assert results == {"accuracy": 1.0, "reward": 1.0, "turns": 2.0, "failed": 0.5}
+    results, _ = evaluate_two_turns(rows, max_failed=0.5, pass_k=1)
+    kept = {"accuracy": 1.0, "reward": 1.0, "turns": 2.0, "pass@1": 1.0}
+    assert results == {**kept, "failed": 0.5}
     with pytest.raises(EnvironmentFailureError, match="max_failed"):
         evaluate_two_turns(rows, max_failed=0.4)

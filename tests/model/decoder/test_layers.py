@@ -1,6 +1,7 @@
 """Projection, norm, scaled embeddings; rotary positions, and what stretches their wavelengths."""
 
 import dataclasses
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ from tests.model.reference import frequencies, rotated
 from twinkle_jax.model import AttentionConfig, LinearScaling, RopeScaling, Window
 from twinkle_jax.model.decoder.layers import (
     embed,
+    map_logits,
     output_logits,
     project,
     rms_norm,
@@ -56,6 +58,33 @@ def test_logits_are_float32_sums():
     params = {"lm_head": {"kernel": jnp.array([[1.0], [2.0**-10]])}}
     logits = output_logits(params, jnp.ones((1, 2), jnp.bfloat16))
     assert logits.dtype == jnp.float32 and float(logits[0, 0]) == 1 + 2**-10
+
+
+def test_logits_of_a_few_positions_at_a_time_are_those_of_all():
+    """Of 48 positions, three times 16; and of 20, which 16 does not divide, at once."""
+
+    def scores(logits, labels):
+        logprobs = jax.nn.log_softmax(logits)
+        return jnp.take_along_axis(logprobs, labels[..., None], -1)[..., 0], logits.max(-1)
+
+    rng = np.random.default_rng(0)
+    kernel = jnp.asarray(rng.standard_normal((4, 7)), jnp.float32)
+    for time in (48, 20):
+        hidden = jnp.asarray(rng.standard_normal((2, time, 4)), jnp.float32)
+        labels = jnp.asarray(rng.integers(7, size=(2, time)))
+
+        def in_parts(kernel, hidden=hidden, labels=labels):
+            return map_logits(scores, {"lm_head": {"kernel": kernel}}, hidden, labels)
+
+        def at_once(kernel, hidden=hidden, labels=labels):
+            return scores(output_logits({"lm_head": {"kernel": kernel}}, hidden), labels)
+
+        close = partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6)
+        jax.tree.map(close, in_parts(kernel), at_once(kernel))
+        first = [
+            jax.grad(lambda k, f=f: jnp.sin(f(k)[0]).sum())(kernel) for f in (in_parts, at_once)
+        ]
+        close(*first)
 
 
 def test_rms_norm_by_hand():
