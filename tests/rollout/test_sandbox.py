@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from twinkle_jax.rollout import SandboxUnavailableError, python_tool
+from twinkle_jax.rollout import SandboxUnavailableError, python_tool, tools
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="namespaces are Linux's")
 RUN = python_tool(seconds=1, megabytes=200, characters=200)
@@ -88,6 +88,14 @@ def test_nothing_is_left_behind():
     assert threading.active_count() == before
     children = [p for p in os.listdir("/proc") if p.isdigit() and _parent(p) == os.getpid()]
     assert not any("sandbox_worker" in _command(p) for p in children)
+
+
+def test_a_system_without_namespaces_is_named_and_runs_nothing(monkeypatch, tmp_path):
+    worker = tmp_path / "worker.py"
+    worker.write_text("raise OSError(1, 'unshare')")
+    monkeypatch.setattr(tools, "_SANDBOX_WORKER", worker)
+    with pytest.raises(SandboxUnavailableError, match="unshare"):
+        RUN("print(1)")
 
 
 def _parent(pid):

@@ -10,8 +10,9 @@ import pytest
 from tests.rollout import games
 from tests.training import small_run
 from twinkle_jax.advantage import PKPOAdvantage
+from twinkle_jax.data import ArithmeticTask
 from twinkle_jax.loss import DAPOLoss
-from twinkle_jax.model import LoraConfig
+from twinkle_jax.model import LoraConfig, make_mesh
 from twinkle_jax.sampler import Sampling
 from twinkle_jax.training import (
     Estimator,
@@ -27,7 +28,7 @@ from twinkle_jax.training import (
 )
 from twinkle_jax.training.display import Display
 from twinkle_jax.training.metrics import MetricsLog
-from twinkle_jax.training.policy import add_adapter
+from twinkle_jax.training.policy import add_adapter, example_batch
 from twinkle_jax.training.start import begin, with_adapter, with_config
 from twinkle_jax.training.step import RECOMPUTED
 from twinkle_jax.training.task import make_task
@@ -85,6 +86,20 @@ def test_the_reference_is_the_initial_policy_whatever_it_is():
     jax.tree.map(np.testing.assert_array_equal, read.reference, adapted.params)
     new = make_recipe(TrainConfig(update=update, lora=LoraSettings(rank=2)), adapted, reward)
     assert new.reference == {}
+
+
+def test_rows_are_as_wide_as_the_mesh_divides():
+    made = make_recipe(TrainConfig(), POLICY, reward, mesh=make_mesh(tensor=2))
+    assert (made.source.width_multiple, make().source.width_multiple) == (2, 1)
+
+
+def test_examples_of_a_warm_start_are_prompts_with_their_answers():
+    """Each row has labels on its answer and on the token that ends it."""
+    examples = ArithmeticTask(2, size=3)[:]
+    batch = example_batch(POLICY.template, examples)
+    for example, labels in zip(examples, batch.labels, strict=True):
+        answer = POLICY.tokenizer.encode(dict(example["user_data"])["ground_truth"])
+        assert labels[labels != -100].tolist() == [*answer, POLICY.tokenizer.eos_token_id]
 
 
 def test_an_adapter_gets_no_adapters(tmp_path):
