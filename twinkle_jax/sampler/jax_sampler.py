@@ -364,12 +364,12 @@ class JaxSampler:
 def _sampling(call: Call) -> Sampling:
     params = call.params
     return Sampling(
-        params.temperature,
-        params.top_k,
-        params.top_p,
-        params.min_p,
-        params.repetition_penalty,
-        call.stops.tokens,
+        temperature=params.temperature,
+        top_k=params.top_k,
+        top_p=params.top_p,
+        min_p=params.min_p,
+        repetition_penalty=params.repetition_penalty,
+        stop_tokens=call.stops.tokens,
     )
 
 
