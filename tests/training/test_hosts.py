@@ -23,9 +23,9 @@ from twinkle_jax.training import (
     MeshConfig,
     OptimizerConfig,
     RolloutConfig,
-    progress,
     train,
 )
+from twinkle_jax.training import hosts as training_hosts
 from twinkle_jax.training.hosts import check_same, fingerprint, started_as_one_of_several
 
 TIMES = ("time/sample", "time/environment", "step_time", "tokens_per_second")
@@ -156,14 +156,14 @@ def test_what_differs_between_two_processes_is_refused_by_name(folder, tmp_path,
 )
 def test_what_differs_on_one_host_is_named(folder, tmp_path, monkeypatch, change, name):
     """Seen from one process, which computes what the other one would share."""
-    versions = progress.package_versions()
+    versions = training_hosts.package_versions()
     more, clock = folder / "model" / "more.txt", time.time
 
     def share(call, compute):
         first = compute()
         with monkeypatch.context() as other, jax.default_matmul_precision(precision):
             if change == "versions":
-                other.setattr(progress, "package_versions", lambda: versions | {"jax": "0.0"})
+                other.setattr(training_hosts, "package_versions", lambda: versions | {"jax": "0.0"})
             if change == "clock":
                 other.setattr(time, "time", lambda: clock() + 120)
                 return [first, time.time() if call == "comparing clocks" else compute()]
