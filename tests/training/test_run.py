@@ -218,6 +218,18 @@ def test_a_run_is_never_lost_by_accident(folder, uninterrupted, changes, error, 
     assert sorted(p.name for p in (folder / "whole").rglob("*")) == before
 
 
+def test_a_long_prompt_ends_a_run_before_its_first_step(folder, tmp_path):
+    """The first step draws two of the seven prompts, and no seed is sure to draw the long one."""
+    lines = [*(folder / "task.jsonl").read_text().splitlines(), '{"prompt": "%s", "answer": 9}']
+    (tmp_path / "long.jsonl").write_text("\n".join(lines) % ("1+" * 20))
+    changes = {"task": str(tmp_path / "long.jsonl"), "steps": 1}
+    scorer = Scorer()
+    with pytest.raises(ValueError, match=r"max_prompt_tokens=32 .* in prompt 6, '1\+1\+"):
+        train(config(folder, tmp_path / "run", **changes), reward=scorer)
+    assert scorer.calls == 0
+    assert not (tmp_path / "run" / "checkpoints").exists()
+
+
 def test_no_two_rollouts_share_noise(folder, tmp_path):
     """Of the same prompts, by a policy that does not change: two steps of two rollouts each."""
     lines = (folder / "task.jsonl").read_text().splitlines()[:2]
@@ -289,7 +301,9 @@ def test_what_is_shown_says_who_answered_what(folder, capsys, tmp_path):
     printed = capsys.readouterr().out
     assert "step 2/2  reward" in printed
     assert "step 2, completions of: " in printed
-    assert "held-out accuracy" in printed
+    before, after = printed.split("step 1/2  reward")
+    assert "held-out accuracy before the first step: " in before
+    assert "held-out accuracy" in after
 
 
 # Rewards without a signal: the policy stays as it is, and the run says so.

@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Int
 
-from twinkle_jax.data import Message, Template, Trajectory, bucket_size
+from twinkle_jax.data import Message, Template, Trajectory, bucket_size, message_text
 from twinkle_jax.data.batch import pad_tokens
 from twinkle_jax.model import DecoderConfig, Params
 from twinkle_jax.rollout import hosts
@@ -64,9 +64,10 @@ def prompt_ids(
     lengths = [len(row) for row in rows]
     if max(lengths) > longest:
         worst = int(np.argmax(lengths))
+        text = "".join(message_text(message) for message in prompts[worst]["messages"])
         raise ValueError(
             f"prompts must have at most max_prompt_tokens={longest} tokens, got {lengths[worst]} "
-            f"in prompt {first + worst}"
+            f"in prompt {first + worst}, {text[:40]!r}"
         )
     return rows
 

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from twinkle_jax.data import ArithmeticTask, PromptLoader
+from twinkle_jax.data.prompts import GeneratedPrompts
 from twinkle_jax.data.settings import AUTO
 from twinkle_jax.model import LoraConfig, shard_like_params
 from twinkle_jax.reward import RewardFunction
@@ -23,6 +24,7 @@ from twinkle_jax.rollout import (
     default_cohorts,
     hosts,
 )
+from twinkle_jax.rollout.engine import prompt_ids
 from twinkle_jax.training.by_name import make_estimator
 from twinkle_jax.training.checkpoint import RunCheckpoints
 from twinkle_jax.training.config import TrainConfig, make_loss, run_optimizer
@@ -44,6 +46,7 @@ from twinkle_jax.training.state import TrainState, begin_training, find_devices
 from twinkle_jax.training.step import Recipe
 from twinkle_jax.training.task import Task
 
+_ENCODED_AT_ONCE = 4096  # prompts
 _IMITATION_STEPS = 200  # of supervised training on an environment's demonstrations
 
 
@@ -93,9 +96,13 @@ def begin(
         if config.model is None and config.warm_start:
             policy = _warm(config, task, policy, display, mesh)
     policy = with_adapter(config, policy, directory, source, mesh)
+    if not config.many_turns and not isinstance(task.train, GeneratedPrompts):
+        hosts.together("checking prompts", lambda: _check_lengths(config, task, policy))
     if source is None:
         before = held_out(config, task, policy, mesh=mesh).get("accuracy")
         totals = dataclasses.replace(totals, accuracy_before=before)
+        if before is not None:
+            display.note(f"held-out accuracy before the first step: {before:.3f}")
     recipe = make_recipe(config, policy, task.reward, environment=task.environment, mesh=mesh)
     loader = PromptLoader(task.train, config.rollout.prompts, seed=config.seed)
     state = begin_training(policy.params, recipe.optimizer, mesh)
@@ -112,6 +119,14 @@ def begin(
         _write_config(config, directory)
         display.note(f"resuming after step {progress.step} of {source}")
     return Run(config, task, policy, recipe, loader, checkpoints, log, display), progress
+
+
+def _check_lengths(config: TrainConfig, task: Task, policy: Policy) -> None:
+    """Refuse prompts that are too long, which a run would otherwise find after hours."""
+    longest = config.rollout.max_prompt_tokens
+    for start in range(0, len(task.train), _ENCODED_AT_ONCE):
+        part = task.train[start : start + _ENCODED_AT_ONCE]
+        prompt_ids(policy.template, part, longest=longest, first=start)
 
 
 def _choose_cohorts(config: TrainConfig, display: Display) -> TrainConfig:
