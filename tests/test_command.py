@@ -20,7 +20,7 @@ from twinkle_jax.training import (
 from twinkle_jax.training.config import flat
 
 TINY = ["--steps", "1", "--warm_start", "0", "--rollout.prompts", "4"]
-TINY += ["--evaluation.problems", "8", "--level", "1"]
+TINY += ["--evaluation.problems", "8"]
 
 
 @pytest.mark.exhaustive
@@ -164,6 +164,18 @@ def test_a_mistyped_option_gets_a_suggestion(arguments, hint, capsys):
     assert hint in capsys.readouterr().err
 
 
+def test_a_mistyped_setting_in_a_file_gets_a_suggestion(tmp_path, capsys):
+    (tmp_path / "run.yaml").write_text("optimizer: {learning_rat: 1e-3}")
+    assert main(["train", "--config", str(tmp_path / "run.yaml")]) == 2
+    assert "did you mean --optimizer.learning_rate" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("value", ["-1e-4", "-0.0001", "-1E-04"])
+def test_a_negative_number_is_a_value_and_no_option(value, capsys):
+    assert main(["train", "--optimizer.learning_rate", value]) == 1
+    assert "optimizer.learning_rate must be above 0" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("options", "overwrite", "masked"),
     [
@@ -250,6 +262,8 @@ def test_episodes_by_the_command(tmp_path, capsys):
     assert "user: 0-9=" in shown
     assert main(["sample", "--model", str(tmp_path / "model")]) == 1
     assert "prompt must be given" in capsys.readouterr().err
+    assert main(["sample", "--model", str(tmp_path / "model"), "--prompt", "0-9="]) == 2
+    assert "without --prompt: twinkle-jax sample PROMPT" in capsys.readouterr().err
 
 
 def test_tools_and_failures_by_the_command(tmp_path, capsys):

@@ -197,7 +197,10 @@ def _sample(options: Any) -> int:
     policy = _read_policy(options.model)
     many_turns = options.environment is not None or options.tools is not None
     if options.prompt is None and options.environment is None:
-        raise ValueError("prompt must be given without an environment, got none")
+        raise ValueError(
+            "prompt must be given without an environment, got none: "
+            "twinkle-jax sample PROMPT --model MODEL"
+        )
     system = [Message(role="system", content=options.system)] if options.system else []
     user = [] if options.prompt is None else [Message(role="user", content=options.prompt)]
     prompt = Trajectory(messages=[*system, *user])
@@ -336,7 +339,7 @@ def _print_error(message: str) -> None:
 
 
 def _parse(arguments: list[str]) -> Any:
-    arguments = _complete_switches(_join_repeated(arguments, "reward"))
+    arguments = _join_negative(_complete_switches(_join_repeated(arguments, "reward")))
     for path in _values(arguments, "config"):
         _refuse_repeated(Path(path))
     options = _parser().parse_args(arguments)
@@ -443,11 +446,27 @@ def _complete_switches(arguments: list[str]) -> list[str]:
     ]
 
 
+def _join_negative(arguments: list[str]) -> list[str]:
+    """Join a negative number to its option: argparse takes `-1e-4` for an option."""
+    joined: list[str] = []
+    for argument in arguments:
+        is_number = re.fullmatch(r"-[\d.]+e[+-]?\d+", argument, re.IGNORECASE)
+        if is_number and joined and re.fullmatch(r"--[^=]+", joined[-1]):
+            joined[-1] += f"={argument}"
+        else:
+            joined.append(argument)
+    return joined
+
+
 def _with_suggestion(message: str, arguments: Sequence[str]) -> str:
-    match = re.search(r"[Uu]nrecognized arguments: (--[^\s=]+)", message)
+    match = re.search(
+        r"[Uu]nrecognized arguments: (--[^\s=]+)|does not accept option '(.+)'", message
+    )
     if match is None:
         return _plain_type_error(message)
-    mistyped = match.group(1)
+    mistyped = match.group(1) or f"--{match.group(2)}"  # a name on the command line, or in a file
+    if mistyped == "--prompt" and "sample" in arguments[:1]:
+        return "the prompt of sample goes without --prompt: twinkle-jax sample PROMPT --model MODEL"
     known = sorted(set(re.findall(r"--[a-z][\w.]*", _help_of(arguments))))
     close = difflib.get_close_matches(mistyped, known, n=3, cutoff=0.6)
     close += [name for name in known if name.endswith(f".{mistyped[2:]}") and name not in close]

@@ -61,6 +61,11 @@ def rewards_file(tmp_path):
     sys.modules.pop("own_rewards", None)
 
 
+def test_a_file_without_a_name_is_answered_with_its_names(rewards_file):
+    with pytest.raises(ValueError, match=r"has .*half, .* as .*own_rewards.py:NAME; got ''"):
+        find_reward(rewards_file)
+
+
 def test_built_in_names():
     assert isinstance(find_reward("exact"), ExactMatchReward)
     assert isinstance(find_reward("math"), MathReward)

@@ -262,8 +262,9 @@ def test_overwrite_begins_anew_but_deletes_runs_alone(folder, tmp_path):
     (tmp_path / "thesis").mkdir()
     (tmp_path / "thesis" / "chapter.txt").write_text("years of work")
     other = dataclasses.replace(run_config, output_dir=str(tmp_path / "thesis"), overwrite=True)
-    with pytest.raises(FileExistsError, match="output_dir"):
-        train(other, reward=Scorer())
+    for overwrite in (True, False):
+        with pytest.raises(FileExistsError, match=r"^output_dir must .* which holds no run"):
+            train(dataclasses.replace(other, overwrite=overwrite), reward=Scorer())
     assert (tmp_path / "thesis" / "chapter.txt").exists()
 
 
@@ -274,7 +275,7 @@ def test_overwrite_deletes_neither_checkpoints_nor_what_the_run_reads(folder, tm
     (model / "checkpoints").mkdir()
     kept = sorted(model.rglob("*"))
     run_config = config(folder, model, steps=0, overwrite=True)
-    with pytest.raises(FileExistsError, match=r"^output_dir must hold a run"):
+    with pytest.raises(FileExistsError, match=r"^output_dir must .* which holds no run"):
         train(run_config, reward=Scorer())
     assert sorted(model.rglob("*")) == kept
 

@@ -36,7 +36,9 @@ def find_reward(name: str, *, argument: str = "reward") -> RewardFunction:
     if name in REWARDS:
         return REWARDS[name]()
     place, _, attribute = name.rpartition(":")
-    if not place or not attribute:
+    if Path(name).suffix == ".py" and Path(name).is_file():
+        place, attribute = name, ""  # whose functions the error lists
+    elif not place or not attribute:
         raise ValueError(
             f"{argument} must be one of {', '.join(sorted(REWARDS))}, FILE.py:NAME or MODULE:NAME, "
             f"got {name!r}"
@@ -104,8 +106,8 @@ def load_attribute(place: str, attribute: str, argument: str) -> Any:
     if not hasattr(module, attribute):
         functions = [n for n, x in vars(module).items() if callable(x) and not n.startswith("_")]
         raise ValueError(
-            f"{argument} must name something in {place}, which has {', '.join(functions)}; "
-            f"got {attribute!r}"
+            f"{argument} must name something in {place}, which has "
+            f"{', '.join(functions) or 'nothing'}, as {place}:NAME; got {attribute!r}"
         )
     return getattr(module, attribute)
 

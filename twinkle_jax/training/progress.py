@@ -449,14 +449,15 @@ def _make_empty(config: TrainConfig, directory: Path, source: Path | None = None
     """
     if directory.is_dir() and any(directory.iterdir()):
         if not _has_not_begun(directory):
+            if not _holds_run(directory):
+                raise FileExistsError(
+                    f"output_dir must be empty or new, got {directory}, which holds no run to "
+                    "continue or to overwrite"
+                )
             if not config.overwrite:
                 raise FileExistsError(
                     f"output_dir must be empty or new, got {directory}: --resume auto "
                     "continues the run in it, --overwrite deletes it"
-                )
-            if not _holds_run(directory):
-                raise FileExistsError(
-                    f"output_dir must hold a run to be overwritten, got {directory}"
                 )
         needed = {"model": config.model, "task": config.task, "resume": source}
         for name, value in (needed | {"evaluation.path": config.evaluation.path}).items():
