@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import shutil
 
 import jax
 import numpy as np
@@ -307,6 +308,24 @@ def test_rows_of_failed_episodes_count_in_no_mean():
 def test_settings_that_cannot_be(changes, argument):
     with pytest.raises(ValueError, match=argument):
         TrainConfig(environment="x.py:Y", **changes)
+
+
+def test_a_chat_template_that_hides_tools_is_said(folder, tmp_path, capsys):
+    (tmp_path / "tools.py").write_text(
+        'def ask(word: str) -> str:\n    """Ask."""\n    return word'
+    )
+    tools = {"tools": str(tmp_path / "tools.py"), "steps": 0}
+    train(small_run.config(folder, tmp_path / "hidden", **tools))
+    assert "chat template does not show tools" in capsys.readouterr().out
+    model = tmp_path / "model"
+    shutil.copytree(folder / "model", model)
+    tokenizer = json.loads((model / "tokenizer_config.json").read_text())
+    tokenizer["chat_template"] += (
+        "{% for tool in tools or [] %}{{ tool.function.name }}{% endfor %}"
+    )
+    (model / "tokenizer_config.json").write_text(json.dumps(tokenizer))
+    train(small_run.config(folder, tmp_path / "shown", model=str(model), **tools))
+    assert "does not show tools" not in capsys.readouterr().out
 
 
 def test_settings_that_follow_from_others():

@@ -95,6 +95,12 @@ def begin(
         _write_config(config, directory)
         if config.model is None and config.warm_start:
             policy = _warm(config, task, policy, display, mesh)
+        chat = policy.template.chat_template
+        if config.tools is not None and (chat is None or "tools" not in chat.source):
+            display.note(
+                "warning: the chat template does not show tools, so the policy is not told of "
+                "those in --tools; say in --system or in the prompts what may be called, and how"
+            )
     policy = with_adapter(config, policy, directory, source, mesh)
     if not config.many_turns and not isinstance(task.train, GeneratedPrompts):
         hosts.together("checking prompts", lambda: _check_lengths(config, task, policy))
