@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import re
+import sys
 
 import numpy as np
 import pytest
@@ -247,13 +248,17 @@ def test_adapters_rewards_and_optimizers_from_the_command(tmp_path, capsys):
     np.testing.assert_allclose(scores[0], scores[1], atol=1e-5)
 
 
-def test_episodes_by_the_command(tmp_path, capsys):
+def test_episodes_by_the_command(tmp_path, capsys, monkeypatch):
     """`evaluate` and `sample` play a game; without a prompt, the game says what comes first."""
     save_policy(small_policy(0), tmp_path / "model")
     game = ["--model", str(tmp_path / "model"), "--environment", "tests.rollout.games:Guess"]
     game += ["--max_turns", "2", "--max_new_tokens", "5"]
-    assert main(["evaluate", *game, "--problems", "8"]) == 0
-    results = dict(line.split() for line in capsys.readouterr().out.splitlines())
+    with monkeypatch.context() as terminal:
+        terminal.setattr(sys.stderr, "isatty", lambda: True)
+        assert main(["evaluate", *game, "--problems", "8"]) == 0
+    shown = capsys.readouterr()
+    assert shown.err.startswith("judging by 8 problems")  # results alone go to the output
+    results = dict(line.split() for line in shown.out.splitlines())
     assert set(results) == {"accuracy", "reward", "turns", "failed"}
     assert float(results["failed"]) == 0
     assert main(["sample", *game, "--num_samples", "2"]) == 0

@@ -157,7 +157,11 @@ def _evaluate(options: Any) -> int:
         ValueError
     ) as error:  # settings of `train` have sections, options of `evaluate` have none
         raise ValueError(re.sub(r"^(evaluation|rollout)\.", "", str(error))) from error
-    results = held_out(config, make_task(config), _read_policy(options.model))
+    task, policy = make_task(config), _read_policy(options.model)
+    if sys.stderr.isatty():
+        begun = f"judging by {len(task.held_out)} problems; programs are compiled first"
+        print(begun, file=sys.stderr)  # noqa: T201
+    results = held_out(config, task, policy)
     for name, value in results.items():
         print(f"{name} {value:.4f}")  # noqa: T201
     return 0
