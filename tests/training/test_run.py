@@ -34,6 +34,7 @@ from twinkle_jax.training import (
     evaluate,
     export,
     load_policy,
+    start,
     train,
 )
 
@@ -218,8 +219,9 @@ def test_a_run_is_never_lost_by_accident(folder, uninterrupted, changes, error, 
     assert sorted(p.name for p in (folder / "whole").rglob("*")) == before
 
 
-def test_a_long_prompt_ends_a_run_before_its_first_step(folder, tmp_path):
+def test_a_long_prompt_ends_a_run_before_its_first_step(folder, tmp_path, monkeypatch):
     """The first step draws two of the seven prompts, and no seed is sure to draw the long one."""
+    monkeypatch.setattr(start, "_ENCODED_AT_ONCE", 4)
     lines = [*(folder / "task.jsonl").read_text().splitlines(), '{"prompt": "%s", "answer": 9}']
     (tmp_path / "long.jsonl").write_text("\n".join(lines) % ("1+" * 20))
     changes = {"task": str(tmp_path / "long.jsonl"), "steps": 1}
