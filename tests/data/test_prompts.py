@@ -161,6 +161,26 @@ def test_files_without_answers(tmp_path):
         read_jsonl(path)
 
 
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+
+
+@pytest.mark.parametrize("column", [[TOOL], json.dumps([TOOL])], ids=["list", "text"])
+def test_descriptions_of_tools_are_the_conversations(tmp_path, column):
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps({"prompt": "2+2=", "tools": column}))
+    row = read_jsonl(path)[0]
+    assert row["tools"] == [TOOL]
+    assert row["user_data"] == [("tools", column)]  # rewards get the column as it is
+
+
+@pytest.mark.parametrize("column", [["add"], "add", "[1]", {"name": "add"}, [], None, [{}], 3])
+def test_other_columns_of_that_name_are_the_users_own(tmp_path, column):
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps({"prompt": "2+2=", "tools": column}))
+    row = read_jsonl(path)[0]
+    assert "tools" not in row and row["user_data"] == [("tools", column)]
+
+
 def test_answers_in_parquet_files(tmp_path):
     pyarrow = pytest.importorskip("pyarrow", reason="pip install 'twinkle-jax[hub]'")
     parquet = pytest.importorskip("pyarrow.parquet")

@@ -317,6 +317,12 @@ def test_a_chat_template_that_hides_tools_is_said(folder, tmp_path, capsys):
     tools = {"tools": str(tmp_path / "tools.py"), "steps": 0}
     train(small_run.config(folder, tmp_path / "hidden", **tools))
     assert "chat template does not show tools" in capsys.readouterr().out
+    task = tmp_path / "rows.jsonl"
+    tool = {"type": "function", "function": {"name": "ask"}}
+    task.write_text(json.dumps({"prompt": "2+2=", "answer": "4", "tools": [tool]}) + "\n")
+    column = {"task": str(task), "steps": 0}
+    train(small_run.config(folder, tmp_path / "column", **column))
+    assert "chat template does not show tools" in capsys.readouterr().out
     model = tmp_path / "model"
     shutil.copytree(folder / "model", model)
     tokenizer = json.loads((model / "tokenizer_config.json").read_text())
@@ -325,6 +331,7 @@ def test_a_chat_template_that_hides_tools_is_said(folder, tmp_path, capsys):
     )
     (model / "tokenizer_config.json").write_text(json.dumps(tokenizer))
     train(small_run.config(folder, tmp_path / "shown", model=str(model), **tools))
+    train(small_run.config(folder, tmp_path / "shown too", model=str(model), **column))
     assert "does not show tools" not in capsys.readouterr().out
 
 

@@ -13,7 +13,7 @@ from typing import Any, Literal, Self, overload
 
 from twinkle_jax._package import require
 from twinkle_jax.data.strict_json import open_text, parse_json
-from twinkle_jax.data.trajectory import Message, PromptBatch, Trajectory
+from twinkle_jax.data.trajectory import Message, PromptBatch, Tool, Trajectory
 
 _NUMBER = re.compile(r"-?\d+(\.\d+)?")
 _DIGITS = 400  # of an answer; every float64's shortest form fits
@@ -62,7 +62,8 @@ def read_jsonl(
     The answer becomes `'ground_truth'` in `user_data`, and may be called so in the file. Numbers
     are written out as the file has them: `0.00001` becomes `'0.00001'`, `1e3` becomes `'1000'`. A
     file may omit answers, but only in all records. Further columns follow in `user_data` under
-    their names, as JSON values.
+    their names, as JSON values. `tools` that are descriptions in OpenAI's format, or the JSON text
+    of a list of such, as TRL has it, also become the conversation's `tools`, for the chat template.
 
     Args:
         path: the file; or a `.parquet` file with such columns.
@@ -104,7 +105,10 @@ def read_jsonl(
                 columns.append(("solution", solution))
         elif name in record:
             raise ValueError(f"{where} must have no {name!r}, as the records before it have none")
-        trajectories.append(_trajectory(messages, answer, columns, system))
+        trajectory = _trajectory(messages, answer, columns, system)
+        if tools := _read_tools(record.get("tools")):
+            trajectory["tools"] = tools
+        trajectories.append(trajectory)
     return trajectories
 
 
@@ -278,6 +282,19 @@ def _read_prompt(where: str, record: dict[str, Any]) -> tuple[str, list[Message]
     if prompt[-1]["role"] == "assistant":
         raise ValueError(f"{where} must end before the assistant answers, got {prompt[-1]!r:.80}")
     return forms[0], prompt
+
+
+def _read_tools(column: Any) -> list[Tool]:
+    """Read descriptions of tools; a column of another form is the user's own."""
+    if isinstance(column, str):
+        try:
+            column = parse_json(column)
+        except ValueError:
+            return []
+    if not isinstance(column, list):
+        return []
+    are_tools = (isinstance(x, dict) and isinstance(x.get("function"), dict) for x in column)
+    return list(column) if all(are_tools) else []
 
 
 def _keys(record: dict[str, Any]) -> str:

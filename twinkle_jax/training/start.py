@@ -96,10 +96,11 @@ def begin(
         if config.model is None and config.warm_start:
             policy = _warm(config, task, policy, display, mesh)
         chat = policy.template.chat_template
-        if config.tools is not None and (chat is None or "tools" not in chat.source):
+        if _has_tools(config, task) and (chat is None or "tools" not in chat.source):
             display.note(
                 "warning: the chat template does not show tools, so the policy is not told of "
-                "those in --tools; say in --system or in the prompts what may be called, and how"
+                "those in --tools or in a column tools; say in --system or in the prompts what "
+                "may be called, and how"
             )
     policy = with_adapter(config, policy, directory, source, mesh)
     if not config.many_turns and not isinstance(task.train, GeneratedPrompts):
@@ -125,6 +126,12 @@ def begin(
         _write_config(config, directory)
         display.note(f"resuming after step {progress.step} of {source}")
     return Run(config, task, policy, recipe, loader, checkpoints, log, display), progress
+
+
+def _has_tools(config: TrainConfig, task: Task) -> bool:
+    if config.tools is not None or isinstance(task.train, GeneratedPrompts):
+        return config.tools is not None
+    return any(row.get("tools") for row in task.train)
 
 
 def _check_lengths(config: TrainConfig, task: Task, policy: Policy) -> None:
