@@ -121,6 +121,24 @@ def test_answers_are_needed_by_rewards_that_compare(tmp_path):
         )
 
 
+def test_columns_are_needed_by_rewards_that_name_them(tmp_path):
+    """It is enough if some record has one: the others give None."""
+    reward = tmp_path / "reward.py"
+    reward.write_text("def score(completions, answer, limit):\n    return [1.0] * len(completions)")
+    task, named = tmp_path / "task.jsonl", f"{reward}:score"
+    task.write_text('{"prompt": "a", "answer": "b"}')
+    for rewards in ([named], ["exact", named]):
+        with pytest.raises(ValueError, match=r"score must take columns .*answer.* got limit"):
+            make_task(TrainConfig(model="m", task=str(task), reward=rewards))
+    task.write_text('{"prompt": "a", "answer": "b"}\n{"prompt": "c", "answer": "d", "limit": 3}')
+    assert len(make_task(TrainConfig(model="m", task=str(task), reward=named)).train) == 2
+    held_out = tmp_path / "held_out.jsonl"
+    held_out.write_text('{"prompt": "a", "answer": "b"}')
+    evaluation = EvaluationConfig(path=str(held_out))
+    with pytest.raises(ValueError, match="got limit"):
+        make_task(TrainConfig(model="m", task=str(task), reward=named, evaluation=evaluation))
+
+
 @pytest.mark.parametrize("task", ["gsm8k:no/such/file", "nowhere.jsonl", "gsm8k:data/train.jsonl"])
 def test_a_file_that_is_not_there_is_named(task):
     name = task.removeprefix("gsm8k:")

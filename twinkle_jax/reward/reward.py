@@ -5,7 +5,7 @@ Functions in TRL's form are adapted here, and ground truths are matched with com
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from twinkle_jax.data import Message, Trajectory, completion_text, message_text, user_data_get
@@ -122,15 +122,19 @@ class ColumnsReward(Reward):
     ) -> list[float]:
         """Call the function with prompts, completions and the columns of the data set."""
         arguments = _columns(trajectories, align_ground_truths(trajectories, ground_truths))
-        missing = [name for name in self._required if name not in arguments]
-        if missing:
-            raise ValueError(
-                f"{self.__name__} must take columns that the data set has "
-                f"({', '.join(arguments)}), got {', '.join(missing)}"
-            )
+        self.check_columns(arguments)
         if not self._takes_all:
             arguments = {name: x for name, x in arguments.items() if name in self._names}
         return self.function(**arguments)
+
+    def check_columns(self, columns: Collection[str]) -> None:
+        """Raise ValueError if the function needs a column that is not among these."""
+        missing = [name for name in self._required if name not in columns]
+        if missing:
+            raise ValueError(
+                f"{self.__name__} must take columns that the data set has "
+                f"({', '.join(columns)}), got {', '.join(missing)}"
+            )
 
 
 def as_reward(function: RewardFunction, *, argument: str = "reward") -> RewardFunction:

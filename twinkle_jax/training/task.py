@@ -4,7 +4,7 @@ import re
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from twinkle_jax.data import (
     ArithmeticTask,
@@ -16,6 +16,7 @@ from twinkle_jax.data import (
 )
 from twinkle_jax.data.prompts import GeneratedPrompts, download_split
 from twinkle_jax.reward import RewardFunction, WeightedReward, find_reward, find_rewards
+from twinkle_jax.reward.reward import ColumnsReward
 from twinkle_jax.rollout import EnvironmentFactory, ProcessLimits, find_environment
 from twinkle_jax.training.config import TrainConfig
 
@@ -106,18 +107,29 @@ def make_task(config: TrainConfig) -> Task:
         ("task", train, reward),
         ("evaluation.path", held_out, judge or reward),
     ):
-        # A file has answers in all records or in none.
-        answered = len(prompts) and user_data_get(prompts[0]["user_data"], "ground_truth")
-        if len(prompts) and answered is None and _needs_answers(scored_by):
-            raise ValueError(
-                f"{argument} must have an 'answer' in each record for this reward, got none"
-            )
+        if len(prompts):
+            _check_reward(argument, prompts, scored_by, adds_columns=config.many_turns)
     return Task(train, held_out, reward, judge, environment)
 
 
-def _needs_answers(reward: RewardFunction | None) -> bool:
-    parts = reward.rewards.values() if isinstance(reward, WeightedReward) else [reward]
-    return any(getattr(part, "needs_ground_truth", False) for part in parts)
+def _check_reward(
+    argument: str, prompts: Sequence[Trajectory], reward: Any, *, adds_columns: bool
+) -> None:
+    """Refuse a reward that needs what the prompts do not have; the first step would find it."""
+    if isinstance(reward, WeightedReward):
+        for part in reward.rewards.values():
+            _check_reward(argument, prompts, part, adds_columns=adds_columns)
+        return
+    rows = prompts if isinstance(prompts, list) else prompts[:1]  # others are generated, and alike
+    columns = dict.fromkeys(name for row in rows for name, _ in row["user_data"])
+    answered = user_data_get(rows[0]["user_data"], "ground_truth") is not None  # all or none
+    if not answered and getattr(reward, "needs_ground_truth", False):
+        raise ValueError(
+            f"{argument} must have an 'answer' in each record for this reward, got none"
+        )
+    if isinstance(reward, ColumnsReward) and not adds_columns:
+        answers = ["ground_truth", "answer"] if answered else []
+        reward.check_columns([*dict.fromkeys([*columns, *answers]), "prompts", "completions"])
 
 
 def _find_prompts(config: TrainConfig) -> tuple[Sequence[Trajectory], Sequence[Trajectory], str]:
