@@ -122,7 +122,7 @@ def test_answers_are_needed_by_rewards_that_compare(tmp_path):
 
 
 def test_columns_are_needed_by_rewards_that_name_them(tmp_path):
-    """It is enough if some record has one: the others give None."""
+    """Some record must have one; the others give None. Episodes may add columns."""
     reward = tmp_path / "reward.py"
     reward.write_text("def score(completions, answer, limit):\n    return [1.0] * len(completions)")
     task, named = tmp_path / "task.jsonl", f"{reward}:score"
@@ -134,6 +134,9 @@ def test_columns_are_needed_by_rewards_that_name_them(tmp_path):
     assert len(make_task(TrainConfig(model="m", task=str(task), reward=named)).train) == 2
     held_out = tmp_path / "held_out.jsonl"
     held_out.write_text('{"prompt": "a", "answer": "b"}')
+    tools = tmp_path / "tools.py"
+    tools.write_text('def ask(word: str) -> str:\n    """Ask."""\n    return word')
+    make_task(TrainConfig(model="m", task=str(held_out), reward=named, tools=str(tools)))
     evaluation = EvaluationConfig(path=str(held_out))
     with pytest.raises(ValueError, match="got limit"):
         make_task(TrainConfig(model="m", task=str(task), reward=named, evaluation=evaluation))
