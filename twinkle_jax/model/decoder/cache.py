@@ -275,23 +275,24 @@ def empty_pages(
         config: of the decoder.
     """
 
-    def lines(state: KeyValues, layers: int, pages: int) -> KeyValues | None:
+    def lines(state: KeyValues, layers: int, pages: int) -> KeyValues:
         _, _, groups, width, _ = state.keys.shape
         line = (layers, pages, groups)
-        empty = KeyValues(
+        return KeyValues(
             jnp.zeros((*line, width, size), state.keys.dtype),
             jnp.zeros((*line, size, width), state.values.dtype),
         )
-        return empty if layers else None
 
     def empty(state: LayerState, slides: np.ndarray) -> LayerState:
         if not isinstance(state, KeyValues):
             return jax.tree.map(jnp.zeros_like, state)
         if window_pages is None:
-            return KeyValues(*(lines(state, len(slides), pages) or ()))
-        count = int(slides.sum())
+            return lines(state, len(slides), pages)
+        sliding = int(slides.sum())
+        full = len(slides) - sliding
         return WindowedKeyValues(
-            lines(state, len(slides) - count, pages), lines(state, count, window_pages)
+            lines(state, full, pages) if full else None,
+            lines(state, sliding, window_pages) if sliding else None,
         )
 
     def free(pages: int) -> Pages:
