@@ -77,6 +77,7 @@ def rollout(
     *,
     stacked: bool = False,
     filled: int | None = None,
+    windows: bool = True,
 ) -> Rollout:
     """Compile the loop that draws tokens on one chip of four, in bfloat16, unfiltered.
 
@@ -87,6 +88,7 @@ def rollout(
         capacity: tokens that each can hold.
         filled: tokens that each holds, on average: geometric, up to the capacity. Rows then have
             pages, as many as `next_capacity` chooses. None: rows are whole, and full.
+        windows: let sliding layers keep their window only; False to compare.
         stacked: leave layers in one stack where they would lie one by one, to compare.
     """
     config = config_of(model)
@@ -95,11 +97,13 @@ def rollout(
             jax.clear_caches()  # what was traced otherwise
             patches.callback(jax.clear_caches)
             patches.enter_context(mock.patch.object(sampler_slots, "unstack_layers", lambda x: x))
-        compiled, weights, layers, seen = _compile(config, topology, rows, capacity, filled)
+        compiled, weights, layers, seen = _compile(
+            config, topology, rows, capacity, filled, windows
+        )
     program = read_program(compiled.as_text())
     step = loop_of_steps(program)
     # In a loop over layers, attention to a window is the branch for true.
-    branches = topology.startswith("v") and config.attention.window is not None
+    branches = topology.startswith("v") and windows and config.attention.window is not None
     true_share = float(config.sliding.mean()) if branches else 1
     heads = config.attention.key_value_heads * config.attention.head_dim
     written = 2 * config.repeats * len(config.block) * rows * heads * BLOCK
@@ -201,9 +205,14 @@ def _compiled(lowered: Any) -> tuple[Any, Any]:
 
 
 def _compile(
-    config: DecoderConfig, topology: str, rows: int, capacity: int, filled: int | None
+    config: DecoderConfig,
+    topology: str,
+    rows: int,
+    capacity: int,
+    filled: int | None,
+    windows: bool,
 ) -> Any:
-    """Give the program, shapes of its weights and of the its caches, and the tokens seen."""
+    """Give the program, shapes of its weights and caches, and the tokens seen."""
     devices = described_mesh(topology, 1, 4, 1, bare=True).devices
     mesh = Mesh(devices.reshape(-1)[:1].reshape(1, 1, 1), AXES)
     replicated = NamedSharding(mesh, PartitionSpec())
@@ -228,6 +237,7 @@ def _compile(
     full, lengths = 2 * capacity, np.full(rows, capacity)
     if filled is not None:
         full, setup = capacity, setup.in_pages(capacity)
+        setup = setup if windows else setup._replace(window_pages=None)
         page = setup.page
         lengths = np.minimum(np.random.default_rng(0).geometric(1 / filled, rows), capacity)
         pages = int(np.sum(-(-lengths // page)))

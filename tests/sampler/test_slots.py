@@ -230,6 +230,8 @@ def pages(monkeypatch):
     def recorded(weights, state, *args, capacity, setup, **options):
         rows, owner = len(state.slots.row), state.slots.cache.pages.owner
         window_pages = state.slots.cache.window_pages
+        assert setup == setup.in_pages(options["full"])
+        assert (window_pages is None) == (setup.window_pages is None)
         if window_pages is not None:
             share = rows // setup.shards
             bound = min(capacity, share * setup.window_pages) * setup.shards

@@ -6,7 +6,7 @@ from tests.reward.completions import completions
 from twinkle_jax.twinkle.agentic.reward import CoTReward, F1Reward, ToolExploreReward
 from twinkle_jax.twinkle.agentic.reward.f1 import _extract_final_answer, _f1_score
 
-pytest.importorskip("nltk", reason="pip install 'twinkle-jax[oracle]'")
+pytest.importorskip("nltk", reason="pip install 'twinkle-jax[nltk]'")
 
 
 @pytest.mark.parametrize(

@@ -102,6 +102,10 @@ def test_pairs():
     metric.accumulate(tokens, {"logps": new}, ref_logps=[[-2.0, -2.0], [-1.5]])
     numbers = metric.calculate()
     assert (numbers["logps/ref_chosen"], numbers["logps/ref_rejected"]) == ("-4.00", "-1.50")
+    with pytest.raises(ValueError, match="row 0 must be one number, one for each of 3 labels"):
+        metric.accumulate(
+            {"labels": [[1, 2, 3], [-100, 1, 2]]}, {"logps": new}, ref_logps=[[-1.0] * 2] * 2
+        )
     metric.accumulate({"labels": LABELS}, {"logps": NEW})
     assert metric.calculate().keys() == {"logps/chosen", "logps/rejected"}
     metric.accumulate(inputs, {})

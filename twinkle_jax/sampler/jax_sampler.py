@@ -211,7 +211,11 @@ class JaxSampler:
         limits = {"vocab": self.config.vocab_size, "max_length": self.max_length}
         call = read_call(inputs, params, 1, self.template, None, **limits)
         if len(call.features) * call.num_samples != 1 or params.max_tokens == 0:
-            raise ValueError("inputs must be one prompt for one completion of at least one token")
+            raise ValueError(
+                "inputs must be one prompt for one completion of at least one token, got "
+                f"{len(call.features)} prompts, num_samples={call.num_samples}, "
+                f"max_tokens={params.max_tokens}"
+            )
         if self.template is None:
             raise ValueError("the sampler must have a template to stream text: set_template")
         prompt, text = prompt_tokens(call.features[0]).tolist(), ""
@@ -248,7 +252,7 @@ class JaxSampler:
     def params(self) -> Any:
         """The parameters to sample from: the model's current ones, or the sampler's own."""
         if self._shardings is not None:
-            raise ValueError("the sampler must be awake, got none: call wake_up or sync_weights")
+            raise ValueError("the sampler is asleep: call wake_up or sync_weights")
         return self._params if self._model is None else self._model.params
 
     def with_params(self, params: Any) -> Self:
@@ -374,7 +378,7 @@ def _sampling(call: Call) -> Sampling:
 
 
 def _settled(text: str, stops: Sequence[str]) -> str:
-    """Leave out the end of a text that further tokens may change: half a letter or a stop."""
+    """Leave out the end that further tokens may change: part of a character or of a stop string."""
     text = text.rstrip("\ufffd")
     partial = (n for stop in stops for n in range(len(stop) - 1, 0, -1) if text.endswith(stop[:n]))
     return text[: len(text) - max(partial, default=0)]

@@ -104,6 +104,8 @@ def begin(
             )
     policy = with_adapter(config, policy, directory, source, mesh)
     if not config.many_turns and not isinstance(task.train, GeneratedPrompts):
+        if len(task.train) > _ENCODED_AT_ONCE:
+            display.note(f"checking the lengths of {len(task.train):,} prompts")
         hosts.together("checking prompts", lambda: _check_lengths(config, task, policy))
     if source is None:
         before = held_out(config, task, policy, mesh=mesh).get("accuracy")

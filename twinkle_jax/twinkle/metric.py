@@ -330,12 +330,16 @@ class GRPOMetric(Metric):
         old = self.temperature * _spread(old_logps, mask)
         difference = np.where(mask, logps - old, 0)
         kl = np.expm1(difference) - difference
-        for place in np.argsort(-kl, axis=None, kind="stable")[: self.top_k_kl]:
-            row, pos = (int(i) for i in np.unravel_index(place, kl.shape))
+        values = {"kl": kl, "ratio": np.exp(difference), "logp_new": logps, "logp_old": old}
+        largest = np.argsort(-kl, axis=None, kind="stable")[: self.top_k_kl]
+        for row, pos in zip(*np.unravel_index(largest, kl.shape), strict=True):
             if kl[row, pos] > 0:
-                values = {"kl": kl, "ratio": np.exp(difference), "logp_new": logps, "logp_old": old}
                 numbers = {name: float(x[row, pos]) for name, x in values.items()}
-                facts = {"gsi": first + row, "pos": pos, "token_id": int(labels[row, pos])}
+                facts = {
+                    "gsi": first + int(row),
+                    "pos": int(pos),
+                    "token_id": int(labels[row, pos]),
+                }
                 self.high_kl_records.append(facts | numbers)
         policy = _policy_metrics(difference, None, mask)
         self.means.add(count, mean_old_logp=old[mask].mean(), approx_kl=policy.approximate_kl)
@@ -461,7 +465,12 @@ def _spread(values: Any, mask: Numbers) -> Numbers:
         numbers = np.asarray(row, np.float64).reshape(-1)
         if numbers.size in (1, kept.sum()):
             spread[i, kept] = numbers
-        else:  # rows may be padded, or end with their labels
+        elif kept[numbers.size :].any():
+            raise ValueError(
+                f"log-probabilities and advantages of row {i} must be one number, one for each of "
+                f"{kept.sum()} labels or one for each position, got {numbers.size}"
+            )
+        else:  # one for each position; rows may be padded, or end with their labels
             numbers = numbers[: kept.size]
             spread[i, : numbers.size] = numbers
     return spread

@@ -39,7 +39,7 @@ class Questions(Preprocessor):
 
 
 def test_grpo_over_rollouts(guessing_policy, gsm8k):
-    pytest.importorskip("nltk", reason="pip install 'twinkle-jax[oracle]'")
+    pytest.importorskip("nltk", reason="pip install 'twinkle-jax[nltk]'")
     twinkle.initialize(mode="ray", nproc_per_node=2, lazy_collect=False)
     dataset = Dataset()
     dataset.add_dataset(DatasetMeta(gsm8k))

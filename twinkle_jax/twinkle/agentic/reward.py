@@ -7,6 +7,7 @@ from importlib import import_module
 from itertools import takewhile
 from typing import Any
 
+from twinkle_jax._package import require
 from twinkle_jax.data import completion_text, message_text
 from twinkle_jax.reward import GroundTruths, Reward, last_boxed, token_f1
 from twinkle_jax.reward.text import answer_words
@@ -25,10 +26,8 @@ _STEP = re.compile(r"^[^\S\n]*step\s*(\d+)\s*[.:]", re.IGNORECASE | re.MULTILINE
 
 @cache
 def _stemmer() -> Callable[[str], str]:
-    try:
-        stem = import_module("nltk.stem").PorterStemmer().stem
-    except ImportError as error:
-        raise ImportError("nltk must be installed for F1Reward: pip install nltk") from error
+    require("nltk", "nltk")
+    stem = import_module("nltk.stem").PorterStemmer().stem
     return cache(lambda word: stem(word) if len(word) >= 4 and word.isalpha() else word)
 
 

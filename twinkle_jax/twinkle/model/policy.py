@@ -346,7 +346,7 @@ class AdapterPolicy:
     ) -> Decoder:
         if isinstance(model_id, Decoder):
             if config not in (None, model_id.config):
-                raise ValueError("config must be that of the Decoder, or left out")
+                raise ValueError(f"config must be that of the Decoder, or left out, got {config}")
             return self._copy(model_id)
         if model_id is not None:
             return self.read(model_id, config)
