@@ -27,6 +27,7 @@ from twinkle_jax.model import (
 )
 from twinkle_jax.model.decoder.lora import init_adapter
 from twinkle_jax.sampler import JaxSampler
+from twinkle_jax.sampler.jax_sampler import settled_text
 from twinkle_jax.twinkle.model import TransformersModel
 
 pytest.importorskip("safetensors", reason="pip install 'twinkle-jax[checkpoints]'")
@@ -236,6 +237,20 @@ def test_a_stream_is_the_completion_in_parts(actor):
         reasons = [reason for _, reason in parts]
         assert reasons == [None] * (len(parts) - 1) + [expected.stop_reason]
     assert len(list(sampler.stream("2", SamplingParams(**likely, max_tokens=20), block=4))) > 2
+
+
+@pytest.mark.parametrize(
+    ("text", "stops", "settled"),
+    [
+        ("caf\ufffd", [], "caf"),  # the first byte of two
+        ("caf\ufffdé", [], "caf\ufffdé"),
+        ("1 <en", ["<end>", "en"], "1 "),
+        ("1 <en", ["end"], "1 <"),
+        ("1 <en", ["n>", "x"], "1 <e"),
+    ],
+)
+def test_a_stream_waits_for_characters_and_stop_strings_to_be_whole(text, stops, settled):
+    assert settled_text(text, stops) == settled
 
 
 def test_the_blocks_of_a_stream_share_no_noise(actor):

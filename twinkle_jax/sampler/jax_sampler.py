@@ -244,7 +244,7 @@ class JaxSampler:
             if sequence.stop_reason == "stop" or len(tokens) == limit:
                 yield sequence.decoded[len(text) :], sequence.stop_reason
                 return
-            if further := _settled(sequence.decoded, call.stops.strings)[len(text) :]:
+            if further := settled_text(sequence.decoded, call.stops.strings)[len(text) :]:
                 text += further
                 yield further, None
 
@@ -377,7 +377,7 @@ def _sampling(call: Call) -> Sampling:
     )
 
 
-def _settled(text: str, stops: Sequence[str]) -> str:
+def settled_text(text: str, stops: Sequence[str]) -> str:
     """Leave out the end that further tokens may change: part of a character or of a stop string."""
     text = text.rstrip("\ufffd")
     partial = (n for stop in stops for n in range(len(stop) - 1, 0, -1) if text.endswith(stop[:n]))
