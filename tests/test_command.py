@@ -257,7 +257,7 @@ def test_episodes_by_the_command(tmp_path, capsys, monkeypatch):
         terminal.setattr(sys.stderr, "isatty", lambda: True)
         assert main(["evaluate", *game, "--problems", "8"]) == 0
     shown = capsys.readouterr()
-    assert shown.err.startswith("judging by 8 problems")  # results alone go to the output
+    assert shown.err.startswith("evaluating on 8 problems")  # results alone go to the output
     results = dict(line.split() for line in shown.out.splitlines())
     assert set(results) == {"accuracy", "reward", "turns", "failed"}
     assert float(results["failed"]) == 0

@@ -159,7 +159,7 @@ def _evaluate(options: Any) -> int:
         raise ValueError(re.sub(r"^(evaluation|rollout)\.", "", str(error))) from error
     task, policy = make_task(config), _read_policy(options.model)
     if sys.stderr.isatty():
-        begun = f"judging by {len(task.held_out)} problems; programs are compiled first"
+        begun = f"evaluating on {len(task.held_out)} problems; compiling first"
         print(begun, file=sys.stderr)  # noqa: T201
     results = held_out(config, task, policy)
     for name, value in results.items():

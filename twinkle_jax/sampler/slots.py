@@ -110,7 +110,7 @@ class Setup(NamedTuple):
         return self._replace(page=page, window_pages=most if most < -(-full // page) else None)
 
     def pages_of_sliding(self, slots: int, capacity: int) -> int | None:
-        """Bound the pages of a device's sliding layers; None where they have the others' pages."""
+        """Bound the pages of a device's sliding layers; None where they share the others' pages."""
         return None if self.window_pages is None else min(capacity, slots * self.window_pages)
 
     @property

@@ -420,7 +420,7 @@ def _has_not_begun(directory: Path) -> bool:
     """Whether a directory holds only what a run writes before its first checkpoint."""
     names = {path.name for path in directory.iterdir()}
     metrics = directory / FILE
-    if FILE not in names:  # which is written first, but for what several processes agree by
+    if FILE not in names:  # a run writes it first; only runs on many hosts write `.shared` before
         return names == {".shared"}
     if not metrics.is_file() or metrics.stat().st_size:
         return False

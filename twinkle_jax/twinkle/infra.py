@@ -28,7 +28,8 @@ class DeviceMesh:
 
     `mesh` is an array of the ranks 0, 1, 2, …, whose axes are named `dp`, `fsdp` or `tp`; Twinkle's
     other axes must be of size 1. `device_type` is only shown. `dp_world_size` and the like are the
-    sizes; ranks are refused: a program sees the rows of all devices, and would lose the others.
+    sizes. Ranks are refused: a script sees the rows of all devices, and would lose the others if it
+    kept the share of one rank.
 
     Example:
         >>> DeviceMesh.from_sizes(dp_size=1, fsdp_size=1).world_size

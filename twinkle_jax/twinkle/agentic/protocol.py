@@ -71,7 +71,7 @@ class OpenAI(API):
             `content`, `reasoning_content`, `tool_calls` and `finish_reason`, where there are any.
 
         Raises:
-            ServerError: for a server that cannot be reached, or an answer that is none.
+            ServerError: for a server that cannot be reached, or an invalid answer.
             ValueError: for sampling parameters that the protocol does not have.
         """
         seconds = float(kwargs.pop("timeout", self._timeout))

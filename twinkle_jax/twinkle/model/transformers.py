@@ -361,7 +361,7 @@ class TransformersModel(SavedPolicy):
             gradient_accumulation_steps: how many calls make an update, from now on.
             adapter_name: which adapter.
             task: `"causal_lm"` or `"fused_lm_ce"`, which is the same here.
-            positive_mask: unused, with a warning: no loss reads it, of Twinkle's neither.
+            positive_mask: unused, with a warning: no loss reads it, and none of Twinkle's does.
 
         Returns:
             The loss of these inputs.
@@ -369,7 +369,7 @@ class TransformersModel(SavedPolicy):
         group = self.group(adapter_name)
         _check_task(task)
         if positive_mask is not None:
-            warn_once("positive_mask changes nothing: no loss reads it, of Twinkle's neither")
+            warn_once("positive_mask changes nothing: no loss reads it, and none of Twinkle's does")
         group.set_accumulation(gradient_accumulation_steps)
         loss_inputs = _read_loss_inputs(advantages, old_logps, ref_logps, ref_outputs)
         return self._add_gradient(
