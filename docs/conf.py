@@ -34,9 +34,12 @@ def _markdown_to_rst(app, what, name, obj, options, lines):
 
 
 def _without_docstring_of_type(app, what, name, obj, options, lines):
-    """Leave out the docstring of `dict` under a name for `dict[str, Any]`: the page has text."""
+    """Leave out the docstring of `dict` under a dictionary or a name for `dict[str, Any]`.
+
+    Sphinx falls back to it where the docstring below a name is in another file than the name.
+    """
     del app, name, options
-    if what == "data" and isinstance(get_origin(obj), type):
+    if what == "data" and (isinstance(obj, dict) or isinstance(get_origin(obj), type)):
         lines.clear()
 
 
