@@ -169,7 +169,7 @@ def attend_by_page(backend, broken=None, places=PLACES, first=None, scale=0.5):
     keys[:, 2], keys[:, 7, :, 0] = np.nan, np.inf  # what earlier rows have left
     if broken is not None:
         keys[0, 1, :, 0, 2] = broken  # row 0, token 18
-    attended, cached = jax.jit(_attend_pages, static_argnames=("scale", "backend"))(
+    attended, cached = jax.jit(_attend_pages, static_argnames=("scale", "backend", "in_kernel"))(
         *map(jnp.asarray, (query, key, value)),
         KeyValues(jnp.asarray(keys), jnp.asarray(values)),
         jnp.int32(0),
@@ -178,12 +178,13 @@ def attend_by_page(backend, broken=None, places=PLACES, first=None, scale=0.5):
         jnp.asarray(LENGTH, jnp.int32),
         None if first is None else jnp.asarray(first, jnp.int32),
         scale=scale,
-        backend=backend,
+        backend="cpu" if backend == "kernel" else backend,  # elsewhere it is interpreted
+        in_kernel=backend == "kernel",
     )
     return np.asarray(attended), query, cached
 
 
-@pytest.mark.parametrize("backend", ["cpu", "gpu"])
+@pytest.mark.parametrize("backend", ["cpu", "gpu", "kernel"])
 @pytest.mark.parametrize("scale", [0.5, 300.0])
 @pytest.mark.parametrize("first", [None, [17, 0, 7]])
 def test_attention_by_page_is_that_of_whole_rows(backend, scale, first):
@@ -200,7 +201,7 @@ def test_attention_by_page_is_that_of_whole_rows(backend, scale, first):
         np.testing.assert_allclose(attended[row], expected, atol=1e-5 * max(1, scale / 10))
 
 
-@pytest.mark.parametrize("backend", ["cpu", "gpu"])
+@pytest.mark.parametrize("backend", ["cpu", "gpu", "kernel"])
 @pytest.mark.parametrize("broken", [np.nan, np.inf])
 @pytest.mark.parametrize("first", [None, [17, 0, 7]])
 @pytest.mark.parametrize("scale", [0.5, 300.0])
@@ -213,7 +214,7 @@ def test_a_key_that_is_not_finite_breaks_its_row_only(backend, broken, first, sc
     np.testing.assert_array_equal(attended[1:], attend_by_page(backend, **options)[0][1:])
 
 
-@pytest.mark.parametrize("backend", ["cpu", "gpu"])
+@pytest.mark.parametrize("backend", ["cpu", "gpu", "kernel"])
 def test_a_row_without_a_page_for_its_token_is_lost(backend):
     places = Places(PLACES.page.at[1].set(8), PLACES.slot)
     attended = attend_by_page(backend, places=places)[0]

@@ -1,0 +1,131 @@
+"""Kernels for GPUs, interpreted: attention to pages, against float64 row by row."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.model.families import config_of, params_of
+from twinkle_jax.model.decoder import attention
+from twinkle_jax.model.decoder.gpu_kernels import attend_to_pages, pages_of_rows
+from twinkle_jax.sampler import generate, slots
+
+SIZE = 16
+
+
+def in_pages(lengths, groups, width, layers=2, free=3, seed=0):
+    """Keys and values of rows of these lengths, in pages in any order, some of them free."""
+    rng = np.random.default_rng(seed)
+    owner = np.repeat(np.arange(len(lengths)), [-(-n // SIZE) for n in lengths])
+    start = np.concatenate([np.arange(0, n, SIZE) for n in lengths])
+    owner, start = np.pad(owner, (0, free), constant_values=len(lengths)), np.pad(start, (0, free))
+    order = rng.permutation(len(owner))
+    lines = (layers, len(owner), groups)
+    keys = rng.normal(size=(*lines, width, SIZE))
+    values = rng.normal(size=(*lines, SIZE, width))
+    return keys, values, owner[order].astype(np.int32), start[order].astype(np.int32)
+
+
+def by_row(query, keys, values, owner, start, first, last, scale):
+    """Attention of each row to its tokens, in float64."""
+    out = np.zeros(query.shape)
+    for row, (groups, begin, end) in enumerate(zip(query, first, last, strict=True)):
+        pages = np.flatnonzero(owner == row)
+        pages = pages[np.argsort(start[pages])]
+        positions = (start[pages][:, None] + np.arange(SIZE)).ravel()
+        seen = (positions >= begin) & (positions <= end)
+        for group, heads in enumerate(groups):
+            key = np.concatenate(list(keys[pages, group]), axis=1)[:, seen]
+            value = np.concatenate(list(values[pages, group]), axis=0)[seen]
+            logits = heads @ key * scale
+            weights = np.exp(logits - logits.max(axis=1, keepdims=True))
+            out[row, group] = weights @ value / weights.sum(axis=1, keepdims=True)
+    return out
+
+
+def attend(query, keys, values, owner, start, first, last, dtype="float32"):
+    arrays = (jnp.asarray(x, dtype) for x in (query, keys, values))
+    integers = (jnp.asarray(x, jnp.int32) for x in (owner, start, first, last))
+    return attend_to_pages(*arrays, jnp.int32(1), *integers, scale=0.3, interpret=True)
+
+
+@pytest.mark.parametrize("queries", [1, 7, 17])
+@pytest.mark.parametrize(("dtype", "close"), [("float32", 1e-6), ("bfloat16", 0.02)])
+def test_rows_attend_to_their_tokens(dtype, close, queries):
+    """More pages than are added up at once; windows that leave whole pages out."""
+    lengths = [1, 16, 17, 33 * SIZE, 70]
+    last = np.array(lengths) - 1
+    first = np.array([0, 3, 0, 2 * SIZE + 1, 40])
+    keys, values, owner, start = in_pages(lengths, 2, 32)
+    query = np.random.default_rng(1).normal(size=(5, 2, queries, 32))
+    rounded = [np.asarray(jnp.asarray(x, dtype), np.float64) for x in (query, keys, values)]
+    expected = by_row(rounded[0], *(x[1] for x in rounded[1:]), owner, start, first, last, 0.3)
+    actual = attend(query, keys, values, owner, start, first, last, dtype)
+    assert actual.dtype == jnp.float32
+    np.testing.assert_allclose(actual, expected, rtol=close, atol=close)
+
+
+def test_where_pages_lie_changes_no_digit():
+    lengths = [40, 100, 7]
+    first, last = np.zeros(3, int), np.array(lengths) - 1
+    keys, values, owner, start = in_pages(lengths, 2, 16)
+    query = np.random.default_rng(1).normal(size=(3, 2, 3, 16))
+    order = np.random.default_rng(2).permutation(len(owner))
+    one = attend(query, keys, values, owner, start, first, last)
+    other = attend(query, keys[:, order], values[:, order], owner[order], start[order], first, last)
+    np.testing.assert_array_equal(one, other)
+
+
+def test_nan_stays_in_its_row_and_free_pages_are_not_read():
+    lengths = [40, 100, 7]
+    first, last = np.zeros(4, int), np.array([*lengths, 3]) - 1
+    keys, values, owner, start = in_pages(lengths, 2, 16)
+    owner[owner == 3] = 4  # the fourth row has no page
+    query = np.random.default_rng(1).normal(size=(4, 2, 3, 16))
+    clean = np.asarray(attend(query, keys, values, owner, start, first, last))
+    assert not clean[3].any()
+    keys[:, owner == 4], values[:, owner == 4] = np.nan, np.inf
+    keys[1, np.flatnonzero(owner == 1)[0], 0, 5, 2] = np.nan
+    actual = np.array(attend(query, keys, values, owner, start, first, last))
+    assert np.isnan(actual[1, 0]).all()
+    actual[1, 0] = clean[1, 0]
+    np.testing.assert_array_equal(actual, clean)
+
+
+def test_pages_are_listed_row_by_row():
+    owner, start = jnp.array([2, 0, 3, 2, 0, 2]), jnp.array([48, 0, 0, 16, 16, 32])
+    page, begin, count = pages_of_rows(owner, start, 16, 3)
+    assert (begin.tolist(), count.tolist()) == ([0, 2, 2], [2, 0, 3])
+    assert page[:5].tolist() == [1, 4, 3, 5, 0]  # a window has left the first page of row 2
+
+
+@pytest.mark.parametrize("name", ["qwen2", "gemma3_text"])
+def test_completions_are_those_without_the_kernel(name, monkeypatch):
+    """The same tokens through pages of 16, which XLA and the interpreted kernels attend to."""
+    config, params = config_of(name), params_of(name)
+    monkeypatch.setattr(slots, "_PAGE", {"cpu": 16})
+    monkeypatch.setattr(slots, "_SHORT", 16)
+    prompts = jax.random.randint(jax.random.key(0), (3, 12), 0, config.vocab_size)
+    calls = []
+    attend_in_kernel = attention._attend_to_pages_in_kernel
+
+    def draw(fits):
+        jax.clear_caches()
+        monkeypatch.setattr(attention, "_page_kernel_fits", lambda *_: fits)
+        key = jax.random.key(1)
+        return generate(params, config, prompts, None, key, num_samples=2, max_new_tokens=40)
+
+    def counted(*args, **options):
+        calls.append(options)
+        return attend_in_kernel(*args, **options)
+
+    monkeypatch.setattr(attention, "_attend_to_pages_in_kernel", counted)
+    try:
+        by_xla = draw(fits=False)
+        assert not calls
+        by_kernel = draw(fits=True)
+        assert calls
+        np.testing.assert_array_equal(by_kernel.tokens, by_xla.tokens)
+        np.testing.assert_allclose(by_kernel.logprobs, by_xla.logprobs, atol=1e-5)
+    finally:
+        jax.clear_caches()
