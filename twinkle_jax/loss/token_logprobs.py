@@ -25,6 +25,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from twinkle_jax.loss.per_token import Coefficient, checked_mask
 
+LARGEST_CHUNK = {"gpu": 4096}  # tokens, by backend; a GPU is idle for part of small products
 LARGEST_TILE = 2**24  # logits: 64 MiB in float32
 SMALLEST_TILE = 2**20
 
@@ -45,7 +46,8 @@ def tiling(time: int, feature: int, vocab: int, chunk_size: int | None) -> Tilin
     """Choose sizes so that a tile is a small part of the logits, and a block of the head."""
     # With few logits, masked tokens in the last chunk cost more than one more chunk.
     few = chunk_size is None and time * vocab <= SMALLEST_TILE
-    largest = min(time, chunk_size or min(1024, -(-time // (3 if few else 2))))
+    most = LARGEST_CHUNK.get(jax.default_backend(), 1024)
+    largest = min(time, chunk_size or min(most, -(-time // (3 if few else 2))))
     chunks = -(-time // largest)
     rows = -(-time // (8 * chunks)) * 8
     rows = rows if few and largest >= 8 else min(rows, largest)
@@ -178,7 +180,11 @@ def _logits(chunk: Tokens, block: Head) -> Tile:
 
 
 def _product(left: jax.Array, right: jax.Array, dtype: Any) -> jax.Array:
-    return jnp.matmul(left, right, preferred_element_type=dtype)
+    chosen = jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
+    # JAX would round factors in float32 to TensorFloat-32 on a GPU, and to bfloat16 on a TPU.
+    exact = chosen is None and left.dtype == jnp.float32 and jax.default_backend() != "cpu"
+    precision = "highest" if exact else None
+    return jnp.matmul(left, right, precision=precision, preferred_element_type=dtype)
 
 
 def _block(tokens: Tokens, head: Head, start: Index, width: int) -> Head:
@@ -234,8 +240,8 @@ def token_logprobs(
     with automatic axes the result is the same, but every device may compute all of it.
 
     Where `hidden` and `head` are bfloat16, so are the factors of each product, summed in float32.
-    Otherwise all is float32 (or float64), multiplied as `jax.default_matmul_precision` says; on
-    accelerators, only `"highest"` is accurate to float32.
+    Otherwise all is float32 (or float64), and factors are not rounded on any device, unless
+    `jax_default_matmul_precision` is set.
 
     Args:
         hidden: $h$, hidden states from which `tokens` are predicted.
@@ -244,8 +250,8 @@ def token_logprobs(
             checked, is outside the vocabulary, its log-probability and the gradients are NaN.
         mask: True where a token counts; all do if None. Padding may hold anything.
         temperature: $\tau$, above 0, one for all tokens or one for each.
-        chunk_size: the most tokens in a chunk; None: half of them, and at most 1,024 (a third if
-            all logits together have at most 4 MiB). Larger chunks take more memory, smaller ones
+        chunk_size: the most tokens in a chunk; None: half of them, and at most 1,024, on GPUs 4,096
+            (a third if all logits together have at most 4 MiB). Larger chunks take more memory, smaller ones
             more time, since each adds to the gradient of the head.
         with_entropy: whether to return entropies as well.
 

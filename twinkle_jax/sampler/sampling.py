@@ -19,6 +19,7 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from twinkle_jax.data.settings import Range, at_least, share, share_above_zero
 from twinkle_jax.model import Params, output_matrix
+from twinkle_jax.model.decoder.precision import exact_product
 from twinkle_jax.model.decoder.sharding import ROWS
 
 RealScalar = float | np.floating[Any] | Float[Array, ""]
@@ -129,8 +130,8 @@ def scaled_logits(
     scale = 1 / jnp.where(temperature > 0, temperature, 1)
     head = output_matrix(params).astype(hidden.dtype)
     if hidden.dtype == jnp.float32:
-        return jnp.matmul(hidden * scale, head, preferred_element_type=jnp.float32)
-    return jnp.matmul(hidden, head, preferred_element_type=jnp.float32) * scale
+        return exact_product(hidden * scale, head)
+    return exact_product(hidden, head) * scale
 
 
 def next_token(

@@ -13,7 +13,6 @@ from jax.sharding import Mesh, PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
-from twinkle_jax.model.decoder.bfloat16 import multiply, rounded
 from twinkle_jax.model.decoder.cache import (
     KeyValues,
     PageTable,
@@ -25,6 +24,7 @@ from twinkle_jax.model.decoder.cache import (
 from twinkle_jax.model.decoder.config import AttentionConfig, DecoderConfig
 from twinkle_jax.model.decoder.layers import RotaryTable, project, rms_norm, rotate
 from twinkle_jax.model.decoder.parameters import Params
+from twinkle_jax.model.decoder.precision import multiply, rounded
 from twinkle_jax.model.decoder.sharding import ROWS, backend_of
 
 AttentionImplementation = Literal["xla", "cudnn", "splash"]
@@ -381,7 +381,11 @@ def attend_step(
     heads = project_heads(y, weights["self_attn"], config, rotary, batch)
     if tables:
         groups, width = heads.key.shape[2:]
-        attend = partial(_attend_pages, scale=config.attention.scale, backend=backend_of(mesh))
+        backend = backend_of(mesh)
+        in_kernel = _page_kernel_fits(heads.query.dtype, cached, mesh)
+        attend = partial(
+            _attend_pages, scale=config.attention.scale, backend=backend, in_kernel=in_kernel
+        )
         if mesh is not None:
             split = None if groups % mesh.shape["tensor"] else "tensor"
             rows, row_heads = PartitionSpec(ROWS), PartitionSpec(ROWS, split)
@@ -440,6 +444,7 @@ def _attend_pages(
     *,
     scale: float,
     backend: str,
+    in_kernel: bool,
 ) -> tuple[Float[Array, "batch groups queries width"], KeyValues | WindowedKeyValues]:
     """Write and attend as `attend_step`, for one device's rows in pages.
 
@@ -468,13 +473,55 @@ def _attend_pages(
             for stack, table, is_kind in zip(stacks, tables, (~sliding, sliding), strict=False)
         ]
     )
+    read = partial(_attend_to_pages, backend=backend)
+    if in_kernel:
+        read = partial(_attend_to_pages_in_kernel, interpret=backend != "gpu")
     branches = [
-        partial(_attend_to_pages, query, stack, repeat, table, length, first, scale, backend)
+        partial(read, query, stack, repeat, table, length, first, scale)
         for stack, table in zip(written, tables, strict=True)
         if stack is not None
     ]
     attended = jax.lax.cond(sliding, *reversed(branches)) if mixed else branches[0]()
     return attended, written[0] if isinstance(cached, KeyValues) else WindowedKeyValues(*written)
+
+
+def _page_kernel_fits(
+    dtype: DTypeLike, cached: KeyValues | WindowedKeyValues, mesh: Mesh | None
+) -> bool:
+    """Whether the kernels for NVIDIA GPUs take such pages: their extents are powers of two."""
+    size, width = jax.tree.leaves(cached)[-1].shape[3:]
+    fits = jnp.dtype(dtype).itemsize <= 4 and {size, width} <= {16, 32, 64, 128, 256}
+    return backend_of(mesh) == "gpu" and fits and _capability(mesh) >= 8
+
+
+def _attend_to_pages_in_kernel(
+    query: Float[Array, "batch groups queries width"],
+    cached: KeyValues,
+    repeat: Int[Array, ""],
+    table: PageTable,
+    length: Int[Array, " batch"],
+    first: Int[Array, " batch"] | None,
+    scale: float,
+    *,
+    interpret: bool,
+) -> Float[Array, "batch groups queries width"]:
+    """Attend as `_attend_to_pages`, by the kernels for GPUs."""
+    from twinkle_jax.model.decoder.gpu_kernels import attend_to_pages  # slow to import
+
+    (owner, start), places = table
+    attended = attend_to_pages(
+        query,
+        *cached,
+        repeat,
+        owner,
+        start,
+        jnp.zeros_like(length) if first is None else first,
+        length,
+        scale=scale,
+        interpret=interpret,
+    )
+    lost = (places.page == len(owner))[:, None, None, None]
+    return rounded(jnp.where(lost, jnp.nan, attended), query.dtype)
 
 
 def _attend_to_pages(
@@ -485,6 +532,7 @@ def _attend_to_pages(
     length: Int[Array, " batch"],
     first: Int[Array, " batch"] | None,
     scale: float,
+    *,
     backend: str,
 ) -> Float[Array, "batch groups queries width"]:
     r"""Attend to pages, which are in any order, up to the token that each row has just got.

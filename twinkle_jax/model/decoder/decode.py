@@ -16,7 +16,6 @@ from twinkle_jax.model.decoder.attention import (
     attend_step,
     first_seen,
 )
-from twinkle_jax.model.decoder.bfloat16 import tracing_for
 from twinkle_jax.model.decoder.cache import (
     Cache,
     PageTable,
@@ -39,6 +38,7 @@ from twinkle_jax.model.decoder.layers import (
     table_of,
 )
 from twinkle_jax.model.decoder.parameters import Params
+from twinkle_jax.model.decoder.precision import tracing_for
 from twinkle_jax.model.decoder.sharding import ROWS, backend_of, fits, row_shards
 
 
@@ -240,7 +240,7 @@ def decode_step(
             x = feed_forward(config, x, members[name])
         return (x, layers), None
 
-    with tracing_for(backend_of(mesh)):
+    with tracing_for(backend_of(mesh), dtype):
         x = embed(config, embedding, jnp.where(active, tokens, 0), dtype)
         sliding, length = jnp.asarray(config.sliding), cache.length + active.astype(jnp.int32)
         if isinstance(cache.layers, tuple):

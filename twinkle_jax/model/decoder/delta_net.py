@@ -17,11 +17,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from twinkle_jax.model.decoder.bfloat16 import rounded
 from twinkle_jax.model.decoder.cache import DeltaState
 from twinkle_jax.model.decoder.config import DecoderConfig, DeltaNetConfig
 from twinkle_jax.model.decoder.layers import project, rms_norm
 from twinkle_jax.model.decoder.parameters import Params
+from twinkle_jax.model.decoder.precision import rounded
 
 _HIGHEST = jax.lax.Precision.HIGHEST  # accelerators round float32 products to 16 bits otherwise
 

@@ -25,7 +25,6 @@ from twinkle_jax.model.decoder.attention import (
     project_heads,
     project_out,
 )
-from twinkle_jax.model.decoder.bfloat16 import tracing_for
 from twinkle_jax.model.decoder.cache import Cache
 from twinkle_jax.model.decoder.config import FULL, DecoderConfig
 from twinkle_jax.model.decoder.delta_net import delta_net
@@ -41,6 +40,7 @@ from twinkle_jax.model.decoder.layers import (
     table_of,
 )
 from twinkle_jax.model.decoder.parameters import Params
+from twinkle_jax.model.decoder.precision import tracing_for
 from twinkle_jax.model.decoder.sharding import backend_of, check_fit, gather_weights, keep_rows
 
 Remat = bool | Callable[..., bool]  # a policy of `jax.checkpoint_policies`
@@ -263,7 +263,7 @@ def run(
             x, states[name] = layer(kind, x, members[name], sliding[member], cached.get(name))
         return x, states if keep_state else None
 
-    with tracing_for(backend):
+    with tracing_for(backend, dtype):
         x = embed(config, embedding, inputs.tokens, dtype, mesh)
         x = keep_rows(x.reshape(-1, config.hidden_size), mesh)
         cached = {} if cache is None else cache.layers

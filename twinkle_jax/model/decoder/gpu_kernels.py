@@ -17,7 +17,7 @@ from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float, Int
 
 _QUERIES = 16  # the fewest rows of a product that Triton takes
-_PAGES = 32  # of a row, that the second kernel adds up at once
+_PAGES = 16  # of a row, that the second kernel adds up at once
 
 
 class RowPages(NamedTuple):
@@ -110,7 +110,7 @@ def attend_to_pages(
         out_shape=jax.ShapeDtypeStruct((rows, heads, width), jnp.float32),
         grid=(rows, heads),
         name="add_up_pages",
-        compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=1),
+        compiler_params=plgpu.CompilerParams(num_warps=1, num_stages=1),
     )(*sorted_pages, largest, summed, attended)
     return output.reshape(rows, groups, queries, width)
 

@@ -11,10 +11,10 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
-from twinkle_jax.model.decoder.bfloat16 import matmul, rounded
 from twinkle_jax.model.decoder.config import AttentionConfig, DecoderConfig, LinearScaling
 from twinkle_jax.model.decoder.lora import adapter_change
 from twinkle_jax.model.decoder.parameters import Params
+from twinkle_jax.model.decoder.precision import exact_product, matmul, rounded
 from twinkle_jax.model.decoder.sharding import spread_lookup
 
 _CHUNK = 16  # positions whose logits are held at once by `map_logits`
@@ -141,7 +141,7 @@ def output_logits(
 ) -> Float[Array, "*batch vocab"]:
     """Compute float32 logits of the next token, for all hidden states at once."""
     head = output_matrix(params).astype(hidden.dtype)
-    return jnp.matmul(hidden, head, preferred_element_type=jnp.float32)
+    return exact_product(hidden, head)
 
 
 def map_logits(
@@ -166,8 +166,7 @@ def map_logits(
 
     @jax.checkpoint
     def apply(part: tuple[Array, Array]) -> Any:
-        logits = jnp.einsum("btd,dv->btv", part[0], head, preferred_element_type=jnp.float32)
-        return function(logits, part[1])
+        return function(exact_product(part[0], head), part[1])
 
     def split(x: Array) -> Array:
         return jnp.moveaxis(x.reshape(x.shape[0], -1, chunk, *x.shape[2:]), 1, 0)

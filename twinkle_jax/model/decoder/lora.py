@@ -18,9 +18,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Key
 
-from twinkle_jax.model.decoder.bfloat16 import matmul, rounded
 from twinkle_jax.model.decoder.config import DecoderConfig
 from twinkle_jax.model.decoder.parameters import Params, merge_params, nest, parameter_table
+from twinkle_jax.model.decoder.precision import matmul, rounded
 
 ALL_LINEAR = "all-linear"
 LARGEST_RANK = 2**16

@@ -1,12 +1,16 @@
-"""bfloat16 on a CPU: no rounding is dropped, and products are summed in a fixed order.
+"""bfloat16 is bfloat16 on a CPU, and float32 is float32 on GPUs and TPUs.
 
 XLA has no bfloat16 arithmetic on a CPU: it computes in float32 and rounds in between. Its fusions
 (YNNPACK's) drop some of these roundings, depending on the shapes. A token would then get other
-log-probabilities in whole rows (the trainer) than in a decoding step (the sampler). The functions
-here make the compiler round where the program says so. On other backends and in other types they
-add no instruction.
+log-probabilities in whole rows (the trainer) than in a decoding step (the sampler). `rounded`,
+`multiply` and `matmul` make the compiler round where the program says so.
 
-The backend is known while tracing: that of the mesh, or JAX's default.
+By default JAX lets GPUs round the factors of float32 products to TensorFloat-32, and TPUs to
+bfloat16. Log-probabilities would then be off by a thousandth and more. Within `tracing_for`
+float32 products are exact, unless `jax_default_matmul_precision` says otherwise.
+
+In other types and on other backends nothing here adds an instruction. The backend is known while
+tracing: that of the mesh, or JAX's default.
 """
 
 from collections.abc import Callable, Iterator
@@ -23,13 +27,29 @@ _backend: ContextVar[str | None] = ContextVar("backend", default=None)
 
 
 @contextmanager
-def tracing_for(backend: str) -> Iterator[None]:
-    """Trace for a backend that need not be JAX's default one."""
+def tracing_for(backend: str, dtype: DTypeLike) -> Iterator[None]:
+    """Trace products of a type for a backend that need not be JAX's default one."""
     token = _backend.set(backend)
     try:
-        yield
+        with jax.default_matmul_precision(_precision(dtype)):
+            yield
     finally:
         _backend.reset(token)
+
+
+def exact_product(x: Float[Array, "*rows into"], y: Float[Array, "into out"]) -> Array:
+    """Multiply arrays of one type into float32, without rounding float32 factors."""
+    precision = _precision(x.dtype)
+    return jnp.matmul(x, y, precision=precision, preferred_element_type=jnp.float32)
+
+
+def _precision(dtype: DTypeLike) -> str | None:
+    """Say how to multiply: JAX's setting if there is one, else float32 exactly."""
+    chosen: str | None = jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
+    backend = _backend.get() or jax.default_backend()
+    if chosen is None and backend != "cpu" and jnp.dtype(dtype) == jnp.float32:
+        return "highest"
+    return chosen
 
 
 def rounded(x: Float[Array, "*shape"], dtype: DTypeLike | None = None) -> Float[Array, "*shape"]:

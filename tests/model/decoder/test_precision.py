@@ -1,4 +1,4 @@
-"""bfloat16 on a CPU: one token has the same log-probability in every path, compiled as users do."""
+"""One token has the same log-probability in every path: bfloat16 on CPUs, float32 elsewhere."""
 
 import jax
 import jax.numpy as jnp
@@ -7,16 +7,22 @@ import pytest
 
 from tests.model.families import ALL, each, family
 from tests.sampler.completions import trainer_logprobs
+from twinkle_jax.loss import token_logprobs
 from twinkle_jax.model import (
     Decoder,
+    decode_step,
+    extend,
     hidden_states,
     init_params,
     output_logits,
+    output_matrix,
     parse_config,
+    prefill,
     save_pretrained,
 )
-from twinkle_jax.model.decoder.bfloat16 import multiply, rounded, tracing_for
+from twinkle_jax.model.decoder.precision import multiply, rounded, tracing_for
 from twinkle_jax.sampler import Sampling, generate
+from twinkle_jax.sampler.sampling import scaled_logits
 
 _GET = "pip install 'twinkle-jax[test,oracle]'"
 WIDE = {"hidden_size": 128, "intermediate_size": 512, "vocab_size": 512, "head_dim": 32}
@@ -164,6 +170,63 @@ def test_products_and_their_derivatives_are_those_of_bfloat16():
 )
 def test_other_backends_and_types_get_no_instruction(backend, dtype, same):
     x = jax.ShapeDtypeStruct((4, 4), dtype)
-    with tracing_for(backend):
+    with tracing_for(backend, dtype):
         ours = jax.make_jaxpr(lambda x: multiply(jnp.matmul, x, rounded(x)))(x)
-    assert (str(ours) == str(jax.make_jaxpr(lambda x: jnp.matmul(x, x))(x))) is same
+        plain = jax.make_jaxpr(lambda x: jnp.matmul(x, x))(x)
+    assert (str(ours) == str(plain)) is same
+
+
+def precisions(jaxpr):
+    """Type and precision of the factors of every product of a program, kernels left out."""
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "dot_general":
+            factors = "".join(sorted({x.aval.dtype.name for x in equation.invars}))
+            chosen = equation.params["precision"]
+            names = chosen if isinstance(chosen, tuple) else (chosen,)
+            yield factors, "".join(sorted({getattr(name, "name", "") for name in names}))
+        for value in jax.tree.leaves(list(equation.params.values()), is_leaf=callable):
+            inner = getattr(value, "jaxpr", value)
+            yield from precisions(inner) if hasattr(inner, "eqns") else ()
+
+
+def whole_step(params, config, tokens, dtype):
+    """Score and differentiate rows; read prompts, draw a token, read more."""
+    options = {"compute_dtype": dtype}
+
+    def logprobs(params):
+        hidden = hidden_states(params, config, tokens, **options)
+        flat, head = hidden.reshape(-1, config.hidden_size), output_matrix(params)
+        return jnp.sum(token_logprobs(flat, head.astype(dtype), tokens.reshape(-1)))
+
+    hidden, cache = prefill(params, config, tokens, max_length=12, **options)
+    logits = output_logits(params, hidden), scaled_logits(params, hidden, jnp.float32(1.0))
+    drawn = decode_step(params, config, tokens[:, 0], cache, **options)
+    return jax.grad(logprobs)(params), logits, drawn, extend(params, config, tokens, cache)
+
+
+@pytest.mark.parametrize("name", each(["qwen2", "gemma3_text", "qwen3_5_text"]))
+def test_float32_is_exact_on_accelerators(name, monkeypatch):
+    """JAX would round factors to TensorFloat-32 on a GPU and to bfloat16 on a TPU."""
+    config = parse_config(family(name))
+    params = init_params(jax.random.key(0), config)
+    tokens = jnp.ones((2, 5), jnp.int32)
+
+    def trace(dtype):
+        jax.clear_caches()
+        with jax.numpy_dtype_promotion("standard"):
+            program = jax.make_jaxpr(lambda params: whole_step(params, config, tokens, dtype))
+            return set(precisions(program(params).jaxpr))
+
+    wide = {("float32", "HIGHEST")}
+    try:
+        assert ("float32", "") in trace("float32")  # on a CPU nothing is rounded
+        monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+        assert trace("float32") == wide
+        assert {x for x in trace("bfloat16") if x[0] == "bfloat16"} <= {
+            ("bfloat16", ""),
+            ("bfloat16", "BF16_BF16_F32"),
+        }
+        with jax.default_matmul_precision("tensorfloat32"):
+            assert ("float32", "HIGHEST") not in trace("float32") or name == "qwen3_5_text"
+    finally:
+        jax.clear_caches()
