@@ -4,12 +4,14 @@ python -m tests.benchmarks.accelerator peaks
 python -m tests.benchmarks.accelerator decode Qwen2.5-0.5B 256 1024
 python -m tests.benchmarks.accelerator decode Qwen2.5-0.5B 256 1024 xla
 python -m tests.benchmarks.accelerator update Qwen2.5-0.5B 16 1024
+python -m tests.benchmarks.accelerator update Qwen2.5-0.5B 16 1024 elementwise
 python -m tests.benchmarks.accelerator update Qwen3-4B 8 1024 lora
 
 `decode` has rows of geometric lengths with this mean, in room for 8,192 tokens, and times the loop
 that draws tokens: weights and filled cache over time and bandwidth. `update` times value, gradient
 and AdamW on rows of this length: six operations (four with a frozen base) for each token and entry
-of a matrix, and those of causal attention, over time and peak; recomputation does not count.
+of a matrix, and those of causal attention, over time and peak; recomputation, of layers unless
+named, does not count.
 Parameters are random, in bfloat16 for decoding and adapters, else in float32. The variable
 TWINKLE_JAX_PROFILE is how many of the kernels that take longest are printed, too.
 """
@@ -39,6 +41,7 @@ from twinkle_jax.model.decoder.lora import init_adapter, with_adapter
 from twinkle_jax.sampler import Sampling, slots
 from twinkle_jax.sampler.sampling import traced_sampling
 from twinkle_jax.training import apply_gradients, grad_step, train_state
+from twinkle_jax.training.step import RECOMPUTED
 
 CAPACITY, STEPS, ROUNDS = 8192, 64, 5
 PEAKS = {  # by part of the device's name: operations in bfloat16 and bytes a second, as published
@@ -202,7 +205,7 @@ def update(model: str, rows: int, length: int, *options: str) -> None:
         lora = LoraConfig(r=16, lora_alpha=32)
         frozen = with_adapter(trained, config, lora)
         trained = init_adapter(jax.random.key(0), config, lora)
-    remat = "keep" not in options
+    remat = next((RECOMPUTED[x] for x in options if x in RECOMPUTED), True)
     state = [train_state(trained, optimizer)]
     settings: Any = {"frozen": frozen, "compute_dtype": "bfloat16", "remat": remat}
 

@@ -251,8 +251,8 @@ def token_logprobs(
         mask: True where a token counts; all do if None. Padding may hold anything.
         temperature: $\tau$, above 0, one for all tokens or one for each.
         chunk_size: the most tokens in a chunk; None: half of them, and at most 1,024, on GPUs 4,096
-            (a third if all logits together have at most 4 MiB). Larger chunks take more memory, smaller ones
-            more time, since each adds to the gradient of the head.
+            (a third if all logits together have at most 4 MiB). Larger chunks take more memory,
+            smaller ones more time, since each adds to the gradient of the head.
         with_entropy: whether to return entropies as well.
 
     Returns:
