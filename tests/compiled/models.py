@@ -112,7 +112,8 @@ def update_costs(
     options: Any = {"bare": bare, "attention": attention, "transfers": transfers}
     compiled = compiled_update(model, setting, cut, **options)
     labels = setting.rows * setting.time // setting.devices
-    chunks = -(-labels // 1024)  # that are scored together
+    together = 4096 if setting.topology.startswith("h100") else 1024  # tokens that are scored
+    chunks = -(-labels // min(together, -(-labels // 2)))
     return costs(compiled, setting.devices, unknown_trips=chunks)
 
 

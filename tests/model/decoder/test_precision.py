@@ -1,5 +1,7 @@
 """One token has the same log-probability in every path: bfloat16 on CPUs, float32 elsewhere."""
 
+import importlib
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -24,6 +26,7 @@ from twinkle_jax.model.decoder.precision import multiply, rounded, tracing_for
 from twinkle_jax.sampler import Sampling, generate
 from twinkle_jax.sampler.sampling import scaled_logits
 
+scoring = importlib.import_module("twinkle_jax.loss.token_logprobs")  # the function has its name
 _GET = "pip install 'twinkle-jax[test,oracle]'"
 WIDE = {"hidden_size": 128, "intermediate_size": 512, "vocab_size": 512, "head_dim": 32}
 DEEP = {
@@ -170,7 +173,7 @@ def test_products_and_their_derivatives_are_those_of_bfloat16():
 )
 def test_other_backends_and_types_get_no_instruction(backend, dtype, same):
     x = jax.ShapeDtypeStruct((4, 4), dtype)
-    with tracing_for(backend, dtype):
+    with tracing_for(backend, dtype, None):
         ours = jax.make_jaxpr(lambda x: multiply(jnp.matmul, x, rounded(x)))(x)
         plain = jax.make_jaxpr(lambda x: jnp.matmul(x, x))(x)
     assert (str(ours) == str(plain)) is same
@@ -228,5 +231,8 @@ def test_float32_is_exact_on_accelerators(name, monkeypatch):
         }
         with jax.default_matmul_precision("tensorfloat32"):
             assert ("float32", "HIGHEST") not in trace("float32") or name == "qwen3_5_text"
+        # On an NVIDIA GPU; linear attention asks for float32 itself.
+        monkeypatch.setattr(scoring, "compute_capability", lambda device: 9.0)
+        assert trace("float32") - wide == {("float32", "TF32_TF32_F32_X3")}
     finally:
         jax.clear_caches()

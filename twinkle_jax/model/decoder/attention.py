@@ -13,6 +13,7 @@ from jax.sharding import Mesh, PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
+from twinkle_jax.loss.token_logprobs import compute_capability
 from twinkle_jax.model.decoder.cache import (
     KeyValues,
     PageTable,
@@ -123,10 +124,7 @@ def _cudnn_fits(
 
 
 def _capability(mesh: Mesh | None) -> float:
-    """Return a GPU's compute capability; 0 for other vendors, which report none."""
-    device = jax.local_devices()[0] if mesh is None else mesh.devices.flat[0]
-    reported = str(getattr(device, "compute_capability", ""))
-    return float(reported) if reported.replace(".", "", 1).isdigit() else 0.0
+    return compute_capability(jax.local_devices()[0] if mesh is None else mesh.devices.flat[0])
 
 
 # Heads.

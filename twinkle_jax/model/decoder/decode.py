@@ -240,7 +240,7 @@ def decode_step(
             x = feed_forward(config, x, members[name])
         return (x, layers), None
 
-    with tracing_for(backend_of(mesh), dtype):
+    with tracing_for(backend_of(mesh), dtype, mesh):
         x = embed(config, embedding, jnp.where(active, tokens, 0), dtype)
         sliding, length = jnp.asarray(config.sliding), cache.length + active.astype(jnp.int32)
         if isinstance(cache.layers, tuple):

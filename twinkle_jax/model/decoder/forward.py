@@ -263,7 +263,7 @@ def run(
             x, states[name] = layer(kind, x, members[name], sliding[member], cached.get(name))
         return x, states if keep_state else None
 
-    with tracing_for(backend, dtype):
+    with tracing_for(backend, dtype, attention_mesh):
         x = embed(config, embedding, inputs.tokens, dtype, mesh)
         x = keep_rows(x.reshape(-1, config.hidden_size), mesh)
         cached = {} if cache is None else cache.layers

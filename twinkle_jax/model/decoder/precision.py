@@ -6,8 +6,7 @@ log-probabilities in whole rows (the trainer) than in a decoding step (the sampl
 `multiply` and `matmul` make the compiler round where the program says so.
 
 By default JAX lets GPUs round the factors of float32 products to TensorFloat-32, and TPUs to
-bfloat16. Log-probabilities would then be off by a thousandth and more. Within `tracing_for`
-float32 products are exact, unless `jax_default_matmul_precision` says otherwise.
+bfloat16. Within `tracing_for` they are not rounded, see `product_precision`.
 
 In other types and on other backends nothing here adds an instruction. The backend is known while
 tracing: that of the mesh, or JAX's default.
@@ -20,18 +19,22 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
+
+from twinkle_jax.loss.token_logprobs import product_precision
 
 _backend: ContextVar[str | None] = ContextVar("backend", default=None)
 
 
 @contextmanager
-def tracing_for(backend: str, dtype: DTypeLike) -> Iterator[None]:
-    """Trace products of a type for a backend that need not be JAX's default one."""
+def tracing_for(backend: str, dtype: DTypeLike, mesh: Mesh | None) -> Iterator[None]:
+    """Trace products of a type for devices that need not be JAX's default ones."""
     token = _backend.set(backend)
+    device = None if mesh is None else mesh.devices.flat[0]
     try:
-        with jax.default_matmul_precision(_precision(dtype)):
+        with jax.default_matmul_precision(product_precision(dtype, device)):
             yield
     finally:
         _backend.reset(token)
@@ -39,17 +42,8 @@ def tracing_for(backend: str, dtype: DTypeLike) -> Iterator[None]:
 
 def exact_product(x: Float[Array, "*rows into"], y: Float[Array, "into out"]) -> Array:
     """Multiply arrays of one type into float32, without rounding float32 factors."""
-    precision = _precision(x.dtype)
+    precision = product_precision(x.dtype)
     return jnp.matmul(x, y, precision=precision, preferred_element_type=jnp.float32)
-
-
-def _precision(dtype: DTypeLike) -> str | None:
-    """Say how to multiply: JAX's setting if there is one, else float32 exactly."""
-    chosen: str | None = jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
-    backend = _backend.get() or jax.default_backend()
-    if chosen is None and backend != "cpu" and jnp.dtype(dtype) == jnp.float32:
-        return "highest"
-    return chosen
 
 
 def rounded(x: Float[Array, "*shape"], dtype: DTypeLike | None = None) -> Float[Array, "*shape"]:
