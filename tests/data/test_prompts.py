@@ -190,6 +190,9 @@ def test_answers_in_parquet_files(tmp_path):
     parquet.write_table(pyarrow.table(table), tmp_path / "two.parquet")
     with pytest.raises(ValueError, match="record 2"):
         read_jsonl(tmp_path / "two.parquet")
+    parquet.write_table(pyarrow.table(table).slice(0, 0), tmp_path / "none.parquet")
+    with pytest.raises(ValueError, match="at least one record"):
+        read_jsonl(tmp_path / "none.parquet")
 
 
 def test_an_empty_file(tmp_path):

@@ -101,6 +101,11 @@ def test_cells_of_csv_have_the_type_that_all_of_a_column_have(tmp_path):
     assert second == {"i": 2, "f": 0.5, "b": False, "s": "x", "m": ""}
 
 
+def test_numbers_of_csv_that_a_float_does_not_hold(tmp_path):
+    (tmp_path / "a.csv").write_text("id,x\n12345678901234567890,1e999\n1,2\n")
+    assert read_rows(tmp_path / "a.csv")[0] == {"id": 12345678901234567890, "x": "1e999"}
+
+
 @pytest.mark.parametrize(
     ("name", "text"),
     [
@@ -133,6 +138,23 @@ def test_what_is_written_is_read_back(tmp_path, kind):
     path = tmp_path / "new" / f"a.{kind}"
     write_rows(Rows([{"n": 1, "t": "ü,\n"}, {"n": 2, "t": ""}]), path, kind)
     assert list(read_rows(path)) == [{"n": 1, "t": "ü,\n"}, {"n": 2, "t": ""}]
+
+
+def test_a_column_that_the_first_row_lacks_is_written(tmp_path):
+    pytest.importorskip("pyarrow", reason="pip install 'twinkle-jax[hub]'")
+    write_rows([{"n": None}, {"n": 1, "t": "x"}], tmp_path / "a.parquet")
+    assert list(read_rows(tmp_path / "a.parquet")) == [{"n": None, "t": None}, {"n": 1, "t": "x"}]
+
+
+def test_a_stream_is_written_over_the_file_that_it_reads(tmp_path):
+    path = tmp_path / "a.jsonl"
+    write_rows([{"n": 1}, {"n": 2}], path)
+    write_rows(read_rows(path, stream=True).filter(lambda row: row["n"] > 1), path)
+    assert path.read_text() == '{"n": 2}\n'
+    for value, error in ((float("nan"), ValueError), (object(), TypeError)):
+        with pytest.raises(error, match="as number 2"):
+            write_rows([{"n": 1}, {"n": value}], path)
+    assert path.read_text() == '{"n": 2}\n' and len(list(tmp_path.iterdir())) == 1
 
 
 def test_arrays_are_written_as_lists(tmp_path):

@@ -59,6 +59,14 @@ def test_what_stands_beside_messages_stays():
     assert feature["messages"] == trajectory["messages"] and "else" not in feature
 
 
+def test_a_key_of_a_message_that_is_none_is_as_no_key():
+    shown = "{% if 'tool_calls' in m %}{{ m.tool_calls | length }}{% endif %}{{ m.content }}"
+    loop = "{% for m in messages %}" + shown + "{% endfor %}"
+    template = Template(small_tokenizer(), chat_template=loop)
+    feature = template.encode({"messages": [{"role": "user", "content": "1", "tool_calls": None}]})
+    assert _shown(template, feature) == "1"
+
+
 @pytest.mark.parametrize("where", ["content", "parts", "adjacent", "tool", "reasoning"])
 def test_text_cannot_forge_a_control_token(where):
     template = Template(small_tokenizer())

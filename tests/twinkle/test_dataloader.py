@@ -1,5 +1,6 @@
 """Twinkle's loader: in order, once, and where it was."""
 
+import numpy as np
 import pytest
 
 from twinkle_jax.data import RowStream
@@ -56,6 +57,46 @@ def test_it_resumes_in_the_middle_of_an_epoch(shuffle, batches):
     ]
 
 
+class Sparse(list):
+    def __getitem__(self, index):
+        return None if index == 0 else super().__getitem__(index)
+
+
+@pytest.mark.parametrize(
+    ("rows", "options"),
+    [
+        (ROWS, {"drop_last": True, "shuffle": True}),
+        (ROWS, {"min_batch_size": 2}),
+        (ROWS, {"sampler": np.array([4, 0, 2, 1, 3])}),
+        (Sparse(ROWS), {}),
+    ],
+)
+def test_it_resumes_where_it_was_whatever_is_left_out(rows, options):
+    options = {"batch_size": 3} | options
+    loader = DataLoader(rows, **options)
+    order, states = [], []
+    for _ in range(3):
+        epoch = []
+        for batch in loader:
+            epoch.append([row["n"] for row in batch])
+            states.append(loader.get_state())
+        assert len(epoch) == len(loader)
+        order += epoch
+    for done, state in enumerate(states[:-1], 1):
+        resumed = DataLoader(rows, **options)
+        resumed.resume_from_checkpoint(**state)
+        following = [batch for _ in range(4) for batch in numbers(resumed)]
+        assert following[: len(order) - done] == order[done:]
+
+
+def test_a_state_before_the_first_row_is_one():
+    loader = DataLoader(ROWS, batch_size=4)
+    loader.resume_from_checkpoint(**DataLoader(ROWS, batch_size=4).get_state())
+    assert numbers(loader) == [[0, 1, 2, 3], [4, 5, 6]]
+    with pytest.raises(ValueError, match="consumed_train_samples"):
+        loader.resume_from_checkpoint(-1)
+
+
 def test_rows_that_fail_are_replaced():
     class Bad(list):
         def __getitem__(self, index):
@@ -94,5 +135,7 @@ def test_batches_fit_the_mesh_and_options_are_known():
     with pytest.raises(ValueError, match="batch_size"):
         DataLoader(ROWS, batch_size=3, device_mesh=mesh)
     assert numbers(DataLoader(ROWS, batch_size=2, device_mesh=mesh))[-1] == [4, 5]
+    with pytest.raises(ValueError, match="shuffle"):
+        DataLoader(ROWS, batch_size=2, sampler=[0], shuffle=True)
     with pytest.raises(TypeError, match="batch_sampler"):
         DataLoader(ROWS, batch_size=2, batch_sampler=[[0]])

@@ -214,7 +214,6 @@ def test_a_lazy_data_set_maps_and_encodes_the_row_that_is_read():
     dataset.map(GSM8KProcessor(system="1"), dataset_meta=first)
     dataset.add_dataset(second)
     dataset.map(note, dataset_meta=second, remove_columns=["answer"])
-    assert len(dataset) == 4
     dataset.mix_dataset()
     assert len(dataset) == 8 and not seen
     assert dataset[0]["user_data"] == [("ground_truth", "0")]
@@ -239,6 +238,57 @@ def test_a_lazy_data_set_concatenated_checked_and_not_split():
         dataset.encode()
     dataset.check()
     assert dataset[0] is None  # no messages
+
+
+@pytest.mark.parametrize("kind", [Dataset, LazyDataset])
+def test_no_source_is_left_out_silently(kind, tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"n": 1}\n{"n": 2}\n')
+    dataset = kind(DatasetMeta(str(path), data_slice=[0]))
+    with pytest.raises(ValueError, match="another source"):  # it would replace the first one
+        dataset.add_dataset(DatasetMeta(str(path), data_slice=[1]))
+    with pytest.raises(ValueError, match="dataset_meta must name one of"):
+        dataset.map(lambda columns: columns, dataset_meta=meta())
+    dataset.add_dataset(meta([{"n": 3}]))
+    for read in (len, list, lambda rows: rows[0], lambda rows: rows.save_as(tmp_path / "b.csv")):
+        with pytest.raises(ValueError, match="mix_dataset"):
+            read(dataset)
+    dataset.mix_dataset(interleave=False)
+    with pytest.raises(ValueError, match="before mix_dataset"):
+        dataset.add_dataset(meta())
+    dataset.save_as(tmp_path / "b.jsonl")
+    assert [row["n"] for row in Dataset(DatasetMeta(str(tmp_path / "b.jsonl")))] == [1, 3]
+    with pytest.raises(ValueError, match="0 sources"):
+        list(kind())
+
+
+@pytest.mark.parametrize("kind", [Dataset, LazyDataset])
+def test_a_filter_sees_what_was_mapped_before(kind):
+    dataset = kind(meta([{"n": 1}, {"n": 2}]))
+    dataset.map(lambda columns: {"n": [10 * n for n in columns["n"]]})
+    dataset.filter(lambda row: row["n"] == 20)
+    dataset.map(lambda columns: {"n": [n + 1 for n in columns["n"]]})
+    assert [row["n"] for row in dataset] == [21]
+
+
+def test_what_follows_encode_and_check_sees_their_rows():
+    rows = [{"messages": [{"role": "user", "content": c}]} for c in ("1", "23")]
+    dataset = Dataset(meta([*rows, {"messages": []}]))
+    dataset.set_template(template())
+    dataset.check()
+    dataset.encode()
+    dataset.filter(lambda row: len(row["input_ids"]) > 3)
+    dataset.map(lambda columns: {"size": [len(ids) for ids in columns["input_ids"]]})
+    assert [row["size"] for row in dataset] == [4]
+
+
+def test_iterators_and_slices_of_streams():
+    dataset = Dataset(meta(iter(SUMS)))
+    assert list(dataset) == list(dataset) == SUMS
+    with pytest.raises(ValueError, match="data must be a function"):
+        IterableDataset(meta(iter(SUMS)))
+    with pytest.raises(ValueError, match="data_slice"):
+        IterableDataset(meta(lambda: iter(SUMS), data_slice=[0]))
 
 
 def test_check_drops_what_cannot_be_encoded():

@@ -203,8 +203,11 @@ def _records(path: str | Path) -> Iterator[tuple[str, dict[str, Any]]]:
         require("pyarrow", "hub")
         from pyarrow import parquet
 
-        for number, record in enumerate(parquet.read_table(path).to_pylist(), 1):
-            yield f"{path}: record {number}", record
+        count = 0
+        for count, record in enumerate(parquet.read_table(path).to_pylist(), 1):
+            yield f"{path}: record {count}", record
+        if not count:
+            raise ValueError(f"{path} must hold at least one record, got none")
         return
     count = 0
     with open_text(Path(path)) as lines:

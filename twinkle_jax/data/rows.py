@@ -4,10 +4,11 @@ import abc
 import csv
 import itertools
 import json
+import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TextIO
 
 import numpy as np
 
@@ -19,7 +20,7 @@ Row = dict[str, Any]
 Columns = dict[str, list[Any]]
 """Rows as columns: a list of values for each name."""
 _CELL_TYPES: tuple[tuple[re.Pattern[str], Callable[[str], Any]], ...] = (
-    (re.compile(r"[+-]?[0-9]{1,18}"), int),
+    (re.compile(r"[+-]?[0-9]{1,400}"), int),
     (re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?"), float),
     (re.compile("true|false", re.IGNORECASE), lambda cell: cell.lower() == "true"),
 )
@@ -197,7 +198,8 @@ def write_rows(
         kind: `jsonl` (or `json`), `csv` or `parquet`; None: as the suffix says, otherwise `jsonl`.
 
     Raises:
-        ValueError: for another kind.
+        ValueError: for another kind, or NaN and the like, which JSON does not have.
+        TypeError: for values that are not of JSON, such as dates, in `jsonl`.
         ImportError: for `parquet`, if pyarrow is not installed.
 
     Example:
@@ -216,20 +218,39 @@ def write_rows(
         from pyarrow import Table as ArrowTable
         from pyarrow import parquet
 
-        parquet.write_table(ArrowTable.from_pylist([to_lists(row) for row in rows]), place)
+        # Of rows, pyarrow would keep only the columns of the first.
+        columns = to_columns([to_lists(row) for row in rows])
+        parquet.write_table(ArrowTable.from_pydict(columns), place)
         return
     if kind not in ("jsonl", "csv"):
         raise ValueError(f"kind must be jsonl, csv or parquet, got {kind!r}")
-    with place.open("w", encoding="utf-8", newline="") as file:
-        if kind == "jsonl":
-            file.writelines(json.dumps(to_lists(row), ensure_ascii=False) + "\n" for row in rows)
-            return
-        writer = None
-        for row in rows:
-            if writer is None:
-                writer = csv.DictWriter(file, list(row))
-                writer.writeheader()
-            writer.writerow(row)
+    # The rows may be a stream that reads the file which they replace.
+    partial = place.with_name(f".{place.name}.partial")
+    try:
+        with partial.open("w", encoding="utf-8", newline="") as file:
+            (_write_jsonl if kind == "jsonl" else _write_csv)(file, rows)
+        partial.replace(place)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def _write_jsonl(file: TextIO, rows: Iterable[Mapping[str, Any]]) -> None:
+    for number, row in enumerate(rows, 1):
+        try:
+            line = json.dumps(to_lists(row), ensure_ascii=False, allow_nan=False)
+        except (TypeError, ValueError) as error:
+            message = f"rows must be JSON values, got {dict(row)!r:.80} as number {number}: {error}"
+            raise type(error)(message) from None
+        file.write(line + "\n")
+
+
+def _write_csv(file: TextIO, rows: Iterable[Mapping[str, Any]]) -> None:
+    writer = None
+    for row in rows:
+        if writer is None:
+            writer = csv.DictWriter(file, list(row))
+            writer.writeheader()
+        writer.writerow(row)
 
 
 def column_function(
@@ -326,7 +347,9 @@ def _csv(path: Path, reader: "csv.DictReader[Any]") -> list[Row]:
     for name, cells in columns.items():
         for pattern, convert in _CELL_TYPES:
             if cells and all(pattern.fullmatch(cell) for cell in cells):
-                columns[name] = [convert(cell) for cell in cells]
+                values = [convert(cell) for cell in cells]
+                if math.inf not in map(abs, values):  # beyond float64
+                    columns[name] = values
                 break
     return to_rows(columns)
 

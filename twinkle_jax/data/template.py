@@ -363,7 +363,9 @@ class Template:
         return len(show(before)), len(show(trimmed if ends else until))
 
     def _hide(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        plain = {**message, "content": message_text(message)}
+        # Rows of Parquet files have every key in every message, None where there is nothing.
+        present = {key: value for key, value in message.items() if value is not None}
+        plain = {**present, "content": message_text(message)}
         return dict(self.tokenizer.control.hide(plain, trusted=message["role"] in _TRUSTED))
 
     def _variables(self, messages: Any, tools: Any, prompt: bool) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -25,7 +26,7 @@ class DataLoader:
         device_mesh: the mesh; None for one device.
         shuffle: whether to shuffle rows, differently in each epoch.
         drop_last: whether to leave out a last batch that is not full.
-        sampler: indices of rows, in the order to take them.
+        sampler: indices of rows, in the order to take them; not with `shuffle`.
         collate_fn: applied to each list of rows.
         max_retries: unused.
         remote_group: unused, with a warning.
@@ -61,6 +62,8 @@ class DataLoader:
                 f"batch_size must be a positive multiple of {devices}, the number of devices that "
                 f"device_mesh shards rows over, got {batch_size}"
             )
+        if shuffle and sampler is not None:
+            raise ValueError("shuffle must be False with a sampler, which is the order, got True")
         self.batch_size, self.shuffle, self.sampler = batch_size, shuffle, sampler
         least = devices if min_batch_size is None else min_batch_size
         self.min_batch_size = batch_size if drop_last else least
@@ -72,12 +75,15 @@ class DataLoader:
         self.processor = construct(processor_cls, "processor", **options)
 
     def __len__(self) -> int:
-        """Return the number of batches of an epoch, a last one that is left out included."""
-        return -(-len(self.sampler or self.dataset) // self.batch_size)  # type: ignore[arg-type]
+        """Return the number of batches of an epoch."""
+        rows: Any = self.dataset if self.sampler is None else self.sampler
+        full, rest = divmod(len(rows), self.batch_size)
+        return full + (rest >= max(self.min_batch_size, 1))
 
     def __iter__(self) -> Iterator[Any]:
         start, self._skip = self._skip, 0
-        rows = self._stream() if self._streams() else self._indexed(start)
+        # Skipped rows are read too: only then is it known which of them fail.
+        rows = self._stream() if self._streams() else islice(self._indexed(), start, None)
         batch: list[Any] = []
         for row in rows:
             batch.append(row)
@@ -98,7 +104,10 @@ class DataLoader:
 
     def skip_consumed_samples(self, consumed_train_samples: int | None) -> None:
         """Do as `resume_from_checkpoint`; streams restart, with a warning."""
-        if self._streams() or not consumed_train_samples or consumed_train_samples < 0:
+        consumed = int(consumed_train_samples or 0)
+        if consumed < 0:
+            raise ValueError(f"consumed_train_samples must be at least 0, got {consumed}")
+        if self._streams():
             warnings.warn(
                 "a stream does not support consumed-data skipping: it starts from the beginning",
                 UserWarning,
@@ -106,9 +115,8 @@ class DataLoader:
             )
             return
         # The last batch of an epoch counts in full, so an epoch is a whole number of batches.
-        epoch_samples = len(self) * self.batch_size
-        self._epoch, self._skip = divmod(int(consumed_train_samples), epoch_samples)
-        self._consumed = int(consumed_train_samples)
+        self._epoch, self._skip = divmod(consumed, max(len(self), 1) * self.batch_size)
+        self._consumed = consumed
 
     def _streams(self) -> bool:
         return isinstance(self.dataset, IterableDataset) or not hasattr(self.dataset, "__len__")
@@ -116,15 +124,15 @@ class DataLoader:
     def _stream(self) -> Iterator[Any]:
         return (row for row in self.dataset if row is not None)
 
-    def _indexed(self, start: int) -> Iterator[Any]:
-        """Yield the rows of an epoch from a position; random ones replace those that fail."""
+    def _indexed(self) -> Iterator[Any]:
+        """Yield the rows of an epoch; random ones replace those that fail."""
         rng = np.random.default_rng((settings.seed, self._epoch))
         self._epoch += 1
         count = len(self.dataset)
         order = rng.permutation(count).tolist() if self.shuffle else range(count)
         indices = list(order if self.sampler is None else self.sampler)
         failed = 0
-        for index in indices[start:]:
+        for index in indices:
             row = self._row(index)
             failed += not row
             if row:

@@ -30,9 +30,10 @@ class DatasetMeta:
             or an id on the Hugging Face hub.
         subset_name: subset on the hub.
         split: split on the hub.
-        data_slice: numbers of the rows to take, in this order; modulo the number of rows.
+        data_slice: numbers of the rows to take, in this order; modulo the number of rows. Not of a
+            stream.
         data: instead of an id, rows, columns, a function that makes rows, or a data set of Hugging
-            Face's `datasets`.
+            Face's `datasets`. A stream is read more than once, so an iterator is none.
     """
 
     dataset_id: str = ""
@@ -57,9 +58,11 @@ class DatasetMeta:
     def load(self, *, stream: bool) -> Table:
         """Read the rows."""
         rows = self._rows(stream)
-        if self.data_slice is not None and isinstance(rows, Rows):
-            return Rows(rows[index % len(rows)] for index in self.data_slice)
-        return rows
+        if self.data_slice is None:
+            return rows
+        if not isinstance(rows, Rows):
+            raise ValueError("data_slice must be None for a stream, whose rows have no numbers")
+        return Rows(rows[index % len(rows)] for index in self.data_slice)
 
     def _rows(self, stream: bool) -> Table:
         data = self.data
@@ -75,6 +78,13 @@ class DatasetMeta:
             return Rows(to_rows(data))
         if callable(data):
             return RowStream(data) if stream else Rows(data())
+        if isinstance(data, Iterator):
+            if stream:
+                raise ValueError(
+                    "data must be a function that makes rows for a stream, which is read more than "
+                    f"once, got {type(data).__name__}"
+                )
+            return Rows(data)
         if isinstance(data, Iterable):
             return Rows(data) if hasattr(data, "__len__") else RowStream(lambda: data)
         raise ValueError(f"data must be rows, columns or a function, got {type(data).__name__}")
@@ -108,8 +118,13 @@ class Dataset:
         stream = bool(options.pop("streaming", self.streams))
         cast = _caster(options.pop("features", None))
         refuse("Dataset.add_dataset", options)
+        key = dataset_meta.get_id()
+        if key in self.datasets:
+            raise ValueError(f"dataset_meta must name another source than those added, got {key}")
+        if self._mixed:
+            raise ValueError("add_dataset must be called before mix_dataset, got it after")
         rows = dataset_meta.load(stream=stream)
-        self.datasets[dataset_meta.get_id()] = rows if cast is None else rows.map_rows(cast)
+        self.datasets[key] = rows if cast is None else rows.map_rows(cast)
         self._show_single()
 
     def set_template(self, template_func: Any, **options: Any) -> None:
@@ -173,12 +188,12 @@ class Dataset:
             kept = [{key: x for key, x in row.items() if key not in removed} for row in rows]
             return template.encode_rows(kept, add_generation_prompt)
 
-        self.dataset = self.dataset.map_rows(encode, size)
+        self._change(None, lambda rows: rows.map_rows(encode, size))
 
     def check(self, **options: Any) -> None:
         """Drop the rows that the template cannot encode."""
         refuse("Dataset.check", options)
-        self.dataset = self.dataset.filter(self._needed_template().accepts)
+        self._change(None, lambda rows: rows.filter(self._needed_template().accepts))
 
     def cast_column(self, column: str, decode: bool = True) -> None:
         """Refuse to read images."""
@@ -191,19 +206,26 @@ class Dataset:
         mode = options.pop("mode", "immediate")
         options.pop("batch_size", None)
         refuse("save_as", options | ({} if mode == "immediate" else {"mode": mode}))
-        if self.dataset is None or (len(self.datasets) > 1 and not self._mixed):
-            raise ValueError("dataset must have rows, of one source or mixed by mix_dataset")
         write_rows(self, output_path, format)
 
     def __len__(self) -> int:
-        return len(self.dataset)
+        return len(self._readable())
 
     def __getitem__(self, index: int) -> Row:
-        row: Row = self.dataset[index]
+        row: Row = self._readable()[index]
         return row
 
     def __iter__(self) -> Iterator[Row]:
-        return iter(self.dataset)
+        return iter(self._readable())
+
+    def _readable(self) -> Any:
+        """Return the rows, of the only source or mixed ones: others would be left out."""
+        if not self.datasets or (len(self.datasets) > 1 and not self._mixed):
+            raise ValueError(
+                "dataset must have rows, of one source or mixed by mix_dataset, got "
+                f"{len(self.datasets)} sources"
+            )
+        return self.dataset
 
     def _map(self, function: Any, meta: DatasetMeta | None, options: dict[str, Any]) -> None:
         self._change(meta, lambda rows: rows.map(function, **options))
@@ -221,7 +243,12 @@ class Dataset:
 
     def _key(self, meta: DatasetMeta | None) -> str:
         if meta is not None:
-            return meta.get_id()
+            key = meta.get_id()
+            if key not in self.datasets:
+                raise ValueError(
+                    f"dataset_meta must name one of {', '.join(self.datasets)}, got {key}"
+                )
+            return key
         if len(self.datasets) != 1:
             raise ValueError(
                 f"dataset_meta must name one of {len(self.datasets)} sources, got None: or call "
@@ -268,7 +295,23 @@ class LazyDataset(Dataset):
     def mix_dataset(self, interleave: bool = True) -> None:
         """Mix the sources, without copying them."""
         if len(self.datasets) > 1:
-            self._interleave = interleave
+            self._interleave, self._mixed = interleave, True
+
+    def filter(
+        self,
+        filter_func: Any,
+        dataset_meta: DatasetMeta | None = None,
+        init_args: dict[str, Any] | None = None,
+        **options: Any,
+    ) -> None:
+        """Keep the rows for which a function of the mapped row returns something true, at once."""
+        function = construct(filter_func, "preprocessor", **(init_args or {}))
+        refuse("Dataset.filter", options)
+        key = self._key(dataset_meta)
+        self.datasets[key] = self.datasets[key].filter(
+            lambda row: function(self._map_row(key, row))
+        )
+        self._show_single()
 
     def encode(self, add_generation_prompt: bool = False, **options: Any) -> None:
         """Encode each row when it is read."""
@@ -286,16 +329,14 @@ class LazyDataset(Dataset):
         self.do_check = True
 
     def __len__(self) -> int:
+        self._readable()
         lengths = [len(rows) for rows in self.datasets.values()]  # type: ignore[arg-type]
         if self._interleave is None:
             return lengths[0]
         return len(lengths) * max(lengths) if self._interleave else sum(lengths)
 
     def __getitem__(self, index: int) -> Any:
-        key, row = self._locate(range(len(self))[index])
-        for source, function in self._functions:
-            if source in (None, key):
-                (row,) = function([row])
+        row = self._map_row(*self._locate(range(len(self))[index]))
         if self.do_encode:
             rows = self._needed_template().encode_rows([row], self.add_generation_prompt)
             return rows[0] if rows else None
@@ -305,6 +346,12 @@ class LazyDataset(Dataset):
 
     def __iter__(self) -> Iterator[Row]:
         return (self[index] for index in range(len(self)))
+
+    def _map_row(self, key: str, row: Row) -> Row:
+        for source, function in self._functions:
+            if source in (None, key):
+                (row,) = function([row])
+        return row
 
     def _locate(self, index: int) -> tuple[str, Row]:
         sources: list[tuple[str, Any]] = list(self.datasets.items())
@@ -321,7 +368,7 @@ class LazyDataset(Dataset):
         self._map_rows(_replacing(function, options.get("remove_columns", ())), meta)
 
     def _map_rows(self, function: RowFunction, meta: DatasetMeta | None) -> None:
-        key = None if meta is None else meta.get_id()
+        key = None if meta is None else self._key(meta)
         if key is None and len(self.datasets) == 1 and not self._interleave:
             key = self._key(None)
         self._functions.append((key, function))
