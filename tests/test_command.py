@@ -58,6 +58,19 @@ def test_train_with_a_file_and_flags_over_it(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("flag", ["--config={}", "--config {}"])
+def test_flags_are_over_a_file_that_follows_them(flag, tmp_path, capsys):
+    file = tmp_path / "run.yaml"
+    file.write_text("steps: 7\nrollout: {prompts: 4, num_samples: 2}\n")
+    arguments = ["--steps", "5", "--rollout.prompts=2", *flag.format(file).split()]
+    with pytest.raises(SystemExit):
+        main(["train", *arguments, "--print_config"])
+    shown = yaml.safe_load(capsys.readouterr().out)
+    assert shown["steps"] == 5 and shown["rollout"]["prompts"] == 2
+    assert shown["rollout"]["num_samples"] == 2
+    assert main(["train", "--config"]) == 2
+
+
+@pytest.mark.parametrize("flag", ["--config={}", "--config {}"])
 def test_a_file_must_have_each_setting_once(flag, tmp_path, capsys):
     """The first section was lost, and with it the learning rate."""
     file = tmp_path / "run.yaml"

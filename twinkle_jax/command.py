@@ -344,6 +344,7 @@ def _print_error(message: str) -> None:
 
 def _parse(arguments: list[str]) -> Any:
     arguments = _join_negative(_complete_switches(_join_repeated(arguments, "reward")))
+    arguments = _files_first(arguments)
     for path in _values(arguments, "config"):
         _refuse_repeated(Path(path))
     options = _parser().parse_args(arguments)
@@ -448,6 +449,19 @@ def _complete_switches(arguments: list[str]) -> list[str]:
         f"{argument}=true" if argument in switches and value.startswith("--") else argument
         for argument, value in zip(arguments, following, strict=True)
     ]
+
+
+def _files_first(arguments: list[str]) -> list[str]:
+    """Move files of settings to the front: a flag is over them wherever it stands."""
+    files: list[str] = []
+    rest: list[str] = []
+    position = iter(arguments)
+    for argument in position:
+        if argument == "--config":
+            files += [argument, *itertools.islice(position, 1)]
+        else:
+            (files if argument.startswith("--config=") else rest).append(argument)
+    return [*rest[:1], *files, *rest[1:]] if files else arguments
 
 
 def _join_negative(arguments: list[str]) -> list[str]:

@@ -226,6 +226,14 @@ def test_weighted_sums():
     assert compute_rewards(WeightedReward([plain], [2]), texts, ["7"]) == [4.0, 2.0, 2.0, 0.0]
 
 
+def test_a_weighted_sum_is_exact_so_that_all_right_is_1():
+    three = {name: lambda completions: [1.0] * len(completions) for name in "abc"}
+    weighted = WeightedReward(three, [0.7, 0.2, 0.1])
+    assert compute_rewards(weighted, completions("x")) == [1.0]
+    with pytest.raises(ValueError, match="weighted sum"):
+        compute_rewards(WeightedReward(three, [1.7e308] * 3), completions("x"))
+
+
 def test_one_reward_is_its_only_component():
     def my_reward(completions):
         return [0.5, 1]

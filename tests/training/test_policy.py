@@ -8,6 +8,7 @@ import pytest
 from tests.model.huggingface.tensors import vision_checkpoint
 from tests.training.small_run import EVERY_STEP, config, make_files, update
 from twinkle_jax.data import small_tokenizer
+from twinkle_jax.model import LoraConfig
 from twinkle_jax.training import (
     LoraSettings,
     MeshConfig,
@@ -17,6 +18,7 @@ from twinkle_jax.training import (
     small_policy,
     train,
 )
+from twinkle_jax.training.policy import add_adapter
 
 safetensors = pytest.importorskip("safetensors.numpy")
 
@@ -64,6 +66,31 @@ def test_merged_adapters_keep_them_too(folder):
     train(config(place, place / "run", steps=1, model=str(model), lora=lora))
     export(place / "run", place / "merged", merge=True)
     assert_carried(place / "merged", tensors)
+
+
+def test_the_tokenizer_beside_an_adapter_is_the_one_it_was_trained_with(tmp_path):
+    base, adapter = tmp_path / "base", tmp_path / "adapter"
+    save_policy(small_policy(0), base)
+    save_policy(add_adapter(small_policy(0), LoraConfig(r=2), base=str(base)), adapter)
+    own = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    (adapter / "chat_template.jinja").write_text(own)
+    (base / "generation_config.json").write_text('{"eos_token_id": [1, 3]}')
+    policy = load_policy(str(adapter))
+    assert policy.template.chat_template.source == own
+    assert policy.tokenizer.stop_token_ids == [1, 3]  # of the base: PEFT does not copy it
+    for path in adapter.glob("*token*"):
+        path.unlink()
+    template = load_policy(str(adapter)).template
+    assert template.chat_template.source == small_policy(0).template.chat_template.source
+
+
+def test_an_adapter_may_bring_the_chat_template_that_its_base_lacks(tmp_path):
+    base, adapter = tmp_path / "base", tmp_path / "adapter"
+    save_policy(small_policy(0), base)
+    save_policy(add_adapter(small_policy(0), LoraConfig(r=2), base=str(base)), adapter)
+    settings = json.loads((base / "tokenizer_config.json").read_text())
+    (base / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": None}))
+    assert load_policy(str(adapter)).tokenizer.chat_template == settings["chat_template"]
 
 
 def test_the_directory_of_a_run_is_no_checkpoint(tmp_path):

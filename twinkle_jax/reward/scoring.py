@@ -160,7 +160,11 @@ def score_trajectories(
             raise TypeError(
                 f"{' or '.join(components)} must return numbers, got None for trajectory {i}"
             )
-        sums.append(_finite(sum(terms), "the weighted sum", i))
+        try:  # exactly: 0.7 + 0.2 + 0.1 would be less than 1, which counts as wrong
+            total = math.fsum(terms)
+        except OverflowError:
+            total = math.inf
+        sums.append(_finite(total, "the weighted sum", i))
     return TrajectoryScores(sums, components)
 
 

@@ -104,7 +104,7 @@ def load_policy(
 
     Args:
         path_or_id: a Hugging Face checkpoint, or an adapter in PEFT's format, which names its base:
-            a directory, or a hub id.
+            a directory, or a hub id. The tokenizer beside an adapter replaces that of its base.
         mesh: devices to place the parameters on; None for one device.
         argument: what errors call `path_or_id`.
 
@@ -114,28 +114,41 @@ def load_policy(
     Raises:
         ValueError: if the checkpoint or the tokenizer is invalid.
     """
-    rules = None if mesh is None else partition_rules(mesh)
     place = locate(path_or_id, argument=argument)
-    if (place / ADAPTER_CONFIG).exists():
-        base = read_json(place, ADAPTER_CONFIG).get("base_model_name_or_path")
-        if not isinstance(base, str):
-            raise ValueError(f"{place / ADAPTER_CONFIG} must name its base model, got {base!r}")
-        base_policy = load_policy(base, mesh=mesh)
-        lora, adapter = load_adapter(place, base_policy.config)
-        return attach_adapter(base_policy, lora, adapter, base=base, mesh=mesh)
+    if not (place / ADAPTER_CONFIG).exists():
+        return _load_checkpoint(path_or_id, mesh, argument)
+    base = read_json(place, ADAPTER_CONFIG).get("base_model_name_or_path")
+    if not isinstance(base, str):
+        raise ValueError(f"{place / ADAPTER_CONFIG} must name its base model, got {base!r}")
+    own = Tokenizer.from_pretrained(place) if (place / "tokenizer.json").is_file() else None
+    base_policy = _load_checkpoint(base, mesh, "path_or_id", own)
+    lora, adapter = load_adapter(place, base_policy.config)
+    return attach_adapter(base_policy, lora, adapter, base=base, mesh=mesh)
+
+
+def _load_checkpoint(
+    path_or_id: str, mesh: Mesh | None, argument: str, tuned: Tokenizer | None = None
+) -> Policy:
+    """Read a checkpoint; `tuned` is the tokenizer that an adapter was trained with."""
+    place = locate(path_or_id, argument=argument)
     if (place / "policy" / CONFIG).exists() and "model_type" not in read_json(place, CONFIG):
         raise ValueError(
             f"{argument} must be a checkpoint or an adapter, got the directory of a run, {place}: "
             f"its policy is {place / 'policy'}"
         )
+    rules = None if mesh is None else partition_rules(mesh)
     decoder = load_pretrained(path_or_id, dtype="float32", mesh=mesh, partition=rules)
-    template = Template(path_or_id)
-    if len(template.tokenizer) > decoder.config.vocab_size:
+    tokenizer = Tokenizer.from_pretrained(path_or_id)
+    if tuned is not None and tuned.chat_template is not None:
+        # PEFT leaves what ends a completion with the base.
+        tuned.generation_config = tuned.generation_config or tokenizer.generation_config
+        tokenizer = tuned
+    if len(tokenizer) > decoder.config.vocab_size:
         raise ValueError(
             f"{argument} must have a tokenizer of at most {decoder.config.vocab_size} tokens, like "
-            f"its embedding, got {len(template.tokenizer)} in {path_or_id}"
+            f"its embedding, got {len(tokenizer)} in {path_or_id}"
         )
-    return Policy(decoder.params, decoder.config, template, source=decoder.source)
+    return Policy(decoder.params, decoder.config, Template(tokenizer), source=decoder.source)
 
 
 def add_adapter(
