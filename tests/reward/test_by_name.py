@@ -129,6 +129,23 @@ def test_a_module_that_imports_what_is_missing_is_not_itself_missing(tmp_path, m
         find_reward("module_with_rewards:f")
 
 
+def test_modules_beside_a_file_and_in_the_current_directory_are_found(tmp_path, monkeypatch):
+    """As a script finds them; the command's own path does not have the current directory."""
+    (tmp_path / "of_a_user.py").write_text("def score(completions): return [3.0]\n")
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub" / "beside.py").write_text("WORTH = 4.0\n")
+    file = tmp_path / "sub" / "rewards.py"
+    file.write_text("import beside\ndef score(completions): return [beside.WORTH]\n")
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.chdir(tmp_path)
+    batch = [{"messages": [{"role": "assistant", "content": "x"}]}]
+    assert compute_rewards(find_reward("of_a_user:score"), batch) == [3.0]
+    assert compute_rewards(find_reward(f"{file}:score"), batch) == [4.0]
+    assert sys.path[-2:] == [str(tmp_path), str(tmp_path / "sub")]  # behind what is installed
+    for name in ("of_a_user", "beside"):
+        monkeypatch.delitem(sys.modules, name)
+
+
 def test_an_interrupt_while_a_file_is_imported_is_an_interrupt(tmp_path):
     (tmp_path / "slow_rewards.py").write_text("raise KeyboardInterrupt")
     with pytest.raises(KeyboardInterrupt):

@@ -42,6 +42,8 @@ def test_loss():
     metric.accumulate([], {"loss": 3.0, "num_tokens": 4}, loss_reduction="sum")
     assert metric.calculate() == {"loss": "1.0000"}
     assert metric.calculate() == {"loss": "0.0000"}
+    metric.accumulate([], {"loss": 1.0}, grad_norm=float("nan"))
+    assert metric.calculate() == {"loss": "1.0000", "grad_norm": "nan"}
 
 
 def test_training():
@@ -75,6 +77,9 @@ def test_rewards():
     assert metric.calculate() == metric.calculate() == expected
     metric.reset()
     assert metric.calculate() == {}
+    metric.accumulate(rewards={"a": [1.0, None]}, completion_lengths=np.array([1, 2]))
+    assert metric.calculate()["train/a_reward"] == 1.0  # None: it does not apply
+    assert metric.calculate()["train/completion_length"] == 1.5
 
 
 def test_pairs():

@@ -113,10 +113,14 @@ def load_attribute(place: str, attribute: str, argument: str) -> Any:
 
 
 def load_module(place: str, argument: str) -> ModuleType:
-    """Import a file or a module by the user's name for it."""
+    """Import a file, or a module from the current directory or `sys.path`, by the user's name."""
     is_file = place.endswith(".py")
     if is_file and not Path(place).is_file():
         raise ValueError(f"{argument} not found: there is no file {place!r}")
+    # What a script could import: modules beside it. Last, so that none replaces an installed one.
+    folder = str(Path(place).resolve().parent if is_file else Path.cwd())
+    if folder not in sys.path:
+        sys.path.append(folder)
     try:
         return _import_file(Path(place)) if is_file else importlib.import_module(place)
     except KeyboardInterrupt:

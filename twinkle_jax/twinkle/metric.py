@@ -182,18 +182,19 @@ class CompletionRewardMetric(Metric):
         inputs: Any,
         outputs: Any,
         *,
-        rewards: Mapping[str, Sequence[float]] | None = None,
+        rewards: Mapping[str, Sequence[float | None]] | None = None,
         completion_lengths: Sequence[int] | None = None,
         generate_time: float | None = None,
         weight_sync_time: float | None = None,
         **facts: Any,
     ) -> None:
         for name, numbers in (rewards or {}).items():
-            self.rewards.setdefault(name, []).extend(numbers)
+            given = [x for x in numbers if x is not None]  # None: it does not apply
+            self.rewards.setdefault(name, []).extend(given)
         seen: dict[str, Sequence[float | None]] = {
             "profiling/Time taken: move_model_to_sampler": [weight_sync_time],
             "profiling/Time taken: generate": [generate_time],
-            "train/completion_length": completion_lengths or (),
+            "train/completion_length": () if completion_lengths is None else completion_lengths,
         }
         for name, values in seen.items():
             for x in values:
@@ -440,7 +441,7 @@ def _list(inputs: Any) -> list[Any]:
 
 
 def _norm(grad_norm: float) -> dict[str, str]:
-    return {"grad_norm": f"{grad_norm:.6f}"} if grad_norm > 0 else {}
+    return {"grad_norm": f"{grad_norm:.6f}"} if grad_norm != 0 else {}  # NaN is shown
 
 
 def _labels(inputs: Any) -> Numbers:
