@@ -111,6 +111,42 @@ def test_done_and_limits_end_a_conversation():
         MultiTurnRollout(None, TEMPLATE, max_trajectory_tokens=0)
 
 
+class Verbose(Tool):
+    """Answers the first conversation at length."""
+
+    def __init__(self):
+        self.lengths = [500, 1]
+
+    def __call__(self, tool_name, arguments):
+        return "x" * self.lengths.pop(0)
+
+    def tool_info(self):
+        return {"type": "function", "function": {"name": "count", "parameters": {}}}
+
+
+@pytest.mark.parametrize("limit", ["sampler", "trajectory"])
+def test_an_answer_without_room_ends_its_conversation_alone(limit):
+    """The sampler refused the prompt, and with it all other conversations."""
+    sampler = Scripted(call(), call(), "end")
+    options = {"max_trajectory_tokens": 200} if limit == "trajectory" else {}
+    if limit == "sampler":
+        sampler.max_length = 200
+    roll = MultiTurnRollout(sampler, TEMPLATE, ToolManager([Verbose()]), **options)
+    first, second = roll([prompt(), prompt()])
+    assert (first["turns"], first["truncated"], len(first["messages"])) == (1, True, 2)
+    assert len(first["logprobs"]) == (np.asarray(first["labels"]) != -100).sum()
+    assert (second["turns"], second["truncated"], second["stop_reason"]) == (2, False, "stop")
+
+
+def test_traces_of_one_prompt_have_files_of_their_own(tmp_path):
+    for _ in range(2):  # steps
+        sampler = Scripted("one", "two")
+        roll = MultiTurnRollout(sampler, TEMPLATE, ToolManager(), trace_dir=str(tmp_path))
+        roll([prompt(user_data=[("id", 7)])] * 2)
+    files = sorted(path.name for path in tmp_path.iterdir())
+    assert files == ["fail-7-1.json", "fail-7-2.json", "fail-7-3.json", "fail-7.json"]
+
+
 @pytest.mark.parametrize("arguments", [None, "", " ", "{}", {}])
 def test_calls_without_arguments_reach_their_tool(arguments):
     env = Counter()

@@ -91,6 +91,7 @@ def test_a_stream_of_text(checkpoint, sampler, tmp_path):
 
 
 def test_a_sampler_sleeps_while_the_model_trains(checkpoint, sampler):
+    assert sampler.max_length == sampler._sampler.max_length  # which rollouts read
     before = tokens(sampler.sample(PROMPTS, GREEDY))
     parameters = sampler._sampler.params["lm_head"]["kernel"]
     sampler.sleep()

@@ -81,6 +81,11 @@ class vLLMSampler:  # noqa: N801  (Twinkle's name)
         """The template that `set_template` set, or the model's."""
         return self._sampler.template
 
+    @property
+    def max_length(self) -> int:
+        """The most tokens of a row, prompt included."""
+        return self._sampler.max_length
+
     def set_template(self, template_cls: Any, **options: Any) -> None:
         """Choose a template: a name with its arguments, a class, or an object."""
         self._sampler.set_template(construct(template_cls, "template", **options))

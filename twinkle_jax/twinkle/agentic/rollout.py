@@ -1,7 +1,9 @@
 """`twinkle_agentic.rollout`: a sampler and tools take turns."""
 
+import itertools
 import json
 import logging
+import math
 import re
 import time
 from abc import ABC, abstractmethod
@@ -39,7 +41,8 @@ class MultiTurnRollout(Rollout):
         tool_manager: answers calls; may be an argument of each call instead.
         sampling_params: how to sample; one completion.
         max_turns: maximum turns of a conversation.
-        max_trajectory_tokens: maximum tokens, from which it is not continued; None for no limit.
+        max_trajectory_tokens: maximum tokens, from which it is not continued; None for no limit but
+            the sampler's `max_length`. Answers of tools that do not fit are left out.
         trace_dir: directory for a JSON file of each conversation; None for no files.
         trace_callback: whether to write a conversation.
         success_callback: whether the name of its file begins with `ok` instead of `fail`.
@@ -155,7 +158,12 @@ class MultiTurnRollout(Rollout):
                 conversation.done = True
                 conversation.feature["messages"] = [*conversation.feature["messages"], *answers]
                 return
-            conversation.feature = extend_with_bridge(conversation.feature, answers, self.template)
+            longer = extend_with_bridge(conversation.feature, answers, self.template)
+            rooms = limit, getattr(self.sampler, "max_length", None)
+            if len(longer["input_ids"]) >= min((x for x in rooms if x), default=math.inf):
+                conversation.done = conversation.truncated = True
+            else:
+                conversation.feature = longer
 
     def _write_traces(self, directory: Path, results: Sequence[Any]) -> None:
         """Write conversations; errors are logged."""
@@ -171,9 +179,12 @@ class MultiTurnRollout(Rollout):
                     "truncated": result["truncated"],
                     "success": success,
                 }
-                name = f"{'ok' if success else 'fail'}-{_file_name(result, i)}.json"
+                name = f"{'ok' if success else 'fail'}-{_file_name(result, i)}"
                 text = json.dumps(record, ensure_ascii=False, indent=2, default=str)
-                (directory / name).write_text(text, encoding="utf-8")
+                # The completions of a prompt share its id, and so do later steps.
+                numbered = (f"{name}{f'-{n}' if n else ''}.json" for n in itertools.count())
+                free = next(x for x in numbered if not (directory / x).exists())
+                (directory / free).write_text(text, encoding="utf-8")
             except Exception:
                 logging.getLogger(__name__).warning("a trace was not written", exc_info=True)
 
