@@ -57,6 +57,15 @@ def test_flags_of_every_form():
         args.get_none_args()
 
 
+def test_text_stays_text():
+    """A system prompt with a comma was a list, and a directory named by a month a number."""
+    flags = ["--default_system", "Be brief, please.", "--output_dir=2024_11", "--model_id", "007"]
+    args = CLI.from_args([*flags, "--subset_name", "1e3", "--tokenizer_id", "none"])
+    assert args.template.default_system == "Be brief, please."
+    assert (args.training.output_dir, args.model.model_id) == ("2024_11", "007")
+    assert (args.dataset.subset_name, args.model.tokenizer_id) == ("1e3", None)
+
+
 def test_later_sources_win(elsewhere, monkeypatch):
     (elsewhere / ".env").write_text('# note\nMAX_STEPS="1"\nBATCH_SIZE=1\nLORA_R=1\nMODE=ray\n')
     monkeypatch.setenv("TWINKLE_BATCH_SIZE", "2")

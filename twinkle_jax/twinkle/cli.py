@@ -89,6 +89,12 @@ for _group, _names in reversed(_GROUPS.items()):
 _SETTINGS["lr"] = _SETTINGS["learning_rate"]
 _SETTINGS["max_new_tokens"] = _SETTINGS["max_tokens"]
 _SETTINGS["num_gpus"] = _SETTINGS["nproc_per_node"]
+# Text without a default: `Be brief, please.` is no list, and `2024_11` no number.
+_TEXTS = {
+    *("model_id", "model_cls", "tokenizer_id", "lora_path", "revision", "template_cls"),
+    *("default_system", "resume_from_checkpoint", "lora_sync_dir"),
+    *("student_model_id", "teacher_model_id"),
+}
 _WORDS: dict[str, bool | None] = {
     **dict.fromkeys(("true", "yes", "on"), True),
     **dict.fromkeys(("false", "no", "off"), False),
@@ -151,8 +157,8 @@ class Args:
 
     def apply(self, source: Mapping[str, Any], *, cast: bool) -> None:
         """Set the values of a source; `cast` turns strings into numbers, booleans and lists."""
-        for name, value in _flatten(source):
-            value = _cast(value) if cast else value
+        for name, given in _flatten(source):
+            value = _cast(given) if cast else given
             if name == "use_megatron":  # Twinkle's scripts take the strategy from it
                 if _cast(value) is True:
                     self.model.strategy = "native_fsdp"
@@ -162,7 +168,9 @@ class Args:
                 continue
             group, name = _SETTINGS[name]
             kind = type(_GROUPS[group][name])
-            if kind is float and isinstance(value, int | str):
+            if (kind is str or name in _TEXTS) and value is not None and isinstance(given, str):
+                value = given
+            elif kind is float and isinstance(value, int | str):
                 value = float(value)
             elif kind is int and isinstance(value, str):
                 value = int(float(value))
