@@ -45,6 +45,25 @@ def test_rows_are_copies(table):
     assert rows[1] == {"n": 1} and len(rows[1:3]) == 2
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_is_changed_in_a_row_does_not_change_the_data(stream):
+    data = [{"messages": [{"content": "1"}], "ids": [1], "pair": ([1], 2)}]
+    table = RowStream(lambda: data) if stream else Rows(data)
+    (row,) = table
+    row["messages"].append({"content": "2"})
+    row["messages"][0]["content"] = "3"
+    row["ids"].append(2)
+    row["pair"][0].append(2)
+
+    def answered(columns):
+        columns["messages"][0].append({"content": "2"})
+        return columns
+
+    for _ in range(2):
+        assert [len(row["messages"]) for row in table.map(answered)] == [2]
+    assert list(table) == data == [{"messages": [{"content": "1"}], "ids": [1], "pair": ([1], 2)}]
+
+
 def test_rows_are_selected_and_shuffled():
     rows = Rows([{"n": n} for n in range(5)] + [{"m": 1}])
     assert rows.column_names == ["n", "m"]

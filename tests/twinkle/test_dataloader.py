@@ -5,7 +5,7 @@ import pytest
 
 from twinkle_jax.data import RowStream
 from twinkle_jax.twinkle.dataloader import DataLoader
-from twinkle_jax.twinkle.dataset import Dataset, DatasetMeta
+from twinkle_jax.twinkle.dataset import Dataset, DatasetMeta, LazyDataset
 from twinkle_jax.twinkle.infra import DeviceMesh, initialize
 from twinkle_jax.twinkle.processor import InputProcessor
 
@@ -110,6 +110,19 @@ def test_rows_that_fail_are_replaced():
     loader = DataLoader([{}, {}], batch_size=1)
     with pytest.raises(RuntimeError, match=r"dataset .*2"):
         list(loader)
+
+
+@pytest.mark.parametrize("make", [list, lambda rows: LazyDataset(DatasetMeta(data=rows))])
+def test_an_epoch_begins_without_what_the_last_one_added(make):
+    """Completions that were appended to the messages of a batch became part of the prompts."""
+    rows = [{"messages": [{"role": "user", "content": "1"}]}]
+    loader = DataLoader(make(rows), batch_size=1)
+    for _ in range(2):
+        ((row,),) = loader
+        assert len(row["messages"]) == 1
+        row["messages"].append({"role": "assistant", "content": "2"})
+    loader.set_processor(lambda batch: batch[0]["messages"].append(1) or len(batch[0]["messages"]))
+    assert [*loader, *loader] == [2, 2] and len(rows[0]["messages"]) == 1
 
 
 def test_streams_restart():

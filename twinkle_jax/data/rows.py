@@ -14,6 +14,7 @@ import numpy as np
 
 from twinkle_jax._package import require
 from twinkle_jax.data.strict_json import open_text, parse_json
+from twinkle_jax.data.trajectory import copy_nested
 
 Row = dict[str, Any]
 """A row of a data set: a value for each column."""
@@ -29,7 +30,10 @@ _SUFFIXES = (".jsonl", ".json", ".csv", ".parquet", ".txt")
 
 
 class Table(Iterable[Row]):
-    """Rows in memory or a stream of them; `map` and the like return others of the kind."""
+    """Rows in memory or a stream of them; `map` and the like return others of the kind.
+
+    What is read are copies, at every depth: a function may change them.
+    """
 
     @abc.abstractmethod
     def _from_source(self, source: Callable[[], Iterable[Mapping[str, Any]]]) -> Self: ...
@@ -84,7 +88,7 @@ class Rows(Table, Sequence[Row]):
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
             return Rows(self._rows[index])
-        return dict(self._rows[index])
+        return copy_nested(self._rows[index])
 
     @property
     def column_names(self) -> list[str]:
@@ -114,7 +118,7 @@ class RowStream(Table):
         self._source = source
 
     def __iter__(self) -> Iterator[Row]:
-        return (dict(row) for row in self._source())
+        return (copy_nested(dict(row)) for row in self._source())
 
     def _from_source(self, source: Callable[[], Iterable[Mapping[str, Any]]]) -> Self:
         return type(self)(source)

@@ -134,16 +134,18 @@ def copy_trajectory(trajectory: Mapping[str, Any]) -> Trajectory:
         >>> prompt["messages"][0]["content"]
         ' 1+1= '
     """
-    return _copy(dict(trajectory))
+    return copy_nested(dict(trajectory))
 
 
-def _copy(value: Any) -> Any:
+def copy_nested(value: Any) -> Any:
+    """Copy dictionaries, lists and tuples at every depth; anything else is shared."""
     if isinstance(value, dict):
-        return {key: _copy(x) for key, x in value.items()}
-    if isinstance(value, list):
-        return [_copy(x) for x in value]
-    if isinstance(value, tuple):
-        return tuple(_copy(x) for x in value)
+        return {key: copy_nested(x) for key, x in value.items()}
+    if isinstance(value, list | tuple):
+        kinds = set(map(type, value))  # much faster than to look at each of many numbers
+        nested = any(issubclass(kind, dict | list | tuple) for kind in kinds)
+        items = [copy_nested(x) for x in value] if nested else value
+        return tuple(items) if isinstance(value, tuple) else list(items)
     return value
 
 

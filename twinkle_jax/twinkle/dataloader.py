@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from twinkle_jax.data.trajectory import copy_nested
 from twinkle_jax.twinkle.dataset import IterableDataset
 from twinkle_jax.twinkle.infra import DeviceMesh, note_group, settings
 from twinkle_jax.twinkle.names import construct, refuse
@@ -155,6 +156,6 @@ class DataLoader:
 
     def _collate(self, batch: list[Any]) -> Any:
         self._consumed += self.batch_size
-        if self.processor is None:
-            return [dict(row) if isinstance(row, Mapping) else row for row in batch]
-        return self.processor(batch)
+        # A script may add completions to its rows: the next epoch begins without them.
+        rows = [copy_nested(dict(x) if isinstance(x, Mapping) else x) for x in batch]
+        return rows if self.processor is None else self.processor(rows)
