@@ -5,6 +5,7 @@ import pytest
 from tests.reward.completions import completions
 from twinkle_jax.twinkle.agentic.reward import CoTReward, F1Reward, ToolExploreReward
 from twinkle_jax.twinkle.agentic.reward.f1 import _extract_final_answer, _f1_score
+from twinkle_jax.twinkle.agentic.tools.tool_manager import ToolManager
 
 pytest.importorskip("nltk", reason="pip install 'twinkle-jax[nltk]'")
 
@@ -72,5 +73,7 @@ def test_use_of_tools():
 
     assert score(call, found) == score(call, failed, found) == score(*[call, found] * 3) == 1.0
     assert score(*[call, found] * 4) == 0.5
+    unknown = {"role": "tool", "content": ToolManager()({"function": {"name": "search"}})}
+    assert unknown["content"].startswith("Error:") and score(call, unknown) == 0.0
     assert score() == score(call, failed) == score(call, answer, found) == 0.0
     assert score(call, found, truth="Delhi") == 0.0

@@ -21,6 +21,7 @@ _FILLERS = frozenset([
     "away", "ago", "approximately", "about", "around", "over", "under", "below", "above", "total",
     "roughly", "nearly", "almost", "exactly",
 ])  # fmt: skip
+_ERRORS = ("ERROR", "Error:")  # the second is what `ToolManager` answers a call that fails
 _STEP = re.compile(r"^[^\S\n]*step\s*(\d+)\s*[.:]", re.IGNORECASE | re.MULTILINE)
 
 
@@ -114,6 +115,8 @@ class CoTReward(Reward):
 class ToolExploreReward(F1Reward):
     """1 for 1 to 3 turns whose tools returned something, 0.5 for more, if the answer is right.
 
+    Errors are nothing; Twinkle's counts those of its own `ToolManager`, `Error: …`.
+
     Args:
         f1_threshold: the `F1Reward` from which an answer is right.
         answer_pattern: as for `F1Reward`.
@@ -134,7 +137,7 @@ class ToolExploreReward(F1Reward):
             if message.get("role") == "assistant" and message.get("tool_calls"):
                 answers = takewhile(lambda m: m.get("role") == "tool", messages[i + 1 :])
                 texts = [message_text(answer).lstrip() for answer in answers]
-                useful += any(text and not text.startswith("ERROR") for text in texts)
+                useful += any(text and not text.startswith(_ERRORS) for text in texts)
         return 0.0 if not useful else 1.0 if useful <= 3 else 0.5
 
 
