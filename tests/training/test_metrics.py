@@ -112,7 +112,7 @@ def test_offsets_where_no_line_ends(tmp_path):
     with MetricsLog(tmp_path) as log:
         log.write(1, {})
         for offset in (-1, 1, log.offset - 1, log.offset + 1):
-            with pytest.raises(ValueError, match="offset"):
+            with pytest.raises(ValueError, match=r"offset .*put it back"):
                 log.truncate(offset)
         assert log.offset == 12
 

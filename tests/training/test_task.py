@@ -121,6 +121,21 @@ def test_answers_are_needed_by_rewards_that_compare(tmp_path):
         )
 
 
+def test_a_reward_of_the_caller_is_checked_in_place_of_the_one_that_fits_the_task(tmp_path):
+    """Records without answers were refused, for the reward that would not be called."""
+    path = tmp_path / "data.jsonl"
+    path.write_text('{"prompt": "a"}')
+    config = TrainConfig(model="m", task=str(path))
+    task = make_task(config, lambda trajectories, truths: [0.0] * len(trajectories))
+    assert task.reward([{"messages": []}], None) == [0.0]
+    with pytest.raises(ValueError, match=r"^task must have an 'answer'"):
+        make_task(config, ExactMatchReward())
+    with pytest.raises(ValueError, match="got limit"):
+        make_task(config, lambda completions, limit: [1.0])
+    with pytest.raises(TypeError, match="reward must have the signature"):
+        make_task(config, lambda a, b, c: [1.0])
+
+
 def test_columns_are_needed_by_rewards_that_name_them(tmp_path):
     """Some record must have one; the others give None. Episodes may add columns."""
     reward = tmp_path / "reward.py"

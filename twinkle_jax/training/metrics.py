@@ -279,7 +279,7 @@ class MetricsLog:
         if len(kept) != offset or not (kept.endswith(b"\n") or not kept):
             raise ValueError(
                 f"offset must be one at which a line of {self.path} ends, got {offset} of "
-                f"{len(content)} bytes"
+                f"{len(content)} bytes: a run resumes with the file that it wrote, put it back"
             )
         self._last = self._last_step(kept)
         self._file.truncate(offset)

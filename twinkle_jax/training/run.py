@@ -78,13 +78,11 @@ def train(config: TrainConfig, *, reward: RewardFunction | None = None) -> dict[
     mesh = config.mesh
     find_devices(mesh.data, mesh.fsdp, mesh.tensor)  # raises before anything is written
     directory = Path(config.output_dir).absolute()  # environments may change the working directory
-    task = hosts.agreed("reading the task", lambda: make_task(config))
+    task = hosts.agreed("reading the task", lambda: make_task(config, reward))
     check_same(config, task.train, task.held_out)
     source = _prepare(config, directory)
     if source is not None:
         config = with_choices(config, saved_settings(source))
-    if reward is not None:
-        task = task._replace(reward=reward)
 
     def write(progress: Progress, *, wait: bool) -> None:
         save(run.checkpoints, progress, run.recipe.reference, run.config, wait=wait)

@@ -15,7 +15,13 @@ from twinkle_jax.data import (
     user_data_get,
 )
 from twinkle_jax.data.prompts import GeneratedPrompts, download_split
-from twinkle_jax.reward import RewardFunction, WeightedReward, find_reward, find_rewards
+from twinkle_jax.reward import (
+    RewardFunction,
+    WeightedReward,
+    as_reward,
+    find_reward,
+    find_rewards,
+)
 from twinkle_jax.reward.reward import ColumnsReward
 from twinkle_jax.rollout import EnvironmentFactory, ProcessLimits, find_environment
 from twinkle_jax.training.config import TrainConfig
@@ -69,18 +75,21 @@ class EnvironmentRows(GeneratedPrompts):
         return Trajectory(messages=list(self._messages), user_data=[("index", self._first + index)])
 
 
-def make_task(config: TrainConfig) -> Task:
+def make_task(config: TrainConfig, reward: RewardFunction | None = None) -> Task:
     """Find the task that a configuration names.
 
     Args:
         config: of the run; `task`, `environment`, `tools`, `level`, `reward`, `system`, `seed` and
             `evaluation` are read.
+        reward: in place of the one that the configuration names.
 
     Returns:
         The task.
 
     Raises:
-        ValueError: for an unknown task, a missing file, or an unreadable record.
+        ValueError: for an unknown task, a missing file, an unreadable record, or records without
+            what the reward needs.
+        TypeError: if `reward` is none, see [`as_reward`][twinkle_jax.reward.as_reward].
     """
     environment = None
     if config.many_turns:
@@ -94,12 +103,15 @@ def make_task(config: TrainConfig) -> Task:
             ),
         )
     train, held_out, fitting = _find_prompts(config)
-    # Environments give rewards themselves; named ones are added to them.
-    names = config.rewards or ([] if config.environment is not None else [fitting])
-    # One reward without a weight is called directly: there is nothing to add up.
-    reward: RewardFunction | None = find_reward(names[0]) if names else None
-    if len(names) > 1 or config.reward_weights:
-        reward = find_rewards(names, config.reward_weights)
+    if reward is None:
+        # Environments give rewards themselves; named ones are added to them.
+        names = config.rewards or ([] if config.environment is not None else [fitting])
+        # One reward without a weight is called directly: there is nothing to add up.
+        reward = find_reward(names[0]) if names else None
+        if len(names) > 1 or config.reward_weights:
+            reward = find_rewards(names, config.reward_weights)
+    else:
+        reward = as_reward(reward)
     judge = None
     if config.evaluation.reward:
         judge = find_reward(config.evaluation.reward, argument="evaluation.reward")
