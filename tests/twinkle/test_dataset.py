@@ -263,6 +263,19 @@ def test_no_source_is_left_out_silently(kind, tmp_path):
 
 
 @pytest.mark.parametrize("kind", [Dataset, LazyDataset])
+def test_a_source_without_rows_takes_no_turns(kind):
+    """All rows of the other sources were left out."""
+    empty = meta()
+    dataset = kind(meta())
+    dataset.add_dataset(empty)
+    dataset.filter(lambda row: False, dataset_meta=empty)
+    with pytest.raises(ValueError, match=r"interleaved, got \[4, 0\]"):
+        dataset.mix_dataset()
+    dataset.mix_dataset(interleave=False)
+    assert len(dataset) == 4
+
+
+@pytest.mark.parametrize("kind", [Dataset, LazyDataset])
 def test_a_filter_sees_what_was_mapped_before(kind):
     dataset = kind(meta([{"n": 1}, {"n": 2}]))
     dataset.map(lambda columns: {"n": [10 * n for n in columns["n"]]})

@@ -133,7 +133,8 @@ def mix(tables: Sequence[Table], *, interleave: bool) -> Table:
             are concatenated.
 
     Raises:
-        ValueError: if some are streams and some are not, or there are none.
+        ValueError: if some are streams and some are not, there are none, or one that has no rows
+            would end the turns of all others.
 
     Example:
         >>> mixed = mix([Rows([{"a": 1}, {"a": 2}]), Rows([{"a": 3}])], interleave=True)
@@ -145,11 +146,19 @@ def mix(tables: Sequence[Table], *, interleave: bool) -> Table:
         raise ValueError("tables must be all streams or all in memory, got some of both")
     if streamed == {True}:  # the columns of a stream are not known before its end
         return RowStream(lambda: _in_turn(tables) if interleave else itertools.chain(*tables))
+    check_interleaved(tables, interleave)
     names: dict[str, None] = dict.fromkeys(
         name for table in tables for row in table for name in row
     )
     rows = _in_turn(tables) if interleave else itertools.chain(*tables)
     return Rows({name: row.get(name) for name in names} for row in rows)
+
+
+def check_interleaved(tables: Iterable[Any], interleave: bool) -> None:
+    """Refuse to take turns with data sets in memory of which one has no rows."""
+    lengths = [len(table) for table in tables]
+    if interleave and 0 in lengths:
+        raise ValueError(f"tables must have rows to be interleaved, got {lengths} rows")
 
 
 def _in_turn(tables: Sequence[Table]) -> Iterator[Row]:

@@ -13,7 +13,7 @@ import numpy as np
 
 from twinkle_jax.data import Row, Rows, RowStream, Table, Template, mix, read_rows, write_rows
 from twinkle_jax.data.prompts import download_split
-from twinkle_jax.data.rows import column_function, to_rows
+from twinkle_jax.data.rows import check_interleaved, column_function, to_rows
 from twinkle_jax.training import pack_features
 from twinkle_jax.twinkle.names import PAGE, add_submodules, construct, local_id, refuse
 from twinkle_jax.twinkle.preprocessor import Preprocessor
@@ -295,6 +295,7 @@ class LazyDataset(Dataset):
     def mix_dataset(self, interleave: bool = True) -> None:
         """Mix the sources, without copying them."""
         if len(self.datasets) > 1:
+            check_interleaved(self.datasets.values(), interleave)
             self._interleave, self._mixed = interleave, True
 
     def filter(
