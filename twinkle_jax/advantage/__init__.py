@@ -1,8 +1,8 @@
 """Rewards -> advantages: pure functions, and stateless objects with Twinkle's signature.
 
 Public is what this file lists; all else in this folder is private and may change. `per_completion/`
-and `per_token/` hold an estimator a file: its function, its `segment_` form, its class. Beside them
-is what runs them: `inputs.py` checks arrays and settings, `estimate.py` forms groups and runs a
+and `per_token/` hold the estimators, one file a family: functions, `segment_` forms and classes.
+What runs them: `inputs.py` checks arrays and settings, `estimate.py` forms groups and runs a
 formula, `groups.py` has the statistics that formulas use, `estimators.py` the base of the classes.
 """
 
@@ -13,57 +13,48 @@ from twinkle_jax.advantage.group_statistics import (
     group_statistics,
 )
 from twinkle_jax.advantage.groups import NOISE_ULPS
-from twinkle_jax.advantage.inputs import (
-    ArrayLike,
-    AxisName,
-    HoldsArray,
-    Scalar,
-    Scale,
-    TorchTensor,
-)
-from twinkle_jax.advantage.per_completion.dgpo import (
-    DGPOAdvantage,
-    dgpo_advantage,
-    segment_dgpo_advantage,
-)
+from twinkle_jax.advantage.inputs import ArrayLike, AxisName, HoldsArray, Scalar, Scale, TorchTensor
 from twinkle_jax.advantage.per_completion.gdpo import (
     GDPOAdvantage,
     gdpo_advantage,
     segment_gdpo_advantage,
 )
 from twinkle_jax.advantage.per_completion.grpo import (
+    DGPOAdvantage,
     GRPOAdvantage,
-    grpo_advantage,
-    segment_grpo_advantage,
-)
-from twinkle_jax.advantage.per_completion.maxrl import (
     MaxRLAdvantage,
+    MCGRPOAdvantage,
+    dgpo_advantage,
+    grpo_advantage,
     maxrl_advantage,
+    mc_grpo_advantage,
+    segment_dgpo_advantage,
+    segment_grpo_advantage,
     segment_maxrl_advantage,
 )
-from twinkle_jax.advantage.per_completion.mc_grpo import MCGRPOAdvantage, mc_grpo_advantage
-from twinkle_jax.advantage.per_completion.opo import (
-    OPOAdvantage,
-    opo_advantage,
-    segment_opo_advantage,
-)
-from twinkle_jax.advantage.per_completion.pass_at_k import PassAtKAdvantage, pass_at_k_advantage
-from twinkle_jax.advantage.per_completion.pkpo import (
+from twinkle_jax.advantage.per_completion.pass_at_k import (
     Baseline,
+    PassAtKAdvantage,
     PKPOAdvantage,
+    pass_at_k_advantage,
     pkpo_advantage,
 )
-from twinkle_jax.advantage.per_completion.reinforce import ReinforceAdvantage, reinforce_advantage
+from twinkle_jax.advantage.per_completion.reinforce import (
+    OPOAdvantage,
+    ReinforceAdvantage,
+    ReMaxAdvantage,
+    RLOOAdvantage,
+    opo_advantage,
+    reinforce_advantage,
+    remax_advantage,
+    rloo_advantage,
+    segment_opo_advantage,
+    segment_rloo_advantage,
+)
 from twinkle_jax.advantage.per_completion.reinforce_plus_plus_baseline import (
     ReinforcePlusPlusBaselineAdvantage,
     reinforce_plus_plus_baseline_advantage,
     segment_reinforce_plus_plus_baseline_advantage,
-)
-from twinkle_jax.advantage.per_completion.remax import ReMaxAdvantage, remax_advantage
-from twinkle_jax.advantage.per_completion.rloo import (
-    RLOOAdvantage,
-    rloo_advantage,
-    segment_rloo_advantage,
 )
 from twinkle_jax.advantage.per_token.gae import GAE, GAEAdvantage, gae_advantage
 from twinkle_jax.advantage.per_token.reinforce_plus_plus import (
