@@ -1,7 +1,7 @@
 """Every estimator a second time, from the papers, over whole arrays in float64 NumPy.
 
 Nothing is shared with the package. `ids` are the groups of samples, from 0; `keep` tells which
-samples count. Rewards are meant to be exact in float32. `tests/advantage/per_completion` checks the
+samples count. Rewards are meant to be exact in float32. `test_by_hand.py` checks the
 estimators over subsets against an enumeration of all subsets besides.
 """
 

@@ -1,25 +1,21 @@
 """Rewards -> advantages: pure functions, and stateless objects with Twinkle's signature.
 
-Public is what this file lists; all else in this folder is private and may change. `per_completion/`
-and `per_token/` hold the estimators, one file a family: functions, `segment_` forms and classes.
-What runs them: `inputs.py` checks arrays and settings, `estimate.py` forms groups and runs a
-formula, `groups.py` has the statistics that formulas use, `estimators.py` the base of the classes.
+Public is what this file lists; all else in this folder is private and may change. A family of
+estimators is a file (`grpo.py`, `gae.py`): functions, `segment_` forms and classes. What runs them:
+`inputs.py` checks arrays and settings, `estimate.py` forms groups and runs a formula, `groups.py`
+has the statistics that formulas use, `estimators.py` the base of the classes.
 """
 
 from twinkle_jax.advantage.estimators import ESTIMATORS, Advantage, get_advantage
+from twinkle_jax.advantage.gae import GAE, GAEAdvantage, gae_advantage
+from twinkle_jax.advantage.gdpo import GDPOAdvantage, gdpo_advantage, segment_gdpo_advantage
 from twinkle_jax.advantage.group_statistics import (
     GroupStatistics,
     dynamic_sampling_filter,
     group_statistics,
 )
 from twinkle_jax.advantage.groups import NOISE_ULPS
-from twinkle_jax.advantage.inputs import ArrayLike, AxisName, HoldsArray, Scalar, Scale, TorchTensor
-from twinkle_jax.advantage.per_completion.gdpo import (
-    GDPOAdvantage,
-    gdpo_advantage,
-    segment_gdpo_advantage,
-)
-from twinkle_jax.advantage.per_completion.grpo import (
+from twinkle_jax.advantage.grpo import (
     DGPOAdvantage,
     GRPOAdvantage,
     MaxRLAdvantage,
@@ -32,14 +28,15 @@ from twinkle_jax.advantage.per_completion.grpo import (
     segment_grpo_advantage,
     segment_maxrl_advantage,
 )
-from twinkle_jax.advantage.per_completion.pass_at_k import (
+from twinkle_jax.advantage.inputs import ArrayLike, AxisName, HoldsArray, Scalar, Scale, TorchTensor
+from twinkle_jax.advantage.pass_at_k import (
     Baseline,
     PassAtKAdvantage,
     PKPOAdvantage,
     pass_at_k_advantage,
     pkpo_advantage,
 )
-from twinkle_jax.advantage.per_completion.reinforce import (
+from twinkle_jax.advantage.reinforce import (
     OPOAdvantage,
     ReinforceAdvantage,
     ReMaxAdvantage,
@@ -51,23 +48,20 @@ from twinkle_jax.advantage.per_completion.reinforce import (
     segment_opo_advantage,
     segment_rloo_advantage,
 )
-from twinkle_jax.advantage.per_completion.reinforce_plus_plus_baseline import (
+from twinkle_jax.advantage.reinforce_plus_plus import (
+    ReinforcePlusPlusAdvantage,
     ReinforcePlusPlusBaselineAdvantage,
+    reinforce_plus_plus_advantage,
     reinforce_plus_plus_baseline_advantage,
     segment_reinforce_plus_plus_baseline_advantage,
 )
-from twinkle_jax.advantage.per_token.gae import GAE, GAEAdvantage, gae_advantage
-from twinkle_jax.advantage.per_token.reinforce_plus_plus import (
-    ReinforcePlusPlusAdvantage,
-    reinforce_plus_plus_advantage,
-)
-from twinkle_jax.advantage.per_token.rewards_and_returns import (
+from twinkle_jax.advantage.rewards_and_returns import (
     broadcast_to_tokens,
     discounted_returns,
     kl_in_reward,
     kl_in_token_reward,
 )
-from twinkle_jax.advantage.per_token.turns import turn_gae_advantage, turn_returns
+from twinkle_jax.advantage.turns import turn_gae_advantage, turn_returns
 
 __all__ = [
     "ESTIMATORS",

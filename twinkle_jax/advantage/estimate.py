@@ -246,7 +246,7 @@ def auto_sharded(result_shape: Callable[..., Shape]) -> Callable[[Core[Result]],
     def decorate(core: Core[Result]) -> Core[Result]:
         @functools.wraps(core)
         def wrapped(first: Any, *arrays: Any, **static: Any) -> Result:
-            mesh, axes = _explicit_axes((first, *arrays))
+            mesh, axes = _explicit_axes(first, *arrays)
             if not axes:
                 return core(first, *arrays, **static)
             spec = _spec(jax.tree.leaves(first)[0], mesh, result_shape(first, **static))
@@ -262,7 +262,7 @@ def auto_sharded(result_shape: Callable[..., Shape]) -> Callable[[Core[Result]],
     return decorate
 
 
-def _explicit_axes(arrays: tuple[Any, ...]) -> tuple[Any, tuple[str, ...]]:
+def _explicit_axes(*arrays: Any) -> tuple[Any, tuple[str, ...]]:
     """Find the mesh with explicit axes that some argument lives on."""
     for array in jax.tree.leaves(arrays):
         mesh = getattr(jax.typeof(array).sharding, "mesh", None)

@@ -284,10 +284,10 @@ def check_tokens(
     return list(numbers.values()), keep
 
 
-def check_token_mask(name: str, mask: Any) -> HostOrDevice:
+def check_token_mask(mask: Any) -> HostOrDevice:
     """Return a boolean mask with a time axis."""
-    keep = as_mask(name, mask)
-    _check_time_axis(name, keep, name, keep.shape)
+    keep = as_mask("mask", mask)
+    _check_time_axis("mask", keep, "mask", keep.shape)
     return keep
 
 

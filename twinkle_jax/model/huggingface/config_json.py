@@ -119,7 +119,7 @@ def parse_config(config: Mapping[str, Any]) -> DecoderConfig:
         output_norms=family.output_norms,
         activation=family.activation,
         scaled_embedding=family.scaled_embedding,
-        tie_embeddings=_flag(flat, "tie_word_embeddings", False),
+        tie_embeddings=_flag(flat, "tie_word_embeddings"),
         original=json.dumps(dict(config), sort_keys=True),
     )
 
@@ -164,7 +164,7 @@ def _attention(flat: Mapping[str, Any], family: Family, *, sliding: bool) -> Att
             "head_dim times partial_rotary_factor must be even, and at most head_dim, "
             f"got {head_dim} times {rope.part}"
         )
-    bias = family.fixed_bias or _flag(flat, "attention_bias", False)
+    bias = family.fixed_bias or _flag(flat, "attention_bias")
     return AttentionConfig(
         query_heads=query_heads,
         key_value_heads=key_value_heads,
@@ -226,7 +226,7 @@ def _layer_kinds(flat: Mapping[str, Any], family: Family) -> tuple[str, ...]:
 
 def _refuse_windows(flat: Mapping[str, Any], layers: int) -> None:
     """Refuse `use_sliding_window`, unless `max_window_layers` leaves no layer with a window."""
-    if not _flag(flat, "use_sliding_window", False) or flat.get("sliding_window", 4096) is None:
+    if not _flag(flat, "use_sliding_window") or flat.get("sliding_window", 4096) is None:
         return
     first = flat.get("max_window_layers", 28)
     if type(first) is not int or first < layers:
@@ -371,9 +371,9 @@ def _number(config: Mapping[str, Any], name: str, default: float, *, zero: bool 
     return float(value)
 
 
-def _flag(config: Mapping[str, Any], name: str, default: bool) -> bool:
-    """Read true or false."""
-    value = config.get(name, default)
+def _flag(config: Mapping[str, Any], name: str) -> bool:
+    """Read true or false; false is the default."""
+    value = config.get(name, False)
     if type(value) is not bool:
         raise ValueError(f"{name} must be true or false, got {_shown(value)}")
     return value

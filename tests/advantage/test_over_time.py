@@ -22,7 +22,7 @@ from twinkle_jax.advantage import (
     reinforce_plus_plus_advantage,
 )
 
-GOLDEN = json.loads((pathlib.Path(__file__).parents[2] / "golden/advantage_cases.json").read_text())
+GOLDEN = json.loads((pathlib.Path(__file__).parents[1] / "golden/advantage_cases.json").read_text())
 ROWS, TIME = 5, 12
 RNG = np.random.default_rng(0)
 REWARDS, VALUES = RNG.normal(size=(2, ROWS, TIME)).astype(np.float32)

@@ -7,7 +7,9 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float
 
+from twinkle_jax.advantage.gae import gae_advantage
 from twinkle_jax.advantage.group_statistics import group_statistics
+from twinkle_jax.advantage.grpo import grpo_advantage
 from twinkle_jax.advantage.inputs import (
     ArrayLike,
     Scalar,
@@ -16,9 +18,7 @@ from twinkle_jax.advantage.inputs import (
     check_size,
     check_tokens,
 )
-from twinkle_jax.advantage.per_completion.grpo import grpo_advantage
-from twinkle_jax.advantage.per_token.gae import gae_advantage
-from twinkle_jax.advantage.per_token.rewards_and_returns import discounted_returns
+from twinkle_jax.advantage.rewards_and_returns import discounted_returns
 
 
 def turn_returns(

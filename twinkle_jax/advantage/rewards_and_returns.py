@@ -51,7 +51,7 @@ def broadcast_to_tokens(advantages: ArrayLike, mask: ArrayLike) -> Float[jax.Arr
         >>> broadcast_to_tokens([-0.5, 0.5], mask).tolist()
         [[-0.5, -0.5, 0.0], [0.5, 0.5, 0.5]]
     """
-    keep = check_token_mask("mask", mask)
+    keep = check_token_mask(mask)
     return _broadcast(keep, check_per_row("advantages", advantages, "mask", keep.shape))
 
 

@@ -21,7 +21,7 @@ from twinkle_jax.advantage.inputs import (
     check_tokens,
     common_dtype,
 )
-from twinkle_jax.advantage.per_token.rewards_and_returns import discounted_sum, whiten
+from twinkle_jax.advantage.rewards_and_returns import discounted_sum, whiten
 
 
 class GAE(NamedTuple):

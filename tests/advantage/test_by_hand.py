@@ -32,7 +32,7 @@ from twinkle_jax.advantage import (
     remax_advantage,
 )
 
-GOLDEN = json.loads((pathlib.Path(__file__).parents[2] / "golden/advantage_cases.json").read_text())
+GOLDEN = json.loads((pathlib.Path(__file__).parents[1] / "golden/advantage_cases.json").read_text())
 
 
 @pytest.mark.parametrize(

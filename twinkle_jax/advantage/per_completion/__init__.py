@@ -1,1 +1,0 @@
-"""One advantage for each completion: an estimator a file, with its segment form and its class."""

@@ -1,1 +1,0 @@
-"""One advantage for each token: estimators over time, and the way from completions to tokens."""
