@@ -2,7 +2,6 @@
 
 import dataclasses
 import difflib
-import itertools
 import os
 import platform
 import re
@@ -343,10 +342,12 @@ def _print_error(message: str) -> None:
 
 
 def _parse(arguments: list[str]) -> Any:
-    arguments = _join_negative(_complete_switches(_join_repeated(arguments, "reward")))
-    arguments = _files_first(arguments)
-    for path in _values(arguments, "config"):
+    arguments = _join_negative(_complete_switches(_join_repeated(arguments, "--reward")))
+    files, rest = _split_off(arguments, "--config")
+    for path in files:
         _refuse_repeated(Path(path))
+    # First, so that flags win over files wherever they stand.
+    arguments = [*rest[:1], *(f"--config={path}" for path in files), *rest[1:]]
     options = _parser().parse_args(arguments)
     if options.subcommand == "train":
         # The settings of the run to resume are the defaults.
@@ -397,11 +398,18 @@ def _read_value(text: str) -> Any:
     return text if value is None and text.strip() not in _NULL else value
 
 
-def _values(arguments: list[str], name: str) -> list[str]:
-    """List the values of an option."""
-    flag = f"--{name}"
-    after = [x for before, x in itertools.pairwise(arguments) if before == flag]
-    return after + [x.removeprefix(f"{flag}=") for x in arguments if x.startswith(f"{flag}=")]
+def _split_off(arguments: list[str], flag: str) -> tuple[list[str], list[str]]:
+    """Return the values of an option, and the other arguments."""
+    values, rest = [], []
+    position = iter(arguments)
+    for argument in position:
+        if argument == flag:
+            values.append(next(position, ""))
+        elif argument.startswith(f"{flag}="):
+            values.append(argument.removeprefix(f"{flag}="))
+        else:
+            rest.append(argument)
+    return values, rest
 
 
 def _refuse_repeated(path: Path) -> None:
@@ -422,20 +430,10 @@ def _refuse_repeated(path: Path) -> None:
             visit(yaml.compose(path.read_text(encoding="utf-8-sig"), Loader=yaml.SafeLoader))
 
 
-def _join_repeated(arguments: list[str], name: str) -> list[str]:
+def _join_repeated(arguments: list[str], flag: str) -> list[str]:
     """Turn an option that is given several times into one with a list."""
-    flag, values, rest = f"--{name}", [], []
-    position = iter(arguments)
-    for argument in position:
-        if argument == flag:
-            values.append(next(position, ""))
-        elif argument.startswith(f"{flag}="):
-            values.append(argument.removeprefix(f"{flag}="))
-        else:
-            rest.append(argument)
-    if len(values) < 2:
-        return arguments
-    return [*rest, f"{flag}=[{', '.join(values)}]"]
+    values, rest = _split_off(arguments, flag)
+    return arguments if len(values) < 2 else [*rest, f"{flag}=[{', '.join(values)}]"]
 
 
 def _complete_switches(arguments: list[str]) -> list[str]:
@@ -449,19 +447,6 @@ def _complete_switches(arguments: list[str]) -> list[str]:
         f"{argument}=true" if argument in switches and value.startswith("--") else argument
         for argument, value in zip(arguments, following, strict=True)
     ]
-
-
-def _files_first(arguments: list[str]) -> list[str]:
-    """Move files of settings to the front: a flag is over them wherever it stands."""
-    files: list[str] = []
-    rest: list[str] = []
-    position = iter(arguments)
-    for argument in position:
-        if argument == "--config":
-            files += [argument, *itertools.islice(position, 1)]
-        else:
-            (files if argument.startswith("--config=") else rest).append(argument)
-    return [*rest[:1], *files, *rest[1:]] if files else arguments
 
 
 def _join_negative(arguments: list[str]) -> list[str]:

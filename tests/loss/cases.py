@@ -1,12 +1,15 @@
-"""What the tests of losses share: random batches, and one table of functions and of objects.
+"""What the tests of losses share: random batches, tables of functions and objects, recorded data.
 
-A function of one number per token is a row of `FUNCTIONS`, a policy loss object one of `OBJECTS`;
-all laws run over them. The references are float64, plain Python, one token after the other: they
+A function of one number per token is a row of `FUNCTIONS`, a policy loss object one of `OBJECTS`, a
+loss with a target (labels, a reference, a teacher, returns) one of `TARGET_LOSSES`; all laws run
+over them. The references are float64, plain Python, one token after the other: they
 share nothing with the package, nothing is vectorised, and a masked token is not visited.
 """
 
 import functools
+import json
 import math
+import pathlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -444,3 +447,38 @@ def expected(name, batch):
     per_token = case.losses(case.log_ratio(new, old, mask), new, advantages, mask)
     per_token = added(per_token, k3(new, ref, mask), EXTRAS["beta"], mask)
     return case.reduce(added(per_token, entropies, -EXTRAS["entropy_coef"], mask), mask)
+
+
+GOLDEN = json.loads(
+    (pathlib.Path(__file__).parents[1] / "golden" / "supervised_loss_cases.json").read_text()
+)
+DATA = {
+    name: np.asarray(values, int if name in ("labels", "teacher_topk_indices") else np.float32)
+    for name, values in GOLDEN["data"].items()
+}
+LABELS, LOGPS, LOGITS = DATA["labels"], DATA["logps"], DATA["logits"]
+DATA["values"] = LOGPS
+MASK = LABELS != -100
+TEACHER = {"teacher_logits": DATA["teacher_logits"]}
+REFERENCE = {"ref_logps": DATA["ref_logps"]}
+CRITIC = {"old_values": DATA["ref_logps"], "returns": LOGPS - DATA["ref_logps"]}
+TARGET_LOSSES = {
+    "cross_entropy": (losses.CrossEntropyLoss(), "logps", {}),
+    "dft": (losses.CrossEntropyLoss(dft=True), "logps", {}),
+    "chunked": (losses.ChunkedCrossEntropyLoss(3), "logits", {}),
+    "liger": (losses.LigerFusedLinearCrossEntropyLoss(reduction="mean"), "logps", {}),
+    "dpo": (losses.DPOLoss(), "logps", REFERENCE),
+    "dpo_hinge": (losses.DPOLoss(loss_type="hinge"), "logps", REFERENCE),
+    "simpo": (losses.SimPOLoss(), "logps", {}),
+    "cpo": (losses.CPOLoss(), "logits", {}),
+    "orpo": (losses.ORPOLoss(), "logps", {}),
+    "gkd": (losses.GKDLoss(chunk_size=3), "logits", TEACHER),
+    "ppo_value": (losses.PPOValueLoss(), "values", CRITIC),
+}
+
+
+def value_and_gradient(loss_fn, of, labels=LABELS, data=DATA, **arguments):
+    def loss(x):
+        return loss_fn({"labels": labels}, {of: x}, **arguments).loss
+
+    return jax.value_and_grad(loss)(jnp.asarray(data[of]))

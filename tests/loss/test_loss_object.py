@@ -5,9 +5,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.loss.cases import POLICY_LOSSES, random_batch
+from tests.loss.cases import (
+    DATA,
+    LABELS,
+    MASK,
+    POLICY_LOSSES,
+    TARGET_LOSSES,
+    random_batch,
+    value_and_gradient,
+)
 from tests.loss.cases import call as call_loss
-from tests.loss.targets import DATA, LABELS, MASK, TARGET_LOSSES, value_and_gradient
 from twinkle_jax import loss as losses
 from twinkle_jax.loss import (
     LOSSES,

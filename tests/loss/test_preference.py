@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jax.test_util import check_grads
 
-from tests.loss.targets import DATA, LABELS, LOGITS, LOGPS, MASK, REFERENCE, value_and_gradient
+from tests.loss.cases import DATA, LABELS, LOGITS, LOGPS, MASK, REFERENCE, value_and_gradient
 from twinkle_jax.loss import (
     CPOLoss,
     DPOLoss,

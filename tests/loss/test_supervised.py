@@ -11,8 +11,7 @@ from jax.test_util import check_grads
 
 import twinkle_jax.loss as loss_room
 from tests.loss import cases as reference
-from tests.loss.cases import random_batch
-from tests.loss.targets import (
+from tests.loss.cases import (
     DATA,
     GOLDEN,
     LABELS,
@@ -20,6 +19,7 @@ from tests.loss.targets import (
     LOGPS,
     MASK,
     TEACHER,
+    random_batch,
     value_and_gradient,
 )
 from twinkle_jax.loss import (

@@ -7,7 +7,13 @@ has the statistics that formulas use, `estimators.py` the base of the classes.
 """
 
 from twinkle_jax.advantage.estimators import ESTIMATORS, Advantage, get_advantage
-from twinkle_jax.advantage.gae import GAE, GAEAdvantage, gae_advantage
+from twinkle_jax.advantage.gae import (
+    GAE,
+    GAEAdvantage,
+    gae_advantage,
+    turn_gae_advantage,
+    turn_returns,
+)
 from twinkle_jax.advantage.gdpo import GDPOAdvantage, gdpo_advantage, segment_gdpo_advantage
 from twinkle_jax.advantage.group_statistics import (
     GroupStatistics,
@@ -61,7 +67,6 @@ from twinkle_jax.advantage.rewards_and_returns import (
     kl_in_reward,
     kl_in_token_reward,
 )
-from twinkle_jax.advantage.turns import turn_gae_advantage, turn_returns
 
 __all__ = [
     "ESTIMATORS",
