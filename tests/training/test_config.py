@@ -12,7 +12,6 @@ from twinkle_jax.training import (
     EvaluationConfig,
     LoggingConfig,
     LoraSettings,
-    MeshConfig,
     OptimizerConfig,
     TrainConfig,
     UpdateConfig,
@@ -49,72 +48,66 @@ def test_what_depends_on_the_policy_is_filled_in():
     assert not [name for name, x in flat(dataclasses.asdict(small)).items() if x == "auto"]
 
 
+NAN = float("nan")
 REFUSED = [
-    (lambda: TrainConfig(seed=2**32), "seed"),
-    (lambda: TrainConfig(steps=-1), "steps"),
-    (lambda: TrainConfig(warm_start=1.5), "warm_start"),
-    (lambda: TrainConfig(task="x.jsonl"), "model"),
-    (lambda: TrainConfig(rollout=RolloutConfig(num_samples=1)), "rollout.num_samples"),
-    (lambda: TrainConfig(rollout=RolloutConfig(temperature=0.0)), "rollout.temperature"),
+    ("seed", 2**32),
+    ("steps", -1),
+    ("warm_start", 1.5),
+    ("dtype", "float16"),
+    ("rollout.num_samples", 1),
+    ("rollout.temperature", 0.0),
+    ("rollout.top_p", 0.0),
+    ("rollout.cohorts", 0),
+    ("rollout.slots", 0),
+    ("optimizer.learning_rate", NAN),
+    ("optimizer.max_grad_norm", -1.0),
+    ("optimizer.name", "adanw"),
+    ("optimizer.options", {"b3": 1}),
+    ("optimizer.schedule", "falling"),
+    ("update.advantage", "grop"),
+    ("update.kl_beta", -0.1),
+    ("update.epsilon", -0.1),
+    ("update.epsilon", NAN),
+    ("update.epsilon_high", -0.1),
+    ("update.max_logp_diff", NAN),
+    ("update.max_outside_band", 2),
+    ("update.correction", "tis"),
+    ("update.correction_cap", 0),
+    ("update.recompute", "all"),
+    ("update.micro_batch_tokens", 9),
+    ("update.epochs", None),
+    ("evaluation.problems", 0),
+    ("logging.checkpoint_every", 0),
+    ("mesh.data", 3),  # of 1024 rows
+    ("mesh.memory", 0.0),
+    ("lora.rank", -1),
+]
+REFUSED_TOGETHER = [
+    ({"task": "x.jsonl"}, "model"),
     (
-        lambda: TrainConfig(optimizer=OptimizerConfig(learning_rate=float("nan"))),
-        "optimizer.learning_rate",
-    ),
-    (
-        lambda: TrainConfig(optimizer=OptimizerConfig(max_grad_norm=-1.0)),
-        "optimizer.max_grad_norm",
-    ),
-    (lambda: TrainConfig(optimizer=OptimizerConfig(name="adanw")), "optimizer.name"),
-    (lambda: TrainConfig(optimizer=OptimizerConfig(options={"b3": 1})), "optimizer.options"),
-    (
-        lambda: TrainConfig(optimizer=OptimizerConfig(schedule="falling")),
-        "optimizer.schedule",
-    ),
-    (
-        lambda: TrainConfig(
-            optimizer=OptimizerConfig(schedule="exponential_decay", schedule_options={"x": 1})
-        ),
+        {"optimizer": {"schedule": "exponential_decay", "schedule_options": {"x": 1}}},
         "optimizer.schedule_options",
     ),
-    (lambda: TrainConfig(update=UpdateConfig(advantage="grop")), "update.advantage"),
-    (
-        lambda: TrainConfig(update=UpdateConfig(advantage="pass_at_k")),
-        "update.advantage_options",
-    ),
-    (lambda: TrainConfig(update=UpdateConfig(kl_beta=-0.1)), "update.kl_beta"),
-    (lambda: TrainConfig(update=UpdateConfig(epsilon=-0.1)), "update.epsilon"),
-    (lambda: TrainConfig(update=UpdateConfig(epsilon=float("nan"))), "update.epsilon"),
-    (lambda: TrainConfig(update=UpdateConfig(epsilon_high=-0.1)), "update.epsilon_high"),
-    (lambda: TrainConfig(update=UpdateConfig(max_logp_diff=float("nan"))), "update.max_logp_diff"),
-    (lambda: TrainConfig(update=UpdateConfig(max_outside_band=2)), "update.max_outside_band"),
-    (lambda: TrainConfig(update=UpdateConfig(correction="tis")), "update.correction"),
-    (lambda: TrainConfig(update=UpdateConfig(correction_cap=0)), "update.correction_cap"),
-    (
-        lambda: TrainConfig(rollout=RolloutConfig(prompts=6), update=UpdateConfig(mini_batches=4)),
-        "update.mini_batches",
-    ),
-    (lambda: TrainConfig(dtype="float16"), "dtype"),
-    (lambda: TrainConfig(update=UpdateConfig(recompute="all")), "update.recompute"),
-    (lambda: TrainConfig(evaluation=EvaluationConfig(problems=0)), "evaluation.problems"),
-    (lambda: TrainConfig(logging=LoggingConfig(checkpoint_every=0)), "logging.checkpoint_every"),
-    (lambda: TrainConfig(rollout=RolloutConfig(slots=0)), "rollout.slots"),
-    (lambda: TrainConfig(rollout=RolloutConfig(slots=3), mesh=MeshConfig(2)), "rollout.slots"),
-    (lambda: TrainConfig(mesh=MeshConfig(data=3)), "mesh.data"),  # of 1024 rows
-    (lambda: TrainConfig(update=UpdateConfig(micro_batch_tokens=9)), "update.micro_batch_tokens"),
-    (lambda: TrainConfig(rollout=RolloutConfig(top_p=0.0)), "rollout.top_p"),
-    (lambda: TrainConfig(rollout=RolloutConfig(cohorts=0)), "rollout.cohorts"),
-    (lambda: TrainConfig(update=UpdateConfig(epochs=None)), "update.epochs"),
-    (lambda: TrainConfig(mesh=MeshConfig(memory=0.0)), "mesh.memory"),
-    (lambda: TrainConfig(lora=LoraSettings(rank=-1)), "lora.rank"),
-    (lambda: TrainConfig(lora=LoraSettings(rank=4, dropout=1.0)), "lora.dropout"),
-    (lambda: TrainConfig(reward=["exact", "math"], reward_weights=[1.0]), "reward_weights"),
+    ({"update": {"advantage": "pass_at_k"}}, "update.advantage_options"),
+    ({"rollout": {"prompts": 6}, "update": {"mini_batches": 4}}, "update.mini_batches"),
+    ({"rollout": {"slots": 3}, "mesh": {"data": 2}}, "rollout.slots"),
+    ({"lora": {"rank": 4, "dropout": 1.0}}, "lora.dropout"),
+    ({"reward": ["exact", "math"], "reward_weights": [1.0]}, "reward_weights"),
 ]
 
 
-@pytest.mark.parametrize(("make", "name"), REFUSED)
-def test_what_cannot_be_is_refused_by_name(make, name):
+def alone(name, value):
+    """A configuration with one setting."""
+    section, _, setting = name.rpartition(".")
+    return {section: {setting: value}} if section else {setting: value}
+
+
+@pytest.mark.parametrize(
+    ("settings", "name"), [*((alone(*case), case[0]) for case in REFUSED), *REFUSED_TOGETHER]
+)
+def test_what_cannot_be_is_refused_by_name(settings, name):
     with pytest.raises(ValueError, match=rf"^{re.escape(name)}\b"):
-        make()
+        from_dict(settings)
 
 
 WITHOUT_EFFECT = [

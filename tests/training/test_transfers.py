@@ -8,6 +8,7 @@ import pytest
 
 from tests.compiled.costs import visit
 from tests.compiled.program import read_program
+from tests.model.families import family
 from twinkle_jax.data import Batch
 from twinkle_jax.loss import ChunkedCrossEntropyLoss, GRPOLoss
 from twinkle_jax.model import (
@@ -30,21 +31,8 @@ MESHES = {"fsdp": {"fsdp": 4}, "data": {"data": 4}, "both": {"data": 2, "fsdp": 
 KINDS = {"all-gather", "all-reduce", "reduce-scatter"}
 
 
-def decoder(**changes):
-    return parse_config(
-        {
-            "model_type": "qwen3",
-            "vocab_size": VOCABULARY,
-            "hidden_size": 16,
-            "intermediate_size": 32,
-            "num_hidden_layers": 3,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "head_dim": 8,
-            "tie_word_embeddings": False,
-        }
-        | changes
-    )
+def decoder(model_type="qwen3", **changes):
+    return parse_config(family(model_type, num_hidden_layers=3, **changes))
 
 
 def batch(seed=0):

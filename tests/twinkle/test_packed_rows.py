@@ -6,7 +6,6 @@ import pytest
 from tests.model.families import config_of, params_of
 from tests.twinkle.rows import INPUTS, OLD, ROWS, SIDE, assert_same, gradient
 from twinkle_jax.model import Decoder
-from twinkle_jax.twinkle.dataset import DatasetMeta, PackingDataset
 from twinkle_jax.twinkle.model import TransformersModel
 
 
@@ -77,19 +76,3 @@ def test_transformers_computes_the_same(checkpoint, model):
     plain = row | {"position_ids": None}
     apart = model.forward_only(inputs=plain, return_logits=True)["logits"][0] - ours
     assert np.abs(apart[5:]).max() > 0.01 and np.abs(apart[:5]).max() < 1e-5
-
-
-def test_a_packed_data_set_trains_as_its_rows_do(model):
-    loss = model.forward_backward(inputs=INPUTS, **SIDE)
-    expected = gradient(model)
-    model.zero_grad()
-    dataset = PackingDataset(DatasetMeta(data=INPUTS))
-    dataset.set_template(lambda row: row)
-    dataset.pack_dataset()
-    (row,) = dataset
-    # Two sequences of a policy that has seen these rows: the longest comes first.
-    assert row["input_ids"][:5] == ROWS[0] and row["position_ids"].count(0) == 3
-    order = [ROWS.index(part) for part in (ROWS[0], ROWS[2], ROWS[1])]
-    side = {name: [values[i] for i in order] for name, values in SIDE.items()}
-    assert float(model.forward_backward(inputs=[row], **side)) == pytest.approx(float(loss))
-    assert_same(gradient(model), expected, 1e-5)
