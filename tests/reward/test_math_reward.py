@@ -12,7 +12,7 @@ import time
 
 import pytest
 
-from tests.reward.completions import completions
+from tests.reward import completions
 from twinkle_jax.data import read_jsonl
 from twinkle_jax.reward import GSM8KAccuracyReward, MathReward
 

@@ -6,7 +6,7 @@ import sys
 import numpy as np
 import pytest
 
-from tests.reward.completions import completions
+from tests.reward import completions
 from twinkle_jax.data import read_jsonl
 from twinkle_jax.reward import FormatReward, FunctionReward, Reward, as_reward, compute_rewards
 

@@ -9,7 +9,7 @@ from decimal import Decimal
 import numpy as np
 import pytest
 
-from tests.reward.completions import completions
+from tests.reward import completions
 from twinkle_jax.reward import (
     FormatReward,
     FunctionReward,

@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from tests.reward.completions import completions
+from tests.reward import completions
 from twinkle_jax.reward import (
     ExactMatchReward,
     FormatReward,

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.reward.completions import completions
+from tests.reward import completions
 from twinkle_jax.twinkle.agentic.reward import CoTReward, F1Reward, ToolExploreReward
 from twinkle_jax.twinkle.agentic.reward.f1 import _extract_final_answer, _f1_score
 from twinkle_jax.twinkle.agentic.tools.tool_manager import ToolManager

@@ -10,7 +10,7 @@ import pytest
 
 from tests.examples import load
 from tests.sampler.responses import gap, kinds_of, of_drawn, sequences_of, tokens_of
-from tests.sampler.vllm.actors import changed
+from tests.sampler.vllm import changed
 from tests.sampler.vllm.fake_server import adapters_in, behind_filters, write_checkpoint
 from tests.sampler.vllm.real_server import vllm_server
 from twinkle_jax.data import SamplingParams

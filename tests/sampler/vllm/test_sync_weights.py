@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tests.sampler.responses import gap
-from tests.sampler.vllm.actors import changed
+from tests.sampler.vllm import changed
 from tests.sampler.vllm.fake_server import adapters_in, send, write_checkpoint
 from twinkle_jax.model import LoraConfig, load_pretrained
 from twinkle_jax.sampler import ServerError, vLLMSampler

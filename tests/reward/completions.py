@@ -1,5 +1,0 @@
-"""Trajectories of one completion each."""
-
-
-def completions(*texts, **more):
-    return [{"messages": [{"role": "assistant", "content": text}], **more} for text in texts]
