@@ -282,7 +282,7 @@ def clip_gradients(
 def _clip(
     state: TrainState, max_grad_norm: Float[Array, ""]
 ) -> tuple[TrainState, Float[Array, ""]]:
-    norm = gradient_norm(state)
+    norm, _ = _norm_and_count(state, None)
     usable = jnp.isfinite(norm) & (max_grad_norm > 0)
     factor = jnp.where(usable, _clip_factor(norm, max_grad_norm), jnp.nan)
     clipped = jax.tree.map(lambda g: g * factor, state.gradient_sum)
@@ -303,15 +303,10 @@ def _without_gradients(state: TrainState) -> TrainState:
     )
 
 
-def gradient_norm(state: TrainState) -> Float[Array, ""]:
-    """Global norm of the gradients, divided by their denominator."""
-    return _norm_and_count(state, None)[0]
-
-
 def _norm_and_count(
     state: TrainState, mesh: Mesh | None
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
-    """Global norm of the gradients, and how many of their entries are not 0 (NaN counts)."""
+    """Norm of the gradients as divided, and how many of their entries are not 0 (NaN counts)."""
 
     def sums(g: Array) -> Float[Array, "2"]:
         # Entries are counted too: squares of the smallest are 0.
