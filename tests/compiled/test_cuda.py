@@ -90,10 +90,10 @@ def test_a_step_of_decoding_copies_neither_weights_nor_cache(model, rows, most):
 @pytest.mark.parametrize(
     ("model", "rows", "filled", "most"),
     [
-        ("Qwen3-4B", 64, 1024, 1.45),
-        ("Qwen3-4B", 64, 2048, 1.5),
-        ("Qwen2.5-0.5B", 256, 1024, 2.2),
-        ("Qwen2.5-0.5B", 256, 2048, 2.1),
+        ("Qwen3-4B", 64, 1024, 1.35),
+        ("Qwen3-4B", 64, 2048, 1.4),
+        ("Qwen2.5-0.5B", 256, 1024, 1.7),
+        ("Qwen2.5-0.5B", 256, 2048, 1.55),
     ],
 )
 def test_rows_of_different_lengths_are_read_by_page(model, rows, filled, most):
@@ -116,7 +116,7 @@ def test_sliding_layers_read_and_hold_their_window_only():
     all_tokens = rollout("gemma-3-1b", "h100:1x4", 64, 8192, filled=4096, windows=False)
     assert (measured.cache / 2**30, all_tokens.cache / 2**30) == pytest.approx((1.86, 6.5), 0.01)
     assert all_tokens.total > 1.9 * measured.total
-    assert measured.total < 1.5 * measured.least, (
+    assert measured.total < 1.45 * measured.least, (
         measured.total / measured.least,
         measured.largest(),
     )
