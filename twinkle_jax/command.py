@@ -366,7 +366,8 @@ def _parser(train_settings: dict[str, Any] | None = None) -> Any:
 
         def format_help(self, formatter: Any = None) -> str:
             text = super().format_help(formatter) if formatter else super().format_help()
-            return re.sub(r"(\(type:\s+[^(),|]+,\s+default:\s+)null\)", r"\1auto)", text)
+            automatic = r"(\(type:\s+)Optional\[([^()]+)\](,\s+default:\s+)null\)"
+            return re.sub(automatic, r"\1\2\3auto)", text)
 
     set_loader(_PARSER_MODE, _read_value, (yaml.YAMLError,))
     settings: dict[str, Any] = {

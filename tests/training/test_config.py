@@ -239,6 +239,17 @@ def test_a_resumed_run_may_have_longer_prompts():
         check_resumable(saved, with_choices(asked, saved))
 
 
+def test_a_resumed_run_keeps_the_type_that_was_chosen():
+    saved = as_saved(TrainConfig(model="somewhere", task="x.jsonl", dtype="bfloat16"))
+    automatic = TrainConfig(model="somewhere", task="x.jsonl")
+    resumed = with_choices(automatic, saved)
+    check_resumable(saved, resumed)
+    assert (resumed.dtype, resumed.update.max_logp_diff) == ("bfloat16", 0.2)
+    other = dataclasses.replace(automatic, dtype="float32")
+    with pytest.raises(ValueError, match=r"^dtype"):
+        check_resumable(saved, with_choices(other, saved))
+
+
 def test_a_setting_of_another_version_must_not_get_lost():
     saved = as_saved(CONSTANT)
     check_resumable(saved | {"logging": saved["logging"] | {"removed": 1}}, CONSTANT)

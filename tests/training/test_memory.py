@@ -132,6 +132,7 @@ def test_a_run_resumes_with_what_it_chose(folder, tmp_path):
     train(dataclasses.replace(settings, steps=2, resume="auto"))
     saved = json.loads((tmp_path / "config.json").read_text())
     assert (saved["steps"], saved["update"]["recompute"]) == (2, "elementwise")
+    assert (saved["dtype"], saved["update"]["max_logp_diff"]) == ("float32", 1e-3)
     other = small_run.update(recompute="layers")
     with pytest.raises(ValueError, match="recompute"):
         train(dataclasses.replace(settings, update=other, resume="auto"))

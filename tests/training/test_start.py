@@ -1,6 +1,7 @@
 """The start of a run: what a configuration says is what a step does, every setting arrives."""
 
 import dataclasses
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +30,7 @@ from twinkle_jax.training import (
 from twinkle_jax.training.display import Display
 from twinkle_jax.training.metrics import MetricsLog
 from twinkle_jax.training.policy import add_adapter, example_batch
-from twinkle_jax.training.start import begin, with_adapter, with_config
+from twinkle_jax.training.start import begin, with_adapter, with_config, with_dtype
 from twinkle_jax.training.step import RECOMPUTED
 from twinkle_jax.training.task import make_task
 
@@ -168,6 +169,31 @@ def test_the_seed_decides_the_order_of_prompts_and_the_noise(folder, tmp_path):
     assert first == again
     assert first[0] != other[0] and sorted(first[0]) == sorted(other[0])
     assert first[1] != other[1]
+
+
+@pytest.mark.parametrize(
+    ("platform", "capability", "dtype", "largest"),
+    [
+        ("cpu", None, "float32", 1e-3),
+        ("tpu", None, "bfloat16", 0.2),
+        ("gpu", "9.0", "bfloat16", 0.2),
+        ("gpu", "8.0", "bfloat16", 0.2),
+        ("gpu", "7.5", "float32", 1e-3),
+        ("gpu", "gfx942", "float32", 1e-3),
+    ],
+)
+def test_a_checkpoint_is_trained_in_the_type_that_the_devices_are_fast_in(
+    platform, capability, dtype, largest
+):
+    device = SimpleNamespace(platform=platform, compute_capability=capability)
+    mesh = SimpleNamespace(devices=np.array([device]))
+    large = TrainConfig(model="somewhere", task="x.jsonl")
+    chosen = with_dtype(large, mesh)
+    assert (chosen.dtype, chosen.update.max_logp_diff) == (dtype, largest)
+    for dtype in ("float32", "bfloat16"):  # the user's choice
+        config = dataclasses.replace(large, dtype=dtype)
+        assert with_dtype(config, mesh) == config
+    assert with_dtype(TrainConfig(), mesh).dtype == "float32"  # the built-in policy
 
 
 @pytest.mark.parametrize(

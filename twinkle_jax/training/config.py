@@ -1,8 +1,8 @@
 """Settings of a training run: a frozen dataclass whose fields are the command's options.
 
-A `TrainConfig` is complete and valid: its constructor fills in `auto` values and raises for invalid
-ones. A new setting is one field with its range, whether a resumed run may change it, its line of
-documentation, and its use.
+A `TrainConfig` is valid: its constructor raises for invalid values, and fills in `auto` ones that
+do not depend on the devices. A new setting is one field with its range, whether a resumed run may
+change it, its line of documentation, and its use.
 """
 
 import dataclasses
@@ -252,7 +252,8 @@ class TrainConfig:
         output_dir: the directory of the run.
         steps: rollouts with their updates; auto: 200 for the built-in policy, 500 for a checkpoint.
         seed: of everything that is random.
-        dtype: type of activations; trained parameters and moments are float32.
+        dtype: type of activations; trained parameters and moments are float32; auto: bfloat16 for a
+            checkpoint on TPUs and on GPUs from compute capability 8.0, else float32.
         resume: never: start fresh. auto: continue from the newest checkpoint in output_dir, if
             there is one. Anything else: the directory of another run to continue.
         overwrite: delete the run that output_dir holds.
@@ -279,7 +280,7 @@ class TrainConfig:
     output_dir: str = field(default="runs/arithmetic", metadata=MAY_CHANGE)
     steps: int = at_least(0, default=AUTO, may_change=True)
     seed: int = seed_of_32_bits(default=0)
-    dtype: Literal["float32", "bfloat16"] = "float32"
+    dtype: Literal["float32", "bfloat16"] = AUTO
     resume: str = field(default="never", metadata=MAY_CHANGE)
     overwrite: bool = field(default=False, metadata=MAY_CHANGE)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
@@ -350,11 +351,13 @@ class TrainConfig:
 def _automatic(config: TrainConfig) -> dict[str, Any]:
     """Values of the settings whose default is `auto`, from the other settings."""
     small = config.model is None
+    dtype = "float32" if small and config.dtype is AUTO else config.dtype
     update = config.update
     default_estimator = not update.advantage_options and update.scale is AUTO
     # MaxRL divides by the mean reward, which an environment may have below 0.
     maxrl = small and default_estimator and config.environment is None
     return {
+        "dtype": dtype,  # of a checkpoint: when the devices are known
         "task": "arithmetic" if config.environment is None else "environment",
         "update.advantage": "maxrl" if maxrl else "grpo",
         "update.scale": "group",
@@ -363,7 +366,7 @@ def _automatic(config: TrainConfig) -> dict[str, Any]:
         "steps": 200 if small else 500,
         "optimizer.learning_rate": 6e-4 if small else 1e-6,
         "optimizer.schedule": "linear" if small else "constant",
-        "update.max_logp_diff": 1e-3 if config.dtype == "float32" else 0.2,
+        "update.max_logp_diff": {"float32": 1e-3, "bfloat16": 0.2}.get(dtype, AUTO),
         # The longest row depends on the settings above.
         "update.micro_batch_tokens": lambda: automatic_budget(config),
     }
@@ -470,10 +473,12 @@ def _check_values(config: Any, prefix: str = "") -> None:
         hint, valid = hints[setting.name], setting.metadata.get("range")
         if is_dataclass(value):
             _check_values(value, f"{name}.")
+        elif value is None and setting.default is None:
+            continue  # stands for no limit, or is replaced later
         elif get_origin(hint) is Literal and value not in get_args(hint):
             raise ValueError(f"{name} must be one of {', '.join(get_args(hint))}, got {value!r}")
-        elif valid is None or (value is None and setting.default is None):
-            continue  # None is a default that stands for no limit, or is replaced later
+        elif valid is None:
+            continue
         elif value is None or not valid.contains(value):
             raise ValueError(f"{name} must be {valid.description}, got {value}")
 
@@ -649,7 +654,8 @@ def with_choices(config: TrainConfig, saved: Mapping[str, Any]) -> TrainConfig:
     if update.micro_batch_tokens == automatic_budget(config):
         choices["micro_batch_tokens"] = saved_update["micro_batch_tokens"]
     update = dataclasses.replace(update, **choices)
-    return dataclasses.replace(config, rollout=rollout, update=update)
+    dtype = saved["dtype"] if config.dtype is AUTO else config.dtype
+    return dataclasses.replace(config, dtype=dtype, rollout=rollout, update=update)
 
 
 def flat(tree: Mapping[str, Any], depth: int = 1) -> dict[str, Any]:

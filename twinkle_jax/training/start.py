@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 from twinkle_jax.data import ArithmeticTask, PromptLoader
 from twinkle_jax.data.prompts import GeneratedPrompts
 from twinkle_jax.data.settings import AUTO
+from twinkle_jax.loss.token_logprobs import compute_capability
 from twinkle_jax.model import LoraConfig, shard_like_params
 from twinkle_jax.reward import RewardFunction
 from twinkle_jax.rollout import (
@@ -84,6 +85,9 @@ def begin(
 ) -> tuple[Run, Progress]:
     """Make the policy and everything that trains it; restore them from `source` if there is one."""
     mesh = find_devices(config.mesh.data, config.mesh.fsdp, config.mesh.tensor)
+    if config.dtype is AUTO:
+        config = with_dtype(config, mesh)
+        display.note(f"dtype {config.dtype}")
     config = _choose_cohorts(config, display)
     policy = hosts.agreed("reading the policy", lambda: read_policy(config, mesh))
     if config.model is None and mesh is not None:
@@ -151,6 +155,15 @@ def _choose_cohorts(config: TrainConfig, display: Display) -> TrainConfig:
     cohorts = default_cohorts(rollout.prompts * rollout.num_samples)
     display.note(f"rollout.cohorts {cohorts}")
     return dataclasses.replace(config, rollout=dataclasses.replace(rollout, cohorts=cohorts))
+
+
+def with_dtype(config: TrainConfig, mesh: Mesh | None) -> TrainConfig:
+    """Choose the type of activations by the devices, unless it is set."""
+    if config.dtype is not AUTO:
+        return config
+    device = jax.local_devices()[0] if mesh is None else mesh.devices.flat[0]
+    bfloat16 = device.platform == "tpu" or compute_capability(device) >= 8
+    return dataclasses.replace(config, dtype="bfloat16" if bfloat16 else "float32")
 
 
 def read_policy(config: TrainConfig, mesh: Mesh | None = None) -> Policy:
@@ -262,6 +275,7 @@ def make_recipe(
     Raises:
         ValueError: without a reward and an environment.
     """
+    config = with_dtype(config, mesh)
     update = config.update
     reference = None
     if update.kl_beta:
