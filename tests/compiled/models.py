@@ -55,6 +55,11 @@ MODELS = {
         "qwen3", 151936, 5120, 25600, 64, 64,
         num_key_value_heads=8, head_dim=128, tie_word_embeddings=False,
     ),
+    "Qwen3-30B-A3B": _qwen(
+        "qwen3_moe", 151936, 2048, 6144, 48, 32,
+        num_key_value_heads=4, head_dim=128, tie_word_embeddings=False, num_experts=128,
+        num_experts_per_tok=8, moe_intermediate_size=768, norm_topk_prob=True,
+    ),
     "gemma-3-1b": {
         "model_type": "gemma3_text", "vocab_size": 262144, "hidden_size": 1152,
         "intermediate_size": 6912, "num_hidden_layers": 26, "num_attention_heads": 4,

@@ -18,10 +18,11 @@ from twinkle_jax.model import (
     prefill,
 )
 
-NAMES = ("qwen3", "qwen2", "qwen3_5_text", "gemma3_text")  # for every law
+NAMES = ("qwen3", "qwen2", "qwen3_5_text", "qwen3_moe", "gemma3_text")  # for every law
 ALL = (
     "llama",
     "mistral",
+    "qwen3_5_moe_text",
     *NAMES,
 )  # every row of the table of families, for configurations and checkpoints
 
@@ -79,7 +80,10 @@ _SLIDING = {  # layers that do not repeat evenly; windows that rows of seven tok
     },
     "tie_word_embeddings": True,
 }
-_OWN = {"qwen3_5_text": _LINEAR, "gemma3_text": _SLIDING}
+_EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+_OWN = {"qwen3_moe": _EXPERTS | {"norm_topk_prob": True}}
+_OWN |= {"qwen3_5_moe_text": _LINEAR | _EXPERTS | {"shared_expert_intermediate_size": 28}}
+_OWN |= {"qwen3_5_text": _LINEAR, "gemma3_text": _SLIDING}
 _OWN |= {"llama": {"rope_parameters": _STRETCHED}, "mistral": {"sliding_window": None}}
 
 

@@ -26,9 +26,7 @@ def reference_hidden(
         x = x + _between(y, "post_attention_layernorm", w, config)
         before = "pre_feedforward" if config.output_norms else "post_attention"
         y = norm(x, w[f"{before}_layernorm"]["scale"], config)
-        gate = y @ w["mlp"]["gate_proj"]["kernel"]
-        gate = silu(gate) if config.activation == "silu" else gelu(gate)
-        y = (gate * (y @ w["mlp"]["up_proj"]["kernel"])) @ w["mlp"]["down_proj"]["kernel"]
+        y = _gated(y, w["mlp"], config) if config.experts is None else _experts(y, w["mlp"], config)
         x = x + _between(y, "post_feedforward_layernorm", w, config)
     return norm(x, np.asarray(params["norm"]["scale"], np.float64), config)
 
@@ -51,6 +49,31 @@ def _layer(weights: Any, repeat: int) -> Any:
 def _between(y: np.ndarray, name: str, w: Any, config: DecoderConfig) -> np.ndarray:
     """What is added to the residual stream: with a norm before that, in some families."""
     return norm(y, w[name]["scale"], config) if config.output_norms else y
+
+
+def _gated(y: np.ndarray, w: Any, config: DecoderConfig) -> np.ndarray:
+    gate = y @ w["gate_proj"]["kernel"]
+    gate = silu(gate) if config.activation == "silu" else gelu(gate)
+    return (gate * (y @ w["up_proj"]["kernel"])) @ w["down_proj"]["kernel"]
+
+
+def _experts(y: np.ndarray, w: Any, config: DecoderConfig) -> np.ndarray:
+    """Each token goes through its likeliest experts, one after the other."""
+    e, out = config.experts, np.zeros_like(y)
+    for t, token in enumerate(y):
+        logits = token @ w["gate"]["kernel"]
+        share = np.exp(logits - logits.max())
+        share /= share.sum()
+        chosen = np.argsort(-share)[: e.chosen]
+        total = share[chosen].sum() if e.normalised else 1
+        for expert in chosen:
+            hidden = token @ w["experts"]["gate_up_proj"]["kernel"][expert]
+            hidden = silu(hidden[: e.width]) * hidden[e.width :]
+            out[t] += share[expert] / total * hidden @ w["experts"]["down_proj"]["kernel"][expert]
+        if e.shared_width:
+            opened = 1 / (1 + np.exp(-(token @ w["shared_expert_gate"]["kernel"])))
+            out[t] += opened * _gated(token, w["shared_expert"], config)
+    return out
 
 
 def gelu(x: np.ndarray) -> np.ndarray:

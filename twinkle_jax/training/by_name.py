@@ -21,6 +21,7 @@ from twinkle_jax.advantage import (
     Scale,
     get_advantage,
 )
+from twinkle_jax.model.decoder.parameters import EXPERTS
 
 # Estimators of advantages.
 
@@ -140,13 +141,13 @@ def decayed(params: Any) -> Any:
 def muon_dimensions(params: Any) -> Any:
     """Axes that Muon orthogonalizes: those of each layer's matrices; None, for Adam, elsewhere.
 
-    Layers are stacked along the first axis. Optax would take a stack of matrices for no matrix, and
-    a stack of vectors, the embeddings and the output matrix for one.
+    Layers are stacked along the first axis, experts along the second. Optax would take a stack of
+    matrices for no matrix, and a stack of vectors, the embeddings and the output matrix for one.
     """
 
     def axes(path: Any, leaf: Any) -> optax.contrib.MuonDimensionNumbers | None:
         names = jax.tree_util.keystr(path, simple=True, separator=".").split(".")
-        first = int("layers" in names)
+        first = int("layers" in names) + int(EXPERTS in names)
         if leaf.ndim != first + 2 or {"embed_tokens", "lm_head"} & set(names):
             return None
         return optax.contrib.MuonDimensionNumbers(first, first + 1)

@@ -55,6 +55,9 @@ CASES = {
         "linear_num_key_heads": 4,
         "attention_bias": True,
     },
+    "qwen3_moe": {},
+    "qwen3_moe unnormalised": {"norm_topk_prob": False, "num_experts_per_tok": 3},
+    "qwen3_5_moe_text": {},
     "gemma3_text": {},
     "gemma3_text by pattern": {
         "layer_types": None,
@@ -179,6 +182,8 @@ def test_gradients_of_a_loss(name, saved):
         "qwen3 tied, biased",
         "qwen3 wide heads",
         "qwen3_5_text by interval",
+        "qwen3_moe unnormalised",
+        "qwen3_5_moe_text",
         "gemma3_text",
         "gemma3_text by pattern",
     ],

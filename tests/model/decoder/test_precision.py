@@ -95,10 +95,11 @@ def test_the_trainer_scores_what_the_sampler_drew(name, tmp_path):
     drawn = generate(params, config, prompts, None, key, Sampling(), max_new_tokens=60, **options)
     scored = trainer_logprobs(params, config, prompts.tolist(), drawn, 1.0, **options)
     allowed = 0.001
-    if name == "qwen3_5_text":
+    if config.delta_net is not None:
         tokens = np.concatenate([prompts, drawn.tokens], axis=1)
         allowed += transformers_difference(config, params, tokens, tmp_path)
-        assert allowed < 0.01
+        # A rounding may choose another expert, in transformers too.
+        assert allowed < (0.01 if config.experts is None else 0.05)
     assert np.mean(np.abs(scored - drawn.logprobs)) <= allowed
     assert np.min(scored) < -5 and np.max(scored) > -0.5
 
@@ -126,7 +127,7 @@ def test_scores_do_not_depend_on_the_batch_nor_on_gradients(name):
     packed = jnp.pad(tokens.reshape(8, 80), ((0, 0), (0, 1)))
     packed = scores(params, packed, jnp.repeat(jnp.array([[0, 1]]), 40, axis=1).repeat(8, axis=0))
     # The chunks of linear attention begin elsewhere in a packed row, and sum in another order.
-    allowed = 0.006 if name == "qwen3_5_text" else 0.001
+    allowed = 0.006 if config.delta_net is not None else 0.001
     assert np.mean(np.abs(every - packed.reshape(16, 40)[:, :39])) <= allowed
     with jax.numpy_dtype_promotion("standard"):
         (_, trained), _ = jax.jit(jax.value_and_grad(loss, has_aux=True))(params)

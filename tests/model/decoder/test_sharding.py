@@ -289,8 +289,8 @@ def assert_as_on_one_device(name, mesh, rows=8, **changes):
     change it by 2e-4 on one device, more than a mesh does. Three times such a change is what a
     difference may come to there, where that is more than 1e-5.
     """
-    linear = name == "qwen3_5_text"
     config = parse_config(family(name, **changes))
+    linear = config.delta_net is not None
     params, batch = random_params(config), random_batch(rows=rows, time=12)
 
     def results(params, where):

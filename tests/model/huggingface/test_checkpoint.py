@@ -18,7 +18,14 @@ from jax.sharding import PartitionSpec
 
 from tests.model.families import ALL, config_of, family, params_of, random_params
 from tests.model.huggingface.tensors import assert_same, contents, rewrite, vision_checkpoint
-from twinkle_jax.model import Decoder, load_pretrained, parse_config, save_pretrained
+from twinkle_jax.model import (
+    Decoder,
+    load_pretrained,
+    make_mesh,
+    parse_config,
+    partition_rules,
+    save_pretrained,
+)
 from twinkle_jax.model.huggingface import checkpoint, saving
 
 pytest.importorskip("safetensors", reason="pip install 'twinkle-jax[checkpoints]'")
@@ -86,13 +93,15 @@ class Counted:
         return self.stored[part]
 
 
-@pytest.mark.parametrize("name", ["qwen3", "qwen3_5_text"])
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_5_text", "qwen3_moe"])
 def test_each_part_of_a_tensor_is_read_once_and_nothing_else(name, tmp_path, monkeypatch):
     """Devices that hold the same part share what was read."""
     save_pretrained(Decoder(config_of(name), params_of(name)), tmp_path / "out")
     real, read = checkpoint.read_part, []
     monkeypatch.setattr(
-        checkpoint, "read_part", lambda path, x, part: real(path, Counted(x, read), part)
+        checkpoint,
+        "read_part",
+        lambda path, tensors, *rest: real(path, [Counted(x, read) for x in tensors], *rest),
     )
     mesh = jax.make_mesh((4, 2), ("fsdp", "data"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
 
@@ -103,6 +112,32 @@ def test_each_part_of_a_tensor_is_read_once_and_nothing_else(name, tmp_path, mon
     decoder = load_pretrained(tmp_path / "out", mesh=mesh, partition=partition)
     assert_same(decoder.params, params_of(name))
     assert sum(read) == sum(leaf.size for leaf in jax.tree.leaves(decoder.params))
+
+
+def fused(path, experts):
+    """Rewrite the experts of a checkpoint as Qwen3.5's are: stacked, gate and up in one tensor."""
+    tensors = safetensors.numpy.load_file(path / "model.safetensors")
+    layers = {name.partition(".experts.")[0] for name in tensors if ".experts." in name}
+    for layer in layers:
+        gate, up, down = (
+            np.stack([tensors.pop(f"{layer}.experts.{e}.{n}_proj.weight") for e in range(experts)])
+            for n in ("gate", "up", "down")
+        )
+        tensors[f"{layer}.experts.gate_up_proj"] = np.concatenate([gate, up], axis=1)
+        tensors[f"{layer}.experts.down_proj"] = down
+    safetensors.numpy.save_file(tensors, path / "model.safetensors")
+    assert len(layers) == 4
+
+
+def test_experts_are_stored_one_by_one_or_stacked(tmp_path):
+    name = "qwen3_5_moe_text"
+    save_pretrained(Decoder(config_of(name), params_of(name)), tmp_path)
+    assert_same(load_pretrained(tmp_path).params, params_of(name))
+    fused(tmp_path, experts=6)
+    assert_same(load_pretrained(tmp_path).params, params_of(name))
+    mesh = make_mesh(fsdp=2, tensor=2)
+    loaded = load_pretrained(tmp_path, mesh=mesh, partition=partition_rules(mesh))
+    assert_same(loaded.params, params_of(name))
 
 
 def test_types(export):

@@ -89,6 +89,7 @@ def test_written_configs_read_as_what_they_were(name):
     assert written["dtype"] == written["torch_dtype"] == "bfloat16"
     names = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3", "qwen3_5_text": "Qwen3_5"}
     names |= {"gemma3_text": "Gemma3", "mistral": "Mistral"}
+    names |= {"qwen3_moe": "Qwen3Moe", "qwen3_5_moe_text": "Qwen3_5Moe"}
     assert written["architectures"] == [f"{names[name]}ForCausalLM"]
     rope = written["rope_parameters"]
     assert written["rope_theta"] == rope.get("full_attention", rope)["rope_theta"] == 500.0
@@ -107,7 +108,7 @@ def test_nested_configs_are_written_nested_or_flat():
 
 
 REFUSED = {
-    "model_type": ["mamba", None, ["qwen3"], "qwen3_moe"],
+    "model_type": ["mamba", None, ["qwen3"], "mixtral"],
     "hidden_size": [None, 2**31],
     "vocab_size": [0],
     "num_hidden_layers": [True, 10**30, 10**5000],
@@ -192,6 +193,35 @@ def test_rotated_entries_come_in_pairs(head_dim, part):
 
 def test_value_heads_must_be_a_multiple_of_key_heads():
     refused(family("qwen3_5_text", linear_num_key_heads=3), "linear_num_key_heads")
+
+
+@pytest.mark.parametrize("key", ["num_experts", "num_local_experts"])
+def test_experts_and_their_two_names(key):
+    text = family("qwen3_moe", norm_topk_prob=False)
+    text[key] = text.pop("num_experts")
+    experts = parse_config(text).experts
+    assert (experts.number, experts.chosen, experts.width) == (6, 2, 16)
+    assert not experts.normalised and experts.shared_width is None
+    hybrid = {key: x for key, x in family("qwen3_5_moe_text").items() if key != "intermediate_size"}
+    experts = parse_config({"model_type": "qwen3_5_moe", "text_config": hybrid}).experts
+    assert experts.normalised and experts.shared_width == 28
+
+
+@pytest.mark.parametrize(
+    ("changes", "name"),
+    [
+        ({"num_experts": 1}, "num_experts"),
+        ({"num_local_experts": 5}, "num_local_experts"),
+        ({"num_experts_per_tok": 7}, "num_experts_per_tok"),
+        ({"moe_intermediate_size": None}, "moe_intermediate_size"),
+        ({"mlp_only_layers": [0]}, "mlp_only_layers"),
+        ({"decoder_sparse_step": 2}, "decoder_sparse_step"),
+        ({"output_router_logits": True}, "output_router_logits"),
+        ({"norm_topk_prob": 1}, "norm_topk_prob"),
+    ],
+)
+def test_experts_that_are_refused(changes, name):
+    refused(family("qwen3_moe", **changes), name)
 
 
 def test_a_window_that_no_layer_uses_is_no_window():

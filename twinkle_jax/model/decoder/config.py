@@ -5,7 +5,7 @@ Configurations are frozen and hashable, so they can be static arguments of `jax.
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -120,6 +120,25 @@ class DeltaNetConfig:
 
 
 @dataclass(frozen=True)
+class ExpertsConfig:
+    """Feed-forward layers of experts, of which a router chooses some for each token.
+
+    Attributes:
+        number: of experts.
+        chosen: how many of them each token goes through.
+        width: of one expert.
+        normalised: whether the weights of the chosen experts add up to 1.
+        shared_width: width of the expert that all tokens go through; None if there is none.
+    """
+
+    number: int
+    chosen: int
+    width: int
+    normalised: bool
+    shared_width: int | None = None
+
+
+@dataclass(frozen=True)
 class DecoderConfig:
     """A decoder-only language model of one of the families in `FAMILIES`.
 
@@ -130,11 +149,12 @@ class DecoderConfig:
         model_type: Hugging Face's name of the family, such as `"qwen3"` or `"qwen3_5_text"`.
         vocab_size: number of tokens.
         hidden_size: width of the residual stream.
-        intermediate_size: width of the feed-forward layers.
+        intermediate_size: width of the feed-forward layers; without effect where there are experts.
         layer_kinds: `"full_attention"`, `"sliding_attention"` or `"linear_attention"` for each
             layer.
         attention: the attention of the full and sliding layers.
         delta_net: the mixer of the linear layers; None if there are none.
+        experts: the experts of the feed-forward layers; None: these are dense.
         norm_epsilon: added to the mean square before the square root.
         centred_norms: whether norms multiply by 1 + weight (and weights start at 0).
         output_norms: whether the outputs of attention and feed-forward are normalised too, before
@@ -152,6 +172,7 @@ class DecoderConfig:
     layer_kinds: tuple[str, ...]
     attention: AttentionConfig
     delta_net: DeltaNetConfig | None = None
+    experts: ExpertsConfig | None = None
     norm_epsilon: float = 1e-6
     centred_norms: bool = False
     output_norms: bool = False
@@ -212,6 +233,9 @@ class Family:
         output_gate: whether attention has an output gate.
         centred_norms: whether norms are stored as their distance from 1.
         linear_layers: whether layers may be linear; their keys are `linear_…`.
+        experts: whether feed-forward layers consist of experts.
+        shared_expert: whether all tokens go through one more expert; the weights of the chosen ones
+            then always add up to 1.
         window_keys: whether there are keys for sliding windows, which no layer may use.
         window_pattern: default pattern: of so many layers the last is full and the others slide;
             None: no layer slides.
@@ -235,6 +259,8 @@ class Family:
     output_gate: bool = False
     centred_norms: bool = False
     linear_layers: bool = False
+    experts: bool = False
+    shared_expert: bool = False
     window_keys: bool = False
     window_pattern: int | None = None
     output_norms: bool = False
@@ -249,6 +275,28 @@ class Family:
     carried: tuple[str, ...] = ()
 
 
+_EXPERTS_EVERYWHERE: dict[str, tuple[Any, ...]] = {  # in all layers, and no loss for their balance
+    "decoder_sparse_step": (1,),
+    "mlp_only_layers": ([], None),
+    "output_router_logits": (False,),
+}
+_QWEN3_5 = Family(
+    "Qwen3_5ForCausalLM",
+    head_dim=256,
+    qk_norm=True,
+    output_gate=True,
+    centred_norms=True,
+    linear_layers=True,
+    rotary_part=0.25,
+    other_keys={
+        "attn_output_gate": (True,),
+        "output_gate_type": ("swish",),  # Qwen3.6's name for the gate of the linear layers
+        "mamba_ssm_dtype": ("float32",),
+        "mlp_only_layers": ([],),
+    },
+    enclosing="qwen3_5",
+    carried=("model.visual.", "visual.", "mtp.", "model.mtp."),
+)
 FAMILIES: dict[str, Family] = {
     "llama": Family(
         "LlamaForCausalLM",
@@ -273,22 +321,21 @@ FAMILIES: dict[str, Family] = {
         other_keys={"use_mrope": (False,)},
     ),
     "qwen3": Family("Qwen3ForCausalLM", head_dim=128, qk_norm=True, window_keys=True),
-    "qwen3_5_text": Family(
-        "Qwen3_5ForCausalLM",
-        head_dim=256,
+    "qwen3_moe": Family(
+        "Qwen3MoeForCausalLM",
         qk_norm=True,
-        output_gate=True,
-        centred_norms=True,
-        linear_layers=True,
-        rotary_part=0.25,
-        other_keys={
-            "attn_output_gate": (True,),
-            "output_gate_type": ("swish",),  # Qwen3.6's name for the gate of the linear layers
-            "mamba_ssm_dtype": ("float32",),
-            "mlp_only_layers": ([],),
-        },
-        enclosing="qwen3_5",
-        carried=("model.visual.", "visual.", "mtp.", "model.mtp."),
+        experts=True,
+        window_keys=True,
+        other_keys=_EXPERTS_EVERYWHERE,
+    ),
+    "qwen3_5_text": _QWEN3_5,
+    "qwen3_5_moe_text": replace(
+        _QWEN3_5,
+        architecture="Qwen3_5MoeForCausalLM",
+        experts=True,
+        shared_expert=True,
+        other_keys={**_QWEN3_5.other_keys, **_EXPERTS_EVERYWHERE},
+        enclosing="qwen3_5_moe",
     ),
     "gemma3_text": Family(
         "Gemma3ForCausalLM",

@@ -27,11 +27,11 @@ from twinkle_jax.model.decoder.cache import (
 )
 from twinkle_jax.model.decoder.config import FULL, DecoderConfig
 from twinkle_jax.model.decoder.delta_net import linear_step
+from twinkle_jax.model.decoder.feed_forward import feed_forward
 from twinkle_jax.model.decoder.forward import decoder_inputs, run
 from twinkle_jax.model.decoder.layers import (
     add_mixed,
     embed,
-    feed_forward,
     final_norm,
     norm,
     rotary_tables,
@@ -237,7 +237,7 @@ def decode_step(
                     config, y, members[name], layers[name], repeat, active
                 )
             x = add_mixed(config, x, mixed, members[name])
-            x = feed_forward(config, x, members[name])
+            x = feed_forward(config, x, members[name], mesh)
         return (x, layers), None
 
     with tracing_for(backend_of(mesh), dtype, mesh):

@@ -28,11 +28,11 @@ from twinkle_jax.model.decoder.attention import (
 from twinkle_jax.model.decoder.cache import Cache
 from twinkle_jax.model.decoder.config import FULL, DecoderConfig
 from twinkle_jax.model.decoder.delta_net import delta_net
+from twinkle_jax.model.decoder.feed_forward import feed_forward
 from twinkle_jax.model.decoder.layers import (
     RotaryTable,
     add_mixed,
     embed,
-    feed_forward,
     final_norm,
     norm,
     output_logits,
@@ -248,7 +248,8 @@ def run(
             )
             return attended, heads[1:3]
 
-        x, state = _layer(config, kind, keep_rows(x, mesh), weights, sliding, inputs, attend, state)
+        x = keep_rows(x, mesh)
+        x, state = _layer(config, kind, x, weights, sliding, inputs, attend, state, attention_mesh)
         return keep_rows(x, mesh), state
 
     if remat:
@@ -281,6 +282,7 @@ def _layer(
     inputs: DecoderInputs,
     attend: Callable[[Heads], tuple[Array, Any]],
     state: Any,
+    mesh: Mesh | None,
 ) -> tuple[Float[Array, "tokens width"], Any]:
     """Run one layer; also return its keys and values, or its linear-attention state."""
     y = norm(config, x, weights["input_layernorm"])
@@ -301,7 +303,7 @@ def _layer(
             state,
             epsilon=config.norm_epsilon,
         )
-    return feed_forward(config, add_mixed(config, x, mixed, weights), weights), state
+    return feed_forward(config, add_mixed(config, x, mixed, weights), weights, mesh), state
 
 
 # Inputs of the layers: tokens at the front of their rows, positions, segments.

@@ -1,4 +1,4 @@
-"""The parts of a layer: projection, norm, embedding, feed-forward, head, rotary positions."""
+"""The parts of a decoder: projection, norm, embedding, head, rotary positions."""
 
 import dataclasses
 import math
@@ -108,22 +108,6 @@ def add_mixed(
     if config.output_norms:
         mixed = norm(config, mixed, weights["post_attention_layernorm"])
     return rounded(x + mixed)
-
-
-def feed_forward(
-    config: DecoderConfig, x: Float[Array, "tokens width"], weights: Params
-) -> Float[Array, "tokens width"]:
-    """Add the second half of a layer to the residual stream: norm, then SwiGLU or GeGLU."""
-    # Without output norms, "post_attention" names the norm of the feed-forward's input.
-    name = "pre_feedforward" if config.output_norms else "post_attention"
-    y = norm(config, x, weights[f"{name}_layernorm"])
-    mlp = weights["mlp"]
-    gate = project(y, mlp["gate_proj"])
-    gate = rounded(jax.nn.silu(gate) if config.activation == "silu" else jax.nn.gelu(gate))
-    y = project(rounded(gate * project(y, mlp["up_proj"])), mlp["down_proj"])
-    if config.output_norms:
-        y = norm(config, y, weights["post_feedforward_layernorm"])
-    return rounded(x + y)
 
 
 def output_matrix(params: Params) -> Float[Array, "width vocab"]:

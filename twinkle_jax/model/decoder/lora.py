@@ -19,7 +19,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Key
 
 from twinkle_jax.model.decoder.config import DecoderConfig
-from twinkle_jax.model.decoder.parameters import Params, merge_params, nest, parameter_table
+from twinkle_jax.model.decoder.parameters import (
+    EXPERTS,
+    Params,
+    merge_params,
+    nest,
+    parameter_table,
+)
 from twinkle_jax.model.decoder.precision import matmul, rounded
 
 ALL_LINEAR = "all-linear"
@@ -101,7 +107,9 @@ def adapted_kernels(
     kernels = {
         path[:-1]: p.shape
         for path, p in parameter_table(config).items()
-        if path[0] == "layers" and path[-1] == "kernel" and path[-2] != "conv1d"
+        # As PEFT, to which experts and their router are no projections.
+        if path[0] == "layers" and path[-1] == "kernel" and path[-2] not in ("conv1d", "gate")
+        if EXPERTS not in path
     }
     if lora.target_modules == ALL_LINEAR:
         return kernels

@@ -17,6 +17,7 @@ from jaxtyping import Array, Key
 from twinkle_jax.model.decoder.config import FULL, DecoderConfig
 
 Params = Mapping[str, Any]
+EXPERTS = "experts"  # of paths whose matrices are stacked by expert
 Initial = Literal["normal", "zeros", "ones", "log_uniform"]
 
 
@@ -49,7 +50,7 @@ def outer_parameters(config: DecoderConfig) -> list[Parameter]:
 
 def layer_parameters(config: DecoderConfig, kind: str) -> list[Parameter]:
     """List the parameters of one layer of a kind."""
-    width, inner = config.hidden_size, config.intermediate_size
+    width = config.hidden_size
     scale: Initial = "zeros" if config.centred_norms else "ones"
     norms = ["post_attention_layernorm"]
     if config.output_norms:
@@ -58,10 +59,32 @@ def layer_parameters(config: DecoderConfig, kind: str) -> list[Parameter]:
         Parameter(("input_layernorm", "scale"), (width,), scale),
         *(_attention(config, scale) if kind == FULL else _delta_net(config)),
         *(Parameter((name, "scale"), (width,), scale) for name in norms),
-        Parameter(("mlp", "gate_proj", "kernel"), (width, inner)),
-        Parameter(("mlp", "up_proj", "kernel"), (width, inner)),
-        Parameter(("mlp", "down_proj", "kernel"), (inner, width)),
+        *_feed_forward(config),
     ]
+
+
+def _feed_forward(config: DecoderConfig) -> list[Parameter]:
+    width, experts = config.hidden_size, config.experts
+
+    def gated(path: tuple[str, ...], inner: int) -> list[Parameter]:
+        return [
+            Parameter((*path, "gate_proj", "kernel"), (width, inner)),
+            Parameter((*path, "up_proj", "kernel"), (width, inner)),
+            Parameter((*path, "down_proj", "kernel"), (inner, width)),
+        ]
+
+    if experts is None:
+        return gated(("mlp",), config.intermediate_size)
+    number, inner = experts.number, experts.width
+    table = [
+        Parameter(("mlp", "gate", "kernel"), (width, number)),
+        Parameter(("mlp", EXPERTS, "gate_up_proj", "kernel"), (number, width, 2 * inner)),
+        Parameter(("mlp", EXPERTS, "down_proj", "kernel"), (number, inner, width)),
+    ]
+    if experts.shared_width is not None:
+        table += gated(("mlp", "shared_expert"), experts.shared_width)
+        table.append(Parameter(("mlp", "shared_expert_gate", "kernel"), (width, 1)))
+    return table
 
 
 def _attention(config: DecoderConfig, scale: Initial) -> list[Parameter]:

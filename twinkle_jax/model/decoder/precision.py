@@ -40,6 +40,11 @@ def tracing_for(backend: str, dtype: DTypeLike, mesh: Mesh | None) -> Iterator[N
         _backend.reset(token)
 
 
+def traced_backend() -> str:
+    """Return the backend that is traced for."""
+    return _backend.get() or jax.default_backend()
+
+
 def exact_product(x: Float[Array, "*rows into"], y: Float[Array, "into out"]) -> Array:
     """Multiply arrays of one type into float32, without rounding float32 factors."""
     precision = product_precision(x.dtype)
@@ -72,7 +77,7 @@ def matmul(
 
 
 def _rounds_in_software(x: Array) -> bool:
-    return x.dtype == jnp.bfloat16 and (_backend.get() or jax.default_backend()) == "cpu"
+    return x.dtype == jnp.bfloat16 and traced_backend() == "cpu"
 
 
 @jax.custom_jvp

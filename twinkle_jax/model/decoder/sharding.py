@@ -27,6 +27,10 @@ AXES = ("data", "fsdp", "tensor")
 ROWS = ("data", "fsdp")  # axes that rows of a batch are spread over
 RULES: tuple[tuple[str, PartitionSpec], ...] = (
     # The leading axis of a layer's leaf counts stacked layers, and is never split.
+    # Experts are split as wholes.
+    (r"/experts/gate_up_proj/kernel$", PartitionSpec(None, "tensor", "fsdp", None)),
+    (r"/experts/down_proj/kernel$", PartitionSpec(None, "tensor", None, "fsdp")),
+    (r"/(gate|shared_expert_gate)/kernel$", PartitionSpec(None, "fsdp", None)),  # routers
     # Projections that split their outputs into heads or feed-forward columns.
     (
         r"/(q_proj|k_proj|v_proj|gate_proj|up_proj|in_proj_\w+)/kernel$",

@@ -27,7 +27,13 @@ from jaxtyping import Array
 
 from twinkle_jax.model.decoder.config import FAMILIES, DecoderConfig
 from twinkle_jax.model.decoder.forward import Decoder
-from twinkle_jax.model.decoder.parameters import nest, parameter_table, stacked_shape
+from twinkle_jax.model.decoder.parameters import (
+    EXPERTS,
+    Parameter,
+    nest,
+    parameter_table,
+    stacked_shape,
+)
 from twinkle_jax.model.huggingface.checkpoint_files import (
     ADAPTER_CONFIG,
     CONFIG,
@@ -46,6 +52,7 @@ from twinkle_jax.model.huggingface.checkpoint_files import (
     layer_number,
     locate,
     match_tensors,
+    names_by_expert,
     open_files,
     read_json,
     read_part,
@@ -79,6 +86,9 @@ def load_pretrained(
     config: DecoderConfig | None = None,
 ) -> Decoder:
     """Read a Hugging Face checkpoint of Llama, Qwen2 to Qwen3.6 or Gemma 3 (the text model).
+
+    Mixtures of experts are read in both forms, stacked or a tensor for each expert, and saved in
+    the second, as transformers does.
 
     The names, shapes and types of all tensors are checked before anything is allocated. Then they
     are read and placed on their devices one at a time, so the host holds one tensor at a time. Only
@@ -124,7 +134,9 @@ def load_pretrained(
                     shape=stacked_shape(config, path, p),
                     dtype=_leaf_dtype(names[path], stored, dtype),
                     names=names[path],
-                    slices=[files[name].get_slice(name) for name in names[path]],
+                    slices=[
+                        [files[name].get_slice(name) for name in group] for group in names[path]
+                    ],
                 )
                 for path, p in parameter_table(config).items()
             ]
@@ -163,13 +175,14 @@ def _check_tied_head(
 
 
 def _leaf_dtype(
-    names: list[str], stored: Mapping[str, StoredTensor], dtype: DTypeLike | None
+    names: list[tuple[str, ...]], stored: Mapping[str, StoredTensor], dtype: DTypeLike | None
 ) -> np.dtype[Any]:
     """Return the requested type, or else the stored one, which all layers must share."""
-    types = sorted({DTYPES[stored[name].dtype] for name in names})
+    types = sorted({DTYPES[stored[name].dtype] for group in names for name in group})
     if dtype is None and len(types) > 1:
         raise ValueError(
-            f"dtype must be given where layers differ, as those of {names[0]} do: {types}, got None"
+            f"dtype must be given where layers differ, as those of {names[0][0]} do: "
+            f"{types}, got None"
         )
     wanted = jnp.dtype(types[0] if dtype is None else dtype)
     if wanted.name not in DTYPES.values():
@@ -185,15 +198,15 @@ class StoredLeaf:
         path: keys from the root.
         shape: shape here, the axis of stacked layers included.
         dtype: type here.
-        names: names of the tensors: one, or one for each stacked layer.
+        names: names of the tensors, once or for each stacked layer: one, or those of all experts.
         slices: the same tensors, open for reading.
     """
 
     path: tuple[str, ...]
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
-    names: list[str]
-    slices: list[Any]
+    names: list[tuple[str, ...]]
+    slices: list[list[Any]]
 
     @property
     def stacked(self) -> bool:
@@ -210,8 +223,8 @@ class StoredLeaf:
             yield self._read(layer, part[1:])
 
     def _read(self, layer: int, part: Slices) -> np.ndarray:
-        name = self.names[layer]
-        stored = read_part(self.path, self.slices[layer], part)
+        name = self.names[layer][0]
+        stored = read_part(self.path, self.slices[layer], part, self.shape[-1])
         if not all_finite(stored):
             raise ValueError(f"{name} must be finite, got NaN or infinity")
         with np.errstate(over="ignore"):
@@ -368,21 +381,50 @@ def list_tensors(decoder: Decoder, prefix: str, dtype: DTypeLike | None) -> list
         for repeat, name in enumerate(stored_names(config, path, p, prefix)):
             stacked = path[0] == "layers"
             layer = layer_number(config, path, repeat) if stacked else -1
-            tensor = ExportTensor(
-                name,
-                _STORED_DTYPES[to.name],
-                stored_shape(p),
-                partial(gather, leaf, repeat if stacked else None),
-                partial(host_tensor, name, path, dtype=to),
-            )
-            rows.append((layer, tensor))
+            for piece in _pieces(name, p, (repeat,) if stacked else ()):
+                tensor = ExportTensor(
+                    piece.name,
+                    _STORED_DTYPES[to.name],
+                    stored_shape(p._replace(shape=piece.shape)),
+                    partial(gather, leaf, piece.place),
+                    partial(host_tensor, piece.name, path, dtype=to, columns=piece.columns),
+                )
+                rows.append((layer, tensor))
     return [tensor for _, tensor in sorted(rows, key=lambda row: row[0])]
 
 
+class _Piece(NamedTuple):
+    """What a tensor holds of a parameter: its place in the stacks, and its columns there."""
+
+    name: str
+    place: tuple[int, ...]
+    columns: slice
+    shape: tuple[int, ...]
+
+
+def _pieces(name: str, parameter: Parameter, index: tuple[int, ...]) -> Iterator[_Piece]:
+    """List the tensors of a parameter of one layer: one, or those of each expert."""
+    if EXPERTS not in parameter.path:
+        yield _Piece(name, index, slice(None), parameter.shape)
+        return
+    experts, rows, columns = parameter.shape
+    for expert, names in enumerate(names_by_expert(name, experts)):
+        width = columns // len(names)
+        for i, stored in enumerate(names):
+            part = slice(i * width, (i + 1) * width)
+            yield _Piece(stored, (*index, expert), part, (rows, width))
+
+
 def host_tensor(
-    name: str, path: tuple[str, ...], values: np.ndarray, *, dtype: np.dtype[Any]
+    name: str,
+    path: tuple[str, ...],
+    values: np.ndarray,
+    *,
+    dtype: np.dtype[Any],
+    columns: slice = slice(None),
 ) -> np.ndarray:
-    """Convert values to the form that is stored; refuse values that are not finite."""
+    """Convert columns of values to the form that is stored; refuse values that are not finite."""
+    values = values[..., columns]
     if not all_finite(values):
         raise ValueError(f"{name} must be finite to be saved, got NaN or infinity")
     with np.errstate(over="ignore"):

@@ -1,13 +1,15 @@
 """What a Hugging Face checkpoint holds: its files, and which tensor each parameter is.
 
 Parameters here are [in, out], and a convolution's kernel is [time, channels]. Checkpoints store
-[out, in] and [channels, 1, time]. No other file depends on either.
+[out, in] and [channels, 1, time]. Experts are stacked here, in one tensor of a checkpoint or in a
+tensor for each expert and projection. No other file depends on any of this.
 """
 
+import itertools
 import json
 import re
 import stat
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import ModuleType
@@ -16,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from twinkle_jax.model.decoder.config import FAMILIES, DecoderConfig
-from twinkle_jax.model.decoder.parameters import Parameter, parameter_table
+from twinkle_jax.model.decoder.parameters import EXPERTS, Parameter, parameter_table
 
 CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -206,7 +208,7 @@ def layer_number(config: DecoderConfig, path: tuple[str, ...], repeat: int) -> i
 def stored_name(path: tuple[str, ...]) -> str:
     """Return a tensor's name without the prefix of the model or the layer."""
     *module, leaf = path
-    return ".".join([*module, LEAVES.get(leaf, leaf)])
+    return ".".join(module if EXPERTS in path else [*module, LEAVES.get(leaf, leaf)])
 
 
 def stored_names(
@@ -218,6 +220,13 @@ def stored_names(
         numbers = (layer_number(config, path, r) for r in range(config.repeats))
         return [f"{prefix}layers.{number}.{name}" for number in numbers]
     return [HEAD if path[0] == "lm_head" else prefix + name]
+
+
+def names_by_expert(name: str, experts: int) -> list[tuple[str, ...]]:
+    """Return the names of the tensors of each expert, where they are not stored in one."""
+    layer, projection = name.rsplit(".", 1)
+    split = {"gate_up_proj": ("gate_proj", "up_proj")}.get(projection, (projection,))
+    return [tuple(f"{layer}.{e}.{part}.weight" for part in split) for e in range(experts)]
 
 
 def stored_prefix(stored: Collection[str]) -> str:
@@ -243,12 +252,26 @@ def first_layers(stored: Mapping[str, StoredTensor], count: int) -> dict[str, St
 
 def match_tensors(
     config: DecoderConfig, stored: Mapping[str, StoredTensor]
-) -> dict[tuple[str, ...], list[str]]:
-    """Pair every parameter with its tensors; refuse missing, extra and misshapen ones."""
+) -> dict[tuple[str, ...], list[tuple[str, ...]]]:
+    """Pair every parameter with its tensors; refuse missing, extra and misshapen ones.
+
+    Returns:
+        For each parameter the tensors of each layer: one, or those of all experts.
+    """
     prefix = stored_prefix(stored)
-    table = parameter_table(config)
-    names = {path: stored_names(config, path, p, prefix) for path, p in table.items()}
-    wanted = {name: stored_shape(table[path]) for path, group in names.items() for name in group}
+    names: dict[tuple[str, ...], list[tuple[str, ...]]] = {}
+    wanted: dict[str, tuple[int, ...]] = {}
+    for path, p in parameter_table(config).items():
+        names[path], shape = [], stored_shape(p)
+        for name in stored_names(config, path, p, prefix):
+            group: tuple[str, ...] = (name,)
+            if EXPERTS in path and name not in stored:
+                by_expert = names_by_expert(name, shape[0])
+                group = tuple(itertools.chain(*by_expert))
+                shape = (shape[1] // len(by_expert[0]), shape[2])
+            names[path].append(group)
+            wanted |= dict.fromkeys(group, shape)
+            shape = stored_shape(p)
     ignored = set(carried_tensors(config, stored))
     # Llama 2's checkpoints have rotary frequencies, which transformers computes anew as well.
     ignored |= {name for name in stored if name.endswith(".rotary_emb.inv_freq")}
@@ -282,11 +305,43 @@ def to_stored(path: tuple[str, ...], values: np.ndarray) -> np.ndarray:
     """Transpose a parameter of one layer to the orientation of checkpoints; a view if possible."""
     if "conv1d" in path:
         return values.T[:, None]
-    return values.T if path[-1] in _TRANSPOSED else values
+    return values.swapaxes(-1, -2) if path[-1] in _TRANSPOSED else values
 
 
-def read_part(path: tuple[str, ...], stored: Any, part: tuple[slice, ...]) -> np.ndarray:
-    """Read a part of a parameter from its tensor, and only that part of the file."""
+def read_part(
+    path: tuple[str, ...], tensors: Sequence[Any], part: tuple[slice, ...], width: int
+) -> np.ndarray:
+    """Read a part of a parameter from its tensors, and only that part of the files.
+
+    Args:
+        path: keys from the root.
+        tensors: one, or those of all experts.
+        part: of the parameter, of one layer.
+        width: the size of the parameter's last axis.
+    """
+    if len(tensors) > 1:
+        return np.stack([_read_expert(path, tensors, e, part[1:], width) for e in _range(part[0])])
+    (stored,) = tensors
     if "conv1d" in path:
         return stored[part[1], :, part[0]][:, 0].T
-    return stored[part[::-1]].T if path[-1] in _TRANSPOSED else stored[part]
+    if path[-1] not in _TRANSPOSED:
+        return stored[part]
+    return stored[*part[:-2], part[-1], part[-2]].swapaxes(-1, -2)
+
+
+def _range(part: slice) -> range:
+    return range(part.start, part.stop)
+
+
+def _read_expert(
+    path: tuple[str, ...], tensors: Sequence[Any], expert: int, part: tuple[slice, ...], width: int
+) -> np.ndarray:
+    """Read a part of one expert's matrix from its tensors, which lie side by side in it."""
+    each = 2 if "gate_up_proj" in path else 1
+    rows, columns = part
+    size, pieces = width // each, []
+    for i, tensor in enumerate(tensors[expert * each : (expert + 1) * each]):
+        start, stop = max(columns.start - i * size, 0), min(columns.stop - i * size, size)
+        if start < stop:
+            pieces.append(tensor[start:stop, rows].T)
+    return np.concatenate(pieces, axis=1)

@@ -16,13 +16,14 @@ from twinkle_jax.model.decoder.config import (
     AttentionConfig,
     DecoderConfig,
     DeltaNetConfig,
+    ExpertsConfig,
     Family,
     LinearScaling,
     RopeScaling,
     Window,
 )
 
-_LARGEST_SIZE, _MOST_LAYERS = 2**31 - 1, 4096
+_LARGEST_SIZE, _MOST_LAYERS, _MOST_EXPERTS = 2**31 - 1, 4096, 65536
 
 # Keys that are read. A key in none of the lists below is refused: it might change the result.
 _READ = """model_type vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads
@@ -30,6 +31,8 @@ _READ = """model_type vocab_size hidden_size intermediate_size num_hidden_layers
     partial_rotary_factor rope_parameters rope_scaling""".split()  # noqa: SIM905
 _LINEAR_KEYS = """full_attention_interval linear_num_key_heads linear_num_value_heads
     linear_key_head_dim linear_value_head_dim linear_conv_kernel_dim""".split()  # noqa: SIM905
+_EXPERT_KEYS = """num_experts num_local_experts num_experts_per_tok moe_intermediate_size
+    router_aux_loss_coef""".split()  # noqa: SIM905
 _SLIDING_KEYS = (
     "sliding_window",
     "sliding_window_pattern",
@@ -106,14 +109,16 @@ def parse_config(config: Mapping[str, Any]) -> DecoderConfig:
     flat = {**family.defaults, **flat}
     _check_keys(flat, family, model_type)
     kinds = _layer_kinds(flat, family)
+    experts = _experts(flat, family) if family.experts else None
     return DecoderConfig(
         model_type=model_type,
         vocab_size=_size(flat, "vocab_size"),
         hidden_size=_size(flat, "hidden_size"),
-        intermediate_size=_size(flat, "intermediate_size"),
+        intermediate_size=_size(flat, "intermediate_size", experts.width if experts else None),
         layer_kinds=kinds,
         attention=_attention(flat, family, sliding=SLIDING in kinds),
         delta_net=_delta_net(flat) if LINEAR in kinds else None,
+        experts=experts,
         norm_epsilon=_number(flat, "rms_norm_eps", 1e-6, zero=True),
         centred_norms=family.centred_norms,
         output_norms=family.output_norms,
@@ -195,6 +200,25 @@ def _delta_net(flat: Mapping[str, Any]) -> DeltaNetConfig:
             f"got {config.value_heads} and {config.key_heads}"
         )
     return config
+
+
+def _experts(flat: Mapping[str, Any], family: Family) -> ExpertsConfig:
+    names = [name for name in ("num_experts", "num_local_experts") if name in flat]
+    number = _size(flat, names[0] if names else "num_experts", most=_MOST_EXPERTS)
+    if number == 1:
+        raise ValueError("num_experts must be at least 2, got 1")
+    if len(names) == 2 and flat[names[1]] != number:
+        raise ValueError(
+            f"num_local_experts must be num_experts, {number}, got {_shown(flat[names[1]])}"
+        )
+    shared = family.shared_expert
+    return ExpertsConfig(
+        number=number,
+        chosen=_size(flat, "num_experts_per_tok", most=number),
+        width=_size(flat, "moe_intermediate_size"),
+        normalised=shared or _flag(flat, "norm_topk_prob"),
+        shared_width=_size(flat, "shared_expert_intermediate_size") if shared else None,
+    )
 
 
 # Kinds of layers.
@@ -327,6 +351,9 @@ def _rope_by_kind(flat: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 def _check_keys(config: Mapping[str, Any], family: Family, model_type: str) -> None:
     """Refuse keys that this family does not have, and values that would change the result."""
     read = [*_READ, *(_LINEAR_KEYS if family.linear_layers else ())]
+    if family.experts:
+        own = "shared_expert_intermediate_size" if family.shared_expert else "norm_topk_prob"
+        read += [*_EXPERT_KEYS, own]
     read += _WINDOW_KEYS if family.window_keys else ()
     read += _SLIDING_KEYS if family.window_pattern else ()
     read += () if family.fixed_bias else ("attention_bias",)
@@ -427,14 +454,13 @@ def export_config(config: DecoderConfig, *, nested: bool, dtype: str) -> dict[st
 
 def _text_entries(config: DecoderConfig, image_rope: Mapping[str, Any]) -> dict[str, Any]:
     """Return all values that the decoder uses, under Hugging Face's names."""
-    attention, delta = config.attention, config.delta_net
+    attention, delta, experts = config.attention, config.delta_net, config.experts
     family = FAMILIES[config.model_type]
     rope = {**image_rope, **_rope_entries(attention)}
     entries: dict[str, Any] = {
         "model_type": config.model_type,
         "vocab_size": config.vocab_size,
         "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
         "num_hidden_layers": config.layers,
         "num_attention_heads": attention.query_heads,
         "num_key_value_heads": attention.key_value_heads,
@@ -463,6 +489,18 @@ def _text_entries(config: DecoderConfig, image_rope: Mapping[str, Any]) -> dict[
         entries["rope_parameters"][SLIDING] = {"rope_type": "default", "rope_theta": theta}
         entries["sliding_window"] = attention.window.size
         entries["rope_local_base_freq"] = theta
+    if experts is None:
+        entries["intermediate_size"] = config.intermediate_size
+    else:
+        entries |= {
+            "num_experts": experts.number,
+            "num_experts_per_tok": experts.chosen,
+            "moe_intermediate_size": experts.width,
+        }
+        if experts.shared_width is None:
+            entries["norm_topk_prob"] = experts.normalised
+        else:
+            entries["shared_expert_intermediate_size"] = experts.shared_width
     if delta is not None:
         entries |= {
             "linear_num_key_heads": delta.key_heads,

@@ -168,13 +168,16 @@ def is_spread(tree: Any) -> bool:
     return not all(array.is_fully_addressable for array in arrays)
 
 
-def gather(array: jax.Array, index: int | None = None) -> np.ndarray:
-    """Copy an array, or one entry of its first axis, to the host.
+def gather(array: jax.Array, index: tuple[int, ...] = ()) -> np.ndarray:
+    """Copy an array, or one entry of its first axes, to the host.
 
     If the array is spread over several processes, all of them must call this.
     """
-    if index is not None:
-        array = jax.lax.dynamic_index_in_dim(array, index, 0, keepdims=False)
+    if index:
+        shape = array.shape[len(index) :]
+        starts = [np.int32(i) for i in (*index, *(0,) * len(shape))]
+        entry = jax.lax.dynamic_slice(array, starts, ((1,) * len(index)) + shape)
+        array = entry.reshape(shape)
     if is_spread(array):
         array = multihost_utils.process_allgather(array, tiled=True)
     return np.asarray(array)

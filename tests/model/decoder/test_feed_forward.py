@@ -1,0 +1,106 @@
+"""Experts: both ways to apply them, and devices that hold a part of them."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.model.families import assert_close, config_of
+from twinkle_jax.model import LoraConfig, make_mesh
+from twinkle_jax.model.decoder import feed_forward as ff
+from twinkle_jax.model.decoder.lora import adapted_kernels
+
+CONFIG = config_of("qwen3_moe")
+E = CONFIG.experts
+RNG = np.random.default_rng(0)
+X = jnp.asarray(RNG.normal(size=(10, 24)), jnp.float32)
+GATE_UP = jnp.asarray(RNG.normal(size=(E.number, 24, 2 * E.width)), jnp.float32)
+DOWN = jnp.asarray(RNG.normal(size=(E.number, E.width, 24)), jnp.float32)
+ROUTER = jnp.asarray(RNG.normal(size=(24, E.number)), jnp.float32)
+
+
+def mixed(add_up, x, router, gate_up, down, experts=E):
+    share, chosen = ff.route(x, router, experts)
+    return add_up(CONFIG, x, share, chosen, gate_up, down)
+
+
+def by_hand(x, experts):
+    """Row by row, in float64."""
+    out = np.zeros((len(x), 24))
+    for t, row in enumerate(np.asarray(x, np.float64)):
+        logits = row @ np.asarray(ROUTER, np.float64)
+        share = np.exp(logits) / np.exp(logits).sum()
+        best = sorted(range(E.number), key=lambda e: -share[e])[: experts.chosen]
+        total = sum(share[e] for e in best) if experts.normalised else 1
+        for e in best:
+            gate, up = np.split(row @ np.asarray(GATE_UP[e], np.float64), 2)
+            hidden = gate / (1 + np.exp(-gate)) * up
+            out[t] += share[e] / total * hidden @ np.asarray(DOWN[e], np.float64)
+    return out
+
+
+@pytest.mark.parametrize("add_up", [ff._one_by_one, ff._in_groups])
+@pytest.mark.parametrize("changes", [{}, {"chosen": 1}, {"chosen": 6}, {"normalised": False}])
+def test_each_token_goes_through_its_likeliest_experts(add_up, changes):
+    experts = dataclasses.replace(E, **changes)
+    actual = mixed(add_up, X, ROUTER, GATE_UP, DOWN, experts)
+    assert_close(actual, by_hand(X, experts), 1e-5)
+
+
+def test_both_ways_have_the_same_gradients():
+    target = jnp.asarray(RNG.normal(size=X.shape), jnp.float32)
+
+    def gradients(add_up):
+        def loss(*arrays):
+            return jnp.sum(mixed(add_up, *arrays) * target)
+
+        return jax.grad(loss, argnums=(0, 1, 2, 3))(X, ROUTER, GATE_UP, DOWN)
+
+    for here, there in zip(*map(gradients, (ff._one_by_one, ff._in_groups)), strict=True):
+        assert_close(here, there, 1e-5)
+
+
+@pytest.mark.parametrize("add_up", [ff._one_by_one, ff._in_groups])
+def test_parts_of_the_experts_add_up(add_up):
+    """What a device computes with its experts; of the others' rows nothing is left, NaN neither."""
+    share, chosen = ff.route(X, ROUTER, E)
+    parts = [
+        add_up(CONFIG, X, share, chosen - first, GATE_UP[first:][:2], DOWN[first:][:2])
+        for first in (0, 2, 4)
+    ]
+    assert_close(sum(parts), by_hand(X, E), 1e-5)
+    none = add_up(CONFIG, X, share, chosen + E.number, GATE_UP, DOWN)
+    np.testing.assert_array_equal(none, 0)
+
+
+@pytest.mark.parametrize("add_up", [ff._one_by_one, ff._in_groups])
+@pytest.mark.parametrize("shape", [(2, 1, 2), (1, 2, 4), (4, 1, 1)])
+def test_devices_that_hold_a_part_of_the_experts(add_up, shape):
+    """Also experts that the axis does not divide, and rows that the devices do not divide."""
+    mesh = make_mesh(**dict(zip(("data", "fsdp", "tensor"), shape, strict=True)))
+
+    def spread(config, *arrays):
+        return ff._on_devices(lambda *x: add_up(config, *x), E, mesh)(*arrays)
+
+    def loss(add_up, *arrays):
+        y = mixed(add_up, *arrays)
+        return jnp.sum(y**2), y
+
+    def run(add_up):
+        function = jax.value_and_grad(lambda *x: loss(add_up, *x), (0, 1, 2, 3), has_aux=True)
+        return jax.jit(function)(X, ROUTER, GATE_UP, DOWN)
+
+    (_, y), gradients = run(spread)
+    (_, expected), expected_gradients = run(ff._one_by_one)
+    assert_close(y, expected, 1e-5)
+    for here, there in zip(gradients, expected_gradients, strict=True):
+        assert_close(here, there, 1e-5)
+
+
+def test_a_router_and_its_experts_have_no_adapters():
+    names = {path[-1] for path in adapted_kernels(CONFIG, LoraConfig(target_modules="all-linear"))}
+    assert names == {"q_proj", "k_proj", "v_proj", "o_proj"}
+    shared = adapted_kernels(config_of("qwen3_5_moe_text"), LoraConfig(target_modules="up_proj"))
+    assert {path[-2] for path in shared} == {"shared_expert"}

@@ -1,0 +1,188 @@
+"""The second half of a layer: SwiGLU or GeGLU, or experts of which a router chooses some.
+
+Expert parallelism: experts are spread over the mesh axis tensor. Each device applies its own ones
+to its rows, and what the devices get is added up.
+"""
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, PartitionSpec
+from jaxtyping import Array, Float, Int
+
+from twinkle_jax.model.decoder.config import DecoderConfig, ExpertsConfig
+from twinkle_jax.model.decoder.layers import norm, project
+from twinkle_jax.model.decoder.parameters import Params
+from twinkle_jax.model.decoder.precision import matmul, rounded, traced_backend
+from twinkle_jax.model.decoder.sharding import ROWS, row_shards
+
+
+def feed_forward(
+    config: DecoderConfig,
+    x: Float[Array, "tokens width"],
+    weights: Params,
+    mesh: Mesh | None = None,
+) -> Float[Array, "tokens width"]:
+    """Add the second half of a layer to the residual stream.
+
+    Args:
+        config: the decoder.
+        x: rows of the residual stream.
+        weights: of the layer.
+        mesh: devices that experts are spread over; None for one.
+    """
+    # Without output norms, "post_attention" names the norm of the feed-forward's input.
+    name = "pre_feedforward" if config.output_norms else "post_attention"
+    y = norm(config, x, weights[f"{name}_layernorm"])
+    if config.experts is None:
+        y = _gated(config, y, weights["mlp"])
+    else:
+        y = _mix_experts(config, config.experts, y, weights["mlp"], mesh)
+    if config.output_norms:
+        y = norm(config, y, weights["post_feedforward_layernorm"])
+    return rounded(x + y)
+
+
+def _gated(
+    config: DecoderConfig, x: Float[Array, "tokens width"], weights: Mapping[str, Any]
+) -> Float[Array, "tokens width"]:
+    gate = _activate(config, project(x, weights["gate_proj"]))
+    return project(rounded(gate * project(x, weights["up_proj"])), weights["down_proj"])
+
+
+def _activate(config: DecoderConfig, gate: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
+    return rounded(jax.nn.silu(gate) if config.activation == "silu" else jax.nn.gelu(gate))
+
+
+def _mix_experts(
+    config: DecoderConfig,
+    experts: ExpertsConfig,
+    x: Float[Array, "tokens width"],
+    weights: Mapping[str, Any],
+    mesh: Mesh | None,
+) -> Float[Array, "tokens width"]:
+    r"""Add up the chosen experts of each token, and the shared one, if there is one.
+
+    $$y = \sum_{e \in \text{top-}k(p)} w_e \, f_e(x) + \sigma(x \cdot s) \, f_s(x), \qquad
+    p = \text{softmax}(x R)$$
+
+    where $w$ are the chosen entries of $p$, divided by their sum in some families.
+    """
+    share, chosen = route(x, weights["gate"]["kernel"], experts)
+    matrices = [weights["experts"][name]["kernel"] for name in ("gate_up_proj", "down_proj")]
+    # Without a kernel for groups of rows a CPU would compute every expert for each chosen one.
+    add_up = _one_by_one if traced_backend() == "cpu" else _in_groups
+    add_up = partial(add_up, config)
+    if mesh is None:
+        y = add_up(x, share, chosen, *matrices)
+    else:
+        y = _on_devices(add_up, experts, mesh)(x, share, chosen, *matrices)
+    y = rounded(y, x.dtype)
+    if experts.shared_width is None:
+        return y
+    open_ = rounded(jax.nn.sigmoid(project(x, weights["shared_expert_gate"])))
+    return rounded(y + rounded(open_ * _gated(config, x, weights["shared_expert"])))
+
+
+def route(
+    x: Float[Array, "tokens width"], router: Float[Array, "width experts"], experts: ExpertsConfig
+) -> tuple[Float[Array, "tokens chosen"], Int[Array, "tokens chosen"]]:
+    """Choose the experts of each token.
+
+    Returns:
+        The weights of the chosen experts, and their numbers.
+    """
+    wide = jnp.float64 if x.dtype == jnp.float64 else jnp.float32
+    probabilities = jax.nn.softmax(matmul(x, router).astype(wide), axis=-1)
+    share, chosen = jax.lax.top_k(probabilities, experts.chosen)
+    if experts.normalised:
+        share = share / jnp.sum(share, axis=-1, keepdims=True)
+    return rounded(share, x.dtype), chosen
+
+
+def _on_devices(add_up: Any, experts: ExpertsConfig, mesh: Mesh) -> Any:
+    """Apply each device's experts to its rows, and add up over the devices along tensor."""
+    split = None if experts.number % mesh.shape["tensor"] else "tensor"
+
+    def on_device(x: Array, share: Array, chosen: Array, gate_up: Array, down: Array) -> Array:
+        if split is None:
+            return add_up(x, share, chosen, gate_up, down)
+        first = jax.lax.axis_index(split) * len(gate_up)
+        return jax.lax.psum(add_up(x, share, chosen - first, gate_up, down), split)
+
+    def on_mesh(x: Array, *arrays: Array) -> Array:
+        rows = PartitionSpec(None if len(x) % row_shards(mesh) else ROWS)
+        own = PartitionSpec(split)
+        return jax.shard_map(
+            on_device,
+            mesh=mesh,
+            in_specs=(rows, rows, rows, own, own),
+            out_specs=rows,
+            check_vma=False,
+        )(x, *arrays)
+
+    return on_mesh
+
+
+def _one_by_one(
+    config: DecoderConfig,
+    x: Float[Array, "tokens width"],
+    share: Float[Array, "tokens chosen"],
+    chosen: Int[Array, "tokens chosen"],
+    gate_up: Float[Array, "experts width two_inner"],
+    down: Float[Array, "experts inner width"],
+) -> Float[Array, "tokens width"]:
+    """Apply every expert to all rows; add up those that a row has chosen, in a wide type."""
+
+    @partial(jax.checkpoint, prevent_cse=False)  # a scan would keep what all experts computed
+    def add(total: Array, expert: tuple[Array, Array, Array]) -> tuple[Array, None]:
+        number, gate_up, down = expert
+        gate, up = jnp.split(matmul(x, gate_up), 2, axis=-1)
+        y = matmul(rounded(_activate(config, gate) * up), down)
+        is_chosen = chosen == number
+        weight = jnp.sum(jnp.where(is_chosen, share, jnp.zeros_like(share)), axis=1, keepdims=True)
+        y = jnp.where(jnp.any(is_chosen, axis=1, keepdims=True), rounded(y * weight), 0)
+        return total + y.astype(total.dtype), None
+
+    wide = jnp.float64 if x.dtype == jnp.float64 else jnp.float32
+    numbers = jnp.arange(len(gate_up), dtype=jnp.int32)
+    total, _ = jax.lax.scan(add, jnp.zeros(x.shape, wide), (numbers, gate_up, down))
+    return total
+
+
+def _in_groups(
+    config: DecoderConfig,
+    x: Float[Array, "tokens width"],
+    share: Float[Array, "tokens chosen"],
+    chosen: Int[Array, "tokens chosen"],
+    gate_up: Float[Array, "experts width two_inner"],
+    down: Float[Array, "experts inner width"],
+) -> Float[Array, "tokens width"]:
+    """Sort rows by expert, so that each expert's are one product; add up in a wide type.
+
+    Each row is there once for each of its experts. Those of other devices' experts come last, in no
+    group.
+    """
+    experts, (tokens, each) = len(gate_up), chosen.shape
+    group = jnp.where((chosen >= 0) & (chosen < experts), chosen, experts).reshape(-1)
+    sizes = jnp.zeros(experts, jnp.int32).at[group].add(1, mode="drop")
+    order = jnp.argsort(group, stable=True)
+    # What a product leaves in rows of no group is undefined.
+    grouped = (jnp.arange(tokens * each, dtype=jnp.int32) < jnp.sum(sizes))[:, None]
+
+    def multiply(rows: Array, matrices: Array) -> Array:
+        rows = jnp.where(grouped, rows, 0)
+        product = jax.lax.ragged_dot(rows, rounded(matrices, rows.dtype), sizes)
+        return jnp.where(grouped, product, 0)
+
+    # A permutation, so that its gradient adds nothing up in an order that is not fixed on a GPU.
+    rows = jnp.repeat(x, each, axis=0, total_repeat_length=tokens * each)[order]
+    gate, up = jnp.split(multiply(rows, gate_up), 2, axis=-1)
+    y = multiply(rounded(_activate(config, gate) * up), down)
+    y = y[jnp.argsort(order)].reshape(tokens, each, -1)
+    y = rounded(y * share[..., None])
+    wide = jnp.float64 if x.dtype == jnp.float64 else jnp.float32
+    return jnp.sum(y.astype(wide), axis=1)
