@@ -42,6 +42,19 @@ def test_an_update_costs_what_it_must(case):
     assert measured.peak < memory * GIB, measured.peak / GIB
 
 
+def test_only_the_chosen_experts_are_computed_and_none_are_sent_but_their_parameters():
+    """Experts are spread over tensor, and each is gathered over fsdp: 64 of 128 on a device."""
+    setting = Setting("v5p:2x2x2", 1, 4, 2, 8, 1024)
+    measured = update_costs("Qwen3-30B-A3B", setting, SMALL, attention="xla")
+    experts = 64 * 3 * 2048 * 768 * 2  # bytes of a layer in bfloat16
+    # Three quarters come from other devices, for two layers, forward and backward.
+    assert measured.sent["all-gather"] < 1.06 * 4 * experts * 3 / 4
+    assert measured.sent["all-reduce"] < 0.1 * measured.sent["all-gather"]
+    # Without the kernels' products; gradients of all experts from all rows would be 2e13.
+    assert measured.flops < 1e12
+    assert measured.peak < 4.6 * GIB
+
+
 def test_parameters_that_move_at_once_are_gathered_once():
     """The compiler makes the scattered sum of gradients a whole one, twice the least of it."""
     setting = Setting("v5e:2x2", 1, 4, 1, 64, 256)

@@ -73,8 +73,9 @@ def _mix_experts(
     """
     share, chosen = route(x, weights["gate"]["kernel"], experts)
     matrices = [weights["experts"][name]["kernel"] for name in ("gate_up_proj", "down_proj")]
-    # Without a kernel for groups of rows a CPU would compute every expert for each chosen one.
-    add_up = _one_by_one if traced_backend() == "cpu" else _in_groups
+    # XLA has no product of groups on CPUs and GPUs: it would multiply every row by every matrix,
+    # where there are `chosen` rows for each token.
+    add_up = _in_groups if traced_backend() == "tpu" else _one_by_one
     add_up = partial(add_up, config)
     if mesh is None:
         y = add_up(x, share, chosen, *matrices)
@@ -161,7 +162,7 @@ def _in_groups(
     gate_up: Float[Array, "experts width two_inner"],
     down: Float[Array, "experts inner width"],
 ) -> Float[Array, "tokens width"]:
-    """Sort rows by expert, so that each expert's are one product; add up in a wide type.
+    """Sort rows by expert, so that each expert's are one product; add up in float32.
 
     Each row is there once for each of its experts. Those of other devices' experts come last, in no
     group.
@@ -174,8 +175,10 @@ def _in_groups(
     grouped = (jnp.arange(tokens * each, dtype=jnp.int32) < jnp.sum(sizes))[:, None]
 
     def multiply(rows: Array, matrices: Array) -> Array:
-        rows = jnp.where(grouped, rows, 0)
-        product = jax.lax.ragged_dot(rows, rounded(matrices, rows.dtype), sizes)
+        from twinkle_jax.model.decoder.tpu_kernels import multiply_groups  # slow to import
+
+        rows, matrices = jnp.where(grouped, rows, 0), rounded(matrices, rows.dtype)
+        product = multiply_groups(rows, matrices, sizes, interpret=traced_backend() != "tpu")
         return jnp.where(grouped, product, 0)
 
     # A permutation, so that its gradient adds nothing up in an order that is not fixed on a GPU.
@@ -184,5 +187,4 @@ def _in_groups(
     y = multiply(rounded(_activate(config, gate) * up), down)
     y = y[jnp.argsort(order)].reshape(tokens, each, -1)
     y = rounded(y * share[..., None])
-    wide = jnp.float64 if x.dtype == jnp.float64 else jnp.float32
-    return jnp.sum(y.astype(wide), axis=1)
+    return jnp.sum(y.astype(jnp.float32), axis=1)

@@ -1,10 +1,13 @@
-"""Kernels for TPUs: attention over long rows, and a token's entry written into the cache.
+"""Kernels for TPUs: attention over long rows, products of experts, tokens written into the cache.
 
 Attention is JAX's splash attention, which allocates no array of [time, time].
 
 The cache is updated in place, one block per row. On a TPU, XLA's scatter wants the width of a head
 along the 128 lanes, where the products of attention want time. It would copy the whole cache to
 another layout, twice as large for heads of width 64. The kernel works on the layout as it is.
+
+Rows of experts are multiplied by JAX's megablox. XLA has a kernel for `jax.lax.ragged_dot`, but
+none for the gradient of the matrices, which it computes from all rows for each of them.
 
 Importing Pallas takes a quarter of a second, so this file is imported where a kernel is traced.
 """
@@ -16,6 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
+from jax.experimental.pallas.ops.tpu.megablox import gmm
 from jax.experimental.pallas.ops.tpu.splash_attention import (
     BlockSizes,
     CausalMask,
@@ -30,6 +34,7 @@ from jaxtyping import Array, Float, Int
 from twinkle_jax.model.decoder.sharding import ROWS
 
 _LANES, _SUBLANES = 128, 16  # of a tile in 16 bits
+_TILE = (128, 2048, 512)  # of a product of groups: rows, the sum, columns; at most
 _BLOCKS = (512, 384, 256, 128)  # of splash attention: lengths are multiples of the smallest
 
 
@@ -200,3 +205,33 @@ def _write_kernel(
         input_output_aliases={4: 0},  # `stack`, behind three scalars and `new`, is updated in place
         interpret=interpret,
     )(repeat[None], slot, line, new, stack)
+
+
+def multiply_groups(
+    rows: Float[Array, "rows width"],
+    matrices: Float[Array, "groups width out"],
+    sizes: Int[Array, " groups"],
+    *,
+    interpret: bool,
+) -> Float[Array, "rows out"]:
+    """Multiply rows, sorted by group, by the matrix of their group.
+
+    Args:
+        rows: those of no group come last; what they get is undefined.
+        matrices: of the groups.
+        sizes: rows of each group.
+        interpret: whether to interpret the kernel, as backends other than TPUs must.
+    """
+    count = len(rows)
+    rows = jnp.pad(rows, ((0, -count % _TILE[0]), (0, 0)))
+    rest = len(rows) - jnp.sum(sizes, dtype=jnp.int32)  # a group without a matrix
+    sizes = jnp.concatenate([sizes, rest[None]])
+    with jax.numpy_dtype_promotion("standard"):  # it mixes types inside
+        product: Array = gmm(
+            rows, matrices, sizes, rows.dtype, _tile_of_groups, None, None, False, interpret
+        )
+    return product[:count]
+
+
+def _tile_of_groups(rows: int, width: int, out: int) -> tuple[int, int, int]:
+    return _TILE[0], min(width, _TILE[1]), min(out, _TILE[2])
