@@ -1,5 +1,7 @@
 """Twinkle's sampler in this program: both examples of its documentation, and what it refuses."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -96,6 +98,12 @@ def test_calls_draw_anew_and_a_seed_repeats(actor):
     assert tokens_of(other) != tokens_of(first)
     seeded = SamplingParams(max_tokens=6, seed=1, num_samples=4)
     assert tokens_of(sampler.sample(CHATS, seeded)) == tokens_of(sampler.sample(CHATS, seeded))
+    for large in (2**32 + 1, 2**70 + 1):  # JAX takes seeds modulo 2^32
+        seeds = seeded.seed, large
+        one, other = (sampler.sample(CHATS, replace(seeded, seed=seed)) for seed in seeds)
+        assert tokens_of(one) != tokens_of(other)
+        one, other = (JaxSampler(actor, seed=seed).sample(CHATS, PARAMS) for seed in seeds)
+        assert tokens_of(one) != tokens_of(other)
 
 
 def test_a_prompt_is_completed_alike_whatever_stands_behind_it(actor):

@@ -361,8 +361,15 @@ class JaxSampler:
     def _key(self, seed: int | None) -> jax.Array:
         call, self.calls = self.calls, self.calls + 1
         if seed is not None:
-            return jax.random.key(seed)
-        return jax.random.fold_in(jax.random.key(self.seed), call)
+            return _key_of(seed)
+        return jax.random.fold_in(_key_of(self.seed), call)
+
+
+def _key_of(seed: int) -> jax.Array:
+    """Make a key from all bits of a seed, of which JAX reads the lower 32."""
+    if seed >= 2**32:
+        seed = int(np.random.SeedSequence(seed).generate_state(1)[0])
+    return jax.random.key(seed)
 
 
 def _sampling(call: Call) -> Sampling:
