@@ -261,6 +261,18 @@ def test_a_stream_waits_for_characters_and_stop_strings_to_be_whole(text, stops,
     assert settled_text(text, stops) == settled
 
 
+def test_logits_that_are_not_finite_are_an_error(actor):
+    """Every token was the first of the vocabulary, without a word."""
+    sampler = JaxSampler(actor)
+    broken = sampler.with_params(jax.tree.map(lambda x: x * jnp.nan, sampler.params))
+    for kind, temperature in (("policy", 1.0), ("sampling", 0.0), (None, 1.0)):
+        params = SamplingParams(max_tokens=6, temperature=temperature)
+        with pytest.raises(RuntimeError, match=r"logits .* in 2 of 2 completions"):
+            broken.sample(CHATS, params, logprobs_kind=kind)
+    with pytest.raises(RuntimeError, match="logits"):
+        next(broken.stream("1+2=", PARAMS))
+
+
 def test_the_blocks_of_a_stream_share_no_noise(actor):
     sampler = JaxSampler(actor, seed=3)
     even = SamplingParams(temperature=1e4, max_tokens=16)
