@@ -192,6 +192,7 @@ def one_step(run: Run, progress: Progress, last: LastStep, check: Callable[[], N
         check=check,
     )
     metrics = rollout_metrics(drawn, config, started)
+    run.display.failures(step + 1, [episode for x in drawn for episode in x.episodes or ()])
     try:
         state, learnt = train_step(
             progress.state,
