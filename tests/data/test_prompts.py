@@ -6,6 +6,7 @@ import json
 import operator
 import sys
 
+import numpy as np
 import pytest
 
 from twinkle_jax.data import ArithmeticTask, PromptLoader, ReasoningGymTask, read_gsm8k, read_jsonl
@@ -190,6 +191,11 @@ def test_answers_in_parquet_files(tmp_path):
     parquet.write_table(pyarrow.table(table), tmp_path / "two.parquet")
     with pytest.raises(ValueError, match="record 2"):
         read_jsonl(tmp_path / "two.parquet")
+    for kind in (pyarrow.float16(), pyarrow.float32(), pyarrow.float64()):
+        answers = pyarrow.array(np.asarray([0.1, 0.2], kind.to_pandas_dtype()))
+        table_of_kind = pyarrow.table({"prompt": ["x", "y"], "ground_truth": answers})
+        parquet.write_table(table_of_kind.slice(0, 1), tmp_path / "short.parquet")
+        assert read_jsonl(tmp_path / "short.parquet")[0]["user_data"] == [("ground_truth", "0.1")]
     parquet.write_table(pyarrow.table(table).slice(0, 0), tmp_path / "none.parquet")
     with pytest.raises(ValueError, match="at least one record"):
         read_jsonl(tmp_path / "none.parquet")

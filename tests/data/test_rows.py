@@ -120,6 +120,22 @@ def test_cells_of_csv_have_the_type_that_all_of_a_column_have(tmp_path):
     assert second == {"i": 2, "f": 0.5, "b": False, "s": "x", "m": ""}
 
 
+def test_cells_of_csv_with_leading_zeros_are_text(tmp_path):
+    (tmp_path / "a.csv").write_text("i,f,n,x\n007,00.5,0,0.5\n10,-01e3,-10,0\n")
+    assert list(read_rows(tmp_path / "a.csv")) == [
+        {"i": "007", "f": "00.5", "n": 0, "x": 0.5},
+        {"i": "10", "f": "-01e3", "n": -10, "x": 0.0},
+    ]
+
+
+def test_nested_cells_of_csv_are_json(tmp_path):
+    row = {"n": 1, "messages": [{"role": "user", "content": '\xe9, "x"'}], "at": np.arange(2)}
+    write_rows([row], tmp_path / "a.csv")
+    (read,) = read_rows(tmp_path / "a.csv")
+    assert json.loads(read["messages"]) == row["messages"]
+    assert (read["n"], read["at"]) == (1, "[0, 1]")
+
+
 def test_numbers_of_csv_that_a_float_does_not_hold(tmp_path):
     (tmp_path / "a.csv").write_text("id,x\n12345678901234567890,1e999\n1,2\n")
     assert read_rows(tmp_path / "a.csv")[0] == {"id": 12345678901234567890, "x": "1e999"}

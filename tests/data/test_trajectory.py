@@ -134,6 +134,10 @@ def test_from_a_dictionary():
     assert options == {"max_new_tokens": 8, "top_p": 0.5}
     with pytest.raises(TypeError, match="num_beams"):
         SamplingParams.from_dict({"num_beams": 2})
+    both = {"max_tokens": 8, "max_new_tokens": 8}
+    assert SamplingParams.from_dict(both) == SamplingParams(max_tokens=8)
+    with pytest.raises(ValueError, match="max_new_tokens"):
+        SamplingParams.from_dict(both | {"max_new_tokens": 9})
 
 
 def test_the_results_are_twinkles_with_the_kind_of_logprobs():

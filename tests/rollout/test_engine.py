@@ -8,7 +8,7 @@ import pytest
 from tests.rollout.small_rollout import POLICY, PROMPTS, SAMPLES, SETTINGS, draw
 from twinkle_jax.data import message_text
 from twinkle_jax.rollout import encode_prompts
-from twinkle_jax.rollout.engine import read_texts
+from twinkle_jax.rollout.engine import LogitsError, read_texts
 
 
 def test_prompts_are_padded_left_and_end_where_the_assistant_speaks():
@@ -36,6 +36,18 @@ def test_texts_are_the_completions_of_their_prompts():
         completion = POLICY.tokenizer.decode(tokens[i, : texts.lengths[i]])
         assert message_text(trajectory["messages"][-1]) == completion
     assert "".join(message_text(t["messages"][-1]) for t in texts.trajectories)
+
+
+def test_completions_of_logits_that_are_not_finite_are_no_text():
+    drawn = draw()
+    logprobs, mask = np.array(drawn.completions.logprobs), np.array(drawn.completions.mask)
+    assert not mask.all()
+    padded = drawn.completions._replace(logprobs=np.where(mask, logprobs, np.nan))
+    read_texts(drawn._replace(completions=padded), PROMPTS, POLICY.template)
+    logprobs[[2, 5, 5], [0, 0, 1]] = np.nan
+    broken = drawn._replace(completions=drawn.completions._replace(logprobs=logprobs))
+    with pytest.raises(LogitsError, match="in 2 of 16 completions"):
+        read_texts(broken, PROMPTS, POLICY.template)
 
 
 def test_fewer_slots_draw_the_same_tokens():

@@ -7,6 +7,7 @@ import threading
 import time
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -23,6 +24,7 @@ from twinkle_jax.rollout import (
     episode_metrics,
     lay_out_episodes,
 )
+from twinkle_jax.rollout.engine import LogitsError
 from twinkle_jax.sampler import STOP, Completions
 from twinkle_jax.training import score_batch, small_policy
 
@@ -310,6 +312,13 @@ def test_an_async_environment_that_exits_fails_alone(error):
     assert failed
     assert all(e.seed % 10 % 2 for e in failed)
     assert {(e.cause, error.__name__ in e.error) for e in failed} == {("raised", True)}
+
+
+@pytest.mark.parametrize("slots", [None, 4])
+def test_turns_of_logits_that_are_not_finite_never_reach_an_environment(slots):
+    broken = jax.tree.map(lambda x: x * jnp.nan, POLICY.params)
+    with pytest.raises(LogitsError, match="in 8 of 8 completions"):
+        source(games.Never, slots=slots).sample(broken, ROWS, jax.random.clone(KEY))
 
 
 def test_done_ends_an_episode_at_once():

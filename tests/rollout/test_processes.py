@@ -66,6 +66,7 @@ def _state(pid):
         ("later", {"text": "é"}, "é", 0),
         ("count", {}, "1", 0),
         ("show", {}, "{1, 2}", 0),
+        ("measure", {}, '{"counts": [1, 2]}', 0),
         ("garbage", {}, "\ufffd\ufffd1", 0),
         ("half_character", {}, "\ud800", 0),
         ("divide", {}, "Error: ZeroDivisionError: division by zero", 1),

@@ -5,6 +5,7 @@ import inspect
 import json
 from typing import Literal
 
+import numpy as np
 import pytest
 
 from twinkle_jax.rollout import Action, ToolEnvironment, tool_schema
@@ -98,6 +99,24 @@ def test_calls_are_answered_in_order_and_errors_are_told(text, answers, errors):
     for message, answer in zip(messages, answers, strict=True):
         assert message["content"].startswith(answer)
     assert (reward, done, info["tool_errors"]) == (0.0, False, errors)
+
+
+def measure() -> dict[str, object]:
+    """Measure."""
+    return {"mean": np.float32(0.5), "counts": np.arange(2000)}
+
+
+def shape() -> object:
+    """Name a shape."""
+    return {"size": {1}}
+
+
+def test_results_of_numpy_are_json_and_other_objects_their_text():
+    environment = ToolEnvironment([measure, shape])
+    (message,), *_ = step(environment, call("measure"))
+    assert json.loads(message["content"]) == {"mean": 0.5, "counts": list(range(2000))}
+    (message,), *_ = step(environment, call("shape"))
+    assert message["content"] == "{'size': {1}}"
 
 
 def test_text_without_calls_goes_to_the_environment_or_ends():

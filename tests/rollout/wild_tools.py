@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from array import array
 
 COUNT = [0]
 
@@ -17,6 +18,11 @@ def add(x: int, y: int = 1) -> int:
 async def later(text: str) -> str:
     """Answer later."""
     return text
+
+
+def measure() -> dict[str, object]:
+    """Measure, in an array that has `tolist` as NumPy's have."""
+    return {"counts": array("i", [1, 2])}
 
 
 def count() -> int:

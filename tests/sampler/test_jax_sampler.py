@@ -1,5 +1,7 @@
 """Twinkle's sampler in this program: both examples of its documentation, and what it refuses."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -96,6 +98,12 @@ def test_calls_draw_anew_and_a_seed_repeats(actor):
     assert tokens_of(other) != tokens_of(first)
     seeded = SamplingParams(max_tokens=6, seed=1, num_samples=4)
     assert tokens_of(sampler.sample(CHATS, seeded)) == tokens_of(sampler.sample(CHATS, seeded))
+    for large in (2**32 + 1, 2**70 + 1):  # JAX takes seeds modulo 2^32
+        seeds = seeded.seed, large
+        one, other = (sampler.sample(CHATS, replace(seeded, seed=seed)) for seed in seeds)
+        assert tokens_of(one) != tokens_of(other)
+        one, other = (JaxSampler(actor, seed=seed).sample(CHATS, PARAMS) for seed in seeds)
+        assert tokens_of(one) != tokens_of(other)
 
 
 def test_a_prompt_is_completed_alike_whatever_stands_behind_it(actor):
@@ -251,6 +259,18 @@ def test_a_stream_is_the_completion_in_parts(actor):
 )
 def test_a_stream_waits_for_characters_and_stop_strings_to_be_whole(text, stops, settled):
     assert settled_text(text, stops) == settled
+
+
+def test_logits_that_are_not_finite_are_an_error(actor):
+    """Every token was the first of the vocabulary, without a word."""
+    sampler = JaxSampler(actor)
+    broken = sampler.with_params(jax.tree.map(lambda x: x * jnp.nan, sampler.params))
+    for kind, temperature in (("policy", 1.0), ("sampling", 0.0), (None, 1.0)):
+        params = SamplingParams(max_tokens=6, temperature=temperature)
+        with pytest.raises(RuntimeError, match=r"logits .* in 2 of 2 completions"):
+            broken.sample(CHATS, params, logprobs_kind=kind)
+    with pytest.raises(RuntimeError, match="logits"):
+        next(broken.stream("1+2=", PARAMS))
 
 
 def test_the_blocks_of_a_stream_share_no_noise(actor):

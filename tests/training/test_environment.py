@@ -144,6 +144,28 @@ def test_too_many_failures_end_a_run_with_the_last_step_saved(folder, tmp_path):
     games.OPEN.clear()
 
 
+def test_why_environments_failed_is_printed_once(folder, tmp_path, capsys):
+    """All 8 of a step, twice, in two steps; 4 are evaluated before and after."""
+    count = 0
+
+    class Breaks(games.Guess):
+        def reset(self, row, seed):
+            nonlocal count
+            count += 1
+            if 4 < count <= 4 + 2 * 8 * 2:
+                raise OSError("no more")
+            return super().reset(row, seed)
+
+    games.Breaks = Breaks
+    evaluation = EvaluationConfig(every=0, problems=4, path=None)
+    rollout = {"max_failed": 1.0}
+    train(config(folder, tmp_path, "Breaks", steps=2, rollout=rollout, evaluation=evaluation))
+    (note,) = [line for line in capsys.readouterr().out.splitlines() if "no more" in line]
+    assert note.startswith("step 1: 8 of 8 environments failed")
+    assert "(raised): OSError: no more" in note
+    games.OPEN.clear()
+
+
 def rollout_of(rewards, failed=()):
     """Episodes with these rewards by turn; each turn has one token, two apart."""
     width = 8

@@ -23,7 +23,7 @@ from tests.training.runs import (
 )
 from tests.training.small_run import EVERY_STEP, STEPS, Scorer, config, evaluation, update
 from twinkle_jax.rollout.hosts import InterruptedRunError
-from twinkle_jax.training import SamplerMismatchError, train
+from twinkle_jax.training import OptimizerConfig, SamplerMismatchError, train
 from twinkle_jax.training.display import Display
 from twinkle_jax.training.metrics import MetricsLog
 from twinkle_jax.training.progress import LastStep, save
@@ -160,6 +160,29 @@ def test_gradients_that_are_not_finite_are_skipped_and_counted(folder, tmp_path)
         train(settings, reward=Scorer(call2=huge, call3=huge))
     assert steps(tmp_path / "other") == [0, 3]
     assert learnt(tmp_path / "other", 3) == learnt(tmp_path / "run", 1)
+
+
+@pytest.mark.parametrize("found_in", ["step", "evaluation", "last evaluation"])
+def test_a_policy_that_breaks_ends_the_run_and_is_not_saved(folder, tmp_path, found_in):
+    every = {"step": 0, "evaluation": 2, "last evaluation": 0}[found_in]
+    settings = config(
+        folder,
+        tmp_path / "run",
+        steps=2 if found_in == "last evaluation" else STEPS,
+        optimizer=OptimizerConfig(learning_rate=1e30, warmup_steps=1),
+        update=update(kl_beta=0.0),
+        evaluation=evaluation(folder, every=every),
+    )
+
+    def equal(lengths):  # no signal, and no update
+        return [0.0] * len(lengths)
+
+    # The evaluation before the first step is the first call.
+    scorer = Scorer(call2=equal)
+    with pytest.raises(RuntimeError, match=r"after step 2, .*logits.* Checkpoints from before: 0$"):
+        train(settings, reward=scorer)
+    assert steps(tmp_path / "run") == ([0, 2] if found_in == "last evaluation" else [0])
+    assert len(metrics(tmp_path / "run")) == 2
 
 
 def hang(lengths):

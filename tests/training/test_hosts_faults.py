@@ -22,7 +22,7 @@ from tests.training.runs import (
     metrics,
     steps,
 )
-from twinkle_jax.training import LoggingConfig, MeshConfig
+from twinkle_jax.training import LoggingConfig, MeshConfig, OptimizerConfig
 
 pytestmark = pytest.mark.exhaustive
 
@@ -105,6 +105,14 @@ SIGNALS = [  # a moment of a step, and the step that is saved where it is known
     ("update:3:SIGTERM:0.2", None),
     ("compile:40:SIGTERM:0", None),
 ]
+
+
+def test_a_policy_that_breaks_ends_both(folder, tmp_path):
+    optimizer = OptimizerConfig(learning_rate=1e30, warmup_steps=1)
+    with JoinedRun(folder, config(folder, tmp_path / "run", optimizer=optimizer)) as run:
+        assert run.wait() == [1, 1]
+    assert_one_message(run, "after step 1, the policy's logits must be finite", "in 8 of 8")
+    assert steps(tmp_path / "run") == [0]
 
 
 @pytest.mark.parametrize("process", [0, 1])

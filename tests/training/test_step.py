@@ -463,6 +463,8 @@ def test_a_mismatch_may_only_warn():
     assert metrics["sampling/logp_diff/mean"] > 0.01
     assert state.step == 2
     assert describe_mismatch(metrics, warned.config).startswith("the sampler's log-probabilities")
+    metrics["sampling/logp_diff/mean"] = float("nan")
+    assert "must be finite" in describe_mismatch(metrics, warned.config)
 
 
 def test_one_token_far_off_does_not_end_a_run():

@@ -243,6 +243,15 @@ def test_actions_of_an_environment_are_made():
         OpenEnv("some_package")
 
 
+def test_a_tool_that_replaces_another_is_warned_of():
+    first, second = Verbose(), Verbose()
+    manager = ToolManager([first])
+    manager.register(first)
+    with pytest.warns(UserWarning, match="'count'"):
+        manager.register(second)
+    assert manager.unregister("count") is second
+
+
 def test_one_tool_for_an_environment_that_describes_none():
     class Plain(Counter):
         def tools(self):

@@ -11,11 +11,15 @@ from decimal import Decimal, InvalidOperation
 from pathlib import Path
 from typing import Any, Literal, Self, overload
 
+import numpy as np
+
 from twinkle_jax._package import require
 from twinkle_jax.data.strict_json import open_text, parse_json
 from twinkle_jax.data.trajectory import Message, PromptBatch, Tool, Trajectory
 
 _NUMBER = re.compile(r"-?\d+(\.\d+)?")
+# Names of pyarrow's types whose numbers, as float64, have digits that nobody wrote.
+_SHORT_FLOATS = {"halffloat": np.float16, "float": np.float32}
 _DIGITS = 400  # of an answer; every float64's shortest form fits
 _ROLES = ("system", "user", "assistant", "tool")
 _FOR_EVALUATION = 5  # one problem in five
@@ -204,7 +208,12 @@ def _records(path: str | Path) -> Iterator[tuple[str, dict[str, Any]]]:
         from pyarrow import parquet
 
         count = 0
-        for count, record in enumerate(parquet.read_table(path).to_pylist(), 1):
+        table = parquet.read_table(path)
+        kinds = {field.name: str(field.type) for field in table.schema}
+        for count, record in enumerate(table.to_pylist(), 1):
+            for name in ("answer", "ground_truth"):
+                if kinds.get(name) in _SHORT_FLOATS and record[name] is not None:
+                    record[name] = Decimal(str(_SHORT_FLOATS[kinds[name]](record[name])))
             yield f"{path}: record {count}", record
         if not count:
             raise ValueError(f"{path} must hold at least one record, got none")

@@ -21,8 +21,9 @@ Row = dict[str, Any]
 Columns = dict[str, list[Any]]
 """Rows as columns: a list of values for each name."""
 _CELL_TYPES: tuple[tuple[re.Pattern[str], Callable[[str], Any]], ...] = (
-    (re.compile(r"[+-]?[0-9]{1,400}"), int),
-    (re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?"), float),
+    # Leading zeros belong to identifiers, postal codes and answers such as 007, not to numbers.
+    (re.compile(r"[+-]?(0|[1-9][0-9]{0,399})"), int),
+    (re.compile(r"[+-]?((0|[1-9][0-9]*)(\.[0-9]*)?|\.[0-9]+)([eE][+-]?[0-9]+)?"), float),
     (re.compile("true|false", re.IGNORECASE), lambda cell: cell.lower() == "true"),
 )
 _KINDS = {".csv": "csv", ".parquet": "parquet", ".pq": "parquet"}
@@ -171,8 +172,8 @@ def read_rows(path: str | Path, *, stream: bool = False) -> Table:
 
     Args:
         path: `.jsonl`, `.json` (a list of objects, or an object a line), `.csv` (a column is of
-            integers, numbers or booleans if all its cells are), `.parquet`, or `.txt` (a line is a
-            row with `text`).
+            integers, numbers or booleans if all its cells are; `007` is text), `.parquet`, or
+            `.txt` (a line is a row with `text`).
         stream: whether to read rows when they are needed, `.jsonl` and `.txt` line by line.
 
     Raises:
@@ -206,7 +207,8 @@ def write_rows(
     """Write rows to a file.
 
     Args:
-        rows: dictionaries; for `csv` the first has the columns of all.
+        rows: dictionaries; for `csv` the first has the columns of all, and lists and dictionaries
+            in them are written as JSON.
         path: the file; its directory is made.
         kind: `jsonl` (or `json`), `csv` or `parquet`; None: as the suffix says, otherwise `jsonl`.
 
@@ -263,7 +265,12 @@ def _write_csv(file: TextIO, rows: Iterable[Mapping[str, Any]]) -> None:
         if writer is None:
             writer = csv.DictWriter(file, list(row))
             writer.writeheader()
-        writer.writerow(row)
+        writer.writerow({name: _cell(to_lists(value)) for name, value in row.items()})
+
+
+def _cell(value: Any) -> Any:
+    is_nested = isinstance(value, Mapping | list | tuple)
+    return json.dumps(value, ensure_ascii=False) if is_nested else value
 
 
 def column_function(

@@ -337,7 +337,12 @@ class SamplingParams:
         """Make parameters from a dictionary; `max_new_tokens` is another name for `max_tokens`."""
         values = dict(values)
         if "max_new_tokens" in values:
-            values.setdefault("max_tokens", values.pop("max_new_tokens"))
+            new = values.pop("max_new_tokens")
+            if values.setdefault("max_tokens", new) != new:
+                raise ValueError(
+                    "max_tokens and max_new_tokens are two names for one parameter, got "
+                    f"{values['max_tokens']!r} and {new!r}"
+                )
         known = [field.name for field in fields(cls)]
         for name in values:
             if name not in known:

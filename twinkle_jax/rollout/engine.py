@@ -5,10 +5,11 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from twinkle_jax.data import Message, Template, Trajectory, bucket_size, message_text
 from twinkle_jax.data.batch import pad_tokens
@@ -16,8 +17,13 @@ from twinkle_jax.model import DecoderConfig, Params
 from twinkle_jax.rollout import hosts
 from twinkle_jax.rollout.rollout import RolloutConfig
 from twinkle_jax.sampler import LENGTH, Completions, Conversations, Sampling, generate
+from twinkle_jax.sampler.requests import describe_broken
 
 _MIN_ROWS = 8  # of a call; fewer rows would take as long
+
+
+class LogitsError(hosts.SharedError):
+    """The policy's logits are not finite, so that what was drawn from them is no text."""
 
 
 class PromptCompletions(NamedTuple):
@@ -296,11 +302,16 @@ class Texts(NamedTuple):
 def read_texts(
     drawn: PromptCompletions, prompts: Sequence[Trajectory], template: Template
 ) -> Texts:
-    """Decode completions, on the host that holds them; their tokens come in one transfer."""
+    """Decode completions, on the host that holds them; their tokens come in one transfer.
+
+    Raises:
+        LogitsError: if logits were not finite.
+    """
     completions = drawn.completions
     held = hosts.held_rows(completions.tokens)
-    tokens, lengths, reasons = hosts.read_held(
-        (completions.tokens, completions.lengths, completions.finish_reasons)
+    broken = _not_finite(completions.logprobs, completions.mask)
+    tokens, lengths, reasons, broken = hosts.read_held(
+        (completions.tokens, completions.lengths, completions.finish_reasons, broken)
     )
     num_samples = len(tokens) // len(prompts)
     trajectories = [prompt for prompt in prompts for _ in range(num_samples)]
@@ -310,8 +321,29 @@ def read_texts(
             text = template.tokenizer.decode(tokens[i, : lengths[i]].tolist())
             messages = [*trajectories[i]["messages"], Message(role="assistant", content=text)]
             trajectories[i] = Trajectory({**trajectories[i], "messages": messages})
-        return {"lengths": lengths, "reasons": reasons}
+        return {"lengths": lengths, "reasons": reasons, "broken": broken}
 
     # Lengths are needed everywhere: every process plans the same micro-batches.
     numbers = hosts.merge_rows("decoding completions", held, decode)
+    check_logits(numbers["broken"])
     return Texts(trajectories, numbers["lengths"], numbers["reasons"] == LENGTH, held)
+
+
+@jax.jit
+def _not_finite(
+    logprobs: Float[Array, "rows new"], mask: Bool[Array, "rows new"]
+) -> Int[Array, " rows"]:
+    return jnp.any(jnp.isnan(logprobs) & mask, axis=1).astype(jnp.int32)
+
+
+def check_logits(broken: np.ndarray[Any, Any]) -> None:
+    """Raise if the logits of rows were not finite; all processes must call this with all rows.
+
+    Args:
+        broken: for each row, whether a token that it drew has NaN as log-probability.
+
+    Raises:
+        LogitsError: with the number of such rows.
+    """
+    if broken.any():
+        raise LogitsError(describe_broken(int(broken.sum()), len(broken)))

@@ -14,7 +14,7 @@ from twinkle_jax.data import Message, PromptBatch, Template, Trajectory
 from twinkle_jax.model import Params
 from twinkle_jax.reward import RewardFunction, compute_rewards
 from twinkle_jax.rollout import hosts
-from twinkle_jax.rollout.engine import Engine, TurnEngine
+from twinkle_jax.rollout.engine import Engine, TurnEngine, check_logits
 from twinkle_jax.rollout.environment import (
     Action,
     Call,
@@ -252,6 +252,8 @@ class MultiTurn:
         }
         turns = np.asarray([len(episode.record.turns) for episode in running], np.int32)
         drawn = engine.go_on(rows, _turn_keys(keys, turns), limits)
+        not_finite = np.any(np.isnan(drawn.logprobs) & drawn.mask, axis=1)
+        check_logits(np.asarray(not_finite)[list(ready)])
         for i, episode in ready.items():
             length = drawn.lengths[i]
             tokens = drawn.tokens[i, :length].tolist()

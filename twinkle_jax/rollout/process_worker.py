@@ -21,6 +21,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
+from operator import methodcaller
 from types import ModuleType
 from typing import Any
 
@@ -89,8 +90,9 @@ def _text(result: Any) -> str:
     if isinstance(result, str | bytes):
         return result if isinstance(result, str) else result.decode("utf-8", "replace")
     try:
-        return json.dumps(result, ensure_ascii=False)
-    except (TypeError, ValueError):
+        # Arrays and numbers of NumPy have `tolist`.
+        return json.dumps(result, ensure_ascii=False, default=methodcaller("tolist"))
+    except (AttributeError, TypeError, ValueError):
         return str(result)
 
 

@@ -10,6 +10,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from operator import methodcaller
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -236,8 +237,9 @@ def _tool_reply(results: Sequence[tuple[str, Any]]) -> tuple[Observation, float,
             text = result if isinstance(result, str) else result.decode("utf-8", "replace")
         else:
             try:
-                text = json.dumps(result, ensure_ascii=False)
-            except (TypeError, ValueError):
+                # Arrays and numbers of NumPy have `tolist`.
+                text = json.dumps(result, ensure_ascii=False, default=methodcaller("tolist"))
+            except (AttributeError, TypeError, ValueError):
                 text = str(result)
         message: Any = Message(role="tool", content=text)
         messages.append(message | ({"name": name} if name else {}))

@@ -43,6 +43,7 @@ from twinkle_jax.sampler.requests import (
     Call,
     DrawnSequence,
     Prompt,
+    describe_broken,
     longest_row,
     make_responses,
     prompt_tokens,
@@ -142,6 +143,7 @@ class JaxSampler:
             ValueError: if a prompt is empty or leaves no room for a token, or a parameter is
                 unsupported; the message names it.
             TypeError: if something has the wrong type.
+            RuntimeError: if the policy's logits are not finite.
         """
         params = read_params(sampling_params)
         if params.logprobs not in (None, 0, 1):
@@ -206,6 +208,7 @@ class JaxSampler:
 
         Raises:
             ValueError: for what `sample` refuses, several completions, or without a template.
+            RuntimeError: if the policy's logits are not finite.
         """
         params = read_params(sampling_params)
         limits = {"vocab": self.config.vocab_size, "max_length": self.max_length}
@@ -361,8 +364,15 @@ class JaxSampler:
     def _key(self, seed: int | None) -> jax.Array:
         call, self.calls = self.calls, self.calls + 1
         if seed is not None:
-            return jax.random.key(seed)
-        return jax.random.fold_in(jax.random.key(self.seed), call)
+            return _key_of(seed)
+        return jax.random.fold_in(_key_of(self.seed), call)
+
+
+def _key_of(seed: int) -> jax.Array:
+    """Make a key from all bits of a seed, of which JAX reads the lower 32."""
+    if seed >= 2**32:
+        seed = int(np.random.SeedSequence(seed).generate_state(1)[0])
+    return jax.random.key(seed)
 
 
 def _sampling(call: Call) -> Sampling:
@@ -406,6 +416,9 @@ def _read_arrays(
     logprobs = np.asarray(
         completions.sampling_logprobs if kind == "sampling" else completions.logprobs
     )
+    not_finite = np.isnan(logprobs[:rows]) & np.asarray(completions.mask[:rows])
+    if not_finite.any():
+        raise RuntimeError(describe_broken(int(not_finite.any(axis=1).sum()), rows))
     drawn = []
     for row in range(rows):
         row_tokens = tokens[row, : lengths[row]].tolist()

@@ -246,6 +246,14 @@ def read_stops(params: SamplingParams, template: Template | None) -> Stops:
 # The responses.
 
 
+def describe_broken(broken: int, rows: int) -> str:
+    """Describe completions whose log-probabilities are NaN."""
+    return (
+        f"the policy's logits must be finite, got NaN or infinity in {broken} of {rows} "
+        "completions: its parameters or activations are too large, or not numbers"
+    )
+
+
 def scored_responses(call: Call) -> SampleResponses:
     """Make a response for each prompt; its sequences have no tokens, and the prompt's feature."""
     responses = SampleResponses()

@@ -168,6 +168,7 @@ class Display:
         self._progress = None if quiet else _make_bar(self._console, total)
         self._task = self._progress and self._progress.add_task("", total=total, shown="")
         self._explained: set[str] = set()
+        self._failures: set[str] = set()
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Show a step's reward, length, KL and speed, if the metrics have them.
@@ -229,6 +230,17 @@ class Display:
             cells = (completion, f"{rewards[i]:.3f}", f"{advantages[i]:+.3f}")
             table.add_row(*map(Text, cells))
         self._console.print(table)
+
+    def failures(self, step: int, episodes: Sequence[Episode]) -> None:
+        """Say which environments failed in a step, and the first error, each error once."""
+        failed = [episode for episode in episodes if episode.failed]
+        if not failed or failed[0].error in self._failures:
+            return
+        self._failures.add(failed[0].error)
+        self.note(
+            f"step {step}: {len(failed)} of {len(episodes)} environments failed, and their "
+            f"episodes are left out; the first ({failed[0].cause}): {failed[0].error}"
+        )
 
     def episodes(
         self,

@@ -13,6 +13,7 @@ import numpy as np
 
 from twinkle_jax.reward import RewardFunction
 from twinkle_jax.rollout import Rollout, hosts
+from twinkle_jax.rollout.engine import LogitsError
 from twinkle_jax.rollout.hosts import InterruptedRunError
 from twinkle_jax.training.checkpoint import RunCheckpoints
 from twinkle_jax.training.config import TrainConfig, check_effects, from_dict, with_choices
@@ -68,9 +69,10 @@ def train(config: TrainConfig, *, reward: RewardFunction | None = None) -> dict[
         ValueError: if the configuration does not fit the run to resume, or the task.
         FileExistsError: if `output_dir` holds something, with neither `resume` nor `overwrite`.
         RuntimeError: if the sampler does not sample from the trained policy, or too many gradients
-            in a row were not finite; the last finished step is saved. With several processes, for
-            any error in one of them, which it names: all end at the same step, and save the last
-            finished one.
+            in a row were not finite; the last finished step is saved. If the policy's logits are no
+            longer finite; the message names the checkpoints from before. With several processes,
+            for any error in one of them, which it names: all end at the same step, and save the
+            last finished one.
         ConnectionError: if the processes do not find each other.
     """
     check_effects(config)
@@ -119,6 +121,11 @@ def train(config: TrainConfig, *, reward: RewardFunction | None = None) -> dict[
                 f"{cause}interrupted after step {step}, which is saved: continue with --resume auto"
             )
             return summarize(last.progress, interrupted=True)
+        except LogitsError as error:
+            # The parameters of the last step are of no use: they are not saved.
+            with suppress(Exception):
+                settle(wait=True)
+            raise LogitsError(_describe_broken(error, last.progress.step, run)) from error
         except BaseException as error:
             if hosts.several() and not isinstance(error, hosts.SharedError):
                 # This process alone failed, or the others are gone: nothing collective can end.
@@ -128,6 +135,15 @@ def train(config: TrainConfig, *, reward: RewardFunction | None = None) -> dict[
                     step = last.progress.step
                     display.note(f"step {step} is saved: continue with --resume auto")
             raise
+
+
+def _describe_broken(error: LogitsError, step: int, run: Run) -> str:
+    earlier = [str(saved) for saved in run.checkpoints.steps() if saved < step]
+    return (
+        f"after step {step}, {error}; optimizer.learning_rate, "
+        f"{run.config.optimizer.learning_rate:g}, may be too high. Checkpoints from before: "
+        + (", ".join(earlier) if earlier else "none")
+    )
 
 
 def _open_log(config: TrainConfig, directory: Path) -> MetricsLog | NoLog:
@@ -176,6 +192,7 @@ def one_step(run: Run, progress: Progress, last: LastStep, check: Callable[[], N
         check=check,
     )
     metrics = rollout_metrics(drawn, config, started)
+    run.display.failures(step + 1, [episode for x in drawn for episode in x.episodes or ()])
     try:
         state, learnt = train_step(
             progress.state,

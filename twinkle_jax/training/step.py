@@ -1,5 +1,6 @@
 """One step of a run: collect a rollout, compute its advantages, and update the policy from it."""
 
+import math
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
@@ -281,6 +282,8 @@ def describe_mismatch(metrics: dict[str, float], config: TrainConfig) -> str | N
     outside = metrics.get("sampling/ratio_outside", 0.0)
     if mean <= config.update.max_logp_diff and outside <= config.update.max_outside_band:
         return None
+    if math.isnan(mean):
+        return "the trainer's log-probabilities must be finite, got NaN where the sampler's are not"
     return (
         "the sampler's log-probabilities must match the trainer's to within update.max_logp_diff="
         f"{config.update.max_logp_diff:g} nats on average, with at most update.max_outside_band="

@@ -1,6 +1,7 @@
 """`twinkle_agentic.tools`: tools, and a manager that calls them by name."""
 
 import json
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any
@@ -37,13 +38,16 @@ class ToolManager:
             self.register(tool)
 
     def register(self, tool: Any) -> None:
-        """Add a tool under its own name."""
+        """Add a tool under its own name; a warning says that it replaces another."""
         name = _extract_name(tool.tool_info() if hasattr(tool, "tool_info") else None)
         if name is None:
             raise ValueError(
                 "a tool must have a tool_info with a non-empty function.name, got "
                 f"{type(tool).__name__}"
             )
+        if self._tools.get(name, tool) is not tool:
+            message = f"two tools are called {name!r}: the one registered later replaces the other"
+            warnings.warn(message, stacklevel=2)
         self._tools[name] = tool
 
     def unregister(self, name: str) -> Any:
