@@ -15,6 +15,7 @@ from tests.data.chats import chatml_tokenizer, llama_tokenizer
 from tests.rollout import games
 from twinkle_jax.data import PromptBatch, Template, message_text, small_tokenizer
 from twinkle_jax.data.tokenizer import CHAT_TEMPLATE
+from twinkle_jax.reward import WeightedReward
 from twinkle_jax.rollout import (
     EnvironmentFailureError,
     LocalEngine,
@@ -186,6 +187,37 @@ def test_one_reward_more_and_truncated_episodes():
         assert score == sum(0.5**k * r for k, r in enumerate(gained))
     assert (np.asarray(rollout.batch.labels) == -100).all()  # all were truncated
     assert not rollout.counted.any()
+
+
+def test_several_rewards_are_kept_by_name_and_failed_episodes_have_none():
+
+    def long(trajectories, truths):
+        return [float(len(t["messages"])) for t in trajectories]
+
+    def some(trajectories, truths):
+        return [None if len(t["messages"]) > 4 else 1.0 for t in trajectories]
+
+    both = WeightedReward({"long": long, "some": some}, [0.5, 2.0])
+    failing = functools.partial(games.Failing, lambda: 1 / 0)
+    made = source(failing, reward=both, max_failed=1.0)
+    rollout = made.score(made.sample(POLICY.params, ROWS, jax.random.clone(KEY)))
+    parts = rollout.reward_parts
+    assert parts.keys() == {"long", "some"}
+    failed = rollout.failed
+    assert failed.any() and not failed.all()
+    for i, episode in enumerate(rollout.episodes):
+        length = len(episode.messages)
+        if failed[i]:
+            assert np.isnan(parts["long"][i]) and np.isnan(parts["some"][i])
+            continue
+        assert parts["long"][i] == length
+        assert np.isnan(parts["some"][i]) if length > 4 else parts["some"][i] == 1
+        gained = 0.5 * length + (0 if length > 4 else 2)
+        assert rollout.rewards[i] == sum(turn.reward for turn in episode.turns) + gained
+    # One reward is the reward itself, as in a single turn.
+    made = source(games.Never, reward=WeightedReward({"long": long}, [0.5]))
+    rollout = made.score(made.sample(POLICY.params, ROWS, jax.random.clone(KEY)))
+    assert rollout.reward_parts == {}
 
 
 def test_the_same_key_gives_the_same_episodes_and_no_program_is_compiled_again(compilations):

@@ -3,6 +3,8 @@
 import dataclasses
 import json
 import re
+import subprocess
+import sys
 
 import pytest
 
@@ -88,7 +90,39 @@ REFUSED_TOGETHER = [
         {"optimizer": {"schedule": "exponential_decay", "schedule_options": {"x": 1}}},
         "optimizer.schedule_options",
     ),
+    (
+        {"optimizer": {"schedule": "constant_schedule", "schedule_options": {"value": "x"}}},
+        "optimizer.schedule_options",
+    ),
+    *(
+        (
+            {
+                "optimizer": {
+                    "schedule": "piecewise_constant_schedule",
+                    "schedule_options": {"boundaries_and_scales": scales},
+                }
+            },
+            "optimizer.schedule_options",
+        )
+        for scales in ([1], {"x": 0.5})
+    ),
+    ({"optimizer": {"options": {"b1": "x"}}}, "optimizer.options"),
+    ({"optimizer": {"options": {"eps": None}}}, "optimizer.options"),
     ({"update": {"advantage": "pass_at_k"}}, "update.advantage_options"),
+    *(
+        (
+            {"update": {"advantage": name, "advantage_options": options}},
+            "update.advantage_options",
+        )
+        for name, options in [
+            ("pass_at_k", {"k": 9}),  # of 8 completions
+            ("pass_at_k", {"k": 2, "threshold": "x"}),
+            ("pkpo", {"k": 0}),
+            ("pkpo", {"k": 2, "baseline": "x"}),
+            ("grpo", {"epsilon": None}),
+            ("reinforce_plus_plus", {"gamma": "x"}),
+        ]
+    ),
     ({"rollout": {"prompts": 6}, "update": {"mini_batches": 4}}, "update.mini_batches"),
     ({"rollout": {"slots": 3}, "mesh": {"data": 2}}, "rollout.slots"),
     ({"lora": {"rank": 4, "dropout": 1.0}}, "lora.dropout"),
@@ -108,6 +142,41 @@ def alone(name, value):
 def test_what_cannot_be_is_refused_by_name(settings, name):
     with pytest.raises(ValueError, match=rf"^{re.escape(name)}\b"):
         from_dict(settings)
+
+
+@pytest.mark.parametrize("value", [NAN, -1e-3])
+def test_learning_rates_that_cannot_be_are_refused_before_a_run(value, tmp_path):
+    """They are computed when a run starts: a schedule of Optax needs a device for that."""
+    falling = {"end_value": value, "power": 1, "transition_steps": 2}
+    optimizer = OptimizerConfig(schedule="polynomial_schedule", schedule_options=falling)
+    with pytest.raises(ValueError, match=r"^optimizer\.schedule_options .* in step [13] with"):
+        train(TrainConfig(optimizer=optimizer, steps=3, output_dir=str(tmp_path / "run")))
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_configuration_uses_no_device():
+    """Several processes find each other with its settings, before JAX initializes its devices."""
+    code = """
+import socket
+
+import jax
+from twinkle_jax.training import OptimizerConfig, TrainConfig, UpdateConfig
+
+TrainConfig(
+    optimizer=OptimizerConfig(
+        name="muon",
+        options={"beta": 0.5},
+        schedule="exponential_decay",
+        schedule_options={"transition_steps": 1, "decay_rate": 0.5},
+    ),
+    update=UpdateConfig(advantage="pkpo", advantage_options={"k": 2}),
+)
+with socket.create_server(("localhost", 0)) as free:
+    port = free.getsockname()[1]
+jax.distributed.initialize(f"localhost:{port}", 1, 0)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 WITHOUT_EFFECT = [

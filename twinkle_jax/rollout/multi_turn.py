@@ -12,7 +12,7 @@ from jaxtyping import Array, Int
 
 from twinkle_jax.data import Message, PromptBatch, Template, Trajectory
 from twinkle_jax.model import Params
-from twinkle_jax.reward import RewardFunction, compute_rewards
+from twinkle_jax.reward import RewardFunction, WeightedReward, score_trajectories
 from twinkle_jax.rollout import hosts
 from twinkle_jax.rollout.engine import Engine, TurnEngine, check_logits
 from twinkle_jax.rollout.environment import (
@@ -122,10 +122,10 @@ class MultiTurn:
         With several processes, each calls the reward for the episodes that it has played.
         """
         assert rollout.episodes is not None
-        returns = self._returns(
+        returns, parts = self._returns(
             rollout.episodes, rollout.trajectories, rollout.ground_truths, rollout.held_rows
         )
-        return rollout._replace(rewards=np.nan_to_num(returns, nan=0.0))
+        return rollout._replace(rewards=np.nan_to_num(returns, nan=0.0), reward_parts=parts)
 
     def greedy_rewards(self, params: Params, prompts: PromptBatch) -> np.ndarray[Any, Any]:
         """Score the most probable episode of each prompt.
@@ -148,7 +148,7 @@ class MultiTurn:
         held, trajectories = _held(len(episodes)), self._trajectories(episodes, prompts)
 
         def returns() -> dict[str, np.ndarray[Any, Any]]:
-            return {"returns": self._returns(episodes, trajectories, truths, held)}
+            return {"returns": self._returns(episodes, trajectories, truths, held)[0]}
 
         return hosts.merge_rows("computing rewards", held, returns)["returns"], episodes
 
@@ -276,25 +276,30 @@ class MultiTurn:
         trajectories: Sequence[Trajectory],
         ground_truths: Sequence[Any],
         held: hosts.RowMask,
-    ) -> np.ndarray[Any, Any]:
-        """Call the reward function, and compute returns.
+    ) -> tuple[np.ndarray[Any, Any], dict[str, np.ndarray[Any, Any]]]:
+        """Call the reward function, and compute returns; also each of several rewards by its name.
 
         NaN for failed episodes, and for those that another process has played.
         """
         played = [i for i in np.flatnonzero(held).tolist() if not episodes[i].failed]
+        # A process that has played no episode has the same names: processes merge their arrays.
+        names = self.reward.rewards if isinstance(self.reward, WeightedReward) else ()
+        parts = {name: np.full(len(episodes), np.nan, np.float32) for name in names}
         if self.reward is not None and played:
-            rewards = compute_rewards(
+            scores = score_trajectories(
                 self.reward,
                 [trajectories[i] for i in played],
                 [ground_truths[i] for i in played],
                 timeout=self.reward_timeout,
             )
-            for i, reward in zip(played, rewards, strict=True):
+            for i, reward in zip(played, scores.rewards, strict=True):
                 episodes[i].final_reward += reward
+            for name, part in parts.items():
+                part[played] = np.asarray(scores.components[name], np.float32)
         returns = np.full(len(episodes), np.nan, np.float32)
         for i in played:
             returns[i] = episodes[i].returns(self.discount)[0]
-        return returns
+        return returns, parts if len(parts) > 1 else {}
 
 
 def default_cohorts(episodes: int) -> int:

@@ -92,6 +92,30 @@ class Estimator(NamedTuple):
         needed = {name: data[name] for name in self.needs}
         return self.function(rewards, num_samples, scale, where=where, **needed, **self.options)
 
+    def check(self, num_samples: int) -> None:
+        """Raise for hyper-parameters that no prompt can be estimated with; uses no device.
+
+        Args:
+            num_samples: completions a prompt.
+
+        Raises:
+            ValueError: for a value out of range, such as a k above `num_samples`.
+            TypeError: for a value of a wrong type.
+        """
+
+        def of_one_prompt() -> jax.Array:
+            return self.advantages(
+                np.zeros(num_samples, np.float32),
+                num_samples,
+                "group",
+                where=None,
+                lengths=np.ones(num_samples, np.int32),
+                greedy_rewards=np.zeros(1, np.float32),
+                mask=jnp.ones((num_samples, 1), bool),
+            )
+
+        jax.eval_shape(of_one_prompt)
+
 
 def make_estimator(name: str, options: Mapping[str, Any]) -> Estimator:
     """Find an estimator.
@@ -217,7 +241,32 @@ def _make_optimizer(name: str, options: tuple[tuple[str, Any], ...]) -> Any:
         "muon_weight_dimension_numbers": muon_dimensions,
     }
     applicable = {key: value for key, value in defaults.items() if key in known}
-    return make(1.0, **(applicable | dict(options)))
+    optimizer = make(1.0, **(applicable | dict(options)))
+    if options:
+        _check_update(name, optimizer, dict(options))
+    return optimizer
+
+
+def _check_update(name: str, optimizer: Any, options: dict[str, Any]) -> None:
+    """Raise for options that an update cannot compute with; Optax itself reads few before."""
+    shapes = {"layers": {"kernel": (2, 4, 4), "norm": (2, 4)}, "embed_tokens": (8, 4)}
+    params = jax.tree.map(
+        lambda shape: jax.ShapeDtypeStruct(shape, jnp.float32),
+        shapes,
+        is_leaf=lambda x: isinstance(x, tuple),
+    )
+
+    def update(params: Any) -> Any:
+        with jax.numpy_dtype_promotion("standard"):
+            return optimizer.update(params, optimizer.init(params), params)
+
+    try:
+        jax.eval_shape(update, params)
+    except (TypeError, ValueError) as error:
+        raise TypeError(
+            f"options of optimizer {name} must be values that Optax can compute an update with, "
+            f"got {options}: {error}"
+        ) from error
 
 
 def make_schedule(name: str, *, steps: int, peak: float, **options: Any) -> Schedule:
@@ -265,8 +314,16 @@ def make_schedule(name: str, *, steps: int, peak: float, **options: Any) -> Sche
         options = {values.pop(): peak} | options
     if "boundaries_and_scales" in options:  # JSON and YAML have strings as keys
         scales = options["boundaries_and_scales"]
-        options["boundaries_and_scales"] = {int(key): x for key, x in scales.items()}
+        try:
+            options["boundaries_and_scales"] = {int(key): x for key, x in dict(scales).items()}
+        except (TypeError, ValueError) as error:
+            raise TypeError(
+                "option boundaries_and_scales must map numbers of updates to factors, "
+                f"got {scales!r}"
+            ) from error
     schedule = make(**options)
+    with jax.numpy_dtype_promotion("standard"):
+        jax.eval_shape(schedule, 0)  # raises for values of a wrong type, and uses no device
     return lambda step: float(schedule(step))
 
 

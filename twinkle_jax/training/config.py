@@ -6,6 +6,7 @@ change it, its line of documentation, and its use.
 """
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, is_dataclass
@@ -22,7 +23,7 @@ from twinkle_jax.data.settings import (
 )
 from twinkle_jax.loss import LOSSES, CISPOLoss, ImportanceCorrection, PolicyLoss, SAPOLoss
 from twinkle_jax.rollout import RolloutConfig
-from twinkle_jax.training.by_name import make_estimator, make_optimizer, make_schedule
+from twinkle_jax.training.by_name import Schedule, make_estimator, make_optimizer, make_schedule
 
 Options = dict[str, int | float | bool | list[float] | str | None]
 """Hyper-parameters by name, of an estimator or an optimizer."""
@@ -338,14 +339,8 @@ class TrainConfig:
 
     def learning_rate(self, step: int) -> float:
         """Return the learning rate of a step; steps count from 0."""
-        optimizer = self.optimizer
-        schedule = make_schedule(
-            optimizer.schedule,
-            steps=self.steps,
-            peak=optimizer.learning_rate,
-            **optimizer.schedule_options,
-        )
-        return schedule(step) * min(1.0, (step + 1) / max(optimizer.warmup_steps, 1))
+        warmup = min(1.0, (step + 1) / max(self.optimizer.warmup_steps, 1))
+        return run_schedule(self)(step) * warmup
 
 
 def _automatic(config: TrainConfig) -> dict[str, Any]:
@@ -418,7 +413,19 @@ def run_optimizer(config: TrainConfig) -> Any:
     return make_optimizer(optimizer.name, **(defaults | optimizer.options))
 
 
-# Validation: each setting, then combinations.
+def run_schedule(config: TrainConfig) -> Schedule:
+    """Make the learning-rate schedule of a run, without its warmup."""
+    optimizer = config.optimizer
+    return make_schedule(
+        optimizer.schedule,
+        steps=config.steps,
+        peak=optimizer.learning_rate,
+        **optimizer.schedule_options,
+    )
+
+
+# Validation: each setting, then combinations. No check before `check_learning_rates` may use a
+# device: processes find each other before JAX initializes its devices.
 
 
 def _check(config: TrainConfig) -> None:
@@ -426,12 +433,15 @@ def _check(config: TrainConfig) -> None:
     _check_values(config)
     update, optimizer = config.update, config.optimizer
     with _names("update.advantage", "update.advantage_options"):
-        make_estimator(update.advantage, update.advantage_options)
+        estimator = make_estimator(update.advantage, update.advantage_options)
+    if update.advantage_options:
+        with _names("update.advantage_options", "update.advantage_options"):
+            estimator.check(config.rollout.num_samples)
     make_loss(config)
     with _names("optimizer.name", "optimizer.options"):
         run_optimizer(config)
     with _names("optimizer.schedule", "optimizer.schedule_options"):
-        config.learning_rate(0)
+        run_schedule(config)
     if config.task == "environment" and config.environment is None:
         raise ValueError("environment must be given for the task environment, got none")
     if config.model is None and config.task not in ("arithmetic", "environment"):
@@ -598,6 +608,20 @@ def check_effects(config: TrainConfig) -> None:
                     f"{name} must go with {needed}, without which it has no effect, "
                     f"got {settings[name]!r}"
                 )
+
+
+def check_learning_rates(config: TrainConfig) -> None:
+    """Raise if the first or the last learning rate is negative or not finite.
+
+    Uses a device, for schedules of Optax.
+    """
+    for step in sorted({0, config.steps - 1} if config.steps else ()):
+        rate = config.learning_rate(step)
+        if not 0 <= rate < math.inf:
+            raise ValueError(
+                "optimizer.schedule_options must make learning rates that are finite and at least "
+                f"0, got {rate} in step {step + 1} with {config.optimizer.schedule_options}"
+            )
 
 
 # Resuming a run.

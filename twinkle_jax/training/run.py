@@ -16,7 +16,13 @@ from twinkle_jax.rollout import Rollout, hosts
 from twinkle_jax.rollout.engine import LogitsError
 from twinkle_jax.rollout.hosts import InterruptedRunError
 from twinkle_jax.training.checkpoint import RunCheckpoints
-from twinkle_jax.training.config import TrainConfig, check_effects, from_dict, with_choices
+from twinkle_jax.training.config import (
+    TrainConfig,
+    check_effects,
+    check_learning_rates,
+    from_dict,
+    with_choices,
+)
 from twinkle_jax.training.display import Display, draw_curves
 from twinkle_jax.training.evaluation import held_out
 from twinkle_jax.training.hosts import check_same, check_shared, connect, describe_loss
@@ -79,6 +85,7 @@ def train(config: TrainConfig, *, reward: RewardFunction | None = None) -> dict[
     connect(config.distributed)
     mesh = config.mesh
     find_devices(mesh.data, mesh.fsdp, mesh.tensor)  # raises before anything is written
+    check_learning_rates(config)
     directory = Path(config.output_dir).absolute()  # environments may change the working directory
     task = hosts.agreed("reading the task", lambda: make_task(config, reward))
     check_same(config, task.train, task.held_out)
