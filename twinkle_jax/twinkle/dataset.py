@@ -491,7 +491,7 @@ def _cast(name: str, value: Any, feature: Any) -> Any:
 def _replacing(function: Any, removed: Any) -> RowFunction:
     if isinstance(function, Preprocessor) and type(function).__call__ is Preprocessor.__call__:
         return lambda rows: [dict(function.preprocess(row)) for row in rows]
-    return column_function(lambda columns: function(columns), removed)
+    return column_function(function, removed)
 
 
 def _width(template: Any) -> int:
