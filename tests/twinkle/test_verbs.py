@@ -61,8 +61,10 @@ def test_saved_adapters_and_checkpoints_have_their_tokenizer(two, tmp_path):
     states = (two.get_state_dict(adapter_name=name) for name in ("first", "second"))
     assert_equal(*states)
     assert not (two.save("b", tmp_path, adapter_name="second") / "tokenizer.json").exists()
-    merged = two.save("c", tmp_path, adapter_name="first", merge=True)
+    merged = two.save("c", tmp_path, adapter_name="first", merge=True, dtype="bfloat16")
     assert Tokenizer.from_pretrained(merged).encode("21") == small_tokenizer("123").encode("21")
+    weights = (merged / "model.safetensors").read_bytes()
+    assert b'"BF16"' in weights and b'"F32"' not in weights
 
 
 def test_a_reference_pass_and_dpo(checkpoint):

@@ -224,17 +224,10 @@ class CompletionRewardMetric(_PassMetric):
         """Report on all completions since `reset`."""
         results = self.means()
         for name, values in self.rewards.items():
-            results[f"train/{name}_reward"] = self._mean(values)
-            results[f"train/{name}_reward_std"] = self._std(values)
+            results[f"train/{name}_reward"] = statistics.fmean(values) if values else -1.0
+            deviation = statistics.stdev(values) if len(values) > 1 else 0.0
+            results[f"train/{name}_reward_std"] = deviation
         return results
-
-    @staticmethod
-    def _mean(values: Sequence[float]) -> float:
-        return statistics.fmean(values) if values else -1.0
-
-    @staticmethod
-    def _std(values: Sequence[float]) -> float:
-        return statistics.stdev(values) if len(values) > 1 else 0.0
 
 
 class DPOMetric(_PassMetric):
