@@ -116,7 +116,7 @@ def test_a_save_that_fails_leaves_the_old_one(checkpoint, tmp_path, monkeypatch)
     monkeypatch.setattr("twinkle_jax.training.checkpoint.write_checkpoint", full_disk)
     with pytest.raises(OSError, match="no space"):
         model.save("one", tmp_path, save_optimizer=True)
-    monkeypatch.setattr("twinkle_jax.twinkle.model.files.save_pretrained", full_disk_for_weights)
+    monkeypatch.setattr("twinkle_jax.training.policy.save_pretrained", full_disk_for_weights)
     with pytest.raises(OSError, match="no space"):
         model.save("one", tmp_path)
     assert {path: path.read_bytes() for path in place.rglob("*") if path.is_file()} == before

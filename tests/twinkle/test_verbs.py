@@ -6,12 +6,12 @@ import optax
 import pytest
 
 from tests.twinkle.rows import INPUTS, SIDE, assert_equal, assert_same, gradient
-from twinkle_jax.data import small_tokenizer
+from twinkle_jax.data import Tokenizer, small_tokenizer
 from twinkle_jax.loss import CrossEntropyLoss, DPOLoss, GRPOLoss
 from twinkle_jax.model import LoraConfig, make_mesh
 from twinkle_jax.twinkle import DeviceMesh
 from twinkle_jax.twinkle.checkpoint_engine import CheckpointEngineManager
-from twinkle_jax.twinkle.metric import DPOMetric
+from twinkle_jax.twinkle.metric import DPOMetric, Metric
 from twinkle_jax.twinkle.model import MegatronModel, TransformersModel
 from twinkle_jax.twinkle.model.optimizer import choose_optimizer
 from twinkle_jax.twinkle.model.transformers import read_teacher
@@ -53,7 +53,7 @@ def test_adapters_are_trained_by_themselves(two, checkpoint):
         two.step(adapter_name="third")
 
 
-def test_saved_adapters_have_their_tokenizer(two, tmp_path):
+def test_saved_adapters_and_checkpoints_have_their_tokenizer(two, tmp_path):
     two.set_template("Qwen3_5Template", model_id=small_tokenizer("123"), adapter_name="first")
     place = two.save("a", tmp_path, adapter_name="first", save_optimizer=True)
     assert (place / "tokenizer.json").exists() and (place / "adapter_config.json").exists()
@@ -61,6 +61,10 @@ def test_saved_adapters_have_their_tokenizer(two, tmp_path):
     states = (two.get_state_dict(adapter_name=name) for name in ("first", "second"))
     assert_equal(*states)
     assert not (two.save("b", tmp_path, adapter_name="second") / "tokenizer.json").exists()
+    merged = two.save("c", tmp_path, adapter_name="first", merge=True, dtype="bfloat16")
+    assert Tokenizer.from_pretrained(merged).encode("21") == small_tokenizer("123").encode("21")
+    weights = (merged / "model.safetensors").read_bytes()
+    assert b'"BF16"' in weights and b'"F32"' not in weights
 
 
 def test_a_reference_pass_and_dpo(checkpoint):
@@ -92,6 +96,36 @@ def test_a_reference_pass_and_dpo(checkpoint):
 
 
 OLD_REFERENCE = np.zeros((4, 5))
+
+
+class Passes(Metric):
+    """A metric as scripts for Twinkle write them."""
+
+    def __init__(self, device_mesh, process_group, unit, **kwargs):
+        super().__init__(device_mesh, process_group, unit=unit, **kwargs)
+        self.unit = unit
+        self.reset()
+
+    def accumulate(self, inputs, outputs, **kwargs):
+        self.count += 1
+
+    def calculate(self):
+        results = self.gather_results([{self.unit: self.count}])
+        assert self.device_mesh is self.process_group is None
+        self.reset()
+        return results[0]
+
+    def reset(self):
+        self.count = len(self.unit) - len("passes")
+
+
+def test_a_metric_of_a_scripts_own(checkpoint):
+    model = TransformersModel(checkpoint)
+    model.add_metric(Passes, is_training=False, unit="passes")
+    model.forward_only(inputs=PAIRS)
+    model.forward_only(inputs=PAIRS)
+    assert model.calculate_metric(is_training=False) == {"passes": 2}
+    assert model.calculate_metric(is_training=False) == {"passes": 0}
 
 
 def test_liger_changes_no_number(model):

@@ -195,8 +195,14 @@ def attach_adapter(
     return policy._replace(params=adapter, frozen=frozen, lora=lora, base=base)
 
 
-def save_policy(policy: Policy, directory: str | Path, *, merge: bool = False) -> None:
-    """Write a policy with its tokenizer.
+def save_policy(
+    policy: Policy,
+    directory: str | Path,
+    *,
+    merge: bool = False,
+    dtype: DTypeLike | None = None,
+) -> None:
+    """Write a policy with its tokenizer, if its template has one.
 
     A whole checkpoint keeps the tensors that are not trained of the one that the policy was read
     from: vision towers, heads that predict several tokens. See `save_pretrained`.
@@ -206,7 +212,9 @@ def save_policy(policy: Policy, directory: str | Path, *, merge: bool = False) -
         directory: where to write a checkpoint that transformers, vLLM and `load_policy` read; the
             adapters alone, in PEFT's format, if there are any.
         merge: True adds adapters to the kernels, and writes a whole checkpoint.
+        dtype: type of a whole checkpoint; None for that of the parameters.
     """
+    tokenizer = getattr(policy.template, "tokenizer", None)
     if policy.lora is not None and not merge:
         save_adapter(
             directory,
@@ -214,15 +222,16 @@ def save_policy(policy: Policy, directory: str | Path, *, merge: bool = False) -
             policy.lora,
             policy.params,
             base=policy.base,
-            tokenizer=policy.tokenizer,
+            tokenizer=tokenizer,
         )
         return
     params = policy.weights
     if policy.lora is not None:
         params = jax.jit(merge_adapter)(params)
-    save_pretrained(Decoder(policy.config, params, source=policy.source), directory)
-    if hosts.is_first():
-        policy.tokenizer.save_pretrained(directory)
+    decoder = Decoder(policy.config, params, source=policy.source)
+    save_pretrained(decoder, directory, dtype=dtype)
+    if tokenizer is not None and hosts.is_first():
+        tokenizer.save_pretrained(directory)
 
 
 # Warm start: a policy that never gets a reward above 0 has no gradient.

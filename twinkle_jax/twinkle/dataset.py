@@ -400,16 +400,7 @@ class PackingDataset(Dataset):
         assert "input_ids" in self.dataset[0], "encode must be called first"
         self._packed = list(pack_features(self.dataset, _width(self._needed_template())))
 
-    def __len__(self) -> int:
-        return len(self._packed_rows())
-
-    def __getitem__(self, index: int) -> Row:
-        return self._packed_rows()[index]
-
-    def __iter__(self) -> Iterator[Row]:
-        return iter(self._packed_rows())
-
-    def _packed_rows(self) -> list[Row]:
+    def _readable(self) -> list[Row]:
         assert self._packed is not None, "pack_dataset must be called first"
         return self._packed
 
@@ -491,7 +482,7 @@ def _cast(name: str, value: Any, feature: Any) -> Any:
 def _replacing(function: Any, removed: Any) -> RowFunction:
     if isinstance(function, Preprocessor) and type(function).__call__ is Preprocessor.__call__:
         return lambda rows: [dict(function.preprocess(row)) for row in rows]
-    return column_function(lambda columns: function(columns), removed)
+    return column_function(function, removed)
 
 
 def _width(template: Any) -> int:

@@ -40,15 +40,35 @@ class _Means:
 class Metric:
     """A metric: `accumulate` adds a pass, `calculate` reports on all since its last call.
 
-    Metrics see the rows of all devices: `device_mesh` and `process_group` change nothing.
+    Metrics see the rows of all devices: `device_mesh` and `process_group` change nothing. A
+    subclass of yours may take them, as Twinkle's must; they are None.
     """
 
     def __init__(self, device_mesh: Any = None, process_group: Any = None, **options: Any) -> None:
-        refuse(type(self).__name__, options)
-        self.reset()
+        self.device_mesh, self.process_group = device_mesh, process_group
 
     def reset(self) -> None:
         """Forget all passes."""
+
+    def accumulate(self, inputs: Any, outputs: Any, **facts: Any) -> None:
+        """Add a pass: its input features, its outputs, and the arguments of its loss."""
+
+    def calculate(self) -> Mapping[str, Any]:
+        """Report on all passes, then forget them."""
+        return {}
+
+    def gather_results(self, local_results: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Return these results, which are of all devices already."""
+        return local_results
+
+
+class _PassMetric(Metric):
+    """A metric of ours: refuses unknown options, and begins without passes."""
+
+    def __init__(self, device_mesh: Any = None, process_group: Any = None, **options: Any) -> None:
+        refuse(type(self).__name__, options)
+        super().__init__(device_mesh, process_group)
+        self.reset()
 
     def accumulate(self, inputs: Any = None, outputs: Any = None, **facts: Any) -> None:
         """Add a pass: its input features, its outputs, and the arguments of its loss."""
@@ -67,7 +87,7 @@ class Metric:
         raise NotImplementedError
 
 
-class Accuracy(Metric):
+class Accuracy(_PassMetric):
     """`accuracy`, the share of labels that are the most likely token, and its two counts.
 
     `accumulate` takes one feature or one batch, and ignores passes without `logits`.
@@ -97,7 +117,7 @@ class Accuracy(Metric):
         return {"accuracy": share, "correct_tokens": correct, "total_tokens": total}
 
 
-class LossMetric(Metric):
+class LossMetric(_PassMetric):
     """Mean `loss`, per token with `loss_reduction='sum'`, and the last `grad_norm`."""
 
     def reset(self) -> None:
@@ -122,7 +142,7 @@ class LossMetric(Metric):
         return {"loss": f"{self.total_loss / divisor:.4f}"} | _norm(self.grad_norm)
 
 
-class TrainMetric(Metric):
+class TrainMetric(_PassMetric):
     """`learning rate`, `iters`, `total time elapse` and `speed` of training."""
 
     def __init__(self, device_mesh: Any = None, process_group: Any = None, **options: Any) -> None:
@@ -159,7 +179,7 @@ class TrainMetric(Metric):
         }
 
 
-class CompletionRewardMetric(Metric):
+class CompletionRewardMetric(_PassMetric):
     """Means and deviations of rewards by name, lengths, and times: `train/NAME_reward` and others.
 
     `accumulate` takes `rewards` by name, `completion_lengths`, and the seconds `generate_time` and
@@ -204,20 +224,13 @@ class CompletionRewardMetric(Metric):
         """Report on all completions since `reset`."""
         results = self.means()
         for name, values in self.rewards.items():
-            results[f"train/{name}_reward"] = self._mean(values)
-            results[f"train/{name}_reward_std"] = self._std(values)
+            results[f"train/{name}_reward"] = statistics.fmean(values) if values else -1.0
+            deviation = statistics.stdev(values) if len(values) > 1 else 0.0
+            results[f"train/{name}_reward_std"] = deviation
         return results
 
-    @staticmethod
-    def _mean(values: Sequence[float]) -> float:
-        return statistics.fmean(values) if values else -1.0
 
-    @staticmethod
-    def _std(values: Sequence[float]) -> float:
-        return statistics.stdev(values) if len(values) > 1 else 0.0
-
-
-class DPOMetric(Metric):
+class DPOMetric(_PassMetric):
     r"""Log-probabilities and implicit rewards of pairs; chosen and rejected rows alternate.
 
     Means of `logps/chosen`, `logps/rejected`, and with `ref_outputs` or `ref_logps` of
@@ -265,7 +278,7 @@ class DPOMetric(Metric):
         return results
 
 
-class GRPOMetric(Metric):
+class GRPOMetric(_PassMetric):
     r"""Distance of the policy from the one that sampled, and how often the ratio is clipped.
 
     With $\Delta = \log \pi - \log \pi^{old}$ at labelled tokens: `train/mean_new_logp`,
@@ -391,7 +404,7 @@ class CISPOMetric(GRPOMetric):
         return log_ratio, None, mask
 
 
-class EmbeddingMetric(Metric):
+class EmbeddingMetric(_PassMetric):
     """Similarity of anchors, whose label is 1, and positives, the embeddings after them.
 
     `pos_sim` is their cosine, with `pos_sim_min` and `pos_sim_max`; `neg_sim` the mean product of

@@ -8,19 +8,6 @@ from twinkle_jax.data import Row, Trajectory
 from twinkle_jax.data.rows import to_columns, to_rows
 from twinkle_jax.twinkle.names import PAGE, add_submodules
 
-__all__ = [
-    "AlpacaProcessor",
-    "CompetitionMathGRPOProcessor",
-    "CompetitionMathProcessor",
-    "CountdownProcessor",
-    "DataFilter",
-    "EmojiDPOProcessor",
-    "GSM8KProcessor",
-    "OlympiadBenchProcessor",
-    "Preprocessor",
-    "SelfCognitionProcessor",
-]
-
 
 class Preprocessor:
     """Turns rows of a data set into others; a subclass says how for one row, or for columns.

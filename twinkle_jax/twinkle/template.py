@@ -19,16 +19,6 @@ from twinkle_jax.data import (
 from twinkle_jax.data import Template as BaseTemplate
 from twinkle_jax.twinkle.names import add_submodules, local_id
 
-__all__ = [
-    "ClineParser",
-    "HermesQwenParser",
-    "Qwen3_5Template",
-    "ReActParser",
-    "Template",
-    "ToolCallParser",
-    "ToolCallRegistry",
-]
-
 
 class Template(BaseTemplate):
     """A [`Template`][twinkle_jax.data.Template] with Twinkle's arguments and keys.

@@ -13,8 +13,6 @@ from twinkle_jax.reward import GroundTruths, Reward, last_boxed, token_f1
 from twinkle_jax.reward.text import answer_words
 from twinkle_jax.twinkle.names import add_submodules
 
-__all__ = ["CoTReward", "F1Reward", "ToolExploreReward"]
-
 # Words that an answer may have, or lack, without being wrong: "6 feet tall" is "6 feet".
 _FILLERS = frozenset([
     "long", "tall", "high", "wide", "deep", "heavy", "old", "large", "small", "big", "short",

@@ -16,8 +16,6 @@ from twinkle_jax.data.rows import to_lists
 from twinkle_jax.data.trajectory import extend_feature
 from twinkle_jax.twinkle.names import add_submodules
 
-__all__ = ["MultiTurnRollout", "Rollout", "extend_with_bridge"]
-
 _ARRAYS = ("input_ids", "labels", "attention_mask", "position_ids", "logprobs")
 
 

@@ -3,18 +3,9 @@
 from pathlib import Path
 from typing import Any
 
-import jax
 from jax.typing import DTypeLike
 
-from twinkle_jax.model import (
-    Decoder,
-    load_adapter,
-    merge_adapter,
-    parse_config,
-    save_adapter,
-    save_pretrained,
-    with_adapter,
-)
+from twinkle_jax.model import Decoder, load_adapter, parse_config, with_adapter
 from twinkle_jax.model.huggingface.checkpoint_files import (
     ADAPTER_CONFIG,
     CONFIG,
@@ -28,6 +19,7 @@ from twinkle_jax.training.checkpoint import (
     read_facts,
     write_with_state,
 )
+from twinkle_jax.training.policy import Policy, save_policy
 from twinkle_jax.training.state import shapes_of
 from twinkle_jax.twinkle.model.policy import AdapterPolicy, OptimizerGroup
 from twinkle_jax.twinkle.names import local_id
@@ -53,6 +45,7 @@ class SavedPolicy(AdapterPolicy):
     ) -> Path | None:
         """Write a checkpoint, or the adapter in PEFT's format where there is one.
 
+        The tokenizer of the template, if there is one, is written too.
         The directory is replaced at once: an interrupted save leaves the older one complete.
 
         Args:
@@ -83,7 +76,7 @@ class SavedPolicy(AdapterPolicy):
         target = target.expanduser()
 
         def write_weights(directory: Path) -> None:
-            self._write_weights(group, directory, merge=merge, dtype=dtype)
+            save_policy(self._policy(group), directory, merge=merge, dtype=dtype)
 
         if not save_optimizer:
             if has_state(target):  # of the older weights, which goes with them
@@ -162,28 +155,18 @@ class SavedPolicy(AdapterPolicy):
             counters = self._read_training_state(self.group(adapter_name), saved)
         return {key: counters[key] for key in _REPORTED}
 
-    def _write_weights(
-        self,
-        group: OptimizerGroup,
-        directory: Path,
-        *,
-        merge: bool = False,
-        dtype: DTypeLike | None = None,
-    ) -> None:
-        """Write a checkpoint, or the adapter in PEFT's format, with the template's tokenizer."""
-        if group.lora is not None and not merge:
-            base = self.source if isinstance(self.model_id, Decoder) else self.model_id
-            save_adapter(
-                directory,
-                self.config,
-                group.lora,
-                group.state.params,
-                base=None if base is None else str(base),
-                tokenizer=getattr(group.template, "tokenizer", None),
-            )
-            return
-        params = jax.jit(merge_adapter)(self.merged(group))
-        save_pretrained(Decoder(self.config, params, source=self.source), directory, dtype=dtype)
+    def _policy(self, group: OptimizerGroup) -> Policy:
+        """Return a group's parameters, with its template, as `save_policy` takes them."""
+        base = self.source if isinstance(self.model_id, Decoder) else self.model_id
+        return Policy(
+            group.state.params,
+            self.config,
+            group.template,
+            group.frozen,
+            group.lora,
+            None if base is None else str(base),
+            self.source,
+        )
 
     def _read_weights(self, name: str | None, directory: Path | str) -> None:
         """Read parameters or an adapter; optimizer state and gradients are reset."""

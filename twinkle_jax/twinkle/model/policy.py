@@ -1,5 +1,6 @@
 """A policy and its adapters, each with its optimizer, loss, template and metrics."""
 
+import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -119,6 +120,9 @@ class OptimizerGroup:
         """Add a metric, or a class of metrics with its arguments."""
         if not (hasattr(metric, "accumulate") and hasattr(metric, "calculate")):
             raise TypeError(f"metric must have accumulate and calculate, got {metric!r}")
+        if isinstance(metric, type):  # Twinkle passes these to each class
+            known = inspect.signature(metric).parameters
+            options = {x: None for x in ("device_mesh", "process_group") if x in known} | options
         for kind in (True, False) if is_training is None else (is_training,):
             made = metric(**options) if isinstance(metric, type) else metric
             self.metrics[kind].append(made)
