@@ -17,7 +17,6 @@ import pytest
 from twinkle_jax.rollout.hosts import InterruptedRunError
 from twinkle_jax.training import LoggingConfig, TrainConfig
 from twinkle_jax.training.checkpoint import RunCheckpoints
-from twinkle_jax.training.metrics import MetricsLog
 from twinkle_jax.training.progress import (
     Interruption,
     LastStep,
@@ -27,6 +26,7 @@ from twinkle_jax.training.progress import (
     restore,
     save,
 )
+from twinkle_jax.training.tracking import MetricsLog
 
 ROOT = Path(__file__).parents[2]
 

@@ -23,6 +23,7 @@ from twinkle_jax.data.settings import (
 from twinkle_jax.loss import LOSSES, CISPOLoss, ImportanceCorrection, PolicyLoss, SAPOLoss
 from twinkle_jax.rollout import RolloutConfig
 from twinkle_jax.training.by_name import make_estimator, make_optimizer, make_schedule
+from twinkle_jax.training.tracking import Trackers
 
 Options = dict[str, int | float | bool | list[float] | str | None]
 """Hyper-parameters by name, of an estimator or an optimizer."""
@@ -206,8 +207,8 @@ class EvaluationConfig:
 
 
 @dataclass(frozen=True)
-class LoggingConfig:
-    """What is saved and shown.
+class LoggingConfig(Trackers):
+    """What is saved and shown, and the `Trackers` that metrics go to.
 
     Attributes:
         checkpoint_every: steps from one checkpoint to the next; the last step always has one.
@@ -215,16 +216,12 @@ class LoggingConfig:
         samples_every: steps from one table of completions, or show of episodes, to the next; 0
             shows none.
         traces_every: steps from one file of episodes, traces/STEP.jsonl, to the next; 0 for none.
-        tensorboard: write TensorBoard's files too.
-        wandb: log to Weights & Biases too.
     """
 
     checkpoint_every: int = at_least(1, default=50)
     keep_checkpoints: int = at_least(1, default=3)
     samples_every: int = at_least(0, default=50)
     traces_every: int = at_least(0, default=0)
-    tensorboard: bool = False
-    wandb: bool = False
 
 
 @dataclass(frozen=True)

@@ -22,8 +22,8 @@ from twinkle_jax.model import Params
 from twinkle_jax.rollout.hosts import InterruptedRunError
 from twinkle_jax.training.checkpoint import RunCheckpoints
 from twinkle_jax.training.config import TrainConfig, check_resumable, with_choices
-from twinkle_jax.training.metrics import FILE, file_is_locked
 from twinkle_jax.training.state import TrainState
+from twinkle_jax.training.tracking import FILE, TRACKER_FILES, file_is_locked
 
 
 @dataclass(frozen=True)
@@ -424,8 +424,8 @@ def _has_not_begun(directory: Path) -> bool:
         return names == {".shared"}
     if not metrics.is_file() or metrics.stat().st_size:
         return False
-    known = {"config.json", ".config.json.partial", FILE, "checkpoints", "tensorboard"}
-    known |= {"wandb", "wandb_run.txt", "base", ".shared"}
+    known = {"config.json", ".config.json.partial", FILE, "checkpoints", "base", ".shared"}
+    known |= set(TRACKER_FILES)
     saves = [path.name for path in directory.glob("checkpoints/*")]
     return names <= known and all(name[0] == "." for name in saves)
 

@@ -19,7 +19,7 @@ from twinkle_jax.training.config import TrainConfig, check_effects, from_dict, w
 from twinkle_jax.training.display import Display, draw_curves
 from twinkle_jax.training.evaluation import held_out
 from twinkle_jax.training.hosts import check_same, check_shared, connect, describe_loss
-from twinkle_jax.training.metrics import MetricsLog, NoLog, rollout_metrics
+from twinkle_jax.training.metrics import rollout_metrics
 from twinkle_jax.training.policy import save_policy
 from twinkle_jax.training.progress import (
     Interruption,
@@ -41,6 +41,7 @@ from twinkle_jax.training.step import (
     train_step,
 )
 from twinkle_jax.training.task import make_task
+from twinkle_jax.training.tracking import MetricsLog, NoLog
 
 _COMPARE_ALL_EVERY = 25  # steps, the first among them
 
@@ -90,12 +91,15 @@ def train(config: TrainConfig, *, reward: RewardFunction | None = None) -> dict[
     def settle(*, wait: bool) -> None:
         (run.checkpoints.finish if wait else run.checkpoints.poll)()
 
+    def open_log() -> MetricsLog | NoLog:
+        return MetricsLog(directory, config.logging) if hosts.is_first() else NoLog()
+
     last = LastStep(write, settle)
     # A save of several processes is collective: a signal handler of one cannot start it.
     last_resort = None if hosts.several() else last.save_from_signal
     with (
         Interruption(last_resort=last_resort) as interruption,
-        hosts.agreed("opening the log", lambda: _open_log(config, directory)) as log,
+        hosts.agreed("opening the log", open_log) as log,
         Display(total=config.steps, quiet=not hosts.is_first()) as display,
     ):
         run, progress = begin(config, directory, task, log, display, source)
@@ -128,12 +132,6 @@ def train(config: TrainConfig, *, reward: RewardFunction | None = None) -> dict[
                     step = last.progress.step
                     display.note(f"step {step} is saved: continue with --resume auto")
             raise
-
-
-def _open_log(config: TrainConfig, directory: Path) -> MetricsLog | NoLog:
-    if not hosts.is_first():
-        return NoLog()
-    return MetricsLog(directory, config.logging.tensorboard, config.logging.wandb)
 
 
 def _prepare(config: TrainConfig, directory: Path) -> Path | None:
