@@ -158,6 +158,15 @@ def test_an_unknown_flag_or_value_is_refused(arguments, message, capsys):
     assert capsys.readouterr().err.startswith(f"twinkle-jax: {message}")
 
 
+@pytest.mark.parametrize(
+    ("arguments", "names"),
+    [("export", "RUN, DIRECTORY"), ("export run", "DIRECTORY"), ("sample 1+2=", "--model")],
+)
+def test_what_is_missing_is_named_as_it_is_typed(arguments, names, capsys):
+    assert main(arguments.split()) == 2
+    assert capsys.readouterr().err.endswith(f"required: {names}\n")
+
+
 def test_auto_is_a_value_of_the_settings_that_help_shows_with_it(tmp_path, capsys):
     file = tmp_path / "run.yaml"
     file.write_text("optimizer: {schedule: auto}\nsteps: auto\nupdate: {recompute: auto}\n")

@@ -515,7 +515,7 @@ def _with_suggestion(message: str, arguments: Sequence[str]) -> str:
         r"[Uu]nrecognized arguments: (--[^\s=]+)|does not accept option '(.+)'", message
     )
     if match is None:
-        return _plain_type_error(message)
+        return _plain_type_error(_with_missing_options(message))
     mistyped = match.group(1) or f"--{match.group(2)}"  # a name on the command line, or in a file
     if mistyped == "--prompt" and "sample" in arguments[:1]:
         return "the prompt of sample goes without --prompt: twinkle-jax sample PROMPT --model MODEL"
@@ -528,12 +528,22 @@ def _with_suggestion(message: str, arguments: Sequence[str]) -> str:
     return f"unknown option {mistyped}{hint} (--help lists all)"
 
 
+def _with_missing_options(message: str) -> str:
+    """Name required options and arguments as they are typed: `--model`, `DIRECTORY`."""
+    start, colon, names = message.partition("the following arguments are required: ")
+    for subcommand, argument in re.findall(r"(\w+)\.(\w+)", names):
+        position = argument.upper()
+        typed = position if position in SUBCOMMANDS[subcommand].positional else f"--{argument}"
+        names = names.replace(f"{subcommand}.{argument}", typed)
+    return start + colon + names
+
+
 def _plain_type_error(message: str) -> str:
     """Describe in one sentence which option has a value of the wrong type."""
     match = re.search(r'Parser key "([^"]+)".*(?:Given|Got) value: (.*)$', message, re.DOTALL)
     expected = re.findall(r"Expected an? (?:<class '(\w+)'>|typing\.Literal\[(.+?)\])", message)
     if match is None or not expected:
-        return message
+        return re.sub(r'^Parser key "([^"]+)": ', r"--\1: ", message)
     types = [
         kind or "one of " + choices.replace("'", "")
         for kind, choices in expected

@@ -30,7 +30,7 @@ from twinkle_jax.training.progress import (
     prepare_directory,
     save,
     saved_settings,
-    write_whole,
+    write_atomically,
 )
 from twinkle_jax.training.start import Run, begin, make_recipe, read_policy, with_adapter
 from twinkle_jax.training.state import begin_training, find_devices
@@ -317,7 +317,7 @@ def _write_traces(path: Path, rollout: Rollout) -> None:
         record = episode.as_record() | {"reward": float(rollout.scores[i])}
         lines.append(json.dumps(record, ensure_ascii=False) + "\n")
     path.parent.mkdir(exist_ok=True)
-    write_whole(path, "".join(lines))
+    write_atomically(path, "".join(lines))
 
 
 # After the last step.
@@ -353,7 +353,7 @@ def finish(
             before = progress.totals.accuracy_before
             metrics = directory / "metrics.jsonl"
             draw_curves(metrics, directory / "curves.png", accuracy_before=before)
-        write_whole(directory / "summary.json", json.dumps(summary, indent=1))
+        write_atomically(directory / "summary.json", json.dumps(summary, indent=1))
 
     hosts.first_decides("writing the summary", write)
     run.display.summary(summary, directory)

@@ -41,7 +41,7 @@ from twinkle_jax.training.policy import (
     small_policy,
     warm_start,
 )
-from twinkle_jax.training.progress import Progress, Totals, restore, write_whole
+from twinkle_jax.training.progress import Progress, Totals, restore, write_atomically
 from twinkle_jax.training.state import TrainState, begin_training, find_devices
 from twinkle_jax.training.step import Recipe
 from twinkle_jax.training.task import Task
@@ -176,7 +176,9 @@ def read_policy(config: TrainConfig, mesh: Mesh | None = None) -> Policy:
 def _write_config(config: TrainConfig, directory: Path) -> None:
     """Write config.json, once for all processes."""
     text = json.dumps(dataclasses.asdict(config), indent=1)
-    hosts.first_decides("writing config.json", lambda: write_whole(directory / "config.json", text))
+    hosts.first_decides(
+        "writing config.json", lambda: write_atomically(directory / "config.json", text)
+    )
 
 
 def _fit_devices(recipe: Recipe, state: TrainState, directory: Path, display: Display) -> Recipe:
