@@ -425,7 +425,7 @@ def _only_text(trajectory: Mapping[str, Any]) -> str:
     return message_text(messages[0])
 
 
-# The chat template: an untrusted program, run in a process of its own.
+# The chat template: an untrusted program, run in a separate process.
 
 _WORKER = Path(__file__).with_name("chat_template_worker.py")
 _ERRORS = {

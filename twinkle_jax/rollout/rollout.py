@@ -57,9 +57,9 @@ class RolloutConfig(Filters, _BeforeFilters):
         max_failed: share of episodes whose environment may fail; more end the run.
         max_observation: the most characters of an observation; longer ones lose their middle.
         tool_format: format of tool calls; any tries all.
-        tools_in: process runs each call of a function of `--tools` in a process of its own, which
+        tools_in: process runs each call of a function of `--tools` in a separate process, which
             is killed if it does not answer in time; thread runs them in the trainer's process.
-        environment_in: process runs each episode's environment in a process of its own; thread in
+        environment_in: process runs each episode's environment in a separate process; thread in
             the trainer's process.
         process_megabytes: memory of such a process, above what importing its file takes.
     """

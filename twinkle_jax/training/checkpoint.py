@@ -144,7 +144,7 @@ def _finalize_arrays(directory: Path) -> None:
 
 
 def _as_global(leaf: jax.Array) -> jax.Array:
-    """Turn an array of each process by itself into a global one, replicated over all devices."""
+    """Turn an array that every process has for itself into a global, replicated one."""
     if not hosts.several() or not leaf.is_fully_addressable:
         return leaf
     mesh = jax.make_mesh((jax.device_count(),), ("devices",))

@@ -173,7 +173,7 @@ class DistributedConfig:
 
     Attributes:
         coordinator_address: HOST:PORT of process 0, the same in all; auto: JAX asks the cluster;
-            none: likewise where a scheduler has started several processes (SLURM, Open MPI,
+            none: the same if a scheduler has started several processes (SLURM, Open MPI,
             Kubernetes, TPU slices), otherwise there is one process.
         num_processes: number of processes; none: what the cluster says.
         process_id: number of this process, from 0; none: what the cluster says.

@@ -242,7 +242,7 @@ def score_batch(
         with_entropy: whether to compute entropies.
         with_logits: whether to compute all logits, [batch, time, vocabulary] in float32.
         compute_dtype: as for [`hidden_states`][twinkle_jax.model.hidden_states].
-        attention: likewise.
+        attention: as for `hidden_states`.
         mesh: of the parameters. None: that of their arrays, or one device. Traced arrays do not
             have it: inside a compiled function of yours, pass it.
         transfers: as for [`grad_step`][twinkle_jax.training.grad_step].
