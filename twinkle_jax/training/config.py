@@ -46,7 +46,7 @@ class UpdateConfig:
         credit: advantages of the turns of an episode. episode: all turns get that of the episode's
             return; turn: each gets that of the rewards from it on, compared with the same turn of
             the group's other episodes; mixed: the mean of both.
-        discount: of rewards of later turns, for each turn.
+        discount: discount factor of rewards, for each turn.
         gae_lambda: of credit by turn. 1 credits a turn with all rewards from it on; less
             replaces part of the later rewards by the group's mean return (GAE over turns).
         mask_truncated: exclude completions that reached a limit of tokens, and episodes that
