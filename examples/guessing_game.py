@@ -1,4 +1,4 @@
-"""A game of many turns: guess a number from 1 to 7 in three guesses, by the answers to them.
+"""A game of several turns: guess a number from 1 to 7 in three guesses, using earlier answers.
 
 Each turn the policy writes a digit, and the environment answers `+` (the number is higher) or `-`
 (it is lower), until the guess is right, which gives reward 1, or three guesses are made. Bisection

@@ -144,11 +144,39 @@ def test_a_bad_record_is_refused_before_anything_is_trained(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--stepz", "3"], ["--steps", "many"], ["--dtype", "float8"]]
+    ("arguments", "message"),
+    [
+        (["--stepz", "3"], "unknown option --stepz"),
+        (["--steps", "many"], "--steps must be int, got 'many'"),
+        (["--dtype", "float8"], "--dtype must be one of float32, bfloat16, got 'float8'"),
+        (["--update.credit", "x"], "--update.credit must be one of episode, turn, mixed, got 'x'"),
+        (["--optimizer.options", "b1"], "--optimizer.options must be dict, got 'b1'"),
+    ],
 )
-def test_an_unknown_flag_or_value_is_refused(arguments, capsys):
+def test_an_unknown_flag_or_value_is_refused(arguments, message, capsys):
     assert main(["train", *arguments]) == 2
-    assert arguments[0].removeprefix("--") in capsys.readouterr().err
+    assert capsys.readouterr().err.startswith(f"twinkle-jax: {message}")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "names"),
+    [("export", "RUN, DIRECTORY"), ("export run", "DIRECTORY"), ("sample 1+2=", "--model")],
+)
+def test_what_is_missing_is_named_as_it_is_typed(arguments, names, capsys):
+    assert main(arguments.split()) == 2
+    assert capsys.readouterr().err.endswith(f"required: {names}\n")
+
+
+def test_auto_is_a_value_of_the_settings_that_help_shows_with_it(tmp_path, capsys):
+    file = tmp_path / "run.yaml"
+    file.write_text("optimizer: {schedule: auto}\nsteps: auto\nupdate: {recompute: auto}\n")
+    options = ["--config", str(file), "--rollout.cohorts=auto", "--update.scale", "auto"]
+    with pytest.raises(SystemExit):
+        main(["train", *options, "--resume", "auto", "--task", "auto", "--print_config"])
+    shown = flat(yaml.safe_load(capsys.readouterr().out))
+    automatic = ("optimizer.schedule", "steps", "rollout.cohorts", "update.scale", "task")
+    assert {shown[name] for name in automatic} == {None}
+    assert (shown["resume"], shown["update.recompute"]) == ("auto", "auto")
 
 
 def test_every_option_says_what_it_is(capsys):
@@ -170,6 +198,8 @@ def test_every_option_says_what_it_is(capsys):
     [
         (["--rollout.promptz", "3"], "did you mean --rollout.prompts"),
         (["--num_samples", "3"], "--rollout.num_samples"),
+        (["--num_generations", "3"], "did you mean --rollout.num_samples"),  # TRL's
+        (["--optimizer.lr", "3"], "did you mean --optimizer.learning_rate? "),
         (["--mod", "x"], "did you mean --model"),  # abbreviations are refused
     ],
 )

@@ -73,6 +73,15 @@ def test_options_in_the_documentation_exist():
         assert set(options) <= settings.keys(), page
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_rows_of_a_table_have_the_cells_of_its_header(page):
+    """A bar inside a formula ends its cell: the rest of the row was not shown."""
+    text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    for table in re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE):
+        bars = {len(re.findall(r"(?<!\\)\|", row)) for row in table.splitlines()}
+        assert len(bars) == 1, table
+
+
 def test_pages_have_blocks():
     with_blocks = {page.name for page in PAGES if any(_blocks(page, "python"))}
     assert {"README.md", "advantages.md", "from_twinkle.md"} <= with_blocks

@@ -16,10 +16,27 @@ from twinkle_jax.data import Message, Trajectory, message_text
 from twinkle_jax.rollout import RolloutConfig
 from twinkle_jax.sampler import Filters
 from twinkle_jax.training import DistributedConfig, EvaluationConfig, TrainConfig, UpdateConfig
-from twinkle_jax.training.config import flat, from_dict
+from twinkle_jax.training.config import automatic_settings, flat, from_dict
 
 _PARSER_MODE = "yaml_or_text"
 _NULL = ("", "~", "null", "Null", "NULL")  # what YAML reads as null
+# Options of TRL and of other trainers, for suggestions; by the last part of a name.
+_OPTIONS_ELSEWHERE = {
+    "batch_size": "rollout.prompts",
+    "beta": "update.kl_beta",
+    "bf16": "dtype",
+    "dataset_name": "task",
+    "gradient_checkpointing": "update.recompute",
+    "loss_type": "update.loss",
+    "lr": "optimizer.learning_rate",
+    "max_completion_length": "rollout.max_new_tokens",
+    "max_prompt_length": "rollout.max_prompt_tokens",
+    "model_name_or_path": "model",
+    "num_generations": "rollout.num_samples",
+    "num_iterations": "update.epochs",
+    "reward_funcs": "reward",
+    "scale_rewards": "update.scale",
+}
 _NOT_INHERITED = ("resume", "overwrite", "output_dir", "distributed")  # by a resumed run
 
 
@@ -74,7 +91,7 @@ def _add_policy(parser: Any) -> None:
         required=True,
         help="directory of a run, or directory or hub id of a checkpoint or an adapter",
     )
-    parser.add_argument("--seed", type=int, default=0, help="of everything that is random")
+    parser.add_argument("--seed", type=int, default=0, help="of all random numbers")
 
 
 def _add_environment(parser: Any) -> None:
@@ -108,17 +125,19 @@ def _evaluate_options(parser: Any) -> None:
         type=str | None,
         default=None,
         help="arithmetic, gsm8k, gsm8k:FILE, or a JSON Lines file of prompts and answers; none: "
-        "what the environment says, or arithmetic",
+        "the environment's, or arithmetic",
     )
     _add_environment(parser)
-    parser.add_argument("--level", type=int, default=2, help="of the arithmetic task, 1 to 6")
+    parser.add_argument(
+        "--level", type=int, default=2, help="difficulty of the arithmetic task, 1 to 6"
+    )
     parser.add_argument(
         "--reward",
         type=str | None,
         default=None,
-        help="exact, math, gsm8k, FILE.py:NAME or MODULE:NAME; none: what fits the task",
+        help="exact, math, gsm8k, FILE.py:NAME or MODULE:NAME; none: the task's own",
     )
-    parser.add_argument("--problems", type=int, default=256, help="how many problems to judge by")
+    parser.add_argument("--problems", type=int, default=256, help="number of problems")
     parser.add_argument("--pass_k", type=int, default=0, help="k of pass@k; 0 leaves it out")
     parser.add_argument(
         "--max_new_tokens", type=int, default=512, help="the most tokens of a completion"
@@ -178,7 +197,7 @@ def _sample_options(parser: Any) -> None:
     parser.add_argument(
         "--max_new_tokens", type=int, default=128, help="the most tokens of a completion"
     )
-    parser.add_argument("--temperature", type=float, default=1.0, help="0: the most probable")
+    parser.add_argument("--temperature", type=float, default=1.0, help="0: the most probable token")
     for setting in dataclasses.fields(Filters):
         default = setting.default
         parser.add_argument(
@@ -253,7 +272,10 @@ def _export_options(parser: Any) -> None:
     parser.add_argument("run", help="the directory of a run")
     parser.add_argument("directory", help="where to write the policy")
     parser.add_argument(
-        "--step", type=int | None, default=None, help="whose checkpoint; the newest by default"
+        "--step",
+        type=int | None,
+        default=None,
+        help="step of the checkpoint; the newest by default",
     )
     parser.add_argument(
         "--merge", action="store_true", help="add adapters to the kernels: a whole checkpoint"
@@ -282,7 +304,7 @@ SUBCOMMANDS = {
         _train,
     ),
     "evaluate": Subcommand(
-        "Judge a policy on problems with known answers.", _evaluate_options, _evaluate
+        "Evaluate a policy on problems with known answers.", _evaluate_options, _evaluate
     ),
     "sample": Subcommand("Show completions of a prompt.", _sample_options, _sample, " PROMPT"),
     "export": Subcommand(
@@ -343,6 +365,8 @@ def _print_error(message: str) -> None:
 
 def _parse(arguments: list[str]) -> Any:
     arguments = _join_negative(_complete_switches(_join_repeated(arguments, "--reward")))
+    if arguments[:1] == ["train"]:
+        arguments = _leave_out_auto(arguments)
     files, rest = _split_off(arguments, "--config")
     for path in files:
         _refuse_repeated(Path(path))
@@ -366,7 +390,7 @@ def _parser(train_settings: dict[str, Any] | None = None) -> Any:
 
         def format_help(self, formatter: Any = None) -> str:
             text = super().format_help(formatter) if formatter else super().format_help()
-            automatic = r"(\(type:\s+)Optional\[([^()]+)\](,\s+default:\s+)null\)"
+            automatic = r"(\(type:\s+)Optional\[((?!list)[^()]+)\](,\s+default:\s+)null\)"
             return re.sub(automatic, r"\1\2\3auto)", text)
 
     set_loader(_PARSER_MODE, _read_value, (yaml.YAMLError,))
@@ -396,7 +420,31 @@ def _read_value(text: str) -> Any:
     from jsonargparse import get_loader
 
     value = get_loader("yaml")(text)
+    if isinstance(value, dict):
+        return _without_auto(value, set(automatic_settings()))
     return text if value is None and text.strip() not in _NULL else value
+
+
+def _without_auto(settings: dict[Any, Any], automatic: set[str], prefix: str = "") -> Any:
+    """Leave out the settings of a file that are `auto`, where that is the default."""
+    return {
+        key: _without_auto(value, automatic, f"{key}.") if isinstance(value, dict) else value
+        for key, value in settings.items()
+        if value != "auto" or f"{prefix}{key}" not in automatic
+    }
+
+
+def _leave_out_auto(arguments: list[str]) -> list[str]:
+    """Leave out options of `train` that are `auto`, where that is the default."""
+    automatic = {f"--{name}" for name in automatic_settings()}
+    kept: list[str] = []
+    for argument in arguments:
+        name, _, value = argument.rpartition("=")
+        if argument == "auto" and kept[-1] in automatic:
+            kept.pop()
+        elif value != "auto" or name not in automatic:
+            kept.append(argument)
+    return kept
 
 
 def _split_off(arguments: list[str], flag: str) -> tuple[list[str], list[str]]:
@@ -467,25 +515,41 @@ def _with_suggestion(message: str, arguments: Sequence[str]) -> str:
         r"[Uu]nrecognized arguments: (--[^\s=]+)|does not accept option '(.+)'", message
     )
     if match is None:
-        return _plain_type_error(message)
+        return _plain_type_error(_with_missing_options(message))
     mistyped = match.group(1) or f"--{match.group(2)}"  # a name on the command line, or in a file
     if mistyped == "--prompt" and "sample" in arguments[:1]:
         return "the prompt of sample goes without --prompt: twinkle-jax sample PROMPT --model MODEL"
     known = sorted(set(re.findall(r"--[a-z][\w.]*", _help_of(arguments))))
-    close = difflib.get_close_matches(mistyped, known, n=3, cutoff=0.6)
+    same = _OPTIONS_ELSEWHERE.get(mistyped.removeprefix("--").rpartition(".")[2])
+    close = [f"--{same}"] if f"--{same}" in known else []
+    close = close or difflib.get_close_matches(mistyped, known, n=3, cutoff=0.6)
     close += [name for name in known if name.endswith(f".{mistyped[2:]}") and name not in close]
     hint = f"; did you mean {' or '.join(close[:3])}?" if close else ""
     return f"unknown option {mistyped}{hint} (--help lists all)"
 
 
+def _with_missing_options(message: str) -> str:
+    """Name required options and arguments as they are typed: `--model`, `DIRECTORY`."""
+    start, colon, names = message.partition("the following arguments are required: ")
+    for subcommand, argument in re.findall(r"(\w+)\.(\w+)", names):
+        position = argument.upper()
+        typed = position if position in SUBCOMMANDS[subcommand].positional else f"--{argument}"
+        names = names.replace(f"{subcommand}.{argument}", typed)
+    return start + colon + names
+
+
 def _plain_type_error(message: str) -> str:
     """Describe in one sentence which option has a value of the wrong type."""
-    match = re.search(r'Parser key "([^"]+)".*Given value: (.*)$', " ".join(message.split()))
-    expected = re.findall(r"Expected an? <class '(\w+)'>", message)
+    match = re.search(r'Parser key "([^"]+)".*(?:Given|Got) value: (.*)$', message, re.DOTALL)
+    expected = re.findall(r"Expected an? (?:<class '(\w+)'>|typing\.Literal\[(.+?)\])", message)
     if match is None or not expected:
-        return message
-    types = " or ".join(name for name in expected if name != "NoneType")
-    return f"--{match.group(1)} must be {types}, got {match.group(2)!r}"
+        return re.sub(r'^Parser key "([^"]+)": ', r"--\1: ", message)
+    types = [
+        kind or "one of " + choices.replace("'", "")
+        for kind, choices in expected
+        if kind != "NoneType"
+    ]
+    return f"--{match.group(1)} must be {' or '.join(types)}, got {match.group(2)!r}"
 
 
 def _help_of(arguments: Sequence[str]) -> str:

@@ -192,7 +192,8 @@ def test_what_cannot_come_back_is_not_saved(tmp_path, arrays, error, message):
 )
 def test_facts_are_json(tmp_path, facts):
     with pytest.raises(ValueError, match="facts"):
-        RunCheckpoints(tmp_path).save(1, {}, facts)
+        RunCheckpoints(tmp_path / "run").save(1, {}, facts)
+    assert not (tmp_path / "run").exists()
 
 
 def test_old_steps_go_once_a_new_one_is_there(tmp_path):

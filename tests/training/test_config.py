@@ -294,6 +294,9 @@ def test_a_resumed_run_may_change_only_what_no_finished_step_depends_on(config):
     changeable = {name for name in names if resumes_with_another(name, config)}
     allowed = MAY_CHANGE | {name for name in names if name.split(".")[0] in SECTIONS}
     assert changeable == (allowed if config is CONSTANT else allowed - {"steps"})
+    if config is not CONSTANT:
+        with pytest.raises(ValueError, match=r"steps must be 3 .*schedule=linear depends on it"):
+            check_resumable(as_saved(config) | {"steps": 3}, config)
 
 
 def test_a_resumed_run_may_have_longer_prompts():

@@ -25,11 +25,11 @@ from tests.training.small_run import EVERY_STEP, STEPS, Scorer, config, evaluati
 from twinkle_jax.rollout.hosts import InterruptedRunError
 from twinkle_jax.training import OptimizerConfig, SamplerMismatchError, train
 from twinkle_jax.training.display import Display
-from twinkle_jax.training.metrics import MetricsLog
 from twinkle_jax.training.progress import LastStep, save
 from twinkle_jax.training.run import one_step
 from twinkle_jax.training.start import begin
 from twinkle_jax.training.task import make_task
+from twinkle_jax.training.tracking import MetricsLog
 
 EXIT_WITHIN = 30
 

@@ -17,7 +17,6 @@ import pytest
 from twinkle_jax.rollout.hosts import InterruptedRunError
 from twinkle_jax.training import LoggingConfig, TrainConfig
 from twinkle_jax.training.checkpoint import RunCheckpoints
-from twinkle_jax.training.metrics import MetricsLog
 from twinkle_jax.training.progress import (
     Interruption,
     LastStep,
@@ -27,6 +26,7 @@ from twinkle_jax.training.progress import (
     restore,
     save,
 )
+from twinkle_jax.training.tracking import MetricsLog
 
 ROOT = Path(__file__).parents[2]
 
@@ -70,6 +70,8 @@ def test_a_run_that_failed_before_its_first_step_is_no_obstacle(tmp_path):
     with MetricsLog(tmp_path):
         (tmp_path / "config.json").write_text("{}")
         (tmp_path / "checkpoints" / ".step_00000000.01234567.partial").mkdir(parents=True)
+        for name in ("tensorboard", "wandb", "wandb_run.txt"):
+            (tmp_path / name).mkdir()
     config = TrainConfig(output_dir=str(tmp_path), logging=LoggingConfig())
     assert prepare_directory(config, tmp_path) is None
     assert list(tmp_path.iterdir()) == []

@@ -28,11 +28,11 @@ from twinkle_jax.training import (
     train_state,
 )
 from twinkle_jax.training.display import Display
-from twinkle_jax.training.metrics import MetricsLog
 from twinkle_jax.training.policy import add_adapter, example_batch
 from twinkle_jax.training.start import begin, with_adapter, with_config, with_dtype
 from twinkle_jax.training.step import RECOMPUTED
 from twinkle_jax.training.task import make_task
+from twinkle_jax.training.tracking import MetricsLog
 
 POLICY = small_policy(0)
 BETAS, WEIGHT_DECAY, RATE = (0.6, 0.8), 0.3, 0.01

@@ -157,7 +157,7 @@ def _read(name: str, feature: Mapping[str, Any], vocab_size: int, labels_needed:
 
 
 def _row(name: str, values: Any, *, boolean: bool = False) -> HostArray:
-    if boolean and getattr(np.asarray(values), "dtype", None) == np.bool_:
+    if boolean and np.asarray(values).dtype == np.bool_:
         values = np.asarray(values).astype(np.int32)
     array = read_integers(name, values)
     if array.ndim == 2 and len(array) == 1:

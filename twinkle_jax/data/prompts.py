@@ -64,10 +64,10 @@ def read_jsonl(
       text is the answer
 
     The answer becomes `'ground_truth'` in `user_data`, and may be called so in the file. Numbers
-    are written out as the file has them: `0.00001` becomes `'0.00001'`, `1e3` becomes `'1000'`. A
-    file may omit answers, but only in all records. Further columns follow in `user_data` under
-    their names, as JSON values. `tools` that are descriptions in OpenAI's format, or the JSON text
-    of a list of such, as TRL has it, also become the conversation's `tools`, for the chat template.
+    are written out as the file has them: `0.00001` becomes `'0.00001'`, `1e3` becomes `'1000'`.
+    Either all records of a file have an answer, or none. Further columns follow in `user_data`
+    under their names, as JSON values. A column `tools` of descriptions in OpenAI's format, or of
+    the JSON text of such a list, as in TRL, is passed to the chat template, too.
 
     Args:
         path: the file; or a `.parquet` file with such columns.
@@ -514,9 +514,9 @@ class PromptLoader:
 
     Pass `shuffle=False, epochs=1` for what Twinkle's `DataLoader` does: in order, once.
 
-    Each epoch has another order, which depends on the seed alone, and each prompt once. Batches may
-    span two epochs; only the last one may be smaller. A checkpoint stores `get_state()`, and
-    `set_state` continues from it.
+    Each epoch has each prompt once, in an order that depends on the seed and the epoch alone.
+    Batches may span two epochs; only the last one may be smaller. A checkpoint stores
+    `get_state()`, and `set_state` continues from it.
 
     Args:
         prompts: trajectories: a list, or a sequence that computes them, such as

@@ -31,9 +31,9 @@ _SUFFIXES = (".jsonl", ".json", ".csv", ".parquet", ".txt")
 
 
 class Table(Iterable[Row]):
-    """Rows in memory or a stream of them; `map` and the like return others of the kind.
+    """Rows in memory, or a stream of rows; `map` and `filter` return a table of the same kind.
 
-    What is read are copies, at every depth: a function may change them.
+    Rows that are read are copies at every depth: a function may change them.
     """
 
     @abc.abstractmethod
@@ -134,8 +134,8 @@ def mix(tables: Sequence[Table], *, interleave: bool) -> Table:
             are concatenated.
 
     Raises:
-        ValueError: if some are streams and some are not, there are none, or one that has no rows
-            would end the turns of all others.
+        ValueError: if there are no tables, some are streams and some are not, or one in memory that
+            is to be interleaved has no rows.
 
     Example:
         >>> mixed = mix([Rows([{"a": 1}, {"a": 2}]), Rows([{"a": 3}])], interleave=True)

@@ -43,7 +43,7 @@ class Template:
 
     Args:
         model_id: a tokenizer, or what `Tokenizer.from_pretrained` takes: a directory or a hub id.
-        use_chat_template: False encodes the one message there is as plain text.
+        use_chat_template: False encodes a conversation of one message as plain text.
         max_length: maximum tokens of a conversation; None for no limit.
         truncation_strategy: for longer ones: `'raise'` an error, cut `'left'` or
             `'right'`, `'delete'` them, or `'split'` them into several.
@@ -139,7 +139,7 @@ class Template:
     def encode_all(
         self, trajectories: Sequence[Mapping[str, Any]], add_generation_prompt: bool = False
     ) -> tuple[list[int], list[InputFeature]]:
-        """Encode several conversations, and say which trajectory each feature is of."""
+        """Encode several conversations; return the index of each feature's trajectory, too."""
         sources: list[int] = []
         features: list[InputFeature] = []
         for start in range(0, len(trajectories), _CHUNK):
@@ -162,9 +162,9 @@ class Template:
             add_generation_prompt: as for `encode`.
 
         Returns:
-            The rows with the columns of their features, as lists, or with these in the place of
-            each conversation; other columns stay. A row is left out if one of its conversations is
-            too long and `truncation_strategy` is `'delete'`.
+            The rows, with the columns of their features added, or with features in place of the
+            conversations, as lists; other columns stay. A row is left out if one of its
+            conversations is too long and `truncation_strategy` is `'delete'`.
 
         Raises:
             ValueError: as `encode`.
@@ -175,7 +175,8 @@ class Template:
             >>> rows.map_rows(Template(small_tokenizer()).encode_rows)[0].keys()
             dict_keys(['messages', 'level', 'input_ids', 'labels'])
         """
-        nested = [k for k, x in (rows[0] if rows else {}).items() if _is_conversation(x)]
+        first = rows[0] if rows else {}
+        nested = [k for k, x in first.items() if isinstance(x, Mapping) and "messages" in x]
         if not nested:
             kept, features = self.encode_all(rows, add_generation_prompt)
             return [{**rows[i], **to_lists(x)} for i, x in zip(kept, features, strict=True)]
@@ -417,10 +418,6 @@ class Template:
         return [slice(length - limit, None) if strategy == "left" else slice(limit)]
 
 
-def _is_conversation(value: Any) -> bool:
-    return isinstance(value, Mapping) and "messages" in value
-
-
 def _only_text(trajectory: Mapping[str, Any]) -> str:
     messages = trajectory["messages"]
     if len(messages) != 1:
@@ -428,7 +425,7 @@ def _only_text(trajectory: Mapping[str, Any]) -> str:
     return message_text(messages[0])
 
 
-# The chat template: an untrusted program, run in a process of its own.
+# The chat template: an untrusted program, run in a separate process.
 
 _WORKER = Path(__file__).with_name("chat_template_worker.py")
 _ERRORS = {

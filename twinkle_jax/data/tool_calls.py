@@ -15,7 +15,7 @@ from twinkle_jax.data.trajectory import FunctionCall, ToolCall
 _DEPTH = 64  # of lists and dictionaries in arguments, which callers may walk recursively
 _EXCERPT = 200  # characters of a broken call in its error
 
-# Tags that Cline's calls do not have, as thinking, other formats and HTML use them.
+# Tags that are no tools of Cline: those of thinking, of other formats and of HTML.
 _NOT_TOOLS = re.compile(
     "think|answer|reasoning_content|content|response|output|role|messages?|system|user|assistant|"
     "tools?|tool_call|tool_response|function|parameters?|"
@@ -92,8 +92,8 @@ def parse_hermes_calls(text: str) -> ParsedToolCalls:
     A block holds JSON, `{"name": …, "arguments": {…}}`, or the form of Qwen3-Coder,
     `<function=name><parameter=key>value</parameter></function>`, which is also read where there is
     no `<tool_call>` around it. A value of that form is JSON if it can be, otherwise text, without
-    one line break at its beginning and one at its end. The last block may lack its end if it is a
-    whole call.
+    one line break at its beginning and one at its end. The last block may be unclosed if its
+    call is complete.
 
     Args:
         text: what the assistant wrote.

@@ -391,10 +391,10 @@ class SampledSequence:
         new_input_feature: prompt and completion, to train on: `labels` at each position the token
             that follows, −100 where the policy did not choose it.
         logprobs_kind: which distribution `logprobs` are of. `'policy'`: all tokens at the
-            temperature, before repetition penalty and filters, as training computes them: right as
-            `old_logps`. `'sampling'`: what was drawn from, renormalised after penalty, top-k, top-p
-            and min-p: wrong in a ratio with training's. At temperature 0 `'policy'` is at
-            temperature 1, and `'sampling'` is 0. None: unknown, or there are none.
+            temperature, before repetition penalty and filters, as training computes them: pass
+            these as `old_logps`. `'sampling'`: what was drawn from, renormalised after penalty,
+            top-k, top-p and min-p: not for ratios with training's. At temperature 0 `'policy'` is
+            at temperature 1, and `'sampling'` is 0. None: unknown, or there are none.
     """
 
     stop_reason: StopReason

@@ -1,4 +1,4 @@
-"""Scripts in processes of their own, which read requests and write replies, a line each."""
+"""Scripts in separate processes, which read requests and write replies, a line each."""
 
 import contextlib
 import os

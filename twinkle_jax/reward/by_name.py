@@ -6,7 +6,7 @@ import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any
 
 from twinkle_jax.reward.reward import REWARDS, RewardFunction, as_reward
@@ -104,12 +104,20 @@ def load_attribute(place: str, attribute: str, argument: str) -> Any:
     """Import a file or a module, and return what it has under a name."""
     module = load_module(place, argument)
     if not hasattr(module, attribute):
-        functions = [n for n, x in vars(module).items() if callable(x) and not n.startswith("_")]
+        names = [
+            name
+            for name, x in vars(module).items()
+            if callable(x) and not name.startswith("_") and not _is_imported(x, module)
+        ]
         raise ValueError(
             f"{argument} must name something in {place}, which has "
-            f"{', '.join(functions) or 'nothing'}, as {place}:NAME; got {attribute!r}"
+            f"{', '.join(names) or 'nothing'}, as {place}:NAME; got {attribute!r}"
         )
     return getattr(module, attribute)
+
+
+def _is_imported(value: Any, module: ModuleType) -> bool:
+    return isinstance(value, type | FunctionType) and value.__module__ != module.__name__
 
 
 def load_module(place: str, argument: str) -> ModuleType:

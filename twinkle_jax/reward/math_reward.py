@@ -32,7 +32,7 @@ class MathReward(Reward, name="math"):
     r"""1 if the answer in the last box equals the ground truth, otherwise 0.
 
     `\boxed{\frac12}` equals 0.5, and `\boxed{x^2+2x+1}` equals (x+1)². Answers are compared by
-    math-verify in processes of their own, which never evaluate them as Python, see no files, and
+    math-verify in separate processes, which never evaluate them as Python, see no files, and
     are killed when they take too long: an answer that cannot be compared in time is wrong. Ground
     truths of letters alone are compared as words.
 

@@ -40,10 +40,10 @@ def find_environment(
             tools alone are the environment.
         tools: `FILE.py` or `MODULE`, whose public functions are tools, or `FILE.py:NAME` of one
             function or a list of them; None for none.
-        tools_in: `process` runs each call in a process of its own, forked after the file was
+        tools_in: `process` runs each call in a separate process, forked after the file was
             imported, so that changes which a call makes to its module are lost. `thread` runs calls
             in this process.
-        environment_in: `process` runs the environment of each episode in a process of its own,
+        environment_in: `process` runs the environment of each episode in a separate process,
             which is killed if it hangs. Ignored for OpenEnv, whose server is a process already.
         limits: time and memory limits of those processes.
 

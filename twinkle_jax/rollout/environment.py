@@ -137,7 +137,7 @@ class BadReplyError(TypeError):
 
 
 class ProcessFailedError(RuntimeError):
-    """A tool or an environment in a process of its own failed, or the process died.
+    """A tool or an environment in a separate process failed, or the process died.
 
     Attributes:
         cause: one of those of `failure_cause`.
@@ -149,7 +149,7 @@ class ProcessFailedError(RuntimeError):
 
 
 class ToolRaisedError(Exception):
-    """A tool in a process of its own raised an error, which is shown to the policy."""
+    """A tool in a separate process raised an error, which is shown to the policy."""
 
 
 def failure_cause(error: BaseException) -> str:

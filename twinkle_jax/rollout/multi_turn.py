@@ -199,9 +199,9 @@ class MultiTurn:
         replies = _gather("playing environments", running, lambda held: [e.reply() for e in held])
         for episode, reply in zip(running, replies, strict=True):
             episode.take_reply(reply)
-        self._read([episode for episode in running if episode.stage == "replied"])
+        self._read_observations([episode for episode in running if episode.stage == "replied"])
 
-    def _read(self, running: "list[_RunningEpisode]") -> None:
+    def _read_observations(self, running: "list[_RunningEpisode]") -> None:
         """Encode the observations of these episodes, all at once."""
         for episode in running:
             episode.join_messages()
@@ -226,7 +226,8 @@ class MultiTurn:
             for e in appended
         ]
         tokens = dict(zip([e.number for e in appended], template.continuations(turns), strict=True))
-        for episode, row in zip(rendered, _encode(template, rendered), strict=True):
+        encoded = _encode_conversations(template, rendered)
+        for episode, row in zip(rendered, encoded, strict=True):
             if not episode.record.turns and len(row) > longest:
                 raise ValueError(
                     "the conversation before the first turn must have at most "
@@ -519,8 +520,9 @@ class _RunningEpisode:
             self._call(self.session.step, action)
 
 
-def _encode(template: Template, running: Sequence[_RunningEpisode]) -> list[list[int]]:
-    """Encode whole conversations."""
+def _encode_conversations(
+    template: Template, running: Sequence[_RunningEpisode]
+) -> list[list[int]]:
     conversations: list[Mapping[str, Any]] = []
     for episode in running:
         messages = [*episode.record.messages, *episode.observation]

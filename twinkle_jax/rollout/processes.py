@@ -1,4 +1,4 @@
-"""Tools and environments in processes of their own, with limits of time and memory."""
+"""Tools and environments in separate processes, with limits of time and memory."""
 
 import contextlib
 import functools
@@ -175,7 +175,7 @@ def tools_in_processes(
     module_name: str,
     limits: ProcessLimits,
 ) -> list[Callable[..., Any]]:
-    """Wrap functions so that each call runs in a process of its own.
+    """Wrap functions so that each call runs in a separate process.
 
     Args:
         functions: by name: the function, and where its module has it: the name of an attribute,
@@ -198,7 +198,7 @@ def tools_in_processes(
 
 
 class ProcessEnvironment:
-    """An environment in a process of its own, which lasts as long as the episode.
+    """An environment in a separate process, which lasts as long as the episode.
 
     If it hangs, it is killed with all processes that it has started, and no thread is left over.
 
@@ -232,7 +232,7 @@ class ProcessEnvironment:
 
 
 def environments_in_processes(name: str, limits: ProcessLimits) -> Callable[[], Any]:
-    """Return a function that makes environments, each in a process of its own.
+    """Return a function that makes environments, each in a separate process.
 
     Args:
         name: as for `find_environment`.

@@ -41,27 +41,27 @@ class RolloutConfig(Filters, _BeforeFilters):
             checkpoint.
         max_prompt_tokens: the most tokens of a prompt; longer ones are refused.
         temperature: what logits are divided by, in sampling and in training.
-        slots: completions that are drawn at a time; those that end give their slots to the next
-            ones. Fewer take less memory; none: all of a step.
+        slots: completions that are sampled at a time; one that ends gives its slot to the next.
+            Fewer take less memory; none: all of a step.
         repetition_penalty: what logits of tokens that occurred before are divided by (multiplied,
             if negative); 1 for none.
         max_turns: the most turns of an episode, with an environment or tools.
         max_episode_tokens: the most tokens of an episode, all turns and observations together;
             auto: max_prompt_tokens and max_turns times max_new_tokens.
-        history: how earlier turns are read, see `MultiTurn`: append keeps them as they were
-            sampled; template renders them anew, and an episode may take several rows.
-        cohorts: parts in which episodes are played: while the environments of one are at work, a
-            turn of the next is drawn; auto: 2 on CPUs with 64 episodes or more, else 1.
+        history: how the policy reads earlier turns. append keeps them as they were sampled;
+            template renders them anew, so that an episode may take several rows.
+        cohorts: parts of the episodes; while the environments of one part run, turns of the next
+            are sampled; auto: 2 on CPUs with 64 episodes or more, else 1.
         environment_timeout: seconds that an environment may take to answer.
-        environment_threads: environments that are called at a time.
+        environment_threads: environments that are called at the same time.
         max_failed: share of episodes whose environment may fail; more end the run.
-        max_observation: characters of an observation; of longer ones the middle is left out.
-        tool_format: of tool calls; any tries all.
-        tools_in: process runs each call of a function of `--tools` in a process of its own, which
+        max_observation: the most characters of an observation; longer ones lose their middle.
+        tool_format: format of tool calls; any tries all.
+        tools_in: process runs each call of a function of `--tools` in a separate process, which
             is killed if it does not answer in time; thread runs them in the trainer's process.
-        environment_in: process runs each episode's environment in a process of its own; thread in
+        environment_in: process runs each episode's environment in a separate process; thread in
             the trainer's process.
-        process_megabytes: memory that such a process may take, above what importing its file takes.
+        process_megabytes: memory of such a process, above what importing its file takes.
     """
 
     repetition_penalty: float = positive(default=1.0)

@@ -57,6 +57,7 @@ from twinkle_jax.training.state import (
     zero_gradients,
 )
 from twinkle_jax.training.step import Recipe, SamplerMismatchError, collect, learn, train_step
+from twinkle_jax.training.tracking import Trackers
 
 __all__ = [
     "DistributedConfig",
@@ -78,6 +79,7 @@ __all__ = [
     "Schedule",
     "Scores",
     "StepSummary",
+    "Trackers",
     "TrainConfig",
     "TrainState",
     "Transfers",

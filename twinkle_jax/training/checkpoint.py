@@ -144,7 +144,7 @@ def _finalize_arrays(directory: Path) -> None:
 
 
 def _as_global(leaf: jax.Array) -> jax.Array:
-    """Turn an array of each process by itself into a global one, replicated over all devices."""
+    """Turn an array that every process has for itself into a global, replicated one."""
     if not hosts.several() or not leaf.is_fully_addressable:
         return leaf
     mesh = jax.make_mesh((jax.device_count(),), ("devices",))
@@ -386,8 +386,8 @@ def write_with_state(
         directory: of the weights; its other files stay.
         write_weights: writes them to the directory that it is passed, which does not exist yet.
         arrays: of the state, as for `write_checkpoint`; None: no state, and that of the older
-            weights goes.
-        facts: likewise.
+            weights is deleted.
+        facts: of the state, as for `write_checkpoint`.
 
     Raises:
         ValueError: if the directory cannot be replaced, or holds an adapter where a checkpoint is
@@ -579,7 +579,8 @@ class RunCheckpoints:
 
             def begin() -> str:
                 with _names_step(step, target):
-                    self._make_room()
+                    self.directory.mkdir(parents=True, exist_ok=True)
+                    remove_remains(self.directory, _STEP.pattern)
                     fresh = stack.enter_context(replace_directory(target))
                     _write_facts(fresh, facts)
                     _write_leaves(fresh, leaves)
@@ -620,10 +621,6 @@ class RunCheckpoints:
         self._current = pending.step
         if hosts.is_first():
             self._remove_others(pending.step)
-
-    def _make_room(self) -> None:
-        self.directory.mkdir(parents=True, exist_ok=True)
-        remove_remains(self.directory, _STEP.pattern)
 
     def restore(
         self,
@@ -673,19 +670,15 @@ class RunCheckpoints:
 
     def _check_save(self, step: int, facts: Mapping[str, Any]) -> None:
         """Fail before anything is written."""
-        if hosts.is_first():
-            self._check_step(step)
-        _to_json(facts)
-
-    def _check_step(self, step: int) -> None:
-        newest = max(self.steps(), default=0)
-        if self._current is None and self.steps() and step <= newest:
+        steps = self.steps() if hosts.is_first() else []
+        if self._current is None and steps and step <= steps[-1]:
             raise ValueError(
-                f"step must be after {newest}, the newest in {self.directory}, got {step}: restore "
-                "the step to continue from, or use another directory"
+                f"step must be after {steps[-1]}, the newest in {self.directory}, got {step}: "
+                "restore the step to continue from, or use another directory"
             )
         if step < (self._current or 0):
             raise ValueError(f"step must be at least {self._current or 0}, got {step}")
+        _to_json(facts)
 
     def _remove_others(self, step: int) -> None:
         """Delete later and old steps; renamed first, so that no step is ever incomplete."""

@@ -24,6 +24,7 @@ from twinkle_jax.data.settings import (
 from twinkle_jax.loss import LOSSES, CISPOLoss, ImportanceCorrection, PolicyLoss, SAPOLoss
 from twinkle_jax.rollout import RolloutConfig
 from twinkle_jax.training.by_name import Schedule, make_estimator, make_optimizer, make_schedule
+from twinkle_jax.training.tracking import Trackers
 
 Options = dict[str, int | float | bool | list[float] | str | None]
 """Hyper-parameters by name, of an estimator or an optimizer."""
@@ -37,22 +38,22 @@ class UpdateConfig:
         advantage: name of the estimator: grpo, rloo, maxrl, opo, remax, reinforce_plus_plus,
             reinforce (no baseline), ...; auto: maxrl for the built-in policy, whose rare right
             answers it weighs most; grpo for a checkpoint, or with a scale or options.
-        advantage_options: its hyper-parameters, such as k of pass_at_k and pkpo.
+        advantage_options: hyper-parameters of the estimator, such as k of pass_at_k and pkpo.
         scale: what advantages are divided by, for estimators that have a scale; auto: group.
         loss: name of the loss: grpo, dapo, cispo, gspo, ...
         epsilon: how far a ratio may fall below 1.
         epsilon_high: how far a ratio may rise above 1; none: as far, or 0.28 for dapo.
         kl_beta: weight of the divergence from the initial policy, per nat.
-        credit: of episodes of several turns: episode gives all turns the advantage of the episode's
-            return; turn gives each that of the rewards from it on, among the same turns of the
-            group; mixed the mean of both.
-        discount: factor for the reward of each later turn.
-        gae_lambda: for credit by turn: 1 credits a turn with all rewards from it on; less
+        credit: advantages of the turns of an episode. episode: all turns get that of the episode's
+            return; turn: each gets that of the rewards from it on, compared with the same turn of
+            the group's other episodes; mixed: the mean of both.
+        discount: discount factor of rewards, for each turn.
+        gae_lambda: of credit by turn. 1 credits a turn with all rewards from it on; less
             replaces part of the later rewards by the group's mean return (GAE over turns).
         mask_truncated: exclude completions that reached a limit of tokens, and episodes that
             reached one of tokens or turns, from statistics and loss.
-        dynamic_sampling: most rollouts of a step, which samples until enough prompts have rewards
-            that differ (DAPO); 1 takes the first as it is.
+        dynamic_sampling: the most rollouts that a step samples until enough prompts have rewards
+            that differ (DAPO); 1 trains on the first as it is.
         epochs: passes over each rollout.
         mini_batches: updates in each pass; prompts are dealt out to them at random.
         micro_batch_tokens: tokens, padding included, whose gradients are computed at once on each
@@ -63,8 +64,8 @@ class UpdateConfig:
             policy; for a checkpoint layers, or elementwise where a device is known to have room.
         correction: weights that correct for the difference between the sampler's and the trainer's
             probabilities: none, or per token or per sequence, truncated at the cap or masked above
-            it. Takes a scoring pass more.
-        correction_cap: the largest weight.
+            it. Takes one more scoring pass.
+        correction_cap: the largest weight of `correction`.
         on_mismatch: what happens if the sampler's log-probabilities are not the trainer's: stop
             the run, or warn and continue.
         max_logp_diff: the largest mean difference between sampler and trainer, in nats a token;
@@ -103,16 +104,16 @@ class OptimizerConfig:
     """The optimizer, its learning rate, and the limit of gradients.
 
     Attributes:
-        name: of an Optax optimizer: adamw, adam, sgd, lion, adafactor, muon, ...
-        options: its arguments in Optax, such as b1, b2 and weight_decay; adamw has b2 0.99 and no
-            weight decay unless they say otherwise.
-        learning_rate: the highest; auto: 6e-4 for the built-in policy, 1e-6 for a checkpoint.
-        warmup_steps: steps over which the learning rate rises to it.
+        name: an optimizer of Optax: adamw, adam, sgd, lion, adafactor, muon, ...
+        options: arguments of the optimizer, such as b1, b2 and weight_decay; for adamw the defaults
+            are Optax's, except b2 0.99 and no weight decay.
+        learning_rate: at its peak; auto: 6e-4 for the built-in policy, 1e-6 for a checkpoint.
+        warmup_steps: steps over which the learning rate rises to its peak.
         schedule: of the learning rate: constant, linear or cosine (to 0 after the last step), or
             the name of an Optax schedule; auto: linear for the built-in policy, else constant.
         schedule_options: arguments of an Optax schedule.
         max_grad_norm: gradients with a larger global norm are scaled down to it.
-        max_skipped: end the run after so many steps in a row whose gradients were not finite.
+        max_skipped: end the run after this many steps in a row whose gradients were not finite.
     """
 
     name: str = "adamw"
@@ -130,8 +131,8 @@ class LoraSettings:
     """Low-rank adapters, which are trained instead of the policy's own parameters.
 
     Attributes:
-        rank: of the adapters; 0 trains all parameters.
-        alpha: what their product is scaled by, divided by the rank.
+        rank: of the adapters; 0 trains all parameters instead.
+        alpha: adapters are scaled by alpha / rank.
         dropout: share of an adapter's input that is dropped in training.
         target_modules: projections that get adapters, such as q_proj; all-linear for all inside
             the layers.
@@ -148,9 +149,9 @@ class MeshConfig:
     """The mesh of a run, which uses as many devices as the product of its axes.
 
     Attributes:
-        data: each has all parameters, and a share of the rows.
-        fsdp: each has a share of the parameters and of the rows; for models too large for one.
-        tensor: each has a share of every layer; must divide the key-value heads.
+        data: copies of the parameters, each with a share of the rows.
+        fsdp: devices that a copy and its rows are sharded over, for models too large for one.
+        tensor: devices that each layer is split over; must divide the key-value heads.
         transfers: when an update moves parameters and gradients between devices: layers, where each
             layer runs (least memory), or once before and once after all of them, which takes room
             for all parameters and gradients on each device and is not for tensor; auto: once for
@@ -173,11 +174,11 @@ class DistributedConfig:
 
     Attributes:
         coordinator_address: HOST:PORT of process 0, the same in all; auto: JAX asks the cluster;
-            none: likewise where a scheduler has started several processes (SLURM, Open MPI,
+            none: the same if a scheduler has started several processes (SLURM, Open MPI,
             Kubernetes, TPU slices), otherwise there is one process.
-        num_processes: how many there are; none: what the cluster says.
-        process_id: which of them this is, from 0; none: what the cluster says.
-        connect_timeout: seconds to wait until all processes are there.
+        num_processes: number of processes; none: what the cluster says.
+        process_id: number of this process, from 0; none: what the cluster says.
+        connect_timeout: seconds to wait until all processes have connected.
     """
 
     coordinator_address: str | None = None
@@ -191,12 +192,12 @@ class EvaluationConfig:
     """How the policy is evaluated, on problems that it is never trained on.
 
     Attributes:
-        every: steps from one evaluation to the next; 0: only before the first and after the last.
-        problems: how many held-out problems.
-        path: a file of them, for tasks from files; without one such tasks are not evaluated.
+        every: steps between evaluations; 0: only before the first step and after the last.
+        problems: number of held-out problems.
+        path: a file of held-out problems, for tasks from files, which are not evaluated without it.
         pass_k: k of pass@k; 0 evaluates greedily alone.
-        reward: used in place of the training reward, and named like it; rewards of 1 or more count
-            as right.
+        reward: in place of the training reward, and named like it; an answer is right if its reward
+            is 1 or more.
     """
 
     every: int = at_least(0, default=25)
@@ -207,25 +208,20 @@ class EvaluationConfig:
 
 
 @dataclass(frozen=True)
-class LoggingConfig:
-    """What is saved and shown.
+class LoggingConfig(Trackers):
+    """What is saved and shown, and the `Trackers` that metrics go to.
 
     Attributes:
-        checkpoint_every: steps from one checkpoint to the next; the last step always has one.
-        keep_checkpoints: how many of the newest are kept.
-        samples_every: steps from one table of completions, or show of episodes, to the next; 0
-            shows none.
-        traces_every: steps from one file of episodes, traces/STEP.jsonl, to the next; 0 for none.
-        tensorboard: write TensorBoard's files too.
-        wandb: log to Weights & Biases too.
+        checkpoint_every: steps between checkpoints; the last step always has one.
+        keep_checkpoints: number of checkpoints to keep, the newest ones.
+        samples_every: steps between displays of some completions or episodes; 0 for none.
+        traces_every: steps between files of all episodes, traces/STEP.jsonl; 0 for none.
     """
 
     checkpoint_every: int = at_least(1, default=50)
     keep_checkpoints: int = at_least(1, default=3)
     samples_every: int = at_least(0, default=50)
     traces_every: int = at_least(0, default=0)
-    tensorboard: bool = False
-    wandb: bool = False
 
 
 @dataclass(frozen=True)
@@ -240,19 +236,20 @@ class TrainConfig:
             or gymnasium's interface; or openenv:URL of a server.
         tools: FILE.py with functions that the policy may call, or FILE.py:NAME of one or a list.
         task: arithmetic (problems made on the spot), gsm8k (from the hub; gsm8k:ID and gsm8k:FILE
-            for one in its format), a JSON Lines file of prompts and answers, or environment, whose
-            prompts are what the environment says; auto: that with an environment, or arithmetic.
+            for one in its format), a JSON Lines file of prompts and answers, or environment, which
+            gives the prompts itself; auto: environment if there is one, else arithmetic.
         level: difficulty of the arithmetic task, 1 to 6.
         reward: exact, math, gsm8k, FILE.py:NAME or MODULE:NAME; may be given several times, then
-            the rewards are added up; none: what fits the task, or the environment's alone.
-        reward_weights: of several rewards, in their order; none: 1 each.
+            the rewards are added up; none: the task's own, or the environment's alone.
+        reward_weights: weights of several rewards, in their order; none: 1 each.
         reward_timeout: seconds that a reward may take for the completions of a step.
         system: system message of each conversation.
-        warm_start: held-out accuracy to which the built-in policy learns from examples, before it
-            learns from rewards; 0 for no examples.
+        warm_start: the built-in policy first learns from examples, until it has this held-out
+            accuracy; 0 for no examples.
         output_dir: the directory of the run.
-        steps: rollouts with their updates; auto: 200 for the built-in policy, 500 for a checkpoint.
-        seed: of everything that is random.
+        steps: rollouts, each with its updates; auto: 200 for the built-in policy, 500 for a
+            checkpoint.
+        seed: of all random numbers.
         dtype: type of activations; trained parameters and moments are float32; auto: bfloat16 for a
             checkpoint on TPUs and on GPUs from compute capability 8.0, else float32.
         resume: never: start fresh. auto: continue from the newest checkpoint in output_dir, if
@@ -642,8 +639,10 @@ def check_resumable(saved: Mapping[str, Any], config: TrainConfig) -> None:
         # The learning rate of a step depends on their number, unless it is constant.
         fixed = name == "steps" and config.optimizer.schedule != "constant"
         if (fixed or not _may_change(name)) and current.get(name) != before:
+            reason = f": optimizer.schedule={config.optimizer.schedule} depends on it"
             raise ValueError(
                 f"{name} must be {before!r} as in the run to resume, got {current.get(name)!r}"
+                + (reason if fixed else "")
             )
 
 
@@ -680,6 +679,17 @@ def with_choices(config: TrainConfig, saved: Mapping[str, Any]) -> TrainConfig:
     update = dataclasses.replace(update, **choices)
     dtype = saved["dtype"] if config.dtype is AUTO else config.dtype
     return dataclasses.replace(config, dtype=dtype, rollout=rollout, update=update)
+
+
+def automatic_settings(section: Any = TrainConfig, prefix: str = "") -> Iterator[str]:
+    """Name the settings whose default is `auto`: None, where their type has no None."""
+    hints = get_type_hints(section)
+    for setting in fields(section):
+        hint = hints[setting.name]
+        if is_dataclass(hint):
+            yield from automatic_settings(hint, f"{setting.name}.")
+        elif setting.default is AUTO and not {type(None), "auto"} & set(get_args(hint)):
+            yield prefix + setting.name
 
 
 def flat(tree: Mapping[str, Any], depth: int = 1) -> dict[str, Any]:

@@ -241,11 +241,11 @@ def pack_features(
     """Pack rows of a data set into longer rows, the longest first, so that there is little padding.
 
     `position_ids` start again at 0 with each row, and the functions that train compute each as it
-    is alone. A run packs the batches of its updates by itself.
+    is alone. Runs do not need this: they pack the batches of their updates.
 
     Args:
         rows: with `input_ids`, and any other columns.
-        max_length: tokens of a packed row; a row that is longer is one by itself.
+        max_length: tokens of a packed row; a longer row stays alone.
         buffer: rows to choose from at a time, for a stream; the last packed row of each waits for
             the next ones. None for all rows.
 

@@ -168,8 +168,9 @@ def grad_step(
         key: root key of adapters' dropout. The noise of a row depends on the number of rows that
             the state has seen before it. None: no dropout.
         compute_dtype: as for [`hidden_states`][twinkle_jax.model.hidden_states].
-        attention: likewise, and as for `score_batch`: the ratio of a policy to itself is 1.
-        remat: likewise.
+        attention: likewise. Use the same for `score_batch`: then the ratio of a policy to itself is
+            1.
+        remat: as for `hidden_states`.
         mesh: of the state. None: that of its arrays, or one device. Traced arrays do not have it:
             inside a compiled function of yours, pass it.
         transfers: `layers` gathers the parameters of a layer when it runs, forwards and backwards,

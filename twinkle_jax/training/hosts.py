@@ -246,9 +246,8 @@ def _facts(
 
 def _file_of_reward(name: str) -> str | None:
     place = name.rpartition(":")[0]
-    if place.endswith(".py"):
-        return hashlib.sha256(Path(place).read_bytes()).hexdigest()
-    file = getattr(sys.modules.get(place), "__file__", None) if place else None
+    is_path = place.endswith(".py")
+    file = place if is_path else getattr(sys.modules.get(place), "__file__", None)
     return hashlib.sha256(Path(file).read_bytes()).hexdigest() if file else None
 
 

@@ -120,8 +120,8 @@ def load_policy(
     base = read_json(place, ADAPTER_CONFIG).get("base_model_name_or_path")
     if not isinstance(base, str):
         raise ValueError(f"{place / ADAPTER_CONFIG} must name its base model, got {base!r}")
-    own = Tokenizer.from_pretrained(place) if (place / "tokenizer.json").is_file() else None
-    base_policy = _load_checkpoint(base, mesh, "path_or_id", own)
+    tuned = Tokenizer.from_pretrained(place) if (place / "tokenizer.json").is_file() else None
+    base_policy = _load_checkpoint(base, mesh, "path_or_id", tuned)
     lora, adapter = load_adapter(place, base_policy.config)
     return attach_adapter(base_policy, lora, adapter, base=base, mesh=mesh)
 
@@ -244,7 +244,7 @@ class WarmStart:
     Attributes:
         accuracy: held-out accuracy at which it stops.
         steps: maximum steps.
-        check_every: steps from one evaluation to the next.
+        check_every: steps between evaluations.
         rows: examples a step.
         learning_rate: of Adam.
     """

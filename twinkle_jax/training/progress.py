@@ -22,8 +22,8 @@ from twinkle_jax.model import Params
 from twinkle_jax.rollout.hosts import InterruptedRunError
 from twinkle_jax.training.checkpoint import RunCheckpoints
 from twinkle_jax.training.config import TrainConfig, check_resumable, with_choices
-from twinkle_jax.training.metrics import FILE, file_is_locked
 from twinkle_jax.training.state import TrainState
+from twinkle_jax.training.tracking import FILE, TRACKER_FILES, file_is_locked
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Progress(NamedTuple):
     totals: Totals
     data: dict[str, Any]
 
-    def is_whole(self) -> bool:
+    def is_intact(self) -> bool:
         """Whether no array is deleted: a running update deletes those that it was donated."""
         return not any(leaf.is_deleted() for leaf in jax.tree.leaves(self.state))
 
@@ -216,12 +216,12 @@ class LastStep:
             OSError: if it cannot be written.
         """
         progress = self._progress
-        if progress is None or (progress is not self._saved and not progress.is_whole()):
+        if progress is None or (progress is not self._saved and not progress.is_intact()):
             return progress is None
         try:
             self.save()
         except (RuntimeError, ValueError):
-            if progress.is_whole():
+            if progress.is_intact():
                 raise
             return False
         return True
@@ -409,7 +409,7 @@ def saved_settings(source: Path) -> Mapping[str, Any]:
     return settings
 
 
-def write_whole(path: Path, text: str) -> None:
+def write_atomically(path: Path, text: str) -> None:
     """Write a file atomically: readers see the old text or the new one."""
     partial = path.with_name(f".{path.name}.partial")
     partial.write_text(text, encoding="utf-8")
@@ -424,8 +424,8 @@ def _has_not_begun(directory: Path) -> bool:
         return names == {".shared"}
     if not metrics.is_file() or metrics.stat().st_size:
         return False
-    known = {"config.json", ".config.json.partial", FILE, "checkpoints", "tensorboard"}
-    known |= {"wandb", "wandb_run.txt", "base", ".shared"}
+    known = {"config.json", ".config.json.partial", FILE, "checkpoints", "base", ".shared"}
+    known |= set(TRACKER_FILES)
     saves = [path.name for path in directory.glob("checkpoints/*")]
     return names <= known and all(name[0] == "." for name in saves)
 

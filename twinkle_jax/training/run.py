@@ -26,7 +26,7 @@ from twinkle_jax.training.config import (
 from twinkle_jax.training.display import Display, draw_curves
 from twinkle_jax.training.evaluation import held_out
 from twinkle_jax.training.hosts import check_same, check_shared, connect, describe_loss
-from twinkle_jax.training.metrics import MetricsLog, NoLog, rollout_metrics
+from twinkle_jax.training.metrics import rollout_metrics
 from twinkle_jax.training.policy import save_policy
 from twinkle_jax.training.progress import (
     Interruption,
@@ -37,7 +37,7 @@ from twinkle_jax.training.progress import (
     prepare_directory,
     save,
     saved_settings,
-    write_whole,
+    write_atomically,
 )
 from twinkle_jax.training.start import Run, begin, make_recipe, read_policy, with_adapter
 from twinkle_jax.training.state import begin_training, find_devices
@@ -48,6 +48,7 @@ from twinkle_jax.training.step import (
     train_step,
 )
 from twinkle_jax.training.task import make_task
+from twinkle_jax.training.tracking import MetricsLog, NoLog
 
 _COMPARE_ALL_EVERY = 25  # steps, the first among them
 
@@ -99,12 +100,15 @@ def train(config: TrainConfig, *, reward: RewardFunction | None = None) -> dict[
     def settle(*, wait: bool) -> None:
         (run.checkpoints.finish if wait else run.checkpoints.poll)()
 
+    def open_log() -> MetricsLog | NoLog:
+        return MetricsLog(directory, config.logging) if hosts.is_first() else NoLog()
+
     last = LastStep(write, settle)
     # A save of several processes is collective: a signal handler of one cannot start it.
     last_resort = None if hosts.several() else last.save_from_signal
     with (
         Interruption(last_resort=last_resort) as interruption,
-        hosts.agreed("opening the log", lambda: _open_log(config, directory)) as log,
+        hosts.agreed("opening the log", open_log) as log,
         Display(total=config.steps, quiet=not hosts.is_first()) as display,
     ):
         run, progress = begin(config, directory, task, log, display, source)
@@ -151,12 +155,6 @@ def _describe_broken(error: LogitsError, step: int, run: Run) -> str:
         f"{run.config.optimizer.learning_rate:g}, may be too high. Checkpoints from before: "
         + (", ".join(earlier) if earlier else "none")
     )
-
-
-def _open_log(config: TrainConfig, directory: Path) -> MetricsLog | NoLog:
-    if not hosts.is_first():
-        return NoLog()
-    return MetricsLog(directory, config.logging.tensorboard, config.logging.wandb)
 
 
 def _prepare(config: TrainConfig, directory: Path) -> Path | None:
@@ -343,7 +341,7 @@ def _write_traces(path: Path, rollout: Rollout) -> None:
         record = episode.as_record() | {"reward": float(rollout.scores[i])}
         lines.append(json.dumps(record, ensure_ascii=False) + "\n")
     path.parent.mkdir(exist_ok=True)
-    write_whole(path, "".join(lines))
+    write_atomically(path, "".join(lines))
 
 
 # After the last step.
@@ -379,7 +377,7 @@ def finish(
             before = progress.totals.accuracy_before
             metrics = directory / "metrics.jsonl"
             draw_curves(metrics, directory / "curves.png", accuracy_before=before)
-        write_whole(directory / "summary.json", json.dumps(summary, indent=1))
+        write_atomically(directory / "summary.json", json.dumps(summary, indent=1))
 
     hosts.first_decides("writing the summary", write)
     run.display.summary(summary, directory)

@@ -184,7 +184,7 @@ def score_lines(
             "got 'once'"
         )
 
-    def score_own(params: Params, frozen: Params | None, *others: Any) -> Scores:
+    def score_on_device(params: Params, frozen: Params | None, *others: Any) -> Scores:
         params, frozen = jax.tree.map(lambda x: x[0], (params, frozen))
         return score(params, frozen, *others)
 
@@ -192,7 +192,7 @@ def score_lines(
     copies, rows, replicated = PartitionSpec(AXES), PartitionSpec(ROWS), PartitionSpec()
     numbered = None if dropout is None else (replicated, rows)
     scores: Scores = jax.shard_map(
-        score_own,
+        score_on_device,
         mesh=mesh,
         in_specs=(copies, copies, rows, replicated, numbered),
         out_specs=rows,
@@ -242,11 +242,11 @@ def score_batch(
         with_entropy: whether to compute entropies.
         with_logits: whether to compute all logits, [batch, time, vocabulary] in float32.
         compute_dtype: as for [`hidden_states`][twinkle_jax.model.hidden_states].
-        attention: likewise.
+        attention: as for `hidden_states`.
         mesh: of the parameters. None: that of their arrays, or one device. Traced arrays do not
             have it: inside a compiled function of yours, pass it.
         transfers: as for [`grad_step`][twinkle_jax.training.grad_step].
-        packing: likewise; without logits.
+        packing: as for `grad_step`; not with `with_logits`.
 
     Returns:
         The scores, at every position with a label.

@@ -32,7 +32,6 @@ from twinkle_jax.training.config import TrainConfig, make_loss, run_optimizer
 from twinkle_jax.training.display import Display
 from twinkle_jax.training.evaluation import held_out
 from twinkle_jax.training.memory import device_memory, fit
-from twinkle_jax.training.metrics import MetricsLog, NoLog
 from twinkle_jax.training.policy import (
     Policy,
     WarmStart,
@@ -42,10 +41,11 @@ from twinkle_jax.training.policy import (
     small_policy,
     warm_start,
 )
-from twinkle_jax.training.progress import Progress, Totals, restore, write_whole
+from twinkle_jax.training.progress import Progress, Totals, restore, write_atomically
 from twinkle_jax.training.state import TrainState, begin_training, find_devices
 from twinkle_jax.training.step import Recipe
 from twinkle_jax.training.task import Task
+from twinkle_jax.training.tracking import MetricsLog, NoLog
 
 _ENCODED_AT_ONCE = 4096  # prompts
 _IMITATION_STEPS = 200  # of supervised training on an environment's demonstrations
@@ -176,7 +176,9 @@ def read_policy(config: TrainConfig, mesh: Mesh | None = None) -> Policy:
 def _write_config(config: TrainConfig, directory: Path) -> None:
     """Write config.json, once for all processes."""
     text = json.dumps(dataclasses.asdict(config), indent=1)
-    hosts.first_decides("writing config.json", lambda: write_whole(directory / "config.json", text))
+    hosts.first_decides(
+        "writing config.json", lambda: write_atomically(directory / "config.json", text)
+    )
 
 
 def _fit_devices(recipe: Recipe, state: TrainState, directory: Path, display: Display) -> Recipe:

@@ -454,7 +454,11 @@ def on_all_devices(batch: Batch, mesh: Mesh | None) -> Batch:
         return batch
     on_all = NamedSharding(mesh, PartitionSpec())
     # Arrays of one number a token go in one transfer.
-    names = [name for name, x in batch._asdict().items() if _is_per_token(x, batch)]
+    names = [
+        name
+        for name, x in batch._asdict().items()
+        if x is not None and x.shape == batch.tokens.shape and x.dtype.itemsize == 4
+    ]
     bits = [jax.lax.bitcast_convert_type(getattr(batch, name), jnp.int32) for name in names]
     spread = NamedSharding(mesh, PartitionSpec(ROWS))
     stacked = jax.lax.with_sharding_constraint(jnp.stack(bits, axis=1), spread)
@@ -464,10 +468,6 @@ def on_all_devices(batch: Batch, mesh: Mesh | None) -> Batch:
         for i, name in enumerate(names)
     }
     return jax.lax.with_sharding_constraint(batch._replace(**arrays), on_all)
-
-
-def _is_per_token(x: Array | None, batch: Batch) -> bool:
-    return x is not None and x.shape == batch.tokens.shape and x.dtype.itemsize == 4
 
 
 @partial(jax.jit, static_argnames="width")

@@ -1,0 +1,293 @@
+"""Where a run's metrics are written: `metrics.jsonl`, and the trackers that its settings name.
+
+A new tracker is a class, its row in `_TRACKERS`, and a field of `Trackers`, which is an option of
+the command.
+"""
+
+import errno
+import json
+import math
+import os
+import secrets
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from io import FileIO
+from pathlib import Path
+from typing import Any, BinaryIO, Protocol, Self, SupportsFloat
+
+from twinkle_jax._package import require
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trackers:
+    """Where metrics go besides `metrics.jsonl`; part of the settings of a run.
+
+    Attributes:
+        tensorboard: write event files for TensorBoard to `tensorboard/` in the run's directory.
+        wandb: log to Weights & Biases, whose environment variables apply (`WANDB_MODE=offline`).
+    """
+
+    tensorboard: bool = False
+    wandb: bool = False
+
+
+class Tracker(Protocol):
+    """Another destination of metrics, made with the directory of a run."""
+
+    def write(self, step: int, numbers: Mapping[str, float]) -> None:
+        """Write the numbers of one step."""
+
+    def close(self) -> None:
+        """Flush and close."""
+
+
+class TensorBoard:
+    """Event files in `directory/tensorboard`.
+
+    Args:
+        directory: of the run.
+
+    Raises:
+        ImportError: if tensorboardX is not installed.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        require("tensorboardX", "tensorboard")
+        self._directory = directory / "tensorboard"
+        self._writer: Any = None
+
+    def write(self, step: int, numbers: Mapping[str, float]) -> None:
+        """Write the numbers, and purge those of an earlier process from this step on."""
+        if self._writer is None:
+            from tensorboardX import SummaryWriter
+
+            self._writer = SummaryWriter(str(self._directory), purge_step=step)
+        for name, number in numbers.items():
+            self._writer.add_scalar(name, number, step)
+
+    def close(self) -> None:
+        """Flush and close."""
+        if self._writer is not None:
+            self._writer.close()
+
+
+class WeightsAndBiases:
+    """A run of Weights & Biases, continued when this run is resumed.
+
+    Weights & Biases keeps the first values that it gets for a step. Its project is `twinkle-jax`,
+    unless `WANDB_PROJECT` names another.
+
+    Args:
+        directory: of the run; `wandb_run.txt` in it stores the id in Weights & Biases.
+
+    Raises:
+        ImportError: if wandb is not installed.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        require("wandb", "wandb")
+        self._directory = directory
+        self._run: Any = None
+
+    def write(self, step: int, numbers: Mapping[str, float]) -> None:
+        """Send the numbers."""
+        if self._run is None:
+            self._run = self._start()
+        self._run.log(dict(numbers), step=step)
+
+    def close(self) -> None:
+        """Wait until all is sent."""
+        if self._run is not None:
+            self._run.finish()
+
+    def _start(self) -> Any:
+        import wandb
+
+        identity = self._directory / "wandb_run.txt"
+        if not identity.exists():
+            identity.write_text(secrets.token_hex(8))
+        project = os.environ.get("WANDB_PROJECT", "twinkle-jax")
+        return wandb.init(
+            project=project,
+            name=self._directory.name,
+            dir=str(self._directory),
+            id=identity.read_text(),
+            resume="allow",
+        )
+
+
+_TRACKERS: Mapping[str, Callable[[Path], Tracker]] = {
+    "tensorboard": TensorBoard,
+    "wandb": WeightsAndBiases,
+}
+TRACKER_FILES = ("tensorboard", "wandb", "wandb_run.txt")
+"""What trackers write in the directory of a run."""
+_NO_TRACKERS = Trackers()
+
+FILE = "metrics.jsonl"
+
+
+class MetricsLog:
+    """Appends one JSON object a step to `metrics.jsonl`, which can be cut back when a run resumes.
+
+    A line is `{"step": 3, "reward": 0.5}`. JSON has no NaN and no infinity: such a value is `null`,
+    and the line's `not_finite` says which: `{"kl": "nan"}`. An unfinished line of
+    a killed process is removed when the file is opened.
+
+    Args:
+        directory: of `metrics.jsonl`; created if missing.
+        trackers: where metrics go, too.
+
+    Raises:
+        ImportError: if the package of a tracker is not installed; it names the extra.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as directory, MetricsLog(directory) as log:
+        ...     log.write(1, {"reward": 0.5, "kl": float("nan")})
+        ...     print((Path(directory) / "metrics.jsonl").read_text(), end="")
+        {"step": 1, "reward": 0.5, "kl": null, "not_finite": {"kl": "nan"}}
+    """
+
+    def __init__(
+        self, directory: str | os.PathLike[str], trackers: Trackers = _NO_TRACKERS
+    ) -> None:
+        directory = Path(directory).absolute()
+        chosen = [make for name, make in _TRACKERS.items() if getattr(trackers, name)]
+        self._trackers = [make(directory) for make in chosen]
+        directory.mkdir(parents=True, exist_ok=True)
+        self.path = directory / FILE
+        content = self.path.read_bytes() if self.path.exists() else b""
+        kept = content[: content.rfind(b"\n") + 1]
+        self._last = self._last_step(kept)
+        self._file = self.path.open("ab", buffering=0)
+        lock_file(self._file)
+        self._file.truncate(len(kept))
+
+    @property
+    def offset(self) -> int:
+        """The file's length in bytes after an fsync, to be stored in a checkpoint."""
+        os.fsync(self._file.fileno())
+        return self.path.stat().st_size
+
+    def truncate(self, offset: int) -> None:
+        """Remove all lines after an offset: those of steps that a resumed run repeats.
+
+        Raises:
+            ValueError: if no line ends there.
+        """
+        content = self.path.read_bytes()
+        kept = content[: max(offset, 0)]
+        if len(kept) != offset or not (kept.endswith(b"\n") or not kept):
+            raise ValueError(
+                f"offset must be one at which a line of {self.path} ends, got {offset} of "
+                f"{len(content)} bytes: a run resumes with the file that it wrote, put it back"
+            )
+        self._last = self._last_step(kept)
+        self._file.truncate(offset)
+
+    def write(self, step: int, metrics: Mapping[str, SupportsFloat]) -> None:
+        """Write one line.
+
+        Args:
+            step: number of the step; greater than that of the last line.
+            metrics: a number for each name; a device array costs a transfer each.
+
+        Raises:
+            ValueError: if `step` is not after the last one, or a name is `step` or `not_finite`.
+            TypeError: if a value is not a single number.
+            OSError: if the line cannot be written; a partial line is removed.
+        """
+        numbers = {name: _number(name, value) for name, value in metrics.items()}
+        if self._last is not None and step <= self._last:
+            raise ValueError(f"step must be after {self._last}, as {self.path} ends, got {step}")
+        line = _line(step, numbers)
+        begin = self.path.stat().st_size
+        try:
+            if self._file.write(line) < len(line):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError as error:
+            self._file.truncate(begin)
+            reason = f"the metrics of step {step} were not written: {error.strerror}"
+            raise OSError(error.errno, reason, str(self.path)) from error
+        self._last = step
+        for tracker in self._trackers:
+            tracker.write(step, numbers)
+
+    def close(self) -> None:
+        """Close the file and the trackers."""
+        self._file.close()
+        for tracker in self._trackers:
+            tracker.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def _last_step(self, lines: bytes) -> int | None:
+        last = lines[lines.rfind(b"\n", 0, -1) + 1 :]
+        try:
+            return json.loads(last)["step"] if last else None
+        except (ValueError, LookupError, TypeError) as error:
+            raise ValueError(f"{self.path} must end with a step's JSON, got {last!r}") from error
+
+
+class NoLog:
+    """A `MetricsLog` that writes nothing, for processes other than the first."""
+
+    offset = 0
+
+    def write(self, step: int, metrics: Mapping[str, SupportsFloat]) -> None:
+        """Write nothing."""
+
+    def truncate(self, offset: int) -> None:
+        """Remove nothing."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Close nothing."""
+
+
+def _number(name: str, value: SupportsFloat) -> float:
+    if name in ("step", "not_finite"):
+        raise ValueError(f"metrics must not be named {name!r}, which is reserved")
+    if isinstance(value, int):
+        return int(value)
+    if isinstance(value, str) or getattr(value, "ndim", False):
+        raise TypeError(f"metrics must be single numbers, got {value!r} for {name!r}")
+    try:
+        return float(value)
+    except TypeError as error:
+        raise TypeError(f"metrics must be single numbers, got {value!r} for {name!r}") from error
+
+
+def _line(step: int, numbers: Mapping[str, float]) -> bytes:
+    not_finite = {name: str(x) for name, x in numbers.items() if not math.isfinite(x)}
+    finite = {name: None if name in not_finite else x for name, x in numbers.items()}
+    note = {"not_finite": not_finite} if not_finite else {}
+    return json.dumps({"step": int(step)} | finite | note, allow_nan=False).encode() + b"\n"
+
+
+def lock_file(file: BinaryIO | FileIO) -> None:
+    """Lock a file until it is closed, where the system has `flock`."""
+    with suppress(ImportError):
+        import fcntl  # not on Windows
+
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def file_is_locked(path: Path) -> bool:
+    """Whether another process, or another run in this one, has locked a file."""
+    if not path.is_file():
+        return False
+    with path.open("rb") as file:
+        try:
+            lock_file(file)
+        except BlockingIOError:
+            return True
+    return False
