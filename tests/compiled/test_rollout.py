@@ -9,6 +9,7 @@ from tests.compiled.costs import arrays
 from tests.compiled.marks import compiled_by
 from tests.compiled.rollout import rollout
 from tests.compiled.traffic import traffic
+from twinkle_jax.sampler import slots as sampler_slots
 
 pytestmark = [*compiled_by("tpu"), pytest.mark.usefixtures("as_users_compile")]
 CAPACITY = 2048
@@ -54,6 +55,18 @@ def test_sliding_layers_read_and_hold_their_window_only():
     )
     assert measured.cache < 1.3 * measured.filled
     assert measured.temporary < 0.15 * measured.cache, measured.temporary / measured.cache
+
+
+def test_experts_are_read_where_they_lie():
+    """Not from a copy of each layer's, which would cost twice as much again."""
+    measured = rollout("Qwen3-30B-A3B", "v5p:2x2x1", 64, CAPACITY)
+    kernels, others = [], []
+    for size, one in traffic(measured.program, measured.step):
+        (kernels if one.opcode == "custom-call" else others).append(size)
+    assert kernels  # the text counts the experts of all layers for each of them
+    experts = 48 * 128 * 3 * 2048 * 768 * 2
+    moved, least = sum(others) / sampler_slots._STEPS_ON_MESH, measured.least - experts
+    assert moved < 1.25 * least, (moved / least, measured.largest())
 
 
 @pytest.mark.parametrize("case", CASES)

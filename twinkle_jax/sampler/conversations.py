@@ -23,7 +23,7 @@ from twinkle_jax.model import (
     take_rows,
 )
 from twinkle_jax.model.decoder.cache import with_room
-from twinkle_jax.model.decoder.sharding import backend_of, row_shards
+from twinkle_jax.model.decoder.sharding import row_shards
 from twinkle_jax.sampler import slots as device
 from twinkle_jax.sampler.generate import compile_shapes, device_bytes, generate_memory
 from twinkle_jax.sampler.sampling import Sampling, traced_sampling
@@ -388,7 +388,7 @@ def read(
         rows.cache,
         mask,
         compute_dtype=setup.compute_dtype,
-        backend=backend_of(setup.mesh),
+        mesh=setup.mesh,
     )
     return reusable(spread(state._replace(slots=rows._replace(cache=cache)), setup.mesh))
 

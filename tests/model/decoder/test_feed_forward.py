@@ -23,7 +23,7 @@ ROUTER = jnp.asarray(RNG.normal(size=(24, E.number)), jnp.float32)
 
 def mixed(add_up, x, router, gate_up, down, experts=E):
     share, chosen = ff.route(x, router, experts)
-    return add_up(CONFIG, x, share, chosen, gate_up, down)
+    return add_up(CONFIG, x, share, chosen, gate_up[None], down[None], jnp.int32(0))
 
 
 def by_hand(x, experts):
@@ -65,14 +65,18 @@ def test_both_ways_have_the_same_gradients():
 
 @pytest.mark.parametrize("add_up", [ff._one_by_one, ff._in_groups])
 def test_parts_of_the_experts_add_up(add_up):
-    """What a device computes with its experts; of the others' rows nothing is left, NaN neither."""
+    """What a device computes with its experts; of the others' rows nothing is left, NaN neither.
+
+    The parts lie in one array, as layers do.
+    """
     share, chosen = ff.route(X, ROUTER, E)
+    gate_up, down = (x.reshape(3, 2, *x.shape[1:]) for x in (GATE_UP, DOWN))
     parts = [
-        add_up(CONFIG, X, share, chosen - first, GATE_UP[first:][:2], DOWN[first:][:2])
-        for first in (0, 2, 4)
+        add_up(CONFIG, X, share, chosen - 2 * layer, gate_up, down, jnp.int32(layer))
+        for layer in range(3)
     ]
     assert_close(sum(parts), by_hand(X, E), 1e-5)
-    none = add_up(CONFIG, X, share, chosen + E.number, GATE_UP, DOWN)
+    none = add_up(CONFIG, X, share, chosen + E.number, gate_up, down, jnp.int32(1))
     np.testing.assert_array_equal(none, 0)
 
 

@@ -78,9 +78,9 @@ def prefill(
     if max_length < time:
         raise ValueError(f"max_length must be at least the prompts' {time}, got {max_length}")
     inputs = decoder_inputs(config, tokens, mask)
-    backend = backend_of(mesh)
+    backend, rows_mesh = backend_of(mesh), mesh
     if mesh is not None and not fits(mesh, config, len(tokens)):
-        mesh, attention = None, "xla"
+        rows_mesh, attention = None, "xla"
     hidden, states = run(
         params,
         config,
@@ -88,7 +88,8 @@ def prefill(
         compute_dtype,
         attention,
         remat=False,
-        attention_mesh=mesh,
+        attention_mesh=rows_mesh,
+        experts_mesh=mesh,
         backend=backend,
         keep_state=True,
     )
@@ -105,7 +106,7 @@ def extend(
     mask: Bool[Array, "batch time"] | None = None,
     *,
     compute_dtype: DTypeLike | None = None,
-    backend: str | None = None,
+    mesh: Mesh | None = None,
 ) -> tuple[Float[Array, "batch width"], Cache]:
     """Read several more tokens in each row at once, such as the next turn of a conversation.
 
@@ -120,7 +121,7 @@ def extend(
         cache: the rows so far. A token for which its row has no room gets the hidden state NaN.
         mask: True for tokens; a row may have none. None: everything is a token.
         compute_dtype: as for [`hidden_states`][twinkle_jax.model.hidden_states].
-        backend: of the devices that hold the rows; None for JAX's default.
+        mesh: devices; the parameters must not be split along fsdp. None for one device.
 
     Returns:
         The hidden state of each row's last new token, 0 for a row without any, and the cache with
@@ -159,7 +160,8 @@ def extend(
         compute_dtype,
         "xla",
         remat=False,
-        backend=backend,
+        experts_mesh=mesh,
+        backend=backend_of(mesh),
         keep_state=True,
         cache=stack_layers(cache),
     )
@@ -211,9 +213,10 @@ def decode_step(
 
     # The scan carries the whole cache: a step then writes its token in place and copies nothing.
     def block(
-        carry: tuple[Array, dict[str, Any]], xs: tuple[Array, Mapping[str, Params], Array]
+        carry: tuple[Array, dict[str, Any]],
+        xs: tuple[Array, Mapping[str, Params], Array, Array | None],
     ) -> tuple[tuple[Array, dict[str, Any]], None]:
-        (x, layers), (place, members, sliding) = carry, xs
+        (x, layers), (place, members, sliding, number) = carry, xs
         layers = dict(layers)
         for member, kind in enumerate(config.block):
             name, repeat = str(member), place[member]
@@ -237,7 +240,8 @@ def decode_step(
                     config, y, members[name], layers[name], repeat, active
                 )
             x = add_mixed(config, x, mixed, members[name])
-            x = feed_forward(config, x, members[name], mesh)
+            stack = None if number is None else (params["layers"][name], number)
+            x = feed_forward(config, x, members[name], mesh, stack)
         return (x, layers), None
 
     with tracing_for(backend_of(mesh), dtype, mesh):
@@ -248,12 +252,13 @@ def decode_step(
             for repeat, states in enumerate(cache.layers):
                 members = jax.tree.map(lambda stack: stack[0], weights[repeat])
                 first = jnp.zeros(len(config.block), jnp.int32)
-                (x, states), _ = block((x, states), (first, members, sliding[repeat]))
+                (x, states), _ = block((x, states), (first, members, sliding[repeat], None))
                 layers.append(states)
             return final_norm(params, config, x), _longer(cache, tuple(layers), length, tables)
-        places = _places_in_stacks(config, cache)
-        (x, stack), _ = jax.lax.scan(block, (x, cache.layers), (places, params["layers"], sliding))
-        return final_norm(params, config, x), _longer(cache, stack, length, tables)
+        numbers = jnp.arange(config.repeats, dtype=jnp.int32)
+        xs = _places_in_stacks(config, cache), params["layers"], sliding, numbers
+        (x, states), _ = jax.lax.scan(block, (x, cache.layers), xs)
+        return final_norm(params, config, x), _longer(cache, states, length, tables)
 
 
 def _places_in_stacks(config: DecoderConfig, cache: Cache) -> Int[Array, "repeats members"]:

@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int
 
 from twinkle_jax.model.decoder.config import DecoderConfig, ExpertsConfig
 from twinkle_jax.model.decoder.layers import norm, project
-from twinkle_jax.model.decoder.parameters import Params
+from twinkle_jax.model.decoder.parameters import EXPERTS, Params
 from twinkle_jax.model.decoder.precision import matmul, rounded, traced_backend
 from twinkle_jax.model.decoder.sharding import ROWS, row_shards
 
@@ -25,6 +25,7 @@ def feed_forward(
     x: Float[Array, "tokens width"],
     weights: Params,
     mesh: Mesh | None = None,
+    stack: tuple[Params, Int[Array, ""]] | None = None,
 ) -> Float[Array, "tokens width"]:
     """Add the second half of a layer to the residual stream.
 
@@ -33,6 +34,8 @@ def feed_forward(
         x: rows of the residual stream.
         weights: of the layer.
         mesh: devices that experts are spread over; None for one.
+        stack: the weights of all layers, and the place of this one. Its experts are taken from
+            there, since a kernel would read a copy of what a loop over layers hands to it.
     """
     # Without output norms, "post_attention" names the norm of the feed-forward's input.
     name = "pre_feedforward" if config.output_norms else "post_attention"
@@ -40,7 +43,7 @@ def feed_forward(
     if config.experts is None:
         y = _gated(config, y, weights["mlp"])
     else:
-        y = _mix_experts(config, config.experts, y, weights["mlp"], mesh)
+        y = _mix_experts(config, config.experts, y, weights["mlp"], mesh, stack)
     if config.output_norms:
         y = norm(config, y, weights["post_feedforward_layernorm"])
     return rounded(x + y)
@@ -63,6 +66,7 @@ def _mix_experts(
     x: Float[Array, "tokens width"],
     weights: Mapping[str, Any],
     mesh: Mesh | None,
+    stack: tuple[Params, Int[Array, ""]] | None,
 ) -> Float[Array, "tokens width"]:
     r"""Add up the chosen experts of each token, and the shared one, if there is one.
 
@@ -72,15 +76,17 @@ def _mix_experts(
     where $w$ are the chosen entries of $p$, divided by their sum in some families.
     """
     share, chosen = route(x, weights["gate"]["kernel"], experts)
-    matrices = [weights["experts"][name]["kernel"] for name in ("gate_up_proj", "down_proj")]
+    if stack is None:
+        layers, layer = jax.tree.map(lambda x: x[None], weights[EXPERTS]), jnp.int32(0)
+    else:
+        layers, layer = stack[0]["mlp"][EXPERTS], stack[1]
+    matrices = [layers[name]["kernel"] for name in ("gate_up_proj", "down_proj")]
     # XLA has no product of groups on CPUs and GPUs: it would multiply every row by every matrix,
     # where there are `chosen` rows for each token.
-    add_up = _in_groups if traced_backend() == "tpu" else _one_by_one
-    add_up = partial(add_up, config)
-    if mesh is None:
-        y = add_up(x, share, chosen, *matrices)
-    else:
-        y = _on_devices(add_up, experts, mesh)(x, share, chosen, *matrices)
+    way = _in_groups if traced_backend() == "tpu" else _one_by_one
+    add_up: Any = partial(way, config)
+    add_up = add_up if mesh is None else _on_devices(add_up, experts, mesh)
+    y = add_up(x, share, chosen, *matrices, layer)
     y = rounded(y, x.dtype)
     if experts.shared_width is None:
         return y
@@ -108,19 +114,19 @@ def _on_devices(add_up: Any, experts: ExpertsConfig, mesh: Mesh) -> Any:
     """Apply each device's experts to its rows, and add up over the devices along tensor."""
     split = None if experts.number % mesh.shape["tensor"] else "tensor"
 
-    def on_device(x: Array, share: Array, chosen: Array, gate_up: Array, down: Array) -> Array:
+    def on_device(x: Array, share: Array, chosen: Array, gate_up: Array, *rest: Array) -> Array:
         if split is None:
-            return add_up(x, share, chosen, gate_up, down)
-        first = jax.lax.axis_index(split) * len(gate_up)
-        return jax.lax.psum(add_up(x, share, chosen - first, gate_up, down), split)
+            return add_up(x, share, chosen, gate_up, *rest)
+        first = jax.lax.axis_index(split) * gate_up.shape[1]
+        return jax.lax.psum(add_up(x, share, chosen - first, gate_up, *rest), split)
 
     def on_mesh(x: Array, *arrays: Array) -> Array:
         rows = PartitionSpec(None if len(x) % row_shards(mesh) else ROWS)
-        own = PartitionSpec(split)
+        own = PartitionSpec(None, split)
         return jax.shard_map(
             on_device,
             mesh=mesh,
-            in_specs=(rows, rows, rows, own, own),
+            in_specs=(rows, rows, rows, own, own, PartitionSpec()),
             out_specs=rows,
             check_vma=False,
         )(x, *arrays)
@@ -133,8 +139,9 @@ def _one_by_one(
     x: Float[Array, "tokens width"],
     share: Float[Array, "tokens chosen"],
     chosen: Int[Array, "tokens chosen"],
-    gate_up: Float[Array, "experts width two_inner"],
-    down: Float[Array, "experts inner width"],
+    gate_up: Float[Array, "layers experts width two_inner"],
+    down: Float[Array, "layers experts inner width"],
+    layer: Int[Array, ""],
 ) -> Float[Array, "tokens width"]:
     """Apply every expert to all rows; add up those that a row has chosen, in a wide type."""
 
@@ -149,8 +156,8 @@ def _one_by_one(
         return total + y.astype(total.dtype), None
 
     wide = jnp.float64 if x.dtype == jnp.float64 else jnp.float32
-    numbers = jnp.arange(len(gate_up), dtype=jnp.int32)
-    total, _ = jax.lax.scan(add, jnp.zeros(x.shape, wide), (numbers, gate_up, down))
+    numbers = jnp.arange(gate_up.shape[1], dtype=jnp.int32)
+    total, _ = jax.lax.scan(add, jnp.zeros(x.shape, wide), (numbers, gate_up[layer], down[layer]))
     return total
 
 
@@ -159,17 +166,20 @@ def _in_groups(
     x: Float[Array, "tokens width"],
     share: Float[Array, "tokens chosen"],
     chosen: Int[Array, "tokens chosen"],
-    gate_up: Float[Array, "experts width two_inner"],
-    down: Float[Array, "experts inner width"],
+    gate_up: Float[Array, "layers experts width two_inner"],
+    down: Float[Array, "layers experts inner width"],
+    layer: Int[Array, ""],
 ) -> Float[Array, "tokens width"]:
     """Sort rows by expert, so that each expert's are one product; add up in float32.
 
     Each row is there once for each of its experts. Those of other devices' experts come last, in no
-    group.
+    group. The groups of other layers are empty.
     """
-    experts, (tokens, each) = len(gate_up), chosen.shape
-    group = jnp.where((chosen >= 0) & (chosen < experts), chosen, experts).reshape(-1)
-    sizes = jnp.zeros(experts, jnp.int32).at[group].add(1, mode="drop")
+    (layers, experts), (tokens, each) = gate_up.shape[:2], chosen.shape
+    groups = layers * experts
+    is_here = (chosen >= 0) & (chosen < experts)
+    group = jnp.where(is_here, layer * experts + chosen, groups).reshape(-1)
+    sizes = jnp.zeros(groups, jnp.int32).at[group].add(1, mode="drop")
     order = jnp.argsort(group, stable=True)
     # What a product leaves in rows of no group is undefined.
     grouped = (jnp.arange(tokens * each, dtype=jnp.int32) < jnp.sum(sizes))[:, None]
@@ -177,7 +187,8 @@ def _in_groups(
     def multiply(rows: Array, matrices: Array) -> Array:
         from twinkle_jax.model.decoder.tpu_kernels import multiply_groups  # slow to import
 
-        rows, matrices = jnp.where(grouped, rows, 0), rounded(matrices, rows.dtype)
+        rows = jnp.where(grouped, rows, 0)
+        matrices = rounded(matrices, rows.dtype).reshape(groups, *matrices.shape[2:])
         product = multiply_groups(rows, matrices, sizes, interpret=traced_backend() != "tpu")
         return jnp.where(grouped, product, 0)
 

@@ -198,6 +198,7 @@ def run(
     *,
     mesh: Mesh | None = None,
     attention_mesh: Mesh | None = None,
+    experts_mesh: Mesh | None = None,
     backend: str | None = None,
     keep_state: bool = False,
     cache: Cache | None = None,
@@ -212,7 +213,8 @@ def run(
         attention: implementation of attention.
         remat: what the backward pass recomputes.
         mesh: devices of rows and parameters.
-        attention_mesh: for attention alone, if the parameters need not be gathered.
+        attention_mesh: for attention and experts alone, if the parameters need not be gathered.
+        experts_mesh: for experts alone, which need not divide the rows.
         backend: of the devices; by default that of the mesh.
         keep_state: whether to return the keys and values or the state of each layer, stacked.
         cache: what the rows continue, its layers in one stack; the states returned include it.
@@ -221,6 +223,7 @@ def run(
         Hidden states after the final norm, and the layers' states or None.
     """
     attention_mesh = attention_mesh if mesh is None else mesh
+    experts_mesh = attention_mesh if experts_mesh is None else experts_mesh
     check_fit(mesh, config, len(inputs.tokens))
     backend = backend_of(attention_mesh) if backend is None else backend
     embedding = params["embed_tokens"]["embedding"]
@@ -249,7 +252,7 @@ def run(
             return attended, heads[1:3]
 
         x = keep_rows(x, mesh)
-        x, state = _layer(config, kind, x, weights, sliding, inputs, attend, state, attention_mesh)
+        x, state = _layer(config, kind, x, weights, sliding, inputs, attend, state, experts_mesh)
         return keep_rows(x, mesh), state
 
     if remat:
