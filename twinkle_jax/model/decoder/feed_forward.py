@@ -192,7 +192,7 @@ def _in_groups(
         product = multiply_groups(rows, matrices, sizes, interpret=traced_backend() != "tpu")
         return jnp.where(grouped, product, 0)
 
-    # A permutation, so that its gradient adds nothing up in an order that is not fixed on a GPU.
+    # Repeated, then permuted: the gradient is a permutation and a sum, not a scatter that adds.
     rows = jnp.repeat(x, each, axis=0, total_repeat_length=tokens * each)[order]
     gate, up = jnp.split(multiply(rows, gate_up), 2, axis=-1)
     y = multiply(rounded(_activate(config, gate) * up), down)
