@@ -3,12 +3,17 @@
 Of whole models: layers are a loop, which the compiler treats otherwise where it runs only twice.
 """
 
+import jax
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 
 from tests.compiled.costs import arrays
+from tests.compiled.described import described_mesh
 from tests.compiled.marks import compiled_by
+from tests.compiled.models import Cut, config_of
 from tests.compiled.rollout import rollout
 from tests.compiled.traffic import traffic
+from twinkle_jax.model import extend, parameter_shapes, partition_rules, prefill
 from twinkle_jax.sampler import slots as sampler_slots
 
 pytestmark = [*compiled_by("tpu"), pytest.mark.usefixtures("as_users_compile")]
@@ -67,6 +72,33 @@ def test_experts_are_read_where_they_lie():
     experts = 48 * 128 * 3 * 2048 * 768 * 2
     moved, least = sum(others) / sampler_slots._STEPS_ON_MESH, measured.least - experts
     assert moved < 1.25 * least, (moved / least, measured.largest())
+
+
+@pytest.mark.parametrize("rows", [8, 3], ids=["divided", "not divided"])
+def test_prompts_go_through_experts_that_are_spread_over_devices(rows):
+    """A kernel that were not told of the mesh would not compile: XLA does not split kernels."""
+    config = config_of("Qwen3-30B-A3B", Cut(layers=2, vocab=8192))
+    mesh = described_mesh("v5e:2x2", 1, 2, 2, bare=True)
+    shapes = parameter_shapes(config, "bfloat16")
+    whole = partition_rules(mesh)
+
+    def on_mesh(path, leaf):
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        spec = [None if axis == "fsdp" else axis for axis in whole(name, leaf.shape)]
+        where = NamedSharding(mesh, PartitionSpec(*spec))
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where)
+
+    def read(params, tokens, more):
+        _, cache = prefill(params, config, tokens, max_length=512, mesh=mesh)
+        return extend(params, config, more, cache, mesh=mesh)[0]
+
+    params = jax.tree_util.tree_map_with_path(on_mesh, shapes)
+    tokens, more = (
+        jax.ShapeDtypeStruct((rows, time), "int32", sharding=NamedSharding(mesh, PartitionSpec()))
+        for time in (256, 128)
+    )
+    compiled = jax.jit(read).lower(params, tokens, more).compile()
+    assert compiled.as_text().count("tpu_custom_call") >= 4
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -153,7 +153,13 @@ def test_muon_orthogonalizes_each_layers_matrices_and_leaves_the_rest_to_adam():
     rng = np.random.default_rng(0)
     shapes = {
         "embed_tokens": {"embedding": (6, 4)},
-        "layers": {"0": {"q_proj": {"kernel": (2, 4, 8)}, "norm": {"scale": (2, 4)}}},
+        "layers": {
+            "0": {
+                "q_proj": {"kernel": (2, 4, 8)},
+                "norm": {"scale": (2, 4)},
+                "experts": {"gate_up_proj": {"kernel": (2, 3, 4, 8)}},
+            }
+        },
         "lm_head": {"kernel": (4, 6)},
         "projection": {"kernel": (4, 8)},
     }
@@ -171,7 +177,11 @@ def test_muon_orthogonalizes_each_layers_matrices_and_leaves_the_rest_to_adam():
             values = np.linalg.svd(np.asarray(update), compute_uv=False)
             assert values.min() > 0.5 * values.max()
             orthogonal.add(jax.tree_util.keystr(path, simple=True, separator="."))
-    assert orthogonal == {"layers.0.q_proj.kernel", "projection.kernel"}
+    assert orthogonal == {
+        "layers.0.q_proj.kernel",
+        "layers.0.experts.gate_up_proj.kernel",
+        "projection.kernel",
+    }
 
 
 def accepted_optimizers():

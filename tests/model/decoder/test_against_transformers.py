@@ -241,15 +241,17 @@ def test_what_a_configuration_leaves_out_is_transformers_default(name):
     assert parse_config(written) == parse_config(full)
 
 
+_QWEN_VISION = {
+    "depth": 1,
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_heads": 2,
+    "out_hidden_size": 24,
+    "num_position_embeddings": 16,
+}
 VISION = {
-    "qwen3_5": {
-        "depth": 1,
-        "hidden_size": 16,
-        "intermediate_size": 16,
-        "num_heads": 2,
-        "out_hidden_size": 24,
-        "num_position_embeddings": 16,
-    },
+    "qwen3_5": _QWEN_VISION,
+    "qwen3_5_moe": _QWEN_VISION,
     "gemma3": {
         "hidden_size": 16,
         "intermediate_size": 16,

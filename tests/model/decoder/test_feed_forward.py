@@ -22,8 +22,8 @@ ROUTER = jnp.asarray(RNG.normal(size=(24, E.number)), jnp.float32)
 
 
 def mixed(add_up, x, router, gate_up, down, experts=E):
-    share, chosen = ff.route(x, router, experts)
-    return add_up(CONFIG, x, share, chosen, gate_up[None], down[None], jnp.int32(0))
+    matrices = ff._Experts(gate_up[None], down[None], jnp.int32(0))
+    return add_up(CONFIG, x, ff._route(x, router, experts), matrices)
 
 
 def by_hand(x, experts):
@@ -69,15 +69,16 @@ def test_parts_of_the_experts_add_up(add_up):
 
     The parts lie in one array, as layers do.
     """
-    share, chosen = ff.route(X, ROUTER, E)
+    share, chosen = ff._route(X, ROUTER, E)
     gate_up, down = (x.reshape(3, 2, *x.shape[1:]) for x in (GATE_UP, DOWN))
-    parts = [
-        add_up(CONFIG, X, share, chosen - 2 * layer, gate_up, down, jnp.int32(layer))
-        for layer in range(3)
-    ]
+
+    def part(first, layer):
+        routed = ff._Routed(share, chosen - first)
+        return add_up(CONFIG, X, routed, ff._Experts(gate_up, down, jnp.int32(layer)))
+
+    parts = [part(2 * layer, layer) for layer in range(3)]
     assert_close(sum(parts), by_hand(X, E), 1e-5)
-    none = add_up(CONFIG, X, share, chosen + E.number, gate_up, down, jnp.int32(1))
-    np.testing.assert_array_equal(none, 0)
+    np.testing.assert_array_equal(part(-E.number, 1), 0)
 
 
 @pytest.mark.parametrize("add_up", [ff._one_by_one, ff._in_groups])

@@ -4,9 +4,9 @@ Expert parallelism: experts are spread over the mesh axis tensor. Each device ap
 to its rows, and what the devices get is added up.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +18,24 @@ from twinkle_jax.model.decoder.layers import norm, project
 from twinkle_jax.model.decoder.parameters import EXPERTS, Params
 from twinkle_jax.model.decoder.precision import matmul, rounded, traced_backend
 from twinkle_jax.model.decoder.sharding import ROWS, row_shards
+
+
+class _Routed(NamedTuple):
+    """The experts of each token: their weights, and their numbers among those at hand."""
+
+    share: Float[Array, "tokens chosen"]
+    chosen: Int[Array, "tokens chosen"]
+
+
+class _Experts(NamedTuple):
+    """The matrices of all experts, in a stack of layers, and the layer to apply."""
+
+    gate_up: Float[Array, "layers experts width two_inner"]
+    down: Float[Array, "layers experts inner width"]
+    layer: Int[Array, ""]
+
+
+_AddUp = Callable[[Array, _Routed, _Experts], Array]
 
 
 def feed_forward(
@@ -75,61 +93,59 @@ def _mix_experts(
 
     where $w$ are the chosen entries of $p$, divided by their sum in some families.
     """
-    share, chosen = route(x, weights["gate"]["kernel"], experts)
+    routed = _route(x, weights["gate"]["kernel"], experts)
     if stack is None:
         layers, layer = jax.tree.map(lambda x: x[None], weights[EXPERTS]), jnp.int32(0)
     else:
         layers, layer = stack[0]["mlp"][EXPERTS], stack[1]
-    matrices = [layers[name]["kernel"] for name in ("gate_up_proj", "down_proj")]
     # XLA has no product of groups on CPUs and GPUs: it would multiply every row by every matrix,
     # where there are `chosen` rows for each token.
-    way = _in_groups if traced_backend() == "tpu" else _one_by_one
-    add_up: Any = partial(way, config)
-    add_up = add_up if mesh is None else _on_devices(add_up, experts, mesh)
-    y = add_up(x, share, chosen, *matrices, layer)
-    y = rounded(y, x.dtype)
+    add_up: _AddUp = partial(_in_groups if traced_backend() == "tpu" else _one_by_one, config)
+    if mesh is not None:
+        add_up = _on_devices(add_up, experts, mesh)
+    matrices = _Experts(layers["gate_up_proj"]["kernel"], layers["down_proj"]["kernel"], layer)
+    y = rounded(add_up(x, routed, matrices), x.dtype)
     if experts.shared_width is None:
         return y
     open_ = rounded(jax.nn.sigmoid(project(x, weights["shared_expert_gate"])))
     return rounded(y + rounded(open_ * _gated(config, x, weights["shared_expert"])))
 
 
-def route(
+def _route(
     x: Float[Array, "tokens width"], router: Float[Array, "width experts"], experts: ExpertsConfig
-) -> tuple[Float[Array, "tokens chosen"], Int[Array, "tokens chosen"]]:
-    """Choose the experts of each token.
-
-    Returns:
-        The weights of the chosen experts, and their numbers.
-    """
+) -> _Routed:
+    """Choose the experts of each token."""
     wide = jnp.float64 if x.dtype == jnp.float64 else jnp.float32
     probabilities = jax.nn.softmax(matmul(x, router).astype(wide), axis=-1)
     share, chosen = jax.lax.top_k(probabilities, experts.chosen)
     if experts.normalised:
         share = share / jnp.sum(share, axis=-1, keepdims=True)
-    return rounded(share, x.dtype), chosen
+    return _Routed(rounded(share, x.dtype), chosen)
 
 
-def _on_devices(add_up: Any, experts: ExpertsConfig, mesh: Mesh) -> Any:
+def _on_devices(add_up: _AddUp, experts: ExpertsConfig, mesh: Mesh) -> _AddUp:
     """Apply each device's experts to its rows, and add up over the devices along tensor."""
     split = None if experts.number % mesh.shape["tensor"] else "tensor"
 
-    def on_device(x: Array, share: Array, chosen: Array, gate_up: Array, *rest: Array) -> Array:
+    def on_device(x: Array, routed: _Routed, experts: _Experts) -> Array:
         if split is None:
-            return add_up(x, share, chosen, gate_up, *rest)
-        first = jax.lax.axis_index(split) * gate_up.shape[1]
-        return jax.lax.psum(add_up(x, share, chosen - first, gate_up, *rest), split)
+            return add_up(x, routed, experts)
+        first = jax.lax.axis_index(split) * experts.down.shape[1]
+        routed = routed._replace(chosen=routed.chosen - first)
+        return jax.lax.psum(add_up(x, routed, experts), split)
 
-    def on_mesh(x: Array, *arrays: Array) -> Array:
+    def on_mesh(x: Array, routed: _Routed, experts: _Experts) -> Array:
         rows = PartitionSpec(None if len(x) % row_shards(mesh) else ROWS)
-        own = PartitionSpec(None, split)
-        return jax.shard_map(
+        by_expert: Any = PartitionSpec(None, split)
+        everywhere: Any = PartitionSpec()
+        y: Array = jax.shard_map(
             on_device,
             mesh=mesh,
-            in_specs=(rows, rows, rows, own, own, PartitionSpec()),
+            in_specs=(rows, rows, _Experts(by_expert, by_expert, everywhere)),
             out_specs=rows,
             check_vma=False,
-        )(x, *arrays)
+        )(x, routed, experts)
+        return y
 
     return on_mesh
 
@@ -137,13 +153,11 @@ def _on_devices(add_up: Any, experts: ExpertsConfig, mesh: Mesh) -> Any:
 def _one_by_one(
     config: DecoderConfig,
     x: Float[Array, "tokens width"],
-    share: Float[Array, "tokens chosen"],
-    chosen: Int[Array, "tokens chosen"],
-    gate_up: Float[Array, "layers experts width two_inner"],
-    down: Float[Array, "layers experts inner width"],
-    layer: Int[Array, ""],
+    routed: _Routed,
+    experts: _Experts,
 ) -> Float[Array, "tokens width"]:
     """Apply every expert to all rows; add up those that a row has chosen, in a wide type."""
+    share, chosen = routed
 
     @partial(jax.checkpoint, prevent_cse=False)  # a scan would keep what all experts computed
     def add(total: Array, expert: tuple[Array, Array, Array]) -> tuple[Array, None]:
@@ -156,29 +170,27 @@ def _one_by_one(
         return total + y.astype(total.dtype), None
 
     wide = jnp.float64 if x.dtype == jnp.float64 else jnp.float32
-    numbers = jnp.arange(gate_up.shape[1], dtype=jnp.int32)
-    total, _ = jax.lax.scan(add, jnp.zeros(x.shape, wide), (numbers, gate_up[layer], down[layer]))
+    gate_up, down = experts.gate_up[experts.layer], experts.down[experts.layer]
+    numbers = jnp.arange(len(down), dtype=jnp.int32)
+    total, _ = jax.lax.scan(add, jnp.zeros(x.shape, wide), (numbers, gate_up, down))
     return total
 
 
 def _in_groups(
     config: DecoderConfig,
     x: Float[Array, "tokens width"],
-    share: Float[Array, "tokens chosen"],
-    chosen: Int[Array, "tokens chosen"],
-    gate_up: Float[Array, "layers experts width two_inner"],
-    down: Float[Array, "layers experts inner width"],
-    layer: Int[Array, ""],
+    routed: _Routed,
+    experts: _Experts,
 ) -> Float[Array, "tokens width"]:
     """Sort rows by expert, so that each expert's are one product; add up in float32.
 
     Each row is there once for each of its experts. Those of other devices' experts come last, in no
     group. The groups of other layers are empty.
     """
-    (layers, experts), (tokens, each) = gate_up.shape[:2], chosen.shape
-    groups = layers * experts
-    is_here = (chosen >= 0) & (chosen < experts)
-    group = jnp.where(is_here, layer * experts + chosen, groups).reshape(-1)
+    chosen, (layers, number) = routed.chosen, experts.down.shape[:2]
+    (tokens, each), groups = chosen.shape, layers * number
+    is_here = (chosen >= 0) & (chosen < number)
+    group = jnp.where(is_here, experts.layer * number + chosen, groups).reshape(-1)
     sizes = jnp.zeros(groups, jnp.int32).at[group].add(1, mode="drop")
     order = jnp.argsort(group, stable=True)
     # What a product leaves in rows of no group is undefined.
@@ -194,8 +206,8 @@ def _in_groups(
 
     # Repeated, then permuted: the gradient is a permutation and a sum, not a scatter that adds.
     rows = jnp.repeat(x, each, axis=0, total_repeat_length=tokens * each)[order]
-    gate, up = jnp.split(multiply(rows, gate_up), 2, axis=-1)
-    y = multiply(rounded(_activate(config, gate) * up), down)
+    gate, up = jnp.split(multiply(rows, experts.gate_up), 2, axis=-1)
+    y = multiply(rounded(_activate(config, gate) * up), experts.down)
     y = y[jnp.argsort(order)].reshape(tokens, each, -1)
-    y = rounded(y * share[..., None])
+    y = rounded(y * routed.share[..., None])
     return jnp.sum(y.astype(jnp.float32), axis=1)
