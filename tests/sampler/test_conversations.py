@@ -87,6 +87,22 @@ def test_a_mesh_draws_the_same(shape):
     assert_same(spread, alone)
 
 
+def test_experts_on_a_mesh_draw_the_same(monkeypatch):
+    """`extend` must be told of the mesh: on TPUs XLA cannot split the kernel of experts."""
+    read, meshes = conversations.extend, []
+
+    def extend(*args, **options):
+        meshes.append(options["mesh"])
+        return read(*args, **options)
+
+    monkeypatch.setattr(conversations, "extend", extend)
+    mesh = make_mesh(data=2, tensor=2)
+    alone, *_ = play(make("qwen3_moe", 4), 2, 4)
+    spread, *_ = play(make("qwen3_moe", 4, mesh=mesh), 2, 4)
+    assert_same(spread, alone)
+    assert {None, mesh} == set(meshes)
+
+
 def test_each_token_is_read_once():
     kept = make("qwen3", 5)
     _, _, shown = play(kept, 6, 5)

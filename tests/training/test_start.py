@@ -196,6 +196,12 @@ def test_a_checkpoint_is_trained_in_the_type_that_the_devices_are_fast_in(
     assert with_dtype(TrainConfig(), mesh).dtype == "float32"  # the built-in policy
 
 
+def test_a_recipe_has_a_type_and_its_bound():
+    """Where it is made without a run: of a checkpoint's configuration, which has neither."""
+    config = make(model="somewhere", task="x.jsonl").config
+    assert (config.dtype, config.update.max_logp_diff) == ("float32", 1e-3)
+
+
 @pytest.mark.parametrize(
     ("name", "remat"),
     [

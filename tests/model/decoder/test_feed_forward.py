@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.model.families import assert_close, config_of
+from tests.model.families import assert_close, config_of, fill, hidden, params_of, step
 from twinkle_jax.model import LoraConfig, make_mesh
 from twinkle_jax.model.decoder import feed_forward as ff
 from twinkle_jax.model.decoder.lora import adapted_kernels
@@ -104,6 +104,17 @@ def test_devices_that_hold_a_part_of_the_experts(add_up, shape):
     assert_close(y, expected, 1e-5)
     for here, there in zip(gradients, expected_gradients, strict=True):
         assert_close(here, there, 1e-5)
+
+
+def test_decoding_applies_the_experts_of_each_layer():
+    """They are taken from the stack of all layers."""
+    params = params_of("qwen3_moe")
+    tokens = jnp.array([[5, 6, 7, 8]])
+    last, cache = fill(params, CONFIG, tokens[:, :3], max_length=8)
+    decoded, _ = step(params, CONFIG, tokens[:, 3], cache)
+    at_once = hidden(params, CONFIG, tokens)
+    assert_close(last, at_once[:, 2])
+    assert_close(decoded, at_once[:, 3])
 
 
 def test_a_router_and_its_experts_have_no_adapters():
