@@ -107,8 +107,8 @@ def _mix_experts(
     y = rounded(add_up(x, routed, matrices), x.dtype)
     if experts.shared_width is None:
         return y
-    open_ = rounded(jax.nn.sigmoid(project(x, weights["shared_expert_gate"])))
-    return rounded(y + rounded(open_ * _gated(config, x, weights["shared_expert"])))
+    gate = rounded(jax.nn.sigmoid(project(x, weights["shared_expert_gate"])))
+    return rounded(y + rounded(gate * _gated(config, x, weights["shared_expert"])))
 
 
 def _route(
