@@ -239,6 +239,12 @@ def test_keys_that_are_refused(key):
         grad_step(fresh(), BATCH, config_of("qwen3"), GRPO, key=key)
 
 
+def test_a_key_for_each_row_is_one_for_each():
+    keys = jax.random.split(jax.random.key(0), 3)
+    with pytest.raises(ValueError, match=r"key must be one key, or one for each of the 4 rows"):
+        grad_step(fresh(), BATCH, config_of("qwen3"), GRPO, key=keys)
+
+
 def test_summaries_add_up_and_each_token_weighs_the_same():
     def summary(loss_sum, denominator, tokens, *metrics):
         numbers = [jnp.float32(x) for x in (loss_sum, denominator, tokens)]

@@ -253,9 +253,13 @@ LONG = {  # what differs, and how many processes have how many devices
         4,
     ),
     "reinforce++": (long("reinforce_plus_plus", kl_beta=0.0, dynamic_sampling=3), 2, 4),
-    "lora": (long("rloo", lora=LoraSettings(rank=2)), 2, 4),
+    "lora": (long("rloo", lora=LoraSettings(rank=2, dropout=0.1)), 2, 4),
     "lora, once": (
-        long("rloo", lora=LoraSettings(rank=2), mesh=MeshConfig(fsdp=8, transfers="once")),
+        long(
+            "rloo",
+            lora=LoraSettings(rank=2, dropout=0.1),
+            mesh=MeshConfig(fsdp=8, transfers="once"),
+        ),
         2,
         4,
     ),

@@ -11,8 +11,10 @@ from hypothesis import strategies as st
 from tests.model.families import NAMES, config_of, each, params_of
 from twinkle_jax.data import Batch
 from twinkle_jax.loss import CISPOLoss, DRGRPOLoss, GRPOLoss, GSPOLoss
-from twinkle_jax.model import make_mesh
+from twinkle_jax.model import LoraConfig, make_mesh, shard_like_params, with_adapter
+from twinkle_jax.model.decoder.lora import init_adapter
 from twinkle_jax.training import begin_training, grad_step, score_batch, train_state
+from twinkle_jax.training.gradient import dropout_keys
 from twinkle_jax.training.packing import assign_lines, pack, plan, unpack
 
 LENGTHS = np.array([5, 17, 3, 9, 1, 20, 12, 6], np.int32)
@@ -248,3 +250,99 @@ def test_a_mesh_changes_nothing():
             )
         states.append(jax.device_get(state.gradient_sum))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=5e-5), *states)
+
+
+# Dropout of adapters: a token's mask depends on its row and its place in the row.
+
+LORA = LoraConfig(r=2, target_modules="all-linear", lora_dropout=0.5)
+ROW_KEYS = jax.random.split(jax.random.key(3), len(LENGTHS))
+
+
+def keys_of(key, batch, seen=0, packing=None, padding=None):
+    lines = batch if packing is None else pack(batch, packing)
+    rows = jnp.arange(len(LENGTHS)) != (-1 if padding is None else padding)
+    keys = dropout_keys(key, jnp.int32(seen), rows, lines, packing)
+    return np.asarray(jax.random.key_data(keys)).reshape(-1, 2)
+
+
+@pytest.mark.parametrize("key", [ROW_KEYS, jax.random.key(3)], ids=["of rows", "root"])
+def test_each_token_has_a_dropout_key_of_its_own_and_keeps_it_in_lines(key):
+    batch = random_batch(config_of("qwen3"))
+    expected = keys_of(key, batch)
+    assert len({tuple(x) for x in expected}) == batch.tokens.size
+    for _, packing in plan(LENGTHS, TIME, tokens=64):
+        sources = packing.sources.reshape(-1)
+        keys = keys_of(key, batch, packing=packing)
+        np.testing.assert_array_equal(keys[sources >= 0], expected[sources[sources >= 0]])
+
+
+def test_dropout_keys_go_on_with_the_rows_that_were_seen():
+    batch = random_batch(config_of("qwen3"))
+    first, later = (keys_of(jax.random.key(3), batch, seen) for seen in (0, 3))
+    np.testing.assert_array_equal(first[3 * TIME :], later[: -3 * TIME])
+    padded = keys_of(jax.random.key(3), batch, padding=2)  # which is no row of the run
+    np.testing.assert_array_equal(padded[3 * TIME :], first[2 * TIME : -TIME])
+
+
+def adapter_gradient(batches, mesh=None, key=ROW_KEYS, **options):
+    config = config_of("qwen3")
+    adapter = init_adapter(jax.random.key(1), config, LORA)
+    # B is 0 at the start, so that A would have no gradient.
+    adapter = jax.tree.map(lambda x: x + 0.1, adapter)
+    frozen = with_adapter(params_of("qwen3"), config, LORA)
+    if mesh is not None:
+        frozen = jax.device_put(frozen, shard_like_params(frozen, mesh))
+    state = begin_training(adapter, None, mesh)
+    for batch, packing in batches:
+        state, _ = grad_step(
+            state, batch, config, GSPOLoss(), frozen=frozen, key=key, packing=packing, mesh=mesh,
+            **options,
+        )  # fmt: skip
+    return jax.device_get(state.gradient_sum)
+
+
+def assert_same_gradient(got, expected):
+    for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-5 * np.abs(other).max())
+
+
+@pytest.fixture(scope="module")
+def unpacked_gradient():
+    return adapter_gradient([(random_batch(config_of("qwen3")), None)])
+
+
+@pytest.mark.parametrize(
+    "cut",
+    each([BUDGETS["a line at a time"], BUDGETS["all at once"], {"tokens": 48, "several": False}]),
+    ids=str,
+)
+def test_dropout_is_what_it_is_unpacked(unpacked_gradient, cut):
+    batch = random_batch(config_of("qwen3"))
+    assert_same_gradient(adapter_gradient(parts(batch, **cut)), unpacked_gradient)
+
+
+@pytest.mark.parametrize("packed", [True, pytest.param(False, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("tensor", each([2, 1]))
+def test_dropout_is_the_same_on_a_mesh(unpacked_gradient, tensor, packed):
+    batch = random_batch(config_of("qwen3"))
+    batches = parts(batch, tokens=64, shards=4, multiple=2) if packed else [(batch, None)]
+    mesh, transfers = make_mesh(data=2, fsdp=2, tensor=tensor), "once" if tensor == 1 else "layers"
+    got = adapter_gradient(batches, mesh, transfers=transfers)
+    assert_same_gradient(got, unpacked_gradient)
+
+
+@pytest.mark.exhaustive
+def test_dropout_is_the_same_with_padding_in_front(unpacked_gradient):
+    batch = random_batch(config_of("qwen3"))
+    order = (np.arange(TIME)[None] + LENGTHS[:, None]) % TIME  # padding, then the tokens
+    names = ("tokens", "labels", "advantages", "old_logps", "ref_logps")
+    moved = {x: jnp.take_along_axis(getattr(batch, x), order, axis=1) for x in names}
+    batch = batch._replace(mask=jnp.asarray(order < LENGTHS[:, None]), **moved)
+    assert_same_gradient(adapter_gradient([(batch, None)]), unpacked_gradient)
+
+
+def test_rows_of_the_next_call_drop_other_inputs():
+    batch, key = random_batch(config_of("qwen3")), jax.random.key(3)
+    once, twice = (adapter_gradient([(batch, None)] * calls, key=key) for calls in (1, 2))
+    for one, both in zip(jax.tree.leaves(once), jax.tree.leaves(twice), strict=True):
+        assert np.abs(both - 2 * one).max() > 0.01 * np.abs(one).max()

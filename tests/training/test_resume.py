@@ -83,6 +83,10 @@ ENDS = {
         "reward:5:SIGKILL:0",
         {"dtype": "bfloat16", "update.scale": "batch"},
     ),
+    "with dropout, in the middle of accumulation": (
+        "update:3:SIGKILL:0.05",
+        {"lora.rank": 2, "lora.dropout": 0.3, "rollout.num_samples": 8},
+    ),
     "with checkpoints of every second step": (
         "reward:6:SIGKILL:0",
         {"logging.checkpoint_every": 2, "evaluation.every": 3},

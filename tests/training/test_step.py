@@ -9,7 +9,7 @@ import pytest
 
 from twinkle_jax.data import ArithmeticTask, PromptBatch
 from twinkle_jax.loss import GRPOLoss
-from twinkle_jax.model import LoraConfig, init_params
+from twinkle_jax.model import LoraConfig, init_params, make_mesh, shard_like_params
 from twinkle_jax.model.decoder import attention
 from twinkle_jax.reward import FunctionReward, WeightedReward
 from twinkle_jax.rollout import has_signal
@@ -21,6 +21,7 @@ from twinkle_jax.training import (
     TrainConfig,
     UpdateConfig,
     add_adapter,
+    begin_training,
     collect,
     learn,
     make_recipe,
@@ -34,6 +35,7 @@ from twinkle_jax.training.step import (
     RECOMPUTED,
     deal_rows,
     describe_mismatch,
+    mini_batch_keys,
     score,
     takes_segments,
 )
@@ -131,6 +133,46 @@ def test_adapters_drop_inputs_by_the_seed_of_the_run():
     np.testing.assert_array_equal(dropped, trained(0.5, rank=0))  # an adapter that was read
     assert np.abs(dropped - trained(0.5, seed=1)).max() > 1e-6
     assert np.abs(dropped - trained(0.0)).max() > 1e-6
+
+
+def learnt_with_dropout(budget=70, devices=1, rows=32, learning_rate=0.1, epochs=1):
+    policy = add_adapter(POLICY, LoraConfig(r=2, lora_dropout=0.5), base="base")
+    mesh = None if devices == 1 else make_mesh(data=devices)
+    config = recipe(mini_batches=1, micro_batch_tokens=budget, epochs=epochs).config
+    lora = LoraSettings(rank=2, dropout=0.5)
+    made = make_recipe(dataclasses.replace(config, lora=lora), policy, long_ones, mesh=mesh)
+    if mesh is not None:
+        frozen = jax.device_put(made.frozen, shard_like_params(made.frozen, mesh))
+        made = made._replace(frozen=frozen)
+    # B is 0 at the start, so that no input of A would matter.
+    adapter = jax.tree.map(lambda x: x + 0.1, policy.params)
+    state = begin_training(adapter, made.optimizer, mesh)
+    drawn = sampled()
+    # Twice the rows: enough lines for the larger budget to put two into a micro-batch.
+    batch = jax.tree.map(lambda x: jnp.tile(x, (2,) + (1,) * (x.ndim - 1))[:rows], drawn.batch)
+    lengths = np.tile(drawn.row_lengths, 2)[:rows]
+    return learn(state, batch, made, learning_rate=learning_rate, seed=(0, 0), row_lengths=lengths)
+
+
+@pytest.mark.parametrize(
+    ("budget", "devices"), [(4096, 1), pytest.param(70, 2, marks=pytest.mark.exhaustive)]
+)
+def test_dropout_does_not_depend_on_the_budget_or_the_mesh(budget, devices):
+    expected, got = learnt_with_dropout()[0], learnt_with_dropout(budget, devices)[0]
+    for one, other in zip(*map(jax.tree.leaves, (got.params, expected.params)), strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-5)
+
+
+def test_each_row_of_each_update_has_a_dropout_key_of_its_own():
+    keys = [mini_batch_keys(jax.random.key(0), jnp.int32(seen), 4) for seen in (0, 4)]
+    assert len({tuple(x) for pair in keys for x in np.asarray(jax.random.key_data(pair))}) == 8
+
+
+def test_each_update_drops_other_inputs():
+    """Of one prompt, so that rows have the same order in both; nothing else changes."""
+    _, learnt = learnt_with_dropout(rows=SAMPLES, learning_rate=0.0, epochs=2)
+    first, second = (float(info.gradient_norm) for info in learnt.infos)
+    assert abs(first - second) > 1e-3 * first > 0
 
 
 @pytest.mark.parametrize("mini_batches", [1, 2])

@@ -1,5 +1,7 @@
 """Parameters and gradients moved at once are those that are moved layer by layer."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -233,3 +235,24 @@ def test_a_rollout_gathers_small_parameters_at_once():
     ):
         np.testing.assert_array_equal(got, expected)
         assert got.sharding.is_fully_replicated
+
+
+@pytest.mark.exhaustive
+def test_a_device_draws_the_dropout_of_its_own_tokens():
+    mesh, config = make_mesh(fsdp=4), decoder()
+    lora = LoraConfig(r=2, target_modules="all-linear", lora_dropout=0.5)
+    state = begin_training(init_adapter(jax.random.key(1), config, lora), None, mesh)
+    frozen = placed(with_adapter(init_params(jax.random.key(0), config), config, lora), mesh)
+    rows, lengths = batch()
+    [(_, packing)] = plan(lengths, TIME, tokens=10_000, shards=4)
+
+    def step(state, frozen, key):
+        options = {"frozen": frozen, "key": key, "mesh": mesh, "packing": packing}
+        return grad_step(state, rows, config, GRPOLoss(beta=0.0), **options)
+
+    keys = jax.random.split(jax.random.key(7), ROWS)
+    text = jax.jit(step).lower(state, frozen, keys).compile().as_text()
+    sizes = [np.prod([int(n) for n in x.split(",")]) for x in re.findall(r"u32\[([\d,]+)\]", text)]
+    # Bits for the widest projection, of a quarter of the places.
+    widest = config.intermediate_size
+    assert max(sizes) == packing.sources.size // 4 * widest

@@ -17,7 +17,7 @@ from twinkle_jax.data.batch import check_batch
 from twinkle_jax.loss import Coefficient, LossOutput, PolicyMetrics
 from twinkle_jax.model import AttentionImplementation, DecoderConfig, Params, Remat
 from twinkle_jax.model.decoder.layers import map_logits
-from twinkle_jax.model.decoder.sharding import constrain, find_mesh, keep_rows, spread_batch
+from twinkle_jax.model.decoder.sharding import constrain, find_mesh, spread_batch
 from twinkle_jax.training.packing import Packing, pack
 from twinkle_jax.training.score import (
     Transfers,
@@ -140,7 +140,7 @@ def grad_step(
     *,
     frozen: Params | None = None,
     temperature: Coefficient = 1.0,
-    key: Key[Array, ""] | None = None,
+    key: Key[Array, "*rows"] | None = None,
     compute_dtype: DTypeLike | None = None,
     attention: AttentionImplementation | None = None,
     remat: Remat = True,
@@ -165,8 +165,9 @@ def grad_step(
             traced; a change of them compiles nothing, unless from or to 0.
         frozen: parameters that are not trained; the state's are merged over them.
         temperature: above 0, at which log-probabilities are taken, as the sampler did.
-        key: root key of adapters' dropout. The noise of a row depends on the number of rows that
-            the state has seen before it. None: no dropout.
+        key: root key of adapters' dropout, from which each row derives a key by its number, counted
+            on from the rows that the state has seen; or the keys of the rows, so that those of a
+            batch keep theirs in whatever micro-batch they are. None: no dropout.
         compute_dtype: as for [`hidden_states`][twinkle_jax.model.hidden_states].
         attention: likewise. Use the same for `score_batch`: then the ratio of a policy to itself is
             1.
@@ -196,6 +197,11 @@ def grad_step(
     kind = getattr(key, "dtype", np.dtype(object))
     if key is not None and not jnp.issubdtype(kind, jax.dtypes.prng_key):
         raise TypeError(f"key must be a typed key such as jax.random.key(0), got {key!r}")
+    if key is not None and key.shape not in ((), batch.tokens.shape[:1]):
+        raise ValueError(
+            f"key must be one key, or one for each of the {len(batch.tokens)} rows, got keys of "
+            f"the shape {key.shape}"
+        )
     return _grad_step(
         state,
         batch,
@@ -233,7 +239,7 @@ def _grad_step(
     frozen: Params | None,
     traced: dict[str, Any],
     temperature: Float[Array, ""],
-    key: Key[Array, ""] | None,
+    key: Key[Array, "*rows"] | None,
     packing: Packing | None,
     *,
     config: DecoderConfig,
@@ -248,13 +254,9 @@ def _grad_step(
         lines = spread_batch(pack(batch, packing), config, mesh)
     labelled = batch.labels != IGNORE
     rows = jnp.ones(len(labelled), bool) if batch.rows is None else batch.rows
+    dropout = None if key is None else dropout_keys(key, state.rows, rows, lines, packing)
 
     def loss_sum(params: Params) -> tuple[Float[Array, ""], tuple[PolicyMetrics | None, Array]]:
-        dropout = None
-        if key is not None:
-            # With a packing, lines are numbered instead: there are at most as many as rows.
-            numbers = _count(rows if packing is None else jnp.ones(len(lines.tokens), bool))
-            dropout = key, keep_rows(state.rows + numbers - 1, mesh)
         scores = score_lines(
             params,
             frozen,
@@ -324,6 +326,27 @@ def _call(
         **teacher,
         denominator=1.0,
     )
+
+
+def dropout_keys(
+    key: Key[Array, "*rows"],
+    seen: Int[Array, ""],
+    rows: Bool[Array, " batch"],
+    lines: Batch,
+    packing: Packing | None,
+) -> Key[Array, "lines width"]:
+    """Derive the dropout key of each place from its row and its place in the row."""
+    if key.ndim == 0:
+        key = jax.vmap(jax.random.fold_in, (None, 0))(key, seen + _count(rows) - 1)
+    shape = lines.tokens.shape
+    if packing is None:  # the decoder moves the tokens of a row to its front
+        key = jnp.broadcast_to(key[:, None], shape)
+        columns = jnp.broadcast_to(jnp.arange(shape[1], dtype=jnp.int32), shape)
+    else:
+        key = key[packing.sources // packing.places.shape[1]]
+        columns = jnp.asarray(packing.positions)
+    keys: Array = jax.vmap(jax.vmap(jax.random.fold_in))(key, columns)
+    return keys
 
 
 def _count(rows: Bool[Array, " batch"]) -> Int[Array, " batch"]:

@@ -123,7 +123,7 @@ def score_lines(
     with_entropy: bool,
     mesh: Mesh | None,
     transfers: Transfers,
-    dropout: tuple[Key[Array, ""], Int[Array, " lines"]] | None = None,
+    dropout: Key[Array, "lines width"] | None = None,
     logits: Callable[[Params, Array, Batch], Array] | None = None,
     **options: Any,
 ) -> Scores:
@@ -139,7 +139,7 @@ def score_lines(
         mesh: of the parameters; None for one device.
         transfers: `layers` gathers the parameters of a layer when it runs; `once` gathers all of
             them before, and each device then runs its lines as if it were alone.
-        dropout: the root key of adapters' dropout, and the number of each line in the run.
+        dropout: the key of each place, for the dropout of adapters; None: no dropout.
         logits: computes logits to return, from parameters, hidden states and lines.
         options: of `hidden_states`.
     """
@@ -154,7 +154,7 @@ def score_lines(
     ) -> Scores:
         weights = merge_params(frozen, params)
         if dropout is not None:
-            weights = with_dropout(weights, *dropout)
+            weights = with_dropout(weights, dropout)
         hidden = hidden_states(
             weights,
             config,
@@ -190,11 +190,10 @@ def score_lines(
 
     dtype = options.get("compute_dtype")
     copies, rows, replicated = PartitionSpec(AXES), PartitionSpec(ROWS), PartitionSpec()
-    numbered = None if dropout is None else (replicated, rows)
     scores: Scores = jax.shard_map(
         score_on_device,
         mesh=mesh,
-        in_specs=(copies, copies, rows, replicated, numbered),
+        in_specs=(copies, copies, rows, replicated, rows),
         out_specs=rows,
         check_vma=False,  # the decoder is written for one device, and begins loops with constants
     )(

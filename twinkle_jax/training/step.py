@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Key
 
 from twinkle_jax.advantage import turn_returns
 from twinkle_jax.data import IGNORE, Batch, PromptBatch
@@ -331,6 +331,7 @@ def learn(
     for rows in deal_rows(len(batch.tokens), config, seed):
         total: StepSummary | None = None
         observed: SamplerMismatch | None = None
+        keys = None if dropout_key is None else mini_batch_keys(dropout_key, state.rows, len(rows))
         for part, packing in micro_batches(recipe, batch, rows, row_lengths):
             state, summary = grad_step(
                 state,
@@ -339,7 +340,7 @@ def learn(
                 recipe.loss,
                 frozen=recipe.frozen,
                 temperature=config.rollout.temperature,
-                key=dropout_key,
+                key=keys,
                 compute_dtype=config.dtype,
                 remat=RECOMPUTED[config.update.recompute],
                 mesh=recipe.mesh,
@@ -506,7 +507,13 @@ def _add(a: SamplerMismatch, b: SamplerMismatch) -> SamplerMismatch:
 
 
 def _dropout_key(recipe: Recipe) -> jax.Array | None:
-    """Return the root key of adapter dropout, from which the key of each row is derived."""
+    """Return the root key of adapter dropout, from which the keys of each update are derived."""
     if not any(path[-1] == RATE for path, _ in walk(recipe.frozen or {})):
         return None
     return jax.random.fold_in(jax.random.key(recipe.config.seed), 0xD0)
+
+
+@partial(jax.jit, static_argnames="count")
+def mini_batch_keys(key: Key[Array, ""], seen: Int[Array, ""], count: int) -> Key[Array, " count"]:
+    """Make the dropout keys of a mini-batch's rows, by the rows that the run has seen before."""
+    return jax.random.split(jax.random.fold_in(key, seen), count)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from tests.model.families import config_of, params_of
+from twinkle_jax.data import Batch
 from twinkle_jax.model import (
     Decoder,
     LoraConfig,
@@ -25,11 +26,13 @@ from twinkle_jax.model.decoder.lora import (
     read_lora_config,
     with_dropout,
 )
+from twinkle_jax.training.gradient import dropout_keys
 from twinkle_jax.twinkle.model import TransformersModel
 
 pytest.importorskip("safetensors", reason="pip install 'twinkle-jax[checkpoints]'")
 import safetensors.numpy
 
+TIME = 5
 ROWS = [[5, 6, 7, 8, 9], [10, 11, 12], [13, 14, 15, 16]]
 ADVANTAGES = [1.0, -1.0, 0.5]
 INPUTS = [{"input_ids": row, "labels": [*row[1:], -100]} for row in ROWS]
@@ -352,25 +355,21 @@ def dropped(x, rate, seeds):
 @pytest.mark.parametrize("rate", [0.25, 0.5])
 def test_entries_are_dropped_at_the_rate_and_the_rest_is_scaled(rate):
     x = np.full((8 * 64, 32), 3.0, np.float32)
-    actual = dropped(x, rate, range(8))
+    actual = dropped(x, rate, range(8 * 64))
     np.testing.assert_allclose(np.unique(actual), [0, 3 / (1 - rate)], rtol=1e-6)
     assert abs(np.mean(actual == 0) - rate) < 0.01  # of 16,384 draws, 3 deviations
     assert abs(actual.mean() - 3) < 0.1
 
 
-def test_a_rows_noise_is_its_own():
-    x = np.ones((2 * 5, 7), np.float32)
-    both = dropped(x, 0.5, [3, 4]).reshape(2, 5, 7)
-    alone = dropped(x[:5], 0.5, [4])
-    np.testing.assert_array_equal(both[1], alone)
+def test_a_tokens_noise_is_its_own():
+    both = dropped(np.ones((2, 32), np.float32), 0.5, [3, 4])
+    np.testing.assert_array_equal(both[1:], dropped(np.ones((1, 32), np.float32), 0.5, [4]))
     assert (both[0] != both[1]).any()
-    longer = dropped(np.ones((9, 7), np.float32), 0.5, [4])  # padded to another bucket
-    np.testing.assert_array_equal(longer[:5], alone)
 
 
-def test_every_projection_layer_and_row_has_keys_of_its_own():
+def test_every_projection_layer_and_token_has_keys_of_its_own():
     tree = {"0": {"q": {"lora_dropout": jnp.ones(3)}, "v": {"lora_dropout": jnp.ones(3)}, "o": {}}}
-    laid = with_dropout(tree, jax.random.key(0), jnp.arange(4, dtype=jnp.int32))
+    laid = with_dropout(tree, jax.random.split(jax.random.key(0), (2, 2)))
     keys = [jax.random.key_data(laid["0"][name][KEYS]) for name in ("q", "v")]
     assert keys[0].shape == (3, 4, 2) and KEYS not in laid["0"]["o"]
     assert len({tuple(key) for key in np.concatenate([k.reshape(-1, 2) for k in keys])}) == 24
@@ -460,7 +459,9 @@ def test_peft_gives_the_same_gradient_with_the_same_noise(checkpoint, tmp_path):
     model.save(tmp_path / "adapter")
     base = transformers.AutoModelForCausalLM.from_pretrained(checkpoint)
     theirs = peft.PeftModel.from_pretrained(base, tmp_path / "adapter", is_trainable=True)
-    laid = with_dropout(model.params, model.key, jnp.arange(3, dtype=jnp.int32))
+    rows, lines = jnp.ones(3, bool), Batch(jnp.zeros((3, TIME), jnp.int32), None)
+    keys = dropout_keys(model.key, model.state.rows, rows, lines, None)
+    laid = with_dropout(model.params, keys)
 
     class Drop(torch.nn.Module):
         def __init__(self, module, keys):
@@ -469,14 +470,14 @@ def test_peft_gives_the_same_gradient_with_the_same_noise(checkpoint, tmp_path):
 
         def forward(self, x):
             ones = jnp.ones(x.shape[1:], jnp.float32)
-            kept = drop_out(ones, jnp.float32(0.5), self.keys[self.row : self.row + 1]) > 0
+            kept = drop_out(ones, jnp.float32(0.5), self.keys[self.row, : len(ones)]) > 0
             return x * torch.from_numpy(np.array(kept)) / (1 - self.rate)
 
     drops = []
     for name, module in theirs.named_modules():
         if hasattr(module, "lora_dropout"):
             *_, layer, block, projection = name.split(".")
-            keys = laid["layers"]["0"][block][projection][KEYS][int(layer)]
+            keys = laid["layers"]["0"][block][projection][KEYS][int(layer)].reshape(3, TIME)
             drops.append(Drop(module.lora_dropout["default"], keys))
             assert drops[-1].rate == 0.5
             module.lora_dropout["default"] = drops[-1]

@@ -4,8 +4,8 @@ $$y = x W + s \, d(x) A B, \qquad d(x) = x \cdot m / (1 - p), \quad m \sim \text
 
 Adapters are leaves next to the kernels that they change, `lora_A` [layers, in, rank] and `lora_B`
 [layers, rank, out], stacked like these. `lora_scale` [layers], $s$, is not trained. Each projection
-draws a dropout mask of its own, as in PEFT. The noise of a row depends on the root key and the
-row's number alone, not on the other rows, the padding or the devices.
+draws a dropout mask of its own, as in PEFT. The mask of a token depends on its row's key and its
+place in the row alone, not on the other rows, the padding, the packing or the devices.
 See [LoRA](https://arxiv.org/abs/2106.09685).
 """
 
@@ -16,7 +16,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, Key
+from jaxtyping import Array, Float, Key
 
 from twinkle_jax.model.decoder.config import DecoderConfig
 from twinkle_jax.model.decoder.parameters import (
@@ -211,27 +211,21 @@ def adapter_change(
 
 
 def drop_out(
-    x: Float[Array, "rows into"], rate: Float[Array, ""], keys: Key[Array, " batch"]
-) -> Float[Array, "rows into"]:
+    x: Float[Array, "tokens into"], rate: Float[Array, ""], keys: Key[Array, " tokens"]
+) -> Float[Array, "tokens into"]:
     """Zero entries with probability `rate`, and divide the others by `1 - rate`."""
-    batch, width = len(keys), x.shape[1]
-    shape = (len(x) // batch, width)  # time first: a longer row begins with the same noise
-    kept = jax.vmap(lambda key: jax.random.bernoulli(key, 1 - rate, shape))(keys)
-    return jnp.where(kept.reshape(x.shape), x / (1 - rate).astype(x.dtype), jnp.zeros_like(x))
+    kept = jax.vmap(lambda key: jax.random.bernoulli(key, 1 - rate, x.shape[1:]))(keys)
+    return jnp.where(kept, x / (1 - rate).astype(x.dtype), jnp.zeros_like(x))
 
 
-def with_dropout(
-    params: Mapping[str, Any], key: Key[Array, ""], rows: Int[Array, " batch"]
-) -> dict[str, Any]:
-    """Add dropout keys beside the adapters that have a rate, one for each layer and row.
+def with_dropout(params: Mapping[str, Any], keys: Key[Array, "batch time"]) -> dict[str, Any]:
+    """Add dropout keys beside the adapters that have a rate, one for each layer and token.
 
     Args:
         params: frozen parameters and adapters, merged.
-        key: the root key of a training run.
-        rows: number of each row, unique within the run.
+        keys: of the tokens.
     """
-    row_keys = jax.vmap(jax.random.fold_in, (None, 0))(key, rows)
-    projection = 0
+    keys, projection = keys.reshape(-1), 0
 
     def visit(tree: Mapping[str, Any]) -> dict[str, Any]:
         nonlocal projection
@@ -239,8 +233,8 @@ def with_dropout(
         if RATE in tree:
             layers = jnp.arange(len(tree[RATE]), dtype=jnp.int32)
             # Each projection has its own number, so that no two of them share noise.
-            keys = jax.vmap(jax.random.fold_in, (0, None))(row_keys, projection)
-            out[KEYS] = jax.vmap(jax.vmap(jax.random.fold_in, (0, None)), (None, 0))(keys, layers)
+            own = jax.vmap(jax.random.fold_in, (0, None))(keys, projection)
+            out[KEYS] = jax.vmap(jax.vmap(jax.random.fold_in, (0, None)), (None, 0))(own, layers)
             projection += 1
         return out
 
