@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from twinkle_jax.loss import DRGRPOLoss, GRPOLoss, GSPOLoss, ImportanceCorrection
+from twinkle_jax.loss import CISPOLoss, DRGRPOLoss, GRPOLoss, GSPOLoss, ImportanceCorrection
 from twinkle_jax.rollout import RolloutConfig
 from twinkle_jax.training import (
     EvaluationConfig,
@@ -70,7 +70,9 @@ REFUSED = [
     ("update.kl_beta", -0.1),
     ("update.epsilon", -0.1),
     ("update.epsilon", NAN),
+    ("update.epsilon", 0),
     ("update.epsilon_high", -0.1),
+    ("update.epsilon_high", 0.0),
     ("update.max_logp_diff", NAN),
     ("update.max_outside_band", 2),
     ("update.correction", "tis"),
@@ -347,6 +349,11 @@ def test_a_loss_gets_the_settings_that_it_takes():
     assert loss_of(loss="dr_grpo") == DRGRPOLoss(max_completion_length=9)
     corrected = loss_of(correction="token_mask", correction_cap=3.0)
     assert corrected == GRPOLoss(correction=ImportanceCorrection("token_mask", 3.0))
+
+
+def test_a_weight_may_be_bounded_by_1():
+    """Where tokens that reach the bound keep their gradient."""
+    assert loss_of(loss="cispo", epsilon=0.0) == CISPOLoss(0.0)
 
 
 def test_dr_grpo_divides_by_all_turns_of_an_episode():

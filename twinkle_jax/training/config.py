@@ -434,7 +434,7 @@ def _check(config: TrainConfig) -> None:
     if update.advantage_options:
         with _names("update.advantage_options", "update.advantage_options"):
             estimator.check(config.rollout.num_samples)
-    make_loss(config)
+    _check_clip_range(config)
     with _names("optimizer.name", "optimizer.options"):
         run_optimizer(config)
     with _names("optimizer.schedule", "optimizer.schedule_options"):
@@ -488,6 +488,19 @@ def _check_values(config: Any, prefix: str = "") -> None:
             continue
         elif value is None or not valid.contains(value):
             raise ValueError(f"{name} must be {valid.description}, got {value}")
+
+
+def _check_clip_range(config: TrainConfig) -> None:
+    """Refuse a bound at 1: on-policy ratios are on either side of it, by their rounding."""
+    if isinstance(make_loss(config), CISPOLoss | SAPOLoss):  # no token loses its gradient
+        return
+    for name in ("epsilon", "epsilon_high"):
+        if getattr(config.update, name) == 0:
+            raise ValueError(
+                f"update.{name} must be above 0 for a loss that clips, got 0: ratios differ from 1 "
+                "by rounding alone, and clipped tokens have no gradient; usual are 0.2, and 3e-4 "
+                "for gspo"
+            )
 
 
 def _check_rows(config: TrainConfig) -> None:
