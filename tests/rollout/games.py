@@ -118,9 +118,11 @@ FAULTS = {
     "returns three things": (lambda: ("1", 0.0, False), "reply"),
     "NaN reward": (lambda: ("1", float("nan"), False, {}), "reply"),
     "infinite reward": (lambda: ("1", float("inf"), False, {}), "reply"),
+    "no reward": (lambda: ("1", None, False, {}), "reply"),
     "reward of 400 digits": (lambda: ("1", 10**400, False, {}), "reply"),
     "reward in words": (lambda: ("1", "much", False, {}), "reply"),
     "done in words": (lambda: ("1", 0.0, "no", {}), "reply"),
+    "NaN tool errors": (lambda: ("1", 0.0, False, {"tool_errors": float("nan")}), "reply"),
     "info is a list": (lambda: ("1", 0.0, False, [1]), "reply"),
     "observation is a number": (lambda: (7, 0.0, False, {}), "reply"),
     "speaks as the system": (

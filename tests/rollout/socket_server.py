@@ -13,7 +13,7 @@ SCHEMA = json.dumps({"action": {"properties": {"guess": {"type": "string"}}}}).e
 ANSWER = {"observation": {"text": "1"}, "reward": 0.25, "done": False}
 
 
-def _answer(data):
+def answer(data):
     return json.dumps({"type": "observation", "data": data})
 
 
@@ -27,9 +27,9 @@ FAULTS = {
         lambda socket: socket.send(b"\xff\xfe", text=True), "connection",
     ),
     "no answer in it": (lambda socket: socket.send("[]"), "raised"),
-    "16 MB": (lambda socket: socket.send(_answer({"x": "1" * (16 << 20)})), "connection"),
-    "NaN reward": (lambda socket: socket.send(_answer(ANSWER | {"reward": float("nan")})), "reply"),
-    "no reward": (lambda socket: socket.send(_answer({"observation": {}, "done": False})),
+    "16 MB": (lambda socket: socket.send(answer({"x": "1" * (16 << 20)})), "connection"),
+    "NaN reward": (lambda socket: socket.send(answer(ANSWER | {"reward": float("nan")})), "reply"),
+    "no reward": (lambda socket: socket.send(answer({"observation": {}, "done": False})),
                   "raised"),
     "an error": (
         lambda socket: socket.send('{"type": "error", "data": {"code": "EXECUTION_ERROR"}}'),
@@ -73,14 +73,14 @@ class Server:
                     break
                 if request["type"] == "reset":
                     steps, seed = 0, request["data"]["seed"]
-                    socket.send(_answer({"observation": {"text": "0-9="}, "reward": None,
+                    socket.send(answer({"observation": {"text": "0-9="}, "reward": None,
                                          "done": False}))  # fmt: skip
                     continue
                 steps += 1
                 if self.fault and seed % 2 and steps == 2:
                     self.fault(socket)
                 else:
-                    socket.send(_answer(ANSWER))
+                    socket.send(answer(ANSWER))
         self.open -= 1
 
     def stop(self):

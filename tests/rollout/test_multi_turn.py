@@ -629,8 +629,7 @@ def test_what_an_environment_says_first_joins_the_users_message():
 def test_numbers_of_numpy_are_numbers_and_what_is_none_is_left_out_of_metrics():
     class Numpy(games.Never):
         def step(self, action):
-            info = {"a": np.float32(2), "b": np.True_, "c": "text", "d": float("nan"), 5: 1, "e": 3}
-            info["f"] = 10**400
+            info = {"a": np.float32(2), "b": np.True_, "c": "text", 5: 1, "e": 3, "f": [1.0]}
             return "1", np.float32(0.25), np.False_, info
 
     rollout = sample(Numpy)
@@ -639,3 +638,31 @@ def test_numbers_of_numpy_are_numbers_and_what_is_none_is_left_out_of_metrics():
     names = sorted(name for name in metrics if "info" in name)
     assert names == [f"environment/info/{x}" for x in "abe"]
     assert [metrics[name] for name in names] == [2.0, 1.0, 3.0]
+
+
+def test_numbers_that_are_not_finite_reach_the_metrics():
+    class Diverging(games.Never):
+        def reset(self, row, seed):
+            self.sign = 1 if seed % 2 else -1
+            return super().reset(row, seed)
+
+        def step(self, action):
+            info = {"nan": np.nan, "inf": 10**400, "minus": -np.inf, "both": self.sign * 10**400}
+            return "1", 0.25, False, info | {"large": 1.5e308}
+
+    rollout = sample(Diverging)
+    assert {episode.seed % 2 for episode in rollout.episodes} == {0, 1}
+    metrics = episode_metrics(rollout.episodes)
+    names = ["nan", "inf", "minus", "both", "large"]
+    means = [metrics[f"environment/info/{name}"] for name in names]
+    np.testing.assert_equal(means, [np.nan, np.inf, -np.inf, np.nan, np.inf])
+
+
+@pytest.mark.parametrize(
+    ("method", "returned"), [("step", ("1", None, False, {})), ("final_reward", None)]
+)
+def test_a_reward_that_is_none_is_an_error_that_names_the_method(method, returned):
+    environment = type("Forgets", (games.Never,), {method: lambda self, *_: returned})
+    message = rf"the reward of Forgets\.{method} must be a number, got None"
+    with pytest.raises(EnvironmentFailureError, match=message):
+        sample(environment)

@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 
 from tests.rollout.test_multi_turn import check_scores, sample
-from twinkle_jax.rollout import OpenEnvEnvironment
+from twinkle_jax.rollout import Action, OpenEnvEnvironment
 
 pytest.importorskip("websockets", reason="pip install 'twinkle-jax[openenv]'")
 pytestmark = pytest.mark.exhaustive
 
-from tests.rollout.socket_server import FAULTS, Server  # noqa: E402
+from tests.rollout.socket_server import ANSWER, FAULTS, Server, answer  # noqa: E402
 
 
 def play(server, **options):
@@ -41,6 +41,18 @@ def test_what_breaks_off_is_no_episode(fault):
     while server.open and time.monotonic() < deadline:
         time.sleep(0.05)
     assert server.open == 0  # no session is left
+
+
+def test_a_step_without_a_reward_has_reward_0():
+    server = Server(lambda socket: socket.send(answer(ANSWER | {"reward": None})))
+    try:
+        environment = OpenEnvEnvironment(server.url, 3.0)
+        environment.reset({}, 1)
+        rewards = [environment.step(Action("1"))[1] for _ in range(2)]
+        environment.close()
+    finally:
+        server.stop()
+    assert rewards == [0.25, 0.0]
 
 
 def test_a_server_that_restarts_loses_no_episode():

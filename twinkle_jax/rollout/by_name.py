@@ -274,7 +274,8 @@ class OpenEnvEnvironment:
     If the server's actions have a single field and it is a string, an action is the policy's text.
     Otherwise the policy calls the tool `act`, whose parameters are the server's schema of actions.
     The policy reads what the server says about invalid actions. Lost connections, a server that
-    is full, and errors of the environment itself are failures.
+    is full, and errors of the environment itself are failures. A reward of None, which OpenEnv
+    has where there is none, is 0.
 
     Args:
         url: of the server, such as `http://127.0.0.1:8000`.
@@ -330,7 +331,8 @@ class OpenEnvEnvironment:
             return f"Error: {error}", 0.0, False, {"tool_errors": 1}
         text = openenv_text(_without_protocol(result["observation"]))
         message = Message(role="tool" if action.calls else "user", content=text)
-        return message, result["reward"], bool(result["done"]), {}
+        reward = 0.0 if result["reward"] is None else result["reward"]
+        return message, reward, bool(result["done"]), {}
 
     def close(self) -> None:
         """End the session."""

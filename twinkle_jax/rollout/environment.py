@@ -9,6 +9,7 @@ import copy
 import functools
 import inspect
 import json
+import math
 import queue
 import threading
 import time
@@ -104,8 +105,9 @@ class Environment(Protocol):
             action: the policy's turn.
 
         Returns:
-            The observation, the reward of this turn, whether the episode is over, and numbers for
-            the metrics. The number `tool_errors` counts tool calls that failed.
+            The observation, the reward of this turn, which must be a finite number, whether the
+            episode is over, and numbers for the metrics, NaN and infinite ones too. The number
+            `tool_errors` counts tool calls that failed.
         """
 
     def close(self) -> None:
@@ -123,7 +125,7 @@ class Reply(NamedTuple):
         messages: the observation, of the user or a tool.
         reward: of the turn; finite.
         done: whether the episode is over.
-        info: numbers, by name.
+        info: numbers, by name; NaN and infinite ones too.
     """
 
     messages: list[Message]
@@ -222,12 +224,13 @@ class Session:
             raise BadReplyError(f"done must be True or False, got {shown(done)}")
         if info is not None and not isinstance(info, Mapping):
             raise BadReplyError(f"info must be a dictionary, got {shown(info)}")
-        return Reply(self._messages(observation), _finite(reward), bool(done), _numbers(info or {}))
+        messages, reward = self._messages(observation), self._reward(reward, "step")
+        return Reply(messages, reward, bool(done), _numbers(info or {}))
 
     def final_reward(self) -> float:
         """Return the reward that is added at the end."""
         method = getattr(self._environment, "final_reward", None)
-        return 0.0 if method is None else _finite(self._call(method))
+        return 0.0 if method is None else self._reward(self._call(method), "final_reward")
 
     def close(self) -> None:
         """Close the environment, unless it is closed."""
@@ -239,6 +242,16 @@ class Session:
     def _call(self, method: Callable[..., Any], *args: Any) -> Any:
         result = method(*args)
         return self._run(result) if inspect.isawaitable(result) else result
+
+    def _reward(self, reward: Any, method: str) -> float:
+        name = f"the reward of {type(self._environment).__name__}.{method}"
+        try:
+            number = float(reward)
+        except (TypeError, ValueError, OverflowError):
+            raise BadReplyError(f"{name} must be a number, got {shown(reward)}") from None
+        if not abs(number) <= 3e38:  # the range of float32; also rejects NaN
+            raise BadReplyError(f"{name} must be finite in float32, got {number}")
+        return number
 
     def _messages(self, observation: Any) -> list[Message]:
         if observation is None:
@@ -304,21 +317,23 @@ def _checked_tools(tools: Any) -> list[Any]:
     return list(copied or ())
 
 
-def _finite(reward: Any) -> float:
-    try:
-        number = 0.0 if reward is None else float(reward)
-    except (TypeError, ValueError, OverflowError):
-        raise BadReplyError(f"a reward must be a number, got {shown(reward)}") from None
-    if not abs(number) <= 3e38:  # the range of float32; also rejects NaN
-        raise BadReplyError(f"a reward must be finite in float32, got {number}")
-    return number
-
-
 def _numbers(info: Mapping[Any, Any]) -> dict[str, float]:
     kinds = (int, float, np.number, np.bool_)
-    numbers = {k: x for k, x in info.items() if isinstance(k, str) and isinstance(x, kinds)}
-    small = {k: float(x) for k, x in numbers.items() if not isinstance(x, int) or abs(x) < 10**300}
-    return {k: x for k, x in small.items() if abs(x) < 1e300}  # also rejects NaN
+    numbers = {
+        name: _as_float(x)
+        for name, x in info.items()
+        if isinstance(name, str) and isinstance(x, kinds)
+    }
+    if not math.isfinite(numbers.get("tool_errors", 0)):
+        raise BadReplyError(f"tool_errors in info must be finite, got {numbers['tool_errors']}")
+    return numbers
+
+
+def _as_float(number: Any) -> float:
+    try:
+        return float(number)
+    except OverflowError:  # an int above the range of float
+        return math.inf if number > 0 else -math.inf
 
 
 # Calls with a timeout.

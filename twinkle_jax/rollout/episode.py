@@ -237,7 +237,8 @@ def episode_metrics(episodes: Sequence[Episode]) -> dict[str, float]:
         return metrics
 
     def mean(values: Sequence[float]) -> float:
-        return float(np.mean(np.asarray(values, np.float64)))
+        with np.errstate(invalid="ignore", over="ignore"):  # environments may return such numbers
+            return float(np.mean(np.asarray(values, np.float64)))
 
     observed = [sum(len(r.tokens) for r in e.rows) - e.num_sampled for e in played]
     metrics |= {
