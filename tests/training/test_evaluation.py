@@ -94,13 +94,14 @@ def test_accuracy_is_of_the_most_probable_completions_and_pass_at_k_of_drawn_one
 
 def test_no_two_batches_share_noise_and_a_seed_repeats():
     alike = [PROBLEMS[0]] * 10
-    first, again, other = Judge(), Judge(), Judge()
-    for judge, seed in ((first, 0), (again, 0), (other, 1)):
+    first, again, other, large = Judge(), Judge(), Judge(), Judge()
+    for judge, seed in ((first, 0), (again, 0), (other, 1), (large, 2**32)):
         evaluate(POLICY, alike, judge, SETTINGS, batch=5, pass_k=K, seed=seed)
     drawn = first.completions()[2:]
     assert drawn[0] != drawn[1]
     assert again.completions()[2:] == drawn
     assert other.completions()[2:] != drawn
+    assert large.completions()[2:] != drawn
 
 
 def test_other_parameters_are_judged_in_place_of_the_policys_own():

@@ -2,6 +2,7 @@
 
 import json
 
+import jax
 import numpy as np
 import pytest
 
@@ -102,3 +103,13 @@ def test_the_directory_of_a_run_is_no_checkpoint(tmp_path):
     save_policy(policy, tmp_path / "other")
     (tmp_path / "policy").rename(tmp_path / "other" / "policy")
     assert load_policy(str(tmp_path / "other")).config == policy.config  # has both
+
+
+def test_seeds_differ_in_all_of_their_bits():
+    policies = [small_policy(seed) for seed in (1, 2**32 + 1)]
+    adapters = [
+        add_adapter(policies[0], LoraConfig(r=2), base="", seed=seed) for seed in (1, 2**32 + 1)
+    ]
+    for one, other in (policies, adapters):
+        arrays = zip(jax.tree.leaves(one.params), jax.tree.leaves(other.params), strict=True)
+        assert any(not np.array_equal(x, y) for x, y in arrays)

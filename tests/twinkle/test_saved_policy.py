@@ -201,3 +201,20 @@ def test_random_parameters_for_a_configuration(checkpoint, tmp_path):
         TransformersModel()
     with pytest.raises(ValueError, match="config must be"):
         TransformersModel(Decoder(config, first.params), config=config_of("llama"))
+
+
+@pytest.mark.parametrize("large", [2**32 + 1, 2**70 + 1])
+def test_seeds_differ_in_all_of_their_bits(checkpoint, large):
+    """JAX takes them modulo 2^32."""
+    config = TransformersModel(checkpoint).config
+    first, other = (TransformersModel(config=config, seed=seed) for seed in (1, large))
+    assert first.key != other.key
+
+    def differ(one, other, part):
+        return not any(np.array_equal(x, other[name]) for name, x in one.items() if part in name)
+
+    assert differ(first.get_state_dict(), other.get_state_dict(), "_proj")
+    for seed in (1, large):
+        first.add_adapter_to_model(str(seed), LORA, seed=seed)
+    adapters = [first.get_state_dict(adapter_name=str(seed)) for seed in (1, large)]
+    assert differ(*adapters, "lora_A")

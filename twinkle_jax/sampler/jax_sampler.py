@@ -364,11 +364,11 @@ class JaxSampler:
     def _key(self, seed: int | None) -> jax.Array:
         call, self.calls = self.calls, self.calls + 1
         if seed is not None:
-            return _key_of(seed)
-        return jax.random.fold_in(_key_of(self.seed), call)
+            return key_of_seed(seed)
+        return jax.random.fold_in(key_of_seed(self.seed), call)
 
 
-def _key_of(seed: int) -> jax.Array:
+def key_of_seed(seed: int) -> jax.Array:
     """Make a key from all bits of a seed, of which JAX reads the lower 32."""
     if seed >= 2**32:
         seed = int(np.random.SeedSequence(seed).generate_state(1)[0])

@@ -22,6 +22,7 @@ from twinkle_jax.rollout import (
     hosts,
 )
 from twinkle_jax.rollout.single_turn import score_texts
+from twinkle_jax.sampler.jax_sampler import key_of_seed
 from twinkle_jax.training.config import TrainConfig
 from twinkle_jax.training.policy import Policy
 from twinkle_jax.training.task import Task
@@ -166,7 +167,7 @@ def _in_batches(
     rows = []
     for number, start in enumerate(range(0, len(prompts), batch)):
         hosts.together("evaluating", check)
-        key = jax.random.fold_in(jax.random.key(seed), number)
+        key = jax.random.fold_in(key_of_seed(seed), number)
         rows.append(score(PromptBatch(prompts[start : start + batch]), key))
     return np.concatenate(rows).reshape(len(prompts), -1)
 

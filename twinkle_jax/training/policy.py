@@ -41,6 +41,7 @@ from twinkle_jax.model import (
 from twinkle_jax.model.decoder.lora import init_adapter
 from twinkle_jax.model.huggingface.checkpoint_files import ADAPTER_CONFIG, CONFIG, locate, read_json
 from twinkle_jax.rollout import hosts
+from twinkle_jax.sampler.jax_sampler import key_of_seed
 from twinkle_jax.training.by_name import make_optimizer
 from twinkle_jax.training.gradient import grad_step
 from twinkle_jax.training.state import apply_gradients, begin_training
@@ -93,7 +94,7 @@ def small_policy(seed: int = 0) -> Policy:
     """Make a Qwen3 of 114,000 random parameters that spells arithmetic, one token a character."""
     template = Template(small_tokenizer(_CHARACTERS))
     config = parse_config({**_SMALL, "vocab_size": len(template.tokenizer)})
-    key = jax.random.fold_in(jax.random.key(seed), 0x1417)  # a different key from those of the run
+    key = jax.random.fold_in(key_of_seed(seed), 0x1417)  # a different key from those of the run
     return Policy(init_params(key, config), config, template)
 
 
@@ -173,7 +174,7 @@ def add_adapter(
     Raises:
         ValueError: if a target is no projection of this decoder.
     """
-    adapter = init_adapter(jax.random.key(seed), policy.config, lora)
+    adapter = init_adapter(key_of_seed(seed), policy.config, lora)
     return attach_adapter(policy, lora, adapter, base=base, dtype=dtype, mesh=mesh)
 
 

@@ -35,6 +35,7 @@ from twinkle_jax.model.decoder.lora import init_adapter, read_lora_config
 from twinkle_jax.model.huggingface.adapter_files import adapter_tensors
 from twinkle_jax.model.huggingface.checkpoint import list_tensors
 from twinkle_jax.model.huggingface.checkpoint_files import PREFIX
+from twinkle_jax.sampler.jax_sampler import key_of_seed
 from twinkle_jax.training import StepSummary, TrainState, UpdateInfo, add_summaries, begin_training
 from twinkle_jax.twinkle.infra import DeviceMesh, mesh_of, note_group
 from twinkle_jax.twinkle.metric import TrainMetric
@@ -205,7 +206,7 @@ class AdapterPolicy:
         self.model_id, self.remat = model_id, remat
         self.mesh = mesh_of(device_mesh) if mesh is None else mesh
         self.dtype = jnp.dtype(_compute_dtype(dtype, mixed_precision))
-        self.key = jax.random.key(seed)
+        self.key = key_of_seed(seed)
         decoder = self._first_policy(model_id, _read_config(config), seed)
         self.config, self.source = decoder.config, decoder.source
         self.model = Module(self.config)
@@ -313,7 +314,7 @@ class AdapterPolicy:
             lora, adapter = load_adapter(local_id(config_or_dir), self.config)
         else:
             lora = read_lora_config(config_or_dir)
-            adapter = init_adapter(jax.random.key(seed), self.config, lora)
+            adapter = init_adapter(key_of_seed(seed), self.config, lora)
         self.add_group(adapter_name, lora, adapter)
         self.group(adapter_name).set_accumulation(gradient_accumulation_steps)
 
@@ -356,7 +357,7 @@ class AdapterPolicy:
             return self.read(model_id, config)
         if config is None:
             raise ValueError("model_id or config must be given, got neither")
-        key = jax.random.split(jax.random.key(seed))[1]  # not that of dropout
+        key = jax.random.split(key_of_seed(seed))[1]  # not that of dropout
         shapes = jax.eval_shape(partial(init_params, config=config), key)
         shardings = None if self.mesh is None else shard_like_params(shapes, self.mesh)
         draw = jax.jit(init_params, static_argnames="config", out_shardings=shardings)
