@@ -128,6 +128,9 @@ REFUSED_TOGETHER = [
     ({"rollout": {"prompts": 6}, "update": {"mini_batches": 4}}, "update.mini_batches"),
     ({"rollout": {"slots": 3}, "mesh": {"data": 2}}, "rollout.slots"),
     ({"lora": {"rank": 4, "dropout": 1.0}}, "lora.dropout"),
+    ({"lora": {"rank": 2**17}}, "lora.rank"),
+    ({"lora": {"rank": 4, "alpha": NAN}}, "lora.alpha"),
+    ({"lora": {"rank": 4, "target_modules": [3]}}, "lora.target_modules"),
     ({"reward": ["exact", "math"], "reward_weights": [1.0]}, "reward_weights"),
 ]
 

@@ -110,6 +110,13 @@ def test_an_adapter_gets_no_adapters(tmp_path):
         with_adapter(config, adapted, tmp_path, None, None)
 
 
+def test_targets_of_adapters_that_the_decoder_lacks_are_refused(tmp_path):
+    config = TrainConfig(lora=LoraSettings(rank=2, target_modules=["q_proj", "lm_head"]))
+    with pytest.raises(ValueError, match=r"^lora\.target_modules must be among \['down_proj', "):
+        with_adapter(config, POLICY, tmp_path, None, None)
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_source_of_episodes_gets_its_settings_and_later_choices():
     update = UpdateConfig(mask_truncated=True, discount=0.5)
     config = TrainConfig(environment="x.py:X", rollout=ROLLOUT, update=update, reward_timeout=7.0)

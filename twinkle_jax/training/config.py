@@ -22,6 +22,7 @@ from twinkle_jax.data.settings import (
     share_below_one,
 )
 from twinkle_jax.loss import LOSSES, CISPOLoss, ImportanceCorrection, PolicyLoss, SAPOLoss
+from twinkle_jax.model import LoraConfig
 from twinkle_jax.rollout import RolloutConfig
 from twinkle_jax.training.by_name import Schedule, make_estimator, make_optimizer, make_schedule
 from twinkle_jax.training.tracking import Trackers
@@ -410,6 +411,19 @@ def run_optimizer(config: TrainConfig) -> Any:
     return make_optimizer(optimizer.name, **(defaults | optimizer.options))
 
 
+def make_lora(config: TrainConfig) -> LoraConfig:
+    """Make the configuration of a run's adapters, with a `lora.rank` above 0."""
+    lora = config.lora
+    targets = lora.target_modules
+    with lora_names():
+        return LoraConfig(
+            r=lora.rank,
+            lora_alpha=lora.alpha,
+            lora_dropout=lora.dropout,
+            target_modules=targets if isinstance(targets, str) else tuple(targets),
+        )
+
+
 def run_schedule(config: TrainConfig) -> Schedule:
     """Make the learning-rate schedule of a run, without its warmup."""
     optimizer = config.optimizer
@@ -439,6 +453,8 @@ def _check(config: TrainConfig) -> None:
         run_optimizer(config)
     with _names("optimizer.schedule", "optimizer.schedule_options"):
         run_schedule(config)
+    if config.lora.rank:
+        make_lora(config)
     if config.task == "environment" and config.environment is None:
         raise ValueError("environment must be given for the task environment, got none")
     if config.model is None and config.task not in ("arithmetic", "environment"):
@@ -470,6 +486,17 @@ def _names(name: str, options: str) -> Iterator[None]:
     except (ValueError, TypeError) as error:
         setting = options if isinstance(error, TypeError) else name
         raise ValueError(f"{setting}: {error}") from error
+
+
+@contextmanager
+def lora_names() -> Iterator[None]:
+    """Name settings in the errors about a `LoraConfig`, whose arguments have PEFT's names."""
+    settings = {"r": "rank", "lora_alpha": "alpha", "lora_dropout": "dropout"}
+    try:
+        yield
+    except ValueError as error:
+        name, _, rest = str(error).partition(" ")
+        raise ValueError(f"lora.{settings.get(name, name)} {rest}") from error
 
 
 def _check_values(config: Any, prefix: str = "") -> None:

@@ -14,7 +14,8 @@ from twinkle_jax.data import ArithmeticTask, PromptLoader
 from twinkle_jax.data.prompts import GeneratedPrompts
 from twinkle_jax.data.settings import AUTO
 from twinkle_jax.loss.token_logprobs import compute_capability
-from twinkle_jax.model import LoraConfig, shard_like_params
+from twinkle_jax.model import shard_like_params
+from twinkle_jax.model.decoder.lora import adapted_kernels
 from twinkle_jax.reward import RewardFunction
 from twinkle_jax.rollout import (
     EnvironmentFactory,
@@ -28,7 +29,7 @@ from twinkle_jax.rollout import (
 from twinkle_jax.rollout.engine import prompt_ids
 from twinkle_jax.training.by_name import make_estimator
 from twinkle_jax.training.checkpoint import RunCheckpoints
-from twinkle_jax.training.config import TrainConfig, make_loss, run_optimizer
+from twinkle_jax.training.config import TrainConfig, lora_names, make_lora, make_loss, run_optimizer
 from twinkle_jax.training.display import Display
 from twinkle_jax.training.evaluation import held_out
 from twinkle_jax.training.memory import device_memory, fit
@@ -199,13 +200,16 @@ def with_adapter(
     config: TrainConfig, policy: Policy, directory: Path, source: Path | None, mesh: Mesh | None
 ) -> Policy:
     """Add adapters to the policy if `lora.rank` is set; saves the built-in one as their base."""
-    lora = config.lora
-    if not lora.rank:
+    if not config.lora.rank:
         return policy
     if policy.lora is not None:
         raise ValueError(
-            f"lora.rank must be 0 where the model is an adapter, which is trained, got {lora.rank}"
+            "lora.rank must be 0 where the model is an adapter, which is trained, got "
+            f"{config.lora.rank}"
         )
+    settings = make_lora(config)
+    with lora_names():
+        adapted_kernels(policy.config, settings)  # raises if a target is no projection
     base = config.model
     if base is None:
         base = str((directory / "base").resolve())
@@ -214,13 +218,6 @@ def with_adapter(
         elif source.resolve() != directory.resolve():
             save_policy(load_policy(str(source / "base"), mesh=mesh), base)
         policy = load_policy(base, mesh=mesh)
-    targets = lora.target_modules
-    settings = LoraConfig(
-        r=lora.rank,
-        lora_alpha=lora.alpha,
-        lora_dropout=lora.dropout,
-        target_modules=targets if isinstance(targets, str) else tuple(targets),
-    )
     return add_adapter(policy, settings, base=base, seed=config.seed, dtype=config.dtype, mesh=mesh)
 
 
