@@ -199,6 +199,36 @@ WITHOUT_EFFECT = [
     ({"rollout": RolloutConfig(max_turns=3)}, "rollout.max_turns"),
     ({"rollout": RolloutConfig(history="template")}, "rollout.history"),
     ({"rollout": RolloutConfig(tool_format="react")}, "rollout.tool_format"),
+    *(
+        ({"rollout": RolloutConfig(**{name: value})}, f"rollout.{name}")
+        for name, value in [
+            ("max_episode_tokens", 2000),
+            ("cohorts", 1),
+            ("environment_timeout", 5.0),
+            ("environment_threads", 8),
+            ("max_failed", 0.0),
+            ("max_observation", 100),
+            ("tools_in", "thread"),
+            ("environment_in", "process"),
+            ("process_megabytes", 64),
+        ]
+    ),
+    ({"environment": "x.py:X", "rollout": RolloutConfig(tools_in="thread")}, "rollout.tools_in"),
+    (
+        {"environment": "x.py:X", "rollout": RolloutConfig(process_megabytes=64)},
+        "rollout.process_megabytes",
+    ),
+    (
+        {
+            "tools": "x.py",
+            "rollout": RolloutConfig(tools_in="thread", process_megabytes=64),
+        },
+        "rollout.process_megabytes",
+    ),
+    *(
+        (changes | {"rollout": RolloutConfig(environment_in="process")}, "rollout.environment_in")
+        for changes in ({"tools": "x.py"}, {"environment": "openenv:http://localhost:8000"})
+    ),
     ({"update": UpdateConfig(loss="sapo", epsilon=0.1)}, "update.epsilon"),
     ({"update": UpdateConfig(loss="SAPOLoss", epsilon_high=0.3)}, "update.epsilon_high"),
     ({"update": UpdateConfig(loss="cispo", epsilon=0.1, epsilon_high=4.0)}, "update.epsilon"),
@@ -219,6 +249,18 @@ def test_settings_without_effect_are_refused_before_a_run(changes, name, tmp_pat
 def test_settings_with_an_effect_are_not_refused():
     turns = UpdateConfig(credit="turn", discount=0.9, gae_lambda=0.9)
     check_effects(TrainConfig(tools="x.py", update=turns, logging=LoggingConfig(traces_every=1)))
+    limits = {"max_episode_tokens": 2000, "cohorts": 1, "max_failed": 0.0, "max_observation": 100}
+    calls = {"environment_timeout": 5.0, "environment_threads": 8}
+    played = RolloutConfig(**limits, **calls, environment_in="process", process_megabytes=64)
+    check_effects(TrainConfig(environment="x.py:X", rollout=played))
+    check_effects(TrainConfig(tools="x.py", rollout=RolloutConfig(tools_in="thread")))
+    check_effects(TrainConfig(tools="x.py", rollout=RolloutConfig(process_megabytes=64)))
+    # The longest episode follows from these; a resumed run with longer prompts keeps what it was.
+    single = {"max_prompt_tokens": 64, "max_new_tokens": 16}
+    check_effects(TrainConfig(rollout=RolloutConfig(**single)))
+    check_effects(
+        TrainConfig(resume="auto", rollout=RolloutConfig(**single, max_episode_tokens=99))
+    )
     lora = LoraSettings(rank=4, alpha=1.0, dropout=0.1, target_modules=["q_proj"])
     update = UpdateConfig(scale="none", correction="token_mask", correction_cap=5.0)
     path = EvaluationConfig(path="held_out.jsonl")

@@ -592,10 +592,32 @@ _EFFECTS: tuple[tuple[tuple[str, ...], Callable[[TrainConfig], bool], str], ...]
     (
         (
             *("update.credit", "update.discount", "update.gae_lambda", "logging.traces_every"),
-            *("rollout.max_turns", "rollout.history", "rollout.tool_format"),
+            *("rollout.max_turns", "rollout.history", "rollout.tool_format", "rollout.cohorts"),
+            *("rollout.environment_timeout", "rollout.environment_threads"),
+            *("rollout.max_failed", "rollout.max_observation"),
         ),
         lambda config: config.many_turns,
         "an environment or tools",
+    ),
+    (
+        ("rollout.max_episode_tokens",),
+        # A resumed run may have longer prompts, and keeps the length that followed from them.
+        lambda config: config.many_turns or config.resume != "never",
+        "an environment or tools",
+    ),
+    (("rollout.tools_in",), lambda config: config.tools is not None, "tools"),
+    (
+        ("rollout.environment_in",),
+        lambda config: not (config.environment or "openenv:").startswith("openenv:"),
+        "an environment that is no server",
+    ),
+    (
+        ("rollout.process_megabytes",),
+        lambda config: (
+            (config.tools is not None and config.rollout.tools_in == "process")
+            or config.rollout.environment_in == "process"
+        ),
+        "tools or an environment in processes",
     ),
     (
         ("update.scale",),
@@ -638,6 +660,8 @@ _EFFECTS: tuple[tuple[tuple[str, ...], Callable[[TrainConfig], bool], str], ...]
 def check_effects(config: TrainConfig) -> None:
     """Raise for the first setting that would have no effect on a run, by its name."""
     settings, defaults = (flat(dataclasses.asdict(x)) for x in (config, TrainConfig()))
+    automatic = dataclasses.replace(config.rollout, max_episode_tokens=AUTO).resolved()
+    defaults["rollout.max_episode_tokens"] = automatic.max_episode_tokens
     for names, has_effect, needed in _EFFECTS:
         for name in names:
             if settings[name] != defaults[name] and not has_effect(config):
