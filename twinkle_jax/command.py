@@ -124,8 +124,8 @@ def _evaluate_options(parser: Any) -> None:
         "--task",
         type=str | None,
         default=None,
-        help="arithmetic, gsm8k, gsm8k:FILE, or a JSON Lines file of prompts and answers; none: "
-        "the environment's, or arithmetic",
+        help="arithmetic, gsm8k, gsm8k:FILE, or a file of prompts and answers (JSON Lines, or "
+        ".parquet); none: the environment's, or arithmetic",
     )
     _add_environment(parser)
     parser.add_argument(

@@ -5,8 +5,8 @@ import json
 import pytest
 
 from tests import hub_server
-from twinkle_jax.data import user_data_get
-from twinkle_jax.reward import ExactMatchReward, GSM8KAccuracyReward
+from twinkle_jax.data import user_data_get, write_rows
+from twinkle_jax.reward import ExactMatchReward, GSM8KAccuracyReward, MathReward
 from twinkle_jax.training import EvaluationConfig, TrainConfig
 from twinkle_jax.training.task import EnvironmentRows, make_task
 
@@ -48,6 +48,16 @@ def test_gsm8k_from_files(tmp_path):
     other = make_task(TrainConfig(model="m", task=f"gsm8k:{train}", reward="exact"))
     assert len(other.held_out) == 0
     assert isinstance(other.reward, ExactMatchReward)
+
+
+def test_a_table_is_a_task(tmp_path):
+    pytest.importorskip("pyarrow", reason="pip install 'twinkle-jax[hub]'")
+    path = str(tmp_path / "sums.parquet")
+    write_rows([{"prompt": f"{n}+1=", "answer": n + 1} for n in range(3)], path)
+    evaluation = EvaluationConfig(path=path, problems=2)
+    task = make_task(TrainConfig(model="m", task=path, evaluation=evaluation))
+    assert (answers(task.train), answers(task.held_out)) == (["1", "2", "3"], ["1", "2"])
+    assert isinstance(task.reward, MathReward)
 
 
 def test_the_system_message_of_arithmetic():

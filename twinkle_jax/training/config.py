@@ -237,8 +237,9 @@ class TrainConfig:
             or gymnasium's interface; or openenv:URL of a server.
         tools: FILE.py with functions that the policy may call, or FILE.py:NAME of one or a list.
         task: arithmetic (problems made on the spot), gsm8k (from the hub; gsm8k:ID and gsm8k:FILE
-            for one in its format), a JSON Lines file of prompts and answers, or environment, which
-            gives the prompts itself; auto: environment if there is one, else arithmetic.
+            for one in its format), a file of prompts and answers (JSON Lines, or .parquet), or
+            environment, which gives the prompts itself; auto: environment if there is one, else
+            arithmetic.
         level: difficulty of the arithmetic task, 1 to 6.
         reward: exact, math, gsm8k, FILE.py:NAME or MODULE:NAME; may be given several times, then
             the rewards are added up; none: the task's own, or the environment's alone.

@@ -165,7 +165,7 @@ def _find_prompts(config: TrainConfig) -> tuple[Sequence[Trajectory], Sequence[T
         if not held_out_files:
             held_out_files = [str(file) for file in download_split(repository, "test")]
     for name, choices, paths in (
-        ("task", "arithmetic, gsm8k, gsm8k:FILE or a JSONL file", files),
+        ("task", "arithmetic, gsm8k, gsm8k:FILE or a file of JSON Lines or Parquet", files),
         ("evaluation.path", "a file", held_out_files),
     ):
         for file in paths:
