@@ -22,6 +22,7 @@ from twinkle_jax.training import (
 from twinkle_jax.training.by_name import make_optimizer
 from twinkle_jax.training.config import (
     check_effects,
+    check_learning_rates,
     check_resumable,
     flat,
     from_dict,
@@ -154,9 +155,31 @@ def test_learning_rates_that_cannot_be_are_refused_before_a_run(value, tmp_path)
     """They are computed when a run starts: a schedule of Optax needs a device for that."""
     falling = {"end_value": value, "power": 1, "transition_steps": 2}
     optimizer = OptimizerConfig(schedule="polynomial_schedule", schedule_options=falling)
-    with pytest.raises(ValueError, match=r"^optimizer\.schedule_options .* in step [13] with"):
+    with pytest.raises(ValueError, match=r"^optimizer\.schedule_options .* in step [123] with"):
         train(TrainConfig(optimizer=optimizer, steps=3, output_dir=str(tmp_path / "run")))
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(("transition_steps", "rate"), [(1, "-"), (2, "nan")])
+def test_learning_rates_between_the_first_and_the_last_are_looked_at(transition_steps, rate):
+    """A negative factor to the power of step / transition_steps: 1 in the first and last of 5."""
+    options = {"transition_steps": transition_steps, "decay_rate": -0.5}
+    optimizer = OptimizerConfig(schedule="exponential_decay", schedule_options=options)
+    config = TrainConfig(optimizer=optimizer, steps=5)
+    assert config.learning_rate(0) > 0 and config.learning_rate(4) > 0
+    with pytest.raises(
+        ValueError, match=rf"^optimizer\.schedule_options .* got {rate}.* in step 2 "
+    ):
+        check_learning_rates(config)
+    check_learning_rates(dataclasses.replace(config, steps=1))
+    check_learning_rates(dataclasses.replace(config, steps=0))
+
+
+def test_of_many_learning_rates_a_million_are_looked_at():
+    falling = {"end_value": -1.0, "power": 1, "transition_steps": 10**9}
+    optimizer = OptimizerConfig(schedule="polynomial_schedule", schedule_options=falling)
+    with pytest.raises(ValueError, match=r"^optimizer\.schedule_options "):
+        check_learning_rates(TrainConfig(optimizer=optimizer, steps=10**9))
 
 
 def test_a_configuration_uses_no_device():

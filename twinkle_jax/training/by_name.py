@@ -298,6 +298,12 @@ def make_schedule(name: str, *, steps: int, peak: float, **options: Any) -> Sche
     if name in _FALLING:
         check_options(f"schedule {name}", options, {"warmup_steps", "end_value"})
         return _falling(_FALLING[name], steps, peak, **options)
+    schedule = optax_schedule(name, peak, options)
+    return lambda step: float(schedule(step))
+
+
+def optax_schedule(name: str, peak: float, options: Mapping[str, Any]) -> optax.Schedule:
+    """Make a schedule of `optax`, which takes and returns arrays; see `make_schedule`."""
     make = getattr(optax, name, None)
     known = _arguments(make)
     values = {"init_value", "peak_value", "value"} & known
@@ -309,9 +315,9 @@ def make_schedule(name: str, *, steps: int, peak: float, **options: Any) -> Sche
     check_options(f"schedule {name}", options, known)
     if "peak_value" in known:
         start = {"init_value": 0.0} if "init_value" in known else {}
-        options = start | {"peak_value": peak} | options
+        options = start | {"peak_value": peak} | dict(options)
     else:
-        options = {values.pop(): peak} | options
+        options = {values.pop(): peak} | dict(options)
     if "boundaries_and_scales" in options:  # JSON and YAML have strings as keys
         scales = options["boundaries_and_scales"]
         try:
@@ -324,7 +330,7 @@ def make_schedule(name: str, *, steps: int, peak: float, **options: Any) -> Sche
     schedule = make(**options)
     with jax.numpy_dtype_promotion("standard"):
         jax.eval_shape(schedule, 0)  # raises for values of a wrong type, and uses no device
-    return lambda step: float(schedule(step))
+    return schedule
 
 
 _FALLING: Mapping[str, Callable[[float], float]] = {

@@ -12,6 +12,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
+import jax
+import numpy as np
+
 from twinkle_jax.data.settings import (
     AUTO,
     MAY_CHANGE,
@@ -24,9 +27,16 @@ from twinkle_jax.data.settings import (
 from twinkle_jax.loss import LOSSES, CISPOLoss, ImportanceCorrection, PolicyLoss, SAPOLoss
 from twinkle_jax.model import LoraConfig
 from twinkle_jax.rollout import RolloutConfig
-from twinkle_jax.training.by_name import Schedule, make_estimator, make_optimizer, make_schedule
+from twinkle_jax.training.by_name import (
+    Schedule,
+    make_estimator,
+    make_optimizer,
+    make_schedule,
+    optax_schedule,
+)
 from twinkle_jax.training.tracking import Trackers
 
+_BUILT_IN_SCHEDULES = ("constant", "linear", "cosine")
 Options = dict[str, int | float | bool | list[float] | str | None]
 """Hyper-parameters by name, of an estimator or an optimizer."""
 
@@ -466,7 +476,7 @@ def _check(config: TrainConfig) -> None:
             f"reward_weights must have a number for each of {len(config.rewards)} rewards, "
             f"got {len(weights)}"
         )
-    if optimizer.schedule_options and optimizer.schedule in ("constant", "linear", "cosine"):
+    if optimizer.schedule_options and optimizer.schedule in _BUILT_IN_SCHEDULES:
         raise ValueError(
             "optimizer.schedule_options must go with a schedule of Optax, "
             f"got optimizer.schedule={optimizer.schedule!r}"
@@ -673,12 +683,21 @@ def check_effects(config: TrainConfig) -> None:
 
 
 def check_learning_rates(config: TrainConfig) -> None:
-    """Raise if the first or the last learning rate is negative or not finite.
+    """Raise for the first learning rate of a schedule of Optax that is negative or not finite.
 
-    Uses a device, for schedules of Optax.
+    Uses a device. Of more than a million steps, a million are looked at.
     """
-    for step in sorted({0, config.steps - 1} if config.steps else ()):
-        rate = config.learning_rate(step)
+    optimizer, count = config.optimizer, config.steps
+    if optimizer.schedule in _BUILT_IN_SCHEDULES:
+        return
+    schedule = optax_schedule(
+        optimizer.schedule, optimizer.learning_rate, optimizer.schedule_options
+    )
+    steps = np.linspace(0, count - 1, min(count, 10**6)).astype(np.int32)
+    with jax.numpy_dtype_promotion("standard"):
+        rates = np.asarray(jax.jit(jax.vmap(schedule))(steps))
+    for step in steps[~((rates >= 0) & (rates < math.inf))].tolist():
+        rate = config.learning_rate(step)  # as the run computes it
         if not 0 <= rate < math.inf:
             raise ValueError(
                 "optimizer.schedule_options must make learning rates that are finite and at least "
