@@ -70,7 +70,7 @@ def test_a_run_that_failed_before_its_first_step_is_no_obstacle(tmp_path):
     with MetricsLog(tmp_path):
         (tmp_path / "config.json").write_text("{}")
         (tmp_path / "checkpoints" / ".step_00000000.01234567.partial").mkdir(parents=True)
-        for name in ("tensorboard", "wandb", "wandb_run.txt"):
+        for name in ("tensorboard", "wandb", "wandb_run.txt", "wandb_step.txt"):
             (tmp_path / name).mkdir()
     config = TrainConfig(output_dir=str(tmp_path), logging=LoggingConfig())
     assert prepare_directory(config, tmp_path) is None

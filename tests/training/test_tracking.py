@@ -4,6 +4,7 @@ import json
 import struct
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -189,10 +190,19 @@ def test_weights_and_biases(tmp_path, monkeypatch):
     pytest.importorskip("wandb", reason="pip install 'twinkle-jax[wandb]'")
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
-    for steps in ((1, 2), (3,)):
+    for steps in ((1, 2, 3), (2, 3, 4), (3, 4, 5)):  # resumed after the first, then the second
         with MetricsLog(tmp_path, Trackers(wandb=True)) as log:
+            lines = log.path.read_bytes().splitlines(keepends=True)
+            log.truncate(sum(map(len, lines[: steps[0] - 1])))
             for step in steps:
-                log.write(step, {"reward": step / 2})
+                log.write(step, {"reward": 1000.5 + step})
     identity = (tmp_path / "wandb_run.txt").read_text()
-    files = list((tmp_path / "wandb").glob(f"offline-run-*/run-{identity}.wandb"))
-    assert files and all(b"reward" in path.read_bytes() for path in files)
+
+    def sent():
+        files = sorted((tmp_path / "wandb").glob(f"offline-run-*/run-{identity}.wandb"))
+        return [[s for s in range(1, 6) if b"%.1f" % (1000.5 + s) in x.read_bytes()] for x in files]
+
+    expected, deadline = [[1, 2, 3], [4], [5]], time.monotonic() + 10
+    while sent() != expected and time.monotonic() < deadline:  # it writes in the background
+        time.sleep(0.1)
+    assert sent() == expected

@@ -75,11 +75,12 @@ class TensorBoard:
 class WeightsAndBiases:
     """A run of Weights & Biases, continued when this run is resumed.
 
-    Weights & Biases keeps the first values that it gets for a step. Its project is `twinkle-jax`,
-    unless `WANDB_PROJECT` names another.
+    Weights & Biases keeps the first values that it gets for a step, so steps that a resumed run
+    repeats are not sent again. Its project is `twinkle-jax`, unless `WANDB_PROJECT` names another.
 
     Args:
-        directory: of the run; `wandb_run.txt` in it stores the id in Weights & Biases.
+        directory: of the run; `wandb_run.txt` in it stores the id in Weights & Biases, and
+            `wandb_step.txt` the last step that was sent.
 
     Raises:
         ImportError: if wandb is not installed.
@@ -87,14 +88,17 @@ class WeightsAndBiases:
 
     def __init__(self, directory: Path) -> None:
         require("wandb", "wandb")
-        self._directory = directory
+        self._directory, self._sent = directory, directory / "wandb_step.txt"
         self._run: Any = None
 
     def write(self, step: int, numbers: Mapping[str, float]) -> None:
-        """Send the numbers."""
+        """Send the numbers, unless an earlier process has sent those of this step."""
         if self._run is None:
             self._run = self._start()
-        self._run.log(dict(numbers), step=step)
+        last = self._sent.read_text() if self._sent.exists() else ""
+        if step > int(last or 0):  # empty if the process was killed while it wrote
+            self._run.log(dict(numbers), step=step)
+            self._sent.write_text(str(step))
 
     def close(self) -> None:
         """Wait until all is sent."""
@@ -121,7 +125,7 @@ _TRACKERS: Mapping[str, Callable[[Path], Tracker]] = {
     "tensorboard": TensorBoard,
     "wandb": WeightsAndBiases,
 }
-TRACKER_FILES = ("tensorboard", "wandb", "wandb_run.txt")
+TRACKER_FILES = ("tensorboard", "wandb", "wandb_run.txt", "wandb_step.txt")
 """What trackers write in the directory of a run."""
 _NO_TRACKERS = Trackers()
 
