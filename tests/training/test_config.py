@@ -132,7 +132,8 @@ REFUSED_TOGETHER = [
     ({"lora": {"rank": 2**17}}, "lora.rank"),
     ({"lora": {"rank": 4, "alpha": NAN}}, "lora.alpha"),
     ({"lora": {"rank": 4, "target_modules": [3]}}, "lora.target_modules"),
-    ({"reward": ["exact", "math"], "reward_weights": [1.0]}, "reward_weights"),
+    ({"reward": ["exact", "math"], "reward_weights": [1.0]}, "reward_weights must have a number"),
+    ({"reward_weights": [1.0]}, "reward_weights must go with named rewards"),
 ]
 
 

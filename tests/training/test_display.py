@@ -171,7 +171,16 @@ def test_the_end(tmp_path, summary, line):
     with Display(console=console) as display:
         display.summary(summary | {"steps": 40, "seconds": 12.3}, tmp_path)
     first, second = console.file.getvalue().splitlines()
-    assert first == line and str(tmp_path) in second
+    assert first == line
+    assert second == f"the policy, metrics.jsonl and curves.png are in {tmp_path}"
+
+
+def test_the_end_of_no_steps_has_no_curves(tmp_path):
+    console = plain()
+    with Display(console=console) as display:
+        display.summary({"steps": 0, "seconds": 0.0}, tmp_path)
+    *_, last = console.file.getvalue().splitlines()
+    assert last == f"the policy and metrics.jsonl are in {tmp_path}"
 
 
 def test_without_rich(monkeypatch):

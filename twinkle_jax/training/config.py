@@ -471,6 +471,8 @@ def _check(config: TrainConfig) -> None:
     if config.model is None and config.task not in ("arithmetic", "environment"):
         raise ValueError(f"model must be a checkpoint for the task {config.task}, got none")
     weights = config.reward_weights
+    if weights is not None and not config.rewards:
+        raise ValueError(f"reward_weights must go with named rewards, --reward, got {weights}")
     if weights is not None and len(weights) != len(config.rewards):
         raise ValueError(
             f"reward_weights must have a number for each of {len(config.rewards)} rewards, "

@@ -301,7 +301,8 @@ class Display:
             self.note(f"held-out accuracy {before:.3f} before, {after:.3f} after {time}")
         else:
             self.note(time)
-        self.note(f"the policy, metrics.jsonl and curves.png are in {Path(directory)}")
+        files = ", metrics.jsonl and curves.png" if summary["steps"] else " and metrics.jsonl"
+        self.note(f"the policy{files} are in {Path(directory)}")
 
     def note(self, sentence: str) -> None:
         """Print a sentence literally: brackets in it are not markup."""
