@@ -78,6 +78,8 @@ def rollout(
     stacked: bool = False,
     filled: int | None = None,
     windows: bool = True,
+    samples: int = 1,
+    prompt: int = PROMPT,
 ) -> Rollout:
     """Compile the loop that draws tokens on one chip of four, in bfloat16, unfiltered.
 
@@ -89,6 +91,8 @@ def rollout(
         filled: tokens that each holds, on average: geometric, up to the capacity. Rows then have
             pages, as many as `next_capacity` chooses. None: rows are whole, and full.
         windows: let sliding layers keep their window only; False to compare.
+        samples: rows of a group, which share their prompt.
+        prompt: its tokens; rows hold more than it.
         stacked: leave layers in one stack where they would lie one by one, to compare.
     """
     config = config_of(model)
@@ -98,7 +102,7 @@ def rollout(
             patches.callback(jax.clear_caches)
             patches.enter_context(mock.patch.object(sampler_slots, "unstack_layers", lambda x: x))
         compiled, weights, layers, seen = _compile(
-            config, topology, rows, capacity, filled, windows
+            config, topology, rows, capacity, filled, windows, samples, prompt
         )
     program = read_program(compiled.as_text())
     step = loop_of_steps(program)
@@ -211,6 +215,8 @@ def _compile(
     capacity: int,
     filled: int | None,
     windows: bool,
+    samples: int,
+    prompt: int,
 ) -> Any:
     """Give the program, shapes of its weights and caches, and the tokens seen."""
     devices = described_mesh(topology, 1, 4, 1, bare=True).devices
@@ -227,24 +233,36 @@ def _compile(
     )
     setup = sampler_slots.Setup(
         config=config,
-        num_samples=1,
-        new=capacity - PROMPT,
+        num_samples=samples,
+        new=capacity - prompt,
         refill=1,
         compute_dtype=jnp.dtype("bfloat16"),
         attention="xla",
         mesh=mesh,
     )
-    full, lengths = 2 * capacity, np.full(rows, capacity)
+    full, lengths, counts = 2 * capacity, np.full(rows, capacity), {}
     if filled is not None:
         full, setup = capacity, setup.in_pages(capacity)
         setup = setup if windows else setup._replace(window_pages=None)
         page = setup.page
-        lengths = np.minimum(np.random.default_rng(0).geometric(1 / filled, rows), capacity)
-        pages = int(np.sum(-(-lengths // page)))
-        status = sampler_slots.Status(rows, 0, 0, int(lengths.max()), pages + 1)
-        capacity = sampler_slots.next_capacity(setup, status, rows, 0, PROMPT, full)
-    prompts = jax.ShapeDtypeStruct((rows, PROMPT), jnp.int32)
-    begin = functools.partial(sampler_slots.begin, setup=setup, slots=rows, capacity=capacity)
+        lengths = np.random.default_rng(0).geometric(1 / filled, rows)
+        if samples > 1:
+            lengths = prompt + np.random.default_rng(0).geometric(1 / (filled - prompt), rows)
+        lengths = np.minimum(lengths, capacity)
+        groups = rows // samples if samples > 1 else 0
+        own = lengths - setup.prompt_pages * page
+        pages = int(np.sum(-(-own // page)))
+        status = sampler_slots.Status(
+            rows, 0, 0, int(lengths.max()), pages + 1, groups * setup.prompt_pages
+        )
+        capacity = sampler_slots.next_capacity(setup, status, rows, 0, prompt, full)
+        counts = {"prompt_pages": sampler_slots.next_prompt_pages(setup, status, rows, 0)}
+        if groups:  # the tokens of a prompt are seen once
+            lengths = np.concatenate([own, np.full(groups, setup.prompt_pages * page)])
+    prompts = jax.ShapeDtypeStruct((rows // samples, prompt), jnp.int32)
+    begin = functools.partial(
+        sampler_slots.begin, setup=setup, slots=rows, capacity=capacity, **counts
+    )
     lay_out = functools.partial(
         sampler_slots.lay_out_weights, compute_dtype=setup.compute_dtype, mesh=mesh
     )

@@ -2,6 +2,7 @@
 
 import dataclasses
 import sys
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +13,14 @@ from tests.model.families import NAMES, batch, config_of, each, params_of
 from tests.sampler.completions import PROMPTS
 from twinkle_jax.model import Cache, Pages, make_mesh, prefill, unstack_layers
 from twinkle_jax.model.decoder import attention
-from twinkle_jax.model.decoder.cache import empty_pages, finite_values, put_rows, release
+from twinkle_jax.model.decoder.cache import (
+    empty_pages,
+    finite_values,
+    keep_rows,
+    put_in_pages,
+    release,
+    release_prompts,
+)
 from twinkle_jax.sampler import Sampling, generate, generate_many
 from twinkle_jax.sampler import slots as sampler_slots
 
@@ -222,9 +230,19 @@ def test_slots_are_spread_over_eight_devices():
 # Rows in pages.
 
 
+class Seen(NamedTuple):
+    """Of a call of `run`: slots, pages of rows and of prompts, and how many of both are needed."""
+
+    rows: int
+    capacity: int
+    prompt_pages: int
+    needed: int
+    prompts_needed: int
+
+
 @pytest.fixture
 def pages(monkeypatch):
-    """Pages of 16 tokens; records slots and pages of each run, and the pages that rows need."""
+    """Pages of 16 tokens; records what is seen in each run."""
     seen, run = [], generate_module._run
 
     def recorded(weights, state, *args, capacity, setup, **options):
@@ -234,13 +252,17 @@ def pages(monkeypatch):
         assert (window_pages is None) == (setup.window_pages is None)
         if window_pages is not None:
             share = rows // setup.shards
-            bound = min(capacity, share * setup.window_pages) * setup.shards
-            assert len(window_pages.owner) == bound
+            bound = setup.pages_of_sliding(share, capacity)
+            assert len(window_pages.owner) == bound * setup.shards
             counts = np.bincount(window_pages.owner, minlength=share + 1)[:share]
             assert setup.shards > 1 or counts.max() <= setup.window_pages
         assert len(owner) == capacity * setup.shards
+        shared = state.slots.cache.prompt_pages
+        prompt_pages = 0 if shared is None else len(shared.prompt) // setup.shards
         state, status = run(weights, state, *args, capacity=capacity, setup=setup, **options)
-        seen.append((rows, capacity, int(status.pages)))
+        needed = int(status.pages), int(status.prompt_pages)
+        seen.append(Seen(rows, capacity, prompt_pages, *needed))
+        assert needed[1] <= prompt_pages
         return state, status
 
     monkeypatch.setattr(sampler_slots, "_PAGE", {"cpu": 16, "gpu": 16})
@@ -284,15 +306,15 @@ def test_rows_in_pages_get_what_whole_rows_get(name, request, compilations):
     assert_same(expected, rows_of_different_lengths(name, slots=5, refill=2))
     if name != "qwen3":
         return
-    most = max(needed for *_, needed in pages)  # of 59 tokens, most rows have fewer than 20
+    most = max(run.needed for run in pages)  # of 59 tokens, most rows have fewer than 20
     assert most < 5 * 4 * 3 / 4
-    assert max(capacity for _, capacity, _ in pages) <= 20  # what all rows begin with
+    assert max(run.capacity + run.prompt_pages for run in pages) <= 20  # what all rows begin with
     compilations.clear()
     rows_of_different_lengths(name, slots=5, refill=2)
     assert not compilations
     pages.clear()
     assert_same(expected, rows_of_different_lengths(name))
-    assert {rows for rows, *_ in pages} == {24, 12}
+    assert {run.rows for run in pages} == {24, 12}
 
 
 @pytest.mark.parametrize(
@@ -308,6 +330,156 @@ def test_each_device_has_pages_of_its_own(axes, request):
     pages = request.getfixturevalue("pages")
     assert_same(expected, rows_of_different_lengths(mesh=make_mesh(**axes), slots=8))
     assert len(pages) > 3
+
+
+def long_groups(name="qwen3", config=None, samples=4, **options):
+    """Groups of prompts of 0 to 3 full pages and completions of 1 to 40 tokens."""
+    lengths = [33, 17, 49, 5, 16, 34, 48]
+    limits = np.random.default_rng(1).geometric(1 / 10, 7 * samples).clip(1, 40)
+    return generate(
+        params_of(name),
+        config_of(name) if config is None else config,
+        *batch([[i + 1] * length for i, length in enumerate(lengths)], 49, "right"),
+        jax.random.key(0),
+        Sampling(0.9),
+        num_samples=samples,
+        max_new_tokens=40,
+        max_tokens=limits,
+        **options,
+    )
+
+
+@pytest.mark.parametrize(
+    ("slots", "refill"),
+    [
+        (10, 3),
+        # The pages of a prompt are free before its next row comes; one group in all slots.
+        *(pytest.param(*case, marks=pytest.mark.exhaustive) for case in [(1, 1), (3, 1)]),
+    ],
+)
+def test_rows_of_a_group_share_the_pages_of_their_prompt(slots, refill, request):
+    expected = long_groups()
+    pages = request.getfixturevalue("pages")
+    assert_same(expected, long_groups(slots=slots, refill=refill))
+    # Ten rows have up to 3 full pages in their prompts: of at most 10 rows, in 4 groups or so.
+    assert max(run.prompts_needed for run in pages) <= (14 if slots == 10 else 3 * slots)
+    assert max(run.needed for run in pages) <= slots * 3 + 1  # the others: 40 tokens and a part
+
+
+def test_all_rows_of_all_groups_begin_with_the_pages_of_each_prompt_once(request):
+    expected = long_groups()
+    pages = request.getfixturevalue("pages")
+    assert_same(expected, long_groups())
+    assert pages[0].prompt_pages == 24  # for 7 prompts of 3 full pages
+    assert 6 < pages[0].prompts_needed <= 2 + 1 + 3 + 1 + 2 + 3
+    assert {run.rows for run in pages} == {28, 14}
+    assert pages[-1].prompt_pages < pages[0].prompt_pages  # which ended groups give back
+
+
+@pytest.mark.parametrize(
+    ("name", "axes", "samples"),
+    [
+        ("qwen3", {"fsdp": 2}, 3),  # whose groups do not end with the devices
+        *(
+            pytest.param(*case, marks=pytest.mark.exhaustive)
+            for case in [
+                ("qwen3", {"data": 2, "fsdp": 2, "tensor": 2}, 4),
+                ("qwen2", {}, 4),
+                ("qwen3_5_text", {}, 4),
+                ("gemma3_text", {"fsdp": 2}, 4),
+            ]
+        ),
+    ],
+    ids=str,
+)
+def test_groups_on_meshes_share_pages_too(name, axes, samples, request):
+    expected = long_groups(name, samples=samples)
+    pages = request.getfixturevalue("pages")
+    mesh = make_mesh(**axes) if axes else None
+    assert_same(expected, long_groups(name, samples=samples, mesh=mesh, slots=12, refill=4))
+    assert any(run.prompts_needed for run in pages)
+
+
+def test_slots_wait_where_too_many_prompts_have_pages(request, monkeypatch):
+    """Rows get no slots while the pages of their prompts would be beyond the bound."""
+    expected = long_groups()
+    pages = request.getfixturevalue("pages")
+    assert_same(expected, long_groups(slots=4, refill=1))
+    assert max(run.prompts_needed for run in pages) > 3
+    monkeypatch.setattr(sampler_slots, "_MOST_GROUPS", 0)  # beyond what the next rows need
+    pages.clear()
+    jax.clear_caches()
+    assert_same(expected, long_groups(slots=4, refill=1))
+    assert max(run.prompts_needed for run in pages) <= 3
+
+
+def put_groups():
+    """Rows of three prompts in six slots; one of them waits for nobody, and one has ended."""
+    config, tokens = (
+        config_of("qwen3"),
+        batch([[i] * n for i, n in ((1, 33), (2, 8), (3, 16))], 40, "right"),
+    )
+    _, prompts = prefill(params_of("qwen3"), config, *tokens, max_length=40)
+    empty = empty_pages(prompts, config, rows=6, size=16, pages=8, prompt_pages=5, members=3)
+    source, slots = jnp.array([0, 0, 1, 2, 2]), jnp.array([4, 1, 0, 2, 6])
+    return prompts, put_in_pages(empty, prompts, source, slots, source + 7, config), config
+
+
+def test_where_the_pages_of_groups_lie():
+    prompts, cache, config = put_groups()
+    shared = cache.prompt_pages
+    assert shared.prompt.tolist() == [7, 7, 9, -1, -1]
+    assert shared.start[:3].tolist() == [0, 16, 0]
+    assert shared.of_row.tolist() == [8, 7, 9, -1, 7, -1]
+    assert np.sort(shared.members, axis=1).tolist() == [[1, 4, 6]] * 2 + [[2, 6, 6]] + [[6] * 3] * 2
+    assert sorted(zip(*map(np.ndarray.tolist, map(np.asarray, cache.pages)), strict=True))[:3] == [
+        (0, 0),
+        (1, 32),
+        (4, 32),
+    ]
+    keys, held = prompts.layers["0"].keys, cache.layers["0"].keys
+    np.testing.assert_array_equal(held[:, 1], keys[:, 0, ..., 16:32])
+    np.testing.assert_array_equal(held[:, 2], keys[:, 2, ..., :16])
+    one = 5 + int(np.flatnonzero(cache.pages.owner == 1)[0])
+    np.testing.assert_array_equal(held[:, one, ..., 0], keys[:, 0, ..., 32])
+    # A row that comes later joins its group; two prompts find pages of their own.
+    more = put_in_pages(
+        cache, prompts, jnp.array([2, 0, 2]), jnp.array([3, 5, 6]), jnp.array([9, 5, 9]), config
+    ).prompt_pages
+    assert more.prompt.tolist() == [7, 7, 9, 5, 5]
+    assert np.sort(more.members[2]).tolist() == [2, 3, 6] and more.members[4].tolist() == [5, 6, 6]
+
+
+def test_the_pages_of_a_prompt_are_free_when_all_its_rows_have_ended():
+    _, cache, _ = put_groups()
+    pages = release_prompts(cache.prompt_pages, jnp.array([True, True, False, True, False, True]))
+    assert pages.prompt.tolist() == [7, 7, -1, -1, -1] and pages.of_row.tolist()[1:5] == [
+        7,
+        -1,
+        -1,
+        -1,
+    ]
+    assert np.sort(pages.members[0]).tolist() == [1, 6, 6]
+    pages = release_prompts(pages, jnp.zeros(6, bool))
+    assert set(pages.prompt.tolist()) == {-1}
+
+
+def test_rows_that_are_kept_keep_the_pages_of_their_prompt():
+    _, cache, _ = put_groups()
+    pages = release_prompts(cache.prompt_pages, jnp.array([True, True, False, True, True, True]))
+    ended = pages._replace(prompt=pages.prompt[::-1], start=pages.start[::-1])
+    layers = jax.tree.map(lambda x: jnp.concatenate([x[:, 4::-1], x[:, 5:]], axis=1), cache.layers)
+    kept = keep_rows(
+        cache._replace(layers=layers, prompt_pages=ended), jnp.array([4, 0, 1]), 12, prompt_pages=3
+    )
+    shared, held = kept.prompt_pages, kept.layers["0"].values
+    assert shared.prompt.tolist() == [7, 7, -1] and shared.start[:2].tolist() == [16, 0]
+    assert np.sort(shared.members[:2]).tolist() == [[0, 2, 3]] * 2
+    np.testing.assert_array_equal(held[:, :2], cache.layers["0"].values[:, 1::-1])
+    assert held.shape[1] == 3 + 12 and kept.length.tolist() == [33, 8, 33]
+    line = 3 + int(np.flatnonzero(kept.pages.owner == 1)[0])
+    before = 5 + int(np.flatnonzero(cache.pages.owner == 0)[0])
+    np.testing.assert_array_equal(held[:, line], cache.layers["0"].values[:, before])
 
 
 def gemma(window, *kinds):
@@ -349,8 +521,8 @@ def test_of_a_prompt_sliding_layers_get_the_pages_of_the_window():
     """The next token of 47 sees token 31, which page 16 ends with; that of 48 does not."""
     config, tokens = gemma(17, *"sfs"), batch([[1] * n for n in (47, 48, 3)], 48, "right")
     _, rows = prefill(params_of("gemma3_text"), config, *tokens, max_length=48)
-    empty = empty_pages(rows, 16, 9, 6, config)
-    cache = put_rows(empty, rows, jnp.array([2, 0, 1]), config)
+    empty = empty_pages(rows, config, rows=3, size=16, pages=9, window_pages=6)
+    cache = put_in_pages(empty, rows, jnp.arange(3), jnp.array([2, 0, 1]), jnp.arange(3), config)
 
     def held(pages):
         return sorted((int(o), int(s)) for o, s in zip(*pages, strict=True) if o < 3)

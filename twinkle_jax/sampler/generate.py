@@ -194,9 +194,10 @@ def generate_many(
 
 
 _lay_out = jax.jit(device.lay_out_weights, static_argnums=(1, 2))
-_begin = jax.jit(device.begin, static_argnames=("setup", "slots", "capacity"))
+_SIZES = ("setup", "slots", "capacity", "prompt_pages")
+_begin = jax.jit(device.begin, static_argnames=_SIZES)
 _fill = jax.jit(device.fill, static_argnames=("setup", "capacity"), donate_argnames="state")
-_resize = jax.jit(device.resize, static_argnames=("setup", "slots", "capacity"))
+_resize = jax.jit(device.resize, static_argnames=_SIZES)
 _run = jax.jit(device.run, static_argnames=("setup", "capacity", "full"), donate_argnames="state")
 _collect = jax.jit(device.collect, static_argnames="setup", donate_argnames="state")
 
@@ -220,9 +221,11 @@ def _generate(
     full = longest + setup.new
     setup = setup.in_pages(full)
     capacity = device.first_capacity(setup, slots, longest, full)
+    prompt_pages = device.first_prompt_pages(setup, slots, len(limits) // setup.shards)
     state = _begin(
-        weights, prompts, mask, keys, limits, setup=setup, slots=slots, capacity=capacity
-    )
+        weights, prompts, mask, keys, limits,
+        setup=setup, slots=slots, capacity=capacity, prompt_pages=prompt_pages,
+    )  # fmt: skip
     while True:
         state, status = _run(weights, state, sampling, setup=setup, capacity=capacity, full=full)
         status = device.Status(*map(int, jax.device_get(status)))
@@ -230,9 +233,12 @@ def _generate(
             return _first(_collect(state, setup=setup).results, rows)
         kept = slots if status.waiting else device.slots_for(status.running, slots)
         needed = device.next_capacity(setup, status, kept, capacity, longest, full)
-        if kept < slots or needed != capacity:
-            slots, capacity = kept, needed
-            state = _resize(state, setup=setup, slots=slots, capacity=capacity)
+        shared = device.next_prompt_pages(setup, status, kept, prompt_pages)
+        if (kept, needed, shared) != (slots, capacity, prompt_pages):
+            slots, capacity, prompt_pages = kept, needed, shared
+            state = _resize(
+                state, setup=setup, slots=slots, capacity=capacity, prompt_pages=prompt_pages
+            )
         if status.fillable:
             state = _fill(weights, state, prompts, mask, setup=setup, capacity=capacity)
 
@@ -284,7 +290,7 @@ def generate_memory(
     full, padded = prompt_tokens - 1 + max_new_tokens, rows + -rows % shards
     setup = setup.in_pages(full)
     page = setup.page
-    capacity = full if page is None else at_once * -(-full // page)
+    capacity = full if page is None else at_once * setup.pages_of_row(full)
     tokens = jax.ShapeDtypeStruct((prompts, prompt_tokens), jnp.int32)
     keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), padded))
     limits = jax.ShapeDtypeStruct((padded,), jnp.int32)
@@ -295,6 +301,7 @@ def generate_memory(
         _begin.lower(
             weights, tokens, tokens.update(dtype=bool), keys, limits,
             setup=setup, slots=at_once, capacity=capacity,
+            prompt_pages=setup.most_prompt_pages(at_once),
         )
     )  # fmt: skip
     sampling = traced_sampling(Sampling())

@@ -32,8 +32,10 @@ from twinkle_jax.model.decoder.cache import (
     keep_rows,
     page_size,
     pages_of_window,
+    put_in_pages,
     put_rows,
     release,
+    release_prompts,
     with_room,
 )
 from twinkle_jax.model.decoder.config import FULL
@@ -51,6 +53,7 @@ _PAGE = {"tpu": 128, "gpu": 128}
 _SHORT = (
     512  # rows of at most so many tokens are not cut into pages: reading them whole costs little
 )
+_MOST_GROUPS = 4  # in slots, over those that fill them
 _FEWEST_SLOTS = 8  # of a device: a step with fewer rows takes as long
 
 
@@ -89,6 +92,8 @@ class Setup(NamedTuple):
         mesh: over which rows are spread.
         page: tokens of a page of the cache; None where rows are whole.
         window_pages: most pages that a row has in sliding layers; None where they keep all tokens.
+        prompt_pages: full pages of the longest prompt, which the rows of a group share; 0 where
+            each row has its own.
     """
 
     config: DecoderConfig
@@ -100,18 +105,47 @@ class Setup(NamedTuple):
     mesh: Mesh | None
     page: int | None = None
     window_pages: int | None = None
+    prompt_pages: int = 0
 
     def in_pages(self, full: int) -> "Setup":
         """Choose pages for rows of at most `full` tokens; sliding layers then keep their window."""
         page, window = page_for(self.config, full, self.mesh), self.config.attention.window
-        if page is None or window is None:
-            return self._replace(page=page)
-        most = pages_of_window(window.size, page)
-        return self._replace(page=page, window_pages=most if most < -(-full // page) else None)
+        if page is None:
+            return self
+        shared = (full - self.new) // page if self.num_samples > 1 else 0
+        most = None if window is None else pages_of_window(window.size, page)
+        if most is not None and most >= -(-full // page):
+            most = None
+        return self._replace(page=page, window_pages=most, prompt_pages=shared)
+
+    def pages_of_row(self, tokens: int) -> int:
+        """Bound the pages of its own that a row of at most so many tokens has."""
+        assert self.page is not None
+        if self.prompt_pages:  # of a prompt only what does not fill a page
+            tokens = min(tokens, self.page - 1 + self.new)
+        return -(-tokens // self.page)
+
+    @property
+    def new_prompt_pages(self) -> int:
+        """Bound the pages that the prompts of `refill` rows take, which come in order."""
+        groups = (self.refill + self.num_samples - 2) // self.num_samples + 1
+        return min(self.refill, groups) * self.prompt_pages
+
+    def most_prompt_pages(self, slots: int) -> int:
+        """Bound the pages of a device's prompts: slots are not refilled while there are as many.
+
+        With rows of geometric lengths there are 2.7 times as many groups as fill the slots, if a
+        group has 8 rows, and 3.4 times as many if it has 16.
+        """
+        groups = _MOST_GROUPS * -(-slots // self.num_samples)
+        return min(slots * self.prompt_pages, groups * self.prompt_pages + self.new_prompt_pages)
 
     def pages_of_sliding(self, slots: int, capacity: int) -> int | None:
         """Bound the pages of a device's sliding layers; None where they share the others' pages."""
-        return None if self.window_pages is None else min(capacity, slots * self.window_pages)
+        if self.window_pages is None:
+            return None
+        most = slots * self.window_pages
+        return most if self.prompt_pages else min(capacity, most)
 
     @property
     def shards(self) -> int:
@@ -208,9 +242,10 @@ class Status(NamedTuple):
     Attributes:
         running: slots whose row has not ended, maximum over devices.
         waiting: rows without a slot, maximum over devices.
-        fillable: whether some device has enough free slots to fill.
+        fillable: whether some device has enough free slots to fill, and all have pages for prompts.
         filled: tokens in the cache of the longest running row.
-        pages: pages that rows have or need now, maximum over devices; 0 without pages.
+        pages: pages of their own that rows have or need now, maximum over devices; 0 without pages.
+        prompt_pages: pages of prompts that rows share, likewise.
     """
 
     running: int
@@ -218,6 +253,7 @@ class Status(NamedTuple):
     fillable: int
     filled: int
     pages: int
+    prompt_pages: int = 0
 
 
 def page_for(config: DecoderConfig, full: int, mesh: Mesh | None) -> int | None:
@@ -237,8 +273,15 @@ def first_capacity(setup: Setup, slots: int, longest: int, full: int) -> int:
     """Choose the initial capacity, for prompts of up to `longest` tokens."""
     if setup.page is None:
         return capacity_for(longest, full)
-    each = -(-min(longest + _STEPS_OF_ROOM, full) // setup.page)
-    return pages_for(slots * each, slots * -(-full // setup.page))
+    begun = setup.page - 1 if setup.prompt_pages else longest
+    each = setup.pages_of_row(min(begun + _STEPS_OF_ROOM, full))
+    return pages_for(slots * each, slots * setup.pages_of_row(full))
+
+
+def first_prompt_pages(setup: Setup, slots: int, rows: int) -> int:
+    """Choose the initial number of pages for prompts of a device with so many rows."""
+    needed = _most_new(setup, rows, slots) * setup.prompt_pages
+    return pages_for(needed, setup.most_prompt_pages(slots))
 
 
 def next_capacity(
@@ -250,9 +293,20 @@ def next_capacity(
         if status.waiting:  # a prompt longer than all running rows must fit, too
             needed = max(needed, capacity_for(longest, full))
         return needed if needed > capacity or 2 * needed < capacity else capacity
-    new = setup.refill * -(-longest // setup.page) if status.fillable else 0
-    needed = pages_for(status.pages + new, slots * -(-full // setup.page))
+    begun = setup.page - 1 if setup.prompt_pages else longest
+    new = setup.refill * -(-begun // setup.page) if status.fillable else 0
+    needed = pages_for(status.pages + new, slots * setup.pages_of_row(full))
     return needed if needed > capacity or 2 * needed < capacity else capacity
+
+
+def next_prompt_pages(setup: Setup, status: Status, slots: int, pages: int) -> int:
+    """Choose the next number of pages for prompts, as `next_capacity` does."""
+    if not setup.prompt_pages:
+        return 0
+    needed = max(1, status.prompt_pages + (setup.new_prompt_pages if status.fillable else 0))
+    # When slots have been halved, there may be more than as many slots would begin with.
+    needed = pages_for(needed, max(needed, setup.most_prompt_pages(slots)))
+    return needed if needed > pages or 2 * needed < pages else pages
 
 
 def capacity_for(filled: int, full: int) -> int:
@@ -296,10 +350,12 @@ def begin(
     setup: Setup,
     slots: int,
     capacity: int,
+    prompt_pages: int = 0,
 ) -> State:
     """Make the queue, and give its first rows the slots.
 
-    `slots` are per device. With pages, here and below, capacity counts the pages of a device.
+    `slots` are per device. With pages, here and below, capacity counts those of a device that
+    belong to one row each; `prompt_pages` come on top.
     """
     rows = len(limits)
     prompt = jnp.arange(rows, dtype=jnp.int32) // setup.num_samples
@@ -308,11 +364,13 @@ def begin(
     taken = jnp.zeros(setup.shards, jnp.int32)
     queue = Queue(prompt, keys, limits, order, taken)
     free = jnp.zeros(slots * setup.shards, bool)
-    first, _, queue, read = _next_rows(
-        weights, prompts, mask, queue, None, free, setup, slots, capacity
-    )
+    new, queue, read = _next_rows(weights, prompts, mask, queue, None, free, setup, slots, capacity)
+    first = new.rows
     if setup.page is not None:
-        first = first._replace(cache=_in_pages(first.cache, setup, slots, capacity))
+        put = partial(
+            _in_pages, setup=setup, slots=slots, capacity=capacity, prompt_pages=prompt_pages
+        )
+        first = first._replace(cache=on_devices(put, setup.mesh)(new))
     state = State(first, queue, no_completions(rows, setup.new), read)
     return reusable(spread(state, setup.mesh))
 
@@ -366,25 +424,30 @@ def fill(
     """
     state = collect(state, setup)
     running, size = state.slots.running, setup.refill
-    new, slot, queue, read = _next_rows(
+    new, queue, read = _next_rows(
         weights, prompts, mask, state.queue, state.read, running, setup, size, capacity
     )
 
-    def put(slots: Slots, new: Slots, slot: Array) -> Slots:
-        cache = put_rows(slots.cache, new.cache, slot, setup.config)
+    def put(slots: Slots, new: _NewRows) -> Slots:
+        if setup.page is None:
+            cache = put_rows(slots.cache, new.rows.cache, new.slot)
+        else:
+            cache = _begin_in_pages(slots.cache, new, setup.config)
         put = jax.tree.map(
-            lambda x, y: x.at[slot].set(y.astype(x.dtype), mode="drop"),
+            lambda x, y: x.at[new.slot].set(y.astype(x.dtype), mode="drop"),
             _without_cache(slots),
-            _without_cache(new),
+            _without_cache(new.rows),
         )
         return put._replace(cache=cache)
 
-    slots = on_devices(put, setup.mesh)(state.slots, new, slot)
+    slots = on_devices(put, setup.mesh)(state.slots, new)
     state = state._replace(slots=slots, queue=queue, read=read)
     return reusable(spread(state, setup.mesh))
 
 
-def resize(state: State, *, setup: Setup, slots: int, capacity: int) -> State:
+def resize(
+    state: State, *, setup: Setup, slots: int, capacity: int, prompt_pages: int = 0
+) -> State:
     """Change the number of slots per device, keeping running rows, and the capacity of caches."""
     state = collect(state, setup)
 
@@ -394,7 +457,8 @@ def resize(state: State, *, setup: Setup, slots: int, capacity: int) -> State:
         if setup.page is None:
             return kept._replace(cache=take_rows(rows.cache, chosen))
         window_pages = setup.pages_of_sliding(slots, capacity)
-        return kept._replace(cache=keep_rows(rows.cache, chosen, capacity, window_pages))
+        cache = keep_rows(rows.cache, chosen, capacity, window_pages, prompt_pages)
+        return kept._replace(cache=cache)
 
     kept = state.slots
     if setup.page is not None or slots * setup.shards < len(kept.row):
@@ -448,13 +512,19 @@ def run(
     def status_of(rows: Slots) -> Status:
         running = of_device(rows.running)
         filled = jnp.where(rows.running, rows.cache.length, 0).reshape(setup.shards, -1)
-        pages = jnp.zeros_like(running)
+        pages = prompt_pages = jnp.zeros_like(running)
         if rows.cache.pages is not None:
             pages = pages_needed(rows, rows.cache.pages, running)
+        if rows.cache.prompt_pages is not None:
+            prompt_pages = of_device(rows.cache.prompt_pages.prompt >= 0)
         can_fill = ((waiting > 0) & (slots - running >= setup.refill)).astype(jnp.int32)
-        numbers = [running, waiting, can_fill, jnp.max(filled, axis=1), pages]
+        numbers = [running, waiting, can_fill, jnp.max(filled, axis=1), pages, prompt_pages]
         # In one transfer over the devices.
-        return Status(*jnp.max(jnp.stack(numbers, axis=1), axis=0))
+        most = jnp.max(jnp.stack(numbers, axis=1), axis=0)
+        if setup.prompt_pages:  # all devices are filled at once
+            fits = most[5] + setup.new_prompt_pages <= setup.most_prompt_pages(slots)
+            most = most.at[2].multiply(fits.astype(jnp.int32))
+        return Status(*most)
 
     def can_continue(carry: tuple[Slots, Status]) -> bool:
         status = carry[1]
@@ -555,6 +625,22 @@ def _most_new(setup: Setup, rows: int, size: int) -> int:
     return min(-(-size // samples) + 2, (rows + samples - 2) // samples + 1)
 
 
+class _NewRows(NamedTuple):
+    """Rows that get slots.
+
+    Attributes:
+        rows: with their caches; with pages, the cache holds the prompts, see `source`.
+        slot: that each gets; out of range: none.
+        source: with pages, the row of the cache that its prompt lies in.
+        prompt: its index.
+    """
+
+    rows: Slots
+    slot: Int[Array, " new"]
+    source: Int[Array, " new"]
+    prompt: Int[Array, " new"]
+
+
 def _next_rows(
     weights: Params,
     prompts: Int[Array, "prompts time"],
@@ -565,12 +651,12 @@ def _next_rows(
     setup: Setup,
     size: int,
     capacity: int,
-) -> tuple[Slots, Int[Array, " new"], Queue, ReadPrompts | None]:
+) -> tuple[_NewRows, Queue, ReadPrompts | None]:
     """Give the next `size` rows of each device their prompts, and read those that were not.
 
     Returns:
-        The rows, the slot that each gets, the queue without them, and what was read. Surplus rows,
-        without a free slot or a waiting row, are marked as ended.
+        The rows, the queue without them, and what was read. Surplus rows, without a free slot or a
+        waiting row, are marked as ended.
     """
     vocab = setup.config.vocab_size
     rows = len(queue.limits) // setup.shards
@@ -625,8 +711,7 @@ def _next_rows(
         return cache
 
     def put(cache: Cache) -> Cache:
-        put_prompts = partial(put_rows, config=setup.config)
-        written: Cache = on_devices(put_prompts, setup.mesh)(cache, read(), line)
+        written: Cache = on_devices(put_rows, setup.mesh)(cache, read(), line)
         return written
 
     def keep(cache: Cache, source: Array) -> ReadPrompts:
@@ -641,30 +726,39 @@ def _next_rows(
         reads = jnp.any(short)
         cache = spread(jax.lax.cond(reads, put, lambda cache: cache, held.cache), setup.mesh)
         held = ReadPrompts(cache, jnp.where(reads, end, held.prompts))
-    cache = on_devices(take_rows, setup.mesh)(cache, source)
     _, pending = _split_last(prompts[prompt], mask[prompt], vocab)
     if setup.page is None:
-        cache = with_room(cache, capacity)
+        cache = with_room(on_devices(take_rows, setup.mesh)(cache, source), capacity)
     cache = for_many_steps(cache, setup.mesh)
     tokens = jnp.where(mask[prompt], prompts[prompt], vocab)
     slots = undrawn(row, pending, cache, tokens, limits, keys, row < rows, setup=setup)
-    return slots, slot, queue._replace(taken=taken), held
+    return _NewRows(slots, slot, source, prompt), queue._replace(taken=taken), held
 
 
 def _without_cache(rows: Any) -> Any:
     return rows._replace(cache=None)
 
 
-def _in_pages(cache: Cache, setup: Setup, slots: int, pages: int) -> Cache:
-    """Cut whole rows into pages; `slots` and `pages` are per device."""
-    config, window_pages = setup.config, setup.pages_of_sliding(slots, pages)
+def _in_pages(
+    new: _NewRows, *, setup: Setup, slots: int, capacity: int, prompt_pages: int
+) -> Cache:
+    """Make the cache of a device in pages, and put its first rows into it."""
+    assert setup.page is not None
+    empty = empty_pages(
+        new.rows.cache,
+        setup.config,
+        rows=slots,
+        size=setup.page,
+        pages=capacity,
+        window_pages=setup.pages_of_sliding(slots, capacity),
+        prompt_pages=prompt_pages,
+        members=min(setup.num_samples, slots),
+    )
+    return _begin_in_pages(empty, new, setup.config)
 
-    def cut(cache: Cache) -> Cache:
-        empty = empty_pages(cache, setup.page or 0, pages, window_pages, config)
-        return put_rows(empty, cache, jnp.arange(len(cache.length), dtype=jnp.int32), config)
 
-    in_pages: Cache = on_devices(cut, setup.mesh)(cache)
-    return in_pages
+def _begin_in_pages(cache: Cache, new: _NewRows, config: DecoderConfig) -> Cache:
+    return put_in_pages(cache, new.rows.cache, new.source, new.slot, new.prompt, config)
 
 
 def _release_pages(cache: Cache, running: Bool[Array, " slots"], setup: Setup) -> Cache:
@@ -672,6 +766,9 @@ def _release_pages(cache: Cache, running: Bool[Array, " slots"], setup: Setup) -
     assert cache.pages is not None
     free, window = on_devices(release, setup.mesh), setup.config.attention.window
     cache = cache._replace(pages=free(cache.pages, running))
+    if cache.prompt_pages is not None:
+        shared = on_devices(release_prompts, setup.mesh)(cache.prompt_pages, running)
+        cache = cache._replace(prompt_pages=shared)
     if cache.window_pages is None or window is None:
         return cache
     free = on_devices(partial(release, size=page_size(cache)), setup.mesh)

@@ -7,6 +7,7 @@ import pytest
 
 from tests.model.families import config_of, params_of
 from twinkle_jax.model.decoder import attention
+from twinkle_jax.model.decoder.cache import PromptPages
 from twinkle_jax.model.decoder.gpu_kernels import attend_to_pages, pages_of_rows
 from twinkle_jax.sampler import generate, slots
 
@@ -43,10 +44,12 @@ def by_row(query, keys, values, owner, start, first, last, scale):
     return out
 
 
-def attend(query, keys, values, owner, start, first, last, dtype="float32"):
+def attend(query, keys, values, owner, start, first, last, dtype="float32", prompts=None):
     arrays = (jnp.asarray(x, dtype) for x in (query, keys, values))
     integers = (jnp.asarray(x, jnp.int32) for x in (owner, start, first, last))
-    return attend_to_pages(*arrays, jnp.int32(1), *integers, scale=0.3, interpret=True)
+    return attend_to_pages(
+        *arrays, jnp.int32(1), *integers, prompts=prompts, scale=0.3, interpret=True
+    )
 
 
 @pytest.mark.parametrize("queries", [1, 7, 17])
@@ -63,6 +66,38 @@ def test_rows_attend_to_their_tokens(dtype, close, queries):
     actual = attend(query, keys, values, owner, start, first, last, dtype)
     assert actual.dtype == jnp.float32
     np.testing.assert_allclose(actual, expected, rtol=close, atol=close)
+
+
+def test_rows_of_a_group_read_the_pages_of_their_prompt_together():
+    """Seven rows of three prompts, of which one fills no page, in blocks of three and two."""
+    prompts, of_row = [3 * SIZE, SIZE, 0], np.array([1, 0, 0, 2, 0, 1, 0])
+    lengths = np.array(prompts)[of_row] + [5, 16, 33, 7, 1, 20, 2]
+    first = np.array([0, 0, 20, 0, 40, 3, 0])
+    keys, values, owner, start = in_pages(lengths, 2, 16)
+    query = np.random.default_rng(1).normal(size=(7, 2, 20, 16))
+    leader = {number: int(np.flatnonzero(of_row == number)[0]) for number in (0, 1)}
+    is_prompt = np.array(
+        [o < 7 and s + SIZE <= prompts[of_row[o]] for o, s in zip(owner, start, strict=True)]
+    )
+    shared = np.flatnonzero(is_prompt & np.isin(owner, list(leader.values())))
+    for page in np.flatnonzero(is_prompt):  # all members have the leader's prompt
+        same = (owner == leader[of_row[owner[page]]]) & (start == start[page])
+        keys[:, page], values[:, page] = keys[:, same][:, 0], values[:, same][:, 0]
+    expected = by_row(query, keys[1], values[1], owner, start, first, lengths - 1, 0.3)
+    members = np.full((len(shared) + 1, 5), 7, np.int32)  # one page is free
+    for i, page in enumerate(shared):
+        group = np.flatnonzero(of_row == of_row[owner[page]])
+        members[i, : len(group)] = group[::-1]
+    order = np.concatenate([shared, [shared[0]], np.flatnonzero(~is_prompt)])
+    own = order[len(members) :]
+    pages = PromptPages(
+        *map(jnp.asarray, (members[:, 0] * 0, np.pad(start[shared], (0, 1)))),
+        jnp.asarray(members),
+        jnp.asarray(of_row),
+    )
+    arrays = query, keys[:, order], values[:, order], owner[own], start[own], first, lengths - 1
+    actual = attend(*arrays, prompts=pages)
+    np.testing.assert_allclose(actual, expected, rtol=1e-6, atol=1e-6)
 
 
 def test_where_pages_lie_changes_no_digit():

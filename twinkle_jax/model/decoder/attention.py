@@ -17,6 +17,7 @@ from twinkle_jax.loss.token_logprobs import compute_capability
 from twinkle_jax.model.decoder.cache import (
     KeyValues,
     PageTable,
+    Places,
     WindowedKeyValues,
     finite_values,
     write_in_pages,
@@ -460,7 +461,7 @@ def _attend_pages(
         if mixed:
             repeat_here = jnp.minimum(repeat, len(stack.keys) - 1)
             slot = jnp.where(is_kind, slot, stack.values.shape[3])
-        places = table.places._replace(slot=slot)
+        places = Places(table.before + table.places.page, slot)
         put = partial(write_in_pages, repeat=repeat_here, places=places, backend=backend)
         return KeyValues(put(stack.keys, keys, axis=4), put(stack.values, values, axis=3))
 
@@ -506,7 +507,7 @@ def _attend_to_pages_in_kernel(
     """Attend as `_attend_to_pages`, by the kernels for GPUs."""
     from twinkle_jax.model.decoder.gpu_kernels import attend_to_pages  # slow to import
 
-    (owner, start), places = table
+    owner, start = table.pages
     attended = attend_to_pages(
         query,
         *cached,
@@ -515,10 +516,11 @@ def _attend_to_pages_in_kernel(
         start,
         jnp.zeros_like(length) if first is None else first,
         length,
+        prompts=table.prompts,
         scale=scale,
         interpret=interpret,
     )
-    lost = (places.page == len(owner))[:, None, None, None]
+    lost = (table.places.page == len(owner))[:, None, None, None]
     return rounded(jnp.where(lost, jnp.nan, attended), query.dtype)
 
 
@@ -535,54 +537,109 @@ def _attend_to_pages(
 ) -> Float[Array, "batch groups queries width"]:
     r"""Attend to pages, which are in any order, up to the token that each row has just got.
 
-    Each page gets a copy of its row's queries, so that keys and values are read once, in place.
-    Over the pages $p$ of a row, with logits $z$:
+    Each page gets copies of the queries of the rows that read it, so that keys and values are read
+    once, in place. Over the pages $p$ of a row, with logits $z$:
 
     $$m = \max_p \max_t z_{pt},\quad w_{pt} = e^{z_{pt} - m} / \sum_{p,t} e^{z_{pt} - m},\quad
     o = \sum_p \sum_t w_{pt} v_{pt}$$
     """
-    (owner, start), places = table
-    rows, size = len(length), cached.values.shape[3]
-    keys, values = (jax.lax.dynamic_index_in_dim(stack, repeat, keepdims=False) for stack in cached)
-    wide = jnp.float64 if query.dtype == jnp.float64 else jnp.float32
+    rows, wide = len(length), jnp.float64 if query.dtype == jnp.float64 else jnp.float32
+    first = jnp.zeros_like(length) if first is None else first
+    parts = [_PagesOfRows(table.pages.owner[:, None], table.pages.start)]
+    if table.prompts is not None:
+        parts.insert(0, _PagesOfRows(table.prompts.members, table.prompts.start))
 
-    def of_page(of_row: Array, free: Any) -> Array:
-        return of_row.at[owner].get(mode="fill", fill_value=free)
+    def layer(stack: Array) -> list[Array]:
+        """Take the parts of a layer one by one: else a TPU copies the whole of it first."""
+        ends = [table.before, stack.shape[1]][-len(parts) :]
+        first = jnp.zeros_like(repeat)
+        return [
+            jax.lax.dynamic_slice(
+                stack,
+                (repeat, first + end - len(part.start), *[first] * 3),
+                (1, len(part.start), *stack.shape[2:]),
+            )[0]
+            for part, end in zip(parts, ends, strict=True)
+        ]
 
-    logits = jnp.einsum(
-        "pghw,pgwt->pght",
-        of_page(query, 0),
-        keys.astype(query.dtype),
-        preferred_element_type=wide,
+    logits, moments = [], []
+    for part, keys in zip(parts, layer(cached.keys), strict=True):
+        logits.append(part.logits(query, keys, first, length, scale))
+        moments.append(_page_moments(logits[-1], backend))
+    broken = [~(largest < jnp.inf) for largest, _ in moments]  # in products, it would spread
+    most = jnp.full(query.shape[:3], -jnp.inf, wide)
+    for part, (largest, _), lost in zip(parts, moments, broken, strict=True):
+        most = jnp.maximum(most, part.largest(jnp.where(lost, -jnp.inf, largest), rows))
+    most = jnp.where(most > -jnp.inf, most, 0)
+    summed = sum(
+        part.total(jnp.where(lost, 0, summed * jnp.exp(largest - part.of_rows(most, 0))), rows)
+        for part, (largest, summed), lost in zip(parts, moments, broken, strict=True)
     )
-    position = start[:, None] + jnp.arange(size, dtype=jnp.int32)[None]
-    seen = position <= of_page(length, -1)[:, None]
-    if first is not None:
-        seen &= position >= of_page(first, 0)[:, None]
-    logits = jnp.where(seen[:, None, None], logits * scale, -jnp.inf)
-    # Sum over the pages of a row by a product with a matrix of zeros and ones: the order of a
-    # scatter-add is not fixed on a GPU.
-    belongs = (owner[None] == jnp.arange(rows, dtype=jnp.int32)[:, None]).astype(wide)
-    total = partial(jnp.einsum, "rp,pgh...->rgh...", belongs, precision="highest")
-    largest, summed = _page_moments(logits, backend)
-    broken = ~(largest < jnp.inf)  # these products would spread NaN to all rows
-    largest = jnp.where(broken, -jnp.inf, largest)
-    most = jax.ops.segment_max(largest, owner, rows)
-    most = of_page(jnp.where(most > -jnp.inf, most, 0), 0)
-    summed = total(jnp.where(broken, 0, summed * jnp.exp(largest - most)))
-    weights = jnp.exp(logits - most[..., None])
-    weights = weights / of_page(jnp.where(summed > 0, summed, 1), 1)[..., None]
-    attended = jnp.einsum(
-        "pght,pgtw->pghw",
-        # Before the product: a GPU would copy its result, which is wider.
-        rounded(jnp.where(broken[..., None], 0, weights), query.dtype),
-        values.astype(query.dtype),
-        preferred_element_type=wide,
-    )
-    attended = rounded(total(attended), query.dtype)
-    lost = (places.page == len(owner))[:, None, None]
-    lost |= jax.ops.segment_max(broken.astype(jnp.int32), owner, rows) > 0
-    return jnp.where(lost[..., None], jnp.nan, attended)
+    summed = jnp.where(summed > 0, summed, 1)
+    attended = jnp.zeros(query.shape, wide)
+    for part, z, lost, values in zip(parts, logits, broken, layer(cached.values), strict=True):
+        weights = jnp.exp(z - part.of_rows(most, 0)[..., None])
+        weights = weights / part.of_rows(summed, 1)[..., None]
+        products = jnp.einsum(
+            "pgmht,pgtw->pgmhw",
+            # Before the product: a GPU would copy its result, which is wider.
+            rounded(jnp.where(lost[..., None], 0, weights), query.dtype),
+            values.astype(query.dtype),
+            preferred_element_type=wide,
+        )
+        attended += part.total(products, rows)
+    nowhere = (table.places.page == len(table.pages.owner))[:, None, None]
+    for part, lost in zip(parts, broken, strict=True):
+        nowhere |= part.largest(lost.astype(jnp.int32), rows) > 0
+    return jnp.where(nowhere[..., None], jnp.nan, rounded(attended, query.dtype))
+
+
+class _PagesOfRows(NamedTuple):
+    """Pages, and the rows that read each: its owner, or the members of a group.
+
+    What they compute is [pages, groups, members, queries, ...], so that products with the keys and
+    values of a page are one product.
+    """
+
+    members: Int[Array, "pages members"]
+    start: Int[Array, " pages"]
+
+    def of_rows(self, x: Array, free: Any) -> Array:
+        """Give each member its row's entry of an array [rows, ...]."""
+        each = x.at[self.members].get(mode="fill", fill_value=free)
+        return each.swapaxes(1, 2) if x.ndim > 1 else each
+
+    def logits(
+        self, query: Array, keys: Array, first: Array, length: Array, scale: float
+    ) -> Float[Array, "pages groups members queries size"]:
+        """Multiply the queries of the rows with a page's keys; -inf for what they do not see."""
+        logits = jnp.einsum(
+            "pgmhw,pgwt->pgmht",
+            self.of_rows(query, 0),
+            keys.astype(query.dtype),
+            preferred_element_type=jnp.float64 if query.dtype == jnp.float64 else jnp.float32,
+        )
+        size = keys.shape[-1]
+        position = self.start[:, None, None] + jnp.arange(size, dtype=jnp.int32)[None, None]
+        seen = position <= self.of_rows(length, -1)[..., None]
+        seen &= position >= self.of_rows(first, 0)[..., None]
+        return jnp.where(seen[:, None, :, None], logits * scale, -jnp.inf)
+
+    def largest(self, x: Array, rows: int) -> Array:
+        """Return the maximum over the pages of each row."""
+        return jax.ops.segment_max(self._by_member(x), self.members.reshape(-1), rows)
+
+    def total(self, x: Array, rows: int) -> Array:
+        """Sum over the pages of each row, by a product with a matrix of zeros and ones.
+
+        The order of a scatter-add is not fixed on a GPU.
+        """
+        row = jnp.arange(rows, dtype=jnp.int32)
+        belongs = (self.members.reshape(-1)[None] == row[:, None]).astype(x.dtype)
+        return jnp.einsum("rp,pgh...->rgh...", belongs, self._by_member(x), precision="highest")
+
+    def _by_member(self, x: Float[Array, "pages groups members *rest"]) -> Array:
+        return x.swapaxes(1, 2).reshape(-1, x.shape[1], *x.shape[3:])
 
 
 def _page_moments(

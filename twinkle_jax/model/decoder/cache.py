@@ -68,6 +68,24 @@ class Pages(NamedTuple):
     start: Int[Array, " pages"]
 
 
+class PromptPages(NamedTuple):
+    """Which tokens the full pages of prompts hold: the rows of a group read the same ones.
+
+    They lie in front of the pages that belong to single rows, in the same arrays.
+
+    Attributes:
+        prompt: the number of the prompt that a page belongs to; -1 for a free page.
+        start: position of the first token in it.
+        members: the rows that read it; the number of rows where there are fewer.
+        of_row: the number of each row's prompt; -1 for a row that has ended.
+    """
+
+    prompt: Int[Array, " pages"]
+    start: Int[Array, " pages"]
+    members: Int[Array, "pages samples"]
+    of_row: Int[Array, " batch"]
+
+
 class Cache(NamedTuple):
     """Everything that decoding the next token depends on, besides the parameters.
 
@@ -80,12 +98,15 @@ class Cache(NamedTuple):
             have room for the same number of tokens.
         window_pages: likewise of the sliding layers, which free a page when no later token attends
             to it. None: all layers have the same pages.
+        prompt_pages: the pages of prompts that groups of rows share, except in sliding layers with
+            pages of their own. None: each row has all its tokens in pages of its own.
     """
 
     layers: Layers | tuple[Layers, ...]
     length: Int[Array, " batch"]
     pages: Pages | None = None
     window_pages: Pages | None = None
+    prompt_pages: PromptPages | None = None
 
 
 CacheOrParams = TypeVar("CacheOrParams", Cache, Mapping[str, Any])
@@ -263,16 +284,27 @@ def pages_of_window(window: int, size: int) -> int:
 
 
 def empty_pages(
-    cache: Cache, size: int, pages: int, window_pages: int | None, config: DecoderConfig
+    prompts: Cache,
+    config: DecoderConfig,
+    *,
+    rows: int,
+    size: int,
+    pages: int,
+    window_pages: int | None = None,
+    prompt_pages: int = 0,
+    members: int = 1,
 ) -> Cache:
-    """Make a cache of free pages, for as many rows as a cache of whole rows has.
+    """Make a cache of free pages.
 
     Args:
-        cache: whose rows, types and layers it gets.
-        size: tokens of a page.
-        pages: their number.
-        window_pages: pages of sliding layers; None: the same as of the others.
+        prompts: a cache of whole rows, whose types and layers it gets.
         config: of the decoder.
+        rows: their number.
+        size: tokens of a page.
+        pages: that belong to one row each.
+        window_pages: pages of sliding layers; None: the same as of the others.
+        prompt_pages: pages that the rows of a group share; 0: they share none.
+        members: rows of a group, at most.
     """
 
     def lines(state: KeyValues, layers: int, pages: int) -> KeyValues:
@@ -285,62 +317,114 @@ def empty_pages(
 
     def empty(state: LayerState, slides: np.ndarray) -> LayerState:
         if not isinstance(state, KeyValues):
-            return jax.tree.map(jnp.zeros_like, state)
+            return jax.tree.map(lambda x: jnp.zeros((len(x), rows, *x.shape[2:]), x.dtype), state)
         if window_pages is None:
-            return lines(state, len(slides), pages)
+            return lines(state, len(slides), prompt_pages + pages)
         sliding = int(slides.sum())
         full = len(slides) - sliding
         return WindowedKeyValues(
-            lines(state, full, pages) if full else None,
+            lines(state, full, prompt_pages + pages) if full else None,
             lines(state, sliding, window_pages) if sliding else None,
         )
 
     def free(pages: int) -> Pages:
-        owner = jnp.full(pages, len(cache.length), jnp.int32)
+        owner = jnp.full(pages, rows, jnp.int32)
         return Pages(owner, jnp.zeros_like(owner))
 
+    none = jnp.full(prompt_pages, -1, jnp.int32)
+    shared = PromptPages(
+        none,
+        jnp.zeros_like(none),
+        jnp.full((prompt_pages, members), rows, jnp.int32),
+        jnp.full(rows, -1, jnp.int32),
+    )
     return Cache(
-        map_states(empty, cache.layers, _sliding_layers(config, cache)),
-        jnp.zeros_like(cache.length),
+        map_states(empty, prompts.layers, _sliding_layers(config, prompts)),
+        jnp.zeros(rows, jnp.int32),
         free(pages),
         None if window_pages is None else free(window_pages),
+        shared if prompt_pages else None,
     )
 
 
-def put_rows(cache: Cache, new: Cache, slots: Int[Array, " new"], config: DecoderConfig) -> Cache:
-    """Write whole rows into a cache, over the rows in `slots` or into free pages.
+def put_rows(cache: Cache, new: Cache, slots: Int[Array, " new"]) -> Cache:
+    """Write whole rows over the rows in `slots`; out of range: the row is not written."""
+
+    def write(held: Array, new: Array) -> Array:
+        return held.at[:, slots].set(new.astype(held.dtype), mode="drop")
+
+    layers = jax.tree.map(write, cache.layers, new.layers)
+    return Cache(layers, cache.length.at[slots].set(new.length, mode="drop"))
+
+
+def put_in_pages(
+    cache: Cache,
+    prompts: Cache,
+    source: Int[Array, " new"],
+    slots: Int[Array, " new"],
+    number: Int[Array, " new"],
+    config: DecoderConfig,
+) -> Cache:
+    """Begin rows with prompts, in free pages.
+
+    With `prompt_pages`, rows of one prompt share its full pages, and each gets a page for the rest.
 
     Args:
-        cache: if it has pages, the rows in `slots` own none.
-        new: the rows to write.
+        cache: the rows in `slots` own no pages.
+        prompts: in whole rows.
+        source: the prompt that each row begins with.
         slots: the row that each becomes; out of range: it is not written.
+        number: of each row's prompt; rows with the same number have the same prompt.
         config: of the decoder.
     """
-    rows = len(cache.length)
-    length = cache.length.at[slots].set(new.length, mode="drop")
+    rows, size = len(cache.length), page_size(cache)
+    lengths = prompts.length[source]
+    count = -(-page_size(prompts) // size)  # the most pages that a prompt needs
+    place = jnp.arange(count, dtype=jnp.int32)[None]
+    shared, own = cache.prompt_pages, jnp.broadcast_to(place, (len(source), count))
+    before = 0 if shared is None else len(shared.prompt)
+    if shared is not None:
+        own = (lengths // size)[:, None]  # the page that a prompt does not fill
+    is_written = (slots < rows)[:, None]
 
-    def write(line: Array, held: Array, new: Array) -> Array:
-        return held.at[:, line].set(new.astype(held.dtype), mode="drop")
-
-    if cache.pages is None:
-        layers = jax.tree.map(lambda x, y: write(slots, x, y), cache.layers, new.layers)
-        return Cache(layers, length)
-    size = page_size(cache)
-    count = -(-page_size(new) // size)  # the most pages that a row needs
-    begin = jnp.arange(count, dtype=jnp.int32) * size
-    used = (begin[None] < new.length[:, None]) & (slots < rows)[:, None]
-
-    def take(pages: Pages, wanted: Array) -> tuple[Pages, Array]:
+    def take(pages: Pages, place: Array, wanted: Array) -> tuple[Pages, Array]:
         line = _take_free(pages.owner, rows, wanted.reshape(-1))
-        owner = pages.owner.at[line].set(jnp.repeat(slots, count), mode="drop")
-        start = pages.start.at[line].set(jnp.tile(begin, len(slots)), mode="drop")
+        slot = jnp.repeat(slots, place.shape[1])
+        owner = pages.owner.at[line].set(slot, mode="drop")
+        start = pages.start.at[line].set(place.reshape(-1) * size, mode="drop")
         return Pages(owner, start), line
 
-    pages, line = take(cache.pages, used)
-    window_pages, window_line = cache.window_pages, line
+    assert cache.pages is not None
+    pages, line = take(cache.pages, own, is_written & (own * size < lengths[:, None]))
+    # Where pages are written to, and which pages of the prompts, cut, they are copies of.
+    writes = [(before + line, (source[:, None] * count + own).reshape(-1))]
+    if shared is not None:
+        number_of = jnp.full(len(prompts.length), -1, jnp.int32)
+        number_of = number_of.at[jnp.where(is_written[:, 0], source, len(number_of))].max(
+            number, mode="drop"
+        )
+        held = jnp.any(number_of[:, None] == shared.prompt[None], axis=1)  # or no row begins so
+        wanted = ~held[:, None] & ((place + 1) * size <= prompts.length[:, None])
+        line = _take_free(shared.prompt, -1, wanted.reshape(-1))
+        shared = _with_members(
+            shared._replace(
+                prompt=shared.prompt.at[line].set(jnp.repeat(number_of, count), mode="drop"),
+                start=shared.start.at[line].set(
+                    jnp.tile(place[0] * size, len(number_of)), mode="drop"
+                ),
+                of_row=shared.of_row.at[slots].set(number, mode="drop"),
+            ),
+            shared.members.shape[1],
+        )
+        line = jnp.where(line < before, line, before + len(pages.owner))
+        writes.append((line, jnp.arange(len(line), dtype=jnp.int32)))
+    window_pages, window_writes = cache.window_pages, writes
     if window_pages is not None and config.attention.window is not None:
-        first = new.length - config.attention.window.size + 1  # that the next token attends to
-        window_pages, window_line = take(window_pages, used & (begin[None] + size > first[:, None]))
+        first = lengths - config.attention.window.size + 1  # that the next token attends to
+        wanted = is_written & (place * size < lengths[:, None])
+        wanted &= (place + 1) * size > first[:, None]
+        window_pages, line = take(window_pages, jnp.broadcast_to(place, wanted.shape), wanted)
+        window_writes = [(line, (source[:, None] * count + place).reshape(-1))]
 
     def cut(stack: Array, axis: int) -> Array:
         """Cut time into pages, [layers, rows, ...] to [layers, rows * count, ...]."""
@@ -349,27 +433,47 @@ def put_rows(cache: Cache, new: Cache, slots: Int[Array, " new"], config: Decode
         stack = jnp.moveaxis(stack, axis, 2)
         return stack.reshape(extents[0], -1, *stack.shape[3:])
 
-    def put_lines(line: Array, held: KeyValues | None, new: KeyValues) -> KeyValues | None:
+    def put_lines(
+        held: KeyValues | None, new: KeyValues, writes: list[tuple[Array, Array]]
+    ) -> KeyValues | None:
         if held is None:
             return None
         keys, values = finite_values(new.keys, new.values)
-        return KeyValues(
-            write(line, held.keys, cut(keys, 4)), write(line, held.values, cut(values, 3))
-        )
+        stacks = list(held)
+        for i, stack in enumerate((cut(keys, 4), cut(values, 3))):
+            for line, page in writes:
+                copied = jnp.take(stack, page, axis=1, mode="clip").astype(stacks[i].dtype)
+                stacks[i] = stacks[i].at[:, line].set(copied, mode="drop")
+        return KeyValues(*stacks)
 
     def put(held: LayerState, new: Any, slides: np.ndarray) -> Any:
         if isinstance(held, KeyValues):
-            return put_lines(line, held, new)
+            return put_lines(held, new, writes)
         if isinstance(held, WindowedKeyValues):
             full, sliding = (jax.tree.map(lambda x, at=at: x[at], new) for at in (~slides, slides))
             return WindowedKeyValues(
-                put_lines(line, held.full, full), put_lines(window_line, held.sliding, sliding)
+                put_lines(held.full, full, writes), put_lines(held.sliding, sliding, window_writes)
             )
-        return jax.tree.map(lambda x, y: write(slots, x, y), held, new)
+        return jax.tree.map(
+            lambda x, y: x.at[:, slots].set(y[:, source].astype(x.dtype), mode="drop"), held, new
+        )
 
-    new = with_room(new, count * size)
-    layers = map_states(put, cache.layers, new.layers, _sliding_layers(config, cache))
-    return Cache(layers, length, pages, window_pages)
+    prompts = with_room(prompts, count * size)
+    layers = map_states(put, cache.layers, prompts.layers, _sliding_layers(config, cache))
+    length = cache.length.at[slots].set(lengths, mode="drop")
+    return Cache(layers, length, pages, window_pages, shared)
+
+
+def _with_members(pages: PromptPages, members: int) -> PromptPages:
+    """Find the rows of each page's prompt, so many at most."""
+    order = jnp.argsort(pages.of_row, stable=True).astype(jnp.int32)
+    in_order = pages.of_row[order]
+    at = jnp.searchsorted(in_order, pages.prompt).astype(jnp.int32)[:, None]
+    at += jnp.arange(members, dtype=jnp.int32)[None]
+    is_member = in_order.at[at].get(mode="fill", fill_value=-1) == pages.prompt[:, None]
+    is_member &= pages.prompt[:, None] >= 0
+    rows = order.at[at].get(mode="fill", fill_value=0)
+    return pages._replace(members=jnp.where(is_member, rows, len(order)))
 
 
 def finite_values(
@@ -386,44 +490,56 @@ def finite_values(
 
 
 def keep_rows(
-    cache: Cache, rows: Int[Array, " rows"], pages: int, window_pages: int | None
+    cache: Cache,
+    rows: Int[Array, " rows"],
+    pages: int,
+    window_pages: int | None = None,
+    prompt_pages: int = 0,
 ) -> Cache:
     """Keep the chosen rows, each once, and their pages, in a cache of so many pages."""
     index = jnp.arange(len(rows), dtype=jnp.int32)
     slot = jnp.full(len(cache.length), len(rows), jnp.int32).at[rows].set(index)
 
-    def keep_pages(held: Pages, pages: int) -> tuple[Pages, Callable[[Array], Array]]:
+    def used_first(is_free: Array, pages: int) -> Array:
+        """Order pages, those in use first; more than there are begin as copies of the first."""
+        order = jnp.argsort(is_free, stable=True).astype(jnp.int32)[:pages]
+        return jnp.pad(order, (0, pages - len(order)))
+
+    def keep_pages(held: Pages, pages: int) -> tuple[Pages, Array]:
         owner = slot.at[held.owner].get(mode="fill", fill_value=len(rows))
-        order = jnp.argsort((owner == len(rows)).astype(jnp.int32), stable=True)[:pages]
-        more = max(0, pages - len(owner))
-
-        def lines(stack: Array) -> Array:
-            if not more:
-                return jnp.take(stack, order, axis=1)
-            padding = [(0, more) if axis == 1 else (0, 0) for axis in range(stack.ndim)]
-            return jnp.pad(stack, padding)
-
-        if not more:
-            return Pages(owner[order], held.start[order]), lines
-        owner = jnp.pad(owner, (0, more), constant_values=len(rows))
-        return Pages(owner, jnp.pad(held.start, (0, more))), lines
+        order = used_first(owner == len(rows), pages)
+        is_new = jnp.arange(pages, dtype=jnp.int32) >= len(held.owner)
+        return Pages(jnp.where(is_new, len(rows), owner[order]), held.start[order]), order
 
     assert cache.pages is not None
-    kept, lines = keep_pages(cache.pages, pages)
-    window_kept, window_lines = None, lines
+    kept, order = keep_pages(cache.pages, pages)
+    shared, window_kept, window_order = cache.prompt_pages, None, order
     if cache.window_pages is not None and window_pages is not None:
-        window_kept, window_lines = keep_pages(cache.window_pages, window_pages)
+        window_kept, window_order = keep_pages(cache.window_pages, window_pages)
+    if shared is not None:
+        shared_order = used_first(shared.prompt < 0, prompt_pages)
+        is_new = jnp.arange(prompt_pages, dtype=jnp.int32) >= len(shared.prompt)
+        order = jnp.concatenate([shared_order, len(shared.prompt) + order])
+        shared = _with_members(
+            shared._replace(
+                prompt=jnp.where(is_new, -1, shared.prompt[shared_order]),
+                start=shared.start[shared_order],
+                of_row=shared.of_row[rows],
+            ),
+            min(shared.members.shape[1], len(rows)),
+        )
 
-    def keep(state: LayerState) -> LayerState:
+    def take(state: Any, order: Array) -> Any:
+        return jax.tree.map(lambda x: jnp.take(x, order, axis=1, mode="clip"), state)
+
+    def keep(state: LayerState) -> Any:
         if isinstance(state, KeyValues):
-            return jax.tree.map(lines, state)
+            return take(state, order)
         if isinstance(state, WindowedKeyValues):
-            return WindowedKeyValues(
-                jax.tree.map(lines, state.full), jax.tree.map(window_lines, state.sliding)
-            )
-        return jax.tree.map(lambda x: jnp.take(x, rows, axis=1), state)
+            return WindowedKeyValues(take(state.full, order), take(state.sliding, window_order))
+        return take(state, rows)
 
-    return Cache(map_states(keep, cache.layers), cache.length[rows], kept, window_kept)
+    return Cache(map_states(keep, cache.layers), cache.length[rows], kept, window_kept, shared)
 
 
 def release(
@@ -440,6 +556,17 @@ def release(
     return pages._replace(owner=jnp.where(is_used, pages.owner, len(active)))
 
 
+def release_prompts(pages: PromptPages, active: Bool[Array, " batch"]) -> PromptPages:
+    """Free the pages of prompts whose rows are all inactive."""
+    is_read = active.at[pages.members].get(mode="fill", fill_value=False)
+    return PromptPages(
+        jnp.where(jnp.any(is_read, axis=1), pages.prompt, -1),
+        pages.start,
+        jnp.where(is_read, pages.members, len(active)),
+        jnp.where(active, pages.of_row, -1),
+    )
+
+
 class Places(NamedTuple):
     """Where the next token of each row is written: a page, and a slot in it.
 
@@ -451,10 +578,16 @@ class Places(NamedTuple):
 
 
 class PageTable(NamedTuple):
-    """Pages, those of the next tokens included, and where these are written."""
+    """Pages, those of the next tokens included, where these are written, and pages of prompts."""
 
     pages: Pages
     places: Places
+    prompts: PromptPages | None = None
+
+    @property
+    def before(self) -> int:
+        """Pages of prompts, which lie before the others."""
+        return 0 if self.prompts is None else len(self.prompts.prompt)
 
 
 def next_places(

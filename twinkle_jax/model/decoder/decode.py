@@ -285,15 +285,19 @@ def _page_tables(
         rows = PartitionSpec(ROWS)
         find = jax.shard_map(find, mesh=mesh, in_specs=rows, out_specs=rows, check_vma=False)
     kinds = [pages for pages in (cache.pages, cache.window_pages) if pages is not None]
-    return tuple(find(pages, cache.length, active) for pages in kinds)
+    tables: list[PageTable] = [find(pages, cache.length, active) for pages in kinds]
+    return tables[0]._replace(prompts=cache.prompt_pages), *tables[1:]
 
 
 def _longer(
     cache: Cache, layers: Any, length: Int[Array, " batch"], tables: tuple[PageTable, ...]
 ) -> Cache:
     """Return the cache with the step's tokens in it."""
-    pages = dict(zip(("pages", "window_pages"), (table.pages for table in tables), strict=False))
-    return cache._replace(layers=layers, length=length, **pages)
+    cache = cache._replace(layers=layers, length=length)
+    if not tables:
+        return cache
+    window_pages = tables[1].pages if len(tables) > 1 else None
+    return cache._replace(pages=tables[0].pages, window_pages=window_pages)
 
 
 def _last_hidden(

@@ -2,7 +2,8 @@
 
 XLA computes it in several kernels, between which logits and weights of all heads lie in memory, and
 reads free pages too. Here one kernel reads each page once and leaves a sum over its tokens for each
-head; a second one adds up the pages of each row, in the order of their tokens.
+head of each row that reads it; a second one adds up the pages of each row, in the order of their
+tokens.
 
 Importing Pallas takes a quarter of a second, so this file is imported where a kernel is traced.
 """
@@ -16,7 +17,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float, Int
 
+from twinkle_jax.model.decoder.cache import PromptPages
+
 _QUERIES = 16  # the fewest rows of a product that Triton takes
+_MOST_QUERIES = 64  # of a block of a group's rows
 _PAGES = 16  # of a row, that the second kernel adds up at once
 
 
@@ -24,7 +28,7 @@ class RowPages(NamedTuple):
     """The pages of each row, in the order of their tokens.
 
     Attributes:
-        page: pages, those of each row one after the other.
+        page: indices of pages, those of each row one after the other.
         begin: where those of a row begin.
         number: how many it has.
     """
@@ -59,6 +63,7 @@ def attend_to_pages(
     first: Int[Array, " rows"],
     last: Int[Array, " rows"],
     *,
+    prompts: PromptPages | None = None,
     scale: float,
     interpret: bool,
 ) -> Float[Array, "rows groups queries width"]:
@@ -66,7 +71,7 @@ def attend_to_pages(
 
     Over the pages $p$ of a row, with logits $z$ and $m_p = \max_t z_{pt}$:
 
-    $$o = \frac{\sum_p e^{z_p - m} \sum_t e^{z_{pt} - m_p} v_{pt}}{\sum_p e^{m_p - m} \sum_t
+    $$o = \frac{\sum_p e^{m_p - m} \sum_t e^{z_{pt} - m_p} v_{pt}}{\sum_p e^{m_p - m} \sum_t
     e^{z_{pt} - m_p}},\quad m = \max_p m_p$$
 
     The weights $e^{z - m_p}$ are rounded to the type of the query before the product with values,
@@ -81,6 +86,7 @@ def attend_to_pages(
         start: position of the first token of each page.
         first: position of the first token that each row attends to.
         last: of the last one.
+        prompts: pages that several rows read, which lie before those of `owner`.
         scale: factor on the products of queries and keys.
         interpret: whether to interpret the kernels, as other backends must.
 
@@ -88,36 +94,45 @@ def attend_to_pages(
         The output of each query, float32; 0 for a row without pages.
     """
     rows, groups, queries, width = query.shape
-    pages, size = values.shape[1], values.shape[3]
-    heads = groups * queries
-    moment = jax.ShapeDtypeStruct((pages, heads + 1), jnp.float32)
-    call = partial(pl.pallas_call, interpret=interpret)
-    largest, summed, attended = call(
-        partial(_page_kernel, scale=scale),
-        out_shape=(moment, moment, moment.update(shape=(pages, heads + 1, width))),
-        grid=(pages, groups),
-        name="attend_to_page",
-        compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=1),
-        cost_estimate=pl.CostEstimate(
-            flops=4 * pages * heads * size * width,
-            transcendentals=pages * heads * size,
-            bytes_accessed=2 * pages * groups * size * width * keys.dtype.itemsize,
-        ),
-    )(repeat[None], owner, start, first, last, query, keys, values)
-    sorted_pages = pages_of_rows(owner, start, size, rows)
-    output = call(
+    size, heads = values.shape[3], groups * queries
+    before = 0 if prompts is None else len(prompts.start)
+    parts = [(before, owner[:, None], start)]
+    if prompts is not None:
+        parts.insert(0, (0, prompts.members, prompts.start))
+    sums: list[Array] = []
+    for offset, members, begin in parts:
+        pages, most = members.shape
+        block = max(1, min(most, _MOST_QUERIES // queries))
+        moment = jax.ShapeDtypeStruct((pages, most * heads + 1), jnp.float32)
+        of_pages = pl.pallas_call(
+            partial(_page_kernel, scale=scale, offset=offset, block=block),
+            out_shape=(moment, moment, moment.update(shape=(*moment.shape, width))),
+            grid=(pages, groups, -(-most // block)),
+            name="attend_to_page",
+            compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=1),
+            cost_estimate=pl.CostEstimate(
+                flops=4 * pages * most * heads * size * width,
+                transcendentals=pages * most * heads * size,
+                bytes_accessed=2 * pages * groups * size * width * keys.dtype.itemsize,
+            ),
+            interpret=interpret,
+        )(repeat[None], members, begin, first, last, query, keys, values)
+        listed = pages_of_rows(members.reshape(-1), jnp.repeat(begin, most), size, rows)
+        sums += [*listed, *of_pages]
+    output = pl.pallas_call(
         _row_kernel,
         out_shape=jax.ShapeDtypeStruct((rows, heads, width), jnp.float32),
         grid=(rows, heads),
         name="add_up_pages",
         compiler_params=plgpu.CompilerParams(num_warps=1, num_stages=1),
-    )(*sorted_pages, largest, summed, attended)
+        interpret=interpret,
+    )(*sums)
     return output.reshape(rows, groups, queries, width)
 
 
 def _page_kernel(
     repeat: Any,
-    owner: Any,
+    members: Any,
     start: Any,
     first: Any,
     last: Any,
@@ -129,28 +144,33 @@ def _page_kernel(
     attended: Any,
     *,
     scale: float,
+    offset: int,
+    block: int,
 ) -> None:
-    """Attend to one page and group; write nothing for a free page."""
+    """Attend to one page and group for some of its rows; write nothing if they are none."""
     page, group = pl.program_id(0), pl.program_id(1)
-    rows, _, queries, _ = query.shape
-    row = owner[page]
+    (rows, groups, queries, _), most = query.shape, members.shape[1]
+    # Products have more rows than there are queries, a power of two: others are written aside.
+    padded = max(_QUERIES, pl.next_power_of_2(block * queries))
+    each = jax.lax.broadcasted_iota(jnp.int32, (padded,), 0)
+    member = pl.program_id(2) * block + jax.lax.div(each, queries)
+    number = jax.lax.rem(each, queries)
+    row = members[page, jnp.minimum(member, most - 1)]
+    is_asked = (each < block * queries) & (member < most) & (row < rows)
 
-    @pl.when(row < rows)
+    @pl.when(jnp.max(is_asked.astype(jnp.int32)) > 0)
     def attend() -> None:
-        layer = repeat[0]
-        # Products have more rows than there are queries: repeat the last one, and write it aside.
-        padded = -(-queries // _QUERIES) * _QUERIES
-        each = jax.lax.broadcasted_iota(jnp.int32, (padded,), 0)
-        asked = query[row, group, jnp.minimum(each, queries - 1)]
-        at = jnp.where(each < queries, group * queries + each, largest.shape[1] - 1)
-        key = keys[layer, page, group].astype(asked.dtype)
+        layer, asking = repeat[0], jnp.where(is_asked, row, 0)
+        asked = query[asking, group, number]
+        at = jnp.where(is_asked, (member * groups + group) * queries + number, largest.shape[1] - 1)
+        key = keys[layer, offset + page, group].astype(asked.dtype)
         logits = plgpu.dot(asked, key, **_exact(asked))
         position = start[page] + jax.lax.broadcasted_iota(jnp.int32, logits.shape, 1)
-        seen = (position >= first[row]) & (position <= last[row])
+        seen = (position >= first[asking][:, None]) & (position <= last[asking][:, None])
         logits = jnp.where(seen, logits * scale, -jnp.inf)
         most = jnp.max(logits, axis=1)
         weights = jnp.exp(logits - jnp.where(most == -jnp.inf, 0.0, most)[:, None])
-        value = values[layer, page, group].astype(asked.dtype)
+        value = values[layer, offset + page, group].astype(asked.dtype)
         largest[page, at] = most
         summed[page, at] = jnp.sum(weights, axis=1)
         attended[page, at] = plgpu.dot(weights.astype(asked.dtype), value, **_exact(asked))
@@ -161,29 +181,34 @@ def _exact(query: Array) -> dict[str, Any]:
     return {"allow_tf32": False} if query.dtype == jnp.float32 else {}
 
 
-def _row_kernel(
-    page: Any, begin: Any, number: Any, largest: Any, summed: Any, attended: Any, output: Any
-) -> None:
-    """Add up the pages of one row for one head, some at a time."""
+def _row_kernel(*arrays: Any) -> None:
+    """Add up the pages of one row for one head, some at a time, part by part."""
+    *inputs, output = arrays
     row, head = pl.program_id(0), pl.program_id(1)
-    width, count = output.shape[2], number[row]
+    _, heads, width = output.shape
 
-    def add(step: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
-        most, total, out = carry
+    def add(
+        step: Array, carry: tuple[Array, Array, Array], part: list[Any]
+    ) -> tuple[Array, Array, Array]:
+        (most, total, out), (page, begin, number, largest, summed, attended) = carry, part
         at = step * _PAGES + jax.lax.broadcasted_iota(jnp.int32, (_PAGES,), 0)
+        count, members = number[row], page.shape[0] // largest.shape[0]
         held = at < count
-        which = page[begin[row] + jnp.minimum(at, count - 1)]
-        page_most = jnp.where(held, largest[which, head], -jnp.inf)
-        page_sum, page_out = summed[which, head], attended[which, head]
+        entry = page[begin[row] + jnp.minimum(at, count - 1)]
+        which = jax.lax.div(entry, members), jax.lax.rem(entry, members) * heads + head
+        page_most = jnp.where(held, largest[which], -jnp.inf)
+        page_sum, page_out = summed[which], attended[which]
         new = jnp.maximum(most, jnp.max(page_most))
         base = jnp.where(new == -jnp.inf, 0.0, new)
         before, share = jnp.exp(most - base), jnp.exp(page_most - base)
         total = before * total + jnp.sum(share * page_sum)
         return new, total, before * out + jnp.sum(share[:, None] * page_out, axis=0)
 
-    steps = jax.lax.div(count + _PAGES - 1, _PAGES)
     zero = jnp.zeros((), jnp.float32)
-    _, total, out = jax.lax.fori_loop(
-        0, steps, add, (zero - jnp.inf, zero, jnp.zeros(width, jnp.float32))
-    )
+    sums = zero - jnp.inf, zero, jnp.zeros(width, jnp.float32)
+    for i in range(0, len(inputs), 6):
+        part = inputs[i : i + 6]
+        steps = jax.lax.div(part[2][row] + _PAGES - 1, _PAGES)
+        sums = jax.lax.fori_loop(0, steps, partial(add, part=part), sums)
+    _, total, out = sums
     output[row, head] = out / jnp.where(total == 0, 1.0, total)
