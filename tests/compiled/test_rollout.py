@@ -48,6 +48,19 @@ def test_rows_of_different_lengths_are_read_once_too(filled, most):
     assert measured.temporary < 0.3 * measured.cache, measured.temporary / measured.cache
 
 
+def test_the_prompt_of_a_group_is_held_and_read_once():
+    """Half of a row's 2,048 tokens are the prompt of 8 rows."""
+    measured = rollout("Qwen2.5-0.5B", "v5e:2x2", 256, 8192, filled=2048, samples=8, prompt=1024)
+    alone = rollout("Qwen2.5-0.5B", "v5e:2x2", 256, 8192, filled=2048)
+    assert measured.cache < 0.6 * alone.cache and measured.total < 0.66 * alone.total
+    assert measured.total < 1.35 * measured.least, (
+        measured.total / measured.least,
+        measured.largest(),
+    )
+    assert measured.moved > 0.95 * measured.least
+    assert measured.temporary < 0.2 * measured.cache, measured.temporary / measured.cache
+
+
 def test_sliding_layers_read_and_hold_their_window_only():
     """22 of 26 layers see 512 tokens; with all tokens the cache is 6.5 GiB, not 1.86."""
     measured = rollout("gemma-3-1b", "v5e:2x2", 64, 8192, filled=4096)
