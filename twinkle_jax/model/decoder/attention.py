@@ -551,47 +551,44 @@ def _attend_to_pages(
 
     def layer(stack: Array) -> list[Array]:
         """Take the parts of a layer one by one: else a TPU copies the whole of it first."""
-        ends = [table.before, stack.shape[1]][-len(parts) :]
-        first = jnp.zeros_like(repeat)
+        begins = [0, table.before][-len(parts) :]
         return [
             jax.lax.dynamic_slice(
-                stack,
-                (repeat, first + end - len(part.start), *[first] * 3),
-                (1, len(part.start), *stack.shape[2:]),
+                stack, (repeat, begin, 0, 0, 0), (1, len(part.start), *stack.shape[2:])
             )[0]
-            for part, end in zip(parts, ends, strict=True)
+            for part, begin in zip(parts, begins, strict=True)
         ]
 
     logits, moments = [], []
     for part, keys in zip(parts, layer(cached.keys), strict=True):
         logits.append(part.logits(query, keys, first, length, scale))
         moments.append(_page_moments(logits[-1], backend))
-    broken = [~(largest < jnp.inf) for largest, _ in moments]  # in products, it would spread
+    broken = [~(largest < jnp.inf) for largest, _ in moments]  # products would spread it
     most = jnp.full(query.shape[:3], -jnp.inf, wide)
-    for part, (largest, _), lost in zip(parts, moments, broken, strict=True):
-        most = jnp.maximum(most, part.largest(jnp.where(lost, -jnp.inf, largest), rows))
+    for part, (largest, _), is_broken in zip(parts, moments, broken, strict=True):
+        most = jnp.maximum(most, part.largest(jnp.where(is_broken, -jnp.inf, largest), rows))
     most = jnp.where(most > -jnp.inf, most, 0)
-    summed = sum(
-        part.total(jnp.where(lost, 0, summed * jnp.exp(largest - part.of_rows(most, 0))), rows)
-        for part, (largest, summed), lost in zip(parts, moments, broken, strict=True)
-    )
-    summed = jnp.where(summed > 0, summed, 1)
+    total = jnp.zeros_like(most)
+    for part, (largest, summed), is_broken in zip(parts, moments, broken, strict=True):
+        summed = summed * jnp.exp(largest - part.of_rows(most, 0))
+        total += part.total(jnp.where(is_broken, 0, summed), rows)
+    total = jnp.where(total > 0, total, 1)
     attended = jnp.zeros(query.shape, wide)
-    for part, z, lost, values in zip(parts, logits, broken, layer(cached.values), strict=True):
+    for part, z, is_broken, values in zip(parts, logits, broken, layer(cached.values), strict=True):
         weights = jnp.exp(z - part.of_rows(most, 0)[..., None])
-        weights = weights / part.of_rows(summed, 1)[..., None]
+        weights = weights / part.of_rows(total, 1)[..., None]
         products = jnp.einsum(
             "pgmht,pgtw->pgmhw",
             # Before the product: a GPU would copy its result, which is wider.
-            rounded(jnp.where(lost[..., None], 0, weights), query.dtype),
+            rounded(jnp.where(is_broken[..., None], 0, weights), query.dtype),
             values.astype(query.dtype),
             preferred_element_type=wide,
         )
         attended += part.total(products, rows)
-    nowhere = (table.places.page == len(table.pages.owner))[:, None, None]
-    for part, lost in zip(parts, broken, strict=True):
-        nowhere |= part.largest(lost.astype(jnp.int32), rows) > 0
-    return jnp.where(nowhere[..., None], jnp.nan, rounded(attended, query.dtype))
+    lost = (table.places.page == len(table.pages.owner))[:, None, None]
+    for part, is_broken in zip(parts, broken, strict=True):
+        lost |= part.largest(is_broken.astype(jnp.int32), rows) > 0
+    return jnp.where(lost[..., None], jnp.nan, rounded(attended, query.dtype))
 
 
 class _PagesOfRows(NamedTuple):
