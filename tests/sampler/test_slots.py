@@ -413,73 +413,76 @@ def test_slots_wait_where_too_many_prompts_have_pages(request, monkeypatch):
     assert max(run.prompts_needed for run in pages) <= 3
 
 
+PROMPT_PAGES = 6
+
+
 def put_groups():
-    """Rows of three prompts in six slots; one of them waits for nobody, and one has ended."""
-    config, tokens = (
-        config_of("qwen3"),
-        batch([[i] * n for i, n in ((1, 33), (2, 8), (3, 16))], 40, "right"),
-    )
+    """Four rows of three prompts in six slots, and one row that gets no slot."""
+    config = config_of("qwen3")
+    tokens = batch([[i] * n for i, n in ((1, 33), (2, 8), (3, 16))], 40, "right")
     _, prompts = prefill(params_of("qwen3"), config, *tokens, max_length=40)
-    empty = empty_pages(prompts, config, rows=6, size=16, pages=8, prompt_pages=5, members=3)
+    sizes = {"rows": 6, "size": 16, "pages": 8, "prompt_pages": PROMPT_PAGES, "members": 3}
     source, slots = jnp.array([0, 0, 1, 2, 2]), jnp.array([4, 1, 0, 2, 6])
-    return prompts, put_in_pages(empty, prompts, source, slots, source + 7, config), config
+    cache = put_in_pages(
+        empty_pages(prompts, config, **sizes), prompts, source, slots, source + 7, config
+    )
+    return prompts, cache, config
+
+
+def members(pages):
+    return [sorted(row) for row in pages.members.tolist()]
 
 
 def test_where_the_pages_of_groups_lie():
     prompts, cache, config = put_groups()
     shared = cache.prompt_pages
-    assert shared.prompt.tolist() == [7, 7, 9, -1, -1]
+    assert shared.prompt.tolist() == [7, 7, 9, -1, -1, -1]
     assert shared.start[:3].tolist() == [0, 16, 0]
     assert shared.of_row.tolist() == [8, 7, 9, -1, 7, -1]
-    assert np.sort(shared.members, axis=1).tolist() == [[1, 4, 6]] * 2 + [[2, 6, 6]] + [[6] * 3] * 2
-    assert sorted(zip(*map(np.ndarray.tolist, map(np.asarray, cache.pages)), strict=True))[:3] == [
-        (0, 0),
-        (1, 32),
-        (4, 32),
-    ]
+    assert members(shared) == [[1, 4, 6], [1, 4, 6], [2, 6, 6], *[[6, 6, 6]] * 3]
+    pages = sorted(zip(cache.pages.owner.tolist(), cache.pages.start.tolist(), strict=True))
+    assert pages[:4] == [(0, 0), (1, 32), (4, 32), (6, 0)]
     keys, held = prompts.layers["0"].keys, cache.layers["0"].keys
     np.testing.assert_array_equal(held[:, 1], keys[:, 0, ..., 16:32])
     np.testing.assert_array_equal(held[:, 2], keys[:, 2, ..., :16])
-    one = 5 + int(np.flatnonzero(cache.pages.owner == 1)[0])
-    np.testing.assert_array_equal(held[:, one, ..., 0], keys[:, 0, ..., 32])
-    # A row that comes later joins its group; two prompts find pages of their own.
-    more = put_in_pages(
-        cache, prompts, jnp.array([2, 0, 2]), jnp.array([3, 5, 6]), jnp.array([9, 5, 9]), config
-    ).prompt_pages
-    assert more.prompt.tolist() == [7, 7, 9, 5, 5]
-    assert np.sort(more.members[2]).tolist() == [2, 3, 6] and more.members[4].tolist() == [5, 6, 6]
+    own = PROMPT_PAGES + cache.pages.owner.tolist().index(1)
+    np.testing.assert_array_equal(held[:, own, ..., 0], keys[:, 0, ..., 32])
+    # Of later rows one joins its group, one has a prompt that gets pages, and one has no slot.
+    arrays = map(jnp.array, ([2, 0, 2], [3, 5, 6], [9, 5, 9]))
+    more = put_in_pages(cache, prompts, *arrays, config).prompt_pages
+    assert more.prompt.tolist() == [7, 7, 9, 5, 5, -1]
+    assert members(more)[2:5] == [[2, 3, 6], [5, 6, 6], [5, 6, 6]]
 
 
 def test_the_pages_of_a_prompt_are_free_when_all_its_rows_have_ended():
     _, cache, _ = put_groups()
     pages = release_prompts(cache.prompt_pages, jnp.array([True, True, False, True, False, True]))
-    assert pages.prompt.tolist() == [7, 7, -1, -1, -1] and pages.of_row.tolist()[1:5] == [
-        7,
-        -1,
-        -1,
-        -1,
-    ]
-    assert np.sort(pages.members[0]).tolist() == [1, 6, 6]
+    assert pages.prompt.tolist() == [7, 7, -1, -1, -1, -1]
+    assert pages.of_row.tolist() == [8, 7, -1, -1, -1, -1]
+    assert members(pages)[0] == [1, 6, 6]
     pages = release_prompts(pages, jnp.zeros(6, bool))
     assert set(pages.prompt.tolist()) == {-1}
 
 
 def test_rows_that_are_kept_keep_the_pages_of_their_prompt():
+    """Pages of prompts in use lie behind free ones before."""
     _, cache, _ = put_groups()
     pages = release_prompts(cache.prompt_pages, jnp.array([True, True, False, True, True, True]))
-    ended = pages._replace(prompt=pages.prompt[::-1], start=pages.start[::-1])
-    layers = jax.tree.map(lambda x: jnp.concatenate([x[:, 4::-1], x[:, 5:]], axis=1), cache.layers)
-    kept = keep_rows(
-        cache._replace(layers=layers, prompt_pages=ended), jnp.array([4, 0, 1]), 12, prompt_pages=3
+    pages = pages._replace(prompt=pages.prompt[::-1], start=pages.start[::-1])
+    values = cache.layers["0"].values
+    layers = jax.tree.map(
+        lambda x: jnp.concatenate([x[:, PROMPT_PAGES - 1 :: -1], x[:, PROMPT_PAGES:]], axis=1),
+        cache.layers,
     )
+    moved = cache._replace(layers=layers, prompt_pages=pages)
+    kept = keep_rows(moved, jnp.array([4, 0, 1]), 12, prompt_pages=3)
     shared, held = kept.prompt_pages, kept.layers["0"].values
     assert shared.prompt.tolist() == [7, 7, -1] and shared.start[:2].tolist() == [16, 0]
-    assert np.sort(shared.members[:2]).tolist() == [[0, 2, 3]] * 2
-    np.testing.assert_array_equal(held[:, :2], cache.layers["0"].values[:, 1::-1])
+    assert members(shared)[:2] == [[0, 2, 3]] * 2
+    np.testing.assert_array_equal(held[:, :2], values[:, 1::-1])
     assert held.shape[1] == 3 + 12 and kept.length.tolist() == [33, 8, 33]
-    line = 3 + int(np.flatnonzero(kept.pages.owner == 1)[0])
-    before = 5 + int(np.flatnonzero(cache.pages.owner == 0)[0])
-    np.testing.assert_array_equal(held[:, line], cache.layers["0"].values[:, before])
+    line, before = kept.pages.owner.tolist().index(1), cache.pages.owner.tolist().index(0)
+    np.testing.assert_array_equal(held[:, 3 + line], values[:, PROMPT_PAGES + before])
 
 
 def gemma(window, *kinds):
