@@ -86,6 +86,7 @@ REFUSED = [
     ("mesh.data", 3),  # of 1024 rows
     ("mesh.memory", 0.0),
     ("lora.rank", -1),
+    ("lora.alpha", 0.0),
 ]
 REFUSED_TOGETHER = [
     ({"task": "x.jsonl"}, "model"),

@@ -150,7 +150,7 @@ class LoraSettings:
     """
 
     rank: int = at_least(0, default=0)
-    alpha: float = 16.0
+    alpha: float = positive(default=16.0)
     dropout: float = share_below_one(default=0.0)
     target_modules: list[str] | str = "all-linear"
 
