@@ -413,6 +413,15 @@ def test_slots_wait_where_too_many_prompts_have_pages(request, monkeypatch):
     assert max(run.prompts_needed for run in pages) <= 3
 
 
+@pytest.mark.parametrize("samples", [2, 3, 8])
+def test_pages_are_kept_free_for_the_prompts_of_the_next_rows(samples):
+    group = np.repeat(range(9), [samples, 1, 1, *[samples] * 6])[samples - 1 :]
+    for refill in range(1, 10):
+        setup = sampler_slots.Setup(None, samples, 40, refill, None, None, None, prompt_pages=5)
+        assert setup.new_prompt_pages == 5 * len(set(group[:refill]))
+        assert setup.new_prompt_pages <= setup.most_prompt_pages(refill)
+
+
 PROMPT_PAGES = 6
 
 
@@ -445,8 +454,10 @@ def test_where_the_pages_of_groups_lie():
     keys, held = prompts.layers["0"].keys, cache.layers["0"].keys
     np.testing.assert_array_equal(held[:, 1], keys[:, 0, ..., 16:32])
     np.testing.assert_array_equal(held[:, 2], keys[:, 2, ..., :16])
-    own = PROMPT_PAGES + cache.pages.owner.tolist().index(1)
-    np.testing.assert_array_equal(held[:, own, ..., 0], keys[:, 0, ..., 32])
+    for row, source in ((0, 1), (1, 0), (4, 0)):
+        own = PROMPT_PAGES + cache.pages.owner.tolist().index(row)
+        start = 32 if source == 0 else 0
+        np.testing.assert_array_equal(held[:, own, ..., 0], keys[:, source, ..., start])
     # Of later rows one joins its group, one has a prompt that gets pages, and one has no slot.
     arrays = map(jnp.array, ([2, 0, 2], [3, 5, 6], [9, 5, 9]))
     more = put_in_pages(cache, prompts, *arrays, config).prompt_pages

@@ -45,8 +45,8 @@ def generate(
 
     $$a_t \sim f\!\left(\pi_\theta(\cdot \mid x, a_{<t})\right)$$
 
-    where $f$ applies temperature, penalty and filters of `sampling`. Each prompt is read once, and
-    its cache is copied to `num_samples` rows.
+    where $f$ applies temperature, penalty and filters of `sampling`. Each prompt is read once.
+    Its cache is copied to `num_samples` rows; where rows are in pages, they share the full ones.
 
     Time and memory follow the tokens that are drawn, not `max_new_tokens`. Caches start small and
     are doubled when the longest running row has filled its own; each time half of the rows have

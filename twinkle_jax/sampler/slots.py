@@ -127,8 +127,12 @@ class Setup(NamedTuple):
 
     @property
     def new_prompt_pages(self) -> int:
-        """Bound the pages that the prompts of `refill` rows take, which come in order."""
-        groups = (self.refill + self.num_samples - 2) // self.num_samples + 1
+        """Bound the pages that the prompts of `refill` rows take, which come in order.
+
+        They may be the end of one group, the two groups that a device shares with others, of which
+        it may have one row each, and whole ones.
+        """
+        groups = 3 + -(-max(0, self.refill - 3) // self.num_samples)
         return min(self.refill, groups) * self.prompt_pages
 
     def most_prompt_pages(self, slots: int) -> int:
