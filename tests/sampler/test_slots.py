@@ -373,7 +373,8 @@ def test_all_rows_of_all_groups_begin_with_the_pages_of_each_prompt_once(request
     assert pages[0].prompt_pages == 24  # for 7 prompts of 3 full pages
     assert 6 < pages[0].prompts_needed <= 2 + 1 + 3 + 1 + 2 + 3
     assert {run.rows for run in pages} == {28, 14}
-    assert pages[-1].prompt_pages < pages[0].prompt_pages  # which ended groups give back
+    assert pages[-1].prompt_pages < pages[0].prompt_pages
+    assert pages[-1].prompts_needed < pages[0].prompts_needed  # ended groups give theirs back
 
 
 @pytest.mark.parametrize(

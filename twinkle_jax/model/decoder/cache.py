@@ -377,82 +377,50 @@ def put_in_pages(
         number: of each row's prompt; rows with the same number have the same prompt.
         config: of the decoder.
     """
+    assert cache.pages is not None
     rows, size = len(cache.length), page_size(cache)
-    lengths = prompts.length[source]
     count = -(-page_size(prompts) // size)  # the most pages that a prompt needs
     place = jnp.arange(count, dtype=jnp.int32)[None]
-    shared, own = cache.prompt_pages, jnp.broadcast_to(place, (len(source), count))
+    lengths, shared = prompts.length[source], cache.prompt_pages
     before = 0 if shared is None else len(shared.prompt)
-    if shared is not None:
-        own = (lengths // size)[:, None]  # the page that a prompt does not fill
+    # Without shared pages all of a prompt's, else the one that it does not fill.
+    own = place if shared is None else (lengths // size)[:, None]
     is_written = (slots < rows)[:, None]
 
-    def take(pages: Pages, place: Array, wanted: Array) -> tuple[Pages, Array]:
+    def take(pages: Pages, place: Array, wanted: Array) -> tuple[Pages, tuple[Array, Array]]:
+        """Give pages to rows, as wanted; return also where, and of which page they are copies."""
         line = _take_free(pages.owner, rows, wanted.reshape(-1))
-        slot = jnp.repeat(slots, place.shape[1])
-        owner = pages.owner.at[line].set(slot, mode="drop")
+        place = jnp.broadcast_to(place, wanted.shape)
+        owner = pages.owner.at[line].set(jnp.repeat(slots, place.shape[1]), mode="drop")
         start = pages.start.at[line].set(place.reshape(-1) * size, mode="drop")
-        return Pages(owner, start), line
+        return Pages(owner, start), (line, (source[:, None] * count + place).reshape(-1))
 
-    assert cache.pages is not None
-    pages, line = take(cache.pages, own, is_written & (own * size < lengths[:, None]))
-    # Where pages are written to, and which pages of the prompts, cut, they are copies of.
-    writes = [(before + line, (source[:, None] * count + own).reshape(-1))]
+    pages, (line, page) = take(cache.pages, own, is_written & (own * size < lengths[:, None]))
+    copies = [(before + line, page)]
     if shared is not None:
-        number_of = jnp.full(len(prompts.length), -1, jnp.int32)
-        number_of = number_of.at[jnp.where(is_written[:, 0], source, len(number_of))].max(
-            number, mode="drop"
-        )
-        held = jnp.any(number_of[:, None] == shared.prompt[None], axis=1)  # or no row begins so
-        wanted = ~held[:, None] & ((place + 1) * size <= prompts.length[:, None])
-        line = _take_free(shared.prompt, -1, wanted.reshape(-1))
-        shared = _with_members(
-            shared._replace(
-                prompt=shared.prompt.at[line].set(jnp.repeat(number_of, count), mode="drop"),
-                start=shared.start.at[line].set(
-                    jnp.tile(place[0] * size, len(number_of)), mode="drop"
-                ),
-                of_row=shared.of_row.at[slots].set(number, mode="drop"),
-            ),
-            shared.members.shape[1],
-        )
+        number_of = jnp.full(len(prompts.length), -1, jnp.int32)  # -1: no row begins with it
+        begun = jnp.where(is_written[:, 0], source, len(number_of))
+        number_of = number_of.at[begun].max(number, mode="drop")
+        shared = shared._replace(of_row=shared.of_row.at[slots].set(number, mode="drop"))
+        shared, line = _take_prompt_pages(shared, number_of, prompts.length, count, size)
         line = jnp.where(line < before, line, before + len(pages.owner))
-        writes.append((line, jnp.arange(len(line), dtype=jnp.int32)))
-    window_pages, window_writes = cache.window_pages, writes
+        copies.append((line, jnp.arange(len(line), dtype=jnp.int32)))
+    window_pages, window_copies = cache.window_pages, copies
     if window_pages is not None and config.attention.window is not None:
         first = lengths - config.attention.window.size + 1  # that the next token attends to
         wanted = is_written & (place * size < lengths[:, None])
         wanted &= (place + 1) * size > first[:, None]
-        window_pages, line = take(window_pages, jnp.broadcast_to(place, wanted.shape), wanted)
-        window_writes = [(line, (source[:, None] * count + place).reshape(-1))]
-
-    def cut(stack: Array, axis: int) -> Array:
-        """Cut time into pages, [layers, rows, ...] to [layers, rows * count, ...]."""
-        extents = stack.shape
-        stack = stack.reshape(*extents[:axis], count, size, *extents[axis + 1 :])
-        stack = jnp.moveaxis(stack, axis, 2)
-        return stack.reshape(extents[0], -1, *stack.shape[3:])
-
-    def put_lines(
-        held: KeyValues | None, new: KeyValues, writes: list[tuple[Array, Array]]
-    ) -> KeyValues | None:
-        if held is None:
-            return None
-        keys, values = finite_values(new.keys, new.values)
-        stacks = list(held)
-        for i, stack in enumerate((cut(keys, 4), cut(values, 3))):
-            for line, page in writes:
-                copied = jnp.take(stack, page, axis=1, mode="clip").astype(stacks[i].dtype)
-                stacks[i] = stacks[i].at[:, line].set(copied, mode="drop")
-        return KeyValues(*stacks)
+        window_pages, copied = take(window_pages, place, wanted)
+        window_copies = [copied]
 
     def put(held: LayerState, new: Any, slides: np.ndarray) -> Any:
         if isinstance(held, KeyValues):
-            return put_lines(held, new, writes)
+            return _copy_pages(held, new, copies)
         if isinstance(held, WindowedKeyValues):
             full, sliding = (jax.tree.map(lambda x, at=at: x[at], new) for at in (~slides, slides))
             return WindowedKeyValues(
-                put_lines(held.full, full, writes), put_lines(held.sliding, sliding, window_writes)
+                _copy_pages(held.full, full, copies),
+                _copy_pages(held.sliding, sliding, window_copies),
             )
         return jax.tree.map(
             lambda x, y: x.at[:, slots].set(y[:, source].astype(x.dtype), mode="drop"), held, new
@@ -462,6 +430,51 @@ def put_in_pages(
     layers = map_states(put, cache.layers, prompts.layers, _sliding_layers(config, cache))
     length = cache.length.at[slots].set(lengths, mode="drop")
     return Cache(layers, length, pages, window_pages, shared)
+
+
+def _take_prompt_pages(
+    pages: PromptPages,
+    number: Int[Array, " prompts"],
+    length: Int[Array, " prompts"],
+    count: int,
+    size: int,
+) -> tuple[PromptPages, Int[Array, " wanted"]]:
+    """Give free pages to the prompts that have none yet, `count` each at most.
+
+    Returns:
+        The pages, and the one that each page of the prompts gets; out of range: none.
+    """
+    # A prompt without a row has the number of free pages: while there are any, it gets none.
+    has_pages = jnp.any(number[:, None] == pages.prompt[None], axis=1)
+    begin = jnp.arange(count, dtype=jnp.int32) * size
+    wanted = ~has_pages[:, None] & (begin[None] + size <= length[:, None])
+    line = _take_free(pages.prompt, -1, wanted.reshape(-1))
+    prompt = pages.prompt.at[line].set(jnp.repeat(number, count), mode="drop")
+    start = pages.start.at[line].set(jnp.tile(begin, len(number)), mode="drop")
+    taken = pages._replace(prompt=prompt, start=start)
+    return _with_members(taken, pages.members.shape[1]), line
+
+
+def _copy_pages(
+    held: KeyValues | None, rows: KeyValues, copies: list[tuple[Array, Array]]
+) -> KeyValues | None:
+    """Write pages of whole rows over pages: of each, where to, and which it is, row by row."""
+    if held is None:
+        return None
+    size = held.values.shape[3]
+
+    def write(stack: Array, rows: Array, axis: int) -> Array:
+        layers, _, *extents = rows.shape
+        extents[axis - 2 : axis - 1] = [-1, size]
+        rows = jnp.moveaxis(rows.reshape(*rows.shape[:2], *extents), axis, 2)
+        pages = rows.reshape(layers, -1, *rows.shape[3:])
+        for line, page in copies:
+            copied = jnp.take(pages, page, axis=1, mode="clip").astype(stack.dtype)
+            stack = stack.at[:, line].set(copied, mode="drop")
+        return stack
+
+    keys, values = finite_values(rows.keys, rows.values)
+    return KeyValues(write(held.keys, keys, 4), write(held.values, values, 3))
 
 
 def _with_members(pages: PromptPages, members: int) -> PromptPages:
