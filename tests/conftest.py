@@ -36,9 +36,9 @@ def pytest_configure(config):
 MAPS = pathlib.Path("/proc/self/maps")
 
 
-@pytest.fixture(scope="module", autouse=True)
+@pytest.fixture(autouse=True)
 def forget_compiled_programs():
-    """Drop compiled programs after a file of tests, where there are many.
+    """Drop compiled programs after a test, where there are many.
 
     Each one holds several of the 65,530 memory maps that Linux grants a process, and the compiler
     crashes when they are used up; kept together, those of all tests fill five gigabytes besides.
