@@ -84,11 +84,11 @@ def test_eight_devices_draw_what_one_draws(name, axes):
 
 
 def test_parameters_are_gathered_before_the_loop():
-    """On an fsdp mesh the loop over tokens moves five numbers, once every few tokens."""
+    """On an fsdp mesh the loop over tokens moves six numbers, once every few tokens."""
     text = on_eight("qwen3", ("fsdp", 8))[0].as_text()
     moves = re.compile(r" (all-gather|all-to-all|collective-permute|all-reduce)(-start)?\(")
     [moved] = [x for x in text.splitlines() if "while/body" in x and moves.search(x)]
-    assert " = s32[5]{0} all-reduce(" in moved
+    assert " = s32[6]{0} all-reduce(" in moved
     assert "while/body/while/body" not in moved
     assert "all-gather(" in text
 
