@@ -520,7 +520,7 @@ def _attend_to_pages_in_kernel(
         scale=scale,
         interpret=interpret,
     )
-    lost = (table.places.page == len(owner))[:, None, None, None]
+    lost = _is_lost(table)[:, None, None, None]
     return rounded(jnp.where(lost, jnp.nan, attended), query.dtype)
 
 
@@ -563,7 +563,8 @@ def _attend_to_pages(
     for part, keys in zip(parts, layer(cached.keys), strict=True):
         logits.append(part.logits(query, keys, first, length, scale))
         moments.append(_page_moments(logits[-1], backend))
-    broken = [~(largest < jnp.inf) for largest, _ in moments]  # products would spread it
+    # Products would spread NaN to all rows. It is in the sum: a CPU's maximum may pass over it.
+    broken = [~(summed < jnp.inf) for _, summed in moments]
     most = jnp.full(query.shape[:3], -jnp.inf, wide)
     for part, (largest, _), is_broken in zip(parts, moments, broken, strict=True):
         most = jnp.maximum(most, part.largest(jnp.where(is_broken, -jnp.inf, largest), rows))
@@ -585,10 +586,16 @@ def _attend_to_pages(
             preferred_element_type=wide,
         )
         attended += part.total(products, rows)
-    lost = (table.places.page == len(table.pages.owner))[:, None, None]
+    lost = _is_lost(table)[:, None, None]
     for part, is_broken in zip(parts, broken, strict=True):
         lost |= part.largest(is_broken.astype(jnp.int32), rows) > 0
     return jnp.where(lost[..., None], jnp.nan, rounded(attended, query.dtype))
+
+
+def _is_lost(table: PageTable) -> Bool[Array, " batch"]:
+    """Say which rows have found no page for their token or their prompt."""
+    lost = table.places.page == len(table.pages.owner)
+    return lost if table.prompts is None else lost | table.prompts.is_lost
 
 
 class _PagesOfRows(NamedTuple):

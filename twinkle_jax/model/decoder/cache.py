@@ -77,13 +77,19 @@ class PromptPages(NamedTuple):
         prompt: the number of the prompt that a page belongs to; -1 for a free page.
         start: position of the first token in it.
         members: the rows that read it; the number of rows where there are fewer.
-        of_row: the number of each row's prompt; -1 for a row that has ended.
+        of_row: the number of each row's prompt; -1 for a row that has ended, -2 for one whose
+            prompt found too few free pages, which gets NaN.
     """
 
     prompt: Int[Array, " pages"]
     start: Int[Array, " pages"]
     members: Int[Array, "pages samples"]
     of_row: Int[Array, " batch"]
+
+    @property
+    def is_lost(self) -> Bool[Array, " batch"]:
+        """Rows without the pages of their prompt."""
+        return self.of_row == -2
 
 
 class Cache(NamedTuple):
@@ -442,7 +448,8 @@ def _take_prompt_pages(
     """Give free pages to the prompts that have none yet, `count` each at most.
 
     Returns:
-        The pages, and the one that each page of the prompts gets; out of range: none.
+        The pages, and the one that each page of the prompts gets; out of range: none. Rows of a
+        prompt that needs more than are free are marked.
     """
     # A prompt without a row has the number of free pages: while there are any, it gets none.
     has_pages = jnp.any(number[:, None] == pages.prompt[None], axis=1)
@@ -451,7 +458,10 @@ def _take_prompt_pages(
     line = _take_free(pages.prompt, -1, wanted.reshape(-1))
     prompt = pages.prompt.at[line].set(jnp.repeat(number, count), mode="drop")
     start = pages.start.at[line].set(jnp.tile(begin, len(number)), mode="drop")
-    taken = pages._replace(prompt=prompt, start=start)
+    is_short = jnp.any(wanted & (line.reshape(wanted.shape) == len(pages.prompt)), axis=1)
+    short = jnp.where(is_short, number, -3)[None]  # no row has this number
+    of_row = jnp.where(jnp.any(pages.of_row[:, None] == short, axis=1), -2, pages.of_row)
+    taken = pages._replace(prompt=prompt, start=start, of_row=of_row)
     return _with_members(taken, pages.members.shape[1]), line
 
 
