@@ -80,6 +80,7 @@ def rollout(
     windows: bool = True,
     samples: int = 1,
     prompt: int = PROMPT,
+    shared: bool = True,
 ) -> Rollout:
     """Compile the loop that draws tokens on one chip of four, in bfloat16, unfiltered.
 
@@ -91,8 +92,9 @@ def rollout(
         filled: tokens that each holds, on average: geometric, up to the capacity. Rows then have
             pages, as many as `next_capacity` chooses. None: rows are whole, and full.
         windows: let sliding layers keep their window only; False to compare.
-        samples: rows of a group, which share their prompt.
-        prompt: its tokens; rows hold more than it.
+        samples: rows of a group. With several, all rows are longer than the prompt.
+        prompt: its tokens.
+        shared: let the rows of a group share its pages; False to compare.
         stacked: leave layers in one stack where they would lie one by one, to compare.
     """
     config = config_of(model)
@@ -102,7 +104,7 @@ def rollout(
             patches.callback(jax.clear_caches)
             patches.enter_context(mock.patch.object(sampler_slots, "unstack_layers", lambda x: x))
         compiled, weights, layers, seen = _compile(
-            config, topology, rows, capacity, filled, windows, samples, prompt
+            config, topology, rows, capacity, filled, windows, samples, prompt, shared
         )
     program = read_program(compiled.as_text())
     step = loop_of_steps(program)
@@ -217,6 +219,7 @@ def _compile(
     windows: bool,
     samples: int,
     prompt: int,
+    shared: bool,
 ) -> Any:
     """Give the program, shapes of its weights and caches, and the tokens seen."""
     devices = described_mesh(topology, 1, 4, 1, bare=True).devices
@@ -244,6 +247,7 @@ def _compile(
     if filled is not None:
         full, setup = capacity, setup.in_pages(capacity)
         setup = setup if windows else setup._replace(window_pages=None)
+        setup = setup if shared else setup._replace(prompt_pages=0)
         page = setup.page
         lengths = np.random.default_rng(0).geometric(1 / filled, rows)
         if samples > 1:
@@ -257,7 +261,7 @@ def _compile(
         )
         capacity = sampler_slots.next_capacity(setup, status, rows, 0, prompt, full)
         counts = {"prompt_pages": sampler_slots.next_prompt_pages(setup, status, rows, 0)}
-        if groups:  # the tokens of a prompt are seen once
+        if setup.prompt_pages:  # the tokens of a prompt are seen once
             lengths = np.concatenate([own, np.full(groups, setup.prompt_pages * page)])
     prompts = jax.ShapeDtypeStruct((rows // samples, prompt), jnp.int32)
     begin = functools.partial(

@@ -5,10 +5,12 @@ python -m tests.compiled.table compiled Qwen2.5-7B v5p:2x2x2 1,8,1 16 2048
 python -m tests.compiled.table decoding Qwen2.5-0.5B v5e:2x2 256 2048
 python -m tests.compiled.table decoding Qwen3-4B h100:1x4 64 2048 stacked
 python -m tests.compiled.table decoding Qwen2.5-0.5B v5e:2x2 256 8192 1024
+python -m tests.compiled.table groups Qwen2.5-0.5B v5e:2x2 256 8192 2048 8 1024
 python -m tests.compiled.table rollout Qwen2.5-7B v5p:4x4x4 1,16,4 1024 512
 """
 
 import sys
+from typing import Any
 
 import jax
 
@@ -56,11 +58,9 @@ def compiled(model: str, setting: Setting) -> None:
     )
 
 
-def decoding(
-    model: str, topology: str, rows: int, capacity: int, stacked: bool, filled: int | None
-) -> None:
+def decoding(model: str, topology: str, rows: int, capacity: int, **options: Any) -> None:
     """Compile a step of decoding on one chip, and print what it moves beside the least it could."""
-    measured = rollout(model, topology, rows, capacity, stacked=stacked, filled=filled)
+    measured = rollout(model, topology, rows, capacity, **options)
     kinds = "weights | cache | filled | moved | by the kernel | of the least | temporary |"
     print(f"| model | chip of | rows × capacity | {kinds}")
     print("| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |")
@@ -110,7 +110,15 @@ def main(arguments: list[str]) -> None:
             filled = int(rest[0]) if rest and rest[0].isdigit() else None
             if rows.isdigit() and capacity.isdigit() and (filled or rest in ([], ["stacked"])):
                 stacked = rest == ["stacked"]
-                return decoding(model, topology, int(rows), int(capacity), stacked, filled)
+                options = {"stacked": stacked, "filled": filled}
+                return decoding(model, topology, int(rows), int(capacity), **options)
+        case ["groups", model, topology, *numbers] if model in MODELS:
+            if len(numbers) == 5 and all(map(str.isdigit, numbers)):
+                rows, capacity, filled, samples, prompt = map(int, numbers)
+                options = {"filled": filled, "samples": samples, "prompt": prompt}
+                for shared in (False, True):
+                    decoding(model, topology, rows, capacity, **options, shared=shared)
+                return None
     raise SystemExit(f"{__doc__}\nmodels: {', '.join(MODELS)}")
 
 

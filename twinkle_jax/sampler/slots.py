@@ -138,8 +138,8 @@ class Setup(NamedTuple):
     def most_prompt_pages(self, slots: int) -> int:
         """Bound the pages of a device's prompts: slots are not refilled while there are as many.
 
-        With rows of geometric lengths there are 2.7 times as many groups as fill the slots, if a
-        group has 8 rows, and 3.4 times as many if it has 16.
+        With K rows a group, of geometric lengths, there are about 1 + 1/2 + … + 1/K times as many
+        groups as fill the slots: 2.7 for 8, 3.4 for 16.
         """
         groups = _MOST_GROUPS * -(-slots // self.num_samples)
         return min(slots * self.prompt_pages, groups * self.prompt_pages + self.new_prompt_pages)
