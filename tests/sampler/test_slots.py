@@ -466,16 +466,20 @@ def test_where_the_pages_of_groups_lie():
     assert members(more)[2:5] == [[2, 3, 6], [5, 6, 6], [5, 6, 6]]
 
 
-def test_rows_of_a_prompt_without_enough_pages_get_nan(request, monkeypatch):
-    """Which sizes never lead to: five prompts need seven pages, and get four."""
+@pytest.mark.parametrize("in_kernel", [False, True])
+def test_rows_of_a_prompt_without_enough_pages_get_nan(in_kernel, request, monkeypatch):
+    """The sizes that are chosen do not lead to it: prompts that need ten pages get four."""
+    jax.clear_caches()
     expected = long_groups()
     request.getfixturevalue("pages")
+    monkeypatch.setattr(attention, "_page_kernel_fits", lambda *_: in_kernel)
     monkeypatch.setattr(sampler_slots, "first_prompt_pages", lambda *_: 4)
     monkeypatch.setattr(sampler_slots, "next_prompt_pages", lambda *_: 4)
     drawn = long_groups(slots=28)
     is_lost = np.isnan(drawn.logprobs[:, 0])
     assert is_lost.any() and not is_lost.all()
     np.testing.assert_array_equal(drawn.tokens[~is_lost], expected.tokens[~is_lost])
+    jax.clear_caches()
 
 
 def test_the_pages_of_a_prompt_are_free_when_all_its_rows_have_ended():
