@@ -599,6 +599,9 @@ def test_windows_as_long_as_the_rows_have_no_pages_of_their_own(pages):
     assert setup(34).in_pages(59).window_pages is None  # four pages hold a whole row
     assert setup(17).in_pages(59).pages_of_sliding(8, 100) == 16
     assert setup(17).in_pages(59).pages_of_sliding(8, 10) == 10
+    # Pages of prompts are no part of the capacity, but sliding layers hold their prompts' windows.
+    shared = setup(17)._replace(num_samples=2).in_pages(59)
+    assert shared.prompt_pages == 1 and shared.pages_of_sliding(8, 10) == 16
 
 
 @pytest.mark.parametrize(
