@@ -13,7 +13,7 @@ from tests.model.families import NAMES, batch, config_of, each, params_of
 from tests.sampler.completions import PROMPTS
 from twinkle_jax.model import Cache, Pages, make_mesh, prefill, unstack_layers
 from twinkle_jax.model.decoder import attention
-from twinkle_jax.model.decoder.cache import (
+from twinkle_jax.model.decoder.pages import (
     empty_pages,
     finite_values,
     keep_rows,

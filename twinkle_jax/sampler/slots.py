@@ -25,20 +25,17 @@ from twinkle_jax.model import (
     take_rows,
     unstack_layers,
 )
-from twinkle_jax.model.decoder.cache import (
-    CacheOrParams,
-    Pages,
+from twinkle_jax.model.decoder.cache import CacheOrParams, Pages, put_rows, with_room
+from twinkle_jax.model.decoder.config import FULL
+from twinkle_jax.model.decoder.pages import (
     empty_pages,
     keep_rows,
     page_size,
     pages_of_window,
     put_in_pages,
-    put_rows,
     release,
     release_prompts,
-    with_room,
 )
-from twinkle_jax.model.decoder.config import FULL
 from twinkle_jax.model.decoder.sharding import ROWS, backend_of, gather_tree, row_shards
 from twinkle_jax.sampler.sampling import Sampling, next_token, scaled_logits
 

@@ -23,7 +23,8 @@ from twinkle_jax.model.decoder.attention import (
     choose_attention,
     first_seen,
 )
-from twinkle_jax.model.decoder.cache import KeyValues, Pages, PageTable, Places
+from twinkle_jax.model.decoder.cache import KeyValues, Pages
+from twinkle_jax.model.decoder.pages import PageTable, Places
 
 HEADS = AttentionConfig(8, 2, head_dim=128, rotary_dim=128, rope_theta=1e6)
 

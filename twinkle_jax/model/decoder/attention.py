@@ -14,17 +14,10 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from twinkle_jax.loss.token_logprobs import compute_capability
-from twinkle_jax.model.decoder.cache import (
-    KeyValues,
-    PageTable,
-    Places,
-    WindowedKeyValues,
-    finite_values,
-    write_in_pages,
-    write_token,
-)
+from twinkle_jax.model.decoder.cache import KeyValues, WindowedKeyValues, write_token
 from twinkle_jax.model.decoder.config import AttentionConfig, DecoderConfig
 from twinkle_jax.model.decoder.layers import RotaryTable, project, rms_norm, rotate
+from twinkle_jax.model.decoder.pages import PageTable, Places, finite_values, write_in_pages
 from twinkle_jax.model.decoder.parameters import Params
 from twinkle_jax.model.decoder.precision import multiply, rounded
 from twinkle_jax.model.decoder.sharding import ROWS, backend_of

@@ -16,15 +16,7 @@ from twinkle_jax.model.decoder.attention import (
     attend_step,
     first_seen,
 )
-from twinkle_jax.model.decoder.cache import (
-    Cache,
-    PageTable,
-    make_cache,
-    next_places,
-    page_size,
-    stack_layers,
-    unstack_layers,
-)
+from twinkle_jax.model.decoder.cache import Cache, make_cache, stack_layers, unstack_layers
 from twinkle_jax.model.decoder.config import FULL, DecoderConfig
 from twinkle_jax.model.decoder.delta_net import linear_step
 from twinkle_jax.model.decoder.feed_forward import feed_forward
@@ -37,6 +29,7 @@ from twinkle_jax.model.decoder.layers import (
     rotary_tables,
     table_of,
 )
+from twinkle_jax.model.decoder.pages import PageTable, next_places, page_size
 from twinkle_jax.model.decoder.parameters import Params
 from twinkle_jax.model.decoder.precision import tracing_for
 from twinkle_jax.model.decoder.sharding import ROWS, backend_of, fits, row_shards
