@@ -8,10 +8,19 @@ from tests.model.families import config_of, each, params_of
 from twinkle_jax.model import make_mesh, shard_like_params
 from twinkle_jax.rollout import LocalEngine, RolloutConfig
 from twinkle_jax.sampler import Conversations, Sampling, conversations
+from twinkle_jax.sampler import slots as sampler_slots
 
 VOCAB, ROOM, NEW = 48, 200, 6
 FAMILIES = each(["qwen3_5_text", "qwen3", "gemma3_text"])
 FILTERED = Sampling(0.7, top_k=9, repetition_penalty=1.3, stop_tokens=[3, 9])
+
+
+@pytest.fixture(params=each(["whole rows", "pages"], default=2))
+def laid_out(request, monkeypatch):
+    """Whole rows, as on a CPU, or pages, as on GPUs and TPUs."""
+    if request.param == "pages":
+        monkeypatch.setattr(sampler_slots, "_PAGE", {"cpu": 16})
+        monkeypatch.setattr(sampler_slots, "_SHORT", 0)
 
 
 def make(name, rows, sampling=FILTERED, *, mesh=None, length=ROOM, new=NEW):
@@ -72,6 +81,7 @@ def two_of_three(row, turn):
 
 
 @pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.usefixtures("laid_out")
 def test_turns_are_those_of_rows_that_are_read_anew(name):
     actual, tokens, _ = play(make(name, 11), 5, 11, called=two_of_three, longest=24)
     expected, *_ = play(read_anew(name, 11), 5, 11, called=two_of_three, longest=24)
@@ -80,6 +90,7 @@ def test_turns_are_those_of_rows_that_are_read_anew(name):
 
 
 @pytest.mark.parametrize("shape", each([{"data": 2, "fsdp": 2, "tensor": 2}, {"data": 8}]))
+@pytest.mark.usefixtures("laid_out")
 def test_a_mesh_draws_the_same(shape):
     mesh = make_mesh(**shape)
     alone, *_ = play(make("qwen3_5_text", 21), 3, 21, called=two_of_three)
@@ -113,6 +124,7 @@ def test_each_token_is_read_once():
 
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("mesh", each([None, {"data": 2, "fsdp": 2}]))
+@pytest.mark.usefixtures("laid_out")
 def test_a_group_reads_its_prompt_once(name, mesh):
     kept = make(name, 18, mesh=None if mesh is None else make_mesh(**mesh))
     prompts = [[5, 6, 7, 8, 9], [5, 6, 7, 8], [11]]
@@ -127,6 +139,7 @@ def test_a_group_reads_its_prompt_once(name, mesh):
     assert kept.tokens_read == (4 + 3) * (1 if mesh is None else 2)
 
 
+@pytest.mark.usefixtures("laid_out")
 def test_rows_that_are_rewritten_are_read_from_there():
     """A chat template may render earlier turns in another way."""
     for name, count in (("qwen3", 4), ("qwen3_5_text", 8)):
@@ -145,6 +158,7 @@ def test_rows_that_are_rewritten_are_read_from_there():
         assert kept.go_on({1: [8, 9, 10]}, keys, {1: 1}).lengths.tolist() == [0, 1]
 
 
+@pytest.mark.usefixtures("laid_out")
 def test_rows_that_end_early_keep_what_they_hold():
     """Slots are given up as rows end, and caches cut to what the others need."""
     limits = {i: 60 if i == 0 else 1 + i % 3 for i in range(32)}
@@ -160,6 +174,32 @@ def test_rows_that_end_early_keep_what_they_hold():
             rows[i] = [*row, *actual.tokens[i, : actual.lengths[i]].tolist(), 7, 8]
 
 
+@pytest.mark.parametrize("laid_out", ["pages"], indirect=True)
+@pytest.mark.usefixtures("laid_out")
+@pytest.mark.parametrize("mesh", each([None, {"data": 2, "fsdp": 2}]))
+def test_memory_follows_tokens(mesh):
+    """One long row of 16: whole rows would take 16 times its pages."""
+    kept = make("qwen3", 16, Sampling(), mesh=None if mesh is None else make_mesh(**mesh))
+    rows = {i: [i + 1] * (150 if i == 5 else 3) for i in range(16)}
+    keys, limits = jax.random.split(jax.random.key(0), 16), dict.fromkeys(range(16), 6)
+    kept.go_on(rows, keys, limits)
+    shards = 1 if mesh is None else 4
+    owner = np.asarray(kept._cache.pages.owner).reshape(shards, -1)
+    rows_of_device = 16 // shards
+    pages = [np.bincount(part, minlength=rows_of_device + 1)[:-1] for part in owner]
+    expected = np.ones(16, int)
+    expected[5] = 10  # of 16 tokens, for 150 and five that were drawn: the last is not read
+    np.testing.assert_array_equal(np.concatenate(pages), expected)
+    most = max(part.sum() for part in expected.reshape(shards, -1))
+    assert most < owner.shape[1] <= 1.5 * most + 1
+    # Rows that begin anew give their pages back, and others take them.
+    kept.go_on({i: [9] for i in rows}, keys, limits)
+    kept.go_on({6: [8] * 150}, keys, {6: 6})
+    owner = np.asarray(kept._cache.pages.owner).reshape(shards, -1)
+    assert sum(np.sum(part < rows_of_device) for part in owner) == expected.sum()
+
+
+@pytest.mark.usefixtures("laid_out")
 def test_a_row_may_fill_its_room():
     kept = make("qwen3", 1, Sampling(), length=12)
     drawn = kept.go_on({0: [1, 2, 3, 4, 5, 6, 7]}, jax.random.split(jax.random.key(0), 1))
@@ -167,12 +207,14 @@ def test_a_row_may_fill_its_room():
     assert np.isfinite(drawn.logprobs).all()
 
 
+@pytest.mark.usefixtures("laid_out")
 def test_after_warm_up_nothing_compiles():
     play(make("qwen3", 8), 5, 8, called=two_of_three)
     programs = (
         "_start",
-        "_read",
-        "_copy",
+        "_take",
+        "_extend",
+        "_put",
         "_run",
         "_resize",
         "_keep",
@@ -181,7 +223,7 @@ def test_after_warm_up_nothing_compiles():
         "_lay_out",
     )
     counts = [getattr(conversations, name)._cache_size() for name in programs]
-    play(make("qwen3", 8), 5, 8, called=lambda row, turn: not two_of_three(row, turn))
+    play(make("qwen3", 8), 5, 8, called=two_of_three)
     assert [getattr(conversations, name)._cache_size() for name in programs] == counts
 
 

@@ -22,23 +22,32 @@ from twinkle_jax.model import (
     prefill,
     take_rows,
 )
-from twinkle_jax.model.decoder.cache import with_room
+from twinkle_jax.model.decoder.cache import put_rows, with_room
+from twinkle_jax.model.decoder.pages import (
+    empty_pages,
+    keep_rows,
+    put_in_pages,
+    release,
+    replace_rows,
+    whole_rows,
+)
 from twinkle_jax.model.decoder.sharding import row_shards
 from twinkle_jax.sampler import slots as device
 from twinkle_jax.sampler.generate import compile_shapes, device_bytes, generate_memory
 from twinkle_jax.sampler.sampling import Sampling, traced_sampling
-from twinkle_jax.sampler.slots import Completions, Setup, Slots, State, on_devices, reusable, spread
+from twinkle_jax.sampler.slots import Completions, Setup, Slots, State, on_devices, spread
 
 _READ = (16, 64, 256)  # tokens of a row that are read at once
-_FEW = 8  # slots: so few are never halved
-_MOST_READ = 8192  # tokens of all rows that are read at once: attention's logits grow with them
+_FEW = 8  # slots: so few are never halved; and rows that a device reads at once
+_MOST_READ = 2**24  # tokens read at once times the room of their rows: attention's logits
 
 
 class Conversations:
     r"""Conversations: a fixed number of rows, of which each call continues some.
 
-    The keys, values and states of linear layers of a row stay on the device. A call reads only the
-    tokens that it adds, so a conversation of $n$ tokens costs $n$ tokens, however many turns it
+    The keys, values and states of linear layers of a row stay on the device; those of long rows lie
+    in pages on GPUs and TPUs, so that memory grows with the tokens. A call reads only the tokens
+    that it adds, so a conversation of $n$ tokens costs $n$ tokens, however many turns it
     has. Rows that begin with the same tokens, such as a group's prompt, read them once. If the
     tokens of a row do not begin with those that it held, they are read again from the first one
     that differs; with linear layers, from the start.
@@ -98,23 +107,13 @@ class Conversations:
             if number < least:
                 raise ValueError(f"{name} must be at least {least}, got {number}")
         self._slots = _slots_of_a_device(rows, mesh)
-        self._setup = Setup(
-            config=config,
-            num_samples=1,
-            new=max_new_tokens,
-            refill=1,
-            compute_dtype=None if compute_dtype is None else jnp.dtype(compute_dtype),
-            attention=None,
-            mesh=mesh,
-        )
         self._full = max_length - 1  # the last token of a row is drawn, and not read
+        self._setup = _setup(config, max_new_tokens, compute_dtype, mesh).in_pages(self._full)
         self._sampling = traced_sampling(sampling)
         self._weights = _lay_out(merge_params(frozen, params), self._setup.compute_dtype, mesh)
-        self._capacity = device.capacity_for(0, self._full)
-        self._cache = _empty(
-            self._weights, self._setup, self._slots * row_shards(mesh), self._capacity
-        )
         self._held: list[list[int]] = [[] for _ in range(rows)]
+        count, self._capacity = self._slots * row_shards(mesh), self._capacity_for({})
+        self._cache = _empty(self._weights, self._setup, count, self._capacity)
         self.tokens_read = 0
         """Tokens read so far, except those that were drawn."""
 
@@ -142,22 +141,12 @@ class Conversations:
         """
         limits = {i: self._room(len(row)) for i, row in rows.items()} if limits is None else limits
         self._check(rows, keys, limits)
-        starts = {i: self._start(i, row) for i, row in rows.items()}
-        new = {i: row[starts[i] : -1] for i, row in rows.items()}
-        leaders = self._leaders(rows, starts)
-        new = {i: [] if i in leaders else tokens for i, tokens in new.items()}
-        self.tokens_read += sum(map(len, new.values()))
-        longest = max(len(row) for row in rows.values()) - 1
-        capacity = device.capacity_for(longest, self._full)
+        self._read(rows)
         most = int(np.bincount([i // self._slots for i in rows]).max())  # on a device
         slots = device.slots_for(most, self._slots)
-        state = self._begin(rows, starts, limits, keys, slots, capacity)
-        for tokens, mask in self._chunks(new, slots):
-            state = _read(self._weights, state, tokens, mask, setup=self._setup)
-        if leaders:
-            source = np.arange(len(self._cache.length), dtype=np.int32) % self._slots
-            source[list(leaders)] = [leader % self._slots for leader in leaders.values()]
-            state = _copy(state, source, setup=self._setup)
+        lengths = {i: len(row) - 1 for i, row in rows.items()}
+        capacity = self._capacity_for(lengths, more=device.STEPS_OF_ROOM)
+        state = self._begin(rows, limits, keys, slots, capacity)
         results: Completions = self._draw(state, slots, capacity)
         if not results.tokens.is_fully_addressable:  # some rows are on other processes
             results = multihost_utils.process_allgather(results, tiled=True)
@@ -165,6 +154,75 @@ class Conversations:
         for i, row in rows.items():
             self._held[i] = [*row, *results.tokens[i, : results.lengths[i] - 1].tolist()]
         return jax.tree.map(lambda x: x[: len(self._held)], results)
+
+    def _capacity_for(self, lengths: Mapping[int, int], more: int = 0) -> int:
+        """Choose a capacity for rows of these lengths; in pages, that get so many more tokens."""
+        setup, full = self._setup, self._full
+        if setup.page is None:
+            return device.capacity_for(max(lengths.values(), default=0), full)
+        pages = np.ones(setup.shards, int)  # a free one, see `next_places`
+        for i, length in lengths.items():
+            pages[i // self._slots] += setup.pages_of_row(min(length + more, full))
+        return setup.pages_for(int(pages.max()), self._slots, full)
+
+    def _reserve(self, capacity: int) -> None:
+        if capacity > self._capacity:
+            self._cache, self._capacity = _grow(self._cache, capacity, self._setup), capacity
+
+    def _read(self, rows: Mapping[int, Sequence[int]]) -> None:
+        """Read the new tokens of rows, all but the last, a few rows of each device at a time."""
+        starts = {i: self._start(i, row) for i, row in rows.items()}
+        leaders = self._leaders(rows, starts)
+        followers: dict[int, list[int]] = {}
+        for i, leader in leaders.items():
+            followers.setdefault(leader, []).append(i)
+        changed = [
+            i
+            for i, row in rows.items()
+            if i not in leaders and {starts[i], len(row) - 1} != {len(self._held[i])}
+        ]
+        if not changed:
+            return
+        # A row that gets shorter may be replaced after others have grown.
+        lengths = {i: max(len(held), len(rows.get(i, ())) - 1) for i, held in enumerate(self._held)}
+        self._reserve(self._capacity_for(lengths))
+        # Rows with many new tokens together, so that others do not wait for them.
+        changed.sort(key=lambda i: starts[i] - len(rows[i]))
+        queues = [
+            [i for i in changed if i // self._slots == shard] for shard in range(self._setup.shards)
+        ]
+        size = min(_FEW, self._slots)
+        for begin in range(0, max(map(len, queues)), size):
+            group = [queue[begin : begin + size] for queue in queues]
+            new = [[rows[i][starts[i] : -1] for i in part] for part in group]
+            self.tokens_read += sum(len(tokens) for part in new for tokens in part)
+            longest = max(len(rows[i]) for part in group for i in part)
+            capacity = device.capacity_for(longest - 1, self._full)
+            local = self._by_device([[i % self._slots for i in part] for part in group], size)
+            begun = self._by_device([[starts[i] for i in part] for part in group], size, 0)
+            whole = _take(self._cache, local, begun, setup=self._setup, capacity=capacity)
+            for tokens, mask in _chunks(new, size, capacity):
+                whole = _extend(self._weights, whole, tokens, mask, setup=self._setup)
+            copies = [
+                [(line, j) for line, i in enumerate(part) for j in (i, *followers.get(i, ()))]
+                for part in group
+            ]
+            for first in range(0, max(map(len, copies)), size):
+                some = [part[first : first + size] for part in copies]
+                source = self._by_device([[line for line, _ in part] for part in some], size, 0)
+                target = [[j % self._slots for _, j in part] for part in some]
+                self._cache = _put(
+                    self._cache, whole, source, self._by_device(target, size), setup=self._setup
+                )
+
+    def _by_device(
+        self, parts: Sequence[Sequence[int]], size: int, fill: int | None = None
+    ) -> Int[np.ndarray, " lines"]:
+        """Lay numbers of each device side by side, `size` each; the rest is no row."""
+        lines = np.full((len(parts), size), self._slots if fill is None else fill, np.int32)
+        for line, part in zip(lines, parts, strict=True):
+            line[: len(part)] = part
+        return lines.reshape(-1)
 
     def _draw(self, state: State, slots: int, capacity: int) -> Completions:
         """Draw until all rows have ended; save the caches of rows before their slots are freed."""
@@ -175,36 +233,37 @@ class Conversations:
             )
             status = device.Status(*map(int, jax.device_get(status)))
             fewer = device.slots_for(status.running, slots)
-            needed = device.capacity_for(status.filled, full)
-            if not status.running or fewer < slots or 2 * needed < capacity:
-                if self._capacity < capacity:
-                    self._cache, self._capacity = _grow(self._cache, capacity, setup), capacity
+            needed = device.next_capacity(setup, status, fewer, capacity, 0, full)
+            if not status.running or fewer < slots or needed < capacity:
+                kept = capacity
+                if setup.page is not None:
+                    pages = int(jax.device_get(_pages_with(self._cache, state.slots, setup=setup)))
+                    kept = setup.pages_for(pages, self._slots, full)
+                self._reserve(kept)
                 self._cache = _keep(self._cache, state.slots, setup=setup)
             if not status.running:
                 return _collect(state, setup=setup).results
-            if fewer < slots or needed > capacity or 2 * needed < capacity:
+            if (fewer, needed) != (slots, capacity):
                 slots, capacity = fewer, needed
                 state = _resize(state, setup=setup, slots=slots, capacity=capacity)
 
     def _begin(
         self,
         rows: Mapping[int, Sequence[int]],
-        starts: Mapping[int, int],
         limits: Mapping[int, int],
         keys: jax.Array,
         slots: int,
         capacity: int,
     ) -> State:
         count = len(self._cache.length)
-        chosen, start, pending, limit = (np.zeros(count, np.int32) for _ in range(4))
+        chosen, pending, limit = (np.zeros(count, np.int32) for _ in range(3))
         seen = np.full((count, self._full + 1), self._setup.config.vocab_size, np.int32)
         for i, row in rows.items():
-            chosen[i], start[i], pending[i], limit[i] = 1, starts[i], row[-1], limits[i]
+            chosen[i], pending[i], limit[i] = 1, row[-1], limits[i]
             seen[i, : len(row)] = row
         return _start(
             self._cache,
             chosen.astype(bool),
-            start,
             pending,
             limit,
             seen,
@@ -213,19 +272,6 @@ class Conversations:
             slots=slots,
             capacity=capacity,
         )
-
-    def _chunks(
-        self, new: Mapping[int, Sequence[int]], slots: int
-    ) -> list[tuple[Int[np.ndarray, "rows time"], Bool[np.ndarray, "rows time"]]]:
-        """Cut new tokens into arrays of a few sizes, so that few programs are compiled."""
-        longest = max(map(len, new.values()))
-        sizes = [size for size in _READ if size * slots <= _MOST_READ] or [_READ[0]]
-        size = next((size for size in sizes if size >= longest), sizes[-1])
-        chunks = []
-        for begin in range(0, longest, size):
-            parts = [new.get(i, ())[begin : begin + size] for i in range(len(self._held))]
-            chunks.append(pad_tokens(parts, length=size, count=len(self._cache.length)))
-        return chunks
 
     def _start(self, number: int, row: Sequence[int]) -> int:
         """Count the tokens at the front of a row that need not be read again."""
@@ -313,10 +359,26 @@ def conversations_memory(
         frozen=frozen,
         **options,
     )
-    setup = Setup(config, 1, max_new_tokens, 1, attention=None, **options)
-    count = _slots_of_a_device(rows, mesh) * row_shards(mesh)
-    cache, _ = compile_shapes(_empty.lower(merge_params(frozen, params), setup, count, max_length))
-    return drawing + device_bytes(cache)
+    setup = _setup(config, max_new_tokens, **options).in_pages(max_length - 1)
+    slots = _slots_of_a_device(rows, mesh)
+    capacity = max_length if setup.page is None else setup.most_pages(slots, max_length - 1)
+    lowered = _empty.lower(merge_params(frozen, params), setup, slots * setup.shards, capacity)
+    return drawing + device_bytes(compile_shapes(lowered)[0])
+
+
+def _setup(
+    config: DecoderConfig, new: int, compute_dtype: DTypeLike | None, mesh: Mesh | None
+) -> Setup:
+    return Setup(
+        config=config,
+        num_samples=1,
+        new=new,
+        refill=1,
+        compute_dtype=None if compute_dtype is None else jnp.dtype(compute_dtype),
+        attention=None,
+        mesh=mesh,
+        keeps_ended=True,
+    )
 
 
 def _slots_of_a_device(rows: int, mesh: Mesh | None) -> int:
@@ -325,13 +387,26 @@ def _slots_of_a_device(rows: int, mesh: Mesh | None) -> int:
     return share if share <= _FEW else share + -share % _FEW
 
 
+def _chunks(
+    new: Sequence[Sequence[Sequence[int]]], lines: int, capacity: int
+) -> list[tuple[Int[np.ndarray, "lines time"], Bool[np.ndarray, "lines time"]]]:
+    """Cut new tokens of each device's rows into arrays of a few sizes: few programs compile."""
+    rows = [row for part in new for row in (*part, *[()] * (lines - len(part)))]
+    longest = max(map(len, rows))
+    sizes = [size for size in _READ if size * lines * capacity <= _MOST_READ] or [_READ[0]]
+    size = next((size for size in sizes if size >= longest), sizes[-1])
+    return [
+        pad_tokens([row[begin : begin + size] for row in rows], length=size, count=len(rows))
+        for begin in range(0, longest, size)
+    ]
+
+
 # The compiled programs.
 
 
 def start(
     cache: Cache,
     chosen: Bool[Array, " rows"],
-    starts: Int[Array, " rows"],
     pending: Int[Array, " rows"],
     limits: Int[Array, " rows"],
     seen: Int[Array, "rows time"],
@@ -341,23 +416,20 @@ def start(
     slots: int,
     capacity: int,
 ) -> State:
-    """Give slots to the chosen rows, with their caches of the first `starts` tokens."""
+    """Give slots to the chosen rows, with copies of their caches."""
     count = len(chosen)
     index = jnp.minimum(jnp.arange(count, dtype=jnp.int32), len(keys) - 1)
     keys = jax.random.clone(keys)[index]  # padding rows draw nothing, so they may share a key
-
-    def reset(path: Any, x: Array) -> Array:
-        """Zero the states of rows that are read from the start; keys and values are masked."""
-        if getattr(path[-1], "name", None) in ("keys", "values"):
-            return x
-        return jnp.where((starts > 0).reshape(1, -1, *(1,) * (x.ndim - 2)), x, jnp.zeros_like(x))
-
-    layers = jax.tree_util.tree_map_with_path(reset, cache.layers)
     share = count // setup.shards
     row = jnp.where(chosen, jnp.arange(count, dtype=jnp.int32) % share, share)
-    rows = device.undrawn(
-        row, pending, Cache(layers, starts), seen, limits, keys, chosen, setup=setup
-    )
+    rows = device.undrawn(row, pending, cache, seen, limits, keys, chosen, setup=setup)
+    if cache.pages is not None:  # only the chosen rows' pages are copied
+
+        def choose(cache: Cache, chosen: Array) -> Cache:
+            assert cache.pages is not None
+            return cache._replace(pages=release(cache.pages, chosen))
+
+        rows = rows._replace(cache=on_devices(choose, setup.mesh)(cache, chosen))
     no_rows = jnp.zeros_like(limits)
     # An empty queue: every chosen row has a slot.
     queue = device.Queue(no_rows, keys, no_rows, no_rows, taken=jnp.zeros(setup.shards, jnp.int32))
@@ -365,94 +437,150 @@ def start(
     return device.resize(state, setup=setup, slots=slots, capacity=capacity)
 
 
-def read(
-    weights: Params,
-    state: State,
-    tokens: Int[Array, "rows time"],
-    mask: Bool[Array, "rows time"],
+def take(
+    cache: Cache,
+    rows: Int[Array, " lines"],
+    starts: Int[Array, " lines"],
     *,
     setup: Setup,
-) -> State:
-    """Read new tokens of the rows in slots."""
+    capacity: int,
+) -> Cache:
+    """Copy the first `starts` tokens of each device's rows; out of range: an empty row."""
 
-    def choose(rows: Slots, tokens: Array, mask: Array) -> tuple[Array, Array]:
-        chosen = tokens.at[rows.row].get(mode="fill", fill_value=0)
-        return chosen, mask.at[rows.row].get(mode="fill", fill_value=False)
+    def copied(cache: Cache, rows: Array, starts: Array) -> Cache:
+        if cache.pages is None:
+            taken = with_room(take_rows(cache, jnp.minimum(rows, len(cache.length) - 1)), capacity)
+        else:
+            taken = whole_rows(cache, rows, capacity)
 
-    rows = state.slots
-    tokens, mask = on_devices(choose, setup.mesh)(rows, tokens, mask)
-    _, cache = extend(
+        def reset(path: Any, x: Array) -> Array:
+            """Zero the states of rows that are read from the start; keys and values are masked."""
+            if getattr(path[-1], "name", None) in ("keys", "values"):
+                return x
+            begun = (starts > 0).reshape(1, -1, *(1,) * (x.ndim - 2))
+            return jnp.where(begun, x, jnp.zeros_like(x))
+
+        return Cache(jax.tree_util.tree_map_with_path(reset, taken.layers), starts)
+
+    taken: Cache = spread(on_devices(copied, setup.mesh)(cache, rows, starts), setup.mesh)
+    return taken
+
+
+def read(
+    weights: Params,
+    cache: Cache,
+    tokens: Int[Array, "lines time"],
+    mask: Bool[Array, "lines time"],
+    *,
+    setup: Setup,
+) -> Cache:
+    """Read new tokens of whole rows."""
+    _, longer = extend(
         weights,
         setup.config,
         tokens,
-        rows.cache,
+        cache,
         mask,
         compute_dtype=setup.compute_dtype,
         mesh=setup.mesh,
     )
-    return reusable(spread(state._replace(slots=rows._replace(cache=cache)), setup.mesh))
+    spread_out: Cache = spread(longer, setup.mesh)
+    return spread_out
 
 
-def copy(state: State, source: Int[Array, " rows"], *, setup: Setup) -> State:
-    """Copy to each row in a slot the cache of row `source` of its device, which has a slot too."""
+def put(
+    cache: Cache,
+    new: Cache,
+    source: Int[Array, " lines"],
+    rows: Int[Array, " lines"],
+    *,
+    setup: Setup,
+) -> Cache:
+    """Write line `source` of the whole rows `new` over each device's `rows`."""
 
-    def take(rows: Slots, source: Array) -> Cache:
-        slot_of = jnp.zeros(len(source), jnp.int32)
-        slot_of = slot_of.at[rows.row].set(jnp.arange(len(rows.row)), mode="drop")
-        return take_rows(rows.cache, slot_of[source.at[rows.row].get(mode="fill", fill_value=0)])
+    def replaced(cache: Cache, new: Cache, source: Array, rows: Array) -> Cache:
+        if cache.pages is None:
+            return put_rows(cache, take_rows(new, source), rows)
+        kept = jnp.ones(len(cache.length), bool).at[rows].set(False, mode="drop")
+        cache = cache._replace(pages=release(cache.pages, kept))
+        return put_in_pages(cache, new, source, rows, source, setup.config)
 
-    cache = on_devices(take, setup.mesh)(state.slots, source)
-    state = state._replace(slots=state.slots._replace(cache=cache))
-    return reusable(spread(state, setup.mesh))
+    written = on_devices(replaced, setup.mesh)(cache, new, source, rows)
+    spread_out: Cache = spread(written, setup.mesh)
+    return spread_out
 
 
 def keep(cache: Cache, slots: Slots, *, setup: Setup) -> Cache:
-    """Write the caches of the rows in slots back to the cache of all rows.
+    """Write the caches of the rows in slots back to the cache of all rows."""
 
-    Columns beyond the slots' capacity are kept: a row that ended earlier may use more of them.
-    """
+    def replaced(cache: Cache, slots: Slots) -> Cache:
+        write = put_rows if cache.pages is None else replace_rows
+        return write(cache, slots.cache, slots.row)
 
-    def put(cache: Cache, slots: Slots) -> Cache:
-        def write(path: Any, old: Array, new: Array) -> Array:
-            if not any(getattr(key, "name", None) == "layers" for key in path):
-                return old.at[slots.row].set(new, mode="drop")
-            columns = (slice(size) for size in new.shape[2:])
-            return old.at[(slice(None), slots.row, *columns)].set(new, mode="drop")
-
-        return jax.tree_util.tree_map_with_path(write, cache, slots.cache)
-
-    kept: Cache = spread(on_devices(put, setup.mesh)(cache, slots), setup.mesh)
+    kept: Cache = spread(on_devices(replaced, setup.mesh)(cache, slots), setup.mesh)
     return kept
+
+
+def pages_with(cache: Cache, slots: Slots, *, setup: Setup) -> Int[Array, ""]:
+    """Count the pages of a device, at most, when rows in slots are written back; and a free one."""
+
+    def count(cache: Cache, slots: Slots) -> Int[Array, " devices"]:
+        assert cache.pages is not None
+        assert slots.cache.pages is not None
+        others = jnp.ones(len(cache.length), bool).at[slots.row].set(False, mode="drop")
+        held = release(cache.pages, others).owner < len(cache.length)
+        has_row = slots.row < len(cache.length)
+        new = has_row.at[slots.cache.pages.owner].get(mode="fill", fill_value=False)
+        return (jnp.sum(held) + jnp.sum(new) + 1).astype(jnp.int32)[None]
+
+    return jnp.max(on_devices(count, setup.mesh)(cache, slots))
 
 
 @partial(jax.jit, static_argnums=(1, 2, 3))
 def _empty(weights: Params, setup: Setup, rows: int, capacity: int) -> Cache:
+    """Make the cache of all rows; the capacity is of a row, or pages of a device."""
+
     def shapes() -> Cache:
         return prefill(
             weights,
             setup.config,
             jnp.zeros((rows, 1), jnp.int32),
-            max_length=capacity,
+            max_length=capacity if setup.page is None else 1,
             compute_dtype=setup.compute_dtype,
             attention="xla",
         )[1]
 
+    def in_pages(cache: Cache) -> Cache:
+        assert setup.page is not None
+        sizes = {"rows": len(cache.length), "size": setup.page, "pages": capacity}
+        return empty_pages(cache, setup.config, **sizes)
+
     cache = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(shapes))
-    empty: Cache = spread(device.for_many_steps(cache, setup.mesh), setup.mesh)
+    cache = device.for_many_steps(cache, setup.mesh)
+    if setup.page is not None:
+        cache = on_devices(in_pages, setup.mesh)(cache)
+    empty: Cache = spread(cache, setup.mesh)
     return empty
 
 
 @partial(jax.jit, static_argnums=(1, 2))
 def _grow(cache: Cache, capacity: int, setup: Setup) -> Cache:
-    longer: Cache = spread(with_room(cache, capacity), setup.mesh)
-    return longer
+    def more_pages(cache: Cache) -> Cache:
+        return keep_rows(cache, jnp.arange(len(cache.length), dtype=jnp.int32), capacity)
+
+    in_pages = setup.page is not None
+    larger = on_devices(more_pages, setup.mesh)(cache) if in_pages else with_room(cache, capacity)
+    spread_out: Cache = spread(larger, setup.mesh)
+    return spread_out
 
 
 _lay_out = jax.jit(device.lay_out_weights, static_argnums=(1, 2))
 _start = jax.jit(start, static_argnames=("setup", "slots", "capacity"))
-_read = jax.jit(read, static_argnames="setup", donate_argnames="state")
-_copy = jax.jit(copy, static_argnames="setup", donate_argnames="state")
+_take = jax.jit(take, static_argnames=("setup", "capacity"))
+_extend = jax.jit(read, static_argnames="setup", donate_argnames="cache")
+_put = jax.jit(put, static_argnames="setup", donate_argnames="cache")
 _run = jax.jit(device.run, static_argnames=("setup", "capacity", "full"), donate_argnames="state")
 _resize = jax.jit(device.resize, static_argnames=("setup", "slots", "capacity"))
 _collect = jax.jit(device.collect, static_argnames="setup", donate_argnames="state")
+_pages_with = jax.jit(pages_with, static_argnames="setup")
 _keep = jax.jit(keep, static_argnames="setup", donate_argnames="cache")

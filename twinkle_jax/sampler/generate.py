@@ -290,7 +290,7 @@ def generate_memory(
     full, padded = prompt_tokens - 1 + max_new_tokens, rows + -rows % shards
     setup = setup.in_pages(full)
     page = setup.page
-    capacity = full if page is None else at_once * setup.pages_of_row(full)
+    capacity = full if page is None else setup.most_pages(at_once, full)
     tokens = jax.ShapeDtypeStruct((prompts, prompt_tokens), jnp.int32)
     keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), padded))
     limits = jax.ShapeDtypeStruct((padded,), jnp.int32)

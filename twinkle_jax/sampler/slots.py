@@ -43,7 +43,7 @@ RUNNING, STOP, LENGTH = 0, 1, 2  # whether and why a row has ended
 
 _CAST = ("kernel", "bias", "embedding", "lora_A", "lora_B", "lora_scale")  # used in no other type
 _STEPS_ON_MESH = 8  # asking all devices whether they are done costs as much as part of a step
-_STEPS_OF_ROOM = 32  # free room of a new cache, at least
+STEPS_OF_ROOM = 32  # free room of a new cache, at least
 _SMALLEST_CACHE = 64
 # Tokens of a page, by backend. On a CPU pages are not faster and compile more programs.
 _PAGE = {"tpu": 128, "gpu": 128}
@@ -91,6 +91,7 @@ class Setup(NamedTuple):
         window_pages: most pages that a row has in sliding layers; None where they keep all tokens.
         prompt_pages: full pages of the longest prompt, which the rows of a group share; 0 where
             each row has its own.
+        keeps_ended: whether rows that have ended keep their pages, to be gone on with later.
     """
 
     config: DecoderConfig
@@ -103,6 +104,7 @@ class Setup(NamedTuple):
     page: int | None = None
     window_pages: int | None = None
     prompt_pages: int = 0
+    keeps_ended: bool = False
 
     def in_pages(self, full: int) -> "Setup":
         """Choose pages for rows of at most `full` tokens; sliding layers then keep their window."""
@@ -111,8 +113,8 @@ class Setup(NamedTuple):
             return self
         shared = (full - self.new) // page if self.num_samples > 1 else 0
         most = None if window is None else pages_of_window(window.size, page)
-        if most is not None and most >= -(-full // page):
-            most = None
+        if most is not None and (self.keeps_ended or most >= -(-full // page)):
+            most = None  # a row that is kept may be cut to where its window was
         return self._replace(page=page, window_pages=most, prompt_pages=shared)
 
     def pages_of_row(self, tokens: int) -> int:
@@ -121,6 +123,16 @@ class Setup(NamedTuple):
         if self.prompt_pages:  # of a prompt only what does not fill a page
             tokens = min(tokens, self.page - 1 + self.new)
         return -(-tokens // self.page)
+
+    def most_pages(self, slots: int, full: int) -> int:
+        """Bound the pages of a device that belong to one row each, of at most `full` tokens."""
+        # Steps with ended rows need a free page, see `next_places`.
+        return slots * self.pages_of_row(full) + self.keeps_ended
+
+    def pages_for(self, needed: int, slots: int, full: int) -> int:
+        """Round up the pages of a device that belong to one row each."""
+        # Conversations begin each turn with another number, and would compile too often.
+        return pages_for(needed, self.most_pages(slots, full), parts=4 if self.keeps_ended else 8)
 
     @property
     def new_prompt_pages(self) -> int:
@@ -262,10 +274,10 @@ def page_for(config: DecoderConfig, full: int, mesh: Mesh | None) -> int | None:
     return _PAGE.get(backend_of(mesh)) if FULL in config.block and full > _SHORT else None
 
 
-def pages_for(needed: int, most: int) -> int:
-    """Round up the pages of a device, by at most a quarter, so that few sizes are compiled."""
+def pages_for(needed: int, most: int, parts: int = 8) -> int:
+    """Round up the pages of a device, by at most 2 / `parts`, so that few sizes are compiled."""
     step = 1
-    while 8 * step <= needed:
+    while parts * step <= needed:
         step *= 2
     return min(-(-needed // step) * step, most)
 
@@ -275,8 +287,8 @@ def first_capacity(setup: Setup, slots: int, longest: int, full: int) -> int:
     if setup.page is None:
         return capacity_for(longest, full)
     begun = setup.page - 1 if setup.prompt_pages else longest
-    each = setup.pages_of_row(min(begun + _STEPS_OF_ROOM, full))
-    return pages_for(slots * each, slots * setup.pages_of_row(full))
+    each = setup.pages_of_row(min(begun + STEPS_OF_ROOM, full))
+    return setup.pages_for(slots * each, slots, full)
 
 
 def first_prompt_pages(setup: Setup, slots: int, rows: int) -> int:
@@ -296,7 +308,7 @@ def next_capacity(
         return needed if needed > capacity or 2 * needed < capacity else capacity
     begun = setup.page - 1 if setup.prompt_pages else longest
     new = setup.refill * -(-begun // setup.page) if status.fillable else 0
-    needed = pages_for(status.pages + new, slots * setup.pages_of_row(full))
+    needed = setup.pages_for(status.pages + new, slots, full)
     return needed if needed > capacity or 2 * needed < capacity else capacity
 
 
@@ -313,7 +325,7 @@ def next_prompt_pages(setup: Setup, status: Status, slots: int, pages: int) -> i
 def capacity_for(filled: int, full: int) -> int:
     """Choose the capacity of a cache, a power of two with room for more steps, or `full`."""
     capacity = _SMALLEST_CACHE
-    while capacity < filled + _STEPS_OF_ROOM:
+    while capacity < filled + STEPS_OF_ROOM:
         capacity *= 2
     return full if 5 * capacity >= 4 * full else capacity
 
@@ -595,7 +607,7 @@ def advance(params: Params, rows: Slots, sampling: Sampling, setup: Setup) -> Sl
     stopped = jnp.any(chosen.token[:, None] == stops[None], axis=1)
     reason = jnp.where(stopped, STOP, jnp.where(lengths >= rows.limits, LENGTH, RUNNING))
     reasons = jnp.where(running, reason, rows.reasons)
-    if cache.pages is not None:
+    if cache.pages is not None and not setup.keeps_ended:
         cache = _release_pages(cache, reasons == RUNNING, setup)
     return rows._replace(
         pending=jnp.where(running, chosen.token, rows.pending),

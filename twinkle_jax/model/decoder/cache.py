@@ -229,10 +229,14 @@ def take_rows(cache: Cache, rows: Int[Array, " rows"]) -> Cache:
 
 
 def put_rows(cache: Cache, new: Cache, slots: Int[Array, " new"]) -> Cache:
-    """Write whole rows over the rows in `slots`; out of range: the row is not written."""
+    """Write whole rows over the rows in `slots`; out of range: the row is not written.
+
+    The new rows may have room for fewer tokens.
+    """
 
     def write(held: Array, new: Array) -> Array:
-        return held.at[:, slots].set(new.astype(held.dtype), mode="drop")
+        extents = (slice(size) for size in new.shape[2:])
+        return held.at[(slice(None), slots, *extents)].set(new.astype(held.dtype), mode="drop")
 
     layers = jax.tree.map(write, cache.layers, new.layers)
     return Cache(layers, cache.length.at[slots].set(new.length, mode="drop"))

@@ -312,6 +312,61 @@ def keep_rows(
     return Cache(map_states(keep, cache.layers), cache.length[rows], kept, window_kept, shared)
 
 
+def whole_rows(cache: Cache, rows: Int[Array, " some"], max_length: int) -> Cache:
+    """Copy rows out of their pages, with room for `max_length` tokens; out of range: an empty row.
+
+    Sliding layers must not have pages of their own.
+    """
+    assert cache.pages is not None
+    assert cache.window_pages is None
+    (owner, start), size = cache.pages, page_size(cache)
+    count = -(-max_length // size)
+    pages = jnp.full((len(cache.length), count), len(owner), jnp.int32)
+    index = jnp.arange(len(owner), dtype=jnp.int32)
+    pages = pages.at[owner, start // size].set(index, mode="drop")
+    pages = pages.at[rows].get(mode="fill", fill_value=len(owner))
+
+    def join(stack: Array, axis: int) -> Array:
+        taken = jnp.take(stack, pages, axis=1, mode="fill", fill_value=0)
+        taken = jnp.moveaxis(taken, 2, axis)  # pages in front of the tokens in them
+        shape = (*taken.shape[:axis], count * size, *taken.shape[axis + 2 :])
+        return jax.lax.slice_in_dim(taken.reshape(shape), 0, max_length, axis=axis)
+
+    def state(state: LayerState) -> LayerState:
+        if isinstance(state, KeyValues):
+            return KeyValues(join(state.keys, 4), join(state.values, 3))
+        return jax.tree.map(lambda x: jnp.take(x, rows, axis=1, mode="fill", fill_value=0), state)
+
+    length = cache.length.at[rows].get(mode="fill", fill_value=0)
+    return Cache(map_states(state, cache.layers), length)
+
+
+def replace_rows(cache: Cache, new: Cache, rows: Int[Array, " new"]) -> Cache:
+    """Replace rows by those of another cache in pages; out of range: the row is left out.
+
+    There must be enough free pages. Sliding layers must not have pages of their own.
+    """
+    assert cache.pages is not None
+    assert new.pages is not None
+    count = len(cache.length)
+    pages = release(cache.pages, jnp.ones(count, bool).at[rows].set(False, mode="drop"))
+    owner = rows.at[new.pages.owner].get(mode="fill", fill_value=count)
+    line = _take_free(pages.owner, count, owner < count)
+
+    def put(held: LayerState, new: Any) -> Any:
+        index = line if isinstance(held, KeyValues) else rows
+        return jax.tree.map(lambda x, y: x.at[:, index].set(y, mode="drop"), held, new)
+
+    return cache._replace(
+        layers=map_states(put, cache.layers, new.layers),
+        length=cache.length.at[rows].set(new.length, mode="drop"),
+        pages=Pages(
+            pages.owner.at[line].set(owner, mode="drop"),
+            pages.start.at[line].set(new.pages.start, mode="drop"),
+        ),
+    )
+
+
 def release(
     pages: Pages,
     active: Bool[Array, " batch"],
