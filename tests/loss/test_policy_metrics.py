@@ -40,6 +40,18 @@ def test_far_apart_is_clamped():
     assert np.isfinite(metrics.approximate_kl)
 
 
+def test_divergence_of_policies_that_hardly_differ():
+    difference = np.random.default_rng(0).normal(0, 1e-5, 4096).astype(np.float32)
+    exact = np.mean(np.expm1(difference.astype(np.float64)) - difference)
+    mask, zeros = jnp.ones((1, 4096), bool), jnp.zeros((1, 4096))
+    log_ratio = jnp.array(difference)[None]
+    measured = (
+        policy_metrics(log_ratio, None, mask).approximate_kl,
+        sampler_mismatch(log_ratio, zeros, mask).metrics()["mismatch_kl"],
+    )
+    np.testing.assert_allclose(measured, exact, rtol=0.01)
+
+
 def test_nothing_kept():
     x = jnp.full((2, 3), jnp.nan)
     metrics = policy_metrics(x, jnp.zeros(2), jnp.zeros((2, 3), bool), entropies=x)

@@ -99,7 +99,8 @@ def kl_k3(logprobs: PerToken, reference_logprobs: PerToken, mask: Mask) -> PerTo
         Array([0.], dtype=float32)
     """
     log_ratio = bounded(_log_ratio(logprobs, reference_logprobs, mask))
-    return jnp.exp(-log_ratio) + log_ratio - 1
+    # exp(x) - 1 would lose the small divergences of most steps in rounding.
+    return jnp.expm1(-log_ratio) + log_ratio
 
 
 def _log_ratio(logprobs: PerToken, reference_logprobs: PerToken, mask: Mask) -> PerToken:

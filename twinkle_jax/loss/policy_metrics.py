@@ -102,7 +102,7 @@ def policy_metrics(
     return PolicyMetrics(
         clip_fraction_low=mean(below),
         clip_fraction_high=mean(above),
-        approximate_kl=mean(ratio - 1 - log_ratio),
+        approximate_kl=mean(jnp.expm1(log_ratio) - log_ratio),
         entropy=None if entropies is None else jax.lax.stop_gradient(mean(entropies)),
         ratio_min=jnp.where(all_masked, 1, jnp.min(ratio, where=mask, initial=jnp.inf)),
         ratio_max=jnp.where(all_masked, 1, jnp.max(ratio, where=mask, initial=-jnp.inf)),
@@ -241,7 +241,7 @@ def sampler_mismatch(
         absolute_sum=total(jnp.abs(difference)),
         absolute_max=jnp.max(jnp.abs(difference), where=mask, initial=0),
         outside=total((ratio < low) | (ratio > high)),
-        kl_sum=total(ratio - 1 - log_ratio),
+        kl_sum=total(jnp.expm1(log_ratio) - log_ratio),
         ratio_sum=total(ratio),
         ratio_square_sum=total(jnp.square(ratio)),
         sequence_ratio_sum=total(sequence_ratio, has_token),
