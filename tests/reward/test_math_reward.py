@@ -154,6 +154,13 @@ def test_limits_of_length_and_nesting():
     assert deep(completions(*texts), ["4"]) == [1.0, 0.0, 1.0]
 
 
+@pytest.mark.parametrize("text", ["$" + " " * 20_000 + "x", "$" * 20_000 + "x", "$ x" * 9_000])
+def test_long_answers_take_no_time(text):
+    begin = time.process_time()
+    assert MathReward(workers=1)(boxed(text), ["4"]) == [0.0]
+    assert time.process_time() - begin < 1
+
+
 def test_an_answer_that_nobody_can_read(reward):
     with pytest.raises(ValueError, match=r"ground_truths\[1\]"):
         reward(completions(r"\boxed{1}", r"\boxed{2}"), ["1", "@@"])

@@ -17,7 +17,8 @@ from twinkle_jax.reward.text import last_boxed
 
 _SCRIPT = Path(__file__).with_name("math_worker.py")
 _WRAPPED = re.compile(r"\\(?:text|textbf|textit|mathrm|mbox)\{([^{}]*)\}")
-_DOLLARS = re.compile(r"^(?:\$+|\\\(|\\\[)\s*(.*?)\s*(?:\$+|\\\)|\\\])$", re.DOTALL)
+# Without backtracking: an answer of blanks or dollars could hold up the run otherwise.
+_DOLLARS = re.compile(r"(?:\$++|\\[(\[])(.*?)(?:(?<!\$)\$++|\\[)\]])", re.DOTALL)
 _INTEGER = re.compile(r"-?[0-9]{1,1000}")
 # Letters alone, two of them or more in a row: a word, and not a product of letters.
 _WORDS = re.compile(r"(?=.*[^\W\d_]{2})[^\W\d_]+(?:[ ,-]+[^\W\d_]+)*")
@@ -189,8 +190,8 @@ def _unboxed(truth: str) -> str:
 
 def _cleaned(answer: str) -> str:
     """Drop dollar signs around an answer and a full stop after it; write numbers as LaTeX."""
-    match = _DOLLARS.match(answer.strip())
-    answer = (match.group(1) if match else answer.strip()).removesuffix(".")
+    match = _DOLLARS.fullmatch(answer.strip())
+    answer = (match.group(1) if match else answer).strip().removesuffix(".")
     answer = _THOUSANDS.sub("", answer)
     number = _SCIENTIFIC.fullmatch(answer)
     return f"{number.group(1)} \\cdot 10^{{{int(number.group(2))}}}" if number else answer

@@ -134,8 +134,9 @@ def score_trajectories(
             same when called on it alone.
         TimeoutError: if a reward does not return in time.
         ValueError: if a reward returns another number of rewards, one that is NaN, infinite or too
-            large for float32; or if no reward applies to a trajectory.
-        TypeError: if it returns anything but numbers and None, or is no reward.
+            large for float32.
+        TypeError: if it returns anything but numbers and None, or is no reward; or if no reward
+            applies to a trajectory.
 
     Example:
         >>> one, none = lambda trajectories: [1.0], lambda trajectories: [None]
