@@ -17,13 +17,16 @@ from twinkle_jax.data import PromptBatch, Template, message_text, small_tokenize
 from twinkle_jax.data.tokenizer import CHAT_TEMPLATE
 from twinkle_jax.reward import WeightedReward
 from twinkle_jax.rollout import (
+    Action,
     EnvironmentFailureError,
     LocalEngine,
     MultiTurn,
     RolloutConfig,
+    ToolEnvironment,
     draw_until_signal,
     episode_metrics,
     lay_out_episodes,
+    multi_turn,
 )
 from twinkle_jax.rollout.engine import LogitsError
 from twinkle_jax.sampler import STOP, Completions
@@ -172,6 +175,15 @@ def test_a_limit_of_tokens_ends_an_episode():
         assert episode.ended == "length"
         assert len(episode.rows[0].tokens) <= 16
         assert episode.rows[0].sampled[-1] or len(episode.rows[0].tokens) < 16
+
+
+@pytest.mark.parametrize("environment", [lambda: ToolEnvironment([message_text]), games.Never])
+def test_a_call_that_cannot_be_parsed_is_one_error(environment, monkeypatch):
+    broken = Action('<tool_call>{"name": 1}</tool_call>')
+    monkeypatch.setattr(multi_turn, "Action", lambda text, tool_format: broken)
+    rows = PromptBatch([{"messages": [{"role": "user", "content": "1+1="}], "user_data": []}])
+    turns = [turn for e in sample(environment, rows).episodes for turn in e.turns]
+    assert {turn.tool_errors for turn in turns} == {1}
 
 
 def test_one_reward_more_and_truncated_episodes():

@@ -149,6 +149,22 @@ def test_text_without_calls_goes_to_the_environment_or_ends():
         ToolEnvironment([divide, divide])
 
 
+def test_calls_of_the_environments_own_tools_reach_it():
+    class Inner:
+        tools = (tool_schema(search),)
+
+        def step(self, action):
+            return [call["function"]["name"] for call in action.calls], 1.0, False, {}
+
+    environment = ToolEnvironment([divide], Inner())
+    assert step(environment, call("search", query="a"))[:2] == (["search"], 1.0)
+    both = call("divide", x=1, y=2) + call("search", query="a")
+    assert step(environment, both)[0] == ["divide", "search"]
+    assert step(environment, call("divide", x=1, y=2))[0][0]["content"] == "0.5"
+    (message,), *_ = step(environment, call("nothing"))
+    assert message["content"].endswith("there are divide, search")
+
+
 def test_a_lost_connection_is_not_the_policys_fault():
     def fetch() -> str:
         raise ConnectionResetError("gone")

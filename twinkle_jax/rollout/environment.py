@@ -107,7 +107,8 @@ class Environment(Protocol):
         Returns:
             The observation, the reward of this turn, which must be a finite number, whether the
             episode is over, and numbers for the metrics, NaN and infinite ones too. The number
-            `tool_errors` counts tool calls that failed.
+            `tool_errors` counts tool calls that failed, those that cannot be parsed among them;
+            without it, the latter are counted.
         """
 
     def close(self) -> None:

@@ -435,11 +435,9 @@ class _RunningEpisode:
         record = self.record
         self.observation = reply.messages
         if record.turns:
-            errors = int(reply.info.get("tool_errors", 0))
             last = record.turns[-1]
-            record.turns[-1] = last._replace(
-                reward=reply.reward, tool_errors=last.tool_errors + errors
-            )
+            errors = int(reply.info.get("tool_errors", last.tool_errors))
+            record.turns[-1] = last._replace(reward=reply.reward, tool_errors=errors)
             record.info = {k: x for k, x in reply.info.items() if k != "tool_errors"}
             if reply.done or len(record.turns) == self.source.settings.max_turns:
                 record.messages += reply.messages  # for display: the policy does not read them

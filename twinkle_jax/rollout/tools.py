@@ -125,13 +125,16 @@ def _read_docstring(text: str) -> tuple[str, dict[str, str]]:
 class ToolEnvironment:
     """Runs tool calls, and passes actions without one to another environment.
 
+    So it does with actions that call a tool which that environment describes in its `tools`.
+
     The result of a call becomes a message of the role `tool`: text as it is, anything else as JSON.
     If the function raises an error, the policy reads `Error: …`, since wrong arguments are the
     policy's fault. After a lost connection, a timeout or a lack of memory the episode fails.
 
     Args:
         functions: tools; functions or methods, may be `async`.
-        environment: for actions without a tool call; None: such an action ends the episode.
+        environment: for actions without a tool call, or that call its own tools; None: an action
+            without a call ends the episode.
 
     Raises:
         ValueError: if two tools have the same name.
@@ -161,6 +164,13 @@ class ToolEnvironment:
         """Descriptions of the functions, and of the environment's tools."""
         return [*self._schemas, *(getattr(self._environment, "tools", None) or [])]
 
+    @property
+    def _names(self) -> list[str]:
+        """The names of all tools; an environment may describe its own in forms of its own."""
+        functions = [x.get("function") for x in self.tools if isinstance(x, Mapping)]
+        names = [x.get("name") for x in functions if isinstance(x, Mapping)]
+        return [name for name in names if isinstance(name, str)]
+
     def reset(self, row: Mapping[str, Any], seed: int) -> Any:
         """Start an episode."""
         return None if self._environment is None else self._environment.reset(row, seed)
@@ -170,6 +180,9 @@ class ToolEnvironment:
         if not action.calls and not action.errors:
             if self._environment is None:
                 return None, 0.0, True, {}
+            return self._environment.step(action)
+        called = {call["function"]["name"] for call in action.calls}
+        if called & ({*self._names} - {*self._functions}):
             return self._environment.step(action)
         results: list[tuple[str, Any]] = []
         for call in action.calls:
@@ -189,7 +202,7 @@ class ToolEnvironment:
         """Call a tool; return its result, an awaitable of it, or an error."""
         function = self._functions.get(name)
         if function is None:
-            known = ", ".join(self._functions)
+            known = ", ".join(self._names)
             return _ToolError(f"there is no tool {name!r:.80}; there are {known}")
         try:
             inspect.signature(function).bind(**arguments)
