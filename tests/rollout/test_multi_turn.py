@@ -193,6 +193,8 @@ def test_one_reward_more_and_truncated_episodes():
 
     made = source(games.Never, reward=reward, mask_truncated=True, discount=0.5)
     rollout = made.score(made.sample(POLICY.params, ROWS, jax.random.clone(KEY)))
+    last = [episode.as_record()["tokens"][-1] for episode in rollout.episodes]
+    assert [trajectory["completion_length"] for trajectory in rollout.trajectories] == last
     for episode, score in zip(rollout.episodes, rollout.rewards, strict=True):
         gained = [turn.reward for turn in episode.turns]
         gained[-1] += len(episode.messages)

@@ -2,12 +2,14 @@
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.rollout.small_rollout import POLICY, PROMPTS, SAMPLES, SETTINGS, draw
-from twinkle_jax.rollout import training_batch
+from tests.rollout.small_rollout import ENGINE, POLICY, PROMPTS, SAMPLES, SETTINGS, draw
+from twinkle_jax.reward import OverlongPenalty
+from twinkle_jax.rollout import SingleTurn, training_batch
 from twinkle_jax.training import score_batch
 
 
@@ -44,6 +46,14 @@ def test_rows_begin_with_their_prompt_and_end_with_their_completion():
     mask = np.arange(drawn.prompts.shape[1]) < drawn.prompt_mask.sum(axis=1, keepdims=True)
     other = training_batch(np.stack(padded_right), mask, drawn.completions)
     np.testing.assert_array_equal(other.tokens, batch.tokens)
+
+
+def test_rewards_know_the_tokens_of_a_completion():
+    source = SingleTurn(ENGINE, OverlongPenalty(6, 3), SETTINGS)
+    rollout = source.score(source.sample(POLICY.params, PROMPTS, jax.random.key(3)))
+    assert len(set(rollout.lengths.tolist())) > 1
+    expected = np.clip((3 - rollout.lengths) / 3, -1, 0)
+    np.testing.assert_allclose(rollout.rewards, expected, rtol=1e-6)
 
 
 def test_truncated_completions_can_be_left_out_of_the_loss():

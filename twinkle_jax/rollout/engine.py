@@ -287,7 +287,8 @@ class Texts(NamedTuple):
     """Completions on the host.
 
     Attributes:
-        trajectories: conversations of the prompts, with the completion as the last message.
+        trajectories: conversations of the prompts, with the completion as the last message, and
+            its `completion_length` in tokens.
         lengths: tokens of each completion.
         truncated: True for completions that reached the limit of tokens.
         held: True for rows that this process has decoded; other trajectories have no completion.
@@ -320,7 +321,10 @@ def read_texts(
         for i in np.flatnonzero(held):
             text = template.tokenizer.decode(tokens[i, : lengths[i]].tolist())
             messages = [*trajectories[i]["messages"], Message(role="assistant", content=text)]
-            trajectories[i] = Trajectory({**trajectories[i], "messages": messages})
+            length = int(lengths[i])
+            trajectories[i] = Trajectory(
+                {**trajectories[i], "messages": messages, "completion_length": length}
+            )
         return {"lengths": lengths, "reasons": reasons, "broken": broken}
 
     # Lengths are needed everywhere: every process plans the same micro-batches.

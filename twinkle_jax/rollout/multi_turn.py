@@ -39,6 +39,7 @@ row, and all its rows share the advantage.
 """
 
 _MAX_ATTEMPTS = 2
+_NO_TURN = Turn(0, 0, 0)
 _MANY_EPISODES = 64  # from which on a CPU takes half the time for half of them
 
 
@@ -266,9 +267,16 @@ class MultiTurn:
         self, episodes: Sequence[Episode], prompts: Sequence[Trajectory]
     ) -> list[Trajectory]:
         samples = len(episodes) // len(prompts)
+        lengths = [turn.end - turn.start for e in episodes for turn in e.turns[-1:] or [_NO_TURN]]
         return [
-            Trajectory({**prompts[i // samples], "messages": episode.messages})
-            for i, episode in enumerate(episodes)
+            Trajectory(
+                {
+                    **prompts[i // samples],
+                    "messages": episode.messages,
+                    "completion_length": length,
+                }
+            )
+            for i, (episode, length) in enumerate(zip(episodes, lengths, strict=True))
         ]
 
     def _returns(
