@@ -125,13 +125,40 @@ def test_one_line_names_what_is_wrong(arguments, message, tmp_path, capsys):
         (["evaluate", "--model", "nowhere"], "model"),
         (["evaluate", "--model", "nowhere", "--problems", "0"], "problems"),
         (["sample", "--model", "nowhere", "1+2="], "model"),
+        (["evaluate", "--model", "nowhere", "--max_turns", "3"], "max_turns"),
+        (["evaluate", "--model", "nowhere", "--task", "x.jsonl", "--level", "3"], "level"),
         (["sample", "--model", "nowhere", "1+2=", "--seed", str(2**32)], "seed"),
+        (["sample", "--model", "nowhere", "1+2=", "--max_turns", "3"], "max_turns"),
+        (
+            ["sample", "--model", "nowhere", "--environment", "x.py:X", "--max_turns", "0"],
+            "max_turns",
+        ),
         (["export", "nowhere", "DIRECTORY"], "run"),
     ],
 )
 def test_errors_name_the_option(arguments, name, tmp_path, capsys):
     assert main([a.replace("DIRECTORY", str(tmp_path / "policy")) for a in arguments]) == 1
     assert capsys.readouterr().err.startswith(f"twinkle-jax: {name} must ")
+
+
+def test_prompts_of_any_length_are_evaluated(tmp_path, capsys):
+    save_policy(small_policy(), str(tmp_path / "model"))
+    (tmp_path / "long.jsonl").write_text(f'{{"prompt": "{"1+" * 600}1=", "answer": "601"}}\n')
+    long = ["evaluate", "--model", f"{tmp_path}/model", "--task", f"{tmp_path}/long.jsonl"]
+    long += ["--reward", "exact", "--max_new_tokens", "2"]
+    assert main(long) == 1
+    assert "max_prompt_tokens=1024" in capsys.readouterr().err
+    assert main([*long, "--max_prompt_tokens", "2048"]) == 0
+
+
+def test_what_is_no_finished_run_is_told(tmp_path, capsys):
+    run = tmp_path / "run"
+    assert main(["train", *TINY, "--steps", "0", "--output_dir", str(run)]) == 0
+    assert main(["export", str(run / "policy"), str(tmp_path / "exported")]) == 1
+    assert "run must be the directory of a run" in capsys.readouterr().err
+    (run / "policy").rename(tmp_path / "policy")
+    assert main(["sample", "1+2=", "--model", str(run)]) == 1
+    assert f"twinkle-jax export {run} DIRECTORY" in capsys.readouterr().err
 
 
 def test_a_bad_record_is_refused_before_anything_is_trained(tmp_path, capsys):

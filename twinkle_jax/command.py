@@ -16,8 +16,9 @@ from twinkle_jax.data import Message, Trajectory, message_text
 from twinkle_jax.rollout import RolloutConfig
 from twinkle_jax.sampler import Filters
 from twinkle_jax.training import DistributedConfig, EvaluationConfig, TrainConfig, UpdateConfig
-from twinkle_jax.training.config import automatic_settings, flat, from_dict
+from twinkle_jax.training.config import automatic_settings, check_effects, flat, from_dict
 
+_MAX_TURNS = RolloutConfig().max_turns
 _PARSER_MODE = "yaml_or_text"
 _NULL = ("", "~", "null", "Null", "NULL")  # what YAML reads as null
 # Options of TRL and of other trainers, for suggestions; by the last part of a name.
@@ -108,13 +109,21 @@ def _add_environment(parser: Any) -> None:
         default=None,
         help="FILE.py with functions that the policy may call, or FILE.py:NAME",
     )
-    parser.add_argument("--max_turns", type=int, default=6, help="the most turns of an episode")
+    parser.add_argument(
+        "--max_turns", type=int, default=_MAX_TURNS, help="the most turns of an episode"
+    )
 
 
 def _read_policy(path: str) -> Any:
     from twinkle_jax.training import load_policy
+    from twinkle_jax.training.progress import holds_run
 
     trained = Path(path) / "policy"
+    if holds_run(Path(path)) and not trained.is_dir():
+        raise ValueError(
+            f"model must be a run that has ended, got {path}, which has no policy yet: "
+            f"twinkle-jax export {path} DIRECTORY writes that of its last checkpoint"
+        )
     return load_policy(str(trained) if trained.is_dir() else path, argument="model")
 
 
@@ -142,6 +151,10 @@ def _evaluate_options(parser: Any) -> None:
     parser.add_argument(
         "--max_new_tokens", type=int, default=512, help="the most tokens of a completion"
     )
+    parser.add_argument(
+        "--max_prompt_tokens", type=int, default=1024,
+        help="the most tokens of a prompt; longer ones are refused",
+    )  # fmt: skip
     parser.add_argument("--system", type=str | None, default=None, help="system message")
 
 
@@ -167,10 +180,13 @@ def _evaluate(options: Any) -> int:
                 problems=options.problems, path=file, pass_k=options.pass_k
             ),
             rollout=RolloutConfig(
-                max_new_tokens=options.max_new_tokens, max_turns=options.max_turns
+                max_new_tokens=options.max_new_tokens,
+                max_prompt_tokens=options.max_prompt_tokens,
+                max_turns=options.max_turns,
             ),
             update=UpdateConfig(micro_batch_tokens=1 << 30),  # nothing is updated
         )
+        check_effects(config)
     except (
         ValueError
     ) as error:  # settings of `train` have sections, options of `evaluate` have none
@@ -216,8 +232,15 @@ def _sample(options: Any) -> int:
 
     if not 0 <= options.seed < 2**32:
         raise ValueError(f"seed must be from 0 to {2**32 - 1}, got {options.seed}")
-    policy = _read_policy(options.model)
     many_turns = options.environment is not None or options.tools is not None
+    if options.max_turns < 1:
+        raise ValueError(f"max_turns must be at least 1, got {options.max_turns}")
+    if options.max_turns != _MAX_TURNS and not many_turns:
+        raise ValueError(
+            "max_turns must go with an environment or tools, without which it has no effect, "
+            f"got {options.max_turns}"
+        )
+    policy = _read_policy(options.model)
     if options.prompt is None and options.environment is None:
         raise ValueError(
             "prompt must be given without an environment, got none: "

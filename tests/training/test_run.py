@@ -34,6 +34,7 @@ from twinkle_jax.training import (
     evaluate,
     export,
     load_policy,
+    progress,
     start,
     train,
 )
@@ -286,16 +287,22 @@ def test_overwrite_deletes_neither_checkpoints_nor_what_the_run_reads(folder, tm
     shutil.copytree(run, tmp_path / "copy")
     shutil.move(tmp_path / "copy", run / "earlier")
     shutil.copy(folder / "task.jsonl", run / "task.jsonl")
+    (run / "mine.py").write_text("class Game:\n    pass\n")
+    code = f"{run / 'mine.py'}:Game"
     kept = sorted(run.rglob("*"))
     for name, changes in {
         "model": {"model": str(run / "policy")},
         "task": {"task": str(run / "task.jsonl")},
         "evaluation.path": {"evaluation": EvaluationConfig(path=str(run / "task.jsonl"))},
         "resume": {"resume": str(run / "earlier")},
+        "reward": {"reward": ["exact", code]},
+        "evaluation.reward": {"evaluation": EvaluationConfig(reward=code)},
+        "environment": {"environment": f"trl:{code}"},
+        "tools": {"tools": code.removesuffix(":Game")},
     }.items():
         again = dataclasses.replace(run_config, output_dir=str(run), **changes)
         with pytest.raises(FileExistsError, match=rf"^output_dir must not hold {name}, "):
-            train(again, reward=Scorer())
+            progress.prepare_directory(again, run)
     assert sorted(run.rglob("*")) == kept
 
 

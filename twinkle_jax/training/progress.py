@@ -4,6 +4,7 @@ import dataclasses
 import json
 import os
 import platform
+import re
 import shutil
 import signal
 import socket
@@ -430,13 +431,19 @@ def _has_not_begun(directory: Path) -> bool:
     return names <= known and all(name[0] == "." for name in saves)
 
 
-def _holds_run(directory: Path) -> bool:
+def holds_run(directory: Path) -> bool:
     """Whether `config.json` has a run's settings: checkpoints have a file of this name as well."""
     try:
         settings = saved_settings(directory)
     except (OSError, ValueError):
         return False
     return {"rollout", "update", "optimizer"} <= settings.keys()
+
+
+def _file_of(value: str) -> Path:
+    """The file in `FILE`, `gsm8k:FILE`, `FILE.py:NAME` or `trl:FILE.py:NAME`."""
+    code = re.search(r"(?:^(?:trl|gym):|^)(.*\.py)(?::|$)", value)
+    return Path(code.group(1) if code else value.removeprefix("gsm8k:"))
 
 
 def _make_empty(config: TrainConfig, directory: Path, source: Path | None = None) -> None:
@@ -449,7 +456,7 @@ def _make_empty(config: TrainConfig, directory: Path, source: Path | None = None
     """
     if directory.is_dir() and any(directory.iterdir()):
         if not _has_not_begun(directory):
-            if not _holds_run(directory):
+            if not holds_run(directory):
                 raise FileExistsError(
                     f"output_dir must be empty or new, got {directory}, which holds no run to "
                     "continue or to overwrite"
@@ -459,9 +466,18 @@ def _make_empty(config: TrainConfig, directory: Path, source: Path | None = None
                     f"output_dir must be empty or new, got {directory}: --resume auto "
                     "continues the run in it, --overwrite deletes it"
                 )
-        needed = {"model": config.model, "task": config.task, "resume": source}
-        for name, value in (needed | {"evaluation.path": config.evaluation.path}).items():
-            path = None if value is None else Path(str(value).removeprefix("gsm8k:"))
+        needed = [
+            ("model", config.model),
+            ("task", config.task),
+            ("resume", source),
+            ("evaluation.path", config.evaluation.path),
+            *(("reward", name) for name in config.rewards),
+            ("evaluation.reward", config.evaluation.reward),
+            ("environment", config.environment),
+            ("tools", config.tools),
+        ]
+        for name, value in needed:
+            path = None if value is None else _file_of(str(value))
             if path and path.exists() and path.resolve().is_relative_to(directory.resolve()):
                 raise FileExistsError(
                     f"output_dir must not hold {name}, which would be deleted, got {directory}"

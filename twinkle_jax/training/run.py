@@ -34,6 +34,7 @@ from twinkle_jax.training.progress import (
     Progress,
     Totals,
     arrays_of,
+    holds_run,
     prepare_directory,
     save,
     saved_settings,
@@ -413,7 +414,7 @@ def export(
             f"directory must be empty or new, got {path} with {', '.join(names)}: --overwrite "
             "replaces the policy in it"
         )
-    if not (run / "config.json").is_file():
+    if not holds_run(run):
         raise FileNotFoundError(f"run must be the directory of a run, got {run}")
     config = from_dict(saved_settings(run))
     policy = with_adapter(config, read_policy(config), run, run, None)

@@ -178,6 +178,17 @@ def test_neither_a_directory_nor_a_hub_id(name, export, monkeypatch):
         locate(name, argument="--model")
 
 
+def test_an_id_without_a_connection_is_named(monkeypatch):
+    hub = pytest.importorskip("huggingface_hub", reason="pip install 'twinkle-jax[checkpoints]'")
+
+    def snapshot_download(name, **options):
+        raise ConnectionError("no route to host")
+
+    monkeypatch.setattr(hub, "snapshot_download", snapshot_download)
+    with pytest.raises(ValueError, match=r"^--model must .* 'runs/mine', .* no route to host"):
+        locate("runs/mine", argument="--model")
+
+
 @pytest.mark.parametrize("missing", ["safetensors", "huggingface_hub"])
 def test_extras_are_named(export, missing, monkeypatch):
     real = builtins.__import__

@@ -92,7 +92,13 @@ def locate(path_or_id: str | Path, *, argument: str = "path_or_id") -> Path:
         ) from error
     weights = ["model*.safetensors", INDEX, ADAPTER_WEIGHTS]
     patterns = [CONFIG, ADAPTER_CONFIG, *weights, *TOKENIZER_FILES]
-    return Path(snapshot_download(path_or_id, allow_patterns=patterns))
+    try:
+        return Path(snapshot_download(path_or_id, allow_patterns=patterns))
+    except Exception as error:  # of the hub, the network or the disk
+        raise ValueError(
+            f"{argument} must be a directory, or a hub id that can be downloaded, got "
+            f"{path_or_id!r}, which is no directory here: {error}"
+        ) from error
 
 
 def inside(directory: Path, name: str) -> Path:
