@@ -25,8 +25,12 @@ def clip_bounds(
     epsilon: Coefficient, epsilon_high: Coefficient | None, dtype: DTypeLike
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
     """Return the lowest and the highest ratio that is not clipped."""
-    high = epsilon if epsilon_high is None else epsilon_high
-    return jnp.asarray(1 - epsilon, dtype), jnp.asarray(1 + high, dtype)
+    # Widened first: in bfloat16, 1 + 0.0003 is 1.
+    low, high = (
+        jnp.asarray(x, dtype) if isinstance(x, jax.Array) else x
+        for x in (epsilon, epsilon if epsilon_high is None else epsilon_high)
+    )
+    return jnp.asarray(1 - low, dtype), jnp.asarray(1 + high, dtype)
 
 
 def token_log_ratio(logprobs: PerToken, behaviour_logprobs: PerToken, mask: Mask) -> PerToken:
