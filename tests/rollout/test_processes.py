@@ -208,6 +208,24 @@ def test_what_an_environment_starts_lives_as_long_as_its_episode():
     assert end(kept["content"])
 
 
+def test_numbers_of_numpy_in_a_row_stay_numbers(tmp_path):
+    (tmp_path / "shown.py").write_text(
+        "class Shown:\n"
+        "    def reset(self, row, seed):\n"
+        "        return repr(row['user_data'])\n"
+        "    def step(self, action):\n"
+        "        return '', 0.0, True, {}\n"
+        "    def close(self):\n"
+        "        pass\n"
+    )
+    make = find_environment(f"{tmp_path}/shown.py:Shown", environment_in="process")
+    environment = make()
+    row = {"messages": [], "user_data": [("level", np.int64(3)), ("numbers", np.arange(2))]}
+    (message,) = environment.reset(row, 0)
+    assert message["content"] == "[('level', 3), ('numbers', [0, 1])]"
+    environment.close()
+
+
 def test_a_cause_that_a_process_invents_is_not_counted():
     assert failure_cause(ProcessFailedError("", "forged")) == "raised"
     assert failure_cause(ProcessFailedError("reward", "forged")) == "raised"

@@ -108,7 +108,7 @@ class Processes:
                     raise ProcessFailedError(*_DIED)
                 self._answers = self._start()
             answers = None if seconds is None else self._answers.expect(request["runner"])
-            self.worker.send(json.dumps(request, default=str))  # `_Answers` reports its end
+            self.worker.send(json.dumps(request, default=_plain))  # `_Answers` reports its end
         if answers is None:
             return None
         try:
@@ -139,6 +139,11 @@ class Processes:
                 f"{ready['error'] or errors}"
             )
         return _Answers(process.stdout)
+
+
+def _plain(value: Any) -> Any:
+    """Arrays and numbers of NumPy as lists and numbers, anything else as text."""
+    return value.tolist() if hasattr(value, "tolist") else str(value)
 
 
 class Runner:
