@@ -82,6 +82,7 @@ def test_values_of_qwen3_coder_are_json_or_text():
         ("", "Expecting"),
         ("f(1)", "Expecting"),
         ("[1]", "a call must be a JSON object, got list"),
+        ('{"name": "f", "parameters": {"x": 1}}', "as 'arguments', got 'parameters'"),
         ('{"name": "f", "arguments": [1]}', "arguments"),
         ('{"name": "f", "arguments": "[1]"}', "arguments"),
         ('{"name": "f", "arguments": "{"}', "Expecting"),

@@ -93,6 +93,16 @@ def test_rows_are_packed_once_each_the_longest_first():
     np.testing.assert_allclose(scores["logps"][0, 4:], alone["logps"][1, :3], atol=1e-6)
 
 
+def test_columns_of_packed_rows():
+    features = [{"input_ids": np.array([5, 6]), "n": []}, {"input_ids": np.array([7]), "n": [1]}]
+    (row,) = pack_features(features)
+    assert row == {"input_ids": [5, 6, 7], "n": [1], "position_ids": [0, 1, 0]}
+    labelled = {"input_ids": [5, 6], "labels": [6, -100]}
+    for rows in ([{"input_ids": [7]}, labelled], [labelled, {"input_ids": [7]}]):
+        with pytest.raises(ValueError, match="same columns"):
+            list(pack_features(rows))
+
+
 @pytest.mark.parametrize("name", ["max_length", "buffer"])
 def test_nothing_is_packed_into_rows_of_no_length_or_from_no_rows(name):
     with pytest.raises(ValueError, match=name):

@@ -268,6 +268,8 @@ def _json_call(body: str) -> ToolCall:
     call = parse_json(body.strip())
     if not isinstance(call, dict):
         raise ValueError(f"a call must be a JSON object, got {type(call).__name__}")
+    if "arguments" not in call and "parameters" in call:
+        raise ValueError("a call must have its arguments as 'arguments', got 'parameters'")
     arguments = call.get("arguments")
     if isinstance(arguments, str):
         arguments = parse_json(arguments) if arguments.strip() else {}

@@ -17,6 +17,7 @@ from twinkle_jax.data.features import (
     split_packed,
     write_pieces,
 )
+from twinkle_jax.data.rows import to_lists
 from twinkle_jax.loss import GKDLoss, Loss
 from twinkle_jax.model import DecoderConfig, Params
 from twinkle_jax.model.decoder.sharding import batch_sharding
@@ -250,10 +251,11 @@ def pack_features(
             the next ones. None for all rows.
 
     Yields:
-        A packed row. Lists of numbers are concatenated; other columns are lists of their values.
+        A packed row. Lists and arrays of numbers are concatenated; other columns are lists of their
+        values.
 
     Raises:
-        ValueError: if `max_length` or `buffer` is less than 1.
+        ValueError: if `max_length` or `buffer` is less than 1, or rows have different columns.
 
     Example:
         >>> rows = [{"input_ids": [5], "n": 1}, {"input_ids": [6, 7], "n": 2}]
@@ -277,9 +279,13 @@ def pack_features(
 
 def _joined(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     packed: dict[str, Any] = {}
-    for key, first in rows[0].items():
-        values = [row[key] for row in rows]
-        numbers = isinstance(first, list) and first and isinstance(first[0], int | float)
+    for row in rows:
+        if row.keys() != rows[0].keys():
+            raise ValueError(f"rows must have the same columns, got {[*rows[0]]} and {[*row]}")
+    for key in rows[0]:
+        values = [to_lists(row[key]) for row in rows]
+        firsts = [x[:1] if isinstance(x, list) else [None] for x in values]
+        numbers = any(firsts) and all(isinstance(x, int | float) for y in firsts for x in y)
         packed[key] = list(itertools.chain.from_iterable(values)) if numbers else values
     steps = (range(len(row["input_ids"])) for row in rows)
     return packed | {"position_ids": list(itertools.chain.from_iterable(steps))}
