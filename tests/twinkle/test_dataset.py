@@ -211,7 +211,7 @@ def test_a_lazy_data_set_maps_and_encodes_the_row_that_is_read():
 
     first, second = meta(), meta(SUMS[:2])
     dataset = LazyDataset(first)
-    dataset.map(GSM8KProcessor(system="1"), dataset_meta=first)
+    dataset.map(GSM8KProcessor(system="1"))  # of the only source
     dataset.add_dataset(second)
     dataset.map(note, dataset_meta=second, remove_columns=["answer"])
     dataset.mix_dataset()
@@ -219,6 +219,8 @@ def test_a_lazy_data_set_maps_and_encodes_the_row_that_is_read():
     assert dataset[0]["user_data"] == [("ground_truth", "0")]
     assert set(dataset[7]) == {"question", "messages"} and seen == ["1+1="]
     assert dataset[5]["question"] == "0+0="  # the shorter source starts again
+    dataset.filter(lambda row: row["user_data"] != [("ground_truth", "6")], dataset_meta=first)
+    assert len(dataset) == 6 and dataset[4]["user_data"] == [("ground_truth", "4")]
     with pytest.raises(AssertionError):
         dataset.encode()
     dataset.set_template(template())

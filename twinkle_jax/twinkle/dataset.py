@@ -166,7 +166,7 @@ class Dataset:
         """Keep the rows for which a function, or a `DataFilter`, returns something true."""
         function = construct(filter_func, "preprocessor", **(init_args or {}))
         refuse("Dataset.filter", options)
-        self._change(dataset_meta, lambda rows: rows.filter(function))
+        self._filter(function, dataset_meta)
 
     def mix_dataset(self, interleave: bool = True) -> None:
         """Mix the sources: one row of each in turn until the first ends, or one after the other."""
@@ -233,6 +233,9 @@ class Dataset:
     def _map_rows(self, function: RowFunction, meta: DatasetMeta | None) -> None:
         self._change(meta, lambda rows: rows.map_rows(function))
 
+    def _filter(self, function: Any, meta: DatasetMeta | None) -> None:
+        self._change(meta, lambda rows: rows.filter(function))
+
     def _change(self, meta: DatasetMeta | None, change: Callable[[Any], Table]) -> None:
         if self._mixed:
             self.dataset = change(self.dataset)
@@ -298,22 +301,6 @@ class LazyDataset(Dataset):
             check_interleaved(self.datasets.values(), interleave)
             self._interleave, self._mixed = interleave, True
 
-    def filter(
-        self,
-        filter_func: Any,
-        dataset_meta: DatasetMeta | None = None,
-        init_args: dict[str, Any] | None = None,
-        **options: Any,
-    ) -> None:
-        """Keep the rows for which a function of the mapped row returns something true, at once."""
-        function = construct(filter_func, "preprocessor", **(init_args or {}))
-        refuse("Dataset.filter", options)
-        key = self._key(dataset_meta)
-        self.datasets[key] = self.datasets[key].filter(
-            lambda row: function(self._map_row(key, row))
-        )
-        self._show_single()
-
     def encode(self, add_generation_prompt: bool = False, **options: Any) -> None:
         """Encode each row when it is read."""
         refuse("Dataset.encode", options)
@@ -369,10 +356,15 @@ class LazyDataset(Dataset):
         self._map_rows(_replacing(function, options.get("remove_columns", ())), meta)
 
     def _map_rows(self, function: RowFunction, meta: DatasetMeta | None) -> None:
-        key = None if meta is None else self._key(meta)
-        if key is None and len(self.datasets) == 1 and not self._interleave:
-            key = self._key(None)
-        self._functions.append((key, function))
+        everywhere = meta is None and len(self.datasets) != 1
+        self._functions.append((None if everywhere else self._key(meta), function))
+
+    def _filter(self, function: Any, meta: DatasetMeta | None) -> None:
+        """Filter at once: the function sees mapped rows, which are mapped again when read."""
+        key = self._key(meta)
+        rows = self.datasets[key]
+        self.datasets[key] = rows.filter(lambda row: function(self._map_row(key, row)))
+        self._show_single()
 
 
 class PackingDataset(Dataset):
