@@ -264,6 +264,19 @@ def test_no_source_is_left_out_silently(kind, tmp_path):
         list(kind())
 
 
+@pytest.mark.parametrize("kind", [PackingDataset, IterablePackingDataset])
+def test_no_source_is_left_out_of_packed_rows(kind):
+    """The first source alone was packed."""
+    dataset = kind(meta([{"input_ids": [1]}]))
+    dataset.add_dataset(meta([{"input_ids": [2]}]))
+    dataset.set_template(template())
+    with pytest.raises(ValueError, match="mix_dataset"):
+        dataset.pack_dataset() or next(iter(dataset))
+    dataset.mix_dataset()
+    dataset.pack_dataset()
+    assert [sorted(row["input_ids"]) for row in dataset] == [[1, 2]]
+
+
 @pytest.mark.parametrize("kind", [Dataset, LazyDataset])
 def test_a_source_without_rows_takes_no_turns(kind):
     """All rows of the other sources were left out."""

@@ -389,8 +389,9 @@ class PackingDataset(Dataset):
 
     def pack_dataset(self) -> None:
         """Pack into rows of the template's `max_length`, or of 2048 tokens; longer rows stay."""
-        assert "input_ids" in self.dataset[0], "encode must be called first"
-        self._packed = list(pack_features(self.dataset, _width(self._needed_template())))
+        rows = super()._readable()
+        assert "input_ids" in rows[0], "encode must be called first"
+        self._packed = list(pack_features(rows, _width(self._needed_template())))
 
     def _readable(self) -> list[Row]:
         assert self._packed is not None, "pack_dataset must be called first"
@@ -432,7 +433,7 @@ class IterablePackingDataset(IterableDataset):
     def _rows(self) -> Iterator[Row]:
         while True:
             row = None
-            for row in self.dataset:
+            for row in self._readable():
                 yield row
             if row is None or not self.cyclic:
                 return
