@@ -83,16 +83,13 @@ class DataLoader:
 
     def __iter__(self) -> Iterator[Any]:
         start, self._skip = self._skip, 0
-        # Skipped rows are read too: only then is it known which of them fail.
-        rows = self._stream() if self._streams() else islice(self._indexed(), start, None)
-        batch: list[Any] = []
-        for row in rows:
-            batch.append(row)
-            if len(batch) == self.batch_size:
+        if self._streams():
+            rows: Iterator[Any] = (row for row in self.dataset if row is not None)
+        else:  # skipped rows are read too: only then is it known which of them fail
+            rows = islice(self._indexed(), start, None)
+        while batch := list(islice(rows, self.batch_size)):
+            if len(batch) >= min(self.min_batch_size, self.batch_size):
                 yield self._collate(batch)
-                batch = []
-        if batch and len(batch) >= self.min_batch_size:
-            yield self._collate(batch)
 
     def get_state(self) -> dict[str, int]:
         """Return the number of rows so far, for `save(consumed_train_samples=…)`."""
@@ -122,9 +119,6 @@ class DataLoader:
     def _streams(self) -> bool:
         return isinstance(self.dataset, IterableDataset) or not hasattr(self.dataset, "__len__")
 
-    def _stream(self) -> Iterator[Any]:
-        return (row for row in self.dataset if row is not None)
-
     def _indexed(self) -> Iterator[Any]:
         """Yield the rows of an epoch; random ones replace those that fail."""
         rng = np.random.default_rng((settings.seed, self._epoch))
@@ -134,10 +128,10 @@ class DataLoader:
         indices = list(order if self.sampler is None else self.sampler)
         failed = 0
         for index in indices:
-            row = self._row(index)
-            failed += not row
-            if row:
+            if row := self._row(index):
                 yield row
+            else:
+                failed += 1
         for index in rng.permutation(count).tolist():
             if not failed:
                 return
