@@ -8,6 +8,7 @@ import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from decimal import Decimal, InvalidOperation
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Self, overload
 
@@ -20,6 +21,7 @@ from twinkle_jax.data.trajectory import Message, PromptBatch, Tool, Trajectory
 _NUMBER = re.compile(r"-?\d+(\.\d+)?")
 # Names of pyarrow's types whose numbers, as float64, have digits that nobody wrote.
 _SHORT_FLOATS = {"halffloat": np.float16, "float": np.float32}
+_ANSWERS = ("answer", "ground_truth")
 _DIGITS = 400  # of an answer; every float64's shortest form fits
 _ROLES = ("system", "user", "assistant", "tool")
 _FOR_EVALUATION = 5  # one problem in five
@@ -203,27 +205,31 @@ def _records(path: str | Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
     An answer that is a number comes as a `Decimal`, which keeps its digits.
     """
-    if Path(path).suffix == ".parquet":
-        require("pyarrow", "hub")
-        from pyarrow import parquet
+    where = None
+    read = _parquet_records if Path(path).suffix == ".parquet" else _json_records
+    for where, record in read(path):
+        yield where, record
+    if where is None:
+        raise ValueError(f"{path} must hold at least one record, got none")
 
-        count = 0
-        table = parquet.read_table(path)
-        kinds = {field.name: str(field.type) for field in table.schema}
-        for count, record in enumerate(table.to_pylist(), 1):
-            for name in ("answer", "ground_truth"):
-                if kinds.get(name) in _SHORT_FLOATS and record[name] is not None:
-                    record[name] = Decimal(str(_SHORT_FLOATS[kinds[name]](record[name])))
-            yield f"{path}: record {count}", record
-        if not count:
-            raise ValueError(f"{path} must hold at least one record, got none")
-        return
-    count = 0
-    with open_text(Path(path)) as lines:
-        for number, line in enumerate(lines, 1):
-            if not line.strip():
-                continue
-            count += 1
+
+def _parquet_records(path: str | Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    require("pyarrow", "hub")
+    from pyarrow import parquet
+
+    table = parquet.read_table(path)
+    kinds = {field.name: str(field.type) for field in table.schema}
+    for count, record in enumerate(table.to_pylist(), 1):
+        for name in _ANSWERS:
+            if kinds.get(name) in _SHORT_FLOATS and record[name] is not None:
+                record[name] = Decimal(str(_SHORT_FLOATS[kinds[name]](record[name])))
+        yield f"{path}: record {count}", record
+
+
+def _json_records(path: str | Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    with open_text(Path(path)) as file:
+        lines = ((number, line) for number, line in enumerate(file, 1) if line.strip())
+        for count, (number, line) in enumerate(lines, 1):
             where = f"{path}, line {number}: record {count}"
             try:
                 record = parse_json(line)
@@ -231,14 +237,11 @@ def _records(path: str | Path) -> Iterator[tuple[str, dict[str, Any]]]:
                 raise ValueError(f"{where} must be JSON, got {line[:60]!r}: {error}") from None
             if not isinstance(record, dict):
                 raise ValueError(f"{where} must be a JSON object, got {line[:60]!r}")
-            exact: dict[str, Any] | None = None
-            for name in ("answer", "ground_truth"):
-                if type(record.get(name)) in (int, float):
-                    exact = exact or json.loads(line, parse_int=Decimal, parse_float=_decimal)
-                    record[name] = exact[name]
+            numbers = [name for name in _ANSWERS if type(record.get(name)) in (int, float)]
+            if numbers:
+                exact = json.loads(line, parse_int=Decimal, parse_float=_decimal)
+                record |= {name: exact[name] for name in numbers}
             yield where, record
-    if not count:
-        raise ValueError(f"{path} must hold at least one record, got none")
 
 
 def _decimal(literal: str) -> Decimal:
@@ -325,13 +328,8 @@ def _check(split: str, size: int) -> None:
         raise ValueError(f"size must be a positive int, got {size!r}")
 
 
-def _sum_of_digits(draw: random.Random) -> tuple[str, int]:
-    a, b = draw.randint(0, 9), draw.randint(0, 9)
-    return f"{a}+{b}", a + b
-
-
-def _sum(draw: random.Random) -> tuple[str, int]:
-    a, b = draw.randint(0, 49), draw.randint(0, 49)
+def _sum(draw: random.Random, largest: int) -> tuple[str, int]:
+    a, b = draw.randint(0, largest), draw.randint(0, largest)
     return f"{a}+{b}", a + b
 
 
@@ -356,8 +354,8 @@ def _brackets(draw: random.Random) -> tuple[str, int]:
 
 
 _LEVELS: dict[int, Callable[[random.Random], tuple[str, int]]] = {
-    1: _sum_of_digits,
-    2: _sum,
+    1: partial(_sum, largest=9),
+    2: partial(_sum, largest=49),
     3: _sum_or_difference,
     4: _product,
     5: _three_terms,
@@ -504,8 +502,7 @@ class ReasoningGymTask(GeneratedPrompts):
             problem = self._problems[i]
             if _is_for_evaluation(problem["question"]) == (self.split == "eval"):
                 message = Message(role="user", content=problem["question"] + self.instruction)
-                truth = [("ground_truth", str(problem["answer"]))]
-                return Trajectory(messages=[message], user_data=truth)
+                return _trajectory([message], str(problem["answer"]), [], None)
         raise ValueError(f"the task must have questions for {self.split!r}, got none at {index}")
 
 
