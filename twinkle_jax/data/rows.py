@@ -145,14 +145,15 @@ def mix(tables: Sequence[Table], *, interleave: bool) -> Table:
     streamed = {isinstance(table, RowStream) for table in tables}
     if len(streamed) != 1:
         raise ValueError("tables must be all streams or all in memory, got some of both")
+
+    def rows() -> Iterator[Row]:
+        return itertools.chain.from_iterable(zip(*tables, strict=False) if interleave else tables)
+
     if streamed == {True}:  # the columns of a stream are not known before its end
-        return RowStream(lambda: _in_turn(tables) if interleave else itertools.chain(*tables))
+        return RowStream(rows)
     check_interleaved(tables, interleave)
-    names: dict[str, None] = dict.fromkeys(
-        name for table in tables for row in table for name in row
-    )
-    rows = _in_turn(tables) if interleave else itertools.chain(*tables)
-    return Rows({name: row.get(name) for name in names} for row in rows)
+    names = dict.fromkeys(name for table in tables for row in table for name in row)
+    return Rows({name: row.get(name) for name in names} for row in rows())
 
 
 def check_interleaved(tables: Iterable[Any], interleave: bool) -> None:
@@ -160,11 +161,6 @@ def check_interleaved(tables: Iterable[Any], interleave: bool) -> None:
     lengths = [len(table) for table in tables]
     if interleave and 0 in lengths:
         raise ValueError(f"tables must have rows to be interleaved, got {lengths} rows")
-
-
-def _in_turn(tables: Sequence[Table]) -> Iterator[Row]:
-    for rows in zip(*tables, strict=False):
-        yield from rows
 
 
 def read_rows(path: str | Path, *, stream: bool = False) -> Table:
