@@ -217,17 +217,13 @@ class Template:
         return feature
 
     def extend_input_feature(
-        self,
-        feature: Mapping[str, Any],
-        messages: Sequence[Mapping[str, Any]],
-        add_generation_prompt: bool = True,
+        self, feature: Mapping[str, Any], messages: Sequence[Mapping[str, Any]]
     ) -> InputFeature:
         """Append messages of the user or a tool after sampled tokens, for the next assistant turn.
 
         Args:
             feature: ends with a message of the assistant, as `concat_input_feature` returns it.
             messages: of the user or a tool.
-            add_generation_prompt: whether to end with the start of an assistant turn.
 
         Returns:
             A new feature: the ids so far unchanged, then the new ones, without labels.
@@ -237,16 +233,14 @@ class Template:
         """
         before = list(feature.get("messages") or ())
         turn = {**feature, "messages": before, "new": list(messages)}
-        (tokens,) = self.continuations([turn], add_generation_prompt=add_generation_prompt)
+        (tokens,) = self.continuations([turn])
         if tokens and tokens[0] == int(np.asarray(feature["input_ids"])[-1]):
             tokens = tokens[1:]  # the assistant ended its turn itself
         longer = extend_feature(feature, tokens, labelled=False)
         longer["messages"] = [*before, *messages]  # type: ignore[list-item]
         return longer
 
-    def continuations(
-        self, turns: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True
-    ) -> list[list[int]]:
+    def continuations(self, turns: Sequence[Mapping[str, Any]]) -> list[list[int]]:
         """Encode the messages after the assistant's last turn, for several conversations at once.
 
         They are appended to the sampled tokens, which stay even where the chat template would now
@@ -256,10 +250,9 @@ class Template:
         Args:
             turns: for each, `messages` that end with the assistant's, `new` messages of the user
                 or a tool, and maybe `tools`.
-            add_generation_prompt: whether to end with the start of an assistant turn.
 
         Returns:
-            Tokens for each.
+            Tokens for each, to the start of the next assistant turn.
 
         Raises:
             ValueError: if the last message is not the assistant's, or the template leaves it out.
@@ -275,7 +268,7 @@ class Template:
                 number += 1
             marks.append(f"{_MARK}{number}{_MARK}")
             hidden[len(before) - 1]["content"] = marks[-1]
-            conversations.append(self._variables(hidden, turn.get("tools"), add_generation_prompt))
+            conversations.append(self._variables(hidden, turn.get("tools"), True))
         tokens = []
         template = self.chat_template
         texts = template.render_all(conversations) if template and conversations else []
