@@ -27,6 +27,7 @@ _HIDDEN = re.compile(f"{_SIGN}([0-9a-fA-F]+){_SIGN}")
 
 # Of the small tokenizer.
 CONTROL_TOKENS = ("<|pad|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>", "<|tool|>")
+_UNKNOWN = "<|unknown|>"
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
     "{{ '<|' + message['role'] + '|>' }}{{ message['content'] }}{{ '<|end|>' }}"
@@ -400,25 +401,25 @@ def small_tokenizer(
     from tokenizers import Tokenizer as Backend
     from tokenizers import decoders, models, pre_tokenizers
 
-    symbols = list(characters or ())
-    if len(set(symbols)) < len(symbols):
-        raise ValueError(f"characters must be different from each other, got {characters!r}")
-    control = [*CONTROL_TOKENS, *(["<|unknown|>"] if characters is not None else [])]
+    config: dict[str, Any] = {
+        "eos_token": "<|end|>",
+        "pad_token": "<|pad|>",
+        "chat_template": chat_template,
+        "clean_up_tokenization_spaces": False,
+    }
     if characters is None:
-        symbols = sorted(pre_tokenizers.ByteLevel.alphabet())
+        control, symbols = [*CONTROL_TOKENS], sorted(pre_tokenizers.ByteLevel.alphabet())
+    else:
+        config["unk_token"] = _UNKNOWN
+        control, symbols = [*CONTROL_TOKENS, _UNKNOWN], list(characters)
+        if len(set(symbols)) < len(symbols):
+            raise ValueError(f"characters must be different from each other, got {characters!r}")
     vocabulary = {token: i for i, token in enumerate([*control, *symbols])}
-    unknown = None if characters is None else "<|unknown|>"
-    backend = Backend(models.BPE(vocab=vocabulary, merges=[], unk_token=unknown))
+    backend = Backend(models.BPE(vocabulary, merges=[], unk_token=config.get("unk_token")))
     if characters is None:
         backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
         backend.decoder = decoders.ByteLevel()
     else:
         backend.decoder = decoders.Fuse()
     backend.add_special_tokens(control)
-    config = {
-        "eos_token": "<|end|>",
-        "pad_token": "<|pad|>",
-        "chat_template": chat_template,
-        "clean_up_tokenization_spaces": False,
-    }
-    return Tokenizer(backend, config if unknown is None else {**config, "unk_token": unknown})
+    return Tokenizer(backend, config)
