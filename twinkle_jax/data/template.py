@@ -486,18 +486,14 @@ class ChatTemplate:
                 exceeds its limits.
             TypeError: if something is not of JSON's types.
         """
-        (text,) = self.render_all(
-            [
-                {
-                    "messages": list(messages),
-                    "tools": list(tools) if tools else None,
-                    "documents": None,
-                    "add_generation_prompt": add_generation_prompt,
-                    **variables,
-                }
-            ]
-        )
-        return text
+        conversation = {
+            "messages": list(messages),
+            "tools": list(tools) if tools else None,
+            "documents": None,
+            "add_generation_prompt": add_generation_prompt,
+            **variables,
+        }
+        return self.render_all([conversation])[0]
 
     def render_all(self, conversations: Sequence[Mapping[str, Any]]) -> list[str]:
         """Render several conversations, which is faster than one after the other.
