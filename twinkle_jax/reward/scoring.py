@@ -223,16 +223,14 @@ def _call(
 
 def _finite(value: Any, name: str, row: int) -> float:
     """Check that a reward is a number that stays finite in float32, as training holds it."""
-    if not isinstance(value, int | float) and not hasattr(value, "__float__"):
-        raise TypeError(f"{name} must return numbers, got {shown(value)} for trajectory {row}")
     try:
-        number = float(value)
+        number = float(value) if hasattr(value, "__float__") else None  # text has none
     except OverflowError:
         number = math.inf
     except (TypeError, ValueError):  # an array of several numbers
-        raise TypeError(
-            f"{name} must return numbers, got {shown(value)} for trajectory {row}"
-        ) from None
+        number = None
+    if number is None:
+        raise TypeError(f"{name} must return numbers, got {shown(value)} for trajectory {row}")
     if not abs(number) < _INFINITE_IN_FLOAT32:  # NaN neither
         raise ValueError(
             f"{name} must return finite numbers (in float32), got {shown(value)} for "
