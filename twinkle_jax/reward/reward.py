@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from twinkle_jax.data import Message, Trajectory, completion_text, message_text, user_data_get
+from twinkle_jax.data.rows import to_columns
 
 GroundTruths = Sequence[Any] | None
 """Right answers, one for each trajectory or each prompt; None: those in `user_data`."""
@@ -280,8 +281,7 @@ def _columns(trajectories: Sequence[Trajectory], truths: list[Any]) -> dict[str,
         pairs = pairs.items() if isinstance(pairs, Mapping) else pairs
         user_data_get(pairs, "")  # for its checks
         records.append(dict(reversed([(str(name), value) for name, value in pairs])))  # first wins
-    names = {name: None for record in records for name in record}
-    columns = {name: [record.get(name) for record in records] for name in names}
+    columns = to_columns(records)
     if any(truth is not None for truth in truths):
         columns["ground_truth"] = truths
         columns.setdefault("answer", list(truths))
