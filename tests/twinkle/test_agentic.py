@@ -243,13 +243,19 @@ def test_actions_of_an_environment_are_made():
         OpenEnv("some_package")
 
 
-def test_a_tool_that_replaces_another_is_warned_of():
+def test_tools_of_a_manager():
+    """A warning says that one replaces another of its name."""
     first, second = Verbose(), Verbose()
     manager = ToolManager([first])
     manager.register(first)
     with pytest.warns(UserWarning, match="'count'"):
         manager.register(second)
+    copied = manager.copy()
     assert manager.unregister("count") is second
+    assert (manager.names(), copied.names()) == ([], ["count"])
+    assert copied.tool_infos() == [second.tool_info()]
+    with pytest.raises(TypeError, match=r"dict .* got str"):
+        ToolManager("count")
 
 
 def test_one_tool_for_an_environment_that_describes_none():

@@ -152,7 +152,8 @@ class MultiTurnRollout(Rollout):
             conversation.done = conversation.truncated = True
         else:
             answers = [{"role": "tool", "content": manager(call)} for call in calls]
-            if any(getattr(tool, "done", False) is True for tool in _tools_of(manager)):
+            tools = getattr(manager, "_tools", {}).values()
+            if any(getattr(tool, "done", False) is True for tool in tools):
                 conversation.done = True
                 conversation.feature["messages"] = [*conversation.feature["messages"], *answers]
                 return
@@ -229,10 +230,6 @@ class _Conversation:
             "stop_reason": self.stop_reason,
             "truncated": self.truncated,
         }
-
-
-def _tools_of(manager: Any) -> list[Any]:
-    return list(getattr(manager, "_tools", {}).values())
 
 
 def _file_name(result: Mapping[str, Any], number: int) -> str:

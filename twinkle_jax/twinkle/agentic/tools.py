@@ -29,13 +29,16 @@ class ToolManager:
     """
 
     def __init__(self, tools: Any = None) -> None:
-        if tools is not None and not isinstance(tools, dict | list | tuple):
+        self._tools: dict[str, Any] = {}
+        if isinstance(tools, dict):
+            self._tools |= tools
+        elif isinstance(tools, list | tuple):
+            for tool in tools:
+                self.register(tool)
+        elif tools is not None:
             raise TypeError(
                 f"ToolManager expects dict | Iterable[Tool] | None, got {type(tools).__name__}"
             )
-        self._tools: dict[str, Any] = dict(tools) if isinstance(tools, dict) else {}
-        for tool in [] if tools is None or isinstance(tools, dict) else tools:
-            self.register(tool)
 
     def register(self, tool: Any) -> None:
         """Add a tool under its own name; a warning says that it replaces another."""
@@ -94,7 +97,7 @@ class ToolManager:
 
 
 def _extract_name(info: Any) -> str | None:
-    """Read the name in a tool's description or in a call."""
+    """Read the name in a tool's description."""
     function = info.get("function") if isinstance(info, Mapping) else None
     name = function.get("name") if isinstance(function, Mapping) else None
     return name if isinstance(name, str) and name else None
