@@ -1,10 +1,20 @@
-"""A small checkpoint, and a model of it that is ready to train."""
+"""A small checkpoint, a model of it that is ready to train, and settings of a new program."""
 
 import pytest
 
+import twinkle_jax.twinkle as twinkle
 from tests.model.families import config_of, params_of
 from twinkle_jax.model import Decoder, save_pretrained
+from twinkle_jax.twinkle import names
 from twinkle_jax.twinkle.model import TransformersModel
+
+
+@pytest.fixture(autouse=True)
+def new_program(monkeypatch):
+    """Begin each test as a program begins: with the first settings, and warned of nothing."""
+    monkeypatch.setattr(names, "_WARNED", set())
+    yield
+    twinkle.initialize()
 
 
 @pytest.fixture(scope="session")

@@ -40,7 +40,6 @@ def test_samplers_and_shuffling():
     assert numbers(again) == [first]
     initialize(seed=2)
     assert numbers(DataLoader(ROWS, batch_size=7, shuffle=True)) != [first]
-    initialize()
 
 
 @pytest.mark.parametrize("shuffle", [False, True])

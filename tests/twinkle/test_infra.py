@@ -21,12 +21,6 @@ from twinkle_jax.twinkle import (
 from twinkle_jax.twinkle.names import construct, local_id
 
 
-@pytest.fixture(autouse=True)
-def restore():
-    yield
-    twinkle.initialize()
-
-
 def test_sizes_lay_a_mesh_over_the_devices():
     mesh = DeviceMesh.from_sizes(world_size=8, dp_size=2, fsdp_size=4)
     assert mesh.world_size == 8 and mesh.data_world_size == 8
@@ -71,7 +65,6 @@ def test_meshes_by_ranks():
 def test_ray_and_remote_groups_warn_once():
     groups = [DeviceGroup("model", [0, 1], "GPU"), DeviceGroup("sampler", 2, "GPU")]
     mesh = DeviceMesh.from_sizes(dp_size=2)
-    infra.warn_once.__globals__["_WARNED"].clear()
     with pytest.warns(UserWarning, match="mode='ray'"):
         twinkle.initialize("ray", nproc_per_node=4, groups=groups, global_device_mesh=mesh)
     with warnings.catch_warnings():

@@ -8,7 +8,6 @@ import warnings
 import jax
 import pytest
 
-import twinkle_jax.twinkle as twinkle
 from twinkle_jax.data import small_tokenizer
 from twinkle_jax.model import Decoder, init_params, parse_config, save_pretrained
 from twinkle_jax.twinkle.dataloader import DataLoader
@@ -50,13 +49,11 @@ def fine_tune(place, target, rows, steps, rate=3e-3):
 
 
 @pytest.fixture(autouse=True)
-def settle():
-    """Begin from the settings of a new program, and leave warnings about workers out."""
-    twinkle.initialize()
+def ignore_warnings():
+    """Leave warnings about workers out."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*docs/from_twinkle.md")
         yield
-    twinkle.initialize()
 
 
 @pytest.fixture(scope="session")
