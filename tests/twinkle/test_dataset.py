@@ -319,13 +319,6 @@ def test_iterators_and_slices_of_streams():
         IterableDataset(meta(lambda: iter(SUMS), data_slice=[0]))
 
 
-def test_check_drops_what_cannot_be_encoded():
-    dataset = Dataset(meta([{"messages": [{"role": "user", "content": "1"}]}, {"messages": []}]))
-    dataset.set_template(template())
-    dataset.check()
-    assert len(dataset) == 1
-
-
 def test_streams_have_no_length():
     dataset = IterableDataset(meta(lambda: iter(SUMS)))
     dataset.map(GSM8KProcessor())
@@ -344,9 +337,6 @@ def test_saving(tmp_path):
     assert list(Dataset(DatasetMeta(str(tmp_path / "a.csv")))) == SUMS
     with pytest.raises(TypeError, match="mode"):
         dataset.save_as(tmp_path / "a", mode="training")
-    dataset.add_dataset(meta())
-    with pytest.raises(ValueError, match="mix_dataset"):
-        dataset.save_as(tmp_path / "a")
 
 
 def test_packed_rows_hold_every_row_once():
