@@ -5,8 +5,8 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -160,17 +160,10 @@ def test_several_conversations_and_templates():
 
 def test_on_any_thread_at_once():
     template = ChatTemplate("{% for i in range(2000) %}{{ messages[0].content }}{% endfor %}")
-    seen = {}
-
-    def work(i):
-        seen[i] = template.render([{"role": "user", "content": str(i)}])
-
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert seen == {i: str(i) * 2000 for i in range(4)}
+    conversations = [[{"role": "user", "content": str(i)}] for i in range(4)]
+    with ThreadPoolExecutor(4) as pool:
+        texts = list(pool.map(template.render, conversations))
+    assert texts == [str(i) * 2000 for i in range(4)]
 
 
 @pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="no timers on this system")

@@ -7,8 +7,8 @@ import re
 import signal
 import subprocess
 import sys
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -380,17 +380,9 @@ def test_answers_that_take_for_ever_are_wrong():
 
 
 def test_from_several_threads_at_once(reward):
-    rewards = {}
-
-    def work(i):
-        rewards[i] = reward(boxed(f"{i}.5", "1.5"), ["1.5"])
-
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert rewards == {0: [0.0, 1.0], 1: [1.0, 1.0], 2: [0.0, 1.0]}
+    with ThreadPoolExecutor(3) as pool:
+        rewards = pool.map(lambda i: reward(boxed(f"{i}.5", "1.5"), ["1.5"]), range(3))
+        assert list(rewards) == [[0.0, 1.0], [1.0, 1.0], [0.0, 1.0]]
 
 
 @pytest.mark.parametrize("end", ["", "os.kill(os.getpid(), 9)"])
