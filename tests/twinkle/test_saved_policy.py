@@ -25,6 +25,10 @@ def start(checkpoint, lora=False, seed=3, optimizer="AdamW"):
     return model
 
 
+def contents(place):
+    return {path: path.read_bytes() for path in place.rglob("*") if path.is_file()}
+
+
 def train(model, calls):
     for _ in range(calls):
         model.forward_backward(inputs=INPUTS, **SIDE)
@@ -102,7 +106,7 @@ def test_a_save_that_fails_leaves_the_old_one(checkpoint, tmp_path, monkeypatch)
     model = start(checkpoint)
     train(model, 1)
     place = model.save("one", tmp_path, save_optimizer=True)
-    before = {path: path.read_bytes() for path in place.rglob("*") if path.is_file()}
+    before = contents(place)
     train(model, 1)
 
     def full_disk(directory, arrays, facts):
@@ -119,7 +123,7 @@ def test_a_save_that_fails_leaves_the_old_one(checkpoint, tmp_path, monkeypatch)
     monkeypatch.setattr("twinkle_jax.training.policy.save_pretrained", full_disk_for_weights)
     with pytest.raises(OSError, match="no space"):
         model.save("one", tmp_path)
-    assert {path: path.read_bytes() for path in place.rglob("*") if path.is_file()} == before
+    assert contents(place) == before
     assert [path.name for path in tmp_path.iterdir()] == ["one"]
 
 
@@ -154,7 +158,7 @@ def test_an_adapter_and_a_checkpoint_never_share_a_directory(checkpoint, tmp_pat
     """transformers would load both, the adapter over the weights."""
     first, second = start(checkpoint, adapter_first), start(checkpoint, not adapter_first)
     place = first.save("one", tmp_path, save_optimizer=True)
-    before = {path: path.read_bytes() for path in place.rglob("*") if path.is_file()}
+    before = contents(place)
     for model, options in (
         (second, {"save_optimizer": True}),
         (second, {}),
@@ -162,7 +166,7 @@ def test_an_adapter_and_a_checkpoint_never_share_a_directory(checkpoint, tmp_pat
     ):
         with pytest.raises(ValueError, match="adapter"):
             model.save("one", tmp_path, **options)
-        assert {path: path.read_bytes() for path in place.rglob("*") if path.is_file()} == before
+        assert contents(place) == before
     assert [path.name for path in tmp_path.iterdir()] == ["one"]
 
 

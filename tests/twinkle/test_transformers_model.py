@@ -7,7 +7,7 @@ import optax
 import pytest
 
 from tests.model.families import config_of, hidden, params_of
-from tests.twinkle.rows import INPUTS, OLD, ROWS, SIDE, gradient
+from tests.twinkle.rows import INPUTS, OLD, ROWS, SIDE, assert_equal, assert_same, gradient
 from twinkle_jax.loss import GRPOLoss, PPOValueLoss
 from twinkle_jax.model import Decoder, output_logits, save_pretrained
 from twinkle_jax.twinkle.model import TransformersModel
@@ -86,8 +86,7 @@ def test_micro_batches_and_accumulated_calls_change_no_gradient(model):
         old_logps=wide,
     )
     for other in (parts, calls, gradient(model)):
-        for a, b in zip(other, full_batch, strict=True):
-            np.testing.assert_allclose(a, b, atol=1e-6 * np.abs(b).max() + 1e-8)
+        assert_same(other, full_batch)
     metrics = model.calculate_metric()
     assert metrics["tokens"] == 4 * 9
     np.testing.assert_allclose(metrics["loss"], loss, rtol=1e-5)
@@ -136,8 +135,7 @@ def test_gradients_that_are_not_finite_are_skipped_and_counted(model):
     assert not info.applied
     assert model.calculate_metric()["skipped_updates"] == 2
     assert model.calculate_metric()["skipped_updates"] == 0
-    for name, x in model.get_state_dict().items():
-        np.testing.assert_array_equal(x, before[name])
+    assert_equal(model.get_state_dict(), before)
     assert model.state.step == 0
     model.forward_backward(inputs=INPUTS, **SIDE)
     assert model.clip_grad_and_step().applied
@@ -226,12 +224,11 @@ def test_saved_and_loaded(model, tmp_path):
     model.save(tmp_path / "out")
     trained = model.get_state_dict()
     again = TransformersModel(tmp_path / "out")
-    assert again.get_state_dict().keys() == trained.keys()
     fresh = TransformersModel(model.model_id)
     fresh.load(tmp_path / "out")
-    for name, x in trained.items():
-        np.testing.assert_array_equal(again.get_state_dict()[name], x)
-        np.testing.assert_array_equal(fresh.get_state_dict()[name], x)
+    for read in (again, fresh):
+        assert read.get_state_dict().keys() == trained.keys()
+        assert_equal(read.get_state_dict(), trained)
 
 
 def test_trajectories_need_a_template(model):
