@@ -4,6 +4,7 @@ import sys
 
 import pytest
 
+from tests.reward import completions
 from twinkle_jax.reward import (
     ExactMatchReward,
     GSM8KAccuracyReward,
@@ -50,7 +51,7 @@ class Needs:
 made = Quarter()
 number = 3
 """
-ANSWERS = [{"messages": [{"role": "assistant", "content": "4"}]}]
+ANSWERS = completions("4")
 
 
 @pytest.fixture
@@ -139,9 +140,8 @@ def test_modules_beside_a_file_and_in_the_current_directory_are_found(tmp_path, 
     file.write_text("import beside\ndef score(completions): return [beside.WORTH]\n")
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.chdir(tmp_path)
-    batch = [{"messages": [{"role": "assistant", "content": "x"}]}]
-    assert compute_rewards(find_reward("of_a_user:score"), batch) == [3.0]
-    assert compute_rewards(find_reward(f"{file}:score"), batch) == [4.0]
+    assert compute_rewards(find_reward("of_a_user:score"), ANSWERS) == [3.0]
+    assert compute_rewards(find_reward(f"{file}:score"), ANSWERS) == [4.0]
     assert sys.path[-2:] == [str(tmp_path), str(tmp_path / "sub")]  # behind what is installed
     for name in ("of_a_user", "beside"):
         monkeypatch.delitem(sys.modules, name)
