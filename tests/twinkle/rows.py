@@ -18,6 +18,16 @@ def gradient(model):
     return [np.asarray(g) / float(state.denominator) for g in jax.tree.leaves(state.gradient_sum)]
 
 
+def teacher_of(responses):
+    """The likely tokens behind each position, from scored prompts, as a teacher's are passed."""
+    scored = [x.topk_prompt_logprobs[1:] for x in responses]  # what stands there was said before it
+    parts = np.zeros((2, len(scored), max(map(len, scored)) + 1, len(scored[0][0])))
+    for i, row in enumerate(scored):
+        for t, pairs in enumerate(row):
+            parts[1, i, t], parts[0, i, t] = zip(*pairs, strict=True)
+    return {"teacher_topk_logprobs": parts[0], "teacher_topk_indices": parts[1].astype(int)}
+
+
 def assert_same(actual, expected, tolerance=1e-6):
     for a, b in zip(actual, expected, strict=True):
         np.testing.assert_allclose(a, b, rtol=0, atol=tolerance * np.abs(b).max() + 1e-8)

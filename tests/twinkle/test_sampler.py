@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from tests.model.families import config_of, hidden, params_of
-from tests.twinkle.rows import INPUTS, OLD, ROWS, gradient
+from tests.twinkle.rows import INPUTS, OLD, ROWS, assert_same, gradient, teacher_of
 from twinkle_jax.data import SamplingParams, small_tokenizer
 from twinkle_jax.loss import GKDLoss
 from twinkle_jax.model import Decoder, LoraConfig, output_logits, save_pretrained
@@ -19,12 +19,21 @@ pytestmark = pytest.mark.filterwarnings("ignore:vLLMSampler without base_url")
 PROMPTS = [{"input_ids": row} for row in ROWS]
 GREEDY = SamplingParams(max_tokens=4, temperature=0)
 LORA = LoraConfig(r=2, lora_alpha=4, target_modules=("q_proj", "down_proj"))
-PARTS = {"teacher_topk_logprobs": 0, "teacher_topk_indices": 1}
+PARTS = ("teacher_topk_logprobs", "teacher_topk_indices")
 
 
 @pytest.fixture
 def sampler(checkpoint):
     return vLLMSampler(model_id=checkpoint, engine_args={"gpu_memory_utilization": 0.5})
+
+
+@pytest.fixture
+def trained(checkpoint):
+    """A model with an adapter that changes what is sampled."""
+    model = TransformersModel(model_id=checkpoint)
+    model.add_adapter_to_model("default", LORA)
+    model.state = model.state._replace(params=jax.tree.map(lambda x: x + 0.3, model.state.params))
+    return model
 
 
 def tokens(responses):
@@ -46,19 +55,16 @@ def test_without_a_server_it_samples_here(checkpoint, sampler):
         raw.sample(PROMPTS, SamplingParams(temperature=0.5))
 
 
-def test_adapters_by_path(checkpoint, sampler, tmp_path):
-    model = TransformersModel(model_id=checkpoint)
-    model.add_adapter_to_model("default", LORA)
-    model.state = model.state._replace(params=jax.tree.map(lambda x: x + 0.3, model.state.params))
-    place = model.save("adapter", tmp_path)
+def test_adapters_by_path(checkpoint, sampler, trained, tmp_path):
+    place = trained.save("adapter", tmp_path)
     plain = tokens(sampler.sample(PROMPTS, GREEDY))
     adapted = tokens(sampler.sample(PROMPTS, GREEDY, adapter_path=place))
-    assert adapted == tokens(JaxSampler(model=model).sample(PROMPTS, GREEDY)) != plain
+    assert adapted == tokens(JaxSampler(model=trained).sample(PROMPTS, GREEDY)) != plain
     assert tokens(sampler.sample(PROMPTS, GREEDY)) == plain
     params = SamplingParams(max_tokens=4)
     draws = [tokens(sampler.sample(PROMPTS, params, adapter_path=place)) for _ in range(2)]
     assert draws[0] != draws[1]
-    CheckpointEngineManager(model=model, sampler=sampler).sync_weights(merge_and_sync=False)
+    CheckpointEngineManager(model=trained, sampler=sampler).sync_weights(merge_and_sync=False)
     assert tokens(sampler.sample(PROMPTS, GREEDY)) == adapted
     assert tokens(sampler.sample(PROMPTS, GREEDY, use_base_model=True)) == plain
     assert tokens(sampler.sample(PROMPTS, GREEDY)) == adapted
@@ -75,11 +81,8 @@ def test_adapters_by_path(checkpoint, sampler, tmp_path):
         next(served.sample_stream(PROMPTS[0]))
 
 
-def test_a_stream_of_text(checkpoint, sampler, tmp_path):
-    model = TransformersModel(model_id=checkpoint)
-    model.add_adapter_to_model("default", LORA)
-    model.state = model.state._replace(params=jax.tree.map(lambda x: x + 0.3, model.state.params))
-    place = model.save("adapter", tmp_path)
+def test_a_stream_of_text(sampler, trained, tmp_path):
+    place = trained.save("adapter", tmp_path)
     sampler.set_template(Template(small_tokenizer("0123456789+="), max_length=64))
     for path in (None, place):
         calls = sampler._sampler.calls
@@ -159,9 +162,7 @@ def test_a_scored_conversation_is_what_a_student_trains_on(checkpoint, sampler, 
             assert list(feature[name]) == list(encoded[name])
     assert len(response.topk_prompt_logprobs) == len(encoded["input_ids"])
     model.set_loss(GKDLoss())
-    pairs = np.asarray([*response.topk_prompt_logprobs[1:], [(0, 0.0)] * 2])
-    named = {name: pairs[None, ..., 1 - i] for name, i in PARTS.items()}
-    named["teacher_topk_indices"] = named["teacher_topk_indices"].astype(int)
+    named = teacher_of([response])
     inputs = [response.sequences[0].new_input_feature]
     # The teacher is the student.
     assert abs(float(model.forward_backward(inputs=inputs, **named))) < 1e-6
@@ -196,10 +197,9 @@ def test_distillation(model, teacher, topk, micro):
     logprobs = np.asarray(jax.nn.log_softmax(teacher["logits"]))
     order = np.argsort(-logprobs)[..., :topk]
     parts = np.take_along_axis(logprobs, order, -1), order
-    named = {name: parts[i].tolist() for name, i in PARTS.items()}
+    named = {name: part.tolist() for name, part in zip(PARTS, parts, strict=True)}
     model.forward_backward(inputs=INPUTS, **named)
-    for a, b in zip(gradient(model), by_logits, strict=True):
-        np.testing.assert_allclose(a, b, atol=1e-5 * np.abs(b).max() + 1e-8)
+    assert_same(gradient(model), by_logits, 1e-5)
     losses = [float(expected)]
     for _ in range(3):
         model.clip_grad_and_step()
@@ -209,20 +209,11 @@ def test_distillation(model, teacher, topk, micro):
 
 def test_a_policy_that_is_its_own_teacher_loses_nothing(checkpoint, sampler):
     """Scores of prompts say what comes at a token, labels what comes after it: shifted by one."""
-    rows = [row for row in ROWS if len(row) > 2]
     vocab = config_of("qwen3").vocab_size
-    prompts = [{"input_ids": row} for row in rows]
-    scored = sampler.sample(prompts, SamplingParams(max_tokens=0, prompt_logprobs=vocab))
-    time = max(map(len, rows))
-    parts = np.zeros((2, len(rows), time, vocab))
-    for i, response in enumerate(scored):
-        for t, pairs in enumerate(response.topk_prompt_logprobs[1:]):
-            parts[0, i, t] = [logprob for _, logprob in pairs]
-            parts[1, i, t] = [token for token, _ in pairs]
-    named = {"teacher_topk_logprobs": parts[0], "teacher_topk_indices": parts[1].astype(int)}
+    named = teacher_of(sampler.sample(PROMPTS, SamplingParams(max_tokens=0, prompt_logprobs=vocab)))
     inputs = [
         {"input_ids": row, "labels": [*row[1:], -100], "attention_mask": [1] * len(row)}
-        for row in rows
+        for row in ROWS
     ]
     losses = []
     for shift in (0, 1):

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 import twinkle_jax.twinkle as twinkle
+from tests.twinkle.rows import teacher_of
 from tests.twinkle.scripts.conftest import SUMS, SYSTEM, fine_tune, talk
 from twinkle_jax.twinkle import DeviceGroup
 from twinkle_jax.twinkle.checkpoint_engine import CheckpointEngineManager
@@ -46,14 +47,8 @@ def make_dataset(policy, data):
 
 
 def teacher_scores(sampler, features):
-    """Give the likely tokens behind each position, in arrays that end with their rows."""
     params = SamplingParams(max_tokens=0, temperature=1.0, prompt_logprobs=LIKELY)
-    scored = [x.topk_prompt_logprobs for x in sampler.sample(features, params)]
-    parts = np.zeros((2, len(scored), max(map(len, scored)), LIKELY))
-    for i, row in enumerate(scored):
-        for t, pairs in enumerate(row[1:]):  # what stands for a token was said before it
-            parts[1, i, t], parts[0, i, t] = zip(*pairs, strict=True)
-    return {"teacher_topk_logprobs": parts[0], "teacher_topk_indices": parts[1].astype(int)}
+    return teacher_of(sampler.sample(features, params))
 
 
 def test_a_student_comes_to_its_teacher(guessing_policy, knowing_policy, gsm8k):
