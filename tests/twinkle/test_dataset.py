@@ -181,6 +181,15 @@ def test_encoding_keeps_columns_and_gives_lists():
     assert row["attention_mask"] == [1] * 4
 
 
+@pytest.mark.parametrize("removed", ["note", ["note"], None])
+def test_encoding_removes_the_columns_that_are_named_and_no_others(removed):
+    """A name alone removed all columns whose names are parts of it."""
+    dataset = Dataset(meta([{"messages": talk("1"), "note": 1, "not": 2}]))
+    dataset.set_template(template())
+    dataset.encode(remove_columns=removed)
+    assert ("note" in dataset[0]) == (not removed) and dataset[0]["not"] == 2
+
+
 def test_pairs_are_encoded_in_their_columns():
     rows = [{"prompt": "1+1=", "answer_zh": "2", "answer_en": n * "3"} for n in (1, 9)]
     dataset = Dataset(meta(rows))

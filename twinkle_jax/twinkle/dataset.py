@@ -180,6 +180,7 @@ class Dataset:
         `add_generation_prompt` ends them with the start of an assistant turn, to sample from.
         """
         removed = options.pop("remove_columns", None) or ()
+        removed = {removed} if isinstance(removed, str) else set(removed)
         size = options.pop("batch_size", 1000)
         refuse("Dataset.encode", options)
         template = self._needed_template()
