@@ -8,11 +8,10 @@ import sys
 
 import pytest
 
+from tests.training.options import config_of
 from twinkle_jax.loss import CISPOLoss, DRGRPOLoss, GRPOLoss, GSPOLoss, ImportanceCorrection
 from twinkle_jax.rollout import RolloutConfig
 from twinkle_jax.training import (
-    EvaluationConfig,
-    LoggingConfig,
     LoraSettings,
     OptimizerConfig,
     TrainConfig,
@@ -21,7 +20,6 @@ from twinkle_jax.training import (
 )
 from twinkle_jax.training.by_name import make_optimizer
 from twinkle_jax.training.config import (
-    check_effects,
     check_learning_rates,
     check_resumable,
     flat,
@@ -52,7 +50,7 @@ def test_what_depends_on_the_policy_is_filled_in():
 
 
 NAN = float("nan")
-REFUSED = [
+REFUSED = [  # a setting and a value that it cannot have, perhaps only with others
     ("seed", 2**32),
     ("steps", -1),
     ("warm_start", 1.5),
@@ -87,38 +85,29 @@ REFUSED = [
     ("mesh.memory", 0.0),
     ("lora.rank", -1),
     ("lora.alpha", 0.0),
-]
-REFUSED_TOGETHER = [
-    ({"task": "x.jsonl"}, "model"),
-    (
-        {"optimizer": {"schedule": "exponential_decay", "schedule_options": {"x": 1}}},
-        "optimizer.schedule_options",
-    ),
-    (
-        {"optimizer": {"schedule": "constant_schedule", "schedule_options": {"value": "x"}}},
-        "optimizer.schedule_options",
-    ),
+    ("lora.rank", 2**17),
+    ("optimizer.options", {"b1": "x"}),
+    ("optimizer.options", {"eps": None}),
+    ("environment", None, {"task": "environment"}),
+    ("model", None, {"task": "x.jsonl"}),
+    ("update.mini_batches", 4, {"rollout.prompts": 6}),
+    ("rollout.slots", 3, {"mesh.data": 2}),
+    ("lora.dropout", 1.0, {"lora.rank": 4}),
+    ("lora.alpha", NAN, {"lora.rank": 4}),
+    ("lora.target_modules", [3], {"lora.rank": 4}),
     *(
-        (
-            {
-                "optimizer": {
-                    "schedule": "piecewise_constant_schedule",
-                    "schedule_options": {"boundaries_and_scales": scales},
-                }
-            },
-            "optimizer.schedule_options",
-        )
-        for scales in ([1], {"x": 0.5})
-    ),
-    ({"optimizer": {"options": {"b1": "x"}}}, "optimizer.options"),
-    ({"optimizer": {"options": {"eps": None}}}, "optimizer.options"),
-    ({"update": {"advantage": "pass_at_k"}}, "update.advantage_options"),
-    *(
-        (
-            {"update": {"advantage": name, "advantage_options": options}},
-            "update.advantage_options",
-        )
+        ("optimizer.schedule_options", options, {"optimizer.schedule": name})
         for name, options in [
+            ("exponential_decay", {"x": 1}),
+            ("constant_schedule", {"value": "x"}),
+            ("piecewise_constant_schedule", {"boundaries_and_scales": [1]}),
+            ("piecewise_constant_schedule", {"boundaries_and_scales": {"x": 0.5}}),
+        ]
+    ),
+    *(
+        ("update.advantage_options", options, {"update.advantage": name})
+        for name, options in [
+            ("pass_at_k", {}),
             ("pass_at_k", {"k": 9}),  # of 8 completions
             ("pass_at_k", {"k": 2, "threshold": "x"}),
             ("pkpo", {"k": 0}),
@@ -127,29 +116,39 @@ REFUSED_TOGETHER = [
             ("reinforce_plus_plus", {"gamma": "x"}),
         ]
     ),
-    ({"rollout": {"prompts": 6}, "update": {"mini_batches": 4}}, "update.mini_batches"),
-    ({"rollout": {"slots": 3}, "mesh": {"data": 2}}, "rollout.slots"),
-    ({"lora": {"rank": 4, "dropout": 1.0}}, "lora.dropout"),
-    ({"lora": {"rank": 2**17}}, "lora.rank"),
-    ({"lora": {"rank": 4, "alpha": NAN}}, "lora.alpha"),
-    ({"lora": {"rank": 4, "target_modules": [3]}}, "lora.target_modules"),
-    ({"reward": ["exact", "math"], "reward_weights": [1.0]}, "reward_weights must have a number"),
-    ({"reward_weights": [1.0]}, "reward_weights must go with named rewards"),
+    *(
+        (name, value, {"environment": "x.py:Y"} | options)
+        for name, value, options in [
+            ("rollout.max_turns", 0, {}),
+            ("rollout.max_episode_tokens", 1024, {}),
+            ("rollout.max_failed", 2.0, {}),
+            ("rollout.environment_timeout", 0.0, {}),
+            ("rollout.history", "forget", {}),
+            ("update.credit", "token", {}),
+            ("update.gae_lambda", 0.9, {}),
+            ("update.gae_lambda", 1.5, {"update.credit": "turn"}),
+            ("update.advantage", "reinforce_plus_plus", {"update.credit": "turn"}),
+            ("update.micro_batch_tokens", 100, {}),
+        ]
+    ),
 ]
 
 
-def alone(name, value):
-    """A configuration with one setting."""
-    section, _, setting = name.rpartition(".")
-    return {section: {setting: value}} if section else {setting: value}
+@pytest.mark.parametrize("case", REFUSED, ids=str)
+def test_what_cannot_be_is_refused_by_name(case):
+    name, value, *others = case
+    options = dict(*others) | {name: value}
+    with pytest.raises(ValueError, match=rf"^{re.escape(name)}\b"):
+        config_of(options)
 
 
 @pytest.mark.parametrize(
-    ("settings", "name"), [*((alone(*case), case[0]) for case in REFUSED), *REFUSED_TOGETHER]
+    ("reward", "message"),
+    [(None, "must go with named rewards"), (["exact", "math"], "must have a number for each of 2")],
 )
-def test_what_cannot_be_is_refused_by_name(settings, name):
-    with pytest.raises(ValueError, match=rf"^{re.escape(name)}\b"):
-        from_dict(settings)
+def test_weights_are_those_of_the_rewards(reward, message):
+    with pytest.raises(ValueError, match=rf"^reward_weights {message}"):
+        TrainConfig(reward=reward, reward_weights=[1.0])
 
 
 @pytest.mark.parametrize("value", [NAN, -1e-3])
@@ -207,91 +206,6 @@ jax.distributed.initialize(f"localhost:{port}", 1, 0)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-
-
-WITHOUT_EFFECT = [
-    ({"lora": LoraSettings(alpha=32.0)}, "lora.alpha"),
-    ({"lora": LoraSettings(dropout=0.1)}, "lora.dropout"),
-    ({"lora": LoraSettings(target_modules=["q_proj"])}, "lora.target_modules"),
-    ({"update": UpdateConfig(credit="turn")}, "update.credit"),
-    ({"update": UpdateConfig(discount=0.9)}, "update.discount"),
-    ({"update": UpdateConfig(gae_lambda=0.9)}, "update.gae_lambda"),
-    ({"update": UpdateConfig(advantage="maxrl", scale="batch")}, "update.scale"),
-    ({"update": UpdateConfig(advantage="reinforce_plus_plus", scale="none")}, "update.scale"),
-    ({"update": UpdateConfig(correction_cap=5.0)}, "update.correction_cap"),
-    ({"logging": LoggingConfig(traces_every=1)}, "logging.traces_every"),
-    ({"evaluation": EvaluationConfig(path="held_out.jsonl")}, "evaluation.path"),
-    ({"rollout": RolloutConfig(max_turns=3)}, "rollout.max_turns"),
-    ({"rollout": RolloutConfig(history="template")}, "rollout.history"),
-    ({"rollout": RolloutConfig(tool_format="react")}, "rollout.tool_format"),
-    *(
-        ({"rollout": RolloutConfig(**{name: value})}, f"rollout.{name}")
-        for name, value in [
-            ("max_episode_tokens", 2000),
-            ("cohorts", 1),
-            ("environment_timeout", 5.0),
-            ("environment_threads", 8),
-            ("max_failed", 0.0),
-            ("max_observation", 100),
-            ("tools_in", "thread"),
-            ("environment_in", "process"),
-            ("process_megabytes", 64),
-        ]
-    ),
-    ({"environment": "x.py:X", "rollout": RolloutConfig(tools_in="thread")}, "rollout.tools_in"),
-    (
-        {"environment": "x.py:X", "rollout": RolloutConfig(process_megabytes=64)},
-        "rollout.process_megabytes",
-    ),
-    (
-        {
-            "tools": "x.py",
-            "rollout": RolloutConfig(tools_in="thread", process_megabytes=64),
-        },
-        "rollout.process_megabytes",
-    ),
-    *(
-        (changes | {"rollout": RolloutConfig(environment_in="process")}, "rollout.environment_in")
-        for changes in ({"tools": "x.py"}, {"environment": "openenv:http://localhost:8000"})
-    ),
-    ({"update": UpdateConfig(loss="sapo", epsilon=0.1)}, "update.epsilon"),
-    ({"update": UpdateConfig(loss="SAPOLoss", epsilon_high=0.3)}, "update.epsilon_high"),
-    ({"update": UpdateConfig(loss="cispo", epsilon=0.1, epsilon_high=4.0)}, "update.epsilon"),
-    ({"model": "m", "task": "x.jsonl", "level": 5}, "level"),
-    ({"model": "m", "warm_start": 0.5}, "warm_start"),
-]
-
-
-@pytest.mark.parametrize(("changes", "name"), WITHOUT_EFFECT)
-def test_settings_without_effect_are_refused_before_a_run(changes, name, tmp_path):
-    output_dir = str(tmp_path / "run")
-    config = TrainConfig(**{"output_dir": output_dir, "steps": 0, "warm_start": 0.0} | changes)
-    with pytest.raises(ValueError, match=rf"^{re.escape(name)} must go with "):
-        train(config)
-    assert not list(tmp_path.iterdir())
-
-
-def test_settings_with_an_effect_are_not_refused():
-    turns = UpdateConfig(credit="turn", discount=0.9, gae_lambda=0.9)
-    check_effects(TrainConfig(tools="x.py", update=turns, logging=LoggingConfig(traces_every=1)))
-    limits = {"max_episode_tokens": 2000, "cohorts": 1, "max_failed": 0.0, "max_observation": 100}
-    calls = {"environment_timeout": 5.0, "environment_threads": 8}
-    played = RolloutConfig(**limits, **calls, environment_in="process", process_megabytes=64)
-    check_effects(TrainConfig(environment="x.py:X", rollout=played))
-    check_effects(TrainConfig(tools="x.py", rollout=RolloutConfig(tools_in="thread")))
-    check_effects(TrainConfig(tools="x.py", rollout=RolloutConfig(process_megabytes=64)))
-    # The longest episode follows from these; a resumed run with longer prompts keeps what it was.
-    single = {"max_prompt_tokens": 64, "max_new_tokens": 16}
-    check_effects(TrainConfig(rollout=RolloutConfig(**single)))
-    check_effects(
-        TrainConfig(resume="auto", rollout=RolloutConfig(**single, max_episode_tokens=99))
-    )
-    lora = LoraSettings(rank=4, alpha=1.0, dropout=0.1, target_modules=["q_proj"])
-    update = UpdateConfig(scale="none", correction="token_mask", correction_cap=5.0)
-    path = EvaluationConfig(path="held_out.jsonl")
-    check_effects(TrainConfig(model="m", task="x.jsonl", lora=lora, update=update, evaluation=path))
-    for loss in ({"loss": "cispo", "epsilon": 0.1}, {"loss": "cispo", "epsilon_high": 4.0}):
-        check_effects(TrainConfig(model="m", level=5, warm_start=0.0, update=UpdateConfig(**loss)))
 
 
 def test_json_gives_a_configuration_back():

@@ -309,29 +309,6 @@ def test_rows_of_failed_episodes_count_in_no_mean():
     assert int(state.rows) == 3
 
 
-@pytest.mark.parametrize(
-    ("changes", "argument"),
-    [
-        ({"rollout": RolloutConfig(max_turns=0)}, "rollout.max_turns"),
-        ({"rollout": RolloutConfig(max_episode_tokens=1024)}, "rollout.max_episode_tokens"),
-        ({"rollout": RolloutConfig(max_failed=2.0)}, "rollout.max_failed"),
-        ({"rollout": RolloutConfig(environment_timeout=0.0)}, "rollout.environment_timeout"),
-        ({"rollout": RolloutConfig(history="forget")}, "rollout.history"),
-        ({"update": UpdateConfig(credit="token")}, "update.credit"),
-        ({"update": UpdateConfig(gae_lambda=0.9)}, "update.gae_lambda"),
-        ({"update": UpdateConfig(credit="turn", gae_lambda=1.5)}, "update.gae_lambda"),
-        (
-            {"update": UpdateConfig(advantage="reinforce_plus_plus", credit="turn")},
-            "update.advantage",
-        ),
-        ({"update": UpdateConfig(micro_batch_tokens=100)}, "update.micro_batch_tokens"),
-    ],
-)
-def test_settings_that_cannot_be(changes, argument):
-    with pytest.raises(ValueError, match=argument):
-        TrainConfig(environment="x.py:Y", **changes)
-
-
 def test_a_chat_template_that_hides_tools_is_said(folder, tmp_path, capsys):
     (tmp_path / "tools.py").write_text(
         'def ask(word: str) -> str:\n    """Ask."""\n    return word'
@@ -363,5 +340,3 @@ def test_settings_that_follow_from_others():
     assert made.rollout.max_episode_tokens == 1024 + 6 * 8
     assert TrainConfig().task == "arithmetic"
     assert TrainConfig(tools="x.py").task == "arithmetic"
-    with pytest.raises(ValueError, match="environment"):
-        TrainConfig(task="environment")

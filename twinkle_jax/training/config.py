@@ -7,7 +7,7 @@ change it, its line of documentation, and its use.
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, Literal, get_args, get_origin, get_type_hints
@@ -593,95 +593,6 @@ def _check_episodes(config: TrainConfig) -> None:
             "update.advantage must not be reinforce_plus_plus, a per-token estimator, with "
             f"update.credit={update.credit!r} and rollout.history={rollout.history!r}"
         )
-
-
-# Settings that have an effect with another one only, and what that is.
-_EFFECTS: tuple[tuple[tuple[str, ...], Callable[[TrainConfig], bool], str], ...] = (
-    (
-        ("lora.alpha", "lora.dropout", "lora.target_modules"),
-        lambda config: config.lora.rank > 0,
-        "a lora.rank above 0",
-    ),
-    (
-        (
-            *("update.credit", "update.discount", "update.gae_lambda", "logging.traces_every"),
-            *("rollout.max_turns", "rollout.history", "rollout.tool_format", "rollout.cohorts"),
-            *("rollout.environment_timeout", "rollout.environment_threads"),
-            *("rollout.max_failed", "rollout.max_observation"),
-        ),
-        lambda config: config.many_turns,
-        "an environment or tools",
-    ),
-    (
-        ("rollout.max_episode_tokens",),
-        # A resumed run may have longer prompts, and keeps the length that followed from them.
-        lambda config: config.many_turns or config.resume != "never",
-        "an environment or tools",
-    ),
-    (("rollout.tools_in",), lambda config: config.tools is not None, "tools"),
-    (
-        ("rollout.environment_in",),
-        lambda config: not (config.environment or "openenv:").startswith("openenv:"),
-        "an environment that is no server",
-    ),
-    (
-        ("rollout.process_megabytes",),
-        lambda config: (
-            (config.tools is not None and config.rollout.tools_in == "process")
-            or config.rollout.environment_in == "process"
-        ),
-        "tools or an environment in processes",
-    ),
-    (
-        ("update.scale",),
-        lambda config: (
-            make_estimator(config.update.advantage, config.update.advantage_options).has_scale
-        ),
-        "an update.advantage that has a scale, such as grpo or rloo",
-    ),
-    (
-        ("update.correction_cap",),
-        lambda config: config.update.correction != "none",
-        "an update.correction",
-    ),
-    (
-        ("evaluation.path",),
-        lambda config: config.task not in ("arithmetic", "environment"),
-        "a task from files",
-    ),
-    (
-        ("update.epsilon", "update.epsilon_high"),
-        lambda config: not isinstance(make_loss(config), SAPOLoss),
-        "an update.loss that clips",
-    ),
-    (
-        ("update.epsilon",),
-        lambda config: (
-            config.update.epsilon_high is None or not isinstance(make_loss(config), CISPOLoss)
-        ),
-        "an update.loss with a lower bound, or without update.epsilon_high",
-    ),
-    (("level",), lambda config: config.task == "arithmetic", "the arithmetic task"),
-    (
-        ("warm_start",),
-        lambda config: config.model is None or config.warm_start == 0,
-        "the built-in policy",
-    ),
-)
-
-
-def check_effects(config: TrainConfig) -> None:
-    """Raise for the first setting that would have no effect on a run, by its name."""
-    settings, defaults = (flat(dataclasses.asdict(x)) for x in (config, TrainConfig()))
-    automatic = dataclasses.replace(config.rollout, max_episode_tokens=AUTO).resolved()
-    defaults["rollout.max_episode_tokens"] = automatic.max_episode_tokens
-    for names, has_effect, needed in _EFFECTS:
-        for name in names:
-            if settings[name] != defaults[name] and not has_effect(config):
-                raise ValueError(
-                    f"{name} must go with {needed}, without which it has no effect, "
-                    f"got {settings[name]!r}"
-                )
 
 
 def check_learning_rates(config: TrainConfig) -> None:

@@ -18,12 +18,12 @@ from twinkle_jax.rollout.hosts import InterruptedRunError
 from twinkle_jax.training.checkpoint import RunCheckpoints
 from twinkle_jax.training.config import (
     TrainConfig,
-    check_effects,
     check_learning_rates,
     from_dict,
     with_choices,
 )
 from twinkle_jax.training.display import Display, draw_curves
+from twinkle_jax.training.effects import check_effects
 from twinkle_jax.training.evaluation import held_out
 from twinkle_jax.training.hosts import check_same, check_shared, connect, describe_loss
 from twinkle_jax.training.metrics import rollout_metrics

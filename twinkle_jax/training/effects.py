@@ -1,0 +1,110 @@
+"""Settings that have an effect only with another one: without it, a run refuses them."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import NamedTuple
+
+from twinkle_jax.data.settings import AUTO
+from twinkle_jax.loss import CISPOLoss, SAPOLoss
+from twinkle_jax.training.by_name import make_estimator
+from twinkle_jax.training.config import TrainConfig, flat, make_loss
+
+
+class _Condition(NamedTuple):
+    """When settings have an effect.
+
+    Attributes:
+        needed: what the settings must go with, for the error.
+        holds: whether a configuration has it.
+        names: the settings, separated by spaces.
+    """
+
+    needed: str
+    holds: Callable[[TrainConfig], bool]
+    names: str
+
+
+_CONDITIONS = (
+    _Condition(
+        "a lora.rank above 0",
+        lambda config: config.lora.rank > 0,
+        "lora.alpha lora.dropout lora.target_modules",
+    ),
+    _Condition(
+        "an environment or tools",
+        lambda config: config.many_turns,
+        "update.credit update.discount update.gae_lambda logging.traces_every "
+        "rollout.max_turns rollout.history rollout.tool_format rollout.cohorts "
+        "rollout.environment_timeout rollout.environment_threads "
+        "rollout.max_failed rollout.max_observation",
+    ),
+    _Condition(
+        "an environment or tools",
+        # A resumed run may have longer prompts, and keeps the length that followed from them.
+        lambda config: config.many_turns or config.resume != "never",
+        "rollout.max_episode_tokens",
+    ),
+    _Condition("tools", lambda config: config.tools is not None, "rollout.tools_in"),
+    _Condition(
+        "an environment that is no server",
+        lambda config: not (config.environment or "openenv:").startswith("openenv:"),
+        "rollout.environment_in",
+    ),
+    _Condition(
+        "tools or an environment in processes",
+        lambda config: (
+            (config.tools is not None and config.rollout.tools_in == "process")
+            or config.rollout.environment_in == "process"
+        ),
+        "rollout.process_megabytes",
+    ),
+    _Condition(
+        "an update.advantage that has a scale, such as grpo or rloo",
+        lambda config: (
+            make_estimator(config.update.advantage, config.update.advantage_options).has_scale
+        ),
+        "update.scale",
+    ),
+    _Condition(
+        "an update.correction",
+        lambda config: config.update.correction != "none",
+        "update.correction_cap",
+    ),
+    _Condition(
+        "a task from files",
+        lambda config: config.task not in ("arithmetic", "environment"),
+        "evaluation.path",
+    ),
+    _Condition(
+        "an update.loss that clips",
+        lambda config: not isinstance(make_loss(config), SAPOLoss),
+        "update.epsilon update.epsilon_high",
+    ),
+    _Condition(
+        "an update.loss with a lower bound, or without update.epsilon_high",
+        lambda config: (
+            config.update.epsilon_high is None or not isinstance(make_loss(config), CISPOLoss)
+        ),
+        "update.epsilon",
+    ),
+    _Condition("the arithmetic task", lambda config: config.task == "arithmetic", "level"),
+    _Condition(
+        "the built-in policy",
+        lambda config: config.model is None or config.warm_start == 0,
+        "warm_start",
+    ),
+)
+
+
+def check_effects(config: TrainConfig) -> None:
+    """Raise for the first setting that would have no effect on a run, by its name."""
+    settings, defaults = (flat(dataclasses.asdict(x)) for x in (config, TrainConfig()))
+    automatic = dataclasses.replace(config.rollout, max_episode_tokens=AUTO).resolved()
+    defaults["rollout.max_episode_tokens"] = automatic.max_episode_tokens
+    for condition in _CONDITIONS:
+        for name in condition.names.split():
+            if settings[name] != defaults[name] and not condition.holds(config):
+                raise ValueError(
+                    f"{name} must go with {condition.needed}, without which it has no effect, "
+                    f"got {settings[name]!r}"
+                )
