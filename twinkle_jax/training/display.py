@@ -136,13 +136,16 @@ _SHOWN = {  # name in metrics.jsonl: what is shown of it
 }
 
 
+_COMPLETIONS, _EPISODES = 4, 2  # of one prompt, the most that are shown at once
+
+
 class Display:
     """Shows the progress of a run: as a bar on a terminal, as plain lines elsewhere.
 
     Surprising metrics are explained in a sentence, once each time they begin.
 
     Args:
-        total: steps of the run, including those before a resumption; None if unknown.
+        total: steps of the run, including those before a resumption.
         console: where to print; None for the standard output.
         quiet: print nothing, for processes other than the first.
 
@@ -158,7 +161,7 @@ class Display:
     """
 
     def __init__(
-        self, total: int | None = None, *, console: "Console | None" = None, quiet: bool = False
+        self, total: int, *, console: "Console | None" = None, quiet: bool = False
     ) -> None:
         require("rich", "training")
         from rich.console import Console
@@ -179,8 +182,7 @@ class Display:
         """
         shown = "  ".join(text.format(metrics[x]) for x, text in _SHOWN.items() if x in metrics)
         if self._progress is None:
-            of_all = "" if self._total is None else f"/{self._total}"
-            self.note(f"step {step}{of_all}  {shown}".rstrip())
+            self.note(f"step {step}/{self._total}  {shown}".rstrip())
         else:
             self._progress.update(self._task, completed=step, shown=shown)
         if "eval/accuracy" in metrics:
@@ -197,8 +199,6 @@ class Display:
         trajectories: Sequence[Trajectory],
         rewards: Sequence[float],
         advantages: Sequence[float],
-        *,
-        rows: int = 4,
     ) -> None:
         """Show some completions of one prompt with their rewards and advantages.
 
@@ -210,13 +210,12 @@ class Display:
             trajectories: whose last message is the completion; those of a prompt side by side.
             rewards: of each.
             advantages: of each.
-            rows: maximum number of completions.
         """
         from rich.table import Table
         from rich.text import Text
 
         prompts = [" ".join(map(message_text, x["messages"][:-1])) for x in trajectories]
-        chosen = _one_prompt(prompts, rewards)[:rows]
+        chosen = _one_prompt(prompts, rewards)[:_COMPLETIONS]
         if not chosen:
             return
         encoding = self._console.encoding
@@ -248,8 +247,6 @@ class Display:
         episodes: Sequence[Episode],
         rewards: Sequence[float],
         advantages: Sequence[float],
-        *,
-        rows: int = 2,
     ) -> None:
         """Show some episodes as conversations, with the reward of each turn.
 
@@ -260,14 +257,13 @@ class Display:
             episodes: those of a prompt side by side.
             rewards: of each.
             advantages: of each.
-            rows: maximum number of episodes.
         """
         from rich.table import Table
         from rich.text import Text
 
         seeds = [f"{episode.seed}" for episode in episodes]
         encoding = self._console.encoding
-        for i in _one_prompt(seeds, rewards)[:rows]:
+        for i in _one_prompt(seeds, rewards)[:_EPISODES]:
             episode = episodes[i]
             title = (
                 f"step {step}, episode {i}: {episode.ended} {episode.cause}".rstrip()
@@ -321,7 +317,7 @@ class Display:
             self._progress.stop()
 
 
-def _make_bar(console: "Console", total: int | None) -> Any:
+def _make_bar(console: "Console", total: int) -> Any:
     """Make a progress bar; None unless the output is a terminal that can redraw a line."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
     from rich.progress import TimeRemainingColumn as TimeLeft
