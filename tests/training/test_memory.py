@@ -47,6 +47,11 @@ def bytes_of(tree):
     return sum(x.nbytes for x in jax.tree.leaves(tree))
 
 
+SHAPE = POLICY.config.attention
+LAYERS = POLICY.config.repeats * len(POLICY.config.block)
+TOKEN = 2 * LAYERS * SHAPE.key_value_heads * SHAPE.head_dim * 4  # bytes of its keys and values
+
+
 def test_an_update_takes_its_state_and_more_with_more_tokens():
     needs = [update_memory(*begun(micro_batch_tokens=tokens)) for tokens in (256, 1024, 4096)]
     assert bytes_of(begun()[1]) < needs[0] < needs[1] < needs[2]
@@ -59,11 +64,8 @@ def test_an_update_takes_its_state_and_more_with_more_tokens():
 
 
 def test_a_rollout_takes_its_caches():
-    shape = POLICY.config.attention
     few, all_rows = (rollout_memory(*begun(slots)) for slots in (4, None))
-    layers = POLICY.config.repeats * len(POLICY.config.block)
-    token = 2 * layers * shape.key_value_heads * shape.head_dim * 4
-    assert all_rows - few >= 12 * 127 * token  # 16 rows of 64 + 64 - 1 tokens, or 4
+    assert all_rows - few >= 12 * 127 * TOKEN  # 16 rows of 64 + 64 - 1 tokens, or 4
     assert few > bytes_of(begun()[1])
 
 
@@ -79,10 +81,7 @@ def test_episodes_take_their_caches_twice_or_are_read_again():
         return rollout_memory(recipe._replace(config=config), state)
 
     kept, again = with_turns(None), with_turns(8)
-    shape = POLICY.config.attention
-    layers = POLICY.config.repeats * len(POLICY.config.block)
-    token = 2 * layers * shape.key_value_heads * shape.head_dim * 4
-    assert kept - again >= (2 * 16 - 8) * 255 * token
+    assert kept - again >= (2 * 16 - 8) * 255 * TOKEN
     assert again > rollout_memory(*begun(slots=8))  # episodes are longer than one turn
 
 
@@ -112,7 +111,6 @@ def test_what_is_recomputed_is_chosen_by_memory():
     assert least < kept
     for limit, expected in ((kept, "elementwise"), (kept - 1, "layers"), (least, "layers")):
         notes = []
-        limit = max(limit, rollout_memory(recipe, state)) if limit == kept else limit
         chosen = fit(recipe, state, limit, notes.append)
         assert chosen.update.recompute == expected
         assert chosen.update.micro_batch_tokens == 4096

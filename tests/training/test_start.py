@@ -27,6 +27,7 @@ from twinkle_jax.training import (
     small_policy,
     train_state,
 )
+from twinkle_jax.training.config import with_setting
 from twinkle_jax.training.display import Display
 from twinkle_jax.training.policy import add_adapter, example_batch
 from twinkle_jax.training.start import begin, with_adapter, with_config, with_dtype
@@ -128,7 +129,7 @@ def test_a_source_of_episodes_gets_its_settings_and_later_choices():
         config.rollout,
     )
     assert (source.mask_truncated, source.reward_timeout, source.discount) == (True, 7.0, 0.5)
-    fewer = dataclasses.replace(config, rollout=dataclasses.replace(config.rollout, slots=4))
+    fewer = with_setting(config, "rollout.slots", 4)
     changed = with_config(made, fewer)
     assert (changed.config, changed.source.settings) == (fewer, fewer.rollout)
     with pytest.raises(ValueError, match="reward"):
@@ -167,7 +168,7 @@ def test_the_seed_decides_the_order_of_prompts_and_the_noise(folder, tmp_path):
         config = small_run.config(folder, tmp_path / name, seed=seed)
         task = make_task(config)._replace(reward=reward)
         (tmp_path / name).mkdir()
-        with MetricsLog(tmp_path / name) as log, Display(quiet=True) as display:
+        with MetricsLog(tmp_path / name) as log, Display(4, quiet=True) as display:
             run, progress = begin(config, tmp_path / name, task, log, display, None)
         prompts = [str(prompt["messages"]) for _ in range(3) for prompt in next(run.loader)]
         return prompts, jax.random.key_data(progress.key).tolist()

@@ -381,6 +381,13 @@ def automatic_budget(config: TrainConfig) -> int:
     return max(16384, config.longest_row)
 
 
+def with_setting(config: TrainConfig, name: str, value: Any) -> TrainConfig:
+    """Replace a setting of a section, by its name: `rollout.slots`."""
+    section, _, setting = name.partition(".")
+    changed = dataclasses.replace(getattr(config, section), **{setting: value})
+    return dataclasses.replace(config, **{section: changed})
+
+
 def from_dict(saved: Mapping[str, Any]) -> TrainConfig:
     """Make a configuration from its `dataclasses.asdict`, read back from JSON."""
     values = dict(saved)
@@ -689,12 +696,12 @@ def automatic_settings(section: Any = TrainConfig, prefix: str = "") -> Iterator
             yield prefix + setting.name
 
 
-def flat(tree: Mapping[str, Any], depth: int = 1) -> dict[str, Any]:
+def flat(tree: Mapping[str, Any]) -> dict[str, Any]:
     """Name each setting as the command does: `rollout.prompts`."""
     settings: dict[str, Any] = {}
     for name, value in tree.items():
-        if isinstance(value, Mapping) and depth:
-            settings |= {f"{name}.{key}": x for key, x in flat(value, depth - 1).items()}
+        if isinstance(value, Mapping):
+            settings |= {f"{name}.{key}": x for key, x in value.items()}
         else:
             settings[name] = value
     return settings

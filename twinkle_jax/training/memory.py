@@ -1,9 +1,8 @@
 """Device memory of a run, from its compiled programs, and settings that fit into it."""
 
-import dataclasses
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +11,7 @@ import numpy as np
 from twinkle_jax.data import Batch, bucket_size
 from twinkle_jax.data.batch import batch_width
 from twinkle_jax.sampler import conversations_memory, generate_memory
-from twinkle_jax.training.config import TrainConfig, automatic_budget
+from twinkle_jax.training.config import TrainConfig, automatic_budget, with_setting
 from twinkle_jax.training.gradient import grad_step
 from twinkle_jax.training.packing import Packing, line_width
 from twinkle_jax.training.state import TrainState, apply_gradients, shapes_of
@@ -131,18 +130,15 @@ def fit(recipe: Recipe, state: TrainState, limit: int, note: Callable[[str], Non
     config = recipe.config
 
     def choose(
-        name: str, choices: Iterator[TrainConfig], count: Callable[..., int], user_set: bool
+        name: str, values: Iterator[int | None], count: Callable[..., int], user_set: bool
     ) -> TrainConfig:
-        first = needed = None
-        for chosen in choices:
+        for number, value in enumerate(values):
+            chosen = with_setting(config, name, value)
             needed = count(recipe._replace(config=chosen), state)
-            first = needed if first is None else first
-            part, setting = name.split(".")
-            value = getattr(getattr(chosen, part), setting)
             takes = f"{needed / _GIB:.2f} GiB of the {limit / _GIB:.2f} of a device"
             if needed > limit:
                 continue
-            if needed != first and user_set:
+            if number > 0 and user_set:
                 raise ValueError(f"{name} must be at most {value}, which takes {takes}")
             note(f"{name} {'all' if value is None else value}: takes {takes}")
             return chosen
@@ -152,41 +148,34 @@ def fit(recipe: Recipe, state: TrainState, limit: int, note: Callable[[str], Non
         )
 
     if config.update.recompute == "auto":  # fewer operations rather than more tokens at once
-        config = _recompute(config, "elementwise")
+        config = with_setting(config, "update.recompute", "elementwise")
         if update_memory(recipe._replace(config=config), state) > limit:
-            config = _recompute(config, "layers")
+            config = with_setting(config, "update.recompute", "layers")
         note(f"update.recompute {config.update.recompute}")
     user_set = config.update.micro_batch_tokens != automatic_budget(config)
-    updates = _smaller_updates(config)
-    config = choose("update.micro_batch_tokens", updates, update_memory, user_set)
+    budgets = _smaller_budgets(config)
+    config = choose("update.micro_batch_tokens", budgets, update_memory, user_set)
     user_set = config.rollout.slots is not None
     return choose("rollout.slots", _fewer_slots(config), rollout_memory, user_set)
 
 
-def _recompute(config: TrainConfig, what: Literal["layers", "elementwise"]) -> TrainConfig:
-    return dataclasses.replace(config, update=dataclasses.replace(config.update, recompute=what))
-
-
-def _smaller_updates(config: TrainConfig) -> Iterator[TrainConfig]:
+def _smaller_budgets(config: TrainConfig) -> Iterator[int]:
     """Halve the tokens of a micro-batch down to the longest row."""
     longest, tokens = config.longest_row, config.update.micro_batch_tokens
-    while True:
-        update = dataclasses.replace(config.update, micro_batch_tokens=tokens)
-        yield dataclasses.replace(config, update=update)
-        if tokens <= longest:
-            return
+    yield tokens
+    while tokens > longest:
         tokens = max(tokens // 2, longest)
+        yield tokens
 
 
-def _fewer_slots(config: TrainConfig) -> Iterator[TrainConfig]:
+def _fewer_slots(config: TrainConfig) -> Iterator[int | None]:
     """Halve the slots down to one for each device that rows are spread over."""
-    yield config
+    yield config.rollout.slots
     shards = config.mesh.data * config.mesh.fsdp
     slots = config.rollout.slots or config.rollout.prompts * config.rollout.num_samples
     while slots > shards:
         slots = max(-(-slots // (2 * shards)), 1) * shards
-        rollout = dataclasses.replace(config.rollout, slots=slots)
-        yield dataclasses.replace(config, rollout=rollout)
+        yield slots
 
 
 def _longest_micro_batch(recipe: Recipe) -> tuple[Batch, Packing]:

@@ -29,7 +29,14 @@ from twinkle_jax.rollout import (
 from twinkle_jax.rollout.engine import prompt_ids
 from twinkle_jax.training.by_name import make_estimator
 from twinkle_jax.training.checkpoint import RunCheckpoints
-from twinkle_jax.training.config import TrainConfig, lora_names, make_lora, make_loss, run_optimizer
+from twinkle_jax.training.config import (
+    TrainConfig,
+    lora_names,
+    make_lora,
+    make_loss,
+    run_optimizer,
+    with_setting,
+)
 from twinkle_jax.training.display import Display
 from twinkle_jax.training.evaluation import held_out
 from twinkle_jax.training.memory import device_memory, fit
@@ -155,7 +162,7 @@ def _choose_cohorts(config: TrainConfig, display: Display) -> TrainConfig:
         return config
     cohorts = default_cohorts(rollout.prompts * rollout.num_samples)
     display.note(f"rollout.cohorts {cohorts}")
-    return dataclasses.replace(config, rollout=dataclasses.replace(rollout, cohorts=cohorts))
+    return with_setting(config, "rollout.cohorts", cohorts)
 
 
 def with_dtype(config: TrainConfig, mesh: Mesh | None) -> TrainConfig:
