@@ -121,6 +121,14 @@ class JoinedRun:
         return self.directory.with_name(f"{self.directory.name}.{number}.{name}")
 
 
+def run_joined(folder, config, *, status=0, seconds=300, **options):
+    """Run processes to their end, with this status of each; `options` are those of `JoinedRun`."""
+    with JoinedRun(folder, config, **options) as run:
+        statuses = run.wait(seconds)
+    assert statuses == [status] * len(statuses), run.errors(0) + run.errors(1)
+    return run
+
+
 def compiled():
     """Keep compiled programs where pytest keeps those of its own process."""
     import jax

@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -60,18 +61,60 @@ def command(arguments):
     return [sys.executable, "-c", COMMAND, "train", *arguments]
 
 
-def run(folder, directory, *, resume="never", env=None, **changes):
-    """Run `twinkle-jax train` in a process of its own, and give its status and output."""
-    record = {"RECORD": str(directory) + ".record"}
+def run(folder, directory, *, env=None, before=(), **changes):
+    """Run `twinkle-jax train` in a process of its own, and give its status and output.
+
+    Args:
+        folder: of the policy and the task.
+        directory: of the run.
+        env: further variables of the environment.
+        before: a command that starts the process.
+        changes: of settings.
+    """
     return subprocess.run(
-        command([*flags(folder, output_dir=directory, resume=resume, **changes)]),
+        [*before, *command(flags(folder, output_dir=directory, **changes))],
         cwd=ROOT,
-        env=environment(folder, **record, **(env or {})),
+        env=environment(folder, RECORD=f"{directory}.record", **(env or {})),
         capture_output=True,
         text=True,
         timeout=300,
         check=False,
     )
+
+
+def end_by_signal(folder, directory, moment, **changes):
+    """Run the command until the signal of a moment ends it, which it must soon; see `signal_at`."""
+    process = subprocess.Popen(
+        command(flags(folder, output_dir=directory, **changes)),
+        cwd=ROOT,
+        env=environment(folder, RECORD=f"{directory}.record", SIGNAL_AT=moment),
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    with process:
+        next(line for line in process.stdout if line.startswith("signal at"))
+        assert process.wait(timeout=30) == 143
+
+
+def wait_for(path, seconds=300):
+    """Return once a file is there."""
+    end = time.monotonic() + seconds
+    while not path.exists():
+        assert time.monotonic() < end, path
+        time.sleep(0.01)
+
+
+def damage_checkpoint(directory, step, damage):
+    """Flip a bit in the largest file of a checkpoint, or remove it if `damage` is `missing`."""
+    files = (p for p in (directory / "checkpoints" / f"step_{step:08d}").rglob("*") if p.is_file())
+    path = max(files, key=lambda p: p.stat().st_size)
+    if damage == "missing":
+        path.unlink()
+    else:
+        content = bytearray(path.read_bytes())
+        content[len(content) // 2] ^= 8
+        path.write_bytes(content)
+    return path
 
 
 def copy_until(source, target, step):

@@ -1,6 +1,5 @@
 """What befalls runs: signals, kills, full disks, damaged files, wrong gradients and rewards."""
 
-import dataclasses
 import json
 import subprocess
 import time
@@ -14,24 +13,26 @@ from tests.training.runs import (
     assert_same_run,
     command,
     copy_until,
+    damage_checkpoint,
+    end_by_signal,
     environment,
     flags,
     learnt,
     metrics,
     run,
     steps,
+    wait_for,
 )
 from tests.training.small_run import EVERY_STEP, STEPS, Scorer, config, evaluation, update
 from twinkle_jax.rollout.hosts import InterruptedRunError
 from twinkle_jax.training import OptimizerConfig, SamplerMismatchError, train
+from twinkle_jax.training.config import with_setting
 from twinkle_jax.training.display import Display
 from twinkle_jax.training.progress import LastStep, save
 from twinkle_jax.training.run import one_step
 from twinkle_jax.training.start import begin
 from twinkle_jax.training.task import make_task
 from twinkle_jax.training.tracking import MetricsLog
-
-EXIT_WITHIN = 30
 
 
 @pytest.fixture(scope="module")
@@ -60,8 +61,7 @@ def test_killed_at_any_moment(folder, uninterrupted, tmp_path, moment):
         stderr=subprocess.DEVNULL,
     )
     with process:
-        while process.poll() is None and not (tmp_path / "run" / "config.json").exists():
-            time.sleep(0.01)
+        wait_for(tmp_path / "run" / "config.json")
         whole_run = json.loads((uninterrupted / "summary.json").read_text())["seconds"]
         time.sleep(np.random.default_rng(moment).random() * 2 * whole_run)
         process.kill()
@@ -87,17 +87,7 @@ def test_a_signal_saves_the_last_finished_step(
     folder, uninterrupted, tmp_path, moment, saved, changes
 ):
     changes = {"logging.checkpoint_every": STEPS, **changes}
-    process = subprocess.Popen(
-        command(flags(folder, output_dir=tmp_path / "run", steps=STEPS, **changes)),
-        cwd=ROOT,
-        env=environment(folder, RECORD=str(tmp_path / "run.record"), SIGNAL_AT=moment),
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    with process:
-        assert process.stdout is not None
-        next(line for line in process.stdout if line.startswith("signal at"))
-        assert process.wait(timeout=EXIT_WITHIN) == 143
+    end_by_signal(folder, tmp_path / "run", moment, steps=STEPS, **changes)
     newest = steps(tmp_path / "run")[-1]
     assert saved in (None, newest)
     assert len(metrics(tmp_path / "run")) == newest
@@ -107,17 +97,9 @@ def test_a_signal_saves_the_last_finished_step(
 @pytest.mark.exhaustive
 def test_a_full_disk_names_the_step_and_spoils_nothing(folder, uninterrupted, tmp_path):
     copy_until(uninterrupted, tmp_path / "run", 2)
-    arguments = flags(folder, output_dir=tmp_path / "run", resume="auto", steps=STEPS)
     less_than_a_checkpoint_needs = ["bash", "-c", 'ulimit -f 60; exec "$@"', "bash"]
-    ended = subprocess.run(
-        [*less_than_a_checkpoint_needs, *command(arguments)],
-        cwd=ROOT,
-        env=environment(folder, RECORD=str(tmp_path / "run.record")),
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    settings = {"resume": "auto", "steps": STEPS}
+    ended = run(folder, tmp_path / "run", before=less_than_a_checkpoint_needs, **settings)
     assert ended.returncode == 1
     messages = [line for line in ended.stderr.splitlines() if line.startswith("twinkle-jax: ")]
     assert len(messages) == 1  # orbax's threads may have a word of their own
@@ -130,14 +112,7 @@ def test_a_full_disk_names_the_step_and_spoils_nothing(folder, uninterrupted, tm
 @pytest.mark.parametrize("damage", ["bit", "missing"])
 def test_a_damaged_checkpoint_is_not_used(folder, uninterrupted, tmp_path, damage):
     copy_until(uninterrupted, tmp_path / "run", 3)
-    newest = tmp_path / "run" / "checkpoints" / "step_00000003"
-    files = [p for p in newest.rglob("*") if p.is_file()]
-    path = max(files, key=lambda p: p.stat().st_size)
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 8
-    path.write_bytes(content)
-    if damage == "missing":
-        path.unlink()
+    path = damage_checkpoint(tmp_path / "run", 3, damage)
     resumed = assert_goes_on(folder, tmp_path / "run", uninterrupted)
     assert f"step 3 is skipped: {path}" in resumed.stderr
     assert "resuming after step 2" in resumed.stdout
@@ -232,7 +207,7 @@ def test_a_stale_sampler_costs_no_finished_step(folder, tmp_path):
     train(config(folder, tmp_path / "whole", steps=1), reward=Scorer())
     task = make_task(settings)._replace(reward=Scorer())
     (tmp_path / "run").mkdir()
-    with MetricsLog(tmp_path / "run") as log, Display() as display:
+    with MetricsLog(tmp_path / "run") as log, Display(4) as display:
         run, progress = begin(settings, tmp_path / "run", task, log, display, None)
         last = LastStep(lambda p, wait: save(run.checkpoints, p, run.recipe.reference, settings))
         progress = one_step(run, progress, last, lambda: None)
@@ -240,10 +215,8 @@ def test_a_stale_sampler_costs_no_finished_step(folder, tmp_path):
         with pytest.raises(InterruptedRunError):
             one_step(run, progress, last, stop)
         assert run.loader.get_state() == begun  # nothing was drawn for a step that is not to be
-        impossible = dataclasses.replace(settings.update, max_logp_diff=0.0)
-        strict = run._replace(
-            recipe=run.recipe._replace(config=dataclasses.replace(settings, update=impossible))
-        )
+        impossible = with_setting(settings, "update.max_logp_diff", 0.0)
+        strict = run._replace(recipe=run.recipe._replace(config=impossible))
         with pytest.raises(RuntimeError, match="log-probabilities"):
             one_step(strict, progress, last, lambda: None)
         assert last.save_from_signal()
@@ -261,7 +234,7 @@ def test_all_rows_are_compared_in_the_first_and_every_25th_step(folder, tmp_path
         return np.random.default_rng([settings.seed, step, 0]).permutation(2).tolist()
 
     other = next(step for step in range(1, 25) if order(step) != order(0))
-    with MetricsLog(tmp_path / "run") as log, Display() as display:
+    with MetricsLog(tmp_path / "run") as log, Display(4) as display:
         run, progress = begin(settings, tmp_path / "run", task, log, display, None)
 
         class Source:

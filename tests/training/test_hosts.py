@@ -12,8 +12,8 @@ import pytest
 from safetensors.numpy import load_file
 
 from tests.training import small_run
-from tests.training.joined_runs import SHORT_ANSWERS, JoinedRun
-from tests.training.runs import ROOT, steps
+from tests.training.joined_runs import SHORT_ANSWERS, run_joined
+from tests.training.runs import ROOT, lines, scored, steps
 from twinkle_jax.rollout import hosts
 from twinkle_jax.training import (
     DistributedConfig,
@@ -28,8 +28,6 @@ from twinkle_jax.training import (
 from twinkle_jax.training import hosts as training_hosts
 from twinkle_jax.training.hosts import check_same, fingerprint, started_as_one_of_several
 
-TIMES = ("time/sample", "time/environment", "step_time", "tokens_per_second")
-
 
 def config(folder, directory, **changes):
     settings = {"reward": SHORT_ANSWERS, "mesh": MeshConfig(fsdp=8), "steps": 2}
@@ -37,14 +35,22 @@ def config(folder, directory, **changes):
     return small_run.config(folder, directory, **(settings | changes))
 
 
-def metrics(directory):
-    lines = (directory / "metrics.jsonl").read_text().splitlines()
-    return [{k: v for k, v in json.loads(x).items() if k not in TIMES} for x in lines]
+@pytest.fixture(autouse=True)
+def record(tmp_path, monkeypatch):
+    """What the reward is asked in this process is written beside the run `one`."""
+    monkeypatch.setenv("RECORD", str(tmp_path / "one.record"))
+
+
+def assert_scored_once(run, alone):
+    """Each completion is scored by one of the processes; returns what each has scored."""
+    parts = [[*chain(*calls)] for calls in run.scored()]
+    assert sorted(chain(*parts)) == sorted(chain(*scored(alone)))
+    return parts
 
 
 def assert_same_metrics(got, expected, atol=1e-5):
-    assert len(metrics(got)) == len(metrics(expected)) > 0
-    for one, other in zip(metrics(got), metrics(expected), strict=True):
+    assert len(lines(got)) == len(lines(expected)) > 0
+    for one, other in zip(lines(got), lines(expected), strict=True):
         assert one.keys() == other.keys()
         for name, value in other.items():
             assert one[name] == pytest.approx(value, abs=atol, rel=atol), (one["step"], name)
@@ -54,20 +60,15 @@ def assert_same_metrics(got, expected, atol=1e-5):
         np.testing.assert_allclose(a[name], value, atol=atol, err_msg=name)
 
 
-def test_two_processes_are_one(folder, tmp_path, monkeypatch):
-    monkeypatch.setenv("RECORD", str(tmp_path / "record"))
+def test_two_processes_are_one(folder, tmp_path):
     short = {"steps": 1, "update": small_run.update(kl_beta=0.0)}
     alone = train(config(folder, tmp_path / "one", **short))
-    with JoinedRun(folder, config(folder, tmp_path / "two", **short)) as run:
-        assert run.wait() == [0, 0], run.errors(0) + run.errors(1)
+    run = run_joined(folder, config(folder, tmp_path / "two", **short))
     assert_same_metrics(tmp_path / "two", tmp_path / "one")
     together = json.loads((tmp_path / "two" / "summary.json").read_text())
     for name in ("accuracy_before", "accuracy_after"):
         assert together[name] == alone[name]
-    # Each completion is scored once, by one of the processes, and both have some.
-    calls = [json.loads(line) for line in (tmp_path / "record").read_text().splitlines()]
-    first, second, alone = ([*chain(*calls)] for calls in (*run.scored(), calls))
-    assert sorted(first + second) == sorted(alone)
+    first, second = assert_scored_once(run, tmp_path / "one")
     assert len(first) > len(second) > 0  # the evaluation's few problems are all in the first
     assert "step 1/1" in run.printed(0)
     assert run.printed(1).replace("[Gloo]", "").count("step") == 0
@@ -137,8 +138,9 @@ def test_what_differs_between_two_processes_is_refused_by_name(folder, tmp_path,
     variables = {"PYTHONPATH": f"{tmp_path / 'first on the path'}{os.pathsep}{ROOT}"}
     if change == "setting":
         variables["JAX_DEFAULT_MATMUL_PRECISION"] = "highest"
-    with JoinedRun(folder, config(folder, tmp_path / "run"), variables={1: variables}) as run:
-        assert run.wait(60) == [1, 1], run.errors(0) + run.errors(1)
+    run = run_joined(
+        folder, config(folder, tmp_path / "run"), variables={1: variables}, status=1, seconds=60
+    )
     [first], second = run.complaints()
     assert name in first
     assert second == []
@@ -182,8 +184,7 @@ def test_what_differs_on_one_host_is_named(folder, tmp_path, monkeypatch, change
 
 def test_hosts_that_are_started_differently_are_refused_by_name(folder, tmp_path):
     other = {1: ["--optimizer.learning_rate=0.02"]}
-    with JoinedRun(folder, config(folder, tmp_path / "run"), extra=other) as run:
-        assert run.wait() == [1, 1], run.errors(0) + run.errors(1)
+    run = run_joined(folder, config(folder, tmp_path / "run"), extra=other, status=1)
     [first], second = run.complaints()
     assert "optimizer.learning_rate must be the same" in first
     assert "0.02 in process 1" in first
@@ -208,7 +209,6 @@ def messages(monkeypatch, then=lambda calls: None):
 
 def test_the_messages_of_a_step(folder, tmp_path, monkeypatch):
     """Each takes milliseconds on CPUs, whatever its size; seen from one process that sends all."""
-    monkeypatch.setenv("RECORD", str(tmp_path / "record"))
     calls = messages(monkeypatch)
     train(config(folder, tmp_path / "run"))
     last = "writing metrics"
@@ -222,7 +222,6 @@ def test_a_signal_after_the_rewards_ends_a_run_before_it_draws(
     folder, tmp_path, monkeypatch, moment, count
 ):
     """During the update, or while a checkpoint is begun; the evaluation before has a reward too."""
-    monkeypatch.setenv("RECORD", str(tmp_path / "record"))
 
     def send(calls):
         if calls[-1] == moment and calls.count(moment) == count:
@@ -237,43 +236,38 @@ def test_a_signal_after_the_rewards_ends_a_run_before_it_draws(
     assert summary["steps"] == (1 if moment == "computing rewards" else 2)
 
 
-def long(advantage, **changes):
-    """A configuration that differs, and the update in it."""
-    settings = {name: changes.pop(name) for name in ("mesh", "lora", "rollout") if name in changes}
-    return settings | {"update": small_run.update(advantage=advantage, **changes)}
-
-
-LONG = {  # what differs, and how many processes have how many devices
-    "rloo, tensor": (long("rloo", mesh=MeshConfig(data=2, fsdp=2, tensor=2)), 2, 4),
+LONG = {  # settings of the update and others, and how many processes have how many devices
+    "rloo, tensor": ({}, {"mesh": MeshConfig(data=2, fsdp=2, tensor=2)}, 2, 4),
     "batch, once": (
-        long(
-            "grpo", scale="batch", mini_batches=2, mesh=MeshConfig(data=2, fsdp=4, transfers="once")
-        ),
+        {"advantage": "grpo", "scale": "batch", "mini_batches": 2},
+        {"mesh": MeshConfig(data=2, fsdp=4, transfers="once")},
         2,
         4,
     ),
-    "reinforce++": (long("reinforce_plus_plus", kl_beta=0.0, dynamic_sampling=3), 2, 4),
-    "lora": (long("rloo", lora=LoraSettings(rank=2, dropout=0.1)), 2, 4),
+    "reinforce++": (
+        {"advantage": "reinforce_plus_plus", "kl_beta": 0.0, "dynamic_sampling": 3},
+        {},
+        2,
+        4,
+    ),
+    "lora": ({}, {"lora": LoraSettings(rank=2, dropout=0.1)}, 2, 4),
     "lora, once": (
-        long(
-            "rloo",
-            lora=LoraSettings(rank=2, dropout=0.1),
-            mesh=MeshConfig(fsdp=8, transfers="once"),
-        ),
+        {},
+        {
+            "lora": LoraSettings(rank=2, dropout=0.1),
+            "mesh": MeshConfig(fsdp=8, transfers="once"),
+        },
         2,
         4,
     ),
     # 128 rows: each of the two updates adds up several micro-batches.
     "grpo": (
-        long(
-            "grpo",
-            scale="group",
-            mini_batches=2,
-            micro_batch_tokens=36,
-            rollout=RolloutConfig(
+        {"advantage": "grpo", "scale": "group", "mini_batches": 2, "micro_batch_tokens": 36},
+        {
+            "rollout": RolloutConfig(
                 prompts=2, num_samples=64, max_new_tokens=4, max_prompt_tokens=32
-            ),
-        ),
+            )
+        },
         4,
         2,
     ),
@@ -282,23 +276,19 @@ LONG = {  # what differs, and how many processes have how many devices
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("case", LONG)
-def test_twenty_steps_are_the_same(folder, tmp_path, monkeypatch, case):
+def test_twenty_steps_are_the_same(folder, tmp_path, case):
     """With and without a reference, one update a step and several, accumulated or not."""
-    monkeypatch.setenv("RECORD", str(tmp_path / "record"))
-    changes, processes, devices = LONG[case]
+    update, changes, processes, devices = LONG[case]
     # Sums over devices round in another order, which a high learning rate amplifies.
     optimizer = OptimizerConfig(learning_rate=1e-3, warmup_steps=1)
     judged = small_run.evaluation(folder, every=10)
-    changes = {"steps": 20, "optimizer": optimizer, "evaluation": judged} | changes
+    changes = changes | {"steps": 20, "optimizer": optimizer, "evaluation": judged}
+    changes["update"] = small_run.update(**update)
     train(config(folder, tmp_path / "one", **changes))
     several = config(folder, tmp_path / "several", **changes)
-    with JoinedRun(folder, several, processes=processes, devices=devices) as run:
-        assert run.wait(500) == [0] * processes, run.errors(0) + run.errors(1)
+    run = run_joined(folder, several, processes=processes, devices=devices, seconds=500)
     assert_same_metrics(tmp_path / "several", tmp_path / "one")
-    calls = [json.loads(line) for line in (tmp_path / "record").read_text().splitlines()]
-    alone = [*chain(*calls)]
-    together = [*chain(*(chain(*calls) for calls in run.scored()))]
-    assert sorted(together) == sorted(alone)
+    assert_scored_once(run, tmp_path / "one")
 
 
 def games(folder, directory, environment="Guess", **changes):
@@ -328,20 +318,16 @@ def games(folder, directory, environment="Guess", **changes):
     ],
     ids=["append", "template", "read again"],
 )
-def test_two_processes_play_the_episodes_of_one(folder, tmp_path, monkeypatch, rollout):
+def test_two_processes_play_the_episodes_of_one(folder, tmp_path, rollout):
     """Each plays half of them, with a reward on top; texts, rewards and metrics are the same."""
-    monkeypatch.setenv("RECORD", str(tmp_path / "record"))
     train(games(folder, tmp_path / "one", rollout=rollout))
-    with JoinedRun(folder, games(folder, tmp_path / "two", rollout=rollout)) as run:
-        assert run.wait() == [0, 0], run.errors(0) + run.errors(1)
+    run = run_joined(folder, games(folder, tmp_path / "two", rollout=rollout))
     assert_same_metrics(tmp_path / "two", tmp_path / "one")
     traces = sorted((tmp_path / "one" / "traces").iterdir())
     assert len(traces) == 3
     for path in traces:
         assert path.read_text() == (tmp_path / "two" / "traces" / path.name).read_text()
-    calls = [json.loads(line) for line in (tmp_path / "record").read_text().splitlines()]
-    first, second = ([*chain(*calls)] for calls in run.scored())
-    assert sorted(first + second) == sorted(chain(*calls))
+    first, second = assert_scored_once(run, tmp_path / "one")
     assert len(first) == len(second) > 0
 
 
@@ -350,16 +336,14 @@ def test_environments_that_fail_on_one_host_are_counted_on_all(folder, tmp_path)
     """The second process plays 2 episodes of the first evaluation and 4 of a step, and no more."""
     fault = {1: {"FAULT": "6"}}
     some = games(folder, tmp_path / "some", "BrokenHere", rollout={"max_failed": 0.5})
-    with JoinedRun(folder, some, variables=fault) as run:
-        assert run.wait() == [0, 0], run.errors(0) + run.errors(1)
-    lines = metrics(tmp_path / "some")
-    assert [line["environment/failed"] for line in lines] == [0, 0.5, 0.5]
-    assert [line["environment/retried"] for line in lines] == [0, 0.5, 0.5]
-    assert lines[2]["environment/failed/raised"] == 0.5
+    run_joined(folder, some, variables=fault)
+    steps_of_run = lines(tmp_path / "some")
+    assert [line["environment/failed"] for line in steps_of_run] == [0, 0.5, 0.5]
+    assert [line["environment/retried"] for line in steps_of_run] == [0, 0.5, 0.5]
+    assert steps_of_run[2]["environment/failed/raised"] == 0.5
     last_alone = LoggingConfig(checkpoint_every=99, samples_every=0)
     many = games(folder, tmp_path / "many", "BrokenHere", logging=last_alone)
-    with JoinedRun(folder, many, variables=fault) as run:
-        assert run.wait() == [1, 1], run.errors(0) + run.errors(1)
+    run = run_joined(folder, many, variables=fault, status=1)
     [message], others = run.complaints()
     assert "max_failed=0.1" in message
     assert "4 of 8; the first (raised): OSError: no such game here" in message
@@ -378,15 +362,14 @@ def test_strange_answers_on_one_host_are_failures_of_their_episodes(folder, tmp_
         evaluation=EvaluationConfig(every=2, problems=3),
         steps=2,
     )
-    with JoinedRun(folder, strange, variables={1: {"FAULT": "1"}}) as run:
-        assert run.wait() == [0, 0], run.errors(0) + run.errors(1)
-    lines = metrics(tmp_path / "run")
+    run_joined(folder, strange, variables={1: {"FAULT": "1"}})
+    first, second = lines(tmp_path / "run")
     # Kinds 0 and 1 come before the first step: then 2, 3, 4, 0 and again 1, 2, 3; 4, 0, 1, 2 and
     # again 3, 4, 0.
-    assert [line["environment/failed"] for line in lines] == [3 / 8, 2 / 8]
-    assert [line["environment/retried"] for line in lines] == [3 / 8, 3 / 8]
-    assert lines[0]["environment/failed/reply"] == 2 / 8
-    assert lines[0]["environment/failed/raised"] == 1 / 8
+    assert (first["environment/failed"], second["environment/failed"]) == (3 / 8, 2 / 8)
+    assert (first["environment/retried"], second["environment/retried"]) == (3 / 8, 3 / 8)
+    assert first["environment/failed/reply"] == 2 / 8
+    assert first["environment/failed/raised"] == 1 / 8
     records = [
         json.loads(line)
         for path in (tmp_path / "run" / "traces").iterdir()
@@ -398,8 +381,7 @@ def test_strange_answers_on_one_host_are_failures_of_their_episodes(folder, tmp_
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("first", ["one", "two"])
-def test_a_run_goes_on_with_another_number_of_processes(folder, tmp_path, monkeypatch, first):
-    monkeypatch.setenv("RECORD", str(tmp_path / "record"))
+def test_a_run_goes_on_with_another_number_of_processes(folder, tmp_path, first):
     every = {"logging": small_run.EVERY_STEP, "steps": 4}
     uninterrupted, cut = config(folder, tmp_path / "whole", **every), tmp_path / "cut"
     train(uninterrupted)
@@ -407,8 +389,7 @@ def test_a_run_goes_on_with_another_number_of_processes(folder, tmp_path, monkey
     go_on = config(folder, cut, resume="auto", mesh=MeshConfig(data=2, fsdp=4), **every)
     for part, together in ((begin, first == "two"), (go_on, first == "one")):
         if together:
-            with JoinedRun(folder, part, files=tmp_path / "files") as run:
-                assert run.wait() == [0, 0], run.errors(0) + run.errors(1)
+            run_joined(folder, part, files=tmp_path / "files")
         else:
             train(part)
     assert_same_metrics(cut, tmp_path / "whole")

@@ -2,60 +2,51 @@
 
 import dataclasses
 import json
+import shutil
 import signal
 import socket
 import subprocess
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 from tests.training import small_run
-from tests.training.joined_runs import JoinedRun, flags_of, free_port
+from tests.training.joined_runs import JoinedRun, flags_of, free_port, run_joined
 from tests.training.runs import (
     ROOT,
     assert_same_run,
     command,
     copy_until,
+    damage_checkpoint,
     environment,
     metrics,
     steps,
+    wait_for,
 )
-from twinkle_jax.training import LoggingConfig, MeshConfig, OptimizerConfig
+from tests.training.small_run import EVERY_STEP, STEPS
+from twinkle_jax.training import MeshConfig, OptimizerConfig
 
 pytestmark = pytest.mark.exhaustive
 
 FAULTY = "tests.training.recorded_reward:faulty_short_answers"
-STEPS = 4
 ENDS_WITHIN = 60
 
 
 def config(folder, directory, **changes):
-    settings = {
-        "reward": FAULTY,
-        "mesh": MeshConfig(fsdp=8),
-        "steps": STEPS,
-        "logging": LoggingConfig(checkpoint_every=99, samples_every=0, keep_checkpoints=9),
-    }
+    settings = {"reward": FAULTY, "mesh": MeshConfig(fsdp=8)}
     return small_run.config(folder, directory, **(settings | changes))
-
-
-def every_step():
-    return LoggingConfig(checkpoint_every=1, samples_every=0, keep_checkpoints=9)
 
 
 @pytest.fixture(scope="module")
 def uninterrupted(folder):
-    with JoinedRun(folder, config(folder, folder / "whole", logging=every_step())) as run:
-        assert run.wait() == [0, 0], run.errors(0) + run.errors(1)
+    run_joined(folder, config(folder, folder / "whole", logging=EVERY_STEP))
     return folder / "whole"
 
 
 def assert_goes_on(folder, directory, uninterrupted, **changes):
     again = config(folder, directory, resume="auto", **changes)
-    with JoinedRun(folder, again) as run:
-        assert run.wait() == [0, 0], run.errors(0) + run.errors(1)
+    run = run_joined(folder, again)
     assert_same_run(directory, uninterrupted)
     return run
 
@@ -72,7 +63,7 @@ def assert_one_message(run, *parts):
 @pytest.mark.parametrize("after", [1, 3])
 def test_resumed_byte_for_byte(folder, uninterrupted, tmp_path, after):
     copy_until(uninterrupted, tmp_path / "run", after)
-    run = assert_goes_on(folder, tmp_path / "run", uninterrupted, logging=every_step())
+    run = assert_goes_on(folder, tmp_path / "run", uninterrupted, logging=EVERY_STEP)
     assert f"resuming after step {after} of" in run.printed(0)
 
 
@@ -89,8 +80,7 @@ def test_a_reward_that_goes_wrong_on_one_host(
     folder, uninterrupted, tmp_path, fault, message, process
 ):
     faulty = config(folder, tmp_path / "run", reward_timeout=3.0)
-    with JoinedRun(folder, faulty, variables={process: {"FAULT": fault}}) as run:
-        assert run.wait() == [1, 1]
+    run = run_joined(folder, faulty, variables={process: {"FAULT": fault}}, status=1)
     assert_one_message(run, f"process {process} of 2", message)
     assert steps(tmp_path / "run") == [0, 2]
     assert_goes_on(folder, tmp_path / "run", uninterrupted)
@@ -109,8 +99,7 @@ SIGNALS = [  # a moment of a step, and the step that is saved where it is known
 
 def test_a_policy_that_breaks_ends_both(folder, tmp_path):
     optimizer = OptimizerConfig(learning_rate=1e30, warmup_steps=1)
-    with JoinedRun(folder, config(folder, tmp_path / "run", optimizer=optimizer)) as run:
-        assert run.wait() == [1, 1]
+    run = run_joined(folder, config(folder, tmp_path / "run", optimizer=optimizer), status=1)
     assert_one_message(run, "after step 1, the policy's logits must be finite", "in 8 of 8")
     assert steps(tmp_path / "run") == [0]
 
@@ -118,10 +107,8 @@ def test_a_policy_that_breaks_ends_both(folder, tmp_path):
 @pytest.mark.parametrize("process", [0, 1])
 @pytest.mark.parametrize(("moment", "saved"), SIGNALS)
 def test_a_signal_to_one_host_ends_both(folder, uninterrupted, tmp_path, moment, saved, process):
-    with JoinedRun(
-        folder, config(folder, tmp_path / "run"), variables={process: {"SIGNAL_AT": moment}}
-    ) as run:
-        assert run.wait() == [143, 143], run.errors(0) + run.errors(1)
+    received = {process: {"SIGNAL_AT": moment}}
+    run = run_joined(folder, config(folder, tmp_path / "run"), variables=received, status=143)
     assert_interrupted(run, tmp_path / "run", saved, f"process {process} of 2", moment)
     assert_goes_on(folder, tmp_path / "run", uninterrupted)
 
@@ -149,12 +136,11 @@ def assert_interrupted(run, directory, saved, process, moment):
 def test_a_signal_while_a_checkpoint_is_written(
     folder, uninterrupted, tmp_path, moment, saved, process
 ):
-    often = config(folder, tmp_path / "run", logging=every_step())
-    with JoinedRun(folder, often, variables={process: {"SIGNAL_AT": moment}}) as run:
-        assert run.wait() == [143, 143], run.errors(0) + run.errors(1)
+    often = config(folder, tmp_path / "run", logging=EVERY_STEP)
+    run = run_joined(folder, often, variables={process: {"SIGNAL_AT": moment}}, status=143)
     assert_interrupted(run, tmp_path / "run", saved, f"process {process} of 2", moment)
     assert steps(tmp_path / "run") == [*range(saved + 1)]
-    assert_goes_on(folder, tmp_path / "run", uninterrupted, logging=every_step())
+    assert_goes_on(folder, tmp_path / "run", uninterrupted, logging=EVERY_STEP)
 
 
 @pytest.mark.parametrize("first", [0, 1])
@@ -162,8 +148,7 @@ def test_a_signal_to_each_host_the_later_one_while_all_save(folder, uninterrupte
     """As schedulers do; the checkpoints are that of step 0 and that of the interruption."""
     moments = {first: {"SIGNAL_AT": "reward:3:SIGTERM:0"}}
     moments[1 - first] = {"SIGNAL_AT": "write:2:SIGTERM:0"}
-    with JoinedRun(folder, config(folder, tmp_path / "run"), variables=moments) as run:
-        assert run.wait() == [143, 143], run.errors(0) + run.errors(1)
+    run = run_joined(folder, config(folder, tmp_path / "run"), variables=moments, status=143)
     assert all("signal at" in run.printed(number) for number in range(2))
     assert_interrupted(run, tmp_path / "run", 2, f"process {first} of 2", "::SIGTERM")
     assert_goes_on(folder, tmp_path / "run", uninterrupted)
@@ -173,11 +158,11 @@ def test_a_signal_to_each_host_the_later_one_while_all_save(folder, uninterrupte
 def test_a_signal_during_an_evaluation(folder, tmp_path, process):
     """The first drawing is the evaluation before the first step, the fifth that of step 2."""
     judged = {"evaluation": small_run.evaluation(folder, every=1)}
-    with JoinedRun(folder, config(folder, tmp_path / "whole", **judged)) as run:
-        assert run.wait() == [0, 0], run.errors(0) + run.errors(1)
+    run_joined(folder, config(folder, tmp_path / "whole", **judged))
     moment = {process: {"SIGNAL_AT": "draw:5:SIGTERM:0"}}
-    with JoinedRun(folder, config(folder, tmp_path / "run", **judged), variables=moment) as run:
-        assert run.wait() == [143, 143], run.errors(0) + run.errors(1)
+    run = run_joined(
+        folder, config(folder, tmp_path / "run", **judged), variables=moment, status=143
+    )
     # Process 0 scores all four problems, and sees its signal there: the line waits for the scores.
     assert steps(tmp_path / "run") == [0, 2]
     assert len(metrics(tmp_path / "run")) == (2 if process else 1)
@@ -189,9 +174,8 @@ def test_a_signal_during_an_evaluation(folder, tmp_path, process):
 def test_one_process_is_killed_at_any_moment(folder, uninterrupted, tmp_path, moment):
     random = np.random.default_rng(moment)
     number = int(random.integers(2))
-    with JoinedRun(folder, config(folder, tmp_path / "run", logging=every_step())) as run:
-        while not (tmp_path / "run" / "config.json").exists():
-            time.sleep(0.01)
+    with JoinedRun(folder, config(folder, tmp_path / "run", logging=EVERY_STEP)) as run:
+        wait_for(tmp_path / "run" / "config.json")
         seconds = json.loads((uninterrupted / "summary.json").read_text())["seconds"]
         time.sleep(random.random() * 2 * seconds)
         run.processes[number].kill()
@@ -200,43 +184,35 @@ def test_one_process_is_killed_at_any_moment(folder, uninterrupted, tmp_path, mo
         assert time.monotonic() - killed < ENDS_WITHIN
         finished = (tmp_path / "run" / "summary.json").exists()
         assert status != 0 or finished
-    assert_goes_on(folder, tmp_path / "run", uninterrupted, logging=every_step())
+    assert_goes_on(folder, tmp_path / "run", uninterrupted, logging=EVERY_STEP)
 
 
 @pytest.mark.parametrize("process", [0, 1])
 def test_a_process_that_answers_no_more(folder, uninterrupted, tmp_path, process):
     """As one whose machine or network is lost: no connection to it is closed."""
-    with JoinedRun(folder, config(folder, tmp_path / "run", logging=every_step())) as run:
-        while not (tmp_path / "run" / "metrics.jsonl").exists():
-            time.sleep(0.01)
+    with JoinedRun(folder, config(folder, tmp_path / "run", logging=EVERY_STEP)) as run:
+        wait_for(tmp_path / "run" / "metrics.jsonl")
         run.processes[process].send_signal(signal.SIGSTOP)
         assert run.processes[1 - process].wait(ENDS_WITHIN) != 0
-    assert_goes_on(folder, tmp_path / "run", uninterrupted, logging=every_step())
+    assert_goes_on(folder, tmp_path / "run", uninterrupted, logging=EVERY_STEP)
 
 
 @pytest.mark.parametrize("process", [0, 1])
 def test_a_full_disk_on_one_host(folder, uninterrupted, tmp_path, process):
     copy_until(uninterrupted, tmp_path / "run", 2)
     limit = ["bash", "-c", 'ulimit -f 30; exec "$@"', "bash"]
-    full = config(folder, tmp_path / "run", resume="auto", logging=every_step())
-    with JoinedRun(folder, full, before={process: limit}) as run:
-        assert run.wait() == [1, 1]
+    full = config(folder, tmp_path / "run", resume="auto", logging=EVERY_STEP)
+    run = run_joined(folder, full, before={process: limit}, status=1)
     assert_one_message(run, f"process {process} of 2", "step 3", "File too large")
     assert steps(tmp_path / "run") == [0, 1, 2]
-    assert_goes_on(folder, tmp_path / "run", uninterrupted, logging=every_step())
+    assert_goes_on(folder, tmp_path / "run", uninterrupted, logging=EVERY_STEP)
 
 
 @pytest.mark.parametrize("damage", ["bit", "missing"])
 def test_a_damaged_checkpoint_is_not_used(folder, uninterrupted, tmp_path, damage):
     copy_until(uninterrupted, tmp_path / "run", 3)
-    newest = tmp_path / "run" / "checkpoints" / "step_00000003"
-    path = max((p for p in newest.rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 8
-    path.write_bytes(content)
-    if damage == "missing":
-        path.unlink()
-    run = assert_goes_on(folder, tmp_path / "run", uninterrupted, logging=every_step())
+    path = damage_checkpoint(tmp_path / "run", 3, damage)
+    run = assert_goes_on(folder, tmp_path / "run", uninterrupted, logging=EVERY_STEP)
     assert f"step 3 is skipped: {path}" in run.errors(0)
     assert "is skipped" not in run.errors(1)
     assert "resuming after step 2" in run.printed(0)
@@ -245,12 +221,9 @@ def test_a_damaged_checkpoint_is_not_used(folder, uninterrupted, tmp_path, damag
 def test_a_second_run_with_the_same_directory(folder, tmp_path):
     slow = config(folder, tmp_path / "run", steps=1000)
     with JoinedRun(folder, slow) as first:
-        while not (tmp_path / "run" / "metrics.jsonl").exists():
-            time.sleep(0.1)
-            assert first.processes[0].poll() is None, first.errors(0)
+        wait_for(tmp_path / "run" / "metrics.jsonl")
         again = config(folder, tmp_path / "run", resume="auto")
-        with JoinedRun(folder, again, files=tmp_path / "second") as second:
-            assert second.wait() == [1, 1]
+        second = run_joined(folder, again, files=tmp_path / "second", status=1)
         assert_one_message(second, "output_dir must not be in use")
         for process in first.processes:
             process.send_signal(signal.SIGTERM)
@@ -289,8 +262,9 @@ def test_a_port_that_is_taken(folder, tmp_path):
         options = [f"--distributed.coordinator_address={address}"]
         options += ["--distributed.connect_timeout=10"]
         both = dict.fromkeys(range(2), options)
-        with JoinedRun(folder, config(folder, tmp_path / "run"), extra=both) as run:
-            assert run.wait(ENDS_WITHIN) == [1, 1], run.errors(0) + run.errors(1)
+        run = run_joined(
+            folder, config(folder, tmp_path / "run"), extra=both, status=1, seconds=ENDS_WITHIN
+        )
     first, second = run.complaints()
     assert "must be a free port of process 0" in first[-1]
     assert "distributed.connect_timeout=10" in second[-1]
@@ -318,19 +292,17 @@ def test_rows_that_the_processes_cannot_share_equally(folder, tmp_path):
 )
 def test_files_that_differ_between_hosts_are_refused_by_name(folder, tmp_path, file, name):
     """Each process has its own copy of what it reads, under the same relative path."""
-    for place in ("a", "b"):
-        small_run.make_files(make_folder(tmp_path / place))
-        (tmp_path / place / "reward.py").write_text(
-            Path(ROOT / "tests/training/recorded_reward.py").read_text()
-        )
+    places = {0: make_folder(tmp_path / "a"), 1: make_folder(tmp_path / "b")}
+    for place in places.values():
+        small_run.make_files(place)
+        shutil.copy(ROOT / "tests/training/recorded_reward.py", place / "reward.py")
     path = tmp_path / "b" / file
     text = path.read_text()
     path.write_text(text.rpartition("\n")[0] if file == "task.jsonl" else text + "\n")
     relative = config(
         folder, tmp_path / "run", model="model", task="task.jsonl", reward="reward.py:short_answers"
     )
-    with JoinedRun(folder, relative, places={0: tmp_path / "a", 1: tmp_path / "b"}) as run:
-        assert run.wait() == [1, 1], run.errors(0) + run.errors(1)
+    run = run_joined(folder, relative, places=places, status=1)
     assert_one_message(run, f"{name} must be the same in all processes")
     assert not (tmp_path / "run").exists()
 
@@ -340,7 +312,7 @@ def test_files_that_differ_between_hosts_are_refused_by_name(folder, tmp_path, f
 def test_an_error_that_the_others_are_not_told_of(folder, uninterrupted, tmp_path, error, process):
     """While drawing, where the other process waits in a collective: it ends by an error there."""
     fault = {process: {"SIGNAL_AT": f"draw:3:{error}:0"}}
-    often = config(folder, tmp_path / "run", logging=every_step())
+    often = config(folder, tmp_path / "run", logging=EVERY_STEP)
     with JoinedRun(folder, often, variables=fault) as run:
         statuses = run.wait(ENDS_WITHIN)
     messages = run.complaints()
@@ -353,7 +325,7 @@ def test_an_error_that_the_others_are_not_told_of(folder, uninterrupted, tmp_pat
         assert f"process {1 - process} of 2" in left
         assert "can no longer reach the others" in left
     assert messages[1 - process] or process == 0
-    assert_goes_on(folder, tmp_path / "run", uninterrupted, logging=every_step())
+    assert_goes_on(folder, tmp_path / "run", uninterrupted, logging=EVERY_STEP)
 
 
 @pytest.mark.parametrize("process", [0, 1])
@@ -374,24 +346,15 @@ def make_folder(path):
 
 
 def test_a_directory_that_hosts_do_not_share_is_refused(folder, tmp_path):
-    for place in ("a", "b"):
-        (tmp_path / place).mkdir()
-    relative = dataclasses.replace(config(folder, tmp_path / "run"), output_dir="here")
-    run = JoinedRun(
-        folder,
-        relative,
-        places={0: tmp_path / "a", 1: tmp_path / "b"},
-        files=tmp_path / "run",
-    )
-    with run:
-        assert run.wait() == [1, 1], run.errors(0) + run.errors(1)
+    places = {0: make_folder(tmp_path / "a"), 1: make_folder(tmp_path / "b")}
+    relative = config(folder, "here")
+    run = run_joined(folder, relative, places=places, files=tmp_path / "run", status=1)
     assert_one_message(run, "output_dir must be one directory that all hosts share", "process 1")
 
 
 @pytest.mark.parametrize("mesh", [MeshConfig(fsdp=4), MeshConfig(fsdp=16)])
 def test_a_mesh_that_does_not_fit_the_processes(folder, tmp_path, mesh):
     rollout = dataclasses.replace(config(folder, tmp_path / "run").rollout, prompts=4)
-    with JoinedRun(folder, config(folder, tmp_path / "run", mesh=mesh, rollout=rollout)) as run:
-        assert run.wait() == [1, 1], run.errors(0) + run.errors(1)
+    run = run_joined(folder, config(folder, tmp_path / "run", mesh=mesh, rollout=rollout), status=1)
     assert "mesh must take all 8 devices of the 2 processes" in run.errors(0)
     assert not (tmp_path / "run").exists()

@@ -5,19 +5,15 @@ import json
 import os
 import shutil
 import signal
-import subprocess
 
 import numpy as np
 import pytest
 
 from tests.training.runs import (
-    ROOT,
     arrays,
     assert_same_run,
-    command,
     copy_until,
-    environment,
-    flags,
+    end_by_signal,
     learnt,
     lines,
     metrics,
@@ -38,6 +34,7 @@ from twinkle_jax.training import (
     start,
     train,
 )
+from twinkle_jax.training.config import with_setting
 
 UPDATES = 4  # a step
 SHOWN = dataclasses.replace(EVERY_STEP, samples_every=2)
@@ -134,9 +131,7 @@ def test_an_evaluation_may_have_a_reward_of_its_own(folder, tmp_path):
     (tmp_path / "judge.py").write_text(JUDGE)
     asked, judge = Listener(), f"{tmp_path / 'judge.py'}:says_something"
     run_config = own_config(folder, tmp_path / "run", steps=2)
-    run_config = dataclasses.replace(
-        run_config, evaluation=dataclasses.replace(run_config.evaluation, reward=judge)
-    )
+    run_config = with_setting(run_config, "evaluation.reward", judge)
     summary = train(run_config, reward=asked)
     assert len(asked.heard) == 2  # one call a step
     prompts = read_jsonl(run_config.evaluation.path)[: run_config.evaluation.problems]
@@ -375,7 +370,6 @@ def test_a_run_resumes_exactly_among_steps_without_a_signal(folder, tmp_path):
 
 # A signal during an evaluation ends it; the resumed run repeats it.
 
-EXIT_WITHIN = 30
 EVERY = 2  # steps from one evaluation to the next
 
 
@@ -440,19 +434,7 @@ def test_the_signal_handler_ends_a_long_evaluation(folder, tmp_path):
     rarely = evaluated | {"logging.checkpoint_every": 4, "steps": 4}
     done = run(folder, tmp_path / "whole", **rarely)
     assert done.returncode == 0, done.stderr
-    process = subprocess.Popen(
-        command(flags(folder, output_dir=tmp_path / "run", **rarely)),
-        cwd=ROOT,
-        env=environment(
-            folder, RECORD=str(tmp_path / "run.record"), SIGNAL_AT="reward:4:SIGTERM:600"
-        ),
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    with process:
-        assert process.stdout is not None
-        next(line for line in process.stdout if line.startswith("signal at"))
-        assert process.wait(timeout=EXIT_WITHIN) == 143
+    end_by_signal(folder, tmp_path / "run", "reward:4:SIGTERM:600", **rarely)
     assert steps(tmp_path / "run") == [0, EVERY]
     assert len(metrics(tmp_path / "run")) == EVERY - 1
     resumed = run(folder, tmp_path / "run", resume="auto", **rarely)
