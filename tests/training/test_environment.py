@@ -1,6 +1,6 @@
 """Runs with environments: credit by turn, metrics, resumption, failures that end a run."""
 
-import dataclasses
+import itertools
 import json
 import os
 import shutil
@@ -11,7 +11,7 @@ import pytest
 
 from tests.rollout import games
 from tests.training import small_run
-from tests.training.runs import lines
+from tests.training.runs import lines, steps
 from twinkle_jax.data import Batch, PromptBatch
 from twinkle_jax.rollout import Episode, Rollout, Turn
 from twinkle_jax.training import (
@@ -33,13 +33,6 @@ from twinkle_jax.training.step import credit
 GAMES = "tests.rollout.games"
 EPISODES = {"prompts": 2, "num_samples": 4, "max_turns": 3, "max_new_tokens": 4}
 EPISODES |= {"max_prompt_tokens": 16, "max_episode_tokens": 32}
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("files")
-    small_run.make_files(folder)
-    return folder
 
 
 def config(folder, directory, environment="Guess", *, rollout=None, **changes):
@@ -118,52 +111,45 @@ def test_an_environment_may_change_the_working_directory(folder, tmp_path, monke
     assert names <= {path.name for path in (tmp_path / "run").iterdir()}
 
 
-def test_too_many_failures_end_a_run_with_the_last_step_saved(folder, tmp_path):
-    """8 episodes a step; the third step's environments fail, and the second is saved."""
-    count = 0
+@pytest.fixture
+def breaks(monkeypatch):
+    """Makes `games.Breaks`, whose resets of some numbers fail; they count from 1."""
 
-    class Breaks(games.Guess):
-        def reset(self, row, seed):
-            nonlocal count
-            count += 1
-            if count > 16:
-                raise OSError("no more")
-            return super().reset(row, seed)
+    def make(broken):
+        numbers = itertools.count(1)
 
-    games.Breaks = Breaks
-    evaluation = EvaluationConfig(every=0, problems=4, path=None)
-    settings = config(folder, tmp_path / "run", "Breaks", evaluation=evaluation)
-    settings = dataclasses.replace(settings, evaluation=evaluation)
-    count = -4  # the evaluation before the first step
-    with pytest.raises(RuntimeError, match="max_failed"):
-        train(settings)
-    assert len(lines(tmp_path / "run")) == 2
-    assert (tmp_path / "run/checkpoints/2").is_dir() or any(
-        "2" in path.name for path in (tmp_path / "run/checkpoints").iterdir()
-    )
+        class Breaks(games.Guess):
+            def reset(self, row, seed):
+                if next(numbers) in broken:
+                    raise OSError("no more")
+                return super().reset(row, seed)
+
+        monkeypatch.setattr(games, "Breaks", Breaks, raising=False)
+
+    yield make
     games.OPEN.clear()
 
 
-def test_why_environments_failed_is_printed_once(folder, tmp_path, capsys):
+FOUR = EvaluationConfig(every=0, problems=4)
+
+
+def test_too_many_failures_end_a_run_with_the_last_step_saved(folder, tmp_path, breaks):
+    """4 episodes are evaluated, then 8 a step; the third step's fail, and the second is saved."""
+    breaks(range(4 + 2 * 8 + 1, 1000))
+    with pytest.raises(RuntimeError, match="max_failed"):
+        train(config(folder, tmp_path / "run", "Breaks", evaluation=FOUR))
+    assert len(lines(tmp_path / "run")) == 2
+    assert steps(tmp_path / "run")[-1] == 2
+
+
+def test_why_environments_failed_is_printed_once(folder, tmp_path, capsys, breaks):
     """All 8 of a step, twice, in two steps; 4 are evaluated before and after."""
-    count = 0
-
-    class Breaks(games.Guess):
-        def reset(self, row, seed):
-            nonlocal count
-            count += 1
-            if 4 < count <= 4 + 2 * 8 * 2:
-                raise OSError("no more")
-            return super().reset(row, seed)
-
-    games.Breaks = Breaks
-    evaluation = EvaluationConfig(every=0, problems=4, path=None)
+    breaks(range(5, 5 + 2 * 8 * 2))
     rollout = {"max_failed": 1.0}
-    train(config(folder, tmp_path, "Breaks", steps=2, rollout=rollout, evaluation=evaluation))
+    train(config(folder, tmp_path, "Breaks", steps=2, rollout=rollout, evaluation=FOUR))
     (note,) = [line for line in capsys.readouterr().out.splitlines() if "no more" in line]
     assert note.startswith("step 1: 8 of 8 environments failed")
     assert "(raised): OSError: no more" in note
-    games.OPEN.clear()
 
 
 def rollout_of(rewards, failed=()):
