@@ -21,23 +21,32 @@ from twinkle_jax.training.metrics import (
     update_metrics,
 )
 
+CONFIG = TrainConfig(
+    rollout=RolloutConfig(prompts=2, num_samples=2), update=UpdateConfig(mini_batches=1)
+)
 
-def test_metrics_of_a_rollout():
-    """Two prompts with two completions each, of which the last is truncated."""
-    rollout = Rollout(
+
+def rollout(rewards, truncated, lengths=(8, 8, 8, 8), **others):
+    """Two prompts with two completions each."""
+    return Rollout(
         batch=Batch(np.zeros((4, 8), np.int32), np.zeros((4, 8), np.int32)),
         trajectories=[],
         ground_truths=[],
-        lengths=np.array([2, 4, 6, 8]),
-        row_lengths=np.array([2, 4, 6, 8]),
-        truncated=np.array([False, False, False, True]),
-        rewards=np.array([0.0, 1.0, 0.5, 0.5], np.float32),
-        reward_parts={"part": np.array([np.nan, 1.0, 0.0, 2.0])},
+        lengths=np.asarray(lengths),
+        row_lengths=np.asarray(lengths),
+        truncated=np.asarray(truncated),
+        rewards=np.asarray(rewards, np.float32),
+        **others,
     )
-    config = TrainConfig(
-        rollout=RolloutConfig(prompts=2, num_samples=2), update=UpdateConfig(mini_batches=1)
-    )
-    metrics = rollout_metrics([rollout], config, 0.0)
+
+
+LAST_TRUNCATED = [False, False, False, True]
+
+
+def test_metrics_of_a_rollout():
+    parts = {"part": np.array([np.nan, 1.0, 0.0, 2.0])}
+    drawn = rollout([0.0, 1.0, 0.5, 0.5], LAST_TRUNCATED, [2, 4, 6, 8], reward_parts=parts)
+    metrics = rollout_metrics([drawn], CONFIG, 0.0)
     assert metrics.pop("time/sample") > 0
     assert metrics == pytest.approx(
         {
@@ -58,28 +67,12 @@ def test_metrics_of_a_rollout():
 @pytest.mark.parametrize(("masked", "share"), [(False, 1 / 4), (True, 2 / 4)])
 def test_prompts_without_a_signal_are_counted_in_all_rollouts_of_a_step(masked, share):
     """Of four prompts one has equal rewards; a truncated completion leaves another one reward."""
-
-    def rollout(rewards, truncated):
-        return Rollout(
-            batch=Batch(np.zeros((4, 8), np.int32), np.zeros((4, 8), np.int32)),
-            trajectories=[],
-            ground_truths=[],
-            lengths=np.full(4, 8),
-            row_lengths=np.full(4, 8),
-            truncated=np.asarray(truncated),
-            rewards=np.asarray(rewards, np.float32),
-            counted=~np.asarray(truncated) if masked else None,
-        )
-
+    counted = ~np.asarray(LAST_TRUNCATED) if masked else None
     drawn = [
         rollout([0.0, 1.0, 0.0, 1.0], [False] * 4),
-        rollout([0.5, 0.5, 0.0, 1.0], [False, False, False, True]),
+        rollout([0.5, 0.5, 0.0, 1.0], LAST_TRUNCATED, counted=counted),
     ]
-    config = TrainConfig(
-        rollout=RolloutConfig(prompts=2, num_samples=2),
-        update=UpdateConfig(mini_batches=1),
-    )
-    assert rollout_metrics(drawn, config, 0.0)["frac_reward_zero_std"] == share
+    assert rollout_metrics(drawn, CONFIG, 0.0)["frac_reward_zero_std"] == share
 
 
 def test_entropy_and_divergence_are_means_over_labels():

@@ -30,6 +30,7 @@ from twinkle_jax.training import (
     train_state,
     train_step,
 )
+from twinkle_jax.training.config import with_setting
 from twinkle_jax.training.metrics import rollout_metrics
 from twinkle_jax.training.step import (
     RECOMPUTED,
@@ -66,6 +67,15 @@ def fresh():
     return train_state(jax.tree.map(jnp.copy, POLICY.params), OPTIMIZER)
 
 
+def take_step(made, drawn, *, state=None, rate=1e-3, seed=0, **options):
+    state = fresh() if state is None else state
+    return train_step(state, made, drawn, learning_rate=rate, seed=(0, seed), **options)
+
+
+def with_batch(drawn, **changes):
+    return drawn._replace(batch=drawn.batch._replace(**changes))
+
+
 def sampled(of=None, key=0, params=None, **options):
     weights = POLICY.params if params is None else params
     return collect(of or recipe(), weights, lambda: PROMPTS, jax.random.key(key), **options)[0]
@@ -74,7 +84,7 @@ def sampled(of=None, key=0, params=None, **options):
 @pytest.mark.exhaustive
 def test_a_step_moves_the_policy_towards_what_was_rewarded():
     drawn = sampled()
-    state, metrics = train_step(fresh(), recipe(), drawn, learning_rate=0.3, seed=(0, 0))
+    state, metrics = take_step(recipe(), drawn, rate=0.3)
     before = sampled(key=1).rewards.mean()
     after = sampled(key=1, params=state.params).rewards.mean()
     assert after > before + 0.1
@@ -87,44 +97,49 @@ def test_a_step_without_tokens_changes_nothing_and_is_no_fault():
     """As when all completions were cut off, and those are left out."""
     drawn = sampled()
     nothing = jnp.full_like(drawn.batch.labels, -100)
-    drawn = drawn._replace(batch=drawn.batch._replace(labels=nothing))
-    state, metrics = train_step(fresh(), recipe(), drawn, learning_rate=0.3, seed=(0, 0))
+    drawn = with_batch(drawn, labels=nothing)
+    state, metrics = take_step(recipe(), drawn, rate=0.3)
     assert metrics["skipped_updates"] == 0
     jax.tree.map(np.testing.assert_array_equal, state.params, fresh().params)
 
 
 def test_sampler_and_trainer_agree():
-    _, metrics = train_step(fresh(), recipe(), sampled(), learning_rate=1e-3, seed=(0, 0))
+    _, metrics = take_step(recipe(), sampled())
     assert metrics["sampling/logp_diff/max"] < 1e-5
 
 
 @pytest.mark.parametrize("compare_all", [False, True])
 def test_a_temperature_is_that_of_the_sampler_in_all_passes(compare_all):
     cool = recipe(rollout=dataclasses.replace(ROLLOUT, temperature=0.7))
-    metrics = take_step(cool, sampled(cool), compare_all)
+    _, metrics = take_step(cool, sampled(cool), compare_all=compare_all)
     assert metrics["sampling/logp_diff/max"] < 1e-5
 
 
 @pytest.mark.parametrize("limit", [1e-3, 1e3])
 def test_gradients_are_clipped_at_the_limit_of_the_run(limit):
     made = recipe(mini_batches=1)
-    optimizer = dataclasses.replace(made.config.optimizer, max_grad_norm=limit)
-    made = made._replace(config=dataclasses.replace(made.config, optimizer=optimizer))
-    state, metrics = train_step(fresh(), made, sampled(), learning_rate=0.5, seed=(0, 0))
+    made = made._replace(config=with_setting(made.config, "optimizer.max_grad_norm", limit))
+    state, metrics = take_step(made, sampled(), rate=0.5)
     change = jax.tree.map(jnp.subtract, state.params, POLICY.params)
     moved = np.sqrt(sum(float(jnp.sum(x**2)) for x in jax.tree.leaves(change)))
     assert 1e-3 < metrics["grad_norm"] < 1e3
     assert moved == pytest.approx(0.5 * min(metrics["grad_norm"], limit), rel=1e-3)
 
 
-def test_adapters_drop_inputs_by_the_seed_of_the_run():
-    batch, config = sampled().batch, recipe().config
+def with_adapter(made, dropout=0.5, *, rank=2, seed=0, mesh=None):
+    """The recipe of a policy with an adapter, a new one unless rank is 0; and the adapter."""
+    policy = add_adapter(POLICY, LoraConfig(r=2, lora_dropout=dropout), base="base")
+    lora = LoraSettings(rank=rank, dropout=dropout if rank else 0.0)
+    config = dataclasses.replace(made.config, lora=lora, seed=seed)
+    return make_recipe(config, policy, long_ones, mesh=mesh), policy.params
 
-    def trained(dropout, seed=0, rank=2):
-        policy = add_adapter(POLICY, LoraConfig(r=2, lora_dropout=dropout), base="base")
-        lora = LoraSettings(rank=rank, dropout=dropout if rank else 0.0)
-        made = make_recipe(dataclasses.replace(config, lora=lora, seed=seed), policy, long_ones)
-        state = train_state(jax.tree.map(jnp.copy, policy.params), made.optimizer)
+
+def test_adapters_drop_inputs_by_the_seed_of_the_run():
+    batch = sampled().batch
+
+    def trained(dropout, **changes):
+        made, adapter = with_adapter(recipe(), dropout, **changes)
+        state = train_state(jax.tree.map(jnp.copy, adapter), made.optimizer)
         state, _ = learn(state, batch, made, learning_rate=0.1, seed=(0, 0))
         return np.concatenate([np.ravel(x) for x in jax.tree.leaves(state.params)])
 
@@ -136,16 +151,14 @@ def test_adapters_drop_inputs_by_the_seed_of_the_run():
 
 
 def learnt_with_dropout(budget=70, devices=1, rows=32, learning_rate=0.1, epochs=1):
-    policy = add_adapter(POLICY, LoraConfig(r=2, lora_dropout=0.5), base="base")
     mesh = None if devices == 1 else make_mesh(data=devices)
-    config = recipe(mini_batches=1, micro_batch_tokens=budget, epochs=epochs).config
-    lora = LoraSettings(rank=2, dropout=0.5)
-    made = make_recipe(dataclasses.replace(config, lora=lora), policy, long_ones, mesh=mesh)
+    made = recipe(mini_batches=1, micro_batch_tokens=budget, epochs=epochs)
+    made, adapter = with_adapter(made, mesh=mesh)
     if mesh is not None:
         frozen = jax.device_put(made.frozen, shard_like_params(made.frozen, mesh))
         made = made._replace(frozen=frozen)
     # B is 0 at the start, so that no input of A would matter.
-    adapter = jax.tree.map(lambda x: x + 0.1, policy.params)
+    adapter = jax.tree.map(lambda x: x + 0.1, adapter)
     state = begin_training(adapter, made.optimizer, mesh)
     drawn = sampled()
     # Twice the rows: enough lines for the larger budget to put two into a micro-batch.
@@ -178,23 +191,14 @@ def test_each_update_drops_other_inputs():
 @pytest.mark.parametrize("mini_batches", [1, 2])
 def test_dropout_is_no_mismatch(mini_batches):
     """The sampler has no dropout, and the trainer has none where the two are compared."""
-    policy = add_adapter(POLICY, LoraConfig(r=2, lora_dropout=0.5), base="base")
-    params = jax.tree.map(lambda x: x + 0.3, policy.params)
-    made = recipe(mini_batches=mini_batches)
-    lora = LoraSettings(rank=2, dropout=0.5)
-    made = make_recipe(dataclasses.replace(made.config, lora=lora), policy, long_ones)
-    drawn = sampled(made, params=params)
-    _, metrics = train_step(
-        train_state(jax.tree.map(jnp.copy, params), made.optimizer),
-        made,
-        drawn,
-        learning_rate=1e-3,
-        seed=(0, 0),
-    )
+    made, adapter = with_adapter(recipe(mini_batches=mini_batches))
+    adapter = jax.tree.map(lambda x: x + 0.3, adapter)
+    drawn = sampled(made, params=adapter)
+    states = [train_state(jax.tree.map(jnp.copy, adapter), made.optimizer) for _ in range(2)]
+    _, metrics = take_step(made, drawn, state=states[0])
     assert metrics["sampling/logp_diff/max"] < 1e-4
     assert metrics["sampling/token_sample_size"] == pytest.approx(1, abs=1e-4)
-    fresh = train_state(jax.tree.map(jnp.copy, params), made.optimizer)
-    _, learnt = learn(fresh, drawn.batch, made, learning_rate=1e-3, seed=(0, 0))
+    _, learnt = learn(states[1], drawn.batch, made, learning_rate=1e-3, seed=(0, 0))
     assert learnt.mismatch is None  # not compared
 
 
@@ -202,7 +206,7 @@ def with_momentum(**changes):
     """A recipe of Adam, and a state whose moments are not zero."""
     adam = recipe(optimizer="adam", **changes)
     state = train_state(jax.tree.map(jnp.copy, POLICY.params), ADAM)
-    state, _ = train_step(state, adam, sampled(), learning_rate=1e-3, seed=(0, 0))
+    state, _ = take_step(adam, sampled(), state=state)
     return adam, state, jax.tree.map(np.array, state)
 
 
@@ -211,7 +215,7 @@ def test_a_sampler_with_other_weights_is_an_error_that_changes_nothing():
     other = init_params(jax.random.key(99), POLICY.config)
     drawn = sampled(adam, params=other)
     with pytest.raises(SamplerMismatchError, match="log-probabilities") as caught:
-        train_step(state, adam, drawn, learning_rate=1e-3, seed=(0, 0))
+        take_step(adam, drawn, state=state)
     jax.tree.map(np.testing.assert_array_equal, caught.value.state, before)
 
 
@@ -219,9 +223,9 @@ def test_a_sampler_with_other_weights_is_an_error_that_changes_nothing():
 def test_either_limit_stops_the_update(loose):
     adam, state, before = with_momentum(**loose)
     drawn = sampled(adam, params=state.params)
-    shifted = drawn.batch._replace(old_logps=drawn.batch.old_logps - 2)  # e^2 is outside [1/2, 2]
+    shifted = with_batch(drawn, old_logps=drawn.batch.old_logps - 2)  # e^2 is outside [1/2, 2]
     with pytest.raises(SamplerMismatchError) as caught:
-        train_step(state, adam, drawn._replace(batch=shifted), learning_rate=1e-3, seed=(0, 0))
+        take_step(adam, shifted, state=state)
     jax.tree.map(np.testing.assert_array_equal, caught.value.state, before)
 
 
@@ -232,18 +236,14 @@ def test_all_rows_can_be_compared(position):
     prompt = np.random.default_rng([0, 0, 0]).permutation(4)[position]
     drawn = sampled()
     wrong = drawn.batch.old_logps.at[prompt * SAMPLES + 1].add(-0.5)
-    drawn = drawn._replace(batch=drawn.batch._replace(old_logps=wrong))
+    drawn = with_batch(drawn, old_logps=wrong)
     for compare_all in (False, True):
         if compare_all or position == 0:
             with pytest.raises(SamplerMismatchError):
-                take_step(four, drawn, compare_all)
+                take_step(four, drawn, compare_all=compare_all)
         else:
-            assert take_step(four, drawn, compare_all)["sampling/logp_diff/max"] < 1e-4
-
-
-def take_step(of, drawn, compare_all):
-    options = {"learning_rate": 1e-7, "seed": (0, 0), "compare_all": compare_all}
-    return train_step(fresh(), of, drawn, **options)[1]
+            _, metrics = take_step(four, drawn, compare_all=compare_all)
+            assert metrics["sampling/logp_diff/max"] < 1e-4
 
 
 def test_a_constant_reward_changes_nothing_moments_included():
@@ -251,7 +251,7 @@ def test_a_constant_reward_changes_nothing_moments_included():
     constant = recipe(FunctionReward(lambda text, truth: 0.1), optimizer="adam")
     drawn = sampled(constant, 1, state.params)
     assert not has_signal(drawn, SAMPLES).any()
-    state, metrics = train_step(state, constant, drawn, learning_rate=1.0, seed=(0, 0))
+    state, metrics = take_step(constant, drawn, state=state, rate=1.0)
     jax.tree.map(np.testing.assert_array_equal, state[:3], before[:3])
     assert (metrics["updates_without_signal"], metrics["skipped_updates"]) == (2, 0)
     assert metrics["grad_norm"] == 0
@@ -262,8 +262,8 @@ def test_only_updates_without_a_signal_are_left_out():
     drawn = sampled(adam, 1, state.params)
     advantages = np.zeros(drawn.batch.tokens.shape, np.float32)
     advantages[:SAMPLES] = np.array([1, -1, 1, -1])[:, None]
-    drawn = drawn._replace(batch=drawn.batch._replace(advantages=jnp.asarray(advantages)))
-    state, metrics = train_step(state, adam, drawn, learning_rate=1e-3, seed=(0, 0))
+    drawn = with_batch(drawn, advantages=jnp.asarray(advantages))
+    state, metrics = take_step(adam, drawn, state=state)
     assert metrics["updates_without_signal"] == 3
     assert state.step == before.step + 1
 
@@ -279,7 +279,7 @@ def test_a_penalty_is_a_reason_to_move(rollouts):
         of_the_reference = score(away, POLICY.params, drawn.batch)
         np.testing.assert_allclose(drawn.batch.ref_logps, of_the_reference, atol=1e-6)
         assert np.abs(drawn.batch.ref_logps - drawn.batch.old_logps).max() > 1e-3
-    state, metrics = train_step(state, away, drawn, learning_rate=1e-3, seed=(0, 0))
+    state, metrics = take_step(away, drawn, state=state)
     assert metrics["updates_without_signal"] == 0
     assert state.step == before.step + 2
 
@@ -316,8 +316,7 @@ def test_prompts_are_dealt_out_whole_and_anew_in_each_epoch():
 def test_the_same_seed_gives_the_same_step_and_another_one_another():
     drawn = sampled()
     first, again, other = (
-        train_step(fresh(), recipe(), drawn, learning_rate=0.1, seed=(0, seed))[0].params
-        for seed in (0, 0, 3)
+        take_step(recipe(), drawn, rate=0.1, seed=seed)[0].params for seed in (0, 0, 3)
     )
     jax.tree.map(np.testing.assert_array_equal, first, again)
     leaves = zip(jax.tree.leaves(first), jax.tree.leaves(other), strict=True)
@@ -332,7 +331,7 @@ def test_the_update_recomputes_what_the_configuration_says(monkeypatch):
         return False
 
     monkeypatch.setitem(RECOMPUTED, "elementwise", keep_nothing)
-    train_step(fresh(), recipe(recompute="elementwise"), sampled(), learning_rate=0.1, seed=(0, 0))
+    take_step(recipe(recompute="elementwise"), sampled(), rate=0.1)
     assert "dot_general" in asked
 
 
@@ -345,8 +344,8 @@ def test_the_update_recomputes_what_the_configuration_says(monkeypatch):
 def test_how_gradients_are_computed_changes_nothing_but_rounding(how):
     drawn, unsplit = sampled(), recipe(micro_batch_tokens=9999)
     small = recipe(**{"micro_batch_tokens": 9999, **how})
-    a, _ = train_step(fresh(), unsplit, drawn, learning_rate=0.1, seed=(0, 0))
-    b, _ = train_step(fresh(), small, drawn, learning_rate=0.1, seed=(0, 0))
+    a, _ = take_step(unsplit, drawn, rate=0.1)
+    b, _ = take_step(small, drawn, rate=0.1)
     for x, y in zip(jax.tree.leaves(a.params), jax.tree.leaves(b.params), strict=True):
         np.testing.assert_allclose(x, y, atol=1e-6)
 
@@ -355,12 +354,12 @@ def test_how_gradients_are_computed_changes_nothing_but_rounding(how):
 def test_kl_from_a_reference_is_zero_at_first_and_pulls_back_later():
     held = recipe(kl_beta=0.5)
     assert held.loss == GRPOLoss(beta=0.5)
-    _, metrics = train_step(fresh(), held, sampled(), learning_rate=0.1, seed=(0, 0))
+    _, metrics = take_step(held, sampled(), rate=0.1)
     assert abs(metrics["kl"]) < 1e-6
     moved = init_params(jax.random.key(5), POLICY.config)
     drawn = sampled(held, params=moved)
     state = train_state(jax.tree.map(jnp.copy, moved), OPTIMIZER)
-    _, metrics = train_step(state, held, drawn, learning_rate=0.1, seed=(0, 0))
+    _, metrics = take_step(held, drawn, state=state, rate=0.1)
     assert metrics["kl"] > 0.01
 
 
@@ -475,10 +474,9 @@ def test_a_corrected_step_learns_from_the_trainers_ratios():
     """The sampler's log-probabilities are off by 0.1; a correction takes the trainer's."""
     drawn = sampled()
     off = jnp.where(drawn.batch.labels != -100, drawn.batch.old_logps - 0.1, 0)
-    drawn = drawn._replace(batch=drawn.batch._replace(old_logps=off))
-    options = {"learning_rate": 1e-7, "seed": (0, 0)}
+    drawn = with_batch(drawn, old_logps=off)
     made = recipe(correction="token_truncate", on_mismatch="warn", mini_batches=1)
-    _, metrics = train_step(fresh(), made, drawn, **options)
+    _, metrics = take_step(made, drawn, rate=1e-7)
     assert metrics["sampling/logp_diff/mean"] == pytest.approx(0.1, abs=1e-4)
     assert metrics["approx_kl"] == pytest.approx(0.0, abs=1e-6)
 
@@ -487,11 +485,11 @@ def test_a_correction_weighs_what_is_learnt():
     """All tokens are half as likely under the trainer: gradients are half as large."""
     drawn = sampled()
     twice = jnp.where(drawn.batch.labels != -100, drawn.batch.old_logps + jnp.log(2.0), 0)
-    other = drawn._replace(batch=drawn.batch._replace(old_logps=twice))
+    other = with_batch(drawn, old_logps=twice)
     norms = []
     for rollout in (drawn, other):
         made = recipe(correction="token_truncate", on_mismatch="warn", mini_batches=1)
-        _, metrics = train_step(fresh(), made, rollout, learning_rate=0.0, seed=(0, 0))
+        _, metrics = take_step(made, rollout, rate=0.0)
         norms.append(metrics["grad_norm"])
     assert norms[1] == pytest.approx(norms[0] / 2, rel=1e-4)
 
@@ -499,9 +497,7 @@ def test_a_correction_weighs_what_is_learnt():
 def test_a_mismatch_may_only_warn():
     other = init_params(jax.random.key(99), POLICY.config)
     warned = recipe(on_mismatch="warn")
-    state, metrics = train_step(
-        fresh(), warned, sampled(params=other), learning_rate=1e-3, seed=(0, 0)
-    )
+    state, metrics = take_step(warned, sampled(params=other))
     assert metrics["sampling/logp_diff/mean"] > 0.01
     assert state.step == 2
     assert describe_mismatch(metrics, warned.config).startswith("the sampler's log-probabilities")
@@ -514,6 +510,6 @@ def test_one_token_far_off_does_not_end_a_run():
     drawn = sampled()
     made = recipe(mini_batches=1, max_logp_diff=0.2)
     one = drawn.batch.old_logps.at[1, int(drawn.row_lengths[1]) - 1].add(-1.0)
-    drawn = drawn._replace(batch=drawn.batch._replace(old_logps=one))
-    _, metrics = train_step(fresh(), made, drawn, learning_rate=1e-7, seed=(0, 0))
+    drawn = with_batch(drawn, old_logps=one)
+    _, metrics = take_step(made, drawn, rate=1e-7)
     assert metrics["sampling/logp_diff/max"] == pytest.approx(1.0, abs=1e-3)
