@@ -25,23 +25,26 @@ BUDGETS = {  # two devices take all lines at once
 }
 
 
-def random_batch(config, seed=0):
+INSIDE = np.arange(TIME) < LENGTHS[:, None]
+
+
+def random_batch(config):
     """Rows that begin in column 0, the first tokens of which are a prompt."""
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(0)
     shape = (len(LENGTHS), TIME)
-    columns = np.arange(TIME)[None]
-    inside = columns < LENGTHS[:, None]
-    labelled = inside & (columns >= LENGTHS[:, None] // 3)
-    tokens = rng.integers(1, config.vocab_size, shape)
+    labelled = INSIDE & (np.arange(TIME) >= LENGTHS[:, None] // 3)
+    tokens, labels = rng.integers(1, config.vocab_size, (2, *shape))
     return Batch(
-        tokens=jnp.asarray(np.where(inside, tokens, 0), jnp.int32),
-        labels=jnp.asarray(
-            np.where(labelled, rng.integers(1, config.vocab_size, shape), -100), jnp.int32
-        ),
+        tokens=jnp.asarray(np.where(INSIDE, tokens, 0), jnp.int32),
+        labels=jnp.asarray(np.where(labelled, labels, -100), jnp.int32),
         advantages=jnp.asarray(rng.normal(size=shape), jnp.float32),
         old_logps=jnp.asarray(rng.normal(size=shape) - 4, jnp.float32),
         ref_logps=jnp.asarray(rng.normal(size=shape) - 4, jnp.float32),
     )
+
+
+QWEN3 = config_of("qwen3")
+BATCH = random_batch(QWEN3)
 
 
 def parts(batch, **options):
@@ -165,24 +168,21 @@ def test_lines_are_no_wider_than_the_budget():
 
 
 def test_without_packing_rows_of_similar_lengths_share_a_micro_batch():
-    widths = [packing.sources.shape[1] for _, packing in plan(LENGTHS, TIME, tokens=48,
-                                                              several=False)]  # fmt: skip
+    packings = [packing for _, packing in plan(LENGTHS, TIME, tokens=48, several=False)]
+    widths = [packing.sources.shape[1] for packing in packings]
     assert widths == sorted(widths, reverse=True)
     assert widths[-1] == 16 < widths[0] == 24
-    assert all(packing.segment_ids is None for _, packing in plan(LENGTHS, TIME, tokens=48,
-                                                                  several=False))  # fmt: skip
+    assert all(packing.segment_ids is None for packing in packings)
 
 
 def test_what_is_packed_comes_back():
-    batch = random_batch(config_of("qwen3"))
-    inside = np.arange(TIME) < LENGTHS[:, None]
-    places, back = 0, np.zeros(batch.tokens.shape)
+    places, back = 0, np.zeros(BATCH.tokens.shape)
     for _, packing in plan(LENGTHS, TIME, tokens=4096):
-        lines = pack(batch, packing)
+        lines = pack(BATCH, packing)
         places += lines.tokens.size
         back += unpack(lines.tokens.astype(jnp.float32), packing)
-    np.testing.assert_array_equal(back, np.where(inside, batch.tokens, 0))
-    assert places < batch.tokens.size * 3 / 4
+    np.testing.assert_array_equal(back, np.where(INSIDE, BATCH.tokens, 0))
+    assert places < BATCH.tokens.size * 3 / 4
 
 
 def tolerance(name):
@@ -238,15 +238,14 @@ def test_gradients_sums_and_metrics_are_what_they_are_unpacked(name, loss):
 
 @pytest.mark.exhaustive
 def test_a_mesh_changes_nothing():
-    config, params = config_of("qwen3"), params_of("qwen3")
-    batch = random_batch(config)
     mesh = make_mesh(data=2, fsdp=2, tensor=2)
     states = []
     for devices, shards in ((None, 1), (mesh, 4)):
-        state = begin_training(jax.tree.map(jnp.copy, params), optax.sgd(1.0), devices)
-        for part, packing in parts(batch, tokens=64, shards=shards, multiple=2):
+        params = jax.tree.map(jnp.copy, params_of("qwen3"))
+        state = begin_training(params, optax.sgd(1.0), devices)
+        for part, packing in parts(BATCH, tokens=64, shards=shards, multiple=2):
             state, _ = grad_step(
-                state, part, config, LOSSES["tokens"], packing=packing, mesh=devices
+                state, part, QWEN3, LOSSES["tokens"], packing=packing, mesh=devices
             )
         states.append(jax.device_get(state.gradient_sum))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=5e-5), *states)
@@ -258,8 +257,8 @@ LORA = LoraConfig(r=2, target_modules="all-linear", lora_dropout=0.5)
 ROW_KEYS = jax.random.split(jax.random.key(3), len(LENGTHS))
 
 
-def keys_of(key, batch, seen=0, packing=None, padding=None):
-    lines = batch if packing is None else pack(batch, packing)
+def keys_of(key, seen=0, packing=None, padding=None):
+    lines = BATCH if packing is None else pack(BATCH, packing)
     rows = jnp.arange(len(LENGTHS)) != (-1 if padding is None else padding)
     keys = dropout_keys(key, jnp.int32(seen), rows, lines, packing)
     return np.asarray(jax.random.key_data(keys)).reshape(-1, 2)
@@ -267,35 +266,32 @@ def keys_of(key, batch, seen=0, packing=None, padding=None):
 
 @pytest.mark.parametrize("key", [ROW_KEYS, jax.random.key(3)], ids=["of rows", "root"])
 def test_each_token_has_a_dropout_key_of_its_own_and_keeps_it_in_lines(key):
-    batch = random_batch(config_of("qwen3"))
-    expected = keys_of(key, batch)
-    assert len({tuple(x) for x in expected}) == batch.tokens.size
+    expected = keys_of(key)
+    assert len({tuple(x) for x in expected}) == BATCH.tokens.size
     for _, packing in plan(LENGTHS, TIME, tokens=64):
         sources = packing.sources.reshape(-1)
-        keys = keys_of(key, batch, packing=packing)
+        keys = keys_of(key, packing=packing)
         np.testing.assert_array_equal(keys[sources >= 0], expected[sources[sources >= 0]])
 
 
 def test_dropout_keys_go_on_with_the_rows_that_were_seen():
-    batch = random_batch(config_of("qwen3"))
-    first, later = (keys_of(jax.random.key(3), batch, seen) for seen in (0, 3))
+    first, later = (keys_of(jax.random.key(3), seen) for seen in (0, 3))
     np.testing.assert_array_equal(first[3 * TIME :], later[: -3 * TIME])
-    padded = keys_of(jax.random.key(3), batch, padding=2)  # which is no row of the run
+    padded = keys_of(jax.random.key(3), padding=2)  # which is no row of the run
     np.testing.assert_array_equal(padded[3 * TIME :], first[2 * TIME : -TIME])
 
 
 def adapter_gradient(batches, mesh=None, key=ROW_KEYS, **options):
-    config = config_of("qwen3")
-    adapter = init_adapter(jax.random.key(1), config, LORA)
+    adapter = init_adapter(jax.random.key(1), QWEN3, LORA)
     # B is 0 at the start, so that A would have no gradient.
     adapter = jax.tree.map(lambda x: x + 0.1, adapter)
-    frozen = with_adapter(params_of("qwen3"), config, LORA)
+    frozen = with_adapter(params_of("qwen3"), QWEN3, LORA)
     if mesh is not None:
         frozen = jax.device_put(frozen, shard_like_params(frozen, mesh))
     state = begin_training(adapter, None, mesh)
     for batch, packing in batches:
         state, _ = grad_step(
-            state, batch, config, GSPOLoss(), frozen=frozen, key=key, packing=packing, mesh=mesh,
+            state, batch, QWEN3, GSPOLoss(), frozen=frozen, key=key, packing=packing, mesh=mesh,
             **options,
         )  # fmt: skip
     return jax.device_get(state.gradient_sum)
@@ -308,7 +304,7 @@ def assert_same_gradient(got, expected):
 
 @pytest.fixture(scope="module")
 def unpacked_gradient():
-    return adapter_gradient([(random_batch(config_of("qwen3")), None)])
+    return adapter_gradient([(BATCH, None)])
 
 
 @pytest.mark.parametrize(
@@ -317,15 +313,13 @@ def unpacked_gradient():
     ids=str,
 )
 def test_dropout_is_what_it_is_unpacked(unpacked_gradient, cut):
-    batch = random_batch(config_of("qwen3"))
-    assert_same_gradient(adapter_gradient(parts(batch, **cut)), unpacked_gradient)
+    assert_same_gradient(adapter_gradient(parts(BATCH, **cut)), unpacked_gradient)
 
 
 @pytest.mark.parametrize("packed", [True, pytest.param(False, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("tensor", each([2, 1]))
 def test_dropout_is_the_same_on_a_mesh(unpacked_gradient, tensor, packed):
-    batch = random_batch(config_of("qwen3"))
-    batches = parts(batch, tokens=64, shards=4, multiple=2) if packed else [(batch, None)]
+    batches = parts(BATCH, tokens=64, shards=4, multiple=2) if packed else [(BATCH, None)]
     mesh, transfers = make_mesh(data=2, fsdp=2, tensor=tensor), "once" if tensor == 1 else "layers"
     got = adapter_gradient(batches, mesh, transfers=transfers)
     assert_same_gradient(got, unpacked_gradient)
@@ -333,16 +327,15 @@ def test_dropout_is_the_same_on_a_mesh(unpacked_gradient, tensor, packed):
 
 @pytest.mark.exhaustive
 def test_dropout_is_the_same_with_padding_in_front(unpacked_gradient):
-    batch = random_batch(config_of("qwen3"))
     order = (np.arange(TIME)[None] + LENGTHS[:, None]) % TIME  # padding, then the tokens
     names = ("tokens", "labels", "advantages", "old_logps", "ref_logps")
-    moved = {x: jnp.take_along_axis(getattr(batch, x), order, axis=1) for x in names}
-    batch = batch._replace(mask=jnp.asarray(order < LENGTHS[:, None]), **moved)
+    moved = {x: jnp.take_along_axis(getattr(BATCH, x), order, axis=1) for x in names}
+    batch = BATCH._replace(mask=jnp.asarray(order < LENGTHS[:, None]), **moved)
     assert_same_gradient(adapter_gradient([(batch, None)]), unpacked_gradient)
 
 
 def test_rows_of_the_next_call_drop_other_inputs():
-    batch, key = random_batch(config_of("qwen3")), jax.random.key(3)
-    once, twice = (adapter_gradient([(batch, None)] * calls, key=key) for calls in (1, 2))
+    key = jax.random.key(3)
+    once, twice = (adapter_gradient([(BATCH, None)] * calls, key=key) for calls in (1, 2))
     for one, both in zip(jax.tree.leaves(once), jax.tree.leaves(twice), strict=True):
         assert np.abs(both - 2 * one).max() > 0.01 * np.abs(one).max()

@@ -1,5 +1,6 @@
 """The state of a run: saved, restored, saved on signals; and the directory of a run."""
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -184,6 +185,15 @@ def test_in_another_thread_nothing_is_changed():
     assert seen == [(False, handlers), "left"]
 
 
+@contextlib.contextmanager
+def started(code, *lines, **pipes):
+    """A process that runs Python code, once it has printed these lines."""
+    command = [sys.executable, "-c", code]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, **pipes) as process:
+        assert [process.stdout.readline() for _ in lines] == [f"{line}\n" for line in lines]
+        yield process
+
+
 BUSY = """
 import sys, time
 from twinkle_jax.training.progress import Interruption
@@ -205,10 +215,7 @@ SAME = [pytest.param(x, x, marks=pytest.mark.exhaustive) for x in BOTH]
 @pytest.mark.parametrize(("first", "second"), [BOTH, BOTH[::-1], *SAME])
 def test_the_second_signal_ends_the_process(first, second):
     code = BUSY.format(wait=ASKED, wait_more="time.sleep(600)")
-    command = [sys.executable, "-c", code]
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "ready\n"
+    with started(code, "ready") as process:
         process.send_signal(first)
         assert process.stdout.readline() == "asked\n"
         process.send_signal(second)
@@ -218,10 +225,7 @@ def test_the_second_signal_ends_the_process(first, second):
 
 def test_the_second_signal_ends_compiled_code_too():
     code = BUSY.format(wait="", wait_more=COMPILED)
-    command = [sys.executable, "-c", code]
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        assert [process.stdout.readline() for _ in range(2)] == ["ready\n", "asked\n"]
+    with started(code, "ready", "asked") as process:
         process.send_signal(signal.SIGTERM)
         process.send_signal(signal.SIGINT)  # two of the same at once would be one
         assert process.wait(timeout=60) in (130, 143)
@@ -248,15 +252,8 @@ with Interruption(patience=0.1, last_resort=save):
 )
 def test_a_loop_that_does_not_stop_is_saved_by_another_thread(save, status, message):
     """It is tried again until it is saved; an error ends the process with another status."""
-    with subprocess.Popen(
-        [sys.executable, "-c", LAST_RESORT.format(save=save)],
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    ) as process:
-        assert process.stdout is not None and process.stderr is not None
-        assert process.stdout.readline() == "ready\n"
+    code = LAST_RESORT.format(save=save)
+    with started(code, "ready", stderr=subprocess.PIPE) as process:
         process.send_signal(signal.SIGTERM)
         assert process.wait(timeout=60) == status
         assert message in process.stderr.read()
