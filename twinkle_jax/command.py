@@ -16,7 +16,8 @@ from twinkle_jax.data import Message, Trajectory, message_text
 from twinkle_jax.rollout import RolloutConfig
 from twinkle_jax.sampler import Filters
 from twinkle_jax.training import DistributedConfig, EvaluationConfig, TrainConfig, UpdateConfig
-from twinkle_jax.training.config import automatic_settings, check_effects, flat, from_dict
+from twinkle_jax.training.config import automatic_settings, flat, from_dict
+from twinkle_jax.training.effects import check_effects
 
 _MAX_TURNS = RolloutConfig().max_turns
 _PARSER_MODE = "yaml_or_text"
