@@ -39,7 +39,7 @@ from twinkle_jax.sampler.slots import Completions, Setup, Slots, State, on_devic
 
 _READ = (16, 64, 256)  # tokens of a row that are read at once
 _FEW = 8  # slots: so few are never halved; and rows that a device reads at once
-_MOST_READ = 2**24  # tokens read at once times the room of their rows: attention's logits
+_MOST_READ = 2**23  # tokens read at once times the room of their rows: attention's logits
 
 
 class Conversations:
