@@ -188,9 +188,8 @@ def _evaluate(options: Any) -> int:
             update=UpdateConfig(micro_batch_tokens=1 << 30),  # nothing is updated
         )
         check_effects(config)
-    except (
-        ValueError
-    ) as error:  # settings of `train` have sections, options of `evaluate` have none
+    except ValueError as error:
+        # Settings of `train` have sections, options of `evaluate` have none.
         raise ValueError(re.sub(r"^(evaluation|rollout)\.", "", str(error))) from error
     task, policy = make_task(config), _read_policy(options.model)
     if sys.stderr.isatty():

@@ -30,7 +30,7 @@ from twinkle_jax.training.checkpoint import (
 )
 from twinkle_jax.training.state import shapes_of
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 
 
 def content(leaf):
@@ -269,8 +269,6 @@ def test_a_step_is_never_silently_skipped(tmp_path):
 
 
 def test_bad_arguments(tmp_path):
-    with pytest.raises(ValueError, match="keep"):
-        RunCheckpoints(tmp_path, keep=0)
     checkpoints = RunCheckpoints(tmp_path / "none")
     assert checkpoints.steps() == []
     with pytest.raises(FileNotFoundError, match=r"^directory must .*none"):
@@ -374,13 +372,8 @@ MOMENTS = [pytest.param(x, marks=() if x < 1 else pytest.mark.exhaustive) for x 
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_killed_while_saving(tmp_path, moment):
     how = "background" if moment % 2 == 0 else "at once"
-    command = [
-        sys.executable,
-        "-m",
-        "tests.training.checkpoint_loop",
-        str(tmp_path / "run"),
-        how,
-    ]
+    loop = [sys.executable, "-m", "tests.training.checkpoint_loop"]
+    command = [*loop, str(tmp_path / "run"), how]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         process.stdout.readline()

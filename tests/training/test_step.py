@@ -276,7 +276,7 @@ def test_a_penalty_is_a_reason_to_move(rollouts):
     away = recipe(flat, optimizer="adam", kl_beta=0.5, dynamic_sampling=rollouts)
     drawn = sampled(away, 1, state.params)
     if rollouts == 1:  # else it is scored later
-        of_the_reference = score(away, POLICY.params, drawn.batch)
+        of_the_reference = score(away, POLICY.params, drawn.batch, drawn.row_lengths)
         np.testing.assert_allclose(drawn.batch.ref_logps, of_the_reference, atol=1e-6)
         assert np.abs(drawn.batch.ref_logps - drawn.batch.old_logps).max() > 1e-3
     state, metrics = take_step(away, drawn, state=state)
@@ -288,7 +288,8 @@ def test_later_updates_compare_with_the_policy_that_sampled():
     drawn, twice = sampled(), recipe(mini_batches=1, epochs=2)
     options = {"learning_rate": 0.1, "seed": (0, 0)}
     once, _ = learn(fresh(), drawn.batch, recipe(mini_batches=1), **options)
-    moved = score(twice, once.params, drawn.batch) - drawn.batch.old_logps
+    logps = score(twice, once.params, drawn.batch, drawn.row_lengths)
+    moved = logps - drawn.batch.old_logps
     ratios = np.exp(np.asarray(moved))[np.asarray(drawn.batch.labels) != -100]
     _, learnt = learn(fresh(), drawn.batch, twice, **options)
     first, second = (summary.metrics for summary in learnt.summaries)

@@ -13,7 +13,7 @@ import pytest
 
 from twinkle_jax.training.tracking import MetricsLog, Trackers
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 
 
 def strict(text):

@@ -86,26 +86,6 @@ LEAVES = "leaves.json"
 _ARRAYS = "arrays"
 
 
-def write_arrays(directory: Path, arrays: PyTree[jax.Array]) -> None:
-    """Write the leaves of a tree, and a list of their names, shapes and dtypes.
-
-    Args:
-        directory: gets `leaves.json` and the directory `arrays` (orbax).
-        arrays: JAX arrays, typed keys among them, in any tree, on any mesh of this process.
-
-    Raises:
-        TypeError: if a leaf is not a JAX array, or is weakly typed, which could not be restored.
-        ValueError: if two leaves have the same name.
-        OSError: if the files cannot be written.
-    """
-    leaves = _checked_leaves(arrays)
-    _write_leaves(directory, leaves)
-    with _plain_errors():
-        write = _begin_arrays(directory, leaves)
-        write()
-        _finalize_arrays(directory)
-
-
 def _begin_arrays(directory: Path, leaves: Mapping[str, jax.Array]) -> Callable[[], None]:
     """Copy arrays to the host and start writing them; each process writes its devices' shards.
 
@@ -153,37 +133,6 @@ def _as_global(leaf: jax.Array) -> jax.Array:
     return jax.make_array_from_process_local_data(sharding, values, values.shape)
 
 
-def read_arrays(directory: Path, like: PyTree[Any]) -> PyTree[jax.Array]:
-    """Read the arrays that `write_arrays` wrote.
-
-    Args:
-        directory: that was written to.
-        like: arrays, or `jax.ShapeDtypeStruct`s, with the same tree, shapes and dtypes.
-
-    Returns:
-        The arrays, on the devices of those in `like`; uncommitted where those are uncommitted.
-
-    Raises:
-        ValueError: if names or shapes differ from those written.
-        TypeError: if a dtype differs; nothing is cast.
-    """
-    saved = json.loads((directory / LEAVES).read_text(encoding="utf-8"))
-    leaves = _name(like)
-    _check(saved, leaves, directory)
-    targets = {name: _target(leaf) for name, leaf in leaves.items() if np.prod(leaf.shape)}
-    stored: dict[str, Any] = {}
-    if targets:
-        import orbax.checkpoint as ocp
-        from etils import epath  # comes with orbax
-
-        with _plain_errors():
-            stored = ocp.StandardCheckpointHandler().restore(
-                epath.Path(directory.resolve() / _ARRAYS), args=ocp.args.StandardRestore(targets)
-            )
-    placed = [_place(stored.get(name), leaf) for name, leaf in leaves.items()]
-    return jax.tree.unflatten(jax.tree.structure(like), placed)
-
-
 def _checked_leaves(arrays: PyTree[jax.Array]) -> dict[str, jax.Array]:
     """Name the leaves, and refuse those that could not be restored."""
     leaves = _name(arrays)
@@ -196,13 +145,6 @@ def _checked_leaves(arrays: PyTree[jax.Array]) -> dict[str, jax.Array]:
                 "make it with jnp.asarray(value, dtype)"
             )
     return leaves
-
-
-def _write_leaves(directory: Path, leaves: Mapping[str, jax.Array]) -> None:
-    described = {name: _describe(leaf) for name, leaf in leaves.items()}
-    (directory / LEAVES).write_text(json.dumps(described, indent=1), encoding="utf-8")
-    if any(leaf.size for leaf in leaves.values()):
-        (directory / _ARRAYS).mkdir()
 
 
 def _name(tree: PyTree[Any]) -> dict[str, Any]:
@@ -314,18 +256,34 @@ _FACTS = "facts.json"
 def write_checkpoint(directory: Path, arrays: PyTree[jax.Array], facts: Mapping[str, Any]) -> None:
     """Write arrays, facts, and the manifest of both to an empty directory.
 
+    Args:
+        directory: gets `facts.json`, `leaves.json` (names, shapes and dtypes) and `arrays` (orbax).
+        arrays: JAX arrays, typed keys among them, in any tree, on any mesh of this process.
+        facts: a dictionary that survives a round trip through JSON.
+
     Raises:
-        ValueError: if `facts` are not JSON.
-        TypeError: if a leaf is not a JAX array, or is weakly typed.
+        ValueError: if `facts` are not JSON, or two leaves have the same name.
+        TypeError: if a leaf is not a JAX array, or is weakly typed, which could not be restored.
         OSError: if the files cannot be written.
     """
-    _write_facts(directory, facts)
-    write_arrays(directory, arrays)
+    leaves = _checked_leaves(arrays)
+    _write_texts(directory, leaves, facts)
+    with _plain_errors():
+        write = _begin_arrays(directory, leaves)
+        write()
+        _finalize_arrays(directory)
     write_manifest(directory)
 
 
-def _write_facts(directory: Path, facts: Mapping[str, Any]) -> None:
+def _write_texts(
+    directory: Path, leaves: Mapping[str, jax.Array], facts: Mapping[str, Any]
+) -> None:
+    """Write the facts and what describes the leaves, and make the directory of their arrays."""
     (directory / _FACTS).write_text(_to_json(facts), encoding="utf-8")
+    described = {name: _describe(leaf) for name, leaf in leaves.items()}
+    (directory / LEAVES).write_text(json.dumps(described, indent=1), encoding="utf-8")
+    if any(leaf.size for leaf in leaves.values()):
+        (directory / _ARRAYS).mkdir()
 
 
 @contextmanager
@@ -348,16 +306,33 @@ def read_checkpoint(
 
     Args:
         directory: that was written to.
-        like: as for `read_arrays`.
+        like: arrays, or `jax.ShapeDtypeStruct`s, with the same tree, shapes and dtypes.
         check: called with the facts before arrays are read; may raise to refuse them.
 
+    Returns:
+        The arrays, on the devices of those in `like`, uncommitted where those are; and the facts.
+
     Raises:
-        ValueError: if names or shapes differ.
-        TypeError: if a dtype differs.
+        ValueError: if names or shapes differ from those written.
+        TypeError: if a dtype differs; nothing is cast.
     """
     facts = read_facts(directory)
     check(facts)
-    return read_arrays(directory, like), facts
+    saved = json.loads((directory / LEAVES).read_text(encoding="utf-8"))
+    leaves = _name(like)
+    _check(saved, leaves, directory)
+    targets = {name: _target(leaf) for name, leaf in leaves.items() if np.prod(leaf.shape)}
+    stored: dict[str, Any] = {}
+    if targets:
+        import orbax.checkpoint as ocp
+        from etils import epath  # comes with orbax
+
+        with _plain_errors():
+            stored = ocp.StandardCheckpointHandler().restore(
+                epath.Path(directory.resolve() / _ARRAYS), args=ocp.args.StandardRestore(targets)
+            )
+    placed = [_place(stored.get(name), leaf) for name, leaf in leaves.items()]
+    return jax.tree.unflatten(jax.tree.structure(like), placed), facts
 
 
 def read_facts(directory: Path) -> dict[str, Any]:
@@ -518,13 +493,10 @@ class RunCheckpoints:
 
     Raises:
         ImportError: if orbax-checkpoint is not installed.
-        ValueError: if `keep` is less than 1.
     """
 
     def __init__(self, directory: str | os.PathLike[str], *, keep: int = 3) -> None:
         require("orbax", "training")
-        if keep < 1:
-            raise ValueError(f"keep must be at least 1, got {keep}")
         self.directory = Path(directory).absolute()
         self.keep = keep
         self._current: int | None = None  # the step that this run last saved or restored
@@ -582,8 +554,7 @@ class RunCheckpoints:
                     self.directory.mkdir(parents=True, exist_ok=True)
                     remove_remains(self.directory, _STEP.pattern)
                     fresh = stack.enter_context(replace_directory(target))
-                    _write_facts(fresh, facts)
-                    _write_leaves(fresh, leaves)
+                    _write_texts(fresh, leaves, facts)
                     return str(fresh)
 
             leaves = _checked_leaves(arrays)

@@ -256,14 +256,12 @@ def score_batch(
     return _score_batch(
         params,
         frozen,
-        batch._replace(
-            advantages=None,
-            old_logps=None,
-            ref_logps=None,
-            sampler_logps=None,
-            rows=None,
-            teacher_logprobs=None,
-            teacher_tokens=None,
+        Batch(
+            batch.tokens,
+            batch.labels,
+            mask=batch.mask,
+            positions=batch.positions,
+            segment_ids=batch.segment_ids,
         ),
         positive_scalar("temperature", temperature),
         config=config,

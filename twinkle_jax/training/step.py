@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import partial, reduce
 from typing import Any, NamedTuple
 
 import jax
@@ -326,7 +326,8 @@ def learn(
         The state after `epochs * mini_batches` updates, and what they did.
     """
     config, learnt = recipe.config, Learnt([], [], mismatch)
-    row_lengths = _lengths(batch, row_lengths)
+    if row_lengths is None:
+        row_lengths = np.full(len(batch.tokens), batch.tokens.shape[1], np.int32)
     dropout_key = _dropout_key(recipe)
     for rows in deal_rows(len(batch.tokens), config, seed):
         total: StepSummary | None = None
@@ -374,17 +375,15 @@ def learn(
 
 
 def score(
-    recipe: Recipe, params: Params, batch: Batch, row_lengths: IntRows | None = None
+    recipe: Recipe, params: Params, batch: Batch, row_lengths: IntRows
 ) -> Float[Array, "rows time"]:
     """Compute the log-probabilities of a batch's labels, packed as updates are."""
     width = batch.tokens.shape[1]
     all_rows = np.arange(len(batch.tokens), dtype=np.int32)
-    lengths = _lengths(batch, row_lengths)
     scores = []
     for rows in np.split(all_rows, recipe.config.update.mini_batches):
-        total: Float[Array, "rows time"] | None = None
-        for part, packing in micro_batches(recipe, batch, rows, lengths):
-            logps = score_batch(
+        parts = (
+            score_batch(
                 params,
                 part,
                 recipe.decoder,
@@ -395,16 +394,11 @@ def score(
                 transfers=recipe.config.mesh.transfers,
                 packing=packing,
             ).logps
-            total = logps if total is None else total + logps  # 0 for rows of other parts
-        assert total is not None
+            for part, packing in micro_batches(recipe, batch, rows, row_lengths)
+        )
+        total = reduce(jnp.add, parts)  # each is 0 for rows of other parts
         scores.append(jnp.pad(total, ((0, 0), (0, width - total.shape[1]))))
     return jnp.concatenate(scores)
-
-
-def _lengths(batch: Batch, row_lengths: IntRows | None) -> IntRows:
-    if row_lengths is not None:
-        return row_lengths
-    return np.full(len(batch.tokens), batch.tokens.shape[1], np.int32)
 
 
 def deal_rows(rows: int, config: TrainConfig, seed: tuple[int, ...]) -> Iterator[IntRows]:
