@@ -81,13 +81,13 @@ def sampled(of=None, key=0, params=None, **options):
     return collect(of or recipe(), weights, lambda: PROMPTS, jax.random.key(key), **options)[0]
 
 
-@pytest.mark.exhaustive
 def test_a_step_moves_the_policy_towards_what_was_rewarded():
     drawn = sampled()
-    state, metrics = take_step(recipe(), drawn, rate=0.3)
-    before = sampled(key=1).rewards.mean()
-    after = sampled(key=1, params=state.params).rewards.mean()
-    assert after > before + 0.1
+    state, metrics = take_step(recipe(), drawn, rate=0.03)
+    after = score(recipe(), state.params, drawn.batch, drawn.row_lengths)
+    change = np.asarray(after - drawn.batch.old_logps).sum(axis=1)  # of whole completions
+    better, worse = drawn.advantages > 0, drawn.advantages < 0
+    assert change[better].mean() > 0 > change[worse].mean()
     assert state.step == 2  # one update a mini-batch
     assert metrics["grad_norm"] > 0
     assert metrics["skipped_updates"] == 0
