@@ -308,6 +308,16 @@ def test_a_filter_sees_what_was_mapped_before(kind):
     assert [row["n"] for row in dataset] == [21]
 
 
+def test_a_filter_leaves_rows_to_each_source_that_takes_turns():
+    dataset = LazyDataset(meta([{"n": 1}]))
+    other = meta([{"n": 2}])
+    dataset.add_dataset(other)
+    dataset.mix_dataset(interleave=True)
+    with pytest.raises(ValueError, match="interleaved"):
+        dataset.filter(lambda row: row["n"] == 1, dataset_meta=other)
+    assert [row["n"] for row in dataset] == [1, 2]
+
+
 def test_what_follows_encode_and_check_sees_their_rows():
     rows = [{"messages": [{"role": "user", "content": c}]} for c in ("1", "23")]
     dataset = Dataset(meta([*rows, {"messages": []}]))

@@ -320,6 +320,8 @@ def test_megatrons_defaults(checkpoint):
     np.testing.assert_allclose(rates, [0, 0.25, 0.2, 0.1, 0.05], atol=1e-12)
     model.set_optimizer("SGD")
     model.set_lr_scheduler("ConstantLR")
+    with pytest.raises(TypeError, match="lr_decay_steps"):
+        model.set_lr_scheduler("default", max_lr=0.25)
 
 
 @pytest.mark.parametrize("options", [{"merge_lora": True}, {"merge": True}, {}])

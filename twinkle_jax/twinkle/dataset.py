@@ -363,8 +363,9 @@ class LazyDataset(Dataset):
     def _filter(self, function: Any, meta: DatasetMeta | None) -> None:
         """Filter at once: the function sees mapped rows, which are mapped again when read."""
         key = self._key(meta)
-        rows = self.datasets[key]
-        self.datasets[key] = rows.filter(lambda row: function(self._map_row(key, row)))
+        rows = self.datasets[key].filter(lambda row: function(self._map_row(key, row)))
+        check_interleaved([rows], self._interleave is True)
+        self.datasets[key] = rows
         self._show_single()
 
 

@@ -613,6 +613,8 @@ class MegatronModel(TransformersModel):
     def set_lr_scheduler(self, scheduler_cls: Any = "default", **options: Any) -> None:
         """Choose a schedule; `"default"` warms up linearly, then falls as a cosine."""
         if scheduler_cls == "default":
+            if "lr_decay_steps" not in options:
+                raise TypeError("lr_decay_steps must be given for the schedule 'default', got none")
             steps, warmup = options.pop("lr_decay_steps"), options.pop("lr_warmup_steps", 0)
             peak, least = options.pop("max_lr", None), options.pop("min_lr", 0.0)
             group = self.group(options.get("adapter_name"))
