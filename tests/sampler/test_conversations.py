@@ -199,6 +199,23 @@ def test_memory_follows_tokens(mesh):
     assert sum(np.sum(part < rows_of_device) for part in owner) == expected.sum()
 
 
+@pytest.mark.parametrize("laid_out", ["pages"], indirect=True)
+@pytest.mark.usefixtures("laid_out")
+def test_pages_of_rows_that_wait_are_not_taken():
+    """A turn of one row needs more pages than those that were made for what is read."""
+    kept, again = (make_it("qwen3", 4, Sampling(), new=100) for make_it in (make, read_anew))
+    keys = jax.random.split(jax.random.key(0), 4)
+    waiting = {i: [i + 1] * 60 for i in range(3)}
+    kept.go_on(waiting, keys, dict.fromkeys(waiting, 1))
+    turns = [{3: [9]}, {i: [*row, 7, 8] for i, row in waiting.items()}]
+    for rows, limit in zip(turns, (100, 3), strict=True):
+        limits = dict.fromkeys(rows, limit)
+        actual, expected = (engine.go_on(rows, keys, limits) for engine in (kept, again))
+        np.testing.assert_array_equal(actual.tokens, expected.tokens)
+    owner = np.asarray(kept._cache.pages.owner)
+    assert np.bincount(owner, minlength=5)[:4].tolist() == [4, 4, 4, 7]
+
+
 @pytest.mark.usefixtures("laid_out")
 def test_a_row_may_fill_its_room():
     kept = make("qwen3", 1, Sampling(), length=12)
