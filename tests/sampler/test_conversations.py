@@ -225,6 +225,17 @@ def test_a_row_may_fill_its_room():
 
 
 @pytest.mark.usefixtures("laid_out")
+def test_all_rows_may_fill_their_room():
+    """Each of all pages is full, and one row has ended: the others still get their last tokens."""
+    kept = make("qwen3", 8, Sampling(), length=33)
+    rows, keys = {i: [i + 1] * 28 for i in range(8)}, jax.random.split(jax.random.key(0), 8)
+    drawn = kept.go_on(rows, keys, {i: 5 if i else 1 for i in rows})
+    assert drawn.lengths.tolist() == [1, *[5] * 7]
+    again = read_anew("qwen3", 8, Sampling()).go_on(rows, keys, {i: 5 if i else 1 for i in rows})
+    np.testing.assert_array_equal(drawn.tokens[:, :5], again.tokens[:, :5])
+
+
+@pytest.mark.usefixtures("laid_out")
 def test_after_warm_up_nothing_compiles():
     play(make("qwen3", 8), 5, 8, called=two_of_three)
     programs = (
