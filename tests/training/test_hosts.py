@@ -245,7 +245,12 @@ LONG = {  # settings of the update and others, and how many processes have how m
         4,
     ),
     "reinforce++": (
-        {"advantage": "reinforce_plus_plus", "kl_beta": 0.0, "dynamic_sampling": 3},
+        {
+            "advantage": "reinforce_plus_plus",
+            "scale": None,  # which it does not have
+            "kl_beta": 0.0,
+            "dynamic_sampling": 3,
+        },
         {},
         2,
         4,
