@@ -51,6 +51,7 @@ from twinkle_jax.rollout.rollout import (
     has_signal,
     with_advantages,
 )
+from twinkle_jax.rollout.server_engine import ServerConfig, ServerEngine
 from twinkle_jax.rollout.single_turn import SingleTurn, training_batch
 from twinkle_jax.rollout.tools import (
     SandboxUnavailableError,
@@ -81,6 +82,8 @@ __all__ = [
     "RolloutSource",
     "RowMask",
     "SandboxUnavailableError",
+    "ServerConfig",
+    "ServerEngine",
     "SingleTurn",
     "TRLEnvironment",
     "Texts",

@@ -14,6 +14,7 @@ from twinkle_jax.model.huggingface.checkpoint_files import CONFIG, locate, read_
 from twinkle_jax.sampler.requests import (
     Actor,
     Prompt,
+    Stops,
     longest_row,
     make_responses,
     prompt_tokens,
@@ -139,20 +140,15 @@ class vLLMSampler:  # noqa: N801  (Twinkle's name)
             vocab=vocab,
             max_length=self.max_length,
         )
-        modes = usable_modes(params, logprobs_kind, vocab)
         prompts = [prompt_tokens(feature).tolist() for feature in call.features]
-        seeds = self._seeds(params.seed, len(prompts))
-        deadline = Deadline(self.timeout)
-        served, mode = self._policy.check(deadline)
-        check_mode(self._client.url, mode, modes, logprobs_kind)
-        requests = []
-        for i, (prompt, seed) in enumerate(zip(prompts, seeds, strict=True)):
-            limit = self._limit(i, prompt, served, params)
-            settings = CompletionSettings(
-                served.name, prompt, call.num_samples, limit, seed, params, call.stops, vocab
-            )
-            requests.append(completion_request(settings, f"inputs[{i}]"))
-        answers: list[ServerCompletions] = self._client.send_requests(deadline, requests)
+        answers = self.complete(
+            prompts,
+            params,
+            call.num_samples,
+            call.stops,
+            self._seeds(params.seed, len(prompts)),
+            logprobs_kind=logprobs_kind,
+        )
         drawn = [one for answer in answers for one in answer.drawn]
         if logprobs_kind == "sampling" and params.temperature == 0:  # vLLM gives temperature 1
             drawn = [one._replace(logprobs=[[(x, 0.0)] for x in one.tokens]) for one in drawn]
@@ -165,6 +161,51 @@ class vLLMSampler:  # noqa: N801  (Twinkle's name)
                     ranked = [x and sorted(x, key=lambda pair: -pair[1]) for x in answer.prompt]
                     response.topk_prompt_logprobs = [x and x[:top] for x in ranked]
         return responses
+
+    def complete(
+        self,
+        prompts: Sequence[list[int]],
+        params: SamplingParams,
+        num_samples: int,
+        stops: Stops,
+        seeds: Sequence[int | None],
+        *,
+        limits: Sequence[int] | None = None,
+        logprobs_kind: LogprobsKind | None = "policy",
+    ) -> list[ServerCompletions]:
+        """Draw completions of token ids; what `sample` does for conversations.
+
+        Args:
+            prompts: token ids.
+            params: how to draw; its stops, seed and number of samples are not read.
+            num_samples: completions of each prompt.
+            stops: what ends a completion.
+            seeds: one for each prompt; None: the server chooses.
+            limits: the most tokens of a completion of each prompt, for all of which the server must
+                have room; None: `params.max_tokens`, or fewer where there is less room.
+            logprobs_kind: as for `sample`.
+
+        Raises:
+            ValueError: as `sample`.
+            ServerError: as `sample`.
+        """
+        modes = usable_modes(params, logprobs_kind, self.config.vocab_size)
+        deadline = Deadline(self.timeout)
+        served, mode = self._policy.check(deadline)
+        check_mode(self._client.url, mode, modes, logprobs_kind)
+        requests = []
+        for i, (prompt, seed) in enumerate(zip(prompts, seeds, strict=True)):
+            if limits is None:
+                limit = self._limit(i, prompt, served, params)
+            else:
+                limit = limits[i]
+                self._check_room(len(prompt) + limit, served)
+            settings = CompletionSettings(
+                served.name, prompt, num_samples, limit, seed, params, stops, self.config.vocab_size
+            )
+            requests.append(completion_request(settings, f"inputs[{i}]"))
+        answers: list[ServerCompletions] = self._client.send_requests(deadline, requests)
+        return answers
 
     def sync_weights(self, actor: Actor, *, merge: bool = False) -> None:
         """Have the server load a policy's weights, and verify that it has them.
@@ -204,6 +245,13 @@ class vLLMSampler:  # noqa: N801  (Twinkle's name)
             )
         # A server draws at least one token, which is left out where none is asked for.
         return room if params.max_tokens is None else min(room, max(params.max_tokens, 1))
+
+    def _check_room(self, tokens: int, served: Served) -> None:
+        if tokens > served.max_length:
+            raise ServerError(
+                f"{self._client.url} must have room for rows of {tokens} tokens, got a "
+                f"max_model_len of {served.max_length}: start it with --max-model-len {tokens}"
+            )
 
     def _seeds(self, seed: int | None, prompts: int) -> list[int | None]:
         """Return a seed for each prompt: with equal seeds, vLLM draws equal completions."""

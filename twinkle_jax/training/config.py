@@ -26,7 +26,7 @@ from twinkle_jax.data.settings import (
 )
 from twinkle_jax.loss import LOSSES, CISPOLoss, ImportanceCorrection, PolicyLoss, SAPOLoss
 from twinkle_jax.model import LoraConfig
-from twinkle_jax.rollout import RolloutConfig
+from twinkle_jax.rollout import RolloutConfig, ServerConfig
 from twinkle_jax.training.by_name import (
     Schedule,
     make_estimator,
@@ -268,6 +268,7 @@ class TrainConfig:
             there is one. Anything else: the directory of another run to continue.
         overwrite: delete the run that output_dir holds.
         rollout: what is sampled in each step.
+        server: a vLLM server that samples.
         update: how the policy learns from it.
         optimizer: the optimizer and its learning rate.
         lora: low-rank adapters.
@@ -294,6 +295,7 @@ class TrainConfig:
     resume: str = field(default="never", metadata=MAY_CHANGE)
     overwrite: bool = field(default=False, metadata=MAY_CHANGE)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    server: ServerConfig = field(default_factory=ServerConfig, metadata=MAY_CHANGE)
     update: UpdateConfig = field(default_factory=UpdateConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     lora: LoraSettings = field(default_factory=LoraSettings)
@@ -475,6 +477,8 @@ def _check(config: TrainConfig) -> None:
         make_lora(config)
     if config.task == "environment" and config.environment is None:
         raise ValueError("environment must be given for the task environment, got none")
+    if config.server.url is not None and config.model is None:
+        raise ValueError("model must be the checkpoint that server.url serves, got none")
     if config.model is None and config.task not in ("arithmetic", "environment"):
         raise ValueError(f"model must be a checkpoint for the task {config.task}, got none")
     weights = config.reward_weights

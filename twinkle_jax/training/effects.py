@@ -44,6 +44,16 @@ _CONDITIONS = (
         lambda config: config.many_turns or config.resume != "never",
         "rollout.max_episode_tokens",
     ),
+    _Condition(
+        "a server.url",
+        lambda config: config.server.url is not None,
+        "server.served_name server.shared_dir server.timeout server.tolerance server.seeded",
+    ),
+    _Condition(
+        "sampling in this process, without server.url",
+        lambda config: config.server.url is None,
+        "rollout.slots",
+    ),
     _Condition("tools", lambda config: config.tools is not None, "rollout.tools_in"),
     _Condition(
         "an environment that is no server",

@@ -13,6 +13,7 @@ from twinkle_jax.data import PromptBatch, Trajectory
 from twinkle_jax.model import Params
 from twinkle_jax.reward import RewardFunction, compute_rewards
 from twinkle_jax.rollout import (
+    Engine,
     Episode,
     LocalEngine,
     MultiTurn,
@@ -37,6 +38,7 @@ def evaluate(
     reward: RewardFunction,
     settings: RolloutConfig,
     *,
+    engine: Engine | None = None,
     params: Params | None = None,
     pass_k: int = 0,
     batch: int = _BATCH,
@@ -60,13 +62,14 @@ def evaluate(
         reward: of trajectories and ground truths.
         settings: of sampling; `prompts` and `num_samples` are not read. The temperature and the
             filters are those of the samples for pass@k; greedy completions have temperature 0.
+        engine: what draws; None: this process.
         params: in place of the policy's trained parameters.
         pass_k: k of pass@k; 0 leaves it out.
         batch: prompts at once.
         seed: of the samples for pass@k.
-        compute_dtype: type of activations.
+        compute_dtype: type of activations, without an engine.
         reward_timeout: seconds that the reward may take for a batch.
-        mesh: of the parameters; None for one device.
+        mesh: of the parameters, without an engine; None for one device.
         check: called before a batch is sampled and before it is scored; may raise to end the
             evaluation.
 
@@ -79,7 +82,8 @@ def evaluate(
     References:
         pass@k: Evaluating Large Language Models Trained on Code, https://arxiv.org/abs/2107.03374
     """
-    engine = LocalEngine(policy.config, policy.template, policy.frozen, compute_dtype, mesh)
+    if engine is None:
+        engine = LocalEngine(policy.config, policy.template, policy.frozen, compute_dtype, mesh)
     source = SingleTurn(engine, reward, settings, reward_timeout)
     evaluated = policy.params if params is None else params
 
@@ -191,6 +195,7 @@ def held_out(
     task: Task,
     policy: Policy,
     *,
+    engine: Engine | None = None,
     params: Params | None = None,
     mesh: Any = None,
     check: Callable[[], None] = lambda: None,
@@ -199,9 +204,11 @@ def held_out(
     if not task.held_out:
         return {}
     reward = task.judge or task.reward
+    if engine is None:
+        engine = LocalEngine(policy.config, policy.template, policy.frozen, config.dtype, mesh)
     if task.environment is not None:
         source = MultiTurn(
-            LocalEngine(policy.config, policy.template, policy.frozen, config.dtype, mesh),
+            engine,
             task.environment,
             config.rollout,
             reward,
@@ -222,11 +229,10 @@ def held_out(
         task.held_out,
         reward,
         config.rollout,
+        engine=engine,
         params=params,
         pass_k=config.evaluation.pass_k,
         seed=config.seed,
-        compute_dtype=config.dtype,
         reward_timeout=config.reward_timeout,
-        mesh=mesh,
         check=check,
     )

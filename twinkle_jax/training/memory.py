@@ -155,6 +155,8 @@ def fit(recipe: Recipe, state: TrainState, limit: int, note: Callable[[str], Non
     user_set = config.update.micro_batch_tokens != automatic_budget(config)
     budgets = _smaller_budgets(config)
     config = choose("update.micro_batch_tokens", budgets, update_memory, user_set)
+    if config.server.url is not None:  # it samples, with memory of its own
+        return config
     user_set = config.rollout.slots is not None
     return choose("rollout.slots", _fewer_slots(config), rollout_memory, user_set)
 

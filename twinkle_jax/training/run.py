@@ -290,7 +290,7 @@ def _write_metrics(
             last.finished(progress._replace(totals=waiting))
             results = held_out(
                 run.config, run.task, run.policy,
-                params=progress.state.params, mesh=run.recipe.mesh, check=check,
+                engine=run.engine, params=progress.state.params, check=check,
             )  # fmt: skip
             metrics |= {f"eval/{name}": value for name, value in results.items()}
     except InterruptedRunError:
@@ -368,7 +368,7 @@ def finish(
     hosts.together("ending", check)
     params = progress.state.params
     results = held_out(
-        run.config, run.task, run.policy, params=params, mesh=run.recipe.mesh, check=check
+        run.config, run.task, run.policy, engine=run.engine, params=params, check=check
     )
     summary = summarize(progress, interrupted=False) | {"accuracy_after": results.get("accuracy")}
     save_policy(run.policy._replace(params=params), directory / "policy")

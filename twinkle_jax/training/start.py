@@ -18,8 +18,8 @@ from twinkle_jax.model import shard_like_params
 from twinkle_jax.model.decoder.lora import adapted_kernels
 from twinkle_jax.reward import RewardFunction
 from twinkle_jax.rollout import (
+    Engine,
     EnvironmentFactory,
-    LocalEngine,
     MultiTurn,
     RolloutSource,
     SingleTurn,
@@ -38,6 +38,7 @@ from twinkle_jax.training.config import (
     with_setting,
 )
 from twinkle_jax.training.display import Display
+from twinkle_jax.training.engine import make_engine
 from twinkle_jax.training.evaluation import held_out
 from twinkle_jax.training.memory import device_memory, fit
 from twinkle_jax.training.policy import (
@@ -67,6 +68,7 @@ class Run(NamedTuple):
         task: what the policy is trained on.
         policy: as training began.
         recipe: of the steps.
+        engine: draws completions, in steps and evaluations.
         loader: of prompts.
         checkpoints: of the run.
         log: of metrics.
@@ -77,6 +79,7 @@ class Run(NamedTuple):
     task: Task
     policy: Policy
     recipe: Recipe
+    engine: Engine
     loader: PromptLoader
     checkpoints: RunCheckpoints
     log: MetricsLog | NoLog
@@ -119,12 +122,15 @@ def begin(
         if len(task.train) > _ENCODED_AT_ONCE:
             display.note(f"checking the lengths of {len(task.train):,} prompts")
         hosts.together("checking prompts", lambda: _check_lengths(config, task, policy))
+    engine = make_engine(config, policy, mesh)
     if source is None:
-        before = held_out(config, task, policy, mesh=mesh).get("accuracy")
+        before = held_out(config, task, policy, engine=engine).get("accuracy")
         totals = dataclasses.replace(totals, accuracy_before=before)
         if before is not None:
             display.note(f"held-out accuracy before the first step: {before:.3f}")
-    recipe = make_recipe(config, policy, task.reward, environment=task.environment, mesh=mesh)
+    recipe = make_recipe(
+        config, policy, task.reward, environment=task.environment, engine=engine, mesh=mesh
+    )
     loader = PromptLoader(task.train, config.rollout.prompts, seed=config.seed)
     state = begin_training(policy.params, recipe.optimizer, mesh)
     recipe = _fit_devices(recipe, state, directory, display)
@@ -139,7 +145,7 @@ def begin(
         hosts.together("reading metrics.jsonl", lambda: log.truncate(offset))
         _write_config(config, directory)
         display.note(f"resuming after step {progress.step} of {source}")
-    return Run(config, task, policy, recipe, loader, checkpoints, log, display), progress
+    return Run(config, task, policy, recipe, engine, loader, checkpoints, log, display), progress
 
 
 def _has_tools(config: TrainConfig, task: Task) -> bool:
@@ -267,6 +273,7 @@ def make_recipe(
     reward: RewardFunction | None,
     *,
     environment: EnvironmentFactory | None = None,
+    engine: Engine | None = None,
     mesh: Mesh | None = None,
 ) -> Recipe:
     """Make the parts of a step from its configuration.
@@ -276,6 +283,7 @@ def make_recipe(
         policy: before training; its parameters are copied if a reference policy is needed.
         reward: of trajectories and ground truths; may be None with an environment.
         environment: makes environments; None: the policy completes prompts.
+        engine: draws completions; None: as the configuration says.
         mesh: devices; None for one.
 
     Raises:
@@ -287,7 +295,7 @@ def make_recipe(
     if update.kl_beta:
         # New adapters change nothing: the frozen parameters alone are the initial policy.
         reference = {} if config.lora.rank else jax.tree.map(jnp.copy, policy.params)
-    engine = LocalEngine(policy.config, policy.template, policy.frozen, config.dtype, mesh)
+    engine = engine or make_engine(config, policy, mesh)
     options: dict[str, Any] = {
         "reward_timeout": config.reward_timeout,
         "mask_truncated": update.mask_truncated,

@@ -1,0 +1,109 @@
+"""What a run samples with: this process, or a vLLM server that loads the policy's weights."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from twinkle_jax.data import IGNORE, Batch
+from twinkle_jax.data.batch import batch_width, pad_rows
+from twinkle_jax.model import Params
+from twinkle_jax.rollout import Engine, LocalEngine, ServerEngine, hosts
+from twinkle_jax.sampler import vLLMSampler
+from twinkle_jax.training.config import TrainConfig
+from twinkle_jax.training.policy import Policy, save_policy
+from twinkle_jax.training.score import score_batch
+
+
+def make_engine(config: TrainConfig, policy: Policy, mesh: Mesh | None = None) -> Engine:
+    """Make the engine of a run: `config.server`, or this process without one.
+
+    Args:
+        config: of the run, with its `dtype` chosen.
+        policy: whose parameters, or later ones, each call is given.
+        mesh: of the parameters; None for one device.
+
+    Raises:
+        ValueError: if a server cannot sample with these settings, or the run has several processes.
+    """
+    server = config.server
+    if server.url is None:
+        return LocalEngine(policy.config, policy.template, policy.frozen, config.dtype, mesh)
+    if hosts.several():
+        raise ValueError(
+            f"server.url must go with a run of one process, got {jax.process_count()} processes"
+        )
+    directory = server.shared_dir or Path(config.output_dir).absolute() / "weights"
+    sampler = vLLMSampler(
+        model_id=policy.base or config.model or "",
+        base_url=server.url,
+        template=policy.template,
+        max_length=config.longest_row,
+        served_name=server.served_name,
+        shared_dir=directory,
+        tolerance=server.tolerance,
+        timeout=server.timeout,
+        api_key=os.environ.get("VLLM_API_KEY"),
+        seed=None,
+    )
+
+    def actor(params: Params) -> PolicyActor:
+        return PolicyActor(policy._replace(params=params), np.dtype(config.dtype), mesh)
+
+    return ServerEngine(
+        sampler,
+        actor,
+        policy.template,
+        config.rollout,
+        row_shards=1 if mesh is None else int(mesh.shape["data"] * mesh.shape["fsdp"]),
+        seeded=server.seeded,
+    )
+
+
+class PolicyActor:
+    """A policy as `vLLMSampler.sync_weights` takes it.
+
+    Args:
+        policy: with the parameters to load.
+        dtype: of activations, and of the weights that are written.
+        mesh: of the parameters; None for one device.
+    """
+
+    def __init__(self, policy: Policy, dtype: np.dtype[Any], mesh: Mesh | None = None) -> None:
+        self.policy, self.dtype, self.mesh = policy, dtype, mesh
+        self.config, self.source, self.template = policy.config, policy.source, policy.template
+
+    @property
+    def params(self) -> Params:
+        """All parameters, adapters included."""
+        return self.policy.weights
+
+    def save(self, name: Path, /) -> None:
+        """Write the adapters, or the checkpoint if there are none."""
+        save_policy(self.policy, name)
+
+    def forward_only(self, *, inputs: Any) -> dict[str, np.ndarray]:
+        """Score the tokens of each row after its first; `logps` [rows, time], 0 for padding."""
+        rows = [np.asarray(feature["input_ids"], np.int32) for feature in inputs]
+        mesh = self.mesh
+        shards = 1 if mesh is None else mesh.shape["data"] * mesh.shape["fsdp"]
+        count = len(rows) + -len(rows) % shards
+        multiple = 1 if mesh is None else mesh.shape["tensor"]
+        width = batch_width(max(map(len, rows)), multiple=multiple)
+        following = [row[1:] for row in rows]
+        arrays: Any = (
+            pad_rows(rows, length=width, count=count, dtype=np.int32),
+            pad_rows(following, IGNORE, length=width, count=count, dtype=np.int32),
+        )
+        scores = score_batch(
+            self.policy.params,
+            Batch(*arrays),
+            self.config,
+            frozen=self.policy.frozen,
+            compute_dtype=self.dtype,
+            mesh=mesh,
+        )
+        return {"logps": np.asarray(scores.logps)[: len(rows)]}
