@@ -51,7 +51,12 @@ from twinkle_jax.rollout.rollout import (
     has_signal,
     with_advantages,
 )
-from twinkle_jax.rollout.server_engine import ServerConfig, ServerEngine
+from twinkle_jax.rollout.server_engine import (
+    ServerConfig,
+    ServerEngine,
+    SharedClient,
+    SharedServerError,
+)
 from twinkle_jax.rollout.single_turn import SingleTurn, training_batch
 from twinkle_jax.rollout.tools import (
     SandboxUnavailableError,
@@ -84,6 +89,8 @@ __all__ = [
     "SandboxUnavailableError",
     "ServerConfig",
     "ServerEngine",
+    "SharedClient",
+    "SharedServerError",
     "SingleTurn",
     "TRLEnvironment",
     "Texts",

@@ -14,7 +14,10 @@ from typing import Any, NoReturn, TypeVar
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
+
+from twinkle_jax.model.decoder.sharding import ROWS
 
 Made = TypeVar("Made")
 RowMask = np.ndarray[Any, np.dtype[np.bool_]]
@@ -173,9 +176,51 @@ def read_held(arrays: Any) -> Any:
     return jax.tree.unflatten(structure, values)
 
 
+def spread_rows(arrays: Any, mesh: Mesh | None) -> Any:
+    """Spread the rows of arrays that every host has over the devices of a mesh."""
+    if mesh is None:
+        return arrays
+    rows = NamedSharding(mesh, PartitionSpec(ROWS))
+
+    def spread(x: np.ndarray[Any, Any]) -> jax.Array:
+        return jax.make_array_from_callback(x.shape, rows, lambda index: x[index])
+
+    return jax.tree.map(spread, arrays)
+
+
 def read_if_spread(array: Any) -> Any:
     """Copy an array to every host if a process lacks parts of it; all processes must call this."""
     return multihost_utils.process_allgather(array, tiled=True) if _is_spread(array) else array
+
+
+def gather_rows(parts: Any, count: int) -> Any:
+    """Join the rows of all processes, in their order, on every host; all processes must call this.
+
+    Args:
+        parts: a tree of arrays with the rows that `deal` gives to this process; the last processes
+            may have fewer.
+        count: rows of all processes.
+    """
+    if not several():
+        return parts
+    share_size = -(-count // jax.process_count())
+    most = 1 << (share_size - 1).bit_length()  # few shapes are compiled
+
+    def fill(x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        return np.pad(x, ((0, most - len(x)), *((0, 0),) * (x.ndim - 1)))
+
+    # The first process has the first rows; devices need not be ordered by process.
+    gathered = multihost_utils.process_allgather(
+        (np.asarray(jax.process_index(), np.int32), jax.tree.map(fill, parts))
+    )
+    order = np.argsort(gathered[0])
+
+    sizes = [min(share_size, max(0, count - i * share_size)) for i in range(jax.process_count())]
+
+    def join(x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        return np.concatenate([x[i, :size] for i, size in zip(order, sizes, strict=True)])
+
+    return jax.tree.map(join, gathered[1])
 
 
 def merge_rows(

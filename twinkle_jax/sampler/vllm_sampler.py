@@ -62,6 +62,7 @@ class vLLMSampler:  # noqa: N801  (Twinkle's name)
         retries: how often a request is sent again after a lost connection or a server error.
         api_key: the server's key; None if it has none.
         seed: seed of all calls; None: the server chooses its own, which is faster.
+        loader: sends the requests of `sync_weights`; None: as all others.
 
     Raises:
         ValueError: for a malformed address, numbers out of range, or an unreadable checkpoint.
@@ -82,6 +83,7 @@ class vLLMSampler:  # noqa: N801  (Twinkle's name)
         retries: int = 3,
         api_key: str | None = None,
         seed: int | None = 0,
+        loader: Client | None = None,
     ) -> None:
         for name, value in (("timeout", timeout), ("tolerance", tolerance)):
             if value is not None and not 0 < value < math.inf:
@@ -99,6 +101,7 @@ class vLLMSampler:  # noqa: N801  (Twinkle's name)
             self.config.vocab_size,
             self.max_length,
             tolerance,
+            loader,
         )
 
     def sample(
@@ -230,6 +233,10 @@ class vLLMSampler:  # noqa: N801  (Twinkle's name)
         if self.shared_dir is None:
             raise ValueError("shared_dir must be a directory that the server sees too, got None")
         self._policy.load(Deadline(self.timeout), actor, self.shared_dir, merge=merge)
+
+    def cancel(self) -> None:
+        """End all calls, those that are running in other threads and later ones, with an error."""
+        self._client.cancelled.set()
 
     def set_template(self, template: Template) -> None:
         """Set the template that encodes conversations and decodes tokens."""

@@ -16,6 +16,7 @@ however long it is, and retries no request that was sent. What is added here, an
 import json
 import reprlib
 import ssl
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import wait
@@ -84,7 +85,8 @@ class Deadline:
 class Client:
     """Sends requests to one server.
 
-    Proxies and passwords from the environment are not used.
+    Proxies and passwords from the environment are not used. Another thread may set `cancelled`:
+    requests that are running or come later then end with a ServerError.
 
     Args:
         base_url: `http://HOST:PORT` or `https://…`; a `/v1` at its end is left out.
@@ -109,6 +111,11 @@ class Client:
                 raise ValueError("api_key must be printable ASCII without spaces around it")
             self._headers["Authorization"] = f"Bearer {api_key}"
         self._tls = ssl.create_default_context()
+        self.cancelled = threading.Event()
+
+    def decide(self, compute: Callable[[], str]) -> str:
+        """Return what is computed; a client of several processes returns the same in each."""
+        return compute()
 
     def send_request(self, deadline: Deadline, request: Request) -> Any:
         """Send one request, as `send_requests`."""
@@ -132,6 +139,9 @@ class Client:
             # A signal may come to another thread: this one wakes up now and then to see it.
             while not answers.done():
                 wait([answers], timeout=0.2)
+                if self.cancelled.is_set():
+                    answers.cancel()
+                    raise ServerError(f"requests to {self.url} were cancelled")
             return answers.result()
 
     async def _send_all(self, deadline: Deadline, requests: Sequence[Request]) -> list[Any]:

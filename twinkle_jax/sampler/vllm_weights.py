@@ -56,6 +56,8 @@ class ServedPolicy:
         vocab: token ids lie below it.
         max_length: the most tokens of a row.
         tolerance: by how much scores may differ on average; None: by the actor's type.
+        loader: sends the requests of `load`; None: the client. Where several processes hold an
+            actor, all of them call `load`, and one sends.
     """
 
     def __init__(
@@ -65,8 +67,10 @@ class ServedPolicy:
         vocab: int,
         max_length: int,
         tolerance: float | None,
+        loader: Client | None = None,
     ) -> None:
         self._client, self._names = client, names
+        self._loader = loader or client
         self._vocab, self._max_length, self._tolerance = vocab, max_length, tolerance
         self._adapter: Path | None = None
         self._proof: tuple[Probe, TokenScores, float] | None = None
@@ -88,7 +92,7 @@ class ServedPolicy:
                 f"{url} must have the actor's weights, got an error from the last sync_weights: "
                 "call it again"
             )
-        served = self._find_model(deadline)
+        served = self._find_model(self._client, deadline)
         if self._adapter is not None:
             served = served._replace(name=self._adapter.name)
         if self._proof is not None:
@@ -109,14 +113,14 @@ class ServedPolicy:
                 later call succeeds.
         """
         self._sync_failed, self._mode = True, None
-        served = self._find_model(deadline)
+        served = self._find_model(self._loader, deadline)
         old = self._adapter
         if not merge and any(path[-1] == "lora_A" for path, _ in walk(actor.params)):
             self._adapter = self._load_adapter(deadline, actor, shared_dir, served)
         else:
             directory = shared_dir / "checkpoint"
             save_for_server(actor, directory)
-            load_checkpoint(self._client, deadline, directory)
+            load_checkpoint(self._loader, deadline, directory)
             self._prove(deadline, actor, served)
             self._adapter = None
         self._sync_failed = False
@@ -127,13 +131,13 @@ class ServedPolicy:
         self, deadline: Deadline, actor: Actor, shared_dir: Path, served: Served
     ) -> Path:
         """Load an adapter under a new name, so that no prefix cached for another one is used."""
-        directory = shared_dir / f"adapter-{secrets.token_hex(4)}"
+        directory = shared_dir / self._loader.decide(lambda: f"adapter-{secrets.token_hex(4)}")
         actor.save(directory)
         try:
             body = {"lora_name": directory.name, "lora_path": str(directory)}
             path = "/v1/load_lora_adapter"
             request = Request("POST", path, body, hint=_LORA_HINT, repeat=False)
-            self._client.send_request(deadline, request)
+            self._loader.send_request(deadline, request)
             self._prove(deadline, actor, served._replace(name=directory.name))
         except BaseException:
             self._unload_adapter(deadline, directory)
@@ -144,18 +148,18 @@ class ServedPolicy:
         body = {"lora_name": adapter.name}
         request = Request("POST", "/v1/unload_lora_adapter", body, repeat=False)
         with suppress(ServerError):  # it may not have been loaded, and costs memory only
-            self._client.send_request(deadline, request)
+            self._loader.send_request(deadline, request)
         shutil.rmtree(adapter, ignore_errors=True)
 
     def _prove(self, deadline: Deadline, actor: Actor, served: Served) -> None:
         tolerance = self._tolerance or _TOLERANCES.get(actor.dtype.name, _OTHER_TOLERANCE)
         probe = self._probe(served)
-        scores = prove(self._client, deadline, probe, served.name, actor, tolerance)
+        scores = prove(self._loader, deadline, probe, served.name, actor, tolerance)
         self._proof = probe, scores, tolerance
 
-    def _find_model(self, deadline: Deadline) -> Served:
+    def _find_model(self, client: Client, deadline: Deadline) -> Served:
         request = Request("GET", "/v1/models", read=partial(_read_models, self._names))
-        served: Served = self._client.send_request(deadline, request)
+        served: Served = client.send_request(deadline, request)
         return served
 
     def _probe(self, served: Served) -> "Probe":

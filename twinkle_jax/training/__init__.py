@@ -5,7 +5,7 @@ run: its settings, steps, evaluations, checkpoints. What is listed here is publi
 folder is private.
 """
 
-from twinkle_jax.rollout import RolloutConfig
+from twinkle_jax.rollout import RolloutConfig, ServerConfig
 from twinkle_jax.training.by_name import (
     Estimator,
     Schedule,
@@ -78,6 +78,7 @@ __all__ = [
     "SamplerMismatchError",
     "Schedule",
     "Scores",
+    "ServerConfig",
     "StepSummary",
     "Trackers",
     "TrainConfig",

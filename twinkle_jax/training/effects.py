@@ -47,7 +47,8 @@ _CONDITIONS = (
     _Condition(
         "a server.url",
         lambda config: config.server.url is not None,
-        "server.served_name server.shared_dir server.timeout server.tolerance server.seeded",
+        "server.served_name server.shared_dir server.timeout server.tolerance server.seeded "
+        "server.overlap",
     ),
     _Condition(
         "sampling in this process, without server.url",

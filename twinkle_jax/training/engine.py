@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 from twinkle_jax.data import IGNORE, Batch
 from twinkle_jax.data.batch import batch_width, pad_rows
 from twinkle_jax.model import Params
-from twinkle_jax.rollout import Engine, LocalEngine, ServerEngine, hosts
+from twinkle_jax.rollout import Engine, LocalEngine, ServerEngine, SharedClient, hosts
 from twinkle_jax.sampler import vLLMSampler
 from twinkle_jax.training.config import TrainConfig
 from twinkle_jax.training.policy import Policy, save_policy
@@ -27,15 +27,18 @@ def make_engine(config: TrainConfig, policy: Policy, mesh: Mesh | None = None) -
         mesh: of the parameters; None for one device.
 
     Raises:
-        ValueError: if a server cannot sample with these settings, or the run has several processes.
+        ValueError: if a server cannot sample with these settings, or `overlap` is set in a run of
+            several processes.
     """
     server = config.server
     if server.url is None:
         return LocalEngine(policy.config, policy.template, policy.frozen, config.dtype, mesh)
-    if hosts.several():
+    if server.overlap and hosts.several():
         raise ValueError(
-            f"server.url must go with a run of one process, got {jax.process_count()} processes"
+            "server.overlap must be false in a run of several processes, got true in one of "
+            f"{jax.process_count()}"
         )
+    key = os.environ.get("VLLM_API_KEY")
     directory = server.shared_dir or Path(config.output_dir).absolute() / "weights"
     sampler = vLLMSampler(
         model_id=policy.base or config.model or "",
@@ -46,8 +49,9 @@ def make_engine(config: TrainConfig, policy: Policy, mesh: Mesh | None = None) -
         shared_dir=directory,
         tolerance=server.tolerance,
         timeout=server.timeout,
-        api_key=os.environ.get("VLLM_API_KEY"),
+        api_key=key,
         seed=None,
+        loader=SharedClient(server.url, api_key=key) if hosts.several() else None,
     )
 
     def actor(params: Params) -> PolicyActor:
@@ -58,7 +62,7 @@ def make_engine(config: TrainConfig, policy: Policy, mesh: Mesh | None = None) -
         actor,
         policy.template,
         config.rollout,
-        row_shards=1 if mesh is None else int(mesh.shape["data"] * mesh.shape["fsdp"]),
+        mesh=mesh,
         seeded=server.seeded,
     )
 
@@ -106,4 +110,4 @@ class PolicyActor:
             compute_dtype=self.dtype,
             mesh=mesh,
         )
-        return {"logps": np.asarray(scores.logps)[: len(rows)]}
+        return {"logps": np.asarray(hosts.read_if_spread(scores.logps))[: len(rows)]}

@@ -46,6 +46,7 @@ from twinkle_jax.training.step import (
     SamplerMismatchError,
     collect,
     describe_mismatch,
+    rollout_key,
     train_step,
 )
 from twinkle_jax.training.task import make_task
@@ -147,6 +148,9 @@ def train(config: TrainConfig, *, reward: RewardFunction | None = None) -> dict[
                     step = last.progress.step
                     display.note(f"step {step} is saved: continue with --resume auto")
             raise
+        finally:
+            if run.next_rollout is not None:
+                run.next_rollout.close()
 
 
 def _describe_broken(error: LogitsError, step: int, run: Run) -> str:
@@ -190,15 +194,21 @@ def one_step(run: Run, progress: Progress, last: LastStep, check: Callable[[], N
         check()
     last.poll()
     started = time.perf_counter()
+    sampled = None if run.next_rollout is None else run.next_rollout.take(check)
     rollout, drawn = collect(
         run.recipe,
         progress.state.params,
         lambda: next(run.loader),
         jax.random.fold_in(progress.key, step),
+        sampled=sampled,
         check=check,
     )
     metrics = rollout_metrics(drawn, config, started)
     run.display.failures(step + 1, [episode for x in drawn for episode in x.episodes or ()])
+    data = run.loader.get_state()
+    if run.next_rollout is not None and not _is_due(run, step + 1):
+        key = rollout_key(jax.random.fold_in(progress.key, step + 1), 0)
+        run.next_rollout.start(progress.state.params, next(run.loader), key)
     try:
         state, learnt = train_step(
             progress.state,
@@ -222,7 +232,7 @@ def one_step(run: Run, progress: Progress, last: LastStep, check: Callable[[], N
         seconds=progress.totals.seconds + step_time,
         skipped=progress.totals.skipped + 1 if learnt["skipped_updates"] else 0,
     )
-    progress = Progress(state, progress.key, step + 1, totals, run.loader.get_state())
+    progress = Progress(state, progress.key, step + 1, totals, data)
     metrics |= learnt | {
         "num_tokens": totals.num_tokens,
         "step_time": step_time,
@@ -233,6 +243,18 @@ def one_step(run: Run, progress: Progress, last: LastStep, check: Callable[[], N
     if interruption is not None:
         raise interruption
     return progress
+
+
+def _is_due(run: Run, step: int) -> bool:
+    """Whether an evaluation, a checkpoint or the end follows a step.
+
+    A run that resumes from the checkpoint then samples as this one does, and an evaluation has the
+    server for itself.
+    """
+    every = run.config.evaluation.every
+    evaluates = bool(every and run.task.held_out) and step % every == 0
+    saves = step % run.config.logging.checkpoint_every == 0
+    return evaluates or saves or step == run.config.steps
 
 
 def write_waiting_metrics(

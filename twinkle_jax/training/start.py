@@ -22,6 +22,7 @@ from twinkle_jax.rollout import (
     EnvironmentFactory,
     MultiTurn,
     RolloutSource,
+    ServerEngine,
     SingleTurn,
     default_cohorts,
     hosts,
@@ -41,6 +42,7 @@ from twinkle_jax.training.display import Display
 from twinkle_jax.training.engine import make_engine
 from twinkle_jax.training.evaluation import held_out
 from twinkle_jax.training.memory import device_memory, fit
+from twinkle_jax.training.overlap import NextRollout
 from twinkle_jax.training.policy import (
     Policy,
     WarmStart,
@@ -69,6 +71,7 @@ class Run(NamedTuple):
         policy: as training began.
         recipe: of the steps.
         engine: draws completions, in steps and evaluations.
+        next_rollout: samples that of the next step during an update, with `server.overlap`.
         loader: of prompts.
         checkpoints: of the run.
         log: of metrics.
@@ -80,6 +83,7 @@ class Run(NamedTuple):
     policy: Policy
     recipe: Recipe
     engine: Engine
+    next_rollout: NextRollout | None
     loader: PromptLoader
     checkpoints: RunCheckpoints
     log: MetricsLog | NoLog
@@ -145,7 +149,11 @@ def begin(
         hosts.together("reading metrics.jsonl", lambda: log.truncate(offset))
         _write_config(config, directory)
         display.note(f"resuming after step {progress.step} of {source}")
-    return Run(config, task, policy, recipe, engine, loader, checkpoints, log, display), progress
+    ahead = None
+    if isinstance(engine, ServerEngine) and config.server.overlap:
+        ahead = NextRollout(recipe.source, engine)
+    run = Run(config, task, policy, recipe, engine, ahead, loader, checkpoints, log, display)
+    return run, progress
 
 
 def _has_tools(config: TrainConfig, task: Task) -> bool:

@@ -30,6 +30,7 @@ from twinkle_jax.training.by_name import Estimator
 from twinkle_jax.training.config import TrainConfig
 from twinkle_jax.training.gradient import StepSummary, add_summaries, grad_step
 from twinkle_jax.training.metrics import Learnt, mismatch_metrics, rollout_facts, update_metrics
+from twinkle_jax.training.overlap import Sampled
 from twinkle_jax.training.packing import IntRows, Packing, plan
 from twinkle_jax.training.score import score_batch
 from twinkle_jax.training.state import TrainState, apply_gradients
@@ -77,6 +78,7 @@ def collect(
     next_prompts: Callable[[], PromptBatch],
     key: jax.Array,
     *,
+    sampled: Sampled | None = None,
     check: Callable[[], None] = lambda: None,
 ) -> tuple[Rollout, list[Rollout]]:
     """Sample trajectories, score them, and compute their advantages.
@@ -86,6 +88,7 @@ def collect(
         params: the current trained parameters.
         next_prompts: returns the prompts of a rollout.
         key: of this step.
+        sampled: the step's first rollout, if it has been sampled already.
         check: called before and after scoring; may raise to end the step.
 
     Returns:
@@ -94,8 +97,11 @@ def collect(
     rollout, update = recipe.config.rollout, recipe.config.update
 
     def draw(number: int) -> Rollout:
-        prompts = next_prompts()
-        drawn = recipe.source.sample(params, prompts, jax.random.fold_in(key, number))
+        if number == 0 and sampled is not None:
+            prompts, drawn = sampled
+        else:
+            prompts = next_prompts()
+            drawn = recipe.source.sample(params, prompts, rollout_key(key, number))
         if recipe.reference is not None and update.dynamic_sampling == 1:
             # The device scores with the reference policy while the host computes rewards.
             drawn = drawn._replace(batch=_with_reference(recipe, drawn.batch, drawn.row_lengths))
@@ -118,6 +124,11 @@ def collect(
         shown = hosts.read_if_spread(jnp.take_along_axis(advantages, first, axis=1)[:, 0])
     batch = with_advantages(chosen.batch, advantages)
     return chosen._replace(batch=batch, advantages=shown[:: chosen.rows_each]), drawn
+
+
+def rollout_key(key: jax.Array, number: int) -> jax.Array:
+    """Return the key of one of a step's rollouts; of most steps there is one, number 0."""
+    return jax.random.fold_in(key, number)
 
 
 def credit(recipe: Recipe, rollout: Rollout) -> Float[Array, " rows"] | Float[Array, "rows time"]:

@@ -36,6 +36,7 @@ def write_checkpoint(directory, *, tied=False, hidden=24, head_dim=8, characters
 
 class Quiet(ThreadingHTTPServer):
     daemon_threads = True
+    request_queue_size = 256  # as many as the client opens at a time
 
     def handle_error(self, request, client_address):
         """Say nothing of clients that went away: that is what some tests are about."""

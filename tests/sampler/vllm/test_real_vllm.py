@@ -3,6 +3,8 @@
 `TWINKLE_JAX_VLLM_PYTHON` names the Python of an environment with vLLM. Without it, these fail.
 """
 
+import json
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,11 +15,13 @@ from tests.sampler.responses import gap, kinds_of, of_drawn, sequences_of, token
 from tests.sampler.vllm import changed
 from tests.sampler.vllm.fake_server import adapters_in, behind_filters, write_checkpoint
 from tests.sampler.vllm.real_server import vllm_server
+from tests.training.options import config_of
 from twinkle_jax.data import SamplingParams
 from twinkle_jax.model import LoraConfig
 from twinkle_jax.sampler import JaxSampler, ServerError, vLLMSampler
 from twinkle_jax.sampler.vllm_server import Client, Deadline
 from twinkle_jax.sampler.vllm_weights import Probe, load_checkpoint, prove
+from twinkle_jax.training import train
 from twinkle_jax.twinkle.model import TransformersModel
 
 pytestmark = pytest.mark.exhaustive
@@ -221,3 +225,50 @@ def test_the_loops_of_the_documentation_run(untied, form, advantage):
     example = load("twinkle_loop")
     rewards = example.run(form, advantage, 2, checkpoint=place, base_url=url)
     assert len(rewards) == 2 and all(0 <= reward <= 1 for reward in rewards)
+
+
+RUNS = {
+    "checkpoint": {},
+    "adapter": {"lora.rank": 4},
+    "overlap": {"server.overlap": True},
+    "episodes": {
+        "environment": "tests.rollout.games:Guess",
+        "task": "environment",
+        "reward": None,
+        "rollout.max_turns": 3,
+        "rollout.max_episode_tokens": 60,
+        "evaluation.problems": 4,
+    },
+}
+
+
+@pytest.mark.parametrize("kind", RUNS)
+def test_a_run_samples_from_the_policy_that_it_trains(make, untied, tmp_path, kind):
+    make(untied)  # the server has the checkpoint, to which adapters are added
+    place, url = untied
+    rows = [{"prompt": f"{a}+2=", "answer": str(a + 2)} for a in range(6)]
+    (tmp_path / "task.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    options = {
+        "model": str(place),
+        "task": str(tmp_path / "task.jsonl"),
+        "reward": "tests.training.test_server:likes_short",
+        "steps": 4,
+        "output_dir": str(tmp_path / "run"),
+        "server.url": url,
+        "rollout.prompts": 2,
+        "rollout.num_samples": 8,
+        "rollout.max_new_tokens": 16,
+        "rollout.max_prompt_tokens": 32,
+        "rollout.temperature": 0.9,
+        "update.mini_batches": 2,
+        "optimizer.learning_rate": 1e-3,
+        "evaluation.every": 0,
+    }
+    train(config_of(options | RUNS[kind]))
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    gaps = [json.loads(line)["sampling/logp_diff/max"] for line in lines]
+    assert len(gaps) == 4 and gaps[0] < ROUNDING
+    if kind == "overlap":  # later steps learn from the policy before
+        assert all(ROUNDING < x < 0.5 for x in gaps[1:])
+    else:
+        assert max(gaps) < ROUNDING

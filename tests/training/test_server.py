@@ -1,0 +1,338 @@
+"""Runs that sample on a server, which has the weights of each step."""
+
+import json
+import re
+import threading
+
+import chex
+import pytest
+
+from tests.rollout import games
+from tests.sampler.vllm.fake_server import FakeServer, adapters_in, write_checkpoint
+from tests.training.joined_runs import run_joined
+from tests.training.options import config_of
+from tests.training.test_hosts import assert_same_metrics
+from twinkle_jax.data import Template, Tokenizer
+from twinkle_jax.rollout import hosts
+from twinkle_jax.sampler import ServerError
+from twinkle_jax.training import load_policy, train
+from twinkle_jax.training.engine import make_engine
+from twinkle_jax.training.policy import save_policy
+
+EXACT = 1e-5  # difference of log-probabilities in float32
+LENGTHS = "tests.training.test_server:likes_short"
+
+
+def likes_short(trajectories, truths):
+    return [1.0 / len(t["messages"][-1]["content"] or "-") for t in trajectories]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A checkpoint and six problems, four tokens each."""
+    place = tmp_path_factory.mktemp("served")
+    write_checkpoint(place / "model", characters="0123456789+-*()=")
+    rows = [{"prompt": f"{a}+2=", "answer": str(a + 2)} for a in range(6)]
+    (place / "task.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    return place
+
+
+@pytest.fixture
+def server(folder):
+    with FakeServer(folder / "model") as running:
+        yield running
+
+
+def settings(folder, server, tmp_path, **changes):
+    return {
+        "model": str(folder / "model"),
+        "task": str(folder / "task.jsonl"),
+        "reward": LENGTHS,
+        "steps": 3,
+        "output_dir": str(tmp_path / "run"),
+        "server.url": server.url,
+        "rollout.prompts": 2,
+        "rollout.num_samples": 4,
+        "rollout.max_new_tokens": 8,
+        "rollout.max_prompt_tokens": 32,
+        "update.mini_batches": 2,
+        "optimizer.learning_rate": 1e-3,
+        "evaluation.every": 0,
+        "evaluation.problems": 4,
+        "logging.samples_every": 0,
+    } | {name.replace("__", "."): value for name, value in changes.items()}
+
+
+def run(folder, server, tmp_path, **changes):
+    """Train, and return the metrics of each step."""
+    train(config_of(settings(folder, server, tmp_path, **changes)))
+    return read_metrics(tmp_path / "run")
+
+
+def read_metrics(directory):
+    return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+
+
+def loads(server):
+    return server.paths().count("/collective_rpc")
+
+
+@pytest.mark.parametrize("mesh", [{}, {"mesh__fsdp": 2, "mesh__tensor": 2}], ids=["one", "mesh"])
+def test_each_step_samples_from_the_policy_that_it_trains(folder, server, tmp_path, mesh):
+    rows = run(folder, server, tmp_path, **mesh)
+    assert len(rows) == 3
+    assert all(row["sampling/logp_diff/max"] < EXACT for row in rows)
+    assert loads(server) == 3  # one a step: nothing is evaluated
+    assert not any("/v1/load_lora_adapter" in path for path in server.paths())
+
+
+def test_what_the_server_has_at_the_end_is_the_policy_that_is_saved(folder, server, tmp_path):
+    held_out = {"evaluation__path": str(folder / "task.jsonl"), "evaluation__every": 2}
+    rows = run(folder, server, tmp_path, **held_out)
+    assert [("eval/accuracy" in row) for row in rows] == [False, True, False]
+    assert loads(server) == 4  # the last one for the evaluation at the end
+    saved = load_policy(str(tmp_path / "run" / "policy")).params
+    chex.assert_trees_all_equal(saved, dict(server.models[server.name].params))
+
+
+def test_adapters_are_loaded_one_after_the_other(folder, server, tmp_path):
+    rows = run(folder, server, tmp_path, lora__rank=2, optimizer__learning_rate=1e-2)
+    assert all(row["sampling/logp_diff/max"] < EXACT for row in rows)
+    assert server.paths().count("/v1/load_lora_adapter") == 3
+    assert not loads(server)
+    assert len(adapters_in(tmp_path / "run" / "weights")) == 1
+
+
+EPISODES = {
+    "environment": "tests.rollout.games:Guess",
+    "task": "environment",
+    "reward": None,
+    "rollout.max_turns": 3,
+    "rollout.max_prompt_tokens": 16,
+    "rollout.max_episode_tokens": 60,
+}
+
+
+@pytest.mark.parametrize("history", ["append", "template"])
+def test_episodes_of_several_turns(folder, server, tmp_path, history):
+    rows = run(folder, server, tmp_path, **EPISODES, rollout__history=history)
+    assert all(row["sampling/logp_diff/max"] < EXACT for row in rows)
+    assert max(row["environment/turns"] for row in rows) > 1
+    assert not games.OPEN
+
+
+# Overlap: the rollout of the next step during the update of this one.
+
+
+def test_overlapped_steps_learn_from_the_policy_before(folder, server, tmp_path):
+    rows = run(folder, server, tmp_path, server__overlap=True, steps=4)
+    first, *others = [row["sampling/logp_diff/max"] for row in rows]
+    assert first < EXACT
+    # The learning rate of 1e-3 moves log-probabilities by more than rounding, and not by much.
+    assert all(EXACT < difference < 0.5 for difference in others)
+    assert loads(server) == 3  # of the policies before steps 1, 2 and 3
+
+
+def test_the_server_samples_while_the_update_runs(folder, server, tmp_path, monkeypatch):
+    """Neither can end before the other has begun."""
+    updating, sampling = threading.Event(), threading.Event()
+    run_module = __import__("twinkle_jax.training.run", fromlist=["train_step"])
+    train_step = run_module.train_step
+
+    def overlapped(*arguments, **options):
+        updating.set()
+        if options["seed"][1] == 0:
+            assert sampling.wait(60)
+        return train_step(*arguments, **options)
+
+    def answer(handler):
+        if updating.is_set():
+            sampling.set()
+        return False
+
+    monkeypatch.setattr(run_module, "train_step", overlapped)
+    server.take_over["/v1/completions"] = answer
+    run(folder, server, tmp_path, server__overlap=True, steps=2)
+    assert sampling.is_set()
+
+
+def test_a_resumed_run_with_overlap_repeats_the_steps(folder, server, tmp_path):
+    """A checkpoint is not overlapped: the step after it samples from the policy that it holds."""
+    changes = {"server__overlap": True, "steps": 6, "logging__checkpoint_every": 3}
+    changes |= {"optimizer__schedule": "constant"}
+    whole = run(folder, server, tmp_path / "whole", **changes)
+    run(folder, server, tmp_path / "part", **(changes | {"steps": 3}))
+    rest = run(folder, server, tmp_path / "part", **changes, resume="auto")
+    times = ("time/sample", "step_time", "tokens_per_second")
+    for mine, theirs in zip(whole, rest, strict=True):
+        assert {k: v for k, v in mine.items() if k not in times} == {
+            k: v for k, v in theirs.items() if k not in times
+        }
+    assert whole[3]["sampling/logp_diff/max"] < EXACT < whole[4]["sampling/logp_diff/max"]
+
+
+def test_an_error_of_the_next_rollout_ends_the_run_after_the_update(folder, server, tmp_path):
+    def fail_in_step_3(handler):
+        # Probes ask for few tokens; the prompts of a step for 8, 2 requests a step.
+        asked = [body for path, body in server.asked if path == "/v1/completions"]
+        if sum(body["n"] == 4 for body in asked) <= 4 or handler.body["n"] != 4:
+            return False
+        handler.send_error(400, "no more")
+        return True
+
+    server.take_over["/v1/completions"] = fail_in_step_3
+    with pytest.raises(ServerError, match="400"):
+        run(folder, server, tmp_path, server__overlap=True, steps=5)
+    assert len(read_metrics(tmp_path / "run")) == 2
+    assert (tmp_path / "run" / "checkpoints" / "step_00000002").is_dir()
+
+
+def test_a_run_that_ends_does_not_wait_for_the_server(folder, server, tmp_path, monkeypatch):
+    """The update fails while the server is silent about the next rollout."""
+    silent, ended = threading.Event(), threading.Event()
+    run_module = __import__("twinkle_jax.training.run", fromlist=["train_step"])
+
+    def fail(*arguments, **options):
+        assert silent.wait(60)
+        raise ValueError("no update today")
+
+    def be_silent(handler):
+        asked = [body for path, body in server.asked if path == "/v1/completions"]
+        if sum(body["n"] == 4 for body in asked) <= 2 or handler.body["n"] != 4:
+            return False
+        silent.set()
+        ended.wait(60)
+        return True
+
+    monkeypatch.setattr(run_module, "train_step", fail)
+    server.take_over["/v1/completions"] = be_silent
+    try:
+        with pytest.raises(ValueError, match="no update today"):
+            run(folder, server, tmp_path, server__overlap=True)
+        assert not any(t.name == "next rollout" and t.is_alive() for t in threading.enumerate())
+    finally:
+        ended.set()
+
+
+# What cannot be sampled is refused.
+
+
+def test_a_server_that_keeps_its_weights_ends_the_run(folder, server, tmp_path):
+    def stop_loading(handler):
+        server.loads = loads(server) < 2
+        return False
+
+    server.take_over["/pause"] = stop_loading
+    with pytest.raises(ServerError, match="actor's weights"):
+        run(folder, server, tmp_path, optimizer__learning_rate=0.1, optimizer__warmup_steps=0)
+    assert (tmp_path / "run" / "checkpoints").is_dir()
+
+
+def test_rows_that_the_server_has_no_room_for_are_refused(folder, server, tmp_path):
+    server.max_model_len = 10  # a prompt of four and a completion of eight
+    with pytest.raises(ServerError, match="--max-model-len 1"):
+        run(folder, server, tmp_path)
+
+
+REFUSED = [
+    ({"server.url": "ftp://here"}, "http://HOST:PORT"),
+    ({"rollout.temperature": 3.0}, "temperature"),
+    ({"rollout.temperature": 0.7, "rollout.top_k": 3}, "top_k"),
+    ({"rollout.slots": 4}, "rollout.slots"),
+    ({"model": None, "task": "arithmetic"}, "model"),
+    ({"server.url": None, "server.timeout": 5.0}, "server.timeout"),
+    ({"server.url": None, "server.overlap": True}, "server.overlap"),
+    ({"server.timeout": 0.0}, "server.timeout"),
+]
+
+
+@pytest.mark.parametrize(("changes", "name"), REFUSED, ids=str)
+def test_settings_that_do_not_fit_a_server(folder, server, tmp_path, changes, name):
+    with pytest.raises(ValueError, match=re.escape(name)):
+        train(config_of(settings(folder, server, tmp_path) | changes))
+    assert not loads(server)
+
+
+# Several processes.
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "checkpoint",
+        pytest.param("adapter", marks=pytest.mark.exhaustive),
+        pytest.param("episodes", marks=pytest.mark.exhaustive),
+    ],
+)
+def test_two_processes_sample_as_one_does(folder, server, tmp_path, kind):
+    changes = {
+        "checkpoint": {},
+        "adapter": {"lora.rank": 2},
+        "episodes": EPISODES | {"rollout.history": "append"},
+    }[kind]
+    changes = settings(folder, server, tmp_path, steps=2) | {"mesh.fsdp": 8} | changes
+    places = {name: {"output_dir": str(tmp_path / name)} for name in ("one", "two")}
+    train(config_of(changes | places["one"]))
+    alone, server.asked = server.paths(), []
+    run_joined(folder, config_of(changes | places["two"]))
+    assert_same_metrics(tmp_path / "two", tmp_path / "one")
+    for path in ("/collective_rpc", "/v1/load_lora_adapter", "/v1/unload_lora_adapter"):
+        assert server.paths().count(path) == alone.count(path)  # once, not once a process
+
+
+@pytest.mark.exhaustive
+def test_a_server_that_fails_ends_all_processes(folder, server, tmp_path):
+    def fail(handler):
+        if loads(server) == 2:
+            handler.send_error(400, "no more")
+        return loads(server) == 2
+
+    server.take_over["/collective_rpc"] = fail
+    joined = config_of(settings(folder, server, tmp_path) | {"mesh.fsdp": 8})
+    ended = run_joined(folder, joined, status=1)
+    [[line], others] = ended.complaints()
+    assert "400" in line and "/collective_rpc" in line
+    assert not others
+    assert (tmp_path / "run" / "checkpoints" / "step_00000001").is_dir()
+
+
+def test_overlap_in_several_processes_is_refused(folder, server, tmp_path, monkeypatch):
+    monkeypatch.setattr(hosts, "several", lambda: True)
+    changes = {"server__overlap": True, "dtype": "float32"}
+    config = config_of(settings(folder, server, tmp_path, **changes))
+    with pytest.raises(ValueError, match=r"server\.overlap"):
+        make_engine(config, load_policy(config.model))
+
+
+def test_raw_log_probabilities_take_filters_at_temperature_1(folder, server, tmp_path):
+    filters = {"rollout__top_k": 5, "rollout__top_p": 0.9, "update__max_logp_diff": 1e-5}
+    with pytest.raises(ServerError, match="--logprobs-mode raw_logprobs"):
+        run(folder, server, tmp_path / "processed", **filters)
+    server.logprobs_mode = "raw_logprobs"
+    assert len(run(folder, server, tmp_path / "raw", **filters)) == 3
+
+
+def test_the_memory_of_the_server_is_not_the_runs(folder, server, tmp_path, capsys):
+    run(folder, server, tmp_path, mesh__memory=1.0, steps=1)
+    shown = capsys.readouterr().out
+    assert "micro_batch_tokens" in shown and "rollout.slots" not in shown
+
+
+def test_the_key_of_the_server_is_sent_and_not_saved(folder, server, tmp_path, monkeypatch):
+    monkeypatch.setenv("VLLM_API_KEY", "open-sesame")
+    seen = []
+    server.take_over["/v1/models"] = lambda handler: seen.append(handler.headers["Authorization"])
+    run(folder, server, tmp_path, steps=1)
+    assert set(seen) == {"Bearer open-sesame"}
+    assert "sesame" not in (tmp_path / "run" / "config.json").read_text()
+
+
+def test_a_policy_with_another_tokenizer_class_is_served_by_name(folder, server, tmp_path):
+    """`served_name` says what the server calls a copy of the checkpoint."""
+    tokenizer = Tokenizer.from_pretrained(str(folder / "model"))
+    copy = load_policy(str(folder / "model"))._replace(template=Template(tokenizer))
+    save_policy(copy, tmp_path / "copy")
+    changes = {"model": str(tmp_path / "copy"), "steps": 1}
+    with pytest.raises(ServerError, match="served_name"):
+        run(folder, server, tmp_path / "unnamed", **changes)
+    assert run(folder, server, tmp_path / "named", server__served_name=server.name, **changes)
