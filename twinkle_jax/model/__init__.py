@@ -25,6 +25,7 @@ from twinkle_jax.model.decoder.config import (
     LinearScaling,
     RopeScaling,
     Window,
+    YarnScaling,
 )
 from twinkle_jax.model.decoder.decode import decode_step, extend, prefill
 from twinkle_jax.model.decoder.forward import Decoder, Remat, hidden_states
@@ -69,6 +70,7 @@ __all__ = [
     "SavesTokenizer",
     "Window",
     "WindowedKeyValues",
+    "YarnScaling",
     "decode_step",
     "default_attention",
     "extend",

@@ -28,6 +28,14 @@ step = jax.jit(decode_step, static_argnames="config")
 
 ROWS = [[5, 6, 7, 8, 9, 10, 11], [12, 13, 14], [15], [16, 17, 18, 19, 20]]
 RESCALED = {"rope_type": "default", "rope_theta": 9.0}
+YARN = {  # of the four pairs one stays, one is slower by the factor, and two are between
+    "rope_type": "yarn",
+    "rope_theta": 500.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+    "beta_fast": 2,
+    "beta_slow": 0.05,
+}
 CASES = {
     "llama": {"num_hidden_layers": 1},
     "llama tied, biased": {
@@ -72,6 +80,16 @@ CASES = {
     "qwen3 three groups": {"num_attention_heads": 6, "num_key_value_heads": 3},
     "gemma3_text sliding alone": {"layer_types": ["sliding_attention"] * 3, "sliding_window": 1},
     "gemma3_text wide window": {"sliding_window": 64, "num_key_value_heads": 1},
+    "llama yarn": {"rope_parameters": YARN | {"mscale": 2.0, "mscale_all_dim": 0.5}},
+    "qwen2 yarn": {"rope_parameters": None, "rope_theta": 500.0, "rope_scaling": YARN},
+    "qwen3 yarn": {"rope_parameters": YARN | {"truncate": False}},
+    "qwen3 yarn, implied": {  # the factor is 256 / 16
+        "rope_parameters": YARN | {"factor": None, "attention_factor": 0.75},
+    },
+    "qwen3_5_text yarn": {
+        "layer_types": ["full_attention"] * 4,  # linear ones have no positions
+        "rope_parameters": YARN | {"partial_rotary_factor": 0.5, "mrope_section": [1, 1, 0]},
+    },
 }
 
 
@@ -127,6 +145,33 @@ def test_logits_on_unequal_lengths_and_both_paddings(case, saved):
         actual = _logits(decoder, tokens, mask)
         assert np.std(expected[mask]) > 0.5
         np.testing.assert_allclose(actual[mask], expected[mask], atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if "yarn" in case])
+def test_yarn_beyond_the_original_length(case, saved):
+    """A row of 40 tokens where 16 were the original length: alone, decoded and packed."""
+    model, directory = saved(case)
+    decoder = load_pretrained(directory)
+    params, config = decoder.params, decoder.config
+    rng = np.random.default_rng(0)
+    long, short = rng.integers(1, 48, 40), rng.integers(1, 48, 8)
+    expected = logits_of(model, long[None], np.ones((1, 40)))[0]
+
+    def close(hidden):
+        scale = np.abs(expected).max()
+        actual = output_logits(params, hidden)
+        np.testing.assert_allclose(actual, expected[-len(actual) :], rtol=0, atol=1e-5 * scale)
+
+    packed = jnp.asarray(np.concatenate([short, long])[None])
+    segments = jnp.asarray([[1] * 8 + [2] * 40])
+    close(hidden(params, config, packed[:, 8:])[0])
+    close(hidden(params, config, packed, segment_ids=segments)[0, 8:])
+    last, cache = fill(params, config, packed[:, 8:38], max_length=40)
+    decoded = [last[0]]
+    for token in packed[:, 38:].T:
+        last, cache = step(params, config, token, cache)
+        decoded.append(last[0])
+    close(jnp.stack(decoded))
 
 
 @pytest.mark.parametrize("name", each(NAMES))
@@ -186,6 +231,8 @@ def test_gradients_of_a_loss(name, saved):
         "qwen3_5_moe_text",
         "gemma3_text",
         "gemma3_text by pattern",
+        "llama yarn",
+        "qwen2 yarn",
     ],
 )
 def test_transformers_reads_what_is_saved_here(case, saved, tmp_path):

@@ -10,7 +10,7 @@ from jax.test_util import check_grads
 
 from tests.model.families import config_of
 from tests.model.reference import frequencies, rotated
-from twinkle_jax.model import AttentionConfig, LinearScaling, RopeScaling, Window
+from twinkle_jax.model import AttentionConfig, LinearScaling, RopeScaling, Window, YarnScaling
 from twinkle_jax.model.decoder.layers import (
     embed,
     map_logits,
@@ -26,6 +26,7 @@ from twinkle_jax.model.decoder.layers import (
 
 HEADS = AttentionConfig(2, 2, head_dim=10, rotary_dim=10, rope_theta=100.0)
 LLAMA3 = RopeScaling(factor=8.0, low_frequency=1.0, high_frequency=4.0, original_length=8192)
+YARN = YarnScaling(factor=4.0, original_length=8192, attention_factor=1.25)
 
 
 def test_project_by_hand():
@@ -172,10 +173,38 @@ def test_llama_3_equals_its_definition_by_wavelength():
     assert actual[0] == plain[0] and actual[-1] == plain[-1] / 8
 
 
+def test_yarn_by_hand():
+    # Four pairs of base 16: 1, 1/2, 1/4 and 1/8. Over a length of 16 pi they turn 8, 4, 2 and 1
+    # times. Pair 0 turns beta_fast = 8 times and stays, pair 3 turns beta_slow = 1 time and is 4
+    # times slower. Between them 1/3 and 2/3 of the factor: 1/2 (2/3 + 1/12) = 3/8, 1/4 (1/3 + 1/6).
+    # A beta_fast of 16 would be pair -1, and counts as pair 0 too.
+    def check(expected, length, **changes):
+        scaling = dataclasses.replace(YARN, original_length=length * np.pi, **changes)
+        heads = AttentionConfig(1, 1, 8, 8, rope_theta=16.0, rope_scaling=scaling)
+        np.testing.assert_allclose(rotary_frequencies(heads), expected, rtol=1e-11)
+
+    for fast in (8.0, 16.0):
+        check([1, 3 / 8, 1 / 8, 1 / 32], 16, beta_fast=fast, beta_slow=1.0, truncate=False)
+    # With 18 pi these are pairs 0.17 and 3.17, truncated 0 and 4: 1/4, 1/2 and 3/4 of the factor.
+    check([1, 13 / 32, 5 / 32, 7 / 128], 18, beta_fast=8.0, beta_slow=1.0)
+    # Both ends at pair 1: the pairs after it are 4 times slower.
+    check([1, 1 / 2, 1 / 16, 1 / 32], 16, beta_fast=4.0, beta_slow=4.0, truncate=False)
+
+
+def test_the_attention_factor_of_yarn_multiplies_cosines_and_sines():
+    heads = dataclasses.replace(HEADS, rope_scaling=YARN)
+    positions = jnp.array([[0, 1, 20_000]])
+    for x in np.square(rotary_table(positions, heads)).sum(axis=0).ravel():
+        np.testing.assert_allclose(x, 1.25**2, rtol=1e-6)
+    unit = dataclasses.replace(heads, rope_scaling=dataclasses.replace(YARN, attention_factor=1.0))
+    scaled, plain = rotary_table(positions, heads), rotary_table(positions, unit)
+    np.testing.assert_array_equal(scaled, 1.25 * np.asarray(plain))
+
+
 def test_sliding_layers_have_wavelengths_of_their_own_which_nothing_stretches():
     window = Window(size=3, rope_theta=7.0)
     positions = jnp.array([[0, 1, 5]])
-    for stretched in (LLAMA3, LinearScaling(4.0)):
+    for stretched in (LLAMA3, LinearScaling(4.0), YARN):
         full = dataclasses.replace(HEADS, rope_scaling=stretched)
         tables = rotary_tables(positions, dataclasses.replace(full, window=window))
         plain = dataclasses.replace(HEADS, rope_theta=7.0)

@@ -9,7 +9,14 @@ import jax.numpy as jnp
 import pytest
 
 from tests.model.families import ALL, family
-from twinkle_jax.model import LinearScaling, Window, hidden_states, parameter_shapes, parse_config
+from twinkle_jax.model import (
+    LinearScaling,
+    Window,
+    YarnScaling,
+    hidden_states,
+    parameter_shapes,
+    parse_config,
+)
 from twinkle_jax.model.decoder.config import FULL, SLIDING
 from twinkle_jax.model.huggingface.config_json import export_config
 
@@ -146,12 +153,12 @@ REFUSED_ELSEWHERE = [
     ({"model_type": "qwen3_5", "text_config": [1]}, "text_config"),
     ({"use_sliding_window": True, "max_window_layers": 1}, "max_window_layers"),
     ({"rope_parameters": None, "rope_scaling": {"type": "linear"}}, "rope_type"),
-    ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_type"),
+    ({"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}}, "rope_type"),
 ]
 REFUSED_ELSEWHERE += [
     ({"rope_parameters": {name: value}}, name)
     for name, values in {
-        "rope_type": ("yarn", None, "llama3"),
+        "rope_type": ("longrope", None, "llama3"),
         "rope_theta": (0, -1e4, float("nan"), float("inf"), True, None, "10000", [1e4], 10**400),
     }.items()
     for value in values
@@ -269,6 +276,82 @@ def test_llama_3_and_smollm_2():
     refused(family("llama", rope_parameters=rope), "low_freq_factor")
     for name, value in {"mlp_bias": True, "rope_interleaved": True, "pretraining_tp": 2}.items():
         refused(family("llama", **{name: value}), name)
+
+
+_YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32_768}
+_USUAL = 1.138629436111989  # 0.1 ln 4 + 1
+
+
+def yarn(**changes):
+    """A Qwen3 as its model card says for long contexts, but for some keys."""
+    scaling = {key: x for key, x in (_YARN | changes).items() if x != "missing"}
+    return family("qwen3", rope_scaling=scaling, max_position_embeddings=40_960)
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, YarnScaling(4.0, 32_768, _USUAL)),
+        ({"factor": None}, YarnScaling(1.25, 32_768, 1.022314355131421)),  # 0.1 ln 1.25 + 1
+        (  # the length of the model, and the factor as it is
+            {"original_max_position_embeddings": "missing"},
+            YarnScaling(4.0, 40_960, _USUAL),
+        ),
+        ({"factor": 0.5}, YarnScaling(0.5, 32_768, 1.0)),
+        ({"attention_factor": 0.5, "mscale": 2, "mscale_all_dim": 1}, YarnScaling(4, 32_768, 0.5)),
+        (  # (0.2 ln 4 + 1) / (0.05 ln 4 + 1)
+            {"mscale": 2, "mscale_all_dim": 0.5},
+            YarnScaling(4.0, 32_768, 1.1944648761087142),
+        ),
+        ({"mscale": 2, "mscale_all_dim": 0}, YarnScaling(4.0, 32_768, _USUAL)),
+        ({"attention_factor": None, "beta_fast": None}, YarnScaling(4.0, 32_768, _USUAL)),
+        (
+            {"beta_fast": 8, "beta_slow": 2, "truncate": False},
+            YarnScaling(4.0, 32_768, _USUAL, 8.0, 2.0, truncate=False),
+        ),
+        # DeepSeek-R1-0528-Qwen3-8B: the inverse of what it multiplies
+        ({"attn_factor": 0.8782488562869419}, YarnScaling(4.0, 32_768, 1.0)),
+    ],
+)
+def test_yarn(changes, expected):
+    config = parse_config(yarn(**changes))
+    scaling = config.attention.rope_scaling
+    assert scaling.attention_factor == pytest.approx(expected.attention_factor, rel=1e-15)
+    assert dataclasses.replace(scaling, attention_factor=expected.attention_factor) == expected
+    assert parse_config(export_config(config, nested=False, dtype="float32")) == config
+
+
+def test_what_is_written_of_yarn_is_the_same_for_transformers_and_vllm():
+    """transformers reads `attention_factor`; vLLM multiplies 0.1 ln 4 + 1 by `attn_factor`."""
+
+    def written(**changes):
+        config = parse_config(yarn(**changes))
+        return export_config(config, nested=False, dtype="float32")["rope_parameters"]
+
+    assert "attn_factor" not in written() and written()["attention_factor"] == _USUAL
+    for changes in ({"attention_factor": 1.0}, {"mscale": 1, "mscale_all_dim": 1}):
+        rope = written(**changes)
+        assert rope["attention_factor"] == 1 and rope["attn_factor"] == 1 / _USUAL
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("factor", "missing"),
+        ("factor", 0),
+        ("original_max_position_embeddings", 0.5),
+        ("attention_factor", "1"),
+        ("attn_factor", 0),
+        ("mscale", "2"),
+        ("beta_fast", 0.5),
+        ("beta_slow", 33),
+        ("truncate", None),
+        ("rope_theta", 1.0),
+        ("low_freq_factor", 1.0),
+    ],
+)
+def test_what_is_refused_of_yarn(name, value):
+    refused(yarn(**{"mscale_all_dim": 1, name: value}), name)
 
 
 def test_configurations_as_the_hub_has_them():
@@ -398,6 +481,7 @@ GEMMA_REFUSED = [
     ({"rope_parameters": {SLIDING: {"rope_type": "linear"}}}, "rope_type"),
     ({"rope_parameters": {FULL: {"rope_type": "linear"}}}, "factor"),
     ({"rope_parameters": {FULL: {"rope_type": "llama3"}}}, "rope_type"),
+    ({"rope_parameters": {FULL: {"rope_type": "yarn", "factor": 8.0}}}, "rope_type"),
     ({"rope_parameters": {FULL: {"factor": 8.0}}}, "factor"),
 ]
 

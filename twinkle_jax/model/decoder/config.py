@@ -44,6 +44,29 @@ class LinearScaling:
 
 
 @dataclass(frozen=True)
+class YarnScaling:
+    """YaRN's rotary scaling: long wavelengths are stretched, and attention is sharper.
+
+    Attributes:
+        factor: wavelengths are multiplied by it for pairs that turn fewer than `beta_slow` times
+            over the original length.
+        original_length: length that the model was first trained on, in tokens.
+        attention_factor: cosines and sines are multiplied by it.
+        beta_fast: pairs that turn more often than this are not stretched; from here to `beta_slow`
+            the stretching grows linearly with the number of the pair.
+        beta_slow: see `factor`.
+        truncate: whether both ends of that range are widened to the next whole pair.
+    """
+
+    factor: float
+    original_length: int
+    attention_factor: float
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+
+
+@dataclass(frozen=True)
 class Window:
     """Sliding layers: their window, and their rotary base, which differs from full layers'.
 
@@ -85,7 +108,7 @@ class AttentionConfig:
     output_bias: bool = False
     qk_norm: bool = False
     output_gate: bool = False
-    rope_scaling: RopeScaling | LinearScaling | None = None
+    rope_scaling: RopeScaling | LinearScaling | YarnScaling | None = None
     query_width: int | None = None
     window: Window | None = None
 
@@ -268,7 +291,7 @@ class Family:
     activation_key: str = "hidden_act"
     activation: Activation = "silu"
     rotary_part: float | None = None
-    rope_types: tuple[str, ...] = ("default",)
+    rope_types: tuple[str, ...] = ("default", "yarn")
     defaults: Mapping[str, Any] = field(default_factory=dict)
     other_keys: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     enclosing: str | None = None
@@ -300,7 +323,7 @@ _QWEN3_5 = Family(
 FAMILIES: dict[str, Family] = {
     "llama": Family(
         "LlamaForCausalLM",
-        rope_types=("default", "llama3"),
+        rope_types=("default", "llama3", "yarn"),
         other_keys={
             "mlp_bias": (False,),
             "pretraining_tp": (1,),

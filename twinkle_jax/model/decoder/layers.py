@@ -11,7 +11,12 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
-from twinkle_jax.model.decoder.config import AttentionConfig, DecoderConfig, LinearScaling
+from twinkle_jax.model.decoder.config import (
+    AttentionConfig,
+    DecoderConfig,
+    LinearScaling,
+    YarnScaling,
+)
 from twinkle_jax.model.decoder.lora import adapter_change
 from twinkle_jax.model.decoder.parameters import Params
 from twinkle_jax.model.decoder.precision import exact_product, matmul, rounded
@@ -172,9 +177,11 @@ def rotary_frequencies(config: AttentionConfig) -> np.ndarray:
     With Llama 3's scaling, pairs with fewer than `low_frequency` turns over the original length
     rotate `factor` times slower, those with more than `high_frequency` turns are unchanged, and
     those in between are interpolated. With linear scaling all pairs rotate `factor` times slower.
+    YaRN is like Llama 3's, but interpolates by the number of the pair, not by its turns.
 
     References:
         [RoFormer](https://arxiv.org/abs/2104.09864) (Su et al., 2021);
+        [YaRN](https://arxiv.org/abs/2309.00071) (Peng et al., 2023);
         [The Llama 3 herd of models](https://arxiv.org/abs/2407.21783) (2024)
     """
     exponents = np.arange(0, config.rotary_dim, 2) / config.rotary_dim
@@ -184,17 +191,43 @@ def rotary_frequencies(config: AttentionConfig) -> np.ndarray:
         return frequencies
     if isinstance(scaling, LinearScaling):
         return frequencies / scaling.factor
-    turns = scaling.original_length * frequencies / (2 * math.pi)
-    unscaled = (turns - scaling.low_frequency) / (scaling.high_frequency - scaling.low_frequency)
-    unscaled = np.clip(unscaled, 0, 1)
+    if isinstance(scaling, YarnScaling):
+        unscaled = 1 - _yarn_ramp(config, scaling)
+    else:
+        turns = scaling.original_length * frequencies / (2 * math.pi)
+        turns_between = scaling.high_frequency - scaling.low_frequency
+        unscaled = np.clip((turns - scaling.low_frequency) / turns_between, 0, 1)
     return frequencies * (unscaled + (1 - unscaled) / scaling.factor)
 
 
+def _yarn_ramp(config: AttentionConfig, scaling: YarnScaling) -> np.ndarray:
+    """Compute how far each pair is stretched: 0 not at all, 1 by the whole factor."""
+
+    def pair_with(turns: float) -> float:
+        wavelengths = scaling.original_length / (2 * math.pi * turns)
+        return config.rotary_dim * math.log(wavelengths) / (2 * math.log(config.rope_theta))
+
+    first, last = pair_with(scaling.beta_fast), pair_with(scaling.beta_slow)
+    if scaling.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    # The bounds are those of the authors' code, which counts pairs but compares with entries.
+    first, last = max(first, 0), min(last, config.rotary_dim - 1)
+    width = last - first or 0.001  # a step where both ends are the same pair
+    return np.clip((np.arange(config.rotary_dim // 2) - first) / width, 0, 1)
+
+
 def rotary_table(positions: Int[Array, "batch time"], config: AttentionConfig) -> RotaryTable:
-    """Compute cosines and sines for each position and pair of entries, in float32."""
+    """Compute cosines and sines for each position and pair of entries, in float32.
+
+    With YaRN they are multiplied by its attention factor.
+    """
     frequencies = jnp.asarray(rotary_frequencies(config), jnp.float32)
     angles = positions.astype(jnp.float32)[:, :, None, None] * frequencies[None, None, None]
-    return jnp.cos(angles), jnp.sin(angles)
+    cos, sin = jnp.cos(angles), jnp.sin(angles)
+    if isinstance(config.rope_scaling, YarnScaling):
+        factor = config.rope_scaling.attention_factor
+        return factor * cos, factor * sin
+    return cos, sin
 
 
 def rotary_tables(

@@ -2,9 +2,10 @@
 
 import dataclasses
 import json
+import math
 import re
 import reprlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from twinkle_jax.model.decoder.config import (
@@ -21,6 +22,7 @@ from twinkle_jax.model.decoder.config import (
     LinearScaling,
     RopeScaling,
     Window,
+    YarnScaling,
 )
 
 _LARGEST_SIZE, _MOST_LAYERS, _MOST_EXPERTS = 2**31 - 1, 4096, 65536
@@ -69,6 +71,8 @@ _IGNORED = frozenset(
 _IGNORED_PATTERNS = re.compile(r"_.*|.*_token_ids?|.*_version|transformers.*|unsloth_.*")
 
 _LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+_YARN = """original_max_position_embeddings attention_factor attn_factor beta_fast beta_slow mscale
+    mscale_all_dim truncate""".split()  # noqa: SIM905
 # Rotary settings of image positions: a text token has one position only.
 _IMAGE_ROPE = {"mrope_section", "mrope_interleaved"}
 
@@ -278,7 +282,7 @@ class _Rope(NamedTuple):
 
     theta: float
     part: float
-    scaling: RopeScaling | LinearScaling | None
+    scaling: RopeScaling | LinearScaling | YarnScaling | None
 
 
 def _read_rope(flat: Mapping[str, Any], family: Family) -> _Rope:
@@ -289,14 +293,14 @@ def _read_rope(flat: Mapping[str, Any], family: Family) -> _Rope:
     if "rope_type" not in rope and "type" in rope:
         rope["rope_type"] = rope["type"]
     kind = _one_of(rope, "rope_type", family.rope_types)
-    keys, read_scaling = _SCALINGS[kind]
-    known = {"rope_type", "type", "rope_theta", "partial_rotary_factor", *keys}
+    required, optional, read_scaling = _SCALINGS[kind]
+    known = {"rope_type", "type", "rope_theta", "partial_rotary_factor", *required, *optional}
     known |= _IMAGE_ROPE if family.rotary_part is not None else set()
     for key in rope.keys() - known:
         raise ValueError(
             f"{name} must have no key {key!r} where rope_type is {kind!r}, got {_shown(rope[key])}"
         )
-    for key in keys:
+    for key in required:
         if key not in rope:
             raise ValueError(f"{key} must be given where rope_type is {kind!r}, got none")
     if family.rotary_part is None:
@@ -304,7 +308,9 @@ def _read_rope(flat: Mapping[str, Any], family: Family) -> _Rope:
         part = 1.0
     else:
         part = _number(rope, "partial_rotary_factor", family.rotary_part)
-    return _Rope(_number(rope, "rope_theta", 10_000.0), part, read_scaling(rope))
+    theta = _number(rope, "rope_theta", 10_000.0)
+    # With all other keys: YaRN falls back on `max_position_embeddings`.
+    return _Rope(theta, part, read_scaling({**flat, **rope, "rope_theta": theta}))
 
 
 def _llama3(rope: Mapping[str, Any]) -> RopeScaling:
@@ -322,11 +328,54 @@ def _llama3(rope: Mapping[str, Any]) -> RopeScaling:
     return scaling
 
 
-_ReadScaling = Callable[[Mapping[str, Any]], RopeScaling | LinearScaling | None]
-_SCALINGS: dict[str, tuple[tuple[str, ...], _ReadScaling]] = {  # the keys of each, all required
-    "default": ((), lambda _: None),
-    "linear": (("factor",), lambda rope: LinearScaling(_number(rope, "factor", 1.0))),
-    "llama3": (_LLAMA3, _llama3),
+def _yarn(rope: Mapping[str, Any]) -> YarnScaling:
+    """Read YaRN's keys; the lengths that they leave out are those of the model."""
+    original = "original_max_position_embeddings"
+    length = _size(rope, original if original in rope else "max_position_embeddings")
+    if rope["factor"] is None:
+        factor = _size(rope, "max_position_embeddings") / length
+    else:
+        factor = _number(rope, "factor", 1.0)
+    betas = {
+        name: default if rope.get(name) is None else _number(rope, name, default)
+        for name, default in (("beta_fast", 32.0), ("beta_slow", 1.0))
+    }
+    if betas["beta_fast"] < betas["beta_slow"]:
+        raise ValueError(
+            f"beta_fast must be at least beta_slow, {betas['beta_slow']}, got {betas['beta_fast']}"
+        )
+    if rope["rope_theta"] <= 1:
+        raise ValueError(
+            f"rope_theta must be above 1 where rope_type is 'yarn', got {rope['rope_theta']}"
+        )
+    truncate = _flag({"truncate": True, **rope}, "truncate")
+    return YarnScaling(factor, length, _attention_factor(rope, factor), **betas, truncate=truncate)
+
+
+def _attention_factor(rope: Mapping[str, Any], factor: float) -> float:
+    """Read YaRN's `attention_factor`, or compute it as the paper does."""
+    if rope.get("attention_factor") is not None:
+        return _number(rope, "attention_factor", 1.0)
+    result = _mscale(factor)
+    if rope.get("mscale") and rope.get("mscale_all_dim"):
+        numerator, denominator = _number(rope, "mscale", 1), _number(rope, "mscale_all_dim", 1)
+        result = _mscale(factor, numerator) / _mscale(factor, denominator)
+    if rope.get("attn_factor") is not None:  # DeepSeek-R1-0528-Qwen3-8B; as vLLM reads it
+        result *= _number(rope, "attn_factor", 1)
+    return result
+
+
+def _mscale(factor: float, scale: float = 1.0) -> float:
+    """Compute the paper's attention factor for a factor on the wavelengths."""
+    return 0.1 * scale * math.log(factor) + 1 if factor > 1 else 1.0
+
+
+_ReadScaling = Callable[[Mapping[str, Any]], RopeScaling | LinearScaling | YarnScaling | None]
+_SCALINGS: dict[str, tuple[Sequence[str], Sequence[str], _ReadScaling]] = {  # required, optional
+    "default": ((), (), lambda _: None),
+    "linear": (("factor",), (), lambda rope: LinearScaling(_number(rope, "factor", 1.0))),
+    "llama3": (_LLAMA3, (), _llama3),
+    "yarn": (("factor",), _YARN, _yarn),
 }
 
 
@@ -517,6 +566,20 @@ def _rope_entries(attention: AttentionConfig) -> dict[str, Any]:
     entries = {"rope_type": "default", "rope_theta": attention.rope_theta}
     if isinstance(scaling, LinearScaling):
         entries |= {"rope_type": "linear", "factor": scaling.factor}
+    elif isinstance(scaling, YarnScaling):
+        entries |= {
+            "rope_type": "yarn",
+            "factor": scaling.factor,
+            "original_max_position_embeddings": scaling.original_length,
+            "attention_factor": scaling.attention_factor,
+            "beta_fast": scaling.beta_fast,
+            "beta_slow": scaling.beta_slow,
+            "truncate": scaling.truncate,
+        }
+        usual = _mscale(scaling.factor)
+        if scaling.attention_factor != usual:
+            # vLLM reads this ratio and not `attention_factor`; transformers does the reverse.
+            entries["attn_factor"] = scaling.attention_factor / usual
     elif scaling is not None:
         values = dataclasses.astuple(scaling)
         entries |= {"rope_type": "llama3", **dict(zip(_LLAMA3, values, strict=True))}
