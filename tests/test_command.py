@@ -126,6 +126,7 @@ def test_one_line_names_what_is_wrong(arguments, message, tmp_path, capsys):
         (["evaluate", "--model", "nowhere", "--problems", "0"], "problems"),
         (["sample", "--model", "nowhere", "1+2="], "model"),
         (["evaluate", "--model", "nowhere", "--max_turns", "3"], "max_turns"),
+        (["evaluate", "--model", "nowhere", "--max_failed", "0.5"], "max_failed"),
         (["evaluate", "--model", "nowhere", "--task", "x.jsonl", "--level", "3"], "level"),
         (["sample", "--model", "nowhere", "1+2=", "--seed", str(2**32)], "seed"),
         (["sample", "--model", "nowhere", "1+2=", "--max_turns", "3"], "max_turns"),
@@ -364,9 +365,11 @@ def test_tools_and_failures_by_the_command(tmp_path, capsys):
     broken = [*policy, "--environment", f"{tmp_path}/game.py:Broken"]
     assert main(["evaluate", *broken, "--problems", "4"]) == 1
     error = capsys.readouterr().err
-    assert "rollout.max_failed" in error
+    assert error.startswith("twinkle-jax: at most max_failed=0.1 of the environments may fail")
     assert "\x1b" not in error
     assert len(error.splitlines()) == 1
+    assert main(["evaluate", *broken, "--problems", "4", "--max_failed", "0.5"]) == 1
+    assert "max_failed=0.5" in capsys.readouterr().err
     assert main(["sample", *broken, "--num_samples", "2"]) == 0
     shown = capsys.readouterr().out
     assert "\x1b" not in shown

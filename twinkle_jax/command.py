@@ -39,6 +39,7 @@ _OPTIONS_ELSEWHERE = {
     "reward_funcs": "reward",
     "scale_rewards": "update.scale",
 }
+_SECTIONS = {"evaluation": EvaluationConfig, "rollout": RolloutConfig}  # that `evaluate` fills in
 _NOT_INHERITED = ("resume", "overwrite", "output_dir", "distributed")  # by a resumed run
 
 
@@ -156,6 +157,10 @@ def _evaluate_options(parser: Any) -> None:
         "--max_prompt_tokens", type=int, default=1024,
         help="the most tokens of a prompt; longer ones are refused",
     )  # fmt: skip
+    parser.add_argument(
+        "--max_failed", type=float, default=RolloutConfig().max_failed,
+        help="share of environments that may fail",
+    )  # fmt: skip
     parser.add_argument("--system", type=str | None, default=None, help="system message")
 
 
@@ -167,30 +172,25 @@ def _evaluate(options: Any) -> int:
     without_file = options.task in (None, "arithmetic", "environment")
     without_file = without_file or hub_id(options.task) is not None
     file = None if without_file else options.task.removeprefix("gsm8k:")
-    try:
-        config = TrainConfig(
-            model=options.model,
-            environment=options.environment,
-            tools=options.tools,
-            task=options.task,
-            level=options.level,
-            reward=options.reward,
-            system=options.system,
-            seed=options.seed,
-            evaluation=EvaluationConfig(
-                problems=options.problems, path=file, pass_k=options.pass_k
-            ),
-            rollout=RolloutConfig(
-                max_new_tokens=options.max_new_tokens,
-                max_prompt_tokens=options.max_prompt_tokens,
-                max_turns=options.max_turns,
-            ),
-            update=UpdateConfig(micro_batch_tokens=1 << 30),  # nothing is updated
-        )
-        check_effects(config)
-    except ValueError as error:
-        # Settings of `train` have sections, options of `evaluate` have none.
-        raise ValueError(re.sub(r"^(evaluation|rollout)\.", "", str(error))) from error
+    config = TrainConfig(
+        model=options.model,
+        environment=options.environment,
+        tools=options.tools,
+        task=options.task,
+        level=options.level,
+        reward=options.reward,
+        system=options.system,
+        seed=options.seed,
+        evaluation=EvaluationConfig(problems=options.problems, path=file, pass_k=options.pass_k),
+        rollout=RolloutConfig(
+            max_new_tokens=options.max_new_tokens,
+            max_prompt_tokens=options.max_prompt_tokens,
+            max_turns=options.max_turns,
+            max_failed=options.max_failed,
+        ),
+        update=UpdateConfig(micro_batch_tokens=1 << 30),  # nothing is updated
+    )
+    check_effects(config)
     task, policy = make_task(config), _read_policy(options.model)
     if sys.stderr.isatty():
         begun = f"evaluating on {len(task.held_out)} problems; compiling first"
@@ -369,7 +369,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from twinkle_jax.training.hosts import end_without_others, is_reported_by_another
 
         if not is_reported_by_another(error):
-            _print_error(str(error) or type(error).__name__)
+            message = str(error) or type(error).__name__
+            _print_error(_without_sections(message) if "evaluate" in arguments[:1] else message)
         end_without_others(error)
         return 1
     except Exception as error:
@@ -377,6 +378,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         end_without_others(error, traceback=True)
         raise
+
+
+def _without_sections(message: str) -> str:
+    """Name settings as `evaluate` does, whose options have no sections as those of `train` have."""
+    names = "|".join(
+        field.name for kind in _SECTIONS.values() for field in dataclasses.fields(kind)
+    )
+    return re.sub(rf"(?<![\w./])({'|'.join(_SECTIONS)})\.({names})\b", r"\2", message)
 
 
 def _print_error(message: str) -> None:

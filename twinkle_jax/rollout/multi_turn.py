@@ -330,9 +330,10 @@ def check_failures(episodes: Sequence[Episode], share: float) -> None:
     """
     failed = [episode for episode in episodes if episode.failed]
     if len(failed) > share * len(episodes):
+        allowed = f"at most rollout.max_failed={share:g} of the environments"
         message = (
-            f"at most rollout.max_failed={share:g} of the environments may fail, got "
-            f"{len(failed)} of {len(episodes)}; the first ({failed[0].cause}): {failed[0].error}"
+            f"{allowed if share else 'no environment'} may fail, got {len(failed)} of "
+            f"{len(episodes)}; the first ({failed[0].cause}): {failed[0].error}"
         )
         hosts.fail(EnvironmentFailureError(message))
 
