@@ -148,7 +148,7 @@ def test_prompts_of_any_length_are_evaluated(tmp_path, capsys):
     long = ["evaluate", "--model", f"{tmp_path}/model", "--task", f"{tmp_path}/long.jsonl"]
     long += ["--reward", "exact", "--max_new_tokens", "2"]
     assert main(long) == 1
-    assert "max_prompt_tokens=1024" in capsys.readouterr().err
+    assert "at most max_prompt_tokens=1024" in capsys.readouterr().err
     assert main([*long, "--max_prompt_tokens", "2048"]) == 0
 
 

@@ -22,7 +22,7 @@ def test_prompts_are_padded_left_and_end_where_the_assistant_speaks():
 
 
 def test_a_prompt_that_is_too_long_is_named():
-    with pytest.raises(ValueError, match=r"max_prompt_tokens=9 .* got 1\d in prompt"):
+    with pytest.raises(ValueError, match=r"rollout\.max_prompt_tokens=9 .* got 1\d in prompt"):
         encode_prompts(POLICY.template, PROMPTS, longest=9)
 
 

@@ -621,7 +621,7 @@ def test_groups_of_several_rollouts_are_chosen_with_all_their_rows(history):
 
 
 def test_a_prompt_that_is_too_long_or_missing_is_named():
-    with pytest.raises(ValueError, match="max_prompt_tokens=3"):
+    with pytest.raises(ValueError, match=r"rollout\.max_prompt_tokens=3"):
         sample(games.Guess, max_prompt_tokens=3)
     silent = type("Silent", (games.Guess,), {"reset": lambda self, row, seed: None})
     with pytest.raises(ValueError, match="reset"):

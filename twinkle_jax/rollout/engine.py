@@ -72,8 +72,8 @@ def prompt_ids(
         worst = int(np.argmax(lengths))
         text = "".join(message_text(message) for message in prompts[worst]["messages"])
         raise ValueError(
-            f"prompts must have at most max_prompt_tokens={longest} tokens, got {lengths[worst]} "
-            f"in prompt {first + worst}, {text[:40]!r}"
+            f"prompts must have at most rollout.max_prompt_tokens={longest} tokens, "
+            f"got {lengths[worst]} in prompt {first + worst}, {text[:40]!r}"
         )
     return rows
 

@@ -232,7 +232,7 @@ class MultiTurn:
             if not episode.record.turns and len(row) > longest:
                 raise ValueError(
                     "the conversation before the first turn must have at most "
-                    f"max_prompt_tokens={longest} tokens, got {len(row)}"
+                    f"rollout.max_prompt_tokens={longest} tokens, got {len(row)}"
                 )
             tokens[episode.number] = row
         return [tokens[episode.number] for episode in running]
