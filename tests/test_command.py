@@ -176,6 +176,8 @@ def test_a_bad_record_is_refused_before_anything_is_trained(tmp_path, capsys):
     [
         (["--stepz", "3"], "unknown option --stepz"),
         (["--steps", "many"], "--steps must be int, got 'many'"),
+        (["--warm_start.steps", "10"], "unknown option --warm_start.steps; did you mean --warm_st"),
+        (["--reward.a=NestedArg(key='b'"], "unknown option --reward.a;"),
         (["--dtype", "float8"], "--dtype must be one of float32, bfloat16, got 'float8'"),
         (["--update.credit", "x"], "--update.credit must be one of episode, turn, mixed, got 'x'"),
         (["--optimizer.options", "b1"], "--optimizer.options must be dict, got 'b1'"),

@@ -546,9 +546,13 @@ def _with_suggestion(message: str, arguments: Sequence[str]) -> str:
     match = re.search(
         r"[Uu]nrecognized arguments: (--[^\s=]+)|does not accept option '(.+)'", message
     )
-    if match is None:
+    nested = re.search(r"Parser key \"([^\"]+)\".*?NestedArg\(key='([^']+)'", message, re.DOTALL)
+    if nested is not None:  # `--warm_start.steps`, where `--warm_start` has no settings below it
+        mistyped = f"--{nested.group(1)}.{nested.group(2)}"
+    elif match is not None:
+        mistyped = match.group(1) or f"--{match.group(2)}"  # on the command line, or in a file
+    else:
         return _plain_type_error(_with_missing_options(message))
-    mistyped = match.group(1) or f"--{match.group(2)}"  # a name on the command line, or in a file
     if mistyped == "--prompt" and "sample" in arguments[:1]:
         return "the prompt of sample goes without --prompt: twinkle-jax sample PROMPT --model MODEL"
     known = sorted(set(re.findall(r"--[a-z][\w.]*", _help_of(arguments))))
