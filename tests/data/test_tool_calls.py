@@ -182,15 +182,64 @@ def test_the_first_format_takes_the_whole_text():
     assert parse_tool_calls("plain text \n") == ([], [], "plain text")
 
 
+CALLS = {
+    "hermes_qwen": '<tool_call>{"name": "f", "arguments": {"x": "1"}}</tool_call>',
+    "cline": "<f><x>1</x></f>",
+    "react": '\nAction: f\nAction Input: {"x": "1"}\n',
+}
+CALLS_OF_G = {
+    "hermes_qwen": CALLS["hermes_qwen"].replace('"f"', '"g"'),
+    "cline": "<g><x>1</x></g>",
+    "react": CALLS["react"].replace("f", "g"),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("any_format", [False, True])
+def test_thinking_holds_no_calls(name, any_format):
+    def parse(text, **options):
+        return parse_tool_calls(text, "any" if any_format else name, **options)
+
+    one = CALLS[name]
+    two, second = CALLS_OF_G[name], call("g", x="1")
+    broken = one[: len(one) // 2]  # what a thought leaves open does not reach beyond it
+    for thought in (one, f"{one}{broken}", broken, f"<think>{one}"):
+        finished = f"<think>{thought}</think>"
+        for text in (finished, f"<think>{thought}", f"{thought}</think>"):
+            assert parse(f"{text}\n") == ([], [], text.rstrip())
+        assert parse(f"{thought}", thinking=True) == ([], [], thought.rstrip())
+        for text, opened in ((finished, False), (finished[7:], False), (finished[7:], True)):
+            parsed = parse(f"{text}So:{two}", thinking=opened)
+            assert parsed.calls == [second] and not parsed.errors
+            assert parsed.content == f"{text}So:"
+        assert parse(f"{two}\n<think>{thought}").calls == [second]
+        assert parse(f"{finished}{two}{finished}{two}").calls == [second, second]
+    assert parse(f"<think></think>{two}Thought:</think>{two}").calls == [second, second]
+
+
+def test_tags_of_thinking_in_a_call_are_its_arguments():
+    for value in ("<think>", "</think>", "</think> <think>"):
+        text = f'<tool_call>{{"name": "f", "arguments": {{"x": "{value}"}}}}</tool_call>'
+        for around in (text, f"<think>?</think>{text}", f"{text}<think>{text}</think>"):
+            assert parse_tool_calls(around).calls == [call("f", x=value)]
+    parsed = parse_tool_calls(f"I could <tool_call> it.</think>{CALLS['hermes_qwen']}")
+    assert parsed.calls == [call("f", x="1")] and not parsed.errors
+
+
 def test_templates_parse_what_was_decoded():
     template = Template(small_tokenizer())
     assert template.parse_tool_call("Action: f[x]") == [call("f", input="x")]
     assert template.parse_tool_call("") == template.parse_tool_call(None) == []
     assert template.clean_tool_call("So\nAction: f[x]") == "So" == template.clean_tool_call("So ")
     assert template.clean_tool_call(None) == ""
+    thought = "<think>Action: f[x]\n</think>"
+    assert template.parse_tool_call(thought) == []
+    assert template.clean_tool_call(f"{thought}So\nAction: f[x]") == f"{thought}So"
 
 
 PARTS = [
+    "<think>",
+    "</think>",
     "<tool_call>",
     "</tool_call>",
     "<function=",
@@ -242,6 +291,10 @@ def test_no_text_raises(seed):
 
 # Texts on which a parser that looks for an end again and again takes quadratic time.
 REPEATED = [
+    "<think>",
+    "</think>",
+    "<think></think>",
+    "<tool_call></think>",
     "<tool_call>",
     "<tool_call>{",
     '<tool_call>{"name": "',
@@ -271,7 +324,7 @@ REPEATED = [
 
 
 @pytest.mark.parametrize("size", [50_000, pytest.param(1_000_000, marks=pytest.mark.exhaustive)])
-@pytest.mark.parametrize("start", ["", "<tool_call>", "<f><x>", "Action: f\n"])
+@pytest.mark.parametrize("start", ["", "<tool_call>", "<think>", "<f><x>", "Action: f\n"])
 def test_hostile_text_is_parsed_in_linear_time(start, size):
     """Processor time of at most 40 us a character, ten times what is usual, at any length."""
     names = "".join(f"<t{i}>" for i in range(size // 8))  # as many names as tags

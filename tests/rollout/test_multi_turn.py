@@ -180,10 +180,31 @@ def test_a_limit_of_tokens_ends_an_episode():
 @pytest.mark.parametrize("environment", [lambda: ToolEnvironment([message_text]), games.Never])
 def test_a_call_that_cannot_be_parsed_is_one_error(environment, monkeypatch):
     broken = Action('<tool_call>{"name": 1}</tool_call>')
-    monkeypatch.setattr(multi_turn, "Action", lambda text, tool_format: broken)
+    monkeypatch.setattr(multi_turn, "Action", lambda *_: broken)
     rows = PromptBatch([{"messages": [{"role": "user", "content": "1+1="}], "user_data": []}])
     turns = [turn for e in sample(environment, rows).episodes for turn in e.turns]
     assert {turn.tool_errors for turn in turns} == {1}
+
+
+@pytest.mark.parametrize(("opening", "thinking"), [("<think>\n", True), ("<think>=", False)])
+def test_an_action_begins_with_the_thinking_that_the_prompt_opens(opening, thinking):
+    """Where the policy does not end it, only the prompt shows that a turn is a thought."""
+    seen = []
+
+    class Asks(games.Never):
+        def reset(self, row, seed):
+            super().reset(row, seed)
+            return "1="
+
+        def step(self, action):
+            call = Action(f"<f><n>{action}</n></f>", action.tool_format, action.thinking)
+            seen.append((action.thinking, len(call.calls)))
+            return "1=<think>", 0.0, False, {}
+
+    chat_template = CHAT_TEMPLATE.replace("<|assistant|>", f"<|assistant|>{opening}")
+    tokenizer = small_tokenizer("0123456=<think>\n", chat_template=chat_template)
+    sample(Asks, template=Template(tokenizer), history="append")
+    assert set(seen) == {(thinking, 1 - thinking)}
 
 
 def test_one_reward_more_and_truncated_episodes():

@@ -226,6 +226,29 @@ def test_numbers_of_numpy_in_a_row_stay_numbers(tmp_path):
     environment.close()
 
 
+def test_an_action_is_the_same_in_a_process(tmp_path):
+    (tmp_path / "counts.py").write_text(
+        "class Counts:\n"
+        "    def reset(self, row, seed):\n"
+        "        return None\n"
+        "    def step(self, action):\n"
+        "        return f'{action} {len(action.calls)}', 0.0, False, {}\n"
+        "    def close(self):\n"
+        "        pass\n"
+    )
+    environment = find_environment(f"{tmp_path}/counts.py:Counts", environment_in="process")()
+    environment.reset({"messages": [], "user_data": []}, 0)
+    cline = "<f><x>1</x></f>"
+    for action, calls in (
+        (Action(cline), 1),
+        (Action(cline, "react"), 0),
+        (Action(cline, thinking=True), 0),
+    ):
+        [told], *_ = environment.step(action)
+        assert told["content"] == f"{cline} {calls}"
+    environment.close()
+
+
 def test_a_cause_that_a_process_invents_is_not_counted():
     assert failure_cause(ProcessFailedError("", "forged")) == "raised"
     assert failure_cause(ProcessFailedError("reward", "forged")) == "raised"

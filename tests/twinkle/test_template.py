@@ -3,7 +3,13 @@
 import numpy as np
 
 from twinkle_jax.data import small_tokenizer
-from twinkle_jax.twinkle.template import Qwen3_5Template, Template, ToolCallParser, ToolCallRegistry
+from twinkle_jax.twinkle.template import (
+    HermesQwenParser,
+    Qwen3_5Template,
+    Template,
+    ToolCallParser,
+    ToolCallRegistry,
+)
 
 CALL = '<tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call>'
 THINKING = "{% if enable_thinking %}1{% else %}2{% endif %}{% if extra %}3{% endif %}"
@@ -56,6 +62,12 @@ def test_parsers():
 
     before = ToolCallRegistry.parsers()
     assert ToolCallRegistry.register(Other()) in before and ToolCallRegistry.parsers() == before
+
+
+def test_calls_in_thinking_are_calls_as_they_are_of_twinkle():
+    thought = f"<think>{CALL}</think>"
+    assert HermesQwenParser().parse(thought) == Template(small_tokenizer()).parse_tool_call(thought)
+    assert HermesQwenParser().parse(thought)[0]["function"]["name"] == "f"
 
 
 def test_a_registered_parser_is_used(monkeypatch):

@@ -4,6 +4,7 @@ The text is untrusted: parsing takes time linear in its length and never raises.
 returned as an error, anything else as text.
 """
 
+import itertools
 import re
 from bisect import bisect_left
 from collections.abc import Callable, Mapping
@@ -21,6 +22,11 @@ _NOT_TOOLS = re.compile(
     "tools?|tool_call|tool_response|function|parameters?|"
     "p|a|b|i|em|strong|div|span|pre|code|br|hr|ul|ol|li|h[1-6]|table|thead|tbody|tr|td|th|"
     "img|video|audio"
+)
+# Thinking, and calls outside of it, whose arguments may hold its tags.
+_THINKING = re.compile(
+    r"<think>.*?(?:</think>|\Z)|(<tool_call>(?:(?!</?tool_call>).)*</tool_call>)|</think>",
+    re.DOTALL,
 )
 _TAG = re.compile(r"<(/?)([a-z][a-z0-9_]*)>")
 _ACTION = re.compile(r"\s*Action\s*:\s*([\w\-./]+)\s*(?:\[(.*)\]\s*)?")
@@ -63,27 +69,60 @@ class _Block(NamedTuple):
     closed: bool
 
 
-def parse_tool_calls(text: str) -> ParsedToolCalls:
+def parse_tool_calls(
+    text: str, tool_format: str = "any", *, thinking: bool = False
+) -> ParsedToolCalls:
     """Parse tool calls in the first of the formats that a text has.
+
+    Nothing between `<think>` and `</think>` is a call, nor anything after `<think>` if it is never
+    closed. If the text has `</think>` first, it has been thinking from its beginning: many chat
+    templates write `<think>` into the prompt. The parsers of single formats know no thinking.
 
     Args:
         text: what the assistant wrote.
+        tool_format: the name of a format, or `"any"`.
+        thinking: whether the prompt has opened the thinking that the text begins with.
 
     Returns:
-        Calls, errors and the text around them. Formats are tried in the order Hermes and Qwen,
-        Cline, ReAct; the first with a call or an error takes all of the text, so no call is
-        found inside another one's arguments.
+        Calls, errors and the text around them, thinking included. Formats are tried in the order
+        Hermes and Qwen, Cline, ReAct; the first with a call or an error takes all of the text, so
+        no call is found inside another one's arguments.
 
     Example:
         >>> text = 'Let me see. <tool_call>{"name": "add", "arguments": {"x": 1}}</tool_call>'
         >>> parse_tool_calls(text).calls
         [{'type': 'function', 'function': {'name': 'add', 'arguments': {'x': 1}}}]
+        >>> parse_tool_calls(f"<think>{text}</think>").calls
+        []
     """
-    for parse in TOOL_CALL_FORMATS.values():
-        parsed = parse(text)
-        if parsed.calls or parsed.errors:
-            return parsed
+    parts = _split_thinking(text, thinking)
+    chosen = (
+        TOOL_CALL_FORMATS.values() if tool_format == "any" else [TOOL_CALL_FORMATS[tool_format]]
+    )
+    for parse in chosen:
+        parsed = [
+            ParsedToolCalls([], [], part) if is_thought else parse(part)
+            for is_thought, part in parts
+        ]
+        calls = [call for x in parsed for call in x.calls]
+        errors = [error for x in parsed for error in x.errors]
+        if calls or errors:
+            return ParsedToolCalls(calls, errors, "".join(x.content for x in parsed).rstrip())
     return ParsedToolCalls([], [], text.rstrip())
+
+
+def _split_thinking(text: str, thinking: bool) -> list[tuple[bool, str]]:
+    """Split a text into parts that are thinking (True) and parts that are not."""
+    ends = [0]  # of parts; thinking and the rest alternate
+    if thinking:
+        closing = text.find("</think>")
+        ends += [0, len(text) if closing < 0 else closing + len("</think>")]
+    for match in _THINKING.finditer(text, ends[-1]):
+        is_orphan = match[0] == "</think>"
+        if match[1] is None and not (is_orphan and len(ends) > 1):
+            ends += [0 if is_orphan else match.start(), match.end()]
+    parts = itertools.pairwise([*ends, len(text)])
+    return [(number % 2 == 1, text[start:end]) for number, (start, end) in enumerate(parts)]
 
 
 def parse_hermes_calls(text: str) -> ParsedToolCalls:

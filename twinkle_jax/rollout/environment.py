@@ -19,7 +19,6 @@ from typing import Any, Literal, NamedTuple, Protocol
 import numpy as np
 
 from twinkle_jax.data import Message, ParsedToolCalls, ToolCall, ToolCallError, parse_tool_calls
-from twinkle_jax.data.tool_calls import TOOL_CALL_FORMATS
 from twinkle_jax.reward.scoring import error_place, shown
 
 Observation = str | bytes | Message | Sequence[Message] | None
@@ -39,6 +38,7 @@ class Action(str):
     Args:
         text: of the assistant; do not trust it.
         tool_format: of tool calls.
+        thinking: whether the prompt ends with `<think>`, so that the text begins with thinking.
 
     Example:
         >>> action = Action('<tool_call>{"name": "add", "arguments": {"x": 1}}</tool_call>')
@@ -48,23 +48,22 @@ class Action(str):
         7
     """
 
-    def __new__(cls, text: str, tool_format: ToolFormat = "any") -> "Action":
+    def __new__(
+        cls, text: str, tool_format: ToolFormat = "any", thinking: bool = False
+    ) -> "Action":
         """Make a string."""
         return super().__new__(cls, text)
 
-    def __init__(self, text: str, tool_format: ToolFormat = "any") -> None:
-        self.tool_format = tool_format
+    def __init__(self, text: str, tool_format: ToolFormat = "any", thinking: bool = False) -> None:
+        self.tool_format, self.thinking = tool_format, thinking
 
     @functools.cached_property
     def _parsed(self) -> ParsedToolCalls:
-        parse = (
-            parse_tool_calls if self.tool_format == "any" else TOOL_CALL_FORMATS[self.tool_format]
-        )
-        return parse(str(self))
+        return parse_tool_calls(str(self), self.tool_format, thinking=self.thinking)
 
     @property
     def calls(self) -> list[ToolCall]:
-        """Tool calls, with dictionaries of arguments."""
+        """Tool calls outside of thinking, with dictionaries of arguments."""
         return self._parsed.calls
 
     @property

@@ -40,6 +40,7 @@ row, and all its rows share the advantage.
 
 _MAX_ATTEMPTS = 2
 _NO_TURN = Turn(0, 0, 0)
+_THINK_TOKENS = 16  # the most tokens of `<think>` and of line breaks behind it
 _MANY_EPISODES = 64  # from which on a CPU takes half the time for half of them
 
 
@@ -508,7 +509,8 @@ class _RunningEpisode:
     def act(self, tokens: list[int], logprobs: list[float], text: str, *, truncated: bool) -> None:
         """Pass a turn of the policy to the environment."""
         record, row = self.record, self.record.rows[-1]
-        action = Action(text, self.source.settings.tool_format)
+        thinking = _opens_thinking(self.source.engine.template, row.tokens)
+        action = Action(text, self.source.settings.tool_format, thinking)
         start = len(row.tokens)
         row.append(tokens, logprobs)
         record.turns.append(
@@ -525,6 +527,12 @@ class _RunningEpisode:
             self._end("length")
         else:
             self._call(self.session.step, action)
+
+
+def _opens_thinking(template: Template, prompt: list[int]) -> bool:
+    """Whether a chat template has written `<think>` before the policy's turn."""
+    end = template.tokenizer.decode(prompt[-_THINK_TOKENS:], skip_special_tokens=False)
+    return end.rstrip().endswith("<think>")
 
 
 def _encode_conversations(

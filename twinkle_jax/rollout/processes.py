@@ -222,7 +222,7 @@ class ProcessEnvironment:
 
     def step(self, action: Action) -> Any:
         """Take an action."""
-        return self._runner.call("step", str(action), action.tool_format)
+        return self._runner.call("step", str(action), action.tool_format, action.thinking)
 
     def final_reward(self) -> Any:
         """Return the reward that is added at the end."""
