@@ -45,8 +45,8 @@ class Counter(Env):
 class Scripted:
     """Says what it is told to, with a log-probability for each token."""
 
-    def __init__(self, *texts):
-        self.texts, self.params = list(texts), []
+    def __init__(self, *texts, stop_reason="stop"):
+        self.texts, self.params, self.stop_reason = list(texts), [], stop_reason
 
     def sample(self, features, sampling_params=None):
         self.params.append(sampling_params)
@@ -56,7 +56,7 @@ class Scripted:
             tokens = [*TEMPLATE.tokenizer.encode(text), 1]
             longer = TEMPLATE.concat_input_feature(feature, tokens)
             logprobs = [[(token, -0.5)] for token in tokens]
-            sequence = SampledSequence("stop", tokens, logprobs, text, longer)
+            sequence = SampledSequence(self.stop_reason, tokens, logprobs, text, longer)
             responses.append(SampleResponse([sequence]))
         return responses
 
@@ -107,6 +107,10 @@ def test_done_and_limits_end_a_conversation():
         roll = MultiTurnRollout(Scripted(*[call(by=0)] * 3), TEMPLATE, manager, **limits)
         (out,) = roll([prompt()])
         assert (out["turns"], out["truncated"]) == (turns, True)
+    sampler = Scripted(call(by=1), stop_reason="length")  # as Twinkle's own tests have it
+    (out,) = MultiTurnRollout(sampler, TEMPLATE, manager)([prompt()])
+    assert (out["turns"], out["stop_reason"], out["truncated"]) == (1, "length", False)
+    assert out["messages"][-1]["role"] == "assistant"
     with pytest.raises(ValueError, match="max_trajectory_tokens"):
         MultiTurnRollout(None, TEMPLATE, max_trajectory_tokens=0)
 

@@ -83,7 +83,10 @@ class MultiTurnRollout(Rollout):
 
         Returns:
             The trajectories with `messages`, the fields of an input feature, `logprobs` (one for
-            each label, or None), `turns`, `stop_reason` and `truncated`.
+            each label, or None), `turns`, `stop_reason` and `truncated`: whether `max_turns`,
+            `max_trajectory_tokens` or an answer without room ended a conversation that would have
+            gone on. As in Twinkle, a turn that the sampler cuts off has the `stop_reason`
+            `"length"`, and is not `truncated`.
 
         Raises:
             RuntimeError: if the sampler returns something else than one completion for each.
