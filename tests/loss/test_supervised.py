@@ -86,6 +86,40 @@ def test_jsd_matches_reference(beta, chunk_size):
     np.testing.assert_allclose(actual, desired, rtol=1e-5, atol=1e-6)
 
 
+@BETAS
+@pytest.mark.parametrize("distance", [0.0, 1e-5, 1e-3, 0.1])
+def test_divergence_of_distributions_that_hardly_differ(beta, distance):
+    """Their difference is below float32's rounding of a probability; it came out below 0."""
+    rng = np.random.default_rng(0)
+    student = rng.normal(size=(16, 500)).astype(np.float32)
+    teacher = (student + distance * rng.normal(size=student.shape)).astype(np.float32)
+    mask = np.ones(16, bool)
+    desired = jsd_reference(student.astype(float), teacher.astype(float), mask, beta)
+    actual = jax.jit(generalised_jsd)(student, teacher, mask, beta=beta)
+    assert np.min(actual) >= 0
+    np.testing.assert_allclose(actual, desired, rtol=2e-7 / max(distance, 1e-5), atol=1e-15)
+
+
+def test_jsd_of_several_betas_at_once():
+    """Their ends too, where the mixture is one of the distributions."""
+    betas = jnp.array([0.0, 0.3, 1.0])
+    student = JSD_STUDENT.astype(np.float32)
+    student[*np.argwhere(JSD_MASK)[0], 0] = -np.inf
+
+    def run(beta):
+        return jax.value_and_grad(
+            lambda x: generalised_jsd(x, JSD_TEACHER.astype(np.float32), JSD_MASK, beta=beta).sum()
+        )(student)
+
+    for actual, desired in zip(
+        jax.tree.leaves(jax.vmap(run)(betas)),
+        jax.tree.leaves(jax.tree.map(lambda *x: np.stack(x), *map(run, betas))),
+        strict=True,
+    ):
+        assert np.isfinite(actual).all()
+        np.testing.assert_allclose(actual, desired, rtol=1e-5, atol=1e-6)
+
+
 @ENDS
 def test_gradient_of_jsd(beta):
     with jax.enable_x64(True):
