@@ -1,5 +1,7 @@
 """Tools and environments in processes of their own: what they may take, and what ends them."""
 
+import datetime
+import decimal
 import json
 import os
 import subprocess
@@ -208,11 +210,12 @@ def test_what_an_environment_starts_lives_as_long_as_its_episode():
     assert end(kept["content"])
 
 
-def test_numbers_of_numpy_in_a_row_stay_numbers(tmp_path):
+def test_a_row_is_the_same_in_a_process(tmp_path):
+    """Dates, which Parquet files hold, became text; NumPy's arrays became lists."""
     (tmp_path / "shown.py").write_text(
         "class Shown:\n"
         "    def reset(self, row, seed):\n"
-        "        return repr(row['user_data'])\n"
+        "        return repr(row)\n"
         "    def step(self, action):\n"
         "        return '', 0.0, True, {}\n"
         "    def close(self):\n"
@@ -220,9 +223,12 @@ def test_numbers_of_numpy_in_a_row_stay_numbers(tmp_path):
     )
     make = find_environment(f"{tmp_path}/shown.py:Shown", environment_in="process")
     environment = make()
-    row = {"messages": [], "user_data": [("level", np.int64(3)), ("numbers", np.arange(2))]}
+    columns = {"level": np.int64(3), "numbers": np.arange(2), "price": decimal.Decimal("1.50")}
+    columns |= {"day": datetime.date(2024, 2, 29), "bytes": b"\0", "by_number": {1: ("a", None)}}
+    columns |= {"instant": datetime.datetime(2024, 2, 29, 12, tzinfo=datetime.UTC)}
+    row = {"messages": [], "user_data": list(columns.items())}
     (message,) = environment.reset(row, 0)
-    assert message["content"] == "[('level', 3), ('numbers', [0, 1])]"
+    assert message["content"] == repr(row)
     environment.close()
 
 

@@ -1,9 +1,11 @@
 """Tools and environments in separate processes, with limits of time and memory."""
 
+import base64
 import contextlib
 import functools
 import itertools
 import json
+import pickle
 import queue
 import sys
 import threading
@@ -108,7 +110,7 @@ class Processes:
                     raise ProcessFailedError(*_DIED)
                 self._answers = self._start()
             answers = None if seconds is None else self._answers.expect(request["runner"])
-            self.worker.send(json.dumps(request, default=_plain))  # `_Answers` reports its end
+            self.worker.send(json.dumps(request))  # `_Answers` reports its end
         if answers is None:
             return None
         try:
@@ -139,11 +141,6 @@ class Processes:
                 f"{ready['error'] or errors}"
             )
         return _Answers(process.stdout)
-
-
-def _plain(value: Any) -> Any:
-    """Arrays and numbers of NumPy as lists and numbers, anything else as text."""
-    return value.tolist() if hasattr(value, "tolist") else str(value)
 
 
 class Runner:
@@ -217,7 +214,9 @@ class ProcessEnvironment:
 
     def reset(self, row: Mapping[str, Any], seed: int) -> list[Message]:
         """Start an episode."""
-        messages, self.tools = self._runner.call("reset", dict(row), seed)
+        # The values of a row may be of any type, such as dates, which JSON does not have.
+        pickled = base64.b64encode(pickle.dumps(dict(row))).decode()
+        messages, self.tools = self._runner.call("reset", pickled, seed)
         return list(messages)
 
     def step(self, action: Action) -> Any:
