@@ -52,6 +52,8 @@ from twinkle_jax.rollout.rollout import (
     with_advantages,
 )
 from twinkle_jax.rollout.server_engine import (
+    NextRollout,
+    Sampled,
     ServerConfig,
     ServerEngine,
     SharedClient,
@@ -78,6 +80,7 @@ __all__ = [
     "History",
     "LocalEngine",
     "MultiTurn",
+    "NextRollout",
     "Observation",
     "OpenEnvEnvironment",
     "ProcessLimits",
@@ -86,6 +89,7 @@ __all__ = [
     "RolloutConfig",
     "RolloutSource",
     "RowMask",
+    "Sampled",
     "SandboxUnavailableError",
     "ServerConfig",
     "ServerEngine",

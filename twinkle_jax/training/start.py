@@ -21,6 +21,7 @@ from twinkle_jax.rollout import (
     Engine,
     EnvironmentFactory,
     MultiTurn,
+    NextRollout,
     RolloutSource,
     ServerEngine,
     SingleTurn,
@@ -42,7 +43,6 @@ from twinkle_jax.training.display import Display
 from twinkle_jax.training.engine import make_engine
 from twinkle_jax.training.evaluation import held_out
 from twinkle_jax.training.memory import device_memory, fit
-from twinkle_jax.training.overlap import NextRollout
 from twinkle_jax.training.policy import (
     Policy,
     WarmStart,

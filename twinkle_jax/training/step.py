@@ -22,6 +22,7 @@ from twinkle_jax.model.decoder.sharding import ROWS
 from twinkle_jax.rollout import (
     Rollout,
     RolloutSource,
+    Sampled,
     draw_until_signal,
     hosts,
     with_advantages,
@@ -30,7 +31,6 @@ from twinkle_jax.training.by_name import Estimator
 from twinkle_jax.training.config import TrainConfig
 from twinkle_jax.training.gradient import StepSummary, add_summaries, grad_step
 from twinkle_jax.training.metrics import Learnt, mismatch_metrics, rollout_facts, update_metrics
-from twinkle_jax.training.overlap import Sampled
 from twinkle_jax.training.packing import IntRows, Packing, plan
 from twinkle_jax.training.score import score_batch
 from twinkle_jax.training.state import TrainState, apply_gradients
