@@ -38,7 +38,7 @@ from twinkle_jax.loss import GRPOLoss
 from twinkle_jax.model import DecoderConfig, LoraConfig, parameter_shapes
 from twinkle_jax.model.decoder import attention as decoder_attention
 from twinkle_jax.model.decoder.lora import init_adapter, with_adapter
-from twinkle_jax.sampler import Sampling, slots
+from twinkle_jax.sampler import Sampling, sizes, slots
 from twinkle_jax.sampler.sampling import traced_sampling
 from twinkle_jax.training import apply_gradients, grad_step, train_state
 from twinkle_jax.training.step import RECOMPUTED
@@ -105,10 +105,10 @@ def timed(run: Any, rounds: int = ROUNDS) -> float:
 def decode(model: str, rows: int, mean: int, implementation: str = "") -> None:
     """Time the loop that draws tokens, `STEPS` for each row."""
     config = config_of(model)
-    setup = slots.Setup(config, 1, STEPS, 1, jnp.dtype("bfloat16"), None, None).in_pages(CAPACITY)
+    setup = sizes.Setup(config, 1, STEPS, 1, jnp.dtype("bfloat16"), None, None).in_pages(CAPACITY)
     lengths = np.random.default_rng(0).geometric(1 / mean, rows).clip(2, CAPACITY - STEPS - 1)
     size = setup.page or 1
-    pages = slots.pages_for(int(np.sum(-(-(lengths + STEPS) // size))) + 1, rows * CAPACITY // size)
+    pages = sizes.pages_for(int(np.sum(-(-(lengths + STEPS) // size))) + 1, rows * CAPACITY // size)
     weights = random_params(config, jnp.bfloat16)
     prompts = jnp.ones((rows, 2), jnp.int32)
     keys = jax.random.split(jax.random.key(0), rows)

@@ -18,7 +18,7 @@ from tests.compiled.program import Program, read_program
 from tests.compiled.traffic import loop_of_steps, traffic
 from twinkle_jax.model import DecoderConfig, parameter_shapes, shard_like_params
 from twinkle_jax.model.decoder.sharding import AXES
-from twinkle_jax.sampler import Sampling
+from twinkle_jax.sampler import Sampling, sizes
 from twinkle_jax.sampler import slots as sampler_slots
 from twinkle_jax.sampler.sampling import traced_sampling
 
@@ -118,8 +118,7 @@ def rollout(
         cache=_bytes(layers),
         filled=2 * 2 * heads * seen,
         # A trip of the loop is several steps on a mesh.
-        moved=sum(size for size, _ in traffic(program, step, 1, true_share))
-        / sampler_slots._STEPS_ON_MESH,
+        moved=sum(size for size, _ in traffic(program, step, 1, true_share)) / sizes._STEPS_ON_MESH,
         kernel=2 * 2 * written if topology.startswith("v") else 0,
         temporary=compiled.memory_analysis().temp_size_in_bytes,
         program=program,
@@ -162,7 +161,7 @@ def wire(
     )
     dtype, full = jnp.dtype("bfloat16"), s.time - 1 + new
     slots = s.rows // s.data // s.fsdp
-    setup = sampler_slots.Setup(config, samples, new, slots, dtype, None, mesh)
+    setup = sizes.Setup(config, samples, new, slots, dtype, None, mesh)
     prompts = jax.ShapeDtypeStruct((s.rows // samples, s.time), jnp.int32)
     keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), s.rows))
     limits = prompts.update(shape=(s.rows,))
@@ -188,7 +187,7 @@ def wire(
     sent = [
         program_costs[0].wire,
         program_costs[1].wire,
-        program_costs[2].wire / sampler_slots._STEPS_ON_MESH,
+        program_costs[2].wire / sizes._STEPS_ON_MESH,
     ]
     least = [gathered * (s.fsdp - 1) / s.fsdp, sums * tokens, (sums + 12 * share) * slots]
     return {
@@ -234,7 +233,7 @@ def _compile(
     weights = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, jnp.bfloat16), parameter_shapes(config)
     )
-    setup = sampler_slots.Setup(
+    setup = sizes.Setup(
         config=config,
         num_samples=samples,
         new=capacity - prompt,
@@ -256,11 +255,11 @@ def _compile(
         groups = rows // samples if samples > 1 else 0
         own = lengths - setup.prompt_pages * page
         pages = int(np.sum(-(-own // page)))
-        status = sampler_slots.Status(
+        status = sizes.Status(
             rows, 0, 0, int(lengths.max()), pages + 1, groups * setup.prompt_pages
         )
-        capacity = sampler_slots.next_capacity(setup, status, rows, 0, prompt, full)
-        counts = {"prompt_pages": sampler_slots.next_prompt_pages(setup, status, rows, 0)}
+        capacity = sizes.next_capacity(setup, status, rows, 0, prompt, full)
+        counts = {"prompt_pages": sizes.next_prompt_pages(setup, status, rows, 0)}
         if setup.prompt_pages:  # the tokens of a prompt are seen once
             lengths = np.concatenate([own, np.full(groups, setup.prompt_pages * page)])
     prompts = jax.ShapeDtypeStruct((rows // samples, prompt), jnp.int32)

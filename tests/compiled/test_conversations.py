@@ -14,7 +14,7 @@ from tests.compiled.models import config_of
 from twinkle_jax.model import parameter_shapes
 from twinkle_jax.model.decoder.sharding import AXES
 from twinkle_jax.sampler import conversations
-from twinkle_jax.sampler.slots import Setup
+from twinkle_jax.sampler.sizes import Setup
 
 pytestmark = [*compiled_by("tpu"), pytest.mark.usefixtures("as_users_compile")]
 ROWS, LINES, PAGES, FULL, MEAN = 128, 8, 2560, 8192, 2048

@@ -14,7 +14,7 @@ from tests.compiled.models import Cut, config_of
 from tests.compiled.rollout import rollout
 from tests.compiled.traffic import traffic
 from twinkle_jax.model import extend, parameter_shapes, partition_rules, prefill
-from twinkle_jax.sampler import slots as sampler_slots
+from twinkle_jax.sampler import sizes
 
 pytestmark = [*compiled_by("tpu"), pytest.mark.usefixtures("as_users_compile")]
 CAPACITY = 2048
@@ -84,7 +84,7 @@ def test_experts_are_read_where_they_lie():
         (kernels if one.opcode == "custom-call" else others).append(size)
     assert kernels  # the text counts the experts of all layers for each of them
     experts = 48 * 128 * 3 * 2048 * 768 * 2
-    moved, least = sum(others) / sampler_slots._STEPS_ON_MESH, measured.least - experts
+    moved, least = sum(others) / sizes._STEPS_ON_MESH, measured.least - experts
     assert moved < 1.25 * least, (moved / least, measured.largest())
 
 

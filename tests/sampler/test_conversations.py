@@ -7,8 +7,7 @@ import pytest
 from tests.model.families import config_of, each, params_of
 from twinkle_jax.model import make_mesh, shard_like_params
 from twinkle_jax.rollout import LocalEngine, RolloutConfig
-from twinkle_jax.sampler import Conversations, Sampling, conversations
-from twinkle_jax.sampler import slots as sampler_slots
+from twinkle_jax.sampler import Conversations, Sampling, conversations, sizes
 
 VOCAB, ROOM, NEW = 48, 200, 6
 FAMILIES = each(["qwen3_5_text", "qwen3", "gemma3_text"])
@@ -19,8 +18,8 @@ FILTERED = Sampling(0.7, top_k=9, repetition_penalty=1.3, stop_tokens=[3, 9])
 def laid_out(request, monkeypatch):
     """Whole rows, as on a CPU, or pages, as on GPUs and TPUs."""
     if request.param == "pages":
-        monkeypatch.setattr(sampler_slots, "_PAGE", {"cpu": 16})
-        monkeypatch.setattr(sampler_slots, "_SHORT", 0)
+        monkeypatch.setattr(sizes, "_PAGE", {"cpu": 16})
+        monkeypatch.setattr(sizes, "_SHORT", 0)
 
 
 def make(name, rows, sampling=FILTERED, *, mesh=None, length=ROOM, new=NEW):

@@ -22,6 +22,7 @@ from twinkle_jax.model.decoder.pages import (
     release_prompts,
 )
 from twinkle_jax.sampler import Sampling, generate, generate_many
+from twinkle_jax.sampler import sizes as sampler_sizes
 from twinkle_jax.sampler import slots as sampler_slots
 
 generate_module = sys.modules["twinkle_jax.sampler.generate"]  # the function hides it
@@ -265,8 +266,8 @@ def pages(monkeypatch):
         assert needed[1] <= prompt_pages
         return state, status
 
-    monkeypatch.setattr(sampler_slots, "_PAGE", {"cpu": 16, "gpu": 16})
-    monkeypatch.setattr(sampler_slots, "_SHORT", 0)
+    monkeypatch.setattr(sampler_sizes, "_PAGE", {"cpu": 16, "gpu": 16})
+    monkeypatch.setattr(sampler_sizes, "_SHORT", 0)
     monkeypatch.setattr(generate_module, "_run", recorded)
     return seen
 
@@ -407,7 +408,7 @@ def test_slots_wait_where_too_many_prompts_have_pages(request, monkeypatch):
     pages = request.getfixturevalue("pages")
     assert_same(expected, long_groups(slots=4, refill=1))
     assert max(run.prompts_needed for run in pages) > 3
-    monkeypatch.setattr(sampler_slots, "_MOST_GROUPS", 0)  # beyond what the next rows need
+    monkeypatch.setattr(sampler_sizes, "_MOST_GROUPS", 0)  # beyond what the next rows need
     pages.clear()
     jax.clear_caches()
     assert_same(expected, long_groups(slots=4, refill=1))
@@ -418,7 +419,7 @@ def test_slots_wait_where_too_many_prompts_have_pages(request, monkeypatch):
 def test_pages_are_kept_free_for_the_prompts_of_the_next_rows(samples):
     group = np.repeat(range(9), [samples, 1, 1, *[samples] * 6])[samples - 1 :]
     for refill in range(1, 10):
-        setup = sampler_slots.Setup(None, samples, 40, refill, None, None, None, prompt_pages=5)
+        setup = sampler_sizes.Setup(None, samples, 40, refill, None, None, None, prompt_pages=5)
         assert setup.new_prompt_pages == 5 * len(set(group[:refill]))
         assert setup.new_prompt_pages <= setup.most_prompt_pages(refill)
 
@@ -473,8 +474,8 @@ def test_rows_of_a_prompt_without_enough_pages_get_nan(in_kernel, request, monke
     expected = long_groups()
     request.getfixturevalue("pages")
     monkeypatch.setattr(attention, "_page_kernel_fits", lambda *_: in_kernel)
-    monkeypatch.setattr(sampler_slots, "first_prompt_pages", lambda *_: 4)
-    monkeypatch.setattr(sampler_slots, "next_prompt_pages", lambda *_: 4)
+    monkeypatch.setattr(sampler_sizes, "first_prompt_pages", lambda *_: 4)
+    monkeypatch.setattr(sampler_sizes, "next_prompt_pages", lambda *_: 4)
     drawn = long_groups(slots=28)
     is_lost = np.isnan(drawn.logprobs[:, 0])
     assert is_lost.any() and not is_lost.all()
@@ -592,7 +593,7 @@ def test_sliding_layers_on_several_devices(axes, request):
 
 def test_windows_as_long_as_the_rows_have_no_pages_of_their_own(pages):
     def setup(window):
-        return sampler_slots.Setup(gemma(window, *"sfs"), 1, 40, 1, None, None, None)
+        return sampler_sizes.Setup(gemma(window, *"sfs"), 1, 40, 1, None, None, None)
 
     assert setup(17).in_pages(59).window_pages == 2
     assert setup(18).in_pages(59).window_pages == 3
@@ -609,7 +610,7 @@ def test_windows_as_long_as_the_rows_have_no_pages_of_their_own(pages):
     [(1, 99, 1), (7, 99, 7), (8, 99, 8), (9, 99, 10), (15, 99, 16), (17, 99, 20), (33, 36, 36)],
 )
 def test_pages_come_in_few_numbers(needed, most, pages):
-    assert sampler_slots.pages_for(needed, most) == pages
+    assert sampler_sizes.pages_for(needed, most) == pages
 
 
 def test_a_row_of_nan_leaves_nothing_in_its_pages(pages):

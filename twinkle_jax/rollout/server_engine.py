@@ -35,7 +35,7 @@ class ServerConfig:
         url: of the server, http://HOST:PORT; none: this process samples, on the devices that train.
         served_name: what the server calls the model; none: as in --model.
         shared_dir: where the weights of each step are written, for the server to load; it must
-            see them under the same path. None: weights in output_dir.
+            see them under the same path. none: weights in output_dir.
         timeout: seconds that the server may take for the completions of a step, or of a turn.
         tolerance: mean difference of log-probabilities, in nats, up to which the server has the
             weights that it was told to load; none: 0.001 in float32, 0.1 in bfloat16.

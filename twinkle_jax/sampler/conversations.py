@@ -32,10 +32,12 @@ from twinkle_jax.model.decoder.pages import (
     whole_rows,
 )
 from twinkle_jax.model.decoder.sharding import row_shards
+from twinkle_jax.sampler import sizes
 from twinkle_jax.sampler import slots as device
 from twinkle_jax.sampler.generate import compile_shapes, device_bytes, generate_memory
 from twinkle_jax.sampler.sampling import Sampling, traced_sampling
-from twinkle_jax.sampler.slots import Completions, Setup, Slots, State, on_devices, spread
+from twinkle_jax.sampler.sizes import Setup
+from twinkle_jax.sampler.slots import Completions, Slots, State, on_devices, spread
 
 _READ = (16, 64, 256)  # tokens of a row that are read at once
 _FEW = 8  # slots: so few are never halved; and rows that a device reads at once
@@ -143,9 +145,9 @@ class Conversations:
         self._check(rows, keys, limits)
         self._read(rows)
         most = int(np.bincount([i // self._slots for i in rows]).max())  # on a device
-        slots = device.slots_for(most, self._slots)
+        slots = sizes.slots_for(most, self._slots)
         lengths = {i: len(row) - 1 for i, row in rows.items()}
-        capacity = self._capacity_for(lengths, more=device.STEPS_OF_ROOM)
+        capacity = self._capacity_for(lengths, more=sizes.STEPS_OF_ROOM)
         state = self._begin(rows, limits, keys, slots, capacity)
         results: Completions = self._draw(state, slots, capacity)
         if not results.tokens.is_fully_addressable:  # some rows are on other processes
@@ -159,7 +161,7 @@ class Conversations:
         """Choose a capacity for rows of these lengths; in pages, that get so many more tokens."""
         setup, full = self._setup, self._full
         if setup.page is None:
-            return device.capacity_for(max(lengths.values(), default=0), full)
+            return sizes.capacity_for(max(lengths.values(), default=0), full)
         pages = np.ones(setup.shards, int)  # a free one, see `next_places`
         for i, length in lengths.items():
             pages[i // self._slots] += setup.pages_of_row(min(length + more, full))
@@ -197,7 +199,7 @@ class Conversations:
             new = [[rows[i][starts[i] : -1] for i in part] for part in group]
             self.tokens_read += sum(len(tokens) for part in new for tokens in part)
             longest = max(len(rows[i]) for part in group for i in part)
-            capacity = device.capacity_for(longest - 1, self._full)
+            capacity = sizes.capacity_for(longest - 1, self._full)
             local = self._by_device([[i % self._slots for i in part] for part in group], size)
             begun = self._by_device([[starts[i] for i in part] for part in group], size, 0)
             whole = _take(self._cache, local, begun, setup=self._setup, capacity=capacity)
@@ -231,9 +233,9 @@ class Conversations:
             state, status = _run(
                 self._weights, state, self._sampling, setup=setup, capacity=capacity, full=full
             )
-            status = device.Status(*map(int, jax.device_get(status)))
-            fewer = device.slots_for(status.running, slots)
-            needed = device.next_capacity(setup, status, fewer, capacity, 0, full)
+            status = sizes.Status(*map(int, jax.device_get(status)))
+            fewer = sizes.slots_for(status.running, slots)
+            needed = sizes.next_capacity(setup, status, fewer, capacity, 0, full)
             if not status.running or fewer < slots or needed < capacity:
                 kept = capacity
                 if setup.page is not None:

@@ -16,6 +16,7 @@ from twinkle_jax.data import bucket_size
 from twinkle_jax.data.batch import pad_tokens
 from twinkle_jax.model import AttentionImplementation, DecoderConfig, Params, merge_params
 from twinkle_jax.model.decoder.sharding import row_shards
+from twinkle_jax.sampler import sizes
 from twinkle_jax.sampler import slots as device
 from twinkle_jax.sampler.sampling import Sampling, traced_sampling
 from twinkle_jax.sampler.slots import Completions
@@ -117,7 +118,7 @@ def generate(
     limits = _checked_limits(max_tokens, len(prompts), num_samples, max_new_tokens)
     keys = _row_keys(key, len(limits))
     at_once, refill = _checked_slots(slots, refill, len(limits), row_shards(mesh))
-    setup = device.Setup(
+    setup = sizes.Setup(
         config=config,
         num_samples=num_samples,
         new=max_new_tokens,
@@ -210,7 +211,7 @@ def _generate(
     limits: Array | np.ndarray,
     sampling: Sampling,
     *,
-    setup: device.Setup,
+    setup: sizes.Setup,
     slots: int,
 ) -> Completions:
     """Call the compiled programs until all rows have ended; `slots` are per device."""
@@ -220,20 +221,20 @@ def _generate(
     longest = prompts.shape[1] - 1
     full = longest + setup.new
     setup = setup.in_pages(full)
-    capacity = device.first_capacity(setup, slots, longest, full)
-    prompt_pages = device.first_prompt_pages(setup, slots, len(limits) // setup.shards)
+    capacity = sizes.first_capacity(setup, slots, longest, full)
+    prompt_pages = sizes.first_prompt_pages(setup, slots, len(limits) // setup.shards)
     state = _begin(
         weights, prompts, mask, keys, limits,
         setup=setup, slots=slots, capacity=capacity, prompt_pages=prompt_pages,
     )  # fmt: skip
     while True:
         state, status = _run(weights, state, sampling, setup=setup, capacity=capacity, full=full)
-        status = device.Status(*map(int, jax.device_get(status)))
+        status = sizes.Status(*map(int, jax.device_get(status)))
         if not status.running and not status.waiting:
             return _first(_collect(state, setup=setup).results, rows)
-        kept = slots if status.waiting else device.slots_for(status.running, slots)
-        needed = device.next_capacity(setup, status, kept, capacity, longest, full)
-        shared = device.next_prompt_pages(setup, status, kept, prompt_pages)
+        kept = slots if status.waiting else sizes.slots_for(status.running, slots)
+        needed = sizes.next_capacity(setup, status, kept, capacity, longest, full)
+        shared = sizes.next_prompt_pages(setup, status, kept, prompt_pages)
         if (kept, needed, shared) != (slots, capacity, prompt_pages):
             slots, capacity, prompt_pages = kept, needed, shared
             state = _resize(
@@ -278,7 +279,7 @@ def generate_memory(
     """
     rows, shards = prompts * num_samples, row_shards(mesh)
     at_once, refill = _checked_slots(slots, None, rows, shards)
-    setup = device.Setup(
+    setup = sizes.Setup(
         config=config,
         num_samples=num_samples,
         new=max_new_tokens,
@@ -342,7 +343,7 @@ def _generate_in_one_program(
     limits: Array | np.ndarray,
     sampling: Sampling,
     *,
-    setup: device.Setup,
+    setup: sizes.Setup,
 ) -> Completions:
     """Do the same inside a traced function: one loop for each capacity, without the host."""
     rows = len(limits)
@@ -350,7 +351,7 @@ def _generate_in_one_program(
     keys, limits = _fill_up(keys, limits, setup.shards)
     prompts, mask, limits = (jnp.asarray(x) for x in (prompts, mask, limits))
     slots, full = len(limits) // setup.shards, prompts.shape[1] - 1 + setup.new
-    capacity = device.capacity_for(prompts.shape[1] - 1, full)
+    capacity = sizes.capacity_for(prompts.shape[1] - 1, full)
     state = device.begin(
         weights, prompts, mask, keys, limits, setup=setup, slots=slots, capacity=capacity
     )
@@ -360,7 +361,7 @@ def _generate_in_one_program(
         )
         if capacity == full:
             return _first(device.collect(state, setup).results, rows)
-        capacity = device.capacity_for(capacity, full)
+        capacity = sizes.capacity_for(capacity, full)
         state = device.resize(state, setup=setup, slots=slots, capacity=capacity)
 
 

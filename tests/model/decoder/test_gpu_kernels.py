@@ -9,7 +9,7 @@ from tests.model.families import config_of, params_of
 from twinkle_jax.model.decoder import attention
 from twinkle_jax.model.decoder.cache import PromptPages
 from twinkle_jax.model.decoder.gpu_kernels import attend_to_pages, pages_of_rows
-from twinkle_jax.sampler import generate, slots
+from twinkle_jax.sampler import generate, sizes
 
 SIZE = 16
 
@@ -138,8 +138,8 @@ def test_pages_are_listed_row_by_row():
 def test_completions_are_those_without_the_kernel(name, monkeypatch):
     """The same tokens through pages of 16, which XLA and the interpreted kernels attend to."""
     config, params = config_of(name), params_of(name)
-    monkeypatch.setattr(slots, "_PAGE", {"cpu": 16})
-    monkeypatch.setattr(slots, "_SHORT", 16)
+    monkeypatch.setattr(sizes, "_PAGE", {"cpu": 16})
+    monkeypatch.setattr(sizes, "_SHORT", 16)
     prompts = jax.random.randint(jax.random.key(0), (3, 12), 0, config.vocab_size)
     calls = []
     attend_in_kernel = attention._attend_to_pages_in_kernel

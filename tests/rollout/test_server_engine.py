@@ -1,0 +1,125 @@
+"""What a server's engine draws is what the policy draws there: rows, ends, seeds, settings."""
+
+import jax
+import numpy as np
+import pytest
+
+from tests.sampler.vllm.fake_server import FakeServer, log_softmax, write_checkpoint
+from twinkle_jax.data import PromptBatch
+from twinkle_jax.rollout import RolloutConfig, ServerConfig
+from twinkle_jax.sampler import LENGTH, STOP
+from twinkle_jax.training import TrainConfig, load_policy
+from twinkle_jax.training.engine import make_engine
+
+PROMPTS = PromptBatch([{"messages": [{"role": "user", "content": x}]} for x in ("1+2=", "40", "7")])
+NEW = 8
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return write_checkpoint(tmp_path_factory.mktemp("engine") / "model")
+
+
+@pytest.fixture
+def server(model):
+    with FakeServer(model) as running:
+        yield running
+
+
+@pytest.fixture
+def drawn(server, tmp_path):
+    """Draw with some settings, and give the completions and the prompts."""
+    policy = load_policy(server.name)
+
+    def draw(key=0, *, prompts=PROMPTS, seeded=True, **changes):
+        settings = {"num_samples": 4, "max_new_tokens": NEW, "max_prompt_tokens": 32} | changes
+        config = TrainConfig(
+            model=server.name,
+            task="task.jsonl",
+            rollout=RolloutConfig(**settings),
+            output_dir=str(tmp_path),
+            dtype="float32",
+            server=ServerConfig(url=server.url, seeded=seeded),
+        )
+        engine = make_engine(config, policy)
+        return engine.draw(policy.params, prompts, jax.random.key(key), config.rollout)
+
+    return draw
+
+
+def bodies(server):
+    """What was asked for the rows of a call, not for probes."""
+    asked = [body for path, body in server.asked if path == "/v1/completions"]
+    return [body for body in asked if body["n"] == 4]
+
+
+def test_rows_belong_to_their_prompts_and_end_as_the_server_says(server, drawn):
+    prompts, mask, completions = drawn()
+    reasons = []
+    for i, row in enumerate(completions.tokens):
+        prompt = prompts[i // 4][mask[i // 4]].tolist()
+        length = completions.lengths[i]
+        tokens = row[:length].tolist()
+        scores = server.logits(server.first, prompt + tokens)[len(prompt) - 1 : -1]
+        expected = [log_softmax(x)[t] for x, t in zip(scores, tokens, strict=True)]
+        np.testing.assert_allclose(completions.logprobs[i, :length], expected, atol=1e-5)
+        assert not row[length:].any() and not completions.logprobs[i, length:].any()
+        assert completions.mask[i].tolist() == [column < length for column in range(NEW)]
+        ends = bodies(server)[i // 4]["stop_token_ids"]
+        stopped = tokens[-1] in ends
+        assert stopped or length == NEW
+        assert completions.finish_reasons[i] == (STOP if stopped else LENGTH)
+        reasons.append(stopped)
+    assert {True, False} == set(reasons)
+
+
+def test_each_prompt_has_a_seed_that_depends_on_the_key(server, drawn):
+    twice = PromptBatch([*PROMPTS, PROMPTS[0]])
+    first, again, other = (drawn(key, prompts=twice).completions.tokens for key in (0, 0, 1))
+    np.testing.assert_array_equal(first, again)
+    assert (first != other).any()
+    assert (first[:4] != first[12:]).any()  # the same prompt with another seed
+    assert len({body["seed"] for body in bodies(server)}) == 8
+
+
+def test_a_server_may_choose_its_seeds(server, drawn):
+    drawn(seeded=False)
+    assert {body["seed"] for body in bodies(server)} == {None}
+
+
+def test_settings_reach_the_server(server, drawn):
+    server.logprobs_mode = "raw_logprobs"
+    filters = {"top_k": 3, "top_p": 0.9, "min_p": 0.05, "repetition_penalty": 1.3}
+    drawn(**filters)
+    server.logprobs_mode = "processed_logprobs"
+    drawn(temperature=0.7)
+    filtered, scaled = bodies(server)[0], bodies(server)[-1]
+    assert filters == {name: filtered[name] for name in filters}
+    assert (filtered["temperature"], filtered["max_tokens"]) == (1.0, NEW)
+    assert (scaled["temperature"], scaled["top_k"], scaled["top_p"]) == (0.7, 0, 1.0)
+
+
+def test_turns_of_some_rows(server, model, tmp_path):
+    policy = load_policy(str(model))
+    settings = RolloutConfig(max_new_tokens=NEW, max_prompt_tokens=16, max_episode_tokens=60)
+    config = TrainConfig(
+        model=str(model),
+        environment="tests.rollout.games:Guess",
+        rollout=settings,
+        output_dir=str(tmp_path),
+        dtype="float32",
+        server=ServerConfig(url=server.url),
+    )
+    turns = make_engine(config, policy).converse(policy.params, 4, config.rollout)
+    keys = jax.random.split(jax.random.key(3), 4)
+    rows = {3: [5, 6, 7], 1: [8, 9]}
+    limits = {3: 2, 1: 5}
+    both = turns.go_on(rows, keys, limits)
+    assert both.lengths[[0, 2]].tolist() == [0, 0]
+    assert 0 < both.lengths[3] <= 2 and 0 < both.lengths[1] <= 5
+    # A row draws the same whatever other rows are in the call.
+    alone = turns.go_on({1: rows[1]}, keys, {1: 5})
+    np.testing.assert_array_equal(alone.tokens[1], both.tokens[1])
+    np.testing.assert_array_equal(alone.logprobs[1], both.logprobs[1])
+    asked = [body for _, body in server.asked if body and body.get("prompt") in ([5, 6, 7], [8, 9])]
+    assert len({body["seed"] for body in asked}) == 2
