@@ -133,6 +133,41 @@ def test_overlapped_steps_learn_from_the_policy_before(folder, server, tmp_path)
     assert loads(server) == 3  # of the policies before steps 1, 2 and 3
 
 
+def drawn(server):
+    """The prompt and the seed of each request of a step, not of probes."""
+    asked = [body for path, body in server.asked if path == "/v1/completions"]
+    return [(body["prompt"], body["seed"]) for body in asked if body["n"] == 4]
+
+
+def test_overlapped_steps_draw_the_same_prompts_with_the_same_seeds(folder, server, tmp_path):
+    run(folder, server, tmp_path / "alone", steps=4)
+    alone, server.asked = drawn(server), []
+    run(folder, server, tmp_path / "overlapped", steps=4, server__overlap=True)
+    assert sorted(drawn(server)) == sorted(alone)
+    assert len({seed for _, seed in alone}) == len(alone) == 8
+
+
+def test_a_run_that_is_cut_off_draws_the_lost_prompts_again(folder, server, tmp_path, monkeypatch):
+    changes = {"server__overlap": True, "optimizer__schedule": "constant"}
+    run(folder, server, tmp_path / "whole", steps=4, **changes)
+    whole, server.asked = drawn(server), []
+    run_module = __import__("twinkle_jax.training.run", fromlist=["train_step"])
+    train_step = run_module.train_step
+
+    def cut_off(*arguments, **options):
+        if options["seed"][1] == 1:  # the prompts of step 3 are being drawn
+            raise ValueError("cut off")
+        return train_step(*arguments, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(run_module, "train_step", cut_off)
+        with pytest.raises(ValueError, match="cut off"):
+            run(folder, server, tmp_path / "part", steps=4, **changes)
+    server.asked = []
+    run(folder, server, tmp_path / "part", steps=4, **changes, resume="auto")
+    assert sorted(drawn(server)) == sorted(whole[2:])  # two prompts a step
+
+
 def test_the_server_samples_while_the_update_runs(folder, server, tmp_path, monkeypatch):
     """Neither can end before the other has begun."""
     updating, sampling = threading.Event(), threading.Event()
