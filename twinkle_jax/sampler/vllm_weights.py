@@ -200,8 +200,14 @@ def save_for_server(model: Actor, directory: Path) -> None:
     of a tied checkpoint, vLLM 0.32 on a CPU keeps the old head.
 
     Raises:
-        ValueError: as [`save_pretrained`][twinkle_jax.model.save_pretrained].
+        ValueError: if the directory is that of the checkpoint that the policy was read from; and as
+            [`save_pretrained`][twinkle_jax.model.save_pretrained].
     """
+    if model.source is not None and directory.resolve() == Path(model.source).resolve():
+        raise ValueError(
+            f"shared_dir must not hold the policy's checkpoint, {model.source}, which would be "
+            f"replaced, got {directory.parent}"
+        )
     params: dict[str, Any] = jax.jit(merge_adapter)(model.params)
     if model.config.tie_embeddings:
         params["lm_head"] = {"kernel": params["embed_tokens"]["embedding"].T}

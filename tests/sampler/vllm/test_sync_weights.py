@@ -1,7 +1,9 @@
 """Handing weights to a server, and proving that it has them."""
 
 import json
+import shutil
 import threading
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -83,6 +85,16 @@ def test_how_close_is_close_enough_can_be_said(server, checkpoint, tmp_path):
     vLLMSampler(**place, tolerance=5.0).sync_weights(actor)
     with pytest.raises(ServerError, match="1e-06"):
         vLLMSampler(**place, tolerance=1e-6).sync_weights(actor)
+
+
+def test_the_checkpoint_that_is_trained_is_not_replaced(server, checkpoint, tmp_path):
+    place = Path(shutil.copytree(checkpoint, tmp_path / "checkpoint"))
+    before = (place / "model.safetensors").read_bytes()
+    actor = changed(TransformersModel(model_id=place))
+    sampler = vLLMSampler(model_id=checkpoint, base_url=server.url, shared_dir=tmp_path)
+    with pytest.raises(ValueError, match="shared_dir must not hold"):
+        sampler.sync_weights(actor)
+    assert (place / "model.safetensors").read_bytes() == before
 
 
 def test_a_server_that_began_anew_is_found_out(sampler, server, checkpoint):
