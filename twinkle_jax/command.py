@@ -16,7 +16,7 @@ from twinkle_jax.data import Message, Trajectory, message_text
 from twinkle_jax.rollout import RolloutConfig
 from twinkle_jax.sampler import Filters
 from twinkle_jax.training import DistributedConfig, EvaluationConfig, TrainConfig, UpdateConfig
-from twinkle_jax.training.config import automatic_settings, flat, from_dict
+from twinkle_jax.training.config import automatic_logp_diff, automatic_settings, flat, from_dict
 from twinkle_jax.training.effects import check_effects
 
 _MAX_TURNS = RolloutConfig().max_turns
@@ -84,6 +84,10 @@ def resumed_settings(options: Any) -> dict[str, Any]:
     if source is None:
         return {}
     settings = flat(saved_settings(source))
+    # This limit depends on server.overlap, which the resumed run may change.
+    name, overlap = "update.max_logp_diff", settings.get("server.overlap", False)
+    if settings.get(name) == automatic_logp_diff(settings["dtype"], overlap=overlap):
+        settings.pop(name)
     return {n: value for n, value in settings.items() if n.split(".")[0] not in _NOT_INHERITED}
 
 

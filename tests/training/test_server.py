@@ -12,6 +12,7 @@ from tests.sampler.vllm.fake_server import FakeServer, adapters_in, write_checkp
 from tests.training.joined_runs import run_joined
 from tests.training.options import config_of
 from tests.training.test_hosts import assert_same_metrics
+from twinkle_jax.command import main
 from twinkle_jax.data import Template, Tokenizer
 from twinkle_jax.rollout import hosts
 from twinkle_jax.sampler import ServerError
@@ -206,6 +207,18 @@ def test_a_resumed_run_with_overlap_repeats_the_steps(folder, server, tmp_path):
     assert whole[3]["sampling/logp_diff/max"] < EXACT < whole[4]["sampling/logp_diff/max"]
 
 
+def test_a_resumed_run_may_begin_to_overlap(folder, server, tmp_path):
+    """The limit of the sampler's mismatch then is that of overlapped steps."""
+    options = {"steps": 2, "logging__checkpoint_every": 10, "optimizer__learning_rate": 3e-3}
+    run(folder, server, tmp_path, **options)
+    resumed = ["train", "--output_dir", str(tmp_path / "run"), "--resume", "auto"]
+    assert main([*resumed, "--server.overlap", "true", "--steps", "5"]) == 0
+    differences = [row["sampling/logp_diff/mean"] for row in read_metrics(tmp_path / "run")]
+    assert max(differences) > 1e-3  # the limit of float32 without overlap
+    saved = json.loads((tmp_path / "run" / "config.json").read_text())
+    assert saved["update"]["max_logp_diff"] == 0.2
+
+
 def test_an_error_of_the_next_rollout_ends_the_run_after_the_update(folder, server, tmp_path):
     def fail_in_step_3(handler):
         # Probes ask for few tokens; the prompts of a step for 8, 2 requests a step.
@@ -250,6 +263,18 @@ def test_a_run_that_ends_does_not_wait_for_the_server(folder, server, tmp_path, 
 
 
 # What cannot be sampled is refused.
+
+
+def test_a_run_that_fails_in_its_first_evaluation_leaves_its_directory_free(
+    folder, server, tmp_path
+):
+    held_out = {"evaluation__path": str(folder / "task.jsonl"), "steps": 1}
+    server.take_over["/reset_prefix_cache"] = lambda handler: handler.send_error(404) or True
+    with pytest.raises(ServerError, match="VLLM_SERVER_DEV_MODE"):
+        run(folder, server, tmp_path, **held_out)
+    assert (tmp_path / "run" / "weights").is_dir()
+    server.take_over.clear()
+    assert len(run(folder, server, tmp_path, **held_out)) == 1
 
 
 def test_a_server_that_keeps_its_weights_ends_the_run(folder, server, tmp_path):

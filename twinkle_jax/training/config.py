@@ -372,14 +372,15 @@ def _automatic(config: TrainConfig) -> dict[str, Any]:
         "steps": 200 if small else 500,
         "optimizer.learning_rate": 6e-4 if small else 1e-6,
         "optimizer.schedule": "linear" if small else "constant",
-        "update.max_logp_diff": _largest_difference(config, dtype),
+        "update.max_logp_diff": automatic_logp_diff(dtype, overlap=config.server.overlap),
         # The longest row depends on the settings above.
         "update.micro_batch_tokens": lambda: automatic_budget(config),
     }
 
 
-def _largest_difference(config: TrainConfig, dtype: str) -> float | None:
-    if config.server.overlap:  # sampler and trainer are an update apart
+def automatic_logp_diff(dtype: str, *, overlap: bool) -> float | None:
+    """Return the default of `update.max_logp_diff`; None before the type is known."""
+    if overlap:  # sampler and trainer are an update apart
         return 0.2
     return {"float32": 1e-3, "bfloat16": 0.2}.get(dtype, AUTO)
 

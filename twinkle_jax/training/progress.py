@@ -426,7 +426,7 @@ def _has_not_begun(directory: Path) -> bool:
     if not metrics.is_file() or metrics.stat().st_size:
         return False
     known = {"config.json", ".config.json.partial", FILE, "checkpoints", "base", ".shared"}
-    known |= set(TRACKER_FILES)
+    known |= {"weights", *TRACKER_FILES}  # that a server has loaded for the first evaluation
     saves = [path.name for path in directory.glob("checkpoints/*")]
     return names <= known and all(name[0] == "." for name in saves)
 
