@@ -15,6 +15,7 @@ from tests.training.test_hosts import assert_same_metrics
 from twinkle_jax.command import main
 from twinkle_jax.data import Template, Tokenizer
 from twinkle_jax.rollout import hosts
+from twinkle_jax.rollout.engine import LogitsError
 from twinkle_jax.sampler import ServerError
 from twinkle_jax.training import load_policy, train
 from twinkle_jax.training.engine import make_engine
@@ -286,6 +287,16 @@ def test_a_server_that_keeps_its_weights_ends_the_run(folder, server, tmp_path):
     with pytest.raises(ServerError, match="actor's weights"):
         run(folder, server, tmp_path, optimizer__learning_rate=0.1, optimizer__warmup_steps=0)
     assert (tmp_path / "run" / "checkpoints").is_dir()
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_policy_whose_logits_are_not_finite_is_not_saved(folder, server, tmp_path, overlap):
+    """The server of these tests closes the connection, as it cannot draw from NaN."""
+    rate = {"optimizer__learning_rate": 1e30, "optimizer__warmup_steps": 0}
+    with pytest.raises(LogitsError, match=r"optimizer\.learning_rate"):
+        run(folder, server, tmp_path, **rate, server__overlap=overlap, update__on_mismatch="warn")
+    saved = sorted(path.name for path in (tmp_path / "run" / "checkpoints").glob("step*"))
+    assert saved == ["step_00000000"]
 
 
 def test_rows_that_the_server_has_no_room_for_are_refused(folder, server, tmp_path):

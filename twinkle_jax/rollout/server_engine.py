@@ -19,7 +19,13 @@ from twinkle_jax.data import PromptBatch, SamplingParams, Template, Trajectory
 from twinkle_jax.data.settings import positive
 from twinkle_jax.model import Params
 from twinkle_jax.rollout import hosts
-from twinkle_jax.rollout.engine import PromptCompletions, TurnEngine, pad_prompts, prompt_ids
+from twinkle_jax.rollout.engine import (
+    PromptCompletions,
+    TurnEngine,
+    check_logits,
+    pad_prompts,
+    prompt_ids,
+)
 from twinkle_jax.rollout.rollout import Rollout, RolloutConfig, RolloutSource
 from twinkle_jax.sampler import LENGTH, STOP, Actor, Completions, ServerError, vLLMSampler
 from twinkle_jax.sampler.requests import DrawnSequence, Stops
@@ -105,14 +111,21 @@ class ServerEngine:
 
         Raises:
             ServerError: if it cannot, or its log-probabilities are not the policy's.
+            LogitsError: if it cannot, and the policy's logits are not finite.
         """
         leaf = jax.tree.leaves(params)[0]
         if leaf is not self._loaded:
             self._loaded = None
+            actor = self._actor(params)
             try:
-                self._sampler.sync_weights(self._actor(params))
-            except ServerError as error:
-                hosts.fail(error)
+                self._sampler.sync_weights(actor)
+            except (ServerError, ValueError) as error:
+                in_all_processes = isinstance(error, ServerError) or not hosts.several()
+                if in_all_processes:  # a server reports NaN in its own way, or none
+                    scores = actor.forward_only(inputs=[{"input_ids": list(range(8))}])["logps"]
+                    check_logits(np.isnan(scores).any(axis=1))
+                    hosts.fail(error)
+                raise
             self._loaded = leaf
 
     def draw(
