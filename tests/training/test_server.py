@@ -284,7 +284,7 @@ def test_a_server_that_keeps_its_weights_ends_the_run(folder, server, tmp_path):
         return False
 
     server.take_over["/pause"] = stop_loading
-    with pytest.raises(ServerError, match="actor's weights"):
+    with pytest.raises(ServerError, match="policy's weights"):
         run(folder, server, tmp_path, optimizer__learning_rate=0.1, optimizer__warmup_steps=0)
     assert (tmp_path / "run" / "checkpoints").is_dir()
 
@@ -299,6 +299,27 @@ def test_a_policy_whose_logits_are_not_finite_is_not_saved(folder, server, tmp_p
     assert saved == ["step_00000000"]
 
 
+def test_errors_name_what_a_user_of_the_command_can_change(folder, server, tmp_path):
+    def errors_of(name, **changes):
+        with pytest.raises((ServerError, OSError)) as caught:
+            run(folder, server, tmp_path / name, steps=1, **changes)
+        return str(caught.value)
+
+    assert "server.timeout=0.001 seconds" in errors_of("slow", server__timeout=1e-3)
+    assert "server.tolerance=1e-12" in errors_of("strict", server__tolerance=1e-12)
+    file = str(folder / "task.jsonl")
+    assert "server.shared_dir" in errors_of("file", server__shared_dir=file)
+    assert "(server.served_name" in errors_of("name", server__served_name="nobody")
+    assert "logprobs_kind" not in errors_of("filter", rollout__top_k=3)
+    server.take_over["/v1/completions"] = lambda handler: (
+        handler.body["n"] == 4 and (handler.send_error(400) or True)
+    )
+    assert " for prompt " in errors_of("prompt")
+    for path in ("/collective_rpc", "/resume"):
+        server.take_over[path] = lambda handler: handler.send_error(400) or True
+    assert "may be paused still" in errors_of("paused")
+
+
 def test_rows_that_the_server_has_no_room_for_are_refused(folder, server, tmp_path):
     server.max_model_len = 10  # a prompt of four and a completion of eight
     with pytest.raises(ServerError, match="--max-model-len 1"):
@@ -306,8 +327,9 @@ def test_rows_that_the_server_has_no_room_for_are_refused(folder, server, tmp_pa
 
 
 REFUSED = [
-    ({"server.url": "ftp://here"}, "http://HOST:PORT"),
-    ({"rollout.temperature": 3.0}, "temperature"),
+    ({"server.url": "ftp://here"}, "server.url must"),
+    ({"server.url": "http://me:pass@here"}, "VLLM_API_KEY"),
+    ({"rollout.temperature": 3.0}, "rollout.temperature must"),
     ({"rollout.temperature": 0.7, "rollout.top_k": 3}, "top_k"),
     ({"rollout.slots": 4}, "rollout.slots"),
     ({"model": None, "task": "arithmetic"}, "model"),
@@ -395,6 +417,9 @@ def test_the_key_of_the_server_is_sent_and_not_saved(folder, server, tmp_path, m
     server.take_over["/v1/models"] = lambda handler: seen.append(handler.headers["Authorization"])
     run(folder, server, tmp_path, steps=1)
     assert set(seen) == {"Bearer open-sesame"}
+    monkeypatch.setenv("VLLM_API_KEY", "")  # vLLM takes this as none
+    run(folder, server, tmp_path / "none", steps=1)
+    assert seen[-1] is None
     assert "sesame" not in (tmp_path / "run" / "config.json").read_text()
 
 

@@ -3,9 +3,11 @@
 A run of one process may have it draw those of the next step while the update of this one runs.
 """
 
+import re
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -41,8 +43,9 @@ class ServerConfig:
         url: of the server, http://HOST:PORT; none: this process samples, on the devices that train.
         served_name: what the server calls the model; none: as in --model.
         shared_dir: where the weights of each step are written, for the server to load; it must
-            see them under the same path. none: weights in output_dir.
-        timeout: seconds that the server may take for the completions of a step, or of a turn.
+            see them under the same path; none: weights in output_dir.
+        timeout: seconds that the server may take for the completions of a step or of a turn, or
+            to load weights.
         tolerance: mean difference of log-probabilities, in nats, up to which the server has the
             weights that it was told to load; none: 0.001 in float32, 0.1 in bfloat16.
         seeded: whether each prompt has a seed of its own, so that a server repeats what it drew;
@@ -98,8 +101,9 @@ class ServerEngine:
         self._sampler, self._actor = sampler, actor
         self._loaded: Any = None  # a leaf of the parameters whose weights the server has
         params = _sampling_params(settings)
-        check_params(params, sampler.config.vocab_size)
-        usable_modes(params, "policy", sampler.config.vocab_size)
+        with option_names():
+            check_params(params, sampler.config.vocab_size)
+            usable_modes(params, "policy", sampler.config.vocab_size)
 
     @property
     def row_shards(self) -> int:
@@ -118,7 +122,8 @@ class ServerEngine:
             self._loaded = None
             actor = self._actor(params)
             try:
-                self._sampler.sync_weights(actor)
+                with option_names(self._sampler.timeout):
+                    self._sampler.sync_weights(actor)
             except (ServerError, ValueError) as error:
                 in_all_processes = isinstance(error, ServerError) or not hosts.several()
                 if in_all_processes:  # a server reports NaN in its own way, or none
@@ -183,14 +188,15 @@ class ServerEngine:
         def draw() -> Completions:
             if part.start == part.stop:
                 return _on_rows([], settings.max_new_tokens)
-            answers = self._sampler.complete(
-                rows[part],
-                _sampling_params(settings),
-                num_samples,
-                Stops(list(self.template.tokenizer.stop_token_ids), []),
-                seeds[part] if self._seeded else [None] * (part.stop - part.start),
-                limits=limits[part],
-            )
+            with option_names(self._sampler.timeout):
+                answers = self._sampler.complete(
+                    rows[part],
+                    _sampling_params(settings),
+                    num_samples,
+                    Stops(list(self.template.tokenizer.stop_token_ids), []),
+                    seeds[part] if self._seeded else [None] * (part.stop - part.start),
+                    limits=limits[part],
+                )
             drawn = [one for answer in answers for one in answer.drawn]
             return _on_rows(drawn, settings.max_new_tokens)
 
@@ -339,6 +345,53 @@ class NextRollout:
         if self._thread is not None and self._thread.is_alive():
             self._engine.cancel()
             self._thread.join(_JOIN_SECONDS)
+
+
+# Errors.
+
+_OPTIONS = (
+    (r"^base_url (.*): use api_key", r"server.url \1: set VLLM_API_KEY"),
+    (r"^base_url ", "server.url "),
+    (r"^api_key ", "VLLM_API_KEY "),
+    (r"^shared_dir ", "server.shared_dir "),
+    (r"^temperature ", "rollout.temperature "),
+    (r"; use logprobs_kind='sampling' or None$", ""),
+    (r", as logprobs_kind='policy' asks", ""),
+    (r"\(served_name says", "(server.served_name says"),
+    (r" for inputs\[(\d+)\]", r" for prompt \1"),
+    (r"the actor's weights", "the policy's weights"),
+    (
+        r"must differ by at most (\S+) on average",
+        r"must differ by at most server.tolerance=\1 on average",
+    ),
+    (r"the server gives (\S+), and the actor ", r"the server gives \1, and this process "),
+    (r"the weights of the last sync_weights", "the weights that this run had it load"),
+    (r", and after sync_weights it was ", ", and after loading it was "),
+)
+
+
+@contextmanager
+def option_names(timeout: float | None = None) -> Iterator[None]:
+    """Name options of a run in the errors of a `vLLMSampler`, which name its arguments.
+
+    Args:
+        timeout: of the sampler, in seconds.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise OSError(f"server.shared_dir must be a directory to write to: {error}") from error
+    except (ServerError, ValueError) as error:
+        # The command prints no notes, such as that the server may be paused still.
+        text = ". ".join([str(error), *getattr(error, "__notes__", ())])
+        for pattern, named in _OPTIONS:
+            text = re.sub(pattern, named, text)
+        if timeout is not None:
+            text = text.replace(
+                f" within {timeout:g} seconds", f" within server.timeout={timeout:g} seconds"
+            )
+        error.args = (text,)
+        raise
 
 
 # Requests and rows.

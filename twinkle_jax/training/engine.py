@@ -12,6 +12,7 @@ from twinkle_jax.data import IGNORE, Batch
 from twinkle_jax.data.batch import batch_width, pad_rows
 from twinkle_jax.model import Params
 from twinkle_jax.rollout import Engine, LocalEngine, ServerEngine, SharedClient, hosts
+from twinkle_jax.rollout.server_engine import option_names
 from twinkle_jax.sampler import vLLMSampler
 from twinkle_jax.training.config import TrainConfig
 from twinkle_jax.training.policy import Policy, save_policy
@@ -38,21 +39,22 @@ def make_engine(config: TrainConfig, policy: Policy, mesh: Mesh | None = None) -
             "server.overlap must be false in a run of several processes, got true in one of "
             f"{jax.process_count()}"
         )
-    key = os.environ.get("VLLM_API_KEY")
+    key = os.environ.get("VLLM_API_KEY") or None
     directory = server.shared_dir or Path(config.output_dir).absolute() / "weights"
-    sampler = vLLMSampler(
-        model_id=policy.base or config.model or "",
-        base_url=server.url,
-        template=policy.template,
-        max_length=config.longest_row,
-        served_name=server.served_name,
-        shared_dir=directory,
-        tolerance=server.tolerance,
-        timeout=server.timeout,
-        api_key=key,
-        seed=None,
-        loader=SharedClient(server.url, api_key=key) if hosts.several() else None,
-    )
+    with option_names():
+        sampler = vLLMSampler(
+            model_id=policy.base or config.model or "",
+            base_url=server.url,
+            template=policy.template,
+            max_length=config.longest_row,
+            served_name=server.served_name,
+            shared_dir=directory,
+            tolerance=server.tolerance,
+            timeout=server.timeout,
+            api_key=key,
+            seed=None,
+            loader=SharedClient(server.url, api_key=key) if hosts.several() else None,
+        )
 
     def actor(params: Params) -> PolicyActor:
         return PolicyActor(policy._replace(params=params), np.dtype(config.dtype), mesh)
