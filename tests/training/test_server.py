@@ -321,8 +321,8 @@ def test_errors_name_what_a_user_of_the_command_can_change(folder, server, tmp_p
 
 
 def test_rows_that_the_server_has_no_room_for_are_refused(folder, server, tmp_path):
-    server.max_model_len = 10  # a prompt of four and a completion of eight
-    with pytest.raises(ServerError, match="--max-model-len 1"):
+    server.max_model_len = 10  # rows of the run have up to 32 + 8 tokens
+    with pytest.raises(ServerError, match="--max-model-len 40"):
         run(folder, server, tmp_path)
 
 

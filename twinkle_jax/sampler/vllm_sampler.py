@@ -257,7 +257,8 @@ class vLLMSampler:  # noqa: N801  (Twinkle's name)
         if tokens > served.max_length:
             raise ServerError(
                 f"{self._client.url} must have room for rows of {tokens} tokens, got a "
-                f"max_model_len of {served.max_length}: start it with --max-model-len {tokens}"
+                f"max_model_len of {served.max_length}: start it with --max-model-len "
+                f"{max(tokens, self.max_length)}, as later rows may have"
             )
 
     def _seeds(self, seed: int | None, prompts: int) -> list[int | None]:
