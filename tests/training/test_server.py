@@ -17,7 +17,7 @@ from twinkle_jax.data import Template, Tokenizer
 from twinkle_jax.rollout import hosts
 from twinkle_jax.rollout.engine import LogitsError
 from twinkle_jax.sampler import ServerError
-from twinkle_jax.training import load_policy, train
+from twinkle_jax.training import export, load_policy, train
 from twinkle_jax.training.engine import make_engine
 from twinkle_jax.training.policy import save_policy
 
@@ -95,6 +95,14 @@ def test_what_the_server_has_at_the_end_is_the_policy_that_is_saved(folder, serv
     assert loads(server) == 4  # the last one for the evaluation at the end
     saved = load_policy(str(tmp_path / "run" / "policy")).params
     chex.assert_trees_all_equal(saved, dict(server.models[server.name].params))
+
+
+def test_the_policy_of_a_run_is_exported_without_a_server(folder, server, tmp_path, monkeypatch):
+    run(folder, server, tmp_path, steps=1)
+    monkeypatch.setattr("twinkle_jax.training.engine.vLLMSampler", None)
+    export(tmp_path / "run", tmp_path / "exported")
+    saved, exported = (load_policy(str(tmp_path / x)).params for x in ("run/policy", "exported"))
+    chex.assert_trees_all_equal(saved, exported)
 
 
 def test_adapters_are_loaded_one_after_the_other(folder, server, tmp_path):

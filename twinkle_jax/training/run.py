@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from twinkle_jax.reward import RewardFunction
-from twinkle_jax.rollout import Rollout, hosts
+from twinkle_jax.rollout import LocalEngine, Rollout, hosts
 from twinkle_jax.rollout.engine import LogitsError
 from twinkle_jax.rollout.hosts import InterruptedRunError
 from twinkle_jax.training.checkpoint import RunCheckpoints
@@ -444,7 +444,8 @@ def export(
         raise FileExistsError(
             f"directory must not be the base that the run's adapters are added to, got {path}"
         )
-    recipe = make_recipe(config, policy, lambda trajectories, truths: [])
+    engine = LocalEngine(policy.config, policy.template)  # a server is not needed
+    recipe = make_recipe(config, policy, lambda trajectories, truths: [], engine=engine)
     state = begin_training(policy.params, recipe.optimizer, None)
     like = arrays_of(
         Progress(state, jax.random.key(config.seed), 0, Totals(), {}), recipe.reference
