@@ -56,8 +56,6 @@ from twinkle_jax.rollout.server_engine import (
     Sampled,
     ServerConfig,
     ServerEngine,
-    SharedClient,
-    SharedServerError,
 )
 from twinkle_jax.rollout.single_turn import SingleTurn, training_batch
 from twinkle_jax.rollout.tools import (
@@ -93,8 +91,6 @@ __all__ = [
     "SandboxUnavailableError",
     "ServerConfig",
     "ServerEngine",
-    "SharedClient",
-    "SharedServerError",
     "SingleTurn",
     "TRLEnvironment",
     "Texts",

@@ -75,7 +75,7 @@ class ServerEngine:
 
     Args:
         sampler: the client of the server, with a `shared_dir`, and with several processes a
-            [`SharedClient`][twinkle_jax.rollout.SharedClient] as its `loader`.
+            `SharedClient` as its `loader`.
         actor: makes the policy that the server is to have from trained parameters.
         template: encodes conversations, and decodes tokens.
         settings: of sampling; checked here, before anything is drawn.

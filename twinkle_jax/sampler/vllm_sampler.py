@@ -14,7 +14,6 @@ from twinkle_jax.model.huggingface.checkpoint_files import CONFIG, locate, read_
 from twinkle_jax.sampler.requests import (
     Actor,
     Prompt,
-    Stops,
     longest_row,
     make_responses,
     prompt_tokens,
@@ -62,7 +61,7 @@ class vLLMSampler:  # noqa: N801  (Twinkle's name)
         retries: how often a request is sent again after a lost connection or a server error.
         api_key: the server's key; None if it has none.
         seed: seed of all calls; None: the server chooses its own, which is faster.
-        loader: sends the requests of `sync_weights`; None: as all others.
+        loader: the `Client` that sends the requests of `sync_weights`; None: as all others.
 
     Raises:
         ValueError: for a malformed address, numbers out of range, or an unreadable checkpoint.
@@ -83,7 +82,7 @@ class vLLMSampler:  # noqa: N801  (Twinkle's name)
         retries: int = 3,
         api_key: str | None = None,
         seed: int | None = 0,
-        loader: Client | None = None,
+        loader: Any = None,
     ) -> None:
         for name, value in (("timeout", timeout), ("tolerance", tolerance)):
             if value is not None and not 0 < value < math.inf:
@@ -170,19 +169,19 @@ class vLLMSampler:  # noqa: N801  (Twinkle's name)
         prompts: Sequence[list[int]],
         params: SamplingParams,
         num_samples: int,
-        stops: Stops,
+        stops: Any,
         seeds: Sequence[int | None],
         *,
         limits: Sequence[int] | None = None,
         logprobs_kind: LogprobsKind | None = "policy",
-    ) -> list[ServerCompletions]:
+    ) -> Any:
         """Draw completions of token ids; what `sample` does for conversations.
 
         Args:
             prompts: token ids.
             params: how to draw; its stops, seed and number of samples are not read.
             num_samples: completions of each prompt.
-            stops: what ends a completion.
+            stops: what ends a completion: `Stops` of `requests.py`.
             seeds: one for each prompt; None: the server chooses.
             limits: the most tokens of a completion of each prompt, for all of which the server must
                 have room; None: `params.max_tokens`, or fewer where there is less room.

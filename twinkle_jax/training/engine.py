@@ -11,8 +11,8 @@ from jax.sharding import Mesh
 from twinkle_jax.data import IGNORE, Batch
 from twinkle_jax.data.batch import batch_width, pad_rows
 from twinkle_jax.model import Params
-from twinkle_jax.rollout import Engine, LocalEngine, ServerEngine, SharedClient, hosts
-from twinkle_jax.rollout.server_engine import option_names
+from twinkle_jax.rollout import Engine, LocalEngine, ServerEngine, hosts
+from twinkle_jax.rollout.server_engine import SharedClient, option_names
 from twinkle_jax.sampler import vLLMSampler
 from twinkle_jax.training.config import TrainConfig
 from twinkle_jax.training.policy import Policy, save_policy
