@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import threading
 
 import chex
@@ -13,13 +14,12 @@ from tests.training.joined_runs import run_joined
 from tests.training.options import config_of
 from tests.training.test_hosts import assert_same_metrics
 from twinkle_jax.command import main
-from twinkle_jax.data import Template, Tokenizer
 from twinkle_jax.rollout import hosts
 from twinkle_jax.rollout.engine import LogitsError
 from twinkle_jax.sampler import ServerError
 from twinkle_jax.training import export, load_policy, train
+from twinkle_jax.training import run as run_module
 from twinkle_jax.training.engine import make_engine
-from twinkle_jax.training.policy import save_policy
 
 EXACT = 1e-5  # difference of log-probabilities in float32
 LENGTHS = "tests.training.test_server:likes_short"
@@ -161,7 +161,6 @@ def test_a_run_that_is_cut_off_draws_the_lost_prompts_again(folder, server, tmp_
     changes = {"server__overlap": True, "optimizer__schedule": "constant"}
     run(folder, server, tmp_path / "whole", steps=4, **changes)
     whole, server.asked = drawn(server), []
-    run_module = __import__("twinkle_jax.training.run", fromlist=["train_step"])
     train_step = run_module.train_step
 
     def cut_off(*arguments, **options):
@@ -181,7 +180,6 @@ def test_a_run_that_is_cut_off_draws_the_lost_prompts_again(folder, server, tmp_
 def test_the_server_samples_while_the_update_runs(folder, server, tmp_path, monkeypatch):
     """Neither can end before the other has begun."""
     updating, sampling = threading.Event(), threading.Event()
-    run_module = __import__("twinkle_jax.training.run", fromlist=["train_step"])
     train_step = run_module.train_step
 
     def overlapped(*arguments, **options):
@@ -191,7 +189,8 @@ def test_the_server_samples_while_the_update_runs(folder, server, tmp_path, monk
         return train_step(*arguments, **options)
 
     def answer(handler):
-        if updating.is_set():
+        if handler.body["n"] == 4 and len(drawn(server)) > 2:  # of the second step
+            assert updating.wait(60)
             sampling.set()
         return False
 
@@ -247,7 +246,6 @@ def test_an_error_of_the_next_rollout_ends_the_run_after_the_update(folder, serv
 def test_a_run_that_ends_does_not_wait_for_the_server(folder, server, tmp_path, monkeypatch):
     """The update fails while the server is silent about the next rollout."""
     silent, ended = threading.Event(), threading.Event()
-    run_module = __import__("twinkle_jax.training.run", fromlist=["train_step"])
 
     def fail(*arguments, **options):
         assert silent.wait(60)
@@ -431,11 +429,8 @@ def test_the_key_of_the_server_is_sent_and_not_saved(folder, server, tmp_path, m
     assert "sesame" not in (tmp_path / "run" / "config.json").read_text()
 
 
-def test_a_policy_with_another_tokenizer_class_is_served_by_name(folder, server, tmp_path):
-    """`served_name` says what the server calls a copy of the checkpoint."""
-    tokenizer = Tokenizer.from_pretrained(str(folder / "model"))
-    copy = load_policy(str(folder / "model"))._replace(template=Template(tokenizer))
-    save_policy(copy, tmp_path / "copy")
+def test_a_copy_of_the_checkpoint_is_served_by_name(folder, server, tmp_path):
+    shutil.copytree(folder / "model", tmp_path / "copy")
     changes = {"model": str(tmp_path / "copy"), "steps": 1}
     with pytest.raises(ServerError, match="served_name"):
         run(folder, server, tmp_path / "unnamed", **changes)

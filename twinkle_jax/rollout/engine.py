@@ -14,6 +14,7 @@ from jaxtyping import Array, Bool, Float, Int
 from twinkle_jax.data import Message, Template, Trajectory, bucket_size, message_text
 from twinkle_jax.data.batch import pad_tokens
 from twinkle_jax.model import DecoderConfig, Params
+from twinkle_jax.model.decoder.sharding import row_shards
 from twinkle_jax.rollout import hosts
 from twinkle_jax.rollout.rollout import RolloutConfig
 from twinkle_jax.sampler import LENGTH, Completions, Conversations, Sampling, generate
@@ -150,7 +151,7 @@ class LocalEngine:
     @property
     def row_shards(self) -> int:
         """Number of devices that rows are spread over; the rows of a call must be a multiple."""
-        return 1 if self.mesh is None else int(self.mesh.shape["data"] * self.mesh.shape["fsdp"])
+        return row_shards(self.mesh)
 
     def draw(
         self,
@@ -267,15 +268,26 @@ class _RereadingEngine:
             slots=_slots(self.settings, count),
         )
 
-        def scatter(values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-            of_all_rows = np.zeros((self.count, *values.shape[1:]), values.dtype)
-            of_all_rows[numbers] = values[: len(rows)]
-            return of_all_rows
+        on_host = jax.device_get(jax.tree.map(hosts.read_if_spread, completions))
+        return among_all_rows(on_host, numbers, self.count)
 
-        scattered: Completions = jax.tree.map(
-            scatter, jax.device_get(jax.tree.map(hosts.read_if_spread, completions))
-        )
-        return scattered
+
+def among_all_rows(completions: Completions, numbers: Sequence[int], count: int) -> Completions:
+    """Place completions at their rows' numbers among `count` rows; the other rows are empty.
+
+    Args:
+        completions: on the host, in the order of `numbers`; further ones are padding.
+        numbers: of the rows.
+        count: of all rows.
+    """
+
+    def scatter(values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        of_all_rows = np.zeros((count, *values.shape[1:]), values.dtype)
+        of_all_rows[list(numbers)] = values[: len(numbers)]
+        return of_all_rows
+
+    scattered: Completions = jax.tree.map(scatter, completions)
+    return scattered
 
 
 @jax.jit

@@ -20,10 +20,12 @@ from jaxtyping import Array, Int
 from twinkle_jax.data import PromptBatch, SamplingParams, Template, Trajectory
 from twinkle_jax.data.settings import positive
 from twinkle_jax.model import Params
+from twinkle_jax.model.decoder.sharding import row_shards
 from twinkle_jax.rollout import hosts
 from twinkle_jax.rollout.engine import (
     PromptCompletions,
     TurnEngine,
+    among_all_rows,
     check_logits,
     pad_prompts,
     prompt_ids,
@@ -108,7 +110,7 @@ class ServerEngine:
     @property
     def row_shards(self) -> int:
         """Number of devices that rows are spread over; the rows of a call must be a multiple."""
-        return 1 if self._mesh is None else int(self._mesh.shape["data"] * self._mesh.shape["fsdp"])
+        return row_shards(self._mesh)
 
     def load(self, params: Params) -> None:
         """Have the server load these parameters, unless it has them already.
@@ -226,15 +228,7 @@ class _ServerTurns:
             [limits[number] for number in rows],
             self.settings,
         )
-        numbers = list(rows)
-
-        def scatter(values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-            of_all_rows = np.zeros((self.count, *values.shape[1:]), values.dtype)
-            of_all_rows[numbers] = values
-            return of_all_rows
-
-        scattered: Completions = jax.tree.map(scatter, drawn)
-        return scattered
+        return among_all_rows(drawn, list(rows), self.count)
 
 
 class SharedClient(Client):

@@ -11,6 +11,7 @@ from jax.sharding import Mesh
 from twinkle_jax.data import IGNORE, Batch
 from twinkle_jax.data.batch import batch_width, pad_rows
 from twinkle_jax.model import Params
+from twinkle_jax.model.decoder.sharding import row_shards
 from twinkle_jax.rollout import Engine, LocalEngine, ServerEngine, hosts
 from twinkle_jax.rollout.server_engine import SharedClient, option_names
 from twinkle_jax.sampler import vLLMSampler
@@ -95,8 +96,7 @@ class PolicyActor:
         """Score the tokens of each row after its first; `logps` [rows, time], 0 for padding."""
         rows = [np.asarray(feature["input_ids"], np.int32) for feature in inputs]
         mesh = self.mesh
-        shards = 1 if mesh is None else mesh.shape["data"] * mesh.shape["fsdp"]
-        count = len(rows) + -len(rows) % shards
+        count = len(rows) + -len(rows) % row_shards(mesh)
         multiple = 1 if mesh is None else mesh.shape["tensor"]
         width = batch_width(max(map(len, rows)), multiple=multiple)
         following = [row[1:] for row in rows]

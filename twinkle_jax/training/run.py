@@ -251,10 +251,16 @@ def _is_due(run: Run, step: int) -> bool:
     A run that resumes from the checkpoint then samples as this one does, and an evaluation has the
     server for itself.
     """
+    return _evaluates_after(run, step) or _saves_after(run, step)
+
+
+def _evaluates_after(run: Run, step: int) -> bool:
     every = run.config.evaluation.every
-    evaluates = bool(every and run.task.held_out) and step % every == 0
-    saves = step % run.config.logging.checkpoint_every == 0
-    return evaluates or saves or step == run.config.steps
+    return bool(every and run.task.held_out) and step % every == 0
+
+
+def _saves_after(run: Run, step: int) -> bool:
+    return step % run.config.logging.checkpoint_every == 0 or step == run.config.steps
 
 
 def write_waiting_metrics(
@@ -286,7 +292,7 @@ def _write_metrics(
     Returns:
         The progress, and a signal that has arrived: processes tell each other in the same message.
     """
-    every, totals = run.config.evaluation.every, progress.totals
+    totals = progress.totals
 
     def write_line() -> None:
         run.log.write(progress.step, metrics)
@@ -304,7 +310,7 @@ def _write_metrics(
         return finished, interruption
 
     try:
-        if every and progress.step % every == 0 and run.task.held_out:
+        if _evaluates_after(run, progress.step):
             # A signal during the evaluation saves this step; a resumed run repeats the evaluation.
             waiting = dataclasses.replace(
                 totals, unwritten=json.dumps(metrics), metrics_offset=run.log.offset
@@ -351,7 +357,7 @@ def _show_and_save(
             f"gradients must be finite, got {progress.totals.skipped} steps in a row in which "
             f"some were not; the parameters of step {step} are in {run.checkpoints.directory}"
         )
-    if step % config.logging.checkpoint_every == 0 or step == config.steps:
+    if _saves_after(run, step):
         last.save(wait=step == config.steps)
         # A signal that arrived while arrays were copied ends the run before it draws.
         hosts.together("saving", check)
