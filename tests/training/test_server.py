@@ -99,7 +99,7 @@ def test_what_the_server_has_at_the_end_is_the_policy_that_is_saved(folder, serv
 
 def test_the_policy_of_a_run_is_exported_without_a_server(folder, server, tmp_path, monkeypatch):
     run(folder, server, tmp_path, steps=1)
-    monkeypatch.setattr("twinkle_jax.training.engine.vLLMSampler", None)
+    monkeypatch.setattr("twinkle_jax.training.engine.ServedSampler", None)
     export(tmp_path / "run", tmp_path / "exported")
     saved, exported = (load_policy(str(tmp_path / x)).params for x in ("run/policy", "exported"))
     chex.assert_trees_all_equal(saved, exported)

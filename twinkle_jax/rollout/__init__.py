@@ -52,10 +52,8 @@ from twinkle_jax.rollout.rollout import (
     with_advantages,
 )
 from twinkle_jax.rollout.server_engine import (
-    NextRollout,
     Sampled,
     ServerConfig,
-    ServerEngine,
 )
 from twinkle_jax.rollout.single_turn import SingleTurn, training_batch
 from twinkle_jax.rollout.tools import (
@@ -78,7 +76,6 @@ __all__ = [
     "History",
     "LocalEngine",
     "MultiTurn",
-    "NextRollout",
     "Observation",
     "OpenEnvEnvironment",
     "ProcessLimits",
@@ -90,7 +87,6 @@ __all__ = [
     "Sampled",
     "SandboxUnavailableError",
     "ServerConfig",
-    "ServerEngine",
     "SingleTurn",
     "TRLEnvironment",
     "Texts",

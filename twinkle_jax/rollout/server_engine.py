@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -31,9 +32,9 @@ from twinkle_jax.rollout.engine import (
     prompt_ids,
 )
 from twinkle_jax.rollout.rollout import Rollout, RolloutConfig, RolloutSource
-from twinkle_jax.sampler import LENGTH, STOP, Actor, Completions, ServerError, vLLMSampler
+from twinkle_jax.sampler import LENGTH, STOP, Actor, Completions, ServerError
 from twinkle_jax.sampler.requests import DrawnSequence, Stops
-from twinkle_jax.sampler.vllm_sampler import check_params, usable_modes
+from twinkle_jax.sampler.vllm_sampler import ServedSampler, check_params, usable_modes
 from twinkle_jax.sampler.vllm_server import Client, Deadline, Request
 
 
@@ -76,8 +77,8 @@ class ServerEngine:
     holds a part, are written by all and loaded once.
 
     Args:
-        sampler: the client of the server, with a `shared_dir`, and with several processes a
-            `SharedClient` as its `loader`.
+        server: draws; with several processes, with a `SharedClient` that loads.
+        shared_dir: where weights are written, for the server to load.
         actor: makes the policy that the server is to have from trained parameters.
         template: encodes conversations, and decodes tokens.
         settings: of sampling; checked here, before anything is drawn.
@@ -90,7 +91,8 @@ class ServerEngine:
 
     def __init__(
         self,
-        sampler: vLLMSampler,
+        server: ServedSampler,
+        shared_dir: Path,
         actor: Callable[[Params], Actor],
         template: Template,
         settings: RolloutConfig,
@@ -100,12 +102,12 @@ class ServerEngine:
     ) -> None:
         self.template = template
         self._mesh, self._seeded = mesh, seeded
-        self._sampler, self._actor = sampler, actor
+        self._server, self._shared_dir, self._actor = server, shared_dir, actor
         self._loaded: Any = None  # a leaf of the parameters whose weights the server has
         params = _sampling_params(settings)
         with option_names():
-            check_params(params, sampler.config.vocab_size)
-            usable_modes(params, "policy", sampler.config.vocab_size)
+            check_params(params, server.vocab)
+            usable_modes(params, "policy", server.vocab)
 
     @property
     def row_shards(self) -> int:
@@ -124,8 +126,8 @@ class ServerEngine:
             self._loaded = None
             actor = self._actor(params)
             try:
-                with option_names(self._sampler.timeout):
-                    self._sampler.sync_weights(actor)
+                with option_names(self._server.timeout):
+                    self._server.load(actor, self._shared_dir)
             except (ServerError, ValueError) as error:
                 in_all_processes = isinstance(error, ServerError) or not hosts.several()
                 if in_all_processes:  # a server reports NaN in its own way, or none
@@ -174,7 +176,7 @@ class ServerEngine:
 
     def cancel(self) -> None:
         """End what another thread draws, with a ServerError there."""
-        self._sampler.cancel()
+        self._server.cancel()
 
     def complete(
         self,
@@ -190,14 +192,15 @@ class ServerEngine:
         def draw() -> Completions:
             if part.start == part.stop:
                 return _on_rows([], settings.max_new_tokens)
-            with option_names(self._sampler.timeout):
-                answers = self._sampler.complete(
+            with option_names(self._server.timeout):
+                answers = self._server.complete(
                     rows[part],
                     _sampling_params(settings),
                     num_samples,
                     Stops(list(self.template.tokenizer.stop_token_ids), []),
                     seeds[part] if self._seeded else [None] * (part.stop - part.start),
                     limits=limits[part],
+                    purpose="prompt {}",
                 )
             drawn = [one for answer in answers for one in answer.drawn]
             return _on_rows(drawn, settings.max_new_tokens)
@@ -352,7 +355,6 @@ _OPTIONS = (
     (r"; use logprobs_kind='sampling' or None$", ""),
     (r", as logprobs_kind='policy' asks", ""),
     (r"\(served_name says", "(server.served_name says"),
-    (r" for inputs\[(\d+)\]", r" for prompt \1"),
     (r"the actor's weights", "the policy's weights"),
     (
         r"must differ by at most (\S+) on average",
@@ -366,10 +368,10 @@ _OPTIONS = (
 
 @contextmanager
 def option_names(timeout: float | None = None) -> Iterator[None]:
-    """Name options of a run in the errors of a `vLLMSampler`, which name its arguments.
+    """Name options of a run in the errors of a `ServedSampler`, which name its arguments.
 
     Args:
-        timeout: of the sampler, in seconds.
+        timeout: of the calls, in seconds.
     """
     try:
         yield

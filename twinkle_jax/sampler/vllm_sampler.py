@@ -14,6 +14,7 @@ from twinkle_jax.model.huggingface.checkpoint_files import CONFIG, locate, read_
 from twinkle_jax.sampler.requests import (
     Actor,
     Prompt,
+    Stops,
     longest_row,
     make_responses,
     prompt_tokens,
@@ -61,7 +62,6 @@ class vLLMSampler:  # noqa: N801  (Twinkle's name)
         retries: how often a request is sent again after a lost connection or a server error.
         api_key: the server's key; None if it has none.
         seed: seed of all calls; None: the server chooses its own, which is faster.
-        loader: the `Client` that sends the requests of `sync_weights`; None: as all others.
 
     Raises:
         ValueError: for a malformed address, numbers out of range, or an unreadable checkpoint.
@@ -82,25 +82,24 @@ class vLLMSampler:  # noqa: N801  (Twinkle's name)
         retries: int = 3,
         api_key: str | None = None,
         seed: int | None = 0,
-        loader: Any = None,
     ) -> None:
         for name, value in (("timeout", timeout), ("tolerance", tolerance)):
             if value is not None and not 0 < value < math.inf:
                 raise ValueError(f"{name} must be a finite number above 0, got {value!r}")
-        self._client = Client(base_url, api_key=api_key, retries=retries)
+        client = Client(base_url, api_key=api_key, retries=retries)
         source = locate(model_id)
         self.config = parse_config(read_json(source, CONFIG))
         self.template = template or template_of(source)
         self.max_length = longest_row(max_length, self.config)
-        self.timeout, self.seed, self.calls = timeout, seed, 0
+        self.seed, self.calls = seed, 0
         self.shared_dir = None if shared_dir is None else Path(shared_dir).expanduser().resolve()
-        self._policy = ServedPolicy(
-            self._client,
+        self._served = ServedSampler(
+            client,
             names_of(model_id, served_name),
             self.config.vocab_size,
             self.max_length,
-            tolerance,
-            loader,
+            tolerance=tolerance,
+            timeout=timeout,
         )
 
     def sample(
@@ -143,7 +142,7 @@ class vLLMSampler:  # noqa: N801  (Twinkle's name)
             max_length=self.max_length,
         )
         prompts = [prompt_tokens(feature).tolist() for feature in call.features]
-        answers = self.complete(
+        answers = self._served.complete(
             prompts,
             params,
             call.num_samples,
@@ -163,51 +162,6 @@ class vLLMSampler:  # noqa: N801  (Twinkle's name)
                     ranked = [x and sorted(x, key=lambda pair: -pair[1]) for x in answer.prompt]
                     response.topk_prompt_logprobs = [x and x[:top] for x in ranked]
         return responses
-
-    def complete(
-        self,
-        prompts: Sequence[list[int]],
-        params: SamplingParams,
-        num_samples: int,
-        stops: Any,
-        seeds: Sequence[int | None],
-        *,
-        limits: Sequence[int] | None = None,
-        logprobs_kind: LogprobsKind | None = "policy",
-    ) -> Any:
-        """Draw completions of token ids; what `sample` does for conversations.
-
-        Args:
-            prompts: token ids.
-            params: how to draw; its stops, seed and number of samples are not read.
-            num_samples: completions of each prompt.
-            stops: what ends a completion: `Stops` of `requests.py`.
-            seeds: one for each prompt; None: the server chooses.
-            limits: the most tokens of a completion of each prompt, for all of which the server must
-                have room; None: `params.max_tokens`, or fewer where there is less room.
-            logprobs_kind: as for `sample`.
-
-        Raises:
-            ValueError: as `sample`.
-            ServerError: as `sample`.
-        """
-        modes = usable_modes(params, logprobs_kind, self.config.vocab_size)
-        deadline = Deadline(self.timeout)
-        served, mode = self._policy.check(deadline)
-        check_mode(self._client.url, mode, modes, logprobs_kind)
-        requests = []
-        for i, (prompt, seed) in enumerate(zip(prompts, seeds, strict=True)):
-            if limits is None:
-                limit = self._limit(i, prompt, served, params)
-            else:
-                limit = limits[i]
-                self._check_room(len(prompt) + limit, served)
-            settings = CompletionSettings(
-                served.name, prompt, num_samples, limit, seed, params, stops, self.config.vocab_size
-            )
-            requests.append(completion_request(settings, f"inputs[{i}]"))
-        answers: list[ServerCompletions] = self._client.send_requests(deadline, requests)
-        return answers
 
     def sync_weights(self, actor: Actor, *, merge: bool = False) -> None:
         """Have the server load a policy's weights, and verify that it has them.
@@ -231,19 +185,117 @@ class vLLMSampler:  # noqa: N801  (Twinkle's name)
             raise ValueError("actor must have the configuration of the sampler, got another one")
         if self.shared_dir is None:
             raise ValueError("shared_dir must be a directory that the server sees too, got None")
-        self._policy.load(Deadline(self.timeout), actor, self.shared_dir, merge=merge)
-
-    def cancel(self) -> None:
-        """End all calls, those that are running in other threads and later ones, with an error."""
-        self._client.cancelled.set()
+        self._served.load(actor, self.shared_dir, merge=merge)
 
     def set_template(self, template: Template) -> None:
         """Set the template that encodes conversations and decodes tokens."""
         self.template = template
 
+    def _seeds(self, seed: int | None, prompts: int) -> list[int | None]:
+        """Return a seed for each prompt: with equal seeds, vLLM draws equal completions."""
+        call, self.calls = self.calls, self.calls + 1
+        if seed is not None:
+            entropy = [seed]
+        elif self.seed is not None:
+            entropy = [self.seed, call]
+        else:
+            return [None] * prompts
+        words = np.random.SeedSequence(entropy).generate_state(prompts, np.uint64)
+        return [int(word) >> 2 for word in words]
+
+
+class ServedSampler:
+    """Draws completions of token ids on a server, which a policy's weights are loaded into.
+
+    Args:
+        client: sends requests to the server.
+        names: what the server may call the model.
+        vocab: token ids lie below it.
+        max_length: the most tokens of a row.
+        tolerance: as for `ServedPolicy`.
+        timeout: seconds that a call may take.
+        loader: as for `ServedPolicy`.
+    """
+
+    def __init__(
+        self,
+        client: Client,
+        names: Sequence[str],
+        vocab: int,
+        max_length: int,
+        *,
+        tolerance: float | None,
+        timeout: float,
+        loader: Client | None = None,
+    ) -> None:
+        self.vocab, self.timeout = vocab, timeout
+        self._client, self._max_length = client, max_length
+        self._policy = ServedPolicy(client, names, vocab, max_length, tolerance, loader)
+
+    def complete(
+        self,
+        prompts: Sequence[list[int]],
+        params: SamplingParams,
+        num_samples: int,
+        stops: Stops,
+        seeds: Sequence[int | None],
+        *,
+        limits: Sequence[int] | None = None,
+        logprobs_kind: LogprobsKind | None = "policy",
+        purpose: str = "inputs[{}]",
+    ) -> list[ServerCompletions]:
+        """Draw completions of token ids.
+
+        Args:
+            prompts: token ids.
+            params: how to draw; its stops, seed and number of samples are not read.
+            num_samples: completions of each prompt.
+            stops: what ends a completion: token ids and strings.
+            seeds: one for each prompt; None: the server chooses.
+            limits: the most tokens of a completion of each prompt, for all of which the server must
+                have room; None: `params.max_tokens`, or fewer where there is less room.
+            logprobs_kind: as for `vLLMSampler.sample`.
+            purpose: what errors call a request, with {} for the number of its prompt.
+
+        Raises:
+            ValueError: as `vLLMSampler.sample`.
+            ServerError: as `vLLMSampler.sample`.
+        """
+        modes = usable_modes(params, logprobs_kind, self.vocab)
+        deadline = Deadline(self.timeout)
+        served, mode = self._policy.check(deadline)
+        check_mode(self._client.url, mode, modes, logprobs_kind)
+        requests = []
+        for i, (prompt, seed) in enumerate(zip(prompts, seeds, strict=True)):
+            if limits is None:
+                limit = self._limit(i, prompt, served, params)
+            else:
+                limit = limits[i]
+                self._check_room(len(prompt) + limit, served)
+            settings = CompletionSettings(
+                served.name, prompt, num_samples, limit, seed, params, stops, self.vocab
+            )
+            requests.append(completion_request(settings, purpose.format(i)))
+        answers: list[ServerCompletions] = self._client.send_requests(deadline, requests)
+        return answers
+
+    def load(self, actor: Actor, shared_dir: Path, *, merge: bool = False) -> None:
+        """Have the server load an actor's checkpoint or adapter, and verify it.
+
+        Raises:
+            ValueError: if a parameter is not finite.
+            ServerError: if loading or verification fails; `complete` then raises too, until a later
+                call succeeds.
+        """
+        self._policy.load(Deadline(self.timeout), actor, shared_dir, merge=merge)
+
+    def cancel(self) -> None:
+        """End all calls, those that are running in other threads and later ones, with an error."""
+        self._client.cancelled.set()
+
     def _limit(self, i: int, prompt: list[int], served: Served, params: SamplingParams) -> int:
         """Return the most tokens of a completion, here and on the server."""
-        room = min(self.max_length, served.max_length) - len(prompt)
+        room = min(self._max_length, served.max_length) - len(prompt)
         if room < 1:
             raise ValueError(
                 f"inputs[{i}] must have fewer tokens than the server's max_model_len="
@@ -257,20 +309,8 @@ class vLLMSampler:  # noqa: N801  (Twinkle's name)
             raise ServerError(
                 f"{self._client.url} must have room for rows of {tokens} tokens, got a "
                 f"max_model_len of {served.max_length}: start it with --max-model-len "
-                f"{max(tokens, self.max_length)}, as later rows may have"
+                f"{max(tokens, self._max_length)}, as later rows may have"
             )
-
-    def _seeds(self, seed: int | None, prompts: int) -> list[int | None]:
-        """Return a seed for each prompt: with equal seeds, vLLM draws equal completions."""
-        call, self.calls = self.calls, self.calls + 1
-        if seed is not None:
-            entropy = [seed]
-        elif self.seed is not None:
-            entropy = [self.seed, call]
-        else:
-            return [None] * prompts
-        words = np.random.SeedSequence(entropy).generate_state(prompts, np.uint64)
-        return [int(word) >> 2 for word in words]
 
 
 # What vLLM supports, and which log-probabilities it can give.

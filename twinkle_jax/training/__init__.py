@@ -24,6 +24,7 @@ from twinkle_jax.training.config import (
     TrainConfig,
     UpdateConfig,
 )
+from twinkle_jax.training.engine import make_engine
 from twinkle_jax.training.evaluation import evaluate
 from twinkle_jax.training.features import (
     FeatureRows,
@@ -100,6 +101,7 @@ __all__ = [
     "learn",
     "load_policy",
     "loss_of_scores",
+    "make_engine",
     "make_estimator",
     "make_optimizer",
     "make_recipe",

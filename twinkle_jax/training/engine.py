@@ -12,9 +12,11 @@ from twinkle_jax.data import IGNORE, Batch
 from twinkle_jax.data.batch import batch_width, pad_rows
 from twinkle_jax.model import Params
 from twinkle_jax.model.decoder.sharding import row_shards
-from twinkle_jax.rollout import Engine, LocalEngine, ServerEngine, hosts
-from twinkle_jax.rollout.server_engine import SharedClient, option_names
-from twinkle_jax.sampler import vLLMSampler
+from twinkle_jax.rollout import Engine, LocalEngine, hosts
+from twinkle_jax.rollout.server_engine import ServerEngine, SharedClient, option_names
+from twinkle_jax.sampler.vllm_sampler import ServedSampler
+from twinkle_jax.sampler.vllm_server import Client
+from twinkle_jax.sampler.vllm_weights import names_of
 from twinkle_jax.training.config import TrainConfig
 from twinkle_jax.training.policy import Policy, save_policy
 from twinkle_jax.training.score import score_batch
@@ -41,19 +43,17 @@ def make_engine(config: TrainConfig, policy: Policy, mesh: Mesh | None = None) -
             f"{jax.process_count()}"
         )
     key = os.environ.get("VLLM_API_KEY") or None
-    directory = server.shared_dir or Path(config.output_dir).absolute() / "weights"
+    directory = (
+        Path(server.shared_dir or Path(config.output_dir) / "weights").expanduser().resolve()
+    )
     with option_names():
-        sampler = vLLMSampler(
-            model_id=policy.base or config.model or "",
-            base_url=server.url,
-            template=policy.template,
-            max_length=config.longest_row,
-            served_name=server.served_name,
-            shared_dir=directory,
+        served = ServedSampler(
+            Client(server.url, api_key=key),
+            names_of(policy.base or config.model or "", server.served_name),
+            policy.config.vocab_size,
+            config.longest_row,
             tolerance=server.tolerance,
             timeout=server.timeout,
-            api_key=key,
-            seed=None,
             loader=SharedClient(server.url, api_key=key) if hosts.several() else None,
         )
 
@@ -61,7 +61,8 @@ def make_engine(config: TrainConfig, policy: Policy, mesh: Mesh | None = None) -
         return PolicyActor(policy._replace(params=params), np.dtype(config.dtype), mesh)
 
     return ServerEngine(
-        sampler,
+        served,
+        directory,
         actor,
         policy.template,
         config.rollout,

@@ -21,14 +21,13 @@ from twinkle_jax.rollout import (
     Engine,
     EnvironmentFactory,
     MultiTurn,
-    NextRollout,
     RolloutSource,
-    ServerEngine,
     SingleTurn,
     default_cohorts,
     hosts,
 )
 from twinkle_jax.rollout.engine import prompt_ids
+from twinkle_jax.rollout.server_engine import NextRollout, ServerEngine
 from twinkle_jax.training.by_name import make_estimator
 from twinkle_jax.training.checkpoint import RunCheckpoints
 from twinkle_jax.training.config import (
