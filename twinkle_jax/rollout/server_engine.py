@@ -54,7 +54,7 @@ class ServerConfig:
         seeded: whether each prompt has a seed of its own, so that a server repeats what it drew;
             false is faster.
         overlap: whether the completions of the next step are sampled while the update of this one
-            runs, by the policy before that update; where a checkpoint or an evaluation is due, not.
+            runs, by the policy before that update; not before a checkpoint or an evaluation.
     """
 
     url: str | None = None
