@@ -69,7 +69,7 @@ def compilations():
 
 
 # Compiled functions are slow the first time, so no example has a deadline; the same examples are
-# drawn on every run, and TWINKLE_JAX_EXAMPLES=1000 searches further; `.ci/run` draws 40.
+# drawn on every run, and TWINKLE_JAX_EXAMPLES=1000 searches further; `.ci/further` draws 40.
 hypothesis.settings.register_profile(
     "twinkle_jax",
     deadline=None,

@@ -28,7 +28,7 @@ ALL = (
 
 
 def each(cases, default=1):
-    """Run the first cases by default, and the others where CI looks further."""
+    """Run the first cases by default; the others are exhaustive."""
     others = (pytest.param(case, marks=pytest.mark.exhaustive) for case in cases[default:])
     return [*cases[:default], *others]
 

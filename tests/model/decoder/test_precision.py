@@ -126,8 +126,11 @@ def test_scores_do_not_depend_on_the_batch_nor_on_gradients(name):
     assert np.mean(np.abs(every[:2, :15] - few)) <= 0.001
     packed = jnp.pad(tokens.reshape(8, 80), ((0, 0), (0, 1)))
     packed = scores(params, packed, jnp.repeat(jnp.array([[0, 1]]), 40, axis=1).repeat(8, axis=0))
-    # The chunks of linear attention begin elsewhere in a packed row, and sum in another order.
-    allowed = 0.006 if config.delta_net is not None else 0.001
+    allowed = 0.001
+    if config.delta_net is not None:
+        # The chunks of linear attention begin elsewhere in a packed row, and sum in another order;
+        # a rounding may choose another expert.
+        allowed = 0.006 if config.experts is None else 0.02
     assert np.mean(np.abs(every - packed.reshape(16, 40)[:, :39])) <= allowed
     with jax.numpy_dtype_promotion("standard"):
         (_, trained), _ = jax.jit(jax.value_and_grad(loss, has_aux=True))(params)
