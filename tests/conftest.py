@@ -13,6 +13,7 @@ import platform
 import chex
 import hypothesis
 import jax
+import jaxlib
 import pytest
 
 
@@ -22,6 +23,9 @@ def pytest_configure(config):
     if any("benchmarks" in str(argument) for argument in config.args):
         return
     if "JAX_DISABLE_MOST_OPTIMIZATIONS" not in os.environ:
+        if jaxlib.__version__.startswith("0.10."):  # half the time to compile; later ones lack it
+            flags = os.environ.get("XLA_FLAGS", "")
+            os.environ["XLA_FLAGS"] = f"{flags} --xla_cpu_use_fusion_emitters=false"
         jax.config.update("jax_disable_most_optimizations", True)
         if hasattr(config, "cache"):  # not with -p no:cacheprovider
             kept = config.cache.mkdir(f"jax-{platform.node()}")  # programs are for one kind of CPU
