@@ -11,18 +11,17 @@ from twinkle_jax.training.score import Transfers
 
 
 class Chip(NamedTuple):
-    """Published peaks of a chip: operations in bfloat16, memory, and its links to others."""
+    """Published peaks of a chip: operations in bfloat16, and its links to others."""
 
     flops: float
-    memory: float
     links: float  # bytes per second that leave a chip, over all links together
 
 
 CHIPS = {
-    "v5e": Chip(197e12, 16 * 2**30, 200e9),
-    "v5p": Chip(459e12, 95 * 2**30, 600e9),
-    "v6e": Chip(918e12, 32 * 2**30, 448e9),
-    "h100": Chip(989e12, 79 * 2**30, 450e9),
+    "v5e": Chip(197e12, 200e9),
+    "v5p": Chip(459e12, 600e9),
+    "v6e": Chip(918e12, 448e9),
+    "h100": Chip(989e12, 450e9),
 }
 
 
@@ -74,6 +73,15 @@ def ideal(
     head = config.vocab_size * config.hidden_size
     memory = 20 * count / s.fsdp / s.tensor + 2 * between + 2 * 2 * (count if once else head)
     return Ideal(count, memory, wire, products + attention, attention)
+
+
+def sampling_memory(model: str, setting: Setting) -> float:
+    """Bytes of a device while it samples, before keys and values.
+
+    Its share of the parameters, summed gradients and two moments in float32, and the parameters in
+    bfloat16, which are split over tensor alone.
+    """
+    return ideal(model, setting).parameters / setting.tensor * (16 / setting.fsdp + 2)
 
 
 def least_seconds(chip: Chip, flops: float, wire: float) -> tuple[float, float]:

@@ -14,35 +14,44 @@ from typing import Any
 
 import jax
 
-from tests.compiled.arithmetic import CHIPS, ideal, least_seconds
+from tests.compiled.arithmetic import CHIPS, ideal, least_seconds, sampling_memory
 from tests.compiled.models import MODELS, Setting, config_of, update_costs
 from tests.compiled.rollout import rollout, wire
 
 GIB = 2**30
-SLICES = {  # chips by the extents of a slice
-    "v5e": {4: "2x2", 16: "4x4", 64: "8x8", 256: "16x16"},
-    "v5p": {4: "2x2x1", 8: "2x2x2", 64: "4x4x4", 256: "4x8x8"},
-    "h100": {4: "1x4", 8: "1x8"},
-}
+COUNTS = (4, 8, 16, 64, 256)  # chips
+KINDS = {"v5e": 256, "v5p": 256, "h100": 8}  # the most chips that its links join
+SMALL = 2e9  # parameters; smaller models need no such mesh, and their costs are not printed
 TIME, ROWS = 2048, 2  # tokens in a row, rows of a device
 
 
 def arithmetic() -> None:
-    """Print what updates must cost at least, for all models and slices."""
-    print("| model | slice | memory, GiB | fits | wire, GiB | products, ms | wire, ms |")
-    print("| --- | --- | --- | --- | --- | --- | --- |")
+    """Print what fits, and what updates must cost at least, for all models and numbers of chips."""
     dense = [model for model in MODELS if config_of(model).experts is None]  # `ideal` knows these
+    settings = [Setting(f"{n} chips", 1, n, 1, ROWS * n, TIME) for n in COUNTS]
+    columns = " | ".join(setting.topology for setting in settings)
+    print(f"| model | GiB of a chip | {columns} |")
+    print("| --- " * (2 + len(COUNTS)) + "|")
     for model in dense:
-        for kind, extents in SLICES.items():
-            for chips, extent in extents.items():
-                setting = Setting(f"{kind}:{extent}", 1, chips, 1, ROWS * chips, TIME)
-                least = ideal(model, setting)
-                seconds = least_seconds(CHIPS[kind], least.flops, least.wire)
-                fits = "yes" if least.memory < CHIPS[kind].memory else "no"
-                print(
-                    f"| {model} | {setting.topology} | {least.memory / GIB:.1f} | {fits} "
-                    f"| {least.wire / GIB:.1f} | {1e3 * seconds[0]:.0f} | {1e3 * seconds[1]:.0f} |"
-                )
+        update = [ideal(model, setting).memory for setting in settings]
+        sampling = [sampling_memory(model, setting) for setting in settings]
+        for name, sizes in (("update", update), ("sampling", sampling)):
+            cells = " | ".join(f"{size / GIB:.1f}" for size in sizes)
+            print(f"| {model} | {name} | {cells} |")
+    print(f"\n| model | | products, ms | {columns} |")
+    print("| --- " * (3 + len(COUNTS)) + "|")
+    for model in dense:
+        least = [ideal(model, setting) for setting in settings]
+        if least[0].parameters < SMALL:
+            continue
+        print(f"| {model} | wire, GiB | | {' | '.join(f'{x.wire / GIB:.1f}' for x in least)} |")
+        for kind, most in KINDS.items():
+            times = [least_seconds(CHIPS[kind], x.flops, x.wire) for x in least]
+            cells = [
+                f"{1e3 * wire:.0f}" if n <= most else ""
+                for n, (_, wire) in zip(COUNTS, times, strict=True)
+            ]
+            print(f"| {model} | {kind}, ms | {1e3 * times[0][0]:.0f} | {' | '.join(cells)} |")
 
 
 def compiled(model: str, setting: Setting) -> None:
