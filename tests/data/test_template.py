@@ -294,6 +294,11 @@ def test_rows_of_a_data_set_are_encoded_beside_their_columns():
     (prompt,) = template.encode_rows([{"chosen": _turns("1")}], add_generation_prompt=True)
     assert prompt["chosen"]["input_ids"] == [3, 8, 1, 4]
     assert template.encode_rows([]) == []
+    split = Template(template.tokenizer, max_length=12, truncation_strategy="split")
+    assert len(split.encode_rows([_turns("1", "3" * 9)])) == 2
+    assert split.encode_rows(pairs[1:]) == [pair]
+    with pytest.raises(ValueError, match=r"^bad must have at most max_length=12 tokens"):
+        split.encode_rows(pairs)
 
 
 def test_rows_that_can_be_encoded_are_kept():

@@ -167,7 +167,7 @@ class Template:
             conversations is too long and `truncation_strategy` is `'delete'`.
 
         Raises:
-            ValueError: as `encode`.
+            ValueError: as `encode`; for conversations in columns, for `'split'` too.
 
         Example:
             >>> from twinkle_jax.data import Rows, small_tokenizer
@@ -183,6 +183,11 @@ class Template:
         columns = {}
         for key in nested:
             kept, features = self.encode_all([row[key] for row in rows], add_generation_prompt)
+            if len(set(kept)) < len(kept):
+                raise ValueError(
+                    f"{key} must have at most max_length={self.max_length} tokens, got more: "
+                    "truncation_strategy='split' splits rows of one conversation, in 'messages'"
+                )
             columns[key] = dict(zip(kept, map(to_lists, features), strict=True))
         complete = [i for i in range(len(rows)) if all(i in x for x in columns.values())]
         return [{**rows[i], **{key: columns[key][i] for key in nested}} for i in complete]
