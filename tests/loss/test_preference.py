@@ -204,6 +204,17 @@ def test_errors_of_objects():
         DPOLoss()({"labels": LABELS}, {"logps": LOGPS}, **sums)
 
 
+def test_half_a_reference_is_refused():
+    """Without any reference the loss is 0: nobody would notice."""
+    data = {"labels": LABELS}, {"logps": LOGPS}
+    with pytest.raises(TypeError, match=r"^ref_rejected_logps"):
+        DPOLoss()(*data, ref_chosen_logps=LOGPS[:, 0])
+    with pytest.raises(TypeError, match=r"^ref_chosen_logps"):
+        DPOLoss()(*data, ref_rejected_logps=LOGPS[:, 0])
+    with pytest.raises(ValueError, match=r"^ref_outputs must hold 'logps', got .'logits'"):
+        DPOLoss()(*data, ref_outputs={"logits": DATA["ref_logps"]})
+
+
 def test_metrics_by_hand():
     # Margins of 2, −1 and 0: the second and third pair do not count as right.
     chosen, rejected = jnp.array([1.0, -2.0, 4.0]), jnp.array([-1.0, -1.0, 4.0])

@@ -22,6 +22,7 @@ from twinkle_jax.loss.loss_object import (
     LossOutput,
     SampleValues,
     aligned,
+    entry,
     label_logprobs,
     read_labels,
     refuse_unknown,
@@ -420,13 +421,15 @@ class DPOLoss(Loss, name="dpo"):
             The loss, differentiable in `logps` or `logits`. A pair without labels has a loss of 0.
 
         Raises:
-            ValueError: if a shape or a row does not fit, or rows are not in pairs.
-            TypeError: if labels are not integers, or an argument is unknown.
+            ValueError: if a shape or a row does not fit, rows are not in pairs, or `ref_outputs`
+                have no `logps`.
+            TypeError: if labels are not integers, an argument is unknown, or there are sums of
+                only the chosen or only the rejected sequences.
         """
         refuse_unknown(kwargs)
         labels, logprobs = _read_pairs(inputs, outputs, self.ignore_index)
         if ref_logps is None and ref_outputs is not None:
-            ref_logps = ref_outputs.get("logps")
+            _, ref_logps = entry("ref_outputs", ref_outputs, "logps")
         reference = _reference(labels, logprobs, ref_logps, ref_chosen_logps, ref_rejected_logps)
         if reference is None and not self.reference_free:
             return LossOutput(jnp.zeros((), logprobs.dtype))
@@ -607,6 +610,9 @@ def _reference(
 ) -> Float[Array, " batch"] | None:
     """Sum the reference's log-probabilities over each sequence, unless the sums are passed."""
     dtype, pairs = logprobs.dtype, len(logprobs) // 2
+    if (chosen is None) != (rejected is None):
+        missing = "ref_rejected_logps" if rejected is None else "ref_chosen_logps"
+        raise TypeError(f"{missing} must be given with the other sums of a pair, got None")
     if chosen is not None and rejected is not None:
         sums = jnp.asarray(chosen, dtype), jnp.asarray(rejected, dtype)
         for name, value in zip(("ref_chosen_logps", "ref_rejected_logps"), sums, strict=True):
