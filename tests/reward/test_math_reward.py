@@ -57,6 +57,11 @@ SAME = [
     (r"1\,234\,567", "1234567"),
     ("1234", r"1\,234"),
     ("E", r"\text{(E)}"),
+    (r"6.63\times 10^{-34}", r"6.626\cdot 10^{-34}"),
+    ("x = 0.00000012", r"1.2\times 10^{-7}"),
+    ("0.00000012", r"x = \frac{12}{10^8}"),
+    ("0.001235", r"\frac{1}{810}"),
+    (r"0.00005\%", "0.0000005"),
     (r"\textbf{(E)}", r"\text{E}"),
     (r"\text{(A), (C)}", r"\text{C, A}"),
 ]
@@ -69,6 +74,10 @@ OTHER = [
     ("1,2,3,4,5", "3"),
     ("[1,2]", "[1,2)"),
     ("6.28318", r"2\pi"),
+    (r"6.63\times 10^{-34}", r"1.6\times 10^{-19}"),  # both 0 to six decimal places
+    ("0.00000012", "0.00000013"),
+    ("0.0", "10^{-8}"),
+    ("x = 0.00000012", "x = 0.00000013"),
     ("nan", "0"),
     ("", "0"),
     ("5; import os", "5 + 1"),
@@ -106,7 +115,7 @@ ROWS = [
 
 @pytest.mark.parametrize("reader", ["MathReward", "math-verify", "GSM8KAccuracyReward"])
 def test_the_table_in_the_documentation(reward, reader):
-    assert len(ROWS) == 31
+    assert len(ROWS) == 32
     column = {"MathReward": 2, "math-verify": 3, "GSM8KAccuracyReward": 4}[reader]
     texts, truths = boxed(*(row[0] for row in ROWS)), [row[1] for row in ROWS]
     if reader == "math-verify":

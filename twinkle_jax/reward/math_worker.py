@@ -19,6 +19,8 @@ from typing import Any
 
 _MEMORY = 2 << 30  # bytes of address space for each worker
 _START = 120.0  # seconds until the first worker must be ready
+_SMALL = 1e-3  # math-verify rounds to six decimal places, which leaves fewer than three digits
+_TOLERANCE = 1e-3  # of small numbers, relative
 _REFUSED = ("os.", "subprocess.", "socket.", "shutil.", "ctypes.", "pty.", "signal.")
 
 
@@ -39,8 +41,21 @@ def math_verify() -> tuple[Any, Any, Any]:
             parsing_timeout=None,
         )
 
-    def equal(truth: Any, answer: Any) -> bool:
-        return bool(verify(truth, answer, timeout_seconds=None))
+    def numbers(parsed: list[Any]) -> list[Any]:
+        values = [x.rhs if isinstance(x, Eq) else x for x in parsed]
+        return [x.evalf().doit() for x in values if getattr(x, "is_number", False)]
+
+    def agree(truth: Any, answer: Any) -> bool:
+        is_small = 0 < abs(truth) < _SMALL
+        return not is_small or abs(truth - answer) <= _TOLERANCE * abs(truth)
+
+    def equal(truth: list[Any], answer: list[Any]) -> bool:
+        if not verify(truth, answer, timeout_seconds=None):
+            return False
+        if truth == answer:
+            return True
+        pairs = [(x, y) for x in numbers(truth) for y in numbers(answer)]
+        return not pairs or any(agree(x, y) for x, y in pairs)
 
     return read, equal, Eq
 
@@ -56,7 +71,7 @@ def compare(answer: str, truth: str, seconds: float) -> str:
         parsed = read(answer)
         # math-verify takes the right-hand side of an equation, so 6 = 5 would be right for 5
         sides = [x for item in parsed if hasattr(item, "atoms") for x in item.atoms(equation)]
-        if any(not x.free_symbols and not equal(x.lhs, x.rhs) for x in sides):
+        if any(not x.free_symbols and not equal([x.lhs], [x.rhs]) for x in sides):
             return "different"
         return "equal" if equal(gold, parsed) else "different"
     except Exception:
