@@ -24,7 +24,8 @@ _INTEGER = re.compile(r"-?[0-9]{1,1000}")
 _WORDS = re.compile(r"(?=.*[^\W\d_]{2})[^\W\d_]+(?:[ ,-]+[^\W\d_]+)*")
 # 3e2 and 1e-05, as computers print numbers; 2e-3 stays 2e − 3, with Euler's number.
 _SCIENTIFIC = re.compile(r"([+-]?[0-9]+(?:\.[0-9]+)?)[eE]([0-9]{1,6}|[+-][0-9]{2,6})")
-_THOUSANDS = re.compile(r"(?<=[0-9])\\,(?=[0-9]{3}(?![0-9]))")  # a thin space, in 1\,000
+# A space of LaTeX between thousands, as in 1\,000 and 1~000.
+_THOUSANDS = re.compile(r"(?<=[0-9])(?:\\[,:; ]|~)(?=[0-9]{3}(?![0-9]))")
 _CHOICE = re.compile(r"(?<!\w)\(([a-z])\)(?!\w)")  # of several, as (e)
 _BASE = re.compile(r"-?[0-9][0-9A-Fa-f]*_(?:\{([0-9]+)\}|([0-9]+))")
 
