@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from twinkle_jax.data import Rows, RowStream, mix, read_rows, write_rows
+from twinkle_jax.data import Rows, RowStream, mix, read_jsonl, read_rows, write_rows
 
 NUMBERS = [{"n": n} for n in range(5)]
 TABLES = [Rows, lambda rows: RowStream(lambda: rows)]
@@ -179,6 +179,32 @@ def test_a_column_that_the_first_row_lacks_is_written(tmp_path):
     pytest.importorskip("pyarrow", reason="pip install 'twinkle-jax[hub]'")
     write_rows([{"n": None}, {"n": 1, "t": "x"}], tmp_path / "a.parquet")
     assert list(read_rows(tmp_path / "a.parquet")) == [{"n": None, "t": None}, {"n": 1, "t": "x"}]
+
+
+def test_tools_in_parquet_files_have_their_own_parameters_alone(tmp_path):
+    pytest.importorskip("pyarrow", reason="pip install 'twinkle-jax[hub]'")
+
+    def tool(name, parameter):
+        parameters = {"type": "object", "properties": {parameter: {"type": "string"}}}
+        return {"type": "function", "function": {"name": name, "parameters": parameters}}
+
+    calls = [{"function": {"name": "find", "arguments": {"query": "JAX"}}}]
+    calls += [{"function": {"name": "weather", "arguments": {"city": "Delhi"}}}]
+    turns = [{"role": "user", "content": "?"}, {"role": "assistant", "tool_calls": calls}]
+    turns = [*turns, {"role": "tool", "content": "[]"}]
+    tools, path = [tool("find", "query"), tool("weather", "city")], tmp_path / "a.parquet"
+    others = {"a": {"n": 1, "m": None}, "b": [{"n": 1}, {"m": 2}]}
+    write_rows([{"prompt": turns, "tools": tools, "bad": {"messages": turns}, **others}], path)
+    (row,) = read_rows(path)
+    assert row["tools"] == tools
+    for messages in (row["prompt"], row["bad"]["messages"]):
+        assert [x["content"] for x in messages] == ["?", None, "[]"]
+        assert [x["tool_calls"] for x in messages] == [None, calls, None]
+    assert row["a"] == others["a"] and row["b"] == [{"n": 1, "m": None}, {"n": None, "m": 2}]
+    turns[1]["content"] = ""
+    write_rows([{"prompt": turns, "tools": tools}], path)
+    (trajectory,) = read_jsonl(path)
+    assert trajectory["tools"] == tools and trajectory["messages"][1]["tool_calls"] == calls
 
 
 def test_a_stream_is_written_over_the_file_that_it_reads(tmp_path):

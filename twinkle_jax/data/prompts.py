@@ -15,6 +15,7 @@ from typing import Any, Literal, Self, overload
 import numpy as np
 
 from twinkle_jax._package import require
+from twinkle_jax.data.rows import parquet_row
 from twinkle_jax.data.strict_json import open_text, parse_json
 from twinkle_jax.data.trajectory import Message, PromptBatch, Tool, Trajectory
 
@@ -223,7 +224,7 @@ def _parquet_records(path: str | Path) -> Iterator[tuple[str, dict[str, Any]]]:
         for name in _ANSWERS:
             if kinds.get(name) in _SHORT_FLOATS and record[name] is not None:
                 record[name] = Decimal(str(_SHORT_FLOATS[kinds[name]](record[name])))
-        yield f"{path}: record {count}", record
+        yield f"{path}: record {count}", parquet_row(record)
 
 
 def _json_records(path: str | Path) -> Iterator[tuple[str, dict[str, Any]]]:

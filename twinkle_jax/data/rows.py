@@ -316,7 +316,7 @@ def _read(path: Path) -> Iterator[Row]:
         require("pyarrow", "hub")
         from pyarrow import parquet
 
-        yield from parquet.read_table(path).to_pylist()
+        yield from map(parquet_row, parquet.read_table(path).to_pylist())
         return
     with open_text(path) as file:
         if path.suffix == ".csv":
@@ -334,6 +334,34 @@ def _read(path: Path) -> Iterator[Row]:
             for number, line in enumerate(file, 1):
                 if line.strip():
                     yield _object(path, number, _json(path, number, line))
+
+
+def parquet_row(row: Row) -> Row:
+    """Drop what other rows have from the tools and tool calls of a row of a Parquet file.
+
+    There all dictionaries of a column have the same keys, None where there is nothing: each tool
+    would have the parameters of all others, and each call their arguments.
+    """
+    tidied = dict(row)
+    for name, value in row.items():
+        if name == "tools":
+            tidied[name] = _without_none(value)
+        elif name in ("messages", "prompt") and isinstance(value, list):
+            tidied[name] = [
+                {key: _without_none(x) for key, x in message.items()}
+                if isinstance(message, dict)
+                else message
+                for message in value
+            ]
+        elif isinstance(value, dict) and "messages" in value:
+            tidied[name] = parquet_row(value)
+    return tidied
+
+
+def _without_none(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_none(x) for key, x in value.items() if x is not None}
+    return [_without_none(x) for x in value] if isinstance(value, list) else value
 
 
 def _json(path: Path, number: int, text: str) -> Any:
