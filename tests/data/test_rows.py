@@ -139,6 +139,8 @@ def test_nested_cells_of_csv_are_json(tmp_path):
 def test_numbers_of_csv_that_a_float_does_not_hold(tmp_path):
     (tmp_path / "a.csv").write_text("id,x\n12345678901234567890,1e999\n1,2\n")
     assert read_rows(tmp_path / "a.csv")[0] == {"id": 12345678901234567890, "x": "1e999"}
+    (tmp_path / "a.csv").write_text("answer,x\n9007199254740993,9007199254740992\n0.5,0.5\n")
+    assert read_rows(tmp_path / "a.csv")[0] == {"answer": "9007199254740993", "x": 2.0**53}
 
 
 @pytest.mark.parametrize(

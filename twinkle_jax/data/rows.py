@@ -392,10 +392,16 @@ def _csv(path: Path, reader: "csv.DictReader[Any]") -> list[Row]:
         for pattern, convert in _CELL_TYPES:
             if cells and all(pattern.fullmatch(cell) for cell in cells):
                 values = [convert(cell) for cell in cells]
-                if math.inf not in map(abs, values):  # beyond float64
+                if all(map(_is_held, cells, values)):
                     columns[name] = values
                 break
     return to_rows(columns)
+
+
+def _is_held(cell: str, value: float) -> bool:
+    """Whether a value is what its cell says: float64 neither overflowed nor rounded an integer."""
+    integer, _ = _CELL_TYPES[0]
+    return abs(value) < math.inf and (not integer.fullmatch(cell) or int(cell) == value)
 
 
 def to_lists(value: Any) -> Any:
