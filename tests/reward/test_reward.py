@@ -8,7 +8,14 @@ import pytest
 
 from tests.reward import completions
 from twinkle_jax.data import read_jsonl
-from twinkle_jax.reward import FormatReward, FunctionReward, Reward, as_reward, compute_rewards
+from twinkle_jax.reward import (
+    ExactMatchReward,
+    FormatReward,
+    FunctionReward,
+    Reward,
+    as_reward,
+    compute_rewards,
+)
 
 SAME = FunctionReward(lambda text, truth: float(text == truth))
 
@@ -54,6 +61,18 @@ def test_functions_of_a_completion():
         SAME(completions("ab"))
     with pytest.raises(TypeError, match="function"):
         FunctionReward(5)
+
+
+def test_ground_truths_that_are_several_answers():
+    """As text, `['4', 'four']` would be an answer that no completion gives."""
+    answers = completions("four", "['4']", user_data=[("ground_truth", ["4", "four"])])
+    assert FunctionReward(lambda text, truth: float(text in truth))(answers) == [1.0, 0.0]
+    for truths in (None, [("4",), "4"], [np.asarray(["4", "5"]), "4"], [{"4": 1}, "4"]):
+        with pytest.raises(ValueError, match=r"ground_truths\[0\] must be text or a number"):
+            ExactMatchReward()(answers, truths)
+    with pytest.raises(ValueError, match=r"ground_truths\[1\] must be an answer"):
+        SAME(answers, ["4", []])
+    assert SAME(completions("7", "0.5", "3"), [7, np.asarray(0.5), np.int64(3)]) == [1.0] * 3
 
 
 def test_rewards_of_ones_own():

@@ -70,7 +70,8 @@ class FunctionReward(Reward):
     """A reward of single completions, from a function.
 
     Args:
-        function: takes a completion's text and its ground truth, returns a number.
+        function: takes a completion's text and its ground truth, returns a number. Ground truths
+            that are numbers come as text, lists and dictionaries as they are.
         needs_ground_truth: False passes None for the ground truth where there is none.
 
     Raises:
@@ -96,7 +97,7 @@ class FunctionReward(Reward):
     ) -> list[float]:
         """Call the function on each completion and its ground truth."""
         if self.needs_ground_truth:
-            truths = find_ground_truths(trajectories, ground_truths)
+            truths = _present_truths(trajectories, ground_truths)
         else:
             truths = align_ground_truths(trajectories, ground_truths)
         pairs = zip(trajectories, truths, strict=True)
@@ -251,21 +252,35 @@ def align_ground_truths(
 def find_ground_truths(
     trajectories: Sequence[Mapping[str, Any]], ground_truths: GroundTruths
 ) -> list[str]:
-    """Match ground truths with trajectories, as text; raises where one is missing."""
+    """Match ground truths with trajectories, as text; raises where one is missing, or is a list."""
+    truths = _present_truths(trajectories, ground_truths)
+    for i, truth in enumerate(truths):
+        if not isinstance(truth, str):
+            raise ValueError(f"ground_truths[{i}] must be text or a number, got {truth!r:.80}")
+    return truths
+
+
+def _present_truths(
+    trajectories: Sequence[Mapping[str, Any]], ground_truths: GroundTruths
+) -> list[Any]:
+    """Match ground truths with trajectories, numbers as text; raises where one is missing."""
     truths = align_ground_truths(trajectories, ground_truths)
-    texts = ["" if truth is None else str(truth).strip() for truth in truths]
-    for i, text in enumerate(texts):
-        if not text:
+    present: list[Any] = []
+    for i, truth in enumerate(truths):
+        nested = isinstance(truth, Collection) and not isinstance(truth, str)
+        nested = getattr(truth, "ndim", nested) > 0  # an array of one number is a number
+        present.append(truth if nested else "" if truth is None else str(truth).strip())
+        if not len(present[i]):
             raise ValueError(
-                f"ground_truths[{i}] must be an answer, got {truths[i]!r}: pass ground_truths, or "
+                f"ground_truths[{i}] must be an answer, got {truth!r}: pass ground_truths, or "
                 "keep a 'ground_truth' in the user_data of each trajectory"
             )
-    return texts
+    return present
 
 
 def _read_truth(truth: Any) -> Any:
     """A ground truth that is a trajectory: that in its `user_data`, or else its last message."""
-    if not isinstance(truth, Mapping):
+    if not isinstance(truth, Mapping) or truth.keys().isdisjoint(("messages", "user_data")):
         return truth
     kept = user_data_get(truth.get("user_data"), "ground_truth")
     messages = truth.get("messages") or ()
