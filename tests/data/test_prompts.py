@@ -137,6 +137,8 @@ def test_forms_that_data_sets_have(tmp_path):
         {"question": "a", "answer": "yes", "solution": "z"},
         {"question": "a", "answer": "b #### 1", "solution": "z"},
         {"question": "a", "answer": "b #### x, y"},
+        {"question": "a", "answer": "b #### -2,1"},  # two numbers
+        {"question": "a", "answer": "b #### -12,34,567.5"},  # one in India
     )
     prompts = read_jsonl(path)
     assert all(prompt["messages"] == turn for prompt in prompts)
@@ -148,6 +150,8 @@ def test_forms_that_data_sets_have(tmp_path):
         [("ground_truth", "yes"), ("solution", "z")],
         [("ground_truth", "1"), ("solution", "z")],
         [("ground_truth", "x, y"), ("solution", "b")],
+        [("ground_truth", "-2,1"), ("solution", "b")],
+        [("ground_truth", "-1234567.5"), ("solution", "b")],
     ]
 
 

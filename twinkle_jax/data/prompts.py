@@ -20,6 +20,7 @@ from twinkle_jax.data.strict_json import open_text, parse_json
 from twinkle_jax.data.trajectory import Message, PromptBatch, Tool, Trajectory
 
 _NUMBER = re.compile(r"-?\d+(\.\d+)?")
+_THOUSANDS = re.compile(r"-?\d{1,3}(,\d{2,3})*,\d{3}(\.\d+)?")  # 1,234,567 and 12,34,567
 # Names of pyarrow's types whose numbers, as float64, have digits that nobody wrote.
 _SHORT_FLOATS = {"halffloat": np.float16, "float": np.float32}
 _ANSWERS = ("answer", "ground_truth")
@@ -154,6 +155,7 @@ def read_gsm8k(
         if not isinstance(question, str) or not question.strip() or not isinstance(answer, str):
             raise ValueError(f"{where} must have a 'question' and an 'answer', got {_keys(record)}")
         number, solution = _split_gsm8k(answer)
+        number = number.replace(",", "")
         if solution is None or not _NUMBER.fullmatch(number):
             raise ValueError(
                 f"{where} must end its 'answer' with '#### number', got {answer[-40:]!r}"
@@ -270,10 +272,10 @@ def _read_answer(where: str, name: str, answer: Any, *, gsm8k: bool) -> tuple[st
 def _split_gsm8k(answer: str) -> tuple[str, str | None]:
     """Split GSM8K's answers into the number, without commas, and the solution before it."""
     solution, hashes, number = answer.rpartition("####")
-    plain = number.strip().replace(",", "")
     if not hashes:
         return answer.strip(), None
-    return plain if _NUMBER.fullmatch(plain) else number.strip(), solution.strip()
+    number = number.strip()
+    return number.replace(",", "") if _THOUSANDS.fullmatch(number) else number, solution.strip()
 
 
 def _read_prompt(where: str, record: dict[str, Any]) -> tuple[str, list[Message]]:
