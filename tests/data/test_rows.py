@@ -153,6 +153,8 @@ def test_numbers_of_csv_that_a_float_does_not_hold(tmp_path):
         ("a.csv", "a\n1,2\n"),
         ("a.csv", "a,b,a\n1,2,3\n"),
         ("a.csv", f"a\n{'1' * 200_000}\n"),
+        ("a.csv", 'a,b\n1,"2\n3,4\n'),
+        ("a.csv", 'a,b\n"1" is one,2\n'),
         ("a.txt", "caf\xe9"),
         ("a.bin", ""),
     ],

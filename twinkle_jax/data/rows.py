@@ -320,10 +320,13 @@ def _read(path: Path) -> Iterator[Row]:
         return
     with open_text(path) as file:
         if path.suffix == ".csv":
+            # Otherwise all lines behind a quote that is never closed would be one cell.
+            reader = csv.DictReader(file, restval="", strict=True)
             try:
-                yield from _csv(path, csv.DictReader(file, restval=""))
+                yield from _csv(path, reader)
             except csv.Error as error:
-                raise ValueError(f"{path} must be CSV: {error}") from None
+                place = f"{path}, line {reader.line_num}"
+                raise ValueError(f"{place} must be CSV: {error}") from None
         elif path.suffix == ".txt":
             yield from ({"text": line.rstrip("\r\n")} for line in file)
         elif path.suffix == ".json" and file.read(1024).lstrip().startswith("["):
