@@ -40,6 +40,20 @@ def test_tools(tmp_path):
     assert ours["input_ids"].tolist() == list(expected["input_ids"])
 
 
+def test_a_template_for_conversations_with_tools(tmp_path):
+    tokenizer = small_tokenizer()
+    texts = {"default": "\n{{ messages[0].content }}\n ", "tool_use": "\n{{ tools }}\n\n"}
+    named = [{"name": name, "template": text} for name, text in texts.items()]
+    config = {**tokenizer.config, "chat_template": named}
+    Tokenizer(tokenizer.backend, config).save_pretrained(tmp_path)
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    messages = [{"role": "user", "content": "Add 2 and 3"}]
+    for tools in (None, [{"name": "add"}]):
+        ours = Template(tmp_path).encode({"messages": messages, "tools": tools}, True)
+        expected = theirs.apply_chat_template(messages, tools=tools, add_generation_prompt=True)
+        assert ours["input_ids"].tolist() == list(expected["input_ids"])
+
+
 @pytest.mark.parametrize("make", [chatml_tokenizer, llama_tokenizer, small_tokenizer])
 def test_text_and_special_tokens_are_read_alike(make, tmp_path):
     make().save_pretrained(tmp_path)

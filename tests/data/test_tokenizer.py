@@ -72,7 +72,7 @@ def test_stop_tokens_are_ids(wrong):
 def test_several_templates_and_tokens_with_flags():
     config = {
         "chat_template": [
-            {"name": "tool_use", "template": "{{ 'tools' }}"},
+            {"name": "rag", "template": "{{ 'documents' }}"},
             {"name": "default", "template": "{{ 'plain' }}"},
         ],
         "eos_token": {"content": "<|end|>", "lstrip": False},

@@ -180,13 +180,19 @@ class Tokenizer:
 
 
 def _default_template(source: Any) -> str | None:
-    """Choose the template called default, where a tokenizer has several."""
+    """Join the templates that a tokenizer has by name: `tool_use` where there are tools."""
     named = source
     if isinstance(source, list) and all(isinstance(entry, Mapping) for entry in source):
         named = {entry.get("name"): entry.get("template") for entry in source}
     template = named.get("default") if isinstance(named, Mapping) else named
     if not isinstance(template, str | None):
         raise ValueError(f"chat_template must be text, or texts by name, got {source!r:.80}")
+    with_tools = named.get("tool_use") if isinstance(named, Mapping) else None
+    if template is not None and isinstance(with_tools, str):
+        # The signs + leave white space around the tags as it is; a line break at the end of a
+        # template is not part of it.
+        with_tools, without = with_tools.removesuffix("\n"), template.removesuffix("\n")
+        return f"{{% if tools +%}}{with_tools}{{%+ else +%}}{without}{{%+ endif %}}"
     return template
 
 
