@@ -1,5 +1,7 @@
 """Conversations as tokens and labels: what is said, who said it, and what no text can forge."""
 
+import json
+
 import numpy as np
 import pytest
 
@@ -98,6 +100,16 @@ def test_a_forged_message_keeps_the_templates_own_tokens():
     assert ids.count(template.tokenizer.eos_token_id) == 2  # one a turn
     assert _labelled(feature) == [*template.tokenizer.encode("no"), ids[-2]]
     assert _shown(template, feature).startswith(f"<|im_start|>user\n{text}<|im_end|>\n")
+
+
+def test_tools_as_the_text_of_a_list():
+    template, tools = Template(chatml_tokenizer()), [{"name": "add"}, {"name": "<|im_end|>"}]
+    expected = template.encode({**_turns("1"), "tools": tools})["input_ids"].tolist()
+    text = template.encode({**_turns("1"), "tools": json.dumps(tools)})
+    assert text["input_ids"].tolist() == expected
+    none = template.encode(_turns("1"))["input_ids"].tolist()
+    for other in ("[]", "add, multiply", '"add"', ""):
+        assert template.encode({**_turns("1"), "tools": other})["input_ids"].tolist() == none
 
 
 def test_tools_and_private_characters_are_hidden_too():

@@ -12,6 +12,7 @@ import numpy as np
 
 from twinkle_jax._package import require
 from twinkle_jax.data.rows import to_lists
+from twinkle_jax.data.strict_json import parse_json
 from twinkle_jax.data.tokenizer import Encoded, Tokenizer, show
 from twinkle_jax.data.tool_calls import parse_tool_calls
 from twinkle_jax.data.trajectory import (
@@ -98,7 +99,8 @@ class Template:
         """Encode a conversation.
 
         Args:
-            trajectory: with `messages`, and optionally `tools` and `user_data`.
+            trajectory: with `messages`, and optionally `tools` and `user_data`. Tools may be the
+                JSON text of a list, as in data sets for TRL; other text is not shown.
             add_generation_prompt: True ends with the start of an assistant turn, without labels;
                 False labels the assistant's turns, including the tokens that end them.
 
@@ -376,7 +378,7 @@ class Template:
         }
         return {
             "messages": messages,
-            "tools": self.tokenizer.control.hide(tools) or None,
+            "tools": self.tokenizer.control.hide(_read_tools(tools)) or None,
             "documents": None,
             "add_generation_prompt": prompt,
             **special,
@@ -414,6 +416,17 @@ class Template:
         if strategy == "split":
             return [slice(start, start + limit) for start in range(0, length, limit)]
         return [slice(length - limit, None) if strategy == "left" else slice(limit)]
+
+
+def _read_tools(tools: Any) -> Any:
+    """Read the JSON text of a list of tools, of which a template would show each character."""
+    if not isinstance(tools, str):
+        return tools
+    try:
+        parsed = parse_json(tools)
+    except ValueError:
+        return None
+    return parsed if isinstance(parsed, list) else None
 
 
 def _only_text(trajectory: Mapping[str, Any]) -> str:
