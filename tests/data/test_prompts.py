@@ -88,6 +88,7 @@ GOOD = {"prompt": "a", "answer": "b"}
         ({"prompt": "a", "answer": "  "}, "'answer'"),
         ({"prompt": "a", "answer": "@"}, "'answer'"),
         ({"prompt": "a", "answer": "b", "ground_truth": "c"}, "'answer'"),
+        ({"prompt": "a", "answer": None, "ground_truth": None}, "'ground_truth'"),
         ({"prompt": "a", "ground_truth": ["b"]}, "'ground_truth'"),
         ('{"prompt": "a", "answer": NaN}', "NaN"),
         ('{"prompt": "a", "answer": "b", "more": [-Infinity]}', "Infinity"),
@@ -137,6 +138,8 @@ def test_forms_that_data_sets_have(tmp_path):
         {"question": "a", "answer": "yes", "solution": "z"},
         {"question": "a", "answer": "b #### 1", "solution": "z"},
         {"question": "a", "answer": "b #### x, y"},
+        {"prompt": "a", "answer": None, "ground_truth": "b"},  # a table with both columns
+        {"prompt": "a", "answer": "b", "ground_truth": None},
         {"question": "a", "answer": "b #### -2,1"},  # two numbers
         {"question": "a", "answer": "b #### -12,34,567.5"},  # one in India
     )
@@ -150,6 +153,8 @@ def test_forms_that_data_sets_have(tmp_path):
         [("ground_truth", "yes"), ("solution", "z")],
         [("ground_truth", "1"), ("solution", "z")],
         [("ground_truth", "x, y"), ("solution", "b")],
+        [("ground_truth", "b")],
+        [("ground_truth", "b")],
         [("ground_truth", "-2,1"), ("solution", "b")],
         [("ground_truth", "-1234567.5"), ("solution", "b")],
     ]

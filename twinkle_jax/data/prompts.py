@@ -97,9 +97,12 @@ def read_jsonl(
     answered = True if check_answer is not None else None
     for where, record in _records(path):
         form, messages = _read_prompt(where, record)
-        name = "ground_truth" if "ground_truth" in record else "answer"
-        if name == "ground_truth" and "answer" in record:
+        both = [name for name in _ANSWERS if name in record]
+        if len(both) == 2 and None in (record["answer"], record["ground_truth"]):
+            del record["answer" if record["answer"] is None else "ground_truth"]
+        elif len(both) == 2:
             raise ValueError(f"{where} must have 'answer' or 'ground_truth', got both")
+        name = "ground_truth" if "ground_truth" in record else "answer"
         answered = name in record if answered is None else answered
         columns = [(k, x) for k, x in record.items() if k not in ("prompt", "messages", form, name)]
         answer = None
