@@ -46,7 +46,7 @@ def test_parts_between_tags(text, loose, strict):
     assert FormatReward(strict=True)(completions(text)) == [strict]
 
 
-@pytest.mark.parametrize("tags", [[], "think", ["think", ""]])
+@pytest.mark.parametrize("tags", [[], "think", ["think", ""], ["<think>"], ["think>"]])
 def test_tags_that_are_refused(tags):
     with pytest.raises(ValueError, match="tags"):
         FormatReward(tags)

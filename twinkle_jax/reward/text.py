@@ -103,7 +103,7 @@ class FormatReward(Reward):
             them; False requires each part somewhere.
 
     Raises:
-        ValueError: if there are no tags, or one is empty.
+        ValueError: if there are no tags, or one is empty or in angle brackets.
 
     Example:
         >>> text = "<think>2 and 2</think> <answer>4</answer>"
@@ -114,6 +114,8 @@ class FormatReward(Reward):
     def __init__(self, tags: Sequence[str] = ("think", "answer"), *, strict: bool = False) -> None:
         if isinstance(tags, str) or not tags or not all(tags):
             raise ValueError(f"tags must be a list of names that are not empty, got {tags!r}")
+        if any(sign in tag for tag in tags for sign in "<>"):
+            raise ValueError(f"tags must be names without < and >, such as 'think', got {tags!r}")
         self.tags, self.strict = tuple(tags), strict
 
     def __call__(
