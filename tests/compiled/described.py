@@ -94,5 +94,5 @@ def how_to_install(platform: str) -> str:
     """Say what brings it."""
     return (
         f"{' or '.join(_MODULES[platform])} must be installed to compile for {platform}: "
-        f"pip install 'twinkle-jax[{platform}-compiler]'"
+        f"pip install -e '.[{platform}-compiler]'"
     )
