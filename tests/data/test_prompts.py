@@ -42,8 +42,9 @@ def test_prompts_and_answers(tmp_path):
             "user_data": [("ground_truth", "0.5")],
         },
     ]
-    first = read_jsonl(path, system="Be brief.")[0]["messages"]
+    first, second, _ = (x["messages"] for x in read_jsonl(path, system="Be brief."))
     assert first[0] == {"role": "system", "content": "Be brief."} and len(first) == 2
+    assert second == turns
 
 
 def test_a_byte_order_mark_is_no_text(tmp_path):

@@ -75,7 +75,7 @@ def read_jsonl(
 
     Args:
         path: the file; or a `.parquet` file with such columns.
-        system: a system message at the beginning of each conversation; None adds none.
+        system: a system message for conversations that begin with none; None adds none.
         check_answer: returns False for an answer that the reward cannot read. With it, every
             record needs an answer.
 
@@ -200,7 +200,7 @@ def download_split(repository: str, split: str, *, subset: str = "main") -> list
 def _trajectory(
     messages: list[Message], answer: str | None, columns: list[tuple[str, Any]], system: str | None
 ) -> Trajectory:
-    if system is not None:
+    if system is not None and messages[0]["role"] != "system":
         messages = [Message(role="system", content=system), *messages]
     truth = [] if answer is None else [("ground_truth", answer)]
     return Trajectory(messages=messages, user_data=[*truth, *columns])

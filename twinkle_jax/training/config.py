@@ -255,7 +255,7 @@ class TrainConfig:
             the rewards are added up; none: the task's own, or the environment's alone.
         reward_weights: weights of several rewards, in their order; none: 1 each.
         reward_timeout: seconds that a reward may take for the completions of a step.
-        system: system message of each conversation.
+        system: system message of conversations that begin with none.
         warm_start: the built-in policy first learns from examples, until it has this held-out
             accuracy; 0 for no examples.
         output_dir: the directory of the run.
