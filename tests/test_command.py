@@ -157,7 +157,13 @@ def test_what_is_no_finished_run_is_told(tmp_path, capsys):
     assert main(["train", *TINY, "--steps", "0", "--output_dir", str(run)]) == 0
     assert main(["export", str(run / "policy"), str(tmp_path / "exported")]) == 1
     assert "run must be the directory of a run" in capsys.readouterr().err
+    checkpoints = run / "checkpoints"
+    (checkpoints / "step_00000000").rename(checkpoints / "step_00000002")  # as if continued
+    assert main(["sample", "1+2=", "--model", str(run)]) == 1
+    assert f"after step 0, whose policy {run / 'policy'} is" in capsys.readouterr().err
+    assert main(["sample", "1+2=", "--model", str(run / "policy"), "--num_samples", "1"]) == 0
     (run / "policy").rename(tmp_path / "policy")
+    capsys.readouterr()
     assert main(["sample", "1+2=", "--model", str(run)]) == 1
     assert f"twinkle-jax export {run} DIRECTORY" in capsys.readouterr().err
 
@@ -275,7 +281,7 @@ def test_options_of_an_optimizer_may_be_lists_and_null(tmp_path):
     assert json.loads((run / "config.json").read_text())["optimizer"]["options"] == options
 
 
-def test_a_run_goes_on_without_its_options_being_repeated(tmp_path, capsys):
+def test_a_run_goes_on_without_its_options_being_repeated(tmp_path, capsys, monkeypatch):
     run = str(tmp_path / "run")
     tiny = [*TINY, "--evaluation.every", "0", "--optimizer.schedule", "constant"]
     assert main(["train", *tiny, "--output_dir", run, "--seed", "3", "--overwrite"]) == 0
@@ -284,6 +290,13 @@ def test_a_run_goes_on_without_its_options_being_repeated(tmp_path, capsys):
     assert (config["seed"], config["steps"], config["rollout"]["prompts"]) == (3, 2, 4)
     assert config["overwrite"] is False  # not inherited: it deletes
     assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 2
+    # Killed after its last checkpoint, it would have left the summary of its first end. A relative
+    # path to resume is the directory of the run, too.
+    summary = tmp_path / "run" / "summary.json"
+    summary.write_text(json.dumps(json.loads(summary.read_text()) | {"steps": 1}))
+    monkeypatch.chdir(tmp_path)
+    assert main(["train", "--resume", "run", "--output_dir", "run"]) == 0
+    assert json.loads(summary.read_text())["steps"] == 2
     capsys.readouterr()
     assert main(["train", "--resume", "auto", "--output_dir", run, "--seed", "4"]) == 1
     assert "seed must be 3 as in the run to resume, got 4" in capsys.readouterr().err

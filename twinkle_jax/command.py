@@ -122,14 +122,21 @@ def _add_environment(parser: Any) -> None:
 
 def _read_policy(path: str) -> Any:
     from twinkle_jax.training import load_policy
-    from twinkle_jax.training.progress import holds_run
+    from twinkle_jax.training.checkpoint import RunCheckpoints
+    from twinkle_jax.training.progress import holds_run, read_summary
 
-    trained = Path(path) / "policy"
-    if holds_run(Path(path)) and not trained.is_dir():
-        raise ValueError(
-            f"model must be a run that has ended, got {path}, which has no policy yet: "
-            f"twinkle-jax export {path} DIRECTORY writes that of its last checkpoint"
-        )
+    run, trained = Path(path), Path(path) / "policy"
+    if holds_run(run):
+        ended = read_summary(run).get("steps")
+        newest = max(RunCheckpoints(run / "checkpoints").steps(), default=0)
+        problem = None if trained.is_dir() else "which has no policy yet"
+        if problem is None and ended is not None and newest > ended:
+            problem = f"which has gone on after step {ended}, whose policy {trained} is"
+        if problem is not None:
+            raise ValueError(
+                f"model must be a run that has ended, got {path}, {problem}: "
+                f"twinkle-jax export {path} DIRECTORY writes that of its last checkpoint"
+            )
     return load_policy(str(trained) if trained.is_dir() else path, argument="model")
 
 

@@ -396,7 +396,8 @@ def run_to_resume(resume: str, directory: Path) -> Path | None:
         return None
     source = directory if resume == "auto" else Path(resume)
     if RunCheckpoints(source / "checkpoints").steps():
-        return source
+        # The run in `directory` may be named by another path, such as a relative one.
+        return directory if source.resolve() == directory.resolve() else source
     if resume == "auto":
         return None
     raise ValueError(f"resume must be auto, never or the directory of a run, got {source}")
@@ -408,6 +409,13 @@ def saved_settings(source: Path) -> Mapping[str, Any]:
     if not isinstance(settings, dict):
         raise ValueError(f"{source / 'config.json'} must hold a run's settings, got {settings!r}")
     return settings
+
+
+def read_summary(directory: Path) -> dict[str, Any]:
+    """Read `summary.json`, which a run writes at its end; empty before."""
+    path = directory / "summary.json"
+    summary: dict[str, Any] = json.loads(path.read_text("utf-8")) if path.is_file() else {}
+    return summary
 
 
 def write_atomically(path: Path, text: str) -> None:

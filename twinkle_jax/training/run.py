@@ -36,6 +36,7 @@ from twinkle_jax.training.progress import (
     arrays_of,
     holds_run,
     prepare_directory,
+    read_summary,
     save,
     saved_settings,
     write_atomically,
@@ -116,9 +117,11 @@ def train(config: TrainConfig, *, reward: RewardFunction | None = None) -> dict[
         run, progress = begin(config, directory, task, log, display, source)
         last.finished(progress, saved=source == directory)
         last.save()
-        if progress.step >= config.steps and (directory / "summary.json").exists():
+        summary = read_summary(directory)
+        # A run that was continued, and then killed at its end, has the summary of its first end.
+        if progress.step >= config.steps and summary.get("steps") == progress.step:
             display.note(f"nothing left to do: {progress.step} of {config.steps} steps are done")
-            return json.loads((directory / "summary.json").read_text())
+            return summary
         try:
             hosts.together("beginning", interruption.check)
             progress = write_waiting_metrics(run, progress, last, interruption.check)
