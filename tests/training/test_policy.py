@@ -79,6 +79,12 @@ def test_the_tokenizer_beside_an_adapter_is_the_one_it_was_trained_with(tmp_path
     policy = load_policy(str(adapter))
     assert policy.template.chat_template.source == own
     assert policy.tokenizer.stop_token_ids == [1, 3]  # of the base: PEFT does not copy it
+    # Merged, it is of use with this template only. transformers writes the base's to a file of its
+    # own, which hides the one in tokenizer_config.json.
+    (base / "chat_template.jinja").write_text("{{ messages }}")
+    save_policy(policy, tmp_path / "merged", merge=True)
+    assert load_policy(str(tmp_path / "merged")).template.chat_template.source == own
+    (base / "chat_template.jinja").unlink()
     for path in adapter.glob("*token*"):
         path.unlink()
     template = load_policy(str(adapter)).template

@@ -98,13 +98,18 @@ class Tokenizer:
         return cls(backend, config, generation_config)
 
     def save_pretrained(self, directory: str | Path) -> None:
-        """Write the files that `from_pretrained`, transformers and vLLM read."""
+        """Write the files that `from_pretrained`, transformers and vLLM read.
+
+        A `chat_template.jinja` of another tokenizer in the directory is deleted: it would be read
+        in place of this one's template.
+        """
         path = Path(directory)
         path.mkdir(parents=True, exist_ok=True)
         self.backend.save(str(path / "tokenizer.json"))
         config = {"tokenizer_class": "PreTrainedTokenizerFast", **self.config}
         text = json.dumps(config, ensure_ascii=False, indent=2)
         (path / "tokenizer_config.json").write_text(text, encoding="utf-8")
+        (path / "chat_template.jinja").unlink(missing_ok=True)
 
     def __len__(self) -> int:
         return int(self.backend.get_vocab_size(with_added_tokens=True))

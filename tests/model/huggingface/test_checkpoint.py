@@ -303,6 +303,7 @@ def test_the_tokenizer_comes_along_and_other_files_stay(decoder, export, tmp_pat
     target = tmp_path / "target"
     save_pretrained(decoder, target, max_shard_size=9_000)
     (target / "tokenizer.json").write_text("old")
+    (target / "generation_config.json").write_text("what ended the old one's completions")
     (target / "README.md").write_text("mine")
     save_pretrained(loaded, target)
     assert {p.name: p.read_text() for p in target.iterdir() if p.suffix != ".safetensors"} == {
@@ -313,7 +314,10 @@ def test_the_tokenizer_comes_along_and_other_files_stay(decoder, export, tmp_pat
     }
     assert [p.name for p in target.glob("model*")] == ["model.safetensors"]
     save_pretrained(loaded, export)  # onto its own source
-    assert (export / "secret.txt").exists()
+    assert (export / "secret.txt").exists() and (export / "chat_template.jinja").exists()
+    (target / "tokenizer.json").write_text("saved beside it")
+    save_pretrained(decoder, target)  # which has no tokenizer
+    assert (target / "tokenizer.json").read_text() == "saved beside it"
     assert_same(load_pretrained(export).params, loaded.params)
 
 

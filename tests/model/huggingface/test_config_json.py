@@ -263,6 +263,10 @@ def test_mistral_must_say_that_no_layer_slides():
 def test_llama_3_and_smollm_2():
     scaling = parse_config(family("llama")).attention.rope_scaling
     assert (scaling.factor, scaling.high_frequency, scaling.original_length) == (8, 4, 64)
+    rope = dict(family("llama")["rope_parameters"])
+    del rope["original_max_position_embeddings"]  # that of the model then, as in transformers
+    config = parse_config(family("llama", rope_parameters=rope, max_position_embeddings=256))
+    assert config.attention.rope_scaling == dataclasses.replace(scaling, original_length=256)
     small = family("llama", rope_parameters=None, rope_theta=1e5, rope_scaling=None)
     small |= {"is_llama_config": True, "rope_interleaved": False, "pretraining_tp": 1}
     parsed = parse_config({**small, "mlp_bias": False, "transformers.js_config": {"a": 1}})

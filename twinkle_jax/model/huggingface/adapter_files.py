@@ -159,13 +159,15 @@ def _peft_config(config: DecoderConfig, lora: LoraConfig, base: str | None) -> d
 
 
 def _save_tokenizer(tokenizer: SavesTokenizer | Template | None, directory: Path) -> None:
-    if isinstance(tokenizer, Template):
-        template, tokenizer = tokenizer.chat_template, tokenizer.tokenizer
-        if template is not None and template.source != tokenizer.chat_template:
-            # transformers and vLLM prefer this file to the tokenizer's own template.
-            (directory / "chat_template.jinja").write_text(template.source, encoding="utf-8")
-    if tokenizer is not None:
-        tokenizer.save_pretrained(directory)
+    if not isinstance(tokenizer, Template):
+        if tokenizer is not None:
+            tokenizer.save_pretrained(directory)
+        return
+    tokenizer.tokenizer.save_pretrained(directory)
+    template = tokenizer.chat_template
+    if template is not None and template.source != tokenizer.tokenizer.chat_template:
+        # transformers and vLLM prefer this file to the tokenizer's own template.
+        (directory / "chat_template.jinja").write_text(template.source, encoding="utf-8")
 
 
 def load_adapter(directory: str | Path, config: DecoderConfig) -> tuple[LoraConfig, dict[str, Any]]:

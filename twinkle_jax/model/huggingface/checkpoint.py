@@ -298,11 +298,12 @@ def save_pretrained(
     """Write a checkpoint that `transformers`, vLLM and `load_pretrained` read.
 
     The files are written beside the directory, read back and compared, and then moved into place in
-    one step: an interrupted export leaves an older one intact. Files of an older export other than
-    its weights and configuration are kept. The tokenizer's files are copied from the directory that
-    the decoder was read from, and so are tensors that the decoder does not use, unchanged: the
-    vision tower of Qwen3.5 or Gemma 3, and heads that predict several tokens. If that directory is
-    gone, a warning says that only the text model is written.
+    one step: an interrupted export leaves an older one intact. The tokenizer's files are copied
+    from the directory that the decoder was read from, and replace those of an older export. Of its
+    other files, all but weights and configuration are kept. Tensors that the decoder does not use
+    are copied from there, too, unchanged: the vision tower of Qwen3.5 or Gemma 3, and heads that
+    predict several tokens. If that directory is gone, a warning says that only the text model is
+    written.
 
     If the parameters are spread over several processes, all of them must call this. They gather one
     tensor at a time, process 0 writes it, and all return when the checkpoint is complete.
@@ -458,7 +459,8 @@ def _write_checkpoint(
             config = export_config(decoder.config, nested=bool(carried), dtype=jnp.dtype(main).name)
             _write_json(fresh / CONFIG, config)
             keep_files(decoder.source, fresh, TOKENIZER_FILES)
-            keep_files(target, fresh, others)
+            replaced = TOKENIZER_FILES if (fresh / "tokenizer.json").exists() else ()
+            keep_files(target, fresh, [name for name in others if name not in replaced])
 
 
 def _other_files(target: Path) -> list[str]:

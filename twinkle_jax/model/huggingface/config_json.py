@@ -70,7 +70,8 @@ _IGNORED = frozenset(
 )
 _IGNORED_PATTERNS = re.compile(r"_.*|.*_token_ids?|.*_version|transformers.*|unsloth_.*")
 
-_LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+_ORIGINAL = "original_max_position_embeddings"
+_LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", _ORIGINAL)
 _YARN = """original_max_position_embeddings attention_factor attn_factor beta_fast beta_slow mscale
     mscale_all_dim truncate""".split()  # noqa: SIM905
 # Rotary settings of image positions: a text token has one position only.
@@ -309,7 +310,7 @@ def _read_rope(flat: Mapping[str, Any], family: Family) -> _Rope:
     else:
         part = _number(rope, "partial_rotary_factor", family.rotary_part)
     theta = _number(rope, "rope_theta", 10_000.0)
-    # With all other keys: YaRN falls back on `max_position_embeddings`.
+    # With all other keys, for `_original_length`.
     return _Rope(theta, part, read_scaling({**flat, **rope, "rope_theta": theta}))
 
 
@@ -318,7 +319,7 @@ def _llama3(rope: Mapping[str, Any]) -> RopeScaling:
         factor=_number(rope, "factor", 1.0),
         low_frequency=_number(rope, "low_freq_factor", 1.0),
         high_frequency=_number(rope, "high_freq_factor", 4.0),
-        original_length=_size(rope, "original_max_position_embeddings"),
+        original_length=_original_length(rope),
     )
     if scaling.high_frequency <= scaling.low_frequency:
         raise ValueError(
@@ -328,10 +329,14 @@ def _llama3(rope: Mapping[str, Any]) -> RopeScaling:
     return scaling
 
 
+def _original_length(rope: Mapping[str, Any]) -> int:
+    """Read the length before scaling; where there is none, that of the model is taken for it."""
+    return _size(rope, _ORIGINAL if _ORIGINAL in rope else "max_position_embeddings")
+
+
 def _yarn(rope: Mapping[str, Any]) -> YarnScaling:
     """Read YaRN's keys; the lengths that they leave out are those of the model."""
-    original = "original_max_position_embeddings"
-    length = _size(rope, original if original in rope else "max_position_embeddings")
+    length = _original_length(rope)
     if rope["factor"] is None:
         factor = _size(rope, "max_position_embeddings") / length
     else:
@@ -374,7 +379,7 @@ _ReadScaling = Callable[[Mapping[str, Any]], RopeScaling | LinearScaling | YarnS
 _SCALINGS: dict[str, tuple[Sequence[str], Sequence[str], _ReadScaling]] = {  # required, optional
     "default": ((), (), lambda _: None),
     "linear": (("factor",), (), lambda rope: LinearScaling(_number(rope, "factor", 1.0))),
-    "llama3": (_LLAMA3, (), _llama3),
+    "llama3": (_LLAMA3[:3], (_ORIGINAL,), _llama3),
     "yarn": (("factor",), _YARN, _yarn),
 }
 
