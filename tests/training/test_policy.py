@@ -100,6 +100,34 @@ def test_an_adapter_may_bring_the_chat_template_that_its_base_lacks(tmp_path):
     assert load_policy(str(adapter)).tokenizer.chat_template == settings["chat_template"]
 
 
+@pytest.mark.parametrize(
+    ("settings", "template", "refused"),
+    [
+        ({"special": True}, "", False),
+        ({"special": True}, "{{ '<image>' }}", True),
+        ({"special": False}, "", True),
+    ],
+)
+def test_a_special_token_may_have_no_embedding(settings, template, refused, tmp_path):
+    """Gemma 3 1B has the tokenizer of the larger ones, with a token for images."""
+    policy = small_policy(0)
+    save_policy(policy, tmp_path)
+    file = tmp_path / "tokenizer.json"
+    content = json.loads(file.read_text())
+    (last,) = (x for x in content["added_tokens"] if x["id"] == 0)
+    image = last | {"id": policy.config.vocab_size, "content": "<image>"} | settings
+    file.write_text(json.dumps(content | {"added_tokens": [*content["added_tokens"], image]}))
+    (tmp_path / "chat_template.jinja").write_text(policy.tokenizer.chat_template + template)
+    if refused:
+        with pytest.raises(ValueError, match=r"ids below .* got '<image>' beyond"):
+            load_policy(str(tmp_path))
+        return
+    loaded = load_policy(str(tmp_path))
+    assert len(loaded.tokenizer) == loaded.config.vocab_size + 1
+    ids = loaded.template.encode({"messages": [{"role": "user", "content": "<image>1"}]})
+    assert max(ids["input_ids"]) < loaded.config.vocab_size
+
+
 def test_the_directory_of_a_run_is_no_checkpoint(tmp_path):
     policy = small_policy(0)
     save_policy(policy, tmp_path / "policy")

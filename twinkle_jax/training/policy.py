@@ -144,12 +144,30 @@ def _load_checkpoint(
         # PEFT leaves what ends a completion with the base.
         tuned.generation_config = tuned.generation_config or tokenizer.generation_config
         tokenizer = tuned
-    if len(tokenizer) > decoder.config.vocab_size:
+    size = decoder.config.vocab_size
+    beyond = _tokens_beyond(tokenizer, size)
+    if beyond:
         raise ValueError(
-            f"{argument} must have a tokenizer of at most {decoder.config.vocab_size} tokens, like "
-            f"its embedding, got {len(tokenizer)} in {path_or_id}"
+            f"{argument} must have a tokenizer with ids below {size}, the size of its embedding, "
+            f"got {beyond[0]!r} beyond it in {path_or_id}"
         )
     return Policy(decoder.params, decoder.config, Template(tokenizer), source=decoder.source)
+
+
+def _tokens_beyond(tokenizer: Tokenizer, size: int) -> list[str]:
+    """Name the tokens that have no embedding, but that text or the chat template can have.
+
+    Gemma 3 1B has a token for images without an embedding; text never becomes a special token.
+    """
+    added = tokenizer.backend.get_added_tokens_decoder()
+    template = tokenizer.chat_template or ""
+    used = (tokenizer.bos_token_id, tokenizer.eos_token_id)
+    return [
+        token
+        for token, id_ in tokenizer.backend.get_vocab(with_added_tokens=True).items()
+        if id_ >= size
+        and (id_ not in added or not added[id_].special or id_ in used or token in template)
+    ]
 
 
 def add_adapter(
