@@ -187,6 +187,9 @@ def test_a_bad_record_is_refused_before_anything_is_trained(tmp_path, capsys):
         (["--dtype", "float8"], "--dtype must be one of float32, bfloat16, got 'float8'"),
         (["--update.credit", "x"], "--update.credit must be one of episode, turn, mixed, got 'x'"),
         (["--optimizer.options", "b1"], "--optimizer.options must be dict, got 'b1'"),
+        (["--reward_weights", "0.5"], "--reward_weights must be a list of float, got '0.5'"),
+        (["--rollout", "{prompts: x}"], "--rollout.prompts must be int, got 'x'"),
+        (["--server", "http://h"], "--server must be a dictionary of settings or a YAML file of"),
     ],
 )
 def test_an_unknown_flag_or_value_is_refused(arguments, message, capsys):
@@ -213,6 +216,35 @@ def test_auto_is_a_value_of_the_settings_that_help_shows_with_it(tmp_path, capsy
     automatic = ("optimizer.schedule", "steps", "rollout.cohorts", "update.scale", "task")
     assert {shown[name] for name in automatic} == {None}
     assert (shown["resume"], shown["update.recompute"]) == ("auto", "auto")
+
+
+def test_none_is_a_value_of_the_settings_that_may_be_left_out(tmp_path, capsys):
+    """`--server.url none` was a server of that name; of other settings, none is a choice."""
+    file = tmp_path / "run.yaml"
+    file.write_text("system: none\nevaluation: {path: None}\nupdate: {correction: none}\n")
+    options = ["--config", str(file), "--server.url", "none", "--rollout.slots=None"]
+    with pytest.raises(SystemExit):
+        main(["train", *options, "--update.scale", "none", "--print_config"])
+    shown = flat(yaml.safe_load(capsys.readouterr().out))
+    left_out = ("system", "evaluation.path", "server.url", "rollout.slots")
+    assert {shown[name] for name in left_out} == {None}
+    assert (shown["update.correction"], shown["update.scale"]) == ("none", "none")
+    save_policy(small_policy(), str(tmp_path / "model"))
+    evaluate = ["evaluate", "--model", str(tmp_path / "model"), "--problems", "2"]
+    assert main([*evaluate, "--task", "none", "--max_new_tokens", "2"]) == 0
+
+
+def test_a_section_of_a_file_is_settings_or_empty(tmp_path, capsys):
+    """All its lines may be comments; a number in its place ended in a traceback."""
+    file, run = tmp_path / "run.yaml", tmp_path / "run"
+    file.write_text(f"optimizer:\n  # options: {{b1: 0.8}}\nwarm_start: 0\noutput_dir: {run}\n")
+    small = ["--evaluation.problems", "4", "--steps", "0"]
+    assert main(["train", "--config", str(file), *small]) == 0
+    assert json.loads((run / "config.json").read_text())["optimizer"]["name"] == "adamw"
+    capsys.readouterr()
+    file.write_text("rollout: 10\nsteps: 0\n")
+    assert main(["train", "--config", str(file)]) == 1
+    assert capsys.readouterr().err.startswith("twinkle-jax: rollout must be a dictionary of sett")
 
 
 def test_every_option_says_what_it_is(capsys):

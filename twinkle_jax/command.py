@@ -15,13 +15,22 @@ from twinkle_jax._package import require
 from twinkle_jax.data import Message, Trajectory, message_text
 from twinkle_jax.rollout import RolloutConfig
 from twinkle_jax.sampler import Filters
-from twinkle_jax.training import DistributedConfig, EvaluationConfig, TrainConfig, UpdateConfig
-from twinkle_jax.training.config import automatic_logp_diff, automatic_settings, flat, from_dict
+from twinkle_jax.training import EvaluationConfig, TrainConfig, UpdateConfig
+from twinkle_jax.training.config import (
+    automatic_logp_diff,
+    automatic_settings,
+    flat,
+    from_dict,
+    not_a_section,
+    optional_settings,
+)
 from twinkle_jax.training.effects import check_effects
 
 _MAX_TURNS = RolloutConfig().max_turns
 _PARSER_MODE = "yaml_or_text"
 _NULL = ("", "~", "null", "Null", "NULL")  # what YAML reads as null
+_NONE = ("none", "None")  # what options without a value are called in --help, and by Python
+_OPTIONAL = ("environment", "tools", "task", "reward", "system", "step")  # but for `train`
 # Options of TRL and of other trainers, for suggestions; by the last part of a name.
 _OPTIONS_ELSEWHERE = {
     "batch_size": "rollout.prompts",
@@ -67,10 +76,8 @@ def _train_options(parser: Any) -> None:
 
 def _train(options: Any) -> int:
     from twinkle_jax.training import train
-    from twinkle_jax.training.hosts import connect
 
     values = options.as_dict()  # whose types jsonargparse has checked
-    connect(DistributedConfig(**values["distributed"]))  # before anything touches a device
     names = [field.name for field in dataclasses.fields(TrainConfig)]
     config = from_dict({name: values[name] for name in names})
     return 143 if train(config)["interrupted"] else 0
@@ -408,6 +415,7 @@ def _print_error(message: str) -> None:
 
 def _parse(arguments: list[str]) -> Any:
     arguments = _join_negative(_complete_switches(_join_repeated(arguments, "--reward")))
+    arguments = _none_as_null(arguments)
     if arguments[:1] == ["train"]:
         arguments = _leave_out_auto(arguments)
     files, rest = _split_off(arguments, "--config")
@@ -464,17 +472,37 @@ def _read_value(text: str) -> Any:
 
     value = get_loader("yaml")(text)
     if isinstance(value, dict):
-        return _without_auto(value, set(automatic_settings()))
+        return _read_words(value, set(automatic_settings()), set(optional_settings()))
     return text if value is None and text.strip() not in _NULL else value
 
 
-def _without_auto(settings: dict[Any, Any], automatic: set[str], prefix: str = "") -> Any:
-    """Leave out the settings of a file that are `auto`, where that is the default."""
-    return {
-        key: _without_auto(value, automatic, f"{key}.") if isinstance(value, dict) else value
-        for key, value in settings.items()
-        if value != "auto" or f"{prefix}{key}" not in automatic
-    }
+def _read_words(
+    settings: dict[Any, Any], automatic: set[str], optional: set[str], prefix: str = ""
+) -> Any:
+    """Leave out the settings of a file that are `auto`, and read `none`, where these are values."""
+    read: dict[Any, Any] = {}
+    for key, value in settings.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, dict):
+            read[key] = _read_words(value, automatic, optional, f"{key}.")
+        elif value != "auto" or name not in automatic:
+            read[key] = None if value in _NONE and name in optional else value
+    return read
+
+
+def _none_as_null(arguments: list[str]) -> list[str]:
+    """Turn `none` into YAML's null for the options that need not have a value."""
+    names = optional_settings() if arguments[:1] == ["train"] else _OPTIONAL
+    options = {f"--{name}" for name in names}
+    read: list[str] = []
+    for argument in arguments:
+        name, _, value = argument.partition("=")
+        if argument in _NONE and read and read[-1] in options:
+            argument = "null"
+        elif value in _NONE and name in options:
+            argument = f"{name}=null"
+        read.append(argument)
+    return read
 
 
 def _leave_out_auto(arguments: list[str]) -> list[str]:
@@ -587,16 +615,22 @@ def _with_missing_options(message: str) -> str:
 
 def _plain_type_error(message: str) -> str:
     """Describe in one sentence which option has a value of the wrong type."""
-    match = re.search(r'Parser key "([^"]+)".*(?:Given|Got) value: (.*)$', message, re.DOTALL)
-    expected = re.findall(r"Expected an? (?:<class '(\w+)'>|typing\.Literal\[(.+?)\])", message)
-    if match is None or not expected:
+    keys = re.findall(r'Parser key "([^"]+)"', message)  # of sections first, then of what is in it
+    section = re.search(r"Unable to load config \"(.*)\"$", message, re.DOTALL)
+    if section is not None:
+        return not_a_section(keys[-1], section.group(1), "--")
+    match = re.search(r".*(?:Given|Got) value: (.*)$", message, re.DOTALL)
+    kinds = r"<class '(\w+)'>|typing\.Literal\[(.+?)\]|list\[(\w+)\]"
+    union = re.search(r"Subtypes: \[(.*)\]$", message, re.MULTILINE)
+    alone = re.search(rf"Expected an? (?:{kinds})", message)
+    if match is None or not keys or (union is None and alone is None):
         return re.sub(r'^Parser key "([^"]+)": ', r"--\1: ", message)
     types = [
-        kind or "one of " + choices.replace("'", "")
-        for kind, choices in expected
+        kind or (f"a list of {items}" if items else "one of " + choices.replace("'", ""))
+        for kind, choices, items in re.findall(kinds, union.group(1) if union else alone.group())
         if kind != "NoneType"
     ]
-    return f"--{match.group(1)} must be {' or '.join(types)}, got {match.group(2)!r}"
+    return f"--{keys[-1]} must be {' or '.join(types)}, got {match.group(1)!r}"
 
 
 def _help_of(arguments: Sequence[str]) -> str:

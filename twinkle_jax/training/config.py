@@ -398,12 +398,32 @@ def with_setting(config: TrainConfig, name: str, value: Any) -> TrainConfig:
 
 
 def from_dict(saved: Mapping[str, Any]) -> TrainConfig:
-    """Make a configuration from its `dataclasses.asdict`, read back from JSON."""
+    """Make a configuration from its `dataclasses.asdict`, read back from JSON.
+
+    Raises:
+        ValueError: as `TrainConfig`, and for a section that is not a dictionary of settings. None,
+            which YAML has for a section without any, stands for the defaults.
+    """
     values = dict(saved)
     for part in fields(TrainConfig):
-        if isinstance(values.get(part.name), Mapping) and callable(part.default_factory):
-            values[part.name] = part.default_factory(**values[part.name])
+        if not callable(part.default_factory):
+            continue
+        settings = values.get(part.name) or {}
+        if not isinstance(settings, Mapping):
+            raise ValueError(not_a_section(part.name, settings))
+        values[part.name] = part.default_factory(**settings)
     return TrainConfig(**values)
+
+
+def not_a_section(name: str, value: object, dashes: str = "") -> str:
+    """Say that a value is given to a section in place of to one of its settings."""
+    first = next(
+        key for key in flat(dataclasses.asdict(TrainConfig())) if key.startswith(f"{name}.")
+    )
+    return (
+        f"{dashes}{name} must be a dictionary of settings or a YAML file of them, got {value!r}: "
+        f"set one of them, such as {dashes}{first}"
+    )
 
 
 def make_loss(config: TrainConfig) -> PolicyLoss:
@@ -705,6 +725,15 @@ def automatic_settings(section: Any = TrainConfig, prefix: str = "") -> Iterator
             yield from automatic_settings(hint, f"{setting.name}.")
         elif setting.default is AUTO and not {type(None), "auto"} & set(get_args(hint)):
             yield prefix + setting.name
+
+
+def optional_settings(section: Any = TrainConfig, prefix: str = "") -> Iterator[str]:
+    """Name the settings that may be None."""
+    for name, hint in get_type_hints(section).items():
+        if is_dataclass(hint):
+            yield from optional_settings(hint, f"{name}.")
+        elif type(None) in get_args(hint):
+            yield prefix + name
 
 
 def flat(tree: Mapping[str, Any]) -> dict[str, Any]:
