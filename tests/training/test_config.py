@@ -225,6 +225,18 @@ def test_the_learning_rate_rises_and_falls():
     assert TrainConfig(optimizer=constant).learning_rate(100) == 1.0
 
 
+def test_a_schedule_of_optax_that_rises_is_not_warmed_up_twice():
+    options = {"warmup_steps": 20, "decay_steps": 100}
+    name = "warmup_cosine_decay_schedule"
+    optimizer = OptimizerConfig(learning_rate=1.0, schedule=name, schedule_options=options)
+    config = TrainConfig(steps=100, optimizer=optimizer)
+    assert [config.learning_rate(step) for step in (0, 5, 20)] == [0, 0.25, 1]
+    both = dataclasses.replace(optimizer, warmup_steps=10)  # 6 / 10 of it then
+    rate = TrainConfig(steps=100, optimizer=both).learning_rate(5)
+    assert rate == pytest.approx(0.15, rel=1e-6)
+    assert TrainConfig().optimizer.warmup_steps == 10
+
+
 def test_a_schedule_of_optax():
     optimizer = OptimizerConfig(
         learning_rate=1.0,

@@ -333,6 +333,11 @@ def optax_schedule(name: str, peak: float, options: Mapping[str, Any]) -> optax.
     return schedule
 
 
+def rises(name: str | None) -> bool:
+    """Whether a schedule of `optax` rises to a peak, so that it needs no other warmup."""
+    return "peak_value" in _arguments(getattr(optax, name or "", None))
+
+
 _FALLING: Mapping[str, Callable[[float], float]] = {
     "linear": lambda part: 1 - part,
     "cosine": lambda part: 0.5 * (1 + math.cos(math.pi * part)),

@@ -33,6 +33,7 @@ from twinkle_jax.training.by_name import (
     make_optimizer,
     make_schedule,
     optax_schedule,
+    rises,
 )
 from twinkle_jax.training.tracking import Trackers
 
@@ -119,7 +120,8 @@ class OptimizerConfig:
         options: arguments of the optimizer, such as b1, b2 and weight_decay; for adamw the defaults
             are Optax's, except b2 0.99 and no weight decay.
         learning_rate: at its peak; auto: 6e-4 for the built-in policy, 1e-6 for a checkpoint.
-        warmup_steps: steps over which the learning rate rises to its peak.
+        warmup_steps: steps over which the learning rate rises to its peak; auto: 10, or 0 with an
+            Optax schedule that rises to a peak itself.
         schedule: of the learning rate: constant, linear or cosine (to 0 after the last step), or
             the name of an Optax schedule; auto: linear for the built-in policy, else constant.
         schedule_options: arguments of an Optax schedule.
@@ -130,7 +132,7 @@ class OptimizerConfig:
     name: str = "adamw"
     options: Options = field(default_factory=dict)
     learning_rate: float = positive(default=AUTO)
-    warmup_steps: int = at_least(0, default=10)
+    warmup_steps: int = at_least(0, default=AUTO)
     schedule: str = AUTO
     schedule_options: dict[str, Any] = field(default_factory=dict)
     max_grad_norm: float = positive(default=1.0)
@@ -372,6 +374,7 @@ def _automatic(config: TrainConfig) -> dict[str, Any]:
         "steps": 200 if small else 500,
         "optimizer.learning_rate": 6e-4 if small else 1e-6,
         "optimizer.schedule": "linear" if small else "constant",
+        "optimizer.warmup_steps": 0 if rises(config.optimizer.schedule) else 10,
         "update.max_logp_diff": automatic_logp_diff(dtype, overlap=config.server.overlap),
         # The longest row depends on the settings above.
         "update.micro_batch_tokens": lambda: automatic_budget(config),
