@@ -10,6 +10,7 @@ from tests.model.huggingface.tensors import vision_checkpoint
 from tests.training.small_run import EVERY_STEP, config, make_files, update
 from twinkle_jax.data import small_tokenizer
 from twinkle_jax.model import LoraConfig
+from twinkle_jax.rollout.engine import prompt_ids
 from twinkle_jax.training import (
     LoraSettings,
     MeshConfig,
@@ -126,6 +127,17 @@ def test_a_special_token_may_have_no_embedding(settings, template, refused, tmp_
     assert len(loaded.tokenizer) == loaded.config.vocab_size + 1
     ids = loaded.template.encode({"messages": [{"role": "user", "content": "<image>1"}]})
     assert max(ids["input_ids"]) < loaded.config.vocab_size
+
+
+def test_prompts_have_the_limit_of_the_run_alone(tmp_path):
+    """Templates of scripts have a limit of 8192 tokens: longer episodes ended a run."""
+    save_policy(small_policy(0), tmp_path)
+    long = {"messages": [{"role": "user", "content": "1" * 9000}]}
+    for policy in (small_policy(0), load_policy(str(tmp_path))):
+        (ids,) = prompt_ids(policy.template, [long], longest=9003)
+        assert len(ids) == 9003  # with two roles and the end of the turn
+        with pytest.raises(ValueError, match=r"rollout.max_prompt_tokens=9000 tokens, got"):
+            prompt_ids(policy.template, [long], longest=9000)
 
 
 def test_the_directory_of_a_run_is_no_checkpoint(tmp_path):

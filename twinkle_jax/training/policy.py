@@ -92,7 +92,7 @@ class Policy(NamedTuple):
 
 def small_policy(seed: int = 0) -> Policy:
     """Make a Qwen3 of 114,000 random parameters that spells arithmetic, one token a character."""
-    template = Template(small_tokenizer(_CHARACTERS))
+    template = Template(small_tokenizer(_CHARACTERS), max_length=None)
     config = parse_config({**_SMALL, "vocab_size": len(template.tokenizer)})
     key = jax.random.fold_in(key_of_seed(seed), 0x1417)  # a different key from those of the run
     return Policy(init_params(key, config), config, template)
@@ -151,7 +151,9 @@ def _load_checkpoint(
             f"{argument} must have a tokenizer with ids below {size}, the size of its embedding, "
             f"got {beyond[0]!r} beyond it in {path_or_id}"
         )
-    return Policy(decoder.params, decoder.config, Template(tokenizer), source=decoder.source)
+    # Runs have limits of their own for prompts and episodes.
+    template = Template(tokenizer, max_length=None)
+    return Policy(decoder.params, decoder.config, template, source=decoder.source)
 
 
 def _tokens_beyond(tokenizer: Tokenizer, size: int) -> list[str]:
