@@ -313,6 +313,20 @@ def test_options_of_an_optimizer_may_be_lists_and_null(tmp_path):
     assert json.loads((run / "config.json").read_text())["optimizer"]["options"] == options
 
 
+def test_a_path_may_begin_with_the_home_directory(tmp_path, capsys, monkeypatch):
+    """Of `--output_dir=~/run`, and in files, the shell expands nothing: a directory ~ was made."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    tiny = [*TINY, "--steps", "0", "--output_dir=~/run"]
+    assert main(["train", *tiny]) == 0
+    assert (tmp_path / "run" / "policy").is_dir() and not (tmp_path / "~").exists()
+    assert main(["train", "--resume=~/run", "--output_dir=~/run"]) == 0
+    capsys.readouterr()
+    assert main(["train", *tiny, "--model=~/run/policy", "--overwrite"]) == 1
+    assert "must not hold model" in capsys.readouterr().err
+    assert main(["sample", "1+2=", "--model=~/run", "--num_samples", "1"]) == 0
+
+
 def test_a_run_goes_on_without_its_options_being_repeated(tmp_path, capsys, monkeypatch):
     run = str(tmp_path / "run")
     tiny = [*TINY, "--evaluation.every", "0", "--optimizer.schedule", "constant"]

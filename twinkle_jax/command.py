@@ -87,7 +87,7 @@ def resumed_settings(options: Any) -> dict[str, Any]:
     """Read the settings of the run to resume; empty for a new run."""
     from twinkle_jax.training.progress import run_to_resume, saved_settings
 
-    source = run_to_resume(options.resume, Path(options.output_dir))
+    source = run_to_resume(options.resume, Path(options.output_dir).expanduser())
     if source is None:
         return {}
     settings = flat(saved_settings(source))
@@ -132,7 +132,8 @@ def _read_policy(path: str) -> Any:
     from twinkle_jax.training.checkpoint import RunCheckpoints
     from twinkle_jax.training.progress import holds_run, read_summary
 
-    run, trained = Path(path), Path(path) / "policy"
+    run = Path(path).expanduser()
+    trained = run / "policy"
     if holds_run(run):
         ended = read_summary(run).get("steps")
         newest = max(RunCheckpoints(run / "checkpoints").steps(), default=0)

@@ -394,7 +394,7 @@ def run_to_resume(resume: str, directory: Path) -> Path | None:
     """
     if resume == "never":
         return None
-    source = directory if resume == "auto" else Path(resume)
+    source = directory if resume == "auto" else Path(resume).expanduser()
     if RunCheckpoints(source / "checkpoints").steps():
         # The run in `directory` may be named by another path, such as a relative one.
         return directory if source.resolve() == directory.resolve() else source
@@ -451,7 +451,7 @@ def holds_run(directory: Path) -> bool:
 def _file_of(value: str) -> Path:
     """The file in `FILE`, `gsm8k:FILE`, `FILE.py:NAME` or `trl:FILE.py:NAME`."""
     code = re.search(r"(?:^(?:trl|gym):|^)(.*\.py)(?::|$)", value)
-    return Path(code.group(1) if code else value.removeprefix("gsm8k:"))
+    return Path(code.group(1) if code else value.removeprefix("gsm8k:")).expanduser()
 
 
 def _make_empty(config: TrainConfig, directory: Path, source: Path | None = None) -> None:

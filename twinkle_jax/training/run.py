@@ -90,7 +90,8 @@ def train(config: TrainConfig, *, reward: RewardFunction | None = None) -> dict[
     mesh = config.mesh
     find_devices(mesh.data, mesh.fsdp, mesh.tensor)  # raises before anything is written
     check_learning_rates(config)
-    directory = Path(config.output_dir).absolute()  # environments may change the working directory
+    # Absolute, since environments may change the working directory.
+    directory = Path(config.output_dir).expanduser().absolute()
     task = hosts.agreed("reading the task", lambda: make_task(config, reward))
     check_same(config, task.train, task.held_out)
     source = _prepare(config, directory)
