@@ -11,7 +11,9 @@ import yaml
 
 from twinkle_jax.command import main
 from twinkle_jax.data import Batch
+from twinkle_jax.rollout import RolloutConfig
 from twinkle_jax.training import (
+    EvaluationConfig,
     TrainConfig,
     load_policy,
     save_policy,
@@ -19,6 +21,8 @@ from twinkle_jax.training import (
     small_policy,
 )
 from twinkle_jax.training.config import flat
+from twinkle_jax.training.evaluation import held_out
+from twinkle_jax.training.task import make_task
 
 TINY = ["--steps", "1", "--warm_start", "0", "--rollout.prompts", "4"]
 TINY += ["--evaluation.problems", "8"]
@@ -311,6 +315,33 @@ def test_options_of_an_optimizer_may_be_lists_and_null(tmp_path):
     muon = ["--optimizer.name", "muon", "--optimizer.options", json.dumps(options)]
     assert main(["train", "--output_dir", str(run), *small, *muon]) == 0
     assert json.loads((run / "config.json").read_text())["optimizer"]["options"] == options
+
+
+def test_a_run_is_evaluated_in_its_own_type(tmp_path, capsys):
+    """In float32 the greedy completions are others, and so were accuracy and reward."""
+    (tmp_path / "own.py").write_text(
+        "import zlib\n"
+        "def score(completions, **columns):\n"
+        "    return [zlib.crc32(x[-1]['content'].encode()) / 2**32 for x in completions]\n"
+    )
+    run, reward = tmp_path / "run", ["--reward", f"{tmp_path}/own.py:score"]
+    options = ["--dtype", "bfloat16", "--rollout.max_new_tokens", "24", "--steps", "0"]
+    problems = ["--evaluation.problems", "16"]
+    assert main(["train", *TINY, *options, *problems, *reward, "--output_dir", str(run)]) == 0
+    capsys.readouterr()
+    config = TrainConfig(
+        model=str(run),
+        dtype="bfloat16",
+        reward=reward[1],
+        evaluation=EvaluationConfig(problems=16),
+        rollout=RolloutConfig(max_new_tokens=24),
+    )
+    expected = held_out(config, make_task(config), load_policy(str(run / "policy")))["reward"]
+    evaluate = [*reward, "--max_new_tokens", "24", "--problems", "16"]
+    assert main(["evaluate", "--model", str(run), *evaluate]) == 0
+    assert f"reward {expected:.4f}\n" in capsys.readouterr().out
+    assert main(["evaluate", "--model", str(run / "policy"), *evaluate]) == 0  # of a checkpoint
+    assert f"reward {expected:.4f}\n" not in capsys.readouterr().out
 
 
 def test_a_path_may_begin_with_the_home_directory(tmp_path, capsys, monkeypatch):

@@ -148,6 +148,16 @@ def _read_policy(path: str) -> Any:
     return load_policy(str(trained) if trained.is_dir() else path, argument="model")
 
 
+def _dtype_of(path: str) -> str:
+    """Return the type of activations of a run, or of one that would train this checkpoint."""
+    from twinkle_jax.training.progress import holds_run, saved_settings
+    from twinkle_jax.training.start import with_dtype
+
+    run = Path(path).expanduser()
+    saved = saved_settings(run).get("dtype") if holds_run(run) else None
+    return with_dtype(TrainConfig(model=path, dtype=saved), None).dtype
+
+
 def _evaluate_options(parser: Any) -> None:
     _add_policy(parser)
     parser.add_argument(
@@ -211,6 +221,7 @@ def _evaluate(options: Any) -> int:
     )
     check_effects(config)
     task, policy = make_task(config), _read_policy(options.model)
+    config = dataclasses.replace(config, dtype=_dtype_of(options.model))
     if sys.stderr.isatty():
         begun = f"evaluating on {len(task.held_out)} problems; compiling first"
         print(begun, file=sys.stderr)  # noqa: T201
@@ -268,7 +279,8 @@ def _sample(options: Any) -> int:
     system = [Message(role="system", content=options.system)] if options.system else []
     user = [] if options.prompt is None else [Message(role="user", content=options.prompt)]
     prompt = Trajectory(messages=[*system, *user])
-    engine = LocalEngine(policy.config, policy.template, policy.frozen)
+    dtype = _dtype_of(options.model)
+    engine = LocalEngine(policy.config, policy.template, policy.frozen, dtype)
     settings = RolloutConfig(
         num_samples=options.num_samples,
         max_new_tokens=options.max_new_tokens,
