@@ -23,6 +23,8 @@ WITHOUT_EFFECT = [  # the last option of each, beside the others
     {"update.loss": "cispo", "update.epsilon_high": 4.0, "update.epsilon": 0.1},
     {"logging.traces_every": 1},
     {"evaluation.path": "held_out.jsonl"},
+    {"model": "m", "task": "x.jsonl", "evaluation.pass_k": 2},
+    {"model": "m", "task": "gsm8k:x.jsonl", "evaluation.reward": "math"},
     {"model": "m", "task": "x.jsonl", "level": 5},
     {"model": "m", "warm_start": 0.5},
     {"rollout.max_turns": 3},
@@ -90,7 +92,9 @@ WITH_EFFECT = [
         "update.correction": "token_mask",
         "update.correction_cap": 5.0,
         "evaluation.path": "held_out.jsonl",
+        "evaluation.pass_k": 2,
     },
+    {"model": "m", "task": "gsm8k", "evaluation.pass_k": 2, "evaluation.reward": "math"},
     {"model": "m", "level": 5, "update.loss": "cispo", "update.epsilon": 0.1},
     {"model": "m", "warm_start": 0.0, "update.loss": "cispo", "update.epsilon_high": 4.0},
 ]

@@ -8,6 +8,7 @@ from twinkle_jax.data.settings import AUTO
 from twinkle_jax.loss import CISPOLoss, SAPOLoss
 from twinkle_jax.training.by_name import make_estimator
 from twinkle_jax.training.config import TrainConfig, flat, make_loss
+from twinkle_jax.training.task import hub_id
 
 
 class _Condition(NamedTuple):
@@ -85,6 +86,15 @@ _CONDITIONS = (
         "a task from files",
         lambda config: config.task not in ("arithmetic", "environment"),
         "evaluation.path",
+    ),
+    _Condition(
+        "evaluation.path for a task from a file",
+        lambda config: (
+            config.evaluation.path is not None
+            or config.task in ("arithmetic", "environment")
+            or hub_id(config.task) is not None
+        ),
+        "evaluation.pass_k evaluation.reward",
     ),
     _Condition(
         "an update.loss that clips",
