@@ -32,6 +32,8 @@ def test_small_last_batches():
 
 def test_samplers_and_shuffling():
     assert numbers(DataLoader(ROWS, batch_size=2, sampler=[4, 0, 2])) == [[4, 0], [2]]
+    once = DataLoader(ROWS, batch_size=2, sampler=iter([4, 0, 2]))
+    assert numbers(once) == numbers(once) == [[4, 0], [2]] and len(once) == 2
     initialize(seed=1)
     loader = DataLoader(ROWS, batch_size=7, shuffle=True)
     (first,), (second,) = numbers(loader), numbers(loader)

@@ -65,7 +65,9 @@ class DataLoader:
             )
         if shuffle and sampler is not None:
             raise ValueError("shuffle must be False with a sampler, which is the order, got True")
-        self.batch_size, self.shuffle, self.sampler = batch_size, shuffle, sampler
+        self.batch_size, self.shuffle = batch_size, shuffle
+        # An iterator would have no rows for the second epoch.
+        self.sampler = list(sampler) if isinstance(sampler, Iterator) else sampler
         least = devices if min_batch_size is None else min_batch_size
         self.min_batch_size = batch_size if drop_last else least
         self.processor = collate_fn
