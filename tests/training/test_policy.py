@@ -8,7 +8,7 @@ import pytest
 
 from tests.model.huggingface.tensors import vision_checkpoint
 from tests.training.small_run import EVERY_STEP, config, make_files, update
-from twinkle_jax.data import small_tokenizer
+from twinkle_jax.data import Template, small_tokenizer
 from twinkle_jax.model import LoraConfig
 from twinkle_jax.rollout.engine import prompt_ids
 from twinkle_jax.training import (
@@ -90,6 +90,18 @@ def test_the_tokenizer_beside_an_adapter_is_the_one_it_was_trained_with(tmp_path
         path.unlink()
     template = load_policy(str(adapter)).template
     assert template.chat_template.source == small_policy(0).template.chat_template.source
+
+
+def test_the_chat_template_of_a_script_is_saved(tmp_path):
+    """It was left out: what loaded the policy asked it in another way than it was trained."""
+    own = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    policy = small_policy(0)
+    policy = policy._replace(template=Template(policy.tokenizer, chat_template=own))
+    save_policy(policy, tmp_path / "base")
+    adapted = add_adapter(policy, LoraConfig(r=2), base=str(tmp_path / "base"))
+    save_policy(adapted, tmp_path / "adapter")
+    for name in ("base", "adapter"):
+        assert load_policy(str(tmp_path / name)).template.chat_template.source == own
 
 
 def test_an_adapter_may_bring_the_chat_template_that_its_base_lacks(tmp_path):

@@ -37,6 +37,7 @@ def test_what_the_chat_template_is_told():
         ({}, "1"),
         ({"enable_thinking": False}, "2"),
         ({"extra": True}, "13"),
+        ({"chat_template": "{{ messages[0].content }}23"}, "123"),
     ):
         template = Template(tokenizer, **options)
         assert template.decode(template.encode(prompt("1"), True)["input_ids"]) == text

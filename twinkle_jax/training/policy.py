@@ -39,6 +39,7 @@ from twinkle_jax.model import (
     with_adapter,
 )
 from twinkle_jax.model.decoder.lora import init_adapter
+from twinkle_jax.model.huggingface.adapter_files import save_tokenizer
 from twinkle_jax.model.huggingface.checkpoint_files import ADAPTER_CONFIG, CONFIG, locate, read_json
 from twinkle_jax.rollout import hosts
 from twinkle_jax.sampler.jax_sampler import key_of_seed
@@ -223,7 +224,7 @@ def save_policy(
     merge: bool = False,
     dtype: DTypeLike | None = None,
 ) -> None:
-    """Write a policy with its tokenizer, if its template has one.
+    """Write a policy with its tokenizer and chat template, if it has them.
 
     A whole checkpoint keeps the tensors that are not trained of the one that the policy was read
     from: vision towers, heads that predict several tokens. See `save_pretrained`.
@@ -235,7 +236,9 @@ def save_policy(
         merge: True adds adapters to the kernels, and writes a whole checkpoint.
         dtype: type of a whole checkpoint; None for that of the parameters.
     """
-    tokenizer = getattr(policy.template, "tokenizer", None)
+    tokenizer: Any = policy.template
+    if not isinstance(tokenizer, Template):  # scripts may have templates of other kinds
+        tokenizer = getattr(tokenizer, "tokenizer", None)
     if policy.lora is not None and not merge:
         save_adapter(
             directory,
@@ -251,8 +254,8 @@ def save_policy(
         params = jax.jit(merge_adapter)(params)
     decoder = Decoder(policy.config, params, source=policy.source)
     save_pretrained(decoder, directory, dtype=dtype)
-    if tokenizer is not None and hosts.is_first():
-        tokenizer.save_pretrained(directory)
+    if hosts.is_first():
+        save_tokenizer(tokenizer, Path(directory).expanduser())
 
 
 # Warm start: a policy that never gets a reward above 0 has no gradient.

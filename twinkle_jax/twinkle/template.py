@@ -23,8 +23,8 @@ from twinkle_jax.twinkle.names import add_submodules, local_id
 class Template(BaseTemplate):
     """A [`Template`][twinkle_jax.data.Template] with Twinkle's arguments and keys.
 
-    `enable_thinking` and any further options are variables of the chat template. Features have
-    `attention_mask`, `position_ids` and `length` too.
+    `chat_template` replaces the tokenizer's; `enable_thinking` and any further options are variables
+    of it. Features have `attention_mask`, `position_ids` and `length` too.
     """
 
     def __init__(
@@ -35,6 +35,8 @@ class Template(BaseTemplate):
         truncation_strategy: TruncationStrategy = "raise",
         default_system: str | None = None,
         enable_thinking: bool = True,
+        *,
+        chat_template: str | None = None,
         **template_variables: Any,
     ) -> None:
         super().__init__(
@@ -43,6 +45,7 @@ class Template(BaseTemplate):
             max_length,
             truncation_strategy,
             default_system,
+            chat_template=chat_template,
             template_variables={"enable_thinking": enable_thinking, **template_variables},
         )
         self.model_id, self.enable_thinking = model_id, enable_thinking

@@ -105,7 +105,7 @@ def save_adapter(
             )
             text = json.dumps(_peft_config(config, lora, base), indent=2, sort_keys=True) + "\n"
             (fresh / ADAPTER_CONFIG).write_text(text, encoding="utf-8")
-            _save_tokenizer(tokenizer, fresh)
+            save_tokenizer(tokenizer, fresh)
             if tokenizer is None:
                 keep_files(target, fresh, TOKENIZER_FILES)
             keep_files(target, fresh, [_README])
@@ -158,7 +158,8 @@ def _peft_config(config: DecoderConfig, lora: LoraConfig, base: str | None) -> d
     }
 
 
-def _save_tokenizer(tokenizer: SavesTokenizer | Template | None, directory: Path) -> None:
+def save_tokenizer(tokenizer: SavesTokenizer | Template | None, directory: Path) -> None:
+    """Write a tokenizer, if there is one; of a template, with the template's own chat template."""
     if not isinstance(tokenizer, Template):
         if tokenizer is not None:
             tokenizer.save_pretrained(directory)
