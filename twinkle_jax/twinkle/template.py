@@ -23,8 +23,8 @@ from twinkle_jax.twinkle.names import add_submodules, local_id
 class Template(BaseTemplate):
     """A [`Template`][twinkle_jax.data.Template] with Twinkle's arguments and keys.
 
-    `chat_template` replaces the tokenizer's; `enable_thinking` and any further options are variables
-    of it. Features have `attention_mask`, `position_ids` and `length` too.
+    `chat_template` replaces the tokenizer's; `enable_thinking` and any further options are its
+    variables. Features have `attention_mask`, `position_ids` and `length` too.
     """
 
     def __init__(
