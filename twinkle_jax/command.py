@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from twinkle_jax._package import require
 from twinkle_jax.data import Message, Trajectory, message_text
+from twinkle_jax.data.settings import AUTO
 from twinkle_jax.rollout import RolloutConfig
 from twinkle_jax.sampler import Filters
 from twinkle_jax.training import EvaluationConfig, TrainConfig, UpdateConfig
@@ -148,13 +149,13 @@ def _read_policy(path: str) -> Any:
     return load_policy(str(trained) if trained.is_dir() else path, argument="model")
 
 
-def _dtype_of(path: str) -> str:
+def _dtype_of(path: str) -> Any:
     """Return the type of activations of a run, or of one that would train this checkpoint."""
     from twinkle_jax.training.progress import holds_run, saved_settings
     from twinkle_jax.training.start import with_dtype
 
     run = Path(path).expanduser()
-    saved = saved_settings(run).get("dtype") if holds_run(run) else None
+    saved: Any = saved_settings(run).get("dtype") if holds_run(run) else AUTO
     return with_dtype(TrainConfig(model=path, dtype=saved), None).dtype
 
 
@@ -634,13 +635,13 @@ def _plain_type_error(message: str) -> str:
         return not_a_section(keys[-1], section.group(1), "--")
     match = re.search(r".*(?:Given|Got) value: (.*)$", message, re.DOTALL)
     kinds = r"<class '(\w+)'>|typing\.Literal\[(.+?)\]|list\[(\w+)\]"
-    union = re.search(r"Subtypes: \[(.*)\]$", message, re.MULTILINE)
-    alone = re.search(rf"Expected an? (?:{kinds})", message)
-    if match is None or not keys or (union is None and alone is None):
+    union = re.search(r"Subtypes: \[.*\]$", message, re.MULTILINE)
+    expected = union or re.search(rf"Expected an? (?:{kinds})", message)
+    if match is None or not keys or expected is None:
         return re.sub(r'^Parser key "([^"]+)": ', r"--\1: ", message)
     types = [
         kind or (f"a list of {items}" if items else "one of " + choices.replace("'", ""))
-        for kind, choices, items in re.findall(kinds, union.group(1) if union else alone.group())
+        for kind, choices, items in re.findall(kinds, expected.group())
         if kind != "NoneType"
     ]
     return f"--{keys[-1]} must be {' or '.join(types)}, got {match.group(1)!r}"
