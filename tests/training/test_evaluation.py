@@ -235,3 +235,6 @@ def test_failed_episodes_are_left_out_of_an_evaluation_unless_they_are_too_many(
     assert results == {**kept, "failed": 0.5}
     with pytest.raises(EnvironmentFailureError, match="max_failed"):
         evaluate_two_turns(rows, max_failed=0.4)
+    # Means of nothing were NaN, which no checkpoint takes.
+    failing = EnvironmentRows(1, first=1)
+    assert evaluate_two_turns(failing, max_failed=1.0, pass_k=1)[0] == {"failed": 1.0}

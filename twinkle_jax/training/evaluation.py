@@ -129,7 +129,7 @@ def evaluate_episodes(
     Returns:
         `accuracy`, the share of greedy episodes with a return of 1 or more; `reward`, their mean
         return; `turns`, their mean number; `failed`, the share whose environment failed, which are
-        excluded from the rest; and `pass@k` with `pass_k`.
+        excluded from the rest; and `pass@k` with `pass_k`. Means of no episodes are left out.
 
     Raises:
         ValueError: if there are no prompts.
@@ -149,10 +149,10 @@ def evaluate_episodes(
         return returns, episodes
 
     greedy, episodes = play(source.with_settings(num_samples=1, temperature=0.0))
-    results = _accuracy(greedy) | {
-        "turns": float(np.mean([len(e.turns) for e in episodes if not e.failed])),
-        "failed": float(np.isnan(greedy).mean()),
-    }
+    results = _accuracy(greedy) | {"failed": float(np.isnan(greedy).mean())}
+    turns = [len(episode.turns) for episode in episodes if not episode.failed]
+    if turns:
+        results["turns"] = float(np.mean(turns))
     if pass_k:
         results |= _pass_at(pass_k, play(source.with_settings(num_samples=2 * pass_k))[0])
     return results
@@ -179,12 +179,16 @@ def _in_batches(
 def _accuracy(greedy: _Rewards) -> dict[str, float]:
     """Average rewards of greedy completions or episodes; NaN for those that failed."""
     kept = greedy[~np.isnan(greedy)]
+    if not kept.size:
+        return {}
     return {"accuracy": float((kept >= 1).mean()), "reward": float(kept.mean())}
 
 
 def _pass_at(k: int, rewards: _Rewards) -> dict[str, float]:
     """Compute pass@k from 2k samples of each prompt; prompts with a failed one are left out."""
     complete = rewards[~np.isnan(rewards).any(axis=1)]
+    if not complete.size:
+        return {}
     counts = (complete >= 1).sum(axis=1).tolist()
     chances = [1 - math.comb(2 * k - right, k) / math.comb(2 * k, k) for right in counts]
     return {f"pass@{k}": float(np.mean(chances))}
