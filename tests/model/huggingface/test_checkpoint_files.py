@@ -123,6 +123,16 @@ def test_an_index_that_points_elsewhere(sharded, name):
     refused(sharded, re.escape(repr(name)))
 
 
+def test_of_a_tensor_in_two_shards_the_index_says_which(sharded):
+    last = sorted(sharded.glob("*.safetensors"))[-1]
+    before = load_pretrained(sharded).params["norm"]["scale"]
+    tensors = safetensors.numpy.load_file(last) | {"model.norm.weight": np.zeros(24, np.float32)}
+    safetensors.numpy.save_file(tensors, last)
+    assert np.array_equal(load_pretrained(sharded).params["norm"]["scale"], before)
+    reindex(sharded, model__norm__weight=last.name)
+    assert not load_pretrained(sharded).params["norm"]["scale"].any()
+
+
 def test_an_index_that_promises_what_a_shard_does_not_hold(sharded):
     last = sorted(sharded.glob("*.safetensors"))[-1].name  # the norm is in the first
     reindex(sharded, model__norm__weight=last)

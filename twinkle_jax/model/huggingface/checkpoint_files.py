@@ -155,14 +155,16 @@ def stored_tensors(directory: Path) -> dict[str, StoredTensor]:
         raise ValueError(f"{directory} must hold {SINGLE} or {INDEX}, got neither{hint}")
     shards = _weight_map(directory)
     tensors: dict[str, StoredTensor] = {}
-    for name in sorted(set(shards.values())):
-        tensors |= _headers(inside(directory, name))
-    for tensor, name in shards.items():
-        if tensor not in tensors or tensors[tensor].file.name != name:
+    headers = {name: _headers(inside(directory, name)) for name in sorted(set(shards.values()))}
+    for header in headers.values():
+        tensors |= header
+    for tensor, name in shards.items():  # which decides where several hold a tensor
+        if tensor not in headers[name]:
             raise ValueError(
                 f"{INDEX} must name the file of each tensor, got {tensor!r} in {name}, "
                 "which does not hold it"
             )
+        tensors[tensor] = headers[name][tensor]
     return tensors
 
 
