@@ -104,6 +104,18 @@ def test_the_chat_template_of_a_script_is_saved(tmp_path):
         assert load_policy(str(tmp_path / name)).template.chat_template.source == own
 
 
+def test_an_adapter_whose_base_is_not_found_says_so(tmp_path, monkeypatch):
+    """A relative path is that of the directory in which the run began."""
+    monkeypatch.chdir(tmp_path)
+    save_policy(small_policy(0), "base")
+    save_policy(add_adapter(small_policy(0), LoraConfig(r=2), base="base"), "adapter")
+    assert load_policy("adapter").base == "base"
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    with pytest.raises(ValueError, match=r"^base_model_name_or_path of .*adapter_config.json must"):
+        load_policy(str(tmp_path / "adapter"), argument="model")
+
+
 def test_an_adapter_may_bring_the_chat_template_that_its_base_lacks(tmp_path):
     base, adapter = tmp_path / "base", tmp_path / "adapter"
     save_policy(small_policy(0), base)

@@ -123,7 +123,8 @@ def load_policy(
     if not isinstance(base, str):
         raise ValueError(f"{place / ADAPTER_CONFIG} must name its base model, got {base!r}")
     tuned = Tokenizer.from_pretrained(place) if (place / "tokenizer.json").is_file() else None
-    base_policy = _load_checkpoint(base, mesh, "path_or_id", tuned)
+    named = f"base_model_name_or_path of {place / ADAPTER_CONFIG}"
+    base_policy = _load_checkpoint(base, mesh, named, tuned)
     lora, adapter = load_adapter(place, base_policy.config)
     return attach_adapter(base_policy, lora, adapter, base=base, mesh=mesh)
 
