@@ -337,11 +337,66 @@ def test_a_run_is_evaluated_in_its_own_type(tmp_path, capsys):
         rollout=RolloutConfig(max_new_tokens=24),
     )
     expected = held_out(config, make_task(config), load_policy(str(run / "policy")))["reward"]
-    evaluate = [*reward, "--max_new_tokens", "24", "--problems", "16"]
-    assert main(["evaluate", "--model", str(run), *evaluate]) == 0
+    assert main(["evaluate", "--model", str(run)]) == 0
     assert f"reward {expected:.4f}\n" in capsys.readouterr().out
+    evaluate = [*reward, "--max_new_tokens", "24", "--problems", "16"]
     assert main(["evaluate", "--model", str(run / "policy"), *evaluate]) == 0  # of a checkpoint
     assert f"reward {expected:.4f}\n" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("kind", ["", "gsm8k:"])
+def test_a_run_is_evaluated_on_its_own_problems_and_rewards(kind, tmp_path, capsys):
+    """All options that are not given are those of the run."""
+    (tmp_path / "own.py").write_text(
+        "def one(completions, **columns):\n    return [1.0] * len(completions)\n\n\n"
+        "def system(prompts, completions, **columns):\n"
+        "    return [float(len(x) == 2 and x[0]['content'] == '1+1=2') for x in prompts]\n\n\n"
+        "def seven(completions, ground_truth, **columns):\n"
+        "    return [float(x) for x in ground_truth]\n"
+    )
+    for name, answers in (("train", "123"), ("held_out", "7788")):
+        records = [
+            {"question": f"{i}+1=", "answer": f"so\n#### {x}" if kind else x}
+            for i, x in enumerate(answers)
+        ]
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(x) + "\n" for x in records))
+    run, own = tmp_path / "run", f"{tmp_path}/own.py"
+    task = ["--task", f"{kind}{tmp_path}/train.jsonl", "--system", "1+1=2", "--seed", "3"]
+    task += ["--evaluation.path", f"{tmp_path}/held_out.jsonl", "--evaluation.problems", "2"]
+    rewards = [x for name in ("one", "system", "seven") for x in ("--reward", f"{own}:{name}")]
+    save_policy(small_policy(0), tmp_path / "model")
+    small = ["--model", f"{tmp_path}/model", "--steps", "0", "--lora.rank", "2"]
+    limits = ["--rollout.max_new_tokens", "3", "--rollout.max_prompt_tokens", "30"]
+    weights = ["--reward_weights", "[2, 4, 8]"]
+    train = ["train", *task, *rewards, *weights, *small, *limits, "--output_dir", str(run)]
+    assert main(train) == 0
+    evaluate = ["evaluate", "--model", str(run)]
+    for options, reward in (
+        ([], 2 + 4 + 8 * 7),
+        (["--problems", "4"], 2 + 4 + 8 * 7.5),
+        (["--reward", f"{own}:seven", "--max_new_tokens", "1"], 7),
+        (["--system", "none"], 2 + 8 * 7),
+    ):
+        capsys.readouterr()
+        assert main([*evaluate, *options]) == 0
+        assert f"reward {reward:.4f}\n" in capsys.readouterr().out
+    shorter = ["--max_prompt_tokens", "3"]
+    assert main([*evaluate, *shorter]) == 1
+    assert "max_prompt_tokens" in capsys.readouterr().err
+
+
+def test_a_run_without_held_out_problems_needs_a_task(tmp_path, capsys):
+    (tmp_path / "train.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n' * 2)
+    save_policy(small_policy(0), tmp_path / "model")
+    run, small = tmp_path / "run", ["--model", f"{tmp_path}/model", "--steps", "0"]
+    task = ["--task", f"{tmp_path}/train.jsonl"]
+    assert main(["train", *task, *small, "--output_dir", str(run)]) == 0
+    evaluate = ["evaluate", "--model", str(run)]
+    capsys.readouterr()
+    assert main(evaluate) == 1
+    assert "task must be given" in capsys.readouterr().err
+    assert main([*evaluate, *task]) == 0
+    assert main([*evaluate, "--task", "arithmetic", "--level", "3", "--problems", "4"]) == 0
 
 
 def test_a_path_may_begin_with_the_home_directory(tmp_path, capsys, monkeypatch):

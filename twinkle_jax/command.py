@@ -6,7 +6,7 @@ import os
 import platform
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,7 +16,7 @@ from twinkle_jax.data import Message, Trajectory, message_text
 from twinkle_jax.data.settings import AUTO
 from twinkle_jax.rollout import RolloutConfig
 from twinkle_jax.sampler import Filters
-from twinkle_jax.training import EvaluationConfig, TrainConfig, UpdateConfig
+from twinkle_jax.training import EvaluationConfig, TrainConfig
 from twinkle_jax.training.config import (
     automatic_logp_diff,
     automatic_settings,
@@ -50,6 +50,8 @@ _OPTIONS_ELSEWHERE = {
     "scale_rewards": "update.scale",
 }
 _SECTIONS = {"evaluation": EvaluationConfig, "rollout": RolloutConfig}  # that `evaluate` fills in
+# Of `evaluate`, with the names that they have in `RolloutConfig`.
+_ROLLOUT_OPTIONS = ("max_new_tokens", "max_prompt_tokens", "max_turns", "max_failed")
 _NOT_INHERITED = ("resume", "overwrite", "output_dir", "distributed")  # by a resumed run
 
 
@@ -97,6 +99,44 @@ def resumed_settings(options: Any) -> dict[str, Any]:
     if settings.get(name) == automatic_logp_diff(settings["dtype"], overlap=overlap):
         settings.pop(name)
     return {n: value for n, value in settings.items() if n.split(".")[0] not in _NOT_INHERITED}
+
+
+def evaluation_settings(options: Any) -> dict[str, Any]:
+    """Read what a run is evaluated with; empty for a checkpoint."""
+    from twinkle_jax.training.task import hub_id
+
+    run = _run_config(options.model)
+    if run is None:
+        return {}
+    task: str | None = run.task
+    if run.evaluation.path is not None:
+        is_gsm8k = run.task.partition(":")[0] == "gsm8k"
+        task = f"gsm8k:{run.evaluation.path}" if is_gsm8k else run.evaluation.path
+    elif run.task not in ("arithmetic", "environment") and hub_id(run.task) is None:
+        task = None  # it was trained on all that the file holds
+    return {
+        "task": task,
+        "environment": run.environment,
+        "tools": run.tools,
+        "level": run.level,
+        "reward": run.evaluation.reward or run.reward,
+        "system": run.system,
+        "seed": run.seed,
+        "problems": run.evaluation.problems,
+        "pass_k": run.evaluation.pass_k,
+        **{name: getattr(run.rollout, name) for name in _ROLLOUT_OPTIONS},
+    }
+
+
+def _run_config(model: str) -> TrainConfig | None:
+    """Read the settings of a run, but for where it ran; None for a checkpoint."""
+    from twinkle_jax.training.progress import holds_run, saved_settings
+
+    run = Path(model).expanduser()
+    if not holds_run(run):
+        return None
+    places = (*_NOT_INHERITED, "server", "mesh")
+    return from_dict({k: x for k, x in saved_settings(run).items() if k not in places})
 
 
 def _add_policy(parser: Any) -> None:
@@ -151,12 +191,10 @@ def _read_policy(path: str) -> Any:
 
 def _dtype_of(path: str) -> Any:
     """Return the type of activations of a run, or of one that would train this checkpoint."""
-    from twinkle_jax.training.progress import holds_run, saved_settings
     from twinkle_jax.training.start import with_dtype
 
-    run = Path(path).expanduser()
-    saved: Any = saved_settings(run).get("dtype") if holds_run(run) else AUTO
-    return with_dtype(TrainConfig(model=path, dtype=saved), None).dtype
+    run = _run_config(path)
+    return with_dtype(TrainConfig(model=path), None).dtype if run is None else run.dtype
 
 
 def _evaluate_options(parser: Any) -> None:
@@ -174,9 +212,10 @@ def _evaluate_options(parser: Any) -> None:
     )
     parser.add_argument(
         "--reward",
-        type=str | None,
+        type=list[str] | str | None,
         default=None,
-        help="exact, math, gsm8k, FILE.py:NAME or MODULE:NAME; none: the task's own",
+        help="exact, math, gsm8k, FILE.py:NAME or MODULE:NAME, several times for their sum; none: "
+        "the task's own",
     )
     parser.add_argument("--problems", type=int, default=256, help="number of problems")
     parser.add_argument("--pass_k", type=int, default=0, help="k of pass@k; 0 leaves it out")
@@ -199,26 +238,38 @@ def _evaluate(options: Any) -> int:
     from twinkle_jax.training.evaluation import held_out
     from twinkle_jax.training.task import hub_id, make_task
 
+    run = _run_config(options.model)
+    if run is not None and options.task is None:
+        raise ValueError(
+            f"task must be given: {options.model} was not evaluated on held-out problems"
+        )
     without_file = options.task in (None, "arithmetic", "environment")
     without_file = without_file or hub_id(options.task) is not None
     file = None if without_file else options.task.removeprefix("gsm8k:")
-    config = TrainConfig(
+    base = TrainConfig(model=options.model) if run is None else run
+    limits = {name: options[name] for name in _ROLLOUT_OPTIONS}
+    rollout = dataclasses.replace(base.rollout, **limits)
+    if rollout != base.rollout or not base.many_turns:
+        rollout = dataclasses.replace(rollout, max_episode_tokens=AUTO)
+    weights = None if run is None or options.reward != run.reward else run.reward_weights
+    level = options.level
+    if run is not None and level == run.level and options.task != "arithmetic":
+        level = TrainConfig.level  # it belongs to the task of the run
+    config = dataclasses.replace(
+        base,
         model=options.model,
         environment=options.environment,
         tools=options.tools,
         task=options.task,
-        level=options.level,
+        level=level,
         reward=options.reward,
+        reward_weights=weights,
         system=options.system,
         seed=options.seed,
+        warm_start=base.warm_start if run is None else 0.0,
         evaluation=EvaluationConfig(problems=options.problems, path=file, pass_k=options.pass_k),
-        rollout=RolloutConfig(
-            max_new_tokens=options.max_new_tokens,
-            max_prompt_tokens=options.max_prompt_tokens,
-            max_turns=options.max_turns,
-            max_failed=options.max_failed,
-        ),
-        update=UpdateConfig(micro_batch_tokens=1 << 30),  # nothing is updated
+        rollout=rollout,
+        update=dataclasses.replace(base.update, micro_batch_tokens=1 << 30),  # nothing is updated
     )
     check_effects(config)
     task, policy = make_task(config), _read_policy(options.model)
@@ -359,7 +410,9 @@ SUBCOMMANDS = {
         _train,
     ),
     "evaluate": Subcommand(
-        "Evaluate a policy on problems with known answers.", _evaluate_options, _evaluate
+        "Evaluate a policy on problems with known answers; a run on its own.",
+        _evaluate_options,
+        _evaluate,
     ),
     "sample": Subcommand("Show completions of a prompt.", _sample_options, _sample, " PROMPT"),
     "export": Subcommand(
@@ -438,15 +491,15 @@ def _parse(arguments: list[str]) -> Any:
     # First, so that flags win over files wherever they stand.
     arguments = [*rest[:1], *(f"--config={path}" for path in files), *rest[1:]]
     options = _parser().parse_args(arguments)
+    settings = {}  # of the run to resume or to evaluate, which are the defaults
     if options.subcommand == "train":
-        # The settings of the run to resume are the defaults.
         settings = resumed_settings(options.train)
-        if settings:
-            options = _parser(settings).parse_args(arguments)
-    return options
+    elif options.subcommand == "evaluate":
+        settings = evaluation_settings(options.evaluate)
+    return _parser({options.subcommand: settings}).parse_args(arguments) if settings else options
 
 
-def _parser(train_settings: dict[str, Any] | None = None) -> Any:
+def _parser(defaults: Mapping[str, dict[str, Any]] | None = None) -> Any:
     import yaml  # comes with jsonargparse
     from jsonargparse import ArgumentParser, set_loader
 
@@ -474,8 +527,7 @@ def _parser(train_settings: dict[str, Any] | None = None) -> Any:
         usage = f"twinkle-jax {name} [options]{subcommand.positional}"
         subparser = Parser(description=subcommand.description, usage=usage, **settings)
         subcommand.add_options(subparser)
-        if name == "train" and train_settings:
-            subparser.set_defaults(train_settings)
+        subparser.set_defaults((defaults or {}).get(name, {}))
         commands.add_subcommand(name, subparser, help=subcommand.description)
     return parser
 
