@@ -344,7 +344,7 @@ def test_a_run_is_evaluated_in_its_own_type(tmp_path, capsys):
     assert f"reward {expected:.4f}\n" not in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("kind", ["", "gsm8k:"])
+@pytest.mark.parametrize("kind", ["gsm8k:", pytest.param("", marks=pytest.mark.exhaustive)])
 def test_a_run_is_evaluated_on_its_own_problems_and_rewards(kind, tmp_path, capsys):
     """All options that are not given are those of the run."""
     (tmp_path / "own.py").write_text(

@@ -100,7 +100,8 @@ def test_turns_are_those_of_rows_that_are_read_anew(name):
     assert max(map(len, tokens)) > 64  # the caches have grown
 
 
-@pytest.mark.parametrize("shape", each([{"data": 2, "fsdp": 2, "tensor": 2}, {"data": 8}]))
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("shape", [{"data": 2, "fsdp": 2, "tensor": 2}, {"data": 8}])
 @pytest.mark.usefixtures("laid_out")
 def test_a_mesh_draws_the_same(shape):
     mesh = make_mesh(**shape)

@@ -174,7 +174,11 @@ def groups(count, samples, limits, **options):
 
 @pytest.mark.parametrize(
     ("slots", "refill", "shards", "most"),
-    [(8, 1, 1, 16), (10, 3, 1, 16), (16, 8, 8, 24)],
+    [
+        (8, 1, 1, 16),
+        pytest.param(10, 3, 1, 16, marks=pytest.mark.exhaustive),
+        pytest.param(16, 8, 8, 24, marks=pytest.mark.exhaustive),
+    ],
 )
 def test_the_prompt_of_a_group_is_read_once(slots, refill, shards, most, prefilled):
     """On one device exactly; of eight, which read together, some read a little for nothing."""
@@ -290,7 +294,8 @@ def rows_of_different_lengths(name="qwen3", config=None, **options):
     )
 
 
-@pytest.mark.parametrize("name", each(NAMES))
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", NAMES)
 def test_rows_in_pages_get_the_same_where_layers_lie_one_by_one(name, request, monkeypatch):
     """As on a GPU, where the cache of each layer is an array of its own."""
     expected = rows_of_different_lengths(name)
@@ -402,6 +407,7 @@ def test_groups_on_meshes_share_pages_too(name, axes, samples, request):
     assert any(run.prompts_needed for run in pages)
 
 
+@pytest.mark.exhaustive
 def test_slots_wait_where_too_many_prompts_have_pages(request, monkeypatch):
     """Rows get no slots while the pages of their prompts would be beyond the bound."""
     expected = long_groups()
@@ -467,7 +473,7 @@ def test_where_the_pages_of_groups_lie():
     assert members(more)[2:5] == [[2, 3, 6], [5, 6, 6], [5, 6, 6]]
 
 
-@pytest.mark.parametrize("in_kernel", [False, True])
+@pytest.mark.parametrize("in_kernel", each([True, False]))
 def test_rows_of_a_prompt_without_enough_pages_get_nan(in_kernel, request, monkeypatch):
     """The sizes that are chosen do not lead to it: prompts that need ten pages get four."""
     jax.clear_caches()
@@ -536,7 +542,7 @@ def gemma(window, *kinds):
         ),
     ],
 )
-@pytest.mark.parametrize("laid", ["in a stack", "one by one"])
+@pytest.mark.parametrize("laid", each(["one by one", "in a stack"]))
 def test_sliding_layers_keep_the_pages_of_their_window(window, kinds, laid, request):
     config = gemma(window, *kinds)
     expected = rows_of_different_lengths("gemma3_text", config)
@@ -574,12 +580,10 @@ def test_a_page_is_free_when_its_last_token_is_out_of_sight():
     assert release(pages, active).owner.tolist() == [0, 0, 1, 3, 3]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "axes",
-    [
-        {"fsdp": 2},
-        pytest.param({"data": 2, "fsdp": 2, "tensor": 2}, marks=pytest.mark.exhaustive),
-    ],
+    [{"fsdp": 2}, {"data": 2, "fsdp": 2, "tensor": 2}],
     ids=str,
 )
 def test_sliding_layers_on_several_devices(axes, request):

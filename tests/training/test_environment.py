@@ -81,6 +81,7 @@ def test_a_run_that_goes_on_is_the_run_that_was_not_interrupted(folder, tmp_path
     assert "rollout.cohorts 1\n" in shown
 
 
+@pytest.mark.exhaustive
 def test_a_run_in_two_cohorts_goes_on_byte_for_byte(folder, tmp_path, capsys):
     """64 episodes a step: two cohorts, which nothing measures, are said, saved and kept."""
     changes = {"rollout": {"prompts": 16}, "steps": 2, "environment": "Never"}

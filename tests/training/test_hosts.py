@@ -314,12 +314,13 @@ def games(folder, directory, environment="Guess", **changes):
     return config(folder, directory, **(settings | changes))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "rollout",
     [
         {"cohorts": 2},
-        pytest.param({"history": "template"}, marks=pytest.mark.exhaustive),
-        pytest.param({"slots": 8, "num_samples": 8}, marks=pytest.mark.exhaustive),
+        {"history": "template"},
+        {"slots": 8, "num_samples": 8},
     ],
     ids=["append", "template", "read again"],
 )

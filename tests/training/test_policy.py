@@ -50,6 +50,7 @@ def assert_carried(directory, tensors):
     assert (directory / "preprocessor_config.json").exists()
 
 
+@pytest.mark.exhaustive
 def test_a_run_keeps_the_tensors_that_it_does_not_train(folder):
     place, model, tensors = folder
     kept = {"model": str(model), "logging": EVERY_STEP, "update": update(kl_beta=0.0)}

@@ -123,7 +123,9 @@ EPISODES = {
 }
 
 
-@pytest.mark.parametrize("history", ["append", "template"])
+@pytest.mark.parametrize(
+    "history", ["append", pytest.param("template", marks=pytest.mark.exhaustive)]
+)
 def test_episodes_of_several_turns(folder, server, tmp_path, history):
     rows = run(folder, server, tmp_path, **EPISODES, rollout__history=history)
     assert all(row["sampling/logp_diff/max"] < EXACT for row in rows)
@@ -355,14 +357,8 @@ def test_settings_that_do_not_fit_a_server(folder, server, tmp_path, changes, na
 # Several processes.
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [
-        "checkpoint",
-        pytest.param("adapter", marks=pytest.mark.exhaustive),
-        pytest.param("episodes", marks=pytest.mark.exhaustive),
-    ],
-)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("kind", ["checkpoint", "adapter", "episodes"])
 def test_two_processes_sample_as_one_does(folder, server, tmp_path, kind):
     changes = {
         "checkpoint": {},

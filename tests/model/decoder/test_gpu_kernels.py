@@ -134,7 +134,9 @@ def test_pages_are_listed_row_by_row():
     assert page[:5].tolist() == [1, 4, 3, 5, 0]  # a window has left the first page of row 2
 
 
-@pytest.mark.parametrize("name", ["qwen2", "gemma3_text"])
+@pytest.mark.parametrize(
+    "name", ["qwen2", pytest.param("gemma3_text", marks=pytest.mark.exhaustive)]
+)
 def test_completions_are_those_without_the_kernel(name, monkeypatch):
     """The same tokens through pages of 16, which XLA and the interpreted kernels attend to."""
     config, params = config_of(name), params_of(name)
