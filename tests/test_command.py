@@ -380,9 +380,45 @@ def test_a_run_is_evaluated_on_its_own_problems_and_rewards(kind, tmp_path, caps
         capsys.readouterr()
         assert main([*evaluate, *options]) == 0
         assert f"reward {reward:.4f}\n" in capsys.readouterr().out
+    # Rewards of evaluations have no weights, even if the run has the same rewards.
+    same = ["--reward", f"{own}:seven", "--evaluation.reward", f"{own}:seven"]
+    train = ["train", *task, *same, "--reward_weights", "[4]", *small, *limits]
+    assert main([*train, "--output_dir", str(tmp_path / "apart")]) == 0
+    capsys.readouterr()
+    assert main(["evaluate", "--model", str(tmp_path / "apart")]) == 0
+    assert "reward 7.0000\n" in capsys.readouterr().out
     shorter = ["--max_prompt_tokens", "3"]
     assert main([*evaluate, *shorter]) == 1
     assert "max_prompt_tokens" in capsys.readouterr().err
+
+
+def test_a_run_in_an_environment_is_evaluated_there(tmp_path, capsys, monkeypatch):
+    run, game = tmp_path / "run", ["--environment", "tests.rollout.games:Guess"]
+    limits = {"max_turns": "2", "max_new_tokens": "5", "max_prompt_tokens": "16"}
+    own = [x for name, value in limits.items() for x in (f"--rollout.{name}", value)]
+    own += ["--rollout.max_episode_tokens", "60", "--output_dir", str(run)]
+    assert main(["train", *TINY, "--steps", "0", *game, *own]) == 0
+    evaluated = []
+
+    def noted(config, task, policy):
+        evaluated.append(config)
+        return held_out(config, task, policy)
+
+    monkeypatch.setattr("twinkle_jax.training.evaluation.held_out", noted)
+    capsys.readouterr()
+    assert main(["evaluate", "--model", str(run)]) == 0
+    shown = capsys.readouterr().out
+    assert "turns 1.0000\n" in shown
+    given = [x for name, value in limits.items() for x in (f"--{name}", value)]
+    policy = ["--model", str(run / "policy"), "--problems", "8"]
+    assert main(["evaluate", *policy, *game, *given]) == 0
+    assert capsys.readouterr().out == shown
+    of_run, of_policy = evaluated
+    for config in evaluated:
+        assert config.environment == game[1] and config.evaluation.problems == 8
+        assert {x: str(getattr(config.rollout, x)) for x in limits} == limits
+    assert of_run.rollout.max_episode_tokens == 60
+    assert of_policy.rollout.max_episode_tokens == 16 + 2 * 5
 
 
 def test_a_run_without_held_out_problems_needs_a_task(tmp_path, capsys):
@@ -397,6 +433,10 @@ def test_a_run_without_held_out_problems_needs_a_task(tmp_path, capsys):
     assert "task must be given" in capsys.readouterr().err
     assert main([*evaluate, *task]) == 0
     assert main([*evaluate, "--task", "arithmetic", "--level", "3", "--problems", "4"]) == 0
+    # The level of a run belongs to its problems.
+    counted = ["--level", "3", "--output_dir", str(tmp_path / "counted")]
+    assert main(["train", *small, *counted]) == 0
+    assert main(["evaluate", "--model", str(tmp_path / "counted"), *task]) == 0
 
 
 def test_a_path_may_begin_with_the_home_directory(tmp_path, capsys, monkeypatch):

@@ -103,7 +103,7 @@ def resumed_settings(options: Any) -> dict[str, Any]:
 
 def evaluation_settings(options: Any) -> dict[str, Any]:
     """Read what a run is evaluated with; empty for a checkpoint."""
-    from twinkle_jax.training.task import hub_id
+    from twinkle_jax.training.task import has_held_out
 
     run = _run_config(options.model)
     if run is None:
@@ -112,7 +112,7 @@ def evaluation_settings(options: Any) -> dict[str, Any]:
     if run.evaluation.path is not None:
         is_gsm8k = run.task.partition(":")[0] == "gsm8k"
         task = f"gsm8k:{run.evaluation.path}" if is_gsm8k else run.evaluation.path
-    elif run.task not in ("arithmetic", "environment") and hub_id(run.task) is None:
+    elif not has_held_out(run.task):
         task = None  # it was trained on all that the file holds
     return {
         "task": task,
@@ -236,22 +236,23 @@ def _evaluate_options(parser: Any) -> None:
 def _evaluate(options: Any) -> int:
     """Evaluate a policy, and print one metric a line."""
     from twinkle_jax.training.evaluation import held_out
-    from twinkle_jax.training.task import hub_id, make_task
+    from twinkle_jax.training.task import has_held_out, make_task
 
     run = _run_config(options.model)
     if run is not None and options.task is None:
         raise ValueError(
-            f"task must be given: {options.model} was not evaluated on held-out problems"
+            f"task must be given for a run without held-out problems, got none for {options.model}"
         )
-    without_file = options.task in (None, "arithmetic", "environment")
-    without_file = without_file or hub_id(options.task) is not None
+    without_file = options.task is None or has_held_out(options.task)
     file = None if without_file else options.task.removeprefix("gsm8k:")
     base = TrainConfig(model=options.model) if run is None else run
     limits = {name: options[name] for name in _ROLLOUT_OPTIONS}
     rollout = dataclasses.replace(base.rollout, **limits)
     if rollout != base.rollout or not base.many_turns:
         rollout = dataclasses.replace(rollout, max_episode_tokens=AUTO)
-    weights = None if run is None or options.reward != run.reward else run.reward_weights
+    weights = None
+    if run is not None and not run.evaluation.reward and options.reward == run.reward:
+        weights = run.reward_weights
     level = options.level
     if run is not None and level == run.level and options.task != "arithmetic":
         level = TrainConfig.level  # it belongs to the task of the run

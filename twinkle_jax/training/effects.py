@@ -8,7 +8,7 @@ from twinkle_jax.data.settings import AUTO
 from twinkle_jax.loss import CISPOLoss, SAPOLoss
 from twinkle_jax.training.by_name import make_estimator
 from twinkle_jax.training.config import TrainConfig, flat, make_loss
-from twinkle_jax.training.task import hub_id
+from twinkle_jax.training.task import has_held_out
 
 
 class _Condition(NamedTuple):
@@ -89,11 +89,7 @@ _CONDITIONS = (
     ),
     _Condition(
         "evaluation.path for a task from a file",
-        lambda config: (
-            config.evaluation.path is not None
-            or config.task in ("arithmetic", "environment")
-            or hub_id(config.task) is not None
-        ),
+        lambda config: config.evaluation.path is not None or has_held_out(config.task),
         "evaluation.pass_k evaluation.reward",
     ),
     _Condition(

@@ -39,6 +39,11 @@ def hub_id(task: str) -> str | None:
     return path if kind == "gsm8k" and not is_file and _HUB_ID.fullmatch(path) else None
 
 
+def has_held_out(task: str) -> bool:
+    """Whether a task has held-out problems of its own, without a file of them."""
+    return task in ("arithmetic", "environment") or hub_id(task) is not None
+
+
 class Task(NamedTuple):
     """What a policy is trained on.
 

@@ -118,8 +118,8 @@ def test_a_row_in_a_batch_is_the_row_alone_value_and_gradient(name):
     tokens, mask = batch(ROWS, 9, "left")
     together = hidden(params, config, tokens, mask)
     alone = [hidden(params, config, tokens[i : i + 1], mask[i : i + 1]) for i in range(4)]
-    # Products are summed in another order for another number of rows, and on another kind of CPU.
-    assert_close(together, np.concatenate(alone), 3e-6)
+    # Linear layers sum products in another order for another number of rows, on some CPUs.
+    assert_close(together, np.concatenate(alone), 1e-6 if config.delta_net is None else 3e-6)
 
     # One row at a time, the others being empty: the sum over rows is the batch's gradient.
     total = _gradient(params, config, tokens, mask)

@@ -130,7 +130,7 @@ def test_scores_do_not_depend_on_the_batch_nor_on_gradients(name):
     if config.delta_net is not None:
         # The chunks of linear attention begin elsewhere in a packed row, and sum in another order;
         # a rounding may choose another expert.
-        allowed = 0.006 if config.experts is None else 0.02
+        allowed = 0.006 if config.experts is None else 0.01
     assert np.mean(np.abs(every - packed.reshape(16, 40)[:, :39])) <= allowed
     with jax.numpy_dtype_promotion("standard"):
         (_, trained), _ = jax.jit(jax.value_and_grad(loss, has_aux=True))(params)
