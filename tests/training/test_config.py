@@ -218,9 +218,10 @@ def test_json_gives_a_configuration_back():
 def test_the_learning_rate_rises_and_falls():
     optimizer = OptimizerConfig(learning_rate=1.0, warmup_steps=4, schedule="linear")
     config = TrainConfig(steps=8, optimizer=optimizer)
-    rates = [config.learning_rate(step) for step in range(8)]
-    assert rates[:2] == [0.25, 0.5 * 7 / 8]
-    assert rates[4:] == [0.5, 0.375, 0.25, 0.125]
+    rates = [config.learning_rate(step) for step in range(9)]
+    assert rates == [0.25, 0.5, 0.75, 1, 1, 0.75, 0.5, 0.25, 0]
+    short = TrainConfig(steps=2, optimizer=optimizer)
+    assert [short.learning_rate(step) for step in range(2)] == [0.25, 0.5]
     constant = dataclasses.replace(optimizer, schedule="constant")
     assert TrainConfig(optimizer=constant).learning_rate(100) == 1.0
 
@@ -246,6 +247,26 @@ def test_a_schedule_of_optax():
     )
     config = TrainConfig(optimizer=optimizer)
     assert [config.learning_rate(step) for step in range(3)] == [1.0, 0.5, 0.25]
+    warm = TrainConfig(optimizer=dataclasses.replace(optimizer, warmup_steps=2))  # counts from 0
+    assert [warm.learning_rate(step) for step in range(3)] == [0.5, 0.5, 0.25]
+
+
+@pytest.mark.parametrize("name", ["linear", "cosine"])
+def test_the_learning_rate_falls_as_in_transformers(name):
+    get = "pip install 'twinkle-jax[oracle]'"
+    transformers = pytest.importorskip("transformers", reason=get)
+    torch = pytest.importorskip("torch", reason=get)
+    optimizer = OptimizerConfig(learning_rate=0.5, warmup_steps=4, schedule=name)
+    config = TrainConfig(steps=10, optimizer=optimizer)
+    theirs = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.5)
+    make = getattr(transformers, f"get_{name}_schedule_with_warmup")
+    scheduler = make(theirs, num_warmup_steps=4, num_training_steps=10)
+    for step in range(1, 11):
+        theirs.step()
+        scheduler.step()
+        (rate,) = scheduler.get_last_lr()
+        # Theirs rises from 0, which is an update of nothing: ours is a step ahead until the peak.
+        assert config.learning_rate(step if step >= 4 else step - 1) == pytest.approx(rate)
 
 
 @pytest.mark.parametrize(

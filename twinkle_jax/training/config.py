@@ -122,9 +122,11 @@ class OptimizerConfig:
         learning_rate: at its peak; auto: 6e-4 for the built-in policy, 1e-6 for a checkpoint.
         warmup_steps: steps over which the learning rate rises to its peak; auto: 10, or 0 with an
             Optax schedule that rises to a peak itself.
-        schedule: of the learning rate: constant, linear or cosine (to 0 after the last step), or
-            the name of an Optax schedule; auto: linear for the built-in policy, else constant.
-        schedule_options: arguments of an Optax schedule.
+        schedule: of the learning rate: constant, linear or cosine (from the end of the warmup to 0
+            after the last step), or the name of an Optax schedule; auto: linear for the built-in
+            policy, else constant.
+        schedule_options: arguments of an Optax schedule, which counts the steps of the run from the
+            first on; in warmup_steps its rates are scaled by a factor that rises to 1.
         max_grad_norm: gradients with a larger global norm are scaled down to it.
         max_skipped: end the run after this many steps in a row whose gradients were not finite.
     """
@@ -352,8 +354,11 @@ class TrainConfig:
 
     def learning_rate(self, step: int) -> float:
         """Return the learning rate of a step; steps count from 0."""
-        warmup = min(1.0, (step + 1) / max(self.optimizer.warmup_steps, 1))
-        return run_schedule(self)(step) * warmup
+        optimizer = self.optimizer
+        rise = min(1.0, (step + 1) / max(optimizer.warmup_steps, 1))
+        if optimizer.schedule in _BUILT_IN_SCHEDULES:  # these begin at the end of the warmup
+            step = max(step - optimizer.warmup_steps, 0)
+        return run_schedule(self)(step) * rise
 
 
 def _automatic(config: TrainConfig) -> dict[str, Any]:
@@ -475,11 +480,11 @@ def make_lora(config: TrainConfig) -> LoraConfig:
 
 
 def run_schedule(config: TrainConfig) -> Schedule:
-    """Make the learning-rate schedule of a run, without its warmup."""
+    """Make the learning-rate schedule of a run, without its warmup: our own begin after it."""
     optimizer = config.optimizer
     return make_schedule(
         optimizer.schedule,
-        steps=config.steps,
+        steps=max(config.steps - optimizer.warmup_steps, 1),
         peak=optimizer.learning_rate,
         **optimizer.schedule_options,
     )
