@@ -1,6 +1,7 @@
 """A policy in files: what a run writes of a checkpoint that holds more than the policy."""
 
 import json
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -105,16 +106,23 @@ def test_the_chat_template_of_a_script_is_saved(tmp_path):
         assert load_policy(str(tmp_path / name)).template.chat_template.source == own
 
 
-def test_an_adapter_whose_base_is_not_found_says_so(tmp_path, monkeypatch):
-    """A relative path is that of the directory in which the run began."""
+def test_the_base_of_an_adapter_may_be_a_relative_path(tmp_path, monkeypatch):
+    """Of the current directory, as in PEFT, or else of the adapter's."""
     monkeypatch.chdir(tmp_path)
     save_policy(small_policy(0), "base")
     save_policy(add_adapter(small_policy(0), LoraConfig(r=2), base="base"), "adapter")
     assert load_policy("adapter").base == "base"
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
-    with pytest.raises(ValueError, match=r"^base_model_name_or_path of .*adapter_config.json must"):
-        load_policy(str(tmp_path / "adapter"), argument="model")
+    message = (
+        rf"^base_model_name_or_path of .*adapter_config.json, looked for in {Path.cwd()} and in "
+        rf"{tmp_path}/adapter, must be a directory or a hub id"
+    )
+    with pytest.raises(ValueError, match=message):
+        load_policy("../adapter", argument="model")
+    (tmp_path / "base").rename(tmp_path / "adapter/base")
+    again = load_policy("../adapter")
+    assert again.base == str(tmp_path / "adapter/base")  # found from anywhere if saved again
 
 
 def test_an_adapter_may_bring_the_chat_template_that_its_base_lacks(tmp_path):

@@ -106,7 +106,8 @@ def load_policy(
 
     Args:
         path_or_id: a Hugging Face checkpoint, or an adapter in PEFT's format, which names its base:
-            a directory, or a hub id. The tokenizer beside an adapter replaces that of its base.
+            a directory, or a hub id. A relative one is that of the current directory, as in PEFT,
+            or else of the adapter's. The tokenizer beside an adapter replaces that of its base.
         mesh: devices to place the parameters on; None for one device.
         argument: what errors call `path_or_id`.
 
@@ -124,6 +125,12 @@ def load_policy(
         raise ValueError(f"{place / ADAPTER_CONFIG} must name its base model, got {base!r}")
     tuned = Tokenizer.from_pretrained(place) if (place / "tokenizer.json").is_file() else None
     named = f"base_model_name_or_path of {place / ADAPTER_CONFIG}"
+    if not Path(base).expanduser().is_dir():
+        beside = (place / base).resolve()
+        if beside.is_dir():
+            base = str(beside)
+        elif not Path(base).is_absolute():
+            named += f", looked for in {Path.cwd()} and in {place.resolve()},"
     base_policy = _load_checkpoint(base, mesh, named, tuned)
     lora, adapter = load_adapter(place, base_policy.config)
     return attach_adapter(base_policy, lora, adapter, base=base, mesh=mesh)
