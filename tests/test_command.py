@@ -309,8 +309,23 @@ def test_a_switch_needs_no_value(options, overwrite, masked, tmp_path):
     assert (config["overwrite"], config["update"]["mask_truncated"]) == (overwrite, masked)
 
 
+@pytest.mark.parametrize(
+    ("options", "got"),
+    [
+        ('{"b1": {"x": 1}}', r"optimizer.options: .*adamw must be .* got {'x': 1}"),
+        ('{"mask": {"x": [true]}}', r"optimizer.options: .*adamw must be .* got {'x': \[True\]}"),
+    ],
+)
+def test_options_of_an_optimizer_that_are_dictionaries_are_refused(options, got, capsys, tmp_path):
+    """The parser put the whole text in their place, which a mask may be."""
+    arguments = ["--optimizer.options", options, "--output_dir", str(tmp_path / "run")]
+    assert main(["train", *arguments]) == 1
+    assert re.search(got, capsys.readouterr().err)
+
+
 def test_options_of_an_optimizer_may_be_lists_and_null(tmp_path):
-    run, options = tmp_path / "run", {"ns_coeffs": [3.0, -3.25, 1.25], "mu_dtype": None}
+    steps = [[3.0, -3.25, 1.25]] * 5  # a row for each step of Newton and Schulz
+    run, options = tmp_path / "run", {"ns_coeffs": steps, "mu_dtype": None}
     small = ["--warm_start", "0", "--evaluation.problems", "4", "--steps", "0"]
     muon = ["--optimizer.name", "muon", "--optimizer.options", json.dumps(options)]
     assert main(["train", "--output_dir", str(run), *small, *muon]) == 0

@@ -109,6 +109,7 @@ def test_one_of_ones_own_gets_what_it_names():
         (lambda: make_optimizer("schedule_free_adamw"), ValueError, "optimizer"),
         (lambda: make_optimizer("lbfgs"), ValueError, "optimizer"),
         (lambda: make_optimizer("adamw", b3=0.9), TypeError, "options of optimizer adamw"),
+        (lambda: make_optimizer("adamw", b1=[{"x": 1}]), TypeError, "options of optimizer adamw"),
         (
             lambda: make_optimizer("adafactor", weight_decay_rate=0.1),
             TypeError,

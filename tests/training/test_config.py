@@ -102,6 +102,7 @@ REFUSED = [  # a setting and a value that it cannot have, perhaps only with othe
             ("constant_schedule", {"value": "x"}),
             ("piecewise_constant_schedule", {"boundaries_and_scales": [1]}),
             ("piecewise_constant_schedule", {"boundaries_and_scales": {"x": 0.5}}),
+            ("piecewise_constant_schedule", {"boundaries_and_scales": {"1": {"x": 0.5}}}),
         ]
     ),
     *(

@@ -220,8 +220,15 @@ def make_optimizer(name: str, **options: Any) -> optax.GradientTransformation:
         >>> make_optimizer("adamw", b2=0.99) is make_optimizer("adamw", b2=0.99)
         True
     """
-    hashable = {key: tuple(x) if isinstance(x, list) else x for key, x in options.items()}
-    return _make_optimizer(name, tuple(sorted(hashable.items())))
+
+    def hashable(value: Any) -> Any:
+        if isinstance(value, dict):
+            raise TypeError(
+                f"options of optimizer {name} must be numbers, strings, lists or null, got {value}"
+            )
+        return tuple(map(hashable, value)) if isinstance(value, list) else value
+
+    return _make_optimizer(name, tuple(sorted((key, hashable(x)) for key, x in options.items())))
 
 
 @functools.cache
@@ -321,7 +328,7 @@ def optax_schedule(name: str, peak: float, options: Mapping[str, Any]) -> optax.
     if "boundaries_and_scales" in options:  # JSON and YAML have strings as keys
         scales = options["boundaries_and_scales"]
         try:
-            options["boundaries_and_scales"] = {int(key): x for key, x in dict(scales).items()}
+            options["boundaries_and_scales"] = {int(k): float(x) for k, x in dict(scales).items()}
         except (TypeError, ValueError) as error:
             raise TypeError(
                 "option boundaries_and_scales must map numbers of updates to factors, "

@@ -38,7 +38,7 @@ from twinkle_jax.training.by_name import (
 from twinkle_jax.training.tracking import Trackers
 
 _BUILT_IN_SCHEDULES = ("constant", "linear", "cosine")
-Options = dict[str, int | float | bool | list[float] | str | None]
+Options = dict[str, Any]
 """Hyper-parameters by name, of an estimator or an optimizer."""
 
 
