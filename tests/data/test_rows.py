@@ -128,6 +128,22 @@ def test_cells_of_csv_with_leading_zeros_are_text(tmp_path):
     ]
 
 
+def test_cells_that_a_short_row_of_csv_lacks_are_none(tmp_path):
+    """They were empty text, to which a reward compares, and made text of a column of numbers."""
+    (tmp_path / "a.csv").write_text("q,n,t\nx,1,y\nz\nw,2,\n")
+    assert list(read_rows(tmp_path / "a.csv")) == [
+        {"q": "x", "n": 1, "t": "y"},
+        {"q": "z", "n": None, "t": None},
+        {"q": "w", "n": 2, "t": ""},
+    ]
+
+
+def test_a_row_of_csv_with_too_many_cells_is_named_by_its_line(tmp_path):
+    (tmp_path / "a.csv").write_text('a,b\n"1\n2",3\n4,5,6\n')
+    with pytest.raises(ValueError, match=r"a.csv, line 4 must have at most 2 cells, .* got 3"):
+        read_rows(tmp_path / "a.csv")
+
+
 def test_nested_cells_of_csv_are_json(tmp_path):
     row = {"n": 1, "messages": [{"role": "user", "content": '\xe9, "x"'}], "at": np.arange(2)}
     write_rows([row], tmp_path / "a.csv")

@@ -168,8 +168,8 @@ def read_rows(path: str | Path, *, stream: bool = False) -> Table:
 
     Args:
         path: `.jsonl`, `.json` (a list of objects, or an object a line), `.csv` (a column is of
-            integers, numbers or booleans if all its cells are; `007` is text), `.parquet`, or
-            `.txt` (a line is a row with `text`).
+            integers, numbers or booleans if all its cells are; `007` is text; cells that a short
+            row lacks are None), `.parquet`, or `.txt` (a line is a row with `text`).
         stream: whether to read rows when they are needed, `.jsonl` and `.txt` line by line.
 
     Raises:
@@ -321,7 +321,7 @@ def _read(path: Path) -> Iterator[Row]:
     with open_text(path) as file:
         if path.suffix == ".csv":
             # Otherwise all lines behind a quote that is never closed would be one cell.
-            reader = csv.DictReader(file, restval="", strict=True)
+            reader = csv.DictReader(file, strict=True)
             try:
                 yield from _csv(path, reader)
             except csv.Error as error:
@@ -386,17 +386,22 @@ def _csv(path: Path, reader: "csv.DictReader[Any]") -> list[Row]:
     for name in names:
         if names.count(name) > 1:
             raise ValueError(f"{path} must name each column once, got {name!r:.80} twice")
-    rows = list(reader)
-    for number, row in enumerate(rows, 1):
+    rows = []
+    for row in reader:
         if None in row:
-            raise ValueError(f"{path}, record {number} must have at most a cell for each column")
+            raise ValueError(
+                f"{path}, line {reader.line_num} must have at most {len(names)} cells, one for "
+                f"each column, got {len(names) + len(row[None])}"
+            )
+        rows.append(row)
     columns = to_columns(rows)
-    for name, cells in columns.items():
+    for name, column in columns.items():
+        cells = [cell for cell in column if cell is not None]  # a short row has no cell there
         for pattern, convert in _CELL_TYPES:
             if cells and all(pattern.fullmatch(cell) for cell in cells):
                 values = [convert(cell) for cell in cells]
                 if all(map(_is_held, cells, values)):
-                    columns[name] = values
+                    columns[name] = [None if cell is None else convert(cell) for cell in column]
                 break
     return to_rows(columns)
 
