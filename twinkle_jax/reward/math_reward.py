@@ -26,6 +26,10 @@ _WORDS = re.compile(r"(?=.*[^\W\d_]{2})[^\W\d_]+(?:[ ,-]+[^\W\d_]+)*")
 _SCIENTIFIC = re.compile(r"([+-]?[0-9]+(?:\.[0-9]+)?)[eE]([0-9]{1,6}|[+-][0-9]{2,6})")
 # A space of LaTeX between thousands, as in 1\,000 and 1~000.
 _THOUSANDS = re.compile(r"(?<=[0-9])(?:\\[,:; ]|~)(?=[0-9]{3}(?![0-9]))")
+# A plain space, as in 12 345, but not in 2 125/1000, \frac12 100 or 2^3 100.
+_SPACED = re.compile(
+    r"(?<![\w.}^/\\])(?<!\w )[0-9]{1,3}(?:[ \xa0\u2009\u202f][0-9]{3})+(?! ?[0-9/^])"
+)
 _CHOICE = re.compile(r"(?<!\w)\(([a-z])\)(?!\w)")  # of several, as (e)
 _BASE = re.compile(r"-?[0-9][0-9A-Fa-f]*_(?:\{([0-9]+)\}|([0-9]+))")
 
@@ -193,7 +197,7 @@ def _cleaned(answer: str) -> str:
     """Drop dollar signs around an answer and a full stop after it; write numbers as LaTeX."""
     match = _DOLLARS.fullmatch(answer.strip())
     answer = (match.group(1) if match else answer).strip().removesuffix(".")
-    answer = _THOUSANDS.sub("", answer)
+    answer = _SPACED.sub(lambda match: "".join(match.group().split()), _THOUSANDS.sub("", answer))
     number = _SCIENTIFIC.fullmatch(answer)
     return f"{number.group(1)} \\cdot 10^{{{int(number.group(2))}}}" if number else answer
 

@@ -29,7 +29,7 @@ def math_verify() -> tuple[Any, Any, Any]:
     """Load math-verify's parser and comparison, and sympy's equations."""
     logging.disable(logging.CRITICAL)
     from math_verify import LatexExtractionConfig, parse, verify
-    from sympy import Eq
+    from sympy import Eq, FiniteSet, Interval, MatrixBase, Tuple
 
     settings = [LatexExtractionConfig(boxed_match_priority=0)]  # no Python expressions
 
@@ -41,20 +41,31 @@ def math_verify() -> tuple[Any, Any, Any]:
             parsing_timeout=None,
         )
 
-    def numbers(parsed: list[Any]) -> list[Any]:
-        values = [x.rhs if isinstance(x, Eq) else x for x in parsed]
-        return [x.evalf().doit() for x in values if getattr(x, "is_number", False)]
+    def numbers(parsed: Any) -> list[Any]:
+        """List the numbers of an answer: itself, its entries, or the ends of an interval."""
+        value = parsed.rhs if isinstance(parsed, Eq) else parsed
+        if getattr(value, "is_number", False):
+            return [value.evalf().doit()]
+        entries = (value.start, value.end) if isinstance(value, Interval) else value
+        listed = isinstance(value, Interval | Tuple | FiniteSet | MatrixBase)
+        return [number for entry in entries for number in numbers(entry)] if listed else []
 
-    def agree(truth: Any, answer: Any) -> bool:
+    def close(truth: Any, answer: Any) -> bool:
         is_small = 0 < abs(truth) < _SMALL
         return not is_small or abs(truth - answer) <= _TOLERANCE * abs(truth)
+
+    def agree(truth: Any, answer: Any) -> bool:
+        truths, answers = numbers(truth), numbers(answer)
+        if isinstance(truth, FiniteSet) or isinstance(answer, FiniteSet):  # in any order
+            return all(any(close(x, y) for y in answers) for x in truths)
+        return all(map(close, truths, answers))
 
     def equal(truth: list[Any], answer: list[Any]) -> bool:
         if not verify(truth, answer, timeout_seconds=None):
             return False
         if truth == answer:
             return True
-        pairs = [(x, y) for x in numbers(truth) for y in numbers(answer)]
+        pairs = [(x, y) for x in truth for y in answer if numbers(x) and numbers(y)]
         return not pairs or any(agree(x, y) for x, y in pairs)
 
     return read, equal, Eq
