@@ -17,6 +17,7 @@ from twinkle_jax.model import (
     hidden_states,
     init_params,
     load_adapter,
+    load_pretrained,
     output_logits,
     parse_config,
     save_adapter,
@@ -156,3 +157,36 @@ def test_peft_and_transformers_open_it(lora, tmp_path):
     again_lora, again = load_adapter(tmp_path / "theirs", config)
     assert_same(again, adapter)
     assert again_lora.scale == lora.scale
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`")
+def test_peft_opens_that_of_a_model_with_a_vision_tower(tmp_path):
+    """PEFT warns of tensors that it does not find, and then has a model without the adapter."""
+    get = "pip install 'twinkle-jax[test,oracle]'"
+    peft = pytest.importorskip("peft", reason=get)
+    torch = pytest.importorskip("torch", reason=get)
+    transformers = pytest.importorskip("transformers", reason=get)
+    text = json.loads(config_of("gemma3_text").original)
+    vision = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
+    vision |= {"num_attention_heads": 1, "image_size": 8, "patch_size": 4}
+    theirs = transformers.Gemma3ForConditionalGeneration(
+        transformers.Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4)
+    )
+    theirs.save_pretrained(tmp_path / "base")
+    params, config = (decoder := load_pretrained(tmp_path / "base")).params, decoder.config
+    lora = LoraConfig(r=2, target_modules=("q_proj", "v_proj"))
+    adapter = drawn(config, lora)
+    save_adapter(tmp_path / "adapter", config, lora, adapter, base=str(tmp_path / "base"))
+
+    theirs = peft.AutoPeftModelForCausalLM.from_pretrained(tmp_path / "adapter").eval()
+    with torch.no_grad():
+        expected = theirs(input_ids=torch.tensor([[2, 3, 5, 7]])).logits.numpy()
+    merged = with_adapter(params, config, lora, adapter)
+    logits = output_logits(merged, hidden_states(merged, config, jnp.asarray([[2, 3, 5, 7]])))
+    np.testing.assert_allclose(logits, expected, atol=1e-4)
+    theirs.save_pretrained(tmp_path / "theirs")
+    for directory in ("adapter", "theirs"):
+        assert_same(load_adapter(tmp_path / directory, config)[1], adapter)
+    flat = parse_config(text)  # as saved before: the names of the text model
+    save_adapter(tmp_path / "flat", flat, lora, adapter)
+    assert_same(load_adapter(tmp_path / "flat", config)[1], adapter)

@@ -29,6 +29,7 @@ from twinkle_jax.model.decoder.parameters import (
 from twinkle_jax.model.decoder.precision import matmul, rounded
 
 ALL_LINEAR = "all-linear"
+VISION = ".*vision_tower.*"  # of Gemma 3; what PEFT leaves out, whose projections have equal names
 LARGEST_RANK = 2**16
 RATE, KEYS = "lora_dropout", "lora_dropout_keys"  # leaves beside an adapter that has dropout
 
@@ -249,7 +250,7 @@ _PLAIN: dict[str, tuple[Any, ...]] = {
     "bias": ("none", None),
     "fan_in_fan_out": (False, None),
     "modules_to_save": (None, []),
-    "exclude_modules": (None, []),
+    "exclude_modules": (None, [], VISION),
     "layers_to_transform": (None, []),
     "layers_pattern": (None, [], ""),
     "rank_pattern": ({}, None),

@@ -10,7 +10,13 @@ import numpy as np
 
 from twinkle_jax.data import Template
 from twinkle_jax.model.decoder.config import DecoderConfig
-from twinkle_jax.model.decoder.lora import LoraConfig, adapted_kernels, read_lora_config, walk
+from twinkle_jax.model.decoder.lora import (
+    VISION,
+    LoraConfig,
+    adapted_kernels,
+    read_lora_config,
+    walk,
+)
 from twinkle_jax.model.decoder.parameters import Params, nest
 from twinkle_jax.model.huggingface.checkpoint import all_finite, host_tensor, keep_files
 from twinkle_jax.model.huggingface.checkpoint_files import (
@@ -27,7 +33,8 @@ from twinkle_jax.model.huggingface.checkpoint_files import (
 )
 from twinkle_jax.model.huggingface.saving import check_target, gather, replace_directory, write_once
 
-_PREFIX = "base_model.model.model.layers"
+_PREFIX = "base_model.model.model."
+_NESTED = f"{_PREFIX}language_model."  # of a model with a vision tower
 _README = "README.md"  # PEFT's model card
 
 
@@ -50,8 +57,9 @@ def save_adapter(
     """Write an adapter that PEFT, vLLM and `load_adapter` read.
 
     The directory is replaced in one step: an interrupted save leaves an older adapter intact.
-    Tokenizer files and a README of an older adapter are kept. If the adapter is spread over several
-    processes, all of them must call this; process 0 writes.
+    Tensors of a vision-language checkpoint of Gemma 3 have the names of the whole model, which PEFT
+    opens. Tokenizer files and a README of an older adapter are kept. If the adapter is spread over
+    several processes, all of them must call this; process 0 writes.
 
     Args:
         directory: where to write; an earlier adapter there is replaced.
@@ -125,17 +133,22 @@ def adapter_tensors(config: DecoderConfig, adapter: Params) -> dict[str, np.ndar
 def _named_tensors(
     config: DecoderConfig, leaves: list[tuple[tuple[str, ...], np.ndarray]]
 ) -> dict[str, np.ndarray]:
-    tensors = {}
+    prefix, tensors = _NESTED if _keeps_vision(config) else _PREFIX, {}
     for path, stacked in leaves:
         for repeat, values in enumerate(stacked):
-            name = _tensor_name(config, path, repeat)
+            name = _tensor_name(config, path, repeat, prefix)
             tensors[name] = host_tensor(name, path, values, dtype=values.dtype)
     return tensors
 
 
-def _tensor_name(config: DecoderConfig, path: tuple[str, ...], repeat: int) -> str:
+def _tensor_name(config: DecoderConfig, path: tuple[str, ...], repeat: int, prefix: str) -> str:
     number = layer_number(config, path, repeat)
-    return f"{_PREFIX}.{number}.{'.'.join(path[2:])}.weight"
+    return f"{prefix}layers.{number}.{'.'.join(path[2:])}.weight"
+
+
+def _keeps_vision(config: DecoderConfig) -> bool:
+    """Whether `AutoModelForCausalLM` opens a checkpoint with its vision tower, as Gemma 3's."""
+    return json.loads(config.original or "{}").get("model_type") == "gemma3"
 
 
 def _peft_config(config: DecoderConfig, lora: LoraConfig, base: str | None) -> dict[str, Any]:
@@ -150,6 +163,7 @@ def _peft_config(config: DecoderConfig, lora: LoraConfig, base: str | None) -> d
         "use_rslora": lora.use_rslora,
         "lora_dropout": lora.lora_dropout,
         "bias": "none",
+        "exclude_modules": VISION if _keeps_vision(config) else None,
         "fan_in_fan_out": False,
         "init_lora_weights": True,
         "inference_mode": True,
@@ -175,7 +189,8 @@ def load_adapter(directory: str | Path, config: DecoderConfig) -> tuple[LoraConf
     """Read an adapter in PEFT's format.
 
     Args:
-        directory: of the adapter, or a hub id, which needs huggingface_hub.
+        directory: of the adapter, or a hub id, which needs huggingface_hub. Its tensors have the
+            names of the text model, or of the vision-language model around it.
         config: the decoder that the adapter belongs to.
 
     Returns:
@@ -196,11 +211,13 @@ def load_adapter(directory: str | Path, config: DecoderConfig) -> tuple[LoraConf
         raise ValueError(
             f"{source / ADAPTER_WEIGHTS} must be a whole safetensors file, got {error}"
         ) from None
+    prefix = _NESTED if any(name.startswith(_NESTED) for name in stored) else _PREFIX
     flat: dict[tuple[str, ...], Any] = {}
     for path, (width, out) in adapted_kernels(config, lora).items():
         for leaf, shape in (("lora_A", (lora.r, width)), ("lora_B", (out, lora.r))):
             full_path = (*path, leaf)
-            names = [_tensor_name(config, full_path, repeat) for repeat in range(config.repeats)]
+            repeats = range(config.repeats)
+            names = [_tensor_name(config, full_path, repeat, prefix) for repeat in repeats]
             layers = [_checked(name, stored.pop(name, None), shape) for name in names]
             # Transposing is its own inverse, so `to_stored` also converts back.
             flat[full_path] = jnp.asarray(np.stack([to_stored(full_path, x) for x in layers]))
