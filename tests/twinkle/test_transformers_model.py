@@ -122,6 +122,23 @@ def test_a_step_is_clipped_and_separate_verbs_do_the_same(model):
         np.testing.assert_allclose(x, after[name], rtol=1e-5, atol=1e-7)
 
 
+def test_the_norm_reported_is_that_of_the_last_update(model):
+    """Before clipping, whether that was a call of its own or not."""
+    last = {name: np.asarray(x) * 0.5 if name == "advantages" else x for name, x in SIDE.items()}
+    model.set_optimizer("SGD", lr=0.0)
+    model.forward_backward(inputs=INPUTS, **SIDE)
+    norm = model.clip_grad_and_step().gradient_norm
+    for update in (model.clip_grad_and_step, model.step):
+        model.forward_backward(inputs=INPUTS, **last)
+        update()
+        np.testing.assert_allclose(model.group().gradient_norm, norm / 2, rtol=1e-4)
+        model.forward_backward(inputs=INPUTS, **SIDE)
+        model.clip_grad_norm(1e-3)
+        model.step()
+        np.testing.assert_allclose(model.group().gradient_norm, norm, rtol=1e-4)
+    np.testing.assert_allclose(model.calculate_metric()["grad_norm"], norm, rtol=1e-4)
+
+
 def paths(tree):
     return [path for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
 

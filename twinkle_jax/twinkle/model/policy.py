@@ -58,6 +58,8 @@ class OptimizerGroup:
         optimizer: None before `set_optimizer`.
         lr: base learning rate.
         lr_steps: steps of the schedule so far.
+        gradient_norm: before clipping, of the last update; None before one since the last report.
+        clipped: whether the accumulated gradients are clipped already.
         cur_step: calls of `forward_backward`.
         last_pass: rows and outputs of the last `forward` or `forward_only`, for `calculate_loss`;
             and for `forward` the options of its gradient.
@@ -78,6 +80,7 @@ class OptimizerGroup:
     loss: Loss = field(default_factory=CrossEntropyLoss)
     template: Any = None
     gradient_norm: Float[Array, ""] | None = None
+    clipped: bool = False
     updates: list[UpdateInfo] = field(default_factory=list)
     cur_step: int = 0
     gradient_accumulation_steps: int = 1

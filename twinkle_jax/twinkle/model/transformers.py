@@ -448,6 +448,7 @@ class TransformersModel(SavedPolicy):
         if group is None:
             return None
         group.state, group.gradient_norm = clip_gradients(group.state, max_grad_norm)
+        group.clipped = True
         return group.gradient_norm
 
     def step(
@@ -544,8 +545,9 @@ class TransformersModel(SavedPolicy):
             max_grad_norm=max_grad_norm,
             mesh=self.mesh,
         )
-        if group.gradient_norm is None:
+        if not group.clipped:
             group.gradient_norm = info.gradient_norm
+        group.clipped = False
         group.updates.append(info)
         return info
 
