@@ -115,6 +115,17 @@ def test_done_and_limits_end_a_conversation():
         MultiTurnRollout(None, TEMPLATE, max_trajectory_tokens=0)
 
 
+def test_what_ended_an_earlier_episode_does_not_end_the_next():
+    """An environment has a tool object for each of its tools, which outlive its episodes."""
+    env = Counter()
+    tools = [EnvTool(env, "count"), EnvTool(env, "look")]
+    look = call(by=0).replace('"count"', '"look"')
+    for texts in ([call(by=3)], [look, call(by=1), "end"]):
+        env.reset()
+        roll = MultiTurnRollout(Scripted(*texts), TEMPLATE, ToolManager(tools))
+        assert roll([prompt()])[0]["turns"] == len(texts)
+
+
 class Verbose(Tool):
     """Answers the first conversation at length."""
 

@@ -155,8 +155,10 @@ class MultiTurnRollout(Rollout):
             conversation.done = conversation.truncated = True
         else:
             answers = [{"role": "tool", "content": manager(call)} for call in calls]
-            tools = getattr(manager, "_tools", {}).values()
-            if any(getattr(tool, "done", False) is True for tool in tools):
+            # Other tools may be done from an earlier episode of their environment.
+            names = [(x.get("function") or {}).get("name") for x in calls]
+            tools = getattr(manager, "_tools", {})
+            if any(getattr(tools.get(name), "done", False) is True for name in names):
                 conversation.done = True
                 conversation.feature["messages"] = [*conversation.feature["messages"], *answers]
                 return
