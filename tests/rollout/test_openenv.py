@@ -66,9 +66,9 @@ def test_calls_are_actions_and_wrong_ones_are_told(url):
     parameters = environment.tools[0]["function"]["parameters"]
     assert parameters["required"] == ["guess"]
     call = '<tool_call>{"name": "act", "arguments": {"guess": "3"}}</tool_call>'
-    assert environment.step(Action(call))[:3] == ({"role": "tool", "content": "+"}, 0.0, False)
+    assert environment.step(Action(call))[:3] == ([{"role": "tool", "content": "+"}], 0.0, False)
     wrong = environment.step(Action(call.replace("guess", "guesses")))
-    assert wrong[0].startswith("Error: VALIDATION_ERROR")
+    assert wrong[0][0]["content"].startswith("Error: VALIDATION_ERROR")
     assert wrong[3] == {"tool_errors": 1}
     assert environment.step(Action("7"))[1:3] == (1.0, True)
     with pytest.raises(RuntimeError, match="EXECUTION_ERROR"):

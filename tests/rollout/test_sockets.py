@@ -55,6 +55,29 @@ def test_a_step_without_a_reward_has_reward_0():
     assert rewards == [0.25, 0.0]
 
 
+def test_each_call_of_a_turn_is_an_action():
+    """Only the first was, and the policy read one answer to all of them."""
+    call = '<tool_call>{"name": "act", "arguments": {"guess": "3"}}</tool_call>'
+    over = ANSWER | {"observation": {"text": "over"}, "done": True}
+    server = Server(lambda socket: socket.send(answer(over)))  # the second of an odd seed
+    try:
+        environment = OpenEnvEnvironment(server.url, 3.0)
+        environment.reset({}, 2)
+        messages, reward, done, info = environment.step(
+            Action(call * 3 + "<tool_call>{</tool_call>")
+        )
+        assert [m["role"] for m in messages] == ["tool"] * 4
+        assert messages[3]["content"].startswith("Error: ")
+        assert (reward, done, info) == (0.75, False, {"tool_errors": 1})
+        environment.reset({}, 1)
+        messages, reward, done, _ = environment.step(Action(call * 3))
+        assert [m["content"] for m in messages] == ["1", "over"]
+        assert (reward, done) == (0.5, True)
+        environment.close()
+    finally:
+        server.stop()
+
+
 def test_a_server_that_restarts_loses_no_episode():
     """Its sessions are lost; each is begun once more, on the server that is there then."""
     server = Server(None)

@@ -272,7 +272,8 @@ class OpenEnvEnvironment:
     """A session of an OpenEnv server (0.10), over its WebSocket.
 
     If the server's actions have a single field and it is a string, an action is the policy's text.
-    Otherwise the policy calls the tool `act`, whose parameters are the server's schema of actions.
+    Otherwise the policy calls the tool `act`, whose parameters are the server's schema of actions;
+    several calls of a turn are several actions.
     The policy reads what the server says about invalid actions. Lost connections, a server that
     is full, and errors of the environment itself are failures. A reward of None, which OpenEnv
     has where there is none, is 0.
@@ -318,21 +319,30 @@ class OpenEnvEnvironment:
         )
 
     def step(self, action: Action) -> tuple[Observation, Any, bool, Mapping[str, Any]]:
-        """Send an action."""
-        if action.calls:
-            data: Any = action.calls[0]["function"]["arguments"]
-        elif self._text_field is not None:
-            data = {self._text_field: str(action)}
-        else:
+        """Send an action, or one for each call until the episode is over; rewards are summed."""
+        requests, role = [call["function"]["arguments"] for call in action.calls], "tool"
+        if not requests and self._text_field is not None:
+            requests, role = [{self._text_field: str(action)}], "user"
+        if not requests:
             return "Error: an action is a call of act", 0.0, False, {"tool_errors": 1}
-        try:
-            result = self._request("step", data)
-        except _InvalidActionError as error:
-            return f"Error: {error}", 0.0, False, {"tool_errors": 1}
-        text = openenv_text(_without_protocol(result["observation"]))
-        message = Message(role="tool" if action.calls else "user", content=text)
-        reward = 0.0 if result["reward"] is None else result["reward"]
-        return message, reward, bool(result["done"]), {}
+        texts: list[str] = []
+        rewards, errors, done = [], 0, False
+        for data in requests:
+            try:
+                result = self._request("step", data)
+            except _InvalidActionError as error:
+                texts.append(f"Error: {error}")
+                errors += 1
+                continue
+            texts.append(openenv_text(_without_protocol(result["observation"])))
+            rewards += [] if result["reward"] is None else [result["reward"]]
+            if done := bool(result["done"]):
+                break
+        if role == "tool":
+            texts += [f"Error: {error.reason}" for error in action.errors]
+            errors += len(action.errors)
+        messages: Any = [{"role": role, "content": text} for text in texts]
+        return messages, sum(rewards), done, {"tool_errors": errors} if errors else {}
 
     def close(self) -> None:
         """End the session."""
