@@ -47,7 +47,7 @@ class Server:
     """
 
     def __init__(self, fault, port=0):
-        self.fault, self.open, self.sockets = fault, 0, []
+        self.fault, self.open, self.sockets, self.actions = fault, 0, [], []
         self.server = serve(
             self._talk, "127.0.0.1", port, process_request=self._describe, max_size=None
         )
@@ -77,6 +77,7 @@ class Server:
                                          "done": False}))  # fmt: skip
                     continue
                 steps += 1
+                self.actions.append(request["data"])
                 if self.fault and seed % 2 and steps == 2:
                     self.fault(socket)
                 else:

@@ -78,6 +78,26 @@ def test_each_call_of_a_turn_is_an_action():
         server.stop()
 
 
+def test_text_that_looks_like_a_call_of_another_tool_is_text():
+    """Its arguments were sent as an action, which the server refused."""
+    other = '<tool_call>{"name": "look", "arguments": {"at": 1}}</tool_call>'
+    call = '<tool_call>{"name": "act", "arguments": {"guess": "3"}}</tool_call>'
+    server = Server(None)
+    try:
+        environment = OpenEnvEnvironment(server.url, 3.0)
+        environment.reset({}, 2)
+        for text in ("Action: guess[3]", other):
+            messages, *_, info = environment.step(Action(text))
+            assert (messages[0]["role"], info) == ("user", {})
+        messages, *_, info = environment.step(Action(other + call))
+        assert "no tool 'look'" in messages[1]["content"]
+        assert info == {"tool_errors": 1}
+        environment.close()
+    finally:
+        server.stop()
+    assert server.actions == [{"guess": "Action: guess[3]"}, {"guess": other}, {"guess": "3"}]
+
+
 def test_a_server_that_restarts_loses_no_episode():
     """Its sessions are lost; each is begun once more, on the server that is there then."""
     server = Server(None)

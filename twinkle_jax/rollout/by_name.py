@@ -271,9 +271,9 @@ _MAX_MESSAGE_BYTES = 1 << 22
 class OpenEnvEnvironment:
     """A session of an OpenEnv server (0.10), over its WebSocket.
 
-    If the server's actions have a single field and it is a string, an action is the policy's text.
-    Otherwise the policy calls the tool `act`, whose parameters are the server's schema of actions;
-    several calls of a turn are several actions.
+    The policy calls the tool `act`, whose parameters are the server's schema of actions; several
+    calls of a turn are several actions. If actions have a single field and it is a string, text
+    without such a call is an action as it is.
     The policy reads what the server says about invalid actions. Lost connections, a server that
     is full, and errors of the environment itself are failures. A reward of None, which OpenEnv
     has where there is none, is 0.
@@ -320,7 +320,8 @@ class OpenEnvEnvironment:
 
     def step(self, action: Action) -> tuple[Observation, Any, bool, Mapping[str, Any]]:
         """Send an action, or one for each call until the episode is over; rewards are summed."""
-        requests, role = [call["function"]["arguments"] for call in action.calls], "tool"
+        calls = [call["function"] for call in action.calls]
+        requests, role = [call["arguments"] for call in calls if call["name"] == "act"], "tool"
         if not requests and self._text_field is not None:
             requests, role = [{self._text_field: str(action)}], "user"
         if not requests:
@@ -339,8 +340,11 @@ class OpenEnvEnvironment:
             if done := bool(result["done"]):
                 break
         if role == "tool":
-            texts += [f"Error: {error.reason}" for error in action.errors]
-            errors += len(action.errors)
+            names = [call["name"] for call in calls if call["name"] != "act"]
+            reasons = [f"there is no tool {name!r:.80}; there is act" for name in names]
+            reasons += [error.reason for error in action.errors]
+            texts += [f"Error: {reason}" for reason in reasons]
+            errors += len(reasons)
         messages: Any = [{"role": role, "content": text} for text in texts]
         return messages, sum(rewards), done, {"tool_errors": errors} if errors else {}
 
