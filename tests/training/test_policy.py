@@ -125,6 +125,21 @@ def test_the_base_of_an_adapter_may_be_a_relative_path(tmp_path, monkeypatch):
     assert again.base == str(tmp_path / "adapter/base")  # found from anywhere if saved again
 
 
+def test_an_adapter_of_another_revision_of_its_base_is_not_laid_over_main(tmp_path):
+    """PEFT loads the base at the revision that the adapter names."""
+    base, adapter = tmp_path / "base", tmp_path / "adapter"
+    save_policy(small_policy(), base)
+    policy = add_adapter(load_policy(str(base)), LoraConfig(r=2), base=str(base))
+    save_policy(policy, adapter)
+    content = json.loads((adapter / "adapter_config.json").read_text()) | {"revision": "v2"}
+    (adapter / "adapter_config.json").write_text(json.dumps(content))
+    load_policy(str(adapter))  # a directory has one revision
+    content["base_model_name_or_path"] = "owner/name"
+    (adapter / "adapter_config.json").write_text(json.dumps(content))
+    with pytest.raises(ValueError, match=r"^revision of .*adapter_config.json must be 'main'"):
+        load_policy(str(adapter))
+
+
 def test_an_adapter_may_bring_the_chat_template_that_its_base_lacks(tmp_path):
     base, adapter = tmp_path / "base", tmp_path / "adapter"
     save_policy(small_policy(0), base)

@@ -115,14 +115,22 @@ def load_policy(
         The policy.
 
     Raises:
-        ValueError: if the checkpoint or the tokenizer is invalid.
+        ValueError: if the checkpoint or the tokenizer is invalid, or the base is a revision of a
+            hub id other than `main`.
     """
     place = locate(path_or_id, argument=argument)
     if not (place / ADAPTER_CONFIG).exists():
         return _load_checkpoint(path_or_id, mesh, argument)
-    base = read_json(place, ADAPTER_CONFIG).get("base_model_name_or_path")
+    content = read_json(place, ADAPTER_CONFIG)
+    base, revision = content.get("base_model_name_or_path"), content.get("revision")
     if not isinstance(base, str):
         raise ValueError(f"{place / ADAPTER_CONFIG} must name its base model, got {base!r}")
+    if revision not in (None, "main") and not Path(base).expanduser().is_dir():
+        raise ValueError(
+            f"revision of {place / ADAPTER_CONFIG} must be 'main' or null, got {revision!r}: "
+            f"download that revision of {base}, and name its directory as "
+            "base_model_name_or_path"
+        )
     tuned = Tokenizer.from_pretrained(place) if (place / "tokenizer.json").is_file() else None
     named = f"base_model_name_or_path of {place / ADAPTER_CONFIG}"
     if not Path(base).expanduser().is_dir():
