@@ -365,3 +365,15 @@ def test_weights_are_taken_to_the_sampler(model):
     CheckpointEngineManager(model=model, sampler=Plain()).sync_weights(merge_and_sync=False)
     CheckpointEngineManager(model=model, sampler=Server()).sync_weights()
     assert calls == [(model, None), (model, True)]
+
+
+def test_an_adapter_begins_without_the_loss_and_the_accumulation_of_another(checkpoint):
+    """It skipped updates that were due, and had a policy loss, which is 0 without advantages."""
+    model = TransformersModel(checkpoint)
+    model.set_loss("DPOLoss")
+    model.add_adapter_to_model("a", LORA, gradient_accumulation_steps=2)
+    model.set_loss("GRPOLoss", adapter_name="a")
+    model.add_adapter_to_model("b", LORA)
+    group = model.group("b")
+    assert (type(group.loss).__name__, group.gradient_accumulation_steps) == ("DPOLoss", 1)
+    assert model.group("a").gradient_accumulation_steps == 2

@@ -214,6 +214,7 @@ class AdapterPolicy:
         self.config, self.source = decoder.config, decoder.source
         self.model = Module(self.config)
         self.base: Params | None = None  # the frozen parameters under adapters
+        self.first_loss: Loss = CrossEntropyLoss()  # of each adapter, before `set_loss`
         state = begin_training(decoder.params, None, self.mesh)
         self.optimizer_group = {"": OptimizerGroup("", state)}
         self.active_group = ""
@@ -302,12 +303,16 @@ class AdapterPolicy:
     ) -> None:
         """Freeze the parameters, and train low-rank adapters instead.
 
+        An adapter begins with the loss that was set before the first one, as in Twinkle, and with
+        the template that was set last.
+
         Args:
             adapter_name: its name; several adapters share the frozen parameters, and are trained
                 separately.
             config_or_dir: a [`LoraConfig`][twinkle_jax.model.LoraConfig], or PEFT's; or a directory
                 with an adapter. `lora_dropout` is applied in training only.
-            gradient_accumulation_steps: how many calls of `forward_backward` make an update.
+            gradient_accumulation_steps: how many calls of `forward_backward` make an update; None:
+                1, or for the first adapter as before.
             seed: of A, which is random; B starts at 0.
 
         Raises:
@@ -325,15 +330,16 @@ class AdapterPolicy:
         """Add an adapter; the first one freezes the parameters."""
         if not name or name in self.optimizer_group:
             raise ValueError(f"adapter_name must be new and not empty, got {name!r}")
-        before = self.group()
+        before, steps = self.group(), 1
         if not self.has_adapters:
+            self.first_loss, steps = before.loss, before.gradient_accumulation_steps
             before.drop_training_state()
             self.base = jax.tree.map(lambda x: x.astype(self.dtype), before.state.params)
             del self.optimizer_group[""]
         state = begin_training(adapter, None, self.mesh)
         group = OptimizerGroup(name, state, lora, with_adapter(self.base, self.config, lora))
-        group.template, group.loss = before.template, before.loss
-        group.set_accumulation(before.gradient_accumulation_steps)
+        group.template, group.loss = before.template, self.first_loss
+        group.set_accumulation(steps)
         self.optimizer_group[name], self.active_group = group, name
 
     def restart(self, group: OptimizerGroup, params: Params) -> None:
