@@ -40,6 +40,6 @@ def test_held_out(estimator, seed, tmp_path):
         f"\n| {estimator} | {seed} | {told['accuracy_before']:.3f} | {told['accuracy_after']:.3f} "
         f"| {told['seconds']:.0f} s | {told['step_time']:.2f} s |"
     )
-    assert told["accuracy_before"] <= 0.5
+    assert told["accuracy_before"] <= 0.6
     if name != "reinforce":
         assert told["accuracy_after"] >= 0.9
