@@ -22,8 +22,12 @@ _DOLLARS = re.compile(r"(?:\$++|\\[(\[])(.*?)(?:(?<!\$)\$++|\\[)\]])", re.DOTALL
 _INTEGER = re.compile(r"-?[0-9]{1,1000}")
 # Letters alone, two of them or more in a row: a word, and not a product of letters.
 _WORDS = re.compile(r"(?=.*[^\W\d_]{2})[^\W\d_]+(?:[ ,-]+[^\W\d_]+)*")
-# 3e2 and 1e-05, as computers print numbers; 2e-3 stays 2e − 3, with Euler's number.
-_SCIENTIFIC = re.compile(r"([+-]?[0-9]+(?:\.[0-9]+)?)[eE]([0-9]{1,6}|[+-][0-9]{2,6})")
+# 3e2 and 1e-05, as computers print numbers, alone or as an entry of a tuple or set, or on the right
+# of an equation; 2e-3 stays 2e − 3, with Euler's number.
+_SCIENTIFIC = re.compile(
+    r"(^|[,;(\[{=]\s*)([+-]?[0-9]+(?:\.[0-9]+)?)[eE]([0-9]{1,6}|[+-][0-9]{2,6})"
+    r"(?=\s*(?:[,;)\]}]|\\right|\\}|$))"
+)
 # A space of LaTeX between thousands, as in 1\,000 and 1~000.
 _THOUSANDS = re.compile(r"(?<=[0-9])(?:\\[,:; ]|~)(?=[0-9]{3}(?![0-9]))")
 # A plain space, as in 12 345, but not in 2 125/1000, \frac12 100 or 2^3 100.
@@ -198,8 +202,7 @@ def _cleaned(answer: str) -> str:
     match = _DOLLARS.fullmatch(answer.strip())
     answer = (match.group(1) if match else answer).strip().removesuffix(".")
     answer = _SPACED.sub(lambda match: "".join(match.group().split()), _THOUSANDS.sub("", answer))
-    number = _SCIENTIFIC.fullmatch(answer)
-    return f"{number.group(1)} \\cdot 10^{{{int(number.group(2))}}}" if number else answer
+    return _SCIENTIFIC.sub(lambda m: f"{m[1]}{m[2]} \\cdot 10^{{{int(m[3])}}}", answer)
 
 
 def _plain(text: str) -> str:
