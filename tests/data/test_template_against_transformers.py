@@ -54,6 +54,26 @@ def test_a_template_for_conversations_with_tools(tmp_path):
         assert ours["input_ids"].tolist() == list(expected["input_ids"])
 
 
+def test_templates_that_have_files(tmp_path):
+    """As transformers writes them: `chat_template.jinja`, and the others in a directory."""
+    small_tokenizer().save_pretrained(tmp_path)
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    theirs.chat_template = {"default": "{{ messages[0].content }}", "tool_use": "{{ tools }}"}
+    theirs.save_pretrained(tmp_path)
+    assert (tmp_path / "additional_chat_templates/tool_use.jinja").is_file()
+    messages = [{"role": "user", "content": "Add 2 and 3"}]
+    tokenizer = Tokenizer.from_pretrained(tmp_path)
+    for tools in (None, [{"name": "add"}]):
+        ours = Template(tokenizer).encode({"messages": messages, "tools": tools}, True)
+        expected = theirs.apply_chat_template(messages, tools=tools)
+        assert ours["input_ids"].tolist() == list(expected["input_ids"])
+    tokenizer.save_pretrained(tmp_path)  # over those files
+    again = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    assert again.chat_template == theirs.chat_template
+    small_tokenizer().save_pretrained(tmp_path)  # another one's do not stay
+    assert Tokenizer.from_pretrained(tmp_path).chat_template == small_tokenizer().chat_template
+
+
 @pytest.mark.parametrize("make", [chatml_tokenizer, llama_tokenizer, small_tokenizer])
 def test_text_and_special_tokens_are_read_alike(make, tmp_path):
     make().save_pretrained(tmp_path)

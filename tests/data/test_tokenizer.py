@@ -53,6 +53,21 @@ def test_what_other_files_say(tmp_path):
     assert tokenizer.stop_token_ids == [1]
 
 
+def test_special_tokens_that_have_a_file_of_their_own(tmp_path):
+    """As old checkpoints have them: the template wrote none, and no token ended a completion."""
+    tokenizer = small_tokenizer()
+    tokenizer.save_pretrained(tmp_path)
+    config = {"chat_template": tokenizer.chat_template, "eos_token": "<|pad|>"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    tokens = {"eos_token": {"content": "<|end|>"}, "bos_token": "<|system|>"}
+    (tmp_path / "special_tokens_map.json").write_text(json.dumps(tokens))
+    again = Tokenizer.from_pretrained(tmp_path)
+    assert (again.eos_token_id, again.bos_token_id) == (1, 2)
+    config["added_tokens_decoder"] = {}  # newer ones have all tokens in one file
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    assert Tokenizer.from_pretrained(tmp_path).stop_token_ids == [0]
+
+
 def test_stop_tokens_of_the_model_where_generation_has_no_configuration(tmp_path):
     """As in transformers, so that a chat model whose tokenizer has another end stops."""
     small_tokenizer().save_pretrained(tmp_path)

@@ -14,10 +14,13 @@ from twinkle_jax._package import require
 if TYPE_CHECKING:
     import tokenizers
 
+_NAMED_TEMPLATES = "additional_chat_templates"  # a directory of NAME.jinja
 _FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
+    "special_tokens_map.json",
     "chat_template.jinja",
+    f"{_NAMED_TEMPLATES}/*.jinja",
     "generation_config.json",
     "config.json",
 )
@@ -88,9 +91,10 @@ class Tokenizer:
         except Exception as error:  # the library raises nothing narrower
             raise ValueError(f"{directory / 'tokenizer.json'} must be readable: {error}") from None
         config = _read_json(directory / "tokenizer_config.json")
-        template = directory / "chat_template.jinja"
-        if template.is_file():
-            config["chat_template"] = template.read_text(encoding="utf-8")
+        if "added_tokens_decoder" not in config:  # of an old checkpoint, as transformers reads it
+            config |= _read_json(directory / "special_tokens_map.json")
+        if templates := _read_templates(directory):
+            config["chat_template"] = templates
         # Without the file, transformers reads what ends a completion in the model's configuration.
         generation_config = _read_json(directory / "generation_config.json") or _read_json(
             directory / "config.json"
@@ -100,8 +104,8 @@ class Tokenizer:
     def save_pretrained(self, directory: str | Path) -> None:
         """Write the files that `from_pretrained`, transformers and vLLM read.
 
-        A `chat_template.jinja` of another tokenizer in the directory is deleted: it would be read
-        in place of this one's template.
+        The chat templates go into `tokenizer_config.json`. Files with those of another tokenizer in
+        the directory are deleted: they would be read in place of this one's.
         """
         path = Path(directory)
         path.mkdir(parents=True, exist_ok=True)
@@ -109,7 +113,8 @@ class Tokenizer:
         config = {"tokenizer_class": "PreTrainedTokenizerFast", **self.config}
         text = json.dumps(config, ensure_ascii=False, indent=2)
         (path / "tokenizer_config.json").write_text(text, encoding="utf-8")
-        (path / "chat_template.jinja").unlink(missing_ok=True)
+        for file in _template_files(path).values():
+            file.unlink()
 
     def __len__(self) -> int:
         return int(self.backend.get_vocab_size(with_added_tokens=True))
@@ -199,6 +204,22 @@ def _default_template(source: Any) -> str | None:
         with_tools, without = with_tools.removesuffix("\n"), template.removesuffix("\n")
         return f"{{% if tools +%}}{with_tools}{{%+ else +%}}{without}{{%+ endif %}}"
     return template
+
+
+def _template_files(directory: Path) -> dict[str, Path]:
+    """Find the files of chat templates, by the names of the templates."""
+    named = {file.stem: file for file in sorted((directory / _NAMED_TEMPLATES).glob("*.jinja"))}
+    default = directory / "chat_template.jinja"
+    return ({"default": default} if default.is_file() else {}) | named
+
+
+def _read_templates(directory: Path) -> str | list[dict[str, str]] | None:
+    """Read the chat templates that have files, in the form of `tokenizer_config.json`."""
+    files = _template_files(directory)
+    texts = {name: file.read_text(encoding="utf-8") for name, file in files.items()}
+    if list(texts) == ["default"]:
+        return texts["default"]
+    return [{"name": name, "template": text} for name, text in texts.items()]
 
 
 def _read_json(path: Path) -> dict[str, Any]:

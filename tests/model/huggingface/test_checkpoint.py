@@ -321,6 +321,23 @@ def test_the_tokenizer_comes_along_and_other_files_stay(decoder, export, tmp_pat
     assert_same(load_pretrained(export).params, loaded.params)
 
 
+def test_named_chat_templates_come_along(export, tmp_path):
+    (export / "tokenizer.json").write_text("new")
+    (export / "additional_chat_templates").mkdir()
+    (export / "additional_chat_templates/tool_use.jinja").write_text("tools")
+    loaded = load_pretrained(export)
+    for target in (tmp_path / "target", export):  # onto its own source too
+        save_pretrained(loaded, target)
+        assert (target / "additional_chat_templates/tool_use.jinja").read_text() == "tools"
+    (tmp_path / "target/additional_chat_templates/tool_use.jinja").write_text("of an older export")
+    save_pretrained(loaded, tmp_path / "target")
+    assert (tmp_path / "target/additional_chat_templates/tool_use.jinja").read_text() == "tools"
+    (tmp_path / "outside.jinja").write_text("elsewhere")
+    (export / "additional_chat_templates/link.jinja").symlink_to(tmp_path / "outside.jinja")
+    with pytest.raises(ValueError, match="must stay inside"):
+        save_pretrained(loaded, tmp_path / "target")
+
+
 @pytest.mark.parametrize("moment", ["first shard", "later shard", "config", "swap"])
 def test_an_interrupted_save_leaves_the_old_export_whole(moment, export, monkeypatch):
     before = contents(export)

@@ -41,6 +41,7 @@ from twinkle_jax.model.huggingface.checkpoint_files import (
     EMBEDDING,
     HEAD,
     INDEX,
+    NAMED_TEMPLATES,
     PREFIX,
     SINGLE,
     TOKENIZER_FILES,
@@ -469,7 +470,7 @@ def _other_files(target: Path) -> list[str]:
     if not target.exists():
         return []
     for path in sorted(target.iterdir()):
-        if not path.is_file():
+        if not path.is_file() and path.name != NAMED_TEMPLATES:
             raise ValueError(
                 f"directory must hold files only, got {path.name!r} in {target}: it would be lost"
             )
@@ -570,5 +571,13 @@ def _write_json(path: Path, content: Mapping[str, Any]) -> None:
 def keep_files(source: Path | None, directory: Path, names: Iterable[str]) -> None:
     """Copy files that the new export does not have yet."""
     for name in names:
-        if source is not None and (source / name).is_file() and not (directory / name).exists():
+        if source is None or (directory / name).exists():
+            continue
+        if (source / name).is_file():
             shutil.copy2(inside(source, name), directory / name)
+        elif name == NAMED_TEMPLATES and (source / name).is_dir():
+            (directory / name).mkdir()
+            for template in (source / name).glob("*.jinja"):
+                shutil.copy2(
+                    inside(source, template.name, folder=name), directory / name / template.name
+                )

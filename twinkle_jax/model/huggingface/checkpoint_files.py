@@ -22,6 +22,7 @@ from twinkle_jax.model.decoder.parameters import EXPERTS, Parameter, parameter_t
 
 CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+NAMED_TEMPLATES = "additional_chat_templates"  # a directory of NAME.jinja
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -32,6 +33,7 @@ TOKENIZER_FILES = (
     "tokenizer.model",
     "chat_template.jinja",
     "chat_template.json",
+    NAMED_TEMPLATES,
     "generation_config.json",
     "preprocessor_config.json",
     "processor_config.json",
@@ -91,7 +93,7 @@ def locate(path_or_id: str | Path, *, argument: str = "path_or_id") -> Path:
             f"{argument} is a hub id, {path_or_id!r}, which needs huggingface_hub: {_INSTALL}"
         ) from error
     weights = ["model*.safetensors", INDEX, ADAPTER_WEIGHTS]
-    patterns = [CONFIG, ADAPTER_CONFIG, *weights, *TOKENIZER_FILES]
+    patterns = [CONFIG, ADAPTER_CONFIG, *weights, *TOKENIZER_FILES, f"{NAMED_TEMPLATES}/*.jinja"]
     try:
         return Path(snapshot_download(path_or_id, allow_patterns=patterns))
     except Exception as error:  # of the hub, the network or the disk
@@ -101,15 +103,18 @@ def locate(path_or_id: str | Path, *, argument: str = "path_or_id") -> Path:
         ) from error
 
 
-def inside(directory: Path, name: str) -> Path:
-    """Join a file name to a directory; refuse paths, and links that lead out of it."""
+def inside(directory: Path, name: str, *, folder: str = "") -> Path:
+    """Join a file name to a directory, or to a folder in it.
+
+    Refuses paths, and links that lead out of the directory.
+    """
     if not name or name in (".", "..") or Path(name).name != name or "\\" in name:
         raise ValueError(f"file names must be plain, and inside {directory}, got {name!r}")
     resolved = directory.resolve()
     roots = [resolved]
     if resolved.parent.name == "snapshots":  # the hub's cache links to files in `blobs`
         roots.append(resolved.parent.parent / "blobs")
-    path = directory / name
+    path = directory / folder / name
     if not any(path.resolve().is_relative_to(root) for root in roots):
         raise ValueError(f"{name!r} must stay inside {directory}, got a link to {path.resolve()}")
     return path
