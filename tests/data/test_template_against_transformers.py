@@ -1,5 +1,7 @@
 """The oracle: honest conversations have the token ids that transformers gives them."""
 
+import json
+
 import pytest
 
 from tests.data.chats import chatml_tokenizer, llama_tokenizer
@@ -72,6 +74,30 @@ def test_templates_that_have_files(tmp_path):
     assert again.chat_template == theirs.chat_template
     small_tokenizer().save_pretrained(tmp_path)  # another one's do not stay
     assert Tokenizer.from_pretrained(tmp_path).chat_template == small_tokenizer().chat_template
+
+
+def test_tags_that_are_special_tokens(tmp_path):
+    """As in Hermes: its calls were left out of the text, and its messages spelled tags as text."""
+    from tokenizers import Tokenizer as Backend
+
+    contents = json.loads(chatml_tokenizer().backend.to_str())
+    for token in contents["added_tokens"]:
+        token["special"] = True
+    Tokenizer(Backend.from_str(json.dumps(contents)), chatml_tokenizer().config).save_pretrained(
+        tmp_path
+    )
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    template = Template(tmp_path)
+    call = '<think>5?</think><tool_call>{"name": "add"}'
+    messages = [{"role": "user", "content": "Add"}, {"role": "assistant", "content": call}]
+    ours = template.encode({"messages": messages})["input_ids"].tolist()
+    assert ours == list(theirs.apply_chat_template(messages)["input_ids"])
+    sampled = ours[ours.index(theirs.convert_tokens_to_ids("<think>")) :]
+    assert template.tokenizer.decode(sampled) == f"{call}\n"  # without <|im_end|>
+    asked = template.encode({"messages": [{"role": "user", "content": call}]})
+    for tag in ("<think>", "</think>", "<tool_call>"):
+        assert ours.count(theirs.convert_tokens_to_ids(tag)) == 1
+        assert theirs.convert_tokens_to_ids(tag) not in asked["input_ids"].tolist()
 
 
 @pytest.mark.parametrize("make", [chatml_tokenizer, llama_tokenizer, small_tokenizer])

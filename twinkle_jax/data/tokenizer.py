@@ -25,6 +25,8 @@ _FILES = (
     "config.json",
 )
 _HUB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*")
+# Words of a completion, even where a tokenizer calls them special: that of Hermes does.
+_TAGS = ("<think>", "</think>", "<answer>", "</answer>", "<tool_call>", "</tool_call>")
 _SIGN = "\ue0f7"  # around the code of a hidden character; hidden itself where a text has it
 _HIDDEN = re.compile(f"{_SIGN}([0-9a-fA-F]+){_SIGN}")
 
@@ -170,12 +172,17 @@ class Tokenizer:
 
         Args:
             ids: token ids.
-            skip_special_tokens: whether to leave special tokens out.
+            skip_special_tokens: whether to leave special tokens out. `<think>`, `<answer>`,
+                `<tool_call>` and their ends stay, even where the tokenizer calls them special:
+                rewards and parsers of tool calls look for them.
 
         Returns:
             The text.
         """
         plain = [int(id_) for id_ in ids]
+        if skip_special_tokens and self.control.special_tags:
+            plain = [id_ for id_ in plain if id_ not in self.control.special_ids]
+            skip_special_tokens = False
         return str(self.backend.decode(plain, skip_special_tokens=skip_special_tokens))
 
     def _id_of(self, name: str) -> int | None:
@@ -268,12 +275,16 @@ class ControlTokens:
     which is nearly always, the text is encoded at once, as transformers does it.
 
     Control tokens are the special ones, and added ones that the chat template writes, such as
-    `<think>`, which the assistant and the system may write too. Other added tokens, which some
-    tokenizers have for blank lines or HTML, are text.
+    `<think>`, which the assistant and the system may write too; also where it is a special one.
+    Other added tokens, which some tokenizers have for blank lines or HTML, are text.
 
     Args:
         backend: the tokenizer of the `tokenizers` library with these tokens.
         chat_template: the source of its chat template, or None.
+
+    Attributes:
+        special_tags: special tokens that are words of a completion: `<think>`, `<tool_call>`.
+        special_ids: the ids of the other special tokens.
     """
 
     def __init__(self, backend: "tokenizers.Tokenizer", chat_template: str | None) -> None:
@@ -282,13 +293,16 @@ class ControlTokens:
         added = backend.get_added_tokens_decoder()
         self._ids = {token.content: id_ for id_, token in added.items()}
         self._strips = {token.content: (token.lstrip, token.rstrip) for token in added.values()}
-        self._special = [token.content for token in added.values() if token.special]
+        special = [token.content for token in added.values() if token.special]
+        self.special_tags = [token for token in special if token in _TAGS]
+        self._special = [token for token in special if token not in _TAGS]
+        self.special_ids = {self._ids[token] for token in self._special}
         self._unknown = getattr(self._backend.model, "unk_token", None)  # text encodes to it
         self._control_ids = {id_ for token, id_ in self._ids.items() if token != self._unknown}
         template = chat_template or ""
         written = [token for token in self._ids if token.strip() and token in template]
         self._of_special = _Spellings.of(self._special)
-        self._of_hidden = _Spellings.of({*self._special, *written})
+        self._of_hidden = _Spellings.of({*special, *written})
         longest_first = sorted(self._ids, key=len, reverse=True)
         self._pattern = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
 
@@ -355,7 +369,8 @@ class ControlTokens:
             self._plain = tokenizers.Tokenizer.from_str(json.dumps(without))
         encoding = self._plain.encode(text, add_special_tokens=False)
         ids = encoding.ids
-        forged = [token for token in self._special if self._ids[token] in ids]
+        special = [*self._special, *self.special_tags]
+        forged = [token for token in special if self._ids[token] in ids]
         if forged and forged != [self._unknown]:
             raise ValueError(f"text must not spell special tokens, got {forged} in {text[:80]!r}")
         return ids, [start for start, _ in encoding.offsets]
