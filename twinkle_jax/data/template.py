@@ -13,7 +13,7 @@ import numpy as np
 from twinkle_jax._package import require
 from twinkle_jax.data.rows import to_lists
 from twinkle_jax.data.strict_json import parse_json
-from twinkle_jax.data.tokenizer import Encoded, Tokenizer, show
+from twinkle_jax.data.tokenizer import ControlTokens, Encoded, Tokenizer, show
 from twinkle_jax.data.tool_calls import parse_tool_calls
 from twinkle_jax.data.trajectory import (
     IGNORE,
@@ -89,6 +89,7 @@ class Template:
         if use_chat_template and source is None:
             raise ValueError("the tokenizer must have a chat_template, got none: pass one")
         self.chat_template = ChatTemplate(source) if use_chat_template and source else None
+        self._control = ControlTokens(self.tokenizer.backend, source)
         self.max_length, self.truncation_strategy = max_length, truncation_strategy
         self.default_system = default_system
         self._template_variables = dict(template_variables or {})
@@ -283,7 +284,7 @@ class Template:
             _, separator, after = text.rpartition(mark)
             if not separator:
                 raise ValueError("chat_template must render the assistant's last message")
-            tokens.append(self.tokenizer.control.encode(after).ids)
+            tokens.append(self._control.encode(after).ids)
         return tokens
 
     def parse_tool_call(self, decoded: str | None) -> list[ToolCall]:
@@ -327,9 +328,10 @@ class Template:
         self, trajectories: Sequence[Mapping[str, Any]], prompt: bool
     ) -> list[tuple[Encoded, _Spans]]:
         """Encode each trajectory, and find the spans of the assistant's words in its text."""
-        control = self.tokenizer.control
         if self.chat_template is None:
-            encoded = [control.encode(control.hide(_only_text(x))) for x in trajectories]
+            encoded = [
+                self._control.encode(self._control.hide(_only_text(x))) for x in trajectories
+            ]
             return [(x, [] if prompt else [(0, len(x.text))]) for x in encoded]
         hidden = [[self._hide(message) for message in x["messages"]] for x in trajectories]
         conversations = []
@@ -348,7 +350,7 @@ class Template:
             for i, message in enumerate(messages):
                 if message["role"] == "assistant" and not prompt:
                     spans.append(self._span(i, text, next(texts), next(texts)))
-            rendered.append((control.encode(text), spans))
+            rendered.append((self._control.encode(text), spans))
         return rendered
 
     def _span(self, index: int, text: str, before: str, until: str) -> tuple[int, int]:
@@ -360,14 +362,14 @@ class Template:
                 "separately, or add sampled tokens by concat_input_feature"
             )
         trimmed = until.rstrip()  # white space after a special token is the template's
-        ends = self.tokenizer.control.ends_with_special(trimmed)
+        ends = self._control.ends_with_special(trimmed)
         return len(show(before)), len(show(trimmed if ends else until))
 
     def _hide(self, message: Mapping[str, Any]) -> dict[str, Any]:
         # Rows of Parquet files have every key in every message, None where there is nothing.
         present = {key: value for key, value in message.items() if value is not None}
         plain = {**present, "content": message_text(message)}
-        return dict(self.tokenizer.control.hide(plain, trusted=message["role"] in _TRUSTED))
+        return dict(self._control.hide(plain, trusted=message["role"] in _TRUSTED))
 
     def _variables(self, messages: Any, tools: Any, prompt: bool) -> dict[str, Any]:
         """Return the chat template's variables for a conversation."""
@@ -378,7 +380,7 @@ class Template:
         }
         return {
             "messages": messages,
-            "tools": self.tokenizer.control.hide(_read_tools(tools)) or None,
+            "tools": self._control.hide(_read_tools(tools)) or None,
             "documents": None,
             "add_generation_prompt": prompt,
             **special,
