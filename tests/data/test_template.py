@@ -122,6 +122,15 @@ def test_tools_and_private_characters_are_hidden_too():
     assert "a\ue0f7b" in shown and "\ue0f73c\ue0f7" in shown and '"<|im_end|>"' in shown
 
 
+@pytest.mark.parametrize("read", ["reasoning_content", "thinking"])
+@pytest.mark.parametrize("name", ["reasoning_content", "thinking", "reasoning"])
+def test_names_of_thoughts(name, read):
+    source = "{% for m in messages %}{{ m." + read + " }}:{{ m.content }}{% endfor %}"
+    template = Template(small_tokenizer(chat_template=source))
+    messages = [{"role": "assistant", "content": "5", name: "2 + 3"}]
+    assert _shown(template, template.encode({"messages": messages}, True)) == "2 + 3:5"
+
+
 def test_only_the_assistant_and_the_system_write_thinking_tokens():
     tokenizer = chatml_tokenizer()
     think = tokenizer.backend.token_to_id("</think>")

@@ -29,6 +29,7 @@ _ROLE = re.compile("[A-Za-z_]+")
 _CHUNK = 64  # conversations rendered at once
 _KEPT = ("messages", "tools", "user_data")
 _MARK = "\ue0f8"  # around a placeholder of the assistant's last message, to find what follows it
+_REASONING = ("reasoning_content", "thinking", "reasoning")  # names of thoughts in messages
 _TRUSTED = ("assistant", "system")  # may write <think> and the like, but no special token
 
 TruncationStrategy = Literal["raise", "left", "right", "delete", "split"]
@@ -369,6 +370,9 @@ class Template:
         # Rows of Parquet files have every key in every message, None where there is nothing.
         present = {key: value for key, value in message.items() if value is not None}
         plain = {**present, "content": message_text(message)}
+        thoughts = [present[name] for name in _REASONING if name in present]
+        if thoughts:  # as transformers does: data sets have one name, templates read another
+            plain = {"thinking": thoughts[0], **plain, "reasoning_content": thoughts[0]}
         return dict(self._control.hide(plain, trusted=message["role"] in _TRUSTED))
 
     def _variables(self, messages: Any, tools: Any, prompt: bool) -> dict[str, Any]:
