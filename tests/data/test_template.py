@@ -186,6 +186,35 @@ def test_sampled_tokens_are_kept_over_turns(tokenizer):
     assert _labelled(three) == sampled + encode("Yes")
 
 
+_ENDS = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }} <|end|>\n{% endfor %}"
+_NO_ENDS = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}"
+_ANSWER = "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+
+
+@pytest.mark.parametrize(
+    ("source", "sampled", "expected"),
+    [
+        (_ENDS, "5<|end|>", "5<|end|>\n<|user|>6 <|end|>\n<|assistant|>"),  # as Llama 2 has it
+        (_ENDS, "5<|pad|>", "5<|pad|>\n<|user|>6 <|end|>\n<|assistant|>"),
+        (_ENDS, "5", "5 <|end|>\n<|user|>6 <|end|>\n<|assistant|>"),
+        (_NO_ENDS, "5<|user|>", "5<|user|>6<|assistant|>"),  # as GLM has it
+        (_NO_ENDS, "5<|tool|>", "5<|tool|><|user|>6<|assistant|>"),
+        (_NO_ENDS, "5", "5<|user|>6<|assistant|>"),
+    ],
+)
+def test_a_turn_ends_once(source, sampled, expected):
+    small = small_tokenizer(chat_template=source + _ANSWER)
+    ids = [small.backend.token_to_id(f"<|{name}|>") for name in ("pad", "tool", "user")]
+    tokenizer = Tokenizer(small.backend, small.config, {"eos_token_id": ids})
+    template = Template(tokenizer)
+    prompt = template.encode(_turns("2+3="), add_generation_prompt=True)
+    tokens = tokenizer.backend.encode(sampled, add_special_tokens=False).ids
+    one = template.concat_input_feature(prompt, tokens)
+    two = template.extend_input_feature(one, [{"role": "user", "content": "6"}])
+    assert _shown(template, two) == _shown(template, prompt) + expected
+    assert _labelled(two) == tokens
+
+
 def test_other_keys_of_a_feature_grow_with_it():
     template = Template(small_tokenizer())
     feature = {

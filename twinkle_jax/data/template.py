@@ -1,5 +1,6 @@
 """Conversations to tokens and labels: Twinkle's `Template`, and the chat template inside it."""
 
+import contextlib
 import json
 import os
 import re
@@ -241,10 +242,9 @@ class Template:
             ValueError: if the last message is not the assistant's, or the template leaves it out.
         """
         before = list(feature.get("messages") or ())
-        turn = {**feature, "messages": before, "new": list(messages)}
+        last = int(np.asarray(feature["input_ids"])[-1])
+        turn = {**feature, "messages": before, "new": list(messages), "last": last}
         (tokens,) = self.continuations([turn])
-        if tokens and tokens[0] == int(np.asarray(feature["input_ids"])[-1]):
-            tokens = tokens[1:]  # the assistant ended its turn itself
         longer = extend_feature(feature, tokens, labelled=False)
         longer["messages"] = [*before, *messages]  # type: ignore[list-item]
         return longer
@@ -254,11 +254,11 @@ class Template:
 
         They are appended to the sampled tokens, which stay even where the chat template would now
         render them otherwise (some strip earlier thoughts). They begin with the token that ends
-        the assistant's turn, which may also have been sampled.
+        the assistant's turn, unless it has ended its turn itself, by this token or another one.
 
         Args:
             turns: for each, `messages` that end with the assistant's, `new` messages of the user
-                or a tool, and maybe `tools`.
+                or a tool, and maybe the token that was sampled `last`, and `tools`.
 
         Returns:
             Tokens for each, to the start of the next assistant turn.
@@ -266,6 +266,13 @@ class Template:
         Raises:
             ValueError: if the last message is not the assistant's, or the template leaves it out.
         """
+        tokens = self._after_last_message(turns, prompt=True)
+        return [self._unless_sampled(x, turn) for x, turn in zip(tokens, turns, strict=True)]
+
+    def _after_last_message(
+        self, turns: Sequence[Mapping[str, Any]], *, prompt: bool
+    ) -> list[list[int]]:
+        """Encode what the template writes after the words of the assistant's last message."""
         conversations, marks = [], []
         for turn in turns:
             before = turn["messages"]
@@ -277,7 +284,7 @@ class Template:
                 number += 1
             marks.append(f"{_MARK}{number}{_MARK}")
             hidden[len(before) - 1]["content"] = marks[-1]
-            conversations.append(self._variables(hidden, turn.get("tools"), True))
+            conversations.append(self._variables(hidden, turn.get("tools"), prompt))
         tokens = []
         template = self.chat_template
         texts = template.render_all(conversations) if template and conversations else []
@@ -287,6 +294,27 @@ class Template:
                 raise ValueError("chat_template must render the assistant's last message")
             tokens.append(self._control.encode(after).ids)
         return tokens
+
+    def _unless_sampled(self, tokens: list[int], turn: Mapping[str, Any]) -> list[int]:
+        """Leave out the template's end of the assistant's turn if the policy has sampled one."""
+        last, end = turn.get("last"), self._leading_special(tokens)
+        if end is None:
+            return tokens[1:] if tokens and tokens[0] == last else tokens
+        if tokens[end] != last and last in self.tokenizer.stop_token_ids:
+            # Another token than the template's, such as <|eom_id|>. In some templates the first
+            # special token begins the next message, and nothing ends a turn.
+            with contextlib.suppress(ValueError):  # the template refuses this
+                (alone,) = self._after_last_message([{**turn, "new": []}], prompt=False)
+                usual = self._leading_special(alone)
+                last = last if usual is None else alone[usual]
+        return tokens[end + 1 :] if tokens[end] == last else tokens
+
+    def _leading_special(self, tokens: list[int]) -> int | None:
+        """Find the special token that these begin with, maybe after white space."""
+        special = self._control.special_ids
+        place = next((i for i, id_ in enumerate(tokens) if id_ in special), None)
+        is_first = place is not None and not self.tokenizer.decode(tokens[:place]).strip()
+        return place if is_first else None
 
     def parse_tool_call(self, decoded: str | None) -> list[ToolCall]:
         """Find the tool calls in the assistant's text.

@@ -210,7 +210,7 @@ class MultiTurn:
         encoded = _gather("encoding observations", running, self._encode)
         for episode, tokens in zip(running, encoded, strict=True):
             if self._appends(episode):
-                episode.append_observation(tokens)
+                episode.read(tokens)
             else:
                 episode.replace_conversation(tokens)
 
@@ -224,7 +224,12 @@ class MultiTurn:
         appended = [episode for episode in running if self._appends(episode)]
         rendered = [episode for episode in running if not self._appends(episode)]
         turns = [
-            {"messages": e.record.messages, "new": e.observation, "tools": e.tools}
+            {
+                "messages": e.record.messages,
+                "new": e.observation,
+                "tools": e.tools,
+                "last": e.record.rows[-1].tokens[-1],
+            }
             for e in appended
         ]
         tokens = dict(zip([e.number for e in appended], template.continuations(turns), strict=True))
@@ -487,15 +492,10 @@ class _RunningEpisode:
             tokens = tokens[len(rows[-1].tokens) :]
         else:
             rows.append(TokenRow())
-        self._read(tokens)
+        self.read(tokens)
 
-    def append_observation(self, tokens: list[int]) -> None:
-        """Read the tokens that follow the policy's turn."""
-        last = self.record.rows[-1].tokens[-1]
-        # The policy may have sampled the token that ends its turn.
-        self._read(tokens[1:] if tokens and tokens[0] == last else tokens)
-
-    def _read(self, tokens: list[int]) -> None:
+    def read(self, tokens: list[int]) -> None:
+        """Read the tokens that follow, until the policy's turn."""
         record = self.record
         record.messages, self.observation = [*record.messages, *self.observation], []
         if len(record.rows[-1].tokens) + len(tokens) >= self.source.settings.max_episode_tokens:
