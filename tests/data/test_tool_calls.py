@@ -36,6 +36,8 @@ def call(name, **arguments):
         ('<tool_call>{"name": "f", "arguments": {"x": "<function=g>"}}</tool_call>', [("f", "x")]),
         ("<tool_call><function=f></function></tool_call>", [("f", "")]),
         ("<function=f><parameter=x>1</parameter></function>", [("f", "x")]),
+        ('<function=f>\n{"x": [1]}\n</function>', [("f", "x")]),
+        ('<tool_call>{"name": "f", "id": "1", "type": "function"}</tool_call>', [("f", "")]),
         (
             "<tool_call><function=f></function>\n<function=g></function></tool_call>",
             [("f", ""), ("g", "")],
@@ -83,6 +85,7 @@ def test_values_of_qwen3_coder_are_json_or_text():
         ("f(1)", "Expecting"),
         ("[1]", "a call must be a JSON object, got list"),
         ('{"name": "f", "parameters": {"x": 1}}', "as 'arguments', got 'parameters'"),
+        ('{"name": "f", "x": 1}', "as 'arguments', got 'x'"),
         ('{"name": "f", "arguments": [1]}', "arguments"),
         ('{"name": "f", "arguments": "[1]"}', "arguments"),
         ('{"name": "f", "arguments": "{"}', "Expecting"),
@@ -95,6 +98,8 @@ def test_values_of_qwen3_coder_are_json_or_text():
         ("<function=f>", "a function must end with </function>"),
         ("<function=f</function>", "a function must end with </function>"),
         ("<function=></function>", "a call must have a name, got ''"),
+        ("<function=f>x=1</function>", "Expecting"),
+        ("<function=f>[1]</function>", "arguments must be a JSON object, got list"),
         ("<function=f><parameter=x>1</function>", "the parameter 'x' must end"),
         ("<function=f><parameter=x>1<parameter=y>2</parameter></function>", "the parameter 'x'"),
         (

@@ -131,8 +131,8 @@ def parse_hermes_calls(text: str) -> ParsedToolCalls:
     A block holds JSON, `{"name": …, "arguments": {…}}`, or the form of Qwen3-Coder,
     `<function=name><parameter=key>value</parameter></function>`, which is also read where there is
     no `<tool_call>` around it. A value of that form is JSON if it can be, otherwise text, without
-    one line break at its beginning and one at its end. The last block may be unclosed if its
-    call is complete.
+    one line break at its beginning and one at its end. In place of parameters it may hold a JSON
+    object, as Llama 3.1 writes it. The last block may be unclosed if its call is complete.
 
     Args:
         text: what the assistant wrote.
@@ -307,8 +307,9 @@ def _json_call(body: str) -> ToolCall:
     call = parse_json(body.strip())
     if not isinstance(call, dict):
         raise ValueError(f"a call must be a JSON object, got {type(call).__name__}")
-    if "arguments" not in call and "parameters" in call:
-        raise ValueError("a call must have its arguments as 'arguments', got 'parameters'")
+    others = [key for key in call if key not in ("name", "tool_name", "id", "type")]
+    if others and "arguments" not in others:
+        raise ValueError(f"a call must have its arguments as 'arguments', got {others[0]!r:.80}")
     arguments = call.get("arguments")
     if isinstance(arguments, str):
         arguments = parse_json(arguments) if arguments.strip() else {}
@@ -324,8 +325,14 @@ def _function(body: str, closed: bool) -> ToolCall:
     name, bracket, rest = body.partition(">")
     if not closed or not bracket:
         raise ValueError("a function must end with </function>")
+    parameters = _blocks(rest, "<parameter=", "</parameter>")
+    if not parameters and rest.strip():
+        parsed = parse_json(rest.strip())
+        if not isinstance(parsed, dict):
+            raise ValueError(f"arguments must be a JSON object, got {type(parsed).__name__}")
+        return _call(name.strip(), parsed)
     arguments = []
-    for parameter in _blocks(rest, "<parameter=", "</parameter>"):
+    for parameter in parameters:
         key, bracket, value = parameter.body.partition(">")
         if not parameter.closed or not bracket or "<parameter=" in value:
             raise ValueError(f"the parameter {key.strip()!r:.80} must end with </parameter>")
