@@ -318,7 +318,16 @@ def test_a_chat_template_that_hides_tools_is_said(folder, tmp_path, capsys):
     (model / "tokenizer_config.json").write_text(json.dumps(tokenizer))
     train(small_run.config(folder, tmp_path / "shown", model=str(model), **tools))
     train(small_run.config(folder, tmp_path / "shown too", model=str(model), **column))
-    assert "does not show tools" not in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "does not show tools" not in shown
+    assert "writes tool calls in a form" not in shown
+    tokenizer["chat_template"] += (  # as Llama 3 writes them
+        '{% for call in messages[-1].tool_calls or [] %}{"name": "{{ call.function.name }}", '
+        '"parameters": {{ call.function.arguments | tojson }}}{% endfor %}'
+    )
+    (model / "tokenizer_config.json").write_text(json.dumps(tokenizer))
+    train(small_run.config(folder, tmp_path / "other calls", model=str(model), **tools))
+    assert "writes tool calls in a form" in capsys.readouterr().out
 
 
 def test_settings_that_follow_from_others():

@@ -405,17 +405,12 @@ class Template:
 
     def _variables(self, messages: Any, tools: Any, prompt: bool) -> dict[str, Any]:
         """Return the chat template's variables for a conversation."""
-        special = {
-            name: token.get("content") if isinstance(token, Mapping) else token
-            for name, token in self.tokenizer.config.items()
-            if name.endswith("_token") and isinstance(token, str | Mapping)
-        }
         return {
             "messages": messages,
             "tools": self._control.hide(_read_tools(tools)) or None,
             "documents": None,
             "add_generation_prompt": prompt,
-            **special,
+            **self.tokenizer.special_tokens,
             **self._template_variables,
         }
 

@@ -138,6 +138,15 @@ class Tokenizer:
         return self.eos_token_id if pad_token_id is None else pad_token_id
 
     @property
+    def special_tokens(self) -> dict[str, Any]:
+        """Texts of special tokens by their names, `bos_token` and the like, for chat templates."""
+        return {
+            name: token.get("content") if isinstance(token, Mapping) else token
+            for name, token in self.config.items()
+            if name.endswith("_token") and isinstance(token, str | Mapping)
+        }
+
+    @property
     def stop_token_ids(self) -> list[int]:
         """All tokens at which a completion ends, the tokenizer's own first."""
         configured = self.generation_config.get("eos_token_id")

@@ -10,7 +10,15 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from twinkle_jax.data import ArithmeticTask, PromptLoader
+from twinkle_jax.data import (
+    ArithmeticTask,
+    FunctionCall,
+    Message,
+    PromptLoader,
+    Template,
+    ToolCall,
+    parse_tool_calls,
+)
 from twinkle_jax.data.prompts import GeneratedPrompts
 from twinkle_jax.data.settings import AUTO
 from twinkle_jax.loss.token_logprobs import compute_capability
@@ -113,13 +121,8 @@ def begin(
         _write_config(config, directory)
         if config.model is None and config.warm_start:
             policy = _warm(config, task, policy, display, mesh)
-        chat = policy.template.chat_template
-        if _has_tools(config, task) and (chat is None or "tools" not in chat.source):
-            display.note(
-                "warning: the chat template does not show tools, so the policy is not told of "
-                "those in --tools or in a column tools; say in --system or in the prompts what "
-                "may be called, and how"
-            )
+        if _has_tools(config, task):
+            _check_template_of_tools(policy.template, config.rollout.tool_format, display)
     policy = with_adapter(config, policy, directory, source, mesh)
     if not config.many_turns and not isinstance(task.train, GeneratedPrompts):
         if len(task.train) > _ENCODED_AT_ONCE:
@@ -153,6 +156,34 @@ def begin(
         ahead = NextRollout(recipe.source, engine)
     run = Run(config, task, policy, recipe, engine, ahead, loader, checkpoints, log, display)
     return run, progress
+
+
+def _check_template_of_tools(template: Template, tool_format: str, display: Display) -> None:
+    """Warn of a chat template that does not show tools, or has the policy call them otherwise."""
+    chat = template.chat_template
+    if chat is None or "tools" not in chat.source:
+        display.note(
+            "warning: the chat template does not show tools, so the policy is not told of "
+            "those in --tools or in a column tools; say in --system or in the prompts what "
+            "may be called, and how"
+        )
+        return
+    function = FunctionCall(name="an_example", arguments={"x": 1})
+    call = ToolCall(type="function", id="call00000", function=function)
+    messages = [
+        Message(role="user", content="?"),
+        Message(role="assistant", content="", tool_calls=[call]),
+    ]
+    try:
+        text = chat.render(messages, **template.tokenizer.special_tokens)
+    except ValueError:  # the template refuses this
+        return
+    if "an_example" in text and not parse_tool_calls(text, tool_format).calls:
+        display.note(
+            "warning: the chat template writes tool calls in a form that is not read with "
+            f"--rollout.tool_format {tool_format}, so calls that the policy has learned to write "
+            "are not run; say in --system or in the prompts how tools are called"
+        )
 
 
 def _has_tools(config: TrainConfig, task: Task) -> bool:
