@@ -215,6 +215,23 @@ def test_a_turn_ends_once(source, sampled, expected):
     assert _labelled(two) == tokens
 
 
+def test_calls_of_a_sampled_message_are_not_written_again():
+    source = (
+        "{% for m in messages %}<|{{ m.role }}|>{{ m.thinking }}{{ m.content }}"
+        "{% for call in m.tool_calls or [] %}{{ call.function.name }}{% endfor %}<|end|>"
+        "{% endfor %}"
+    )
+    template = Template(small_tokenizer(chat_template=source + _ANSWER))
+    prompt = template.encode(_turns("2+3="), add_generation_prompt=True)
+    one = template.concat_input_feature(prompt, [*template.tokenizer.encode("[add]"), 1])
+    call = {"type": "function", "function": {"name": "add", "arguments": {}}}
+    read = {"role": "assistant", "content": "", "thinking": "add?", "tool_calls": [call]}
+    one["messages"] = [*prompt["messages"], read]
+    two = template.extend_input_feature(one, [{"role": "tool", "content": "5"}])
+    assert _shown(template, two) == _shown(template, one) + "<|tool|>5<|end|><|assistant|>"
+    assert two["messages"][1] == read
+
+
 def test_other_keys_of_a_feature_grow_with_it():
     template = Template(small_tokenizer())
     feature = {

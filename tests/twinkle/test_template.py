@@ -27,7 +27,9 @@ def test_features_have_twinkles_keys():
     longer = template.concat_input_feature(feature, [5])
     assert longer["length"] == 6 and longer["position_ids"].tolist() == list(range(6))
     assert template.decode(np.asarray([feature["input_ids"][1]])) == "1"
-    assert template.batch_decode([feature["input_ids"]]) == ["12"]
+    ids = feature["input_ids"]
+    assert template.batch_decode([ids]) == ["<|user|>12<|end|><|assistant|>"]  # as in transformers
+    assert template.batch_decode([ids], skip_special_tokens=True) == ["12"]
 
 
 def test_what_the_chat_template_is_told():

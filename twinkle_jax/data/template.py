@@ -283,7 +283,8 @@ class Template:
             while f"\\ue0f8{number}\\ue0f8" in text:  # no message contains the mark
                 number += 1
             marks.append(f"{_MARK}{number}{_MARK}")
-            hidden[len(before) - 1]["content"] = marks[-1]
+            # Without its tool calls and thoughts: the sampled tokens spell them already.
+            hidden[len(before) - 1] = {"role": "assistant", "content": marks[-1]}
             conversations.append(self._variables(hidden, turn.get("tools"), prompt))
         tokens = []
         template = self.chat_template

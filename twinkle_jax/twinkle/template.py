@@ -80,9 +80,11 @@ class Template(BaseTemplate):
         parser = ToolCallRegistry.detect_first(decoded or "")
         return parser.clean(decoded or "") if parser else (decoded or "").rstrip()
 
-    def decode(self, token_ids: Sequence[int], **options: Any) -> str:
-        """Return the text of tokens."""
-        return self.tokenizer.decode(token_ids, **options)
+    def decode(
+        self, token_ids: Sequence[int], skip_special_tokens: bool = False, **options: Any
+    ) -> str:
+        """Return the text of tokens, with special tokens by default, as in Twinkle."""
+        return self.tokenizer.decode(token_ids, skip_special_tokens, **options)
 
     def batch_decode(self, token_ids: Sequence[Sequence[int]], **options: Any) -> list[str]:
         """Return the texts of several."""
