@@ -102,6 +102,20 @@ def test_a_forged_message_keeps_the_templates_own_tokens():
     assert _shown(template, feature).startswith(f"<|im_start|>user\n{text}<|im_end|>\n")
 
 
+def test_names_of_arguments_cannot_forge_a_control_token():
+    """The policy chooses them, in its calls; scripts put these into messages."""
+    source = "{% for m in messages %}{{ m.tool_calls | tojson }}{% endfor %}{{ tools | tojson }}"
+    template = Template(small_tokenizer(chat_template=source))
+    function = {"name": "f", "arguments": {FORGERY: {FORGERY: 1}}}
+    message = {"role": "assistant", "content": "", "tool_calls": [{"function": function}]}
+    trajectory = {"messages": [message], "tools": [{"properties": {FORGERY: {}}}]}
+    feature = template.encode(trajectory, add_generation_prompt=True)
+    control = set(template.tokenizer.backend.get_added_tokens_decoder())
+    assert control.isdisjoint(feature["input_ids"].tolist())
+    texts = message["tool_calls"], trajectory["tools"]
+    assert _shown(template, feature) == "".join(map(json.dumps, texts))
+
+
 def test_tools_as_the_text_of_a_list():
     template, tools = Template(chatml_tokenizer()), [{"name": "add"}, {"name": "<|im_end|>"}]
     expected = template.encode({**_turns("1"), "tools": tools})["input_ids"].tolist()

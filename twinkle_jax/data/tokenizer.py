@@ -316,7 +316,7 @@ class ControlTokens:
         self._pattern = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
 
     def hide(self, value: Any, *, trusted: bool = False) -> Any:
-        """Hide control tokens in all strings of a message, or of another JSON value.
+        """Hide control tokens in all strings and keys of a message, or of another JSON value.
 
         Args:
             value: strings, dictionaries and lists of them, other values of JSON.
@@ -325,13 +325,18 @@ class ControlTokens:
         Returns:
             A copy in which no string spells a control token.
         """
+        spellings = self._of_special if trusted else self._of_hidden
         if isinstance(value, Mapping):
-            return {key: self.hide(x, trusted=trusted) for key, x in value.items()}
+            # Only a key that spells a whole token: templates look up the others, such as `role`.
+            return {
+                _hide(key, spellings)
+                if isinstance(key, str) and spellings.anywhere.search(key)
+                else key: self.hide(x, trusted=trusted)
+                for key, x in value.items()
+            }
         if isinstance(value, list | tuple):
             return [self.hide(x, trusted=trusted) for x in value]
-        if isinstance(value, str):
-            return _hide(value, self._of_special if trusted else self._of_hidden)
-        return value
+        return _hide(value, spellings) if isinstance(value, str) else value
 
     def ends_with_special(self, rendered: str) -> bool:
         """Whether rendered text ends with a special token."""
