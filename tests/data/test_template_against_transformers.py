@@ -32,6 +32,18 @@ def test_ids_are_those_of_transformers(make, prompt, tmp_path):
             assert ours["input_ids"].tolist() == list(expected["input_ids"])
 
 
+@pytest.mark.parametrize("make", [chatml_tokenizer, llama_tokenizer])
+def test_plain_text(make, tmp_path):
+    make().save_pretrained(tmp_path)
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)("The answer is 5.")["input_ids"]
+    template = Template(tmp_path, use_chat_template=False)
+    for prompt in (False, True):
+        messages = [{"role": "user", "content": "The answer is 5."}]
+        ours = template.encode({"messages": messages}, add_generation_prompt=prompt)
+        assert ours["input_ids"].tolist() == theirs
+        assert ours["labels"].tolist()[:-1] == ([-100] * len(theirs[1:]) if prompt else theirs[1:])
+
+
 def test_tools(tmp_path):
     chatml_tokenizer().save_pretrained(tmp_path)
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)

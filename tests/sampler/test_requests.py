@@ -5,6 +5,7 @@ import json
 
 import pytest
 
+from tests.data.chats import llama_tokenizer
 from tests.model.families import config_of
 from twinkle_jax.data import SamplingParams, Template, small_tokenizer
 from twinkle_jax.sampler.requests import DrawnSequence, longest_row, make_responses, read_call
@@ -25,6 +26,15 @@ def test_a_prompt_leaves_room_for_a_token_and_is_in_the_vocabulary():
     for wrong in ([5] * 8, [VOCAB], [-1]):
         with pytest.raises(ValueError, match=r"inputs\[0\] must"):
             read([{"input_ids": wrong}])
+
+
+def test_a_text_begins_as_the_tokenizer_begins_texts():
+    template = Template(llama_tokenizer())
+    params = SamplingParams(max_tokens=9)
+    call = read_call(["5 + 2"], params, 1, template, "policy", vocab=400, max_length=32)
+    tokens = call.features[0]["input_ids"].tolist()
+    assert tokens == [template.tokenizer.bos_token_id, *template.tokenizer.encode("5 + 2")]
+    assert read(["1+1="]).features[0]["input_ids"].tolist() == TEMPLATE.tokenizer.encode("1+1=")
 
 
 def test_the_number_of_samples_may_be_a_parameter():

@@ -46,7 +46,8 @@ class Template:
 
     Args:
         model_id: a tokenizer, or what `Tokenizer.from_pretrained` takes: a directory or a hub id.
-        use_chat_template: False encodes a conversation of one message as plain text.
+        use_chat_template: False encodes a conversation of one message as plain text, with what
+            the tokenizer adds to a text, such as `<bos>`.
         max_length: maximum tokens of a conversation; None for no limit.
         truncation_strategy: for longer ones: `'raise'` an error, cut `'left'` or
             `'right'`, `'delete'` them, or `'split'` them into several.
@@ -359,10 +360,16 @@ class Template:
     ) -> list[tuple[Encoded, _Spans]]:
         """Encode each trajectory, and find the spans of the assistant's words in its text."""
         if self.chat_template is None:
-            encoded = [
-                self._control.encode(self._control.hide(_only_text(x))) for x in trajectories
-            ]
-            return [(x, [] if prompt else [(0, len(x.text))]) for x in encoded]
+            before, after = self.tokenizer.around_text
+            rendered = []
+            for trajectory in trajectories:
+                ids, starts, text = self._control.encode(self._control.hide(_only_text(trajectory)))
+                ids, starts = [*before, *ids], [0] * len(before) + starts
+                if not prompt:
+                    ids, starts = [*ids, *after], starts + [len(text)] * len(after)
+                spans = [] if prompt else [(0, len(text) + 1)]
+                rendered.append((Encoded(ids, starts, text), spans))
+            return rendered
         hidden = [[self._hide(message) for message in x["messages"]] for x in trajectories]
         conversations = []
         for trajectory, messages in zip(trajectories, hidden, strict=True):

@@ -162,6 +162,15 @@ class Tokenizer:
                 )
         return list(dict.fromkeys(ids))
 
+    @property
+    def around_text(self) -> tuple[list[int], list[int]]:
+        """Tokens that the tokenizer adds before and after a text: `<bos>` of Llama and Gemma."""
+        text = self.backend.encode("a", add_special_tokens=False).ids
+        ids = self.backend.encode("a", add_special_tokens=True).ids
+        starts = range(len(ids) - len(text), -1, -1)  # the last one, if "a" is no token
+        start = next(i for i in starts if ids[i : i + len(text)] == text)
+        return ids[:start], ids[start + len(text) :]
+
     def encode(self, text: str) -> list[int]:
         """Encode text without control tokens: text that spells one is encoded as characters.
 

@@ -203,7 +203,8 @@ def _read_prompt(name: str, prompt: Prompt, template: Template | None, draws: bo
             f"got {prompt!r:.80}"
         )
     if isinstance(prompt, str):
-        ids = np.asarray(template.tokenizer.encode(prompt), np.int32)
+        before, _ = template.tokenizer.around_text
+        ids = np.asarray([*before, *template.tokenizer.encode(prompt)], np.int32)
         return InputFeature(input_ids=ids, labels=np.full(ids.shape, IGNORE, np.int32))
     if not isinstance(prompt, Mapping):
         raise TypeError(
