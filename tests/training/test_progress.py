@@ -232,6 +232,32 @@ def test_the_second_signal_ends_compiled_code_too():
         assert process.stdout.read() == ""
 
 
+FORKED = """
+import os, signal, threading, time
+from twinkle_jax.training.progress import Interruption
+with Interruption() as interruption:
+    def reward():
+        pids = []
+        for _ in range(3):
+            pids.append(os.fork())
+            if not pids[-1]:
+                time.sleep(5)
+                os._exit(7)
+        for pid in pids:
+            os.kill(pid, signal.SIGTERM)  # as the end of a pool of multiprocessing does
+        print([os.WTERMSIG(os.waitpid(pid, 0)[1]) for pid in pids], flush=True)
+    thread = threading.Thread(target=reward)
+    thread.start()
+    thread.join()
+    print(interruption.requested, flush=True)
+"""
+
+
+def test_signals_to_forked_processes_are_not_the_runs():
+    with started(FORKED, [15, 15, 15], False) as process:
+        assert process.wait(timeout=60) == 0
+
+
 LAST_RESORT = """
 import sys, time
 from twinkle_jax.training.progress import Interruption

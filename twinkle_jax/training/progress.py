@@ -246,7 +246,8 @@ class Interruption:
     standard error.
 
     Python handles signals in the main thread only: in any other, the block does nothing and
-    `requested` stays False.
+    `requested` stays False. A process that is forked inside the block, such as a worker of
+    `multiprocessing` in a reward, has the previous handlers: signals to it are not the run's.
 
     Args:
         patience: seconds before `last_resort` is called.
@@ -299,20 +300,57 @@ class Interruption:
             self._thread.daemon = True
             self._thread.start()
             self._restore = [(number, signal.signal(number, self._record)) for number in _SIGNALS]
+            _installed.append(self)
         return self
 
     def __exit__(self, *error: object) -> None:
         if self._restore:
-            for number, handler in self._restore:
-                # None: a handler that was not installed from Python; JAX installs such.
-                signal.signal(number, signal.SIG_DFL if handler is None else handler)
+            _installed.remove(self)
+            self._restore_handlers(self._previous_fd)
             self._restore = []
-            signal.set_wakeup_fd(self._previous_fd)
             self._write.close()  # which ends the thread
             self._thread.join()
 
+    def _restore_handlers(self, wakeup_fd: int) -> None:
+        for number, handler in self._restore:
+            # None: a handler that was not installed from Python; JAX installs such.
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        signal.set_wakeup_fd(wakeup_fd)
+
     def _record(self, number: int, frame: FrameType | None) -> None:
         self._received = self._received or signal.Signals(number)
+
+
+_installed: list[Interruption] = []
+_fork = threading.local()  # the mask of the thread that forks
+
+
+def _before_fork() -> None:
+    """Hold back signals: those to the new process must find its handlers."""
+    if _installed:
+        _fork.mask = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+
+
+def _after_fork() -> None:
+    mask = _fork.__dict__.pop("mask", None)
+    if mask is not None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
+def _after_fork_in_child() -> None:
+    """Give the new process the previous handlers; ours write to the socket of the run."""
+    for interruption in reversed(_installed):
+        interruption._restore_handlers(-1)
+    _installed.clear()
+    _after_fork()
+
+
+if hasattr(os, "register_at_fork"):  # not on Windows
+    os.register_at_fork(
+        before=_before_fork,
+        after_in_parent=_after_fork,
+        after_in_child=_after_fork_in_child,
+    )
 
 
 def _watch_signals(
