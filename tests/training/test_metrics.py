@@ -44,7 +44,10 @@ LAST_TRUNCATED = [False, False, False, True]
 
 
 def test_metrics_of_a_rollout():
-    parts = {"part": np.array([np.nan, 1.0, 0.0, 2.0])}
+    parts = {
+        "part": np.array([np.nan, 1.0, 0.0, 2.0]),
+        "rare": np.array([np.nan, 0.5, np.nan, np.nan]),
+    }
     drawn = rollout([0.0, 1.0, 0.5, 0.5], LAST_TRUNCATED, [2, 4, 6, 8], reward_parts=parts)
     metrics = rollout_metrics([drawn], CONFIG, 0.0)
     assert metrics.pop("time/sample") > 0
@@ -59,7 +62,9 @@ def test_metrics_of_a_rollout():
             "completions/clipped_ratio": 0.25,
             "completions/mean_terminated_length": 4.0,
             "rewards/part/mean": 1.0,  # without the row that has none
-            "rewards/part/std": np.sqrt(2 / 3),
+            "rewards/part/std": 1.0,  # √((0² + 1² + 1²) / 2), with Bessel's correction too
+            "rewards/rare/mean": 0.5,
+            "rewards/rare/std": 0.0,  # of one reward
         }
     )
 

@@ -77,7 +77,8 @@ def rollout_metrics(
         scores = scores[~np.isnan(scores)]  # rows that this reward does not apply to
         if scores.size:
             metrics[f"rewards/{name}/mean"] = float(scores.mean())
-            metrics[f"rewards/{name}/std"] = float(scores.std())
+            # as `reward_std`: 0 for one reward, which has no deviation
+            metrics[f"rewards/{name}/std"] = float(scores.std(ddof=min(scores.size - 1, 1)))
     return metrics | (episode_metrics(episodes) if episodes else {})
 
 
