@@ -39,6 +39,15 @@ def terminal():
     return Console(file=io.StringIO(), width=80, force_terminal=True, legacy_windows=False)
 
 
+def test_the_time_left_is_known_for_slow_steps():
+    display, now = Display(10, console=terminal()), [0.0]
+    display._progress.get_time = lambda: now[0]
+    for step in range(3, 6):  # a resumed run
+        now[0] += 300
+        display.step(step, {})
+    assert display._progress.tasks[0].time_remaining == 5 * 300
+
+
 def printed(show):
     """What a display prints while it is passed to a function."""
     console = plain()

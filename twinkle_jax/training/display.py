@@ -137,6 +137,7 @@ _SHOWN = {  # name in metrics.jsonl: what is shown of it
 
 
 _COMPLETIONS, _EPISODES = 4, 2  # of one prompt, the most that are shown at once
+_SPEED_OVER = 24 * 3600.0  # seconds, or 1,000 steps, whose speed gives the time left
 
 
 class Display:
@@ -329,7 +330,10 @@ def _make_bar(console: "Console", total: int) -> Any:
     left = TimeLeft(table_column=Column(no_wrap=True, min_width=7))
     shown = TextColumn("{task.fields[shown]}", markup=False)
     columns = (TextColumn("step"), count, BarColumn(10), left, shown)
-    return Progress(*columns, console=console, refresh_per_second=4)
+    # Of rich's 30 seconds, a step that takes longer is the only one: there would be no time left.
+    return Progress(
+        *columns, console=console, refresh_per_second=4, speed_estimate_period=_SPEED_OVER
+    )
 
 
 def _one_prompt(prompts: Sequence[str], rewards: Sequence[float]) -> list[int]:
