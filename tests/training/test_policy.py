@@ -125,6 +125,22 @@ def test_the_base_of_an_adapter_may_be_a_relative_path(tmp_path, monkeypatch):
     assert again.base == str(tmp_path / "adapter/base")  # found from anywhere if saved again
 
 
+def test_the_adapters_of_a_moved_run_have_its_own_base(tmp_path):
+    """A run that was started where it had been has another built-in policy."""
+    first, moved = tmp_path / "run", tmp_path / "moved"
+    for seed in range(2):
+        save_policy(small_policy(seed), first / "base")
+        policy = load_policy(str(first / "base"))
+        adapted = add_adapter(policy, LoraConfig(r=2), base=str(first / "base"))
+        save_policy(adapted, first / "policy")
+        if not seed:
+            first.rename(moved)
+    loaded = load_policy(str(moved / "policy"))
+    jax.tree.map(np.testing.assert_array_equal, loaded.weights["embed_tokens"],
+                 small_policy(0).params["embed_tokens"])  # fmt: skip
+    assert loaded.base == str(moved / "base")
+
+
 def test_an_adapter_of_another_revision_of_its_base_is_not_laid_over_main(tmp_path):
     """PEFT loads the base at the revision that the adapter names."""
     base, adapter = tmp_path / "base", tmp_path / "adapter"

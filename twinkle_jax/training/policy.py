@@ -107,7 +107,9 @@ def load_policy(
     Args:
         path_or_id: a Hugging Face checkpoint, or an adapter in PEFT's format, which names its base:
             a directory, or a hub id. A relative one is that of the current directory, as in PEFT,
-            or else of the adapter's. The tokenizer beside an adapter replaces that of its base.
+            or else of the adapter's. The built-in policy that a run's adapters belong to is in its
+            directory, wherever that is now. The tokenizer beside an adapter replaces that of its
+            base.
         mesh: devices to place the parameters on; None for one device.
         argument: what errors call `path_or_id`.
 
@@ -133,7 +135,10 @@ def load_policy(
         )
     tuned = Tokenizer.from_pretrained(place) if (place / "tokenizer.json").is_file() else None
     named = f"base_model_name_or_path of {place / ADAPTER_CONFIG}"
-    if not Path(base).expanduser().is_dir():
+    run = place.resolve().parent
+    if place.resolve() == run / "policy" and Path(base).name == "base" and (run / "base").is_dir():
+        base = str(run / "base")  # the run may have been moved, and another be where it was
+    elif not Path(base).expanduser().is_dir():
         beside = (place / base).resolve()
         if beside.is_dir():
             base = str(beside)
