@@ -186,6 +186,19 @@ def test_tensorboard(tmp_path):
         assert [e.step for e in seen if e.HasField("session_log")] == [steps[0]]
 
 
+def test_tensorboard_keeps_the_steps_of_a_killed_process(tmp_path):
+    """Those before its last checkpoint are not repeated; the file is complete within a second."""
+    pytest.importorskip("tensorboardX", reason="pip install 'twinkle-jax[tensorboard]'")
+    with MetricsLog(tmp_path, Trackers(tensorboard=True)) as log:
+        log.write(1, {"reward": 0.5})
+        time.sleep(0.2)
+        log.write(2, {"reward": 1.0})
+        deadline = time.monotonic() + 20
+        while sum(len(e.summary.value) for e in events(tmp_path / "tensorboard")) < 2:
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+
+
 def test_weights_and_biases(tmp_path, monkeypatch):
     pytest.importorskip("wandb", reason="pip install 'twinkle-jax[wandb]'")
     monkeypatch.setenv("WANDB_MODE", "offline")

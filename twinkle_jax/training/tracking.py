@@ -62,7 +62,9 @@ class TensorBoard:
         if self._writer is None:
             from tensorboardX import SummaryWriter
 
-            self._writer = SummaryWriter(str(self._directory), purge_step=step)
+            # A killed run does not repeat the steps before its last checkpoint, so they must be in
+            # the file, which is flushed every two minutes by default.
+            self._writer = SummaryWriter(str(self._directory), purge_step=step, flush_secs=1)
         for name, number in numbers.items():
             self._writer.add_scalar(name, number, step)
 
