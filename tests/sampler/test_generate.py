@@ -104,6 +104,18 @@ def test_rows_draw_from_their_own_noise_and_calls_from_their_own_key():
     assert not np.any(np.all(np.asarray(other) == np.asarray(rows), axis=1))
 
 
+@pytest.mark.parametrize("impl", ["rbg", "unsafe_rbg"])
+def test_keys_of_other_kinds_give_every_row_noise_of_its_own(impl):
+    """Under `vmap` these draw by the key of the first row, which stays the same once it ends."""
+    flat = jax.tree.map(jnp.zeros_like, params_of("qwen3"))
+    limits = np.array([1, 8, 8, 8, 8, 8, 8, 8])
+    together = complete("qwen3", key=jax.random.key(0, impl=impl), params=flat, max_tokens=limits)
+    tokens = np.asarray(together.tokens)
+    assert np.mean(tokens[1:, 1:] == tokens[1:, :-1]) < 0.2  # was 6/7: the same one again and again
+    own = jnp.stack([jax.random.fold_in(jax.random.key(0, impl=impl), i) for i in range(8)])
+    np.testing.assert_array_equal(complete("qwen3", key=own, params=flat).tokens[1:], tokens[1:])
+
+
 def test_a_stop_token_ends_its_row_and_belongs_to_it():
     free = complete("qwen3")
     tokens = np.asarray(free.tokens)

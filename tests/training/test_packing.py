@@ -264,7 +264,11 @@ def keys_of(key, seen=0, packing=None, padding=None):
     return np.asarray(jax.random.key_data(keys)).reshape(-1, 2)
 
 
-@pytest.mark.parametrize("key", [ROW_KEYS, jax.random.key(3)], ids=["of rows", "root"])
+@pytest.mark.parametrize(
+    "key",
+    [ROW_KEYS, jax.random.key(3), jax.random.key(3, impl="rbg")],
+    ids=["of rows", "root", "rbg"],
+)
 def test_each_token_has_a_dropout_key_of_its_own_and_keeps_it_in_lines(key):
     expected = keys_of(key)
     assert len({tuple(x) for x in expected}) == BATCH.tokens.size

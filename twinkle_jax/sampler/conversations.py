@@ -23,6 +23,7 @@ from twinkle_jax.model import (
     take_rows,
 )
 from twinkle_jax.model.decoder.cache import put_rows, with_room
+from twinkle_jax.model.decoder.keys import threefry_keys
 from twinkle_jax.model.decoder.pages import (
     empty_pages,
     keep_rows,
@@ -148,7 +149,7 @@ class Conversations:
         slots = sizes.slots_for(most, self._slots)
         lengths = {i: len(row) - 1 for i, row in rows.items()}
         capacity = self._capacity_for(lengths, more=sizes.STEPS_OF_ROOM)
-        state = self._begin(rows, limits, keys, slots, capacity)
+        state = self._begin(rows, limits, threefry_keys(keys), slots, capacity)
         results: Completions = self._draw(state, slots, capacity)
         if not results.tokens.is_fully_addressable:  # some rows are on other processes
             results = multihost_utils.process_allgather(results, tiled=True)

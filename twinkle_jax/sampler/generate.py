@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import jax
@@ -15,6 +14,7 @@ from jaxtyping import Array, Bool, Int
 from twinkle_jax.data import bucket_size
 from twinkle_jax.data.batch import pad_tokens
 from twinkle_jax.model import AttentionImplementation, DecoderConfig, Params, merge_params
+from twinkle_jax.model.decoder.keys import row_keys, threefry_keys
 from twinkle_jax.model.decoder.sharding import row_shards
 from twinkle_jax.sampler import sizes
 from twinkle_jax.sampler import slots as device
@@ -293,7 +293,7 @@ def generate_memory(
     page = setup.page
     capacity = full if page is None else setup.most_pages(at_once, full)
     tokens = jax.ShapeDtypeStruct((prompts, prompt_tokens), jnp.int32)
-    keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), padded))
+    keys = jax.eval_shape(lambda: jax.random.split(threefry_keys(jax.random.key(0)), padded))
     limits = jax.ShapeDtypeStruct((padded,), jnp.int32)
     weights, _ = compile_shapes(
         _lay_out.lower(merge_params(frozen, params), setup.compute_dtype, mesh)
@@ -452,14 +452,7 @@ def _row_keys(key: Any, rows: int) -> jax.Array:
         raise TypeError(f"key must be made with jax.random.key, got {key!r}")
     if key.shape not in ((), (rows,)):
         raise ValueError(f"key must be one key or one for each of {rows} rows, got {key.shape}")
-    if key.shape:
-        return key
-    return _split(key, rows)
-
-
-@partial(jax.jit, static_argnums=1)
-def _split(key: jax.Array, rows: int) -> jax.Array:
-    return jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(rows, dtype=jnp.int32))
+    return threefry_keys(key) if key.shape else row_keys(key, rows)
 
 
 def _array(values: Any) -> jax.Array | np.ndarray:

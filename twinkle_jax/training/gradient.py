@@ -16,6 +16,7 @@ from twinkle_jax.data import IGNORE, Batch
 from twinkle_jax.data.batch import check_batch
 from twinkle_jax.loss import Coefficient, LossOutput, PolicyMetrics
 from twinkle_jax.model import AttentionImplementation, DecoderConfig, Params, Remat
+from twinkle_jax.model.decoder.keys import threefry_keys
 from twinkle_jax.model.decoder.layers import map_logits
 from twinkle_jax.model.decoder.sharding import constrain, find_mesh, spread_batch
 from twinkle_jax.training.packing import Packing, pack
@@ -336,6 +337,7 @@ def dropout_keys(
     packing: Packing | None,
 ) -> Key[Array, "lines width"]:
     """Derive the dropout key of each place from its row and its place in the row."""
+    key = threefry_keys(key)
     if key.ndim == 0:
         key = jax.vmap(jax.random.fold_in, (None, 0))(key, seen + _count(rows) - 1)
     shape = lines.tokens.shape
