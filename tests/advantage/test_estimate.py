@@ -471,6 +471,19 @@ def test_lowers_for_every_platform():
     assert "callback" not in exported.mlir_module()
 
 
+def test_one_export_serves_any_number_of_prompts():
+    (prompts,) = jax.export.symbolic_shape("prompts")
+
+    def step(rewards):
+        advantages = grpo_advantage(rewards, SIZE, "batch"), gdpo_advantage(rewards, SIZE)
+        return advantages, group_statistics(rewards, SIZE)
+
+    shape = jax.ShapeDtypeStruct((SIZE * prompts,), jnp.float32)
+    exported = jax.export.export(jax.jit(step))(shape)
+    for rewards in (BATCHES[0], BATCHES[1][: 2 * SIZE]):
+        jax.tree.map(_relative, exported.call(rewards), step(rewards))
+
+
 @pytest.mark.exhaustive
 def test_inside_scan_and_remat():
     batches = jnp.asarray(BATCHES)

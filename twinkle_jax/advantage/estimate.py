@@ -326,7 +326,7 @@ def _form_groups(grouped: Grouped, *, components_apart: bool) -> Samples:
     """Arrange rewards by group, 0 where they are masked."""
     read = keep_components if components_apart else sum_components
     values, keep = read(grouped.rewards, grouped.where, grouped.reward_weights)
-    batch = WholeBatch(len(values), grouped.axis_name)
+    batch = WholeBatch(values.shape[0], grouped.axis_name)
     groups: Groups = batch
     if grouped.num_generations is not None:
         groups = Neighbours(grouped.num_generations)
@@ -366,7 +366,7 @@ def sum_components(
         rewards = rewards * jnp.broadcast_to(weights, rewards.shape)
     if where is None:
         return jnp.sum(rewards, axis=1), None
-    cells = jnp.broadcast_to(where.reshape(len(where), -1), rewards.shape)
+    cells = jnp.broadcast_to(where.reshape(where.shape[0], -1), rewards.shape)
     return jnp.sum(jnp.where(cells, rewards, 0), axis=1), jnp.any(cells, axis=1)
 
 
@@ -376,8 +376,8 @@ def keep_components(
     """Turn rewards into `[N, C]`, 0 where masked, and their mask; weights are for the formula."""
     del reward_weights
     rewards = jax.lax.stop_gradient(rewards).astype(compute_dtype(rewards.dtype))
-    rewards = rewards.reshape(len(rewards), -1)
+    rewards = rewards.reshape(rewards.shape[0], -1)
     if where is None:
         return rewards, jnp.ones(rewards.shape, bool)
-    cells = jnp.broadcast_to(where.reshape(len(where), -1), rewards.shape)
+    cells = jnp.broadcast_to(where.reshape(where.shape[0], -1), rewards.shape)
     return jnp.where(cells, rewards, 0), cells

@@ -145,7 +145,7 @@ def _group_statistics(
     rewards: Array, where: Array | None, reward_weights: Array | None, *, num_generations: int
 ) -> GroupStatistics:
     values, keep = sum_components(rewards, where, reward_weights)
-    groups = Samples(values, keep, Neighbours(num_generations), WholeBatch(len(values), None))
+    groups = Samples(values, keep, Neighbours(num_generations), WholeBatch(values.shape[0], None))
     return GroupStatistics(
         mean=jnp.where(groups.finite, groups.maximum - groups.mean_gap, jnp.nan),
         std=jnp.where(groups.finite, groups.std, jnp.nan),
