@@ -183,3 +183,5 @@ def test_an_optimizer_that_does_not_fit():
         assert not state.params["w"].is_deleted()
     with pytest.raises(TypeError, match="optimizer"):
         train_state({"w": jnp.ones(2)}, "adam")
+    with pytest.raises(TypeError, match="gradient_transformation"):
+        train_state({"w": jnp.ones(2)}, optax.MultiSteps(adam, 2))

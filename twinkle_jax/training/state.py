@@ -103,7 +103,9 @@ def _without_params(params: Params, optimizer: optax.GradientTransformation | No
 def init_optimizer(optimizer: optax.GradientTransformation, params: Params) -> Any:
     """Initialize an optimizer's state in float32, whatever the dtype of the parameters."""
     if not isinstance(optimizer, optax.GradientTransformation):
-        raise TypeError(f"optimizer must be an Optax transformation, got {optimizer!r}")
+        wrapped = hasattr(optimizer, "gradient_transformation")  # such as optax.MultiSteps
+        hint = ": pass its .gradient_transformation()" if wrapped else ""
+        raise TypeError(f"optimizer must be an Optax transformation, got {optimizer!r}{hint}")
     with jax.numpy_dtype_promotion("standard"):
         return optimizer.init(jax.tree.map(lambda x: x.astype(jnp.float32), params))
 
