@@ -38,7 +38,10 @@ class Brevity(Reward):
 
 
 def train(policy, data, shape_reward, *, template, sampling, processor):
-    """Sample, score, take mini-batches; return the mean accuracy of every rollout."""
+    """Sample, score, take mini-batches; return the mean accuracy of every rollout.
+
+    A single rollout may be far below those around it, so tests take medians at the end.
+    """
 
     def make_dataset():
         dataset = Dataset()
@@ -109,7 +112,7 @@ def test_grpo(guessing_policy, gsm8k):
         guessing_policy, gsm8k, GSM8KFormatReward(), template={}, sampling={}, processor={}
     )
     assert np.mean(rewards[:3]) < 0.4
-    assert np.mean(rewards[-4:]) > np.mean(rewards[:3]) + 0.08, rewards
+    assert np.median(rewards[-8:]) > np.mean(rewards[:3]) + 0.08, rewards
 
 
 def test_short_math_grpo(guessing_policy, gsm8k):
@@ -121,4 +124,4 @@ def test_short_math_grpo(guessing_policy, gsm8k):
         sampling={"temperature": 1.0, "top_p": 0.95},
         processor={"padding_free": True},
     )
-    assert np.mean(rewards[-4:]) > np.mean(rewards[:3]) + 0.08, rewards
+    assert np.median(rewards[-8:]) > np.mean(rewards[:3]) + 0.08, rewards
