@@ -6,6 +6,7 @@ takes half as long. `JAX_DISABLE_MOST_OPTIMIZATIONS=0` before the command compil
 and as users do; `.ci/run` does so for the sweep over the advantages.
 """
 
+import contextlib
 import os
 import pathlib
 import platform
@@ -50,6 +51,29 @@ def forget_compiled_programs():
     yield
     if not MAPS.exists() or MAPS.read_text().count("\n") > 25_000:
         jax.clear_caches()
+
+
+@contextlib.contextmanager
+def optimised():
+    """Compile as users do, and nothing that another test compiled before.
+
+    JAX does not compile a program again when this setting changes.
+    """
+    before = jax.config.read("jax_disable_most_optimizations")
+    jax.clear_caches()
+    jax.config.update("jax_disable_most_optimizations", False)
+    try:
+        yield
+    finally:
+        jax.config.update("jax_disable_most_optimizations", before)
+        jax.clear_caches()
+
+
+@pytest.fixture
+def as_users_compile():
+    """Compile a test's programs with optimisations, which all others go without."""
+    with optimised():
+        yield
 
 
 @pytest.fixture(autouse=True)

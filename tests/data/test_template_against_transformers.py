@@ -44,6 +44,27 @@ def test_plain_text(make, tmp_path):
         assert ours["labels"].tolist()[:-1] == ([-100] * len(theirs[1:]) if prompt else theirs[1:])
 
 
+def test_plain_text_that_the_tokenizer_ends(tmp_path):
+    """The end is learnt, and a prompt does not have it: something is to follow."""
+    from tokenizers import processors
+
+    tokenizer = llama_tokenizer()
+    start, end = "<|begin_of_text|>", "<|eot_id|>"
+    tokenizer.backend.post_processor = processors.TemplateProcessing(
+        single=f"{start} $A {end}",
+        special_tokens=[(token, tokenizer.backend.token_to_id(token)) for token in (start, end)],
+    )
+    tokenizer.save_pretrained(tmp_path)
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)("The answer is 5.")["input_ids"]
+    template = Template(tmp_path, use_chat_template=False)
+    trajectory = {"messages": [{"role": "user", "content": "The answer is 5."}]}
+    learnt = template.encode(trajectory)
+    assert learnt["input_ids"].tolist() == theirs
+    assert learnt["labels"].tolist() == [*theirs[1:], -100]
+    prompt = template.encode(trajectory, add_generation_prompt=True)
+    assert prompt["input_ids"].tolist() == theirs[:-1]
+
+
 def test_tools(tmp_path):
     chatml_tokenizer().save_pretrained(tmp_path)
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)

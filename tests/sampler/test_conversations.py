@@ -100,6 +100,19 @@ def test_turns_are_those_of_rows_that_are_read_anew(name):
     assert max(map(len, tokens)) > 64  # the caches have grown
 
 
+def test_keys_of_other_kinds_give_every_row_noise_of_its_own():
+    """Under `vmap` rbg's draw by the key of the first row, which stays the same once it ends."""
+    flat = jax.tree.map(np.zeros_like, params_of("qwen3"))
+    engine = Conversations(
+        flat, config_of("qwen3"), 8, Sampling(), max_length=ROOM, max_new_tokens=NEW
+    )
+    keys = jax.random.split(jax.random.key(0, impl="rbg"), 8)
+    limits = {0: 1} | dict.fromkeys(range(1, 8), NEW)
+    drawn = engine.go_on({i: [i] for i in range(8)}, keys, limits)
+    tokens = np.asarray(drawn.tokens)[1:]
+    assert np.mean(tokens[:, 1:] == tokens[:, :-1]) < 0.2
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("shape", [{"data": 2, "fsdp": 2, "tensor": 2}, {"data": 8}])
 @pytest.mark.usefixtures("laid_out")

@@ -92,7 +92,9 @@ class Template:
         if use_chat_template and source is None:
             raise ValueError("the tokenizer must have a chat_template, got none: pass one")
         self.chat_template = ChatTemplate(source) if use_chat_template and source else None
-        self._control = ControlTokens(self.tokenizer.backend, source)
+        self._control = self.tokenizer.control
+        if source != self.tokenizer.chat_template:  # this one may write other tokens
+            self._control = ControlTokens(self.tokenizer.backend, source)
         self.max_length, self.truncation_strategy = max_length, truncation_strategy
         self.default_system = default_system
         self._template_variables = dict(template_variables or {})

@@ -14,13 +14,13 @@ from twinkle_jax._package import require
 if TYPE_CHECKING:
     import tokenizers
 
-_NAMED_TEMPLATES = "additional_chat_templates"  # a directory of NAME.jinja
+NAMED_TEMPLATES = "additional_chat_templates"  # a directory of NAME.jinja
 _FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
     "special_tokens_map.json",
     "chat_template.jinja",
-    f"{_NAMED_TEMPLATES}/*.jinja",
+    f"{NAMED_TEMPLATES}/*.jinja",
     "generation_config.json",
     "config.json",
 )
@@ -233,7 +233,7 @@ def _default_template(source: Any) -> str | None:
 
 def _template_files(directory: Path) -> dict[str, Path]:
     """Find the files of chat templates, by the names of the templates."""
-    named = {file.stem: file for file in sorted((directory / _NAMED_TEMPLATES).glob("*.jinja"))}
+    named = {file.stem: file for file in sorted((directory / NAMED_TEMPLATES).glob("*.jinja"))}
     default = directory / "chat_template.jinja"
     return ({"default": default} if default.is_file() else {}) | named
 

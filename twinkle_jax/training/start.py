@@ -159,7 +159,7 @@ def begin(
 
 
 def _check_template_of_tools(template: Template, tool_format: str, display: Display) -> None:
-    """Warn of a chat template that does not show tools, or has the policy call them otherwise."""
+    """Warn if a chat template does not show tools, or writes calls in a form that is not parsed."""
     chat = template.chat_template
     if chat is None or "tools" not in chat.source:
         display.note(

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.conftest import optimised
 from tests.model.families import ALL, each, family
 from tests.sampler.completions import trainer_logprobs
 from twinkle_jax.loss import token_logprobs
@@ -43,12 +44,10 @@ DEEP = {
 
 
 @pytest.fixture(scope="module", autouse=True)
-def optimised():
-    """Compile as users do: what is tested here are the compiler's fusions."""
-    before = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", False)
-    yield
-    jax.config.update("jax_disable_most_optimizations", before)
+def compiled_as_users_do():
+    """What is tested here are the compiler's fusions."""
+    with optimised():
+        yield
 
 
 def sharp(name):

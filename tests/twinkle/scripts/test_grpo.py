@@ -38,10 +38,7 @@ class Brevity(Reward):
 
 
 def train(policy, data, shape_reward, *, template, sampling, processor):
-    """Sample, score, take mini-batches; return the mean accuracy of every rollout.
-
-    A single rollout may be far below those around it, so tests take medians at the end.
-    """
+    """Sample, score, take mini-batches; return the mean accuracy of every rollout."""
 
     def make_dataset():
         dataset = Dataset()
@@ -57,7 +54,7 @@ def train(policy, data, shape_reward, *, template, sampling, processor):
     model = TransformersModel(model_id=policy, device_mesh=mesh, remote_group="model")
     lora = LoraConfig(target_modules="all-linear", r=16, lora_alpha=32, lora_dropout=0.05)
     model.add_adapter_to_model("default", lora, gradient_accumulation_steps=1)
-    model.set_optimizer("AdamW", lr=5e-3)
+    model.set_optimizer("AdamW", lr=3e-3)
     model.set_lr_scheduler("CosineAnnealingLR", T_max=4 * STEPS, eta_min=0)
     model.set_loss("GRPOLoss", epsilon=0.2)
     model.set_processor(InputProcessor, **processor)
@@ -112,7 +109,7 @@ def test_grpo(guessing_policy, gsm8k):
         guessing_policy, gsm8k, GSM8KFormatReward(), template={}, sampling={}, processor={}
     )
     assert np.mean(rewards[:3]) < 0.4
-    assert np.median(rewards[-8:]) > np.mean(rewards[:3]) + 0.08, rewards
+    assert np.mean(rewards[-4:]) > np.mean(rewards[:3]) + 0.08, rewards
 
 
 def test_short_math_grpo(guessing_policy, gsm8k):
@@ -124,4 +121,4 @@ def test_short_math_grpo(guessing_policy, gsm8k):
         sampling={"temperature": 1.0, "top_p": 0.95},
         processor={"padding_free": True},
     )
-    assert np.median(rewards[-8:]) > np.mean(rewards[:3]) + 0.08, rewards
+    assert np.mean(rewards[-4:]) > np.mean(rewards[:3]) + 0.08, rewards

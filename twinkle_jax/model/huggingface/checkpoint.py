@@ -25,6 +25,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDev
 from jax.typing import DTypeLike
 from jaxtyping import Array
 
+from twinkle_jax.data.tokenizer import NAMED_TEMPLATES
 from twinkle_jax.model.decoder.config import FAMILIES, DecoderConfig
 from twinkle_jax.model.decoder.forward import Decoder
 from twinkle_jax.model.decoder.parameters import (
@@ -41,7 +42,6 @@ from twinkle_jax.model.huggingface.checkpoint_files import (
     EMBEDDING,
     HEAD,
     INDEX,
-    NAMED_TEMPLATES,
     PREFIX,
     SINGLE,
     TOKENIZER_FILES,

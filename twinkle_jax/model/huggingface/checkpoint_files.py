@@ -17,12 +17,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from twinkle_jax.data.tokenizer import NAMED_TEMPLATES
 from twinkle_jax.model.decoder.config import FAMILIES, DecoderConfig
 from twinkle_jax.model.decoder.parameters import EXPERTS, Parameter, parameter_table
 
 CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-NAMED_TEMPLATES = "additional_chat_templates"  # a directory of NAME.jinja
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
