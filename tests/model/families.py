@@ -18,9 +18,10 @@ from twinkle_jax.model import (
     prefill,
 )
 
-NAMES = ("qwen3", "qwen2", "qwen3_5_text", "qwen3_moe", "gemma3_text")  # for every law
+NAMES = ("qwen3", "qwen2", "qwen3_5_text", "qwen3_moe", "gemma3_text", "olmo3", "smollm3")
 ALL = (
     "llama",
+    "olmo2",
     "mistral",
     "qwen3_5_moe_text",
     *NAMES,
@@ -80,10 +81,23 @@ _SLIDING = {  # layers that do not repeat evenly; windows that rows of seven tok
     },
     "tie_word_embeddings": True,
 }
+_OLMO3 = {  # windows that rows of seven tokens are longer than
+    "num_hidden_layers": 3,
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+    "sliding_window": 3,
+    "rope_parameters": {
+        "full_attention": {"rope_type": "default", "rope_theta": 500.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 20.0},
+    },
+}
 _EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 _OWN = {"qwen3_moe": _EXPERTS | {"norm_topk_prob": True}}
 _OWN |= {"qwen3_5_moe_text": _LINEAR | _EXPERTS | {"shared_expert_intermediate_size": 28}}
 _OWN |= {"qwen3_5_text": _LINEAR, "gemma3_text": _SLIDING}
+# transformers' defaults are beyond the small vocabulary
+_NO_ENDS = {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
+_OWN |= {"olmo2": _NO_ENDS, "olmo3": _NO_ENDS | _OLMO3}
+_OWN |= {"smollm3": _NO_ENDS | {"num_hidden_layers": 4, "no_rope_layers": [1, 0, 0, 1]}}
 _OWN |= {"llama": {"rope_parameters": _STRETCHED}, "mistral": {"sliding_window": None}}
 
 

@@ -18,14 +18,15 @@ def reference_hidden(
     for layer, kind in enumerate(config.layer_kinds):
         repeat, member = divmod(layer, len(config.block))
         w = _layer(params["layers"][str(member)], repeat)
-        y = norm(x, w["input_layernorm"]["scale"], config)
+        y = _before(x, "input_layernorm", w, config)
         if kind == "linear_attention":
             y = _delta_net(y, w["linear_attn"], config)
         else:
-            y = _attention(y, w["self_attn"], config, places, sliding=kind == "sliding_attention")
+            turns = 0 * places if layer in config.unrotated_layers else places
+            y = _attention(y, w["self_attn"], config, turns, sliding=kind == "sliding_attention")
         x = x + _between(y, "post_attention_layernorm", w, config)
         before = "pre_feedforward" if config.output_norms else "post_attention"
-        y = norm(x, w[f"{before}_layernorm"]["scale"], config)
+        y = _before(x, f"{before}_layernorm", w, config)
         y = _gated(y, w["mlp"], config) if config.experts is None else _experts(y, w["mlp"], config)
         x = x + _between(y, "post_feedforward_layernorm", w, config)
     return norm(x, np.asarray(params["norm"]["scale"], np.float64), config)
@@ -44,6 +45,11 @@ def _layer(weights: Any, repeat: int) -> Any:
     if isinstance(weights, dict):
         return {key: _layer(value, repeat) for key, value in weights.items()}
     return np.asarray(weights[repeat], np.float64)
+
+
+def _before(x: np.ndarray, name: str, w: Any, config: DecoderConfig) -> np.ndarray:
+    """What half a layer reads: the residual stream, in some families without a norm."""
+    return norm(x, w[name]["scale"], config) if config.input_norms else x
 
 
 def _between(y: np.ndarray, name: str, w: Any, config: DecoderConfig) -> np.ndarray:
@@ -128,8 +134,12 @@ def _attention(
     def project(name: str) -> np.ndarray:
         return y @ w[name]["kernel"] + w[name].get("bias", 0)
 
-    queries = project("q_proj").reshape(time, a.query_heads, -1)
-    keys = project("k_proj").reshape(time, a.key_value_heads, -1)
+    queries, keys = project("q_proj"), project("k_proj")
+    if a.joint_qk_norm:
+        queries = norm(queries, w["q_norm"]["scale"], config)
+        keys = norm(keys, w["k_norm"]["scale"], config)
+    queries = queries.reshape(time, a.query_heads, -1)
+    keys = keys.reshape(time, a.key_value_heads, -1)
     values = project("v_proj").reshape(time, a.key_value_heads, -1)
     out = np.zeros((time, a.query_heads, a.head_dim))
     for head in range(a.query_heads):
@@ -138,7 +148,7 @@ def _attention(
             query = queries[t, head, : a.head_dim]
             start = max(t + 1 - seen, 0)
             near = keys[start : t + 1, group]
-            if a.qk_norm:
+            if a.qk_norm and not a.joint_qk_norm:
                 query = norm(query, w["q_norm"]["scale"], config)
                 near = norm(near, w["k_norm"]["scale"], config)
             query = rotated(query, places[t], a)

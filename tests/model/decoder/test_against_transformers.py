@@ -77,6 +77,31 @@ CASES = {
         "rope_local_base_freq": 30.0,
         "query_pre_attn_scalar": 8,
     },
+    "olmo2": {"num_hidden_layers": 1},
+    "olmo2 biased, tied": {
+        "attention_bias": True,
+        "tie_word_embeddings": True,
+        "num_key_value_heads": 4,
+        "rope_parameters": None,
+        "rope_theta": 1e5,
+    },
+    "olmo3": {},
+    "olmo3 yarn by pattern": {
+        "layer_types": None,
+        "num_hidden_layers": 5,
+        "rope_parameters": None,
+        "rope_theta": 5e5,
+        "rope_scaling": {key: x for key, x in YARN.items() if key != "rope_theta"},
+    },
+    "smollm3": {},
+    "smollm3 by interval": {
+        "no_rope_layers": None,
+        "no_rope_layer_interval": 3,
+        "num_hidden_layers": 7,
+        "attention_bias": True,
+        "tie_word_embeddings": True,
+    },
+    "smollm3 yarn": {"rope_parameters": YARN},
     "qwen3 three groups": {"num_attention_heads": 6, "num_key_value_heads": 3},
     "gemma3_text sliding alone": {"layer_types": ["sliding_attention"] * 3, "sliding_window": 1},
     "gemma3_text wide window": {"sliding_window": 64, "num_key_value_heads": 1},
@@ -231,6 +256,11 @@ def test_gradients_of_a_loss(name, saved):
         "qwen3_5_moe_text",
         "gemma3_text",
         "gemma3_text by pattern",
+        "olmo2 biased, tied",
+        "olmo3",
+        "olmo3 yarn by pattern",
+        "smollm3",
+        "smollm3 by interval",
         "llama yarn",
         "qwen2 yarn",
     ],
@@ -279,7 +309,9 @@ def test_old_configurations(saved, tmp_path):
     np.testing.assert_allclose(actual[mask], expected[mask], atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "gemma3_text"])
+@pytest.mark.parametrize(
+    "name", ["llama", "olmo2", "olmo3", "smollm3", "qwen2", "qwen3", "gemma3_text"]
+)
 def test_what_a_configuration_leaves_out_is_transformers_default(name):
     sizes = {"vocab_size": 48, "hidden_size": 256, "intermediate_size": 40}
     sizes |= {"num_hidden_layers": 8, "num_attention_heads": 32}

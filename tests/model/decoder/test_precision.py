@@ -30,16 +30,18 @@ from twinkle_jax.sampler.sampling import scaled_logits
 scoring = importlib.import_module("twinkle_jax.loss.token_logprobs")  # the function has its name
 _GET = "pip install 'twinkle-jax[test,oracle]'"
 WIDE = {"hidden_size": 128, "intermediate_size": 512, "vocab_size": 512, "head_dim": 32}
+_SLIDING = {
+    "layer_types": ["sliding_attention"] * 3 + ["full_attention"],
+    "sliding_window": 16,
+}
 DEEP = {
     "qwen3_5_text": {
         "layer_types": ["linear_attention"] * 3 + ["full_attention"],
         "linear_key_head_dim": 32,
         "linear_value_head_dim": 32,
     },
-    "gemma3_text": {
-        "layer_types": ["sliding_attention"] * 3 + ["full_attention"],
-        "sliding_window": 16,
-    },
+    "gemma3_text": _SLIDING,
+    "olmo3": _SLIDING,
 }
 
 

@@ -96,6 +96,7 @@ def test_written_configs_read_as_what_they_were(name):
     assert written["dtype"] == written["torch_dtype"] == "bfloat16"
     names = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3", "qwen3_5_text": "Qwen3_5"}
     names |= {"gemma3_text": "Gemma3", "mistral": "Mistral"}
+    names |= {"olmo2": "Olmo2", "olmo3": "Olmo3", "smollm3": "SmolLM3"}
     names |= {"qwen3_moe": "Qwen3Moe", "qwen3_5_moe_text": "Qwen3_5Moe"}
     assert written["architectures"] == [f"{names[name]}ForCausalLM"]
     rope = written["rope_parameters"]
@@ -493,6 +494,60 @@ GEMMA_REFUSED = [
 @pytest.mark.parametrize(("changes", "name"), GEMMA_REFUSED)
 def test_what_gemma_3_refuses(changes, name):
     refused(family("gemma3_text") | changes, name)
+
+
+@pytest.mark.parametrize(
+    ("changes", "name"),
+    [
+        ({"no_rope_layers": [1, 0, 0]}, "no_rope_layers"),
+        ({"no_rope_layers": [1, 0, 2, 1]}, "no_rope_layers"),
+        ({"no_rope_layers": [True, False, True, True]}, "no_rope_layers"),
+        ({"no_rope_layers": "1001"}, "no_rope_layers"),
+        ({"no_rope_layers": None, "no_rope_layer_interval": 0}, "no_rope_layer_interval"),
+        ({"use_sliding_window": True}, "use_sliding_window"),
+        ({"layer_types": [FULL, SLIDING, FULL, FULL]}, "layer_types"),
+        ({"mlp_bias": True}, "mlp_bias"),
+    ],
+)
+def test_what_smollm3_refuses(changes, name):
+    refused(family("smollm3") | changes, name)
+
+
+def test_layers_of_smollm3_without_rotary_positions():
+    """As in SmolLM3-3B's config.json, keys for windows that no layer has included."""
+    keys = {"max_window_layers": 28, "sliding_window": None, "use_sliding_window": False}
+    keys |= {"layer_types": [FULL] * 6, "num_hidden_layers": 6, "pretraining_tp": 2}
+    config = parse_config(family("smollm3", no_rope_layers=[1, 1, 1, 0] * 9, **keys))
+    assert config.unrotated_layers == (3,) and config.block == (FULL,)
+    assert config.second_rotary.tolist() == [[False]] * 3 + [[True]] + [[False]] * 2
+    by_interval = family("smollm3", no_rope_layers=None, no_rope_layer_interval=4, **keys)
+    assert parse_config(by_interval) == config
+
+
+@pytest.mark.parametrize(
+    ("changes", "name"),
+    [
+        ({"query_pre_attn_scalar": 12}, "query_pre_attn_scalar"),
+        ({"rope_local_base_freq": 20.0}, "rope_local_base_freq"),
+        ({"sliding_window_pattern": 4}, "sliding_window_pattern"),
+        ({"sliding_window": None}, "sliding_window"),
+        ({"no_rope_layers": [1, 1, 0]}, "no_rope_layers"),
+    ],
+)
+def test_what_olmo_3_refuses(changes, name):
+    refused(family("olmo3") | changes, name)
+
+
+def test_rotary_settings_of_olmo_3():
+    """Written by transformers 4: the scaling is that of full layers, the base that of all."""
+    layers = {"layer_types": None, "num_hidden_layers": 8, "rope_parameters": None}
+    scaling = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 8192}
+    config = parse_config(family("olmo3", rope_theta=7e5, rope_scaling=scaling, **layers))
+    assert config.layer_kinds == ((SLIDING,) * 3 + (FULL,)) * 2
+    assert config.attention.rope_theta == config.attention.window.rope_theta == 7e5
+    assert config.attention.rope_scaling.factor == 8.0
+    assert config.attention.scale == 1 / 8**0.5
+    assert parse_config(export_config(config, nested=False, dtype="float32")) == config
 
 
 def test_sliding_layers_need_a_window():

@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Float, Int
 from twinkle_jax.loss.token_logprobs import compute_capability
 from twinkle_jax.model.decoder.cache import KeyValues, WindowedKeyValues, write_token
 from twinkle_jax.model.decoder.config import AttentionConfig, DecoderConfig
-from twinkle_jax.model.decoder.layers import RotaryTable, project, rms_norm, rotate
+from twinkle_jax.model.decoder.layers import RotaryTable, norm, project, rotate
 from twinkle_jax.model.decoder.pages import PageTable, Places, finite_values, write_in_pages
 from twinkle_jax.model.decoder.parameters import Params
 from twinkle_jax.model.decoder.precision import multiply, rounded
@@ -146,23 +146,17 @@ def project_heads(
     def heads(y: Float[Array, "tokens out"], count: int) -> Float[Array, "batch time heads width"]:
         return y.reshape(batch, -1, count, y.shape[-1] // count)
 
-    query = heads(project(x, weights["q_proj"]), a.query_heads)
-    key = heads(project(x, weights["k_proj"]), a.key_value_heads)
+    query, key = project(x, weights["q_proj"]), project(x, weights["k_proj"])
+    if a.joint_qk_norm:
+        query, key = norm(config, query, weights["q_norm"]), norm(config, key, weights["k_norm"])
+    query, key = heads(query, a.query_heads), heads(key, a.key_value_heads)
     value = heads(project(x, weights["v_proj"]), a.key_value_heads)
     gate = None
     if a.output_gate:  # each head's projection is [query, gate]
         query, gate = jnp.split(query, 2, axis=-1)
         gate = gate.reshape(x.shape[0], -1)
-    if a.qk_norm:
-        query, key = (
-            rms_norm(
-                y,
-                weights[name]["scale"],
-                epsilon=config.norm_epsilon,
-                centred=config.centred_norms,
-            )
-            for y, name in ((query, "q_norm"), (key, "k_norm"))
-        )
+    if a.qk_norm and not a.joint_qk_norm:
+        query, key = norm(config, query, weights["q_norm"]), norm(config, key, weights["k_norm"])
     return Heads(rotate(query, rotary), rotate(key, rotary), value, gate)
 
 

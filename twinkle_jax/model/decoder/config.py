@@ -94,7 +94,8 @@ class AttentionConfig:
         window: the window of sliding layers; None if there are none.
         bias: whether queries, keys and values have a bias.
         output_bias: whether the output projection has one.
-        qk_norm: whether queries and keys are normalised per head before the rotation.
+        qk_norm: whether queries and keys are normalised before the rotation.
+        joint_qk_norm: whether that norm is over all heads together; otherwise each has its own.
         output_gate: whether a sigmoid gate, the second half of each query head's projection,
             multiplies the attention output.
     """
@@ -107,6 +108,7 @@ class AttentionConfig:
     bias: bool = False
     output_bias: bool = False
     qk_norm: bool = False
+    joint_qk_norm: bool = False
     output_gate: bool = False
     rope_scaling: RopeScaling | LinearScaling | YarnScaling | None = None
     query_width: int | None = None
@@ -176,12 +178,14 @@ class DecoderConfig:
         layer_kinds: `"full_attention"`, `"sliding_attention"` or `"linear_attention"` for each
             layer.
         attention: the attention of the full and sliding layers.
+        unrotated_layers: numbers of the full layers without rotary positions, counted from 0.
         delta_net: the mixer of the linear layers; None if there are none.
         experts: the experts of the feed-forward layers; None: these are dense.
         norm_epsilon: added to the mean square before the square root.
-        centred_norms: whether norms multiply by 1 + weight (and weights start at 0).
-        output_norms: whether the outputs of attention and feed-forward are normalised too, before
-            they are added to the residual stream.
+        centred_norms: whether norms multiply by 1 + weight (and weights start at 0), in float32.
+        float32_norms: whether norms multiply by their weight in float32 and round afterwards.
+        input_norms: whether the inputs of attention and feed-forward are normalised.
+        output_norms: whether their outputs are, before they are added to the residual stream.
         activation: activation of the feed-forward gate.
         scaled_embedding: whether embeddings are multiplied by √hidden_size.
         tie_embeddings: whether the output matrix is the embedding, transposed.
@@ -196,8 +200,11 @@ class DecoderConfig:
     attention: AttentionConfig
     delta_net: DeltaNetConfig | None = None
     experts: ExpertsConfig | None = None
+    unrotated_layers: tuple[int, ...] = ()
     norm_epsilon: float = 1e-6
     centred_norms: bool = False
+    float32_norms: bool = False
+    input_norms: bool = True
     output_norms: bool = False
     activation: Activation = "silu"
     scaled_embedding: bool = False
@@ -237,6 +244,15 @@ class DecoderConfig:
             )
         return np.array(slides).reshape(self.repeats, -1)
 
+    @property
+    def second_rotary(self) -> np.ndarray:
+        """Which layers take the second of the rotary tables, in the shape of `sliding`.
+
+        Sliding layers do, or those without rotary positions.
+        """
+        unrotated = np.isin(np.arange(self.layers), self.unrotated_layers)
+        return self.sliding | unrotated.reshape(self.repeats, -1)
+
 
 # The model families, as differences from Llama: RMS norms, rotary positions over whole heads,
 # grouped heads, biases only where the configuration asks for them, SwiGLU. No other code compares a
@@ -252,9 +268,11 @@ class Family:
         head_dim: default width of a head; None: the model's width divided by the number of heads.
         fixed_bias: whether queries, keys and values always have a bias and the output projection
             never does; otherwise `attention_bias` switches all four.
-        qk_norm: whether queries and keys are normalised per head.
+        qk_norm: whether queries and keys are normalised.
+        joint_qk_norm: whether that norm is over all heads together.
         output_gate: whether attention has an output gate.
         centred_norms: whether norms are stored as their distance from 1.
+        float32_norms: whether norms multiply by their weight in float32.
         linear_layers: whether layers may be linear; their keys are `linear_…`.
         experts: whether feed-forward layers consist of experts.
         shared_expert: whether all tokens go through one more expert; the weights of the chosen ones
@@ -262,7 +280,11 @@ class Family:
         window_keys: whether there are keys for sliding windows, which no layer may use.
         window_pattern: default pattern: of so many layers the last is full and the others slide;
             None: no layer slides.
-        output_norms: whether the outputs of attention and feed-forward are normalised too.
+        sliding_keys: keys that say how they slide, where there is a pattern.
+        unrotated_interval: default interval of layers without rotary positions; None: all have
+            them.
+        input_norms: whether the inputs of attention and feed-forward are normalised.
+        output_norms: whether their outputs are.
         scaled_embedding: whether embeddings are multiplied by the square root of the model's width.
         activation_key: key of the activation.
         activation: the value that it must have.
@@ -279,13 +301,18 @@ class Family:
     head_dim: int | None = None
     fixed_bias: bool = False
     qk_norm: bool = False
+    joint_qk_norm: bool = False
     output_gate: bool = False
     centred_norms: bool = False
+    float32_norms: bool = False
     linear_layers: bool = False
     experts: bool = False
     shared_expert: bool = False
     window_keys: bool = False
     window_pattern: int | None = None
+    sliding_keys: tuple[str, ...] = ("sliding_window",)
+    unrotated_interval: int | None = None
+    input_norms: bool = True
     output_norms: bool = False
     scaled_embedding: bool = False
     activation_key: str = "hidden_act"
@@ -303,6 +330,22 @@ _EXPERTS_EVERYWHERE: dict[str, tuple[Any, ...]] = {  # in all layers, and no los
     "mlp_only_layers": ([], None),
     "output_router_logits": (False,),
 }
+_OLMO2 = Family(
+    "Olmo2ForCausalLM",
+    qk_norm=True,
+    joint_qk_norm=True,
+    float32_norms=True,
+    input_norms=False,
+    output_norms=True,
+    defaults={
+        "vocab_size": 50_304,
+        "hidden_size": 4096,
+        "intermediate_size": 11_008,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "rms_norm_eps": 1e-5,
+    },
+)
 _QWEN3_5 = Family(
     "Qwen3_5ForCausalLM",
     head_dim=256,
@@ -330,6 +373,28 @@ FAMILIES: dict[str, Family] = {
             "is_llama_config": (True,),  # SmolLM2
             "rope_interleaved": (False,),
         },
+    ),
+    "smollm3": Family(
+        "SmolLM3ForCausalLM",
+        unrotated_interval=4,
+        defaults={
+            "vocab_size": 128_256,
+            "hidden_size": 2048,
+            "intermediate_size": 11_008,
+            "num_hidden_layers": 36,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 4,
+            "rope_theta": 2e6,
+            "tie_word_embeddings": True,
+        },
+        other_keys={"mlp_bias": (False,), "use_sliding_window": (False,)},
+    ),
+    "olmo2": _OLMO2,
+    "olmo3": replace(
+        _OLMO2,
+        architecture="Olmo3ForCausalLM",
+        window_pattern=4,
+        defaults={**_OLMO2.defaults, "rope_theta": 5e5},
     ),
     "mistral": Family(
         "MistralForCausalLM",
@@ -366,6 +431,12 @@ FAMILIES: dict[str, Family] = {
         qk_norm=True,
         centred_norms=True,
         window_pattern=6,
+        sliding_keys=(
+            "sliding_window",
+            "sliding_window_pattern",
+            "query_pre_attn_scalar",
+            "rope_local_base_freq",
+        ),
         output_norms=True,
         scaled_embedding=True,
         activation_key="hidden_activation",

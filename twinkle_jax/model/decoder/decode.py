@@ -25,7 +25,7 @@ from twinkle_jax.model.decoder.layers import (
     add_mixed,
     embed,
     final_norm,
-    norm,
+    input_norm,
     rotary_tables,
     table_of,
 )
@@ -200,20 +200,21 @@ def decode_step(
         raise ValueError("cache must come from unstack_layers, as params do, got layers in a stack")
     embedding = params["embed_tokens"]["embedding"]
     dtype = jnp.dtype(embedding.dtype if compute_dtype is None else compute_dtype)
-    rotary = rotary_tables(cache.length[:, None], config.attention)
+    unrotated = bool(config.unrotated_layers)
+    rotary = rotary_tables(cache.length[:, None], config.attention, unrotated=unrotated)
     active = jnp.ones(tokens.shape, bool) if mask is None else mask
     tables = _page_tables(cache, active, mesh)
 
     # The scan carries the whole cache: a step then writes its token in place and copies nothing.
     def block(
         carry: tuple[Array, dict[str, Any]],
-        xs: tuple[Array, Mapping[str, Params], Array, Array | None],
+        xs: tuple[Array, Mapping[str, Params], Array, Array, Array | None],
     ) -> tuple[tuple[Array, dict[str, Any]], None]:
-        (x, layers), (place, members, sliding, number) = carry, xs
+        (x, layers), (place, members, sliding, second, number) = carry, xs
         layers = dict(layers)
         for member, kind in enumerate(config.block):
             name, repeat = str(member), place[member]
-            y = norm(config, x, members[name]["input_layernorm"])
+            y = input_norm(config, x, members[name], "input_layernorm")
             if kind == FULL:
                 mixed, layers[name] = attend_step(
                     config,
@@ -222,7 +223,7 @@ def decode_step(
                     layers[name],
                     repeat,
                     cache.length,
-                    table_of(rotary, sliding[member]),
+                    table_of(rotary, second[member]),
                     first_seen(config, cache.length, sliding[member]),
                     mesh,
                     sliding[member],
@@ -239,17 +240,20 @@ def decode_step(
 
     with tracing_for(backend_of(mesh), dtype, mesh):
         x = embed(config, embedding, jnp.where(active, tokens, 0), dtype)
-        sliding, length = jnp.asarray(config.sliding), cache.length + active.astype(jnp.int32)
+        sliding, second = jnp.asarray(config.sliding), jnp.asarray(config.second_rotary)
+        length = cache.length + active.astype(jnp.int32)
         if isinstance(cache.layers, tuple):
             weights, layers = unstack_layers(params)["layers"], []
             for repeat, states in enumerate(cache.layers):
                 members = jax.tree.map(lambda stack: stack[0], weights[repeat])
                 first = jnp.zeros(len(config.block), jnp.int32)
-                (x, states), _ = block((x, states), (first, members, sliding[repeat], None))
+                flags = sliding[repeat], second[repeat]
+                (x, states), _ = block((x, states), (first, members, *flags, None))
                 layers.append(states)
             return final_norm(params, config, x), _longer(cache, tuple(layers), length, tables)
         numbers = jnp.arange(config.repeats, dtype=jnp.int32)
-        xs = _places_in_stacks(config, cache), params["layers"], sliding, numbers
+        places = _places_in_stacks(config, cache)
+        xs = places, params["layers"], sliding, second, numbers
         (x, states), _ = jax.lax.scan(block, (x, cache.layers), xs)
         return final_norm(params, config, x), _longer(cache, states, length, tables)
 

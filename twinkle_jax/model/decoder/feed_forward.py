@@ -14,7 +14,7 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from twinkle_jax.model.decoder.config import DecoderConfig, ExpertsConfig
-from twinkle_jax.model.decoder.layers import norm, project
+from twinkle_jax.model.decoder.layers import input_norm, norm, project
 from twinkle_jax.model.decoder.parameters import EXPERTS, Params
 from twinkle_jax.model.decoder.precision import matmul, rounded, traced_backend
 from twinkle_jax.model.decoder.sharding import ROWS, row_shards
@@ -57,7 +57,7 @@ def feed_forward(
     """
     # Without output norms, "post_attention" names the norm of the feed-forward's input.
     name = "pre_feedforward" if config.output_norms else "post_attention"
-    y = norm(config, x, weights[f"{name}_layernorm"])
+    y = input_norm(config, x, weights, f"{name}_layernorm")
     if config.experts is None:
         y = _gated(config, y, weights["mlp"])
     else:

@@ -34,7 +34,7 @@ from twinkle_jax.model.decoder.layers import (
     add_mixed,
     embed,
     final_norm,
-    norm,
+    input_norm,
     output_logits,
     rotary_tables,
     table_of,
@@ -234,7 +234,7 @@ def run(
     )
 
     def layer(
-        kind: str, x: Array, weights: Params, sliding: Array, state: Any
+        kind: str, x: Array, weights: Params, sliding: Array, second: Array, state: Any
     ) -> tuple[Array, Any]:
         weights = gather_weights(weights, dtype, mesh)
 
@@ -252,7 +252,7 @@ def run(
             return attended, heads[1:3]
 
         x = keep_rows(x, mesh)
-        x, state = _layer(config, kind, x, weights, sliding, inputs, attend, state, experts_mesh)
+        x, state = _layer(config, kind, x, weights, second, inputs, attend, state, experts_mesh)
         return keep_rows(x, mesh), state
 
     if remat:
@@ -260,18 +260,21 @@ def run(
         policy = None if remat is True else remat
         layer = jax.checkpoint(layer, policy=policy, prevent_cse=False, static_argnums=(0,))
 
-    def block(x: Array, xs: tuple[Mapping[str, Params], Array, Any]) -> tuple[Array, Any]:
-        (members, sliding, cached), states = xs, {}
+    def block(x: Array, xs: tuple[Mapping[str, Params], Array, Array, Any]) -> tuple[Array, Any]:
+        (members, sliding, second, cached), states = xs, {}
         for member, kind in enumerate(config.block):
             name = str(member)
-            x, states[name] = layer(kind, x, members[name], sliding[member], cached.get(name))
+            x, states[name] = layer(
+                kind, x, members[name], sliding[member], second[member], cached.get(name)
+            )
         return x, states if keep_state else None
 
     with tracing_for(backend, dtype, attention_mesh):
         x = embed(config, embedding, inputs.tokens, dtype, mesh)
         x = keep_rows(x.reshape(-1, config.hidden_size), mesh)
         cached = {} if cache is None else cache.layers
-        x, states = jax.lax.scan(block, x, (params["layers"], jnp.asarray(config.sliding), cached))
+        flags = jnp.asarray(config.sliding), jnp.asarray(config.second_rotary)
+        x, states = jax.lax.scan(block, x, (params["layers"], *flags, cached))
         x = keep_rows(final_norm(params, config, x), mesh)
     return x.reshape(*inputs.tokens.shape, -1), states
 
@@ -281,17 +284,17 @@ def _layer(
     kind: str,
     x: Float[Array, "tokens width"],
     weights: Params,
-    sliding: Bool[Array, ""],
+    second: Bool[Array, ""],
     inputs: DecoderInputs,
     attend: Callable[[Heads], tuple[Array, Any]],
     state: Any,
     mesh: Mesh | None,
 ) -> tuple[Float[Array, "tokens width"], Any]:
     """Run one layer; also return its keys and values, or its linear-attention state."""
-    y = norm(config, x, weights["input_layernorm"])
+    y = input_norm(config, x, weights, "input_layernorm")
     if kind == FULL:
         batch = inputs.tokens.shape[0]
-        rotary = table_of(inputs.rotary, sliding)
+        rotary = table_of(inputs.rotary, second)
         heads = project_heads(y, weights["self_attn"], config, rotary, batch)
         attended, state = attend(heads)
         mixed = project_out(attended, heads.gate, weights["self_attn"])
@@ -334,7 +337,8 @@ def decoder_inputs(
         positions = segment_positions(segment_ids)
     elif positions is None:
         positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
-    rotary = rotary_tables(positions, config.attention)
+    unrotated = bool(config.unrotated_layers)
+    rotary = rotary_tables(positions, config.attention, unrotated=unrotated)
     return DecoderInputs(tokens, kept, rotary, segment_ids)
 
 

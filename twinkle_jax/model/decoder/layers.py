@@ -43,6 +43,7 @@ def rms_norm(
     *,
     epsilon: float,
     centred: bool = False,
+    wide: bool = False,
 ) -> Float[Array, "*batch width"]:
     r"""Divide by the root of the mean square, in float32, and multiply by a weight.
 
@@ -52,14 +53,15 @@ def rms_norm(
         x: rows to normalise.
         scale: $w$.
         epsilon: $\epsilon$.
-        centred: whether the weight is stored as its distance from 1; the product is then taken in
-            float32, else in the type of `x`, as the checkpoints of each family were trained.
+        centred: whether the weight is stored as its distance from 1.
+        wide: whether the product is taken in float32, as it is with `centred`, else in the type of
+            `x`: as the checkpoints of each family were trained.
     """
     scale = scale.reshape((1,) * (x.ndim - 1) + scale.shape)
     y = x.astype(jnp.float32)
     y = y * jax.lax.rsqrt(jnp.mean(jnp.square(y), axis=-1, keepdims=True) + epsilon)
-    if centred:
-        return rounded(y * (1 + scale.astype(jnp.float32)), x.dtype)
+    if centred or wide:
+        return rounded(y * (scale.astype(jnp.float32) + (1 if centred else 0)), x.dtype)
     return rounded(rounded(y, x.dtype) * rounded(scale, x.dtype))
 
 
@@ -97,10 +99,23 @@ def final_norm(
 
 
 def norm(
-    config: DecoderConfig, x: Float[Array, "tokens width"], weights: Params
+    config: DecoderConfig, x: Float[Array, "*batch width"], weights: Params
+) -> Float[Array, "*batch width"]:
+    """Apply a norm in the family's form."""
+    return rms_norm(
+        x,
+        weights["scale"],
+        epsilon=config.norm_epsilon,
+        centred=config.centred_norms,
+        wide=config.float32_norms,
+    )
+
+
+def input_norm(
+    config: DecoderConfig, x: Float[Array, "tokens width"], weights: Params, name: str
 ) -> Float[Array, "tokens width"]:
-    """Apply a norm of the residual stream in the family's form."""
-    return rms_norm(x, weights["scale"], epsilon=config.norm_epsilon, centred=config.centred_norms)
+    """Normalise the input of half a layer, in families that do."""
+    return norm(config, x, weights[name]) if config.input_norms else x
 
 
 def add_mixed(
@@ -231,10 +246,20 @@ def rotary_table(positions: Int[Array, "batch time"], config: AttentionConfig) -
 
 
 def rotary_tables(
-    positions: Int[Array, "batch time"], config: AttentionConfig
+    positions: Int[Array, "batch time"], config: AttentionConfig, *, unrotated: bool = False
 ) -> tuple[RotaryTable, ...]:
-    """Compute the table of full layers, and that of sliding layers if there are any."""
+    """Compute the table of full layers, and a second one for layers that differ, if any do.
+
+    Args:
+        positions: of the tokens.
+        config: the attention; sliding layers have a table of their own.
+        unrotated: whether there are layers without rotary positions, which are turned by 0. No
+            family has these and sliding layers.
+    """
     full = rotary_table(positions, config)
+    if unrotated:
+        cos, sin = full
+        return full, (jnp.ones_like(cos), jnp.zeros_like(sin))
     if config.window is None:
         return (full,)
     theta = config.window.rope_theta
@@ -242,11 +267,11 @@ def rotary_tables(
     return full, rotary_table(positions, sliding)
 
 
-def table_of(tables: tuple[RotaryTable, ...], sliding: Bool[Array, ""]) -> RotaryTable:
-    """Choose the table of a layer: sliding layers have their own, if the decoder has both kinds."""
+def table_of(tables: tuple[RotaryTable, ...], second: Bool[Array, ""]) -> RotaryTable:
+    """Choose the table of a layer, by whether it takes the second one, if there are two."""
     if len(tables) == 1:
         return tables[0]
-    return jax.tree.map(lambda full, window: jnp.where(sliding, window, full), *tables)
+    return jax.tree.map(lambda a, b: jnp.where(second, b, a), *tables)
 
 
 def rotate(

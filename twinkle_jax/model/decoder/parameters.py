@@ -52,15 +52,17 @@ def layer_parameters(config: DecoderConfig, kind: str) -> list[Parameter]:
     """List the parameters of one layer of a kind."""
     width = config.hidden_size
     scale: Initial = "zeros" if config.centred_norms else "ones"
-    norms = ["post_attention_layernorm"]
+
+    def norms(*names: str) -> list[Parameter]:
+        return [Parameter((f"{name}_layernorm", "scale"), (width,), scale) for name in names]
+
+    before = norms("input") if config.input_norms else []
+    after = norms("post_attention")
     if config.output_norms:
-        norms += ["pre_feedforward_layernorm", "post_feedforward_layernorm"]
-    return [
-        Parameter(("input_layernorm", "scale"), (width,), scale),
-        *(_attention(config, scale) if kind == FULL else _delta_net(config)),
-        *(Parameter((name, "scale"), (width,), scale) for name in norms),
-        *_feed_forward(config),
-    ]
+        after += norms("pre_feedforward") if config.input_norms else []
+        after += norms("post_feedforward")
+    mixer = _attention(config, scale) if kind == FULL else _delta_net(config)
+    return [*before, *mixer, *after, *_feed_forward(config)]
 
 
 def _feed_forward(config: DecoderConfig) -> list[Parameter]:
@@ -98,8 +100,10 @@ def _attention(config: DecoderConfig, scale: Initial) -> list[Parameter]:
     if a.output_bias:
         table.append(Parameter(("self_attn", "o_proj", "bias"), (width,), "zeros"))
     if a.qk_norm:
-        names = ("q_norm", "k_norm")
-        table += [Parameter(("self_attn", n, "scale"), (a.head_dim,), scale) for n in names]
+        normed = {"q_norm": queries, "k_norm": keys}
+        if not a.joint_qk_norm:
+            normed = dict.fromkeys(normed, a.head_dim)
+        table += [Parameter(("self_attn", n, "scale"), (out,), scale) for n, out in normed.items()]
     return table
 
 

@@ -86,7 +86,10 @@ def load_pretrained(
     partition: Partition | None = None,
     config: DecoderConfig | None = None,
 ) -> Decoder:
-    """Read a Hugging Face checkpoint of Llama, Qwen2 to Qwen3.6 or Gemma 3 (the text model).
+    """Read a Hugging Face checkpoint.
+
+    Families are Llama, SmolLM3, OLMo 2 and 3, Mistral, Qwen2 to Qwen3.6, and the text model of
+    Gemma 3.
 
     Mixtures of experts are read in both forms, stacked or a tensor for each expert, and saved in
     the second, as transformers does.

@@ -35,13 +35,14 @@ _LINEAR_KEYS = """full_attention_interval linear_num_key_heads linear_num_value_
     linear_key_head_dim linear_value_head_dim linear_conv_kernel_dim""".split()  # noqa: SIM905
 _EXPERT_KEYS = """num_experts num_local_experts num_experts_per_tok moe_intermediate_size
     router_aux_loss_coef""".split()  # noqa: SIM905
-_SLIDING_KEYS = (
-    "sliding_window",
-    "sliding_window_pattern",
-    "query_pre_attn_scalar",
-    "rope_local_base_freq",
-)
 _WINDOW_KEYS = ("use_sliding_window", "sliding_window", "max_window_layers")
+_UNROTATED_KEYS = (
+    "no_rope_layers",
+    "no_rope_layer_interval",
+    "sliding_window",  # no layer has a window, since `use_sliding_window` must be false
+    "max_window_layers",
+    "pretraining_tp",  # of the training
+)
 
 # Keys of every family that would change the model with any value but these.
 _FIXED: dict[str, tuple[Any, ...]] = {
@@ -122,10 +123,13 @@ def parse_config(config: Mapping[str, Any]) -> DecoderConfig:
         intermediate_size=_size(flat, "intermediate_size", experts.width if experts else None),
         layer_kinds=kinds,
         attention=_attention(flat, family, sliding=SLIDING in kinds),
+        unrotated_layers=_unrotated_layers(flat, family, len(kinds)),
         delta_net=_delta_net(flat) if LINEAR in kinds else None,
         experts=experts,
         norm_epsilon=_number(flat, "rms_norm_eps", 1e-6, zero=True),
         centred_norms=family.centred_norms,
+        float32_norms=family.float32_norms,
+        input_norms=family.input_norms,
         output_norms=family.output_norms,
         activation=family.activation,
         scaled_embedding=family.scaled_embedding,
@@ -175,6 +179,7 @@ def _attention(flat: Mapping[str, Any], family: Family, *, sliding: bool) -> Att
             f"got {head_dim} times {rope.part}"
         )
     bias = family.fixed_bias or _flag(flat, "attention_bias")
+    has_query_width = "query_pre_attn_scalar" in family.sliding_keys
     return AttentionConfig(
         query_heads=query_heads,
         key_value_heads=key_value_heads,
@@ -185,8 +190,9 @@ def _attention(flat: Mapping[str, Any], family: Family, *, sliding: bool) -> Att
         bias=bias,
         output_bias=bias and not family.fixed_bias,
         qk_norm=family.qk_norm,
+        joint_qk_norm=family.joint_qk_norm,
         output_gate=family.output_gate,
-        query_width=_size(flat, "query_pre_attn_scalar", 256) if family.window_pattern else None,
+        query_width=_size(flat, "query_pre_attn_scalar", 256) if has_query_width else None,
         window=_window(flat, family) if sliding else None,
     )
 
@@ -253,6 +259,25 @@ def _layer_kinds(flat: Mapping[str, Any], family: Family) -> tuple[str, ...]:
     return tuple(kinds)
 
 
+def _unrotated_layers(flat: Mapping[str, Any], family: Family, layers: int) -> tuple[int, ...]:
+    """Read which layers have no rotary positions: those with a 0 in `no_rope_layers`."""
+    if family.unrotated_interval is None:
+        return ()
+    rotated = flat.get("no_rope_layers")
+    if rotated is None:
+        interval = _size(flat, "no_rope_layer_interval", family.unrotated_interval)
+        rotated = [int((i + 1) % interval != 0) for i in range(layers)]
+    valid = isinstance(rotated, list | tuple) and all(
+        type(value) is int and value in (0, 1) for value in rotated
+    )
+    if not valid or len(rotated) < layers:
+        raise ValueError(
+            f"no_rope_layers must be a list of 0 and 1 for each of {layers} layers "
+            f"(num_hidden_layers), got {_shown(rotated)}"
+        )
+    return tuple(i for i in range(layers) if not rotated[i])
+
+
 def _refuse_windows(flat: Mapping[str, Any], layers: int) -> None:
     """Refuse `use_sliding_window`, unless `max_window_layers` leaves no layer with a window."""
     if not _flag(flat, "use_sliding_window") or flat.get("sliding_window", 4096) is None:
@@ -267,10 +292,9 @@ def _refuse_windows(flat: Mapping[str, Any], layers: int) -> None:
 
 def _window(flat: Mapping[str, Any], family: Family) -> Window:
     """Read the window and the rotary base of sliding layers, which are never scaled."""
-    rope = {
-        "rope_theta": flat.get("rope_local_base_freq", 10_000.0),
-        "rope_parameters": _rope_by_kind(flat)[SLIDING],
-    }
+    local = "rope_local_base_freq"
+    theta = flat.get(local, 10_000.0) if local in family.sliding_keys else flat["rope_theta"]
+    rope = {"rope_theta": theta, "rope_parameters": _rope_by_kind(flat)[SLIDING]}
     theta = _read_rope(rope, dataclasses.replace(family, rope_types=("default",))).theta
     return Window(_size(flat, "sliding_window", 4096), theta)
 
@@ -409,7 +433,8 @@ def _check_keys(config: Mapping[str, Any], family: Family, model_type: str) -> N
         own = "shared_expert_intermediate_size" if family.shared_expert else "norm_topk_prob"
         read += [*_EXPERT_KEYS, own]
     read += _WINDOW_KEYS if family.window_keys else ()
-    read += _SLIDING_KEYS if family.window_pattern else ()
+    read += family.sliding_keys if family.window_pattern else ()
+    read += _UNROTATED_KEYS if family.unrotated_interval else ()
     read += () if family.fixed_bias else ("attention_bias",)
     fixed = _FIXED | {family.activation_key: (family.activation,)} | dict(family.other_keys)
     for name in config:
@@ -527,7 +552,8 @@ def _text_entries(config: DecoderConfig, image_rope: Mapping[str, Any]) -> dict[
         # transformers 4 reads this key; so does 5, unless it is empty.
         "rope_scaling": None if attention.rope_scaling is None else rope,
     }
-    if family.window_keys or family.window_pattern or family.linear_layers:
+    has_kinds = family.window_keys or family.window_pattern or family.unrotated_interval
+    if has_kinds or family.linear_layers:
         # Not for the others: transformers reads a Mistral with this key as a Ministral.
         entries["layer_types"] = list(config.layer_kinds)
     if not family.fixed_bias:
@@ -535,14 +561,19 @@ def _text_entries(config: DecoderConfig, image_rope: Mapping[str, Any]) -> dict[
     if family.rotary_part is not None:
         part = attention.rotary_dim / attention.head_dim
         rope["partial_rotary_factor"] = entries["partial_rotary_factor"] = part
-    if family.window_pattern:
+    if "query_pre_attn_scalar" in family.sliding_keys:
         entries["query_pre_attn_scalar"] = attention.query_width or attention.head_dim
+    if family.unrotated_interval:
+        rotated = [int(layer not in config.unrotated_layers) for layer in range(config.layers)]
+        entries["no_rope_layers"] = rotated
+    if family.window_pattern:
         entries["rope_parameters"] = {FULL: rope}
     if attention.window is not None:
         theta = attention.window.rope_theta
         entries["rope_parameters"][SLIDING] = {"rope_type": "default", "rope_theta": theta}
         entries["sliding_window"] = attention.window.size
-        entries["rope_local_base_freq"] = theta
+        if "rope_local_base_freq" in family.sliding_keys:
+            entries["rope_local_base_freq"] = theta
     if experts is None:
         entries["intermediate_size"] = config.intermediate_size
     else:
