@@ -14,6 +14,7 @@ from twinkle_jax.model import AttentionConfig, LinearScaling, RopeScaling, Windo
 from twinkle_jax.model.decoder.layers import (
     embed,
     map_logits,
+    norm,
     output_logits,
     project,
     rms_norm,
@@ -109,14 +110,18 @@ def to_bfloat16(values):
 
 
 def test_rms_norm_rounds_where_each_family_does():
-    """Plain weights multiply what was rounded; centred ones multiply in float32."""
-    x, scale = jnp.array([[1.0, 1.171875]], jnp.bfloat16), jnp.full(2, 1.0078125)
+    """Plain weights multiply what was rounded; centred ones, and OLMo's, multiply in float32."""
+    x, scale = jnp.array([[1.0, 1.4921875]], jnp.bfloat16), jnp.full(2, 1.0078125)
     unit = np.asarray(x, np.float64) / np.sqrt(np.mean(np.asarray(x, np.float64) ** 2))
     rounded = np.asarray(jnp.asarray(unit, jnp.bfloat16), np.float64)
     plain = np.asarray(rms_norm(x, scale, epsilon=0.0), np.float64)
     centred = np.asarray(rms_norm(x, scale - 1, epsilon=0.0, centred=True), np.float64)
     np.testing.assert_array_equal(plain, to_bfloat16(rounded * 1.0078125))
     np.testing.assert_array_equal(centred, to_bfloat16(unit * 1.0078125))
+    assert (plain != centred).all()
+    for name, expected in (("qwen3", plain), ("olmo2", centred), ("olmo3", centred)):
+        config = dataclasses.replace(config_of(name), norm_epsilon=0.0)
+        np.testing.assert_array_equal(norm(config, x, {"scale": scale}), expected)
 
 
 def test_the_scale_of_embeddings_is_rounded_to_the_type_that_is_computed_in():

@@ -522,6 +522,8 @@ def test_layers_of_smollm3_without_rotary_positions():
     assert config.second_rotary.tolist() == [[False]] * 3 + [[True]] + [[False]] * 2
     by_interval = family("smollm3", no_rope_layers=None, no_rope_layer_interval=4, **keys)
     assert parse_config(by_interval) == config
+    others = dataclasses.replace(config, unrotated_layers=(0, 4))
+    assert parse_config(export_config(others, nested=False, dtype="float32")) == others
 
 
 @pytest.mark.parametrize(
