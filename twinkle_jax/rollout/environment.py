@@ -28,7 +28,7 @@ ToolFormat = Literal["any", "hermes_qwen", "cline", "react", "llama", "mistral",
 """Format of tool calls in the policy's text; `any` tries the first three."""
 
 _CAUSES = ("raised", "timeout", "connection", "reply", "died")
-_MOST_MESSAGES = 256  # of an observation; each has its own limit of characters
+MOST_MESSAGES = 256  # of an observation; each has its own limit of characters
 _ROLES = ("user", "tool")  # an environment must not write as the system or the assistant
 
 
@@ -266,9 +266,9 @@ class Session:
             raise BadReplyError(
                 f"an observation must be text or messages, got {shown(observation)}"
             )
-        if len(observation) > _MOST_MESSAGES:
+        if len(observation) > MOST_MESSAGES:
             raise BadReplyError(
-                f"an observation must have at most {_MOST_MESSAGES} messages, "
+                f"an observation must have at most {MOST_MESSAGES} messages, "
                 f"got {len(observation)}"
             )
         messages = []
