@@ -330,6 +330,19 @@ def test_answers_to_broken_calls_have_ids(name):
     template.extend_input_feature(feature, [said])
 
 
+def test_ids_of_rows_are_kept_and_missing_ones_made_up():
+    """A row of a Parquet file has the key `id` in every call, None where there is none."""
+    function = {"name": "f", "arguments": {"x": 1}}
+    calls = [{"id": id_, "type": "function", "function": function} for id_ in ("abcdefghi", None)]
+    answers = [{"role": "tool", "content": "7"}, {"role": "tool", "content": "8"}]
+    messages = [{"role": "assistant", "content": "", "tool_calls": calls}, *answers]
+    messages = [*_turns("2+3=")["messages"], *messages]
+    template = Template(calls_tokenizer("mistral with [ARGS]"))
+    shown = _shown(template, template.encode({"messages": messages}, add_generation_prompt=True))
+    assert shown.count("[CALL_ID]abcdefghi") == shown.count("[TOOL_RESULTS]abcdefghi") == 1
+    assert shown.count("[CALL_ID]call00001") == shown.count("[TOOL_RESULTS]call00001") == 1
+
+
 def test_formats_of_other_chat_templates():
     others = ("hermes_qwen", "cline", "react")
     assert Template(small_tokenizer()).tool_formats == others

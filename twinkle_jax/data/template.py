@@ -405,8 +405,9 @@ class Template:
                     calls = [*calls, *({"function": {"name": "", "arguments": x}} for x in broken)]
                 message = {**message, "content": content}
             if calls:
-                calls = [{"id": f"call{count + i:05}", **call} for i, call in enumerate(calls)]
-                ids, count = [call["id"] for call in calls], count + len(calls)
+                ids = [x.get("id") or f"call{count + i:05}" for i, x in enumerate(calls)]
+                calls = [{**call, "id": id_} for call, id_ in zip(calls, ids, strict=True)]
+                count += len(calls)
                 message = {**message, "tool_calls": calls}
             if message["role"] == "tool" and not message.get("tool_call_id"):
                 message = {**message, "tool_call_id": ids.pop(0) if ids else f"call{count:05}"}

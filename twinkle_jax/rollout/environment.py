@@ -268,8 +268,7 @@ class Session:
             )
         if len(observation) > MOST_MESSAGES:
             raise BadReplyError(
-                f"an observation must have at most {MOST_MESSAGES} messages, "
-                f"got {len(observation)}"
+                f"an observation must have at most {MOST_MESSAGES} messages, got {len(observation)}"
             )
         messages = []
         for message in observation:
