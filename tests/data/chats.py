@@ -1,4 +1,4 @@
-"""Chat templates of two families, and small tokenizers that go with them."""
+"""Chat templates of some families, and small tokenizers that go with them."""
 
 import functools
 
@@ -29,6 +29,99 @@ LLAMA = """{{- bos_token }}
     {{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}
 {%- endif %}"""
 
+# Templates with tools, shortened, by what is theirs: what a call looks like, what they refuse.
+_LLAMA_CALLS = """{{- bos_token }}
+{%- for m in messages %}
+    {{- '<|start_header_id|>' + ('ipython' if m.role == 'tool' else m.role) }}
+    {{- '<|end_header_id|>\\n\\n' }}
+    {%- if 'tool_calls' in m %}
+        {%- if m.tool_calls | length != 1 %}{{ raise_exception('one call at once') }}{% endif %}
+        {{- '{"name": "' + m.tool_calls[0].function.name + '", "parameters": ' }}
+        {{- m.tool_calls[0].function.arguments | tojson + '}' }}
+    {%- else %}{{- m.content | tojson if m.role == 'tool' else m.content | trim }}{%- endif %}
+    {{- '<|eot_id|>' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}
+{%- endif %}"""
+
+_MISTRAL_CALLS = """{{- bos_token }}
+{%- for m in messages | rejectattr('role', 'equalto', 'tool') | rejectattr('tool_calls') %}
+    {%- if (m.role == 'user') != (loop.index0 % 2 == 0) %}
+        {{- raise_exception('roles must alternate') }}
+    {%- endif %}
+{%- endfor %}
+{%- for m in messages %}
+    {%- set ids = (m.tool_calls or []) | map(attribute='id') | list %}
+    {%- for id in ([m.tool_call_id] if m.role == 'tool' else ids) %}
+        {%- if id | length != 9 %}{{ raise_exception('ids must have a length of 9') }}{% endif %}
+    {%- endfor %}
+    {%- if m.role == 'user' %}{{- '[INST] ' + m.content + '[/INST]' }}
+    {%- elif m.tool_calls %}CALLS{{ eos_token }}
+    {%- elif m.role == 'assistant' %}{{- ' ' + m.content + eos_token }}
+    {%- else %}RESULT{%- endif %}
+{%- endfor %}"""
+
+_DEEPSEEK_CALLS = """{{- bos_token }}
+{%- set ns = namespace(answered=false) %}
+{%- for m in messages %}
+    {%- if m.role == 'user' %}{{- '<｜User｜>' + m.content }}{%- set ns.answered = false %}
+    {%- elif m.role == 'assistant' %}
+        {{- '' if ns.answered else '<｜Assistant｜>' }}{%- set ns.answered = false %}
+        {%- if WRITTEN %}
+            {{- (m.content or '') + '<｜tool▁calls▁begin｜>' }}
+            {%- for call in m.tool_calls %}{{ '<｜tool▁call▁begin｜>' }}CALL
+                {{- '<｜tool▁call▁end｜>' }}
+            {%- endfor %}{{- '<｜tool▁calls▁end｜><｜end▁of▁sentence｜>' }}
+        {%- else %}{{- m.content + '<｜end▁of▁sentence｜>' }}{%- endif %}
+    {%- else %}
+        {{- '<｜tool▁output▁begin｜>' + m.content + '<｜tool▁output▁end｜>' }}
+        {%- set ns.answered = true %}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt and not ns.answered %}{{- '<｜Assistant｜>' }}{%- endif %}"""
+
+_V3_CALL = (
+    "{{- call.type + '<｜tool▁sep｜>' + call.function.name + '\\n```json\\n' }}"
+    "{{- call.function.arguments + '\\n```' }}"
+)
+CALL_TEMPLATES = {
+    "llama": _LLAMA_CALLS,
+    "mistral": _MISTRAL_CALLS.replace(
+        "CALLS",
+        "{{- '[TOOL_CALLS] [' }}{%- for call in m.tool_calls %}{{- (call.function | tojson)[:-1] }}"
+        "{{- ', \"id\": \"' + call.id + '\"}' + (']' if loop.last else ', ') }}{%- endfor %}",
+    ).replace(
+        "RESULT",
+        '{{- \'[TOOL_RESULTS] {"content": \' + m.content + \', "call_id": "\' + m.tool_call_id }}'
+        "{{- '\"}[/TOOL_RESULTS]' }}",
+    ),
+    "mistral with [ARGS]": _MISTRAL_CALLS.replace(
+        "CALLS",
+        "{%- for call in m.tool_calls %}{{- '[TOOL_CALLS]' + call.function.name }}"
+        "{{- '[CALL_ID]' + call.id + '[ARGS]' + call.function.arguments | tojson }}{%- endfor %}",
+    ).replace(
+        "RESULT",
+        "{{- '[TOOL_RESULTS]' + m.tool_call_id + '[TOOL_CONTENT]' + m.content }}"
+        "{{- '[/TOOL_RESULTS]' }}",
+    ),
+    "deepseek": _DEEPSEEK_CALLS.replace("WRITTEN", "m.tool_calls").replace("CALL\n", _V3_CALL),
+    "deepseek v3.1": _DEEPSEEK_CALLS.replace("WRITTEN", "m.tool_calls").replace(
+        "CALL\n", "{{- call.function.name + '<｜tool▁sep｜>' + call.function.arguments }}"
+    ),
+    "deepseek r1 distill": _DEEPSEEK_CALLS.replace("WRITTEN", "m.content is none").replace(
+        "CALL\n", _V3_CALL
+    ),
+}
+_CALL_TOKENS = {
+    "llama": "<|eot_id|> <|python_tag|> <|start_header_id|> <|end_header_id|>",
+    "mistral": "</s> [TOOL_CALLS] [CALL_ID] [ARGS] [INST] [/INST] [TOOL_RESULTS] [TOOL_CONTENT] "
+    "[/TOOL_RESULTS]",
+    "deepseek": "<｜end▁of▁sentence｜> <｜User｜> <｜Assistant｜> <｜tool▁calls▁begin｜> "
+    "<｜tool▁call▁begin｜> <｜tool▁sep｜> <｜tool▁call▁end｜> <｜tool▁calls▁end｜> "
+    "<｜tool▁output▁begin｜> <｜tool▁output▁end｜>",
+}
+
 CORPUS = [
     "system user assistant tool\n\nWhat is the sum of two and three?\n",
     "The answer is 5. Let me think: 2 + 3 = 5, naïve café 你好 🙂\n" * 3,
@@ -52,6 +145,14 @@ def llama_tokenizer():
         {"bos_token": "<|begin_of_text|>", "eos_token": "<|eot_id|>", "chat_template": LLAMA},
         post="<|begin_of_text|>",
     )
+
+
+@functools.cache
+def calls_tokenizer(name):
+    """A tokenizer with one of the `CALL_TEMPLATES`, whose control tokens are special."""
+    end, *others = _CALL_TOKENS[name.split()[0]].split()
+    config = {"bos_token": "<s>", "eos_token": end, "chat_template": CALL_TEMPLATES[name]}
+    return _byte_pairs(["<s>", end, *others], [], config)
 
 
 def _byte_pairs(special, added, config, post=None):

@@ -1,5 +1,6 @@
 """Tool calls in text: each format, several calls, and text that was written to break a parser."""
 
+import functools
 import random
 import time
 
@@ -13,7 +14,7 @@ from twinkle_jax.data import (
     parse_tool_calls,
     small_tokenizer,
 )
-from twinkle_jax.data.tool_calls import TOOL_CALL_FORMATS
+from twinkle_jax.data.tool_calls import ANY_FORMAT, TEMPLATE_FORMATS, TOOL_CALL_FORMATS
 
 
 def call(name, **arguments):
@@ -175,6 +176,129 @@ Action: not one[x] of these"""
     assert parse_react_calls("Action: f\nAction Input: {}").calls == [call("f")]
 
 
+BEGIN, SEP, END = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
+MANY, DONE = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
+
+
+def v3(name, arguments):
+    return f"{BEGIN}function{SEP}{name}\n```json\n{arguments}\n```{END}"
+
+
+@pytest.mark.parametrize(
+    ("tool_format", "text", "calls", "content"),
+    [
+        ("llama", '{"name": "f", "parameters": {"x": 1}}', [("f", {"x": 1})], ""),
+        ("llama", '{"type": "function", "name": "f",\n "parameters": {}}', [("f", {})], ""),
+        ("llama", '<|python_tag|>{"name": "f", "parameters": {"x": {}}}', [("f", {"x": {}})], ""),
+        ("llama", '<|python_tag|> {"parameters": {"x": 1}, "name": "f"}', [("f", {"x": 1})], ""),
+        ("llama", '<|python_tag|>{"name": "f", "arguments": {"x": 1}}', [("f", {"x": 1})], ""),
+        (
+            "llama",
+            '{"name": "f", "parameters": {"x": 1}}; {"name": "g", "parameters": {}}',
+            [("f", {"x": 1}), ("g", {})],
+            "",
+        ),
+        ("llama", 'So: {"name": "f", "parameters": {"x": "}"}}', [("f", {"x": "}"})], "So:"),
+        ("llama", '{"name": "Ada", "age": 3}', [], '{"name": "Ada", "age": 3}'),
+        ("llama", '{"name": "f"}', [], '{"name": "f"}'),
+        ("llama", "f({x: 1})", [], "f({x: 1})"),
+        (
+            "llama",  # of the arguments nothing is a call
+            '{"name": "f", "parameters": {"name": "g", "parameters": {"x": 1}}}',
+            [("f", {"name": "g", "parameters": {"x": 1}})],
+            "",
+        ),
+        (
+            "mistral",
+            '[TOOL_CALLS] [{"name": "f", "arguments": {"x": 1}}, {"name": "g", "arguments": {}}]',
+            [("f", {"x": 1}), ("g", {})],
+            "",
+        ),
+        ("mistral", 'So: [TOOL_CALLS][{"name": "f", "arguments": "{}"}]', [("f", {})], "So:"),
+        ("mistral", '[TOOL_CALLS]{"name": "f", "arguments": {}}', [("f", {})], ""),
+        (
+            "mistral",
+            '[TOOL_CALLS]f[ARGS]{"x": 1}[TOOL_CALLS]g-2.h[ARGS]{}',
+            [("f", {"x": 1}), ("g-2.h", {})],
+            "",
+        ),
+        ("mistral", '[TOOL_CALLS]f{"x": 1}[TOOL_CALLS] g {}', [("f", {"x": 1}), ("g", {})], ""),
+        (
+            "mistral",
+            'So: [TOOL_CALLS]f[ARGS]{"x": "[TOOL_CALLS]g[ARGS]{}"}',
+            [("f", {"x": "[TOOL_CALLS]g[ARGS]{}"})],
+            "So:",
+        ),
+        ("mistral", '[{"name": "f", "arguments": {}}]', [], '[{"name": "f", "arguments": {}}]'),
+        (
+            "deepseek",
+            "So: " + MANY + v3("f", '{"x": 1}') + "\n" + v3("g", "{}") + DONE,
+            [("f", {"x": 1}), ("g", {})],
+            "So:",
+        ),
+        ("deepseek", v3("f", f'{{"x": "{END}"}}'), [("f", {"x": END})], ""),
+        ("deepseek", f'{MANY}{BEGIN}function{SEP}f\n```json\n{{"x": 1}}', [("f", {"x": 1})], ""),
+        (
+            "deepseek",  # V3.1
+            f'{MANY}{BEGIN}f{SEP}{{"x": 1}}{END}{BEGIN}g{SEP}{{}}{END}{DONE}',
+            [("f", {"x": 1}), ("g", {})],
+            "",
+        ),
+        ("deepseek", f"{MANY}{BEGIN}function{SEP}{{}}{END}{DONE}", [("function", {})], ""),
+        ("deepseek", '```json\n{"x": 1}\n```', [], '```json\n{"x": 1}\n```'),
+    ],
+)
+def test_forms_of_chat_templates(tool_format, text, calls, content):
+    """Among them are the examples of vLLM's tests and of the models' cards."""
+    parsed = parse_tool_calls(f"{text}\n", tool_format)
+    assert [tuple(x["function"].values()) for x in parsed.calls] == calls
+    assert not parsed.errors and parsed.content == content
+    assert parse_tool_calls(text).calls == []  # only where the template writes them
+
+
+def test_ids_of_mistral():
+    text = '[TOOL_CALLS] [{"name": "f", "id": "abcDEF123"}, {"name": "g", "id": "call_12345"}]'
+    assert parse_tool_calls(text, "mistral").calls == [call("f") | {"id": "abcDEF123"}, call("g")]
+    (one,) = parse_tool_calls("[TOOL_CALLS]f[CALL_ID]abcDEF123[ARGS]{}", "mistral").calls
+    assert one == call("f") | {"id": "abcDEF123"}
+
+
+@pytest.mark.parametrize(
+    ("tool_format", "text", "reason", "good"),
+    [
+        ("llama", '{"name": "f", "parameters": {"x": 1}', "Expecting", 0),
+        ("llama", '{"name": "f", "parameters": [1]}', "arguments must be a JSON object", 0),
+        ("llama", '{"name": "", "parameters": {}}', "a call must have a name", 0),
+        ("llama", '{"name": "f", "parameters": {}, "name": "g"}', "duplicate key 'name'", 0),
+        ("llama", '<|python_tag|>__import__("os").system("ls")', "Expecting", 0),
+        ("llama", '<|python_tag|>f.call(x="1")', "Expecting", 0),
+        ("llama", '<|python_tag|>{"name": "f", "x": 1}', "as 'parameters', got 'x'", 0),
+        ("mistral", '[TOOL_CALLS] [{"name": "f"', "Expecting", 0),
+        ("mistral", "[TOOL_CALLS] []", "a list of calls must not be empty", 0),
+        ("mistral", "[TOOL_CALLS]", "Expecting", 0),
+        ("mistral", "[TOOL_CALLS]f[ARGS]", "Expecting", 0),
+        ("mistral", "[TOOL_CALLS]f[ARGS](x=1)", "Expecting", 0),
+        ("mistral", "[TOOL_CALLS]f[ARGS][1]", "arguments must be a JSON object", 0),
+        ("mistral", '[TOOL_CALLS]f[ARGS]{"x": NaN}', "NaN", 0),
+        ("mistral", '[TOOL_CALLS] [{"nom": "f"}, {"name": "g"}]', "'arguments', got 'nom'", 1),
+        ("mistral", '[TOOL_CALLS] ["f", {"name": "g"}]', "a call must be a JSON object", 1),
+        ("mistral", "[TOOL_CALLS]" + "[" * 90_000, "nested too deeply", 0),
+        ("deepseek", MANY + v3("f", '{"x": ') + v3("g", "{}") + DONE, "Expecting", 1),
+        ("deepseek", f"{MANY}{v3('f', '{} {}')}{v3('g', '{}')}{DONE}", "must end after", 1),
+        ("deepseek", f"{MANY}{v3('', '{}')}{v3('g', '{}')}{DONE}", "a call must have a name", 1),
+        ("deepseek", f"{MANY}{BEGIN}f{END}{v3('g', '{}')}{DONE}", "Expecting", 1),
+        ("deepseek", f"{MANY}f()", "Expecting", 0),
+    ],
+)
+def test_broken_calls_in_forms_of_chat_templates(tool_format, text, reason, good):
+    parsed = parse_tool_calls(f"So: {text}", tool_format)
+    assert parsed.calls == [call("g")] * good
+    (error,) = parsed.errors
+    assert reason in error.reason and len(error.reason) <= 200
+    assert text.startswith(error.text) and len(error.text) <= 200
+    assert parsed.content == "So:"
+
+
 def test_the_first_format_takes_the_whole_text():
     hermes = '<tool_call>{"name": "f", "arguments": {"x": "<g><y>1</y></g>"}}</tool_call>'
     react = "Action: h[1]"
@@ -185,17 +309,26 @@ def test_the_first_format_takes_the_whole_text():
     broken = parse_tool_calls(f"<tool_call>?</tool_call>{cline}")
     assert broken.calls == [] and len(broken.errors) == 1
     assert parse_tool_calls("plain text \n") == ([], [], "plain text")
+    own = '[TOOL_CALLS]f[ARGS]{"x": "<g><y>1</y></g>"}'
+    assert parse_tool_calls(own, ("mistral", "cline")).calls == [call("f", x="<g><y>1</y></g>")]
+    assert parse_tool_calls(cline, ("mistral", "cline")).calls == [call("g", y="1")]
 
 
 CALLS = {
     "hermes_qwen": '<tool_call>{"name": "f", "arguments": {"x": "1"}}</tool_call>',
     "cline": "<f><x>1</x></f>",
     "react": '\nAction: f\nAction Input: {"x": "1"}\n',
+    "llama": '{"name": "f", "parameters": {"x": "1"}}',
+    "mistral": '[TOOL_CALLS][{"name": "f", "arguments": {"x": "1"}}]',
+    "deepseek": MANY + v3("f", '{"x": "1"}') + DONE,
 }
 CALLS_OF_G = {
     "hermes_qwen": CALLS["hermes_qwen"].replace('"f"', '"g"'),
     "cline": "<g><x>1</x></g>",
     "react": CALLS["react"].replace("f", "g"),
+    "llama": CALLS["llama"].replace('"f"', '"g"'),
+    "mistral": '[TOOL_CALLS]g[ARGS]{"x": "1"}',
+    "deepseek": CALLS["deepseek"].replace(f"{SEP}f", f"{SEP}g"),
 }
 
 
@@ -203,7 +336,8 @@ CALLS_OF_G = {
 @pytest.mark.parametrize("any_format", [False, True])
 def test_thinking_holds_no_calls(name, any_format):
     def parse(text, **options):
-        return parse_tool_calls(text, "any" if any_format else name, **options)
+        everything = (name, *ANY_FORMAT) if name in TEMPLATE_FORMATS else "any"
+        return parse_tool_calls(text, everything if any_format else name, **options)
 
     one = CALLS[name]
     two, second = CALLS_OF_G[name], call("g", x="1")
@@ -227,7 +361,13 @@ def test_tags_of_thinking_in_a_call_are_its_arguments():
         text = f'<tool_call>{{"name": "f", "arguments": {{"x": "{value}"}}}}</tool_call>'
         for around in (text, f"<think>?</think>{text}", f"{text}<think>{text}</think>"):
             assert parse_tool_calls(around).calls == [call("f", x=value)]
+        for name in TEMPLATE_FORMATS:
+            text = CALLS[name].replace('"1"', f'"{value}"')
+            for around in (text, f"<think>?</think>{text}", f"{text}<think>{text}</think>"):
+                assert parse_tool_calls(around, name).calls == [call("f", x=value)]
     parsed = parse_tool_calls(f"I could <tool_call> it.</think>{CALLS['hermes_qwen']}")
+    assert parsed.calls == [call("f", x="1")] and not parsed.errors
+    parsed = parse_tool_calls(f"I could [TOOL_CALLS] it.</think>{CALLS['mistral']}", "mistral")
     assert parsed.calls == [call("f", x="1")] and not parsed.errors
 
 
@@ -270,6 +410,16 @@ PARTS = [
     "Action: f[",
     "Action: f",
     "Action Input:",
+    "<|python_tag|>",
+    '{"name": "f", "parameters": {',
+    "[TOOL_CALLS]",
+    "f[ARGS]",
+    "[CALL_ID]",
+    MANY,
+    BEGIN,
+    SEP,
+    END,
+    "\n```json\n",
     "]",
     "\n",
     " ",
@@ -283,7 +433,9 @@ def test_no_text_raises(seed):
     draw = random.Random(seed)
     for _ in range(1500):
         text = "".join(draw.choices(PARTS, k=draw.randint(0, 25)))
-        for parse in (*TOOL_CALL_FORMATS.values(), parse_tool_calls):
+        names = [*TEMPLATE_FORMATS, "any"]
+        parses = [functools.partial(parse_tool_calls, tool_format=name) for name in names]
+        for parse in (*TOOL_CALL_FORMATS.values(), *parses):
             parsed = parse(text)
             assert len(parsed.content) <= len(text)
             for parsed_call in parsed.calls:
@@ -337,3 +489,50 @@ def test_hostile_text_is_parsed_in_linear_time(start, size):
         begin = time.process_time()
         parse_tool_calls(text)
         assert time.process_time() - begin < 40e-6 * size, text[:40]
+
+
+# The same for calls in forms of chat templates.
+REPEATED_FORMS = {
+    "llama": [
+        "<|python_tag|>",
+        "<|python_tag|>{",
+        '{"name": "f", "parameters": {"x":',
+        '{"name": "f", "parameters": {}}',
+        '{"name": "f", "parameters": }',
+        '{"name": "',
+        '{"type":',
+        "{ ",
+        ";",
+    ],
+    "mistral": [
+        "[TOOL_CALLS]",
+        "[TOOL_CALLS][",
+        "[TOOL_CALLS]f",
+        "[TOOL_CALLS]f[ARGS]{}",
+        "[ARGS]",
+    ],
+    "deepseek": [
+        MANY,
+        BEGIN,
+        f"{BEGIN}{END}",
+        f"{BEGIN}f{SEP}",
+        f"{BEGIN}function{SEP}f\n",
+        v3("f", "{}"),
+        v3("f", '{"'),
+        v3("f", '["","'),
+        f"{BEGIN}f{SEP}{{}}",
+    ],
+}
+
+
+@pytest.mark.parametrize("size", [50_000, pytest.param(1_000_000, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("tool_format", REPEATED_FORMS)
+def test_hostile_text_in_forms_of_chat_templates_is_parsed_in_linear_time(tool_format, size):
+    """As above."""
+    parts = [*REPEATED_FORMS[tool_format], "<think>", "</think>", '"', "[", "\n", " ", "a"]
+    for start in ("", REPEATED_FORMS[tool_format][0]):
+        for part in parts:
+            text = start + part * (size // len(part))
+            begin = time.process_time()
+            parse_tool_calls(text, tool_format)
+            assert time.process_time() - begin < 40e-6 * size, text[:40]

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.data.chats import chatml_tokenizer, llama_tokenizer
+from tests.data.chats import CALL_TEMPLATES, calls_tokenizer, chatml_tokenizer, llama_tokenizer
 from tests.rollout import games
 from twinkle_jax.data import PromptBatch, Template, message_text, small_tokenizer
 from twinkle_jax.data.tokenizer import CHAT_TEMPLATE
@@ -451,13 +451,14 @@ def test_large_and_broken_text_is_shortened_and_mended():
 
 
 class Scripted:
-    """An engine that says 7 each turn, in any template's tokens."""
+    """An engine that says 7 each turn, or another text, in any template's tokens."""
 
     row_shards = 1
 
-    def __init__(self, template):
+    def __init__(self, template, text="7"):
         self.template = template
-        self.spoken = [*template.tokenizer.encode("7"), template.tokenizer.eos_token_id]
+        spoken = template.tokenizer.backend.encode(text, add_special_tokens=False).ids
+        self.spoken = [*spoken, template.tokenizer.eos_token_id]
 
     def converse(self, params, count, settings):
         return self
@@ -701,3 +702,41 @@ def test_a_reward_that_is_none_is_an_error_that_names_the_method(method, returne
     message = rf"the reward of Forgets\.{method} must be a number, got None"
     with pytest.raises(EnvironmentFailureError, match=message):
         sample(environment)
+
+
+CALLS = {
+    "llama": '{"name": "double", "parameters": {"x": 21}}',
+    "mistral": '[TOOL_CALLS] [{"name": "double", "arguments": {"x": 21}}]',
+    "mistral with [ARGS]": '[TOOL_CALLS]double[ARGS]{"x": 21}',
+    "deepseek": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>double\n"
+    '```json\n{"x": 21}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>',
+    "deepseek v3.1": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>double<｜tool▁sep｜>"
+    '{"x": 21}<｜tool▁call▁end｜><｜tool▁calls▁end｜>',
+}
+
+
+@pytest.mark.parametrize("history", ["append", "template"])
+@pytest.mark.parametrize("name", CALL_TEMPLATES)
+def test_tools_are_called_in_the_form_of_the_chat_template(name, history):
+    """In every turn, and what was sampled stays as it is; a call that is broken is an error."""
+
+    def double(x: int) -> int:
+        return 2 * x
+
+    text = CALLS.get(name, CALLS["deepseek"])
+    template = Template(calls_tokenizer(name))
+    settings = RolloutConfig(num_samples=1, history=history, max_turns=3, max_episode_tokens=4096)
+    rows = PromptBatch([{"messages": [{"role": "user", "content": "?"}], "user_data": []}])
+    for said, answer in ((text, "42"), (text.replace("21}", "21"), "Error: Expecting")):
+        engine = Scripted(template, said)
+        made = MultiTurn(engine, lambda: ToolEnvironment([double]), settings)
+        (episode,) = made.play(None, rows, jax.random.key(0))
+        assert [message["role"] for message in episode.messages[1:]] == ["assistant", "tool"] * 3
+        assert all(message["content"].startswith(answer) for message in episode.messages[2::2])
+        assert [turn.tool_errors for turn in episode.turns] == [int(answer != "42")] * 3
+        for turn in episode.turns:
+            assert episode.rows[turn.row].tokens[turn.start : turn.end] == engine.spoken
+    for said in ("It is 42.", '{"answer": 42}', "42 [TOOL]"):  # no call: the episode ends
+        made = MultiTurn(Scripted(template, said), lambda: ToolEnvironment([double]), settings)
+        (episode,) = made.play(None, rows, jax.random.key(0))
+        assert episode.ended == "done" and len(episode.turns) == 1

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from twinkle_jax.rollout import Action, ToolEnvironment, tool_schema
+from twinkle_jax.rollout.environment import Session
 
 
 def search(query: str, limit: int | None = None, kind: Literal["web", "news"] = "web") -> list:
@@ -171,3 +172,15 @@ def test_a_lost_connection_is_not_the_policys_fault():
 
     with pytest.raises(ConnectionResetError):
         step(ToolEnvironment([fetch]), call("fetch"))
+
+
+@pytest.mark.parametrize("text", [call("divide", x=1, y=2), "<tool_call></tool_call>"])
+def test_more_calls_than_an_observation_may_answer_are_one_error(text):
+    """An environment whose answer is too long has failed, and its episode is left out."""
+    session = Session(lambda: ToolEnvironment([divide]), 1000, asyncio.run)
+    session.reset({}, 0)
+    assert len(session.step(Action(text * 256)).messages) == 256
+    reply = session.step(Action(text * 257))
+    assert reply.info == {"tool_errors": 257.0}
+    (message,) = reply.messages
+    assert message["content"] == "Error: a turn may have at most 256 tool calls, got 257"

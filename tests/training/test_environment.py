@@ -1,5 +1,6 @@
 """Runs with environments: credit by turn, metrics, resumption, failures that end a run."""
 
+import dataclasses
 import itertools
 import json
 import os
@@ -321,9 +322,21 @@ def test_a_chat_template_that_hides_tools_is_said(folder, tmp_path, capsys):
     shown = capsys.readouterr().out
     assert "does not show tools" not in shown
     assert "writes tool calls in a form" not in shown
+    without_calls = tokenizer["chat_template"]
     tokenizer["chat_template"] += (  # as Llama 3 writes them
         '{% for call in messages[-1].tool_calls or [] %}{"name": "{{ call.function.name }}", '
         '"parameters": {{ call.function.arguments | tojson }}}{% endfor %}'
+    )
+    (model / "tokenizer_config.json").write_text(json.dumps(tokenizer))
+    train(small_run.config(folder, tmp_path / "calls", model=str(model), **tools))
+    assert "writes tool calls in a form" not in capsys.readouterr().out
+    settings = small_run.config(folder, tmp_path / "set", model=str(model), **tools)
+    chosen = dataclasses.replace(settings.rollout, tool_format="react")
+    train(dataclasses.replace(settings, rollout=chosen))
+    assert "is not read with --rollout.tool_format react" in capsys.readouterr().out
+    tokenizer["chat_template"] = without_calls + (  # as gpt-oss writes them, arguments as text
+        "{% for call in messages[-1].tool_calls or [] %}to=functions.{{ call.function.name }} json"
+        "{{ call.function.arguments + '' }}{% endfor %}"
     )
     (model / "tokenizer_config.json").write_text(json.dumps(tokenizer))
     train(small_run.config(folder, tmp_path / "other calls", model=str(model), **tools))

@@ -35,15 +35,30 @@ def parse_json(text: str) -> Any:
             float64, integers of thousands of digits, nesting that Python cannot parse, and
             unpaired surrogates such as `\ud83d`, which cannot be encoded.
     """
+    value, end = parse_json_at(text, len(text) - len(text.lstrip(_SPACE)))
+    if text[end:].strip(_SPACE):
+        raise json.JSONDecodeError("Extra data", text, end)
+    return value
+
+
+def parse_json_at(text: str, start: int) -> tuple[Any, int]:
+    """Parse the JSON value that begins at a place of a text, whatever follows it.
+
+    Returns:
+        The value, and where it ends.
+
+    Raises:
+        ValueError: as `parse_json`.
+    """
     try:
-        value = _DECODER.decode(text)
-        if _SURROGATE.search(text):
+        value, end = _DECODER.raw_decode(text, start)
+        if _SURROGATE.search(text, start, end):
             json.dumps(value, ensure_ascii=False).encode()
     except RecursionError:
         raise ValueError("nested too deeply") from None
     except UnicodeEncodeError as error:
         raise ValueError(f"{error.object[error.start]!r} is an unpaired surrogate") from None
-    return value
+    return value, end
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -65,6 +80,7 @@ def _refuse_constant(name: str) -> float:
     raise ValueError(f"{name} is not JSON")
 
 
+_SPACE = " \t\n\r"
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]|[\ud800-\udfff]")
 _DECODER = json.JSONDecoder(
     object_pairs_hook=_unique, parse_float=_finite, parse_constant=_refuse_constant

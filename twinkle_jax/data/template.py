@@ -1,6 +1,8 @@
 """Conversations to tokens and labels: Twinkle's `Template`, and the chat template inside it."""
 
 import contextlib
+import functools
+import itertools
 import json
 import os
 import re
@@ -15,9 +17,10 @@ from twinkle_jax._package import require
 from twinkle_jax.data.rows import to_lists
 from twinkle_jax.data.strict_json import parse_json
 from twinkle_jax.data.tokenizer import ControlTokens, Encoded, Tokenizer, show
-from twinkle_jax.data.tool_calls import parse_tool_calls
+from twinkle_jax.data.tool_calls import ANY_FORMAT, TEMPLATE_FORMATS, parse_tool_calls
 from twinkle_jax.data.trajectory import (
     IGNORE,
+    FunctionCall,
     InputFeature,
     Message,
     ToolCall,
@@ -32,6 +35,7 @@ _KEPT = ("messages", "tools", "user_data")
 _MARK = "\ue0f8"  # around a placeholder of the assistant's last message, to find what follows it
 _REASONING = ("reasoning_content", "thinking", "reasoning")  # names of thoughts in messages
 _TRUSTED = ("assistant", "system")  # may write <think> and the like, but no special token
+_EXAMPLE = "an_example"  # a tool
 
 TruncationStrategy = Literal["raise", "left", "right", "delete", "split"]
 """What happens to conversations longer than `max_length`."""
@@ -281,7 +285,8 @@ class Template:
             before = turn["messages"]
             if self.chat_template is None or not before or before[-1].get("role") != "assistant":
                 raise ValueError("feature must end with a message of the assistant, to continue")
-            hidden = [self._hide(message) for message in [*before, *turn["new"]]]
+            answered = self._with_ids([*before, *turn["new"]])
+            hidden = [self._hide(message) for message in answered]
             number, text = 0, repr(hidden)
             while f"\\ue0f8{number}\\ue0f8" in text:  # no message contains the mark
                 number += 1
@@ -335,11 +340,79 @@ class Template:
             >>> Template(small_tokenizer()).parse_tool_call("Action: search[JAX]")
             [{'type': 'function', 'function': {'name': 'search', 'arguments': {'input': 'JAX'}}}]
         """
-        return parse_tool_calls(decoded or "").calls
+        return parse_tool_calls(decoded or "", self.tool_formats).calls
 
     def clean_tool_call(self, decoded: str | None) -> str:
         """The assistant's text without tool calls and trailing white space."""
-        return parse_tool_calls(decoded or "").content
+        return parse_tool_calls(decoded or "", self.tool_formats).content
+
+    @functools.cached_property
+    def tool_formats(self) -> tuple[str, ...]:
+        """The formats of tool calls that a completion may have, for `parse_tool_calls`.
+
+        First that in which the chat template writes a call, if it is `llama`, `mistral` or
+        `deepseek`; then those of any policy.
+        """
+        text = self.example_call
+        own = [name for name in TEMPLATE_FORMATS if _has_example(text, name)]
+        return (*own[:1], *ANY_FORMAT)
+
+    @property
+    def example_call(self) -> str:
+        """A conversation in which the chat template writes a call; empty if it writes none."""
+        return self._example_call[0]
+
+    @functools.cached_property
+    def _example_call(self) -> tuple[str, str | None]:
+        """Return an example, and the content that a message with calls must have to be written.
+
+        DeepSeek's templates want arguments as text; that of R1-Distill leaves out the calls of a
+        message whose content is text, even if it is empty.
+        """
+        if self.chat_template is None:
+            return "", ""
+        for arguments, content in itertools.product(({"x": 1}, '{"x": 1}'), ("", None)):
+            function = FunctionCall(name=_EXAMPLE, arguments=arguments)  # type: ignore[typeddict-item]
+            call = ToolCall(type="function", id="call00000", function=function)
+            messages = [
+                {"role": "user", "content": "?"},
+                {"role": "assistant", "content": content, "tool_calls": [call]},
+            ]
+            with contextlib.suppress(ValueError):  # the template refuses this
+                (text,) = self.chat_template.render_all([self._variables(messages, None, False)])
+                if _EXAMPLE in text:
+                    return text, content
+        return "", ""
+
+    def _with_ids(self, messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+        """Write calls and their ids into messages, which Mistral's templates do not do without.
+
+        These refuse a tool's answer without the id of a call, and a message without calls between
+        two others of the assistant. Ids that are missing are made up.
+        """
+        if all(m["role"] != "tool" for m in messages) or self.tool_formats[0] != "mistral":
+            return list(messages)
+        written: list[Mapping[str, Any]] = []
+        ids: list[str] = []
+        count = 0
+        for message, following in itertools.zip_longest(messages, messages[1:]):
+            calls = message.get("tool_calls") or []
+            if message["role"] == "assistant" and following and following["role"] == "tool":
+                content = message_text(message)
+                if not calls:
+                    calls, errors, content = parse_tool_calls(content, self.tool_formats)
+                    broken = [error.text for error in errors] or ([] if calls else [content])
+                    calls = [*calls, *({"function": {"name": "", "arguments": x}} for x in broken)]
+                message = {**message, "content": content}
+            if calls:
+                ids = [x.get("id") or f"call{count + i:05}" for i, x in enumerate(calls)]
+                calls = [{**call, "id": id_} for call, id_ in zip(calls, ids, strict=True)]
+                count += len(calls)
+                message = {**message, "tool_calls": calls}
+            if message["role"] == "tool" and not message.get("tool_call_id"):
+                message = {**message, "tool_call_id": ids.pop(0) if ids else f"call{count:05}"}
+            written.append(message)
+        return written
 
     def _prepare(self, trajectory: Mapping[str, Any]) -> dict[str, Any]:
         """Check the messages of a trajectory, and copy the keys that its feature keeps."""
@@ -372,7 +445,7 @@ class Template:
                 spans = [] if prompt else [(0, len(text) + 1)]
                 rendered.append((Encoded(ids, starts, text), spans))
             return rendered
-        hidden = [[self._hide(message) for message in x["messages"]] for x in trajectories]
+        hidden = [[self._hide(m) for m in self._with_ids(x["messages"])] for x in trajectories]
         conversations = []
         for trajectory, messages in zip(trajectories, hidden, strict=True):
             tools = trajectory.get("tools")
@@ -407,7 +480,9 @@ class Template:
     def _hide(self, message: Mapping[str, Any]) -> dict[str, Any]:
         # Rows of Parquet files have every key in every message, None where there is nothing.
         present = {key: value for key, value in message.items() if value is not None}
-        plain = {**present, "content": message_text(message)}
+        plain: dict[str, Any] = {**present, "content": message_text(message)}
+        if present.get("tool_calls") and not plain["content"]:
+            plain["content"] = self._example_call[1]
         thoughts = [present[name] for name in _REASONING if name in present]
         if thoughts:  # as transformers does: data sets have one name, templates read another
             plain = {"thinking": thoughts[0], **plain, "reasoning_content": thoughts[0]}
@@ -455,6 +530,12 @@ class Template:
         if strategy == "split":
             return [slice(start, start + limit) for start in range(0, length, limit)]
         return [slice(length - limit, None) if strategy == "left" else slice(limit)]
+
+
+def _has_example(text: str, tool_format: str) -> bool:
+    """Whether a call of `an_example` is read in a text."""
+    calls = parse_tool_calls(text, tool_format).calls
+    return any(call["function"]["name"] == _EXAMPLE for call in calls)
 
 
 def _read_tools(tools: Any) -> Any:

@@ -26,7 +26,12 @@ _FILES = (
 )
 _HUB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*")
 # Words of a completion, even where a tokenizer calls them special: that of Hermes does.
-_TAGS = ("<think>", "</think>", "<answer>", "</answer>", "<tool_call>", "</tool_call>")
+_TAGS = (
+    *("<think>", "</think>", "<answer>", "</answer>", "<tool_call>", "</tool_call>"),
+    *("<|python_tag|>", "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"),
+    *("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>"),
+    *("<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>"),
+)
 _SIGN = "\ue0f7"  # around the code of a hidden character; hidden itself where a text has it
 _HIDDEN = re.compile(f"{_SIGN}([0-9a-fA-F]+){_SIGN}")
 
@@ -191,8 +196,9 @@ class Tokenizer:
         Args:
             ids: token ids.
             skip_special_tokens: whether to leave special tokens out. `<think>`, `<answer>`,
-                `<tool_call>` and their ends stay, even where the tokenizer calls them special:
-                rewards and parsers of tool calls look for them.
+                `<tool_call>` and their ends stay, even where the tokenizer calls them special, and
+                so do those of other tool calls, such as `[TOOL_CALLS]`: rewards and parsers of tool
+                calls look for them.
 
         Returns:
             The text.

@@ -1,4 +1,4 @@
-"""Tool calls in the text of a model: Hermes and Qwen, Cline, ReAct.
+"""Tool calls in the text of a model: Hermes and Qwen, Cline, ReAct, Llama 3, Mistral, DeepSeek.
 
 The text is untrusted: parsing takes time linear in its length and never raises. A broken call is
 returned as an error, anything else as text.
@@ -7,14 +7,16 @@ returned as an error, anything else as text.
 import itertools
 import re
 from bisect import bisect_left
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
-from twinkle_jax.data.strict_json import parse_json
+from twinkle_jax.data.strict_json import parse_json, parse_json_at
 from twinkle_jax.data.trajectory import FunctionCall, ToolCall
 
 _DEPTH = 64  # of lists and dictionaries in arguments, which callers may walk recursively
 _EXCERPT = 200  # characters of a broken call in its error
+_BROKEN = 64  # calls of a chat template's form in a text; each may cost as much as the whole text
 
 # Tags that are no tools of Cline: those of thinking, of other formats and of HTML.
 _NOT_TOOLS = re.compile(
@@ -23,15 +25,12 @@ _NOT_TOOLS = re.compile(
     "p|a|b|i|em|strong|div|span|pre|code|br|hr|ul|ol|li|h[1-6]|table|thead|tbody|tr|td|th|"
     "img|video|audio"
 )
-# Thinking, and calls outside of it, whose arguments may hold its tags.
-_THINKING = re.compile(
-    r"<think>.*?(?:</think>|\Z)|(<tool_call>(?:(?!</?tool_call>).)*</tool_call>)|</think>",
-    re.DOTALL,
-)
+_CLOSED_CALL = r"<tool_call>(?:(?!</?tool_call>).)*</tool_call>"
 _TAG = re.compile(r"<(/?)([a-z][a-z0-9_]*)>")
 _ACTION = re.compile(r"\s*Action\s*:\s*([\w\-./]+)\s*(?:\[(.*)\]\s*)?")
 _ACTION_INPUT = re.compile(r"\s*Action Input\s*:(.*)", re.DOTALL)
 _REACT_LINE = re.compile(r"\s*(?:Thought|Action|Observation|Final Answer)\s*:")
+_ID = re.compile("[A-Za-z0-9]{9}")  # of a call, as Mistral's templates want it
 
 
 class ToolCallError(NamedTuple):
@@ -69,8 +68,45 @@ class _Block(NamedTuple):
     closed: bool
 
 
+class _Form(NamedTuple):
+    """A call that is JSON after a marker.
+
+    Attributes:
+        opening: what stands before the JSON. With a group `name` or `function`, the JSON is the
+            arguments of this function; otherwise it is a call with its name, or a list of calls.
+        closing: what must follow the JSON.
+        end: the end of a call whose JSON is broken.
+        arguments: names of the arguments in a call.
+    """
+
+    opening: str
+    closing: str = ""
+    end: str = r"\Z"
+    arguments: tuple[str, ...] = ("arguments",)
+
+
+_FORMS = {
+    "llama": _Form(
+        r"(?:<\|python_tag\|>\s*|(?="
+        r'\{\s*(?:"type"\s*:\s*"function"\s*,\s*)?"name"\s*:\s*"[^"\\]*"\s*,\s*"parameters"\s*:))',
+        closing=r"(?:\s*;)?",
+        arguments=("parameters", "arguments"),
+    ),
+    "mistral": _Form(
+        r'\[TOOL_CALLS\]\s*(?:(?P<name>[^\s\[\]{}"<>]+)\s*'
+        r"(?:\[CALL_ID\]\s*(?P<id>\w*)\s*)?(?:\[ARGS\]\s*)?)?"
+    ),
+    "deepseek": _Form(
+        r"(?:<｜tool▁calls▁begin｜>\s*|(?=<｜tool▁call▁begin｜>))(?:<｜tool▁call▁begin｜>(?:"
+        r"\w*<｜tool▁sep｜>(?P<name>[^\n<]*)\n\s*```(?:json)?\s*|(?P<function>[^\n<]*)<｜tool▁sep｜>\s*))?",
+        closing=r"\s*(?:```\s*)?(?:<｜tool▁call▁end｜>(?:\s*<｜tool▁calls▁end｜>)?|\Z)",
+        end=r"<｜tool▁call▁end｜>(?:\s*<｜tool▁calls▁end｜>)?|\Z",
+    ),
+}
+
+
 def parse_tool_calls(
-    text: str, tool_format: str = "any", *, thinking: bool = False
+    text: str, tool_format: str | Sequence[str] = "any", *, thinking: bool = False
 ) -> ParsedToolCalls:
     """Parse tool calls in the first of the formats that a text has.
 
@@ -80,13 +116,16 @@ def parse_tool_calls(
 
     Args:
         text: what the assistant wrote.
-        tool_format: the name of a format, or `"any"`.
+        tool_format: the name of a format, several, or `"any"` for `hermes_qwen`, `cline` and
+            `react`. `llama`, `mistral` and `deepseek` are for policies whose chat template writes
+            them, as [`Template.tool_formats`][twinkle_jax.data.Template.tool_formats] says: in
+            another policy's text they may be anything, such as an answer in JSON.
         thinking: whether the prompt has opened the thinking that the text begins with.
 
     Returns:
-        Calls, errors and the text around them, thinking included. Formats are tried in the order
-        Hermes and Qwen, Cline, ReAct; the first with a call or an error takes all of the text, so
-        no call is found inside another one's arguments.
+        Calls, errors and the text around them, thinking included. Formats are tried in their
+        order; the first with a call or an error takes all of the text, so no call is found inside
+        another one's arguments.
 
     Example:
         >>> text = 'Let me see. <tool_call>{"name": "add", "arguments": {"x": 1}}</tool_call>'
@@ -95,11 +134,10 @@ def parse_tool_calls(
         >>> parse_tool_calls(f"<think>{text}</think>").calls
         []
     """
-    parts = _split_thinking(text, thinking)
-    chosen = (
-        TOOL_CALL_FORMATS.values() if tool_format == "any" else [TOOL_CALL_FORMATS[tool_format]]
-    )
-    for parse in chosen:
+    names = [tool_format] if isinstance(tool_format, str) else tool_format
+    for name in ANY_FORMAT if tool_format == "any" else names:
+        parse = TOOL_CALL_FORMATS[name]
+        parts = _split_thinking(text, thinking, _FORMS.get(name))
         parsed = [
             ParsedToolCalls([], [], part) if is_thought else parse(part)
             for is_thought, part in parts
@@ -111,15 +149,30 @@ def parse_tool_calls(
     return ParsedToolCalls([], [], text.rstrip())
 
 
-def _split_thinking(text: str, thinking: bool) -> list[tuple[bool, str]]:
-    """Split a text into parts that are thinking (True) and parts that are not."""
+def _split_thinking(text: str, thinking: bool, form: _Form | None) -> list[tuple[bool, str]]:
+    """Split a text into parts that are thinking (True) and parts that are not.
+
+    Tags of thinking in the arguments of a call are none; form None is that of `<tool_call>`.
+    """
+    call = form.opening if form else _CLOSED_CALL
+    marks = re.compile(rf"<think>.*?(?:</think>|\Z)|</think>|(?P<call>{call})", re.DOTALL)
     ends = [0]  # of parts; thinking and the rest alternate
     if thinking:
         closing = text.find("</think>")
         ends += [0, len(text) if closing < 0 else closing + len("</think>")]
-    for match in _THINKING.finditer(text, ends[-1]):
+    at, broken = ends[-1], 0
+    while match := marks.search(text, at):
+        at = match.end()
+        if match["call"] is not None:
+            at = max(at, match.start() + 1)
+            if form and broken < _BROKEN:
+                try:
+                    at = parse_json_at(text, match.end())[1]
+                except ValueError:  # what is broken has no arguments
+                    broken += 1
+            continue
         is_orphan = match[0] == "</think>"
-        if match[1] is None and not (is_orphan and len(ends) > 1):
+        if not (is_orphan and len(ends) > 1):
             ends += [0 if is_orphan else match.start(), match.end()]
     parts = itertools.pairwise([*ends, len(text)])
     return [(number % 2 == 1, text[start:end]) for number, (start, end) in enumerate(parts)]
@@ -163,7 +216,11 @@ def parse_hermes_calls(text: str) -> ParsedToolCalls:
         for part in parts:
             try:
                 body = part.body
-                calls.append(_json_call(body) if as_json else _function(body, part.closed))
+                calls.append(
+                    _read_call(parse_json(body.strip()))
+                    if as_json
+                    else _function(body, part.closed)
+                )
             except ValueError as error:
                 errors.append(_error(error, text, block))
     return ParsedToolCalls(calls, errors, _without(text, blocks))
@@ -269,12 +326,65 @@ def parse_react_calls(text: str) -> ParsedToolCalls:
     return ParsedToolCalls(calls, [], "\n".join(rest).rstrip())
 
 
+def _parse_form(text: str, form: _Form) -> ParsedToolCalls:
+    """Parse calls that are JSON after a marker; after too many broken ones, the rest is text."""
+    opening, closing, end = (re.compile(x) for x in (form.opening, form.closing, form.end))
+    calls: list[ToolCall] = []
+    errors: list[ToolCallError] = []
+    blocks: list[_Block] = []
+    at = 0
+    while len(errors) < _BROKEN and (match := opening.search(text, at)):
+        found: list[Any] = []
+        problem = None
+        try:
+            value, at = parse_json_at(text, match.end())
+            closed = closing.match(text, at)
+            if closed is None:
+                raise ValueError("a call must end after its arguments")
+            at, found = closed.end(), _calls_of(value, match)
+        except ValueError as error:
+            problem = error
+            ended = end.search(text, match.end())
+            at = ended.end() if ended else len(text)
+        blocks.append(_Block(match.start(), "", at, True))
+        for call in found:
+            try:
+                calls.append(_read_call(call, form.arguments))
+            except ValueError as error:
+                errors.append(_error(error, text, blocks[-1]))
+                continue
+            if isinstance(call.get("id"), str) and _ID.fullmatch(call["id"]):
+                calls[-1]["id"] = call["id"]
+        if problem is not None:
+            errors.append(_error(problem, text, blocks[-1]))
+    return ParsedToolCalls(calls, errors, _without(text, blocks))
+
+
+def _calls_of(value: Any, opening: re.Match[str]) -> list[Any]:
+    """Return the calls, with their names, that stand as JSON after a marker."""
+    groups = opening.groupdict()
+    name = groups.get("name") or groups.get("function")
+    if name is not None:
+        return [{"name": name.strip(), "arguments": value, "id": groups.get("id")}]
+    calls = value if isinstance(value, list) else [value]
+    if not calls:
+        raise ValueError("a list of calls must not be empty")
+    return calls
+
+
+TEMPLATE_FORMATS = tuple(_FORMS)
+"""The formats that are tried only where the chat template writes them."""
+
+ANY_FORMAT = ("hermes_qwen", "cline", "react")
+"""The formats that are tried whatever the chat template is, in this order; Twinkle's names."""
+
 TOOL_CALL_FORMATS: Mapping[str, Callable[[str], ParsedToolCalls]] = {
     "hermes_qwen": parse_hermes_calls,
     "cline": parse_cline_calls,
     "react": parse_react_calls,
+    **{name: partial(_parse_form, form=form) for name, form in _FORMS.items()},
 }
-"""The formats by Twinkle's names, in the order in which they are tried."""
+"""All formats by their names."""
 
 
 def _blocks(text: str, opening: str, closing: str) -> list[_Block]:
@@ -303,14 +413,15 @@ def _error(error: ValueError, text: str, block: _Block) -> ToolCallError:
     return ToolCallError(f"{error!s:.{_EXCERPT}}", excerpt)
 
 
-def _json_call(body: str) -> ToolCall:
-    call = parse_json(body.strip())
+def _read_call(call: Any, argument_keys: Sequence[str] = ("arguments",)) -> ToolCall:
     if not isinstance(call, dict):
         raise ValueError(f"a call must be a JSON object, got {type(call).__name__}")
     others = [key for key in call if key not in ("name", "tool_name", "id", "type")]
-    if others and "arguments" not in others:
-        raise ValueError(f"a call must have its arguments as 'arguments', got {others[0]!r:.80}")
-    arguments = call.get("arguments")
+    key = next((key for key in argument_keys if key in call), None)
+    if others and key is None:
+        expected = argument_keys[0]
+        raise ValueError(f"a call must have its arguments as {expected!r}, got {others[0]!r:.80}")
+    arguments = call[key] if key else None
     if isinstance(arguments, str):
         arguments = parse_json(arguments) if arguments.strip() else {}
     if arguments is None:

@@ -95,7 +95,10 @@ class ExactMatchReward(Reward, name="exact"):
 class FormatReward(Reward):
     """1 if a completion has a part between each pair of tags, otherwise 0.
 
-    Takes time linear in the length of the text.
+    Takes time linear in the length of the text. A completion does not have what the chat template
+    writes before it: where that ends with `<think>`, as for DeepSeek-R1, QwQ and Qwen3-Thinking,
+    the part `think` never begins and the reward is 0, as in TRL and open-r1. Then put `<think>`
+    before the completions that it is given.
 
     Args:
         tags: names of the parts, `<think>…</think>` and `<answer>…</answer>` by default.
@@ -108,6 +111,9 @@ class FormatReward(Reward):
     Example:
         >>> text = "<think>2 and 2</think> <answer>4</answer>"
         >>> FormatReward()([{"messages": [{"role": "assistant", "content": text}]}])
+        [1.0]
+        >>> opened = "<think>" + "2 and 2</think> 4"  # the prompt ends with <think>
+        >>> FormatReward(["think"])([{"messages": [{"role": "assistant", "content": opened}]}])
         [1.0]
     """
 

@@ -24,11 +24,11 @@ from twinkle_jax.reward.scoring import error_place, shown
 Observation = str | bytes | Message | Sequence[Message] | None
 """What the policy reads: text (as a user's message), messages of a user or a tool, or None."""
 
-ToolFormat = Literal["any", "hermes_qwen", "cline", "react"]
-"""Format of tool calls in the policy's text; `any` tries all formats."""
+ToolFormat = Literal["any", "hermes_qwen", "cline", "react", "llama", "mistral", "deepseek"]
+"""Format of tool calls in the policy's text; `any` tries the first three."""
 
 _CAUSES = ("raised", "timeout", "connection", "reply", "died")
-_MOST_MESSAGES = 256  # of an observation; each has its own limit of characters
+MOST_MESSAGES = 256  # of an observation; each has its own limit of characters
 _ROLES = ("user", "tool")  # an environment must not write as the system or the assistant
 
 
@@ -37,7 +37,7 @@ class Action(str):
 
     Args:
         text: of the assistant; do not trust it.
-        tool_format: of tool calls.
+        tool_format: of tool calls; several are tried in their order.
         thinking: whether the prompt ends with `<think>`, so that the text begins with thinking.
 
     Example:
@@ -49,12 +49,14 @@ class Action(str):
     """
 
     def __new__(
-        cls, text: str, tool_format: ToolFormat = "any", thinking: bool = False
+        cls, text: str, tool_format: ToolFormat | Sequence[str] = "any", thinking: bool = False
     ) -> "Action":
         """Make a string."""
         return super().__new__(cls, text)
 
-    def __init__(self, text: str, tool_format: ToolFormat = "any", thinking: bool = False) -> None:
+    def __init__(
+        self, text: str, tool_format: ToolFormat | Sequence[str] = "any", thinking: bool = False
+    ) -> None:
         self.tool_format, self.thinking = tool_format, thinking
 
     @functools.cached_property
@@ -264,10 +266,9 @@ class Session:
             raise BadReplyError(
                 f"an observation must be text or messages, got {shown(observation)}"
             )
-        if len(observation) > _MOST_MESSAGES:
+        if len(observation) > MOST_MESSAGES:
             raise BadReplyError(
-                f"an observation must have at most {_MOST_MESSAGES} messages, "
-                f"got {len(observation)}"
+                f"an observation must have at most {MOST_MESSAGES} messages, got {len(observation)}"
             )
         messages = []
         for message in observation:

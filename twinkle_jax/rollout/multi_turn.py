@@ -509,8 +509,9 @@ class _RunningEpisode:
     def act(self, tokens: list[int], logprobs: list[float], text: str, *, truncated: bool) -> None:
         """Pass a turn of the policy to the environment."""
         record, row = self.record, self.record.rows[-1]
-        thinking = _opens_thinking(self.source.engine.template, row.tokens)
-        action = Action(text, self.source.settings.tool_format, thinking)
+        template, tool_format = self.source.engine.template, self.source.settings.tool_format
+        formats = template.tool_formats if tool_format == "any" else tool_format
+        action = Action(text, formats, _opens_thinking(template, row.tokens))
         start = len(row.tokens)
         row.append(tokens, logprobs)
         record.turns.append(

@@ -15,6 +15,7 @@ from twinkle_jax.data import IGNORE, Batch, PromptBatch, Trajectory
 from twinkle_jax.data.settings import AUTO, MAY_CHANGE, at_least, positive, share
 from twinkle_jax.model import Params
 from twinkle_jax.rollout import hosts
+from twinkle_jax.rollout.environment import ToolFormat
 from twinkle_jax.rollout.episode import Episode
 from twinkle_jax.sampler import Filters, Sampling
 
@@ -56,7 +57,8 @@ class RolloutConfig(Filters, _BeforeFilters):
         environment_threads: environments that are called at the same time.
         max_failed: share of episodes whose environment may fail; more end the run.
         max_observation: the most characters of an observation; longer ones lose their middle.
-        tool_format: format of tool calls; any tries all.
+        tool_format: format of tool calls; any tries llama, mistral or deepseek if the chat template
+            writes it, then hermes_qwen, cline and react.
         tools_in: process runs each call of a function of `--tools` in a separate process, which
             is killed if it does not answer in time; thread runs them in the trainer's process.
         environment_in: process runs each episode's environment in a separate process; thread in
@@ -74,7 +76,7 @@ class RolloutConfig(Filters, _BeforeFilters):
     environment_threads: int = at_least(1, default=64, may_change=True)
     max_failed: float = share(default=0.1, may_change=True)
     max_observation: int = at_least(1, default=16384)
-    tool_format: Literal["any", "hermes_qwen", "cline", "react"] = "any"
+    tool_format: ToolFormat = "any"
     tools_in: Literal["process", "thread"] = "process"
     environment_in: Literal["process", "thread"] = "thread"
     process_megabytes: int = at_least(1, default=1024, may_change=True)

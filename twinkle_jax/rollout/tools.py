@@ -16,6 +16,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from twinkle_jax.data import Message, Tool
 from twinkle_jax.rollout.environment import (
+    MOST_MESSAGES,
     Action,
     Observation,
     ProcessFailedError,
@@ -185,6 +186,10 @@ class ToolEnvironment:
         if called & ({*self._names} - {*self._functions}):
             return self._environment.step(action)
         results: list[tuple[str, Any]] = []
+        count = len(action.calls) + len(action.errors)
+        if count > MOST_MESSAGES:  # the policy's fault, not a failure of the environment
+            error = _ToolError(f"a turn may have at most {MOST_MESSAGES} tool calls, got {count}")
+            return *_tool_reply([("", error)])[:3], {"tool_errors": float(count)}
         for call in action.calls:
             name, arguments = call["function"]["name"], call["function"]["arguments"]
             assert isinstance(arguments, dict)

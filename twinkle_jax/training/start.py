@@ -12,11 +12,8 @@ from jax.sharding import Mesh
 
 from twinkle_jax.data import (
     ArithmeticTask,
-    FunctionCall,
-    Message,
     PromptLoader,
     Template,
-    ToolCall,
     parse_tool_calls,
 )
 from twinkle_jax.data.prompts import GeneratedPrompts
@@ -168,17 +165,8 @@ def _check_template_of_tools(template: Template, tool_format: str, display: Disp
             "may be called, and how"
         )
         return
-    function = FunctionCall(name="an_example", arguments={"x": 1})
-    call = ToolCall(type="function", id="call00000", function=function)
-    messages = [
-        Message(role="user", content="?"),
-        Message(role="assistant", content="", tool_calls=[call]),
-    ]
-    try:
-        text = chat.render(messages, **template.tokenizer.special_tokens)
-    except ValueError:  # the template refuses this
-        return
-    if "an_example" in text and not parse_tool_calls(text, tool_format).calls:
+    text, formats = template.example_call, template.tool_formats
+    if text and not parse_tool_calls(text, formats if tool_format == "any" else tool_format).calls:
         display.note(
             "warning: the chat template writes tool calls in a form that is not read with "
             f"--rollout.tool_format {tool_format}, so calls that the policy has learned to write "
