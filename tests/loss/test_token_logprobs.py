@@ -195,6 +195,25 @@ def test_what_is_masked_changes_no_bit(garbage):
         assert not per_token[~case.mask].any() and per_token[case.mask].all()
 
 
+@pytest.mark.parametrize("kept", [0, 7])
+def test_nothing_in_between_is_nan_or_infinite(kept):
+    """A gradient outside `jit` returns what its backward pass needs, which JAX then looks at."""
+    case = make(*SMALL)
+
+    def total(hidden):
+        mask = np.arange(20) < kept
+        return sum(
+            scores.sum()
+            for scores in token_logprobs(
+                hidden, case.head, case.tokens, mask=mask, chunk_size=6, with_entropy=True
+            )
+        )
+
+    with jax.debug_nans(True), jax.debug_infs(True):
+        gradient = jax.grad(total)(jnp.asarray(case.hidden))
+    assert bool(gradient.any()) == (kept > 0)
+
+
 def test_nothing_kept():
     case = make(*SMALL, kept=0.0)._replace(hidden=np.full((20, 5), np.nan, np.float32))
     for array in jax.tree.leaves(compute(case, chunk_size=6)):

@@ -72,7 +72,7 @@ class _Sums(NamedTuple):
     maximum: OverTime
     total: OverTime  # of exp(logit - maximum)
     weighted: OverTime  # of exp(logit - maximum) * (logit - maximum)
-    target: OverTime  # the logit of the token itself, NaN before its block
+    target: OverTime  # the logit of the token itself; NaN if it is outside the vocabulary
 
 
 class _Slopes(NamedTuple):
@@ -102,13 +102,17 @@ def _forward(
         return _put(carry[0], sums, index, tiles), start + block.shape[1]
 
     full = partial(jnp.full_like, tokens.scale)
-    sums = _Sums(full(jnp.finfo(tokens.scale.dtype).min / 2), full(0), full(0), full(jnp.nan))
+    target = jnp.where(tokens.ids < 0, jnp.nan, full(0))
+    sums = _Sums(full(jnp.finfo(tokens.scale.dtype).min / 2), full(0), full(0), target)
     start = jnp.int32(0)
     for width in tiles.widths:
         step = partial(visit, block=_block(tokens, head, start, width), start=start)
         sums, start = lax.fori_loop(0, _chunks(count, tiles), step, (sums, start))
-    log_total = jnp.log(sums.total)
-    entropy = log_total - sums.weighted / sums.total
+    # The tokens behind the first `count` are dropped, but NaN there would stop `jax_debug_nans`.
+    scored = jnp.arange(len(tokens.scale), dtype=count.dtype) < count
+    total = jnp.where(scored, sums.total, 1)
+    log_total = jnp.log(total)
+    entropy = log_total - sums.weighted / total
     logprobs = sums.target - sums.maximum - log_total
     residuals = (tokens, head, count, sums.maximum, log_total, entropy)
     return ((logprobs, entropy) if with_entropy else (logprobs,)), residuals
