@@ -12,8 +12,11 @@ from twinkle_jax.data import Batch
 from twinkle_jax.model import (
     Decoder,
     LoraConfig,
+    hidden_states,
     make_mesh,
     merge_adapter,
+    merge_params,
+    save_adapter,
     save_pretrained,
     shard_like_params,
     with_adapter,
@@ -168,6 +171,37 @@ def test_adapters_begin_as_pefts():
         np.testing.assert_array_equal(layer[part][name]["lora_B"], 0)
     gate, up = (layer["mlp"][name]["lora_A"] for name in ("gate_proj", "up_proj"))
     assert np.all(np.asarray(gate) != np.asarray(up))
+
+
+@pytest.mark.parametrize(
+    ("lora", "name"),
+    [
+        (LoraConfig(r=4), "q_proj/lora_A"),
+        (LoraConfig(r=2, target_modules="q_proj"), "v_proj/lora_A"),
+        (LoraConfig(r=2, target_modules=("o_proj", "q_proj", "v_proj")), "o_proj/lora_A"),
+    ],
+)
+def test_an_adapter_of_another_configuration_is_refused(lora, name, tmp_path):
+    """The scale would be that of another rank, and PEFT would not find the tensors."""
+    config, params = config_of("qwen3"), params_of("qwen3")
+    adapter = init_adapter(jax.random.key(0), config, LoraConfig(r=2))
+    with pytest.raises(ValueError, match=f"adapter .*{name}"):
+        with_adapter(params, config, lora, adapter)
+    with pytest.raises(ValueError, match=f"adapter .*{name}"):
+        save_adapter(tmp_path / "adapter", config, lora, adapter)
+    assert not (tmp_path / "adapter").exists()
+
+
+def test_an_adapter_is_not_lost_nor_without_a_scale(tmp_path):
+    config, params, lora = config_of("qwen3"), params_of("qwen3"), LoraConfig(r=2)
+    adapter = init_adapter(jax.random.key(0), config, lora)
+    with pytest.raises(ValueError, match="merge_adapter"):
+        save_pretrained(Decoder(config, with_adapter(params, config, lora, adapter)), tmp_path)
+    bare = merge_params(params, adapter)
+    with pytest.raises(ValueError, match="with_adapter"):
+        hidden_states(bare, config, jnp.array([[5]]))
+    with pytest.raises(ValueError, match="with_adapter"):
+        merge_adapter(bare)
 
 
 def test_a_merged_bfloat16_kernel_is_rounded_once():

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.model.families import config_of
+from tests.model.families import config_of, params_of
 from tests.model.huggingface.tensors import assert_same, contents  # skips without safetensors
 from twinkle_jax.data import Template, Tokenizer, small_tokenizer
 from twinkle_jax.model import (
@@ -157,6 +157,45 @@ def test_peft_and_transformers_open_it(lora, tmp_path):
     again_lora, again = load_adapter(tmp_path / "theirs", config)
     assert_same(again, adapter)
     assert again_lora.scale == lora.scale
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("targets", "names"),
+    [
+        ("all-linear", "down_proj gate_proj k_proj o_proj q_proj up_proj v_proj"),
+        (r".*self_attn\.(q|v)_proj", "q_proj v_proj"),
+        (["self_attn.q_proj"], "q_proj"),
+    ],
+)
+def test_projections_that_peft_found_by_a_pattern(targets, names, tmp_path):
+    """PEFT writes the pattern, the end of a name, or the whole name of each projection."""
+    get = "pip install 'twinkle-jax[test,oracle]'"
+    peft = pytest.importorskip("peft", reason=get)
+    torch = pytest.importorskip("torch", reason=get)
+    transformers = pytest.importorskip("transformers", reason=get)
+    save_pretrained(Decoder(CONFIG, params := params_of("qwen3")), tmp_path / "base")
+    theirs = peft.get_peft_model(
+        transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base"),
+        peft.LoraConfig(r=2, target_modules=targets, init_lora_weights=False),
+    ).eval()
+    theirs.save_pretrained(tmp_path / "adapter")
+    with torch.no_grad():
+        expected = theirs(input_ids=torch.tensor([[5, 6, 7]])).logits.numpy()
+    lora, adapter = load_adapter(tmp_path / "adapter", CONFIG)
+    assert lora.target_modules == tuple(names.split())
+    merged = with_adapter(params, CONFIG, lora, adapter)
+    logits = output_logits(merged, hidden_states(merged, CONFIG, jnp.asarray([[5, 6, 7]])))
+    np.testing.assert_allclose(logits, expected, atol=2e-5)
+
+
+def test_targets_that_are_not_those_of_the_tensors_are_refused(saved):
+    path = saved / "adapter_config.json"
+    content = json.loads(path.read_text())
+    for targets in (["self_attn.q_proj"], ["layers.0.self_attn.q_proj", "v_proj"]):
+        path.write_text(json.dumps(content | {"target_modules": targets}))
+        with pytest.raises(ValueError, match="target_modules"):
+            load_adapter(saved, CONFIG)
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`")

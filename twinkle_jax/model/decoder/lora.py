@@ -137,6 +137,26 @@ def init_adapter(key: Key[Array, ""], config: DecoderConfig, lora: LoraConfig) -
     return nest(flat)
 
 
+def check_adapter(config: DecoderConfig, lora: LoraConfig, adapter: Params) -> None:
+    """Raise unless an adapter has the matrices of its configuration, and nothing else.
+
+    Raises:
+        ValueError: for the first one that is missing, too many or of another shape.
+    """
+    expected: dict[tuple[str, ...], tuple[int, ...]] = {}
+    for path, (width, out) in adapted_kernels(config, lora).items():
+        expected[*path, "lora_A"] = (config.repeats, width, lora.r)
+        expected[*path, "lora_B"] = (config.repeats, lora.r, out)
+    shapes = {path: tuple(x.shape) for path, x in walk(adapter)}
+    for path in sorted(expected.keys() | shapes.keys()):
+        if expected.get(path) != shapes.get(path):
+            wanted = f"the shape {expected[path]}" if path in expected else "none"
+            raise ValueError(
+                f"adapter must have {wanted} at {'/'.join(path)}, by r={lora.r} and target_modules="
+                f"{lora.target_modules!r} of its configuration, got {shapes.get(path, 'none')}"
+            )
+
+
 def with_adapter(
     params: Params | None, config: DecoderConfig, lora: LoraConfig, adapter: Params | None = None
 ) -> dict[str, Any]:
@@ -154,8 +174,11 @@ def with_adapter(
         the adapter to the kernels.
 
     Raises:
-        ValueError: if a target is no projection of this decoder.
+        ValueError: if a target is no projection of this decoder, or the adapter is not of this rank
+            and for these projections.
     """
+    if adapter is not None:
+        check_adapter(config, lora, adapter)
     constants = {"lora_scale": lora.scale} | (
         {RATE: lora.lora_dropout} if lora.lora_dropout else {}
     )
@@ -178,10 +201,20 @@ def merge_adapter(params: Params) -> dict[str, Any]:
     if "lora_A" in params:
         # Full float32, since it is done once: accelerators round products by default.
         change = jnp.matmul(params["lora_A"], params["lora_B"], precision="highest")
-        change = params["lora_scale"][:, None, None] * change
+        change = _scale(params)[:, None, None] * change
         kernel = params["kernel"]
         merged["kernel"] = (kernel.astype(jnp.float32) + change).astype(kernel.dtype)
     return merged
+
+
+def _scale(weights: Mapping[str, Any]) -> Array:
+    """Look up the scale of an adapter."""
+    if "lora_scale" not in weights:
+        raise ValueError(
+            "params must have lora_scale beside lora_A and lora_B, got none: lay adapters over a "
+            "decoder's parameters with with_adapter"
+        )
+    return weights["lora_scale"]
 
 
 def without_adapter(params: Params) -> dict[str, Any]:
@@ -205,7 +238,7 @@ def adapter_change(
     x: Float[Array, "tokens into"], weights: Mapping[str, Any]
 ) -> Float[Array, "tokens out"]:
     r"""Compute $s \, d(x) A B$, with dropout if there are keys for it."""
-    scale = rounded(weights["lora_scale"], x.dtype)
+    scale = rounded(_scale(weights), x.dtype)
     if KEYS in weights:
         x = drop_out(x, weights[RATE], weights[KEYS])
     return rounded(scale * matmul(matmul(x, weights["lora_A"]), weights["lora_B"]))

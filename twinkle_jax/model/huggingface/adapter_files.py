@@ -1,6 +1,8 @@
 """Adapters in PEFT's format: `adapter_config.json`, `adapter_model.safetensors`, tokenizer."""
 
 import json
+from collections.abc import Iterable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -11,9 +13,11 @@ import numpy as np
 from twinkle_jax.data import Template
 from twinkle_jax.model.decoder.config import DecoderConfig
 from twinkle_jax.model.decoder.lora import (
+    ALL_LINEAR,
     VISION,
     LoraConfig,
     adapted_kernels,
+    check_adapter,
     read_lora_config,
     walk,
 )
@@ -71,8 +75,9 @@ def save_adapter(
             template's own chat template.
 
     Raises:
-        ValueError: if the adapter holds NaN or infinity, or the directory is a file, a mount point
-            or the current directory, or holds anything but an adapter and a tokenizer.
+        ValueError: if the adapter is not of this rank and for these projections, or holds NaN or
+            infinity, or the directory is a file, a mount point or the current directory, or holds
+            anything but an adapter and a tokenizer.
         RuntimeError: on other processes, for an error of process 0.
         ImportError: if safetensors is not installed.
 
@@ -92,6 +97,7 @@ def save_adapter(
         True
     """
     import_safetensors()
+    check_adapter(config, lora, adapter)
     target = Path(directory).expanduser()
     leaves = list(walk(adapter))
     gathers = [partial(gather, leaf) for _, leaf in leaves]
@@ -211,6 +217,7 @@ def load_adapter(directory: str | Path, config: DecoderConfig) -> tuple[LoraConf
         raise ValueError(
             f"{source / ADAPTER_WEIGHTS} must be a whole safetensors file, got {error}"
         ) from None
+    lora = _with_named_targets(lora, config, stored)
     prefix = _NESTED if any(name.startswith(_NESTED) for name in stored) else _PREFIX
     flat: dict[tuple[str, ...], Any] = {}
     for path, (width, out) in adapted_kernels(config, lora).items():
@@ -227,6 +234,27 @@ def load_adapter(directory: str | Path, config: DecoderConfig) -> tuple[LoraConf
             f"got {sorted(stored)[0]}"
         )
     return lora, nest(flat)
+
+
+def _with_named_targets(
+    lora: LoraConfig, config: DecoderConfig, stored: Iterable[str]
+) -> LoraConfig:
+    """Name the projections that PEFT's whole names, ends of names or a pattern have matched.
+
+    What a pattern matched, the tensors say: running one from a file could take forever.
+    """
+    targets = lora.target_modules
+    given = (targets,) if isinstance(targets, str) else targets
+    linear = adapted_kernels(config, replace(lora, target_modules=ALL_LINEAR))
+    modules = [name.rpartition(".lora_")[0] for name in stored if ".lora_" in name]
+    if targets == ALL_LINEAR or {path[-1] for path in linear}.issuperset(given) or not modules:
+        return lora
+    ends = ("",) if isinstance(targets, str) else tuple(f".{target}" for target in targets)
+    if all(module.endswith(ends) for module in modules) and all(
+        any(module.endswith(end) for module in modules) for end in ends
+    ):
+        return replace(lora, target_modules=tuple({name.rpartition(".")[2] for name in modules}))
+    return lora
 
 
 def _checked(name: str, values: Any, shape: tuple[int, ...]) -> np.ndarray:

@@ -28,6 +28,7 @@ from jaxtyping import Array
 from twinkle_jax.data.tokenizer import NAMED_TEMPLATES
 from twinkle_jax.model.decoder.config import FAMILIES, DecoderConfig
 from twinkle_jax.model.decoder.forward import Decoder
+from twinkle_jax.model.decoder.lora import walk
 from twinkle_jax.model.decoder.parameters import (
     EXPERTS,
     Parameter,
@@ -321,14 +322,19 @@ def save_pretrained(
     Raises:
         ValueError: if a parameter is NaN or infinite, or becomes so in `dtype`; if `dtype` is not
             one that `load_pretrained` reads; if the target is a file, a mount point or the current
-            directory, or holds a directory or an adapter; or if `max_shard_size` is not positive.
-            The target is then unchanged.
+            directory, or holds a directory or an adapter; if the decoder has an adapter that is
+            not merged; or if `max_shard_size` is not positive. The target is then unchanged.
         RuntimeError: on other processes, for an error of process 0.
         ImportError: if safetensors is not installed.
     """
     import_safetensors()
     if max_shard_size < 1:
         raise ValueError(f"max_shard_size must be at least 1 byte, got {max_shard_size}")
+    if adapted := [path for path, _ in walk(decoder.params) if path[-1] == "lora_A"]:
+        raise ValueError(
+            "decoder must have no adapter, which would be lost: add it to the kernels with "
+            f"merge_adapter, or write it with save_adapter, got {'/'.join(adapted[0])}"
+        )
     gathers = [tensor.gather for tensor in list_tensors(decoder, PREFIX, dtype)]
     target = Path(directory).expanduser()
     write = partial(_write_checkpoint, decoder, target, dtype, max_shard_size)
