@@ -259,6 +259,14 @@ def test_types_of_parameters_and_computation_mix():
     assert 1e-3 < error < 0.1 * np.sqrt(np.mean(exact**2))
 
 
+def test_float16_on_a_cpu():
+    config, params = config_of("qwen3"), params_of("qwen3")
+    tokens = jnp.array([ROWS[0]])
+    low = hidden(params, config, tokens, compute_dtype="float16")
+    assert low.dtype == jnp.float16
+    np.testing.assert_allclose(low, hidden(params, config, tokens), atol=0.02)
+
+
 def test_logits_are_float32_and_the_matrix_is_width_by_vocabulary():
     params = params_of("qwen3")
     assert output_matrix(params).shape == (24, 48)

@@ -19,7 +19,7 @@ from twinkle_jax.model.decoder.config import AttentionConfig, DecoderConfig
 from twinkle_jax.model.decoder.layers import RotaryTable, norm, project, rotate
 from twinkle_jax.model.decoder.pages import PageTable, Places, finite_values, write_in_pages
 from twinkle_jax.model.decoder.parameters import Params
-from twinkle_jax.model.decoder.precision import multiply, rounded
+from twinkle_jax.model.decoder.precision import multiply, rounded, traced_backend
 from twinkle_jax.model.decoder.sharding import ROWS, backend_of
 
 AttentionImplementation = Literal["xla", "cudnn", "splash"]
@@ -266,6 +266,8 @@ def _attend_rows(
     query = query.reshape(batch, time, key.shape[2], -1, width)
     # Otherwise gradients are products of float32 and 16-bit arrays, which run in float32.
     algorithm = {"bfloat16": "BF16_BF16_F32", "float16": "F16_F16_F32"}.get(query.dtype.name)
+    if query.dtype == jnp.float16 and traced_backend() == "cpu":
+        algorithm = None  # CPUs have no such product
     logits = jnp.einsum(
         "btghw,bsgw->bghts",
         query,
