@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.limits import limited_files
 from twinkle_jax.training.tracking import MetricsLog, Trackers
 
 ROOT = Path(__file__).parents[2]
@@ -124,6 +125,18 @@ def test_a_file_of_something_else_is_left_alone(tmp_path, line):
     assert path.read_text() == f"{line}\nrest"
 
 
+@pytest.mark.filterwarnings("default")  # tensorboardX's own
+def test_no_space_for_tensorboard_is_an_error(tmp_path):
+    """tensorboardX's thread dies of it, and a step waits for the thread forever."""
+    pytest.importorskip("tensorboardX", reason="pip install 'twinkle-jax[tensorboard]'")
+    with MetricsLog(tmp_path, Trackers(tensorboard=True)) as log:
+        log.write(1, {"a": 1})
+        written = sum(path.stat().st_size for path in (tmp_path / "tensorboard").iterdir())
+        with limited_files(max(written, 60)), pytest.raises(OSError, match=rf"{tmp_path}'$"):
+            log.write(2, {})
+    assert any(event.step == 1 for event in events(tmp_path / "tensorboard"))
+
+
 NO_SPACE = """
 import resource, signal, sys
 from twinkle_jax.training.tracking import MetricsLog
@@ -176,12 +189,14 @@ def test_tensorboard(tmp_path):
     for run, steps in (("a", (1, 2, 3)), ("b", (3, 4))):
         with MetricsLog(tmp_path / run, Trackers(tensorboard=True)) as log:
             for step in steps:
-                log.write(step, {"completions/mean_length": step / 2, "kl": float("nan")})
+                numbers = {"completions/mean_length": step / 2, "kl": float("nan")}
+                log.write(step, numbers | {"eval/pass@2": 0.25})
         seen = list(events(tmp_path / run / "tensorboard"))
         values = [(e.step, v.tag, v.simple_value) for e in seen for v in e.summary.value]
         length = [(s, x) for s, tag, x in values if tag == "completions/mean_length"]
         assert length == [(step, step / 2) for step in steps]
         assert [s for s, tag, x in values if tag == "kl" and x != x] == list(steps)
+        assert [s for s, tag, x in values if tag == "eval/pass@2" and x == 0.25] == list(steps)
         # what a killed process wrote of this step and later ones does not count
         assert [e.step for e in seen if e.HasField("session_log")] == [steps[0]]
 

@@ -116,7 +116,8 @@ class Tokenizer:
         """
         path = Path(directory)
         path.mkdir(parents=True, exist_ok=True)
-        self.backend.save(str(path / "tokenizer.json"))
+        # Its own `save` raises no OSError, as for a full disk.
+        (path / "tokenizer.json").write_text(self.backend.to_str(pretty=True), encoding="utf-8")
         config = {"tokenizer_class": "PreTrainedTokenizerFast", **self.config}
         text = json.dumps(config, ensure_ascii=False, indent=2)
         (path / "tokenizer_config.json").write_text(text, encoding="utf-8")

@@ -12,6 +12,7 @@ from jaxtyping import Float
 
 from twinkle_jax._package import require
 from twinkle_jax.data import Trajectory, message_text
+from twinkle_jax.model.huggingface.saving import names_path
 from twinkle_jax.rollout import Episode
 
 if TYPE_CHECKING:
@@ -415,7 +416,8 @@ def draw_curves(
         _style(ax, panel.title, steps)
     for ax in axes[len(panels) :]:
         ax.remove()
-    figure.savefig(picture, format="png")
+    with names_path(Path(picture)):
+        figure.savefig(picture, format="png")
 
 
 def _draw(ax: "Axes", panel: _Panel, rows: Sequence[Mapping[str, Any]], steps: Values) -> None:

@@ -21,6 +21,7 @@ import jax
 from twinkle_jax.data import Trajectory
 from twinkle_jax.data.prompts import prompts_fingerprint
 from twinkle_jax.model.huggingface.checkpoint_files import locate
+from twinkle_jax.model.huggingface.saving import names_path
 from twinkle_jax.rollout import hosts
 from twinkle_jax.training.config import DistributedConfig, TrainConfig, flat
 from twinkle_jax.training.progress import package_versions
@@ -197,7 +198,8 @@ def check_shared(directory: Path) -> None:
 
     def write() -> str:
         token = secrets.token_hex(16)
-        path.write_text(token)
+        with names_path(path):
+            path.write_text(token)
         return token
 
     token = hosts.first_decides("writing to output_dir", write)

@@ -41,6 +41,7 @@ from twinkle_jax.model import (
 from twinkle_jax.model.decoder.lora import init_adapter
 from twinkle_jax.model.huggingface.adapter_files import save_tokenizer
 from twinkle_jax.model.huggingface.checkpoint_files import ADAPTER_CONFIG, CONFIG, locate, read_json
+from twinkle_jax.model.huggingface.saving import names_path
 from twinkle_jax.rollout import hosts
 from twinkle_jax.sampler.jax_sampler import key_of_seed
 from twinkle_jax.training.by_name import make_optimizer
@@ -276,7 +277,8 @@ def save_policy(
     decoder = Decoder(policy.config, params, source=policy.source)
     save_pretrained(decoder, directory, dtype=dtype)
     if hosts.is_first():
-        save_tokenizer(tokenizer, Path(directory).expanduser())
+        with names_path(Path(directory)):
+            save_tokenizer(tokenizer, Path(directory).expanduser())
 
 
 # Warm start: a policy that never gets a reward above 0 has no gradient.

@@ -20,6 +20,7 @@ import jax
 
 from twinkle_jax.data import PromptLoader
 from twinkle_jax.model import Params
+from twinkle_jax.model.huggingface.saving import names_path
 from twinkle_jax.rollout.hosts import InterruptedRunError
 from twinkle_jax.training.checkpoint import RunCheckpoints
 from twinkle_jax.training.config import TrainConfig, check_resumable, with_choices
@@ -420,7 +421,8 @@ def prepare_directory(config: TrainConfig, directory: Path) -> Path | None:
     check_resumable(saved, with_choices(config, saved))
     if source.resolve() != directory.resolve():
         _make_empty(config, directory, source)
-        (directory / FILE).write_bytes((source / FILE).read_bytes())
+        with names_path(directory / FILE):
+            (directory / FILE).write_bytes((source / FILE).read_bytes())
     return source
 
 
@@ -459,8 +461,9 @@ def read_summary(directory: Path) -> dict[str, Any]:
 def write_atomically(path: Path, text: str) -> None:
     """Write a file atomically: readers see the old text or the new one."""
     partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(text, encoding="utf-8")
-    partial.replace(path)
+    with names_path(path):
+        partial.write_text(text, encoding="utf-8")
+        partial.replace(path)
 
 
 def _has_not_begun(directory: Path) -> bool:

@@ -9,6 +9,7 @@ import json
 import math
 import os
 import secrets
+import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Protocol, Self, SupportsFloat
 
 from twinkle_jax._package import require
+from twinkle_jax.model.huggingface.saving import names_path
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,19 +61,33 @@ class TensorBoard:
 
     def write(self, step: int, numbers: Mapping[str, float]) -> None:
         """Write the numbers, and purge those of an earlier process from this step on."""
-        if self._writer is None:
-            from tensorboardX import SummaryWriter
+        from tensorboardX.proto.event_pb2 import Event, SessionLog
+        from tensorboardX.proto.summary_pb2 import Summary
 
-            # A killed run does not repeat the steps before its last checkpoint, so they must be in
-            # the file, which is flushed every two minutes by default.
-            self._writer = SummaryWriter(str(self._directory), purge_step=step, flush_secs=1)
-        for name, number in numbers.items():
-            self._writer.add_scalar(name, number, step)
+        start = [] if self._writer else [Event(session_log=SessionLog(status=SessionLog.START))]
+        values = [Summary.Value(tag=name, simple_value=x) for name, x in numbers.items()]
+        self._writer = self._writer or self._open()
+        for event in [*start, Event(summary=Summary(value=values))]:
+            event.step, event.wall_time = step, time.time()
+            self._writer.write_event(event)
+        self._writer.flush()  # a killed run does not repeat the steps before its checkpoint
 
     def close(self) -> None:
-        """Flush and close."""
+        """Close the file."""
         if self._writer is not None:
-            self._writer.close()
+            with suppress(OSError):  # `write` has raised it
+                self._writer.close()
+
+    def _open(self) -> Any:
+        """Open a file of this process.
+
+        tensorboardX's `SummaryWriter` writes in a thread. Once that has failed, as on a full disk,
+        later steps would wait for it forever.
+        """
+        from tensorboardX.event_file_writer import EventsWriter
+
+        self._directory.mkdir(exist_ok=True)
+        return EventsWriter(str(self._directory / "events"), f".{os.getpid()}")
 
 
 class WeightsAndBiases:
@@ -164,11 +180,15 @@ class MetricsLog:
         self._trackers = [make(directory) for make in chosen]
         directory.mkdir(parents=True, exist_ok=True)
         self.path = directory / FILE
-        content = self.path.read_bytes() if self.path.exists() else b""
-        kept = content[: content.rfind(b"\n") + 1]
-        self._last = self._last_step(kept)
         self._file = self.path.open("ab", buffering=0)
-        lock_file(self._file)
+        try:
+            lock_file(self._file)
+            content = self.path.read_bytes()
+            kept = content[: content.rfind(b"\n") + 1]
+            self._last = self._last_step(kept)
+        except BaseException:
+            self._file.close()
+            raise
         self._file.truncate(len(kept))
 
     @property
@@ -219,7 +239,8 @@ class MetricsLog:
             raise OSError(error.errno, reason, str(self.path)) from error
         self._last = step
         for tracker in self._trackers:
-            tracker.write(step, numbers)
+            with names_path(self.path.parent):
+                tracker.write(step, numbers)
 
     def close(self) -> None:
         """Close the file and the trackers."""

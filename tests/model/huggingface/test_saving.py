@@ -8,11 +8,15 @@ import numpy as np
 import pytest
 
 from tests import processes
+from tests.limits import limited_files
 from tests.model.families import config_of, family, params_of, random_params
 from tests.model.huggingface.tensors import assert_same, contents, rewrite
-from twinkle_jax.model import Decoder, load_pretrained, parse_config, save_pretrained
+from twinkle_jax.model import Decoder, LoraConfig, load_pretrained, parse_config, save_pretrained
 from twinkle_jax.model.huggingface import saving
 from twinkle_jax.model.huggingface.saving import replace_directory
+from twinkle_jax.training import save_policy, small_policy
+from twinkle_jax.training.policy import add_adapter
+from twinkle_jax.training.progress import write_atomically
 
 SCENARIOS = "tests.model.huggingface.scenarios"
 MIB = 2**20
@@ -47,6 +51,20 @@ def test_an_exception_changes_nothing(target):
         interrupted(target)
     assert [p.name for p in target.iterdir()] == ["old"]
     assert [p.name for p in target.parent.iterdir()] == ["target"]
+
+
+def test_a_full_disk_is_named(tmp_path):
+    """Python's error about a write, and those of tokenizers and safetensors, name no file."""
+    policy = small_policy(0)
+    lora = LoraConfig(r=1, target_modules=("q_proj",))
+    with limited_files(1000):
+        for name, saved in (("policy", policy), ("adapter", add_adapter(policy, lora, base="x"))):
+            with pytest.raises(OSError, match=str(tmp_path / name)):
+                save_policy(saved, tmp_path / name)
+        with pytest.raises(OSError, match="too large"):
+            policy.tokenizer.save_pretrained(tmp_path)
+        with pytest.raises(OSError, match=str(tmp_path / "config.json")):
+            write_atomically(tmp_path / "config.json", "x" * 2000)
 
 
 def test_a_failed_rename_puts_the_old_one_back(tmp_path, monkeypatch):

@@ -114,9 +114,9 @@ def save_adapter(
         values = [(path, fetch()) for (path, _), fetch in zip(leaves, gathers, strict=True)]
         tensors = _named_tensors(config, values)
         with replace_directory(target) as fresh:
-            import_safetensors().numpy.save_file(
-                tensors, fresh / ADAPTER_WEIGHTS, metadata={"format": "pt"}
-            )
+            # Its `save_file` raises no OSError, as for a full disk.
+            content = import_safetensors().numpy.save(tensors, metadata={"format": "pt"})
+            (fresh / ADAPTER_WEIGHTS).write_bytes(content)
             text = json.dumps(_peft_config(config, lora, base), indent=2, sort_keys=True) + "\n"
             (fresh / ADAPTER_CONFIG).write_text(text, encoding="utf-8")
             save_tokenizer(tokenizer, fresh)

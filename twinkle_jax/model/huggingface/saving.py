@@ -53,6 +53,17 @@ def check_target(target: Path) -> None:
 
 
 @contextmanager
+def names_path(path: Path) -> Iterator[None]:
+    """Name a path in OSErrors that name none, such as that of a write to a full disk."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is None or error.filename is not None:
+            raise
+        raise OSError(error.errno, error.strerror, str(path)) from error
+
+
+@contextmanager
 def replace_directory(target: Path) -> Iterator[Path]:
     """Yield an empty directory; when the block ends without an exception, it replaces the target.
 
@@ -65,12 +76,13 @@ def replace_directory(target: Path) -> Iterator[Path]:
     remove_remains(target.parent, re.escape(target.name))
     partial, lock = _new_partial(target)
     try:
-        yield partial
-        for path in partial.rglob("*"):
-            _sync(path)
-        _sync(partial)
-        _swap(partial, target)
-        _sync(target.parent)
+        with names_path(target):
+            yield partial
+            for path in partial.rglob("*"):
+                _sync(path)
+            _sync(partial)
+            _swap(partial, target)
+            _sync(target.parent)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
         os.close(lock)
