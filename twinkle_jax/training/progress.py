@@ -25,7 +25,7 @@ from twinkle_jax.rollout.hosts import InterruptedRunError
 from twinkle_jax.training.checkpoint import RunCheckpoints
 from twinkle_jax.training.config import TrainConfig, check_resumable, with_choices
 from twinkle_jax.training.state import TrainState
-from twinkle_jax.training.tracking import FILE, TRACKER_FILES, file_is_locked
+from twinkle_jax.training.tracking import FILE, TRACKER_FILES, file_is_locked, open_locked
 
 
 @dataclass(frozen=True)
@@ -504,32 +504,47 @@ def _make_empty(config: TrainConfig, directory: Path, source: Path | None = None
         source: the run to resume, if it is another one.
     """
     if directory.is_dir() and any(directory.iterdir()):
-        if not _has_not_begun(directory):
-            if not holds_run(directory):
-                raise FileExistsError(
-                    f"output_dir must be empty or new, got {directory}, which holds no run to "
-                    "continue or to overwrite"
-                )
-            if not config.overwrite:
-                raise FileExistsError(
-                    f"output_dir must be empty or new, got {directory}: --resume auto "
-                    "continues the run in it, --overwrite deletes it"
-                )
-        needed = [
-            ("model", config.model),
-            ("task", config.task),
-            ("resume", source),
-            ("evaluation.path", config.evaluation.path),
-            *(("reward", name) for name in config.rewards),
-            ("evaluation.reward", config.evaluation.reward),
-            ("environment", config.environment),
-            ("tools", config.tools),
-        ]
-        for name, value in needed:
-            path = None if value is None else _file_of(str(value))
-            if path and path.exists() and path.resolve().is_relative_to(directory.resolve()):
-                raise FileExistsError(
-                    f"output_dir must not hold {name}, which would be deleted, got {directory}"
-                )
-        shutil.rmtree(directory)
+        _check_may_be_emptied(config, directory, source)
+        with open_locked(directory / FILE):
+            _check_may_be_emptied(config, directory, source)  # a run may have begun meanwhile
+            # The settings after all else: without them, the rest would be taken for no run. The
+            # lock last.
+            last = ("config.json", FILE)
+            paths = sorted(directory.iterdir(), key=lambda path: (path.name in last, path.name))
+            for path in paths:
+                if path.is_dir() and not path.is_symlink():
+                    shutil.rmtree(path)
+                else:
+                    path.unlink()
     directory.mkdir(parents=True, exist_ok=True)
+
+
+def _check_may_be_emptied(config: TrainConfig, directory: Path, source: Path | None) -> None:
+    """Raise unless all that a directory holds may be deleted."""
+    if not _has_not_begun(directory):
+        if not holds_run(directory):
+            raise FileExistsError(
+                f"output_dir must be empty or new, got {directory}, which holds no run to "
+                "continue or to overwrite"
+            )
+        if not config.overwrite:
+            raise FileExistsError(
+                f"output_dir must be empty or new, got {directory}: --resume auto "
+                "continues the run in it, --overwrite deletes it"
+            )
+    needed = [
+        ("model", config.model),
+        ("task", config.task),
+        ("resume", source),
+        ("evaluation.path", config.evaluation.path),
+        *(("reward", name) for name in config.rewards),
+        ("evaluation.reward", config.evaluation.reward),
+        ("environment", config.environment),
+        ("tools", config.tools),
+    ]
+    for name, value in needed:
+        path = None if value is None else _file_of(str(value))
+        if path and path.exists() and path.resolve().is_relative_to(directory.resolve()):
+            raise FileExistsError(
+                f"output_dir must not hold {name}, which would be deleted, got {directory}"
+            )

@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol, Self, SupportsFloat
+from typing import Any, Protocol, Self, SupportsFloat
 
 from twinkle_jax._package import require
 from twinkle_jax.model.huggingface.saving import names_path
@@ -163,6 +163,7 @@ class MetricsLog:
 
     Raises:
         ImportError: if the package of a tracker is not installed; it names the extra.
+        FileExistsError: if another run writes to the file.
 
     Example:
         >>> import tempfile
@@ -180,9 +181,8 @@ class MetricsLog:
         self._trackers = [make(directory) for make in chosen]
         directory.mkdir(parents=True, exist_ok=True)
         self.path = directory / FILE
-        self._file = self.path.open("ab", buffering=0)
+        self._file = open_locked(self.path)
         try:
-            lock_file(self._file)
             content = self.path.read_bytes()
             kept = content[: content.rfind(b"\n") + 1]
             self._last = self._last_step(kept)
@@ -300,21 +300,41 @@ def _line(step: int, numbers: Mapping[str, float]) -> bytes:
     return json.dumps({"step": int(step)} | finite | note, allow_nan=False).encode() + b"\n"
 
 
-def lock_file(file: BinaryIO | FileIO) -> None:
-    """Lock a file until it is closed, where the system has `flock`."""
-    with suppress(ImportError):
-        import fcntl  # not on Windows
+def open_locked(path: Path) -> FileIO:
+    """Open a file to append to it, and lock it until it is closed, where the system has `flock`.
 
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    Raises:
+        FileExistsError: if another process, or another run in this one, has locked it.
+    """
+    while True:
+        file = path.open("ab", buffering=0)
+        try:
+            if not _lock(file):
+                raise FileExistsError(f"output_dir must not be in use by a run, got {path.parent}")
+            if path.exists() and os.path.samestat(os.fstat(file.fileno()), path.stat()):
+                return file
+        except BaseException:
+            file.close()
+            raise
+        file.close()  # deleted before it was locked
 
 
 def file_is_locked(path: Path) -> bool:
     """Whether another process, or another run in this one, has locked a file."""
-    if not path.is_file():
+    try:
+        file = path.open("r+b", buffering=0)  # NFS locks what is open for writing
+    except FileNotFoundError:
         return False
-    with path.open("rb") as file:
+    with file:
+        return not _lock(file)
+
+
+def _lock(file: FileIO) -> bool:
+    with suppress(ImportError):
+        import fcntl  # not on Windows
+
         try:
-            lock_file(file)
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            return True
-    return False
+            return False
+    return True
