@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import pytest
 
 from twinkle_jax.rollout.hosts import InterruptedRunError
-from twinkle_jax.training import LoggingConfig, TrainConfig, progress
+from twinkle_jax.training import EvaluationConfig, LoggingConfig, TrainConfig, progress
 from twinkle_jax.training.checkpoint import RunCheckpoints
 from twinkle_jax.training.progress import (
     Interruption,
@@ -57,6 +57,10 @@ def test_a_checkpoint_gives_progress_back(tmp_path):
         None,
     )
     assert loader.state == {"position": 9}
+    for changes in ({"problems": 9}, {"path": "b.jsonl"}, {"reward": "math"}):
+        judged = TrainConfig(evaluation=EvaluationConfig(**changes))
+        restored, _ = restore(checkpoints, fresh, None, judged, loader)
+        assert restored.totals == dataclasses.replace(totals, accuracy_before=None), changes
     assert restored.state["x"].tolist() == [0, 1, 2]
 
 

@@ -126,6 +126,18 @@ def test_what_is_judged_is_the_policy_as_it_is_by_then(folder, uninterrupted):
     assert len(calls) == 8 and calls[0] not in (calls[3], calls[6])
 
 
+def test_before_the_first_step_other_problems_are_measured_again(folder, tmp_path):
+    def first_is_right(trajectories, truths):
+        return [float(i == 0) for i in range(len(trajectories))]
+
+    for problems, expected in ((4, 0.25), (2, 0.5)):
+        (tmp_path / "run" / "summary.json").unlink(missing_ok=True)
+        settings = dataclasses.replace(evaluation(folder, 0), problems=problems)
+        changes = {"evaluation": settings, "steps": 0, "resume": "auto"}
+        summary = train(config(folder, tmp_path / "run", **changes), reward=first_is_right)
+        assert summary["accuracy_before"] == summary["accuracy_after"] == expected
+
+
 def test_an_evaluation_may_have_a_reward_of_its_own(folder, tmp_path):
     """A policy may learn from what is easy to get, and be judged by what is wanted."""
     (tmp_path / "judge.py").write_text(JUDGE)

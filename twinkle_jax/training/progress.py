@@ -107,7 +107,8 @@ def restore(
         loader: of the prompts.
 
     Returns:
-        The progress of the run, and its reference policy.
+        The progress of the run, and its reference policy. Its `accuracy_before` is None if the
+        held-out problems, or what judges them, are others than before.
 
     Raises:
         ValueError: if a setting or the data are not those of the run; the message names which.
@@ -119,8 +120,15 @@ def restore(
 
     step, arrays, facts = checkpoints.restore(arrays_of(fresh, reference), check=check)
     totals = Totals(**facts["totals"])
+    if held_out_settings(facts["config"]) != held_out_settings(dataclasses.asdict(config)):
+        totals = dataclasses.replace(totals, accuracy_before=None)
     progress = Progress(arrays["state"], arrays["key"], step, totals, facts["data"])
     return progress, arrays.get("reference", reference)
+
+
+def held_out_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings on which a run's accuracy depends, and which a resumed run may change."""
+    return {name: settings["evaluation"].get(name) for name in ("problems", "path", "reward")}
 
 
 def arrays_of(progress: Progress, reference: Params | None) -> dict[str, Any]:

@@ -127,10 +127,7 @@ def begin(
         hosts.together("checking prompts", lambda: _check_lengths(config, task, policy))
     engine = make_engine(config, policy, mesh)
     if source is None:
-        before = held_out(config, task, policy, engine=engine).get("accuracy")
-        totals = dataclasses.replace(totals, accuracy_before=before)
-        if before is not None:
-            display.note(f"held-out accuracy before the first step: {before:.3f}")
+        totals = _judge_first(totals, config, task, policy, engine, display)
     recipe = make_recipe(
         config, policy, task.reward, environment=task.environment, engine=engine, mesh=mesh
     )
@@ -148,11 +145,48 @@ def begin(
         hosts.together("reading metrics.jsonl", lambda: log.truncate(offset))
         _write_config(config, directory)
         display.note(f"resuming after step {progress.step} of {source}")
+        if task.held_out and progress.totals.accuracy_before is None:
+            progress = _with_accuracy_before(progress, config, task, policy, engine, display)
     ahead = None
     if isinstance(engine, ServerEngine) and config.server.overlap:
         ahead = NextRollout(recipe.source, engine)
     run = Run(config, task, policy, recipe, engine, ahead, loader, checkpoints, log, display)
     return run, progress
+
+
+def _judge_first(
+    totals: Totals,
+    config: TrainConfig,
+    task: Task,
+    policy: Policy,
+    engine: Engine,
+    display: Display,
+) -> Totals:
+    """Measure the accuracy before the first step."""
+    before = held_out(config, task, policy, engine=engine).get("accuracy")
+    if before is not None:
+        display.note(f"held-out accuracy before the first step: {before:.3f}")
+    return dataclasses.replace(totals, accuracy_before=before)
+
+
+def _with_accuracy_before(
+    progress: Progress,
+    config: TrainConfig,
+    task: Task,
+    policy: Policy,
+    engine: Engine,
+    display: Display,
+) -> Progress:
+    """Measure the accuracy before the first step of a resumed run, if none is done yet."""
+    if progress.step:
+        display.note(
+            "accuracy_before is not known for these settings of evaluation: they are others than "
+            "before the first step"
+        )
+        return progress
+    restored = policy._replace(params=progress.state.params)
+    totals = _judge_first(progress.totals, config, task, restored, engine, display)
+    return progress._replace(totals=totals)
 
 
 def _check_template_of_tools(template: Template, tool_format: str, display: Display) -> None:
