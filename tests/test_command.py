@@ -520,6 +520,14 @@ def test_adapters_rewards_and_optimizers_from_the_command(tmp_path, capsys):
     scores = [score_batch(p.weights, batch, p.config).logps for p in (one, other)]
     np.testing.assert_allclose(scores[0], scores[1], atol=1e-5)
 
+    # An export of the adapters has their base, and may be moved; it replaces an earlier one.
+    for overwrite in ([], ["--overwrite"]):
+        assert main(["export", str(run), str(tmp_path / "adapters"), *overwrite]) == 0
+    run.rename(tmp_path / "elsewhere")
+    copied = load_policy(str((tmp_path / "adapters").rename(tmp_path / "copied")))
+    same = score_batch(copied.weights, batch, copied.config).logps
+    np.testing.assert_array_equal(same, scores[0])
+
 
 def test_episodes_by_the_command(tmp_path, capsys, monkeypatch):
     """`evaluate` and `sample` play a game; without a prompt, the game says what comes first."""

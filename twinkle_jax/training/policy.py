@@ -108,9 +108,9 @@ def load_policy(
     Args:
         path_or_id: a Hugging Face checkpoint, or an adapter in PEFT's format, which names its base:
             a directory, or a hub id. A relative one is that of the current directory, as in PEFT,
-            or else of the adapter's. The built-in policy that a run's adapters belong to is in its
-            directory, wherever that is now. The tokenizer beside an adapter replaces that of its
-            base.
+            or else of the adapter's. The built-in policy that a run's adapters belong to is in
+            the directory of the run, or of its export, wherever that is now. The tokenizer beside
+            an adapter replaces that of its base.
         mesh: devices to place the parameters on; None for one device.
         argument: what errors call `path_or_id`.
 
@@ -137,14 +137,18 @@ def load_policy(
     tuned = Tokenizer.from_pretrained(place) if (place / "tokenizer.json").is_file() else None
     named = f"base_model_name_or_path of {place / ADAPTER_CONFIG}"
     run = place.resolve().parent
-    if place.resolve() == run / "policy" and Path(base).name == "base" and (run / "base").is_dir():
-        base = str(run / "base")  # the run may have been moved, and another be where it was
+    # The base of a run or an export may have been moved, and another be where it was.
+    own = run / "base" if place.resolve() == run / "policy" else place.resolve() / "base"
+    if Path(base).name == "base" and Path(base).is_absolute() and own.is_dir():
+        base = str(own)
     elif not Path(base).expanduser().is_dir():
         beside = (place / base).resolve()
         if beside.is_dir():
             base = str(beside)
         elif not Path(base).is_absolute():
             named += f", looked for in {Path.cwd()} and in {place.resolve()},"
+        elif Path(base).name == "base":
+            named += f", looked for there and in {own},"
     base_policy = _load_checkpoint(base, mesh, named, tuned)
     lora, adapter = load_adapter(place, base_policy.config)
     return attach_adapter(base_policy, lora, adapter, base=base, mesh=mesh)

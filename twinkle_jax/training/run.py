@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shutil
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -11,6 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from twinkle_jax.model.huggingface.checkpoint_files import ADAPTER_CONFIG
 from twinkle_jax.reward import RewardFunction
 from twinkle_jax.rollout import LocalEngine, Rollout, hosts
 from twinkle_jax.rollout.engine import LogitsError
@@ -27,7 +29,7 @@ from twinkle_jax.training.effects import check_effects
 from twinkle_jax.training.evaluation import held_out
 from twinkle_jax.training.hosts import check_same, check_shared, connect, describe_loss
 from twinkle_jax.training.metrics import rollout_metrics
-from twinkle_jax.training.policy import save_policy
+from twinkle_jax.training.policy import load_policy, save_policy
 from twinkle_jax.training.progress import (
     Interruption,
     LastStep,
@@ -427,6 +429,8 @@ def export(
 ) -> None:
     """Write the policy of a run's checkpoint in Hugging Face's format.
 
+    Adapters of the built-in policy are written with it, in `base`.
+
     Args:
         directory: of the run.
         target: where to write it.
@@ -439,7 +443,7 @@ def export(
         FileExistsError: if `target` holds something, without `overwrite`; or is the base of the
             run's adapters.
     """
-    path, run = Path(target), Path(directory)
+    path, run = Path(target).expanduser(), Path(directory).expanduser()
     if path.exists() and (not path.is_dir() or any(path.iterdir())) and not overwrite:
         names = sorted(p.name for p in path.iterdir())[:3] if path.is_dir() else ["a file"]
         raise FileExistsError(
@@ -461,4 +465,12 @@ def export(
         Progress(state, jax.random.key(config.seed), 0, Totals(), {}), recipe.reference
     )
     restored = RunCheckpoints(run / "checkpoints").restore(like, step=step)
-    save_policy(policy._replace(params=restored.arrays["state"].params), path, merge=merge)
+    trained = policy._replace(params=restored.arrays["state"].params)
+    if policy.lora is None or config.model is not None or merge:
+        save_policy(trained, path, merge=merge)
+        return
+    base = path / "base"
+    if base.is_dir() and (path / ADAPTER_CONFIG).is_file():  # of an earlier export
+        shutil.rmtree(base)
+    save_policy(trained._replace(base=str(base.resolve())), path)
+    save_policy(load_policy(str(policy.base)), base)
