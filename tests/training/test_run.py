@@ -6,6 +6,7 @@ import os
 import shutil
 import signal
 
+import jax
 import numpy as np
 import pytest
 
@@ -25,12 +26,14 @@ from twinkle_jax.data import read_jsonl
 from twinkle_jax.reward import find_reward
 from twinkle_jax.training import (
     EvaluationConfig,
+    LoraSettings,
     OptimizerConfig,
     RolloutConfig,
     evaluate,
     export,
     load_policy,
     progress,
+    save_policy,
     start,
     train,
 )
@@ -124,6 +127,20 @@ def test_what_is_judged_is_the_policy_as_it_is_by_then(folder, uninterrupted):
         evaluate(load_policy(str(folder / name)), prompts, listener, run_config.rollout)
         assert calls[call] == listener.heard[0]
     assert len(calls) == 8 and calls[0] not in (calls[3], calls[6])
+
+
+def test_adapters_go_on_with_the_base_that_they_were_trained_on(folder, tmp_path):
+    """Its files may be overwritten, or downloaded anew after a commit on the hub."""
+    shutil.copytree(folder / "model", tmp_path / "model")
+    settings = {"model": str(tmp_path / "model"), "lora": LoraSettings(rank=1)}
+    train(config(folder, tmp_path / "run", steps=0, **settings), reward=Scorer())
+    other = load_policy(str(tmp_path / "model"))
+    other = other._replace(params=jax.tree.map(lambda x: x + 1, other.params))
+    save_policy(other, tmp_path / "model")
+    with pytest.raises(ValueError, match=r"^model must have the parameters"):
+        train(config(folder, tmp_path / "run", steps=1, resume="auto", **settings), reward=Scorer())
+    with pytest.raises(ValueError, match=r"^model must have the parameters"):
+        export(tmp_path / "run", tmp_path / "merged", merge=True)
 
 
 def test_before_the_first_step_other_problems_are_measured_again(folder, tmp_path):

@@ -78,14 +78,16 @@ def save(
     reference: Params | None,
     config: TrainConfig,
     *,
+    base: str | None = None,
     wait: bool = True,
 ) -> None:
-    """Save a checkpoint; `wait` is that of `RunCheckpoints.save`."""
+    """Save a checkpoint; `base` is for `check_base`, `wait` that of `RunCheckpoints.save`."""
     facts = {
         "totals": dataclasses.asdict(progress.totals),
         "data": progress.data,
         "config": json.loads(json.dumps(dataclasses.asdict(config))),
         "versions": package_versions(),
+        "base": base,
     }
     checkpoints.save(progress.step, arrays_of(progress, reference), facts, wait=wait)
 
@@ -96,6 +98,7 @@ def restore(
     reference: Params | None,
     config: TrainConfig,
     loader: PromptLoader,
+    base: str | None = None,
 ) -> tuple[Progress, Params | None]:
     """Restore the newest valid checkpoint, and set the loader to its position.
 
@@ -105,17 +108,20 @@ def restore(
         reference: the same, if there is a reference policy.
         config: of the run that resumes.
         loader: of the prompts.
+        base: fingerprint of the frozen parameters; None if there are none.
 
     Returns:
         The progress of the run, and its reference policy. Its `accuracy_before` is None if the
         held-out problems, or what judges them, are others than before.
 
     Raises:
-        ValueError: if a setting or the data are not those of the run; the message names which.
+        ValueError: if a setting, the data or the frozen parameters are not those of the run; the
+            message names which.
     """
 
     def check(facts: dict[str, Any]) -> None:
         check_resumable(facts["config"], config)
+        check_base(facts, base)
         loader.set_state(facts["data"])
 
     step, arrays, facts = checkpoints.restore(arrays_of(fresh, reference), check=check)
@@ -124,6 +130,15 @@ def restore(
         totals = dataclasses.replace(totals, accuracy_before=None)
     progress = Progress(arrays["state"], arrays["key"], step, totals, facts["data"])
     return progress, arrays.get("reference", reference)
+
+
+def check_base(facts: Mapping[str, Any], base: str | None) -> None:
+    """Raise if adapters of a checkpoint were trained on other parameters than those of `base`."""
+    if facts.get("base") not in (None, base):
+        raise ValueError(
+            "model must have the parameters that the run's adapters were trained on, got others in "
+            f"its files: {facts['config']['model'] or 'base'}"
+        )
 
 
 def held_out_settings(settings: Mapping[str, Any]) -> dict[str, Any]:

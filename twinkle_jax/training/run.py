@@ -36,6 +36,7 @@ from twinkle_jax.training.progress import (
     Progress,
     Totals,
     arrays_of,
+    check_base,
     holds_run,
     prepare_directory,
     read_summary,
@@ -43,7 +44,14 @@ from twinkle_jax.training.progress import (
     saved_settings,
     write_atomically,
 )
-from twinkle_jax.training.start import Run, begin, make_recipe, read_policy, with_adapter
+from twinkle_jax.training.start import (
+    Run,
+    begin,
+    fingerprint_of_base,
+    make_recipe,
+    read_policy,
+    with_adapter,
+)
 from twinkle_jax.training.state import begin_training, find_devices
 from twinkle_jax.training.step import (
     SamplerMismatchError,
@@ -101,7 +109,8 @@ def train(config: TrainConfig, *, reward: RewardFunction | None = None) -> dict[
         config = with_choices(config, saved_settings(source))
 
     def write(progress: Progress, *, wait: bool) -> None:
-        save(run.checkpoints, progress, run.recipe.reference, run.config, wait=wait)
+        reference = run.recipe.reference
+        save(run.checkpoints, progress, reference, run.config, base=run.base, wait=wait)
 
     def settle(*, wait: bool) -> None:
         (run.checkpoints.finish if wait else run.checkpoints.poll)()
@@ -442,6 +451,7 @@ def export(
         FileNotFoundError: if there is no run, or no valid checkpoint.
         FileExistsError: if `target` holds something, without `overwrite`; or is the base of the
             run's adapters.
+        ValueError: if the base of the run's adapters is another one now.
     """
     path, run = Path(target).expanduser(), Path(directory).expanduser()
     if path.exists() and (not path.is_dir() or any(path.iterdir())) and not overwrite:
@@ -464,7 +474,10 @@ def export(
     like = arrays_of(
         Progress(state, jax.random.key(config.seed), 0, Totals(), {}), recipe.reference
     )
-    restored = RunCheckpoints(run / "checkpoints").restore(like, step=step)
+    base_files = fingerprint_of_base(policy)
+    restored = RunCheckpoints(run / "checkpoints").restore(
+        like, step=step, check=lambda facts: check_base(facts, base_files)
+    )
     trained = policy._replace(params=restored.arrays["state"].params)
     if policy.lora is None or config.model is not None or merge:
         save_policy(trained, path, merge=merge)

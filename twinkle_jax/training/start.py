@@ -1,6 +1,7 @@
 """The start of a run: its policy, the parts of its steps, and what a resumed one restores."""
 
 import dataclasses
+import hashlib
 import json
 import math
 from pathlib import Path
@@ -46,6 +47,7 @@ from twinkle_jax.training.config import (
 from twinkle_jax.training.display import Display
 from twinkle_jax.training.engine import make_engine
 from twinkle_jax.training.evaluation import held_out
+from twinkle_jax.training.hosts import fingerprint
 from twinkle_jax.training.memory import device_memory, fit
 from twinkle_jax.training.policy import (
     Policy,
@@ -80,6 +82,7 @@ class Run(NamedTuple):
         checkpoints: of the run.
         log: of metrics.
         display: on the terminal.
+        base: fingerprint of the parameters that adapters are added to; None without adapters.
     """
 
     config: TrainConfig
@@ -92,6 +95,7 @@ class Run(NamedTuple):
     checkpoints: RunCheckpoints
     log: MetricsLog | NoLog
     display: Display
+    base: str | None = None
 
 
 def begin(
@@ -137,9 +141,10 @@ def begin(
     config = recipe.config
     progress = Progress(state, jax.random.key(config.seed), 0, totals, loader.get_state())
     checkpoints = RunCheckpoints(directory / "checkpoints", keep=config.logging.keep_checkpoints)
+    base = fingerprint_of_base(policy)
     if source is not None:
         saved = RunCheckpoints(source / "checkpoints") if source != directory else checkpoints
-        progress, reference = restore(saved, progress, recipe.reference, config, loader)
+        progress, reference = restore(saved, progress, recipe.reference, config, loader, base)
         recipe = recipe._replace(reference=reference)
         offset = progress.totals.metrics_offset
         hosts.together("reading metrics.jsonl", lambda: log.truncate(offset))
@@ -150,7 +155,7 @@ def begin(
     ahead = None
     if isinstance(engine, ServerEngine) and config.server.overlap:
         ahead = NextRollout(recipe.source, engine)
-    run = Run(config, task, policy, recipe, engine, ahead, loader, checkpoints, log, display)
+    run = Run(config, task, policy, recipe, engine, ahead, loader, checkpoints, log, display, base)
     return run, progress
 
 
@@ -245,6 +250,14 @@ def read_policy(config: TrainConfig, mesh: Mesh | None = None) -> Policy:
     if config.model is None:
         return small_policy(config.seed)
     return load_policy(config.model, mesh=mesh, argument="model")
+
+
+def fingerprint_of_base(policy: Policy) -> str | None:
+    """Hash the files that the frozen parameters were read from; None without adapters."""
+    if policy.frozen is None or policy.source is None:
+        return None
+    files = sorted(policy.source.glob("*.safetensors"))
+    return hashlib.sha256("".join(map(fingerprint, files)).encode()).hexdigest()[:32]
 
 
 def _write_config(config: TrainConfig, directory: Path) -> None:
