@@ -466,6 +466,12 @@ def test_a_path_may_begin_with_the_home_directory(tmp_path, capsys, monkeypatch)
     assert main(["train", *tiny, "--model=~/run/policy", "--overwrite"]) == 1
     assert "must not hold model" in capsys.readouterr().err
     assert main(["sample", "1+2=", "--model=~/run", "--num_samples", "1"]) == 0
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "1+2=", "answer": "3"}\n')
+    (tmp_path / "own.py").write_text("def zero(completions, **columns):\n    return [0.0]\n")
+    capsys.readouterr()
+    options = ["--task=~/prompts.jsonl", "--reward=~/own.py:zero", "--max_new_tokens", "4"]
+    assert main(["evaluate", "--model=~/run", *options]) == 0
+    assert capsys.readouterr().out == "accuracy 0.0000\nreward 0.0000\n"
 
 
 def test_a_run_goes_on_without_its_options_being_repeated(tmp_path, capsys, monkeypatch):

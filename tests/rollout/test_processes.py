@@ -34,6 +34,17 @@ def call(environment, name, **arguments):
     return messages[0]["content"], info["tool_errors"]
 
 
+def test_tools_are_found_after_a_change_of_the_directory(tmp_path, monkeypatch):
+    """By a reward or an environment: the process starts at the first call, and again if it dies."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "where.py").write_text("import os\n\n\ndef where():\n    return os.getcwd()\n")
+    for name in ("where.py", "~/where.py:where"):
+        monkeypatch.chdir(tmp_path)
+        environment = find_environment(None, name, limits=ProcessLimits(5.0, 256))()
+        monkeypatch.chdir("/")
+        assert call(environment, "where") == (str(tmp_path), 0)
+
+
 def alive(path):
     lines = path.read_text().split()
     return [pid for pid in lines if is_alive(pid)], lines

@@ -123,6 +123,8 @@ def _is_imported(value: Any, module: ModuleType) -> bool:
 def load_module(place: str, argument: str) -> ModuleType:
     """Import a file, or a module from the current directory or `sys.path`, by the user's name."""
     is_file = place.endswith(".py")
+    if is_file:
+        place = str(Path(place).expanduser())
     if is_file and not Path(place).is_file():
         raise ValueError(f"{argument} not found: there is no file {place!r}")
     # What a script could import: modules beside it. Last, so that none replaces an installed one.

@@ -5,6 +5,7 @@ import functools
 import inspect
 import json
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
 from urllib.request import urlopen
@@ -149,6 +150,8 @@ def _named_tools(name: str) -> tuple[str, dict[str, tuple[Callable[..., Any], Se
         if not callable(tool):
             raise TypeError(f"tools must be functions, got {tool!r:.80}")
     ToolEnvironment([tool for tool, _ in tools])  # raises before the run starts
+    if module_name.endswith(".py"):
+        module_name = str(Path(module_name).expanduser())
     return module_name, {tool_schema(tool)["function"]["name"]: (tool, key) for tool, key in tools}
 
 

@@ -45,6 +45,7 @@ def main() -> None:
     request = json.loads(sys.stdin.buffer.readline())
     sys.path[:] = request["path"]
     try:
+        os.chdir(request["directory"])
         make = _tools(request) if request["kind"] == "tools" else _environments(request)
     except BaseException as error:
         ready: dict[str, Any] = {"error": f"{type(error).__name__}: {error}"}

@@ -5,6 +5,7 @@ import contextlib
 import functools
 import itertools
 import json
+import os
 import pickle
 import queue
 import sys
@@ -80,7 +81,9 @@ class Processes:
     """
 
     def __init__(self, description: Mapping[str, Any], limits: ProcessLimits) -> None:
-        self._description, self.limits = dict(description), limits
+        # Rewards and environments may change the working directory before the process starts.
+        self._description = {"directory": os.getcwd(), **description}
+        self.limits = limits
         self._lock = threading.Lock()
         self._numbers = itertools.count(1)
         self.worker = WorkerProcess(_SCRIPT)

@@ -249,7 +249,9 @@ def _facts(
 def _file_of_reward(name: str) -> str | None:
     place = name.rpartition(":")[0]
     is_path = place.endswith(".py")
-    file = place if is_path else getattr(sys.modules.get(place), "__file__", None)
+    file = (
+        Path(place).expanduser() if is_path else getattr(sys.modules.get(place), "__file__", None)
+    )
     return hashlib.sha256(Path(file).read_bytes()).hexdigest() if file else None
 
 

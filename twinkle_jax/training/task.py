@@ -174,10 +174,11 @@ def _find_prompts(config: TrainConfig) -> tuple[Sequence[Trajectory], Sequence[T
         ("evaluation.path", "a file", held_out_files),
     ):
         for file in paths:
-            if not Path(file).is_file():
+            if not Path(file).expanduser().is_file():
                 raise ValueError(f"{name} must be {choices}, got {file!r}, which was not found")
-    prompts = [prompt for file in files for prompt in read(file, system=config.system)]
-    held_out_prompts = [
-        prompt for file in held_out_files for prompt in read(file, system=config.system)
-    ]
-    return prompts, held_out_prompts[:count], "gsm8k" if gsm8k else "math"
+
+    def read_all(paths: Sequence[str]) -> list[Trajectory]:
+        expanded = [Path(path).expanduser() for path in paths]
+        return [prompt for path in expanded for prompt in read(path, system=config.system)]
+
+    return read_all(files), read_all(held_out_files)[:count], "gsm8k" if gsm8k else "math"
