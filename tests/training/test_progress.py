@@ -170,6 +170,22 @@ def test_the_first_signal_asks(number):
     assert [signal.getsignal(x) for x in BOTH] == before
 
 
+def test_a_closed_terminal_asks_too_unless_that_is_ignored():
+    """As under nohup."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    try:
+        with Interruption() as interruption:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert interruption.requested
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_DFL
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        with Interruption() as interruption:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert not interruption.requested
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
 def test_it_can_be_entered_again_and_an_error_passes():
     interruption = Interruption()
     handler = signal.getsignal(signal.SIGINT)

@@ -254,15 +254,17 @@ class LastStep:
 
 # Signals.
 
-_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_HANGUP = getattr(signal, "SIGHUP", None)  # the terminal is gone; not on Windows
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, *([] if _HANGUP is None else [_HANGUP]))
 
 
 class Interruption:
-    """Records SIGTERM and SIGINT, so that a loop can stop between the parts of a step.
+    """Records SIGTERM, SIGINT and SIGHUP, so that a loop can stop between the parts of a step.
 
     Inside the `with` block, the first of these signals sets `requested`. The second ends the
     process at once, even during a compilation, with exit status 128 plus the signal's number: 143
-    for SIGTERM, 130 for Ctrl-C. The block restores the previous handlers when it ends.
+    for SIGTERM, 130 for Ctrl-C. The block restores the previous handlers when it ends. SIGHUP, for
+    a terminal that was closed, stays ignored where it is, as under `nohup`.
 
     If the block still runs `patience` seconds after the first signal (a compilation, a long
     rollout, a reward that hangs), another thread calls `last_resort` once a second until it returns
@@ -323,7 +325,8 @@ class Interruption:
             )
             self._thread.daemon = True
             self._thread.start()
-            self._restore = [(number, signal.signal(number, self._record)) for number in _SIGNALS]
+            handled = [n for n in _SIGNALS if n != _HANGUP or signal.getsignal(n) != signal.SIG_IGN]
+            self._restore = [(number, signal.signal(number, self._record)) for number in handled]
             _installed.append(self)
         return self
 
