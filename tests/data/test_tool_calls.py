@@ -299,6 +299,13 @@ def test_broken_calls_in_forms_of_chat_templates(tool_format, text, reason, good
     assert parsed.content == "So:"
 
 
+def test_after_64_broken_calls_the_rest_is_text():
+    """Each error may cost as much time as the whole text."""
+    broken = "<｜tool▁call▁begin｜>f<｜tool▁sep｜>{<｜tool▁call▁end｜>"
+    calls, errors, content = parse_tool_calls(broken * 66, "deepseek")
+    assert (len(calls), len(errors), content) == (0, 64, broken * 2)
+
+
 def test_the_first_format_takes_the_whole_text():
     hermes = '<tool_call>{"name": "f", "arguments": {"x": "<g><y>1</y></g>"}}</tool_call>'
     react = "Action: h[1]"

@@ -18,6 +18,7 @@ from twinkle_jax.model import (
     prefill,
 )
 
+# For every law.
 NAMES = ("qwen3", "qwen2", "qwen3_5_text", "qwen3_moe", "gemma3_text", "olmo3", "smollm3")
 ALL = (
     "llama",

@@ -20,7 +20,6 @@ from twinkle_jax.data.tokenizer import ControlTokens, Encoded, Tokenizer, show
 from twinkle_jax.data.tool_calls import ANY_FORMAT, TEMPLATE_FORMATS, parse_tool_calls
 from twinkle_jax.data.trajectory import (
     IGNORE,
-    FunctionCall,
     InputFeature,
     Message,
     ToolCall,
@@ -364,7 +363,7 @@ class Template:
 
     @functools.cached_property
     def _example_call(self) -> tuple[str, str | None]:
-        """Return an example, and the content that a message with calls must have to be written.
+        """Return an example, and the content of an empty message with which its calls are written.
 
         DeepSeek's templates want arguments as text; that of R1-Distill leaves out the calls of a
         message whose content is text, even if it is empty.
@@ -372,8 +371,8 @@ class Template:
         if self.chat_template is None:
             return "", ""
         for arguments, content in itertools.product(({"x": 1}, '{"x": 1}'), ("", None)):
-            function = FunctionCall(name=_EXAMPLE, arguments=arguments)  # type: ignore[typeddict-item]
-            call = ToolCall(type="function", id="call00000", function=function)
+            function = {"name": _EXAMPLE, "arguments": arguments}
+            call = {"type": "function", "id": "call00000", "function": function}
             messages = [
                 {"role": "user", "content": "?"},
                 {"role": "assistant", "content": content, "tool_calls": [call]},
@@ -385,10 +384,10 @@ class Template:
         return "", ""
 
     def _with_ids(self, messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-        """Write calls and their ids into messages, which Mistral's templates do not do without.
+        """Write calls and their ids into messages, since Mistral's templates need them.
 
-        These refuse a tool's answer without the id of a call, and a message without calls between
-        two others of the assistant. Ids that are missing are made up.
+        They refuse an answer of a tool that has no id of a call, and one behind a message of the
+        assistant that has no calls. Missing ids are made up.
         """
         if all(m["role"] != "tool" for m in messages) or self.tool_formats[0] != "mistral":
             return list(messages)

@@ -185,8 +185,8 @@ def _with_accuracy_before(
     """Measure the accuracy before the first step of a resumed run, if none is done yet."""
     if progress.step:
         display.note(
-            "accuracy_before is not known for these settings of evaluation: they are others than "
-            "before the first step"
+            "accuracy_before is not known: settings of the evaluation have changed since the first "
+            "step"
         )
         return progress
     restored = policy._replace(params=progress.state.params)
