@@ -4,9 +4,12 @@ Tests that train use these sizes, so that sampling, scoring and an update compil
 """
 
 import json
+import shutil
 
 import jax
+import numpy as np
 
+from tests.model.huggingface.tensors import rewrite
 from twinkle_jax.data import ArithmeticTask, Template, small_tokenizer
 from twinkle_jax.model import init_params, parse_config
 from twinkle_jax.training import (
@@ -36,6 +39,14 @@ def make_files(folder):
     lines = [json.dumps({"prompt": f"{p}=", "answer": a}) for p, a in problems]
     (folder / "task.jsonl").write_text("\n".join(lines[:6]))
     (folder / "held_out.jsonl").write_text("\n".join(lines[6:]))
+
+
+def make_reward_model(folder, directory):
+    """Write the policy's decoder with a random head."""
+    shutil.copytree(folder / "model", directory)
+    head = np.random.default_rng(0).standard_normal((1, WIDTHS["hidden_size"]))
+    rewrite(directory, {"score.weight": head.astype(np.float32), "lm_head.weight": None})
+    return str(directory)
 
 
 def update(**changes):

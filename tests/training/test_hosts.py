@@ -74,6 +74,16 @@ def test_two_processes_are_one(folder, tmp_path):
     assert run.printed(1).replace("[Gloo]", "").count("step") == 0
 
 
+@pytest.mark.exhaustive
+def test_two_processes_score_with_a_reward_model(folder, tmp_path):
+    """Each has the whole model, on its own devices, and scores the completions that it holds."""
+    reward = small_run.make_reward_model(folder, tmp_path / "preference")
+    short = {"steps": 2, "reward": reward, "update": small_run.update(kl_beta=0.0)}
+    train(config(folder, tmp_path / "one", **short))
+    run_joined(folder, config(folder, tmp_path / "two", **short))
+    assert_same_metrics(tmp_path / "two", tmp_path / "one")
+
+
 def test_files_that_differ_have_different_fingerprints(tmp_path):
     for size in (100, 3_000_000):  # of the larger, samples are read
         content = np.random.default_rng(0).bytes(size)
@@ -153,13 +163,16 @@ def test_what_differs_between_two_processes_is_refused_by_name(folder, tmp_path,
         ("versions", "the version of jax"),
         ("settings", "jax_default_matmul_precision"),
         ("file", "more.txt of model"),
+        ("reward", "more.txt of reward .*/preference"),
         ("clock", "clocks"),
     ],
 )
 def test_what_differs_on_one_host_is_named(folder, tmp_path, monkeypatch, change, name):
     """Seen from one process, which computes what the other one would share."""
     versions = training_hosts.package_versions()
-    more, clock = folder / "model" / "more.txt", time.time
+    clock, reward = time.time, tmp_path / "preference"
+    reward.mkdir()
+    more = (reward if change == "reward" else folder / "model") / "more.txt"
 
     def share(call, compute):
         first = compute()
@@ -169,7 +182,7 @@ def test_what_differs_on_one_host_is_named(folder, tmp_path, monkeypatch, change
             if change == "clock":
                 other.setattr(time, "time", lambda: clock() + 120)
                 return [first, time.time() if call == "comparing clocks" else compute()]
-            if change == "file":
+            if change in ("file", "reward"):
                 more.write_text("of one host")
             second = compute()
             more.unlink(missing_ok=True)
@@ -179,7 +192,7 @@ def test_what_differs_on_one_host_is_named(folder, tmp_path, monkeypatch, change
     monkeypatch.setattr(hosts, "several", lambda: True)
     monkeypatch.setattr(hosts, "share", share)
     with pytest.raises(hosts.SharedError, match=name):
-        check_same(config(folder, tmp_path / "run"), [], [])
+        check_same(config(folder, tmp_path / "run", reward=str(reward)), [], [])
 
 
 def test_hosts_that_are_started_differently_are_refused_by_name(folder, tmp_path):

@@ -45,6 +45,7 @@ from twinkle_jax.model.huggingface.adapter_files import (
 )
 from twinkle_jax.model.huggingface.checkpoint import Partition, load_pretrained, save_pretrained
 from twinkle_jax.model.huggingface.config_json import parse_config
+from twinkle_jax.model.reward_model import RewardModel
 
 __all__ = [
     "Activation",
@@ -66,6 +67,7 @@ __all__ = [
     "Partition",
     "PromptPages",
     "Remat",
+    "RewardModel",
     "RopeScaling",
     "SavesTokenizer",
     "Window",

@@ -4,7 +4,7 @@ import importlib
 import importlib.util
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any
@@ -58,16 +58,20 @@ def find_reward(name: str, *, argument: str = "reward") -> RewardFunction:
 def find_rewards(
     names: str | Sequence[str],
     weights: Sequence[float] | None = None,
+    *,
+    find: Callable[[str], RewardFunction] = find_reward,
 ) -> WeightedReward:
     """Find several rewards by name, and combine them in a weighted sum.
 
     Args:
         names: one name or several, as for `find_reward`.
         weights: one for each name; ones by default.
+        find: finds a reward by its name.
 
     Returns:
         The weighted sum. `score_trajectories` also returns each reward under its name: that of the
-        built-in reward or of the function, or `FILE.py:NAME` if two functions have the same name.
+        built-in reward, of the function, or of the last part of a path; or the whole `FILE.py:NAME`
+        if two have the same.
 
     Raises:
         ValueError: if there are no names, a name is given twice or not found, or the weights are
@@ -92,9 +96,9 @@ def find_rewards(
         raise ValueError(
             f"reward_weights must be {len(names)} finite numbers, one a reward, got {weights}"
         )
-    short = [name.rpartition(":")[2] for name in names]
+    short = [Path(name.rpartition(":")[2]).name for name in names]
     labels = [s if short.count(s) == 1 else n for s, n in zip(short, names, strict=True)]
-    rewards = [find_reward(name) for name in names]
+    rewards = [find(name) for name in names]
     return WeightedReward(
         dict(zip(labels, rewards, strict=True)), dict(zip(labels, weights, strict=True))
     )

@@ -255,8 +255,9 @@ class TrainConfig:
             environment, which gives the prompts itself; auto: environment if there is one, else
             arithmetic.
         level: difficulty of the arithmetic task, 1 to 6.
-        reward: exact, math, gsm8k, FILE.py:NAME or MODULE:NAME; may be given several times, then
-            the rewards are added up; none: the task's own, or the environment's alone.
+        reward: exact, math, gsm8k, FILE.py:NAME, MODULE:NAME, or the directory or hub id of a
+            reward model; may be given several times, then the rewards are added up; none: the
+            task's own, or the environment's alone.
         reward_weights: weights of several rewards, in their order; none: 1 each.
         reward_timeout: seconds that a reward may take for the completions of a step.
         system: system message of conversations that begin with none.

@@ -25,6 +25,7 @@ from twinkle_jax.model.huggingface.saving import names_path
 from twinkle_jax.rollout import hosts
 from twinkle_jax.training.config import DistributedConfig, TrainConfig, flat
 from twinkle_jax.training.progress import package_versions
+from twinkle_jax.training.task import is_reward_model
 
 _PROBE = ".shared"
 _LOST_AFTER = 25  # seconds without a heartbeat, after which a process counts as dead
@@ -238,12 +239,18 @@ def _facts(
     facts["the data of task"] = prompts_fingerprint(train)
     facts["the data of evaluation.path"] = prompts_fingerprint(held_out)
     for name in [*config.rewards, *filter(None, [config.evaluation.reward])]:
-        facts[f"the file of reward {name}"] = _file_of_reward(name)
+        if is_reward_model(name):
+            facts |= _files_of_model(name, f"reward {name}")
+        else:
+            facts[f"the file of reward {name}"] = _file_of_reward(name)
     if config.model is not None:
-        directory = locate(config.model, argument="model")
-        for path in sorted(p for p in directory.iterdir() if p.is_file()):
-            facts[f"{path.name} of model"] = fingerprint(path)
+        facts |= _files_of_model(config.model, "model")
     return facts
+
+
+def _files_of_model(path_or_id: str, argument: str) -> dict[str, str]:
+    files = sorted(locate(path_or_id, argument=argument).iterdir())
+    return {f"{path.name} of {argument}": fingerprint(path) for path in files if path.is_file()}
 
 
 def _file_of_reward(name: str) -> str | None:

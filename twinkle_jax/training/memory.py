@@ -67,8 +67,8 @@ def update_memory(recipe: Recipe, state: TrainState) -> int:
     apply = partial(apply_gradients, optimizer=recipe.optimizer, max_grad_norm=1.0, mesh=mesh)
     computing = jax.jit(gradient, donate_argnums=0).lower(state, frozen, batch, packing).compile()
     applying = jax.jit(apply, donate_argnums=0).lower(state).compile()
-    needed = max(_peak_bytes(computing), _peak_bytes(applying) + _bytes(frozen))
-    return needed + _bytes(shapes_of(recipe.reference))
+    needed = max(_peak_bytes(computing), _peak_bytes(applying) + device_bytes(frozen))
+    return needed + device_bytes(shapes_of(recipe.reference))
 
 
 def rollout_memory(recipe: Recipe, state: TrainState) -> int:
@@ -80,7 +80,7 @@ def rollout_memory(recipe: Recipe, state: TrainState) -> int:
     """
     rollout = recipe.config.rollout
     state, frozen = shapes_of(state), shapes_of(recipe.frozen)
-    held = sum(map(_bytes, (state, frozen, shapes_of(recipe.reference))))
+    held = sum(map(device_bytes, (state, frozen, shapes_of(recipe.reference))))
     rows = rollout.prompts * rollout.num_samples
     if recipe.config.many_turns and (rollout.slots is None or rows <= rollout.slots):
         return held + conversations_memory(
@@ -215,7 +215,7 @@ def _peak_bytes(compiled: Any) -> int:
     return int(memory.argument_size_in_bytes + results + memory.temp_size_in_bytes)
 
 
-def _bytes(tree: Any) -> int:
+def device_bytes(tree: Any) -> int:
     """Bytes per device of arrays with these shapes and shardings."""
 
     def size(x: jax.ShapeDtypeStruct) -> int:

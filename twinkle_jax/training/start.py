@@ -48,7 +48,7 @@ from twinkle_jax.training.display import Display
 from twinkle_jax.training.engine import make_engine
 from twinkle_jax.training.evaluation import held_out
 from twinkle_jax.training.hosts import fingerprint
-from twinkle_jax.training.memory import device_memory, fit
+from twinkle_jax.training.memory import device_bytes, device_memory, fit
 from twinkle_jax.training.policy import (
     Policy,
     WarmStart,
@@ -59,7 +59,7 @@ from twinkle_jax.training.policy import (
     warm_start,
 )
 from twinkle_jax.training.progress import Progress, Totals, restore, write_atomically
-from twinkle_jax.training.state import TrainState, begin_training, find_devices
+from twinkle_jax.training.state import TrainState, begin_training, find_devices, shapes_of
 from twinkle_jax.training.step import Recipe
 from twinkle_jax.training.task import Task
 from twinkle_jax.training.tracking import MetricsLog, NoLog
@@ -137,7 +137,8 @@ def begin(
     )
     loader = PromptLoader(task.train, config.rollout.prompts, seed=config.seed)
     state = begin_training(policy.params, recipe.optimizer, mesh)
-    recipe = _fit_devices(recipe, state, directory, display)
+    others = sum(device_bytes(shapes_of(model.params)) for model in task.reward_models())
+    recipe = _fit_devices(recipe, state, directory, display, others=others)
     config = recipe.config
     progress = Progress(state, jax.random.key(config.seed), 0, totals, loader.get_state())
     checkpoints = RunCheckpoints(directory / "checkpoints", keep=config.logging.keep_checkpoints)
@@ -268,14 +269,26 @@ def _write_config(config: TrainConfig, directory: Path) -> None:
     )
 
 
-def _fit_devices(recipe: Recipe, state: TrainState, directory: Path, display: Display) -> Recipe:
-    """Reduce automatic settings until they fit the devices' memory, where that is known."""
+def _fit_devices(
+    recipe: Recipe, state: TrainState, directory: Path, display: Display, *, others: int
+) -> Recipe:
+    """Reduce automatic settings until they fit the devices' memory, where that is known.
+
+    Args:
+        recipe: of the run.
+        state: what is trained.
+        directory: of the run.
+        display: shows what is chosen.
+        others: bytes per device of other models.
+    """
     memory = recipe.config.mesh.memory
     limits = hosts.share("reading the devices' memory", lambda: device_memory(memory))
     if None in limits:
         return recipe
+    if others:
+        display.note(f"reward models take {others / 2**30:.2f} GiB of each device")
     display.note("compiling the largest step to measure its memory")
-    config = fit(recipe, state, min(limits), display.note)
+    config = fit(recipe, state, min(limits) - others, display.note)
     if config == recipe.config:
         return recipe
     _write_config(config, directory)

@@ -6,6 +6,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jax
+
 from twinkle_jax.data import (
     ArithmeticTask,
     Message,
@@ -15,6 +17,7 @@ from twinkle_jax.data import (
     user_data_get,
 )
 from twinkle_jax.data.prompts import GeneratedPrompts, download_split
+from twinkle_jax.model import RewardModel, make_mesh
 from twinkle_jax.reward import (
     RewardFunction,
     WeightedReward,
@@ -22,7 +25,7 @@ from twinkle_jax.reward import (
     find_reward,
     find_rewards,
 )
-from twinkle_jax.reward.reward import ColumnsReward
+from twinkle_jax.reward.reward import REWARDS, ColumnsReward
 from twinkle_jax.rollout import EnvironmentFactory, ProcessLimits, find_environment
 from twinkle_jax.training.config import TrainConfig
 
@@ -60,6 +63,13 @@ class Task(NamedTuple):
     reward: RewardFunction | None
     judge: RewardFunction | None = None
     environment: EnvironmentFactory | None = None
+
+    def reward_models(self) -> list[RewardModel]:
+        """The models among the rewards."""
+        rewards: list[Any] = []
+        for reward in (self.reward, self.judge):
+            rewards += reward.rewards.values() if isinstance(reward, WeightedReward) else [reward]
+        return [reward for reward in rewards if isinstance(reward, RewardModel)]
 
 
 class EnvironmentRows(GeneratedPrompts):
@@ -112,14 +122,15 @@ def make_task(config: TrainConfig, reward: RewardFunction | None = None) -> Task
         # Environments give rewards themselves; named ones are added to them.
         names = config.rewards or ([] if config.environment is not None else [fitting])
         # One reward without a weight is called directly: there is nothing to add up.
-        reward = find_reward(names[0]) if names else None
+        find = partial(_find_reward, config)
+        reward = find(names[0]) if names else None
         if len(names) > 1 or config.reward_weights:
-            reward = find_rewards(names, config.reward_weights)
+            reward = find_rewards(names, config.reward_weights, find=find)
     else:
         reward = as_reward(reward)
     judge = None
     if config.evaluation.reward:
-        judge = find_reward(config.evaluation.reward, argument="evaluation.reward")
+        judge = _find_reward(config, config.evaluation.reward, argument="evaluation.reward")
     for argument, prompts, scored_by in (
         ("task", train, reward),
         ("evaluation.path", held_out, judge or reward),
@@ -127,6 +138,24 @@ def make_task(config: TrainConfig, reward: RewardFunction | None = None) -> Task
         if len(prompts):
             _check_reward(argument, prompts, scored_by, adds_columns=config.many_turns)
     return Task(train, held_out, reward, judge, environment)
+
+
+def _find_reward(config: TrainConfig, name: str, *, argument: str = "reward") -> RewardFunction:
+    """Find a reward by its name, or read a reward model on the devices of this process."""
+    if not is_reward_model(name):
+        return find_reward(name, argument=argument)
+    mesh, devices = config.mesh, jax.local_devices()
+    if jax.process_count() == 1:
+        devices = devices[: mesh.data * mesh.fsdp * mesh.tensor]
+    spread = make_mesh(fsdp=len(devices), devices=devices) if len(devices) > 1 else None
+    return RewardModel.from_pretrained(name, mesh=spread, argument=argument)
+
+
+def is_reward_model(name: str) -> bool:
+    """Whether a reward is named by a directory or a hub id, rather than by a function."""
+    if name in REWARDS or ":" in name or name.endswith(".py"):
+        return False
+    return "/" in name or Path(name).expanduser().is_dir()
 
 
 def _check_reward(

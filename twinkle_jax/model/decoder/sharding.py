@@ -50,13 +50,20 @@ RULES: tuple[tuple[str, PartitionSpec], ...] = (
 )
 
 
-def make_mesh(*, data: int = 1, fsdp: int = 1, tensor: int = 1) -> Mesh:
-    """Arrange the first devices in a mesh that models run on.
+def make_mesh(
+    *,
+    data: int = 1,
+    fsdp: int = 1,
+    tensor: int = 1,
+    devices: Sequence[jax.Device] | None = None,
+) -> Mesh:
+    """Arrange devices in a mesh that models run on.
 
     Args:
         data: copies of the parameters, each with its share of the rows.
         fsdp: over how many devices parameters are spread, with the rows.
         tensor: over how many devices heads and feed-forward columns are spread.
+        devices: to arrange, the first ones of these; None for all that JAX has.
 
     Returns:
         A mesh with automatic axes named data, fsdp and tensor.
@@ -66,8 +73,8 @@ def make_mesh(*, data: int = 1, fsdp: int = 1, tensor: int = 1) -> Mesh:
         (('data', 1), ('fsdp', 1), ('tensor', 1))
     """
     shape = (data, fsdp, tensor)
-    devices = jax.devices()[: data * fsdp * tensor]
-    return jax.make_mesh(shape, AXES, (AxisType.Auto,) * 3, devices=devices)
+    chosen = (jax.devices() if devices is None else devices)[: data * fsdp * tensor]
+    return jax.make_mesh(shape, AXES, (AxisType.Auto,) * 3, devices=chosen)
 
 
 def partition_rules(mesh: Mesh) -> Callable[[str, tuple[int, ...]], PartitionSpec]:

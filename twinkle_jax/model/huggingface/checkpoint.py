@@ -32,6 +32,7 @@ from twinkle_jax.model.decoder.lora import walk
 from twinkle_jax.model.decoder.parameters import (
     EXPERTS,
     Parameter,
+    Params,
     nest,
     parameter_table,
     stacked_shape,
@@ -129,24 +130,34 @@ def load_pretrained(
             config = read_config(directory)
         else:
             stored = first_layers(stored, config.layers)
-        names = match_tensors(config, stored)
-        with ExitStack() as stack:
-            files = open_files(stack, stored)
-            _check_tied_head(config, files, stored, together)
-            leaves = [
-                StoredLeaf(
-                    path=path,
-                    shape=stacked_shape(config, path, p),
-                    dtype=_leaf_dtype(names[path], stored, dtype),
-                    names=names[path],
-                    slices=[
-                        [files[name].get_slice(name) for name in group] for group in names[path]
-                    ],
-                )
-                for path, p in parameter_table(config).items()
-            ]
-            arrays = {leaf.path: place(leaf, _sharding(mesh, partition, leaf)) for leaf in leaves}
-    return Decoder(config, nest(arrays), source=directory.absolute())
+        params = read_params(config, stored, dtype=dtype, mesh=mesh, partition=partition)
+    return Decoder(config, params, source=directory.absolute())
+
+
+def read_params(
+    config: DecoderConfig,
+    stored: Mapping[str, StoredTensor],
+    *,
+    dtype: DTypeLike | None = None,
+    mesh: Mesh | None = None,
+    partition: Partition | None = None,
+) -> Params:
+    """Read a decoder's parameters from the tensors of a checkpoint, see `load_pretrained`."""
+    names = match_tensors(config, stored)
+    with ExitStack() as stack:
+        files = open_files(stack, stored)
+        _check_tied_head(config, files, stored, mesh is not None and mesh.is_multi_process)
+        leaves = [
+            StoredLeaf(
+                path=path,
+                shape=stacked_shape(config, path, p),
+                dtype=_leaf_dtype(names[path], stored, dtype),
+                names=names[path],
+                slices=[[files[name].get_slice(name) for name in group] for group in names[path]],
+            )
+            for path, p in parameter_table(config).items()
+        ]
+        return nest({leaf.path: place(leaf, _sharding(mesh, partition, leaf)) for leaf in leaves})
 
 
 def read_config(directory: Path) -> DecoderConfig:
