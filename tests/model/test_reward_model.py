@@ -136,6 +136,10 @@ def test_what_is_no_reward_model_is_refused(tmp_path):
         RewardModel.from_pretrained(tmp_path / "one")
     with pytest.raises(ValueError, match=r"head .*\(24,\).* got \(25,\)"):
         RewardModel(config, params_of("qwen3"), np.ones(25), TEMPLATE)
+    for strategy in ("delete", "split"):  # scores would belong to other conversations
+        template = Template(TEMPLATE.tokenizer, truncation_strategy=strategy)
+        with pytest.raises(ValueError, match=f"template .* got .*{strategy}"):
+            RewardModel(config, params_of("qwen3"), np.ones(24), template)
 
 
 def test_scores_and_heads_that_are_not_finite_are_refused(tmp_path):

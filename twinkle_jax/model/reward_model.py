@@ -48,15 +48,16 @@ class RewardModel(Reward):
         config: the decoder.
         params: its parameters; a head for tokens is not needed.
         head: $w$.
-        template: encodes conversations. A longer one than its `max_length` is an error.
+        template: encodes conversations; what is too long for it is an error, or is cut.
         pad_token_id: as in the checkpoint's `config.json`: at the end of a conversation this token
             is not counted, so $T$ is the token before it. None counts all.
         compute_dtype: type of activations; None for that of the parameters.
         mesh: devices of the parameters, all of this process; None for one device.
 
     Raises:
-        ValueError: if the head has another width than the decoder; when called, for a conversation
-            that the template refuses, or scores that are not finite.
+        ValueError: if the head has another width than the decoder, or the template deletes or
+            splits what is too long; when called, for a conversation that the template refuses, or
+            scores that are not finite.
 
     References:
         [Fine-Tuning Language Models from Human Preferences](https://arxiv.org/abs/1909.08593)
@@ -95,6 +96,11 @@ class RewardModel(Reward):
                 f"head must have the shape ({config.hidden_size},), the decoder's width, "
                 f"got {head.shape}"
             )
+        if template.truncation_strategy in ("delete", "split"):
+            raise ValueError(
+                "template must give one feature for each conversation, got truncation_strategy="
+                f"{template.truncation_strategy!r}"
+            )
         if mesh is not None:
             check_mesh(mesh)
         self.config, self.params, self.head, self.template = config, params, head, template
@@ -123,7 +129,7 @@ class RewardModel(Reward):
 
         Raises:
             ValueError: as `load_pretrained`; if there is no `score.weight`, or it has several
-                labels; if there is no chat template, or tokens that the embedding does not have.
+                labels; if there is no chat template.
         """
         directory = locate(path_or_id, argument=argument)
         stored = stored_tensors(directory)
