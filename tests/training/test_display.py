@@ -109,6 +109,27 @@ def test_a_sentence_each_time_that_it_begins_to_hold():
     assert shown == ["step 0", "step 1", sentence, "step 2", "step 3", "step 4", sentence]
 
 
+def test_rewards_that_differ_only_where_completions_are_left_out():
+    masked = {"frac_reward_zero_std": 1.0, "reward": -0.9, "reward_std": 0.1}
+    assert list(explain(masked | {"completions/clipped_ratio": 0.5})) == ["masked"]
+    assert list(explain(masked | {"reward_std": 0.0, "completions/clipped_ratio": 0.5})) == ["flat"]
+
+
+def test_mean_rewards_that_are_not_the_accuracy():
+    def show(display):
+        display.step(3, {"eval/accuracy": 0.5, "eval/reward": 0.625})
+        display.step(4, {"eval/accuracy": 0.5, "eval/reward": 0.5})
+
+    assert printed(show).splitlines()[1::2] == [
+        "held-out accuracy after step 3: 0.500, mean reward 0.625",
+        "held-out accuracy after step 4: 0.500",
+    ]
+    summary = {"steps": 4, "seconds": 2.0, "accuracy_before": 0.0, "accuracy_after": 0.5}
+    summary |= {"reward_before": 0.25, "reward_after": 0.625}
+    shown = printed(lambda display: display.summary(summary, "runs/mine")).splitlines()
+    assert shown[1] == "held-out mean reward 0.250 before, 0.625 after"
+
+
 def trajectory(prompt, completion):
     user = {"role": "user", "content": prompt}
     return {"messages": [user, {"role": "assistant", "content": completion}]}
@@ -285,10 +306,10 @@ def drawn(tmp_path, monkeypatch):
 
     monkeypatch.setattr(matplotlib.figure, "Figure", Kept)
 
-    def draw(rows, rest=""):
+    def draw(rows, rest="", **accuracies):
         path = tmp_path / "metrics.jsonl"
         path.write_text("".join(json.dumps(row) + "\n" for row in rows) + rest)
-        draw_curves(path, tmp_path / "curves.png")
+        draw_curves(path, tmp_path / "curves.png", **accuracies)
         content = (tmp_path / "curves.png").read_bytes()
         assert content[:8] == b"\x89PNG\r\n\x1a\n" and len(content) > 5000
         return {ax.get_title("left").split("  ")[0]: ax for ax in figures[-1].axes}
@@ -322,6 +343,10 @@ def test_all_that_there_is_and_no_more(drawn):
         assert (edges.min(), edges.max()) == (low, high)
     assert {ax.get_xlim() for ax in axes.values()} == {(1 - 0.09, 4 + 0.09)}
     assert axes["norm of the gradient"].get_yscale() == "linear"
+    axes = drawn([{"step": 1}, {"step": 2}], accuracy_before=0.25, accuracy_after=0.5)
+    np.testing.assert_array_equal(
+        axes["held-out accuracy"].lines[0].get_xydata(), [[0, 0.25], [2, 0.5]]
+    )
     more = drawn([{"step": 1, "reward": 1.0, "kl": 0.1, "entropy": 0.2}])
     assert list(more) == ["reward", "KL divergence from the reference policy",
                           "entropy, nats a token"]  # fmt: skip

@@ -153,6 +153,7 @@ def test_before_the_first_step_other_problems_are_measured_again(folder, tmp_pat
         changes = {"evaluation": settings, "steps": 0, "resume": "auto"}
         summary = train(config(folder, tmp_path / "run", **changes), reward=first_is_right)
         assert summary["accuracy_before"] == summary["accuracy_after"] == expected
+        assert summary["reward_before"] == summary["reward_after"] == expected
 
 
 def test_an_evaluation_may_have_a_reward_of_its_own(folder, tmp_path):
@@ -168,6 +169,7 @@ def test_an_evaluation_may_have_a_reward_of_its_own(folder, tmp_path):
     held_out_metrics = evaluate(policy, prompts, find_reward(judge), run_config.rollout)
     assert summary["accuracy_after"] == lines(tmp_path / "run")[1]["eval/accuracy"]
     assert summary["accuracy_after"] == held_out_metrics["accuracy"] != summary["accuracy_before"]
+    assert summary["reward_after"] == held_out_metrics["reward"]
 
 
 @pytest.mark.parametrize(

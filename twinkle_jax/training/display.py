@@ -75,6 +75,11 @@ _FLAT = (
     "Nothing to learn from in this step: every completion of a prompt got the same reward, so none "
     "is better than the others of its group, and all advantages are 0. "
 )
+_MASKED = (
+    "Nothing to learn from in this step: update.mask_truncated leaves out what was cut off at a "
+    "limit, and no prompt has two other completions with different rewards. A higher limit leaves "
+    "out fewer. "
+)
 _LEFT_OUT = "No update was made: parameters and the optimizer's moments are as before. "
 _ALL_WRONG = (
     "All rewards are 0: the task may be too hard for this policy so far, or the reward does not "
@@ -114,11 +119,16 @@ def explain(metrics: Mapping[str, float]) -> dict[str, str]:
     if metrics.get("frac_reward_zero_std", 0) >= 1 and (gradient == 0 or "kl" in metrics):
         reward = metrics.get("reward")
         left_out = _LEFT_OUT if metrics.get("updates_without_signal", 0) and not gradient else ""
-        explanations["flat"] = (
-            _FLAT
-            + left_out
-            + (_ALL_WRONG if reward == 0 else _ALL_RIGHT if reward == 1 else _ALIKE)
-        )
+        rounding = 1e-6 * max(1.0, abs(metrics.get("reward", 0)))
+        differ = metrics.get("reward_std", 0) > rounding
+        if differ and metrics.get("completions/clipped_ratio", 0) > 0:
+            explanations["masked"] = _MASKED + left_out
+        else:
+            explanations["flat"] = (
+                _FLAT
+                + left_out
+                + (_ALL_WRONG if reward == 0 else _ALL_RIGHT if reward == 1 else _ALIKE)
+            )
     elif abs(metrics.get("loss", 1)) < 1e-6 and gradient > 0:
         explanations["zero loss"] = _ZERO_LOSS
     if metrics.get("completions/clipped_ratio", 0) > 0.5:
@@ -188,12 +198,25 @@ class Display:
         else:
             self._progress.update(self._task, completed=step, shown=shown)
         if "eval/accuracy" in metrics:
-            self.note(f"held-out accuracy after step {step}: {metrics['eval/accuracy']:.3f}")
+            names = ("accuracy", "reward")
+            results = {x: metrics[f"eval/{x}"] for x in names if f"eval/{x}" in metrics}
+            self.held_out(f"after step {step}", results)
         sentences = explain(metrics)
         for name, sentence in sentences.items():
             if name not in self._explained:
                 self.note(sentence)
         self._explained = set(sentences)
+
+    def held_out(self, when: str, results: Mapping[str, float]) -> None:
+        """Show held-out accuracy, and the mean reward if rewards are not all 0 or 1.
+
+        Args:
+            when: of the run it was measured.
+            results: `accuracy`, and `reward` if it is known.
+        """
+        accuracy, reward = results["accuracy"], results.get("reward")
+        graded = "" if reward in (None, accuracy) else f", mean reward {reward:.3f}"
+        self.note(f"held-out accuracy {when}: {accuracy:.3f}{graded}")
 
     def samples(
         self,
@@ -297,6 +320,9 @@ class Display:
         before, after = summary.get("accuracy_before"), summary.get("accuracy_after")
         if before is not None and after is not None:
             self.note(f"held-out accuracy {before:.3f} before, {after:.3f} after {time}")
+            rewards = summary.get("reward_before"), summary.get("reward_after")
+            if None not in rewards and rewards != (before, after):
+                self.note("held-out mean reward {:.3f} before, {:.3f} after".format(*rewards))
         else:
             self.note(time)
         files = ", metrics.jsonl and curves.png" if summary["steps"] else " and metrics.jsonl"
@@ -382,6 +408,7 @@ def draw_curves(
     picture: str | os.PathLike[str],
     *,
     accuracy_before: float | None = None,
+    accuracy_after: float | None = None,
 ) -> None:
     """Plot reward, held-out accuracy, length, KL, entropy and gradient norm against the step.
 
@@ -392,6 +419,7 @@ def draw_curves(
         metrics: path of `metrics.jsonl`.
         picture: path of the PNG to write.
         accuracy_before: held-out accuracy before the first step, where its curve begins.
+        accuracy_after: held-out accuracy after the last step, where its curve ends.
 
     Raises:
         ImportError: if matplotlib is not installed; it names the extra.
@@ -403,6 +431,8 @@ def draw_curves(
     rows = _read(Path(metrics))
     if rows and accuracy_before is not None:
         rows = [{"step": 0, "eval/accuracy": accuracy_before}, *rows]
+    if rows and accuracy_after is not None:
+        rows[-1] = rows[-1] | {"eval/accuracy": accuracy_after}
     steps = np.asarray([row["step"] for row in rows], float)
     panels = [panel for panel in _PANELS if np.isfinite(_column(rows, panel.name)).any()]
     if not panels:

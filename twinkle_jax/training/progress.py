@@ -40,6 +40,7 @@ class Totals:
         metrics_offset: length of metrics.jsonl, in bytes, up to and with the last line that belongs
             to these steps.
         unwritten: metrics of the last step as JSON, while their line waits for an evaluation.
+        reward_before: mean held-out reward before the first step; None if it was not measured.
     """
 
     num_tokens: int = 0
@@ -48,6 +49,7 @@ class Totals:
     accuracy_before: float | None = None
     metrics_offset: int = 0
     unwritten: str | None = None
+    reward_before: float | None = None
 
 
 class Progress(NamedTuple):
@@ -127,7 +129,7 @@ def restore(
     step, arrays, facts = checkpoints.restore(arrays_of(fresh, reference), check=check)
     totals = Totals(**facts["totals"])
     if held_out_settings(facts["config"]) != held_out_settings(dataclasses.asdict(config)):
-        totals = dataclasses.replace(totals, accuracy_before=None)
+        totals = dataclasses.replace(totals, accuracy_before=None, reward_before=None)
     progress = Progress(arrays["state"], arrays["key"], step, totals, facts["data"])
     return progress, arrays.get("reference", reference)
 

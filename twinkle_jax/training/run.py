@@ -82,8 +82,9 @@ def train(config: TrainConfig, *, reward: RewardFunction | None = None) -> dict[
             trajectories and ground truths.
 
     Returns:
-        What `summary.json` holds: `accuracy_before`, `accuracy_after`, `steps`, `seconds`,
-        `step_time`, and `interrupted` where a signal ended the run early.
+        What `summary.json` holds: `accuracy_before`, `accuracy_after`, `reward_before`,
+        `reward_after`, `steps`, `seconds`, `step_time`, and `interrupted` where a signal ended the
+        run early.
 
     Raises:
         ValueError: if the configuration does not fit the run to resume, or the task.
@@ -397,6 +398,8 @@ def summarize(progress: Progress, *, interrupted: bool) -> dict[str, Any]:
     return {
         "accuracy_before": totals.accuracy_before,
         "accuracy_after": None,
+        "reward_before": totals.reward_before,
+        "reward_after": None,
         "steps": progress.step,
         "seconds": round(totals.seconds, 3),
         "step_time": round(totals.seconds / max(progress.step, 1), 4),
@@ -413,14 +416,18 @@ def finish(
     results = held_out(
         run.config, run.task, run.policy, engine=run.engine, params=params, check=check
     )
-    summary = summarize(progress, interrupted=False) | {"accuracy_after": results.get("accuracy")}
+    after = {f"{name}_after": results.get(name) for name in ("accuracy", "reward")}
+    summary = summarize(progress, interrupted=False) | after
     save_policy(run.policy._replace(params=params), directory / "policy")
 
     def write() -> None:
         if progress.step:
-            before = progress.totals.accuracy_before
-            metrics = directory / "metrics.jsonl"
-            draw_curves(metrics, directory / "curves.png", accuracy_before=before)
+            draw_curves(
+                directory / "metrics.jsonl",
+                directory / "curves.png",
+                accuracy_before=summary["accuracy_before"],
+                accuracy_after=summary["accuracy_after"],
+            )
         write_atomically(directory / "summary.json", json.dumps(summary, indent=1))
 
     hosts.first_decides("writing the summary", write)

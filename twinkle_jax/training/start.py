@@ -168,11 +168,12 @@ def _judge_first(
     engine: Engine,
     display: Display,
 ) -> Totals:
-    """Measure the accuracy before the first step."""
-    before = held_out(config, task, policy, engine=engine).get("accuracy")
+    """Measure accuracy and mean reward before the first step."""
+    results = held_out(config, task, policy, engine=engine)
+    before, reward = results.get("accuracy"), results.get("reward")
     if before is not None:
-        display.note(f"held-out accuracy before the first step: {before:.3f}")
-    return dataclasses.replace(totals, accuracy_before=before)
+        display.held_out("before the first step", results)
+    return dataclasses.replace(totals, accuracy_before=before, reward_before=reward)
 
 
 def _with_accuracy_before(
