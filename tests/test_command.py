@@ -271,6 +271,7 @@ def test_every_option_says_what_it_is(capsys):
         (["--rollout.promptz", "3"], "did you mean --rollout.prompts"),
         (["--num_samples", "3"], "--rollout.num_samples"),
         (["--num_generations", "3"], "did you mean --rollout.num_samples"),  # TRL's
+        (["--actor.clip_ratio_low", "0.2"], "did you mean --update.epsilon?"),  # verl's
         (["--optimizer.lr", "3"], "did you mean --optimizer.learning_rate? "),
         (["--mod", "x"], "did you mean --model"),  # abbreviations are refused
     ],

@@ -32,13 +32,19 @@ _PARSER_MODE = "yaml_or_text"
 _NULL = ("", "~", "null", "Null", "NULL")  # what YAML reads as null
 _NONE = ("none", "None")  # what options without a value are called in --help, and by Python
 _OPTIONAL = ("environment", "tools", "task", "reward", "system", "step")  # but for `train`
-# Options of TRL and of other trainers, for suggestions; by the last part of a name.
+# Options of TRL, verl and other trainers, for suggestions; by the last part of a name.
 _OPTIONS_ELSEWHERE = {
     "batch_size": "rollout.prompts",
     "beta": "update.kl_beta",
     "bf16": "dtype",
+    "clip_ratio": "update.epsilon",
+    "clip_ratio_high": "update.epsilon_high",
+    "clip_ratio_low": "update.epsilon",
     "dataset_name": "task",
     "gradient_checkpointing": "update.recompute",
+    "kl_coef": "update.kl_beta",
+    "kl_loss_coef": "update.kl_beta",
+    "loss_agg_mode": "update.loss",
     "loss_type": "update.loss",
     "lr": "optimizer.learning_rate",
     "max_completion_length": "rollout.max_new_tokens",
@@ -46,8 +52,14 @@ _OPTIONS_ELSEWHERE = {
     "model_name_or_path": "model",
     "num_generations": "rollout.num_samples",
     "num_iterations": "update.epochs",
+    "per_device_train_batch_size": "rollout.prompts",
+    "ppo_epochs": "update.epochs",
+    "ppo_mini_batch_size": "update.mini_batches",
     "reward_funcs": "reward",
+    "save_steps": "logging.checkpoint_every",
     "scale_rewards": "update.scale",
+    "steps_per_generation": "update.mini_batches",
+    "train_batch_size": "rollout.prompts",
 }
 _SECTIONS = {"evaluation": EvaluationConfig, "rollout": RolloutConfig}  # that `evaluate` fills in
 # Of `evaluate`, with the names that they have in `RolloutConfig`.
@@ -326,7 +338,7 @@ def _sample(options: Any) -> int:
     policy = _read_policy(options.model)
     if options.prompt is None and options.environment is None:
         raise ValueError(
-            "prompt must be given without an environment, got none: "
+            "PROMPT or --environment must be given, got neither: "
             "twinkle-jax sample PROMPT --model MODEL"
         )
     system = [Message(role="system", content=options.system)] if options.system else []
@@ -411,7 +423,8 @@ SUBCOMMANDS = {
         _train,
     ),
     "evaluate": Subcommand(
-        "Evaluate a policy on problems with known answers; a run on its own.",
+        "Evaluate a policy on problems with known answers; the directory of a run on its held-out "
+        "problems, with its settings as the defaults.",
         _evaluate_options,
         _evaluate,
     ),

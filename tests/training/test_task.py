@@ -146,6 +146,14 @@ def test_a_reward_of_the_caller_is_checked_in_place_of_the_one_that_fits_the_tas
         make_task(config, lambda a, b, c: [1.0])
 
 
+def test_a_missing_answer_is_named(tmp_path):
+    task = tmp_path / "task.jsonl"
+    task.write_text('{"prompt": "a", "solution": "b"}')
+    config = TrainConfig(model="m", task=str(task))
+    with pytest.raises(ValueError, match=r"got ground_truth: the data set has neither 'answer'"):
+        make_task(config, lambda completions, ground_truth: [1.0])
+
+
 def test_columns_are_needed_by_rewards_that_name_them(tmp_path):
     """Some record must have one; the others give None. Episodes may add columns."""
     reward = tmp_path / "reward.py"

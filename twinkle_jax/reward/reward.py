@@ -133,9 +133,11 @@ class ColumnsReward(Reward):
         """Raise ValueError if the function needs a column that is not among these."""
         missing = [name for name in self._required if name not in columns]
         if missing:
+            hint = ": the data set has neither 'answer' nor 'ground_truth'"
             raise ValueError(
                 f"{self.__name__} must take columns that the data set has "
                 f"({', '.join(columns)}), got {', '.join(missing)}"
+                + (hint if {"answer", "ground_truth"} & set(missing) else "")
             )
 
 

@@ -52,9 +52,10 @@ class UpdateConfig:
             answers it weighs most; grpo for a checkpoint, or with a scale or options.
         advantage_options: hyper-parameters of the estimator, such as k of pass_at_k and pkpo.
         scale: what advantages are divided by, for estimators that have a scale; auto: group.
-        loss: name of the loss: grpo, dapo, cispo, gspo, ...
+        loss: name of the loss: grpo, dapo, bnpo, dr_grpo, cispo, gspo, sapo or ppo.
         epsilon: how far a ratio may fall below 1.
-        epsilon_high: how far a ratio may rise above 1; none: as far, or 0.28 for dapo.
+        epsilon_high: how far a ratio may rise above 1; none: as far as it may fall, or 0.28 for
+            dapo.
         kl_beta: weight of the divergence from the initial policy, per nat.
         credit: advantages of the turns of an episode. episode: all turns get that of the episode's
             return; turn: each gets that of the rewards from it on, compared with the same turn of
