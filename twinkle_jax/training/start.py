@@ -138,7 +138,10 @@ def begin(
     loader = PromptLoader(task.train, config.rollout.prompts, seed=config.seed)
     state = begin_training(policy.params, recipe.optimizer, mesh)
     others = sum(device_bytes(shapes_of(model.params)) for model in task.reward_models())
-    recipe = _fit_devices(recipe, state, directory, display, others=others)
+    resumed = source is not None
+    recipe = _fit_devices(recipe, state, display, others=others, resumed=resumed)
+    if recipe.config != config and not resumed:
+        _write_config(recipe.config, directory)
     config = recipe.config
     progress = Progress(state, jax.random.key(config.seed), 0, totals, loader.get_state())
     checkpoints = RunCheckpoints(directory / "checkpoints", keep=config.logging.keep_checkpoints)
@@ -270,16 +273,16 @@ def _write_config(config: TrainConfig, directory: Path) -> None:
 
 
 def _fit_devices(
-    recipe: Recipe, state: TrainState, directory: Path, display: Display, *, others: int
+    recipe: Recipe, state: TrainState, display: Display, *, others: int, resumed: bool
 ) -> Recipe:
     """Reduce automatic settings until they fit the devices' memory, where that is known.
 
     Args:
         recipe: of the run.
         state: what is trained.
-        directory: of the run.
         display: shows what is chosen.
         others: bytes per device of other models.
+        resumed: whether the run goes on from a checkpoint.
     """
     memory = recipe.config.mesh.memory
     limits = hosts.share("reading the devices' memory", lambda: device_memory(memory))
@@ -288,11 +291,12 @@ def _fit_devices(
     if others:
         display.note(f"reward models take {others / 2**30:.2f} GiB of each device")
     display.note("compiling the largest step to measure its memory")
-    config = fit(recipe, state, min(limits) - others, display.note)
-    if config == recipe.config:
-        return recipe
-    _write_config(config, directory)
-    return with_config(recipe, config)
+    limit, recompute = min(limits) - others, recipe.config.update.recompute
+    if resumed and recompute == "auto":  # it began where memory is not known, and layers were
+        layers = with_setting(recipe.config, "update.recompute", "layers")
+        config = fit(recipe._replace(config=layers), state, limit, display.note)
+        return with_config(recipe, with_setting(config, "update.recompute", recompute))
+    return with_config(recipe, fit(recipe, state, limit, display.note))
 
 
 def with_adapter(
