@@ -64,6 +64,17 @@ def test_a_checkpoint_gives_progress_back(tmp_path):
     assert restored.state["x"].tolist() == [0, 1, 2]
 
 
+def test_an_accuracy_is_of_the_problems_that_it_was_measured_on(tmp_path):
+    """The file of a path may have changed since the first step."""
+    checkpoints, config = RunCheckpoints(tmp_path), TrainConfig()
+    totals = Totals(accuracy_before=0.5, held_out="these")
+    progress = Progress({"x": jnp.zeros(3)}, jax.random.key(4), 2, totals, {})
+    save(checkpoints, progress, None, config)
+    for problems, accuracy in (("these", 0.5), ("others", None)):
+        restored, _ = restore(checkpoints, progress, None, config, Loader(), held_out=problems)
+        assert restored.totals.accuracy_before == accuracy
+
+
 def test_a_directory_is_used_by_one_run_at_a_time(tmp_path):
     config = TrainConfig(output_dir=str(tmp_path), overwrite=True)
     with MetricsLog(tmp_path), pytest.raises(FileExistsError, match="output_dir"):

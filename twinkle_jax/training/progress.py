@@ -37,6 +37,7 @@ class Totals:
         skipped: steps in a row, up to now, in which a gradient was not finite.
         seconds: total time of the steps.
         accuracy_before: held-out accuracy before the first step; None if it was not measured.
+        held_out: fingerprint of the problems on which `accuracy_before` was measured.
         metrics_offset: length of metrics.jsonl, in bytes, up to and with the last line that belongs
             to these steps.
         unwritten: metrics of the last step as JSON, while their line waits for an evaluation.
@@ -48,6 +49,7 @@ class Totals:
     accuracy_before: float | None = None
     metrics_offset: int = 0
     unwritten: str | None = None
+    held_out: str | None = None
 
 
 class Progress(NamedTuple):
@@ -99,6 +101,7 @@ def restore(
     config: TrainConfig,
     loader: PromptLoader,
     base: str | None = None,
+    held_out: str | None = None,
 ) -> tuple[Progress, Params | None]:
     """Restore the newest valid checkpoint, and set the loader to its position.
 
@@ -109,6 +112,7 @@ def restore(
         config: of the run that resumes.
         loader: of the prompts.
         base: fingerprint of the frozen parameters; None if there are none.
+        held_out: fingerprint of the held-out problems.
 
     Returns:
         The progress of the run, and its reference policy. Its `accuracy_before` is None if the
@@ -126,7 +130,10 @@ def restore(
 
     step, arrays, facts = checkpoints.restore(arrays_of(fresh, reference), check=check)
     totals = Totals(**facts["totals"])
-    if held_out_settings(facts["config"]) != held_out_settings(dataclasses.asdict(config)):
+    settings_changed = held_out_settings(facts["config"]) != held_out_settings(
+        dataclasses.asdict(config)
+    )
+    if settings_changed or totals.held_out not in (None, held_out):
         totals = dataclasses.replace(totals, accuracy_before=None)
     progress = Progress(arrays["state"], arrays["key"], step, totals, facts["data"])
     return progress, arrays.get("reference", reference)

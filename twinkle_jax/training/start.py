@@ -17,7 +17,7 @@ from twinkle_jax.data import (
     Template,
     parse_tool_calls,
 )
-from twinkle_jax.data.prompts import GeneratedPrompts
+from twinkle_jax.data.prompts import GeneratedPrompts, prompts_fingerprint
 from twinkle_jax.data.settings import AUTO
 from twinkle_jax.loss.token_logprobs import compute_capability
 from twinkle_jax.model import shard_like_params
@@ -148,7 +148,10 @@ def begin(
     base = fingerprint_of_base(policy)
     if source is not None:
         saved = RunCheckpoints(source / "checkpoints") if source != directory else checkpoints
-        progress, reference = restore(saved, progress, recipe.reference, config, loader, base)
+        progress, reference = restore(
+            saved, progress, recipe.reference, config, loader, base,
+            prompts_fingerprint(task.held_out),
+        )  # fmt: skip
         recipe = recipe._replace(reference=reference)
         offset = progress.totals.metrics_offset
         hosts.together("reading metrics.jsonl", lambda: log.truncate(offset))
@@ -175,7 +178,8 @@ def _judge_first(
     before = held_out(config, task, policy, engine=engine).get("accuracy")
     if before is not None:
         display.note(f"held-out accuracy before the first step: {before:.3f}")
-    return dataclasses.replace(totals, accuracy_before=before)
+    problems = None if before is None else prompts_fingerprint(task.held_out)
+    return dataclasses.replace(totals, accuracy_before=before, held_out=problems)
 
 
 def _with_accuracy_before(
@@ -189,8 +193,8 @@ def _with_accuracy_before(
     """Measure the accuracy before the first step of a resumed run, if none is done yet."""
     if progress.step:
         display.note(
-            "accuracy_before is not known: settings of the evaluation have changed since the first "
-            "step"
+            "accuracy_before is not known: settings or problems of the evaluation have changed "
+            "since the first step"
         )
         return progress
     restored = policy._replace(params=progress.state.params)
