@@ -197,6 +197,29 @@ def test_a_closed_terminal_asks_too_unless_that_is_ignored():
         signal.signal(signal.SIGHUP, before)
 
 
+def test_a_terminal_that_is_gone_is_not_written_to(monkeypatch):
+    """The run was saved, and then ended with status 1: its last line could not be written."""
+    terminal, descriptor = os.openpty()
+    progress._leave_terminal((descriptor,))
+    assert os.isatty(descriptor)  # it is still there
+    os.close(terminal)
+    with pytest.raises(OSError, match="Input/output"):
+        os.write(descriptor, b"saved")
+    progress._leave_terminal((descriptor,))
+    assert os.write(descriptor, b"saved") == 5
+    os.close(descriptor)
+
+    left = threading.Event()
+    monkeypatch.setattr(progress, "_leave_terminal", left.set)
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    try:
+        with Interruption():
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert left.wait(10)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
 def test_it_can_be_entered_again_and_an_error_passes():
     interruption = Interruption()
     handler = signal.getsignal(signal.SIGINT)

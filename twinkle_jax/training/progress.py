@@ -8,8 +8,10 @@ import re
 import shutil
 import signal
 import socket
+import stat
 import threading
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -402,11 +404,24 @@ def _watch_signals(
                 continue
             if not received:
                 return
+            if received[0] == _HANGUP:
+                _leave_terminal()
             if received[0] in _SIGNALS:
                 count += 1
                 read.settimeout(patience)
             if count == 2:
                 _exit(128 + received[0])
+
+
+def _leave_terminal(descriptors: tuple[int, ...] = (1, 2)) -> None:
+    """Write to nowhere in place of a terminal that is gone, which raises an error."""
+    for descriptor in descriptors:
+        with suppress(OSError):  # closed
+            is_device = stat.S_ISCHR(os.fstat(descriptor).st_mode)
+            if is_device and not os.isatty(descriptor):  # a terminal that is there is one
+                null = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(null, descriptor)
+                os.close(null)
 
 
 def _try_last_resort(last_resort: Callable[[], bool]) -> None:
