@@ -594,6 +594,17 @@ def test_tools_and_failures_by_the_command(tmp_path, capsys):
     assert shown.count(" of 2: failed OSError: no") == 2
 
 
+def test_more_than_the_memory_is_one_line(tmp_path, capsys):
+    """It was a traceback of NumPy's."""
+    save_policy(small_policy(0), tmp_path / "model")
+    assert (
+        main(["sample", "1+1=", "--model", str(tmp_path / "model"), f"--num_samples={10**14}"]) == 1
+    )
+    error = capsys.readouterr().err
+    assert error.startswith("twinkle-jax: ")
+    assert len(error.splitlines()) == 1
+
+
 INTERRUPTED = """
 import os, signal, sys
 

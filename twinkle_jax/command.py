@@ -425,7 +425,7 @@ SUBCOMMANDS = {
 }
 
 
-_ERRORS = (ValueError, TypeError, OSError, ImportError, RuntimeError)
+_ERRORS = (ValueError, TypeError, OSError, ImportError, RuntimeError, MemoryError, OverflowError)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
