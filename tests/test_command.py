@@ -2,7 +2,9 @@
 
 import dataclasses
 import json
+import pathlib
 import re
+import subprocess
 import sys
 
 import numpy as np
@@ -591,6 +593,46 @@ def test_tools_and_failures_by_the_command(tmp_path, capsys):
     shown = capsys.readouterr().out
     assert "\x1b" not in shown
     assert shown.count(" of 2: failed OSError: no") == 2
+
+
+def test_more_than_the_memory_is_one_line(tmp_path, capsys):
+    """It was a traceback of NumPy's."""
+    save_policy(small_policy(0), tmp_path / "model")
+    assert (
+        main(["sample", "1+1=", "--model", str(tmp_path / "model"), f"--num_samples={10**14}"]) == 1
+    )
+    error = capsys.readouterr().err
+    assert error.startswith("twinkle-jax: ")
+    assert len(error.splitlines()) == 1
+
+
+INTERRUPTED = """
+import os, signal, sys
+
+
+class Interrupt:
+    def find_spec(self, name, path, target=None):
+        if name == "jax":
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+sys.meta_path.insert(0, Interrupt())
+from twinkle_jax.__main__ import main
+sys.exit(main())
+"""
+
+
+def test_ctrl_c_during_the_imports_is_one_line():
+    """They take seconds, and were a traceback of some library."""
+    root = pathlib.Path(__file__).parents[1]
+    done = subprocess.run(
+        [sys.executable, "-c", INTERRUPTED],
+        cwd=root,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (130, "twinkle-jax: interrupted\n")
 
 
 @pytest.mark.exhaustive

@@ -68,6 +68,7 @@ def test_folders_import_only_those_above_them():
     entries = _entries(PACKAGE)
     folders = {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
     assert set(ROOMS) == folders | {"command.py"}
+    assert entries["__main__.py"] == {"command.py"}
     for place, room in enumerate(ROOMS):
         assert entries[room] <= {*ROOMS[:place], "_package.py"}, room
     assert not entries["advantage"] | entries["loss"]

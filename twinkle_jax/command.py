@@ -438,7 +438,7 @@ SUBCOMMANDS = {
 }
 
 
-_ERRORS = (ValueError, TypeError, OSError, ImportError, RuntimeError)
+_ERRORS = (ValueError, TypeError, OSError, ImportError, RuntimeError, MemoryError, OverflowError)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -136,6 +136,22 @@ def test_a_run_resumes_with_what_it_chose(folder, tmp_path):
         train(dataclasses.replace(settings, update=other, resume="auto"))
 
 
+def test_a_run_resumes_where_memory_is_known(folder, tmp_path):
+    """It was refused for what it chose itself, and its config.json no longer fitted its steps."""
+    settings = small_run.config(
+        folder, tmp_path, steps=1, update=small_run.update(recompute="auto")
+    )
+    train(settings)
+    known = dataclasses.replace(settings, steps=2, resume="auto", mesh=MeshConfig(memory=4.0))
+    train(known)
+    saved = json.loads((tmp_path / "config.json").read_text())
+    assert (saved["steps"], saved["update"]["recompute"]) == (2, "auto")
+    before = (tmp_path / "config.json").read_text()
+    with pytest.raises(ValueError, match="the smallest takes"):
+        train(dataclasses.replace(known, steps=3, mesh=MeshConfig(memory=1e-6)))
+    assert (tmp_path / "config.json").read_text() == before
+
+
 def test_a_chosen_budget_is_kept_and_a_given_one_is_not_replaced():
     config = begun()[0].config
     budget = automatic_budget(config)

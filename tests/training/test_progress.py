@@ -64,6 +64,17 @@ def test_a_checkpoint_gives_progress_back(tmp_path):
     assert restored.state["x"].tolist() == [0, 1, 2]
 
 
+def test_an_accuracy_is_of_the_problems_that_it_was_measured_on(tmp_path):
+    """The file of a path may have changed since the first step."""
+    checkpoints, config = RunCheckpoints(tmp_path), TrainConfig()
+    totals = Totals(accuracy_before=0.5, held_out="these")
+    progress = Progress({"x": jnp.zeros(3)}, jax.random.key(4), 2, totals, {})
+    save(checkpoints, progress, None, config)
+    for problems, accuracy in (("these", 0.5), ("others", None)):
+        restored, _ = restore(checkpoints, progress, None, config, Loader(), held_out=problems)
+        assert restored.totals.accuracy_before == accuracy
+
+
 def test_a_directory_is_used_by_one_run_at_a_time(tmp_path):
     config = TrainConfig(output_dir=str(tmp_path), overwrite=True)
     with MetricsLog(tmp_path), pytest.raises(FileExistsError, match="output_dir"):
@@ -182,6 +193,29 @@ def test_a_closed_terminal_asks_too_unless_that_is_ignored():
         with Interruption() as interruption:
             os.kill(os.getpid(), signal.SIGHUP)
             assert not interruption.requested
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_a_terminal_that_is_gone_is_not_written_to(monkeypatch):
+    """The run was saved, and then ended with status 1: its last line could not be written."""
+    terminal, descriptor = os.openpty()
+    progress._leave_terminal((descriptor,))
+    assert os.isatty(descriptor)  # it is still there
+    os.close(terminal)
+    with pytest.raises(OSError, match="Input/output"):
+        os.write(descriptor, b"saved")
+    progress._leave_terminal((descriptor,))
+    assert os.write(descriptor, b"saved") == 5
+    os.close(descriptor)
+
+    left = threading.Event()
+    monkeypatch.setattr(progress, "_leave_terminal", left.set)
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    try:
+        with Interruption():
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert left.wait(10)
     finally:
         signal.signal(signal.SIGHUP, before)
 

@@ -246,6 +246,24 @@ def test_a_run_is_never_lost_by_accident(folder, uninterrupted, changes, error, 
     assert sorted(p.name for p in (folder / "whole").rglob("*")) == before
 
 
+def test_other_held_out_problems_under_the_same_name_are_noticed(folder, tmp_path):
+    """The accuracy before the first step was that of the problems before."""
+    shutil.copy(folder / "held_out.jsonl", tmp_path)
+    settings = config(folder, tmp_path / "run", steps=1, evaluation=evaluation(tmp_path, every=0))
+    assert train(settings, reward=Scorer())["accuracy_before"] is not None
+    path = tmp_path / "held_out.jsonl"
+    path.write_text("\n".join(reversed(path.read_text().splitlines())))
+    more = dataclasses.replace(settings, steps=2, resume="auto")
+    assert train(more, reward=Scorer())["accuracy_before"] is None
+
+
+def test_a_directory_whose_name_is_not_utf8_is_refused_before_anything(folder, tmp_path):
+    """Checkpoints cannot be written there, which the first one found with a traceback."""
+    with pytest.raises(ValueError, match="output_dir must be in UTF-8"):
+        train(config(folder, tmp_path / os.fsdecode(b"caf\xe9")), reward=Scorer())
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_long_prompt_ends_a_run_before_its_first_step(folder, tmp_path, monkeypatch):
     """The first step draws two of the seven prompts, and no seed is sure to draw the long one."""
     monkeypatch.setattr(start, "_ENCODED_AT_ONCE", 4)

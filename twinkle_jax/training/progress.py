@@ -8,8 +8,10 @@ import re
 import shutil
 import signal
 import socket
+import stat
 import threading
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -37,6 +39,7 @@ class Totals:
         skipped: steps in a row, up to now, in which a gradient was not finite.
         seconds: total time of the steps.
         accuracy_before: held-out accuracy before the first step; None if it was not measured.
+        held_out: fingerprint of the problems on which `accuracy_before` was measured.
         metrics_offset: length of metrics.jsonl, in bytes, up to and with the last line that belongs
             to these steps.
         unwritten: metrics of the last step as JSON, while their line waits for an evaluation.
@@ -49,6 +52,7 @@ class Totals:
     accuracy_before: float | None = None
     metrics_offset: int = 0
     unwritten: str | None = None
+    held_out: str | None = None
     reward_before: float | None = None
 
 
@@ -101,6 +105,7 @@ def restore(
     config: TrainConfig,
     loader: PromptLoader,
     base: str | None = None,
+    held_out: str | None = None,
 ) -> tuple[Progress, Params | None]:
     """Restore the newest valid checkpoint, and set the loader to its position.
 
@@ -111,6 +116,7 @@ def restore(
         config: of the run that resumes.
         loader: of the prompts.
         base: fingerprint of the frozen parameters; None if there are none.
+        held_out: fingerprint of the held-out problems.
 
     Returns:
         The progress of the run, and its reference policy. Its `accuracy_before` is None if the
@@ -128,7 +134,10 @@ def restore(
 
     step, arrays, facts = checkpoints.restore(arrays_of(fresh, reference), check=check)
     totals = Totals(**facts["totals"])
-    if held_out_settings(facts["config"]) != held_out_settings(dataclasses.asdict(config)):
+    settings_changed = held_out_settings(facts["config"]) != held_out_settings(
+        dataclasses.asdict(config)
+    )
+    if settings_changed or totals.held_out not in (None, held_out):
         totals = dataclasses.replace(totals, accuracy_before=None, reward_before=None)
     progress = Progress(arrays["state"], arrays["key"], step, totals, facts["data"])
     return progress, arrays.get("reference", reference)
@@ -397,11 +406,24 @@ def _watch_signals(
                 continue
             if not received:
                 return
+            if received[0] == _HANGUP:
+                _leave_terminal()
             if received[0] in _SIGNALS:
                 count += 1
                 read.settimeout(patience)
             if count == 2:
                 _exit(128 + received[0])
+
+
+def _leave_terminal(descriptors: tuple[int, ...] = (1, 2)) -> None:
+    """Write to nowhere in place of a terminal that is gone, which raises an error."""
+    for descriptor in descriptors:
+        with suppress(OSError):  # closed
+            is_device = stat.S_ISCHR(os.fstat(descriptor).st_mode)
+            if is_device and not os.isatty(descriptor):  # a terminal that is there is one
+                null = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(null, descriptor)
+                os.close(null)
 
 
 def _try_last_resort(last_resort: Callable[[], bool]) -> None:

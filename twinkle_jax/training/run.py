@@ -87,7 +87,8 @@ def train(config: TrainConfig, *, reward: RewardFunction | None = None) -> dict[
         run early.
 
     Raises:
-        ValueError: if the configuration does not fit the run to resume, or the task.
+        ValueError: if the configuration does not fit the run to resume, or the task; or if
+            `output_dir` is not in UTF-8.
         FileExistsError: if `output_dir` holds something, with neither `resume` nor `overwrite`.
         RuntimeError: if the sampler does not sample from the trained policy, or too many gradients
             in a row were not finite; the last finished step is saved. If the policy's logits are no
@@ -103,6 +104,13 @@ def train(config: TrainConfig, *, reward: RewardFunction | None = None) -> dict[
     check_learning_rates(config)
     # Absolute, since environments may change the working directory.
     directory = Path(config.output_dir).expanduser().absolute()
+    try:
+        str(directory).encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            "output_dir must be in UTF-8, which checkpoints are written with, got "
+            f"{str(directory)!r}; PYTHONUTF8=1 reads names as UTF-8 whatever the locale"
+        ) from error
     task = hosts.agreed("reading the task", lambda: make_task(config, reward))
     check_same(config, task.train, task.held_out)
     source = _prepare(config, directory)

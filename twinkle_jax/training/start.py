@@ -17,7 +17,7 @@ from twinkle_jax.data import (
     Template,
     parse_tool_calls,
 )
-from twinkle_jax.data.prompts import GeneratedPrompts
+from twinkle_jax.data.prompts import GeneratedPrompts, prompts_fingerprint
 from twinkle_jax.data.settings import AUTO
 from twinkle_jax.loss.token_logprobs import compute_capability
 from twinkle_jax.model import shard_like_params
@@ -138,14 +138,20 @@ def begin(
     loader = PromptLoader(task.train, config.rollout.prompts, seed=config.seed)
     state = begin_training(policy.params, recipe.optimizer, mesh)
     others = sum(device_bytes(shapes_of(model.params)) for model in task.reward_models())
-    recipe = _fit_devices(recipe, state, directory, display, others=others)
+    resumed = source is not None
+    recipe = _fit_devices(recipe, state, display, others=others, resumed=resumed)
+    if recipe.config != config and not resumed:
+        _write_config(recipe.config, directory)
     config = recipe.config
     progress = Progress(state, jax.random.key(config.seed), 0, totals, loader.get_state())
     checkpoints = RunCheckpoints(directory / "checkpoints", keep=config.logging.keep_checkpoints)
     base = fingerprint_of_base(policy)
     if source is not None:
         saved = RunCheckpoints(source / "checkpoints") if source != directory else checkpoints
-        progress, reference = restore(saved, progress, recipe.reference, config, loader, base)
+        progress, reference = restore(
+            saved, progress, recipe.reference, config, loader, base,
+            prompts_fingerprint(task.held_out),
+        )  # fmt: skip
         recipe = recipe._replace(reference=reference)
         offset = progress.totals.metrics_offset
         hosts.together("reading metrics.jsonl", lambda: log.truncate(offset))
@@ -173,7 +179,10 @@ def _judge_first(
     before, reward = results.get("accuracy"), results.get("reward")
     if before is not None:
         display.held_out("before the first step", results)
-    return dataclasses.replace(totals, accuracy_before=before, reward_before=reward)
+    problems = None if before is None else prompts_fingerprint(task.held_out)
+    return dataclasses.replace(
+        totals, accuracy_before=before, reward_before=reward, held_out=problems
+    )
 
 
 def _with_accuracy_before(
@@ -187,8 +196,8 @@ def _with_accuracy_before(
     """Measure the accuracy before the first step of a resumed run, if none is done yet."""
     if progress.step:
         display.note(
-            "accuracy_before is not known: settings of the evaluation have changed since the first "
-            "step"
+            "accuracy_before is not known: settings or problems of the evaluation have changed "
+            "since the first step"
         )
         return progress
     restored = policy._replace(params=progress.state.params)
@@ -271,16 +280,16 @@ def _write_config(config: TrainConfig, directory: Path) -> None:
 
 
 def _fit_devices(
-    recipe: Recipe, state: TrainState, directory: Path, display: Display, *, others: int
+    recipe: Recipe, state: TrainState, display: Display, *, others: int, resumed: bool
 ) -> Recipe:
     """Reduce automatic settings until they fit the devices' memory, where that is known.
 
     Args:
         recipe: of the run.
         state: what is trained.
-        directory: of the run.
         display: shows what is chosen.
         others: bytes per device of other models.
+        resumed: whether the run goes on from a checkpoint.
     """
     memory = recipe.config.mesh.memory
     limits = hosts.share("reading the devices' memory", lambda: device_memory(memory))
@@ -289,11 +298,12 @@ def _fit_devices(
     if others:
         display.note(f"reward models take {others / 2**30:.2f} GiB of each device")
     display.note("compiling the largest step to measure its memory")
-    config = fit(recipe, state, min(limits) - others, display.note)
-    if config == recipe.config:
-        return recipe
-    _write_config(config, directory)
-    return with_config(recipe, config)
+    limit, recompute = min(limits) - others, recipe.config.update.recompute
+    if resumed and recompute == "auto":  # it began where memory is not known, and layers were
+        layers = with_setting(recipe.config, "update.recompute", "layers")
+        config = fit(recipe._replace(config=layers), state, limit, display.note)
+        return with_config(recipe, with_setting(config, "update.recompute", recompute))
+    return with_config(recipe, fit(recipe, state, limit, display.note))
 
 
 def with_adapter(

@@ -460,3 +460,12 @@ def test_targets_that_cannot_be_replaced(target, decoder, tmp_path, monkeypatch)
     with pytest.raises(ValueError, match=r"^directory"):
         save_pretrained(decoder, target)
     assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_deleted_current_directory_is_no_obstacle(decoder, tmp_path, monkeypatch):
+    """A reward that changed into a directory of its own cost the policy of a whole run."""
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    save_pretrained(decoder, tmp_path / "out")
+    assert (tmp_path / "out" / "model.safetensors").is_file()

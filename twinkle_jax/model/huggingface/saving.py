@@ -10,7 +10,7 @@ import re
 import secrets
 import shutil
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -45,11 +45,13 @@ def check_target(target: Path) -> None:
             f"directory must not be a mount point, which cannot be replaced, got {target}: "
             "name a directory in it"
         )
-    if Path.cwd().is_relative_to(target.resolve()):
-        raise ValueError(
-            f"directory must not be the current directory or one above it, got {target}: name a "
-            "directory in it"
-        )
+    with suppress(FileNotFoundError):  # a reward or a tool may have deleted the current directory
+        current = Path.cwd()
+        if current.is_relative_to(target.resolve()):
+            raise ValueError(
+                f"directory must not be the current directory or one above it, got {target}: name "
+                "a directory in it"
+            )
 
 
 @contextmanager
