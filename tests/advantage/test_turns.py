@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from tests.advantage.cases import INF, NAN
 from twinkle_jax.advantage import (
@@ -109,3 +110,14 @@ def test_under_jit_and_without_gradients():
 def test_errors_name_the_argument(argument, call):
     with pytest.raises(ValueError, match=argument):
         call()
+
+
+def test_episodes_spread_over_an_explicit_mesh():
+    mesh = jax.make_mesh((GROUPS,), ("data",), (AxisType.Explicit,))
+    spread = jax.device_put((REWARDS, WHERE), NamedSharding(mesh, PartitionSpec("data")))
+    for estimate in (turn_returns, turn_gae_advantage):
+        with jax.set_mesh(mesh):
+            result = estimate(spread[0], SIZE, where=spread[1], gae_lambda=0.5)
+        assert result.sharding.spec[0] == "data"
+        alone = estimate(REWARDS, SIZE, where=WHERE, gae_lambda=0.5)
+        np.testing.assert_allclose(result, alone, rtol=1e-5, atol=1e-6)

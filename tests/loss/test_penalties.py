@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from tests.loss.cases import random_batch
 from tests.loss.cases import top_entropy_mask as reference
@@ -105,3 +106,13 @@ def test_top_entropy_matches_reference(seed, fraction):
     desired = reference(batch.entropies, batch.mask, fraction)
     np.testing.assert_array_equal(actual, np.array(desired, bool))
     assert int(actual.sum()) == 1 + np.floor(fraction * (batch.mask.sum() - 1) + 1e-6)
+
+
+def test_the_quantile_of_entropies_spread_over_an_explicit_mesh():
+    entropies, mask = jnp.linspace(0.0, 3.0, 48).reshape(8, 6), jnp.arange(48).reshape(8, 6) % 5 > 0
+    mesh = jax.make_mesh((4, 2), ("data", "tensor"), (AxisType.Explicit, AxisType.Explicit))
+    for spec in (PartitionSpec("data"), PartitionSpec("data", "tensor")):
+        spread = jax.device_put((entropies, mask), NamedSharding(mesh, spec))
+        with jax.set_mesh(mesh):
+            kept = jax.jit(top_entropy_mask)(*spread)
+        np.testing.assert_array_equal(kept, top_entropy_mask(entropies, mask))

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jax.test_util import check_grads
 
 from tests.loss.cases import DATA, LABELS, LOGITS, LOGPS, MASK, REFERENCE, value_and_gradient
@@ -193,6 +194,24 @@ def test_pairs_that_fill_up_a_batch_change_nothing(loss_fn):
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-6), actual, expected)
     mean = loss_fn({"labels": LABELS}, {"logps": LOGPS}, **reference).loss
     np.testing.assert_allclose(expected[0], mean, rtol=1e-6)
+
+
+def test_pairs_spread_over_an_explicit_mesh():
+    """Every second row is no slice that JAX takes of rows on several devices."""
+    labels = jnp.where(jnp.arange(5)[None] < jnp.arange(8)[:, None] % 5, 3, -100)
+    logprobs = -jnp.linspace(0.1, 2.0, 40).reshape(8, 5)
+    mesh = jax.make_mesh((4,), ("data",), (AxisType.Explicit,))
+    spread = jax.device_put((logprobs, labels), NamedSharding(mesh, PartitionSpec("data")))
+    loss_fn = DPOLoss(sft_weight=0.5, reference_free=True)
+
+    def loss(logprobs, labels):
+        return loss_fn({"labels": labels}, {"logps": logprobs}).loss
+
+    value, gradient = jax.jit(jax.value_and_grad(loss))(logprobs, labels)
+    with jax.set_mesh(mesh):
+        sharded, sharded_gradient = jax.jit(jax.value_and_grad(loss))(*spread)
+    np.testing.assert_allclose(sharded, value, rtol=1e-6)
+    np.testing.assert_allclose(sharded_gradient, gradient, rtol=1e-5, atol=1e-8)
 
 
 def test_errors_of_objects():

@@ -174,11 +174,12 @@ def test_a_closed_clip_range_keeps_the_on_policy_gradient():
     np.testing.assert_array_equal(gradient(jnp.zeros(2)), -advantages)
 
 
+@pytest.mark.parametrize("array", [jnp.asarray, np.asarray])
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
-def test_a_clip_range_of_half_precision_stays_open(dtype):
+def test_a_clip_range_of_half_precision_stays_open(dtype, array):
     ratios, mask = jnp.array([2.0, 0.25]), jnp.ones(2, bool)
     losses = clipped_surrogate(
-        jnp.log(ratios), jnp.array([1.0, -1.0]), mask, epsilon=jnp.array(3e-4, dtype)
+        jnp.log(ratios), jnp.array([1.0, -1.0]), mask, epsilon=array(3e-4, dtype)
     )
     np.testing.assert_allclose(losses, [-1.0003, 0.9997], atol=2e-6)
 

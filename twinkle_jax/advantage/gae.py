@@ -298,6 +298,7 @@ def turn_returns(
 
 
 @functools.partial(jax.jit, static_argnames="num_generations")
+@auto_sharded(like_first)
 def _turn_returns(
     rewards: Array, where: Array, gamma: Array, gae_lambda: Array, *, num_generations: int
 ) -> Array:

@@ -6,6 +6,7 @@ added to the losses per token with a coefficient. Their gradients estimate diffe
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from twinkle_jax.loss.per_token import Coefficient, Mask, PerToken, masked_inputs
 from twinkle_jax.loss.surrogate import bounded
@@ -172,9 +173,18 @@ def top_entropy_mask(entropies: PerToken, mask: Mask, *, fraction: Coefficient =
     (entropies,) = masked_inputs(mask, entropies=entropies)
     if entropies.size == 0:
         return mask
-    ascending = jnp.sort(jnp.where(mask, entropies, jnp.inf), axis=None)
+    ascending = jnp.sort(_on_all_devices(jnp.where(mask, entropies, jnp.inf)), axis=None)
     count = jnp.sum(mask)
     # Tokens besides the highest one; the first entry of `ascending` to keep follows from it.
     others = jnp.floor(jnp.asarray(fraction, entropies.dtype) * (count - 1).astype(entropies.dtype))
     threshold = ascending[jnp.clip(count - 1 - others.astype(count.dtype), 0, entropies.size - 1)]
     return mask & (entropies >= threshold)
+
+
+def _on_all_devices(values: PerToken) -> PerToken:
+    """Gather what is spread over explicit axes of a mesh, along which JAX refuses to sort."""
+    sharding = jax.typeof(values).sharding
+    if AxisType.Explicit not in sharding.mesh.axis_types:
+        return values
+    gathered: PerToken = jax.sharding.reshard(values, NamedSharding(sharding.mesh, PartitionSpec()))
+    return gathered

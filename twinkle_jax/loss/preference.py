@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Shaped
 
 from twinkle_jax.loss.loss_object import (
     InvalidLossInputError,
@@ -439,7 +439,7 @@ class DPOLoss(Loss, name="dpo"):
         preference = LOSS_TYPES[self.loss_type]
         if self.loss_type == "sigmoid":
             preference = partial(sigmoid_preference, label_smoothing=self.label_smoothing)
-        losses = preference(sums[0::2], sums[1::2], beta=self.beta)
+        losses = preference(*_chosen_and_rejected(sums), beta=self.beta)
         return _pair_mean(losses, logprobs, labels.mask, self.sft_weight, denominator)
 
 
@@ -496,7 +496,8 @@ class SimPOLoss(ReferenceFreeLoss, name="simpo"):
     def compare(self, logprobs: PerToken, mask: Mask) -> tuple[PerPair, Coefficient]:
         """Compare mean log-probabilities."""
         means = _means(logprobs, mask)
-        losses = simpo_preference(means[0::2], means[1::2], beta=self.beta, gamma=self.gamma)
+        pairs = _chosen_and_rejected(means)
+        losses = simpo_preference(*pairs, beta=self.beta, gamma=self.gamma)
         return losses, 0.0
 
 
@@ -528,7 +529,7 @@ class CPOLoss(ReferenceFreeLoss, name="cpo"):
     def compare(self, logprobs: PerToken, mask: Mask) -> tuple[PerPair, Coefficient]:
         """Compare sums of log-probabilities."""
         sums = jnp.sum(logprobs, axis=-1)
-        return cpo_preference(sums[0::2], sums[1::2], beta=self.beta), self.bc_coef
+        return cpo_preference(*_chosen_and_rejected(sums), beta=self.beta), self.bc_coef
 
 
 @dataclass(frozen=True)
@@ -557,7 +558,7 @@ class ORPOLoss(ReferenceFreeLoss, name="orpo"):
     def compare(self, logprobs: PerToken, mask: Mask) -> tuple[PerPair, Coefficient]:
         """Compare mean log-probabilities."""
         means = _means(logprobs, mask)
-        losses = orpo_preference(means[0::2], means[1::2])
+        losses = orpo_preference(*_chosen_and_rejected(means))
         return losses * jnp.asarray(self.lambda_orpo, losses.dtype), 1.0
 
 
@@ -575,6 +576,12 @@ def _read_pairs(
     return labels, logprobs
 
 
+def _chosen_and_rejected(rows: Shaped[Array, "batch ..."]) -> tuple[Array, Array]:
+    """Take rows apart; a step of 2 along rows that are spread over an explicit mesh is an error."""
+    pairs = rows.reshape(len(rows) // 2, 2, *rows.shape[1:])
+    return pairs[:, 0], pairs[:, 1]
+
+
 def _means(logprobs: PerToken, mask: Mask) -> Float[Array, " batch"]:
     lengths = jnp.sum(mask, axis=-1, dtype=logprobs.dtype)
     return jnp.sum(logprobs, axis=-1) / jnp.maximum(lengths, 1)
@@ -588,11 +595,12 @@ def _pair_mean(
     denominator: Coefficient | None,
 ) -> LossOutput:
     """Average over pairs, and add the weighted cross entropy of the chosen sequences."""
-    labelled = jnp.any(mask.reshape(len(losses), -1), axis=-1)
+    labelled = jnp.logical_or(*_chosen_and_rejected(jnp.any(mask, axis=-1)))
     total = jnp.sum(jnp.where(labelled, losses, 0))
     count = max(1, len(losses)) if denominator is None else denominator
     if not (isinstance(sft_weight, int | float) and sft_weight == 0):
-        chosen = token_mean(cross_entropy(logprobs[0::2], mask[0::2]), mask[0::2])
+        (chosen_logprobs, _), (kept, _) = map(_chosen_and_rejected, (logprobs, mask))
+        chosen = token_mean(cross_entropy(chosen_logprobs, kept), kept)
         # Pairs without labels fill up a micro-batch, and the denominator of the batch leaves them
         # out: the cross entropy would weigh more with them.
         pairs = count if denominator is None else jnp.sum(labelled)

@@ -27,7 +27,7 @@ def clip_bounds(
     """Return the lowest and the highest ratio that is not clipped."""
     # Widened first: in bfloat16, 1 + 0.0003 is 1.
     low, high = (
-        jnp.asarray(x, dtype) if isinstance(x, jax.Array) else x
+        x if isinstance(x, int | float) else jnp.asarray(x, dtype)
         for x in (epsilon, epsilon if epsilon_high is None else epsilon_high)
     )
     return jnp.asarray(1 - low, dtype), jnp.asarray(1 + high, dtype)

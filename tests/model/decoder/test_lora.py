@@ -12,10 +12,13 @@ from twinkle_jax.data import Batch
 from twinkle_jax.model import (
     Decoder,
     LoraConfig,
+    decode_step,
     hidden_states,
     make_mesh,
     merge_adapter,
     merge_params,
+    output_matrix,
+    prefill,
     save_adapter,
     save_pretrained,
     shard_like_params,
@@ -29,6 +32,8 @@ from twinkle_jax.model.decoder.lora import (
     read_lora_config,
     with_dropout,
 )
+from twinkle_jax.sampler import generate
+from twinkle_jax.training import score_batch
 from twinkle_jax.training.gradient import dropout_keys
 from twinkle_jax.twinkle.model import TransformersModel
 
@@ -66,6 +71,39 @@ def test_adapters_share_the_parameters_that_they_are_laid_over():
     merged = merge_adapter(first)  # B is 0
     for a, b in zip(jax.tree.leaves(merged), jax.tree.leaves(params), strict=True):
         np.testing.assert_array_equal(a, b)
+
+
+def test_a_second_adapter_is_refused_and_constants_are_replaced():
+    """Two adapters on different projections would both act, with the scale of the last."""
+    config, params = config_of("qwen3"), params_of("qwen3")
+    held = with_adapter(params, config, LORA, init_adapter(jax.random.key(0), config, LORA))
+    other = LoraConfig(r=2, target_modules=("q_proj", "k_proj"))
+    for adapter in (None, init_adapter(jax.random.key(1), config, other)):
+        with pytest.raises(ValueError, match="params must not hold an adapter"):
+            with_adapter(held, config, other, adapter)
+    dropping = with_adapter(
+        params, config, LoraConfig(target_modules="all-linear", lora_dropout=1 / 2)
+    )
+    again, fresh = (with_adapter(x, config, other) for x in (dropping, params))
+    assert jax.tree.structure(again) == jax.tree.structure(fresh)
+
+
+def test_adapters_alone_are_refused_with_the_argument_that_is_missing():
+    config, params = config_of("qwen3"), params_of("qwen3")
+    adapter, tokens = init_adapter(jax.random.key(0), config, LORA), jnp.array([[5, 6, 7]])
+    batch = Batch(tokens, tokens)
+    cache = jax.eval_shape(lambda: prefill(params, config, tokens, max_length=4)[1])
+    calls = [
+        lambda: hidden_states(adapter, config, tokens),
+        lambda: output_matrix(adapter),
+        lambda: prefill(adapter, config, tokens, max_length=4),
+        lambda: decode_step(adapter, config, tokens[:, 0], cache),
+        lambda: score_batch(adapter, batch, config),
+        lambda: generate(adapter, config, tokens, None, jax.random.key(1), max_new_tokens=1),
+    ]
+    for call in calls:
+        with pytest.raises(ValueError, match=r"params must hold a whole decoder.*frozen="):
+            jax.eval_shape(call)
 
 
 def adapted(checkpoint, mesh=None):

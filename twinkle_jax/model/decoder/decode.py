@@ -30,7 +30,7 @@ from twinkle_jax.model.decoder.layers import (
     table_of,
 )
 from twinkle_jax.model.decoder.pages import PageTable, next_places, page_size
-from twinkle_jax.model.decoder.parameters import Params
+from twinkle_jax.model.decoder.parameters import Params, embedding_of
 from twinkle_jax.model.decoder.precision import tracing_for
 from twinkle_jax.model.decoder.sharding import ROWS, backend_of, fits, row_shards
 
@@ -198,7 +198,7 @@ def decode_step(
     _check(tokens, cache, mask, mesh)
     if isinstance(params["layers"], tuple) and not isinstance(cache.layers, tuple):
         raise ValueError("cache must come from unstack_layers, as params do, got layers in a stack")
-    embedding = params["embed_tokens"]["embedding"]
+    embedding = embedding_of(params)
     dtype = jnp.dtype(embedding.dtype if compute_dtype is None else compute_dtype)
     unrotated = bool(config.unrotated_layers)
     rotary = rotary_tables(cache.length[:, None], config.attention, unrotated=unrotated)

@@ -39,7 +39,7 @@ from twinkle_jax.model.decoder.layers import (
     rotary_tables,
     table_of,
 )
-from twinkle_jax.model.decoder.parameters import Params
+from twinkle_jax.model.decoder.parameters import Params, embedding_of
 from twinkle_jax.model.decoder.precision import tracing_for
 from twinkle_jax.model.decoder.sharding import backend_of, check_fit, gather_weights, keep_rows
 
@@ -226,7 +226,7 @@ def run(
     experts_mesh = attention_mesh if experts_mesh is None else experts_mesh
     check_fit(mesh, config, len(inputs.tokens))
     backend = backend_of(attention_mesh) if backend is None else backend
-    embedding = params["embed_tokens"]["embedding"]
+    embedding = embedding_of(params)
     dtype = jnp.dtype(embedding.dtype if compute_dtype is None else compute_dtype)
     segmented = inputs.segment_ids is not None
     chosen = choose_attention(

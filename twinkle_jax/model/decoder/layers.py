@@ -18,7 +18,7 @@ from twinkle_jax.model.decoder.config import (
     YarnScaling,
 )
 from twinkle_jax.model.decoder.lora import adapter_change
-from twinkle_jax.model.decoder.parameters import Params
+from twinkle_jax.model.decoder.parameters import Params, embedding_of
 from twinkle_jax.model.decoder.precision import exact_product, matmul, rounded
 from twinkle_jax.model.decoder.sharding import spread_lookup
 
@@ -132,11 +132,7 @@ def add_mixed(
 
 def output_matrix(params: Params) -> Float[Array, "width vocab"]:
     """Return the output head: logits are `hidden @ matrix`. Tied embeddings are transposed."""
-    matrix: Array = (
-        params["lm_head"]["kernel"]
-        if "lm_head" in params
-        else params["embed_tokens"]["embedding"].T
-    )
+    matrix: Array = params["lm_head"]["kernel"] if "lm_head" in params else embedding_of(params).T
     return matrix
 
 

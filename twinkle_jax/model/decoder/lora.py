@@ -163,7 +163,8 @@ def with_adapter(
     """Lay an adapter over a decoder's parameters; no array is copied.
 
     Args:
-        params: of the decoder; several adapters may share them.
+        params: of the decoder, without an adapter; several adapters may share them. The constants
+            of another configuration are replaced.
         config: the decoder.
         lora: configuration of the adapter, which sets its scale and dropout rate.
         adapter: the tree of `lora_A` and `lora_B`, as `load_adapter` returns it; None adds the
@@ -174,9 +175,14 @@ def with_adapter(
         the adapter to the kernels.
 
     Raises:
-        ValueError: if a target is no projection of this decoder, or the adapter is not of this rank
-            and for these projections.
+        ValueError: if a target is no projection of this decoder, the adapter is not of this rank
+            and for these projections, or the parameters hold an adapter already.
     """
+    if any(path[-1] in ("lora_A", "lora_B") for path, _ in walk(params or {})):
+        raise ValueError(
+            "params must not hold an adapter, got one: remove it with without_adapter, or add it "
+            "to the kernels with merge_adapter"
+        )
     if adapter is not None:
         check_adapter(config, lora, adapter)
     constants = {"lora_scale": lora.scale} | (
@@ -187,7 +193,8 @@ def with_adapter(
         for path in adapted_kernels(config, lora)
         for name, value in constants.items()
     }
-    return merge_params(merge_params(params, nest(leaves)), adapter or {})
+    base = None if params is None else without_adapter(params)  # constants of another one
+    return merge_params(merge_params(base, nest(leaves)), adapter or {})
 
 
 def merge_adapter(params: Params) -> dict[str, Any]:

@@ -229,6 +229,21 @@ def nest(flat: dict[tuple[str, ...], Any]) -> dict[str, Any]:
     return tree
 
 
+def embedding_of(params: Params) -> Array:
+    """Return the embedding of a whole decoder, where all functions begin or end.
+
+    Raises:
+        ValueError: if there is none, as in an adapter.
+    """
+    if "embed_tokens" not in params:
+        raise ValueError(
+            f"params must hold a whole decoder, got only {sorted(params)}: pass the parameters "
+            "that adapters lie over as frozen=, or lay the adapters over them with with_adapter"
+        )
+    embedding: Array = params["embed_tokens"]["embedding"]
+    return embedding
+
+
 def merge_params(frozen: Params | None, params: Params) -> dict[str, Any]:
     """Merge two trees of parameters; where both have a leaf, take the second's."""
     if frozen is None:
