@@ -39,21 +39,21 @@ class Totals:
         skipped: steps in a row, up to now, in which a gradient was not finite.
         seconds: total time of the steps.
         accuracy_before: held-out accuracy before the first step; None if it was not measured.
-        held_out: fingerprint of the problems on which `accuracy_before` was measured.
+        reward_before: mean held-out reward then; None as well.
+        held_out: fingerprint of the problems that these two are of.
         metrics_offset: length of metrics.jsonl, in bytes, up to and with the last line that belongs
             to these steps.
         unwritten: metrics of the last step as JSON, while their line waits for an evaluation.
-        reward_before: mean held-out reward before the first step; None if it was not measured.
     """
 
     num_tokens: int = 0
     skipped: int = 0
     seconds: float = 0.0
     accuracy_before: float | None = None
+    reward_before: float | None = None
     metrics_offset: int = 0
     unwritten: str | None = None
     held_out: str | None = None
-    reward_before: float | None = None
 
 
 class Progress(NamedTuple):
