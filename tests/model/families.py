@@ -19,7 +19,16 @@ from twinkle_jax.model import (
 )
 
 # For every law.
-NAMES = ("qwen3", "qwen2", "qwen3_5_text", "qwen3_moe", "gemma3_text", "olmo3", "smollm3")
+NAMES = (
+    "qwen3",
+    "qwen2",
+    "qwen3_5_text",
+    "qwen3_moe",
+    "gemma3_text",
+    "olmo3",
+    "smollm3",
+    "granite",
+)
 ALL = (
     "llama",
     "olmo2",
@@ -99,6 +108,12 @@ _OWN |= {"qwen3_5_text": _LINEAR, "gemma3_text": _SLIDING}
 _NO_ENDS = {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
 _OWN |= {"olmo2": _NO_ENDS, "olmo3": _NO_ENDS | _OLMO3}
 _OWN |= {"smollm3": _NO_ENDS | {"num_hidden_layers": 4, "no_rope_layers": [1, 0, 0, 1]}}
+_OWN["granite"] = {  # not the defaults, nor powers of two, nor what a head's width says
+    "embedding_multiplier": 3.3,
+    "attention_multiplier": 0.21,
+    "residual_multiplier": 0.37,
+    "logits_scaling": 0.7,
+}
 _OWN |= {"llama": {"rope_parameters": _STRETCHED}, "mistral": {"sliding_window": None}}
 
 

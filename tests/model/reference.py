@@ -13,7 +13,7 @@ def reference_hidden(
 ) -> np.ndarray:
     """Hidden states of one row without padding, behind the final norm."""
     x = np.asarray(params["embed_tokens"]["embedding"], np.float64)[np.asarray(tokens)]
-    x = x * np.sqrt(config.hidden_size) if config.scaled_embedding else x
+    x = x * config.embedding_multiplier
     places = np.arange(len(tokens)) if positions is None else np.asarray(positions)
     for layer, kind in enumerate(config.layer_kinds):
         repeat, member = divmod(layer, len(config.block))
@@ -24,12 +24,13 @@ def reference_hidden(
         else:
             turns = 0 * places if layer in config.unrotated_layers else places
             y = _attention(y, w["self_attn"], config, turns, sliding=kind == "sliding_attention")
-        x = x + _between(y, "post_attention_layernorm", w, config)
+        x = x + config.residual_multiplier * _between(y, "post_attention_layernorm", w, config)
         before = "pre_feedforward" if config.output_norms else "post_attention"
         y = _before(x, f"{before}_layernorm", w, config)
         y = _gated(y, w["mlp"], config) if config.experts is None else _experts(y, w["mlp"], config)
-        x = x + _between(y, "post_feedforward_layernorm", w, config)
-    return norm(x, np.asarray(params["norm"]["scale"], np.float64), config)
+        x = x + config.residual_multiplier * _between(y, "post_feedforward_layernorm", w, config)
+    hidden = norm(x, np.asarray(params["norm"]["scale"], np.float64), config)
+    return hidden / config.logits_scaling
 
 
 def reference_logits(
@@ -126,7 +127,7 @@ def _attention(
     y: np.ndarray, w: Any, config: DecoderConfig, places: np.ndarray, *, sliding: bool
 ) -> np.ndarray:
     a, time, seen = config.attention, len(y), len(y)
-    divisor = np.sqrt(a.query_width or a.head_dim)
+    scale = a.multiplier or 1 / np.sqrt(a.query_width or a.head_dim)
     if sliding:
         seen = a.window.size
         a = dataclasses.replace(a, rope_theta=a.window.rope_theta, rope_scaling=None)
@@ -153,7 +154,7 @@ def _attention(
                 near = norm(near, w["k_norm"]["scale"], config)
             query = rotated(query, places[t], a)
             turned = [rotated(k, places[s], a) for s, k in enumerate(near, start)]
-            scores = np.array(turned) @ query / divisor
+            scores = np.array(turned) @ query * scale
             weights = np.exp(scores - scores.max())
             out[t, head] = weights @ values[start : t + 1, group] / weights.sum()
             if a.output_gate:

@@ -101,6 +101,13 @@ CASES = {
         "attention_bias": True,
         "tie_word_embeddings": True,
     },
+    "granite": {},
+    "granite tied, biased": {
+        "attention_bias": True,
+        "tie_word_embeddings": True,
+        "num_key_value_heads": 1,
+        "embedding_multiplier": 12,
+    },
     "smollm3 yarn": {"rope_parameters": YARN},
     "qwen3 three groups": {"num_attention_heads": 6, "num_key_value_heads": 3},
     "gemma3_text sliding alone": {"layer_types": ["sliding_attention"] * 3, "sliding_window": 1},
@@ -261,6 +268,7 @@ def test_gradients_of_a_loss(name, saved):
         "olmo3 yarn by pattern",
         "smollm3",
         "smollm3 by interval",
+        "granite tied, biased",
         "llama yarn",
         "qwen2 yarn",
     ],
@@ -310,7 +318,7 @@ def test_old_configurations(saved, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "name", ["llama", "olmo2", "olmo3", "smollm3", "qwen2", "qwen3", "gemma3_text"]
+    "name", ["llama", "olmo2", "olmo3", "smollm3", "granite", "qwen2", "qwen3", "gemma3_text"]
 )
 def test_what_a_configuration_leaves_out_is_transformers_default(name):
     sizes = {"vocab_size": 48, "hidden_size": 256, "intermediate_size": 40}

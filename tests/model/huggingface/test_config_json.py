@@ -96,7 +96,7 @@ def test_written_configs_read_as_what_they_were(name):
     assert written["dtype"] == written["torch_dtype"] == "bfloat16"
     names = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3", "qwen3_5_text": "Qwen3_5"}
     names |= {"gemma3_text": "Gemma3", "mistral": "Mistral"}
-    names |= {"olmo2": "Olmo2", "olmo3": "Olmo3", "smollm3": "SmolLM3"}
+    names |= {"granite": "Granite", "olmo2": "Olmo2", "olmo3": "Olmo3", "smollm3": "SmolLM3"}
     names |= {"qwen3_moe": "Qwen3Moe", "qwen3_5_moe_text": "Qwen3_5Moe"}
     assert written["architectures"] == [f"{names[name]}ForCausalLM"]
     rope = written["rope_parameters"]
@@ -395,7 +395,7 @@ def test_written_rope_entries_are_those_that_were_read():
 
 def test_what_gemma_3_is():
     config = parse_config(family("gemma3_text"))
-    assert config.centred_norms and config.output_norms and config.scaled_embedding
+    assert config.centred_norms and config.output_norms and config.embedding_multiplier == 24**0.5
     assert config.activation == "gelu_pytorch_tanh" and config.tie_embeddings
     assert config.attention.qk_norm and not config.attention.bias
     assert config.attention.window == Window(size=3, rope_theta=20.0)
@@ -494,6 +494,17 @@ GEMMA_REFUSED = [
 @pytest.mark.parametrize(("changes", "name"), GEMMA_REFUSED)
 def test_what_gemma_3_refuses(changes, name):
     refused(family("gemma3_text") | changes, name)
+
+
+def test_multipliers_of_granite():
+    config = parse_config(family("granite", attention_multiplier=0.0078125, residual_multiplier=1))
+    assert config.attention.scale == 0.0078125 and config.residual_multiplier == 1.0
+    names = ("embedding_multiplier", "attention_multiplier", "residual_multiplier")
+    for name in (*names, "logits_scaling"):
+        for value in (0.0, None, "1"):
+            refused(family("granite") | {name: value}, name)
+        refused(family("llama") | {name: 1.0}, name)
+    refused(family("granite") | {"mlp_bias": True}, "mlp_bias")
 
 
 @pytest.mark.parametrize(

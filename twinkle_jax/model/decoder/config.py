@@ -91,6 +91,7 @@ class AttentionConfig:
         rope_theta: base of the rotary wavelengths.
         rope_scaling: scaling of the wavelengths; None for none.
         query_width: logits are divided by its square root; None: `head_dim`.
+        multiplier: logits are multiplied by it instead; None: as `query_width` says.
         window: the window of sliding layers; None if there are none.
         bias: whether queries, keys and values have a bias.
         output_bias: whether the output projection has one.
@@ -112,11 +113,14 @@ class AttentionConfig:
     output_gate: bool = False
     rope_scaling: RopeScaling | LinearScaling | YarnScaling | None = None
     query_width: int | None = None
+    multiplier: float | None = None
     window: Window | None = None
 
     @property
     def scale(self) -> float:
         """Factor on the products of queries and keys."""
+        if self.multiplier is not None:
+            return self.multiplier
         return 1 / math.sqrt(self.query_width or self.head_dim)
 
 
@@ -187,7 +191,10 @@ class DecoderConfig:
         input_norms: whether the inputs of attention and feed-forward are normalised.
         output_norms: whether their outputs are, before they are added to the residual stream.
         activation: activation of the feed-forward gate.
-        scaled_embedding: whether embeddings are multiplied by √hidden_size.
+        embedding_multiplier: embeddings are multiplied by it.
+        residual_multiplier: outputs of attention and feed-forward are multiplied by it before they
+            are added to the residual stream.
+        logits_scaling: logits are divided by it, by way of the hidden states after the final norm.
         tie_embeddings: whether the output matrix is the embedding, transposed.
         original: the `config.json` this was read from, as text; ignored in comparisons.
     """
@@ -207,7 +214,9 @@ class DecoderConfig:
     input_norms: bool = True
     output_norms: bool = False
     activation: Activation = "silu"
-    scaled_embedding: bool = False
+    embedding_multiplier: float = 1.0
+    residual_multiplier: float = 1.0
+    logits_scaling: float = 1.0
     tie_embeddings: bool = False
     original: str = field(default="", repr=False, compare=False)
 
@@ -286,6 +295,8 @@ class Family:
         input_norms: whether the inputs of attention and feed-forward are normalised.
         output_norms: whether their outputs are.
         scaled_embedding: whether embeddings are multiplied by the square root of the model's width.
+        multipliers: whether keys say what embeddings, attention logits, outputs of half a layer
+            and logits are multiplied or divided by; each is 1 by default.
         activation_key: key of the activation.
         activation: the value that it must have.
         rotary_part: default fraction of a head that is rotated; None: the whole head, and no other
@@ -315,6 +326,7 @@ class Family:
     input_norms: bool = True
     output_norms: bool = False
     scaled_embedding: bool = False
+    multipliers: bool = False
     activation_key: str = "hidden_act"
     activation: Activation = "silu"
     rotary_part: float | None = None
@@ -373,6 +385,18 @@ FAMILIES: dict[str, Family] = {
             "is_llama_config": (True,),  # SmolLM2
             "rope_interleaved": (False,),
         },
+    ),
+    "granite": Family(
+        "GraniteForCausalLM",
+        multipliers=True,
+        defaults={
+            "vocab_size": 32_000,
+            "hidden_size": 4096,
+            "intermediate_size": 11_008,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 32,
+        },
+        other_keys={"mlp_bias": (False,)},
     ),
     "smollm3": Family(
         "SmolLM3ForCausalLM",

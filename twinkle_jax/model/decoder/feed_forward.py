@@ -14,7 +14,7 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from twinkle_jax.model.decoder.config import DecoderConfig, ExpertsConfig
-from twinkle_jax.model.decoder.layers import input_norm, norm, project
+from twinkle_jax.model.decoder.layers import add, input_norm, norm, project
 from twinkle_jax.model.decoder.parameters import EXPERTS, Params
 from twinkle_jax.model.decoder.precision import matmul, rounded, traced_backend
 from twinkle_jax.model.decoder.sharding import ROWS, row_shards
@@ -64,7 +64,7 @@ def feed_forward(
         y = _mix_experts(config, config.experts, y, weights["mlp"], mesh, stack)
     if config.output_norms:
         y = norm(config, y, weights["post_feedforward_layernorm"])
-    return rounded(x + y)
+    return add(config, x, y)
 
 
 def _gated(

@@ -162,8 +162,9 @@ def hidden_states(
             Rows are spread over data and fsdp, and each layer's parameters gathered when it runs.
 
     Returns:
-        Hidden states in `compute_dtype`, 0 at padding. They depend neither on the rest of the batch
-        nor on the side of the padding.
+        Hidden states in `compute_dtype`, 0 at padding, whose products with the output matrix are
+        the logits (a family's `logits_scaling` is in them). They depend neither on the rest of the
+        batch nor on the side of the padding.
 
     Raises:
         ValueError: if shapes differ, the devices do not support this attention, or the mesh does

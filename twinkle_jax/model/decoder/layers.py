@@ -74,7 +74,8 @@ def embed(
 ) -> Float[Array, "*batch width"]:
     """Look up embeddings; an id outside the vocabulary gives NaN, not another token's embedding.
 
-    In families that scale embeddings, the scale is rounded to `dtype` first, as in their training.
+    In families that multiply embeddings, the factor is rounded to `dtype` first, as in Gemma 3's
+    training.
     """
 
     def look_up(table: Array, ids: Array) -> Array:
@@ -86,16 +87,16 @@ def embed(
         if mesh is None
         else spread_lookup(embedding, tokens, mesh, look_up)
     )
-    if config.scaled_embedding:
-        embedded = embedded * jnp.asarray(config.hidden_size**0.5, dtype)
+    if config.embedding_multiplier != 1:
+        embedded = embedded * jnp.asarray(config.embedding_multiplier, dtype)
     return rounded(embedded)
 
 
 def final_norm(
     params: Params, config: DecoderConfig, x: Float[Array, "tokens width"]
 ) -> Float[Array, "tokens width"]:
-    """Apply the norm after the last layer."""
-    return norm(config, x, params["norm"])
+    """Apply the norm after the last layer, and the scale of the logits."""
+    return _times(norm(config, x, params["norm"]), 1 / config.logits_scaling)
 
 
 def norm(
@@ -127,7 +128,22 @@ def add_mixed(
     """Add the first half of a layer, attention's output, to the residual stream."""
     if config.output_norms:
         mixed = norm(config, mixed, weights["post_attention_layernorm"])
-    return rounded(x + mixed)
+    return add(config, x, mixed)
+
+
+def add(
+    config: DecoderConfig, x: Float[Array, "tokens width"], y: Float[Array, "tokens width"]
+) -> Float[Array, "tokens width"]:
+    """Add the output of half a layer to the residual stream."""
+    return rounded(x + _times(y, config.residual_multiplier))
+
+
+def _times(x: Float[Array, "*shape"], factor: float) -> Float[Array, "*shape"]:
+    """Multiply by a factor that has more digits than the type of `x` may have."""
+    if factor == 1:
+        return x
+    wide = jnp.float64 if x.dtype == jnp.float64 else jnp.float32
+    return rounded(x.astype(wide) * factor, x.dtype)
 
 
 def output_matrix(params: Params) -> Float[Array, "width vocab"]:

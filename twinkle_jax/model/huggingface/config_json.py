@@ -43,6 +43,12 @@ _UNROTATED_KEYS = (
     "max_window_layers",
     "pretraining_tp",  # of the training
 )
+_MULTIPLIER_KEYS = (
+    "embedding_multiplier",
+    "attention_multiplier",
+    "residual_multiplier",
+    "logits_scaling",
+)
 
 # Keys of every family that would change the model with any value but these.
 _FIXED: dict[str, tuple[Any, ...]] = {
@@ -116,6 +122,9 @@ def parse_config(config: Mapping[str, Any]) -> DecoderConfig:
     _check_keys(flat, family, model_type)
     kinds = _layer_kinds(flat, family)
     experts = _experts(flat, family) if family.experts else None
+    multipliers = {name: _number(flat, name, 1.0) for name in _MULTIPLIER_KEYS}
+    if family.scaled_embedding:
+        multipliers["embedding_multiplier"] = _size(flat, "hidden_size") ** 0.5
     return DecoderConfig(
         model_type=model_type,
         vocab_size=_size(flat, "vocab_size"),
@@ -132,7 +141,9 @@ def parse_config(config: Mapping[str, Any]) -> DecoderConfig:
         input_norms=family.input_norms,
         output_norms=family.output_norms,
         activation=family.activation,
-        scaled_embedding=family.scaled_embedding,
+        embedding_multiplier=multipliers["embedding_multiplier"],
+        residual_multiplier=multipliers["residual_multiplier"],
+        logits_scaling=multipliers["logits_scaling"],
         tie_embeddings=_flag(flat, "tie_word_embeddings"),
         original=json.dumps(dict(config), sort_keys=True),
     )
@@ -193,6 +204,7 @@ def _attention(flat: Mapping[str, Any], family: Family, *, sliding: bool) -> Att
         joint_qk_norm=family.joint_qk_norm,
         output_gate=family.output_gate,
         query_width=_size(flat, "query_pre_attn_scalar", 256) if has_query_width else None,
+        multiplier=_number(flat, "attention_multiplier", 1.0) if family.multipliers else None,
         window=_window(flat, family) if sliding else None,
     )
 
@@ -435,6 +447,7 @@ def _check_keys(config: Mapping[str, Any], family: Family, model_type: str) -> N
     read += _WINDOW_KEYS if family.window_keys else ()
     read += family.sliding_keys if family.window_pattern else ()
     read += _UNROTATED_KEYS if family.unrotated_interval else ()
+    read += _MULTIPLIER_KEYS if family.multipliers else ()
     read += () if family.fixed_bias else ("attention_bias",)
     fixed = _FIXED | {family.activation_key: (family.activation,)} | dict(family.other_keys)
     for name in config:
@@ -561,6 +574,13 @@ def _text_entries(config: DecoderConfig, image_rope: Mapping[str, Any]) -> dict[
     if family.rotary_part is not None:
         part = attention.rotary_dim / attention.head_dim
         rope["partial_rotary_factor"] = entries["partial_rotary_factor"] = part
+    if family.multipliers:
+        entries |= {
+            "embedding_multiplier": config.embedding_multiplier,
+            "attention_multiplier": attention.scale,
+            "residual_multiplier": config.residual_multiplier,
+            "logits_scaling": config.logits_scaling,
+        }
     if "query_pre_attn_scalar" in family.sliding_keys:
         entries["query_pre_attn_scalar"] = attention.query_width or attention.head_dim
     if family.unrotated_interval:
