@@ -1,5 +1,6 @@
 """Small configurations of each family, and parameters in which no entry is special."""
 
+import copy
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -28,6 +29,7 @@ NAMES = (
     "olmo3",
     "smollm3",
     "granite",
+    "phi3",
 )
 ALL = (
     "llama",
@@ -108,6 +110,18 @@ _OWN |= {"qwen3_5_text": _LINEAR, "gemma3_text": _SLIDING}
 _NO_ENDS = {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
 _OWN |= {"olmo2": _NO_ENDS, "olmo3": _NO_ENDS | _OLMO3}
 _OWN |= {"smollm3": _NO_ENDS | {"num_hidden_layers": 4, "no_rope_layers": [1, 0, 0, 1]}}
+_OWN["phi3"] = _NO_ENDS | {  # four of six entries of a head are rotated
+    "head_dim": 6,
+    "sliding_window": 3,
+    "rope_parameters": {
+        "rope_type": "longrope",
+        "rope_theta": 500.0,
+        "partial_rotary_factor": 0.7,
+        "short_factor": [1.0, 1.5],
+        "long_factor": [2.0, 9.0],
+    },
+    "original_max_position_embeddings": 128,
+}
 _OWN["granite"] = {  # not the defaults, nor powers of two, nor what a head's width says
     "embedding_multiplier": 3.3,
     "attention_multiplier": 0.21,
@@ -118,8 +132,8 @@ _OWN |= {"llama": {"rope_parameters": _STRETCHED}, "mistral": {"sliding_window":
 
 
 def family(model_type: str, **changes: Any) -> dict[str, Any]:
-    """The contents of a `config.json`."""
-    return {"model_type": model_type, **_BASE, **_OWN.get(model_type, {}), **changes}
+    """The contents of a `config.json`, in a copy: transformers writes into what it is given."""
+    return copy.deepcopy({"model_type": model_type, **_BASE, **_OWN.get(model_type, {}), **changes})
 
 
 @functools.cache

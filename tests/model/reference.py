@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from twinkle_jax.model import AttentionConfig, DecoderConfig, LinearScaling
+from twinkle_jax.model import AttentionConfig, DecoderConfig, LinearScaling, LongRopeScaling
 
 
 def reference_hidden(
@@ -105,6 +105,9 @@ def frequencies(a: AttentionConfig) -> np.ndarray:
         if isinstance(s, LinearScaling):
             angles.append(2 * np.pi / (wavelength * s.factor))
             continue
+        if isinstance(s, LongRopeScaling):
+            angles.append(2 * np.pi / (wavelength * s.factors[i]))
+            continue
         if s is not None and wavelength > s.original_length / s.low_frequency:
             wavelength *= s.factor
         elif s is not None and wavelength >= s.original_length / s.high_frequency:
@@ -119,6 +122,9 @@ def rotated(x: np.ndarray, place: int, a: AttentionConfig) -> np.ndarray:
     """Rotate the first entries of a head, as complex numbers."""
     dim, half = a.rotary_dim, a.rotary_dim // 2
     turn = np.exp(1j * place * frequencies(a))
+    if isinstance(a.rope_scaling, LongRopeScaling):
+        s = a.rope_scaling
+        turn *= np.sqrt(1 + np.log(s.max_length / s.original_length) / np.log(s.original_length))
     z = (x[:half] + 1j * x[half:dim]) * turn
     return np.concatenate([z.real, z.imag, x[dim:]])
 
@@ -130,6 +136,7 @@ def _attention(
     scale = a.multiplier or 1 / np.sqrt(a.query_width or a.head_dim)
     if sliding:
         seen = a.window.size
+    if sliding and a.window.rope_theta is not None:
         a = dataclasses.replace(a, rope_theta=a.window.rope_theta, rope_scaling=None)
 
     def project(name: str) -> np.ndarray:

@@ -68,3 +68,10 @@ def test_a_row_is_as_long_as_the_checkpoint_allows_up_to_4096(length, expected):
     original = json.dumps({"text_config": {"max_position_embeddings": length}})
     config = dataclasses.replace(config_of("qwen3"), original=original)
     assert longest_row(None, config) == expected and longest_row(5, config) == 5
+
+
+def test_no_row_is_longer_than_one_list_of_factors_goes():
+    config = config_of("phi3")  # made for 256 tokens, with another list of factors from 129 on
+    assert longest_row(None, config) == 128 == longest_row(128, config)
+    with pytest.raises(ValueError, match=r"^max_length must be at most 128, .* got 129"):
+        longest_row(129, config)

@@ -8,12 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.model.families import family, random_params
 from tests.rollout import games
 from tests.training import small_run
 from twinkle_jax.advantage import PKPOAdvantage
-from twinkle_jax.data import ArithmeticTask
+from twinkle_jax.data import ArithmeticTask, small_tokenizer
 from twinkle_jax.loss import DAPOLoss
-from twinkle_jax.model import LoraConfig, make_mesh
+from twinkle_jax.model import Decoder, LoraConfig, make_mesh, parse_config, save_pretrained
 from twinkle_jax.sampler import Sampling
 from twinkle_jax.training import (
     Estimator,
@@ -30,7 +31,7 @@ from twinkle_jax.training import (
 from twinkle_jax.training.config import with_setting
 from twinkle_jax.training.display import Display
 from twinkle_jax.training.policy import add_adapter, example_batch
-from twinkle_jax.training.start import begin, with_adapter, with_config, with_dtype
+from twinkle_jax.training.start import begin, read_policy, with_adapter, with_config, with_dtype
 from twinkle_jax.training.step import RECOMPUTED
 from twinkle_jax.training.task import make_task
 from twinkle_jax.training.tracking import MetricsLog
@@ -116,6 +117,19 @@ def test_targets_of_adapters_that_the_decoder_lacks_are_refused(tmp_path):
     with pytest.raises(ValueError, match=r"^lora\.target_modules must be among \['down_proj', "):
         with_adapter(config, POLICY, tmp_path, None, None)
     assert not list(tmp_path.iterdir())
+
+
+def test_rows_longer_than_the_rotary_scaling_goes_are_refused(tmp_path):
+    tokenizer = small_tokenizer()
+    decoder = parse_config(family("phi3", vocab_size=max(48, len(tokenizer))))
+    save_pretrained(Decoder(decoder, random_params(decoder)), tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    lengths = RolloutConfig(max_prompt_tokens=100, max_new_tokens=28)
+    config = TrainConfig(model=str(tmp_path), task="x.jsonl", rollout=lengths)
+    assert read_policy(config).config == decoder
+    longer = with_setting(config, "rollout.max_new_tokens", 29)
+    with pytest.raises(ValueError, match=r"max_new_tokens must be at most 128, .* got 129"):
+        read_policy(longer)
 
 
 def test_a_source_of_episodes_gets_its_settings_and_later_choices():

@@ -142,7 +142,8 @@ class RewardModel(Reward):
                 f"(1, {config.hidden_size}), got {got} in {directory}"
             )
         stored.pop(HEAD, None)
-        config = dataclasses.replace(config, tie_embeddings=True)  # no head for tokens is read
+        # No head for tokens is read, and the scale of its logits is not that of scores.
+        config = dataclasses.replace(config, tie_embeddings=True, logits_scaling=1.0)
         device = jax.local_devices()[0] if mesh is None else mesh.devices.flat[0]
         if dtype is None and device.platform == "cpu":
             dtype = "float32"

@@ -105,13 +105,21 @@ def longest_row(max_length: int | None, config: DecoderConfig) -> int:
     """Return the most tokens of a row, prompt included.
 
     Raises:
-        ValueError: if there is no room for a prompt and a completion.
+        ValueError: if there is no room for a prompt and a completion, or the decoder does not
+            support such rows.
     """
     if max_length is not None and max_length < 2:
         raise ValueError(f"max_length must be at least 2, got {max_length}")
+    longest = config.attention.longest_row
+    if max_length is not None and longest is not None and max_length > longest:
+        raise ValueError(
+            f"max_length must be at most {longest}, the longest row of this decoder's rotary "
+            f"scaling, got {max_length}"
+        )
     original = json.loads(config.original or "{}")
     text = original.get("text_config", original)
-    return max_length or min(int(text.get("max_position_embeddings") or _LONGEST), _LONGEST)
+    made_for = int(text.get("max_position_embeddings") or _LONGEST)
+    return max_length or min(made_for, longest or _LONGEST, _LONGEST)
 
 
 # The call.

@@ -114,6 +114,13 @@ class ServedPolicy:
         """
         self._sync_failed, self._mode = True, None
         served = self._find_model(self._loader, deadline)
+        longest = actor.config.attention.longest_row
+        if longest is not None and served.max_length > longest:
+            raise ServerError(
+                f"{self._loader.url} must have a max_model_len of at most {longest}, got "
+                f"{served.max_length}, for which vLLM takes long_factor in all rows: start it with "
+                f"--max-model-len {longest}"
+            )
         old = self._adapter
         if not merge and any(path[-1] == "lora_A" for path, _ in walk(actor.params)):
             self._adapter = self._load_adapter(deadline, actor, shared_dir, served)

@@ -260,7 +260,16 @@ def read_policy(config: TrainConfig, mesh: Mesh | None = None) -> Policy:
     """Read the policy that a configuration names, without adapters; the built-in one if none."""
     if config.model is None:
         return small_policy(config.seed)
-    return load_policy(config.model, mesh=mesh, argument="model")
+    policy = load_policy(config.model, mesh=mesh, argument="model")
+    longest = policy.config.attention.longest_row
+    if longest is not None and config.longest_row > longest:
+        names = "rollout.max_prompt_tokens plus rollout.max_new_tokens"
+        names = "rollout.max_episode_tokens" if config.many_turns else names
+        raise ValueError(
+            f"{names} must be at most {longest}, the longest row of the model's rotary scaling, "
+            f"got {config.longest_row}"
+        )
+    return policy
 
 
 def fingerprint_of_base(policy: Policy) -> str | None:

@@ -108,6 +108,26 @@ CASES = {
         "num_key_value_heads": 1,
         "embedding_multiplier": 12,
     },
+    "phi3": {},
+    "phi3 unscaled": {
+        "rope_parameters": None,
+        "rope_theta": 1e5,
+        "sliding_window": None,
+        "num_key_value_heads": 4,
+    },
+    "phi3 tied, by older names": {
+        "rope_parameters": None,
+        "rope_theta": 700.0,
+        "rope_scaling": {
+            "type": "longrope",
+            "short_factor": [1.1, 2, 3.5],
+            "long_factor": [4, 5, 6],
+        },
+        "original_max_position_embeddings": 64,
+        "sliding_window": 512,  # wider than the longest row
+        "tie_word_embeddings": True,
+        "num_key_value_heads": 1,
+    },
     "smollm3 yarn": {"rope_parameters": YARN},
     "qwen3 three groups": {"num_attention_heads": 6, "num_key_value_heads": 3},
     "gemma3_text sliding alone": {"layer_types": ["sliding_attention"] * 3, "sliding_window": 1},
@@ -130,9 +150,9 @@ def _logits(decoder, tokens, mask):
     return output_logits(params, hidden(params, decoder.config, tokens, mask))
 
 
-def oracle(case):
+def oracle(case, **changes):
     """A random model of transformers', in which no weight is special."""
-    config = family(case.split()[0], **CASES[case])
+    config = family(case.split()[0], **CASES[case] | changes)
     torch.manual_seed(0)
     config = transformers.AutoConfig.for_model(**config)
     model = transformers.AutoModelForCausalLM.from_config(config).float().eval()
@@ -206,6 +226,49 @@ def test_yarn_beyond_the_original_length(case, saved):
     close(jnp.stack(decoded))
 
 
+@pytest.mark.parametrize("same", [True, False])
+def test_longrope_around_the_original_length(same, tmp_path):
+    """transformers takes the second list for rows of more than 16 tokens, in whole batches."""
+    lists = {"short_factor": [2.0, 9.0] if same else [1.0, 1.5], "long_factor": [2.0, 9.0]}
+    changes = {"original_max_position_embeddings": 16, "sliding_window": 9}
+    rope = family("phi3")["rope_parameters"] | lists
+    model = oracle("phi3", rope_parameters=rope, **changes)
+    model.save_pretrained(tmp_path)
+    decoder = load_pretrained(tmp_path)
+    params, config = decoder.params, decoder.config
+    assert config.attention.longest_row == (None if same else 16)
+    row = np.random.default_rng(0).integers(1, 48, 20)
+    expected = logits_of(model, row[None, :16], np.ones((1, 16)))[0]
+    longer = logits_of(model, row[None], np.ones((1, 20)))[0]
+
+    def close(hidden, expected):
+        scale = np.abs(expected).max()
+        np.testing.assert_allclose(output_logits(params, hidden), expected, atol=1e-5 * scale)
+
+    # Beside a longer row, which is longer than supported, and padded to more than the length.
+    tokens, mask = batch([row[:16].tolist(), row.tolist()], 24, "right")
+    both = hidden(params, config, tokens, mask)
+    close(both[0, :16], expected)
+    if same:
+        close(both[1, :20], longer)
+    else:
+        assert np.isnan(both[1, 16:20]).all() and np.abs(longer[:16] - expected).max() > 0.1
+    packed = jnp.concatenate([tokens[:1, :16], tokens[:1, :16], tokens[:1, 16:]], axis=1)
+    segments = jnp.asarray([[1] * 16 + [2] * 24])
+    kept = jnp.arange(40)[None] < 32
+    close(hidden(params, config, packed, kept, segment_ids=segments)[0, 16:32], expected)
+    last, cache = fill(params, config, tokens[:, :14], mask[:, :14], max_length=24)
+    decoded = [last]
+    for token in tokens[:, 14:20].T:
+        last, cache = step(params, config, token, cache)
+        decoded.append(last)
+    close(jnp.stack(decoded)[:3, 0], expected[13:])
+    if same:
+        close(jnp.stack(decoded)[:, 1], longer[13:])
+    else:
+        assert np.isnan(jnp.stack(decoded)[3:]).all()
+
+
 @pytest.mark.parametrize("name", each(NAMES))
 def test_gradients_of_a_loss(name, saved):
     model, directory = saved(name)
@@ -234,20 +297,25 @@ def test_gradients_of_a_loss(name, saved):
 
     # The gradient has the tree of the parameters, so that it can be named like a checkpoint.
     from twinkle_jax.model.decoder.parameters import parameter_table
-    from twinkle_jax.model.huggingface.checkpoint_files import stored_names, to_stored
+    from twinkle_jax.model.huggingface.checkpoint_files import (
+        stored_names,
+        stored_outputs,
+        to_stored,
+    )
 
     theirs = {name: p.grad.numpy() for name, p in model.named_parameters()}
-    for path, p in parameter_table(decoder.config).items():
+    table = parameter_table(decoder.config)
+    for path, p in table.items():
+        start, _ = stored_outputs(decoder.config, path, table)
         ours = gradient
         for key in path:
             ours = ours[key]
         for repeat, stored in enumerate(stored_names(decoder.config, path, p, "model.")):
             ours_stored = np.asarray(ours if path[0] != "layers" else ours[repeat])
             ours_stored = to_stored(path, ours_stored)
-            scale = np.abs(theirs[stored]).max()
-            np.testing.assert_allclose(
-                ours_stored, theirs[stored], atol=2e-4 * scale + 1e-6, rtol=0
-            )
+            expected = theirs[stored][start : start + len(ours_stored)]
+            scale = np.abs(expected).max()
+            np.testing.assert_allclose(ours_stored, expected, atol=2e-4 * scale + 1e-6, rtol=0)
 
 
 @pytest.mark.parametrize(
@@ -269,6 +337,9 @@ def test_gradients_of_a_loss(name, saved):
         "smollm3",
         "smollm3 by interval",
         "granite tied, biased",
+        "phi3",
+        "phi3 unscaled",
+        "phi3 tied, by older names",
         "llama yarn",
         "qwen2 yarn",
     ],
@@ -318,7 +389,8 @@ def test_old_configurations(saved, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "name", ["llama", "olmo2", "olmo3", "smollm3", "granite", "qwen2", "qwen3", "gemma3_text"]
+    "name",
+    ["llama", "olmo2", "olmo3", "smollm3", "granite", "phi3", "qwen2", "qwen3", "gemma3_text"],
 )
 def test_what_a_configuration_leaves_out_is_transformers_default(name):
     sizes = {"vocab_size": 48, "hidden_size": 256, "intermediate_size": 40}

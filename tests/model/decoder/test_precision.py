@@ -40,6 +40,7 @@ DEEP = {
         "linear_key_head_dim": 32,
         "linear_value_head_dim": 32,
     },
+    "phi3": {"sliding_window": 16, "rope_parameters": {"rope_theta": 500.0}},
     "gemma3_text": _SLIDING,
     "olmo3": _SLIDING,
 }

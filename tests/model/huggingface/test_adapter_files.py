@@ -18,13 +18,14 @@ from twinkle_jax.model import (
     init_params,
     load_adapter,
     load_pretrained,
+    merge_adapter,
     output_logits,
     parse_config,
     save_adapter,
     save_pretrained,
     with_adapter,
 )
-from twinkle_jax.model.decoder.lora import init_adapter
+from twinkle_jax.model.decoder.lora import init_adapter, without_adapter
 
 CONFIG = config_of("qwen3")
 LORAS = [
@@ -187,6 +188,41 @@ def test_projections_that_peft_found_by_a_pattern(targets, names, tmp_path):
     merged = with_adapter(params, CONFIG, lora, adapter)
     logits = output_logits(merged, hidden_states(merged, CONFIG, jnp.asarray([[5, 6, 7]])))
     np.testing.assert_allclose(logits, expected, atol=2e-5)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("targets", "names"),
+    [("all-linear", "down_proj gate_up_proj o_proj qkv_proj"), (["qkv_proj"], "qkv_proj")],
+)
+def test_adapters_of_fused_projections(targets, names, tmp_path):
+    """Phi-3 stores queries, keys and values in one tensor, whose adapter has one A for all."""
+    get = "pip install 'twinkle-jax[test,oracle]'"
+    peft = pytest.importorskip("peft", reason=get)
+    torch = pytest.importorskip("torch", reason=get)
+    transformers = pytest.importorskip("transformers", reason=get)
+    config, params = config_of("phi3"), params_of("phi3")
+    save_pretrained(Decoder(config, params), tmp_path / "base")
+    theirs = peft.get_peft_model(
+        transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base"),
+        peft.LoraConfig(r=3, lora_alpha=4, target_modules=targets, init_lora_weights=False),
+    ).eval()
+    theirs.save_pretrained(tmp_path / "adapter")
+    with torch.no_grad():
+        expected = theirs(input_ids=torch.tensor([[5, 6, 7]])).logits.numpy()
+    lora, adapter = load_adapter(tmp_path / "adapter", config)
+    assert lora.target_modules == tuple(names.split())
+    over = with_adapter(params, config, lora, adapter)
+    scale = np.abs(expected).max()
+    for changed in (over, merged := merge_adapter(over)):
+        logits = output_logits(changed, hidden_states(changed, config, jnp.asarray([[5, 6, 7]])))
+        np.testing.assert_allclose(logits, expected, atol=1e-5 * scale)
+    assert jax.tree.structure(merged) == jax.tree.structure(params)
+    assert_same(without_adapter(over), params)
+    save_adapter(tmp_path / "again", config, lora, adapter)
+    assert_same(load_adapter(tmp_path / "again", config)[1], adapter)
+    with pytest.raises(ValueError, match=r"target_modules .*'qkv_proj'.*\('q_proj',\)"):
+        init_adapter(jax.random.key(0), config, LoraConfig(target_modules=("q_proj",)))
 
 
 def test_targets_that_are_not_those_of_the_tensors_are_refused(saved):

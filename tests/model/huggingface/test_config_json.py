@@ -6,11 +6,13 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from tests.model.families import ALL, family
 from twinkle_jax.model import (
     LinearScaling,
+    LongRopeScaling,
     Window,
     YarnScaling,
     hidden_states,
@@ -96,7 +98,8 @@ def test_written_configs_read_as_what_they_were(name):
     assert written["dtype"] == written["torch_dtype"] == "bfloat16"
     names = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3", "qwen3_5_text": "Qwen3_5"}
     names |= {"gemma3_text": "Gemma3", "mistral": "Mistral"}
-    names |= {"granite": "Granite", "olmo2": "Olmo2", "olmo3": "Olmo3", "smollm3": "SmolLM3"}
+    names |= {"olmo2": "Olmo2", "olmo3": "Olmo3", "smollm3": "SmolLM3"}
+    names |= {"granite": "Granite", "phi3": "Phi3"}
     names |= {"qwen3_moe": "Qwen3Moe", "qwen3_5_moe_text": "Qwen3_5Moe"}
     assert written["architectures"] == [f"{names[name]}ForCausalLM"]
     rope = written["rope_parameters"]
@@ -494,6 +497,65 @@ GEMMA_REFUSED = [
 @pytest.mark.parametrize(("changes", "name"), GEMMA_REFUSED)
 def test_what_gemma_3_refuses(changes, name):
     refused(family("gemma3_text") | changes, name)
+
+
+def test_phi_3_as_its_authors_write_it():
+    """Phi-4-mini: its window is wider than its longest rows, and the code is transformers' own."""
+    code = {
+        "AutoConfig": "configuration_phi3.Phi3Config",
+        "AutoModelForCausalLM": "modeling_phi3.Phi3ForCausalLM",
+        "AutoTokenizer": "Xenova/gpt-4o",
+    }
+    scaling = {"type": "longrope", "short_factor": [1.0] * 3, "long_factor": [1, 2, 4.5]}
+    keys = {"rope_parameters": None, "rope_theta": 1e4, "rope_scaling": scaling, "auto_map": code}
+    keys |= {"partial_rotary_factor": 0.75, "head_dim": 8, "full_attn_mod": 1, "embd_pdrop": 0.0}
+    keys |= {"original_max_position_embeddings": 64, "sliding_window": 512}
+    config = parse_config(family("phi3", **keys))
+    assert config.layer_kinds == (FULL, FULL) and config.attention.window is None
+    assert config.attention.rope_scaling == LongRopeScaling((1, 1, 1), (1, 2, 4.5), 64, 256)
+    assert config.attention.longest_row == 64 and config.attention.rotary_dim == 6
+    np.testing.assert_allclose(
+        config.attention.rope_scaling.attention_factor, (1 + 2 / 6) ** 0.5
+    )  # of a length of 2⁸ where 2⁶ was the original one
+    written = export_config(config, nested=False, dtype="float32")
+    assert parse_config(written) == config and written["sliding_window"] == 512
+    assert "auto_map" not in written and written["rope_scaling"] == scaling
+    assert written["rope_parameters"]["original_max_position_embeddings"] == 64
+    same = {"type": "su", "short_factor": [2.0] * 3, "long_factor": [2.0] * 3}
+    assert (
+        parse_config(family("phi3", **keys | {"rope_scaling": same})).attention.longest_row is None
+    )
+    narrow = parse_config(family("phi3", **keys | {"sliding_window": 255}))
+    assert narrow.layer_kinds == (SLIDING, SLIDING) and narrow.attention.window == Window(255)
+
+
+PHI_SCALING = family("phi3")["rope_parameters"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "name"),
+    [
+        ({"rope_parameters": PHI_SCALING | {"short_factor": [1.0]}}, "short_factor"),
+        ({"rope_parameters": PHI_SCALING | {"long_factor": [1.0] * 3}}, "long_factor"),
+        ({"rope_parameters": PHI_SCALING | {"long_factor": [1.0, 0.0]}}, "long_factor"),
+        ({"rope_parameters": PHI_SCALING | {"long_factor": 2.0}}, "long_factor"),
+        ({"rope_parameters": PHI_SCALING | {"long_factor": None}}, "long_factor"),
+        ({"original_max_position_embeddings": 1}, "original_max_position_embeddings"),
+        # vLLM ignores these two, and transformers ignores the third.
+        ({"rope_parameters": PHI_SCALING | {"factor": 4.0}}, "rope_parameters"),
+        ({"rope_parameters": PHI_SCALING | {"attention_factor": 1.1}}, "rope_parameters"),
+        ({"rope_parameters": PHI_SCALING | {"short_mscale": 1.1}}, "rope_parameters"),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "rope_type"),
+        ({"rope_parameters": PHI_SCALING | {"mrope_section": [1]}}, "rope_parameters"),
+        ({"layer_types": [FULL, FULL]}, "layer_types"),
+        ({"sliding_window": 0}, "sliding_window"),
+        ({"attention_bias": True}, "attention_bias"),
+        ({"resid_pdrop": 0.1}, "resid_pdrop"),
+        ({"auto_map": {"AutoModelForCausalLM": "mine.Phi3ForCausalLM"}}, "auto_map"),
+    ],
+)
+def test_what_phi_3_refuses(changes, name):
+    refused(family("phi3") | changes, name)
 
 
 def test_multipliers_of_granite():

@@ -3,6 +3,7 @@
 import json
 import shutil
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -13,7 +14,7 @@ import pytest
 from tests.sampler.responses import gap
 from tests.sampler.vllm import changed
 from tests.sampler.vllm.fake_server import adapters_in, send, write_checkpoint
-from twinkle_jax.model import LoraConfig, load_pretrained
+from twinkle_jax.model import LongRopeScaling, LoraConfig, load_pretrained
 from twinkle_jax.sampler import ServerError, vLLMSampler
 from twinkle_jax.twinkle.model import TransformersModel
 
@@ -198,6 +199,20 @@ def test_a_tied_head_is_written_apart(sampler, server, tmp_path):
     params = load_pretrained(written).params
     embedding = np.asarray(actor.params["embed_tokens"]["embedding"])
     np.testing.assert_array_equal(params["lm_head"]["kernel"], embedding.T)
+
+
+def test_a_server_whose_rows_would_have_other_rotary_factors_is_refused(
+    sampler, server, checkpoint
+):
+    """vLLM takes LongRoPE's second list for all rows if some may be longer than the first goes."""
+    actor = TransformersModel(model_id=checkpoint)
+    attention = replace(
+        actor.config.attention, rope_scaling=LongRopeScaling((1.0,) * 4, (2.0,) * 4, 32, 64)
+    )
+    sampler.config = actor.config = replace(actor.config, attention=attention)
+    with pytest.raises(ServerError, match=r"max_model_len of at most 32, got 64.*--max-model-len"):
+        sampler.sync_weights(actor)
+    assert "/collective_rpc" not in server.paths()
 
 
 def test_what_cannot_be_written_never_reaches_the_server(sampler, server, checkpoint, tmp_path):

@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Float, Int
 from twinkle_jax.loss.token_logprobs import compute_capability
 from twinkle_jax.model.decoder.cache import KeyValues, WindowedKeyValues, write_token
 from twinkle_jax.model.decoder.config import AttentionConfig, DecoderConfig
-from twinkle_jax.model.decoder.layers import RotaryTable, norm, project, rotate
+from twinkle_jax.model.decoder.layers import RotaryTable, norm, project, project_all, rotate
 from twinkle_jax.model.decoder.pages import PageTable, Places, finite_values, write_in_pages
 from twinkle_jax.model.decoder.parameters import Params
 from twinkle_jax.model.decoder.precision import multiply, rounded, traced_backend
@@ -146,11 +146,11 @@ def project_heads(
     def heads(y: Float[Array, "tokens out"], count: int) -> Float[Array, "batch time heads width"]:
         return y.reshape(batch, -1, count, y.shape[-1] // count)
 
-    query, key = project(x, weights["q_proj"]), project(x, weights["k_proj"])
+    query, key, value = project_all(x, weights, "qkv_proj")
     if a.joint_qk_norm:
         query, key = norm(config, query, weights["q_norm"]), norm(config, key, weights["k_norm"])
     query, key = heads(query, a.query_heads), heads(key, a.key_value_heads)
-    value = heads(project(x, weights["v_proj"]), a.key_value_heads)
+    value = heads(value, a.key_value_heads)
     gate = None
     if a.output_gate:  # each head's projection is [query, gate]
         query, gate = jnp.split(query, 2, axis=-1)

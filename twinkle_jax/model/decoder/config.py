@@ -67,16 +67,44 @@ class YarnScaling:
 
 
 @dataclass(frozen=True)
+class LongRopeScaling:
+    """LongRoPE: the wavelength of each pair has a factor of its own, and attention is sharper.
+
+    Models have one list of factors for rows up to their original length, and another one for longer
+    rows. The keys of a row would change when it grows over that length, so only the first is used,
+    and longer rows are not supported, unless both lists are the same.
+
+    Attributes:
+        factors: the wavelength of each pair is multiplied by one.
+        long_factors: those of longer rows.
+        original_length: length that the model was first trained on, in tokens.
+        max_length: length that it was made for.
+    """
+
+    factors: tuple[float, ...]
+    long_factors: tuple[float, ...]
+    original_length: int
+    max_length: int
+
+    @property
+    def attention_factor(self) -> float:
+        """Cosines and sines are multiplied by it."""
+        stretch = max(self.max_length / self.original_length, 1.0)
+        return math.sqrt(1 + math.log(stretch) / math.log(self.original_length))
+
+
+@dataclass(frozen=True)
 class Window:
-    """Sliding layers: their window, and their rotary base, which differs from full layers'.
+    """Sliding layers: their window, and their rotary base.
 
     Attributes:
         size: tokens that a token attends to, itself included.
-        rope_theta: base of their rotary wavelengths, which are never scaled.
+        rope_theta: base of their rotary wavelengths, which are then never scaled; None: these are
+            the same as those of full layers.
     """
 
     size: int
-    rope_theta: float
+    rope_theta: float | None = None
 
 
 @dataclass(frozen=True)
@@ -111,7 +139,7 @@ class AttentionConfig:
     qk_norm: bool = False
     joint_qk_norm: bool = False
     output_gate: bool = False
-    rope_scaling: RopeScaling | LinearScaling | YarnScaling | None = None
+    rope_scaling: RopeScaling | LinearScaling | YarnScaling | LongRopeScaling | None = None
     query_width: int | None = None
     multiplier: float | None = None
     window: Window | None = None
@@ -122,6 +150,14 @@ class AttentionConfig:
         if self.multiplier is not None:
             return self.multiplier
         return 1 / math.sqrt(self.query_width or self.head_dim)
+
+    @property
+    def longest_row(self) -> int | None:
+        """The most tokens of a row; None: any number. Beyond it hidden states are NaN."""
+        scaling = self.rope_scaling
+        if isinstance(scaling, LongRopeScaling) and scaling.factors != scaling.long_factors:
+            return scaling.original_length
+        return None
 
 
 @dataclass(frozen=True)
@@ -268,6 +304,13 @@ class DecoderConfig:
 # `model_type`: a new family is a row in this table, and one in the table of the tests.
 
 
+# Projections that some families store in one tensor, side by side, with one adapter for all.
+FUSED = {
+    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
+    "gate_up_proj": ("gate_proj", "up_proj"),
+}
+
+
 @dataclass(frozen=True)
 class Family:
     """How a family differs from Llama, and which keys its `config.json` has.
@@ -290,6 +333,8 @@ class Family:
         window_pattern: default pattern: of so many layers the last is full and the others slide;
             None: no layer slides.
         sliding_keys: keys that say how they slide, where there is a pattern.
+        uniform_window: whether all layers slide, by `sliding_window`, unless it is null.
+        fused: names of tensors that hold several projections, of those in `FUSED`.
         unrotated_interval: default interval of layers without rotary positions; None: all have
             them.
         input_norms: whether the inputs of attention and feed-forward are normalised.
@@ -322,6 +367,8 @@ class Family:
     window_keys: bool = False
     window_pattern: int | None = None
     sliding_keys: tuple[str, ...] = ("sliding_window",)
+    uniform_window: bool = False
+    fused: tuple[str, ...] = ()
     unrotated_interval: int | None = None
     input_norms: bool = True
     output_norms: bool = False
@@ -375,6 +422,10 @@ _QWEN3_5 = Family(
     enclosing="qwen3_5",
     carried=("model.visual.", "visual.", "mtp.", "model.mtp."),
 )
+_PHI3_CODE = {
+    "AutoConfig": "configuration_phi3.Phi3Config",
+    "AutoModelForCausalLM": "modeling_phi3.Phi3ForCausalLM",
+}
 FAMILIES: dict[str, Family] = {
     "llama": Family(
         "LlamaForCausalLM",
@@ -425,6 +476,34 @@ FAMILIES: dict[str, Family] = {
         # Without the key all layers slide, so a configuration must set it to null.
         defaults={"sliding_window": 4096, "num_key_value_heads": 8},
         other_keys={"sliding_window": (None,)},
+    ),
+    "phi3": Family(
+        "Phi3ForCausalLM",
+        uniform_window=True,
+        fused=("qkv_proj", "gate_up_proj"),
+        rotary_part=1.0,
+        rope_types=("default", "longrope", "su"),  # the last is an older name of the second
+        defaults={
+            "vocab_size": 32_064,
+            "hidden_size": 3072,
+            "intermediate_size": 8192,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 32,
+            "rms_norm_eps": 1e-5,
+            "max_position_embeddings": 4096,
+            "original_max_position_embeddings": 4096,
+        },
+        other_keys={
+            "attention_bias": (False,),
+            "mlp_bias": (False,),
+            "lm_head_bias": (False,),
+            "embd_pdrop": (0.0, 0),
+            "resid_pdrop": (0.0, 0),
+            "full_attn_mod": (1,),
+            "interpolate_factor": (1,),
+            # The authors' copies of transformers' classes, which need not be run.
+            "auto_map": (None, _PHI3_CODE, {**_PHI3_CODE, "AutoTokenizer": "Xenova/gpt-4o"}),
+        },
     ),
     "qwen2": Family(
         "Qwen2ForCausalLM",

@@ -201,8 +201,11 @@ def decode_step(
     embedding = embedding_of(params)
     dtype = jnp.dtype(embedding.dtype if compute_dtype is None else compute_dtype)
     unrotated = bool(config.unrotated_layers)
-    rotary = rotary_tables(cache.length[:, None], config.attention, unrotated=unrotated)
     active = jnp.ones(tokens.shape, bool) if mask is None else mask
+    positions = cache.length
+    if config.attention.longest_row is not None:  # rows that have ended may lie beyond it
+        positions = jnp.where(active, positions, 0)
+    rotary = rotary_tables(positions[:, None], config.attention, unrotated=unrotated)
     tables = _page_tables(cache, active, mesh)
 
     # The scan carries the whole cache: a step then writes its token in place and copies nothing.

@@ -14,7 +14,7 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from twinkle_jax.model.decoder.config import DecoderConfig, ExpertsConfig
-from twinkle_jax.model.decoder.layers import add, input_norm, norm, project
+from twinkle_jax.model.decoder.layers import add, input_norm, norm, project, project_all
 from twinkle_jax.model.decoder.parameters import EXPERTS, Params
 from twinkle_jax.model.decoder.precision import matmul, rounded, traced_backend
 from twinkle_jax.model.decoder.sharding import ROWS, row_shards
@@ -70,8 +70,8 @@ def feed_forward(
 def _gated(
     config: DecoderConfig, x: Float[Array, "tokens width"], weights: Mapping[str, Any]
 ) -> Float[Array, "tokens width"]:
-    gate = _activate(config, project(x, weights["gate_proj"]))
-    return project(rounded(gate * project(x, weights["up_proj"])), weights["down_proj"])
+    gate, up = project_all(x, weights, "gate_up_proj")
+    return project(rounded(_activate(config, gate) * up), weights["down_proj"])
 
 
 def _activate(config: DecoderConfig, gate: Float[Array, "*shape"]) -> Float[Array, "*shape"]:

@@ -145,7 +145,7 @@ def hidden_states(
         params: the tree that `parameter_shapes` describes.
         config: the decoder; static under `jax.jit`.
         tokens: token ids. Padding may hold anything; an id outside the vocabulary makes its row
-            NaN.
+            NaN, as does a token beyond the longest row of its rotary scaling.
         mask: True for tokens, False for padding, on either side of a row or between tokens (which
             are then neighbours). None: everything is a token.
         positions: rotary positions; by default they count tokens, from 0 in each segment.
@@ -338,6 +338,8 @@ def decoder_inputs(
         positions = segment_positions(segment_ids)
     elif positions is None:
         positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
+    if config.attention.longest_row is not None:  # padding may lie beyond it, and be NaN
+        positions = jnp.where(kept, positions, 0)
     unrotated = bool(config.unrotated_layers)
     rotary = rotary_tables(positions, config.attention, unrotated=unrotated)
     return DecoderInputs(tokens, kept, rotary, segment_ids)

@@ -12,9 +12,11 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from twinkle_jax.model.decoder.config import (
+    FUSED,
     AttentionConfig,
     DecoderConfig,
     LinearScaling,
+    LongRopeScaling,
     YarnScaling,
 )
 from twinkle_jax.model.decoder.lora import adapter_change
@@ -35,6 +37,18 @@ def project(
     if "lora_A" in weights:
         y = rounded(y + adapter_change(x, weights))
     return rounded(y + rounded(weights["bias"], x.dtype)[None]) if "bias" in weights else y
+
+
+def project_all(
+    x: Float[Array, "tokens into"], weights: Mapping[str, Any], fused: str
+) -> list[Float[Array, "tokens out"]]:
+    """Apply the projections that are one tensor in some families, where one adapter changes all."""
+    outputs = [project(x, weights[name]) for name in FUSED[fused]]
+    if fused not in weights:
+        return outputs
+    ends = np.cumsum([y.shape[-1] for y in outputs])
+    changes = jnp.split(adapter_change(x, weights[fused]), ends[:-1].tolist(), axis=-1)
+    return [rounded(y + change) for y, change in zip(outputs, changes, strict=True)]
 
 
 def rms_norm(
@@ -204,11 +218,13 @@ def rotary_frequencies(config: AttentionConfig) -> np.ndarray:
     With Llama 3's scaling, pairs with fewer than `low_frequency` turns over the original length
     rotate `factor` times slower, those with more than `high_frequency` turns are unchanged, and
     those in between are interpolated. With linear scaling all pairs rotate `factor` times slower.
-    YaRN is like Llama 3's, but interpolates by the number of the pair, not by its turns.
+    YaRN is like Llama 3's, but interpolates by the number of the pair, not by its turns. With
+    LongRoPE each pair has a factor of its own.
 
     References:
         [RoFormer](https://arxiv.org/abs/2104.09864) (Su et al., 2021);
         [YaRN](https://arxiv.org/abs/2309.00071) (Peng et al., 2023);
+        [LongRoPE](https://arxiv.org/abs/2402.13753) (Ding et al., 2024);
         [The Llama 3 herd of models](https://arxiv.org/abs/2407.21783) (2024)
     """
     exponents = np.arange(0, config.rotary_dim, 2) / config.rotary_dim
@@ -218,6 +234,8 @@ def rotary_frequencies(config: AttentionConfig) -> np.ndarray:
         return frequencies
     if isinstance(scaling, LinearScaling):
         return frequencies / scaling.factor
+    if isinstance(scaling, LongRopeScaling):
+        return frequencies / np.array(scaling.factors)
     if isinstance(scaling, YarnScaling):
         unscaled = 1 - _yarn_ramp(config, scaling)
     else:
@@ -246,14 +264,18 @@ def _yarn_ramp(config: AttentionConfig, scaling: YarnScaling) -> np.ndarray:
 def rotary_table(positions: Int[Array, "batch time"], config: AttentionConfig) -> RotaryTable:
     """Compute cosines and sines for each position and pair of entries, in float32.
 
-    With YaRN they are multiplied by its attention factor.
+    With YaRN and LongRoPE they are multiplied by the attention factor. For positions beyond the
+    longest row they are NaN.
     """
     frequencies = jnp.asarray(rotary_frequencies(config), jnp.float32)
     angles = positions.astype(jnp.float32)[:, :, None, None] * frequencies[None, None, None]
     cos, sin = jnp.cos(angles), jnp.sin(angles)
-    if isinstance(config.rope_scaling, YarnScaling):
+    if isinstance(config.rope_scaling, YarnScaling | LongRopeScaling):
         factor = config.rope_scaling.attention_factor
-        return factor * cos, factor * sin
+        cos, sin = factor * cos, factor * sin
+    if config.longest_row is not None:
+        fits = (positions < config.longest_row)[:, :, None, None]
+        cos, sin = jnp.where(fits, cos, jnp.nan), jnp.where(fits, sin, jnp.nan)
     return cos, sin
 
 
@@ -272,7 +294,7 @@ def rotary_tables(
     if unrotated:
         cos, sin = full
         return full, (jnp.ones_like(cos), jnp.zeros_like(sin))
-    if config.window is None:
+    if config.window is None or config.window.rope_theta is None:
         return (full,)
     theta = config.window.rope_theta
     sliding = dataclasses.replace(config, rope_theta=theta, rope_scaling=None)

@@ -16,9 +16,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Key
 
-from twinkle_jax.model.decoder.config import DecoderConfig
+from twinkle_jax.model.decoder.config import FAMILIES, FUSED, DecoderConfig
 from twinkle_jax.model.decoder.parameters import (
     EXPERTS,
     Params,
@@ -112,6 +113,10 @@ def adapted_kernels(
         if path[0] == "layers" and path[-1] == "kernel" and path[-2] not in ("conv1d", "gate")
         if EXPERTS not in path
     }
+    for name in FAMILIES[config.model_type].fused:  # one projection, to PEFT
+        for path in [path for path in kernels if path[-1] == FUSED[name][0]]:
+            shapes = [kernels.pop((*path[:-1], part)) for part in FUSED[name]]
+            kernels[*path[:-1], name] = (shapes[0][0], sum(out for _, out in shapes))
     if lora.target_modules == ALL_LINEAR:
         return kernels
     targets = lora.target_modules
@@ -205,13 +210,27 @@ def merge_adapter(params: Params) -> dict[str, Any]:
             merged[key] = merge_adapter(value)
         elif not key.startswith("lora_"):
             merged[key] = value
-    if "lora_A" in params:
-        # Full float32, since it is done once: accelerators round products by default.
-        change = jnp.matmul(params["lora_A"], params["lora_B"], precision="highest")
-        change = _scale(params)[:, None, None] * change
-        kernel = params["kernel"]
-        merged["kernel"] = (kernel.astype(jnp.float32) + change).astype(kernel.dtype)
+    if "lora_A" in params and "kernel" in params:
+        merged["kernel"] = _changed(params["kernel"], _change(params))
+    for name, parts in FUSED.items():
+        if name not in params or "kernel" in params[name]:
+            continue
+        del merged[name]
+        ends = np.cumsum([params[part]["kernel"].shape[-1] for part in parts])
+        changes = jnp.split(_change(params[name]), ends[:-1].tolist(), axis=-1)
+        for part, change in zip(parts, changes, strict=True):
+            merged[part] = {**merged[part], "kernel": _changed(params[part]["kernel"], change)}
     return merged
+
+
+def _change(weights: Mapping[str, Any]) -> Float[Array, "layers into out"]:
+    """Multiply the matrices of an adapter, in full float32: accelerators round by default."""
+    change = jnp.matmul(weights["lora_A"], weights["lora_B"], precision="highest")
+    return _scale(weights)[:, None, None] * change
+
+
+def _changed(kernel: Array, change: Float[Array, "layers into out"]) -> Array:
+    return (kernel.astype(jnp.float32) + change).astype(kernel.dtype)
 
 
 def _scale(weights: Mapping[str, Any]) -> Array:

@@ -60,9 +60,11 @@ from twinkle_jax.model.huggingface.checkpoint_files import (
     read_json,
     read_part,
     stored_names,
+    stored_outputs,
     stored_prefix,
     stored_shape,
     stored_tensors,
+    stored_together,
     to_stored,
 )
 from twinkle_jax.model.huggingface.config_json import export_config, parse_config
@@ -90,8 +92,8 @@ def load_pretrained(
 ) -> Decoder:
     """Read a Hugging Face checkpoint.
 
-    Families are Llama, SmolLM3, OLMo 2 and 3, Granite 3, Mistral, Qwen2 to Qwen3.6, and the text
-    model of Gemma 3.
+    Families are Llama, SmolLM3, OLMo 2 and 3, Granite 3, Phi-3 and 4, Mistral, Qwen2 to Qwen3.6,
+    and the text model of Gemma 3.
 
     Mixtures of experts are read in both forms, stacked or a tensor for each expert, and saved in
     the second, as transformers does.
@@ -143,7 +145,7 @@ def read_params(
     partition: Partition | None = None,
 ) -> Params:
     """Read a decoder's parameters from the tensors of a checkpoint, see `load_pretrained`."""
-    names = match_tensors(config, stored)
+    names, table = match_tensors(config, stored), parameter_table(config)
     with ExitStack() as stack:
         files = open_files(stack, stored)
         _check_tied_head(config, files, stored, mesh is not None and mesh.is_multi_process)
@@ -154,8 +156,9 @@ def read_params(
                 dtype=_leaf_dtype(names[path], stored, dtype),
                 names=names[path],
                 slices=[[files[name].get_slice(name) for name in group] for group in names[path]],
+                first=stored_outputs(config, path, table)[0],
             )
-            for path, p in parameter_table(config).items()
+            for path, p in table.items()
         ]
         return nest({leaf.path: place(leaf, _sharding(mesh, partition, leaf)) for leaf in leaves})
 
@@ -216,6 +219,7 @@ class StoredLeaf:
         dtype: type here.
         names: names of the tensors, once or for each stacked layer: one, or those of all experts.
         slices: the same tensors, open for reading.
+        first: the leaf's first output in tensors that hold other leaves, too.
     """
 
     path: tuple[str, ...]
@@ -223,6 +227,7 @@ class StoredLeaf:
     dtype: np.dtype[Any]
     names: list[tuple[str, ...]]
     slices: list[list[Any]]
+    first: int = 0
 
     @property
     def stacked(self) -> bool:
@@ -240,7 +245,7 @@ class StoredLeaf:
 
     def _read(self, layer: int, part: Slices) -> np.ndarray:
         name = self.names[layer][0]
-        stored = read_part(self.path, self.slices[layer], part, self.shape[-1])
+        stored = read_part(self.path, self.slices[layer], part, self.shape[-1], self.first)
         if not all_finite(stored):
             raise ValueError(f"{name} must be finite, got NaN or infinity")
         with np.errstate(over="ignore"):
@@ -394,9 +399,14 @@ def list_tensors(decoder: Decoder, prefix: str, dtype: DTypeLike | None) -> list
     """
     config = decoder.config
     params: Any = decoder.params
-    rows = []
-    for path, p in parameter_table(config).items():
-        leaf: Any = reduce(getitem, path, params)
+    rows, table = [], parameter_table(config)
+    for path, p in table.items():
+        together = stored_together(config, path)
+        if path != together[0]:  # in the tensor of the first
+            continue
+        leaves: list[Any] = [reduce(getitem, other, params) for other in together]
+        leaf = leaves[0]
+        p = p._replace(shape=(*p.shape[:-1], stored_outputs(config, path, table)[1]))
         to = jnp.dtype(leaf.dtype if dtype is None else dtype)
         if to.name not in _STORED_DTYPES:
             raise ValueError(f"dtype must be one of {', '.join(_STORED_DTYPES)}, got {to.name}")
@@ -408,11 +418,17 @@ def list_tensors(decoder: Decoder, prefix: str, dtype: DTypeLike | None) -> list
                     piece.name,
                     _STORED_DTYPES[to.name],
                     stored_shape(p._replace(shape=piece.shape)),
-                    partial(gather, leaf, piece.place),
+                    partial(_gather_joined, leaves, piece.place),
                     partial(host_tensor, piece.name, path, dtype=to, columns=piece.columns),
                 )
                 rows.append((layer, tensor))
     return [tensor for _, tensor in sorted(rows, key=lambda row: row[0])]
+
+
+def _gather_joined(leaves: Sequence[jax.Array], place: tuple[int, ...]) -> np.ndarray:
+    """Copy parameters of one tensor to the host, side by side."""
+    arrays = [gather(leaf, place) for leaf in leaves]
+    return arrays[0] if len(arrays) == 1 else np.concatenate(arrays, axis=-1)
 
 
 class _Piece(NamedTuple):

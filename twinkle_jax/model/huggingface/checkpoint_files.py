@@ -2,7 +2,8 @@
 
 Parameters here are [in, out], and a convolution's kernel is [time, channels]. Checkpoints store
 [out, in] and [channels, 1, time]. Experts are stacked here, in one tensor of a checkpoint or in a
-tensor for each expert and projection. No other file depends on any of this.
+tensor for each expert and projection. Projections are apart here, and side by side in one tensor in
+checkpoints of some families. No other file depends on any of this.
 """
 
 import itertools
@@ -18,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from twinkle_jax.data.tokenizer import NAMED_TEMPLATES
-from twinkle_jax.model.decoder.config import FAMILIES, DecoderConfig
+from twinkle_jax.model.decoder.config import FAMILIES, FUSED, DecoderConfig
 from twinkle_jax.model.decoder.parameters import EXPERTS, Parameter, parameter_table
 
 CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
@@ -224,11 +225,37 @@ def stored_name(path: tuple[str, ...]) -> str:
     return ".".join(module if EXPERTS in path else [*module, LEAVES.get(leaf, leaf)])
 
 
+def _fused_name(config: DecoderConfig, path: tuple[str, ...]) -> str | None:
+    """Return the module of the tensor that a projection shares with others; None: it does not."""
+    if EXPERTS in path or path[-1] != "kernel":
+        return None
+    names = FAMILIES[config.model_type].fused
+    return next((name for name in names if path[-2] in FUSED[name]), None)
+
+
+def stored_together(config: DecoderConfig, path: tuple[str, ...]) -> list[tuple[str, ...]]:
+    """List the parameters in a parameter's tensor, side by side: itself, and others if fused."""
+    name = _fused_name(config, path)
+    return [path] if name is None else [(*path[:-2], part, path[-1]) for part in FUSED[name]]
+
+
+def stored_outputs(
+    config: DecoderConfig, path: tuple[str, ...], table: Mapping[tuple[str, ...], Parameter]
+) -> tuple[int, int]:
+    """Return where in its tensor a parameter's outputs begin, and how many the tensor has."""
+    together = stored_together(config, path)
+    sizes = [table[other].shape[-1] for other in together]
+    return sum(sizes[: together.index(path)]), sum(sizes)
+
+
 def stored_names(
     config: DecoderConfig, path: tuple[str, ...], parameter: Parameter, prefix: str
 ) -> list[str]:
     """Return the names of one leaf's tensors: one, or one per repetition of the block."""
-    name = stored_name(parameter.path)
+    module = parameter.path
+    if fused := _fused_name(config, path):
+        module = (*module[:-2], fused, module[-1])
+    name = stored_name(module)
     if path[0] == "layers":
         numbers = (layer_number(config, path, r) for r in range(config.repeats))
         return [f"{prefix}layers.{number}.{name}" for number in numbers]
@@ -274,7 +301,9 @@ def match_tensors(
     prefix = stored_prefix(stored)
     names: dict[tuple[str, ...], list[tuple[str, ...]]] = {}
     wanted: dict[str, tuple[int, ...]] = {}
-    for path, p in parameter_table(config).items():
+    table = parameter_table(config)
+    for path, p in table.items():
+        p = p._replace(shape=(*p.shape[:-1], stored_outputs(config, path, table)[1]))
         names[path], shape = [], stored_shape(p)
         for name in stored_names(config, path, p, prefix):
             group: tuple[str, ...] = (name,)
@@ -322,7 +351,11 @@ def to_stored(path: tuple[str, ...], values: np.ndarray) -> np.ndarray:
 
 
 def read_part(
-    path: tuple[str, ...], tensors: Sequence[Any], part: tuple[slice, ...], width: int
+    path: tuple[str, ...],
+    tensors: Sequence[Any],
+    part: tuple[slice, ...],
+    width: int,
+    first: int = 0,
 ) -> np.ndarray:
     """Read a part of a parameter from its tensors, and only that part of the files.
 
@@ -331,6 +364,7 @@ def read_part(
         tensors: one, or those of all experts.
         part: of the parameter, of one layer.
         width: the size of the parameter's last axis.
+        first: the parameter's first output in a tensor that holds others, too.
     """
     if len(tensors) > 1:
         return np.stack([_read_expert(path, tensors, e, part[1:], width) for e in _range(part[0])])
@@ -339,7 +373,8 @@ def read_part(
         return stored[part[1], :, part[0]][:, 0].T
     if path[-1] not in _TRANSPOSED:
         return stored[part]
-    return stored[*part[:-2], part[-1], part[-2]].swapaxes(-1, -2)
+    outputs = slice(part[-1].start + first, part[-1].stop + first)
+    return stored[*part[:-2], outputs, part[-2]].swapaxes(-1, -2)
 
 
 def _range(part: slice) -> range:

@@ -20,6 +20,7 @@ from twinkle_jax.model.decoder.config import (
     ExpertsConfig,
     Family,
     LinearScaling,
+    LongRopeScaling,
     RopeScaling,
     Window,
     YarnScaling,
@@ -79,6 +80,7 @@ _IGNORED_PATTERNS = re.compile(r"_.*|.*_token_ids?|.*_version|transformers.*|uns
 
 _ORIGINAL = "original_max_position_embeddings"
 _LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", _ORIGINAL)
+_LONGROPE = ("short_factor", "long_factor")
 _YARN = """original_max_position_embeddings attention_factor attn_factor beta_fast beta_slow mscale
     mscale_all_dim truncate""".split()  # noqa: SIM905
 # Rotary settings of image positions: a text token has one position only.
@@ -189,6 +191,14 @@ def _attention(flat: Mapping[str, Any], family: Family, *, sliding: bool) -> Att
             "head_dim times partial_rotary_factor must be even, and at most head_dim, "
             f"got {head_dim} times {rope.part}"
         )
+    if isinstance(rope.scaling, LongRopeScaling):
+        lists = (rope.scaling.factors, rope.scaling.long_factors)
+        for name, factors in zip(_LONGROPE, lists, strict=True):
+            if len(factors) != rotary_dim // 2:
+                raise ValueError(
+                    f"{name} must have {rotary_dim // 2} numbers, half of the rotated entries of a "
+                    f"head, got {len(factors)}"
+                )
     bias = family.fixed_bias or _flag(flat, "attention_bias")
     has_query_width = "query_pre_attn_scalar" in family.sliding_keys
     return AttentionConfig(
@@ -251,7 +261,10 @@ def _layer_kinds(flat: Mapping[str, Any], family: Family) -> tuple[str, ...]:
     """Read `layer_types`, or derive it from the interval of full layers."""
     layers = _size(flat, "num_hidden_layers", most=_MOST_LAYERS)
     kinds = flat.get("layer_types")
-    if kinds is None:
+    uniform = SLIDING if family.uniform_window and _cuts_rows(flat) else FULL
+    if kinds is None and family.uniform_window:
+        kinds = [uniform] * layers
+    elif kinds is None:
         _refuse_windows(flat, layers)
         interval = _size(flat, "full_attention_interval", 4) if family.linear_layers else 1
         other_kind = LINEAR
@@ -259,7 +272,7 @@ def _layer_kinds(flat: Mapping[str, Any], family: Family) -> tuple[str, ...]:
             interval = _size(flat, "sliding_window_pattern", family.window_pattern)
             other_kind = SLIDING
         kinds = [other_kind if (i + 1) % interval else FULL for i in range(layers)]
-    allowed = [FULL]
+    allowed = [uniform]
     allowed += [LINEAR] if family.linear_layers else []
     allowed += [SLIDING] if family.window_pattern else []
     valid = isinstance(kinds, list | tuple) and all(kind in allowed for kind in kinds)
@@ -302,8 +315,17 @@ def _refuse_windows(flat: Mapping[str, Any], layers: int) -> None:
         )
 
 
+def _cuts_rows(flat: Mapping[str, Any]) -> bool:
+    """Whether there is a window that the model's longest rows are longer than."""
+    if flat.get("sliding_window") is None:
+        return False
+    return _size(flat, "sliding_window") < _size(flat, "max_position_embeddings")
+
+
 def _window(flat: Mapping[str, Any], family: Family) -> Window:
-    """Read the window and the rotary base of sliding layers, which are never scaled."""
+    """Read the window of sliding layers, and their rotary base, if they have their own."""
+    if family.uniform_window:
+        return Window(_size(flat, "sliding_window"))
     local = "rope_local_base_freq"
     theta = flat.get(local, 10_000.0) if local in family.sliding_keys else flat["rope_theta"]
     rope = {"rope_theta": theta, "rope_parameters": _rope_by_kind(flat)[SLIDING]}
@@ -314,12 +336,15 @@ def _window(flat: Mapping[str, Any], family: Family) -> Window:
 # Rotary positions: `rope_theta` alone, with `rope_scaling`, or in `rope_parameters`.
 
 
+_Scaling = RopeScaling | LinearScaling | YarnScaling | LongRopeScaling
+
+
 class _Rope(NamedTuple):
     """Base of the wavelengths, rotated part of a head, scaling of the wavelengths."""
 
     theta: float
     part: float
-    scaling: RopeScaling | LinearScaling | YarnScaling | None
+    scaling: _Scaling | None
 
 
 def _read_rope(flat: Mapping[str, Any], family: Family) -> _Rope:
@@ -332,7 +357,7 @@ def _read_rope(flat: Mapping[str, Any], family: Family) -> _Rope:
     kind = _one_of(rope, "rope_type", family.rope_types)
     required, optional, read_scaling = _SCALINGS[kind]
     known = {"rope_type", "type", "rope_theta", "partial_rotary_factor", *required, *optional}
-    known |= _IMAGE_ROPE if family.rotary_part is not None else set()
+    known |= _IMAGE_ROPE if family.linear_layers else set()
     for key in rope.keys() - known:
         raise ValueError(
             f"{name} must have no key {key!r} where rope_type is {kind!r}, got {_shown(rope[key])}"
@@ -346,6 +371,8 @@ def _read_rope(flat: Mapping[str, Any], family: Family) -> _Rope:
     else:
         part = _number(rope, "partial_rotary_factor", family.rotary_part)
     theta = _number(rope, "rope_theta", 10_000.0)
+    if _ORIGINAL in flat:  # at the top level it counts, as in transformers
+        rope[_ORIGINAL] = flat[_ORIGINAL]
     # With all other keys, for `_original_length`.
     return _Rope(theta, part, read_scaling({**flat, **rope, "rope_theta": theta}))
 
@@ -411,12 +438,29 @@ def _mscale(factor: float, scale: float = 1.0) -> float:
     return 0.1 * scale * math.log(factor) + 1 if factor > 1 else 1.0
 
 
-_ReadScaling = Callable[[Mapping[str, Any]], RopeScaling | LinearScaling | YarnScaling | None]
+def _longrope(rope: Mapping[str, Any]) -> LongRopeScaling:
+    """Read LongRoPE's lists; the attention factor follows from the lengths, as in vLLM."""
+
+    def factors(name: str) -> tuple[float, ...]:
+        if not isinstance(rope[name], list | tuple):
+            raise ValueError(f"{name} must be a list of numbers, got {_shown(rope[name])}")
+        return tuple(_number({name: factor}, name, 1.0) for factor in rope[name])
+
+    length = _original_length(rope)
+    if length < 2:
+        raise ValueError(f"{_ORIGINAL} must be at least 2, got {length}")
+    short, long = map(factors, _LONGROPE)
+    return LongRopeScaling(short, long, length, _size(rope, "max_position_embeddings"))
+
+
+_ReadScaling = Callable[[Mapping[str, Any]], _Scaling | None]
 _SCALINGS: dict[str, tuple[Sequence[str], Sequence[str], _ReadScaling]] = {  # required, optional
     "default": ((), (), lambda _: None),
     "linear": (("factor",), (), lambda rope: LinearScaling(_number(rope, "factor", 1.0))),
     "llama3": (_LLAMA3[:3], (_ORIGINAL,), _llama3),
     "yarn": (("factor",), _YARN, _yarn),
+    "longrope": (_LONGROPE, (_ORIGINAL,), _longrope),
+    "su": (_LONGROPE, (_ORIGINAL,), _longrope),
 }
 
 
@@ -445,7 +489,8 @@ def _check_keys(config: Mapping[str, Any], family: Family, model_type: str) -> N
         own = "shared_expert_intermediate_size" if family.shared_expert else "norm_topk_prob"
         read += [*_EXPERT_KEYS, own]
     read += _WINDOW_KEYS if family.window_keys else ()
-    read += family.sliding_keys if family.window_pattern else ()
+    read += family.sliding_keys if family.window_pattern or family.uniform_window else ()
+    read += (_ORIGINAL,) if "longrope" in family.rope_types else ()
     read += _UNROTATED_KEYS if family.unrotated_interval else ()
     read += _MULTIPLIER_KEYS if family.multipliers else ()
     read += () if family.fixed_bias else ("attention_bias",)
@@ -534,6 +579,7 @@ def export_config(config: DecoderConfig, *, nested: bool, dtype: str) -> dict[st
     original_rope = text.get("rope_scaling") or text.get("rope_parameters") or {}
     image_rope = {key: original_rope[key] for key in sorted(_IMAGE_ROPE & original_rope.keys())}
     text.update(_text_entries(config, image_rope), dtype=dtype, torch_dtype=dtype)
+    text.pop("auto_map", None)  # code that is not written
     if not (nested and "text_config" in original):
         return text | {"architectures": [FAMILIES[config.model_type].architecture]}
     return original | {
@@ -589,11 +635,17 @@ def _text_entries(config: DecoderConfig, image_rope: Mapping[str, Any]) -> dict[
     if family.window_pattern:
         entries["rope_parameters"] = {FULL: rope}
     if attention.window is not None:
+        entries["sliding_window"] = attention.window.size
+    if attention.window is not None and attention.window.rope_theta is not None:
         theta = attention.window.rope_theta
         entries["rope_parameters"][SLIDING] = {"rope_type": "default", "rope_theta": theta}
-        entries["sliding_window"] = attention.window.size
         if "rope_local_base_freq" in family.sliding_keys:
             entries["rope_local_base_freq"] = theta
+    if isinstance(attention.rope_scaling, LongRopeScaling):
+        entries["max_position_embeddings"] = attention.rope_scaling.max_length
+        entries[_ORIGINAL] = attention.rope_scaling.original_length
+        # transformers 4 wants these three keys and no other.
+        entries["rope_scaling"] = {"type": "longrope"} | {name: rope[name] for name in _LONGROPE}
     if experts is None:
         entries["intermediate_size"] = config.intermediate_size
     else:
@@ -622,6 +674,10 @@ def _rope_entries(attention: AttentionConfig) -> dict[str, Any]:
     entries = {"rope_type": "default", "rope_theta": attention.rope_theta}
     if isinstance(scaling, LinearScaling):
         entries |= {"rope_type": "linear", "factor": scaling.factor}
+    elif isinstance(scaling, LongRopeScaling):
+        lists = (list(scaling.factors), list(scaling.long_factors))
+        entries |= {"rope_type": "longrope", **dict(zip(_LONGROPE, lists, strict=True))}
+        entries[_ORIGINAL] = scaling.original_length
     elif isinstance(scaling, YarnScaling):
         entries |= {
             "rope_type": "yarn",
