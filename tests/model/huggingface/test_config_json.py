@@ -567,6 +567,8 @@ def test_multipliers_of_granite():
             refused(family("granite") | {name: value}, name)
         refused(family("llama") | {name: 1.0}, name)
     refused(family("granite") | {"mlp_bias": True}, "mlp_bias")
+    pretraining = parse_config(family("granite", attention_dropout=0.1))
+    assert pretraining == parse_config(family("granite"))
 
 
 @pytest.mark.parametrize(

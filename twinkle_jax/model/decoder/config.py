@@ -447,7 +447,8 @@ FAMILIES: dict[str, Family] = {
             "num_hidden_layers": 32,
             "num_attention_heads": 32,
         },
-        other_keys={"mlp_bias": (False,)},
+        # Dropout of the pretraining, 0.1 in some checkpoints: there is none here.
+        other_keys={"mlp_bias": (False,), "attention_dropout": (0.0, 0, 0.1, None)},
     ),
     "smollm3": Family(
         "SmolLM3ForCausalLM",
