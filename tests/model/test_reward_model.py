@@ -1,5 +1,6 @@
 """Reward models: the scores of transformers' models, whatever else is in the batch."""
 
+import dataclasses
 import itertools
 import json
 
@@ -13,6 +14,7 @@ from twinkle_jax.data import Template, small_tokenizer
 from twinkle_jax.model import (
     Decoder,
     RewardModel,
+    hidden_states,
     make_mesh,
     parse_config,
     save_pretrained,
@@ -26,7 +28,7 @@ transformers = pytest.importorskip("transformers", reason=_GET)
 
 TEMPLATE = Template(small_tokenizer("0123456789+-*()="))
 END = TEMPLATE.tokenizer.eos_token_id
-CASES = ("qwen3", "gemma3_text", "llama", "mistral", "qwen2", "olmo3", "smollm3", "qwen3_moe")
+CASES = ("qwen3", "gemma3_text", "llama", "mistral", "phi3", "qwen2", "olmo3", "smollm3")
 
 
 def conversations(answers):
@@ -111,6 +113,16 @@ def test_the_type_of_parameters_can_be_chosen(tmp_path):
     assert rounded.params["embed_tokens"]["embedding"].dtype == jnp.bfloat16
     differences = np.abs(np.subtract(rounded(ANSWERS), scores))
     assert 0 < differences.max() < 0.1 * np.abs(scores).max()
+
+
+def test_scores_are_not_divided_as_logits_are():
+    config, params = parse_config(family("granite")), params_of("granite")
+    assert config.logits_scaling != 1
+    unscaled = dataclasses.replace(config, logits_scaling=1.0)
+    tokens = TEMPLATE.batch_encode(ANSWERS[:1])[0]["input_ids"]
+    expected = float(hidden_states(params, unscaled, tokens[None])[0, -1].sum())
+    reward = RewardModel(config, params, np.ones(config.hidden_size), TEMPLATE)
+    assert reward(ANSWERS[:1]) == [pytest.approx(expected, rel=1e-4)]
 
 
 def test_it_is_a_reward_among_others():

@@ -103,7 +103,8 @@ class RewardModel(Reward):
             )
         if mesh is not None:
             check_mesh(mesh)
-        self.config, self.params, self.head, self.template = config, params, head, template
+        self.config = dataclasses.replace(config, logits_scaling=1.0)  # which scores do not have
+        self.params, self.head, self.template = params, head, template
         self.pad_token_id, self.mesh = pad_token_id, mesh
         self.compute_dtype = compute_dtype
 
@@ -142,8 +143,7 @@ class RewardModel(Reward):
                 f"(1, {config.hidden_size}), got {got} in {directory}"
             )
         stored.pop(HEAD, None)
-        # No head for tokens is read, and the scale of its logits is not that of scores.
-        config = dataclasses.replace(config, tie_embeddings=True, logits_scaling=1.0)
+        config = dataclasses.replace(config, tie_embeddings=True)  # no head for tokens is read
         device = jax.local_devices()[0] if mesh is None else mesh.devices.flat[0]
         if dtype is None and device.platform == "cpu":
             dtype = "float32"
