@@ -556,7 +556,7 @@ def test_episodes_by_the_command(tmp_path, capsys, monkeypatch):
     assert [n for n in range(9) if f"--- {n} of 2: " in shown] == [1, 2]
     assert "user: 0-9=" in shown
     assert main(["sample", "--model", str(tmp_path / "model")]) == 1
-    assert "prompt must be given" in capsys.readouterr().err
+    assert "PROMPT or --environment must be given" in capsys.readouterr().err
     assert main(["sample", "--model", str(tmp_path / "model"), "--prompt", "0-9="]) == 2
     assert "without --prompt: twinkle-jax sample PROMPT" in capsys.readouterr().err
 
