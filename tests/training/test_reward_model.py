@@ -3,12 +3,13 @@
 import dataclasses
 import json
 
+import jax
 import numpy as np
 import pytest
 
 from tests.training import small_run
 from twinkle_jax.model import RewardModel
-from twinkle_jax.training import EvaluationConfig, MeshConfig, TrainConfig, train
+from twinkle_jax.training import EvaluationConfig, MeshConfig, TrainConfig, start, train
 from twinkle_jax.training.task import make_task
 
 pytest.importorskip("safetensors", reason="pip install 'twinkle-jax[checkpoints]'")
@@ -22,15 +23,21 @@ def files(tmp_path):
     return tmp_path
 
 
-@pytest.mark.parametrize("devices", [1, 4])
+@pytest.mark.parametrize("devices", [4, pytest.param(1, marks=pytest.mark.exhaustive)])
 def test_a_run_learns_from_the_scores_of_a_model(devices, files, monkeypatch, capfd):
     calls, score = [], RewardModel.__call__
+    limits, fit = [], start.fit
 
     def record(self, trajectories, truths=None):
         calls.append((self, score(self, trajectories, truths)))
         return calls[-1][1]
 
+    def record_limit(recipe, state, limit, note):
+        limits.append(limit)
+        return fit(recipe, state, limit, note)
+
     monkeypatch.setattr(RewardModel, "__call__", record)
+    monkeypatch.setattr(start, "fit", record_limit)
     config = small_run.config(
         files,
         files / "run",
@@ -49,6 +56,8 @@ def test_a_run_learns_from_the_scores_of_a_model(devices, files, monkeypatch, ca
         assert line["reward"] == pytest.approx(total, rel=1e-5)
         kernel = model.params["layers"]["0"]["mlp"]["up_proj"]["kernel"]
         assert kernel.addressable_shards[0].data.size == kernel.size // devices
+    held = [x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(calls[0][0].params)]
+    assert limits == [4 * 2**30 - sum(held)]  # of each device
     assert "reward models take" in capfd.readouterr().out
 
 
