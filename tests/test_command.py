@@ -609,6 +609,8 @@ def test_more_than_the_memory_is_one_line(tmp_path, capsys):
 INTERRUPTED = """
 import os, signal, sys
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background has it ignored
+
 
 class Interrupt:
     def find_spec(self, name, path, target=None):

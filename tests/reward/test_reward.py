@@ -193,7 +193,7 @@ def test_columns_that_are_missing_are_named():
     def my_reward(completions, solution, answer, **columns):
         return []
 
-    with pytest.raises(ValueError, match=r"my_reward .*level.* got solution, answer$"):
+    with pytest.raises(ValueError, match=r"my_reward .*level.* got solution, answer: "):
         as_reward(my_reward)([conversation("2", level=3)])
 
 
