@@ -22,7 +22,7 @@ from twinkle_jax.model import (
 from twinkle_jax.reward import WeightedReward, score_trajectories
 
 pytest.importorskip("safetensors", reason="pip install 'twinkle-jax[checkpoints]'")
-_GET = "pip install transformers torch==2.13.0"
+_GET = "pip install 'twinkle-jax[oracle]'"
 torch = pytest.importorskip("torch", reason=_GET)
 transformers = pytest.importorskip("transformers", reason=_GET)
 
