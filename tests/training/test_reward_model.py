@@ -65,12 +65,14 @@ def test_a_model_may_judge_alone(files):
     names = {"reward": "exact", "evaluation": EvaluationConfig(reward=str(files / "preference"))}
     task = make_task(TrainConfig(**names))
     assert task.reward_models() == [task.judge]
+    names["reward"] = [str(files / "preference"), "exact"]
+    assert len(make_task(TrainConfig(**names)).reward_models()) == 1  # read once for both
     (files / "math").mkdir()  # the name of a reward comes first
     assert not make_task(TrainConfig(reward="math")).reward_models()
 
 
 def test_what_is_not_there_is_named_by_its_option(files):
-    for name in ("nobody/nothing", f"{files}/preferences"):
+    for name in ("no/such/model", f"{files}/preferences"):
         with pytest.raises(ValueError, match=f"^reward must be a directory.*{name}"):
             make_task(TrainConfig(reward=name))
     for name in ("preferences", "rewards/short.py", "rewards/short.py:score", "a.b:score"):

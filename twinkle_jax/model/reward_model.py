@@ -147,6 +147,12 @@ class RewardModel(Reward):
         device = jax.local_devices()[0] if mesh is None else mesh.devices.flat[0]
         if dtype is None and device.platform == "cpu":
             dtype = "float32"
+        with ExitStack() as stack:
+            weights = open_files(stack, {_SCORE: head})[_SCORE].get_tensor(_SCORE)[0]
+        if not all_finite(weights):
+            raise ValueError(f"{_SCORE} must be finite, got NaN or infinity")
+        if template is None:
+            template = Template(directory, max_length=None)
         params = read_params(
             config,
             stored,
@@ -154,12 +160,6 @@ class RewardModel(Reward):
             mesh=mesh,
             partition=None if mesh is None else partition_rules(mesh),
         )
-        with ExitStack() as stack:
-            weights = open_files(stack, {_SCORE: head})[_SCORE].get_tensor(_SCORE)[0]
-        if not all_finite(weights):
-            raise ValueError(f"{_SCORE} must be finite, got NaN or infinity")
-        if template is None:
-            template = Template(directory, max_length=None)
         content = read_json(directory, CONFIG)
         pad = content.get("text_config", content).get("pad_token_id")
         return cls(config, params, weights, template, pad_token_id=pad, mesh=mesh)

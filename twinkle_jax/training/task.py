@@ -65,11 +65,11 @@ class Task(NamedTuple):
     environment: EnvironmentFactory | None = None
 
     def reward_models(self) -> list[RewardModel]:
-        """The models among the rewards."""
+        """The models among the rewards, each once."""
         rewards: list[Any] = []
         for reward in (self.reward, self.judge):
             rewards += reward.rewards.values() if isinstance(reward, WeightedReward) else [reward]
-        return [reward for reward in rewards if isinstance(reward, RewardModel)]
+        return list(dict.fromkeys(x for x in rewards if isinstance(x, RewardModel)))
 
 
 class EnvironmentRows(GeneratedPrompts):
@@ -118,11 +118,12 @@ def make_task(config: TrainConfig, reward: RewardFunction | None = None) -> Task
             ),
         )
     train, held_out, fitting = _find_prompts(config)
+    models: dict[str, RewardModel] = {}  # by name: the judge is often the same
+    find = partial(_find_reward, config, models)
     if reward is None:
         # Environments give rewards themselves; named ones are added to them.
         names = config.rewards or ([] if config.environment is not None else [fitting])
         # One reward without a weight is called directly: there is nothing to add up.
-        find = partial(_find_reward, config)
         reward = find(names[0]) if names else None
         if len(names) > 1 or config.reward_weights:
             reward = find_rewards(names, config.reward_weights, find=find)
@@ -130,7 +131,7 @@ def make_task(config: TrainConfig, reward: RewardFunction | None = None) -> Task
         reward = as_reward(reward)
     judge = None
     if config.evaluation.reward:
-        judge = _find_reward(config, config.evaluation.reward, argument="evaluation.reward")
+        judge = find(config.evaluation.reward, argument="evaluation.reward")
     for argument, prompts, scored_by in (
         ("task", train, reward),
         ("evaluation.path", held_out, judge or reward),
@@ -140,15 +141,20 @@ def make_task(config: TrainConfig, reward: RewardFunction | None = None) -> Task
     return Task(train, held_out, reward, judge, environment)
 
 
-def _find_reward(config: TrainConfig, name: str, *, argument: str = "reward") -> RewardFunction:
-    """Find a reward by its name, or read a reward model on the devices of this process."""
+def _find_reward(
+    config: TrainConfig, models: dict[str, RewardModel], name: str, *, argument: str = "reward"
+) -> RewardFunction:
+    """Find a reward by its name; read a reward model once, on the devices of this process."""
     if not is_reward_model(name):
         return find_reward(name, argument=argument)
+    if name in models:
+        return models[name]
     mesh, devices = config.mesh, jax.local_devices()
     if jax.process_count() == 1:
         devices = devices[: mesh.data * mesh.fsdp * mesh.tensor]
     spread = make_mesh(fsdp=len(devices), devices=devices) if len(devices) > 1 else None
-    return RewardModel.from_pretrained(name, mesh=spread, argument=argument)
+    models[name] = RewardModel.from_pretrained(name, mesh=spread, argument=argument)
+    return models[name]
 
 
 def is_reward_model(name: str) -> bool:

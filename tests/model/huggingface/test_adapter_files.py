@@ -160,6 +160,22 @@ def test_peft_and_transformers_open_it(lora, tmp_path):
     assert again_lora.scale == lora.scale
 
 
+def save_peft_adapter(folder, config, params, **options):
+    """Write a base, and a random adapter of PEFT's; return the logits of the two for 5, 6 and 7."""
+    get = "pip install 'twinkle-jax[test,oracle]'"
+    peft = pytest.importorskip("peft", reason=get)
+    torch = pytest.importorskip("torch", reason=get)
+    transformers = pytest.importorskip("transformers", reason=get)
+    save_pretrained(Decoder(config, params), folder / "base")
+    model = peft.get_peft_model(
+        transformers.AutoModelForCausalLM.from_pretrained(folder / "base"),
+        peft.LoraConfig(init_lora_weights=False, **options),
+    ).eval()
+    model.save_pretrained(folder / "adapter")
+    with torch.no_grad():
+        return model(input_ids=torch.tensor([[5, 6, 7]])).logits.numpy()
+
+
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     ("targets", "names"),
@@ -171,18 +187,8 @@ def test_peft_and_transformers_open_it(lora, tmp_path):
 )
 def test_projections_that_peft_found_by_a_pattern(targets, names, tmp_path):
     """PEFT writes the pattern, the end of a name, or the whole name of each projection."""
-    get = "pip install 'twinkle-jax[test,oracle]'"
-    peft = pytest.importorskip("peft", reason=get)
-    torch = pytest.importorskip("torch", reason=get)
-    transformers = pytest.importorskip("transformers", reason=get)
-    save_pretrained(Decoder(CONFIG, params := params_of("qwen3")), tmp_path / "base")
-    theirs = peft.get_peft_model(
-        transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base"),
-        peft.LoraConfig(r=2, target_modules=targets, init_lora_weights=False),
-    ).eval()
-    theirs.save_pretrained(tmp_path / "adapter")
-    with torch.no_grad():
-        expected = theirs(input_ids=torch.tensor([[5, 6, 7]])).logits.numpy()
+    params = params_of("qwen3")
+    expected = save_peft_adapter(tmp_path, CONFIG, params, r=2, target_modules=targets)
     lora, adapter = load_adapter(tmp_path / "adapter", CONFIG)
     assert lora.target_modules == tuple(names.split())
     merged = with_adapter(params, CONFIG, lora, adapter)
@@ -197,19 +203,9 @@ def test_projections_that_peft_found_by_a_pattern(targets, names, tmp_path):
 )
 def test_adapters_of_fused_projections(targets, names, tmp_path):
     """Phi-3 stores queries, keys and values in one tensor, whose adapter has one A for all."""
-    get = "pip install 'twinkle-jax[test,oracle]'"
-    peft = pytest.importorskip("peft", reason=get)
-    torch = pytest.importorskip("torch", reason=get)
-    transformers = pytest.importorskip("transformers", reason=get)
     config, params = config_of("phi3"), params_of("phi3")
-    save_pretrained(Decoder(config, params), tmp_path / "base")
-    theirs = peft.get_peft_model(
-        transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base"),
-        peft.LoraConfig(r=3, lora_alpha=4, target_modules=targets, init_lora_weights=False),
-    ).eval()
-    theirs.save_pretrained(tmp_path / "adapter")
-    with torch.no_grad():
-        expected = theirs(input_ids=torch.tensor([[5, 6, 7]])).logits.numpy()
+    options = {"r": 3, "lora_alpha": 4, "target_modules": targets}
+    expected = save_peft_adapter(tmp_path, config, params, **options)
     lora, adapter = load_adapter(tmp_path / "adapter", config)
     assert lora.target_modules == tuple(names.split())
     over = with_adapter(params, config, lora, adapter)

@@ -299,16 +299,16 @@ class DecoderConfig:
         return self.sliding | unrotated.reshape(self.repeats, -1)
 
 
-# The model families, as differences from Llama: RMS norms, rotary positions over whole heads,
-# grouped heads, biases only where the configuration asks for them, SwiGLU. No other code compares a
-# `model_type`: a new family is a row in this table, and one in the table of the tests.
-
-
 # Projections that some families store in one tensor, side by side, with one adapter for all.
 FUSED = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
     "gate_up_proj": ("gate_proj", "up_proj"),
 }
+
+
+# The model families, as differences from Llama: RMS norms, rotary positions over whole heads,
+# grouped heads, biases only where the configuration asks for them, SwiGLU. No other code compares a
+# `model_type`: a new family is a row in this table, and one in the table of the tests.
 
 
 @dataclass(frozen=True)
