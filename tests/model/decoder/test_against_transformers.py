@@ -257,6 +257,9 @@ def test_longrope_around_the_original_length(same, tmp_path):
     segments = jnp.asarray([[1] * 16 + [2] * 24])
     kept = jnp.arange(40)[None] < 32
     close(hidden(params, config, packed, kept, segment_ids=segments)[0, 16:32], expected)
+    _, full = fill(params, config, tokens[:, :16], mask[:, :16], max_length=24)
+    ended, _ = step(params, config, tokens[:, 16], full, mask=jnp.zeros(2, bool))
+    assert np.isfinite(ended).all()  # rows that ended exactly there are no error
     last, cache = fill(params, config, tokens[:, :14], mask[:, :14], max_length=24)
     decoded = [last]
     for token in tokens[:, 14:20].T:
