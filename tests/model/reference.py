@@ -9,9 +9,17 @@ from twinkle_jax.model import AttentionConfig, DecoderConfig, LinearScaling, Lon
 
 
 def reference_hidden(
-    params: Any, config: DecoderConfig, tokens: list[int], positions: list[int] | None = None
+    params: Any,
+    config: DecoderConfig,
+    tokens: list[int],
+    positions: list[int] | None = None,
+    routing: np.ndarray | None = None,
 ) -> np.ndarray:
-    """Hidden states of one row without padding, behind the final norm."""
+    """Hidden states of one row without padding, behind the final norm.
+
+    The experts of `routing`, [time, layers, chosen], are taken where they are not -1; where they
+    are, those that the router chooses are written there.
+    """
     x = np.asarray(params["embed_tokens"]["embedding"], np.float64)[np.asarray(tokens)]
     x = x * config.embedding_multiplier
     places = np.arange(len(tokens)) if positions is None else np.asarray(positions)
@@ -27,7 +35,10 @@ def reference_hidden(
         x = x + config.residual_multiplier * _between(y, "post_attention_layernorm", w, config)
         before = "pre_feedforward" if config.output_norms else "post_attention"
         y = _before(x, f"{before}_layernorm", w, config)
-        y = _gated(y, w["mlp"], config) if config.experts is None else _experts(y, w["mlp"], config)
+        if config.experts is None:
+            y = _gated(y, w["mlp"], config)
+        else:
+            y = _experts(y, w["mlp"], config, None if routing is None else routing[:, layer])
         x = x + config.residual_multiplier * _between(y, "post_feedforward_layernorm", w, config)
     hidden = norm(x, np.asarray(params["norm"]["scale"], np.float64), config)
     return hidden / config.logits_scaling
@@ -64,7 +75,9 @@ def _gated(y: np.ndarray, w: Any, config: DecoderConfig) -> np.ndarray:
     return (gate * (y @ w["up_proj"]["kernel"])) @ w["down_proj"]["kernel"]
 
 
-def _experts(y: np.ndarray, w: Any, config: DecoderConfig) -> np.ndarray:
+def _experts(
+    y: np.ndarray, w: Any, config: DecoderConfig, routing: np.ndarray | None
+) -> np.ndarray:
     """Each token goes through its likeliest experts, one after the other."""
     e, out = config.experts, np.zeros_like(y)
     for t, token in enumerate(y):
@@ -72,6 +85,8 @@ def _experts(y: np.ndarray, w: Any, config: DecoderConfig) -> np.ndarray:
         share = np.exp(logits - logits.max())
         share /= share.sum()
         chosen = np.argsort(-share)[: e.chosen]
+        if routing is not None:
+            routing[t] = chosen = np.where(routing[t] < 0, chosen, routing[t])
         total = share[chosen].sum() if e.normalised else 1
         for expert in chosen:
             hidden = token @ w["experts"]["gate_up_proj"]["kernel"][expert]

@@ -14,7 +14,7 @@ from twinkle_jax.data.trajectory import IGNORE
 
 HostArray = np.ndarray[Any, Any]
 LARGEST = 2**31 - 1  # of int32
-_INTEGERS = ("tokens", "labels", "positions", "segment_ids", "teacher_tokens")
+_INTEGERS = ("tokens", "labels", "positions", "segment_ids", "teacher_tokens", "routing")
 _BOOLEANS = ("mask", "rows")
 
 
@@ -39,6 +39,7 @@ class Batch(NamedTuple):
         teacher_logprobs: log-probabilities under a teacher of some tokens at each position, its
             most likely ones for example.
         teacher_tokens: ids of these tokens.
+        routing: experts of each token, as `hidden_states` takes them. None: the router chooses.
     """
 
     tokens: Int[Array, "batch time"]
@@ -53,6 +54,7 @@ class Batch(NamedTuple):
     sampler_logps: Float[Array, "batch time"] | None = None
     teacher_logprobs: Float[Array, "batch time top"] | None = None
     teacher_tokens: Int[Array, "batch time top"] | None = None
+    routing: Int[Array, "batch time layers chosen"] | None = None
 
 
 def check_batch(batch: Batch, vocab_size: int) -> Batch:
@@ -74,6 +76,8 @@ def check_batch(batch: Batch, vocab_size: int) -> Batch:
         expected = shape[:1] if name == "rows" else shape
         if name.startswith("teacher_"):
             expected = None if teacher is None else (*shape, teacher.shape[-1])
+        if name == "routing" and array is not None:  # the decoder checks the rest
+            expected = *shape, *array.shape[2:]
         if array is not None and array.shape != expected:
             raise ValueError(f"{name} must have the shape {expected}, got {array.shape}")
     return Batch(**converted)

@@ -11,9 +11,10 @@ from typing import Any, Literal, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Int
 
 from twinkle_jax.data import IGNORE, Batch, Message
-from twinkle_jax.data.batch import batch_width
+from twinkle_jax.data.batch import HostArray, batch_width
 
 Ended = Literal["", "done", "max_turns", "length", "failed"]
 """Why an episode ended: `done` by the environment, a limit of turns or tokens, or a failure."""
@@ -47,17 +48,35 @@ class TokenRow:
         tokens: ids.
         sampled: True for tokens that the policy sampled.
         logprobs: of sampled tokens, under the policy that sampled them; 0 for others.
+        routing: the experts of the tokens before the last sampled one, [time, layers, chosen], as
+            they were when it was sampled; None where they are unknown.
     """
 
     tokens: list[int] = field(default_factory=list)
     sampled: list[bool] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    routing: HostArray | None = None
 
-    def append(self, tokens: Sequence[int], logprobs: Sequence[float] | None = None) -> None:
-        """Add tokens, with log-probabilities if they were sampled."""
+    def append(
+        self,
+        tokens: Sequence[int],
+        logprobs: Sequence[float] | None = None,
+        routing: HostArray | None = None,
+    ) -> None:
+        """Add tokens, with log-probabilities if they were sampled.
+
+        Args:
+            tokens: ids.
+            logprobs: of sampled tokens.
+            routing: the experts of all tokens of the row, from its first on, but the last new one;
+                those of earlier turns are kept as they were then.
+        """
         self.tokens += tokens
         self.sampled += [logprobs is not None] * len(tokens)
         self.logprobs += [0.0] * len(tokens) if logprobs is None else logprobs
+        if routing is not None:
+            known = routing[:0] if self.routing is None else self.routing
+            self.routing = np.concatenate([known, routing[len(known) : len(self.tokens) - 1]])
 
 
 @dataclass
@@ -215,8 +234,29 @@ def lay_out_episodes(
         labels=jnp.asarray(labels),
         rows=jnp.asarray(counted),
         old_logps=jnp.asarray(logps),
+        routing=_lay_out_routing(episodes, rows_each, width),
     )
     return EpisodeBatch(batch, row_lengths, turns)
+
+
+def _lay_out_routing(
+    episodes: Sequence[Episode], rows_each: int, width: int
+) -> Int[Array, "rows width layers chosen"] | None:
+    """Lay the experts of tokens out; where they are unknown, a number that no expert has."""
+    known = {
+        i * rows_each + j: row.routing
+        for i, episode in enumerate(episodes)
+        for j, row in enumerate(episode.rows)
+        if row.routing is not None
+    }
+    if not known:
+        return None
+    first = next(iter(known.values()))
+    shape = len(episodes) * rows_each, width, *first.shape[1:]
+    routing = np.full(shape, np.iinfo(first.dtype).max, first.dtype)
+    for place, row in known.items():
+        routing[place, : len(row)] = row
+    return jnp.asarray(routing)
 
 
 def episode_metrics(episodes: Sequence[Episode]) -> dict[str, float]:

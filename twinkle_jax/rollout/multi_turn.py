@@ -267,7 +267,9 @@ class MultiTurn:
             tokens = drawn.tokens[i, :length].tolist()
             text = self.engine.template.tokenizer.decode(tokens)
             truncated = bool(drawn.finish_reasons[i] == LENGTH)
-            episode.act(tokens, drawn.logprobs[i, :length].tolist(), text, truncated=truncated)
+            routing = None if drawn.routing is None else np.asarray(drawn.routing[i])
+            logprobs = drawn.logprobs[i, :length].tolist()
+            episode.act(tokens, logprobs, routing, text, truncated=truncated)
 
     def _trajectories(
         self, episodes: Sequence[Episode], prompts: Sequence[Trajectory]
@@ -506,14 +508,22 @@ class _RunningEpisode:
         record.rows[-1].append(tokens)
         self.stage = "ready"
 
-    def act(self, tokens: list[int], logprobs: list[float], text: str, *, truncated: bool) -> None:
+    def act(
+        self,
+        tokens: list[int],
+        logprobs: list[float],
+        routing: np.ndarray[Any, Any] | None,
+        text: str,
+        *,
+        truncated: bool,
+    ) -> None:
         """Pass a turn of the policy to the environment."""
         record, row = self.record, self.record.rows[-1]
         template, tool_format = self.source.engine.template, self.source.settings.tool_format
         formats = template.tool_formats if tool_format == "any" else tool_format
         action = Action(text, formats, _opens_thinking(template, row.tokens))
         start = len(row.tokens)
-        row.append(tokens, logprobs)
+        row.append(tokens, logprobs, routing)
         record.turns.append(
             Turn(
                 len(record.rows) - 1,

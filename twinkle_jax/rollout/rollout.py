@@ -267,7 +267,7 @@ def _choose(
     rows_each = drawn[0].rows_each
     of_batch = (rows[:, None] * rows_each + np.arange(rows_each, dtype=np.int32)).reshape(-1)
     width = max(rollout.batch.tokens.shape[1] for rollout in drawn)
-    batches = [_pad(rollout.batch, width) for rollout in drawn]
+    batches = _alike([_pad(rollout.batch, width) for rollout in drawn])
 
     def pick(name: str, index: np.ndarray[Any, Any]) -> Any:
         values = [getattr(rollout, name) for rollout in drawn]
@@ -302,14 +302,33 @@ def _choose(
 
 
 def _pad(batch: Batch, width: int) -> Batch:
-    room = ((0, 0), (0, width - batch.tokens.shape[1]))
+    room = [(0, 0), (0, width - batch.tokens.shape[1])]
     fill = {"labels": IGNORE}
+
+    def pad(name: str, array: Array) -> Array:
+        rooms = room + [(0, 0)] * (array.ndim - 2)
+        return jnp.pad(array, rooms, constant_values=fill.get(name, 0))
+
     padded = {
-        name: array if name == "rows" else jnp.pad(array, room, constant_values=fill.get(name, 0))
+        name: array if name == "rows" else pad(name, array)
         for name, array in batch._asdict().items()
         if array is not None
     }
     return batch._replace(**padded)
+
+
+def _alike(batches: list[Batch]) -> list[Batch]:
+    """Give a batch without a routing, whose episodes have all failed, one that names no expert."""
+    known = [batch.routing for batch in batches if batch.routing is not None]
+    if len(known) in (0, len(batches)):
+        return batches
+    shape, dtype = known[0].shape[2:], known[0].dtype
+    return [
+        batch._replace(routing=jnp.full((*batch.tokens.shape, *shape), jnp.iinfo(dtype).max, dtype))
+        if batch.routing is None
+        else batch
+        for batch in batches
+    ]
 
 
 @jax.jit

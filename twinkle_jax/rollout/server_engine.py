@@ -35,7 +35,7 @@ from twinkle_jax.rollout.rollout import Rollout, RolloutConfig, RolloutSource
 from twinkle_jax.sampler import LENGTH, STOP, Actor, Completions, ServerError
 from twinkle_jax.sampler.requests import DrawnSequence, Stops
 from twinkle_jax.sampler.vllm_sampler import ServedSampler, check_params, usable_modes
-from twinkle_jax.sampler.vllm_server import Client, Deadline, Request
+from twinkle_jax.sampler.vllm_server import Client, Deadline, Request, Routing
 
 
 @dataclass(frozen=True)
@@ -55,6 +55,8 @@ class ServerConfig:
             false is faster.
         overlap: whether the completions of the next step are sampled while the update of this one
             runs, by the policy before that update; not before a checkpoint or an evaluation.
+        replay_routing: whether updates send each token through the experts that the server chose
+            for it; the server needs --enable-return-routed-experts. Mixtures of experts only.
     """
 
     url: str | None = None
@@ -64,6 +66,7 @@ class ServerConfig:
     tolerance: float | None = positive(default=None)
     seeded: bool = True
     overlap: bool = False
+    replay_routing: bool = False
 
 
 class ServerEngine:
@@ -190,8 +193,9 @@ class ServerEngine:
         part = hosts.deal(len(rows))
 
         def draw() -> Completions:
+            width = max(map(len, rows)) + max(limits) - 1
             if part.start == part.stop:
-                return _on_rows([], settings.max_new_tokens)
+                return _on_rows([], settings.max_new_tokens, self._server.routing, width)
             with option_names(self._server.timeout):
                 answers = self._server.complete(
                     rows[part],
@@ -203,7 +207,7 @@ class ServerEngine:
                     purpose="prompt {}",
                 )
             drawn = [one for answer in answers for one in answer.drawn]
-            return _on_rows(drawn, settings.max_new_tokens)
+            return _on_rows(drawn, settings.max_new_tokens, self._server.routing, width)
 
         drawn = hosts.agreed("sampling on the server", draw)
         of_prompts = jax.tree.map(lambda x: x.reshape(-1, num_samples, *x.shape[1:]), drawn)
@@ -404,8 +408,17 @@ def _sampling_params(settings: RolloutConfig) -> SamplingParams:
     )
 
 
-def _on_rows(drawn: Sequence[DrawnSequence], width: int) -> Completions:
-    """Lay completions out in rows, padded on the right."""
+def _on_rows(
+    drawn: Sequence[DrawnSequence], width: int, routing: Routing | None, longest: int
+) -> Completions:
+    """Lay completions out in rows, padded on the right.
+
+    Args:
+        drawn: on the server.
+        width: columns of the tokens.
+        routing: of the policy, if the experts of each token are known.
+        longest: columns of these experts.
+    """
     tokens = np.zeros((len(drawn), width), np.int32)
     logprobs = np.zeros((len(drawn), width), np.float32)
     lengths = np.asarray([len(one.tokens) for one in drawn], np.int32)
@@ -414,7 +427,14 @@ def _on_rows(drawn: Sequence[DrawnSequence], width: int) -> Completions:
         logprobs[i, : lengths[i]] = [pairs[0][1] for pairs in one.logprobs]
     reasons = [LENGTH if one.end == "length" else STOP for one in drawn]
     mask = np.arange(width, dtype=np.int32) < lengths[:, None]
-    arrays: Any = tokens, mask, logprobs, logprobs, np.asarray(reasons, np.int32), lengths
+    experts = None
+    if routing is not None:
+        shape = len(drawn), longest, routing.layers, routing.chosen
+        experts = np.full(shape, routing.experts, routing.dtype)
+        for row, one in zip(experts, drawn, strict=True):
+            assert one.routing is not None
+            row[: len(one.routing)] = one.routing
+    arrays: Any = tokens, mask, logprobs, logprobs, np.asarray(reasons, np.int32), lengths, experts
     return Completions(*arrays)
 
 

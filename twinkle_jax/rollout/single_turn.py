@@ -159,17 +159,30 @@ def training_batch(
         mask_truncated: exclude truncated completions from the loss.
 
     Returns:
-        A batch of [rows, width] tokens.
+        A batch of [rows, width] tokens, with the experts of each if the completions have them.
     """
     if width is None:
         lengths = np.asarray(completions.lengths)
         prompt_lengths = np.asarray(prompt_mask).sum(axis=1)
         rows = np.repeat(prompt_lengths, len(lengths) // len(prompts)) + lengths - 1
         width = batch_width(int(rows.max()))
+    routing = completions.routing  # its columns are those of the batch
+    if routing is not None:
+        completions = completions._replace(routing=None)
+        routing = _with_width(routing, width)
     batch: Batch = _lay_out(
         prompts, prompt_mask, completions, width=width, mask_truncated=mask_truncated
     )
+    batch = batch._replace(routing=routing)
     return batch if advantages is None else with_advantages(batch, advantages)
+
+
+def _with_width(
+    routing: Int[Array | np.ndarray, "rows time layers chosen"], width: int
+) -> Int[Array, "rows width layers chosen"]:
+    """Cut or pad the experts of tokens; any number serves behind a row."""
+    missing = max(width - routing.shape[1], 0)
+    return jnp.pad(jnp.asarray(routing[:, :width]), ((0, 0), (0, missing), (0, 0), (0, 0)))
 
 
 @partial(jax.jit, static_argnames=("width", "mask_truncated"))

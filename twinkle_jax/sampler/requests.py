@@ -18,6 +18,7 @@ from twinkle_jax.data import (
     SamplingParams,
     Template,
 )
+from twinkle_jax.data.batch import HostArray
 from twinkle_jax.data.trajectory import extend_feature
 from twinkle_jax.model import DecoderConfig, Params
 
@@ -82,11 +83,14 @@ class DrawnSequence(NamedTuple):
         tokens: its tokens, a stop token included.
         logprobs: for each token, pairs of a token and its log-probability; the drawn one first.
         end: what ended it: a stop token, a stop string, or the limit of tokens.
+        routing: the experts of each token but the last, those of the prompt included,
+            [tokens - 1, layers, chosen]; None where they were not asked for.
     """
 
     tokens: list[int]
     logprobs: list[list[tuple[int, float]]]
     end: End
+    routing: HostArray | None = None
 
 
 # From the checkpoint.

@@ -54,6 +54,8 @@ class Completions(NamedTuple):
             and filters; equal to `logprobs` without them.
         finish_reasons: 1 (`STOP`) for a stop token, 2 (`LENGTH`) at the maximum number of tokens.
         lengths: tokens in each completion.
+        routing: the experts of each token but the last, from the start of the prompt on, as
+            `hidden_states` takes them; None unless a server was asked for them.
     """
 
     tokens: Int[Array, "rows new"]
@@ -62,6 +64,7 @@ class Completions(NamedTuple):
     sampling_logprobs: Float[Array, "rows new"]
     finish_reasons: Int[Array, " rows"]
     lengths: Int[Array, " rows"]
+    routing: Int[Array, "rows time layers chosen"] | None = None
 
 
 class Slots(NamedTuple):

@@ -28,6 +28,7 @@ from twinkle_jax.sampler.vllm_server import (
     CompletionSettings,
     Deadline,
     LogprobsMode,
+    Routing,
     ServerCompletions,
     ServerError,
     completion_request,
@@ -215,6 +216,7 @@ class ServedSampler:
         tolerance: as for `ServedPolicy`.
         timeout: seconds that a call may take.
         loader: as for `ServedPolicy`.
+        routing: what to read the experts of each token for; None: they are not read.
     """
 
     def __init__(
@@ -227,8 +229,9 @@ class ServedSampler:
         tolerance: float | None,
         timeout: float,
         loader: Client | None = None,
+        routing: Routing | None = None,
     ) -> None:
-        self.vocab, self.timeout = vocab, timeout
+        self.vocab, self.timeout, self.routing = vocab, timeout, routing
         self._client, self._max_length = client, max_length
         self._policy = ServedPolicy(client, names, vocab, max_length, tolerance, loader)
 
@@ -273,7 +276,15 @@ class ServedSampler:
                 limit = limits[i]
                 self._check_room(len(prompt) + limit, served)
             settings = CompletionSettings(
-                served.name, prompt, num_samples, limit, seed, params, stops, self.vocab
+                served.name,
+                prompt,
+                num_samples,
+                limit,
+                seed,
+                params,
+                stops,
+                self.vocab,
+                self.routing,
             )
             requests.append(completion_request(settings, purpose.format(i)))
         answers: list[ServerCompletions] = self._client.send_requests(deadline, requests)

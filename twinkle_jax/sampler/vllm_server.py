@@ -13,6 +13,8 @@ however long it is, and retries no request that was sent. What is added here, an
   `test_a_connection_lost_once_is_tried_again`, `test_a_refusal_is_not_repeated`
 """
 
+import base64
+import io
 import json
 import reprlib
 import ssl
@@ -23,8 +25,11 @@ from concurrent.futures import wait
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn
 
+import numpy as np
+
 from twinkle_jax._package import require
 from twinkle_jax.data import SamplingParams
+from twinkle_jax.data.batch import HostArray
 from twinkle_jax.sampler.requests import DrawnSequence, End, Stops
 
 if TYPE_CHECKING:
@@ -298,6 +303,19 @@ _TOKEN_BYTES, _TOP_BYTES = 4096, 128  # of an answer: a token with its text; one
 _LOG_ZERO = -9999.0  # what vLLM writes for the logarithm of 0
 
 
+class Routing(NamedTuple):
+    """The experts of a model: how many layers and experts it has, and how many a token chooses."""
+
+    layers: int
+    experts: int
+    chosen: int
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """The narrowest type that also has a number that no expert has."""
+        return np.min_scalar_type(self.experts)
+
+
 class CompletionSettings(NamedTuple):
     """One prompt, and how it is completed.
 
@@ -310,6 +328,7 @@ class CompletionSettings(NamedTuple):
         params: how to draw.
         stops: where to end.
         vocab: token ids lie below it.
+        routing: what to read the experts of each token for; None: they are not read.
     """
 
     model: str
@@ -320,6 +339,7 @@ class CompletionSettings(NamedTuple):
     params: SamplingParams
     stops: Stops
     vocab: int
+    routing: Routing | None = None
 
 
 class ServerCompletions(NamedTuple):
@@ -334,6 +354,9 @@ def completion_request(settings: CompletionSettings, purpose: str, **parameters:
     params, greedy = settings.params, settings.params.temperature == 0
     tops = max(_tops(params), params.prompt_logprobs or 0)
     tokens = settings.num_samples * (len(settings.prompt) + settings.max_tokens)
+    token_bytes = _TOKEN_BYTES + tops * _TOP_BYTES
+    if settings.routing is not None:  # four bytes each at most, and base64 writes 4 for 3
+        token_bytes += 6 * settings.routing.layers * settings.routing.chosen
     body = {
         "model": settings.model,
         "prompt": settings.prompt,
@@ -363,7 +386,7 @@ def completion_request(settings: CompletionSettings, purpose: str, **parameters:
         body,
         partial(_read_completions, settings),
         purpose,
-        max_bytes=2**20 + tokens * (_TOKEN_BYTES + tops * _TOP_BYTES),
+        max_bytes=2**20 + tokens * token_bytes,
     )
 
 
@@ -413,7 +436,36 @@ def _read_choice(settings: CompletionSettings, choice: Mapping[str, Any]) -> Dra
         [(token, logprob), *(x for x in top if x[0] != token and x[1] > _LOG_ZERO)]
         for token, logprob, top in zip(tokens, logprobs, tops, strict=True)
     ]
-    return DrawnSequence(tokens, pairs, _read_end(settings, choice, tokens))
+    routing = None
+    if settings.routing is not None:
+        places = len(settings.prompt) + len(tokens) - 1
+        routing = _read_routing(settings.routing, places, choice.get("routed_experts"))
+    return DrawnSequence(tokens, pairs, _read_end(settings, choice, tokens), routing)
+
+
+def _read_routing(model: Routing, places: int, text: Any) -> HostArray:
+    """Read the experts of each token: an array in NumPy's format, as base64."""
+    expected = "routed_experts, which it has if it is started with --enable-return-routed-experts"
+    if not isinstance(text, str):
+        refuse(expected, text)
+    shape = (places, model.layers, model.chosen)
+    expected = f"routed_experts of the shape {shape}, integers in base64"
+    try:
+        file = io.BytesIO(base64.b64decode(text, validate=True))
+        if np.lib.format.read_magic(file) != (1, 0):
+            raise ValueError("version")
+        # The header is read first: an array of any size could be declared there.
+        got, by_column, dtype = np.lib.format.read_array_header_1_0(file)
+        if got != shape or by_column or dtype.kind not in "ui":
+            refuse(expected, f"{dtype} of the shape {got}")
+        values = np.frombuffer(file.read(), dtype).reshape(shape)
+    except (ValueError, SyntaxError, OverflowError):
+        refuse(expected, text)
+    ordered = np.sort(values, axis=-1)
+    inside = values.size == 0 or (ordered.min() >= 0 and ordered.max() < model.experts)
+    if not inside or np.any(ordered[..., 1:] == ordered[..., :-1]):
+        refuse(f"routed_experts that differ and are in [0, {model.experts})", values.tolist())
+    return values.astype(model.dtype)
 
 
 def _read_end(settings: CompletionSettings, choice: Mapping[str, Any], tokens: list[int]) -> End:

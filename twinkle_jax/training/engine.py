@@ -10,12 +10,12 @@ from jax.sharding import Mesh
 
 from twinkle_jax.data import IGNORE, Batch
 from twinkle_jax.data.batch import batch_width, pad_rows
-from twinkle_jax.model import Params
+from twinkle_jax.model import DecoderConfig, Params
 from twinkle_jax.model.decoder.sharding import row_shards
 from twinkle_jax.rollout import Engine, LocalEngine, hosts
 from twinkle_jax.rollout.server_engine import ServerEngine, SharedClient, option_names
 from twinkle_jax.sampler.vllm_sampler import ServedSampler
-from twinkle_jax.sampler.vllm_server import Client
+from twinkle_jax.sampler.vllm_server import Client, Routing
 from twinkle_jax.sampler.vllm_weights import names_of
 from twinkle_jax.training.config import TrainConfig
 from twinkle_jax.training.policy import Policy, save_policy
@@ -31,8 +31,8 @@ def make_engine(config: TrainConfig, policy: Policy, mesh: Mesh | None = None) -
         mesh: of the parameters; None for one device.
 
     Raises:
-        ValueError: if a server cannot sample with these settings, or `overlap` is set in a run of
-            several processes.
+        ValueError: if a server cannot sample with these settings, `overlap` is set in a run of
+            several processes, or `replay_routing` for a policy without experts.
     """
     server = config.server
     if server.url is None:
@@ -55,6 +55,7 @@ def make_engine(config: TrainConfig, policy: Policy, mesh: Mesh | None = None) -
             tolerance=server.tolerance,
             timeout=server.timeout,
             loader=SharedClient(server.url, api_key=key) if hosts.several() else None,
+            routing=replayed_routing(config, policy.config),
         )
 
     def actor(params: Params) -> PolicyActor:
@@ -69,6 +70,22 @@ def make_engine(config: TrainConfig, policy: Policy, mesh: Mesh | None = None) -
         mesh=mesh,
         seeded=server.seeded,
     )
+
+
+def replayed_routing(config: TrainConfig, decoder: DecoderConfig) -> Routing | None:
+    """Return what `server.replay_routing` has a server report; None if it is not set.
+
+    Raises:
+        ValueError: if it is set for a policy without experts.
+    """
+    if not config.server.replay_routing:
+        return None
+    if decoder.experts is None:
+        raise ValueError(
+            "server.replay_routing must be false for a policy without experts, got true for "
+            f"{decoder.model_type!r}"
+        )
+    return Routing(decoder.layers, decoder.experts.number, decoder.experts.chosen)
 
 
 class PolicyActor:

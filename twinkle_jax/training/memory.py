@@ -12,6 +12,7 @@ from twinkle_jax.data import Batch, bucket_size
 from twinkle_jax.data.batch import batch_width
 from twinkle_jax.sampler import conversations_memory, generate_memory
 from twinkle_jax.training.config import TrainConfig, automatic_budget, with_setting
+from twinkle_jax.training.engine import replayed_routing
 from twinkle_jax.training.gradient import grad_step
 from twinkle_jax.training.packing import Packing, line_width
 from twinkle_jax.training.state import TrainState, apply_gradients, shapes_of
@@ -197,12 +198,16 @@ def _longest_micro_batch(recipe: Recipe) -> tuple[Batch, Packing]:
         return jax.ShapeDtypeStruct(shape, dtype)
 
     integers, floats = struct((rows, time), jnp.int32), struct((rows, time), jnp.float32)
+    routing = replayed_routing(config, recipe.decoder)
     batch = Batch(
         tokens=integers,
         labels=integers,
         advantages=floats,
         old_logps=floats,
         ref_logps=None if recipe.reference is None else floats,
+        routing=None
+        if routing is None
+        else struct((rows, time, routing.layers, routing.chosen), routing.dtype),
     )
     places = struct((lines, width), jnp.int32)
     return batch, Packing(places, places if several else None, places, integers)

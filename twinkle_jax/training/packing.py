@@ -180,18 +180,23 @@ def _place(
 
 
 def pack(batch: Batch, packing: Packing) -> Batch:
-    """Put the tokens and labels of a batch into lines."""
+    """Put the tokens and labels of a batch, and their experts, into lines."""
     occupied = packing.sources >= 0
     index = jnp.maximum(packing.sources, 0)
 
     def lines(values: Array, fill: int) -> Array:
         return jnp.where(occupied, jnp.take(values.reshape(-1), index), fill)
 
+    routing = batch.routing
+    if routing is not None:  # that of empty places has no effect
+        routing = jnp.take(routing.reshape(-1, *routing.shape[2:]), index, axis=0)
+
     return Batch(
         tokens=lines(batch.tokens, 0),
         labels=lines(batch.labels, IGNORE),
         positions=jnp.asarray(packing.positions),
         segment_ids=None if packing.segment_ids is None else jnp.asarray(packing.segment_ids),
+        routing=routing,
     )
 
 

@@ -162,6 +162,7 @@ def score_lines(
             lines.mask,
             positions=lines.positions,
             segment_ids=lines.segment_ids,
+            routing=lines.routing,
             mesh=mesh,
             **options,
         )
@@ -234,7 +235,8 @@ def score_batch(
 
     Args:
         params: a decoder's, or adapters'.
-        batch: tokens and labels; other fields are not read.
+        batch: tokens and labels, and how they are masked, placed and routed; other fields are not
+            read.
         config: the decoder.
         frozen: parameters that `params` are merged over.
         temperature: of log-probabilities and entropies; logits are not scaled.
@@ -262,6 +264,7 @@ def score_batch(
             mask=batch.mask,
             positions=batch.positions,
             segment_ids=batch.segment_ids,
+            routing=batch.routing,
         ),
         positive_scalar("temperature", temperature),
         config=config,

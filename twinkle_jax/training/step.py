@@ -205,8 +205,9 @@ def score_rollout(source: RolloutSource, drawn: Rollout, check: Callable[[], Non
 
 
 def _with_reference(recipe: Recipe, batch: Batch, row_lengths: IntRows) -> Batch:
-    assert recipe.reference is not None
-    return batch._replace(ref_logps=score(recipe, recipe.reference, batch, row_lengths))
+    assert recipe.reference is not None  # whose own router chooses
+    unrouted = batch._replace(routing=None)
+    return batch._replace(ref_logps=score(recipe, recipe.reference, unrouted, row_lengths))
 
 
 class SamplerMismatchError(hosts.SharedError):

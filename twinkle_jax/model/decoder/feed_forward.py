@@ -44,6 +44,7 @@ def feed_forward(
     weights: Params,
     mesh: Mesh | None = None,
     stack: tuple[Params, Int[Array, ""]] | None = None,
+    routing: Int[Array, "tokens chosen"] | None = None,
 ) -> Float[Array, "tokens width"]:
     """Add the second half of a layer to the residual stream.
 
@@ -54,6 +55,7 @@ def feed_forward(
         mesh: devices that experts are spread over; None for one.
         stack: the weights of all layers, and the place of this one. Its experts are taken from
             there, since a kernel would read a copy of what a loop over layers hands to it.
+        routing: the experts of each token, as for `hidden_states`; None: the router chooses.
     """
     # Without output norms, "post_attention" names the norm of the feed-forward's input.
     name = "pre_feedforward" if config.output_norms else "post_attention"
@@ -61,7 +63,7 @@ def feed_forward(
     if config.experts is None:
         y = _gated(config, y, weights["mlp"])
     else:
-        y = _mix_experts(config, config.experts, y, weights["mlp"], mesh, stack)
+        y = _mix_experts(config, config.experts, y, weights["mlp"], mesh, stack, routing)
     if config.output_norms:
         y = norm(config, y, weights["post_feedforward_layernorm"])
     return add(config, x, y)
@@ -85,15 +87,17 @@ def _mix_experts(
     weights: Mapping[str, Any],
     mesh: Mesh | None,
     stack: tuple[Params, Int[Array, ""]] | None,
+    routing: Int[Array, "tokens chosen"] | None,
 ) -> Float[Array, "tokens width"]:
     r"""Add up the chosen experts of each token, and the shared one, if there is one.
 
     $$y = \sum_{e \in \text{top-}k(p)} w_e \, f_e(x) + \sigma(x \cdot s) \, f_s(x), \qquad
     p = \text{softmax}(x R)$$
 
-    where $w$ are the chosen entries of $p$, divided by their sum in some families.
+    where $w$ are the chosen entries of $p$, divided by their sum in some families. With a routing,
+    the experts are those that it names, and their weights are the router's still.
     """
-    routed = _route(x, weights["gate"]["kernel"], experts)
+    routed = _route(x, weights["gate"]["kernel"], experts, routing)
     if stack is None:
         layers, layer = jax.tree.map(lambda x: x[None], weights[EXPERTS]), jnp.int32(0)
     else:
@@ -112,12 +116,20 @@ def _mix_experts(
 
 
 def _route(
-    x: Float[Array, "tokens width"], router: Float[Array, "width experts"], experts: ExpertsConfig
+    x: Float[Array, "tokens width"],
+    router: Float[Array, "width experts"],
+    experts: ExpertsConfig,
+    routing: Int[Array, "tokens chosen"] | None = None,
 ) -> _Routed:
-    """Choose the experts of each token."""
+    """Choose the experts of each token, or take those that are named for it."""
     wide = jnp.float64 if x.dtype == jnp.float64 else jnp.float32
     probabilities = jax.nn.softmax(matmul(x, router).astype(wide), axis=-1)
     share, chosen = jax.lax.top_k(probabilities, experts.chosen)
+    if routing is not None:
+        named = routing.astype(jnp.int32)
+        is_known = jnp.all((named >= 0) & (named < experts.number), axis=-1, keepdims=True)
+        chosen = jnp.where(is_known, named, chosen)
+        share = jnp.take_along_axis(probabilities, chosen, axis=-1)
     if experts.normalised:
         share = share / jnp.sum(share, axis=-1, keepdims=True)
     return _Routed(rounded(share, x.dtype), chosen)

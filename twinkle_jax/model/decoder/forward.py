@@ -53,6 +53,7 @@ class DecoderInputs(NamedTuple):
     mask: Bool[Array, "batch time"]
     rotary: tuple[RotaryTable, ...]
     segment_ids: Int[Array, "batch time"] | None
+    routing: Int[Array, "batch time layers chosen"] | None = None
 
 
 class Decoder(nnx.Module):  # type: ignore[misc]  # mypy does not follow Flax: its Module is Any
@@ -130,6 +131,7 @@ def hidden_states(
     *,
     positions: Int[Array, "batch time"] | None = None,
     segment_ids: Int[Array, "batch time"] | None = None,
+    routing: Int[Array, "batch time layers chosen"] | None = None,
     compute_dtype: DTypeLike | None = None,
     attention: AttentionImplementation | None = None,
     remat: Remat = True,
@@ -151,6 +153,10 @@ def hidden_states(
         positions: rotary positions; by default they count tokens, from 0 in each segment.
         segment_ids: rows that hold several sequences, one after the other: a token sees only its
             own run of equal ids. Neighbouring sequences must have different ids.
+        routing: of a mixture of experts, the numbers of the experts that each token goes through in
+            each layer, such as a server chose when it drew the token. Their weights are the
+            router's, and its gradients flow through these. A number that no expert has leaves the
+            choice for this token and layer to the router, as None does for all.
         compute_dtype: type of activations; by default that of the embedding. Norms, softmax and
             the state of linear layers are float32 in any case.
         attention: `"xla"`, `"cudnn"` or `"splash"`; by default what
@@ -167,9 +173,10 @@ def hidden_states(
         batch nor on the side of the padding.
 
     Raises:
-        ValueError: if shapes differ, the devices do not support this attention, or the mesh does
-            not divide the rows or the key-value heads.
-        TypeError: if tokens, positions or segment ids are not integers, or the mask not boolean.
+        ValueError: if shapes differ, the devices do not support this attention, the mesh does not
+            divide the rows or the key-value heads, or a decoder without experts gets a routing.
+        TypeError: if tokens, positions, segment ids or the routing are not integers, or the mask
+            not boolean.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -185,6 +192,9 @@ def hidden_states(
         ((2, 3, 32), 0.0)
     """
     inputs = decoder_inputs(config, tokens, mask, positions, segment_ids)
+    if routing is not None:
+        _check_routing(config, tokens, routing)
+        inputs = inputs._replace(routing=routing if mask is None else to_front(routing, mask))
     hidden, _ = run(params, config, inputs, compute_dtype, attention, remat, mesh=mesh)
     return hidden if mask is None else from_front(hidden, mask)
 
@@ -230,12 +240,18 @@ def run(
     embedding = embedding_of(params)
     dtype = jnp.dtype(embedding.dtype if compute_dtype is None else compute_dtype)
     segmented = inputs.segment_ids is not None
-    chosen = choose_attention(
+    implementation = choose_attention(
         attention, config.attention, dtype, segmented=segmented, mesh=attention_mesh
     )
 
     def layer(
-        kind: str, x: Array, weights: Params, sliding: Array, second: Array, state: Any
+        kind: str,
+        x: Array,
+        weights: Params,
+        sliding: Array,
+        second: Array,
+        state: Any,
+        routing: Any,
     ) -> tuple[Array, Any]:
         weights = gather_weights(weights, dtype, mesh)
 
@@ -247,13 +263,15 @@ def run(
                 config.attention,
                 sliding,
                 inputs.segment_ids,
-                implementation=chosen,
+                implementation=implementation,
                 mesh=attention_mesh,
             )
             return attended, heads[1:3]
 
         x = keep_rows(x, mesh)
-        x, state = _layer(config, kind, x, weights, second, inputs, attend, state, experts_mesh)
+        x, state = _layer(
+            config, kind, x, weights, second, inputs, attend, state, experts_mesh, routing
+        )
         return keep_rows(x, mesh), state
 
     if remat:
@@ -261,12 +279,20 @@ def run(
         policy = None if remat is True else remat
         layer = jax.checkpoint(layer, policy=policy, prevent_cse=False, static_argnums=(0,))
 
-    def block(x: Array, xs: tuple[Mapping[str, Params], Array, Array, Any]) -> tuple[Array, Any]:
-        (members, sliding, second, cached), states = xs, {}
+    def block(
+        x: Array, xs: tuple[Mapping[str, Params], Array, Array, Any, Any]
+    ) -> tuple[Array, Any]:
+        (members, sliding, second, cached, routing), states = xs, {}
         for member, kind in enumerate(config.block):
             name = str(member)
             x, states[name] = layer(
-                kind, x, members[name], sliding[member], second[member], cached.get(name)
+                kind,
+                x,
+                members[name],
+                sliding[member],
+                second[member],
+                cached.get(name),
+                None if routing is None else routing[:, member],
             )
         return x, states if keep_state else None
 
@@ -275,7 +301,11 @@ def run(
         x = keep_rows(x.reshape(-1, config.hidden_size), mesh)
         cached = {} if cache is None else cache.layers
         flags = jnp.asarray(config.sliding), jnp.asarray(config.second_rotary)
-        x, states = jax.lax.scan(block, x, (params["layers"], *flags, cached))
+        routing = inputs.routing
+        if routing is not None:  # [repeats, tokens, members of the block, chosen]
+            shape = -1, config.repeats, len(config.block), routing.shape[-1]
+            routing = jnp.moveaxis(keep_rows(routing.reshape(shape), mesh), 1, 0)
+        x, states = jax.lax.scan(block, x, (params["layers"], *flags, cached, routing))
         x = keep_rows(final_norm(params, config, x), mesh)
     return x.reshape(*inputs.tokens.shape, -1), states
 
@@ -290,6 +320,7 @@ def _layer(
     attend: Callable[[Heads], tuple[Array, Any]],
     state: Any,
     mesh: Mesh | None,
+    routing: Int[Array, "tokens chosen"] | None,
 ) -> tuple[Float[Array, "tokens width"], Any]:
     """Run one layer; also return its keys and values, or its linear-attention state."""
     y = input_norm(config, x, weights, "input_layernorm")
@@ -310,7 +341,8 @@ def _layer(
             state,
             epsilon=config.norm_epsilon,
         )
-    return feed_forward(config, add_mixed(config, x, mixed, weights), weights, mesh), state
+    x = add_mixed(config, x, mixed, weights)
+    return feed_forward(config, x, weights, mesh, routing=routing), state
 
 
 # Inputs of the layers: tokens at the front of their rows, positions, segments.
@@ -360,12 +392,27 @@ def _check(tokens: Array, others: Mapping[str, Array | None]) -> None:
             raise TypeError(f"{name} must be {word}, got {value.dtype}")
 
 
+def _check_routing(config: DecoderConfig, tokens: Array, routing: Array) -> None:
+    if config.experts is None:
+        raise ValueError("routing must be None for a decoder without experts, got an array")
+    expected = (*tokens.shape, config.layers, config.experts.chosen)
+    if routing.shape != expected:
+        raise ValueError(
+            f"routing must have the shape [batch, time, layers, chosen], {expected}, got "
+            f"{routing.shape}"
+        )
+    if not jnp.issubdtype(routing.dtype, jnp.integer):
+        raise TypeError(f"routing must be integers, got {routing.dtype}")
+
+
 def to_front(
-    values: Shaped[Array, "batch time"], mask: Bool[Array, "batch time"]
-) -> Shaped[Array, "batch time"]:
+    values: Shaped[Array, "batch time *item"], mask: Bool[Array, "batch time"]
+) -> Shaped[Array, "batch time *item"]:
     """Move what the mask keeps to the front of each row, in order, followed by 0."""
     order = jnp.argsort(~mask, axis=1, stable=True)
     kept = jnp.take_along_axis(mask, order, axis=1)
+    shape = (*mask.shape, *[1] * (values.ndim - 2))
+    order, kept = order.reshape(shape), kept.reshape(shape)
     moved = jnp.take_along_axis(values, order, axis=1)
     return jnp.where(kept, moved, jnp.zeros_like(moved))
 
