@@ -19,6 +19,7 @@ from twinkle_jax.reward import WeightedReward
 from twinkle_jax.rollout import (
     Action,
     EnvironmentFailureError,
+    Episode,
     LocalEngine,
     MultiTurn,
     RolloutConfig,
@@ -29,6 +30,7 @@ from twinkle_jax.rollout import (
     multi_turn,
 )
 from twinkle_jax.rollout.engine import LogitsError
+from twinkle_jax.rollout.episode import TokenRow, Turn
 from twinkle_jax.sampler import STOP, Completions
 from twinkle_jax.training import score_batch, small_policy
 
@@ -640,6 +642,55 @@ def test_groups_of_several_rollouts_are_chosen_with_all_their_rows(history):
     np.testing.assert_array_equal(chosen.row_lengths, again.row_lengths)
     with pytest.raises(ValueError, match="rows_each"):
         lay_out_episodes(chosen.episodes, rows_each=0)
+
+
+def numbered(count):
+    """Experts of some tokens: two layers, one expert each, no two alike."""
+    return np.arange(2 * count, dtype=np.uint8).reshape(count, 2, 1)
+
+
+def test_the_experts_of_earlier_turns_are_kept_as_they_were():
+    """A server that reads a row again may choose others for what it has drawn before."""
+    row = TokenRow()
+    row.append([5, 6, 7])
+    row.append([8, 9], [-1.0, -2.0], numbered(7))  # padded behind the row
+    row.append([5])
+    row.append([4], [-3.0], numbered(9) + 100)
+    expected = np.concatenate([numbered(4), (numbered(9) + 100)[4:6]])
+    np.testing.assert_array_equal(row.routing, expected)
+    assert row.routing.dtype == np.uint8
+
+
+def test_experts_are_laid_out_beside_their_tokens():
+    known, unknown, longer = TokenRow(), TokenRow(), TokenRow()
+    for row, experts in ((known, numbered(4)), (unknown, None), (longer, numbered(6))):
+        row.append([5, 6, 7])
+        row.append([8, 9], [-1.0, -2.0], experts)
+    longer.append([5, 6])  # read, and nothing drawn after it
+    turns = [Turn(0, 3, 5)]
+    episodes = [Episode([], rows=[row], turns=turns) for row in (known, unknown, longer)]
+    batch = lay_out_episodes(episodes, rows_each=2).batch
+    nobody = np.iinfo(np.uint8).max
+    assert batch.routing.shape == (6, batch.tokens.shape[1], 2, 1)
+    for place in (0, 4):
+        np.testing.assert_array_equal(batch.routing[place, :4], numbered(4))
+        assert np.all(batch.routing[place, 4:] == nobody)
+    assert np.all(np.asarray(batch.routing)[[1, 2, 3, 5]] == nobody)
+    assert lay_out_episodes(episodes[1:2]).batch.routing is None
+
+
+def test_a_rollout_whose_episodes_all_failed_has_no_experts_to_name():
+    """It may be joined with one that has them."""
+    made = source(games.Guess)
+    drawn = [made.sample(POLICY.params, ROWS, jax.random.key(n)) for n in (8, 9)]
+    routing = jnp.zeros((*drawn[1].batch.tokens.shape, 2, 1), jnp.uint8)
+    drawn[1] = drawn[1]._replace(batch=drawn[1].batch._replace(routing=routing))
+    rewards = np.asarray([[0, 0, 0, 0, 1, 0, 0, 0], [1, 1, 1, 1, 0, 0, 1, 0]], np.float32)
+    drawn = [r._replace(rewards=x) for r, x in zip(drawn, rewards, strict=True)]
+    chosen, _ = draw_until_signal(lambda n: drawn[n], prompts=2, num_samples=4, rollouts=2)
+    of_first, of_second = np.split(np.asarray(chosen.batch.routing), 2)
+    assert np.all(of_first == np.iinfo(np.uint8).max)
+    assert np.all(of_second[:, : routing.shape[1]] == 0)
 
 
 def test_a_prompt_that_is_too_long_or_missing_is_named():

@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import pytest
 
-from tests.sampler.vllm.fake_server import FakeServer, log_softmax, write_checkpoint
+from tests.sampler.vllm.fake_server import FakeServer, log_softmax, odd_experts, write_checkpoint
 from twinkle_jax.data import PromptBatch
 from twinkle_jax.rollout import RolloutConfig, ServerConfig
 from twinkle_jax.sampler import LENGTH, STOP
@@ -29,6 +29,10 @@ def server(model):
 @pytest.fixture
 def drawn(server, tmp_path):
     """Draw with some settings, and give the completions and the prompts."""
+    return drawing(server, tmp_path)
+
+
+def drawing(server, tmp_path, **serving):
     policy = load_policy(server.name)
 
     def draw(key=0, *, prompts=PROMPTS, seeded=True, **changes):
@@ -39,12 +43,34 @@ def drawn(server, tmp_path):
             rollout=RolloutConfig(**settings),
             output_dir=str(tmp_path),
             dtype="float32",
-            server=ServerConfig(url=server.url, seeded=seeded),
+            server=ServerConfig(url=server.url, seeded=seeded, **serving),
         )
         engine = make_engine(config, policy)
         return engine.draw(policy.params, prompts, jax.random.key(key), config.rollout)
 
     return draw
+
+
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory):
+    return write_checkpoint(tmp_path_factory.mktemp("engine") / "mixture", name="qwen3_moe")
+
+
+def test_experts_lie_where_their_tokens_are(mixture, tmp_path):
+    """Those of the prompt and of all drawn tokens but the last; behind them there is no expert."""
+    with FakeServer(mixture) as server:
+        server.experts = True
+        drawn = drawing(server, tmp_path, tolerance=50.0, replay_routing=True)
+        prompts, mask, completions = drawn()
+    width = max(map(sum, mask)) + NEW - 1
+    assert completions.routing.shape == (12, width, 2, 2)
+    config = load_policy(str(mixture)).config
+    for i, row in enumerate(completions.routing):
+        tokens = prompts[i // 4][mask[i // 4]].tolist()
+        tokens += completions.tokens[i, : completions.lengths[i] - 1].tolist()
+        np.testing.assert_array_equal(row[: len(tokens)], odd_experts(config, [tokens])[0])
+        assert np.all(row[len(tokens) :] >= config.experts.number)
+    assert len(set(completions.lengths)) > 1
 
 
 def bodies(server):

@@ -17,7 +17,7 @@ from twinkle_jax.command import main
 from twinkle_jax.rollout import hosts
 from twinkle_jax.rollout.engine import LogitsError
 from twinkle_jax.sampler import ServerError
-from twinkle_jax.training import export, load_policy, train
+from twinkle_jax.training import SamplerMismatchError, export, load_policy, train
 from twinkle_jax.training import run as run_module
 from twinkle_jax.training.engine import make_engine
 
@@ -343,6 +343,7 @@ REFUSED = [
     ({"model": None, "task": "arithmetic"}, "model"),
     ({"server.url": None, "server.timeout": 5.0}, "server.timeout"),
     ({"server.url": None, "server.overlap": True}, "server.overlap"),
+    ({"server.url": None, "server.replay_routing": True}, "server.replay_routing"),
     ({"server.timeout": 0.0}, "server.timeout"),
 ]
 
@@ -431,3 +432,72 @@ def test_a_copy_of_the_checkpoint_is_served_by_name(folder, server, tmp_path):
     with pytest.raises(ServerError, match="served_name"):
         run(folder, server, tmp_path / "unnamed", **changes)
     assert run(folder, server, tmp_path / "named", server__served_name=server.name, **changes)
+
+
+# Experts of a mixture that the server chose.
+
+MIXTURE = {"server__replay_routing": True, "server__tolerance": 50.0}
+
+
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory, folder):
+    """As `folder`, with a mixture of experts."""
+    place = tmp_path_factory.mktemp("mixture")
+    write_checkpoint(place / "model", name="qwen3_moe", characters="0123456789+-*()=")
+    shutil.copy(folder / "task.jsonl", place)
+    return place
+
+
+@pytest.fixture
+def odd_server(mixture):
+    """A server whose tokens go through experts that the policy's router does not choose."""
+    with FakeServer(mixture / "model") as running:
+        running.experts = True
+        yield running
+
+
+VARIANTS = {
+    "one turn": {},
+    "a pass before": {"update__correction": "token_truncate", "update__kl_beta": 0.1},
+    "episodes": EPISODES | {"rollout__history": "append"},
+    "mesh": {"mesh__fsdp": 2, "mesh__tensor": 2},
+    "several rollouts": {"update__dynamic_sampling": 3},
+    "adapter": {"lora__rank": 2},
+}
+
+
+@pytest.mark.parametrize("changes", VARIANTS.values(), ids=list(VARIANTS))
+def test_tokens_are_trained_through_the_experts_of_the_server(
+    mixture, odd_server, tmp_path, changes
+):
+    rows = run(mixture, odd_server, tmp_path, **MIXTURE, **changes)
+    assert len(rows) == 3
+    assert all(row["sampling/logp_diff/max"] < EXACT for row in rows)
+
+
+def test_without_a_replay_they_are_trained_through_others(mixture, odd_server, tmp_path):
+    with pytest.raises(SamplerMismatchError):
+        run(mixture, odd_server, tmp_path, server__tolerance=50.0, steps=1)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("variant", ["one turn", "episodes"])
+def test_two_processes_replay_as_one_does(mixture, odd_server, tmp_path, variant):
+    changes = settings(mixture, odd_server, tmp_path, steps=2, **MIXTURE, **VARIANTS[variant])
+    places = {name: {"output_dir": str(tmp_path / name)} for name in ("one", "two")}
+    changes |= {"mesh.fsdp": 8}
+    train(config_of(changes | places["one"]))
+    run_joined(mixture, config_of(changes | places["two"]))
+    assert_same_metrics(tmp_path / "two", tmp_path / "one")
+
+
+def test_a_server_that_does_not_report_experts_is_told_how(mixture, odd_server, tmp_path):
+    odd_server.experts = False
+    with pytest.raises(ServerError, match="--enable-return-routed-experts"):
+        run(mixture, odd_server, tmp_path, **MIXTURE)
+
+
+def test_a_policy_without_experts_has_none_to_replay(folder, server, tmp_path):
+    with pytest.raises(ValueError, match=r"server\.replay_routing .*'qwen3'"):
+        run(folder, server, tmp_path, **MIXTURE)
+    assert not loads(server)

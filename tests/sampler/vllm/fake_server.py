@@ -1,5 +1,7 @@
 """A local server with the routes of vLLM, which computes what it answers, or misbehaves as told."""
 
+import base64
+import io
 import json
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -16,12 +18,14 @@ from twinkle_jax.twinkle.model import TransformersModel
 ROOM = 64
 
 
-def write_checkpoint(directory, *, tied=False, hidden=24, head_dim=8, characters="0123456789+="):
+def write_checkpoint(
+    directory, *, name="qwen3", tied=False, hidden=24, head_dim=8, characters="0123456789+="
+):
     """Write a small Qwen3 and its tokenizer."""
     tokenizer = small_tokenizer(characters)
     config = parse_config(
         family(
-            "qwen3",
+            name,
             vocab_size=len(tokenizer),
             max_position_embeddings=ROOM,
             tie_word_embeddings=tied,
@@ -52,6 +56,8 @@ class FakeServer:
         logprobs_mode: which scores it gives, as vLLM's option of that name.
         shift: what is added to logits that it gives.
         loads: whether weights are loaded when it says so.
+        experts: the model sends tokens through the experts that `odd_experts` names, and the
+            server reports these.
     """
 
     def __init__(self, directory):
@@ -60,10 +66,10 @@ class FakeServer:
         self.models = {self.name: self.first}
         self.alter, self.take_over, self.asked = {}, {}, []
         self.logprobs_mode, self.loads = "processed_logprobs", True
-        self.max_model_len, self.shift = ROOM, 0.0
+        self.max_model_len, self.shift, self.experts = ROOM, 0.0, False
         self._compiled = jax.jit(
-            lambda params, config, tokens: output_logits(
-                params, hidden_states(params, config, tokens)
+            lambda params, config, tokens, routing: output_logits(
+                params, hidden_states(params, config, tokens, routing=routing)
             ),
             static_argnums=1,
         )
@@ -139,7 +145,9 @@ class FakeServer:
     def logits(self, model, tokens):
         padded = np.zeros((1, ROOM), np.int32)
         padded[0, : len(tokens)] = tokens
-        return np.asarray(self._compiled(model.params, model.config, padded))[0, : len(tokens)]
+        routing = odd_experts(model.config, padded) if self.experts else None
+        logits = self._compiled(model.params, model.config, padded, routing)
+        return np.asarray(logits)[0, : len(tokens)]
 
     def complete(self, body):
         model = self.models[body["model"]]
@@ -175,7 +183,12 @@ class FakeServer:
             "prompt_token_ids": body["prompt"],
             "logprobs": {"token_logprobs": of_tokens, "top_logprobs": tops},
             "prompt_logprobs": self.prompt_logprobs(model, body),
+            "routed_experts": self.routed(model.config, [*body["prompt"], *tokens[:-1]]),
         }
+
+    def routed(self, config, tokens):
+        """The experts of these tokens, as vLLM writes them."""
+        return in_base64(odd_experts(config, [tokens])[0]) if self.experts else None
 
     def process(self, raw, body, tokens):
         """Log-probabilities of what is drawn from, in the order in which vLLM changes logits."""
@@ -201,6 +214,20 @@ class FakeServer:
             best = {int(t) for t in np.argsort(logprobs)[::-1][: body["prompt_logprobs"]]} | {token}
             rows.append({str(t): {"logprob": float(logprobs[t]), "rank": 1} for t in best})
         return rows
+
+
+def odd_experts(config, tokens):
+    """Name experts by the token and its place, as no router does: [batch, time, layers, chosen]."""
+    tokens = np.asarray(tokens)
+    rows = tokens + 3 * np.arange(tokens.shape[1])
+    numbers = np.add.outer(np.arange(config.layers), np.arange(config.experts.chosen))
+    return ((rows[..., None, None] + numbers) % config.experts.number).astype(np.uint8)
+
+
+def in_base64(array):
+    file = io.BytesIO()
+    np.save(file, array)
+    return base64.b64encode(file.getvalue()).decode()
 
 
 def behind_filters(logits, temperature, min_p, top_k, top_p):
