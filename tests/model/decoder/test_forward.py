@@ -242,6 +242,7 @@ def test_remat_and_policies_change_what_is_kept():
 
 
 @pytest.mark.exhaustive
+@pytest.mark.usefixtures("as_users_compile")
 def test_types_of_parameters_and_computation_mix():
     config, params = config_of("qwen3_5_text"), params_of("qwen3_5_text")
     tokens, mask = batch(ROWS, 9, "left")

@@ -19,7 +19,14 @@ ROOM = 64
 
 
 def write_checkpoint(
-    directory, *, name="qwen3", tied=False, hidden=24, head_dim=8, characters="0123456789+="
+    directory,
+    *,
+    name="qwen3",
+    tied=False,
+    hidden=24,
+    head_dim=8,
+    characters="0123456789+=",
+    **changes,
 ):
     """Write a small Qwen3 and its tokenizer."""
     tokenizer = small_tokenizer(characters)
@@ -31,6 +38,7 @@ def write_checkpoint(
             tie_word_embeddings=tied,
             head_dim=head_dim,
             hidden_size=hidden,
+            **changes,
         )
     )
     save_pretrained(Decoder(config, random_params(config)), directory)

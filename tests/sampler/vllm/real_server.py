@@ -6,17 +6,26 @@ import socket
 import subprocess
 import time
 from contextlib import contextmanager
+from pathlib import Path
 from urllib.request import urlopen
 
 import pytest
 
 PYTHON = "TWINKLE_JAX_VLLM_PYTHON"
 _SECONDS = 400
+_TRITON = Path(__file__).parent / "triton_on_cpu"
 
 
 @contextmanager
-def vllm_server(model, log, *options):
-    """Start a server and give its address; a test fails where none starts."""
+def vllm_server(model, log, *options, experts=False):
+    """Start a server and give its address; a test fails where none starts.
+
+    Args:
+        model: a checkpoint.
+        log: a file for what the server writes.
+        options: of the command, further ones.
+        experts: whether it reports the experts of a mixture.
+    """
     python = os.environ.get(PYTHON)
     if not python:
         pytest.fail(f"{PYTHON} must name the Python of an environment with vLLM; see docs/sampling")
@@ -34,6 +43,9 @@ def vllm_server(model, log, *options):
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
     }
+    if experts:
+        command.append("--enable-return-routed-experts")
+        settings |= {"VLLM_USE_V2_MODEL_RUNNER": "1", "PYTHONPATH": str(_TRITON)}
     with log.open("wb") as output:
         process = subprocess.Popen(
             command,

@@ -11,17 +11,20 @@ import numpy as np
 import pytest
 
 from tests.examples import load
+from tests.model.reference import reference_hidden
 from tests.sampler.responses import gap, kinds_of, of_drawn, sequences_of, tokens_of
 from tests.sampler.vllm import changed
 from tests.sampler.vllm.fake_server import adapters_in, behind_filters, write_checkpoint
 from tests.sampler.vllm.real_server import vllm_server
 from tests.training.options import config_of
-from twinkle_jax.data import SamplingParams
+from twinkle_jax.data import Batch, SamplingParams
 from twinkle_jax.model import LoraConfig
 from twinkle_jax.sampler import JaxSampler, ServerError, vLLMSampler
-from twinkle_jax.sampler.vllm_server import Client, Deadline
+from twinkle_jax.sampler.requests import Stops
+from twinkle_jax.sampler.vllm_sampler import ServedSampler
+from twinkle_jax.sampler.vllm_server import Client, Deadline, Routing
 from twinkle_jax.sampler.vllm_weights import Probe, load_checkpoint, prove
-from twinkle_jax.training import train
+from twinkle_jax.training import load_policy, score_batch, train
 from twinkle_jax.twinkle.model import TransformersModel
 
 pytestmark = pytest.mark.exhaustive
@@ -272,3 +275,45 @@ def test_a_run_samples_from_the_policy_that_it_trains(make, untied, tmp_path, ki
         assert all(ROUNDING < x < 0.5 for x in gaps[1:])
     else:
         assert max(gaps) < ROUNDING
+
+
+def test_a_server_reports_the_experts_of_each_token(tmp_path):
+    """Those that the policy's router chooses, here where both compute in float32.
+
+    No weights are loaded: vLLM 0.32 cannot load those of a mixture on a CPU.
+    """
+    place = write_checkpoint(
+        tmp_path / "model", name="qwen3_moe", moe_intermediate_size=32, **SIZES
+    )
+    policy = load_policy(str(place))
+    layers, experts = policy.config.layers, policy.config.experts
+    prompts = [[5, 6, 7], [8], [5, 6, 9, 10, 11, 12]]
+    with vllm_server(place, tmp_path / "log", experts=True) as url:
+        sampler = ServedSampler(
+            Client(url),
+            [str(place)],
+            policy.config.vocab_size,
+            64,
+            tolerance=None,
+            timeout=240.0,
+            routing=Routing(layers, experts.number, experts.chosen),
+        )
+        params = SamplingParams(max_tokens=16)
+        answers = sampler.complete(prompts, params, 4, Stops([1], []), [1, 2, 3])
+    lengths = set()
+    for prompt, answer in zip(prompts, answers, strict=True):
+        for drawn in answer.drawn:
+            tokens = [*prompt, *drawn.tokens]
+            expected = np.full((len(tokens) - 1, layers, experts.chosen), -1)
+            reference_hidden(policy.params, policy.config, tokens[:-1], routing=expected)
+            np.testing.assert_array_equal(np.sort(drawn.routing), np.sort(expected))
+            row = Batch(
+                jnp.asarray([tokens[:-1]]),
+                jnp.asarray([tokens[1:]]),
+                routing=jnp.asarray(drawn.routing[None]),
+            )
+            scores = score_batch(policy.params, row, policy.config).logps[0, len(prompt) - 1 :]
+            reported = [pairs[0][1] for pairs in drawn.logprobs]
+            np.testing.assert_allclose(scores, reported, atol=ROUNDING)
+            lengths.add(len(tokens))
+    assert len(lengths) > 3
