@@ -475,6 +475,12 @@ def test_tokens_are_trained_through_the_experts_of_the_server(
     assert all(row["sampling/logp_diff/max"] < EXACT for row in rows)
 
 
+def test_a_reference_policy_chooses_experts_by_itself(mixture, odd_server, tmp_path):
+    """It is the policy that the run began with, so the divergence is that of the choice alone."""
+    [row] = run(mixture, odd_server, tmp_path, **MIXTURE, update__kl_beta=0.1, steps=1)
+    assert row["kl"] > 0.1
+
+
 def test_without_a_replay_they_are_trained_through_others(mixture, odd_server, tmp_path):
     with pytest.raises(SamplerMismatchError):
         run(mixture, odd_server, tmp_path, server__tolerance=50.0, steps=1)
