@@ -16,6 +16,7 @@ from twinkle_jax.loss import (
     DPOLoss,
     ORPOLoss,
     SimPOLoss,
+    bradley_terry_loss,
     cpo_preference,
     hinge_preference,
     ipo_preference,
@@ -34,6 +35,11 @@ def log_sigmoid(x):
 def orpo(chosen, rejected, *, beta=None):
     """ORPO of arbitrary numbers: it takes logarithms of probabilities, and has no `beta`."""
     return orpo_preference(-jnp.abs(chosen), -jnp.abs(rejected))
+
+
+def bradley_terry(chosen, rejected, *, beta=None):
+    """It has no `beta`, and two terms more."""
+    return bradley_terry_loss(chosen, rejected, margin=0.75, center_coefficient=0.01)
 
 
 def log_odds(x):
@@ -55,6 +61,10 @@ ORACLES = {
     "simpo": (simpo_preference, lambda w, r, b: -log_sigmoid(b * (w - r) - 0.5)),
     "cpo": (cpo_preference, lambda w, r, b: -log_sigmoid(b * (w - r))),
     "orpo": (orpo, lambda w, r, b: -log_sigmoid(log_odds(w) - log_odds(r))),
+    "bradley_terry": (
+        bradley_terry,
+        lambda w, r, b: -log_sigmoid(w - r - 0.75) + 0.01 * (w + r) ** 2,
+    ),
 }
 every_loss = pytest.mark.parametrize("name", ORACLES)
 RNG = np.random.default_rng(0)
@@ -254,3 +264,109 @@ def test_metrics_match_float64_and_have_no_gradient():
         jax.eval_shape(preference_metrics, chosen, rejected[1:])
     with pytest.raises(TypeError, match="chosen"):
         jax.eval_shape(preference_metrics, np.ones(3, int), rejected[:3])
+
+
+# The loss of a reward model.
+
+
+MARGINS = np.abs(RNG.normal(0, 2, 50)).astype(np.float32)
+SCORES = CHOSEN.astype(np.float32), REJECTED.astype(np.float32)
+
+
+def test_scores_worked_by_hand():
+    # The sigmoid of log 3 is 3/4; with a margin of log 3 it is 1/2. (2 + log 3)^2 / 4 is added.
+    chosen, rejected = jnp.float32(1 + math.log(3)), jnp.float32(1)
+    np.testing.assert_allclose(jnp.exp(-bradley_terry_loss(chosen, rejected)), 0.75, rtol=1e-6)
+    value = bradley_terry_loss(chosen, rejected, margin=math.log(3))
+    np.testing.assert_allclose(value, math.log(2), rtol=1e-6)
+    value = bradley_terry_loss(chosen, rejected, center_coefficient=0.25) - math.log(4 / 3)
+    np.testing.assert_allclose(value, (2 + math.log(3)) ** 2 / 4, rtol=1e-6)
+
+
+@pytest.mark.parametrize("margin", [None, 0.5, MARGINS])
+@pytest.mark.parametrize("center", [0.0, 0.01])
+def test_a_reward_models_loss_and_gradient_are_those_of_pytorch(margin, center):
+    """As TRL's RewardTrainer writes them, whose mean over pairs comes last."""
+    torch = pytest.importorskip("torch", reason="pip install 'twinkle-jax[oracle]'")
+    chosen, rejected = (torch.tensor(x, requires_grad=True) for x in SCORES)
+    wanted = 0.0 if margin is None else torch.as_tensor(margin)
+    loss = -torch.nn.functional.logsigmoid(chosen - rejected - wanted).mean()
+    loss = loss + center * torch.mean((chosen + rejected) ** 2)
+    loss.backward()
+
+    def mean(chosen, rejected):
+        losses = bradley_terry_loss(chosen, rejected, margin=margin, center_coefficient=center)
+        return jnp.mean(losses)
+
+    value, gradients = jax.jit(jax.value_and_grad(mean, (0, 1)))(*map(jnp.asarray, SCORES))
+    np.testing.assert_allclose(value, loss.item(), rtol=1e-6)
+    for actual, desired in zip(gradients, (chosen.grad, rejected.grad), strict=True):
+        np.testing.assert_allclose(actual, desired.numpy(), rtol=1e-5, atol=1e-8)
+
+
+def test_laws_of_a_reward_models_loss():
+    chosen, rejected = map(jnp.asarray, SCORES)
+    losses = bradley_terry_loss(chosen, rejected)
+    np.testing.assert_array_equal(losses, cpo_preference(chosen, rejected, beta=1.0))
+    np.testing.assert_allclose(bradley_terry_loss(chosen + 8, rejected + 8), losses, rtol=2e-5)
+    swapped = bradley_terry_loss(rejected, chosen)  # log σ(x) - log σ(-x) = x
+    np.testing.assert_allclose(swapped - losses, chosen - rejected, rtol=1e-5, atol=1e-5)
+    margin = bradley_terry_loss(chosen, rejected, margin=MARGINS)
+    np.testing.assert_allclose(margin, bradley_terry_loss(chosen - MARGINS, rejected), rtol=1e-6)
+    centred = bradley_terry_loss(chosen, rejected, center_coefficient=0.5)
+    square = jnp.square(chosen + rejected)
+    np.testing.assert_allclose(centred - losses, 0.5 * square, rtol=1e-4, atol=1e-5)
+    huge = jnp.float32(1e30)  # whose square is infinite
+    assert bradley_terry_loss(huge, huge) == losses.dtype.type(np.log(2))
+    assert bradley_terry_loss(huge, -huge) == 0 and bradley_terry_loss(-huge, huge) == 2 * huge
+
+
+def test_a_margin_is_data_without_gradient():
+    def total(margin, center):
+        losses = bradley_terry_loss(*SCORES, margin=margin, center_coefficient=center)
+        return jnp.sum(losses)
+
+    gradients = jax.jit(jax.grad(total, (0, 1)))(jnp.asarray(MARGINS), jnp.float32(0.01))
+    assert not gradients[0].any() and gradients[1] > 0  # both may be traced
+    ratings = np.arange(50) % 4  # whole numbers are numbers
+    np.testing.assert_array_equal(
+        bradley_terry_loss(*SCORES, margin=ratings),
+        bradley_terry_loss(*SCORES, margin=ratings.astype(np.float32)),
+    )
+    for margin in (MARGINS[:7], MARGINS[:, None], MARGINS[:1]):
+        with pytest.raises(ValueError, match=r"^margin .*\(50,\)"):
+            jax.eval_shape(functools.partial(bradley_terry_loss, margin=margin), *SCORES)
+    for margin in (MARGINS > 1, MARGINS * 1j):
+        with pytest.raises(TypeError, match=r"^margin"):
+            jax.eval_shape(functools.partial(bradley_terry_loss, margin=margin), *SCORES)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_half_precision_scores_are_computed_in_float32(dtype):
+    half = [jnp.asarray(x, dtype) for x in SCORES]
+    options = {"margin": jnp.asarray(MARGINS, dtype), "center_coefficient": 0.01}
+    losses = bradley_terry_loss(*half, **options)
+    assert losses.dtype == jnp.float32
+    single = [x.astype(jnp.float32) for x in half]
+    options["margin"] = options["margin"].astype(jnp.float32)
+    np.testing.assert_array_equal(losses, bradley_terry_loss(*single, **options))
+
+
+def test_scores_of_any_shape_and_on_an_explicit_mesh():
+    chosen, rejected = (jnp.asarray(x[:48].reshape(8, 6)) for x in SCORES)
+    margin = jnp.asarray(MARGINS[:48].reshape(8, 6))
+
+    def losses(chosen, rejected, margin):
+        return bradley_terry_loss(chosen, rejected, margin=margin, center_coefficient=0.01)
+
+    expected = losses(chosen, rejected, margin)
+    np.testing.assert_array_equal(jax.vmap(losses)(chosen, rejected, margin), expected)
+    one = [losses(*scores) for scores in zip(chosen[0], rejected[0], margin[0], strict=True)]
+    np.testing.assert_allclose(one, expected[0], rtol=1e-6)
+    mesh = jax.make_mesh((4,), ("data",), (AxisType.Explicit,))
+    rows = NamedSharding(mesh, PartitionSpec("data"))
+    with jax.set_mesh(mesh):
+        spread = jax.jit(losses)(*jax.device_put((chosen, rejected, margin), rows))
+        alone = jax.jit(losses)(*jax.device_put((chosen, rejected), rows), 0.5)
+    np.testing.assert_allclose(spread, expected, rtol=1e-6)
+    np.testing.assert_allclose(alone, losses(chosen, rejected, 0.5), rtol=1e-6)

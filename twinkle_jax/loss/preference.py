@@ -1,7 +1,8 @@
 """Losses of pairs of sequences, one chosen and one rejected.
 
 The first four compare log-ratios to a reference policy, summed over tokens; SimPO, CPO and ORPO
-need no reference. The objects under Twinkle's names take chosen and rejected rows alternately.
+need no reference. That of Bradley and Terry trains a reward model on its scores. The objects under
+Twinkle's names take chosen and rejected rows alternately.
 """
 
 import abc
@@ -260,6 +261,61 @@ def orpo_preference(chosen: PerPair, rejected: PerPair) -> PerPair:
     """
     chosen, rejected = _checked(chosen, rejected)
     return -jax.nn.log_sigmoid(_log_odds(chosen) - _log_odds(rejected))
+
+
+def bradley_terry_loss(
+    chosen: PerPair,
+    rejected: PerPair,
+    *,
+    margin: PerPair | Coefficient | None = None,
+    center_coefficient: Coefficient = 0.0,
+) -> PerPair:
+    r"""Loss of a reward model: the chosen answer wins in a model of pairwise comparisons.
+
+    $$\ell = -\log \sigma(r_w - r_l - m) + c\,(r_w + r_l)^2$$
+
+    Comparisons say nothing about the level of scores; the second term keeps it near 0.
+
+    Args:
+        chosen: $r_w$, score of the chosen answer.
+        rejected: $r_l$, that of the rejected one.
+        margin: $m$, by how much the chosen answer should win, one number or one for each pair, at
+            least 0; receives no gradient. None for 0.
+        center_coefficient: $c$, at least 0; TRL recommends 0.01.
+
+    Returns:
+        Loss per pair.
+
+    Raises:
+        ValueError: if the shapes differ.
+        TypeError: if a score is not floating point, or the margin not a number.
+
+    References:
+        [Learning to summarize from human feedback](https://arxiv.org/abs/2009.01325) (Stiennon et
+        al., 2020); [InstructGPT](https://arxiv.org/abs/2203.02155) (Ouyang et al., 2022); $m$:
+        [Llama 2](https://arxiv.org/abs/2307.09288) (Touvron et al., 2023); $c$: [Helping or
+        Herding?](https://arxiv.org/abs/2312.09244) (Eisenstein et al., 2023)
+
+    Example:
+        >>> print(bradley_terry_loss(jnp.array([3.0]), jnp.array([1.0]), margin=2.0)[0])
+        0.6931472
+    """
+    chosen, rejected = _checked(chosen, rejected)
+    difference = chosen - rejected
+    if margin is not None:
+        wanted = jnp.asarray(margin)
+        if wanted.shape not in ((), chosen.shape):
+            raise ValueError(
+                f"margin must have the shape of chosen, {chosen.shape}, or be one number, "
+                f"got {wanted.shape}"
+            )
+        if not jnp.isdtype(wanted.dtype, ("integral", "real floating")):
+            raise TypeError(f"margin must be real numbers, got {wanted.dtype}")
+        difference -= jax.lax.stop_gradient(wanted.astype(chosen.dtype))
+    losses = -jax.nn.log_sigmoid(difference)
+    if isinstance(center_coefficient, int | float) and center_coefficient == 0:
+        return losses
+    return losses + jnp.asarray(center_coefficient, chosen.dtype) * jnp.square(chosen + rejected)
 
 
 class PreferenceMetrics(NamedTuple):
