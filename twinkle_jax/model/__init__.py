@@ -46,7 +46,7 @@ from twinkle_jax.model.huggingface.adapter_files import (
 )
 from twinkle_jax.model.huggingface.checkpoint import Partition, load_pretrained, save_pretrained
 from twinkle_jax.model.huggingface.config_json import parse_config
-from twinkle_jax.model.reward_model import RewardModel
+from twinkle_jax.model.reward_model import RewardModel, reward_scores
 
 __all__ = [
     "Activation",
@@ -91,6 +91,7 @@ __all__ = [
     "parse_config",
     "partition_rules",
     "prefill",
+    "reward_scores",
     "save_adapter",
     "save_pretrained",
     "shard_like_params",

@@ -16,15 +16,23 @@ from jaxtyping import Array, Float, Int
 
 from twinkle_jax.data import Template, Trajectory, bucket_size
 from twinkle_jax.data.batch import HostArray, batch_width, pad_rows
-from twinkle_jax.model.decoder.config import DecoderConfig
-from twinkle_jax.model.decoder.forward import hidden_states
+from twinkle_jax.model.decoder.config import FAMILIES, DecoderConfig
+from twinkle_jax.model.decoder.forward import Decoder, Remat, decoder_inputs, run
 from twinkle_jax.model.decoder.parameters import Params
 from twinkle_jax.model.decoder.precision import exact_product
 from twinkle_jax.model.decoder.sharding import check_mesh, partition_rules, row_shards
-from twinkle_jax.model.huggingface.checkpoint import all_finite, read_config, read_params
+from twinkle_jax.model.huggingface.adapter_files import save_tokenizer
+from twinkle_jax.model.huggingface.checkpoint import (
+    ScoreHead,
+    all_finite,
+    read_config,
+    read_params,
+    save_checkpoint,
+)
 from twinkle_jax.model.huggingface.checkpoint_files import (
     CONFIG,
     HEAD,
+    SCORE,
     locate,
     open_files,
     read_json,
@@ -32,7 +40,6 @@ from twinkle_jax.model.huggingface.checkpoint_files import (
 )
 from twinkle_jax.reward import GroundTruths, Reward
 
-_SCORE = "score.weight"  # the head of transformers' models for sequence classification
 _TOKENS = 16384  # of a call of the decoder, padding included
 
 
@@ -43,6 +50,9 @@ class RewardModel(Reward):
 
     $h_T$ is the last hidden state of the conversation, in the chat template of the reward model,
     and $w$ its head. The numbers are those of `AutoModelForSequenceClassification` with one label.
+
+    To train it, follow gradients of [`reward_scores`][twinkle_jax.model.reward_scores], and assign
+    the trained parameters and head to the attributes `params` and `head`.
 
     Args:
         config: the decoder.
@@ -103,8 +113,7 @@ class RewardModel(Reward):
             )
         if mesh is not None:
             check_mesh(mesh)
-        self.config = dataclasses.replace(config, logits_scaling=1.0)  # which scores do not have
-        self.params, self.head, self.template = params, head, template
+        self.config, self.params, self.head, self.template = config, params, head, template
         self.pad_token_id, self.mesh = pad_token_id, mesh
         self.compute_dtype = compute_dtype
 
@@ -116,9 +125,10 @@ class RewardModel(Reward):
         dtype: DTypeLike | None = None,
         mesh: Mesh | None = None,
         template: Template | None = None,
+        new_head: bool = False,
         argument: str = "path_or_id",
     ) -> Self:
-        """Read a checkpoint of `AutoModelForSequenceClassification` with one label.
+        """Read a checkpoint of `AutoModelForSequenceClassification` with one label, or a policy's.
 
         Args:
             path_or_id: a directory or a hub id, of a family that `load_pretrained` reads.
@@ -126,20 +136,28 @@ class RewardModel(Reward):
                 where bfloat16 is slow.
             mesh: devices to place the parameters on, all of this process; None for one.
             template: None for the checkpoint's own.
+            new_head: True begins with a head of zeros, to be trained, on the decoder of a policy.
+                All scores are 0 then: the first update moves the head alone, and no random numbers
+                are drawn. Without a `pad_token_id` in `config.json`, it is the tokenizer's.
             argument: the user's name for `path_or_id` in errors.
 
         Raises:
             ValueError: as `load_pretrained`; if there is no `score.weight`, or it has several
-                labels; if there is no chat template.
+                labels; if there is one, with `new_head`; if there is no chat template.
         """
         directory = locate(path_or_id, argument=argument)
         stored = stored_tensors(directory)
         config = read_config(directory)
-        head = stored.pop(_SCORE, None)
-        if head is None or head.shape != (1, config.hidden_size):
+        head = stored.pop(SCORE, None)
+        if new_head and head is not None:
+            raise ValueError(
+                f"new_head must be False for a checkpoint with a tensor {SCORE}, got True for "
+                f"{directory}"
+            )
+        if not new_head and (head is None or head.shape != (1, config.hidden_size)):
             got = "none" if head is None else f"one of the shape {head.shape}"
             raise ValueError(
-                f"{argument} must be a reward model, with a tensor {_SCORE} of the shape "
+                f"{argument} must be a reward model, with a tensor {SCORE} of the shape "
                 f"(1, {config.hidden_size}), got {got} in {directory}"
             )
         stored.pop(HEAD, None)
@@ -147,10 +165,14 @@ class RewardModel(Reward):
         device = jax.local_devices()[0] if mesh is None else mesh.devices.flat[0]
         if dtype is None and device.platform == "cpu":
             dtype = "float32"
-        with ExitStack() as stack:
-            weights = open_files(stack, {_SCORE: head})[_SCORE].get_tensor(_SCORE)[0]
+        weights = np.zeros(config.hidden_size, np.float32)
+        if head is not None:
+            with ExitStack() as stack:
+                stored_head = open_files(stack, {SCORE: head})[SCORE].get_tensor(SCORE)[0]
+            with np.errstate(over="ignore"):
+                weights = np.asarray(stored_head, np.float32)
         if not all_finite(weights):
-            raise ValueError(f"{_SCORE} must be finite, got NaN or infinity")
+            raise ValueError(f"{SCORE} must be finite, got NaN or infinity")
         if template is None:
             template = Template(directory, max_length=None)
         params = read_params(
@@ -162,14 +184,15 @@ class RewardModel(Reward):
         )
         content = read_json(directory, CONFIG)
         pad = content.get("text_config", content).get("pad_token_id")
+        if new_head and pad is None:
+            pad = template.tokenizer.pad_token_id
         return cls(config, params, weights, template, pad_token_id=pad, mesh=mesh)
 
     def __call__(
         self, trajectories: Sequence[Trajectory], ground_truths: GroundTruths = None, **kwargs: Any
     ) -> list[float]:
         """Score each conversation; ground truths are not needed."""
-        encoded = self.template.batch_encode(trajectories)
-        rows = [self._without_padding(np.asarray(x["input_ids"])) for x in encoded]
+        rows = self.encode(trajectories)
         lengths = np.array([len(row) for row in rows], np.int32)
         scores = np.empty(len(rows), np.float32)
         shards = row_shards(self.mesh)
@@ -178,10 +201,11 @@ class RewardModel(Reward):
             values = _score(
                 self.params,
                 self.head,
+                self.config,
                 pad_rows([rows[i] for i in members], length=width, count=count, dtype=np.int32),
                 pad_rows([lengths[members]], 1, length=count)[0],
-                config=self.config,
                 compute_dtype=self.compute_dtype,
+                remat=False,
                 mesh=self.mesh,
             )
             scores[members] = np.asarray(values)[: len(members)]
@@ -190,10 +214,63 @@ class RewardModel(Reward):
             raise ValueError(f"scores must be finite, got {scores[row]} for trajectory {row}")
         return [float(score) for score in scores]
 
-    def _without_padding(self, tokens: HostArray) -> HostArray:
-        """Leave out tokens for padding at the end; at least one token stays."""
-        counted = np.flatnonzero(tokens != self.pad_token_id)
-        return tokens[: counted[-1] + 1 if len(counted) else 1]
+    def encode(self, trajectories: Sequence[Trajectory]) -> list[HostArray]:
+        """Return the tokens of each conversation that are scored, the last of them for the score.
+
+        They are those of the chat template, without `pad_token_id` at the end; at least one stays.
+        """
+        rows = []
+        for feature in self.template.batch_encode(trajectories):
+            tokens = np.asarray(feature["input_ids"], np.int32)
+            counted = np.flatnonzero(tokens != self.pad_token_id)
+            rows.append(tokens[: counted[-1] + 1 if len(counted) else 1])
+        return rows
+
+    def save_pretrained(
+        self,
+        directory: str | Path,
+        *,
+        dtype: DTypeLike | None = None,
+        max_shard_size: int = 5_000_000_000,
+    ) -> None:
+        """Write a checkpoint that `from_pretrained` and `AutoModelForSequenceClassification` read.
+
+        It has one label, this `pad_token_id`, and the template's tokenizer and chat template; no
+        head for tokens, and of a vision-language checkpoint the text model alone. transformers has
+        no such class for Granite and the mixtures of experts of Qwen3.5. Without a `pad_token_id`
+        it scores one conversation at a time.
+
+        Directories, types, files and processes are as for
+        [`save_pretrained`][twinkle_jax.model.save_pretrained].
+
+        Args:
+            directory: where to write; an earlier checkpoint there is replaced in one step.
+            dtype: type to write; by default that of each parameter, and of the head.
+            max_shard_size: bytes of tensors per file; several files get an index.
+
+        Raises:
+            ValueError: as the function `save_pretrained`; also for a head that is not finite.
+            RuntimeError: on other processes, for an error of process 0.
+            ImportError: if safetensors is not installed.
+        """
+        family = FAMILIES[self.config.model_type].architecture.removesuffix("ForCausalLM")
+        text = "Text" if self.config.model_type.endswith("_text") else ""
+        entries = {
+            "architectures": [f"{family}{text}ForSequenceClassification"],
+            "num_labels": 1,
+            "id2label": {"0": "LABEL_0"},
+            "label2id": {"LABEL_0": 0},
+            "pad_token_id": self.pad_token_id,
+        }
+        # Tied, so that a head for tokens is not written.
+        decoder = Decoder(dataclasses.replace(self.config, tie_embeddings=True), self.params)
+        save_checkpoint(
+            decoder,
+            directory,
+            dtype=dtype,
+            max_shard_size=max_shard_size,
+            head=ScoreHead(jnp.asarray(self.head), entries, partial(save_tokenizer, self.template)),
+        )
 
 
 def _batches(
@@ -213,20 +290,67 @@ def _batches(
         order = order[count:]
 
 
-@partial(jax.jit, static_argnames=("config", "compute_dtype", "mesh"))
-def _score(
+def reward_scores(
     params: Params,
-    head: Float[Array, " width"],
+    head: Float[Array | np.ndarray, " width"],
+    config: DecoderConfig,
     tokens: Int[Array, "rows time"],
     lengths: Int[Array, " rows"],
     *,
-    config: DecoderConfig,
-    compute_dtype: DTypeLike | None,
-    mesh: Mesh | None,
+    compute_dtype: DTypeLike | None = None,
+    remat: Remat = True,
+    mesh: Mesh | None = None,
 ) -> Float[Array, " rows"]:
-    """Compute the score of each row at its last token; padding behind it has no effect."""
-    hidden = hidden_states(
-        params, config, tokens, compute_dtype=compute_dtype, remat=False, mesh=mesh
-    )
-    last = jnp.take_along_axis(hidden, lengths[:, None, None] - 1, axis=1)[:, 0]
-    return exact_product(last.astype(jnp.float32), head.astype(jnp.float32)[:, None])[:, 0]
+    r"""Score rows of tokens as `RewardModel` does; differentiable in parameters and head.
+
+    $$r = w^\top h_T$$
+
+    Args:
+        params: the decoder's parameters; a head for tokens is not needed.
+        head: $w$.
+        config: the decoder; static under `jax.jit`.
+        tokens: token ids, as `RewardModel.encode` returns them, padded at the end. Padding may hold
+            anything, and has no effect.
+        lengths: $T$, the tokens of each row without padding, at least 1; another number makes its
+            score NaN.
+        compute_dtype: as for [`hidden_states`][twinkle_jax.model.hidden_states].
+        remat: likewise.
+        mesh: likewise.
+
+    Returns:
+        A float32 score for each row.
+
+    Raises:
+        ValueError: if shapes differ, or the mesh does not divide the rows or the key-value heads.
+        TypeError: if tokens or lengths are not integers.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> from twinkle_jax.model import init_params, parse_config, reward_scores
+        >>> config = parse_config({
+        ...     "model_type": "qwen2", "vocab_size": 64, "hidden_size": 32,
+        ...     "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+        ... })
+        >>> params, head = init_params(jax.random.key(0), config), jnp.zeros(32)
+        >>> tokens, lengths = jnp.array([[5, 6, 7], [8, 0, 0]]), jnp.array([3, 1])
+        >>> print(reward_scores(params, head, config, tokens, lengths))
+        [0. 0.]
+    """
+    if head.shape != (config.hidden_size,):
+        raise ValueError(f"head must have the shape ({config.hidden_size},), got {head.shape}")
+    if lengths.shape != tokens.shape[:1]:
+        raise ValueError(f"lengths must have the shape {tokens.shape[:1]}, got {lengths.shape}")
+    if not jnp.issubdtype(lengths.dtype, jnp.integer):
+        raise TypeError(f"lengths must be integers, got {lengths.dtype}")
+    config = dataclasses.replace(config, logits_scaling=1.0)  # which scores do not have
+    time = tokens.shape[-1]
+    kept = jnp.arange(time, dtype=lengths.dtype)[None] < lengths[:, None]
+    inputs = decoder_inputs(config, tokens, kept)
+    hidden, _ = run(params, config, inputs, compute_dtype, None, remat, mesh=mesh)
+    last = jnp.take_along_axis(hidden, jnp.clip(lengths, 1, time)[:, None, None] - 1, axis=1)[:, 0]
+    weights = jnp.asarray(head, jnp.float32)[:, None]
+    scores = exact_product(last.astype(jnp.float32), weights)[:, 0]
+    return jnp.where((lengths >= 1) & (lengths <= time), scores, jnp.nan)
+
+
+_score = jax.jit(reward_scores, static_argnames=("config", "compute_dtype", "remat", "mesh"))

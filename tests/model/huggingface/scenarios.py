@@ -12,11 +12,14 @@ import threading
 
 import jax
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 from tests.processes import join
+from twinkle_jax.data import Template, small_tokenizer
 from twinkle_jax.model import (
     Decoder,
     LoraConfig,
+    RewardModel,
     init_params,
     load_adapter,
     load_pretrained,
@@ -107,6 +110,10 @@ def round_trip(directory):
     shardings = shard_like_params(adapter, make_mesh(fsdp=jax.device_count()))
     spread = jax.device_put(adapter, shardings)
     save_adapter(directory / "adapter", model.config, LORA, spread)
+    mesh = make_mesh(fsdp=jax.device_count())
+    head = jax.device_put(np.arange(24, dtype=np.float32), NamedSharding(mesh, PartitionSpec()))
+    reward = RewardModel(model.config, model.params, head, Template(small_tokenizer()))
+    reward.save_pretrained(directory / "reward")
     read = load_adapter(directory / "adapter", model.config)[1]
     same = jax.tree.map(lambda a, b: bool(np.array_equal(a, b)), read, adapter)
     kernel = model.params["layers"]["0"]["mlp"]["up_proj"]["kernel"]

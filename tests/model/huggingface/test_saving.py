@@ -11,7 +11,14 @@ from tests import processes
 from tests.limits import limited_files
 from tests.model.families import config_of, family, params_of, random_params
 from tests.model.huggingface.tensors import assert_same, contents, rewrite
-from twinkle_jax.model import Decoder, LoraConfig, load_pretrained, parse_config, save_pretrained
+from twinkle_jax.model import (
+    Decoder,
+    LoraConfig,
+    RewardModel,
+    load_pretrained,
+    parse_config,
+    save_pretrained,
+)
 from twinkle_jax.model.huggingface import saving
 from twinkle_jax.model.huggingface.saving import replace_directory
 from twinkle_jax.training import save_policy, small_policy
@@ -155,6 +162,9 @@ def test_what_several_processes_save_is_what_they_loaded(count, devices, directo
         assert result["adapter"] and result["spread"] == (count > 1)
         assert result["names"] == sorted(p.name for p in (directory / "again").iterdir())
     assert_same(load_pretrained(directory / "again").params, params_of("qwen3"))
+    reward = RewardModel.from_pretrained(directory / "reward")
+    np.testing.assert_array_equal(reward.head, np.arange(24))
+    assert_same(reward.params, {k: x for k, x in params_of("qwen3").items() if k != "lm_head"})
 
 
 @pytest.mark.exhaustive

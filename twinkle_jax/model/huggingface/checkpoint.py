@@ -45,6 +45,7 @@ from twinkle_jax.model.huggingface.checkpoint_files import (
     HEAD,
     INDEX,
     PREFIX,
+    SCORE,
     SINGLE,
     TOKENIZER_FILES,
     StoredTensor,
@@ -343,6 +344,32 @@ def save_pretrained(
         RuntimeError: on other processes, for an error of process 0.
         ImportError: if safetensors is not installed.
     """
+    save_checkpoint(decoder, directory, dtype=dtype, max_shard_size=max_shard_size)
+
+
+class ScoreHead(NamedTuple):
+    """What the checkpoint of a reward model has beside its decoder.
+
+    Attributes:
+        weights: $w$, one number for each feature of the last hidden state.
+        entries: of `config.json`, in place of the decoder's.
+        write_tokenizer: writes the files of the tokenizer into a directory.
+    """
+
+    weights: jax.Array
+    entries: dict[str, Any]
+    write_tokenizer: Callable[[Path], None]
+
+
+def save_checkpoint(
+    decoder: Decoder,
+    directory: str | Path,
+    *,
+    dtype: DTypeLike | None,
+    max_shard_size: int,
+    head: ScoreHead | None = None,
+) -> None:
+    """Write a decoder, or a reward model: see `save_pretrained`."""
     import_safetensors()
     if max_shard_size < 1:
         raise ValueError(f"max_shard_size must be at least 1 byte, got {max_shard_size}")
@@ -351,10 +378,11 @@ def save_pretrained(
             "decoder must have no adapter, which would be lost: add it to the kernels with "
             f"merge_adapter, or write it with save_adapter, got {'/'.join(adapted[0])}"
         )
-    gathers = [tensor.gather for tensor in list_tensors(decoder, PREFIX, dtype)]
+    gathers = [tensor.gather for tensor in _with_head(decoder, PREFIX, dtype, head)]
     target = Path(directory).expanduser()
-    write = partial(_write_checkpoint, decoder, target, dtype, max_shard_size)
-    write_once(f"save_pretrained to {directory}", decoder.params, gathers, write)
+    write = partial(_write_checkpoint, decoder, head, target, dtype, max_shard_size)
+    arrays = decoder.params, None if head is None else head.weights
+    write_once(f"save_pretrained to {directory}", arrays, gathers, write)
 
 
 class ExportTensor(NamedTuple):
@@ -407,9 +435,7 @@ def list_tensors(decoder: Decoder, prefix: str, dtype: DTypeLike | None) -> list
         leaves: list[Any] = [reduce(getitem, other, params) for other in together]
         leaf = leaves[0]
         p = p._replace(shape=(*p.shape[:-1], stored_outputs(config, path, table)[1]))
-        to = jnp.dtype(leaf.dtype if dtype is None else dtype)
-        if to.name not in _STORED_DTYPES:
-            raise ValueError(f"dtype must be one of {', '.join(_STORED_DTYPES)}, got {to.name}")
+        to = _written_dtype(leaf, dtype)
         for repeat, name in enumerate(stored_names(config, path, p, prefix)):
             stacked = path[0] == "layers"
             layer = layer_number(config, path, repeat) if stacked else -1
@@ -423,6 +449,29 @@ def list_tensors(decoder: Decoder, prefix: str, dtype: DTypeLike | None) -> list
                 )
                 rows.append((layer, tensor))
     return [tensor for _, tensor in sorted(rows, key=lambda row: row[0])]
+
+
+def _written_dtype(array: jax.Array, dtype: DTypeLike | None) -> np.dtype[Any]:
+    to = jnp.dtype(array.dtype if dtype is None else dtype)
+    if to.name not in _STORED_DTYPES:
+        raise ValueError(f"dtype must be one of {', '.join(_STORED_DTYPES)}, got {to.name}")
+    return to
+
+
+def _with_head(
+    decoder: Decoder, prefix: str, dtype: DTypeLike | None, head: ScoreHead | None
+) -> list[ExportTensor]:
+    """List the decoder's tensors, and then that of the head."""
+    tensors = list_tensors(decoder, prefix, dtype)
+    if head is None:
+        return tensors
+    to = _written_dtype(head.weights, dtype)
+
+    def as_row(weights: np.ndarray) -> np.ndarray:
+        return host_tensor(SCORE, (SCORE,), weights[None], dtype=to)
+
+    shape, copy = (1, *head.weights.shape), partial(gather, head.weights)
+    return [*tensors, ExportTensor(SCORE, _STORED_DTYPES[to.name], shape, copy, as_row)]
 
 
 def _gather_joined(leaves: Sequence[jax.Array], place: tuple[int, ...]) -> np.ndarray:
@@ -474,12 +523,13 @@ def host_tensor(
 
 def _write_checkpoint(
     decoder: Decoder,
+    head: ScoreHead | None,
     target: Path,
     dtype: DTypeLike | None,
     max_shard_size: int,
     gathers: Sequence[Gather],
 ) -> None:
-    """Write everything; `gathers` belong to the tensors that `list_tensors` lists."""
+    """Write everything; `gathers` belong to the tensors that `_with_head` lists."""
     others = _other_files(target)
     with ExitStack() as stack:
         carried = _carried_from_source(decoder, stack)
@@ -487,14 +537,16 @@ def _write_checkpoint(
         tensors = [
             tensor._replace(gather=gather_values)
             for tensor, gather_values in zip(
-                list_tensors(decoder, stored_prefix(stored), dtype), gathers, strict=True
+                _with_head(decoder, stored_prefix(stored), dtype, head), gathers, strict=True
             )
         ]
         with replace_directory(target) as fresh:
             _write_shards(fresh, tensors + carried, max_shard_size)
             main = decoder.params["embed_tokens"]["embedding"].dtype if dtype is None else dtype
             config = export_config(decoder.config, nested=bool(carried), dtype=jnp.dtype(main).name)
-            _write_json(fresh / CONFIG, config)
+            _write_json(fresh / CONFIG, config if head is None else config | head.entries)
+            if head is not None:
+                head.write_tokenizer(fresh)
             keep_files(decoder.source, fresh, TOKENIZER_FILES)
             replaced = TOKENIZER_FILES if (fresh / "tokenizer.json").exists() else ()
             keep_files(target, fresh, [name for name in others if name not in replaced])

@@ -48,6 +48,7 @@ _PICKLED = {".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle"}
 _INSTALL = "pip install 'twinkle-jax[checkpoints]'"
 
 HEAD, EMBEDDING = "lm_head.weight", "embed_tokens.weight"
+SCORE = "score.weight"  # the head of transformers' models for sequence classification
 PREFIX = "model."
 NESTED_PREFIXES = ("model.language_model.", "language_model.model.")
 LEAVES = {"kernel": "weight", "scale": "weight", "embedding": "weight"}  # others keep their name
