@@ -9,6 +9,7 @@ project = "twinkle_jax"
 author = "the twinkle_jax authors"
 version = release = twinkle_jax.__version__
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.mathjax"]
+myst_heading_anchors = 3
 myst_enable_extensions = ["dollarmath"]
 exclude_patterns = ["_build"]
 html_theme = "sphinx_book_theme"
