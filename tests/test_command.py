@@ -136,6 +136,9 @@ def test_one_line_names_what_is_wrong(arguments, message, tmp_path, capsys):
         (["evaluate", "--model", "nowhere", "--task", "x.jsonl", "--level", "3"], "level"),
         (["sample", "--model", "nowhere", "1+2=", "--seed", str(2**32)], "seed"),
         (["sample", "--model", "nowhere", "1+2=", "--max_turns", "3"], "max_turns"),
+        (["sample", "--model", "nowhere", "1+2=", "--temperature", "1e308"], "temperature"),
+        (["sample", "--model", "nowhere", "1+2=", f"--max_new_tokens={10**12}"], "max_new_tokens"),
+        (["evaluate", "--model", "nowhere", f"--problems={10**20}"], "problems"),
         (
             ["sample", "--model", "nowhere", "--environment", "x.py:X", "--max_turns", "0"],
             "max_turns",

@@ -20,6 +20,7 @@ from twinkle_jax.training import EvaluationConfig, TrainConfig
 from twinkle_jax.training.config import (
     automatic_logp_diff,
     automatic_settings,
+    check_32_bits,
     flat,
     from_dict,
     not_a_section,
@@ -327,6 +328,8 @@ def _sample(options: Any) -> int:
 
     if not 0 <= options.seed < 2**32:
         raise ValueError(f"seed must be from 0 to {2**32 - 1}, got {options.seed}")
+    for name in ("max_new_tokens", "max_turns", "temperature"):
+        check_32_bits(name, options[name])
     many_turns = options.environment is not None or options.tools is not None
     if options.max_turns < 1:
         raise ValueError(f"max_turns must be at least 1, got {options.max_turns}")

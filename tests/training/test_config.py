@@ -50,6 +50,9 @@ def test_what_depends_on_the_policy_is_filled_in():
 
 
 NAN = float("nan")
+LONG = {"max_new_tokens": 2**31 - 1024, "max_episode_tokens": 4096}  # with a prompt of 1024
+LONG = {f"rollout.{name}": value for name, value in LONG.items()}
+LONG |= {"update.micro_batch_tokens": 2**31 - 1}
 REFUSED = [  # a setting and a value that it cannot have, perhaps only with others
     ("seed", 2**32),
     ("steps", -1),
@@ -88,6 +91,19 @@ REFUSED = [  # a setting and a value that it cannot have, perhaps only with othe
     ("lora.rank", 2**17),
     ("optimizer.options", {"b1": "x"}),
     ("optimizer.options", {"eps": None}),
+    # What 32 bits do not hold.
+    ("optimizer.learning_rate", 1e308),
+    ("rollout.temperature", 1e-300),  # 0 on a device
+    ("rollout.prompts", 10**30),
+    ("rollout.max_new_tokens", 2**31),
+    ("rollout.prompts", 2**29),  # rows of a step
+    ("rollout.max_prompt_tokens", 1024, LONG),
+    ("steps", 10**26),
+    ("rollout.slots", 10**12),
+    ("reward_weights", [-1e39], {"reward": ["exact"]}),
+    ("optimizer.options", {"eps": 1e-50}),
+    ("update.advantage_options", {"k": 10**20}, {"update.advantage": "pass_at_k"}),
+    ("reward_timeout", 1e10),  # which no clock of the system counts to
     ("environment", None, {"task": "environment"}),
     ("model", None, {"task": "x.jsonl"}),
     ("update.mini_batches", 4, {"rollout.prompts": 6}),

@@ -35,6 +35,11 @@ def positive(*, default: Any, may_change: bool = False) -> Any:
     return _ranged(default, may_change, lambda x: 0 < x < math.inf, "above 0 and finite")
 
 
+def seconds(*, default: Any, may_change: bool = False) -> Any:
+    """Make a field for a limit of time, which the system's clocks can count to."""
+    return _ranged(default, may_change, lambda x: 0 < x <= 1e9, "above 0 and at most 1e9")
+
+
 def share(*, default: Any, may_change: bool = False) -> Any:
     """Make a field for numbers from 0 to 1."""
     return _ranged(default, may_change, lambda x: 0 <= x <= 1, "in [0, 1]")

@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int
 
 from twinkle_jax.advantage import NOISE_ULPS
 from twinkle_jax.data import IGNORE, Batch, PromptBatch, Trajectory
-from twinkle_jax.data.settings import AUTO, MAY_CHANGE, at_least, positive, share
+from twinkle_jax.data.settings import AUTO, MAY_CHANGE, at_least, positive, seconds, share
 from twinkle_jax.model import Params
 from twinkle_jax.rollout import hosts
 from twinkle_jax.rollout.environment import ToolFormat
@@ -72,7 +72,7 @@ class RolloutConfig(Filters, _BeforeFilters):
     max_episode_tokens: int = at_least(1, default=AUTO)
     history: Literal["append", "template"] = "append"
     cohorts: int = at_least(1, default=AUTO, may_change=True)
-    environment_timeout: float = positive(default=60.0, may_change=True)
+    environment_timeout: float = seconds(default=60.0, may_change=True)
     environment_threads: int = at_least(1, default=64, may_change=True)
     max_failed: float = share(default=0.1, may_change=True)
     max_observation: int = at_least(1, default=16384)

@@ -19,7 +19,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Int
 
 from twinkle_jax.data import PromptBatch, SamplingParams, Template, Trajectory
-from twinkle_jax.data.settings import positive
+from twinkle_jax.data.settings import positive, seconds
 from twinkle_jax.model import Params
 from twinkle_jax.model.decoder.sharding import row_shards
 from twinkle_jax.rollout import hosts
@@ -62,7 +62,7 @@ class ServerConfig:
     url: str | None = None
     served_name: str | None = None
     shared_dir: str | None = None
-    timeout: float = positive(default=3600.0)
+    timeout: float = seconds(default=3600.0)
     tolerance: float | None = positive(default=None)
     seeded: bool = True
     overlap: bool = False

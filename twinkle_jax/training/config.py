@@ -20,6 +20,7 @@ from twinkle_jax.data.settings import (
     MAY_CHANGE,
     at_least,
     positive,
+    seconds,
     seed_of_32_bits,
     share,
     share_below_one,
@@ -38,6 +39,7 @@ from twinkle_jax.training.by_name import (
 from twinkle_jax.training.tracking import Trackers
 
 _BUILT_IN_SCHEDULES = ("constant", "linear", "cosine")
+_FLOAT32 = np.finfo(np.float32)
 Options = dict[str, Any]
 """Hyper-parameters by name, of an estimator or an optimizer."""
 
@@ -291,7 +293,7 @@ class TrainConfig:
     level: int = 2
     reward: list[str] | str | None = None
     reward_weights: list[float] | None = None
-    reward_timeout: float = positive(default=600.0, may_change=True)
+    reward_timeout: float = seconds(default=600.0, may_change=True)
     system: str | None = None
     warm_start: float = share(default=0.3)
     output_dir: str = field(default="runs/arithmetic", metadata=MAY_CHANGE)
@@ -572,10 +574,32 @@ def _check_values(config: Any, prefix: str = "") -> None:
             continue  # stands for no limit, or is replaced later
         elif get_origin(hint) is Literal and value not in get_args(hint):
             raise ValueError(f"{name} must be one of {', '.join(get_args(hint))}, got {value!r}")
-        elif valid is None:
-            continue
-        elif value is None or not valid.contains(value):
+        elif valid is not None and (value is None or not valid.contains(value)):
             raise ValueError(f"{name} must be {valid.description}, got {value}")
+        elif name != "seed":  # whose range is that of unsigned integers
+            check_32_bits(name, value)
+
+
+def check_32_bits(name: str, value: Any) -> None:
+    """Refuse numbers, also in options, that are another number on a device.
+
+    Infinity is left to those who take an option: it is the same number there.
+    """
+    if isinstance(value, Mapping):
+        for key, part in value.items():
+            check_32_bits(f"{name}.{key}", part)
+    elif isinstance(value, list | tuple):
+        for part in value:
+            check_32_bits(name, part)
+    elif isinstance(value, int) and abs(value) >= 2**31:
+        raise ValueError(f"{name} must be below {2**31}, which fits 32 bits, got {value}")
+    elif isinstance(value, float) and value and math.isfinite(value):
+        least, most = (float(x) for x in (_FLOAT32.tiny, _FLOAT32.max))
+        if not least <= abs(value) <= most:
+            raise ValueError(
+                f"{name} must be a number of float32, 0 or from {least:.3g} to {most:.3g} in size, "
+                f"got {value}"
+            )
 
 
 def _check_clip_range(config: TrainConfig) -> None:
@@ -612,8 +636,10 @@ def _check_rows(config: TrainConfig) -> None:
             f"{rows}, got {devices}"
         )
     longest = config.longest_row
+    parts = "max_episode_tokens" if config.many_turns else "max_prompt_tokens + max_new_tokens"
+    for what, number in (("prompts * num_samples", rows), (parts, longest)):
+        check_32_bits(f"rollout.{what}", number)
     if update.micro_batch_tokens < longest:
-        parts = "max_episode_tokens" if config.many_turns else "max_prompt_tokens + max_new_tokens"
         raise ValueError(
             f"update.micro_batch_tokens must hold the longest row, rollout.{parts} = {longest}, "
             f"got {update.micro_batch_tokens}"
