@@ -328,10 +328,38 @@ def test_errors_name_what_a_user_of_the_command_can_change(folder, server, tmp_p
     assert "may be paused still" in errors_of("paused")
 
 
-def test_rows_that_the_server_has_no_room_for_are_refused(folder, server, tmp_path):
-    server.max_model_len = 10  # rows of the run have up to 32 + 8 tokens
-    with pytest.raises(ServerError, match="--max-model-len 40"):
-        run(folder, server, tmp_path)
+@pytest.mark.parametrize(
+    ("changes", "needed", "option"),
+    [({}, 40, "rollout.max_prompt_tokens or "), (EPISODES, 60, "rollout.max_episode_tokens")],
+    ids=["prompts", "episodes"],
+)
+def test_a_server_without_room_for_the_longest_row_is_refused(
+    folder, server, tmp_path, changes, needed, option
+):
+    server.max_model_len = needed - 1
+    with pytest.raises(ServerError, match=rf"--max-model-len {needed}, .* {option}"):
+        run(folder, server, tmp_path, **changes)
+    assert set(server.paths()) == {"/v1/models"}  # nothing was loaded or drawn
+    server.max_model_len = needed
+    assert len(run(folder, server, tmp_path, steps=1, **changes)) == 1
+
+
+@pytest.mark.parametrize("elsewhere", [False, True], ids=["same", "elsewhere"])
+def test_a_resume_that_does_not_find_its_server_changes_nothing(
+    folder, server, tmp_path, elsewhere
+):
+    run(folder, server, tmp_path, steps=1, optimizer__schedule="constant")
+    before = (tmp_path / "run" / "config.json").read_text()
+    directory = tmp_path / ("other" if elsewhere else "run")
+    resumed = ["train", "--steps=2", f"--resume={tmp_path / 'run'}", f"--output_dir={directory}"]
+    assert main([*resumed, "--server.url=http://127.0.0.1:1"]) == 1
+    assert (tmp_path / "run" / "config.json").read_text() == before
+    assert main(resumed) == 0  # with the server of before, into the same directory
+    assert json.loads((directory / "config.json").read_text())["server"]["url"] == server.url
+    assert len(read_metrics(directory)) == 2
+    server.stop()
+    again = ["train", "--steps=2", "--resume=auto", f"--output_dir={directory}"]
+    assert main(again) == 0  # nothing is left to do, and no server is needed
 
 
 REFUSED = [

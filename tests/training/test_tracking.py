@@ -201,6 +201,25 @@ def test_tensorboard(tmp_path):
         assert [e.step for e in seen if e.HasField("session_log")] == [steps[0]]
 
 
+def test_a_run_goes_on_with_the_lines_of_another(tmp_path):
+    first, second = tmp_path / "first", tmp_path / "second"
+    with MetricsLog(first) as log:
+        log.write(1, {"reward": 0.5})
+        offset = log.offset
+        log.write(2, {"reward": 0.5})
+    lines = (first / "metrics.jsonl").read_bytes()
+    with MetricsLog(second) as log:
+        with pytest.raises(ValueError, match="first"):
+            log.truncate(offset - 1, first)
+        assert log.offset == 0
+        log.truncate(offset, first)
+        with pytest.raises(ValueError, match="step must be after 1"):
+            log.write(1, {"reward": 0.5})
+        log.write(2, {"reward": 0.5})
+    assert (second / "metrics.jsonl").read_bytes() == lines
+    assert (first / "metrics.jsonl").read_bytes() == lines
+
+
 def test_tensorboard_keeps_the_steps_of_a_killed_process(tmp_path):
     """Those before its last checkpoint are not repeated; the file is complete within a second."""
     pytest.importorskip("tensorboardX", reason="pip install 'twinkle-jax[tensorboard]'")

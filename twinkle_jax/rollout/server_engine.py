@@ -117,6 +117,15 @@ class ServerEngine:
         """Number of devices that rows are spread over; the rows of a call must be a multiple."""
         return row_shards(self._mesh)
 
+    def room(self) -> int:
+        """Ask the server how many tokens a row may have there.
+
+        Raises:
+            ServerError: if it cannot be reached, or has another model.
+        """
+        with option_names(self._server.timeout):
+            return self._server.room()
+
     def load(self, params: Params) -> None:
         """Have the server load these parameters, unless it has them already.
 

@@ -300,6 +300,14 @@ class ServedSampler:
         """
         self._policy.load(Deadline(self.timeout), actor, shared_dir, merge=merge)
 
+    def room(self) -> int:
+        """Ask the server how many tokens a row may have there.
+
+        Raises:
+            ServerError: if it cannot be reached, or has another model.
+        """
+        return self._policy.find_model(self._client, Deadline(self.timeout)).max_length
+
     def cancel(self) -> None:
         """End all calls, those that are running in other threads and later ones, with an error."""
         self._client.cancelled.set()

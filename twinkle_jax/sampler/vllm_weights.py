@@ -92,7 +92,7 @@ class ServedPolicy:
                 f"{url} must have the actor's weights, got an error from the last sync_weights: "
                 "call it again"
             )
-        served = self._find_model(self._client, deadline)
+        served = self.find_model(self._client, deadline)
         if self._adapter is not None:
             served = served._replace(name=self._adapter.name)
         if self._proof is not None:
@@ -113,7 +113,7 @@ class ServedPolicy:
                 later call succeeds.
         """
         self._sync_failed, self._mode = True, None
-        served = self._find_model(self._loader, deadline)
+        served = self.find_model(self._loader, deadline)
         longest = actor.config.attention.longest_row
         if longest is not None and served.max_length > longest:
             raise ServerError(
@@ -164,7 +164,12 @@ class ServedPolicy:
         scores = prove(self._loader, deadline, probe, served.name, actor, tolerance)
         self._proof = probe, scores, tolerance
 
-    def _find_model(self, client: Client, deadline: Deadline) -> Served:
+    def find_model(self, client: Client, deadline: Deadline) -> Served:
+        """Ask a server for its name of the model and the most tokens of a row.
+
+        Raises:
+            ServerError: if it has another model.
+        """
         request = Request("GET", "/v1/models", read=partial(_read_models, self._names))
         served: Served = client.send_request(deadline, request)
         return served

@@ -471,8 +471,6 @@ def prepare_directory(config: TrainConfig, directory: Path) -> Path | None:
     check_resumable(saved, with_choices(config, saved))
     if source.resolve() != directory.resolve():
         _make_empty(config, directory, source)
-        with names_path(directory / FILE):
-            (directory / FILE).write_bytes((source / FILE).read_bytes())
     return source
 
 

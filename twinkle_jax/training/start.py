@@ -34,6 +34,7 @@ from twinkle_jax.rollout import (
 )
 from twinkle_jax.rollout.engine import prompt_ids
 from twinkle_jax.rollout.server_engine import NextRollout, ServerEngine
+from twinkle_jax.sampler import ServerError
 from twinkle_jax.training.by_name import make_estimator
 from twinkle_jax.training.checkpoint import RunCheckpoints
 from twinkle_jax.training.config import (
@@ -131,6 +132,7 @@ def begin(
         hosts.together("checking prompts", lambda: _check_lengths(config, task, policy))
     engine = make_engine(config, policy, mesh)
     if source is None:
+        _check_server(config, engine)
         totals = _judge_first(totals, config, task, policy, engine, display)
     recipe = make_recipe(
         config, policy, task.reward, environment=task.environment, engine=engine, mesh=mesh
@@ -153,8 +155,10 @@ def begin(
             prompts_fingerprint(task.held_out),
         )  # fmt: skip
         recipe = recipe._replace(reference=reference)
+        if progress.step < config.steps:
+            _check_server(config, engine)
         offset = progress.totals.metrics_offset
-        hosts.together("reading metrics.jsonl", lambda: log.truncate(offset))
+        hosts.together("reading metrics.jsonl", lambda: log.truncate(offset, source))
         _write_config(config, directory)
         display.note(f"resuming after step {progress.step} of {source}")
         if task.held_out and progress.totals.accuracy_before is None:
@@ -164,6 +168,22 @@ def begin(
         ahead = NextRollout(recipe.source, engine)
     run = Run(config, task, policy, recipe, engine, ahead, loader, checkpoints, log, display, base)
     return run, progress
+
+
+def _check_server(config: TrainConfig, engine: Engine) -> None:
+    """Refuse a server that is not there, or has no room for the longest row of a run."""
+    if not isinstance(engine, ServerEngine):
+        return
+    room, longest = hosts.agreed("asking the server", engine.room), config.longest_row
+    names = "rollout.max_prompt_tokens or rollout.max_new_tokens"
+    if config.many_turns:
+        names = "rollout.max_episode_tokens"
+    if room < longest:
+        raise ServerError(
+            f"server.url must be of a server with room for rows of {longest} tokens, got "
+            f"{config.server.url} with a max_model_len of {room}: start it with --max-model-len "
+            f"{longest}, or this run with a lower {names}"
+        )
 
 
 def _judge_first(

@@ -197,21 +197,32 @@ class MetricsLog:
         os.fsync(self._file.fileno())
         return self.path.stat().st_size
 
-    def truncate(self, offset: int) -> None:
+    def truncate(self, offset: int, source: Path | None = None) -> None:
         """Remove all lines after an offset: those of steps that a resumed run repeats.
+
+        Args:
+            offset: in bytes.
+            source: directory of the run whose lines to begin with; None: of this one.
 
         Raises:
             ValueError: if no line ends there.
         """
-        content = self.path.read_bytes()
+        path = self.path if source is None else source / FILE
+        content = path.read_bytes()
         kept = content[: max(offset, 0)]
         if len(kept) != offset or not (kept.endswith(b"\n") or not kept):
             raise ValueError(
-                f"offset must be one at which a line of {self.path} ends, got {offset} of "
+                f"offset must be one at which a line of {path} ends, got {offset} of "
                 f"{len(content)} bytes: a run resumes with the file that it wrote, put it back"
             )
         self._last = self._last_step(kept)
-        self._file.truncate(offset)
+        if path.samefile(self.path):
+            self._file.truncate(offset)
+            return
+        self._file.truncate(0)
+        with names_path(self.path):
+            if self._file.write(kept) < len(kept):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def write(self, step: int, metrics: Mapping[str, SupportsFloat]) -> None:
         """Write one line.
@@ -270,7 +281,7 @@ class NoLog:
     def write(self, step: int, metrics: Mapping[str, SupportsFloat]) -> None:
         """Write nothing."""
 
-    def truncate(self, offset: int) -> None:
+    def truncate(self, offset: int, source: Path | None = None) -> None:
         """Remove nothing."""
 
     def __enter__(self) -> Self:
