@@ -5,7 +5,8 @@ import numpy as np
 import pytest
 
 from tests.model.families import config_of, params_of
-from twinkle_jax.loss import CrossEntropyLoss, GKDLoss, GRPOLoss
+from twinkle_jax.data import largest_logits
+from twinkle_jax.loss import CrossEntropyLoss, DPOLoss, GKDLoss, GRPOLoss, SimPOLoss
 from twinkle_jax.training import (
     FeatureRows,
     grad_features,
@@ -75,6 +76,31 @@ def test_what_does_not_fit_is_named():
         gradient(read(ALONE), teacher=(np.zeros((2, 4, 1)), np.zeros((2, 4, 1), np.int32)))
     with pytest.raises(ValueError, match="advantages"):
         gradient(read(ALONE), GRPOLoss(), {"advantages": [1.0]})
+    with pytest.raises(ValueError, match=r"loss_inputs.*'advantage'"):
+        gradient(read(ALONE), GRPOLoss(), {"advantage": [1.0, 1.0]})
+
+
+def test_a_loss_of_pairs_is_given_pairs():
+    """Of five sequences the last one would be compared with the padding that makes them six."""
+    with pytest.raises(ValueError, match=r"rows must be an even number .* got 5"):
+        gradient(read(2 * ALONE + ALONE[:1]), SimPOLoss())
+    with pytest.raises(ValueError, match=r"micro_batch_size must be an even number .* got 1"):
+        gradient(read(ALONE), DPOLoss(), micro_batch_size=1)
+    losses, _, _ = gradient(read(2 * ALONE), SimPOLoss(), micro_batch_size=2)
+    assert len(losses) == 2
+
+
+@pytest.mark.parametrize("micro_batch_size", [None, 1])
+def test_the_loss_says_how_many_tokens_of_the_teacher_count(micro_batch_size):
+    logits = np.random.default_rng(0).normal(size=(2, 4, 48)).astype(np.float32)
+    options = {"micro_batch_size": micro_batch_size}
+    expected = gradient(read(ALONE), GKDLoss(), teacher=largest_logits(logits, 3), **options)
+    values, tokens = largest_logits(logits)
+    shuffled = values[..., ::-1], tokens[..., ::-1]  # servers list the drawn token first
+    cut = gradient(read(ALONE), GKDLoss(topk=3), teacher=shuffled, **options)
+    np.testing.assert_allclose(cut[0], expected[0], rtol=1e-5)
+    full = gradient(read(ALONE), GKDLoss(), teacher=(values, tokens), **options)
+    assert not np.allclose(full[0], expected[0], rtol=1e-2)
 
 
 def rows_of(*sizes):
@@ -101,6 +127,24 @@ def test_columns_of_packed_rows():
     for rows in ([{"input_ids": [7]}, labelled], [labelled, {"input_ids": [7]}]):
         with pytest.raises(ValueError, match="same columns"):
             list(pack_features(rows))
+
+
+def test_packed_rows_are_packed_again():
+    """Their sequences stay apart, and padding is not counted."""
+    (once,) = pack_features(rows_of(1, 2))
+    padded = {"input_ids": [9, 9, 8, 8], "id": 2, "attention_mask": [0, 0, 1, 1]}
+    twice = list(pack_features([once, {"input_ids": [7], "id": 3, "position_ids": [0]}]))
+    assert twice[0]["position_ids"] == [0, 1, 0, 0]
+    unpadded = {"input_ids": [6, 7], "id": 1, "attention_mask": np.array([1, 1])}
+    rows = read(list(pack_features([unpadded, padded, padded])))
+    assert [piece.feature["attention_mask"].sum() for piece in rows.pieces] == [2, 2, 2]
+
+
+@pytest.mark.parametrize("positions", [[2, 3], [0]])
+def test_positions_of_packed_rows_start_at_0(positions):
+    row = {"input_ids": [5, 6], "position_ids": positions}
+    with pytest.raises(ValueError, match="position_ids"):
+        list(pack_features([row]))
 
 
 @pytest.mark.parametrize("name", ["max_length", "buffer"])

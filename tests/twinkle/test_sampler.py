@@ -207,6 +207,15 @@ def test_distillation(model, teacher, topk, micro):
     assert losses[-1] < losses[0]
 
 
+def test_the_loss_or_the_call_says_how_many_tokens_of_the_teacher_count(model, teacher):
+    def loss_of(of_loss, **options):
+        model.set_loss(GKDLoss(topk=of_loss))
+        model.zero_grad()
+        return float(model.forward_backward(inputs=INPUTS, teacher_output=teacher, **options))
+
+    assert loss_of(4) == loss_of(None, topk=4) == loss_of(2, topk=4) != loss_of(None)
+
+
 def test_a_policy_that_is_its_own_teacher_loses_nothing(checkpoint, sampler):
     """Scores of prompts say what comes at a token, labels what comes after it: shifted by one."""
     vocab = config_of("qwen3").vocab_size

@@ -261,7 +261,11 @@ def align_loss_input(
 
 
 def align_teacher(
-    logprobs: Any, tokens: Any, features: list[Feature], pieces: list[Piece]
+    logprobs: Any,
+    tokens: Any,
+    features: list[Feature],
+    pieces: list[Piece],
+    count: int | None = None,
 ) -> dict[str, list[HostArray]]:
     """Split a teacher's likely tokens into the sequences of a batch.
 
@@ -271,6 +275,7 @@ def align_teacher(
         tokens: their ids, in the same shape.
         features: the input features.
         pieces: their sequences.
+        count: how many of the likeliest tokens to keep; None for all.
 
     Returns:
         `teacher_logprobs` and `teacher_tokens`, each with an array [time, k] for each sequence.
@@ -293,6 +298,13 @@ def align_teacher(
     shapes = [{row.shape[1] for row in rows} for rows in aligned.values()]
     if shapes[0] != shapes[1] or len(shapes[0]) != 1:
         raise ValueError(f"teacher_tokens must have the shape of teacher_logprobs, got {shapes}")
+    if count is not None:
+        for i, row in enumerate(aligned["teacher_logprobs"]):
+            kept, places = largest_logits(row, count)
+            aligned["teacher_logprobs"][i] = kept
+            aligned["teacher_tokens"][i] = np.take_along_axis(
+                aligned["teacher_tokens"][i], places, axis=-1
+            )
     return aligned
 
 

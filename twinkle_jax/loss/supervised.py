@@ -435,7 +435,7 @@ class GKDLoss(Loss, name="gkd"):
         temperature: what both logits are divided by, above 0.
         ignore_index: the label that means "no loss here".
         chunk_size: tokens to compute at a time.
-        topk: compare the teacher's most likely tokens only, this many; None for all.
+        topk: of `teacher_logits`, compare the most likely tokens only, this many; None for all.
 
     Raises:
         ValueError: if a number is out of its range.

@@ -11,6 +11,7 @@ from jax.sharding import Mesh
 from twinkle_jax.data import Batch, Inputs, Piece
 from twinkle_jax.data.batch import micro_batches
 from twinkle_jax.data.features import (
+    LOSS_INPUTS,
     align_loss_input,
     align_teacher,
     read_features,
@@ -25,6 +26,8 @@ from twinkle_jax.training.gradient import StepSummary, grad_step
 from twinkle_jax.training.packing import assign_lines
 from twinkle_jax.training.score import score_batch
 from twinkle_jax.training.state import TrainState
+
+_LOSS_INPUTS = (*LOSS_INPUTS, "sampler_logps")
 
 
 class FeatureRows(NamedTuple):
@@ -79,6 +82,10 @@ class FeatureRows(NamedTuple):
 
     def align(self, loss_inputs: Mapping[str, Any]) -> dict[str, Any]:
         """Align advantages and log-probabilities with the positions of each sequence."""
+        if unknown := sorted(loss_inputs.keys() - _LOSS_INPUTS):
+            raise ValueError(
+                f"loss_inputs must have keys among {', '.join(_LOSS_INPUTS)}, got {unknown}"
+            )
         return {
             name: align_loss_input(name, values, self.features, self.pieces)
             for name, values in loss_inputs.items()
@@ -172,10 +179,11 @@ def grad_features(
         rows: to train on.
         config: the decoder.
         loss_fn: the loss.
-        loss_inputs: `advantages`, `old_logps` and `ref_logps`, one a row, a sequence, a label or a
-            position.
-        teacher: for `GKDLoss`, log-probabilities [rows, time, k] and their tokens.
-        micro_batch_size: sequences at a time; None for all.
+        loss_inputs: `advantages`, `old_logps`, `ref_logps` and `sampler_logps`, one a row, a
+            sequence, a label or a position.
+        teacher: for `GKDLoss`, log-probabilities [rows, time, k] and their tokens; of these, the
+            `topk` of the loss count.
+        micro_batch_size: sequences at a time, an even number for a loss of pairs; None for all.
         mesh: of the state; None for one device.
         options: of [`grad_step`][twinkle_jax.training.grad_step].
 
@@ -183,20 +191,38 @@ def grad_features(
         The state, the summary of a micro-batch, and its sequences.
 
     Raises:
-        ValueError: if a teacher is missing for `GKDLoss` or given to another loss, or the length of
-            an input does not fit.
+        ValueError: if a teacher is missing for `GKDLoss` or given to another loss, the length of an
+            input does not fit, an input is unknown, or sequences are not pairs for a loss of pairs.
     """
     aligned = rows.align(loss_inputs)
-    if (teacher is None) == isinstance(loss_fn, GKDLoss):
+    loss_name = type(loss_fn).__name__
+    if teacher is None and isinstance(loss_fn, GKDLoss):
         raise ValueError(
-            "teacher_logits or teacher_topk_logprobs must be given with GKDLoss and with no "
-            f"other loss, got {type(loss_fn).__name__}"
+            f"{loss_name} must have a teacher, such as teacher_logits or teacher_topk_logprobs of "
+            "forward_backward, got None"
         )
     if teacher is not None:
-        aligned |= align_teacher(*teacher, rows.features, rows.pieces)
+        if not isinstance(loss_fn, GKDLoss):
+            raise ValueError(
+                f"teacher, such as teacher_logits, must be None for {loss_name}, got one: it is "
+                "for GKDLoss"
+            )
+        aligned |= align_teacher(*teacher, rows.features, rows.pieces, loss_fn.topk)
+    if getattr(loss_fn, "divides_by", None) == "pairs":
+        # Padding would become the other half of a last row.
+        _check_even("rows", "number of sequences", len(rows.pieces), loss_name)
+        _check_even("micro_batch_size", "number", micro_batch_size, loss_name)
     for batch, pieces in rows.batches(aligned, micro_batch_size, mesh):
         state, summary = grad_step(state, batch, config, loss_fn, mesh=mesh, **options)
         yield state, summary, pieces
+
+
+def _check_even(name: str, unit: str, count: int | None, loss_name: str) -> None:
+    if count is not None and count % 2:
+        raise ValueError(
+            f"{name} must be an even {unit} for {loss_name}, chosen, rejected, chosen, …, "
+            f"got {count}"
+        )
 
 
 def loss_of_scores(
@@ -242,10 +268,12 @@ def pack_features(
     """Pack rows of a data set into longer rows, the longest first, so that there is little padding.
 
     `position_ids` start again at 0 with each row, and the functions that train compute each as it
-    is alone. Runs do not need this: they pack the batches of their updates.
+    is alone. Runs do not need this: they pack the batches of their updates. Not for losses of
+    pairs: a chosen row and its rejected one would no longer follow each other.
 
     Args:
-        rows: with `input_ids`, and any other columns.
+        rows: with `input_ids`, and any other columns. Rows with `position_ids` keep them, and so
+            may be packed already.
         max_length: tokens of a packed row; a longer row stays alone.
         buffer: rows to choose from at a time, for a stream; the last packed row of each waits for
             the next ones. None for all rows.
@@ -255,7 +283,8 @@ def pack_features(
         values.
 
     Raises:
-        ValueError: if `max_length` or `buffer` is less than 1, or rows have different columns.
+        ValueError: if `max_length` or `buffer` is less than 1, rows have different columns, or
+            their `position_ids` do not start at 0.
 
     Example:
         >>> rows = [{"input_ids": [5], "n": 1}, {"input_ids": [6, 7], "n": 2}]
@@ -287,5 +316,21 @@ def _joined(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         firsts = [x[:1] if isinstance(x, list) else [None] for x in values]
         numbers = any(firsts) and all(isinstance(x, int | float) for y in firsts for x in y)
         packed[key] = list(itertools.chain.from_iterable(values)) if numbers else values
-    steps = (range(len(row["input_ids"])) for row in rows)
-    return packed | {"position_ids": list(itertools.chain.from_iterable(steps))}
+    positions = itertools.chain.from_iterable(map(_positions, rows))
+    return packed | {"position_ids": list(positions)}
+
+
+def _positions(row: Mapping[str, Any]) -> list[int]:
+    """Return the positions of a row, counted in its tokens alone where it has none."""
+    mask = row.get("attention_mask")
+    kept = np.ones(len(row["input_ids"]), int) if mask is None else np.asarray(mask, int)
+    positions = row.get("position_ids")
+    if positions is None:
+        return np.maximum(np.cumsum(kept) - 1, 0).tolist()
+    positions = to_lists(positions)
+    if len(positions) != len(kept) or any(np.asarray(positions)[kept != 0][:1] != 0):
+        raise ValueError(
+            f"position_ids of a row must start at 0, one for each of its {len(kept)} tokens, "
+            f"got {positions[:8]}"
+        )
+    return positions

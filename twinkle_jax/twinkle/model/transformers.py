@@ -1,5 +1,6 @@
 """Twinkle's models: methods that call the training functions, and Megatron's names for them."""
 
+import dataclasses
 import math
 from collections.abc import Mapping
 from functools import partial
@@ -313,7 +314,7 @@ class TransformersModel(SavedPolicy):
             raise ValueError("loss must be calculated first: call forward, then calculate_loss")
         (rows, loss_inputs, options), group.pending = group.pending, None
         group.set_accumulation(gradient_accumulation_steps)
-        self._add_gradient(group, rows, loss_inputs, **options)
+        self._add_gradient(group, rows, loss_inputs, group.loss, **options)
 
     def forward_backward(
         self,
@@ -354,9 +355,11 @@ class TransformersModel(SavedPolicy):
             teacher_logits: for `GKDLoss`, logits [rows, time, vocabulary]; or
             teacher_topk_logprobs: log-probabilities [rows, time, k] of likely tokens, and
             teacher_topk_indices: their ids.
-            topk: how many of the teacher's largest logits to compare; None for all.
+            topk: how many of the teacher's largest logits to compare; None: as the loss says, all
+                by default.
             micro_batch_size: sequences at a time; None for all. It changes memory and time only,
                 but for the cross entropy in losses of pairs, a mean over each micro-batch's tokens.
+                A loss of pairs takes an even number.
             temperature: of the log-probabilities, as it was when sampling.
             gradient_accumulation_steps: how many calls make an update, from now on.
             adapter_name: which adapter.
@@ -372,10 +375,15 @@ class TransformersModel(SavedPolicy):
             warn_once("positive_mask changes nothing: no loss reads it, and none of Twinkle's does")
         group.set_accumulation(gradient_accumulation_steps)
         loss_inputs = _read_loss_inputs(advantages, old_logps, ref_logps, ref_outputs)
+        loss_fn = group.loss
+        if isinstance(loss_fn, GKDLoss):
+            topk = loss_fn.topk if topk is None else topk
+            loss_fn = dataclasses.replace(loss_fn, topk=None)  # read_teacher applies it
         return self._add_gradient(
             group,
             self._read(group, inputs, labels_needed=True),
             loss_inputs,
+            loss_fn,
             teacher=read_teacher(
                 teacher_output, teacher_logits, teacher_topk_logprobs, teacher_topk_indices, topk
             ),
@@ -397,14 +405,19 @@ class TransformersModel(SavedPolicy):
         )
 
     def _add_gradient(
-        self, group: OptimizerGroup, rows: FeatureRows, loss_inputs: dict[str, Any], **options: Any
+        self,
+        group: OptimizerGroup,
+        rows: FeatureRows,
+        loss_inputs: dict[str, Any],
+        loss_fn: Loss,
+        **options: Any,
     ) -> Float[Array, ""]:
         """Add the gradient of a batch, and report it to the metrics; return its loss."""
         passes = grad_features(
             group.state,
             rows,
             self.config,
-            group.loss,
+            loss_fn,
             loss_inputs=loss_inputs,
             frozen=group.frozen,
             **options,
