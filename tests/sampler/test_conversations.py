@@ -291,6 +291,7 @@ def test_after_warm_up_nothing_compiles():
         ("rows", ({0: [1] * 20},)),
         ("limits", ({0: [1]}, {0: 0})),
         ("limits", ({0: [1] * 18}, {0: 3})),
+        ("limits", ({0: [1]}, {1: 3})),
     ],
 )
 def test_bad_rows(match, arguments):
@@ -299,7 +300,20 @@ def test_bad_rows(match, arguments):
         make("qwen3", 2, length=20).go_on(rows, jax.random.split(jax.random.key(0), 2), *limits)
 
 
+@pytest.mark.parametrize(
+    ("match", "arguments"), [("rows", ({0: [1.5]},)), ("limits", ({0: [1]}, {0: 2.5}))]
+)
+def test_rows_of_other_types(match, arguments):
+    rows, *limits = arguments
+    with pytest.raises(TypeError, match=match):
+        make("qwen3", 2, length=20).go_on(rows, jax.random.split(jax.random.key(0), 2), *limits)
+
+
 def test_bad_numbers():
+    with pytest.raises(TypeError, match="keys"):
+        make("qwen3", 2).go_on({0: [1]}, 0)
+    with pytest.raises(TypeError, match="max_length"):
+        make("qwen3", 2, length=20.5)
     with pytest.raises(ValueError, match="keys"):
         make("qwen3", 2).go_on({0: [1]}, jax.random.split(jax.random.key(0), 3))
     with pytest.raises(ValueError, match="max_length"):

@@ -239,6 +239,13 @@ BAD = [
     ({"repetition_penalty": 0.0}, ValueError),
     ({"stop_tokens": [-1]}, ValueError),
     ({"stop_tokens": [1.5]}, TypeError),
+    ({"stop_tokens": [2**32 + 5]}, ValueError),
+    ({"stop_tokens": None}, TypeError),
+    ({"prompts": [[1, 2], [3]]}, ValueError),
+    ({"num_samples": 2.5}, TypeError),
+    ({"max_new_tokens": True}, TypeError),
+    ({"slots": "2"}, TypeError),
+    ({"refill": 1.5}, TypeError),
 ]
 
 
@@ -249,3 +256,9 @@ def test_errors_name_the_argument(change, error):
     arguments = {"max_new_tokens": 4, **arguments, "sampling": Sampling(**settings)}
     with pytest.raises(error, match=f"{next(iter(change))} must"):
         generate(params_of("qwen3"), config_of("qwen3"), **arguments)
+
+
+def test_a_top_k_beyond_int32_keeps_all():
+    """Cast to int32 it was 1."""
+    drawn = complete("qwen3", sampling=Sampling(top_k=2**32 + 1))
+    np.testing.assert_array_equal(drawn.tokens, complete("qwen3", sampling=Sampling()).tokens)

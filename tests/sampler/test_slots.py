@@ -693,6 +693,7 @@ BAD = [
     ("prompts", {"prompts": []}, ValueError),
     ("prompts", {"prompts": [[1], []]}, ValueError),
     (r"prompts\[1\]", {"prompts": [[1], [1.5]]}, TypeError),
+    (r"prompts\[1\]", {"prompts": [[1], [2**32 + 5]]}, ValueError),  # int32 would make it 5
     ("slots", {"slots": 0}, ValueError),
     ("refill", {"slots": 4, "refill": 5}, ValueError),
 ]

@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Int
 
-from twinkle_jax.data.batch import pad_tokens
+from twinkle_jax.data.batch import pad_tokens, read_integers
 from twinkle_jax.model import (
     Cache,
     DecoderConfig,
@@ -35,7 +35,12 @@ from twinkle_jax.model.decoder.pages import (
 from twinkle_jax.model.decoder.sharding import row_shards
 from twinkle_jax.sampler import sizes
 from twinkle_jax.sampler import slots as device
-from twinkle_jax.sampler.generate import compile_shapes, device_bytes, generate_memory
+from twinkle_jax.sampler.generate import (
+    check_key_type,
+    compile_shapes,
+    device_bytes,
+    generate_memory,
+)
 from twinkle_jax.sampler.sampling import Sampling, traced_sampling
 from twinkle_jax.sampler.sizes import Setup
 from twinkle_jax.sampler.slots import Completions, Slots, State, on_devices, spread
@@ -105,10 +110,9 @@ class Conversations:
         compute_dtype: DTypeLike | None = None,
         mesh: Mesh | None = None,
     ) -> None:
-        numbers = {"rows": (rows, 1), "max_length": (max_length, 2)}
-        for name, (number, least) in {**numbers, "max_new_tokens": (max_new_tokens, 1)}.items():
-            if number < least:
-                raise ValueError(f"{name} must be at least {least}, got {number}")
+        sizes.check_count("rows", rows)
+        sizes.check_count("max_length", max_length, 2)
+        sizes.check_count("max_new_tokens", max_new_tokens)
         self._slots = _slots_of_a_device(rows, mesh)
         self._full = max_length - 1  # the last token of a row is drawn, and not read
         self._setup = _setup(config, max_new_tokens, compute_dtype, mesh).in_pages(self._full)
@@ -131,16 +135,17 @@ class Conversations:
         Args:
             rows: from a row's number to all its tokens: those that it holds, and new ones.
             keys: one for each row; those of other rows are not used.
-            limits: from a row's number to the most tokens that it may get; None for as many as
-                there is room for.
+            limits: from the number of each of `rows` to the most tokens that it may get; None for
+                as many as there is room for.
 
         Returns:
             The completions of all rows, on the host; those of rows that are not in `rows` are
             empty.
 
         Raises:
-            ValueError: if a row has no tokens, or no room for another one; if a limit is less than
-                1 or more than the room.
+            ValueError: if a row has no tokens, or no room for another one; if a limit is missing,
+                less than 1 or more than the room.
+            TypeError: if tokens or limits are not integers, or `keys` are not keys.
         """
         limits = {i: self._room(len(row)) for i, row in rows.items()} if limits is None else limits
         self._check(rows, keys, limits)
@@ -306,6 +311,7 @@ class Conversations:
         count = len(self._held)
         if not rows or not all(0 <= i < count for i in rows):
             raise ValueError(f"rows must have keys in [0, {count}), got {sorted(rows)}")
+        check_key_type("keys", keys)
         if keys.shape != (count,):
             raise ValueError(f"keys must be one for each of {count} rows, got {keys.shape}")
         vocab = self._setup.config.vocab_size
@@ -315,11 +321,15 @@ class Conversations:
                 raise ValueError(
                     f"rows must have from 1 to {self._full} tokens, got {len(row)} in row {i}"
                 )
+            read_integers(f"rows[{i}]", row)
             if min(row) < 0 or max(row) >= vocab:
                 raise ValueError(
                     f"rows must have tokens in [0, {vocab}), the vocabulary, got "
                     f"{min(row)} to {max(row)} in row {i}"
                 )
+            if i not in limits:
+                raise ValueError(f"limits must have each of the rows, got none for row {i}")
+            sizes.check_count(f"limits[{i}]", limits[i], 0)
             if not 1 <= limits[i] <= room:
                 raise ValueError(f"limits must be in [1, {room}] for row {i}, got {limits[i]}")
 

@@ -12,7 +12,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Int
 
 from twinkle_jax.data import bucket_size
-from twinkle_jax.data.batch import pad_tokens
+from twinkle_jax.data.batch import cast_integers, pad_tokens, read_integers
 from twinkle_jax.model import AttentionImplementation, DecoderConfig, Params, merge_params
 from twinkle_jax.model.decoder.keys import row_keys, threefry_keys
 from twinkle_jax.model.decoder.sharding import row_shards
@@ -111,10 +111,8 @@ def generate(
         ((4, 4), [4, 4, 4, 4])
     """
     prompts, mask = _checked_prompts(prompts, prompt_mask, config.vocab_size)
-    counts = {"num_samples": num_samples, "max_new_tokens": max_new_tokens}
-    for name, count in counts.items():
-        if count < 1:
-            raise ValueError(f"{name} must be at least 1, got {count}")
+    sizes.check_count("num_samples", num_samples)
+    sizes.check_count("max_new_tokens", max_new_tokens)
     limits = _checked_limits(max_tokens, len(prompts), num_samples, max_new_tokens)
     keys = _row_keys(key, len(limits))
     at_once, refill = _checked_slots(slots, refill, len(limits), row_shards(mesh))
@@ -187,6 +185,7 @@ def generate_many(
     for i, row in enumerate(rows):
         if row.ndim != 1 or (row.size and not np.issubdtype(row.dtype, np.integer)):
             raise TypeError(f"prompts[{i}] must be a list of token ids, got {row!r:.80}")
+        cast_integers(f"prompts[{i}]", row, 0, config.vocab_size - 1)
     if not rows:
         raise ValueError("prompts must not be empty, got none")
     time = bucket_size(max(map(len, rows)), smallest=16)
@@ -382,11 +381,14 @@ def _fill_up(keys: jax.Array, limits: Any, shards: int) -> tuple[jax.Array, Any]
 def _checked_slots(slots: Any, refill: Any, rows: int, shards: int) -> tuple[int, int]:
     """Return the slots per device, and how many of them are refilled together."""
     share = -(-rows // shards)
-    if slots is not None and (slots < 1 or slots % shards):
+    for name, count in (("slots", slots), ("refill", refill)):
+        if count is not None:
+            sizes.check_count(name, count)
+    if slots is not None and slots % shards:
         raise ValueError(f"slots must be a positive multiple of {shards} devices, got {slots}")
     count = share if slots is None else min(slots // shards, share)
     most = rows if slots is None else slots
-    if refill is not None and not 1 <= refill <= most:
+    if refill is not None and refill > most:
         raise ValueError(f"refill must be in [1, {most}], the slots, got {refill}")
     return count, max(1, count // 16 if refill is None else min(refill // shards, count))
 
@@ -395,8 +397,8 @@ def _checked_prompts(
     prompts: Any, mask: Any, vocab: int
 ) -> tuple[Int[Array | np.ndarray, "prompts time"], Bool[Array | np.ndarray, "prompts time"]]:
     """Check types and shapes, and values that are on the host, where they stay."""
-    tokens = _array(prompts)
-    if not jnp.issubdtype(tokens.dtype, jnp.integer):
+    tokens = prompts if isinstance(prompts, jax.Array) else read_integers("prompts", prompts)
+    if tokens.size and not jnp.issubdtype(tokens.dtype, jnp.integer):
         raise TypeError(f"prompts must be integers, got {tokens.dtype}")
     if tokens.ndim != 2 or 0 in tokens.shape:
         raise ValueError(f"prompts must be [prompts, time], neither 0, got {tokens.shape}")
@@ -448,11 +450,16 @@ def _checked_limits(
 
 def _row_keys(key: Any, rows: int) -> jax.Array:
     """Return the key of each row."""
-    if not (isinstance(key, jax.Array) and jnp.issubdtype(key.dtype, jax.dtypes.prng_key)):
-        raise TypeError(f"key must be made with jax.random.key, got {key!r}")
+    check_key_type("key", key)
     if key.shape not in ((), (rows,)):
         raise ValueError(f"key must be one key or one for each of {rows} rows, got {key.shape}")
     return threefry_keys(key) if key.shape else row_keys(key, rows)
+
+
+def check_key_type(name: str, key: Any) -> None:
+    """Refuse what is no typed key."""
+    if not (isinstance(key, jax.Array) and jnp.issubdtype(key.dtype, jax.dtypes.prng_key)):
+        raise TypeError(f"{name} must be made with jax.random.key, got {key!r}")
 
 
 def _array(values: Any) -> jax.Array | np.ndarray:

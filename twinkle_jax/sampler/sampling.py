@@ -17,6 +17,7 @@ import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
+from twinkle_jax.data.batch import LARGEST, cast_integers
 from twinkle_jax.data.settings import Range, at_least, share, share_above_zero
 from twinkle_jax.model import Params, output_matrix
 from twinkle_jax.model.decoder.precision import exact_product
@@ -106,20 +107,24 @@ def traced_sampling(sampling: Sampling) -> Sampling:
             raise TypeError(f"{name} must be {kind}, got {value!r}")
         if not isinstance(value, jax.Array) and not valid.contains(value):
             raise ValueError(f"{name} must be {valid.description}, got {value!r}")
+        if integer and not isinstance(value, jax.Array):
+            array = np.asarray(min(int(array), LARGEST))
         arrays[name] = array.astype(np.int32 if integer else np.float32)
     return Sampling(**arrays, stop_tokens=_padded_stops(sampling.stop_tokens))
 
 
 def _padded_stops(stop_tokens: Any) -> np.ndarray | Int[Array, " slots"]:
     host = not isinstance(stop_tokens, jax.Array)
+    if not hasattr(stop_tokens, "__len__"):
+        raise TypeError(f"stop_tokens must be a list of token ids, got {stop_tokens!r}")
     stops = np.asarray(stop_tokens, None if len(stop_tokens) else np.int32) if host else stop_tokens
     if stops.ndim != 1 or not jnp.issubdtype(stops.dtype, jnp.integer):
         raise TypeError(f"stop_tokens must be a list of token ids, got {stop_tokens!r}")
-    if host and np.any(stops < 0):
-        raise ValueError(f"stop_tokens must be at least 0, got {int(np.min(stops))}")
+    if host:
+        stops = cast_integers("stop_tokens", stops, 0)
     room = -len(stops) % _STOP_SLOTS if len(stops) else _STOP_SLOTS
     if host:  # padded there, so that no number of them compiles anything
-        return np.pad(stops, (0, room), constant_values=-1).astype(np.int32)
+        return np.pad(stops, (0, room), constant_values=-1)
     return jnp.pad(stops.astype(jnp.int32), (0, room), constant_values=-1)
 
 

@@ -1,7 +1,8 @@
 """Sizes of caches and slots: what is compiled, and when the host chooses another size."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
@@ -19,6 +20,14 @@ _PAGE = {"tpu": 128, "gpu": 128}
 _SHORT = 512
 _MOST_GROUPS = 4  # in slots, over those that fill them
 _FEWEST_SLOTS = 8  # of a device: a step with fewer rows takes as long
+
+
+def check_count(name: str, count: Any, least: int = 1) -> None:
+    """Refuse a number of rows or tokens that is no integer, or too small."""
+    if isinstance(count, bool) or not isinstance(count, int | np.integer):
+        raise TypeError(f"{name} must be an integer, got {count!r}")
+    if count < least:
+        raise ValueError(f"{name} must be at least {least}, got {count}")
 
 
 class Setup(NamedTuple):
