@@ -62,8 +62,8 @@ def test_experts_lie_where_their_tokens_are(mixture, tmp_path):
         server.experts = True
         drawn = drawing(server, tmp_path, tolerance=50.0, replay_routing=True)
         prompts, mask, completions = drawn()
-    width = max(map(sum, mask)) + NEW - 1
-    assert completions.routing.shape == (12, width, 2, 2)
+    longest = np.max(np.repeat(mask.sum(axis=1), 4) + completions.lengths) - 1
+    assert completions.routing.shape == (12, longest, 2, 2)
     config = load_policy(str(mixture)).config
     for i, row in enumerate(completions.routing):
         tokens = prompts[i // 4][mask[i // 4]].tolist()

@@ -202,7 +202,8 @@ class ServerEngine:
         part = hosts.deal(len(rows))
 
         def draw() -> Completions:
-            width = max(map(len, rows)) + max(limits) - 1
+            # Processes join arrays of one width; otherwise it follows the rows that were drawn.
+            width = max(map(len, rows)) + max(limits) - 1 if hosts.several() else None
             if part.start == part.stop:
                 return _on_rows([], settings.max_new_tokens, self._server.routing, width)
             with option_names(self._server.timeout):
@@ -418,7 +419,7 @@ def _sampling_params(settings: RolloutConfig) -> SamplingParams:
 
 
 def _on_rows(
-    drawn: Sequence[DrawnSequence], width: int, routing: Routing | None, longest: int
+    drawn: Sequence[DrawnSequence], width: int, routing: Routing | None, longest: int | None
 ) -> Completions:
     """Lay completions out in rows, padded on the right.
 
@@ -426,7 +427,7 @@ def _on_rows(
         drawn: on the server.
         width: columns of the tokens.
         routing: of the policy, if the experts of each token are known.
-        longest: columns of these experts.
+        longest: columns of these experts; None for as many as are needed.
     """
     tokens = np.zeros((len(drawn), width), np.int32)
     logprobs = np.zeros((len(drawn), width), np.float32)
@@ -438,11 +439,12 @@ def _on_rows(
     mask = np.arange(width, dtype=np.int32) < lengths[:, None]
     experts = None
     if routing is not None:
+        known = [one.routing for one in drawn if one.routing is not None]
+        longest = max(map(len, known)) if longest is None else longest
         shape = len(drawn), longest, routing.layers, routing.chosen
         experts = np.full(shape, routing.experts, routing.dtype)
-        for row, one in zip(experts, drawn, strict=True):
-            assert one.routing is not None
-            row[: len(one.routing)] = one.routing
+        for row, values in zip(experts, known, strict=True):
+            row[: len(values)] = values
     arrays: Any = tokens, mask, logprobs, logprobs, np.asarray(reasons, np.int32), lengths, experts
     return Completions(*arrays)
 

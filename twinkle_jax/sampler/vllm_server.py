@@ -16,6 +16,7 @@ however long it is, and retries no request that was sent. What is added here, an
 import base64
 import io
 import json
+import math
 import reprlib
 import ssl
 import threading
@@ -453,14 +454,16 @@ def _read_routing(model: Routing, places: int, text: Any) -> HostArray:
     try:
         file = io.BytesIO(base64.b64decode(text, validate=True))
         if np.lib.format.read_magic(file) != (1, 0):
-            raise ValueError("version")
+            refuse(expected, text)
         # The header is read first: an array of any size could be declared there.
         got, by_column, dtype = np.lib.format.read_array_header_1_0(file)
-        if got != shape or by_column or dtype.kind not in "ui":
-            refuse(expected, f"{dtype} of the shape {got}")
-        values = np.frombuffer(file.read(), dtype).reshape(shape)
+        content = file.read()
     except (ValueError, SyntaxError, OverflowError):
         refuse(expected, text)
+    size = math.prod(shape) * dtype.itemsize
+    if got != shape or by_column or dtype.kind not in "ui" or len(content) != size:
+        refuse(expected, (str(dtype), got, f"{len(content)} bytes"))
+    values = np.frombuffer(content, dtype).reshape(shape)
     ordered = np.sort(values, axis=-1)
     inside = values.size == 0 or (ordered.min() >= 0 and ordered.max() < model.experts)
     if not inside or np.any(ordered[..., 1:] == ordered[..., :-1]):
