@@ -345,7 +345,10 @@ BAD = [
     (r"inputs\[0\]", {"inputs": ["1" * 70]}, ValueError),
     (r"inputs\[0\]", {"inputs": [{"input_ids": [99]}]}, ValueError),
     (r"inputs\[0\]\['input_ids'\]", {"inputs": [{"input_ids": [1.5]}]}, TypeError),
+    (r"inputs\[0\]\['input_ids'\]", {"inputs": [{"input_ids": [[5, 6], [7, 8]]}]}, ValueError),
+    (r"inputs\[0\]\['input_ids'\]", {"inputs": [{"input_ids": [[5], [7, 8]]}]}, ValueError),
     (r"inputs\[0\]", {"inputs": [7]}, TypeError),
+    ("num_samples", {"num_samples": "2"}, TypeError),
     ("temperature", {"sampling_params": {"temperature": -1}}, ValueError),
     ("top_p", {"sampling_params": {"top_p": 0}}, ValueError),
     ("stop", {"sampling_params": {"stop": "x"}}, ValueError),
@@ -366,6 +369,8 @@ def test_it_needs_one_policy(actor, checkpoint):
         JaxSampler()
     with pytest.raises(ValueError, match="model_id"):
         JaxSampler(actor, model_id=checkpoint)
+    with pytest.raises(TypeError, match=r"model must.*model_id"):
+        JaxSampler(str(checkpoint))
     with pytest.raises(ValueError, match="max_length must"):
         JaxSampler(actor, max_length=1)
 

@@ -98,6 +98,8 @@ class JaxSampler:
                 "either model or model_id must be given, "
                 f"got {'neither' if model is None else 'both'}"
             )
+        if isinstance(model, str | Path):
+            raise TypeError(f"model must be a policy, got {model!r}: a checkpoint is model_id")
         self._model, self._params = model, None
         self._shardings: Any = None  # of the parameters while it sleeps
         if model is not None:

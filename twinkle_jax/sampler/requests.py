@@ -18,9 +18,10 @@ from twinkle_jax.data import (
     SamplingParams,
     Template,
 )
-from twinkle_jax.data.batch import HostArray
+from twinkle_jax.data.batch import HostArray, read_integers
 from twinkle_jax.data.trajectory import extend_feature
 from twinkle_jax.model import DecoderConfig, Params
+from twinkle_jax.sampler.sizes import check_count
 
 Prompt = str | Mapping[str, Any]  # a string, a trajectory or an input feature
 End = Literal["token", "string", "length"]
@@ -158,8 +159,7 @@ def read_call(
     if params.max_tokens == 0 and params.prompt_logprobs is None:
         raise ValueError("max_tokens must be at least 1 without prompt_logprobs, got 0")
     num_samples = params.num_samples if num_samples == 1 else num_samples
-    if num_samples < 1:
-        raise ValueError(f"num_samples must be at least 1, got {num_samples}")
+    check_count("num_samples", num_samples)
     features = _read_prompts(
         inputs, template, vocab=vocab, max_length=max_length, draws=params.max_tokens != 0
     )
@@ -205,9 +205,11 @@ def _read_prompts(
 def _read_prompt(name: str, prompt: Prompt, template: Template | None, draws: bool) -> InputFeature:
     if isinstance(prompt, Mapping) and prompt.get("input_ids") is not None:
         feature: Any = dict(prompt)
-        ids = np.asarray(feature["input_ids"])
-        if ids.size and not np.issubdtype(ids.dtype, np.integer):
-            raise TypeError(f"{name}['input_ids'] must be integers, got {ids.dtype}")
+        ids = read_integers(f"{name}['input_ids']", feature["input_ids"])
+        if ids.size and ids.size != ids.shape[-1]:
+            raise ValueError(
+                f"{name}['input_ids'] must be one row of token ids, got the shape {ids.shape}"
+            )
         return feature
     if template is None:
         raise ValueError(
