@@ -89,7 +89,8 @@ def sizes(monkeypatch):
 
     def recorded(weights, state, *args, capacity, **options):
         seen.append((len(state.slots.row), capacity))
-        assert {x.keys.shape[-1] for x in state.slots.cache.layers.values()} == {capacity}
+        layers = [x for layer in state.slots.cache.layers for x in layer.values()]
+        assert {x.keys.shape[-1] for x in layers} == {capacity}
         return run(weights, state, *args, capacity=capacity, **options)
 
     monkeypatch.setattr(generate_module, "_run", recorded)
@@ -645,36 +646,29 @@ def test_values_in_pages_are_finite():
     np.testing.assert_array_equal(values[0], [[1, 1], [0, 1], [1, 0]])
 
 
-@pytest.fixture
-def as_on_a_gpu(monkeypatch):
-    """Layers lie one by one; what is compiled meanwhile is forgotten. Gives what was so laid."""
-    seen = []
-
-    def unstack(held):
-        seen.append(unstack_layers(held))
-        return seen[-1]
-
-    monkeypatch.setattr(sampler_slots, "backend_of", lambda mesh: "gpu")
-    monkeypatch.setattr(sampler_slots, "unstack_layers", unstack)
-    jax.clear_caches()
-    yield seen
-    jax.clear_caches()
-
-
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("name", ["qwen3", "qwen3_5_text"])
-def test_layers_that_lie_one_by_one_give_the_same(name, as_on_a_gpu, monkeypatch):
-    sampling = Sampling(0.9, stop_tokens=[3, 9])
+def test_layers_that_lie_one_by_one_give_the_same(name, monkeypatch):
+    """On TPUs they are in one stack."""
+    laid, sampling = [], Sampling(0.9, stop_tokens=[3, 9])
+
+    def unstack(held):
+        laid.append(unstack_layers(held))
+        return laid[-1]
+
+    monkeypatch.setattr(sampler_slots, "unstack_layers", unstack)
+    jax.clear_caches()
     results = both(name, sampling=sampling, slots=5, refill=2)
     assert_same(*results)
-    laid = [x.layers if isinstance(x, Cache) else x["layers"] for x in as_on_a_gpu]
-    assert {type(layers) for layers in laid} == {tuple}
-    assert sum(isinstance(x, Cache) for x in as_on_a_gpu) >= 3  # a batch, empty slots, fillings
-    assert sum(isinstance(x, dict) for x in as_on_a_gpu) >= 2  # a batch, slots
-    monkeypatch.undo()
+    layers = [x.layers if isinstance(x, Cache) else x["layers"] for x in laid]
+    assert {type(x) for x in layers} == {tuple}
+    assert sum(isinstance(x, Cache) for x in laid) >= 3  # a batch, empty slots, fillings
+    assert sum(isinstance(x, dict) for x in laid) >= 2  # a batch, slots
+    monkeypatch.setattr(sampler_slots, "backend_of", lambda mesh: "tpu")
     jax.clear_caches()
     assert_same(both(name, sampling=sampling, slots=5, refill=2)[0], results[1])
-    assert len(as_on_a_gpu) == len(laid)
+    assert len(laid) == len(layers)
+    jax.clear_caches()
 
 
 def test_a_row_of_nan_leaves_nothing_in_its_slot():

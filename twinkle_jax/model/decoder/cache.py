@@ -160,11 +160,11 @@ def map_states(
 
 
 def unstack_layers(stacked: CacheOrParams) -> CacheOrParams:
-    """Split stacked layers into one array per layer, for many decoding steps on a GPU.
+    """Split stacked layers into one array per layer, for many decoding steps on a CPU or GPU.
 
-    XLA's GPU compiler copies a layer out of the stack before each product; separate arrays are read
-    in place. The price is a program whose length grows with the number of layers.
-    [`JaxSampler`][twinkle_jax.sampler.JaxSampler] does this on GPUs only.
+    There XLA copies a layer out of the stack before each product; separate arrays are read in
+    place. The price is a program whose length grows with the number of layers, and a second copy of
+    the parameters. [`generate`][twinkle_jax.sampler.generate] does this except on TPUs.
 
     Args:
         stacked: a cache, or parameters.
