@@ -3,6 +3,7 @@
 import dataclasses
 import sys
 from typing import NamedTuple
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -295,15 +296,39 @@ def rows_of_different_lengths(name="qwen3", config=None, **options):
     )
 
 
+@pytest.fixture
+def in_a_stack(monkeypatch):
+    """Layers lie in one stack, as on a TPU; what is compiled meanwhile is forgotten."""
+    unstack = mock.Mock(side_effect=unstack_layers)
+    monkeypatch.setattr(sampler_slots, "backend_of", lambda mesh: "tpu")
+    monkeypatch.setattr(sampler_slots, "unstack_layers", unstack)
+    jax.clear_caches()
+    yield
+    jax.clear_caches()
+    unstack.assert_not_called()
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("name", NAMES)
-def test_rows_in_pages_get_the_same_where_layers_lie_one_by_one(name, request, monkeypatch):
-    """As on a GPU, where the cache of each layer is an array of its own."""
+def test_rows_in_pages_of_a_gpu_get_the_same(name, request, monkeypatch):
+    """A GPU sums up a page in one pass."""
     expected = rows_of_different_lengths(name)
-    pages, laid = map(request.getfixturevalue, ("pages", "as_on_a_gpu"))
-    monkeypatch.setattr(attention, "backend_of", lambda mesh: "gpu")  # sums up a page in one pass
+    pages = request.getfixturevalue("pages")
+    monkeypatch.setattr(attention, "backend_of", lambda mesh: "gpu")
+    jax.clear_caches()
     assert_same(expected, rows_of_different_lengths(name, slots=5, refill=2))
-    assert {type(x.layers) for x in laid if isinstance(x, Cache)} == {tuple} and pages
+    jax.clear_caches()
+    assert pages
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", NAMES)
+def test_rows_in_pages_get_the_same_where_layers_lie_in_a_stack(name, request):
+    expected = rows_of_different_lengths(name)
+    pages = request.getfixturevalue("pages")
+    request.getfixturevalue("in_a_stack")
+    assert_same(expected, rows_of_different_lengths(name, slots=5, refill=2))
+    assert pages
 
 
 @pytest.mark.parametrize("name", each(NAMES))
@@ -548,8 +573,8 @@ def test_sliding_layers_keep_the_pages_of_their_window(window, kinds, laid, requ
     config = gemma(window, *kinds)
     expected = rows_of_different_lengths("gemma3_text", config)
     pages = request.getfixturevalue("pages")
-    if laid == "one by one":
-        request.getfixturevalue("as_on_a_gpu")
+    if laid == "in a stack":
+        request.getfixturevalue("in_a_stack")
     by_slots = rows_of_different_lengths("gemma3_text", config, slots=5, refill=2)
     assert_same(expected, by_slots)
     assert_same(expected, rows_of_different_lengths("gemma3_text", config))
@@ -648,27 +673,24 @@ def test_values_in_pages_are_finite():
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("name", ["qwen3", "qwen3_5_text"])
-def test_layers_that_lie_one_by_one_give_the_same(name, monkeypatch):
-    """On TPUs they are in one stack."""
+def test_layers_in_a_stack_give_the_same(name, request, monkeypatch):
     laid, sampling = [], Sampling(0.9, stop_tokens=[3, 9])
 
     def unstack(held):
         laid.append(unstack_layers(held))
         return laid[-1]
 
-    monkeypatch.setattr(sampler_slots, "unstack_layers", unstack)
-    jax.clear_caches()
-    results = both(name, sampling=sampling, slots=5, refill=2)
+    with monkeypatch.context() as patch:
+        patch.setattr(sampler_slots, "unstack_layers", unstack)
+        jax.clear_caches()
+        results = both(name, sampling=sampling, slots=5, refill=2)
     assert_same(*results)
     layers = [x.layers if isinstance(x, Cache) else x["layers"] for x in laid]
     assert {type(x) for x in layers} == {tuple}
     assert sum(isinstance(x, Cache) for x in laid) >= 3  # a batch, empty slots, fillings
     assert sum(isinstance(x, dict) for x in laid) >= 2  # a batch, slots
-    monkeypatch.setattr(sampler_slots, "backend_of", lambda mesh: "tpu")
-    jax.clear_caches()
+    request.getfixturevalue("in_a_stack")
     assert_same(both(name, sampling=sampling, slots=5, refill=2)[0], results[1])
-    assert len(laid) == len(layers)
-    jax.clear_caches()
 
 
 def test_a_row_of_nan_leaves_nothing_in_its_slot():
