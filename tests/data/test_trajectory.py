@@ -125,6 +125,8 @@ def test_what_is_accepted():
     params.stop = []
     assert params.stop is None
     assert SamplingParams(stop=[2, 3]).stop == [2, 3]
+    (stop,) = SamplingParams(stop=[np.int64(3)]).stop
+    assert type(stop) is int and stop == 3
     assert SamplingParams(top_k=np.int64(5), top_p=np.float32(0.5)).top_k == 5
 
 

@@ -303,7 +303,8 @@ def test_bad_rows(match, arguments):
 
 
 @pytest.mark.parametrize(
-    ("match", "arguments"), [("rows", ({0: [1.5]},)), ("limits", ({0: [1]}, {0: 2.5}))]
+    ("match", "arguments"),
+    [("rows", ([[1]],)), ("rows", ({0: [1.5]},)), ("limits", ({0: [1]}, {0: 2.5}))],
 )
 def test_rows_of_other_types(match, arguments):
     rows, *limits = arguments

@@ -293,6 +293,8 @@ def test_the_blocks_of_a_stream_share_no_noise(actor):
     for prompt, params, message in bad:
         with pytest.raises(ValueError, match=message):
             list(sampler.stream(prompt, params))
+    with pytest.raises(ValueError, match="block must"):
+        list(sampler.stream("1+2=", block=0))
 
 
 @pytest.mark.exhaustive
@@ -353,6 +355,7 @@ BAD = [
     ("top_p", {"sampling_params": {"top_p": 0}}, ValueError),
     ("stop", {"sampling_params": {"stop": "x"}}, ValueError),
     ("logprobs", {"sampling_params": {"logprobs": 2}}, ValueError),
+    ("prompt_logprobs", {"sampling_params": {"prompt_logprobs": 1_000}}, ValueError),
     ("logprobs_kind", {"logprobs_kind": "raw"}, ValueError),
     ("sampling_params", {"sampling_params": 3}, TypeError),
 ]
@@ -373,6 +376,12 @@ def test_it_needs_one_policy(actor, checkpoint):
         JaxSampler(str(checkpoint))
     with pytest.raises(ValueError, match="max_length must"):
         JaxSampler(actor, max_length=1)
+    with pytest.raises(TypeError, match="max_length must"):
+        JaxSampler(actor, max_length=2.5)
+    with pytest.raises(TypeError, match="seed must"):
+        JaxSampler(actor, seed=1.5)
+    with pytest.raises(TypeError, match="actor must"):
+        JaxSampler(model_id=checkpoint).sync_weights(None)
 
 
 def test_without_a_tokenizer_there_are_ids_only(actor):

@@ -368,14 +368,16 @@ def _check_stops(stop: Any) -> str | list[str] | list[int] | None:
     if not isinstance(stops, list | tuple):
         raise TypeError(f"{must}, got {stop!r}")
     strings = all(isinstance(x, str) for x in stops)
-    ids = all(isinstance(x, int) and not isinstance(x, bool) for x in stops)
+    ids = all(isinstance(x, int | np.integer) and not isinstance(x, bool) for x in stops)
     if not strings and not ids:
         raise TypeError(f"{must}, got {stop!r}")
     if not stops:
         return None
     if any(x == "" if strings else x < 0 for x in stops):
         raise ValueError(f"{must}, got {stop!r}")
-    return stop if isinstance(stop, str) else list(stops)
+    if isinstance(stop, str):
+        return stop
+    return list(stops) if strings else [int(x) for x in stops]
 
 
 @dataclass

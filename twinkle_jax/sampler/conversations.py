@@ -145,8 +145,11 @@ class Conversations:
         Raises:
             ValueError: if a row has no tokens, or no room for another one; if a limit is missing,
                 less than 1 or more than the room.
-            TypeError: if tokens or limits are not integers, or `keys` are not keys.
+            TypeError: if `rows` is no mapping, tokens or limits are not integers, or `keys` are not
+                keys.
         """
+        if not isinstance(rows, Mapping):
+            raise TypeError(f"rows must map a row's number to its tokens, got {rows!r:.80}")
         limits = {i: self._room(len(row)) for i, row in rows.items()} if limits is None else limits
         self._check(rows, keys, limits)
         self._read(rows)

@@ -53,6 +53,7 @@ from twinkle_jax.sampler.requests import (
     template_of,
 )
 from twinkle_jax.sampler.sampling import Sampling
+from twinkle_jax.sampler.sizes import check_count
 from twinkle_jax.sampler.slots import STOP, Completions
 
 
@@ -80,6 +81,7 @@ class JaxSampler:
     Raises:
         ValueError: if not exactly one of `model` and `model_id` is given, or a number is out of
             range.
+        TypeError: if something has the wrong type.
     """
 
     def __init__(
@@ -100,6 +102,8 @@ class JaxSampler:
             )
         if isinstance(model, str | Path):
             raise TypeError(f"model must be a policy, got {model!r}: a checkpoint is model_id")
+        if isinstance(seed, bool) or not isinstance(seed, int | np.integer):
+            raise TypeError(f"seed must be an integer, got {seed!r}")
         self._model, self._params = model, None
         self._shardings: Any = None  # of the parameters while it sleeps
         if model is not None:
@@ -153,13 +157,19 @@ class JaxSampler:
                 "logprobs must be None, 0 or 1 with JaxSampler, which has log-probabilities of "
                 f"drawn tokens only, got {params.logprobs}"
             )
+        vocab = self.config.vocab_size
+        if params.prompt_logprobs is not None and params.prompt_logprobs > vocab:
+            raise ValueError(
+                f"prompt_logprobs must be at most {vocab}, the policy's vocabulary, "
+                f"got {params.prompt_logprobs}"
+            )
         call = read_call(
             inputs,
             params,
             num_samples,
             self.template,
             logprobs_kind,
-            vocab=self.config.vocab_size,
+            vocab=vocab,
             max_length=self.max_length,
         )
         tokens, mask = _pad_prompts(call.features, multiple=row_shards(self.mesh))
@@ -210,8 +220,10 @@ class JaxSampler:
 
         Raises:
             ValueError: for what `sample` refuses, several completions, or without a template.
+            TypeError: if something has the wrong type.
             RuntimeError: if the policy's logits are not finite.
         """
+        check_count("block", block)
         params = read_params(sampling_params)
         limits = {"vocab": self.config.vocab_size, "max_length": self.max_length}
         call = read_call(inputs, params, 1, self.template, None, **limits)
@@ -314,7 +326,10 @@ class JaxSampler:
 
         Raises:
             ValueError: if the policy has another configuration.
+            TypeError: if it is no policy.
         """
+        if actor is None:
+            raise TypeError("actor must be a policy, got None")
         if actor is self._model:
             return
         if actor.config != self.config:

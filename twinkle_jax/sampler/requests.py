@@ -112,9 +112,10 @@ def longest_row(max_length: int | None, config: DecoderConfig) -> int:
     Raises:
         ValueError: if there is no room for a prompt and a completion, or the decoder does not
             support such rows.
+        TypeError: if it is not an integer.
     """
-    if max_length is not None and max_length < 2:
-        raise ValueError(f"max_length must be at least 2, got {max_length}")
+    if max_length is not None:
+        check_count("max_length", max_length, 2)
     longest = config.attention.longest_row
     if max_length is not None and longest is not None and max_length > longest:
         raise ValueError(

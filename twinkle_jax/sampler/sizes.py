@@ -19,7 +19,7 @@ _PAGE = {"tpu": 128, "gpu": 128}
 # Rows of at most so many tokens are not cut into pages: reading them whole costs little.
 _SHORT = 512
 _MOST_GROUPS = 4  # in slots, over those that fill them
-_FEWEST_SLOTS = 8  # of a device: a step with fewer rows takes as long
+_FEWEST_SLOTS = 8  # of a device: a step with fewer rows takes nearly as long
 
 
 def check_count(name: str, count: Any, least: int = 1) -> None:

@@ -319,6 +319,7 @@ INTS, BOOLS = jnp.zeros((2, 3), jnp.int32), jnp.ones((2, 3), bool)
         ("segment_ids", ValueError, {"segment_ids": INTS[0]}),
         ("segment_ids", TypeError, {"segment_ids": BOOLS}),
         ("attention", ValueError, {"segment_ids": INTS, "attention": "cudnn"}),
+        ("compute_dtype", TypeError, {"compute_dtype": "int32"}),
     ],
 )
 def test_errors_while_tracing(name, error, change):

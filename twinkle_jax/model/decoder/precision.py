@@ -30,7 +30,13 @@ _backend: ContextVar[str | None] = ContextVar("backend", default=None)
 
 @contextmanager
 def tracing_for(backend: str, dtype: DTypeLike, mesh: Mesh | None) -> Iterator[None]:
-    """Trace products of a type for devices that need not be JAX's default ones."""
+    """Trace products of a type for devices that need not be JAX's default ones.
+
+    Raises:
+        TypeError: if it is not a floating-point type.
+    """
+    if not jnp.issubdtype(dtype, jnp.floating):
+        raise TypeError(f"compute_dtype must be a floating-point type, got {jnp.dtype(dtype)}")
     token = _backend.set(backend)
     device = None if mesh is None else mesh.devices.flat[0]
     try:
