@@ -355,7 +355,6 @@ BAD = [
     ("top_p", {"sampling_params": {"top_p": 0}}, ValueError),
     ("stop", {"sampling_params": {"stop": "x"}}, ValueError),
     ("logprobs", {"sampling_params": {"logprobs": 2}}, ValueError),
-    ("prompt_logprobs", {"sampling_params": {"prompt_logprobs": 1_000}}, ValueError),
     ("logprobs_kind", {"logprobs_kind": "raw"}, ValueError),
     ("sampling_params", {"sampling_params": 3}, TypeError),
 ]
@@ -365,6 +364,14 @@ BAD = [
 def test_errors_name_the_argument(actor, name, change, error):
     with pytest.raises(error, match=f"{name} must"):
         JaxSampler(actor).sample(**{"inputs": CHATS, **change})
+
+
+def test_prompt_logprobs_are_at_most_the_vocabulary(actor):
+    vocab = actor.config.vocab_size
+    (response,) = JaxSampler(actor).sample("1+2=", {"max_tokens": 0, "prompt_logprobs": vocab})
+    assert {len(pairs) for pairs in response.topk_prompt_logprobs[1:]} == {vocab}
+    with pytest.raises(ValueError, match="prompt_logprobs must"):
+        JaxSampler(actor).sample("1+2=", {"max_tokens": 0, "prompt_logprobs": vocab + 1})
 
 
 def test_it_needs_one_policy(actor, checkpoint):

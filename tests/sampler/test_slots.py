@@ -568,7 +568,7 @@ def gemma(window, *kinds):
         ),
     ],
 )
-@pytest.mark.parametrize("laid", each(["one by one", "in a stack"]))
+@pytest.mark.parametrize("laid", each(["in a stack", "one by one"]))
 def test_sliding_layers_keep_the_pages_of_their_window(window, kinds, laid, request):
     config = gemma(window, *kinds)
     expected = rows_of_different_lengths("gemma3_text", config)
