@@ -214,3 +214,38 @@ def test_slots_against_one_batch_after_the_other():
     speeds = interleaved({"slots": through_slots, "batches": one_batch_after_the_other}, rounds=3)
     ratio = speeds["slots"] / speeds["batches"]
     print(f"\nslots {speeds['slots']:,.0f}, batches {speeds['batches']:,.0f}: ratio {ratio:.2f}")
+
+
+@pytest.mark.parametrize("rows", [8, 16, 64])
+def test_layers_one_by_one_against_a_stack(rows):
+    """Steps of decoding on a CPU, where XLA copies a layer out of a stack before it reads it."""
+    import jax
+    import jax.numpy as jnp
+
+    from twinkle_jax.model import decode_step, init_params, parse_config, prefill, unstack_layers
+
+    config, steps = parse_config({**CONFIG, "vocab_size": 512}), 20
+    stacked = init_params(jax.random.key(0), config)
+    tokens = jnp.ones((rows, PROMPT), jnp.int32)
+    _, cache = prefill(stacked, config, tokens, max_length=64)
+
+    def contestant(layout):
+        @jax.jit
+        def draw(params, cache):
+            params, cache = layout(params), layout(cache)
+
+            def step(_, carry):
+                hidden, cache = decode_step(params, config, *carry)
+                return jnp.argmax(hidden, axis=1).astype(jnp.int32), cache
+
+            return jax.lax.fori_loop(0, steps, step, (tokens[:, 0], cache))
+
+        def run():
+            jax.block_until_ready(draw(stacked, cache))
+            return rows * steps
+
+        return run
+
+    contestants = {"stack": contestant(lambda x: x), "one by one": contestant(unstack_layers)}
+    speeds = interleaved(contestants, rounds=25)
+    print(f"\n{rows} rows: {speeds['stack'] / speeds['one by one']:.2f} of the time in a stack")
