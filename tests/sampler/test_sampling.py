@@ -388,12 +388,60 @@ def test_devices_that_split_the_vocabulary_choose_what_one_does(vocab, axes):
             assert np.isnan(got[3]) and np.isfinite(np.delete(got, 3)).all()
 
 
-def compiled_choice(axes, rows=16, vocab=9504):
+NONE = ("top_k", "top_p", "min_p", "repetition_penalty")
+
+
+@pytest.mark.parametrize(
+    ("case", "unused"),
+    [
+        ({}, NONE),
+        ({"top_k": -1, "temperature": 0, "stop_tokens": [3]}, NONE),
+        ({"top_k": 5}, NONE[3:]),
+        ({"top_p": 0.9}, NONE[3:]),
+        ({"min_p": 0.1}, NONE[3:]),
+        ({"repetition_penalty": 1.1}, NONE[:3]),
+        ({"min_p": jnp.float32(0)}, NONE[3:]),
+        ({"repetition_penalty": jnp.float32(1)}, NONE[:3]),
+    ],
+)
+def test_what_is_not_in_use_is_none(case, unused):
+    """A value on a device is not looked at."""
+    sampling = traced_sampling(Sampling(**case))
+    assert tuple(name for name in sampling._fields if getattr(sampling, name) is None) == unused
+
+
+def test_only_what_is_in_use_is_compiled():
+    logits, keys = jnp.zeros((3, 9504)), jax.random.split(jax.random.key(0), 3)
+    seen = jnp.zeros((3, 1), jnp.int32)
+
+    def lines(**case):
+        sampling = traced_sampling(Sampling(**case))
+        return chosen.lower(logits, sampling, keys, seen, None).as_text().count("\n")
+
+    free, penalised, filtered = lines(), lines(repetition_penalty=1.1), lines(top_p=0.9)
+    assert free < penalised < filtered < lines(repetition_penalty=1.1, min_p=0.1)
+    assert filtered > 1.5 * free
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_filters_that_keep_all_and_a_penalty_of_one_change_nothing(temperature):
+    rng = np.random.default_rng(0)
+    logits = jnp.asarray(rng.normal(size=(40, 300)) * 3, jnp.float32)
+    keys = jax.random.split(jax.random.key(0), 40)
+    seen = jnp.asarray(rng.integers(0, 301, (40, 9)), jnp.int32)
+    expected = chosen(logits, traced_sampling(Sampling(temperature)), keys, seen, None)
+    off = {"top_k": jnp.int32(0), "repetition_penalty": jnp.float32(1)}
+    for case in (off, {"top_k": 300}, {"top_k": jnp.int32(-1)}, {"min_p": jnp.float32(0)}):
+        actual = chosen(logits, traced_sampling(Sampling(temperature, **case)), keys, seen, None)
+        jax.tree.map(np.testing.assert_array_equal, actual, expected)
+
+
+def compiled_choice(axes, rows=16, vocab=9504, **case):
     mesh = make_mesh(**axes)
     where = jax.NamedSharding(mesh, jax.P(("data", "fsdp"), "tensor"))
     logits = jax.device_put(jnp.zeros((rows, vocab)), where)
     keys, seen = jax.random.split(jax.random.key(0), rows), jnp.zeros((rows, 1), jnp.int32)
-    return chosen.lower(logits, traced_sampling(Sampling()), keys, seen, mesh).compile()
+    return chosen.lower(logits, traced_sampling(Sampling(**case)), keys, seen, mesh).compile()
 
 
 def test_an_unfiltered_draw_gathers_no_logits():
@@ -402,7 +450,8 @@ def test_an_unfiltered_draw_gathers_no_logits():
     assert 0 < measured.wire < 0.3 * all_logits, measured
 
 
-def test_rows_are_filtered_where_they_are():
-    text = compiled_choice({"data": 2, "fsdp": 4}).as_text()
+@pytest.mark.parametrize("case", [{}, {"top_p": 0.9}], ids=str)
+def test_rows_are_filtered_where_they_are(case):
+    text = compiled_choice({"data": 2, "fsdp": 4}, **case).as_text()
     assert "conditional(" in text
     assert not re.search(r" (all-gather|all-reduce|all-to-all|collective-permute)(-start)?\(", text)

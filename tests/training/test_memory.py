@@ -8,7 +8,7 @@ import pytest
 
 from tests.model.families import config_of, params_of
 from tests.training import small_run
-from twinkle_jax.model import shard_like_params
+from twinkle_jax.model import init_params, shard_like_params
 from twinkle_jax.rollout import RolloutConfig, ServerConfig
 from twinkle_jax.training import (
     MeshConfig,
@@ -91,6 +91,27 @@ def test_a_rollout_takes_its_caches():
     few, all_rows = (rollout_memory(*begun(slots)) for slots in (4, None))
     assert all_rows - few >= 12 * 127 * TOKEN  # 16 rows of 64 + 64 - 1 tokens, or 4
     assert few > bytes_of(begun()[1])
+
+
+@pytest.mark.parametrize("turns", [1, 3])
+def test_a_penalty_takes_a_copy_of_the_logits(turns):
+    vocab, rows = 9000, 64
+    config = dataclasses.replace(POLICY.config, vocab_size=vocab)
+    policy = POLICY._replace(config=config, params=init_params(jax.random.key(0), config))
+
+    def needed(penalty):
+        made = TrainConfig(
+            rollout=RolloutConfig(
+                prompts=rows // 4, num_samples=4, max_new_tokens=4, max_prompt_tokens=4,
+                max_turns=turns, repetition_penalty=penalty,
+            ),
+            update=UpdateConfig(mini_batches=1, recompute="layers", micro_batch_tokens=256),
+            environment="x.py:X" if turns > 1 else None,
+        )  # fmt: skip
+        recipe = make_recipe(made, policy, lambda trajectories, truths: [])
+        return rollout_memory(recipe, begin_training(policy.params, recipe.optimizer, None))
+
+    assert needed(1.1) - needed(1.0) >= 0.9 * rows * vocab * 4
 
 
 def test_episodes_take_their_caches_twice_or_are_read_again():

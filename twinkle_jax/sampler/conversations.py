@@ -45,6 +45,7 @@ from twinkle_jax.sampler.sampling import Sampling, traced_sampling
 from twinkle_jax.sampler.sizes import Setup
 from twinkle_jax.sampler.slots import Completions, Slots, State, on_devices, spread
 
+_DEFAULT = Sampling()
 _READ = (16, 64, 256)  # tokens of a row that are read at once
 _FEW = 8  # slots: so few are never halved; and rows that a device reads at once
 _MOST_READ = 2**23  # tokens read at once times the room of their rows: attention's logits
@@ -70,6 +71,7 @@ class Conversations:
         sampling: temperature, filters and stop tokens.
         max_length: the most tokens of a row.
         max_new_tokens: room for the tokens of a turn.
+        sampling: as for `Conversations`.
         frozen: parameters that `params` are merged into.
         compute_dtype: as for [`hidden_states`][twinkle_jax.model.hidden_states].
         mesh: devices of the parameters.
@@ -102,7 +104,7 @@ class Conversations:
         params: Params,
         config: DecoderConfig,
         rows: int,
-        sampling: Sampling = Sampling(),  # noqa: B008  # immutable
+        sampling: Sampling = _DEFAULT,
         *,
         max_length: int,
         max_new_tokens: int,
@@ -344,6 +346,7 @@ def conversations_memory(
     *,
     max_length: int,
     max_new_tokens: int,
+    sampling: Sampling = _DEFAULT,
     frozen: Any = None,
     compute_dtype: DTypeLike | None = None,
     mesh: Mesh | None = None,
@@ -356,6 +359,7 @@ def conversations_memory(
         rows: number of conversations.
         max_length: the most tokens of a row.
         max_new_tokens: room for the tokens of a turn.
+        sampling: as for `Conversations`.
         frozen: parameters that `params` are merged into, or their shapes.
         compute_dtype: type of activations.
         mesh: devices of the parameters.
@@ -372,6 +376,7 @@ def conversations_memory(
         prompt_tokens=max(max_length - max_new_tokens, 1),
         num_samples=1,
         max_new_tokens=max_new_tokens,
+        sampling=sampling,
         frozen=frozen,
         **options,
     )

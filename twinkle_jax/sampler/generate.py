@@ -18,7 +18,7 @@ from twinkle_jax.model.decoder.keys import row_keys, threefry_keys
 from twinkle_jax.model.decoder.sharding import row_shards
 from twinkle_jax.sampler import sizes
 from twinkle_jax.sampler import slots as device
-from twinkle_jax.sampler.sampling import Sampling, traced_sampling
+from twinkle_jax.sampler.sampling import Sampling, TracedSampling, traced_sampling
 from twinkle_jax.sampler.slots import Completions
 
 _DEFAULT = Sampling()
@@ -208,7 +208,7 @@ def _generate(
     mask: Array | np.ndarray,
     keys: jax.Array,
     limits: Array | np.ndarray,
-    sampling: Sampling,
+    sampling: TracedSampling,
     *,
     setup: sizes.Setup,
     slots: int,
@@ -251,6 +251,7 @@ def generate_memory(
     prompt_tokens: int,
     num_samples: int,
     max_new_tokens: int,
+    sampling: Sampling = _DEFAULT,
     slots: int | None = None,
     frozen: Any = None,
     compute_dtype: DTypeLike | None = None,
@@ -266,6 +267,7 @@ def generate_memory(
         prompt_tokens: length that they are padded to.
         num_samples: completions of each prompt.
         max_new_tokens: maximum number of tokens of a completion.
+        sampling: filters and a penalty that are in use take memory.
         slots: rows that are sampled at a time.
         frozen: as for `generate`, or their shapes.
         compute_dtype: type of activations.
@@ -304,9 +306,9 @@ def generate_memory(
             prompt_pages=setup.most_prompt_pages(at_once),
         )
     )  # fmt: skip
-    sampling = traced_sampling(Sampling())
+    arrays = traced_sampling(sampling)
     _, run = compile_shapes(
-        _run.lower(weights, state, sampling, setup=setup, capacity=capacity, full=full)
+        _run.lower(weights, state, arrays, setup=setup, capacity=capacity, full=full)
     )
     # While a cache grows, the old one still exists: half the size, or fewer pages.
     before = device_bytes(state.slots.cache) * (1 / 2 if page is None else 4 / 5)
@@ -340,7 +342,7 @@ def _generate_in_one_program(
     mask: Array | np.ndarray,
     keys: jax.Array,
     limits: Array | np.ndarray,
-    sampling: Sampling,
+    sampling: TracedSampling,
     *,
     setup: sizes.Setup,
 ) -> Completions:

@@ -54,6 +54,8 @@ class Filters:
 class Sampling(NamedTuple):
     """How the next token is chosen. All values are traced: changing them compiles nothing.
 
+    Only filters and a penalty that are in use are compiled: turning them on or off compiles anew.
+
     The penalty comes first, then the temperature, then top-k, top-p and min-p, each applied
     to what the previous ones kept, as in `transformers`; vLLM applies min-p before the other two.
     Tokens that tie with the last one kept are all kept.
@@ -77,6 +79,26 @@ class Sampling(NamedTuple):
     stop_tokens: Sequence[int] | np.ndarray | Int[Array, " stops"] = ()
 
 
+class TracedSampling(NamedTuple):
+    """`Sampling` as arrays. What is certainly not in use is None, and no code for it is compiled.
+
+    Attributes:
+        temperature: as in `Sampling`.
+        stop_tokens: as in `Sampling`, padded with -1.
+        top_k: as in `Sampling`; the three filters are all None or all arrays.
+        top_p: as in `Sampling`.
+        min_p: as in `Sampling`.
+        repetition_penalty: as in `Sampling`.
+    """
+
+    temperature: Float[Array | np.ndarray, ""]
+    stop_tokens: Int[Array | np.ndarray, " stops"]
+    top_k: Int[Array | np.ndarray, ""] | None
+    top_p: Float[Array | np.ndarray, ""] | None
+    min_p: Float[Array | np.ndarray, ""] | None
+    repetition_penalty: Float[Array | np.ndarray, ""] | None
+
+
 class NextToken(NamedTuple):
     """One token per row; its log-probability before and after penalty and filters."""
 
@@ -85,10 +107,11 @@ class NextToken(NamedTuple):
     sampling_logprob: PerRow
 
 
-def traced_sampling(sampling: Sampling) -> Sampling:
-    """Check values on the host, and convert all of them to arrays of fixed type and shape.
+def traced_sampling(sampling: Sampling) -> TracedSampling:
+    """Check values on the host, and convert them to arrays of fixed type and shape.
 
-    Values on the host stay there as NumPy arrays: the compiled call takes them along.
+    Values on the host stay there as NumPy arrays: the compiled call takes them along. Those of a
+    device are not looked at, and count as in use.
     """
     ranges = {
         "temperature": Range(lambda x: 0 <= x < math.inf, "finite and at least 0"),
@@ -110,7 +133,16 @@ def traced_sampling(sampling: Sampling) -> Sampling:
         if integer and not isinstance(value, jax.Array):
             array = np.asarray(min(int(array), LARGEST))
         arrays[name] = array.astype(np.int32 if integer else np.float32)
-    return Sampling(**arrays, stop_tokens=_padded_stops(sampling.stop_tokens))
+    for names in (("top_k", "top_p", "min_p"), ("repetition_penalty",)):
+        if not any(_in_use(name, arrays[name]) for name in names):
+            arrays |= dict.fromkeys(names)
+    return TracedSampling(**arrays, stop_tokens=_padded_stops(sampling.stop_tokens))
+
+
+def _in_use(name: str, value: Array | np.ndarray) -> bool:
+    if isinstance(value, jax.Array):
+        return True
+    return bool(value > 0 if name == "top_k" else value != Sampling._field_defaults[name])
 
 
 def _padded_stops(stop_tokens: Any) -> np.ndarray | Int[Array, " slots"]:
@@ -141,7 +173,7 @@ def scaled_logits(
 
 def next_token(
     logits: Logits,
-    sampling: Sampling,
+    sampling: TracedSampling,
     keys: jax.Array,
     positions: Int[Array, " rows"],
     seen: tuple[Int[Array, "rows time"], ...],
@@ -183,14 +215,14 @@ def next_token(
 
 def _next_token(
     logits: Logits,
-    sampling: Sampling,
+    sampling: TracedSampling,
     keys: jax.Array,
     positions: Int[Array, " rows"],
     seen: tuple[Int[Array, "rows time"], ...],
     axis: str | None = None,
 ) -> NextToken:
     """Choose a token in each row; with an axis, each device along it has some of the columns."""
-    t, k, p = (jnp.asarray(x) for x in (sampling.temperature, sampling.top_k, sampling.top_p))
+    t = jnp.asarray(sampling.temperature)
     vocab = logits.shape[1] if axis is None else logits.shape[1] * jax.lax.axis_size(axis)
     bits = random_bits(keys, positions)
     maximum = jnp.max(logits, axis=1)
@@ -199,57 +231,43 @@ def _next_token(
     total = jnp.sum(blocks, axis=1)
     log_total = maximum + jnp.log(total)
 
-    def unfiltered() -> tuple[Array, Array, Array]:
+    has_filters, has_penalty = sampling.top_k is not None, sampling.repetition_penalty is not None
+
+    def from_all() -> tuple[Array, Array, Array]:
         token = draw(bits, logits, maximum, blocks, axis=axis)
         logit = _at(logits, token, axis)
         return token, logit, logit - log_total
 
-    def filtered_or_penalised() -> tuple[Array, Array, Array]:
+    def greedy_or_restricted() -> tuple[Array, Array, Array]:
         gathered = logits if axis is None else jax.lax.all_gather(logits, axis, axis=1, tiled=True)
+        penalised, largest, sums = gathered, maximum, total
+        if has_penalty:
+            factor = jnp.asarray(sampling.repetition_penalty)
+            penalised = penalise(gathered, jnp.concatenate(seen, axis=1), factor)
+            largest = jnp.max(penalised, axis=1)
+            sums = jnp.sum(block_weights(penalised, largest), axis=1)
 
-        def filtered() -> tuple[Array, Array]:
-            return _filtered(gathered, maximum, total, sampling, bits)
+        def greedy() -> tuple[Array, Array]:
+            token = jnp.argmax(penalised, axis=1).astype(jnp.int32)
+            return token, _at(penalised, token) * 0  # NaN stays NaN
 
-        def penalised() -> tuple[Array, Array]:
-            changed = penalise(
-                gathered, jnp.concatenate(seen, axis=1), jnp.asarray(sampling.repetition_penalty)
-            )
-            largest = jnp.max(changed, axis=1)
-            sums = jnp.sum(block_weights(changed, largest), axis=1)
-            return _filtered(changed, largest, sums, sampling, bits)
+        def restricted() -> tuple[Array, Array]:
+            return draw_kept(penalised, largest, sums, sampling, bits)[:2]
 
-        no_penalty = jnp.asarray(sampling.repetition_penalty) == 1
-        token, logprob = jax.lax.cond(no_penalty, filtered, penalised)
+        if has_filters or has_penalty:
+            token, logprob = jax.lax.cond(t > 0, restricted, greedy)
+        else:
+            token, logprob = greedy()
         return token, _at(gathered, token), logprob
 
-    unrestricted = (
-        (t > 0)
-        & ((k <= 0) | (k >= vocab))
-        & (p >= 1)
-        & (sampling.min_p <= 0)
-        & (sampling.repetition_penalty == 1)
-    )
-    token, logit, sampling_logprob = jax.lax.cond(unrestricted, unfiltered, filtered_or_penalised)
+    keeps_all = t > 0
+    if has_filters:
+        k, p = jnp.asarray(sampling.top_k), jnp.asarray(sampling.top_p)
+        keeps_all &= ((k <= 0) | (k >= vocab)) & (p >= 1) & (jnp.asarray(sampling.min_p) <= 0)
+    if has_penalty:
+        keeps_all &= jnp.asarray(sampling.repetition_penalty) == 1
+    token, logit, sampling_logprob = jax.lax.cond(keeps_all, from_all, greedy_or_restricted)
     return NextToken(token, logit - log_total, sampling_logprob)
-
-
-def _filtered(
-    logits: Logits,
-    maximum: PerRow,
-    total: PerRow,
-    sampling: Sampling,
-    bits: UInt32[Array, "rows 4"],
-) -> tuple[Int[Array, " rows"], PerRow]:
-    """Choose among the tokens that the filters keep."""
-
-    def likeliest() -> tuple[Array, Array]:
-        token = jnp.argmax(logits, axis=1).astype(jnp.int32)
-        return token, _at(logits, token) * 0  # NaN stays NaN
-
-    def drawn() -> tuple[Array, Array]:
-        return draw_kept(logits, maximum, total, sampling, bits)[:2]
-
-    return jax.lax.cond(jnp.asarray(sampling.temperature) > 0, drawn, likeliest)
 
 
 def _at(logits: Logits, token: Int[Array, " rows"], axis: str | None = None) -> PerRow:
@@ -286,7 +304,7 @@ def draw_kept(
     logits: Logits,
     maximum: PerRow,
     total: PerRow,
-    sampling: Sampling,
+    sampling: TracedSampling,
     bits: UInt32[Array, "rows 4"],
 ) -> tuple[Int[Array, " rows"], PerRow, PerRow]:
     """Draw a token among those that top-k, top-p and min-p, in this order, keep in each row.
@@ -305,13 +323,12 @@ def draw_kept(
     Returns:
         The tokens, their log-probabilities among those kept, and the smallest weights kept.
     """
-    k, p = jnp.asarray(sampling.top_k), jnp.asarray(sampling.top_p)
-    k = jnp.where(k < logits.shape[1], k, 0)
+    min_p = jnp.asarray(0.0 if sampling.min_p is None else sampling.min_p, jnp.float32)
 
     def from_all(
         logits: Array, maximum: Array, total: Array, bits: Array, search: bool = True
     ) -> tuple[Array, Array, Array]:
-        threshold = jnp.broadcast_to(jnp.asarray(sampling.min_p), maximum.shape)
+        threshold = jnp.broadcast_to(min_p, maximum.shape)
         if search:
             weights = jnp.exp(logits - maximum[:, None])
             threshold = jnp.maximum(threshold, _search(weights, total, k, p)[0])
@@ -320,6 +337,11 @@ def draw_kept(
         logprob = _at(logits, token) - maximum - jnp.log(jnp.sum(blocks, axis=1))
         return token, logprob, threshold
 
+    if sampling.top_k is None or sampling.top_p is None:  # there are no filters
+        return from_all(logits, maximum, total, bits, search=False)
+    k, p = jnp.asarray(sampling.top_k), jnp.asarray(sampling.top_p)
+    k = jnp.where(k < logits.shape[1], k, 0)
+
     def from_heaviest() -> tuple[Array, Array, Array]:
         if logits.shape[1] <= _SMALL:
             return from_all(logits, maximum, total, bits)
@@ -327,7 +349,7 @@ def draw_kept(
         weights = jnp.exp(heaviest - maximum[:, None])
         threshold, lowest = _search(weights, total, k, p)
         decided = ~(lowest <= jnp.exp(bound - maximum))  # NaN counts as decided
-        threshold = jnp.maximum(threshold, sampling.min_p)
+        threshold = jnp.maximum(threshold, min_p)
         blocks = block_weights(heaviest, maximum, threshold)
         index = draw(bits, heaviest, maximum, blocks, threshold)
         token = jnp.take_along_axis(columns, index[:, None], axis=1)[:, 0]

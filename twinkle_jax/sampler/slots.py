@@ -34,7 +34,7 @@ from twinkle_jax.model.decoder.pages import (
     release_prompts,
 )
 from twinkle_jax.model.decoder.sharding import ROWS, backend_of, gather_tree
-from twinkle_jax.sampler.sampling import Sampling, next_token, scaled_logits
+from twinkle_jax.sampler.sampling import TracedSampling, next_token, scaled_logits
 from twinkle_jax.sampler.sizes import Setup, Status, most_new_prompts, slots_for
 
 RUNNING, STOP, LENGTH = 0, 1, 2  # whether and why a row has ended
@@ -292,7 +292,7 @@ def resize(
 def run(
     weights: Params,
     state: State,
-    sampling: Sampling,
+    sampling: TracedSampling,
     *,
     setup: Setup,
     capacity: int,
@@ -387,7 +387,7 @@ def collect(state: State, setup: Setup) -> State:
     return state._replace(results=on_devices(put, setup.mesh)(state.results, state.slots))
 
 
-def advance(params: Params, rows: Slots, sampling: Sampling, setup: Setup) -> Slots:
+def advance(params: Params, rows: Slots, sampling: TracedSampling, setup: Setup) -> Slots:
     """Read the pending token of each running row, and sample the next one."""
     running = rows.running
     hidden, cache = decode_step(

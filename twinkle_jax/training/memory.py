@@ -80,6 +80,7 @@ def rollout_memory(recipe: Recipe, state: TrainState) -> int:
         state: what is trained; arrays, or their shapes and shardings.
     """
     rollout = recipe.config.rollout
+    sampling = rollout.sampling(stop_tokens=())
     state, frozen = shapes_of(state), shapes_of(recipe.frozen)
     held = sum(map(device_bytes, (state, frozen, shapes_of(recipe.reference))))
     rows = rollout.prompts * rollout.num_samples
@@ -90,6 +91,7 @@ def rollout_memory(recipe: Recipe, state: TrainState) -> int:
             rows,
             max_length=rollout.max_episode_tokens,
             max_new_tokens=rollout.max_new_tokens,
+            sampling=sampling,
             frozen=frozen,
             compute_dtype=recipe.config.dtype,
             mesh=recipe.mesh,
@@ -103,6 +105,7 @@ def rollout_memory(recipe: Recipe, state: TrainState) -> int:
         prompt_tokens=bucket_size(longest, smallest=8),
         num_samples=samples,
         max_new_tokens=rollout.max_new_tokens,
+        sampling=sampling,
         slots=rollout.slots,
         frozen=frozen,
         compute_dtype=recipe.config.dtype,
