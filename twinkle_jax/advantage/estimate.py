@@ -348,7 +348,7 @@ def _like_rewards(value: Any, grouped: Grouped, samples: Samples) -> Array:
     """Convert data to the dtype and layout of the rewards, with components summed."""
     value = jnp.asarray(value)
     if value.ndim == 2:  # of each prompt; a sample counts the components that its reward counts
-        value = jnp.repeat(value, grouped.rewards.shape[0] // value.shape[0], axis=0)
+        value = jnp.repeat(value, grouped.num_generations or 1, axis=0)
         value, _ = sum_components(value, grouped.where, grouped.reward_weights)
     if isinstance(samples.groups, Grid) and value.shape == grouped.rewards.shape[:1]:
         value = value.reshape(samples.values.shape)
