@@ -1,7 +1,8 @@
 """A game of several turns: guess a number from 1 to 7 in three guesses, using earlier answers.
 
 Each turn the policy writes a digit, and the environment answers `+` (the number is higher) or `-`
-(it is lower), until the guess is right, which gives reward 1, or three guesses are made. Bisection
+(it is lower), until the guess is right, which gives reward 1, or the run's limit of three turns is
+reached. Bisection
 always finds it: the best score is 1. Random guesses, whatever the answers are, score
 1 - (6/7)^3 = 0.37; without repeating a number, 3/7 = 0.43. So a score above that needs the answers.
 
@@ -11,7 +12,7 @@ which of them are right:
 
     python examples/guessing_game.py
 
-or, the same by the command:
+or by the command, with its default settings:
 
     twinkle-jax train --environment examples/guessing_game.py:GuessingGame --rollout.max_turns 3
 """

@@ -4,17 +4,18 @@
 
 Eight prompts, four answers each, and a policy with one logit per prompt and answer: small enough to
 know its gradient exactly. One answer of each prompt earns 1 more than the others, and some prompts
-score high whatever the answer is. From the same 64 samples (64 / K prompts, K answers each), four
-weights of the log-probability make four estimates of the gradient:
+score high whatever the answer is. From the same 64 samples (64 / K prompts, K answers each), five
+weights of the log-probability make five estimates of the gradient:
 
 * the reward itself (the raw return);
 * the reward minus the mean of the batch;
-* GRPO: minus the mean of its prompt's K rewards (`scale="none"`, and divided by their spread);
+* GRPO: minus the mean of its prompt's K rewards (`scale="none"`);
+* GRPO / std: the same, divided by their standard deviation;
 * RLOO: minus the mean of the other K - 1.
 
-Over thousands of batches this prints the variance of each estimate, how much larger its noise is
-than its signal (which does not depend on the learning rate), and its distance from the exact
-gradient; then each one trains a policy, from many seeds, and the picture shows all three.
+Over 8,192 batches this measures the variance of each estimate, the ratio of its noise to its signal
+(which does not depend on the learning rate), and its distance from the exact gradient. Then each
+one trains a policy, from 64 seeds. The picture shows noise, distance and learning curves.
 """
 
 import argparse

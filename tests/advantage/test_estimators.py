@@ -138,6 +138,8 @@ def test_none_in_a_list_means_missing():
     also = GRPOAdvantage()(rewards, 3, "none", where=[True] * 3 + [False] + [True] * 2)
     assert also.tolist() == [-1, 0, 1, 0, 0, 0]
     assert GRPOAdvantage()([None] * 4, 2).tolist() == [0] * 4
+    with pytest.raises(ValueError, match=r"^rewards must be .* rows of equal length"):
+        GRPOAdvantage()([[None], [1.0, 2.0]], 2)
     assert GRPOAdvantage()((None, 1, 2, True), 2, "none").tolist() == [0, 0, 0.5, -0.5]
 
 

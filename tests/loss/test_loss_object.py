@@ -255,6 +255,7 @@ def test_labels_outside_the_vocabulary():
         (1, 0, lambda: loss(np.where(SMALL_LABELS == 0, 6, SMALL_LABELS), outputs)),
         (1, 0, lambda: loss(np.where(SMALL_LABELS == 0, -1, SMALL_LABELS), plain)),
         (0, 0, lambda: loss(SMALL_LABELS, loss_fn=GRPOLoss(ignore_index=-1))),
+        (1, 0, lambda: loss(np.where(SMALL_LABELS == 0, 2**32 + 5, SMALL_LABELS), plain)),
         (
             0,
             0,
@@ -528,12 +529,13 @@ def test_functions_get_what_they_name():
     )
     seen = get_loss(lambda inputs, outputs, **kwargs: {"loss": jnp.float32(len(kwargs))})
     assert seen(INPUTS, OUTPUTS, **arguments)["loss"] == 3
+    assert get_loss(lambda inputs, outputs: np.float32(2))(INPUTS, OUTPUTS).loss == 2
     passed_on = get_loss(lambda inputs, outputs: LossOutput(jnp.float32(1), "metrics"))
     assert passed_on(INPUTS, OUTPUTS, **arguments).metrics == "metrics"
 
 
 def test_functions_that_return_no_number():
-    for result in (jnp.ones(3), None, True):
+    for result in (jnp.ones(3), None, True, {"value": 1.0}):
         with pytest.raises(TypeError, match=r"^the loss function"):
             get_loss(lambda inputs, outputs, result=result: result)(INPUTS, OUTPUTS)
 

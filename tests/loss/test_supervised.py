@@ -354,6 +354,7 @@ def test_defaults_and_order_are_twinkles():
         (GKDLoss, {"beta": -0.1}, "beta"),
         (GKDLoss, {"temperature": 0.0}, "temperature"),
         (GKDLoss, {"chunk_size": 0}, "chunk_size"),
+        (GKDLoss, {"topk": 0}, "topk"),
     ],
 )
 def test_errors_of_the_classes(cls, wrong, argument):
@@ -371,6 +372,16 @@ def test_errors_of_the_calls():
     for error, argument, loss_fn, arguments in [
         (AssertionError, "teacher_logits", GKDLoss(), {}),
         (ValueError, "teacher_logits", GKDLoss(), {"teacher_logits": LOGITS[..., :5]}),
+        (ValueError, "teacher_logits", GKDLoss(topk=2), {"teacher_logits": LOGITS[:1]}),
+        (ValueError, "topk", GKDLoss(topk=99), TEACHER),
+        (ValueError, "topk", GKDLoss(), TEACHER | {"topk": 0}),
+        (
+            AssertionError,
+            "teacher_topk_indices",
+            GKDLoss(),
+            TEACHER | {"teacher_topk_logprobs": topk["teacher_topk_logprobs"]},
+        ),
+        (AssertionError, "teacher_topk_logprobs", GKDLoss(), {"teacher_topk_indices": indices}),
         (
             ValueError,
             "teacher_topk_indices",

@@ -14,10 +14,9 @@ from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 import jax
-import numpy as np
 
 from twinkle_jax.advantage.estimate import check_where
-from twinkle_jax.advantage.inputs import ArrayLike, Scale, check_scale
+from twinkle_jax.advantage.inputs import ArrayLike, Scale, as_array, check_scale
 
 ESTIMATORS: dict[str, type["Advantage"]] = {}
 """The classes that `get_advantage` knows, by name."""
@@ -226,7 +225,7 @@ def _split_missing(rewards: Any, where: Any) -> tuple[Any, Any]:
     blank = [None] * len(rows[0]) if rows else None  # a sample with none of its components
     cells = [blank if row is None else row for row in rewards]
     filled = [_map_row(row, lambda r: 0.0 if r is None else r) for row in cells]
-    present = np.asarray([_map_row(row, lambda r: r is not None) for row in cells])
+    present = as_array("rewards", [_map_row(row, lambda r: r is not None) for row in cells])
     if where is None:
         return filled, present
     mask = check_where(where, present.shape)

@@ -1,4 +1,4 @@
-"""GAE: over tokens with a critic, and over the turns of episodes with the group's mean for one."""
+"""GAE over tokens, with a critic, and over the turns of episodes, with the mean of the group."""
 
 import dataclasses
 import functools
@@ -334,7 +334,8 @@ def turn_gae_advantage(
 
     Args:
         rewards: `[samples, turns]`, episodes of a prompt next to each other.
-        num_generations: episodes of each prompt; static.
+        num_generations: episodes of each prompt, at least 2; static. (With 1 there is no group, and
+            the result is that of `grpo_advantage` on $R$.)
         scale: what each turn's advantages are divided by, as for `grpo_advantage`; static.
         where: True = keep, as `rewards`: turns that took place. The rest may hold anything.
         gamma: the discount per turn; may be traced.

@@ -45,7 +45,8 @@ def grpo_advantage(
         num_generations: K, the number of samples per prompt; static.
         scale: `'group'`, `'batch'` or `'none'`; static.
         where: True = keep, `[N]` or as `rewards`. Samples that are left out enter no statistic and
-            get 0; a group with fewer than two samples left is 0.
+            get 0; a group with fewer than two samples left is 0. A component that is left out adds
+            nothing to the reward of its sample.
         reward_weights: `[C]`, ones by default.
         epsilon: added to the standard deviation; may be traced.
         axis_name: the `shard_map` or `vmap` axis (or a tuple of them) over which `'batch'` takes

@@ -252,7 +252,9 @@ def check_coefficient(name: str, value: Any, *beside: HostOrDevice | None) -> An
     if value.shape != ():
         raise ValueError(f"{name} must be a scalar, got shape {value.shape}")
     if not jnp.issubdtype(value.dtype, np.floating):
-        raise TypeError(f"{name} must be a real number, got {describe(value)}")
+        raise TypeError(
+            f"{name} must be a Python number or of a floating type, got {describe(value)}"
+        )
     return value
 
 

@@ -1,6 +1,6 @@
-"""Policy losses: log-probabilities, advantages and a mask in, a number to minimise out.
+"""Losses: log-probabilities, a mask, and for policies advantages in; a number to minimise out.
 
-A loss is a ratio, a surrogate and a reduction, each a function:
+A policy loss is a ratio, a surrogate and a reduction, each a function:
 `token_mean(clipped_surrogate(token_log_ratio(...), advantages, mask), mask)`.
 
 Public is what this file lists; all else in this folder is private and may change. One file a

@@ -153,7 +153,7 @@ class InfonceLoss(Loss, name="infonce"):
         use_batch: whether the rows of other groups are negatives too.
         hard_negatives: keep this many negatives of each group, the first ones; None for all.
         mask_fake_negative: whether to leave out candidates that are more similar to the anchor
-            than its positive is, by more than the margin.
+            than its positive is, by more than the margin; with `use_batch`.
         fake_neg_margin: that margin, above 0.
         include_qq: whether the other anchors are negatives too; with `use_batch`.
         include_dd: whether to add the similarities of the positive to all other rows that are not

@@ -137,11 +137,13 @@ class FunctionLoss(Loss):
         named = {k: v for k, v in kwargs.items() if takes_all or k in parameters}
         result = self.function(inputs, outputs, **named)
         loss, metrics = result, None
-        if isinstance(result, Mapping):
+        if isinstance(result, Mapping) and "loss" in result:
             loss, metrics = result["loss"], result.get("metrics")
-        if not isinstance(loss, float | jax.Array) or jnp.ndim(loss):
-            kind = getattr(loss, "shape", type(loss).__name__)
-            raise TypeError(f"the loss function must return a number or a mapping, got {kind}")
+        if not isinstance(loss, float | np.floating | jax.Array) or jnp.ndim(loss):
+            kind = getattr(loss, "shape", loss)
+            raise TypeError(
+                f"the loss function must return a float, or a mapping with a 'loss', got {kind}"
+            )
         return LossOutput(jnp.asarray(loss), metrics)
 
 
@@ -243,11 +245,13 @@ class Labels(NamedTuple):
         """Raise for labels that are not tokens, if they are concrete."""
         if self.concrete is None:
             return
-        end = np.inf if vocabulary is None else vocabulary
+        end = 2**31 if vocabulary is None else vocabulary  # labels are int32
         bad = (self.concrete != self.ignore_index) & ((self.concrete < 0) | (self.concrete >= end))
         if bad.any():
             row, column = (int(index) for index in np.argwhere(bad)[0])
-            tokens = "a token (0 or more)" if vocabulary is None else f"a token below {vocabulary}"
+            tokens = (
+                "a token (0 to 2**31 - 1)" if vocabulary is None else f"a token below {vocabulary}"
+            )
             raise ValueError(
                 f"inputs['labels'][{row}, {column}] must be {tokens} or "
                 f"ignore_index={self.ignore_index}, got {self.concrete[row, column]}"

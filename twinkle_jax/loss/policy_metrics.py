@@ -24,9 +24,12 @@ class PolicyMetrics(NamedTuple):
     """Metrics of one policy step, over the unmasked tokens."""
 
     clip_fraction_low: Float[Array, ""]
-    """Share of tokens whose ratio fell below the clip range and lost their gradient."""
+    """Share of tokens without a gradient because their ratio fell below the clip range."""
     clip_fraction_high: Float[Array, ""]
-    """Share of tokens whose ratio rose above the clip range and lost their gradient."""
+    """Share of tokens without a gradient because their ratio rose above the clip range.
+
+    Of `CISPOLoss`: the share of tokens whose weight is clipped; they keep a gradient.
+    """
     approximate_kl: Float[Array, ""]
     """Estimate (k3) of the divergence of the trained policy from the behaviour policy, in nats."""
     entropy: Float[Array, ""] | None
@@ -115,7 +118,7 @@ class SamplerMismatch:
     """Sums over tokens and sequences, from which the mismatch of sampler and trainer is computed.
 
     Add those of micro-batches with `+`; `metrics` divides at the end, so that the size of a
-    micro-batch changes nothing. A pytree of float32 scalars.
+    micro-batch changes nothing. A pytree of scalars.
 
     Attributes:
         tokens: unmasked tokens.

@@ -467,6 +467,8 @@ class GKDLoss(Loss, name="gkd"):
             raise ValueError(f"temperature must be above 0, got {self.temperature}")
         if self.chunk_size < 1:
             raise ValueError(f"chunk_size must be at least 1, got {self.chunk_size}")
+        if self.topk is not None and self.topk < 1:
+            raise ValueError(f"topk must be at least 1, got {self.topk}")
 
     def __call__(
         self,
@@ -499,10 +501,17 @@ class GKDLoss(Loss, name="gkd"):
             The loss, differentiable in `logits`.
 
         Raises:
-            ValueError: if a shape does not fit, or there is no teacher.
+            ValueError: if a shape or `topk` does not fit, there is no teacher, or only one of
+                `teacher_topk_logprobs` and `teacher_topk_indices` is given.
             TypeError: if an argument is unknown, or labels are not integers.
         """
         refuse_unknown(kwargs)
+        if (teacher_topk_logprobs is None) != (teacher_topk_indices is None):
+            missing = "logprobs" if teacher_topk_logprobs is None else "indices"
+            raise InvalidLossInputError(
+                f"teacher_topk_{missing} must be given with the other of teacher_topk_logprobs "
+                "and teacher_topk_indices, got None"
+            )
         labels = read_labels(inputs, self.ignore_index)
         key, values = entry("outputs", outputs, "teacher_token_logits", "logits")
         student = floating(f"outputs[{key!r}]", values)
@@ -519,6 +528,7 @@ class GKDLoss(Loss, name="gkd"):
             teacher = floating("teacher_logits", teacher_logits)
             count = self.topk if topk is None else topk
             if count is not None:
+                _check_topk(count, teacher, student)
                 teacher, indices = jax.lax.top_k(teacher, count)
                 student = _at_teacher_tokens(student, indices, teacher)
         else:
@@ -535,6 +545,13 @@ class GKDLoss(Loss, name="gkd"):
             chunk_size=self.chunk_size,
         )
         return LossOutput(token_mean(losses, labels.mask, denominator=denominator))
+
+
+def _check_topk(count: int, teacher: TokenLogits, student: TokenLogits) -> None:
+    if teacher.shape != student.shape:
+        raise ValueError(f"teacher_logits must have shape {student.shape}, got {teacher.shape}")
+    if not 1 <= count <= teacher.shape[-1]:
+        raise ValueError(f"topk must be from 1 to {teacher.shape[-1]}, the vocabulary, got {count}")
 
 
 def _at_teacher_tokens(student: TokenLogits, indices: Array, teacher: TokenLogits) -> TokenLogits:
