@@ -1,7 +1,8 @@
-"""How compile time grows with depth: `pytest tests/benchmarks/test_compile_time.py -s -p no:xdist`.
+"""What takes time to compile: `pytest tests/benchmarks/test_compile_time.py -s -p no:xdist`.
 
-The layers are one loop, so a deep model should compile about as fast as a shallow one. Traced,
-lowered and compiled anew in every round, rounds interleaved; the median of each depth is compared.
+The layers of a gradient are one loop, so a deep model should compile about as fast as a shallow
+one. The programs that draw tokens have the code of filters and of a penalty only if these are in
+use. Traced, lowered and compiled anew in every round, rounds interleaved; medians are compared.
 """
 
 import statistics
@@ -10,10 +11,12 @@ import time
 import jax
 import jax.numpy as jnp
 import optax
+import pytest
 
 from twinkle_jax.data import Batch
 from twinkle_jax.loss import GRPOLoss
 from twinkle_jax.model import init_params, parse_config
+from twinkle_jax.sampler import Sampling, generate
 from twinkle_jax.training import grad_step, train_state
 
 DEPTHS, MOST = (4, 24), 1.2
@@ -51,3 +54,27 @@ def test_depth(benchmark):
     benchmark.extra_info.update(shallow=shallow, deep=deep)
     assert deep < MOST * shallow
     benchmark.pedantic(seconds_to_compile, args=DEPTHS[1:], rounds=1)
+
+
+@pytest.mark.parametrize("vocab", [512, 32_768])
+def test_filters_of_a_rollout(vocab):
+    """In processor time, of all programs of 16 rows of 8 tokens, which take none beside it."""
+    config = parse_config({**CONFIG, "num_hidden_layers": 4, "vocab_size": vocab})
+    params = init_params(jax.random.key(0), config)
+    prompts = jnp.ones((4, 16), jnp.int32)
+
+    def processor_seconds(**restrictions):
+        jax.clear_caches()
+        start = time.process_time()
+        drawn = generate(
+            params, config, prompts, None, jax.random.key(1), Sampling(**restrictions),
+            num_samples=4, max_new_tokens=8,
+        )  # fmt: skip
+        jax.block_until_ready(drawn)
+        return time.process_time() - start
+
+    cases = [{}, {"top_p": 0.9}, {"repetition_penalty": 1.1}]
+    rounds = [[processor_seconds(**case) for case in cases] for _ in range(5)]
+    print(f"\nvocabulary {vocab}")
+    for case, seconds in zip(cases, zip(*rounds, strict=True), strict=True):
+        print(f"| {case or 'neither'} | {statistics.median(seconds):.2f} s |")
