@@ -6,7 +6,7 @@ A prompt is six digits; the right completion is the same digits in ascending ord
 token. The same 100,000 parameters learn twice:
 
 * From demonstrations: a warm start of 45 steps on prompts with their answers teaches what an
-  answer looks like, and to get about a third of them right.
+  answer looks like, and to get a quarter to a third of them right.
 * From rewards: the policy samples 8 completions of each of 64 prompts, and each one is worth 1 if
   every token is right and 0 otherwise. Nothing else about the answers reaches the policy.
 

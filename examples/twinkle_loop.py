@@ -165,9 +165,9 @@ def main() -> None:
     parser.add_argument("--base_url", help="where a vLLM server has the checkpoint")
     arguments = parser.parse_args()
     if (arguments.sampler == "vllm") != (arguments.base_url is not None):
-        parser.error("--base_url must come with --sampler vllm, and only with it")
+        parser.error("--sampler vllm and --base_url must be given together")
     if arguments.base_url and not arguments.checkpoint:
-        parser.error("--sampler vllm must come with --checkpoint, the one that the server has")
+        parser.error("--sampler vllm needs --checkpoint, the one that the server has")
     rewards = run(
         arguments.form,
         arguments.advantage,

@@ -67,7 +67,7 @@ class Loss(abc.ABC):
     """
 
     def __init_subclass__(cls, *, name: str | None = None, **kwargs: Any) -> None:
-        """Enter the class under its name, if it has one."""
+        """Register the class under its name, if it has one."""
         super().__init_subclass__(**kwargs)
         if name is not None:
             LOSSES[name] = cls

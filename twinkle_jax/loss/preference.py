@@ -1,8 +1,8 @@
 """Losses of pairs of sequences, one chosen and one rejected.
 
 The first four compare log-ratios to a reference policy, summed over tokens; SimPO, CPO and ORPO
-need no reference. That of Bradley and Terry trains a reward model on its scores. The objects under
-Twinkle's names take chosen and rejected rows alternately.
+need no reference. `bradley_terry_loss` trains a reward model on its scores. The objects under
+Twinkle's names take rows that alternate: chosen, rejected, chosen, rejected.
 """
 
 import abc
