@@ -295,7 +295,7 @@ def describe_mismatch(metrics: dict[str, float], config: TrainConfig) -> str | N
     if mean <= config.update.max_logp_diff and outside <= config.update.max_outside_band:
         return None
     if math.isnan(mean):
-        return "the trainer's log-probabilities must be finite, got NaN where the sampler's are not"
+        return "the sampler's and the trainer's log-probabilities must be finite, got NaN"
     return (
         "the sampler's log-probabilities must match the trainer's to within update.max_logp_diff="
         f"{config.update.max_logp_diff:g} nats on average, with at most update.max_outside_band="
@@ -495,8 +495,8 @@ def _label_rows(batch: Batch, members: Bool[Array, " rows"]) -> Batch:
 def sampler_matches(mismatch: SamplerMismatch, limits: Float[Array, "2"]) -> Bool[Array, ""]:
     """Return whether the sampler's log-probabilities are within the limits of the trainer's."""
     differences = mismatch.metrics()
-    too_far = differences["logp_diff/mean"] > limits[0]
-    return ~(too_far | (differences["ratio_outside"] > limits[1]))
+    close = differences["logp_diff/mean"] <= limits[0]  # not so for NaN
+    return close & (differences["ratio_outside"] <= limits[1])
 
 
 @jax.jit
