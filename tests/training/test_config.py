@@ -347,6 +347,39 @@ def test_a_resumed_run_may_have_longer_prompts():
         check_resumable(saved, with_choices(asked, saved))
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {
+            "optimizer.schedule": "piecewise_constant_schedule",
+            "optimizer.schedule_options": {"boundaries_and_scales": {100: 0.1}},
+        },
+        {"lora.rank": 4, "lora.target_modules": ("q_proj", "v_proj")},
+    ],
+)
+def test_settings_that_json_has_another_type_for_are_the_same(options):
+    config = config_of(options)
+    check_resumable(as_saved(config), config)
+
+
+def test_a_file_may_be_named_in_several_ways(tmp_path, monkeypatch):
+    """By a path relative to the directory that the run was started in, or that it resumes in."""
+    names = {"model": "m", "task": "gsm8k:x.jsonl", "reward": ["exact", "r.py:f"], "tools": "t.py"}
+    saved = as_saved(TrainConfig(**names))
+    monkeypatch.chdir(tmp_path)
+    started_in = str(tmp_path / "there")
+    absolute = {
+        "model": f"{started_in}/m",
+        "task": f"gsm8k:{started_in}/x.jsonl",
+        "reward": ["exact", f"{started_in}/r.py:f"],
+        "tools": "there/t.py",
+    }
+    check_resumable(saved, TrainConfig(**absolute), started_in)
+    for name, value in absolute.items():
+        with pytest.raises(ValueError, match=f"^{name} must be"):
+            check_resumable(saved, TrainConfig(**names | {name: value}), str(tmp_path / "other"))
+
+
 def test_a_resumed_run_keeps_the_type_that_was_chosen():
     saved = as_saved(TrainConfig(model="somewhere", task="x.jsonl", dtype="bfloat16"))
     automatic = TrainConfig(model="somewhere", task="x.jsonl")

@@ -6,10 +6,14 @@ change it, its line of documentation, and its use.
 """
 
 import dataclasses
+import json
 import math
+import os
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, is_dataclass
+from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import jax
@@ -695,26 +699,53 @@ def check_learning_rates(config: TrainConfig) -> None:
 # Resuming a run.
 
 
-def check_resumable(saved: Mapping[str, Any], config: TrainConfig) -> None:
+def check_resumable(
+    saved: Mapping[str, Any], config: TrainConfig, started_in: str | None = None
+) -> None:
     """Raise if a setting that must not change differs from that of the run to resume.
 
     Args:
-        saved: `dataclasses.asdict` of the configuration in the checkpoint.
+        saved: `dataclasses.asdict` of the configuration in the checkpoint, read back from JSON.
         config: of the run that resumes.
+        started_in: the directory that relative paths in `saved` are of; None: the current one.
 
     Raises:
         ValueError: with the name of the first setting that differs.
     """
-    current = flat(dataclasses.asdict(config))
+    # JSON has lists for tuples, and strings for the numbers that are keys.
+    current = flat(json.loads(json.dumps(dataclasses.asdict(config))))
     for name, before in flat(saved).items():
         # The learning rate of a step depends on their number, unless it is constant.
         fixed = name == "steps" and config.optimizer.schedule != "constant"
-        if (fixed or not _may_change(name)) and current.get(name) != before:
+        now = current.get(name)
+        if (fixed or not _may_change(name)) and not is_same(before, now, started_in):
             reason = f": optimizer.schedule={config.optimizer.schedule} depends on it"
             raise ValueError(
-                f"{name} must be {before!r} as in the run to resume, got {current.get(name)!r}"
+                f"{name} must be {before!r} as in the run to resume, got {now!r}"
                 + (reason if fixed else "")
             )
+
+
+def is_same(before: Any, now: Any, started_in: str | None) -> bool:
+    """Whether two values of a setting are equal, or name the same file; see `check_resumable`."""
+    if isinstance(before, list) and isinstance(now, list) and len(before) == len(now):
+        return all(is_same(*pair, started_in) for pair in zip(before, now, strict=True))
+    if not isinstance(before, str) or not isinstance(now, str):
+        return before == now
+    here = os.getcwd()
+    return before == now or path_from(started_in or here, before) == path_from(here, now)
+
+
+def file_in(value: str) -> str:
+    """The file in `FILE`, `gsm8k:FILE`, `FILE.py:NAME` or `trl:FILE.py:NAME`."""
+    code = re.search(r"(?:^(?:trl|gym):|^)(.*\.py)(?::|$)", value)
+    return code.group(1) if code else value.removeprefix("gsm8k:")
+
+
+def path_from(directory: str, value: str) -> str:
+    """Make the path in a setting absolute, which may be relative to a directory."""
+    file = file_in(value)
+    return value.replace(file, str(Path(directory, os.path.expanduser(file))), 1)
 
 
 def _may_change(name: str) -> bool:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import shutil
 import time
 from collections.abc import Callable
@@ -37,6 +38,7 @@ from twinkle_jax.training.progress import (
     Totals,
     arrays_of,
     check_base,
+    check_settings,
     holds_run,
     prepare_directory,
     read_summary,
@@ -97,13 +99,15 @@ def train(config: TrainConfig, *, reward: RewardFunction | None = None) -> dict[
             last finished one.
         ConnectionError: if the processes do not find each other.
     """
+    # Absolute, since environments may change the working directory.
+    directory, started_in = Path(config.output_dir).expanduser().absolute(), os.getcwd()
+    # First: a run without its tools, say, has other settings that would have no effect.
+    check_settings(config, directory)
     check_effects(config)
     connect(config.distributed)
     mesh = config.mesh
     find_devices(mesh.data, mesh.fsdp, mesh.tensor)  # raises before anything is written
     check_learning_rates(config)
-    # Absolute, since environments may change the working directory.
-    directory = Path(config.output_dir).expanduser().absolute()
     try:
         str(directory).encode()
     except UnicodeEncodeError as error:
@@ -118,8 +122,10 @@ def train(config: TrainConfig, *, reward: RewardFunction | None = None) -> dict[
         config = with_choices(config, saved_settings(source))
 
     def write(progress: Progress, *, wait: bool) -> None:
-        reference = run.recipe.reference
-        save(run.checkpoints, progress, reference, run.config, base=run.base, wait=wait)
+        save(
+            run.checkpoints, progress, run.recipe.reference, run.config,
+            base=run.base, started_in=started_in, wait=wait,
+        )  # fmt: skip
 
     def settle(*, wait: bool) -> None:
         (run.checkpoints.finish if wait else run.checkpoints.poll)()
