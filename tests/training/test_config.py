@@ -34,6 +34,16 @@ def as_saved(config):
     return json.loads(json.dumps(dataclasses.asdict(config)))
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("optimizer.learning_rate", "1e-5"), ("steps", 2.5), ("reward_timeout", [1]), ("seed", 0.5)],
+)
+def test_numbers_of_another_type_are_refused_by_name(name, value):
+    """YAML reads 1e-5 as text: it has a point in numbers with an exponent."""
+    with pytest.raises(TypeError, match=f"^{re.escape(name)} must be an? "):
+        config_of({name: value})
+
+
 def test_what_depends_on_the_policy_is_filled_in():
     small, large = TrainConfig(), TrainConfig(model="somewhere", task="x.jsonl", dtype="bfloat16")
     assert (small.rollout.max_new_tokens, large.rollout.max_new_tokens) == (8, 512)

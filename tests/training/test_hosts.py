@@ -99,13 +99,16 @@ def test_files_that_differ_have_different_fingerprints(tmp_path):
         assert len({fingerprint(tmp_path / "a"), *prints.values()}) == 5
 
 
+SLURM = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "8", "SLURM_PROCID": "0"}
+
+
 @pytest.mark.parametrize(
     ("environment", "several"),
     [
         ({}, False),
-        ({"SLURM_JOB_ID": "7", "SLURM_NTASKS": "8"}, False),  # the batch script, before srun
-        ({"SLURM_JOB_ID": "7", "SLURM_NTASKS": "8", "SLURM_PROCID": "0"}, True),
-        ({"SLURM_JOB_ID": "7", "SLURM_NTASKS": "1", "SLURM_PROCID": "0"}, False),
+        (SLURM, False),  # the batch script, outside srun
+        (SLURM | {"SLURM_STEP_NODELIST": "node[1-8]"}, True),
+        (SLURM | {"SLURM_STEP_NODELIST": "node1", "SLURM_NTASKS": "1"}, False),
         ({"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "1"}, True),
         ({"TPU_WORKER_HOSTNAMES": "a,b"}, True),
         ({"TPU_WORKER_HOSTNAMES": "localhost"}, False),

@@ -13,6 +13,7 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, is_dataclass
+from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
@@ -44,6 +45,7 @@ from twinkle_jax.training.tracking import Trackers
 
 _BUILT_IN_SCHEDULES = ("constant", "linear", "cosine")
 _FLOAT32 = np.finfo(np.float32)
+_NUMBERS: Mapping[type, type] = {int: Integral, float: Real}
 Options = dict[str, Any]
 """Hyper-parameters by name, of an estimator or an optimizer."""
 
@@ -578,6 +580,9 @@ def _check_values(config: Any, prefix: str = "") -> None:
             continue  # stands for no limit, or is replaced later
         elif get_origin(hint) is Literal and value not in get_args(hint):
             raise ValueError(f"{name} must be one of {', '.join(get_args(hint))}, got {value!r}")
+        elif valid is not None and not isinstance(value, _NUMBERS.get(hint, object) | None):
+            kind = "an integer" if hint is int else "a number"
+            raise TypeError(f"{name} must be {kind}, got {value!r}")
         elif valid is not None and (value is None or not valid.contains(value)):
             raise ValueError(f"{name} must be {valid.description}, got {value}")
         elif name != "seed":  # whose range is that of unsigned integers

@@ -136,8 +136,8 @@ def started_as_one_of_several(environment: Mapping[str, str]) -> bool:
     """
     tasks = ("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE")
     if any(int(environment.get(name) or 1) > 1 for name in tasks):
-        # A batch script has SLURM's variables too: only srun starts tasks, with a number each.
-        return "SLURM_PROCID" in environment or "OMPI_COMM_WORLD_RANK" in environment
+        # A batch script has SLURM's variables too, with the number 0: only srun starts a step.
+        return bool({"SLURM_STEP_NODELIST", "OMPI_COMM_WORLD_RANK"} & environment.keys())
     for name in ("TPU_PROCESS_ADDRESSES", "TPU_WORKER_HOSTNAMES"):
         if "," in environment.get(name, ""):
             return True
