@@ -126,6 +126,13 @@ def test_a_process_number_without_a_coordinator_is_refused(folder, tmp_path):
         train(config(folder, tmp_path / "run", distributed=alone))
 
 
+@pytest.mark.parametrize("address", ["localhost", "localhost:", "localhost:http"])
+def test_an_address_without_a_port_is_refused(folder, tmp_path, address):
+    alone = DistributedConfig(address, num_processes=1, process_id=0)
+    with pytest.raises(ValueError, match=r"coordinator_address must be HOST:PORT"):
+        train(config(folder, tmp_path / "run", distributed=alone))
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("change", "name"),

@@ -54,7 +54,8 @@ def connect(settings: DistributedConfig) -> None:
     Raises:
         ConnectionError: if the port is taken. If not all processes connect in time, this one exits
             with status 1.
-        ValueError: if JAX finds no cluster, or only some settings are given.
+        ValueError: if the address is not HOST:PORT, JAX finds no cluster, or only some settings are
+            given.
     """
     if jax.distributed.is_initialized():
         return
@@ -69,8 +70,14 @@ def connect(settings: DistributedConfig) -> None:
                 )
         if not started_as_one_of_several(os.environ):
             return
-    if settings.process_id == 0 and address not in (None, "auto"):
-        _check_port(address)
+    if address not in (None, "auto"):
+        port = address.rpartition(":")[2]
+        if ":" not in address or not port.isdigit():
+            raise ValueError(
+                f"distributed.coordinator_address must be HOST:PORT or auto, got {address!r}"
+            )
+        if settings.process_id == 0:
+            _check_port(address, int(port))
     limit = settings.connect_timeout
     # After its own timeout JAX aborts the process, with a stack trace instead of an explanation.
     watch = threading.Timer(limit, _end_waiting, (address or "the coordinator", limit))
@@ -96,14 +103,12 @@ def connect(settings: DistributedConfig) -> None:
         watch.cancel()
 
 
-def _check_port(address: str) -> None:
+def _check_port(address: str, port: int) -> None:
     """Raise if the port is taken: JAX's server crashes the process then."""
-    port = address.rpartition(":")[2]
-    if port.isdigit():
-        try:
-            socket.create_server(("", int(port))).close()
-        except (OSError, OverflowError) as error:
-            raise _port_error(address, error) from error
+    try:
+        socket.create_server(("", port)).close()
+    except (OSError, OverflowError) as error:
+        raise _port_error(address, error) from error
 
 
 def _port_error(address: str, error: BaseException) -> ConnectionError:
