@@ -1,8 +1,8 @@
 """Settings of a training run: a frozen dataclass whose fields are the command's options.
 
-A `TrainConfig` is valid: its constructor raises for invalid values, and fills in `auto` ones that
-do not depend on the devices. A new setting is one field with its range, whether a resumed run may
-change it, its line of documentation, and its use.
+A `TrainConfig` is valid: its constructor raises a ValueError or a TypeError for invalid values, and
+fills in `auto` ones that do not depend on the devices. A new setting is one field with its range,
+whether a resumed run may change it, its line of documentation, and its use.
 """
 
 import dataclasses
@@ -57,7 +57,8 @@ class UpdateConfig:
     Attributes:
         advantage: name of the estimator: grpo, rloo, maxrl, opo, remax, reinforce_plus_plus,
             reinforce (no baseline), ...; auto: maxrl for the built-in policy, whose rare right
-            answers it weighs most; grpo for a checkpoint, or with a scale or options.
+            answers it weighs most; grpo for a checkpoint, or with an environment, a scale or
+            options.
         advantage_options: hyper-parameters of the estimator, such as k of pass_at_k and pkpo.
         scale: what advantages are divided by, for estimators that have a scale; auto: group.
         loss: name of the loss: grpo, dapo, bnpo, dr_grpo, cispo, gspo, sapo or ppo.
@@ -180,9 +181,9 @@ class MeshConfig:
             layer runs (least memory), or once before and once after all of them, which takes room
             for all parameters and gradients on each device and is not for tensor; auto: once for
             the built-in policy, layers for a checkpoint.
-        memory: GiB of each device that the run may use; none: what GPUs and TPUs report. The
-            memory of a step is computed before the first one, and automatic settings are reduced
-            until they fit; on CPUs only if this is set.
+        memory: GiB of each device that the run may use; none: 92 % of what GPUs and TPUs report.
+            The memory of a step is computed before the first one, and automatic settings are
+            reduced until they fit; on CPUs only if this is set.
     """
 
     data: int = at_least(1, default=1)
@@ -217,7 +218,7 @@ class EvaluationConfig:
 
     Attributes:
         every: steps between evaluations; 0: only before the first step and after the last.
-        problems: number of held-out problems.
+        problems: number of held-out problems; of a file, the first ones.
         path: a file of held-out problems, for tasks from files, which are not evaluated without it.
         pass_k: k of pass@k; 0 evaluates greedily alone.
         reward: in place of the training reward, and named like it; an answer is right if its reward
@@ -421,12 +422,14 @@ def from_dict(saved: Mapping[str, Any]) -> TrainConfig:
     Raises:
         ValueError: as `TrainConfig`, and for a section that is not a dictionary of settings. None,
             which YAML has for a section without any, stands for the defaults.
+        TypeError: as `TrainConfig`, and for an unknown setting.
     """
     values = dict(saved)
     for part in fields(TrainConfig):
         if not callable(part.default_factory):
             continue
-        settings = values.get(part.name) or {}
+        settings = values.get(part.name)
+        settings = {} if settings is None else settings
         if not isinstance(settings, Mapping):
             raise ValueError(not_a_section(part.name, settings))
         values[part.name] = part.default_factory(**settings)

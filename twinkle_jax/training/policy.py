@@ -109,8 +109,8 @@ def load_policy(
         path_or_id: a Hugging Face checkpoint, or an adapter in PEFT's format, which names its base:
             a directory, or a hub id. A relative one is that of the current directory, as in PEFT,
             or else of the adapter's. The built-in policy that a run's adapters belong to is in
-            the directory of the run, or of its export, wherever that is now. The tokenizer beside
-            an adapter replaces that of its base.
+            the directory of the run, or of its export, wherever that is now. A tokenizer beside
+            an adapter that has a chat template replaces that of its base.
         mesh: devices to place the parameters on; None for one device.
         argument: what errors call `path_or_id`.
 

@@ -85,13 +85,14 @@ def train(config: TrainConfig, *, reward: RewardFunction | None = None) -> dict[
 
     Returns:
         What `summary.json` holds: `accuracy_before`, `accuracy_after`, `reward_before`,
-        `reward_after`, `steps`, `seconds`, `step_time`, and `interrupted` where a signal ended the
-        run early.
+        `reward_after`, `steps`, `seconds`, `step_time`, and `interrupted`: whether a signal ended
+        the run early, which then writes no `summary.json`.
 
     Raises:
         ValueError: if the configuration does not fit the run to resume, or the task; or if
             `output_dir` is not in UTF-8.
-        FileExistsError: if `output_dir` holds something, with neither `resume` nor `overwrite`.
+        FileExistsError: if `output_dir` holds a run, with neither `resume` nor `overwrite`, or
+            anything else; or if a run uses it, or it is a file.
         RuntimeError: if the sampler does not sample from the trained policy, or too many gradients
             in a row were not finite; the last finished step is saved. If the policy's logits are no
             longer finite; the message names the checkpoints from before. With several processes,
@@ -472,7 +473,8 @@ def export(
         FileNotFoundError: if there is no run, or no valid checkpoint.
         FileExistsError: if `target` holds something, without `overwrite`; or is the base of the
             run's adapters.
-        ValueError: if the base of the run's adapters is another one now.
+        ValueError: if `step` has no valid checkpoint, or the base of the run's adapters is another
+            one now.
     """
     path, run = Path(target).expanduser(), Path(directory).expanduser()
     if path.exists() and (not path.is_dir() or any(path.iterdir())) and not overwrite:
