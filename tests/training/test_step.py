@@ -517,6 +517,13 @@ def test_no_mini_batch_is_learnt_from_if_any_log_probability_is_nan():
     jax.tree.map(np.testing.assert_array_equal, caught.value.state.params, fresh().params)
 
 
+def test_rows_that_mini_batches_cannot_share_equally_are_refused():
+    """Of a last batch that is smaller, say; rows after the last whole prompt were left out."""
+    for rows in (SAMPLES, 2 * SAMPLES + 1, 3 * SAMPLES):
+        with pytest.raises(ValueError, match=rf"^batch must .* 4 \* 2, got {rows} rows"):
+            list(deal_rows(rows, recipe().config, (0,)))
+
+
 def test_one_token_far_off_does_not_end_a_run():
     """As in bfloat16, where single tokens may differ by a nat and the mean by hundredths."""
     drawn = sampled()

@@ -320,18 +320,24 @@ def warm_start(
     Args:
         policy: to train.
         examples: prompts with ground truths, which are the answers; or conversations with turns of
-            the assistant.
+            the assistant. Each is used once.
         accuracy: on held-out problems.
         settings: when to stop, and the optimizer's.
         report: called with the step and the accuracy of each evaluation.
         mesh: of the parameters; None for one device.
 
     Returns:
-        The policy, once its accuracy reaches `settings.accuracy`, or after the last step.
+        The policy, once its accuracy reaches `settings.accuracy`, or after the last step or the
+        last example.
+
+    Raises:
+        ValueError: if there are no examples.
     """
+    if not len(examples):
+        raise ValueError("examples must not be empty, got none")
     optimizer = make_optimizer("adam", b2=0.99)
     state = begin_training(policy.params, optimizer, mesh)
-    for step in range(settings.steps):
+    for step in range(min(settings.steps, -(-len(examples) // settings.rows))):
         start = step * settings.rows
         batch = example_batch(policy.template, examples[start : start + settings.rows])
         state, _ = grad_step(state, batch, policy.config, CrossEntropyLoss())

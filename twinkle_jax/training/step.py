@@ -336,6 +336,9 @@ def learn(
 
     Returns:
         The state after `epochs * mini_batches` updates, and what they did.
+
+    Raises:
+        ValueError: if the prompts of the batch cannot be dealt out equally to the mini-batches.
     """
     config, learnt = recipe.config, Learnt([], [], mismatch)
     if row_lengths is None:
@@ -393,7 +396,7 @@ def score(
     width = batch.tokens.shape[1]
     all_rows = np.arange(len(batch.tokens), dtype=np.int32)
     scores = []
-    for rows in np.split(all_rows, recipe.config.update.mini_batches):
+    for rows in np.array_split(all_rows, recipe.config.update.mini_batches):
         parts = (
             score_batch(
                 params,
@@ -416,6 +419,11 @@ def score(
 def deal_rows(rows: int, config: TrainConfig, seed: tuple[int, ...]) -> Iterator[IntRows]:
     """Deal prompts to mini-batches at random, depending on the seed alone."""
     group = config.rollout.num_samples * config.rows_each
+    if rows % (group * config.update.mini_batches):
+        raise ValueError(
+            "batch must have a multiple of the rows of a prompt times update.mini_batches, "
+            f"{group} * {config.update.mini_batches}, got {rows} rows"
+        )
     for epoch in range(config.update.epochs):
         order = np.random.default_rng([*seed, epoch]).permutation(rows // group)
         for chosen in np.split(order, config.update.mini_batches):
