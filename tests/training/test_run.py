@@ -226,6 +226,7 @@ def test_a_run_with_relative_paths_goes_on_from_anywhere(folder, tmp_path, monke
     monkeypatch.chdir(folder)
     judged = EvaluationConfig(every=0, problems=4, path="held_out.jsonl")
     names = {"model": "model", "task": "task.jsonl", "evaluation": judged}
+    names["lora"] = LoraSettings(rank=2)
     relative = config(folder, tmp_path / "run", steps=1, **names)
     before = train(relative, reward=Scorer())["accuracy_before"]
     monkeypatch.chdir(tmp_path)
@@ -237,6 +238,8 @@ def test_a_run_with_relative_paths_goes_on_from_anywhere(folder, tmp_path, monke
     assert train(dataclasses.replace(relative, steps=3, resume="auto"), reward=Scorer())
     monkeypatch.chdir(tmp_path)
     export(tmp_path / "run", tmp_path / "exported")
+    for adapter in (tmp_path / "run" / "policy", tmp_path / "exported"):
+        assert load_policy(str(adapter)).base == str(folder / "model")
 
 
 def test_the_setting_that_the_user_has_changed_is_named(folder, tmp_path):

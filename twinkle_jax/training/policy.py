@@ -46,6 +46,7 @@ from twinkle_jax.rollout import hosts
 from twinkle_jax.sampler.jax_sampler import key_of_seed
 from twinkle_jax.training.by_name import make_optimizer
 from twinkle_jax.training.gradient import grad_step
+from twinkle_jax.training.progress import holds_run, started_in
 from twinkle_jax.training.state import apply_gradients, begin_training
 
 _CHARACTERS = "0123456789+-*()="
@@ -108,9 +109,10 @@ def load_policy(
     Args:
         path_or_id: a Hugging Face checkpoint, or an adapter in PEFT's format, which names its base:
             a directory, or a hub id. A relative one is that of the current directory, as in PEFT,
-            or else of the adapter's. The built-in policy that a run's adapters belong to is in
-            the directory of the run, or of its export, wherever that is now. A tokenizer beside
-            an adapter that has a chat template replaces that of its base.
+            or else of the adapter's, or of the one that its run was started in. The built-in policy
+            that a run's adapters belong to is in the directory of the run, or of its export,
+            wherever that is now. A tokenizer beside an adapter that has a chat template replaces
+            that of its base.
         mesh: devices to place the parameters on; None for one device.
         argument: what errors call `path_or_id`.
 
@@ -138,17 +140,20 @@ def load_policy(
     named = f"base_model_name_or_path of {place / ADAPTER_CONFIG}"
     run = place.resolve().parent
     # The base of a run or an export may have been moved, and another be where it was.
-    own = run / "base" if place.resolve() == run / "policy" else place.resolve() / "base"
-    if Path(base).name == "base" and Path(base).is_absolute() and own.is_dir():
-        base = str(own)
+    base_here = run / "base" if place.resolve() == run / "policy" else place.resolve() / "base"
+    if Path(base).name == "base" and Path(base).is_absolute() and base_here.is_dir():
+        base = str(base_here)
     elif not Path(base).expanduser().is_dir():
-        beside = (place / base).resolve()
-        if beside.is_dir():
+        places = [place]
+        if place.resolve() == run / "policy" and holds_run(run):
+            places += filter(None, [started_in(run)])
+        beside = next((x for x in (Path(y, base).resolve() for y in places) if x.is_dir()), None)
+        if beside is not None:
             base = str(beside)
         elif not Path(base).is_absolute():
             named += f", looked for in {Path.cwd()} and in {place.resolve()},"
         elif Path(base).name == "base":
-            named += f", looked for there and in {own},"
+            named += f", looked for there and in {base_here},"
     base_policy = _load_checkpoint(base, mesh, named, tuned)
     lora, adapter = load_adapter(place, base_policy.config)
     return attach_adapter(base_policy, lora, adapter, base=base, mesh=mesh)

@@ -527,13 +527,17 @@ def saved_settings(source: Path) -> dict[str, Any]:
 
     Files that are not here are looked for in the directory that the run was started in.
     """
-    settings = _read_settings(source)
-    checkpoints = RunCheckpoints(source / "checkpoints")
-    for step in reversed(checkpoints.steps()):
+    settings, directory = _read_settings(source), started_in(source)
+    return settings if directory is None else _with_files(settings, directory)
+
+
+def started_in(run: Path) -> str | None:
+    """Return the directory that a run was started in; None if no checkpoint says it."""
+    for path in sorted((run / "checkpoints").glob("step_*/facts.json"), reverse=True):
         with suppress(OSError, ValueError):
-            started_in = read_facts(checkpoints.path(step)).get("started_in")
-            return settings if started_in is None else _with_files(settings, started_in)
-    return settings
+            directory: str | None = read_facts(path.parent).get("started_in")
+            return directory
+    return None
 
 
 def _read_settings(source: Path) -> dict[str, Any]:
@@ -543,7 +547,7 @@ def _read_settings(source: Path) -> dict[str, Any]:
     return settings
 
 
-def _with_files(settings: Mapping[str, Any], started_in: str) -> dict[str, Any]:
+def _with_files(settings: Mapping[str, Any], directory: str) -> dict[str, Any]:
     """Make paths absolute that are relative to another directory than the current one."""
 
     def find(value: Any) -> Any:
@@ -551,18 +555,14 @@ def _with_files(settings: Mapping[str, Any], started_in: str) -> dict[str, Any]:
             return [find(part) for part in value]
         if not isinstance(value, str) or value in _WITHOUT_FILES:
             return value
-        is_there = Path(file_in(path_from(started_in, value))).exists()
-        return path_from(started_in, value) if is_there and not _exists(value) else value
+        there = path_from(directory, value)
+        is_here = Path(file_in(value)).expanduser().exists()
+        return there if not is_here and Path(file_in(there)).exists() else value
 
-    found = {name: find(x) if name in _WITH_FILES else x for name, x in settings.items()}
+    located = {name: find(x) if name in _WITH_FILES else x for name, x in settings.items()}
     if isinstance(settings.get("evaluation"), dict):
-        found["evaluation"] = _with_files(settings["evaluation"], started_in)
-    return found
-
-
-def _exists(value: str) -> bool:
-    """Whether the file in a setting exists, from the current directory."""
-    return Path(file_in(value)).expanduser().exists()
+        located["evaluation"] = _with_files(settings["evaluation"], directory)
+    return located
 
 
 def read_summary(directory: Path) -> dict[str, Any]:
