@@ -320,9 +320,9 @@ def learn(
     """Update a policy from a batch; the state is donated, and nothing comes back to the host.
 
     An update whose gradient is exactly 0, since no prompt in it has a signal and the loss has no
-    other term, is skipped: Adam's moments would still move the parameters. All are
-    skipped where the sampler's log-probabilities are too far from the trainer's and
-    `update.on_mismatch` is `stop`.
+    other term, is skipped: Adam's moments would still move the parameters. All are skipped where
+    the sampler's log-probabilities are NaN or too far from the trainer's, and `update.on_mismatch`
+    is `stop`.
 
     Args:
         state: donated: do not use it after the call.
