@@ -144,10 +144,11 @@ def load_policy(
     if Path(base).name == "base" and Path(base).is_absolute() and base_here.is_dir():
         base = str(base_here)
     elif not Path(base).expanduser().is_dir():
-        places = [place]
+        places: list[str | Path | None] = [place]
         if place.resolve() == run / "policy" and holds_run(run):
-            places += filter(None, [started_in(run)])
-        beside = next((x for x in (Path(y, base).resolve() for y in places) if x.is_dir()), None)
+            places.append(started_in(run))
+        paths = [Path(directory, base).resolve() for directory in places if directory is not None]
+        beside = next(filter(Path.is_dir, paths), None)
         if beside is not None:
             base = str(beside)
         elif not Path(base).is_absolute():
