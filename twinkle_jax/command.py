@@ -227,8 +227,8 @@ def _evaluate_options(parser: Any) -> None:
         "--reward",
         type=list[str] | str | None,
         default=None,
-        help="exact, math, gsm8k, FILE.py:NAME or MODULE:NAME, several times for their sum; none: "
-        "the task's own",
+        help="exact, math, gsm8k, FILE.py:NAME, MODULE:NAME or a reward model, several times for "
+        "their sum; none: the task's own",
     )
     parser.add_argument("--problems", type=int, default=256, help="number of problems")
     parser.add_argument("--pass_k", type=int, default=0, help="k of pass@k; 0 leaves it out")

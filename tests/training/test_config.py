@@ -34,6 +34,16 @@ def as_saved(config):
     return json.loads(json.dumps(dataclasses.asdict(config)))
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("optimizer.learning_rate", "1e-5"), ("steps", 2.5), ("reward_timeout", [1]), ("seed", 0.5)],
+)
+def test_numbers_of_another_type_are_refused_by_name(name, value):
+    """YAML reads 1e-5 as text: it has a point in numbers with an exponent."""
+    with pytest.raises(TypeError, match=f"^{re.escape(name)} must be an? "):
+        config_of({name: value})
+
+
 def test_what_depends_on_the_policy_is_filled_in():
     small, large = TrainConfig(), TrainConfig(model="somewhere", task="x.jsonl", dtype="bfloat16")
     assert (small.rollout.max_new_tokens, large.rollout.max_new_tokens) == (8, 512)
@@ -345,6 +355,39 @@ def test_a_resumed_run_may_have_longer_prompts():
     asked = TrainConfig(rollout=RolloutConfig(max_episode_tokens=3000))
     with pytest.raises(ValueError, match=r"^rollout\.max_episode_tokens"):
         check_resumable(saved, with_choices(asked, saved))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {
+            "optimizer.schedule": "piecewise_constant_schedule",
+            "optimizer.schedule_options": {"boundaries_and_scales": {100: 0.1}},
+        },
+        {"lora.rank": 4, "lora.target_modules": ("q_proj", "v_proj")},
+    ],
+)
+def test_settings_that_json_has_another_type_for_are_the_same(options):
+    config = config_of(options)
+    check_resumable(as_saved(config), config)
+
+
+def test_a_file_may_be_named_in_several_ways(tmp_path, monkeypatch):
+    """By a path relative to the directory that the run was started in, or that it resumes in."""
+    names = {"model": "m", "task": "gsm8k:x.jsonl", "reward": ["exact", "r.py:f"], "tools": "t.py"}
+    saved = as_saved(TrainConfig(**names))
+    monkeypatch.chdir(tmp_path)
+    started_in = str(tmp_path / "there")
+    absolute = {
+        "model": f"{started_in}/m",
+        "task": f"gsm8k:{started_in}/x.jsonl",
+        "reward": ["exact", f"{started_in}/r.py:f"],
+        "tools": "there/t.py",
+    }
+    check_resumable(saved, TrainConfig(**absolute), started_in)
+    for name, value in absolute.items():
+        with pytest.raises(ValueError, match=f"^{name} must be"):
+            check_resumable(saved, TrainConfig(**names | {name: value}), str(tmp_path / "other"))
 
 
 def test_a_resumed_run_keeps_the_type_that_was_chosen():

@@ -99,13 +99,16 @@ def test_files_that_differ_have_different_fingerprints(tmp_path):
         assert len({fingerprint(tmp_path / "a"), *prints.values()}) == 5
 
 
+SLURM = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "8", "SLURM_PROCID": "0"}
+
+
 @pytest.mark.parametrize(
     ("environment", "several"),
     [
         ({}, False),
-        ({"SLURM_JOB_ID": "7", "SLURM_NTASKS": "8"}, False),  # the batch script, before srun
-        ({"SLURM_JOB_ID": "7", "SLURM_NTASKS": "8", "SLURM_PROCID": "0"}, True),
-        ({"SLURM_JOB_ID": "7", "SLURM_NTASKS": "1", "SLURM_PROCID": "0"}, False),
+        (SLURM, False),  # the batch script, outside srun
+        (SLURM | {"SLURM_STEP_NODELIST": "node[1-8]"}, True),
+        (SLURM | {"SLURM_STEP_NODELIST": "node1", "SLURM_NTASKS": "1"}, False),
         ({"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "1"}, True),
         ({"TPU_WORKER_HOSTNAMES": "a,b"}, True),
         ({"TPU_WORKER_HOSTNAMES": "localhost"}, False),
@@ -120,6 +123,13 @@ def test_schedulers_that_start_several_processes_are_found(environment, several)
 def test_a_process_number_without_a_coordinator_is_refused(folder, tmp_path):
     alone = DistributedConfig(process_id=1)
     with pytest.raises(ValueError, match="coordinator_address"):
+        train(config(folder, tmp_path / "run", distributed=alone))
+
+
+@pytest.mark.parametrize("address", ["localhost", "localhost:", "localhost:http"])
+def test_an_address_without_a_port_is_refused(folder, tmp_path, address):
+    alone = DistributedConfig(address, num_processes=1, process_id=0)
+    with pytest.raises(ValueError, match=r"coordinator_address must be HOST:PORT"):
         train(config(folder, tmp_path / "run", distributed=alone))
 
 

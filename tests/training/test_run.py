@@ -37,7 +37,7 @@ from twinkle_jax.training import (
     start,
     train,
 )
-from twinkle_jax.training.config import with_setting
+from twinkle_jax.training.config import from_dict, with_setting
 
 UPDATES = 4  # a step
 SHOWN = dataclasses.replace(EVERY_STEP, samples_every=2)
@@ -220,6 +220,37 @@ def test_another_run_can_be_gone_on_with_elsewhere(folder, uninterrupted, tmp_pa
     assert json.loads((tmp_path / "longer" / "config.json").read_text())["steps"] == 5
     assert lines(tmp_path / "longer")[:4] == lines(folder / "whole")
     assert len(lines(folder / "whole")) == 4
+
+
+def test_a_run_with_relative_paths_goes_on_from_anywhere(folder, tmp_path, monkeypatch):
+    monkeypatch.chdir(folder)
+    judged = EvaluationConfig(every=0, problems=4, path="held_out.jsonl")
+    names = {"model": "model", "task": "task.jsonl", "evaluation": judged}
+    names["lora"] = LoraSettings(rank=2)
+    relative = config(folder, tmp_path / "run", steps=1, **names)
+    before = train(relative, reward=Scorer())["accuracy_before"]
+    monkeypatch.chdir(tmp_path)
+    settings = from_dict(progress.saved_settings(tmp_path / "run"))
+    assert settings.task == str(folder / "task.jsonl")
+    resumed = train(dataclasses.replace(settings, steps=2, resume="auto"), reward=Scorer())
+    assert (resumed["steps"], resumed["accuracy_before"]) == (2, before)
+    monkeypatch.chdir(folder)
+    assert train(dataclasses.replace(relative, steps=3, resume="auto"), reward=Scorer())
+    monkeypatch.chdir(tmp_path)
+    export(tmp_path / "run", tmp_path / "exported")
+    for adapter in (tmp_path / "run" / "policy", tmp_path / "exported"):
+        assert load_policy(str(adapter)).base == str(folder / "model")
+
+
+def test_the_setting_that_the_user_has_changed_is_named(folder, tmp_path):
+    """Not one that has no effect without it."""
+    (tmp_path / "tools.py").write_text('def now() -> str:\n    """Tell the time."""\n')
+    turns = RolloutConfig(prompts=2, num_samples=4, max_new_tokens=4, max_turns=2)
+    changes = {"rollout": turns, "steps": 0, "update": update(micro_batch_tokens=2048)}
+    run_config = config(folder, tmp_path / "run", tools=str(tmp_path / "tools.py"), **changes)
+    train(run_config, reward=Scorer())
+    with pytest.raises(ValueError, match=r"^tools must be .* as in the run to resume, got None"):
+        train(dataclasses.replace(run_config, tools=None, resume="auto"), reward=Scorer())
 
 
 @pytest.mark.parametrize(

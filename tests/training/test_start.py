@@ -23,10 +23,12 @@ from twinkle_jax.training import (
     RolloutConfig,
     TrainConfig,
     UpdateConfig,
+    WarmStart,
     apply_gradients,
     make_recipe,
     small_policy,
     train_state,
+    warm_start,
 )
 from twinkle_jax.training.config import with_setting
 from twinkle_jax.training.display import Display
@@ -103,6 +105,16 @@ def test_examples_of_a_warm_start_are_prompts_with_their_answers():
     for example, labels in zip(examples, batch.labels, strict=True):
         answer = POLICY.tokenizer.encode(dict(example["user_data"])["ground_truth"])
         assert labels[labels != -100].tolist() == [*answer, POLICY.tokenizer.eos_token_id]
+
+
+def test_a_warm_start_ends_with_its_examples():
+    """It raised that max() has no argument."""
+    steps, settings = [], WarmStart(steps=3, rows=4, check_every=1)
+    examples = ArithmeticTask(1, size=4)[:]
+    warm_start(small_policy(0), examples, lambda p: 0.0, settings, lambda n, _: steps.append(n))
+    assert steps == [1]
+    with pytest.raises(ValueError, match=r"^examples must not be empty"):
+        warm_start(small_policy(0), [], lambda p: 0.0, settings)
 
 
 def test_an_adapter_gets_no_adapters(tmp_path):

@@ -506,6 +506,24 @@ def test_a_mismatch_may_only_warn():
     assert "must be finite" in describe_mismatch(metrics, warned.config)
 
 
+def test_no_mini_batch_is_learnt_from_if_any_log_probability_is_nan():
+    drawn = sampled()
+    made = recipe(mini_batches=4)
+    first, *_ = deal_rows(len(drawn.batch.tokens), made.config, (0, 0))
+    other = next(row for row in range(len(drawn.batch.tokens)) if row not in first)
+    logps = drawn.batch.old_logps.at[other, drawn.batch.labels[other] != -100].set(jnp.nan)
+    with pytest.raises(SamplerMismatchError, match="must be finite") as caught:
+        take_step(made, with_batch(drawn, old_logps=logps), compare_all=True)
+    jax.tree.map(np.testing.assert_array_equal, caught.value.state.params, fresh().params)
+
+
+def test_rows_that_mini_batches_cannot_share_equally_are_refused():
+    """Of a last batch that is smaller, say; rows after the last whole prompt were left out."""
+    for rows in (SAMPLES, 2 * SAMPLES + 1, 3 * SAMPLES):
+        with pytest.raises(ValueError, match=rf"^batch must .* 4 \* 2, got {rows} rows"):
+            list(deal_rows(rows, recipe().config, (0,)))
+
+
 def test_one_token_far_off_does_not_end_a_run():
     """As in bfloat16, where single tokens may differ by a nat and the mean by hundredths."""
     drawn = sampled()

@@ -524,11 +524,11 @@ class RunCheckpoints:
         """Save a step.
 
         Saving a step again replaces it. After `restore` of an earlier step, saving continues from
-        there, and later steps are deleted once the new one is complete. Otherwise, saving a step
-        before the newest is an error.
+        there, and later steps are deleted once the new one is complete. Without `restore`, the
+        first step to save must be after the newest in the directory.
 
         Args:
-            step: how many updates the arrays have had.
+            step: how many steps of the run are done.
             arrays: JAX arrays, typed keys among them, in any tree.
             facts: a dictionary that survives a round trip through JSON.
             wait: False returns as soon as the arrays are copied to the host, and may be donated.

@@ -1,15 +1,20 @@
 """Settings of a training run: a frozen dataclass whose fields are the command's options.
 
-A `TrainConfig` is valid: its constructor raises for invalid values, and fills in `auto` ones that
-do not depend on the devices. A new setting is one field with its range, whether a resumed run may
-change it, its line of documentation, and its use.
+A `TrainConfig` is valid: its constructor raises a ValueError or a TypeError for invalid values, and
+fills in `auto` ones that do not depend on the devices. A new setting is one field with its range,
+whether a resumed run may change it, its line of documentation, and its use.
 """
 
 import dataclasses
+import json
 import math
+import os
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, is_dataclass
+from numbers import Integral, Real
+from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import jax
@@ -40,6 +45,7 @@ from twinkle_jax.training.tracking import Trackers
 
 _BUILT_IN_SCHEDULES = ("constant", "linear", "cosine")
 _FLOAT32 = np.finfo(np.float32)
+_NUMBERS: Mapping[type, type] = {int: Integral, float: Real}
 Options = dict[str, Any]
 """Hyper-parameters by name, of an estimator or an optimizer."""
 
@@ -51,7 +57,8 @@ class UpdateConfig:
     Attributes:
         advantage: name of the estimator: grpo, rloo, maxrl, opo, remax, reinforce_plus_plus,
             reinforce (no baseline), ...; auto: maxrl for the built-in policy, whose rare right
-            answers it weighs most; grpo for a checkpoint, or with a scale or options.
+            answers it weighs most; grpo for a checkpoint, or with an environment, a scale or
+            options.
         advantage_options: hyper-parameters of the estimator, such as k of pass_at_k and pkpo.
         scale: what advantages are divided by, for estimators that have a scale; auto: group.
         loss: name of the loss: grpo, dapo, bnpo, dr_grpo, cispo, gspo, sapo or ppo.
@@ -174,9 +181,9 @@ class MeshConfig:
             layer runs (least memory), or once before and once after all of them, which takes room
             for all parameters and gradients on each device and is not for tensor; auto: once for
             the built-in policy, layers for a checkpoint.
-        memory: GiB of each device that the run may use; none: what GPUs and TPUs report. The
-            memory of a step is computed before the first one, and automatic settings are reduced
-            until they fit; on CPUs only if this is set.
+        memory: GiB of each device that the run may use; none: 92 % of what GPUs and TPUs report.
+            The memory of a step is computed before the first one, and automatic settings are
+            reduced until they fit; on CPUs only if this is set.
     """
 
     data: int = at_least(1, default=1)
@@ -211,7 +218,7 @@ class EvaluationConfig:
 
     Attributes:
         every: steps between evaluations; 0: only before the first step and after the last.
-        problems: number of held-out problems.
+        problems: number of held-out problems; of a file, the first ones.
         path: a file of held-out problems, for tasks from files, which are not evaluated without it.
         pass_k: k of pass@k; 0 evaluates greedily alone.
         reward: in place of the training reward, and named like it; an answer is right if its reward
@@ -415,12 +422,14 @@ def from_dict(saved: Mapping[str, Any]) -> TrainConfig:
     Raises:
         ValueError: as `TrainConfig`, and for a section that is not a dictionary of settings. None,
             which YAML has for a section without any, stands for the defaults.
+        TypeError: as `TrainConfig`, and for an unknown setting.
     """
     values = dict(saved)
     for part in fields(TrainConfig):
         if not callable(part.default_factory):
             continue
-        settings = values.get(part.name) or {}
+        settings = values.get(part.name)
+        settings = {} if settings is None else settings
         if not isinstance(settings, Mapping):
             raise ValueError(not_a_section(part.name, settings))
         values[part.name] = part.default_factory(**settings)
@@ -574,6 +583,9 @@ def _check_values(config: Any, prefix: str = "") -> None:
             continue  # stands for no limit, or is replaced later
         elif get_origin(hint) is Literal and value not in get_args(hint):
             raise ValueError(f"{name} must be one of {', '.join(get_args(hint))}, got {value!r}")
+        elif valid is not None and not isinstance(value, _NUMBERS.get(hint, object) | None):
+            kind = "an integer" if hint is int else "a number"
+            raise TypeError(f"{name} must be {kind}, got {value!r}")
         elif valid is not None and (value is None or not valid.contains(value)):
             raise ValueError(f"{name} must be {valid.description}, got {value}")
         elif name != "seed":  # whose range is that of unsigned integers
@@ -695,26 +707,53 @@ def check_learning_rates(config: TrainConfig) -> None:
 # Resuming a run.
 
 
-def check_resumable(saved: Mapping[str, Any], config: TrainConfig) -> None:
+def check_resumable(
+    saved: Mapping[str, Any], config: TrainConfig, started_in: str | None = None
+) -> None:
     """Raise if a setting that must not change differs from that of the run to resume.
 
     Args:
-        saved: `dataclasses.asdict` of the configuration in the checkpoint.
+        saved: `dataclasses.asdict` of the configuration in the checkpoint, read back from JSON.
         config: of the run that resumes.
+        started_in: the directory that relative paths in `saved` are of; None: the current one.
 
     Raises:
         ValueError: with the name of the first setting that differs.
     """
-    current = flat(dataclasses.asdict(config))
+    # JSON has lists for tuples, and strings for the numbers that are keys.
+    current = flat(json.loads(json.dumps(dataclasses.asdict(config))))
     for name, before in flat(saved).items():
         # The learning rate of a step depends on their number, unless it is constant.
         fixed = name == "steps" and config.optimizer.schedule != "constant"
-        if (fixed or not _may_change(name)) and current.get(name) != before:
+        now = current.get(name)
+        if (fixed or not _may_change(name)) and not is_same(before, now, started_in):
             reason = f": optimizer.schedule={config.optimizer.schedule} depends on it"
             raise ValueError(
-                f"{name} must be {before!r} as in the run to resume, got {current.get(name)!r}"
+                f"{name} must be {before!r} as in the run to resume, got {now!r}"
                 + (reason if fixed else "")
             )
+
+
+def is_same(before: Any, now: Any, started_in: str | None) -> bool:
+    """Whether two values of a setting are equal, or name the same file; see `check_resumable`."""
+    if isinstance(before, list) and isinstance(now, list) and len(before) == len(now):
+        return all(is_same(*pair, started_in) for pair in zip(before, now, strict=True))
+    if not isinstance(before, str) or not isinstance(now, str):
+        return before == now
+    here = os.getcwd()
+    return before == now or path_from(started_in or here, before) == path_from(here, now)
+
+
+def file_in(value: str) -> str:
+    """The file in `FILE`, `gsm8k:FILE`, `FILE.py:NAME` or `trl:FILE.py:NAME`."""
+    code = re.search(r"(?:^(?:trl|gym):|^)(.*\.py)(?::|$)", value)
+    return code.group(1) if code else value.removeprefix("gsm8k:")
+
+
+def path_from(directory: str, value: str) -> str:
+    """Make the path in a setting absolute, which may be relative to a directory."""
+    file = file_in(value)
+    return value.replace(file, str(Path(directory, os.path.expanduser(file))), 1)
 
 
 def _may_change(name: str) -> bool:

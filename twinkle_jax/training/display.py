@@ -48,7 +48,7 @@ def one_line(text: str, *, limit: int = 400, encoding: str = "utf-8") -> str:
 
     Args:
         text: any text, such as model output.
-        limit: maximum characters; the middle of longer text is left out.
+        limit: characters of the text to show; of longer text, the middle is left out.
         encoding: of the terminal; characters outside it are escaped.
 
     Returns:
@@ -186,10 +186,10 @@ class Display:
         self._failures: set[str] = set()
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Show a step's reward, length, KL and speed, if the metrics have them.
+        """Show a step's reward, length, turns, KL, speed and evaluation, as far as they are known.
 
         Args:
-            step: how many updates are done.
+            step: how many steps are done.
             metrics: by their names in `metrics.jsonl`.
         """
         shown = "  ".join(text.format(metrics[x]) for x, text in _SHOWN.items() if x in metrics)

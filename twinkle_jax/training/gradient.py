@@ -186,8 +186,9 @@ def grad_step(
         The state with added gradients, and the sums of the micro-batch.
 
     Raises:
-        ValueError: if shapes differ, a token on the host is outside the vocabulary, or the mesh
-            does not divide the rows or the key-value heads.
+        ValueError: if shapes differ, a token on the host is outside the vocabulary, the mesh does
+            not divide the rows or the key-value heads, the temperature is not above 0, or `packing`
+            is given with a teacher's tokens.
         TypeError: if tokens or labels are not integers, the loss cannot be called, or `key` is not
             a typed key.
     """

@@ -54,7 +54,8 @@ def connect(settings: DistributedConfig) -> None:
     Raises:
         ConnectionError: if the port is taken. If not all processes connect in time, this one exits
             with status 1.
-        ValueError: if JAX finds no cluster, or only some settings are given.
+        ValueError: if the address is not HOST:PORT, JAX finds no cluster, or only some settings are
+            given.
     """
     if jax.distributed.is_initialized():
         return
@@ -69,8 +70,14 @@ def connect(settings: DistributedConfig) -> None:
                 )
         if not started_as_one_of_several(os.environ):
             return
-    if settings.process_id == 0 and address not in (None, "auto"):
-        _check_port(address)
+    if address not in (None, "auto"):
+        port = address.rpartition(":")[2]
+        if ":" not in address or not port.isdigit():
+            raise ValueError(
+                f"distributed.coordinator_address must be HOST:PORT or auto, got {address!r}"
+            )
+        if settings.process_id == 0:
+            _check_port(address, int(port))
     limit = settings.connect_timeout
     # After its own timeout JAX aborts the process, with a stack trace instead of an explanation.
     watch = threading.Timer(limit, _end_waiting, (address or "the coordinator", limit))
@@ -96,14 +103,12 @@ def connect(settings: DistributedConfig) -> None:
         watch.cancel()
 
 
-def _check_port(address: str) -> None:
+def _check_port(address: str, port: int) -> None:
     """Raise if the port is taken: JAX's server crashes the process then."""
-    port = address.rpartition(":")[2]
-    if port.isdigit():
-        try:
-            socket.create_server(("", int(port))).close()
-        except (OSError, OverflowError) as error:
-            raise _port_error(address, error) from error
+    try:
+        socket.create_server(("", port)).close()
+    except (OSError, OverflowError) as error:
+        raise _port_error(address, error) from error
 
 
 def _port_error(address: str, error: BaseException) -> ConnectionError:
@@ -136,8 +141,8 @@ def started_as_one_of_several(environment: Mapping[str, str]) -> bool:
     """
     tasks = ("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE")
     if any(int(environment.get(name) or 1) > 1 for name in tasks):
-        # A batch script has SLURM's variables too: only srun starts tasks, with a number each.
-        return "SLURM_PROCID" in environment or "OMPI_COMM_WORLD_RANK" in environment
+        # A batch script has SLURM's variables too, with the number 0: only srun starts a step.
+        return bool({"SLURM_STEP_NODELIST", "OMPI_COMM_WORLD_RANK"} & environment.keys())
     for name in ("TPU_PROCESS_ADDRESSES", "TPU_WORKER_HOSTNAMES"):
         if "," in environment.get(name, ""):
             return True

@@ -142,8 +142,9 @@ def _micro_batch_lines(lines: int, most: int, shards: int, several: bool) -> int
     """Choose the number of lines in a micro-batch, at most `most` on each device.
 
     Each number is compiled, so it should change little with the batch, and few lines should stay
-    empty. A batch is cut into at least four micro-batches: of as many lines as the budget allows if
-    it is large, else of a power of two. The last micro-batch is half empty on average.
+    empty. A batch of at least four lines is cut into four micro-batches or more: of as many lines
+    as the budget allows if it is large, else of a power of two. The last micro-batch is half empty
+    on average.
 
     On several devices each micro-batch costs a transfer of gradients, and without packing each may
     have a width of its own. There a small batch is cut into as few micro-batches as the budget

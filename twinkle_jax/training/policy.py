@@ -46,6 +46,7 @@ from twinkle_jax.rollout import hosts
 from twinkle_jax.sampler.jax_sampler import key_of_seed
 from twinkle_jax.training.by_name import make_optimizer
 from twinkle_jax.training.gradient import grad_step
+from twinkle_jax.training.progress import holds_run, started_in
 from twinkle_jax.training.state import apply_gradients, begin_training
 
 _CHARACTERS = "0123456789+-*()="
@@ -108,9 +109,10 @@ def load_policy(
     Args:
         path_or_id: a Hugging Face checkpoint, or an adapter in PEFT's format, which names its base:
             a directory, or a hub id. A relative one is that of the current directory, as in PEFT,
-            or else of the adapter's. The built-in policy that a run's adapters belong to is in
-            the directory of the run, or of its export, wherever that is now. The tokenizer beside
-            an adapter replaces that of its base.
+            or else of the adapter's, or of the one that its run was started in. The built-in policy
+            that a run's adapters belong to is in the directory of the run, or of its export,
+            wherever that is now. A tokenizer beside an adapter that has a chat template replaces
+            that of its base.
         mesh: devices to place the parameters on; None for one device.
         argument: what errors call `path_or_id`.
 
@@ -138,17 +140,21 @@ def load_policy(
     named = f"base_model_name_or_path of {place / ADAPTER_CONFIG}"
     run = place.resolve().parent
     # The base of a run or an export may have been moved, and another be where it was.
-    own = run / "base" if place.resolve() == run / "policy" else place.resolve() / "base"
-    if Path(base).name == "base" and Path(base).is_absolute() and own.is_dir():
-        base = str(own)
+    base_here = run / "base" if place.resolve() == run / "policy" else place.resolve() / "base"
+    if Path(base).name == "base" and Path(base).is_absolute() and base_here.is_dir():
+        base = str(base_here)
     elif not Path(base).expanduser().is_dir():
-        beside = (place / base).resolve()
-        if beside.is_dir():
+        places: list[str | Path | None] = [place]
+        if place.resolve() == run / "policy" and holds_run(run):
+            places.append(started_in(run))
+        paths = [Path(directory, base).resolve() for directory in places if directory is not None]
+        beside = next(filter(Path.is_dir, paths), None)
+        if beside is not None:
             base = str(beside)
         elif not Path(base).is_absolute():
             named += f", looked for in {Path.cwd()} and in {place.resolve()},"
         elif Path(base).name == "base":
-            named += f", looked for there and in {own},"
+            named += f", looked for there and in {base_here},"
     base_policy = _load_checkpoint(base, mesh, named, tuned)
     lora, adapter = load_adapter(place, base_policy.config)
     return attach_adapter(base_policy, lora, adapter, base=base, mesh=mesh)
@@ -320,18 +326,24 @@ def warm_start(
     Args:
         policy: to train.
         examples: prompts with ground truths, which are the answers; or conversations with turns of
-            the assistant.
+            the assistant. Each is used once.
         accuracy: on held-out problems.
         settings: when to stop, and the optimizer's.
         report: called with the step and the accuracy of each evaluation.
         mesh: of the parameters; None for one device.
 
     Returns:
-        The policy, once its accuracy reaches `settings.accuracy`, or after the last step.
+        The policy, once its accuracy reaches `settings.accuracy`, or after the last step or the
+        last example.
+
+    Raises:
+        ValueError: if there are no examples.
     """
+    if not len(examples):
+        raise ValueError("examples must not be empty, got none")
     optimizer = make_optimizer("adam", b2=0.99)
     state = begin_training(policy.params, optimizer, mesh)
-    for step in range(settings.steps):
+    for step in range(min(settings.steps, -(-len(examples) // settings.rows))):
         start = step * settings.rows
         batch = example_batch(policy.template, examples[start : start + settings.rows])
         state, _ = grad_step(state, batch, policy.config, CrossEntropyLoss())

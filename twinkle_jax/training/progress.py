@@ -4,7 +4,6 @@ import dataclasses
 import json
 import os
 import platform
-import re
 import shutil
 import signal
 import socket
@@ -23,9 +22,17 @@ import jax
 from twinkle_jax.data import PromptLoader
 from twinkle_jax.model import Params
 from twinkle_jax.model.huggingface.saving import names_path
+from twinkle_jax.reward.reward import REWARDS
 from twinkle_jax.rollout.hosts import InterruptedRunError
-from twinkle_jax.training.checkpoint import RunCheckpoints
-from twinkle_jax.training.config import TrainConfig, check_resumable, with_choices
+from twinkle_jax.training.checkpoint import RunCheckpoints, read_facts
+from twinkle_jax.training.config import (
+    TrainConfig,
+    check_resumable,
+    file_in,
+    is_same,
+    path_from,
+    with_choices,
+)
 from twinkle_jax.training.state import TrainState
 from twinkle_jax.training.tracking import FILE, TRACKER_FILES, file_is_locked, open_locked
 
@@ -85,15 +92,27 @@ def save(
     config: TrainConfig,
     *,
     base: str | None = None,
+    started_in: str | None = None,
     wait: bool = True,
 ) -> None:
-    """Save a checkpoint; `base` is for `check_base`, `wait` that of `RunCheckpoints.save`."""
+    """Save a checkpoint.
+
+    Args:
+        checkpoints: of the run.
+        progress: after a step.
+        reference: parameters of the reference policy; None without one.
+        config: of the run.
+        base: fingerprint of the frozen parameters, for `check_base`; None if there are none.
+        started_in: the directory that relative paths in `config` are of.
+        wait: as for `RunCheckpoints.save`.
+    """
     facts = {
         "totals": dataclasses.asdict(progress.totals),
         "data": progress.data,
         "config": json.loads(json.dumps(dataclasses.asdict(config))),
         "versions": package_versions(),
         "base": base,
+        "started_in": started_in,
     }
     checkpoints.save(progress.step, arrays_of(progress, reference), facts, wait=wait)
 
@@ -128,16 +147,18 @@ def restore(
     """
 
     def check(facts: dict[str, Any]) -> None:
-        check_resumable(facts["config"], config)
+        check_resumable(facts["config"], config, facts.get("started_in"))
         check_base(facts, base)
         loader.set_state(facts["data"])
 
     step, arrays, facts = checkpoints.restore(arrays_of(fresh, reference), check=check)
     totals = Totals(**facts["totals"])
-    settings_changed = held_out_settings(facts["config"]) != held_out_settings(
-        dataclasses.asdict(config)
+    before, now = facts["config"]["evaluation"], dataclasses.asdict(config.evaluation)
+    is_judged_alike = all(
+        is_same(before.get(name), now[name], facts.get("started_in"))
+        for name in ("problems", "path", "reward")
     )
-    if settings_changed or totals.held_out not in (None, held_out):
+    if not is_judged_alike or totals.held_out not in (None, held_out):
         totals = dataclasses.replace(totals, accuracy_before=None, reward_before=None)
     progress = Progress(arrays["state"], arrays["key"], step, totals, facts["data"])
     return progress, arrays.get("reference", reference)
@@ -150,11 +171,6 @@ def check_base(facts: Mapping[str, Any], base: str | None) -> None:
             "model must have the parameters that the run's adapters were trained on, got others in "
             f"its files: {facts['config']['model'] or 'base'}"
         )
-
-
-def held_out_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings on which a run's accuracy depends, and which a resumed run may change."""
-    return {name: settings["evaluation"].get(name) for name in ("problems", "path", "reward")}
 
 
 def arrays_of(progress: Progress, reference: Params | None) -> dict[str, Any]:
@@ -447,6 +463,19 @@ def _exit(status: int) -> None:
 # The directory of a run.
 
 
+def check_settings(config: TrainConfig, directory: Path) -> None:
+    """Raise if a setting differs from that of the run to resume in `directory`, if there is one.
+
+    Raises:
+        ValueError: with the name of the first setting that differs, or if `resume` names a
+            directory without a run.
+    """
+    source = run_to_resume(config.resume, directory)
+    if source is not None:
+        saved = saved_settings(source)
+        check_resumable(saved, with_choices(config, saved))
+
+
 def prepare_directory(config: TrainConfig, directory: Path) -> Path | None:
     """Find the run to resume, or empty the directory for a new one if the settings allow it.
 
@@ -467,8 +496,6 @@ def prepare_directory(config: TrainConfig, directory: Path) -> Path | None:
     if source is None:
         _make_empty(config, directory)
         return None
-    saved = saved_settings(source)
-    check_resumable(saved, with_choices(config, saved))
     if source.resolve() != directory.resolve():
         _make_empty(config, directory, source)
     return source
@@ -491,12 +518,51 @@ def run_to_resume(resume: str, directory: Path) -> Path | None:
     raise ValueError(f"resume must be auto, never or the directory of a run, got {source}")
 
 
-def saved_settings(source: Path) -> Mapping[str, Any]:
-    """Read the settings that a run was started with."""
+_WITH_FILES = ("model", "environment", "tools", "task", "reward", "path")
+_WITHOUT_FILES = ("arithmetic", "environment", *REWARDS)
+
+
+def saved_settings(source: Path) -> dict[str, Any]:
+    """Read the settings of a run.
+
+    Files that are not here are looked for in the directory that the run was started in.
+    """
+    settings, directory = _read_settings(source), started_in(source)
+    return settings if directory is None else _with_files(settings, directory)
+
+
+def started_in(run: Path) -> str | None:
+    """Return the directory that a run was started in; None if no checkpoint says it."""
+    for path in sorted((run / "checkpoints").glob("step_*/facts.json"), reverse=True):
+        with suppress(OSError, ValueError):
+            directory: str | None = read_facts(path.parent).get("started_in")
+            return directory
+    return None
+
+
+def _read_settings(source: Path) -> dict[str, Any]:
     settings = json.loads((source / "config.json").read_text(encoding="utf-8"))
     if not isinstance(settings, dict):
         raise ValueError(f"{source / 'config.json'} must hold a run's settings, got {settings!r}")
     return settings
+
+
+def _with_files(settings: Mapping[str, Any], directory: str) -> dict[str, Any]:
+    """Make paths absolute that are relative to another directory than the current one."""
+
+    def find(value: Any) -> Any:
+        if isinstance(value, list):
+            return [find(part) for part in value]
+        if not isinstance(value, str) or value in _WITHOUT_FILES:
+            return value
+        there = path_from(directory, value)
+        is_here = Path(file_in(value)).expanduser().exists()
+        return there if not is_here and Path(file_in(there)).exists() else value
+
+    located = {name: find(x) if name in _WITH_FILES else x for name, x in settings.items()}
+    if isinstance(settings.get("evaluation"), dict):
+        located["evaluation"] = _with_files(settings["evaluation"], directory)
+    return located
 
 
 def read_summary(directory: Path) -> dict[str, Any]:
@@ -531,16 +597,10 @@ def _has_not_begun(directory: Path) -> bool:
 def holds_run(directory: Path) -> bool:
     """Whether `config.json` has a run's settings: checkpoints have a file of this name as well."""
     try:
-        settings = saved_settings(directory)
+        settings = _read_settings(directory)
     except (OSError, ValueError):
         return False
     return {"rollout", "update", "optimizer"} <= settings.keys()
-
-
-def _file_of(value: str) -> Path:
-    """The file in `FILE`, `gsm8k:FILE`, `FILE.py:NAME` or `trl:FILE.py:NAME`."""
-    code = re.search(r"(?:^(?:trl|gym):|^)(.*\.py)(?::|$)", value)
-    return Path(code.group(1) if code else value.removeprefix("gsm8k:")).expanduser()
 
 
 def _make_empty(config: TrainConfig, directory: Path, source: Path | None = None) -> None:
@@ -591,7 +651,7 @@ def _check_may_be_emptied(config: TrainConfig, directory: Path, source: Path | N
         ("tools", config.tools),
     ]
     for name, value in needed:
-        path = None if value is None else _file_of(str(value))
+        path = None if value is None else Path(file_in(str(value))).expanduser()
         if path and path.exists() and path.resolve().is_relative_to(directory.resolve()):
             raise FileExistsError(
                 f"output_dir must not hold {name}, which would be deleted, got {directory}"

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import shutil
 import time
 from collections.abc import Callable
@@ -37,6 +38,7 @@ from twinkle_jax.training.progress import (
     Totals,
     arrays_of,
     check_base,
+    check_settings,
     holds_run,
     prepare_directory,
     read_summary,
@@ -83,13 +85,14 @@ def train(config: TrainConfig, *, reward: RewardFunction | None = None) -> dict[
 
     Returns:
         What `summary.json` holds: `accuracy_before`, `accuracy_after`, `reward_before`,
-        `reward_after`, `steps`, `seconds`, `step_time`, and `interrupted` where a signal ended the
-        run early.
+        `reward_after`, `steps`, `seconds`, `step_time`, and `interrupted`: whether a signal ended
+        the run early, which then writes no `summary.json`.
 
     Raises:
         ValueError: if the configuration does not fit the run to resume, or the task; or if
             `output_dir` is not in UTF-8.
-        FileExistsError: if `output_dir` holds something, with neither `resume` nor `overwrite`.
+        FileExistsError: if `output_dir` holds a run, with neither `resume` nor `overwrite`, or
+            anything else; or if a run uses it, or it is a file.
         RuntimeError: if the sampler does not sample from the trained policy, or too many gradients
             in a row were not finite; the last finished step is saved. If the policy's logits are no
             longer finite; the message names the checkpoints from before. With several processes,
@@ -97,13 +100,15 @@ def train(config: TrainConfig, *, reward: RewardFunction | None = None) -> dict[
             last finished one.
         ConnectionError: if the processes do not find each other.
     """
+    # Absolute, since environments may change the working directory.
+    directory, started_in = Path(config.output_dir).expanduser().absolute(), os.getcwd()
+    # First: a run without its tools, say, has other settings that would have no effect.
+    check_settings(config, directory)
     check_effects(config)
     connect(config.distributed)
     mesh = config.mesh
     find_devices(mesh.data, mesh.fsdp, mesh.tensor)  # raises before anything is written
     check_learning_rates(config)
-    # Absolute, since environments may change the working directory.
-    directory = Path(config.output_dir).expanduser().absolute()
     try:
         str(directory).encode()
     except UnicodeEncodeError as error:
@@ -118,8 +123,10 @@ def train(config: TrainConfig, *, reward: RewardFunction | None = None) -> dict[
         config = with_choices(config, saved_settings(source))
 
     def write(progress: Progress, *, wait: bool) -> None:
-        reference = run.recipe.reference
-        save(run.checkpoints, progress, reference, run.config, base=run.base, wait=wait)
+        save(
+            run.checkpoints, progress, run.recipe.reference, run.config,
+            base=run.base, started_in=started_in, wait=wait,
+        )  # fmt: skip
 
     def settle(*, wait: bool) -> None:
         (run.checkpoints.finish if wait else run.checkpoints.poll)()
@@ -466,7 +473,8 @@ def export(
         FileNotFoundError: if there is no run, or no valid checkpoint.
         FileExistsError: if `target` holds something, without `overwrite`; or is the base of the
             run's adapters.
-        ValueError: if the base of the run's adapters is another one now.
+        ValueError: if `step` has no valid checkpoint, or the base of the run's adapters is another
+            one now.
     """
     path, run = Path(target).expanduser(), Path(directory).expanduser()
     if path.exists() and (not path.is_dir() or any(path.iterdir())) and not overwrite:

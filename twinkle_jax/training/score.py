@@ -251,6 +251,11 @@ def score_batch(
 
     Returns:
         The scores, at every position with a label.
+
+    Raises:
+        ValueError: if shapes differ, a token on the host is outside the vocabulary, the temperature
+            is not above 0, or `packing` is given with `with_logits`.
+        TypeError: if tokens or labels are not integers.
     """
     batch = check_batch(batch, config.vocab_size)
     if packing is not None and with_logits:

@@ -295,7 +295,7 @@ def describe_mismatch(metrics: dict[str, float], config: TrainConfig) -> str | N
     if mean <= config.update.max_logp_diff and outside <= config.update.max_outside_band:
         return None
     if math.isnan(mean):
-        return "the trainer's log-probabilities must be finite, got NaN where the sampler's are not"
+        return "the sampler's and the trainer's log-probabilities must be finite, got NaN"
     return (
         "the sampler's log-probabilities must match the trainer's to within update.max_logp_diff="
         f"{config.update.max_logp_diff:g} nats on average, with at most update.max_outside_band="
@@ -320,9 +320,9 @@ def learn(
     """Update a policy from a batch; the state is donated, and nothing comes back to the host.
 
     An update whose gradient is exactly 0, since no prompt in it has a signal and the loss has no
-    other term, is skipped: Adam's moments would still move the parameters. All are
-    skipped where the sampler's log-probabilities are too far from the trainer's and
-    `update.on_mismatch` is `stop`.
+    other term, is skipped: Adam's moments would still move the parameters. All are skipped where
+    the sampler's log-probabilities are NaN or too far from the trainer's, and `update.on_mismatch`
+    is `stop`.
 
     Args:
         state: donated: do not use it after the call.
@@ -336,6 +336,9 @@ def learn(
 
     Returns:
         The state after `epochs * mini_batches` updates, and what they did.
+
+    Raises:
+        ValueError: if the prompts of the batch cannot be dealt out equally to the mini-batches.
     """
     config, learnt = recipe.config, Learnt([], [], mismatch)
     if row_lengths is None:
@@ -393,7 +396,7 @@ def score(
     width = batch.tokens.shape[1]
     all_rows = np.arange(len(batch.tokens), dtype=np.int32)
     scores = []
-    for rows in np.split(all_rows, recipe.config.update.mini_batches):
+    for rows in np.array_split(all_rows, recipe.config.update.mini_batches):
         parts = (
             score_batch(
                 params,
@@ -416,6 +419,11 @@ def score(
 def deal_rows(rows: int, config: TrainConfig, seed: tuple[int, ...]) -> Iterator[IntRows]:
     """Deal prompts to mini-batches at random, depending on the seed alone."""
     group = config.rollout.num_samples * config.rows_each
+    if rows % (group * config.update.mini_batches):
+        raise ValueError(
+            "batch must have a multiple of the rows of a prompt times update.mini_batches, "
+            f"{group} * {config.update.mini_batches}, got {rows} rows"
+        )
     for epoch in range(config.update.epochs):
         order = np.random.default_rng([*seed, epoch]).permutation(rows // group)
         for chosen in np.split(order, config.update.mini_batches):
@@ -495,8 +503,8 @@ def _label_rows(batch: Batch, members: Bool[Array, " rows"]) -> Batch:
 def sampler_matches(mismatch: SamplerMismatch, limits: Float[Array, "2"]) -> Bool[Array, ""]:
     """Return whether the sampler's log-probabilities are within the limits of the trainer's."""
     differences = mismatch.metrics()
-    too_far = differences["logp_diff/mean"] > limits[0]
-    return ~(too_far | (differences["ratio_outside"] > limits[1]))
+    close = differences["logp_diff/mean"] <= limits[0]  # not so for NaN
+    return close & (differences["ratio_outside"] <= limits[1])
 
 
 @jax.jit
