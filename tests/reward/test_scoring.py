@@ -285,6 +285,19 @@ def test_the_shorter_time_limit_of_a_sum_counts():
     assert compute_rewards(WeightedReward([slow], timeout=None), completions("a")) == [1.0]
 
 
+@pytest.mark.parametrize("timeout", [None, 1e4])
+def test_a_sum_that_is_called_has_its_own_limit_only(timeout, monkeypatch):
+    limits = []
+    join = threading.Thread.join
+    monkeypatch.setattr(
+        threading.Thread,
+        "join",
+        lambda thread, timeout=None: (limits.append(timeout), join(thread, timeout))[1],
+    )
+    assert WeightedReward([returns([1.0])], timeout=timeout)(completions("a")) == [1.0]
+    assert limits == ([] if timeout is None else [timeout])
+
+
 @pytest.mark.parametrize(
     ("rewards", "weights", "error", "message"),
     [
