@@ -84,6 +84,13 @@ def test_stop_tokens_are_ids(wrong):
         _ = tokenizer.stop_token_ids
 
 
+@pytest.mark.parametrize("wrong", [5, ["<|end|>"], {"content": 3}])
+def test_special_tokens_that_are_no_text_are_refused(wrong):
+    tokenizer = Tokenizer(small_tokenizer().backend, {"eos_token": wrong})
+    with pytest.raises(ValueError, match=r"^eos_token must be text"):
+        _ = tokenizer.eos_token_id
+
+
 def test_several_templates_and_tokens_with_flags():
     config = {
         "chat_template": [

@@ -60,8 +60,8 @@ class Batch(NamedTuple):
 def check_batch(batch: Batch, vocab_size: int) -> Batch:
     """Convert lists and NumPy arrays, and check shapes and types against the tokens.
 
-    Integers on the host are checked before they are cast to int32. Where they are on a device, an
-    id outside the vocabulary makes its row NaN.
+    Integers on the host are checked before they are cast to int32. Where they are on a device, a
+    token outside the vocabulary makes hidden states NaN, from its position on at least.
 
     Raises:
         ValueError: for another shape than the tokens', or ids outside the vocabulary.

@@ -87,7 +87,7 @@ class Tokenizer:
 
         Raises:
             ValueError: if a file is missing or cannot be read.
-            ImportError: if tokenizers is not installed.
+            ImportError: if tokenizers is not installed, or huggingface_hub for a hub id.
         """
         require("tokenizers", "data")
         import tokenizers
@@ -215,6 +215,8 @@ class Tokenizer:
         token = token.get("content") if isinstance(token, Mapping) else token
         if token is None:
             return None
+        if not isinstance(token, str):
+            raise ValueError(f"{name} must be text, or have it as 'content', got {token!r:.80}")
         id_ = self.backend.token_to_id(token)
         if id_ is None:
             raise ValueError(f"{name} must be a token of the vocabulary, got {token!r}")

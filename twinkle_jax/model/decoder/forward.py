@@ -146,8 +146,9 @@ def hidden_states(
     Args:
         params: the tree that `parameter_shapes` describes.
         config: the decoder; static under `jax.jit`.
-        tokens: token ids. Padding may hold anything; an id outside the vocabulary makes its row
-            NaN, as does a token beyond the longest row of its rotary scaling.
+        tokens: token ids. Padding may hold anything. An id outside the vocabulary makes its row NaN
+            from there on, and maybe before, as does a token beyond the longest row of its rotary
+            scaling.
         mask: True for tokens, False for padding, on either side of a row or between tokens (which
             are then neighbours). None: everything is a token.
         positions: rotary positions; by default they count tokens, from 0 in each segment.
