@@ -176,8 +176,8 @@ def hidden_states(
     Raises:
         ValueError: if shapes differ, the devices do not support this attention, the mesh does not
             divide the rows or the key-value heads, or a decoder without experts gets a routing.
-        TypeError: if tokens, positions, segment ids or the routing are not integers, or the mask
-            not boolean.
+        TypeError: if tokens, positions, segment ids or the routing are not integers, the mask not
+            boolean, or `compute_dtype` not a floating-point type.
 
     Example:
         >>> import jax, jax.numpy as jnp

@@ -46,6 +46,9 @@ class LoraConfig:
         use_rslora: whether to divide by the square root of `r` instead.
         lora_dropout: dropout rate of the adapters' inputs in training, in [0, 1).
 
+    Raises:
+        ValueError: for a value of another type, or out of range.
+
     Example:
         >>> LoraConfig(r=16, lora_alpha=32).scale
         2.0
@@ -203,7 +206,11 @@ def with_adapter(
 
 
 def merge_adapter(params: Params) -> dict[str, Any]:
-    """Add adapters to the kernels that they change, and remove them; kernels keep their type."""
+    """Add adapters to the kernels that they change, and remove them; kernels keep their type.
+
+    Raises:
+        ValueError: if an adapter has no `lora_scale`, which `with_adapter` adds.
+    """
     merged: dict[str, Any] = {}
     for key, value in params.items():
         if isinstance(value, Mapping):
@@ -293,8 +300,9 @@ def with_dropout(params: Mapping[str, Any], keys: Key[Array, "batch time"]) -> d
         if RATE in tree:
             layers = jnp.arange(len(tree[RATE]), dtype=jnp.int32)
             # Each projection has its own number, so that no two of them share noise.
-            own = jax.vmap(jax.random.fold_in, (0, None))(keys, projection)
-            out[KEYS] = jax.vmap(jax.vmap(jax.random.fold_in, (0, None)), (None, 0))(own, layers)
+            of_tokens = jax.vmap(jax.random.fold_in, (0, None))(keys, projection)
+            of_layers = jax.vmap(jax.vmap(jax.random.fold_in, (0, None)), (None, 0))
+            out[KEYS] = of_layers(of_tokens, layers)
             projection += 1
         return out
 
