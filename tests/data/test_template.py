@@ -256,6 +256,12 @@ def test_calls_of_a_sampled_message_are_not_written_again():
     assert two["messages"][1] == read
 
 
+@pytest.mark.parametrize("wrong", ["2+3=", [{"role": "user", "content": "2+3="}]])
+def test_what_is_no_trajectory_is_refused(wrong):
+    with pytest.raises(TypeError, match="dictionary with 'messages'"):
+        Template(small_tokenizer()).encode(wrong)
+
+
 def test_messages_without_a_role_do_not_continue_a_conversation():
     template = Template(small_tokenizer())
     prompt = template.encode(_turns("2+3="), add_generation_prompt=True)

@@ -120,6 +120,7 @@ class Template:
             ValueError: if a message has no role, or parts that are not text; if the template
                 refuses the conversation; or if that is too long and the strategy is `'raise'`,
                 `'delete'` or `'split'`.
+            TypeError: if the trajectory is not a dictionary.
         """
         features = self.batch_encode([trajectory], add_generation_prompt)
         if len(features) != 1:
@@ -419,6 +420,10 @@ class Template:
 
     def _prepare(self, trajectory: Mapping[str, Any]) -> dict[str, Any]:
         """Check the messages of a trajectory, and copy the keys that its feature keeps."""
+        if not isinstance(trajectory, Mapping):
+            raise TypeError(
+                f"a trajectory must be a dictionary with 'messages', got {trajectory!r:.80}"
+            )
         messages = trajectory.get("messages")
         if not isinstance(messages, list | tuple) or not messages:
             raise ValueError(f"messages must be a list that is not empty, got {messages!r}")

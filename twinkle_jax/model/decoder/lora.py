@@ -23,6 +23,7 @@ from twinkle_jax.model.decoder.config import FAMILIES, FUSED, DecoderConfig
 from twinkle_jax.model.decoder.parameters import (
     EXPERTS,
     Params,
+    check_shapes,
     merge_params,
     nest,
     parameter_table,
@@ -156,13 +157,8 @@ def check_adapter(config: DecoderConfig, lora: LoraConfig, adapter: Params) -> N
         expected[*path, "lora_A"] = (config.repeats, width, lora.r)
         expected[*path, "lora_B"] = (config.repeats, lora.r, out)
     shapes = {path: tuple(x.shape) for path, x in walk(adapter)}
-    for path in sorted(expected.keys() | shapes.keys()):
-        if expected.get(path) != shapes.get(path):
-            wanted = f"the shape {expected[path]}" if path in expected else "none"
-            raise ValueError(
-                f"adapter must have {wanted} at {'/'.join(path)}, by r={lora.r} and target_modules="
-                f"{lora.target_modules!r} of its configuration, got {shapes.get(path, 'none')}"
-            )
+    by = f"r={lora.r} and target_modules={lora.target_modules!r} of its configuration"
+    check_shapes("adapter", expected, shapes, by=by)
 
 
 def with_adapter(
