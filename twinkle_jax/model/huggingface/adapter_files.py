@@ -212,10 +212,10 @@ def load_adapter(directory: str | Path, config: DecoderConfig) -> tuple[LoraConf
     safetensors = import_safetensors()
     source = locate(directory, argument="directory")
     lora = read_lora_config(read_json(source, ADAPTER_CONFIG), new=False)
-    path = inside(source, ADAPTER_WEIGHTS)
-    for name, tensor in read_headers(path).items():
+    file = inside(source, ADAPTER_WEIGHTS)
+    for name, tensor in read_headers(file).items():
         check_dtype(name, tensor)
-    stored = safetensors.numpy.load_file(path)
+    stored = safetensors.numpy.load_file(file)
     lora = _with_named_targets(lora, config, stored)
     prefix = _NESTED if any(name.startswith(_NESTED) for name in stored) else _PREFIX
     flat: dict[tuple[str, ...], Any] = {}
