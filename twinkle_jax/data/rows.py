@@ -347,10 +347,10 @@ def _read(path: Path) -> Iterator[Row]:
 
 
 def parquet_row(row: Row) -> Row:
-    """Drop what other rows have from the tools and tool calls of a row of a Parquet file.
+    """Drop the keys that are None from the tools and tool calls of a row of a Parquet file.
 
-    There all dictionaries of a column have the same keys, None where there is nothing: each tool
-    would have the parameters of all others, and each call their arguments.
+    In such a file all dictionaries of a column have the same keys, and None for those that they
+    lack: each tool would have the parameters of all others, and each call their arguments.
     """
     tidied = dict(row)
     for name, value in row.items():

@@ -263,7 +263,7 @@ class Template:
 
         They are appended to the sampled tokens, which stay even where the chat template would now
         render them otherwise (some strip earlier thoughts). They begin with the token that ends
-        the assistant's turn, unless it has ended its turn itself, by this token or another one.
+        the assistant's turn, unless the policy has sampled it, or another token that ends a turn.
 
         Args:
             turns: for each, `messages` that end with the assistant's, `new` messages of the user
@@ -354,8 +354,8 @@ class Template:
     def tool_formats(self) -> tuple[str, ...]:
         """The formats of tool calls that a completion may have, for `parse_tool_calls`.
 
-        First that in which the chat template writes a call, if it is `llama`, `mistral` or
-        `deepseek`; then those of any policy.
+        The format in which the chat template writes a call comes first, if it is `llama`, `mistral`
+        or `deepseek`; then those of any policy.
         """
         text = self.example_call
         written = [name for name in TEMPLATE_FORMATS if _has_example(text, name)]

@@ -301,9 +301,10 @@ class ControlTokens:
     template's own, and everything else is encoded as plain text. Where nothing had to be hidden,
     which is nearly always, the text is encoded at once, as transformers does it.
 
-    Control tokens are the special ones, and added ones that the chat template writes, such as
-    `<think>`, which the assistant and the system may write too; also where it is a special one.
-    Other added tokens, which some tokenizers have for blank lines or HTML, are text.
+    Control tokens are the special tokens, and those added tokens that the chat template writes,
+    such as `<think>`. The assistant and the system may write `<think>` and the like, even if the
+    tokenizer calls them special. Other added tokens, which some tokenizers have for blank lines or
+    HTML, are text.
 
     Args:
         backend: the tokenizer of the `tokenizers` library with these tokens.

@@ -158,7 +158,8 @@ def parse_tool_calls(
 def _split_thinking(text: str, thinking: bool, form: _Form | None) -> list[tuple[bool, str]]:
     """Split a text into parts that are thinking (True) and parts that are not.
 
-    Tags of thinking in the arguments of a call are none; form None is that of `<tool_call>`.
+    Thinking tags in the arguments of a call do not count. Without a form, calls are `<tool_call>`
+    blocks.
     """
     call = form.opening if form else _CLOSED_CALL
     marks = re.compile(rf"<think>.*?(?:</think>|\Z)|</think>|(?P<call>{call})", re.DOTALL)
