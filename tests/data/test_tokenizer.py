@@ -207,3 +207,8 @@ def test_nothing_heavy_is_imported_before_it_is_used():
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert json.loads(run.stdout) == []
+
+
+def test_unpaired_surrogates_are_refused():
+    with pytest.raises(ValueError, match="surrogates not allowed"):
+        small_tokenizer().encode("a\ud83d")

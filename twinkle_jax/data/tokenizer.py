@@ -187,7 +187,8 @@ class Tokenizer:
             Token ids, without special tokens at the beginning or end.
 
         Raises:
-            ValueError: if the tokenizer can encode a part of the text as a special token only.
+            ValueError: if the tokenizer can encode a part of the text as a special token only, or
+                the text has an unpaired surrogate.
         """
         return self.control.encode(self.control.hide(text)).ids
 
@@ -364,6 +365,7 @@ class ControlTokens:
     def encode(self, rendered: str) -> Encoded:
         """Encode text that was rendered from messages in which control tokens are hidden."""
         text = show(rendered)
+        text.encode()  # raises for unpaired surrogates, for which the library has no clear error
         if text == rendered:
             encoding = self._backend.encode(text, add_special_tokens=False)
             # As many control tokens as the text spells: none was made by normalisation.
