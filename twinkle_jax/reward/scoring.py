@@ -54,7 +54,7 @@ class WeightedReward(Reward):
         rewards: by the names that metrics use; or a list, then the names are those of the classes
             and functions.
         weights: one for each, in the same form; ones by default.
-        timeout: seconds for each; None for no limit.
+        timeout: seconds for each; None for no limit but that of `score_trajectories` or of a run.
 
     Raises:
         ValueError: if there are no rewards, two of one name, other weights than rewards, or a
@@ -74,7 +74,7 @@ class WeightedReward(Reward):
         rewards: Mapping[str, RewardFunction] | Sequence[RewardFunction],
         weights: Mapping[str, float] | Sequence[float] | None = None,
         *,
-        timeout: float | None = 600.0,
+        timeout: float | None = None,
     ) -> None:
         if not isinstance(rewards, Mapping):
             names = [reward_name(reward) for reward in rewards]
