@@ -112,7 +112,8 @@ class Tokenizer:
         """Write the files that `from_pretrained`, transformers and vLLM read.
 
         The chat templates go into `tokenizer_config.json`. Files with those of another tokenizer in
-        the directory are deleted: they would be read in place of this one's.
+        the directory are deleted: they would be read in place of this one's. `generation_config` is
+        not written.
         """
         path = Path(directory)
         path.mkdir(parents=True, exist_ok=True)
