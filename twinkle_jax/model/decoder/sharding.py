@@ -164,6 +164,9 @@ def shard_like_params(tree: Any, mesh: Mesh) -> Any:
 
     Returns:
         The same tree with a `NamedSharding` for each leaf.
+
+    Raises:
+        ValueError: if the axes have other names, or are not automatic.
     """
     rule = partition_rules(mesh)
 
