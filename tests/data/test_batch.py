@@ -42,6 +42,7 @@ WRAPS = 2**32 + 5  # becomes 5 in int32
         (ValueError, "tokens", [[5, 6, 10], [8, 9, 0]]),
         (ValueError, "tokens", [5, 6, 7]),
         (ValueError, "tokens", [[5], [6, 7]]),
+        (ValueError, "teacher_logprobs", np.zeros((2, 3, 1))),
         (ValueError, "labels", np.full((2, 3), WRAPS)),
         (ValueError, "labels", np.full((2, 3), 2**32 - 100)),
         (ValueError, "labels", [[-1] * 3] * 2),

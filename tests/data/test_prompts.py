@@ -74,7 +74,7 @@ GOOD = {"prompt": "a", "answer": "b"}
         ({"messages": "a", "answer": "b"}, "'prompt'"),
         ({"prompt": "", "answer": "b"}, "'prompt'"),
         ({"prompt": 5, "answer": "b"}, "'prompt'"),
-        ({"prompt": "a", "messages": [], "answer": "b"}, "'prompt'"),
+        ({"prompt": "a", "messages": [], "answer": "b"}, "'prompt' or 'messages', got both"),
         ({"messages": [], "answer": "b"}, "'prompt'"),
         ({"messages": ["a"], "answer": "b"}, "messages"),
         ({"messages": [{"role": "me", "content": "a"}], "answer": "b"}, "messages"),

@@ -33,6 +33,12 @@ def test_map_may_change_the_number_of_rows_where_no_column_stays(table):
         list(table.map(lambda columns: {"m": [1]}))
 
 
+@pytest.mark.parametrize("batch_size", [0, -1, None])
+def test_batches_of_no_rows_are_refused(table, batch_size):
+    with pytest.raises(ValueError, match="batch_size"):
+        table.map(dict, batch_size=batch_size)
+
+
 def test_filter(table):
     assert list(table.filter(lambda row: row["n"] > 2)) == [{"n": 3}, {"n": 4}]
 
@@ -91,6 +97,10 @@ def test_mixed_streams_are_streams():
         assert [row["n"] for row in mix(streams, interleave=True)] == [0, 10]
     with pytest.raises(ValueError, match="tables"):
         mix([*streams, Rows(NUMBERS)], interleave=True)
+    with pytest.raises(ValueError, match=r"tables .* got none"):
+        mix([], interleave=False)
+    one = [RowStream(lambda: [{"n": 1}]), RowStream(lambda: [{"m": 2}])]
+    assert list(mix(one, interleave=False)) == [{"n": 1}, {"m": 2}]
 
 
 FILES = {

@@ -256,6 +256,20 @@ def test_calls_of_a_sampled_message_are_not_written_again():
     assert two["messages"][1] == read
 
 
+@pytest.mark.parametrize("wrong", ["2+3=", [{"role": "user", "content": "2+3="}]])
+def test_what_is_no_trajectory_is_refused(wrong):
+    with pytest.raises(TypeError, match="dictionary with 'messages'"):
+        Template(small_tokenizer()).encode(wrong)
+
+
+def test_messages_without_a_role_do_not_continue_a_conversation():
+    template = Template(small_tokenizer())
+    prompt = template.encode(_turns("2+3="), add_generation_prompt=True)
+    one = template.concat_input_feature(prompt, [*template.tokenizer.encode("5"), 1])
+    with pytest.raises(ValueError, match=r"messages\[2\] must have a role"):
+        template.extend_input_feature(one, [{"content": "Sure?"}])
+
+
 _BEGIN, _SEP, _END = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
 _HEADER = "<|start_header_id|>{}<|end_header_id|>\n\n"
 _CALLS = {  # two calls of `f`, and what the template writes for the answers 7 and 8

@@ -84,6 +84,13 @@ def test_stop_tokens_are_ids(wrong):
         _ = tokenizer.stop_token_ids
 
 
+@pytest.mark.parametrize("wrong", [5, ["<|end|>"], {"content": 3}])
+def test_special_tokens_that_are_no_text_are_refused(wrong):
+    tokenizer = Tokenizer(small_tokenizer().backend, {"eos_token": wrong})
+    with pytest.raises(ValueError, match=r"^eos_token must be text"):
+        _ = tokenizer.eos_token_id
+
+
 def test_several_templates_and_tokens_with_flags():
     config = {
         "chat_template": [
@@ -200,3 +207,8 @@ def test_nothing_heavy_is_imported_before_it_is_used():
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert json.loads(run.stdout) == []
+
+
+def test_unpaired_surrogates_are_refused():
+    with pytest.raises(ValueError, match="surrogates not allowed"):
+        small_tokenizer().encode("a\ud83d")

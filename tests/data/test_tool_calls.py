@@ -543,3 +543,9 @@ def test_hostile_text_in_forms_of_chat_templates_is_parsed_in_linear_time(tool_f
             begin = time.process_time()
             parse_tool_calls(text, tool_format)
             assert time.process_time() - begin < 40e-6 * size, text[:40]
+
+
+@pytest.mark.parametrize("tool_format", ["hermes", ["react", "hermes"]])
+def test_unknown_formats_are_named(tool_format):
+    with pytest.raises(ValueError, match=r"tool_format .*hermes_qwen.* got 'hermes'"):
+        parse_tool_calls("nothing", tool_format)

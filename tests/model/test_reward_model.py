@@ -99,6 +99,16 @@ def test_a_pad_token_at_the_end_is_not_counted(tmp_path):
     assert np.abs(np.subtract(counted(ANSWERS), scores)).max() > 0.1
 
 
+@pytest.mark.parametrize("wrong", ["0", [0, 1], True, 1.0])
+def test_pad_tokens_that_are_no_ids_are_refused(wrong, tmp_path):
+    """`true` of a `config.json` was taken for token 1."""
+    checkpoint(tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"pad_token_id": wrong}))
+    with pytest.raises(ValueError, match="pad_token_id"):
+        RewardModel.from_pretrained(tmp_path)
+
+
 def reward_of(name="qwen3", **options):
     config = parse_config(family(name))
     head = np.random.default_rng(0).standard_normal(config.hidden_size)

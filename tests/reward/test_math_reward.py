@@ -152,6 +152,12 @@ def test_the_table_in_the_documentation(reward, reader):
     assert rows == [(row[0], row[1], int(row[column])) for row in ROWS]
 
 
+def test_the_number_of_workers_is_an_int():
+    for workers in (2.5, "2", True):
+        with pytest.raises(TypeError, match="workers"):
+            MathReward(workers=workers)
+
+
 def test_integers_and_words_need_no_process():
     reward = MathReward(workers=1)
     assert reward(boxed("7", "-7", "yes"), ["7", "7", "yes"]) == [1.0, 0.0, 1.0]

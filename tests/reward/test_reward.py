@@ -57,6 +57,8 @@ def test_trajectories_that_are_none(trajectories):
 def test_functions_of_a_completion():
     length = FunctionReward(lambda text, truth: len(text), needs_ground_truth=False)
     assert length(completions("ab")) == [2]
+    same = FunctionReward(lambda text, truth: float(text == truth), needs_ground_truth=False)
+    assert same(completions("4", "4", "4"), [4, "4 ", None]) == [1.0, 1.0, 0.0]
     with pytest.raises(ValueError, match=r"ground_truths\[0\]"):
         SAME(completions("ab"))
     with pytest.raises(TypeError, match="function"):

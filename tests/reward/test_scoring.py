@@ -285,6 +285,19 @@ def test_the_shorter_time_limit_of_a_sum_counts():
     assert compute_rewards(WeightedReward([slow], timeout=None), completions("a")) == [1.0]
 
 
+@pytest.mark.parametrize("limit", [None, 1e4])
+def test_a_longer_limit_than_the_usual_one_counts(limit, monkeypatch):
+    """Sums had one of 600 seconds, so that `--reward_timeout 3600` was 600."""
+    limits, join = [], threading.Thread.join
+    monkeypatch.setattr(
+        threading.Thread, "join", lambda thread, x=None: limits.append(x) or join(thread, x)
+    )
+    part = returns([1.0])
+    assert WeightedReward([part], timeout=limit)(completions("a")) == [1.0]
+    assert compute_rewards(WeightedReward([part]), completions("a"), timeout=limit) == [1.0]
+    assert limits == ([] if limit is None else [limit] * 2)  # without one there is no thread
+
+
 @pytest.mark.parametrize(
     ("rewards", "weights", "error", "message"),
     [

@@ -155,10 +155,19 @@ def test_zero_is_an_answer():
         ("7%", "7", 1),
         ("7$", "7", 1),
         ("1$7", "17", 0),
+        ("-$7", "-7", 1),
+        ("-\\$7", "-7", 1),
+        ("72.5.", "72.5", 1),
+        ("7%.", "7", 1),
+        ("7..5", "7.5", 0),
     ],
 )
 def test_values_in_boxes(answer, truth, right):
     assert GSM8KAccuracyReward()(completions(f"\\boxed{{{answer}}}"), [truth]) == [right]
+
+
+def test_a_full_stop_after_the_hashes_is_no_decimal_point():
+    assert GSM8KAccuracyReward()(completions("So #### 72.5.", "#### 72."), ["72.5", "72"]) == [1, 1]
 
 
 def test_without_an_answer_there_is_no_reward():

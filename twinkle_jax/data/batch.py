@@ -60,11 +60,12 @@ class Batch(NamedTuple):
 def check_batch(batch: Batch, vocab_size: int) -> Batch:
     """Convert lists and NumPy arrays, and check shapes and types against the tokens.
 
-    Integers on the host are checked before they are cast to int32. Where they are on a device, an
-    id outside the vocabulary makes its row NaN.
+    Integers on the host are checked before they are cast to int32. Where they are on a device, a
+    token outside the vocabulary makes hidden states NaN, from its position on at least.
 
     Raises:
-        ValueError: for another shape than the tokens', or ids outside the vocabulary.
+        ValueError: for another shape than the tokens', ids outside the vocabulary, or one of
+            `teacher_logprobs` and `teacher_tokens` alone.
         TypeError: for tokens that are not integers, or masks that are not booleans.
     """
     converted = {name: _convert(name, x, vocab_size) for name, x in batch._asdict().items()}
@@ -72,10 +73,12 @@ def check_batch(batch: Batch, vocab_size: int) -> Batch:
     if len(shape) != 2:
         raise ValueError(f"tokens must have the shape [batch, time], got {shape}")
     teacher = converted["teacher_tokens"]
+    if (teacher is None) != (converted["teacher_logprobs"] is None):
+        raise ValueError("teacher_logprobs and teacher_tokens must both be given, got one of them")
     for name, array in converted.items():
         expected = shape[:1] if name == "rows" else shape
         if name.startswith("teacher_"):
-            expected = None if teacher is None else (*shape, teacher.shape[-1])
+            expected = *shape, 0 if teacher is None else teacher.shape[-1]
         if name == "routing" and array is not None:  # the decoder checks the rest
             expected = *shape, *array.shape[2:]
         if array is not None and array.shape != expected:

@@ -74,8 +74,9 @@ def read_features(
             known keys that belong elsewhere are still refused.
 
     Raises:
-        ValueError: for unknown keys, lengths that differ, token ids outside the vocabulary.
-        TypeError: for arrays that are not integers.
+        ValueError: for unknown keys, lengths that differ, ids outside the vocabulary, and positions
+            that neither count up nor start again at 0.
+        TypeError: for items that are not dictionaries, and arrays that are not integers.
     """
     items: Any = [inputs] if isinstance(inputs, Mapping) else inputs
     if not isinstance(items, Sequence) or isinstance(items, str | bytes) or not len(items):

@@ -284,8 +284,10 @@ def _split_gsm8k(answer: str) -> tuple[str, str | None]:
 def _read_prompt(where: str, record: dict[str, Any]) -> tuple[str, list[Message]]:
     """Return which column is the prompt, and its messages."""
     forms = [form for form in ("prompt", "messages") if record.get(form) is not None]
+    if len(forms) == 2:
+        raise ValueError(f"{where} must have a 'prompt' or 'messages', got both: {_keys(record)}")
     forms = forms or ["question"]
-    prompt = record.get(forms[0]) if len(forms) == 1 else None
+    prompt = record.get(forms[0])
     if isinstance(prompt, str) and prompt and forms != ["messages"]:
         return forms[0], [Message(role="user", content=prompt)]
     if not isinstance(prompt, list) or not prompt or forms == ["question"]:

@@ -41,6 +41,8 @@ class Table(Iterable[Row]):
 
     def map_rows(self, function: Callable[[list[Row]], list[Row]], batch_size: int = 1000) -> Self:
         """Replace each batch of rows by any number of others."""
+        if not isinstance(batch_size, int) or batch_size < 1:
+            raise ValueError(f"batch_size must be a positive int, got {batch_size!r}")
         return self._from_source(lambda: _mapped(self, function, batch_size))
 
     def map(
@@ -58,7 +60,8 @@ class Table(Iterable[Row]):
             remove_columns: columns to drop, unless the function returns them.
 
         Raises:
-            ValueError: if the function returns columns of another length than those that stay.
+            ValueError: if the function returns columns of another length than those that stay, or
+                `batch_size` is not positive.
         """
         return self.map_rows(column_function(function, remove_columns), batch_size)
 
@@ -129,7 +132,8 @@ def mix(tables: Sequence[Table], *, interleave: bool) -> Table:
     """Mix data sets, all in memory or all streams.
 
     Args:
-        tables: the data sets. A row has the columns of all, None where its data set has none.
+        tables: the data sets. In memory, a row has the columns of all, None where its data set has
+            none; rows of streams stay as they are.
         interleave: whether to take one row of each in turn, until one is exhausted; otherwise they
             are concatenated.
 
@@ -144,7 +148,8 @@ def mix(tables: Sequence[Table], *, interleave: bool) -> Table:
     """
     streamed = {isinstance(table, RowStream) for table in tables}
     if len(streamed) != 1:
-        raise ValueError("tables must be all streams or all in memory, got some of both")
+        got = "some of both" if streamed else "none"
+        raise ValueError(f"tables must be all streams or all in memory, got {got}")
 
     def rows() -> Iterator[Row]:
         return itertools.chain.from_iterable(zip(*tables, strict=False) if interleave else tables)
@@ -170,7 +175,8 @@ def read_rows(path: str | Path, *, stream: bool = False) -> Table:
         path: `.jsonl`, `.json` (a list of objects, or an object a line), `.csv` (a column is of
             integers, numbers or booleans if all its cells are; `007` is text; cells that a short
             row lacks are None), `.parquet`, or `.txt` (a line is a row with `text`).
-        stream: whether to read rows when they are needed, `.jsonl` and `.txt` line by line.
+        stream: whether to read rows when they are needed, lines of `.jsonl`, `.json` and `.txt` one
+            by one.
 
     Raises:
         ValueError: for another kind of file, no files, or a malformed one.
@@ -209,7 +215,8 @@ def write_rows(
         kind: `jsonl` (or `json`), `csv` or `parquet`; None: as the suffix says, otherwise `jsonl`.
 
     Raises:
-        ValueError: for another kind, or NaN and the like, which JSON does not have.
+        ValueError: for another kind; for NaN and the like, which JSON does not have, in `jsonl`;
+            for a column that the first row lacks, in `csv`.
         TypeError: for values that are not of JSON, such as dates, in `jsonl`.
         ImportError: for `parquet`, if pyarrow is not installed.
 
@@ -340,10 +347,10 @@ def _read(path: Path) -> Iterator[Row]:
 
 
 def parquet_row(row: Row) -> Row:
-    """Drop what other rows have from the tools and tool calls of a row of a Parquet file.
+    """Drop the keys that are None from the tools and tool calls of a row of a Parquet file.
 
-    There all dictionaries of a column have the same keys, None where there is nothing: each tool
-    would have the parameters of all others, and each call their arguments.
+    In such a file all dictionaries of a column have the same keys, and None for those that they
+    lack: each tool would have the parameters of all others, and each call their arguments.
     """
     tidied = dict(row)
     for name, value in row.items():

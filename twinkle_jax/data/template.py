@@ -117,8 +117,10 @@ class Template:
             `input_ids` and `labels`, with the keys of the trajectory.
 
         Raises:
-            ValueError: if a message has no role or text, the template refuses the conversation,
-                or it is too long, for `'delete'` and `'split'` too.
+            ValueError: if a message has no role, or parts that are not text; if the template
+                refuses the conversation; or if that is too long and the strategy is `'raise'`,
+                `'delete'` or `'split'`.
+            TypeError: if the trajectory is not a dictionary.
         """
         features = self.batch_encode([trajectory], add_generation_prompt)
         if len(features) != 1:
@@ -143,7 +145,7 @@ class Template:
             strategy is `'delete'` or `'split'`.
 
         Raises:
-            ValueError: as `encode`.
+            ValueError: as `encode`, except for conversations that are deleted or split.
         """
         return self.encode_all(trajectories, add_generation_prompt)[1]
 
@@ -178,7 +180,7 @@ class Template:
             conversations is too long and `truncation_strategy` is `'delete'`.
 
         Raises:
-            ValueError: as `encode`; for conversations in columns, for `'split'` too.
+            ValueError: as `batch_encode`; also where `'split'` cuts a conversation in a column.
 
         Example:
             >>> from twinkle_jax.data import Rows, small_tokenizer
@@ -204,7 +206,7 @@ class Template:
         return [{**rows[i], **{key: columns[key][i] for key in nested}} for i in complete]
 
     def accepts(self, row: Mapping[str, Any]) -> bool:
-        """Whether a row can be encoded: `rows.filter(template.accepts)` keeps those.
+        """Whether a row can be encoded: `rows.filter(template.accepts)` keeps these rows.
 
         False where `encode_rows` would raise a ValueError, or leave the row out.
         """
@@ -245,7 +247,8 @@ class Template:
             A new feature: the ids so far unchanged, then the new ones, without labels.
 
         Raises:
-            ValueError: if the last message is not the assistant's, or the template leaves it out.
+            ValueError: if the feature's last message is not the assistant's, the template leaves it
+                out, or a message has no role.
         """
         before = list(feature.get("messages") or ())
         last = int(np.asarray(feature["input_ids"])[-1])
@@ -260,7 +263,7 @@ class Template:
 
         They are appended to the sampled tokens, which stay even where the chat template would now
         render them otherwise (some strip earlier thoughts). They begin with the token that ends
-        the assistant's turn, unless it has ended its turn itself, by this token or another one.
+        the assistant's turn, unless the policy has sampled it, or another token that ends a turn.
 
         Args:
             turns: for each, `messages` that end with the assistant's, `new` messages of the user
@@ -284,7 +287,9 @@ class Template:
             before = turn["messages"]
             if self.chat_template is None or not before or before[-1].get("role") != "assistant":
                 raise ValueError("feature must end with a message of the assistant, to continue")
-            answered = self._with_ids([*before, *turn["new"]])
+            answered = [*before, *turn["new"]]
+            _check_messages(answered)
+            answered = self._with_ids(answered)
             hidden = [self._hide(message) for message in answered]
             number, text = 0, repr(hidden)
             while f"\\ue0f8{number}\\ue0f8" in text:  # no message contains the mark
@@ -349,12 +354,12 @@ class Template:
     def tool_formats(self) -> tuple[str, ...]:
         """The formats of tool calls that a completion may have, for `parse_tool_calls`.
 
-        First that in which the chat template writes a call, if it is `llama`, `mistral` or
-        `deepseek`; then those of any policy.
+        The format in which the chat template writes a call comes first, if it is `llama`, `mistral`
+        or `deepseek`; then those of any policy.
         """
         text = self.example_call
-        own = [name for name in TEMPLATE_FORMATS if _has_example(text, name)]
-        return (*own[:1], *ANY_FORMAT)
+        written = [name for name in TEMPLATE_FORMATS if _has_example(text, name)]
+        return (*written[:1], *ANY_FORMAT)
 
     @property
     def example_call(self) -> str:
@@ -415,13 +420,14 @@ class Template:
 
     def _prepare(self, trajectory: Mapping[str, Any]) -> dict[str, Any]:
         """Check the messages of a trajectory, and copy the keys that its feature keeps."""
+        if not isinstance(trajectory, Mapping):
+            raise TypeError(
+                f"a trajectory must be a dictionary with 'messages', got {trajectory!r:.80}"
+            )
         messages = trajectory.get("messages")
         if not isinstance(messages, list | tuple) or not messages:
             raise ValueError(f"messages must be a list that is not empty, got {messages!r}")
-        for i, message in enumerate(messages):
-            role = message.get("role") if isinstance(message, Mapping) else None
-            if not isinstance(role, str) or not _ROLE.fullmatch(role):
-                raise ValueError(f"messages[{i}] must have a role, a word, got {message!r}")
+        _check_messages(messages)
         prepared = {key: trajectory[key] for key in _KEPT if trajectory.get(key) is not None}
         prepared["messages"] = list(messages)
         if self.default_system and messages[0]["role"] != "system":
@@ -531,6 +537,13 @@ class Template:
         return [slice(length - limit, None) if strategy == "left" else slice(limit)]
 
 
+def _check_messages(messages: Sequence[Any]) -> None:
+    for i, message in enumerate(messages):
+        role = message.get("role") if isinstance(message, Mapping) else None
+        if not isinstance(role, str) or not _ROLE.fullmatch(role):
+            raise ValueError(f"messages[{i}] must have a role, a word, got {message!r}")
+
+
 def _has_example(text: str, tool_format: str) -> bool:
     """Whether a call of `an_example` is read in a text."""
     calls = parse_tool_calls(text, tool_format).calls
@@ -582,7 +595,7 @@ class ChatTemplate:
         timeout: seconds for one conversation.
 
     Raises:
-        ValueError: if it cannot be parsed.
+        ValueError: if the source cannot be parsed, or the timeout is not positive.
         ImportError: if jinja2 is not installed.
 
     Example:

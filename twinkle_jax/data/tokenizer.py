@@ -87,7 +87,7 @@ class Tokenizer:
 
         Raises:
             ValueError: if a file is missing or cannot be read.
-            ImportError: if tokenizers is not installed.
+            ImportError: if tokenizers is not installed, or huggingface_hub for a hub id.
         """
         require("tokenizers", "data")
         import tokenizers
@@ -112,7 +112,8 @@ class Tokenizer:
         """Write the files that `from_pretrained`, transformers and vLLM read.
 
         The chat templates go into `tokenizer_config.json`. Files with those of another tokenizer in
-        the directory are deleted: they would be read in place of this one's.
+        the directory are deleted: they would be read in place of this one's. `generation_config` is
+        not written.
         """
         path = Path(directory)
         path.mkdir(parents=True, exist_ok=True)
@@ -187,7 +188,8 @@ class Tokenizer:
             Token ids, without special tokens at the beginning or end.
 
         Raises:
-            ValueError: if the tokenizer can encode a part of the text as a special token only.
+            ValueError: if the tokenizer can encode a part of the text as a special token only, or
+                the text has an unpaired surrogate.
         """
         return self.control.encode(self.control.hide(text)).ids
 
@@ -215,6 +217,8 @@ class Tokenizer:
         token = token.get("content") if isinstance(token, Mapping) else token
         if token is None:
             return None
+        if not isinstance(token, str):
+            raise ValueError(f"{name} must be text, or have it as 'content', got {token!r:.80}")
         id_ = self.backend.token_to_id(token)
         if id_ is None:
             raise ValueError(f"{name} must be a token of the vocabulary, got {token!r}")
@@ -299,9 +303,10 @@ class ControlTokens:
     template's own, and everything else is encoded as plain text. Where nothing had to be hidden,
     which is nearly always, the text is encoded at once, as transformers does it.
 
-    Control tokens are the special ones, and added ones that the chat template writes, such as
-    `<think>`, which the assistant and the system may write too; also where it is a special one.
-    Other added tokens, which some tokenizers have for blank lines or HTML, are text.
+    Control tokens are the special tokens, and those added tokens that the chat template writes,
+    such as `<think>`. The assistant and the system may write `<think>` and the like, even if the
+    tokenizer calls them special. Other added tokens, which some tokenizers have for blank lines or
+    HTML, are text.
 
     Args:
         backend: the tokenizer of the `tokenizers` library with these tokens.
@@ -361,6 +366,7 @@ class ControlTokens:
     def encode(self, rendered: str) -> Encoded:
         """Encode text that was rendered from messages in which control tokens are hidden."""
         text = show(rendered)
+        text.encode()  # raises for unpaired surrogates, for which the library has no clear error
         if text == rendered:
             encoding = self._backend.encode(text, add_special_tokens=False)
             # As many control tokens as the text spells: none was made by normalisation.

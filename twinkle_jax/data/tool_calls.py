@@ -1,7 +1,7 @@
 """Tool calls in the text of a model: Hermes and Qwen, Cline, ReAct, Llama 3, Mistral, DeepSeek.
 
-The text is untrusted: parsing takes time linear in its length and never raises. A broken call is
-returned as an error, anything else as text.
+The text is untrusted: parsing takes time linear in its length, and no text raises an error. A
+broken call is returned as a `ToolCallError`, anything else as text.
 """
 
 import itertools
@@ -120,12 +120,15 @@ def parse_tool_calls(
             `react`. `llama`, `mistral` and `deepseek` are for policies whose chat template writes
             them, as [`Template.tool_formats`][twinkle_jax.data.Template.tool_formats] says: in
             another policy's text they may be anything, such as an answer in JSON.
-        thinking: whether the prompt has opened the thinking that the text begins with.
+        thinking: whether the text begins inside thinking that the prompt has opened.
 
     Returns:
         Calls, errors and the text around them, thinking included. Formats are tried in their
         order; the first with a call or an error takes all of the text, so no call is found inside
         another one's arguments.
+
+    Raises:
+        ValueError: for an unknown `tool_format`; whatever the text is, it raises nothing.
 
     Example:
         >>> text = 'Let me see. <tool_call>{"name": "add", "arguments": {"x": 1}}</tool_call>'
@@ -136,7 +139,10 @@ def parse_tool_calls(
     """
     names = [tool_format] if isinstance(tool_format, str) else tool_format
     for name in ANY_FORMAT if tool_format == "any" else names:
-        parse = TOOL_CALL_FORMATS[name]
+        parse = TOOL_CALL_FORMATS.get(name)
+        if parse is None:
+            known = ", ".join(["any", *TOOL_CALL_FORMATS])
+            raise ValueError(f"tool_format must be of {known}, got {name!r}")
         parts = _split_thinking(text, thinking, _FORMS.get(name))
         parsed = [
             ParsedToolCalls([], [], part) if is_thought else parse(part)
@@ -152,7 +158,8 @@ def parse_tool_calls(
 def _split_thinking(text: str, thinking: bool, form: _Form | None) -> list[tuple[bool, str]]:
     """Split a text into parts that are thinking (True) and parts that are not.
 
-    Tags of thinking in the arguments of a call are none; form None is that of `<tool_call>`.
+    Thinking tags in the arguments of a call do not count. Without a form, calls are `<tool_call>`
+    blocks.
     """
     call = form.opening if form else _CLOSED_CALL
     marks = re.compile(rf"<think>.*?(?:</think>|\Z)|</think>|(?P<call>{call})", re.DOTALL)
@@ -334,20 +341,20 @@ def _parse_form(text: str, form: _Form) -> ParsedToolCalls:
     blocks: list[_Block] = []
     at = 0
     while len(errors) < _BROKEN and (match := opening.search(text, at)):
-        found: list[Any] = []
+        found_calls: list[Any] = []
         problem = None
         try:
             value, at = parse_json_at(text, match.end())
             closed = closing.match(text, at)
             if closed is None:
                 raise ValueError("a call must end after its arguments")
-            at, found = closed.end(), _calls_of(value, match)
+            at, found_calls = closed.end(), _calls_of(value, match)
         except ValueError as error:
             problem = error
             ended = end.search(text, match.end())
             at = ended.end() if ended else len(text)
         blocks.append(_Block(match.start(), "", at, True))
-        for call in found:
+        for call in found_calls:
             try:
                 calls.append(_read_call(call, form.arguments))
             except ValueError as error:

@@ -280,9 +280,9 @@ class SamplingParams:
     """Parameters of sampling, checked when they are set.
 
     Attributes:
-        max_tokens: maximum tokens of a completion; None: as many as the model allows. 0 with
-            `prompt_logprobs`: prompts are scored, trajectories without the generation prompt;
-            sequences have no tokens, and the prompt as `new_input_feature`.
+        max_tokens: maximum tokens of a completion; None: as many as the model allows. 0, together
+            with `prompt_logprobs`, only scores prompts: trajectories are encoded without the
+            generation prompt, and sequences have no tokens, and the prompt as `new_input_feature`.
         seed: of the random numbers; None: the sampler's own.
         stop: a string, strings, or token ids, at which a completion ends.
         include_stop_str_in_output: whether the stop string is part of the completion.

@@ -58,16 +58,16 @@ class RewardModel(Reward):
         config: the decoder.
         params: its parameters; a head for tokens is not needed.
         head: $w$.
-        template: encodes conversations; what is too long for it is an error, or is cut.
+        template: encodes conversations; those that are too long for it are an error, or are cut.
         pad_token_id: as in the checkpoint's `config.json`: at the end of a conversation this token
             is not counted, so $T$ is the token before it. None counts all.
         compute_dtype: type of activations; None for that of the parameters.
         mesh: devices of the parameters, all of this process; None for one device.
 
     Raises:
-        ValueError: if the head has another width than the decoder, or the template deletes or
-            splits what is too long; when called, for a conversation that the template refuses, or
-            scores that are not finite.
+        ValueError: if the head has another width than the decoder, the template deletes or splits
+            what is too long, or `pad_token_id` is not an int; when called, for a conversation that
+            the template refuses, or scores that are not finite.
 
     References:
         [Fine-Tuning Language Models from Human Preferences](https://arxiv.org/abs/1909.08593)
@@ -111,6 +111,8 @@ class RewardModel(Reward):
                 "template must give one feature for each conversation, got truncation_strategy="
                 f"{template.truncation_strategy!r}"
             )
+        if pad_token_id is not None and type(pad_token_id) is not int:
+            raise ValueError(f"pad_token_id must be None or an int, got {pad_token_id!r:.80}")
         if mesh is not None:
             check_mesh(mesh)
         self.config, self.params, self.head, self.template = config, params, head, template

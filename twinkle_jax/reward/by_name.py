@@ -69,9 +69,9 @@ def find_rewards(
         find: finds a reward by its name.
 
     Returns:
-        The weighted sum. `score_trajectories` also returns each reward under its name: that of the
-        built-in reward, of the function, or of the last part of a path; or the whole `FILE.py:NAME`
-        if two have the same.
+        The weighted sum. `score_trajectories` returns each reward by name, too: that of a built-in
+        reward, `NAME` of `FILE.py:NAME`, or the last part of a path. Where two would be the same,
+        the names are those that were passed.
 
     Raises:
         ValueError: if there are no names, a name is given twice or not found, or the weights are

@@ -42,7 +42,7 @@ class MathReward(Reward, name="math"):
     r"""1 if the answer in the last box equals the ground truth, otherwise 0.
 
     `\boxed{\frac12}` equals 0.5, and `\boxed{x^2+2x+1}` equals (x+1)². Answers are compared by
-    math-verify in separate processes, which never evaluate them as Python, see no files, and
+    math-verify in separate processes, which never evaluate them as Python, write no files, and
     are killed when they take too long: an answer that cannot be compared in time is wrong. Ground
     truths of letters alone are compared as words.
 
@@ -60,7 +60,8 @@ class MathReward(Reward, name="math"):
 
     Raises:
         ImportError: if math-verify or pebble is not installed.
-        ValueError: if a number is not positive.
+        ValueError: if a number is not positive; when called, if a ground truth cannot be read.
+        TypeError: if an argument is not a number, or `workers` not an int.
 
     Example:
         >>> reward = MathReward(workers=1)
@@ -96,6 +97,8 @@ class MathReward(Reward, name="math"):
                 raise TypeError(f"{name} must be a number, got {value!r}")
             if not value > 0:
                 raise ValueError(f"{name} must be positive, got {value!r}")
+        if not isinstance(workers, int):
+            raise TypeError(f"workers must be an int, got {workers!r}")
         self.require_box, self.batch_timeout = require_box, batch_timeout
         self.max_length, self.max_nesting = max_length, max_nesting
         self.timeouts = 0

@@ -116,7 +116,7 @@ def prepare_worker() -> None:
 
 
 def refuse(event: str, arguments: tuple[Any, ...]) -> None:
-    """Refuse files, processes and connections while a model's answer is read."""
+    """Refuse to write files, start processes or connect while a model's answer is read."""
     if event.startswith(_REFUSED) and event not in ("os.listdir", "os.scandir"):
         raise PermissionError(f"{event} while an answer is read")
     if event == "open" and arguments[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):

@@ -70,12 +70,12 @@ class FunctionReward(Reward):
     """A reward of single completions, from a function.
 
     Args:
-        function: takes a completion's text and its ground truth, returns a number. Ground truths
-            that are numbers come as text, lists and dictionaries as they are.
+        function: takes a completion's text and its ground truth, returns a number. It gets ground
+            truths that are numbers as text, lists and dictionaries as they are.
         needs_ground_truth: False passes None for the ground truth where there is none.
 
     Raises:
-        TypeError: if it is not callable.
+        TypeError: if the function is not callable.
 
     Example:
         >>> shorter = FunctionReward(lambda text, truth: float(len(text) < 5))
@@ -99,7 +99,8 @@ class FunctionReward(Reward):
         if self.needs_ground_truth:
             truths = _present_truths(trajectories, ground_truths)
         else:
-            truths = align_ground_truths(trajectories, ground_truths)
+            aligned = align_ground_truths(trajectories, ground_truths)
+            truths = [None if truth is None else _as_text(truth) for truth in aligned]
         pairs = zip(trajectories, truths, strict=True)
         return [self.function(completion_text(trajectory), truth) for trajectory, truth in pairs]
 
@@ -145,7 +146,7 @@ def as_reward(function: RewardFunction, *, argument: str = "reward") -> RewardFu
     """Recognise the form of a reward by the names of its parameters.
 
     The first form is `(trajectories, ground_truths)`. The second parameter may be missing or have
-    another name; in a `Reward` both may.
+    another name; the parameters of a `Reward` may have any names.
 
     The other form is TRL's: a function with a parameter `completions`, called by keyword. It gets
 
@@ -269,15 +270,20 @@ def _present_truths(
     truths = align_ground_truths(trajectories, ground_truths)
     present: list[Any] = []
     for i, truth in enumerate(truths):
-        nested = isinstance(truth, Collection) and not isinstance(truth, str)
-        nested = getattr(truth, "ndim", nested) > 0  # an array of one number is a number
-        present.append(truth if nested else "" if truth is None else str(truth).strip())
+        present.append("" if truth is None else _as_text(truth))
         if not len(present[i]):
             raise ValueError(
                 f"ground_truths[{i}] must be an answer, got {truth!r}: pass ground_truths, or "
                 "keep a 'ground_truth' in the user_data of each trajectory"
             )
     return present
+
+
+def _as_text(truth: Any) -> Any:
+    """Write a ground truth as text, unless it is a list, a dictionary or an array of several."""
+    nested = isinstance(truth, Collection) and not isinstance(truth, str)
+    nested = getattr(truth, "ndim", nested) > 0  # an array without axes is a number
+    return truth if nested else str(truth).strip()
 
 
 def _read_truth(truth: Any) -> Any:

@@ -54,7 +54,7 @@ class WeightedReward(Reward):
         rewards: by the names that metrics use; or a list, then the names are those of the classes
             and functions.
         weights: one for each, in the same form; ones by default.
-        timeout: seconds for each; None for no limit.
+        timeout: seconds for each; None for no limit but that of `score_trajectories` or of a run.
 
     Raises:
         ValueError: if there are no rewards, two of one name, other weights than rewards, or a
@@ -74,7 +74,7 @@ class WeightedReward(Reward):
         rewards: Mapping[str, RewardFunction] | Sequence[RewardFunction],
         weights: Mapping[str, float] | Sequence[float] | None = None,
         *,
-        timeout: float | None = 600.0,
+        timeout: float | None = None,
     ) -> None:
         if not isinstance(rewards, Mapping):
             names = [reward_name(reward) for reward in rewards]
@@ -103,7 +103,7 @@ class WeightedReward(Reward):
         self, trajectories: Sequence[Trajectory], ground_truths: GroundTruths = None, **kwargs: Any
     ) -> list[float]:
         """Compute each reward, and sum them up."""
-        return score_trajectories(self, trajectories, ground_truths).rewards
+        return score_trajectories(self, trajectories, ground_truths, timeout=None).rewards
 
 
 def score_trajectories(
@@ -122,8 +122,9 @@ def score_trajectories(
             `Reward` or function that `as_reward` takes is the only component, with weight 1.
         trajectories: conversations that end with a completion.
         ground_truths: as for [`Reward`][twinkle_jax.reward.Reward].
-        timeout: seconds for each component; None for no limit. A reward that hangs keeps its
-            thread until the process ends.
+        timeout: seconds for each component; None for no limit. The shorter one counts if a
+            `WeightedReward` has a limit, too. A reward that hangs keeps its thread until the
+            process ends.
 
     Returns:
         The rewards, and each component by name.

@@ -20,7 +20,8 @@ def last_boxed(text: str) -> str | None:
         text: any text.
 
     Returns:
-        The content without white space around it; None without a box, or if the last is not closed.
+        The content without white space around it; None if there is no box or the last is not
+            closed.
 
     Example:
         >>> last_boxed(r"\boxed{1}, no: \boxed{\frac{1}{2}}.")
@@ -95,10 +96,10 @@ class ExactMatchReward(Reward, name="exact"):
 class FormatReward(Reward):
     """1 if a completion has a part between each pair of tags, otherwise 0.
 
-    Takes time linear in the length of the text. A completion does not have what the chat template
-    writes before it: where that ends with `<think>`, as for DeepSeek-R1, QwQ and Qwen3-Thinking,
-    the part `think` never begins and the reward is 0, as in TRL and open-r1. Then put `<think>`
-    before the completions that it is given.
+    Takes time linear in the length of the text. A completion lacks what the chat template writes
+    before it: where the prompt ends with `<think>`, as for DeepSeek-R1, QwQ and Qwen3-Thinking, the
+    part `think` never begins and the reward is 0, as in TRL and open-r1. Then put `<think>` before
+    each completion that you score.
 
     Args:
         tags: names of the parts, `<think>…</think>` and `<answer>…</answer>` by default.
@@ -164,7 +165,9 @@ class OverlongPenalty(Reward):
             samplers have.
 
     Raises:
-        ValueError: if `buffer` is not in [1, max_length].
+        ValueError: if `buffer` is not in [1, max_length]; when called, if a trajectory has no
+            `completion_length` and there is no tokenizer.
+        TypeError: if `max_length` or `buffer` is not an int.
 
     References:
         [DAPO](https://arxiv.org/abs/2503.14476), section 3.4
@@ -205,7 +208,8 @@ class OverlongPenalty(Reward):
 # The data set's pattern, on one line, with any number of blanks and at least one digit.
 _AFTER_HASHES = re.compile(r"####[ \t]*(-?[.,]*[0-9][0-9.,]*)")
 _NUMBER = re.compile(r"[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]{1,4})?")
-_SIGNS = re.compile(r"^\\?\$|\\?[$%]$")  # dollars and percent around a number
+# Dollars and percent around a number, and a full stop after it.
+_SIGNS = re.compile(r"^([+-]?)\\?\$|(?:\\?[$%])?\.?$")
 _NO_NUMBERS = {"nan", "inf", "infinity"}
 _TAIL = 500
 _TOLERANCE = Decimal("1e-5")
@@ -215,8 +219,8 @@ class GSM8KAccuracyReward(Reward, name="gsm8k"):
     r"""1 if the final number is right, otherwise 0.
 
     The answer is the content of the last `\boxed{…}`, or else the number after the last `####`, in
-    the last 500 characters. Numbers are compared to within 1e-5, ignoring commas, spaces, dollar
-    and percent signs; anything else is compared as text.
+    the last 500 characters. Numbers are compared to within 1e-5, ignoring commas, spaces, a dollar
+    or percent sign and a full stop at the end; anything else is compared as text.
 
     References:
         Training Verifiers to Solve Math Word Problems, https://arxiv.org/abs/2110.14168
@@ -265,7 +269,7 @@ def _answer(completion: str) -> str:
 
 
 def _bare(answer: str) -> str:
-    return _SIGNS.sub("", answer.replace(",", "").replace(" ", "").strip())
+    return _SIGNS.sub(r"\1", answer.replace(",", "").replace(" ", "").strip())
 
 
 def _same(answer: str, truth: str) -> bool:

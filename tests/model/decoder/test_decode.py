@@ -30,6 +30,7 @@ from twinkle_jax.model import (
     take_rows,
     unstack_layers,
 )
+from twinkle_jax.model.decoder.pages import empty_pages
 
 PROMPTS = [[5, 6, 7, 8, 9, 10], [12, 13, 14], [15], [16, 17, 18, 19, 20]]
 GOES_ON = [[21, 22, 23, 24], [25, 26, 27, 28], [29, 30, 31, 32], [33, 34, 35, 36]]
@@ -292,3 +293,14 @@ def test_step_errors_while_tracing(name, error, tokens, options):
 
     with pytest.raises(error, match=name):
         jax.eval_shape(run, params_of("qwen2"))
+
+
+def test_rows_in_pages_are_neither_selected_nor_extended():
+    """Their lines are pages: rows of them would be parts of other rows."""
+    config, params = config_of("qwen3"), params_of("qwen3")
+    _, rows = fill(params, config, *batch(PROMPTS, 6, "right"), max_length=11)
+    cache = empty_pages(rows, config, rows=4, size=16, pages=8)
+    with pytest.raises(ValueError, match=r"cache must hold whole rows, got pages"):
+        take_rows(cache, jnp.array([0, 1]))
+    with pytest.raises(ValueError, match=r"cache must hold whole rows, got pages"):
+        extend(params, config, jnp.array(GOES_ON), cache)

@@ -175,6 +175,12 @@ def test_meshes_that_are_refused():
         partition_rules(jax.make_mesh((2, 2, 2), ("data", "fsdp", "tensor"), explicit))
 
 
+@pytest.mark.parametrize("sizes", [{"fsdp": 0}, {"fsdp": -1}, {"tensor": 2.0}, {"data": 1000}])
+def test_sizes_of_meshes_that_are_refused(sizes):
+    with pytest.raises(ValueError, match=r"fsdp and tensor must be positive|Number of devices"):
+        make_mesh(**sizes)
+
+
 def test_random_parameters_differ():
     """The comparison above would hold for anything if parameters were all alike."""
     kernel = random_params(config_of("qwen3"))["layers"]["0"]["mlp"]["up_proj"]["kernel"]

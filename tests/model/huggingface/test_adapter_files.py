@@ -221,6 +221,21 @@ def test_adapters_of_fused_projections(targets, names, tmp_path):
         init_adapter(jax.random.key(0), config, LoraConfig(target_modules=("q_proj",)))
 
 
+def test_types_that_are_refused(saved):
+    """NumPy has no such type."""
+    path = saved / "adapter_model.safetensors"
+    size = int.from_bytes(path.read_bytes()[:8], "little")
+    header = json.loads(path.read_bytes()[8 : 8 + size])
+    for name in header.keys() - {"__metadata__"}:
+        header[name]["dtype"] = "F8_E4M3"
+        header[name]["data_offsets"] = [x // 4 for x in header[name]["data_offsets"]]
+    text = json.dumps(header).encode()
+    count = max(x["data_offsets"][1] for x in header.values() if "data_offsets" in x)
+    path.write_bytes(len(text).to_bytes(8, "little") + text + bytes(count))
+    with pytest.raises(ValueError, match=r"lora_.* must have a type of F64, F32.*, got F8_E4M3"):
+        load_adapter(saved, CONFIG)
+
+
 def test_targets_that_are_not_those_of_the_tensors_are_refused(saved):
     path = saved / "adapter_config.json"
     content = json.loads(path.read_text())

@@ -1,5 +1,6 @@
 """Checkpoints in and out: values, placement, what does not fit; round trips, saves that fail."""
 
+import dataclasses
 import json
 import os
 import pathlib
@@ -425,6 +426,22 @@ def test_what_no_loader_should_read_is_not_written(value, options, name, export)
         save_pretrained(with_norm(value), export, **options)
     assert contents(export) == before
     assert [p.name for p in export.parent.iterdir()] == ["out"]
+
+
+def test_parameters_that_are_not_those_of_the_configuration_are_not_written(export):
+    config, params = config_of("qwen3"), params_of("qwen3")
+    rows = params["embed_tokens"]["embedding"]
+    untied = params | {"lm_head": {"kernel": rows.T}}
+    tied = dataclasses.replace(config, tie_embeddings=True)
+    before = contents(export)
+    for other, changed, name in (
+        (config, params | {"embed_tokens": {"embedding": rows[:-1]}}, "embed_tokens/embedding"),
+        (tied, untied, "lm_head/kernel"),  # computes with this head, which was lost
+        (config, {key: x for key, x in params.items() if key != "norm"}, "norm/scale"),
+    ):
+        with pytest.raises(ValueError, match=f"decoder must have .* at {name}"):
+            save_pretrained(Decoder(other, changed), export)
+    assert contents(export) == before
 
 
 KILLED = """

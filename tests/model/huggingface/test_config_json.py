@@ -229,6 +229,9 @@ def test_experts_and_their_two_names(key):
         ({"decoder_sparse_step": 2}, "decoder_sparse_step"),
         ({"output_router_logits": True}, "output_router_logits"),
         ({"norm_topk_prob": 1}, "norm_topk_prob"),
+        # transformers' model of this family has no layers that its window spares.
+        ({"use_sliding_window": True, "max_window_layers": 99}, "use_sliding_window"),
+        ({"use_sliding_window": True, "layer_types": ["full_attention"] * 2}, "use_sliding_window"),
     ],
 )
 def test_experts_that_are_refused(changes, name):

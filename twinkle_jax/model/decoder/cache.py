@@ -211,6 +211,9 @@ def take_rows(cache: Cache, rows: Int[Array, " rows"]) -> Cache:
 
     A group of completions then reads its prompt only once.
 
+    Raises:
+        ValueError: if the rows of the cache lie in pages.
+
     Example:
         >>> import jax, jax.numpy as jnp
         >>> from twinkle_jax.model import init_params, parse_config, prefill, take_rows
@@ -224,6 +227,8 @@ def take_rows(cache: Cache, rows: Int[Array, " rows"]) -> Cache:
         >>> take_rows(cache, jnp.array([0, 0, 1, 1])).length
         Array([3, 3, 1, 1], dtype=int32)
     """
+    if cache.pages is not None:
+        raise ValueError("cache must hold whole rows, got pages")
     layers = jax.tree.map(lambda x: jnp.take(x, rows, axis=1), cache.layers)
     return Cache(layers, jnp.take(cache.length, rows, axis=0))
 

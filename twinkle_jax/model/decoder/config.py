@@ -518,7 +518,8 @@ FAMILIES: dict[str, Family] = {
         qk_norm=True,
         experts=True,
         window_keys=True,
-        other_keys=_EXPERTS_EVERYWHERE,
+        # With it all layers of transformers' model slide, whatever the other keys say.
+        other_keys={**_EXPERTS_EVERYWHERE, "use_sliding_window": (False,)},
     ),
     "qwen3_5_text": _QWEN3_5,
     "qwen3_5_moe_text": replace(

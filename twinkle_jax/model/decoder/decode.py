@@ -121,7 +121,7 @@ def extend(
         the tokens in it.
 
     Raises:
-        ValueError: if shapes differ.
+        ValueError: if shapes differ, or the rows of the cache lie in pages.
         TypeError: if tokens are not integers, or the mask not boolean.
 
     Example:

@@ -146,8 +146,9 @@ def hidden_states(
     Args:
         params: the tree that `parameter_shapes` describes.
         config: the decoder; static under `jax.jit`.
-        tokens: token ids. Padding may hold anything; an id outside the vocabulary makes its row
-            NaN, as does a token beyond the longest row of its rotary scaling.
+        tokens: token ids. Padding may hold anything. An id outside the vocabulary makes its row NaN
+            from there on, and maybe before, as does a token beyond the longest row of its rotary
+            scaling.
         mask: True for tokens, False for padding, on either side of a row or between tokens (which
             are then neighbours). None: everything is a token.
         positions: rotary positions; by default they count tokens, from 0 in each segment.
@@ -175,8 +176,8 @@ def hidden_states(
     Raises:
         ValueError: if shapes differ, the devices do not support this attention, the mesh does not
             divide the rows or the key-value heads, or a decoder without experts gets a routing.
-        TypeError: if tokens, positions, segment ids or the routing are not integers, or the mask
-            not boolean.
+        TypeError: if tokens, positions, segment ids or the routing are not integers, the mask not
+            boolean, or `compute_dtype` not a floating-point type.
 
     Example:
         >>> import jax, jax.numpy as jnp

@@ -23,6 +23,7 @@ from twinkle_jax.model.decoder.config import FAMILIES, FUSED, DecoderConfig
 from twinkle_jax.model.decoder.parameters import (
     EXPERTS,
     Params,
+    check_shapes,
     merge_params,
     nest,
     parameter_table,
@@ -45,6 +46,9 @@ class LoraConfig:
         target_modules: names of projections, or `"all-linear"` for all inside the layers.
         use_rslora: whether to divide by the square root of `r` instead.
         lora_dropout: dropout rate of the adapters' inputs in training, in [0, 1).
+
+    Raises:
+        ValueError: for a value of another type, or out of range.
 
     Example:
         >>> LoraConfig(r=16, lora_alpha=32).scale
@@ -153,13 +157,8 @@ def check_adapter(config: DecoderConfig, lora: LoraConfig, adapter: Params) -> N
         expected[*path, "lora_A"] = (config.repeats, width, lora.r)
         expected[*path, "lora_B"] = (config.repeats, lora.r, out)
     shapes = {path: tuple(x.shape) for path, x in walk(adapter)}
-    for path in sorted(expected.keys() | shapes.keys()):
-        if expected.get(path) != shapes.get(path):
-            wanted = f"the shape {expected[path]}" if path in expected else "none"
-            raise ValueError(
-                f"adapter must have {wanted} at {'/'.join(path)}, by r={lora.r} and target_modules="
-                f"{lora.target_modules!r} of its configuration, got {shapes.get(path, 'none')}"
-            )
+    by = f"r={lora.r} and target_modules={lora.target_modules!r} of its configuration"
+    check_shapes("adapter", expected, shapes, by=by)
 
 
 def with_adapter(
@@ -203,7 +202,11 @@ def with_adapter(
 
 
 def merge_adapter(params: Params) -> dict[str, Any]:
-    """Add adapters to the kernels that they change, and remove them; kernels keep their type."""
+    """Add adapters to the kernels that they change, and remove them; kernels keep their type.
+
+    Raises:
+        ValueError: if an adapter has no `lora_scale`, which `with_adapter` adds.
+    """
     merged: dict[str, Any] = {}
     for key, value in params.items():
         if isinstance(value, Mapping):
@@ -293,8 +296,9 @@ def with_dropout(params: Mapping[str, Any], keys: Key[Array, "batch time"]) -> d
         if RATE in tree:
             layers = jnp.arange(len(tree[RATE]), dtype=jnp.int32)
             # Each projection has its own number, so that no two of them share noise.
-            own = jax.vmap(jax.random.fold_in, (0, None))(keys, projection)
-            out[KEYS] = jax.vmap(jax.vmap(jax.random.fold_in, (0, None)), (None, 0))(own, layers)
+            of_tokens = jax.vmap(jax.random.fold_in, (0, None))(keys, projection)
+            of_layers = jax.vmap(jax.vmap(jax.random.fold_in, (0, None)), (None, 0))
+            out[KEYS] = of_layers(of_tokens, layers)
             projection += 1
         return out
 

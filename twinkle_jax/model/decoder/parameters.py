@@ -218,6 +218,33 @@ def stacked_shape(config: DecoderConfig, path: tuple[str, ...], p: Parameter) ->
     return (config.repeats, *p.shape) if path[0] == "layers" else p.shape
 
 
+def check_shapes(
+    argument: str,
+    expected: Mapping[tuple[str, ...], tuple[int, ...]],
+    shapes: Mapping[tuple[str, ...], tuple[int, ...]],
+    *,
+    by: str,
+) -> None:
+    """Raise for the first array that is missing, too many or of another shape.
+
+    Args:
+        argument: whose arrays they are, for the error.
+        expected: shapes by path.
+        shapes: those that there are.
+        by: what sets the shapes, for the error.
+
+    Raises:
+        ValueError: if they differ.
+    """
+    for path in sorted(expected.keys() | shapes.keys()):
+        if expected.get(path) != shapes.get(path):
+            wanted = f"the shape {expected[path]}" if path in expected else "none"
+            raise ValueError(
+                f"{argument} must have {wanted} at {'/'.join(path)}, by {by}, "
+                f"got {shapes.get(path, 'none')}"
+            )
+
+
 def nest(flat: dict[tuple[str, ...], Any]) -> dict[str, Any]:
     """Turn paths into nested dicts."""
     tree: dict[str, Any] = {}

@@ -68,11 +68,16 @@ def make_mesh(
     Returns:
         A mesh with automatic axes named data, fsdp and tensor.
 
+    Raises:
+        ValueError: if a size is not a positive int, or there are too few devices.
+
     Example:
         >>> make_mesh().shape_tuple
         (('data', 1), ('fsdp', 1), ('tensor', 1))
     """
     shape = (data, fsdp, tensor)
+    if not all(isinstance(size, int) and size > 0 for size in shape):
+        raise ValueError(f"data, fsdp and tensor must be positive ints, got {shape}")
     chosen = (jax.devices() if devices is None else devices)[: data * fsdp * tensor]
     return jax.make_mesh(shape, AXES, (AxisType.Auto,) * 3, devices=chosen)
 
@@ -159,6 +164,9 @@ def shard_like_params(tree: Any, mesh: Mesh) -> Any:
 
     Returns:
         The same tree with a `NamedSharding` for each leaf.
+
+    Raises:
+        ValueError: if the axes have other names, or are not automatic.
     """
     rule = partition_rules(mesh)
 

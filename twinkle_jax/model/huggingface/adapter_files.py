@@ -27,12 +27,13 @@ from twinkle_jax.model.huggingface.checkpoint_files import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
     TOKENIZER_FILES,
+    check_dtype,
     import_safetensors,
     inside,
     layer_number,
     locate,
+    read_headers,
     read_json,
-    regular_file,
     to_stored,
 )
 from twinkle_jax.model.huggingface.saving import check_target, gather, replace_directory, write_once
@@ -204,19 +205,17 @@ def load_adapter(directory: str | Path, config: DecoderConfig) -> tuple[LoraConf
         out] in float32, on the default device.
 
     Raises:
-        ValueError: for missing, extra or misshapen tensors, values that are not finite, and
-            unsupported options of PEFT.
+        ValueError: for missing, extra or misshapen tensors, types that `load_pretrained` does not
+            read, values that are not finite, and unsupported options of PEFT.
         ImportError: if safetensors is not installed.
     """
     safetensors = import_safetensors()
     source = locate(directory, argument="directory")
     lora = read_lora_config(read_json(source, ADAPTER_CONFIG), new=False)
-    try:
-        stored = safetensors.numpy.load_file(regular_file(inside(source, ADAPTER_WEIGHTS)))
-    except (safetensors.SafetensorError, OSError) as error:
-        raise ValueError(
-            f"{source / ADAPTER_WEIGHTS} must be a whole safetensors file, got {error}"
-        ) from None
+    file = inside(source, ADAPTER_WEIGHTS)
+    for name, tensor in read_headers(file).items():
+        check_dtype(name, tensor)
+    stored = safetensors.numpy.load_file(file)
     lora = _with_named_targets(lora, config, stored)
     prefix = _NESTED if any(name.startswith(_NESTED) for name in stored) else _PREFIX
     flat: dict[tuple[str, ...], Any] = {}
@@ -244,10 +243,10 @@ def _with_named_targets(
     What a pattern matched, the tensors say: running one from a file could take forever.
     """
     targets = lora.target_modules
-    given = (targets,) if isinstance(targets, str) else targets
+    names = (targets,) if isinstance(targets, str) else targets
     linear = adapted_kernels(config, replace(lora, target_modules=ALL_LINEAR))
     modules = [name.rpartition(".lora_")[0] for name in stored if ".lora_" in name]
-    if targets == ALL_LINEAR or {path[-1] for path in linear}.issuperset(given) or not modules:
+    if targets == ALL_LINEAR or {path[-1] for path in linear}.issuperset(names) or not modules:
         return lora
     ends = ("",) if isinstance(targets, str) else tuple(f".{target}" for target in targets)
     if all(module.endswith(ends) for module in modules) and all(

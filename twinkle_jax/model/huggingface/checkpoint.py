@@ -33,6 +33,7 @@ from twinkle_jax.model.decoder.parameters import (
     EXPERTS,
     Parameter,
     Params,
+    check_shapes,
     nest,
     parameter_table,
     stacked_shape,
@@ -340,7 +341,8 @@ def save_pretrained(
         ValueError: if a parameter is NaN or infinite, or becomes so in `dtype`; if `dtype` is not
             one that `load_pretrained` reads; if the target is a file, a mount point or the current
             directory, or holds a directory or an adapter; if the decoder has an adapter that is
-            not merged; or if `max_shard_size` is not positive. The target is then unchanged.
+            not merged, or other parameters than its `config` has; or if `max_shard_size` is not
+            positive. The target is then unchanged.
         RuntimeError: on other processes, for an error of process 0.
         ImportError: if safetensors is not installed.
     """
@@ -378,11 +380,25 @@ def save_checkpoint(
             "decoder must have no adapter, which would be lost: add it to the kernels with "
             f"merge_adapter, or write it with save_adapter, got {'/'.join(adapted[0])}"
         )
+    _check_params(decoder, head)
     gathers = [tensor.gather for tensor in _with_head(decoder, PREFIX, dtype, head)]
     target = Path(directory).expanduser()
     write = partial(_write_checkpoint, decoder, head, target, dtype, max_shard_size)
     arrays = decoder.params, None if head is None else head.weights
     write_once(f"save_pretrained to {directory}", arrays, gathers, write)
+
+
+def _check_params(decoder: Decoder, head: ScoreHead | None) -> None:
+    """Refuse parameters that are not those of the configuration: they would be lost."""
+    config = decoder.config
+    table = parameter_table(config)
+    expected = {path: stacked_shape(config, path, p) for path, p in table.items()}
+    shapes = {
+        path: tuple(x.shape) for path, x in walk(decoder.params) if not path[-1].startswith("lora_")
+    }
+    if head is not None:  # the head for tokens is not written
+        shapes.pop(("lm_head", "kernel"), None)
+    check_shapes("decoder", expected, shapes, by="its config")
 
 
 class ExportTensor(NamedTuple):

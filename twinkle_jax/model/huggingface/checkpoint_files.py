@@ -155,14 +155,14 @@ def stored_tensors(directory: Path) -> dict[str, StoredTensor]:
             missing, truncated or outside the directory, or the index does not match the shards.
     """
     if inside(directory, SINGLE).exists():
-        return _headers(inside(directory, SINGLE))
+        return read_headers(inside(directory, SINGLE))
     if not inside(directory, INDEX).exists():
         pickled = sorted(p.name for p in directory.iterdir() if p.suffix in _PICKLED)
         hint = f"; {pickled[0]} is pickled, and pickles are never read" if pickled else ""
         raise ValueError(f"{directory} must hold {SINGLE} or {INDEX}, got neither{hint}")
     shards = _weight_map(directory)
     tensors: dict[str, StoredTensor] = {}
-    headers = {name: _headers(inside(directory, name)) for name in sorted(set(shards.values()))}
+    headers = {name: read_headers(inside(directory, name)) for name in sorted(set(shards.values()))}
     for header in headers.values():
         tensors |= header
     for tensor, name in shards.items():  # which decides where several hold a tensor
@@ -187,7 +187,8 @@ def _weight_map(directory: Path) -> Mapping[str, str]:
     return shards
 
 
-def _headers(path: Path) -> dict[str, StoredTensor]:
+def read_headers(path: Path) -> dict[str, StoredTensor]:
+    """List the tensors of one file."""
     safetensors = import_safetensors()
     regular_file(path)
     try:
@@ -325,11 +326,14 @@ def match_tensors(
     for name, shape in wanted.items():
         if stored[name].shape != shape:
             raise ValueError(f"{name} must have the shape {shape}, got {stored[name].shape}")
-        if stored[name].dtype not in DTYPES:
-            raise ValueError(
-                f"{name} must have a type of {', '.join(DTYPES)}, got {stored[name].dtype}"
-            )
+        check_dtype(name, stored[name])
     return names
+
+
+def check_dtype(name: str, tensor: StoredTensor) -> None:
+    """Refuse tensors of a type that parameters do not have."""
+    if tensor.dtype not in DTYPES:
+        raise ValueError(f"{name} must have a type of {', '.join(DTYPES)}, got {tensor.dtype}")
 
 
 def _refuse(requirement: str, names: Iterable[str]) -> None:

@@ -486,8 +486,8 @@ def _check_keys(config: Mapping[str, Any], family: Family, model_type: str) -> N
     """Refuse keys that this family does not have, and values that would change the result."""
     read = [*_READ, *(_LINEAR_KEYS if family.linear_layers else ())]
     if family.experts:
-        own = "shared_expert_intermediate_size" if family.shared_expert else "norm_topk_prob"
-        read += [*_EXPERT_KEYS, own]
+        read += _EXPERT_KEYS
+        read.append("shared_expert_intermediate_size" if family.shared_expert else "norm_topk_prob")
     read += _WINDOW_KEYS if family.window_keys else ()
     read += family.sliding_keys if family.window_pattern or family.uniform_window else ()
     read += (_ORIGINAL,) if "longrope" in family.rope_types else ()
