@@ -23,8 +23,9 @@ class DataLoader:
     Args:
         dataset: a sequence or an iterable of rows, or a function that makes one.
         batch_size: rows a batch, a multiple of the devices of the mesh that they are sharded over.
-        min_batch_size: a smaller last batch is left out; by default that number of devices.
-        device_mesh: the mesh; None for one device.
+        min_batch_size: a smaller last batch is left out; by default that number of devices, or
+            `batch_size` after `initialize(mode="ray")`, as in Twinkle.
+        device_mesh: the mesh; None for that of `initialize`, except with `mode="ray"`.
         shuffle: whether to shuffle rows, differently in each epoch.
         drop_last: whether to leave out a last batch that is not full.
         sampler: indices of rows, in the order to take them; not with `shuffle`.
@@ -57,6 +58,9 @@ class DataLoader:
         refuse("DataLoader", options)
         note_group(remote_group)
         self.dataset = dataset() if callable(dataset) else dataset
+        in_ray = settings.mode == "ray"
+        if device_mesh is None and not in_ray:
+            device_mesh = settings.device_mesh
         devices = 1 if device_mesh is None else device_mesh.data_world_size
         if batch_size < 1 or batch_size % devices:
             raise ValueError(
@@ -68,7 +72,8 @@ class DataLoader:
         self.batch_size, self.shuffle = batch_size, shuffle
         # An iterator would have no rows for the second epoch.
         self.sampler = list(sampler) if isinstance(sampler, Iterator) else sampler
-        least = devices if min_batch_size is None else min_batch_size
+        default = batch_size if in_ray else devices
+        least = default if min_batch_size is None else min_batch_size
         self.min_batch_size = batch_size if drop_last else least
         self.processor = collate_fn
         self._epoch, self._consumed, self._skip = 0, 0, 0

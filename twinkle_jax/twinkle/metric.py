@@ -287,7 +287,7 @@ class GRPOMetric(_PassMetric):
     `train/token_kl_max` and `train/token_ratio_max`; `train/entropy` with entropies; with
     advantages too `train/clip_ratio_low`, `train/clip_ratio_high` and their sum, where ratios are
     clipped to $[1 - $`epsilon`$, 1 + $`epsilon_high`$]$. Log-probabilities are multiplied by
-    `temperature`.
+    `temperature`, unless it is 0.
 
     With `top_k_kl`, `_high_kl_records` describes that many tokens of each pass whose divergence is
     largest: number of the sequence since the last report (`gsi`), position, `token_id`, `kl`,
@@ -305,7 +305,8 @@ class GRPOMetric(_PassMetric):
         top_k_kl: int = 0,
         **options: Any,
     ) -> None:
-        self.ignore_index, self.temperature, self.top_k_kl = ignore_index, temperature, top_k_kl
+        self.ignore_index, self.top_k_kl = ignore_index, top_k_kl
+        self.temperature = temperature or 1.0  # at 0 log-probabilities are those at 1
         high = epsilon if epsilon_high is None else epsilon_high
         self.bounds = {"epsilon": epsilon, "epsilon_high": high}
         super().__init__(device_mesh, process_group, **options)

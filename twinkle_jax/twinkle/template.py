@@ -17,7 +17,7 @@ from twinkle_jax.data import (
     parse_react_calls,
 )
 from twinkle_jax.data import Template as BaseTemplate
-from twinkle_jax.twinkle.names import add_submodules, local_id
+from twinkle_jax.twinkle.names import add_submodules, construct, local_id
 
 
 class Template(BaseTemplate):
@@ -89,6 +89,20 @@ class Template(BaseTemplate):
     def batch_decode(self, token_ids: Sequence[Sequence[int]], **options: Any) -> list[str]:
         """Return the texts of several."""
         return [self.decode(ids, **options) for ids in token_ids]
+
+
+def make_template(kind: Any, model_id: Any, **options: Any) -> Any:
+    """Make a template as `construct` does; without a `model_id` it takes this one, as in Twinkle.
+
+    Args:
+        kind: a name, a class or an object.
+        model_id: of the model or sampler that the template is for; None if it has none.
+        options: arguments of the class.
+    """
+    of_class = isinstance(kind, str) or (isinstance(kind, type) and issubclass(kind, Template))
+    if of_class and model_id is not None:
+        options.setdefault("model_id", model_id)
+    return construct(kind, "template", **options)
 
 
 class Qwen3_5Template(Template):  # noqa: N801  (Twinkle's name)

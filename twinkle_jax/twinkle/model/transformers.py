@@ -44,6 +44,7 @@ from twinkle_jax.twinkle.model.optimizer import (
 from twinkle_jax.twinkle.model.policy import OptimizerGroup
 from twinkle_jax.twinkle.names import IGNORED, PAGE, class_of, construct, warn_once
 from twinkle_jax.twinkle.processor import InputProcessor
+from twinkle_jax.twinkle.template import make_template
 
 
 class TransformersModel(SavedPolicy):
@@ -112,10 +113,11 @@ class TransformersModel(SavedPolicy):
         """Choose what encodes trajectories.
 
         A name such as `"Qwen3_5Template"` or a class, with its options; an object with `encode`; or
-        a function.
+        a function. Without `model_id` among the options, the tokenizer is that of the model's
+        checkpoint.
         """
         group = self.group(adapter_name)
-        template = construct(template_cls, "template", **options)
+        template = make_template(template_cls, self.source, **options)
         if not callable(getattr(template, "encode", template)):
             raise TypeError(
                 f"template must be a function or an object with 'encode', got {template!r}"
