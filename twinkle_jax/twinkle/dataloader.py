@@ -16,9 +16,10 @@ from twinkle_jax.twinkle.names import construct, refuse
 class DataLoader:
     """Yields the batches of all devices: each iteration takes every row once, in order.
 
-    Rows that are None or raise are left out, and replaced by random rows at the end, as Twinkle's
-    loader does; `max_retries` changes nothing. The order of `shuffle` depends on the seed of
-    `initialize` and the number of the epoch.
+    Rows that are None, empty or cannot be read (ValueError, KeyError, IndexError or TypeError) are
+    left out, and random rows replace them at the end. Twinkle's loader reads them `max_retries`
+    times, then raises. The order of `shuffle` depends on the seed of `initialize` and the number of
+    the epoch.
 
     Args:
         dataset: a sequence or an iterable of rows, or a function that makes one.
@@ -30,7 +31,7 @@ class DataLoader:
         drop_last: whether to leave out a last batch that is not full.
         sampler: indices of rows, in the order to take them; not with `shuffle`.
         collate_fn: applied to each list of rows.
-        max_retries: unused.
+        max_retries: unused: what fails once is not read again.
         remote_group: unused, with a warning.
         options: options of PyTorch's loader for workers, which change nothing.
 
@@ -79,7 +80,7 @@ class DataLoader:
         self._epoch, self._consumed, self._skip = 0, 0, 0
 
     def set_processor(self, processor_cls: Any, **options: Any) -> None:
-        """Choose what is applied to each list of rows: a class, its name or an object."""
+        """Choose what is applied to each list of rows: a class, its name, an object or a function."""
         self.processor = construct(processor_cls, "processor", **options)
 
     def __len__(self) -> int:

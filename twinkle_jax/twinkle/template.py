@@ -12,6 +12,7 @@ from twinkle_jax.data import (
     Tokenizer,
     ToolCall,
     TruncationStrategy,
+    message_text,
     parse_cline_calls,
     parse_hermes_calls,
     parse_react_calls,
@@ -61,6 +62,18 @@ class Template(BaseTemplate):
             feature["position_ids"] = np.arange(size)
             feature["length"] = size
         return sources, features
+
+    def concat_input_feature(
+        self, prompt_input_feature: Mapping[str, Any], new_tokens: Sequence[int]
+    ) -> InputFeature:
+        """Add sampled tokens to a prompt; the new message has its tool calls as `tool_calls`."""
+        feature = super().concat_input_feature(prompt_input_feature, new_tokens)
+        if "messages" in feature:
+            message = feature["messages"][-1]
+            text = message_text(message)
+            if calls := self.parse_tool_call(text):
+                message["content"], message["tool_calls"] = self.clean_tool_call(text), calls
+        return feature
 
     def check(self, trajectory: Mapping[str, Any]) -> Mapping[str, Any] | None:
         """Return a conversation if it can be encoded, otherwise None."""
