@@ -80,7 +80,7 @@ class DataLoader:
         self._epoch, self._consumed, self._skip = 0, 0, 0
 
     def set_processor(self, processor_cls: Any, **options: Any) -> None:
-        """Choose what is applied to each list of rows: a class, its name, an object or a function."""
+        """Choose what is applied to each list of rows: a class, its name, or any callable."""
         self.processor = construct(processor_cls, "processor", **options)
 
     def __len__(self) -> int:

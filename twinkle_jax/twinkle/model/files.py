@@ -46,8 +46,8 @@ class SavedPolicy(AdapterPolicy):
         """Write a checkpoint, or the adapter in PEFT's format where there is one.
 
         The tokenizer of the template is written too. Without a template, a checkpoint has that of
-        the one that the model was read from, and an adapter has none. The directory is replaced at once: an
-        interrupted save leaves the older one complete.
+        the one that the model was read from, and an adapter has none.
+        The directory is replaced at once: an interrupted save leaves the older one complete.
 
         Args:
             name: directory to write, by default `checkpoint-step-` and `cur_step`.
