@@ -67,6 +67,8 @@ def test_a_template_reads_the_tokenizer_of_the_checkpoint(checkpoint, tmp_path):
             holder.set_template(template, max_length=32)
             assert holder.template.max_length == 32
             assert holder.template.tokenizer.decode(holder.template.tokenizer.encode("12")) == "12"
+        holder.set_template("Template", model_id=small_tokenizer("ab"))
+        assert holder.template.tokenizer.decode(holder.template.tokenizer.encode("ab")) == "ab"
     (response,) = sampler.sample("12", GREEDY, return_encoded=True)
     assert response.sequences[0].decoded is not None
 

@@ -46,8 +46,8 @@ def tool_schema(function: Callable[..., Any]) -> Tool:
         The description that chat templates show to the policy.
 
     Raises:
-        TypeError: if a parameter takes any number of positional arguments, or the function is a
-            generator, which has no result to show to the policy.
+        TypeError: if a parameter cannot be passed by name, or the function is a generator, which
+            has no result to show to the policy.
 
     Example:
         >>> def add(x: int, y: int = 1) -> int:
@@ -286,7 +286,8 @@ def python_tool(
     Args:
         seconds: of CPU time for a program; one that sleeps is killed a few seconds later.
         megabytes: of memory.
-        characters: of output; the rest is cut off.
+        characters: of output; the rest is cut off. A program that prints more than four times as
+            many bytes is killed.
 
     Returns:
         The tool, `python(code)`.

@@ -250,7 +250,7 @@ def _number(name: str, value: float | str, kind: type) -> float:
     if not isinstance(value, bool):  # True: a flag without a value
         with suppress(ValueError):
             if kind is float or isinstance(value, int):
-                return float(value) if kind is float else value
+                return float(value) if kind is float else int(value)
             if float(value).is_integer():
                 return int(float(value))
     wanted = "an integer" if kind is int else "a number"

@@ -104,17 +104,17 @@ class Template(BaseTemplate):
         return [self.decode(ids, **options) for ids in token_ids]
 
 
-def make_template(kind: Any, model_id: Any, **options: Any) -> Any:
-    """Make a template as `construct` does; without a `model_id` it takes this one, as in Twinkle.
+def make_template(kind: Any, checkpoint: Any, **options: Any) -> Any:
+    """Make a template as `construct` does, of this checkpoint unless options have a `model_id`.
 
     Args:
         kind: a name, a class or an object.
-        model_id: of the model or sampler that the template is for; None if it has none.
+        checkpoint: of the model or sampler that the template is for; None if it has none.
         options: arguments of the class.
     """
     of_class = isinstance(kind, str) or (isinstance(kind, type) and issubclass(kind, Template))
-    if of_class and model_id is not None:
-        options.setdefault("model_id", model_id)
+    if of_class and checkpoint is not None:
+        options.setdefault("model_id", checkpoint)
     return construct(kind, "template", **options)
 
 

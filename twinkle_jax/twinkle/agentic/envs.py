@@ -253,7 +253,7 @@ def _as_result(result: Any) -> StepResult:
     else:
         observation = getattr(result, "observation", result)
         reward, done = getattr(result, "reward", None), getattr(result, "done", None)
-    if hasattr(observation, "model_dump"):  # Twinkle shows all fields of a model
+    if observation is not None and hasattr(observation, "model_dump"):  # all fields, as Twinkle
         observation = json.dumps(observation.model_dump(), ensure_ascii=False, default=str)
     return StepResult(openenv_text(observation, _TEXTS), float(reward or 0.0), bool(done))
 

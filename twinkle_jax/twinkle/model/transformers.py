@@ -171,9 +171,22 @@ class TransformersModel(SavedPolicy):
         self.restart(group, group.state.params)
 
     def set_lr_scheduler(
-        self, scheduler_cls: str | Factor, *, adapter_name: str | None = None, **options: Any
+        self, scheduler_cls: str | type | Factor, *, adapter_name: str | None = None, **options: Any
     ) -> None:
-        """Choose a schedule: a name, or a function from the number of `lr_step` to a factor."""
+        """Choose a schedule, and begin it.
+
+        Args:
+            scheduler_cls: PyTorch's or Twinkle's name or class with its options,
+                `'CosineAnnealingLR'`, `'CosineWarmupScheduler'`, `'LinearWarmupScheduler'`,
+                `'ConstantLR'` or `'LambdaLR'`; or a function from the number of calls of `lr_step`
+                to a factor of the learning rate.
+            adapter_name: which adapter.
+            options: `T_max`, `num_warmup_steps`, …
+
+        Raises:
+            ValueError: for an unknown name, or an option out of range.
+            TypeError: for an option that is unknown or missing.
+        """
         group = self.group(adapter_name)
         group.schedule = choose_schedule(scheduler_cls, options)
         group.lr_steps = 0
