@@ -657,6 +657,8 @@ def test_groups_of_several_rollouts_are_chosen_with_all_their_rows(history):
     np.testing.assert_array_equal(chosen.row_lengths, again.row_lengths)
     with pytest.raises(ValueError, match="rows_each"):
         lay_out_episodes(chosen.episodes, rows_each=0)
+    with pytest.raises(ValueError, match=r"^episodes must"):
+        lay_out_episodes([])
 
 
 def numbered(count):

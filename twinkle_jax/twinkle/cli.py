@@ -158,8 +158,8 @@ class Args:
 
     def apply(self, source: Mapping[str, Any], *, cast: bool) -> None:
         """Set the values of a source; `cast` turns strings into numbers, booleans and lists."""
-        for name, given in _flatten(source):
-            value = _cast(given) if cast else given
+        for name, raw in _flatten(source):
+            value = _cast(raw) if cast else raw
             if name == "use_megatron":  # Twinkle's scripts take the strategy from it
                 if _cast(value) is True:
                     self.model.strategy = "native_fsdp"
@@ -169,8 +169,8 @@ class Args:
                 continue
             group, name = _SETTINGS[name]
             kind = type(_GROUPS[group][name])
-            if (kind is str or name in _TEXTS) and value is not None and isinstance(given, str):
-                value = given
+            if (kind is str or name in _TEXTS) and value is not None and isinstance(raw, str):
+                value = raw
             elif kind in (int, float) and isinstance(value, int | float | str):
                 value = _number(name, value, kind)
             setattr(getattr(self, group), name, value)

@@ -443,7 +443,7 @@ class IterablePackingDataset(IterableDataset):
 
 
 def _caster(features: Any) -> RowFunction | None:
-    """Return what gives rows the types of `features`; None if there are none."""
+    """Return a function that gives rows the types of `features`; None without features."""
     if features is None:
         return None
     return lambda rows: [_cast("row", row, dict(features)) for row in rows]

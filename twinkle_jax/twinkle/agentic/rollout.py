@@ -11,9 +11,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from twinkle_jax.data import IGNORE, SamplingParams, Template, Trajectory, user_data_get
+from twinkle_jax.data import IGNORE, SamplingParams, Template, Trajectory
 from twinkle_jax.data.rows import to_lists
 from twinkle_jax.data.trajectory import extend_feature
+from twinkle_jax.twinkle.data_format import user_data_get
 from twinkle_jax.twinkle.names import add_submodules
 
 _ARRAYS = ("input_ids", "labels", "attention_mask", "position_ids", "logprobs")

@@ -664,17 +664,17 @@ class MegatronModel(TransformersModel):
         ref_outputs: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> dict[str, Any]:
-        """Score inputs, and compute their `loss` if it needs labels alone or what it needs is here.
+        """Score inputs, and compute a cross entropy, or another loss whose arguments are given.
 
-        `calculate_metric(False)` averages the losses.
+        The result then has a `loss`; `calculate_metric(False)` averages the losses.
         """
         outputs = super().forward_only(inputs=inputs, adapter_name=adapter_name, **options)
-        given: dict[str, Any] = {"advantages": advantages, "old_logps": old_logps}
-        given |= {"ref_logps": ref_logps, "ref_outputs": ref_outputs}
+        loss_inputs: dict[str, Any] = {"advantages": advantages, "old_logps": old_logps}
+        loss_inputs |= {"ref_logps": ref_logps, "ref_outputs": ref_outputs}
         loss_fn = self.group(adapter_name).loss
         supervised = isinstance(loss_fn, CrossEntropyLoss | ChunkedCrossEntropyLoss)
-        if supervised or any(x is not None for x in given.values()):
-            loss = self.calculate_loss(adapter_name=adapter_name, **given)
+        if supervised or any(x is not None for x in loss_inputs.values()):
+            loss = self.calculate_loss(adapter_name=adapter_name, **loss_inputs)
             return {**outputs, "loss": loss}
         return outputs
 
