@@ -126,7 +126,7 @@ def _read_docstring(text: str) -> tuple[str, dict[str, str]]:
 class ToolEnvironment:
     """Runs tool calls, and passes actions without one to another environment.
 
-    So it does with actions that call a tool which that environment describes in its `tools`.
+    An action that calls one of that environment's own `tools` is passed on too, with all its calls.
 
     The result of a call becomes a message of the role `tool`: text as it is, anything else as JSON.
     If the function raises an error, the policy reads `Error: …`, since wrong arguments are the

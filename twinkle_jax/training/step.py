@@ -199,7 +199,7 @@ def score_rollout(source: RolloutSource, drawn: Rollout, check: Callable[[], Non
         return arrays
 
     merged = hosts.merge_rows("computing rewards", drawn.held_rows, numbers)
-    finals = merged.pop("final", [])
+    finals = merged.pop("final", np.empty(0))
     for episode, final_reward in zip(scored.episodes or (), finals, strict=True):
         episode.final_reward = float(final_reward)
     return scored._replace(rewards=merged.pop(""), reward_parts=merged)

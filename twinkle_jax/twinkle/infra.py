@@ -19,7 +19,7 @@ _INSTEAD = {  # unsupported axes, and what to use instead
     **dict.fromkeys(
         ("cp", "ulysses"), "sequences are not split; use tp_size, or a smaller micro_batch_size"
     ),
-    **dict.fromkeys(("ep", "ep_fsdp", "etp"), "mixtures of experts are not supported"),
+    **dict.fromkeys(("ep", "ep_fsdp", "etp"), "tp_size spreads experts over devices"),
 }
 
 
