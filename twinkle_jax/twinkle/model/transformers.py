@@ -590,6 +590,8 @@ def _read_loss_inputs(
     if ref_outputs is not None:
         if ref_logps is not None:
             raise ValueError("ref_logps must be left out with ref_outputs, got both")
+        if "logps" not in ref_outputs:
+            raise ValueError(f"ref_outputs must have 'logps', got {list(ref_outputs)}")
         ref_logps = ref_outputs["logps"]
     return dict(zip(LOSS_INPUTS, (advantages, old_logps, ref_logps), strict=True))
 
