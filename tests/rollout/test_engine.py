@@ -24,6 +24,8 @@ def test_prompts_are_padded_left_and_end_where_the_assistant_speaks():
 def test_a_prompt_that_is_too_long_is_named():
     with pytest.raises(ValueError, match=r"rollout\.max_prompt_tokens=9 .* got 1\d in prompt"):
         encode_prompts(POLICY.template, PROMPTS, longest=9)
+    with pytest.raises(ValueError, match=r"^prompts must"):
+        encode_prompts(POLICY.template, [], longest=9)
 
 
 def test_texts_are_the_completions_of_their_prompts():

@@ -226,6 +226,21 @@ def test_one_reward_more_and_truncated_episodes():
     assert not rollout.counted.any()
 
 
+def test_episodes_that_are_scored_again_have_the_same_rewards():
+    """The reward was added to the episodes of the rollout itself, once more each time."""
+
+    def reward(trajectories, truths):
+        return [1.0 for _ in trajectories]
+
+    made = source(games.Never, reward=reward)
+    rollout = made.sample(POLICY.params, ROWS, jax.random.clone(KEY))
+    before = [episode.final_reward for episode in rollout.episodes]
+    first, second = made.score(rollout), made.score(rollout)
+    assert (first.rewards == second.rewards).all()
+    assert [episode.final_reward for episode in rollout.episodes] == before
+    assert [episode.final_reward for episode in first.episodes] == [x + 1 for x in before]
+
+
 def test_several_rewards_are_kept_by_name_and_failed_episodes_have_none():
 
     def long(trajectories, truths):
@@ -642,6 +657,8 @@ def test_groups_of_several_rollouts_are_chosen_with_all_their_rows(history):
     np.testing.assert_array_equal(chosen.row_lengths, again.row_lengths)
     with pytest.raises(ValueError, match="rows_each"):
         lay_out_episodes(chosen.episodes, rows_each=0)
+    with pytest.raises(ValueError, match=r"^episodes must"):
+        lay_out_episodes([])
 
 
 def numbered(count):

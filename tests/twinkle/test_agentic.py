@@ -162,6 +162,18 @@ def test_traces_of_one_prompt_have_files_of_their_own(tmp_path):
     assert files == ["fail-7-1.json", "fail-7-2.json", "fail-7-3.json", "fail-7.json"]
 
 
+def test_traces_are_sorted_by_step(tmp_path):
+    roll = MultiTurnRollout(Scripted("one"), TEMPLATE, ToolManager(), trace_dir=str(tmp_path))
+    roll([prompt(user_data=[("id", 7)])], global_step=12)
+    assert [path.name for path in tmp_path.iterdir()] == ["step000012-fail-7.json"]
+
+
+def test_a_template_that_splits_is_refused():
+    splitting = Template(small_tokenizer(), truncation_strategy="split")
+    with pytest.raises(ValueError, match="truncation_strategy"):
+        MultiTurnRollout(Scripted(), splitting, ToolManager())
+
+
 @pytest.mark.parametrize("arguments", [None, "", " ", "{}", {}])
 def test_calls_without_arguments_reach_their_tool(arguments):
     env = Counter()
@@ -256,6 +268,35 @@ def test_actions_of_an_environment_are_made():
     assert env.evaluate([prompt()]) == [0.0]
     with pytest.raises(ValueError, match="env_cls"):
         OpenEnv("some_package")
+
+
+def test_all_fields_of_an_observation_that_is_a_model_are_read():
+    """As in Twinkle; of a pydantic model only its first field of text was."""
+
+    class Observation:
+        reward, done = 0.5, True
+
+        def model_dump(self):
+            return {"text": "won", "legal": [1, 2]}
+
+    class Game(Session):
+        def reset(self):
+            return Observation()
+
+        def step(self, action):
+            return {"observation": Observation(), "reward": 1.0, "done": False}
+
+    env = OpenEnv(env_cls=Game)
+    begun = env.reset()
+    assert json.loads(begun.observation) == {"text": "won", "legal": [1, 2]}
+    assert (begun.reward, begun.done) == (0.5, True)
+    assert json.loads(env.step("act", {}).observation)["legal"] == [1, 2]
+
+
+def test_a_pool_takes_the_group_of_its_workers():
+    with pytest.warns(UserWarning, match="remote_group"):
+        pool = EnvPool(pool_size=1, env_kwargs={"env_cls": Session}, remote_group="env")
+    assert pool.reset(0)["observation"] == "ready"
 
 
 def test_tools_of_a_manager():

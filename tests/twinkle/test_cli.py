@@ -57,6 +57,18 @@ def test_flags_of_every_form():
         args.get_none_args()
 
 
+def test_numbers_are_of_the_type_of_their_default(elsewhere):
+    """`--max_steps 1e3` was 1000.0, which no loop takes."""
+    args = CLI.from_args(["--max_steps", "1e3", "--save_steps=7.0", "--lr", "1"])
+    counts = [args.training.max_steps, args.training.save_steps]
+    assert counts == [1000, 7] and [type(x) for x in counts] == [int, int]
+    assert type(args.optimizer.learning_rate) is float
+    for flags in (["--max_steps", "10.5"], ["--max_steps"], ["--lr", "fast"], ["--seed", "1e999"]):
+        name = {"lr": "learning_rate"}.get(flags[0][2:], flags[0][2:])
+        with pytest.raises(ValueError, match=f"^{name} must be"):
+            CLI.from_args(flags)
+
+
 def test_text_stays_text():
     """A system prompt with a comma was a list, and a directory named by a month a number."""
     flags = ["--default_system", "Be brief, please.", "--output_dir=2024_11", "--model_id", "007"]

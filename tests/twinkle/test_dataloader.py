@@ -145,6 +145,19 @@ def test_a_processor_is_applied_to_each_batch():
     assert batch["input_ids"].tolist() == [[1, 2, 3]]
 
 
+def test_the_last_batch_is_full_with_ray_and_fits_the_default_mesh():
+    """As in Twinkle: both were forgotten, and the last batch was smaller."""
+    initialize(global_device_mesh=DeviceMesh.from_sizes(dp_size=2))
+    assert numbers(DataLoader(ROWS, batch_size=2))[-1] == [4, 5]
+    with pytest.raises(ValueError, match="batch_size"):
+        DataLoader(ROWS, batch_size=3)
+    with pytest.warns(UserWarning, match="ray"):
+        initialize("ray", global_device_mesh=DeviceMesh.from_sizes(dp_size=2))
+    loader = DataLoader(ROWS, batch_size=3)
+    assert numbers(loader) == [[0, 1, 2], [3, 4, 5]] and len(loader) == 2
+    assert numbers(DataLoader(ROWS, batch_size=3, min_batch_size=1))[-1] == [6]
+
+
 def test_batches_fit_the_mesh_and_options_are_known():
     mesh = DeviceMesh.from_sizes(dp_size=2)
     with pytest.raises(ValueError, match="batch_size"):

@@ -190,6 +190,14 @@ def test_encoding_removes_the_columns_that_are_named_and_no_others(removed):
     assert ("note" in dataset[0]) == (not removed) and dataset[0]["not"] == 2
 
 
+def test_conversations_are_encoded_before_they_are_removed():
+    """The error was that there are no messages."""
+    dataset = Dataset(meta([{"messages": talk("1"), "note": 1}]))
+    dataset.set_template(template())
+    dataset.encode(remove_columns=["messages"])
+    assert "input_ids" in dataset[0] and "messages" not in dataset[0]
+
+
 def test_pairs_are_encoded_in_their_columns():
     rows = [{"prompt": "1+1=", "answer_zh": "2", "answer_en": n * "3"} for n in (1, 9)]
     dataset = Dataset(meta(rows))

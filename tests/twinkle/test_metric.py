@@ -163,6 +163,13 @@ def test_how_far_the_policy_went(cls, advantages, low, high):
     assert metric.calculate() == {}
 
 
+def test_at_temperature_0_log_probabilities_are_those_at_1():
+    """They were multiplied by 0."""
+    metric = GRPOMetric(temperature=0)
+    metric.accumulate({"labels": np.array([[1, 2]])}, {"logps": np.array([[-1.0, -2.0]])})
+    assert metric.calculate()["train/mean_new_logp"] == -1.5
+
+
 def test_the_temperature_of_log_probabilities_and_a_clip_of_its_own():
     metric = GRPOMetric(temperature=0.5, epsilon=0.9, epsilon_high=0.2)
     metric.accumulate({"labels": LABELS}, {"logps": NEW}, old_logps=OLD, advantages=[-1.0, 1.0])

@@ -44,6 +44,8 @@ def test_rows_become_conversations():
     assert bench["messages"][1]["content"] == "背景信息：c\n\nq"
     with pytest.raises(ValueError, match="images"):
         OlympiadBenchProcessor().preprocess({"question": "q", "image_1": b"x"})
+    with pytest.raises(ValueError, match=r"language .* 'fr'"):
+        OlympiadBenchProcessor(language="fr")
     math = turns(CompetitionMathProcessor(), {"problem": "p", "solution": "s"})
     assert math == [("user", "p"), ("assistant", "s")]
     assert turns(GSM8KProcessor(system=""), SUM)[0] == ("system", "")

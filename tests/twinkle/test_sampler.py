@@ -1,5 +1,7 @@
 """Twinkle's sampler: its engine's options, adapters by path, scored prompts; and distillation."""
 
+import shutil
+
 import jax
 import numpy as np
 import pytest
@@ -53,6 +55,22 @@ def test_without_a_server_it_samples_here(checkpoint, sampler):
     assert tokens(raw.sample(PROMPTS, GREEDY)) == tokens(expected)
     with pytest.raises(ValueError, match="temperature"):
         raw.sample(PROMPTS, SamplingParams(temperature=0.5))
+
+
+def test_a_template_reads_the_tokenizer_of_the_checkpoint(checkpoint, tmp_path):
+    """As in Twinkle; without `model_id` it was a TypeError."""
+    place = shutil.copytree(checkpoint, tmp_path / "policy")
+    small_tokenizer("0123456789").save_pretrained(place)
+    sampler, model = vLLMSampler(place), TransformersModel(model_id=place)
+    for holder in (sampler, model):
+        for template in ("Qwen3_5Template", Template):
+            holder.set_template(template, max_length=32)
+            assert holder.template.max_length == 32
+            assert holder.template.tokenizer.decode(holder.template.tokenizer.encode("12")) == "12"
+        holder.set_template("Template", model_id=small_tokenizer("ab"))
+        assert holder.template.tokenizer.decode(holder.template.tokenizer.encode("ab")) == "ab"
+    (response,) = sampler.sample("12", GREEDY, return_encoded=True)
+    assert response.sequences[0].decoded is not None
 
 
 def test_adapters_by_path(checkpoint, sampler, trained, tmp_path):

@@ -51,6 +51,20 @@ def test_check():
     assert template.batch_check([good, prompt("1" * 9), {"messages": []}]) == [good, None, None]
 
 
+def test_sampled_messages_have_their_tool_calls():
+    """`ToolExploreReward` counts turns that have them: of the raw text it counted none."""
+    template = Template(small_tokenizer())
+    prompt = template.encode({"messages": [{"role": "user", "content": "?"}]}, True)
+    for text, content, count in ((f"So: {CALL}", "So:", 1), ("Paris", "Paris", 0)):
+        tokens = [*template.tokenizer.encode(text), 1]
+        feature = template.concat_input_feature(prompt, tokens)
+        message = feature["messages"][-1]
+        assert message["content"] == content and len(message.get("tool_calls", [])) == count
+        assert list(feature["input_ids"][-len(tokens) :]) == tokens
+        longer = template.extend_input_feature(feature, [{"role": "tool", "content": "1"}])
+        assert len(longer["input_ids"]) > len(feature["input_ids"])
+
+
 def test_parsers():
     first = ToolCallRegistry.detect_first(CALL)
     assert first.name == "hermes_qwen" and first.parse("a " + CALL)[0]["function"]["name"] == "f"

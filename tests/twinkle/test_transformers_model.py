@@ -294,6 +294,8 @@ def test_trajectories_need_a_template(model):
         (lambda m: m.step(gradient_accumulation_steps=0), ValueError, "gradient_accumulation"),
         (lambda m: m.step(adapter_name="other"), ValueError, "adapter_name"),
         (lambda m: m.add_metric(3), TypeError, "metric"),
+        (lambda m: m.add_metric("Mapping"), ValueError, "one of Accuracy, CISPOMetric"),
+        (lambda m: m.forward_backward(inputs=INPUTS, ref_outputs={}), ValueError, "ref_outputs"),
     ],
 )
 def test_arguments_that_are_refused(model, call, error, argument):

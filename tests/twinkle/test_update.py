@@ -49,13 +49,23 @@ def test_adamw_by_hand():
     assert choose_optimizer("AdamW", {"foreach": False, "fused": True}) is plain
 
 
-def test_cosine_annealing_is_pytorchs():
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("CosineAnnealingLR", {"T_max": 6, "eta_min": 0.1}),  # it swings back after T_max
+        ("ConstantLR", {}),
+        ("ConstantLR", {"factor": 0.5, "total_iters": 2}),
+    ],
+)
+def test_schedules_are_pytorchs_by_name_and_by_class(name, options):
+    """`ConstantLR` was the base rate in all steps, and a class was taken for a function."""
     get = "pip install 'twinkle-jax[test,oracle]'"
     torch = pytest.importorskip("torch", reason=get)
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.5)
-    theirs = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=6, eta_min=0.1)
-    ours = choose_schedule("CosineAnnealingLR", {"T_max": 6, "eta_min": 0.1})
-    for step in range(15):  # it swings back after T_max
+    kind = getattr(torch.optim.lr_scheduler, name)
+    theirs, ours = kind(optimizer, **options), choose_schedule(name, options)
+    assert choose_schedule(kind, options)(3, 0.5) == ours(3, 0.5)
+    for step in range(15):
         assert math.isclose(ours(step, 0.5), theirs.get_last_lr()[0], rel_tol=1e-6)
         optimizer.step()
         theirs.step()

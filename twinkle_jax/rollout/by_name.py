@@ -52,8 +52,8 @@ def find_environment(
         A function that makes an environment for an episode.
 
     Raises:
-        ValueError: if the name is not found, or its file cannot be imported.
-        TypeError: if the name is not that of an environment or of functions.
+        ValueError: if a name is not found, its file cannot be imported, or both names are None.
+        TypeError: if a name is not that of an environment or of functions.
     """
     factory = None if name is None else _find_factory(name)
     demonstrations = getattr(factory, "demonstrations", None)

@@ -55,8 +55,10 @@ def encode_prompts(
         Tokens and mask, [prompts, time].
 
     Raises:
-        ValueError: if a prompt is longer; the message says which.
+        ValueError: if a prompt is longer, the message says which; or if there are no prompts.
     """
+    if not prompts:
+        raise ValueError("prompts must be at least one, got none")
     return pad_prompts(prompt_ids(template, prompts, longest=longest))
 
 

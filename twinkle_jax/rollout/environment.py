@@ -106,10 +106,10 @@ class Environment(Protocol):
             action: the policy's turn.
 
         Returns:
-            The observation, the reward of this turn, which must be a finite number, whether the
-            episode is over, and numbers for the metrics, NaN and infinite ones too. The number
-            `tool_errors` counts tool calls that failed, those that cannot be parsed among them;
-            without it, the latter are counted.
+            The observation; the reward of this turn, a finite number; whether the episode is over;
+            and numbers for the metrics, which may be NaN or infinite. Among these, `tool_errors` is
+            the number of tool calls that failed or cannot be parsed; without it, those that cannot
+            be parsed are counted.
         """
 
     def close(self) -> None:

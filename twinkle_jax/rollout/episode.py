@@ -199,9 +199,11 @@ def lay_out_episodes(
         The batch, [episodes * rows_each, width].
 
     Raises:
-        ValueError: if an episode has more than `rows_each` rows.
+        ValueError: if an episode has more than `rows_each` rows, or there are no episodes.
     """
-    most = max((len(episode.rows) for episode in episodes), default=0)
+    if not episodes:
+        raise ValueError("episodes must be at least one, got none")
+    most = max(len(episode.rows) for episode in episodes)
     if most > rows_each:
         raise ValueError(
             f"rows_each must be at least {most}, the rows of an episode, got {rows_each}"

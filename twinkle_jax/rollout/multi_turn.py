@@ -121,13 +121,15 @@ class MultiTurn:
     def score(self, rollout: Rollout) -> Rollout:
         """Compute the return of each episode; the reward is not called for failed ones.
 
-        With several processes, each calls the reward for the episodes that it has played.
+        The reward is added to the `final_reward` of copies of the episodes. With several processes,
+        each calls the reward for the episodes that it has played.
         """
         assert rollout.episodes is not None
-        returns, parts = self._returns(
+        returns, parts, episodes = self._returns(
             rollout.episodes, rollout.trajectories, rollout.ground_truths, rollout.held_rows
         )
-        return rollout._replace(rewards=np.nan_to_num(returns, nan=0.0), reward_parts=parts)
+        rewards = np.nan_to_num(returns, nan=0.0)
+        return rollout._replace(rewards=rewards, reward_parts=parts, episodes=episodes)
 
     def greedy_rewards(self, params: Params, prompts: PromptBatch) -> np.ndarray[Any, Any]:
         """Score the most probable episode of each prompt.
@@ -150,7 +152,9 @@ class MultiTurn:
         held, trajectories = _held(len(episodes)), self._trajectories(episodes, prompts)
 
         def returns() -> dict[str, np.ndarray[Any, Any]]:
-            return {"returns": self._returns(episodes, trajectories, truths, held)[0]}
+            nonlocal episodes
+            values, _, episodes = self._returns(episodes, trajectories, truths, held)
+            return {"returns": values}
 
         return hosts.merge_rows("computing rewards", held, returns)["returns"], episodes
 
@@ -293,11 +297,15 @@ class MultiTurn:
         trajectories: Sequence[Trajectory],
         ground_truths: Sequence[Any],
         held: hosts.RowMask,
-    ) -> tuple[np.ndarray[Any, Any], dict[str, np.ndarray[Any, Any]]]:
-        """Call the reward function, and compute returns; also each of several rewards by its name.
+    ) -> tuple[np.ndarray[Any, Any], dict[str, np.ndarray[Any, Any]], list[Episode]]:
+        """Call the reward function, and compute returns.
 
-        NaN for failed episodes, and for those that another process has played.
+        Returns:
+            The returns; each of several rewards by its name; and copies of the episodes, with the
+            reward added to `final_reward`. Returns and rewards are NaN for failed episodes, and for
+            those that another process has played.
         """
+        scored = list(episodes)
         played = [i for i in np.flatnonzero(held).tolist() if not episodes[i].failed]
         # A process that has played no episode has the same names: processes merge their arrays.
         names = self.reward.rewards if isinstance(self.reward, WeightedReward) else ()
@@ -310,13 +318,14 @@ class MultiTurn:
                 timeout=self.reward_timeout,
             )
             for i, reward in zip(played, scores.rewards, strict=True):
-                episodes[i].final_reward += reward
+                final_reward = scored[i].final_reward + reward
+                scored[i] = replace(scored[i], final_reward=final_reward)
             for name, part in parts.items():
                 part[played] = np.asarray(scores.components[name], np.float32)
         returns = np.full(len(episodes), np.nan, np.float32)
         for i in played:
-            returns[i] = episodes[i].returns(self.discount)[0]
-        return returns, parts if len(parts) > 1 else {}
+            returns[i] = scored[i].returns(self.discount)[0]
+        return returns, parts if len(parts) > 1 else {}, scored
 
 
 def default_cohorts(episodes: int) -> int:

@@ -267,7 +267,7 @@ def _choose(
     rows_each = drawn[0].rows_each
     of_batch = (rows[:, None] * rows_each + np.arange(rows_each, dtype=np.int32)).reshape(-1)
     width = max(rollout.batch.tokens.shape[1] for rollout in drawn)
-    batches = _alike([_pad(rollout.batch, width) for rollout in drawn])
+    batches = _all_routed([_pad(rollout.batch, width) for rollout in drawn])
 
     def pick(name: str, index: np.ndarray[Any, Any]) -> Any:
         values = [getattr(rollout, name) for rollout in drawn]
@@ -317,8 +317,8 @@ def _pad(batch: Batch, width: int) -> Batch:
     return batch._replace(**padded)
 
 
-def _alike(batches: list[Batch]) -> list[Batch]:
-    """Give a batch without a routing, whose episodes have all failed, one that names no expert."""
+def _all_routed(batches: list[Batch]) -> list[Batch]:
+    """Give batches without a routing, as all their episodes failed, one that names no expert."""
     known = [batch.routing for batch in batches if batch.routing is not None]
     if len(known) in (0, len(batches)):
         return batches

@@ -302,7 +302,7 @@ class Sampled(NamedTuple):
 class NextRollout:
     """Samples one rollout in a thread, by a policy that the server has.
 
-    The update that runs meanwhile deletes the parameters: what samples must not read them once the
+    The update that runs meanwhile deletes the parameters: the source must not read them once the
     server has loaded them.
 
     Args:

@@ -46,8 +46,8 @@ def tool_schema(function: Callable[..., Any]) -> Tool:
         The description that chat templates show to the policy.
 
     Raises:
-        TypeError: if a parameter takes any number of positional arguments, or the function is a
-            generator, which has no result to show to the policy.
+        TypeError: if a parameter cannot be passed by name, or the function is a generator, which
+            has no result to show to the policy.
 
     Example:
         >>> def add(x: int, y: int = 1) -> int:
@@ -126,7 +126,7 @@ def _read_docstring(text: str) -> tuple[str, dict[str, str]]:
 class ToolEnvironment:
     """Runs tool calls, and passes actions without one to another environment.
 
-    So it does with actions that call a tool which that environment describes in its `tools`.
+    An action that calls one of that environment's own `tools` is passed on too, with all its calls.
 
     The result of a call becomes a message of the role `tool`: text as it is, anything else as JSON.
     If the function raises an error, the policy reads `Error: …`, since wrong arguments are the
@@ -286,7 +286,8 @@ def python_tool(
     Args:
         seconds: of CPU time for a program; one that sleeps is killed a few seconds later.
         megabytes: of memory.
-        characters: of output; the rest is cut off.
+        characters: of output; the rest is cut off. A program that prints more than four times as
+            many bytes is killed.
 
     Returns:
         The tool, `python(code)`.

@@ -137,8 +137,8 @@ class Conversations:
         Args:
             rows: from a row's number to all its tokens: those that it holds, and new ones.
             keys: one for each row; those of other rows are not used.
-            limits: from the number of each of `rows` to the most tokens that it may get; None for
-                as many as there is room for.
+            limits: the most new tokens of each of `rows`, by its number; None for as many as there
+                is room for.
 
         Returns:
             The completions of all rows, on the host; those of rows that are not in `rows` are
@@ -192,7 +192,7 @@ class Conversations:
         changed = [
             i
             for i, row in rows.items()
-            if i not in leaders and {starts[i], len(row) - 1} != {len(self._held[i])}
+            if i not in leaders and not starts[i] == len(row) - 1 == len(self._held[i])
         ]
         if not changed:
             return

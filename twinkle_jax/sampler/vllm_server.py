@@ -313,7 +313,7 @@ class Routing(NamedTuple):
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """The narrowest type that also has a number that no expert has."""
+        """The narrowest type that holds the number of each expert, and one more for none."""
         return np.min_scalar_type(self.experts)
 
 

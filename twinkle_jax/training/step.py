@@ -186,7 +186,7 @@ def credit(recipe: Recipe, rollout: Rollout) -> Float[Array, " rows"] | Float[Ar
 
 def score_rollout(source: RolloutSource, drawn: Rollout, check: Callable[[], None]) -> Rollout:
     """Score the rows of each process on it, and gather the rewards of all rows."""
-    scored, episodes = drawn, drawn.episodes or ()
+    scored = drawn
 
     def numbers() -> dict[str, np.ndarray[Any, Any]]:
         nonlocal scored
@@ -194,12 +194,13 @@ def score_rollout(source: RolloutSource, drawn: Rollout, check: Callable[[], Non
         scored = source.score(drawn)
         check()
         arrays = {"": scored.scores, **scored.reward_parts}
-        if episodes:  # the reward function has added to what environments gave at the end
-            arrays["final"] = np.asarray([episode.final_reward for episode in episodes])
+        if scored.episodes:  # the reward is part of what they got at the end
+            arrays["final"] = np.asarray([episode.final_reward for episode in scored.episodes])
         return arrays
 
     merged = hosts.merge_rows("computing rewards", drawn.held_rows, numbers)
-    for episode, final_reward in zip(episodes, merged.pop("final", []), strict=True):
+    finals = merged.pop("final", np.empty(0))
+    for episode, final_reward in zip(scored.episodes or (), finals, strict=True):
         episode.final_reward = float(final_reward)
     return scored._replace(rewards=merged.pop(""), reward_parts=merged)
 

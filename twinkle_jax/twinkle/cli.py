@@ -3,6 +3,7 @@
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -157,8 +158,8 @@ class Args:
 
     def apply(self, source: Mapping[str, Any], *, cast: bool) -> None:
         """Set the values of a source; `cast` turns strings into numbers, booleans and lists."""
-        for name, given in _flatten(source):
-            value = _cast(given) if cast else given
+        for name, raw in _flatten(source):
+            value = _cast(raw) if cast else raw
             if name == "use_megatron":  # Twinkle's scripts take the strategy from it
                 if _cast(value) is True:
                     self.model.strategy = "native_fsdp"
@@ -168,12 +169,10 @@ class Args:
                 continue
             group, name = _SETTINGS[name]
             kind = type(_GROUPS[group][name])
-            if (kind is str or name in _TEXTS) and value is not None and isinstance(given, str):
-                value = given
-            elif kind is float and isinstance(value, int | str):
-                value = float(value)
-            elif kind is int and isinstance(value, str):
-                value = int(float(value))
+            if (kind is str or name in _TEXTS) and value is not None and isinstance(raw, str):
+                value = raw
+            elif kind in (int, float) and isinstance(value, int | float | str):
+                value = _number(name, value, kind)
             setattr(getattr(self, group), name, value)
 
 
@@ -193,6 +192,10 @@ class CLI:
                 dashes and capitals do not matter. None for those of the program.
             env_file: a file of lines `NAME=value`; None for `.env` or `.env.local`.
             config_file: a YAML file, as `--config`.
+
+        Raises:
+            ValueError: if a setting with a number as its default gets something else.
+            FileNotFoundError: if there is no such YAML file.
 
         Example:
             >>> args = CLI.from_args(["--model-id", "policy", "--lr=1e-4", "--rank", "4"])
@@ -240,6 +243,18 @@ def _cast(value: Any) -> Any:
         except ValueError:
             continue
     return [_cast(part.strip()) for part in value.split(",")] if "," in value else value
+
+
+def _number(name: str, value: float | str, kind: type) -> float:
+    """Convert a setting to the type of its default; integers may be written as `1e3`."""
+    if not isinstance(value, bool):  # True: a flag without a value
+        with suppress(ValueError):
+            if kind is float or isinstance(value, int):
+                return float(value) if kind is float else int(value)
+            if float(value).is_integer():
+                return int(float(value))
+    wanted = "an integer" if kind is int else "a number"
+    raise ValueError(f"{name} must be {wanted}, got {value!r}")
 
 
 def _read_flags(argv: Sequence[str]) -> dict[str, Any]:

@@ -16,20 +16,22 @@ from twinkle_jax.twinkle.names import construct, refuse
 class DataLoader:
     """Yields the batches of all devices: each iteration takes every row once, in order.
 
-    Rows that are None or raise are left out, and replaced by random rows at the end, as Twinkle's
-    loader does; `max_retries` changes nothing. The order of `shuffle` depends on the seed of
-    `initialize` and the number of the epoch.
+    Rows that are None, empty or cannot be read (ValueError, KeyError, IndexError or TypeError) are
+    left out, and random rows replace them at the end. Twinkle's loader reads them `max_retries`
+    times, then raises. The order of `shuffle` depends on the seed of `initialize` and the number of
+    the epoch.
 
     Args:
         dataset: a sequence or an iterable of rows, or a function that makes one.
         batch_size: rows a batch, a multiple of the devices of the mesh that they are sharded over.
-        min_batch_size: a smaller last batch is left out; by default that number of devices.
-        device_mesh: the mesh; None for one device.
+        min_batch_size: a smaller last batch is left out; by default that number of devices, or
+            `batch_size` after `initialize(mode="ray")`, as in Twinkle.
+        device_mesh: the mesh; None for that of `initialize`, except with `mode="ray"`.
         shuffle: whether to shuffle rows, differently in each epoch.
         drop_last: whether to leave out a last batch that is not full.
         sampler: indices of rows, in the order to take them; not with `shuffle`.
         collate_fn: applied to each list of rows.
-        max_retries: unused.
+        max_retries: unused: what fails once is not read again.
         remote_group: unused, with a warning.
         options: options of PyTorch's loader for workers, which change nothing.
 
@@ -57,6 +59,9 @@ class DataLoader:
         refuse("DataLoader", options)
         note_group(remote_group)
         self.dataset = dataset() if callable(dataset) else dataset
+        in_ray = settings.mode == "ray"
+        if device_mesh is None and not in_ray:
+            device_mesh = settings.device_mesh
         devices = 1 if device_mesh is None else device_mesh.data_world_size
         if batch_size < 1 or batch_size % devices:
             raise ValueError(
@@ -68,13 +73,14 @@ class DataLoader:
         self.batch_size, self.shuffle = batch_size, shuffle
         # An iterator would have no rows for the second epoch.
         self.sampler = list(sampler) if isinstance(sampler, Iterator) else sampler
-        least = devices if min_batch_size is None else min_batch_size
+        default = batch_size if in_ray else devices
+        least = default if min_batch_size is None else min_batch_size
         self.min_batch_size = batch_size if drop_last else least
         self.processor = collate_fn
         self._epoch, self._consumed, self._skip = 0, 0, 0
 
     def set_processor(self, processor_cls: Any, **options: Any) -> None:
-        """Choose what is applied to each list of rows: a class, its name or an object."""
+        """Choose what is applied to each list of rows: a class, its name, or any callable."""
         self.processor = construct(processor_cls, "processor", **options)
 
     def __len__(self) -> int:

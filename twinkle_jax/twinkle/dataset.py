@@ -177,7 +177,8 @@ class Dataset:
     def encode(self, add_generation_prompt: bool = False, **options: Any) -> None:
         """Encode conversations: `messages`, or those in columns such as `positive` and `negative`.
 
-        `add_generation_prompt` ends them with the start of an assistant turn, to sample from.
+        `add_generation_prompt` ends them with the start of an assistant turn, to sample from. The
+        options are `remove_columns`, which the encoded rows do not have, and `batch_size`.
         """
         removed = options.pop("remove_columns", None) or ()
         removed = {removed} if isinstance(removed, str) else set(removed)
@@ -186,8 +187,8 @@ class Dataset:
         template = self._needed_template()
 
         def encode(rows: list[Row]) -> list[Row]:
-            kept = [{key: x for key, x in row.items() if key not in removed} for row in rows]
-            return template.encode_rows(kept, add_generation_prompt)
+            encoded = template.encode_rows(rows, add_generation_prompt)
+            return [{key: x for key, x in row.items() if key not in removed} for row in encoded]
 
         self._change(None, lambda rows: rows.map_rows(encode, size))
 
@@ -442,7 +443,7 @@ class IterablePackingDataset(IterableDataset):
 
 
 def _caster(features: Any) -> RowFunction | None:
-    """Return what gives rows the types of `features`; None if there are none."""
+    """Return a function that gives rows the types of `features`; None without features."""
     if features is None:
         return None
     return lambda rows: [_cast("row", row, dict(features)) for row in rows]

@@ -19,7 +19,7 @@ _INSTEAD = {  # unsupported axes, and what to use instead
     **dict.fromkeys(
         ("cp", "ulysses"), "sequences are not split; use tp_size, or a smaller micro_batch_size"
     ),
-    **dict.fromkeys(("ep", "ep_fsdp", "etp"), "mixtures of experts are not supported"),
+    **dict.fromkeys(("ep", "ep_fsdp", "etp"), "tp_size spreads experts over devices"),
 }
 
 
@@ -145,6 +145,7 @@ class Platform:
 class Settings:
     """The arguments of `initialize`."""
 
+    mode: str = "local"
     seed: int = 42
     device_mesh: DeviceMesh | None = None
     groups: list[DeviceGroup] = field(default_factory=list)
@@ -165,9 +166,10 @@ def initialize(
     name: str | None = None,
     **options: Any,
 ) -> None:
-    """Set the seed of loaders that shuffle, and the default mesh of models and samplers.
+    """Set the seed of loaders that shuffle, and the default mesh of models, samplers and loaders.
 
-    `mode="ray"` starts nothing, with a warning. `groups` are shown by `get_device_placement`. The
+    `mode="ray"` starts nothing, with a warning; loaders then leave out a last batch that is not
+    full, and have no default mesh, as in Twinkle. `groups` are shown by `get_device_placement`. The
     other arguments change nothing: JAX runs one process a host, and computes arrays asynchronously.
     """
     refuse("initialize", options)
@@ -178,7 +180,7 @@ def initialize(
             "mode='ray' starts no workers: one program runs over all devices of JAX, which the "
             "model and its sampler share; ranks and groups place nothing"
         )
-    settings.seed = 42 if seed is None else seed
+    settings.mode, settings.seed = mode, 42 if seed is None else seed
     settings.device_mesh, settings.groups = global_device_mesh, list(groups or ())
 
 

@@ -180,10 +180,10 @@ class TrainMetric(_PassMetric):
 
 
 class CompletionRewardMetric(_PassMetric):
-    """Means and deviations of rewards by name, lengths, and times: `train/NAME_reward` and others.
+    """Mean and standard deviation of each reward, and means of completion lengths and of times.
 
     `accumulate` takes `rewards` by name, `completion_lengths`, and the seconds `generate_time` and
-    `weight_sync_time`. `calculate` forgets nothing.
+    `weight_sync_time`. `calculate` keeps what was accumulated, until `reset`.
 
     Example:
         >>> metric = CompletionRewardMetric()
@@ -209,16 +209,17 @@ class CompletionRewardMetric(_PassMetric):
         **facts: Any,
     ) -> None:
         for name, numbers in (rewards or {}).items():
-            given = [x for x in numbers if x is not None]  # None: it does not apply
-            self.rewards.setdefault(name, []).extend(given)
-        seen: dict[str, Sequence[float | None]] = {
+            present = [x for x in numbers if x is not None]  # None: it does not apply
+            self.rewards.setdefault(name, []).extend(present)
+        measured: dict[str, Sequence[float | None]] = {
             "profiling/Time taken: move_model_to_sampler": [weight_sync_time],
             "profiling/Time taken: generate": [generate_time],
             "train/completion_length": () if completion_lengths is None else completion_lengths,
         }
-        for name, values in seen.items():
+        for name, values in measured.items():
             for x in values:
-                self.means.add(x is not None, **{name: x or 0.0})
+                if x is not None:
+                    self.means.add(1, **{name: x})
 
     def calculate(self) -> Mapping[str, Any]:
         """Report on all completions since `reset`."""
@@ -287,7 +288,7 @@ class GRPOMetric(_PassMetric):
     `train/token_kl_max` and `train/token_ratio_max`; `train/entropy` with entropies; with
     advantages too `train/clip_ratio_low`, `train/clip_ratio_high` and their sum, where ratios are
     clipped to $[1 - $`epsilon`$, 1 + $`epsilon_high`$]$. Log-probabilities are multiplied by
-    `temperature`.
+    `temperature`, unless it is 0.
 
     With `top_k_kl`, `_high_kl_records` describes that many tokens of each pass whose divergence is
     largest: number of the sequence since the last report (`gsi`), position, `token_id`, `kl`,
@@ -305,7 +306,8 @@ class GRPOMetric(_PassMetric):
         top_k_kl: int = 0,
         **options: Any,
     ) -> None:
-        self.ignore_index, self.temperature, self.top_k_kl = ignore_index, temperature, top_k_kl
+        self.ignore_index, self.top_k_kl = ignore_index, top_k_kl
+        self.temperature = temperature or 1.0  # at 0 log-probabilities are those at 1
         high = epsilon if epsilon_high is None else epsilon_high
         self.bounds = {"epsilon": epsilon, "epsilon_high": high}
         super().__init__(device_mesh, process_group, **options)

@@ -113,8 +113,12 @@ def _modelscope_directory(name: str, argument: str) -> str:
 
 def class_of(name: str, module: str) -> type:
     """Return a public class of a module by its name; raises ValueError if it has none."""
-    members = vars(import_module(f"twinkle_jax.twinkle.{module}"))
-    classes = {x: y for x, y in members.items() if isinstance(y, type) and not x.startswith("_")}
+    home = import_module(f"twinkle_jax.twinkle.{module}")
+    classes = {
+        x: y
+        for x, y in vars(home).items()
+        if isinstance(y, type) and y.__module__ == home.__name__ and not x.startswith("_")
+    }
     if name not in classes:
         raise ValueError(f"{name!r} must be one of {', '.join(sorted(classes))}; see {PAGE}")
     return classes[name]

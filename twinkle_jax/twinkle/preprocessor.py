@@ -204,6 +204,8 @@ class OlympiadBenchProcessor(Preprocessor):
     """
 
     def __init__(self, system: str | None = None, language: str = "zh") -> None:
+        if language not in _SYSTEM:
+            raise ValueError(f"language must be 'zh' or 'en', got {language!r}")
         self.system = _SYSTEM[language] if system is None else system
 
     def preprocess(self, row: Row) -> Trajectory:

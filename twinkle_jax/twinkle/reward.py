@@ -24,10 +24,12 @@ __all__ = [
 
 
 class MathReward(BaseMathReward):
-    """A [`MathReward`][twinkle_jax.reward.MathReward] for ground truths in Twinkle's place.
+    """A [`MathReward`][twinkle_jax.reward.MathReward] with ground truths where Twinkle has them.
 
-    Of trajectories as ground truths it reads `ground_truth_key` in `user_data`, or what the base
-    class reads where there is none.
+    Args:
+        ground_truth_key: of a trajectory that is a ground truth, the name in its `user_data`;
+            without it the base class looks for the answer.
+        options: arguments of the base class.
     """
 
     def __init__(self, ground_truth_key: str = "solution", **options: Any) -> None:
@@ -43,10 +45,10 @@ class MathReward(BaseMathReward):
         return super().__call__(trajectories, ground_truths, **kwargs)
 
     def _read(self, truth: Any) -> Any:
-        kept = None
-        if isinstance(truth, Mapping):
-            kept = user_data_get(truth.get("user_data"), self.ground_truth_key)
-        return truth if kept is None else kept
+        if not isinstance(truth, Mapping):
+            return truth
+        answer = user_data_get(truth.get("user_data"), self.ground_truth_key)
+        return truth if answer is None else answer
 
 
 add_submodules(__name__, "base", "format_reward", "gsm8k", "math_reward")

@@ -20,11 +20,11 @@ from twinkle_jax.twinkle.infra import DeviceMesh, mesh_of, note_group
 from twinkle_jax.twinkle.names import (
     PAGE,
     add_submodules,
-    construct,
     local_id,
     refuse,
     warn_once,
 )
+from twinkle_jax.twinkle.template import make_template
 
 
 class vLLMSampler:  # noqa: N801  (Twinkle's name)
@@ -58,7 +58,7 @@ class vLLMSampler:  # noqa: N801  (Twinkle's name)
         engine = dict(engine_args or {})
         options.setdefault("max_length", engine.pop("max_model_len", None))
         note_group(remote_group)
-        model_id = local_id(model_id)
+        self._model_id = model_id = local_id(model_id)
         self._sampler: JaxSampler | ServedSampler
         self._raw: str | None = None  # set: log-probabilities are expected at temperature 1
         if base_url is not None:
@@ -70,7 +70,8 @@ class vLLMSampler:  # noqa: N801  (Twinkle's name)
             self._raw = engine.pop("logprobs_mode", None)
             if self._raw not in (None, "raw_logprobs"):
                 raise ValueError(
-                    f"logprobs_mode must be 'raw_logprobs', got {self._raw!r}; see {PAGE}"
+                    f"logprobs_mode must be 'raw_logprobs' or left out, got {self._raw!r}: sample "
+                    f"chooses the distribution by logprobs_kind; see {PAGE}"
                 )
             refuse("vLLMSampler", engine)
             warn_once("vLLMSampler without base_url samples in this program, without vLLM")
@@ -87,8 +88,11 @@ class vLLMSampler:  # noqa: N801  (Twinkle's name)
         return self._sampler.max_length
 
     def set_template(self, template_cls: Any, **options: Any) -> None:
-        """Choose a template: a name with its arguments, a class, or an object."""
-        self._sampler.set_template(construct(template_cls, "template", **options))
+        """Choose a template: a name or a class with its arguments, or an object.
+
+        Without `model_id` among the arguments, the tokenizer is that of the sampler's checkpoint.
+        """
+        self._sampler.set_template(make_template(template_cls, self._model_id, **options))
 
     def sample(
         self,
@@ -100,10 +104,12 @@ class vLLMSampler:  # noqa: N801  (Twinkle's name)
         num_samples: int = 1,
         logprobs_kind: LogprobsKind | None = "policy",
         use_base_model: bool = False,
+        return_encoded: bool = False,
     ) -> SampleResponses:
         """Sample completions, as [`JaxSampler.sample`][twinkle_jax.sampler.JaxSampler.sample].
 
-        `adapter_name` changes nothing: the weights are those of the last `sync_weights`.
+        `adapter_name` changes nothing: the weights are those of the last `sync_weights`. Neither
+        does `return_encoded`, as in Twinkle: sequences always have `new_input_feature`.
         `adapter_path` is a directory with an adapter in PEFT's format, and `use_base_model` leaves
         adapters out, in this program only.
         """

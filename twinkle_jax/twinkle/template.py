@@ -12,12 +12,13 @@ from twinkle_jax.data import (
     Tokenizer,
     ToolCall,
     TruncationStrategy,
+    message_text,
     parse_cline_calls,
     parse_hermes_calls,
     parse_react_calls,
 )
 from twinkle_jax.data import Template as BaseTemplate
-from twinkle_jax.twinkle.names import add_submodules, local_id
+from twinkle_jax.twinkle.names import add_submodules, construct, local_id
 
 
 class Template(BaseTemplate):
@@ -62,6 +63,18 @@ class Template(BaseTemplate):
             feature["length"] = size
         return sources, features
 
+    def concat_input_feature(
+        self, prompt_input_feature: Mapping[str, Any], new_tokens: Sequence[int]
+    ) -> InputFeature:
+        """Add sampled tokens to a prompt; the new message has its tool calls as `tool_calls`."""
+        feature = super().concat_input_feature(prompt_input_feature, new_tokens)
+        if "messages" in feature:
+            message = feature["messages"][-1]
+            text = message_text(message)
+            if calls := self.parse_tool_call(text):
+                message["content"], message["tool_calls"] = self.clean_tool_call(text), calls
+        return feature
+
     def check(self, trajectory: Mapping[str, Any]) -> Mapping[str, Any] | None:
         """Return a conversation if it can be encoded, otherwise None."""
         return trajectory if self.accepts(trajectory) else None
@@ -89,6 +102,20 @@ class Template(BaseTemplate):
     def batch_decode(self, token_ids: Sequence[Sequence[int]], **options: Any) -> list[str]:
         """Return the texts of several."""
         return [self.decode(ids, **options) for ids in token_ids]
+
+
+def make_template(kind: Any, checkpoint: Any, **options: Any) -> Any:
+    """Make a template as `construct` does, of this checkpoint unless options have a `model_id`.
+
+    Args:
+        kind: a name, a class or an object.
+        checkpoint: of the model or sampler that the template is for; None if it has none.
+        options: arguments of the class.
+    """
+    of_class = isinstance(kind, str) or (isinstance(kind, type) and issubclass(kind, Template))
+    if of_class and checkpoint is not None:
+        options.setdefault("model_id", checkpoint)
+    return construct(kind, "template", **options)
 
 
 class Qwen3_5Template(Template):  # noqa: N801  (Twinkle's name)

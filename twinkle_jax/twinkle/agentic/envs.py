@@ -1,5 +1,6 @@
 """`twinkle_agentic.envs`: environments, alone, as tools and in pools."""
 
+import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -9,6 +10,7 @@ from typing import Any, Self
 from twinkle_jax.data import FunctionSpec, Trajectory
 from twinkle_jax.data import Tool as ToolInfo
 from twinkle_jax.rollout.by_name import openenv_text
+from twinkle_jax.twinkle.infra import note_group
 from twinkle_jax.twinkle.names import PAGE, add_submodules
 
 _TEXTS = ("result", "output", "content", "text", "message")  # where an observation has its text
@@ -157,6 +159,7 @@ class OpenEnv(Env):
 class EnvPool:
     """Several environments in this process; `env_kwargs` are the arguments of `OpenEnv`.
 
+    `device_mesh` is unused, and so is `remote_group`, with a warning.
     Errors of an environment are raised, where Twinkle's pool ends the episode with reward 0.
     """
 
@@ -165,7 +168,10 @@ class EnvPool:
         pool_size: int = 32,
         device_mesh: Any = None,
         env_kwargs: Mapping[str, Any] | None = None,
+        *,
+        remote_group: str | None = None,
     ) -> None:
+        note_group(remote_group)
         self._envs = [OpenEnv(**(env_kwargs or {})) for _ in range(pool_size)]
         self._rewards = [0.0] * pool_size
         self.pool_size = pool_size
@@ -247,6 +253,8 @@ def _as_result(result: Any) -> StepResult:
     else:
         observation = getattr(result, "observation", result)
         reward, done = getattr(result, "reward", None), getattr(result, "done", None)
+    if observation is not None and hasattr(observation, "model_dump"):  # all fields, as Twinkle
+        observation = json.dumps(observation.model_dump(), ensure_ascii=False, default=str)
     return StepResult(openenv_text(observation, _TEXTS), float(reward or 0.0), bool(done))
 
 

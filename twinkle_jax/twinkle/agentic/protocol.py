@@ -62,13 +62,14 @@ class OpenAI(API):
 
         Args:
             trajectory: `messages`, and `tools` if there are any.
-            sampling_params: `repetition_penalty` becomes `frequency_penalty`, as in Twinkle:
-                what is above 1. What the protocol does not have is refused.
+            sampling_params: `repetition_penalty - 1` becomes `frequency_penalty`, as in Twinkle.
+                What the protocol does not have is refused.
             kwargs: further fields of the request, which win; `extra_body`, a dictionary of more;
                 and `timeout`.
 
         Returns:
-            `content`, `reasoning_content`, `tool_calls` and `finish_reason`, where there are any.
+            The assistant's message, with those of `content`, `reasoning_content`, `tool_calls` and
+            `finish_reason` that the answer has; a list of messages if `num_samples` is not 1.
 
         Raises:
             ServerError: for a server that cannot be reached, or an invalid answer.

@@ -113,7 +113,7 @@ class CoTReward(Reward):
 class ToolExploreReward(F1Reward):
     """1 for 1 to 3 turns whose tools returned something, 0.5 for more, if the answer is right.
 
-    Errors are nothing; Twinkle's counts those of its own `ToolManager`, `Error: …`.
+    Otherwise 0. Errors do not count; Twinkle's class counts those of `ToolManager`, `Error: …`.
 
     Args:
         f1_threshold: the `F1Reward` from which an answer is right.

@@ -11,9 +11,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from twinkle_jax.data import IGNORE, SamplingParams, Template, Trajectory, user_data_get
+from twinkle_jax.data import IGNORE, SamplingParams, Template, Trajectory
 from twinkle_jax.data.rows import to_lists
 from twinkle_jax.data.trajectory import extend_feature
+from twinkle_jax.twinkle.data_format import user_data_get
 from twinkle_jax.twinkle.names import add_submodules
 
 _ARRAYS = ("input_ids", "labels", "attention_mask", "position_ids", "logprobs")
@@ -35,7 +36,7 @@ class MultiTurnRollout(Rollout):
 
     Args:
         sampler: an object with `sample(features, sampling_params=…)`.
-        template: encodes conversations.
+        template: encodes conversations; not with `truncation_strategy="split"`.
         tool_manager: answers calls; may be an argument of each call instead.
         sampling_params: how to sample; one completion.
         max_turns: maximum turns of a conversation.
@@ -43,7 +44,7 @@ class MultiTurnRollout(Rollout):
             the sampler's `max_length`. Answers of tools that do not fit are left out.
         trace_dir: directory for a JSON file of each conversation; None for no files.
         trace_callback: whether to write a conversation.
-        success_callback: whether the name of its file begins with `ok` instead of `fail`.
+        success_callback: whether the name of its file has `ok` instead of `fail`.
     """
 
     def __init__(
@@ -60,6 +61,8 @@ class MultiTurnRollout(Rollout):
     ) -> None:
         if template is None:
             raise ValueError("template must be a Template, got None")
+        if getattr(template, "truncation_strategy", None) == "split":
+            raise ValueError("truncation_strategy of template must not be 'split', got 'split'")
         limits = {"max_turns": max_turns, "max_trajectory_tokens": max_trajectory_tokens}
         for name, value in limits.items():
             if value is not None and value < 1:
@@ -79,7 +82,8 @@ class MultiTurnRollout(Rollout):
 
         Args:
             trajectories: conversations in which the assistant is next.
-            kwargs: `tool_manager`, one or a list; `sampling_params`; `global_step` is not used.
+            kwargs: `tool_manager`, one or a list; `sampling_params`; `global_step`, which the names
+                of trace files begin with.
 
         Returns:
             The trajectories with `messages`, the fields of an input feature, `logprobs` (one for
@@ -112,7 +116,9 @@ class MultiTurnRollout(Rollout):
                 self._answer(conversation, manager, sequence)
         results = [conversation.result() for conversation in conversations]
         if self.trace_dir:
-            self._write_traces(Path(self.trace_dir), results)
+            step = kwargs.get("global_step")
+            prefix = "" if step is None else f"step{int(step):06d}-"
+            self._write_traces(Path(self.trace_dir), prefix, results)
         return results
 
     def _managers(self, managers: Any, count: int) -> list[Any]:
@@ -169,7 +175,7 @@ class MultiTurnRollout(Rollout):
             else:
                 conversation.feature = longer
 
-    def _write_traces(self, directory: Path, results: Sequence[Any]) -> None:
+    def _write_traces(self, directory: Path, prefix: str, results: Sequence[Any]) -> None:
         """Write conversations; errors are logged."""
         for i, result in enumerate(results):
             try:
@@ -183,7 +189,7 @@ class MultiTurnRollout(Rollout):
                     "truncated": result["truncated"],
                     "success": success,
                 }
-                name = f"{'ok' if success else 'fail'}-{_file_name(result, i)}"
+                name = f"{prefix}{'ok' if success else 'fail'}-{_file_name(result, i)}"
                 text = json.dumps(record, ensure_ascii=False, indent=2, default=str)
                 # The completions of a prompt share its id, and so do later steps.
                 numbered = (f"{name}{f'-{n}' if n else ''}.json" for n in itertools.count())

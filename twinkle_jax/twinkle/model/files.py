@@ -45,7 +45,8 @@ class SavedPolicy(AdapterPolicy):
     ) -> Path | None:
         """Write a checkpoint, or the adapter in PEFT's format where there is one.
 
-        The tokenizer of the template, if there is one, is written too.
+        The tokenizer of the template is written too. Without a template, a checkpoint has that of
+        the one that the model was read from, and an adapter has none.
         The directory is replaced at once: an interrupted save leaves the older one complete.
 
         Args:

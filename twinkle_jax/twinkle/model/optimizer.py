@@ -72,6 +72,11 @@ def _cosine_annealing(*, T_max: int, eta_min: float = 0.0) -> Schedule:  # noqa:
     return lambda step, base: falling(_swing(step, T_max), base)
 
 
+def _constant(*, factor: float = 1 / 3, total_iters: int = 5) -> Schedule:
+    """Multiply the base rate by a factor for some steps, as PyTorch's `ConstantLR` does."""
+    return lambda step, base: base * (factor if step < total_iters else 1)
+
+
 def _swing(position: float, half: float) -> float:
     """Return how far a pendulum is that takes `half` in each direction."""
     return abs((position + half) % (2 * half) - half)
@@ -108,7 +113,7 @@ def _falling(name: str, steps: Any, **options: Any) -> Callable[[Any, float], fl
 
 
 _SCHEDULES: dict[str, Callable[..., Schedule]] = {
-    "ConstantLR": lambda: lambda step, base: base,
+    "ConstantLR": _constant,
     "CosineAnnealingLR": _cosine_annealing,
     "CosineWarmupScheduler": _cosine_warmup,
     "LinearWarmupScheduler": _linear_warmup,
@@ -116,8 +121,10 @@ _SCHEDULES: dict[str, Callable[..., Schedule]] = {
 }
 
 
-def choose_schedule(name: str | Factor, options: dict[str, Any]) -> Schedule:
-    """Make a schedule by name, or from a function of the number of steps."""
+def choose_schedule(name: str | type | Factor, options: dict[str, Any]) -> Schedule:
+    """Make a schedule by name, by PyTorch's class, or from a function of the number of steps."""
+    if isinstance(name, type):
+        name = name.__name__
     if callable(name):
         if options:
             raise TypeError(f"options must go with a name, not with a function, got {options}")

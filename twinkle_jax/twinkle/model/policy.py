@@ -39,7 +39,7 @@ from twinkle_jax.sampler.jax_sampler import key_of_seed
 from twinkle_jax.training import StepSummary, TrainState, UpdateInfo, add_summaries, begin_training
 from twinkle_jax.twinkle.infra import DeviceMesh, mesh_of, note_group
 from twinkle_jax.twinkle.metric import TrainMetric
-from twinkle_jax.twinkle.model.optimizer import Schedule, choose_schedule
+from twinkle_jax.twinkle.model.optimizer import Schedule
 from twinkle_jax.twinkle.names import local_id, refuse, warn_once
 
 Precision = Literal["no", "bf16"]
@@ -58,6 +58,7 @@ class OptimizerGroup:
         optimizer: None before `set_optimizer`.
         lr: base learning rate.
         lr_steps: steps of the schedule so far.
+        schedule: the base rate before `set_lr_scheduler`.
         gradient_norm: before clipping, of the last update; None before one since the last report.
         clipped: whether the accumulated gradients are clipped already.
         cur_step: calls of `forward_backward`.
@@ -76,7 +77,7 @@ class OptimizerGroup:
     optimizer: optax.GradientTransformation | None = None
     lr: float = 1.0
     lr_steps: int = 0
-    schedule: Schedule = field(default_factory=lambda: choose_schedule("ConstantLR", {}))
+    schedule: Schedule = lambda _, base: base
     loss: Loss = field(default_factory=CrossEntropyLoss)
     template: Any = None
     gradient_norm: Float[Array, ""] | None = None

@@ -44,6 +44,7 @@ from twinkle_jax.twinkle.model.optimizer import (
 from twinkle_jax.twinkle.model.policy import OptimizerGroup
 from twinkle_jax.twinkle.names import IGNORED, PAGE, class_of, construct, warn_once
 from twinkle_jax.twinkle.processor import InputProcessor
+from twinkle_jax.twinkle.template import make_template
 
 
 class TransformersModel(SavedPolicy):
@@ -112,10 +113,11 @@ class TransformersModel(SavedPolicy):
         """Choose what encodes trajectories.
 
         A name such as `"Qwen3_5Template"` or a class, with its options; an object with `encode`; or
-        a function.
+        a function. Without `model_id` among the options, the tokenizer is that of the model's
+        checkpoint.
         """
         group = self.group(adapter_name)
-        template = construct(template_cls, "template", **options)
+        template = make_template(template_cls, self.source, **options)
         if not callable(getattr(template, "encode", template)):
             raise TypeError(
                 f"template must be a function or an object with 'encode', got {template!r}"
@@ -169,9 +171,22 @@ class TransformersModel(SavedPolicy):
         self.restart(group, group.state.params)
 
     def set_lr_scheduler(
-        self, scheduler_cls: str | Factor, *, adapter_name: str | None = None, **options: Any
+        self, scheduler_cls: str | type | Factor, *, adapter_name: str | None = None, **options: Any
     ) -> None:
-        """Choose a schedule: a name, or a function from the number of `lr_step` to a factor."""
+        """Choose a schedule, and begin it.
+
+        Args:
+            scheduler_cls: PyTorch's or Twinkle's name or class with its options,
+                `'CosineAnnealingLR'`, `'CosineWarmupScheduler'`, `'LinearWarmupScheduler'`,
+                `'ConstantLR'` or `'LambdaLR'`; or a function from the number of calls of `lr_step`
+                to a factor of the learning rate.
+            adapter_name: which adapter.
+            options: `T_max`, `num_warmup_steps`, …
+
+        Raises:
+            ValueError: for an unknown name, or an option out of range.
+            TypeError: for an option that is unknown or missing.
+        """
         group = self.group(adapter_name)
         group.schedule = choose_schedule(scheduler_cls, options)
         group.lr_steps = 0
@@ -575,6 +590,8 @@ def _read_loss_inputs(
     if ref_outputs is not None:
         if ref_logps is not None:
             raise ValueError("ref_logps must be left out with ref_outputs, got both")
+        if "logps" not in ref_outputs:
+            raise ValueError(f"ref_outputs must have 'logps', got {list(ref_outputs)}")
         ref_logps = ref_outputs["logps"]
     return dict(zip(LOSS_INPUTS, (advantages, old_logps, ref_logps), strict=True))
 
@@ -649,17 +666,17 @@ class MegatronModel(TransformersModel):
         ref_outputs: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> dict[str, Any]:
-        """Score inputs, and compute their `loss` if it needs labels alone or what it needs is here.
+        """Score inputs, and compute a cross entropy, or another loss whose arguments are given.
 
-        `calculate_metric(False)` averages the losses.
+        The result then has a `loss`; `calculate_metric(False)` averages the losses.
         """
         outputs = super().forward_only(inputs=inputs, adapter_name=adapter_name, **options)
-        given: dict[str, Any] = {"advantages": advantages, "old_logps": old_logps}
-        given |= {"ref_logps": ref_logps, "ref_outputs": ref_outputs}
+        loss_inputs: dict[str, Any] = {"advantages": advantages, "old_logps": old_logps}
+        loss_inputs |= {"ref_logps": ref_logps, "ref_outputs": ref_outputs}
         loss_fn = self.group(adapter_name).loss
         supervised = isinstance(loss_fn, CrossEntropyLoss | ChunkedCrossEntropyLoss)
-        if supervised or any(x is not None for x in given.values()):
-            loss = self.calculate_loss(adapter_name=adapter_name, **given)
+        if supervised or any(x is not None for x in loss_inputs.values()):
+            loss = self.calculate_loss(adapter_name=adapter_name, **loss_inputs)
             return {**outputs, "loss": loss}
         return outputs
 
