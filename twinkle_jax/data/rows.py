@@ -41,7 +41,7 @@ class Table(Iterable[Row]):
 
     def map_rows(self, function: Callable[[list[Row]], list[Row]], batch_size: int = 1000) -> Self:
         """Replace each batch of rows by any number of others."""
-        if not isinstance(batch_size, int) or batch_size < 1:
+        if not isinstance(batch_size, int | np.integer) or batch_size < 1:
             raise ValueError(f"batch_size must be a positive int, got {batch_size!r}")
         return self._from_source(lambda: _mapped(self, function, batch_size))
 

@@ -17,6 +17,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
@@ -76,7 +77,7 @@ def make_mesh(
         (('data', 1), ('fsdp', 1), ('tensor', 1))
     """
     shape = (data, fsdp, tensor)
-    if not all(isinstance(size, int) and size > 0 for size in shape):
+    if not all(isinstance(size, int | np.integer) and size > 0 for size in shape):
         raise ValueError(f"data, fsdp and tensor must be positive ints, got {shape}")
     chosen = (jax.devices() if devices is None else devices)[: data * fsdp * tensor]
     return jax.make_mesh(shape, AXES, (AxisType.Auto,) * 3, devices=chosen)
