@@ -54,8 +54,10 @@ def test_sources_by_id(tmp_path):
         assert [row["n"] for row in Dataset(meta(data))] == [1, 2]
     with pytest.raises(ValueError, match="dataset_id"):
         DatasetMeta()
-    with pytest.raises(ValueError, match="data_slice"):
-        meta(data_slice=3)
+    assert not len(Dataset(meta([], data_slice=[])))
+    for wrong in ({"data_slice": 3}, {"rows": [], "data_slice": [0]}):
+        with pytest.raises(ValueError, match="data_slice"):
+            Dataset(meta(**wrong))
     with pytest.raises(ValueError, match="dataset_id"):
         Dataset(DatasetMeta("ms://owner/name"))
 

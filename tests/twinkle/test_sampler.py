@@ -69,6 +69,10 @@ def test_a_template_reads_the_tokenizer_of_the_checkpoint(checkpoint, tmp_path):
             assert holder.template.tokenizer.decode(holder.template.tokenizer.encode("12")) == "12"
         holder.set_template("Template", model_id=small_tokenizer("ab"))
         assert holder.template.tokenizer.decode(holder.template.tokenizer.encode("ab")) == "ab"
+    small_tokenizer("xyz").save_pretrained(tmp_path / "tokenizer")
+    model = TransformersModel(model_id=place, tokenizer_id=tmp_path / "tokenizer")
+    model.set_template("Template")
+    assert model.template.tokenizer.decode(model.template.tokenizer.encode("zx")) == "zx"
     (response,) = sampler.sample("12", GREEDY, return_encoded=True)
     assert response.sequences[0].decoded is not None
 

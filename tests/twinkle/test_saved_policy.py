@@ -81,6 +81,8 @@ def test_files(checkpoint, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert str(model.save()) == "output/checkpoint-step-1"
     assert model.save("two", interval=2) is None and not (tmp_path / "two").exists()
+    with pytest.raises(ValueError, match="interval"):
+        model.save("two", interval=0)
     place = model.save("one", save_optimizer=True)
     names = {path.name for path in place.iterdir()}
     assert names == {

@@ -62,7 +62,10 @@ class DatasetMeta:
             return rows
         if not isinstance(rows, Rows):
             raise ValueError("data_slice must be None for a stream, whose rows have no numbers")
-        return Rows(rows[index % len(rows)] for index in self.data_slice)
+        numbers = list(self.data_slice)
+        if numbers and not len(rows):
+            raise ValueError("data_slice must be of a data set with rows, got one without any")
+        return Rows(rows[number % len(rows)] for number in numbers)
 
     def _rows(self, stream: bool) -> Table:
         data = self.data

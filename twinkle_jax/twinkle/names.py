@@ -29,7 +29,7 @@ IGNORED: dict[str, tuple[str, ...]] = {
     "TransformersModel": (  # sizes that do not fit are an error
         "attn_implementation", "ddp_config", "fsdp_config", "gradient_checkpointing",
         "ignore_mismatched_sizes", "low_cpu_mem_usage", "max_loras", "max_r",
-        "memory_efficient_init", "strategy", "tokenizer_id", "trust_remote_code",
+        "memory_efficient_init", "strategy", "trust_remote_code",
     ),
     "set_optimizer": ("foreach", "fused"),
     "vLLMSampler": (  # in `engine_args`

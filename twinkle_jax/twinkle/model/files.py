@@ -65,10 +65,13 @@ class SavedPolicy(AdapterPolicy):
             The directory; None between intervals.
 
         Raises:
-            ValueError: if a checkpoint to resume from would be merged or rounded, there is no
+            ValueError: if `interval` is below 1, a checkpoint to resume from would be merged or
+                rounded, there is no
                 optimizer to save, or the directory holds an adapter where a checkpoint is written,
                 or the reverse: both would be loaded.
         """
+        if interval < 1:
+            raise ValueError(f"interval must be at least 1, got {interval}")
         group = self.group(adapter_name)
         if group.cur_step % interval:
             return None

@@ -196,6 +196,7 @@ class AdapterPolicy:
         mesh: Mesh | None = None,
         remat: Remat = True,
         seed: int = 0,
+        tokenizer_id: str | Path | None = None,
         model_cls: Any = None,
         remote_group: str | None = None,
         **options: Any,
@@ -213,6 +214,7 @@ class AdapterPolicy:
         self.key = key_of_seed(seed)
         decoder = self._first_policy(model_id, _read_config(config), seed)
         self.config, self.source = decoder.config, decoder.source
+        self.tokenizer_id = local_id(tokenizer_id, "tokenizer_id") or self.source
         self.model = Module(self.config)
         self.base: Params | None = None  # the frozen parameters under adapters
         self.first_loss: Loss = CrossEntropyLoss()  # of each adapter, before `set_loss`

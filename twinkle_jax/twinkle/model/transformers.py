@@ -72,6 +72,8 @@ class TransformersModel(SavedPolicy):
         mesh: a mesh from [`make_mesh`][twinkle_jax.model.make_mesh], instead of `device_mesh`.
         remat: as for [`hidden_states`][twinkle_jax.model.hidden_states].
         seed: of dropout, and of parameters drawn at random.
+        tokenizer_id: a directory or hub id of the tokenizer for `set_template`; None for the
+            checkpoint's.
         model_cls: unused, with a warning: the checkpoint's configuration names the architecture.
         remote_group: unused, with a warning: there are no groups of workers.
         options: Twinkle's options for kernels, memory and workers, which change nothing here.
@@ -113,11 +115,11 @@ class TransformersModel(SavedPolicy):
         """Choose what encodes trajectories.
 
         A name such as `"Qwen3_5Template"` or a class, with its options; an object with `encode`; or
-        a function. Without `model_id` among the options, the tokenizer is that of the model's
-        checkpoint.
+        a function. Without `model_id` among the options, the tokenizer is `tokenizer_id`, or
+        that of the model's checkpoint.
         """
         group = self.group(adapter_name)
-        template = make_template(template_cls, self.source, **options)
+        template = make_template(template_cls, self.tokenizer_id, **options)
         if not callable(getattr(template, "encode", template)):
             raise TypeError(
                 f"template must be a function or an object with 'encode', got {template!r}"
