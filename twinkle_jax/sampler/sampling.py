@@ -52,9 +52,10 @@ class Filters:
 
 
 class Sampling(NamedTuple):
-    """How the next token is chosen. All values are traced: changing them compiles nothing.
+    """How the next token is chosen.
 
-    Only filters and a penalty that are in use are compiled: turning them on or off compiles anew.
+    Values are traced: changing them compiles nothing. Only turning filters or the penalty on or off
+    does: what is not in use is not compiled.
 
     The penalty comes first, then the temperature, then top-k, top-p and min-p, each applied
     to what the previous ones kept, as in `transformers`; vLLM applies min-p before the other two.
