@@ -347,9 +347,8 @@ def _form_groups(grouped: Grouped, *, components_apart: bool) -> Samples:
 def _like_rewards(value: Any, grouped: Grouped, samples: Samples) -> Array:
     """Convert data to the dtype and layout of the rewards, with components summed."""
     value = jnp.asarray(value)
-    if value.ndim == 2:  # of each prompt; a sample counts the components that its reward counts
-        value = jnp.repeat(value, grouped.num_generations or 1, axis=0)
-        value, _ = sum_components(value, grouped.where, grouped.reward_weights)
+    if value.ndim == 2:
+        value, _ = sum_components(value, None, grouped.reward_weights)
     if isinstance(samples.groups, Grid) and value.shape == grouped.rewards.shape[:1]:
         value = value.reshape(samples.values.shape)
     return jax.lax.stop_gradient(value).astype(samples.values.dtype)

@@ -104,8 +104,7 @@ def remax_advantage(
         rewards: `[N]` or `[N, C]`, as in `grpo_advantage`.
         greedy_rewards: `[P]`, or `[P, C]`, one for each prompt; P = N / K.
         num_generations: K, samples per prompt, at least 1; static.
-        where: as in `grpo_advantage`; a component that is left out of a sample's reward is left out
-            of its baseline too.
+        where: as in `grpo_advantage`. Baselines have all components, whatever a sample lacks.
         reward_weights: as in `grpo_advantage`.
 
     Returns:
@@ -142,8 +141,7 @@ class ReMaxAdvantage(FunctionAdvantage, name="remax"):
 
 
 def _remax(samples: Samples, greedy_rewards: Array) -> Array:
-    per_sample = greedy_rewards.shape == samples.values.shape
-    baseline = greedy_rewards if per_sample else samples.each(greedy_rewards)
+    baseline = samples.each(greedy_rewards)
     advantages = samples.values - baseline
     magnitude = jnp.maximum(jnp.abs(samples.values), jnp.abs(baseline))
     equal = jnp.isfinite(advantages) & (jnp.abs(advantages) <= ulps(NOISE_ULPS, magnitude))
