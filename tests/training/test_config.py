@@ -240,6 +240,10 @@ def test_json_gives_a_configuration_back():
     config = TrainConfig(seed=3, optimizer=options, reward=["exact", "math"])
     assert from_dict(as_saved(config)) == config
     assert TrainConfig(reward=["exact"]) == TrainConfig(reward="exact")
+    assert from_dict({"rollout": None}) == TrainConfig()
+    for section in (0, "", []):
+        with pytest.raises(ValueError, match=r"^rollout "):
+            from_dict({"rollout": section})
 
 
 def test_the_learning_rate_rises_and_falls():
@@ -374,13 +378,13 @@ def test_settings_that_json_has_another_type_for_are_the_same(options):
 
 def test_a_file_may_be_named_in_several_ways(tmp_path, monkeypatch):
     """By a path relative to the directory that the run was started in, or that it resumes in."""
-    names = {"model": "m", "task": "gsm8k:x.jsonl", "reward": ["exact", "r.py:f"], "tools": "t.py"}
+    names = {"model": "m", "task": "gsm8k:gsm8k", "reward": ["exact", "r.py:f"], "tools": "t.py"}
     saved = as_saved(TrainConfig(**names))
     monkeypatch.chdir(tmp_path)
     started_in = str(tmp_path / "there")
     absolute = {
         "model": f"{started_in}/m",
-        "task": f"gsm8k:{started_in}/x.jsonl",
+        "task": f"gsm8k:{started_in}/gsm8k",
         "reward": ["exact", f"{started_in}/r.py:f"],
         "tools": "there/t.py",
     }

@@ -746,14 +746,21 @@ def is_same(before: Any, now: Any, started_in: str | None) -> bool:
 
 def file_in(value: str) -> str:
     """The file in `FILE`, `gsm8k:FILE`, `FILE.py:NAME` or `trl:FILE.py:NAME`."""
-    code = re.search(r"(?:^(?:trl|gym):|^)(.*\.py)(?::|$)", value)
-    return code.group(1) if code else value.removeprefix("gsm8k:")
+    return value[_file_span(value)]
 
 
 def path_from(directory: str, value: str) -> str:
     """Make the path in a setting absolute, which may be relative to a directory."""
-    file = file_in(value)
-    return value.replace(file, str(Path(directory, os.path.expanduser(file))), 1)
+    span = _file_span(value)
+    path = Path(directory, os.path.expanduser(value[span]))
+    return f"{value[: span.start]}{path}{value[span.stop :]}"
+
+
+def _file_span(value: str) -> slice:
+    code = re.search(r"(?:^(?:trl|gym):|^)(.*\.py)(?::|$)", value)
+    if code:
+        return slice(*code.span(1))
+    return slice(len("gsm8k:") if value.startswith("gsm8k:") else 0, len(value))
 
 
 def _may_change(name: str) -> bool:

@@ -177,6 +177,7 @@ def test_meshes_that_are_refused():
 
 @pytest.mark.parametrize("sizes", [{"fsdp": 0}, {"fsdp": -1}, {"tensor": 2.0}, {"data": 1000}])
 def test_sizes_of_meshes_that_are_refused(sizes):
+    assert make_mesh(fsdp=np.int64(2)).shape["fsdp"] == 2
     with pytest.raises(ValueError, match=r"fsdp and tensor must be positive|Number of devices"):
         make_mesh(**sizes)
 
