@@ -8,7 +8,7 @@ from tests.sampler.vllm.fake_server import FakeServer, log_softmax, odd_experts,
 from twinkle_jax.data import PromptBatch
 from twinkle_jax.rollout import RolloutConfig, ServerConfig
 from twinkle_jax.sampler import LENGTH, STOP
-from twinkle_jax.training import TrainConfig, load_policy
+from twinkle_jax.training import TrainConfig, UpdateConfig, load_policy
 from twinkle_jax.training.engine import make_engine
 
 PROMPTS = PromptBatch([{"messages": [{"role": "user", "content": x}]} for x in ("1+2=", "40", "7")])
@@ -32,7 +32,7 @@ def drawn(server, tmp_path):
     return drawing(server, tmp_path)
 
 
-def drawing(server, tmp_path, **serving):
+def drawing(server, tmp_path, replay_routing="none", **serving):
     policy = load_policy(server.name)
 
     def draw(key=0, *, prompts=PROMPTS, seeded=True, **changes):
@@ -43,6 +43,7 @@ def drawing(server, tmp_path, **serving):
             rollout=RolloutConfig(**settings),
             output_dir=str(tmp_path),
             dtype="float32",
+            update=UpdateConfig(replay_routing=replay_routing),
             server=ServerConfig(url=server.url, seeded=seeded, **serving),
         )
         engine = make_engine(config, policy)
@@ -60,7 +61,7 @@ def test_experts_lie_where_their_tokens_are(mixture, tmp_path):
     """Those of the prompt and of all drawn tokens but the last; behind them there is no expert."""
     with FakeServer(mixture) as server:
         server.experts = True
-        drawn = drawing(server, tmp_path, tolerance=50.0, replay_routing=True)
+        drawn = drawing(server, tmp_path, "sampler", tolerance=50.0)
         prompts, mask, completions = drawn()
     longest = np.max(np.repeat(mask.sum(axis=1), 4) + completions.lengths) - 1
     assert completions.routing.shape == (12, longest, 2, 2)

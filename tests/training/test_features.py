@@ -56,6 +56,43 @@ def test_packed_rows_are_scored_as_their_sequences_are_alone():
         loss_of_scores(GKDLoss(), rows, {"logps": alone}, {})
 
 
+def test_experts_go_with_their_tokens():
+    """Packed or not, and with those of a last token missing, for which the router chooses."""
+    params, config = params_of("qwen3_moe"), config_of("qwen3_moe")
+    shape = config.layers, config.experts.chosen
+    rng = np.random.default_rng(0)
+    experts = rng.random((7, config.layers, config.experts.number)).argsort(-1)[..., : shape[1]]
+    alone = [
+        ALONE[0] | {"routed_experts": experts[:4]},
+        ALONE[1] | {"routed_experts": experts[4:6].tolist()},
+    ]
+    whole = experts.copy()
+    whole[6] = -1
+    packed = [PACKED[0] | {"routed_experts": whole}]
+    scores = [
+        score_features(params, read(rows), config, with_routing=True) for rows in (alone, packed)
+    ]
+    live = score_features(params, read(ALONE), config)["logps"]
+    assert np.abs(scores[0]["logps"] - live).max() > 0.1
+    np.testing.assert_allclose(scores[1]["logps"][0, :4], scores[0]["logps"][0], atol=1e-5)
+    np.testing.assert_allclose(scores[1]["logps"][0, 4:], scores[0]["logps"][1, :3], atol=1e-5)
+    routing = scores[1]["routing"]
+    assert routing.shape == (1, 7, *shape) and routing.dtype == np.uint8
+    np.testing.assert_array_equal(routing[0, :6], experts[:6])
+    first = dict(enumerate(score_features(params, read(alone[:1]), config)["logps"]))
+    mixed = read([alone[0], ALONE[1]])  # the router chooses for the second row
+    got = score_features(params, mixed, config)["logps"]
+    np.testing.assert_allclose(got, [first[0], live[1]], atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "experts", [[[1, 2]] * 4, np.ones((5, 2, 2), int), [[[0.5]]], "all"], ids=str
+)
+def test_experts_of_another_shape_or_type_are_refused(experts):
+    with pytest.raises((ValueError, TypeError), match="routed_experts"):
+        read([ALONE[0] | {"routed_experts": experts}])
+
+
 def test_parts_add_up_to_the_whole():
     (expected_sum,), logps, expected = gradient(read(PACKED))
     losses, in_parts, summed = gradient(read(PACKED), micro_batch_size=1)

@@ -9,7 +9,7 @@ import pytest
 from tests.model.families import config_of, params_of
 from tests.training import small_run
 from twinkle_jax.model import init_params, shard_like_params
-from twinkle_jax.rollout import RolloutConfig, ServerConfig
+from twinkle_jax.rollout import RolloutConfig
 from twinkle_jax.training import (
     MeshConfig,
     TrainConfig,
@@ -70,21 +70,26 @@ def test_an_update_takes_the_experts_that_it_replays():
     policy = POLICY._replace(config=config, params=params_of("qwen3_moe"))
 
     def needed(replay_routing):
-        server = ServerConfig(url="http://127.0.0.1:1", replay_routing=replay_routing)
         made = TrainConfig(
             rollout=RolloutConfig(
                 prompts=8, num_samples=2, max_new_tokens=64, max_prompt_tokens=64
             ),
-            update=UpdateConfig(mini_batches=1, recompute="layers", micro_batch_tokens=256),
-            server=server,
+            update=UpdateConfig(
+                mini_batches=2,
+                recompute="layers",
+                micro_batch_tokens=256,
+                replay_routing=replay_routing,
+            ),
             model="served",
             task="task.jsonl",
         )
         recipe = make_recipe(made, policy, lambda trajectories, truths: [])
         return update_memory(recipe, begin_training(policy.params, recipe.optimizer, None))
 
-    rows_and_time = 16 * 127
-    assert needed(True) - needed(False) >= rows_and_time * config.layers * config.experts.chosen
+    rows_and_time = 8 * 127
+    assert (
+        needed("trainer") - needed("none") >= rows_and_time * config.layers * config.experts.chosen
+    )
 
 
 def test_a_rollout_takes_its_caches():

@@ -371,7 +371,7 @@ REFUSED = [
     ({"model": None, "task": "arithmetic"}, "model"),
     ({"server.url": None, "server.timeout": 5.0}, "server.timeout"),
     ({"server.url": None, "server.overlap": True}, "server.overlap"),
-    ({"server.url": None, "server.replay_routing": True}, "server.replay_routing"),
+    ({"server.url": None, "update.replay_routing": "sampler"}, "update.replay_routing"),
     ({"server.timeout": 0.0}, "server.timeout"),
 ]
 
@@ -464,7 +464,7 @@ def test_a_copy_of_the_checkpoint_is_served_by_name(folder, server, tmp_path):
 
 # Experts of a mixture that the server chose.
 
-MIXTURE = {"server__replay_routing": True, "server__tolerance": 50.0}
+MIXTURE = {"update__replay_routing": "sampler", "server__tolerance": 50.0}
 
 
 @pytest.fixture(scope="module")
@@ -532,6 +532,6 @@ def test_a_server_that_does_not_report_experts_is_told_how(mixture, odd_server, 
 
 
 def test_a_policy_without_experts_has_none_to_replay(folder, server, tmp_path):
-    with pytest.raises(ValueError, match=r"server\.replay_routing .*'qwen3'"):
+    with pytest.raises(ValueError, match=r"update\.replay_routing .*'qwen3'"):
         run(folder, server, tmp_path, **MIXTURE)
     assert not loads(server)

@@ -5,8 +5,10 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
+from tests.model.families import config_of
 from twinkle_jax.data import ArithmeticTask, PromptBatch
 from twinkle_jax.loss import GRPOLoss
 from twinkle_jax.model import LoraConfig, init_params, make_mesh, shard_like_params
@@ -84,7 +86,7 @@ def sampled(of=None, key=0, params=None, **options):
 def test_a_step_moves_the_policy_towards_what_was_rewarded():
     drawn = sampled()
     state, metrics = take_step(recipe(), drawn, rate=0.03)
-    after = score(recipe(), state.params, drawn.batch, drawn.row_lengths)
+    after = score(recipe(), state.params, drawn.batch, drawn.row_lengths).logps
     change = np.asarray(after - drawn.batch.old_logps).sum(axis=1)  # of whole completions
     better, worse = drawn.advantages > 0, drawn.advantages < 0
     assert change[better].mean() > 0 > change[worse].mean()
@@ -276,7 +278,7 @@ def test_a_penalty_is_a_reason_to_move(rollouts):
     away = recipe(flat, optimizer="adam", kl_beta=0.5, dynamic_sampling=rollouts)
     drawn = sampled(away, 1, state.params)
     if rollouts == 1:  # else it is scored later
-        of_the_reference = score(away, POLICY.params, drawn.batch, drawn.row_lengths)
+        of_the_reference = score(away, POLICY.params, drawn.batch, drawn.row_lengths).logps
         np.testing.assert_allclose(drawn.batch.ref_logps, of_the_reference, atol=1e-6)
         assert np.abs(drawn.batch.ref_logps - drawn.batch.old_logps).max() > 1e-3
     state, metrics = take_step(away, drawn, state=state)
@@ -288,7 +290,7 @@ def test_later_updates_compare_with_the_policy_that_sampled():
     drawn, twice = sampled(), recipe(mini_batches=1, epochs=2)
     options = {"learning_rate": 0.1, "seed": (0, 0)}
     once, _ = learn(fresh(), drawn.batch, recipe(mini_batches=1), **options)
-    logps = score(twice, once.params, drawn.batch, drawn.row_lengths)
+    logps = score(twice, once.params, drawn.batch, drawn.row_lengths).logps
     moved = logps - drawn.batch.old_logps
     ratios = np.exp(np.asarray(moved))[np.asarray(drawn.batch.labels) != -100]
     _, learnt = learn(fresh(), drawn.batch, twice, **options)
@@ -421,7 +423,8 @@ def test_a_step_can_be_ended_before_and_after_scoring(after):
 def test_scores_do_not_depend_on_the_micro_batches(tokens):
     drawn = sampled()
     batch = drawn.batch
-    in_parts = score(recipe(micro_batch_tokens=tokens), POLICY.params, batch, drawn.row_lengths)
+    made = recipe(micro_batch_tokens=tokens)
+    in_parts = score(made, POLICY.params, batch, drawn.row_lengths).logps
     at_once = score_batch(POLICY.params, batch, POLICY.config).logps
     assert at_once.any()
     np.testing.assert_allclose(in_parts, at_once, atol=1e-6)
@@ -493,6 +496,35 @@ def test_a_correction_weighs_what_is_learnt():
         _, metrics = take_step(made, rollout, rate=0.0)
         norms.append(metrics["grad_norm"])
     assert norms[1] == pytest.approx(norms[0] / 2, rel=1e-4)
+
+
+def test_updates_replay_the_experts_that_were_chosen_before_the_first():
+    config = config_of("qwen3_moe")
+    config = dataclasses.replace(config, vocab_size=POLICY.config.vocab_size)
+    policy = POLICY._replace(config=config, params=init_params(jax.random.key(0), config))
+    settings = {"mini_batches": 2, "micro_batch_tokens": 140, "on_mismatch": "warn"}
+
+    def made(**update):
+        options = TrainConfig(rollout=ROLLOUT, update=UpdateConfig(**(settings | update)))
+        return make_recipe(with_setting(options, "optimizer.name", "sgd"), policy, long_ones)
+
+    def trained(update, drawn, rate=3.0):
+        state = train_state(jax.tree.map(jnp.copy, policy.params), OPTIMIZER)
+        return take_step(update, drawn, state=state, rate=rate)
+
+    drawn = collect(made(), policy.params, lambda: PROMPTS, jax.random.key(0))[0]
+    batch = drawn.batch
+    recorded = score_batch(policy.params, batch, config, with_routing=True).routing
+    expected, _ = trained(made(), with_batch(drawn, routing=recorded))
+    live, _ = trained(made(), drawn)
+    replayed, metrics = trained(made(replay_routing="trainer"), drawn)
+    assert metrics["sampling/logp_diff/max"] < 1e-4
+
+    def distance(a, b):
+        return float(optax.tree.norm(jax.tree.map(jnp.subtract, a.params, b.params)))
+
+    difference, changed = distance(replayed, expected), distance(live, expected)
+    assert difference < 1e-4 < 1e-2 < changed
 
 
 def test_a_mismatch_may_only_warn():

@@ -14,6 +14,7 @@ from twinkle_jax.data.trajectory import IGNORE
 
 HostArray = np.ndarray[Any, Any]
 LARGEST = 2**31 - 1  # of int32
+NO_EXPERT = -1  # leaves the choice to the router
 _INTEGERS = ("tokens", "labels", "positions", "segment_ids", "teacher_tokens", "routing")
 _BOOLEANS = ("mask", "rows")
 
@@ -235,6 +236,9 @@ def make_batch(
         arrays["mask"] = pad(masks, 0) != 0
     if any("position_ids" in feature for feature in features):
         arrays["positions"] = pad([_positions(feature) for feature in features], 0)
+    if known := [x["routed_experts"] for x in features if "routed_experts" in x]:
+        none = np.full((0, *known[0].shape[1:]), NO_EXPERT)
+        arrays["routing"] = pad([f.get("routed_experts", none) for f in features], NO_EXPERT)
     for name, ragged in loss_inputs.items():
         kind = np.int32 if name == "teacher_tokens" else np.float32
         arrays[name] = None if ragged is None else pad(ragged, 0, kind)

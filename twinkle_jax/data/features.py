@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jax.typing import ArrayLike
 
-from twinkle_jax.data.batch import LARGEST, HostArray, cast_integers, read_integers
+from twinkle_jax.data.batch import LARGEST, NO_EXPERT, HostArray, cast_integers, read_integers
 from twinkle_jax.data.trajectory import IGNORE
 
 Feature = dict[str, HostArray]
@@ -23,7 +23,7 @@ PerSequence = Sequence[Any] | ArrayLike
 """Numbers for sequences: one each, or one for each of their labels or positions."""
 
 LOSS_INPUTS = ("advantages", "old_logps", "ref_logps")
-_READ = ("input_ids", "labels", "attention_mask", "position_ids")
+_READ = ("input_ids", "labels", "attention_mask", "position_ids", "routed_experts")
 _IGNORED = ("messages", "tools", "user_data", "length")  # a trajectory's own
 _TEXT_ONLY = "the model reads text only"
 _PACKED = "where another sequence begins, 'position_ids' start again at 0"
@@ -131,7 +131,7 @@ def _read(name: str, feature: Mapping[str, Any], vocab_size: int, labels_needed:
     if not tokens.size:
         raise ValueError(f"{name}['input_ids'] must have at least one token, got none")
     row = {"input_ids": cast_integers(f"{name}['input_ids']", tokens, 0, vocab_size - 1)}
-    for key in _READ[1:]:
+    for key in _READ[1:4]:
         if feature.get(key) is not None:
             row[key] = _row(f"{name}[{key!r}]", feature[key], boolean=key == "attention_mask")
             if row[key].shape != tokens.shape:
@@ -154,7 +154,23 @@ def _read(name: str, feature: Mapping[str, Any], vocab_size: int, labels_needed:
     labels = np.where(kept, row["labels"], IGNORE)
     cast_integers(f"{name}['labels']", labels[labels != IGNORE], 0, vocab_size - 1)
     row["labels"] = labels.astype(np.int32)
+    if feature.get("routed_experts") is not None:
+        row["routed_experts"] = _experts(f"{name}['routed_experts']", feature, len(tokens))
     return row
+
+
+def _experts(name: str, feature: Mapping[str, Any], size: int) -> HostArray:
+    """Read the experts of each token, and fill up with no expert."""
+    experts = cast_integers(name, read_integers(name, feature["routed_experts"]))
+    if experts.ndim != 3 or experts[size:].any():  # `forward_only` adds zeros
+        raise ValueError(
+            f"{name} must have the shape [{size}, layers, chosen], got {experts.shape}"
+        )
+    return np.pad(
+        experts[:size],
+        [(0, max(size - len(experts), 0)), (0, 0), (0, 0)],
+        constant_values=NO_EXPERT,
+    )
 
 
 def _row(name: str, values: Any, *, boolean: bool = False) -> HostArray:

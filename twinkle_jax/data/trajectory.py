@@ -75,13 +75,16 @@ class InputFeature(TypedDict, total=False):
     """The tokens and labels of a conversation; it may have a trajectory's keys, too.
 
     `labels` holds at each position the token that follows, which the logits there predict, and
-    −100 where there is no loss.
+    −100 where there is no loss. `routed_experts`, [time, layers, chosen], names the experts of a
+    mixture that each token goes through; the router chooses for tokens behind the last row, and
+    where there is a number that no expert has.
     """
 
     input_ids: TokenIds
     labels: TokenIds
     attention_mask: TokenIds
     position_ids: TokenIds
+    routed_experts: Any
     length: int
     messages: list[Message]
     tools: list[Tool]

@@ -348,7 +348,7 @@ def reward_scores(
     time = tokens.shape[-1]
     kept = jnp.arange(time, dtype=lengths.dtype)[None] < lengths[:, None]
     inputs = decoder_inputs(config, tokens, kept)
-    hidden, _ = run(params, config, inputs, compute_dtype, None, remat, mesh=mesh)
+    hidden, *_ = run(params, config, inputs, compute_dtype, None, remat, mesh=mesh)
     last = jnp.take_along_axis(hidden, jnp.clip(lengths, 1, time)[:, None, None] - 1, axis=1)[:, 0]
     weights = jnp.asarray(head, jnp.float32)[:, None]
     scores = exact_product(last.astype(jnp.float32), weights)[:, 0]

@@ -55,8 +55,6 @@ class ServerConfig:
             false is faster.
         overlap: whether the completions of the next step are sampled while the update of this one
             runs, by the policy before that update; not before a checkpoint or an evaluation.
-        replay_routing: whether updates send each token through the experts that the server chose
-            for it; the server needs --enable-return-routed-experts. Mixtures of experts only.
     """
 
     url: str | None = None
@@ -66,7 +64,6 @@ class ServerConfig:
     tolerance: float | None = positive(default=None)
     seeded: bool = True
     overlap: bool = False
-    replay_routing: bool = False
 
 
 class ServerEngine:

@@ -18,7 +18,7 @@ from twinkle_jax.data import (
     SamplingParams,
     Template,
 )
-from twinkle_jax.data.batch import HostArray, read_integers
+from twinkle_jax.data.batch import NO_EXPERT, HostArray, read_integers
 from twinkle_jax.data.trajectory import extend_feature
 from twinkle_jax.model import DecoderConfig, Params
 from twinkle_jax.sampler.sizes import check_count
@@ -310,6 +310,8 @@ def _sequence(feature: Mapping[str, Any], drawn: DrawnSequence, call: Call) -> S
         extended = template.concat_input_feature(feature, tokens)
     else:
         extended = extend_feature(feature, tokens, labelled=True)
+    if drawn.routing is not None:
+        extended["routed_experts"] = _place_experts(extended, drawn.routing)
     return SampledSequence(
         stop_reason="stop" if stopped else "length",
         tokens=tokens,
@@ -318,6 +320,17 @@ def _sequence(feature: Mapping[str, Any], drawn: DrawnSequence, call: Call) -> S
         new_input_feature=extended,
         logprobs_kind=call.logprobs_kind,
     )
+
+
+def _place_experts(feature: Mapping[str, Any], routing: HostArray) -> HostArray:
+    """Put the experts of a row's tokens at their columns, and no expert at padding or the last."""
+    size = len(feature["input_ids"])
+    mask = feature.get("attention_mask")
+    columns = np.arange(size) if mask is None else np.flatnonzero(np.asarray(mask))
+    columns = columns[: len(routing)]
+    placed = np.full((size, *routing.shape[1:]), NO_EXPERT, np.int32)
+    placed[columns] = routing[: len(columns)]
+    return placed
 
 
 def _cut(tokens: list[int], strings: list[str], template: Template) -> tuple[int, str]:

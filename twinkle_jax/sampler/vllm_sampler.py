@@ -63,9 +63,13 @@ class vLLMSampler:  # noqa: N801  (Twinkle's name)
         retries: how often a request is sent again after a lost connection or a server error.
         api_key: the server's key; None if it has none.
         seed: seed of all calls; None: the server chooses its own, which is faster.
+        return_routed_experts: whether the `new_input_feature` of a sequence has `routed_experts`,
+            the experts that the server chose, for training to replay. The server needs
+            `--enable-return-routed-experts`.
 
     Raises:
-        ValueError: for a malformed address, numbers out of range, or an unreadable checkpoint.
+        ValueError: for a malformed address, numbers out of range, an unreadable checkpoint, or
+            `return_routed_experts` for a model without experts.
         ImportError: if httpx is not installed.
     """
 
@@ -83,6 +87,7 @@ class vLLMSampler:  # noqa: N801  (Twinkle's name)
         retries: int = 3,
         api_key: str | None = None,
         seed: int | None = 0,
+        return_routed_experts: bool = False,
     ) -> None:
         for name, value in (("timeout", timeout), ("tolerance", tolerance)):
             if value is not None and not 0 < value < math.inf:
@@ -90,6 +95,12 @@ class vLLMSampler:  # noqa: N801  (Twinkle's name)
         client = Client(base_url, api_key=api_key, retries=retries)
         source = locate(model_id)
         self.config = parse_config(read_json(source, CONFIG))
+        routing = Routing.of(self.config)
+        if return_routed_experts and routing is None:
+            raise ValueError(
+                "return_routed_experts must be False for a model without experts, got True for "
+                f"{self.config.model_type!r}"
+            )
         self.template = template or template_of(source)
         self.max_length = longest_row(max_length, self.config)
         self.seed, self.calls = seed, 0
@@ -101,6 +112,7 @@ class vLLMSampler:  # noqa: N801  (Twinkle's name)
             self.max_length,
             tolerance=tolerance,
             timeout=timeout,
+            routing=routing if return_routed_experts else None,
         )
 
     def sample(

@@ -31,6 +31,7 @@ import numpy as np
 from twinkle_jax._package import require
 from twinkle_jax.data import SamplingParams
 from twinkle_jax.data.batch import HostArray
+from twinkle_jax.model import DecoderConfig
 from twinkle_jax.sampler.requests import DrawnSequence, End, Stops
 
 if TYPE_CHECKING:
@@ -310,6 +311,12 @@ class Routing(NamedTuple):
     layers: int
     experts: int
     chosen: int
+
+    @classmethod
+    def of(cls, config: DecoderConfig) -> "Routing | None":
+        """Return the experts of a decoder; None if it has none."""
+        experts = config.experts
+        return None if experts is None else cls(config.layers, experts.number, experts.chosen)
 
     @property
     def dtype(self) -> np.dtype[Any]:

@@ -88,6 +88,10 @@ class UpdateConfig:
             probabilities: none, or per token or per sequence, truncated at the cap or masked above
             it. Takes one more scoring pass.
         correction_cap: the largest weight of `correction`.
+        replay_routing: for mixtures of experts, through which experts updates send each token.
+            none: those that the router chooses in each update; sampler: those that the server chose
+            when it drew the token (it needs --enable-return-routed-experts); trainer: those that
+            the router chose before the first update of the step. Takes one more scoring pass.
         on_mismatch: what happens if the sampler's log-probabilities are not the trainer's: stop
             the run, or warn and continue.
         max_logp_diff: the largest mean difference between sampler and trainer, in nats a token;
@@ -116,6 +120,7 @@ class UpdateConfig:
         "none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"
     ] = "none"
     correction_cap: float = positive(default=2.0)
+    replay_routing: Literal["none", "sampler", "trainer"] = "none"
     on_mismatch: Literal["stop", "warn"] = field(default="stop", metadata=MAY_CHANGE)
     max_logp_diff: float = at_least(0, default=AUTO, may_change=True)
     max_outside_band: float = share(default=0.05, may_change=True)

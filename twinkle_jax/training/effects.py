@@ -49,7 +49,7 @@ _CONDITIONS = (
         "a server.url",
         lambda config: config.server.url is not None,
         "server.served_name server.shared_dir server.timeout server.tolerance server.seeded "
-        "server.overlap server.replay_routing",
+        "server.overlap",
     ),
     _Condition(
         "sampling in this process, without server.url",
@@ -81,6 +81,15 @@ _CONDITIONS = (
         "an update.correction",
         lambda config: config.update.correction != "none",
         "update.correction_cap",
+    ),
+    _Condition(
+        "a server.url, for sampler, or several updates a step, for trainer",
+        lambda config: (
+            config.server.url is not None
+            if config.update.replay_routing == "sampler"
+            else config.update.epochs * config.update.mini_batches > 1
+        ),
+        "update.replay_routing",
     ),
     _Condition(
         "a task from files",

@@ -32,9 +32,9 @@ def make_engine(config: TrainConfig, policy: Policy, mesh: Mesh | None = None) -
 
     Raises:
         ValueError: if a server cannot sample with these settings, `overlap` is set in a run of
-            several processes, or `replay_routing` for a policy without experts.
+            several processes, or `update.replay_routing` for a policy without experts.
     """
-    server = config.server
+    server, routing = config.server, replayed_routing(config, policy.config)
     if server.url is None:
         return LocalEngine(policy.config, policy.template, policy.frozen, config.dtype, mesh)
     if server.overlap and hosts.several():
@@ -55,7 +55,7 @@ def make_engine(config: TrainConfig, policy: Policy, mesh: Mesh | None = None) -
             tolerance=server.tolerance,
             timeout=server.timeout,
             loader=SharedClient(server.url, api_key=key) if hosts.several() else None,
-            routing=replayed_routing(config, policy.config),
+            routing=routing if config.update.replay_routing == "sampler" else None,
         )
 
     def actor(params: Params) -> PolicyActor:
@@ -73,19 +73,20 @@ def make_engine(config: TrainConfig, policy: Policy, mesh: Mesh | None = None) -
 
 
 def replayed_routing(config: TrainConfig, decoder: DecoderConfig) -> Routing | None:
-    """Return what `server.replay_routing` has a server report; None if it is not set.
+    """Return the experts whose choice `update.replay_routing` replays; None if it is not set.
 
     Raises:
         ValueError: if it is set for a policy without experts.
     """
-    if not config.server.replay_routing:
+    replayed, routing = config.update.replay_routing, Routing.of(decoder)
+    if replayed == "none":
         return None
-    if decoder.experts is None:
+    if routing is None:
         raise ValueError(
-            "server.replay_routing must be false for a policy without experts, got true for "
-            f"{decoder.model_type!r}"
+            "update.replay_routing must be none for a policy without experts, got "
+            f"{replayed} for {decoder.model_type!r}"
         )
-    return Routing(decoder.layers, decoder.experts.number, decoder.experts.chosen)
+    return routing
 
 
 class PolicyActor:

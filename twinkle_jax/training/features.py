@@ -54,8 +54,10 @@ class FeatureRows(NamedTuple):
         """Check input features, and encode trajectories.
 
         Args:
-            inputs: dictionaries with `input_ids`, and perhaps `labels`, `attention_mask` and
-                `position_ids`; or trajectories. Other columns of a data set are not read.
+            inputs: dictionaries with `input_ids`, and perhaps `labels`, `attention_mask`,
+                `position_ids` and `routed_experts`, the experts of its tokens in each layer,
+                [time, layers, chosen], where there may be fewer than tokens; or trajectories. Other
+                columns of a data set are not read.
             template: what encodes trajectories.
             vocab_size: token ids and labels are below it.
             labels_needed: whether to refuse features without labels. Otherwise every token is a
@@ -123,9 +125,8 @@ class FeatureRows(NamedTuple):
     ) -> None:
         """Write values of sequences, [sequences, time, ...], to their positions in the rows."""
         shape = self.shape + values.shape[2:]
-        write_pieces(
-            outputs.setdefault(name, np.zeros(shape, np.float32)), np.asarray(values), pieces
-        )
+        kind = values.dtype if np.issubdtype(values.dtype, np.integer) else np.float32
+        write_pieces(outputs.setdefault(name, np.zeros(shape, kind)), np.asarray(values), pieces)
 
 
 def score_features(
@@ -148,8 +149,8 @@ def score_features(
         options: of `score_batch`.
 
     Returns:
-        `logps` [rows, time], padded with zeros on the right, and `entropies` and `logits` if the
-        options ask for them.
+        `logps` [rows, time], padded with zeros on the right, and `entropies`, `logits` and
+        `routing` if the options ask for them.
     """
     outputs: dict[str, np.ndarray] = {}
     for batch, pieces in rows.batches({}, micro_batch_size, mesh):

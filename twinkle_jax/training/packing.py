@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Int, Shaped
 
 from twinkle_jax.data import IGNORE, Batch, bucket_size
 from twinkle_jax.data.batch import batch_width
@@ -201,7 +201,11 @@ def pack(batch: Batch, packing: Packing) -> Batch:
     )
 
 
-def unpack(values: Float[Array, "lines width"], packing: Packing) -> Float[Array, "rows time"]:
+def unpack(
+    values: Shaped[Array, "lines width *item"], packing: Packing
+) -> Shaped[Array, "rows time *item"]:
     """Move values from places back to rows; 0 for padding."""
-    index = jnp.maximum(packing.places, 0)
-    return jnp.where(packing.places >= 0, jnp.take(values.reshape(-1), index), 0)
+    item = values.shape[2:]
+    taken = jnp.take(values.reshape(-1, *item), jnp.maximum(packing.places, 0), axis=0)
+    occupied = (packing.places >= 0).reshape(*packing.places.shape, *[1] * len(item))
+    return jnp.where(occupied, taken, jnp.zeros_like(taken))

@@ -19,12 +19,12 @@ from twinkle_jax.model import (
     AttentionImplementation,
     DecoderConfig,
     Params,
-    hidden_states,
     merge_params,
     output_logits,
     output_matrix,
     partition_rules,
 )
+from twinkle_jax.model.decoder.forward import run_rows
 from twinkle_jax.model.decoder.lora import with_dropout
 from twinkle_jax.model.decoder.sharding import (
     AXES,
@@ -106,11 +106,14 @@ class Scores(NamedTuple):
         logps: log-probability of each label.
         entropies: entropy of the policy at each label, in nats; None unless asked for.
         logits: over the whole vocabulary, at every position; None unless asked for.
+        routing: the experts that each token went through, as `hidden_states` returns them; None
+            unless asked for.
     """
 
     logps: Float[Array, "batch time"]
     entropies: Float[Array, "batch time"] | None = None
     logits: Float[Array, "batch time vocab"] | None = None
+    routing: Int[Array, "batch time layers chosen"] | None = None
 
 
 def score_lines(
@@ -125,6 +128,7 @@ def score_lines(
     transfers: Transfers,
     dropout: Key[Array, "lines width"] | None = None,
     logits: Callable[[Params, Array, Batch], Array] | None = None,
+    with_routing: bool = False,
     **options: Any,
 ) -> Scores:
     """Run the decoder over lines and score their labels.
@@ -141,6 +145,7 @@ def score_lines(
             them before, and each device then runs its lines as if it were alone.
         dropout: the key of each place, for the dropout of adapters; None: no dropout.
         logits: computes logits to return, from parameters, hidden states and lines.
+        with_routing: whether to return the experts of each token.
         options: of `hidden_states`.
     """
 
@@ -155,7 +160,7 @@ def score_lines(
         weights = merge_params(frozen, params)
         if dropout is not None:
             weights = with_dropout(weights, dropout)
-        hidden = hidden_states(
+        hidden, chosen = run_rows(
             weights,
             config,
             lines.tokens,
@@ -163,6 +168,7 @@ def score_lines(
             positions=lines.positions,
             segment_ids=lines.segment_ids,
             routing=lines.routing,
+            keep_routing=with_routing,
             mesh=mesh,
             **options,
         )
@@ -174,8 +180,8 @@ def score_lines(
             with_entropy=with_entropy,
             mesh=mesh,
         )
-        chosen = None if logits is None else logits(weights, hidden, lines)
-        return Scores(scores[0], scores[1] if with_entropy else None, chosen)
+        returned = None if logits is None else logits(weights, hidden, lines)
+        return Scores(scores[0], scores[1] if with_entropy else None, returned, chosen)
 
     if mesh is None or transfers == "layers":
         return score(params, frozen, lines, temperature, dropout, mesh)
@@ -225,6 +231,7 @@ def score_batch(
     temperature: Coefficient = 1.0,
     with_entropy: bool = False,
     with_logits: bool = False,
+    with_routing: bool = False,
     compute_dtype: DTypeLike | None = None,
     attention: AttentionImplementation | None = None,
     mesh: Mesh | None = None,
@@ -242,6 +249,7 @@ def score_batch(
         temperature: of log-probabilities and entropies; logits are not scaled.
         with_entropy: whether to compute entropies.
         with_logits: whether to compute all logits, [batch, time, vocabulary] in float32.
+        with_routing: whether to return the experts that each token went through.
         compute_dtype: as for [`hidden_states`][twinkle_jax.model.hidden_states].
         attention: as for `hidden_states`.
         mesh: of the parameters. None: that of their arrays, or one device. Traced arrays do not
@@ -254,12 +262,15 @@ def score_batch(
 
     Raises:
         ValueError: if shapes differ, a token on the host is outside the vocabulary, the temperature
-            is not above 0, or `packing` is given with `with_logits`.
+            is not above 0, `packing` is given with `with_logits`, or `with_routing` for a decoder
+            without experts.
         TypeError: if tokens or labels are not integers.
     """
     batch = check_batch(batch, config.vocab_size)
     if packing is not None and with_logits:
         raise ValueError("with_logits must be False with a packing, got True")
+    if with_routing and config.experts is None:
+        raise ValueError("with_routing must be False for a decoder without experts, got True")
     return _score_batch(
         params,
         frozen,
@@ -275,6 +286,7 @@ def score_batch(
         config=config,
         with_entropy=with_entropy,
         with_logits=with_logits,
+        with_routing=with_routing,
         compute_dtype=None if compute_dtype is None else jnp.dtype(compute_dtype),
         attention=attention,
         mesh=find_mesh(mesh, params),
@@ -289,6 +301,7 @@ def score_batch(
         "config",
         "with_entropy",
         "with_logits",
+        "with_routing",
         "compute_dtype",
         "attention",
         "mesh",

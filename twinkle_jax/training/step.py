@@ -32,7 +32,7 @@ from twinkle_jax.training.config import TrainConfig
 from twinkle_jax.training.gradient import StepSummary, add_summaries, grad_step
 from twinkle_jax.training.metrics import Learnt, mismatch_metrics, rollout_facts, update_metrics
 from twinkle_jax.training.packing import IntRows, Packing, plan
-from twinkle_jax.training.score import score_batch
+from twinkle_jax.training.score import Scores, score_batch
 from twinkle_jax.training.state import TrainState, apply_gradients
 
 RECOMPUTED: dict[str, Remat] = {  # by the names of `update.recompute`
@@ -208,7 +208,8 @@ def score_rollout(source: RolloutSource, drawn: Rollout, check: Callable[[], Non
 def _with_reference(recipe: Recipe, batch: Batch, row_lengths: IntRows) -> Batch:
     assert recipe.reference is not None  # whose own router chooses
     unrouted = batch._replace(routing=None)
-    return batch._replace(ref_logps=score(recipe, recipe.reference, unrouted, row_lengths))
+    scores = score(recipe, recipe.reference, unrouted, row_lengths)
+    return batch._replace(ref_logps=scores.logps)
 
 
 class SamplerMismatchError(hosts.SharedError):
@@ -242,7 +243,7 @@ def train_step(
         seed: of the order of mini-batches.
         compare_all: whether to compare the sampler's log-probabilities with the trainer's for all
             completions, which takes an extra pass, or only for those of the first update. With
-            dropout all are compared in that pass, which has none.
+            dropout, a correction or recorded experts there is that pass anyway, without dropout.
 
     Returns:
         The new state, and the step's metrics.
@@ -258,13 +259,15 @@ def train_step(
         batch = _with_reference(recipe, batch, lengths)
     facts = rollout_facts(batch)
     mismatch = None
-    corrected = update.correction != "none"
+    corrected, recorded = update.correction != "none", update.replay_routing == "trainer"
     noisy = _dropout_key(recipe) is not None  # updates compute with dropout
-    if corrected or noisy or (compare_all and update.mini_batches > 1):
-        logps = score(recipe, state.params, batch, lengths)
-        mismatch = compare(logps, batch)
+    if corrected or recorded or noisy or (compare_all and update.mini_batches > 1):
+        scores = score(recipe, state.params, batch, lengths, with_routing=recorded)
+        mismatch = compare(scores.logps, batch)
         if corrected:  # policy ratios use trainer log-probabilities only; the loss weighs tokens
-            batch = batch._replace(old_logps=logps, sampler_logps=batch.old_logps)
+            batch = batch._replace(old_logps=scores.logps, sampler_logps=batch.old_logps)
+        if recorded:
+            batch = batch._replace(routing=scores.routing)
     state, learnt = learn(
         state,
         batch,
@@ -391,10 +394,19 @@ def learn(
 
 
 def score(
-    recipe: Recipe, params: Params, batch: Batch, row_lengths: IntRows
-) -> Float[Array, "rows time"]:
-    """Compute the log-probabilities of a batch's labels, packed as updates are."""
-    width = batch.tokens.shape[1]
+    recipe: Recipe,
+    params: Params,
+    batch: Batch,
+    row_lengths: IntRows,
+    *,
+    with_routing: bool = False,
+) -> Scores:
+    """Score a batch's labels, packed as updates are, and record the experts if asked to."""
+
+    def widen(values: Array) -> Array:
+        missing = batch.tokens.shape[1] - values.shape[1]
+        return jnp.pad(values, ((0, 0), (0, missing), *[(0, 0)] * (values.ndim - 2)))
+
     all_rows = np.arange(len(batch.tokens), dtype=np.int32)
     scores = []
     for rows in np.array_split(all_rows, recipe.config.update.mini_batches):
@@ -409,12 +421,14 @@ def score(
                 mesh=recipe.mesh,
                 transfers=recipe.config.mesh.transfers,
                 packing=packing,
-            ).logps
+                with_routing=with_routing,
+            )
             for part, packing in micro_batches(recipe, batch, rows, row_lengths)
         )
-        total = reduce(jnp.add, parts)  # each is 0 for rows of other parts
-        scores.append(jnp.pad(total, ((0, 0), (0, width - total.shape[1]))))
-    return jnp.concatenate(scores)
+        total = reduce(partial(jax.tree.map, jnp.add), parts)  # 0 for rows of other parts
+        scores.append(jax.tree.map(widen, total))
+    all_scores: Scores = jax.tree.map(lambda *parts: jnp.concatenate(parts), *scores)
+    return all_scores
 
 
 def deal_rows(rows: int, config: TrainConfig, seed: tuple[int, ...]) -> Iterator[IntRows]:

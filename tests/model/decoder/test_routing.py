@@ -21,7 +21,7 @@ from tests.model.families import (
 from tests.model.reference import reference_hidden
 from twinkle_jax.data import Batch
 from twinkle_jax.loss import GRPOLoss
-from twinkle_jax.model import hidden_states, make_mesh, parse_config
+from twinkle_jax.model import hidden_states, make_mesh, parse_config, shard_like_params
 from twinkle_jax.training import begin_training, grad_step, score_batch, train_state
 from twinkle_jax.training.packing import plan
 
@@ -119,7 +119,7 @@ def merged(tree, changes):
     return {**tree, **changed}
 
 
-# Packed, and on a mesh: log-probabilities and gradients are what they are row by row.
+# Packed, and on a mesh: log-probabilities, gradients and experts are what they are row by row.
 
 LENGTHS = np.array([5, 17, 3, 9, 1, 20, 12, 6], np.int32)
 INSIDE = np.arange(24) < LENGTHS[:, None]
@@ -148,6 +148,49 @@ def test_packing_changes_nothing(name):
         part = rows._replace(labels=jnp.where(members[:, None], rows.labels, -100))
         total += score_batch(params, part, config, packing=packing).logps
     np.testing.assert_allclose(total, expected, rtol=2e-6, atol=2e-4)
+
+
+def chosen_by_the_reference(params, config, row):
+    """The experts of each token in ascending order, by the router of the float64 reference."""
+    routing = np.full((len(row), config.layers, config.experts.chosen), -1)
+    reference_hidden(params, config, row, routing=routing)
+    assert routing.min() >= 0
+    return np.sort(routing, axis=-1)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("name", NAMES)
+def test_the_experts_of_each_token_are_recorded(name, side):
+    config, params = model_of(name)
+    tokens, mask = batch(ROWS, 9, side)
+    rows = Batch(tokens, tokens, mask=mask)
+    got = np.asarray(score_batch(params, rows, config, with_routing=True).routing)
+    assert got.dtype == np.uint8
+    assert not got[~np.asarray(mask)].any()
+    for i, row in enumerate(ROWS):
+        kept = got[i][np.asarray(mask[i])]
+        np.testing.assert_array_equal(np.sort(kept), chosen_by_the_reference(params, config, row))
+
+
+@pytest.mark.parametrize("transfers", [None, "layers", "once"])
+def test_packed_and_on_a_mesh_the_same_experts_are_recorded(transfers):
+    """Those that a row is told to use are recorded as such, too."""
+    config, params = model_of("qwen3_5_moe_text")
+    rows = routed_batch(config)
+    expected = score_batch(params, rows, config, with_routing=True)
+    told = np.asarray(rows.routing).max(axis=(2, 3)) < config.experts.number
+    assert 0 < told.mean() < 1
+    np.testing.assert_array_equal(expected.routing[told], rows.routing[told])
+    options = {}
+    if transfers is not None:
+        mesh = make_mesh(data=2, fsdp=2, tensor=2 if transfers == "layers" else 1)
+        params = jax.device_put(params, shard_like_params(params, mesh))
+        options = {"mesh": mesh, "transfers": transfers}
+    [(_, packing)] = plan(LENGTHS, 24, tokens=4096, shards=4, multiple=2)
+    got = score_batch(params, rows, config, with_routing=True, packing=packing, **options)
+    np.testing.assert_array_equal(np.asarray(got.routing)[INSIDE], expected.routing[INSIDE])
+    replayed = score_batch(params, rows._replace(routing=got.routing), config)
+    np.testing.assert_allclose(replayed.logps, expected.logps, atol=2e-4)
 
 
 @pytest.mark.parametrize("transfers", ["layers", "once"])
@@ -209,6 +252,14 @@ def test_a_decoder_without_experts_takes_none():
             config_of("qwen3"),
             jnp.asarray([ROWS[3]]),
             routing=jnp.zeros((1, 5, 2, 2), jnp.int32),
+        )
+
+
+def test_a_decoder_without_experts_has_none_to_record():
+    tokens = jnp.asarray([ROWS[3]])
+    with pytest.raises(ValueError, match="with_routing"):
+        score_batch(
+            params_of("qwen3"), Batch(tokens, tokens), config_of("qwen3"), with_routing=True
         )
 
 

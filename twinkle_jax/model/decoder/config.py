@@ -202,6 +202,11 @@ class ExpertsConfig:
     normalised: bool
     shared_width: int | None = None
 
+    @property
+    def index_dtype(self) -> np.dtype[Any]:
+        """The narrowest type that holds the number of each expert, and one more for none."""
+        return np.min_scalar_type(self.number)
+
 
 @dataclass(frozen=True)
 class DecoderConfig:

@@ -74,7 +74,7 @@ def prefill(
     backend, rows_mesh = backend_of(mesh), mesh
     if mesh is not None and not fits(mesh, config, len(tokens)):
         rows_mesh, attention = None, "xla"
-    hidden, states = run(
+    hidden, states, _ = run(
         params,
         config,
         inputs,
@@ -146,7 +146,7 @@ def extend(
     kept = jnp.ones(tokens.shape, bool) if mask is None else mask
     positions = cache.length[:, None] + jnp.cumsum(kept, axis=1, dtype=jnp.int32) - 1
     inputs = decoder_inputs(config, tokens, mask, positions)
-    hidden, states = run(
+    hidden, states, _ = run(
         params,
         config,
         inputs,
@@ -238,7 +238,7 @@ def decode_step(
                 )
             x = add_mixed(config, x, mixed, members[name])
             stack = None if number is None else (params["layers"][name], number)
-            x = feed_forward(config, x, members[name], mesh, stack)
+            x, _ = feed_forward(config, x, members[name], mesh, stack)
         return (x, layers), None
 
     with tracing_for(backend_of(mesh), dtype, mesh):

@@ -45,8 +45,8 @@ def feed_forward(
     mesh: Mesh | None = None,
     stack: tuple[Params, Int[Array, ""]] | None = None,
     routing: Int[Array, "tokens chosen"] | None = None,
-) -> Float[Array, "tokens width"]:
-    """Add the second half of a layer to the residual stream.
+) -> tuple[Float[Array, "tokens width"], Int[Array, "tokens chosen"] | None]:
+    """Add the second half of a layer to the residual stream; also return the experts.
 
     Args:
         config: the decoder.
@@ -56,17 +56,21 @@ def feed_forward(
         stack: the weights of all layers, and the place of this one. Its experts are taken from
             there, since a kernel would read a copy of what a loop over layers hands to it.
         routing: the experts of each token, as for `hidden_states`; None: the router chooses.
+
+    Returns:
+        The residual stream, and the experts that each token went through; None without experts.
     """
     # Without output norms, "post_attention" names the norm of the feed-forward's input.
     name = "pre_feedforward" if config.output_norms else "post_attention"
     y = input_norm(config, x, weights, f"{name}_layernorm")
+    chosen = None
     if config.experts is None:
         y = _gated(config, y, weights["mlp"])
     else:
-        y = _mix_experts(config, config.experts, y, weights["mlp"], mesh, stack, routing)
+        y, chosen = _mix_experts(config, config.experts, y, weights["mlp"], mesh, stack, routing)
     if config.output_norms:
         y = norm(config, y, weights["post_feedforward_layernorm"])
-    return add(config, x, y)
+    return add(config, x, y), chosen
 
 
 def _gated(
@@ -88,7 +92,7 @@ def _mix_experts(
     mesh: Mesh | None,
     stack: tuple[Params, Int[Array, ""]] | None,
     routing: Int[Array, "tokens chosen"] | None,
-) -> Float[Array, "tokens width"]:
+) -> tuple[Float[Array, "tokens width"], Int[Array, "tokens chosen"]]:
     r"""Add up the chosen experts of each token, and the shared one, if there is one.
 
     $$y = \sum_{e \in \text{top-}k(p)} w_e \, f_e(x) + \sigma(x \cdot s) \, f_s(x), \qquad
@@ -110,9 +114,10 @@ def _mix_experts(
     matrices = _Experts(layers["gate_up_proj"]["kernel"], layers["down_proj"]["kernel"], layer)
     y = rounded(add_up(x, routed, matrices), x.dtype)
     if experts.shared_width is None:
-        return y
+        return y, routed.chosen
     gate = rounded(jax.nn.sigmoid(project(x, weights["shared_expert_gate"])))
-    return rounded(y + rounded(gate * _gated(config, x, weights["shared_expert"])))
+    shared = rounded(gate * _gated(config, x, weights["shared_expert"]))
+    return rounded(y + shared), routed.chosen
 
 
 def _route(

@@ -192,12 +192,50 @@ def hidden_states(
         >>> hidden.shape, float(hidden[1, :2].max())
         ((2, 3, 32), 0.0)
     """
+    return run_rows(
+        params,
+        config,
+        tokens,
+        mask,
+        positions=positions,
+        segment_ids=segment_ids,
+        routing=routing,
+        compute_dtype=compute_dtype,
+        attention=attention,
+        remat=remat,
+        mesh=mesh,
+    )[0]
+
+
+def run_rows(
+    params: Params,
+    config: DecoderConfig,
+    tokens: Int[Array, "batch time"],
+    mask: Bool[Array, "batch time"] | None,
+    *,
+    positions: Int[Array, "batch time"] | None,
+    segment_ids: Int[Array, "batch time"] | None,
+    routing: Int[Array, "batch time layers chosen"] | None,
+    keep_routing: bool = False,
+    **options: Any,
+) -> tuple[Float[Array, "batch time width"], Int[Array, "batch time layers chosen"] | None]:
+    """Like `hidden_states`; also return the experts of each token, 0 at padding, if asked to."""
     inputs = decoder_inputs(config, tokens, mask, positions, segment_ids)
     if routing is not None:
         _check_routing(config, tokens, routing)
         inputs = inputs._replace(routing=routing if mask is None else to_front(routing, mask))
-    hidden, _ = run(params, config, inputs, compute_dtype, attention, remat, mesh=mesh)
-    return hidden if mask is None else from_front(hidden, mask)
+    hidden, _, chosen = run(params, config, inputs, keep_routing=keep_routing, **options)
+    if mask is None:
+        return hidden, chosen
+    return from_front(hidden, mask), None if chosen is None else from_front(chosen, mask)
+
+
+class _Ran(NamedTuple):
+    """What `run` returns: hidden states after the final norm, and what was asked to be kept."""
+
+    hidden: Float[Array, "batch time width"]
+    states: dict[str, Any] | None
+    routing: Int[Array, "batch time layers chosen"] | None
 
 
 def run(
@@ -213,8 +251,9 @@ def run(
     experts_mesh: Mesh | None = None,
     backend: str | None = None,
     keep_state: bool = False,
+    keep_routing: bool = False,
     cache: Cache | None = None,
-) -> tuple[Float[Array, "batch time width"], dict[str, Any] | None]:
+) -> _Ran:
     """Run the layers over prepared rows.
 
     Args:
@@ -229,10 +268,9 @@ def run(
         experts_mesh: for experts alone, which need not divide the rows.
         backend: of the devices; by default that of the mesh.
         keep_state: whether to return the keys and values or the state of each layer, stacked.
+        keep_routing: whether to return the experts of each token.
         cache: what the rows continue, its layers in one stack; the states returned include it.
 
-    Returns:
-        Hidden states after the final norm, and the layers' states or None.
     """
     attention_mesh = attention_mesh if mesh is None else mesh
     experts_mesh = attention_mesh if experts_mesh is None else experts_mesh
@@ -253,7 +291,7 @@ def run(
         second: Array,
         state: Any,
         routing: Any,
-    ) -> tuple[Array, Any]:
+    ) -> tuple[Array, Any, Any]:
         weights = gather_weights(weights, dtype, mesh)
 
         def attend(heads: Heads) -> tuple[Array, Any]:
@@ -270,10 +308,13 @@ def run(
             return attended, heads[1:3]
 
         x = keep_rows(x, mesh)
-        x, state = _layer(
+        x, state, chosen = _layer(
             config, kind, x, weights, second, inputs, attend, state, experts_mesh, routing
         )
-        return keep_rows(x, mesh), state
+        if keep_routing:
+            assert config.experts is not None
+            chosen = keep_rows(chosen.astype(config.experts.index_dtype), mesh)
+        return keep_rows(x, mesh), state, chosen if keep_routing else None
 
     if remat:
         # prevent_cse is not needed inside a scan, and costs optimisations.
@@ -283,10 +324,10 @@ def run(
     def block(
         x: Array, xs: tuple[Mapping[str, Params], Array, Array, Any, Any]
     ) -> tuple[Array, Any]:
-        (members, sliding, second, cached, routing), states = xs, {}
+        (members, sliding, second, cached, routing), states, experts = xs, {}, []
         for member, kind in enumerate(config.block):
             name = str(member)
-            x, states[name] = layer(
+            x, states[name], chosen = layer(
                 kind,
                 x,
                 members[name],
@@ -295,7 +336,9 @@ def run(
                 cached.get(name),
                 None if routing is None else routing[:, member],
             )
-        return x, states if keep_state else None
+            experts.append(chosen)
+        kept = jnp.stack(experts, axis=1) if keep_routing else None
+        return x, (states if keep_state else None, kept)
 
     with tracing_for(backend, dtype, attention_mesh):
         x = embed(config, embedding, inputs.tokens, dtype, mesh)
@@ -306,9 +349,12 @@ def run(
         if routing is not None:  # [repeats, tokens, members of the block, chosen]
             shape = -1, config.repeats, len(config.block), routing.shape[-1]
             routing = jnp.moveaxis(keep_rows(routing.reshape(shape), mesh), 1, 0)
-        x, states = jax.lax.scan(block, x, (params["layers"], *flags, cached, routing))
+        x, (states, kept) = jax.lax.scan(block, x, (params["layers"], *flags, cached, routing))
         x = keep_rows(final_norm(params, config, x), mesh)
-    return x.reshape(*inputs.tokens.shape, -1), states
+    rows = inputs.tokens.shape
+    if kept is not None:  # [repeats, tokens, members, chosen], as above
+        kept = jnp.moveaxis(kept, 0, 1).reshape(*rows, config.layers, -1)
+    return _Ran(x.reshape(*rows, -1), states, kept)
 
 
 def _layer(
@@ -322,8 +368,8 @@ def _layer(
     state: Any,
     mesh: Mesh | None,
     routing: Int[Array, "tokens chosen"] | None,
-) -> tuple[Float[Array, "tokens width"], Any]:
-    """Run one layer; also return its keys and values, or its linear-attention state."""
+) -> tuple[Float[Array, "tokens width"], Any, Any]:
+    """Run one layer; also return its keys and values or linear-attention state, and experts."""
     y = input_norm(config, x, weights, "input_layernorm")
     if kind == FULL:
         batch = inputs.tokens.shape[0]
@@ -343,7 +389,8 @@ def _layer(
             epsilon=config.norm_epsilon,
         )
     x = add_mixed(config, x, mixed, weights)
-    return feed_forward(config, x, weights, mesh, routing=routing), state
+    x, chosen = feed_forward(config, x, weights, mesh, routing=routing)
+    return x, state, chosen
 
 
 # Inputs of the layers: tokens at the front of their rows, positions, segments.
@@ -419,12 +466,13 @@ def to_front(
 
 
 def from_front(
-    values: Float[Array, "batch time width"], mask: Bool[Array, "batch time"]
-) -> Float[Array, "batch time width"]:
-    """Undo `to_front` for rows of vectors: each goes back to its column, 0 where masked out."""
+    values: Shaped[Array, "batch time *item"], mask: Bool[Array, "batch time"]
+) -> Shaped[Array, "batch time *item"]:
+    """Undo `to_front`: each value goes back to its column, with 0 where the mask drops one."""
     column = jnp.maximum(jnp.cumsum(mask, axis=1, dtype=jnp.int32) - 1, 0)
-    placed = jnp.take_along_axis(values, column[:, :, None], axis=1)
-    return jnp.where(mask[:, :, None], placed, jnp.zeros_like(placed))
+    shape = (*mask.shape, *[1] * (values.ndim - 2))
+    placed = jnp.take_along_axis(values, column.reshape(shape), axis=1)
+    return jnp.where(mask.reshape(shape), placed, jnp.zeros_like(placed))
 
 
 def number_segments(segment_ids: Int[Array, "batch time"]) -> Int[Array, "batch time"]:
