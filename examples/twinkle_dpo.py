@@ -79,7 +79,9 @@ def train(args: Any, model_id: str) -> tuple[list[float], list[float]]:
 
     losses: list[float] = []
     for _, batch in zip(range(args.get("sft_steps", 4)), loader, strict=False):
-        losses.append(float(model.forward_backward(inputs=[row["positive"] for row in batch])))
+        losses.append(
+            float(model.forward_backward(inputs=[row["positive"] for row in batch])["loss"])
+        )
         model.clip_grad_and_step()
         logger.info(f"supervised: {model.calculate_metric(is_training=True)['loss']:.3f}")
 

@@ -72,7 +72,7 @@ def test_the_training_loop_of_the_documentation(checkpoint):
     assert gap(response, actor, 0.9) < 1e-5
     loss = actor.forward_backward(
         inputs=response.inputs, advantages=advantages, old_logps=old, temperature=0.9
-    )
+    )["loss"]
     assert np.isfinite(loss)
     before = sampler.sample(CHATS, SamplingParams(max_tokens=6, seed=3))
     actor.clip_grad_and_step()

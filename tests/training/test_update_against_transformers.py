@@ -69,7 +69,7 @@ def test_loss_gradient_and_update(name, tmp_path):
         old_logps=old,
         ref_logps=[list(row) for row in ref],
         micro_batch_size=2,
-    )
+    )["loss"]
     np.testing.assert_allclose(value, loss.item(), rtol=1e-4, atol=1e-6)
 
     from twinkle_jax.model import Decoder

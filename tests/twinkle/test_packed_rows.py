@@ -42,11 +42,11 @@ def test_without_labels_no_token_is_scored_across_the_boundary(model):
 
 def test_loss_and_gradient_are_those_of_the_sequences_alone(model):
     """Also of a loss that weighs sequences alike, for one advantage a sequence."""
-    loss = model.forward_backward(inputs=INPUTS, **SIDE)
+    loss = model.forward_backward(inputs=INPUTS, **SIDE)["loss"]
     alone = gradient(model)
     model.zero_grad()
     row = packed(*INPUTS)
-    again = model.forward_backward(inputs=[row], **SIDE)
+    again = model.forward_backward(inputs=[row], **SIDE)["loss"]
     np.testing.assert_allclose(again, loss, rtol=1e-6)
     assert_same(gradient(model), alone)
     model.zero_grad()

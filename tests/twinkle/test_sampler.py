@@ -187,7 +187,7 @@ def test_a_scored_conversation_is_what_a_student_trains_on(checkpoint, sampler, 
     named = teacher_of([response])
     inputs = [response.sequences[0].new_input_feature]
     # The teacher is the student.
-    assert abs(float(model.forward_backward(inputs=inputs, **named))) < 1e-6
+    assert abs(float(model.forward_backward(inputs=inputs, **named)["loss"])) < 1e-6
 
 
 @pytest.fixture(scope="module")
@@ -212,7 +212,7 @@ def test_distillation(model, teacher, topk, micro):
     ).loss
     options = {"teacher_output": teacher, "topk": topk, "micro_batch_size": micro}
     np.testing.assert_allclose(
-        model.forward_backward(inputs=INPUTS, **options), expected, rtol=1e-4
+        model.forward_backward(inputs=INPUTS, **options)["loss"], expected, rtol=1e-4
     )
     by_logits = gradient(model)
     model.zero_grad()
@@ -225,7 +225,7 @@ def test_distillation(model, teacher, topk, micro):
     losses = [float(expected)]
     for _ in range(3):
         model.clip_grad_and_step()
-        losses.append(float(model.forward_backward(inputs=INPUTS, **options)))
+        losses.append(float(model.forward_backward(inputs=INPUTS, **options)["loss"]))
     assert losses[-1] < losses[0]
 
 
@@ -233,7 +233,9 @@ def test_the_loss_or_the_call_says_how_many_tokens_of_the_teacher_count(model, t
     def loss_of(of_loss, **options):
         model.set_loss(GKDLoss(topk=of_loss))
         model.zero_grad()
-        return float(model.forward_backward(inputs=INPUTS, teacher_output=teacher, **options))
+        return float(
+            model.forward_backward(inputs=INPUTS, teacher_output=teacher, **options)["loss"]
+        )
 
     assert loss_of(4) == loss_of(None, topk=4) == loss_of(2, topk=4) != loss_of(None)
 
@@ -251,7 +253,7 @@ def test_a_policy_that_is_its_own_teacher_loses_nothing(checkpoint, sampler):
         model = TransformersModel(model_id=checkpoint)
         model.set_loss(GKDLoss(beta=0.5))
         moved = {name: np.roll(x, shift, axis=1) for name, x in named.items()}
-        losses.append(float(model.forward_backward(inputs=inputs, **moved)))
+        losses.append(float(model.forward_backward(inputs=inputs, **moved)["loss"]))
     assert abs(losses[0]) < 1e-6 < 1e-3 < losses[1]
 
 

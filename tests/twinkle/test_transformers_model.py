@@ -63,7 +63,7 @@ def test_rows_padded_on_the_left_keep_their_columns(model):
 
 @pytest.mark.exhaustive
 def test_micro_batches_and_accumulated_calls_change_no_gradient(model):
-    loss = model.forward_backward(inputs=INPUTS, **SIDE)
+    loss = model.forward_backward(inputs=INPUTS, **SIDE)["loss"]
     full_batch = gradient(model)
     model.zero_grad()
     assert not any(g.any() for g in jax.tree.leaves(model.state.gradient_sum))

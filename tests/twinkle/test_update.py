@@ -128,7 +128,7 @@ def test_functions_are_losses(model):
         return -jnp.sum(jnp.where(labelled, outputs["logps"], 0)) / denominator
 
     model.set_loss(likelihood)
-    loss = model.forward_backward(inputs=INPUTS, micro_batch_size=3)
+    loss = model.forward_backward(inputs=INPUTS, micro_batch_size=3)["loss"]
     logps = model.forward_only(inputs=INPUTS)["logps"]
     np.testing.assert_allclose(loss, -logps.sum() / np.count_nonzero(logps), rtol=1e-5)
 

@@ -5,16 +5,18 @@ import numpy as np
 import optax
 import pytest
 
+from tests.model.families import config_of, params_of
 from tests.twinkle.rows import INPUTS, SIDE, assert_equal, assert_same, gradient
 from twinkle_jax.data import Tokenizer, small_tokenizer
 from twinkle_jax.loss import CrossEntropyLoss, DPOLoss, GRPOLoss
-from twinkle_jax.model import LoraConfig, make_mesh
+from twinkle_jax.model import Decoder, LoraConfig, make_mesh
 from twinkle_jax.twinkle import DeviceMesh
 from twinkle_jax.twinkle.checkpoint_engine import CheckpointEngineManager
 from twinkle_jax.twinkle.metric import DPOMetric, Metric
 from twinkle_jax.twinkle.model import MegatronModel, TransformersModel
 from twinkle_jax.twinkle.model.optimizer import choose_optimizer
 from twinkle_jax.twinkle.model.transformers import read_teacher
+from twinkle_jax.twinkle.model.transformers.moe.router_replay import RouterReplayAction
 from twinkle_jax.twinkle.processor import InputProcessor
 
 PAIRS = [INPUTS[0], INPUTS[1], INPUTS[2], INPUTS[1]]
@@ -77,7 +79,7 @@ def test_a_reference_pass_and_dpo(checkpoint):
     reference = model.forward_only(inputs=PAIRS, disable_lora=True)
     losses = []
     for _ in range(4):
-        losses.append(float(model.forward_backward(inputs=PAIRS, ref_outputs=reference)))
+        losses.append(float(model.forward_backward(inputs=PAIRS, ref_outputs=reference)["loss"]))
         by_hand = gradient(model)
         model.zero_grad()
         model.forward_backward(inputs=PAIRS, ref_logps=reference["logps"])
@@ -130,11 +132,11 @@ def test_a_metric_of_a_scripts_own(checkpoint):
 
 def test_liger_changes_no_number(model):
     model.set_loss("CrossEntropyLoss")
-    plain = model.forward_backward(inputs=INPUTS)
+    plain = model.forward_backward(inputs=INPUTS)["loss"]
     expected = gradient(model)
     model.zero_grad()
     model.set_loss("LigerFusedLinearCrossEntropyLoss", reduction="sum")
-    fused = model.forward_backward(inputs=INPUTS, task="fused_lm_ce", micro_batch_size=2)
+    fused = model.forward_backward(inputs=INPUTS, task="fused_lm_ce", micro_batch_size=2)["loss"]
     np.testing.assert_allclose(fused, plain, rtol=1e-6)
     assert_same(gradient(model), expected)
     scores = model.forward_only(inputs=INPUTS, task="fused_lm_ce")["logps"]
@@ -156,7 +158,7 @@ def test_losses_of_evaluation(model):
     assert model.calculate_metric(is_training=False) == {}
     model.set_loss("GRPOLoss")
     model.forward_only(inputs=INPUTS)
-    expected = model.forward_backward(inputs=INPUTS, **SIDE)
+    expected = model.forward_backward(inputs=INPUTS, **SIDE)["loss"]
     np.testing.assert_allclose(model.calculate_loss(**SIDE), expected, rtol=1e-4)
     model.set_loss("GKDLoss")
     with pytest.raises(ValueError, match="GKDLoss"):
@@ -165,7 +167,7 @@ def test_losses_of_evaluation(model):
 
 def test_separate_verbs_give_the_gradient_of_forward_backward(model):
     options = {"temperature": 0.5, "micro_batch_size": 2}
-    whole = float(model.forward_backward(inputs=INPUTS, **options, **SIDE))
+    whole = float(model.forward_backward(inputs=INPUTS, **options, **SIDE)["loss"])
     expected = gradient(model)
     model.zero_grad()
     model.calculate_metric()
@@ -216,12 +218,13 @@ def test_what_scripts_ask_of_pytorchs_module(model):
 def test_a_mask_that_no_loss_reads(model):
     with pytest.warns(UserWarning, match="positive_mask changes nothing"):
         masked = model.forward_backward(inputs=INPUTS, positive_mask=[True, False, True], **SIDE)
-    np.testing.assert_array_equal(masked, model.forward_backward(inputs=INPUTS, **SIDE))
+    plain = model.forward_backward(inputs=INPUTS, **SIDE)
+    np.testing.assert_array_equal(masked["loss"], plain["loss"])
 
 
 def test_a_forward_pass_returns_the_entropies_that_its_loss_needs(model):
     model.set_loss("GRPOLoss", entropy_coef=0.5)
-    whole = model.forward_backward(inputs=INPUTS, **SIDE)
+    whole = model.forward_backward(inputs=INPUTS, **SIDE)["loss"]
     expected = gradient(model)
     model.zero_grad()
     outputs = model.forward(inputs=INPUTS, return_logits=True)
@@ -240,7 +243,7 @@ def test_megatrons_passes_without_gradients_have_a_loss(checkpoint):
     model.set_loss("GRPOLoss")
     assert model.forward_only(inputs=INPUTS).keys() == {"logps"}  # a reference: no advantages
     assert model.calculate_metric(is_training=False) == {}
-    expected = model.forward_backward(inputs=INPUTS, **SIDE)
+    expected = model.forward_backward(inputs=INPUTS, **SIDE)["loss"]
     scored = model.forward_only(inputs=INPUTS, micro_batch_size=2, **SIDE)
     np.testing.assert_allclose(scored["loss"], expected, rtol=1e-4)
 
@@ -254,6 +257,65 @@ def test_columns_of_a_data_set_may_stay_in_features(model):
             model.forward_only(inputs=[{**INPUTS[0], key: [1]}])
 
 
+@pytest.fixture
+def mixture():
+    decoder = Decoder(config_of("qwen3_moe"), params_of("qwen3_moe"))
+    model = TransformersModel(decoder, enable_router_replay=True)
+    model.set_loss("GRPOLoss")
+    model.set_optimizer("SGD", lr=30.0)
+    return model
+
+
+def test_recorded_experts_are_replayed_after_the_router_has_changed(mixture):
+    before = mixture.forward_only(inputs=INPUTS, router_replay_action=RouterReplayAction.RECORD)
+    experts = before["routed_experts"]
+    assert experts.shape == (3, 5, 2, 2) and not experts[1, 3:].any()
+    rows = [row | {"routed_experts": x} for row, x in zip(INPUTS, experts, strict=True)]
+    replay = {"inputs": rows, "router_replay_action": RouterReplayAction.REPLAY_FORWARD}
+    np.testing.assert_allclose(mixture.forward_only(**replay)["logps"], before["logps"], atol=1e-6)
+    for _ in range(3):
+        outputs = mixture.forward_backward(**replay, **SIDE)
+        mixture.clip_grad_and_step()
+    replayed = mixture.forward_only(**replay)["logps"]
+    live = mixture.forward_only(inputs=rows, router_replay_action=RouterReplayAction.RECORD)
+    chosen = (np.sort(x["routed_experts"], axis=-1) for x in (before, live))
+    assert np.any(next(chosen) != next(chosen))
+    assert np.abs(replayed - live["logps"]).max() > 1e-2
+    np.testing.assert_array_equal(mixture.forward_only(inputs=rows)["logps"], live["logps"])
+
+    # One pass, and three verbs: the same.
+    outputs = mixture.forward_backward(**replay, **SIDE)
+    np.testing.assert_allclose(outputs["logps"], replayed, atol=1e-6)
+    expected = gradient(mixture)
+    mixture.zero_grad()
+    mixture.forward(**replay)
+    np.testing.assert_allclose(mixture.calculate_loss(**SIDE), outputs["loss"], rtol=1e-5)
+    mixture.backward()
+    assert_same(gradient(mixture), expected, 1e-5)
+
+
+def test_what_cannot_be_replayed_is_named(mixture, model):
+    replay = {"router_replay_action": RouterReplayAction.REPLAY_FORWARD}
+    with pytest.raises(ValueError, match=r"inputs\[0\] must have 'routed_experts'"):
+        mixture.forward_only(inputs=INPUTS, **replay)
+    with pytest.raises(ValueError, match="router_replay_action"):
+        mixture.forward_backward(inputs=INPUTS, router_replay_action=RouterReplayAction.RECORD)
+    with pytest.raises(ValueError, match="'replay'"):
+        mixture.forward_only(inputs=INPUTS, router_replay_action="replay")
+    with pytest.warns(UserWarning, match="enable_router_replay"):
+        model.forward_only(inputs=INPUTS, **replay)
+
+
+def test_outputs_of_a_training_pass(model):
+    outputs = model.forward_backward(inputs=INPUTS, micro_batch_size=2, **SIDE)
+    assert set(outputs) == {"loss", "logps"}
+    scored = model.forward_only(inputs=INPUTS)["logps"]
+    np.testing.assert_allclose(outputs.get("logps"), scored, atol=1e-6)
+    assert outputs["logps"] is outputs["logps"]
+    outputs["logps"] = list(outputs["logps"])  # as scripts do for metrics
+    assert len(outputs["logps"]) == 3
+
+
 def test_options_that_change_nothing_and_unknown_ones(checkpoint, model):
     model.set_processor(InputProcessor, padding_free=True)
     model.set_processor("InputProcessor")
@@ -261,8 +323,8 @@ def test_options_that_change_nothing_and_unknown_ones(checkpoint, model):
         model.set_processor(type("Mine", (InputProcessor,), {}))
     with pytest.warns(UserWarning, match="model_cls"):
         TransformersModel(model_id=checkpoint, model_cls=dict, attn_implementation="sdpa")
-    with pytest.raises(TypeError, match="enable_router_replay"):
-        TransformersModel(model_id=checkpoint, enable_router_replay=True)
+    with pytest.raises(TypeError, match="quantization_config"):
+        TransformersModel(model_id=checkpoint, quantization_config={})
     with pytest.raises(ValueError, match="task"):
         model.forward_backward(inputs=INPUTS, task="embedding")
     text = model.get_train_configs()

@@ -10,6 +10,7 @@ from twinkle_jax.data import SamplingParams
 from twinkle_jax.sampler import ServerError, vLLMSampler
 from twinkle_jax.sampler.vllm_server import read_server_url
 from twinkle_jax.twinkle.model import TransformersModel
+from twinkle_jax.twinkle.model.transformers.moe.router_replay import RouterReplayAction
 
 pytest.importorskip("safetensors", reason="pip install 'twinkle-jax[checkpoints]'")
 pytest.importorskip("tokenizers", reason="pip install 'twinkle-jax[data]'")
@@ -20,10 +21,17 @@ from tests.sampler.responses import (
     gap,
     kinds_of,
     logprobs_of,
+    of_drawn,
     policy_logprobs,
     tokens_of,
 )
-from tests.sampler.vllm.fake_server import ROOM, send
+from tests.sampler.vllm.fake_server import (
+    ROOM,
+    FakeServer,
+    odd_experts,
+    send,
+    write_checkpoint,
+)
 
 COMPLETIONS = "/v1/completions"
 
@@ -374,3 +382,35 @@ def test_a_server_that_does_not_speak_tls(server, checkpoint):
     sampler = vLLMSampler(model_id=checkpoint, base_url=url, retries=0)
     with pytest.raises(ServerError, match=f"{url} .*SSL"):
         sampler.sample("12")
+
+
+def test_sequences_have_the_experts_that_the_server_chose(tmp_path):
+    """Trained through them, tokens have the log-probabilities of the sampler."""
+    place = write_checkpoint(tmp_path / "mixture", name="qwen3_moe")
+    actor = TransformersModel(model_id=place, enable_router_replay=True)
+    with FakeServer(place) as server:
+        server.experts = True
+        sampler = vLLMSampler(model_id=place, base_url=server.url, return_routed_experts=True)
+        prompts = [{"input_ids": [5, 6, 7], "attention_mask": [0, 1, 1]}, {"input_ids": [8]}]
+        response = sampler.sample(prompts, SamplingParams(max_tokens=6), num_samples=2)
+        plain = vLLMSampler(model_id=place, base_url=server.url).sample(prompts)
+    assert "routed_experts" not in plain[0].sequences[0].new_input_feature
+    for feature in response.inputs:
+        kept = np.flatnonzero(feature.get("attention_mask", np.ones(len(feature["input_ids"]))))
+        tokens = np.asarray(feature["input_ids"])[kept]
+        experts = feature["routed_experts"]
+        assert len(experts) == len(feature["input_ids"])
+        expected = odd_experts(actor.config, tokens[None])[0]
+        np.testing.assert_array_equal(experts[kept[:-1]], expected[:-1])
+        assert (experts[kept[-1]] == -1).all()
+    assert (response.inputs[0]["routed_experts"][0] == -1).all()
+    replay = {"router_replay_action": RouterReplayAction.REPLAY_FORWARD}
+    scored = actor.forward_only(inputs=response.inputs, **replay)["logps"]
+    drawn = np.concatenate(of_drawn(response, scored))
+    assert np.abs(logprobs_of(response) - drawn).max() < 1e-5
+    assert gap(response, actor) > 1e-2
+
+
+def test_a_model_without_experts_has_none_to_return(checkpoint, server):
+    with pytest.raises(ValueError, match="return_routed_experts"):
+        vLLMSampler(model_id=checkpoint, base_url=server.url, return_routed_experts=True)

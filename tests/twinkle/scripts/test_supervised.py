@@ -80,7 +80,7 @@ def test_packed_rows_of_a_packing_data_set(guessing_policy):
     model.set_optimizer("AdamW", lr=1e-3)
     losses = []
     for batch in DataLoader(dataset, batch_size=4):
-        losses.append(float(model.forward_backward(inputs=batch)))
+        losses.append(float(model.forward_backward(inputs=batch)["loss"]))
         model.clip_grad_and_step()
     assert losses[-1] < 0.8 * losses[0], losses
 
@@ -154,6 +154,6 @@ def test_an_adapter_with_evaluation_and_resumption(guessing_policy, tmp_path):
     rest.resume_from_checkpoint(progress["consumed_train_samples"])
     again = []
     for batch in rest:
-        again.append(float(resumed.forward_backward(inputs=batch, task="fused_lm_ce")))
+        again.append(float(resumed.forward_backward(inputs=batch, task="fused_lm_ce")["loss"]))
         resumed.clip_grad_and_step()
     assert again == pytest.approx(losses[12:], rel=1e-4)

@@ -199,6 +199,7 @@ class AdapterPolicy:
         tokenizer_id: str | Path | None = None,
         model_cls: Any = None,
         remote_group: str | None = None,
+        enable_router_replay: bool = False,
         **options: Any,
     ) -> None:
         refuse("TransformersModel", options)
@@ -214,6 +215,7 @@ class AdapterPolicy:
         self.key = key_of_seed(seed)
         decoder = self._first_policy(model_id, _read_config(config), seed)
         self.config, self.source = decoder.config, decoder.source
+        self.router_replay = enable_router_replay and self.config.experts is not None
         self.tokenizer_id = local_id(tokenizer_id, "tokenizer_id") or self.source
         self.model = Module(self.config)
         self.base: Params | None = None  # the frozen parameters under adapters

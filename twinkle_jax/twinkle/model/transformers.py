@@ -2,7 +2,9 @@
 
 import dataclasses
 import math
+from collections import UserDict
 from collections.abc import Mapping
+from enum import Enum
 from functools import partial
 from typing import Any
 
@@ -11,7 +13,7 @@ import numpy as np
 import optax
 from jaxtyping import Array, Float
 
-from twinkle_jax.data import Inputs, PerSequence
+from twinkle_jax.data import Inputs, PerSequence, Piece
 from twinkle_jax.data.features import LOSS_INPUTS, largest_logits
 from twinkle_jax.loss import (
     ChunkedCrossEntropyLoss,
@@ -42,9 +44,24 @@ from twinkle_jax.twinkle.model.optimizer import (
     choose_schedule,
 )
 from twinkle_jax.twinkle.model.policy import OptimizerGroup
-from twinkle_jax.twinkle.names import IGNORED, PAGE, class_of, construct, warn_once
+from twinkle_jax.twinkle.names import (
+    IGNORED,
+    PAGE,
+    add_submodules,
+    class_of,
+    construct,
+    warn_once,
+)
 from twinkle_jax.twinkle.processor import InputProcessor
 from twinkle_jax.twinkle.template import make_template
+
+
+class RouterReplayAction(Enum):
+    """What a pass of a mixture of experts does with the experts of its tokens."""
+
+    RECORD = "record"
+    REPLAY_FORWARD = "replay_forward"
+    REPLAY_BACKWARD = "replay_backward"  # the same here: both passes replay
 
 
 class TransformersModel(SavedPolicy):
@@ -76,6 +93,8 @@ class TransformersModel(SavedPolicy):
             checkpoint's.
         model_cls: unused, with a warning: the checkpoint's configuration names the architecture.
         remote_group: unused, with a warning: there are no groups of workers.
+        enable_router_replay: whether the methods follow `router_replay_action`, in a model that
+            has experts.
         options: Twinkle's options for kernels, memory and workers, which change nothing here.
 
     Raises:
@@ -206,6 +225,7 @@ class TransformersModel(SavedPolicy):
         disable_lora: bool = False,
         adapter_name: str | None = None,
         task: str = "causal_lm",
+        router_replay_action: RouterReplayAction | None = None,
     ) -> dict[str, np.ndarray]:
         """Score the labels of inputs, without gradients and without dropout.
 
@@ -220,15 +240,20 @@ class TransformersModel(SavedPolicy):
             disable_lora: whether to leave the adapter out, as for a reference policy.
             adapter_name: which adapter.
             task: `"causal_lm"` or `"fused_lm_ce"`, which is the same here.
+            router_replay_action: `RECORD` returns the experts that each token went through,
+                `REPLAY_FORWARD` sends it through those in the inputs' `routed_experts`; None: the
+                router chooses.
 
         Returns:
             `logps` [rows, time], in input order, padded with zeros on the right, and 0 where the
-            label is −100. If requested, `entropies` of this shape and `logits` [rows, time,
-            vocabulary].
+            label is −100. If requested, `entropies` of this shape, `logits` [rows, time,
+            vocabulary] and `routed_experts` [rows, time, layers, chosen].
         """
         group = self.group(adapter_name)
         _check_task(task)
-        rows = self._read(group, inputs, labels_needed=False)
+        rows, recorded = self._read(
+            group, inputs, labels_needed=False, router_replay_action=router_replay_action
+        )
         outputs = self._score(
             group,
             rows,
@@ -237,6 +262,7 @@ class TransformersModel(SavedPolicy):
             temperature=temperature,
             with_entropy=return_entropy,
             with_logits=return_logits,
+            with_routing=recorded,
         )
         group.last_pass = rows, outputs, None
         group.add_pass(False, rows.features, outputs)
@@ -251,6 +277,7 @@ class TransformersModel(SavedPolicy):
         temperature: float = 1.0,
         adapter_name: str | None = None,
         task: str = "causal_lm",
+        router_replay_action: RouterReplayAction | None = None,
     ) -> dict[str, np.ndarray]:
         """Score the labels of inputs that `calculate_loss` and `backward` train on.
 
@@ -264,13 +291,16 @@ class TransformersModel(SavedPolicy):
             temperature: of the log-probabilities, in `backward` too.
             adapter_name: which adapter.
             task: as for `forward_only`.
+            router_replay_action: as for `forward_only`; `backward` replays too.
 
         Returns:
-            `logps`, and `entropies` if the loss needs them.
+            `logps`, and `entropies` if the loss needs them; `routed_experts` if they are recorded.
         """
         group = self.group(adapter_name)
         _check_task(task)
-        rows = self._read(group, inputs, labels_needed=True)
+        rows, recorded = self._read(
+            group, inputs, labels_needed=True, router_replay_action=router_replay_action
+        )
         options: dict[str, Any] = {
             "micro_batch_size": micro_batch_size,
             "temperature": temperature,
@@ -281,6 +311,7 @@ class TransformersModel(SavedPolicy):
             group.state.params,
             with_entropy=group.loss.require_entropy,
             with_logits=return_logits,
+            with_routing=recorded,
             **options,
         )
         group.last_pass, group.pending = (rows, outputs, options), None
@@ -352,7 +383,8 @@ class TransformersModel(SavedPolicy):
         adapter_name: str | None = None,
         task: str = "causal_lm",
         positive_mask: Any = None,
-    ) -> Float[Array, ""]:
+        router_replay_action: RouterReplayAction | None = None,
+    ) -> "_TrainOutputs":
         """Compute the loss and add its gradient to the accumulated gradients.
 
         Several calls before a step act as one large batch: gradients and denominators are summed,
@@ -382,9 +414,12 @@ class TransformersModel(SavedPolicy):
             adapter_name: which adapter.
             task: `"causal_lm"` or `"fused_lm_ce"`, which is the same here.
             positive_mask: unused, with a warning: no loss reads it, and none of Twinkle's does.
+            router_replay_action: `REPLAY_FORWARD` sends each token through the experts in the
+                inputs' `routed_experts`; None: the router chooses. `forward_only` records.
 
         Returns:
-            The loss of these inputs.
+            `loss`, of these inputs, on the device, and `logps` as those of `forward_only`, but for
+            losses of a teacher.
         """
         group = self.group(adapter_name)
         _check_task(task)
@@ -396,9 +431,17 @@ class TransformersModel(SavedPolicy):
         if isinstance(loss_fn, GKDLoss):
             topk = loss_fn.topk if topk is None else topk
             loss_fn = dataclasses.replace(loss_fn, topk=None)  # read_teacher applies it
+        rows, recorded = self._read(
+            group, inputs, labels_needed=True, router_replay_action=router_replay_action
+        )
+        if recorded:
+            raise ValueError(
+                f"router_replay_action must be REPLAY_FORWARD or None, got {router_replay_action}: "
+                "forward_only and forward record"
+            )
         return self._add_gradient(
             group,
-            self._read(group, inputs, labels_needed=True),
+            rows,
             loss_inputs,
             loss_fn,
             teacher=read_teacher(
@@ -411,7 +454,7 @@ class TransformersModel(SavedPolicy):
     def _score(
         self, group: OptimizerGroup, rows: FeatureRows, params: Any, **options: Any
     ) -> dict[str, np.ndarray]:
-        return score_features(
+        outputs = score_features(
             params,
             rows,
             self.config,
@@ -420,6 +463,9 @@ class TransformersModel(SavedPolicy):
             mesh=self.mesh,
             **options,
         )
+        if "routing" in outputs:
+            outputs["routed_experts"] = outputs.pop("routing")
+        return outputs
 
     def _add_gradient(
         self,
@@ -428,8 +474,8 @@ class TransformersModel(SavedPolicy):
         loss_inputs: dict[str, Any],
         loss_fn: Loss,
         **options: Any,
-    ) -> Float[Array, ""]:
-        """Add the gradient of a batch, and report it to the metrics; return its loss."""
+    ) -> "_TrainOutputs":
+        """Add the gradient of a batch, and report it to the metrics."""
         passes = grad_features(
             group.state,
             rows,
@@ -444,12 +490,13 @@ class TransformersModel(SavedPolicy):
             mesh=self.mesh,
         )
         total: StepSummary | None = None
-        outputs: dict[str, Any] = {}
+        logps: list[tuple[Array, list[Piece]]] = []
         for group.state, summary, pieces in passes:
-            if group.metrics[True] and summary.logps is not None:
-                rows.write(outputs, "logps", summary.logps, pieces)
+            if summary.logps is not None:
+                logps.append((summary.logps, pieces))
             total = summary if total is None else add_summaries(total, summary)
         assert total is not None
+        outputs = _TrainOutputs(total.loss, rows, logps)
         group.cur_step += 1
         group.add_summary(total)
         facts = {
@@ -459,8 +506,8 @@ class TransformersModel(SavedPolicy):
             "gradient_accumulation_steps": group.gradient_accumulation_steps,
             **{name: values for name, values in loss_inputs.items() if values is not None},
         }
-        group.add_pass(True, rows.features, {"loss": total.loss, **outputs}, **facts)
-        return total.loss
+        group.add_pass(True, rows.features, outputs, **facts)
+        return outputs
 
     # Updates.
 
@@ -560,11 +607,33 @@ class TransformersModel(SavedPolicy):
         group = self.group(adapter_name)
         return group if group.due(steps) else None
 
-    def _read(self, group: OptimizerGroup, inputs: Inputs, *, labels_needed: bool) -> FeatureRows:
-        vocab_size = self.config.vocab_size
-        return FeatureRows.read(
-            inputs, group.template, vocab_size=vocab_size, labels_needed=labels_needed
+    def _read(
+        self,
+        group: OptimizerGroup,
+        inputs: Inputs,
+        *,
+        labels_needed: bool,
+        router_replay_action: RouterReplayAction | None,
+    ) -> tuple[FeatureRows, bool]:
+        """Read inputs, with experts if they are to be replayed; return whether to record them."""
+        action = None if router_replay_action is None else RouterReplayAction(router_replay_action)
+        if action is not None and not self.router_replay:
+            warn_once(
+                "router_replay_action changes nothing without experts and enable_router_replay=True"
+            )
+            action = None
+        rows = FeatureRows.read(
+            inputs, group.template, vocab_size=self.config.vocab_size, labels_needed=labels_needed
         )
+        if action is None or action is RouterReplayAction.RECORD:
+            for feature in (*rows.features, *(piece.feature for piece in rows.pieces)):
+                feature.pop("routed_experts", None)
+        elif missing := [i for i, x in enumerate(rows.features) if "routed_experts" not in x]:
+            raise ValueError(
+                f"inputs[{missing[0]}] must have 'routed_experts' to replay, got "
+                f"{sorted(rows.features[missing[0]])}"
+            )
+        return rows, action is RouterReplayAction.RECORD
 
     def _apply(self, group: OptimizerGroup, max_grad_norm: float | None) -> UpdateInfo:
         optimizer = group.needed_optimizer()
@@ -580,6 +649,24 @@ class TransformersModel(SavedPolicy):
         group.clipped = False
         group.updates.append(info)
         return info
+
+
+class _TrainOutputs(UserDict[str, Any]):
+    """`loss` and `logps` of a training pass; `logps` are moved to the host when they are read."""
+
+    def __init__(
+        self, loss: Array, rows: FeatureRows, logps: list[tuple[Array, list[Piece]]]
+    ) -> None:
+        super().__init__(loss=loss, **{"logps": None} if logps else {})
+        self._rows, self._logps = rows, logps
+
+    def __getitem__(self, key: str) -> Any:
+        if key == "logps" and self.data.get(key, ()) is None:
+            written: dict[str, Any] = {}
+            for values, pieces in self._logps:
+                self._rows.write(written, key, values, pieces)
+            self.data |= written
+        return super().__getitem__(key)
 
 
 def _read_loss_inputs(
@@ -688,3 +775,6 @@ class MegatronModel(TransformersModel):
 
 
 MultiLoraMegatronModel = MegatronModel
+
+
+add_submodules(__name__, "moe", "moe.router_replay")
