@@ -236,6 +236,8 @@ def test_the_loss_or_the_call_says_how_many_tokens_of_the_teacher_count(model, t
         return float(model.forward_backward(inputs=INPUTS, teacher_output=teacher, **options))
 
     assert loss_of(4) == loss_of(None, topk=4) == loss_of(2, topk=4) != loss_of(None)
+    with pytest.raises(ValueError, match=r"topk .*-1"):
+        loss_of(None, topk=-1)
 
 
 def test_a_policy_that_is_its_own_teacher_loses_nothing(checkpoint, sampler):
