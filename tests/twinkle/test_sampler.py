@@ -93,6 +93,8 @@ def test_adapters_by_path(checkpoint, sampler, trained, tmp_path):
     with pytest.raises(ValueError, match="adapter_path"):
         sampler.sample(PROMPTS, GREEDY, adapter_path=place)
     served = vLLMSampler(model_id=checkpoint, base_url="http://127.0.0.1:9")
+    with pytest.raises(ValueError, match=r"^model_id .*'no/such/place'"):
+        vLLMSampler(model_id="no/such/place", base_url="http://127.0.0.1:9")
     with pytest.raises(ValueError, match=r"adapter_path .*server"):
         served.sample(PROMPTS, GREEDY, adapter_path=place)
     with pytest.raises(ValueError, match=r"use_base_model .*server"):

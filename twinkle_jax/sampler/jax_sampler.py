@@ -113,7 +113,9 @@ class JaxSampler:
             self.dtype, self.mesh = jnp.dtype(dtype), mesh
             rules = None if mesh is None else partition_rules(mesh)
             assert model_id is not None
-            decoder = load_pretrained(model_id, dtype=self.dtype, mesh=mesh, partition=rules)
+            decoder = load_pretrained(
+                model_id, dtype=self.dtype, mesh=mesh, partition=rules, argument="model_id"
+            )
             self.config, source, self._params = decoder.config, decoder.source, decoder.params
         model_template = None if model is None else model.template
         if template is None and isinstance(model_template, Template):

@@ -91,6 +91,7 @@ def load_pretrained(
     mesh: Mesh | None = None,
     partition: Partition | None = None,
     config: DecoderConfig | None = None,
+    argument: str = "path_or_id",
 ) -> Decoder:
     """Read a Hugging Face checkpoint.
 
@@ -115,6 +116,7 @@ def load_pretrained(
         partition: from a parameter's name (`"layers/0/mlp/up_proj/kernel"`) and shape, stacked
             axis first, to its `PartitionSpec` on the mesh; by default, replicated.
         config: instead of the checkpoint's; with fewer layers, the first ones are read.
+        argument: the user's name for `path_or_id` in errors.
 
     Returns:
         The decoder; its `source` is the directory, from which exports copy the tokenizer.
@@ -128,7 +130,7 @@ def load_pretrained(
     """
     together = mesh is not None and mesh.is_multi_process
     with one_outcome(f"load_pretrained({str(path_or_id)!r})", together=together):
-        directory = locate(path_or_id)
+        directory = locate(path_or_id, argument=argument)
         stored = stored_tensors(directory)
         if config is None:
             config = read_config(directory)

@@ -355,7 +355,12 @@ class AdapterPolicy:
         """Read a checkpoint onto the devices."""
         rules = None if self.mesh is None else partition_rules(self.mesh)
         return load_pretrained(
-            directory, dtype="float32", mesh=self.mesh, partition=rules, config=config
+            directory,
+            dtype="float32",
+            mesh=self.mesh,
+            partition=rules,
+            config=config,
+            argument="model_id",
         )
 
     def _first_policy(
