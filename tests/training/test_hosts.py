@@ -120,6 +120,12 @@ def test_schedulers_that_start_several_processes_are_found(environment, several)
     assert started_as_one_of_several(environment) is several
 
 
+@pytest.mark.parametrize("name", ["SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE"])
+def test_a_number_of_tasks_that_is_none_is_refused(name):
+    with pytest.raises(ValueError, match=f"^{name} .*'8x2'"):
+        started_as_one_of_several({name: "8x2"})
+
+
 def test_a_process_number_without_a_coordinator_is_refused(folder, tmp_path):
     alone = DistributedConfig(process_id=1)
     with pytest.raises(ValueError, match="coordinator_address"):

@@ -138,11 +138,17 @@ def started_as_one_of_several(environment: Mapping[str, str]) -> bool:
         True for SLURM and Open MPI with more than one task, Google's TPU slices with more than one
         host, indexed jobs of Kubernetes where JAX can ask it (`pip install jax[k8s]`), and where
         `JAX_COORDINATOR_ADDRESS` is set.
+
+    Raises:
+        ValueError: if the scheduler's number of tasks is no number.
     """
-    tasks = ("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE")
-    if any(int(environment.get(name) or 1) > 1 for name in tasks):
-        # A batch script has SLURM's variables too, with the number 0: only srun starts a step.
-        return bool({"SLURM_STEP_NODELIST", "OMPI_COMM_WORLD_RANK"} & environment.keys())
+    for name in ("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE"):
+        tasks = environment.get(name) or "1"
+        if not tasks.isdecimal():
+            raise ValueError(f"{name} must be a number of tasks, got {tasks!r}")
+        if int(tasks) > 1:
+            # A batch script has SLURM's variables too, with the number 0: only srun starts a step.
+            return bool({"SLURM_STEP_NODELIST", "OMPI_COMM_WORLD_RANK"} & environment.keys())
     for name in ("TPU_PROCESS_ADDRESSES", "TPU_WORKER_HOSTNAMES"):
         if "," in environment.get(name, ""):
             return True
