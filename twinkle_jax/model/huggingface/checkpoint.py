@@ -59,6 +59,7 @@ from twinkle_jax.model.huggingface.checkpoint_files import (
     match_tensors,
     names_by_expert,
     open_files,
+    read_dtype,
     read_json,
     read_part,
     stored_names,
@@ -207,9 +208,7 @@ def _leaf_dtype(
             f"dtype must be given where layers differ, as those of {names[0][0]} do: "
             f"{types}, got None"
         )
-    wanted = jnp.dtype(types[0] if dtype is None else dtype)
-    if wanted.name not in DTYPES.values():
-        raise ValueError(f"dtype must be one of {', '.join(DTYPES.values())}, got {wanted}")
+    wanted = read_dtype(types[0] if dtype is None else dtype)
     return np.dtype(jax.dtypes.canonicalize_dtype(wanted))  # float64 only if JAX has it enabled
 
 
@@ -470,10 +469,7 @@ def list_tensors(decoder: Decoder, prefix: str, dtype: DTypeLike | None) -> list
 
 
 def _written_dtype(array: jax.Array, dtype: DTypeLike | None) -> np.dtype[Any]:
-    to = jnp.dtype(array.dtype if dtype is None else dtype)
-    if to.name not in _STORED_DTYPES:
-        raise ValueError(f"dtype must be one of {', '.join(_STORED_DTYPES)}, got {to.name}")
-    return to
+    return read_dtype(array.dtype if dtype is None else dtype)
 
 
 def _with_head(
