@@ -188,3 +188,6 @@ def test_the_largest_logits_of_each_position_and_their_tokens():
     assert values.tolist() == [[[3.0, 2.0], [7.0, 5.0]]] and tokens.tolist() == [[[1, 3], [2, 0]]]
     assert largest_logits(logits)[1].tolist() == [[[1, 3, 2, 0], [2, 0, 3, 1]]]
     assert (values.dtype, tokens.dtype) == (np.float32, np.int32)
+    for count in (0, -1):
+        with pytest.raises(ValueError, match=f"count .*{count}"):
+            largest_logits(logits, count)

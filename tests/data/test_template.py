@@ -484,6 +484,8 @@ def test_messages_that_are_refused(messages, name):
 
 
 def test_arguments_that_are_refused():
+    with pytest.raises(ValueError, match=r"^model_id .*'no/such/place'"):
+        Template("no/such/place")
     with pytest.raises(ValueError, match=r"^truncation_strategy"):
         Template(small_tokenizer(), truncation_strategy="drop")
     with pytest.raises(ValueError, match=r"^max_length"):

@@ -28,6 +28,10 @@ def test_a_program_computes_and_its_errors_are_told():
     assert RUN("1/0") == "ZeroDivisionError: division by zero"
     assert RUN("print(1") == "SyntaxError: '(' was never closed (<program>, line 1)"
     assert RUN("import sys; print(1); sys.exit(3)") == "1"
+    assert RUN("print(1, end='')\n1/0") == "1\nZeroDivisionError: division by zero"
+    assert RUN("print(1)\n1/0") == "1\nZeroDivisionError: division by zero"
+    restored = "import sys; sys.stdout = None; sys.stdout = sys.__stdout__; print(1)\n"
+    assert RUN(f"{restored}sys.stdout = None\n1/0") == "1\nZeroDivisionError: division by zero"
 
 
 @pytest.mark.parametrize(

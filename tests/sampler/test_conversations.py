@@ -304,7 +304,13 @@ def test_bad_rows(match, arguments):
 
 @pytest.mark.parametrize(
     ("match", "arguments"),
-    [("rows", ([[1]],)), ("rows", ({0: [1.5]},)), ("limits", ({0: [1]}, {0: 2.5}))],
+    [
+        ("rows", ([[1]],)),
+        ("rows", ({0: [1.5]},)),
+        ("rows .*'0'", ({"0": [1]},)),
+        ("rows .*True", ({True: [1]},)),
+        ("limits", ({0: [1]}, {0: 2.5})),
+    ],
 )
 def test_rows_of_other_types(match, arguments):
     rows, *limits = arguments

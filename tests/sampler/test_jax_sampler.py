@@ -379,6 +379,10 @@ def test_it_needs_one_policy(actor, checkpoint):
         JaxSampler()
     with pytest.raises(ValueError, match="model_id"):
         JaxSampler(actor, model_id=checkpoint)
+    with pytest.raises(ValueError, match=r"^model_id .*'no/such/place'"):
+        JaxSampler(model_id="no/such/place")
+    with pytest.raises(ValueError, match=r"^dtype .*'bf16'"):
+        JaxSampler(model_id=checkpoint, dtype="bf16")
     with pytest.raises(TypeError, match=r"model must.*model_id"):
         JaxSampler(str(checkpoint))
     with pytest.raises(ValueError, match="max_length must"):

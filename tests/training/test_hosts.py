@@ -1,10 +1,12 @@
 """Two processes do what one does: the same tokens, the same metrics, one outcome."""
 
+import hashlib
 import json
 import os
 import signal
 import time
 from itertools import chain
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -23,10 +25,16 @@ from twinkle_jax.training import (
     MeshConfig,
     OptimizerConfig,
     RolloutConfig,
+    TrainConfig,
     train,
 )
 from twinkle_jax.training import hosts as training_hosts
-from twinkle_jax.training.hosts import check_same, fingerprint, started_as_one_of_several
+from twinkle_jax.training.hosts import (
+    check_same,
+    code_hashes,
+    fingerprint,
+    started_as_one_of_several,
+)
 
 
 def config(folder, directory, **changes):
@@ -120,6 +128,12 @@ def test_schedulers_that_start_several_processes_are_found(environment, several)
     assert started_as_one_of_several(environment) is several
 
 
+@pytest.mark.parametrize("name", ["SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE"])
+def test_a_number_of_tasks_that_is_none_is_refused(name):
+    with pytest.raises(ValueError, match=f"^{name} .*'8x2'"):
+        started_as_one_of_several({name: "8x2"})
+
+
 def test_a_process_number_without_a_coordinator_is_refused(folder, tmp_path):
     alone = DistributedConfig(process_id=1)
     with pytest.raises(ValueError, match="coordinator_address"):
@@ -174,6 +188,7 @@ def test_what_differs_between_two_processes_is_refused_by_name(folder, tmp_path,
         ("settings", "jax_default_matmul_precision"),
         ("file", "more.txt of model"),
         ("reward", "more.txt of reward .*/preference"),
+        ("tools", "the file of tools"),
         ("clock", "clocks"),
     ],
 )
@@ -182,6 +197,8 @@ def test_what_differs_on_one_host_is_named(folder, tmp_path, monkeypatch, change
     versions = training_hosts.package_versions()
     clock, reward = time.time, tmp_path / "preference"
     reward.mkdir()
+    tools = tmp_path / "tools.py"
+    tools.write_text("def now() -> str: ...\n")
     more = (reward if change == "reward" else folder / "model") / "more.txt"
 
     def share(call, compute):
@@ -194,6 +211,8 @@ def test_what_differs_on_one_host_is_named(folder, tmp_path, monkeypatch, change
                 return [first, time.time() if call == "comparing clocks" else compute()]
             if change in ("file", "reward"):
                 more.write_text("of one host")
+            if change == "tools":
+                tools.write_text("def then() -> str: ...\n")
             second = compute()
             more.unlink(missing_ok=True)
             return [first, second]
@@ -202,7 +221,20 @@ def test_what_differs_on_one_host_is_named(folder, tmp_path, monkeypatch, change
     monkeypatch.setattr(hosts, "several", lambda: True)
     monkeypatch.setattr(hosts, "share", share)
     with pytest.raises(hosts.SharedError, match=name):
-        check_same(config(folder, tmp_path / "run", reward=str(reward)), [], [])
+        check_same(config(folder, tmp_path / "run", reward=str(reward), tools=str(tools)), [], [])
+
+
+def test_the_files_that_a_run_imports_are_hashed_by_option(tmp_path):
+    file = tmp_path / "code.py"
+    file.write_text("x = 1\n")
+    digest = hashlib.sha256(b"x = 1\n").hexdigest()
+    named = {"environment": f"trl:{file}:Game", "tools": str(file), "reward": [f"{file}:f", "math"]}
+    hashes = {"environment": digest, "tools": digest, f"reward {file}:f": digest}
+    assert code_hashes(TrainConfig(**named)) == hashes
+    module = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
+    named = {"environment": f"gym:{__name__}:Game", "tools": __name__}
+    assert code_hashes(TrainConfig(**named)) == {"environment": module, "tools": module}
+    assert code_hashes(TrainConfig(environment="openenv:http://localhost:8000")) == {}
 
 
 def test_hosts_that_are_started_differently_are_refused_by_name(folder, tmp_path):

@@ -253,6 +253,21 @@ def test_the_setting_that_the_user_has_changed_is_named(folder, tmp_path):
         train(dataclasses.replace(run_config, tools=None, resume="auto"), reward=Scorer())
 
 
+def test_a_resumed_run_says_that_the_file_of_its_tools_has_changed(folder, tmp_path, capsys):
+    tools, run = tmp_path / "tools.py", tmp_path / "run"
+    tools.write_text('def now() -> str:\n    """Tell the time."""\n')
+    turns = RolloutConfig(prompts=2, num_samples=4, max_new_tokens=4, max_turns=2)
+    changes = {"rollout": turns, "steps": 0, "update": update(micro_batch_tokens=2048)}
+    run_config = config(folder, run, tools=str(tools), **changes)
+    again = dataclasses.replace(run_config, resume="auto")
+    train(run_config, reward=Scorer())
+    train(again, reward=Scorer())
+    assert "changed" not in capsys.readouterr().out
+    tools.write_text(tools.read_text().replace("time", "date"))
+    train(again, reward=Scorer())
+    assert "warning: the file of tools has changed" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [

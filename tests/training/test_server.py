@@ -462,6 +462,16 @@ def test_a_copy_of_the_checkpoint_is_served_by_name(folder, server, tmp_path):
     assert run(folder, server, tmp_path / "named", server__served_name=server.name, **changes)
 
 
+def test_a_run_whose_server_has_a_relative_path_is_resumed_elsewhere(
+    folder, server, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(folder)
+    server.name, server.models = "model", {"model": server.first}
+    run(folder, server, tmp_path, model="model", steps=1)
+    monkeypatch.chdir(tmp_path)
+    assert len(run(folder, server, tmp_path, resume="auto", steps=2)) == 2
+
+
 # Experts of a mixture that the server chose.
 
 MIXTURE = {"update__replay_routing": "sampler", "server__tolerance": 50.0}

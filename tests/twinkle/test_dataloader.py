@@ -109,6 +109,9 @@ def test_rows_that_fail_are_replaced():
     with pytest.warns(UserWarning, match="row 1"):
         got = [n for batch in numbers(DataLoader(Bad(ROWS), batch_size=7)) for n in batch]
     assert got[:5] == [0, 2, 4, 5, 6] and len(got) == 7 and not {1, 3} & set(got)
+    with pytest.warns(UserWarning, match="row 1"):  # by rows of the sampler alone
+        (got,) = numbers(DataLoader(Bad(ROWS), batch_size=4, sampler=[1, 5, 3, 2]))
+    assert got[:2] == [5, 2] and sorted(got[2:]) == [2, 5]
     loader = DataLoader([{}, {}], batch_size=1)
     with pytest.raises(RuntimeError, match=r"dataset .*2"):
         list(loader)

@@ -93,6 +93,8 @@ def test_adapters_by_path(checkpoint, sampler, trained, tmp_path):
     with pytest.raises(ValueError, match="adapter_path"):
         sampler.sample(PROMPTS, GREEDY, adapter_path=place)
     served = vLLMSampler(model_id=checkpoint, base_url="http://127.0.0.1:9")
+    with pytest.raises(ValueError, match=r"^model_id .*'no/such/place'"):
+        vLLMSampler(model_id="no/such/place", base_url="http://127.0.0.1:9")
     with pytest.raises(ValueError, match=r"adapter_path .*server"):
         served.sample(PROMPTS, GREEDY, adapter_path=place)
     with pytest.raises(ValueError, match=r"use_base_model .*server"):
@@ -238,6 +240,8 @@ def test_the_loss_or_the_call_says_how_many_tokens_of_the_teacher_count(model, t
         )
 
     assert loss_of(4) == loss_of(None, topk=4) == loss_of(2, topk=4) != loss_of(None)
+    with pytest.raises(ValueError, match=r"topk .*-1"):
+        loss_of(None, topk=-1)
 
 
 def test_a_policy_that_is_its_own_teacher_loses_nothing(checkpoint, sampler):

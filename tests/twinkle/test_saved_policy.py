@@ -149,6 +149,10 @@ def test_what_is_refused(checkpoint, tmp_path):
     other.forward_backward(inputs=INPUTS, **SIDE)  # it is still usable
     with pytest.raises(ValueError, match="training_state"):
         model.resume_from_checkpoint(model.save("bare", tmp_path))
+    with pytest.raises(ValueError, match=r"^checkpoint_dir .*'no/such/place'"):
+        model.resume_from_checkpoint("no/such/place")
+    with pytest.raises(ValueError, match=r"^name .*'no/such/place'"):
+        model.load("no/such/place")
     file = place / "training_state" / "facts.json"
     file.write_bytes(file.read_bytes()[:-10])
     with pytest.raises(ValueError, match="training_state"):
@@ -205,6 +209,8 @@ def test_random_parameters_for_a_configuration(checkpoint, tmp_path):
     assert_equal(TransformersModel(first.save(tmp_path / "m")).params, first.params)
     with pytest.raises(ValueError, match="model_id or config"):
         TransformersModel()
+    with pytest.raises(ValueError, match=r"^model_id .*'no/such/place'"):
+        TransformersModel("no/such/place")
     with pytest.raises(ValueError, match="config must be"):
         TransformersModel(Decoder(config, first.params), config=config_of("llama"))
 

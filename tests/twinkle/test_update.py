@@ -172,3 +172,6 @@ def test_mixed_precision_is_the_compute_dtype(checkpoint, model):
         make(checkpoint, mixed_precision="fp16")
     with pytest.raises(ValueError, match="dtype"):
         make(checkpoint, mixed_precision="bf16", dtype="float32")
+    for options in ({}, {"mixed_precision": "bf16"}):
+        with pytest.raises(ValueError, match=r"^dtype .*'bf16'"):
+            make(checkpoint, dtype="bf16", **options)

@@ -336,11 +336,16 @@ def largest_logits(logits: Any, count: int | None = None) -> tuple[HostArray, Ho
         Logits, the largest first, and their tokens, [..., count] each: the `teacher` of
         [`grad_features`][twinkle_jax.training.grad_features].
 
+    Raises:
+        ValueError: if `count` is below 1.
+
     Example:
         >>> logits, tokens = largest_logits([[0.0, 3.0, 1.0, 2.0]], 2)
         >>> logits.tolist(), tokens.tolist()
         ([[3.0, 2.0]], [[1, 3]])
     """
+    if count is not None and count < 1:
+        raise ValueError(f"count must be at least 1, got {count}")
     values = np.asarray(logits, np.float32)
     order = np.argsort(-values, axis=-1, kind="stable")[..., :count].astype(np.int32)
     return np.take_along_axis(values, order, axis=-1), order

@@ -89,7 +89,9 @@ class Template:
         if max_length is not None and (not isinstance(max_length, int) or max_length < 1):
             raise ValueError(f"max_length must be None or a positive int, got {max_length!r}")
         self.tokenizer = (
-            model_id if isinstance(model_id, Tokenizer) else Tokenizer.from_pretrained(model_id)
+            model_id
+            if isinstance(model_id, Tokenizer)
+            else Tokenizer.from_pretrained(model_id, argument="model_id")
         )
         source = chat_template or self.tokenizer.chat_template
         if use_chat_template and source is None:

@@ -75,12 +75,13 @@ class Tokenizer:
         self.control = ControlTokens(backend, self.chat_template)
 
     @classmethod
-    def from_pretrained(cls, path_or_id: str | Path) -> Self:
+    def from_pretrained(cls, path_or_id: str | Path, *, argument: str = "path_or_id") -> Self:
         """Read a tokenizer.
 
         Args:
             path_or_id: a directory with `tokenizer.json`, and `tokenizer_config.json` as a rule;
                 or a hub id, which needs huggingface_hub.
+            argument: the user's name for `path_or_id` in errors.
 
         Returns:
             The tokenizer.
@@ -92,7 +93,7 @@ class Tokenizer:
         require("tokenizers", "data")
         import tokenizers
 
-        directory = _directory(path_or_id)
+        directory = _directory(path_or_id, argument)
         try:
             backend = tokenizers.Tokenizer.from_file(str(directory / "tokenizer.json"))
         except Exception as error:  # the library raises nothing narrower
@@ -270,12 +271,12 @@ def _read_json(path: Path) -> dict[str, Any]:
     return contents
 
 
-def _directory(path_or_id: str | Path) -> Path:
+def _directory(path_or_id: str | Path, argument: str) -> Path:
     directory = Path(path_or_id).expanduser()
     if not directory.is_dir():
         if not isinstance(path_or_id, str) or not _HUB_ID.fullmatch(path_or_id):
             raise ValueError(
-                f"path_or_id must be a directory or a hub id 'owner/name', got {str(path_or_id)!r}"
+                f"{argument} must be a directory or a hub id 'owner/name', got {str(path_or_id)!r}"
             )
         require("huggingface_hub", "checkpoints")
         from huggingface_hub import snapshot_download

@@ -5,6 +5,7 @@ files, its privileges, and last its time and memory.
 """
 
 import ctypes
+import io
 import os
 import resource
 import signal
@@ -60,19 +61,34 @@ def enclose(root: str, seconds: int, megabytes: int) -> None:
         resource.setrlimit(limit, (value, value))
 
 
+class _Output(io.TextIOWrapper):
+    """The standard output, which knows whether its last line has ended."""
+
+    line_is_open = False
+
+    def write(self, text: str, /) -> int:
+        count = super().write(text)
+        if text:
+            self.line_is_open = not text.endswith("\n")
+        return count
+
+
 def main() -> None:
     """Read a program from the standard input, and run it."""
     code = sys.stdin.buffer.read().decode("utf-8", "replace")
     enclose(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))
-    sys.stdout.write("\0")  # marks the start of the program's output
-    sys.stdout.flush()
+    os.write(1, b"\0")  # marks the start of the program's output
+    stdout = os.fdopen(1, "wb", closefd=False)
+    output = _Output(stdout, sys.stdout.encoding, sys.stdout.errors)
+    sys.stdout = sys.__stdout__ = output  # type: ignore[misc]  # programs restore it from there
     try:
         exec(compile(code, "<program>", "exec"), {"__name__": "__main__"})  # noqa: S102  (the purpose of this file)
     except SystemExit:
         pass
     except BaseException as error:  # reported as one line
-        print(f"{type(error).__name__}: {error}")  # noqa: T201
-    sys.stdout.flush()
+        start = "\n" if output.line_is_open else ""
+        print(f"{start}{type(error).__name__}: {error}", file=output)
+    output.flush()
 
 
 if __name__ == "__main__":

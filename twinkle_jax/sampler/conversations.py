@@ -147,8 +147,8 @@ class Conversations:
         Raises:
             ValueError: if a row has no tokens, or no room for another one; if a limit is missing,
                 less than 1 or more than the room.
-            TypeError: if `rows` is no mapping, tokens or limits are not integers, or `keys` are not
-                keys.
+            TypeError: if `rows` is no mapping; if its keys, tokens or limits are not integers; or
+                if `keys` are not keys.
         """
         if not isinstance(rows, Mapping):
             raise TypeError(f"rows must map a row's number to its tokens, got {rows!r:.80}")
@@ -314,6 +314,9 @@ class Conversations:
 
     def _check(self, rows: Mapping[int, Any], keys: jax.Array, limits: Mapping[int, int]) -> None:
         count = len(self._held)
+        for i in rows:
+            if isinstance(i, bool) or not isinstance(i, int | np.integer):
+                raise TypeError(f"rows must have integers as keys, got {i!r:.80}")
         if not rows or not all(0 <= i < count for i in rows):
             raise ValueError(f"rows must have keys in [0, {count}), got {sorted(rows)}")
         check_key_type("keys", keys)

@@ -36,6 +36,7 @@ from twinkle_jax.model import (
 from twinkle_jax.model.decoder.layers import map_logits
 from twinkle_jax.model.decoder.lora import walk
 from twinkle_jax.model.decoder.sharding import row_shards
+from twinkle_jax.model.huggingface.checkpoint_files import read_dtype
 from twinkle_jax.sampler.conversations import Conversations
 from twinkle_jax.sampler.generate import generate
 from twinkle_jax.sampler.requests import (
@@ -110,10 +111,12 @@ class JaxSampler:
             self.config, source = model.config, model.source
             self.dtype, self.mesh = model.dtype, model.mesh
         else:
-            self.dtype, self.mesh = jnp.dtype(dtype), mesh
+            self.dtype, self.mesh = read_dtype(dtype), mesh
             rules = None if mesh is None else partition_rules(mesh)
             assert model_id is not None
-            decoder = load_pretrained(model_id, dtype=self.dtype, mesh=mesh, partition=rules)
+            decoder = load_pretrained(
+                model_id, dtype=self.dtype, mesh=mesh, partition=rules, argument="model_id"
+            )
             self.config, source, self._params = decoder.config, decoder.source, decoder.params
         model_template = None if model is None else model.template
         if template is None and isinstance(model_template, Template):

@@ -93,7 +93,7 @@ class vLLMSampler:  # noqa: N801  (Twinkle's name)
             if value is not None and not 0 < value < math.inf:
                 raise ValueError(f"{name} must be a finite number above 0, got {value!r}")
         client = Client(base_url, api_key=api_key, retries=retries)
-        source = locate(model_id)
+        source = locate(model_id, argument="model_id")
         self.config = parse_config(read_json(source, CONFIG))
         routing = Routing.of(self.config)
         if return_routed_experts and routing is None:

@@ -46,10 +46,16 @@ def make_engine(config: TrainConfig, policy: Policy, mesh: Mesh | None = None) -
     directory = (
         Path(server.shared_dir or Path(config.output_dir) / "weights").expanduser().resolve()
     )
+    model = policy.base or config.model or ""
+    names = names_of(model, server.served_name)
+    if config.resume != "never" and server.served_name is None and Path(model).is_absolute():
+        # The server may have the relative path that the run was started with elsewhere.
+        parts = Path(model).parts
+        names += [str(Path(*parts[start:])) for start in range(1, len(parts))]
     with option_names():
         served = ServedSampler(
             Client(server.url, api_key=key),
-            names_of(policy.base or config.model or "", server.served_name),
+            names,
             policy.config.vocab_size,
             config.longest_row,
             tolerance=server.tolerance,

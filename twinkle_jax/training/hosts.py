@@ -22,8 +22,9 @@ from twinkle_jax.data import Trajectory
 from twinkle_jax.data.prompts import prompts_fingerprint
 from twinkle_jax.model.huggingface.checkpoint_files import locate
 from twinkle_jax.model.huggingface.saving import names_path
+from twinkle_jax.reward.reward import REWARDS
 from twinkle_jax.rollout import hosts
-from twinkle_jax.training.config import DistributedConfig, TrainConfig, flat
+from twinkle_jax.training.config import DistributedConfig, TrainConfig, file_in, flat
 from twinkle_jax.training.progress import package_versions
 from twinkle_jax.training.task import is_reward_model
 
@@ -138,11 +139,17 @@ def started_as_one_of_several(environment: Mapping[str, str]) -> bool:
         True for SLURM and Open MPI with more than one task, Google's TPU slices with more than one
         host, indexed jobs of Kubernetes where JAX can ask it (`pip install jax[k8s]`), and where
         `JAX_COORDINATOR_ADDRESS` is set.
+
+    Raises:
+        ValueError: if the scheduler's number of tasks is no number.
     """
-    tasks = ("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE")
-    if any(int(environment.get(name) or 1) > 1 for name in tasks):
-        # A batch script has SLURM's variables too, with the number 0: only srun starts a step.
-        return bool({"SLURM_STEP_NODELIST", "OMPI_COMM_WORLD_RANK"} & environment.keys())
+    for name in ("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE"):
+        tasks = environment.get(name) or "1"
+        if not tasks.isdecimal():
+            raise ValueError(f"{name} must be a number of tasks, got {tasks!r}")
+        if int(tasks) > 1:
+            # A batch script has SLURM's variables too, with the number 0: only srun starts a step.
+            return bool({"SLURM_STEP_NODELIST", "OMPI_COMM_WORLD_RANK"} & environment.keys())
     for name in ("TPU_PROCESS_ADDRESSES", "TPU_WORKER_HOSTNAMES"):
         if "," in environment.get(name, ""):
             return True
@@ -243,11 +250,9 @@ def _facts(
     facts |= {name: repr(getattr(jax.config, name, None)) for name in _JAX_SETTINGS}
     facts["the data of task"] = prompts_fingerprint(train)
     facts["the data of evaluation.path"] = prompts_fingerprint(held_out)
-    for name in [*config.rewards, *filter(None, [config.evaluation.reward])]:
-        if is_reward_model(name):
-            facts |= _files_of_model(name, f"reward {name}")
-        else:
-            facts[f"the file of reward {name}"] = _file_of_reward(name)
+    facts |= {f"the file of {option}": x for option, x in code_hashes(config).items()}
+    for name in filter(is_reward_model, _rewards(config)):
+        facts |= _files_of_model(name, f"reward {name}")
     if config.model is not None:
         facts |= _files_of_model(config.model, "model")
     return facts
@@ -258,13 +263,24 @@ def _files_of_model(path_or_id: str, argument: str) -> dict[str, str]:
     return {f"{path.name} of {argument}": fingerprint(path) for path in files if path.is_file()}
 
 
-def _file_of_reward(name: str) -> str | None:
-    place = name.rpartition(":")[0]
-    is_path = place.endswith(".py")
-    file = (
-        Path(place).expanduser() if is_path else getattr(sys.modules.get(place), "__file__", None)
-    )
-    return hashlib.sha256(Path(file).read_bytes()).hexdigest() if file else None
+def _rewards(config: TrainConfig) -> list[str]:
+    return [*config.rewards, *filter(None, [config.evaluation.reward])]
+
+
+def code_hashes(config: TrainConfig) -> dict[str, str]:
+    """Hash the imported files of rewards, environment and tools, by the options that name them."""
+    names = {f"reward {name}": name for name in _rewards(config) if name not in REWARDS}
+    names |= {"environment": config.environment or "", "tools": config.tools or ""}
+    hashes = {}
+    for option, name in names.items():
+        file = Path(file_in(name)).expanduser()
+        if file.suffix != ".py":
+            place = name.removeprefix("trl:").removeprefix("gym:")
+            module = sys.modules.get(place.rpartition(":")[0] or place)
+            file = Path(getattr(module, "__file__", None) or "")
+        if file.is_file():
+            hashes[option] = hashlib.sha256(file.read_bytes()).hexdigest()
+    return hashes
 
 
 def fingerprint(path: Path) -> str:

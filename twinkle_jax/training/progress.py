@@ -93,6 +93,7 @@ def save(
     *,
     base: str | None = None,
     started_in: str | None = None,
+    code: Mapping[str, str] | None = None,
     wait: bool = True,
 ) -> None:
     """Save a checkpoint.
@@ -104,6 +105,7 @@ def save(
         config: of the run.
         base: fingerprint of the frozen parameters, for `check_base`; None if there are none.
         started_in: the directory that relative paths in `config` are of.
+        code: hashes of the files that the run has imported, for `changed_code`.
         wait: as for `RunCheckpoints.save`.
     """
     facts = {
@@ -113,6 +115,7 @@ def save(
         "versions": package_versions(),
         "base": base,
         "started_in": started_in,
+        "code": code,
     }
     checkpoints.save(progress.step, arrays_of(progress, reference), facts, wait=wait)
 
@@ -533,11 +536,21 @@ def saved_settings(source: Path) -> dict[str, Any]:
 
 def started_in(run: Path) -> str | None:
     """Return the directory that a run was started in; None if no checkpoint says it."""
+    directory: str | None = _newest_facts(run).get("started_in")
+    return directory
+
+
+def changed_code(run: Path, code: Mapping[str, str]) -> list[str]:
+    """List the options whose files have changed since the newest checkpoint of a run."""
+    before = _newest_facts(run).get("code") or {}
+    return [option for option, digest in code.items() if before.get(option, digest) != digest]
+
+
+def _newest_facts(run: Path) -> dict[str, Any]:
     for path in sorted((run / "checkpoints").glob("step_*/facts.json"), reverse=True):
         with suppress(OSError, ValueError):
-            directory: str | None = read_facts(path.parent).get("started_in")
-            return directory
-    return None
+            return read_facts(path.parent)
+    return {}
 
 
 def _read_settings(source: Path) -> dict[str, Any]:

@@ -28,7 +28,13 @@ from twinkle_jax.training.config import (
 from twinkle_jax.training.display import Display, draw_curves
 from twinkle_jax.training.effects import check_effects
 from twinkle_jax.training.evaluation import held_out
-from twinkle_jax.training.hosts import check_same, check_shared, connect, describe_loss
+from twinkle_jax.training.hosts import (
+    check_same,
+    check_shared,
+    code_hashes,
+    connect,
+    describe_loss,
+)
 from twinkle_jax.training.metrics import rollout_metrics
 from twinkle_jax.training.policy import load_policy, save_policy
 from twinkle_jax.training.progress import (
@@ -118,6 +124,7 @@ def train(config: TrainConfig, *, reward: RewardFunction | None = None) -> dict[
         ) from error
     task = hosts.agreed("reading the task", lambda: make_task(config, reward))
     check_same(config, task.train, task.held_out)
+    code = code_hashes(config)
     source = _prepare(config, directory)
     if source is not None:
         config = with_choices(config, saved_settings(source))
@@ -125,7 +132,7 @@ def train(config: TrainConfig, *, reward: RewardFunction | None = None) -> dict[
     def write(progress: Progress, *, wait: bool) -> None:
         save(
             run.checkpoints, progress, run.recipe.reference, run.config,
-            base=run.base, started_in=started_in, wait=wait,
+            base=run.base, started_in=started_in, code=code, wait=wait,
         )  # fmt: skip
 
     def settle(*, wait: bool) -> None:

@@ -48,7 +48,7 @@ from twinkle_jax.training.config import (
 from twinkle_jax.training.display import Display
 from twinkle_jax.training.engine import make_engine
 from twinkle_jax.training.evaluation import held_out
-from twinkle_jax.training.hosts import fingerprint
+from twinkle_jax.training.hosts import code_hashes, fingerprint
 from twinkle_jax.training.memory import device_bytes, device_memory, fit
 from twinkle_jax.training.policy import (
     Policy,
@@ -59,7 +59,13 @@ from twinkle_jax.training.policy import (
     small_policy,
     warm_start,
 )
-from twinkle_jax.training.progress import Progress, Totals, restore, write_atomically
+from twinkle_jax.training.progress import (
+    Progress,
+    Totals,
+    changed_code,
+    restore,
+    write_atomically,
+)
 from twinkle_jax.training.state import TrainState, begin_training, find_devices, shapes_of
 from twinkle_jax.training.step import Recipe
 from twinkle_jax.training.task import Task
@@ -161,6 +167,8 @@ def begin(
         hosts.together("reading metrics.jsonl", lambda: log.truncate(offset, source))
         _write_config(config, directory)
         display.note(f"resuming after step {progress.step} of {source}")
+        for option in changed_code(source, code_hashes(config)):
+            display.note(f"warning: the file of {option} has changed since that step")
         if task.held_out and progress.totals.accuracy_before is None:
             progress = _with_accuracy_before(progress, config, task, policy, engine, display)
     ahead = None

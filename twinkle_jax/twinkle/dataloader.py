@@ -17,9 +17,9 @@ class DataLoader:
     """Yields the batches of all devices: each iteration takes every row once, in order.
 
     Rows that are None, empty or cannot be read (ValueError, KeyError, IndexError or TypeError) are
-    left out, and random rows replace them at the end. Twinkle's loader reads them `max_retries`
-    times, then raises. The order of `shuffle` depends on the seed of `initialize` and the number of
-    the epoch.
+    left out, and random rows (of `sampler`, if there is one) replace them at the end. Twinkle's
+    loader reads them `max_retries` times, then raises. The order of `shuffle` depends on the seed
+    of `initialize` and the number of the epoch.
 
     Args:
         dataset: a sequence or an iterable of rows, or a function that makes one.
@@ -131,16 +131,14 @@ class DataLoader:
         """Yield the rows of an epoch; random ones replace those that fail."""
         rng = np.random.default_rng((settings.seed, self._epoch))
         self._epoch += 1
-        count = len(self.dataset)
-        order = rng.permutation(count).tolist() if self.shuffle else range(count)
-        indices = list(order if self.sampler is None else self.sampler)
+        rows = list(range(len(self.dataset)) if self.sampler is None else self.sampler)
         failed = 0
-        for index in indices:
+        for index in rng.permutation(rows).tolist() if self.shuffle else rows:
             if row := self._row(index):
                 yield row
             else:
                 failed += 1
-        for index in rng.permutation(count).tolist():
+        for index in rng.permutation(rows).tolist():
             if not failed:
                 return
             if row := self._row(index):

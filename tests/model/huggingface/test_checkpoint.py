@@ -203,9 +203,9 @@ def test_the_largest_values_that_fit_do(export):
     np.testing.assert_array_equal(scale["post_attention_layernorm"]["scale"][1], 65504)
 
 
-@pytest.mark.parametrize("dtype", ["int8", "float8_e5m2"])
+@pytest.mark.parametrize("dtype", ["int8", "float8_e5m2", "bf16"])
 def test_types_that_are_not_for_parameters(dtype, export):
-    with pytest.raises(ValueError, match=r"^dtype"):
+    with pytest.raises(ValueError, match=f"^dtype .*bfloat16, got '{dtype}'"):
         load_pretrained(export, dtype=dtype)
 
 
@@ -417,6 +417,7 @@ def with_norm(value):
         (3.4e38, {"dtype": "bfloat16"}, NORM),
         (1.0, {"dtype": "float8_e4m3fn"}, "dtype"),
         (1.0, {"dtype": "int8"}, "dtype"),
+        (1.0, {"dtype": "bf16"}, "dtype"),
         (1.0, {"max_shard_size": 0}, "max_shard_size"),
     ],
 )

@@ -59,6 +59,7 @@ from twinkle_jax.model.huggingface.checkpoint_files import (
     match_tensors,
     names_by_expert,
     open_files,
+    read_dtype,
     read_json,
     read_part,
     stored_names,
@@ -91,6 +92,7 @@ def load_pretrained(
     mesh: Mesh | None = None,
     partition: Partition | None = None,
     config: DecoderConfig | None = None,
+    argument: str = "path_or_id",
 ) -> Decoder:
     """Read a Hugging Face checkpoint.
 
@@ -115,6 +117,7 @@ def load_pretrained(
         partition: from a parameter's name (`"layers/0/mlp/up_proj/kernel"`) and shape, stacked
             axis first, to its `PartitionSpec` on the mesh; by default, replicated.
         config: instead of the checkpoint's; with fewer layers, the first ones are read.
+        argument: the user's name for `path_or_id` in errors.
 
     Returns:
         The decoder; its `source` is the directory, from which exports copy the tokenizer.
@@ -128,7 +131,7 @@ def load_pretrained(
     """
     together = mesh is not None and mesh.is_multi_process
     with one_outcome(f"load_pretrained({str(path_or_id)!r})", together=together):
-        directory = locate(path_or_id)
+        directory = locate(path_or_id, argument=argument)
         stored = stored_tensors(directory)
         if config is None:
             config = read_config(directory)
@@ -205,9 +208,7 @@ def _leaf_dtype(
             f"dtype must be given where layers differ, as those of {names[0][0]} do: "
             f"{types}, got None"
         )
-    wanted = jnp.dtype(types[0] if dtype is None else dtype)
-    if wanted.name not in DTYPES.values():
-        raise ValueError(f"dtype must be one of {', '.join(DTYPES.values())}, got {wanted}")
+    wanted = read_dtype(types[0] if dtype is None else dtype)
     return np.dtype(jax.dtypes.canonicalize_dtype(wanted))  # float64 only if JAX has it enabled
 
 
@@ -468,10 +469,7 @@ def list_tensors(decoder: Decoder, prefix: str, dtype: DTypeLike | None) -> list
 
 
 def _written_dtype(array: jax.Array, dtype: DTypeLike | None) -> np.dtype[Any]:
-    to = jnp.dtype(array.dtype if dtype is None else dtype)
-    if to.name not in _STORED_DTYPES:
-        raise ValueError(f"dtype must be one of {', '.join(_STORED_DTYPES)}, got {to.name}")
-    return to
+    return read_dtype(array.dtype if dtype is None else dtype)
 
 
 def _with_head(

@@ -16,7 +16,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from twinkle_jax.data.tokenizer import NAMED_TEMPLATES
 from twinkle_jax.model.decoder.config import FAMILIES, FUSED, DecoderConfig
@@ -72,6 +74,17 @@ def import_safetensors() -> ModuleType:
         raise ImportError(f"checkpoints need safetensors: {_INSTALL}") from error
     module: ModuleType = safetensors
     return module
+
+
+def read_dtype(dtype: DTypeLike) -> np.dtype[Any]:
+    """Return a type that tensors of a checkpoint have; refuse others, and names of none."""
+    try:
+        named: np.dtype[Any] | None = jnp.dtype(dtype)
+    except TypeError:  # such as "bf16"
+        named = None
+    if named is None or named.name not in DTYPES.values():
+        raise ValueError(f"dtype must be one of {', '.join(DTYPES.values())}, got {dtype!r}")
+    return named
 
 
 def locate(path_or_id: str | Path, *, argument: str = "path_or_id") -> Path:

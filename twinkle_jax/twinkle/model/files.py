@@ -148,7 +148,7 @@ class SavedPolicy(AdapterPolicy):
         Raises:
             ValueError: if there is no such state, or it is of another optimizer.
         """
-        path = locate(checkpoint_dir)
+        path = locate(checkpoint_dir, argument="checkpoint_dir")
         saved = find_state(path, "save(…, save_optimizer=True)")
         if not resume_only_model:
             self.group(adapter_name).needed_optimizer()
@@ -174,7 +174,7 @@ class SavedPolicy(AdapterPolicy):
 
     def _read_weights(self, name: str | None, directory: Path | str) -> None:
         """Read parameters or an adapter; optimizer state and gradients are reset."""
-        path = locate(directory)
+        path = locate(directory, argument="name")
         if (path / ADAPTER_CONFIG).exists():
             lora, adapter = load_adapter(path, self.config)
             if not self.has_adapters:

@@ -34,7 +34,7 @@ from twinkle_jax.model import (
 from twinkle_jax.model.decoder.lora import init_adapter, read_lora_config
 from twinkle_jax.model.huggingface.adapter_files import adapter_tensors
 from twinkle_jax.model.huggingface.checkpoint import list_tensors
-from twinkle_jax.model.huggingface.checkpoint_files import PREFIX
+from twinkle_jax.model.huggingface.checkpoint_files import PREFIX, read_dtype
 from twinkle_jax.sampler.jax_sampler import key_of_seed
 from twinkle_jax.training import StepSummary, TrainState, UpdateInfo, add_summaries, begin_training
 from twinkle_jax.twinkle.infra import DeviceMesh, mesh_of, note_group
@@ -211,7 +211,7 @@ class AdapterPolicy:
         model_id = local_id(model_id)
         self.model_id, self.remat = model_id, remat
         self.mesh = mesh_of(device_mesh) if mesh is None else mesh
-        self.dtype = jnp.dtype(_compute_dtype(dtype, mixed_precision))
+        self.dtype = read_dtype(_compute_dtype(dtype, mixed_precision))
         self.key = key_of_seed(seed)
         decoder = self._first_policy(model_id, _read_config(config), seed)
         self.config, self.source = decoder.config, decoder.source
@@ -357,7 +357,12 @@ class AdapterPolicy:
         """Read a checkpoint onto the devices."""
         rules = None if self.mesh is None else partition_rules(self.mesh)
         return load_pretrained(
-            directory, dtype="float32", mesh=self.mesh, partition=rules, config=config
+            directory,
+            dtype="float32",
+            mesh=self.mesh,
+            partition=rules,
+            config=config,
+            argument="model_id",
         )
 
     def _first_policy(
@@ -401,7 +406,7 @@ def _compute_dtype(dtype: DTypeLike | None, mixed_precision: str | None) -> DTyp
     if mixed_precision not in _DTYPES:
         raise ValueError(f"mixed_precision must be 'no' or 'bf16', got {mixed_precision!r}")
     named = _DTYPES[mixed_precision]
-    if dtype is not None and jnp.dtype(dtype) != jnp.dtype(named):
+    if dtype is not None and read_dtype(dtype) != jnp.dtype(named):
         raise ValueError(
             f"dtype must be {named} with mixed_precision={mixed_precision!r}, got {dtype}"
         )

@@ -698,6 +698,8 @@ def read_teacher(
         topk = named.get("topk", topk)
     if logprobs is not None and indices is not None:
         return logprobs, indices
+    if topk is not None and topk < 1:
+        raise ValueError(f"topk must be at least 1, got {topk}")
     return None if logits is None else largest_logits(logits, topk)
 
 
