@@ -23,7 +23,6 @@ from twinkle_jax.model import (
     take_rows,
 )
 from twinkle_jax.model.decoder.cache import put_rows, with_room
-from twinkle_jax.model.decoder.keys import threefry_keys
 from twinkle_jax.model.decoder.pages import (
     empty_pages,
     keep_rows,
@@ -41,7 +40,7 @@ from twinkle_jax.sampler.generate import (
     device_bytes,
     generate_memory,
 )
-from twinkle_jax.sampler.sampling import Sampling, traced_sampling
+from twinkle_jax.sampler.sampling import Sampling, threefry_keys, traced_sampling
 from twinkle_jax.sampler.sizes import Setup
 from twinkle_jax.sampler.slots import Completions, Slots, State, on_devices, spread
 

@@ -14,11 +14,16 @@ from jaxtyping import Array, Bool, Int
 from twinkle_jax.data import bucket_size
 from twinkle_jax.data.batch import cast_integers, pad_tokens, read_integers
 from twinkle_jax.model import AttentionImplementation, DecoderConfig, Params, merge_params
-from twinkle_jax.model.decoder.keys import row_keys, threefry_keys
 from twinkle_jax.model.decoder.sharding import row_shards
 from twinkle_jax.sampler import sizes
 from twinkle_jax.sampler import slots as device
-from twinkle_jax.sampler.sampling import Sampling, TracedSampling, traced_sampling
+from twinkle_jax.sampler.sampling import (
+    Sampling,
+    TracedSampling,
+    row_keys,
+    threefry_keys,
+    traced_sampling,
+)
 from twinkle_jax.sampler.slots import Completions
 
 _DEFAULT = Sampling()

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec
-from jaxtyping import Array, Bool, Float, Int, UInt32
+from jaxtyping import Array, Bool, Float, Int, Key, UInt32
 
 from twinkle_jax.data.batch import LARGEST, cast_integers
 from twinkle_jax.data.settings import Range, at_least, share, share_above_zero
@@ -34,6 +34,7 @@ _COLUMNS = 64  # of the table of all tokens, in which filters look for the heavi
 _SMALL = 4096  # a vocabulary of at most so many tokens is searched as a whole
 _LANES = 128  # columns of a tile of a TPU's memory
 _ROWS = 8  # of the vocabulary, searched as a whole at a time: a TPU's registers hold 8
+_THREEFRY = "threefry2x32"
 
 
 @dataclass(frozen=True)
@@ -484,6 +485,41 @@ def _largest_threshold(holds: Callable[[PerRow], Array], least: PerRow) -> PerRo
     bounds = bits(least), bits(jnp.ones_like(least))
     low, _ = jax.lax.fori_loop(0, 30, halve, bounds)  # 1.0 is less than 2^30 bits above 0.0
     return jax.lax.bitcast_convert_type(low, jnp.float32)
+
+
+# Random keys: a row draws the same alone and beside others.
+
+
+def threefry_keys(keys: Key[Array, "*rows"]) -> Key[Array, "*rows"]:
+    """Turn keys of another implementation into threefry keys; those stay as they are.
+
+    Under `vmap`, `rbg` and `unsafe_rbg` draw for all rows by the key of the first one. What a row
+    draws would depend on the others, and once the first row has ended and its key stays the same,
+    all others would draw the same noise for every token.
+    """
+    if jax.random.key_impl(keys) == _THREEFRY:
+        return keys
+    return _from_words(keys)
+
+
+@jax.jit
+def _from_words(keys: Key[Array, "*rows"]) -> Key[Array, "*rows"]:
+    words = jax.random.key_data(keys)
+    words = words.reshape(-1, words.shape[-1])
+    result = jax.random.wrap_key_data(words[:, :2], impl=_THREEFRY)
+    for word in range(2, words.shape[1]):
+        result = jax.vmap(jax.random.fold_in)(result, words[:, word])
+    return result.reshape(keys.shape)
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def row_keys(key: Key[Array, ""], rows: int) -> Key[Array, " rows"]:
+    """Derive the threefry key of each row from `jax.random.fold_in(key, row)`."""
+    numbers = jnp.arange(rows, dtype=jnp.int32)
+    if jax.random.key_impl(key) == _THREEFRY:
+        return jax.vmap(jax.random.fold_in, (None, 0))(key, numbers)
+    # One by one: `unsafe_rbg` folds other numbers in under `vmap`.
+    return threefry_keys(jax.lax.map(functools.partial(jax.random.fold_in, key), numbers))
 
 
 # The draw. The inverse of a running sum in float32 is wrong for rare tokens: beside 0.5, an

@@ -16,9 +16,9 @@ from twinkle_jax.data import IGNORE, Batch
 from twinkle_jax.data.batch import check_batch
 from twinkle_jax.loss import Coefficient, LossOutput, PolicyMetrics
 from twinkle_jax.model import AttentionImplementation, DecoderConfig, Params, Remat
-from twinkle_jax.model.decoder.keys import threefry_keys
 from twinkle_jax.model.decoder.layers import map_logits
 from twinkle_jax.model.decoder.sharding import constrain, find_mesh, spread_batch
+from twinkle_jax.sampler.sampling import threefry_keys
 from twinkle_jax.training.packing import Packing, pack
 from twinkle_jax.training.score import (
     Transfers,

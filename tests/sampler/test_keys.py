@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from twinkle_jax.model.decoder.keys import row_keys, threefry_keys
+from twinkle_jax.sampler.sampling import row_keys, threefry_keys
 
 
 @pytest.mark.parametrize("impl", ["threefry2x32", "rbg", "unsafe_rbg"])
