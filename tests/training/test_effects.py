@@ -41,6 +41,7 @@ WITHOUT_EFFECT = [  # the last option of each, beside the others
     {"rollout.environment_in": "process"},
     {"tools": "x.py", "rollout.environment_in": "process"},
     {"environment": "openenv:http://localhost:8000", "rollout.environment_in": "process"},
+    {"update.mini_batches": 1, "update.replay_routing": "trainer"},
     {"rollout.process_megabytes": 64},
     {"environment": "x.py:X", "rollout.process_megabytes": 64},
     {"tools": "x.py", "rollout.tools_in": "thread", "rollout.process_megabytes": 64},

@@ -79,6 +79,7 @@ def test_experts_go_with_their_tokens():
     routing = scores[1]["routing"]
     assert routing.shape == (1, 7, *shape) and routing.dtype == np.uint8
     np.testing.assert_array_equal(routing[0, :6], experts[:6])
+    np.testing.assert_array_equal(scores[0]["routing"][1, 2], routing[0, 6])
     first = dict(enumerate(score_features(params, read(alone[:1]), config)["logps"]))
     mixed = read([alone[0], ALONE[1]])  # the router chooses for the second row
     got = score_features(params, mixed, config)["logps"]
