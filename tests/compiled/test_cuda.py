@@ -40,6 +40,15 @@ def test_an_update_costs_what_it_must(case):
         )
 
 
+@pytest.mark.parametrize(("tensor", "operations"), [(1, 2.3e13), (2, 3.3e13)])
+def test_only_the_chosen_experts_are_computed(tensor, operations):
+    """1.7e14 operations if all were; a device with half of them has more empty blocks."""
+    setting = Setting("h100:1x8", 1, 8 // tensor, tensor, 64, 2048)
+    measured = update_costs("Qwen3-30B-A3B", setting, SMALL)
+    assert measured.flops < operations
+    assert measured.peak < 8.5 * GIB
+
+
 @pytest.mark.parametrize(
     ("model", "setting"),
     [

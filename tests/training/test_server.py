@@ -541,6 +541,12 @@ def test_a_server_that_does_not_report_experts_is_told_how(mixture, odd_server, 
         run(mixture, odd_server, tmp_path, **MIXTURE)
 
 
+def test_the_trainers_own_choice_needs_no_report_of_the_server(mixture, odd_server, tmp_path):
+    odd_server.experts = False
+    [row] = run(mixture, odd_server, tmp_path, update__replay_routing="trainer", steps=1)
+    assert row["sampling/logp_diff/max"] < EXACT
+
+
 def test_a_policy_without_experts_has_none_to_replay(folder, server, tmp_path):
     with pytest.raises(ValueError, match=r"update\.replay_routing .*'qwen3'"):
         run(folder, server, tmp_path, **MIXTURE)

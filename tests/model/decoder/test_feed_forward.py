@@ -1,6 +1,7 @@
 """Experts: both ways to apply them, and devices that hold a part of them."""
 
 import dataclasses
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -41,7 +42,7 @@ def by_hand(x, experts):
     return out
 
 
-@pytest.mark.parametrize("add_up", [ff._one_by_one, ff._in_groups])
+@pytest.mark.parametrize("add_up", [ff._in_blocks, ff._in_groups])
 @pytest.mark.parametrize("changes", [{}, {"chosen": 1}, {"chosen": 6}, {"normalised": False}])
 def test_each_token_goes_through_its_likeliest_experts(add_up, changes):
     experts = dataclasses.replace(E, **changes)
@@ -49,21 +50,65 @@ def test_each_token_goes_through_its_likeliest_experts(add_up, changes):
     assert_close(actual, by_hand(X, experts), 1e-5)
 
 
+def all_experts(x, router, gate_up, down, experts=E):
+    """Every expert for every token, most with the weight 0."""
+    share, chosen = ff._route(x, router, experts)
+    weights = jnp.sum(jax.nn.one_hot(chosen, len(down)) * share[..., None], axis=1)
+    gate, up = jnp.split(jnp.einsum("tw,ewi->tei", x, gate_up), 2, axis=-1)
+    y = jnp.einsum("tei,eiw->tew", jax.nn.silu(gate) * up, down)
+    return jnp.einsum("tew,te->tw", y, weights)
+
+
+def gradients(mix, *arrays):
+    """Of a sum of all results, with weights of their own."""
+    target = jnp.cos(jnp.arange(arrays[0].size, dtype=jnp.float32)).reshape(arrays[0].shape)
+    return jax.jit(jax.grad(lambda *x: jnp.sum(mix(*x) * target), argnums=(0, 1, 2, 3)))(*arrays)
+
+
+@pytest.mark.parametrize("add_up", [ff._in_blocks, ff._in_groups])
 @jax.numpy_dtype_promotion("standard")  # the kernel mixes types in its gradient
-def test_both_ways_have_the_same_gradients():
-    target = jnp.asarray(RNG.normal(size=X.shape), jnp.float32)
-
-    def gradients(add_up):
-        def loss(*arrays):
-            return jnp.sum(mixed(add_up, *arrays) * target)
-
-        return jax.grad(loss, argnums=(0, 1, 2, 3))(X, ROUTER, GATE_UP, DOWN)
-
-    for here, there in zip(*map(gradients, (ff._one_by_one, ff._in_groups)), strict=True):
+def test_gradients_are_those_of_all_experts(add_up):
+    arrays = X, ROUTER, GATE_UP, DOWN
+    expected = gradients(all_experts, *arrays)
+    for here, there in zip(gradients(partial(mixed, add_up), *arrays), expected, strict=True):
         assert_close(here, there, 1e-5)
 
 
-@pytest.mark.parametrize("add_up", [ff._one_by_one, ff._in_groups])
+@pytest.mark.parametrize("tokens", [1, 2, 3, 37, 700])
+@pytest.mark.parametrize("skew", [0.0, 8.0])
+@pytest.mark.parametrize("chosen", [1, 2])
+def test_any_number_of_tokens_fits_into_blocks(tokens, skew, chosen):
+    """Several blocks an expert, and experts that most tokens or none are sent to."""
+    experts = dataclasses.replace(E, chosen=chosen, normalised=chosen > 1)
+    x = jnp.asarray(RNG.normal(size=(tokens, 24)), jnp.float32)
+    x = jnp.concatenate([x[:, :-1], jnp.ones((tokens, 1))], axis=1)
+    router = ROUTER.at[-1].add(skew * jnp.asarray([0, 0, 1, 0, 0, 0], jnp.float32))
+    arrays = x, router, GATE_UP, DOWN
+    mix, reference = partial(mixed, ff._in_blocks), all_experts
+    assert_close(mix(*arrays, experts), reference(*arrays, experts), 1e-5)
+    pairs = [gradients(lambda *x, f=f: f(*x, experts), *arrays) for f in (mix, reference)]
+    for here, there in zip(*pairs, strict=True):
+        assert_close(here, there, 2e-5)
+
+
+@pytest.mark.parametrize("rows", [1, 8, 64, 100, 1024, 20_000, 131_072])
+@pytest.mark.parametrize("number", [1, 6, 128])
+def test_every_row_is_in_one_block_of_its_expert(rows, number):
+    size = ff._block_size(rows, number)
+    chosen = np.random.default_rng(rows).integers(-1, number + 1, (rows, 1))
+    blocks, places = ff._sort_into_blocks(jnp.asarray(chosen, jnp.int32), number, size)
+    here = (chosen[:, 0] >= 0) & (chosen[:, 0] < number)
+    taken = np.asarray(blocks.tokens).reshape(-1)
+    assert sorted(taken[taken < rows]) == np.flatnonzero(here).tolist()
+    np.testing.assert_array_equal(taken[places[here, 0]], np.flatnonzero(here))
+    assert (places[~here] >= taken.size).all()
+    np.testing.assert_array_equal(blocks.expert[places[here, 0] // size], chosen[here, 0])
+    changes = np.flatnonzero(np.diff(blocks.expert, prepend=-1))
+    np.testing.assert_array_equal(np.flatnonzero(blocks.is_first), changes)
+    assert len(blocks.expert) <= min(rows, 5 * number + rows // 128)
+
+
+@pytest.mark.parametrize("add_up", [ff._in_blocks, ff._in_groups])
 def test_parts_of_the_experts_add_up(add_up):
     """What a device computes with its experts; of the others' rows nothing is left, NaN neither.
 
@@ -81,7 +126,7 @@ def test_parts_of_the_experts_add_up(add_up):
     np.testing.assert_array_equal(part(-E.number, 1), 0)
 
 
-@pytest.mark.parametrize("add_up", [ff._one_by_one, ff._in_groups])
+@pytest.mark.parametrize("add_up", [ff._in_blocks, ff._in_groups])
 @pytest.mark.parametrize("shape", [(2, 1, 2), (1, 2, 4), (4, 1, 1)])
 @jax.numpy_dtype_promotion("standard")
 def test_devices_that_hold_a_part_of_the_experts(add_up, shape):
@@ -100,7 +145,7 @@ def test_devices_that_hold_a_part_of_the_experts(add_up, shape):
         return jax.jit(function)(X, ROUTER, GATE_UP, DOWN)
 
     (_, y), gradients = run(spread)
-    (_, expected), expected_gradients = run(ff._one_by_one)
+    (_, expected), expected_gradients = run(ff._in_blocks)
     assert_close(y, expected, 1e-5)
     for here, there in zip(gradients, expected_gradients, strict=True):
         assert_close(here, there, 1e-5)

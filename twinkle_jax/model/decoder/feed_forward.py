@@ -11,12 +11,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from twinkle_jax.model.decoder.config import DecoderConfig, ExpertsConfig
 from twinkle_jax.model.decoder.layers import add, input_norm, norm, project, project_all
 from twinkle_jax.model.decoder.parameters import EXPERTS, Params
-from twinkle_jax.model.decoder.precision import matmul, rounded, traced_backend
+from twinkle_jax.model.decoder.precision import matmul, rounded, same_tracing, traced_backend
 from twinkle_jax.model.decoder.sharding import ROWS, row_shards
 
 
@@ -106,9 +106,8 @@ def _mix_experts(
         layers, layer = jax.tree.map(lambda x: x[None], weights[EXPERTS]), jnp.int32(0)
     else:
         layers, layer = stack[0]["mlp"][EXPERTS], stack[1]
-    # XLA has no product of groups on CPUs and GPUs: it would multiply every row by every matrix,
-    # where there are `chosen` rows for each token.
-    add_up: _AddUp = partial(_in_groups if traced_backend() == "tpu" else _one_by_one, config)
+    # XLA has no product of groups on CPUs and GPUs: it would multiply every row by every matrix.
+    add_up: _AddUp = partial(_in_groups if traced_backend() == "tpu" else _in_blocks, config)
     if mesh is not None:
         add_up = _on_devices(add_up, experts, mesh)
     matrices = _Experts(layers["gate_up_proj"]["kernel"], layers["down_proj"]["kernel"], layer)
@@ -167,29 +166,142 @@ def _on_devices(add_up: _AddUp, experts: ExpertsConfig, mesh: Mesh) -> _AddUp:
     return on_mesh
 
 
-def _one_by_one(
+class _Blocks(NamedTuple):
+    """Tokens sorted by expert, in blocks of one expert each; a token is in one for each of its own.
+
+    Attributes:
+        tokens: of each block; the number of all tokens where it has no more.
+        slots: which of the token's experts it is.
+        expert: of each block.
+        is_first: whether the block is the first one of its expert.
+    """
+
+    tokens: Int[Array, "blocks size"]
+    slots: Int[Array, "blocks size"]
+    expert: Int[Array, " blocks"]
+    is_first: Bool[Array, " blocks"]
+
+
+def _block_size(rows: int, experts: int) -> int:
+    """Choose the rows of a block: twice as many as an expert has on average, from 8 to 128.
+
+    Most experts then have one block, and their matrices are read once. With more rows than that,
+    multiplying takes longer than reading: half the average, so that few places stay empty.
+    """
+    mean = max(rows // experts, 1)
+    half = 1 << max((mean // 2).bit_length() - 1, 0)
+    return max(half, min(max(8, 1 << (2 * mean - 1).bit_length()), 128))
+
+
+def _sort_into_blocks(
+    chosen: Int[Array, "tokens chosen"], number: int, size: int
+) -> tuple[_Blocks, Int[Array, "tokens chosen"]]:
+    """Sort tokens by expert; also return where each is, which is beyond all if in no block.
+
+    Tokens of experts outside [0, number), those of other devices, are in none.
+    """
+    (tokens, each), rows = chosen.shape, chosen.size
+    index = jnp.arange(min(rows, rows // size + number), dtype=jnp.int32)  # as many as can be
+    is_here = (chosen >= 0) & (chosen < number)
+    expert = jnp.where(is_here, chosen, number).reshape(-1)
+    counts = jnp.zeros(number, jnp.int32).at[expert].add(1, mode="drop")
+    order = jnp.argsort(expert, stable=True).astype(jnp.int32)
+    row_start = jnp.cumsum(counts, dtype=jnp.int32) - counts
+    taken = (counts + size - 1) // size
+    block_end = jnp.cumsum(taken, dtype=jnp.int32)
+    block_start = block_end - taken
+    # Blocks behind the last one are empty ones of the last expert.
+    of_block = jnp.searchsorted(block_end, index, side="right").astype(jnp.int32)
+    of_block = jnp.minimum(of_block, number - 1)
+    rank = (index - block_start[of_block])[:, None] * size
+    rank = rank + jnp.arange(size, dtype=jnp.int32)[None]
+    occupied = rank < counts[of_block][:, None]
+    row = order[jnp.where(occupied, row_start[of_block][:, None] + rank, 0)]
+    blocks = _Blocks(
+        tokens=jnp.where(occupied, row // each, tokens),
+        slots=row % each,
+        expert=of_block,
+        is_first=of_block != jnp.pad(of_block[:-1], (1, 0), constant_values=-1),
+    )
+    known = jnp.minimum(expert, number - 1)
+    place = block_start[known] * size + jnp.argsort(order).astype(jnp.int32) - row_start[known]
+    return blocks, jnp.where(is_here, place.reshape(chosen.shape), len(index) * size)
+
+
+def _in_blocks(
     config: DecoderConfig,
     x: Float[Array, "tokens width"],
     routed: _Routed,
     experts: _Experts,
 ) -> Float[Array, "tokens width"]:
-    """Apply every expert to all rows; add up those that a row has chosen, in a wide type."""
-    share, chosen = routed
+    """Sort rows by expert, and multiply them block by block; add up in a wide type.
 
-    @partial(jax.checkpoint, prevent_cse=False)  # a scan would keep what all experts computed
-    def add(total: Array, expert: tuple[Array, Array, Array]) -> tuple[Array, None]:
-        number, gate_up, down = expert
-        gate, up = jnp.split(matmul(x, gate_up), 2, axis=-1)
-        y = matmul(rounded(_activate(config, gate) * up), down)
-        is_chosen = chosen == number
-        weight = jnp.sum(jnp.where(is_chosen, share, jnp.zeros_like(share)), axis=1, keepdims=True)
-        y = jnp.where(jnp.any(is_chosen, axis=1, keepdims=True), rounded(y * weight), 0)
-        return total + y.astype(total.dtype), None
-
+    How many blocks there are depends on shapes alone: about three for each expert. The gradient is
+    written out, since that of a loop over blocks would be as large as all matrices for each block.
+    """
+    assert config.experts is not None
     wide = jnp.float64 if x.dtype == jnp.float64 else jnp.float32
-    gate_up, down = experts.gate_up[experts.layer], experts.down[experts.layer]
-    numbers = jnp.arange(len(down), dtype=jnp.int32)
-    total, _ = jax.lax.scan(add, jnp.zeros(x.shape, wide), (numbers, gate_up, down))
+    size = _block_size(routed.chosen.size, config.experts.number)
+    sorted_blocks = _sort_into_blocks(routed.chosen, experts.down.shape[1], size)
+    trace_again = same_tracing()
+
+    def mix(rows: Array, share: Array, gate_up: Array, down: Array) -> Array:
+        gate, up = jnp.split(matmul(rows, gate_up), 2, axis=-1)
+        y = matmul(rounded(_activate(config, gate) * up), down)
+        return rounded(y * share[:, None])
+
+    def inputs(block: _Blocks, x: Array, share: Array, experts: _Experts) -> tuple[Array, ...]:
+        start = experts.layer, block.expert, 0, 0
+        stacks = experts.gate_up, experts.down
+        matrices = (jax.lax.dynamic_slice(y, start, (1, 1, *y.shape[2:]))[0, 0] for y in stacks)
+        shares = share.at[block.tokens, block.slots].get(mode="fill", fill_value=0)
+        return x.at[block.tokens].get(mode="fill", fill_value=0), shares, *matrices
+
+    def of_tokens(values: Array, places: Array) -> Array:
+        rows = values.reshape(-1, *values.shape[2:])
+        return rows.at[places].get(mode="fill", fill_value=0)
+
+    @jax.custom_vjp
+    def run(x: Array, share: Array, experts: _Experts, blocks: _Blocks, places: Array) -> Array:
+        def step(_: None, block: _Blocks) -> tuple[None, Array]:
+            return None, mix(*inputs(block, x, share, experts))
+
+        _, y = jax.lax.scan(step, None, blocks)
+        return jnp.sum(of_tokens(y, places).astype(wide), axis=1)
+
+    def forward(*arrays: Any) -> tuple[Array, Any]:
+        return run(*arrays), arrays
+
+    def backward(arrays: Any, cotangent: Array) -> tuple[Any, ...]:
+        x, share, experts, blocks, places = arrays
+
+        def step(carry: Any, block: _Blocks) -> tuple[Any, tuple[Array, Array]]:
+            stacks, sums = carry
+            y, pull = jax.vjp(mix, *inputs(block, x, share, experts))
+            rows = cotangent.at[block.tokens].get(mode="fill", fill_value=0)
+            d_rows, d_share, *d_matrices = pull(rows.astype(y.dtype))
+            # The blocks of an expert follow each other; the last one writes the whole sum.
+            start = experts.layer, block.expert, 0, 0
+            sums = [
+                jnp.where(block.is_first, 0, total) + new.astype(wide)
+                for total, new in zip(sums, d_matrices, strict=True)
+            ]
+            stacks = [
+                jax.lax.dynamic_update_slice(stack, total[None, None].astype(stack.dtype), start)
+                for stack, total in zip(stacks, sums, strict=True)
+            ]
+            return (stacks, sums), (d_rows, d_share)
+
+        stacks = [jnp.zeros_like(experts.gate_up), jnp.zeros_like(experts.down)]
+        sums = [jnp.zeros(stack.shape[2:], wide) for stack in stacks]
+        with trace_again():
+            (stacks, _), (d_rows, d_share) = jax.lax.scan(step, (stacks, sums), blocks)
+        d_x = jnp.sum(of_tokens(d_rows, places).astype(wide), axis=1).astype(x.dtype)
+        d_experts = experts._replace(gate_up=stacks[0], down=stacks[1], layer=None)
+        return d_x, of_tokens(d_share, places), d_experts, None, None
+
+    run.defvjp(forward, backward)
+    total: Array = run(x, routed.share, experts, *sorted_blocks)
     return total
 
 

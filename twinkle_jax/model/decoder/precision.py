@@ -13,9 +13,10 @@ tracing: that of the mesh, or JAX's default.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -44,6 +45,23 @@ def tracing_for(backend: str, dtype: DTypeLike, mesh: Mesh | None) -> Iterator[N
             yield
     finally:
         _backend.reset(token)
+
+
+def same_tracing() -> Callable[[], AbstractContextManager[None]]:
+    """Return a context that traces as here: for the gradient of a function, traced later."""
+    backend = _backend.get()
+    precision: Any = jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
+
+    @contextmanager
+    def context() -> Iterator[None]:
+        token = _backend.set(backend)
+        try:
+            with jax.default_matmul_precision(precision):
+                yield
+        finally:
+            _backend.reset(token)
+
+    return context
 
 
 def traced_backend() -> str:
