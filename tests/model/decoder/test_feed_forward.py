@@ -74,6 +74,22 @@ def test_gradients_are_those_of_all_experts(add_up):
         assert_close(here, there, 1e-5)
 
 
+def test_products_of_the_gradient_are_as_exact_as_those_of_the_value():
+    """JAX traces a gradient rule outside the function, where another precision may be set."""
+
+    def loss(*arrays):
+        with jax.default_matmul_precision("highest"):
+            return jnp.sum(mixed(ff._in_blocks, *arrays))
+
+    gradient = jax.grad(loss, argnums=(0, 1, 2, 3))
+    text = str(jax.make_jaxpr(gradient)(X, ROUTER, GATE_UP, DOWN))
+    products, exact = (
+        text.count(" dot_general["),
+        text.count("Precision.HIGHEST, Precision.HIGHEST"),
+    )
+    assert products == exact >= 8
+
+
 @pytest.mark.parametrize("tokens", [1, 2, 3, 37, 700])
 @pytest.mark.parametrize("skew", [0.0, 8.0])
 @pytest.mark.parametrize("chosen", [1, 2])
