@@ -48,7 +48,11 @@ def test_without_a_server_it_samples_here(checkpoint, sampler):
     short = vLLMSampler(model_id=checkpoint, engine_args={"max_model_len": 6})
     assert len(tokens(short.sample(PROMPTS, SamplingParams()))[0]) == 1
     sampler.reset_prefix_cache()
-    for engine, error in (({"logprobs_mode": "raw_logits"}, ValueError), ({"seed": 1}, TypeError)):
+    for engine, error in (
+        ({"logprobs_mode": "raw_logits"}, ValueError),
+        ({"seed": 1}, TypeError),
+        ({"enable_return_routed_experts": True}, ValueError),
+    ):
         with pytest.raises(error, match=next(iter(engine))):
             vLLMSampler(model_id=checkpoint, engine_args=engine)
     raw = vLLMSampler(model_id=checkpoint, engine_args={"logprobs_mode": "raw_logprobs"})

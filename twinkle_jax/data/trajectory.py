@@ -75,9 +75,9 @@ class InputFeature(TypedDict, total=False):
     """The tokens and labels of a conversation; it may have a trajectory's keys, too.
 
     `labels` holds at each position the token that follows, which the logits there predict, and
-    −100 where there is no loss. `routed_experts`, [time, layers, chosen], names the experts of a
-    mixture that each token goes through; the router chooses for tokens behind the last row, and
-    where there is a number that no expert has.
+    −100 where there is no loss. `routed_experts`, [time, layers, chosen], are the experts that each
+    token goes through in a mixture of experts. Where there are fewer than tokens, and where a
+    number is that of no expert, the router chooses.
     """
 
     input_ids: TokenIds

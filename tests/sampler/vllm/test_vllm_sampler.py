@@ -11,6 +11,7 @@ from twinkle_jax.sampler import ServerError, vLLMSampler
 from twinkle_jax.sampler.vllm_server import read_server_url
 from twinkle_jax.twinkle.model import TransformersModel
 from twinkle_jax.twinkle.model.transformers.moe.router_replay import RouterReplayAction
+from twinkle_jax.twinkle.sampler import vLLMSampler as TwinkleSampler
 
 pytest.importorskip("safetensors", reason="pip install 'twinkle-jax[checkpoints]'")
 pytest.importorskip("tokenizers", reason="pip install 'twinkle-jax[data]'")
@@ -394,7 +395,12 @@ def test_sequences_have_the_experts_that_the_server_chose(tmp_path):
         prompts = [{"input_ids": [5, 6, 7], "attention_mask": [0, 1, 1]}, {"input_ids": [8]}]
         response = sampler.sample(prompts, SamplingParams(max_tokens=6), num_samples=2)
         plain = vLLMSampler(model_id=place, base_url=server.url).sample(prompts)
+        engine = {"enable_return_routed_experts": True}
+        twinkles = TwinkleSampler(model_id=place, base_url=server.url, engine_args=engine)
+        named = twinkles.sample(prompts, SamplingParams(max_tokens=6), num_samples=2)
     assert "routed_experts" not in plain[0].sequences[0].new_input_feature
+    for one, other in zip(named.inputs, response.inputs, strict=True):
+        np.testing.assert_array_equal(one["routed_experts"], other["routed_experts"])
     for feature in response.inputs:
         kept = np.flatnonzero(feature.get("attention_mask", np.ones(len(feature["input_ids"]))))
         tokens = np.asarray(feature["input_ids"])[kept]

@@ -231,7 +231,13 @@ def run_rows(
 
 
 class _Ran(NamedTuple):
-    """What `run` returns: hidden states after the final norm, and what was asked to be kept."""
+    """What `run` returns: hidden states after the final norm, and what it was asked to keep.
+
+    Attributes:
+        hidden: of each row's tokens, at its front; padding holds anything.
+        states: of each layer, stacked; None unless asked for.
+        routing: the experts of each token; None unless asked for.
+    """
 
     hidden: Float[Array, "batch time width"]
     states: dict[str, Any] | None
@@ -270,7 +276,6 @@ def run(
         keep_state: whether to return the keys and values or the state of each layer, stacked.
         keep_routing: whether to return the experts of each token.
         cache: what the rows continue, its layers in one stack; the states returned include it.
-
     """
     attention_mesh = attention_mesh if mesh is None else mesh
     experts_mesh = attention_mesh if experts_mesh is None else experts_mesh

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 from collections import UserDict
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from enum import Enum
 from functools import partial
 from typing import Any
@@ -384,7 +384,7 @@ class TransformersModel(SavedPolicy):
         task: str = "causal_lm",
         positive_mask: Any = None,
         router_replay_action: RouterReplayAction | None = None,
-    ) -> "_TrainOutputs":
+    ) -> MutableMapping[str, Any]:
         """Compute the loss and add its gradient to the accumulated gradients.
 
         Several calls before a step act as one large batch: gradients and denominators are summed,
@@ -418,8 +418,9 @@ class TransformersModel(SavedPolicy):
                 inputs' `routed_experts`; None: the router chooses. `forward_only` records.
 
         Returns:
-            `loss`, of these inputs, on the device, and `logps` as those of `forward_only`, but for
-            losses of a teacher.
+            `loss`, of these inputs, on the device, and, except for `GKDLoss`, the `logps` that it
+            was computed from, in the form of those of `forward_only`; they are moved to the host
+            when they are read.
         """
         group = self.group(adapter_name)
         _check_task(task)
@@ -474,7 +475,7 @@ class TransformersModel(SavedPolicy):
         loss_inputs: dict[str, Any],
         loss_fn: Loss,
         **options: Any,
-    ) -> "_TrainOutputs":
+    ) -> MutableMapping[str, Any]:
         """Add the gradient of a batch, and report it to the metrics."""
         passes = grad_features(
             group.state,
