@@ -258,7 +258,8 @@ def call_chances(policy):
             row, length = place
             called = row.at[length].set(call)[None]
             hidden = hidden_states(policy.params, policy.config, called)[0]
-            logits = output_logits(policy.params, hidden[length - 1 + jnp.arange(2)])
+            ends = hidden[length - 1 + jnp.arange(2)]
+            logits = output_logits(policy.params, policy.config, ends)
             logps = jax.nn.log_softmax(logits)
             return jnp.exp(logps[0, call] + logps[1, end])
 

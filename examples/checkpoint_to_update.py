@@ -66,7 +66,7 @@ def sample(
 
     def draw(carry: Any, position: Array) -> Any:
         hidden, cache = carry
-        logprobs = jax.nn.log_softmax(output_logits(params, hidden))
+        logprobs = jax.nn.log_softmax(output_logits(params, config, hidden))
         tokens = jax.random.categorical(jax.random.fold_in(key, position), logprobs)
         chosen = jnp.take_along_axis(logprobs, tokens[:, None], axis=1)[:, 0]
         return decode_step(params, config, tokens, cache), (tokens, chosen)

@@ -66,7 +66,9 @@ def compare_logits(directory, rows):
     forward = jax.jit(hidden_states, static_argnames="config")
     worst = 0.0
     for row in rows:
-        logits = output_logits(ours.params, forward(ours.params, ours.config, np.array([row])))
+        logits = output_logits(
+            ours.params, ours.config, forward(ours.params, ours.config, np.array([row]))
+        )
         with torch.no_grad():
             expected = theirs(torch.tensor([row])).logits.numpy()
         worst = max(worst, np.abs(np.asarray(logits) - expected).max() / np.abs(expected).max())

@@ -45,7 +45,7 @@ def make(time, feature, vocab, seed=0, kept=0.6, dtype=np.float32):
     )
 
 
-def reference(case):
+def reference(case, cap=np.inf):
     """Loop over tokens in float64: scores, entropies, and gradients of the weighted sum."""
     hidden, head = case.hidden.astype(np.float64), case.head.astype(np.float64)
     time = len(hidden)
@@ -53,15 +53,17 @@ def reference(case):
     d_hidden, d_head, d_temperature = np.zeros_like(hidden), np.zeros_like(head), np.zeros(time)
     for t in np.flatnonzero(case.mask):
         tau = float(case.temperature[t])
-        logits = hidden[t] @ head / tau
+        products = hidden[t] @ head
+        logits = (cap * np.tanh(products / cap) if cap < np.inf else products) / tau
         logp = logits - (logits.max() + np.log(np.exp(logits - logits.max()).sum()))
         p = np.exp(logp)
         logprobs[t], entropies[t] = logp[case.tokens[t]], -(p * logp).sum()
         chosen = np.arange(len(p)) == case.tokens[t]
         on_score, on_entropy = case.weights[:, t]
         d_logits = on_score * (chosen - p) - on_entropy * p * (logp + entropies[t])
-        d_hidden[t] = head @ d_logits / tau
-        d_head += np.outer(hidden[t], d_logits) / tau
+        d_products = d_logits * (1 - (logits * tau / cap) ** 2) / tau
+        d_hidden[t] = head @ d_products
+        d_head += np.outer(hidden[t], d_products)
         d_temperature[t] = -(d_logits @ logits) / tau
     return (logprobs, entropies), (d_hidden, d_head, d_temperature)
 
@@ -76,14 +78,15 @@ def plain(hidden, head, tokens, *, mask, temperature, with_entropy=True):
     return jnp.where(mask, chosen, 0), jnp.where(mask, entropies, 0)
 
 
-@partial(jax.jit, static_argnames=("function", "chunk_size"))
-def compute(case, function=token_logprobs, chunk_size=None):
+@partial(jax.jit, static_argnames=("function", "chunk_size", "soft_cap"))
+def compute(case, function=token_logprobs, chunk_size=None, soft_cap=None):
     """Values, and gradients of the weighted sum in hidden, head and temperature."""
-    chunk = {} if chunk_size is None else {"chunk_size": chunk_size}
+    static = {"chunk_size": chunk_size, "soft_cap": soft_cap}
+    static = {name: value for name, value in static.items() if value is not None}
 
     def loss(hidden, head, temperature):
         options = {"mask": case.mask, "temperature": temperature, "with_entropy": True}
-        results = function(hidden, head, case.tokens, **options, **chunk)
+        results = function(hidden, head, case.tokens, **options, **static)
         on_scores, on_entropies = case.weights
         scores, entropies = (result.astype(on_scores.dtype) for result in results)
         return jnp.sum(on_scores * scores) + jnp.sum(on_entropies * entropies), results
@@ -139,6 +142,17 @@ def test_values_and_gradients_equal_float64(size):
     actual = compute(case, chunk_size=size[3])
     assert_close(actual, reference(case))
     assert all(result.dtype == jnp.float32 for result in jax.tree.leaves(actual))
+
+
+@pytest.mark.parametrize(("dtype", "close"), [(np.float32, 1e-5), ("bfloat16", 0.02)])
+def test_a_soft_cap(dtype, close):
+    """Logits of up to six are bent by a bound of two, before temperatures divide them."""
+    case = make(*SMALL)
+    half = [jnp.asarray(x, dtype) for x in (case.hidden, case.head)]
+    case = case._replace(hidden=half[0], head=half[1])
+    actual = compute(case, chunk_size=6, soft_cap=2.0)
+    exact = case._replace(hidden=np.asarray(half[0]), head=np.asarray(half[1]))
+    assert_close(actual, reference(exact, cap=2.0), close)
 
 
 def test_values_and_gradients_equal_the_plain_computation():
@@ -452,6 +466,8 @@ WRONG = [
     (ValueError, "chunk_size", {"chunk_size": np.int64(-3)}),
     (TypeError, "chunk_size", {"chunk_size": 2.0}),
     (TypeError, "chunk_size", {"chunk_size": True}),
+    *((ValueError, "soft_cap", {"soft_cap": cap}) for cap in (0.0, -30, np.inf, np.nan)),
+    *((TypeError, "soft_cap", {"soft_cap": cap}) for cap in (True, "30", np.ones(4))),
 ]
 
 
@@ -468,15 +484,13 @@ def call(**changes):
 
 @pytest.mark.parametrize(("error", "argument", "changes"), WRONG)
 def test_wrong_arguments_are_refused_while_tracing(error, argument, changes):
-    arrays = {name: value for name, value in changes.items() if name != "chunk_size"}
-    chunk_size = changes.get("chunk_size")
-    for run in (
-        call,
-        lambda **arrays: jax.eval_shape(partial(call, chunk_size=chunk_size), **arrays),
-    ):
+    names = ("chunk_size", "soft_cap")
+    static = {name: changes.get(name) for name in names}
+    arrays = {name: value for name, value in changes.items() if name not in names}
+    for run in (call, lambda **arrays: jax.eval_shape(partial(call, **static), **arrays)):
         with pytest.raises(error, match=f"^{argument}"):
             run(**(changes if run is call else arrays))
-    assert call(chunk_size=np.int64(3)).shape == (4,)
+    assert call(chunk_size=np.int64(3), soft_cap=np.float32(30)).shape == (4,)
 
 
 @pytest.mark.parametrize("convert", [np.array, list])

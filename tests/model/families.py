@@ -22,6 +22,7 @@ from twinkle_jax.model import (
 # For every law.
 NAMES = (
     "qwen3",
+    "gemma2",
     "qwen2",
     "qwen3_5_text",
     "qwen3_moe",
@@ -93,6 +94,15 @@ _SLIDING = {  # layers that do not repeat evenly; windows that rows of seven tok
     },
     "tie_word_embeddings": True,
 }
+_CAPPED = {  # bounds that bend most logits
+    "num_hidden_layers": 3,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    "sliding_window": 3,
+    "query_pre_attn_scalar": 12,
+    "attn_logit_softcapping": 1.5,
+    "final_logit_softcapping": 2.5,
+    "tie_word_embeddings": True,
+}
 _OLMO3 = {  # windows that rows of seven tokens are longer than
     "num_hidden_layers": 3,
     "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
@@ -105,7 +115,7 @@ _OLMO3 = {  # windows that rows of seven tokens are longer than
 _EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 _OWN = {"qwen3_moe": _EXPERTS | {"norm_topk_prob": True}}
 _OWN |= {"qwen3_5_moe_text": _LINEAR | _EXPERTS | {"shared_expert_intermediate_size": 28}}
-_OWN |= {"qwen3_5_text": _LINEAR, "gemma3_text": _SLIDING}
+_OWN |= {"qwen3_5_text": _LINEAR, "gemma3_text": _SLIDING, "gemma2": _CAPPED}
 # transformers' defaults are beyond the small vocabulary
 _NO_ENDS = {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
 _OWN |= {"olmo2": _NO_ENDS, "olmo3": _NO_ENDS | _OLMO3}

@@ -49,8 +49,14 @@ def reference_logits(
 ) -> np.ndarray:
     hidden = reference_hidden(params, config, tokens, positions)
     if config.tie_embeddings:
-        return hidden @ np.asarray(params["embed_tokens"]["embedding"], np.float64).T
-    return hidden @ np.asarray(params["lm_head"]["kernel"], np.float64)
+        head = np.asarray(params["embed_tokens"]["embedding"], np.float64).T
+    else:
+        head = np.asarray(params["lm_head"]["kernel"], np.float64)
+    return _capped(hidden @ head, config.logits_soft_cap)
+
+
+def _capped(logits: np.ndarray, cap: float | None) -> np.ndarray:
+    return logits if cap is None else cap * np.tanh(logits / cap)
 
 
 def _layer(weights: Any, repeat: int) -> Any:
@@ -176,7 +182,7 @@ def _attention(
                 near = norm(near, w["k_norm"]["scale"], config)
             query = rotated(query, places[t], a)
             turned = [rotated(k, places[s], a) for s, k in enumerate(near, start)]
-            scores = np.array(turned) @ query * scale
+            scores = _capped(np.array(turned) @ query * scale, a.soft_cap)
             weights = np.exp(scores - scores.max())
             out[t, head] = weights @ values[start : t + 1, group] / weights.sum()
             if a.output_gate:

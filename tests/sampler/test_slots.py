@@ -331,7 +331,7 @@ def test_rows_in_pages_get_the_same_where_layers_lie_in_a_stack(name, request):
     assert pages
 
 
-@pytest.mark.parametrize("name", each(NAMES))
+@pytest.mark.parametrize("name", each(NAMES, 2))
 def test_rows_in_pages_get_what_whole_rows_get(name, request, compilations):
     expected = rows_of_different_lengths(name)
     pages = request.getfixturevalue("pages")

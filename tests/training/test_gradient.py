@@ -41,7 +41,7 @@ def _naive(params, config, static, traced, batch, temperature):
 
     def loss(params):
         hidden = hidden_states(params, config, batch.tokens, batch.mask)
-        logprobs = jax.nn.log_softmax(output_logits(params, hidden) / temperature)
+        logprobs = jax.nn.log_softmax(output_logits(params, config, hidden) / temperature)
         labels = jnp.where(batch.labels < 0, 0, batch.labels)
         picked = jnp.take_along_axis(logprobs, labels[..., None], axis=-1)[..., 0]
         entropies = -jnp.sum(jnp.exp(logprobs) * logprobs, axis=-1)

@@ -33,7 +33,7 @@ def test_scores_are_those_of_the_places_of_tokens(name):
         positions=batch.positions,
         segment_ids=batch.segment_ids,
     )
-    logprobs = jax.nn.log_softmax(output_logits(params, hidden))
+    logprobs = jax.nn.log_softmax(output_logits(params, config, hidden))
     picked = jnp.take_along_axis(logprobs, jnp.maximum(labels, 0)[..., None], axis=-1)[..., 0]
     np.testing.assert_allclose(scored, jnp.where(labels == -100, 0, picked), atol=1e-5)
     without = score_batch(params, batch._replace(**{name: None}), config).logps

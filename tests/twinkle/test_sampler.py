@@ -156,8 +156,9 @@ def test_prompts_are_scored(sampler):
     for row, response, drawn, unscored in zip(ROWS, scored, both, alone, strict=True):
         padded = np.asarray([row + [0] * (16 - len(row))], np.int32)
         params = params_of("qwen3")
-        states = hidden(params, config_of("qwen3"), padded, remat=False)
-        logprobs = np.asarray(jax.nn.log_softmax(output_logits(params, states)))[0]
+        config = config_of("qwen3")
+        states = hidden(params, config, padded, remat=False)
+        logprobs = np.asarray(jax.nn.log_softmax(output_logits(params, config, states)))[0]
         (empty,) = response.sequences
         assert empty.tokens == [] and len(drawn.sequences[0].tokens) == 2
         assert list(empty.new_input_feature["input_ids"]) == row

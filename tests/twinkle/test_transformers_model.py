@@ -16,7 +16,8 @@ from twinkle_jax.twinkle.model import TransformersModel
 def logits_alone(row):
     params = params_of("qwen3")
     tokens = jnp.asarray([row + [0] * (16 - len(row))], jnp.int32)
-    logits = output_logits(params, hidden(params, config_of("qwen3"), tokens, remat=False))
+    config = config_of("qwen3")
+    logits = output_logits(params, config, hidden(params, config, tokens, remat=False))
     return np.asarray(logits[0, : len(row)])
 
 

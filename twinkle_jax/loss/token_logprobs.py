@@ -43,6 +43,11 @@ class Tiling(NamedTuple):
     widths: tuple[int, ...]
 
 
+def soft_capped(x: Float[Array, "*shape"], cap: float | None) -> Float[Array, "*shape"]:
+    r"""Bound logits smoothly: $c \tanh(x / c)$; None leaves them as they are."""
+    return x if cap is None else cap * jnp.tanh(x / cap)
+
+
 def tiling(time: int, feature: int, vocab: int, chunk_size: int | None) -> Tiling:
     """Choose sizes so that a tile is a small part of the logits, and a block of the head."""
     # With few logits, masked tokens in the last chunk cost more than one more chunk.
@@ -85,20 +90,30 @@ class _Slopes(NamedTuple):
     linear: OverTime
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+@partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
 def tile_logprobs(
-    tokens: Tokens, head: Head, count: Index, tiles: Tiling, with_entropy: bool
+    tokens: Tokens,
+    head: Head,
+    count: Index,
+    tiles: Tiling,
+    with_entropy: bool,
+    soft_cap: float | None,
 ) -> tuple[OverTime, ...]:
     """Score the first `count` tokens: log-probabilities, and optionally entropies."""
-    return _forward(tokens, head, count, tiles, with_entropy)[0]
+    return _forward(tokens, head, count, tiles, with_entropy, soft_cap)[0]
 
 
 def _forward(
-    tokens: Tokens, head: Head, count: Index, tiles: Tiling, with_entropy: bool
+    tokens: Tokens,
+    head: Head,
+    count: Index,
+    tiles: Tiling,
+    with_entropy: bool,
+    soft_cap: float | None,
 ) -> tuple[tuple[OverTime, ...], Any]:
     def visit(index: Index, carry: tuple[_Sums, Index], block: Head, start: Index) -> Any:
         chunk, sums = _chunk((tokens, carry[0]), index, tiles)
-        sums = _absorb(sums, _logits(chunk, block), chunk.ids - start, with_entropy)
+        sums = _absorb(sums, _logits(chunk, block, soft_cap), chunk.ids - start, with_entropy)
         return _put(carry[0], sums, index, tiles), start + block.shape[1]
 
     full = partial(jnp.full_like, tokens.scale)
@@ -131,7 +146,11 @@ def _absorb(sums: _Sums, logits: Tile, column: Int[Array, " time"], with_entropy
 
 
 def _backward(
-    tiles: Tiling, with_entropy: bool, residuals: Any, cotangents: tuple[OverTime, ...]
+    tiles: Tiling,
+    with_entropy: bool,
+    soft_cap: float | None,
+    residuals: Any,
+    cotangents: tuple[OverTime, ...],
 ) -> tuple[Tokens, Head, None]:
     tokens, head, count, maximum, log_total, entropy = residuals
     dtype = tokens.scale.dtype
@@ -141,23 +160,32 @@ def _backward(
     slopes = _Slopes(maximum, log_total, d_logprob, constant, d_entropy)
 
     def visit(index: Index, carry: Any, block: Head, start: Index) -> Any:
-        d_hidden, d_block, _ = carry
+        d_hidden, d_scale, d_block, _ = carry
         chunk, slope, d_chunk = _chunk((tokens, slopes, d_hidden), index, tiles)
-        d_logits = _d_logits(chunk, slope, block, start, with_entropy)
+        logits = _logits(chunk, block, soft_cap)
+        d_logits = _d_logits(chunk, slope, logits, start, with_entropy)
+        if soft_cap is not None:
+            # By the scale where it is multiplied, behind the cap.
+            d_part = jnp.sum(d_logits * logits, axis=1) / chunk.scale**2
+            d_scale = _put(d_scale, _chunk(d_scale, index, tiles) + d_part, index, tiles)
+            d_logits *= 1 - (logits / (soft_cap * chunk.scale[:, None])) ** 2
+        d_logits = d_logits.astype(chunk.hidden.dtype)
         d_chunk += _product(d_logits, block.T, dtype)
         # Reset here, so that one array serves all blocks: zeros per block would all be made first.
         d_block = jnp.where(index == 0, 0, d_block) + _product(chunk.hidden.T, d_logits, dtype)
-        return _put(d_hidden, d_chunk, index, tiles), d_block, start + block.shape[1]
+        return _put(d_hidden, d_chunk, index, tiles), d_scale, d_block, start + block.shape[1]
 
     d_hidden, d_head = jnp.zeros_like(tokens.hidden, dtype), jnp.zeros_like(head)
+    d_scale = None if soft_cap is None else jnp.zeros_like(tokens.scale)
     d_block, start = jnp.zeros_like(head[:, : tiles.widths[0]], dtype), jnp.int32(0)
     for width in tiles.widths:
         step = partial(visit, block=_block(tokens, head, start, width), start=start)
-        carry = (d_hidden, d_block[:, :width], start)
-        d_hidden, d_block, end = lax.fori_loop(0, _chunks(count, tiles), step, carry)
+        carry = (d_hidden, d_scale, d_block[:, :width], start)
+        d_hidden, d_scale, d_block, end = lax.fori_loop(0, _chunks(count, tiles), step, carry)
         d_head = lax.dynamic_update_slice_in_dim(d_head, d_block.astype(head.dtype), start, axis=1)
         start = end
-    d_scale = jnp.sum(d_hidden * tokens.hidden.astype(dtype), axis=1) / tokens.scale
+    if d_scale is None:  # logits are linear in the hidden states
+        d_scale = jnp.sum(d_hidden * tokens.hidden.astype(dtype), axis=1) / tokens.scale
     no_gradient: Any = None  # of integers
     return Tokens(d_hidden.astype(tokens.hidden.dtype), no_gradient, d_scale), d_head, no_gradient
 
@@ -165,20 +193,23 @@ def _backward(
 tile_logprobs.defvjp(_forward, _backward)
 
 
-def _d_logits(chunk: Tokens, slope: _Slopes, block: Head, start: Index, with_entropy: bool) -> Tile:
+def _d_logits(
+    chunk: Tokens, slope: _Slopes, logits: Tile, start: Index, with_entropy: bool
+) -> Tile:
     """Compute the gradient of the logits before they are divided by the temperature."""
-    logprobs = _logits(chunk, block) - slope.maximum[:, None] - slope.log_total[:, None]
+    logprobs = logits - slope.maximum[:, None] - slope.log_total[:, None]
     factor = slope.constant[:, None]
     if with_entropy:
         factor += slope.linear[:, None] * logprobs
     column = (chunk.ids - start)[:, None]
     hit = lax.broadcasted_iota(column.dtype, logprobs.shape, 1) == column
-    d_logits = jnp.where(hit, slope.target[:, None], 0) - jnp.exp(logprobs) * factor
-    return d_logits.astype(chunk.hidden.dtype)
+    return jnp.where(hit, slope.target[:, None], 0) - jnp.exp(logprobs) * factor
 
 
-def _logits(chunk: Tokens, block: Head) -> Tile:
+def _logits(chunk: Tokens, block: Head, soft_cap: float | None) -> Tile:
     scale = chunk.scale[:, None]
+    if soft_cap is not None:
+        return soft_capped(_product(chunk.hidden, block, scale.dtype), soft_cap) * scale
     if chunk.hidden.dtype == scale.dtype:  # scale the smaller array where it is not rounded
         return _product(chunk.hidden * scale, block, scale.dtype)
     return _product(chunk.hidden, block, scale.dtype) * scale
@@ -244,6 +275,7 @@ def token_logprobs(
     *,
     mask: Bool[Array, " time"] | None = None,
     temperature: Coefficient | Float[Array, " time"] = 1.0,
+    soft_cap: float | None = None,
     chunk_size: int | None = None,
     with_entropy: bool = False,
 ) -> Float[Array, " time"] | tuple[Float[Array, " time"], Float[Array, " time"]]:
@@ -251,6 +283,9 @@ def token_logprobs(
 
     $$\log \pi_t = z_{t, a_t} - \log \sum_v e^{z_{t, v}}, \qquad
       H_t = -\sum_v \pi_{t, v} \log \pi_{t, v}, \qquad z_t = h_t W / \tau_t$$
+
+    With a soft cap $c$, logits are bounded before they are divided by the temperature, as in Gemma
+    2: $z_t = c \tanh(h_t W / c) / \tau_t$.
 
     Logits exist one tile at a time, a chunk of tokens times a block of the vocabulary; the
     gradient computes each tile again. Masked tokens are dropped before chunks are formed, so they
@@ -277,6 +312,8 @@ def token_logprobs(
             checked, is outside the vocabulary, its log-probability and the gradients are NaN.
         mask: True where a token counts; all do if None. Padding may hold anything.
         temperature: $\tau$, above 0, one for all tokens or one for each.
+        soft_cap: $c$, above 0; None: logits are not bounded. A decoder's is in its configuration,
+            `config.logits_soft_cap`.
         chunk_size: the most tokens in a chunk; None: half of them, and at most 1,024, on GPUs 4,096
             (a third if all logits together have at most 4 MiB). Larger chunks take more memory,
             smaller ones more time, since each adds to the gradient of the head.
@@ -287,9 +324,10 @@ def token_logprobs(
         out; in float32, or in float64 if `hidden` or `head` is.
 
     Raises:
-        ValueError: if shapes don't fit, `chunk_size` is not positive, or an unmasked token in host
-            data (a list, NumPy) is outside the vocabulary.
-        TypeError: if an array has the wrong type, or `chunk_size` is not an integer.
+        ValueError: if shapes don't fit, `chunk_size` or `soft_cap` is not positive, or an unmasked
+            token in host data (a list, NumPy) is outside the vocabulary.
+        TypeError: if an array has the wrong type, `chunk_size` is not an integer, or `soft_cap` not
+            a number.
 
     References:
         [Cut Your Losses in Large-Vocabulary Language Models](https://arxiv.org/abs/2411.09009)
@@ -319,17 +357,18 @@ def token_logprobs(
         _checked_tokens(tokens, mask, time, vocab),
         counted,
         _checked_temperature(temperature, time),
+        soft_cap=_checked_soft_cap(soft_cap),
         chunk_size=_checked_chunk_size(chunk_size),
         with_entropy=bool(with_entropy),
     )
     return results if with_entropy else results[0]
 
 
-@partial(jax.jit, static_argnames=("chunk_size", "with_entropy"))
+@partial(jax.jit, static_argnames=("soft_cap", "chunk_size", "with_entropy"))
 def _score(
-    hidden: jax.Array, head: jax.Array, *per_token: Any, chunk_size: int | None, with_entropy: bool
+    hidden: jax.Array, head: jax.Array, *per_token: Any, **static: Any
 ) -> tuple[OverTime, ...]:
-    run = partial(_score_masked, chunk_size=chunk_size, with_entropy=with_entropy)
+    run = partial(_score_masked, **static)
     return _on_token_shards(run, hidden, head, *per_token)
 
 
@@ -340,6 +379,7 @@ def _score_masked(
     mask: Bool[Array, " time"] | None,
     temperature: Float[Array, ""] | OverTime,
     *,
+    soft_cap: float | None,
     chunk_size: int | None,
     with_entropy: bool,
 ) -> tuple[OverTime, ...]:
@@ -367,7 +407,7 @@ def _score_masked(
         ids=take(jnp.where(in_vocabulary, tokens.astype(jnp.int32), -1), 0),
         scale=take(1 / jnp.broadcast_to(temperature.astype(dtype), (time,)), 1),
     )
-    results = tile_logprobs(scored, head, count, tiles, with_entropy)
+    results = tile_logprobs(scored, head, count, tiles, with_entropy, soft_cap)
     put = partial(zeros.at[order].set, mode="drop", indices_are_sorted=True)
     return tuple(put(result) for result in results)
 
@@ -425,6 +465,17 @@ def _checked_temperature(temperature: Any, time: int) -> jax.Array:
     if array.shape not in ((), (time,)):
         raise ValueError(f"temperature must have shape () or {(time,)}, got {array.shape}")
     return array
+
+
+def _checked_soft_cap(soft_cap: Any) -> float | None:
+    """Check the soft cap: a positive number, or None."""
+    if soft_cap is None:
+        return None
+    if isinstance(soft_cap, bool) or not isinstance(soft_cap, int | float | np.number):
+        raise TypeError(f"soft_cap must be a number or None, got {soft_cap!r}")
+    if not 0 < soft_cap < np.inf:
+        raise ValueError(f"soft_cap must be finite and above 0, got {soft_cap}")
+    return float(soft_cap)
 
 
 def _checked_chunk_size(chunk_size: Any) -> int | None:

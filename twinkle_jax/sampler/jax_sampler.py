@@ -489,5 +489,5 @@ def score_prompts(
         return of_labels, *jax.lax.top_k(logprobs, top)
 
     scores: tuple[Array, Array, Array]
-    scores = map_logits(score, params, hidden, jnp.roll(tokens, -1, axis=1))
+    scores = map_logits(score, params, config, hidden, jnp.roll(tokens, -1, axis=1))
     return scores

@@ -19,7 +19,8 @@ from jaxtyping import Array, Bool, Float, Int, Key, UInt32
 
 from twinkle_jax.data.batch import LARGEST, cast_integers
 from twinkle_jax.data.settings import Range, at_least, share, share_above_zero
-from twinkle_jax.model import Params, output_matrix
+from twinkle_jax.loss.token_logprobs import soft_capped
+from twinkle_jax.model import DecoderConfig, Params, output_matrix
 from twinkle_jax.model.decoder.precision import exact_product
 from twinkle_jax.model.decoder.sharding import ROWS
 
@@ -163,11 +164,16 @@ def _padded_stops(stop_tokens: Any) -> np.ndarray | Int[Array, " slots"]:
 
 
 def scaled_logits(
-    params: Params, hidden: Float[Array, "rows width"], temperature: Float[Array, ""]
+    params: Params,
+    config: DecoderConfig,
+    hidden: Float[Array, "rows width"],
+    temperature: Float[Array, ""],
 ) -> Logits:
     """Compute logits over the temperature, with the rounding of the trainer's log-probabilities."""
     scale = 1 / jnp.where(temperature > 0, temperature, 1)
     head = output_matrix(params).astype(hidden.dtype)
+    if config.logits_soft_cap is not None:
+        return soft_capped(exact_product(hidden, head), config.logits_soft_cap) * scale
     if hidden.dtype == jnp.float32:
         return exact_product(hidden * scale, head)
     return exact_product(hidden, head) * scale

@@ -400,7 +400,7 @@ def advance(params: Params, rows: Slots, sampling: TracedSampling, setup: Setup)
         mesh=setup.mesh,
     )
     chosen = next_token(
-        scaled_logits(params, hidden, jnp.asarray(sampling.temperature)),
+        scaled_logits(params, setup.config, hidden, jnp.asarray(sampling.temperature)),
         sampling,
         rows.keys,
         rows.lengths,

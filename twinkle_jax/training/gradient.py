@@ -267,7 +267,7 @@ def _grad_step(
             temperature=temperature,
             with_entropy=getattr(loss_fn, "require_entropy", False),
             dropout=dropout,
-            logits=_teacher_logits if batch.teacher_tokens is not None else None,
+            logits=partial(_teacher_logits, config) if batch.teacher_tokens is not None else None,
             mesh=mesh,
             **options,
         )
@@ -297,14 +297,14 @@ def _grad_step(
     )
 
 
-def _teacher_logits(weights: Params, hidden: Array, lines: Batch) -> Array:
+def _teacher_logits(config: DecoderConfig, weights: Params, hidden: Array, lines: Batch) -> Array:
     """Return the logits of the teacher's tokens at each position; the others are discarded."""
     assert lines.teacher_tokens is not None
 
     def gather(logits: Array, tokens: Array) -> Array:
         return jnp.take_along_axis(logits, tokens, axis=-1)
 
-    return map_logits(gather, weights, hidden, lines.teacher_tokens)
+    return map_logits(gather, weights, config, hidden, lines.teacher_tokens)
 
 
 def _call(

@@ -58,6 +58,7 @@ def positive_scalar(name: str, value: Any) -> Any:
 
 def label_scores(
     params: Params,
+    config: DecoderConfig,
     hidden: Float[Array, "batch time width"],
     labels: Int[Array, "batch time"],
     *,
@@ -83,6 +84,7 @@ def label_scores(
             flat,
             mask=flat != IGNORE,
             temperature=temperature,
+            soft_cap=config.logits_soft_cap,
             with_entropy=with_entropy,
         )
         several: tuple[Any, ...] = scores if isinstance(scores, tuple) else (scores,)
@@ -174,6 +176,7 @@ def score_lines(
         )
         scores = label_scores(
             weights,
+            config,
             hidden,
             lines.labels,
             temperature=temperature,
@@ -329,7 +332,9 @@ def _score_batch(
         lines,
         temperature=temperature,
         with_entropy=with_entropy,
-        logits=(lambda weights, hidden, _: output_logits(weights, hidden)) if with_logits else None,
+        logits=(lambda weights, hidden, _: output_logits(weights, config, hidden))
+        if with_logits
+        else None,
         mesh=mesh,
         remat=False,
         **options,

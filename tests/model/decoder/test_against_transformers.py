@@ -77,6 +77,18 @@ CASES = {
         "rope_local_base_freq": 30.0,
         "query_pre_attn_scalar": 8,
     },
+    "gemma2": {},
+    "gemma2 by pattern": {
+        "layer_types": None,
+        "num_hidden_layers": 4,
+        "attention_bias": True,
+        "sliding_window": 2,
+        "rope_parameters": None,
+        "rope_theta": 700.0,
+        "query_pre_attn_scalar": 8,
+        "attn_logit_softcapping": None,
+        "num_key_value_heads": 4,
+    },
     "olmo2": {"num_hidden_layers": 1},
     "olmo2 biased, tied": {
         "attention_bias": True,
@@ -147,7 +159,7 @@ CASES = {
 
 def _logits(decoder, tokens, mask):
     params = decoder.params
-    return output_logits(params, hidden(params, decoder.config, tokens, mask))
+    return output_logits(params, decoder.config, hidden(params, decoder.config, tokens, mask))
 
 
 def oracle(case, **changes):
@@ -211,7 +223,7 @@ def test_yarn_beyond_the_original_length(case, saved):
 
     def close(hidden):
         scale = np.abs(expected).max()
-        actual = output_logits(params, hidden)
+        actual = output_logits(params, decoder.config, hidden)
         np.testing.assert_allclose(actual, expected[-len(actual) :], rtol=0, atol=1e-5 * scale)
 
     packed = jnp.asarray(np.concatenate([short, long])[None])
@@ -243,7 +255,9 @@ def test_longrope_around_the_original_length(same, tmp_path):
 
     def close(hidden, expected):
         scale = np.abs(expected).max()
-        np.testing.assert_allclose(output_logits(params, hidden), expected, atol=1e-5 * scale)
+        np.testing.assert_allclose(
+            output_logits(params, decoder.config, hidden), expected, atol=1e-5 * scale
+        )
 
     # Beside a longer row, which is longer than supported, and padded to more than the length.
     tokens, mask = batch([row[:16].tolist(), row.tolist()], 24, "right")
@@ -280,7 +294,9 @@ def test_gradients_of_a_loss(name, saved):
     targets = jnp.roll(tokens, -1, axis=1)
 
     def loss(params):
-        logits = output_logits(params, hidden_states(params, decoder.config, tokens, mask))
+        logits = output_logits(
+            params, decoder.config, hidden_states(params, decoder.config, tokens, mask)
+        )
         logprobs = jax.nn.log_softmax(logits)
         chosen = jnp.take_along_axis(logprobs, targets[:, :, None], axis=-1)[:, :, 0]
         return -jnp.sum(jnp.where(mask, chosen, 0))
@@ -334,6 +350,7 @@ def test_gradients_of_a_loss(name, saved):
         "qwen3_5_moe_text",
         "gemma3_text",
         "gemma3_text by pattern",
+        "gemma2",
         "olmo2 biased, tied",
         "olmo3",
         "olmo3 yarn by pattern",
@@ -393,12 +410,23 @@ def test_old_configurations(saved, tmp_path):
 
 @pytest.mark.parametrize(
     "name",
-    ["llama", "olmo2", "olmo3", "smollm3", "granite", "phi3", "qwen2", "qwen3", "gemma3_text"],
+    [
+        "llama",
+        "olmo2",
+        "olmo3",
+        "smollm3",
+        "granite",
+        "phi3",
+        "qwen2",
+        "qwen3",
+        "gemma2",
+        "gemma3_text",
+    ],
 )
 def test_what_a_configuration_leaves_out_is_transformers_default(name):
     sizes = {"vocab_size": 48, "hidden_size": 256, "intermediate_size": 40}
     sizes |= {"num_hidden_layers": 8, "num_attention_heads": 32}
-    written = {"model_type": name, **({} if name == "gemma3_text" else sizes)}
+    written = {"model_type": name, **({} if name.startswith("gemma") else sizes)}
     full = transformers.AutoConfig.for_model(**written).to_dict()
     assert parse_config(written) == parse_config(full)
 
@@ -460,7 +488,7 @@ def test_greedy_decoding_of_a_mixed_batch(name, saved):
     last, cache = fill(params, config, tokens, mask, max_length=16)
     chosen = []
     for _ in range(5):
-        chosen.append(jnp.argmax(output_logits(params, last), axis=-1))
+        chosen.append(jnp.argmax(output_logits(params, config, last), axis=-1))
         last, cache = step(params, config, chosen[-1], cache)
     for i, row in enumerate(ROWS[:2]):
         out = model.generate(

@@ -36,7 +36,7 @@ PROMPTS = [[5, 6, 7, 8, 9, 10], [12, 13, 14], [15], [16, 17, 18, 19, 20]]
 GOES_ON = [[21, 22, 23, 24], [25, 26, 27, 28], [29, 30, 31, 32], [33, 34, 35, 36]]
 
 
-@pytest.mark.parametrize("name", each(NAMES))
+@pytest.mark.parametrize("name", each(NAMES, 2))
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_every_position_equals_the_full_forward(name, side):
     config, params = config_of(name), params_of(name)

@@ -45,7 +45,7 @@ ROWS = [[5, 6, 7, 8, 9, 10, 11], [12, 13, 14], [15], [16, 17, 18, 19, 20]]
 def test_equals_the_float64_reference(name):
     tokens, mask = batch(ROWS, 9, "left")  # on the right: the same bits, below
     params = params_of(name)
-    logits = output_logits(params, hidden(params, config_of(name), tokens, mask))
+    logits = output_logits(params, config_of(name), hidden(params, config_of(name), tokens, mask))
     for i, row in enumerate(ROWS):
         expected = reference_logits(params, config_of(name), row)
         assert_close(logits[i][mask[i]], expected)
@@ -69,7 +69,7 @@ def test_variants_equal_the_reference(name, changes):
     partial = {"partial_rotary_factor": 0.5} if name == "qwen3_5_text" else {}
     config = parse_config(family(name, **changes, **partial))
     params = random_params(config)
-    logits = output_logits(params, hidden(params, config, jnp.array(ROWS[:1])))
+    logits = output_logits(params, config, hidden(params, config, jnp.array(ROWS[:1])))
     expected = reference_logits(params, config, ROWS[0])
     assert_close(logits[0], expected)
 
@@ -271,10 +271,15 @@ def test_float16_on_a_cpu():
 def test_logits_are_float32_and_the_matrix_is_width_by_vocabulary():
     params = params_of("qwen3")
     assert output_matrix(params).shape == (24, 48)
-    assert output_logits(params, jnp.ones((2, 24), jnp.bfloat16)).dtype == jnp.float32
+    assert (
+        output_logits(params, config_of("qwen3"), jnp.ones((2, 24), jnp.bfloat16)).dtype
+        == jnp.float32
+    )
     tied = {"embed_tokens": {"embedding": jnp.arange(6.0).reshape(3, 2)}}
     # hidden (1, 10) times rows (0, 1), (2, 3), (4, 5): 10, 32, 54
-    np.testing.assert_array_equal(output_logits(tied, jnp.array([1.0, 10.0])), [10, 32, 54])
+    np.testing.assert_array_equal(
+        output_logits(tied, config_of("qwen3"), jnp.array([1.0, 10.0])), [10, 32, 54]
+    )
 
 
 def test_depth_does_not_change_the_program():
@@ -387,7 +392,7 @@ def test_the_module_computes_logits_and_takes_the_functions_options():
     mask, segments = tokens > 1, jnp.array([[0, 0, 1, 1]])
     out = nnx.jit(lambda d: d(tokens, mask, segment_ids=segments))(Decoder(config, params))
     expected = hidden(params, config, tokens, mask, segment_ids=segments)
-    np.testing.assert_allclose(out, output_logits(params, expected), atol=2e-5)
+    np.testing.assert_allclose(out, output_logits(params, config, expected), atol=2e-5)
     assert out.shape == (1, 4, 48)
 
 

@@ -27,7 +27,7 @@ def in_pages(lengths, groups, width, layers=2, free=3, seed=0):
     return keys, values, owner[order].astype(np.int32), start[order].astype(np.int32)
 
 
-def by_row(query, keys, values, owner, start, first, last, scale):
+def by_row(query, keys, values, owner, start, first, last, scale, cap=None):
     """Attention of each row to its tokens, in float64."""
     out = np.zeros(query.shape)
     for row, (groups, begin, end) in enumerate(zip(query, first, last, strict=True)):
@@ -39,17 +39,16 @@ def by_row(query, keys, values, owner, start, first, last, scale):
             key = np.concatenate(list(keys[pages, group]), axis=1)[:, seen]
             value = np.concatenate(list(values[pages, group]), axis=0)[seen]
             logits = heads @ key * scale
+            logits = logits if cap is None else cap * np.tanh(logits / cap)
             weights = np.exp(logits - logits.max(axis=1, keepdims=True))
             out[row, group] = weights @ value / weights.sum(axis=1, keepdims=True)
     return out
 
 
-def attend(query, keys, values, owner, start, first, last, dtype="float32", prompts=None):
+def attend(query, keys, values, owner, start, first, last, dtype="float32", **options):
     arrays = (jnp.asarray(x, dtype) for x in (query, keys, values))
     integers = (jnp.asarray(x, jnp.int32) for x in (owner, start, first, last))
-    return attend_to_pages(
-        *arrays, jnp.int32(1), *integers, prompts=prompts, scale=0.3, interpret=True
-    )
+    return attend_to_pages(*arrays, jnp.int32(1), *integers, scale=0.3, interpret=True, **options)
 
 
 @pytest.mark.parametrize("queries", [1, 7, 17])
@@ -62,10 +61,12 @@ def test_rows_attend_to_their_tokens(dtype, close, queries):
     keys, values, owner, start = in_pages(lengths, 2, 32)
     query = np.random.default_rng(1).normal(size=(5, 2, queries, 32))
     rounded = [np.asarray(jnp.asarray(x, dtype), np.float64) for x in (query, keys, values)]
-    expected = by_row(rounded[0], *(x[1] for x in rounded[1:]), owner, start, first, last, 0.3)
-    actual = attend(query, keys, values, owner, start, first, last, dtype)
-    assert actual.dtype == jnp.float32
-    np.testing.assert_allclose(actual, expected, rtol=close, atol=close)
+    pages = owner, start, first, last
+    for cap in (None, 1.5):
+        expected = by_row(rounded[0], *(x[1] for x in rounded[1:]), *pages, 0.3, cap)
+        actual = attend(query, keys, values, *pages, dtype, soft_cap=cap)
+        assert actual.dtype == jnp.float32
+        np.testing.assert_allclose(actual, expected, rtol=close, atol=close)
 
 
 def test_rows_of_a_group_read_the_pages_of_their_prompt_together():
@@ -135,7 +136,12 @@ def test_pages_are_listed_row_by_row():
 
 
 @pytest.mark.parametrize(
-    "name", ["qwen2", pytest.param("gemma3_text", marks=pytest.mark.exhaustive)]
+    "name",
+    [
+        "gemma2",
+        pytest.param("qwen2", marks=pytest.mark.exhaustive),
+        pytest.param("gemma3_text", marks=pytest.mark.exhaustive),
+    ],
 )
 def test_completions_are_those_without_the_kernel(name, monkeypatch):
     """The same tokens through pages of 16, which XLA and the interpreted kernels attend to."""

@@ -58,7 +58,7 @@ def test_derivatives_of_a_projection():
 def test_logits_are_float32_sums():
     """1 + 2⁻¹⁰ is no bfloat16."""
     params = {"lm_head": {"kernel": jnp.array([[1.0], [2.0**-10]])}}
-    logits = output_logits(params, jnp.ones((1, 2), jnp.bfloat16))
+    logits = output_logits(params, config_of("qwen3"), jnp.ones((1, 2), jnp.bfloat16))
     assert logits.dtype == jnp.float32 and float(logits[0, 0]) == 1 + 2**-10
 
 
@@ -69,17 +69,19 @@ def test_logits_of_a_few_positions_at_a_time_are_those_of_all():
         logprobs = jax.nn.log_softmax(logits)
         return jnp.take_along_axis(logprobs, labels[..., None], -1)[..., 0], logits.max(-1)
 
-    rng = np.random.default_rng(0)
+    rng, config = np.random.default_rng(0), config_of("gemma2")
     kernel = jnp.asarray(rng.standard_normal((4, 7)), jnp.float32)
     for time in (48, 20):
         hidden = jnp.asarray(rng.standard_normal((2, time, 4)), jnp.float32)
         labels = jnp.asarray(rng.integers(7, size=(2, time)))
 
         def in_parts(kernel, hidden=hidden, labels=labels):
-            return map_logits(scores, {"lm_head": {"kernel": kernel}}, hidden, labels)
+            params = {"lm_head": {"kernel": kernel}}
+            return map_logits(scores, params, config, hidden, labels)
 
         def at_once(kernel, hidden=hidden, labels=labels):
-            return scores(output_logits({"lm_head": {"kernel": kernel}}, hidden), labels)
+            params = {"lm_head": {"kernel": kernel}}
+            return scores(output_logits(params, config, hidden), labels)
 
         close = partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6)
         jax.tree.map(close, in_parts(kernel), at_once(kernel))

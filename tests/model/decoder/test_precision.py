@@ -42,6 +42,11 @@ DEEP = {
     },
     "phi3": {"sliding_window": 16, "rope_parameters": {"rope_theta": 500.0}},
     "gemma3_text": _SLIDING,
+    "gemma2": {  # bounds that leave a sharp policy sharp
+        **_SLIDING,
+        "attn_logit_softcapping": 50.0,
+        "final_logit_softcapping": 30.0,
+    },
     "olmo3": _SLIDING,
 }
 
@@ -116,7 +121,7 @@ def test_scores_do_not_depend_on_the_batch_nor_on_gradients(name):
         hidden = hidden_states(
             params, config, tokens[:, :-1], segment_ids=segment_ids, compute_dtype="bfloat16"
         )
-        logprobs = jax.nn.log_softmax(output_logits(params, hidden))
+        logprobs = jax.nn.log_softmax(output_logits(params, config, hidden))
         return jnp.take_along_axis(logprobs, tokens[:, 1:, None], axis=-1)[:, :, 0]
 
     def loss(params):
@@ -208,7 +213,10 @@ def whole_step(params, config, tokens, dtype):
         return jnp.sum(token_logprobs(flat, head.astype(dtype), tokens.reshape(-1)))
 
     hidden, cache = prefill(params, config, tokens, max_length=12, **options)
-    logits = output_logits(params, hidden), scaled_logits(params, hidden, jnp.float32(1.0))
+    logits = (
+        output_logits(params, config, hidden),
+        scaled_logits(params, config, hidden, jnp.float32(1.0)),
+    )
     drawn = decode_step(params, config, tokens[:, 0], cache, **options)
     return jax.grad(logprobs)(params), logits, drawn, extend(params, config, tokens, cache)
 

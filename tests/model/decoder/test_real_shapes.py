@@ -233,7 +233,9 @@ def test_logits_at_real_shapes(name, tmp_path):
 
     @jax.jit
     def logits(params):
-        return output_logits(params, hidden_states(params, decoder.config, tokens, mask))
+        return output_logits(
+            params, decoder.config, hidden_states(params, decoder.config, tokens, mask)
+        )
 
     actual = np.asarray(logits(decoder.params))
     kept = np.asarray(mask)

@@ -134,9 +134,9 @@ def test_peft_and_transformers_open_it(lora, tmp_path):
     with torch.no_grad():
         expected = theirs(input_ids=torch.tensor([ids])).logits.numpy()
     merged = with_adapter(params, config, lora, adapter)
-    logits = output_logits(merged, hidden_states(merged, config, jnp.asarray([ids])))
+    logits = output_logits(merged, config, hidden_states(merged, config, jnp.asarray([ids])))
     np.testing.assert_allclose(logits, expected, atol=2e-5)
-    without = output_logits(params, hidden_states(params, config, jnp.asarray([ids])))
+    without = output_logits(params, config, hidden_states(params, config, jnp.asarray([ids])))
     assert np.abs(without - expected).max() > 1e-2
 
     read = peft.LoraConfig.from_pretrained(target)
@@ -192,7 +192,7 @@ def test_projections_that_peft_found_by_a_pattern(targets, names, tmp_path):
     lora, adapter = load_adapter(tmp_path / "adapter", CONFIG)
     assert lora.target_modules == tuple(names.split())
     merged = with_adapter(params, CONFIG, lora, adapter)
-    logits = output_logits(merged, hidden_states(merged, CONFIG, jnp.asarray([[5, 6, 7]])))
+    logits = output_logits(merged, CONFIG, hidden_states(merged, CONFIG, jnp.asarray([[5, 6, 7]])))
     np.testing.assert_allclose(logits, expected, atol=2e-5)
 
 
@@ -211,7 +211,9 @@ def test_adapters_of_fused_projections(targets, names, tmp_path):
     over = with_adapter(params, config, lora, adapter)
     scale = np.abs(expected).max()
     for changed in (over, merged := merge_adapter(over)):
-        logits = output_logits(changed, hidden_states(changed, config, jnp.asarray([[5, 6, 7]])))
+        logits = output_logits(
+            changed, config, hidden_states(changed, config, jnp.asarray([[5, 6, 7]]))
+        )
         np.testing.assert_allclose(logits, expected, atol=1e-5 * scale)
     assert jax.tree.structure(merged) == jax.tree.structure(params)
     assert_same(without_adapter(over), params)
@@ -268,7 +270,9 @@ def test_peft_opens_that_of_a_model_with_a_vision_tower(tmp_path):
     with torch.no_grad():
         expected = theirs(input_ids=torch.tensor([[2, 3, 5, 7]])).logits.numpy()
     merged = with_adapter(params, config, lora, adapter)
-    logits = output_logits(merged, hidden_states(merged, config, jnp.asarray([[2, 3, 5, 7]])))
+    logits = output_logits(
+        merged, config, hidden_states(merged, config, jnp.asarray([[2, 3, 5, 7]]))
+    )
     np.testing.assert_allclose(logits, expected, atol=1e-4)
     theirs.save_pretrained(tmp_path / "theirs")
     for directory in ("adapter", "theirs"):

@@ -97,7 +97,7 @@ def test_written_configs_read_as_what_they_were(name):
     assert written["bos_token_id"] == 7
     assert written["dtype"] == written["torch_dtype"] == "bfloat16"
     names = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3", "qwen3_5_text": "Qwen3_5"}
-    names |= {"gemma3_text": "Gemma3", "mistral": "Mistral"}
+    names |= {"gemma3_text": "Gemma3", "gemma2": "Gemma2", "mistral": "Mistral"}
     names |= {"olmo2": "Olmo2", "olmo3": "Olmo3", "smollm3": "SmolLM3"}
     names |= {"granite": "Granite", "phi3": "Phi3"}
     names |= {"qwen3_moe": "Qwen3Moe", "qwen3_5_moe_text": "Qwen3_5Moe"}
@@ -448,6 +448,51 @@ def test_a_gemma_3_as_the_hub_has_it():
     assert (heads.rope_theta, heads.rope_scaling) == (1e6, LinearScaling(8.0))
     assert (heads.window, heads.scale) == (Window(1024, 1e4), 1 / 16)
     assert config.vocab_size == 262_208 and config.tie_embeddings
+
+
+def test_real_gemma2_configurations_are_read():
+    """Gemma 2 9B as it is on the hub: two keys have no effect; embeddings are tied by default."""
+    written = {
+        "architectures": ["Gemma2ForCausalLM"],
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "attn_logit_softcapping": 50.0,
+        "bos_token_id": 2,
+        "cache_implementation": "hybrid",
+        "eos_token_id": 1,
+        "final_logit_softcapping": 30.0,
+        "head_dim": 256,
+        "hidden_act": "gelu_pytorch_tanh",
+        "hidden_activation": "gelu_pytorch_tanh",
+        "hidden_size": 3584,
+        "initializer_range": 0.02,
+        "intermediate_size": 14336,
+        "max_position_embeddings": 8192,
+        "model_type": "gemma2",
+        "num_attention_heads": 16,
+        "num_hidden_layers": 42,
+        "num_key_value_heads": 8,
+        "pad_token_id": 0,
+        "query_pre_attn_scalar": 256,
+        "rms_norm_eps": 1e-06,
+        "rope_theta": 10000.0,
+        "sliding_window": 4096,
+        "sliding_window_size": 4096,
+        "torch_dtype": "float32",
+        "use_cache": True,
+        "vocab_size": 256000,
+    }
+    config = parse_config(written)
+    assert config.layer_kinds == (SLIDING, FULL) * 21 and config.block == (FULL,)
+    assert config.attention.window == Window(4096) and config.attention.scale == 1 / 16
+    assert (config.attention.soft_cap, config.logits_soft_cap) == (50, 30)
+    assert config.tie_embeddings and config.centred_norms and not config.attention.qk_norm
+    again = export_config(config, nested=False, dtype="float32")
+    assert parse_config(again) == config
+    uncapped = {"attn_logit_softcapping": None, "final_logit_softcapping": None}
+    config = parse_config(again | uncapped)
+    assert config.attention.soft_cap is config.logits_soft_cap is None
+    refused({**written, "final_logit_softcapping": 0}, "final_logit_softcapping")
 
 
 def test_rotary_parts_of_both_kinds_in_both_spellings():

@@ -77,7 +77,7 @@ class FakeServer:
         self.max_model_len, self.shift, self.experts = ROOM, 0.0, False
         self._compiled = jax.jit(
             lambda params, config, tokens, routing: output_logits(
-                params, hidden_states(params, config, tokens, routing=routing)
+                params, config, hidden_states(params, config, tokens, routing=routing)
             ),
             static_argnums=1,
         )

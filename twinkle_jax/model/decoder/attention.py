@@ -13,7 +13,7 @@ from jax.sharding import Mesh, PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
-from twinkle_jax.loss.token_logprobs import compute_capability
+from twinkle_jax.loss.token_logprobs import compute_capability, soft_capped
 from twinkle_jax.model.decoder.cache import KeyValues, WindowedKeyValues, write_token
 from twinkle_jax.model.decoder.config import AttentionConfig, DecoderConfig
 from twinkle_jax.model.decoder.layers import RotaryTable, norm, project, project_all, rotate
@@ -41,9 +41,9 @@ def default_attention(
     Scoring and training use the same one, so that the ratio of a policy to itself is 1.
 
     cuDNN's attention runs on NVIDIA GPUs from compute capability 8.0, in 16-bit types, for heads
-    whose width is a multiple of 8 of at most 128 (256 from 9.0), without segments. Splash attention
-    runs on TPUs, in bfloat16 and float32, for heads of at most 256. Neither allocates an array of
-    [time, time]. XLA's attention, that of `jax.nn.dot_product_attention`, runs everywhere.
+    whose width is a multiple of 8 of at most 128 (256 from 9.0), without segments or a soft cap.
+    Splash attention runs on TPUs, in bfloat16 and float32, for heads of at most 256. Neither
+    allocates an array of [time, time]. XLA's attention runs everywhere.
 
     Args:
         config: the attention.
@@ -111,7 +111,9 @@ def _splash_fits(config: AttentionConfig, dtype: DTypeLike) -> bool:
 def _cudnn_fits(
     config: AttentionConfig, dtype: DTypeLike, segmented: bool, capability: float | None
 ) -> bool:
-    if segmented or jnp.dtype(dtype).itemsize != 2 or config.head_dim % 8:
+    if segmented or config.soft_cap is not None:
+        return False
+    if jnp.dtype(dtype).itemsize != 2 or config.head_dim % 8:
         return False
     capability = _capability(None) if capability is None else capability
     return config.head_dim <= (256 if capability >= 9 else 128 if capability >= 8 else 0)
@@ -192,7 +194,7 @@ def attend_causally(
 
     def see(window: int | None, query: Array, key: Array, value: Array) -> Array:
         if implementation == "xla":
-            return _attend_blocks(query, key, value, window, segment_ids, config.scale)
+            return _attend_blocks(query, key, value, window, segment_ids, config)
         with jax.numpy_dtype_promotion("standard"):  # both mix types inside
             if implementation == "splash":
                 from twinkle_jax.model.decoder.tpu_kernels import splash_attention  # slow to import
@@ -203,6 +205,7 @@ def attend_causally(
                     value,
                     segment_ids=segment_ids,
                     scale=config.scale,
+                    soft_cap=config.soft_cap,
                     window=window,
                     mesh=mesh,
                     interpret=backend_of(mesh) != "tpu",
@@ -229,7 +232,7 @@ def _attend_blocks(
     value: Float[Array, "batch time groups width"],
     window: int | None,
     segment_ids: Int[Array, "batch time"] | None,
-    scale: float,
+    config: AttentionConfig,
 ) -> Float[Array, "batch time heads width"]:
     """Attend block by block of queries, each to the keys from its first window to its end.
 
@@ -249,7 +252,7 @@ def _attend_blocks(
         if segment_ids is not None:
             seen = seen & (segment_ids[:, start:end, None] == segment_ids[:, None, first:end])
         keys, values = key[:, first:end], value[:, first:end]
-        outputs.append(_attend_rows(query[:, start:end], keys, values, seen, scale))
+        outputs.append(_attend_rows(query[:, start:end], keys, values, seen, config))
     return outputs[0] if len(outputs) == 1 else jnp.concatenate(outputs, axis=1)
 
 
@@ -258,7 +261,7 @@ def _attend_rows(
     key: Float[Array, "batch slots groups width"],
     value: Float[Array, "batch slots groups width"],
     seen: Bool[Array, "#batch #time slots"],
-    scale: float,
+    config: AttentionConfig,
 ) -> Float[Array, "batch time heads width"]:
     """Attend as `jax.nn.dot_product_attention` does, except that the weights are `rounded`."""
     batch, time, heads, width = query.shape
@@ -275,7 +278,7 @@ def _attend_rows(
         precision=algorithm,
         preferred_element_type=wide,
     )
-    weights = attention_weights(logits, seen[:, None, None], scale, query.dtype)
+    weights = attention_weights(logits, seen[:, None, None], config, query.dtype)
     attended = multiply(partial(jnp.einsum, "bghts,bsgw->btghw"), weights, value)
     return attended.reshape(batch, time, heads, width)
 
@@ -283,11 +286,18 @@ def _attend_rows(
 def attention_weights(
     logits: Float[Array, "*batch slots"],
     seen: Bool[Array, "*#batch slots"],
-    scale: float,
+    config: AttentionConfig,
     dtype: DTypeLike,
 ) -> Float[Array, "*batch slots"]:
     """Softmax over the slots that are seen; the same for whole rows and for decoding steps."""
-    return rounded(jax.nn.softmax(jnp.where(seen, logits * scale, -jnp.inf), axis=-1), dtype)
+    logits = jnp.where(seen, _scaled(logits, config), -jnp.inf)
+    return rounded(jax.nn.softmax(logits, axis=-1), dtype)
+
+
+def _scaled(
+    logits: Float[Array, "*batch slots"], config: AttentionConfig
+) -> Float[Array, "*batch slots"]:
+    return soft_capped(logits * config.scale, config.soft_cap)
 
 
 # Decoding: more tokens of rows in a cache.
@@ -327,7 +337,7 @@ def attend_more(
         values,
         jnp.repeat(places, each, axis=1),
         first_seen(config, jnp.repeat(places, each, axis=1), sliding),
-        config.attention.scale,
+        config.attention,
     )
     attended = attended.reshape(batch, groups, time, each, width).swapaxes(1, 2)
     attended = attended.reshape(heads.query.shape)
@@ -372,7 +382,7 @@ def attend_step(
         backend = backend_of(mesh)
         in_kernel = _page_kernel_fits(heads.query.dtype, cached, mesh)
         attend = partial(
-            _attend_pages, scale=config.attention.scale, backend=backend, in_kernel=in_kernel
+            _attend_pages, config=config.attention, backend=backend, in_kernel=in_kernel
         )
         if mesh is not None:
             split = None if groups % mesh.shape["tensor"] else "tensor"
@@ -413,7 +423,7 @@ def attend_step(
         layer.values,
         length[:, None],
         None if first is None else first[:, None],
-        config.attention.scale,
+        config.attention,
     )
     attended = attended.reshape(batch, 1, -1, width)
     return project_out(attended, heads.gate, weights["self_attn"]), KeyValues(keys, values)
@@ -430,7 +440,7 @@ def _attend_pages(
     length: Int[Array, " batch"],
     first: Int[Array, " batch"] | None,
     *,
-    scale: float,
+    config: AttentionConfig,
     backend: str,
     in_kernel: bool,
 ) -> tuple[Float[Array, "batch groups queries width"], KeyValues | WindowedKeyValues]:
@@ -465,7 +475,7 @@ def _attend_pages(
     if in_kernel:
         read = partial(_attend_to_pages_in_kernel, interpret=backend != "gpu")
     branches = [
-        partial(read, query, stack, repeat, table, length, first, scale)
+        partial(read, query, stack, repeat, table, length, first, config)
         for stack, table in zip(written, tables, strict=True)
         if stack is not None
     ]
@@ -489,7 +499,7 @@ def _attend_to_pages_in_kernel(
     table: PageTable,
     length: Int[Array, " batch"],
     first: Int[Array, " batch"] | None,
-    scale: float,
+    config: AttentionConfig,
     *,
     interpret: bool,
 ) -> Float[Array, "batch groups queries width"]:
@@ -506,7 +516,8 @@ def _attend_to_pages_in_kernel(
         jnp.zeros_like(length) if first is None else first,
         length,
         prompts=table.prompts,
-        scale=scale,
+        scale=config.scale,
+        soft_cap=config.soft_cap,
         interpret=interpret,
     )
     lost = _is_lost(table)[:, None, None, None]
@@ -520,7 +531,7 @@ def _attend_to_pages(
     table: PageTable,
     length: Int[Array, " batch"],
     first: Int[Array, " batch"] | None,
-    scale: float,
+    config: AttentionConfig,
     *,
     backend: str,
 ) -> Float[Array, "batch groups queries width"]:
@@ -550,7 +561,7 @@ def _attend_to_pages(
 
     logits, moments = [], []
     for part, keys in zip(parts, layer(cached.keys), strict=True):
-        logits.append(part.logits(query, keys, first, length, scale))
+        logits.append(part.logits(query, keys, first, length, config))
         moments.append(_page_moments(logits[-1], backend))
     # Products would spread NaN to all rows. It is in the sum: a CPU's maximum may pass over it.
     broken = [~(summed < jnp.inf) for _, summed in moments]
@@ -603,7 +614,7 @@ class _PagesOfRows(NamedTuple):
         return each.swapaxes(1, 2) if x.ndim > 1 else each
 
     def logits(
-        self, query: Array, keys: Array, first: Array, length: Array, scale: float
+        self, query: Array, keys: Array, first: Array, length: Array, config: AttentionConfig
     ) -> Float[Array, "pages groups members queries size"]:
         """Multiply the queries of the rows with a page's keys; -inf for what they do not see."""
         logits = jnp.einsum(
@@ -616,7 +627,7 @@ class _PagesOfRows(NamedTuple):
         position = self.start[:, None, None] + jnp.arange(size, dtype=jnp.int32)[None, None]
         seen = position <= self.of_rows(length, -1)[..., None]
         seen &= position >= self.of_rows(first, 0)[..., None]
-        return jnp.where(seen[:, None, :, None], logits * scale, -jnp.inf)
+        return jnp.where(seen[:, None, :, None], _scaled(logits, config), -jnp.inf)
 
     def largest(self, x: Array, rows: int) -> Array:
         """Return the maximum over the pages of each row."""
@@ -676,7 +687,7 @@ def _attend_cache(
     values: Float[Array, "batch groups max_length width"],
     places: Int[Array, "batch places"],
     first: Int[Array, "batch places"] | None,
-    scale: float,
+    config: AttentionConfig,
 ) -> Float[Array, "batch groups queries width"]:
     """Attend to slots from `first` to `places`; a query whose place is beyond the end gets NaN."""
     max_length = values.shape[2]
@@ -689,5 +700,5 @@ def _attend_cache(
     if first is not None:
         seen &= slots >= first[:, :, None]
     logits = jnp.where((places < max_length)[:, None, :, None], logits, jnp.nan)
-    weights = attention_weights(logits, seen[:, None], scale, query.dtype)
+    weights = attention_weights(logits, seen[:, None], config, query.dtype)
     return multiply(partial(jnp.einsum, "bght,bgtw->bghw"), weights, values.astype(query.dtype))

@@ -120,6 +120,7 @@ class AttentionConfig:
         rope_scaling: scaling of the wavelengths; None for none.
         query_width: logits are divided by its square root; None: `head_dim`.
         multiplier: logits are multiplied by it instead; None: as `query_width` says.
+        soft_cap: logits are bounded by it, with a tanh, before the softmax; None: they are not.
         window: the window of sliding layers; None if there are none.
         bias: whether queries, keys and values have a bias.
         output_bias: whether the output projection has one.
@@ -142,6 +143,7 @@ class AttentionConfig:
     rope_scaling: RopeScaling | LinearScaling | YarnScaling | LongRopeScaling | None = None
     query_width: int | None = None
     multiplier: float | None = None
+    soft_cap: float | None = None
     window: Window | None = None
 
     @property
@@ -236,6 +238,7 @@ class DecoderConfig:
         residual_multiplier: outputs of attention and feed-forward are multiplied by it before they
             are added to the residual stream.
         logits_scaling: logits are divided by it, by way of the hidden states after the final norm.
+        logits_soft_cap: logits are bounded by it, with a tanh; None: they are not.
         tie_embeddings: whether the output matrix is the embedding, transposed.
         original: the `config.json` this was read from, as text; ignored in comparisons.
     """
@@ -258,6 +261,7 @@ class DecoderConfig:
     embedding_multiplier: float = 1.0
     residual_multiplier: float = 1.0
     logits_scaling: float = 1.0
+    logits_soft_cap: float | None = None
     tie_embeddings: bool = False
     original: str = field(default="", repr=False, compare=False)
 
@@ -338,6 +342,9 @@ class Family:
         window_pattern: default pattern: of so many layers the last is full and the others slide;
             None: no layer slides.
         sliding_keys: keys that say how they slide, where there is a pattern.
+        rope_by_kind: whether sliding and full layers have rotary settings of their own, where there
+            is a pattern.
+        soft_caps: keys that bound the logits of attention, or of tokens.
         uniform_window: whether all layers slide, by `sliding_window`, unless it is null.
         fused: names of tensors that hold several projections, of those in `FUSED`.
         unrotated_interval: default interval of layers without rotary positions; None: all have
@@ -372,6 +379,8 @@ class Family:
     window_keys: bool = False
     window_pattern: int | None = None
     sliding_keys: tuple[str, ...] = ("sliding_window",)
+    rope_by_kind: bool = True
+    soft_caps: tuple[str, ...] = ()
     uniform_window: bool = False
     fused: tuple[str, ...] = ()
     unrotated_interval: int | None = None
@@ -431,6 +440,50 @@ _PHI3_CODE = {
     "AutoConfig": "configuration_phi3.Phi3Config",
     "AutoModelForCausalLM": "modeling_phi3.Phi3ForCausalLM",
 }
+_GEMMA_KEYS: dict[str, tuple[Any, ...]] = {
+    "use_bidirectional_attention": (False, None),
+    "cache_implementation": ("hybrid",),  # of transformers' generation
+}
+_GEMMA3 = Family(
+    "Gemma3ForCausalLM",
+    head_dim=256,
+    qk_norm=True,
+    centred_norms=True,
+    window_pattern=6,
+    sliding_keys=(
+        "sliding_window",
+        "sliding_window_pattern",
+        "query_pre_attn_scalar",
+        "rope_local_base_freq",
+    ),
+    output_norms=True,
+    scaled_embedding=True,
+    activation_key="hidden_activation",
+    activation="gelu_pytorch_tanh",
+    rope_types=("default", "linear"),
+    defaults={
+        "vocab_size": 262_208,
+        "hidden_size": 2304,
+        "intermediate_size": 9216,
+        "num_hidden_layers": 26,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "rope_theta": 1e6,
+        "tie_word_embeddings": True,
+    },
+    other_keys={
+        **_GEMMA_KEYS,
+        "attn_logit_softcapping": (None,),
+        "final_logit_softcapping": (None,),
+    },
+    enclosing="gemma3",
+    carried=(
+        "model.vision_tower.",
+        "model.multi_modal_projector.",
+        "vision_tower.",
+        "multi_modal_projector.",
+    ),
+)
 FAMILIES: dict[str, Family] = {
     "llama": Family(
         "LlamaForCausalLM",
@@ -535,46 +588,30 @@ FAMILIES: dict[str, Family] = {
         other_keys={**_QWEN3_5.other_keys, **_EXPERTS_EVERYWHERE},
         enclosing="qwen3_5_moe",
     ),
-    "gemma3_text": Family(
-        "Gemma3ForCausalLM",
-        head_dim=256,
-        qk_norm=True,
-        centred_norms=True,
-        window_pattern=6,
-        sliding_keys=(
-            "sliding_window",
-            "sliding_window_pattern",
-            "query_pre_attn_scalar",
-            "rope_local_base_freq",
-        ),
-        output_norms=True,
-        scaled_embedding=True,
-        activation_key="hidden_activation",
-        activation="gelu_pytorch_tanh",
-        rope_types=("default", "linear"),
+    "gemma2": replace(
+        _GEMMA3,
+        architecture="Gemma2ForCausalLM",
+        qk_norm=False,
+        window_pattern=2,
+        sliding_keys=("sliding_window", "query_pre_attn_scalar"),
+        rope_by_kind=False,
+        soft_caps=("attn_logit_softcapping", "final_logit_softcapping"),
+        rope_types=("default",),
         defaults={
-            "vocab_size": 262_208,
-            "hidden_size": 2304,
-            "intermediate_size": 9216,
-            "num_hidden_layers": 26,
-            "num_attention_heads": 8,
-            "num_key_value_heads": 4,
-            "rope_theta": 1e6,
-            "tie_word_embeddings": True,
+            **_GEMMA3.defaults,
+            "vocab_size": 256_000,
+            "rope_theta": 1e4,
+            "attn_logit_softcapping": 50.0,
+            "final_logit_softcapping": 30.0,
         },
         other_keys={
-            "attn_logit_softcapping": (None,),
-            "final_logit_softcapping": (None,),
-            "use_bidirectional_attention": (False, None),
-            "cache_implementation": ("hybrid",),  # of transformers' generation
+            **_GEMMA_KEYS,
+            "hidden_act": ("gelu_pytorch_tanh",),  # without effect beside `hidden_activation`
+            "sliding_window_size": (4096,),  # without effect beside `sliding_window`
         },
-        enclosing="gemma3",
-        carried=(
-            "model.vision_tower.",
-            "model.multi_modal_projector.",
-            "vision_tower.",
-            "multi_modal_projector.",
-        ),
+        enclosing=None,
+        carried=(),
     ),
+    "gemma3_text": _GEMMA3,
 }
 ENCLOSING = {family.enclosing: name for name, family in FAMILIES.items() if family.enclosing}

@@ -113,7 +113,7 @@ class Decoder(nnx.Module):  # type: ignore[misc]  # mypy does not follow Flax: i
         """
         params = self.params
         hidden = hidden_states(params, self.config, tokens, mask, **options)
-        return output_logits(params, hidden)
+        return output_logits(params, self.config, hidden)
 
 
 def _variables(value: Any) -> Any:
@@ -170,8 +170,8 @@ def hidden_states(
 
     Returns:
         Hidden states in `compute_dtype`, 0 at padding, whose products with the output matrix are
-        the logits (a family's `logits_scaling` is in them). They depend neither on the rest of the
-        batch nor on the side of the padding.
+        the logits (a family's `logits_scaling` is in them), before the soft cap if there is one.
+        They depend neither on the rest of the batch nor on the side of the padding.
 
     Raises:
         ValueError: if shapes differ, the devices do not support this attention, the mesh does not

@@ -17,6 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float, Int
 
+from twinkle_jax.loss.token_logprobs import soft_capped
 from twinkle_jax.model.decoder.cache import PromptPages
 
 _QUERIES = 16  # the fewest rows of a product that Triton takes
@@ -65,6 +66,7 @@ def attend_to_pages(
     *,
     prompts: PromptPages | None = None,
     scale: float,
+    soft_cap: float | None = None,
     interpret: bool,
 ) -> Float[Array, "rows groups queries width"]:
     r"""Attend to the tokens of each row from position `first` to `last`.
@@ -88,6 +90,7 @@ def attend_to_pages(
         last: of the last one.
         prompts: pages that several rows read, which lie before those of `owner`.
         scale: factor on the products of queries and keys.
+        soft_cap: bound of the logits; None for none.
         interpret: whether to interpret the kernels, as other backends must.
 
     Returns:
@@ -105,7 +108,7 @@ def attend_to_pages(
         block = max(1, min(most, _MOST_QUERIES // queries))
         moment = jax.ShapeDtypeStruct((pages, most * heads + 1), jnp.float32)
         of_pages = pl.pallas_call(
-            partial(_page_kernel, scale=scale, offset=offset, block=block),
+            partial(_page_kernel, scale=scale, soft_cap=soft_cap, offset=offset, block=block),
             out_shape=(moment, moment, moment.update(shape=(*moment.shape, width))),
             grid=(pages, groups, -(-most // block)),
             name="attend_to_page",
@@ -144,6 +147,7 @@ def _page_kernel(
     attended: Any,
     *,
     scale: float,
+    soft_cap: float | None,
     offset: int,
     block: int,
 ) -> None:
@@ -167,7 +171,7 @@ def _page_kernel(
         logits = plgpu.dot(asked, key, **_exact(asked))
         position = start[page] + jax.lax.broadcasted_iota(jnp.int32, logits.shape, 1)
         seen = (position >= first[asking][:, None]) & (position <= last[asking][:, None])
-        logits = jnp.where(seen, logits * scale, -jnp.inf)
+        logits = jnp.where(seen, soft_capped(logits * scale, soft_cap), -jnp.inf)
         most = jnp.max(logits, axis=1)
         weights = jnp.exp(logits - jnp.where(most == -jnp.inf, 0.0, most)[:, None])
         value = values[layer, offset + page, group].astype(asked.dtype)

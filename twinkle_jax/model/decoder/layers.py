@@ -11,6 +11,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
+from twinkle_jax.loss.token_logprobs import soft_capped
 from twinkle_jax.model.decoder.config import (
     FUSED,
     AttentionConfig,
@@ -161,22 +162,27 @@ def _times(x: Float[Array, "*shape"], factor: float) -> Float[Array, "*shape"]:
 
 
 def output_matrix(params: Params) -> Float[Array, "width vocab"]:
-    """Return the output head: logits are `hidden @ matrix`. Tied embeddings are transposed."""
+    """Return the output head: logits are `hidden @ matrix`. Tied embeddings are transposed.
+
+    With a `logits_soft_cap` in the configuration, logits are these products behind the cap: give it
+    to [`token_logprobs`][twinkle_jax.loss.token_logprobs], too.
+    """
     matrix: Array = params["lm_head"]["kernel"] if "lm_head" in params else embedding_of(params).T
     return matrix
 
 
 def output_logits(
-    params: Params, hidden: Float[Array, "*batch width"]
+    params: Params, config: DecoderConfig, hidden: Float[Array, "*batch width"]
 ) -> Float[Array, "*batch vocab"]:
     """Compute float32 logits of the next token, for all hidden states at once."""
     head = output_matrix(params).astype(hidden.dtype)
-    return exact_product(hidden, head)
+    return soft_capped(exact_product(hidden, head), config.logits_soft_cap)
 
 
 def map_logits(
     function: Callable[[Float[Array, "batch some vocab"], Array], Any],
     params: Params,
+    config: DecoderConfig,
     hidden: Float[Array, "batch time width"],
     columns: Shaped[Array, "batch time *rest"],
 ) -> Any:
@@ -187,6 +193,7 @@ def map_logits(
     Args:
         function: from logits and the same positions of `columns` to arrays [batch, some, ...].
         params: of the decoder, for its head.
+        config: of the decoder, for the cap of its logits.
         hidden: hidden states of all positions.
         columns: further values for each position.
     """
@@ -196,7 +203,8 @@ def map_logits(
 
     @jax.checkpoint
     def apply(part: tuple[Array, Array]) -> Any:
-        return function(exact_product(part[0], head), part[1])
+        logits = soft_capped(exact_product(part[0], head), config.logits_soft_cap)
+        return function(logits, part[1])
 
     def split(x: Array) -> Array:
         return jnp.moveaxis(x.reshape(x.shape[0], -1, chunk, *x.shape[2:]), 1, 0)

@@ -45,6 +45,7 @@ def splash_attention(
     *,
     segment_ids: Int[Array, "batch time"] | None,
     scale: float,
+    soft_cap: float | None = None,
     window: int | None,
     mesh: Mesh | None,
     interpret: bool,
@@ -60,6 +61,7 @@ def splash_attention(
         value: values.
         segment_ids: equal for tokens that may attend to each other; None: one segment per row.
         scale: factor on the products of queries and keys.
+        soft_cap: bound of the logits; None for none.
         window: tokens that a token attends to, itself included; None: all before it.
         mesh: devices; rows are spread over data and fsdp, and heads over tensor.
         interpret: whether to interpret the kernel, as backends other than TPUs must.
@@ -73,7 +75,7 @@ def splash_attention(
     arrays = [_heads_first(x) for x in (query, key, value)]
     if segment_ids is not None:
         arrays.append(jnp.pad(segment_ids, ((0, 0), (0, -time % _LANES)), constant_values=-1))
-    attend = partial(_splash_kernel, window=window, interpret=interpret)
+    attend = partial(_splash_kernel, soft_cap=soft_cap, window=window, interpret=interpret)
     if mesh is not None:
         heads = PartitionSpec(ROWS, "tensor")
         attend = jax.shard_map(
@@ -93,7 +95,13 @@ def _heads_first(
 
 
 def _splash_kernel(
-    query: Array, key: Array, value: Array, *segment_ids: Array, window: int | None, interpret: bool
+    query: Array,
+    key: Array,
+    value: Array,
+    *segment_ids: Array,
+    soft_cap: float | None,
+    window: int | None,
+    interpret: bool,
 ) -> Array:
     """Run the kernel for the rows and heads of one device."""
     heads, time = query.shape[1:3]
@@ -109,6 +117,7 @@ def _splash_kernel(
         block_sizes=BlockSizes(*(size,) * 8),
         head_shards=1,
         q_seq_shards=1,
+        attn_logits_soft_cap=soft_cap,
         interpret=interpret,
     )
 

@@ -146,6 +146,7 @@ def parse_config(config: Mapping[str, Any]) -> DecoderConfig:
         embedding_multiplier=multipliers["embedding_multiplier"],
         residual_multiplier=multipliers["residual_multiplier"],
         logits_scaling=multipliers["logits_scaling"],
+        logits_soft_cap=_soft_cap(flat, "final_logit_softcapping"),
         tie_embeddings=_flag(flat, "tie_word_embeddings"),
         original=json.dumps(dict(config), sort_keys=True),
     )
@@ -184,7 +185,8 @@ def _attention(flat: Mapping[str, Any], family: Family, *, sliding: bool) -> Att
     head_dim = family.head_dim or _size(flat, "hidden_size") // query_heads
     if family.head_dim or flat.get("head_dim") is not None:
         head_dim = _size(flat, "head_dim", head_dim)
-    rope = _read_rope(_full_layers_rope(flat) if family.window_pattern else flat, family)
+    by_kind = family.window_pattern and family.rope_by_kind
+    rope = _read_rope(_full_layers_rope(flat) if by_kind else flat, family)
     rotary_dim = int(head_dim * rope.part)
     if rotary_dim % 2 or not 0 < rotary_dim <= head_dim:
         raise ValueError(
@@ -215,6 +217,7 @@ def _attention(flat: Mapping[str, Any], family: Family, *, sliding: bool) -> Att
         output_gate=family.output_gate,
         query_width=_size(flat, "query_pre_attn_scalar", 256) if has_query_width else None,
         multiplier=_number(flat, "attention_multiplier", 1.0) if family.multipliers else None,
+        soft_cap=_soft_cap(flat, "attn_logit_softcapping"),
         window=_window(flat, family) if sliding else None,
     )
 
@@ -326,6 +329,8 @@ def _window(flat: Mapping[str, Any], family: Family) -> Window:
     """Read the window of sliding layers, and their rotary base, if they have their own."""
     if family.uniform_window:
         return Window(_size(flat, "sliding_window"))
+    if not family.rope_by_kind:
+        return Window(_size(flat, "sliding_window", 4096))
     local = "rope_local_base_freq"
     theta = flat.get(local, 10_000.0) if local in family.sliding_keys else flat["rope_theta"]
     rope = {"rope_theta": theta, "rope_parameters": _rope_by_kind(flat)[SLIDING]}
@@ -493,6 +498,7 @@ def _check_keys(config: Mapping[str, Any], family: Family, model_type: str) -> N
     read += (_ORIGINAL,) if "longrope" in family.rope_types else ()
     read += _UNROTATED_KEYS if family.unrotated_interval else ()
     read += _MULTIPLIER_KEYS if family.multipliers else ()
+    read += family.soft_caps
     read += () if family.fixed_bias else ("attention_bias",)
     fixed = _FIXED | {family.activation_key: (family.activation,)} | dict(family.other_keys)
     for name in config:
@@ -533,6 +539,11 @@ def _number(config: Mapping[str, Any], name: str, default: float, *, zero: bool 
         kind = "at least 0" if zero else "positive"
         raise ValueError(f"{name} must be a finite number, {kind}, got {_shown(value)}")
     return float(value)
+
+
+def _soft_cap(config: Mapping[str, Any], name: str) -> float | None:
+    """Read the bound of logits; without the key, or with null, there is none."""
+    return None if config.get(name) is None else _number(config, name, 1.0)
 
 
 def _flag(config: Mapping[str, Any], name: str) -> bool:
@@ -629,10 +640,15 @@ def _text_entries(config: DecoderConfig, image_rope: Mapping[str, Any]) -> dict[
         }
     if "query_pre_attn_scalar" in family.sliding_keys:
         entries["query_pre_attn_scalar"] = attention.query_width or attention.head_dim
+    caps = {
+        "attn_logit_softcapping": attention.soft_cap,
+        "final_logit_softcapping": config.logits_soft_cap,
+    }
+    entries |= {name: caps[name] for name in family.soft_caps}
     if family.unrotated_interval:
         rotated = [int(layer not in config.unrotated_layers) for layer in range(config.layers)]
         entries["no_rope_layers"] = rotated
-    if family.window_pattern:
+    if family.window_pattern and family.rope_by_kind:
         entries["rope_parameters"] = {FULL: rope}
     if attention.window is not None:
         entries["sliding_window"] = attention.window.size
