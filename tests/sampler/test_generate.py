@@ -28,7 +28,7 @@ def complete(name, rows=PROMPTS, key=None, sampling=None, *, params=None, **opti
     )
 
 
-@pytest.mark.parametrize("name", each(NAMES))
+@pytest.mark.parametrize("name", each(NAMES, 2))
 def test_log_probabilities_are_the_trainers(name):
     """To 1e-5, also with parameters for which the trainer itself is 6e-5 from exact numbers."""
     config = config_of(name)

@@ -19,9 +19,11 @@ PLACES = {
 }
 
 
-@pytest.mark.parametrize("name", PLACES)
-def test_scores_are_those_of_the_places_of_tokens(name):
-    params, config = params_of("qwen3"), config_of("qwen3")
+@pytest.mark.parametrize(
+    ("name", "family"), [*((name, "qwen3") for name in PLACES), ("mask", "gemma2")]
+)
+def test_scores_are_those_of_the_places_of_tokens(name, family):
+    params, config = params_of(family), config_of(family)
     labels = jnp.where(PLACES["mask"], BATCH.labels, -100)
     batch = BATCH._replace(labels=labels, **{name: PLACES[name]})
     scored = score_batch(params, batch, config).logps

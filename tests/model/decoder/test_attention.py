@@ -64,6 +64,14 @@ def test_choice(head_dim, dtype, backend, capability, segmented, expected):
     assert chosen == expected
 
 
+def test_a_soft_cap_is_beyond_cudnn():
+    capped = dataclasses.replace(HEADS, soft_cap=50.0)
+    where = {"gpu": "xla", "tpu": "splash"}
+    for backend, expected in where.items():
+        chosen = default_attention(capped, "bfloat16", backend=backend, compute_capability=9.0)
+        assert chosen == expected
+
+
 @pytest.mark.parametrize(
     ("platform", "capability", "expected"),
     [("gpu", "9.0", "cudnn"), ("cuda", "7.5", "xla"), ("rocm", "gfx942", "xla")],
