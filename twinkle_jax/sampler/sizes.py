@@ -7,7 +7,7 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from twinkle_jax.model import AttentionImplementation, DecoderConfig
-from twinkle_jax.model.decoder.config import FULL
+from twinkle_jax.model.decoder.config import LINEAR
 from twinkle_jax.model.decoder.pages import pages_of_window
 from twinkle_jax.model.decoder.sharding import backend_of, row_shards
 
@@ -146,8 +146,9 @@ class Status(NamedTuple):
 
 
 def page_for(config: DecoderConfig, full: int, mesh: Mesh | None) -> int | None:
-    """Choose the tokens of a page; None for short rows and decoders without full attention."""
-    return _PAGE.get(backend_of(mesh)) if FULL in config.block and full > _SHORT else None
+    """Choose the tokens of a page; None for short rows and decoders without attention layers."""
+    has_attention = any(kind != LINEAR for kind in config.block)
+    return _PAGE.get(backend_of(mesh)) if has_attention and full > _SHORT else None
 
 
 def pages_for(needed: int, most: int, parts: int = 8) -> int:

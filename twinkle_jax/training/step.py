@@ -473,8 +473,11 @@ def micro_batches(
 
 def takes_segments(recipe: Recipe) -> bool:
     """Whether a line may hold several rows: not if attention is faster without segments."""
-    config, dtype = recipe.decoder.attention, jnp.dtype(recipe.config.dtype)
-    return default_attention(config, dtype) == default_attention(config, dtype, segmented=True)
+    decoder, dtype = recipe.decoder, jnp.dtype(recipe.config.dtype)
+    return all(
+        default_attention(heads, dtype) == default_attention(heads, dtype, segmented=True)
+        for heads in map(decoder.attention_of, decoder.block)
+    )
 
 
 @partial(jax.jit, static_argnames="mesh")

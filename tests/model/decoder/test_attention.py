@@ -2,6 +2,7 @@
 
 import dataclasses
 import types
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -79,7 +80,18 @@ def test_a_soft_cap_is_beyond_cudnn():
 def test_the_devices_of_the_mesh_are_asked(platform, capability, expected):
     device = types.SimpleNamespace(platform=platform, compute_capability=capability)
     mesh = types.SimpleNamespace(devices=np.array([device, device]))
-    assert choose_attention(None, HEADS, "bfloat16", segmented=False, mesh=mesh) == expected
+    kinds = {"full_attention": HEADS, "sliding_attention": dataclasses.replace(HEADS, head_dim=512)}
+    chosen = choose_attention(None, kinds, "bfloat16", segmented=False, mesh=mesh)
+    assert chosen == {"full_attention": expected, "sliding_attention": "xla"}
+
+
+def test_kinds_of_layers_that_a_named_implementation_does_not_fit_take_their_own():
+    kinds = {"full_attention": dataclasses.replace(HEADS, head_dim=512), "sliding_attention": HEADS}
+    named = partial(choose_attention, dtype="float32", segmented=False, mesh=None)
+    chosen = named("splash", kinds)
+    assert chosen == {"full_attention": "xla", "sliding_attention": "splash"}
+    with pytest.raises(ValueError, match="attention must be 'xla' for heads of width 512"):
+        named("splash", {"full_attention": kinds["full_attention"]})
 
 
 @pytest.mark.parametrize(
@@ -108,12 +120,13 @@ def test_a_sliding_layer_sees_as_many_tokens_as_its_window_has():
     places = np.arange(time)
     nothing = jnp.zeros((1, time, 1, time))  # so that all that is seen weighs the same
     heads = Heads(nothing, nothing, jnp.eye(time)[None, :, None], None)
-    for sliding, number in ((True, 3), (False, time)):
+    static = ((True, 3), (False, time))
+    for sliding, number in (*static, *((jnp.bool_(sliding), n) for sliding, n in static)):
         options = {"implementation": "xla", "mesh": None}
-        attended = attend_causally(heads, config.attention, jnp.bool_(sliding), None, **options)
+        attended = attend_causally(heads, config.attention, sliding, None, **options)
         expected = (places <= places[:, None]) & (places > places[:, None] - number)
         np.testing.assert_array_equal(attended[0, :, 0] > 0, expected)
-        first = first_seen(config, jnp.asarray(places), jnp.bool_(sliding))
+        first = first_seen(config.attention, jnp.asarray(places), sliding)
         np.testing.assert_array_equal(np.maximum(first, 0), expected.argmax(axis=1))
 
 
@@ -178,7 +191,7 @@ def attend_by_page(backend, broken=None, places=PLACES, first=None, scale=0.5):
     keys[:, 2], keys[:, 7, :, 0] = np.nan, np.inf  # what earlier rows have left
     if broken is not None:
         keys[0, 1, :, 0, 2] = broken  # row 0, token 18
-    attended, cached = jax.jit(_attend_pages, static_argnames=("scale", "backend", "in_kernel"))(
+    attended, cached = jax.jit(_attend_pages, static_argnames=("config", "backend", "in_kernel"))(
         *map(jnp.asarray, (query, key, value)),
         KeyValues(jnp.asarray(keys), jnp.asarray(values)),
         jnp.int32(0),
@@ -186,7 +199,7 @@ def attend_by_page(backend, broken=None, places=PLACES, first=None, scale=0.5):
         (PageTable(PAGES, places),),
         jnp.asarray(LENGTH, jnp.int32),
         None if first is None else jnp.asarray(first, jnp.int32),
-        scale=scale,
+        config=AttentionConfig(6, 2, 4, rotary_dim=4, rope_theta=1e4, multiplier=scale),
         backend="cpu" if backend == "kernel" else backend,  # elsewhere it is interpreted
         in_kernel=backend == "kernel",
     )

@@ -18,13 +18,17 @@ from tests.model.families import (
     config_of,
     each,
     family,
+    fill,
     hidden,
     params_of,
     random_params,
+    step,
 )
 from tests.model.reference import reference_hidden, reference_logits
 from twinkle_jax.model import (
     Decoder,
+    Window,
+    extend,
     hidden_states,
     output_logits,
     output_matrix,
@@ -370,6 +374,38 @@ def test_layers_of_both_kinds_are_one_loop_over_one_layer(layers):
     (loop,) = (e for e in program.eqns if e.primitive.name == "scan")
     assert loop.params["length"] == layers
     assert str(loop.params["jaxpr"]).count(" cond[") == 1  # of an attention with a window
+
+
+def test_kinds_of_layers_with_an_attention_each_are_the_same_decoder():
+    """What sliding layers share with full ones, written out: on whole rows and in decoding."""
+    config, params = config_of("gemma3_text"), params_of("gemma3_text")
+    both, window = config.attention, config.attention.window
+    full = dataclasses.replace(both, window=None)
+    sliding = dataclasses.replace(
+        both, rope_theta=window.rope_theta, rope_scaling=None, window=Window(window.size)
+    )
+    apart = dataclasses.replace(config, attention=sliding, full_attention=full)
+    assert apart.block == config.layer_kinds and config.block == ("full_attention",)
+    layers = {
+        str(i): jax.tree.map(lambda x, i=i: x[i : i + 1], params["layers"]["0"]) for i in range(3)
+    }
+    split = {**params, "layers": layers}
+    tokens, mask = batch([[5, 6, 7, 8, 9, 10, 11], [12, 13, 14, 15]], 8, "right")
+    assert_close(hidden(split, apart, tokens, mask), hidden(params, config, tokens, mask), 1e-6)
+    last, cache = fill(params, config, tokens, mask, max_length=10)
+    last_apart, cache_apart = fill(split, apart, tokens, mask, max_length=10)
+    for token in (5, 6):
+        assert_close(last_apart, last, 1e-6)
+        token = jnp.full(2, token)
+        last, cache = step(params, config, token, cache)
+        last_apart, cache_apart = step(split, apart, token, cache_apart)
+    assert_close(last_apart, last, 1e-6)
+    more = jnp.array([[21, 22], [23, 24]])
+    _, cache = fill(params, config, tokens, mask, max_length=10)
+    _, cache_apart = fill(split, apart, tokens, mask, max_length=10)
+    assert_close(
+        extend(split, apart, more, cache_apart)[0], extend(params, config, more, cache)[0], 1e-6
+    )
 
 
 # The module.

@@ -213,7 +213,10 @@ def test_sliding_layers_have_wavelengths_of_their_own_which_nothing_stretches():
     positions = jnp.array([[0, 1, 5]])
     for stretched in (LLAMA3, LinearScaling(4.0), YARN):
         full = dataclasses.replace(HEADS, rope_scaling=stretched)
-        tables = rotary_tables(positions, dataclasses.replace(full, window=window))
+        config = dataclasses.replace(
+            config_of("gemma3_text"), attention=dataclasses.replace(full, window=window)
+        )
+        tables = rotary_tables(positions, config)
         plain = dataclasses.replace(HEADS, rope_theta=7.0)
         for sliding, alone in ((True, plain), (False, full)):
             actual = table_of(tables, jnp.bool_(sliding))

@@ -74,34 +74,41 @@ def default_attention(
 
 def choose_attention(
     named: AttentionImplementation | None,
-    config: AttentionConfig,
+    kinds: Mapping[str, AttentionConfig],
     dtype: DTypeLike,
     *,
     segmented: bool,
     mesh: Mesh | None,
-) -> AttentionImplementation:
-    """Return the implementation that was named, if these devices support it; by default, the best.
+) -> dict[str, AttentionImplementation]:
+    """Choose an implementation for each kind of layers: the named one, by default the best.
 
-    On a CPU splash attention is interpreted: slow, but with the values that it has on a TPU.
+    Kinds that the named one does not support here take their best; if none does, it is refused. On
+    a CPU splash attention is interpreted: slow, but with the values that it has on a TPU.
     """
     backend = backend_of(mesh)
-    default = default_attention(
-        config,
-        dtype,
-        segmented=segmented,
-        backend=backend,
-        compute_capability=_capability(mesh) if backend == "gpu" else None,
-    )
-    fits = {default, "xla"}
-    if backend == "cpu" and _splash_fits(config, dtype):
-        fits.add("splash")
-    if named is not None and named not in fits:
+    chosen: dict[str, AttentionImplementation] = {}
+    fit_any: set[str] = set()
+    for kind, config in kinds.items():
+        default = default_attention(
+            config,
+            dtype,
+            segmented=segmented,
+            backend=backend,
+            compute_capability=_capability(mesh) if backend == "gpu" else None,
+        )
+        fits = {default, "xla"}
+        if backend == "cpu" and _splash_fits(config, dtype):
+            fits.add("splash")
+        chosen[kind] = default if named is None or named not in fits else named
+        fit_any |= fits
+    if named is not None and named not in fit_any:
+        widths = " and ".join(str(width) for width in sorted({a.head_dim for a in kinds.values()}))
         raise ValueError(
-            f"attention must be {' or '.join(map(repr, sorted(fits)))} for heads of width "
-            f"{config.head_dim} in {jnp.dtype(dtype)}, {'with' if segmented else 'without'} "
+            f"attention must be {' or '.join(map(repr, sorted(fit_any)))} for heads of width "
+            f"{widths} in {jnp.dtype(dtype)}, {'with' if segmented else 'without'} "
             f"segment_ids, on a {backend}, got {named!r}"
         )
-    return default if named is None else named
+    return chosen
 
 
 def _splash_fits(config: AttentionConfig, dtype: DTypeLike) -> bool:
@@ -139,11 +146,12 @@ def project_heads(
     x: Float[Array, "tokens width"],
     weights: Mapping[str, Any],
     config: DecoderConfig,
+    kind: str,
     rotary: RotaryTable,
     batch: int,
 ) -> Heads:
     """Project rows of activations to heads, normalise them and rotate queries and keys."""
-    a = config.attention
+    a = config.attention_of(kind)
 
     def heads(y: Float[Array, "tokens out"], count: int) -> Float[Array, "batch time heads width"]:
         return y.reshape(batch, -1, count, y.shape[-1] // count)
@@ -181,7 +189,7 @@ def project_out(
 def attend_causally(
     heads: Heads,
     config: AttentionConfig,
-    sliding: Bool[Array, ""],
+    sliding: Bool[Array, ""] | bool,
     segment_ids: Int[Array, "batch time"] | None,
     *,
     implementation: AttentionImplementation,
@@ -189,7 +197,7 @@ def attend_causally(
 ) -> Float[Array, "batch time heads width"]:
     """Causal attention over whole rows, within the window if the layer slides.
 
-    Whether it slides is traced, so that layers of both kinds are one scan over one body.
+    Whether it slides may be traced, so that layers of both kinds are one scan over one body.
     """
 
     def see(window: int | None, query: Array, key: Array, value: Array) -> Array:
@@ -223,6 +231,8 @@ def attend_causally(
     arrays = heads[:3]
     if config.window is None or config.window.size >= heads.key.shape[1]:
         return see(None, *arrays)
+    if isinstance(sliding, bool):
+        return see(config.window.size if sliding else None, *arrays)
     return jax.lax.cond(sliding, partial(see, config.window.size), partial(see, None), *arrays)
 
 
@@ -304,12 +314,12 @@ def _scaled(
 
 
 def attend_more(
-    config: DecoderConfig,
+    config: AttentionConfig,
     heads: Heads,
     cached: KeyValues,
     length: Int[Array, " batch"],
     mask: Bool[Array, "batch time"],
-    sliding: Bool[Array, ""],
+    sliding: Bool[Array, ""] | bool,
 ) -> tuple[Float[Array, "batch time heads width"], KeyValues]:
     """Append tokens to the rows of a cache; each attends to everything in its row up to itself.
 
@@ -337,7 +347,7 @@ def attend_more(
         values,
         jnp.repeat(places, each, axis=1),
         first_seen(config, jnp.repeat(places, each, axis=1), sliding),
-        config.attention,
+        config,
     )
     attended = attended.reshape(batch, groups, time, each, width).swapaxes(1, 2)
     attended = attended.reshape(heads.query.shape)
@@ -346,28 +356,28 @@ def attend_more(
 
 def attend_step(
     config: DecoderConfig,
+    kind: str,
     y: Float[Array, "batch width"],
     weights: Params,
     cached: Any,
     repeat: Int[Array, ""],
     length: Int[Array, " batch"],
     rotary: RotaryTable,
-    first: Int[Array, " batch"] | None,
     mesh: Mesh | None,
-    sliding: Bool[Array, ""],
+    sliding: Bool[Array, ""] | bool,
     tables: tuple[PageTable, ...] = (),
 ) -> tuple[Float[Array, "batch width"], Any]:
     """Write each row's new keys and values into the cache, and attend to all slots up to them.
 
     Args:
         config: the decoder.
+        kind: of the layer.
         y: the layer's input.
         weights: of the layer.
         cached: keys and values of a stack of layers, `KeyValues` or `WindowedKeyValues`.
         repeat: the layer's place in its stack.
         length: tokens that each row holds.
         rotary: of the tokens' positions.
-        first: from `first_seen`.
         mesh: devices.
         sliding: whether the layer slides.
         tables: of the pages, a second one where sliding layers have their own; none for whole rows.
@@ -375,15 +385,14 @@ def attend_step(
     Returns:
         The layer's output, and the cache with the tokens in it.
     """
-    batch = y.shape[0]
-    heads = project_heads(y, weights["self_attn"], config, rotary, batch)
+    batch, attention = y.shape[0], config.attention_of(kind)
+    heads = project_heads(y, weights["self_attn"], config, kind, rotary, batch)
+    first = first_seen(attention, length, sliding)
     if tables:
         groups, width = heads.key.shape[2:]
         backend = backend_of(mesh)
         in_kernel = _page_kernel_fits(heads.query.dtype, cached, mesh)
-        attend = partial(
-            _attend_pages, config=config.attention, backend=backend, in_kernel=in_kernel
-        )
+        attend = partial(_attend_pages, config=attention, backend=backend, in_kernel=in_kernel)
         if mesh is not None:
             split = None if groups % mesh.shape["tensor"] else "tensor"
             rows, row_heads = PartitionSpec(ROWS), PartitionSpec(ROWS, split)
@@ -401,7 +410,7 @@ def attend_step(
             heads.value[:, 0],
             cached,
             repeat,
-            sliding,
+            jnp.asarray(sliding),
             tables,
             length,
             first,
@@ -423,7 +432,7 @@ def attend_step(
         layer.values,
         length[:, None],
         None if first is None else first[:, None],
-        config.attention,
+        attention,
     )
     attended = attended.reshape(batch, 1, -1, width)
     return project_out(attended, heads.gate, weights["self_attn"]), KeyValues(keys, values)
@@ -674,10 +683,10 @@ def _page_moments(
 
 
 def first_seen(
-    config: DecoderConfig, places: Int[Array, "*batch"], sliding: Bool[Array, ""]
+    config: AttentionConfig, places: Int[Array, "*batch"], sliding: Bool[Array, ""] | bool
 ) -> Int[Array, "*batch"] | None:
     """Return the first slot that the token in each place attends to; None: all slots."""
-    window = config.attention.window
+    window = config.window
     return None if window is None else jnp.where(sliding, places - window.size + 1, 0)
 
 

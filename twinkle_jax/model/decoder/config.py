@@ -225,6 +225,8 @@ class DecoderConfig:
         layer_kinds: `"full_attention"`, `"sliding_attention"` or `"linear_attention"` for each
             layer.
         attention: the attention of the full and sliding layers.
+        full_attention: the attention of the full layers, where it differs; `attention` is then that
+            of the sliding ones.
         unrotated_layers: numbers of the full layers without rotary positions, counted from 0.
         delta_net: the mixer of the linear layers; None if there are none.
         experts: the experts of the feed-forward layers; None: these are dense.
@@ -249,6 +251,7 @@ class DecoderConfig:
     intermediate_size: int
     layer_kinds: tuple[str, ...]
     attention: AttentionConfig
+    full_attention: AttentionConfig | None = None
     delta_net: DeltaNetConfig | None = None
     experts: ExpertsConfig | None = None
     unrotated_layers: tuple[int, ...] = ()
@@ -275,9 +278,11 @@ class DecoderConfig:
         """The shortest sequence of layer kinds that the decoder repeats; layers are stacked by it.
 
         Layer `i` is member `i % len(block)` of repetition `i // len(block)`. Sliding layers count
-        as full ones: their parameters are the same, and which layers slide is data of the scan.
+        as full ones where their parameters are the same: which layers slide is data of the scan.
         """
-        kinds = tuple(FULL if kind == SLIDING else kind for kind in self.layer_kinds)
+        kinds = self.layer_kinds
+        if self.full_attention is None:
+            kinds = tuple(FULL if kind == SLIDING else kind for kind in kinds)
         for size in range(1, self.layers + 1):
             if kinds[:size] * (self.layers // size) == kinds:
                 return kinds[:size]
@@ -287,6 +292,22 @@ class DecoderConfig:
     def repeats(self) -> int:
         """How often the block is repeated: the length of the leading axis of stacked parameters."""
         return self.layers // len(self.block)
+
+    def attention_of(self, kind: str) -> AttentionConfig:
+        """Return the attention of the members of a kind in `block`."""
+        if kind == FULL and self.full_attention is not None:
+            return self.full_attention
+        return self.attention
+
+    def slides(self, kind: str) -> bool | None:
+        """Whether the members of a kind in `block` slide; None: `sliding` says which layers do."""
+        return None if self.full_attention is None else kind == SLIDING
+
+    @property
+    def key_value_heads(self) -> int:
+        """The largest number that divides the key-value heads of every layer."""
+        other = self.full_attention or self.attention
+        return math.gcd(self.attention.key_value_heads, other.key_value_heads)
 
     @property
     def sliding(self) -> np.ndarray:

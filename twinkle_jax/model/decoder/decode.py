@@ -14,10 +14,9 @@ from jaxtyping import Array, Bool, Float, Int
 from twinkle_jax.model.decoder.attention import (
     AttentionImplementation,
     attend_step,
-    first_seen,
 )
 from twinkle_jax.model.decoder.cache import Cache, make_cache, stack_layers, unstack_layers
-from twinkle_jax.model.decoder.config import FULL, DecoderConfig
+from twinkle_jax.model.decoder.config import LINEAR, DecoderConfig
 from twinkle_jax.model.decoder.delta_net import linear_step
 from twinkle_jax.model.decoder.feed_forward import feed_forward
 from twinkle_jax.model.decoder.forward import decoder_inputs, run
@@ -200,12 +199,11 @@ def decode_step(
         raise ValueError("cache must come from unstack_layers, as params do, got layers in a stack")
     embedding = embedding_of(params)
     dtype = jnp.dtype(embedding.dtype if compute_dtype is None else compute_dtype)
-    unrotated = bool(config.unrotated_layers)
     active = jnp.ones(tokens.shape, bool) if mask is None else mask
     positions = cache.length
     if config.attention.longest_row is not None:  # rows that have ended may lie beyond it
         positions = jnp.where(active, positions, 0)
-    rotary = rotary_tables(positions[:, None], config.attention, unrotated=unrotated)
+    rotary = rotary_tables(positions[:, None], config)
     tables = _page_tables(cache, active, mesh)
 
     # The scan carries the whole cache: a step then writes its token in place and copies nothing.
@@ -216,20 +214,20 @@ def decode_step(
         (x, layers), (place, members, sliding, second, number) = carry, xs
         layers = dict(layers)
         for member, kind in enumerate(config.block):
-            name, repeat = str(member), place[member]
+            name, repeat, slides = str(member), place[member], config.slides(kind)
             y = input_norm(config, x, members[name], "input_layernorm")
-            if kind == FULL:
+            if kind != LINEAR:
                 mixed, layers[name] = attend_step(
                     config,
+                    kind,
                     y,
                     members[name],
                     layers[name],
                     repeat,
                     cache.length,
-                    table_of(rotary, second[member]),
-                    first_seen(config, cache.length, sliding[member]),
+                    table_of(rotary, second[member] if slides is None else slides),
                     mesh,
-                    sliding[member],
+                    sliding[member] if slides is None else slides,
                     tables,
                 )
             else:

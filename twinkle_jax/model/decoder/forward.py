@@ -26,7 +26,7 @@ from twinkle_jax.model.decoder.attention import (
     project_out,
 )
 from twinkle_jax.model.decoder.cache import Cache
-from twinkle_jax.model.decoder.config import FULL, DecoderConfig
+from twinkle_jax.model.decoder.config import LINEAR, DecoderConfig
 from twinkle_jax.model.decoder.delta_net import delta_net
 from twinkle_jax.model.decoder.feed_forward import feed_forward
 from twinkle_jax.model.decoder.layers import (
@@ -284,30 +284,34 @@ def run(
     embedding = embedding_of(params)
     dtype = jnp.dtype(embedding.dtype if compute_dtype is None else compute_dtype)
     segmented = inputs.segment_ids is not None
-    implementation = choose_attention(
-        attention, config.attention, dtype, segmented=segmented, mesh=attention_mesh
+    kinds = {kind: config.attention_of(kind) for kind in config.block}
+    implementations = choose_attention(
+        attention, kinds, dtype, segmented=segmented, mesh=attention_mesh
     )
 
     def layer(
         kind: str,
         x: Array,
         weights: Params,
-        sliding: Array,
-        second: Array,
+        sliding: Array | bool,
+        second: Array | bool,
         state: Any,
         routing: Any,
     ) -> tuple[Array, Any, Any]:
         weights = gather_weights(weights, dtype, mesh)
+        slides = config.slides(kind)
+        if slides is not None:
+            sliding = second = slides
 
         def attend(heads: Heads) -> tuple[Array, Any]:
             if cache is not None:
-                return attend_more(config, heads, state, cache.length, inputs.mask, sliding)
+                return attend_more(kinds[kind], heads, state, cache.length, inputs.mask, sliding)
             attended = attend_causally(
                 heads,
-                config.attention,
+                kinds[kind],
                 sliding,
                 inputs.segment_ids,
-                implementation=implementation,
+                implementation=implementations[kind],
                 mesh=attention_mesh,
             )
             return attended, heads[1:3]
@@ -367,7 +371,7 @@ def _layer(
     kind: str,
     x: Float[Array, "tokens width"],
     weights: Params,
-    second: Bool[Array, ""],
+    second: Bool[Array, ""] | bool,
     inputs: DecoderInputs,
     attend: Callable[[Heads], tuple[Array, Any]],
     state: Any,
@@ -376,10 +380,10 @@ def _layer(
 ) -> tuple[Float[Array, "tokens width"], Any, Any]:
     """Run one layer; also return its keys and values or linear-attention state, and experts."""
     y = input_norm(config, x, weights, "input_layernorm")
-    if kind == FULL:
+    if kind != LINEAR:
         batch = inputs.tokens.shape[0]
         rotary = table_of(inputs.rotary, second)
-        heads = project_heads(y, weights["self_attn"], config, rotary, batch)
+        heads = project_heads(y, weights["self_attn"], config, kind, rotary, batch)
         attended, state = attend(heads)
         mixed = project_out(attended, heads.gate, weights["self_attn"])
     else:
@@ -425,8 +429,7 @@ def decoder_inputs(
         positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
     if config.attention.longest_row is not None:  # padding may lie beyond it, and be NaN
         positions = jnp.where(kept, positions, 0)
-    unrotated = bool(config.unrotated_layers)
-    rotary = rotary_tables(positions, config.attention, unrotated=unrotated)
+    rotary = rotary_tables(positions, config)
     return DecoderInputs(tokens, kept, rotary, segment_ids)
 
 

@@ -288,31 +288,33 @@ def rotary_table(positions: Int[Array, "batch time"], config: AttentionConfig) -
 
 
 def rotary_tables(
-    positions: Int[Array, "batch time"], config: AttentionConfig, *, unrotated: bool = False
+    positions: Int[Array, "batch time"], config: DecoderConfig
 ) -> tuple[RotaryTable, ...]:
     """Compute the table of full layers, and a second one for layers that differ, if any do.
 
-    Args:
-        positions: of the tokens.
-        config: the attention; sliding layers have a table of their own.
-        unrotated: whether there are layers without rotary positions, which are turned by 0. No
-            family has these and sliding layers.
+    These are sliding layers, or layers without rotary positions, which are turned by 0. No family
+    has both.
     """
-    full = rotary_table(positions, config)
-    if unrotated:
-        cos, sin = full
-        return full, (jnp.ones_like(cos), jnp.zeros_like(sin))
-    if config.window is None or config.window.rope_theta is None:
-        return (full,)
-    theta = config.window.rope_theta
-    sliding = dataclasses.replace(config, rope_theta=theta, rope_scaling=None)
-    return full, rotary_table(positions, sliding)
+    attention = config.attention
+    table = rotary_table(positions, attention)
+    if config.full_attention is not None:
+        return rotary_table(positions, config.full_attention), table
+    if config.unrotated_layers:
+        cos, sin = table
+        return table, (jnp.ones_like(cos), jnp.zeros_like(sin))
+    if attention.window is None or attention.window.rope_theta is None:
+        return (table,)
+    theta = attention.window.rope_theta
+    sliding = dataclasses.replace(attention, rope_theta=theta, rope_scaling=None)
+    return table, rotary_table(positions, sliding)
 
 
-def table_of(tables: tuple[RotaryTable, ...], second: Bool[Array, ""]) -> RotaryTable:
+def table_of(tables: tuple[RotaryTable, ...], second: Bool[Array, ""] | bool) -> RotaryTable:
     """Choose the table of a layer, by whether it takes the second one, if there are two."""
     if len(tables) == 1:
         return tables[0]
+    if isinstance(second, bool):
+        return tables[second]
     return jax.tree.map(lambda a, b: jnp.where(second, b, a), *tables)
 
 

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Key
 
-from twinkle_jax.model.decoder.config import FULL, DecoderConfig
+from twinkle_jax.model.decoder.config import LINEAR, AttentionConfig, DecoderConfig
 
 Params = Mapping[str, Any]
 EXPERTS = "experts"  # of paths whose matrices are stacked by expert
@@ -61,7 +61,10 @@ def layer_parameters(config: DecoderConfig, kind: str) -> list[Parameter]:
     if config.output_norms:
         after += norms("pre_feedforward") if config.input_norms else []
         after += norms("post_feedforward")
-    mixer = _attention(config, scale) if kind == FULL else _delta_net(config)
+    if kind == LINEAR:
+        mixer = _delta_net(config)
+    else:
+        mixer = _attention(config.attention_of(kind), width, scale)
     return [*before, *mixer, *after, *_feed_forward(config)]
 
 
@@ -89,8 +92,7 @@ def _feed_forward(config: DecoderConfig) -> list[Parameter]:
     return table
 
 
-def _attention(config: DecoderConfig, scale: Initial) -> list[Parameter]:
-    a, width = config.attention, config.hidden_size
+def _attention(a: AttentionConfig, width: int, scale: Initial) -> list[Parameter]:
     queries, keys = a.query_heads * a.head_dim, a.key_value_heads * a.head_dim
     widths = {"q_proj": queries * (2 if a.output_gate else 1), "k_proj": keys, "v_proj": keys}
     table = [Parameter(("self_attn", n, "kernel"), (width, out)) for n, out in widths.items()]

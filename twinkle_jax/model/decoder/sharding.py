@@ -227,7 +227,7 @@ def batch_sharding(mesh: Mesh) -> NamedSharding:
 
 def fits(mesh: Mesh, config: DecoderConfig, rows: int) -> bool:
     """Return whether a mesh divides rows and key-value heads."""
-    heads = config.attention.key_value_heads
+    heads = config.key_value_heads
     return not rows % row_shards(mesh) and not heads % mesh.shape["tensor"]
 
 
@@ -240,7 +240,7 @@ def check_fit(mesh: Mesh | None, config: DecoderConfig, rows: int) -> None:
         raise ValueError(
             f"batch must have a multiple of {devices} rows, data times fsdp of the mesh, got {rows}"
         )
-    heads = config.attention.key_value_heads
+    heads = config.key_value_heads
     if heads % tensor:
         fit = [n for n in range(1, heads + 1) if heads % n == 0]
         raise ValueError(
