@@ -26,6 +26,7 @@ from tests.training.runs import (
 from tests.training.small_run import EVERY_STEP, STEPS, Scorer, config, evaluation, update
 from twinkle_jax.rollout.hosts import InterruptedRunError
 from twinkle_jax.training import OptimizerConfig, SamplerMismatchError, train
+from twinkle_jax.training.checkpoint import RunCheckpoints
 from twinkle_jax.training.config import with_setting
 from twinkle_jax.training.display import Display
 from twinkle_jax.training.progress import LastStep, save
@@ -97,14 +98,17 @@ def test_a_signal_saves_the_last_finished_step(
 @pytest.mark.exhaustive
 def test_a_full_disk_names_the_step_and_spoils_nothing(folder, uninterrupted, tmp_path):
     copy_until(uninterrupted, tmp_path / "run", 2)
-    less_than_a_checkpoint_needs = ["bash", "-c", 'ulimit -f 60; exec "$@"', "bash"]
+    # 12 KiB: facts and metrics fit, but no list of the arrays, which is one file. How the arrays
+    # are dealt out to files depends on how their writes happen to coincide.
+    less_than_a_checkpoint_needs = ["bash", "-c", 'ulimit -f 12; exec "$@"', "bash"]
     settings = {"resume": "auto", "steps": STEPS}
     ended = run(folder, tmp_path / "run", before=less_than_a_checkpoint_needs, **settings)
     assert ended.returncode == 1
     messages = [line for line in ended.stderr.splitlines() if line.startswith("twinkle-jax: ")]
     assert len(messages) == 1  # orbax's threads may have a word of their own
     assert "step 3 was not saved: File too large" in messages[0]
-    assert steps(tmp_path / "run") == [0, 1, 2]
+    # Writes that are still under way after the first error may leave a partial directory.
+    assert RunCheckpoints(tmp_path / "run" / "checkpoints").steps() == [0, 1, 2]
     assert_goes_on(folder, tmp_path / "run", uninterrupted)
 
 
