@@ -119,14 +119,14 @@ def test_a_run_leaves_all_that_there_is_to_know(folder, uninterrupted):
 
 
 def test_what_is_judged_is_the_policy_as_it_is_by_then(folder, uninterrupted):
-    """Before the first step, after the fourth and at the end; the sampled ones lie between."""
+    """Before the first step and once after the fourth, the last; the sampled ones lie between."""
     run_config, _, calls = uninterrupted
     prompts = read_jsonl(run_config.evaluation.path)[: run_config.evaluation.problems]
-    for call, name in ((0, "model"), (6, "whole/policy"), (7, "whole/policy")):
+    for call, name in ((0, "model"), (6, "whole/policy")):
         listener = Listener()
         evaluate(load_policy(str(folder / name)), prompts, listener, run_config.rollout)
         assert calls[call] == listener.heard[0]
-    assert len(calls) == 8 and calls[0] not in (calls[3], calls[6])
+    assert len(calls) == 7 and calls[0] not in (calls[3], calls[6])
 
 
 def test_adapters_go_on_with_the_base_that_they_were_trained_on(folder, tmp_path):
@@ -479,15 +479,15 @@ def judged_config(folder, directory, **changes):
 def judged(folder):
     reward = Scorer()
     train(judged_config(folder, folder / "judged"), reward=reward)
-    # 2 before the first step; 1 a step; 2 after steps 2 and 4; 2 at the end
-    assert reward.calls == 2 + 4 + 2 * 2 + 2
+    # 2 before the first step; 1 a step; 2 after steps 2 and 4, the last, which is not judged twice
+    assert reward.calls == 2 + 4 + 2 * 2
     assert "eval/accuracy" in metrics(folder / "judged")[1]
     return folder / "judged"
 
 
-# In the first part of the evaluation after step 2, of that after the last step, of the one at the
-# end of the run; in a second part, which is the last thing to be done, so that it is finished.
-MOMENTS = [(5, 2, 1), (9, 4, 3), (11, 4, 4), (6, 2, 2)]
+# In the first part of the evaluation after step 2, and of that after the last step; in a second
+# part, which is the last thing to be done, so that it is finished.
+MOMENTS = [(5, 2, 1), (9, 4, 3), (10, 4, 4), (6, 2, 2)]
 
 
 @pytest.mark.parametrize(
@@ -511,6 +511,19 @@ def test_an_interrupted_evaluation_is_repeated(folder, judged, tmp_path, capsys,
     again = train(dataclasses.replace(run_config, resume="auto", steps=5), reward=Scorer())
     assert again["steps"] == 5
     assert metrics(tmp_path / "run")[:4] == metrics(judged)
+
+
+@pytest.mark.exhaustive
+def test_an_interrupted_evaluation_at_the_end_is_repeated(folder, tmp_path):
+    """Of a run whose last step is not evaluated by itself."""
+    run_config, reward = judged_config(folder, tmp_path / "run", steps=3), Scorer(call8=interrupt)
+    assert train(run_config, reward=reward)["interrupted"]
+    assert (reward.calls, len(metrics(tmp_path / "run"))) == (8, 3)
+    resumed = train(dataclasses.replace(run_config, resume="auto"), reward=Scorer())
+    whole = train(judged_config(folder, tmp_path / "whole", steps=3), reward=Scorer())
+    names = ("accuracy_before", "accuracy_after", "reward_before", "reward_after", "steps")
+    assert [resumed[name] for name in names] == [whole[name] for name in names]
+    assert_same_run(tmp_path / "run", tmp_path / "whole")
 
 
 @pytest.mark.exhaustive

@@ -1,6 +1,7 @@
 """Twinkle's sampler: its engine's options, adapters by path, scored prompts; and distillation."""
 
 import shutil
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -79,6 +80,17 @@ def test_a_template_reads_the_tokenizer_of_the_checkpoint(checkpoint, tmp_path):
     assert model.template.tokenizer.decode(model.template.tokenizer.encode("zx")) == "zx"
     (response,) = sampler.sample("12", GREEDY, return_encoded=True)
     assert response.sequences[0].decoded is not None
+
+
+@pytest.mark.parametrize("place", ["nowhere/at/all", "no-owner/no-tokenizer", Path(), 5])
+def test_a_wrong_tokenizer_id_is_named(checkpoint, tmp_path, monkeypatch, place):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    model = TransformersModel(model_id=checkpoint, tokenizer_id=place)
+    with pytest.raises(TypeError if place == 5 else ValueError, match=r"^tokenizer_id must"):
+        model.set_template("Template")
+    with pytest.raises(TypeError if place == 5 else ValueError, match=r"^model_id must"):
+        model.set_template("Template", model_id=place)
 
 
 def test_adapters_by_path(checkpoint, sampler, trained, tmp_path):

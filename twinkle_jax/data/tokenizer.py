@@ -93,7 +93,7 @@ class Tokenizer:
         require("tokenizers", "data")
         import tokenizers
 
-        directory = _directory(path_or_id, argument)
+        directory = locate_tokenizer(path_or_id, argument)
         try:
             backend = tokenizers.Tokenizer.from_file(str(directory / "tokenizer.json"))
         except Exception as error:  # the library raises nothing narrower
@@ -271,7 +271,10 @@ def _read_json(path: Path) -> dict[str, Any]:
     return contents
 
 
-def _directory(path_or_id: str | Path, argument: str) -> Path:
+def locate_tokenizer(path_or_id: str | Path, argument: str) -> Path:
+    """Return the directory of a tokenizer; download a hub id. `argument` names it in errors."""
+    if not isinstance(path_or_id, str | Path):
+        raise TypeError(f"{argument} must be a directory or a hub id, got {path_or_id!r}")
     directory = Path(path_or_id).expanduser()
     if not directory.is_dir():
         if not isinstance(path_or_id, str) or not _HUB_ID.fullmatch(path_or_id):
@@ -281,10 +284,16 @@ def _directory(path_or_id: str | Path, argument: str) -> Path:
         require("huggingface_hub", "checkpoints")
         from huggingface_hub import snapshot_download
 
-        directory = Path(snapshot_download(path_or_id, allow_patterns=list(_FILES)))
+        try:
+            directory = Path(snapshot_download(path_or_id, allow_patterns=list(_FILES)))
+        except Exception as error:  # of the hub, the network or the disk
+            raise ValueError(
+                f"{argument} must be a directory, or a hub id that can be downloaded, got "
+                f"{path_or_id!r}, which is no directory here: {error}"
+            ) from error
     if not (directory / "tokenizer.json").is_file():
         files = sorted(path.name for path in directory.iterdir())[:10]
-        raise ValueError(f"{directory} must hold tokenizer.json, got {files}")
+        raise ValueError(f"{argument} must hold tokenizer.json, got {directory} with {files}")
     return directory
 
 

@@ -72,6 +72,7 @@ class Progress(NamedTuple):
         step: steps done.
         totals: counters.
         data: the loader's state: its position, and a fingerprint of the data.
+        held_out: results of the evaluation after this step; None without one. Not saved.
     """
 
     state: TrainState
@@ -79,6 +80,7 @@ class Progress(NamedTuple):
     step: int
     totals: Totals
     data: dict[str, Any]
+    held_out: dict[str, float] | None = None
 
     def is_intact(self) -> bool:
         """Whether no array is deleted: a running update deletes those that it was donated."""
@@ -248,10 +250,14 @@ class LastStep:
             elif wait:
                 self._settle_saved(wait=True)
 
-    def poll(self) -> None:
-        """Raise the error of a failed save in the background, without waiting."""
+    def poll(self, *, wait: bool = False) -> None:
+        """Raise the error of a failed save in the background.
+
+        Args:
+            wait: True waits until the save is complete.
+        """
         with self._lock:
-            self._settle_saved(wait=False)
+            self._settle_saved(wait=wait)
 
     def _settle_saved(self, *, wait: bool) -> None:
         try:

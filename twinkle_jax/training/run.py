@@ -327,6 +327,9 @@ def _write_metrics(
 ) -> tuple[Progress, InterruptedRunError | None]:
     """Evaluate if it is due, and write a step's metrics, also if the evaluation raises.
 
+    The line of a step that will be saved is written when the save before it is complete: a process
+    that is killed then loses no more than these steps.
+
     Returns:
         The progress, and a signal that has arrived: processes tell each other in the same message.
     """
@@ -359,6 +362,9 @@ def _write_metrics(
                 engine=run.engine, params=progress.state.params, check=check,
             )  # fmt: skip
             metrics |= {f"eval/{name}": value for name, value in results.items()}
+            progress = progress._replace(held_out=results)
+        if _saves_after(run, progress.step):
+            last.poll(wait=True)
     except InterruptedRunError:
         raise
     except BaseException:
@@ -432,12 +438,13 @@ def summarize(progress: Progress, *, interrupted: bool) -> dict[str, Any]:
 def finish(
     run: Run, progress: Progress, directory: Path, check: Callable[[], None]
 ) -> dict[str, Any]:
-    """Run the final evaluation, save the policy, and write curves and summary."""
+    """Evaluate unless the last step did, save the policy, and write curves and summary."""
     hosts.together("ending", check)
-    params = progress.state.params
-    results = held_out(
-        run.config, run.task, run.policy, engine=run.engine, params=params, check=check
-    )
+    params, results = progress.state.params, progress.held_out
+    if results is None:
+        results = held_out(
+            run.config, run.task, run.policy, engine=run.engine, params=params, check=check
+        )
     after = {f"{name}_after": results.get(name) for name in ("accuracy", "reward")}
     summary = summarize(progress, interrupted=False) | after
     save_policy(run.policy._replace(params=params), directory / "policy")

@@ -18,6 +18,7 @@ from twinkle_jax.data import (
     parse_react_calls,
 )
 from twinkle_jax.data import Template as BaseTemplate
+from twinkle_jax.data.tokenizer import locate_tokenizer
 from twinkle_jax.twinkle.names import add_submodules, construct, local_id
 
 
@@ -104,17 +105,20 @@ class Template(BaseTemplate):
         return [self.decode(ids, **options) for ids in token_ids]
 
 
-def make_template(kind: Any, checkpoint: Any, **options: Any) -> Any:
+def make_template(kind: Any, checkpoint: Any, called: str = "model_id", /, **options: Any) -> Any:
     """Make a template as `construct` does, of this checkpoint unless options have a `model_id`.
 
     Args:
         kind: a name, a class or an object.
         checkpoint: of the model or sampler that the template is for; None if it has none.
+        called: the user's name for `checkpoint` in errors.
         options: arguments of the class.
     """
     of_class = isinstance(kind, str) or (isinstance(kind, type) and issubclass(kind, Template))
-    if of_class and checkpoint is not None:
-        options.setdefault("model_id", checkpoint)
+    if of_class and checkpoint is not None and "model_id" not in options:
+        if called != "model_id":
+            locate_tokenizer(checkpoint, called)
+        options["model_id"] = checkpoint
     return construct(kind, "template", **options)
 
 

@@ -657,6 +657,7 @@ def test_layers_of_smollm3_without_rotary_positions():
         ({"sliding_window_pattern": 4}, "sliding_window_pattern"),
         ({"sliding_window": None}, "sliding_window"),
         ({"no_rope_layers": [1, 1, 0]}, "no_rope_layers"),
+        ({"rope_parameters": {"rope_theta": 1e4}}, "rope_parameters"),
     ],
 )
 def test_what_olmo_3_refuses(changes, name):

@@ -479,7 +479,8 @@ def _rope_by_kind(flat: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     by_kind = _section(flat, "rope_parameters")
     for key in by_kind.keys() - {FULL, SLIDING}:
         raise ValueError(
-            f"rope_parameters must have the keys {FULL!r} and {SLIDING!r} only, got {_shown(key)}"
+            f"rope_parameters must have the keys {FULL!r} and {SLIDING!r} only, got {_shown(key)}, "
+            "which transformers ignores there: put it below the kind of layers that it is for"
         )
     return {kind: _section(by_kind, kind) for kind in (FULL, SLIDING)}
 

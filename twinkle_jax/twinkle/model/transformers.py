@@ -138,7 +138,8 @@ class TransformersModel(SavedPolicy):
         that of the model's checkpoint.
         """
         group = self.group(adapter_name)
-        template = make_template(template_cls, self.tokenizer_id, **options)
+        called = "model_id" if self.tokenizer_id == self.source else "tokenizer_id"
+        template = make_template(template_cls, self.tokenizer_id, called, **options)
         if not callable(getattr(template, "encode", template)):
             raise TypeError(
                 f"template must be a function or an object with 'encode', got {template!r}"
