@@ -97,7 +97,7 @@ def test_written_configs_read_as_what_they_were(name):
     assert written["bos_token_id"] == 7
     assert written["dtype"] == written["torch_dtype"] == "bfloat16"
     names = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3", "qwen3_5_text": "Qwen3_5"}
-    names |= {"gemma3_text": "Gemma3", "mistral": "Mistral"}
+    names |= {"gemma3_text": "Gemma3", "gemma4_text": "Gemma4", "mistral": "Mistral"}
     names |= {"olmo2": "Olmo2", "olmo3": "Olmo3", "smollm3": "SmolLM3"}
     names |= {"granite": "Granite", "phi3": "Phi3"}
     names |= {"qwen3_moe": "Qwen3Moe", "qwen3_5_moe_text": "Qwen3_5Moe"}
