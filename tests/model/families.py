@@ -98,8 +98,10 @@ _GEMMA4 = {  # full layers with heads of their own
     "num_hidden_layers": 4,
     "layer_types": ["sliding_attention", "full_attention"] * 2,
     "sliding_window": 3,
-    "global_head_dim": 16,
-    "num_global_key_value_heads": 1,
+    "num_key_value_heads": 4,
+    "head_dim": 16,
+    "global_head_dim": 32,
+    "num_global_key_value_heads": 2,
     "attention_k_eq_v": True,
     "hidden_size_per_layer_input": 0,
     "rope_parameters": {

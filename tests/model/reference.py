@@ -5,8 +5,13 @@ from typing import Any
 
 import numpy as np
 
-from twinkle_jax.model import AttentionConfig, DecoderConfig, LinearScaling, LongRopeScaling
-from twinkle_jax.model.decoder.config import ProportionalScaling
+from twinkle_jax.model import (
+    AttentionConfig,
+    DecoderConfig,
+    LinearScaling,
+    LongRopeScaling,
+    ProportionalScaling,
+)
 
 
 def reference_hidden(

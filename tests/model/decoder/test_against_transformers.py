@@ -85,7 +85,8 @@ CASES = {
         "rope_parameters": None,
         "attention_bias": True,
         "global_head_dim": 24,
-        "num_global_key_value_heads": 2,
+        "num_key_value_heads": 2,
+        "num_global_key_value_heads": 1,
     },
     "gemma4_text with values": {
         "attention_k_eq_v": False,
