@@ -27,6 +27,7 @@ NAMES = (
     "qwen3_5_text",
     "qwen3_moe",
     "gemma3_text",
+    "gemma4_text",
     "olmo3",
     "smollm3",
     "granite",
@@ -103,6 +104,27 @@ _CAPPED = {  # bounds that bend most logits
     "final_logit_softcapping": 2.5,
     "tie_word_embeddings": True,
 }
+_GEMMA4 = {  # full layers with heads of their own
+    "num_hidden_layers": 4,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "sliding_window": 3,
+    "num_key_value_heads": 4,
+    "head_dim": 16,
+    "global_head_dim": 32,
+    "num_global_key_value_heads": 2,
+    "attention_k_eq_v": True,
+    "hidden_size_per_layer_input": 0,
+    "final_logit_softcapping": 2.5,
+    "rope_parameters": {
+        "full_attention": {
+            "rope_type": "proportional",
+            "rope_theta": 500.0,
+            "partial_rotary_factor": 0.25,
+        },
+        "sliding_attention": {"rope_type": "default", "rope_theta": 20.0},
+    },
+    "tie_word_embeddings": True,
+}
 _OLMO3 = {  # windows that rows of seven tokens are longer than
     "num_hidden_layers": 3,
     "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
@@ -118,6 +140,7 @@ _OWN |= {"qwen3_5_moe_text": _LINEAR | _EXPERTS | {"shared_expert_intermediate_s
 _OWN |= {"qwen3_5_text": _LINEAR, "gemma3_text": _SLIDING, "gemma2": _CAPPED}
 # transformers' defaults are beyond the small vocabulary
 _NO_ENDS = {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
+_OWN |= {"gemma4_text": _GEMMA4}
 _OWN |= {"olmo2": _NO_ENDS, "olmo3": _NO_ENDS | _OLMO3}
 _OWN |= {"smollm3": _NO_ENDS | {"num_hidden_layers": 4, "no_rope_layers": [1, 0, 0, 1]}}
 _OWN["phi3"] = _NO_ENDS | {  # four of six entries of a head are rotated
@@ -156,7 +179,7 @@ def random_params(config: DecoderConfig, seed: int = 0) -> dict[str, Any]:
     rng = np.random.default_rng(seed)
 
     def draw(path: Any, leaf: jax.ShapeDtypeStruct) -> jax.Array:
-        centre = 0.7 if path[-1].key in ("scale", "dt_bias") else 0.0
+        centre = 0.7 if path[-1].key in ("scale", "dt_bias", "layer_scalar") else 0.0
         spread = 0.3 if leaf.ndim > 1 else 0.5
         return jnp.asarray(centre + spread * rng.standard_normal(leaf.shape), jnp.float32)
 

@@ -5,7 +5,13 @@ from typing import Any
 
 import numpy as np
 
-from twinkle_jax.model import AttentionConfig, DecoderConfig, LinearScaling, LongRopeScaling
+from twinkle_jax.model import (
+    AttentionConfig,
+    DecoderConfig,
+    LinearScaling,
+    LongRopeScaling,
+    ProportionalScaling,
+)
 
 
 def reference_hidden(
@@ -40,6 +46,7 @@ def reference_hidden(
         else:
             y = _experts(y, w["mlp"], config, None if routing is None else routing[:, layer])
         x = x + config.residual_multiplier * _between(y, "post_feedforward_layernorm", w, config)
+        x = x * w.get("layer_scalar", 1)
     hidden = norm(x, np.asarray(params["norm"]["scale"], np.float64), config)
     return hidden / config.logits_scaling
 
@@ -129,6 +136,9 @@ def frequencies(a: AttentionConfig) -> np.ndarray:
         if isinstance(s, LongRopeScaling):
             angles.append(2 * np.pi / (wavelength * s.factors[i]))
             continue
+        if isinstance(s, ProportionalScaling):
+            angles.append(2 * np.pi / wavelength if 2 * (i + 1) <= s.part * a.head_dim else 0)
+            continue
         if s is not None and wavelength > s.original_length / s.low_frequency:
             wavelength *= s.factor
         elif s is not None and wavelength >= s.original_length / s.high_frequency:
@@ -154,6 +164,8 @@ def _attention(
     y: np.ndarray, w: Any, config: DecoderConfig, places: np.ndarray, *, sliding: bool
 ) -> np.ndarray:
     a, time, seen = config.attention, len(y), len(y)
+    if not sliding and config.full_attention is not None:
+        a = config.full_attention
     scale = a.multiplier or 1 / np.sqrt(a.query_width or a.head_dim)
     if sliding:
         seen = a.window.size
@@ -169,7 +181,10 @@ def _attention(
         keys = norm(keys, w["k_norm"]["scale"], config)
     queries = queries.reshape(time, a.query_heads, -1)
     keys = keys.reshape(time, a.key_value_heads, -1)
-    values = project("v_proj").reshape(time, a.key_value_heads, -1)
+    values = project("k_proj" if a.shared_values else "v_proj")
+    values = values.reshape(time, a.key_value_heads, -1)
+    if a.value_norm:
+        values = values / np.sqrt((values**2).mean(-1, keepdims=True) + config.norm_epsilon)
     out = np.zeros((time, a.query_heads, a.head_dim))
     for head in range(a.query_heads):
         group = head // (a.query_heads // a.key_value_heads)

@@ -108,6 +108,21 @@ def test_without_gradients_nothing_decays():
     assert info.applied and state.tokens == 0
 
 
+def test_what_a_checkpoint_sets_stays_as_it_is():
+    """Neither weight decay nor an update without a gradient changes it; the rest decays."""
+    for optimizer in (
+        optax.adamw(1.0, weight_decay=0.5),
+        optax.chain(optax.add_decayed_weights(0.5), optax.sgd(1.0)),
+    ):
+        layer = {"layer_scalar": jnp.full((2, 1), 0.5), "w": jnp.ones((2, 3))}
+        state = train_state({"layers": {"0": layer}}, optimizer)
+        state = state._replace(denominator=jnp.float32(1), tokens=jnp.int32(3))
+        state, info = apply_gradients(state, optimizer, learning_rate=0.5)
+        layer = state.params["layers"]["0"]
+        np.testing.assert_array_equal(layer["layer_scalar"], 0.5)
+        assert info.applied and (layer["w"] != 1).all()
+
+
 def test_an_update_that_is_not_wanted_is_skipped():
     optimizer = optax.adam(1.0)
     state, _ = apply_gradients(state_of([1, 2], 1, optimizer), optimizer)

@@ -16,6 +16,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from twinkle_jax.loss import Coefficient
 from twinkle_jax.model import Params, make_mesh, shard_like_params
+from twinkle_jax.model.decoder.parameters import LAYER_SCALAR
 from twinkle_jax.model.decoder.sharding import constrain, find_mesh, sum_over_leaves
 from twinkle_jax.training.score import positive_scalar, traced_scalar
 
@@ -224,7 +225,9 @@ def _apply(
     wide = jax.tree.map(lambda x: x.astype(jnp.float32), state.params)
     with jax.numpy_dtype_promotion("standard"):
         updates, optimizer_state = optimizer.update(gradients, state.optimizer_state, wide)
-        wide = jax.tree.map(lambda x, u: x + learning_rate * u, wide, updates)
+        wide = jax.tree_util.tree_map_with_path(
+            lambda path, x, u: x if _is_constant(path) else x + learning_rate * u, wide, updates
+        )
     params = jax.tree.map(lambda x, old: x.astype(old.dtype), wide, state.params)
     applied = usable & _all_finite(params, mesh)
 
@@ -237,6 +240,11 @@ def _apply(
         step=state.step + applied.astype(state.step.dtype),
     )
     return constrain(new_state, mesh), UpdateInfo(norm, applied)
+
+
+def _is_constant(path: Any) -> bool:
+    """Whether a parameter is never updated, not even by weight decay."""
+    return jax.tree_util.keystr(path[-1:], simple=True) == LAYER_SCALAR
 
 
 def _check_fit(optimizer: optax.GradientTransformation, state: TrainState) -> None:

@@ -89,6 +89,24 @@ CASES = {
         "attn_logit_softcapping": None,
         "num_key_value_heads": 4,
     },
+    "gemma4_text": {},
+    "gemma4_text by pattern": {
+        "layer_types": None,
+        "num_hidden_layers": 8,  # the last one is full, too
+        "sliding_window": 2,
+        "rope_parameters": None,
+        "attention_bias": True,
+        "global_head_dim": 24,
+        "num_key_value_heads": 2,
+        "num_global_key_value_heads": 1,
+    },
+    "gemma4_text with values": {
+        "attention_k_eq_v": False,
+        "layer_types": ["full_attention"] * 2,
+        "num_hidden_layers": 2,
+        "tie_word_embeddings": False,
+        "use_bidirectional_attention": "vision",
+    },
     "olmo2": {"num_hidden_layers": 1},
     "olmo2 biased, tied": {
         "attention_bias": True,
@@ -172,6 +190,9 @@ def oracle(case, **changes):
         for name, p in model.named_parameters():
             centre = 0.7 if "norm" in name or "dt_bias" in name else 0.0
             p.copy_(centre + 0.3 * torch.randn_like(p))
+        for name, x in model.named_buffers():
+            if name.endswith("layer_scalar"):
+                x.copy_(0.7 + 0.3 * torch.randn_like(x))
     return model
 
 
@@ -329,6 +350,9 @@ def test_gradients_of_a_loss(name, saved):
         ours = gradient
         for key in path:
             ours = ours[key]
+        if path[-1] == "layer_scalar":  # it is not trained
+            np.testing.assert_array_equal(ours, 0)
+            continue
         for repeat, stored in enumerate(stored_names(decoder.config, path, p, "model.")):
             ours_stored = np.asarray(ours if path[0] != "layers" else ours[repeat])
             ours_stored = to_stored(path, ours_stored)
@@ -351,6 +375,9 @@ def test_gradients_of_a_loss(name, saved):
         "gemma3_text",
         "gemma3_text by pattern",
         "gemma2",
+        "gemma4_text",
+        "gemma4_text by pattern",
+        "gemma4_text with values",
         "olmo2 biased, tied",
         "olmo3",
         "olmo3 yarn by pattern",
@@ -411,22 +438,16 @@ def test_old_configurations(saved, tmp_path):
 @pytest.mark.parametrize(
     "name",
     [
-        "llama",
-        "olmo2",
-        "olmo3",
-        "smollm3",
-        "granite",
-        "phi3",
-        "qwen2",
-        "qwen3",
-        "gemma2",
-        "gemma3_text",
+        *("llama", "olmo2", "olmo3", "smollm3", "granite", "phi3", "qwen2", "qwen3"),
+        *("gemma2", "gemma3_text", "gemma4_text"),
     ],
 )
 def test_what_a_configuration_leaves_out_is_transformers_default(name):
     sizes = {"vocab_size": 48, "hidden_size": 256, "intermediate_size": 40}
     sizes |= {"num_hidden_layers": 8, "num_attention_heads": 32}
     written = {"model_type": name, **({} if name.startswith("gemma") else sizes)}
+    if name == "gemma4_text":
+        written["hidden_size_per_layer_input"] = 0  # the default is unsupported
     full = transformers.AutoConfig.for_model(**written).to_dict()
     assert parse_config(written) == parse_config(full)
 
@@ -450,6 +471,16 @@ VISION = {
         "image_size": 16,
         "patch_size": 4,
     },
+    "gemma4": {
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "patch_size": 4,
+        "position_embedding_size": 16,
+    },
 }
 
 
@@ -459,7 +490,7 @@ def test_vision_language_checkpoints(name, tmp_path):
     torch.manual_seed(0)
     config = transformers.AutoConfig.for_model(
         name,
-        text_config=family(f"{name}_text", tie_word_embeddings=name == "gemma3"),
+        text_config=family(f"{name}_text", tie_word_embeddings=name.startswith("gemma")),
         vision_config=VISION[name],
     )
     model = transformers.AutoModelForImageTextToText.from_config(config).float().eval()

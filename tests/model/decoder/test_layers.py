@@ -10,9 +10,17 @@ from jax.test_util import check_grads
 
 from tests.model.families import config_of
 from tests.model.reference import frequencies, rotated
-from twinkle_jax.model import AttentionConfig, LinearScaling, RopeScaling, Window, YarnScaling
+from twinkle_jax.model import (
+    AttentionConfig,
+    LinearScaling,
+    ProportionalScaling,
+    RopeScaling,
+    Window,
+    YarnScaling,
+)
 from twinkle_jax.model.decoder.layers import (
     embed,
+    layer_output,
     map_logits,
     norm,
     output_logits,
@@ -42,6 +50,39 @@ def test_project_by_hand():
 def sine_of_projection(x, kernel):
     """Its gradients depend on both factors."""
     return jnp.sin(project(x, {"kernel": kernel}))
+
+
+def test_proportional_positions_by_hand():
+    """Of four pairs the first two rotate, as without the scaling, and the others stay."""
+    heads = AttentionConfig(
+        1, 1, head_dim=8, rotary_dim=8, rope_theta=16.0, rope_scaling=ProportionalScaling(0.5)
+    )
+    np.testing.assert_array_equal(rotary_frequencies(heads), [1, 0.5, 0, 0])  # 16^(-1/4) = 1/2
+    third = dataclasses.replace(heads, rope_scaling=ProportionalScaling(0.49))
+    np.testing.assert_array_equal(rotary_frequencies(third), [1, 0, 0, 0])
+    turned = rotate(jnp.ones((1, 1, 1, 8)), rotary_table(jnp.array([[2]]), heads))[0, 0, 0]
+    cos, sin = np.cos([2, 1]), np.sin([2, 1])
+    np.testing.assert_allclose(turned, [*(cos - sin), 1, 1, *(cos + sin), 1, 1], rtol=1e-6)
+
+
+def test_the_number_of_a_layer_multiplies_and_gets_no_gradient():
+    config = dataclasses.replace(config_of("qwen3"), layer_scalars=True)
+
+    def total(x, number):
+        return layer_output(config, x, {"layer_scalar": number}).sum()
+
+    x, number = jnp.array([[1.0, 2.0]]), jnp.array([0.5])
+    assert total(x, number) == 1.5
+    of_x, of_number = jax.grad(total, argnums=(0, 1))(x, number)
+    np.testing.assert_array_equal(of_x, [[0.5, 0.5]])
+    assert of_number == 0
+    assert layer_output(config_of("qwen3"), x, {}) is x
+
+
+def test_a_norm_without_a_weight():
+    x = jnp.array([[3.0, 4.0, 0.0, 0.0]])
+    np.testing.assert_allclose(rms_norm(x, None, epsilon=0.0), [[1.2, 1.6, 0, 0]], rtol=1e-6)
+    assert rms_norm(x.astype(jnp.bfloat16), None, epsilon=1e-6).dtype == jnp.bfloat16
 
 
 def test_derivatives_of_a_projection():

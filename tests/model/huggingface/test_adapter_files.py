@@ -247,18 +247,27 @@ def test_targets_that_are_not_those_of_the_tensors_are_refused(saved):
             load_adapter(saved, CONFIG)
 
 
+_VISION = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "patch_size": 4}
+_VISION |= {"num_attention_heads": 1}
+_TOWERS = {
+    "gemma3": _VISION | {"image_size": 8},
+    "gemma4": _VISION | {"num_key_value_heads": 1, "head_dim": 8, "position_embedding_size": 4},
+}
+
+
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`")
-def test_peft_opens_that_of_a_model_with_a_vision_tower(tmp_path):
+@pytest.mark.parametrize("name", _TOWERS)
+def test_peft_opens_that_of_a_model_with_a_vision_tower(name, tmp_path):
     """PEFT warns of tensors that it does not find, and then has a model without the adapter."""
     get = "pip install 'twinkle-jax[test,oracle]'"
     peft = pytest.importorskip("peft", reason=get)
     torch = pytest.importorskip("torch", reason=get)
     transformers = pytest.importorskip("transformers", reason=get)
-    text = json.loads(config_of("gemma3_text").original)
-    vision = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
-    vision |= {"num_attention_heads": 1, "image_size": 8, "patch_size": 4}
-    theirs = transformers.Gemma3ForConditionalGeneration(
-        transformers.Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4)
+    text = json.loads(config_of(f"{name}_text").original)
+    settings = {"text_config": text, "vision_config": _TOWERS[name]}
+    settings |= {"mm_tokens_per_image": 4} if name == "gemma3" else {}
+    theirs = transformers.AutoModelForImageTextToText.from_config(
+        transformers.AutoConfig.for_model(name, **settings)
     )
     theirs.save_pretrained(tmp_path / "base")
     params, config = (decoder := load_pretrained(tmp_path / "base")).params, decoder.config

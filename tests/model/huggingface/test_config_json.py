@@ -13,6 +13,7 @@ from tests.model.families import ALL, family
 from twinkle_jax.model import (
     LinearScaling,
     LongRopeScaling,
+    ProportionalScaling,
     Window,
     YarnScaling,
     hidden_states,
@@ -97,7 +98,8 @@ def test_written_configs_read_as_what_they_were(name):
     assert written["bos_token_id"] == 7
     assert written["dtype"] == written["torch_dtype"] == "bfloat16"
     names = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3", "qwen3_5_text": "Qwen3_5"}
-    names |= {"gemma3_text": "Gemma3", "gemma2": "Gemma2", "mistral": "Mistral"}
+    names |= {"gemma2": "Gemma2", "gemma3_text": "Gemma3", "gemma4_text": "Gemma4"}
+    names |= {"mistral": "Mistral"}
     names |= {"olmo2": "Olmo2", "olmo3": "Olmo3", "smollm3": "SmolLM3"}
     names |= {"granite": "Granite", "phi3": "Phi3"}
     names |= {"qwen3_moe": "Qwen3Moe", "qwen3_5_moe_text": "Qwen3_5Moe"}
@@ -545,6 +547,115 @@ GEMMA_REFUSED = [
 @pytest.mark.parametrize(("changes", "name"), GEMMA_REFUSED)
 def test_what_gemma_3_refuses(changes, name):
     refused(family("gemma3_text") | changes, name)
+
+
+def test_what_gemma_4_is():
+    config = parse_config(family("gemma4_text"))
+    assert config.float32_norms and not config.centred_norms and config.output_norms
+    assert config.layer_scalars and config.embedding_multiplier == 24**0.5
+    assert config.logits_soft_cap == 2.5 and config.attention.soft_cap is None
+    sliding, full = config.attention, config.full_attention
+    assert config.block == (SLIDING, FULL) and config.repeats == 2
+    assert (config.attention_of(SLIDING), config.attention_of(FULL)) == (sliding, full)
+    for heads in (sliding, full):
+        assert heads.qk_norm and heads.value_norm and heads.scale == 1 and heads.query_heads == 4
+        assert heads.rotary_dim == heads.head_dim
+    assert (sliding.head_dim, sliding.key_value_heads, sliding.window) == (16, 4, Window(3))
+    assert (full.head_dim, full.key_value_heads, full.window) == (32, 2, None)
+    assert config.key_value_heads == 2
+    assert (sliding.rope_theta, sliding.rope_scaling) == (20.0, None)
+    assert (full.rope_theta, full.rope_scaling) == (500.0, ProportionalScaling(0.25))
+    shapes = parameter_shapes(config)["layers"]
+    assert "v_proj" in shapes["0"]["self_attn"] and "v_proj" not in shapes["1"]["self_attn"]
+    assert shapes["1"]["self_attn"]["o_proj"]["kernel"].shape == (2, 4 * 32, 24)
+    assert shapes["0"]["layer_scalar"].shape == (2, 1)
+
+
+def test_heads_of_gemma_4s_full_layers_in_both_spellings():
+    expected = parse_config(family("gemma4_text"))
+    by_layer = family("gemma4_text", global_head_dim=99, num_global_key_value_heads=None)
+    heads = {"head_dim": 32, "num_key_value_heads": 2}
+    for layers in (("1", "3"), ("01", "03"), (1, 3)):
+        by_layer["per_layer_config"] = dict.fromkeys(layers, heads)
+        assert parse_config(by_layer) == expected
+    # With the heads of sliding layers, unless others are named.
+    none = parse_config(family("gemma4_text", num_global_key_value_heads=None))
+    assert none.full_attention.key_value_heads == 4
+    unshared = parse_config(family("gemma4_text", attention_k_eq_v=False))
+    assert unshared.full_attention.key_value_heads == 4  # as in transformers
+    same = parse_config(by_layer | {"per_layer_config": {}})
+    assert same.full_attention.head_dim == 16 and same.block == (SLIDING, FULL)
+
+
+def test_layers_of_gemma_4_by_default():
+    changes = {"layer_types": None, "rope_parameters": None, "num_hidden_layers": 8}
+    config = parse_config(family("gemma4_text", **changes))
+    assert config.layer_kinds == (SLIDING,) * 5 + (FULL, SLIDING, FULL)
+    assert config.attention.rope_theta == 1e4 and config.full_attention.rope_theta == 1e6
+    assert parse_config(family("gemma4_text", **changes | {"num_hidden_layers": 12})).repeats == 2
+    alone = parse_config(family("gemma4_text", layer_types=[FULL] * 4))
+    assert alone.full_attention is None and alone.block == (FULL,)
+    assert alone.attention == parse_config(family("gemma4_text")).full_attention
+    for decoder in (config, alone):
+        written = export_config(decoder, nested=False, dtype="float32")
+        assert "rope_scaling" not in written and parse_config(written) == decoder
+
+
+def test_a_nested_gemma_4():
+    text = family("gemma4_text")
+    nested = {"model_type": "gemma4", "text_config": text, "vision_config": {"depth": 2}}
+    config = parse_config(nested)
+    assert config == parse_config(text)
+    written = export_config(config, nested=True, dtype="float32")
+    assert written["vision_config"] == {"depth": 2} and parse_config(written) == config
+
+
+_LAYER_HEADS = {"head_dim": 32, "num_key_value_heads": 2}
+
+
+@pytest.mark.parametrize(
+    ("changes", "name"),
+    [
+        ({"hidden_size_per_layer_input": 8}, "hidden_size_per_layer_input"),
+        ({"num_kv_shared_layers": 2}, "num_kv_shared_layers"),
+        ({"enable_moe_block": True}, "enable_moe_block"),
+        ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping"),
+        ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention"),
+        ({"global_head_dim": 0}, "global_head_dim"),
+        ({"num_global_key_value_heads": 3}, "num_key_value_heads"),
+        ({"num_global_key_value_heads": "2"}, "num_global_key_value_heads"),
+        ({"attention_k_eq_v": 1}, "attention_k_eq_v"),
+        ({"layer_types": [SLIDING] * 4}, "layer_types"),
+        ({"sliding_window_pattern": 6}, "sliding_window_pattern"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 8.0}}, "rope_scaling"),
+        ({"rope_parameters": {FULL: {"rope_type": "linear", "factor": 8.0}}}, "rope_type"),
+        (
+            {"rope_parameters": {FULL: {"rope_type": "proportional", "factor": 8.0}}},
+            "factor",
+        ),
+        (
+            {"rope_parameters": {FULL: {"rope_type": "proportional", "partial_rotary_factor": 2}}},
+            "partial_rotary_factor",
+        ),
+        ({"rope_parameters": {SLIDING: {"rope_type": "proportional"}}}, "rope_type"),
+        ({"rope_parameters": {FULL: {"partial_rotary_factor": 0.25}}}, "partial_rotary_factor"),
+        ({"per_layer_config": {"1": _LAYER_HEADS}}, "per_layer_config"),
+        ({"per_layer_config": {"1": _LAYER_HEADS, "3": {"head_dim": 16}}}, "per_layer_config"),
+        ({"per_layer_config": dict.fromkeys("0123", _LAYER_HEADS)}, "per_layer_config"),
+        ({"per_layer_config": {key: {"sliding_window": 2} for key in "13"}}, "per_layer_config"),
+        ({"per_layer_config": dict.fromkeys("13", 5)}, "per_layer_config"),
+        ({"per_layer_config": [1]}, "per_layer_config"),
+    ],
+)
+def test_what_gemma_4_refuses(changes, name):
+    refused(family("gemma4_text") | changes, name)
+    refused({"model_type": "gemma4", "text_config": family("gemma4_text") | changes}, name)
+
+
+def test_gemma_4s_of_today_have_inputs_for_each_layer_by_default():
+    config = family("gemma4_text")
+    del config["hidden_size_per_layer_input"]
+    refused(config, "hidden_size_per_layer_input")
 
 
 def test_phi_3_as_its_authors_write_it():

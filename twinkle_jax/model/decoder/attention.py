@@ -16,7 +16,14 @@ from jaxtyping import Array, Bool, Float, Int
 from twinkle_jax.loss.token_logprobs import compute_capability, soft_capped
 from twinkle_jax.model.decoder.cache import KeyValues, WindowedKeyValues, write_token
 from twinkle_jax.model.decoder.config import AttentionConfig, DecoderConfig
-from twinkle_jax.model.decoder.layers import RotaryTable, norm, project, project_all, rotate
+from twinkle_jax.model.decoder.layers import (
+    RotaryTable,
+    norm,
+    project,
+    project_all,
+    rms_norm,
+    rotate,
+)
 from twinkle_jax.model.decoder.pages import PageTable, Places, finite_values, write_in_pages
 from twinkle_jax.model.decoder.parameters import Params
 from twinkle_jax.model.decoder.precision import multiply, rounded, traced_backend
@@ -156,7 +163,8 @@ def project_heads(
     def heads(y: Float[Array, "tokens out"], count: int) -> Float[Array, "batch time heads width"]:
         return y.reshape(batch, -1, count, y.shape[-1] // count)
 
-    query, key, value = project_all(x, weights, "qkv_proj")
+    query, key, *rest = project_all(x, weights, "qkv_proj")
+    value = key if a.shared_values else rest[0]
     if a.joint_qk_norm:
         query, key = norm(config, query, weights["q_norm"]), norm(config, key, weights["k_norm"])
     query, key = heads(query, a.query_heads), heads(key, a.key_value_heads)
@@ -167,6 +175,8 @@ def project_heads(
         gate = gate.reshape(x.shape[0], -1)
     if a.qk_norm and not a.joint_qk_norm:
         query, key = norm(config, query, weights["q_norm"]), norm(config, key, weights["k_norm"])
+    if a.value_norm:
+        value = rms_norm(value, None, epsilon=config.norm_epsilon)
     return Heads(rotate(query, rotary), rotate(key, rotary), value, gate)
 
 

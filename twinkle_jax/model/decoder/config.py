@@ -94,6 +94,17 @@ class LongRopeScaling:
 
 
 @dataclass(frozen=True)
+class ProportionalScaling:
+    """Proportional rotary positions: of the pairs of a head, only the first ones rotate.
+
+    Attributes:
+        part: fraction of the pairs that rotate, with the wavelengths that they have without it.
+    """
+
+    part: float
+
+
+@dataclass(frozen=True)
 class Window:
     """Sliding layers: their window, and their rotary base.
 
@@ -121,6 +132,8 @@ class AttentionConfig:
         query_width: logits are divided by its square root; None: `head_dim`.
         multiplier: logits are multiplied by it instead; None: as `query_width` says.
         soft_cap: logits are bounded by it, with a tanh, before the softmax; None: they are not.
+        shared_values: whether values are the projected keys, before their norm and rotation.
+        value_norm: whether values are normalised, without a weight.
         window: the window of sliding layers; None if there are none.
         bias: whether queries, keys and values have a bias.
         output_bias: whether the output projection has one.
@@ -140,10 +153,14 @@ class AttentionConfig:
     qk_norm: bool = False
     joint_qk_norm: bool = False
     output_gate: bool = False
-    rope_scaling: RopeScaling | LinearScaling | YarnScaling | LongRopeScaling | None = None
+    rope_scaling: (
+        RopeScaling | LinearScaling | YarnScaling | LongRopeScaling | ProportionalScaling | None
+    ) = None
     query_width: int | None = None
     multiplier: float | None = None
     soft_cap: float | None = None
+    shared_values: bool = False
+    value_norm: bool = False
     window: Window | None = None
 
     @property
@@ -235,6 +252,8 @@ class DecoderConfig:
         float32_norms: whether norms multiply by their weight in float32 and round afterwards.
         input_norms: whether the inputs of attention and feed-forward are normalised.
         output_norms: whether their outputs are, before they are added to the residual stream.
+        layer_scalars: whether each layer's output is multiplied by a number of its own, which is
+            not trained.
         activation: activation of the feed-forward gate.
         embedding_multiplier: embeddings are multiplied by it.
         residual_multiplier: outputs of attention and feed-forward are multiplied by it before they
@@ -260,6 +279,7 @@ class DecoderConfig:
     float32_norms: bool = False
     input_norms: bool = True
     output_norms: bool = False
+    layer_scalars: bool = False
     activation: Activation = "silu"
     embedding_multiplier: float = 1.0
     residual_multiplier: float = 1.0
@@ -353,6 +373,13 @@ class Family:
         qk_norm: whether queries and keys are normalised.
         joint_qk_norm: whether that norm is over all heads together.
         output_gate: whether attention has an output gate.
+        value_norm: whether values are normalised.
+        attention_multiplier: attention logits are multiplied by it; None: as keys of the
+            configuration or the width of a head say.
+        global_heads: whether full layers have heads of their own, by `global_head_dim`,
+            `num_global_key_value_heads` and `attention_k_eq_v`. Sliding layers then do not share
+            their parameters, and the last layer must be full.
+        layer_scalars: whether each layer's output is multiplied by a number of its own.
         centred_norms: whether norms are stored as their distance from 1.
         float32_norms: whether norms multiply by their weight in float32.
         linear_layers: whether layers may be linear; their keys are `linear_…`.
@@ -392,6 +419,10 @@ class Family:
     qk_norm: bool = False
     joint_qk_norm: bool = False
     output_gate: bool = False
+    value_norm: bool = False
+    attention_multiplier: float | None = None
+    global_heads: bool = False
+    layer_scalars: bool = False
     centred_norms: bool = False
     float32_norms: bool = False
     linear_layers: bool = False
@@ -634,5 +665,56 @@ FAMILIES: dict[str, Family] = {
         carried=(),
     ),
     "gemma3_text": _GEMMA3,
+    "gemma4_text": Family(
+        "Gemma4ForCausalLM",
+        head_dim=256,
+        qk_norm=True,
+        value_norm=True,
+        attention_multiplier=1.0,
+        global_heads=True,
+        layer_scalars=True,
+        soft_caps=("final_logit_softcapping",),
+        float32_norms=True,
+        window_pattern=6,
+        output_norms=True,
+        scaled_embedding=True,
+        activation_key="hidden_activation",
+        activation="gelu_pytorch_tanh",
+        rope_types=("default", "proportional"),
+        defaults={
+            "vocab_size": 262_144,
+            "hidden_size": 2304,
+            "intermediate_size": 9216,
+            "num_hidden_layers": 30,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 4,
+            "global_head_dim": 512,
+            "sliding_window": 512,
+            "tie_word_embeddings": True,
+            "hidden_size_per_layer_input": 256,
+            "rope_parameters": {
+                FULL: {
+                    "rope_type": "proportional",
+                    "rope_theta": 1e6,
+                    "partial_rotary_factor": 0.25,
+                },
+                SLIDING: {"rope_type": "default", "rope_theta": 1e4},
+            },
+        },
+        other_keys={
+            "hidden_size_per_layer_input": (0, None),  # E2B's and E4B's
+            "num_kv_shared_layers": (0,),
+            "use_double_wide_mlp": (False, True),  # of layers that share keys and values
+            "enable_moe_block": (False,),
+            "use_bidirectional_attention": (None, "vision", False),  # of the tokens of an image
+            "rope_scaling": (None,),
+        },
+        enclosing="gemma4",
+        carried=tuple(
+            f"{prefix}{name}."
+            for prefix in ("model.", "")
+            for name in ("vision_tower", "embed_vision", "audio_tower", "embed_audio")
+        ),
+    ),
 }
 ENCLOSING = {family.enclosing: name for name, family in FAMILIES.items() if family.enclosing}

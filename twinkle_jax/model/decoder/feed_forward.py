@@ -14,7 +14,14 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
 from twinkle_jax.model.decoder.config import DecoderConfig, ExpertsConfig
-from twinkle_jax.model.decoder.layers import add, input_norm, norm, project, project_all
+from twinkle_jax.model.decoder.layers import (
+    add,
+    input_norm,
+    layer_output,
+    norm,
+    project,
+    project_all,
+)
 from twinkle_jax.model.decoder.parameters import EXPERTS, Params
 from twinkle_jax.model.decoder.precision import matmul, rounded, same_tracing, traced_backend
 from twinkle_jax.model.decoder.sharding import ROWS, row_shards
@@ -46,7 +53,7 @@ def feed_forward(
     stack: tuple[Params, Int[Array, ""]] | None = None,
     routing: Int[Array, "tokens chosen"] | None = None,
 ) -> tuple[Float[Array, "tokens width"], Int[Array, "tokens chosen"] | None]:
-    """Add the second half of a layer to the residual stream; also return the experts.
+    """Add the second half of a layer to the residual stream, its end; also return the experts.
 
     Args:
         config: the decoder.
@@ -70,7 +77,7 @@ def feed_forward(
         y, chosen = _mix_experts(config, config.experts, y, weights["mlp"], mesh, stack, routing)
     if config.output_norms:
         y = norm(config, y, weights["post_feedforward_layernorm"])
-    return add(config, x, y), chosen
+    return layer_output(config, add(config, x, y), weights), chosen
 
 
 def _gated(

@@ -18,10 +18,11 @@ from twinkle_jax.model.decoder.config import (
     DecoderConfig,
     LinearScaling,
     LongRopeScaling,
+    ProportionalScaling,
     YarnScaling,
 )
 from twinkle_jax.model.decoder.lora import adapter_change
-from twinkle_jax.model.decoder.parameters import Params, embedding_of
+from twinkle_jax.model.decoder.parameters import LAYER_SCALAR, Params, embedding_of
 from twinkle_jax.model.decoder.precision import exact_product, matmul, rounded
 from twinkle_jax.model.decoder.sharding import spread_lookup
 
@@ -43,8 +44,11 @@ def project(
 def project_all(
     x: Float[Array, "tokens into"], weights: Mapping[str, Any], fused: str
 ) -> list[Float[Array, "tokens out"]]:
-    """Apply the projections that are one tensor in some families, where one adapter changes all."""
-    outputs = [project(x, weights[name]) for name in FUSED[fused]]
+    """Apply the projections that are one tensor in some families, where one adapter changes all.
+
+    Without a projection of values, there is no output for it.
+    """
+    outputs = [project(x, weights[name]) for name in FUSED[fused] if name in weights]
     if fused not in weights:
         return outputs
     ends = np.cumsum([y.shape[-1] for y in outputs])
@@ -54,7 +58,7 @@ def project_all(
 
 def rms_norm(
     x: Float[Array, "*batch width"],
-    scale: Float[Array, " width"],
+    scale: Float[Array, " width"] | None,
     *,
     epsilon: float,
     centred: bool = False,
@@ -66,15 +70,17 @@ def rms_norm(
 
     Args:
         x: rows to normalise.
-        scale: $w$.
+        scale: $w$; None for 1.
         epsilon: $\epsilon$.
         centred: whether the weight is stored as its distance from 1.
         wide: whether the product is taken in float32, as it is with `centred`, else in the type of
             `x`: as the checkpoints of each family were trained.
     """
-    scale = scale.reshape((1,) * (x.ndim - 1) + scale.shape)
     y = x.astype(jnp.float32)
     y = y * jax.lax.rsqrt(jnp.mean(jnp.square(y), axis=-1, keepdims=True) + epsilon)
+    if scale is None:
+        return rounded(y, x.dtype)
+    scale = scale.reshape((1,) * (x.ndim - 1) + scale.shape)
     if centred or wide:
         return rounded(y * (scale.astype(jnp.float32) + (1 if centred else 0)), x.dtype)
     return rounded(rounded(y, x.dtype) * rounded(scale, x.dtype))
@@ -153,6 +159,15 @@ def add(
     return rounded(x + _times(y, config.residual_multiplier))
 
 
+def layer_output(
+    config: DecoderConfig, x: Float[Array, "tokens width"], weights: Params
+) -> Float[Array, "tokens width"]:
+    """Multiply a layer's output by the layer's number, which gets no gradient, if it has one."""
+    if not config.layer_scalars:
+        return x
+    return rounded(x * rounded(jax.lax.stop_gradient(weights[LAYER_SCALAR]), x.dtype)[None])
+
+
 def _times(x: Float[Array, "*shape"], factor: float) -> Float[Array, "*shape"]:
     """Multiply by a factor that has more digits than the type of `x` may have."""
     if factor == 1:
@@ -227,7 +242,8 @@ def rotary_frequencies(config: AttentionConfig) -> np.ndarray:
     rotate `factor` times slower, those with more than `high_frequency` turns are unchanged, and
     those in between are interpolated. With linear scaling all pairs rotate `factor` times slower.
     YaRN is like Llama 3's, but interpolates by the number of the pair, not by its turns. With
-    LongRoPE each pair has a factor of its own.
+    LongRoPE each pair has a factor of its own. Proportional rotary positions leave the last pairs
+    where they are.
 
     References:
         [RoFormer](https://arxiv.org/abs/2104.09864) (Su et al., 2021);
@@ -244,6 +260,9 @@ def rotary_frequencies(config: AttentionConfig) -> np.ndarray:
         return frequencies / scaling.factor
     if isinstance(scaling, LongRopeScaling):
         return frequencies / np.array(scaling.factors)
+    if isinstance(scaling, ProportionalScaling):
+        pair = np.arange(len(frequencies))
+        return np.where(pair < int(scaling.part * config.rotary_dim // 2), frequencies, 0)
     if isinstance(scaling, YarnScaling):
         unscaled = 1 - _yarn_ramp(config, scaling)
     else:

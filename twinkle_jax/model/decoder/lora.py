@@ -31,7 +31,7 @@ from twinkle_jax.model.decoder.parameters import (
 from twinkle_jax.model.decoder.precision import matmul, rounded
 
 ALL_LINEAR = "all-linear"
-VISION = ".*vision_tower.*"  # of Gemma 3; what PEFT leaves out, whose projections have equal names
+VISION = ".*vision_tower.*"  # of Gemma; what PEFT leaves out, whose projections have equal names
 LARGEST_RANK = 2**16
 RATE, KEYS = "lora_dropout", "lora_dropout_keys"  # leaves beside an adapter that has dropout
 

@@ -18,6 +18,7 @@ from twinkle_jax.model.decoder.config import LINEAR, AttentionConfig, DecoderCon
 
 Params = Mapping[str, Any]
 EXPERTS = "experts"  # of paths whose matrices are stacked by expert
+LAYER_SCALAR = "layer_scalar"  # a number that the checkpoint sets, and no update changes
 Initial = Literal["normal", "zeros", "ones", "log_uniform"]
 
 
@@ -65,7 +66,8 @@ def layer_parameters(config: DecoderConfig, kind: str) -> list[Parameter]:
         mixer = _delta_net(config)
     else:
         mixer = _attention(config.attention_of(kind), width, scale)
-    return [*before, *mixer, *after, *_feed_forward(config)]
+    last = [Parameter((LAYER_SCALAR,), (1,), "ones")] if config.layer_scalars else []
+    return [*before, *mixer, *after, *_feed_forward(config), *last]
 
 
 def _feed_forward(config: DecoderConfig) -> list[Parameter]:
@@ -94,7 +96,8 @@ def _feed_forward(config: DecoderConfig) -> list[Parameter]:
 
 def _attention(a: AttentionConfig, width: int, scale: Initial) -> list[Parameter]:
     queries, keys = a.query_heads * a.head_dim, a.key_value_heads * a.head_dim
-    widths = {"q_proj": queries * (2 if a.output_gate else 1), "k_proj": keys, "v_proj": keys}
+    widths = {"q_proj": queries * (2 if a.output_gate else 1), "k_proj": keys}
+    widths |= {} if a.shared_values else {"v_proj": keys}
     table = [Parameter(("self_attn", n, "kernel"), (width, out)) for n, out in widths.items()]
     if a.bias:
         table += [Parameter(("self_attn", n, "bias"), (o,), "zeros") for n, o in widths.items()]

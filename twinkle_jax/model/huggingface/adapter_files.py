@@ -62,7 +62,7 @@ def save_adapter(
     """Write an adapter that PEFT, vLLM and `load_adapter` read.
 
     The directory is replaced in one step: an interrupted save leaves an older adapter intact.
-    Tensors of a vision-language checkpoint of Gemma 3 have the names of the whole model, which PEFT
+    Tensors of a vision-language checkpoint of Gemma have the names of the whole model, which PEFT
     opens. Tokenizer files and a README of an older adapter are kept. If the adapter is spread over
     several processes, all of them must call this; process 0 writes.
 
@@ -154,8 +154,8 @@ def _tensor_name(config: DecoderConfig, path: tuple[str, ...], repeat: int, pref
 
 
 def _keeps_vision(config: DecoderConfig) -> bool:
-    """Whether `AutoModelForCausalLM` opens a checkpoint with its vision tower, as Gemma 3's."""
-    return json.loads(config.original or "{}").get("model_type") == "gemma3"
+    """Whether `AutoModelForCausalLM` opens a checkpoint with its vision tower, as Gemma's."""
+    return json.loads(config.original or "{}").get("model_type") in ("gemma3", "gemma4")
 
 
 def _peft_config(config: DecoderConfig, lora: LoraConfig, base: str | None) -> dict[str, Any]:

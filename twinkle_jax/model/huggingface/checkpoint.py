@@ -97,7 +97,7 @@ def load_pretrained(
     """Read a Hugging Face checkpoint.
 
     Families are Llama, SmolLM3, OLMo 2 and 3, Granite 3, Phi-3 and 4, Mistral, Qwen2 to Qwen3.6,
-    Gemma 2, and the text model of Gemma 3.
+    Gemma 2, and the text models of Gemma 3 and Gemma 4 (dense).
 
     Mixtures of experts are read in both forms, stacked or a tensor for each expert, and saved in
     the second, as transformers does.
@@ -325,7 +325,7 @@ def save_pretrained(
     one step: an interrupted export leaves an older one intact. The tokenizer's files are copied
     from the directory that the decoder was read from, and replace those of an older export. Of its
     other files, all but weights and configuration are kept. Tensors that the decoder does not use
-    are copied from there, too, unchanged: the vision tower of Qwen3.5 or Gemma 3, and heads that
+    are copied from there, too, unchanged: the vision tower of Qwen3.5 or Gemma, and heads that
     predict several tokens. If that directory is gone, a warning says that only the text model is
     written.
 

@@ -21,6 +21,7 @@ from twinkle_jax.model.decoder.config import (
     Family,
     LinearScaling,
     LongRopeScaling,
+    ProportionalScaling,
     RopeScaling,
     Window,
     YarnScaling,
@@ -43,6 +44,16 @@ _UNROTATED_KEYS = (
     "sliding_window",  # no layer has a window, since `use_sliding_window` must be false
     "max_window_layers",
     "pretraining_tp",  # of the training
+)
+_GLOBAL_KEYS = (
+    "global_head_dim",
+    "num_global_key_value_heads",
+    "attention_k_eq_v",
+    "per_layer_config",
+    "vocab_size_per_layer_input",  # of inputs that no layer may have
+    "num_experts",  # and of experts, which `enable_moe_block` must switch off
+    "top_k_experts",
+    "moe_intermediate_size",
 )
 _MULTIPLIER_KEYS = (
     "embedding_multiplier",
@@ -91,9 +102,9 @@ def parse_config(config: Mapping[str, Any]) -> DecoderConfig:
     """Read a decoder's configuration from the contents of a `config.json`.
 
     Both spellings of the rotary parameters are understood (`rope_theta` and `rope_scaling`, or
-    `rope_parameters` as transformers 5 writes it), and the nested `text_config` of Qwen3.5, Qwen3.6
-    and Gemma 3. If both `rope_scaling` and `rope_parameters` are there, `rope_scaling` wins, as in
-    transformers.
+    `rope_parameters` as transformers 5 writes it), and the nested `text_config` of Qwen3.5,
+    Qwen3.6, Gemma 3 and Gemma 4. If both `rope_scaling` and `rope_parameters` are there,
+    `rope_scaling` wins, as in transformers.
 
     Args:
         config: the parsed JSON object, with Hugging Face's names.
@@ -121,8 +132,11 @@ def parse_config(config: Mapping[str, Any]) -> DecoderConfig:
     flat, model_type = _flatten(config)
     family = FAMILIES[model_type]
     flat = {**family.defaults, **flat}
+    if family.global_heads and flat["rope_parameters"] is None:
+        flat["rope_parameters"] = family.defaults["rope_parameters"]
     _check_keys(flat, family, model_type)
     kinds = _layer_kinds(flat, family)
+    attention, full_attention = _attentions(flat, family, kinds)
     experts = _experts(flat, family) if family.experts else None
     multipliers = {name: _number(flat, name, 1.0) for name in _MULTIPLIER_KEYS}
     if family.scaled_embedding:
@@ -133,7 +147,8 @@ def parse_config(config: Mapping[str, Any]) -> DecoderConfig:
         hidden_size=_size(flat, "hidden_size"),
         intermediate_size=_size(flat, "intermediate_size", experts.width if experts else None),
         layer_kinds=kinds,
-        attention=_attention(flat, family, sliding=SLIDING in kinds),
+        attention=attention,
+        full_attention=full_attention,
         unrotated_layers=_unrotated_layers(flat, family, len(kinds)),
         delta_net=_delta_net(flat) if LINEAR in kinds else None,
         experts=experts,
@@ -142,6 +157,7 @@ def parse_config(config: Mapping[str, Any]) -> DecoderConfig:
         float32_norms=family.float32_norms,
         input_norms=family.input_norms,
         output_norms=family.output_norms,
+        layer_scalars=family.layer_scalars,
         activation=family.activation,
         embedding_multiplier=multipliers["embedding_multiplier"],
         residual_multiplier=multipliers["residual_multiplier"],
@@ -172,7 +188,53 @@ def _flatten(config: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
     return flat, model_type
 
 
-def _attention(flat: Mapping[str, Any], family: Family, *, sliding: bool) -> AttentionConfig:
+def _attentions(
+    flat: Mapping[str, Any], family: Family, kinds: Sequence[str]
+) -> tuple[AttentionConfig, AttentionConfig | None]:
+    """Read the attention of all layers, or those of sliding and of full ones if they differ."""
+    by_kind = family.window_pattern and family.rope_by_kind
+    rope = _read_rope(_full_layers_rope(flat) if by_kind else flat, family)
+    window = _window(flat, family) if SLIDING in kinds else None
+    if not family.global_heads:
+        return _attention(flat, family, rope, window), None
+    shared_values = _flag(flat, "attention_k_eq_v")
+    full = _attention({**flat, **_global_heads(flat, kinds)}, family, rope, None)
+    full = dataclasses.replace(full, shared_values=shared_values)
+    if window is None or window.rope_theta is None:
+        return full, None
+    rope = _Rope(window.rope_theta, 1.0, None)
+    return _attention(flat, family, rope, Window(window.size)), full
+
+
+def _global_heads(flat: Mapping[str, Any], kinds: Sequence[str]) -> dict[str, Any]:
+    """Read what full layers have instead of `head_dim` and `num_key_value_heads`.
+
+    transformers writes it for each layer, and takes it from two keys where it is not written so.
+    """
+    if "per_layer_config" not in flat:
+        heads: dict[str, Any] = {"head_dim": _size(flat, "global_head_dim")}
+        number = "num_global_key_value_heads"
+        if flat.get(number) is not None and _flag(flat, "attention_k_eq_v"):
+            heads["num_key_value_heads"] = _size(flat, number)
+        return heads
+    by_layer = {
+        int(layer) if str(layer).isdecimal() else layer: heads  # such as "05"
+        for layer, heads in _section(flat, "per_layer_config").items()
+    }
+    full = [layer for layer, kind in enumerate(kinds) if kind == FULL]
+    heads = _section({"per_layer_config": by_layer.get(full[0])}, "per_layer_config")
+    same = dict.fromkeys(full, heads) if heads else {}
+    if by_layer != same or heads.keys() - {"head_dim", "num_key_value_heads"}:
+        raise ValueError(
+            "per_layer_config must have the same head_dim and num_key_value_heads for all full "
+            f"layers, {full}, and nothing else, got {_shown(flat['per_layer_config'])}"
+        )
+    return heads
+
+
+def _attention(
+    flat: Mapping[str, Any], family: Family, rope: "_Rope", window: Window | None
+) -> AttentionConfig:
     query_heads = _size(flat, "num_attention_heads")
     key_value_heads = query_heads
     if flat.get("num_key_value_heads") is not None:
@@ -185,8 +247,6 @@ def _attention(flat: Mapping[str, Any], family: Family, *, sliding: bool) -> Att
     head_dim = family.head_dim or _size(flat, "hidden_size") // query_heads
     if family.head_dim or flat.get("head_dim") is not None:
         head_dim = _size(flat, "head_dim", head_dim)
-    by_kind = family.window_pattern and family.rope_by_kind
-    rope = _read_rope(_full_layers_rope(flat) if by_kind else flat, family)
     rotary_dim = int(head_dim * rope.part)
     if rotary_dim % 2 or not 0 < rotary_dim <= head_dim:
         raise ValueError(
@@ -202,6 +262,9 @@ def _attention(flat: Mapping[str, Any], family: Family, *, sliding: bool) -> Att
                     f"head, got {len(factors)}"
                 )
     bias = family.fixed_bias or _flag(flat, "attention_bias")
+    multiplier = family.attention_multiplier
+    if family.multipliers:
+        multiplier = _number(flat, "attention_multiplier", 1.0)
     has_query_width = "query_pre_attn_scalar" in family.sliding_keys
     return AttentionConfig(
         query_heads=query_heads,
@@ -216,9 +279,10 @@ def _attention(flat: Mapping[str, Any], family: Family, *, sliding: bool) -> Att
         joint_qk_norm=family.joint_qk_norm,
         output_gate=family.output_gate,
         query_width=_size(flat, "query_pre_attn_scalar", 256) if has_query_width else None,
-        multiplier=_number(flat, "attention_multiplier", 1.0) if family.multipliers else None,
         soft_cap=_soft_cap(flat, "attn_logit_softcapping"),
-        window=_window(flat, family) if sliding else None,
+        multiplier=multiplier,
+        value_norm=family.value_norm,
+        window=window,
     )
 
 
@@ -275,6 +339,8 @@ def _layer_kinds(flat: Mapping[str, Any], family: Family) -> tuple[str, ...]:
             interval = _size(flat, "sliding_window_pattern", family.window_pattern)
             other_kind = SLIDING
         kinds = [other_kind if (i + 1) % interval else FULL for i in range(layers)]
+        if family.global_heads:
+            kinds[-1] = FULL  # as in transformers
     allowed = [uniform]
     allowed += [LINEAR] if family.linear_layers else []
     allowed += [SLIDING] if family.window_pattern else []
@@ -284,6 +350,8 @@ def _layer_kinds(flat: Mapping[str, Any], family: Family) -> tuple[str, ...]:
             f"layer_types must be a list of {layers} (num_hidden_layers) out of {allowed}, "
             f"got {_shown(kinds)}"
         )
+    if family.global_heads and kinds[-1] != FULL:
+        raise ValueError(f"layer_types must end with {FULL!r}, got {_shown(kinds[-1])}")
     return tuple(kinds)
 
 
@@ -332,8 +400,9 @@ def _window(flat: Mapping[str, Any], family: Family) -> Window:
     if not family.rope_by_kind:
         return Window(_size(flat, "sliding_window", 4096))
     local = "rope_local_base_freq"
-    theta = flat.get(local, 10_000.0) if local in family.sliding_keys else flat["rope_theta"]
-    rope = {"rope_theta": theta, "rope_parameters": _rope_by_kind(flat)[SLIDING]}
+    theta = flat.get(local, 10_000.0) if local in family.sliding_keys else flat.get("rope_theta")
+    rope = {"rope_parameters": _rope_by_kind(flat)[SLIDING]}
+    rope |= {} if theta is None else {"rope_theta": theta}
     theta = _read_rope(rope, dataclasses.replace(family, rope_types=("default",))).theta
     return Window(_size(flat, "sliding_window", 4096), theta)
 
@@ -341,7 +410,7 @@ def _window(flat: Mapping[str, Any], family: Family) -> Window:
 # Rotary positions: `rope_theta` alone, with `rope_scaling`, or in `rope_parameters`.
 
 
-_Scaling = RopeScaling | LinearScaling | YarnScaling | LongRopeScaling
+_Scaling = RopeScaling | LinearScaling | YarnScaling | LongRopeScaling | ProportionalScaling
 
 
 class _Rope(NamedTuple):
@@ -370,7 +439,9 @@ def _read_rope(flat: Mapping[str, Any], family: Family) -> _Rope:
     for key in required:
         if key not in rope:
             raise ValueError(f"{key} must be given where rope_type is {kind!r}, got none")
-    if family.rotary_part is None:
+    if kind == "proportional":  # whose part is one of the pairs, not of the head
+        part = 1.0
+    elif family.rotary_part is None:
         _one_of(rope, "partial_rotary_factor", (1.0, 1, None))
         part = 1.0
     else:
@@ -458,6 +529,13 @@ def _longrope(rope: Mapping[str, Any]) -> LongRopeScaling:
     return LongRopeScaling(short, long, length, _size(rope, "max_position_embeddings"))
 
 
+def _proportional(rope: Mapping[str, Any]) -> ProportionalScaling:
+    part = _number(rope, "partial_rotary_factor", 1.0)
+    if part > 1:
+        raise ValueError(f"partial_rotary_factor must be at most 1, got {part}")
+    return ProportionalScaling(part)
+
+
 _ReadScaling = Callable[[Mapping[str, Any]], _Scaling | None]
 _SCALINGS: dict[str, tuple[Sequence[str], Sequence[str], _ReadScaling]] = {  # required, optional
     "default": ((), (), lambda _: None),
@@ -466,6 +544,7 @@ _SCALINGS: dict[str, tuple[Sequence[str], Sequence[str], _ReadScaling]] = {  # r
     "yarn": (("factor",), _YARN, _yarn),
     "longrope": (_LONGROPE, (_ORIGINAL,), _longrope),
     "su": (_LONGROPE, (_ORIGINAL,), _longrope),
+    "proportional": ((), (), _proportional),
 }
 
 
@@ -497,11 +576,13 @@ def _check_keys(config: Mapping[str, Any], family: Family, model_type: str) -> N
     read += _WINDOW_KEYS if family.window_keys else ()
     read += family.sliding_keys if family.window_pattern or family.uniform_window else ()
     read += (_ORIGINAL,) if "longrope" in family.rope_types else ()
+    read += _GLOBAL_KEYS if family.global_heads else ()
     read += _UNROTATED_KEYS if family.unrotated_interval else ()
     read += _MULTIPLIER_KEYS if family.multipliers else ()
     read += family.soft_caps
     read += () if family.fixed_bias else ("attention_bias",)
-    fixed = _FIXED | {family.activation_key: (family.activation,)} | dict(family.other_keys)
+    fixed = {name: values for name, values in _FIXED.items() if name not in read}
+    fixed |= {family.activation_key: (family.activation,)} | dict(family.other_keys)
     for name in config:
         if name in fixed:
             _one_of(config, name, fixed[name])
@@ -606,7 +687,8 @@ def _text_entries(config: DecoderConfig, image_rope: Mapping[str, Any]) -> dict[
     """Return all values that the decoder uses, under Hugging Face's names."""
     attention, delta, experts = config.attention, config.delta_net, config.experts
     family = FAMILIES[config.model_type]
-    rope = {**image_rope, **_rope_entries(attention)}
+    full = config.attention_of(FULL)
+    rope = {**image_rope, **_rope_entries(full)}
     entries: dict[str, Any] = {
         "model_type": config.model_type,
         "vocab_size": config.vocab_size,
@@ -618,11 +700,12 @@ def _text_entries(config: DecoderConfig, image_rope: Mapping[str, Any]) -> dict[
         family.activation_key: config.activation,
         "rms_norm_eps": config.norm_epsilon,
         "tie_word_embeddings": config.tie_embeddings,
-        "rope_theta": attention.rope_theta,
+        "rope_theta": full.rope_theta,
         "rope_parameters": rope,
-        # transformers 4 reads this key; so does 5, unless it is empty.
-        "rope_scaling": None if attention.rope_scaling is None else rope,
     }
+    if not family.global_heads:  # whose class of transformers 5 takes it for `rope_parameters`
+        # transformers 4 reads this key; so does 5, unless it is empty.
+        entries["rope_scaling"] = None if attention.rope_scaling is None else rope
     has_kinds = family.window_keys or family.window_pattern or family.unrotated_interval
     if has_kinds or family.linear_layers:
         # Not for the others: transformers reads a Mistral with this key as a Ministral.
@@ -658,6 +741,19 @@ def _text_entries(config: DecoderConfig, image_rope: Mapping[str, Any]) -> dict[
         entries["rope_parameters"][SLIDING] = {"rope_type": "default", "rope_theta": theta}
         if "rope_local_base_freq" in family.sliding_keys:
             entries["rope_local_base_freq"] = theta
+    if family.global_heads:
+        heads = {"head_dim": full.head_dim, "num_key_value_heads": full.key_value_heads}
+        numbers = [str(i) for i, kind in enumerate(config.layer_kinds) if kind == FULL]
+        entries |= {
+            "attention_k_eq_v": full.shared_values,
+            "global_head_dim": full.head_dim,
+            "num_global_key_value_heads": full.key_value_heads,
+            "per_layer_config": dict.fromkeys(numbers, heads),
+            "hidden_size_per_layer_input": 0,
+        }
+    if config.full_attention is not None:
+        unscaled = {"rope_type": "default", "rope_theta": attention.rope_theta}
+        entries["rope_parameters"][SLIDING] = unscaled
     if isinstance(attention.rope_scaling, LongRopeScaling):
         entries["max_position_embeddings"] = attention.rope_scaling.max_length
         entries[_ORIGINAL] = attention.rope_scaling.original_length
@@ -691,6 +787,8 @@ def _rope_entries(attention: AttentionConfig) -> dict[str, Any]:
     entries = {"rope_type": "default", "rope_theta": attention.rope_theta}
     if isinstance(scaling, LinearScaling):
         entries |= {"rope_type": "linear", "factor": scaling.factor}
+    elif isinstance(scaling, ProportionalScaling):
+        entries |= {"rope_type": "proportional", "partial_rotary_factor": scaling.part}
     elif isinstance(scaling, LongRopeScaling):
         lists = (list(scaling.factors), list(scaling.long_factors))
         entries |= {"rope_type": "longrope", **dict(zip(_LONGROPE, lists, strict=True))}
