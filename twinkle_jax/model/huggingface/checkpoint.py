@@ -505,7 +505,8 @@ class _Piece(NamedTuple):
 
 def _pieces(name: str, parameter: Parameter, index: tuple[int, ...]) -> Iterator[_Piece]:
     """List the tensors of a parameter of one layer: one, or those of each expert."""
-    if EXPERTS not in parameter.path:
+    # Experts beside a dense layer stay stacked: no model of theirs has a tensor for each.
+    if EXPERTS not in parameter.path or parameter.path[0] == EXPERTS:
         yield _Piece(name, index, slice(None), parameter.shape)
         return
     experts, rows, columns = parameter.shape
