@@ -97,7 +97,7 @@ def load_pretrained(
     """Read a Hugging Face checkpoint.
 
     Families are Llama, SmolLM3, OLMo 2 and 3, Granite 3, Phi-3 and 4, Mistral, Qwen2 to Qwen3.6,
-    and the text models of Gemma 3 and Gemma 4 (dense).
+    and the text models of Gemma 3 and Gemma 4.
 
     Mixtures of experts are read in both forms, stacked or a tensor for each expert, and saved in
     the second, as transformers does.
