@@ -28,6 +28,7 @@ NAMES = (
     "qwen3_moe",
     "gemma3_text",
     "gemma4_text",
+    "gemma4_text mixture",
     "olmo3",
     "smollm3",
     "granite",
@@ -141,6 +142,12 @@ _OWN |= {"qwen3_5_text": _LINEAR, "gemma3_text": _SLIDING, "gemma2": _CAPPED}
 # transformers' defaults are beyond the small vocabulary
 _NO_ENDS = {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
 _OWN |= {"gemma4_text": _GEMMA4}
+_OWN["gemma4_text mixture"] = _GEMMA4 | {
+    "enable_moe_block": True,
+    "num_experts": 6,
+    "top_k_experts": 2,
+    "moe_intermediate_size": 16,
+}
 _OWN |= {"olmo2": _NO_ENDS, "olmo3": _NO_ENDS | _OLMO3}
 _OWN |= {"smollm3": _NO_ENDS | {"num_hidden_layers": 4, "no_rope_layers": [1, 0, 0, 1]}}
 _OWN["phi3"] = _NO_ENDS | {  # four of six entries of a head are rotated
@@ -165,8 +172,12 @@ _OWN |= {"llama": {"rope_parameters": _STRETCHED}, "mistral": {"sliding_window":
 
 
 def family(model_type: str, **changes: Any) -> dict[str, Any]:
-    """The contents of a `config.json`, in a copy: transformers writes into what it is given."""
-    return copy.deepcopy({"model_type": model_type, **_BASE, **_OWN.get(model_type, {}), **changes})
+    """The contents of a `config.json`, in a copy: transformers writes into what it is given.
+
+    A second word names a variant of a family.
+    """
+    own = {"model_type": model_type.split()[0], **_BASE, **_OWN.get(model_type, {})}
+    return copy.deepcopy(own | changes)
 
 
 @functools.cache
@@ -179,9 +190,14 @@ def random_params(config: DecoderConfig, seed: int = 0) -> dict[str, Any]:
     rng = np.random.default_rng(seed)
 
     def draw(path: Any, leaf: jax.ShapeDtypeStruct) -> jax.Array:
-        centre = 0.7 if path[-1].key in ("scale", "dt_bias", "layer_scalar") else 0.0
+        centre = (
+            0.7 if path[-1].key in ("scale", "dt_bias", "layer_scalar", "per_expert_scale") else 0.0
+        )
         spread = 0.3 if leaf.ndim > 1 else 0.5
-        return jnp.asarray(centre + spread * rng.standard_normal(leaf.shape), jnp.float32)
+        values = centre + spread * rng.standard_normal(leaf.shape)
+        if path[-2].key == "q_norm" and config.attention.multiplier == 1:
+            values /= leaf.shape[-1] ** 0.5  # so that attention is as sharp as in other families
+        return jnp.asarray(values, jnp.float32)
 
     return jax.tree_util.tree_map_with_path(draw, parameter_shapes(config))
 

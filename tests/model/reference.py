@@ -41,10 +41,17 @@ def reference_hidden(
         x = x + config.residual_multiplier * _between(y, "post_attention_layernorm", w, config)
         before = "pre_feedforward" if config.output_norms else "post_attention"
         y = _before(x, f"{before}_layernorm", w, config)
+        named = None if routing is None else routing[:, layer]
         if config.experts is None:
             y = _gated(y, w["mlp"], config)
+        elif config.experts.beside_dense:
+            y = norm(
+                _gated(y, w["mlp"], config), w["post_feedforward_layernorm_1"]["scale"], config
+            )
+            y = y + _added_experts(x, w, config, named)
         else:
-            y = _experts(y, w["mlp"], config, None if routing is None else routing[:, layer])
+            logits = y @ w["mlp"]["gate"]["kernel"]
+            y = _experts(y, logits, w["mlp"], config, named)
         x = x + config.residual_multiplier * _between(y, "post_feedforward_layernorm", w, config)
         x = x * w.get("layer_scalar", 1)
     hidden = norm(x, np.asarray(params["norm"]["scale"], np.float64), config)
@@ -88,13 +95,29 @@ def _gated(y: np.ndarray, w: Any, config: DecoderConfig) -> np.ndarray:
     return (gate * (y @ w["up_proj"]["kernel"])) @ w["down_proj"]["kernel"]
 
 
+def _added_experts(
+    x: np.ndarray, w: Any, config: DecoderConfig, routing: np.ndarray | None
+) -> np.ndarray:
+    """What experts beside a dense layer add: they and their router read the residual stream."""
+    length = np.sqrt((x**2).sum(-1, keepdims=True) + config.hidden_size * config.norm_epsilon)
+    logits = (x / length * w["router"]["scale"]) @ w["router"]["proj"]["kernel"]
+    y = norm(x, w["pre_feedforward_layernorm_2"]["scale"], config)
+    y = _experts(y, logits, w, config, routing, factors=w["router"]["per_expert_scale"])
+    return norm(y, w["post_feedforward_layernorm_2"]["scale"], config)
+
+
 def _experts(
-    y: np.ndarray, w: Any, config: DecoderConfig, routing: np.ndarray | None
+    y: np.ndarray,
+    all_logits: np.ndarray,
+    w: Any,
+    config: DecoderConfig,
+    routing: np.ndarray | None,
+    factors: np.ndarray | None = None,
 ) -> np.ndarray:
     """Each token goes through its likeliest experts, one after the other."""
     e, out = config.experts, np.zeros_like(y)
-    for t, token in enumerate(y):
-        logits = token @ w["gate"]["kernel"]
+    activate = silu if config.activation == "silu" else gelu
+    for t, (token, logits) in enumerate(zip(y, all_logits, strict=True)):
         share = np.exp(logits - logits.max())
         share /= share.sum()
         chosen = np.argsort(-share)[: e.chosen]
@@ -103,7 +126,9 @@ def _experts(
         total = share[chosen].sum() if e.normalised else 1
         for expert in chosen:
             hidden = token @ w["experts"]["gate_up_proj"]["kernel"][expert]
-            hidden = silu(hidden[: e.width]) * hidden[e.width :]
+            hidden = activate(hidden[: e.width]) * hidden[e.width :]
+            if factors is not None:
+                hidden = hidden * factors[expert]
             out[t] += share[expert] / total * hidden @ w["experts"]["down_proj"]["kernel"][expert]
         if e.shared_width:
             opened = 1 / (1 + np.exp(-(token @ w["shared_expert_gate"]["kernel"])))

@@ -100,6 +100,7 @@ CASES = {
         "num_key_value_heads": 2,
         "num_global_key_value_heads": 1,
     },
+    "gemma4_text mixture": family("gemma4_text mixture"),
     "gemma4_text with values": {
         "attention_k_eq_v": False,
         "layer_types": ["full_attention"] * 2,
@@ -182,13 +183,14 @@ def _logits(decoder, tokens, mask):
 
 def oracle(case, **changes):
     """A random model of transformers', in which no weight is special."""
-    config = family(case.split()[0], **CASES[case] | changes)
+    config = family(case.split()[0]) | CASES[case] | changes
     torch.manual_seed(0)
     config = transformers.AutoConfig.for_model(**config)
     model = transformers.AutoModelForCausalLM.from_config(config).float().eval()
     with torch.no_grad():
         for name, p in model.named_parameters():
-            centre = 0.7 if "norm" in name or "dt_bias" in name else 0.0
+            special = ("norm", "dt_bias", "router.scale", "per_expert_scale")
+            centre = 0.7 if any(part in name for part in special) else 0.0
             p.copy_(centre + 0.3 * torch.randn_like(p))
         for name, x in model.named_buffers():
             if name.endswith("layer_scalar"):
@@ -378,6 +380,7 @@ def test_gradients_of_a_loss(name, saved):
         "gemma4_text",
         "gemma4_text by pattern",
         "gemma4_text with values",
+        "gemma4_text mixture",
         "olmo2 biased, tied",
         "olmo3",
         "olmo3 yarn by pattern",

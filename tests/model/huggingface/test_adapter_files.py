@@ -25,7 +25,7 @@ from twinkle_jax.model import (
     save_pretrained,
     with_adapter,
 )
-from twinkle_jax.model.decoder.lora import init_adapter, without_adapter
+from twinkle_jax.model.decoder.lora import check_adapter, init_adapter, without_adapter
 
 CONFIG = config_of("qwen3")
 LORAS = [
@@ -245,6 +245,40 @@ def test_targets_that_are_not_those_of_the_tensors_are_refused(saved):
         path.write_text(json.dumps(content | {"target_modules": targets}))
         with pytest.raises(ValueError, match="target_modules"):
             load_adapter(saved, CONFIG)
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`")
+def test_adapters_of_all_projections_are_pefts(tmp_path):
+    """Of Gemma 4: the router's, but no experts', nor values' where they are the keys."""
+    get = "pip install 'twinkle-jax[test,oracle]'"
+    peft = pytest.importorskip("peft", reason=get)
+    torch = pytest.importorskip("torch", reason=get)
+    transformers = pytest.importorskip("transformers", reason=get)
+    config = config_of("gemma4_text mixture")
+    theirs = transformers.AutoModelForCausalLM.from_config(
+        transformers.AutoConfig.for_model(**json.loads(config.original))
+    )
+    theirs.save_pretrained(tmp_path / "base")
+    settings = peft.LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM")
+    theirs = peft.get_peft_model(theirs, settings)
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for name, x in theirs.named_parameters():
+            if "lora_B" in name:
+                x.copy_(torch.randn_like(x) / 4)
+    theirs.save_pretrained(tmp_path / "adapter")
+    with torch.no_grad():
+        expected = theirs.eval()(input_ids=torch.tensor([[2, 3, 5, 7]])).logits.numpy()
+    decoder = load_pretrained(tmp_path / "base")
+    lora, adapter = load_adapter(tmp_path / "adapter", decoder.config)
+    params = with_adapter(decoder.params, decoder.config, lora, adapter)
+    hidden = hidden_states(params, decoder.config, jnp.asarray([[2, 3, 5, 7]]))
+    np.testing.assert_allclose(output_logits(params, hidden), expected, atol=1e-4)
+    everything = LoraConfig(r=2, target_modules="all-linear")
+    check_adapter(decoder.config, everything, adapter)
+    assert "v_proj" in adapter["layers"]["0"]["self_attn"]
+    assert "v_proj" not in adapter["layers"]["1"]["self_attn"]
+    assert "lora_A" in adapter["layers"]["0"]["router"]["proj"]
 
 
 _VISION = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "patch_size": 4}

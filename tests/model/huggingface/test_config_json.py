@@ -20,7 +20,7 @@ from twinkle_jax.model import (
     parameter_shapes,
     parse_config,
 )
-from twinkle_jax.model.decoder.config import FULL, SLIDING
+from twinkle_jax.model.decoder.config import FULL, SLIDING, ExpertsConfig
 from twinkle_jax.model.huggingface.config_json import export_config
 
 
@@ -103,7 +103,7 @@ def test_written_configs_read_as_what_they_were(name):
     names |= {"olmo2": "Olmo2", "olmo3": "Olmo3", "smollm3": "SmolLM3"}
     names |= {"granite": "Granite", "phi3": "Phi3"}
     names |= {"qwen3_moe": "Qwen3Moe", "qwen3_5_moe_text": "Qwen3_5Moe"}
-    assert written["architectures"] == [f"{names[name]}ForCausalLM"]
+    assert written["architectures"] == [f"{names[name.split()[0]]}ForCausalLM"]
     rope = written["rope_parameters"]
     assert written["rope_theta"] == rope.get("full_attention", rope)["rope_theta"] == 500.0
 
@@ -571,6 +571,17 @@ def test_what_gemma_4_is():
     assert shapes["0"]["layer_scalar"].shape == (2, 1)
 
 
+def test_experts_of_gemma_4_lie_beside_its_dense_layers():
+    config = parse_config(family("gemma4_text mixture"))
+    assert config.intermediate_size == 40
+    assert config.experts == ExpertsConfig(6, 2, 16, normalised=True, beside_dense=True)
+    off = family("gemma4_text mixture") | {"enable_moe_block": False}
+    assert parse_config(off) == parse_config(family("gemma4_text"))
+    layer = parameter_shapes(config)["layers"]["0"]
+    assert layer["router"]["scale"].shape == (2, 24)
+    assert layer["mlp"]["up_proj"]["kernel"].shape == (2, 24, 40)
+
+
 def test_heads_of_gemma_4s_full_layers_in_both_spellings():
     expected = parse_config(family("gemma4_text"))
     by_layer = family("gemma4_text", global_head_dim=99, num_global_key_value_heads=None)
@@ -618,7 +629,14 @@ _LAYER_HEADS = {"head_dim": 32, "num_key_value_heads": 2}
     [
         ({"hidden_size_per_layer_input": 8}, "hidden_size_per_layer_input"),
         ({"num_kv_shared_layers": 2}, "num_kv_shared_layers"),
-        ({"enable_moe_block": True}, "enable_moe_block"),
+        ({"enable_moe_block": 1}, "enable_moe_block"),
+        ({"enable_moe_block": True, "num_experts": None}, "num_experts"),
+        ({"enable_moe_block": True, "num_experts": 4}, "top_k_experts"),
+        ({"enable_moe_block": True, "num_experts": 4, "top_k_experts": 5}, "top_k_experts"),
+        (
+            {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2},
+            "moe_intermediate_size",
+        ),
         ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping"),
         ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention"),
         ({"global_head_dim": 0}, "global_head_dim"),

@@ -213,6 +213,8 @@ class ExpertsConfig:
         width: of one expert.
         normalised: whether the weights of the chosen experts add up to 1.
         shared_width: width of the expert that all tokens go through; None if there is none.
+        beside_dense: whether a dense layer is added to them. Both then have norms of their own, the
+            router reads the residual stream, and weights have a factor for each expert.
     """
 
     number: int
@@ -220,6 +222,7 @@ class ExpertsConfig:
     width: int
     normalised: bool
     shared_width: int | None = None
+    beside_dense: bool = False
 
     @property
     def index_dtype(self) -> np.dtype[Any]:
@@ -238,7 +241,7 @@ class DecoderConfig:
         model_type: Hugging Face's name of the family, such as `"qwen3"` or `"qwen3_5_text"`.
         vocab_size: number of tokens.
         hidden_size: width of the residual stream.
-        intermediate_size: width of the feed-forward layers; without effect where there are experts.
+        intermediate_size: width of dense feed-forward layers.
         layer_kinds: `"full_attention"`, `"sliding_attention"` or `"linear_attention"` for each
             layer.
         attention: the attention of the full and sliding layers.
@@ -246,7 +249,7 @@ class DecoderConfig:
             of the sliding ones.
         unrotated_layers: numbers of the full layers without rotary positions, counted from 0.
         delta_net: the mixer of the linear layers; None if there are none.
-        experts: the experts of the feed-forward layers; None: these are dense.
+        experts: the experts of the feed-forward layers; None: these are dense alone.
         norm_epsilon: added to the mean square before the square root.
         centred_norms: whether norms multiply by 1 + weight (and weights start at 0), in float32.
         float32_norms: whether norms multiply by their weight in float32 and round afterwards.
@@ -386,6 +389,8 @@ class Family:
         experts: whether feed-forward layers consist of experts.
         shared_expert: whether all tokens go through one more expert; the weights of the chosen ones
             then always add up to 1.
+        added_experts: whether experts are added to dense feed-forward layers where
+            `enable_moe_block` is true.
         window_keys: whether there are keys for sliding windows, which no layer may use.
         window_pattern: default pattern: of so many layers the last is full and the others slide;
             None: no layer slides.
@@ -428,6 +433,7 @@ class Family:
     linear_layers: bool = False
     experts: bool = False
     shared_expert: bool = False
+    added_experts: bool = False
     window_keys: bool = False
     window_pattern: int | None = None
     sliding_keys: tuple[str, ...] = ("sliding_window",)
@@ -674,6 +680,7 @@ FAMILIES: dict[str, Family] = {
         global_heads=True,
         layer_scalars=True,
         soft_caps=("final_logit_softcapping",),
+        added_experts=True,
         float32_norms=True,
         window_pattern=6,
         output_norms=True,
@@ -705,7 +712,6 @@ FAMILIES: dict[str, Family] = {
             "hidden_size_per_layer_input": (0, None),  # E2B's and E4B's
             "num_kv_shared_layers": (0,),
             "use_double_wide_mlp": (False, True),  # of layers that share keys and values
-            "enable_moe_block": (False,),
             "use_bidirectional_attention": (None, "vision", False),  # of the tokens of an image
             "rope_scaling": (None,),
         },

@@ -21,6 +21,7 @@ from twinkle_jax.model.decoder.layers import (
     norm,
     project,
     project_all,
+    rms_norm,
 )
 from twinkle_jax.model.decoder.parameters import EXPERTS, Params
 from twinkle_jax.model.decoder.precision import matmul, rounded, same_tracing, traced_backend
@@ -73,6 +74,10 @@ def feed_forward(
     chosen = None
     if config.experts is None:
         y = _gated(config, y, weights["mlp"])
+    elif config.experts.beside_dense:
+        y = norm(config, _gated(config, y, weights["mlp"]), weights["post_feedforward_layernorm_1"])
+        mixed, chosen = _add_experts(config, config.experts, x, weights, mesh, stack, routing)
+        y = rounded(y + mixed)
     else:
         y, chosen = _mix_experts(config, config.experts, y, weights["mlp"], mesh, stack, routing)
     if config.output_norms:
@@ -109,21 +114,65 @@ def _mix_experts(
     the experts are those that it names, and their weights are the router's still.
     """
     routed = _route(x, weights["gate"]["kernel"], experts, routing)
-    if stack is None:
-        layers, layer = jax.tree.map(lambda x: x[None], weights[EXPERTS]), jnp.int32(0)
-    else:
-        layers, layer = stack[0]["mlp"][EXPERTS], stack[1]
-    # XLA has no product of groups on CPUs and GPUs: it would multiply every row by every matrix.
-    add_up: _AddUp = partial(_in_groups if traced_backend() == "tpu" else _in_blocks, config)
-    if mesh is not None:
-        add_up = _on_devices(add_up, experts, mesh)
-    matrices = _Experts(layers["gate_up_proj"]["kernel"], layers["down_proj"]["kernel"], layer)
-    y = rounded(add_up(x, routed, matrices), x.dtype)
+    if stack is not None:
+        stack = stack[0]["mlp"], stack[1]
+    y = _apply_experts(config, experts, x, routed, weights, mesh, stack)
     if experts.shared_width is None:
         return y, routed.chosen
     gate = rounded(jax.nn.sigmoid(project(x, weights["shared_expert_gate"])))
     shared = rounded(gate * _gated(config, x, weights["shared_expert"]))
     return rounded(y + shared), routed.chosen
+
+
+def _add_experts(
+    config: DecoderConfig,
+    experts: ExpertsConfig,
+    x: Float[Array, "tokens width"],
+    weights: Params,
+    mesh: Mesh | None,
+    stack: tuple[Params, Int[Array, ""]] | None,
+    routing: Int[Array, "tokens chosen"] | None,
+) -> tuple[Float[Array, "tokens width"], Int[Array, "tokens chosen"]]:
+    r"""Compute what experts beside a dense layer add to its output, from the residual stream.
+
+    $$y = n_2\Big(\sum_{e \in \text{top-}k(p)} s_e w_e \, f_e(n_1(x))\Big), \qquad
+    p = \text{softmax}\Big(\frac{a \, x}{\sqrt{d \, \overline{x^2}}} R\Big)$$
+
+    with the norms $n$, a factor $s_e$ of each expert, and one $a$ of each of the $d$ inputs of the
+    router; $w$ as in `_mix_experts`.
+    """
+    router = weights["router"]
+    y = rms_norm(x, None, epsilon=config.norm_epsilon)
+    y = rounded(y * rounded(router["scale"], x.dtype)[None])
+    y = rounded(y * jnp.asarray(config.hidden_size**-0.5, x.dtype))
+    routed = _choose(project(y, router["proj"]), experts, routing)
+    factors = router["per_expert_scale"].astype(routed.share.dtype)[routed.chosen]
+    routed = _Routed(rounded(routed.share * factors, x.dtype), routed.chosen)
+    y = norm(config, x, weights["pre_feedforward_layernorm_2"])
+    y = _apply_experts(config, experts, y, routed, weights, mesh, stack)
+    return norm(config, y, weights["post_feedforward_layernorm_2"]), routed.chosen
+
+
+def _apply_experts(
+    config: DecoderConfig,
+    experts: ExpertsConfig,
+    x: Float[Array, "tokens width"],
+    routed: _Routed,
+    weights: Mapping[str, Any],
+    mesh: Mesh | None,
+    stack: tuple[Params, Int[Array, ""]] | None,
+) -> Float[Array, "tokens width"]:
+    """Add up the chosen experts of each token, on the devices that have them."""
+    if stack is None:
+        layers, layer = jax.tree.map(lambda x: x[None], weights[EXPERTS]), jnp.int32(0)
+    else:
+        layers, layer = stack[0][EXPERTS], stack[1]
+    # XLA has no product of groups on CPUs and GPUs: it would multiply every row by every matrix.
+    add_up: _AddUp = partial(_in_groups if traced_backend() == "tpu" else _in_blocks, config)
+    if mesh is not None:
+        add_up = _on_devices(add_up, experts, mesh)
+    matrices = _Experts(layers["gate_up_proj"]["kernel"], layers["down_proj"]["kernel"], layer)
+    return rounded(add_up(x, routed, matrices), x.dtype)
 
 
 def _route(
@@ -133,8 +182,18 @@ def _route(
     routing: Int[Array, "tokens chosen"] | None = None,
 ) -> _Routed:
     """Choose the experts of each token, or take those that are named for it."""
-    wide = jnp.float64 if x.dtype == jnp.float64 else jnp.float32
-    probabilities = jax.nn.softmax(matmul(x, router).astype(wide), axis=-1)
+    routed = _choose(matmul(x, router), experts, routing)
+    return routed._replace(share=rounded(routed.share, x.dtype))
+
+
+def _choose(
+    logits: Float[Array, "tokens experts"],
+    experts: ExpertsConfig,
+    routing: Int[Array, "tokens chosen"] | None,
+) -> _Routed:
+    """Choose experts by the router's logits, or take those that are named, in float32."""
+    wide = jnp.float64 if logits.dtype == jnp.float64 else jnp.float32
+    probabilities = jax.nn.softmax(logits.astype(wide), axis=-1)
     share, chosen = jax.lax.top_k(probabilities, experts.chosen)
     if routing is not None:
         named = routing.astype(jnp.int32)
@@ -143,7 +202,7 @@ def _route(
         share = jnp.take_along_axis(probabilities, chosen, axis=-1)
     if experts.normalised:
         share = share / jnp.sum(share, axis=-1, keepdims=True)
-    return _Routed(rounded(share, x.dtype), chosen)
+    return _Routed(share, chosen)
 
 
 def _on_devices(add_up: _AddUp, experts: ExpertsConfig, mesh: Mesh) -> _AddUp:

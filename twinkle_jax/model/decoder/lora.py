@@ -113,7 +113,7 @@ def adapted_kernels(
     kernels = {
         path[:-1]: p.shape
         for path, p in parameter_table(config).items()
-        # As PEFT, to which experts and their router are no projections.
+        # As PEFT, to which experts are no projections, nor is a router, except Gemma 4's.
         if path[0] == "layers" and path[-1] == "kernel" and path[-2] not in ("conv1d", "gate")
         if EXPERTS not in path
     }

@@ -66,6 +66,12 @@ def layer_parameters(config: DecoderConfig, kind: str) -> list[Parameter]:
         mixer = _delta_net(config)
     else:
         mixer = _attention(config.attention_of(kind), width, scale)
+    if config.experts is not None and config.experts.beside_dense:
+        names = ("post_feedforward_layernorm_1", "post_feedforward_layernorm_2")
+        after += [
+            Parameter((name, "scale"), (width,), scale)
+            for name in (*names, "pre_feedforward_layernorm_2")
+        ]
     last = [Parameter((LAYER_SCALAR,), (1,), "ones")] if config.layer_scalars else []
     return [*before, *mixer, *after, *_feed_forward(config), *last]
 
@@ -83,6 +89,15 @@ def _feed_forward(config: DecoderConfig) -> list[Parameter]:
     if experts is None:
         return gated(("mlp",), config.intermediate_size)
     number, inner = experts.number, experts.width
+    if experts.beside_dense:
+        return [
+            *gated(("mlp",), config.intermediate_size),
+            Parameter(("router", "proj", "kernel"), (width, number)),
+            Parameter(("router", "scale"), (width,), "ones"),
+            Parameter(("router", "per_expert_scale"), (number,), "ones"),
+            Parameter((EXPERTS, "gate_up_proj", "kernel"), (number, width, 2 * inner)),
+            Parameter((EXPERTS, "down_proj", "kernel"), (number, inner, width)),
+        ]
     table = [
         Parameter(("mlp", "gate", "kernel"), (width, number)),
         Parameter(("mlp", EXPERTS, "gate_up_proj", "kernel"), (number, width, 2 * inner)),

@@ -31,7 +31,10 @@ RULES: tuple[tuple[str, PartitionSpec], ...] = (
     # Experts are split as wholes.
     (r"/experts/gate_up_proj/kernel$", PartitionSpec(None, "tensor", "fsdp", None)),
     (r"/experts/down_proj/kernel$", PartitionSpec(None, "tensor", None, "fsdp")),
-    (r"/(gate|shared_expert_gate)/kernel$", PartitionSpec(None, "fsdp", None)),  # routers
+    (
+        r"/(gate|shared_expert_gate|router/proj)/kernel$",
+        PartitionSpec(None, "fsdp", None),
+    ),  # routers
     # Projections that split their outputs into heads or feed-forward columns.
     (
         r"/(q_proj|k_proj|v_proj|gate_proj|up_proj|in_proj_\w+)/kernel$",

@@ -97,7 +97,7 @@ def load_pretrained(
     """Read a Hugging Face checkpoint.
 
     Families are Llama, SmolLM3, OLMo 2 and 3, Granite 3, Phi-3 and 4, Mistral, Qwen2 to Qwen3.6,
-    Gemma 2, and the text models of Gemma 3 and Gemma 4 (dense).
+    Gemma 2, and the text models of Gemma 3 and Gemma 4.
 
     Mixtures of experts are read in both forms, stacked or a tensor for each expert, and saved in
     the second, as transformers does.
@@ -505,7 +505,8 @@ class _Piece(NamedTuple):
 
 def _pieces(name: str, parameter: Parameter, index: tuple[int, ...]) -> Iterator[_Piece]:
     """List the tensors of a parameter of one layer: one, or those of each expert."""
-    if EXPERTS not in parameter.path:
+    # Experts beside a dense layer stay stacked: no model of theirs has a tensor for each.
+    if EXPERTS not in parameter.path or parameter.path[0] == EXPERTS:
         yield _Piece(name, index, slice(None), parameter.shape)
         return
     experts, rows, columns = parameter.shape

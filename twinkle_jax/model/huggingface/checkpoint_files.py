@@ -237,7 +237,9 @@ def layer_number(config: DecoderConfig, path: tuple[str, ...], repeat: int) -> i
 def stored_name(path: tuple[str, ...]) -> str:
     """Return a tensor's name without the prefix of the model or the layer."""
     *module, leaf = path
-    return ".".join(module if EXPERTS in path else [*module, LEAVES.get(leaf, leaf)])
+    if EXPERTS in path:
+        return ".".join(module)
+    return ".".join([*module, leaf if module[-1:] == ["router"] else LEAVES.get(leaf, leaf)])
 
 
 def _fused_name(config: DecoderConfig, path: tuple[str, ...]) -> str | None:

@@ -51,10 +51,8 @@ _GLOBAL_KEYS = (
     "attention_k_eq_v",
     "per_layer_config",
     "vocab_size_per_layer_input",  # of inputs that no layer may have
-    "num_experts",  # and of experts, which `enable_moe_block` must switch off
-    "top_k_experts",
-    "moe_intermediate_size",
 )
+_ADDED_EXPERT_KEYS = ("enable_moe_block", "num_experts", "top_k_experts", "moe_intermediate_size")
 _MULTIPLIER_KEYS = (
     "embedding_multiplier",
     "attention_multiplier",
@@ -137,7 +135,8 @@ def parse_config(config: Mapping[str, Any]) -> DecoderConfig:
     _check_keys(flat, family, model_type)
     kinds = _layer_kinds(flat, family)
     attention, full_attention = _attentions(flat, family, kinds)
-    experts = _experts(flat, family) if family.experts else None
+    has_experts = family.experts or (family.added_experts and _flag(flat, "enable_moe_block"))
+    experts = _experts(flat, family) if has_experts else None
     multipliers = {name: _number(flat, name, 1.0) for name in _MULTIPLIER_KEYS}
     if family.scaled_embedding:
         multipliers["embedding_multiplier"] = _size(flat, "hidden_size") ** 0.5
@@ -145,7 +144,9 @@ def parse_config(config: Mapping[str, Any]) -> DecoderConfig:
         model_type=model_type,
         vocab_size=_size(flat, "vocab_size"),
         hidden_size=_size(flat, "hidden_size"),
-        intermediate_size=_size(flat, "intermediate_size", experts.width if experts else None),
+        intermediate_size=_size(
+            flat, "intermediate_size", experts.width if family.experts and experts else None
+        ),
         layer_kinds=kinds,
         attention=attention,
         full_attention=full_attention,
@@ -311,13 +312,14 @@ def _experts(flat: Mapping[str, Any], family: Family) -> ExpertsConfig:
         raise ValueError(
             f"num_local_experts must be num_experts, {number}, got {_shown(flat[names[1]])}"
         )
-    shared = family.shared_expert
+    shared, added = family.shared_expert, family.added_experts
     return ExpertsConfig(
         number=number,
-        chosen=_size(flat, "num_experts_per_tok", most=number),
+        chosen=_size(flat, "top_k_experts" if added else "num_experts_per_tok", most=number),
         width=_size(flat, "moe_intermediate_size"),
-        normalised=shared or _flag(flat, "norm_topk_prob"),
+        normalised=shared or added or _flag(flat, "norm_topk_prob"),
         shared_width=_size(flat, "shared_expert_intermediate_size") if shared else None,
+        beside_dense=added,
     )
 
 
@@ -576,6 +578,7 @@ def _check_keys(config: Mapping[str, Any], family: Family, model_type: str) -> N
     read += _WINDOW_KEYS if family.window_keys else ()
     read += family.sliding_keys if family.window_pattern or family.uniform_window else ()
     read += (_ORIGINAL,) if "longrope" in family.rope_types else ()
+    read += _ADDED_EXPERT_KEYS if family.added_experts else ()
     read += _GLOBAL_KEYS if family.global_heads else ()
     read += _UNROTATED_KEYS if family.unrotated_interval else ()
     read += _MULTIPLIER_KEYS if family.multipliers else ()
@@ -759,9 +762,17 @@ def _text_entries(config: DecoderConfig, image_rope: Mapping[str, Any]) -> dict[
         entries[_ORIGINAL] = attention.rope_scaling.original_length
         # transformers 4 wants these three keys and no other.
         entries["rope_scaling"] = {"type": "longrope"} | {name: rope[name] for name in _LONGROPE}
-    if experts is None:
+    if not family.experts:
         entries["intermediate_size"] = config.intermediate_size
-    else:
+    if family.added_experts:
+        entries["enable_moe_block"] = experts is not None
+        if experts is not None:
+            entries |= {
+                "num_experts": experts.number,
+                "top_k_experts": experts.chosen,
+                "moe_intermediate_size": experts.width,
+            }
+    elif experts is not None:
         entries |= {
             "num_experts": experts.number,
             "num_experts_per_tok": experts.chosen,
