@@ -209,8 +209,10 @@ def _find_prompts(config: TrainConfig) -> tuple[Sequence[Trajectory], Sequence[T
         ("evaluation.path", "a file", held_out_files),
     ):
         for file in paths:
-            if not Path(file).expanduser().is_file():
-                raise ValueError(f"{name} must be {choices}, got {file!r}, which was not found")
+            path = Path(file).expanduser()
+            if not path.is_file():
+                problem = "is a directory" if path.is_dir() else "was not found"
+                raise ValueError(f"{name} must be {choices}, got {file!r}, which {problem}")
 
     def read_all(paths: Sequence[str]) -> list[Trajectory]:
         expanded = [Path(path).expanduser() for path in paths]
