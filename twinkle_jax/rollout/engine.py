@@ -178,8 +178,11 @@ class LocalEngine:
             settings: without `auto` values.
 
         Raises:
-            ValueError: if a prompt is too long, or the devices do not divide the rows.
+            ValueError: if there are no prompts, a prompt is too long, or the devices do not divide
+                the rows.
         """
+        if not len(prompts):
+            raise ValueError("prompts must not be empty, got none")
         part = hosts.deal(len(prompts))
         parts = hosts.share(
             "encoding prompts",

@@ -209,9 +209,9 @@ def _find_prompts(config: TrainConfig) -> tuple[Sequence[Trajectory], Sequence[T
         ("evaluation.path", "a file", held_out_files),
     ):
         for file in paths:
-            path = Path(file).expanduser()
-            if not path.is_file():
-                problem = "is a directory" if path.is_dir() else "was not found"
+            if not Path(file).expanduser().is_file():
+                is_directory = Path(file).expanduser().is_dir()
+                problem = "is a directory" if is_directory else "was not found"
                 raise ValueError(f"{name} must be {choices}, got {file!r}, which {problem}")
 
     def read_all(paths: Sequence[str]) -> list[Trajectory]:
