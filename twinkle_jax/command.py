@@ -13,14 +13,13 @@ from typing import Any, NamedTuple
 
 from twinkle_jax._package import require
 from twinkle_jax.data import Message, Trajectory, message_text
-from twinkle_jax.data.settings import AUTO
+from twinkle_jax.data.settings import AUTO, check_32_bits
 from twinkle_jax.rollout import RolloutConfig
 from twinkle_jax.sampler import Filters
 from twinkle_jax.training import EvaluationConfig, TrainConfig
 from twinkle_jax.training.config import (
     automatic_logp_diff,
     automatic_settings,
-    check_32_bits,
     flat,
     from_dict,
     not_a_section,

@@ -1,5 +1,7 @@
 """Settings of rollouts; dynamic sampling: rollouts until enough prompts have a signal."""
 
+from functools import partial
+
 import jax
 import numpy as np
 import pytest
@@ -7,6 +9,7 @@ import pytest
 from tests.rollout import games
 from tests.rollout.small_rollout import ENGINE, POLICY, PROMPTS, SAMPLES, SETTINGS
 from twinkle_jax.advantage import group_statistics
+from twinkle_jax.data import PromptBatch
 from twinkle_jax.reward import FunctionReward
 from twinkle_jax.rollout import (
     LocalEngine,
@@ -38,6 +41,33 @@ def test_auto_values_follow_from_the_others():
 def test_every_filter_is_a_setting():
     settings = RolloutConfig(temperature=0.5, top_k=3, top_p=0.9, min_p=0.1, repetition_penalty=1.2)
     assert settings.sampling([7]) == Sampling(0.5, 3, 0.9, 0.1, 1.2, stop_tokens=[7])
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "error"),
+    [
+        ("history", "none", ValueError),
+        ("temperature", -1.0, ValueError),
+        ("temperature", "1", TypeError),
+        ("num_samples", 0, ValueError),
+        ("max_new_tokens", "8", TypeError),
+        ("slots", 0, ValueError),
+        ("top_p", 0.0, ValueError),
+        ("max_failed", 2.0, ValueError),
+    ],
+)
+def test_sources_refuse_settings_by_name(name, value, error):
+    settings = RolloutConfig(**{name: value})
+    for make in (partial(MultiTurn, ENGINE, games.Guess), partial(SingleTurn, ENGINE, len)):
+        with pytest.raises(error, match=rf"^{name} must"):
+            make(settings)
+        with pytest.raises(error, match=rf"^{name} must"):
+            make(RolloutConfig()).with_settings(**{name: value})
+
+
+def test_no_prompts_are_refused():
+    with pytest.raises(ValueError, match=r"^prompts must not be empty"):
+        SOURCE.sample(POLICY.params, PromptBatch([]), jax.random.key(0))
 
 
 def test_an_episode_may_take_a_row_a_turn():

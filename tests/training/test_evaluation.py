@@ -123,6 +123,15 @@ def test_completions_are_drawn_in_as_many_slots_as_the_settings_say(monkeypatch)
     assert slots == [2, 1]  # of four prompts, and of the last one
 
 
+@pytest.mark.parametrize(
+    ("changes", "error"),
+    [({"batch": 0}, ValueError), ({"batch": 2.0}, TypeError), ({"pass_k": -1}, ValueError)],
+)
+def test_counts_are_refused_by_name(changes, error):
+    with pytest.raises(error, match=rf"^{next(iter(changes))} must"):
+        evaluate(POLICY, PROBLEMS, Judge(), SETTINGS, **changes)
+
+
 def test_a_run_evaluates_with_its_own_settings_and_its_judge():
     config = TrainConfig(
         rollout=RolloutConfig(max_new_tokens=4, temperature=1e-6),

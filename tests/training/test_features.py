@@ -191,6 +191,22 @@ def test_nothing_is_packed_into_rows_of_no_length_or_from_no_rows(name):
         list(pack_features(rows_of(3), **{name: 0}))
 
 
+@pytest.mark.parametrize(
+    ("row", "error", "name"),
+    [
+        ({"input_ids": [1, 2], "labels": [1]}, ValueError, "labels"),
+        ({"input_ids": [1, 2], "attention_mask": [1] * 3}, ValueError, "attention_mask"),
+        ({"labels": [1]}, TypeError, "input_ids"),
+        ("12", TypeError, "input_ids"),
+    ],
+)
+def test_columns_of_packed_rows_must_not_be_shifted(row, error, name):
+    """The labels of the second row would have been those of other tokens."""
+    other = {"input_ids": [3], "labels": [3, 2]} if "labels" in row else {"input_ids": [3]}
+    with pytest.raises(error, match=rf"^rows must have '{name}'"):
+        list(pack_features([row, other], 8))
+
+
 def test_of_a_stream_the_last_packed_row_waits_for_more():
     unread = iter(rows_of(4, 4, 4, 4, 4))
     packed = pack_features(unread, 8, buffer=3)

@@ -15,6 +15,7 @@ from tests.training.runs import (
     assert_same_run,
     copy_until,
     end_by_signal,
+    flags,
     learnt,
     lines,
     metrics,
@@ -22,6 +23,7 @@ from tests.training.runs import (
     steps,
 )
 from tests.training.small_run import EVERY_STEP, Scorer, config, evaluation, update
+from twinkle_jax.command import main
 from twinkle_jax.data import read_jsonl
 from twinkle_jax.reward import find_reward
 from twinkle_jax.training import (
@@ -319,8 +321,23 @@ def test_a_long_prompt_ends_a_run_before_its_first_step(folder, tmp_path, monkey
     scorer = Scorer()
     with pytest.raises(ValueError, match=r"max_prompt_tokens=32 .* in prompt 6, '1\+1\+"):
         train(config(folder, tmp_path / "run", **changes), reward=scorer)
+    held_out = EvaluationConfig(every=0, path=str(tmp_path / "long.jsonl"))
+    with pytest.raises(ValueError, match=r"^held-out prompts must .* in prompt 6, '1\+1\+"):
+        train(config(folder, tmp_path / "run", evaluation=held_out), reward=scorer)
     assert scorer.calls == 0
     assert not (tmp_path / "run" / "checkpoints").exists()
+
+
+@pytest.mark.parametrize("text", ["{", "{}", '{"rollout": {}, "update": {}, "optimizer": {}}'])
+def test_settings_that_are_damaged_are_named(folder, tmp_path, text):
+    run_config = config(folder, tmp_path / "run", steps=0)
+    train(run_config, reward=Scorer())
+    path = tmp_path / "run" / "config.json"
+    path.write_text(text)
+    arguments = [*flags(folder, output_dir=tmp_path / "run", steps=1), "--resume", "auto"]
+    with pytest.raises(ValueError, match=rf"^{path} must hold a run's settings"):
+        train(dataclasses.replace(run_config, resume="auto", steps=1), reward=Scorer())
+    assert main(["train", *arguments]) == 1
 
 
 def test_no_two_rollouts_share_noise(folder, tmp_path):

@@ -60,6 +60,11 @@ def test_a_table_is_a_task(tmp_path):
     assert isinstance(task.reward, MathReward)
 
 
+def test_a_directory_is_no_task(tmp_path):
+    with pytest.raises(ValueError, match=r"^task must .* which is a directory"):
+        make_task(TrainConfig(model="m", task=str(tmp_path)))
+
+
 def test_the_system_message_of_arithmetic():
     task, plain = (make_task(TrainConfig(system=text)) for text in ("Be brief.", None))
     message = {"role": "system", "content": "Be brief."}

@@ -23,8 +23,8 @@ PerSequence = Sequence[Any] | ArrayLike
 """Numbers for sequences: one each, or one for each of their labels or positions."""
 
 LOSS_INPUTS = ("advantages", "old_logps", "ref_logps")
-_PER_TOKEN = ("labels", "attention_mask", "position_ids")
-_READ = ("input_ids", *_PER_TOKEN, "routed_experts")
+PER_TOKEN = ("labels", "attention_mask", "position_ids")
+_READ = ("input_ids", *PER_TOKEN, "routed_experts")
 _IGNORED = ("messages", "tools", "user_data", "length")  # a trajectory's own
 _TEXT_ONLY = "the model reads text only"
 _PACKED = "where another sequence begins, 'position_ids' start again at 0"
@@ -132,7 +132,7 @@ def _read(name: str, feature: Mapping[str, Any], vocab_size: int, labels_needed:
     if not tokens.size:
         raise ValueError(f"{name}['input_ids'] must have at least one token, got none")
     row = {"input_ids": cast_integers(f"{name}['input_ids']", tokens, 0, vocab_size - 1)}
-    for key in _PER_TOKEN:
+    for key in PER_TOKEN:
         if feature.get(key) is not None:
             row[key] = _row(f"{name}[{key!r}]", feature[key], boolean=key == "attention_mask")
             if row[key].shape != tokens.shape:

@@ -2,13 +2,19 @@
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import field
+from dataclasses import field, fields, is_dataclass
+from numbers import Integral, Real
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
+
+import numpy as np
 
 AUTO: Any = None  # chosen by the run, which knows the policy
 MAY_CHANGE: Mapping[str, Any] = MappingProxyType({"may_change": True})
 """Metadata of a field, or of a section of fields, that a resumed run may change."""
+
+_FLOAT32 = np.finfo(np.float32)
+_NUMBERS: Mapping[type, type] = {int: Integral, float: Real}
 
 
 class Range(NamedTuple):
@@ -58,3 +64,46 @@ def share_below_one(*, default: Any) -> Any:
 def seed_of_32_bits(*, default: int) -> Any:
     """Make a field for a seed, which JAX takes modulo 2^32."""
     return _ranged(default, False, lambda x: 0 <= x < 2**32, "from 0 to 4294967295")
+
+
+def check_values(config: Any, prefix: str = "") -> None:
+    """Check each setting by itself: its choices if its type is a `Literal`, and its range."""
+    hints = get_type_hints(type(config))
+    for setting in fields(config):
+        name, value = prefix + setting.name, getattr(config, setting.name)
+        hint, valid = hints[setting.name], setting.metadata.get("range")
+        if is_dataclass(value):
+            check_values(value, f"{name}.")
+        elif value is None and setting.default is None:
+            continue  # stands for no limit, or is replaced later
+        elif get_origin(hint) is Literal and value not in get_args(hint):
+            raise ValueError(f"{name} must be one of {', '.join(get_args(hint))}, got {value!r}")
+        elif valid is not None and not isinstance(value, _NUMBERS.get(hint, object) | None):
+            kind = "an integer" if hint is int else "a number"
+            raise TypeError(f"{name} must be {kind}, got {value!r}")
+        elif valid is not None and (value is None or not valid.contains(value)):
+            raise ValueError(f"{name} must be {valid.description}, got {value}")
+        elif name != "seed":  # whose range is that of unsigned integers
+            check_32_bits(name, value)
+
+
+def check_32_bits(name: str, value: Any) -> None:
+    """Refuse numbers, also in options, that are another number on a device.
+
+    Infinity is left to those who take an option: it is the same number there.
+    """
+    if isinstance(value, Mapping):
+        for key, part in value.items():
+            check_32_bits(f"{name}.{key}", part)
+    elif isinstance(value, list | tuple):
+        for part in value:
+            check_32_bits(name, part)
+    elif isinstance(value, int) and abs(value) >= 2**31:
+        raise ValueError(f"{name} must be below {2**31}, which fits 32 bits, got {value}")
+    elif isinstance(value, float) and value and math.isfinite(value):
+        least, most = (float(x) for x in (_FLOAT32.tiny, _FLOAT32.max))
+        if not least <= abs(value) <= most:
+            raise ValueError(
+                f"{name} must be a number of float32, 0 or from {least:.3g} to {most:.3g} in size, "
+                f"got {value}"
+            )

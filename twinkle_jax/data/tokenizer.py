@@ -376,7 +376,14 @@ class ControlTokens:
     def encode(self, rendered: str) -> Encoded:
         """Encode text that was rendered from messages in which control tokens are hidden."""
         text = show(rendered)
-        text.encode()  # raises for unpaired surrogates, for which the library has no clear error
+        try:
+            text.encode()  # the library has no clear error for unpaired surrogates
+        except UnicodeEncodeError as error:
+            part = text[max(error.start - 20, 0) : error.end + 20]
+            raise ValueError(
+                "text must have no unpaired surrogates, as of bytes that are not UTF-8, got "
+                f"{part!r}"
+            ) from error
         if text == rendered:
             encoding = self._backend.encode(text, add_special_tokens=False)
             # As many control tokens as the text spells: none was made by normalisation.

@@ -63,9 +63,14 @@ def encode_prompts(
 
 
 def prompt_ids(
-    template: Template, prompts: Sequence[Trajectory], *, longest: int, first: int = 0
+    template: Template,
+    prompts: Sequence[Trajectory],
+    *,
+    longest: int,
+    first: int = 0,
+    called: str = "prompts",
 ) -> list[list[int]]:
-    """Encode prompts; `first` is the index of the first of them in error messages."""
+    """Encode prompts; errors call them `called`, and the first of them number `first`."""
     if not prompts:
         return []
     features = template.batch_encode(prompts, add_generation_prompt=True)
@@ -75,7 +80,7 @@ def prompt_ids(
         worst = int(np.argmax(lengths))
         text = "".join(message_text(message) for message in prompts[worst]["messages"])
         raise ValueError(
-            f"prompts must have at most rollout.max_prompt_tokens={longest} tokens, "
+            f"{called} must have at most rollout.max_prompt_tokens={longest} tokens, "
             f"got {lengths[worst]} in prompt {first + worst}, {text[:40]!r}"
         )
     return rows
@@ -173,8 +178,11 @@ class LocalEngine:
             settings: without `auto` values.
 
         Raises:
-            ValueError: if a prompt is too long, or the devices do not divide the rows.
+            ValueError: if there are no prompts, a prompt is too long, or the devices do not divide
+                the rows.
         """
+        if not len(prompts):
+            raise ValueError("prompts must not be empty, got none")
         part = hosts.deal(len(prompts))
         parts = hosts.share(
             "encoding prompts",

@@ -82,7 +82,7 @@ class MultiTurn:
     discount: float = 1.0
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "settings", self.settings.resolved())
+        object.__setattr__(self, "settings", self.settings.of_source())
 
     def with_settings(self, **changes: Any) -> "MultiTurn":
         """Return a copy with other settings."""

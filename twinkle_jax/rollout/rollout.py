@@ -12,12 +12,21 @@ from jaxtyping import Array, Float, Int
 
 from twinkle_jax.advantage import NOISE_ULPS
 from twinkle_jax.data import IGNORE, Batch, PromptBatch, Trajectory
-from twinkle_jax.data.settings import AUTO, MAY_CHANGE, at_least, positive, seconds, share
+from twinkle_jax.data.settings import (
+    AUTO,
+    MAY_CHANGE,
+    at_least,
+    check_values,
+    positive,
+    seconds,
+    share,
+)
 from twinkle_jax.model import Params
 from twinkle_jax.rollout import hosts
 from twinkle_jax.rollout.environment import ToolFormat
 from twinkle_jax.rollout.episode import Episode
 from twinkle_jax.sampler import Filters, Sampling
+from twinkle_jax.sampler.sizes import check_count
 
 
 @dataclass(frozen=True)
@@ -92,6 +101,18 @@ class RolloutConfig(Filters, _BeforeFilters):
         if longest is AUTO:
             longest = self.max_prompt_tokens + self.max_turns * new
         return replace(self, max_new_tokens=new, max_episode_tokens=longest)
+
+    def of_source(self) -> "RolloutConfig":
+        """Replace `auto` values, and check the others, as a source outside of runs reads them.
+
+        The temperature may be 0 here, and `num_samples` 1.
+        """
+        allowed = {"temperature": 0, "num_samples": 1}
+        as_in_runs = [name for name, x in allowed.items() if getattr(self, name) == x]
+        check_values(replace(self, **{name: getattr(RolloutConfig, name) for name in as_in_runs}))
+        if self.slots is not None:
+            check_count("slots", self.slots)
+        return self.resolved()
 
     def sampling(self, stop_tokens: Sequence[int]) -> Sampling:
         """Return temperature, filters and penalty, with the tokens that end a completion."""

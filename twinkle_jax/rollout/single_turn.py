@@ -42,7 +42,7 @@ class SingleTurn:
     width_multiple: int = 1
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "settings", self.settings.resolved())
+        object.__setattr__(self, "settings", self.settings.of_source())
 
     def with_settings(self, **changes: Any) -> "SingleTurn":
         """Return a copy with other settings."""

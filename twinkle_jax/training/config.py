@@ -13,9 +13,8 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, is_dataclass
-from numbers import Integral, Real
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal, get_args, get_type_hints
 
 import jax
 import numpy as np
@@ -24,6 +23,8 @@ from twinkle_jax.data.settings import (
     AUTO,
     MAY_CHANGE,
     at_least,
+    check_32_bits,
+    check_values,
     positive,
     seconds,
     seed_of_32_bits,
@@ -44,8 +45,6 @@ from twinkle_jax.training.by_name import (
 from twinkle_jax.training.tracking import Trackers
 
 _BUILT_IN_SCHEDULES = ("constant", "linear", "cosine")
-_FLOAT32 = np.finfo(np.float32)
-_NUMBERS: Mapping[type, type] = {int: Integral, float: Real}
 Options = dict[str, Any]
 """Hyper-parameters by name, of an estimator or an optimizer."""
 
@@ -514,7 +513,7 @@ def run_schedule(config: TrainConfig) -> Schedule:
 
 def _check(config: TrainConfig) -> None:
     """Raise for the first invalid setting or combination, by its name."""
-    _check_values(config)
+    check_values(config)
     update, optimizer = config.update, config.optimizer
     with _names("update.advantage", "update.advantage_options"):
         estimator = make_estimator(update.advantage, update.advantage_options)
@@ -574,49 +573,6 @@ def lora_names() -> Iterator[None]:
     except ValueError as error:
         name, _, rest = str(error).partition(" ")
         raise ValueError(f"lora.{settings.get(name, name)} {rest}") from error
-
-
-def _check_values(config: Any, prefix: str = "") -> None:
-    """Check each setting by itself: its choices if its type is a `Literal`, and its range."""
-    hints = get_type_hints(type(config))
-    for setting in fields(config):
-        name, value = prefix + setting.name, getattr(config, setting.name)
-        hint, valid = hints[setting.name], setting.metadata.get("range")
-        if is_dataclass(value):
-            _check_values(value, f"{name}.")
-        elif value is None and setting.default is None:
-            continue  # stands for no limit, or is replaced later
-        elif get_origin(hint) is Literal and value not in get_args(hint):
-            raise ValueError(f"{name} must be one of {', '.join(get_args(hint))}, got {value!r}")
-        elif valid is not None and not isinstance(value, _NUMBERS.get(hint, object) | None):
-            kind = "an integer" if hint is int else "a number"
-            raise TypeError(f"{name} must be {kind}, got {value!r}")
-        elif valid is not None and (value is None or not valid.contains(value)):
-            raise ValueError(f"{name} must be {valid.description}, got {value}")
-        elif name != "seed":  # whose range is that of unsigned integers
-            check_32_bits(name, value)
-
-
-def check_32_bits(name: str, value: Any) -> None:
-    """Refuse numbers, also in options, that are another number on a device.
-
-    Infinity is left to those who take an option: it is the same number there.
-    """
-    if isinstance(value, Mapping):
-        for key, part in value.items():
-            check_32_bits(f"{name}.{key}", part)
-    elif isinstance(value, list | tuple):
-        for part in value:
-            check_32_bits(name, part)
-    elif isinstance(value, int) and abs(value) >= 2**31:
-        raise ValueError(f"{name} must be below {2**31}, which fits 32 bits, got {value}")
-    elif isinstance(value, float) and value and math.isfinite(value):
-        least, most = (float(x) for x in (_FLOAT32.tiny, _FLOAT32.max))
-        if not least <= abs(value) <= most:
-            raise ValueError(
-                f"{name} must be a number of float32, 0 or from {least:.3g} to {most:.3g} in size, "
-                f"got {value}"
-            )
 
 
 def _check_clip_range(config: TrainConfig) -> None:

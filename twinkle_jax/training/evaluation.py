@@ -24,6 +24,7 @@ from twinkle_jax.rollout import (
 )
 from twinkle_jax.rollout.single_turn import score_texts
 from twinkle_jax.sampler.jax_sampler import key_of_seed
+from twinkle_jax.sampler.sizes import check_count
 from twinkle_jax.training.config import TrainConfig
 from twinkle_jax.training.policy import Policy
 from twinkle_jax.training.task import Task
@@ -85,6 +86,7 @@ def evaluate(
     if engine is None:
         engine = LocalEngine(policy.config, policy.template, policy.frozen, compute_dtype, mesh)
     source = SingleTurn(engine, reward, settings, reward_timeout)
+    check_count("pass_k", pass_k, 0)
     evaluated = policy.params if params is None else params
 
     def checked_rewards(trajectories: Sequence[Trajectory], truths: Sequence[Any]) -> list[float]:
@@ -135,6 +137,7 @@ def evaluate_episodes(
         ValueError: if there are no prompts.
         EnvironmentFailureError: if too many environments failed.
     """
+    check_count("pass_k", pass_k, 0)
 
     def play(player: MultiTurn) -> tuple[_Rewards, list[Episode]]:
         episodes: list[Episode] = []
@@ -168,6 +171,7 @@ def _in_batches(
     """Score prompts, some at a time, each batch with a key of its own; [prompts, samples]."""
     if not len(prompts):
         raise ValueError("prompts must not be empty, got none")
+    check_count("batch", batch)
     rows = []
     for number, start in enumerate(range(0, len(prompts), batch)):
         hosts.together("evaluating", check)

@@ -12,6 +12,7 @@ from twinkle_jax.data import Batch, Inputs, Piece
 from twinkle_jax.data.batch import micro_batches
 from twinkle_jax.data.features import (
     LOSS_INPUTS,
+    PER_TOKEN,
     align_loss_input,
     align_teacher,
     read_features,
@@ -22,6 +23,7 @@ from twinkle_jax.data.rows import to_lists
 from twinkle_jax.loss import GKDLoss, Loss
 from twinkle_jax.model import DecoderConfig, Params
 from twinkle_jax.model.decoder.sharding import batch_sharding
+from twinkle_jax.sampler.sizes import check_count
 from twinkle_jax.training.gradient import StepSummary, grad_step
 from twinkle_jax.training.packing import assign_lines
 from twinkle_jax.training.score import score_batch
@@ -284,8 +286,9 @@ def pack_features(
         values.
 
     Raises:
-        ValueError: if `max_length` or `buffer` is less than 1, rows have different columns, or
-            their `position_ids` do not start at 0.
+        ValueError: if `max_length` or `buffer` is less than 1, rows have different columns, columns
+            of other lengths than their tokens, or `position_ids` that do not start at 0.
+        TypeError: if a row has no `input_ids`, or `max_length` or `buffer` is no integer.
 
     Example:
         >>> rows = [{"input_ids": [5], "n": 1}, {"input_ids": [6, 7], "n": 2}]
@@ -293,11 +296,13 @@ def pack_features(
         [{'input_ids': [6, 7, 5], 'n': [2, 1], 'position_ids': [0, 1, 0]}]
     """
     for name, value in (("max_length", max_length), ("buffer", buffer)):
-        if value is not None and value < 1:
-            raise ValueError(f"{name} must be at least 1, got {value}")
+        if value is not None:
+            check_count(name, value)
     remaining: list[Mapping[str, Any]] = []
     unread = iter(rows)
     while batch := list(itertools.islice(unread, buffer)):
+        for row in batch:
+            _check_columns(row)
         remaining += batch
         lengths = np.asarray([len(row["input_ids"]) for row in remaining], np.int32)
         lines = assign_lines(np.minimum(lengths, max_length), max_length)
@@ -305,6 +310,18 @@ def pack_features(
         remaining = [remaining[i] for i in lines[-1]]
     if remaining:
         yield _joined(remaining)
+
+
+def _check_columns(row: Mapping[str, Any]) -> None:
+    """Refuse a row whose columns would be shifted against those of the rows packed with it."""
+    if not isinstance(row, Mapping) or "input_ids" not in row:
+        raise TypeError(f"rows must have 'input_ids', got {row!r}")
+    tokens = len(row["input_ids"])
+    for key in PER_TOKEN:
+        if row.get(key) is not None and len(row[key]) != tokens:
+            raise ValueError(
+                f"rows must have {key!r} for each of their tokens, {tokens}, got {len(row[key])}"
+            )
 
 
 def _joined(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -560,10 +560,18 @@ def _newest_facts(run: Path) -> dict[str, Any]:
 
 
 def _read_settings(source: Path) -> dict[str, Any]:
-    settings = json.loads((source / "config.json").read_text(encoding="utf-8"))
-    if not isinstance(settings, dict):
-        raise ValueError(f"{source / 'config.json'} must hold a run's settings, got {settings!r}")
+    path = source / "config.json"
+    try:
+        settings = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:  # no UTF-8, or no JSON
+        raise ValueError(f"{path} must hold a run's settings, got no JSON: {error}") from error
+    if not isinstance(settings, dict) or _SETTINGS_OF_RUNS - settings.keys():
+        raise ValueError(f"{path} must hold a run's settings, got {str(settings)[:80]}")
     return settings
+
+
+# Checkpoints of models have a config.json as well.
+_SETTINGS_OF_RUNS = {"rollout", "update", "optimizer", "dtype"}
 
 
 def _with_files(settings: Mapping[str, Any], directory: str) -> dict[str, Any]:
@@ -614,12 +622,12 @@ def _has_not_begun(directory: Path) -> bool:
 
 
 def holds_run(directory: Path) -> bool:
-    """Whether `config.json` has a run's settings: checkpoints have a file of this name as well."""
+    """Whether `config.json` has a run's settings."""
     try:
-        settings = _read_settings(directory)
+        _read_settings(directory)
     except (OSError, ValueError):
         return False
-    return {"rollout", "update", "optimizer"} <= settings.keys()
+    return True
 
 
 def _make_empty(config: TrainConfig, directory: Path, source: Path | None = None) -> None:

@@ -261,9 +261,10 @@ def _has_tools(config: TrainConfig, task: Task) -> bool:
 def _check_lengths(config: TrainConfig, task: Task, policy: Policy) -> None:
     """Refuse prompts that are too long, which a run would otherwise find after hours."""
     longest = config.rollout.max_prompt_tokens
-    for start in range(0, len(task.train), _ENCODED_AT_ONCE):
-        part = task.train[start : start + _ENCODED_AT_ONCE]
-        prompt_ids(policy.template, part, longest=longest, first=start)
+    for called, prompts in (("prompts", task.train), ("held-out prompts", task.held_out)):
+        for start in range(0, len(prompts), _ENCODED_AT_ONCE):
+            part = prompts[start : start + _ENCODED_AT_ONCE]
+            prompt_ids(policy.template, part, longest=longest, first=start, called=called)
 
 
 def _choose_cohorts(config: TrainConfig, display: Display) -> TrainConfig:

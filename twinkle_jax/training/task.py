@@ -210,7 +210,9 @@ def _find_prompts(config: TrainConfig) -> tuple[Sequence[Trajectory], Sequence[T
     ):
         for file in paths:
             if not Path(file).expanduser().is_file():
-                raise ValueError(f"{name} must be {choices}, got {file!r}, which was not found")
+                is_directory = Path(file).expanduser().is_dir()
+                problem = "is a directory" if is_directory else "was not found"
+                raise ValueError(f"{name} must be {choices}, got {file!r}, which {problem}")
 
     def read_all(paths: Sequence[str]) -> list[Trajectory]:
         expanded = [Path(path).expanduser() for path in paths]
