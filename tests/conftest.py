@@ -7,6 +7,7 @@ and as users do; `.ci/run` does so for the sweep over the advantages.
 """
 
 import contextlib
+import itertools
 import os
 import pathlib
 import platform
@@ -24,9 +25,10 @@ def pytest_configure(config):
     if any("benchmarks" in str(argument) for argument in config.args):
         return
     if "JAX_DISABLE_MOST_OPTIMIZATIONS" not in os.environ:
+        flags = [os.environ.get("XLA_FLAGS", ""), "--xla_cpu_parallel_codegen_split_count=1"]
         if jaxlib.__version__.startswith("0.10."):  # half the time to compile; later ones lack it
-            flags = os.environ.get("XLA_FLAGS", "")
-            os.environ["XLA_FLAGS"] = f"{flags} --xla_cpu_use_fusion_emitters=false"
+            flags.append("--xla_cpu_use_fusion_emitters=false")
+        os.environ["XLA_FLAGS"] = " ".join(flags)
         jax.config.update("jax_disable_most_optimizations", True)
         if hasattr(config, "cache"):  # not with -p no:cacheprovider
             kept = config.cache.mkdir(f"jax-{platform.node()}")  # programs are for one kind of CPU
@@ -39,16 +41,20 @@ def pytest_configure(config):
 
 
 MAPS = pathlib.Path("/proc/self/maps")
+ended = itertools.count(1)
 
 
 @pytest.fixture(autouse=True)
 def forget_compiled_programs():
-    """Drop compiled programs after a test, where there are many.
+    """Drop compiled programs after every tenth test, where there are many.
 
     Each one holds several of the 65,530 memory maps that Linux grants a process, and the compiler
     crashes when they are used up; kept together, those of all tests fill five gigabytes besides.
+    Linux takes a hundredth of a second to list them.
     """
     yield
+    if next(ended) % 10:
+        return
     if not MAPS.exists() or MAPS.read_text().count("\n") > 25_000:
         jax.clear_caches()
 

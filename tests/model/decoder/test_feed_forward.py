@@ -22,6 +22,7 @@ DOWN = jnp.asarray(RNG.normal(size=(E.number, E.width, 24)), jnp.float32)
 ROUTER = jnp.asarray(RNG.normal(size=(24, E.number)), jnp.float32)
 
 
+@partial(jax.jit, static_argnums=(0, 5))
 def mixed(add_up, x, router, gate_up, down, experts=E):
     matrices = ff._Experts(gate_up[None], down[None], jnp.int32(0))
     return add_up(CONFIG, x, ff._route(x, router, experts), matrices)
@@ -50,6 +51,7 @@ def test_each_token_goes_through_its_likeliest_experts(add_up, changes):
     assert_close(actual, by_hand(X, experts), 1e-5)
 
 
+@partial(jax.jit, static_argnums=4)
 def all_experts(x, router, gate_up, down, experts=E):
     """Every expert for every token, most with the weight 0."""
     share, chosen = ff._route(x, router, experts)
@@ -59,18 +61,28 @@ def all_experts(x, router, gate_up, down, experts=E):
     return jnp.einsum("tew,te->tw", y, weights)
 
 
-def gradients(mix, *arrays):
-    """Of a sum of all results, with weights of their own."""
-    target = jnp.cos(jnp.arange(arrays[0].size, dtype=jnp.float32)).reshape(arrays[0].shape)
-    return jax.jit(jax.grad(lambda *x: jnp.sum(mix(*x) * target), argnums=(0, 1, 2, 3)))(*arrays)
+@partial(jax.jit, static_argnums=(0, 1))
+def values_and_gradients(mix, experts, *arrays):
+    """The results, and gradients of their sum with weights of their own."""
+
+    def total(*arrays):
+        y = mix(*arrays, experts)
+        target = jnp.cos(jnp.arange(y.size, dtype=jnp.float32)).reshape(y.shape)
+        return jnp.sum(y * target), y
+
+    gradients, y = jax.grad(total, argnums=(0, 1, 2, 3), has_aux=True)(*arrays)
+    return y, gradients
+
+
+IN_BLOCKS = partial(mixed, ff._in_blocks)
 
 
 @pytest.mark.parametrize("add_up", [ff._in_blocks, ff._in_groups])
 @jax.numpy_dtype_promotion("standard")  # the kernel mixes types in its gradient
 def test_gradients_are_those_of_all_experts(add_up):
-    arrays = X, ROUTER, GATE_UP, DOWN
-    expected = gradients(all_experts, *arrays)
-    for here, there in zip(gradients(partial(mixed, add_up), *arrays), expected, strict=True):
+    arrays = E, X, ROUTER, GATE_UP, DOWN
+    _, gradients = values_and_gradients(partial(mixed, add_up), *arrays)
+    for here, there in zip(gradients, values_and_gradients(all_experts, *arrays)[1], strict=True):
         assert_close(here, there, 1e-5)
 
 
@@ -79,7 +91,7 @@ def test_products_of_the_gradient_are_as_exact_as_those_of_the_value():
 
     def loss(*arrays):
         with jax.default_matmul_precision("highest"):
-            return jnp.sum(mixed(ff._in_blocks, *arrays))
+            return jnp.sum(mixed.__wrapped__(ff._in_blocks, *arrays))
 
     gradient = jax.grad(loss, argnums=(0, 1, 2, 3))
     text = str(jax.make_jaxpr(gradient)(X, ROUTER, GATE_UP, DOWN))
@@ -96,14 +108,13 @@ def test_products_of_the_gradient_are_as_exact_as_those_of_the_value():
 def test_any_number_of_tokens_fits_into_blocks(tokens, skew, chosen):
     """Several blocks an expert, and experts that most tokens or none are sent to."""
     experts = dataclasses.replace(E, chosen=chosen, normalised=chosen > 1)
-    x = jnp.asarray(RNG.normal(size=(tokens, 24)), jnp.float32)
-    x = jnp.concatenate([x[:, :-1], jnp.ones((tokens, 1))], axis=1)
-    router = ROUTER.at[-1].add(skew * jnp.asarray([0, 0, 1, 0, 0, 0], jnp.float32))
-    arrays = x, router, GATE_UP, DOWN
-    mix, reference = partial(mixed, ff._in_blocks), all_experts
-    assert_close(mix(*arrays, experts), reference(*arrays, experts), 1e-5)
-    pairs = [gradients(lambda *x, f=f: f(*x, experts), *arrays) for f in (mix, reference)]
-    for here, there in zip(*pairs, strict=True):
+    x = np.random.default_rng(tokens).normal(size=(tokens, 24)).astype(np.float32)
+    x[:, -1] = 1
+    router = ROUTER.at[-1, 2].add(skew)
+    arrays = experts, x, router, GATE_UP, DOWN
+    (y, gradients), expected = (values_and_gradients(f, *arrays) for f in (IN_BLOCKS, all_experts))
+    assert_close(y, expected[0], 1e-5)
+    for here, there in zip(gradients, expected[1], strict=True):
         assert_close(here, there, 2e-5)
 
 
@@ -112,7 +123,9 @@ def test_any_number_of_tokens_fits_into_blocks(tokens, skew, chosen):
 def test_every_row_is_in_one_block_of_its_expert(rows, number):
     size = ff._block_size(rows, number)
     chosen = np.random.default_rng(rows).integers(-1, number + 1, (rows, 1))
-    blocks, places = ff._sort_into_blocks(jnp.asarray(chosen, jnp.int32), number, size)
+    sort = jax.jit(ff._sort_into_blocks, static_argnums=(1, 2))
+    blocks, places = sort(jnp.asarray(chosen, jnp.int32), number, size)
+    blocks, places = jax.device_get((blocks, places))
     here = (chosen[:, 0] >= 0) & (chosen[:, 0] < number)
     taken = np.asarray(blocks.tokens).reshape(-1)
     assert sorted(taken[taken < rows]) == np.flatnonzero(here).tolist()
@@ -133,9 +146,10 @@ def test_parts_of_the_experts_add_up(add_up):
     share, chosen = ff._route(X, ROUTER, E)
     gate_up, down = (x.reshape(3, 2, *x.shape[1:]) for x in (GATE_UP, DOWN))
 
+    @jax.jit
     def part(first, layer):
         routed = ff._Routed(share, chosen - first)
-        return add_up(CONFIG, X, routed, ff._Experts(gate_up, down, jnp.int32(layer)))
+        return add_up(CONFIG, X, routed, ff._Experts(gate_up, down, layer))
 
     parts = [part(2 * layer, layer) for layer in range(3)]
     assert_close(sum(parts), by_hand(X, E), 1e-5)
