@@ -1,6 +1,7 @@
 """Slots that are filled again: the same completions, row by row, as without them."""
 
 import dataclasses
+import functools
 import sys
 from typing import NamedTuple
 from unittest import mock
@@ -10,9 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.model.families import NAMES, batch, config_of, each, params_of
+from tests.model.families import NAMES, batch, config_of, each, fill, params_of
 from tests.sampler.completions import PROMPTS
-from twinkle_jax.model import Cache, Pages, make_mesh, prefill, unstack_layers
+from twinkle_jax.model import Cache, Pages, make_mesh, unstack_layers
 from twinkle_jax.model.decoder import attention
 from twinkle_jax.model.decoder.pages import (
     empty_pages,
@@ -202,12 +203,17 @@ def test_a_device_that_reads_ahead_keeps_the_prompts_that_it_needs():
 @pytest.mark.parametrize(
     ("count", "samples", "limits", "slots", "refill", "shards"),
     [
-        # A padding row, whose prompt is the longest, is no obstacle.
-        (5, 1, [1, 1, 1, 1, 5], 2, 2, 2),
-        # A short group in between: six rows have three prompts.
-        (9, 3, [7] * 4 + [10, 12, 11, 9, 8], 10, 6, 2),
         # The second device has rows 5 to 9: one of prompt 1 and one of prompt 3, which come first.
         (6, 3, [7, 12, 8, 11, 7, 7], 12, 3, 4),
+        *(
+            pytest.param(*case, marks=pytest.mark.exhaustive)
+            for case in [
+                # A padding row, whose prompt is the longest, is no obstacle.
+                (5, 1, [1, 1, 1, 1, 5], 2, 2, 2),
+                # A short group in between: six rows have three prompts.
+                (9, 3, [7] * 4 + [10, 12, 11, 9, 8], 10, 6, 2),
+            ]
+        ),
     ],
 )
 def test_groups_that_do_not_end_with_their_device(count, samples, limits, slots, refill, shards):
@@ -278,6 +284,12 @@ def pages(monkeypatch):
     return seen
 
 
+@functools.cache
+def of_whole_rows(draw, *arguments, **options):
+    """What is drawn without pages, which several tests compare with."""
+    return jax.device_get(draw(*arguments, **options))
+
+
 def rows_of_different_lengths(name="qwen3", config=None, **options):
     """24 rows of 1 to 40 tokens behind prompts of 1 to 20; one is as long as it can get."""
     prompts = [[i + 1] * (1 + 19 * i // 11) for i in range(12)]
@@ -312,7 +324,7 @@ def in_a_stack(monkeypatch):
 @pytest.mark.parametrize("name", NAMES)
 def test_rows_in_pages_of_a_gpu_get_the_same(name, request, monkeypatch):
     """A GPU sums up a page in one pass."""
-    expected = rows_of_different_lengths(name)
+    expected = of_whole_rows(rows_of_different_lengths, name)
     pages = request.getfixturevalue("pages")
     monkeypatch.setattr(attention, "backend_of", lambda mesh: "gpu")
     jax.clear_caches()
@@ -324,7 +336,7 @@ def test_rows_in_pages_of_a_gpu_get_the_same(name, request, monkeypatch):
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("name", NAMES)
 def test_rows_in_pages_get_the_same_where_layers_lie_in_a_stack(name, request):
-    expected = rows_of_different_lengths(name)
+    expected = of_whole_rows(rows_of_different_lengths, name)
     pages = request.getfixturevalue("pages")
     request.getfixturevalue("in_a_stack")
     assert_same(expected, rows_of_different_lengths(name, slots=5, refill=2))
@@ -333,7 +345,7 @@ def test_rows_in_pages_get_the_same_where_layers_lie_in_a_stack(name, request):
 
 @pytest.mark.parametrize("name", each(NAMES))
 def test_rows_in_pages_get_what_whole_rows_get(name, request, compilations):
-    expected = rows_of_different_lengths(name)
+    expected = of_whole_rows(rows_of_different_lengths, name)
     pages = request.getfixturevalue("pages")
     assert_same(expected, rows_of_different_lengths(name, slots=5, refill=2))
     if name != "qwen3":
@@ -358,7 +370,7 @@ def test_rows_in_pages_get_what_whole_rows_get(name, request, compilations):
     ids=str,
 )
 def test_each_device_has_pages_of_its_own(axes, request):
-    expected = rows_of_different_lengths()
+    expected = of_whole_rows(rows_of_different_lengths, "qwen3")
     pages = request.getfixturevalue("pages")
     assert_same(expected, rows_of_different_lengths(mesh=make_mesh(**axes), slots=8))
     assert len(pages) > 3
@@ -390,7 +402,7 @@ def long_groups(name="qwen3", config=None, samples=4, **options):
     ],
 )
 def test_rows_of_a_group_share_the_pages_of_their_prompt(slots, refill, request):
-    expected = long_groups()
+    expected = of_whole_rows(long_groups)
     pages = request.getfixturevalue("pages")
     assert_same(expected, long_groups(slots=slots, refill=refill))
     # Ten rows have up to 3 full pages in their prompts: of at most 10 rows, in 4 groups or so.
@@ -399,7 +411,7 @@ def test_rows_of_a_group_share_the_pages_of_their_prompt(slots, refill, request)
 
 
 def test_all_rows_of_all_groups_begin_with_the_pages_of_each_prompt_once(request):
-    expected = long_groups()
+    expected = of_whole_rows(long_groups)
     pages = request.getfixturevalue("pages")
     assert_same(expected, long_groups())
     assert pages[0].prompt_pages == 24  # for 7 prompts of 3 full pages
@@ -409,19 +421,15 @@ def test_all_rows_of_all_groups_begin_with_the_pages_of_each_prompt_once(request
     assert pages[-1].prompts_needed < pages[0].prompts_needed  # ended groups give theirs back
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("name", "axes", "samples"),
     [
         ("qwen3", {"fsdp": 2}, 3),  # whose groups do not end with the devices
-        *(
-            pytest.param(*case, marks=pytest.mark.exhaustive)
-            for case in [
-                ("qwen3", {"data": 2, "fsdp": 2, "tensor": 2}, 4),
-                ("qwen2", {}, 4),
-                ("qwen3_5_text", {}, 4),
-                ("gemma3_text", {"fsdp": 2}, 4),
-            ]
-        ),
+        ("qwen3", {"data": 2, "fsdp": 2, "tensor": 2}, 4),
+        ("qwen2", {}, 4),
+        ("qwen3_5_text", {}, 4),
+        ("gemma3_text", {"fsdp": 2}, 4),
     ],
     ids=str,
 )
@@ -436,7 +444,7 @@ def test_groups_on_meshes_share_pages_too(name, axes, samples, request):
 @pytest.mark.exhaustive
 def test_slots_wait_where_too_many_prompts_have_pages(request, monkeypatch):
     """Rows get no slots while the pages of their prompts would be beyond the bound."""
-    expected = long_groups()
+    expected = of_whole_rows(long_groups)
     pages = request.getfixturevalue("pages")
     assert_same(expected, long_groups(slots=4, refill=1))
     assert max(run.prompts_needed for run in pages) > 3
@@ -457,18 +465,17 @@ def test_pages_are_kept_free_for_the_prompts_of_the_next_rows(samples):
 
 
 PROMPT_PAGES = 6
+put, free = jax.jit(put_in_pages, static_argnums=5), jax.jit(release_prompts)
 
 
 def put_groups():
     """Four rows of three prompts in six slots, and one row that gets no slot."""
     config = config_of("qwen3")
     tokens = batch([[i] * n for i, n in ((1, 33), (2, 8), (3, 16))], 40, "right")
-    _, prompts = prefill(params_of("qwen3"), config, *tokens, max_length=40)
+    _, prompts = fill(params_of("qwen3"), config, *tokens, max_length=40)
     sizes = {"rows": 6, "size": 16, "pages": 8, "prompt_pages": PROMPT_PAGES, "members": 3}
     source, slots = jnp.array([0, 0, 1, 2, 2]), jnp.array([4, 1, 0, 2, 6])
-    cache = put_in_pages(
-        empty_pages(prompts, config, **sizes), prompts, source, slots, source + 7, config
-    )
+    cache = put(empty_pages(prompts, config, **sizes), prompts, source, slots, source + 7, config)
     return prompts, cache, config
 
 
@@ -494,16 +501,17 @@ def test_where_the_pages_of_groups_lie():
         np.testing.assert_array_equal(held[:, own, ..., 0], keys[:, source, ..., start])
     # Of later rows one joins its group, one has a prompt that gets pages, and one has no slot.
     arrays = map(jnp.array, ([2, 0, 2], [3, 5, 6], [9, 5, 9]))
-    more = put_in_pages(cache, prompts, *arrays, config).prompt_pages
+    more = put(cache, prompts, *arrays, config).prompt_pages
     assert more.prompt.tolist() == [7, 7, 9, 5, 5, -1]
     assert members(more)[2:5] == [[2, 3, 6], [5, 6, 6], [5, 6, 6]]
 
 
-@pytest.mark.parametrize("in_kernel", each([True, False]))
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("in_kernel", [True, False])
 def test_rows_of_a_prompt_without_enough_pages_get_nan(in_kernel, request, monkeypatch):
     """The sizes that are chosen do not lead to it: prompts that need ten pages get four."""
     jax.clear_caches()
-    expected = long_groups()
+    expected = of_whole_rows(long_groups)
     request.getfixturevalue("pages")
     monkeypatch.setattr(attention, "_page_kernel_fits", lambda *_: in_kernel)
     monkeypatch.setattr(sampler_sizes, "first_prompt_pages", lambda *_: 4)
@@ -517,18 +525,18 @@ def test_rows_of_a_prompt_without_enough_pages_get_nan(in_kernel, request, monke
 
 def test_the_pages_of_a_prompt_are_free_when_all_its_rows_have_ended():
     _, cache, _ = put_groups()
-    pages = release_prompts(cache.prompt_pages, jnp.array([True, True, False, True, False, True]))
+    pages = free(cache.prompt_pages, jnp.array([True, True, False, True, False, True]))
     assert pages.prompt.tolist() == [7, 7, -1, -1, -1, -1]
     assert pages.of_row.tolist() == [8, 7, -1, -1, -1, -1]
     assert members(pages)[0] == [1, 6, 6]
-    pages = release_prompts(pages, jnp.zeros(6, bool))
+    pages = free(pages, jnp.zeros(6, bool))
     assert set(pages.prompt.tolist()) == {-1}
 
 
 def test_rows_that_are_kept_keep_the_pages_of_their_prompt():
     """Pages of prompts in use lie behind free ones before."""
     _, cache, _ = put_groups()
-    pages = release_prompts(cache.prompt_pages, jnp.array([True, True, False, True, True, True]))
+    pages = free(cache.prompt_pages, jnp.array([True, True, False, True, True, True]))
     pages = pages._replace(prompt=pages.prompt[::-1], start=pages.start[::-1])
     values = cache.layers["0"].values
     layers = jax.tree.map(
@@ -584,9 +592,9 @@ def test_sliding_layers_keep_the_pages_of_their_window(window, kinds, laid, requ
 def test_of_a_prompt_sliding_layers_get_the_pages_of_the_window():
     """The next token of 47 sees token 31, which page 16 ends with; that of 48 does not."""
     config, tokens = gemma(17, *"sfs"), batch([[1] * n for n in (47, 48, 3)], 48, "right")
-    _, rows = prefill(params_of("gemma3_text"), config, *tokens, max_length=48)
+    _, rows = fill(params_of("gemma3_text"), config, *tokens, max_length=48)
     empty = empty_pages(rows, config, rows=3, size=16, pages=9, window_pages=6)
-    cache = put_in_pages(empty, rows, jnp.arange(3), jnp.array([2, 0, 1]), jnp.arange(3), config)
+    cache = put(empty, rows, jnp.arange(3), jnp.array([2, 0, 1]), jnp.arange(3), config)
 
     def held(pages):
         return sorted((int(o), int(s)) for o, s in zip(*pages, strict=True) if o < 3)
@@ -643,6 +651,7 @@ def test_pages_come_in_few_numbers(needed, most, pages):
     assert sampler_sizes.pages_for(needed, most) == pages
 
 
+@pytest.mark.exhaustive
 def test_a_row_of_nan_leaves_nothing_in_its_pages(pages):
     test_a_row_of_nan_leaves_nothing_in_its_slot()
     assert pages
