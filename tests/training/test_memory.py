@@ -1,12 +1,13 @@
 """What a run takes of a device is counted before its first step, and settings are made to fit."""
 
 import dataclasses
+import functools
 import json
 
 import jax
 import pytest
 
-from tests.model.families import config_of, params_of
+from tests.model.families import config_of, each, params_of
 from tests.training import small_run
 from twinkle_jax.model import init_params, shard_like_params
 from twinkle_jax.rollout import RolloutConfig
@@ -44,6 +45,11 @@ def begun(slots=None, data=1, fsdp=1, **update):
     return recipe, begin_training(policy.params, recipe.optimizer, mesh)
 
 
+# Each of these compiles a program, which several tests ask the size of.
+of_update = functools.cache(lambda **update: update_memory(*begun(**update)))
+of_rollout = functools.cache(lambda slots=None: rollout_memory(*begun(slots)))
+
+
 def bytes_of(tree):
     return sum(x.nbytes for x in jax.tree.leaves(tree))
 
@@ -54,7 +60,7 @@ TOKEN = 2 * LAYERS * SHAPE.key_value_heads * SHAPE.head_dim * 4  # bytes of its 
 
 
 def test_an_update_takes_its_state_and_more_with_more_tokens():
-    needs = [update_memory(*begun(micro_batch_tokens=tokens)) for tokens in (256, 1024, 4096)]
+    needs = [of_update(micro_batch_tokens=tokens) for tokens in (256, 1024, 4096)]
     assert bytes_of(begun()[1]) < needs[0] < needs[1] < needs[2]
     # Four times the tokens take four times what follows tokens: the rest stays.
     assert needs[2] - needs[1] == pytest.approx(4 * (needs[1] - needs[0]), rel=0.1)
@@ -93,12 +99,12 @@ def test_an_update_takes_the_experts_that_it_replays():
 
 
 def test_a_rollout_takes_its_caches():
-    few, all_rows = (rollout_memory(*begun(slots)) for slots in (4, None))
+    few, all_rows = of_rollout(4), of_rollout()
     assert all_rows - few >= 12 * 127 * TOKEN  # 16 rows of 64 + 64 - 1 tokens, or 4
     assert few > bytes_of(begun()[1])
 
 
-@pytest.mark.parametrize("turns", [1, 3])
+@pytest.mark.parametrize("turns", each([1, 3]))
 def test_a_penalty_takes_a_copy_of_the_logits(turns):
     vocab, rows = 9000, 64
     config = dataclasses.replace(POLICY.config, vocab_size=vocab)
@@ -132,14 +138,16 @@ def test_episodes_take_their_caches_twice_or_are_read_again():
 
     kept, again = with_turns(None), with_turns(8)
     assert kept - again >= (2 * 16 - 8) * 255 * TOKEN
-    assert again > rollout_memory(*begun(slots=8))  # episodes are longer than one turn
+    assert again > of_rollout(8)  # episodes are longer than one turn
 
 
+@pytest.mark.exhaustive
 def test_devices_share_what_a_run_takes():
-    one = begun(micro_batch_tokens=1024)
     shared = begun(micro_batch_tokens=1024, fsdp=8)
-    assert update_memory(*shared) < 0.9 * update_memory(*one)  # tokens are of each device
-    assert rollout_memory(*shared) < 0.5 * rollout_memory(*one)
+    assert update_memory(*shared) < 0.9 * of_update(
+        micro_batch_tokens=1024
+    )  # tokens of each device
+    assert rollout_memory(*shared) < 0.5 * of_rollout()
 
 
 def test_settings_that_choose_themselves_are_made_to_fit():
@@ -147,7 +155,7 @@ def test_settings_that_choose_themselves_are_made_to_fit():
     recipe, state = begun()
     budget = automatic_budget(recipe.config)
     assert recipe.config.update.micro_batch_tokens == budget
-    limit = update_memory(*begun(micro_batch_tokens=budget // 4))
+    limit = of_update(micro_batch_tokens=budget // 4)
     chosen = fit(recipe, state, limit, notes.append)
     assert chosen.update.micro_batch_tokens == budget // 4
     assert f"micro_batch_tokens {budget // 4}" in notes[-2]
@@ -156,10 +164,9 @@ def test_settings_that_choose_themselves_are_made_to_fit():
 
 def test_what_is_recomputed_is_chosen_by_memory():
     recipe, state = begun(recompute="auto", micro_batch_tokens=4096)
-    kept = update_memory(*begun(recompute="elementwise", micro_batch_tokens=4096))
-    least = update_memory(*begun(recompute="layers", micro_batch_tokens=4096))
-    assert least < kept
-    for limit, expected in ((kept, "elementwise"), (kept - 1, "layers"), (least, "layers")):
+    kept = of_update(recompute="elementwise", micro_batch_tokens=4096)
+    assert of_update(micro_batch_tokens=4096) < kept
+    for limit, expected in ((kept, "elementwise"), (kept - 1, "layers")):
         notes = []
         chosen = fit(recipe, state, limit, notes.append)
         assert chosen.update.recompute == expected
@@ -186,6 +193,7 @@ def test_a_run_resumes_with_what_it_chose(folder, tmp_path):
         train(dataclasses.replace(settings, update=other, resume="auto"))
 
 
+@pytest.mark.exhaustive
 def test_a_run_resumes_where_memory_is_known(folder, tmp_path):
     """It was refused for what it chose itself, and its config.json no longer fitted its steps."""
     settings = small_run.config(
@@ -213,14 +221,14 @@ def test_a_chosen_budget_is_kept_and_a_given_one_is_not_replaced():
 
 
 def test_numbers_that_were_given_are_refused_where_they_do_not_fit():
-    recipe, state = begun(micro_batch_tokens=4096)
-    limit = update_memory(*begun(micro_batch_tokens=2048))
+    recipe, state = begun(micro_batch_tokens=512)
+    limit = of_update(micro_batch_tokens=256)
     with pytest.raises(ValueError, match="micro_batch_tokens"):
         fit(recipe, state, limit, lambda note: None)
     with pytest.raises(ValueError, match="micro_batch_tokens"):
         fit(recipe, state, 1000, lambda note: None)
     recipe, state = begun(slots=16, micro_batch_tokens=128)
-    limit = max(update_memory(recipe, state), rollout_memory(*begun(8)))
+    limit = max(update_memory(recipe, state), of_rollout(8))
     with pytest.raises(ValueError, match=r"rollout\.slots"):
         fit(recipe, state, limit, lambda note: None)
 
