@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import pytest
 
-from tests.model.families import config_of, params_of
+from tests.model.families import config_of, each, params_of
 from twinkle_jax.data import largest_logits
 from twinkle_jax.loss import CrossEntropyLoss, DPOLoss, GKDLoss, GRPOLoss, SimPOLoss
 from twinkle_jax.training import (
@@ -128,7 +128,7 @@ def test_a_loss_of_pairs_is_given_pairs():
     assert len(losses) == 2
 
 
-@pytest.mark.parametrize("micro_batch_size", [None, 1])
+@pytest.mark.parametrize("micro_batch_size", each([1, None]))
 def test_the_loss_says_how_many_tokens_of_the_teacher_count(micro_batch_size):
     logits = np.random.default_rng(0).normal(size=(2, 4, 48)).astype(np.float32)
     options = {"micro_batch_size": micro_batch_size}
