@@ -8,6 +8,7 @@ import threading
 import chex
 import pytest
 
+from tests.model.families import each
 from tests.rollout import games
 from tests.sampler.vllm.fake_server import FakeServer, adapters_in, write_checkpoint
 from tests.training.joined_runs import run_joined
@@ -79,7 +80,7 @@ def loads(server):
     return server.paths().count("/collective_rpc")
 
 
-@pytest.mark.parametrize("mesh", [{}, {"mesh__fsdp": 2, "mesh__tensor": 2}], ids=["one", "mesh"])
+@pytest.mark.parametrize("mesh", each([{}, {"mesh__fsdp": 2, "mesh__tensor": 2}]), ids=str)
 def test_each_step_samples_from_the_policy_that_it_trains(folder, server, tmp_path, mesh):
     rows = run(folder, server, tmp_path, **mesh)
     assert len(rows) == 3
@@ -495,20 +496,20 @@ def odd_server(mixture):
 
 
 VARIANTS = {
-    "one turn": {},
     "a pass before": {"update__correction": "token_truncate", "update__kl_beta": 0.1},
     "episodes": EPISODES | {"rollout__history": "append"},
+    "one turn": {},
     "mesh": {"mesh__fsdp": 2, "mesh__tensor": 2},
     "several rollouts": {"update__dynamic_sampling": 3},
     "adapter": {"lora__rank": 2},
 }
 
 
-@pytest.mark.parametrize("changes", VARIANTS.values(), ids=list(VARIANTS))
+@pytest.mark.parametrize("variant", each(list(VARIANTS), default=2))
 def test_tokens_are_trained_through_the_experts_of_the_server(
-    mixture, odd_server, tmp_path, changes
+    mixture, odd_server, tmp_path, variant
 ):
-    rows = run(mixture, odd_server, tmp_path, **MIXTURE, **changes)
+    rows = run(mixture, odd_server, tmp_path, **MIXTURE, **VARIANTS[variant])
     assert len(rows) == 3
     assert all(row["sampling/logp_diff/max"] < EXACT for row in rows)
 
