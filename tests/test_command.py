@@ -256,6 +256,22 @@ def test_a_section_of_a_file_is_settings_or_empty(tmp_path, capsys):
     assert capsys.readouterr().err.startswith("twinkle-jax: rollout must be a dictionary of sett")
 
 
+@pytest.mark.parametrize("content", [b"a: [", b"- 1\n- 2\n", b"\xff\xfe\x00", b"steps"])
+def test_a_file_without_settings_is_named(tmp_path, capsys, content):
+    (tmp_path / "run.yaml").write_bytes(content)
+    assert main(["train", "--config", str(tmp_path / "run.yaml")]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("twinkle-jax: --config must be a file ")
+    assert str(tmp_path / "run.yaml") in error
+
+
+def test_an_empty_file_of_settings_stands_for_the_defaults(tmp_path, capsys):
+    (tmp_path / "run.yaml").write_text("# steps: 5\n")
+    run = ["--output_dir", str(tmp_path / "run"), "--warm_start", "0", "--steps", "0"]
+    small = ["--evaluation.problems", "4"]
+    assert main(["train", "--config", str(tmp_path / "run.yaml"), *run, *small]) == 0
+
+
 def test_every_option_says_what_it_is(capsys):
     """Each has a text of its own; what the run chooses is `auto`."""
     with pytest.raises(SystemExit) as ended:

@@ -7,7 +7,6 @@ import platform
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -502,8 +501,7 @@ def _parse(arguments: list[str]) -> Any:
     if arguments[:1] == ["train"]:
         arguments = _leave_out_auto(arguments)
     files, rest = _split_off(arguments, "--config")
-    for path in files:
-        _refuse_repeated(Path(path))
+    files = [path for path in files if _has_settings(Path(path))]
     # First, so that flags win over files wherever they stand.
     arguments = [*rest[:1], *(f"--config={path}" for path in files), *rest[1:]]
     options = _parser().parse_args(arguments)
@@ -614,9 +612,13 @@ def _split_off(arguments: list[str], flag: str) -> tuple[list[str], list[str]]:
     return values, rest
 
 
-def _refuse_repeated(path: Path) -> None:
-    """Refuse a YAML file that has a key twice: the first one would be lost, with all below it."""
+def _has_settings(path: Path) -> bool:
+    """Check a YAML file of settings; whether it has any.
+
+    A key that stands twice is refused: the first one would be lost, with all below it.
+    """
     import yaml  # comes with jsonargparse
+    from jsonargparse import ArgumentError
 
     def visit(node: Any) -> None:
         if isinstance(node, yaml.MappingNode):
@@ -627,9 +629,17 @@ def _refuse_repeated(path: Path) -> None:
             for _, value in node.value:
                 visit(value)
 
-    if path.is_file():
-        with suppress(yaml.YAMLError):  # which the parser explains
-            visit(yaml.compose(path.read_text(encoding="utf-8-sig"), Loader=yaml.SafeLoader))
+    if not path.is_file():
+        return True  # the parser says what it is
+    try:
+        root = yaml.compose(path.read_text(encoding="utf-8-sig"), Loader=yaml.SafeLoader)
+    except (UnicodeDecodeError, yaml.YAMLError) as error:
+        message = f"--config must be a file of YAML, got {path}: {error}"
+        raise ArgumentError(None, message) from error
+    if root is not None and not isinstance(root, yaml.MappingNode):
+        raise ArgumentError(None, f"--config must be a file with settings by name, got {path}")
+    visit(root)
+    return root is not None
 
 
 def _join_repeated(arguments: list[str], flag: str) -> list[str]:

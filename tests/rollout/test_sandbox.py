@@ -23,6 +23,12 @@ def enclosed():
         pytest.skip(str(error))
 
 
+@pytest.mark.parametrize("name", ["seconds", "megabytes", "characters"])
+def test_limits_are_at_least_1(name):
+    with pytest.raises(ValueError, match=f"^{name} must"):
+        python_tool(**{name: 0})
+
+
 def test_a_program_computes_and_its_errors_are_told():
     assert RUN("import math\nprint(math.comb(6, 3))") == "20"
     assert RUN("1/0") == "ZeroDivisionError: division by zero"

@@ -44,6 +44,13 @@ def test_numbers_of_another_type_are_refused_by_name(name, value):
         config_of({name: value})
 
 
+@pytest.mark.parametrize("name", ["overwrite", "update.mask_truncated", "logging.tensorboard"])
+def test_a_switch_is_true_or_false(name):
+    """The text "no" is true to Python: it would have deleted a run."""
+    with pytest.raises(TypeError, match=f"^{re.escape(name)} must be True or False, got 'no'"):
+        config_of({name: "no"})
+
+
 def test_what_depends_on_the_policy_is_filled_in():
     small, large = TrainConfig(), TrainConfig(model="somewhere", task="x.jsonl", dtype="bfloat16")
     assert (small.rollout.max_new_tokens, large.rollout.max_new_tokens) == (8, 512)

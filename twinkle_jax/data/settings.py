@@ -78,6 +78,8 @@ def check_values(config: Any, prefix: str = "") -> None:
             continue  # stands for no limit, or is replaced later
         elif get_origin(hint) is Literal and value not in get_args(hint):
             raise ValueError(f"{name} must be one of {', '.join(get_args(hint))}, got {value!r}")
+        elif hint is bool and not isinstance(value, bool | np.bool_):
+            raise TypeError(f"{name} must be True or False, got {value!r}")
         elif valid is not None and not isinstance(value, _NUMBERS.get(hint, object) | None):
             kind = "an integer" if hint is int else "a number"
             raise TypeError(f"{name} must be {kind}, got {value!r}")

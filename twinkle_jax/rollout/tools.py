@@ -22,6 +22,7 @@ from twinkle_jax.rollout.environment import (
     ProcessFailedError,
     ToolRaisedError,
 )
+from twinkle_jax.sampler.sizes import check_count
 
 _SANDBOX_WORKER = Path(__file__).with_name("sandbox_worker.py")
 _JSON_TYPES = {str: "string", int: "integer", float: "number", bool: "boolean"}
@@ -293,6 +294,7 @@ def python_tool(
         The tool, `python(code)`.
 
     Raises:
+        ValueError: if a limit is less than 1.
         SandboxUnavailableError: by a call of the tool, if the system does not allow namespaces;
             some distributions allow them to root only. The program is not run then.
 
@@ -301,6 +303,8 @@ def python_tool(
         >>> tool.__name__
         'python'
     """
+    for name, limit in (("seconds", seconds), ("megabytes", megabytes), ("characters", characters)):
+        check_count(name, limit)
 
     def python(code: str) -> str:
         """Run a Python program, and return what it prints.
