@@ -273,7 +273,7 @@ def test_adapters_of_all_projections_are_pefts(tmp_path):
     lora, adapter = load_adapter(tmp_path / "adapter", decoder.config)
     params = with_adapter(decoder.params, decoder.config, lora, adapter)
     hidden = hidden_states(params, decoder.config, jnp.asarray([[2, 3, 5, 7]]))
-    np.testing.assert_allclose(output_logits(params, hidden), expected, atol=1e-4)
+    np.testing.assert_allclose(output_logits(params, decoder.config, hidden), expected, atol=1e-4)
     everything = LoraConfig(r=2, target_modules="all-linear")
     check_adapter(decoder.config, everything, adapter)
     assert "v_proj" in adapter["layers"]["0"]["self_attn"]
