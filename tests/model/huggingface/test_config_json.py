@@ -621,6 +621,49 @@ def test_a_nested_gemma_4():
     assert written["vision_config"] == {"depth": 2} and parse_config(written) == config
 
 
+_REAL_GEMMA4 = {  # of both models, as their converter writes it
+    "model_type": "gemma4_text",
+    "hidden_size_per_layer_input": 0,
+    "attention_k_eq_v": True,
+    "use_bidirectional_attention": "vision",
+    "num_kv_shared_layers": 0,
+    "sliding_window": 1024,
+    "final_logit_softcapping": 30.0,
+    "max_position_embeddings": 262_144,
+}
+_31B = {
+    "hidden_size": 5376,
+    "intermediate_size": 21_504,
+    "num_hidden_layers": 60,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 16,
+    "num_global_key_value_heads": 4,
+}
+_26B = {
+    "hidden_size": 2816,
+    "intermediate_size": 2112,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "num_global_key_value_heads": 2,
+    "enable_moe_block": True,
+    "num_experts": 128,
+    "moe_intermediate_size": 704,
+    "top_k_experts": 8,
+}
+
+
+@pytest.mark.parametrize(("sizes", "billions"), [(_31B, 30.7), (_26B, 25.2)])
+def test_real_models_of_gemma_4_have_the_parameters_that_their_names_say(sizes, billions):
+    config = parse_config(_REAL_GEMMA4 | sizes)
+    assert config.block == (SLIDING,) * 5 + (FULL,) and config.logits_soft_cap == 30
+    heads = config.full_attention
+    assert (heads.head_dim, heads.rope_theta) == (512, 1e6) and heads.shared_values
+    assert config.attention.window == Window(1024)
+    shapes = jax.tree.leaves(parameter_shapes(config))
+    assert round(sum(x.size for x in shapes) / 1e9, 1) == billions
+
+
 _LAYER_HEADS = {"head_dim": 32, "num_key_value_heads": 2}
 
 
