@@ -29,6 +29,7 @@ NAMES = (
     "gemma3_text",
     "gemma4_text",
     "gemma4_text mixture",
+    "gemma4_text small",
     "olmo3",
     "smollm3",
     "granite",
@@ -148,6 +149,15 @@ _OWN["gemma4_text mixture"] = _GEMMA4 | {
     "top_k_experts": 2,
     "moe_intermediate_size": 16,
 }
+_OWN["gemma4_text small"] = _GEMMA4 | {  # E2B's kind: two of four repetitions reuse keys and values
+    "num_hidden_layers": 8,
+    "layer_types": ["sliding_attention", "full_attention"] * 4,
+    "attention_k_eq_v": False,
+    "num_kv_shared_layers": 4,
+    "use_double_wide_mlp": True,
+    "hidden_size_per_layer_input": 12,
+    "vocab_size_per_layer_input": 48,
+}
 _OWN |= {"olmo2": _NO_ENDS, "olmo3": _NO_ENDS | _OLMO3}
 _OWN |= {"smollm3": _NO_ENDS | {"num_hidden_layers": 4, "no_rope_layers": [1, 0, 0, 1]}}
 _OWN["phi3"] = _NO_ENDS | {  # four of six entries of a head are rotated
@@ -169,6 +179,66 @@ _OWN["granite"] = {  # not the defaults, nor powers of two, nor what a head's wi
     "logits_scaling": 0.7,
 }
 _OWN |= {"llama": {"rope_parameters": _STRETCHED}, "mistral": {"sliding_window": None}}
+
+
+_GEMMA4_CARD = {
+    "model_type": "gemma4_text",
+    "hidden_size_per_layer_input": 0,
+    "attention_k_eq_v": True,
+    "sliding_window": 1024,
+    "final_logit_softcapping": 30.0,
+    "max_position_embeddings": 262_144,
+}
+_GEMMA4_EDGE = _GEMMA4_CARD | {
+    "hidden_size_per_layer_input": 256,
+    "attention_k_eq_v": False,
+    "num_attention_heads": 8,
+    "sliding_window": 512,
+}
+REAL_GEMMA4 = {  # as their converter writes them
+    "31B": _GEMMA4_CARD
+    | {
+        "hidden_size": 5376,
+        "intermediate_size": 21_504,
+        "num_hidden_layers": 60,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 16,
+        "num_global_key_value_heads": 4,
+        "use_bidirectional_attention": "vision",
+    },
+    "26B-A4B": _GEMMA4_CARD
+    | {
+        "hidden_size": 2816,
+        "intermediate_size": 2112,
+        "num_hidden_layers": 30,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "num_global_key_value_heads": 2,
+        "use_bidirectional_attention": "vision",
+        "enable_moe_block": True,
+        "num_experts": 128,
+        "moe_intermediate_size": 704,
+        "top_k_experts": 8,
+    },
+    "E2B": _GEMMA4_EDGE
+    | {
+        "hidden_size": 1536,
+        "intermediate_size": 6144,
+        "num_hidden_layers": 35,
+        "layer_types": (["sliding_attention"] * 4 + ["full_attention"]) * 7,
+        "num_key_value_heads": 1,
+        "num_kv_shared_layers": 20,
+        "use_double_wide_mlp": True,
+    },
+    "E4B": _GEMMA4_EDGE
+    | {
+        "hidden_size": 2560,
+        "intermediate_size": 10_240,
+        "num_hidden_layers": 42,
+        "num_key_value_heads": 2,
+        "num_kv_shared_layers": 18,
+    },
+}
 
 
 def family(model_type: str, **changes: Any) -> dict[str, Any]:

@@ -28,16 +28,21 @@ def reference_hidden(
     """
     x = np.asarray(params["embed_tokens"]["embedding"], np.float64)[np.asarray(tokens)]
     x = x * config.embedding_multiplier
+    read = None if config.token_width is None else _per_layer(params, config, x, tokens)
     places = np.arange(len(tokens)) if positions is None else np.asarray(positions)
+    made: dict[str, Any] = {}  # the keys and values of the last layer of each kind
     for layer, kind in enumerate(config.layer_kinds):
-        repeat, member = divmod(layer, len(config.block))
-        w = _layer(params["layers"][str(member)], repeat)
+        stack = config.stacks[-1 if layer >= config.layers - config.reusing_layers else 0]
+        repeat, member = divmod(layer - stack.first_layer, len(stack.block))
+        w = _layer(params["layers"][str(stack.first_member + member)], repeat)
         y = _before(x, "input_layernorm", w, config)
         if kind == "linear_attention":
             y = _delta_net(y, w["linear_attn"], config)
         else:
             turns = 0 * places if layer in config.unrotated_layers else places
-            y = _attention(y, w["self_attn"], config, turns, sliding=kind == "sliding_attention")
+            reused = made[kind] if stack.reuses else None
+            slides = kind == "sliding_attention"
+            y, made[kind] = _attention(y, w["self_attn"], config, turns, reused, sliding=slides)
         x = x + config.residual_multiplier * _between(y, "post_attention_layernorm", w, config)
         before = "pre_feedforward" if config.output_norms else "post_attention"
         y = _before(x, f"{before}_layernorm", w, config)
@@ -53,9 +58,24 @@ def reference_hidden(
             logits = y @ w["mlp"]["gate"]["kernel"]
             y = _experts(y, logits, w["mlp"], config, named)
         x = x + config.residual_multiplier * _between(y, "post_feedforward_layernorm", w, config)
+        if read is not None:
+            y = gelu(x @ w["per_layer_input_gate"]["kernel"]) * read[:, layer]
+            y = y @ w["per_layer_projection"]["kernel"]
+            x = x + norm(y, w["post_per_layer_input_norm"]["scale"], config)
         x = x * w.get("layer_scalar", 1)
     hidden = norm(x, np.asarray(params["norm"]["scale"], np.float64), config)
     return hidden / config.logits_scaling
+
+
+def _per_layer(params: Any, config: DecoderConfig, x: np.ndarray, tokens: list[int]) -> np.ndarray:
+    """What each layer reads of each token, [time, layers, width]."""
+    shape = len(tokens), config.layers, config.token_width
+    kernel = np.asarray(params["per_layer_model_projection"]["kernel"], np.float64)
+    projected = (x @ kernel / np.sqrt(config.hidden_size)).reshape(shape)
+    scale = np.asarray(params["per_layer_projection_norm"]["scale"], np.float64)
+    table = np.asarray(params["embed_tokens_per_layer"]["embedding"], np.float64)
+    embedded = table[np.asarray(tokens)].reshape(shape) * np.sqrt(config.token_width)
+    return (norm(projected, scale, config) + embedded) / np.sqrt(2)
 
 
 def reference_logits(
@@ -186,8 +206,15 @@ def rotated(x: np.ndarray, place: int, a: AttentionConfig) -> np.ndarray:
 
 
 def _attention(
-    y: np.ndarray, w: Any, config: DecoderConfig, places: np.ndarray, *, sliding: bool
-) -> np.ndarray:
+    y: np.ndarray,
+    w: Any,
+    config: DecoderConfig,
+    places: np.ndarray,
+    reused: tuple[np.ndarray, np.ndarray] | None,
+    *,
+    sliding: bool,
+) -> tuple[np.ndarray, tuple[np.ndarray, np.ndarray]]:
+    """Attention, and the keys, before their rotation, and values that it attended to."""
     a, time, seen = config.attention, len(y), len(y)
     if not sliding and config.full_attention is not None:
         a = config.full_attention
@@ -200,16 +227,23 @@ def _attention(
     def project(name: str) -> np.ndarray:
         return y @ w[name]["kernel"] + w[name].get("bias", 0)
 
-    queries, keys = project("q_proj"), project("k_proj")
+    queries = project("q_proj")
     if a.joint_qk_norm:
         queries = norm(queries, w["q_norm"]["scale"], config)
-        keys = norm(keys, w["k_norm"]["scale"], config)
     queries = queries.reshape(time, a.query_heads, -1)
-    keys = keys.reshape(time, a.key_value_heads, -1)
-    values = project("k_proj" if a.shared_values else "v_proj")
-    values = values.reshape(time, a.key_value_heads, -1)
-    if a.value_norm:
-        values = values / np.sqrt((values**2).mean(-1, keepdims=True) + config.norm_epsilon)
+    if reused is not None:
+        keys, values = reused
+    else:
+        keys = project("k_proj")
+        if a.joint_qk_norm:
+            keys = norm(keys, w["k_norm"]["scale"], config)
+        keys = keys.reshape(time, a.key_value_heads, -1)
+        values = project("k_proj" if a.shared_values else "v_proj")
+        values = values.reshape(time, a.key_value_heads, -1)
+        if a.value_norm:
+            values = values / np.sqrt((values**2).mean(-1, keepdims=True) + config.norm_epsilon)
+        if a.qk_norm and not a.joint_qk_norm:
+            keys = norm(keys, w["k_norm"]["scale"], config)
     out = np.zeros((time, a.query_heads, a.head_dim))
     for head in range(a.query_heads):
         group = head // (a.query_heads // a.key_value_heads)
@@ -219,7 +253,6 @@ def _attention(
             near = keys[start : t + 1, group]
             if a.qk_norm and not a.joint_qk_norm:
                 query = norm(query, w["q_norm"]["scale"], config)
-                near = norm(near, w["k_norm"]["scale"], config)
             query = rotated(query, places[t], a)
             turned = [rotated(k, places[s], a) for s, k in enumerate(near, start)]
             scores = _capped(np.array(turned) @ query * scale, a.soft_cap)
@@ -228,7 +261,7 @@ def _attention(
             if a.output_gate:
                 out[t, head] /= 1 + np.exp(-queries[t, head, a.head_dim :])
     mixed = out.reshape(time, -1) @ w["o_proj"]["kernel"]
-    return mixed + w["o_proj"].get("bias", 0)
+    return mixed + w["o_proj"].get("bias", 0), (keys, values)
 
 
 def _delta_net(y: np.ndarray, w: Any, config: DecoderConfig) -> np.ndarray:

@@ -172,7 +172,9 @@ def muon_dimensions(params: Any) -> Any:
     def axes(path: Any, leaf: Any) -> optax.contrib.MuonDimensionNumbers | None:
         names = jax.tree_util.keystr(path, simple=True, separator=".").split(".")
         first = int("layers" in names) + int(EXPERTS in names)
-        if leaf.ndim != first + 2 or {"embed_tokens", "lm_head"} & set(names):
+        if leaf.ndim != first + 2 or {"embed_tokens", "embed_tokens_per_layer", "lm_head"} & set(
+            names
+        ):
             return None
         return optax.contrib.MuonDimensionNumbers(first, first + 1)
 

@@ -1,5 +1,6 @@
 """The oracle: checkpoints of transformers' models give transformers' logits and gradients."""
 
+import copy
 import json
 
 import jax
@@ -7,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.model.families import NAMES, batch, each, family
+from tests.model.families import NAMES, REAL_GEMMA4, batch, each, family
 from twinkle_jax.model import (
     decode_step,
     hidden_states,
@@ -16,6 +17,13 @@ from twinkle_jax.model import (
     parse_config,
     prefill,
     save_pretrained,
+)
+from twinkle_jax.model.decoder.parameters import parameter_table
+from twinkle_jax.model.huggingface.checkpoint_files import (
+    stored_names,
+    stored_outputs,
+    stored_shape,
+    to_stored,
 )
 
 _GET = "pip install 'twinkle-jax[test,oracle]'"
@@ -101,6 +109,7 @@ CASES = {
         "num_global_key_value_heads": 1,
     },
     "gemma4_text mixture": family("gemma4_text mixture"),
+    "gemma4_text small": family("gemma4_text small"),
     "gemma4_text with values": {
         "attention_k_eq_v": False,
         "layer_types": ["full_attention"] * 2,
@@ -341,12 +350,6 @@ def test_gradients_of_a_loss(name, saved):
     np.testing.assert_allclose(value, expected.item(), rtol=1e-5)
 
     # The gradient has the tree of the parameters, so that it can be named like a checkpoint.
-    from twinkle_jax.model.decoder.parameters import parameter_table
-    from twinkle_jax.model.huggingface.checkpoint_files import (
-        stored_names,
-        stored_outputs,
-        to_stored,
-    )
 
     theirs = {name: p.grad.numpy() for name, p in model.named_parameters()}
     table = parameter_table(decoder.config)
@@ -384,6 +387,7 @@ def test_gradients_of_a_loss(name, saved):
         "gemma4_text by pattern",
         "gemma4_text with values",
         "gemma4_text mixture",
+        "gemma4_text small",
         "olmo2 biased, tied",
         "olmo3",
         "olmo3 yarn by pattern",
@@ -452,10 +456,22 @@ def test_what_a_configuration_leaves_out_is_transformers_default(name):
     sizes = {"vocab_size": 48, "hidden_size": 256, "intermediate_size": 40}
     sizes |= {"num_hidden_layers": 8, "num_attention_heads": 32}
     written = {"model_type": name, **({} if name.startswith("gemma") else sizes)}
-    if name == "gemma4_text":
-        written["hidden_size_per_layer_input"] = 0  # the default is unsupported
     full = transformers.AutoConfig.for_model(**written).to_dict()
     assert parse_config(written) == parse_config(full)
+
+
+@pytest.mark.parametrize("name", REAL_GEMMA4)
+def test_real_models_of_gemma_4_have_the_tensors_of_transformers(name):
+    """By name and shape; nothing is allocated. The output matrix is the embedding."""
+    with torch.device("meta"):
+        written = transformers.AutoConfig.for_model(**copy.deepcopy(REAL_GEMMA4[name]))
+        theirs = transformers.AutoModelForCausalLM.from_config(written).state_dict()
+    config, ours = parse_config(REAL_GEMMA4[name]), {}
+    table = parameter_table(config)
+    for path, p in table.items():
+        for stored in stored_names(config, path, p, "model."):
+            ours[stored] = stored_shape(p)
+    assert ours == {n: tuple(x.shape) for n, x in theirs.items() if n != "lm_head.weight"}
 
 
 _QWEN_VISION = {

@@ -119,7 +119,7 @@ def test_a_sliding_layer_sees_as_many_tokens_as_its_window_has():
     config, time = parse_config(family("gemma3_text", sliding_window=3)), 6
     places = np.arange(time)
     nothing = jnp.zeros((1, time, 1, time))  # so that all that is seen weighs the same
-    heads = Heads(nothing, nothing, jnp.eye(time)[None, :, None], None)
+    heads = Heads(nothing, (nothing, jnp.eye(time)[None, :, None]), None)
     static = ((True, 3), (False, time))
     for sliding, number in (*static, *((jnp.bool_(sliding), n) for sliding, n in static)):
         options = {"implementation": "xla", "mesh": None}
@@ -145,7 +145,7 @@ def test_long_rows_are_computed_in_blocks_of_queries(sliding, packed):
     def attend(*arrays):
         ids = jnp.asarray(segments, jnp.int32) if packed else None
         options = {"implementation": "xla", "mesh": None}
-        heads = Heads(*arrays, None)
+        heads = Heads(arrays[0], tuple(arrays[1:]), None)
         return attend_causally(heads, config, jnp.bool_(sliding), ids, **options)
 
     def reference(query, key, value):
@@ -192,7 +192,8 @@ def attend_by_page(backend, broken=None, places=PLACES, first=None, scale=0.5):
     if broken is not None:
         keys[0, 1, :, 0, 2] = broken  # row 0, token 18
     attended, cached = jax.jit(_attend_pages, static_argnames=("config", "backend", "in_kernel"))(
-        *map(jnp.asarray, (query, key, value)),
+        jnp.asarray(query),
+        (jnp.asarray(key), jnp.asarray(value)),
         KeyValues(jnp.asarray(keys), jnp.asarray(values)),
         jnp.int32(0),
         jnp.bool_(False),

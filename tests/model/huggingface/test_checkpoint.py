@@ -248,6 +248,29 @@ def test_the_tied_head_of_a_vision_checkpoint_is_compared_with_the_text_models(t
     assert "lm_head" not in load_pretrained(tmp_path / "in").params
 
 
+def test_projections_that_no_layer_uses_are_kept(tmp_path):
+    """Some checkpoints have keys and values of layers that reuse those of others."""
+    config, params = config_of("gemma4_text small"), params_of("gemma4_text small")
+    save_pretrained(Decoder(config, params), tmp_path / "in")
+    unused = {
+        f"model.layers.{layer}.self_attn.{name}.weight": np.full((4, 3), layer, np.float32)
+        for layer in range(4, 8)
+        for name in ("k_proj", "v_proj", "k_norm")
+    }
+    rewrite(tmp_path / "in", unused)
+    decoder = load_pretrained(tmp_path / "in")
+    assert_same(decoder.params, params)
+    save_pretrained(decoder, tmp_path / "out")
+    written = safetensors.numpy.load_file(tmp_path / "out/model.safetensors")
+    expected = safetensors.numpy.load_file(tmp_path / "in/model.safetensors")
+    assert written.keys() == expected.keys()
+    for name, x in expected.items():
+        np.testing.assert_array_equal(written[name], x, strict=True)
+    rewrite(tmp_path / "in", {"model.layers.3.self_attn.k_norm.bias": np.ones(3, np.float32)})
+    with pytest.raises(ValueError, match=r"layers.3.self_attn.k_norm.bias"):
+        load_pretrained(tmp_path / "in")
+
+
 def test_the_type_on_the_way_out(decoder, tmp_path):
     save_pretrained(decoder, tmp_path / "out", dtype="bfloat16")
     assert json.loads((tmp_path / "out/config.json").read_text())["dtype"] == "bfloat16"

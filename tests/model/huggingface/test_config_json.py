@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.model.families import ALL, family
+from tests.model.families import ALL, REAL_GEMMA4, family
 from twinkle_jax.model import (
     LinearScaling,
     LongRopeScaling,
@@ -621,41 +621,9 @@ def test_a_nested_gemma_4():
     assert written["vision_config"] == {"depth": 2} and parse_config(written) == config
 
 
-_REAL_GEMMA4 = {  # of both models, as their converter writes it
-    "model_type": "gemma4_text",
-    "hidden_size_per_layer_input": 0,
-    "attention_k_eq_v": True,
-    "use_bidirectional_attention": "vision",
-    "num_kv_shared_layers": 0,
-    "sliding_window": 1024,
-    "final_logit_softcapping": 30.0,
-    "max_position_embeddings": 262_144,
-}
-_31B = {
-    "hidden_size": 5376,
-    "intermediate_size": 21_504,
-    "num_hidden_layers": 60,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 16,
-    "num_global_key_value_heads": 4,
-}
-_26B = {
-    "hidden_size": 2816,
-    "intermediate_size": 2112,
-    "num_hidden_layers": 30,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 8,
-    "num_global_key_value_heads": 2,
-    "enable_moe_block": True,
-    "num_experts": 128,
-    "moe_intermediate_size": 704,
-    "top_k_experts": 8,
-}
-
-
-@pytest.mark.parametrize(("sizes", "billions"), [(_31B, 30.7), (_26B, 25.2)])
-def test_real_models_of_gemma_4_have_the_parameters_that_their_names_say(sizes, billions):
-    config = parse_config(_REAL_GEMMA4 | sizes)
+@pytest.mark.parametrize(("name", "billions"), [("31B", 30.7), ("26B-A4B", 25.2)])
+def test_real_models_of_gemma_4_have_the_parameters_that_their_names_say(name, billions):
+    config = parse_config(REAL_GEMMA4[name])
     assert config.block == (SLIDING,) * 5 + (FULL,) and config.logits_soft_cap == 30
     heads = config.full_attention
     assert (heads.head_dim, heads.rope_theta) == (512, 1e6) and heads.shared_values
@@ -670,8 +638,14 @@ _LAYER_HEADS = {"head_dim": 32, "num_key_value_heads": 2}
 @pytest.mark.parametrize(
     ("changes", "name"),
     [
-        ({"hidden_size_per_layer_input": 8}, "hidden_size_per_layer_input"),
-        ({"num_kv_shared_layers": 2}, "num_kv_shared_layers"),
+        ({"hidden_size_per_layer_input": -8}, "hidden_size_per_layer_input"),
+        (
+            {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 47},
+            "vocab_size_per_layer_input",
+        ),
+        ({"num_kv_shared_layers": 3}, "num_kv_shared_layers"),
+        ({"num_kv_shared_layers": 4}, "num_kv_shared_layers"),
+        ({"num_kv_shared_layers": 2, "use_double_wide_mlp": 1}, "use_double_wide_mlp"),
         ({"enable_moe_block": 1}, "enable_moe_block"),
         ({"enable_moe_block": True, "num_experts": None}, "num_experts"),
         ({"enable_moe_block": True, "num_experts": 4}, "top_k_experts"),
@@ -713,10 +687,28 @@ def test_what_gemma_4_refuses(changes, name):
     refused({"model_type": "gemma4", "text_config": family("gemma4_text") | changes}, name)
 
 
-def test_gemma_4s_of_today_have_inputs_for_each_layer_by_default():
+def test_gemma_4s_have_inputs_for_each_layer_by_default():
     config = family("gemma4_text")
     del config["hidden_size_per_layer_input"]
-    refused(config, "hidden_size_per_layer_input")
+    assert parse_config(config).token_width == 256
+
+
+def test_layers_of_gemma_4_that_reuse_keys_and_values():
+    config = parse_config(family("gemma4_text small"))
+    own, reusing = config.stacks
+    assert own.members == (("0", SLIDING), ("1", FULL)) and own.repeats == 2
+    assert reusing.members == (("2", SLIDING), ("3", FULL)) and reusing.repeats == 2
+    assert (own.layers, reusing.layers) == (slice(0, 4), slice(4, 8))
+    assert (config.source_of(SLIDING), config.source_of(FULL)) == ("0", "1")
+    shapes = parameter_shapes(config)
+    assert shapes["embed_tokens_per_layer"]["embedding"].shape == (48, 8 * 12)
+    layers = shapes["layers"]
+    assert layers["0"]["mlp"]["up_proj"]["kernel"].shape == (2, 24, 40)
+    assert layers["2"]["mlp"]["up_proj"]["kernel"].shape == (2, 24, 80)
+    assert {"k_proj", "v_proj", "k_norm"} & layers["2"]["self_attn"].keys() == set()
+    assert layers["3"]["per_layer_input_gate"]["kernel"].shape == (2, 24, 12)
+    narrow = parse_config(family("gemma4_text small", use_double_wide_mlp=False))
+    assert narrow.reusing_intermediate_size is None
 
 
 def test_phi_3_as_its_authors_write_it():

@@ -141,11 +141,16 @@ def _capability(mesh: Mesh | None) -> float:
 
 
 class Heads(NamedTuple):
-    """Queries, keys and values by head, rotated; the gate of the output, if there is one."""
+    """What a layer attends with, by head.
+
+    Attributes:
+        query: rotated.
+        new: keys, rotated, and values; None in a layer that reuses those of another one.
+        gate: of the output, if there is one.
+    """
 
     query: Float[Array, "batch time heads width"]
-    key: Float[Array, "batch time groups width"]
-    value: Float[Array, "batch time groups width"]
+    new: tuple[Array, Array] | None
     gate: Float[Array, "tokens out"] | None
 
 
@@ -163,8 +168,12 @@ def project_heads(
     def heads(y: Float[Array, "tokens out"], count: int) -> Float[Array, "batch time heads width"]:
         return y.reshape(batch, -1, count, y.shape[-1] // count)
 
-    query, key, *rest = project_all(x, weights, "qkv_proj")
-    value = key if a.shared_values else rest[0]
+    query, *rest = project_all(x, weights, "qkv_proj")
+    if not rest:  # no family that reuses keys and values has an output gate or joint norms
+        query = heads(query, a.query_heads)
+        query = norm(config, query, weights["q_norm"]) if a.qk_norm else query
+        return Heads(rotate(query, rotary), None, None)
+    key, value = rest[0], rest[0] if a.shared_values else rest[1]
     if a.joint_qk_norm:
         query, key = norm(config, query, weights["q_norm"]), norm(config, key, weights["k_norm"])
     query, key = heads(query, a.query_heads), heads(key, a.key_value_heads)
@@ -177,7 +186,7 @@ def project_heads(
         query, key = norm(config, query, weights["q_norm"]), norm(config, key, weights["k_norm"])
     if a.value_norm:
         value = rms_norm(value, None, epsilon=config.norm_epsilon)
-    return Heads(rotate(query, rotary), rotate(key, rotary), value, gate)
+    return Heads(rotate(query, rotary), (rotate(key, rotary), value), gate)
 
 
 def project_out(
@@ -238,8 +247,9 @@ def attend_causally(
                 implementation="cudnn",
             )
 
-    arrays = heads[:3]
-    if config.window is None or config.window.size >= heads.key.shape[1]:
+    assert heads.new is not None
+    arrays = (heads.query, *heads.new)
+    if config.window is None or config.window.size >= heads.query.shape[1]:
         return see(None, *arrays)
     if isinstance(sliding, bool):
         return see(config.window.size if sliding else None, *arrays)
@@ -333,7 +343,8 @@ def attend_more(
 ) -> tuple[Float[Array, "batch time heads width"], KeyValues]:
     """Append tokens to the rows of a cache; each attends to everything in its row up to itself.
 
-    A token for which its row has no room is not written, and gets NaN.
+    A token for which its row has no room is not written, and gets NaN. Heads without keys attend to
+    a cache that has them already.
     """
     max_length = cached.values.shape[2]
     places = length[:, None] + jnp.arange(mask.shape[1], dtype=jnp.int32)[None]
@@ -344,9 +355,11 @@ def attend_more(
 
     # Padding beyond the end would get NaN, which later linear layers would spread.
     places = jnp.where(mask, places, 0)
-    # `put` writes along time, so keys are [groups, time, width] meanwhile.
-    keys = jax.vmap(put)(cached.keys.swapaxes(2, 3), heads.key, slots).swapaxes(2, 3)
-    values = jax.vmap(put)(cached.values, heads.value, slots)
+    keys, values = cached
+    if heads.new is not None:
+        # `put` writes along time, so keys are [groups, time, width] meanwhile.
+        keys = jax.vmap(put)(keys.swapaxes(2, 3), heads.new[0], slots).swapaxes(2, 3)
+        values = jax.vmap(put)(values, heads.new[1], slots)
     batch, time, _, width = heads.query.shape
     groups = values.shape[1]
     query = heads.query.reshape(batch, time, groups, -1, width).swapaxes(1, 2)
@@ -379,13 +392,15 @@ def attend_step(
 ) -> tuple[Float[Array, "batch width"], Any]:
     """Write each row's new keys and values into the cache, and attend to all slots up to them.
 
+    A layer that reuses the keys and values of another one writes nothing.
+
     Args:
         config: the decoder.
         kind: of the layer.
         y: the layer's input.
         weights: of the layer.
         cached: keys and values of a stack of layers, `KeyValues` or `WindowedKeyValues`.
-        repeat: the layer's place in its stack.
+        repeat: the place in its stack of the layer whose keys and values they are.
         length: tokens that each row holds.
         rotary: of the tokens' positions.
         mesh: devices.
@@ -399,7 +414,7 @@ def attend_step(
     heads = project_heads(y, weights["self_attn"], config, kind, rotary, batch)
     first = first_seen(attention, length, sliding)
     if tables:
-        groups, width = heads.key.shape[2:]
+        groups, width = attention.key_value_heads, attention.head_dim
         backend = backend_of(mesh)
         in_kernel = _page_kernel_fits(heads.query.dtype, cached, mesh)
         attend = partial(_attend_pages, config=attention, backend=backend, in_kernel=in_kernel)
@@ -410,14 +425,13 @@ def attend_step(
             attend = jax.shard_map(
                 attend,
                 mesh=mesh,
-                in_specs=(*(row_heads,) * 3, stacks, *(PartitionSpec(),) * 2, *(rows,) * 3),
+                in_specs=(row_heads, row_heads, stacks, *(PartitionSpec(),) * 2, *(rows,) * 3),
                 out_specs=(row_heads, stacks),
                 check_vma=False,
             )
         attended, cached = attend(
             heads.query.reshape(batch, groups, -1, width),
-            heads.key[:, 0],
-            heads.value[:, 0],
+            None if heads.new is None else (heads.new[0][:, 0], heads.new[1][:, 0]),
             cached,
             repeat,
             jnp.asarray(sliding),
@@ -427,10 +441,12 @@ def attend_step(
         )
         attended = attended.reshape(batch, 1, -1, width)
         return project_out(attended, heads.gate, weights["self_attn"]), cached
-    keys = write_token(cached.keys, heads.key[:, 0], repeat, length, axis=4, mesh=mesh)
-    values = write_token(cached.values, heads.value[:, 0], repeat, length, axis=3, mesh=mesh)
-    # Write both before either is read: a kernel in between moves the logits to a TPU's main memory.
-    keys, values = jax.lax.optimization_barrier((keys, values))
+    keys, values = cached
+    if heads.new is not None:
+        keys = write_token(keys, heads.new[0][:, 0], repeat, length, axis=4, mesh=mesh)
+        values = write_token(values, heads.new[1][:, 0], repeat, length, axis=3, mesh=mesh)
+        # Both before either is read: a kernel in between moves logits to a TPU's main memory.
+        keys, values = jax.lax.optimization_barrier((keys, values))
     layer = jax.tree.map(
         lambda stack: jax.lax.dynamic_index_in_dim(stack, repeat, keepdims=False),
         KeyValues(keys, values),
@@ -450,8 +466,7 @@ def attend_step(
 
 def _attend_pages(
     query: Float[Array, "batch groups queries width"],
-    key: Float[Array, "batch groups width"],
-    value: Float[Array, "batch groups width"],
+    new: tuple[Float[Array, "batch groups width"], Float[Array, "batch groups width"]] | None,
     cached: KeyValues | WindowedKeyValues,
     repeat: Int[Array, ""],
     sliding: Bool[Array, ""],
@@ -469,12 +484,12 @@ def _attend_pages(
     traced. A branch that writes into a stack would copy it, so both stacks are written to, one of
     them out of range, and the branches only read.
     """
-    keys, values = finite_values(key[..., None], value[:, :, None])
-    keys, values = keys[..., 0], values[:, :, 0]
     stacks = (cached,) if isinstance(cached, KeyValues) else cached
     mixed = sum(stack is not None for stack in stacks) == 2
 
-    def write(stack: KeyValues, table: PageTable, is_kind: Array) -> KeyValues:
+    def write(
+        stack: KeyValues, table: PageTable, is_kind: Array, keys: Array, values: Array
+    ) -> KeyValues:
         repeat_here, slot = repeat, table.places.slot
         if mixed:
             repeat_here = jnp.minimum(repeat, len(stack.keys) - 1)
@@ -483,13 +498,17 @@ def _attend_pages(
         put = partial(write_in_pages, repeat=repeat_here, places=places, backend=backend)
         return KeyValues(put(stack.keys, keys, axis=4), put(stack.values, values, axis=3))
 
-    # Write keys and values before either is read, as in `attend_step`.
-    written = jax.lax.optimization_barrier(
-        [
-            stack if stack is None else write(stack, table, is_kind)
-            for stack, table, is_kind in zip(stacks, tables, (~sliding, sliding), strict=False)
-        ]
-    )
+    written: list[Any] = list(stacks)
+    if new is not None:
+        keys, values = finite_values(new[0][..., None], new[1][:, :, None])
+        keys, values = keys[..., 0], values[:, :, 0]
+        # Write keys and values before either is read, as in `attend_step`.
+        written = jax.lax.optimization_barrier(
+            [
+                stack if stack is None else write(stack, table, is_kind, keys, values)
+                for stack, table, is_kind in zip(stacks, tables, (~sliding, sliding), strict=False)
+            ]
+        )
     read = partial(_attend_to_pages, backend=backend)
     if in_kernel:
         read = partial(_attend_to_pages_in_kernel, interpret=backend != "gpu")

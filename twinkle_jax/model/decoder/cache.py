@@ -189,10 +189,13 @@ def unstack_layers(stacked: CacheOrParams) -> CacheOrParams:
     if isinstance(stack, tuple):
         return stacked
 
-    def repeat(i: int) -> Any:
-        return jax.tree.map(lambda x: x[i : i + 1], stack)
+    sizes = {member: len(jax.tree.leaves(part)[0]) for member, part in stack.items()}
 
-    layers = tuple(map(repeat, range(len(jax.tree.leaves(stack)[0]))))
+    def repeat(i: int) -> Any:
+        some = {member: part for member, part in stack.items() if i < sizes[member]}
+        return jax.tree.map(lambda x: x[i : i + 1], some)
+
+    layers = tuple(map(repeat, range(max(sizes.values()))))
     if isinstance(stacked, Cache):
         return stacked._replace(layers=layers)
     return {**stacked, "layers": layers}

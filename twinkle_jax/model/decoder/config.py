@@ -6,7 +6,7 @@ Configurations are frozen and hashable, so they can be static arguments of `jax.
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -230,6 +230,34 @@ class ExpertsConfig:
         return np.min_scalar_type(self.number)
 
 
+class Stack(NamedTuple):
+    """Layers that run one after the other in a scan: a block of members, repeated.
+
+    Attributes:
+        block: the kind of each member.
+        repeats: how often the block is repeated: the leading axis of stacked parameters.
+        first_layer: number of its first layer.
+        first_member: number of its first member, which follows those of the stack before.
+        reuses: whether its layers attend to the keys and values of earlier ones.
+    """
+
+    block: tuple[str, ...]
+    repeats: int
+    first_layer: int
+    first_member: int
+    reuses: bool
+
+    @property
+    def members(self) -> tuple[tuple[str, str], ...]:
+        """The name and the kind of each member."""
+        return tuple((str(self.first_member + i), kind) for i, kind in enumerate(self.block))
+
+    @property
+    def layers(self) -> slice:
+        """Where its layers are among all layers."""
+        return slice(self.first_layer, self.first_layer + self.repeats * len(self.block))
+
+
 @dataclass(frozen=True)
 class DecoderConfig:
     """A decoder-only language model of one of the families in `FAMILIES`.
@@ -247,6 +275,11 @@ class DecoderConfig:
         attention: the attention of the full and sliding layers.
         full_attention: the attention of the full layers, where it differs; `attention` is then that
             of the sliding ones.
+        reusing_layers: how many of the last layers have no keys and values, and attend to those of
+            the last layer of their kind that has some.
+        reusing_intermediate_size: width of the feed-forward layers of these; None: the same.
+        token_width: width of an embedding of the token that each layer reads besides the residual
+            stream; None: there is none.
         unrotated_layers: numbers of the full layers without rotary positions, counted from 0.
         delta_net: the mixer of the linear layers; None if there are none.
         experts: the experts of the feed-forward layers; None: these are dense alone.
@@ -274,6 +307,9 @@ class DecoderConfig:
     layer_kinds: tuple[str, ...]
     attention: AttentionConfig
     full_attention: AttentionConfig | None = None
+    reusing_layers: int = 0
+    reusing_intermediate_size: int | None = None
+    token_width: int | None = None
     delta_net: DeltaNetConfig | None = None
     experts: ExpertsConfig | None = None
     unrotated_layers: tuple[int, ...] = ()
@@ -297,24 +333,45 @@ class DecoderConfig:
         return len(self.layer_kinds)
 
     @property
-    def block(self) -> tuple[str, ...]:
-        """The shortest sequence of layer kinds that the decoder repeats; layers are stacked by it.
+    def stacks(self) -> tuple[Stack, ...]:
+        """Layers with keys and values of their own, and those that reuse them, if there are any.
 
-        Layer `i` is member `i % len(block)` of repetition `i // len(block)`. Sliding layers count
-        as full ones where their parameters are the same: which layers slide is data of the scan.
+        Layer `first_layer + i` of a stack is member `i % len(block)` of repetition
+        `i // len(block)`, where the block is the shortest sequence of kinds that is repeated.
+        Sliding layers count as full ones where their parameters are the same: which layers slide is
+        data of the scan.
         """
         kinds = self.layer_kinds
         if self.full_attention is None:
             kinds = tuple(FULL if kind == SLIDING else kind for kind in kinds)
-        for size in range(1, self.layers + 1):
-            if kinds[:size] * (self.layers // size) == kinds:
-                return kinds[:size]
-        raise ValueError("layer_kinds must name at least one layer, got ()")
+        own = self.layers - self.reusing_layers
+        if own < 1:
+            raise ValueError("layer_kinds must name at least one layer, got ()")
+        block = _shortest_block(kinds[:own])
+        stacks = (Stack(block, own // len(block), 0, 0, reuses=False),)
+        if not self.reusing_layers:
+            return stacks
+        reusing = _shortest_block(kinds[own:])
+        repeats = self.reusing_layers // len(reusing)
+        return *stacks, Stack(reusing, repeats, own, len(block), reuses=True)
+
+    @property
+    def block(self) -> tuple[str, ...]:
+        """The kinds of the layers with keys and values of their own, as `stacks` repeats them."""
+        return self.stacks[0].block
 
     @property
     def repeats(self) -> int:
-        """How often the block is repeated: the length of the leading axis of stacked parameters."""
-        return self.layers // len(self.block)
+        """How often the block is repeated."""
+        return self.stacks[0].repeats
+
+    def stack_of(self, member: str) -> Stack:
+        """Return the stack of a member, by its name in the tree of parameters."""
+        return self.stacks[-1 if int(member) >= len(self.block) else 0]
+
+    def source_of(self, kind: str) -> str:
+        """Return the member whose last repetition has the keys and values that a kind reuses."""
+        return str(max(i for i, own in enumerate(self.block) if own == kind))
 
     def attention_of(self, kind: str) -> AttentionConfig:
         """Return the attention of the members of a kind in `block`."""
@@ -340,7 +397,7 @@ class DecoderConfig:
             raise ValueError(
                 "window must be given where there are sliding_attention layers, got None"
             )
-        return np.array(slides).reshape(self.repeats, -1)
+        return np.array(slides)[self.stacks[0].layers].reshape(self.repeats, -1)
 
     @property
     def second_rotary(self) -> np.ndarray:
@@ -349,7 +406,13 @@ class DecoderConfig:
         Sliding layers do, or those without rotary positions.
         """
         unrotated = np.isin(np.arange(self.layers), self.unrotated_layers)
-        return self.sliding | unrotated.reshape(self.repeats, -1)
+        return self.sliding | unrotated[self.stacks[0].layers].reshape(self.repeats, -1)
+
+
+def _shortest_block(kinds: tuple[str, ...]) -> tuple[str, ...]:
+    sizes = range(1, len(kinds) + 1)
+    size = next(n for n in sizes if kinds[:n] * (len(kinds) // n) == kinds)
+    return kinds[:size]
 
 
 # Projections that some families store in one tensor, side by side, with one adapter for all.
@@ -709,9 +772,6 @@ FAMILIES: dict[str, Family] = {
             },
         },
         other_keys={
-            "hidden_size_per_layer_input": (0, None),  # E2B's and E4B's
-            "num_kv_shared_layers": (0,),
-            "use_double_wide_mlp": (False, True),  # of layers that share keys and values
             "use_bidirectional_attention": (None, "vision", False),  # of the tokens of an image
             "rope_scaling": (None,),
         },

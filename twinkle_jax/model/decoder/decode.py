@@ -16,13 +16,14 @@ from twinkle_jax.model.decoder.attention import (
     attend_step,
 )
 from twinkle_jax.model.decoder.cache import Cache, make_cache, stack_layers, unstack_layers
-from twinkle_jax.model.decoder.config import LINEAR, DecoderConfig
+from twinkle_jax.model.decoder.config import LINEAR, SLIDING, DecoderConfig
 from twinkle_jax.model.decoder.delta_net import linear_step
 from twinkle_jax.model.decoder.feed_forward import feed_forward
 from twinkle_jax.model.decoder.forward import decoder_inputs, run
 from twinkle_jax.model.decoder.layers import (
     add_mixed,
     embed,
+    embed_for_layers,
     final_norm,
     input_norm,
     rotary_tables,
@@ -209,9 +210,9 @@ def decode_step(
     # The scan carries the whole cache: a step then writes its token in place and copies nothing.
     def block(
         carry: tuple[Array, dict[str, Any]],
-        xs: tuple[Array, Mapping[str, Params], Array, Array, Array | None],
+        xs: tuple[Array, Mapping[str, Params], Array, Array, Array | None, Array | None],
     ) -> tuple[tuple[Array, dict[str, Any]], None]:
-        (x, layers), (place, members, sliding, second, number) = carry, xs
+        (x, layers), (place, members, sliding, second, number, read) = carry, xs
         layers = dict(layers)
         for member, kind in enumerate(config.block):
             name, repeat, slides = str(member), place[member], config.slides(kind)
@@ -236,11 +237,41 @@ def decode_step(
                 )
             x = add_mixed(config, x, mixed, members[name])
             stack = None if number is None else (params["layers"][name], number)
-            x, _ = feed_forward(config, x, members[name], mesh, stack)
+            token = None if read is None else read[:, member]
+            x, _ = feed_forward(config, x, members[name], mesh, stack, token=token)
         return (x, layers), None
+
+    def reusing_block(
+        x: Array, xs: tuple[Mapping[str, Params], Array | None], layers: Any, last: Array
+    ) -> tuple[Array, None]:
+        members, read = xs
+        for member, (name, kind) in enumerate(config.stacks[-1].members):
+            source, slides = config.source_of(kind), kind == SLIDING
+            y = input_norm(config, x, members[name], "input_layernorm")
+            mixed, _ = attend_step(
+                config,
+                kind,
+                y,
+                members[name],
+                layers[source],
+                last[int(source)],
+                cache.length,
+                table_of(rotary, slides),
+                mesh,
+                slides,
+                tables,
+            )
+            x = add_mixed(config, x, mixed, members[name])
+            token = None if read is None else read[:, member]
+            x, _ = feed_forward(config, x, members[name], mesh, token=token)
+        return x, None
 
     with tracing_for(backend_of(mesh), dtype, mesh):
         x = embed(config, embedding, jnp.where(active, tokens, 0), dtype)
+        reads: Any = [None] * len(config.stacks)
+        if config.token_width is not None:
+            reads = embed_for_layers(params, config, x, jnp.where(active, tokens, 0))
+        reusing = config.stacks[1:]
         sliding, second = jnp.asarray(config.sliding), jnp.asarray(config.second_rotary)
         length = cache.length + active.astype(jnp.int32)
         if isinstance(cache.layers, tuple):
@@ -249,13 +280,24 @@ def decode_step(
                 members = jax.tree.map(lambda stack: stack[0], weights[repeat])
                 first = jnp.zeros(len(config.block), jnp.int32)
                 flags = sliding[repeat], second[repeat]
-                (x, states), _ = block((x, states), (first, members, *flags, None))
+                read = None if reads[0] is None else reads[0][repeat]
+                (x, states), _ = block((x, states), (first, members, *flags, None, read))
                 layers.append(states)
+            for stack in reusing:
+                for repeat in range(stack.repeats):
+                    members = jax.tree.map(lambda stack: stack[0], weights[repeat])
+                    read = None if reads[1] is None else reads[1][repeat]
+                    x, _ = reusing_block(x, (members, read), layers[-1], first)
             return final_norm(params, config, x), _longer(cache, tuple(layers), length, tables)
         numbers = jnp.arange(config.repeats, dtype=jnp.int32)
         places = _places_in_stacks(config, cache)
-        xs = places, params["layers"], sliding, second, numbers
+        members = {name: params["layers"][name] for name, _ in config.stacks[0].members}
+        xs = places, members, sliding, second, numbers, reads[0]
         (x, states), _ = jax.lax.scan(block, (x, cache.layers), xs)
+        for stack in reusing:
+            members = {name: params["layers"][name] for name, _ in stack.members}
+            step = partial(reusing_block, layers=states, last=places[-1])
+            x, _ = jax.lax.scan(step, x, (members, reads[1]))
         return final_norm(params, config, x), _longer(cache, states, length, tables)
 
 

@@ -15,6 +15,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from twinkle_jax.model.decoder.config import DecoderConfig, ExpertsConfig
 from twinkle_jax.model.decoder.layers import (
+    activate,
     add,
     input_norm,
     layer_output,
@@ -53,6 +54,7 @@ def feed_forward(
     mesh: Mesh | None = None,
     stack: tuple[Params, Int[Array, ""]] | None = None,
     routing: Int[Array, "tokens chosen"] | None = None,
+    token: Float[Array, "tokens token_width"] | None = None,
 ) -> tuple[Float[Array, "tokens width"], Int[Array, "tokens chosen"] | None]:
     """Add the second half of a layer to the residual stream, its end; also return the experts.
 
@@ -64,6 +66,7 @@ def feed_forward(
         stack: the weights of all layers, and the place of this one. Its experts are taken from
             there, since a kernel would read a copy of what a loop over layers hands to it.
         routing: the experts of each token, as for `hidden_states`; None: the router chooses.
+        token: what this layer reads of each token besides the residual stream.
 
     Returns:
         The residual stream, and the experts that each token went through; None without experts.
@@ -82,18 +85,14 @@ def feed_forward(
         y, chosen = _mix_experts(config, config.experts, y, weights["mlp"], mesh, stack, routing)
     if config.output_norms:
         y = norm(config, y, weights["post_feedforward_layernorm"])
-    return layer_output(config, add(config, x, y), weights), chosen
+    return layer_output(config, add(config, x, y), weights, token), chosen
 
 
 def _gated(
     config: DecoderConfig, x: Float[Array, "tokens width"], weights: Mapping[str, Any]
 ) -> Float[Array, "tokens width"]:
     gate, up = project_all(x, weights, "gate_up_proj")
-    return project(rounded(_activate(config, gate) * up), weights["down_proj"])
-
-
-def _activate(config: DecoderConfig, gate: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
-    return rounded(jax.nn.silu(gate) if config.activation == "silu" else jax.nn.gelu(gate))
+    return project(rounded(activate(config, gate) * up), weights["down_proj"])
 
 
 def _mix_experts(
@@ -313,7 +312,7 @@ def _in_blocks(
 
     def mix(rows: Array, share: Array, gate_up: Array, down: Array) -> Array:
         gate, up = jnp.split(matmul(rows, gate_up), 2, axis=-1)
-        y = matmul(rounded(_activate(config, gate) * up), down)
+        y = matmul(rounded(activate(config, gate) * up), down)
         return rounded(y * share[:, None])
 
     def inputs(block: _Blocks, x: Array, share: Array, experts: _Experts) -> tuple[Array, ...]:
@@ -402,7 +401,7 @@ def _in_groups(
     # Repeated, then permuted: the gradient is a permutation and a sum, not a scatter that adds.
     rows = jnp.repeat(x, each, axis=0, total_repeat_length=tokens * each)[order]
     gate, up = jnp.split(multiply(rows, experts.gate_up), 2, axis=-1)
-    y = multiply(rounded(_activate(config, gate) * up), experts.down)
+    y = multiply(rounded(activate(config, gate) * up), experts.down)
     y = y[jnp.argsort(order)].reshape(tokens, each, -1)
     y = rounded(y * routed.share[..., None])
     return jnp.sum(y.astype(jnp.float32), axis=1)

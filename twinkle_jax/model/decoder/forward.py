@@ -6,6 +6,7 @@ mask, and a row gets the same numbers alone, in any batch and with either paddin
 """
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,13 +27,14 @@ from twinkle_jax.model.decoder.attention import (
     project_out,
 )
 from twinkle_jax.model.decoder.cache import Cache
-from twinkle_jax.model.decoder.config import LINEAR, DecoderConfig
+from twinkle_jax.model.decoder.config import LINEAR, SLIDING, DecoderConfig, Stack
 from twinkle_jax.model.decoder.delta_net import delta_net
 from twinkle_jax.model.decoder.feed_forward import feed_forward
 from twinkle_jax.model.decoder.layers import (
     RotaryTable,
     add_mixed,
     embed,
+    embed_for_layers,
     final_norm,
     input_norm,
     output_logits,
@@ -297,6 +299,7 @@ def run(
         second: Array | bool,
         state: Any,
         routing: Any,
+        token: Any,
     ) -> tuple[Array, Any, Any]:
         weights = gather_weights(weights, dtype, mesh)
         slides = config.slides(kind)
@@ -306,6 +309,8 @@ def run(
         def attend(heads: Heads) -> tuple[Array, Any]:
             if cache is not None:
                 return attend_more(kinds[kind], heads, state, cache.length, inputs.mask, sliding)
+            if heads.new is None:
+                heads = heads._replace(new=state)
             attended = attend_causally(
                 heads,
                 kinds[kind],
@@ -314,11 +319,11 @@ def run(
                 implementation=implementations[kind],
                 mesh=attention_mesh,
             )
-            return attended, heads[1:3]
+            return attended, heads.new
 
         x = keep_rows(x, mesh)
         x, state, chosen = _layer(
-            config, kind, x, weights, second, inputs, attend, state, experts_mesh, routing
+            config, kind, x, weights, second, inputs, attend, state, experts_mesh, routing, token
         )
         if keep_routing:
             assert config.experts is not None
@@ -331,11 +336,10 @@ def run(
         layer = jax.checkpoint(layer, policy=policy, prevent_cse=False, static_argnums=(0,))
 
     def block(
-        x: Array, xs: tuple[Mapping[str, Params], Array, Array, Any, Any]
+        x: Array, xs: tuple[Mapping[str, Params], Array, Array, Any, Any, Any]
     ) -> tuple[Array, Any]:
-        (members, sliding, second, cached, routing), states, experts = xs, {}, []
-        for member, kind in enumerate(config.block):
-            name = str(member)
+        (members, sliding, second, cached, routing, tokens), states, experts = xs, {}, []
+        for member, (name, kind) in enumerate(config.stacks[0].members):
             x, states[name], chosen = layer(
                 kind,
                 x,
@@ -344,13 +348,27 @@ def run(
                 second[member],
                 cached.get(name),
                 None if routing is None else routing[:, member],
+                None if tokens is None else tokens[:, member],
             )
             experts.append(chosen)
         kept = jnp.stack(experts, axis=1) if keep_routing else None
-        return x, (states if keep_state else None, kept)
+        return x, (states if keep_state or config.reusing_layers else None, kept)
+
+    def reusing_block(
+        x: Array, xs: tuple[Mapping[str, Params], Any], stack: Stack, reused: Mapping[str, Any]
+    ) -> tuple[Array, None]:
+        members, tokens = xs
+        for member, (name, kind) in enumerate(stack.members):
+            slides = kind == SLIDING
+            token = None if tokens is None else tokens[:, member]
+            x = layer(kind, x, members[name], slides, slides, reused[kind], None, token)[0]
+        return x, None
 
     with tracing_for(backend, dtype, attention_mesh):
         x = embed(config, embedding, inputs.tokens, dtype, mesh)
+        tokens: Any = [None] * len(config.stacks)
+        if config.token_width is not None:
+            tokens = embed_for_layers(params, config, x, inputs.tokens, mesh)
         x = keep_rows(x.reshape(-1, config.hidden_size), mesh)
         cached = {} if cache is None else cache.layers
         flags = jnp.asarray(config.sliding), jnp.asarray(config.second_rotary)
@@ -358,7 +376,18 @@ def run(
         if routing is not None:  # [repeats, tokens, members of the block, chosen]
             shape = -1, config.repeats, len(config.block), routing.shape[-1]
             routing = jnp.moveaxis(keep_rows(routing.reshape(shape), mesh), 1, 0)
-        x, (states, kept) = jax.lax.scan(block, x, (params["layers"], *flags, cached, routing))
+        members = {name: params["layers"][name] for name, _ in config.stacks[0].members}
+        xs = members, *flags, cached, routing, tokens[0]
+        x, (states, kept) = jax.lax.scan(block, x, xs)
+        for stack, stack_tokens in zip(config.stacks[1:], tokens[1:], strict=True):
+            reused = {
+                kind: jax.tree.map(lambda x: x[-1], states[config.source_of(kind)])
+                for kind in stack.block
+            }
+            members = {name: params["layers"][name] for name, _ in stack.members}
+            step = partial(reusing_block, stack=stack, reused=reused)
+            x, _ = jax.lax.scan(step, x, (members, stack_tokens))
+        states = states if keep_state else None
         x = keep_rows(final_norm(params, config, x), mesh)
     rows = inputs.tokens.shape
     if kept is not None:  # [repeats, tokens, members, chosen], as above
@@ -377,6 +406,7 @@ def _layer(
     state: Any,
     mesh: Mesh | None,
     routing: Int[Array, "tokens chosen"] | None,
+    token: Float[Array, "tokens token_width"] | None,
 ) -> tuple[Float[Array, "tokens width"], Any, Any]:
     """Run one layer; also return its keys and values or linear-attention state, and experts."""
     y = input_norm(config, x, weights, "input_layernorm")
@@ -398,7 +428,7 @@ def _layer(
             epsilon=config.norm_epsilon,
         )
     x = add_mixed(config, x, mixed, weights)
-    x, chosen = feed_forward(config, x, weights, mesh, routing=routing)
+    x, chosen = feed_forward(config, x, weights, mesh, routing=routing, token=token)
     return x, state, chosen
 
 

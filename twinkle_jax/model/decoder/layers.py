@@ -98,19 +98,58 @@ def embed(
     In families that multiply embeddings, the factor is rounded to `dtype` first, as in Gemma 3's
     training.
     """
+    embedded = _look_up(embedding, tokens, dtype, mesh)
+    if config.embedding_multiplier != 1:
+        embedded = embedded * jnp.asarray(config.embedding_multiplier, dtype)
+    return rounded(embedded)
 
+
+def _look_up(
+    table: Float[Array, "vocab width"],
+    tokens: Int[Array, "*batch"],
+    dtype: jnp.dtype,
+    mesh: Mesh | None,
+) -> Float[Array, "*batch width"]:
     def look_up(table: Array, ids: Array) -> Array:
         rows = table.at[ids].get(mode="fill", fill_value=jnp.nan, wrap_negative_indices=False)
         return rows.astype(dtype)
 
-    embedded = (
-        look_up(embedding, tokens)
-        if mesh is None
-        else spread_lookup(embedding, tokens, mesh, look_up)
+    if mesh is None:
+        return look_up(table, tokens)
+    return spread_lookup(table, tokens, mesh, look_up)
+
+
+def embed_for_layers(
+    params: Params,
+    config: DecoderConfig,
+    embedded: Float[Array, "*batch width"],
+    tokens: Int[Array, "*batch"],
+    mesh: Mesh | None = None,
+) -> tuple[Float[Array, "repeats tokens members width"], ...]:
+    r"""Compute what each layer reads of the token besides the residual stream, for each stack.
+
+    $$e_l = \frac{n(x P_l / \sqrt d) + \sqrt w\, E_l[t]}{\sqrt 2}$$
+
+    with the token $t$, its embedding $x$ of width $d$, a table $E_l$ of width $w$ and a projection
+    $P_l$ of each layer $l$, and a norm $n$.
+    """
+    width, dtype = config.token_width, embedded.dtype
+    assert width is not None
+    x = embedded.reshape(-1, embedded.shape[-1])
+    projected = project(x, params["per_layer_model_projection"])
+    projected = rounded(projected * jnp.asarray(config.hidden_size**-0.5, dtype))
+    projected = projected.reshape(len(x), config.layers, width)
+    projected = norm(config, projected, params["per_layer_projection_norm"])
+    table = params["embed_tokens_per_layer"]["embedding"]
+    looked_up = _look_up(table, tokens, dtype, mesh).reshape(projected.shape)
+    looked_up = rounded(looked_up * jnp.asarray(width**0.5, dtype))
+    both = rounded(rounded(projected + looked_up) * jnp.asarray(2**-0.5, dtype))
+    return tuple(
+        jnp.moveaxis(
+            both[:, stack.layers].reshape(len(x), stack.repeats, len(stack.block), width), 1, 0
+        )
+        for stack in config.stacks
     )
-    if config.embedding_multiplier != 1:
-        embedded = embedded * jnp.asarray(config.embedding_multiplier, dtype)
-    return rounded(embedded)
 
 
 def final_norm(
@@ -159,10 +198,27 @@ def add(
     return rounded(x + _times(y, config.residual_multiplier))
 
 
+def activate(config: DecoderConfig, gate: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
+    """Apply the activation of the feed-forward gate."""
+    return rounded(jax.nn.silu(gate) if config.activation == "silu" else jax.nn.gelu(gate))
+
+
 def layer_output(
-    config: DecoderConfig, x: Float[Array, "tokens width"], weights: Params
+    config: DecoderConfig,
+    x: Float[Array, "tokens width"],
+    weights: Params,
+    token: Float[Array, "tokens token_width"] | None,
 ) -> Float[Array, "tokens width"]:
-    """Multiply a layer's output by the layer's number, which gets no gradient, if it has one."""
+    r"""End a layer: add what it reads of the token, and multiply by its number, if it has these.
+
+    $$y = s\, (x + n((a(x G) \odot e) P))$$
+
+    with an activation $a$ and a norm $n$. The number $s$ gets no gradient.
+    """
+    if token is not None:
+        gate = activate(config, project(x, weights["per_layer_input_gate"]))
+        y = project(rounded(gate * token), weights["per_layer_projection"])
+        x = rounded(x + norm(config, y, weights["post_per_layer_input_norm"]))
     if not config.layer_scalars:
         return x
     return rounded(x * rounded(jax.lax.stop_gradient(weights[LAYER_SCALAR]), x.dtype)[None])

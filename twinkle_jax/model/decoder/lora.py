@@ -138,11 +138,12 @@ def init_adapter(key: Key[Array, ""], config: DecoderConfig, lora: LoraConfig) -
     flat: dict[tuple[str, ...], Any] = {}
     for i, (path, (width, out)) in enumerate(adapted_kernels(config, lora).items()):
         bound = width**-0.5
-        shape = (config.repeats, width, lora.r)
+        repeats = config.stack_of(path[1]).repeats
+        shape = (repeats, width, lora.r)
         flat[*path, "lora_A"] = jax.random.uniform(
             jax.random.fold_in(key, i), shape, minval=-bound, maxval=bound
         )
-        flat[*path, "lora_B"] = jnp.zeros((config.repeats, lora.r, out), jnp.float32)
+        flat[*path, "lora_B"] = jnp.zeros((repeats, lora.r, out), jnp.float32)
     return nest(flat)
 
 
@@ -154,8 +155,9 @@ def check_adapter(config: DecoderConfig, lora: LoraConfig, adapter: Params) -> N
     """
     expected: dict[tuple[str, ...], tuple[int, ...]] = {}
     for path, (width, out) in adapted_kernels(config, lora).items():
-        expected[*path, "lora_A"] = (config.repeats, width, lora.r)
-        expected[*path, "lora_B"] = (config.repeats, lora.r, out)
+        repeats = config.stack_of(path[1]).repeats
+        expected[*path, "lora_A"] = (repeats, width, lora.r)
+        expected[*path, "lora_B"] = (repeats, lora.r, out)
     shapes = {path: tuple(x.shape) for path, x in walk(adapter)}
     by = f"r={lora.r} and target_modules={lora.target_modules!r} of its configuration"
     check_shapes("adapter", expected, shapes, by=by)
@@ -193,7 +195,7 @@ def with_adapter(
         {RATE: lora.lora_dropout} if lora.lora_dropout else {}
     )
     leaves = {
-        (*path, name): jnp.full((config.repeats,), value, jnp.float32)
+        (*path, name): jnp.full((config.stack_of(path[1]).repeats,), value, jnp.float32)
         for path in adapted_kernels(config, lora)
         for name, value in constants.items()
     }

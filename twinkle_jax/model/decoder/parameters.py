@@ -43,14 +43,21 @@ def outer_parameters(config: DecoderConfig) -> list[Parameter]:
         Parameter(("embed_tokens", "embedding"), (config.vocab_size, config.hidden_size)),
         Parameter(("norm", "scale"), (config.hidden_size,), scale),
     ]
+    if config.token_width is not None:
+        width = config.layers * config.token_width
+        table += [
+            Parameter(("embed_tokens_per_layer", "embedding"), (config.vocab_size, width)),
+            Parameter(("per_layer_model_projection", "kernel"), (config.hidden_size, width)),
+            Parameter(("per_layer_projection_norm", "scale"), (config.token_width,), scale),
+        ]
     if not config.tie_embeddings:
         head = (config.hidden_size, config.vocab_size)
         table.append(Parameter(("lm_head", "kernel"), head))
     return table
 
 
-def layer_parameters(config: DecoderConfig, kind: str) -> list[Parameter]:
-    """List the parameters of one layer of a kind."""
+def layer_parameters(config: DecoderConfig, kind: str, *, reuses: bool) -> list[Parameter]:
+    """List the parameters of one layer of a kind, which may reuse keys and values."""
     width = config.hidden_size
     scale: Initial = "zeros" if config.centred_norms else "ones"
 
@@ -66,6 +73,8 @@ def layer_parameters(config: DecoderConfig, kind: str) -> list[Parameter]:
         mixer = _delta_net(config)
     else:
         mixer = _attention(config.attention_of(kind), width, scale)
+    if reuses:
+        mixer = [p for p in mixer if p.path[1] not in ("k_proj", "v_proj", "k_norm")]
     if config.experts is not None and config.experts.beside_dense:
         names = ("post_feedforward_layernorm_1", "post_feedforward_layernorm_2")
         after += [
@@ -73,10 +82,19 @@ def layer_parameters(config: DecoderConfig, kind: str) -> list[Parameter]:
             for name in (*names, "pre_feedforward_layernorm_2")
         ]
     last = [Parameter((LAYER_SCALAR,), (1,), "ones")] if config.layer_scalars else []
-    return [*before, *mixer, *after, *_feed_forward(config), *last]
+    if config.token_width is not None:
+        last += [
+            Parameter(("per_layer_input_gate", "kernel"), (width, config.token_width)),
+            Parameter(("per_layer_projection", "kernel"), (config.token_width, width)),
+            Parameter(("post_per_layer_input_norm", "scale"), (width,), scale),
+        ]
+    inner = config.intermediate_size
+    if reuses:
+        inner = config.reusing_intermediate_size or inner
+    return [*before, *mixer, *after, *_feed_forward(config, inner), *last]
 
 
-def _feed_forward(config: DecoderConfig) -> list[Parameter]:
+def _feed_forward(config: DecoderConfig, dense_width: int) -> list[Parameter]:
     width, experts = config.hidden_size, config.experts
 
     def gated(path: tuple[str, ...], inner: int) -> list[Parameter]:
@@ -87,11 +105,11 @@ def _feed_forward(config: DecoderConfig) -> list[Parameter]:
         ]
 
     if experts is None:
-        return gated(("mlp",), config.intermediate_size)
+        return gated(("mlp",), dense_width)
     number, inner = experts.number, experts.width
     if experts.beside_dense:
         return [
-            *gated(("mlp",), config.intermediate_size),
+            *gated(("mlp",), dense_width),
             Parameter(("router", "proj", "kernel"), (width, number)),
             Parameter(("router", "scale"), (width,), "ones"),
             Parameter(("router", "per_expert_scale"), (number,), "ones"),
@@ -153,9 +171,10 @@ def _delta_net(config: DecoderConfig) -> list[Parameter]:
 def parameter_table(config: DecoderConfig) -> dict[tuple[str, ...], Parameter]:
     """Map paths from the root to parameters; below `layers`, shapes lack the stacked axis."""
     table = {p.path: p for p in outer_parameters(config)}
-    for member, kind in enumerate(config.block):
-        for p in layer_parameters(config, kind):
-            table["layers", str(member), *p.path] = p
+    for stack in config.stacks:
+        for member, kind in stack.members:
+            for p in layer_parameters(config, kind, reuses=stack.reuses):
+                table["layers", member, *p.path] = p
     return table
 
 
@@ -235,7 +254,7 @@ def _draw(key: Key[Array, ""], shape: tuple[int, ...], initial: Initial, dtype: 
 
 def stacked_shape(config: DecoderConfig, path: tuple[str, ...], p: Parameter) -> tuple[int, ...]:
     """Return the shape of the leaf at a path, the axis of stacked layers included."""
-    return (config.repeats, *p.shape) if path[0] == "layers" else p.shape
+    return (config.stack_of(path[1]).repeats, *p.shape) if path[0] == "layers" else p.shape
 
 
 def check_shapes(

@@ -47,7 +47,10 @@ RULES: tuple[tuple[str, PartitionSpec], ...] = (
     # Adapters: the narrow side is never split.
     (r"/lora_A$", PartitionSpec(None, "fsdp", None)),
     (r"/lora_B$", PartitionSpec(None, None, "fsdp")),
-    (r"embed_tokens/embedding$", PartitionSpec("tensor", "fsdp")),
+    (r"/per_layer_input_gate/kernel$", PartitionSpec(None, "fsdp", None)),
+    (r"/per_layer_projection/kernel$", PartitionSpec(None, None, "fsdp")),
+    (r"per_layer_model_projection/kernel$", PartitionSpec("fsdp", "tensor")),
+    (r"embed_tokens(_per_layer)?/embedding$", PartitionSpec("tensor", "fsdp")),
     (r"lm_head/kernel$", PartitionSpec("fsdp", "tensor")),
     # Norms, decay rates, counters: every device has them.
     (r"", PartitionSpec()),

@@ -222,7 +222,7 @@ def load_adapter(directory: str | Path, config: DecoderConfig) -> tuple[LoraConf
     for path, (width, out) in adapted_kernels(config, lora).items():
         for leaf, shape in (("lora_A", (lora.r, width)), ("lora_B", (out, lora.r))):
             full_path = (*path, leaf)
-            repeats = range(config.repeats)
+            repeats = range(config.stack_of(path[1]).repeats)
             names = [_tensor_name(config, full_path, repeat, prefix) for repeat in repeats]
             layers = [_checked(name, stored.pop(name, None), shape) for name in names]
             # Transposing is its own inverse, so `to_stored` also converts back.

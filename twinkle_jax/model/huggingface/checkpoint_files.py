@@ -231,7 +231,8 @@ def open_files(stack: ExitStack, stored: Mapping[str, StoredTensor]) -> dict[str
 
 def layer_number(config: DecoderConfig, path: tuple[str, ...], repeat: int) -> int:
     """Return the number, in the checkpoint, of one repetition of a member of the block."""
-    return repeat * len(config.block) + int(path[1])
+    stack, member = config.stack_of(path[1]), int(path[1])
+    return stack.first_layer + repeat * len(stack.block) + member - stack.first_member
 
 
 def stored_name(path: tuple[str, ...]) -> str:
@@ -274,7 +275,8 @@ def stored_names(
         module = (*module[:-2], fused, module[-1])
     name = stored_name(module)
     if path[0] == "layers":
-        numbers = (layer_number(config, path, r) for r in range(config.repeats))
+        repeats = config.stack_of(path[1]).repeats
+        numbers = (layer_number(config, path, r) for r in range(repeats))
         return [f"{prefix}layers.{number}.{name}" for number in numbers]
     return [HEAD if path[0] == "lm_head" else prefix + name]
 
@@ -292,9 +294,26 @@ def stored_prefix(stored: Collection[str]) -> str:
 
 
 def carried_tensors(config: DecoderConfig, stored: Iterable[str]) -> list[str]:
-    """List the tensors of an enclosing model's checkpoint that the text model does not read."""
+    """List the tensors that the text model does not read.
+
+    These are those of an enclosing model, and the projections of layers that reuse keys and values:
+    some checkpoints have them.
+    """
     carried = FAMILIES[config.model_type].carried
-    return sorted(name for name in stored if name.startswith(carried))
+    names = sorted(stored)
+    reusing = config.stacks[-1].layers if config.reusing_layers else slice(0)
+    numbers = range(config.layers)[reusing]
+    unused = tuple(
+        f"layers.{number}.self_attn.{name}."
+        for number in numbers
+        for name in ("k_proj", "v_proj", "k_norm", "v_norm")
+    )
+    prefix = stored_prefix(names)
+    return [
+        name
+        for name in names
+        if name.startswith(carried) or name.startswith(tuple(prefix + x for x in unused))
+    ]
 
 
 def first_layers(stored: Mapping[str, StoredTensor], count: int) -> dict[str, StoredTensor]:

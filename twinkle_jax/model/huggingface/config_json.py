@@ -50,7 +50,10 @@ _GLOBAL_KEYS = (
     "num_global_key_value_heads",
     "attention_k_eq_v",
     "per_layer_config",
-    "vocab_size_per_layer_input",  # of inputs that no layer may have
+    "hidden_size_per_layer_input",
+    "vocab_size_per_layer_input",
+    "num_kv_shared_layers",
+    "use_double_wide_mlp",
 )
 _ADDED_EXPERT_KEYS = ("enable_moe_block", "num_experts", "top_k_experts", "moe_intermediate_size")
 _MULTIPLIER_KEYS = (
@@ -150,6 +153,7 @@ def parse_config(config: Mapping[str, Any]) -> DecoderConfig:
         layer_kinds=kinds,
         attention=attention,
         full_attention=full_attention,
+        **(_per_layer(flat, kinds) if family.global_heads else {}),
         unrotated_layers=_unrotated_layers(flat, family, len(kinds)),
         delta_net=_delta_net(flat) if LINEAR in kinds else None,
         experts=experts,
@@ -167,6 +171,32 @@ def parse_config(config: Mapping[str, Any]) -> DecoderConfig:
         tie_embeddings=_flag(flat, "tie_word_embeddings"),
         original=json.dumps(dict(config), sort_keys=True),
     )
+
+
+def _per_layer(flat: Mapping[str, Any], kinds: Sequence[str]) -> dict[str, Any]:
+    """Read what layers read of tokens, and how many of the last ones reuse keys and values."""
+    entries: dict[str, Any] = {}
+    width = flat.get("hidden_size_per_layer_input")
+    if width not in (None, 0):
+        entries["token_width"] = _size(flat, "hidden_size_per_layer_input")
+        vocab = flat.get("vocab_size_per_layer_input", flat["vocab_size"])
+        if vocab != flat["vocab_size"]:
+            raise ValueError(
+                f"vocab_size_per_layer_input must be vocab_size, {flat['vocab_size']}, "
+                f"got {_shown(vocab)}"
+            )
+    if flat.get("num_kv_shared_layers") in (None, 0):
+        return entries
+    reusing = _size(flat, "num_kv_shared_layers")
+    if not set(kinds) <= set(kinds[: max(len(kinds) - reusing, 0)]):
+        raise ValueError(
+            "num_kv_shared_layers must leave a layer of each kind with keys and values of its own, "
+            f"got {reusing} of {len(kinds)} layers"
+        )
+    entries["reusing_layers"] = reusing
+    if _flag(flat, "use_double_wide_mlp"):
+        entries["reusing_intermediate_size"] = 2 * _size(flat, "intermediate_size")
+    return entries
 
 
 def _flatten(config: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
@@ -752,7 +782,10 @@ def _text_entries(config: DecoderConfig, image_rope: Mapping[str, Any]) -> dict[
             "global_head_dim": full.head_dim,
             "num_global_key_value_heads": full.key_value_heads,
             "per_layer_config": dict.fromkeys(numbers, heads),
-            "hidden_size_per_layer_input": 0,
+            "hidden_size_per_layer_input": config.token_width or 0,
+            "vocab_size_per_layer_input": config.vocab_size,
+            "num_kv_shared_layers": config.reusing_layers,
+            "use_double_wide_mlp": config.reusing_intermediate_size is not None,
         }
     if config.full_attention is not None:
         unscaled = {"rope_type": "default", "rope_theta": attention.rope_theta}
