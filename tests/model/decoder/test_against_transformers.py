@@ -109,7 +109,12 @@ CASES = {
         "num_global_key_value_heads": 1,
     },
     "gemma4_text mixture": family("gemma4_text mixture"),
-    "gemma4_text small": family("gemma4_text small"),
+    "gemma4_text small": family(
+        "gemma4_text small",
+        num_hidden_layers=6,
+        layer_types=["sliding_attention", "full_attention"] * 3,
+        num_kv_shared_layers=2,
+    ),
     "gemma4_text with values": {
         "attention_k_eq_v": False,
         "layer_types": ["full_attention"] * 2,
