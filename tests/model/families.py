@@ -149,11 +149,10 @@ _OWN["gemma4_text mixture"] = _GEMMA4 | {
     "top_k_experts": 2,
     "moe_intermediate_size": 16,
 }
-_OWN["gemma4_text small"] = _GEMMA4 | {  # E2B's kind: two of four repetitions reuse keys and values
-    "num_hidden_layers": 8,
-    "layer_types": ["sliding_attention", "full_attention"] * 4,
+_OWN["gemma4_text small"] = _GEMMA4 | {  # E2B's kind: the last two layers reuse keys and values
+    "num_hidden_layers": 4,
     "attention_k_eq_v": False,
-    "num_kv_shared_layers": 4,
+    "num_kv_shared_layers": 2,
     "use_double_wide_mlp": True,
     "hidden_size_per_layer_input": 12,
     "vocab_size_per_layer_input": 48,

@@ -109,11 +109,19 @@ CASES = {
         "num_global_key_value_heads": 1,
     },
     "gemma4_text mixture": family("gemma4_text mixture"),
-    "gemma4_text small": family(
+    "gemma4_text small": family("gemma4_text small"),
+    "gemma4_text small, deep": family(  # the last repetition of two is what is reused
         "gemma4_text small",
         num_hidden_layers=6,
         layer_types=["sliding_attention", "full_attention"] * 3,
-        num_kv_shared_layers=2,
+    ),
+    "gemma4_text small, narrow": family(  # more layers reuse keys and values than have some
+        "gemma4_text small",
+        num_hidden_layers=6,
+        layer_types=["sliding_attention", "full_attention"] * 3,
+        num_kv_shared_layers=4,
+        use_double_wide_mlp=False,
+        attention_k_eq_v=True,
     ),
     "gemma4_text with values": {
         "attention_k_eq_v": False,
@@ -393,6 +401,8 @@ def test_gradients_of_a_loss(name, saved):
         "gemma4_text with values",
         "gemma4_text mixture",
         "gemma4_text small",
+        "gemma4_text small, deep",
+        "gemma4_text small, narrow",
         "olmo2 biased, tied",
         "olmo3",
         "olmo3 yarn by pattern",

@@ -694,19 +694,20 @@ def test_gemma_4s_have_inputs_for_each_layer_by_default():
 
 
 def test_layers_of_gemma_4_that_reuse_keys_and_values():
-    config = parse_config(family("gemma4_text small"))
+    changes = {"num_hidden_layers": 10, "layer_types": [SLIDING, FULL] * 5}
+    config = parse_config(family("gemma4_text small", **changes, num_kv_shared_layers=6))
     own, reusing = config.stacks
     assert own.members == (("0", SLIDING), ("1", FULL)) and own.repeats == 2
-    assert reusing.members == (("2", SLIDING), ("3", FULL)) and reusing.repeats == 2
-    assert (own.layers, reusing.layers) == (slice(0, 4), slice(4, 8))
+    assert reusing.members == (("2", SLIDING), ("3", FULL)) and reusing.repeats == 3
+    assert (own.layers, reusing.layers) == (slice(0, 4), slice(4, 10))
     assert (config.source_of(SLIDING), config.source_of(FULL)) == ("0", "1")
     shapes = parameter_shapes(config)
-    assert shapes["embed_tokens_per_layer"]["embedding"].shape == (48, 8 * 12)
+    assert shapes["embed_tokens_per_layer"]["embedding"].shape == (48, 10 * 12)
     layers = shapes["layers"]
     assert layers["0"]["mlp"]["up_proj"]["kernel"].shape == (2, 24, 40)
-    assert layers["2"]["mlp"]["up_proj"]["kernel"].shape == (2, 24, 80)
+    assert layers["2"]["mlp"]["up_proj"]["kernel"].shape == (3, 24, 80)
     assert {"k_proj", "v_proj", "k_norm"} & layers["2"]["self_attn"].keys() == set()
-    assert layers["3"]["per_layer_input_gate"]["kernel"].shape == (2, 24, 12)
+    assert layers["3"]["per_layer_input_gate"]["kernel"].shape == (3, 24, 12)
     narrow = parse_config(family("gemma4_text small", use_double_wide_mlp=False))
     assert narrow.reusing_intermediate_size is None
 
