@@ -42,11 +42,11 @@ DEEP = {
     },
     "phi3": {"sliding_window": 16, "rope_parameters": {"rope_theta": 500.0}},
     "gemma3_text": _SLIDING,
-    "gemma2": {  # bounds that leave a sharp policy sharp
-        **_SLIDING,
-        "attn_logit_softcapping": 50.0,
-        "final_logit_softcapping": 30.0,
-    },
+    # Bounds that leave a sharp policy sharp.
+    "gemma2": _SLIDING | {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
+    "gemma4_text": {"final_logit_softcapping": 30.0},
+    "gemma4_text mixture": {"final_logit_softcapping": 30.0},
+    "gemma4_text small": {"vocab_size_per_layer_input": 512, "final_logit_softcapping": 30.0},
     "olmo3": _SLIDING,
 }
 

@@ -688,9 +688,10 @@ def test_what_gemma_4_refuses(changes, name):
 
 
 def test_gemma_4s_have_inputs_for_each_layer_by_default():
-    config = family("gemma4_text")
+    config = family("gemma4_text", vocab_size=262_144)
     del config["hidden_size_per_layer_input"]
     assert parse_config(config).token_width == 256
+    refused(config | {"vocab_size": 48}, "vocab_size_per_layer_input")
 
 
 def test_layers_of_gemma_4_that_reuse_keys_and_values():

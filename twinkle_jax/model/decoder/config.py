@@ -762,6 +762,7 @@ FAMILIES: dict[str, Family] = {
             "sliding_window": 512,
             "tie_word_embeddings": True,
             "hidden_size_per_layer_input": 256,
+            "vocab_size_per_layer_input": 262_144,
             "rope_parameters": {
                 FULL: {
                     "rope_type": "proportional",

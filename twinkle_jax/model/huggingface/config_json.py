@@ -179,7 +179,7 @@ def _per_layer(flat: Mapping[str, Any], kinds: Sequence[str]) -> dict[str, Any]:
     width = flat.get("hidden_size_per_layer_input")
     if width not in (None, 0):
         entries["token_width"] = _size(flat, "hidden_size_per_layer_input")
-        vocab = flat.get("vocab_size_per_layer_input", flat["vocab_size"])
+        vocab = flat["vocab_size_per_layer_input"]
         if vocab != flat["vocab_size"]:
             raise ValueError(
                 f"vocab_size_per_layer_input must be vocab_size, {flat['vocab_size']}, "
