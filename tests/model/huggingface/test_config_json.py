@@ -491,6 +491,8 @@ def test_real_gemma2_configurations_are_read():
     assert config.tie_embeddings and config.centred_norms and not config.attention.qk_norm
     again = export_config(config, nested=False, dtype="float32")
     assert parse_config(again) == config
+    made = dataclasses.replace(config, original="", logits_soft_cap=20.0)  # not read from a file
+    assert parse_config(export_config(made, nested=False, dtype="float32")) == made
     uncapped = {"attn_logit_softcapping": None, "final_logit_softcapping": None}
     config = parse_config(again | uncapped)
     assert config.attention.soft_cap is config.logits_soft_cap is None
