@@ -69,7 +69,7 @@ def test_the_number_of_a_layer_multiplies_and_gets_no_gradient():
     config = dataclasses.replace(config_of("qwen3"), layer_scalars=True)
 
     def total(x, number):
-        return layer_output(config, x, {"layer_scalar": number}, None).sum()
+        return layer_output(config, x, {"layer_scalar": number}).sum()
 
     x, number = jnp.array([[1.0, 2.0]]), jnp.array([0.5])
     assert total(x, number) == 1.5

@@ -207,7 +207,7 @@ def layer_output(
     config: DecoderConfig,
     x: Float[Array, "tokens width"],
     weights: Params,
-    token: Float[Array, "tokens token_width"] | None,
+    token: Float[Array, "tokens token_width"] | None = None,
 ) -> Float[Array, "tokens width"]:
     r"""End a layer: add what it reads of the token, and multiply by its number, if it has these.
 
