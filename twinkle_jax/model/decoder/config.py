@@ -230,7 +230,7 @@ class ExpertsConfig:
         return np.min_scalar_type(self.number)
 
 
-class Stack(NamedTuple):
+class LayerStack(NamedTuple):
     """Layers that run one after the other in a scan: a block of members, repeated.
 
     Attributes:
@@ -333,7 +333,7 @@ class DecoderConfig:
         return len(self.layer_kinds)
 
     @property
-    def stacks(self) -> tuple[Stack, ...]:
+    def stacks(self) -> tuple[LayerStack, ...]:
         """Layers with keys and values of their own, and those that reuse them, if there are any.
 
         Layer `first_layer + i` of a stack is member `i % len(block)` of repetition
@@ -348,12 +348,12 @@ class DecoderConfig:
         if own < 1:
             raise ValueError("layer_kinds must name at least one layer, got ()")
         block = _shortest_block(kinds[:own])
-        stacks = (Stack(block, own // len(block), 0, 0, reuses=False),)
+        stacks = (LayerStack(block, own // len(block), 0, 0, reuses=False),)
         if not self.reusing_layers:
             return stacks
         reusing = _shortest_block(kinds[own:])
         repeats = self.reusing_layers // len(reusing)
-        return *stacks, Stack(reusing, repeats, own, len(block), reuses=True)
+        return *stacks, LayerStack(reusing, repeats, own, len(block), reuses=True)
 
     @property
     def block(self) -> tuple[str, ...]:
@@ -365,7 +365,7 @@ class DecoderConfig:
         """How often the block is repeated."""
         return self.stacks[0].repeats
 
-    def stack_of(self, member: str) -> Stack:
+    def stack_of(self, member: str) -> LayerStack:
         """Return the stack of a member, by its name in the tree of parameters."""
         return self.stacks[-1 if int(member) >= len(self.block) else 0]
 

@@ -27,7 +27,7 @@ from twinkle_jax.model.decoder.attention import (
     project_out,
 )
 from twinkle_jax.model.decoder.cache import Cache
-from twinkle_jax.model.decoder.config import LINEAR, SLIDING, DecoderConfig, Stack
+from twinkle_jax.model.decoder.config import LINEAR, SLIDING, DecoderConfig, LayerStack
 from twinkle_jax.model.decoder.delta_net import delta_net
 from twinkle_jax.model.decoder.feed_forward import feed_forward
 from twinkle_jax.model.decoder.layers import (
@@ -355,7 +355,7 @@ def run(
         return x, (states if keep_state or config.reusing_layers else None, kept)
 
     def reusing_block(
-        x: Array, xs: tuple[Mapping[str, Params], Any], stack: Stack, reused: Mapping[str, Any]
+        x: Array, xs: tuple[Mapping[str, Params], Any], stack: LayerStack, reused: Mapping[str, Any]
     ) -> tuple[Array, None]:
         members, tokens = xs
         for member, (name, kind) in enumerate(stack.members):
