@@ -104,8 +104,9 @@ def test_a_system_without_namespaces_is_named_and_runs_nothing(monkeypatch, tmp_
     worker = tmp_path / "worker.py"
     worker.write_text("raise OSError(1, 'unshare')")
     monkeypatch.setattr(tools, "_SANDBOX_WORKER", worker)
-    with pytest.raises(SandboxUnavailableError, match="unshare"):
-        RUN("print(1)")
+    for program in ("print(1)", "#" * 2**20):  # the second is longer than what a pipe holds
+        with pytest.raises(SandboxUnavailableError, match="unshare"):
+            RUN(program)
 
 
 def _parent(pid):

@@ -1,5 +1,6 @@
 """Tools: functions that a policy may call, what calls them, and Python in a sandbox."""
 
+import contextlib
 import inspect
 import json
 import os
@@ -350,8 +351,9 @@ def _communicate(
     assert process.stdin is not None
     assert process.stdout is not None
     assert process.stderr is not None
-    process.stdin.write(code.encode("utf-8", "replace"))
-    process.stdin.close()
+    with contextlib.suppress(BrokenPipeError):  # it has ended already, and said why
+        process.stdin.write(code.encode("utf-8", "replace"))
+        process.stdin.close()
     read = {process.stdout: b"", process.stderr: b""}
     open_pipes, deadline = list(read), time.monotonic() + seconds
     while open_pipes:
