@@ -168,13 +168,12 @@ def muon_dimensions(params: Any) -> Any:
     Layers are stacked along the first axis, experts along the second. Optax would take a stack of
     matrices for no matrix, and a stack of vectors, the embeddings and the output matrix for one.
     """
+    tables = {"embed_tokens", "embed_tokens_per_layer", "lm_head"}
 
     def axes(path: Any, leaf: Any) -> optax.contrib.MuonDimensionNumbers | None:
         names = jax.tree_util.keystr(path, simple=True, separator=".").split(".")
         first = int("layers" in names) + int(EXPERTS in names)
-        if leaf.ndim != first + 2 or {"embed_tokens", "embed_tokens_per_layer", "lm_head"} & set(
-            names
-        ):
+        if leaf.ndim != first + 2 or not tables.isdisjoint(names):
             return None
         return optax.contrib.MuonDimensionNumbers(first, first + 1)
 

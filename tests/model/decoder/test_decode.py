@@ -53,6 +53,28 @@ def test_every_position_equals_the_full_forward(name, side):
     np.testing.assert_array_equal(cache.length, [10, 7, 5, 9])
 
 
+@pytest.mark.parametrize("stacked", [True, False])
+def test_layers_reuse_the_keys_of_the_last_layer_of_their_kind(stacked):
+    """Of two repetitions of two sliding layers and a full one; by steps, and several at once."""
+    kinds = ["sliding_attention", "sliding_attention", "full_attention"] * 3
+    changes = {"num_hidden_layers": 9, "layer_types": kinds, "num_kv_shared_layers": 3}
+    config = parse_config(family("gemma4_text small", **changes))
+    params = random_params(config)
+    _, cache = fill(params, config, *batch(PROMPTS, 6, "left"), max_length=11)
+    rows = [p + g for p, g in zip(PROMPTS, GOES_ON, strict=True)]
+    expected = [reference_hidden(params, config, row) for row in rows]
+    weights, steps = (params, cache) if stacked else map(unstack_layers, (params, cache))
+    for t in range(2):
+        tokens = jnp.array([row[t] for row in GOES_ON])
+        last, steps = step(weights, config, tokens, steps)
+        for i, prompt in enumerate(PROMPTS):
+            assert_close(last[i], expected[i][len(prompt) + t], 5e-5)
+    more = jax.jit(extend, static_argnames="config")
+    last, _ = more(params, config, jnp.array(GOES_ON)[:, 2:], steps)
+    for i, hidden in enumerate(expected):
+        assert_close(last[i], hidden[-1], 5e-5)
+
+
 @pytest.mark.parametrize("name", each(NAMES))
 def test_both_paddings_fill_the_same_cache(name):
     filled = [

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 
-from tests.model.families import batch
+from tests.model.families import REAL_GEMMA4, batch
 from twinkle_jax.model import hidden_states, load_pretrained, output_logits
 
 _GET = "pip install 'twinkle-jax[test,oracle]'"
@@ -196,6 +196,25 @@ SHAPES = {
             "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
         },
     },
+}
+# Layers are left out of these: with all of them they have billions of parameters.
+SHAPES["Gemma-2-2B, two layers"] = {
+    "model_type": "gemma2",
+    "vocab_size": 256000,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "sliding_window": 16,
+}
+SHAPES["Gemma-4-E2B, four layers"] = REAL_GEMMA4["E2B"] | {
+    "vocab_size": 262144,
+    "num_hidden_layers": 4,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "num_kv_shared_layers": 2,
+    "sliding_window": 16,
 }
 # Errors of float32 against the largest logit; 5.5e-6 was measured for Qwen3.5, and between 1.7e-6
 # and 2.5e-6 for the others.

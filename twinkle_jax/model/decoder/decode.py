@@ -267,10 +267,11 @@ def decode_step(
         return x, None
 
     with tracing_for(backend_of(mesh), dtype, mesh):
-        x = embed(config, embedding, jnp.where(active, tokens, 0), dtype)
+        known = jnp.where(active, tokens, 0)
+        x = embed(config, embedding, known, dtype)
         reads: Any = [None] * len(config.stacks)
         if config.token_width is not None:
-            reads = embed_for_layers(params, config, x, jnp.where(active, tokens, 0))
+            reads = embed_for_layers(params, config, x, known)
         reusing = config.stacks[1:]
         sliding, second = jnp.asarray(config.sliding), jnp.asarray(config.second_rotary)
         length = cache.length + active.astype(jnp.int32)
