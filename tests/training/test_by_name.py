@@ -154,6 +154,7 @@ def test_muon_orthogonalizes_each_layers_matrices_and_leaves_the_rest_to_adam():
     rng = np.random.default_rng(0)
     shapes = {
         "embed_tokens": {"embedding": (6, 4)},
+        "embed_tokens_per_layer": {"embedding": (6, 8)},
         "layers": {
             "0": {
                 "q_proj": {"kernel": (2, 4, 8)},

@@ -217,8 +217,9 @@ SHAPES["Gemma-4-E2B, four layers"] = REAL_GEMMA4["E2B"] | {
     "sliding_window": 16,
 }
 # Errors of float32 against the largest logit; 5.5e-6 was measured for Qwen3.5, and between 1.7e-6
-# and 2.5e-6 for the others.
-TOLERANCE = {"Qwen3.5-0.8B": 4e-5}
+# and 2.5e-6 for most others. Gemma 4 does not scale attention logits, which amplifies rounding:
+# from logits in float64 these are off by 8.5e-6, and those of transformers by 4.8e-6.
+TOLERANCE = {"Qwen3.5-0.8B": 4e-5, "Gemma-4-E2B, four layers": 2e-5}
 
 
 def write_oracle(name, directory, tokens, mask):
