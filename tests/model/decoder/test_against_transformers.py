@@ -123,6 +123,13 @@ CASES = {
         use_double_wide_mlp=False,
         attention_k_eq_v=True,
     ),
+    "gemma4_text small, with experts": family(
+        "gemma4_text small",
+        enable_moe_block=True,
+        num_experts=6,
+        top_k_experts=2,
+        moe_intermediate_size=16,
+    ),
     "gemma4_text with values": {
         "attention_k_eq_v": False,
         "layer_types": ["full_attention"] * 2,
@@ -403,6 +410,7 @@ def test_gradients_of_a_loss(name, saved):
         "gemma4_text small",
         "gemma4_text small, deep",
         "gemma4_text small, narrow",
+        "gemma4_text small, with experts",
         "olmo2 biased, tied",
         "olmo3",
         "olmo3 yarn by pattern",

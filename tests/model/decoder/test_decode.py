@@ -53,11 +53,15 @@ def test_every_position_equals_the_full_forward(name, side):
     np.testing.assert_array_equal(cache.length, [10, 7, 5, 9])
 
 
-@pytest.mark.parametrize("stacked", [True, False])
-def test_layers_reuse_the_keys_of_the_last_layer_of_their_kind(stacked):
+EXPERTS = {"num_experts": 6, "top_k_experts": 2, "moe_intermediate_size": 16}
+
+
+@pytest.mark.parametrize(("stacked", "mixture"), [(True, True), (True, False), (False, False)])
+def test_layers_reuse_the_keys_of_the_last_layer_of_their_kind(stacked, mixture):
     """Of two repetitions of two sliding layers and a full one; by steps, and several at once."""
     kinds = ["sliding_attention", "sliding_attention", "full_attention"] * 3
     changes = {"num_hidden_layers": 9, "layer_types": kinds, "num_kv_shared_layers": 3}
+    changes |= {"enable_moe_block": True, **EXPERTS} if mixture else {}
     config = parse_config(family("gemma4_text small", **changes))
     params = random_params(config)
     _, cache = fill(params, config, *batch(PROMPTS, 6, "left"), max_length=11)

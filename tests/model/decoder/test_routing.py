@@ -26,15 +26,23 @@ from twinkle_jax.training import begin_training, grad_step, score_batch, train_s
 from twinkle_jax.training.packing import plan
 
 ROWS = [[5, 6, 7, 8, 9, 10, 11], [12, 13, 14], [15], [16, 17, 18, 19, 20]]
-NAMES = ("qwen3_moe", "qwen3_5_moe_text", "gemma4_text mixture")
+NAMES = ("qwen3_moe", "qwen3_5_moe_text", "gemma4_text mixture", "gemma4_text small")
+EXTRA = {
+    "qwen3_5_moe_text": {"layer_types": ["linear_attention", "full_attention"] * 2},
+    # Experts also where layers reuse keys and values.
+    "gemma4_text small": {
+        "enable_moe_block": True,
+        "num_experts": 6,
+        "top_k_experts": 2,
+        "moe_intermediate_size": 16,
+    },
+}
 
 
 @functools.cache
 def model_of(name):
     """Four layers: a block of several kinds of layers that is repeated, in one of the families."""
-    kinds = ["linear_attention", "full_attention"] * 2
-    extra = {"layer_types": kinds} if name == "qwen3_5_moe_text" else {}
-    config = parse_config(family(name, num_hidden_layers=4, **extra))
+    config = parse_config(family(name, num_hidden_layers=4, **EXTRA.get(name, {})))
     return config, random_params(config)
 
 

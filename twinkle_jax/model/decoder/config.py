@@ -379,9 +379,10 @@ class DecoderConfig:
             return self.full_attention
         return self.attention
 
-    def slides(self, kind: str) -> bool | None:
-        """Whether the members of a kind in `block` slide; None: `sliding` says which layers do."""
-        return None if self.full_attention is None else kind == SLIDING
+    @property
+    def slide_by_kind(self) -> bool:
+        """Whether members slide by their kind in `stacks`; else `sliding` says which layers do."""
+        return self.full_attention is not None or self.reusing_layers > 0
 
     @property
     def key_value_heads(self) -> int:

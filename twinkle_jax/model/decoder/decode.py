@@ -11,12 +11,9 @@ from jax.sharding import Mesh, PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
-from twinkle_jax.model.decoder.attention import (
-    AttentionImplementation,
-    attend_step,
-)
+from twinkle_jax.model.decoder.attention import AttentionImplementation, attend_step
 from twinkle_jax.model.decoder.cache import Cache, make_cache, stack_layers, unstack_layers
-from twinkle_jax.model.decoder.config import LINEAR, SLIDING, DecoderConfig
+from twinkle_jax.model.decoder.config import LINEAR, SLIDING, DecoderConfig, LayerStack
 from twinkle_jax.model.decoder.delta_net import linear_step
 from twinkle_jax.model.decoder.feed_forward import feed_forward
 from twinkle_jax.model.decoder.forward import decoder_inputs, run
@@ -26,6 +23,7 @@ from twinkle_jax.model.decoder.layers import (
     embed_for_layers,
     final_norm,
     input_norm,
+    of_stack,
     rotary_tables,
     table_of,
 )
@@ -207,99 +205,85 @@ def decode_step(
     rotary = rotary_tables(positions[:, None], config)
     tables = _page_tables(cache, active, mesh)
 
-    # The scan carries the whole cache: a step then writes its token in place and copies nothing.
     def block(
-        carry: tuple[Array, dict[str, Any]],
-        xs: tuple[Array, Mapping[str, Params], Array, Array, Array | None, Array | None],
-    ) -> tuple[tuple[Array, dict[str, Any]], None]:
-        (x, layers), (place, members, sliding, second, number, read) = carry, xs
-        layers = dict(layers)
-        for member, kind in enumerate(config.block):
-            name, repeat, slides = str(member), place[member], config.slides(kind)
-            y = input_norm(config, x, members[name], "input_layernorm")
-            if kind != LINEAR:
-                mixed, layers[name] = attend_step(
+        stack: LayerStack, x: Array, layers: Mapping[str, Any], places: Array, xs: tuple[Any, ...]
+    ) -> tuple[Array, dict[str, Any]]:
+        (members, flags, number, read), layers = xs, dict(layers)
+        for member, (name, kind) in enumerate(stack.members):
+            weights = members[name]
+            y = input_norm(config, x, weights, "input_layernorm")
+            held = config.source_of(kind) if stack.reuses else name
+            place = places[int(held)]
+            if kind == LINEAR:
+                mixed, layers[held] = linear_step(config, y, weights, layers[held], place, active)
+            else:
+                # Sliding layers take the second rotary table.
+                slides = second = kind == SLIDING
+                if flags is not None:
+                    slides, second = flags[0][member], flags[1][member]
+                mixed, layers[held] = attend_step(
                     config,
                     kind,
                     y,
-                    members[name],
-                    layers[name],
-                    repeat,
+                    weights,
+                    layers[held],
+                    place,
                     cache.length,
-                    table_of(rotary, second[member] if slides is None else slides),
+                    table_of(rotary, second),
                     mesh,
-                    sliding[member] if slides is None else slides,
+                    slides,
                     tables,
                 )
-            else:
-                mixed, layers[name] = linear_step(
-                    config, y, members[name], layers[name], repeat, active
-                )
-            x = add_mixed(config, x, mixed, members[name])
-            stack = None if number is None else (params["layers"][name], number)
+            x = add_mixed(config, x, mixed, weights)
+            experts = None if number is None else (params["layers"][name], number)
             token = None if read is None else read[:, member]
-            x, _ = feed_forward(config, x, members[name], mesh, stack, token=token)
-        return (x, layers), None
+            x, _ = feed_forward(config, x, weights, mesh, experts, token=token)
+        return x, layers
 
-    def reusing_block(
-        x: Array, xs: tuple[Mapping[str, Params], Array | None], layers: Any, last: Array
-    ) -> tuple[Array, None]:
-        members, read = xs
-        for member, (name, kind) in enumerate(config.stacks[-1].members):
-            source, slides = config.source_of(kind), kind == SLIDING
-            y = input_norm(config, x, members[name], "input_layernorm")
-            mixed, _ = attend_step(
-                config,
-                kind,
-                y,
-                members[name],
-                layers[source],
-                last[int(source)],
-                cache.length,
-                table_of(rotary, slides),
-                mesh,
-                slides,
-                tables,
-            )
-            x = add_mixed(config, x, mixed, members[name])
-            token = None if read is None else read[:, member]
-            x, _ = feed_forward(config, x, members[name], mesh, token=token)
-        return x, None
+    # The scan carries the whole cache: a step then writes its token in place and copies nothing.
+    def write(stack: LayerStack, carry: tuple[Array, dict[str, Any]], xs: Any) -> tuple[Any, None]:
+        return block(stack, *carry, *xs), None
+
+    def reuse(stack: LayerStack, layers: Any, places: Array, x: Array, xs: Any) -> tuple[Any, None]:
+        return block(stack, x, layers, places, xs)[0], None
 
     with tracing_for(backend_of(mesh), dtype, mesh):
         known = jnp.where(active, tokens, 0)
         x = embed(config, embedding, known, dtype)
-        reads: Any = [None] * len(config.stacks)
+        read = flags = None
         if config.token_width is not None:
-            reads = embed_for_layers(params, config, x, known)
-        reusing = config.stacks[1:]
-        sliding, second = jnp.asarray(config.sliding), jnp.asarray(config.second_rotary)
+            read = embed_for_layers(params, config, x, known)
+        if not config.slide_by_kind:
+            flags = jnp.asarray(config.sliding), jnp.asarray(config.second_rotary)
         length = cache.length + active.astype(jnp.int32)
         if isinstance(cache.layers, tuple):
-            weights, layers = unstack_layers(params)["layers"], []
-            for repeat, states in enumerate(cache.layers):
-                members = jax.tree.map(lambda stack: stack[0], weights[repeat])
-                first = jnp.zeros(len(config.block), jnp.int32)
-                flags = sliding[repeat], second[repeat]
-                read = None if reads[0] is None else reads[0][repeat]
-                (x, states), _ = block((x, states), (first, members, *flags, None, read))
-                layers.append(states)
-            for stack in reusing:
+            weights, states = unstack_layers(params)["layers"], [*cache.layers]
+            first = jnp.zeros(len(config.block), jnp.int32)
+            for stack in config.stacks:
+                rest = flags, None, None if read is None else of_stack(stack, read)
                 for repeat in range(stack.repeats):
-                    members = jax.tree.map(lambda stack: stack[0], weights[repeat])
-                    read = None if reads[1] is None else reads[1][repeat]
-                    x, _ = reusing_block(x, (members, read), layers[-1], first)
-            return final_norm(params, config, x), _longer(cache, tuple(layers), length, tables)
-        numbers = jnp.arange(config.repeats, dtype=jnp.int32)
-        places = _places_in_stacks(config, cache)
-        members = {name: params["layers"][name] for name, _ in config.stacks[0].members}
-        xs = places, members, sliding, second, numbers, reads[0]
-        (x, states), _ = jax.lax.scan(block, (x, cache.layers), xs)
-        for stack in reusing:
-            members = {name: params["layers"][name] for name, _ in stack.members}
-            step = partial(reusing_block, layers=states, last=places[-1])
-            x, _ = jax.lax.scan(step, x, (members, reads[1]))
-        return final_norm(params, config, x), _longer(cache, states, length, tables)
+                    xs = _item(weights[repeat], 0), *_item(rest, repeat)
+                    held = -1 if stack.reuses else repeat
+                    x, states[held] = block(stack, x, states[held], first, xs)
+            return final_norm(params, config, x), _longer(cache, tuple(states), length, tables)
+        layers, places = cache.layers, _places_in_stacks(config, cache)
+        for stack in config.stacks:
+            xs = (
+                {name: params["layers"][name] for name, _ in stack.members},
+                flags,
+                jnp.arange(stack.repeats, dtype=jnp.int32),
+                None if read is None else of_stack(stack, read),
+            )
+            if stack.reuses:
+                x, _ = jax.lax.scan(partial(reuse, stack, layers, places[-1]), x, xs)
+            else:
+                (x, layers), _ = jax.lax.scan(partial(write, stack), (x, layers), (places, xs))
+        return final_norm(params, config, x), _longer(cache, layers, length, tables)
+
+
+def _item(tree: Any, index: int) -> Any:
+    """Take one entry of every array."""
+    return jax.tree.map(lambda x: x[index], tree)
 
 
 def _places_in_stacks(config: DecoderConfig, cache: Cache) -> Int[Array, "repeats members"]:

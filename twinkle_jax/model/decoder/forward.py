@@ -37,6 +37,7 @@ from twinkle_jax.model.decoder.layers import (
     embed_for_layers,
     final_norm,
     input_norm,
+    of_stack,
     output_logits,
     rotary_tables,
     table_of,
@@ -295,16 +296,14 @@ def run(
         kind: str,
         x: Array,
         weights: Params,
-        sliding: Array | bool,
-        second: Array | bool,
+        flags: tuple[Array, Array] | None,
         state: Any,
         routing: Any,
         token: Any,
     ) -> tuple[Array, Any, Any]:
         weights = gather_weights(weights, dtype, mesh)
-        slides = config.slides(kind)
-        if slides is not None:
-            sliding = second = slides
+        # Sliding layers take the second rotary table.
+        sliding, second = (kind == SLIDING, kind == SLIDING) if flags is None else flags
 
         def attend(heads: Heads) -> tuple[Array, Any]:
             if cache is not None:
@@ -336,63 +335,60 @@ def run(
         layer = jax.checkpoint(layer, policy=policy, prevent_cse=False, static_argnums=(0,))
 
     def block(
-        x: Array, xs: tuple[Mapping[str, Params], Array, Array, Any, Any, Any]
-    ) -> tuple[Array, Any]:
-        (members, sliding, second, cached, routing, tokens), states, experts = xs, {}, []
-        for member, (name, kind) in enumerate(config.stacks[0].members):
+        stack: LayerStack, reused: Mapping[str, Any], x: Array, xs: tuple[Any, ...]
+    ) -> tuple[Array, tuple[dict[str, Any] | None, Array | None]]:
+        (members, flags, cached, routing, tokens), states, experts = xs, {}, []
+        for member, (name, kind) in enumerate(stack.members):
             x, states[name], chosen = layer(
                 kind,
                 x,
                 members[name],
-                sliding[member],
-                second[member],
-                cached.get(name),
+                None if flags is None else (flags[0][member], flags[1][member]),
+                reused[kind] if stack.reuses else cached.get(name),
                 None if routing is None else routing[:, member],
                 None if tokens is None else tokens[:, member],
             )
             experts.append(chosen)
+        keeps = not stack.reuses and (keep_state or config.reusing_layers > 0)
         kept = jnp.stack(experts, axis=1) if keep_routing else None
-        return x, (states if keep_state or config.reusing_layers else None, kept)
+        return x, (states if keeps else None, kept)
 
-    def reusing_block(
-        x: Array, xs: tuple[Mapping[str, Params], Any], stack: LayerStack, reused: Mapping[str, Any]
-    ) -> tuple[Array, None]:
-        members, tokens = xs
-        for member, (name, kind) in enumerate(stack.members):
-            slides = kind == SLIDING
-            token = None if tokens is None else tokens[:, member]
-            x = layer(kind, x, members[name], slides, slides, reused[kind], None, token)[0]
-        return x, None
-
+    rows = inputs.tokens.shape
     with tracing_for(backend, dtype, attention_mesh):
         x = embed(config, embedding, inputs.tokens, dtype, mesh)
-        tokens: Any = [None] * len(config.stacks)
+        tokens = routing = flags = None
         if config.token_width is not None:
             tokens = embed_for_layers(params, config, x, inputs.tokens, mesh)
+        if inputs.routing is not None:
+            routing = keep_rows(inputs.routing.reshape(-1, *inputs.routing.shape[2:]), mesh)
+        if not config.slide_by_kind:
+            flags = jnp.asarray(config.sliding), jnp.asarray(config.second_rotary)
         x = keep_rows(x.reshape(-1, config.hidden_size), mesh)
-        cached = {} if cache is None else cache.layers
-        flags = jnp.asarray(config.sliding), jnp.asarray(config.second_rotary)
-        routing = inputs.routing
-        if routing is not None:  # [repeats, tokens, members of the block, chosen]
-            shape = -1, config.repeats, len(config.block), routing.shape[-1]
-            routing = jnp.moveaxis(keep_rows(routing.reshape(shape), mesh), 1, 0)
-        members = {name: params["layers"][name] for name, _ in config.stacks[0].members}
-        xs = members, *flags, cached, routing, tokens[0]
-        x, (states, kept) = jax.lax.scan(block, x, xs)
-        for stack, stack_tokens in zip(config.stacks[1:], tokens[1:], strict=True):
+        states: dict[str, Any] = {}
+        chosen = []
+        for stack in config.stacks:
+            xs = (
+                {name: params["layers"][name] for name, _ in stack.members},
+                flags,
+                {} if cache is None or stack.reuses else cache.layers,
+                None if routing is None else of_stack(stack, routing),
+                None if tokens is None else of_stack(stack, tokens),
+            )
             reused = {
                 kind: jax.tree.map(lambda x: x[-1], states[config.source_of(kind)])
-                for kind in stack.block
+                for kind in (stack.block if stack.reuses else ())
             }
-            members = {name: params["layers"][name] for name, _ in stack.members}
-            step = partial(reusing_block, stack=stack, reused=reused)
-            x, _ = jax.lax.scan(step, x, (members, stack_tokens))
-        states = states if keep_state else None
+            x, (new, kept) = jax.lax.scan(partial(block, stack, reused), x, xs)
+            states |= new or {}
+            if kept is not None:
+                kept = jnp.moveaxis(kept, 0, 1)  # [tokens, repeats, members, chosen]
+                chosen.append(kept.reshape(*rows, -1, kept.shape[-1]))
         x = keep_rows(final_norm(params, config, x), mesh)
-    rows = inputs.tokens.shape
-    if kept is not None:  # [repeats, tokens, members, chosen], as above
-        kept = jnp.moveaxis(kept, 0, 1).reshape(*rows, config.layers, -1)
-    return _Ran(x.reshape(*rows, -1), states, kept)
+    return _Ran(
+        x.reshape(*rows, -1),
+        states if keep_state else None,
+        jnp.concatenate(chosen, axis=2) if keep_routing else None,
+    )
 
 
 def _layer(

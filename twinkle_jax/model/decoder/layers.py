@@ -16,6 +16,7 @@ from twinkle_jax.model.decoder.config import (
     FUSED,
     AttentionConfig,
     DecoderConfig,
+    LayerStack,
     LinearScaling,
     LongRopeScaling,
     ProportionalScaling,
@@ -125,8 +126,8 @@ def embed_for_layers(
     embedded: Float[Array, "*batch width"],
     tokens: Int[Array, "*batch"],
     mesh: Mesh | None = None,
-) -> tuple[Float[Array, "repeats tokens members width"], ...]:
-    r"""Compute what each layer reads of the token besides the residual stream, for each stack.
+) -> Float[Array, "tokens layers width"]:
+    r"""Compute what each layer reads of the token besides the residual stream.
 
     $$e_l = \frac{n(x P_l / \sqrt d) + \sqrt w\, E_l[t]}{\sqrt 2}$$
 
@@ -143,13 +144,15 @@ def embed_for_layers(
     table = params["embed_tokens_per_layer"]["embedding"]
     looked_up = _look_up(table, tokens, dtype, mesh).reshape(projected.shape)
     looked_up = rounded(looked_up * jnp.asarray(width**0.5, dtype))
-    both = rounded(rounded(projected + looked_up) * jnp.asarray(2**-0.5, dtype))
-    return tuple(
-        jnp.moveaxis(
-            both[:, stack.layers].reshape(len(x), stack.repeats, len(stack.block), width), 1, 0
-        )
-        for stack in config.stacks
-    )
+    return rounded(rounded(projected + looked_up) * jnp.asarray(2**-0.5, dtype))
+
+
+def of_stack(
+    stack: LayerStack, x: Shaped[Array, "tokens layers *item"]
+) -> Shaped[Array, "repeats tokens members *item"]:
+    """Take what belongs to the layers of a stack, as a scan over its repetitions reads it."""
+    shape = len(x), stack.repeats, len(stack.block), *x.shape[2:]
+    return jnp.moveaxis(x[:, stack.layers].reshape(shape), 1, 0)
 
 
 def final_norm(
