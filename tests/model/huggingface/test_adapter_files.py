@@ -287,19 +287,23 @@ _TOWERS = {
     "gemma3": _VISION | {"image_size": 8},
     "gemma4": _VISION | {"num_key_value_heads": 1, "head_dim": 8, "position_embedding_size": 4},
 }
+_AUDIO = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "output_proj_dims": 8}
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`")
 @pytest.mark.parametrize("name", _TOWERS)
-def test_peft_opens_that_of_a_model_with_a_vision_tower(name, tmp_path):
-    """PEFT warns of tensors that it does not find, and then has a model without the adapter."""
+def test_peft_opens_that_of_a_model_with_towers(name, tmp_path):
+    """PEFT warns of tensors that it does not find, and then has a model without the adapter.
+
+    Projections of the vision tower and of Gemma 4's audio tower have the names of the decoder's.
+    """
     get = "pip install 'twinkle-jax[test,oracle]'"
     peft = pytest.importorskip("peft", reason=get)
     torch = pytest.importorskip("torch", reason=get)
     transformers = pytest.importorskip("transformers", reason=get)
     text = json.loads(config_of(f"{name}_text").original)
     settings = {"text_config": text, "vision_config": _TOWERS[name]}
-    settings |= {"mm_tokens_per_image": 4} if name == "gemma3" else {}
+    settings |= {"mm_tokens_per_image": 4} if name == "gemma3" else {"audio_config": _AUDIO}
     theirs = transformers.AutoModelForImageTextToText.from_config(
         transformers.AutoConfig.for_model(name, **settings)
     )

@@ -31,7 +31,8 @@ from twinkle_jax.model.decoder.parameters import (
 from twinkle_jax.model.decoder.precision import matmul, rounded
 
 ALL_LINEAR = "all-linear"
-VISION = ".*vision_tower.*"  # of Gemma; what PEFT leaves out, whose projections have equal names
+# What PEFT leaves out of a model of Gemma: these projections have the names of the decoder's.
+TOWERS = ".*(vision|audio)_tower.*"
 LARGEST_RANK = 2**16
 RATE, KEYS = "lora_dropout", "lora_dropout_keys"  # leaves beside an adapter that has dropout
 
@@ -315,7 +316,7 @@ _PLAIN: dict[str, tuple[Any, ...]] = {
     "bias": ("none", None),
     "fan_in_fan_out": (False, None),
     "modules_to_save": (None, []),
-    "exclude_modules": (None, [], VISION),
+    "exclude_modules": (None, [], TOWERS, ".*vision_tower.*"),
     "layers_to_transform": (None, []),
     "layers_pattern": (None, [], ""),
     "rank_pattern": ({}, None),

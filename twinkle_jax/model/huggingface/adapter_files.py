@@ -14,7 +14,7 @@ from twinkle_jax.data import Template
 from twinkle_jax.model.decoder.config import DecoderConfig
 from twinkle_jax.model.decoder.lora import (
     ALL_LINEAR,
-    VISION,
+    TOWERS,
     LoraConfig,
     adapted_kernels,
     check_adapter,
@@ -39,7 +39,7 @@ from twinkle_jax.model.huggingface.checkpoint_files import (
 from twinkle_jax.model.huggingface.saving import check_target, gather, replace_directory, write_once
 
 _PREFIX = "base_model.model.model."
-_NESTED = f"{_PREFIX}language_model."  # of a model with a vision tower
+_NESTED = f"{_PREFIX}language_model."  # of a model with towers
 _README = "README.md"  # PEFT's model card
 
 
@@ -140,7 +140,7 @@ def adapter_tensors(config: DecoderConfig, adapter: Params) -> dict[str, np.ndar
 def _named_tensors(
     config: DecoderConfig, leaves: list[tuple[tuple[str, ...], np.ndarray]]
 ) -> dict[str, np.ndarray]:
-    prefix, tensors = _NESTED if _keeps_vision(config) else _PREFIX, {}
+    prefix, tensors = _NESTED if _keeps_towers(config) else _PREFIX, {}
     for path, stacked in leaves:
         for repeat, values in enumerate(stacked):
             name = _tensor_name(config, path, repeat, prefix)
@@ -153,8 +153,8 @@ def _tensor_name(config: DecoderConfig, path: tuple[str, ...], repeat: int, pref
     return f"{prefix}layers.{number}.{'.'.join(path[2:])}.weight"
 
 
-def _keeps_vision(config: DecoderConfig) -> bool:
-    """Whether `AutoModelForCausalLM` opens a checkpoint with its vision tower, as Gemma's."""
+def _keeps_towers(config: DecoderConfig) -> bool:
+    """Whether `AutoModelForCausalLM` opens a checkpoint with its towers, as Gemma's."""
     return json.loads(config.original or "{}").get("model_type") in ("gemma3", "gemma4")
 
 
@@ -170,7 +170,7 @@ def _peft_config(config: DecoderConfig, lora: LoraConfig, base: str | None) -> d
         "use_rslora": lora.use_rslora,
         "lora_dropout": lora.lora_dropout,
         "bias": "none",
-        "exclude_modules": VISION if _keeps_vision(config) else None,
+        "exclude_modules": TOWERS if _keeps_towers(config) else None,
         "fan_in_fan_out": False,
         "init_lora_weights": True,
         "inference_mode": True,
