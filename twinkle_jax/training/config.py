@@ -163,8 +163,8 @@ class LoraSettings:
         rank: of the adapters; 0 trains all parameters instead.
         alpha: adapters are scaled by alpha / rank.
         dropout: share of an adapter's input that is dropped in training.
-        target_modules: projections that get adapters, such as q_proj; all-linear for all inside
-            the layers.
+        target_modules: projections that get adapters, such as q_proj; all-linear for all but the
+            head.
     """
 
     rank: int = at_least(0, default=0)

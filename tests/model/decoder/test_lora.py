@@ -441,10 +441,12 @@ def test_a_tokens_noise_is_its_own():
 
 def test_every_projection_layer_and_token_has_keys_of_its_own():
     tree = {"0": {"q": {"lora_dropout": jnp.ones(3)}, "v": {"lora_dropout": jnp.ones(3)}, "o": {}}}
+    tree["outside"] = {"lora_dropout": jnp.ones(())}
     laid = with_dropout(tree, jax.random.split(jax.random.key(0), (2, 2)))
-    keys = [jax.random.key_data(laid["0"][name][KEYS]) for name in ("q", "v")]
-    assert keys[0].shape == (3, 4, 2) and KEYS not in laid["0"]["o"]
-    assert len({tuple(key) for key in np.concatenate([k.reshape(-1, 2) for k in keys])}) == 24
+    projections = laid["0"]["q"], laid["0"]["v"], laid["outside"]
+    keys = [jax.random.key_data(x[KEYS]) for x in projections]
+    assert [x.shape for x in keys] == [(3, 4, 2), (3, 4, 2), (4, 2)] and KEYS not in laid["0"]["o"]
+    assert len({tuple(key) for key in np.concatenate([k.reshape(-1, 2) for k in keys])}) == 28
 
 
 def adapter_model(checkpoint, lora=DROPOUT, **options):

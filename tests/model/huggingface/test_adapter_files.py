@@ -248,13 +248,17 @@ def test_targets_that_are_not_those_of_the_tensors_are_refused(saved):
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`")
-def test_adapters_of_all_projections_are_pefts(tmp_path):
-    """Of Gemma 4: the router's, but no experts', nor values' where they are the keys."""
+@pytest.mark.parametrize("name", ["gemma4_text mixture", "gemma4_text small"])
+def test_adapters_of_all_projections_are_pefts(name, tmp_path):
+    """Of Gemma 4: the router's, but no experts', nor values' where they are the keys.
+
+    With embeddings for each layer, the projection to these, outside the layers.
+    """
     get = "pip install 'twinkle-jax[test,oracle]'"
     peft = pytest.importorskip("peft", reason=get)
     torch = pytest.importorskip("torch", reason=get)
     transformers = pytest.importorskip("transformers", reason=get)
-    config = config_of("gemma4_text mixture")
+    config = config_of(name)
     theirs = transformers.AutoModelForCausalLM.from_config(
         transformers.AutoConfig.for_model(**json.loads(config.original))
     )
@@ -263,8 +267,8 @@ def test_adapters_of_all_projections_are_pefts(tmp_path):
     theirs = peft.get_peft_model(theirs, settings)
     torch.manual_seed(0)
     with torch.no_grad():
-        for name, x in theirs.named_parameters():
-            if "lora_B" in name:
+        for called, x in theirs.named_parameters():
+            if "lora_B" in called:
                 x.copy_(torch.randn_like(x) / 4)
     theirs.save_pretrained(tmp_path / "adapter")
     with torch.no_grad():
@@ -276,6 +280,14 @@ def test_adapters_of_all_projections_are_pefts(tmp_path):
     np.testing.assert_allclose(output_logits(params, decoder.config, hidden), expected, atol=1e-4)
     everything = LoraConfig(r=2, target_modules="all-linear")
     check_adapter(decoder.config, everything, adapter)
+    merged = merge_adapter(params)
+    hidden = hidden_states(merged, decoder.config, jnp.asarray([[2, 3, 5, 7]]))
+    np.testing.assert_allclose(output_logits(merged, decoder.config, hidden), expected, atol=1e-4)
+    save_adapter(tmp_path / "again", decoder.config, lora, adapter)
+    assert_same(load_adapter(tmp_path / "again", decoder.config)[1], adapter)
+    if name == "gemma4_text small":
+        assert adapter["per_layer_model_projection"]["lora_A"].shape == (24, 2)
+        return
     assert "v_proj" in adapter["layers"]["0"]["self_attn"]
     assert "v_proj" not in adapter["layers"]["1"]["self_attn"]
     assert "lora_A" in adapter["layers"]["0"]["router"]["proj"]

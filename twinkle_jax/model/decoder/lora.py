@@ -27,6 +27,7 @@ from twinkle_jax.model.decoder.parameters import (
     merge_params,
     nest,
     parameter_table,
+    stacked_axis,
 )
 from twinkle_jax.model.decoder.precision import matmul, rounded
 
@@ -44,7 +45,7 @@ class LoraConfig:
     Attributes:
         r: rank.
         lora_alpha: the product of the two matrices is multiplied by `lora_alpha / r`.
-        target_modules: names of projections, or `"all-linear"` for all inside the layers.
+        target_modules: names of projections, or `"all-linear"` for all but the head.
         use_rslora: whether to divide by the square root of `r` instead.
         lora_dropout: dropout rate of the adapters' inputs in training, in [0, 1).
 
@@ -114,8 +115,8 @@ def adapted_kernels(
     kernels = {
         path[:-1]: p.shape
         for path, p in parameter_table(config).items()
-        # As PEFT, to which experts are no projections, nor is a router, except Gemma 4's.
-        if path[0] == "layers" and path[-1] == "kernel" and path[-2] not in ("conv1d", "gate")
+        # As PEFT, to which experts and the head are no projections, nor a router, but Gemma 4's.
+        if path[-1] == "kernel" and path[-2] not in ("conv1d", "gate", "lm_head")
         if EXPERTS not in path
     }
     for name in FAMILIES[config.model_type].fused:  # one projection, to PEFT
@@ -138,13 +139,11 @@ def init_adapter(key: Key[Array, ""], config: DecoderConfig, lora: LoraConfig) -
     r"""Draw adapters that change nothing yet: A from $U(\pm 1/\sqrt{in})$, B all 0, float32."""
     flat: dict[tuple[str, ...], Any] = {}
     for i, (path, (width, out)) in enumerate(adapted_kernels(config, lora).items()):
-        bound = width**-0.5
-        repeats = config.stack_of(path[1]).repeats
-        shape = (repeats, width, lora.r)
+        bound, axis = width**-0.5, stacked_axis(config, path)
         flat[*path, "lora_A"] = jax.random.uniform(
-            jax.random.fold_in(key, i), shape, minval=-bound, maxval=bound
+            jax.random.fold_in(key, i), (*axis, width, lora.r), minval=-bound, maxval=bound
         )
-        flat[*path, "lora_B"] = jnp.zeros((repeats, lora.r, out), jnp.float32)
+        flat[*path, "lora_B"] = jnp.zeros((*axis, lora.r, out), jnp.float32)
     return nest(flat)
 
 
@@ -156,9 +155,9 @@ def check_adapter(config: DecoderConfig, lora: LoraConfig, adapter: Params) -> N
     """
     expected: dict[tuple[str, ...], tuple[int, ...]] = {}
     for path, (width, out) in adapted_kernels(config, lora).items():
-        repeats = config.stack_of(path[1]).repeats
-        expected[*path, "lora_A"] = (repeats, width, lora.r)
-        expected[*path, "lora_B"] = (repeats, lora.r, out)
+        axis = stacked_axis(config, path)
+        expected[*path, "lora_A"] = (*axis, width, lora.r)
+        expected[*path, "lora_B"] = (*axis, lora.r, out)
     shapes = {path: tuple(x.shape) for path, x in walk(adapter)}
     by = f"r={lora.r} and target_modules={lora.target_modules!r} of its configuration"
     check_shapes("adapter", expected, shapes, by=by)
@@ -196,7 +195,7 @@ def with_adapter(
         {RATE: lora.lora_dropout} if lora.lora_dropout else {}
     )
     leaves = {
-        (*path, name): jnp.full((config.stack_of(path[1]).repeats,), value, jnp.float32)
+        (*path, name): jnp.full(stacked_axis(config, path), value, jnp.float32)
         for path in adapted_kernels(config, lora)
         for name, value in constants.items()
     }
@@ -229,13 +228,13 @@ def merge_adapter(params: Params) -> dict[str, Any]:
     return merged
 
 
-def _change(weights: Mapping[str, Any]) -> Float[Array, "layers into out"]:
+def _change(weights: Mapping[str, Any]) -> Float[Array, "*layers into out"]:
     """Multiply the matrices of an adapter, in full float32: accelerators round by default."""
     change = jnp.matmul(weights["lora_A"], weights["lora_B"], precision="highest")
-    return _scale(weights)[:, None, None] * change
+    return _scale(weights)[..., None, None] * change
 
 
-def _changed(kernel: Array, change: Float[Array, "layers into out"]) -> Array:
+def _changed(kernel: Array, change: Float[Array, "*layers into out"]) -> Array:
     return (kernel.astype(jnp.float32) + change).astype(kernel.dtype)
 
 
@@ -285,7 +284,7 @@ def drop_out(
 
 
 def with_dropout(params: Mapping[str, Any], keys: Key[Array, "batch time"]) -> dict[str, Any]:
-    """Add dropout keys beside the adapters that have a rate, one for each layer and token.
+    """Add dropout keys beside the adapters that have a rate: for each layer, one for each token.
 
     Args:
         params: frozen parameters and adapters, merged.
@@ -297,11 +296,11 @@ def with_dropout(params: Mapping[str, Any], keys: Key[Array, "batch time"]) -> d
         nonlocal projection
         out = {name: visit(x) if isinstance(x, Mapping) else x for name, x in sorted(tree.items())}
         if RATE in tree:
-            layers = jnp.arange(len(tree[RATE]), dtype=jnp.int32)
+            layers = jnp.arange(tree[RATE].size, dtype=jnp.int32)
             # Each projection has its own number, so that no two of them share noise.
             of_tokens = jax.vmap(jax.random.fold_in, (0, None))(keys, projection)
             of_layers = jax.vmap(jax.vmap(jax.random.fold_in, (0, None)), (None, 0))
-            out[KEYS] = of_layers(of_tokens, layers)
+            out[KEYS] = of_layers(of_tokens, layers).reshape(*tree[RATE].shape, -1)
             projection += 1
         return out
 

@@ -254,7 +254,12 @@ def _draw(key: Key[Array, ""], shape: tuple[int, ...], initial: Initial, dtype: 
 
 def stacked_shape(config: DecoderConfig, path: tuple[str, ...], p: Parameter) -> tuple[int, ...]:
     """Return the shape of the leaf at a path, the axis of stacked layers included."""
-    return (config.stack_of(path[1]).repeats, *p.shape) if path[0] == "layers" else p.shape
+    return (*stacked_axis(config, path), *p.shape)
+
+
+def stacked_axis(config: DecoderConfig, path: tuple[str, ...]) -> tuple[int, ...]:
+    """Return the size of the axis of stacked layers, which leaves outside the layers don't have."""
+    return (config.stack_of(path[1]).repeats,) if path[0] == "layers" else ()
 
 
 def check_shapes(

@@ -45,6 +45,8 @@ RULES: tuple[tuple[str, PartitionSpec], ...] = (
     (r"/(o_proj|down_proj|out_proj)/kernel$", PartitionSpec(None, "tensor", "fsdp")),
     (r"/conv1d/kernel$", PartitionSpec(None, None, "tensor")),
     # Adapters: the narrow side is never split.
+    (r"per_layer_model_projection/lora_A$", PartitionSpec("fsdp", None)),
+    (r"per_layer_model_projection/lora_B$", PartitionSpec(None, "fsdp")),
     (r"/lora_A$", PartitionSpec(None, "fsdp", None)),
     (r"/lora_B$", PartitionSpec(None, None, "fsdp")),
     (r"/per_layer_input_gate/kernel$", PartitionSpec(None, "fsdp", None)),

@@ -21,7 +21,7 @@ from twinkle_jax.model.decoder.lora import (
     read_lora_config,
     walk,
 )
-from twinkle_jax.model.decoder.parameters import Params, nest
+from twinkle_jax.model.decoder.parameters import Params, nest, stacked_axis
 from twinkle_jax.model.huggingface.checkpoint import all_finite, host_tensor, keep_files
 from twinkle_jax.model.huggingface.checkpoint_files import (
     ADAPTER_CONFIG,
@@ -142,15 +142,18 @@ def _named_tensors(
 ) -> dict[str, np.ndarray]:
     prefix, tensors = _NESTED if _keeps_towers(config) else _PREFIX, {}
     for path, stacked in leaves:
-        for repeat, values in enumerate(stacked):
-            name = _tensor_name(config, path, repeat, prefix)
+        each = stacked if stacked_axis(config, path) else stacked[None]
+        for name, values in zip(_tensor_names(config, path, prefix), each, strict=True):
             tensors[name] = host_tensor(name, path, values, dtype=values.dtype)
     return tensors
 
 
-def _tensor_name(config: DecoderConfig, path: tuple[str, ...], repeat: int, prefix: str) -> str:
-    number = layer_number(config, path, repeat)
-    return f"{prefix}layers.{number}.{'.'.join(path[2:])}.weight"
+def _tensor_names(config: DecoderConfig, path: tuple[str, ...], prefix: str) -> list[str]:
+    """Return the names of one leaf's tensors: one, or one for each layer."""
+    if not stacked_axis(config, path):
+        return [f"{prefix}{'.'.join(path)}.weight"]
+    numbers = (layer_number(config, path, i) for i in range(*stacked_axis(config, path)))
+    return [f"{prefix}layers.{number}.{'.'.join(path[2:])}.weight" for number in numbers]
 
 
 def _keeps_towers(config: DecoderConfig) -> bool:
@@ -222,11 +225,11 @@ def load_adapter(directory: str | Path, config: DecoderConfig) -> tuple[LoraConf
     for path, (width, out) in adapted_kernels(config, lora).items():
         for leaf, shape in (("lora_A", (lora.r, width)), ("lora_B", (out, lora.r))):
             full_path = (*path, leaf)
-            repeats = range(config.stack_of(path[1]).repeats)
-            names = [_tensor_name(config, full_path, repeat, prefix) for repeat in repeats]
+            names = _tensor_names(config, full_path, prefix)
             layers = [_checked(name, stored.pop(name, None), shape) for name in names]
             # Transposing is its own inverse, so `to_stored` also converts back.
-            flat[full_path] = jnp.asarray(np.stack([to_stored(full_path, x) for x in layers]))
+            values = np.stack([to_stored(full_path, x) for x in layers])
+            flat[full_path] = jnp.asarray(values if stacked_axis(config, path) else values[0])
     if stored:
         raise ValueError(
             f"{source / ADAPTER_WEIGHTS} must hold no tensors but the adapter's, "
