@@ -164,7 +164,9 @@ def hidden_states(
         compute_dtype: type of activations; by default that of the embedding. Norms, softmax and
             the state of linear layers are float32 in any case.
         attention: `"xla"`, `"cudnn"` or `"splash"`; by default what
-            [`default_attention`][twinkle_jax.model.default_attention] chooses.
+            [`default_attention`][twinkle_jax.model.default_attention] chooses. Where full layers
+            have other heads than sliding ones, and it takes only one kind, the other kind has its
+            default.
         remat: True recomputes each layer in the backward pass, a policy of
             `jax.checkpoint_policies` keeps what it names, False keeps everything. Where there is
             memory for it, `dots_with_no_batch_dims_saveable` is often the fastest.
