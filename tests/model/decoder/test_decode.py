@@ -53,6 +53,7 @@ def test_every_position_equals_the_full_forward(name, side):
     np.testing.assert_array_equal(cache.length, [10, 7, 5, 9])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stacked", [True, False])
 def test_layers_reuse_the_keys_of_the_last_layer_of_their_kind(stacked):
     """Of two repetitions of two sliding layers and a full one; by steps, and several at once."""
